@@ -24,7 +24,7 @@ LONG_WORKERS = $(if $(strip $(ARGS)),,-n logical --dist loadfile --no-loadscope-
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-unit test-long test-all durations coverage lint format lock bench bench-compare clean
+.PHONY: help run test test-unit test-long test-all durations coverage lint format lock bench bench-compare soak clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## (.*)/  make \1\t\2/' | expand -t 24
@@ -68,6 +68,11 @@ bench-compare: $(VENV)/.native $(VENV)/.dev ## compare benchmarks with another r
 	@[ -n "$(BASE)" ] || { echo "BASE is not set; usage: make bench-compare BASE=main" >&2; exit 2; }
 	@$(BIN)/python benchmarks/compare.py $(BENCH:%=--bench %) $(ROUNDS:%=--rounds %) \
 	  $(THRESHOLD:%=--threshold %) $(if $(JSON),--json) -- "$(BASE)" $(ARGS)
+
+# A fraction of an hour is allowed: make soak HOURS=0.05
+HOURS ?= 72
+soak: $(VENV)/.native $(VENV)/.dev ## look for leaks for hours: HOURS=72
+	@$(BIN)/python benchmarks/soak.py --hours "$(HOURS)" $(ARGS)
 
 # Keeps the locked versions. To upgrade: make lock ARGS=--upgrade
 # dev.txt contains all of run.txt, in the same versions, so dev.txt is resolved first and constrains run.txt.

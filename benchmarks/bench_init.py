@@ -66,7 +66,9 @@ async def measure_sessions(rounds: int, state_dir: Path) -> list[report.Figure]:
     inits: list[float] = []
     ends: list[float] = []
     bares: list[float] = []
-    async with local_cluster.up(settings, progress=lambda text: print(text, file=sys.stderr)) as running:
+    async with local_cluster.run_local_cluster(
+        settings, progress=lambda text: print(text, file=sys.stderr)
+    ) as running:
         assert running.cluster is not None
         cluster = running.cluster
         context = tls.client_context((state_dir / "controller" / "ca.pem").read_text())

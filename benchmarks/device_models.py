@@ -137,7 +137,9 @@ def cluster(settings: Settings) -> Iterator[None]:
     failed: list[BaseException] = []
 
     async def host() -> None:
-        async with local_cluster.up(settings, progress=lambda text: print(text, file=sys.stderr)):
+        async with local_cluster.run_local_cluster(
+            settings, progress=lambda text: print(text, file=sys.stderr)
+        ):
             ready.set()
             await asyncio.to_thread(done.wait)
 

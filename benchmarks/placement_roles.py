@@ -80,8 +80,9 @@ class Node:
         self._group = group
         self._running: dict[str, RunningJob] = {}
 
-    async def run(self, state_dir: Path, *, phase_s: float, up: asyncio.Semaphore) -> None:
-        network = TcpNetwork()
+    async def run(
+        self, state_dir: Path, *, phase_s: float, up: asyncio.Semaphore, network: TcpNetwork
+    ) -> None:
         connection = connect_authenticated(
             network,
             read_identity(state_dir / "agents" / self._info.node_id),
@@ -169,7 +170,8 @@ async def run_agents(state_dir: Path, *, nodes: int, gpus: int) -> None:
     async def run_all() -> None:
         async with asyncio.TaskGroup() as group:
             for index, info in enumerate(infos):
-                agent = Node(info, group).run(state_dir, phase_s=TICK_S * index / nodes, up=up)
+                phase_s = TICK_S * index / nodes
+                agent = Node(info, group).run(state_dir, phase_s=phase_s, up=up, network=network)
                 group.create_task(agent)
 
     async def wait_for_all() -> None:

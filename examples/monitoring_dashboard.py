@@ -21,7 +21,7 @@ import msgspec
 import genie
 from genie.cluster.dashboard import DashboardState, show
 from genie.cluster.events import ClusterEvent, EventBus
-from genie.cluster.health import HealthReport, check_cpu, check_gpus, check_memory, overall
+from genie.cluster.health import HealthReport, check_cpu, check_gpus, check_memory, worst_status
 from genie.cluster.monitoring import ResourceMonitor, create_resource_monitor
 from genie.cluster.node_info import NodeInfo, create_local_node, detect_local_gpus
 from genie.errors import GenieError
@@ -50,7 +50,7 @@ class ThisMachine:
         read = self._monitor.snapshot()
         if read is not None and (self._report is None or self._report.at != read.at):
             checks = (check_gpus(read.gpus), check_cpu(self._cpu.read()), check_memory(read.host))
-            self._report = HealthReport(status=overall(checks), checks=checks, at=read.at)
+            self._report = HealthReport(status=worst_status(checks), checks=checks, at=read.at)
         return self._report
 
     @property

@@ -88,7 +88,7 @@ async def run(step: str, *command: str) -> str:
 async def tour(folder: Path) -> None:
     genie = (sys.executable, "-m", "genie")
     settings = config.load({"controller.port": 0})
-    async with local_cluster.up(settings, progress=log) as cluster:
+    async with local_cluster.run_local_cluster(settings, progress=log) as cluster:
         assert cluster.cluster is not None
         os.environ["GENIE_MASTER_ADDR"] = cluster.cluster.host
         os.environ["GENIE_MASTER_PORT"] = str(cluster.cluster.port)

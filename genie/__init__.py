@@ -75,4 +75,4 @@ def _register_device() -> None:
     backend.register()
 
 
-import_hook.call_with_torch(_register_device)
+import_hook.call_after_torch_import(_register_device)

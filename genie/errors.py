@@ -97,7 +97,7 @@ class GenieError(Exception):
         return f"{self.message} ({self.hint})" if self.hint else self.message
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (_rebuild, (type(self), self.message, self.hint, self.retry_after_s))
+        return (_unpickle_error, (type(self), self.message, self.hint, self.retry_after_s))
 
 
 class ConfigError(GenieError):
@@ -399,12 +399,12 @@ class NativeBuildError(DeviceError):
     code = "device.native_build"
 
 
-def from_code(code: str, message: str, *, hint: str = "", retry_after_s: float = 0.0) -> GenieError:
+def error_from_code(code: str, message: str, *, hint: str = "", retry_after_s: float = 0.0) -> GenieError:
     """The error with this `code`; for an unknown code the nearest known ancestor."""
-    return _rebuild(class_of(code), message, hint, retry_after_s)
+    return _unpickle_error(error_class_of(code), message, hint, retry_after_s)
 
 
-def class_of(code: str) -> type[GenieError]:
+def error_class_of(code: str) -> type[GenieError]:
     """The class with this code; for an unknown code the nearest known ancestor."""
     known = {cls.code: cls for cls in all_errors()}
     while code and code not in known:
@@ -420,7 +420,7 @@ def all_errors() -> list[type[GenieError]]:
     return found
 
 
-def _rebuild(cls: type[GenieError], message: str, hint: str, retry_after_s: float) -> GenieError:
+def _unpickle_error(cls: type[GenieError], message: str, hint: str, retry_after_s: float) -> GenieError:
     error = cls(message, hint=hint)
     error.retry_after_s = retry_after_s
     return error

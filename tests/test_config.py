@@ -8,7 +8,13 @@ from pathlib import Path
 import pytest
 
 from genie import config
-from genie.config import cluster_arguments, environment_for_jobs, environment_variables, list_settings, load
+from genie.config import (
+    cluster_settings_from_arguments,
+    environment_for_jobs,
+    environment_variables,
+    list_settings,
+    load,
+)
 from genie.config.labels import validate_label, validate_labels
 from genie.errors import ConfigError, NameInvalidError, UsageError
 
@@ -50,7 +56,7 @@ def test_none_argument_and_empty_variable_count_as_not_given() -> None:
 
 def test_aliases_of_the_visual_guide_work(file: Path) -> None:
     assert load(environ={}, file=file).cluster.health_check_interval == 3.5
-    given = cluster_arguments({"enable_gpu_monitor": False, "health_interval": 9})
+    given = cluster_settings_from_arguments({"enable_gpu_monitor": False, "health_interval": 9})
     settings = load(given, environ={})
     assert settings.cluster.enable_gpu_monitoring is False
     assert settings.cluster.health_check_interval == 9.0
@@ -99,6 +105,26 @@ def test_error_names_the_variable_and_the_allowed_values(environ: dict[str, str]
         load(environ=environ)
     assert next(iter(environ)) in str(caught.value) or "did you mean" in str(caught.value)
     assert caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize("name", ["GENIE_FOO", "GENIE_CONTROLLER_FOO", "GENIE_COLOUR"])
+def test_no_variable_is_suggested_for_a_dissimilar_name(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name} is not a setting") as caught:
+        load(environ={name: "1"})
+    assert "did you mean" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "suggested"),
+    [
+        ("GENIE_TOKN", "GENIE_TOKEN"),
+        ("GENIE_PORT", "GENIE_MASTER_PORT"),
+        ("GENIE_CONTROLER_TLS", "GENIE_CONTROLLER_TLS"),
+    ],
+)
+def test_a_similar_variable_is_suggested(name: str, suggested: str) -> None:
+    with pytest.raises(ConfigError, match=f"did you mean {suggested}"):
+        load(environ={name: "1"})
 
 
 def test_empty_argument_is_reported_as_empty() -> None:
@@ -223,7 +249,7 @@ def test_every_setting_has_a_variable_a_type_and_a_help_text() -> None:
     names = {row.key: row.env for row in rows}
     assert names["cluster.master_addr"] == "GENIE_MASTER_ADDR"
     assert names["controller.port"] == "GENIE_CONTROLLER_PORT"
-    assert set(environment_variables()) == {row.env for row in rows} | set(config.OTHER_VARIABLES)
+    assert set(environment_variables()) == {row.env for row in rows} | set(config.OTHER_ENVIRONMENT_VARIABLES)
 
 
 def test_every_default_is_valid() -> None:
@@ -240,12 +266,12 @@ def test_executor_inherits_cache_directory_and_compiler() -> None:
     environ = {"XDG_CACHE_HOME": "/kept", "CXX": "clang++ -m64"}
     inherited = environment_for_jobs(environ)
     assert inherited == environ
-    assert (config.cache_home(inherited), config.cxx(inherited)) == (Path("/kept"), "clang++ -m64")
+    assert (config.cache_home(inherited), config.cxx_command(inherited)) == (Path("/kept"), "clang++ -m64")
 
 
 def test_empty_cache_and_compiler_variables_use_the_defaults() -> None:
     assert config.cache_home({"XDG_CACHE_HOME": ""}) == Path("~/.cache").expanduser()
-    assert config.cxx({"CXX": ""}) is None
+    assert config.cxx_command({"CXX": ""}) is None
 
 
 @pytest.mark.parametrize("label", ["a", "site/zone", "-._/", "x" * 63])

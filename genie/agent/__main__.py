@@ -26,12 +26,12 @@ from genie.agent.leftovers import GROUP_PREFIX
 from genie.config import Settings
 from genie.errors import GenieError, TlsError, TokenMissingError, UsageError
 from genie.model.names import address_text, is_loopback, node_id_from, parse_endpoint
-from genie.native.prebuild import build_in_background, command_for
+from genie.native.prebuild import build_in_background, prebuild_command
 from genie.processes import cgroups, process_table
 from genie.processes.clock import SystemClock
-from genie.processes.tasks import file_thread, loop_factory, unwrapped_task_group
+from genie.processes.tasks import file_io_threads, loop_factory, unwrapped_task_group
 from genie.runtime.credentials import Access
-from genie.runtime.network import TcpNetwork, address_towards
+from genie.runtime.network import TcpNetwork, local_address_towards
 from genie.telemetry import log
 
 _log = logging.getLogger("genie.agent")
@@ -79,8 +79,8 @@ async def _run(args: argparse.Namespace, settings: Settings) -> None:
 
 async def _run_node(settings: Settings, node_dir: Path, access: Access) -> None:
     with (
-        file_thread("genie-agent-journal") as journal,
-        file_thread("genie-agent-files", threads=FILE_THREADS) as bulk,
+        file_io_threads("genie-agent-journal") as journal,
+        file_io_threads("genie-agent-files", threads=FILE_THREADS) as bulk,
         hardware.Inventory(settings.agent.cpu_accelerators) as inventory,
     ):
         agent = Agent(
@@ -122,7 +122,7 @@ async def _run_and_compile(agent: Agent, *, compile_ahead: bool) -> None:
         return
     async with unwrapped_task_group() as group:
         ahead = build_in_background(
-            command_for("genie_executor"),
+            prebuild_command("genie_executor"),
             what="the executors' library",
             without="remote_accelerator will not work on this node",
         )
@@ -156,7 +156,7 @@ def _listen_host(access: Access, host: str | None) -> str:
     elif is_loopback(access.host):
         chosen = "127.0.0.1"
     else:
-        found = address_towards(access.host, access.port)
+        found = local_address_towards(access.host, access.port)
         if found is None:
             raise UsageError(
                 f"no route from this machine to {access.host}",

@@ -99,6 +99,14 @@ def is_node_fault(error: BaseException | None) -> bool:
     return False
 
 
+def is_disk_full(error: BaseException | None) -> bool:
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return True
+        error = error.__cause__
+    return False
+
+
 class WriteQueue:
     """`run` must run concurrently; `finish` replaces it after it was cancelled."""
 

@@ -118,7 +118,7 @@ async def renew_certificate(
     left_s = tls.renewal_due_in_s(certificate_pem, now=now)
     if left_s > 0:
         return left_s
-    if now > tls.validity(certificate_pem)[1]:
+    if now > tls.validity_period(certificate_pem)[1]:
         await recover_certificate(node_dir, connection, timeout_s=timeout_s, offload=offload)
         return 0.0
     key_pem, csr_pem = tls.new_key_and_csr()
@@ -141,7 +141,7 @@ def _store_certificate(node_dir: Path, access: Access, certificate_pem: str, key
 async def has_expired(node_dir: Path, *, now: float, offload: Offload) -> bool:
     """Whether the certificate of the node has expired."""
     certificate_pem = await offload(partial((node_dir / _CERTIFICATE).read_text, "utf-8"))
-    return now > tls.validity(certificate_pem)[1]
+    return now > tls.validity_period(certificate_pem)[1]
 
 
 async def recover_certificate(

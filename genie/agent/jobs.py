@@ -19,15 +19,15 @@ from typing import Protocol, TypeVar
 import msgspec
 
 from genie.agent import job_files, preparation
-from genie.agent.disk import WriteQueue, is_node_fault
+from genie.agent.disk import WriteQueue, is_disk_full, is_node_fault
 from genie.agent.heartbeats import Lease
 from genie.agent.job_files import RunSize
 from genie.agent.journal import REASON_CHARS_MAX, JobRecord, Journal
 from genie.agent.launcher import JobLauncher, LaunchPlan
 from genie.config import AgentConfig
-from genie.errors import FencedError, GenieError, LaunchError, NodeUnfitError
+from genie.errors import FencedError, GenieError, LaunchError, NodeUnfitError, WorkersMissingError
 from genie.model.allocation import FULL_MILLI
-from genie.model.job import EXIT_CLIENT_LOST, JobKind
+from genie.model.job import CLIENT_LOST_EXIT_CODE, JobKind, Workdir
 from genie.model.messages import (
     ConfirmLaunch,
     Endpoint,
@@ -53,9 +53,13 @@ EXECUTOR_START_S_MAX = 90.0
 EXECUTOR_BUSY_S_MAX = 1200.0
 """For an executor that reports a status: it may be compiling its library."""
 STATUS_READ_S_MAX = 1.0
-RETRY_S = 0.2
+RETRY_S, RETRY_S_MAX = 0.2, 2.0
 CONFIRM_WAIT_S = 3.0
 """How long a confirmation waits at the controller for the other workers of the job; then it is repeated."""
+WORKDIR_SPACE_FACTOR = 2
+"""Space for a working directory in relation to its archive: for the archive and, at least, for its files."""
+WORKDIR_SPACE_FACTOR_MAX = 8
+"""The same if all files are small: each takes 1 KiB of the archive, and a block of the file system."""
 CONTACT_LOST = "ended by Genie: the node lost contact with the controller"
 
 
@@ -76,6 +80,8 @@ class LocalJob:
     endpoint: Endpoint | None = None
     note: str = ""
     """Status of an executor that does not listen yet."""
+    needed_bytes: int = 0
+    """Free disk space that its working directory needs, if the node has less."""
 
     @property
     def epoch(self) -> int:
@@ -320,9 +326,7 @@ class NodeJobs:
             launch, base=environment.base_env, node=environment.node(), directory=job.directory
         )
         if launch.spec.workdir is not None:
-            await preparation.fetch_workdir(
-                self._retrying_call(job), launch.spec.workdir, job.directory, offload=environment.offload
-            )
+            await self._fetch_workdir(job, launch.spec.workdir)
         if launch.spec.kind is JobKind.SESSION:
             argv = await preparation.prepare_executor(
                 self._retrying_call(job),
@@ -343,11 +347,32 @@ class NodeJobs:
             env=env,
             directory=job.directory,
             work_dir=job.directory / "work",
-            log_bytes_max=self._config.log_bytes_max,
+            log_file_bytes_max=self._config.log_bytes_max,
             log_files_max=self._config.log_files_max,
             grace_s=self._config.stop_grace_s,
             deadman_grace_s=self._lease.grace_s(self._config.stop_grace_s),
         )
+
+    async def _fetch_workdir(self, job: LocalJob, wanted: Workdir) -> None:
+        """Raises NodeUnfitError if the disk has too little space. How much the files need depends on the
+        blocks of the file system; that is known only if the disk was filled."""
+        node = self._environment.node()
+        needed_bytes = wanted.size_bytes * WORKDIR_SPACE_FACTOR
+        if node.disk_total_bytes and node.disk_free_bytes < needed_bytes:
+            job.needed_bytes = needed_bytes
+            raise NodeUnfitError(
+                f"the working directory needs {needed_bytes} bytes of free disk space, packed and unpacked; "
+                f"{node.disk_free_bytes} are free"
+            )
+        try:
+            await preparation.fetch_workdir(
+                self._retrying_call(job), wanted, job.directory, offload=self._environment.offload
+            )
+        except (GenieError, OSError) as error:
+            most_bytes = wanted.size_bytes * WORKDIR_SPACE_FACTOR_MAX
+            if is_disk_full(error) and node.disk_total_bytes and node.disk_free_bytes < most_bytes:
+                job.needed_bytes = most_bytes
+            raise
 
     async def _confirm(self, job: LocalJob) -> None:
         # A heartbeat from before the acceptance must not arrive after the confirmation: the controller
@@ -363,10 +388,11 @@ class NodeJobs:
         self._check_not_killed(job)
 
     def _retrying_call(self, job: LocalJob) -> preparation.Call:
-        """Retries retryable errors until the timeout or until the job is killed."""
+        """Retries retryable errors, with backoff, until the timeout or until the job is killed."""
         deadline_s = self._clock.monotonic_s() + PREPARE_S_MAX
 
         async def call(request: Request[_Reply]) -> _Reply:
+            backoff_s = RETRY_S
             while True:
                 self._check_not_killed(job)
                 try:
@@ -375,7 +401,11 @@ class NodeJobs:
                     if not error.retryable or self._clock.monotonic_s() > deadline_s:
                         raise
                     _log.info("retrying a request to the controller for job %s: %s", job.launch.job_id, error)
-                await self._clock.sleep(RETRY_S)
+                    has_waited = isinstance(error, WorkersMissingError)  # at the controller
+                    backoff_s = RETRY_S if has_waited else backoff_s
+                    wait_s = max(backoff_s, error.retry_after_s)
+                await self._clock.sleep(wait_s)
+                backoff_s = min(2 * backoff_s, RETRY_S_MAX)
 
         return call
 
@@ -396,7 +426,9 @@ class NodeJobs:
                 return
             job.note = ""
             job.endpoint = Endpoint(
-                host=self._environment.advertised_host, port=port, server_name=tls.executor_name(job_id)
+                host=self._environment.advertised_host,
+                port=port,
+                server_name=tls.executor_certificate_name(job_id),
             )
             self._on_change()
             await self._retrying_call(job)(
@@ -406,9 +438,11 @@ class NodeJobs:
             if job.endpoint is None:
                 self.kill(job_id, epoch=job.epoch, reason=f"ended by Genie: {error}")
             else:
-                _log.info("could not report the endpoint of %s: %s; the next heartbeat will", job_id, error)
+                _log.info(
+                    "could not report the endpoint of %s: %s; the next heartbeat reports it", job_id, error
+                )
         except Exception:
-            _log.exception("could not report the endpoint of executor %s", job_id)
+            _log.exception("ending executor %s: could not report its endpoint to the controller", job_id)
             self.kill(job_id, epoch=job.epoch, reason="ended by Genie: internal error")
 
     async def _wait_endpoint(self, job: LocalJob) -> int | None:
@@ -445,6 +479,7 @@ class NodeJobs:
                 ended_at=self._clock.wall_s(),
                 started=False,
                 by_node=by_node,
+                needed_bytes=job.needed_bytes,
             )
         )
 
@@ -469,7 +504,7 @@ class NodeJobs:
         job = self.live.get(report.job_id)
         if job is None or job.launch.spec.kind is not JobKind.SESSION or not report.exit_code:
             return False
-        return job.endpoint is None or report.exit_code == EXIT_CLIENT_LOST
+        return job.endpoint is None or report.exit_code == CLIENT_LOST_EXIT_CODE
 
     async def _with_executor_status(self, report: ExitReport) -> ExitReport:
         """Adds the status of an executor that failed before it listened, or that lost its client."""

@@ -54,6 +54,7 @@ class _ExitRecord(msgspec.Struct, frozen=True, kw_only=True):
     ended_at: float
     started: bool = True
     by_node: bool = False
+    needed_bytes: int = 0
     log_bytes_lost: int = 0
 
 
@@ -328,6 +329,7 @@ def _to_report(record: _ExitRecord) -> ExitReport:
         ended_at=record.ended_at,
         started=record.started,
         by_node=record.by_node,
+        needed_bytes=record.needed_bytes,
     )
 
 

@@ -54,7 +54,7 @@ class LaunchPlan:
     env: dict[str, str]
     directory: Path
     work_dir: Path
-    log_bytes_max: int
+    log_file_bytes_max: int
     log_files_max: int
     grace_s: float
     deadman_grace_s: float
@@ -426,7 +426,7 @@ def _spawn(plan: LaunchPlan, control_fd: int, until_s: float, *, group: str) -> 
         "cwd": str(plan.work_dir),
         "env": plan.env,
         "log_dir": str(plan.directory / "log"),
-        "log_bytes_max": plan.log_bytes_max,
+        "log_bytes_max": plan.log_file_bytes_max,
         "log_files_max": plan.log_files_max,
         "until_s": until_s,
         "grace_s": plan.grace_s,

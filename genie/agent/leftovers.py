@@ -136,7 +136,7 @@ def find_orphans() -> list[ProcessMark]:
         adopted = process_table.children(os.getpid())
         own = set(process_table.own_children)
     for pid, child_session in adopted.items():
-        mark = ProcessMark.of(pid)
+        mark = ProcessMark.of_pid(pid)
         if child_session == session or pid in own or mark is None:
             continue
         if mark.is_alive:
@@ -150,7 +150,7 @@ def find_orphans() -> list[ProcessMark]:
 def read_groups(record: Path) -> set[str]:
     """Control groups that earlier agents of this node have used for jobs; empty if unknown."""
     try:
-        lines = files.read_small(record).splitlines()
+        lines = files.read_small_file(record).splitlines()
     except (OSError, UnicodeDecodeError):
         return set()
     return {line for line in lines if Path(line).name.startswith(GROUP_PREFIX)}
@@ -188,7 +188,7 @@ def _find_by_environment(directory: Path) -> Survivors:
             continue  # ended, or another user's
         if process.pid == os.getpid() or not f"{job_dir}{os.sep}".startswith(prefix):
             continue
-        mark = ProcessMark.of(process.pid)
+        mark = ProcessMark.of_pid(process.pid)
         if mark is not None:
             found[mark] = Path(job_dir).name
     return found

@@ -18,7 +18,7 @@ from genie.agent import job_files
 from genie.agent.leftovers import JOB_DIR_VARIABLE
 from genie.errors import LaunchError, WorkdirError
 from genie.hardware import visible_devices_env
-from genie.model.job import JobKind, Workdir, parse_unit
+from genie.model.job import JobKind, Workdir, parse_worker_unit
 from genie.model.messages import GetBlob, Launch, Message, Request, SignExecutor
 from genie.model.node import GPUInfo, NodeInfo, Vendor
 from genie.processes import executor_config, files, workdir
@@ -56,7 +56,7 @@ def job_environment(
         env |= _rendezvous(launch)
     env |= launch.spec.env
     env |= _device_env(launch, node.gpus)
-    env["GENIE_JOB_ID"] = parse_unit(launch.job_id)[0]
+    env["GENIE_JOB_ID"] = parse_worker_unit(launch.job_id)[0]
     env["GENIE_JOB_RANK"] = str(launch.rank)
     env["GENIE_JOB_WORKERS"] = str(max(len(launch.hosts), 1))
     env["GENIE_JOB_HOSTS"] = ",".join(launch.hosts)
@@ -143,7 +143,7 @@ async def prepare_executor(
         status_path=str(directory / STATUS_FILE),
         ticket_sha256=launch.ticket_sha256,
         listen_host=listen_host,
-        server_name=tls.executor_name(launch.job_id),
+        server_name=tls.executor_certificate_name(launch.job_id),
         certificate_path=str(certificate_path) if ca_path is not None else "",
         key_path=str(key_path) if ca_path is not None else "",
         ca_path=str(ca_path) if ca_path is not None else "",

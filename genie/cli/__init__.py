@@ -12,27 +12,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-_INTERRUPTED = 130
+_INTERRUPTED_EXIT_CODE = 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code: 0 ok, 1 failed, 2 usage, 255 transport, 130 interrupted."""
     try:
-        from genie.cli.app import run
+        from genie.cli.app import run_command_line
 
-        return run(argv)
+        return run_command_line(argv)
     except KeyboardInterrupt:  # during imports
-        return _INTERRUPTED
+        return _INTERRUPTED_EXIT_CODE
 
 
 def grid_main(argv: Sequence[str] | None = None) -> int:
     """Run one command of `grid-cli` (the same as `genie grid`) and return its exit code."""
     try:
-        from genie.cli.app import grid, run
+        from genie.cli.app import grid_app, run_command_line
 
-        return run(argv, commands=grid, prog="grid-cli")
+        return run_command_line(argv, commands=grid_app, prog="grid-cli")
     except KeyboardInterrupt:  # during imports
-        return _INTERRUPTED
+        return _INTERRUPTED_EXIT_CODE
 
 
 __all__ = ["grid_main", "main"]

@@ -36,10 +36,10 @@ _Function = TypeVar("_Function", bound=Callable[..., None])
 # Base class of the parser's usage errors; typer does not export it.
 _ParserError: type[Exception] = typer.BadParameter.__mro__[1]
 
-INTERRUPTED = 130
+INTERRUPTED_EXIT_CODE = 130
 _USAGE_MESSAGE_CHARS_MAX = 400
 _TOKEN_BYTES_MAX = 4096
-_COMMANDS = {
+_COMMAND_MODULES = {
     "up": "commands.cluster",
     "join": "commands.cluster",
     "down": "commands.cluster",
@@ -64,7 +64,7 @@ _COMMANDS = {
     "sim": "commands.sim",
 }
 """Module that registers each command or group, in the order of the help."""
-_GRID_COMMANDS = {
+_GRID_COMMAND_MODULES = {
     "health": "grid.health",
     "top": "grid.health",
     "metrics": "grid.health",
@@ -82,14 +82,14 @@ _GRID_COMMANDS = {
     "cluster": "grid.ray",
 }
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 
 _GLOBAL_OPTIONS_PANEL = "Global options"
-_Debug = Annotated[
+_DebugOption = Annotated[
     bool,
     typer.Option("--debug", help="Show tracebacks and debug logs.", rich_help_panel=_GLOBAL_OPTIONS_PANEL),
 ]
-_LogLevel = Annotated[
+_LogLevelOption = Annotated[
     str | None,
     typer.Option(
         "--log-level",
@@ -98,7 +98,7 @@ _LogLevel = Annotated[
         rich_help_panel=_GLOBAL_OPTIONS_PANEL,
     ),
 ]
-_Address = Annotated[
+_AddressOption = Annotated[
     str | None,
     typer.Option(
         "--address",
@@ -107,7 +107,7 @@ _Address = Annotated[
         rich_help_panel=_GLOBAL_OPTIONS_PANEL,
     ),
 ]
-_TokenFile = Annotated[
+_TokenFileOption = Annotated[
     str | None,
     typer.Option(
         "--token-file",
@@ -116,7 +116,7 @@ _TokenFile = Annotated[
         rich_help_panel=_GLOBAL_OPTIONS_PANEL,
     ),
 ]
-_GridFile = Annotated[
+_GridFileOption = Annotated[
     str | None,
     typer.Option(
         "--config",
@@ -125,19 +125,24 @@ _GridFile = Annotated[
         rich_help_panel=_GLOBAL_OPTIONS_PANEL,
     ),
 ]
-_ARGUMENT_ERROR = re.compile(r"[a-z_.]+ = (?P<value>.*) \(argument (?P<name>[a-z_]+)\)", re.DOTALL)
-_OPTIONS = {"level": "--log-level", "token": "--token-file", "master_addr": "--address", "file": "--config"}
+_ARGUMENT_ERROR_PATTERN = re.compile(r"[a-z_.]+ = (?P<value>.*) \(argument (?P<name>[a-z_]+)\)", re.DOTALL)
+_OPTION_BY_SETTING = {
+    "level": "--log-level",
+    "token": "--token-file",
+    "master_addr": "--address",
+    "file": "--config",
+}
 """Options whose name differs from that of their setting."""
 _SHARED_OPTIONS = {
-    "debug": (_Debug, False),
-    "log_level": (_LogLevel, None),
-    "address": (_Address, None),
-    "token_file": (_TokenFile, None),
+    "debug": (_DebugOption, False),
+    "log_level": (_LogLevelOption, None),
+    "address": (_AddressOption, None),
+    "token_file": (_TokenFileOption, None),
 }
 _GRID_SHARED_OPTIONS = {
     "debug": _SHARED_OPTIONS["debug"],
     "log_level": _SHARED_OPTIONS["log_level"],
-    "grid_file": (_GridFile, None),
+    "grid_file": (_GridFileOption, None),
 }
 """A grid has no controller, hence no address and no token; it has a file."""
 
@@ -153,7 +158,7 @@ class Invocation:
     grid_file: str | None = None
     _token: str | None = None
 
-    def add(self, given: Mapping[str, Any]) -> None:
+    def update_options(self, given: Mapping[str, Any]) -> None:
         for name, value in given.items():
             _, default = {**_SHARED_OPTIONS, **_GRID_SHARED_OPTIONS}[name]
             if value != default:
@@ -167,7 +172,7 @@ class Invocation:
         Without `keep_logs` the default log level is WARNING, so that short commands print no INFO lines.
         """
         try:
-            settings = load({**self._arguments(), **(arguments or {})})
+            settings = load({**self._settings_arguments(), **(arguments or {})})
         except ConfigError as error:
             raise _with_option_name(error) from error
         explicit = keep_logs or settings.sources["log.level"] != "default"
@@ -180,7 +185,7 @@ class Invocation:
             self._token = read_token_file(self.token_file, what="--token-file")
         return self._token
 
-    def _arguments(self) -> dict[str, object]:
+    def _settings_arguments(self) -> dict[str, object]:
         host, port = (None, None)
         if self.address is not None:
             host, port = parse_address(self.address, what="--address")
@@ -199,33 +204,35 @@ class _LazyGroup(TyperGroup):
     Help and completion import all modules; so does an unknown name, to suggest the closest command.
     """
 
-    modules: Mapping[str, str] = _COMMANDS
+    module_by_command: Mapping[str, str] = _COMMAND_MODULES
 
     # Any: the types of the parser differ between versions of typer.
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name not in self.commands:
-            self._load([cmd_name] if cmd_name in self.modules else self.modules)
+            self._import_commands(
+                [cmd_name] if cmd_name in self.module_by_command else self.module_by_command
+            )
         return super().get_command(ctx, cmd_name)
 
     def list_commands(self, ctx: Any) -> list[str]:
-        if len(self.commands) < len(self.modules):
-            self._load(self.modules)
-        return list(self.modules)
+        if len(self.commands) < len(self.module_by_command):
+            self._import_commands(self.module_by_command)
+        return list(self.module_by_command)
 
-    def _load(self, names: Iterable[str]) -> None:
+    def _import_commands(self, names: Iterable[str]) -> None:
         for name in names:
-            importlib.import_module(f"genie.cli.{self.modules[name]}")  # registers the commands
-        self.commands = cast(TyperGroup, get_command(self._typer())).commands
+            importlib.import_module(f"genie.cli.{self.module_by_command[name]}")  # registers the commands
+        self.commands = cast(TyperGroup, get_command(self._get_typer_app())).commands
 
-    def _typer(self) -> typer.Typer:
+    def _get_typer_app(self) -> typer.Typer:
         return app
 
 
 class _LazyGridGroup(_LazyGroup):
-    modules = _GRID_COMMANDS
+    module_by_command = _GRID_COMMAND_MODULES
 
-    def _typer(self) -> typer.Typer:
-        return grid
+    def _get_typer_app(self) -> typer.Typer:
+        return grid_app
 
 
 app = typer.Typer(
@@ -239,7 +246,7 @@ app = typer.Typer(
 )
 
 
-grid = typer.Typer(
+grid_app = typer.Typer(
     name="grid",
     cls=_LazyGridGroup,
     help="Use SSH hosts as a grid; nothing is installed on them. 'grid-cli' is short for 'genie grid'.",
@@ -248,22 +255,24 @@ grid = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings=app.info.context_settings,
 )
-app.add_typer(grid)
+app.add_typer(grid_app)
 
 
-def run(argv: Sequence[str] | None = None, *, commands: typer.Typer = app, prog: str = "genie") -> int:
+def run_command_line(
+    argv: Sequence[str] | None = None, *, commands: typer.Typer = app, prog: str = "genie"
+) -> int:
     """Parse the arguments, run the command, report errors, and return the exit code."""
     invocation = Invocation()
     output.replace_closed_streams()
     try:
-        _check_text(sys.argv[1:] if argv is None else argv)
+        _check_arguments_are_utf8(sys.argv[1:] if argv is None else argv)
         code = get_command(commands).main(args=argv, prog_name=prog, obj=invocation, standalone_mode=False)
         return _flush_stdout(code or 0)
     except SystemExit as end:
         return _flush_stdout(end.code if isinstance(end.code, int) else int(bool(end.code)))
     except typer.Abort as abort:
         if isinstance(abort.__context__, KeyboardInterrupt):
-            return INTERRUPTED
+            return INTERRUPTED_EXIT_CODE
         output.print_message("genie: aborted: the prompt was not answered")
         return 1
     except _ParserError as error:
@@ -272,7 +281,7 @@ def run(argv: Sequence[str] | None = None, *, commands: typer.Typer = app, prog:
         output.show_error(error, debug=invocation.debug)
         return error.exit_code
     except KeyboardInterrupt:
-        return INTERRUPTED
+        return INTERRUPTED_EXIT_CODE
     except BrokenPipeError:
         return _flush_stdout(1)
     except Exception as error:
@@ -299,17 +308,17 @@ def _usage_hints(error: Any) -> Iterator[str]:
     hint = getattr(found, "arguments_hint", "")
     if hint and (unknown_option or missing or type(error) is _ParserError):
         yield hint
-    elif unknown_option and not error.possibilities and _takes_arguments(found):
+    elif unknown_option and not error.possibilities and _command_takes_arguments(found):
         yield "put arguments that start with '-' after --"
     what = "commands" if hasattr(found, "commands") else "options"
     yield f"'{error.ctx.command_path} --help' lists the {what}"
 
 
-def _takes_arguments(kind: Any) -> bool:
+def _command_takes_arguments(kind: Any) -> bool:
     return any(parameter.param_type_name == "argument" for parameter in kind.params)
 
 
-def _check_text(argv: Sequence[str]) -> None:
+def _check_arguments_are_utf8(argv: Sequence[str]) -> None:
     """Raise UsageError for an argument that is not valid UTF-8."""
     for number, argument in enumerate(argv, 1):
         try:
@@ -325,7 +334,7 @@ def grid_command(
     name: str,
     *,
     example: str,
-    group: typer.Typer = grid,
+    group: typer.Typer = grid_app,
     context_settings: dict[str, Any] | None = None,
     with_cluster: bool = False,
     arguments_hint: str = "",
@@ -380,7 +389,7 @@ def command(
         def call(context: typer.Context, **given: Any) -> None:
             invocation = context.find_object(Invocation)
             assert invocation is not None
-            invocation.add({each: given.pop(each) for each in shared})
+            invocation.update_options({each: given.pop(each) for each in shared})
             for name, group in groups.items():
                 names = [field.name for field in dataclasses.fields(group)]
                 given[name] = group(**{each: given.pop(each) for each in names})
@@ -391,7 +400,7 @@ def command(
         merged = [
             first,
             *(p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in parameters),
-            *_options(shared),
+            *_shared_option_parameters(shared),
         ]
         call.__signature__ = own.replace(parameters=merged)  # type: ignore[attr-defined]
         call.__annotations__ = {parameter.name: parameter.annotation for parameter in merged}
@@ -407,48 +416,53 @@ def _escape_markup(text: str) -> str:
     return text.replace("[", r"\[")
 
 
-def _show_version(wanted: bool) -> None:
+def _print_version_and_exit(wanted: bool) -> None:
     if wanted:
         output.write_line(f"genie {__version__}")
         raise typer.Exit
 
 
-_Version = Annotated[
-    bool, typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=_show_version)
+_VersionOption = Annotated[
+    bool,
+    typer.Option(
+        "--version", help="Print the version and exit.", is_eager=True, callback=_print_version_and_exit
+    ),
 ]
 
 
 @app.callback()
-def _root(
+def _root_callback(
     context: typer.Context,
-    debug: _Debug = False,
-    log_level: _LogLevel = None,
-    address: _Address = None,
-    token_file: _TokenFile = None,
-    _version: _Version = False,
+    debug: _DebugOption = False,
+    log_level: _LogLevelOption = None,
+    address: _AddressOption = None,
+    token_file: _TokenFileOption = None,
+    _version: _VersionOption = False,
 ) -> None:
     invocation = context.find_object(Invocation)
     assert invocation is not None
-    invocation.add({"debug": debug, "log_level": log_level, "address": address, "token_file": token_file})
+    invocation.update_options(
+        {"debug": debug, "log_level": log_level, "address": address, "token_file": token_file}
+    )
 
 
-@grid.callback()
-def _grid_root(
+@grid_app.callback()
+def _grid_root_callback(
     context: typer.Context,
-    debug: _Debug = False,
-    log_level: _LogLevel = None,
-    config: _GridFile = None,
-    _version: _Version = False,
+    debug: _DebugOption = False,
+    log_level: _LogLevelOption = None,
+    config: _GridFileOption = None,
+    _version: _VersionOption = False,
 ) -> None:
     invocation = context.find_object(Invocation)
     assert invocation is not None
-    invocation.add({"debug": debug, "log_level": log_level, "grid_file": config})
+    invocation.update_options({"debug": debug, "log_level": log_level, "grid_file": config})
 
 
 def read_token_file(name: str, *, what: str) -> str:
     """Return the token in a file, or on standard input for '-'. Errors never contain it."""
     try:
-        text = sys.stdin.read(_TOKEN_BYTES_MAX) if name == "-" else _read_head(Path(name))
+        text = sys.stdin.read(_TOKEN_BYTES_MAX) if name == "-" else _read_token_text(Path(name))
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise UsageError(
@@ -459,7 +473,7 @@ def read_token_file(name: str, *, what: str) -> str:
     return text.strip()
 
 
-def _read_head(path: Path) -> str:
+def _read_token_text(path: Path) -> str:
     with path.expanduser().open(encoding="utf-8") as file:
         return file.read(_TOKEN_BYTES_MAX)
 
@@ -467,11 +481,13 @@ def _read_head(path: Path) -> str:
 def _with_option_name(error: ConfigError) -> ConfigError:
     """Return the error with the name of the option instead of the setting."""
 
-    def option(found: re.Match[str]) -> str:
-        name = _OPTIONS.get(found["name"], f"--{found['name'].replace('_', '-')}")
+    def replace_setting_name(found: re.Match[str]) -> str:
+        name = _OPTION_BY_SETTING.get(found["name"], f"--{found['name'].replace('_', '-')}")
         return f"{name} {found['value']}"
 
-    return ConfigError(_ARGUMENT_ERROR.sub(option, error.message, count=1), hint=error.hint)
+    return ConfigError(
+        _ARGUMENT_ERROR_PATTERN.sub(replace_setting_name, error.message, count=1), hint=error.hint
+    )
 
 
 def _expand_dataclass(parameter: inspect.Parameter) -> list[inspect.Parameter]:
@@ -488,7 +504,7 @@ def _expand_dataclass(parameter: inspect.Parameter) -> list[inspect.Parameter]:
     ]
 
 
-def _options(shared: Mapping[str, tuple[Any, Any]]) -> list[inspect.Parameter]:
+def _shared_option_parameters(shared: Mapping[str, tuple[Any, Any]]) -> list[inspect.Parameter]:
     return [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
         for name, (annotation, default) in shared.items()

@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from genie.cli.app import Invocation
     from genie.config import Settings
 
-_READY_S = 45.0
-_STEP_S = 0.05
-_SHOWN_BYTES_MAX = 16 * 1024
+_READY_TIMEOUT_S = 45.0
+_POLL_INTERVAL_S = 0.05
+_LOG_BYTES_PRINTED_MAX = 16 * 1024
 
 
-def start(
+def start_in_background(
     arguments: list[str], *, settings: Settings, invocation: Invocation, token: str | None = None
 ) -> None:
     """Start the command and wait until it is ready.
@@ -36,14 +36,14 @@ def start(
     """
     from genie.processes import files
     from genie.supervisor import local_cluster, process_records
-    from genie.supervisor.child import limit_log_size
+    from genie.supervisor.child import rotate_log_if_large
 
     state_dir = settings.paths.state_dir
     log = process_records.log_path(state_dir, local_cluster.SUPERVISOR)
     for folder in (state_dir, log.parent):  # one at a time: mkdir -p would not make the parent private
         files.make_private_directory(folder)
-    limit_log_size(log)
-    argv = [sys.executable, "-m", "genie", *_shared_arguments(invocation), *arguments]
+    rotate_log_if_large(log)
+    argv = [sys.executable, "-m", "genie", *_shared_option_arguments(invocation), *arguments]
     argv += [] if token is None else ["--token-file", "-"]
     with log.open("ab") as file:
         log.chmod(0o600)
@@ -54,44 +54,44 @@ def start(
     assert process.stdin is not None
     with process.stdin as pipe:
         pipe.write((token or "").encode())
-    _wait_ready(process, state_dir=state_dir, log=log, before=before)
+    _wait_until_ready(process, state_dir=state_dir, log=log, before=before)
     # The process outlives this one on purpose; suppress the ResourceWarning.
     process.returncode = 0
 
 
-def _wait_ready(process: subprocess.Popen[bytes], *, state_dir: Path, log: Path, before: int) -> None:
+def _wait_until_ready(process: subprocess.Popen[bytes], *, state_dir: Path, log: Path, before: int) -> None:
     from genie.supervisor import local_cluster, process_records
 
-    deadline = time.monotonic() + _READY_S
+    deadline = time.monotonic() + _READY_TIMEOUT_S
     while True:
         record = process_records.read_record(state_dir, local_cluster.SUPERVISOR)
         if record is not None and record.pid == process.pid and record.ready:
             return
         code = process.poll()
         if code is not None:
-            _print_log(log, before)
+            _print_log_from(log, before)
             raise typer.Exit(code if code > 0 else 1)
         if time.monotonic() >= deadline:
             process.terminate()
             process.wait()
-            _print_log(log, before)
+            _print_log_from(log, before)
             raise DeadlineError(
-                f"the process was not ready within {_READY_S:g} s and was stopped",
+                f"the process was not ready within {_READY_TIMEOUT_S:g} s and was stopped",
                 hint=f"read the log: {log}",
             )
-        time.sleep(_STEP_S)
+        time.sleep(_POLL_INTERVAL_S)
 
 
-def _shared_arguments(invocation: Invocation) -> list[str]:
+def _shared_option_arguments(invocation: Invocation) -> list[str]:
     shared = ["--debug"] if invocation.debug else []
     if invocation.log_level is not None:
         shared.append(f"--log-level={invocation.log_level}")
     return shared
 
 
-def _print_log(log: Path, before: int) -> None:
+def _print_log_from(log: Path, before: int) -> None:
     """Print the log from offset `before`: the output of the background process."""
     with log.open("rb") as file:
         file.seek(before)
-        for line in file.read(_SHOWN_BYTES_MAX).decode("utf-8", "replace").splitlines():
-            output.print_message(output.one_line(line))
+        for line in file.read(_LOG_BYTES_PRINTED_MAX).decode("utf-8", "replace").splitlines():
+            output.print_message(output.to_one_line(line))

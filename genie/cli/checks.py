@@ -25,18 +25,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import genie
-from genie.cli.quantities import count_text, duration_text, size_text
+from genie.cli.quantities import format_count, format_duration, format_size
 from genie.config import Settings
 from genie.errors import ConfigError, GenieError, NativeBuildError, UnreachableError
 from genie.model.names import address_text
 from genie.processes import cgroups
 
-_COMMAND_S = 10.0
-_CONNECT_S = 5.0
-_DISK_BYTES_LOW = 1024**3
-_DISK_BYTES_MIN = 64 * 1024**2
-_TORCH = ((2, 11), (2, 14))
-_CERTIFICATE_S_LOW = 3600.0
+_COMMAND_TIMEOUT_S = 10.0
+_CONNECT_TIMEOUT_S = 5.0
+_DISK_FREE_BYTES_LOW = 1024**3
+_DISK_FREE_BYTES_MIN = 64 * 1024**2
+_TORCH_VERSION_RANGE = ((2, 11), (2, 14))
+_CERTIFICATE_REMAINING_S_LOW = 3600.0
 
 
 class Verdict(enum.StrEnum):
@@ -58,7 +58,7 @@ class Check:
     """Shown with --debug and --json."""
 
 
-def python() -> Iterator[Check]:
+def check_python() -> Iterator[Check]:
     version = platform.python_version()
     good = sys.version_info >= (3, 11)
     yield Check(
@@ -78,15 +78,15 @@ def python() -> Iterator[Check]:
     )
 
 
-def packages() -> Iterator[Check]:
+def check_packages() -> Iterator[Check]:
     """Reads package metadata, because importing torch takes seconds."""
-    yield _torch()
+    yield _check_torch()
     for name, use, fix in (
         ("cryptography", "certificates", "pip install cryptography"),
         ("uvloop", "a faster event loop", "pip install uvloop"),
         ("grpcio", "etcd as the store", "pip install 'genie-gpu[etcd]'"),
     ):
-        version = _version(name)
+        version = _installed_version(name)
         needed = name == "cryptography"
         missing = Verdict.FAILED if needed else Verdict.ABSENT
         yield Check(
@@ -97,29 +97,29 @@ def packages() -> Iterator[Check]:
         )
 
 
-def _torch() -> Check:
-    low, high = (".".join(map(str, bound)) for bound in _TORCH)
+def _check_torch() -> Check:
+    low, high = (".".join(map(str, bound)) for bound in _TORCH_VERSION_RANGE)
     fix = f"pip install 'torch>={low},<{high}'"
-    version = _version("torch")
+    version = _installed_version("torch")
     if version is None:
         found = "not installed; needed for the device remote_accelerator, not for jobs"
         return Check(name="torch", verdict=Verdict.ABSENT, found=found, fix=fix)
     numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
-    if not _TORCH[0] <= numbers < _TORCH[1]:
+    if not _TORCH_VERSION_RANGE[0] <= numbers < _TORCH_VERSION_RANGE[1]:
         found = f"{version} is not supported; supported versions: >={low}, <{high}"
         return Check(name="torch", verdict=Verdict.WARNING, found=found, fix=fix)
     return Check(name="torch", verdict=Verdict.OK, found=version)
 
 
-def tools() -> Iterator[Check]:
-    yield _compiler()
-    yield _libraries()
-    yield _scheduler_library()
-    yield _etcd()
-    yield _control_groups()
+def check_tools() -> Iterator[Check]:
+    yield _check_compiler()
+    yield _check_device_library()
+    yield _check_scheduler_library()
+    yield _check_etcd()
+    yield _check_control_groups()
 
 
-def _compiler() -> Check:
+def _check_compiler() -> Check:
     """Checks the compiler and the Python headers, which distributions package separately."""
     from genie.native import libraries
 
@@ -130,7 +130,7 @@ def _compiler() -> Check:
         return Check(
             name=name, verdict=Verdict.ABSENT, found=f"{libraries.missing_compiler_reason()}; {use}", fix=fix
         )
-    version = _first_line([*compiler, "--version"])
+    version = _first_output_line([*compiler, "--version"])
     found = f"{' '.join(compiler)}: {version}" if version else " ".join(compiler)
     if not (Path(sysconfig.get_path("include")) / "Python.h").is_file():
         found = f"{found}, but the Python headers are missing; {use}"
@@ -138,7 +138,7 @@ def _compiler() -> Check:
     return Check(name=name, verdict=Verdict.OK, found=found)
 
 
-def _libraries() -> Check:
+def _check_device_library() -> Check:
     """Checks that the device library is compiled for the installed torch. Imports torch."""
     from genie.native import libraries
 
@@ -146,7 +146,7 @@ def _libraries() -> Check:
     try:
         build_cache, torch = (
             libraries.BuildCache.of_this_installation(),
-            libraries.TorchTarget.installed().torch_version,
+            libraries.TorchTarget.from_installation().torch_version,
         )
         missing = [library for library in libraries.TORCH_LIBRARIES if not build_cache.is_built(library)]
     except NativeBuildError as error:
@@ -157,7 +157,7 @@ def _libraries() -> Check:
     return Check(name=name, verdict=Verdict.OK, found=f"compiled for torch {torch}, in {build_cache.cache}")
 
 
-def _scheduler_library() -> Check:
+def _check_scheduler_library() -> Check:
     """Checks that the native scheduler library is compiled."""
     from genie.controller.placement.placers import why_not_native
 
@@ -167,7 +167,7 @@ def _scheduler_library() -> Check:
     return Check(name=name, verdict=Verdict.OK, found="compiled")
 
 
-def _control_groups() -> Check:
+def _check_control_groups() -> Check:
     group = cgroups.find_usable(f"genie-doctor-{os.getpid()}", cgroups.own_groups())
     if group is None:
         return Check(
@@ -179,7 +179,7 @@ def _control_groups() -> Check:
     return Check(name="control groups", verdict=Verdict.OK, found=f"below {Path(group).parent}")
 
 
-def _etcd() -> Check:
+def _check_etcd() -> Check:
     path = shutil.which("etcd")
     if path is None:
         return Check(
@@ -188,7 +188,7 @@ def _etcd() -> Check:
             found="not on PATH; needed only for several controllers",
             fix="install etcd (Debian: etcd-server)",
         )
-    line = _first_line([path, "--version"])
+    line = _first_output_line([path, "--version"])
     try:
         from genie.controller.store.etcd_errors import check_version
 
@@ -210,7 +210,7 @@ def _etcd() -> Check:
     return Check(name="etcd", verdict=Verdict.OK, found=f"{line} at {path}")
 
 
-def accelerators() -> Iterator[Check]:
+def check_accelerators() -> Iterator[Check]:
     from genie.hardware import probe
 
     for result in probe():
@@ -222,18 +222,18 @@ def accelerators() -> Iterator[Check]:
         )
 
 
-def network(settings: Settings) -> Iterator[Check]:
-    """Checks which network backends this machine supports; `cluster` checks the connection."""
+def check_network_backends(settings: Settings) -> Iterator[Check]:
+    """Checks which network backends this machine supports; `check_cluster` checks the connection."""
     from genie.runtime.backend_info import BACKENDS
-    from genie.runtime.network_discovery import NetworkDiscovery, backend_probe
+    from genie.runtime.network_discovery import NetworkDiscovery, probe_of_backend
 
     host, port = _cluster_address(settings) or ("127.0.0.1", settings.cluster.master_port)
-    result = asyncio.run(NetworkDiscovery().discover(host, port, timeout_s=_CONNECT_S))
+    result = asyncio.run(NetworkDiscovery().discover(host, port, timeout_s=_CONNECT_TIMEOUT_S))
     yield Check(name="network tcp", verdict=Verdict.OK, found="always available")
     for name, info in BACKENDS.items():
         if name == "tcp":
             continue
-        probe = backend_probe(name, result.probes)
+        probe = probe_of_backend(name, result.probes)
         if not info.implemented:
             found = "not implemented in this version"
             yield Check(name=f"network {name}", verdict=Verdict.ABSENT, found=found, detail=probe.reason)
@@ -246,7 +246,7 @@ def network(settings: Settings) -> Iterator[Check]:
         )
 
 
-def state_directory(settings: Settings) -> Iterator[Check]:
+def check_state_directory(settings: Settings) -> Iterator[Check]:
     path = settings.paths.state_dir
     existing = next(folder for folder in (path, *path.parents) if folder.exists())
     if not os.access(existing, os.W_OK | os.X_OK):
@@ -266,16 +266,16 @@ def state_directory(settings: Settings) -> Iterator[Check]:
         fix=f"chmod 700 {path}" if open_to_others else "",
     )
     free = shutil.disk_usage(existing).free
-    low, least = free < _DISK_BYTES_LOW, free < _DISK_BYTES_MIN
+    low, least = free < _DISK_FREE_BYTES_LOW, free < _DISK_FREE_BYTES_MIN
     yield Check(
         name="disk space",
         verdict=Verdict.FAILED if least else Verdict.WARNING if low else Verdict.OK,
-        found=f"{size_text(free)} free in {existing}",
+        found=f"{format_size(free)} free in {existing}",
         fix="free disk space, or set GENIE_STATE_DIR to another disk" if low else "",
     )
 
 
-def clock() -> Iterator[Check]:
+def check_clock() -> Iterator[Check]:
     """Checks the clock: a wrong clock makes valid certificates and tokens appear invalid."""
     installed_at = Path(genie.__file__).stat().st_mtime
     behind_s = installed_at - time.time()
@@ -283,28 +283,28 @@ def clock() -> Iterator[Check]:
     yield Check(
         name="clock",
         verdict=Verdict.FAILED if wrong else Verdict.OK,
-        found=f"at least {duration_text(behind_s)} slow: earlier than the installation of Genie"
+        found=f"at least {format_duration(behind_s)} slow: earlier than the installation of Genie"
         if wrong
         else time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
         fix="synchronize the clock, for example with NTP" if wrong else "",
     )
 
 
-def certificates(settings: Settings) -> Iterator[Check]:
+def check_certificates(settings: Settings) -> Iterator[Check]:
     state = settings.paths.state_dir
     paths = [state / "controller" / "ca.pem", state / "controller" / "controller.pem"]
     paths += sorted((state / "agents").glob("*/node.pem"))
     for path in paths:
         if path.exists():
-            yield _certificate(path)
+            yield _check_certificate(path)
 
 
-def _certificate(path: Path) -> Check:
-    from genie.runtime.tls import validity
+def _check_certificate(path: Path) -> Check:
+    from genie.runtime.tls import validity_period
 
     name = f"certificate {path.name if path.name != 'node.pem' else path.parent.name}"
     try:
-        start, end = validity(path.read_text("utf-8"))
+        start, end = validity_period(path.read_text("utf-8"))
     except (OSError, ValueError) as error:
         return Check(
             name=name,
@@ -321,16 +321,16 @@ def _certificate(path: Path) -> Check:
             found=found,
             fix="check the clock; 'genie up' renews the certificate",
         )
-    low = left_s < _CERTIFICATE_S_LOW
+    low = left_s < _CERTIFICATE_REMAINING_S_LOW
     return Check(
         name=name,
         verdict=Verdict.WARNING if low else Verdict.OK,
-        found=f"valid for {duration_text(left_s)}",
+        found=f"valid for {format_duration(left_s)}",
         fix="renewal is overdue; read the controller's log" if low else "",
     )
 
 
-def cluster(settings: Settings) -> Iterator[Check]:
+def check_cluster(settings: Settings) -> Iterator[Check]:
     """Checks that the port is free or used by the local cluster, and that the cluster accepts the token."""
     from genie.supervisor.this_machine import is_own_address
 
@@ -338,7 +338,7 @@ def cluster(settings: Settings) -> Iterator[Check]:
     where = _cluster_address(settings)
     local_port = settings.controller.port
     ours = answered and where is not None and where[1] == local_port and is_own_address(where[0])
-    yield _port(settings.controller.bind, local_port, ours=ours)
+    yield _check_port(settings.controller.bind, local_port, ours=ours)
     if where is None:
         yield Check(
             name="cluster",
@@ -350,7 +350,7 @@ def cluster(settings: Settings) -> Iterator[Check]:
     yield Check(name="cluster", verdict=Verdict.OK if answered else Verdict.FAILED, found=found, fix=fix)
 
 
-def _port(host: str, port: int, *, ours: bool) -> Check:
+def _check_port(host: str, port: int, *, ours: bool) -> Check:
     name = f"port {port}"
     if ours:
         return Check(name=name, verdict=Verdict.OK, found="in use by the local cluster")
@@ -374,10 +374,13 @@ async def _query_cluster(settings: Settings) -> tuple[bool, str, str]:
     from genie.cluster.client import open_client
 
     try:
-        async with asyncio.timeout(2 * _CONNECT_S), open_client(settings, timeout_s=_CONNECT_S) as client:
+        async with (
+            asyncio.timeout(2 * _CONNECT_TIMEOUT_S),
+            open_client(settings, timeout_s=_CONNECT_TIMEOUT_S) as client,
+        ):
             status = await client.status()
     except TimeoutError:
-        return False, f"no reply within {2 * _CONNECT_S:g} s", "read the controller's log"
+        return False, f"no reply within {2 * _CONNECT_TIMEOUT_S:g} s", "read the controller's log"
     except UnreachableError as error:
         return (
             False,
@@ -386,7 +389,7 @@ async def _query_cluster(settings: Settings) -> tuple[bool, str, str]:
         )
     except GenieError as error:
         return False, error.message, error.hint
-    nodes = count_text(sum(status.nodes.values()), "node")
+    nodes = format_count(sum(status.nodes.values()), "node")
     return True, f"{client.where} is reachable: version {status.version}, {nodes}", ""
 
 
@@ -399,16 +402,16 @@ def _cluster_address(settings: Settings) -> tuple[str, int] | None:
         return None
 
 
-def _version(package: str) -> str | None:
+def _installed_version(package: str) -> str | None:
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
 
 
-def _first_line(argv: list[str]) -> str:
+def _first_output_line(argv: list[str]) -> str:
     try:
-        done = subprocess.run(argv, capture_output=True, text=True, timeout=_COMMAND_S, check=False)
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=_COMMAND_TIMEOUT_S, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return (done.stdout or done.stderr).strip().partition("\n")[0]

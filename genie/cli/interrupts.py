@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 
 @contextlib.contextmanager
-def caught_interrupts() -> Iterator[asyncio.Queue[None]]:
+def catch_interrupts() -> Iterator[asyncio.Queue[None]]:
     """Yield a queue that gets one item per Ctrl-C while the block runs."""
     interrupts: asyncio.Queue[None] = asyncio.Queue()
     loop = asyncio.get_running_loop()

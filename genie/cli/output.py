@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from msgspec import Struct
     from rich.console import OverflowMethod
 
-_GAP = 2
-_LAST_MIN = 24
-_SHORT_MIN = 6
+_COLUMN_GAP_CHARS = 2
+_LAST_COLUMN_CHARS_MIN = 24
+_COLUMN_CHARS_MIN = 6
 # Replaces arguments of genie.init() in library messages by command-line options.
-_REPLACEMENTS = (
+_OPTION_NAME_REPLACEMENTS = (
     ("master_addr is not given", "no address given"),
     ("pass master_addr,", "give --address HOST[:PORT],"),
     ("use master_addr=", "use --address "),
@@ -42,22 +42,22 @@ def write_json(value: object) -> None:
     write_line(msgspec.json.format(msgspec.json.encode(value), indent=2).decode())
 
 
-def as_object(struct: Struct, *, without: Sequence[str] = ()) -> dict[str, Any]:
+def struct_to_json(struct: Struct, *, without: Sequence[str] = ()) -> dict[str, Any]:
     """Return the fields of a struct for --json, except its wire tag and `without`."""
     fields = [name for name in struct.__struct_fields__ if name not in without]
-    return {name: _with_defaults(getattr(struct, name)) for name in fields}
+    return {name: _to_builtins_with_defaults(getattr(struct, name)) for name in fields}
 
 
-def _with_defaults(value: object) -> object:
+def _to_builtins_with_defaults(value: object) -> object:
     """Convert structs recursively, including default values, which the wire encoding omits."""
     import msgspec
 
     if isinstance(value, msgspec.Struct):
-        return as_object(value)
+        return struct_to_json(value)
     if isinstance(value, dict):
-        return {key: _with_defaults(each) for key, each in value.items()}
+        return {key: _to_builtins_with_defaults(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
-        return [_with_defaults(each) for each in value]
+        return [_to_builtins_with_defaults(each) for each in value]
     return value
 
 
@@ -76,10 +76,10 @@ def write_bytes(data: bytes) -> None:
 
 def print_message(text: str) -> None:
     """Print progress or an explanation to standard error. Write errors are ignored."""
-    _to_stderr(f"{text}\n")
+    _write_stderr(f"{text}\n")
 
 
-def _to_stderr(text: str) -> None:
+def _write_stderr(text: str) -> None:
     with contextlib.suppress(OSError):
         sys.stderr.write(text)
         sys.stderr.flush()
@@ -97,7 +97,7 @@ def discard_stderr() -> None:
 def print_message_lines(text: str) -> None:
     """Print untrusted text to standard error, line by line and without control characters."""
     for line in text.splitlines():
-        print_message(one_line(line))
+        print_message(to_one_line(line))
 
 
 def strip_node_prefix(text: str, node: str) -> str:
@@ -113,7 +113,7 @@ def write_table(
     On a terminal the last column is wrapped. If the table is still too wide, the columns in `droppable` are
     omitted, in that order, and then the widest ones are truncated.
     """
-    cells = [[one_line(cell) for cell in row] for row in rows]
+    cells = [[to_one_line(cell) for cell in row] for row in rows]
     lines = [[column.upper() for column in columns], *cells]
     width = terminal_width()
     if width is not None:
@@ -131,10 +131,10 @@ def terminal_width() -> int | None:
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
-def write_facts(facts: Sequence[tuple[str, str]]) -> None:
+def write_fields(facts: Sequence[tuple[str, str]]) -> None:
     """Write names and values in two aligned columns."""
     width = max(len(name) for name, _ in facts)
-    sys.stdout.write("".join(f"{name:<{width}}  {one_line(value)}\n" for name, value in facts))
+    sys.stdout.write("".join(f"{name:<{width}}  {to_one_line(value)}\n" for name, value in facts))
     sys.stdout.flush()
 
 
@@ -143,19 +143,19 @@ class ProgressLine:
 
     def __init__(self) -> None:
         self._is_terminal = sys.stderr.isatty()
-        self._step = ""
+        self._last_step = ""
 
     def __call__(self, what: str, done: int, total: int) -> None:
         if self._is_terminal:
             percent = 100 * done // total if total else 100
-            _to_stderr(f"\r\x1b[K{what} {percent}%")
-        elif what != self._step:
+            _write_stderr(f"\r\x1b[K{what} {percent}%")
+        elif what != self._last_step:
             print_message(f"{what} ...")
-        self._step = what
+        self._last_step = what
 
     def close(self) -> None:
-        if self._is_terminal and self._step:
-            _to_stderr("\r\x1b[K")
+        if self._is_terminal and self._last_step:
+            _write_stderr("\r\x1b[K")
 
 
 def show_error(error: BaseException, *, debug: bool) -> None:
@@ -165,13 +165,13 @@ def show_error(error: BaseException, *, debug: bool) -> None:
         print_message(redact("".join(traceback.format_exception(error))).rstrip())
     if isinstance(error, GenieError):
         first, *more = _use_option_names(redact(error.message)).splitlines() or [""]
-        print_message("\n  ".join(["genie: " + one_line(first), *map(one_line, more)]))
+        print_message("\n  ".join(["genie: " + to_one_line(first), *map(to_one_line, more)]))
         if error.hint:
-            print_message(f"hint: {one_line(_use_option_names(redact(error.hint)))}")
+            print_message(f"hint: {to_one_line(_use_option_names(redact(error.hint)))}")
     elif isinstance(error, OSError) and error.errno == errno.ENOSPC:
         print_message(f"genie: could not write the output: {error.strerror}")
     else:
-        print_message(f"genie: internal error: {type(error).__name__}: {one_line(redact(str(error)))}")
+        print_message(f"genie: internal error: {type(error).__name__}: {to_one_line(redact(str(error)))}")
         print_message("hint: run the command again with --debug and report the output")
 
 
@@ -182,13 +182,13 @@ def replace_closed_streams() -> None:
             setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115 - open until exit
 
 
-def one_line(text: str) -> str:
+def to_one_line(text: str) -> str:
     """Replace control characters and line breaks by spaces."""
     return "".join(char if char.isprintable() else " " for char in text).strip()
 
 
 def _use_option_names(text: str) -> str:
-    for library, command in _REPLACEMENTS:
+    for library, command in _OPTION_NAME_REPLACEMENTS:
         text = text.replace(library, command)
     return text
 
@@ -199,7 +199,7 @@ def _write_terminal_table(lines: list[list[str]], *, droppable: Sequence[int], w
     from rich.text import Text
 
     kept, widths = _fit_columns(lines, droppable=droppable, width=width)
-    table = Table(box=None, pad_edge=False, padding=(0, _GAP, 0, 0))
+    table = Table(box=None, pad_edge=False, padding=(0, _COLUMN_GAP_CHARS, 0, 0))
     for column, column_width in zip(kept, widths, strict=True):
         last = column == kept[-1]
         overflow: OverflowMethod = "fold" if last else "ellipsis"
@@ -218,10 +218,10 @@ def _fit_columns(
     widths = [max(map(cell_len, column)) for column in zip(*lines, strict=True)]
     last = len(widths) - 1
     kept = list(range(len(widths)))
-    widths[last], last_width = min(widths[last], _LAST_MIN), widths[last]
+    widths[last], last_width = min(widths[last], _LAST_COLUMN_CHARS_MIN), widths[last]
 
     def spare_width() -> int:
-        return width - sum(widths[column] for column in kept) - _GAP * (len(kept) - 1)
+        return width - sum(widths[column] for column in kept) - _COLUMN_GAP_CHARS * (len(kept) - 1)
 
     for column in droppable:
         if spare_width() < 0:
@@ -230,7 +230,7 @@ def _fit_columns(
         spare_width() < 0
         and (widest := max(kept[:-1], key=lambda column: widths[column], default=None)) is not None
     ):
-        if widths[widest] <= _SHORT_MIN:
+        if widths[widest] <= _COLUMN_CHARS_MIN:
             break
         widths[widest] -= 1
     widths[last] = min(last_width, widths[last] + max(spare_width(), 0))

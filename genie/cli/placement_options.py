@@ -14,21 +14,21 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 import typer
 
 from genie.cli.quantities import (
-    count_text,
+    format_count,
+    format_size,
     parse_duration,
     parse_integer,
     parse_labels,
     parse_number,
     parse_size,
     parse_time,
-    size_text,
 )
 from genie.errors import UsageError
 from genie.model.limits import (
     CPUS_MAX,
     GPUS_MAX,
     GRACE_S_MAX,
-    NAMED_MAX,
+    JOB_LIST_ENTRIES_MAX,
     PRIORITY_MAX,
     TEXT_CHARS_MAX,
     WORKERS_MAX,
@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 
 _Value = TypeVar("_Value")
 
-_SHARE_MIN = 0.01
-_CAPABILITY = re.compile(r"([0-9]{1,2})(?:\.([0-9]{1,2}))?")
+_GPU_SHARE_MIN = 0.01
+_CAPABILITY_PATTERN = re.compile(r"([0-9]{1,2})(?:\.([0-9]{1,2}))?")
 
 _WORKERS_PANEL = "Workers"
 _GPUS_PANEL = "GPUs"
@@ -189,13 +189,13 @@ def parse_resources(options: PlacementOptions, *, gpus: str, cpus: str, memory: 
 
     share = 1.0
     if options.gpu_share is not None:
-        share = parse_number(options.gpu_share, what="--gpu-share", low=_SHARE_MIN, high=1)
+        share = parse_number(options.gpu_share, what="--gpu-share", low=_GPU_SHARE_MIN, high=1)
     return Resources(
         gpus=parse_integer(gpus, what="--gpus", low=0, high=GPUS_MAX),
         gpu_milli=round(share * 1000),
-        gpu_memory_bytes=_size(options.gpu_memory, what="--gpu-memory"),
+        gpu_memory_bytes=_parse_optional_size(options.gpu_memory, what="--gpu-memory"),
         cpus=parse_number(cpus, what="--cpus", high=CPUS_MAX),
-        memory_bytes=_size(memory, what="--memory"),
+        memory_bytes=_parse_optional_size(memory, what="--memory"),
     )
 
 
@@ -210,19 +210,19 @@ def parse_constraints(options: PlacementOptions, *, gpus: int, now: float) -> Pl
     workers_min, limit, deadline = options.workers_min, options.time_limit, options.deadline
     constraints = PlacementConstraints(
         workers=workers,
-        workers_min=0 if workers_min is None else _workers_min(workers_min, workers),
-        within=Within(_choice(options.within, what="--within", allowed=list(Within))),
+        workers_min=0 if workers_min is None else _parse_workers_min(workers_min, workers),
+        within=Within(_parse_choice(options.within, what="--within", allowed=list(Within))),
         spread=Spread.SPREAD if options.spread else Spread.PACK,
-        near=_names(options.near, what="--near"),
-        apart=_names(options.apart, what="--apart"),
-        gpu_models=_models(options.gpu_model),
-        vendor=_vendor(options.gpu_vendor),
-        gpu_memory_min_bytes=_size(options.gpu_memory_min, what="--gpu-memory-min"),
-        capability_min=_capability(options.capability),
+        near=_parse_names(options.near, what="--near"),
+        apart=_parse_names(options.apart, what="--apart"),
+        gpu_models=_parse_gpu_models(options.gpu_model),
+        vendor=_parse_vendor(options.gpu_vendor),
+        gpu_memory_min_bytes=_parse_optional_size(options.gpu_memory_min, what="--gpu-memory-min"),
+        capability_min=_parse_capability(options.capability),
         labels=parse_labels(options.label),
         priority=parse_integer(options.priority, what="--priority", low=-PRIORITY_MAX, high=PRIORITY_MAX),
         preemptible=options.preemptible,
-        grace_s=_grace_s(options.grace),
+        grace_s=_parse_grace_s(options.grace),
         time_limit_s=None if limit is None else parse_duration(limit, what="--time-limit"),
         deadline_at=None if deadline is None else parse_time(deadline, what="--deadline", now=now),
     )
@@ -230,40 +230,40 @@ def parse_constraints(options: PlacementOptions, *, gpus: int, now: float) -> Pl
     return constraints
 
 
-def request_text(resources: Resources, constraints: PlacementConstraints) -> str:
+def format_request(resources: Resources, constraints: PlacementConstraints) -> str:
     """Format a resource request: `4 workers of 8 GPUs, 2 CPUs`."""
     parts = []
     if resources.gpus:
         share = "" if resources.gpu_milli == 1000 else f" at {resources.gpu_milli / 1000:g}"
-        size = f" with {size_text(resources.gpu_memory_bytes)}" if resources.gpu_memory_bytes else ""
-        parts.append(f"{count_text(resources.gpus, 'GPU')}{share}{size}")
+        size = f" with {format_size(resources.gpu_memory_bytes)}" if resources.gpu_memory_bytes else ""
+        parts.append(f"{format_count(resources.gpus, 'GPU')}{share}{size}")
     if resources.cpus:
         parts.append(f"{resources.cpus:g} CPU{'' if resources.cpus == 1 else 's'}")
     if resources.memory_bytes:
-        parts.append(size_text(resources.memory_bytes))
+        parts.append(format_size(resources.memory_bytes))
     each = ", ".join(parts)
     if constraints.workers == 1:
         return each or "-"
     least = constraints.workers_min or constraints.workers
     few = "" if least == constraints.workers else f"{least} to "
-    return f"{few}{count_text(constraints.workers, 'worker')}{f' of {each}' if each else ''}"
+    return f"{few}{format_count(constraints.workers, 'worker')}{f' of {each}' if each else ''}"
 
 
-def placements_text(placements: Sequence[Placement]) -> str:
+def format_placements(placements: Sequence[Placement]) -> str:
     """Format placements: `n1: 0-7, n2: 0-3` with GPUs, `n1, n2 (2 workers)` without."""
     nodes: dict[str, list[Placement]] = {}
     for placement in placements:
         nodes.setdefault(placement.node_id, []).append(placement)
-    return ", ".join(f"{node_id}{_on_node_text(on_node)}" for node_id, on_node in nodes.items())
+    return ", ".join(f"{node_id}{_format_node_placements(on_node)}" for node_id, on_node in nodes.items())
 
 
-def _on_node_text(on_node: Sequence[Placement]) -> str:
+def _format_node_placements(on_node: Sequence[Placement]) -> str:
     if gpu_ids := sorted({gpu_id for placement in on_node for gpu_id in placement.gpu_ids}):
-        return f": {_ranges_text(gpu_ids)}"
+        return f": {_format_ranges(gpu_ids)}"
     return f" ({len(on_node)} workers)" if len(on_node) > 1 else ""
 
 
-def _ranges_text(numbers: Sequence[int]) -> str:
+def _format_ranges(numbers: Sequence[int]) -> str:
     """Format 0, 1, 2, 3 and 6 as `0-3 6`."""
     parts: list[list[int]] = []
     for number in numbers:
@@ -274,7 +274,7 @@ def _ranges_text(numbers: Sequence[int]) -> str:
     return " ".join(f"{first}" if first == last else f"{first}-{last}" for first, last in parts)
 
 
-def gpus_text(resources: Resources, constraints: PlacementConstraints) -> str:
+def format_gpu_count(resources: Resources, constraints: PlacementConstraints) -> str:
     """Format the number of GPUs: 2, 0.5 or 4x8."""
     each = f"{resources.gpus * resources.gpu_milli / 1000:g}"
     return each if constraints.workers == 1 else f"{constraints.workers}x{each}"
@@ -306,11 +306,11 @@ def _check_combinations(options: PlacementOptions, constraints: PlacementConstra
         )
 
 
-def _workers_min(text: str, workers: int) -> int:
+def _parse_workers_min(text: str, workers: int) -> int:
     return parse_integer(text, what="--workers-min", low=1, high=workers)
 
 
-def _grace_s(text: str | None) -> float:
+def _parse_grace_s(text: str | None) -> float:
     from genie.model.job import PlacementConstraints
 
     if text is None:
@@ -318,33 +318,33 @@ def _grace_s(text: str | None) -> float:
     return parse_duration(text, what="--grace", zero_allowed=True, high_s=GRACE_S_MAX)
 
 
-def _size(text: str | None, *, what: str) -> int:
+def _parse_optional_size(text: str | None, *, what: str) -> int:
     return 0 if text is None else parse_size(text, what=what)
 
 
-def _choice(text: str, *, what: str, allowed: Sequence[str]) -> str:
+def _parse_choice(text: str, *, what: str, allowed: Sequence[str]) -> str:
     if text not in allowed:
         raise UsageError(f"{what} {text[:80]!r} is invalid", hint=f"allowed: {', '.join(allowed)}")
     return text
 
 
-def _vendor(text: str | None) -> str:
+def _parse_vendor(text: str | None) -> str:
     from genie.model.node import Vendor
 
-    return "" if text is None else _choice(text.lower(), what="--gpu-vendor", allowed=list(Vendor))
+    return "" if text is None else _parse_choice(text.lower(), what="--gpu-vendor", allowed=list(Vendor))
 
 
-def _names(given: list[str] | None, *, what: str) -> tuple[str, ...]:
+def _parse_names(given: list[str] | None, *, what: str) -> tuple[str, ...]:
     from genie.model.names import validate_name
 
     return tuple(_parse_each(given, lambda name: validate_name(name, what=what), what=what))
 
 
-def _models(given: list[str] | None) -> tuple[str, ...]:
-    return tuple(_parse_each(given, _model, what="--gpu-model"))
+def _parse_gpu_models(given: list[str] | None) -> tuple[str, ...]:
+    return tuple(_parse_each(given, _parse_gpu_model, what="--gpu-model"))
 
 
-def _model(name: str) -> str:
+def _parse_gpu_model(name: str) -> str:
     if not name.strip() or not name.isprintable() or len(name) > TEXT_CHARS_MAX:
         raise UsageError(
             f"--gpu-model {name[:80]!r} is not a GPU model", hint="use a name listed by 'genie nodes'"
@@ -352,10 +352,10 @@ def _model(name: str) -> str:
     return name
 
 
-def _capability(text: str | None) -> tuple[int, int]:
+def _parse_capability(text: str | None) -> tuple[int, int]:
     if text is None:
         return (0, 0)
-    found = _CAPABILITY.fullmatch(text.strip())
+    found = _CAPABILITY_PATTERN.fullmatch(text.strip())
     if found is None:
         raise UsageError(
             f"--capability {text[:80]!r} is not a compute capability",
@@ -365,6 +365,6 @@ def _capability(text: str | None) -> tuple[int, int]:
 
 
 def _parse_each(given: list[str] | None, read: Callable[[str], _Value], *, what: str) -> list[_Value]:
-    if given is not None and len(given) > NAMED_MAX:
-        raise UsageError(f"{what} is given {len(given)} times", hint=f"at most {NAMED_MAX} times")
+    if given is not None and len(given) > JOB_LIST_ENTRIES_MAX:
+        raise UsageError(f"{what} is given {len(given)} times", hint=f"at most {JOB_LIST_ENTRIES_MAX} times")
     return [read(text) for text in given or ()]

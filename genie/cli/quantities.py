@@ -13,22 +13,23 @@ from genie.config.labels import validate_labels
 from genie.errors import UsageError
 from genie.model.limits import MEMORY_BYTES_MAX, TIME_LIMIT_S_MAX
 
-_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(?:([KMGTP])(iB|B|)|B?)", re.IGNORECASE)
-_DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(s|m|h|d|)")
-_INTEGER = re.compile(r"[+-]?[0-9]{1,18}")
-_NUMBER = re.compile(r"[+-]?[0-9]{1,18}(?:\.[0-9]{1,18})?|\.[0-9]{1,18}")
-_SIZE_POWERS = {letter: power for power, letter in enumerate("KMGTP", start=1)}
-_UNIT_SECONDS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
-_UNITS = (("d", 86400.0), ("h", 3600.0), ("min", 60.0))
+_SIZE_PATTERN = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(?:([KMGTP])(iB|B|)|B?)", re.IGNORECASE)
+_DURATION_PATTERN = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(s|m|h|d|)")
+_INTEGER_PATTERN = re.compile(r"[+-]?[0-9]{1,18}")
+_NUMBER_PATTERN = re.compile(r"[+-]?[0-9]{1,18}(?:\.[0-9]{1,18})?|\.[0-9]{1,18}")
+_SIZE_POWER_BY_LETTER = {letter: power for power, letter in enumerate("KMGTP", start=1)}
+_SECONDS_BY_UNIT = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+_DURATION_UNITS = (("d", 86400.0), ("h", 3600.0), ("min", 60.0))
 _ROUNDING_TOLERANCE = 0.025
 
 
 def parse_integer(text: str, *, what: str, low: int, high: int) -> int:
     """Parse an integer from `low` to `high`."""
-    number = int(text) if _INTEGER.fullmatch(text.strip()) else None
+    number = int(text) if _INTEGER_PATTERN.fullmatch(text.strip()) else None
     if number is None or not low <= number <= high:
+        problem = "is not an integer" if number is None else "is out of range"
         raise UsageError(
-            f"{what} {_quoted(text)} is {'out of range' if number is not None else 'not an integer'}",
+            f"{what} {_quote_shortened(text)} {problem}",
             hint=f"give an integer from {low} to {high}",
         )
     return number
@@ -36,10 +37,10 @@ def parse_integer(text: str, *, what: str, low: int, high: int) -> int:
 
 def parse_number(text: str, *, what: str, low: float = 0.0, high: float) -> float:
     """Parse a number from `low` to `high`."""
-    number = float(text) if _NUMBER.fullmatch(text.strip()) else None
+    number = float(text) if _NUMBER_PATTERN.fullmatch(text.strip()) else None
     if number is None or not low <= number <= high:
         raise UsageError(
-            f"{what} {_quoted(text)} is {'out of range' if number is not None else 'not a number'}",
+            f"{what} {_quote_shortened(text)} is {'out of range' if number is not None else 'not a number'}",
             hint=f"give a number from {low:g} to {high:.0f}",
         )
     return number
@@ -47,16 +48,16 @@ def parse_number(text: str, *, what: str, low: float = 0.0, high: float) -> floa
 
 def parse_size(text: str, *, what: str) -> int:
     """Parse a size in bytes. `4G` and `4GiB` are binary, `4GB` is decimal, a plain number is bytes."""
-    match = _SIZE.fullmatch(text.strip())
+    match = _SIZE_PATTERN.fullmatch(text.strip())
     if match is None:
         raise UsageError(
-            f"{what} {_quoted(text)} is not a size", hint="write 512MiB, 4G, 1.5GiB or plain bytes"
+            f"{what} {_quote_shortened(text)} is not a size", hint="write 512MiB, 4G, 1.5GiB or plain bytes"
         )
     number, letter, unit = match.groups()
     base = 1000 if (unit or "").upper() == "B" else 1024
-    size = float(number) * base ** _SIZE_POWERS.get((letter or "").upper(), 0)
+    size = float(number) * base ** _SIZE_POWER_BY_LETTER.get((letter or "").upper(), 0)
     if size > MEMORY_BYTES_MAX:
-        raise UsageError(f"{what} {_quoted(text)} is too large", hint="give a smaller size")
+        raise UsageError(f"{what} {_quote_shortened(text)} is too large", hint="give a smaller size")
     return int(size)
 
 
@@ -64,24 +65,27 @@ def parse_duration(
     text: str, *, what: str, zero_allowed: bool = False, high_s: float = TIME_LIMIT_S_MAX
 ) -> float:
     """Parse a duration in seconds, more than 0 unless `zero_allowed`."""
-    seconds = _duration_s(text)
+    seconds = _try_parse_duration_s(text)
     if seconds is None or not (0 < seconds <= high_s or (zero_allowed and seconds == 0)):
-        most = "ten years" if high_s == TIME_LIMIT_S_MAX else duration_text(high_s)
+        most = "ten years" if high_s == TIME_LIMIT_S_MAX else format_duration(high_s)
         why = "is not a duration" if seconds is None else "is out of range"
-        raise UsageError(f"{what} {_quoted(text)} {why}", hint=f"write 90s, 15m or 1h, at most {most}")
+        raise UsageError(
+            f"{what} {_quote_shortened(text)} {why}", hint=f"write 90s, 15m or 1h, at most {most}"
+        )
     return seconds
 
 
 def parse_time(text: str, *, what: str, now: float) -> float:
     """Parse a future time, as seconds since the epoch: a duration from now, or a local date and time."""
-    seconds = _duration_s(text)
-    moment = _parse_iso_time(text) if seconds is None else now + seconds
+    seconds = _try_parse_duration_s(text)
+    moment = _try_parse_iso_time(text) if seconds is None else now + seconds
     if moment is None or not now < moment <= now + TIME_LIMIT_S_MAX:
         why = "is not a time" if moment is None else "is in the past"
         if moment is not None and moment > now:
             why = "is too far in the future"
         raise UsageError(
-            f"{what} {_quoted(text)} {why}", hint="write 2h or 2030-01-31T18:00, within the next ten years"
+            f"{what} {_quote_shortened(text)} {why}",
+            hint="write 2h or 2030-01-31T18:00, within the next ten years",
         )
     return moment
 
@@ -105,7 +109,7 @@ def parse_labels(texts: Sequence[str] | None) -> dict[str, str]:
     return found
 
 
-def size_text(size_bytes: int) -> str:
+def format_size(size_bytes: int) -> str:
     size = float(size_bytes)
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if size < 1024 or unit == "TiB":
@@ -114,20 +118,20 @@ def size_text(size_bytes: int) -> str:
     raise AssertionError("the loop ends at TiB")
 
 
-def duration_text(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """Format a duration in one rounded unit: 12 s, 3 min, 1 h, 30 d.
 
     A unit is used from two of it, or for nearly exactly one: 95 s stays 95 s.
     """
     seconds = max(seconds, 0.0)
-    for unit, unit_s in _UNITS:
+    for unit, unit_s in _DURATION_UNITS:
         units = seconds / unit_s
         if units >= 2 - _ROUNDING_TOLERANCE or abs(units - 1) <= _ROUNDING_TOLERANCE:
             return f"{units:.0f} {unit}"
     return f"{seconds:.0f} s"
 
 
-def count_text(count: int, word: str) -> str:
+def format_count(count: int, word: str) -> str:
     """`1 node`, `4 nodes`."""
     return f"{count} {word}{'' if count == 1 else 's'}"
 
@@ -135,21 +139,21 @@ def count_text(count: int, word: str) -> str:
 def _parse_pair(text: str, *, what: str) -> tuple[str, str]:
     key, equals, value = text.partition("=")
     if not equals or not key:
-        raise UsageError(f"{what} {_quoted(text)} is not KEY=VALUE", hint=f"write {what} KEY=VALUE")
+        raise UsageError(f"{what} {_quote_shortened(text)} is not KEY=VALUE", hint=f"write {what} KEY=VALUE")
     return key, value
 
 
-def _duration_s(text: str) -> float | None:
-    match = _DURATION.fullmatch(text.strip())
-    return float(match[1]) * _UNIT_SECONDS[match[2]] if match else None
+def _try_parse_duration_s(text: str) -> float | None:
+    match = _DURATION_PATTERN.fullmatch(text.strip())
+    return float(match[1]) * _SECONDS_BY_UNIT[match[2]] if match else None
 
 
-def _parse_iso_time(text: str) -> float | None:
+def _try_parse_iso_time(text: str) -> float | None:
     try:
         return datetime.fromisoformat(text.strip()).timestamp()
     except (ValueError, OverflowError, OSError):
         return None
 
 
-def _quoted(text: str) -> str:
+def _quote_shortened(text: str) -> str:
     return repr(text if len(text) <= 80 else text[:77] + "...")

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from genie.runtime.backend_info import BACKENDS, PRIORITY, BackendInfo, get_backend_info
+from genie.runtime.backend_info import BACKEND_PRIORITY, BACKENDS, BackendInfo, get_backend_info
 
-__all__ = ["BACKENDS", "PRIORITY", "BackendInfo", "get_backend_info"]
+__all__ = ["BACKENDS", "BACKEND_PRIORITY", "BackendInfo", "get_backend_info"]

@@ -64,7 +64,7 @@ if TYPE_CHECKING:
 
 CONNECT_TIMEOUT_S = 10.0
 CALL_TIMEOUT_S = 20.0
-_POLL_S = 10.0
+_LONG_POLL_S = 10.0
 """Duration of one long poll; short, to detect a dead connection."""
 _UPLOAD_MARGIN_S = 5.0
 LOG_RETRY_S = 30.0
@@ -72,7 +72,7 @@ LOG_RETRY_S = 30.0
 _RETRY_INTERVAL_S = 0.2
 _UPLOAD_ATTEMPTS = 5
 
-Progress = Callable[[str, int, int], None]
+UploadProgressCallback = Callable[[str, int, int], None]
 """Receives the current step, and how much of it is done of the total (bytes or files)."""
 
 
@@ -96,7 +96,7 @@ class ClusterClient:
 
     def __init__(self, connection: ControllerConnection, *, workdir_limits: WorkdirConfig) -> None:
         self._connection = connection
-        self._limits = workdir_limits
+        self._workdir_limits = workdir_limits
 
     @property
     def where(self) -> str:
@@ -111,10 +111,10 @@ class ClusterClient:
     # --- jobs ---------------------------------------------------------------------------------
 
     async def submit(
-        self, spec: JobSpec, *, workdir: Path | None = None, progress: Progress | None = None
+        self, spec: JobSpec, *, workdir: Path | None = None, progress: UploadProgressCallback | None = None
     ) -> Job:
         """Uploads the working directory and queues the job. Idempotent: retries never queue it twice."""
-        progress = progress or _no_progress
+        progress = progress or _ignore_progress
         if workdir is not None:
             uploaded = await self._upload_workdir(workdir, progress)
             spec = msgspec.structs.replace(spec, workdir=uploaded)
@@ -158,11 +158,11 @@ class ClusterClient:
         """Waits until the job has ended. Calls `on_change` with each state, the current one first."""
         try:
             async with asyncio.timeout(timeout_s):
-                return await self._wait_final(job_id, on_change)
+                return await self._wait_until_final(job_id, on_change)
         except TimeoutError:
             raise DeadlineError(f"job {job_id} has not ended within {timeout_s:g} s") from None
 
-    async def _wait_final(self, job_id: str, on_change: Callable[[Job], None] | None) -> Job:
+    async def _wait_until_final(self, job_id: str, on_change: Callable[[Job], None] | None) -> Job:
         job = await self.get_job(job_id)
         while True:
             if on_change is not None:
@@ -171,9 +171,9 @@ class ClusterClient:
                 return job
             seen = job.state
             while job.state is seen:
-                request = GetJob(job_id=job.job_id, while_state=seen, wait_s=_POLL_S)
+                request = GetJob(job_id=job.job_id, while_state=seen, wait_s=_LONG_POLL_S)
                 with suppress(OverloadedError):  # too many waits are open: the state has not changed
-                    job = (await self._connection.call(request, timeout_s=_POLL_S + CALL_TIMEOUT_S)).job
+                    job = (await self._connection.call(request, timeout_s=_LONG_POLL_S + CALL_TIMEOUT_S)).job
 
     # --- logs ---------------------------------------------------------------------------------
 
@@ -207,7 +207,7 @@ class ClusterClient:
         while True:
             try:
                 chunk = await self.read_log(
-                    job_id, offset=offset, wait_s=_POLL_S if follow else 0.0, run=requested_run
+                    job_id, offset=offset, wait_s=_LONG_POLL_S if follow else 0.0, run=requested_run
                 )
             except OverloadedError:  # too many waits are open: there is no new output
                 if not follow:
@@ -289,14 +289,14 @@ class ClusterClient:
 
     # --- working directories ------------------------------------------------------------------
 
-    async def _upload_workdir(self, directory: Path, progress: Progress) -> Workdir:
+    async def _upload_workdir(self, directory: Path, progress: UploadProgressCallback) -> Workdir:
         from genie.processes.workdir import pack  # imported here: most clients upload none
 
         packed = await asyncio.to_thread(
             pack,
             directory,
-            bytes_max=self._limits.bytes_max,
-            files_max=self._limits.files_max,
+            bytes_max=self._workdir_limits.bytes_max,
+            files_max=self._workdir_limits.files_max,
             progress=lambda done, total: progress("packing", done, total),
         )
         try:
@@ -305,40 +305,40 @@ class ClusterClient:
             packed.file.close()
         return Workdir(digest=packed.digest, size_bytes=packed.size_bytes)
 
-    async def _upload_blob(self, packed: PackedWorkdir, progress: Progress) -> None:
+    async def _upload_blob(self, packed: PackedWorkdir, progress: UploadProgressCallback) -> None:
         """Uploads the bytes that the controller does not have yet; resumes after a lost connection."""
-        status = await self._stat_blob(packed.digest)
+        status = await self._fetch_blob_status(packed.digest)
         for _ in range(_UPLOAD_ATTEMPTS):
             while not status.complete:
                 progress("sending", status.received_bytes, packed.size_bytes)
                 before = status.received_bytes
-                status = await self._put_chunk(packed, before)
+                status = await self._upload_chunk(packed, before)
                 if not status.complete and status.received_bytes <= before:
                     break
             if status.complete:
                 progress("sending", packed.size_bytes, packed.size_bytes)
                 return
-            status = await self._stat_blob(packed.digest)
+            status = await self._fetch_blob_status(packed.digest)
         raise WorkdirError(
             f"could not upload the working directory to {self.where}: stopped at {status.received_bytes} of "
             f"{packed.size_bytes} bytes",
             hint="see the log of the controller; its disk may be full",
         )
 
-    async def _stat_blob(self, digest: str) -> BlobStatus:
+    async def _fetch_blob_status(self, digest: str) -> BlobStatus:
         return await self._connection.call(StatBlob(digest=digest), timeout_s=CALL_TIMEOUT_S)
 
-    async def _put_chunk(self, packed: PackedWorkdir, offset: int) -> BlobStatus:
-        data = await asyncio.to_thread(_read_at, packed, offset)
+    async def _upload_chunk(self, packed: PackedWorkdir, offset: int) -> BlobStatus:
+        data = await asyncio.to_thread(_read_chunk_at, packed, offset)
         last = offset + len(data) >= packed.size_bytes
         request = PutBlob(digest=packed.digest, offset=offset, data=data, last=last)
         return await self._connection.call(request, timeout_s=CALL_TIMEOUT_S + _UPLOAD_MARGIN_S)
 
 
-def _read_at(packed: PackedWorkdir, offset: int) -> bytes:
+def _read_chunk_at(packed: PackedWorkdir, offset: int) -> bytes:
     packed.file.seek(offset)
     return packed.file.read(CHUNK_BYTES_MAX)
 
 
-def _no_progress(_what: str, _done: int, _total: int) -> None:
+def _ignore_progress(_what: str, _done: int, _total: int) -> None:
     """The default progress callback."""

@@ -16,7 +16,7 @@ from genie.model.names import address_text
 from genie.model.node import GPUInfo, NodeInfo, NodeStatus
 from genie.processes.clock import Clock, SystemClock
 
-_STYLES = {
+_STYLE_BY_STATUS = {
     NodeStatus.HEALTHY: "green",
     NodeStatus.DEGRADED: "yellow",
     NodeStatus.SUSPECT: "yellow",
@@ -24,7 +24,7 @@ _STYLES = {
     NodeStatus.CRITICAL: "bold red",
     NodeStatus.DISCONNECTED: "red",
 }
-_UNKNOWN = "-"
+_UNKNOWN_TEXT = "-"
 
 
 class DashboardState(Protocol):
@@ -44,8 +44,8 @@ def render(nodes: Iterable[NodeInfo], *, now: float, report: HealthReport | None
     """Tables of nodes and accelerators, sorted by node ID, and of the health checks if there is a report.
     `now` is the reference for the age of heartbeats."""
     ordered = sorted(nodes, key=lambda node: node.node_id)
-    tables = [_node_table(ordered, now=now), _gpu_table(ordered)]
-    return Group(*tables, *([] if report is None else [_health_table(report)]))
+    tables = [_make_node_table(ordered, now=now), _make_gpu_table(ordered)]
+    return Group(*tables, *([] if report is None else [_make_health_table(report)]))
 
 
 async def show(
@@ -71,16 +71,18 @@ async def show(
             await clock.sleep(refresh_s)
 
 
-def _node_table(nodes: list[NodeInfo], *, now: float) -> Table:
-    table = _table("Nodes", "Node", "Role", "Address", "Status", "Heartbeat", "CPUs", "Memory", "GPUs")
+def _make_node_table(nodes: list[NodeInfo], *, now: float) -> Table:
+    table = _make_table("Nodes", "Node", "Role", "Address", "Status", "Heartbeat", "CPUs", "Memory", "GPUs")
     for node in nodes:
         status = f"{node.status}: {node.status_reason}" if node.status_reason else str(node.status)
         table.add_row(
             Text(node.node_id),
             Text(node.role),
             Text(address_text(node.host, node.control_port) if node.control_port else node.host),
-            Text(status, style=_STYLES.get(node.status, "")),
-            Text(f"{max(0.0, now - node.last_heartbeat):.0f} s ago" if node.last_heartbeat else _UNKNOWN),
+            Text(status, style=_STYLE_BY_STATUS.get(node.status, "")),
+            Text(
+                f"{max(0.0, now - node.last_heartbeat):.0f} s ago" if node.last_heartbeat else _UNKNOWN_TEXT
+            ),
             Text(f"{node.cpus:g}"),
             Text(_format_memory(node.memory_used_bytes, node.memory_total_bytes)),
             Text(str(node.gpu_count)),
@@ -88,8 +90,8 @@ def _node_table(nodes: list[NodeInfo], *, now: float) -> Table:
     return table
 
 
-def _gpu_table(nodes: list[NodeInfo]) -> Table:
-    table = _table("Accelerators", "Node", "#", "Name", "Memory", "Util", "Temp", "Power", "State")
+def _make_gpu_table(nodes: list[NodeInfo]) -> Table:
+    table = _make_table("Accelerators", "Node", "#", "Name", "Memory", "Util", "Temp", "Power", "State")
     for node in nodes:
         for gpu in node.gpus:
             table.add_row(
@@ -100,36 +102,38 @@ def _gpu_table(nodes: list[NodeInfo]) -> Table:
                 Text(_format_reading(gpu.utilization_pct, "%")),
                 Text(_format_reading(gpu.temperature_c, " C"), style="red" if is_overheated(gpu) else ""),
                 Text(_format_reading(gpu.power_w, " W")),
-                _state(gpu),
+                _gpu_state_text(gpu),
             )
     return table
 
 
-def _health_table(report: HealthReport) -> Table:
-    table = _table("Health of this machine", "Check", "Status", "Reading")
+def _make_health_table(report: HealthReport) -> Table:
+    table = _make_table("Health of this machine", "Check", "Status", "Reading")
     for check in report.checks:
         table.add_row(
-            Text(check.name), Text(str(check.status), style=_STYLES.get(check.status, "")), Text(check.reason)
+            Text(check.name),
+            Text(str(check.status), style=_STYLE_BY_STATUS.get(check.status, "")),
+            Text(check.reason),
         )
     return table
 
 
-def _table(title: str, *columns: str) -> Table:
+def _make_table(title: str, *columns: str) -> Table:
     table = Table(title=title, title_justify="left", expand=False)
     for name in columns:
         table.add_column(name, overflow="fold")
     return table
 
 
-def _state(gpu: GPUInfo) -> Text:
+def _gpu_state_text(gpu: GPUInfo) -> Text:
     return Text("available", style="green") if gpu.available else Text(gpu.reason, style="red")
 
 
 def _format_memory(used_bytes: int, total_bytes: int) -> str:
     if total_bytes == 0:
-        return _UNKNOWN
+        return _UNKNOWN_TEXT
     return f"{used_bytes / 1024**3:.1f} / {total_bytes / 1024**3:.1f} GiB"
 
 
 def _format_reading(value: float | None, unit: str) -> str:
-    return _UNKNOWN if value is None else f"{value:.0f}{unit}"
+    return _UNKNOWN_TEXT if value is None else f"{value:.0f}{unit}"

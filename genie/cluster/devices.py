@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from genie.device import ExecutorAddress, RemoteDevice, attach, detach, extend
-from genie.device.registry import DEVICES_MAX, slot
+from genie.device.registry import DEVICES_MAX, device_slot
 from genie.errors import DeviceUnavailableError, GenieError, JobNotFoundError, TransportError
 from genie.model.job import Job, JobState
 from genie.model.messages import CancelJob, DeviceReply, OpenDevice, WaitDevice
@@ -27,8 +27,8 @@ from genie.runtime.data_plane import TransportCoordinator
 
 _log = logging.getLogger(__name__)
 
-_POLL_S = 5.0
-_POLL_INTERVAL_S = 0.02
+_LONG_POLL_S = 5.0
+_RETRY_INTERVAL_S = 0.02
 _CALL_TIMEOUT_S = 10.0
 _CANCEL_TIMEOUT_S = 2.0
 
@@ -44,7 +44,7 @@ class AcceleratorRef:
         return f"accelerator {self.gpu.gpu_id} of node {self.node_id} ({self.gpu.name})"
 
 
-def accelerators(nodes: Iterable[NodeInfo]) -> tuple[AcceleratorRef, ...]:
+def list_accelerators(nodes: Iterable[NodeInfo]) -> tuple[AcceleratorRef, ...]:
     """Sorted by node ID and GPU ID. CPU accelerators are included only if there is no GPU."""
     found = [
         AcceleratorRef(node.node_id, gpu)
@@ -56,7 +56,7 @@ def accelerators(nodes: Iterable[NodeInfo]) -> tuple[AcceleratorRef, ...]:
     return gpus or tuple(found)
 
 
-Submit = Callable[[Callable[[], Coroutine[Any, Any, ExecutorAddress]]], Future[ExecutorAddress]]
+SubmitToLoop = Callable[[Callable[[], Coroutine[Any, Any, ExecutorAddress]]], Future[ExecutorAddress]]
 """Runs a coroutine on the event loop of the session."""
 
 
@@ -73,13 +73,13 @@ class DeviceBroker(TransportCoordinator):
         transport: TransportCoordinator,
         connection: ControllerConnection,
         session_id: str,
-        submit: Submit,
+        submit: SubmitToLoop,
     ) -> None:
         super().__init__(transport.config)
         self.discovery, self.selection = transport.discovery, transport.selection
-        self.refs = refs[:DEVICES_MAX]
+        self.accelerator_refs = refs[:DEVICES_MAX]
         """By index."""
-        self.opened = 0
+        self.open_count = 0
         """Executors opened so far in this session."""
         self._connection = connection
         self._session_id = session_id
@@ -87,7 +87,7 @@ class DeviceBroker(TransportCoordinator):
         """By index, of requests without a reply: a retry with the same ID returns the same executor."""
         self._job_ids: dict[int, str] = {}
         """By index: the session job of the last opened executor."""
-        self._submit = submit
+        self._submit_to_loop = submit
         if len(refs) > DEVICES_MAX:
             _log.warning(
                 "%d accelerators found; only the first %d can be used as remote_accelerator devices",
@@ -95,25 +95,25 @@ class DeviceBroker(TransportCoordinator):
                 DEVICES_MAX,
             )
 
-    def add_new(self, nodes: Iterable[NodeInfo]) -> tuple[AcceleratorRef, ...]:
+    def add_new_accelerators(self, nodes: Iterable[NodeInfo]) -> tuple[AcceleratorRef, ...]:
         """Appends the accelerators of these nodes that have no index yet, and returns them.
 
         If any index is a GPU, CPU accelerators get none, even while all GPUs are disconnected.
         """
-        known = {(ref.node_id, ref.gpu.gpu_id) for ref in self.refs}
-        has_gpu = any(ref.gpu.vendor is not Vendor.CPU for ref in self.refs)
-        found = (ref for ref in accelerators(nodes) if (ref.node_id, ref.gpu.gpu_id) not in known)
+        known = {(ref.node_id, ref.gpu.gpu_id) for ref in self.accelerator_refs}
+        has_gpu = any(ref.gpu.vendor is not Vendor.CPU for ref in self.accelerator_refs)
+        found = (ref for ref in list_accelerators(nodes) if (ref.node_id, ref.gpu.gpu_id) not in known)
         wanted = [ref for ref in found if ref.gpu.vendor is not Vendor.CPU or not has_gpu]
-        new = tuple(wanted[: DEVICES_MAX - len(self.refs)])
+        new = tuple(wanted[: DEVICES_MAX - len(self.accelerator_refs)])
         if new:
-            extend(self._remote_devices(new, start=len(self.refs)))
-            self.refs += new
+            extend(self._make_remote_devices(new, start=len(self.accelerator_refs)))
+            self.accelerator_refs += new
         return new
 
-    async def drop_lost(self, nodes: Mapping[str, NodeInfo]) -> None:
+    async def drop_lost_executors(self, nodes: Mapping[str, NodeInfo]) -> None:
         """Marks executors on disconnected nodes as lost once the cluster has ended their session jobs."""
         for index, job_id in list(self._job_ids.items()):
-            node = nodes.get(self.refs[index].node_id)
+            node = nodes.get(self.accelerator_refs[index].node_id)
             if node is not None and node.status is not NodeStatus.DISCONNECTED:
                 continue
             try:
@@ -124,13 +124,13 @@ class DeviceBroker(TransportCoordinator):
                 reason = "the controller no longer has its session"
             if reason:
                 del self._job_ids[index]
-                _log.warning("lost the executor on %s: %s", self.refs[index], reason)
-                await asyncio.to_thread(slot(index).lose, reason)
+                _log.warning("lost the executor on %s: %s", self.accelerator_refs[index], reason)
+                await asyncio.to_thread(device_slot(index).mark_lost, reason)
 
     def remote_devices(self) -> list[RemoteDevice]:
-        return self._remote_devices(self.refs, start=0)
+        return self._make_remote_devices(self.accelerator_refs, start=0)
 
-    def _remote_devices(self, refs: Iterable[AcceleratorRef], *, start: int) -> list[RemoteDevice]:
+    def _make_remote_devices(self, refs: Iterable[AcceleratorRef], *, start: int) -> list[RemoteDevice]:
         return [
             RemoteDevice(
                 node_id=ref.node_id,
@@ -148,10 +148,10 @@ class DeviceBroker(TransportCoordinator):
 
         Raises DeviceUnavailableError with the pending reason, or why the executor ended.
         """
-        return self._submit(lambda: self._open(index)).result()
+        return self._submit_to_loop(lambda: self._open_executor(index)).result()
 
-    async def _open(self, index: int) -> ExecutorAddress:
-        ref = self.refs[index]
+    async def _open_executor(self, index: int) -> ExecutorAddress:
+        ref = self.accelerator_refs[index]
         job: Job | None = None
         try:
             async with asyncio.timeout(self.config.timeout_s):
@@ -159,17 +159,17 @@ class DeviceBroker(TransportCoordinator):
                 job = reply.job
                 while reply.endpoint is None:
                     job = reply.job
-                    _check_not_ended(ref, job)
-                    request = WaitDevice(job_id=job.job_id, wait_s=_POLL_S)
-                    reply = await self._connection.call(request, timeout_s=_POLL_S + _CALL_TIMEOUT_S)
-                    await asyncio.sleep(0 if reply.endpoint else _POLL_INTERVAL_S)
+                    _check_session_job_not_ended(ref, job)
+                    request = WaitDevice(job_id=job.job_id, wait_s=_LONG_POLL_S)
+                    reply = await self._connection.call(request, timeout_s=_LONG_POLL_S + _CALL_TIMEOUT_S)
+                    await asyncio.sleep(0 if reply.endpoint else _RETRY_INTERVAL_S)
         except TimeoutError:
-            await self._cancel(job)
-            raise _timeout_error(ref, job, self.config.timeout_s) from None
+            await self._cancel_session_job(job)
+            raise _make_timeout_error(ref, job, self.config.timeout_s) from None
         except (GenieError, asyncio.CancelledError):
-            await self._cancel(job)
+            await self._cancel_session_job(job)
             raise
-        self.opened += 1
+        self.open_count += 1
         self._job_ids[index] = reply.job.job_id
         client_tls = self._connection.access.tls
         return ExecutorAddress(
@@ -181,7 +181,7 @@ class DeviceBroker(TransportCoordinator):
         )
 
     async def _request_device(self, index: int) -> DeviceReply:
-        ref = self.refs[index]
+        ref = self.accelerator_refs[index]
         request = OpenDevice(
             session_node_id=self._session_id,
             node_id=ref.node_id,
@@ -198,7 +198,7 @@ class DeviceBroker(TransportCoordinator):
         del self._request_ids[index]
         return reply
 
-    async def _cancel(self, job: Job | None) -> None:
+    async def _cancel_session_job(self, job: Job | None) -> None:
         """Cancels the session job, so that it does not take the accelerator later."""
         if job is None or job.state.is_final:
             return
@@ -218,7 +218,7 @@ def registered_torch_device(broker: DeviceBroker, *, launch_blocking: bool) -> I
         detach()
 
 
-def _check_not_ended(ref: AcceleratorRef, job: Job) -> None:
+def _check_session_job_not_ended(ref: AcceleratorRef, job: Job) -> None:
     if job.state.is_final:
         raise DeviceUnavailableError(
             f"the executor on {ref} ended before it was ready: {job.reason}",
@@ -226,7 +226,7 @@ def _check_not_ended(ref: AcceleratorRef, job: Job) -> None:
         )
 
 
-def _timeout_error(ref: AcceleratorRef, job: Job | None, timeout_s: float) -> DeviceUnavailableError:
+def _make_timeout_error(ref: AcceleratorRef, job: Job | None, timeout_s: float) -> DeviceUnavailableError:
     if job is not None and job.state is JobState.RUNNING and job.reason:
         return DeviceUnavailableError(
             f"the executor on {ref} was not ready within {timeout_s:g} s: {job.reason}",

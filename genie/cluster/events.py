@@ -19,22 +19,26 @@ from genie.errors import SessionError, UsageError
 from genie.model.event import ClusterEvent, EventType
 from genie.processes.clock import Clock, SystemClock
 
-__all__ = ["ClusterEvent", "EventBus", "EventType", "Handler", "Subscription"]
+__all__ = ["ClusterEvent", "EventBus", "EventHandler", "EventType", "Subscription"]
 
 _log = logging.getLogger(__name__)
 
-QUEUE_MAX = 256
+SUBSCRIBER_QUEUE_MAX = 256
 HISTORY_MAX = 1000
-CLOSE_TIMEOUT_S = 2.0
+DELIVERY_TIMEOUT_S = 2.0
 
-Handler = Callable[[ClusterEvent], object] | Callable[[ClusterEvent], Awaitable[object]]
+EventHandler = Callable[[ClusterEvent], object] | Callable[[ClusterEvent], Awaitable[object]]
 
 
 class EventBus:
     """Queues up to `queue_max` events per subscriber and keeps the last `history_max`. Close it after use."""
 
     def __init__(
-        self, *, clock: Clock | None = None, queue_max: int = QUEUE_MAX, history_max: int = HISTORY_MAX
+        self,
+        *,
+        clock: Clock | None = None,
+        queue_max: int = SUBSCRIBER_QUEUE_MAX,
+        history_max: int = HISTORY_MAX,
     ) -> None:
         assert queue_max > 0
         self._clock = clock or SystemClock()
@@ -43,26 +47,28 @@ class EventBus:
         self._subscriptions: list[Subscription] = []
         self._condition = threading.Condition()
         # One entry per queued event of a plain handler, in the order of emission.
-        self._pending: deque[Subscription] = deque()
-        self._thread: threading.Thread | None = None
+        self._subscriptions_to_deliver: deque[Subscription] = deque()
+        self._delivery_thread: threading.Thread | None = None
         self._is_closed = False
 
-    def subscribe(self, event_type: EventType | None, handler: Handler) -> Subscription:
+    def subscribe(self, event_type: EventType | None, handler: EventHandler) -> Subscription:
         """Calls `handler` with each event of that type; None means every type.
 
         An async handler runs on the event loop that is running here; raises UsageError without one.
         """
         if not callable(handler):
             raise UsageError(f"an event handler must be callable, not {handler!r}")
-        loop = _loop_for(handler)
+        loop = _find_event_loop_for(handler)
         subscription = Subscription(self, event_type, handler, loop=loop, queue_max=self._queue_max)
         with self._condition:
             if self._is_closed:
                 raise SessionError("the event bus is closed", hint="subscribe before shutdown()")
             self._subscriptions.append(subscription)
-            if loop is None and self._thread is None:
-                self._thread = threading.Thread(target=self._deliver, name="genie-events", daemon=True)
-                self._thread.start()
+            if loop is None and self._delivery_thread is None:
+                self._delivery_thread = threading.Thread(
+                    target=self._run_delivery_thread, name="genie-events", daemon=True
+                )
+                self._delivery_thread.start()
         return subscription
 
     def emit(self, event: ClusterEvent) -> None:
@@ -100,40 +106,42 @@ class EventBus:
             kept = list(self._history)
         return kept if limit is None else kept[max(0, len(kept) - limit) :]
 
-    def close(self, *, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
+    def close(self, *, timeout_s: float = DELIVERY_TIMEOUT_S) -> None:
         """Delivers queued events for at most `timeout_s` and ends the thread. Idempotent; blocks."""
         with self._condition:
             self._is_closed = True
-            thread, self._thread = self._thread, None
+            thread, self._delivery_thread = self._delivery_thread, None
             self._condition.notify_all()
         if thread is not None and thread is not threading.current_thread():
             thread.join(timeout_s)
             if thread.is_alive():
                 _log.warning("an event handler did not return within %g s of closing", timeout_s)
 
-    def remove(self, subscription: Subscription) -> None:
+    def remove_subscription(self, subscription: Subscription) -> None:
         """Ends a subscription and discards its queued events. Idempotent."""
         with self._condition:
             if subscription in self._subscriptions:
                 self._subscriptions.remove(subscription)
-            self._pending = deque(each for each in self._pending if each is not subscription)
+            self._subscriptions_to_deliver = deque(
+                each for each in self._subscriptions_to_deliver if each is not subscription
+            )
             subscription.clear()
 
-    def _enqueue(self, subscription: Subscription) -> None:
-        self._pending.append(subscription)
+    def _schedule_delivery(self, subscription: Subscription) -> None:
+        self._subscriptions_to_deliver.append(subscription)
 
-    def _deliver(self) -> None:
+    def _run_delivery_thread(self) -> None:
         """Runs on the thread of the plain handlers."""
         while True:
             with self._condition:
-                while not self._pending and not self._is_closed:
+                while not self._subscriptions_to_deliver and not self._is_closed:
                     self._condition.wait()
-                if not self._pending:
+                if not self._subscriptions_to_deliver:
                     return
-                subscription = self._pending.popleft()
+                subscription = self._subscriptions_to_deliver.popleft()
                 event = subscription.pop()
             if event is not None:
-                subscription.call(event)
+                subscription.call_handler(event)
 
 
 class Subscription:
@@ -143,12 +151,12 @@ class Subscription:
         self,
         bus: EventBus,
         event_type: EventType | None,
-        handler: Handler,
+        handler: EventHandler,
         *,
         loop: asyncio.AbstractEventLoop | None,
         queue_max: int,
     ) -> None:
-        self.dropped = 0
+        self.dropped_count = 0
         """Number of events lost because the handler was too slow."""
         self._bus = bus
         self._event_type = event_type
@@ -156,12 +164,12 @@ class Subscription:
         self._loop = loop
         self._queue: deque[ClusterEvent] = deque()
         self._queue_max = queue_max
-        self._is_draining = False
-        self._drain_future: object = None
+        self._is_delivering = False
+        self._delivery_future: object = None
 
     def unsubscribe(self) -> None:
         """Starts no further call of the handler. Idempotent; may be called by the handler itself."""
-        self._bus.remove(self)
+        self._bus.remove_subscription(self)
 
     def __enter__(self) -> Subscription:
         return self
@@ -182,11 +190,11 @@ class Subscription:
         self._queue.append(event)
         if len(self._queue) > self._queue_max:
             self._queue.popleft()
-            self.dropped += 1
+            self.dropped_count += 1
         elif self._loop is None:
-            self._bus._enqueue(self)
-        if self._loop is not None and not self._is_draining:
-            self._start_draining(self._loop)
+            self._bus._schedule_delivery(self)
+        if self._loop is not None and not self._is_delivering:
+            self._start_delivery(self._loop)
 
     def pop(self) -> ClusterEvent | None:
         return self._queue.popleft() if self._queue else None
@@ -194,7 +202,7 @@ class Subscription:
     def clear(self) -> None:
         self._queue.clear()
 
-    def call(self, event: ClusterEvent) -> None:
+    def call_handler(self, event: ClusterEvent) -> None:
         try:
             result = self._handler(event)
         except Exception:  # user code: an error must not affect other handlers
@@ -204,32 +212,32 @@ class Subscription:
             result.close()
             _log.error("event handler %r returned a coroutine: subscribe the async function", self._handler)
 
-    def _start_draining(self, loop: asyncio.AbstractEventLoop) -> None:
-        work = self._drain()
+    def _start_delivery(self, loop: asyncio.AbstractEventLoop) -> None:
+        work = self._deliver_queued()
         try:
-            self._drain_future = asyncio.run_coroutine_threadsafe(
+            self._delivery_future = asyncio.run_coroutine_threadsafe(
                 work, loop
             )  # referenced, or it may be garbage-collected
-            self._is_draining = True
+            self._is_delivering = True
         except RuntimeError:  # the loop was closed meanwhile
             work.close()
             self.unsubscribe()
 
-    async def _drain(self) -> None:
+    async def _deliver_queued(self) -> None:
         try:
             while True:
                 with self._bus._condition:
                     event = self.pop()
                     if event is None:
-                        self._is_draining = False
+                        self._is_delivering = False
                         return
-                await self._call_async(event)
+                await self._await_handler(event)
         except asyncio.CancelledError:
             with self._bus._condition:
-                self._is_draining = False
+                self._is_delivering = False
             raise
 
-    async def _call_async(self, event: ClusterEvent) -> None:
+    async def _await_handler(self, event: ClusterEvent) -> None:
         try:
             result = self._handler(event)
             assert inspect.isawaitable(result), "only async handlers have a loop"
@@ -238,7 +246,7 @@ class Subscription:
             _log.exception("event handler %r failed on %s", self._handler, event.type)
 
 
-def _loop_for(handler: Handler) -> asyncio.AbstractEventLoop | None:
+def _find_event_loop_for(handler: EventHandler) -> asyncio.AbstractEventLoop | None:
     """Returns the event loop for an async handler; None for a plain one."""
     if not inspect.iscoroutinefunction(handler) and not inspect.iscoroutinefunction(type(handler).__call__):
         return None

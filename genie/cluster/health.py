@@ -1,7 +1,7 @@
 """Health of this process and its machine: six checks, one status, and an event when the status changes.
 
 The check functions are pure: each takes readings and returns a status with its reason. The checker runs them
-periodically; `overall` combines them into one status.
+periodically; `worst_status` combines them into one status.
 
 | check   | degraded                  | unhealthy               | critical             |
 |---------|---------------------------|-------------------------|----------------------|
@@ -40,13 +40,13 @@ _log = logging.getLogger(__name__)
 INTERVAL_S = 30.0
 CHECK_TIMEOUT_S = 5.0
 RTT_MS_MAX = 1000.0
-LINK_USED_PCT_MAX = 95.0
+LINK_UTILIZATION_PCT_MAX = 95.0
 LOAD_PER_CORE_DEGRADED, LOAD_PER_CORE_UNHEALTHY = 2.0, 8.0
 
-SEVERITY = (NodeStatus.HEALTHY, NodeStatus.DEGRADED, NodeStatus.UNHEALTHY, NodeStatus.CRITICAL)
+STATUSES_BY_SEVERITY = (NodeStatus.HEALTHY, NodeStatus.DEGRADED, NodeStatus.UNHEALTHY, NodeStatus.CRITICAL)
 """The statuses that a check can return, from best to worst."""
 
-_UNRESPONSIVE = (NodeStatus.SUSPECT, NodeStatus.DISCONNECTED)
+_UNRESPONSIVE_STATUSES = (NodeStatus.SUSPECT, NodeStatus.DISCONNECTED)
 
 
 Readings = Mapping[str, float | None]
@@ -61,7 +61,7 @@ class CheckResult:
     readings: Readings = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        assert self.status in SEVERITY
+        assert self.status in STATUSES_BY_SEVERITY
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,15 +101,15 @@ class DiskReading:
     total_bytes: int
 
 
-Check = Callable[[], Awaitable[CheckResult]]
+HealthCheck = Callable[[], Awaitable[CheckResult]]
 
 
 # --- checks (pure) --------------------------------------------------------------------------------
 
 
-def overall(checks: Iterable[CheckResult]) -> NodeStatus:
+def worst_status(checks: Iterable[CheckResult]) -> NodeStatus:
     """The worst status of the checks; healthy without any."""
-    return max((check.status for check in checks), key=SEVERITY.index, default=NodeStatus.HEALTHY)
+    return max((check.status for check in checks), key=STATUSES_BY_SEVERITY.index, default=NodeStatus.HEALTHY)
 
 
 def check_gpus(gpus: Sequence[GPUInfo]) -> CheckResult:
@@ -137,7 +137,7 @@ def check_cpu(reading: CpuReading) -> CheckResult:
     ]
     return CheckResult(
         name="cpu",
-        status=SEVERITY[sum(per_core > limit for limit in limits)],
+        status=STATUSES_BY_SEVERITY[sum(per_core > limit for limit in limits)],
         reason=", ".join(filter(None, parts)) or "no reading on this system",
         readings={
             "cores": float(reading.cores),
@@ -148,15 +148,15 @@ def check_cpu(reading: CpuReading) -> CheckResult:
 
 
 def check_network(reading: NetworkReading) -> CheckResult:
-    used_pct = _link_used_pct(reading)
+    used_pct = _link_utilization_pct(reading)
     if not reading.connected:
         status, reason = NodeStatus.UNHEALTHY, reading.reason or "no connection to the controller"
     elif reading.rtt_ms is not None and reading.rtt_ms > RTT_MS_MAX:
         status, reason = NodeStatus.DEGRADED, f"round trip time is {reading.rtt_ms:.0f} ms"
-    elif used_pct is not None and used_pct > LINK_USED_PCT_MAX:
-        status, reason = NodeStatus.DEGRADED, f"the interface is saturated: {_link_text(reading)}"
+    elif used_pct is not None and used_pct > LINK_UTILIZATION_PCT_MAX:
+        status, reason = NodeStatus.DEGRADED, f"the interface is saturated: {_format_link(reading)}"
     else:
-        link = _link_text(reading)
+        link = _format_link(reading)
         status, reason = NodeStatus.HEALTHY, f"connected through {link}" if link else "connected"
     throughput = reading.throughput
     return CheckResult(
@@ -172,14 +172,14 @@ def check_network(reading: NetworkReading) -> CheckResult:
     )
 
 
-def _link_used_pct(reading: NetworkReading) -> float | None:
+def _link_utilization_pct(reading: NetworkReading) -> float | None:
     """Utilization of the interface in its busier direction; links are full duplex."""
     if reading.throughput is None or reading.interface is None or reading.interface.speed_gbps is None:
         return None
     return 100.0 * reading.throughput.gbps_max / reading.interface.speed_gbps
 
 
-def _link_text(reading: NetworkReading) -> str:
+def _format_link(reading: NetworkReading) -> str:
     if reading.interface is None:
         return ""
     speed, throughput = reading.interface.speed_gbps, reading.throughput
@@ -195,7 +195,7 @@ def _link_text(reading: NetworkReading) -> str:
 def check_peers(peers: Iterable[NodeInfo]) -> CheckResult:
     """`peers` must not include this node."""
     known = list(peers)
-    unresponsive = [peer.node_id for peer in known if peer.status in _UNRESPONSIVE]
+    unresponsive = [peer.node_id for peer in known if peer.status in _UNRESPONSIVE_STATUSES]
     if not unresponsive:
         reason = f"{len(known)} of {len(known)} responding" if known else "no peers"
         return CheckResult(name="peers", status=NodeStatus.HEALTHY, reason=reason)
@@ -207,7 +207,7 @@ def check_memory(facts: HostFacts) -> CheckResult:
     used_pct = 100.0 * facts.memory_used_bytes / max(1, facts.memory_total_bytes)
     return CheckResult(
         name="memory",
-        status=_grade(used_pct, degraded=90.0, unhealthy=95.0, critical=98.0),
+        status=_status_for_usage(used_pct, degraded=90.0, unhealthy=95.0, critical=98.0),
         reason=f"{used_pct:.0f}% used",
         readings={"used_pct": used_pct},
     )
@@ -217,14 +217,14 @@ def check_disk(reading: DiskReading) -> CheckResult:
     free_pct = 100.0 * reading.free_bytes / max(1, reading.total_bytes)
     return CheckResult(
         name="disk",
-        status=_grade(100.0 - free_pct, degraded=90.0, unhealthy=95.0, critical=99.0),
+        status=_status_for_usage(100.0 - free_pct, degraded=90.0, unhealthy=95.0, critical=99.0),
         reason=f"{free_pct:.0f}% free",
         readings={"free_pct": free_pct},
     )
 
 
-def _grade(used_pct: float, *, degraded: float, unhealthy: float, critical: float) -> NodeStatus:
-    return SEVERITY[sum(used_pct > limit for limit in (degraded, unhealthy, critical))]
+def _status_for_usage(used_pct: float, *, degraded: float, unhealthy: float, critical: float) -> NodeStatus:
+    return STATUSES_BY_SEVERITY[sum(used_pct > limit for limit in (degraded, unhealthy, critical))]
 
 
 # --- checker --------------------------------------------------------------------------------------
@@ -250,23 +250,23 @@ def create_health_checker(
     thread = CallThread("genie-health")
     read_cpu = CpuMeter().read if cpu is None else cpu
 
-    async def disk() -> CheckResult:
+    async def run_disk_check() -> CheckResult:
         what = f"the disk under {disk_path}"
         reading = await thread.call(partial(read_disk, disk_path), what=what, timeout_s=CHECK_TIMEOUT_S)
         return check_disk(reading)
 
-    async def immediate(result: Callable[[], CheckResult]) -> CheckResult:
+    async def run_immediate_check(result: Callable[[], CheckResult]) -> CheckResult:
         return result()
 
     return HealthChecker(
         node_id,
         checks={
-            "gpu": lambda: immediate(lambda: check_gpus(gpus())),
-            "cpu": lambda: immediate(lambda: check_cpu(read_cpu())),
-            "network": lambda: immediate(lambda: check_network(network())),
-            "peers": lambda: immediate(lambda: check_peers(peers())),
-            "memory": lambda: immediate(lambda: check_memory(host())),
-            "disk": disk,
+            "gpu": lambda: run_immediate_check(lambda: check_gpus(gpus())),
+            "cpu": lambda: run_immediate_check(lambda: check_cpu(read_cpu())),
+            "network": lambda: run_immediate_check(lambda: check_network(network())),
+            "peers": lambda: run_immediate_check(lambda: check_peers(peers())),
+            "memory": lambda: run_immediate_check(lambda: check_memory(host())),
+            "disk": run_disk_check,
         },
         interval_s=interval_s,
         events=events,
@@ -290,7 +290,7 @@ class HealthChecker:
         self,
         node_id: str,
         *,
-        checks: Mapping[str, Check],
+        checks: Mapping[str, HealthCheck],
         interval_s: float = INTERVAL_S,
         check_timeout_s: float = CHECK_TIMEOUT_S,
         events: EventBus | None = None,
@@ -335,13 +335,13 @@ class HealthChecker:
                 for name, check in self._checks.items()
             ]
         results = tuple(task.result() for task in tasks)
-        report = HealthReport(status=overall(results), checks=results, at=self._clock.wall_s())
+        report = HealthReport(status=worst_status(results), checks=results, at=self._clock.wall_s())
         before, self.report = self.status, report
         if report.status is not before:
-            self._report_change(report, before)
+            self._publish_status_change(report, before)
         return report
 
-    async def _run_check(self, name: str, check: Check, *, timeout_s: float) -> CheckResult:
+    async def _run_check(self, name: str, check: HealthCheck, *, timeout_s: float) -> CheckResult:
         try:
             async with asyncio.timeout(timeout_s):
                 return await check()
@@ -352,7 +352,7 @@ class HealthChecker:
             reason = f"check failed: {error}"
         return CheckResult(name=name, status=NodeStatus.DEGRADED, reason=reason)
 
-    def _report_change(self, report: HealthReport, before: NodeStatus) -> None:
+    def _publish_status_change(self, report: HealthReport, before: NodeStatus) -> None:
         _log.log(
             logging.INFO if report.status is NodeStatus.HEALTHY else logging.WARNING,
             "health: %s (%s)",

@@ -23,10 +23,10 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, ParamSpec, TypeVar
 
-from genie.cluster.events import Handler
+from genie.cluster.events import EventHandler
 from genie.cluster.lifecycle.session_run import SessionRun
 from genie.cluster.state import ClusterState
-from genie.config import ClusterConfig, Settings, cluster_arguments, load
+from genie.config import ClusterConfig, Settings, cluster_settings_from_arguments, load
 from genie.errors import AlreadyInitializedError, DeadlineError, NotInitializedError, SessionError
 from genie.model.node import GPUInfo, NodeInfo, NodeRole, NodeStatus
 
@@ -66,11 +66,11 @@ def with_signature_of(model: Callable[_P, object]) -> Callable[[Callable[..., _R
     """Gives a function the signature of `model`. The function itself accepts anything, to tell which
     arguments were passed: the others come from the environment and the settings file."""
 
-    def apply(function: Callable[..., _R]) -> Callable[_P, _R]:
+    def set_signature(function: Callable[..., _R]) -> Callable[_P, _R]:
         function.__signature__ = inspect.signature(model)  # type: ignore[attr-defined]
         return function
 
-    return apply
+    return set_signature
 
 
 @with_signature_of(init_signature)
@@ -88,19 +88,19 @@ async def init(*args: Any, **kwargs: Any) -> ClusterState:
     progress = kwargs.pop("progress", None)
     settings = load_settings(args, kwargs)
     while True:
-        run, _ = get_or_start(settings, began_s=began_s, progress=progress)
+        run, _ = get_or_start_session(settings, began_s=began_s, progress=progress)
         if run.is_stopping:
             try:
-                async with asyncio.timeout(remaining_s(settings, began_s)):
-                    await _wait(run.finished)
+                async with asyncio.timeout(remaining_timeout_s(settings, began_s)):
+                    await _wait_for_future(run.finished)
             except TimeoutError:
-                raise previous_session_timeout(settings) from None
+                raise previous_session_timeout_error(settings) from None
             continue
         try:
-            return run.mark_used(await _wait(run.ready))
+            return run.mark_used(await _wait_for_future(run.ready))
         except BaseException:
             if run.remove_waiter():
-                await _wait(run.finished)
+                await _wait_for_future(run.finished)
                 run.join(timeout_s=JOIN_TIMEOUT_S)
             raise
 
@@ -110,23 +110,23 @@ async def shutdown() -> None:
 
     Does nothing without a session. May be called concurrently.
     """
-    run = _current.run
+    run = _current_session.session_run
     if run is None:
         return
     run.stop()
-    await _wait(run.finished)
+    await _wait_for_future(run.finished)
     run.join(timeout_s=JOIN_TIMEOUT_S)
 
 
 def is_initialized() -> bool:
     """Whether this process has a session that is ready to use."""
-    run = _current.run
+    run = _current_session.session_run
     return run is not None and run.is_ready
 
 
 def get_cluster_state() -> ClusterState:
     """Returns the state of the session. Raises NotInitializedError without one."""
-    run = _current.run
+    run = _current_session.session_run
     if run is None or not run.is_ready:
         raise NotInitializedError("this process has no session", hint="call 'await genie.init(...)' first")
     return run.state
@@ -140,72 +140,72 @@ class _CurrentSession:
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.run: SessionRun | None = None
+        self.session_run: SessionRun | None = None
         self.has_exit_hook = False
-        self.abandoned: list[SessionRun] = []
+        self.runs_of_parent_process: list[SessionRun] = []
 
 
-_current = _CurrentSession()
+_current_session = _CurrentSession()
 
 
 def load_settings(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Settings:
     """Loads the settings for a call with these arguments."""
     given = inspect.signature(init_signature).bind_partial(*args, **kwargs).arguments
     others = given.pop("kwargs", {})
-    return load(cluster_arguments({**given, **others}))
+    return load(cluster_settings_from_arguments({**given, **others}))
 
 
-def remaining_s(settings: Settings, began_s: float) -> float:
+def remaining_timeout_s(settings: Settings, began_s: float) -> float:
     """Remaining time of a call that began at `began_s` (monotonic)."""
     return max(began_s + settings.cluster.timeout - time.monotonic(), 0.0)
 
 
-def previous_session_timeout(settings: Settings) -> DeadlineError:
+def previous_session_timeout_error(settings: Settings) -> DeadlineError:
     return DeadlineError(
         f"the previous session did not end within {settings.cluster.timeout:g} s",
         hint="wait until its jobs have ended, or pass a larger timeout",
     )
 
 
-def get_or_start(
-    settings: Settings, *, began_s: float, progress: Handler | None = None
+def get_or_start_session(
+    settings: Settings, *, began_s: float, progress: EventHandler | None = None
 ) -> tuple[SessionRun, bool]:
     """Returns the session of this process, which may be ending, and whether this call started it."""
-    with _current.lock:
-        run = _current.run
+    with _current_session.lock:
+        run = _current_session.session_run
         if run is not None:
             if not run.is_stopping:
-                _check_same(run.settings, settings)
+                _check_same_settings(run.settings, settings)
                 if progress is not None and not run.ready.done():
                     with contextlib.suppress(SessionError):  # it has just failed
                         run.subscribe_progress(progress)
                 run.add_waiter()
             return run, False
         _register_exit_hook()
-        run = SessionRun(settings, began_s=began_s, on_end=_clear_current)
+        run = SessionRun(settings, began_s=began_s, on_end=_clear_current_session)
         if progress is not None:
             run.subscribe_progress(progress)
         run.start()
-        _current.run = run  # _clear_current() waits for the lock, so this comes first
+        _current_session.session_run = run  # _clear_current_session() waits for the lock, so this comes first
         return run, True
 
 
 def shutdown_blocking() -> None:
     """shutdown() for code without an event loop."""
-    run = _current.run
+    run = _current_session.session_run
     if run is not None:
         run.stop()
         run.finished.result()
         run.join(timeout_s=JOIN_TIMEOUT_S)
 
 
-def _clear_current(run: SessionRun) -> None:
-    with _current.lock:
-        if _current.run is run:
-            _current.run = None
+def _clear_current_session(run: SessionRun) -> None:
+    with _current_session.lock:
+        if _current_session.session_run is run:
+            _current_session.session_run = None
 
 
-async def _wait(future: Future[_R]) -> _R:
+async def _wait_for_future(future: Future[_R]) -> _R:
     """Waits for the future on the caller's loop; cancelling the wait does not cancel the future."""
     inner = asyncio.wrap_future(future)
     # Retrieves the exception even if the wait was cancelled, so that asyncio does not warn about it.
@@ -213,7 +213,7 @@ async def _wait(future: Future[_R]) -> _R:
     return await asyncio.shield(inner)
 
 
-def _check_same(old: Settings, new: Settings) -> None:
+def _check_same_settings(old: Settings, new: Settings) -> None:
     secret = {field.name for field in dataclasses.fields(ClusterConfig) if field.metadata["secret"]}
     before = dataclasses.asdict(old.cluster) | {"state_dir": old.paths.state_dir}
     after = dataclasses.asdict(new.cluster) | {"state_dir": new.paths.state_dir}
@@ -231,29 +231,29 @@ def _check_same(old: Settings, new: Settings) -> None:
 
 def _register_exit_hook() -> None:
     """Registers a hook that ends the session before the interpreter shuts down its threads."""
-    if _current.has_exit_hook:
+    if _current_session.has_exit_hook:
         return
-    _current.has_exit_hook = True
+    _current_session.has_exit_hook = True
     # atexit runs after thread pools are closed, which an ending session may still use. The other function is
     # private to Python and may be removed.
     register = getattr(threading, "_register_atexit", atexit.register)
-    register(_at_exit)
+    register(_end_session_at_exit)
     if hasattr(os, "register_at_fork"):
-        os.register_at_fork(after_in_child=_after_fork)
+        os.register_at_fork(after_in_child=_abandon_session_after_fork)
 
 
-def _at_exit() -> None:
-    run = _current.run
+def _end_session_at_exit() -> None:
+    run = _current_session.session_run
     if run is not None:
         run.stop()
         run.join(timeout_s=run.close_timeout_s)
 
 
-def _after_fork() -> None:
+def _abandon_session_after_fork() -> None:
     """The child has a copy of the session but not its thread: it must not use it."""
-    _current.lock = threading.Lock()
-    if _current.run is not None:
-        _current.abandoned.append(
-            _current.run
+    _current_session.lock = threading.Lock()
+    if _current_session.session_run is not None:
+        _current_session.runs_of_parent_process.append(
+            _current_session.session_run
         )  # referenced, so that no destructor closes the parent's connections
-        _current.run = None
+        _current_session.session_run = None

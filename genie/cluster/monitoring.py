@@ -107,15 +107,15 @@ class ResourceMonitor:
         self._node = local_node
         self._source = source
         self._owns_source = owns_source
-        self._host = host
+        self._read_host = host
         self._interval_s = interval_s
         self._events = events
         self._clock = clock
         self._history: deque[ResourceSnapshot] = deque(maxlen=history_max)
-        self._last: tuple[GPUInfo, ...] | None = local_node.gpus or None
-        self._error = ""
-        self._task: asyncio.Task[None] | None = None
-        self._polled = asyncio.Event()
+        self._last_gpus: tuple[GPUInfo, ...] | None = local_node.gpus or None
+        self._last_error = ""
+        self._poll_task: asyncio.Task[None] | None = None
+        self._first_poll_done = asyncio.Event()
 
     @property
     def local_node(self) -> NodeInfo:
@@ -125,7 +125,7 @@ class ResourceMonitor:
     @property
     def last_error(self) -> str:
         """Error of the last reading; empty if it succeeded."""
-        return self._error
+        return self._last_error
 
     def snapshot(self) -> ResourceSnapshot | None:
         """The latest reading; None before the first."""
@@ -141,24 +141,24 @@ class ResourceMonitor:
         try:
             while True:
                 await self.poll()
-                self._polled.set()
+                self._first_poll_done.set()
                 await self._clock.sleep(self._interval_s)
         finally:
-            self._polled.set()  # wakes start() if there was no reading
+            self._first_poll_done.set()  # wakes start() if there was no reading
             if self._owns_source:
                 self._source.close()
 
     async def start(self) -> None:
         """Starts reading in the background; returns after the first reading. Idempotent."""
-        if self._task is None or self._task.done():
-            self._polled = asyncio.Event()
+        if self._poll_task is None or self._poll_task.done():
+            self._first_poll_done = asyncio.Event()
             # Not in a TaskGroup: the monitor owns the task, and stop() awaits it.
-            self._task = asyncio.create_task(self.run(), name="genie-monitor")
-        await self._polled.wait()
+            self._poll_task = asyncio.create_task(self.run(), name="genie-monitor")
+        await self._first_poll_done.wait()
 
     async def stop(self) -> None:
         """Ends the background task and waits for it. Idempotent; start() may follow."""
-        task, self._task = self._task, None
+        task, self._poll_task = self._poll_task, None
         if task is None:
             return
         task.cancel()
@@ -179,20 +179,20 @@ class ResourceMonitor:
         """Takes one reading. On failure emits an event with the reason and returns None."""
         try:
             gpus = await self._source.read_async(timeout_s=READ_TIMEOUT_S)
-            snapshot = ResourceSnapshot(at=self._clock.wall_s(), gpus=gpus, host=self._host())
+            snapshot = ResourceSnapshot(at=self._clock.wall_s(), gpus=gpus, host=self._read_host())
         except Exception as error:  # a driver error must not end the monitor
             _log.warning(
                 "could not read the accelerators: %s", error, exc_info=not isinstance(error, GenieError)
             )
             self._report_failure(str(error) or type(error).__name__)
             return None
-        self._error = ""
-        self._apply(snapshot)
+        self._last_error = ""
+        self._apply_snapshot(snapshot)
         return snapshot
 
-    def _apply(self, snapshot: ResourceSnapshot) -> None:
-        changes = gpu_changes(self._last, snapshot.gpus)
-        self._last = snapshot.gpus
+    def _apply_snapshot(self, snapshot: ResourceSnapshot) -> None:
+        changes = find_gpu_changes(self._last_gpus, snapshot.gpus)
+        self._last_gpus = snapshot.gpus
         self._history.append(snapshot)
         self._node = msgspec.structs.replace(
             self._node,
@@ -201,9 +201,9 @@ class ResourceMonitor:
             memory_used_bytes=snapshot.host.memory_used_bytes,
         )
         for change in changes:
-            self._publish(change)
+            self._publish_gpu_change(change)
 
-    def _publish(self, change: GpuChange) -> None:
+    def _publish_gpu_change(self, change: GpuChange) -> None:
         _log.info("%s: %s", change.type, change.reason)
         if self._events is not None:
             facts = {
@@ -215,12 +215,12 @@ class ResourceMonitor:
 
     def _report_failure(self, reason: str) -> None:
         """Emits one event per new reason, not per attempt."""
-        known, self._error = self._error, reason
+        known, self._last_error = self._last_error, reason
         if reason != known and self._events is not None:
             self._events.publish(EventType.MONITOR_ERROR, node_id=self._node.node_id, reason=reason)
 
 
-def gpu_changes(before: Sequence[GPUInfo] | None, after: Sequence[GPUInfo]) -> list[GpuChange]:
+def find_gpu_changes(before: Sequence[GPUInfo] | None, after: Sequence[GPUInfo]) -> list[GpuChange]:
     """Returns the changes between two readings; without `before`, only the errors. Pure."""
     known = {gpu.gpu_id: gpu for gpu in before or ()}
     changes: list[GpuChange] = []

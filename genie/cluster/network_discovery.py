@@ -8,7 +8,7 @@ from genie.runtime.network_discovery import (
     Probe,
     Recommendation,
     Selection,
-    backend_probe,
+    probe_of_backend,
     recommend,
     select_backend,
 )
@@ -19,7 +19,7 @@ __all__ = [
     "Probe",
     "Recommendation",
     "Selection",
-    "backend_probe",
+    "probe_of_backend",
     "recommend",
     "select_backend",
 ]

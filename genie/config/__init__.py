@@ -5,12 +5,12 @@ Only this package reads the environment.
 
 from __future__ import annotations
 
-from genie.config.loading import INHERITED_BY_JOBS as INHERITED_BY_JOBS
-from genie.config.loading import OTHER_VARIABLES as OTHER_VARIABLES
+from genie.config.loading import OTHER_ENVIRONMENT_VARIABLES as OTHER_ENVIRONMENT_VARIABLES
+from genie.config.loading import VARIABLES_INHERITED_BY_JOBS as VARIABLES_INHERITED_BY_JOBS
 from genie.config.loading import Setting as Setting
 from genie.config.loading import cache_home as cache_home
-from genie.config.loading import cluster_arguments as cluster_arguments
-from genie.config.loading import cxx as cxx
+from genie.config.loading import cluster_settings_from_arguments as cluster_settings_from_arguments
+from genie.config.loading import cxx_command as cxx_command
 from genie.config.loading import environment_for_jobs as environment_for_jobs
 from genie.config.loading import environment_variables as environment_variables
 from genie.config.loading import list_settings as list_settings

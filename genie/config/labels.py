@@ -5,18 +5,18 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from genie.config.schema import Rule
+from genie.config.schema import ValidationRule
 from genie.errors import NameInvalidError, UsageError
 
 LABELS_MAX = 64
 """Maximum number of labels of a node, and of the constraints of a job."""
 LABEL_RULE = "1 to 63 letters, digits, '.', '_', '-' or '/'"
-_LABEL = re.compile(r"[A-Za-z0-9._/-]{1,63}")
+_LABEL_PATTERN = re.compile(r"[A-Za-z0-9._/-]{1,63}")
 
 
 def is_label(text: str) -> bool:
     """Whether `text` is valid as a label key, a label value or a rack name."""
-    return _LABEL.fullmatch(text) is not None
+    return _LABEL_PATTERN.fullmatch(text) is not None
 
 
 def are_labels(labels: Mapping[str, str]) -> bool:
@@ -24,9 +24,9 @@ def are_labels(labels: Mapping[str, str]) -> bool:
     return len(labels) <= LABELS_MAX and all(map(is_label, (*labels.keys(), *labels.values())))
 
 
-LABEL = Rule(LABEL_RULE, is_label)
+LABEL = ValidationRule(LABEL_RULE, is_label)
 """For a setting that is a label key, a label value or a rack name."""
-LABELS = Rule(f"keys and values of {LABEL_RULE}; at most {LABELS_MAX} labels", are_labels)
+LABELS = ValidationRule(f"keys and values of {LABEL_RULE}; at most {LABELS_MAX} labels", are_labels)
 """For a setting with labels."""
 
 

@@ -14,14 +14,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from genie.config.schema import check_key, convert, default_of, describe_type, settings_of, suggestion
+from genie.config.schema import (
+    check_key,
+    convert,
+    default_value,
+    describe_type,
+    setting_fields,
+    suggest_similar,
+)
 from genie.config.sections import ALIASES, SECTIONS, Settings
 from genie.errors import ConfigError
 
 _Section = TypeVar("_Section")
 
 # Variables that are not settings of the tree.
-OTHER_VARIABLES = {
+OTHER_ENVIRONMENT_VARIABLES = {
     "GENIE_CONFIG": "Path of the settings file (default: ~/.config/genie/config.toml, if it exists).",
     "GENIE_TEST_SERVER": "Address of a running cluster for the integration tests, instead of their own.",
     "GENIE_TEST_REQUIRE_ALL": "1: tests that would be skipped fail.",
@@ -35,7 +42,7 @@ OTHER_VARIABLES = {
 }
 
 # Variables that a job inherits from its agent. A job must not see the others, which may contain tokens.
-INHERITED_BY_JOBS = (
+VARIABLES_INHERITED_BY_JOBS = (
     "PATH",
     "HOME",
     "USER",
@@ -71,18 +78,18 @@ def list_settings() -> list[Setting]:
             key=f"{section}.{field.name}",
             env=_env_name(section, field),
             kind=describe_type(cls, field.name),
-            default=_format_value(default_of(field)),
+            default=_format_value(default_value(field)),
             help=field.metadata["help"],
             secret=field.metadata["secret"],
         )
         for section, cls in SECTIONS.items()
-        for field in settings_of(cls).values()
+        for field in setting_fields(cls).values()
     ]
 
 
 def environment_variables() -> dict[str, str]:
     """All GENIE_* variables that Genie reads, with their help texts."""
-    return {item.env: item.help for item in list_settings()} | OTHER_VARIABLES
+    return {item.env: item.help for item in list_settings()} | OTHER_ENVIRONMENT_VARIABLES
 
 
 def load(
@@ -98,21 +105,25 @@ def load(
     environ = os.environ if environ is None else environ
     values: dict[str, object] = {}
     sources: dict[str, str] = {}
-    for layer in (_from_file(environ, file), _from_environ(environ), _from_arguments(arguments or {})):
+    for layer in (
+        _values_from_file(environ, file),
+        _values_from_environment(environ),
+        _values_from_arguments(arguments or {}),
+    ):
         for key, (raw, source) in layer.items():
             values[key] = _convert(key, raw, source)
             sources[key] = source
-    built = {name: _build(name, cls, values, sources) for name, cls in SECTIONS.items()}
+    built = {name: _build_section(name, cls, values, sources) for name, cls in SECTIONS.items()}
     return Settings(**built, sources=types.MappingProxyType(sources))
 
 
 def environment_for_jobs(environ: Mapping[str, str] | None = None) -> dict[str, str]:
     """The variables of this process that a job inherits."""
     environ = os.environ if environ is None else environ
-    return {name: environ[name] for name in INHERITED_BY_JOBS if name in environ}
+    return {name: environ[name] for name in VARIABLES_INHERITED_BY_JOBS if name in environ}
 
 
-def cxx(environ: Mapping[str, str] | None = None) -> str | None:
+def cxx_command(environ: Mapping[str, str] | None = None) -> str | None:
     """The C++ compiler of the CXX variable, as in make and CMake; None if it is not set."""
     environ = os.environ if environ is None else environ
     return environ.get("CXX") or None
@@ -134,12 +145,12 @@ def cache_home(environ: Mapping[str, str] | None = None) -> Path:
     return Path(environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
 
 
-def cluster_arguments(given: Mapping[str, object]) -> dict[str, object]:
+def cluster_settings_from_arguments(given: Mapping[str, object]) -> dict[str, object]:
     """The keyword arguments of init() as dotted keys, with aliases resolved."""
     return {f"cluster.{ALIASES.get(name, name)}": value for name, value in given.items()}
 
 
-def _from_file(environ: Mapping[str, str], file: Path | None) -> dict[str, tuple[object, str]]:
+def _values_from_file(environ: Mapping[str, str], file: Path | None) -> dict[str, tuple[object, str]]:
     path = file or (Path(environ["GENIE_CONFIG"]) if environ.get("GENIE_CONFIG") else None)
     if path is None:
         base = Path(environ.get("XDG_CONFIG_HOME") or "~/.config").expanduser()
@@ -171,14 +182,14 @@ def _from_file(environ: Mapping[str, str], file: Path | None) -> dict[str, tuple
     return found
 
 
-def _from_environ(environ: Mapping[str, str]) -> dict[str, tuple[object, str]]:
+def _values_from_environment(environ: Mapping[str, str]) -> dict[str, tuple[object, str]]:
     known = {item.env: item.key for item in list_settings()}
     found: dict[str, tuple[object, str]] = {}
     for name, raw in environ.items():
-        if not name.startswith("GENIE_") or name in OTHER_VARIABLES:
+        if not name.startswith("GENIE_") or name in OTHER_ENVIRONMENT_VARIABLES:
             continue
         if name not in known:
-            near = suggestion(name, [*known, *OTHER_VARIABLES])
+            near = suggest_similar(name, [*known, *OTHER_ENVIRONMENT_VARIABLES])
             raise ConfigError(
                 f"environment variable {name} is not a setting of Genie",
                 hint=f"{near}{' ' if near else ''}unset it or see docs/ENVIRONMENT_VARIABLES.md",
@@ -193,7 +204,7 @@ def _from_environ(environ: Mapping[str, str]) -> dict[str, tuple[object, str]]:
     return found
 
 
-def _from_arguments(arguments: Mapping[str, object]) -> dict[str, tuple[object, str]]:
+def _values_from_arguments(arguments: Mapping[str, object]) -> dict[str, tuple[object, str]]:
     return {
         key: (value, f"argument {key.rpartition('.')[2]}")
         for key, value in arguments.items()
@@ -203,7 +214,7 @@ def _from_arguments(arguments: Mapping[str, object]) -> dict[str, tuple[object, 
 
 def _check_section(section: str, source: str) -> None:
     if section not in SECTIONS:
-        near = suggestion(section, list(SECTIONS))
+        near = suggest_similar(section, list(SECTIONS))
         raise ConfigError(
             f"{source}: there is no section {section!r}",
             hint=f"{near}{' ' if near else ''}sections: {', '.join(SECTIONS)}",
@@ -215,18 +226,18 @@ def _convert(key: str, raw: object, source: str) -> object:
     _check_section(section, source)
     cls = SECTIONS[section]
     aliases = ALIASES if section == "cluster" else ()
-    check_key(name, list(settings_of(cls)), of=section, source=source, aliases=aliases)
+    check_key(name, list(setting_fields(cls)), of=section, source=source, aliases=aliases)
     return convert(cls, name, raw, key=key, source=source)
 
 
-def _build(
+def _build_section(
     section: str, cls: type[_Section], values: Mapping[str, object], sources: dict[str, str]
 ) -> _Section:
     given: dict[str, object] = {}
-    for name, field in settings_of(cls).items():
+    for name, field in setting_fields(cls).items():
         key = f"{section}.{name}"
         sources.setdefault(key, "default")
-        value = values.get(key, default_of(field))
+        value = values.get(key, default_value(field))
         given[name] = value.expanduser() if isinstance(value, Path) else value
     return cls(**given)
 

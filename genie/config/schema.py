@@ -22,13 +22,14 @@ from genie.errors import ConfigError
 REQUIRED: Any = dataclasses.MISSING  # Any: the type of a default
 """The default of a setting that must be given."""
 _SUGGESTIONS_MAX = 3
+_SIMILARITY_MIN = 0.6
 _VALUE_CHARS_MAX = 80
-_HINTS: dict[type[Any], dict[str, Any]] = {}
+_TYPE_HINTS_BY_SECTION: dict[type[Any], dict[str, Any]] = {}
 """Type hints by section, because every command loads all settings."""
 
 
 @dataclass(frozen=True)
-class Rule:
+class ValidationRule:
     """What a valid value looks like, beyond type, range and allowed values."""
 
     text: str
@@ -44,7 +45,7 @@ def setting(
     low: float | None = None,
     high: float | None = None,
     secret: bool = False,
-    rule: Rule | None = None,
+    rule: ValidationRule | None = None,
 ) -> Any:  # Any: dataclasses.field() is typed as the field's own type
     """Declares a setting. `env` overrides the derived name of its environment variable.
 
@@ -71,7 +72,7 @@ def convert(section: type[Any], name: str, raw: object, *, key: str, source: str
 
     `key` is the full name of the setting. Raises ConfigError, which names `source` unless it is empty.
     """
-    field = settings_of(section)[name]
+    field = setting_fields(section)[name]
     kind = base_type(section, name)
     meta = field.metadata
     problem = ""
@@ -87,7 +88,7 @@ def convert(section: type[Any], name: str, raw: object, *, key: str, source: str
             problem = "is not allowed"
     if problem:
         where = f" ({source})" if source else ""
-        shown = "its value" if meta["secret"] else _format_raw(raw)
+        shown = "its value" if meta["secret"] else _format_rejected_value(raw)
         raise ConfigError(f"{key} = {shown}{where} {problem}", hint=_allowed_text(kind, meta))
     return value
 
@@ -97,16 +98,18 @@ def check_key(name: str, known: Sequence[str], *, of: str, source: str, aliases:
     if name in known:
         return
     text = name[:_VALUE_CHARS_MAX]
-    near = suggestion(name, [*known, *aliases])
+    near = suggest_similar(name, [*known, *aliases])
     raise ConfigError(
         f"{source}: {text!r} is not a key of {of}",
         hint=f"{near}{' ' if near else ''}allowed: {', '.join(known)}",
     )
 
 
-def suggestion(word: str, known: Sequence[str]) -> str:
+def suggest_similar(word: str, known: Sequence[str]) -> str:
     """'did you mean X?' with the nearest `known` words; '' if none is near, or too many are equally near."""
-    near = difflib.get_close_matches(word, known, n=_SUGGESTIONS_MAX + 1)
+    near = difflib.get_close_matches(
+        word, [each for each in known if _are_similar(word, each)], n=_SUGGESTIONS_MAX + 1
+    )
     ratios = [difflib.SequenceMatcher(None, each, word).ratio() for each in near]
     best = [each for each, ratio in zip(near, ratios, strict=True) if ratio == ratios[0]]
     if not best or len(best) > _SUGGESTIONS_MAX:
@@ -114,12 +117,22 @@ def suggestion(word: str, known: Sequence[str]) -> str:
     return f"did you mean {' or '.join(sorted(best, key=known.index))}?"
 
 
-def settings_of(section: type[Any]) -> dict[str, dataclasses.Field[Any]]:
+def _are_similar(word: str, other: str) -> bool:
+    """Compare without the leading words that both have: GENIE_ alone makes no two variables similar."""
+    words, others = word.split("_"), other.split("_")
+    while len(words) > 1 and len(others) > 1 and words[0] == others[0]:
+        del words[0], others[0]
+    if set(words) <= set(others):
+        return True
+    return difflib.SequenceMatcher(None, "_".join(words), "_".join(others)).ratio() >= _SIMILARITY_MIN
+
+
+def setting_fields(section: type[Any]) -> dict[str, dataclasses.Field[Any]]:
     """The fields of a dataclass that were declared with setting(), by name."""
     return {field.name: field for field in dataclasses.fields(section) if "help" in field.metadata}
 
 
-def default_of(field: dataclasses.Field[Any]) -> object:
+def default_value(field: dataclasses.Field[Any]) -> object:
     return {} if field.default is dataclasses.MISSING else field.default
 
 
@@ -135,14 +148,14 @@ def base_type(section: type[Any], name: str) -> type:
 
 def describe_type(section: type[Any], name: str) -> str:
     """The allowed values, or the name of the type, for documentation."""
-    allowed = settings_of(section)[name].metadata["allowed"]
+    allowed = setting_fields(section)[name].metadata["allowed"]
     return " | ".join(allowed) if allowed else _TYPE_NAMES[base_type(section, name)]
 
 
 def _type_hints(section: type[Any]) -> dict[str, Any]:
-    if section not in _HINTS:
-        _HINTS[section] = typing.get_type_hints(section)
-    return _HINTS[section]
+    if section not in _TYPE_HINTS_BY_SECTION:
+        _TYPE_HINTS_BY_SECTION[section] = typing.get_type_hints(section)
+    return _TYPE_HINTS_BY_SECTION[section]
 
 
 def _is_allowed(value: object, meta: Mapping[str, Any]) -> bool:
@@ -238,7 +251,7 @@ def _allowed_text(kind: type, meta: Mapping[str, Any]) -> str:
     return f"allowed: {_TYPE_NAMES[kind]}"
 
 
-def _format_raw(raw: object) -> str:
+def _format_rejected_value(raw: object) -> str:
     text = repr(raw)
     return text if len(text) <= _VALUE_CHARS_MAX else f"{text[: _VALUE_CHARS_MAX - 3]}..."
 

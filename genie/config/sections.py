@@ -93,6 +93,12 @@ class ControllerConfig:
     policy_budget_s: float = setting(
         0.01, "Time limit in seconds for one call of a custom policy.", low=0.00001, high=1
     )
+    session_grace_s: float = setting(
+        10.0,
+        "Seconds after which the session of a disconnected client ends.",
+        low=5,
+        high=60,
+    )
     queue_max: int = setting(10_000, "Maximum number of queued jobs.", low=1, high=1_000_000)
     node_workers_max: int = setting(
         1000,

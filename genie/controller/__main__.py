@@ -24,11 +24,11 @@ from genie.controller.nodes.admission import check_bind, check_times
 from genie.controller.placement.placers import why_not_native
 from genie.controller.store.open import open_store
 from genie.errors import GenieError, LeadershipError, StoreError
-from genie.native.prebuild import build_in_background, command_for
+from genie.native.prebuild import build_in_background, prebuild_command
 from genie.processes import files
 from genie.processes.clock import Clock, SystemClock
 from genie.processes.file_limit import raise_file_limit
-from genie.processes.tasks import file_thread, loop_factory, tune_for_serving, unwrapped_task_group
+from genie.processes.tasks import file_io_threads, loop_factory, tune_for_serving, unwrapped_task_group
 from genie.runtime.connection_limits import CONNECTIONS_MAX, file_limit_for
 from genie.runtime.network import TcpNetwork
 from genie.telemetry import log
@@ -83,7 +83,7 @@ def _has_space(directory: Path) -> bool:
 
 async def _run_controller(settings: config.Settings, clock: Clock) -> None:
     directory = files.make_private_directory(settings.paths.state_dir / DIRECTORY)
-    with _exclusive(directory), file_thread("genie-blobs") as offload:
+    with _exclusive(directory), file_io_threads("genie-blobs") as offload:
         store = await open_store(settings.controller.store, state_dir=directory, clock=clock)
         try:
             controller = Controller(
@@ -116,7 +116,7 @@ async def _until_signal(controller: Controller, *, compile_ahead: bool) -> None:
 
 
 async def compile_in_background(
-    controller: Controller, *, is_enabled: bool, command: Sequence[str] = command_for("genie_scheduler")
+    controller: Controller, *, is_enabled: bool, command: Sequence[str] = prebuild_command("genie_scheduler")
 ) -> None:
     """Compile the scheduler's library if it is not built; plain Python is used meanwhile."""
     if not (reason := why_not_native()):
@@ -125,7 +125,7 @@ async def compile_in_background(
     if not is_enabled:
         _log.info(
             "to compile the scheduler library, run: %s",
-            shlex.join(("python", *command_for("genie_scheduler")[1:])),
+            shlex.join(("python", *prebuild_command("genie_scheduler")[1:])),
         )
     elif await build_in_background(
         command, what="the scheduler's library", without="it could not be compiled"

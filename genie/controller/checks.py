@@ -16,16 +16,16 @@ from genie.model.limits import (
     CAPABILITY_MAX,
     CPUS_MAX,
     ENV_ENTRIES_MAX,
-    EPOCH_S_MAX,
     GPUS_MAX,
     GPUS_OF_JOB_MAX,
     GRACE_S_MAX,
     INTERVAL_S_MAX,
+    JOB_LIST_ENTRIES_MAX,
     MEMORY_BYTES_MAX,
-    NAMED_MAX,
     PRIORITY_MAX,
     QUOTA_GPUS_MAX,
     SPEC_BYTES_MAX,
+    UNIX_TIME_S_MAX,
     WEIGHT_MAX,
     WEIGHT_MIN,
     WORKERS_MAX,
@@ -91,7 +91,7 @@ def check_node(info: NodeInfo) -> None:
     """Raise UsageError or NameInvalidError for a description of a machine that is not allowed."""
     validate_node_id(info.node_id)
     check_number(info.cpus, "cpus", 0.0, CPUS_MAX)
-    check_number(info.last_heartbeat, "last_heartbeat", 0.0, EPOCH_S_MAX)
+    check_number(info.last_heartbeat, "last_heartbeat", 0.0, UNIX_TIME_S_MAX)
     check_range(info.memory_total_bytes, "memory_total_bytes", 0, MEMORY_BYTES_MAX)
     check_range(info.memory_used_bytes, "memory_used_bytes", 0, MEMORY_BYTES_MAX)
     check_range(info.disk_total_bytes, "disk_total_bytes", 0, MEMORY_BYTES_MAX)
@@ -167,7 +167,7 @@ def _check_constraints(constraints: PlacementConstraints) -> None:
     check_number(constraints.grace_s, "grace_s", 0.0, GRACE_S_MAX)
     check_time_limit(constraints.time_limit_s)
     if constraints.deadline_at is not None:
-        check_number(constraints.deadline_at, "deadline_at", 0.0, EPOCH_S_MAX)
+        check_number(constraints.deadline_at, "deadline_at", 0.0, UNIX_TIME_S_MAX)
     check_range(constraints.gpu_memory_min_bytes, "gpu_memory_min_bytes", 0, MEMORY_BYTES_MAX)
     for part in constraints.capability_min:
         check_range(part, "capability_min", 0, CAPABILITY_MAX)
@@ -176,10 +176,10 @@ def _check_constraints(constraints: PlacementConstraints) -> None:
 
 def _check_lists(constraints: PlacementConstraints) -> None:
     for what, names in (("near", constraints.near), ("apart", constraints.apart)):
-        check_range(len(names), f"number of jobs in {what}", 0, NAMED_MAX)
+        check_range(len(names), f"number of jobs in {what}", 0, JOB_LIST_ENTRIES_MAX)
         for name in names:
             validate_name(name, what=what)
-    check_range(len(constraints.gpu_models), "number of gpu_models", 0, NAMED_MAX)
+    check_range(len(constraints.gpu_models), "number of gpu_models", 0, JOB_LIST_ENTRIES_MAX)
     validate_labels(constraints.labels, what="a label")
     if not all(constraints.gpu_models):
         raise UsageError("a GPU model in gpu_models is empty", hint="remove the empty name")

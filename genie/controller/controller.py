@@ -21,7 +21,7 @@ from genie.controller.connection import Connections, Handlers
 from genie.controller.election import Election, StoreHealth
 from genie.controller.jobs.backoff import LaunchBackoff
 from genie.controller.jobs.blobs import Blobs
-from genie.controller.jobs.lifecycle import JobLifecycle
+from genie.controller.jobs.lifecycle import CHANGES_OF_TICK_MAX, JobLifecycle
 from genie.controller.jobs.sessions import Sessions
 from genie.controller.ledger import ClusterRecord, Ledger, Transaction
 from genie.controller.nodes.admission import Admission, Certificates, advertised_host, local_host
@@ -57,7 +57,7 @@ from genie.processes import files, memory
 from genie.processes.clock import Clock
 from genie.processes.file_limit import get_file_limit
 from genie.processes.tasks import Offload, first_error, run_inline
-from genie.runtime.connection_limits import FEW_CONNECTIONS, ConnectionLimits, file_limit_for
+from genie.runtime.connection_limits import COMFORTABLE_CONNECTIONS, ConnectionLimits, file_limit_for
 from genie.runtime.credentials import LocalCluster, store_trusted_ca
 from genie.runtime.network import Network
 from genie.scheduler.rules import Rules
@@ -161,6 +161,7 @@ class Controller:
             workers_max=self._config.node_workers_max,
             launch_capacity=lambda: self._launches.capacity,
             not_before_s=self._backoff.not_before_s,
+            needed_bytes=self._backoff.needed_bytes,
         )
 
     def _rules(self) -> Rules:
@@ -177,7 +178,13 @@ class Controller:
             random_bytes=self._random_bytes,
             pin=self._certificates.pin,
         )
-        self._sessions = Sessions(ledger, jobs, clock=clock, random_bytes=self._random_bytes)
+        self._sessions = Sessions(
+            ledger,
+            jobs,
+            clock=clock,
+            random_bytes=self._random_bytes,
+            grace_s=self._config.session_grace_s,
+        )
         self._admission = Admission(
             ledger,
             self._tokens,
@@ -520,10 +527,11 @@ class Controller:
             self._agents.kill(job)
 
     async def _enforce_limits(self) -> None:
-        for job in self._agents.exceeding_time_limit():
-            reason = f"exceeded its time limit of {job.spec.constraints.time_limit_s:g} s"
-            with self._ledger.quarantine.isolated(self._ledger.jobs.prefix + job.job_id):
-                await self._passes.stop(job, StopReason.TIME_LIMIT, reason)
+        expired = [
+            (job, f"exceeded its time limit of {job.spec.constraints.time_limit_s:g} s")
+            for job in self._agents.exceeding_time_limit()[:CHANGES_OF_TICK_MAX]
+        ]
+        await self._passes.stop(expired, StopReason.TIME_LIMIT)
 
     async def _housekeep_forever(self) -> None:
         """Runs concurrently with the passes: deleting many old jobs must not delay new ones."""
@@ -572,7 +580,7 @@ class Controller:
 
 
 def _file_limit_alarm(files_max: int) -> str:
-    if files_max >= file_limit_for(FEW_CONNECTIONS):
+    if files_max >= file_limit_for(COMFORTABLE_CONNECTIONS):
         return ""
     connections = ConnectionLimits.for_file_limit(files_max).connections_max
     return (

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from genie.errors import LeadershipError, StoreError
-from genie.model.job import bounded_reason
+from genie.model.job import truncate_reason
 from genie.model.messages import QuarantinedRow
 from genie.processes.clock import Clock
 
@@ -37,7 +37,7 @@ class Quarantine:
             return
         _log.error("quarantined %s: %s", key, error, exc_info=error)
         if len(self._rows) < ROWS_MAX:
-            reason = bounded_reason(str(error) or type(error).__name__)
+            reason = truncate_reason(str(error) or type(error).__name__)
             self._rows[key] = QuarantinedRow(key=key, reason=reason, at=self._clock.wall_s())
 
     def discard(self, key: str) -> None:

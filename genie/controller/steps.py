@@ -6,7 +6,7 @@ import logging
 from collections.abc import Awaitable, Callable
 
 from genie.errors import LeadershipError, StoreError
-from genie.model.job import bounded_reason
+from genie.model.job import truncate_reason
 from genie.processes.clock import Clock
 
 _log = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ class PeriodicSteps:
         return [f"{name} fails: {reason}" for name, reason in self._faults.items()]
 
     def _record(self, name: str, error: Exception) -> None:
-        self._faults[name] = bounded_reason(str(error) or type(error).__name__)
+        self._faults[name] = truncate_reason(str(error) or type(error).__name__)
         now_s = self._clock.monotonic_s()
         if now_s - self._logged_s.get(name, -_LOG_INTERVAL_S) >= _LOG_INTERVAL_S:
             self._logged_s[name] = now_s

@@ -210,7 +210,7 @@ class Tokens:
 
     def _read_owner(self, path: Path) -> Token | None:
         try:
-            token = parse_token(files.read_small(path))
+            token = parse_token(files.read_small_file(path))
             identity = verify(token, self._ledger.tokens.get(token.token_id), now=self._clock.wall_s())
         except (OSError, UnicodeDecodeError, TokenRefusedError):
             return None

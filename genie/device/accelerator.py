@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from genie.native.genie_device import Connection
 
 Device: TypeAlias = int | str | torch.device | None
-_INDUCTOR_PARTS = ("Scheduling", "PythonWrapperCodegen", "CppWrapperCodegen", "WrapperFxCodegen")
+_INDUCTOR_CODEGEN_NAMES = ("Scheduling", "PythonWrapperCodegen", "CppWrapperCodegen", "WrapperFxCodegen")
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class DeviceProperties:
 
 
 def device_count() -> int:
-    return len(registry.slots())
+    return len(registry.device_slots())
 
 
 def is_available() -> bool:
@@ -53,7 +53,7 @@ def current_device() -> int:
 
 def set_device(device: Device) -> None:
     """Set the current device of this thread, which device="remote_accelerator" without an index refers to."""
-    index = registry.slot(_index(device)).index
+    index = registry.device_slot(_device_index(device)).index
     library.ensure_loaded()
     genie_device.set_device(index)
 
@@ -62,7 +62,7 @@ class device:  # noqa: N801 - torch.cuda.device has this name
     """Context manager that changes the current device of this thread."""
 
     def __init__(self, device: Device) -> None:
-        self._index = _index(device)
+        self._index = _device_index(device)
         self._previous = 0
 
     def __enter__(self) -> None:
@@ -78,31 +78,31 @@ class device:  # noqa: N801 - torch.cuda.device has this name
 
 def synchronize(device: Device = None) -> None:
     """Wait until all ops sent to the device have completed."""
-    _connection(device).synchronize()
+    _connection_of(device).synchronize()
 
 
 def manual_seed(seed: int) -> None:
-    registry.slot(current_device()).seed(seed % 2**64)
+    registry.device_slot(current_device()).seed(seed % 2**64)
 
 
 def manual_seed_all(seed: int) -> None:
     """torch.manual_seed calls this."""
-    for slot in registry.slots():
+    for slot in registry.device_slots():
         slot.seed(seed % 2**64)
 
 
 def get_rng_state(device: Device = None) -> torch.Tensor:
-    _connection(device)
+    _connection_of(device)
     library.ensure_loaded()
-    return genie_device.rng_state(_index(device))
+    return genie_device.rng_state(_device_index(device))
 
 
 def set_rng_state(new_state: torch.Tensor, device: Device = None) -> None:
     if new_state.dtype is not torch.uint8:
         raise UsageError(f"a generator state is a uint8 tensor, not {new_state.dtype}")
-    _connection(device)
+    _connection_of(device)
     library.ensure_loaded()
-    genie_device.set_rng_state(_index(device), new_state.cpu().contiguous())
+    genie_device.set_rng_state(_device_index(device), new_state.cpu().contiguous())
 
 
 def get_device_name(device: Device = None) -> str:
@@ -111,7 +111,7 @@ def get_device_name(device: Device = None) -> str:
 
 def get_device_properties(device: Device = None) -> DeviceProperties:
     """The properties that the cluster reports; opens no connection."""
-    found = registry.slot(_index(device)).device
+    found = registry.device_slot(_device_index(device)).device
     return DeviceProperties(
         name=found.name,
         total_memory=found.memory_bytes,
@@ -123,7 +123,7 @@ def get_device_properties(device: Device = None) -> DeviceProperties:
 
 def memory_stats(device: Device = None) -> dict[str, int]:
     """The executor's counters of this session: bytes of storages, tensors, ops, quota (0: none)."""
-    counters = _connection(device).executor_counters()
+    counters = _connection_of(device).fetch_executor_counters()
     return {
         "allocated_bytes.current": counters["bytes_allocated"],
         "allocated_bytes.peak": counters["bytes_allocated_peak"],
@@ -135,15 +135,15 @@ def memory_stats(device: Device = None) -> dict[str, int]:
 
 def stream_stats(device: Device = None) -> dict[str, int]:
     """The client's counters: ops, frames and bytes sent, cached templates, resumed connections."""
-    return _connection(device).client_counters()
+    return _connection_of(device).client_counters()
 
 
 def graph_reports(device: Device = None) -> list[GraphReport]:
     """How the graphs of this process on the device are replayed: captured ones and those of torch.compile."""
     from genie.device import graphs  # late: most programs have none
 
-    _connection(device)
-    return graphs.reports(_index(device))
+    _connection_of(device)
+    return graphs.reports_of_device(_device_index(device))
 
 
 def memory_allocated(device: Device = None) -> int:
@@ -156,12 +156,12 @@ def max_memory_allocated(device: Device = None) -> int:
 
 def reset_peak_memory_stats(device: Device = None) -> None:
     """Reset what max_memory_allocated returns to the current value."""
-    _connection(device).executor_counters(reset_peak=True)
+    _connection_of(device).fetch_executor_counters(reset_peak=True)
 
 
 def empty_cache() -> None:
     """Send pending frees, on every device in use."""
-    for slot in registry.slots():
+    for slot in registry.device_slots():
         connection = slot.open_connection
         if connection is not None:
             connection.synchronize()
@@ -174,17 +174,17 @@ def get_amp_supported_dtype() -> list[torch.dtype]:
 def __getattr__(name: str) -> Any:
     if name == "_initialized":  # torch.utils.checkpoint reads it before it saves RNG states
         return is_initialized()
-    if name in _INDUCTOR_PARTS:
+    if name in _INDUCTOR_CODEGEN_NAMES:
         from genie.device import compiler  # late: it imports torch._dynamo
 
-        return compiler.inductor_part()
+        return compiler.unsupported_inductor_codegen()
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def _lazy_init() -> None:
     """torch calls this before the first use of the device. Compiles nothing without a session."""
     if not registry.is_attached():
-        raise registry.not_initialized()
+        raise registry.not_initialized_error()
     library.ensure_loaded()
 
 
@@ -207,10 +207,10 @@ class _utils:  # noqa: N801 - torch.load uses this name
     @staticmethod
     def _get_device_index(device: Device, optional: bool = False) -> int:
         """For torch.load: the device of a tensor that was saved on `device`."""
-        return registry.slot(_index(device)).index
+        return registry.device_slot(_device_index(device)).index
 
 
-def _index(device: Device) -> int:
+def _device_index(device: Device) -> int:
     if isinstance(device, int):
         return device
     if device is None:
@@ -222,5 +222,5 @@ def _index(device: Device) -> int:
     return current_device() if index is None else index
 
 
-def _connection(device: Device) -> Connection:
-    return registry.slot(_index(device)).connection(first_seed=torch.initial_seed())
+def _connection_of(device: Device) -> Connection:
+    return registry.device_slot(_device_index(device)).connection(first_seed=torch.initial_seed())

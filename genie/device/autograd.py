@@ -23,7 +23,9 @@ class RemoteEngine(torch._C._ImperativeEngine):
 
     # Any: the parameters are torch's.
     def run_backward(self, tensors: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
-        if not registry.in_use() or (library.keeps_local_accelerator() and not _is_remote(tensors)):
+        if not registry.is_any_device_used() or (
+            library.keeps_local_accelerator() and not _has_remote_roots(tensors)
+        ):
             return super().run_backward(tensors, *args, **kwargs)
         library.ensure_loaded()
         genie_device.enter_backward()
@@ -34,14 +36,14 @@ class RemoteEngine(torch._C._ImperativeEngine):
             genie_device.leave_backward()
 
 
-def _is_remote(roots: Sequence[Any]) -> bool:
+def _has_remote_roots(roots: Sequence[Any]) -> bool:
     """Whether a backward pass from these roots has remote tensors. Any: torch also accepts graph edges as
     roots, which are not inspected and count as remote."""
     tensors = [root for root in roots if isinstance(root, torch.Tensor)]
     if len(tensors) < len(roots):
         return True
     library.ensure_loaded()
-    remote, local = genie_device.backward_devices(tensors)
+    remote, local = genie_device.find_backward_devices(tensors)
     if remote and local:
         raise OpRefusedError(
             "a backward pass cannot include a local GPU and a remote accelerator",

@@ -42,15 +42,15 @@ def register() -> None:
         if taken_by != registry.DEVICE_TYPE:
             if not session and library.has_local_accelerator():
                 return  # the name alone would break backward passes on it: decision 0009
-            _register_name()
+            _register_backend_name()
         if not session:
             return
-        _replace_engine()
+        _replace_autograd_engine()
         library.load_if_built()
     library.update_devices()
 
 
-def _register_name() -> None:
+def _register_backend_name() -> None:
     backend_registration.rename_privateuse1_backend(registry.DEVICE_TYPE)
     torch._register_device_module(registry.DEVICE_TYPE, accelerator)  # type: ignore[no-untyped-call]
     backend_registration.generate_methods_for_privateuse1_backend(for_storage=True)
@@ -60,7 +60,7 @@ def _register_name() -> None:
         compiler.register_with_inductor()
 
 
-def _replace_engine() -> None:
+def _replace_autograd_engine() -> None:
     if not isinstance(torch.autograd.Variable._execution_engine, autograd.RemoteEngine):
         torch.autograd.Variable._execution_engine = autograd.RemoteEngine()
 

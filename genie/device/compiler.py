@@ -65,14 +65,16 @@ class RemoteGraphModule:
     def __init__(self, module: torch.fx.GraphModule, static: Sequence[int], *, inductor: bool) -> None:
         self._module = module
         self._inductor = inductor
-        self._static = frozenset(static)
+        self._static_positions = frozenset(static)
         self._graphs: collections.OrderedDict[Hashable, RecordedGraph] = collections.OrderedDict()
 
     def __call__(self, *inputs: Any) -> Any:
-        index = _remote_index(inputs)
+        index = _remote_device_index(inputs)
         if index is None:
             return self._module(*inputs)
-        in_place = [i for i in self._static if i < len(inputs) and isinstance(inputs[i], torch.Tensor)]
+        in_place = [
+            i for i in self._static_positions if i < len(inputs) and isinstance(inputs[i], torch.Tensor)
+        ]
         # torch calls one graph with different numbers, shapes and weights.
         key = tuple(id(each) if i in in_place else input_key(each) for i, each in enumerate(inputs))
         graph = self._graphs.get(key)
@@ -87,14 +89,14 @@ class RemoteGraphModule:
             graph.copy_inputs(inputs)
             results = graph.replay()
         library.ensure_loaded()
-        take = genie_device.take_result
+        take = genie_device.take_graph_result
         return [take(each) if isinstance(each, torch.Tensor) else each for each in results]
 
     def _run(self, inputs: Sequence[Any]) -> Any:
         return self._module(*inputs)
 
 
-def _remote_index(inputs: Sequence[Any]) -> int | None:
+def _remote_device_index(inputs: Sequence[Any]) -> int | None:
     """Index of the remote device that holds all inputs; None if they are elsewhere, or on several devices."""
     tensors = [each for each in inputs if isinstance(each, torch.Tensor)]
     devices = {each.device for each in tensors if each.dim() > 0 or each.device.type == registry.DEVICE_TYPE}
@@ -104,14 +106,14 @@ def _remote_index(inputs: Sequence[Any]) -> int | None:
     return int(device.index) if device.type == registry.DEVICE_TYPE else None
 
 
-class _UnsupportedMeta(type):
+class _UnsupportedCodegenMeta(type):
     @property
     def supports_caching(cls) -> bool:
         """Inductor reads this first, before it lowers the model; later it would wrap the error in its own."""
         raise _inductor_unsupported()
 
 
-class UnsupportedCodegen(metaclass=_UnsupportedMeta):
+class UnsupportedCodegen(metaclass=_UnsupportedCodegenMeta):
     """Registered as inductor's code generator for this device: raises an error that names the right
     backend."""
 
@@ -123,7 +125,7 @@ class UnsupportedCodegen(metaclass=_UnsupportedMeta):
         return cls(*args)
 
 
-def inductor_part() -> Any:  # Any: it replaces several classes of torch
+def unsupported_inductor_codegen() -> Any:  # Any: it replaces several classes of torch
     """The class for inductor, which requests it after its import and reads its op overrides first."""
     from torch._inductor.codegen import common
 
@@ -136,7 +138,7 @@ def register_with_inductor() -> None:
     """For a process that used inductor before the device was registered: inductor looks up devices once."""
     from torch._inductor.codegen import common
 
-    part = inductor_part()
+    part = unsupported_inductor_codegen()
     common.register_backend_for_device(registry.DEVICE_TYPE, part, part, part, part)
 
 

@@ -31,7 +31,7 @@ _T = TypeVar("_T")
 
 CONNECT_TIMEOUT_S = 10.0
 OPEN_TIMEOUT_S = 30.0
-RESUME_S = 20.0
+RESUME_TIMEOUT_S = 20.0
 """How long reconnecting is retried. An executor keeps the session longer than that."""
 _RESUME_BACKOFF_S = 0.05
 _RESUME_BACKOFF_S_MAX = 1.0
@@ -55,19 +55,19 @@ class ExecutorLink:
 
     address: ExecutorAddress
     node_id: str
-    busy_s: float = OPEN_TIMEOUT_S
+    busy_timeout_s: float = OPEN_TIMEOUT_S
     """How long an executor may be busy with one op before it replies to a reconnecting client."""
     closed: threading.Event = field(default_factory=threading.Event)
     """Set when the session must not reconnect."""
     _session_key: str = ""
     _fetch_key: str = ""
-    _opening: Stream | None = None
+    _stream_in_handshake: Stream | None = None
 
     @property
     def peer(self) -> str:
         return f"the executor at {address_text(self.address.host, self.address.port)} on node {self.node_id}"
 
-    def open(
+    def open_session(
         self,
         *,
         replies_received: int = 0,
@@ -79,7 +79,7 @@ class ExecutorLink:
         `answer_timeout_s`: additional time for the executor's reply to the ticket.
         """
         deadline = time.monotonic() + timeout_s
-        self._opening = stream = self._connect(min(CONNECT_TIMEOUT_S, timeout_s))
+        self._stream_in_handshake = stream = self._connect(min(CONNECT_TIMEOUT_S, timeout_s))
         if self.closed.is_set():
             stream.shut_down()
         try:
@@ -87,10 +87,10 @@ class ExecutorLink:
                 ticket=self.address.ticket,
                 session_key=self._session_key,
                 replies_received=replies_received,
-                machine=device_protocol.this_machine(),
+                machine=device_protocol.machine_identity(),
             )
             opened = device_protocol.open_session(
-                _Pipe(stream),
+                _StreamPipe(stream),
                 request,
                 peer=self.peer,
                 timeout_s=_remaining_s(deadline),
@@ -104,24 +104,24 @@ class ExecutorLink:
             stream.close()
             raise
         finally:
-            self._opening = None
+            self._stream_in_handshake = None
         self._session_key, self._fetch_key = opened.session_key, opened.fetch_key
         return stream, opened
 
     def resume(self, replies_received: int) -> tuple[Stream, int]:
         """Reconnect after a connection loss. Raises when the executor has ended, or is unreachable for
-        RESUME_S.
+        RESUME_TIMEOUT_S.
 
         An executor that is running an op replies after that op.
         """
-        deadline = time.monotonic() + RESUME_S
+        deadline = time.monotonic() + RESUME_TIMEOUT_S
         backoff_s = _RESUME_BACKOFF_S
         while True:
             try:
-                stream, opened = self.open(
+                stream, opened = self.open_session(
                     replies_received=replies_received,
                     timeout_s=_remaining_s(deadline),
-                    answer_timeout_s=self.busy_s,
+                    answer_timeout_s=self.busy_timeout_s,
                 )
             except NothingListensError:
                 raise  # the executor has ended: a port that refuses is not a connection loss
@@ -137,7 +137,7 @@ class ExecutorLink:
     def stop(self) -> None:
         """Stop reconnecting, and abort a connection attempt that is in progress. Thread-safe."""
         self.closed.set()
-        opening = self._opening
+        opening = self._stream_in_handshake
         if opening is not None:
             opening.shut_down()
 
@@ -164,7 +164,7 @@ def open_connection(
 ) -> Connection:
     """Open a session with the executor and return the library's connection, ready for ops."""
     try:
-        stream, opened = link.open()
+        stream, opened = link.open_session()
     except GenieError as error:
         raise type(error)(f"{device_name}: {error.message}", hint=error.hint) from error
     return genie_device.Connection(
@@ -175,7 +175,7 @@ def open_connection(
         kind=opened.kind,
         op_timeout_s=op_timeout_s,
         blocking=launch_blocking,
-        flush_ops=FLUSH_OPS,
+        flush_ops=OPS_PER_FRAME,
         host=link.address.host,
         port=link.address.port,
         server_name=link.address.server_name,
@@ -184,7 +184,7 @@ def open_connection(
     )
 
 
-FLUSH_OPS = 32
+OPS_PER_FRAME = 32
 """Ops that are batched into one frame, unless a value is needed sooner."""
 
 
@@ -192,7 +192,7 @@ def _remaining_s(deadline: float) -> float:
     return max(0.001, deadline - time.monotonic())
 
 
-class _Pipe:
+class _StreamPipe:
     """Adapts a stream of the library to device_protocol.Pipe: a lost connection is an OSError."""
 
     def __init__(self, stream: Stream) -> None:

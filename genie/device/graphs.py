@@ -27,7 +27,7 @@ RECORDER_IDLE_S_MAX = 10.0
 """Other threads wait for a recording to end; they raise once its thread has not used the device for this
 long."""
 _DESCRIPTION_CHARACTERS_MAX = 100
-_NAMED_MAX = 8
+_NAMED_TENSORS_MAX = 8
 _PLAIN_TYPES = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout)
 _COMPARABLE_TYPES = frozenset(_PLAIN_TYPES) - {float, complex}
 
@@ -45,18 +45,18 @@ class GraphReport:
     replays: int
 
 
-def reports(index: int) -> list[GraphReport]:
+def reports_of_device(index: int) -> list[GraphReport]:
     """Reports of all graphs of this process on a device, including those of torch.compile."""
-    return [graph.report() for graph in list(_live_graphs) if graph.index == index and not graph.lost]
+    return [graph.report() for graph in list(_live_graphs) if graph.index == index and not graph.is_lost]
 
 
 class SharedInput(NamedTuple):
     """One of several inputs that share memory."""
 
     position: int
-    first: int
+    group_first: int
     """Position of the first input of the group."""
-    same: int
+    same_as: int
     """Position of the first input that is the same object."""
     start_bytes: int
     """Offset in the memory of the group."""
@@ -83,38 +83,38 @@ class RecordedGraph:
         share memory. `model_tensors`: tensors of the model, with names for error messages.
         """
         self.index = index
-        self._descriptions = tuple(map(_describe, inputs))
+        self._descriptions = tuple(map(_describe_input, inputs))
         self._inputs = list(inputs)
-        self._copied = [
+        self._copied_positions = [
             i for i, each in enumerate(inputs) if isinstance(each, torch.Tensor) and i not in in_place
         ]
-        self._parts: dict[int, tuple[slice, ...]] = {}
+        self._copied_slices: dict[int, tuple[slice, ...]] = {}
         """For copied inputs with stride 0: the slices that cover each element once."""
         library.ensure_loaded()
-        self._make_copies(inputs, shared)
-        self._targets = [self._part(self._inputs, i) for i in self._copied]
+        self._copy_inputs_to_device(inputs, shared)
+        self._input_copies = [self._copied_part(self._inputs, i) for i in self._copied_positions]
         self._guard = genie_device.GraphGuard([self._inputs[i] for i in in_place], [], [])
-        self._connection = registry.slot(index).connection(first_seed=torch.initial_seed())
+        self._connection = registry.device_slot(index).connection(first_seed=torch.initial_seed())
         if shared:
             self.copy_inputs(inputs)
-        self._number: int | None = self._connection.begin_graph(
+        self._graph_number: int | None = self._connection.begin_graph(
             thread=threading.current_thread().name, idle_s_max=RECORDER_IDLE_S_MAX
         )
         is_complete = False
         try:
-            copies = [self._inputs[i] for i in self._copied]
+            copies = [self._inputs[i] for i in self._copied_positions]
             # The storages are held, because addresses are reused.
-            before = [(copy.untyped_storage(), _layout(copy)) for copy in copies]
+            before = [(copy.untyped_storage(), _memory_layout(copy)) for copy in copies]
             with _empty_autocast_cache():
                 self.results = run(self._inputs)
-            if [_layout(copy) for copy in copies] != [layout for _, layout in before]:
+            if [_memory_layout(copy) for copy in copies] != [layout for _, layout in before]:
                 raise OpRefusedError(
                     "a captured model may write to its arguments, but not change their shape or memory"
                 )
             _check_results(self.results, index)
-            self.written = self._written_inputs()
+            self.written_positions = self._written_inputs()
             """Positions of inputs that the model has changed."""
-            self._write_count = self._connection.graph_write_count(self._number)
+            self._written_storage_count = self._connection.graph_written_storage_count(self._graph_number)
             self.check_aliasing(inputs)
             is_complete = True
         except OpRefusedError as error:
@@ -124,53 +124,59 @@ class RecordedGraph:
             keep = genie_device.GRAPH_COMPILE if inductor else genie_device.GRAPH_KEEP
             self._connection.end_graph(keep if is_complete else genie_device.GRAPH_DISCARD)
             if not is_complete:
-                self._number = None
+                self._graph_number = None
         _live_graphs.add(self)
 
     def _written_inputs(self) -> list[int]:
-        assert self._number is not None
-        uses = self._connection.graph_uses(self._number, self._targets)
+        assert self._graph_number is not None
+        uses = self._connection.graph_storage_uses(self._graph_number, self._input_copies)
         written = genie_device.STORAGE_WRITTEN
-        return [i for i, use in zip(self._copied, uses, strict=True) if use == written]
+        return [i for i, use in zip(self._copied_positions, uses, strict=True) if use == written]
 
     def _describe_side_effects(self, model_tensors: Sequence[tuple[str, torch.Tensor]]) -> str:
         """For the error message: what the model changed before its recording failed."""
-        assert self._number is not None
-        tensors = [*(tensor for _, tensor in model_tensors), *self._targets]
-        uses = self._connection.graph_uses(self._number, tensors)
+        assert self._graph_number is not None
+        tensors = [*(tensor for _, tensor in model_tensors), *self._input_copies]
+        uses = self._connection.graph_storage_uses(self._graph_number, tensors)
         written = [i for i, use in enumerate(uses) if use == genie_device.STORAGE_WRITTEN]
         names = [model_tensors[i][0] for i in written if i < len(model_tensors)]
         known = {tensors[i].untyped_storage()._cdata for i in written}
-        more = self._connection.graph_write_count(self._number) - len(known) + len(names[_NAMED_MAX:])
-        listed = [*names[:_NAMED_MAX], *([f"{more} other tensor{'s' * (more > 1)}"] if more else [])]
+        more = (
+            self._connection.graph_written_storage_count(self._graph_number)
+            - len(known)
+            + len(names[_NAMED_TENSORS_MAX:])
+        )
+        listed = [*names[:_NAMED_TENSORS_MAX], *([f"{more} other tensor{'s' * (more > 1)}"] if more else [])]
         changes = f"it has written to {', '.join(listed)}" if listed else "it has changed no existing tensor"
         return f"; the model ran up to this point: {changes}, and side effects of its Python code remain"
 
-    def _make_copies(self, inputs: Sequence[Any], shared: Sequence[SharedInput]) -> None:
+    def _copy_inputs_to_device(self, inputs: Sequence[Any], shared: Sequence[SharedInput]) -> None:
         """Copies share memory where the inputs do, and an input that is passed twice is copied once."""
-        copies = _shared_copies(inputs, shared, self.index)
-        for i in self._copied:
+        copies = _allocate_shared_copies(inputs, shared, self.index)
+        for i in self._copied_positions:
             self._inputs[i] = copies[i] if i in copies else _copy_to_device(inputs[i], self.index)
-        duplicates = {each.position for each in shared if each.same != each.position}
-        self._copied = [i for i in self._copied if i not in duplicates]
+        duplicates = {each.position for each in shared if each.same_as != each.position}
+        self._copied_positions = [i for i in self._copied_positions if i not in duplicates]
         for i in copies.keys() - duplicates:
             if 0 in copies[i].stride():
                 dimensions = zip(copies[i].shape, copies[i].stride(), strict=True)
-                self._parts[i] = tuple(slice(0, size if stride else 1) for size, stride in dimensions)
+                self._copied_slices[i] = tuple(slice(0, size if stride else 1) for size, stride in dimensions)
 
-    def _part(self, inputs: Sequence[Any], i: int) -> torch.Tensor:
-        part: torch.Tensor = inputs[i][self._parts[i]] if i in self._parts else inputs[i]
+    def _copied_part(self, inputs: Sequence[Any], i: int) -> torch.Tensor:
+        part: torch.Tensor = inputs[i][self._copied_slices[i]] if i in self._copied_slices else inputs[i]
         return part
 
     def check_aliasing(self, inputs: Sequence[Any]) -> None:
         """OpRefusedError if an input shares memory with a tensor of the model, and the model writes to it."""
-        if not self._write_count:
+        if not self._written_storage_count:
             return
-        assert self._number is not None
-        uses = self._connection.graph_uses(self._number, [inputs[i] for i in self._copied])
-        for i, use in zip(self._copied, uses, strict=True):
+        assert self._graph_number is not None
+        uses = self._connection.graph_storage_uses(
+            self._graph_number, [inputs[i] for i in self._copied_positions]
+        )
+        for i, use in zip(self._copied_positions, uses, strict=True):
             if use == genie_device.STORAGE_WRITTEN or (
-                use == genie_device.STORAGE_READ and i in self.written
+                use == genie_device.STORAGE_READ and i in self.written_positions
             ):
                 raise OpRefusedError(
                     f"the argument {self._descriptions[i]} shares memory with a tensor that the captured "
@@ -180,36 +186,38 @@ class RecordedGraph:
 
     def is_valid(self) -> bool:
         """Whether the executor is alive and the inputs that are used in place have the same memory."""
-        return not self.lost and self._guard.check()
+        return not self.is_lost and self._guard.is_unchanged()
 
     @property
-    def lost(self) -> bool:
+    def is_lost(self) -> bool:
         """Whether the executor was lost, and the graph with it."""
-        return self._connection.lost
+        return self._connection.is_lost
 
     def copy_inputs(self, inputs: Sequence[Any]) -> None:
         """Copy the inputs to the graph's own copies, for the next replay."""
-        self._connection.copy_inputs(self._targets, [self._part(inputs, i) for i in self._copied])
+        self._connection.copy_inputs(
+            self._input_copies, [self._copied_part(inputs, i) for i in self._copied_positions]
+        )
 
     def replay(self) -> Any:
         """Run the graph. The results belong to it: the next replay overwrites them."""
-        assert self._number is not None
-        self._connection.replay_graph(self._number)
+        assert self._graph_number is not None
+        self._connection.replay_graph(self._graph_number)
         return self.results
 
     def write_back(self, inputs: Sequence[Any]) -> None:
         """Copy the changes of the graph's own copies to the inputs."""
         with torch.no_grad():
-            for i in self.written:
-                self._part(inputs, i).copy_(self._part(self._inputs, i))
+            for i in self.written_positions:
+                self._copied_part(inputs, i).copy_(self._copied_part(self._inputs, i))
 
     def report(self) -> GraphReport:
-        assert self._number is not None
-        how, replays, why = self._connection.graph_report(self._number)
+        assert self._graph_number is not None
+        how, replays, why = self._connection.fetch_graph_report(self._graph_number)
         return GraphReport(inputs=self._descriptions, how=how, why=why, replays=replays)
 
     def __del__(self) -> None:
-        number = getattr(self, "_number", None)
+        number = getattr(self, "_graph_number", None)
         if number is not None:
             self._connection.free_graph(number)
 
@@ -227,7 +235,7 @@ def input_key(leaf: Any) -> Hashable:
     if type(leaf) in _COMPARABLE_TYPES:
         return type(leaf), leaf
     try:
-        exact = exact_key(leaf)
+        exact = exact_value_key(leaf)
         hash(exact)
     except TypeError:
         raise UsageError(
@@ -236,7 +244,7 @@ def input_key(leaf: Any) -> Hashable:
     return exact
 
 
-def exact_key(value: Any) -> Hashable:
+def exact_value_key(value: Any) -> Hashable:
     """A key that is equal for identical values only: 0.0 differs from -0.0, 1 from 1.0; nan equals nan."""
     kind = type(value)
     if isinstance(value, float):
@@ -244,10 +252,10 @@ def exact_key(value: Any) -> Hashable:
     if isinstance(value, complex):
         return kind, value.real.hex(), value.imag.hex()
     if isinstance(value, (tuple, frozenset)):
-        items = map(exact_key, value)
+        items = map(exact_value_key, value)
         return kind, tuple(items) if isinstance(value, tuple) else frozenset(items)
     if isinstance(value, (slice, range)):
-        return kind, exact_key(value.start), exact_key(value.stop), exact_key(value.step)
+        return kind, exact_value_key(value.start), exact_value_key(value.stop), exact_value_key(value.step)
     return kind, value
 
 
@@ -268,7 +276,7 @@ def _empty_autocast_cache() -> Iterator[None]:
         torch.set_autocast_cache_enabled(was_enabled)
 
 
-def _describe(leaf: Any) -> str:
+def _describe_input(leaf: Any) -> str:
     if isinstance(leaf, torch.Tensor):
         return f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}"
     return repr(leaf)[:_DESCRIPTION_CHARACTERS_MAX]
@@ -281,7 +289,7 @@ def _copy_to_device(tensor: torch.Tensor, index: int) -> torch.Tensor:
     return tensor.detach().to(device)
 
 
-def _shared_copies(
+def _allocate_shared_copies(
     inputs: Sequence[Any], shared: Sequence[SharedInput], index: int
 ) -> dict[int, torch.Tensor]:
     """Tensors that share memory as the inputs do, by position; their contents are not copied yet."""
@@ -291,25 +299,25 @@ def _shared_copies(
         source = inputs[each.position]
         spans = ((size - 1) * stride for size, stride in zip(source.shape, each.strides, strict=True))
         end = each.start_bytes + (1 + sum(spans)) * source.itemsize
-        sizes[each.first] = max(sizes[each.first], end)
+        sizes[each.group_first] = max(sizes[each.group_first], end)
     memory = {
         first: torch.zeros(size, dtype=torch.uint8, device=device).untyped_storage()
         for first, size in sizes.items()
     }
     copies: dict[int, torch.Tensor] = {}
     for each in shared:
-        if each.same in copies:
-            copies[each.position] = copies[each.same]
+        if each.same_as in copies:
+            copies[each.position] = copies[each.same_as]
             continue
         source = inputs[each.position]
         copy = torch.empty(0, dtype=source.dtype, device=device)
-        copy.set_(memory[each.first], each.start_bytes // source.itemsize, source.shape, each.strides)
+        copy.set_(memory[each.group_first], each.start_bytes // source.itemsize, source.shape, each.strides)
         copy = copy.conj() if each.is_conj else copy
         copies[each.position] = torch._neg_view(copy) if each.is_neg else copy
     return copies
 
 
-def _layout(tensor: torch.Tensor) -> tuple[int, ...]:
+def _memory_layout(tensor: torch.Tensor) -> tuple[int, ...]:
     """Storage, offset, shape and strides of a tensor."""
     memory = tensor.untyped_storage()._cdata
     return memory, tensor.storage_offset(), *tensor.shape, *tensor.stride()
@@ -319,7 +327,7 @@ def _check_results(results: Any, index: int) -> None:
     for leaf in pytree.tree_leaves(results):
         if not isinstance(leaf, (torch.Tensor, *_PLAIN_TYPES)):
             raise OpRefusedError(
-                f"a captured model must return tensors in tuples, lists and dicts, not a {_name(leaf)}",
+                f"a captured model must return tensors in tuples, lists and dicts, not a {_type_name(leaf)}",
                 hint="return a tuple or a dict, or register the class with torch's pytree",
             )
         if isinstance(leaf, torch.Tensor) and leaf.device != torch.device(registry.DEVICE_TYPE, index):
@@ -328,5 +336,5 @@ def _check_results(results: Any, index: int) -> None:
             )
 
 
-def _name(value: object) -> str:
+def _type_name(value: object) -> str:
     return type(value).__qualname__

@@ -13,12 +13,12 @@ if TYPE_CHECKING:  # importlib.abc is slow to import, and every `import genie` r
     from importlib.abc import Loader
     from importlib.machinery import ModuleSpec
 
-_NAME = "torch"
+_TORCH_MODULE = "torch"
 
 
-def call_with_torch(function: Callable[[], None]) -> None:
+def call_after_torch_import(function: Callable[[], None]) -> None:
     """Call once per process. Does not import torch itself."""
-    if sys.modules.get(_NAME) is not None:  # None: its import is blocked
+    if sys.modules.get(_TORCH_MODULE) is not None:  # None: its import is blocked
         function()
     else:
         sys.meta_path.insert(0, _TorchFinder(function))
@@ -29,35 +29,35 @@ class _TorchFinder:
 
     def __init__(self, after_import: Callable[[], None]) -> None:
         self._after_import = after_import
-        self._searching = threading.local()
+        self._search_in_progress = threading.local()
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname != _NAME or getattr(self._searching, "now", False):
+        if fullname != _TORCH_MODULE or getattr(self._search_in_progress, "now", False):
             return None
-        self._searching.now = True
+        self._search_in_progress.now = True
         try:
             spec = importlib.util.find_spec(fullname)
         finally:
-            self._searching.now = False
+            self._search_in_progress.now = False
         if spec is not None and spec.loader is not None:
-            spec.loader = cast("Loader", _Loader(spec.loader, self._after_import))
+            spec.loader = cast("Loader", _TorchLoader(spec.loader, self._after_import))
         return spec
 
 
-class _Loader:
+class _TorchLoader:
     def __init__(self, real: Loader, after_import: Callable[[], None]) -> None:
-        self._real = real
+        self._wrapped_loader = real
         self._after_import = after_import
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return self._real.create_module(spec)
+        return self._wrapped_loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
         # Restored first: inspect and importlib.resources need the module's real loader.
-        module.__loader__ = self._real
+        module.__loader__ = self._wrapped_loader
         if module.__spec__ is not None:
-            module.__spec__.loader = self._real
-        self._real.exec_module(module)
+            module.__spec__.loader = self._wrapped_loader
+        self._wrapped_loader.exec_module(module)
         self._after_import()

@@ -43,9 +43,9 @@ def update_devices() -> None:
     if not _state.is_loaded:
         return
     if registry.is_attached():
-        genie_device.attach(len(registry.slots()), open_connection)
+        genie_device.attach_devices(len(registry.device_slots()), open_connection)
     else:
-        genie_device.detach()
+        genie_device.detach_devices()
 
 
 def has_local_accelerator() -> bool:
@@ -61,17 +61,17 @@ def keeps_local_accelerator() -> bool:
 
 def open_connection(index: int) -> genie_device.Connection:
     """The library calls this at the first use of an index, and after its executor was lost."""
-    return registry.slot(index).connection(first_seed=torch.initial_seed())
+    return registry.device_slot(index).connection(first_seed=torch.initial_seed())
 
 
-class _State:
+class _LibraryState:
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.is_loaded = False
         self.keeps_local_accelerator = False
 
 
-_state = _State()
+_state = _LibraryState()
 
 
 def _load() -> None:

@@ -18,7 +18,14 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
 from genie.device import library, registry
-from genie.device.graphs import GRAPHS_KEPT_MAX, GraphReport, RecordedGraph, SharedInput, exact_key, input_key
+from genie.device.graphs import (
+    GRAPHS_KEPT_MAX,
+    GraphReport,
+    RecordedGraph,
+    SharedInput,
+    exact_value_key,
+    input_key,
+)
 from genie.errors import OpRefusedError, UsageError
 from genie.native import genie_device
 
@@ -62,7 +69,7 @@ class CapturedModel:
         self._modules: list[torch.nn.Module] = []
         self._graphs: collections.OrderedDict[Hashable, RecordedGraph] = collections.OrderedDict()
         """Recorded with the model as `_guard` describes it."""
-        self._last: tuple[Hashable, RecordedGraph] | None = None
+        self._last_used: tuple[Hashable, RecordedGraph] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         spec: pytree.TreeSpec | None = None
@@ -70,53 +77,53 @@ class CapturedModel:
         leaves: Sequence[Any] = args
         if kwargs or not all(type(each) is torch.Tensor for each in args):
             leaves, spec = pytree.tree_flatten((args, kwargs))
-            keys = tuple(_dict_keys((args, kwargs)))
+            keys = tuple(_collect_dict_keys((args, kwargs)))
         inputs_key = (spec, keys, torch.is_inference_mode_enabled(), *map(input_key, leaves))
         library.ensure_loaded()
-        predicted = self._predict(inputs_key)
+        predicted = self._find_likely_graph(inputs_key)
         if predicted is not None:
             predicted.copy_inputs(leaves)  # sent while the checks below run, which take as long
         sharing = genie_device.find_shared_inputs(leaves) if len(leaves) > 1 else None
         key = (inputs_key, self._model_key(), sharing)
         graph = self._graphs.get(key)
-        if graph is None or graph.lost:
-            self._last = None
+        if graph is None or graph.is_lost:
+            self._last_used = None
             shared = [SharedInput(*each) for each in sharing or ()]
             graph = self._graphs[key] = self._record(leaves, spec, shared)
             while len(self._graphs) > GRAPHS_KEPT_MAX:
                 self._graphs.popitem(last=False)
             results = graph.results
-            if self._guard is not None and self._guard.check():
-                self._last = inputs_key, graph
+            if self._guard is not None and self._guard.is_unchanged():
+                self._last_used = inputs_key, graph
         else:
             graph.check_aliasing(leaves)
             if graph is not predicted:
                 graph.copy_inputs(leaves)
             results = graph.replay()
             self._graphs.move_to_end(key)
-            self._last = inputs_key, graph
-        if graph.written:
+            self._last_used = inputs_key, graph
+        if graph.written_positions:
             graph.write_back(leaves)
         if type(results) is torch.Tensor:
-            return genie_device.take_result(results)
-        return pytree.tree_map_only(torch.Tensor, genie_device.take_result, results)
+            return genie_device.take_graph_result(results)
+        return pytree.tree_map_only(torch.Tensor, genie_device.take_graph_result, results)
 
-    def _predict(self, inputs_key: Hashable) -> RecordedGraph | None:
+    def _find_likely_graph(self, inputs_key: Hashable) -> RecordedGraph | None:
         """The graph of the last call, if the inputs match: inputs sent to a graph that is not replayed do no
         harm.
 
         They would if the model kept the graph's copy of an argument as a buffer: but after a run that left it
         with other weights and buffers than the guard has recorded, nothing is predicted.
         """
-        if self._last is None or self._last[0] != inputs_key or self._last[1].lost:
+        if self._last_used is None or self._last_used[0] != inputs_key or self._last_used[1].is_lost:
             return None
-        return self._last[1]
+        return self._last_used[1]
 
     def report(self) -> list[GraphReport]:
         """One report per recording, least recently used first. Waits for the executor."""
-        if self._guard is None or not self._guard.check():
+        if self._guard is None or not self._guard.is_unchanged():
             return []
-        return [graph.report() for graph in self._graphs.values() if not graph.lost]
+        return [graph.report() for graph in self._graphs.values() if not graph.is_lost]
 
     def _model_key(self) -> Hashable:
         """State besides the inputs that a recording depends on: train or eval mode of every module, autocast,
@@ -124,19 +131,19 @@ class CapturedModel:
 
         Drops all recordings first if the model's tensors, modules or hooks are not those of the guard.
         """
-        if self._guard is None or not self._guard.check():
+        if self._guard is None or not self._guard.is_unchanged():
             self._graphs.clear()
-            self._last = None
+            self._last_used = None
             owner = _owning_module(self._model)
             self._modules = [] if owner is None else list(owner.modules())  # cached: slow for large models
             self._guard = genie_device.GraphGuard(
-                _weights(self._modules),
+                _parameters_and_buffers(self._modules),
                 _module_dicts(self._modules),
                 [(module.__dict__, "forward") for module in self._modules],
             )
         return (
             tuple([module.training for module in self._modules]),
-            genie_device.torch_settings(),
+            genie_device.torch_settings_bits(),
             torch.get_default_device() if torch._C._len_torch_function_stack() else None,
         )
 
@@ -165,19 +172,19 @@ class CapturedModel:
 
     def _device_index(self, leaves: Sequence[Any]) -> int:
         """Index of the device of the module's weights, else of the arguments, else the current device."""
-        weights = _devices(_weights(self._modules))
+        weights = _tensor_devices(_parameters_and_buffers(self._modules))
         if weights and isinstance(self._model, torch.nn.Module):
-            return _single_index(
+            return _single_device_index(
                 weights, "weights", hint='move the model first: model.to("remote_accelerator:0")'
             )
-        arguments = {device for device in _devices(leaves) if device.type == registry.DEVICE_TYPE}
+        arguments = {device for device in _tensor_devices(leaves) if device.type == registry.DEVICE_TYPE}
         if arguments:
-            return _single_index(
+            return _single_device_index(
                 arguments, "arguments", hint="pass arguments that are on one device, or on the CPU"
             )
         if weights:  # of the module of a bound method, which may have parts elsewhere
             hint = 'move the module or an argument first: module.to("remote_accelerator:0")'
-            return _single_index(weights, "weights", hint=hint)
+            return _single_device_index(weights, "weights", hint=hint)
         return genie_device.current_device()
 
 
@@ -189,10 +196,10 @@ class BucketedModel(CapturedModel):
     ) -> None:
         super().__init__(model, inductor=inductor)
         try:
-            self._sizes = sorted({operator.index(size) for size in batch_sizes})
+            self._batch_sizes = sorted({operator.index(size) for size in batch_sizes})
         except TypeError:
-            self._sizes = []
-        if not 0 < len(self._sizes) <= GRAPHS_KEPT_MAX or self._sizes[0] < 1:
+            self._batch_sizes = []
+        if not 0 < len(self._batch_sizes) <= GRAPHS_KEPT_MAX or self._batch_sizes[0] < 1:
             raise UsageError(
                 f"batch_sizes must be 1 to {GRAPHS_KEPT_MAX} positive integers, not {batch_sizes!r:.80}"
             )
@@ -200,13 +207,13 @@ class BucketedModel(CapturedModel):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         leaves, spec = pytree.tree_flatten((args, kwargs))
         rows = _batch_size(leaves)
-        size = self._next_size(rows)
-        padded = [_pad(leaf, rows, size) for leaf in leaves]
+        size = self._next_batch_size(rows)
+        padded = [_pad_batch(leaf, rows, size) for leaf in leaves]
         args, kwargs = pytree.tree_unflatten(padded, spec)
         results = super().__call__(*args, **kwargs)
         if rows == size:
             return results
-        return pytree.tree_map_only(torch.Tensor, lambda each: _unpad(each, rows, size), results)
+        return pytree.tree_map_only(torch.Tensor, lambda each: _remove_padding(each, rows, size), results)
 
     def _record(
         self, leaves: Sequence[Any], spec: pytree.TreeSpec | None, shared: Sequence[SharedInput]
@@ -218,30 +225,32 @@ class BucketedModel(CapturedModel):
                 hint="call model.eval() first, with running statistics, or capture without batch_sizes",
             )
         graph = super()._record(leaves, spec, shared)
-        if graph.written:
+        if graph.written_positions:
             raise OpRefusedError(
                 "batch_sizes cannot be used with a model that writes to its arguments",
                 hint="capture without batch_sizes, or write to buffers of the model instead",
             )
         return graph
 
-    def _next_size(self, rows: int) -> int:
-        for size in self._sizes:
+    def _next_batch_size(self, rows: int) -> int:
+        for size in self._batch_sizes:
             if 0 < rows <= size:
                 return size
         raise UsageError(
-            f"a batch of {rows} rows fits none of the batch sizes {', '.join(map(str, self._sizes))}",
+            f"a batch of {rows} rows fits none of the batch sizes {', '.join(map(str, self._batch_sizes))}",
             hint="pass a larger size to capture(), or split the batch" if rows else "skip empty batches",
         )
 
 
-def _dict_keys(tree: Any) -> list[Hashable]:
+def _collect_dict_keys(tree: Any) -> list[Hashable]:
     """Exact keys of the keys, other than strings, of dict arguments: pytree compares those by equality
     only."""
     if isinstance(tree, dict):
-        other = [exact_key(key) for key in tree if type(key) is not str]
-        return other + [key for each in tree.values() for key in _dict_keys(each)]
-    return [key for each in tree for key in _dict_keys(each)] if isinstance(tree, (tuple, list)) else []
+        other = [exact_value_key(key) for key in tree if type(key) is not str]
+        return other + [key for each in tree.values() for key in _collect_dict_keys(each)]
+    return (
+        [key for each in tree for key in _collect_dict_keys(each)] if isinstance(tree, (tuple, list)) else []
+    )
 
 
 def _owning_module(model: object) -> torch.nn.Module | None:
@@ -250,7 +259,7 @@ def _owning_module(model: object) -> torch.nn.Module | None:
     return owner if isinstance(owner, torch.nn.Module) else None
 
 
-def _weights(modules: Sequence[torch.nn.Module]) -> list[torch.Tensor]:
+def _parameters_and_buffers(modules: Sequence[torch.nn.Module]) -> list[torch.Tensor]:
     return [
         tensor
         for module in modules
@@ -285,13 +294,13 @@ def _module_dicts(modules: Sequence[torch.nn.Module]) -> list[dict[Any, Any]]:
     ]
 
 
-def _devices(leaves: Sequence[Any]) -> set[torch.device]:
+def _tensor_devices(leaves: Sequence[Any]) -> set[torch.device]:
     """Devices of the tensors, except those of CPU scalars, which every device accepts."""
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     return {each.device for each in tensors if each.dim() > 0 or each.device.type == registry.DEVICE_TYPE}
 
 
-def _single_index(devices: set[torch.device], what: str, *, hint: str) -> int:
+def _single_device_index(devices: set[torch.device], what: str, *, hint: str) -> int:
     device = min(devices, key=str)
     if len(devices) > 1 or device.type != registry.DEVICE_TYPE:
         found = ", ".join(sorted(map(str, devices)))
@@ -314,14 +323,14 @@ def _batch_size(leaves: Sequence[Any]) -> int:
     )
 
 
-def _pad(leaf: Any, rows: int, size: int) -> Any:
+def _pad_batch(leaf: Any, rows: int, size: int) -> Any:
     """Repeat the last row: padding with real data cannot cause an error that the batch itself does not."""
     if rows == size or not isinstance(leaf, torch.Tensor) or leaf.dim() == 0 or leaf.shape[0] != rows:
         return leaf
     return torch.cat([leaf, leaf[-1:].expand(size - rows, *leaf.shape[1:])])
 
 
-def _unpad(result: torch.Tensor, rows: int, size: int) -> torch.Tensor:
+def _remove_padding(result: torch.Tensor, rows: int, size: int) -> torch.Tensor:
     if result.dim() == 0 or result.shape[0] != size:
         return result
     return result[:rows]

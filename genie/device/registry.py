@@ -28,14 +28,14 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DEVICE_TYPE",
+    "DeviceSlot",
     "ExecutorAddress",
     "RemoteDevice",
-    "Slot",
     "attach",
     "detach",
+    "device_slot",
+    "device_slots",
     "extend",
-    "slot",
-    "slots",
 ]
 
 DEVICE_TYPE = "remote_accelerator"
@@ -57,7 +57,7 @@ class RemoteDevice:
     open: Callable[[], ExecutorAddress]
 
 
-class Slot:
+class DeviceSlot:
     """One device index. Thread-safe."""
 
     def __init__(
@@ -69,29 +69,29 @@ class Slot:
         self._launch_blocking = launch_blocking
         self._lock = threading.Lock()
         self._connection: Connection | None = None
-        self._link: ExecutorLink | None = None
-        self._seed: int | None = None
+        self._executor_link: ExecutorLink | None = None
+        self._manual_seed: int | None = None
         self._closed = threading.Event()
 
     def connection(self, *, first_seed: int) -> Connection:
         """Return the open connection, or open one, seeded with the last manual seed or else with
         `first_seed`."""
         current = self._connection
-        if current is not None and not current.lost:
+        if current is not None and not current.is_lost:
             return current
         with self._lock:
             if self._closed.is_set():
-                raise not_initialized()
-            if self._connection is None or self._connection.lost:
+                raise not_initialized_error()
+            if self._connection is None or self._connection.is_lost:
                 self._connection = self._open(first_seed)
             if self._closed.is_set():  # closed while the connection was being opened
                 self._connection.close(_SHUTDOWN_REASON)
-                raise not_initialized()
+                raise not_initialized_error()
             return self._connection
 
     def seed(self, value: int) -> None:
         """Seed the default generator; without a connection, the next one starts with this seed."""
-        self._seed = value
+        self._manual_seed = value
         current = self.open_connection
         if current is not None:
             try:
@@ -100,28 +100,28 @@ class Slot:
                 pass  # the next use of the device opens a new connection, with this seed
 
     @property
-    def used(self) -> bool:
+    def was_used(self) -> bool:
         return self._connection is not None
 
     @property
     def open_connection(self) -> Connection | None:
         """None if there is no connection or it is lost."""
         current = self._connection
-        return None if current is None or current.lost else current
+        return None if current is None or current.is_lost else current
 
     def close(self) -> None:
         self._closed.set()
-        if self._link is not None:
-            self._link.stop()
+        if self._executor_link is not None:
+            self._executor_link.stop()
         if self._connection is not None:
             self._connection.close(_SHUTDOWN_REASON)
 
-    def lose(self, reason: str) -> None:
+    def mark_lost(self, reason: str) -> None:
         """Close the connection because the executor is known to be lost: a frozen machine does not reset its
         connections. The next use opens a new connection. May block for seconds."""
         with self._lock:
-            link, connection = self._link, self._connection
-        if link is not None and connection is not None and not connection.lost:
+            link, connection = self._executor_link, self._connection
+        if link is not None and connection is not None and not connection.is_lost:
             link.stop()
             connection.close(reason)
 
@@ -133,15 +133,17 @@ class Slot:
         self._closed.set()
 
     def _open(self, first_seed: int) -> Connection:
-        self._link = ExecutorLink(self.device.open(), self.device.node_id, busy_s=self._op_timeout_s)
+        self._executor_link = ExecutorLink(
+            self.device.open(), self.device.node_id, busy_timeout_s=self._op_timeout_s
+        )
         connection = open_connection(
-            self._link,
+            self._executor_link,
             index=self.index,
             device_name=f"{DEVICE_TYPE}:{self.index}",
             op_timeout_s=self._op_timeout_s,
             launch_blocking=self._launch_blocking,
         )
-        connection.seed(first_seed if self._seed is None else self._seed)
+        connection.seed(first_seed if self._manual_seed is None else self._manual_seed)
         return connection
 
 
@@ -150,19 +152,19 @@ class _Registry:
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.slots: tuple[Slot, ...] | None = None
+        self.slots: tuple[DeviceSlot, ...] | None = None
         self.op_timeout_s = OP_TIMEOUT_S
         self.launch_blocking = False
         self.attach_callbacks: list[Callable[[], None]] = []
         self.change_callbacks: list[Callable[[], None]] = []
 
-    def add(self, devices: Sequence[RemoteDevice]) -> None:
+    def add_devices(self, devices: Sequence[RemoteDevice]) -> None:
         existing = self.slots or ()
         count = len(existing) + len(devices)
         if count > DEVICES_MAX:
             raise UsageError(f"cannot attach {count} devices: torch supports at most {DEVICES_MAX}")
         added = (
-            Slot(index, device, op_timeout_s=self.op_timeout_s, launch_blocking=self.launch_blocking)
+            DeviceSlot(index, device, op_timeout_s=self.op_timeout_s, launch_blocking=self.launch_blocking)
             for index, device in enumerate(devices, start=len(existing))
         )
         self.slots = (*existing, *added)
@@ -184,7 +186,7 @@ def attach(
         if _registry.slots is not None:
             raise AlreadyInitializedError("remote devices are already attached", hint="call genie.shutdown()")
         _registry.op_timeout_s, _registry.launch_blocking = op_timeout_s, launch_blocking
-        _registry.add(devices)
+        _registry.add_devices(devices)
     for callback in _registry.attach_callbacks:
         callback()
 
@@ -194,20 +196,20 @@ def extend(devices: Sequence[RemoteDevice]) -> None:
     with _registry.lock:
         if _registry.slots is None or not devices:
             return
-        _registry.add(devices)
+        _registry.add_devices(devices)
     _notify_change()
 
 
 def detach() -> None:
     """Close every connection; remaining tensors raise DeviceLostError. Idempotent."""
     with _registry.lock:
-        detached, _registry.slots = slots(), None
+        detached, _registry.slots = device_slots(), None
     _notify_change()
     for each in detached:
         each.close()
 
 
-def slots() -> tuple[Slot, ...]:
+def device_slots() -> tuple[DeviceSlot, ...]:
     """The slot of every index; empty without a session."""
     return _registry.slots or ()
 
@@ -217,16 +219,16 @@ def is_attached() -> bool:
     return _registry.slots is not None
 
 
-def in_use() -> bool:
+def is_any_device_used() -> bool:
     """Whether a tensor may exist on any device."""
-    return any(each.used for each in slots())
+    return any(each.was_used for each in device_slots())
 
 
-def slot(index: int) -> Slot:
+def device_slot(index: int) -> DeviceSlot:
     """NotInitializedError without a session, DeviceUnavailableError for an unknown index."""
     current = _registry.slots
     if current is None:
-        raise not_initialized()
+        raise not_initialized_error()
     if not current:
         raise DeviceUnavailableError(
             f"{DEVICE_TYPE}:{index}: the cluster has no accelerators", hint="run `genie nodes` to see why"
@@ -245,7 +247,7 @@ def _format_devices(count: int) -> str:
     return f"{count} devices: {DEVICE_TYPE}:0 to {DEVICE_TYPE}:{count - 1}"
 
 
-def not_initialized() -> NotInitializedError:
+def not_initialized_error() -> NotInitializedError:
     return NotInitializedError(
         f"{DEVICE_TYPE} needs a session with a cluster", hint="call `await genie.init(...)` first"
     )
@@ -269,7 +271,7 @@ def _notify_change() -> None:
 def _after_fork_in_child() -> None:
     """A child starts without devices, and may attach its own. Another thread may have held the lock."""
     _registry.lock = threading.Lock()
-    inherited, _registry.slots = slots(), None
+    inherited, _registry.slots = device_slots(), None
     for each in inherited:
         each.forget_after_fork()
     _notify_change()

@@ -14,7 +14,7 @@ from genie.config import LogConfig
 from genie.errors import GenieError, HardwareError
 from genie.executor.listener import ClientListener
 from genie.executor.session import ClientSession, SessionOutcome
-from genie.model.job import EXIT_CLIENT_LOST
+from genie.model.job import CLIENT_LOST_EXIT_CODE
 from genie.processes import executor_config, files
 from genie.processes.executor_config import ExecutorConfig
 from genie.telemetry import log
@@ -25,8 +25,8 @@ _MESSAGE_CHARS_MAX = 300
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Return 0 when the client has closed the session, EXIT_CLIENT_LOST when it did not connect or did not
-    return, else the exit code of the error."""
+    """Return 0 when the client has closed the session, CLIENT_LOST_EXIT_CODE when it did not connect or
+    reconnect, else the exit code of the error."""
     parser = argparse.ArgumentParser(prog="python -m genie.executor", description=__doc__)
     parser.add_argument("--config", type=Path, required=True, help="config file, written by the agent")
     options = parser.parse_args(arguments)
@@ -51,16 +51,14 @@ def run(config: ExecutorConfig) -> int:
         from genie.native import genie_executor, libraries
 
         if not libraries.BuildCache.of_this_installation().is_built("genie_executor"):
-            _write_status(
-                config,
-                f"compiling the executor library for torch {libraries.TorchTarget.installed().torch_version}",
-            )
+            torch_version = libraries.TorchTarget.from_installation().torch_version
+            _write_status(config, f"compiling the executor library for torch {torch_version}")
         libraries.load("genie_executor")
-        opened = accelerator.prepare(config)
+        opened = accelerator.prepare_accelerator(config)
         session = ClientSession(listener, config)
         listener.start(opened, genie_executor.Stream)
         files.write_private(Path(config.endpoint_path), msgspec.json.encode({"port": listener.port}))
-        client = listener.wait_client(config.idle_s)
+        client = listener.wait_for_client(config.idle_s)
         if client is None:
             return _end_without_client(config, f"no client connected within {config.idle_s:g} s")
         _log.info("serving %s on %s", client.peer, config.device)
@@ -81,7 +79,7 @@ def run(config: ExecutorConfig) -> int:
 def _end_without_client(config: ExecutorConfig, reason: str) -> int:
     _log.warning("%s", reason)
     _write_status(config, reason)
-    return EXIT_CLIENT_LOST
+    return CLIENT_LOST_EXIT_CODE
 
 
 def _write_status(config: ExecutorConfig, text: str) -> None:

@@ -20,10 +20,10 @@ from genie.runtime import device_protocol
 _log = logging.getLogger(__name__)
 
 # For stacks, scratch space of kernels and torch itself.
-_OVERHEAD_BYTES = 512 * 1024**2
+_RUNTIME_OVERHEAD_BYTES = 512 * 1024**2
 
 
-def prepare(config: ExecutorConfig) -> device_protocol.Opened:
+def prepare_accelerator(config: ExecutorConfig) -> device_protocol.Opened:
     """HardwareError if torch cannot use the accelerator."""
     if config.threads:
         torch.set_num_threads(config.threads)
@@ -63,7 +63,7 @@ def _limit_memory(device: torch.device, limit_bytes: int, memory_bytes: int) -> 
         torch.cuda.set_per_process_memory_fraction(min(1.0, limit_bytes / memory_bytes), device)
     elif device.type == "cpu":
         _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-        soft = data_bytes() + limit_bytes + _OVERHEAD_BYTES
+        soft = data_segment_bytes() + limit_bytes + _RUNTIME_OVERHEAD_BYTES
         resource.setrlimit(resource.RLIMIT_DATA, (soft if hard < 0 else min(soft, hard), hard))
     else:
         _log.warning(
@@ -72,7 +72,7 @@ def _limit_memory(device: torch.device, limit_bytes: int, memory_bytes: int) -> 
         )
 
 
-def data_bytes() -> int:
+def data_segment_bytes() -> int:
     """Memory that counts towards RLIMIT_DATA; the limit only has an effect on Linux."""
     status = Path("/proc/self/status")
     if not status.exists():

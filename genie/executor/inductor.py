@@ -2,7 +2,7 @@
 
 Inductor writes to a directory of this executor, starts no process pool, and uses no cache that another
 process could fill. The session waits meanwhile; compilation runs on a thread without its dispatch state.
-fxgraph.py builds the graph; native/torch/executor/graphs.cpp decides when it is compiled.
+fxgraph.py builds the graph; native/torch/executor/graph_table.cpp decides when it is compiled.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-COMPILE_S_MAX = 480.0
+COMPILE_TIMEOUT_S = 480.0
 """Timeout; afterwards the graph is replayed step by step."""
 _KEEP_ALIVE_INTERVAL_S = 1.0
-STEPS_MAX = 20_000
+COMPILED_STEPS_MAX = 20_000
 _COMPILE_MEMORY_BYTES = 4 * 1024**3
 _REASON_CHARACTERS_MAX = 300
 
@@ -51,14 +51,14 @@ class CompiledGraph:
         return list(self.function(*inputs))
 
 
-class Compiler:
+class InductorCompiler:
     """Compiles for one device; creates its directory on first use."""
 
     def __init__(self, *, device: str, folder: Path) -> None:
         self._device = torch.device(device)
         self._folder = folder
-        self._last: Future[CompiledGraph] | None = None
-        self._retained = _RetainedMemory()
+        self._last_compilation: Future[CompiledGraph] | None = None
+        self._retained_memory = _RetainedMemory()
 
     def compile(
         self,
@@ -68,14 +68,16 @@ class Compiler:
         keep_alive: Callable[[], None],
     ) -> CompiledGraph:
         """`keep_alive` is called every second. OpRefusedError if the graph cannot be compiled."""
-        if self._last is not None and not self._last.done():
+        if self._last_compilation is not None and not self._last_compilation.done():
             raise OpRefusedError("another graph is still being compiled")
-        if len(steps) > STEPS_MAX:
-            raise OpRefusedError(f"it has {len(steps)} steps; the maximum for compilation is {STEPS_MAX}")
+        if len(steps) > COMPILED_STEPS_MAX:
+            raise OpRefusedError(
+                f"it has {len(steps)} steps; the maximum for compilation is {COMPILED_STEPS_MAX}"
+            )
         _log.info("compiling a graph of %d steps with inductor", len(steps))
         started = time.monotonic()
         future = Future[CompiledGraph]()
-        allowance = _Allowance(self._retained)
+        allowance = _MemoryAllowance(self._retained_memory)
         threads = torch.get_num_threads()
 
         def work() -> None:
@@ -91,13 +93,13 @@ class Compiler:
         try:
             threading.Thread(target=work, name="inductor", daemon=True).start()
         except RuntimeError as error:
-            raise OpRefusedError(_reason(error)) from error
-        self._last = future
+            raise OpRefusedError(_format_failure_reason(error)) from error
+        self._last_compilation = future
         while not future.done():
             futures.wait([future], timeout=_KEEP_ALIVE_INTERVAL_S)
-            if time.monotonic() - started > COMPILE_S_MAX and not future.done():
+            if time.monotonic() - started > COMPILE_TIMEOUT_S and not future.done():
                 allowance.end()  # the session continues while the thread still compiles
-                raise OpRefusedError(f"compilation took longer than {COMPILE_S_MAX:g} s")
+                raise OpRefusedError(f"compilation took longer than {COMPILE_TIMEOUT_S:g} s")
             keep_alive()
         try:
             compiled = future.result()
@@ -106,7 +108,7 @@ class Compiler:
             raise
         except Exception as error:  # of any kind: the graph is replayed step by step
             _log.warning("replaying a graph without inductor", exc_info=True)
-            raise OpRefusedError(_reason(error)) from error
+            raise OpRefusedError(_format_failure_reason(error)) from error
         _log.info("compiled a graph in %.1f s", time.monotonic() - started)
         return compiled
 
@@ -119,7 +121,7 @@ class Compiler:
         steps: Sequence[Step],
         results: Sequence[int],
         sizes: Mapping[int, int],
-        allowance: _Allowance,
+        allowance: _MemoryAllowance,
     ) -> CompiledGraph:
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._folder.chmod(0o700)
@@ -128,7 +130,7 @@ class Compiler:
             # Imported late: it imports much of torch that is not needed otherwise.
             from genie.executor import fxgraph
 
-            traced = fxgraph.trace(steps, results, sizes, self._device)
+            traced = fxgraph.trace_steps(steps, results, sizes, self._device)
             function = _compile_fx(traced)
         return CompiledGraph(
             function=function,
@@ -144,7 +146,7 @@ class _RetainedMemory:
     bytes: int = 0
 
 
-class _Allowance:
+class _MemoryAllowance:
     """Raises the memory limit for a compilation, whose memory is not the client's.
 
     Entered by the compiling thread while the session waits. When the session stops waiting it ends the
@@ -152,19 +154,19 @@ class _Allowance:
     """
 
     def __init__(self, retained: _RetainedMemory) -> None:
-        self._retained = retained
+        self._retained_memory = retained
         self._lock = threading.Lock()
-        self._limit: _Limit | None = None
-        self._before_bytes = 0
-        self._ended = False
+        self._limit: _DataSegmentLimit | None = None
+        self._bytes_before_compilation = 0
+        self._has_ended = False
 
     def __enter__(self) -> None:
         with self._lock:
-            if self._ended:
+            if self._has_ended:
                 raise OpRefusedError("the compilation timed out")
-            self._limit = _Limit.current(self._retained.bytes)
-            self._before_bytes = accelerator.data_bytes()
-            self._limit.raise_by(self._retained.bytes + _COMPILE_MEMORY_BYTES)
+            self._limit = _DataSegmentLimit.current(self._retained_memory.bytes)
+            self._bytes_before_compilation = accelerator.data_segment_bytes()
+            self._limit.raise_by(self._retained_memory.bytes + _COMPILE_MEMORY_BYTES)
 
     def __exit__(self, *_: object) -> None:
         self.end()
@@ -172,22 +174,24 @@ class _Allowance:
     def end(self) -> None:
         """Idempotent and thread-safe."""
         with self._lock:
-            if self._limit is not None and not self._ended:
-                retained = self._retained.bytes + max(0, accelerator.data_bytes() - self._before_bytes)
-                self._retained.bytes = min(retained, _COMPILE_MEMORY_BYTES)
-                self._limit.raise_by(self._retained.bytes)
-            self._ended = True
+            if self._limit is not None and not self._has_ended:
+                retained = self._retained_memory.bytes + max(
+                    0, accelerator.data_segment_bytes() - self._bytes_before_compilation
+                )
+                self._retained_memory.bytes = min(retained, _COMPILE_MEMORY_BYTES)
+                self._limit.raise_by(self._retained_memory.bytes)
+            self._has_ended = True
 
 
 @dataclass(frozen=True)
-class _Limit:
+class _DataSegmentLimit:
     """The memory limit of this process without allowances; negative: none."""
 
     base: int
     hard: int
 
     @classmethod
-    def current(cls, allowed_bytes: int) -> _Limit:
+    def current(cls, allowed_bytes: int) -> _DataSegmentLimit:
         soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
         return cls(soft if soft < 0 else soft - allowed_bytes, hard)
 
@@ -199,7 +203,7 @@ class _Limit:
             )
 
 
-def _compile_fx(traced: fxgraph.Traced) -> Callable[..., Sequence[torch.Tensor]]:
+def _compile_fx(traced: fxgraph.TracedGraph) -> Callable[..., Sequence[torch.Tensor]]:
     # Set before the rest of inductor is imported, which otherwise starts a process pool.
     from torch._inductor import config as inductor_config
 
@@ -221,7 +225,7 @@ def _compile_fx(traced: fxgraph.Traced) -> Callable[..., Sequence[torch.Tensor]]
     return compiled
 
 
-def _reason(error: BaseException) -> str:
+def _format_failure_reason(error: BaseException) -> str:
     text = str(error).strip() or type(error).__name__
     first = next(line for line in text.splitlines() if line.strip())
     return f"{type(error).__name__}: {first}"[:_REASON_CHARACTERS_MAX]

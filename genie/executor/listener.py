@@ -42,17 +42,17 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-_FETCHES_MAX = 64
+_CONCURRENT_FETCHES_MAX = 64
 """An executor fetches one parcel at a time, so this limits the number of other executors."""
-_HANDSHAKES_MAX = 128
+_CONCURRENT_HANDSHAKES_MAX = 128
 """More than all other executors that may fetch, which can connect at the same time."""
-_FETCH_IDLE_S = 10.0
+_FETCH_IDLE_TIMEOUT_S = 10.0
 """Idle timeout of a connection between two fetches."""
 _HANDSHAKE_TIMEOUT_S = 5.0
 _FIRST_BYTE_TIMEOUT_S = 2.0
 _REFUSAL_TIMEOUT_S = 1.0
 _BACKLOG = 128
-_DRAIN_BYTES = 4096
+_DISCARD_CHUNK_BYTES = 4096
 
 
 @dataclass(frozen=True)
@@ -77,21 +77,21 @@ class ClientListener:
         self._config = config
         self._listener = _listen(config.listen_host, config.port)
         self.port: int = self._listener.getsockname()[1]
-        self._opened: device_protocol.Opened | None = None
+        self._opened_reply: device_protocol.Opened | None = None
         self._stream_type: type[Stream] | None = None
         self._send_parcel: SendParcel | None = None
-        self._fetches = threading.BoundedSemaphore(_FETCHES_MAX)
-        self._handshakes: dict[socket.socket, str] = {}
+        self._fetch_slots = threading.BoundedSemaphore(_CONCURRENT_FETCHES_MAX)
+        self._sockets_in_handshake: dict[socket.socket, str] = {}
         """Unauthenticated connections with their addresses, oldest first; guarded by `_handshakes_lock`.
 
         Duplicates, because the stream takes the socket itself.
         """
-        self._threads = 0
+        self._handshake_threads = 0
         """Threads of handshakes, also of connections that were closed; guarded by `_handshakes_lock`."""
         self._handshakes_lock = threading.Lock()
-        self._changed = threading.Condition()
+        self._state_changed = threading.Condition()
         """Guards the attributes below."""
-        self._pending: PendingClient | None = None
+        self._pending_client: PendingClient | None = None
         """A newer connection of the client replaces a pending one."""
         self._session_key = ""
         """Empty: there is no session."""
@@ -111,22 +111,22 @@ class ClientListener:
 
     def start(self, opened: device_protocol.Opened, stream_type: type[Stream]) -> None:
         """Accept connections. `opened`: the handshake reply; `stream_type`: the library's Stream."""
-        self._opened = opened
+        self._opened_reply = opened
         self._stream_type = stream_type
-        threading.Thread(target=self._accept_all, name="executor-listener", daemon=True).start()
+        threading.Thread(target=self._accept_connections, name="executor-listener", daemon=True).start()
 
-    def wait_client(self, timeout_s: float) -> PendingClient | None:
+    def wait_for_client(self, timeout_s: float) -> PendingClient | None:
         """Wait for a client with a valid ticket; None on timeout."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._pending or self._closed.is_set(), timeout_s)
-            client, self._pending = self._pending, None
+        with self._state_changed:
+            self._state_changed.wait_for(lambda: self._pending_client or self._closed.is_set(), timeout_s)
+            client, self._pending_client = self._pending_client, None
             return client
 
-    def accept(self, client: PendingClient, *, frames_received: int) -> Stream:
+    def accept_client(self, client: PendingClient, *, frames_received: int) -> Stream:
         """Send the handshake reply and return the op stream. TransportError if the client disconnected."""
-        assert self._opened is not None
+        assert self._opened_reply is not None
         reply = msgspec.structs.replace(
-            self._opened,
+            self._opened_reply,
             session_key=self._session_key,
             fetch_key=self._fetch_key,
             frames_received=frames_received,
@@ -136,39 +136,39 @@ class ClientListener:
         try:
             device_protocol.send_reply(stream, reply, peer=client.peer, timeout_s=_HANDSHAKE_TIMEOUT_S)
             if client.plaintext and stream.encrypted:
-                stream = stream.without_tls(_HANDSHAKE_TIMEOUT_S)
+                stream = stream.downgrade_to_plaintext(_HANDSHAKE_TIMEOUT_S)
         except OSError as error:
             client.stream.close()
             raise ConnectionLostError(f"lost the connection to {client.peer}: {error}") from error
         except GenieError:
             client.stream.close()
             raise
-        with self._changed:
+        with self._state_changed:
             self._client_stream = stream
-            if self._pending is not None or self._closed.is_set():
+            if self._pending_client is not None or self._closed.is_set():
                 stream.shut_down()  # replaced by a newer connection, or closed
         return stream
 
     def allow_new_session(self) -> None:
         """The session was never used: accept the ticket alone, as well as the session key."""
-        with self._changed:
+        with self._state_changed:
             self._accepts_new_session = True
             self._client_stream = None
 
     def disconnect_client(self) -> None:
         """Close the connection of the client, which may reconnect."""
-        with self._changed:
+        with self._state_changed:
             if self._client_stream is not None:
                 self._client_stream.shut_down()
 
     def close(self) -> None:
         """Stop listening and close all connections."""
-        with self._changed:
+        with self._state_changed:
             self._closed.set()
-            self._drop_pending()
+            self._drop_pending_client()
             for stream in self._fetch_streams:
                 stream.shut_down()
-            self._changed.notify_all()
+            self._state_changed.notify_all()
         try:
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread in accept()
         except OSError:
@@ -176,7 +176,7 @@ class ClientListener:
         self._listener.close()
         self.disconnect_client()
 
-    def _accept_all(self) -> None:
+    def _accept_connections(self) -> None:
         while not self._closed.is_set():
             try:
                 sock, address = self._listener.accept()
@@ -192,13 +192,13 @@ class ClientListener:
         """Never waits. Drops the connection if the threads of closed connections have not ended yet."""
         try:
             with self._handshakes_lock:
-                if self._threads >= 2 * _HANDSHAKES_MAX:
+                if self._handshake_threads >= 2 * _CONCURRENT_HANDSHAKES_MAX:
                     raise OSError(errno.EAGAIN, "too many handshakes")
-                if len(self._handshakes) >= _HANDSHAKES_MAX:
+                if len(self._sockets_in_handshake) >= _CONCURRENT_HANDSHAKES_MAX:
                     self._close_one_handshake()
                 copy = sock.dup()
-                self._handshakes[copy] = host
-                self._threads += 1
+                self._sockets_in_handshake[copy] = host
+                self._handshake_threads += 1
         except OSError as error:  # also: out of file descriptors
             _log.warning("rejected the client %s: %s", peer, error)
             sock.close()
@@ -225,9 +225,9 @@ class ClientListener:
 
     def _close_one_handshake(self) -> None:
         """Closes the oldest connection of the address with the most; its thread then ends."""
-        (most, _), *_ = Counter(self._handshakes.values()).most_common(1)
-        oldest = next(copy for copy, host in self._handshakes.items() if host == most)
-        del self._handshakes[oldest]
+        (most, _), *_ = Counter(self._sockets_in_handshake.values()).most_common(1)
+        oldest = next(copy for copy, host in self._sockets_in_handshake.items() if host == most)
+        del self._sockets_in_handshake[oldest]
         try:
             oldest.shutdown(socket.SHUT_RDWR)
         except OSError:
@@ -236,8 +236,8 @@ class ClientListener:
     def _end_handshake(self, copy: socket.socket, *, has_ended: bool = False) -> None:
         """The peer is authenticated, or its thread has ended."""
         with self._handshakes_lock:
-            self._handshakes.pop(copy, None)
-            self._threads -= has_ended
+            self._sockets_in_handshake.pop(copy, None)
+            self._handshake_threads -= has_ended
         copy.close()
 
     def _wait_first_byte(self, sock: socket.socket, peer: str) -> None:
@@ -251,7 +251,7 @@ class ClientListener:
         stream = self._make_stream(sock, peer, _remaining_s(deadline))
         try:
             request = device_protocol.receive_request(stream, peer=peer, timeout_s=_remaining_s(deadline))
-            machine = device_protocol.this_machine()
+            machine = device_protocol.machine_identity()
             same_machine = loopback and machine != "" and request.machine == machine
             plaintext = same_machine or not stream.encrypted
             if isinstance(request, device_protocol.Fetch):
@@ -261,19 +261,21 @@ class ClientListener:
             else:
                 self._check_ticket(request)
                 self._end_handshake(copy)
-                self._admit(PendingClient(stream, request, peer, plaintext=plaintext))
+                self._admit_client(PendingClient(stream, request, peer, plaintext=plaintext))
         except GenieError as error:
-            self._refuse(stream, error, peer)
+            self._send_refusal(stream, error, peer)
             raise
 
     def _start_fetch(
         self, stream: Stream, request: device_protocol.Fetch, peer: str, *, plaintext: bool
     ) -> None:
-        with self._changed:
+        with self._state_changed:
             if self._send_parcel is None or not self._session_key or self._closed.is_set():
                 raise DeviceUnavailableError("this executor has no session")
-        if not self._fetches.acquire(blocking=False):
-            raise DeviceUnavailableError(f"this executor already has {_FETCHES_MAX} pending fetches")
+        if not self._fetch_slots.acquire(blocking=False):
+            raise DeviceUnavailableError(
+                f"this executor already has {_CONCURRENT_FETCHES_MAX} pending fetches"
+            )
         thread = threading.Thread(
             target=self._serve_fetches,
             args=(stream, request, peer, plaintext),
@@ -283,7 +285,7 @@ class ClientListener:
         try:
             thread.start()
         except RuntimeError as error:  # out of threads
-            self._fetches.release()
+            self._fetch_slots.release()
             raise DeviceUnavailableError(f"this executor could not start another fetch: {error}") from error
 
     def _serve_fetches(
@@ -298,8 +300,8 @@ class ClientListener:
                 timeout_s=_HANDSHAKE_TIMEOUT_S,
             )
             if plaintext and stream.encrypted:
-                stream = stream.without_tls(_HANDSHAKE_TIMEOUT_S)
-            with self._changed:
+                stream = stream.downgrade_to_plaintext(_HANDSHAKE_TIMEOUT_S)
+            with self._state_changed:
                 self._fetch_streams.add(stream)
                 if self._closed.is_set():
                     return
@@ -309,21 +311,21 @@ class ClientListener:
         except (GenieError, OSError) as error:
             _log.info("fetch connection of %s ended: %s", peer, error)
         finally:
-            with self._changed:
+            with self._state_changed:
                 self._fetch_streams.discard(stream)
             stream.close()
-            self._fetches.release()
+            self._fetch_slots.release()
 
     def _send_parcels(
         self, stream: Stream, request: device_protocol.Fetch, peer: str, plaintext: bool
     ) -> None:
         assert self._send_parcel is not None
         while self._send_parcel(request.number, stream):
-            request = device_protocol.receive_fetch(stream, peer=peer, timeout_s=_FETCH_IDLE_S)
+            request = device_protocol.receive_fetch(stream, peer=peer, timeout_s=_FETCH_IDLE_TIMEOUT_S)
             try:
                 self._check_token(request)
             except TokenRefusedError as error:
-                self._refuse(stream, error, peer)
+                self._send_refusal(stream, error, peer)
                 raise
             device_protocol.send_reply(
                 stream,
@@ -335,7 +337,7 @@ class ClientListener:
     def _make_stream(self, sock: socket.socket, peer: str, timeout_s: float) -> Stream:
         """The stream owns the socket, even if this fails."""
         assert self._stream_type is not None
-        if not self._config.tls:
+        if not self._config.uses_tls:
             return self._stream_type.plaintext(sock.detach())
         try:
             return self._stream_type.tls_server(
@@ -350,7 +352,7 @@ class ClientListener:
             raise TokenRefusedError("the ticket is not for this executor")
 
     def _check_token(self, request: device_protocol.Fetch) -> None:
-        with self._changed:
+        with self._state_changed:
             key = self._fetch_key
         if not key:
             raise DeviceUnavailableError("this executor has no session")
@@ -358,8 +360,8 @@ class ClientListener:
         if not hmac.compare_digest(request.token.encode(), expected.encode()):
             raise TokenRefusedError("the token is not valid for this parcel")
 
-    def _admit(self, client: PendingClient) -> None:
-        with self._changed:
+    def _admit_client(self, client: PendingClient) -> None:
+        with self._state_changed:
             if self._closed.is_set():
                 raise DeviceUnavailableError("this executor is shutting down")
             self._check_session_key(client.request.session_key)
@@ -367,9 +369,9 @@ class ClientListener:
                 self._session_key = secrets.token_hex(16)
                 self._fetch_key = secrets.token_hex(32)
             self._accepts_new_session = False
-            self._drop_pending()
-            self._pending = client
-            self._changed.notify_all()
+            self._drop_pending_client()
+            self._pending_client = client
+            self._state_changed.notify_all()
             if self._client_stream is not None:
                 self._client_stream.shut_down()  # the old connection of the client
 
@@ -382,19 +384,19 @@ class ClientListener:
         elif not self._session_key or not hmac.compare_digest(key.encode(), self._session_key.encode()):
             raise DeviceUnavailableError("this executor has no such session", hint="its tensors are lost")
 
-    def _drop_pending(self) -> None:
-        if self._pending is not None:
-            self._pending.stream.close()
-            self._pending = None
+    def _drop_pending_client(self) -> None:
+        if self._pending_client is not None:
+            self._pending_client.stream.close()
+            self._pending_client = None
 
-    def _refuse(self, stream: Stream, error: GenieError, peer: str) -> None:
+    def _send_refusal(self, stream: Stream, error: GenieError, peer: str) -> None:
         """Send the error, and close only after the peer has closed or on timeout, so that it arrives."""
         reply = device_protocol.Error(code=error.code, message=str(error)[:1000])
         deadline = time.monotonic() + _REFUSAL_TIMEOUT_S
         try:
             device_protocol.send_reply(stream, reply, peer=peer, timeout_s=_REFUSAL_TIMEOUT_S)
             while time.monotonic() < deadline:
-                stream.read_exactly(_DRAIN_BYTES, _remaining_s(deadline))
+                stream.read_exactly(_DISCARD_CHUNK_BYTES, _remaining_s(deadline))
         except (GenieError, OSError):
             pass  # expected: the peer closed the connection
         stream.close()

@@ -33,31 +33,33 @@ class ParcelConnector:
 
     def __init__(self, config: ExecutorConfig) -> None:
         self._ca_path = config.ca_path
-        self._connections: dict[tuple[str, int, str], Stream] = {}
+        self._idle_streams: dict[tuple[str, int, str], Stream] = {}
         """By address, least recently used first."""
 
     def __call__(self, host: str, port: int, server_name: str, number: int, token: str) -> Stream:
         """Return a stream on which the parcel follows. TransportError, or the error of the other executor."""
         address = (host, port, server_name)
-        request = device_protocol.Fetch(number=number, token=token, machine=device_protocol.this_machine())
-        stream = self._try_reuse(self._connections.pop(address, None), request)
+        request = device_protocol.Fetch(
+            number=number, token=token, machine=device_protocol.machine_identity()
+        )
+        stream = self._try_reuse(self._idle_streams.pop(address, None), request)
         if stream is None:
             stream = self._connect(address, request)
-        while len(self._connections) >= _CONNECTIONS_MAX:
-            self._connections.pop(next(iter(self._connections))).close()
-        self._connections[address] = stream
+        while len(self._idle_streams) >= _CONNECTIONS_MAX:
+            self._idle_streams.pop(next(iter(self._idle_streams))).close()
+        self._idle_streams[address] = stream
         return stream
 
     def close(self) -> None:
-        while self._connections:
-            self._connections.popitem()[1].close()
+        while self._idle_streams:
+            self._idle_streams.popitem()[1].close()
 
     def _try_reuse(self, stream: Stream | None, request: device_protocol.Fetch) -> Stream | None:
         """None if the connection is lost: the other executor closes it when it is idle."""
         if stream is None:
             return None
         try:
-            device_protocol.fetch(
+            device_protocol.request_fetch(
                 stream, request, peer="the other executor", timeout_s=_CONNECT_TIMEOUT_S, is_reused=True
             )
         except (ConnectionLostError, DeadlineError):
@@ -82,9 +84,9 @@ class ParcelConnector:
                 timeout_s=_CONNECT_TIMEOUT_S,
             )
         except NothingListensError as error:
-            raise NothingListensError(error.message, hint=_hint_nothing_listens(host)) from error
+            raise NothingListensError(error.message, hint=_connection_refused_hint(host)) from error
         try:
-            fetched = device_protocol.fetch(stream, request, peer=peer, timeout_s=_CONNECT_TIMEOUT_S)
+            fetched = device_protocol.request_fetch(stream, request, peer=peer, timeout_s=_CONNECT_TIMEOUT_S)
             return executor_stream.apply_tls_decision(
                 stream, plaintext=fetched.plaintext, peer=peer, timeout_s=_CONNECT_TIMEOUT_S
             )
@@ -101,7 +103,7 @@ class ParcelConnector:
             raise TlsError(f"cannot read the certificate of the cluster's CA: {error}") from error
 
 
-def _hint_nothing_listens(host: str) -> str:
+def _connection_refused_hint(host: str) -> str:
     if is_loopback(host):
         return "it has ended, or it listens on loopback of another machine: set agent.host there"
     return "it has ended"

@@ -33,16 +33,16 @@ class CudaCapture:
         self._torch = torch
         self._device = torch.device(device)
         self._graph: Any = None  # Any: torch.cuda.CUDAGraph is untyped
-        self._reserved_before = 0
+        self._reserved_bytes_before = 0
 
-    def use_stream(self) -> None:
+    def use_capture_stream(self) -> None:
         """Use a separate stream on this thread: the default stream cannot be captured."""
         stream = self._torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         self._torch.cuda.set_stream(stream)
 
     def begin(self) -> None:
         self._torch.cuda.synchronize(self._device)
-        self._reserved_before = self._torch.cuda.memory_reserved(self._device)
+        self._reserved_bytes_before = self._torch.cuda.memory_reserved(self._device)
         self._graph = self._torch.cuda.CUDAGraph()
         self._graph.capture_begin(capture_error_mode="thread_local")
 
@@ -50,7 +50,9 @@ class CudaCapture:
         """Return the graph and the size of its memory pool."""
         self._graph.capture_end()
         # A capture allocates from a new pool, so all of its memory is newly reserved.
-        return self._graph, max(0, self._torch.cuda.memory_reserved(self._device) - self._reserved_before)
+        return self._graph, max(
+            0, self._torch.cuda.memory_reserved(self._device) - self._reserved_bytes_before
+        )
 
     def abort(self) -> None:
         """Raises if the device has failed."""
@@ -81,22 +83,22 @@ class ClientSession:
         self.is_freed = False
         self._listener = listener
         self._resume_s = config.resume_s
-        self._on_cpu = config.device == "cpu"
+        self._is_on_cpu = config.device == "cpu"
         self._capture = CudaCapture(config.device) if config.device.startswith("cuda") else None
-        self._connector = ParcelConnector(config)
+        self._parcel_connector = ParcelConnector(config)
         # Imported late: it imports torch.
-        from genie.executor.inductor import Compiler
+        from genie.executor.inductor import InductorCompiler
 
-        self._compiler = Compiler(
+        self._compiler = InductorCompiler(
             device=config.device, folder=Path(config.endpoint_path).with_name("inductor")
         )
-        self._native = genie_executor.Session(
+        self._native_session = genie_executor.Session(
             config.device,
             config.memory_bytes_max,
             sorted(ALLOWED_OPS),
             spin_us=config.spin_us,
             capture=self._capture,
-            connect=self._connector,
+            connect=self._parcel_connector,
             compiler=self._compiler,
         )
         listener.set_parcel_sender(self._send_parcel)
@@ -108,26 +110,26 @@ class ClientSession:
         process must exit without cleanup.
         """
         if self._capture is not None:
-            self._capture.use_stream()
+            self._capture.use_capture_stream()
         end = SessionOutcome.CLIENT_LOST
         try:
-            end = SessionOutcome(self._serve_all(client))
+            end = SessionOutcome(self._serve_until_closed(client))
         finally:
-            self._connector.close()
+            self._parcel_connector.close()
             self._compiler.close()
-            if end is not SessionOutcome.FAILED or self._on_cpu:
-                self._native.close()
+            if end is not SessionOutcome.FAILED or self._is_on_cpu:
+                self._native_session.close()
                 self.is_freed = True
         return end
 
     def stats(self) -> dict[str, int]:
         """Memory and counters of the session. Thread-safe."""
-        return self._native.stats()
+        return self._native_session.stats()
 
     def _send_parcel(self, number: int, stream: genie_executor.Stream) -> bool:
-        return self._native.send_parcel(number, stream)
+        return self._native_session.send_parcel(number, stream)
 
-    def _serve_all(self, client: PendingClient) -> str:
+    def _serve_until_closed(self, client: PendingClient) -> str:
         current: PendingClient | None = client
         while current is not None:
             outcome = self._serve_connection(current)
@@ -135,20 +137,22 @@ class ClientSession:
                 _log.info("session of %s ended: %s", current.peer, outcome)
                 return outcome
             _log.info("lost the connection to %s; waiting %g s for a reconnect", current.peer, self._resume_s)
-            if self._native.frames_received == 0:
+            if self._native_session.frames_received == 0:
                 self._listener.allow_new_session()  # the client may not have received its session key
-            current = self._listener.wait_client(self._resume_s)
+            current = self._listener.wait_for_client(self._resume_s)
         _log.warning("the client did not reconnect; freeing its tensors")
         return "lost"
 
     def _serve_connection(self, client: PendingClient) -> str:
         try:
-            stream = self._listener.accept(client, frames_received=self._native.frames_received)
+            stream = self._listener.accept_client(
+                client, frames_received=self._native_session.frames_received
+            )
         except TransportError as error:
             _log.warning("%s disconnected during the handshake: %s", client.peer, error)
             return "lost"
         try:
-            return self._native.serve(stream, client.request.replies_received)
+            return self._native_session.serve(stream, client.request.replies_received)
         except ConnectionError as error:  # replaced by a newer connection of the client
             _log.info("the connection to %s was replaced: %s", client.peer, error)
             return "lost"

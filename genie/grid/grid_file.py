@@ -21,14 +21,14 @@ import yaml
 from genie.config.labels import LABELS
 from genie.config.schema import (
     REQUIRED,
-    Rule,
+    ValidationRule,
     base_type,
     check_key,
     convert,
-    default_of,
+    default_value,
     setting,
-    settings_of,
-    suggestion,
+    setting_fields,
+    suggest_similar,
 )
 from genie.errors import ConfigError, NoNodeError
 
@@ -51,10 +51,10 @@ def _is_remote_root(path: str) -> bool:
     return _REMOTE_ROOT.fullmatch(path) is not None and ".." not in path.split("/")
 
 
-_NAME_RULE = Rule(
+_NAME_RULE = ValidationRule(
     "1 to 253 letters, digits, '.', '_' or '-', not beginning with '.' or '-', without '..'", _is_name
 )
-_REMOTE_ROOT_RULE = Rule("a path that begins with '/' or '~/', without '..'", _is_remote_root)
+_REMOTE_ROOT_RULE = ValidationRule("a path that begins with '/' or '~/', without '..'", _is_remote_root)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,7 +141,7 @@ class GridFile:
         known = [node.name for node in self.nodes]
         raise NoNodeError(
             f"no node is named {name!r}",
-            hint=suggestion(name, known) or f"nodes: {', '.join(known[:10])}",
+            hint=suggest_similar(name, known) or f"nodes: {', '.join(known[:10])}",
         )
 
 
@@ -218,7 +218,7 @@ class _Parser:
             found["remote_root"] = self._remote_root(entries["remote_root"])
         for section, cls in _SECTIONS.items():
             if section in entries and not _is_null(entries[section]):
-                given = self._mapping(entries[section], section, known=list(settings_of(cls)))
+                given = self._mapping(entries[section], section, known=list(setting_fields(cls)))
                 found[section] = cls(**self._convert_all(given, section, cls))
         return GridFile(**found)
 
@@ -245,7 +245,7 @@ class _Parser:
     def _node(self, entry: yaml.Node) -> GridNode:
         if isinstance(entry, yaml.ScalarNode):
             return self.node_from_text(entry.value, entry)
-        entries = self._mapping(entry, "a node", known=list(settings_of(GridNode)))
+        entries = self._mapping(entry, "a node", known=list(setting_fields(GridNode)))
         if "name" not in entries:
             raise self._error(entry, "a node", "has no 'name'", hint="for example '- name: gpu1'")
         node = self.node_from_text(self._text(entries.pop("name"), "name"), entry)
@@ -280,7 +280,7 @@ class _Parser:
         key = f"{section}.{name}"
         kind = base_type(cls, name)
         if _is_null(node):
-            return default_of(settings_of(cls)[name])
+            return default_value(setting_fields(cls)[name])
         raw: object
         pairs: dict[str, str]
         if kind is Mapping:

@@ -33,6 +33,8 @@ _STATE_DIR = ".genie"
 _INSTALL_TIMEOUT_S = 1800.0
 _JOIN_TIMEOUT_S = 120.0
 _UP_TIMEOUT_S = 60.0
+_UNDO_TIMEOUT_S = 20.0
+"""After Ctrl-C."""
 _STEP_S = 0.2
 _LINES_SHOWN = 5
 
@@ -121,6 +123,13 @@ class Promotion:
             except GenieError:
                 await self._undo_install(link, places, missing)
                 raise
+            except asyncio.CancelledError:  # Ctrl-C; a second one ends the cleanup, too
+                try:
+                    async with asyncio.timeout(_UNDO_TIMEOUT_S):
+                        await self._undo_install(link, places, missing)
+                except TimeoutError:
+                    self._on_progress(name, "the incomplete installation is left: the node does not respond")
+                raise
         await self._wait_up(name)
         return "promoted"
 
@@ -143,6 +152,8 @@ class Promotion:
         # An agent that uses an existing state directory is not part of this promotion.
         stop = f"{_stop_command(places)}; " if places.state in created else ""
         remove = f"rm -rf -- {' '.join(created)}"
+        # A program that was interrupted may still write files.
+        remove = f"{{ {remove} || {{ sleep 1; {remove}; }}; }}"
         try:
             _check(
                 await _run_shell(link, stop + remove, timeout_s=_JOIN_TIMEOUT_S), "could not remove all files"
@@ -237,7 +248,7 @@ class Promotion:
                 f"node {link.name}: could not join the cluster at {self._controller}",
                 hint="the address must be reachable from the node",
             )
-        except GenieError:
+        except (GenieError, asyncio.CancelledError):
             await self._revoke(created.record.token_id, link.name)
             raise
 

@@ -18,10 +18,10 @@ from genie.model.node import GPUInfo, Vendor
 
 class CpuReader:
     def __init__(self, count: int, *, root: Path = Path("/")) -> None:
-        self._count = count
+        self._accelerator_count = count
         self._root = root
-        self._name = cpu_model(root=root)
-        self._last_s: tuple[float, float] | None = None
+        self._cpu_model = cpu_model(root=root)
+        self._last_busy_and_total_s: tuple[float, float] | None = None
 
     def read(self, held: Collection[int] = ()) -> tuple[GPUInfo, ...]:
         facts = host_facts(root=self._root)
@@ -29,15 +29,15 @@ class CpuReader:
         return tuple(
             GPUInfo(
                 gpu_id=index,
-                name=self._name,
+                name=self._cpu_model,
                 vendor=Vendor.CPU,
-                memory_total_bytes=facts.memory_total_bytes // self._count,
-                memory_used_bytes=facts.memory_used_bytes // self._count,
+                memory_total_bytes=facts.memory_total_bytes // self._accelerator_count,
+                memory_used_bytes=facts.memory_used_bytes // self._accelerator_count,
                 utilization_pct=utilization_pct,
                 island=0,
                 numa=0,
             )
-            for index in range(self._count)
+            for index in range(self._accelerator_count)
         )
 
     def close(self) -> None:
@@ -51,7 +51,7 @@ class CpuReader:
             value for name, value in times._asdict().items() if name not in ("guest", "guest_nice")
         )
         idle_s: float = times.idle + getattr(times, "iowait", 0.0)
-        last, self._last_s = self._last_s, (total_s, idle_s)
+        last, self._last_busy_and_total_s = self._last_busy_and_total_s, (total_s, idle_s)
         if last is None or total_s <= last[0]:
             return None
         busy_share = 1.0 - (idle_s - last[1]) / (total_s - last[0])

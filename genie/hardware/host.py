@@ -47,7 +47,7 @@ def host_facts(*, root: Path = Path("/")) -> HostFacts:
     if limits.memory_bytes is not None and limits.memory_bytes < total:
         total = limits.memory_bytes
         used = min(used if limits.memory_used_bytes is None else limits.memory_used_bytes, total)
-    cpus = float(_cpus_allowed())
+    cpus = float(_allowed_cpu_count())
     if limits.cpus is not None:
         cpus = min(cpus, limits.cpus)
     return HostFacts(
@@ -69,11 +69,11 @@ class CpuMeter:
     """Reads load and utilization. The first `busy_pct` covers the time since the construction."""
 
     def __init__(self) -> None:
-        self._previous = _cpu_seconds()
+        self._previous_cpu_seconds = _cpu_seconds()
 
     def read(self) -> CpuReading:
-        (busy_s, total_s), now = self._previous, _cpu_seconds()
-        self._previous = now
+        (busy_s, total_s), now = self._previous_cpu_seconds, _cpu_seconds()
+        self._previous_cpu_seconds = now
         spent_s = now[1] - total_s
         busy_pct = min(max(100.0 * (now[0] - busy_s) / spent_s, 0.0), 100.0) if spent_s > 0 else None
         try:
@@ -92,7 +92,7 @@ def _cpu_seconds() -> tuple[float, float]:
 
 def cpu_model(*, root: Path = Path("/")) -> str:
     """The model name of the processor, or its architecture."""
-    for line in (_read(root / "proc/cpuinfo") or "").splitlines():
+    for line in (_read_text(root / "proc/cpuinfo") or "").splitlines():
         key, _, value = line.partition(":")
         if key.strip() in ("model name", "Model", "cpu model") and value.strip():
             return value.strip()
@@ -112,16 +112,16 @@ class CgroupLimits:
 def cgroup_limits(*, root: Path = Path("/")) -> CgroupLimits:
     """The tightest limit of the cgroup of this process and its ancestors."""
     base = root / "sys/fs/cgroup"
-    paths = _group_paths(root)
+    paths = _cgroup_paths(root)
     if (base / "cgroup.controllers").exists():
-        folders = list(_ancestors(base, paths.get("", "/")))
-        cpus = [_cpus_v2(folder) for folder in folders]
-        memory = [_memory(folder, limit="memory.max", used="memory.current") for folder in folders]
+        folders = list(_group_and_ancestors(base, paths.get("", "/")))
+        cpus = [_cpu_limit_v2(folder) for folder in folders]
+        memory = [_read_memory_limit(folder, limit="memory.max", used="memory.current") for folder in folders]
     else:
-        cpus = [_cpus_v1(folder) for folder in _ancestors(base / "cpu", paths.get("cpu", "/"))]
+        cpus = [_cpu_limit_v1(folder) for folder in _group_and_ancestors(base / "cpu", paths.get("cpu", "/"))]
         memory = [
-            _memory(folder, limit="memory.limit_in_bytes", used="memory.usage_in_bytes")
-            for folder in _ancestors(base / "memory", paths.get("memory", "/"))
+            _read_memory_limit(folder, limit="memory.limit_in_bytes", used="memory.usage_in_bytes")
+            for folder in _group_and_ancestors(base / "memory", paths.get("memory", "/"))
         ]
     limited = [pair for pair in memory if pair is not None]
     memory_bytes, memory_used_bytes = min(limited, key=lambda pair: pair[0], default=(None, None))
@@ -132,17 +132,17 @@ def cgroup_limits(*, root: Path = Path("/")) -> CgroupLimits:
     )
 
 
-def _group_paths(root: Path) -> dict[str, str]:
+def _cgroup_paths(root: Path) -> dict[str, str]:
     """Group path by controller name, from /proc/self/cgroup; the name is empty for version 2."""
     paths: dict[str, str] = {}
-    for line in (_read(root / "proc/self/cgroup") or "").splitlines():
+    for line in (_read_text(root / "proc/self/cgroup") or "").splitlines():
         parts = line.split(":", 2)
         if len(parts) == 3:
             paths |= dict.fromkeys(parts[1].split(","), parts[2])
     return paths
 
 
-def _ancestors(base: Path, group: str) -> Iterator[Path]:
+def _group_and_ancestors(base: Path, group: str) -> Iterator[Path]:
     folder = base / group.lstrip("/")
     # In a container the path may be that of the host and not exist; its parents end at `base`.
     while folder != base and base in folder.parents:
@@ -151,21 +151,24 @@ def _ancestors(base: Path, group: str) -> Iterator[Path]:
     yield base
 
 
-def _cpus_v2(folder: Path) -> float | None:
-    quota, _, period = (_read(folder / "cpu.max") or "").partition(" ")
-    return _share(_number(quota), _number(period))
+def _cpu_limit_v2(folder: Path) -> float | None:
+    quota, _, period = (_read_text(folder / "cpu.max") or "").partition(" ")
+    return _quota_cpus(_parse_int(quota), _parse_int(period))
 
 
-def _cpus_v1(folder: Path) -> float | None:
-    return _share(_number(_read(folder / "cpu.cfs_quota_us")), _number(_read(folder / "cpu.cfs_period_us")))
+def _cpu_limit_v1(folder: Path) -> float | None:
+    return _quota_cpus(
+        _parse_int(_read_text(folder / "cpu.cfs_quota_us")),
+        _parse_int(_read_text(folder / "cpu.cfs_period_us")),
+    )
 
 
-def _share(quota: int | None, period: int | None) -> float | None:
+def _quota_cpus(quota: int | None, period: int | None) -> float | None:
     return quota / period if quota is not None and period is not None and quota > 0 and period > 0 else None
 
 
-def _memory(folder: Path, *, limit: str, used: str) -> tuple[int, int | None] | None:
-    limit_bytes, used_bytes = _number(_read(folder / limit)), _number(_read(folder / used))
+def _read_memory_limit(folder: Path, *, limit: str, used: str) -> tuple[int, int | None] | None:
+    limit_bytes, used_bytes = _parse_int(_read_text(folder / limit)), _parse_int(_read_text(folder / used))
     if limit_bytes is None:
         return None
     if used_bytes is None:
@@ -175,24 +178,24 @@ def _memory(folder: Path, *, limit: str, used: str) -> tuple[int, int | None] | 
 
 def _reclaimable_bytes(folder: Path) -> int:
     """Page cache that the kernel reclaims first near the limit of the group."""
-    stat = dict(line.partition(" ")[::2] for line in (_read(folder / "memory.stat") or "").splitlines())
-    return _number(stat.get("total_inactive_file", stat.get("inactive_file"))) or 0
+    stat = dict(line.partition(" ")[::2] for line in (_read_text(folder / "memory.stat") or "").splitlines())
+    return _parse_int(stat.get("total_inactive_file", stat.get("inactive_file"))) or 0
 
 
-def _cpus_allowed() -> int:
+def _allowed_cpu_count() -> int:
     if hasattr(os, "sched_getaffinity"):  # not on macOS
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
-def _read(path: Path) -> str | None:
+def _read_text(path: Path) -> str | None:
     try:
         return path.read_text("utf-8", errors="replace").strip()
     except OSError:
         return None
 
 
-def _number(text: str | None) -> int | None:
+def _parse_int(text: str | None) -> int | None:
     """None for empty text and for words such as "max"."""
     try:
         return int(text or "")

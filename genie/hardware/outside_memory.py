@@ -17,7 +17,7 @@ class GpuProcess(NamedTuple):
     """None if the driver does not report it."""
 
 
-def outside_bytes(
+def bytes_used_outside_cluster(
     used_bytes: int,
     processes: Sequence[GpuProcess] | None,
     *,

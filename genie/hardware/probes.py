@@ -14,7 +14,7 @@ from genie.hardware.nvidia import NvidiaReader
 from genie.model.node import Vendor
 
 _PCI_VENDORS = {Vendor.AMD: "0x1002", Vendor.INTEL: "0x8086"}
-_NAMES = {Vendor.AMD: "AMD", Vendor.INTEL: "Intel"}
+_VENDOR_NAMES = {Vendor.AMD: "AMD", Vendor.INTEL: "Intel"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,10 +29,10 @@ class ProbeResult:
 
 def probe(*, root: Path = Path("/")) -> list[ProbeResult]:
     """One result for each vendor. `root` is the directory of /sys, /dev and /proc. Blocks."""
-    return [_nvidia(), _amd(root), _intel(root), _cpu(root)]
+    return [_probe_nvidia(), _probe_amd(root), _probe_intel(root), _probe_cpu(root)]
 
 
-def _nvidia() -> ProbeResult:
+def _probe_nvidia() -> ProbeResult:
     try:
         reader = NvidiaReader()
     except HardwareError as error:
@@ -55,31 +55,37 @@ def _nvidia() -> ProbeResult:
     )
 
 
-def _amd(root: Path) -> ProbeResult:
-    cards = _cards(root, Vendor.AMD)
+def _probe_amd(root: Path) -> ProbeResult:
+    cards = _find_cards(root, Vendor.AMD)
     if (root / "dev/kfd").exists():
         found = f"/dev/kfd exists, with {_format_cards(cards)}"
-        return ProbeResult(vendor=Vendor.AMD, usable=False, reason=f"{found}; {_unsupported(Vendor.AMD)}")
-    return _no_driver(Vendor.AMD, cards, driver="amdgpu with ROCm (/dev/kfd)")
+        return ProbeResult(
+            vendor=Vendor.AMD, usable=False, reason=f"{found}; {_unsupported_reason(Vendor.AMD)}"
+        )
+    return _driver_missing_result(Vendor.AMD, cards, driver="amdgpu with ROCm (/dev/kfd)")
 
 
-def _intel(root: Path) -> ProbeResult:
-    cards = _cards(root, Vendor.INTEL)
+def _probe_intel(root: Path) -> ProbeResult:
+    cards = _find_cards(root, Vendor.INTEL)
     nodes = sorted(path.name for path in (root / "dev/dri").glob("renderD*"))
     if cards and nodes:
         found = f"{_format_cards(cards)} with {', '.join(nodes)}"
-        return ProbeResult(vendor=Vendor.INTEL, usable=False, reason=f"{found}; {_unsupported(Vendor.INTEL)}")
-    return _no_driver(Vendor.INTEL, cards, driver="i915 or xe (/dev/dri/renderD*)")
+        return ProbeResult(
+            vendor=Vendor.INTEL, usable=False, reason=f"{found}; {_unsupported_reason(Vendor.INTEL)}"
+        )
+    return _driver_missing_result(Vendor.INTEL, cards, driver="i915 or xe (/dev/dri/renderD*)")
 
 
-def _no_driver(vendor: Vendor, cards: list[str], *, driver: str) -> ProbeResult:
+def _driver_missing_result(vendor: Vendor, cards: list[str], *, driver: str) -> ProbeResult:
     if not cards:
-        return ProbeResult(vendor=vendor, usable=False, reason=f"no {_NAMES[vendor]} GPU in /sys/class/drm")
-    reason = f"{_format_cards(cards)}, but the compute driver is not loaded; {_unsupported(vendor)}"
+        return ProbeResult(
+            vendor=vendor, usable=False, reason=f"no {_VENDOR_NAMES[vendor]} GPU in /sys/class/drm"
+        )
+    reason = f"{_format_cards(cards)}, but the compute driver is not loaded; {_unsupported_reason(vendor)}"
     return ProbeResult(vendor=vendor, usable=False, reason=reason, fix=f"load {driver}")
 
 
-def _cpu(root: Path) -> ProbeResult:
+def _probe_cpu(root: Path) -> ProbeResult:
     facts = host_facts(root=root)
     memory_gib = facts.memory_total_bytes / 1024**3
     return ProbeResult(
@@ -89,7 +95,7 @@ def _cpu(root: Path) -> ProbeResult:
     )
 
 
-def _cards(root: Path, vendor: Vendor) -> list[str]:
+def _find_cards(root: Path, vendor: Vendor) -> list[str]:
     """Names such as card0. Outputs (card0-DP-1) have no vendor file."""
     found: list[str] = []
     for path in sorted((root / "sys/class/drm").glob("card[0-9]*")):
@@ -105,5 +111,5 @@ def _format_cards(cards: list[str]) -> str:
     return f"{len(cards)} GPU(s) in /sys/class/drm" + (f" ({', '.join(cards)})" if cards else "")
 
 
-def _unsupported(vendor: Vendor) -> str:
-    return f"this version of Genie does not support {_NAMES[vendor]} GPUs"
+def _unsupported_reason(vendor: Vendor) -> str:
+    return f"this version of Genie does not support {_VENDOR_NAMES[vendor]} GPUs"

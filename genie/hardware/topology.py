@@ -19,7 +19,7 @@ class GpuLinks(NamedTuple):
     """A link leads to an NVSwitch. All switches of a machine are one fabric."""
 
 
-def islands(links: Mapping[int, GpuLinks]) -> dict[int, int]:
+def group_into_islands(links: Mapping[int, GpuLinks]) -> dict[int, int]:
     """The island of each GPU, by `gpu_id`: the lowest `gpu_id` that is reachable over links.
 
     A GPU without links is its own island. GPUs with the same unlisted peer (lost, or a switch) are connected.
@@ -29,17 +29,18 @@ def islands(links: Mapping[int, GpuLinks]) -> dict[int, int]:
     while True:
         lowest: dict[BusAddress | None, int] = {}
         for gpu_id, own in links.items():
-            for end in _ends(own):
+            for end in _link_endpoints(own):
                 lowest[end] = min(found[gpu_id], lowest.get(end, found[gpu_id]))
         reached = {
-            gpu_id: min((lowest[end] for end in _ends(own)), default=gpu_id) for gpu_id, own in links.items()
+            gpu_id: min((lowest[end] for end in _link_endpoints(own)), default=gpu_id)
+            for gpu_id, own in links.items()
         }
         if reached == found:
             return found
         found = reached
 
 
-def _ends(own: GpuLinks) -> set[BusAddress | None]:
+def _link_endpoints(own: GpuLinks) -> set[BusAddress | None]:
     """The endpoints that connected GPUs have in common; None is the fabric of switches."""
     ends: set[BusAddress | None] = set(own.peers)
     if own.address is not None:

@@ -160,6 +160,8 @@ class Placement(Record, frozen=True, kw_only=True, gc=False):
     outcome: JobState | None = None
     """Final state of this worker; None before. Its resources are released then."""
     exit_code: int | None = None
+    never_started: bool = False
+    """It has ended, and its command certainly has not run."""
 
 
 class PastRun(Record, frozen=True, kw_only=True, gc=False):
@@ -222,33 +224,33 @@ class Job(Record, frozen=True, kw_only=True, gc=False):
 
     def unit(self, rank: int) -> str:
         """The name of a worker for agents: the job ID, with the rank if there are several workers."""
-        return unit_name(self.job_id, rank, workers=len(self.placements))
+        return worker_unit_name(self.job_id, rank, workers=len(self.placements))
 
 
-UNIT_MARK = "."
+UNIT_RANK_SEPARATOR = "."
 
 
-def unit_name(job_id: str, rank: int, *, workers: int) -> str:
-    return job_id if workers == 1 else f"{job_id}{UNIT_MARK}{rank}"
+def worker_unit_name(job_id: str, rank: int, *, workers: int) -> str:
+    return job_id if workers == 1 else f"{job_id}{UNIT_RANK_SEPARATOR}{rank}"
 
 
-def parse_unit(unit: str) -> tuple[str, int]:
+def parse_worker_unit(unit: str) -> tuple[str, int]:
     """Job ID and rank."""
-    job_id, mark, rank = unit.partition(UNIT_MARK)
+    job_id, mark, rank = unit.partition(UNIT_RANK_SEPARATOR)
     return (job_id, int(rank)) if mark and rank.isdecimal() and len(rank) <= RANK_DIGITS_MAX else (unit, 0)
 
 
 RANK_DIGITS_MAX = 6
-HISTORY_MAX = 64
-EXIT_CLIENT_LOST = 74
+JOB_HISTORY_MAX = 64
+CLIENT_LOST_EXIT_CODE = 74
 """Exit code of an executor whose client did not return; the reason of its exit report says more."""
 RUNS_KEPT = 4
 """Number of earlier runs whose logs are kept."""
 _STORED_BYTES_OF_CHARACTER_MAX = 4
 """Of a printable character: UTF-8, or an escaped quote."""
-_CUT = "..."
-_REMOVED = "(removed: the stored job was too large)"
-_SHRUNK_HISTORY = 4
+_TRUNCATION_MARK = "..."
+_REMOVED_COMMAND = "(removed: the stored job was too large)"
+_SHRUNK_HISTORY_ENDS = 4
 _WORKERS_OF_RUNS_MAX = 1024
 """Maximum number of workers of earlier runs to keep; those of the newest run are always kept."""
 
@@ -281,7 +283,7 @@ def with_state(
     assert state in ALLOWED_TRANSITIONS[job.state], (
         f"{job.job_id}: {job.state} -> {state} is not an allowed transition"
     )
-    reason = bounded_reason(reason)
+    reason = truncate_reason(reason)
     transition = Transition(state=state, at=at, reason=reason)
     history = _trim_history((*job.history, transition))
     if state is _QUEUED:
@@ -293,7 +295,7 @@ def with_state(
             started_at=None,
             placements=(),
             stop=_NO_STOP,
-            earlier=_append_run(job, at),
+            earlier=_with_current_run(job, at),
         )
     return msgspec.structs.replace(
         job,
@@ -306,7 +308,7 @@ def with_state(
     )
 
 
-def bounded_reason(text: str) -> str:
+def truncate_reason(text: str) -> str:
     """The text as one line of at most REASON_BYTES_MAX bytes as stored; control characters become spaces or
     question marks, because JSON encodes each of them as six bytes."""
     if len(text) <= REASON_BYTES_MAX // _STORED_BYTES_OF_CHARACTER_MAX and text.isprintable():
@@ -316,34 +318,34 @@ def bounded_reason(text: str) -> str:
     )
     if len(msgspec.json.encode(text)) <= REASON_BYTES_MAX:
         return text
-    while len(msgspec.json.encode(text)) > REASON_BYTES_MAX - len(_CUT):
+    while len(msgspec.json.encode(text)) > REASON_BYTES_MAX - len(_TRUNCATION_MARK):
         text = text[: len(text) * 9 // 10]
-    return text + _CUT
+    return text + _TRUNCATION_MARK
 
 
-def shrunk(job: Job) -> Job:
+def shrink_oversized_job(job: Job) -> Job:
     """A job whose row is too large to be changed, with less of its specification and history: enough to end
     it, but not to run it again. Only rows of earlier versions are that large."""
     spec = msgspec.structs.replace(
         job.spec,
-        command=(_REMOVED,),
+        command=(_REMOVED_COMMAND,),
         env={},
         constraints=msgspec.structs.replace(
             job.spec.constraints, gpu_models=(), labels={}, near=(), apart=()
         ),
     )
-    steps = (*job.history[:_SHRUNK_HISTORY], *job.history[_SHRUNK_HISTORY:][-_SHRUNK_HISTORY:])
-    history = tuple(msgspec.structs.replace(step, reason=bounded_reason(step.reason)) for step in steps)
+    steps = (*job.history[:_SHRUNK_HISTORY_ENDS], *job.history[_SHRUNK_HISTORY_ENDS:][-_SHRUNK_HISTORY_ENDS:])
+    history = tuple(msgspec.structs.replace(step, reason=truncate_reason(step.reason)) for step in steps)
     return msgspec.structs.replace(
-        job, spec=spec, history=history, earlier=(), reason=bounded_reason(job.reason)
+        job, spec=spec, history=history, earlier=(), reason=truncate_reason(job.reason)
     )
 
 
-def is_shrunk(job: Job) -> bool:
-    return job.spec.command == (_REMOVED,)
+def is_shrunk_job(job: Job) -> bool:
+    return job.spec.command == (_REMOVED_COMMAND,)
 
 
-def _append_run(job: Job, at: float) -> tuple[PastRun, ...]:
+def _with_current_run(job: Job, at: float) -> tuple[PastRun, ...]:
     """The earlier runs, including the current one if it has started."""
     if job.started_at is None:
         return job.earlier
@@ -361,6 +363,6 @@ def _append_run(job: Job, at: float) -> tuple[PastRun, ...]:
 
 
 def _trim_history(history: tuple[Transition, ...]) -> tuple[Transition, ...]:
-    if len(history) <= HISTORY_MAX:
+    if len(history) <= JOB_HISTORY_MAX:
         return history
-    return (*history[: HISTORY_MAX // 2], *history[-HISTORY_MAX // 2 :])
+    return (*history[: JOB_HISTORY_MAX // 2], *history[-JOB_HISTORY_MAX // 2 :])

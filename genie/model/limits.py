@@ -30,14 +30,14 @@ MEMORY_BYTES_MAX = 1 << 60
 WORKERS_MAX = 1024
 GPUS_OF_JOB_MAX = 32 * 1024
 """Accelerators of all workers of a job: their IDs are stored in its row."""
-NAMED_MAX = 64
+JOB_LIST_ENTRIES_MAX = 64
 """Entries in each list of a job: GPU models, names of other jobs. Labels: config/labels.py."""
 CAPABILITY_MAX = 99
 """Each part of the minimum compute capability."""
 PRIORITY_MAX = 1000
 GRACE_S_MAX = 86400.0
 TIME_LIMIT_S_MAX = 10 * 365 * 86400.0
-EPOCH_S_MAX = 1e12
+UNIX_TIME_S_MAX = 1e12
 """Largest timestamp, in seconds since 1970."""
 WEIGHT_MIN, WEIGHT_MAX = 0.01, 1000.0
 QUOTA_GPUS_MAX = 1_000_000.0

@@ -148,6 +148,8 @@ class ExitReport(Record, frozen=True, kw_only=True):
     started: bool = True
     by_node: bool = False
     """The node, not the job, is the cause: it is shutting down, or its disk is full."""
+    needed_bytes: int = 0
+    """Free disk space that its working directory needs, if the node has less; otherwise 0."""
 
 
 class Registered(Message, frozen=True, kw_only=True):
@@ -595,8 +597,8 @@ def _reply_type(request: type[Message]) -> type[Message]:
     return typing.cast("type[Message]", answer)
 
 
-BEFORE_HELLO = (Hello, FetchTrust, Join, RecoverCertificate)
-FOR_NODES = (
+UNAUTHENTICATED_REQUESTS = (Hello, FetchTrust, Join, RecoverCertificate)
+NODE_REQUESTS = (
     Register,
     Heartbeat,
     Leave,
@@ -606,7 +608,7 @@ FOR_NODES = (
     SignExecutor,
     GetBlob,
 )
-FOR_USERS = (
+USER_REQUESTS = (
     SubmitJob,
     GetJob,
     ListJobs,
@@ -624,7 +626,7 @@ FOR_USERS = (
     OpenDevice,
     WaitDevice,
 )
-FOR_OWNERS = (
+OWNER_REQUESTS = (
     ListTokens,
     CreateToken,
     RevokeToken,
@@ -635,5 +637,5 @@ FOR_OWNERS = (
     RemoveQuota,
 )
 
-CONTROLLER_REQUESTS = (*BEFORE_HELLO, *FOR_NODES, *FOR_USERS, *FOR_OWNERS)
+CONTROLLER_REQUESTS = (*UNAUTHENTICATED_REQUESTS, *NODE_REQUESTS, *USER_REQUESTS, *OWNER_REQUESTS)
 AGENT_REQUESTS = (Launch, Kill, ReadLog)

@@ -8,9 +8,9 @@ import re
 from genie.errors import NameInvalidError, UsageError
 from genie.model.limits import NAME_CHARS_MAX
 
-_INNER_MAX = NAME_CHARS_MAX - 2
-_NAME = re.compile(rf"[A-Za-z0-9](?:[A-Za-z0-9._-]{{0,{_INNER_MAX}}}[A-Za-z0-9])?")
-_NODE_ID = re.compile(rf"[a-z0-9](?:[a-z0-9-]{{0,{_INNER_MAX}}}[a-z0-9])?")
+_NAME_INNER_CHARS_MAX = NAME_CHARS_MAX - 2
+_NAME = re.compile(rf"[A-Za-z0-9](?:[A-Za-z0-9._-]{{0,{_NAME_INNER_CHARS_MAX}}}[A-Za-z0-9])?")
+_NODE_ID = re.compile(rf"[a-z0-9](?:[a-z0-9-]{{0,{_NAME_INNER_CHARS_MAX}}}[a-z0-9])?")
 _JOB_ID = re.compile(r"j-[a-z2-7]{8}(?:\.[0-9]+)?")
 _ENV_KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}")
 
@@ -18,7 +18,7 @@ NAME_RULE = f"1 to {NAME_CHARS_MAX} letters, digits, '.', '_' or '-', with a let
 NODE_ID_RULE = f"1 to {NAME_CHARS_MAX} lower-case letters, digits or '-', with a letter or digit at both ends"
 _HOST = re.compile(r"([A-Za-z0-9._-]+)(?::([0-9]{1,5}))?")
 _IPV6 = re.compile(r"[0-9A-Fa-f:.]+(?:%[A-Za-z0-9._-]+)?")
-_BRACKETED = re.compile(rf"\[({_IPV6.pattern})\](?::([0-9]{{1,5}}))?")
+_BRACKETED_IPV6 = re.compile(rf"\[({_IPV6.pattern})\](?::([0-9]{{1,5}}))?")
 _HOST_CHARS_MAX = 253
 # Case-insensitive, as DNS is. The secret has 43 characters; the pin is optional.
 _TOKEN = re.compile(r"(?i)genie\.(?:owner|user|join|node)\.[a-z0-9]+\.[a-z0-9_-]{43}")
@@ -66,7 +66,7 @@ def parse_address(text: str, *, what: str = "the address") -> tuple[str, int | N
         )
     if _is_ipv6(text):
         return text, None
-    match = _HOST.fullmatch(text) or _BRACKETED.fullmatch(text)
+    match = _HOST.fullmatch(text) or _BRACKETED_IPV6.fullmatch(text)
     if match is None or (":" in match[1] and not _is_ipv6(match[1])):
         raise UsageError(
             f"{what} {_quote(text)} is not an address", hint="write HOST, HOST:PORT or [IPV6]:PORT"

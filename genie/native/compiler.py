@@ -30,16 +30,16 @@ INSTALL_HINT = (
     "python3-devel); without it the remote_accelerator device is not available, and scheduling is slower"
 )
 # A compiler that takes longer counts as hung.
-_COMPILE_S_MAX = 1200.0
+_COMPILE_TIMEOUT_S = 1200.0
 _ERROR_LINES_SHOWN = 6
 # Progress lines in the log of a build without a terminal.
-_PROGRESS_LINES = 8
-_INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"\n]+)"', re.MULTILINE)
+_PROGRESS_LINES_MAX = 8
+_INCLUDE_DIRECTIVE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"\n]+)"', re.MULTILINE)
 
 _log = logging.getLogger(__name__)
 
 
-class Target(Protocol):
+class BuildTarget(Protocol):
     """The platform that a library is compiled for."""
 
     @property
@@ -53,25 +53,25 @@ class Target(Protocol):
 
 
 @dataclass(frozen=True)
-class Unit:
+class TranslationUnit:
     """Files that are compiled as one translation unit; they share their anonymous namespaces."""
 
     sources: tuple[Path, ...]
     flags: tuple[str, ...]
-    target: Target
+    target: BuildTarget
 
     @functools.cached_property
-    def key(self) -> str:
+    def cache_key(self) -> str:
         """Hash of everything that the object file depends on, except the compiler."""
-        return self.current_key()
+        return self.compute_cache_key()
 
-    def current_key(self) -> str:
-        return _unit_key(self.sources, self.flags, self.target)
+    def compute_cache_key(self) -> str:
+        return _translation_unit_key(self.sources, self.flags, self.target)
 
-    def text_bytes(self) -> int:
+    def source_bytes(self) -> int:
         return sum(path.stat().st_size for path in self.sources)
 
-    def arguments(self) -> list[str]:
+    def compiler_arguments(self) -> list[str]:
         *included, last = map(str, self.sources)
         return [*self.flags, *(part for path in included for part in ("-include", path)), "-c", last]
 
@@ -84,10 +84,10 @@ class BuildPlan:
     """A library to build: its name, its name in messages, its units and its path."""
 
     name: str
-    title: str
-    target: Target
-    units: Sequence[Unit]
-    library: Path
+    display_name: str
+    target: BuildTarget
+    units: Sequence[TranslationUnit]
+    library_path: Path
 
 
 def content_hash(*parts: str) -> str:
@@ -98,7 +98,7 @@ def content_hash(*parts: str) -> str:
     return digest.hexdigest()[:24]
 
 
-def output_path(object_path: Path) -> Path:
+def compiler_output_path(object_path: Path) -> Path:
     """The compiler's output for a unit, cached with its object file so that later builds log it as well."""
     return object_path.with_suffix(".txt")
 
@@ -116,52 +116,54 @@ class Build:
         for plan in self.plans:
             self._log_path(plan).write_text("", "utf-8")
         (self.cache / "objects").mkdir(exist_ok=True)
-        compiler_key = (self._call(["--version"], self.plans), *self.compiler)
+        compiler_key = (self._run_compiler(["--version"], self.plans), *self.compiler)
         objects = {
-            unit: self.cache / "objects" / f"{content_hash(*compiler_key, unit.key)}.o"
+            unit: self.cache / "objects" / f"{content_hash(*compiler_key, unit.cache_key)}.o"
             for plan in self.plans
             for unit in plan.units
         }
-        missing = {unit: path for unit, path in objects.items() if not _is_complete(path)}
+        missing = {unit: path for unit, path in objects.items() if not _is_complete_object(path)}
         for unit in objects.keys() - missing.keys():
-            printed = output_path(objects[unit]).read_text("utf-8", errors="replace")
-            self._append_log(f"{unit}: cached", printed, self._plans_with(unit))
-        with ThreadPoolExecutor(_processors(), thread_name_prefix="genie-compile") as pool:
+            printed = compiler_output_path(objects[unit]).read_text("utf-8", errors="replace")
+            self._append_log(f"{unit}: cached", printed, self._plans_containing(unit))
+        with ThreadPoolExecutor(_usable_processor_count(), thread_name_prefix="genie-compile") as pool:
             self._compile_all(missing, pool)
             for path in objects.values():
-                mark_used(path)
+                update_last_used_time(path)
             list(pool.map(lambda plan: self._link(plan, objects), self.plans))
 
-    def _compile_all(self, missing: Mapping[Unit, Path], pool: ThreadPoolExecutor) -> None:
+    def _compile_all(self, missing: Mapping[TranslationUnit, Path], pool: ThreadPoolExecutor) -> None:
         """Run one compiler per processor, largest units first. After an error no more are started."""
         progress = _Progress(sum(len(unit.sources) for unit in missing))
-        largest_first = sorted(missing, key=Unit.text_bytes, reverse=True)
+        largest_first = sorted(missing, key=TranslationUnit.source_bytes, reverse=True)
         running = [pool.submit(self._compile, unit, missing[unit], progress) for unit in largest_first]
         try:
             wait(running, return_when=FIRST_EXCEPTION)
         finally:
             started = [one for one in running if not one.cancel()]
             wait(started)
-            progress.end()
+            progress.clear_line()
         for one in started:
             one.result()
 
-    def _compile(self, unit: Unit, into: Path, progress: _Progress) -> None:
+    def _compile(self, unit: TranslationUnit, into: Path, progress: _Progress) -> None:
         output = self.folder / into.name
-        printed = self._call([*unit.arguments(), "-o", str(output)], self._plans_with(unit))
-        if unit.current_key() != unit.key:
+        printed = self._run_compiler(
+            [*unit.compiler_arguments(), "-o", str(output)], self._plans_containing(unit)
+        )
+        if unit.compute_cache_key() != unit.cache_key:
             raise NativeBuildError(f"{unit} or a header of it changed during compilation", hint="try again")
-        output_path(into).write_text(printed, "utf-8")
+        compiler_output_path(into).write_text(printed, "utf-8")
         output.replace(into)
-        progress.step(len(unit.sources))
+        progress.add_compiled(len(unit.sources))
 
-    def _link(self, plan: BuildPlan, objects: Mapping[Unit, Path]) -> None:
-        linked = self.folder / plan.library.name
+    def _link(self, plan: BuildPlan, objects: Mapping[TranslationUnit, Path]) -> None:
+        linked = self.folder / plan.library_path.name
         inputs = [str(objects[unit]) for unit in plan.units]
-        self._call([*inputs, *plan.target.link_flags(), "-o", str(linked)], [plan])
-        linked.replace(plan.library)
+        self._run_compiler([*inputs, *plan.target.link_flags(), "-o", str(linked)], [plan])
+        linked.replace(plan.library_path)
 
-    def _call(self, arguments: Sequence[str], plans: Sequence[BuildPlan]) -> str:
+    def _run_compiler(self, arguments: Sequence[str], plans: Sequence[BuildPlan]) -> str:
         """Run the compiler and return its output, which is also logged. NativeBuildError if it fails."""
         command = [*self.compiler, *arguments]
         try:
@@ -172,29 +174,30 @@ class Build:
                 stderr=subprocess.STDOUT,
                 text=True,
                 errors="replace",
-                timeout=_COMPILE_S_MAX,
+                timeout=_COMPILE_TIMEOUT_S,
                 check=False,
             )
         except subprocess.TimeoutExpired as error:
             raise NativeBuildError(
-                f"compiling {plans[0].title} failed: {command[0]} took more than {_COMPILE_S_MAX:g} s",
+                f"compiling {plans[0].display_name} failed: {command[0]} took more than "
+                f"{_COMPILE_TIMEOUT_S:g} s",
                 hint="stop other programs on this machine, or set CXX to another compiler",
             ) from error
         except OSError as error:
             raise NativeBuildError(
-                f"compiling {plans[0].title} failed: {error}", hint=INSTALL_HINT
+                f"compiling {plans[0].display_name} failed: {error}", hint=INSTALL_HINT
             ) from error
         self._append_log(shlex.join(command), done.stdout, plans)
         if done.returncode != 0:
             raise NativeBuildError(
-                f"compiling {plans[0].title} for {plans[0].target.name} failed:\n"
-                f"{_first_errors(done.stdout) or f'{command[0]} exited with {done.returncode}'}\n"
+                f"compiling {plans[0].display_name} for {plans[0].target.name} failed:\n"
+                f"{_first_error_lines(done.stdout) or f'{command[0]} exited with {done.returncode}'}\n"
                 f"full log: {self._log_path(plans[0])}",
                 hint=_compile_hint(done.stdout),
             )
         return done.stdout
 
-    def _plans_with(self, unit: Unit) -> list[BuildPlan]:
+    def _plans_containing(self, unit: TranslationUnit) -> list[BuildPlan]:
         return [plan for plan in self.plans if unit in plan.units]
 
     def _log_path(self, plan: BuildPlan) -> Path:
@@ -210,50 +213,60 @@ class _Progress:
     """One line on a terminal, redrawn in place; without a terminal a few lines in the log."""
 
     def __init__(self, files: int) -> None:
-        self._files = files
-        self._done = 0
+        self._file_count = files
+        self._compiled_count = 0
         self._lock = threading.Lock()
-        self._step = max(5, -(-files // _PROGRESS_LINES))
+        self._files_per_log_line = max(5, -(-files // _PROGRESS_LINES_MAX))
         self._is_terminal = files > 0 and sys.stderr is not None and sys.stderr.isatty()
         self._draw()
 
-    def step(self, files: int) -> None:
+    def add_compiled(self, files: int) -> None:
         with self._lock:
-            steps_before = self._done // self._step
-            self._done += files
+            steps_before = self._compiled_count // self._files_per_log_line
+            self._compiled_count += files
             self._draw()
-            if not self._is_terminal and self._done // self._step > steps_before and self._done < self._files:
-                _log.info("compiled %d of %d files", self._done, self._files)
+            if (
+                not self._is_terminal
+                and self._compiled_count // self._files_per_log_line > steps_before
+                and self._compiled_count < self._file_count
+            ):
+                _log.info("compiled %d of %d files", self._compiled_count, self._file_count)
 
-    def end(self) -> None:
+    def clear_line(self) -> None:
         if self._is_terminal:
             sys.stderr.write("\r\033[K")
             sys.stderr.flush()
 
     def _draw(self) -> None:
         if self._is_terminal:
-            sys.stderr.write(f"\r\033[K  compiling: {self._done} of {self._files} files")
+            sys.stderr.write(f"\r\033[K  compiling: {self._compiled_count} of {self._file_count} files")
             sys.stderr.flush()
 
 
-def _is_complete(object_path: Path) -> bool:
+def _is_complete_object(object_path: Path) -> bool:
     """False for an empty file, which a power failure may leave: linkers accept it as an empty script."""
-    return object_path.is_file() and object_path.stat().st_size > 0 and output_path(object_path).is_file()
+    return (
+        object_path.is_file()
+        and object_path.stat().st_size > 0
+        and compiler_output_path(object_path).is_file()
+    )
 
 
-def mark_used(path: Path) -> None:
+def update_last_used_time(path: Path) -> None:
     try:
         os.utime(path)
     except OSError:
         pass  # the cache of another user, who evicts its files
 
 
-def _unit_key(sources: Sequence[Path], flags: Sequence[str], target: Target) -> str:
-    contents = [f"{path.name}\0{text}" for source in sources for path, text in _with_includes(source).items()]
+def _translation_unit_key(sources: Sequence[Path], flags: Sequence[str], target: BuildTarget) -> str:
+    contents = [
+        f"{path.name}\0{text}" for source in sources for path, text in _read_with_includes(source).items()
+    ]
     return content_hash(target.version, target.soabi, *flags, *contents)
 
 
-def _with_includes(source: Path) -> dict[Path, str]:
+def _read_with_includes(source: Path) -> dict[Path, str]:
     """The text of a file and of all project files that it includes, directly or indirectly."""
     found: dict[Path, str] = {}
     pending = [source.resolve()]
@@ -262,11 +275,11 @@ def _with_includes(source: Path) -> dict[Path, str]:
         if path in found or not path.is_file():  # the compiler reports missing files
             continue
         found[path] = path.read_text("utf-8")
-        pending += [(path.parent / name).resolve() for name in _INCLUDE.findall(found[path])]
+        pending += [(path.parent / name).resolve() for name in _INCLUDE_DIRECTIVE.findall(found[path])]
     return dict(sorted(found.items()))
 
 
-def _first_errors(text: str) -> str:
+def _first_error_lines(text: str) -> str:
     lines = text.splitlines()
     errors = [line for line in lines if "error:" in line or "undefined reference" in line]
     return "\n".join((errors or lines)[:_ERROR_LINES_SHOWN])
@@ -278,7 +291,7 @@ def _compile_hint(text: str) -> str:
     return "Genie needs a C++20 compiler (GCC 11, Clang 14 or newer) and torch 2.11 to 2.13"
 
 
-def _processors() -> int:
+def _usable_processor_count() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

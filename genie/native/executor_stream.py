@@ -26,7 +26,7 @@ class Stream(Protocol):
         cls, fd: int, ca_der: Sequence[bytes], server_name: str, timeout_s: float | None
     ) -> Self: ...
 
-    def without_tls(self, timeout_s: float | None) -> Self: ...
+    def downgrade_to_plaintext(self, timeout_s: float | None) -> Self: ...
 
     @property
     def encrypted(self) -> bool: ...
@@ -88,6 +88,6 @@ def apply_tls_decision(stream: _S, *, plaintext: bool, peer: str, timeout_s: flo
     if not plaintext or not stream.encrypted:
         return stream
     try:
-        return stream.without_tls(timeout_s)
+        return stream.downgrade_to_plaintext(timeout_s)
     except ConnectionError as error:
         raise ConnectionLostError(f"the connection to {peer} broke: {error}") from error

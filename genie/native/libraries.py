@@ -29,7 +29,15 @@ from typing import Literal, TypeAlias, get_args
 
 from genie import config
 from genie.errors import NativeBuildError
-from genie.native.compiler import INSTALL_HINT, Build, BuildPlan, Unit, content_hash, mark_used, output_path
+from genie.native.compiler import (
+    INSTALL_HINT,
+    Build,
+    BuildPlan,
+    TranslationUnit,
+    compiler_output_path,
+    content_hash,
+    update_last_used_time,
+)
 from genie.processes.files import FileLock, lock_holder
 
 Library: TypeAlias = Literal["genie_device", "genie_executor", "genie_scheduler", "genie_tree"]
@@ -42,12 +50,12 @@ STANDALONE_LIBRARIES: tuple[Library, ...] = ("genie_tree",)
 NO_COMPILER_EXIT_CODE = 69
 """Exit code of `python -m genie.native` without a compiler: a Makefile may continue."""
 
-_COMPILERS = ("c++", "g++", "clang++")
+_COMPILER_NAMES = ("c++", "g++", "clang++")
 # Warnings are enabled for project files only; other headers are included as system headers.
-_COMPILE = ("-std=c++20", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra")
+_COMPILE_FLAGS = ("-std=c++20", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra")
 # Scheduling must not depend on the processor: no fused multiply-add, which rounds differently.
-_SCHEDULER_COMPILE = ("-O3", "-DNDEBUG", "-ffp-contract=off")
-_NANOBIND_COMPILE = (
+_SCHEDULER_COMPILE_FLAGS = ("-O3", "-DNDEBUG", "-ffp-contract=off")
+_NANOBIND_COMPILE_FLAGS = (
     "-O2",
     "-DNDEBUG",
     "-std=c++20",
@@ -56,10 +64,10 @@ _NANOBIND_COMPILE = (
     "-fno-strict-aliasing",
     "-w",
 )
-_TORCH_LIBRARIES = ("torch", "torch_cpu", "c10", "torch_python")
+_TORCH_LINK_LIBRARIES = ("torch", "torch_cpu", "c10", "torch_python")
 # Another process that holds the lock longer counts as hung.
-_WAIT_S_MAX = 2400.0
-_WAIT_POLL_S = 0.1
+_LOCK_TIMEOUT_S = 2400.0
+_LOCK_POLL_INTERVAL_S = 0.1
 # Cached for other versions of torch and Python, and for switching between branches.
 _LIBRARIES_KEPT = 4
 _OBJECTS_KEPT = 100
@@ -67,8 +75,8 @@ _OBJECTS_KEPT = 100
 _FILES_PER_UNIT = 8
 
 _log = logging.getLogger(__name__)
-_loading = threading.Lock()
-_libraries: dict[Library, ModuleType] = {}
+_load_lock = threading.Lock()
+_loaded_libraries: dict[Library, ModuleType] = {}
 
 
 def load(name: Library) -> ModuleType:
@@ -79,26 +87,26 @@ def load(name: Library) -> ModuleType:
     loading fails.
     """
     assert name not in STANDALONE_LIBRARIES, "not a Python module"
-    with _loading:
-        if name not in _libraries:
-            _libraries[name] = _load_module(name, BuildCache.of_this_installation().build(name))
-        return _libraries[name]
+    with _load_lock:
+        if name not in _loaded_libraries:
+            _loaded_libraries[name] = _load_module(name, BuildCache.of_this_installation().build(name))
+        return _loaded_libraries[name]
 
 
 def find_compiler() -> list[str] | None:
     """The command of the C++ compiler: $CXX, else the first of the usual names; None if there is none."""
     try:
-        chosen = shlex.split(config.cxx() or "")
+        chosen = shlex.split(config.cxx_command() or "")
     except ValueError:  # unbalanced quotation marks
         return None
     if chosen:
         return chosen if shutil.which(chosen[0]) else None
-    return next(([path] for name in _COMPILERS if (path := shutil.which(name))), None)
+    return next(([path] for name in _COMPILER_NAMES if (path := shutil.which(name))), None)
 
 
 def missing_compiler_reason() -> str:
     """Why find_compiler() returned None, for messages."""
-    chosen = config.cxx()
+    chosen = config.cxx_command()
     return f"CXX names {chosen!r}, which was not found" if chosen else "there is no C++ compiler"
 
 
@@ -113,7 +121,7 @@ class TorchTarget:
     soabi: str
 
     @classmethod
-    def installed(cls) -> TorchTarget:
+    def from_installation(cls) -> TorchTarget:
         try:
             import torch
         except ImportError as error:
@@ -141,7 +149,7 @@ class TorchTarget:
     def compile_flags(self) -> tuple[str, ...]:
         include = self.torch_folder / "include"
         folders = (str(include), str(include / "torch" / "csrc" / "api" / "include"), self.python_include)
-        flags = ("-O2", *_COMPILE, f"-D_GLIBCXX_USE_CXX11_ABI={int(self.cxx11_abi)}")
+        flags = ("-O2", *_COMPILE_FLAGS, f"-D_GLIBCXX_USE_CXX11_ABI={int(self.cxx11_abi)}")
         return flags + tuple(part for folder in folders for part in ("-isystem", folder))
 
     def link_flags(self) -> tuple[str, ...]:
@@ -152,7 +160,7 @@ class TorchTarget:
         else:
             # The same one as torch: with a second libstdc++ in the process, iostreams crash.
             flags += ("-l:libstdc++.so.6",)
-        return (*flags, *(f"-l{name}" for name in _TORCH_LIBRARIES), "-ldl")
+        return (*flags, *(f"-l{name}" for name in _TORCH_LINK_LIBRARIES), "-ldl")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,7 +173,7 @@ class NanobindTarget:
     soabi: str
 
     @classmethod
-    def installed(cls) -> NanobindTarget:
+    def from_installation(cls) -> NanobindTarget:
         try:
             import nanobind
         except ImportError as error:
@@ -189,17 +197,17 @@ class NanobindTarget:
         return self.nanobind_version
 
     def compile_flags(self) -> tuple[str, ...]:
-        return (*_SCHEDULER_COMPILE, *_COMPILE, *self._includes("-isystem"))
+        return (*_SCHEDULER_COMPILE_FLAGS, *_COMPILE_FLAGS, *self._include_flags("-isystem"))
 
-    def nanobind_unit(self) -> Unit:
+    def nanobind_unit(self) -> TranslationUnit:
         """nanobind's sources, which it combines in one file."""
         source = self.nanobind_folder / "src" / "nb_combined.cpp"
-        return Unit((source,), (*_NANOBIND_COMPILE, *self._includes("-I")), self)
+        return TranslationUnit((source,), (*_NANOBIND_COMPILE_FLAGS, *self._include_flags("-I")), self)
 
     def link_flags(self) -> tuple[str, ...]:
         return ("-shared", *(("-undefined", "dynamic_lookup") if sys.platform == "darwin" else ()))
 
-    def _includes(self, flag: str) -> tuple[str, ...]:
+    def _include_flags(self, flag: str) -> tuple[str, ...]:
         folders = [self.nanobind_folder / "include", self.nanobind_folder / "ext" / "robin_map" / "include"]
         return tuple(part for folder in (*map(str, folders), self.python_include) for part in (flag, folder))
 
@@ -217,7 +225,7 @@ class StandaloneTarget:
 
     def compile_flags(self) -> tuple[str, ...]:
         # Grid nodes compile it as well, with older compilers.
-        return ("-O2", *_COMPILE, "-std=c++17", "-fno-exceptions", "-fno-rtti")
+        return ("-O2", *_COMPILE_FLAGS, "-std=c++17", "-fno-exceptions", "-fno-rtti")
 
     def link_flags(self) -> tuple[str, ...]:
         return ("-shared",)
@@ -247,74 +255,77 @@ class BuildCache:
         """Return the files of several libraries, compiled together. After an error none is replaced."""
         plans = [self._plan(name) for name in names]
         for plan in plans:
-            if plan.library.is_file():
-                mark_used(plan.library)
+            if plan.library_path.is_file():
+                update_last_used_time(plan.library_path)
         try:
-            if _missing(plans):
-                with self._locked(plans):
-                    self._compile(_missing(plans))
+            if _unbuilt_plans(plans):
+                with self._hold_cache_lock(plans):
+                    self._compile(_unbuilt_plans(plans))
         except OSError as error:
             raise NativeBuildError(
                 f"compiling in {self.cache} failed: {error}", hint="check free space and permissions"
             ) from error
-        return [plan.library for plan in plans]
+        return [plan.library_path for plan in plans]
 
     def is_built(self, name: Library) -> bool:
-        return self._plan(name).library.is_file()
+        return self._plan(name).library_path.is_file()
 
-    def check_usable(self) -> None:
+    def check_torch_libraries_available(self) -> None:
         """NativeBuildError if a torch library is neither built nor can be. Compiles nothing."""
         for plan in map(self._plan, TORCH_LIBRARIES):
-            if not plan.library.is_file():
+            if not plan.library_path.is_file():
                 _compiler_for(plan)
 
     def _plan(self, name: Library) -> BuildPlan:
         """The build plan. Its key does not include the compiler: a built library needs none."""
         if name in STANDALONE_LIBRARIES:
             target = StandaloneTarget()
-            own = _own_files(self.sources / "grid", name)
-            units = [Unit((path,), target.compile_flags(), target) for path in own]
+            own = _find_sources(self.sources / "grid", name)
+            units = [TranslationUnit((path,), target.compile_flags(), target) for path in own]
         else:
-            units = self._torch_units(name) if name in TORCH_LIBRARIES else self._plain_units(name)
-        return self._plan_of(name, units)
+            units = self._torch_units(name) if name in TORCH_LIBRARIES else self._nanobind_units(name)
+        return self._make_plan(name, units)
 
-    def _plan_of(self, name: Library, units: list[Unit]) -> BuildPlan:
+    def _make_plan(self, name: Library, units: list[TranslationUnit]) -> BuildPlan:
         target = units[0].target
         part = name.removeprefix("genie_")
         title = f"the torch {part}" if name in TORCH_LIBRARIES else f"the {part}'s library"
-        key = content_hash(*target.link_flags(), *(unit.key for unit in units))
-        return BuildPlan(name, title, target, units, library=self.cache / f"{name}-{key}.so")
+        key = content_hash(*target.link_flags(), *(unit.cache_key for unit in units))
+        return BuildPlan(name, title, target, units, library_path=self.cache / f"{name}-{key}.so")
 
-    def _torch_units(self, name: Library) -> list[Unit]:
-        folder, target = self.sources / "torch", TorchTarget.installed()
+    def _torch_units(self, name: Library) -> list[TranslationUnit]:
+        folder, target = self.sources / "torch", TorchTarget.from_installation()
         flags = target.compile_flags()
         own_flags = (*flags, f"-DTORCH_EXTENSION_NAME={name}")
-        shared = [Unit(files, flags, target) for files in _groups(sorted(folder.glob("stream*.cpp")))]
-        own = _own_files(folder / name.removeprefix("genie_"), name)
-        return shared + [Unit(files, own_flags, target) for files in _groups(own)]
+        shared = [
+            TranslationUnit(files, flags, target)
+            for files in _group_files(sorted(folder.glob("stream*.cpp")))
+        ]
+        own = _find_sources(folder / name.removeprefix("genie_"), name)
+        return shared + [TranslationUnit(files, own_flags, target) for files in _group_files(own)]
 
-    def _plain_units(self, name: Library) -> list[Unit]:
-        target = NanobindTarget.installed()
+    def _nanobind_units(self, name: Library) -> list[TranslationUnit]:
+        target = NanobindTarget.from_installation()
         flags = target.compile_flags()
-        own = _own_files(self.sources / name.removeprefix("genie_"), name)
-        return [target.nanobind_unit(), *(Unit((path,), flags, target) for path in own)]
+        own = _find_sources(self.sources / name.removeprefix("genie_"), name)
+        return [target.nanobind_unit(), *(TranslationUnit((path,), flags, target) for path in own)]
 
     @contextlib.contextmanager
-    def _locked(self, plans: Sequence[BuildPlan]) -> Iterator[None]:
+    def _hold_cache_lock(self, plans: Sequence[BuildPlan]) -> Iterator[None]:
         """Hold the cache's lock; continue without it once another process has built the libraries."""
         self.cache.mkdir(parents=True, exist_ok=True)
         path = self.cache / "lock"
         lock = FileLock.try_acquire(path)
         if lock is None:
             _log.info("waiting for process %s, which is compiling in %s", lock_holder(path), self.cache)
-        deadline = time.monotonic() + _WAIT_S_MAX
-        while lock is None and _missing(plans):
+        deadline = time.monotonic() + _LOCK_TIMEOUT_S
+        while lock is None and _unbuilt_plans(plans):
             if time.monotonic() > deadline:
                 raise NativeBuildError(
-                    f"another process has been compiling in {self.cache} for {_WAIT_S_MAX:g} s",
+                    f"another process has been compiling in {self.cache} for {_LOCK_TIMEOUT_S:g} s",
                     hint=f"end process {lock_holder(path)} and try again",
                 )
-            time.sleep(_WAIT_POLL_S)
+            time.sleep(_LOCK_POLL_INTERVAL_S)
             lock = FileLock.try_acquire(path)
         try:
             yield
@@ -327,31 +338,31 @@ class BuildCache:
             return
         compiler = _compiler_for(plans[0])
         for plan in plans:
-            _log.info("compiling %s for %s (once, about a minute)", plan.title, plan.target.name)
+            _log.info("compiling %s for %s (once, about a minute)", plan.display_name, plan.target.name)
         for stale in self.cache.glob("making-*"):  # of a killed process: this one holds the lock
             shutil.rmtree(stale, ignore_errors=True)
         started = time.monotonic()
         with tempfile.TemporaryDirectory(prefix="making-", dir=self.cache) as folder:
             Build(compiler, plans, self.cache, Path(folder)).run()
-        names = ", ".join(plan.title for plan in plans)
+        names = ", ".join(plan.display_name for plan in plans)
         _log.info("compiled %s in %.0f s", names, time.monotonic() - started)
         for plan in plans:
-            _keep_newest(self.cache.glob(f"{plan.name}-*.so"), _LIBRARIES_KEPT)
-        _keep_newest(self.cache.glob("objects/*.o"), _OBJECTS_KEPT)
+            _delete_all_but_newest(self.cache.glob(f"{plan.name}-*.so"), _LIBRARIES_KEPT)
+        _delete_all_but_newest(self.cache.glob("objects/*.o"), _OBJECTS_KEPT)
 
 
-def _missing(plans: Iterable[BuildPlan]) -> list[BuildPlan]:
-    return [plan for plan in plans if not plan.library.is_file()]
+def _unbuilt_plans(plans: Iterable[BuildPlan]) -> list[BuildPlan]:
+    return [plan for plan in plans if not plan.library_path.is_file()]
 
 
-def _own_files(folder: Path, name: Library) -> list[Path]:
+def _find_sources(folder: Path, name: Library) -> list[Path]:
     found = sorted(folder.glob("*.cpp"))
     if not found:
         raise NativeBuildError(f"no sources of {name} in {folder}", hint="reinstall Genie")
     return found
 
 
-def _groups(files: Sequence[Path]) -> list[tuple[Path, ...]]:
+def _group_files(files: Sequence[Path]) -> list[tuple[Path, ...]]:
     """As few groups as possible, of about equal size."""
     count = -(-len(files) // _FILES_PER_UNIT)
     ends = [len(files) * number // count for number in range(1, count + 1)]
@@ -362,7 +373,8 @@ def _compiler_for(plan: BuildPlan) -> list[str]:
     compiler = find_compiler()
     if compiler is None:
         raise NativeBuildError(
-            f"{plan.title} must be compiled once for {plan.target.name}, and {missing_compiler_reason()}",
+            f"{plan.display_name} must be compiled once for {plan.target.name}, and "
+            f"{missing_compiler_reason()}",
             hint=INSTALL_HINT,
         )
     return compiler
@@ -382,7 +394,7 @@ def _load_module(name: Library, path: Path) -> ModuleType:
     return module
 
 
-def _keep_newest(paths: Iterable[Path], count: int) -> None:
+def _delete_all_but_newest(paths: Iterable[Path], count: int) -> None:
     for old in sorted(paths, key=lambda path: path.stat().st_mtime, reverse=True)[count:]:
         old.unlink(missing_ok=True)  # processes that have loaded it keep it
-        output_path(old).unlink(missing_ok=True)
+        compiler_output_path(old).unlink(missing_ok=True)

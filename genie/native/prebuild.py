@@ -23,7 +23,7 @@ _LOWEST_PRIORITY = 19
 _REASON_CHARACTERS_MAX = 500
 
 
-def command_for(library: Library) -> tuple[str, ...]:
+def prebuild_command(library: Library) -> tuple[str, ...]:
     return (sys.executable, "-m", "genie.native", library)
 
 

@@ -35,9 +35,9 @@ class DaemonPool(concurrent.futures.ThreadPoolExecutor):
         self._threads_max = threads_max
         # Bounded by the callers: each call has one that awaits it.
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._daemons: list[threading.Thread] = []
-        self._unfinished: set[concurrent.futures.Future[Any]] = set()  # Any: results of every type
-        self._guard = threading.Lock()
+        self._daemon_threads: list[threading.Thread] = []
+        self._unfinished_futures: set[concurrent.futures.Future[Any]] = set()  # Any: results of every type
+        self._state_lock = threading.Lock()
         self._is_closed = False
 
     def submit(
@@ -45,43 +45,45 @@ class DaemonPool(concurrent.futures.ThreadPoolExecutor):
     ) -> concurrent.futures.Future[_T]:
         future: concurrent.futures.Future[_T] = concurrent.futures.Future()
         work = functools.partial(fn, *args, **kwargs)
-        with self._guard:
+        with self._state_lock:
             if self._is_closed:
                 raise RuntimeError(f"the thread pool {self._name} is closed")
-            self._unfinished.add(future)
+            self._unfinished_futures.add(future)
             self._queue.put(functools.partial(_run_call, future, work))
-            if len(self._daemons) < min(len(self._unfinished), self._threads_max):
-                name = f"{self._name}_{len(self._daemons)}"
-                self._daemons.append(threading.Thread(target=self._work, name=name, daemon=True))
-                self._daemons[-1].start()
-        future.add_done_callback(self._discard)
+            if len(self._daemon_threads) < min(len(self._unfinished_futures), self._threads_max):
+                name = f"{self._name}_{len(self._daemon_threads)}"
+                self._daemon_threads.append(
+                    threading.Thread(target=self._run_queued_calls, name=name, daemon=True)
+                )
+                self._daemon_threads[-1].start()
+        future.add_done_callback(self._discard_finished)
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        with self._guard:
-            cancelled = list(self._unfinished) if cancel_futures else []
+        with self._state_lock:
+            cancelled = list(self._unfinished_futures) if cancel_futures else []
             if not self._is_closed:
                 self._is_closed = True
-                for _ in self._daemons:
+                for _ in self._daemon_threads:
                     self._queue.put(None)
         for future in cancelled:
             future.cancel()
         if wait:
-            for thread in self._daemons:
+            for thread in self._daemon_threads:
                 thread.join()
 
     def close(self, *, timeout_s: float) -> None:
         """Cancels queued calls and joins the threads, unless one is stuck. Idempotent."""
         self.shutdown(wait=False, cancel_futures=True)
-        stuck = concurrent.futures.wait(list(self._unfinished), timeout=timeout_s).not_done
+        stuck = concurrent.futures.wait(list(self._unfinished_futures), timeout=timeout_s).not_done
         if not stuck:
             self.shutdown(wait=True)
 
-    def _discard(self, future: concurrent.futures.Future[Any]) -> None:
-        with self._guard:
-            self._unfinished.discard(future)
+    def _discard_finished(self, future: concurrent.futures.Future[Any]) -> None:
+        with self._state_lock:
+            self._unfinished_futures.discard(future)
 
-    def _work(self) -> None:
+    def _run_queued_calls(self) -> None:
         while (work := self._queue.get()) is not None:
             work()
 
@@ -107,11 +109,11 @@ class CallThread:
     def __init__(self, name: str) -> None:
         self._name = name
         self._pool: DaemonPool | None = None
-        self._overdue: concurrent.futures.Future[Any] | None = None
+        self._overdue_call: concurrent.futures.Future[Any] | None = None
 
     async def call(self, work: Callable[[], _T], *, what: str, timeout_s: float) -> _T:
         """Runs `work` and returns its result. Raises HardwareError on timeout, and the errors of `work`."""
-        if self._overdue is not None and not self._overdue.done():
+        if self._overdue_call is not None and not self._overdue_call.done():
             raise HardwareError(f"{what}: an earlier call has not returned yet")
         if self._pool is None:
             self._pool = DaemonPool(1, name=self._name)
@@ -123,7 +125,7 @@ class CallThread:
         except TimeoutError:
             if future.done() and not future.cancelled():
                 raise  # raised by `work`
-            self._overdue = future
+            self._overdue_call = future
             raise HardwareError(f"{what}: no response within {timeout_s:g} s") from None
 
     def close(self) -> None:

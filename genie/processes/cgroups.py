@@ -17,10 +17,10 @@ if __package__:
 else:
     process_table = importlib.import_module("process_table")
 
-_V1_HIERARCHIES = ("freezer", "pids", "cpuacct", "name=systemd")
+_CGROUP_V1_HIERARCHIES = ("freezer", "pids", "cpuacct", "name=systemd")
 """Hierarchies in which a new group needs no settings, preferred first."""
-_PROBE = "probe"
-_ATTEMPTS = 5
+_PROBE_GROUP = "probe"
+_KILL_ATTEMPTS_MAX = 5
 _DEPTH_MAX = 32
 
 
@@ -31,9 +31,9 @@ def own_groups(root: str = "/") -> list[str]:
         _, controllers, path = line.split(":", 2)
         for controller in controllers.split(","):
             own[controller] = path
-    mounts = _mounts(root)
+    mounts = _mounted_hierarchies(root)
     found = []
-    for hierarchy in ("", *_V1_HIERARCHIES):
+    for hierarchy in ("", *_CGROUP_V1_HIERARCHIES):
         if hierarchy in own and hierarchy in mounts:
             top, point = mounts[hierarchy]
             path = own[hierarchy]
@@ -48,14 +48,14 @@ def find_usable(name: str, parents: list[str]) -> str | None:
     move processes into them; None if there is none. It does not exist until `create`."""
     for parent in parents:
         path = os.path.join(parent, name)  # noqa: PTH118 - fast start
-        if _can_enter(os.path.join(path, _PROBE)):  # noqa: PTH118
+        if _can_create_and_enter(os.path.join(path, _PROBE_GROUP)):  # noqa: PTH118
             return path
     return None
 
 
 def create(path: str) -> None:
     """Creates the group and its parent. Raises OSError."""
-    for _ in range(_ATTEMPTS):
+    for _ in range(_KILL_ATTEMPTS_MAX):
         try:
             os.makedirs(path, exist_ok=True)  # noqa: PTH103
         except FileNotFoundError:
@@ -80,9 +80,9 @@ def children(path: str) -> list[str]:
 
 def processes(path: str) -> dict[int, str]:
     """The processes of the group and of those below it, with their start marks; without zombies."""
-    marks = {pid: process_table.start_mark(pid) for pid in _pids(path)}
+    marks = {pid: process_table.start_mark(pid) for pid in _read_pids(path)}
     # A process that ended in between has no mark, or its ID is that of a process elsewhere.
-    members = _pids(path) if marks else set()
+    members = _read_pids(path) if marks else set()
     return {
         pid: mark for pid, mark in marks.items() if mark and pid in members and process_table.is_running(pid)
     }
@@ -98,14 +98,14 @@ def kill(path: str) -> None:
             for pid, mark in processes(path).items():
                 process_table.send_signal(pid, mark, number)
     finally:
-        for group in _tree(path):
+        for group in _subtree(path):
             _thaw(group)
 
 
 def remove(path: str) -> bool:
     """Removes the group and those below it, and its parent if that is empty. Returns False if one of them
     has processes."""
-    for group in reversed(_tree(path)):
+    for group in reversed(_subtree(path)):
         try:
             os.rmdir(group)  # noqa: PTH106
         except FileNotFoundError:
@@ -119,7 +119,7 @@ def remove(path: str) -> bool:
     return True
 
 
-def _mounts(root: str) -> dict[str, tuple[str, str]]:
+def _mounted_hierarchies(root: str) -> dict[str, tuple[str, str]]:
     """Mounted subtree and mount point by controller; '' is version 2."""
     found: dict[str, tuple[str, str]] = {}
     for line in _read(os.path.join(root, "proc/self/mountinfo")).splitlines():  # noqa: PTH118
@@ -134,7 +134,7 @@ def _mounts(root: str) -> dict[str, tuple[str, str]]:
     return found
 
 
-def _can_enter(path: str) -> bool:
+def _can_create_and_enter(path: str) -> bool:
     """Whether a process can be moved into a group that is created here."""
     import subprocess  # imported here: the shim does not need it for this module
 
@@ -155,21 +155,21 @@ def _can_enter(path: str) -> bool:
         remove(path)
 
 
-def _pids(path: str) -> set[int]:
+def _read_pids(path: str) -> set[int]:
     found = set()
-    for group in _tree(path):
+    for group in _subtree(path):
         for word in _read(os.path.join(group, "cgroup.procs")).split():  # noqa: PTH118
             if word.isdigit() and word != "0":  # 0: a process of another PID namespace
                 found.add(int(word))
     return found
 
 
-def _tree(path: str, depth: int = 0) -> list[str]:
+def _subtree(path: str, depth: int = 0) -> list[str]:
     """The group and all below it, each before those below it."""
     found = [path]
     if depth < _DEPTH_MAX:
         for child in children(path):
-            found += _tree(child, depth + 1)
+            found += _subtree(child, depth + 1)
     return found
 
 

@@ -13,7 +13,7 @@ from genie.errors import ConfigError, TlsError
 from genie.model.names import is_loopback
 from genie.processes import files
 
-VENDOR_DEVICES = {"cpu": "cpu", "nvidia": "cuda", "amd": "cuda", "intel": "xpu"}
+TORCH_DEVICE_TYPE_BY_VENDOR = {"cpu": "cpu", "nvidia": "cuda", "amd": "cuda", "intel": "xpu"}
 """The torch device type of each vendor; ROCm uses cuda."""
 
 
@@ -48,13 +48,13 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Threads for ops on the CPU; 0 for the default of torch."""
 
     @property
-    def tls(self) -> bool:
+    def uses_tls(self) -> bool:
         return bool(self.certificate_path)
 
     @property
     def device(self) -> str:
         """The torch device, such as cuda:0."""
-        kind = VENDOR_DEVICES[self.vendor]
+        kind = TORCH_DEVICE_TYPE_BY_VENDOR[self.vendor]
         return kind if kind == "cpu" else f"{kind}:{self.device_index}"
 
 
@@ -70,13 +70,15 @@ def read(path: Path) -> ExecutorConfig:
         raise ConfigError(f"could not read the configuration of the executor: {error}") from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not a configuration of an executor: {error}") from error
-    _check(config, path)
+    _check_config(config, path)
     return config
 
 
-def _check(config: ExecutorConfig, path: Path) -> None:
-    if config.vendor not in VENDOR_DEVICES:
-        raise ConfigError(f"{path}: vendor is {config.vendor!r}; allowed: {', '.join(VENDOR_DEVICES)}")
+def _check_config(config: ExecutorConfig, path: Path) -> None:
+    if config.vendor not in TORCH_DEVICE_TYPE_BY_VENDOR:
+        raise ConfigError(
+            f"{path}: vendor is {config.vendor!r}; allowed: {', '.join(TORCH_DEVICE_TYPE_BY_VENDOR)}"
+        )
     if len(config.ticket_sha256) != 64 or not set(config.ticket_sha256) <= set("0123456789abcdef"):
         raise ConfigError(f"{path}: ticket_sha256 is not 64 hexadecimal digits")
     if not 0 <= config.port <= 65535:
@@ -86,9 +88,9 @@ def _check(config: ExecutorConfig, path: Path) -> None:
             raise ConfigError(f"{path}: {name} is {getattr(config, name)}; it must not be negative")
     if bool(config.certificate_path) != bool(config.key_path):
         raise TlsError(f"{path}: certificate_path and key_path must be set together")
-    if config.ca_path and not config.tls:
+    if config.ca_path and not config.uses_tls:
         raise TlsError(f"{path}: ca_path is set without a certificate")
-    if not config.tls and not is_loopback(config.listen_host):
+    if not config.uses_tls and not is_loopback(config.listen_host):
         raise TlsError(
             f"{path}: an executor on {config.listen_host} requires TLS",
             hint="set certificate_path and key_path",

@@ -83,13 +83,13 @@ def _overwrite(descriptor: int, path: Path, data: bytes) -> None:
         os.close(descriptor)
 
 
-def remove_unfinished(path: Path) -> None:
+def remove_unfinished_writes(path: Path) -> None:
     """Removes the temporary files of a write_private() that was killed. Raises OSError."""
     for temporary in path.parent.glob(f".{glob.escape(path.name)}.*.new"):
         temporary.unlink(missing_ok=True)
 
 
-def read_small(path: Path, *, bytes_max: int = 64 << 10) -> str:
+def read_small_file(path: Path, *, bytes_max: int = 64 << 10) -> str:
     """Returns the text of a regular file.
 
     Raises OSError for a larger file and for anything that could block, such as a pipe, and

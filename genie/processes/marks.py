@@ -15,7 +15,7 @@ class ProcessMark:
     start: str
 
     @classmethod
-    def of(cls, pid: int) -> ProcessMark | None:
+    def of_pid(cls, pid: int) -> ProcessMark | None:
         start = process_table.start_mark(pid)
         return cls(pid, start) if start else None
 

@@ -25,7 +25,7 @@ def start_mark(pid: int) -> str:
             ["/bin/ps", "-o", "lstart=", "-p", str(pid)], capture_output=True, text=True, check=False
         )
         return ps.stdout.strip()
-    fields = _stat(pid)
+    fields = _read_stat_fields(pid)
     return f"{_boot_id()}:{fields[19].decode()}" if fields else ""
 
 
@@ -35,7 +35,7 @@ def descendants(pid: int) -> dict[int, str]:
         return {}
     parents: dict[int, int] = {}
     for name in os.listdir("/proc"):  # noqa: PTH208
-        if name.isdigit() and (fields := _stat(int(name))):
+        if name.isdigit() and (fields := _read_stat_fields(int(name))):
             parents[int(name)] = int(fields[1])
     found: set[int] = set()
     grew = True
@@ -52,7 +52,7 @@ def children(pid: int) -> dict[int, int]:
         return {}
     found = {}
     for name in os.listdir("/proc"):  # noqa: PTH208
-        if name.isdigit() and (fields := _stat(int(name))) and int(fields[1]) == pid:
+        if name.isdigit() and (fields := _read_stat_fields(int(name))) and int(fields[1]) == pid:
             found[int(name)] = int(fields[3])
     return found
 
@@ -76,7 +76,7 @@ def thread_states(pid: int) -> list[str]:
         threads = os.listdir(f"/proc/{pid}/task")  # noqa: PTH208
     except OSError:
         return []
-    stats = [_stat_file(f"/proc/{pid}/task/{thread}/stat") for thread in threads]
+    stats = [_read_stat_file(f"/proc/{pid}/task/{thread}/stat") for thread in threads]
     return [fields[0].decode() for fields in stats if fields]
 
 
@@ -125,15 +125,15 @@ def send_signal(pid: int, mark: str, number: int) -> bool:
     return True
 
 
-def _stat(pid: int) -> list[bytes]:
+def _read_stat_fields(pid: int) -> list[bytes]:
     """Fields of /proc/PID/stat after the name; empty if no such process runs.
 
     State, parent, process group, session, ..., start time at 19.
     """
-    return _stat_file(f"/proc/{pid}/stat")
+    return _read_stat_file(f"/proc/{pid}/stat")
 
 
-def _stat_file(path: str) -> list[bytes]:
+def _read_stat_file(path: str) -> list[bytes]:
     try:
         with open(path, "rb") as file:  # noqa: PTH123 - fast start
             return file.read().rpartition(b")")[2].split()
@@ -141,14 +141,14 @@ def _stat_file(path: str) -> list[bytes]:
         return []
 
 
-_boot: list[str] = []
+_cached_boot_id: list[str] = []
 
 
 def _boot_id() -> str:
-    if not _boot:
+    if not _cached_boot_id:
         try:
             with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:  # noqa: PTH123
-                _boot.append(file.read().strip())
+                _cached_boot_id.append(file.read().strip())
         except OSError:
-            _boot.append("boot")
-    return _boot[0]
+            _cached_boot_id.append("boot")
+    return _cached_boot_id[0]

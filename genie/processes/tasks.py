@@ -47,7 +47,7 @@ class Offload(Protocol):
 
 
 @contextmanager
-def file_thread(name: str, *, threads: int = 1) -> Iterator[Offload]:
+def file_io_threads(name: str, *, threads: int = 1) -> Iterator[Offload]:
     """Runs threads with this name until the block ends. One thread does one call at a time, in order."""
     with ThreadPoolExecutor(threads, thread_name_prefix=name) as pool:
 

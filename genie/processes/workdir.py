@@ -23,17 +23,17 @@ from genie.errors import WorkdirError
 from genie.model.job import Workdir
 
 _ALWAYS_EXCLUDED = ".git"
-_COPY_BYTES = 1024 * 1024
-_EXAMPLES_MAX = 5
+_COPY_CHUNK_BYTES = 1024 * 1024
+_EXAMPLE_NAMES_MAX = 5
 # Scan this many times the limit, to report where the files are without scanning a whole home directory.
-_SCAN_FACTOR = 10
-_IGNORE_BYTES_MAX = 1024 * 1024
+_SCANNED_ENTRIES_PER_ALLOWED_FILE = 10
+_GITIGNORE_BYTES_MAX = 1024 * 1024
 # Limits of file systems, and of this format.
 _NAME_BYTES_MAX = 4096
-_PART_BYTES_MAX = 255
+_PATH_COMPONENT_BYTES_MAX = 255
 _DEPTH_MAX = 100
-_NAME_CHARS_MAX = 80
-_MEMBERS_MAX = 1_000_000
+_QUOTED_NAME_CHARS_MAX = 80
+_TAR_MEMBERS_MAX = 1_000_000
 _EXTENDED_HEADER_BYTES_MAX = 64 * 1024
 _LENGTH_DIGITS_MAX = 8
 
@@ -66,11 +66,11 @@ def pack(
     directory: Path, *, bytes_max: int, files_max: int, progress: Progress | None = None
 ) -> PackedWorkdir:
     """Raises WorkdirError if the directory is too large, unreadable or contains unsupported files."""
-    files_max = min(files_max, _MEMBERS_MAX)
+    files_max = min(files_max, _TAR_MEMBERS_MAX)
     root = Path(os.path.abspath(directory))  # noqa: PTH100 - a link to a directory is followed, once
     if not root.is_dir():
         raise WorkdirError(f"{directory} is not a directory", hint="pass a directory to --workdir")
-    found = _Scan(root.resolve(), entries_max=files_max * _SCAN_FACTOR)
+    found = _WorkdirScan(root.resolve(), entries_max=files_max * _SCANNED_ENTRIES_PER_ALLOWED_FILE)
     found.walk(found.root, "", [])
     found.exclude_indirect_links()
     _check_limits(found, bytes_max=bytes_max, files_max=files_max)
@@ -96,7 +96,7 @@ def unpack(file: Path, directory: Path) -> None:
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with file.open("rb") as archive:
-            tree = _Tree(directory)
+            tree = _UnpackedTree(directory)
             for member in _read_members(archive):
                 name = member.name
                 tree.add(member, archive)
@@ -115,7 +115,7 @@ def unpack(file: Path, directory: Path) -> None:
 
 
 @dataclass(frozen=True)
-class _Entry:
+class _PackedEntry:
     path: Path
     name: str
     mode: int
@@ -124,10 +124,10 @@ class _Entry:
 
 
 @dataclass
-class _Scan:
+class _WorkdirScan:
     root: Path
     entries_max: int
-    entries: list[_Entry] = field(default_factory=list)
+    entries: list[_PackedEntry] = field(default_factory=list)
     exclusion_notes: list[str] = field(default_factory=list)
 
     @property
@@ -135,11 +135,11 @@ class _Scan:
         return len(self.entries) > self.entries_max
 
     @property
-    def count_text(self) -> str:
+    def formatted_count(self) -> str:
         return f"more than {self.entries_max}" if self.is_full else str(len(self.entries))
 
     def walk(self, folder: Path, prefix: str, ignores: list[tuple[str, GitIgnoreSpec]]) -> None:
-        spec = _read_ignore(folder)
+        spec = _read_gitignore(folder)
         if spec is not None:
             ignores = [*ignores, (prefix, spec)]
         try:
@@ -158,16 +158,16 @@ class _Scan:
 
     def _add_entry(self, item: os.DirEntry[str], name: str, ignores: list[tuple[str, GitIgnoreSpec]]) -> None:
         path = Path(item.path)
-        _check_name(name)
+        _check_portable_name(name)
         status = item.stat(follow_symlinks=False)
         if item.is_symlink():
             self._add_link(path, name)
         elif stat.S_ISDIR(status.st_mode):
-            self.entries.append(_Entry(path, name, 0o755, 0))
+            self.entries.append(_PackedEntry(path, name, 0o755, 0))
             self.walk(path, f"{name}/", ignores)
         elif stat.S_ISREG(status.st_mode):
             mode = 0o755 if status.st_mode & stat.S_IXUSR else 0o644
-            self.entries.append(_Entry(path, name, mode, status.st_size))
+            self.entries.append(_PackedEntry(path, name, mode, status.st_size))
         else:
             raise WorkdirError(
                 f"{path} is a device, pipe or socket and cannot be uploaded",
@@ -177,10 +177,10 @@ class _Scan:
     def _add_link(self, path: Path, name: str) -> None:
         target = os.readlink(path)  # noqa: PTH115 - the text unchanged
         real = os.path.realpath(path)
-        if _link_target(name, target) is not None and (
+        if _resolve_link_inside(name, target) is not None and (
             real == str(self.root) or real.startswith(f"{self.root}{os.sep}")
         ):
-            self.entries.append(_Entry(path, name, 0o777, 0, link=target))
+            self.entries.append(_PackedEntry(path, name, 0o777, 0, link=target))
         else:
             self.exclusion_notes.append(
                 f"{name} was excluded: its target {target} is or may be outside of the directory"
@@ -189,14 +189,16 @@ class _Scan:
     def exclude_indirect_links(self) -> None:
         """Excludes links whose path leads through another link. Call it when all links are known."""
         links = {entry.name for entry in self.entries if entry.link}
-        indirect = {entry.name for entry in self.entries if _passes_through(entry.name, entry.link, links)}
+        indirect = {
+            entry.name for entry in self.entries if _passes_through_link(entry.name, entry.link, links)
+        }
         self.entries = [entry for entry in self.entries if entry.name not in indirect]
         self.exclusion_notes += [
             f"{name} was excluded: its path leads through another link" for name in sorted(indirect)
         ]
 
 
-def _read_ignore(folder: Path) -> GitIgnoreSpec | None:
+def _read_gitignore(folder: Path) -> GitIgnoreSpec | None:
     path = folder / ".gitignore"
     try:
         if not stat.S_ISREG(path.stat().st_mode):
@@ -205,9 +207,9 @@ def _read_ignore(folder: Path) -> GitIgnoreSpec | None:
         with os.fdopen(fd, "rb") as file:
             if not stat.S_ISREG(os.fstat(fd).st_mode):
                 return None
-            data = file.read(_IGNORE_BYTES_MAX + 1)
-        if len(data) > _IGNORE_BYTES_MAX:
-            raise WorkdirError(f"{path} is larger than {_IGNORE_BYTES_MAX} bytes")
+            data = file.read(_GITIGNORE_BYTES_MAX + 1)
+        if len(data) > _GITIGNORE_BYTES_MAX:
+            raise WorkdirError(f"{path} is larger than {_GITIGNORE_BYTES_MAX} bytes")
         return GitIgnoreSpec.from_lines(data.decode("utf-8", "replace").splitlines())
     except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
         return None
@@ -224,7 +226,7 @@ def _is_ignored(name: str, is_folder: bool, ignores: list[tuple[str, GitIgnoreSp
     return False
 
 
-def _check_name(name: str) -> None:
+def _check_portable_name(name: str) -> None:
     try:
         name.encode("utf-8")
     except UnicodeEncodeError:
@@ -239,32 +241,32 @@ def _check_name(name: str) -> None:
         )
 
 
-def _check_limits(found: _Scan, *, bytes_max: int, files_max: int) -> None:
+def _check_limits(found: _WorkdirScan, *, bytes_max: int, files_max: int) -> None:
     total = sum(entry.size_bytes for entry in found.entries)
     if total > bytes_max:
-        largest = sorted(found.entries, key=lambda entry: -entry.size_bytes)[:_EXAMPLES_MAX]
+        largest = sorted(found.entries, key=lambda entry: -entry.size_bytes)[:_EXAMPLE_NAMES_MAX]
         shown = ", ".join(f"{entry.name} ({entry.size_bytes} bytes)" for entry in largest)
         raise WorkdirError(
             f"{found.root} has {total} bytes; the limit is {bytes_max}; the largest files are {shown}",
             hint="list unneeded files in .gitignore, or raise GENIE_WORKDIR_BYTES_MAX",
         )
     if len(found.entries) > files_max:
-        shown = ", ".join(f"{name} ({count} files)" for name, count in _fullest_folders(found))
+        shown = ", ".join(f"{name} ({count} files)" for name, count in _folders_with_most_files(found))
         raise WorkdirError(
-            f"{found.root} has {found.count_text} files; the limit is {files_max}; most are in {shown}",
+            f"{found.root} has {found.formatted_count} files; the limit is {files_max}; most are in {shown}",
             hint="list unneeded files in .gitignore, or raise GENIE_WORKDIR_FILES_MAX",
         )
 
 
-def _fullest_folders(found: _Scan) -> list[tuple[str, int]]:
+def _folders_with_most_files(found: _WorkdirScan) -> list[tuple[str, int]]:
     counts: dict[str, int] = {}
     for entry in found.entries:
         top = entry.name.split("/")[0] if "/" in entry.name else "."
         counts[top] = counts.get(top, 0) + 1
-    return sorted(counts.items(), key=lambda item: -item[1])[:_EXAMPLES_MAX]
+    return sorted(counts.items(), key=lambda item: -item[1])[:_EXAMPLE_NAMES_MAX]
 
 
-def _write_tar(found: _Scan, file: IO[bytes], progress: Progress) -> None:
+def _write_tar(found: _WorkdirScan, file: IO[bytes], progress: Progress) -> None:
     total = sum(entry.size_bytes for entry in found.entries)
     done = 0
     with tarfile.open(fileobj=file, mode="w:", format=tarfile.PAX_FORMAT) as archive:
@@ -283,7 +285,7 @@ def _write_tar(found: _Scan, file: IO[bytes], progress: Progress) -> None:
                 progress(done, total)
 
 
-def _add_file(archive: tarfile.TarFile, info: tarfile.TarInfo, entry: _Entry) -> None:
+def _add_file(archive: tarfile.TarFile, info: tarfile.TarInfo, entry: _PackedEntry) -> None:
     info.size = entry.size_bytes
     try:
         # Non-blocking, because the file may have been replaced by a pipe.
@@ -312,15 +314,15 @@ def _name_problem(name: str) -> str:
         return "could be outside of the directory"
     size_bytes = len(name.encode("utf-8", "surrogateescape"))
     longest = max(len(part.encode("utf-8", "surrogateescape")) for part in parts)
-    if size_bytes > _NAME_BYTES_MAX or longest > _PART_BYTES_MAX or len(parts) > _DEPTH_MAX:
+    if size_bytes > _NAME_BYTES_MAX or longest > _PATH_COMPONENT_BYTES_MAX or len(parts) > _DEPTH_MAX:
         return (
-            f"is too long or too deep: {_NAME_BYTES_MAX} bytes, {_PART_BYTES_MAX} in each part, "
+            f"is too long or too deep: {_NAME_BYTES_MAX} bytes, {_PATH_COMPONENT_BYTES_MAX} in each part, "
             f"{_DEPTH_MAX} parts are allowed"
         )
     return ""
 
 
-def _link_target(name: str, target: str) -> PurePosixPath | None:
+def _resolve_link_inside(name: str, target: str) -> PurePosixPath | None:
     """The target of a link at `name`, relative to the root; None if it is or may be outside.
 
     '..' is only allowed at the start: after a normal part its meaning would depend on that part.
@@ -344,14 +346,14 @@ def _link_target(name: str, target: str) -> PurePosixPath | None:
     return PurePosixPath(*here)
 
 
-def _passes_through(name: str, target: str, links: Collection[str]) -> bool:
+def _passes_through_link(name: str, target: str, links: Collection[str]) -> bool:
     """Whether the path to the target contains another link. A link to a link is allowed."""
-    resolved = _link_target(name, target)
+    resolved = _resolve_link_inside(name, target)
     return resolved is not None and any(str(parent) in links for parent in resolved.parents)
 
 
 def _quote(name: str) -> str:
-    return repr(name[:_NAME_CHARS_MAX]) + ("..." if len(name) > _NAME_CHARS_MAX else "")
+    return repr(name[:_QUOTED_NAME_CHARS_MAX]) + ("..." if len(name) > _QUOTED_NAME_CHARS_MAX else "")
 
 
 # --- unpacking --------------------------------------------------------------------------------
@@ -364,7 +366,7 @@ def _read_members(archive: IO[bytes]) -> Iterator[tarfile.TarInfo]:
     checked ones.
     """
     content_end = 0
-    for _ in range(_MEMBERS_MAX):
+    for _ in range(_TAR_MEMBERS_MAX):
         archive.seek(content_end)
         extended: dict[str, str] = {}
         member = _read_header(archive)
@@ -382,9 +384,9 @@ def _read_members(archive: IO[bytes]) -> Iterator[tarfile.TarInfo]:
         member.size = int(extended.get("size", member.size))
         if member.size < 0:
             raise tarfile.HeaderError("member with a negative size")
-        content_end = archive.tell() + _padded_size(member.size)
+        content_end = archive.tell() + _padded_to_tar_block(member.size)
         yield member
-    raise WorkdirError(f"the archive has more than {_MEMBERS_MAX} members")
+    raise WorkdirError(f"the archive has more than {_TAR_MEMBERS_MAX} members")
 
 
 def _read_header(archive: IO[bytes]) -> tarfile.TarInfo | None:
@@ -402,7 +404,7 @@ def _read_extended_header(archive: IO[bytes], header: tarfile.TarInfo) -> dict[s
     """The fields of a pax header: a sequence of `LENGTH KEY=VALUE\\n`."""
     if not 0 < header.size <= _EXTENDED_HEADER_BYTES_MAX:
         raise tarfile.HeaderError(f"pax header of {header.size} bytes")
-    data = archive.read(_padded_size(header.size))[: header.size]
+    data = archive.read(_padded_to_tar_block(header.size))[: header.size]
     fields: dict[str, str] = {}
     while data:
         length = int(data.split(b" ", 1)[0][:_LENGTH_DIGITS_MAX])
@@ -411,16 +413,16 @@ def _read_extended_header(archive: IO[bytes], header: tarfile.TarInfo) -> dict[s
         if len(line) != length or not equals or not value.endswith(b"\n"):
             raise tarfile.HeaderError("incomplete pax header")
         if key not in (b"path", b"linkpath", b"size"):
-            raise tarfile.HeaderError(f"unsupported field {key[:_NAME_CHARS_MAX]!r} in a pax header")
+            raise tarfile.HeaderError(f"unsupported field {key[:_QUOTED_NAME_CHARS_MAX]!r} in a pax header")
         fields[key.decode()] = value[:-1].decode("utf-8", "surrogateescape")
     return fields
 
 
-def _padded_size(size_bytes: int) -> int:
+def _padded_to_tar_block(size_bytes: int) -> int:
     return -(-size_bytes // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE
 
 
-class _Tree:
+class _UnpackedTree:
     """The unpacked tree. Links are created last, so that nothing can be written through them."""
 
     def __init__(self, root: Path) -> None:
@@ -437,9 +439,9 @@ class _Tree:
             (self._root / name).mkdir(mode=0o755)
         elif member.type == tarfile.REGTYPE:
             self._files.add(name)
-            self._write(member, archive)
+            self._write_file(member, archive)
         elif member.type == tarfile.SYMTYPE:
-            if _link_target(name, member.linkname) is None:
+            if _resolve_link_inside(name, member.linkname) is None:
                 raise WorkdirError(f"the link {_quote(name)} of the archive leads out of the directory")
             self._links[name] = member.linkname
         else:
@@ -447,7 +449,7 @@ class _Tree:
 
     def make_links(self) -> None:
         for name, target in self._links.items():
-            if _passes_through(name, target, self._links):
+            if _passes_through_link(name, target, self._links):
                 raise WorkdirError(f"the link {_quote(name)} of the archive leads through another link")
         for name, target in self._links.items():
             (self._root / name).symlink_to(target)
@@ -464,14 +466,14 @@ class _Tree:
         if str(path.parent) not in self._folders:
             raise WorkdirError(f"the directory of {_quote(name)} is not in the archive")
 
-    def _write(self, member: tarfile.TarInfo, archive: IO[bytes]) -> None:
+    def _write_file(self, member: tarfile.TarInfo, archive: IO[bytes]) -> None:
         mode = 0o755 if member.mode & stat.S_IXUSR else 0o644
         fd = os.open(self._root / member.name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, mode)
         with os.fdopen(fd, "wb") as file:
             os.fchmod(fd, mode)
             remaining = member.size
             while remaining:
-                data = archive.read(min(remaining, _COPY_BYTES))
+                data = archive.read(min(remaining, _COPY_CHUNK_BYTES))
                 if not data:
                     raise tarfile.ReadError("unexpected end of data")
                 remaining -= file.write(data)

@@ -28,7 +28,7 @@ class BackendInfo:
     implemented: bool
 
 
-_ALL = (
+_ALL_BACKENDS = (
     BackendInfo(
         name="tcp",
         bandwidth_gbps=10.0,
@@ -67,9 +67,9 @@ _ALL = (
     ),
 )
 
-BACKENDS: Mapping[str, BackendInfo] = MappingProxyType({info.name: info for info in _ALL})
+BACKENDS: Mapping[str, BackendInfo] = MappingProxyType({info.name: info for info in _ALL_BACKENDS})
 
-PRIORITY = ("dpdk_gpudev", "rdma", "dpdk", "tcp")
+BACKEND_PRIORITY = ("dpdk_gpudev", "rdma", "dpdk", "tcp")
 """Best first, if nothing was measured."""
 
 

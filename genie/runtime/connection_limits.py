@@ -15,16 +15,16 @@ from dataclasses import dataclass
 from genie.tenancy.rate_limits import RateLimits
 
 CONNECTIONS_MAX = 16384
-FEW_CONNECTIONS = 4096
+COMFORTABLE_CONNECTIONS = 4096
 """A server that may open fewer connections reports it."""
-_FILES_RESERVED = 256
+_RESERVED_FILE_DESCRIPTORS = 256
 """File descriptors of a server for everything but connections."""
 HANDSHAKES_PER_S = 200.0
 """From one address."""
 HANDSHAKES_BURST = 1000.0
-HANDSHAKE_S = 1.0
+HANDSHAKE_GRACE_S = 1.0
 """A connection that is not authenticated after this time may be replaced by a new one."""
-_ADDRESSES_MAX = 4096
+_TRACKED_ADDRESSES_MAX = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class ConnectionLimits:
     @classmethod
     def for_file_limit(cls, files: int) -> ConnectionLimits:
         """The limits of a process that may open this number of files."""
-        connections = max(min(CONNECTIONS_MAX, files - _FILES_RESERVED), 64)
+        connections = max(min(CONNECTIONS_MAX, files - _RESERVED_FILE_DESCRIPTORS), 64)
         unauthenticated = min(1024, connections // 4)
         return cls(
             connections_max=connections,
@@ -61,20 +61,20 @@ class ConnectionLimits:
 
 def file_limit_for(connections: int) -> int:
     """The limit on open files with which a server can have this number of connections."""
-    return connections + _FILES_RESERVED
+    return connections + _RESERVED_FILE_DESCRIPTORS
 
 
 class OpenConnection:
     """One accepted connection. Released once, when its socket is closed."""
 
-    __slots__ = ("_limiter", "address", "close", "is_authenticated", "since_s")
+    __slots__ = ("_limiter", "accepted_at_s", "address", "close", "is_authenticated")
 
     def __init__(
-        self, limiter: ConnectionLimiter, address: str, *, since_s: float, close: Callable[[], None]
+        self, limiter: ConnectionLimiter, address: str, *, accepted_at_s: float, close: Callable[[], None]
     ) -> None:
         self._limiter = limiter
         self.address = address
-        self.since_s = since_s
+        self.accepted_at_s = accepted_at_s
         self.close = close
         self.is_authenticated = False
 
@@ -89,62 +89,64 @@ class OpenConnection:
 class ConnectionLimiter:
     def __init__(self, limits: ConnectionLimits) -> None:
         self.limits = limits
-        self.open = 0
-        self.unauthenticated = 0
-        self._by_address: dict[str, dict[OpenConnection, None]] = {}
+        self.open_count = 0
+        self.unauthenticated_count = 0
+        self._unauthenticated_by_address: dict[str, dict[OpenConnection, None]] = {}
         """Unauthenticated connections by address, oldest first."""
-        self._handshakes = RateLimits(
-            per_s=limits.handshakes_per_s, burst=limits.handshakes_burst, keys_max=_ADDRESSES_MAX
+        self._handshake_rates = RateLimits(
+            per_s=limits.handshakes_per_s, burst=limits.handshakes_burst, keys_max=_TRACKED_ADDRESSES_MAX
         )
 
     def accept(self, host: str, *, now_s: float, close: Callable[[], None]) -> OpenConnection | str:
         """Returns the connection, or why it is rejected. `close` is called when another peer replaces it."""
         limits, address = self.limits, address_key(host)
-        if self.open >= limits.connections_max:
+        if self.open_count >= limits.connections_max:
             return f"the limit of {limits.connections_max} open connections is reached"
         replaced: OpenConnection | None = None
-        if len(self._by_address.get(address, ())) >= limits.unauthenticated_of_address_max:
+        if len(self._unauthenticated_by_address.get(address, ())) >= limits.unauthenticated_of_address_max:
             replaced = self._find_replaceable(address, now_s)
             if replaced is None:
                 return f"the limit of unauthenticated connections of {address} is reached"
-        elif self.unauthenticated >= limits.unauthenticated_max:
-            largest = max(self._by_address, key=lambda each: len(self._by_address[each]))
+        elif self.unauthenticated_count >= limits.unauthenticated_max:
+            largest = max(
+                self._unauthenticated_by_address, key=lambda each: len(self._unauthenticated_by_address[each])
+            )
             replaced = self._find_replaceable(largest, now_s)
             if replaced is None:
                 return f"the limit of {limits.unauthenticated_max} unauthenticated connections is reached"
         # Last: a rejected connection costs no handshake. Many nodes behind one address retry at once.
-        if self._handshakes.of(address, now_s=now_s).try_take(1.0, now_s=now_s):
+        if self._handshake_rates.of(address, now_s=now_s).try_take(1.0, now_s=now_s):
             return (
                 f"the limit of {limits.handshakes_per_s:g} new connections per second of {address} is reached"
             )
         if replaced is not None:
             self.remove_unauthenticated(replaced)
             replaced.close()
-        connection = OpenConnection(self, address, since_s=now_s, close=close)
-        self.open += 1
-        self.unauthenticated += 1
-        self._by_address.setdefault(address, {})[connection] = None
+        connection = OpenConnection(self, address, accepted_at_s=now_s, close=close)
+        self.open_count += 1
+        self.unauthenticated_count += 1
+        self._unauthenticated_by_address.setdefault(address, {})[connection] = None
         return connection
 
     def remove_unauthenticated(self, connection: OpenConnection) -> None:
-        group = self._by_address.get(connection.address, {})
+        group = self._unauthenticated_by_address.get(connection.address, {})
         if connection in group:
             del group[connection]
-            self.unauthenticated -= 1
+            self.unauthenticated_count -= 1
             if not group:
-                del self._by_address[connection.address]
+                del self._unauthenticated_by_address[connection.address]
 
     def release(self, connection: OpenConnection) -> None:
         self.remove_unauthenticated(connection)
-        self.open -= 1
+        self.open_count -= 1
 
     def _find_replaceable(self, address: str, now_s: float) -> OpenConnection | None:
         """The oldest unauthenticated connection of an address, unless it may be in its handshake."""
-        oldest = next(iter(self._by_address[address]))
-        return oldest if now_s - oldest.since_s >= HANDSHAKE_S else None
+        oldest = next(iter(self._unauthenticated_by_address[address]))
+        return oldest if now_s - oldest.accepted_at_s >= HANDSHAKE_GRACE_S else None
 
 
-@functools.lru_cache(maxsize=_ADDRESSES_MAX)
+@functools.lru_cache(maxsize=_TRACKED_ADDRESSES_MAX)
 def address_key(host: str) -> str:
     """The address, or for IPv6 its /64 network, which usually belongs to one machine or customer."""
     try:

@@ -30,10 +30,10 @@ BACKOFF_S_MIN = 0.1
 BACKOFF_S_MAX = 2.0
 """Several attempts fit into the time after which the controller cancels the session of a client that was
 disconnected."""
-_ELECTION_STEP_S = 0.1
-_CONNECT_S_MAX = 10.0
+_ELECTION_RETRY_INTERVAL_S = 0.1
+_CONNECT_TIMEOUT_S_MAX = 10.0
 
-OnChange = Callable[[bool, str], None]
+ConnectionChangeCallback = Callable[[bool, str], None]
 """Called when the connection was lost (False) or restored (True), with the reason."""
 
 
@@ -46,7 +46,7 @@ class ControllerConnection(ControlDataIntegration):
         *,
         network: Network,
         program: str,
-        on_change: OnChange,
+        on_change: ConnectionChangeCallback,
         chance: Callable[[], float] = random.random,
     ) -> None:
         self.access = access
@@ -58,9 +58,9 @@ class ControllerConnection(ControlDataIntegration):
         self._on_change = on_change
         self._random = chance
         self._peer: rpc.Peer | None = None
-        self._open = asyncio.Event()
+        self._is_connected = asyncio.Event()
         self._last_error: GenieError | None = None
-        self._first: asyncio.Future[Welcome] = asyncio.get_running_loop().create_future()
+        self._first_welcome: asyncio.Future[Welcome] = asyncio.get_running_loop().create_future()
 
     @property
     def where(self) -> str:
@@ -70,16 +70,16 @@ class ControllerConnection(ControlDataIntegration):
     def is_open(self) -> bool:
         return self._peer is not None and not self._peer.is_closed
 
-    async def wait_first(self) -> Welcome:
+    async def wait_for_first_connection(self) -> Welcome:
         """Returns the reply to the first Hello, or raises the error of the first attempt to connect."""
-        return await asyncio.shield(self._first)
+        return await asyncio.shield(self._first_welcome)
 
     async def call(self, request: Request[_Reply], *, timeout_s: float, idempotent: bool = True) -> _Reply:
         """Returns the reply of the controller. `idempotent`: the request may be sent twice."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
         while True:
-            peer = await self._wait_peer(deadline)
+            peer = await self._wait_for_peer(deadline)
             try:
                 return await peer.call(request, timeout_s=max(deadline - loop.time(), 0.001))
             except ConnectionLostError as error:
@@ -89,12 +89,12 @@ class ControllerConnection(ControlDataIntegration):
                         hint="the request may have been executed; check before you retry",
                     ) from error
                 if peer is self._peer:
-                    self._open.clear()
+                    self._is_connected.clear()
             except NotLeaderError:
                 # Right after a start or a failover there is no leader yet.
-                if loop.time() + _ELECTION_STEP_S >= deadline:
+                if loop.time() + _ELECTION_RETRY_INTERVAL_S >= deadline:
                     raise
-                await asyncio.sleep(_ELECTION_STEP_S)
+                await asyncio.sleep(_ELECTION_RETRY_INTERVAL_S)
             except OverloadedError as error:
                 wait_s = error.retry_after_s * (1 + self._random() / 2)
                 if loop.time() + wait_s >= deadline:
@@ -111,9 +111,9 @@ class ControllerConnection(ControlDataIntegration):
         try:
             await self._run_connection(first_timeout_s)
         except GenieError as error:
-            if not self._first.done():
-                self._first.set_exception(error)
-                self._first.exception()
+            if not self._first_welcome.done():
+                self._first_welcome.set_exception(error)
+                self._first_welcome.exception()
                 return
             self._last_error = error
         wait_s = BACKOFF_S_MIN
@@ -121,7 +121,7 @@ class ControllerConnection(ControlDataIntegration):
             await asyncio.sleep(wait_s * (0.5 + self._random() / 2))
             before = self.reconnects
             try:
-                await self._run_connection(_CONNECT_S_MAX)
+                await self._run_connection(_CONNECT_TIMEOUT_S_MAX)
             except GenieError as error:
                 _log.debug("could not connect to %s: %s", self.where, error)
                 self._last_error = error
@@ -137,25 +137,25 @@ class ControllerConnection(ControlDataIntegration):
             try:
                 await self._peer.wait_closed()
             finally:
-                self._open.clear()
+                self._is_connected.clear()
         self._last_error = ConnectionLostError(f"the connection to {self.where} was lost")
         self._on_change(False, str(self._last_error))
 
     def _on_connected(self, welcome: Welcome) -> None:
-        self._open.set()
-        if not self._first.done():
-            self._first.set_result(welcome)
+        self._is_connected.set()
+        if not self._first_welcome.done():
+            self._first_welcome.set_result(welcome)
             return
         self.reconnects += 1
         self.reopened.set()
         self._on_change(True, f"reconnected to {self.where}")
 
-    async def _wait_peer(self, deadline: float) -> rpc.Peer:
+    async def _wait_for_peer(self, deadline: float) -> rpc.Peer:
         try:
             async with asyncio.timeout_at(deadline):
                 while not self.is_open:
-                    self._open.clear()
-                    await self._open.wait()
+                    self._is_connected.clear()
+                    await self._is_connected.wait()
         except TimeoutError:
             if self._last_error is not None:
                 raise self._last_error from None
@@ -171,14 +171,14 @@ async def open_controller_connection(
     network: Network,
     program: str,
     timeout_s: float,
-    on_change: OnChange = lambda _connected, _reason: None,
+    on_change: ConnectionChangeCallback = lambda _connected, _reason: None,
 ) -> AsyncIterator[ControllerConnection]:
     """A context with an open connection, which reconnects until the context ends."""
     connection = ControllerConnection(access, network=network, program=program, on_change=on_change)
     async with unwrapped_task_group() as group:
         task = group.create_task(connection.run(first_timeout_s=timeout_s))
         try:
-            await connection.wait_first()
+            await connection.wait_for_first_connection()
             yield connection
         finally:
             task.cancel()

@@ -62,7 +62,7 @@ class LocalCluster:
     @classmethod
     def read(cls, state_dir: Path) -> LocalCluster | None:
         try:
-            body = json.loads(files.read_small(state_dir / LOCAL_CLUSTER_FILE))
+            body = json.loads(files.read_small_file(state_dir / LOCAL_CLUSTER_FILE))
             host, port = parse_endpoint(address_text(str(body["host"]), int(body["port"])))
             return cls(host=host, port=port, cluster_id=str(body["cluster_id"]))
         except FileNotFoundError:
@@ -86,18 +86,18 @@ async def find_access(
     host, port = find_address(config, state_dir)
     found = find_token(config, state_dir, host=host, port=port)
     if found is None:
-        raise _token_missing(host, port, state_dir=state_dir)
+        raise _token_missing_error(host, port, state_dir=state_dir)
     token, source = found
     # The local owner token is valid at another address only if the same cluster listens there.
-    needs_check = source is TokenSource.OWNER_FILE and not _is_local(host, port, state_dir)
+    needs_check = source is TokenSource.OWNER_FILE and not _is_local_cluster(host, port, state_dir)
     if needs_check and not await _is_same_cluster(network, host, port, pin=token.pin, timeout_s=timeout_s):
-        raise _token_missing(host, port, state_dir=state_dir)
+        raise _token_missing_error(host, port, state_dir=state_dir)
     try:
         trusted = await trust(network, host, port, pin=token.pin, state_dir=state_dir, timeout_s=timeout_s)
     except TlsError as error:
         if source is not TokenSource.LOGIN:
             raise
-        raise _login_failed(host, port, error) from error
+        raise _login_failed_error(host, port, error) from error
     return Access(host=host, port=port, token=token, tls=trusted, source=source)
 
 
@@ -138,7 +138,7 @@ async def trust(
         return None
     path = state_dir / "trust" / f"{pin}.pem"
     try:
-        ca_pem = files.read_small(path)
+        ca_pem = files.read_small_file(path)
         if tls.fingerprint(ca_pem) == pin:
             return ClientTls(tls.client_context(ca_pem), tls.CONTROLLER_NAME)
     except (OSError, TlsError, UnicodeDecodeError):
@@ -209,11 +209,11 @@ def is_wildcard(host: str) -> bool:
     try:
         address = ipaddress.ip_address(host.partition("%")[0])
     except ValueError:
-        return _is_short_wildcard(host)
+        return _is_abbreviated_wildcard(host)
     return (getattr(address, "ipv4_mapped", None) or address).is_unspecified
 
 
-def _is_short_wildcard(host: str) -> bool:
+def _is_abbreviated_wildcard(host: str) -> bool:
     """Whether it is '0', '0x0' or the like, which `ipaddress` does not parse."""
     try:
         return not any(socket.inet_aton(host))
@@ -266,7 +266,7 @@ def _parse_configured(text: str) -> Token:
 def read_owner_token(state_dir: Path) -> Token | None:
     """The token that `genie up` wrote, or None. Raises TokenMissingError if it cannot be read."""
     try:
-        return parse_token(files.read_small(state_dir / OWNER_TOKEN_FILE))
+        return parse_token(files.read_small_file(state_dir / OWNER_TOKEN_FILE))
     except FileNotFoundError:
         return None
     except (OSError, UnicodeDecodeError, TokenRefusedError) as error:
@@ -277,12 +277,12 @@ def read_owner_token(state_dir: Path) -> Token | None:
         ) from error
 
 
-def _is_local(host: str, port: int, state_dir: Path) -> bool:
+def _is_local_cluster(host: str, port: int, state_dir: Path) -> bool:
     local = LocalCluster.read(state_dir)
     return is_loopback(host) or (local is not None and (host, port) == (local.host, local.port))
 
 
-def _token_missing(host: str, port: int, *, state_dir: Path | None = None) -> TokenMissingError:
+def _token_missing_error(host: str, port: int, *, state_dir: Path | None = None) -> TokenMissingError:
     hint = login_hint(host, port)
     other = None if state_dir is None else logins.find_login_on_other_port(state_dir, host, port)
     if other is not None:
@@ -297,7 +297,7 @@ def login_hint(host: str, port: int) -> str:
     return f"run 'genie token create' {there}, then 'genie login {where}' here and paste the token"
 
 
-def _login_failed(host: str, port: int, error: TokenRefusedError | TlsError) -> GenieError:
+def _login_failed_error(host: str, port: int, error: TokenRefusedError | TlsError) -> GenieError:
     """The error for a token of a stored login, which the user may not be aware of."""
     name = logins.login_name(host, port)
     if isinstance(error, TokenRefusedError):
@@ -317,13 +317,13 @@ async def _explain_rejection(
     """A clearer error for a stored token, which the user may not be aware of; None if there is none."""
     host, port = access.host, access.port
     if access.source is TokenSource.LOGIN:
-        return _login_failed(host, port, error)
+        return _login_failed_error(host, port, error)
     if access.source is TokenSource.OWNER_FILE and isinstance(error, TlsError):
         try:
             is_same = await _is_same_cluster(network, host, port, pin=access.token.pin, timeout_s=timeout_s)
         except GenieError:  # not a cluster: the first error explains that
             return None
-        return None if is_same else _token_missing(host, port)
+        return None if is_same else _token_missing_error(host, port)
     return None
 
 

@@ -28,18 +28,18 @@ from genie.errors import (
     FrameTooLargeError,
     ProtocolError,
     VersionError,
-    from_code,
+    error_from_code,
 )
 
 VERSION = 4
-OPEN_BYTES_MAX = 4096
+OPEN_REQUEST_BYTES_MAX = 4096
 """Maximum size of a message from an unauthenticated peer."""
 ANSWER_BYTES_MAX = 64 * 1024
 TEXT_CHARACTERS_MAX = 4096
 
 _MAGIC = b"GENIEX"
 _PREFACE = struct.Struct(">6sH")
-_LENGTH = struct.Struct(">I")
+_LENGTH_PREFIX = struct.Struct(">I")
 _Text: TypeAlias = Annotated[str, Meta(max_length=TEXT_CHARACTERS_MAX)]
 _Count: TypeAlias = Annotated[int, Meta(ge=0, le=1 << 62)]
 
@@ -57,7 +57,7 @@ class _Message(Struct, frozen=True, array_like=True, forbid_unknown_fields=True)
 
 
 class Open(_Message, frozen=True, tag="open"):
-    """First message of a client. `machine` is this_machine().
+    """First message of a client. `machine` is machine_identity().
 
     With the `session_key` of an earlier Opened it resumes that session; `replies_received` is then the
     number of the last reply that it received.
@@ -129,7 +129,9 @@ def open_session(
     return handshake.request(request, _opened_decoder)
 
 
-def fetch(pipe: Pipe, request: Fetch, *, peer: str, timeout_s: float, is_reused: bool = False) -> Fetched:
+def request_fetch(
+    pipe: Pipe, request: Fetch, *, peer: str, timeout_s: float, is_reused: bool = False
+) -> Fetched:
     """The handshake of an executor that fetches from another one. Raises as `open_session` does.
 
     `is_reused`: this connection has been used to fetch before.
@@ -144,12 +146,12 @@ def receive_request(pipe: Pipe, *, peer: str, timeout_s: float) -> Open | Fetch:
     """The executor's side of the handshake: returns the first message of the peer."""
     handshake = _Handshake(pipe, peer, timeout_s)
     handshake.exchange_prefaces()
-    return handshake.read_message(_request_decoder, OPEN_BYTES_MAX)
+    return handshake.read_message(_request_decoder, OPEN_REQUEST_BYTES_MAX)
 
 
 def receive_fetch(pipe: Pipe, *, peer: str, timeout_s: float) -> Fetch:
     """Returns the next request of an executor that fetches."""
-    return _Handshake(pipe, peer, timeout_s).read_message(_fetch_decoder, OPEN_BYTES_MAX)
+    return _Handshake(pipe, peer, timeout_s).read_message(_fetch_decoder, OPEN_REQUEST_BYTES_MAX)
 
 
 def ticket_digest(ticket: str) -> str:
@@ -166,7 +168,7 @@ def send_reply(pipe: Pipe, message: Opened | Fetched | Error, *, peer: str, time
     _Handshake(pipe, peer, timeout_s).write(encode(message))
 
 
-def preface(version: int = VERSION) -> bytes:
+def make_preface(version: int = VERSION) -> bytes:
     return _PREFACE.pack(_MAGIC, version)
 
 
@@ -188,11 +190,11 @@ def check_preface(data: bytes, *, peer: str) -> None:
 def encode(message: Open | Opened | Fetch | Fetched | Error) -> bytes:
     """A message with its length."""
     payload = msgspec.msgpack.encode(message)
-    return _LENGTH.pack(len(payload)) + payload
+    return _LENGTH_PREFIX.pack(len(payload)) + payload
 
 
 @cache
-def this_machine() -> str:
+def machine_identity() -> str:
     """An ID that processes share if and only if they share kernel and loopback interface; '' if unknown."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
@@ -215,24 +217,24 @@ class _Handshake:
         self._deadline = time.monotonic() + timeout_s
 
     def exchange_prefaces(self) -> None:
-        self.write(preface())
+        self.write(make_preface())
         check_preface(self._read(_PREFACE.size), peer=self._peer)
 
     def request(self, request: Open | Fetch, decoder: msgspec.msgpack.Decoder[_Answer | Error]) -> _Answer:
         self.write(encode(request))
         reply = self.read_message(decoder, ANSWER_BYTES_MAX)
         if isinstance(reply, Error):
-            raise from_code(reply.code, f"{self._peer} rejected the connection: {reply.message}")
+            raise error_from_code(reply.code, f"{self._peer} rejected the connection: {reply.message}")
         return reply
 
     def write(self, data: bytes) -> None:
         try:
             self._pipe.write_all(data, self._remaining_s())
         except OSError as error:
-            raise self._failure(error) from error
+            raise self._to_transport_error(error) from error
 
     def read_message(self, decoder: msgspec.msgpack.Decoder[_T], bytes_max: int) -> _T:
-        (length,) = _LENGTH.unpack(self._read(_LENGTH.size))
+        (length,) = _LENGTH_PREFIX.unpack(self._read(_LENGTH_PREFIX.size))
         if length > bytes_max:
             raise FrameTooLargeError(
                 f"{self._peer} announced a message of {length} bytes; the limit is {bytes_max}",
@@ -248,12 +250,12 @@ class _Handshake:
         try:
             return self._pipe.read_exactly(count, self._remaining_s())
         except OSError as error:
-            raise self._failure(error) from error
+            raise self._to_transport_error(error) from error
 
     def _remaining_s(self) -> float:
         return max(0.001, self._deadline - time.monotonic())
 
-    def _failure(self, error: OSError) -> ConnectionLostError | DeadlineError:
+    def _to_transport_error(self, error: OSError) -> ConnectionLostError | DeadlineError:
         if isinstance(error, TimeoutError) or time.monotonic() >= self._deadline:
             return DeadlineError(f"timed out waiting for {self._peer} during the handshake")
         return ConnectionLostError(f"the connection to {self._peer} was lost: {error}")

@@ -33,16 +33,16 @@ class Traffic:
 
     received_bytes: int
     sent_bytes: int
-    at_s: float
+    measured_at_s: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class Throughput:
-    """Throughput of an interface, all programs of this machine included, averaged over `over_s`."""
+    """Throughput of an interface, all programs of this machine included, averaged over `interval_s`."""
 
     received_bytes_per_s: float
     sent_bytes_per_s: float
-    over_s: float
+    interval_s: float
 
     @property
     def gbps_max(self) -> float:
@@ -52,7 +52,7 @@ class Throughput:
 
 def find_interface(*, source: str, destination: str, root: Path = _ROOT) -> Interface | None:
     """The interface of a connection between these two addresses. Blocks: a driver may be slow."""
-    name = _LOOPBACK if source == destination else _interface_with(source)
+    name = _LOOPBACK if source == destination else _interface_with_address(source)
     return None if name is None else Interface(name=name, speed_gbps=_speed_gbps(root, name))
 
 
@@ -66,22 +66,24 @@ def read_traffic(*, now_s: float, root: Path = _ROOT) -> dict[str, Traffic]:
     for line in lines:
         name, colon, rest = line.partition(":")
         numbers = rest.split()
-        if colon and len(numbers) >= 16 and _is_count(numbers[0]) and _is_count(numbers[8]):
+        if colon and len(numbers) >= 16 and _is_counter_value(numbers[0]) and _is_counter_value(numbers[8]):
             found[name.strip()] = Traffic(
-                received_bytes=int(numbers[0]), sent_bytes=int(numbers[8]), at_s=now_s
+                received_bytes=int(numbers[0]), sent_bytes=int(numbers[8]), measured_at_s=now_s
             )
     return found
 
 
-def throughput(before: Traffic | None, after: Traffic | None) -> Throughput | None:
+def compute_throughput(before: Traffic | None, after: Traffic | None) -> Throughput | None:
     """None without two readings, or if the counters were reset in between."""
     if before is None or after is None:
         return None
-    over_s = after.at_s - before.at_s
+    interval_s = after.measured_at_s - before.measured_at_s
     received, sent = after.received_bytes - before.received_bytes, after.sent_bytes - before.sent_bytes
-    if over_s <= 0 or received < 0 or sent < 0:
+    if interval_s <= 0 or received < 0 or sent < 0:
         return None
-    return Throughput(received_bytes_per_s=received / over_s, sent_bytes_per_s=sent / over_s, over_s=over_s)
+    return Throughput(
+        received_bytes_per_s=received / interval_s, sent_bytes_per_s=sent / interval_s, interval_s=interval_s
+    )
 
 
 class InterfaceMeter:
@@ -93,22 +95,22 @@ class InterfaceMeter:
         self._name = name
         self._root = root
         self._monotonic_s = monotonic_s
-        self._previous = self._read_counters()
+        self._previous_traffic = self._read_counters()
 
     def read(self) -> Throughput | None:
         """The throughput since the last reading."""
-        before, self._previous = self._previous, self._read_counters()
-        return throughput(before, self._previous)
+        before, self._previous_traffic = self._previous_traffic, self._read_counters()
+        return compute_throughput(before, self._previous_traffic)
 
     def _read_counters(self) -> Traffic | None:
         return read_traffic(now_s=self._monotonic_s(), root=self._root).get(self._name)
 
 
-def _is_count(text: str) -> bool:
+def _is_counter_value(text: str) -> bool:
     return text.isascii() and text.isdigit() and len(text) <= _COUNT_DIGITS_MAX
 
 
-def _interface_with(address: str) -> str | None:
+def _interface_with_address(address: str) -> str | None:
     """Name of the interface with this address; zones of IPv6 addresses are ignored."""
     bare = address.partition("%")[0]
     for name, addresses in psutil.net_if_addrs().items():

@@ -19,9 +19,9 @@ from genie.model.names import address_text, parse_endpoint
 from genie.processes import files
 from genie.tenancy.access import Token, parse_token
 
-_FOLDER = "logins"
-_DEFAULT = "default"
-_SUFFIX = ".token"
+_LOGINS_FOLDER = "logins"
+_DEFAULT_LOGIN_FILE = "default"
+_TOKEN_FILE_SUFFIX = ".token"
 
 Address = tuple[str, int]
 
@@ -47,8 +47,8 @@ def login_name(host: str, port: int) -> str:
 def store_login(state_dir: Path, host: str, port: int, token: Token) -> None:
     """Stores the token for this address and makes it the default cluster."""
     name = login_name(host, port)
-    files.write_private(_path(state_dir, name), f"{token}\n".encode())
-    files.write_private(state_dir / _FOLDER / _DEFAULT, f"{name}\n".encode())
+    files.write_private(_login_path(state_dir, name), f"{token}\n".encode())
+    files.write_private(state_dir / _LOGINS_FOLDER / _DEFAULT_LOGIN_FILE, f"{name}\n".encode())
 
 
 def remove_login(state_dir: Path, host: str, port: int) -> bool:
@@ -57,11 +57,11 @@ def remove_login(state_dir: Path, host: str, port: int) -> bool:
     A cluster without a login is no longer the default. Raises StoreFullError if a file cannot be removed.
     """
     name = login_name(host, port)
-    path = _path(state_dir, name)
+    path = _login_path(state_dir, name)
     try:
         if _default_name(state_dir) == name:
-            (state_dir / _FOLDER / _DEFAULT).unlink(missing_ok=True)
-        files.remove_unfinished(path)
+            (state_dir / _LOGINS_FOLDER / _DEFAULT_LOGIN_FILE).unlink(missing_ok=True)
+        files.remove_unfinished_writes(path)
         path.unlink()
     except OSError as error:
         if _is_absent(error):
@@ -73,9 +73,9 @@ def remove_login(state_dir: Path, host: str, port: int) -> bool:
 def read_login(state_dir: Path, host: str, port: int) -> Token | None:
     """The token that is stored for this address, or None. Raises TokenMissingError if it cannot be read."""
     name = login_name(host, port)
-    path = _path(state_dir, name)
+    path = _login_path(state_dir, name)
     try:
-        return parse_token(files.read_small(path))
+        return parse_token(files.read_small_file(path))
     except (OSError, UnicodeDecodeError, GenieError) as error:
         if isinstance(error, OSError) and _is_absent(error):
             return None
@@ -88,7 +88,7 @@ def default_login(state_dir: Path) -> Address | None:
     """The address of the last login; None if there is none, or after logout."""
     try:
         host, port = parse_endpoint(_default_name(state_dir))
-        return (host, port) if _path(state_dir, login_name(host, port)).exists() else None
+        return (host, port) if _login_path(state_dir, login_name(host, port)).exists() else None
     except (OSError, GenieError):
         return None
 
@@ -108,20 +108,23 @@ def find_login_on_other_port(state_dir: Path, host: str, port: int) -> str | Non
 def list_logins(state_dir: Path) -> list[Login]:
     """Sorted by address."""
     default = _default_name(state_dir)
-    names = sorted(path.name.removesuffix(_SUFFIX) for path in (state_dir / _FOLDER).glob(f"*{_SUFFIX}"))
-    return [Login(name, _try_read(_path(state_dir, name)), name == default) for name in names]
+    names = sorted(
+        path.name.removesuffix(_TOKEN_FILE_SUFFIX)
+        for path in (state_dir / _LOGINS_FOLDER).glob(f"*{_TOKEN_FILE_SUFFIX}")
+    )
+    return [Login(name, _try_read_token(_login_path(state_dir, name)), name == default) for name in names]
 
 
-def _try_read(path: Path) -> Token | None:
+def _try_read_token(path: Path) -> Token | None:
     try:
-        return parse_token(files.read_small(path))
+        return parse_token(files.read_small_file(path))
     except (OSError, UnicodeDecodeError, GenieError):
         return None
 
 
 def _default_name(state_dir: Path) -> str:
     try:
-        return files.read_small(state_dir / _FOLDER / _DEFAULT).strip()
+        return files.read_small_file(state_dir / _LOGINS_FOLDER / _DEFAULT_LOGIN_FILE).strip()
     except (OSError, UnicodeDecodeError):
         return ""
 
@@ -131,5 +134,5 @@ def _is_absent(error: OSError) -> bool:
     return error.errno in (errno.ENOENT, errno.ENAMETOOLONG)
 
 
-def _path(state_dir: Path, name: str) -> Path:
-    return state_dir / _FOLDER / f"{name}{_SUFFIX}"
+def _login_path(state_dir: Path, name: str) -> Path:
+    return state_dir / _LOGINS_FOLDER / f"{name}{_TOKEN_FILE_SUFFIX}"

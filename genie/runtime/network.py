@@ -43,16 +43,16 @@ _log = logging.getLogger(__name__)
 PREFACE_TIMEOUT_S = 10.0
 LINGER_S = 2.0
 """How long a closed connection waits for its peer to read what was sent before."""
-_READ_BYTES = 64 * 1024
+_READ_CHUNK_BYTES = 64 * 1024
 _BACKLOG = 512
 _ACCEPT_RETRY_S = 0.1
-_REJECTION_LOG_S = 60.0
+_REJECTION_LOG_INTERVAL_S = 60.0
 _RETRY_AFTER_S = 0.5
 # A fatal TLS alert, internal_error: tells a client before the handshake that the server is overloaded.
-_TLS_REJECTION = bytes.fromhex("15030300020250")
+_TLS_REJECTION_ALERT = bytes.fromhex("15030300020250")
 _TLS_REJECTION_REASON = "TLSV1_ALERT_INTERNAL_ERROR"
 # Error codes of OpenSSL for certificates of a trusted CA.
-_CERTIFICATE_TIMES = {9: "is not valid yet", 10: "has expired"}
+_CERTIFICATE_VALIDITY_ERRORS = {9: "is not valid yet", 10: "has expired"}
 # Dead connections are detected after about two minutes.
 _KEEPALIVE = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 20, "TCP_KEEPCNT": 3}
 SEND_NOW_BYTES_MAX = 64 * 1024
@@ -100,7 +100,7 @@ class Channel(Protocol):
         ...
 
 
-Accept = Callable[[Channel], Awaitable[None]]
+AcceptCallback = Callable[[Channel], Awaitable[None]]
 
 
 class Network(Protocol):
@@ -110,7 +110,7 @@ class Network(Protocol):
         self,
         host: str,
         port: int,
-        accept: Accept,
+        accept: AcceptCallback,
         *,
         tls: ssl.SSLContext | None,
         on_listening: Callable[[int], None],
@@ -130,14 +130,14 @@ class TcpChannel:
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
         *,
-        cap_bytes: int,
+        frame_bytes_max: int,
         flush_on_close: bool = True,
         on_authenticated: Callable[[], None] = lambda: None,
     ) -> None:
         host, port, *_ = writer.get_extra_info("peername") or ("unknown", 0)
         self.peer = address_text(host, port)
         self.certificate_name = _certificate_name(writer.get_extra_info("peercert"))
-        self._cap_bytes = cap_bytes
+        self._frame_bytes_max = frame_bytes_max
         self._flush_on_close = flush_on_close
         self._on_authenticated = on_authenticated
         self._reader = reader
@@ -154,7 +154,7 @@ class TcpChannel:
         self._is_closed = False
 
     def set_frame_limit(self, size_bytes: int) -> None:
-        self._cap_bytes = size_bytes
+        self._frame_bytes_max = size_bytes
 
     def set_authenticated(self) -> None:
         self._on_authenticated()
@@ -202,7 +202,7 @@ class TcpChannel:
         if len(buffer) < start:
             return None
         length, kind, call_id = wire.unpack_header(
-            buffer, self._buffer_start, cap_bytes=self._cap_bytes, peer=self.peer
+            buffer, self._buffer_start, frame_bytes_max=self._frame_bytes_max, peer=self.peer
         )
         end = start + length
         if len(buffer) < end:
@@ -217,16 +217,16 @@ class TcpChannel:
     async def _fill_buffer(self) -> None:
         left = self._buffer[self._buffer_start :]
         if len(left) < wire.HEADER_BYTES:
-            data = await self._reader.read(_READ_BYTES)
+            data = await self._reader.read(_READ_CHUNK_BYTES)
             if not data:
                 raise asyncio.IncompleteReadError(left, None)
         else:
-            length, _, _ = wire.unpack_header(left, cap_bytes=self._cap_bytes, peer=self.peer)
+            length, _, _ = wire.unpack_header(left, frame_bytes_max=self._frame_bytes_max, peer=self.peer)
             data = await self._reader.readexactly(wire.HEADER_BYTES + length - len(left))
         self._buffer, self._buffer_start = left + data, 0
 
     async def exchange_prefaces(self) -> None:
-        await self.send(wire.preface())
+        await self.send(wire.make_preface())
         try:
             async with asyncio.timeout(PREFACE_TIMEOUT_S):
                 data = await self._reader.readexactly(wire.PREFACE_BYTES)
@@ -305,7 +305,7 @@ class TcpNetwork:
         self,
         host: str,
         port: int,
-        accept: Accept,
+        accept: AcceptCallback,
         *,
         tls: ssl.SSLContext | None,
         on_listening: Callable[[int], None],
@@ -331,7 +331,7 @@ async def _connect(host: str, port: int, *, tls: ClientTls | None) -> Channel:
             ssl=tls.context if tls else None,
             server_hostname=tls.server_name if tls else None,
         )
-        channel = TcpChannel(reader, writer, cap_bytes=wire.FRAME_BYTES_MAX, flush_on_close=False)
+        channel = TcpChannel(reader, writer, frame_bytes_max=wire.FRAME_BYTES_MAX, flush_on_close=False)
         try:
             await channel.exchange_prefaces()
         except BaseException:
@@ -347,13 +347,15 @@ async def _connect(host: str, port: int, *, tls: ClientTls | None) -> Channel:
 class _Server:
     """Accepts connections within the limits."""
 
-    def __init__(self, limiter: ConnectionLimiter, accept: Accept, tls: ssl.SSLContext | None) -> None:
+    def __init__(
+        self, limiter: ConnectionLimiter, accept: AcceptCallback, tls: ssl.SSLContext | None
+    ) -> None:
         self._limiter = limiter
         self._accept = accept
         self._tls = tls
         self._loop = asyncio.get_running_loop()
-        self._rejected = 0
-        self._next_log_s = 0.0
+        self._rejected_count = 0
+        self._next_rejection_log_s = 0.0
 
     async def accept_forever(self, listener: socket.socket, group: asyncio.TaskGroup) -> None:
         while True:
@@ -377,15 +379,15 @@ class _Server:
         """Closes a connection before the handshake, which would cost CPU time."""
         with sock, suppress(OSError):
             if self._tls is not None:
-                sock.send(_TLS_REJECTION)
+                sock.send(_TLS_REJECTION_ALERT)
         self._log_rejection(reason)
 
     def _log_rejection(self, reason: str) -> None:
-        self._rejected += 1
-        if (now_s := self._loop.time()) >= self._next_log_s:
-            self._next_log_s = now_s + _REJECTION_LOG_S
-            _log.warning("rejected %d connections; the last one because %s", self._rejected, reason)
-            self._rejected = 0
+        self._rejected_count += 1
+        if (now_s := self._loop.time()) >= self._next_rejection_log_s:
+            self._next_rejection_log_s = now_s + _REJECTION_LOG_INTERVAL_S
+            _log.warning("rejected %d connections; the last one because %s", self._rejected_count, reason)
+            self._rejected_count = 0
 
     async def _serve_socket(self, sock: socket.socket, connection: OpenConnection) -> None:
         try:
@@ -414,7 +416,7 @@ class _Server:
 
     async def _open_channel(self, sock: socket.socket, connection: OpenConnection) -> TcpChannel | None:
         """Does the TLS handshake; None if it fails."""
-        reader = asyncio.StreamReader(limit=_READ_BYTES)
+        reader = asyncio.StreamReader(limit=_READ_CHUNK_BYTES)
         protocol = asyncio.StreamReaderProtocol(reader)
         tls = self._tls
         try:
@@ -434,7 +436,7 @@ class _Server:
         return TcpChannel(
             reader,
             writer,
-            cap_bytes=wire.UNAUTHENTICATED_FRAME_BYTES_MAX,
+            frame_bytes_max=wire.UNAUTHENTICATED_FRAME_BYTES_MAX,
             on_authenticated=connection.set_authenticated,
         )
 
@@ -495,8 +497,8 @@ def _shut_down(sock: socket.socket) -> None:
 
 def explain_connect_failure(error: OSError | UnicodeError, where: str) -> GenieError:
     """The error for a failed connect, also for programs that connect without TcpNetwork."""
-    if isinstance(error, ssl.SSLCertVerificationError) and error.verify_code in _CERTIFICATE_TIMES:
-        when = _CERTIFICATE_TIMES[error.verify_code]
+    if isinstance(error, ssl.SSLCertVerificationError) and error.verify_code in _CERTIFICATE_VALIDITY_ERRORS:
+        when = _CERTIFICATE_VALIDITY_ERRORS[error.verify_code]
         return ClockSkewError(
             f"the certificate of {where} {when} by the clock of this machine",
             hint="check the clocks of both machines: timedatectl",
@@ -516,7 +518,7 @@ def explain_connect_failure(error: OSError | UnicodeError, where: str) -> GenieE
             f"TLS with {where} failed: {error.reason or error}",
             hint="another program may listen there, or only one side uses TLS (check controller.tls)",
         )
-    if _refused_everywhere(error):
+    if _was_refused_at_all_addresses(error):
         return NothingListensError(
             f"{where} refused the connection: nothing listens there",
             hint="start the cluster there with 'genie up', on another machine with --bind ADDRESS; "
@@ -551,7 +553,7 @@ def lookup_hint(error: socket.gaierror) -> str:
     return "check the DNS server of this machine (/etc/resolv.conf), or use an IP address"
 
 
-def _refused_everywhere(error: OSError | UnicodeError) -> bool:
+def _was_refused_at_all_addresses(error: OSError | UnicodeError) -> bool:
     """Whether all addresses refused the connection; asyncio joins their errors into one OSError."""
     if isinstance(error, ConnectionRefusedError):
         return True
@@ -560,7 +562,7 @@ def _refused_everywhere(error: OSError | UnicodeError) -> bool:
     return text.startswith("Multiple exceptions:") and refusals == text.count("[Errno ") > 0
 
 
-def address_towards(host: str, port: int) -> str | None:
+def local_address_towards(host: str, port: int) -> str | None:
     """The local address of connections to `host`, or None. Sends nothing; may block in a name lookup."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]

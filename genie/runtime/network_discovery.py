@@ -21,17 +21,17 @@ from typing import Any, TypeVar
 
 from genie.errors import ConfigError, UnreachableError
 from genie.model.names import address_text
-from genie.runtime.backend_info import BACKENDS, PRIORITY, BackendInfo, get_backend_info
-from genie.runtime.interfaces import Interface, Throughput, find_interface, read_traffic, throughput
+from genie.runtime.backend_info import BACKEND_PRIORITY, BACKENDS, BackendInfo, get_backend_info
+from genie.runtime.interfaces import Interface, Throughput, compute_throughput, find_interface, read_traffic
 from genie.runtime.network import failure_reason, lookup_hint
 
 _T = TypeVar("_T")
-_Address = tuple[int, Any]  # address family, and the address for the socket module
-_Missing = tuple[str, str]  # what is missing, and how to fix it
+_SocketAddress = tuple[int, Any]  # address family, and the address for the socket module
+_MissingRequirement = tuple[str, str]  # what is missing, and how to fix it
 
 CONNECT_ATTEMPTS = 3
-_ADDRESSES_MAX = 8
-_NO_SYS = ("this system has no /sys; only Linux is supported", "")
+_RESOLVED_ADDRESSES_MAX = 8
+_NO_SYSFS = ("this system has no /sys; only Linux is supported", "")
 _LIBRARY_FOLDERS = ("lib", "lib64", "usr/lib", "usr/lib64", "usr/local/lib", "usr/local/lib64")
 
 
@@ -114,18 +114,20 @@ class NetworkDiscovery:
     def __init__(self, *, root: Path = Path("/"), connects: int = CONNECT_ATTEMPTS) -> None:
         assert connects >= 1
         self._root = root
-        self._connects = connects
+        self._connect_attempts = connects
 
     async def discover(self, host: str, port: int, *, timeout_s: float = 5.0) -> DiscoveryResult:
         """Takes at most `timeout_s`. An unreachable host is a result, not an error."""
         start_s = time.perf_counter()
         before = read_traffic(now_s=time.monotonic(), root=self._root)
         async with asyncio.TaskGroup() as group:
-            tcp = group.create_task(_probe_tcp(host, port, connects=self._connects, timeout_s=timeout_s))
+            tcp = group.create_task(
+                _probe_tcp(host, port, connects=self._connect_attempts, timeout_s=timeout_s)
+            )
             local = group.create_task(_probe_local(self._root, timeout_s=timeout_s))
         found, probes = tcp.result(), {"tcp": tcp.result().probe, **local.result()}
         left_s = max(timeout_s - (time.perf_counter() - start_s), 0.0)
-        interface = await self._interface_of(found, timeout_s=left_s)
+        interface = await self._interface_of_route(found, timeout_s=left_s)
         after = read_traffic(now_s=time.monotonic(), root=self._root)
         name, speed_gbps = (interface.name, interface.speed_gbps) if interface else ("", None)
         return DiscoveryResult(
@@ -136,17 +138,17 @@ class NetworkDiscovery:
             recommendation=recommend(probes, tcp_rtt_ms=found.rtt_ms, link_gbps=speed_gbps),
             duration_ms=_ms_since(start_s),
             interface=interface,
-            throughput=throughput(before.get(name), after.get(name)),
+            throughput=compute_throughput(before.get(name), after.get(name)),
         )
 
-    async def _interface_of(self, found: _TcpResult, *, timeout_s: float) -> Interface | None:
+    async def _interface_of_route(self, found: _TcpResult, *, timeout_s: float) -> Interface | None:
         """Runs on a thread, because a driver may be slow to report the speed."""
         if not found.source:
             return None
         find = partial(find_interface, source=found.source, destination=found.destination, root=self._root)
         try:
             async with asyncio.timeout(timeout_s):
-                return await _on_thread("genie-interface", find)
+                return await _run_on_thread("genie-interface", find)
         except (OSError, RuntimeError):  # a TimeoutError is an OSError; psutil raises either
             return None
 
@@ -164,7 +166,7 @@ def recommend(
     """None if TCP does not work: every backend needs it for control."""
     if not probes["tcp"].available:
         return None
-    available = [name for name in PRIORITY if backend_probe(name, probes).available]
+    available = [name for name in BACKEND_PRIORITY if probe_of_backend(name, probes).available]
     usable = [name for name in available if backends[name].implemented]
     chosen = backends[usable[0] if usable else "tcp"]
     better = available[: available.index(chosen.name)]
@@ -201,7 +203,7 @@ def select_backend(
             f"this version of Genie has no transport for backend {requested!r}",
             hint="use backend 'auto' or 'tcp'",
         )
-    probe = backend_probe(requested, result.probes)
+    probe = probe_of_backend(requested, result.probes)
     if not probe.available:
         fix = f"{probe.fix}, or use" if probe.fix else "use"
         raise ConfigError(
@@ -211,7 +213,7 @@ def select_backend(
     return Selection(backend=requested, reason=f"{requested} was requested: {probe.reason}")
 
 
-def backend_probe(name: str, probes: Mapping[str, Probe]) -> Probe:
+def probe_of_backend(name: str, probes: Mapping[str, Probe]) -> Probe:
     """The probe of one backend; dpdk_gpudev combines two."""
     if name != "dpdk_gpudev":
         return probes[name]
@@ -228,8 +230,8 @@ def _selection_reason(chosen: str, better: list[str], probes: Mapping[str, Probe
     if better:
         return f"{', '.join(better)} is available and better, but Genie has no transport for it yet"
     absent = [
-        f"{name}: {backend_probe(name, probes).reason.partition(';')[0]}"
-        for name in PRIORITY[: PRIORITY.index(chosen)]
+        f"{name}: {probe_of_backend(name, probes).reason.partition(';')[0]}"
+        for name in BACKEND_PRIORITY[: BACKEND_PRIORITY.index(chosen)]
     ]
     return f"{chosen} is the best backend that works here" + (f" ({'; '.join(absent)})" if absent else "")
 
@@ -253,8 +255,10 @@ async def _probe_tcp(host: str, port: int, *, connects: int, timeout_s: float) -
     source, destination = "", ""
     try:
         async with asyncio.timeout(timeout_s):
-            addresses = await _resolve(host, port)
-            address, (rtt_ms, source) = await _connect_any(addresses, each_s=timeout_s / len(addresses))
+            addresses = await _resolve_host(host, port)
+            address, (rtt_ms, source) = await _connect_to_first(
+                addresses, timeout_each_s=timeout_s / len(addresses)
+            )
             destination = str(address[1][0])
             rtts_ms.append(rtt_ms)
             while len(rtts_ms) < connects:
@@ -282,16 +286,16 @@ def _describe_tcp_error(error: OSError, *, host: str, port: int, timeout_s: floa
     return failure_reason(error), "check the network between the two machines"
 
 
-async def _resolve(host: str, port: int) -> list[_Address]:
+async def _resolve_host(host: str, port: int) -> list[_SocketAddress]:
     """Name lookups run on a thread, because they can block; numeric addresses need none."""
     try:
-        found = _look_up(host, port, numeric=True)
+        found = _look_up_addresses(host, port, numeric=True)
     except socket.gaierror:
-        found = await _on_thread("genie-resolve", lambda: _look_up(host, port, numeric=False))
-    return found[:_ADDRESSES_MAX]
+        found = await _run_on_thread("genie-resolve", lambda: _look_up_addresses(host, port, numeric=False))
+    return found[:_RESOLVED_ADDRESSES_MAX]
 
 
-def _look_up(host: str, port: int, *, numeric: bool) -> list[_Address]:
+def _look_up_addresses(host: str, port: int, *, numeric: bool) -> list[_SocketAddress]:
     flags = socket.AI_NUMERICHOST if numeric else 0
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=flags)
@@ -300,12 +304,14 @@ def _look_up(host: str, port: int, *, numeric: bool) -> list[_Address]:
     return [(family, address) for family, _, _, _, address in found]
 
 
-async def _connect_any(addresses: list[_Address], *, each_s: float) -> tuple[_Address, tuple[float, str]]:
+async def _connect_to_first(
+    addresses: list[_SocketAddress], *, timeout_each_s: float
+) -> tuple[_SocketAddress, tuple[float, str]]:
     """Connects to the first address that responds, with a timeout for each."""
     last_error: OSError | None = None
     for address in addresses:
         try:
-            async with asyncio.timeout(each_s):
+            async with asyncio.timeout(timeout_each_s):
                 return address, await _connect(address)
         except OSError as error:
             last_error = error
@@ -313,7 +319,7 @@ async def _connect_any(addresses: list[_Address], *, each_s: float) -> tuple[_Ad
     raise last_error
 
 
-async def _connect(address: _Address) -> tuple[float, str]:
+async def _connect(address: _SocketAddress) -> tuple[float, str]:
     """Connect time in milliseconds, which is one round trip, and the local IP address."""
     family, where = address
     with socket.socket(family, socket.SOCK_STREAM) as sock:
@@ -332,7 +338,7 @@ async def _probe_local(root: Path, *, timeout_s: float) -> dict[str, Probe]:
     def probe_all() -> None:
         for name, probe in _LOCAL_PROBES.items():
             start_s = time.perf_counter()
-            missing = probe(root) if (root / "sys").is_dir() else [_NO_SYS]
+            missing = probe(root) if (root / "sys").is_dir() else [_NO_SYSFS]
             done[name] = Probe(
                 available=not missing,
                 reason="; ".join(what for what, _ in missing) or "all requirements are met",
@@ -342,26 +348,26 @@ async def _probe_local(root: Path, *, timeout_s: float) -> dict[str, Probe]:
 
     try:
         async with asyncio.timeout(timeout_s):
-            await _on_thread("genie-discovery", probe_all)
+            await _run_on_thread("genie-discovery", probe_all)
     except TimeoutError:
         pass  # probes that are not done are reported below
     timed_out = Probe(available=False, reason=f"the probe timed out after {timeout_s:g} s")
     return {name: done.get(name, timed_out) for name in _LOCAL_PROBES}
 
 
-def _dpdk_missing(root: Path) -> list[_Missing]:
-    missing: list[_Missing] = []
+def _missing_for_dpdk(root: Path) -> list[_MissingRequirement]:
+    missing: list[_MissingRequirement] = []
     if not _has_library(root, "librte_eal.so"):
         missing.append(("the DPDK libraries (librte_eal) are not installed", "install dpdk"))
     pages = (root / "sys/kernel/mm/hugepages").glob("*/free_hugepages")
     if not any(_read_text(path) not in ("", "0") for path in pages):
         missing.append(("no free huge pages", "set vm.nr_hugepages"))
-    if not _dpdk_cards(root):
+    if not _dpdk_bound_cards(root):
         missing.append(("no network card that DPDK can drive", "bind a card to vfio-pci"))
     return missing
 
 
-def _dpdk_cards(root: Path) -> list[str]:
+def _dpdk_bound_cards(root: Path) -> list[str]:
     """Cards bound to DPDK drivers, and those that DPDK shares with the kernel (which need no vfio)."""
     given = [
         path.name
@@ -373,8 +379,8 @@ def _dpdk_cards(root: Path) -> list[str]:
     return given + shared
 
 
-def _gpu_direct_missing(root: Path) -> list[_Missing]:
-    missing: list[_Missing] = []
+def _missing_for_gpu_direct(root: Path) -> list[_MissingRequirement]:
+    missing: list[_MissingRequirement] = []
     if not any((root / "proc/driver/nvidia/gpus").glob("*")):
         missing.append(("no CUDA GPU on this machine", ""))
     if not _has_library(root, "librte_gpudev.so"):
@@ -384,8 +390,8 @@ def _gpu_direct_missing(root: Path) -> list[_Missing]:
     return missing
 
 
-def _rdma_missing(root: Path) -> list[_Missing]:
-    missing: list[_Missing] = []
+def _missing_for_rdma(root: Path) -> list[_MissingRequirement]:
+    missing: list[_MissingRequirement] = []
     base = root / "sys/class/infiniband"
     devices = sorted(path.name for path in base.glob("*"))
     if not devices:
@@ -399,10 +405,10 @@ def _rdma_missing(root: Path) -> list[_Missing]:
     return missing
 
 
-_LOCAL_PROBES: dict[str, Callable[[Path], list[_Missing]]] = {
-    "dpdk": _dpdk_missing,
-    "gpu_direct": _gpu_direct_missing,
-    "rdma": _rdma_missing,
+_LOCAL_PROBES: dict[str, Callable[[Path], list[_MissingRequirement]]] = {
+    "dpdk": _missing_for_dpdk,
+    "gpu_direct": _missing_for_gpu_direct,
+    "rdma": _missing_for_rdma,
 }
 
 
@@ -433,7 +439,7 @@ def _read_text(path: Path) -> str:
         return ""
 
 
-async def _on_thread(name: str, work: Callable[[], _T]) -> _T:
+async def _run_on_thread(name: str, work: Callable[[], _T]) -> _T:
     """Runs `work` on a new thread, which continues if the caller stops waiting."""
     future: concurrent.futures.Future[_T] = concurrent.futures.Future()
 

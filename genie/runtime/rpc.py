@@ -36,16 +36,16 @@ TRUSTED_IN_FLIGHT_MAX = 2048
 """The same for requests of the controller to an agent, and of an authenticated node to the controller: above
 the maximum number of orders, and of confirmations that wait."""
 
-REJECTIONS_MAX = 4096
+CONCURRENT_REJECTIONS_MAX = 4096
 """A peer that sends more requests above the limit in a row is disconnected."""
 
-INVALID_MAX = 64
+INVALID_REQUESTS_MAX = 64
 """A peer that sends more requests that cannot be decoded is disconnected."""
 
 REPLY_TIMEOUT_S = 30.0
 """Timeout for sending a reply; then the connection is closed."""
 
-_CALL_IDS = 1 << 32
+_CALL_ID_COUNT = 1 << 32
 """Number of distinct call IDs in the frame header."""
 
 Handler = Callable[["Peer", Message], Awaitable[Message]]
@@ -67,19 +67,20 @@ class Peer:
         self._in_flight_max = in_flight_max
         self._decoder = wire.RequestDecoder(requests) if requests else None
         self._handler = handler
-        self._calls: dict[int, asyncio.Future[wire.Frame]] = {}
+        self._pending_calls: dict[int, asyncio.Future[wire.Frame]] = {}
         self._loop = asyncio.get_running_loop()
-        self._next_call = 0
+        self._next_call_id = 0
         self._in_flight = 0
         self._rejections = 0
         """Requests above the limit since the last one that was accepted."""
-        self._invalid = 0
+        self._invalid_requests = 0
         self.request_bytes = 0
         """Size of the last request, when the handler is called with it."""
-        self._sending = asyncio.Lock()
+        self._send_lock = asyncio.Lock()
         self._closed = asyncio.Event()
         self.is_closed = False
         """Whether `_closed` is set. An attribute: a controller reads it of every node in each pass."""
+        self._on_close: Callable[[], None] = lambda: None
 
     @property
     def name(self) -> str:
@@ -88,7 +89,7 @@ class Peer:
     @property
     def is_idle(self) -> bool:
         """Whether no request of either side is in flight."""
-        return not self._in_flight and not self._calls
+        return not self._in_flight and not self._pending_calls
 
     def set_in_flight_max(self, count: int) -> None:
         """Sets the maximum number of requests in flight from this peer."""
@@ -96,6 +97,16 @@ class Peer:
 
     async def wait_closed(self) -> None:
         await self._closed.wait()
+
+    def set_close_listener(self, listener: Callable[[], None]) -> None:
+        """Calls `listener` when the connection is closed, instead of an earlier one."""
+        self._on_close = listener
+
+    def _set_closed(self) -> None:
+        if not self.is_closed:
+            self.is_closed = True
+            self._closed.set()
+            self._on_close()
 
     async def call(self, request: Request[_Reply], *, timeout_s: float) -> _Reply:
         """Returns the reply. Raises the GenieError of the peer, or DeadlineError after `timeout_s`."""
@@ -108,33 +119,33 @@ class Peer:
         self, requests: Sequence[Request[_Reply]], *, timeout_s: float
     ) -> list[_Reply | GenieError]:
         """Sends all requests, then returns the reply or the error of each, as `call` would."""
-        loop, first = self._loop, self._next_call + 1
-        if first + len(requests) > _CALL_IDS:
+        loop, first = self._loop, self._next_call_id + 1
+        if first + len(requests) > _CALL_ID_COUNT:
             first = 1
         deadline_s = loop.time() + timeout_s
         futures: list[asyncio.Future[wire.Frame]] = [loop.create_future() for _ in requests]
-        self._next_call = first + len(futures) - 1
-        self._calls.update(enumerate(futures, first))
-        timer = loop.call_at(deadline_s, _time_out, futures)
+        self._next_call_id = first + len(futures) - 1
+        self._pending_calls.update(enumerate(futures, first))
+        timer = loop.call_at(deadline_s, _fail_with_timeout, futures)
         try:
             for call_id, request in enumerate(requests, first):
                 await self._send(call_id, request, deadline_s)
             return [
-                await self._outcome(request, future, timeout_s)
+                await self._reply_or_error(request, future, timeout_s)
                 for request, future in zip(requests, futures, strict=True)
             ]
         finally:
             timer.cancel()
             for call_id in range(first, first + len(futures)):
-                del self._calls[call_id]
+                del self._pending_calls[call_id]
 
     async def _send(self, call_id: int, request: Request[_Reply], deadline_s: float) -> None:
         """Sends one request; an error becomes the outcome of the call."""
-        future = self._calls[call_id]
+        future = self._pending_calls[call_id]
         try:
             if self.is_closed:
                 raise ConnectionLostError(f"the connection to {self.name} is closed")
-            frame = wire.pack(wire.Kind.REQUEST, call_id, wire.encode(request))
+            frame = wire.pack_frame(wire.FrameKind.REQUEST, call_id, wire.encode_message(request))
             if not self.channel.try_send_nowait(frame):
                 async with asyncio.timeout_at(deadline_s):
                     await self.channel.send(frame)
@@ -145,12 +156,12 @@ class Peer:
                 # run() may not have noticed it yet; is_closed must be true from now on.
                 self.close()
 
-    async def _outcome(
+    async def _reply_or_error(
         self, request: Request[_Reply], future: asyncio.Future[wire.Frame], timeout_s: float
     ) -> _Reply | GenieError:
         try:
             frame = await future
-            if frame.kind is wire.Kind.ERROR:
+            if frame.kind is wire.FrameKind.ERROR:
                 return wire.decode_error(frame.payload, peer=self.name)
             return wire.decode_reply(reply_type(type(request)), frame.payload, peer=self.name)
         except TimeoutError:
@@ -165,7 +176,7 @@ class Peer:
         lost: TransportError = ConnectionLostError(f"the connection to {self.name} is closed")
         try:
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._read(tasks))
+                tasks.create_task(self._read_frames(tasks))
                 # Not left to the reader: a channel closes only when the peer has read what was sent.
                 await self._closed.wait()
                 raise lost
@@ -174,7 +185,7 @@ class Peer:
         finally:
             self._set_closed()
             self.channel.close()
-            for future in self._calls.values():
+            for future in self._pending_calls.values():
                 if not future.done():
                     future.set_exception(lost)
                     future.exception()
@@ -183,27 +194,23 @@ class Peer:
         self._set_closed()
         self.channel.close()
 
-    def _set_closed(self) -> None:
-        self.is_closed = True
-        self._closed.set()
-
-    async def _read(self, tasks: asyncio.TaskGroup) -> None:
+    async def _read_frames(self, tasks: asyncio.TaskGroup) -> None:
         """Reads all frames as they arrive: replies must never wait for requests."""
         while True:
             frame = self.channel.try_receive_nowait() or await self.channel.receive()
-            if frame.kind is wire.Kind.REQUEST:
+            if frame.kind is wire.FrameKind.REQUEST:
                 if self._in_flight >= self._in_flight_max:
                     self._reject(frame, tasks)
                     continue
                 self._in_flight += 1
                 self._rejections = 0
                 tasks.create_task(self._reply_to(frame))
-            elif (future := self._calls.get(frame.call_id)) is not None and not future.done():
+            elif (future := self._pending_calls.get(frame.call_id)) is not None and not future.done():
                 future.set_result(frame)
 
     def _reject(self, frame: wire.Frame, tasks: asyncio.TaskGroup) -> None:
         self._rejections += 1
-        if self._rejections > REJECTIONS_MAX:
+        if self._rejections > CONCURRENT_REJECTIONS_MAX:
             raise ProtocolError(f"{self.name} ignores the limit of {self._in_flight_max} requests in flight")
         error = OverloadedError(
             f"the limit of {self._in_flight_max} requests in flight on one connection is reached"
@@ -221,7 +228,9 @@ class Peer:
             except Exception:
                 _log.exception("a request from %s failed", self.name)
                 answer = GenieError("internal error", hint="see the log of the peer for details")
-            if self._sending.locked() or not self.channel.try_send_nowait(_pack_reply(answer, frame.call_id)):
+            if self._send_lock.locked() or not self.channel.try_send_nowait(
+                _pack_reply(answer, frame.call_id)
+            ):
                 await self._send_reply(answer, frame.call_id)
         finally:
             self._in_flight -= 1
@@ -232,8 +241,8 @@ class Peer:
         try:
             request = self._decoder.decode(frame.payload, peer=self.name)
         except ProtocolError:
-            self._invalid += 1
-            if self._invalid > INVALID_MAX:
+            self._invalid_requests += 1
+            if self._invalid_requests > INVALID_REQUESTS_MAX:
                 self.close()
             raise
         self.request_bytes = len(frame.payload)
@@ -243,14 +252,14 @@ class Peer:
         """Sends one reply at a time, and encodes it only then: a peer that does not read its replies uses the
         memory of one, until its connection is closed."""
         try:
-            async with asyncio.timeout(REPLY_TIMEOUT_S), self._sending:
+            async with asyncio.timeout(REPLY_TIMEOUT_S), self._send_lock:
                 await self.channel.send(_pack_reply(answer, call_id))
         except TimeoutError:
             _log.info("%s does not read its replies", self.name)
             self.close()
 
 
-def _time_out(futures: Sequence[asyncio.Future[wire.Frame]]) -> None:
+def _fail_with_timeout(futures: Sequence[asyncio.Future[wire.Frame]]) -> None:
     for future in futures:
         if not future.done():
             future.set_exception(TimeoutError())
@@ -259,13 +268,13 @@ def _time_out(futures: Sequence[asyncio.Future[wire.Frame]]) -> None:
 
 def _pack_reply(answer: Message | GenieError, call_id: int) -> bytes:
     if isinstance(answer, GenieError):
-        return wire.pack(wire.Kind.ERROR, call_id, wire.encode_error(answer))
-    payload = wire.encode(answer)
+        return wire.pack_frame(wire.FrameKind.ERROR, call_id, wire.encode_error(answer))
+    payload = wire.encode_message(answer)
     if len(payload) > wire.FRAME_BYTES_MAX:
         return _pack_reply(
             ProtocolError(f"the reply {type(answer).__name__} exceeds the maximum frame size"), call_id
         )
-    return wire.pack(wire.Kind.REPLY, call_id, payload)
+    return wire.pack_frame(wire.FrameKind.REPLY, call_id, payload)
 
 
 @asynccontextmanager

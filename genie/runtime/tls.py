@@ -27,14 +27,14 @@ if TYPE_CHECKING:
 _DOMAIN = "genie.internal"
 CONTROLLER_NAME = f"controller.{_DOMAIN}"
 _CA_DAYS = 3650.0
-_SKEW = datetime.timedelta(minutes=5)
+_CLOCK_SKEW = datetime.timedelta(minutes=5)
 
 
-def node_name(node_id: str) -> str:
+def node_certificate_name(node_id: str) -> str:
     return f"{node_id}.node.{_DOMAIN}"
 
 
-def executor_name(job_id: str) -> str:
+def executor_certificate_name(job_id: str) -> str:
     return f"{job_id}.executor.{_DOMAIN}"
 
 
@@ -93,7 +93,7 @@ def new_key_and_csr() -> tuple[bytes, str]:
 
     key = ec.generate_private_key(ec.SECP256R1())
     csr = x509.CertificateSigningRequestBuilder().subject_name(x509.Name([])).sign(key, hashes.SHA256())
-    return _key_pem(key), _pem(csr)
+    return _key_to_pem(key), _to_pem(csr)
 
 
 def new_csr(key_pem: bytes) -> str:
@@ -108,11 +108,11 @@ def new_csr(key_pem: bytes) -> str:
         raise TlsError(f"invalid private key: {error}", hint="join the node again") from error
     assert isinstance(key, ec.EllipticCurvePrivateKey)
     csr = x509.CertificateSigningRequestBuilder().subject_name(x509.Name([])).sign(key, hashes.SHA256())
-    return _pem(csr)
+    return _to_pem(csr)
 
 
-def validity(certificate_pem: str) -> tuple[float, float]:
-    """Start and end of the validity, in seconds since the epoch."""
+def validity_period(certificate_pem: str) -> tuple[float, float]:
+    """Start and end of the validity period, in seconds since the epoch."""
     from cryptography import x509
 
     certificate = x509.load_pem_x509_certificate(certificate_pem.encode())
@@ -122,7 +122,7 @@ def validity(certificate_pem: str) -> tuple[float, float]:
 def renewal_due_in_s(certificate_pem: str, *, now: float) -> float:
     """Seconds until the certificate is to be renewed: after half of its lifetime, and at once if it is not
     valid yet because the clock was set back."""
-    start, end = validity(certificate_pem)
+    start, end = validity_period(certificate_pem)
     return 0.0 if now < start else max(start + (end - start) / 2 - now, 0.0)
 
 
@@ -132,7 +132,7 @@ class CertificateAuthority:
     def __init__(self, certificate: x509.Certificate, key: EllipticCurvePrivateKey) -> None:
         self._certificate = certificate
         self._key = key
-        self.ca_pem = _pem(certificate)
+        self.ca_pem = _to_pem(certificate)
         self.fingerprint = fingerprint(self.ca_pem)
 
     @classmethod
@@ -164,7 +164,7 @@ class CertificateAuthority:
         certificate_path, key_path = directory / "ca.pem", directory / "ca.key"
         if not certificate_path.exists() and not key_path.exists():
             authority = cls.create(now=now)
-            files.write_private(key_path, _key_pem(authority._key))
+            files.write_private(key_path, _key_to_pem(authority._key))
             files.write_private(certificate_path, authority.ca_pem.encode())
             return authority
         try:
@@ -209,7 +209,7 @@ class CertificateAuthority:
             lifetime_s=days * 86400,
             extensions=extensions,
         )
-        return _pem(certificate)
+        return _to_pem(certificate)
 
     def check_issued(self, certificate_pem: str, *, name: str, csr_pem: str) -> None:
         """Raises TlsError unless this CA issued the certificate, with this name, for the key of the request.
@@ -251,7 +251,7 @@ def _sign(
         .issuer_name(issuer)
         .public_key(public_key)
         .serial_number(x509.random_serial_number())
-        .not_valid_before(start - min(_SKEW, datetime.timedelta(seconds=lifetime_s / 10)))
+        .not_valid_before(start - min(_CLOCK_SKEW, datetime.timedelta(seconds=lifetime_s / 10)))
         .not_valid_after(start + datetime.timedelta(seconds=lifetime_s))
     )
     for extension, critical in extensions:
@@ -275,13 +275,13 @@ def _ca_key_usage() -> x509.KeyUsage:
     )
 
 
-def _pem(value: x509.Certificate | x509.CertificateSigningRequest) -> str:
+def _to_pem(value: x509.Certificate | x509.CertificateSigningRequest) -> str:
     from cryptography.hazmat.primitives.serialization import Encoding
 
     return value.public_bytes(Encoding.PEM).decode()
 
 
-def _key_pem(key: EllipticCurvePrivateKey) -> bytes:
+def _key_to_pem(key: EllipticCurvePrivateKey) -> bytes:
     from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
     return key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())

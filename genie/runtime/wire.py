@@ -18,7 +18,7 @@ from typing import Annotated, Any, NamedTuple, TypeVar
 
 import msgspec
 
-from genie.errors import FrameTooLargeError, GenieError, ProtocolError, VersionError, from_code
+from genie.errors import FrameTooLargeError, GenieError, ProtocolError, VersionError, error_from_code
 from genie.model.messages import Message
 
 VERSION = 1
@@ -35,18 +35,18 @@ HEADER_BYTES = _HEADER.size
 _Reply = TypeVar("_Reply", bound=Message)
 
 
-class Kind(enum.IntEnum):
+class FrameKind(enum.IntEnum):
     REQUEST = 1
     REPLY = 2
     ERROR = 3
 
 
 # A lookup takes a fifth of the time of a call of the enum.
-_KINDS: dict[int, Kind] = {kind.value: kind for kind in Kind}
+_KIND_BY_NUMBER: dict[int, FrameKind] = {kind.value: kind for kind in FrameKind}
 
 
 class Frame(NamedTuple):
-    kind: Kind
+    kind: FrameKind
     call_id: int
     payload: bytes
 
@@ -62,7 +62,7 @@ _encoder = msgspec.msgpack.Encoder()
 _error_decoder = msgspec.msgpack.Decoder(ErrorBody)
 
 
-def preface(version: int = VERSION) -> bytes:
+def make_preface(version: int = VERSION) -> bytes:
     return _PREFACE.pack(b"GENIE", 0, version)
 
 
@@ -81,7 +81,7 @@ def check_preface(data: bytes, *, peer: str) -> None:
         )
 
 
-def pack(kind: Kind, call_id: int, payload: bytes) -> bytes:
+def pack_frame(kind: FrameKind, call_id: int, payload: bytes) -> bytes:
     if len(payload) > FRAME_BYTES_MAX:
         raise FrameTooLargeError(
             f"a message of {len(payload)} bytes exceeds the limit of {FRAME_BYTES_MAX}",
@@ -90,21 +90,21 @@ def pack(kind: Kind, call_id: int, payload: bytes) -> bytes:
     return _HEADER.pack(len(payload), kind, call_id) + payload
 
 
-def unpack_header(data: bytes, at: int = 0, *, cap_bytes: int, peer: str) -> tuple[int, Kind, int]:
+def unpack_header(data: bytes, at: int = 0, *, frame_bytes_max: int, peer: str) -> tuple[int, FrameKind, int]:
     """Length, kind and call ID of the header at offset `at`; checks them before the payload is read."""
     length, number, call_id = _HEADER.unpack_from(data, at)
-    if length > cap_bytes:
+    if length > frame_bytes_max:
         raise FrameTooLargeError(
-            f"{peer} announced a frame of {length} bytes; the limit is {cap_bytes}",
+            f"{peer} announced a frame of {length} bytes; the limit is {frame_bytes_max}",
             hint="the peer is broken or is not Genie",
         )
-    kind = _KINDS.get(number)
+    kind = _KIND_BY_NUMBER.get(number)
     if kind is None:
         raise ProtocolError(f"{peer} sent a frame of unknown kind {number}")
     return length, kind, call_id
 
 
-def encode(message: Message) -> bytes:
+def encode_message(message: Message) -> bytes:
     return _encoder.encode(message)
 
 
@@ -142,7 +142,7 @@ def encode_error(error: GenieError) -> bytes:
 
 def decode_error(payload: bytes, *, peer: str) -> GenieError:
     body = _decode(_error_decoder, payload, peer)
-    return from_code(body.code, body.message, hint=body.hint, retry_after_s=body.retry_after_s)
+    return error_from_code(body.code, body.message, hint=body.hint, retry_after_s=body.retry_after_s)
 
 
 _Value = TypeVar("_Value")

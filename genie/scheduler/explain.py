@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from genie.model.job import Within
 from genie.scheduler.gpu_reservations import busy_gpu_reason
 from genie.scheduler.order import JobQueue
-from genie.scheduler.request import FULL_MILLI, JobRequest, NodeFacts
+from genie.scheduler.request import FULL_MILLI, JobRequest, NodeFacts, format_memory
 from genie.scheduler.scheduler import Scheduler
 from genie.scheduler.start_estimate import estimate_start
 
@@ -93,7 +93,7 @@ def _why_not_now(scheduler: Scheduler, request: JobRequest, facts: NodeFacts) ->
     if shape.cpu_milli > cpu_milli:
         return f"{cpu_milli / 1000:g} of {facts.cpu_milli / 1000:g} CPUs are free"
     if shape.memory_mib > memory_mib:
-        return f"{memory_mib} of {facts.memory_mib} MiB of memory are free"
+        return f"{format_memory(memory_mib)} of {format_memory(facts.memory_mib)} of memory are free"
     if not shape.gpus or shape.gpu_ids:
         return ""
     closed = facts.closed_gpus | cluster.reserved_gpus(facts.node_id)
@@ -111,5 +111,5 @@ def _why_not_gpus(count: int, milli: int, memory_mib: int, free: Sequence[tuple[
         return f"{len(with_fraction)} of {len(free)} {what}"
     with_both = [gpu_milli for gpu_milli, mib in free if gpu_milli >= milli and mib >= memory_mib]
     if len(with_both) < count:
-        return f"{len(with_both)} of {len(free)} GPUs have {memory_mib} MiB of memory free"
+        return f"{len(with_both)} of {len(free)} GPUs have {format_memory(memory_mib)} of memory free"
     return ""

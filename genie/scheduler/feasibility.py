@@ -8,7 +8,15 @@ from dataclasses import replace
 
 from genie.model.job import Spread, Within
 from genie.scheduler.quota import UNBOUNDED
-from genie.scheduler.request import FULL_MILLI, JobRequest, NodeFacts, Shape, format_count, why_not
+from genie.scheduler.request import (
+    FULL_MILLI,
+    JobRequest,
+    NodeFacts,
+    Shape,
+    format_count,
+    format_memory,
+    why_not,
+)
 
 _SHOWN_MAX = 3
 
@@ -62,11 +70,11 @@ def _gpu_capacity(request: JobRequest, node: NodeFacts) -> int:
 
 
 def format_request(shape: Shape) -> str:
-    """The request of one worker as `1 GPU, 2 CPUs, 4.0 GiB of memory`; empty without resources."""
+    """The request of one worker as `1 GPU, 2 CPUs, 4 GiB of memory`; empty without resources."""
     parts = [
         _format_gpus(shape) if shape.gpus else "",
         format_count(shape.cpu_milli / 1000, "CPU") if shape.cpu_milli else "",
-        f"{shape.memory_mib / 1024:.1f} GiB of memory" if shape.memory_mib else "",
+        f"{format_memory(shape.memory_mib)} of memory" if shape.memory_mib else "",
     ]
     return ", ".join(part for part in parts if part)
 

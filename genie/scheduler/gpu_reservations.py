@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from genie.scheduler.cluster.allocations import ClusterAllocations
-from genie.scheduler.request import FULL_MILLI, JobRequest, WorkerPlace
+from genie.scheduler.request import FULL_MILLI, JobRequest, WorkerPlace, format_memory
 
 _NAMES_SHOWN = 3
 
@@ -116,7 +116,7 @@ def _why_not(
     if free_milli < shape.gpu_milli:
         return f"{name} is {free_milli / FULL_MILLI:g} free, the rest is held by {names}"
     if free_mib < shape.gpu_memory_mib:
-        return f"{name} has {free_mib} MiB of memory free"
+        return f"{name} has {format_memory(free_mib)} of memory free"
     holder = reservations.holder_of(WorkerPlace(node_id, (gpu,))) if reservations is not None else ""
     return f"{name} is reserved for {holder}" if holder not in ("", request.job_id) else ""
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from genie.scheduler.request import FULL_MILLI, Amounts, JobRequest, format_count
+from genie.scheduler.request import FULL_MILLI, Amounts, JobRequest, format_count, format_memory
 
 UNBOUNDED = 2**62
 
@@ -109,5 +109,5 @@ def _format(amounts: Amounts) -> str:
     if 0 < amounts.cpu_milli < UNBOUNDED:
         parts.append(format_count(amounts.cpu_milli / 1000, "CPU"))
     if 0 < amounts.memory_mib < UNBOUNDED:
-        parts.append(f"{amounts.memory_mib} MiB")
+        parts.append(f"{format_memory(amounts.memory_mib)} of memory")
     return ", ".join(parts)

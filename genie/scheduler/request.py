@@ -215,7 +215,7 @@ def why_not(shape: Shape, node: NodeFacts) -> str:
     if shape.cpu_milli > node.cpu_milli:
         return "has " + format_count(node.cpu_milli / 1000, "CPU")
     if shape.memory_mib > node.memory_mib:
-        return f"has {node.memory_mib} MiB of memory"
+        return f"has {format_memory(node.memory_mib)} of memory"
     if shape.gpus > len(node.gpus):
         is_cpu = bool(node.gpus) and all(gpu.vendor == CPU for gpu in node.gpus)
         return "has " + format_count(len(node.gpus), "CPU accelerator" if is_cpu else "GPU")
@@ -227,6 +227,12 @@ def why_not(shape: Shape, node: NodeFacts) -> str:
 def format_count(count: float, word: str) -> str:
     """`1 GPU`, `0.5 GPUs`."""
     return f"{count:g} {word}{'' if count == 1 else 's'}"
+
+
+def format_memory(memory_mib: int) -> str:
+    """`64 GiB`, `0.5 GiB`: one unit, so that the amounts of one message can be compared."""
+    memory_gib = memory_mib / 1024
+    return f"{round(memory_gib, 2) or round(memory_gib, 3):g} GiB"
 
 
 def _why_not_named_gpus(shape: Shape, node: NodeFacts) -> str:
@@ -250,7 +256,7 @@ def why_not_gpus(shape: Shape, gpus: tuple[GpuFacts, ...]) -> str:
         if shape.vendor and gpu.vendor != shape.vendor:
             return f"GPU vendor is {gpu.vendor or 'unknown'}"
         if gpu.memory_mib < max(shape.gpu_memory_min_mib, shape.gpu_memory_mib):
-            return f"GPUs have {gpu.memory_mib} MiB of memory"
+            return f"GPUs have {format_memory(gpu.memory_mib)} of memory"
         if gpu.capability < shape.capability_min:
             return f"GPUs have compute capability {gpu.capability[0]}.{gpu.capability[1]}"
     return ""

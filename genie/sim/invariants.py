@@ -14,7 +14,7 @@ import msgspec
 
 from genie.controller.store import Delete, Put
 from genie.model.allocation import FULL_MILLI, Hold, NodeHolds
-from genie.model.job import Job, JobState, Placement, Spread, Within, parse_unit
+from genie.model.job import Job, JobState, Placement, Spread, Within, parse_worker_unit
 from genie.sim.cluster import FaultWindow
 from genie.sim.processes import Machines, SimProcess
 from genie.sim.world import World
@@ -108,11 +108,11 @@ class InvariantChecker:
         self._holds_by_node[node_id] = node_holds
         touched = set()
         for hold in before.holds:
-            job_id = parse_unit(hold.job_id)[0]
+            job_id = parse_worker_unit(hold.job_id)[0]
             self._held.get(job_id, {}).pop(hold.job_id, None)
             touched.add(job_id)
         for hold in node_holds.holds:
-            job_id = parse_unit(hold.job_id)[0]
+            job_id = parse_worker_unit(hold.job_id)[0]
             self._held.setdefault(job_id, {})[hold.job_id] = (node_id, hold)
             touched.add(job_id)
         self._check_capacity(node_holds)
@@ -165,7 +165,9 @@ class InvariantChecker:
         """Check that no process without a hold, and no hold without a process, lasts too long."""
         running = {(one.job_id, one.epoch): one for one in self._machines.alive() if not one.end_reason}
         held = {(unit, hold.epoch) for those in self._held.values() for unit, (_, hold) in those.items()}
-        placing = {unit for unit, epoch in held if self.jobs[parse_unit(unit)[0]].state is JobState.PLACING}
+        placing = {
+            unit for unit, epoch in held if self.jobs[parse_worker_unit(unit)[0]].state is JobState.PLACING
+        }
         mismatched = {
             key
             for key in running.keys() - held

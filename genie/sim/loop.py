@@ -7,6 +7,7 @@ are deterministic.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import selectors
 from collections.abc import Coroutine, Mapping
 from typing import Any, TypeVar
@@ -56,12 +57,31 @@ class _SimulatedSelector(selectors.BaseSelector):
         return self._keys
 
 
+class _NumberedTask(asyncio.Task[Any]):
+    """A task whose hash is its number, not its address: asyncio cancels the tasks of a group in the order of
+    a set, which must be the same in each run."""
+
+    def __init__(self, coroutine: Coroutine[Any, Any, Any], *, number: int, **options: Any) -> None:
+        self._number = number
+        super().__init__(coroutine, **options)
+
+    def __hash__(self) -> int:
+        return self._number
+
+
 class SimulatedLoop(asyncio.SelectorEventLoop):
     """asyncio on simulated time."""
 
     def __init__(self) -> None:
         self._selector = _SimulatedSelector()
+        self._task_numbers = itertools.count()
         super().__init__(self._selector)
+        self.set_task_factory(self._create_numbered_task)
+
+    def _create_numbered_task(
+        self, loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any
+    ) -> asyncio.Task[Any]:
+        return _NumberedTask(coroutine, loop=loop, number=next(self._task_numbers), **options)
 
     def time(self) -> float:
         return self._selector.now_s

@@ -19,7 +19,7 @@ import msgspec
 from genie.agent.jobs import CONTACT_LOST
 from genie.agent.launcher import LaunchPlan
 from genie.model.allocation import FULL_MILLI
-from genie.model.job import parse_unit
+from genie.model.job import parse_worker_unit
 from genie.model.messages import ExitReport
 from genie.processes import files
 from genie.sim.disk import SimDisk
@@ -59,7 +59,7 @@ class SimProcess:
     @property
     def launch(self) -> tuple[str, int]:
         """Job ID and epoch."""
-        return parse_unit(self.job_id)[0], self.epoch
+        return parse_worker_unit(self.job_id)[0], self.epoch
 
 
 class Machines:
@@ -103,8 +103,8 @@ class Machines:
 
     def is_overdue(self, process: SimProcess) -> bool:
         """Return whether the dead-man timer has expired, on a machine that is frozen until it resumes."""
-        over_s = process.until_s + process.deadman_grace_s
-        return SimClock(self._world, process.node_id).monotonic_s() > over_s
+        interval_s = process.until_s + process.deadman_grace_s
+        return SimClock(self._world, process.node_id).monotonic_s() > interval_s
 
     def power_off(self, node_id: str) -> None:
         """End all processes of a node without exit records."""

@@ -27,7 +27,7 @@ from genie.model.names import address_text
 from genie.processes.clock import Timer
 from genie.runtime import wire
 from genie.runtime.connection_limits import ConnectionLimiter, ConnectionLimits, OpenConnection
-from genie.runtime.network import Accept, ClientTls
+from genie.runtime.network import AcceptCallback, ClientTls
 
 EPOCH_S = 1_700_000_000.0
 _STEP_S = 0.01
@@ -65,7 +65,8 @@ class World:
         self._cut: set[tuple[str, str]] = set()
         """Pairs of sender and receiver."""
         self.listeners: dict[tuple[str, int], _Listener] = {}
-        self.channels: set[_Channel] = set()
+        self.channels: dict[_Channel, None] = {}
+        """In the order of their creation."""
 
     @property
     def now_s(self) -> float:
@@ -198,7 +199,9 @@ class _SimTimer:
 
 
 class _Listener:
-    def __init__(self, accept: Accept, connections: asyncio.TaskGroup, limiter: ConnectionLimiter) -> None:
+    def __init__(
+        self, accept: AcceptCallback, connections: asyncio.TaskGroup, limiter: ConnectionLimiter
+    ) -> None:
         self.accept = accept
         self.connections = connections
         self.limiter = limiter
@@ -209,21 +212,22 @@ class _Channel:
 
     certificate_name = ""
 
-    def __init__(self, world: World, host: str, other_host: str, *, cap_bytes: int) -> None:
+    def __init__(self, world: World, host: str, other_host: str, *, frame_bytes_max: int) -> None:
         self._world = world
         self.host = host
         self.other_host = other_host
         self.peer = f"{other_host}:0"
-        self._cap_bytes = cap_bytes
+        self._cap_bytes = frame_bytes_max
         self.other: _Channel | None = None
         self._inbox: asyncio.Queue[tuple[bytes, float] | None] = asyncio.Queue()
         """Frames, and when the CPU of this host has time for them."""
         self._is_open = False
         """Whether a frame was sent."""
         self.on_authenticated: Callable[[], None] = lambda: None
-        self._outbox: asyncio.Queue[bytes] = asyncio.Queue(maxsize=1000)
+        self._outbox: asyncio.Queue[bytes | None] = asyncio.Queue(maxsize=1000)
+        """Frames to deliver; None wakes `deliver_frames` when the connection ends."""
         self._closed = asyncio.Event()
-        world.channels.add(self)
+        world.channels[self] = None
 
     def set_frame_limit(self, size_bytes: int) -> None:
         self._cap_bytes = size_bytes
@@ -235,7 +239,7 @@ class _Channel:
         await self._world.wait_unpaused(self.host)
         if self._closed.is_set():
             raise ConnectionLostError(f"the connection to {self.peer} was lost")
-        if frame[_KIND_OFFSET] == wire.Kind.REQUEST:
+        if frame[_KIND_OFFSET] == wire.FrameKind.REQUEST:
             self._world.requests_sent[self.host] += 1
         await _sleep_until(self._world.occupy_cpu(self.host, sent_bytes=len(frame)))
         await self._outbox.put(frame)
@@ -252,7 +256,7 @@ class _Channel:
         data, ready_s = arrived
         await _sleep_until(ready_s)
         header, payload = data[: wire.HEADER_BYTES], data[wire.HEADER_BYTES :]
-        _, kind, call_id = wire.unpack_header(header, cap_bytes=self._cap_bytes, peer=self.peer)
+        _, kind, call_id = wire.unpack_header(header, frame_bytes_max=self._cap_bytes, peer=self.peer)
         return wire.Frame(kind, call_id, payload)
 
     def try_receive_nowait(self) -> wire.Frame | None:
@@ -260,12 +264,7 @@ class _Channel:
 
     async def deliver_frames(self) -> None:
         """Deliver frames to the other end, in order, with latency and link faults."""
-        while not self._closed.is_set():
-            try:
-                async with asyncio.timeout(1.0):
-                    frame = await self._outbox.get()
-            except TimeoutError:
-                continue
+        while (frame := await self._outbox.get()) is not None and not self._closed.is_set():
             await self._world.transit()
             while self._world.is_cut(self.host, self.other_host) and not self._closed.is_set():
                 await asyncio.sleep(_STEP_S * 10)
@@ -281,7 +280,11 @@ class _Channel:
             self._is_open = True
             return frames
         if world.reorder_share and not self._outbox.empty() and world.random.random() < world.reorder_share:
-            frames.insert(0, self._outbox.get_nowait())
+            overtaking = self._outbox.get_nowait()
+            if overtaking is None:
+                self._outbox.put_nowait(None)
+            else:
+                frames.insert(0, overtaking)
         if world.duplicate_share and world.random.random() < world.duplicate_share:
             frames.append(frame)
         return frames
@@ -293,9 +296,11 @@ class _Channel:
                 self.other.disconnect()
 
     def disconnect(self) -> None:
-        self._world.channels.discard(self)
+        self._world.channels.pop(self, None)
         self._closed.set()
         self._inbox.put_nowait(None)
+        if not self._outbox.full():  # otherwise `deliver_frames` is not waiting
+            self._outbox.put_nowait(None)
 
 
 class SimNetwork:
@@ -317,11 +322,11 @@ class SimNetwork:
         listener = world.listeners.get((host, port))
         if listener is None:
             raise NothingListensError(f"{where} refused the connection: nothing listens there")
-        near = _Channel(world, self._host, host, cap_bytes=wire.FRAME_BYTES_MAX)
-        far = _Channel(world, host, self._host, cap_bytes=wire.UNAUTHENTICATED_FRAME_BYTES_MAX)
+        near = _Channel(world, self._host, host, frame_bytes_max=wire.FRAME_BYTES_MAX)
+        far = _Channel(world, host, self._host, frame_bytes_max=wire.UNAUTHENTICATED_FRAME_BYTES_MAX)
         opened = listener.limiter.accept(self._host, now_s=world.now_s, close=far.close)
         if isinstance(opened, str):
-            world.channels -= {near, far}
+            del world.channels[near], world.channels[far]
             raise OverloadedError(f"{where} rejected the connection: {opened}", retry_after_s=_RETRY_AFTER_S)
         far.on_authenticated = opened.set_authenticated
         near.other, far.other = far, near
@@ -334,7 +339,7 @@ class SimNetwork:
         self,
         host: str,
         port: int,
-        accept: Accept,
+        accept: AcceptCallback,
         *,
         tls: ssl.SSLContext | None,
         on_listening: Callable[[int], None],
@@ -353,7 +358,7 @@ class SimNetwork:
                 self._world.listeners.pop(address, None)
 
 
-async def _serve_connection(accept: Accept, channel: _Channel, opened: OpenConnection) -> None:
+async def _serve_connection(accept: AcceptCallback, channel: _Channel, opened: OpenConnection) -> None:
     try:
         await accept(channel)
     except ConnectionLostError:

@@ -25,13 +25,13 @@ _log = logging.getLogger(__name__)
 LOG_BYTES_MAX = 8 * 1024**2
 BACKOFF_S_MAX = 5.0
 CRASH_WINDOW_S = 60.0
-_CRASHES_KEPT = 8
+_CRASH_TIMES_KEPT = 8
 _BACKOFF_S_MIN = 0.2
 _POLL_S = 0.1
-_ERROR, _HINT = "error: ", "hint: "
+_ERROR_PREFIX, _HINT_PREFIX = "error: ", "hint: "
 
 
-def restart_delay_s(crashes: Sequence[float], *, now: float) -> float:
+def restart_backoff_s(crashes: Sequence[float], *, now: float) -> float:
     """Backoff before the next start, given the times of earlier crashes: doubles with every crash within
     CRASH_WINDOW_S. The limit is low: the cause, such as a full disk, may be gone at any time."""
     recent = sum(now - at < CRASH_WINDOW_S for at in crashes)
@@ -47,10 +47,10 @@ class Child:
         self._state_dir = state_dir
         self._arguments: list[str] = []
         self._process: subprocess.Popen[bytes] | None = None
-        self._record: process_records.ProcessRecord | None = None
-        self._is_recorded = False
-        self._crashes: deque[float] = deque(maxlen=_CRASHES_KEPT)
-        self._log_start_bytes = 0
+        self._process_record: process_records.ProcessRecord | None = None
+        self._is_record_written = False
+        self._crash_times_s: deque[float] = deque(maxlen=_CRASH_TIMES_KEPT)
+        self._log_offset_at_start = 0
         self._node_id = ""
 
     @property
@@ -68,10 +68,10 @@ class Child:
         """
         self._arguments, self._node_id = list(arguments), node_id
         files.make_private_directory(self.log_path.parent)
-        limit_log_size(self.log_path)
+        rotate_log_if_large(self.log_path)
         with self.log_path.open("ab") as log:
             self.log_path.chmod(0o600)
-            self._log_start_bytes = log.tell()
+            self._log_offset_at_start = log.tell()
             self._process = subprocess.Popen(
                 # -P: import nothing from the current directory.
                 [sys.executable, "-P", "-m", self._module, *arguments],
@@ -80,28 +80,30 @@ class Child:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        self._record = process_records.make_record(self.name, self._process.pid, node_id=node_id)
-        self._is_recorded = False
+        self._process_record = process_records.make_record(self.name, self._process.pid, node_id=node_id)
+        self._is_record_written = False
         if not self._try_write_record():
             _log.warning("could not write the record of the %s; trying again until it is written", self.name)
 
     def _try_write_record(self) -> bool:
         """A process without a written record is running all the same: starting another would be wrong."""
-        if self._record is not None and not self._is_recorded:
+        if self._process_record is not None and not self._is_record_written:
             try:
-                self._record.write(self._state_dir)
+                self._process_record.write(self._state_dir)
             except StoreFullError:
                 return False
-        self._is_recorded = True
+        self._is_record_written = True
         return True
 
     def exit_code(self) -> int | None:
         """None while it runs or if it was never started."""
         return None if self._process is None else self._process.poll()
 
-    def last_lines(self, *, count: int = 8) -> list[str]:
+    def last_log_lines(self, *, count: int = 8) -> list[str]:
         """The last lines of its log since this start."""
-        return process_records.last_lines(self.log_path, count=count, since_bytes=self._log_start_bytes)
+        return process_records.read_last_lines(
+            self.log_path, count=count, since_bytes=self._log_offset_at_start
+        )
 
     def check_alive(self) -> None:
         """Raises LaunchError if it has ended, with its own error or the last lines of its log; ConfigError if
@@ -109,16 +111,16 @@ class Child:
         code = self.exit_code()
         if code is None:
             return
-        lines = self.last_lines()
+        lines = self.last_log_lines()
         log_hint = f"see the log {self.log_path}"
-        if (found := _find_error(lines)) is not None:
+        if (found := _find_error_and_hint(lines)) is not None:
             message, hint = found
             kind = ConfigError if code == ConfigError.exit_code else LaunchError
             raise kind(message, hint=hint or log_hint)
         output = "; its last output:\n  " + "\n  ".join(lines) if lines else " without output"
         raise LaunchError(f"the {self.name} ended with {_format_exit_code(code)}{output}", hint=log_hint)
 
-    async def watch(self, on_crash: Callable[[str], None]) -> None:
+    async def restart_after_crashes(self, on_crash: Callable[[str], None]) -> None:
         """Restarts it after every crash. Returns when another process has stopped it."""
         while True:
             code = self.exit_code()
@@ -127,7 +129,7 @@ class Child:
                 return
             if code is not None:
                 await self._restart(f"the {self.name} ended with {_format_exit_code(code)}", on_crash)
-            limit_log_size(self.log_path)
+            rotate_log_if_large(self.log_path)
             self._try_write_record()
             await asyncio.sleep(_POLL_S)
 
@@ -135,8 +137,8 @@ class Child:
         """Retries until it starts: a full disk may have space later."""
         while reason:
             now = time.monotonic()
-            self._crashes.append(now)
-            delay_s = restart_delay_s(self._crashes, now=now)
+            self._crash_times_s.append(now)
+            delay_s = restart_backoff_s(self._crash_times_s, now=now)
             on_crash(f"{reason}; restarting in {delay_s:.1f} s")
             await asyncio.sleep(delay_s)
             try:
@@ -153,13 +155,13 @@ class Child:
         """Ends it and removes its process record. Does nothing if it was never started."""
         if self._process is None:
             return
-        if self._process.poll() is None and self._record is not None:
-            await process_records.end_process(self._record, grace_s=grace_s)
+        if self._process.poll() is None and self._process_record is not None:
+            await process_records.end_process(self._process_record, grace_s=grace_s)
         self._process.wait()  # has ended: only reaps it
         process_records.remove_record(self._state_dir, self.name)
 
 
-def limit_log_size(path: Path) -> None:
+def rotate_log_if_large(path: Path) -> None:
     """Rotates the log at LOG_BYTES_MAX; keeps one earlier file.
 
     The child appends to the open file, so it is copied and truncated, not renamed.
@@ -177,13 +179,13 @@ def limit_log_size(path: Path) -> None:
         _log.warning("could not rotate the log %s: %s", path, error)
 
 
-def _find_error(lines: Sequence[str]) -> tuple[str, str] | None:
+def _find_error_and_hint(lines: Sequence[str]) -> tuple[str, str] | None:
     """Returns the message and hint that a Genie program writes before it exits."""
-    starts = [at for at, line in enumerate(lines) if line.startswith(_ERROR)]
+    starts = [at for at, line in enumerate(lines) if line.startswith(_ERROR_PREFIX)]
     if not starts:
         return None
-    message, _, hint = "\n".join(lines[starts[-1] :]).partition(f"\n{_HINT}")
-    return message.removeprefix(_ERROR), hint
+    message, _, hint = "\n".join(lines[starts[-1] :]).partition(f"\n{_HINT_PREFIX}")
+    return message.removeprefix(_ERROR_PREFIX), hint
 
 
 def _format_exit_code(code: int) -> str:

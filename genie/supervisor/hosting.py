@@ -30,7 +30,7 @@ _LOOPBACK = "127.0.0.1"
 JOIN_TOKEN_COMMAND = "(umask 077; genie token create --join > join.token)"
 
 
-def with_node_id(settings: Settings) -> Settings:
+def with_node_id_of_agent(settings: Settings) -> Settings:
     """Gives the session the node ID of this machine's agent."""
     node_id = local_cluster.local_node_id(settings)
     return replace(settings, cluster=replace(settings.cluster, node_id=node_id))
@@ -46,15 +46,15 @@ async def host_cluster(
     """
     config = settings.cluster
     host, port = parse_endpoint(config.master_addr or _LOOPBACK, what="master_addr", port=config.master_port)
-    bind = await asyncio.to_thread(_address_to_bind, host)
+    bind = await asyncio.to_thread(_find_bind_address, host)
     if bind is None:
-        own = ", ".join(await asyncio.to_thread(this_machine.own_addresses)) or "none found"
+        own = ", ".join(await asyncio.to_thread(this_machine.list_own_addresses)) or "none found"
         _log.info("%s is not an address of this machine (%s): joining the cluster there", host, own)
         return settings, False
     if await _is_listening(bind, port):
-        settings = _without_login(settings, host, port)
+        settings = _without_stored_login(settings, host, port)
         async with this_machine.add_local_cluster_hint(host, port, state_dir=settings.paths.state_dir):
-            _check_token(settings, host, port)
+            _check_token_for_listener(settings, host, port)
         return settings, False
     controller = replace(settings.controller, port=port)
     is_bind_set = settings.sources["controller.bind"] != "default"
@@ -62,16 +62,16 @@ async def host_cluster(
         controller = replace(controller, bind=bind)
     hosted = replace(settings, controller=controller)
     supervisor = await stack.enter_async_context(
-        local_cluster.up(hosted, progress=_progress, timeout_s=timeout_s)
+        local_cluster.run_local_cluster(hosted, progress=_log_progress, timeout_s=timeout_s)
     )
     assert supervisor.cluster is not None
     is_served = controller.bind == bind or (is_wildcard(controller.bind) and not is_loopback(host))
     named = host if is_served else advertised_host(controller)
-    _print_guide(connection_guide(named, supervisor.cluster.port, is_bind_set=is_bind_set))
-    return _connect_to(settings, supervisor.cluster), True
+    _print_guide(format_connection_guide(named, supervisor.cluster.port, is_bind_set=is_bind_set))
+    return _with_cluster_address(settings, supervisor.cluster), True
 
 
-def connection_guide(host: str, port: int, *, is_bind_set: bool = False) -> list[str]:
+def format_connection_guide(host: str, port: int, *, is_bind_set: bool = False) -> list[str]:
     """How other machines join and use the cluster at this address, one instruction per line.
 
     `is_bind_set`: controller.bind is configured, which takes precedence over master_addr.
@@ -103,28 +103,30 @@ def _print_guide(lines: list[str]) -> None:
         print(*(f"genie: {line}" for line in lines), sep="\n", file=sys.stderr, flush=True)  # noqa: T201
 
 
-def _address_to_bind(host: str) -> str | None:
+def _find_bind_address(host: str) -> str | None:
     """The IP address to listen on; None if `host` is another machine. May block on a name lookup."""
     if host.lower() == "localhost":
         return _LOOPBACK
     if is_loopback(host):
-        return this_machine.normalized_ip(host)
+        return this_machine.normalize_ip(host)
     if not this_machine.is_own_address(host):
         return None
-    addresses = this_machine.resolve(host)
+    addresses = this_machine.resolve_host(host)
     if any(is_wildcard(address) for address in addresses):  # '0' and '::0', too
-        raise _not_reachable(f"master_addr = {host!r} is not an address that other machines can connect to")
-    reachable = this_machine.own_addresses(addresses)
+        raise _server_unreachable_error(
+            f"master_addr = {host!r} is not an address that other machines can connect to"
+        )
+    reachable = this_machine.list_own_addresses(addresses)
     if not reachable:
-        raise _not_reachable(
+        raise _server_unreachable_error(
             f"master_addr = {host!r} resolves to {', '.join(addresses)} here: "
             "none of them is reachable from other machines"
         )
     return reachable[0]
 
 
-def _not_reachable(message: str) -> ConfigError:
-    own = ", ".join(this_machine.own_addresses()) or "none found"
+def _server_unreachable_error(message: str) -> ConfigError:
+    own = ", ".join(this_machine.list_own_addresses()) or "none found"
     return ConfigError(
         message, hint=f"pass an address of this machine ({own}), or localhost for this machine only"
     )
@@ -138,13 +140,13 @@ async def start_worker_agent(
     Raises AgentRunningError if that is an agent of another cluster.
     """
     state_dir = settings.paths.state_dir
-    running = local_cluster.find_running(state_dir)
+    running = local_cluster.find_running_cluster(state_dir)
     if running is not None and local_cluster.AGENT in running.pids:
         local_cluster.check_agent_cluster(running, access, state_dir=state_dir)
         _log.info("this machine has already joined the cluster: %s", running)
         return
     await stack.enter_async_context(
-        local_cluster.up_agent(settings, access, progress=_progress, timeout_s=timeout_s)
+        local_cluster.run_local_agent(settings, access, progress=_log_progress, timeout_s=timeout_s)
     )
 
 
@@ -166,8 +168,8 @@ def split_join_token(settings: Settings) -> tuple[Settings, str | None]:
     return replace(settings, cluster=config), token
 
 
-def _connect_to(settings: Settings, cluster: LocalCluster) -> Settings:
-    owner = local_cluster.owner_access(settings.paths.state_dir, cluster)
+def _with_cluster_address(settings: Settings, cluster: LocalCluster) -> Settings:
+    owner = local_cluster.make_owner_access(settings.paths.state_dir, cluster)
     config = replace(
         settings.cluster,
         discovery_method="address",
@@ -178,7 +180,7 @@ def _connect_to(settings: Settings, cluster: LocalCluster) -> Settings:
     return replace(settings, cluster=config)
 
 
-def _without_login(settings: Settings, host: str, port: int) -> Settings:
+def _without_stored_login(settings: Settings, host: str, port: int) -> Settings:
     """Ignores the last login if no address was given: the agent must not join that cluster."""
     if settings.cluster.master_addr is not None or LocalCluster.read(settings.paths.state_dir) is not None:
         return settings
@@ -186,7 +188,7 @@ def _without_login(settings: Settings, host: str, port: int) -> Settings:
     return replace(settings, cluster=config)
 
 
-def _check_token(settings: Settings, host: str, port: int) -> None:
+def _check_token_for_listener(settings: Settings, host: str, port: int) -> None:
     """Raises TokenMissingError if this user has no token for what listens on this address."""
     config, state_dir = settings.cluster, settings.paths.state_dir
     if find_address(config, state_dir) != (host, port):
@@ -209,5 +211,5 @@ async def _is_listening(host: str, port: int) -> bool:
     return True
 
 
-def _progress(line: str) -> None:
+def _log_progress(line: str) -> None:
     _log.info("%s", line)

@@ -1,10 +1,10 @@
 """The supervisor: runs controller and agent as child processes, restarts them after a crash, stops them.
 
-    async with up(settings, progress=print) as cluster:
+    async with run_local_cluster(settings, progress=print) as cluster:
         await cluster.wait()
 
 The children have their own sessions and survive the death of this process. Process records in the state
-directory identify them, so that `stop_running` ends exactly those.
+directory identify them, so that `stop_running_cluster` ends exactly those.
 """
 
 from __future__ import annotations
@@ -55,20 +55,20 @@ from genie.tenancy.access import NO_PIN, parse_token
 
 _log = logging.getLogger(__name__)
 
-START_S = 30.0
+START_TIMEOUT_S = 30.0
 _POLL_S = 0.02
 _NODE_POLL_S_MAX = 0.5
 _CONNECT_TIMEOUT_S = 10.0
 _CALL_TIMEOUT_S = 20.0
 _CONTROLLER_GRACE_S = 10.0
-_AGENT_MARGIN_S = 5.0
-_PROGRESS_AFTER_S = 2.0
+_AGENT_GRACE_MARGIN_S = 5.0
+_WAIT_MESSAGE_DELAY_S = 2.0
 """A longer wait is reported as progress."""
 _LOCK_FILE = "up.lock"
 CONTROLLER, AGENT, SUPERVISOR = "controller", "agent", "up"
 
-Progress = Callable[[str], None]
-_NOT_REGISTERED = (NodeStatus.INITIALIZING, NodeStatus.DISCONNECTED)
+ProgressPrinter = Callable[[str], None]
+_NOT_REGISTERED_STATUSES = (NodeStatus.INITIALIZING, NodeStatus.DISCONNECTED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,19 +87,19 @@ class RunningCluster:
 
 
 class Supervisor:
-    """Starts, restarts and stops the children. Created by `up` and `up_agent`."""
+    """Starts, restarts and stops the children. Created by `run_local_cluster` and `run_local_agent`."""
 
-    def __init__(self, settings: Settings, *, progress: Progress) -> None:
+    def __init__(self, settings: Settings, *, progress: ProgressPrinter) -> None:
         self.node_id = local_node_id(settings)
         self.cluster: LocalCluster | None = None
         """Address of the controller, once it listens."""
         self._settings = settings
         self._state_dir = settings.paths.state_dir.absolute()
-        self._progress = _ignoring_write_errors(progress)
+        self._progress = _ignore_write_errors(progress)
         self._controller = Child(CONTROLLER, module="genie.controller", state_dir=self._state_dir)
         self._agent = Child(AGENT, module="genie.agent", state_dir=self._state_dir)
         self._watch_tasks: list[asyncio.Task[None]] = []
-        self._joining = ""
+        self._address_being_joined = ""
         """Address of the cluster while the agent has not registered."""
 
     @property
@@ -138,19 +138,19 @@ class Supervisor:
         self.node_id = node_dir.name
         self._progress(f"starting the agent of node {self.node_id}")
         before = _read_int(node_dir / "incarnation")
-        self._joining = address_text(*_address(access))
+        self._address_being_joined = address_text(*_access_address(access))
         self._agent.start(
             [
                 *("--state-dir", str(self._state_dir)),
                 *("--node-id", self.node_id),
-                *("--controller", self._joining),
+                *("--controller", self._address_being_joined),
                 *self._label_arguments(),
             ],
             node_id=self.node_id,
         )
         await self._wait_registered(node_dir, after=before)
         node = await self._wait_node_info(access, after=before) if _can_list_nodes(access) else None
-        self._joining = ""
+        self._address_being_joined = ""
         self._progress(
             f"node {self.node_id} has joined the cluster" + (f" with {_format_gpus(node)}" if node else "")
         )
@@ -159,7 +159,7 @@ class Supervisor:
     def watch(self, group: asyncio.TaskGroup) -> None:
         for child in (self._controller, self._agent):
             if child.pid is not None:
-                self._watch_tasks.append(group.create_task(child.watch(self._report_crash)))
+                self._watch_tasks.append(group.create_task(child.restart_after_crashes(self._report_crash)))
 
     async def stop(self) -> None:
         """Stops the agent first, so that its last reports arrive, then the controller."""
@@ -167,7 +167,7 @@ class Supervisor:
             task.cancel()
         if self._agent.pid is not None:
             self._progress("stopping the agent")
-            await self._agent.stop(grace_s=self._settings.agent.stop_grace_s + _AGENT_MARGIN_S)
+            await self._agent.stop(grace_s=self._settings.agent.stop_grace_s + _AGENT_GRACE_MARGIN_S)
         if self._controller.pid is not None:
             self._progress("stopping the controller")
             await self._controller.stop(grace_s=_CONTROLLER_GRACE_S)
@@ -177,9 +177,11 @@ class Supervisor:
         """Returns the owner's access to the leader: this controller, or another one if this is a standby.
         None for a standby without an owner token."""
         if not (self._state_dir / OWNER_TOKEN_FILE).exists():
-            self._progress(f"standby: another controller leads; {_copy_hint(self._state_dir)}")
+            self._progress(
+                f"standby: another controller leads; {_copied_state_directory_hint(self._state_dir)}"
+            )
             return None
-        access = owner_access(self._state_dir, found)
+        access = make_owner_access(self._state_dir, found)
         async with self._open_connection(access) as connection:
             while True:
                 status = await connection.call(GetStatus(), timeout_s=_CALL_TIMEOUT_S)
@@ -194,14 +196,14 @@ class Supervisor:
 
     def timeout_error(self, timeout_s: float, what: str) -> GenieError:
         """The error for a start that took longer than `timeout_s`."""
-        if not self._joining:
+        if not self._address_being_joined:
             return DeadlineError(
                 f"{what} did not start within {timeout_s:g} s",
                 hint=f"see the logs in {self._agent.log_path.parent}",
             )
-        last = self._agent.last_lines(count=1)
+        last = self._agent.last_log_lines(count=1)
         return UnreachableError(
-            f"node {self.node_id} could not register with {self._joining} within {timeout_s:g} s"
+            f"node {self.node_id} could not register with {self._address_being_joined} within {timeout_s:g} s"
             + (f"; last line of the agent's log: {last[0]}" if last else ""),
             hint=f"check the address and the network; see the log {self._agent.log_path}",
         )
@@ -233,9 +235,9 @@ class Supervisor:
         tokens = sorted((self._state_dir / AGENTS_DIR).glob("*/node.token"))
         joined = [path.parent for path in tokens if _has_joined(path.parent, access)]
         # If the host name was in use as node ID, the controller has appended a number.
-        given = re.compile(re.escape(self.node_id) + ("" if self._is_node_id_set else r"(-\d+)?"))
+        given = re.compile(re.escape(self.node_id) + ("" if self._is_node_id_configured else r"(-\d+)?"))
         named = [path for path in joined if given.fullmatch(path.name)]
-        if named or self._is_node_id_set or access.token is not None:
+        if named or self._is_node_id_configured or access.token is not None:
             return named[0] if named else None
         if len(joined) > 1:
             raise UsageError(
@@ -245,13 +247,13 @@ class Supervisor:
         return joined[0] if joined else None
 
     @property
-    def _is_node_id_set(self) -> bool:
+    def _is_node_id_configured(self) -> bool:
         """Whether the user has set the node ID."""
         return self._settings.sources["cluster.node_id"] != "default"
 
     async def _join(self, access: ClusterConfig) -> Path:
         """Joins as a new node with the given join token, or with one that the owner token creates."""
-        where = address_text(*_address(access))
+        where = address_text(*_access_address(access))
         if access.token is None:
             raise TokenMissingError(
                 f"joining {where} requires a token",
@@ -264,7 +266,7 @@ class Supervisor:
                 hint="get one from the owner of the cluster ('genie token create --join'), and pass it as "
                 f"token or to 'genie join {where} --token-file FILE'",
             )
-        host, port = _address(access)
+        host, port = _access_address(access)
         if _can_list_nodes(access):
             async with self._open_connection(access) as connection:
                 request = CreateToken(kind=TokenKind.JOIN, name=self.node_id)
@@ -278,18 +280,20 @@ class Supervisor:
             requested_node_id=self.node_id,
             network=TcpNetwork(),
             # The controller may append a number to a node ID from the host name, but not to one that was set.
-            exact=self._is_node_id_set,
+            exact=self._is_node_id_configured,
         )
 
     async def _wait_registered(self, node_dir: Path, *, after: int) -> None:
         """Waits until the agent has registered with an incarnation greater than `after`."""
         loop = asyncio.get_running_loop()
-        progress_at_s = loop.time() + _PROGRESS_AFTER_S
+        progress_at_s = loop.time() + _WAIT_MESSAGE_DELAY_S
         while _registered_incarnation(node_dir) <= after:
             self._agent.check_alive()
             if loop.time() >= progress_at_s:
                 progress_at_s = float("inf")
-                self._progress(f"waiting for node {self.node_id} to register with {self._joining}")
+                self._progress(
+                    f"waiting for node {self.node_id} to register with {self._address_being_joined}"
+                )
             await asyncio.sleep(_POLL_S)
 
     async def _wait_node_info(self, access: ClusterConfig, *, after: int) -> NodeInfo:
@@ -300,7 +304,7 @@ class Supervisor:
                 for view in await fetch_nodes(connection, timeout_s=_CALL_TIMEOUT_S):
                     node = view.info
                     known = node.node_id == self.node_id and node.incarnation > after
-                    if known and node.status not in _NOT_REGISTERED:
+                    if known and node.status not in _NOT_REGISTERED_STATUSES:
                         return node
                 await asyncio.sleep(poll_s)
                 poll_s = min(2 * poll_s, _NODE_POLL_S_MAX)  # the list of a large cluster is expensive
@@ -321,8 +325,8 @@ class Supervisor:
 
 
 @asynccontextmanager
-async def up(
-    settings: Settings, *, progress: Progress, timeout_s: float = START_S, agent: bool = True
+async def run_local_cluster(
+    settings: Settings, *, progress: ProgressPrinter, timeout_s: float = START_TIMEOUT_S, agent: bool = True
 ) -> AsyncIterator[Supervisor]:
     """Runs controller and agent (without `agent` only the controller) for the block, which is entered when
     both have started. The agent of a standby joins through the leader, which requires the leader's owner
@@ -331,13 +335,13 @@ async def up(
     Raises AgentRunningError if this state directory has a running cluster, AddressInUseError, and LaunchError
     with the last lines of the log if a child does not start.
     """
-    async with _supervised(settings, progress) as (supervisor, group):
-        async with _start_timeout(timeout_s, supervisor, "the cluster"):
+    async with _run_supervisor(settings, progress) as (supervisor, group):
+        async with _limit_start_time(timeout_s, supervisor, "the cluster"):
             access = await supervisor.find_leader(await supervisor.start_controller())
             if agent and access is None:
                 raise TokenMissingError(
                     "the agent of a standby controller requires the owner token",
-                    hint=_copy_hint(settings.paths.state_dir),
+                    hint=_copied_state_directory_hint(settings.paths.state_dir),
                 )
             if agent and access is not None:
                 await supervisor.start_agent(access)
@@ -346,28 +350,32 @@ async def up(
 
 
 @asynccontextmanager
-async def up_agent(
-    settings: Settings, access: ClusterConfig, *, progress: Progress, timeout_s: float = START_S
+async def run_local_agent(
+    settings: Settings,
+    access: ClusterConfig,
+    *,
+    progress: ProgressPrinter,
+    timeout_s: float = START_TIMEOUT_S,
 ) -> AsyncIterator[Supervisor]:
     """Runs an agent in the cluster of `access` for the block.
 
     Raises UnreachableError if it has not registered within `timeout_s`.
     """
-    async with _supervised(settings, progress) as (supervisor, group):
-        async with _start_timeout(timeout_s, supervisor, "the agent"):
+    async with _run_supervisor(settings, progress) as (supervisor, group):
+        async with _limit_start_time(timeout_s, supervisor, "the agent"):
             await supervisor.start_agent(access)
         supervisor.watch(group)
         yield supervisor
 
 
 @asynccontextmanager
-async def _supervised(
-    settings: Settings, progress: Progress
+async def _run_supervisor(
+    settings: Settings, progress: ProgressPrinter
 ) -> AsyncIterator[tuple[Supervisor, asyncio.TaskGroup]]:
     state_dir = files.make_private_directory(settings.paths.state_dir)
     supervisor = Supervisor(settings, progress=progress)
-    with _lock(state_dir):
-        if (found := find_running(state_dir)) is not None:
+    with _hold_supervisor_lock(state_dir):
+        if (found := find_running_cluster(state_dir)) is not None:
             raise _already_running_error(state_dir, found)
         async with unwrapped_task_group() as group:
             failure: BaseException | None = None
@@ -401,7 +409,7 @@ async def _finish_uncancelled(work: Coroutine[Any, Any, None]) -> None:
         raise cancelled
 
 
-def find_running(state_dir: Path) -> RunningCluster | None:
+def find_running_cluster(state_dir: Path) -> RunningCluster | None:
     """Returns the running processes of this state directory; None if there are none."""
     records = [process_records.read_record(state_dir, name) for name in (SUPERVISOR, CONTROLLER, AGENT)]
     pids = {record.name: record.pid for record in records if record is not None}
@@ -411,15 +419,15 @@ def find_running(state_dir: Path) -> RunningCluster | None:
     return RunningCluster(LocalCluster.read(state_dir) if CONTROLLER in pids else None, pids, node_id)
 
 
-async def stop_running(
-    state_dir: Path, *, progress: Progress = lambda _line: None, agent_grace_s: float = 5.0
+async def stop_running_cluster(
+    state_dir: Path, *, progress: ProgressPrinter = lambda _line: None, agent_grace_s: float = 5.0
 ) -> RunningCluster | None:
-    """Stops the processes that `find_running` finds and returns them; None if there were none."""
-    progress = _ignoring_write_errors(progress)
-    found = find_running(state_dir)
-    agent_s = agent_grace_s + _AGENT_MARGIN_S
+    """Stops the processes that `find_running_cluster` finds and returns them; None if there were none."""
+    progress = _ignore_write_errors(progress)
+    found = find_running_cluster(state_dir)
+    agent_s = agent_grace_s + _AGENT_GRACE_MARGIN_S
     # The supervisor first: it stops the other two in order, and would restart them otherwise.
-    graces = {SUPERVISOR: agent_s + _CONTROLLER_GRACE_S + _AGENT_MARGIN_S, AGENT: agent_s}
+    graces = {SUPERVISOR: agent_s + _CONTROLLER_GRACE_S + _AGENT_GRACE_MARGIN_S, AGENT: agent_s}
     for name in (SUPERVISOR, AGENT, CONTROLLER):
         record = process_records.read_record(state_dir, name)
         if record is not None:
@@ -437,8 +445,9 @@ def check_agent_cluster(running: RunningCluster, access: ClusterConfig, *, state
     """Raises AgentRunningError if the running agent belongs to another cluster than that of `access`."""
     node_dir = state_dir / AGENTS_DIR / running.node_id
     if running.node_id and not _has_joined(node_dir, access, at_address=True):
+        requested = address_text(*_access_address(access))
         raise AgentRunningError(
-            f"this machine runs an agent of another cluster than {address_text(*_address(access))} {running}",
+            f"this machine runs an agent of another cluster than {requested} {running}",
             hint=f"stop it with 'genie down', or set GENIE_STATE_DIR to another directory than {state_dir}",
         )
 
@@ -449,7 +458,7 @@ def local_node_id(settings: Settings) -> str:
     return validate_node_id(node_id) if node_id is not None else node_id_from(socket.gethostname())
 
 
-def owner_access(state_dir: Path, cluster: LocalCluster) -> ClusterConfig:
+def make_owner_access(state_dir: Path, cluster: LocalCluster) -> ClusterConfig:
     """Returns the owner's access to the cluster of this machine."""
     token = read_owner_token(state_dir)
     if token is None:
@@ -461,7 +470,7 @@ def owner_access(state_dir: Path, cluster: LocalCluster) -> ClusterConfig:
     )
 
 
-def _ignoring_write_errors(progress: Progress) -> Progress:
+def _ignore_write_errors(progress: ProgressPrinter) -> ProgressPrinter:
     """A closed terminal or a full disk must not stop the cluster."""
 
     def report(line: str) -> None:
@@ -474,12 +483,14 @@ def _ignoring_write_errors(progress: Progress) -> Progress:
 
 
 @contextmanager
-def _lock(state_dir: Path) -> Iterator[None]:
+def _hold_supervisor_lock(state_dir: Path) -> Iterator[None]:
     """Held by the supervisor of this state directory; the kernel releases it when that process dies."""
-    path = files.make_private_directory(state_dir / process_records.RUN_FOLDER) / _LOCK_FILE
+    path = files.make_private_directory(state_dir / process_records.RECORDS_FOLDER) / _LOCK_FILE
     lock = files.FileLock.try_acquire(path)
     if lock is None:
-        raise _already_running_error(state_dir, find_running(state_dir), holder=files.lock_holder(path))
+        raise _already_running_error(
+            state_dir, find_running_cluster(state_dir), holder=files.lock_holder(path)
+        )
     try:
         yield
     finally:
@@ -503,7 +514,7 @@ def _already_running_error(
 
 
 @asynccontextmanager
-async def _start_timeout(timeout_s: float, supervisor: Supervisor, what: str) -> AsyncIterator[None]:
+async def _limit_start_time(timeout_s: float, supervisor: Supervisor, what: str) -> AsyncIterator[None]:
     try:
         async with asyncio.timeout(timeout_s):
             yield
@@ -533,7 +544,7 @@ def _can_list_nodes(access: ClusterConfig) -> bool:
     return access.token is not None and parse_token(access.token).kind is not TokenKind.JOIN
 
 
-def _address(access: ClusterConfig) -> tuple[str, int]:
+def _access_address(access: ClusterConfig) -> tuple[str, int]:
     if access.master_addr is None:
         raise ConfigError("the address of the controller is missing", hint="pass master_addr")
     return parse_endpoint(access.master_addr, what="master_addr", port=access.master_port)
@@ -548,11 +559,13 @@ def _has_joined(node_dir: Path, access: ClusterConfig, *, at_address: bool = Fal
     pin = parse_token((node_dir / "node.token").read_text("utf-8")).pin
     if access.token is not None:
         same = parse_token(access.token).pin == pin
-        return same and (pin != NO_PIN or not at_address or _knows_controller(node_dir, *_address(access)))
-    return _knows_controller(node_dir, *_address(access))
+        return same and (
+            pin != NO_PIN or not at_address or _has_controller_address(node_dir, *_access_address(access))
+        )
+    return _has_controller_address(node_dir, *_access_address(access))
 
 
-def _knows_controller(node_dir: Path, host: str, port: int) -> bool:
+def _has_controller_address(node_dir: Path, host: str, port: int) -> bool:
     try:
         known = read_controllers(node_dir)
     except GenieError:
@@ -582,7 +595,7 @@ def _remove_cluster_file(state_dir: Path) -> None:
     (state_dir / LOCAL_CLUSTER_FILE).unlink(missing_ok=True)
 
 
-def _copy_hint(state_dir: Path) -> str:
+def _copied_state_directory_hint(state_dir: Path) -> str:
     return f"copy {OWNER_TOKEN_FILE} from the state directory of the first controller to {state_dir}"
 
 

@@ -18,7 +18,7 @@ from genie.errors import NodeError
 from genie.processes import files
 from genie.processes.marks import ProcessMark
 
-RUN_FOLDER = "run"
+RECORDS_FOLDER = "run"
 LOG_FOLDER = "logs"
 _POLL_S = 0.02
 _KILL_TIMEOUT_S = 5.0
@@ -50,7 +50,7 @@ class ProcessRecord:
             "ready": self.ready,
             "node_id": self.node_id,
         }
-        files.write_private(_path(state_dir, self.name), json.dumps(body).encode())
+        files.write_private(_record_path(state_dir, self.name), json.dumps(body).encode())
 
 
 def record_process(
@@ -65,14 +65,14 @@ def record_process(
 
 def make_record(name: str, pid: int, *, ready: bool = False, node_id: str = "") -> ProcessRecord | None:
     """The record of a process, not written yet; None if it has already ended."""
-    mark = ProcessMark.of(pid)
+    mark = ProcessMark.of_pid(pid)
     return None if mark is None else ProcessRecord(name=name, mark=mark, ready=ready, node_id=node_id)
 
 
 def read_record(state_dir: Path, name: str) -> ProcessRecord | None:
     """Returns the record of this name if its process is running, else None."""
     try:
-        body = json.loads(_path(state_dir, name).read_text("utf-8"))
+        body = json.loads(_record_path(state_dir, name).read_text("utf-8"))
         mark = ProcessMark(int(body["pid"]), str(body["start"]))
         record = ProcessRecord(
             name=name, mark=mark, ready=bool(body["ready"]), node_id=str(body.get("node_id", ""))
@@ -83,14 +83,14 @@ def read_record(state_dir: Path, name: str) -> ProcessRecord | None:
 
 
 def remove_record(state_dir: Path, name: str) -> None:
-    _path(state_dir, name).unlink(missing_ok=True)
+    _record_path(state_dir, name).unlink(missing_ok=True)
 
 
 def log_path(state_dir: Path, name: str) -> Path:
     return state_dir / LOG_FOLDER / f"{name}.log"
 
 
-def last_lines(path: Path, *, count: int = 8, bytes_max: int = 8192, since_bytes: int = 0) -> list[str]:
+def read_last_lines(path: Path, *, count: int = 8, bytes_max: int = 8192, since_bytes: int = 0) -> list[str]:
     """The last lines of a log, for an error message; ignores its first `since_bytes`."""
     try:
         with path.open("rb") as file:
@@ -125,5 +125,5 @@ async def _wait_ended(record: ProcessRecord, timeout_s: float) -> bool:
     return True
 
 
-def _path(state_dir: Path, name: str) -> Path:
-    return state_dir / RUN_FOLDER / f"{name}.json"
+def _record_path(state_dir: Path, name: str) -> Path:
+    return state_dir / RECORDS_FOLDER / f"{name}.json"

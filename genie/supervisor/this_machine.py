@@ -34,20 +34,20 @@ async def add_local_cluster_hint(host: str, port: int, *, state_dir: Path) -> As
     try:
         yield
     except (UnreachableError, TokenMissingError) as error:
-        hint = await _local_hint_with_timeout(host, port, state_dir=state_dir)
+        hint = await _find_local_cluster_hint_with_timeout(host, port, state_dir=state_dir)
         if not hint:
             raise
         raise type(error)(error.message, hint=hint) from error
 
 
-async def _local_hint_with_timeout(host: str, port: int, *, state_dir: Path) -> str:
+async def _find_local_cluster_hint_with_timeout(host: str, port: int, *, state_dir: Path) -> str:
     """Runs on a thread that is abandoned on timeout: a failed name server blocks for half a minute."""
     from genie.processes.call_thread import (
         CallThread,  # imported here: only needed for an error, and it loads psutil
     )
 
     thread = CallThread("genie-hint")
-    find_hint = partial(local_cluster_hint, host, port, state_dir=state_dir)
+    find_hint = partial(find_local_cluster_hint, host, port, state_dir=state_dir)
     try:
         return await thread.call(find_hint, what=f"looking up {host}", timeout_s=HINT_TIMEOUT_S)
     except HardwareError:
@@ -56,7 +56,7 @@ async def _local_hint_with_timeout(host: str, port: int, *, state_dir: Path) -> 
         thread.close()
 
 
-def local_cluster_hint(host: str, port: int, *, state_dir: Path) -> str:
+def find_local_cluster_hint(host: str, port: int, *, state_dir: Path) -> str:
     """Returns a hint with the address of the local cluster; empty if `host` is another machine or no other
     address is known. May block on a name lookup."""
     if not is_own_address(host):
@@ -65,17 +65,17 @@ def local_cluster_hint(host: str, port: int, *, state_dir: Path) -> str:
         local = LocalCluster.read(state_dir)
     except GenieError:
         local = None
-    if local is not None and not _is_same((local.host, local.port), (host, port)):
+    if local is not None and not _is_same_endpoint((local.host, local.port), (host, port)):
         where = address_text(local.host, local.port)
         return f"a cluster of this machine listens on {where}: use master_addr={where!r}"
-    joined = _joined_cluster(state_dir)
-    if local is None and joined is not None and not _is_same(joined, (host, port)):
+    joined = _joined_cluster_address(state_dir)
+    if local is None and joined is not None and not _is_same_endpoint(joined, (host, port)):
         where = address_text(*joined)
         return f"this machine is a node of the cluster at {where}: use master_addr={where!r}"
     return ""
 
 
-def _is_same(one: tuple[str, int], other: tuple[str, int]) -> bool:
+def _is_same_endpoint(one: tuple[str, int], other: tuple[str, int]) -> bool:
     hosts = one[0] == other[0] or (is_loopback(one[0]) and is_loopback(other[0]))
     return hosts and one[1] == other[1]
 
@@ -84,7 +84,7 @@ def is_own_address(host: str) -> bool:
     """Whether this name or IP address is that of this machine. May block on a name lookup."""
     if is_loopback(host):
         return True
-    found = resolve(host)
+    found = resolve_host(host)
     # Not tested with bind(): that accepts broadcast addresses and, with ip_nonlocal_bind, all others.
     own = _interface_addresses()
     return any(
@@ -92,7 +92,7 @@ def is_own_address(host: str) -> bool:
     )
 
 
-def resolve(host: str) -> list[str]:
+def resolve_host(host: str) -> list[str]:
     """The IP addresses of a name or address; empty if it cannot be resolved. May block."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
@@ -101,7 +101,7 @@ def resolve(host: str) -> list[str]:
     return list(dict.fromkeys(str(address[0]) for *_, address in found))
 
 
-def own_addresses(among: Iterable[str] | None = None) -> list[str]:
+def list_own_addresses(among: Iterable[str] | None = None) -> list[str]:
     """IP addresses that other machines can connect to, IPv4 first; none that are loopback or link-local.
 
     With `among`, only addresses in it.
@@ -113,7 +113,7 @@ def own_addresses(among: Iterable[str] | None = None) -> list[str]:
     return [str(ip) for ip in sorted(reachable, key=lambda ip: ip.version)]
 
 
-def normalized_ip(text: str) -> str:
+def normalize_ip(text: str) -> str:
     """Removes the zone and unmaps IPv4-mapped addresses. A name is returned unchanged."""
     ip = _try_parse_ip(text)
     return text if ip is None else str(ip)
@@ -135,7 +135,7 @@ def _try_parse_ip(text: str) -> _IpAddress | None:
     return getattr(ip, "ipv4_mapped", None) or ip
 
 
-def _joined_cluster(state_dir: Path) -> tuple[str, int] | None:
+def _joined_cluster_address(state_dir: Path) -> tuple[str, int] | None:
     """The address of a cluster that this machine has joined, except one that it hosted itself."""
     from genie.agent.identity import AGENTS_DIR, read_controllers  # imported here: only needed for an error
 
@@ -153,6 +153,6 @@ def _joined_cluster(state_dir: Path) -> tuple[str, int] | None:
 def _read_pin(path: Path) -> str | None:
     """The pin of a token, which identifies its cluster; None if the file cannot be read."""
     try:
-        return parse_token(files.read_small(path)).pin
+        return parse_token(files.read_small_file(path)).pin
     except (OSError, UnicodeDecodeError, GenieError):
         return None

@@ -18,8 +18,8 @@ from typing import TextIO
 
 from genie.config import LogConfig
 
-LOGGER = "genie"
-HIDDEN = "***"
+ROOT_LOGGER_NAME = "genie"
+REDACTED = "***"
 TEXT_CHARS_MAX = 8192
 """Maximum length of a message, field or traceback; the middle of a longer one is removed."""
 _SCAN_CHARS_MAX = 8 * TEXT_CHARS_MAX
@@ -27,19 +27,24 @@ _SCAN_CHARS_MAX = 8 * TEXT_CHARS_MAX
 # The fields of a record without `extra`.
 _STANDARD_FIELDS = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
-_SECRET_NAME = re.compile(r"(?i)token|secret|password|passwd|ticket|authorization|api_?key|private_?key")
+_SECRET_FIELD_NAME = re.compile(
+    r"(?i)token|secret|password|passwd|ticket|authorization|api_?key|private_?key"
+)
 # IDs, hashes and paths are not secret.
-_HARMLESS_NAME = re.compile(r"(?i)(_id|_ids|_kind|_sha256|_file|_path|leader_token|fencing_token)$")
+_HARMLESS_FIELD_NAME = re.compile(r"(?i)(_id|_ids|_kind|_sha256|_file|_path|leader_token|fencing_token)$")
 
 # Each pattern starts at a fixed word and does not match beyond the next one, so that matching untrusted text
 # takes linear time.
-_SECRET_TEXTS = (
+_SECRET_PATTERNS = (
     # Genie tokens: redacts secret and pin, keeps kind and ID.
     (
         re.compile(r"\bgenie\.(owner|user|join|node)\.([a-z0-9]+)\.[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]*)?"),
         r"genie.\1.\2.***",
     ),
-    (re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(-----END [A-Z ]*PRIVATE KEY-----|\Z)", re.S), HIDDEN),
+    (
+        re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(-----END [A-Z ]*PRIVATE KEY-----|\Z)", re.S),
+        REDACTED,
+    ),
     (re.compile(r"(?i)\b(authorization\s*:\s*\w+|bearer)\s+[^\s,;\"']+"), r"\1 ***"),
     (
         re.compile(
@@ -56,8 +61,8 @@ _SECRET_TEXTS = (
 
 def configure(config: LogConfig, *, stream: TextIO | None = None) -> None:
     """Writes the log of Genie to `stream` (default: standard error). Replaces an earlier configuration."""
-    _install(config, _Handler(stream))
-    logging.getLogger(LOGGER).setLevel(config.level)
+    _install_handler(config, _GenieHandler(stream))
+    logging.getLogger(ROOT_LOGGER_NAME).setLevel(config.level)
 
 
 def configure_session(config: LogConfig, *, requested: bool) -> None:
@@ -69,23 +74,25 @@ def configure_session(config: LogConfig, *, requested: bool) -> None:
     if requested:
         configure(config)
     elif not _program_has_logging():
-        handler = _Handler(None)
-        handler.addFilter(_yield_to_program)
-        _install(config, handler)
-        logging.getLogger(LOGGER).setLevel(_SessionLevel(logging.getLevelNamesMapping()[config.level]))
+        handler = _GenieHandler(None)
+        handler.addFilter(_is_record_for_session)
+        _install_handler(config, handler)
+        logging.getLogger(ROOT_LOGGER_NAME).setLevel(
+            _SessionLevel(logging.getLevelNamesMapping()[config.level])
+        )
 
 
-def _install(config: LogConfig, handler: _Handler) -> None:
+def _install_handler(config: LogConfig, handler: _GenieHandler) -> None:
     handler.setFormatter(JsonFormatter() if config.format == "json" else TextFormatter())
     reset()
-    logging.getLogger(LOGGER).addHandler(handler)
+    logging.getLogger(ROOT_LOGGER_NAME).addHandler(handler)
 
 
 class _SessionLevel(int):
     """Distinguishes the level of a session from a level that the program sets."""
 
 
-def _yield_to_program(record: logging.LogRecord) -> bool:
+def _is_record_for_session(record: logging.LogRecord) -> bool:
     """A filter: Genie writes records only while the program has no handlers."""
     if not _program_has_handlers():
         return True
@@ -107,22 +114,22 @@ def _program_level(name: str) -> int:
 
 
 def _program_has_logging() -> bool:
-    logger = logging.getLogger(LOGGER)
-    is_ours = any(isinstance(handler, _Handler) for handler in logger.handlers)
+    logger = logging.getLogger(ROOT_LOGGER_NAME)
+    is_ours = any(isinstance(handler, _GenieHandler) for handler in logger.handlers)
     return _program_has_handlers() or (logger.level != logging.NOTSET and not is_ours)
 
 
 def _program_has_handlers() -> bool:
-    ours = (_Handler, logging.NullHandler)
-    own = logging.getLogger(LOGGER).handlers
+    ours = (_GenieHandler, logging.NullHandler)
+    own = logging.getLogger(ROOT_LOGGER_NAME).handlers
     return bool(logging.getLogger().handlers) or any(not isinstance(handler, ours) for handler in own)
 
 
 def reset() -> None:
     """Undoes configure(): Genie writes no log, unless the program has handlers."""
-    logger = logging.getLogger(LOGGER)
+    logger = logging.getLogger(ROOT_LOGGER_NAME)
     for handler in list(logger.handlers):
-        if isinstance(handler, _Handler):
+        if isinstance(handler, _GenieHandler):
             logger.removeHandler(handler)
             handler.close()
     logger.setLevel(logging.NOTSET)
@@ -133,12 +140,12 @@ def redact(text: str) -> str:
     unscanned = max(0, len(text) - _SCAN_CHARS_MAX)
     text = text[:_SCAN_CHARS_MAX]
     text = text.encode("utf-8", "backslashreplace").decode()  # file names may contain surrogates
-    for pattern, replacement in _SECRET_TEXTS:
+    for pattern, replacement in _SECRET_PATTERNS:
         text = pattern.sub(replacement, text)
-    return _shorten(text, unscanned)
+    return _shorten_redacted(text, unscanned)
 
 
-def _shorten(text: str, unscanned: int) -> str:
+def _shorten_redacted(text: str, unscanned: int) -> str:
     """Shortens redacted text; before redaction, a secret that is cut might not be recognized."""
     if not unscanned and len(text) <= TEXT_CHARS_MAX:
         return text
@@ -153,10 +160,12 @@ class TextFormatter(logging.Formatter):
     """`TIME LEVEL LOGGER MESSAGE key=value ...`, followed by the traceback on separate lines."""
 
     def format(self, record: logging.LogRecord) -> str:
-        fields = "".join(f" {key}={_one_line(value)}" for key, value in _extra(record).items())
-        message = _one_line(redact(record.getMessage()))
-        line = f"{_time(record)} {record.levelname:<7} {record.name} {message}{fields}"
-        trace = _trace(self, record)
+        fields = "".join(
+            f" {key}={_to_one_line(value)}" for key, value in _redacted_extra_fields(record).items()
+        )
+        message = _to_one_line(redact(record.getMessage()))
+        line = f"{_format_time(record)} {record.levelname:<7} {record.name} {message}{fields}"
+        trace = _format_traceback(self, record)
         return f"{line}\n{trace}" if trace else line
 
 
@@ -165,39 +174,39 @@ class JsonFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, object] = {
-            "time": _time(record),
+            "time": _format_time(record),
             "level": record.levelname,
             "logger": record.name,
             "message": redact(record.getMessage()),
         }
-        for key, value in _extra(record).items():
+        for key, value in _redacted_extra_fields(record).items():
             line[f"extra_{key}" if key in line or key == "traceback" else key] = value
-        trace = _trace(self, record)
+        trace = _format_traceback(self, record)
         if trace:
             line["traceback"] = trace
         # ASCII only: some readers treat U+2028 and others as the end of a line.
         return json.dumps(line)
 
 
-class _Handler(logging.StreamHandler[TextIO]):
+class _GenieHandler(logging.StreamHandler[TextIO]):
     """A separate type, so that reset() does not remove handlers of the program."""
 
-    def __init__(self, given: TextIO | None) -> None:
+    def __init__(self, explicit_stream: TextIO | None) -> None:
         logging.Handler.__init__(self)  # not that of StreamHandler, which sets the stream
-        self._given = given
+        self._explicit_stream = explicit_stream
 
     @property
     def stream(self) -> TextIO:  # type: ignore[override]  # looked up for each record
-        """The given stream or the current standard error, which a program may replace at any time."""
-        return self._given or sys.stderr
+        """The explicit stream, or the current standard error, which a program may replace at any time."""
+        return self._explicit_stream or sys.stderr
 
 
-def _time(record: logging.LogRecord) -> str:
+def _format_time(record: logging.LogRecord) -> str:
     at = datetime.datetime.fromtimestamp(record.created, datetime.UTC)
     return at.isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
-def _extra(record: logging.LogRecord) -> dict[str, object]:
+def _redacted_extra_fields(record: logging.LogRecord) -> dict[str, object]:
     return {
         key: _redact_value(key, value) for key, value in vars(record).items() if key not in _STANDARD_FIELDS
     }
@@ -205,8 +214,8 @@ def _extra(record: logging.LogRecord) -> dict[str, object]:
 
 def _redact_value(name: str, value: object) -> object:
     """The value without secrets; values without a JSON form become text."""
-    if _SECRET_NAME.search(name) and not _HARMLESS_NAME.search(name):
-        return HIDDEN
+    if _SECRET_FIELD_NAME.search(name) and not _HARMLESS_FIELD_NAME.search(name):
+        return REDACTED
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)  # JSON has no infinity and NaN
     if value is None or isinstance(value, (bool, int, float)):
@@ -218,14 +227,14 @@ def _redact_value(name: str, value: object) -> object:
     return redact(str(value))
 
 
-def _trace(formatter: logging.Formatter, record: logging.LogRecord) -> str:
+def _format_traceback(formatter: logging.Formatter, record: logging.LogRecord) -> str:
     parts = [formatter.formatException(record.exc_info)] if record.exc_info else []
     if record.stack_info:
         parts.append(formatter.formatStack(record.stack_info))
     return redact("\n".join(parts))
 
 
-def _one_line(value: object) -> str:
+def _to_one_line(value: object) -> str:
     """Escapes line ends and control characters, so that one record is one line."""
     text = str(value)
     if text.isprintable():

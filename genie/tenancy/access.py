@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import msgspec
 
 from genie.errors import PermissionError_, TokenRefusedError
-from genie.model.messages import FOR_NODES, FOR_OWNERS, FOR_USERS, Message
+from genie.model.messages import NODE_REQUESTS, OWNER_REQUESTS, USER_REQUESTS, Message
 from genie.model.tenant import Identity, TokenKind, TokenRecord
 
 SECRET_BYTES = 32
@@ -26,9 +26,9 @@ _TOKEN = re.compile(
     r"genie\.(owner|user|join|node)\.([a-z0-9]{4,32})\.([A-Za-z0-9_-]{43})\.([A-Za-z0-9_-]{43}|-)"
 )
 _ALLOWED: dict[TokenKind, frozenset[type[Message]]] = {
-    TokenKind.OWNER: frozenset((*FOR_USERS, *FOR_OWNERS)),
-    TokenKind.USER: frozenset(FOR_USERS),
-    TokenKind.NODE: frozenset(FOR_NODES),
+    TokenKind.OWNER: frozenset((*USER_REQUESTS, *OWNER_REQUESTS)),
+    TokenKind.USER: frozenset(USER_REQUESTS),
+    TokenKind.NODE: frozenset(NODE_REQUESTS),
     TokenKind.JOIN: frozenset(),
 }
 # Requests whose name does not describe what they do.

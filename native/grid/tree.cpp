@@ -4,8 +4,8 @@
 // these through ctypes, on this machine and on nodes. Therefore: a C interface, C++17, linked only to the C
 // library. A property test checks that both are equivalent. Does not decide what is sent or deleted.
 //
-// A record: Head, path, link target, Stamp. Records are in walk order: a directory, then its contents.
-// Symbolic links are never followed: every directory is opened from its parent.
+// A record: RecordHeader, path, link target, FileStamp. Records are in walk order: a directory, then its
+// contents. Symbolic links are never followed: every directory is opened from its parent.
 
 #include <dirent.h>
 #include <errno.h>
@@ -29,14 +29,14 @@ namespace {
 
 constexpr int kDepthMax = 256;
 constexpr int kPathMax = 4096;
-constexpr uint64_t kNone = ~uint64_t{0};
+constexpr uint64_t kNoOffset = ~uint64_t{0};
 constexpr int64_t kSecondNs = 1000000000;
 // File times have a resolution of 1 to 10 ms; some file systems store whole seconds only.
 constexpr int64_t kClockTickNs = 20000000;
-constexpr int64_t kSmallMax = 256 << 10;
-constexpr int64_t kSparseMin = 64 << 10;
+constexpr int64_t kSmallFileBytesMax = 256 << 10;
+constexpr int64_t kSparseFileBytesMin = 64 << 10;
 
-struct Head {
+struct RecordHeader {
   uint8_t kind;   // 'd', 'f', 'l', 'x' for excluded, 'r' for removed
   uint8_t flags;  // of 'x': 1 for a directory
   uint16_t mode;
@@ -44,45 +44,47 @@ struct Head {
   uint16_t link_bytes;
   uint64_t size;
   int64_t mtime_ns;
-  uint8_t sha[32];
+  uint8_t sha256[32];
 };
-static_assert(sizeof(Head) == 56);
+static_assert(sizeof(RecordHeader) == 56);
 
 // Identifies an unchanged file. All zero: unknown.
-struct Stamp {
+struct FileStamp {
   uint64_t inode;
   int64_t mtime_ns;
   int64_t ctime_ns;
 };
-static_assert(sizeof(Stamp) == 24);
+static_assert(sizeof(FileStamp) == 24);
 
 // A whole small file in transfer; its bytes follow.
-struct Frame {
+struct FileFrameHeader {
   uint8_t kind;
   uint8_t pad;
   uint16_t mode;
   uint32_t number;
   uint64_t size;
   int64_t mtime_ns;
-  uint8_t sha[32];
+  uint8_t sha256[32];
 };
-static_assert(sizeof(Frame) == 56);
+static_assert(sizeof(FileFrameHeader) == 56);
 
-struct Record {
-  Head head;
+struct TreeRecord {
+  RecordHeader header;
   const uint8_t* at;
 
-  explicit Record(const uint8_t* from) : at(from) { memcpy(&head, from, sizeof head); }
-  const char* path() const { return reinterpret_cast<const char*>(at + sizeof(Head)); }
-  const uint8_t* link() const { return at + sizeof(Head) + head.path_bytes; }
-  uint64_t plain_bytes() const { return sizeof(Head) + head.path_bytes + head.link_bytes; }
-  uint64_t bytes() const { return plain_bytes() + sizeof(Stamp); }
-  Stamp stamp() const {
-    Stamp found;
-    memcpy(&found, at + plain_bytes(), sizeof found);
+  explicit TreeRecord(const uint8_t* from) : at(from) { memcpy(&header, from, sizeof header); }
+  const char* path() const { return reinterpret_cast<const char*>(at + sizeof(RecordHeader)); }
+  const uint8_t* link() const { return at + sizeof(RecordHeader) + header.path_bytes; }
+  uint64_t bytes_without_stamp() const {
+    return sizeof(RecordHeader) + header.path_bytes + header.link_bytes;
+  }
+  uint64_t bytes() const { return bytes_without_stamp() + sizeof(FileStamp); }
+  FileStamp stamp() const {
+    FileStamp found;
+    memcpy(&found, at + bytes_without_stamp(), sizeof found);
     return found;
   }
-  bool is_folder() const { return head.kind == 'd' || (head.kind == 'x' && head.flags != 0); }
+  bool is_folder() const { return header.kind == 'd' || (header.kind == 'x' && header.flags != 0); }
 };
 
 // Sorts '/' before every other byte, so that the contents of a directory directly follow it.
@@ -98,11 +100,11 @@ int compare_paths(const char* a, size_t a_bytes, const char* b, size_t b_bytes) 
   return a_bytes == b_bytes ? 0 : a_bytes < b_bytes ? -1 : 1;
 }
 
-int compare(const Record& a, const Record& b) {
-  return compare_paths(a.path(), a.head.path_bytes, b.path(), b.head.path_bytes);
+int compare_record_paths(const TreeRecord& a, const TreeRecord& b) {
+  return compare_paths(a.path(), a.header.path_bytes, b.path(), b.header.path_bytes);
 }
 
-timespec time_of(int64_t nanoseconds) {
+timespec to_timespec(int64_t nanoseconds) {
   const int64_t rest = (nanoseconds % kSecondNs + kSecondNs) % kSecondNs;
   timespec time = {};
   time.tv_sec = (nanoseconds - rest) / kSecondNs;
@@ -110,31 +112,31 @@ timespec time_of(int64_t nanoseconds) {
   return time;
 }
 
-int64_t nanoseconds(const timespec& time) { return time.tv_sec * kSecondNs + time.tv_nsec; }
+int64_t to_nanoseconds(const timespec& time) { return time.tv_sec * kSecondNs + time.tv_nsec; }
 
-Stamp stamp_of(const struct stat& found) {
-  return {static_cast<uint64_t>(found.st_ino), nanoseconds(found.st_mtim), nanoseconds(found.st_ctim)};
+FileStamp stamp_from_stat(const struct stat& found) {
+  return {static_cast<uint64_t>(found.st_ino), to_nanoseconds(found.st_mtim), to_nanoseconds(found.st_ctim)};
 }
 
-bool same(const Stamp& a, const Stamp& b) {
+bool is_same_stamp(const FileStamp& a, const FileStamp& b) {
   return a.inode == b.inode && a.mtime_ns == b.mtime_ns && a.ctime_ns == b.ctime_ns;
 }
 
 // True if the file was written so shortly before the scan that a later write may have the same times.
-bool is_racy(const Stamp& stamp, int64_t taken_ns) {
+bool is_too_recent_to_trust(const FileStamp& stamp, int64_t taken_ns) {
   const bool whole = stamp.mtime_ns % kSecondNs == 0 && stamp.ctime_ns % kSecondNs == 0;
   return std::max(stamp.mtime_ns, stamp.ctime_ns) + (whole ? 2 * kSecondNs : kClockTickNs) >= taken_ns;
 }
 
-struct Buffer {
+struct ByteBuffer {
   uint8_t* data = nullptr;
   uint64_t size = 0;
-  uint64_t room = 0;
+  uint64_t capacity = 0;
 
   uint8_t* grow(uint64_t more) {
-    if (size + more > room) {
-      room = std::max(room * 2, size + more + 4096);
-      data = static_cast<uint8_t*>(realloc(data, room));
+    if (size + more > capacity) {
+      capacity = std::max(capacity * 2, size + more + 4096);
+      data = static_cast<uint8_t*>(realloc(data, capacity));
       if (data == nullptr) abort();
     }
     size += more;
@@ -148,63 +150,63 @@ struct Buffer {
 
 }  // namespace
 
-// Output of every function; the caller passes it to genie_free().
-struct Out {
+// Output of every function; the caller passes it to genie_free_output().
+struct CallOutput {
   uint8_t* data;
   uint64_t size;
-  uint64_t* list;
+  uint64_t* numbers;
   uint64_t count;
-  uint64_t skipped;
-  int32_t is_same;
-  int32_t rules_changed;
-  int32_t error;  // an errno, or -1 if the IsExcluded callback failed
-  char where[kPathMax + 8];
+  uint64_t skipped_count;
+  int32_t is_same_as_old;
+  int32_t gitignore_changed;
+  int32_t error;  // an errno, or -1 if the IsExcludedFunction callback failed
+  char error_path[kPathMax + 8];
 };
 
 namespace {
 
-int fail(Out* out, int error, const char* path, size_t bytes) {
+int set_error(CallOutput* out, int error, const char* path, size_t bytes) {
   out->error = error;
-  const size_t length = std::min(bytes, sizeof out->where - 1);
-  if (length != 0) memcpy(out->where, path, length);
-  out->where[length] = 0;
+  const size_t length = std::min(bytes, sizeof out->error_path - 1);
+  if (length != 0) memcpy(out->error_path, path, length);
+  out->error_path[length] = 0;
   return -1;
 }
 
-void set_output(Out* out, const Buffer& data, const Buffer& list) {
+void set_output(CallOutput* out, const ByteBuffer& data, const ByteBuffer& list) {
   out->data = data.data;
   out->size = data.size;
-  out->list = reinterpret_cast<uint64_t*>(list.data);
+  out->numbers = reinterpret_cast<uint64_t*>(list.data);
   out->count = list.size / sizeof(uint64_t);
 }
 
 // Opens the directory of a path, step by step from the root. Consecutive paths share open directories.
-class Folders {
+class OpenDirectories {
  public:
-  explicit Folders(int root) { fds_[0] = root; }
-  ~Folders() { pop_to(0); }
-  Folders(const Folders&) = delete;
-  Folders& operator=(const Folders&) = delete;
+  explicit OpenDirectories(int root) { fds_[0] = root; }
+  ~OpenDirectories() { close_below(0); }
+  OpenDirectories(const OpenDirectories&) = delete;
+  OpenDirectories& operator=(const OpenDirectories&) = delete;
 
   // Returns the parent directory of `path` and sets `name`; -1 with errno.
-  int holder(const char* path, size_t bytes, const char** name) {
-    if (bytes == 0 || bytes >= kPathMax) return fail_with(ENAMETOOLONG);
-    memcpy(text_, path, bytes);
-    text_[bytes] = 0;
-    if (memchr(text_, 0, bytes) != nullptr) return fail_with(EINVAL);
-    const char* slash = strrchr(text_, '/');
-    const size_t folder_bytes = slash == nullptr ? 0 : static_cast<size_t>(slash - text_);
-    *name = slash == nullptr ? text_ : slash + 1;
-    if (!is_plain_name(*name)) return fail_with(EINVAL);
-    while (depth_ > 0 && !is_within(folder_bytes)) pop_to(depth_ - 1);
-    while (ends_[depth_] < folder_bytes) {
-      if (step(folder_bytes) < 0) return -1;
+  int open_parent(const char* path, size_t bytes, const char** name) {
+    if (bytes == 0 || bytes >= kPathMax) return return_errno(ENAMETOOLONG);
+    memcpy(wanted_path_, path, bytes);
+    wanted_path_[bytes] = 0;
+    if (memchr(wanted_path_, 0, bytes) != nullptr) return return_errno(EINVAL);
+    const char* slash = strrchr(wanted_path_, '/');
+    const size_t folder_bytes = slash == nullptr ? 0 : static_cast<size_t>(slash - wanted_path_);
+    *name = slash == nullptr ? wanted_path_ : slash + 1;
+    if (!is_plain_name(*name)) return return_errno(EINVAL);
+    while (depth_ > 0 && !is_within(folder_bytes)) close_below(depth_ - 1);
+    while (path_ends_[depth_] < folder_bytes) {
+      if (open_next_component(folder_bytes) < 0) return -1;
     }
     return fds_[depth_];
   }
 
  private:
-  static int fail_with(int error) {
+  static int return_errno(int error) {
     errno = error;
     return -1;
   }
@@ -212,88 +214,90 @@ class Folders {
     return *name != 0 && strcmp(name, ".") != 0 && strcmp(name, "..") != 0;
   }
   bool is_within(size_t folder_bytes) const {
-    const size_t end = ends_[depth_];
-    return end <= folder_bytes && memcmp(open_, text_, end) == 0 &&
-           (end == folder_bytes || text_[end] == '/');
+    const size_t end = path_ends_[depth_];
+    return end <= folder_bytes && memcmp(open_path_, wanted_path_, end) == 0 &&
+           (end == folder_bytes || wanted_path_[end] == '/');
   }
-  int step(size_t folder_bytes) {
-    if (depth_ + 1 >= kDepthMax) return fail_with(ENAMETOOLONG);
-    const size_t begin = ends_[depth_] == 0 ? 0 : ends_[depth_] + 1;
-    const void* slash = memchr(text_ + begin, '/', folder_bytes - begin);
+  int open_next_component(size_t folder_bytes) {
+    if (depth_ + 1 >= kDepthMax) return return_errno(ENAMETOOLONG);
+    const size_t begin = path_ends_[depth_] == 0 ? 0 : path_ends_[depth_] + 1;
+    const void* slash = memchr(wanted_path_ + begin, '/', folder_bytes - begin);
     const size_t end =
-        slash == nullptr ? folder_bytes : static_cast<size_t>(static_cast<const char*>(slash) - text_);
+        slash == nullptr ? folder_bytes : static_cast<size_t>(static_cast<const char*>(slash) - wanted_path_);
     char name[kPathMax];
-    memcpy(name, text_ + begin, end - begin);
+    memcpy(name, wanted_path_ + begin, end - begin);
     name[end - begin] = 0;
-    if (!is_plain_name(name)) return fail_with(EINVAL);
+    if (!is_plain_name(name)) return return_errno(EINVAL);
     const int fd = openat(fds_[depth_], name, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
     if (fd < 0) return -1;
-    memcpy(open_, text_, end);
+    memcpy(open_path_, wanted_path_, end);
     fds_[++depth_] = fd;
-    ends_[depth_] = end;
+    path_ends_[depth_] = end;
     return 0;
   }
-  void pop_to(int depth) {
+  void close_below(int depth) {
     while (depth_ > depth) close(fds_[depth_--]);
   }
 
   int fds_[kDepthMax];
-  size_t ends_[kDepthMax] = {0};
+  size_t path_ends_[kDepthMax] = {0};
   int depth_ = 0;
-  char open_[kPathMax];
-  char text_[kPathMax];
+  char open_path_[kPathMax];
+  char wanted_path_[kPathMax];
 };
 
-using IsExcluded = int32_t (*)(const char* path, uint64_t bytes, int32_t is_folder);
+using IsExcludedFunction = int32_t (*)(const char* path, uint64_t bytes, int32_t is_folder);
 
-struct Name {
-  uint64_t at;
+struct DirectoryEntry {
+  uint64_t name_offset;
   uint8_t type;
 };
 
-class Walker {
+class TreeWalker {
  public:
-  Walker(const uint8_t* old, uint64_t old_bytes, int64_t old_taken_ns, bool reuse, IsExcluded is_excluded,
-         Out* out)
-      : old_(old),
+  TreeWalker(const uint8_t* old, uint64_t old_bytes, int64_t old_taken_ns, bool reuse,
+             IsExcludedFunction is_excluded, CallOutput* out)
+      : next_old_record_(old),
         old_end_(old + old_bytes),
         old_taken_ns_(old_taken_ns),
-        reuse_(reuse),
-        is_excluded_fn_(is_excluded),
-        out_(out) {}
+        reuse_exclusions_(reuse),
+        is_excluded_function_(is_excluded),
+        output_(out) {}
 
   int run(const char* root) {
     const int fd = open(root, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-    if (fd < 0) return fail(out_, errno, "", 0);
-    const uint8_t* old = old_;
-    const uint64_t old_bytes = static_cast<uint64_t>(old_end_ - old_);
-    int status = folder(fd, 0, 0);
-    while (status == 0 && old_ < old_end_) skip_old();
-    out_->is_same = status == 0 && dirty_.size == 0 && records_.size == old_bytes &&
-                    (old_bytes == 0 || memcmp(records_.data, old, old_bytes) == 0);
-    set_output(out_, records_, dirty_);
+    if (fd < 0) return set_error(output_, errno, "", 0);
+    const uint8_t* old = next_old_record_;
+    const uint64_t old_bytes = static_cast<uint64_t>(old_end_ - next_old_record_);
+    int status = walk_directory(fd, 0, 0);
+    while (status == 0 && next_old_record_ < old_end_) skip_old_record();
+    output_->is_same_as_old = status == 0 && unknown_content_offsets_.size == 0 &&
+                              records_.size == old_bytes &&
+                              (old_bytes == 0 || memcmp(records_.data, old, old_bytes) == 0);
+    set_output(output_, records_, unknown_content_offsets_);
     return status;
   }
 
  private:
   // Takes ownership of the descriptor. path_ starts with the path of the directory.
-  int folder(int fd, size_t path_bytes, int depth) {
+  int walk_directory(int fd, size_t path_bytes, int depth) {
     DIR* dir = fdopendir(fd);
     if (dir == nullptr) {
       const int error = errno;
       close(fd);
-      return fail(out_, error, path_, path_bytes);
+      return set_error(output_, error, path_, path_bytes);
     }
-    Buffer text, names;
-    const int error = list(dir, depth, &text, &names);
-    Name* first = reinterpret_cast<Name*>(names.data);
-    const uint64_t count = names.size / sizeof(Name);
+    ByteBuffer text, names;
+    const int error = list_directory(dir, depth, &text, &names);
+    DirectoryEntry* first = reinterpret_cast<DirectoryEntry*>(names.data);
+    const uint64_t count = names.size / sizeof(DirectoryEntry);
     const char* base = reinterpret_cast<const char*>(text.data);
-    std::sort(first, first + count,
-              [base](const Name& a, const Name& b) { return strcmp(base + a.at, base + b.at) < 0; });
-    int status = error == 0 ? 0 : fail(out_, error, path_, path_bytes);
+    std::sort(first, first + count, [base](const DirectoryEntry& a, const DirectoryEntry& b) {
+      return strcmp(base + a.name_offset, base + b.name_offset) < 0;
+    });
+    int status = error == 0 ? 0 : set_error(output_, error, path_, path_bytes);
     for (uint64_t i = 0; status == 0 && i < count; ++i) {
-      status = entry(fd, base + first[i].at, first[i].type, path_bytes, depth);
+      status = add_entry(fd, base + first[i].name_offset, first[i].type, path_bytes, depth);
     }
     closedir(dir);
     free(text.data);
@@ -301,7 +305,7 @@ class Walker {
     return status;
   }
 
-  static int list(DIR* dir, int depth, Buffer* text, Buffer* names) {
+  static int list_directory(DIR* dir, int depth, ByteBuffer* text, ByteBuffer* names) {
     for (;;) {
       errno = 0;
       const dirent* found = readdir(dir);
@@ -309,17 +313,17 @@ class Walker {
       const char* name = found->d_name;
       if (strcmp(name, ".") == 0 || strcmp(name, "..") == 0) continue;
       if (depth == 0 && (strcmp(name, ".grid") == 0 || strcmp(name, "grid_env") == 0)) continue;
-      const Name entry = {text->size, found->d_type};
+      const DirectoryEntry entry = {text->size, found->d_type};
       text->add(name, strlen(name) + 1);
       names->add(&entry, sizeof entry);
     }
   }
 
-  int entry(int fd, const char* name, uint8_t type, size_t folder_bytes, int depth) {
+  int add_entry(int fd, const char* name, uint8_t type, size_t folder_bytes, int depth) {
     const size_t begin = folder_bytes == 0 ? 0 : folder_bytes + 1;
     const size_t name_bytes = strlen(name);
     if (begin + name_bytes >= kPathMax || depth + 1 >= kDepthMax) {
-      return fail(out_, ENAMETOOLONG, path_, folder_bytes);
+      return set_error(output_, ENAMETOOLONG, path_, folder_bytes);
     }
     if (folder_bytes != 0) path_[folder_bytes] = '/';
     memcpy(path_ + begin, name, name_bytes + 1);
@@ -332,60 +336,62 @@ class Walker {
       type = IFTODT(found.st_mode);
     }
     if (type != DT_DIR && type != DT_REG && type != DT_LNK) {
-      ++out_->skipped;
+      ++output_->skipped_count;
       return 0;
     }
-    const uint8_t* old = find(bytes);
-    const bool is_rules = type == DT_REG && strcmp(name, ".gitignore") == 0;
-    if (old != nullptr && !is_rules && was_gitignore(Record(old))) out_->rules_changed = 1;
+    const uint8_t* old = find_old_record(bytes);
+    const bool is_gitignore = type == DT_REG && strcmp(name, ".gitignore") == 0;
+    if (old != nullptr && !is_gitignore && was_gitignore_file(TreeRecord(old)))
+      output_->gitignore_changed = 1;
     const int excluded = is_excluded(old, bytes, type == DT_DIR);
-    if (excluded < 0) return fail(out_, -1, path_, bytes);
-    if (!excluded || is_rules) {
+    if (excluded < 0) return set_error(output_, -1, path_, bytes);
+    if (!excluded || is_gitignore) {
       if (!have_stat && fstatat(fd, name, &found, AT_SYMLINK_NOFOLLOW) < 0) return check_removed(bytes);
       if (IFTODT(found.st_mode) != type) return 0;  // just replaced: the next walk finds it
     }
-    if (is_rules && !(old != nullptr && same(Record(old).stamp(), stamp_of(found)))) out_->rules_changed = 1;
-    if (excluded) return add_excluded(bytes, type == DT_DIR, is_rules ? &found : nullptr);
+    if (is_gitignore && !(old != nullptr && is_same_stamp(TreeRecord(old).stamp(), stamp_from_stat(found))))
+      output_->gitignore_changed = 1;
+    if (excluded) return add_excluded(bytes, type == DT_DIR, is_gitignore ? &found : nullptr);
     if (type == DT_REG) return add_file(old, bytes, found);
     if (type == DT_LNK) return add_link(fd, name, bytes, found);
     return add_folder(fd, name, bytes, found, depth);
   }
 
   // Ignores a file that has been removed since it was listed.
-  int check_removed(size_t bytes) { return errno == ENOENT ? 0 : fail(out_, errno, path_, bytes); }
+  int check_removed(size_t bytes) { return errno == ENOENT ? 0 : set_error(output_, errno, path_, bytes); }
 
   int is_excluded(const uint8_t* old, size_t bytes, bool is_folder) {
-    if (reuse_ && old != nullptr) {
-      const Record known(old);
-      if (known.is_folder() == is_folder) return known.head.kind == 'x';
+    if (reuse_exclusions_ && old != nullptr) {
+      const TreeRecord known(old);
+      if (known.is_folder() == is_folder) return known.header.kind == 'x';
     }
-    return is_excluded_fn_(path_, bytes, is_folder);
+    return is_excluded_function_(path_, bytes, is_folder);
   }
 
   int add_excluded(size_t bytes, bool is_folder, const struct stat* found) {
-    Head head = {};
-    head.kind = 'x';
-    head.flags = is_folder;
-    add(head, bytes, nullptr, found == nullptr ? Stamp{} : stamp_of(*found));
+    RecordHeader header = {};
+    header.kind = 'x';
+    header.flags = is_folder;
+    append_record(header, bytes, nullptr, found == nullptr ? FileStamp{} : stamp_from_stat(*found));
     return 0;
   }
 
   int add_file(const uint8_t* old, size_t bytes, const struct stat& found) {
-    const Stamp stamp = stamp_of(found);
-    Head head = {};
-    head.kind = 'f';
-    head.mode = found.st_mode & 07777;
-    head.size = static_cast<uint64_t>(found.st_size);
-    head.mtime_ns = stamp.mtime_ns;
+    const FileStamp stamp = stamp_from_stat(found);
+    RecordHeader header = {};
+    header.kind = 'f';
+    header.mode = found.st_mode & 07777;
+    header.size = static_cast<uint64_t>(found.st_size);
+    header.mtime_ns = stamp.mtime_ns;
     bool is_clean = false;
     if (old != nullptr) {
-      const Record known(old);
-      is_clean = known.head.kind == 'f' && known.head.size == head.size && same(known.stamp(), stamp) &&
-                 !is_racy(stamp, old_taken_ns_);
-      if (is_clean) memcpy(head.sha, known.head.sha, sizeof head.sha);
+      const TreeRecord known(old);
+      is_clean = known.header.kind == 'f' && known.header.size == header.size &&
+                 is_same_stamp(known.stamp(), stamp) && !is_too_recent_to_trust(stamp, old_taken_ns_);
+      if (is_clean) memcpy(header.sha256, known.header.sha256, sizeof header.sha256);
     }
-    if (!is_clean) dirty_.add_number(records_.size);
-    add(head, bytes, nullptr, stamp);
+    if (!is_clean) unknown_content_offsets_.add_number(records_.size);
+    append_record(header, bytes, nullptr, stamp);
     return 0;
   }
 
@@ -393,70 +399,70 @@ class Walker {
     char target[kPathMax];
     const ssize_t count = readlinkat(fd, name, target, sizeof target);
     if (count < 0) return check_removed(bytes);
-    Head head = {};
-    head.kind = 'l';
-    head.mode = 0777;
-    head.link_bytes = static_cast<uint16_t>(count);
-    add(head, bytes, target, stamp_of(found));
+    RecordHeader header = {};
+    header.kind = 'l';
+    header.mode = 0777;
+    header.link_bytes = static_cast<uint16_t>(count);
+    append_record(header, bytes, target, stamp_from_stat(found));
     return 0;
   }
 
   int add_folder(int fd, const char* name, size_t bytes, const struct stat& found, int depth) {
     const int inner = openat(fd, name, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
     if (inner < 0) return check_removed(bytes);
-    Head head = {};
-    head.kind = 'd';
-    head.mode = found.st_mode & 07777;
-    add(head, bytes, nullptr, Stamp{});
-    return folder(inner, bytes, depth + 1);
+    RecordHeader header = {};
+    header.kind = 'd';
+    header.mode = found.st_mode & 07777;
+    append_record(header, bytes, nullptr, FileStamp{});
+    return walk_directory(inner, bytes, depth + 1);
   }
 
-  void add(Head head, size_t bytes, const char* link, const Stamp& stamp) {
-    head.path_bytes = static_cast<uint16_t>(bytes);
-    records_.add(&head, sizeof head);
+  void append_record(RecordHeader header, size_t bytes, const char* link, const FileStamp& stamp) {
+    header.path_bytes = static_cast<uint16_t>(bytes);
+    records_.add(&header, sizeof header);
     records_.add(path_, bytes);
-    if (link != nullptr) records_.add(link, head.link_bytes);
+    if (link != nullptr) records_.add(link, header.link_bytes);
     records_.add(&stamp, sizeof stamp);
   }
 
   // Returns the old record of path_, or null. Old records are in walk order too.
-  const uint8_t* find(size_t bytes) {
-    while (old_ < old_end_) {
-      const Record next(old_);
-      const int order = compare_paths(next.path(), next.head.path_bytes, path_, bytes);
+  const uint8_t* find_old_record(size_t bytes) {
+    while (next_old_record_ < old_end_) {
+      const TreeRecord next(next_old_record_);
+      const int order = compare_paths(next.path(), next.header.path_bytes, path_, bytes);
       if (order > 0) return nullptr;
       if (order == 0) {
-        old_ += next.bytes();
+        next_old_record_ += next.bytes();
         return next.at;
       }
-      skip_old();
+      skip_old_record();
     }
     return nullptr;
   }
 
-  void skip_old() {
-    const Record removed(old_);
-    if (was_gitignore(removed)) out_->rules_changed = 1;
-    old_ += removed.bytes();
+  void skip_old_record() {
+    const TreeRecord removed(next_old_record_);
+    if (was_gitignore_file(removed)) output_->gitignore_changed = 1;
+    next_old_record_ += removed.bytes();
   }
 
-  static bool was_gitignore(const Record& old) {
+  static bool was_gitignore_file(const TreeRecord& old) {
     static constexpr char kRules[] = ".gitignore";
     constexpr size_t kBytes = sizeof kRules - 1;
-    const size_t bytes = old.head.path_bytes;
-    const bool is_file = old.head.kind == 'f' || (old.head.kind == 'x' && old.stamp().inode != 0);
+    const size_t bytes = old.header.path_bytes;
+    const bool is_file = old.header.kind == 'f' || (old.header.kind == 'x' && old.stamp().inode != 0);
     return is_file && bytes >= kBytes && memcmp(old.path() + bytes - kBytes, kRules, kBytes) == 0 &&
            (bytes == kBytes || old.path()[bytes - kBytes - 1] == '/');
   }
 
-  const uint8_t* old_;
+  const uint8_t* next_old_record_;
   const uint8_t* old_end_;
   int64_t old_taken_ns_;
-  bool reuse_;
-  IsExcluded is_excluded_fn_;
-  Out* out_;
-  Buffer records_;
-  Buffer dirty_;
+  bool reuse_exclusions_;
+  IsExcludedFunction is_excluded_function_;
+  CallOutput* output_;
+  ByteBuffer records_;
+  ByteBuffer unknown_content_offsets_;
   char path_[kPathMax];
 };
 
@@ -480,54 +486,55 @@ bool write_all(int fd, const uint8_t* from, uint64_t size) {
   return true;
 }
 
-bool is_as_recorded(const struct stat& found, const Record& record) {
-  return S_ISREG(found.st_mode) && static_cast<uint64_t>(found.st_size) == record.head.size &&
-         same(stamp_of(found), record.stamp());
+bool is_as_recorded(const struct stat& found, const TreeRecord& record) {
+  return S_ISREG(found.st_mode) && static_cast<uint64_t>(found.st_size) == record.header.size &&
+         is_same_stamp(stamp_from_stat(found), record.stamp());
 }
 
 bool is_sparse(const struct stat& found) {
-  return found.st_size >= kSparseMin && found.st_blocks * 512 < found.st_size;
+  return found.st_size >= kSparseFileBytesMin && found.st_blocks * 512 < found.st_size;
 }
 
 // Returns 0 if the file is in the buffer, 1 if it needs the slow path, -1 if the buffer is full.
-int read_one(Folders* folders, const Record& record, uint32_t number, uint8_t* into, uint64_t room) {
-  if (record.head.size > static_cast<uint64_t>(kSmallMax)) return 1;
-  if (sizeof(Frame) + record.head.size > room) return -1;
+int read_small_file(OpenDirectories* folders, const TreeRecord& record, uint32_t number, uint8_t* into,
+                    uint64_t capacity) {
+  if (record.header.size > static_cast<uint64_t>(kSmallFileBytesMax)) return 1;
+  if (sizeof(FileFrameHeader) + record.header.size > capacity) return -1;
   const char* name;
-  const int holder = folders->holder(record.path(), record.head.path_bytes, &name);
-  if (holder < 0) return 1;
-  const int fd = openat(holder, name, O_RDONLY | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC);
+  const int parent = folders->open_parent(record.path(), record.header.path_bytes, &name);
+  if (parent < 0) return 1;
+  const int fd = openat(parent, name, O_RDONLY | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC);
   if (fd < 0) return 1;
   struct stat before, after;
   const bool is_whole = fstat(fd, &before) == 0 && is_as_recorded(before, record) && !is_sparse(before) &&
-                        read_all(fd, into + sizeof(Frame), record.head.size) && fstat(fd, &after) == 0 &&
-                        is_as_recorded(after, record);
+                        read_all(fd, into + sizeof(FileFrameHeader), record.header.size) &&
+                        fstat(fd, &after) == 0 && is_as_recorded(after, record);
   close(fd);
   if (!is_whole) return 1;
-  Frame frame = {};
+  FileFrameHeader frame = {};
   frame.kind = 'F';
-  frame.mode = record.head.mode;
+  frame.mode = record.header.mode;
   frame.number = number;
-  frame.size = record.head.size;
-  frame.mtime_ns = record.head.mtime_ns;
+  frame.size = record.header.size;
+  frame.mtime_ns = record.header.mtime_ns;
   memcpy(into, &frame, sizeof frame);
   return 0;
 }
 
-void object_name(const uint8_t* sha, uint64_t size, char* into) {
+void object_name(const uint8_t* sha256, uint64_t size, char* into) {
   static constexpr char kDigits[] = "0123456789abcdef";
   for (int i = 0; i < 32; ++i) {
-    *into++ = kDigits[sha[i] >> 4];
-    *into++ = kDigits[sha[i] & 15];
+    *into++ = kDigits[sha256[i] >> 4];
+    *into++ = kDigits[sha256[i] & 15];
   }
   snprintf(into, 24, ".%llx", static_cast<unsigned long long>(size));
 }
 
-int stage_one(int objects, const Frame& frame, const uint8_t* data, const char* name) {
+int stage_file(int objects, const FileFrameHeader& frame, const uint8_t* data, const char* name) {
   const int fd =
       openat(objects, name, O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, frame.mode & 0777);
   if (fd < 0) return errno == EEXIST ? 0 : errno;
-  const timespec times[2] = {{0, UTIME_OMIT}, time_of(frame.mtime_ns)};
+  const timespec times[2] = {{0, UTIME_OMIT}, to_timespec(frame.mtime_ns)};
   int error = write_all(fd, data, frame.size) && futimens(fd, times) == 0 ? 0 : errno;
   if (close(fd) < 0 && error == 0) error = errno;
   if (error != 0) unlinkat(objects, name, 0);
@@ -535,75 +542,78 @@ int stage_one(int objects, const Frame& frame, const uint8_t* data, const char* 
 }
 
 // Sets mode and time of the staged file; returns 0 or an errno. `is_placed`: the file is already in place.
-int prepare(int objects, const char* object, int holder, const char* name, const Record& record,
-            bool* is_placed) {
+int prepare_staged_file(int objects, const char* object, int parent, const char* name,
+                        const TreeRecord& record, bool* is_placed) {
   struct stat found;
   if (fstatat(objects, object, &found, AT_SYMLINK_NOFOLLOW) < 0) {
     if (errno != ENOENT) return errno;
-    *is_placed = fstatat(holder, name, &found, AT_SYMLINK_NOFOLLOW) == 0 && S_ISREG(found.st_mode) &&
-                 static_cast<uint64_t>(found.st_size) == record.head.size &&
-                 nanoseconds(found.st_mtim) == record.head.mtime_ns;
+    *is_placed = fstatat(parent, name, &found, AT_SYMLINK_NOFOLLOW) == 0 && S_ISREG(found.st_mode) &&
+                 static_cast<uint64_t>(found.st_size) == record.header.size &&
+                 to_nanoseconds(found.st_mtim) == record.header.mtime_ns;
     return *is_placed ? 0 : ENOENT;
   }
-  if ((found.st_mode & 07777) != record.head.mode && fchmodat(objects, object, record.head.mode, 0) < 0) {
+  if ((found.st_mode & 07777) != record.header.mode && fchmodat(objects, object, record.header.mode, 0) < 0) {
     return errno;
   }
-  const int64_t mtime_ns = record.head.mtime_ns;
-  const timespec times[2] = {{0, UTIME_OMIT}, time_of(mtime_ns)};
-  if (nanoseconds(found.st_mtim) != mtime_ns && utimensat(objects, object, times, AT_SYMLINK_NOFOLLOW) < 0) {
+  const int64_t mtime_ns = record.header.mtime_ns;
+  const timespec times[2] = {{0, UTIME_OMIT}, to_timespec(mtime_ns)};
+  if (to_nanoseconds(found.st_mtim) != mtime_ns &&
+      utimensat(objects, object, times, AT_SYMLINK_NOFOLLOW) < 0) {
     return errno;
   }
   return 0;
 }
 
-int place_folder(int holder, const char* name) {
-  if (mkdirat(holder, name, 0700) == 0) return 0;
+int place_directory(int parent, const char* name) {
+  if (mkdirat(parent, name, 0700) == 0) return 0;
   struct stat found;
-  if (errno != EEXIST || fstatat(holder, name, &found, AT_SYMLINK_NOFOLLOW) < 0) return errno;
+  if (errno != EEXIST || fstatat(parent, name, &found, AT_SYMLINK_NOFOLLOW) < 0) return errno;
   return S_ISDIR(found.st_mode) ? 0 : ENOTDIR;
 }
 
-int place_one(Folders* folders, int objects, const Record& record) {
+int place_entry(OpenDirectories* folders, int objects, const TreeRecord& record) {
   const char* name;
-  const int holder = folders->holder(record.path(), record.head.path_bytes, &name);
-  if (holder < 0) return errno;
-  if (record.head.kind == 'd') return place_folder(holder, name);
+  const int parent = folders->open_parent(record.path(), record.header.path_bytes, &name);
+  if (parent < 0) return errno;
+  if (record.header.kind == 'd') return place_directory(parent, name);
   char object[96];
-  object_name(record.head.sha, record.head.size, object);
+  object_name(record.header.sha256, record.header.size, object);
   bool is_placed = false;
-  const int error = prepare(objects, object, holder, name, record, &is_placed);
+  const int error = prepare_staged_file(objects, object, parent, name, record, &is_placed);
   if (error != 0 || is_placed) return error;
-  return renameat(objects, object, holder, name) == 0 ? 0 : errno;
+  return renameat(objects, object, parent, name) == 0 ? 0 : errno;
 }
 
 // Whether the file at the record's path is unchanged. `found` is set if a file exists.
-bool is_untouched(Folders* folders, const Record& record, int64_t taken_ns, struct stat* found,
+bool is_unchanged(OpenDirectories* folders, const TreeRecord& record, int64_t taken_ns, struct stat* found,
                   bool* exists) {
   const char* name;
-  const int holder = folders->holder(record.path(), record.head.path_bytes, &name);
-  *exists = holder >= 0 && fstatat(holder, name, found, AT_SYMLINK_NOFOLLOW) == 0;
+  const int parent = folders->open_parent(record.path(), record.header.path_bytes, &name);
+  *exists = parent >= 0 && fstatat(parent, name, found, AT_SYMLINK_NOFOLLOW) == 0;
   if (!*exists) return false;
-  if (record.head.kind == 'd') return S_ISDIR(found->st_mode) && (found->st_mode & 07777) == record.head.mode;
-  const mode_t kind = record.head.kind == 'f' ? S_IFREG : S_IFLNK;
-  if ((found->st_mode & S_IFMT) != kind || !same(record.stamp(), stamp_of(*found))) return false;
-  if (record.head.kind == 'l') return true;
-  return static_cast<uint64_t>(found->st_size) == record.head.size &&
-         (found->st_mode & 07777) == record.head.mode && !is_racy(record.stamp(), taken_ns);
+  if (record.header.kind == 'd')
+    return S_ISDIR(found->st_mode) && (found->st_mode & 07777) == record.header.mode;
+  const mode_t kind = record.header.kind == 'f' ? S_IFREG : S_IFLNK;
+  if ((found->st_mode & S_IFMT) != kind || !is_same_stamp(record.stamp(), stamp_from_stat(*found)))
+    return false;
+  if (record.header.kind == 'l') return true;
+  return static_cast<uint64_t>(found->st_size) == record.header.size &&
+         (found->st_mode & 07777) == record.header.mode && !is_too_recent_to_trust(record.stamp(), taken_ns);
 }
 
 // Records come from disks and other machines, so their sizes are validated before use.
-bool are_complete(const uint8_t* records, uint64_t bytes) {
+bool are_records_complete(const uint8_t* records, uint64_t bytes) {
   for (uint64_t at = 0; at < bytes;) {
-    if (bytes - at < sizeof(Head) + sizeof(Stamp)) return false;
-    const uint64_t size = Record(records + at).bytes();
+    if (bytes - at < sizeof(RecordHeader) + sizeof(FileStamp)) return false;
+    const uint64_t size = TreeRecord(records + at).bytes();
     if (size > bytes - at) return false;
     at += size;
   }
   return true;
 }
 
-const uint8_t* next_included(const uint8_t* at, const uint8_t* end) {
-  while (at < end && Record(at).head.kind == 'x') at += Record(at).bytes();
+const uint8_t* skip_excluded(const uint8_t* at, const uint8_t* end) {
+  while (at < end && TreeRecord(at).header.kind == 'x') at += TreeRecord(at).bytes();
   return at;
 }
 
@@ -613,43 +623,45 @@ extern "C" {
 
 #define EXPORTED __attribute__((visibility("default")))
 
-// Returns records of all files in a directory. `list` has the offsets of files with unknown contents.
-EXPORTED int32_t genie_walk(const char* root, const uint8_t* old, uint64_t old_bytes, int64_t old_taken_ns,
-                            int32_t reuse, IsExcluded is_excluded, Out* out) {
-  if (!are_complete(old, old_bytes)) return fail(out, EBADMSG, "", 0);
-  return Walker(old, old_bytes, old_taken_ns, reuse != 0, is_excluded, out).run(root);
+// Returns records of all files in a directory. `numbers` has the offsets of files with unknown contents.
+EXPORTED int32_t genie_walk_tree(const char* root, const uint8_t* old, uint64_t old_bytes,
+                                 int64_t old_taken_ns, int32_t reuse, IsExcludedFunction is_excluded,
+                                 CallOutput* out) {
+  if (!are_records_complete(old, old_bytes)) return set_error(out, EBADMSG, "", 0);
+  return TreeWalker(old, old_bytes, old_taken_ns, reuse != 0, is_excluded, out).run(root);
 }
 
-// Returns frames of the small files at `places`, as many as fit. `list` has 0 for a file in the buffer and 1
-// for one that needs the slow path; `size` is the number of bytes used.
-EXPORTED int32_t genie_read(int32_t root, const uint8_t* records, const uint64_t* places, uint64_t count,
-                            uint32_t first_number, uint8_t* into, uint64_t room, Out* out) {
-  Folders folders(root);
-  Buffer list;
+// Returns frames of the small files at `places`, as many as fit. `numbers` has 0 for a file in the buffer and
+// 1 for one that needs the slow path; `size` is the number of bytes used.
+EXPORTED int32_t genie_read_small_files(int32_t root, const uint8_t* records, const uint64_t* places,
+                                        uint64_t count, uint32_t first_number, uint8_t* into,
+                                        uint64_t capacity, CallOutput* out) {
+  OpenDirectories folders(root);
+  ByteBuffer list;
   uint64_t used = 0;
   for (uint64_t i = 0; i < count; ++i) {
-    const Record record(records + places[i]);
+    const TreeRecord record(records + places[i]);
     const uint32_t number = first_number + static_cast<uint32_t>(i);
-    const int status = read_one(&folders, record, number, into + used, room - used);
+    const int status = read_small_file(&folders, record, number, into + used, capacity - used);
     if (status < 0) break;
     list.add_number(static_cast<uint64_t>(status));
-    if (status == 0) used += sizeof(Frame) + record.head.size;
+    if (status == 0) used += sizeof(FileFrameHeader) + record.header.size;
   }
-  set_output(out, Buffer{}, list);
+  set_output(out, ByteBuffer{}, list);
   out->size = used;
   return 0;
 }
 
 // Writes the complete frames at the beginning of `data`. `size` is the bytes consumed, `count` the frames.
-EXPORTED int32_t genie_stage(int32_t objects, const uint8_t* data, uint64_t bytes, Out* out) {
-  while (bytes - out->size >= sizeof(Frame)) {
-    Frame frame;
+EXPORTED int32_t genie_stage_files(int32_t objects, const uint8_t* data, uint64_t bytes, CallOutput* out) {
+  while (bytes - out->size >= sizeof(FileFrameHeader)) {
+    FileFrameHeader frame;
     memcpy(&frame, data + out->size, sizeof frame);
     if (frame.kind != 'F' || frame.size > bytes - out->size - sizeof frame) break;
     char name[96];
-    object_name(frame.sha, frame.size, name);
-    const int error = stage_one(objects, frame, data + out->size + sizeof frame, name);
-    if (error != 0) return fail(out, error, name, strlen(name));
+    object_name(frame.sha256, frame.size, name);
+    const int error = stage_file(objects, frame, data + out->size + sizeof frame, name);
+    if (error != 0) return set_error(out, error, name, strlen(name));
     out->size += sizeof frame + frame.size;
     ++out->count;
   }
@@ -657,102 +669,104 @@ EXPORTED int32_t genie_stage(int32_t objects, const uint8_t* data, uint64_t byte
 }
 
 // Creates directories and moves staged files to the paths of their records. `size` is the bytes consumed.
-EXPORTED int32_t genie_place(int32_t root, int32_t objects, const uint8_t* records, uint64_t bytes,
-                             Out* out) {
-  if (!are_complete(records, bytes)) return fail(out, EBADMSG, "", 0);
-  Folders folders(root);
+EXPORTED int32_t genie_place_entries(int32_t root, int32_t objects, const uint8_t* records, uint64_t bytes,
+                                     CallOutput* out) {
+  if (!are_records_complete(records, bytes)) return set_error(out, EBADMSG, "", 0);
+  OpenDirectories folders(root);
   while (out->size < bytes) {
-    const Record record(records + out->size);
-    const int error = place_one(&folders, objects, record);
-    if (error != 0) return fail(out, error, record.path(), record.head.path_bytes);
+    const TreeRecord record(records + out->size);
+    const int error = place_entry(&folders, objects, record);
+    if (error != 0) return set_error(out, error, record.path(), record.header.path_bytes);
     out->size += record.bytes();
   }
   return 0;
 }
 
-// `list` has the offsets of records that do not match the files. With `fill`, only missing stamps are filled
-// in from the files.
-EXPORTED int32_t genie_check(int32_t root, uint8_t* records, uint64_t bytes, int64_t taken_ns, int32_t fill,
-                             Out* out) {
-  if (!are_complete(records, bytes)) return fail(out, EBADMSG, "", 0);
-  Folders folders(root);
-  Buffer list;
+// `numbers` has the offsets of records that do not match the files. With `fill`, only missing stamps are
+// filled in from the files.
+EXPORTED int32_t genie_check_records(int32_t root, uint8_t* records, uint64_t bytes, int64_t taken_ns,
+                                     int32_t fill, CallOutput* out) {
+  if (!are_records_complete(records, bytes)) return set_error(out, EBADMSG, "", 0);
+  OpenDirectories folders(root);
+  ByteBuffer list;
   for (uint64_t at = 0; at < bytes;) {
-    const Record record(records + at);
-    const bool is_new = record.head.kind != 'd' && record.stamp().inode == 0;
+    const TreeRecord record(records + at);
+    const bool is_new = record.header.kind != 'd' && record.stamp().inode == 0;
     struct stat found;
     bool exists = false;
     if (fill == 0) {
-      if (!is_untouched(&folders, record, taken_ns, &found, &exists)) list.add_number(at);
+      if (!is_unchanged(&folders, record, taken_ns, &found, &exists)) list.add_number(at);
     } else if (is_new) {
-      is_untouched(&folders, record, taken_ns, &found, &exists);
-      const Stamp stamp = exists ? stamp_of(found) : Stamp{};
-      memcpy(records + at + record.plain_bytes(), &stamp, sizeof stamp);
+      is_unchanged(&folders, record, taken_ns, &found, &exists);
+      const FileStamp stamp = exists ? stamp_from_stat(found) : FileStamp{};
+      memcpy(records + at + record.bytes_without_stamp(), &stamp, sizeof stamp);
     }
     at += record.bytes();
   }
-  set_output(out, Buffer{}, list);
+  set_output(out, ByteBuffer{}, list);
   return 0;
 }
 
-// `list` has pairs of offsets, old and new, of records that differ; one of a pair may be kNone.
-EXPORTED int32_t genie_compare(const uint8_t* old, uint64_t old_bytes, const uint8_t* now, uint64_t now_bytes,
-                               Out* out) {
-  if (!are_complete(old, old_bytes) || !are_complete(now, now_bytes)) return fail(out, EBADMSG, "", 0);
-  Buffer list;
+// `numbers` has pairs of offsets, old and new, of records that differ; one of a pair may be kNoOffset.
+EXPORTED int32_t genie_compare_records(const uint8_t* old, uint64_t old_bytes, const uint8_t* now,
+                                       uint64_t now_bytes, CallOutput* out) {
+  if (!are_records_complete(old, old_bytes) || !are_records_complete(now, now_bytes))
+    return set_error(out, EBADMSG, "", 0);
+  ByteBuffer list;
   const uint8_t *a = old, *b = now, *a_end = old + old_bytes, *b_end = now + now_bytes;
   for (;;) {
-    a = next_included(a, a_end);
-    b = next_included(b, b_end);
+    a = skip_excluded(a, a_end);
+    b = skip_excluded(b, b_end);
     if (a >= a_end && b >= b_end) break;
-    const int order = a >= a_end ? 1 : b >= b_end ? -1 : compare(Record(a), Record(b));
-    const uint64_t a_bytes = order <= 0 ? Record(a).bytes() : 0;
-    const uint64_t b_bytes = order >= 0 ? Record(b).bytes() : 0;
-    const bool is_equal = order == 0 && a_bytes == b_bytes && memcmp(a, b, a_bytes - sizeof(Stamp)) == 0;
+    const int order = a >= a_end ? 1 : b >= b_end ? -1 : compare_record_paths(TreeRecord(a), TreeRecord(b));
+    const uint64_t a_bytes = order <= 0 ? TreeRecord(a).bytes() : 0;
+    const uint64_t b_bytes = order >= 0 ? TreeRecord(b).bytes() : 0;
+    const bool is_equal = order == 0 && a_bytes == b_bytes && memcmp(a, b, a_bytes - sizeof(FileStamp)) == 0;
     if (!is_equal) {
-      list.add_number(order <= 0 ? static_cast<uint64_t>(a - old) : kNone);
-      list.add_number(order >= 0 ? static_cast<uint64_t>(b - now) : kNone);
+      list.add_number(order <= 0 ? static_cast<uint64_t>(a - old) : kNoOffset);
+      list.add_number(order >= 0 ? static_cast<uint64_t>(b - now) : kNoOffset);
     }
     a += a_bytes;
     b += b_bytes;
   }
-  set_output(out, Buffer{}, list);
+  set_output(out, ByteBuffer{}, list);
   return 0;
 }
 
 // Returns `old` with the records of `changes` replaced or added; one of kind 'r' removes a record.
-EXPORTED int32_t genie_merge(const uint8_t* old, uint64_t old_bytes, const uint8_t* changes,
-                             uint64_t change_bytes, Out* out) {
-  if (!are_complete(old, old_bytes) || !are_complete(changes, change_bytes)) return fail(out, EBADMSG, "", 0);
-  Buffer merged;
+EXPORTED int32_t genie_merge_records(const uint8_t* old, uint64_t old_bytes, const uint8_t* changes,
+                                     uint64_t change_bytes, CallOutput* out) {
+  if (!are_records_complete(old, old_bytes) || !are_records_complete(changes, change_bytes))
+    return set_error(out, EBADMSG, "", 0);
+  ByteBuffer merged;
   const uint8_t *a = old, *b = changes, *a_end = old + old_bytes, *b_end = changes + change_bytes;
   while (a < a_end || b < b_end) {
-    const int order = a >= a_end ? 1 : b >= b_end ? -1 : compare(Record(a), Record(b));
-    if (order < 0) merged.add(a, Record(a).bytes());
-    if (order >= 0 && Record(b).head.kind != 'r') merged.add(b, Record(b).bytes());
-    if (order <= 0) a += Record(a).bytes();
-    if (order >= 0) b += Record(b).bytes();
+    const int order = a >= a_end ? 1 : b >= b_end ? -1 : compare_record_paths(TreeRecord(a), TreeRecord(b));
+    if (order < 0) merged.add(a, TreeRecord(a).bytes());
+    if (order >= 0 && TreeRecord(b).header.kind != 'r') merged.add(b, TreeRecord(b).bytes());
+    if (order <= 0) a += TreeRecord(a).bytes();
+    if (order >= 0) b += TreeRecord(b).bytes();
   }
-  set_output(out, merged, Buffer{});
+  set_output(out, merged, ByteBuffer{});
   return 0;
 }
 
 // Returns the records without stamps and excluded paths, which both sides must agree on.
-EXPORTED int32_t genie_without_stamps(const uint8_t* records, uint64_t bytes, Out* out) {
-  if (!are_complete(records, bytes)) return fail(out, EBADMSG, "", 0);
-  Buffer plain;
+EXPORTED int32_t genie_remove_stamps(const uint8_t* records, uint64_t bytes, CallOutput* out) {
+  if (!are_records_complete(records, bytes)) return set_error(out, EBADMSG, "", 0);
+  ByteBuffer plain;
   for (const uint8_t* at = records; at < records + bytes;) {
-    const Record record(at);
-    if (record.head.kind != 'x') plain.add(at, record.plain_bytes());
+    const TreeRecord record(at);
+    if (record.header.kind != 'x') plain.add(at, record.bytes_without_stamp());
     at += record.bytes();
   }
-  set_output(out, plain, Buffer{});
+  set_output(out, plain, ByteBuffer{});
   return 0;
 }
 
-EXPORTED void genie_free(Out* out) {
+EXPORTED void genie_free_output(CallOutput* out) {
   free(out->data);
-  free(out->list);
+  free(out->numbers);
 }
 
 }  // extern "C"

@@ -2,7 +2,7 @@
 #include <algorithm>
 #include <array>
 
-#include "gpus.h"
+#include "gpu_selection.h"
 #include "policy.h"
 
 namespace genie {
@@ -20,16 +20,16 @@ class ScoredPolicy : public Policy {
                                     uint32_t tenant) override {
     const Node& node = cluster.nodes()[number];
     if (!fits_except_gpus(node, number, request)) return std::nullopt;
-    const uint16_t gpus = tightest_gpus(node, request, tenant);
+    const uint16_t gpus = choose_tightest_gpus(node, request, tenant);
     if (request.gpus > 0 && gpus == 0) return std::nullopt;
-    return scored_candidate(score(node, request, gpus), node, gpus);
+    return candidate_from_score(score(node, request, gpus), node, gpus);
   }
 
  private:
   virtual int score(const Node& node, const RequestClass& request, uint16_t gpus) const = 0;
 };
 
-class DotProduct final : public ScoredPolicy {
+class DotProductPolicy final : public ScoredPolicy {
   int score(const Node& node, const RequestClass& request, uint16_t) const override {
     const double cpu = node.free_cpu_milli / kCpuMilliMax * (request.cpu_milli / kCpuMilliMax);
     const double gpu = node.free_gpu_milli() / kGpuMilliMax * (request.gpu_volume() / kGpuMilliMax);
@@ -37,37 +37,38 @@ class DotProduct final : public ScoredPolicy {
   }
 };
 
-class Clustering final : public ScoredPolicy {
+class ClusteringPolicy final : public ScoredPolicy {
   int score(const Node& node, const RequestClass& request, uint16_t) const override {
     if (request.gpus == 0) return 0;
     const int full = kScoreMax / 4 * (static_cast<int>(kGpuMilliMax) - node.free_gpu_milli()) /
                      static_cast<int>(kGpuMilliMax);
-    const auto kinds = std::count_if(node.held.begin(), node.held.end(), [](uint16_t n) { return n > 0; });
-    if (node.held[request.is_fraction() ? 0 : request.gpus] > 0) {
+    const auto kinds =
+        std::count_if(node.held_requests.begin(), node.held_requests.end(), [](uint16_t n) { return n > 0; });
+    if (node.held_requests[request.is_fraction() ? 0 : request.gpus] > 0) {
       return full + (kinds == 1 ? kScoreMax * 3 / 4 : kScoreMax * 2 / 4);
     }
     return full + (kinds == 0 ? kScoreMax / 4 : 0);
   }
 };
 
-class Packing final : public ScoredPolicy {
+class PackingPolicy final : public ScoredPolicy {
   int score(const Node& node, const RequestClass& request, uint16_t gpus) const override {
     if (request.gpus == 0) return 0;
-    const int whole = node.whole_gpus();
+    const int whole = node.count_free_whole_gpus();
     if (whole == node.gpu_count) return std::max(kScoreMax / 3 - whole, whole);
     int whole_used = 0;
     int free_percent = 0;
     for (int g = 0; g < node.gpu_count; ++g) {
       if ((gpus >> g & 1) == 0) continue;
-      whole_used += node.gpus[g].free_milli == kFullMilli;
-      free_percent += node.gpus[g].free_milli * 100 / kFullMilli;
+      whole_used += node.gpus[g].free_milli == kWholeGpuMilli;
+      free_percent += node.gpus[g].free_milli * 100 / kWholeGpuMilli;
     }
     if (whole_used > 0) return std::max(kScoreMax / 2 - whole_used, kScoreMax / 3);
     return std::max(kScoreMax - free_percent / 10, kScoreMax / 2);
   }
 };
 
-class BestFit final : public ScoredPolicy {
+class BestFitPolicy final : public ScoredPolicy {
   int score(const Node& node, const RequestClass& request, uint16_t) const override {
     const double cpu = (node.free_cpu_milli - request.cpu_milli) / kCpuMilliMax * 0.5;
     const double gpu = (node.free_gpu_milli() - request.gpu_volume()) / kGpuMilliMax * 0.5;
@@ -77,9 +78,9 @@ class BestFit final : public ScoredPolicy {
 
 }  // namespace
 
-std::unique_ptr<Policy> make_dotprod() { return std::make_unique<DotProduct>(); }
-std::unique_ptr<Policy> make_clustering() { return std::make_unique<Clustering>(); }
-std::unique_ptr<Policy> make_packing() { return std::make_unique<Packing>(); }
-std::unique_ptr<Policy> make_bestfit() { return std::make_unique<BestFit>(); }
+std::unique_ptr<Policy> make_dotprod() { return std::make_unique<DotProductPolicy>(); }
+std::unique_ptr<Policy> make_clustering() { return std::make_unique<ClusteringPolicy>(); }
+std::unique_ptr<Policy> make_packing() { return std::make_unique<PackingPolicy>(); }
+std::unique_ptr<Policy> make_bestfit() { return std::make_unique<BestFitPolicy>(); }
 
 }  // namespace genie

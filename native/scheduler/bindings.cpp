@@ -17,9 +17,9 @@ using namespace nb::literals;
 namespace genie {
 namespace {
 
-using Shape = std::tuple<int, int, int, uint64_t, double>;
+using ShapeTuple = std::tuple<int, int, int, uint64_t, double>;
 
-std::vector<TypicalShape> to_typical_shapes(const std::vector<Shape>& shapes) {
+std::vector<TypicalShape> to_typical_shapes(const std::vector<ShapeTuple>& shapes) {
   std::vector<TypicalShape> typical;
   for (const auto& [gpus, gpu_milli, cpu_milli, models, share] : shapes) {
     typical.push_back({gpus, gpu_milli, cpu_milli, models, share});
@@ -27,7 +27,7 @@ std::vector<TypicalShape> to_typical_shapes(const std::vector<Shape>& shapes) {
   return typical;
 }
 
-nb::tuple to_tuple(uint16_t gpus) {
+nb::tuple gpu_mask_to_tuple(uint16_t gpus) {
   PyObject* numbers = PyTuple_New(std::popcount(gpus));
   Py_ssize_t at = 0;
   for (int g = 0; g < kGpusMax; ++g) {
@@ -36,7 +36,7 @@ nb::tuple to_tuple(uint16_t gpus) {
   return nb::steal<nb::tuple>(numbers);
 }
 
-uint16_t to_mask(const std::vector<int>& numbers) {
+uint16_t gpu_mask_from_numbers(const std::vector<int>& numbers) {
   uint16_t gpus = 0;
   for (int g : numbers) {
     if (g < 0 || g >= kGpusMax || (gpus >> g & 1) != 0)
@@ -46,19 +46,19 @@ uint16_t to_mask(const std::vector<int>& numbers) {
   return gpus;
 }
 
-nb::object to_python(const std::optional<Choice>& choice) {
+nb::object choice_to_python(const std::optional<NodeChoice>& choice) {
   if (!choice) return nb::none();
-  return nb::make_tuple(choice->node, to_tuple(choice->gpus));
+  return nb::make_tuple(choice->node, gpu_mask_to_tuple(choice->gpus));
 }
 
 // Consecutive places with the same GPUs share one tuple.
-nb::object to_python(const std::optional<std::vector<Choice>>& choices) {
+nb::object choice_to_python(const std::optional<std::vector<NodeChoice>>& choices) {
   if (!choices) return nb::none();
   PyObject* places = PyList_New(static_cast<Py_ssize_t>(choices->size()));
   nb::tuple numbers;
   for (size_t i = 0; i < choices->size(); ++i) {
-    const Choice& choice = (*choices)[i];
-    if (i == 0 || choice.gpus != (*choices)[i - 1].gpus) numbers = to_tuple(choice.gpus);
+    const NodeChoice& choice = (*choices)[i];
+    if (i == 0 || choice.gpus != (*choices)[i - 1].gpus) numbers = gpu_mask_to_tuple(choice.gpus);
     PyObject* place = PyTuple_New(2);
     PyTuple_SET_ITEM(place, 0, PyLong_FromLong(choice.node));
     PyTuple_SET_ITEM(place, 1, nb::object(numbers).release().ptr());
@@ -67,7 +67,7 @@ nb::object to_python(const std::optional<std::vector<Choice>>& choices) {
   return nb::steal<nb::object>(places);
 }
 
-NodeSet node_set(const Placement& self, const std::vector<int>& numbers) {
+NodeSet make_node_set(const Placement& self, const std::vector<int>& numbers) {
   NodeSet nodes;
   for (int number : numbers) {
     self.cluster().node(number);  // throws if it does not exist
@@ -76,7 +76,7 @@ NodeSet node_set(const Placement& self, const std::vector<int>& numbers) {
   return nodes;
 }
 
-NodeSet all_but_these(const Placement& self, const std::vector<int>& numbers) {
+NodeSet node_set_except(const Placement& self, const std::vector<int>& numbers) {
   NodeSet nodes = self.cluster().all_nodes();
   for (int number : numbers) {
     self.cluster().node(number);  // throws if it does not exist
@@ -85,8 +85,8 @@ NodeSet all_but_these(const Placement& self, const std::vector<int>& numbers) {
   return nodes;
 }
 
-void set_positions(std::array<uint8_t, kGpusMax>& positions, const std::optional<std::vector<int>>& numbers,
-                   int gpus) {
+void set_group_numbers(std::array<uint8_t, kGpusMax>& positions,
+                       const std::optional<std::vector<int>>& numbers, int gpus) {
   if (!numbers) return;
   const auto in_range = [](int number) { return number >= 0 && number < kGpusMax; };
   if (static_cast<int>(numbers->size()) != gpus || !std::all_of(numbers->begin(), numbers->end(), in_range)) {
@@ -104,21 +104,21 @@ int add_node(Placement& self, int cpu_milli, int memory_mib, int gpus, int gpu_m
   node.gpu_count = gpus;
   node.gpu_memory_mib = gpu_memory_mib;
   node.model = model;
-  node.rank = static_cast<uint32_t>(rank < 0 ? int64_t{self.cluster().next_number()} : rank);
+  node.rank = static_cast<uint32_t>(rank < 0 ? int64_t{self.cluster().next_node_number()} : rank);
   if (gpus >= 0 && gpus <= kGpusMax) {
-    set_positions(node.island_of, islands, gpus);
-    set_positions(node.numa_of, numa, gpus);
+    set_group_numbers(node.island_of_gpu, islands, gpus);
+    set_group_numbers(node.numa_node_of_gpu, numa, gpus);
   }
   return self.cluster().add_node(node);
 }
 
-int request_class(Placement& self, int gpus, int gpu_milli, int gpu_memory_mib, int cpu_milli, int memory_mib,
-                  uint64_t models, const std::optional<std::vector<int>>& nodes, bool one_island,
-                  const std::optional<std::vector<int>>& only_gpus) {
+int register_request_class(Placement& self, int gpus, int gpu_milli, int gpu_memory_mib, int cpu_milli,
+                           int memory_mib, uint64_t models, const std::optional<std::vector<int>>& nodes,
+                           bool one_island, const std::optional<std::vector<int>>& only_gpus) {
   RequestClass request{gpus,   gpu_milli,  gpu_memory_mib, cpu_milli, memory_mib,
                        models, one_island, 0xffff,         {}};
-  if (only_gpus) request.only_gpus = to_mask(*only_gpus);
-  if (nodes) request.nodes = node_set(self, *nodes);
+  if (only_gpus) request.only_gpus = gpu_mask_from_numbers(*only_gpus);
+  if (nodes) request.nodes = make_node_set(self, *nodes);
   return self.cluster().add_class(request);
 }
 
@@ -129,7 +129,7 @@ nb::tuple node_state(const Placement& self, int number) {
     const Gpu& gpu = node.gpus[g];
     gpus.append(nb::make_tuple(gpu.free_milli, gpu.free_memory_mib, gpu.tenant));
   }
-  return nb::make_tuple(node.open, node.free_cpu_milli, node.free_memory_mib, nb::tuple(gpus));
+  return nb::make_tuple(node.is_open, node.free_cpu_milli, node.free_memory_mib, nb::tuple(gpus));
 }
 
 void raise_usage_error(const std::exception_ptr& raised, void*) {
@@ -149,12 +149,12 @@ NB_MODULE(genie_scheduler, module) {
   nb::class_<Placement>(module, "Placement")
       .def(
           "__init__",
-          [](Placement* self, const std::string& policy, uint64_t seed, const std::vector<Shape>& typical,
-             double gamma, bool by_model, int draws) {
+          [](Placement* self, const std::string& policy, uint64_t seed,
+             const std::vector<ShapeTuple>& typical, double gamma, bool by_model, int draws) {
             new (self)
                 Placement(policy, seed, to_typical_shapes(typical), SupplyOptions{gamma, by_model, draws});
           },
-          "policy"_a, nb::kw_only(), "seed"_a = 0, "typical"_a = std::vector<Shape>{}, "gamma"_a = 0.05,
+          "policy"_a, nb::kw_only(), "seed"_a = 0, "typical"_a = std::vector<ShapeTuple>{}, "gamma"_a = 0.05,
           "by_model"_a = true, "draws"_a = 60)
       .def("add_node", &add_node, nb::kw_only(), "cpu_milli"_a, "memory_mib"_a, "gpus"_a,
            "gpu_memory_mib"_a = 0, "model"_a = 0, "rank"_a = -1, "islands"_a = nb::none(),
@@ -164,14 +164,15 @@ NB_MODULE(genie_scheduler, module) {
       .def(
           "set_open", [](Placement& self, int node, bool open) { self.cluster().set_open(node, open); },
           "node"_a, nb::kw_only(), "is_open"_a)
-      .def("register_request_class", &request_class, nb::kw_only(), "gpus"_a = 0, "gpu_milli"_a = 0,
+      .def("register_request_class", &register_request_class, nb::kw_only(), "gpus"_a = 0, "gpu_milli"_a = 0,
            "gpu_memory_mib"_a = 0, "cpu_milli"_a = 0, "memory_mib"_a = 0, "models"_a = kAnyModel,
            "nodes"_a = nb::none(), "one_island"_a = false, "only_gpus"_a = nb::none())
       .def("drop_class", &Placement::drop_class, "request_class"_a)
       .def(
           "node_set",
           [](Placement& self, const std::vector<int>& nodes, bool all_but) {
-            return self.cluster().add_node_set(all_but ? all_but_these(self, nodes) : node_set(self, nodes));
+            return self.cluster().add_node_set(all_but ? node_set_except(self, nodes)
+                                                       : make_node_set(self, nodes));
           },
           "nodes"_a, nb::kw_only(), "all_but"_a = false)
       .def(
@@ -187,33 +188,34 @@ NB_MODULE(genie_scheduler, module) {
       .def(
           "choose",
           [](Placement& self, int number, uint32_t tenant, std::optional<int> among) {
-            return to_python(self.choose(number, tenant, among));
+            return choice_to_python(self.choose(number, tenant, among));
           },
           "request_class"_a, "tenant"_a, nb::kw_only(), "among"_a = nb::none())
       .def(
           "place",
           [](Placement& self, int number, uint32_t tenant, std::optional<int> among) {
-            return to_python(self.place(number, tenant, among));
+            return choice_to_python(self.place(number, tenant, among));
           },
           "request_class"_a, "tenant"_a, nb::kw_only(), "among"_a = nb::none())
       .def(
           "place_gang",
           [](Placement& self, int number, uint32_t tenant, int workers, int workers_min, bool spread,
              const std::optional<std::vector<int>>& domains, std::optional<int> among) {
-            return to_python(self.place_gang({number, tenant, workers, workers_min, spread}, domains, among));
+            return choice_to_python(
+                self.place_gang({number, tenant, workers, workers_min, spread}, domains, among));
           },
           "request_class"_a, "tenant"_a, nb::kw_only(), "workers"_a, "workers_min"_a = 0, "spread"_a = false,
           "domains"_a = nb::none(), "among"_a = nb::none())
       .def(
           "take",
           [](Placement& self, int number, uint32_t tenant, int node, const std::vector<int>& gpus) {
-            self.cluster().take(node, number, tenant, to_mask(gpus));
+            self.cluster().take(node, number, tenant, gpu_mask_from_numbers(gpus));
           },
           "request_class"_a, "tenant"_a, nb::kw_only(), "node"_a, "gpus"_a)
       .def(
           "release",
           [](Placement& self, int number, int node, const std::vector<int>& gpus) {
-            self.cluster().release(node, number, to_mask(gpus));
+            self.cluster().release(node, number, gpu_mask_from_numbers(gpus));
           },
           "request_class"_a, nb::kw_only(), "node"_a, "gpus"_a)
       .def("refresh", &Placement::refresh, "budget"_a = INT64_MAX)

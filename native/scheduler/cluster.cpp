@@ -6,21 +6,21 @@
 namespace genie {
 namespace {
 
-GpuGroups groups_by(const std::array<uint8_t, kGpusMax>& number_of, int gpu_count) {
+GpuGroups group_gpus_by(const std::array<uint8_t, kGpusMax>& number_of, int gpu_count) {
   GpuGroups groups;
   for (int number = 0; number < kGpusMax; ++number) {
     uint16_t members = 0;
     for (int g = 0; g < gpu_count; ++g) members |= static_cast<uint16_t>((number_of[g] == number) << g);
-    if (members != 0) groups.sets[groups.count++] = members;
+    if (members != 0) groups.masks[groups.count++] = members;
   }
   return groups;
 }
 
-GpuGroups intersections(const GpuGroups& some, const GpuGroups& others) {
+GpuGroups intersect_groups(const GpuGroups& some, const GpuGroups& others) {
   GpuGroups groups;
   for (uint16_t one : some) {
     for (uint16_t other : others) {
-      if ((one & other) != 0) groups.sets[groups.count++] = one & other;
+      if ((one & other) != 0) groups.masks[groups.count++] = one & other;
     }
   }
   return groups;
@@ -40,12 +40,12 @@ int Cluster::add_node(const Node& node) {
   Node added = node;
   added.free_cpu_milli = node.cpu_milli;
   added.free_memory_mib = node.memory_mib;
-  added.held = {};
-  for (Gpu& gpu : added.gpus) gpu = {kFullMilli, node.gpu_memory_mib, 0, 0};
-  added.islands = groups_by(node.island_of, node.gpu_count);
-  added.numas = groups_by(node.numa_of, node.gpu_count);
-  added.numa_islands = intersections(added.islands, added.numas);
-  const int number = next_number();
+  added.held_requests = {};
+  for (Gpu& gpu : added.gpus) gpu = {kWholeGpuMilli, node.gpu_memory_mib, 0, 0};
+  added.islands = group_gpus_by(node.island_of_gpu, node.gpu_count);
+  added.numa_groups = group_gpus_by(node.numa_node_of_gpu, node.gpu_count);
+  added.numa_groups_by_island = intersect_groups(added.islands, added.numa_groups);
+  const int number = next_node_number();
   if (free_numbers_.erase(number) > 0) {
     added.version = nodes_[number].version;  // versions must keep growing for readers of the previous node
     nodes_[number] = added;
@@ -57,33 +57,34 @@ int Cluster::add_node(const Node& node) {
   return number;
 }
 
-int Cluster::next_number() const {
+int Cluster::next_node_number() const {
   return free_numbers_.empty() ? static_cast<int>(nodes_.size()) : *free_numbers_.begin();
 }
 
 void Cluster::drop_node(int node) {
   const Node& dropped = this->node(node);
-  bool is_free =
-      dropped.free_cpu_milli == dropped.cpu_milli && dropped.free_memory_mib == dropped.memory_mib &&
-      std::all_of(dropped.held.begin(), dropped.held.end(), [](uint16_t count) { return count == 0; });
+  bool is_free = dropped.free_cpu_milli == dropped.cpu_milli &&
+                 dropped.free_memory_mib == dropped.memory_mib &&
+                 std::all_of(dropped.held_requests.begin(), dropped.held_requests.end(),
+                             [](uint16_t count) { return count == 0; });
   if (!is_free) throw UsageError("cannot drop node " + std::to_string(node) + ": resources are held there");
   const auto hardware = hardware_.find(hardware_of(dropped));
   if (--hardware->second == 0) hardware_.erase(hardware);
   Node empty;
   empty.model = dropped.model;
   empty.version = dropped.version;
-  empty.open = empty.exists = false;
+  empty.is_open = empty.exists = false;
   nodes_[node] = empty;
   free_numbers_.insert(node);
-  node_sets_.change([node](NodeSet& nodes) { nodes.remove(node); });
-  classes_.change([node](RequestClass& request) {
+  node_sets_.for_each([node](NodeSet& nodes) { nodes.remove(node); });
+  classes_.for_each([node](RequestClass& request) {
     if (request.nodes) request.nodes->remove(node);
   });
   record_change(node);
 }
 
 NodeSet Cluster::all_nodes() const {
-  NodeSet nodes = NodeSet::up_to(nodes_.size());
+  NodeSet nodes = NodeSet::first_nodes(nodes_.size());
   for (int number : free_numbers_) nodes.remove(number);
   return nodes;
 }
@@ -91,7 +92,7 @@ NodeSet Cluster::all_nodes() const {
 int Cluster::add_class(const RequestClass& request) {
   if (request.gpus < 0 || request.gpus > kGpusMax)
     throw UsageError("a request must have 0 to 16 GPUs of one node");
-  if (request.gpus > 0 && (request.gpu_milli < 1 || request.gpu_milli > kFullMilli)) {
+  if (request.gpus > 0 && (request.gpu_milli < 1 || request.gpu_milli > kWholeGpuMilli)) {
     throw UsageError("the fraction of a GPU must be 1 to 1000 thousandths");
   }
   if (request.gpus == 0 && (request.gpu_milli != 0 || request.gpu_memory_mib != 0 || request.one_island)) {
@@ -111,8 +112,8 @@ const Node& Cluster::node(int node) const {
 }
 
 void Cluster::set_open(int node, bool open) {
-  if (this->node(node).open == open) return;
-  nodes_[node].open = open;
+  if (this->node(node).is_open == open) return;
+  nodes_[node].is_open = open;
   record_change(node);
 }
 
@@ -122,7 +123,7 @@ void Cluster::set_gpu(int node, int gpu, bool open, int memory_outside_mib) {
                      ", or the memory is negative");
   }
   Node& changed = nodes_[node];
-  if (changed.gpu_open(gpu) == open && changed.gpus[gpu].memory_outside_mib == memory_outside_mib) return;
+  if (changed.is_gpu_open(gpu) == open && changed.gpus[gpu].memory_outside_mib == memory_outside_mib) return;
   const auto bit = static_cast<uint16_t>(1 << gpu);
   changed.open_gpus = static_cast<uint16_t>(open ? changed.open_gpus | bit : changed.open_gpus & ~bit);
   changed.gpus[gpu].memory_outside_mib = memory_outside_mib;
@@ -135,9 +136,9 @@ void Cluster::take(int node, int request_class, uint32_t tenant, uint16_t gpus) 
   this->node(node);  // throws if it does not exist
   Node& target = nodes_[node];
   bool fits = target.free_cpu_milli >= request.cpu_milli && target.free_memory_mib >= request.memory_mib &&
-              count_of(gpus) == request.gpus && gpus >> target.gpu_count == 0;
+              count_gpus(gpus) == request.gpus && gpus >> target.gpu_count == 0;
   for (int g = 0; fits && g < target.gpu_count; ++g) {
-    fits = (gpus >> g & 1) == 0 || has_capacity(target.gpus[g], request, tenant);
+    fits = (gpus >> g & 1) == 0 || has_unallocated_capacity(target.gpus[g], request, tenant);
   }
   if (!fits) throw UsageError("the request does not fit on node " + std::to_string(node));
   target.free_cpu_milli -= request.cpu_milli;
@@ -148,7 +149,7 @@ void Cluster::take(int node, int request_class, uint32_t tenant, uint16_t gpus) 
     target.gpus[g].free_memory_mib -= request.gpu_memory_mib;
     target.gpus[g].tenant = tenant;
   }
-  if (request.gpus > 0) ++target.held[request.is_fraction() ? 0 : request.gpus];
+  if (request.gpus > 0) ++target.held_requests[request.is_fraction() ? 0 : request.gpus];
   record_change(node);
 }
 
@@ -156,15 +157,16 @@ void Cluster::release(int node, int request_class, uint16_t gpus) {
   const RequestClass& request = this->request_class(request_class);
   this->node(node);  // throws if it does not exist
   Node& target = nodes_[node];
-  bool is_held = count_of(gpus) == request.gpus && gpus >> target.gpu_count == 0 &&
+  bool is_held = count_gpus(gpus) == request.gpus && gpus >> target.gpu_count == 0 &&
                  target.free_cpu_milli + request.cpu_milli <= target.cpu_milli &&
                  target.free_memory_mib + request.memory_mib <= target.memory_mib;
   for (int g = 0; is_held && g < target.gpu_count; ++g) {
     is_held = (gpus >> g & 1) == 0 ||
-              (target.gpus[g].free_milli + request.gpu_milli <= kFullMilli &&
+              (target.gpus[g].free_milli + request.gpu_milli <= kWholeGpuMilli &&
                target.gpus[g].free_memory_mib + request.gpu_memory_mib <= target.gpu_memory_mib);
   }
-  uint16_t* held = request.gpus > 0 ? &target.held[request.is_fraction() ? 0 : request.gpus] : nullptr;
+  uint16_t* held =
+      request.gpus > 0 ? &target.held_requests[request.is_fraction() ? 0 : request.gpus] : nullptr;
   if (!is_held || (held != nullptr && *held == 0))
     throw UsageError("no such request is held on node " + std::to_string(node));
   if (held != nullptr) --*held;
@@ -174,7 +176,7 @@ void Cluster::release(int node, int request_class, uint16_t gpus) {
     if ((gpus >> g & 1) == 0) continue;
     target.gpus[g].free_milli += request.gpu_milli;
     target.gpus[g].free_memory_mib += request.gpu_memory_mib;
-    if (target.gpus[g].free_milli == kFullMilli) target.gpus[g].tenant = 0;
+    if (target.gpus[g].free_milli == kWholeGpuMilli) target.gpus[g].tenant = 0;
   }
   record_change(node);
 }

@@ -16,7 +16,7 @@ namespace genie {
 
 // Free amounts are as accounted for.
 struct Gpu {
-  int free_milli = kFullMilli;
+  int free_milli = kWholeGpuMilli;
   int free_memory_mib = 0;
   uint32_t tenant = 0;         // of the requests on it; 0: none
   int memory_outside_mib = 0;  // used by processes outside the cluster
@@ -25,10 +25,10 @@ struct Gpu {
 
 // Groups of GPUs with something in common; each is a bit mask.
 struct GpuGroups {
-  std::array<uint16_t, kGpusMax> sets{};
+  std::array<uint16_t, kGpusMax> masks{};
   int count = 0;
-  const uint16_t* begin() const { return sets.data(); }
-  const uint16_t* end() const { return sets.data() + count; }
+  const uint16_t* begin() const { return masks.data(); }
+  const uint16_t* end() const { return masks.data() + count; }
 };
 
 // Fields that every decision reads come first: nodes are often not in the CPU cache.
@@ -42,27 +42,27 @@ struct alignas(64) Node {
   int model = 0;
   uint32_t rank = 0;     // the lower one wins a tie
   uint32_t version = 0;  // grows with every change
-  bool open = true;
+  bool is_open = true;
   bool exists = true;           // false: the number is unused; then it is closed, too
   uint16_t open_gpus = 0xffff;  // bit g: GPU g accepts placements
   // Number of requests on it: [0] fractions, [j] those of j whole GPUs.
-  std::array<uint16_t, kGpusMax + 1> held{};
+  std::array<uint16_t, kGpusMax + 1> held_requests{};
   std::array<Gpu, kGpusMax> gpus;
-  std::array<uint8_t, kGpusMax> island_of{};
-  std::array<uint8_t, kGpusMax> numa_of{};
-  GpuGroups islands;       // the GPUs of each NVLink island
-  GpuGroups numas;         // the GPUs of each NUMA node
-  GpuGroups numa_islands;  // of each NUMA node within each island
+  std::array<uint8_t, kGpusMax> island_of_gpu{};
+  std::array<uint8_t, kGpusMax> numa_node_of_gpu{};
+  GpuGroups islands;                // the GPUs of each NVLink island
+  GpuGroups numa_groups;            // the GPUs of each NUMA node
+  GpuGroups numa_groups_by_island;  // of each NUMA node within each island
 
-  bool gpu_open(int gpu) const { return (open_gpus >> gpu & 1) != 0; }
+  bool is_gpu_open(int gpu) const { return (open_gpus >> gpu & 1) != 0; }
   int free_gpu_milli() const {
     int sum = 0;
-    for (int g = 0; g < gpu_count; ++g) sum += gpu_open(g) ? gpus[g].free_milli : 0;
+    for (int g = 0; g < gpu_count; ++g) sum += is_gpu_open(g) ? gpus[g].free_milli : 0;
     return sum;
   }
-  int whole_gpus() const {
+  int count_free_whole_gpus() const {
     int count = 0;
-    for (int g = 0; g < gpu_count; ++g) count += gpu_open(g) && gpus[g].free_milli == kFullMilli;
+    for (int g = 0; g < gpu_count; ++g) count += is_gpu_open(g) && gpus[g].free_milli == kWholeGpuMilli;
     return count;
   }
 };
@@ -79,7 +79,7 @@ class Cluster {
  public:
   // Sets its free amounts, groups and holds. The lowest free number is reused first.
   int add_node(const Node& node);
-  int next_number() const;
+  int next_node_number() const;
   // Nothing may be held there. Removes it from node sets and request classes.
   void drop_node(int node);
   int add_class(const RequestClass& request);
@@ -101,12 +101,12 @@ class Cluster {
   const NodeSet& node_set(int number) const { return node_sets_.get(number); }
   NodeSet all_nodes() const;
   // The log of changed nodes; a reader remembers its position. Only the last changes are kept: see
-  // changes_kept_from().
-  uint64_t changes() const { return change_count_; }
-  uint64_t changes_kept_from() const {
+  // oldest_kept_change().
+  uint64_t change_count() const { return change_count_; }
+  uint64_t oldest_kept_change() const {
     return change_count_ > change_log_.size() ? change_count_ - change_log_.size() : 0;
   }
-  int changed(uint64_t number) const { return change_log_[number % change_log_.size()]; }
+  int changed_node(uint64_t number) const { return change_log_[number % change_log_.size()]; }
 
  private:
   void record_change(int node);
@@ -122,7 +122,7 @@ class Cluster {
 
 // Whether the node is open, allowed, of the right model, and has enough CPU and memory.
 inline bool fits_except_gpus(const Node& node, size_t number, const RequestClass& request) {
-  if (!node.open || node.free_cpu_milli < request.cpu_milli || node.free_memory_mib < request.memory_mib) {
+  if (!node.is_open || node.free_cpu_milli < request.cpu_milli || node.free_memory_mib < request.memory_mib) {
     return false;
   }
   if (request.gpus == 0) return request.allows_node(number);
@@ -131,14 +131,14 @@ inline bool fits_except_gpus(const Node& node, size_t number, const RequestClass
 }
 
 // By the accounted amounts. Two tenants never share a GPU.
-inline bool has_capacity(const Gpu& gpu, const RequestClass& request, uint32_t tenant) {
+inline bool has_unallocated_capacity(const Gpu& gpu, const RequestClass& request, uint32_t tenant) {
   return gpu.free_milli >= request.gpu_milli && gpu.free_memory_mib >= request.gpu_memory_mib &&
          (gpu.tenant == 0 || gpu.tenant == tenant);
 }
 
-inline bool fits_gpu(const Node& node, int gpu, const RequestClass& request, uint32_t tenant) {
+inline bool fits_on_gpu(const Node& node, int gpu, const RequestClass& request, uint32_t tenant) {
   return ((node.open_gpus & request.only_gpus) >> gpu & 1) != 0 &&
-         has_capacity(node.gpus[gpu], request, tenant) &&
+         has_unallocated_capacity(node.gpus[gpu], request, tenant) &&
          node.gpus[gpu].usable_memory_mib() >= request.gpu_memory_mib;
 }
 

@@ -4,63 +4,65 @@
 #include <array>
 #include <bit>
 
-#include "gpus.h"
+#include "gpu_selection.h"
 
 namespace genie {
 namespace {
 
 constexpr double kDoesNotFit = std::numeric_limits<double>::infinity();
-constexpr int64_t kNodesPerUnit = 16;  // memory for so many nodes takes as long as one evaluation
+constexpr int64_t kNodesPerBudgetUnit = 16;  // allocating memory for 16 nodes takes as long as one evaluation
 
 }  // namespace
 
 // First the least cost, without branches, then the node that has it.
-Evaluation ClassEvaluations::best_of(int block) const {
-  constexpr int kLanes = 8;
-  const int begin = block * kBlock;
-  std::array<double, kLanes> least;
-  std::copy_n(cost.begin() + begin, kLanes, least.begin());
-  for (int i = kLanes; i < kBlock; i += kLanes) {
-    for (int lane = 0; lane < kLanes; ++lane) {
+Evaluation ClassEvaluations::best_in_block(int block) const {
+  constexpr int kSimulationLanes = 8;
+  const int begin = block * kNodesPerBlock;
+  std::array<double, kSimulationLanes> least;
+  std::copy_n(cost.begin() + begin, kSimulationLanes, least.begin());
+  for (int i = kSimulationLanes; i < kNodesPerBlock; i += kSimulationLanes) {
+    for (int lane = 0; lane < kSimulationLanes; ++lane) {
       least[lane] = cost[begin + i + lane] < least[lane] ? cost[begin + i + lane] : least[lane];
     }
   }
   const double found = *std::min_element(least.begin(), least.end());
   int best = -1;
-  for (int node = begin; node < begin + kBlock; ++node) {
-    if (cost[node] == found && (best < 0 || tie[node] < tie[best])) best = node;
+  for (int node = begin; node < begin + kNodesPerBlock; ++node) {
+    if (cost[node] == found && (best < 0 || tie_breaker[node] < tie_breaker[best])) best = node;
   }
-  return at(best);
+  return evaluation_of(best);
 }
 
-// Compares costs first: few nodes are better, so the branch is predicted and ties are rarely read.
+// Compares costs first: few nodes are better, so the branch is predicted and tie breakers are rarely read.
 void ClassEvaluations::improve(Evaluation& best, int block, uint64_t among) const {
-  const double* costs = cost.data() + static_cast<size_t>(block) * kBlock;
+  const double* costs = cost.data() + static_cast<size_t>(block) * kNodesPerBlock;
   for (; among != 0; among &= among - 1) {
     const int offset = std::countr_zero(among);
     if (costs[offset] > best.cost) continue;
-    const Evaluation found = at(block * kBlock + offset);
+    const Evaluation found = evaluation_of(block * kNodesPerBlock + offset);
     if (found.fits() && found.is_better(best)) best = found;
   }
 }
 
-std::optional<Choice> EvaluationCache::best(const Cluster& cluster, Policy& policy, int request_class,
-                                            uint32_t tenant, const NodeSet* among) {
-  const ClassEvaluations& evaluations = current(cluster, policy, request_class, tenant);
+std::optional<NodeChoice> EvaluationCache::find_best(const Cluster& cluster, Policy& policy,
+                                                     int request_class, uint32_t tenant,
+                                                     const NodeSet* among) {
+  const ClassEvaluations& evaluations = up_to_date_evaluations(cluster, policy, request_class, tenant);
   Evaluation best;
-  for (const Evaluation& found : evaluations.block_best) {
-    if (found.is_better(best) && (among == nullptr || among->has(found.node))) best = found;
+  const std::vector<Evaluation>& best_by_block = evaluations.best_by_block;
+  for (const Evaluation& found : best_by_block) {
+    if (found.is_better(best) && (among == nullptr || among->contains(found.node))) best = found;
   }
   // A block whose best node is better, but not allowed, may have another one.
-  for (int block = 0; among != nullptr && block < static_cast<int>(evaluations.block_best.size()); ++block) {
-    if (evaluations.block_best[block].is_better(best)) evaluations.improve(best, block, among->word(block));
+  for (int block = 0; among != nullptr && block < static_cast<int>(best_by_block.size()); ++block) {
+    if (best_by_block[block].is_better(best)) evaluations.improve(best, block, among->mask_of_block(block));
   }
   if (!best.fits()) return std::nullopt;
-  return Choice{best.node, evaluations.gpus[best.node]};
+  return NodeChoice{best.node, evaluations.gpus[best.node]};
 }
 
-ClassEvaluations& EvaluationCache::current(const Cluster& cluster, Policy& policy, int request_class,
-                                           uint32_t tenant) {
+ClassEvaluations& EvaluationCache::up_to_date_evaluations(const Cluster& cluster, Policy& policy,
+                                                          int request_class, uint32_t tenant) {
   ClassEvaluations& evaluations = evaluations_for(cluster, request_class, tenant);
   update(evaluations, cluster, policy);
   return evaluations;
@@ -72,7 +74,7 @@ void EvaluationCache::compute_capacity(ClassEvaluations& evaluations, const Clus
   evaluations.capacity.assign(evaluations.cost.size(), 0);
   const RequestClass& request = cluster.request_class(evaluations.request_class);
   for (int node = 0; node < static_cast<int>(evaluations.cost.size()); ++node) {
-    if (evaluations.at(node).fits())
+    if (evaluations.evaluation_of(node).fits())
       evaluations.capacity[node] = request_capacity(cluster.nodes()[node], request, evaluations.tenant);
   }
 }
@@ -90,7 +92,7 @@ bool EvaluationCache::refresh(const Cluster& cluster, Policy& policy, WorkBudget
   return latest == nullptr || update(*latest, cluster, policy, budget);
 }
 
-void EvaluationCache::prepare_like(const EvaluationCache& other) {
+void EvaluationCache::add_classes_of(const EvaluationCache& other) {
   for (const auto& [key, evaluations] : other.classes_) {
     ClassEvaluations& prepared = classes_[key];
     prepared.request_class = evaluations.request_class;
@@ -124,7 +126,7 @@ void EvaluationCache::drop_class(int request_class) {
 bool EvaluationCache::clear(WorkBudget& budget) {
   while (!classes_.empty()) {
     if (budget.is_exhausted()) return false;
-    budget.charge(static_cast<int64_t>(classes_.begin()->second.cost.size()) / kNodesPerUnit);
+    budget.charge(static_cast<int64_t>(classes_.begin()->second.cost.size()) / kNodesPerBudgetUnit);
     classes_.erase(classes_.begin());
   }
   return true;
@@ -136,40 +138,41 @@ void EvaluationCache::drop_least_recently_used() {
 }
 
 void EvaluationCache::update(ClassEvaluations& evaluations, const Cluster& cluster, Policy& policy) {
-  WorkBudget budget(kUnlimited);
+  WorkBudget budget(kUnlimitedWork);
   update(evaluations, cluster, policy, budget);
 }
 
 bool EvaluationCache::update(ClassEvaluations& evaluations, const Cluster& cluster, Policy& policy,
                              WorkBudget& budget) {
   const auto evaluate_node = [&](int node) {
-    const uint64_t before = policy.simulations();
+    const uint64_t before = policy.simulation_count();
     evaluate(evaluations, cluster, policy, node);
-    budget.charge(1 + kSimulationWork * static_cast<int64_t>(policy.simulations() - before));
+    budget.charge(1 + kSimulationWork * static_cast<int64_t>(policy.simulation_count() - before));
   };
   const int nodes = static_cast<int>(cluster.nodes().size());
-  if (evaluations.changes_read < cluster.changes_kept_from()) evaluations.evaluated_up_to = 0;
-  if (evaluations.evaluated_up_to == 0) evaluations.changes_read = cluster.changes();
+  if (evaluations.change_log_position < cluster.oldest_kept_change()) evaluations.evaluated_up_to = 0;
+  if (evaluations.evaluated_up_to == 0) evaluations.change_log_position = cluster.change_count();
   if (static_cast<int>(evaluations.cost.size()) < nodes) {
     if (budget.is_exhausted()) return false;
-    budget.charge(nodes / kNodesPerUnit);
-    const auto blocks = static_cast<size_t>(nodes + kBlock - 1) / kBlock;
-    evaluations.cost.resize(blocks * kBlock, kDoesNotFit);
-    evaluations.tie.resize(blocks * kBlock);
-    evaluations.gpus.resize(blocks * kBlock);
-    if (evaluations.tracks_capacity) evaluations.capacity.resize(blocks * kBlock);
+    budget.charge(nodes / kNodesPerBudgetUnit);
+    const auto blocks = static_cast<size_t>(nodes + kNodesPerBlock - 1) / kNodesPerBlock;
+    evaluations.cost.resize(blocks * kNodesPerBlock, kDoesNotFit);
+    evaluations.tie_breaker.resize(blocks * kNodesPerBlock);
+    evaluations.gpus.resize(blocks * kNodesPerBlock);
+    if (evaluations.tracks_capacity) evaluations.capacity.resize(blocks * kNodesPerBlock);
     // No node of a new block fits yet: any may be its best.
-    for (size_t block = evaluations.block_best.size(); block < blocks; ++block) {
-      evaluations.block_best.push_back(evaluations.at(static_cast<int>(block) * kBlock));
+    for (size_t block = evaluations.best_by_block.size(); block < blocks; ++block) {
+      evaluations.best_by_block.push_back(
+          evaluations.evaluation_of(static_cast<int>(block) * kNodesPerBlock));
     }
   }
   for (; evaluations.evaluated_up_to < nodes; ++evaluations.evaluated_up_to) {
     if (budget.is_exhausted()) return false;
     evaluate_node(evaluations.evaluated_up_to);
   }
-  for (; evaluations.changes_read < cluster.changes(); ++evaluations.changes_read) {
+  for (; evaluations.change_log_position < cluster.change_count(); ++evaluations.change_log_position) {
     if (budget.is_exhausted()) return false;
-    evaluate_node(cluster.changed(evaluations.changes_read));
+    evaluate_node(cluster.changed_node(evaluations.change_log_position));
   }
   return true;
 }
@@ -178,18 +181,18 @@ void EvaluationCache::evaluate(ClassEvaluations& evaluations, const Cluster& clu
                                int node) {
   const RequestClass& request = cluster.request_class(evaluations.request_class);
   const std::optional<Candidate> found = policy.evaluate(cluster, node, request, evaluations.tenant);
-  if (!found && !evaluations.at(node).fits()) return;
+  if (!found && !evaluations.evaluation_of(node).fits()) return;
   evaluations.cost[node] = found ? found->cost : kDoesNotFit;
-  evaluations.tie[node] = found ? found->tie : 0;
+  evaluations.tie_breaker[node] = found ? found->tie_breaker : 0;
   evaluations.gpus[node] = found ? found->gpus : uint16_t{0};
   if (evaluations.tracks_capacity)
     evaluations.capacity[node] =
         found ? request_capacity(cluster.nodes()[node], request, evaluations.tenant) : 0;
-  Evaluation& best = evaluations.block_best[node / kBlock];
+  Evaluation& best = evaluations.best_by_block[node / kNodesPerBlock];
   if (best.node == node) {
-    best = evaluations.best_of(node / kBlock);
-  } else if (evaluations.at(node).is_better(best)) {
-    best = evaluations.at(node);
+    best = evaluations.best_in_block(node / kNodesPerBlock);
+  } else if (evaluations.evaluation_of(node).is_better(best)) {
+    best = evaluations.evaluation_of(node);
   }
 }
 

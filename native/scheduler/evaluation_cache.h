@@ -11,9 +11,9 @@
 
 namespace genie {
 
-constexpr int kBlock = 64;  // nodes; the word size of a NodeSet
+constexpr int kNodesPerBlock = 64;  // nodes; the word size of a NodeSet
 
-struct Choice {
+struct NodeChoice {
   int node;
   uint16_t gpus;
 };
@@ -21,13 +21,13 @@ struct Choice {
 // The evaluation of a node.
 struct Evaluation {
   double cost = std::numeric_limits<double>::infinity();  // infinity: does not fit
-  uint64_t tie = 0;
+  uint64_t tie_breaker = 0;
   int node = -1;
 
   bool fits() const { return cost != std::numeric_limits<double>::infinity(); }
   bool is_better(const Evaluation& other) const {
     if (cost != other.cost) return cost < other.cost;
-    return tie != other.tie ? tie < other.tie : node < other.node;
+    return tie_breaker != other.tie_breaker ? tie_breaker < other.tie_breaker : node < other.node;
   }
 };
 
@@ -35,20 +35,20 @@ struct Evaluation {
 struct ClassEvaluations {
   int request_class = 0;
   uint32_t tenant = 0;
-  uint64_t last_used = 0;     // value of use_count_ at the last use
-  uint64_t changes_read = 0;  // position in the change log of the cluster
-  int evaluated_up_to = 0;    // nodes below this one are evaluated
+  uint64_t last_used = 0;            // value of use_count_ at the last use
+  uint64_t change_log_position = 0;  // position in the change log of the cluster
+  int evaluated_up_to = 0;           // nodes below this one are evaluated
   // By node, padded to whole blocks.
   std::vector<double> cost;
-  std::vector<uint64_t> tie;
+  std::vector<uint64_t> tie_breaker;
   std::vector<uint16_t> gpus;
-  std::vector<Evaluation> block_best;  // the best node of each block
-  bool tracks_capacity = false;        // since the first gang
-  std::vector<uint16_t> capacity;      // see request_capacity(); 0 if it does not fit
+  std::vector<Evaluation> best_by_block;  // the best node of each block
+  bool tracks_capacity = false;           // since the first gang
+  std::vector<uint16_t> capacity;         // see request_capacity(); 0 if it does not fit
 
-  Evaluation at(int node) const { return {cost[node], tie[node], node}; }
+  Evaluation evaluation_of(int node) const { return {cost[node], tie_breaker[node], node}; }
   // The best node of a block; one that does not fit if none does.
-  Evaluation best_of(int block) const;
+  Evaluation best_in_block(int block) const;
   // Replaces `best` by the best of these nodes of a block if that is better.
   void improve(Evaluation& best, int block, uint64_t among) const;
 };
@@ -56,21 +56,22 @@ struct ClassEvaluations {
 class EvaluationCache {
  public:
   // The best of these nodes (null: all), after evaluating those that changed.
-  std::optional<Choice> best(const Cluster& cluster, Policy& policy, int request_class, uint32_t tenant,
-                             const NodeSet* among);
+  std::optional<NodeChoice> find_best(const Cluster& cluster, Policy& policy, int request_class,
+                                      uint32_t tenant, const NodeSet* among);
   // Valid until the cluster changes; the reference is valid until the evaluations of another class are added.
-  ClassEvaluations& current(const Cluster& cluster, Policy& policy, int request_class, uint32_t tenant);
+  ClassEvaluations& up_to_date_evaluations(const Cluster& cluster, Policy& policy, int request_class,
+                                           uint32_t tenant);
   static void update(ClassEvaluations& evaluations, const Cluster& cluster, Policy& policy);
   // From now on capacities are updated, too.
   static void compute_capacity(ClassEvaluations& evaluations, const Cluster& cluster);
   // Evaluates what changed; false if the budget is exhausted and something is left.
   bool refresh(const Cluster& cluster, Policy& policy, WorkBudget& budget);
   // Adds a class that refresh() is to evaluate.
-  void prepare(const Cluster& cluster, int request_class, uint32_t tenant) {
+  void add_class(const Cluster& cluster, int request_class, uint32_t tenant) {
     evaluations_for(cluster, request_class, tenant);
   }
   // Adds the classes of another cache without evaluations.
-  void prepare_like(const EvaluationCache& other);
+  void add_classes_of(const EvaluationCache& other);
   void drop_class(int request_class);
   // Drops all classes; false if the budget is exhausted and some are left.
   bool clear(WorkBudget& budget);

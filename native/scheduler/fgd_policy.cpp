@@ -3,7 +3,7 @@
 #include <bit>
 #include <cmath>
 
-#include "gpus.h"
+#include "gpu_selection.h"
 #include "policy.h"
 
 namespace genie {
@@ -11,8 +11,8 @@ namespace {
 
 // Why a typical request cannot use the free GPUs of a node. The published results depend on the last bit of
 // these sums: they are kept by reason, added in this order, and the score is truncated to an integer.
-enum Reason { kLacksBoth, kLacksGpu, kSatisfied, kLacksCpu, kNoGpu, kNoGpuLacksCpu, kWrongModel };
-constexpr int kReasons = 7;
+enum UnusableReason { kLacksBoth, kLacksGpu, kSatisfied, kLacksCpu, kNoGpu, kNoGpuLacksCpu, kWrongModel };
+constexpr int kUnusableReasonCount = 7;
 
 struct FreeResources {
   int model;
@@ -23,11 +23,12 @@ struct FreeResources {
 
 FreeResources free_resources(const Node& node) {
   FreeResources free{node.model, node.gpu_count, node.free_cpu_milli, {}};
-  for (int g = 0; g < node.gpu_count; ++g) free.gpu_milli[g] = node.gpu_open(g) ? node.gpus[g].free_milli : 0;
+  for (int g = 0; g < node.gpu_count; ++g)
+    free.gpu_milli[g] = node.is_gpu_open(g) ? node.gpus[g].free_milli : 0;
   return free;
 }
 
-Reason unusable_reason(const FreeResources& free, const TypicalShape& shape) {
+UnusableReason unusable_reason(const FreeResources& free, const TypicalShape& shape) {
   const bool cpu = free.cpu_milli >= shape.cpu_milli;
   if (shape.gpu_milli == 0) return cpu ? kNoGpu : kNoGpuLacksCpu;
   if ((shape.models >> free.model & 1) == 0) return kWrongModel;
@@ -39,28 +40,28 @@ Reason unusable_reason(const FreeResources& free, const TypicalShape& shape) {
 
 class FgdPolicy final : public Policy {
  public:
-  explicit FgdPolicy(std::vector<TypicalShape> typical) : typical_(std::move(typical)) {}
+  explicit FgdPolicy(std::vector<TypicalShape> typical) : typical_shapes_(std::move(typical)) {}
 
   std::optional<Candidate> evaluate(const Cluster& cluster, int number, const RequestClass& request,
                                     uint32_t tenant) override {
     const Node& node = cluster.nodes()[number];
     if (!fits_except_gpus(node, number, request)) return std::nullopt;
     const FreeResources before = free_resources(node);
-    if (request.gpus == 1 && request.is_fraction()) return best_gpu(node, before, request, tenant);
-    const uint16_t gpus = tightest_gpus(node, request, tenant);
+    if (request.gpus == 1 && request.is_fraction()) return choose_best_gpu(node, before, request, tenant);
+    const uint16_t gpus = choose_tightest_gpus(node, request, tenant);
     if (request.gpus > 0 && gpus == 0) return std::nullopt;
-    return scored_candidate(score(before, request, gpus, fragmentation(before)), node, gpus);
+    return candidate_from_score(score(before, request, gpus, fragmentation(before)), node, gpus);
   }
 
  private:
-  std::optional<Candidate> best_gpu(const Node& node, const FreeResources& before,
-                                    const RequestClass& request, uint32_t tenant) const {
+  std::optional<Candidate> choose_best_gpu(const Node& node, const FreeResources& before,
+                                           const RequestClass& request, uint32_t tenant) const {
     int best = -1;
     uint16_t chosen = 0;
     double fragmentation_before = -1;
     uint16_t left = usable_gpus(node, request, tenant);
     while (left != 0) {
-      const uint16_t gpus = equal_gpus(before, left);
+      const uint16_t gpus = find_interchangeable_gpus(before, left);
       left &= static_cast<uint16_t>(~gpus);
       if (fragmentation_before < 0) fragmentation_before = fragmentation(before);
       const int found = score(before, request, static_cast<uint16_t>(gpus & -gpus), fragmentation_before);
@@ -70,12 +71,12 @@ class FgdPolicy final : public Policy {
       }
     }
     if (best < 0) return std::nullopt;
-    return scored_candidate(best, node, closest_of_equal(node, chosen));
+    return candidate_from_score(best, node, choose_closest_of_equal(node, chosen));
   }
 
   // The first of the GPUs and those with the same free share, which have the same score up to the order of
   // summation; the published code uses the first GPU with the highest score.
-  static uint16_t equal_gpus(const FreeResources& free, uint16_t gpus) {
+  static uint16_t find_interchangeable_gpus(const FreeResources& free, uint16_t gpus) {
     const int first = std::countr_zero(gpus);
     uint16_t found = 0;
     for (int g = first; g < free.gpu_count; ++g) {
@@ -98,11 +99,11 @@ class FgdPolicy final : public Policy {
   }
 
   double fragmentation(const FreeResources& free) const {
-    std::array<double, kReasons> sums{};
+    std::array<double, kUnusableReasonCount> sums{};
     int total = 0;
     for (int g = 0; g < free.gpu_count; ++g) total += free.gpu_milli[g];
-    for (const TypicalShape& shape : typical_) {
-      const Reason reason = unusable_reason(free, shape);
+    for (const TypicalShape& shape : typical_shapes_) {
+      const UnusableReason reason = unusable_reason(free, shape);
       if (reason != kSatisfied) {
         sums[reason] += shape.share * total;
         continue;
@@ -114,13 +115,13 @@ class FgdPolicy final : public Policy {
       sums[kLacksGpu] += shape.share * too_small;
     }
     double sum = 0;
-    for (int reason = 0; reason < kReasons; ++reason) {
+    for (int reason = 0; reason < kUnusableReasonCount; ++reason) {
       if (reason != kSatisfied) sum += sums[reason];
     }
     return sum;
   }
 
-  std::vector<TypicalShape> typical_;
+  std::vector<TypicalShape> typical_shapes_;
 };
 
 }  // namespace

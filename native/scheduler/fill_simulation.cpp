@@ -13,7 +13,7 @@ constexpr int kSimulatedArrivals = 10;
 constexpr int kSimulatedArrivalsPerGpu = 5;
 
 // Draws from repeated shuffles, so that each request of the history occurs equally often.
-std::vector<const RequestClass*> draw(std::vector<const RequestClass*> requests, size_t count) {
+std::vector<const RequestClass*> draw_requests(std::vector<const RequestClass*> requests, size_t count) {
   SeededRandom random(0);
   std::vector<const RequestClass*> drawn;
   drawn.reserve(count);
@@ -29,11 +29,11 @@ std::vector<const RequestClass*> draw(std::vector<const RequestClass*> requests,
 // The smaller of the free share and the free share of memory.
 int16_t usable_milli(const Gpu& gpu, int memory_mib) {
   if (memory_mib == 0) return static_cast<int16_t>(gpu.free_milli);
-  const int64_t by_memory = int64_t{gpu.usable_memory_mib()} * kFullMilli / memory_mib;
+  const int64_t by_memory = int64_t{gpu.usable_memory_mib()} * kWholeGpuMilli / memory_mib;
   return static_cast<int16_t>(std::min<int64_t>(gpu.free_milli, by_memory));
 }
 
-void add_gpu(FreeState& state, int16_t milli) {
+void insert_gpu_sorted(FreeState& state, int16_t milli) {
   if (milli <= 0) return;
   int at = state.gpu_count++;
   for (; at > 0 && state.gpu_milli[at - 1] < milli; --at) state.gpu_milli[at] = state.gpu_milli[at - 1];
@@ -42,7 +42,7 @@ void add_gpu(FreeState& state, int16_t milli) {
 
 }  // namespace
 
-FreeState free_state(const Node& node) {
+FreeState free_state_of(const Node& node) {
   FreeState state{node.free_cpu_milli,
                   node.free_memory_mib,
                   node.gpu_memory_mib,
@@ -50,7 +50,7 @@ FreeState free_state(const Node& node) {
                   0,
                   {}};
   for (int g = 0; g < node.gpu_count; ++g) {
-    if (node.gpu_open(g)) add_gpu(state, usable_milli(node.gpus[g], node.gpu_memory_mib));
+    if (node.is_gpu_open(g)) insert_gpu_sorted(state, usable_milli(node.gpus[g], node.gpu_memory_mib));
   }
   return state;
 }
@@ -63,22 +63,22 @@ FreeState free_state_after(const Node& node, const RequestClass& request, uint16
                   0,
                   {}};
   for (int g = 0; g < node.gpu_count; ++g) {
-    if (!node.gpu_open(g)) continue;
+    if (!node.is_gpu_open(g)) continue;
     Gpu gpu = node.gpus[g];
     if ((gpus >> g & 1) != 0) {
       gpu.free_milli -= request.gpu_milli;
       gpu.free_memory_mib -= request.gpu_memory_mib;
     }
-    add_gpu(state, usable_milli(gpu, node.gpu_memory_mib));
+    insert_gpu_sorted(state, usable_milli(gpu, node.gpu_memory_mib));
   }
   return state;
 }
 
 // What is free on the node in each sequence.
 struct FillSimulation::LaneState {
-  alignas(64) std::array<std::array<int16_t, kLanes>, kGpusMax> free;
-  alignas(64) std::array<int32_t, kLanes> cpu_milli;
-  alignas(64) std::array<int32_t, kLanes> memory_mib;
+  alignas(64) std::array<std::array<int16_t, kSimulationLanes>, kGpusMax> free;
+  alignas(64) std::array<int32_t, kSimulationLanes> cpu_milli;
+  alignas(64) std::array<int32_t, kSimulationLanes> memory_mib;
 };
 
 FillSimulation::FillSimulation(const Cluster& cluster, const std::vector<RequestClass>& history, int draws) {
@@ -87,70 +87,72 @@ FillSimulation::FillSimulation(const Cluster& cluster, const std::vector<Request
     if (request.gpus > 0) requests.push_back(&request);
   }
   const std::vector<const RequestClass*> drawn =
-      draw(std::move(requests), static_cast<size_t>(draws) * kLanes);
+      draw_requests(std::move(requests), static_cast<size_t>(draws) * kSimulationLanes);
   for (const auto& [hardware, count] : cluster.hardware()) {  // sorted
     const NodeKind kind{hardware.model, hardware.gpu_memory_mib};
-    if (plans_.empty() || plans_.back().kind != kind) plans_.push_back(plan_for(kind, drawn, draws));
+    if (arrival_plans_.empty() || arrival_plans_.back().kind != kind)
+      arrival_plans_.push_back(make_arrival_plan(kind, drawn, draws));
   }
 }
 
-FillSimulation::ArrivalPlan FillSimulation::plan_for(const NodeKind& kind,
-                                                     const std::vector<const RequestClass*>& drawn,
-                                                     int draws) {
+FillSimulation::ArrivalPlan FillSimulation::make_arrival_plan(const NodeKind& kind,
+                                                              const std::vector<const RequestClass*>& drawn,
+                                                              int draws) {
   ArrivalPlan plan;
   plan.kind = kind;
   if (drawn.empty()) return plan;
   plan.steps.resize(draws);
   for (int t = 0; t < draws; ++t) {
-    Step& step = plan.steps[t];
+    ArrivalStep& step = plan.steps[t];
     step.has_multi_gpu = false;
-    for (int lane = 0; lane < kLanes; ++lane) {
+    for (int lane = 0; lane < kSimulationLanes; ++lane) {
       const RequestClass& request = *drawn[lane * draws + t];
       const bool allowed =
           (request.models >> kind.model & 1) != 0 && request.gpu_memory_mib <= kind.gpu_memory_mib;
       int64_t need = request.gpu_milli;
       if (kind.gpu_memory_mib > 0 && request.is_fraction()) {
         const int64_t mib = kind.gpu_memory_mib;
-        need = std::max(need, (int64_t{request.gpu_memory_mib} * kFullMilli + mib - 1) / mib);
+        need = std::max(need, (int64_t{request.gpu_memory_mib} * kWholeGpuMilli + mib - 1) / mib);
       }
-      step.need[lane] = allowed ? static_cast<int16_t>(need) : kNever;
-      step.count[lane] = static_cast<int16_t>(request.gpus);
+      step.needed_milli[lane] = allowed ? static_cast<int16_t>(need) : kNeverFits;
+      step.gpu_count[lane] = static_cast<int16_t>(request.gpus);
       step.cpu_milli[lane] = request.cpu_milli;
       step.memory_mib[lane] = request.memory_mib;
       if (!allowed) continue;
       step.has_multi_gpu = step.has_multi_gpu || request.gpus > 1;
-      plan.need_min = std::min(plan.need_min, step.need[lane]);
-      plan.cpu_min = std::min(plan.cpu_min, request.cpu_milli);
-      plan.memory_min = std::min(plan.memory_min, request.memory_mib);
+      plan.needed_milli_min = std::min(plan.needed_milli_min, step.needed_milli[lane]);
+      plan.cpu_milli_min = std::min(plan.cpu_milli_min, request.cpu_milli);
+      plan.memory_mib_min = std::min(plan.memory_mib_min, request.memory_mib);
     }
   }
   return plan;
 }
 
-int64_t FillSimulation::of(const FreeState& state) const {
+int64_t FillSimulation::total_filled_milli(const FreeState& state) const {
   const NodeKind kind{state.model, state.gpu_memory_mib};
   const auto before_it = [](const ArrivalPlan& plan, const NodeKind& other) { return plan.kind < other; };
-  const auto found = std::lower_bound(plans_.begin(), plans_.end(), kind, before_it);
-  if (found == plans_.end() || found->kind != kind) return 0;  // joined after the last update
+  const auto found = std::lower_bound(arrival_plans_.begin(), arrival_plans_.end(), kind, before_it);
+  if (found == arrival_plans_.end() || found->kind != kind) return 0;  // joined after the last update
   const ArrivalPlan& plan = *found;
-  if (state.cpu_milli < plan.cpu_min || state.memory_mib < plan.memory_min) return 0;
+  if (state.cpu_milli < plan.cpu_milli_min || state.memory_mib < plan.memory_mib_min) return 0;
   int gpus = 0;
   int64_t before = 0;
   LaneState lanes;
-  for (; gpus < state.gpu_count && state.gpu_milli[gpus] >= plan.need_min; ++gpus) {
+  for (; gpus < state.gpu_count && state.gpu_milli[gpus] >= plan.needed_milli_min; ++gpus) {
     lanes.free[gpus].fill(state.gpu_milli[gpus]);
     before += state.gpu_milli[gpus];
   }
   if (gpus == 0) return 0;
   lanes.cpu_milli.fill(state.cpu_milli);
   lanes.memory_mib.fill(state.memory_mib);
-  const auto steps = static_cast<size_t>(kSimulatedArrivals + kSimulatedArrivalsPerGpu * before / kFullMilli);
+  const auto steps =
+      static_cast<size_t>(kSimulatedArrivals + kSimulatedArrivalsPerGpu * before / kWholeGpuMilli);
   simulate(plan, std::min(steps, plan.steps.size()), gpus, lanes);
   int64_t after = 0;
   for (int g = 0; g < gpus; ++g) {
-    for (int lane = 0; lane < kLanes; ++lane) after += lanes.free[g][lane];
+    for (int lane = 0; lane < kSimulationLanes; ++lane) after += lanes.free[g][lane];
   }
-  return before * kLanes - after;
+  return before * kSimulationLanes - after;
 }
 
 // AVX2 makes this three times as fast.
@@ -163,57 +165,61 @@ int64_t FillSimulation::of(const FreeState& state) const {
 // No branch depends on a lane, so the compiler can vectorize each step.
 FOR_WIDE_VECTORS void FillSimulation::simulate(const ArrivalPlan& plan, size_t steps, int gpus,
                                                LaneState& lanes) {
-  alignas(64) std::array<int16_t, kLanes> ok, best, left;
+  alignas(64) std::array<int16_t, kSimulationLanes> ok, best, left;
   for (size_t t = 0; t < steps; ++t) {
-    const Step& step = plan.steps[t];
-    for (int i = 0; i < kLanes; ++i) {
+    const ArrivalStep& step = plan.steps[t];
+    for (int i = 0; i < kSimulationLanes; ++i) {
       ok[i] = lanes.cpu_milli[i] >= step.cpu_milli[i] && lanes.memory_mib[i] >= step.memory_mib[i] ? -1 : 0;
     }
-    best.fill(kNever);
+    best.fill(kNeverFits);
     for (int g = 0; g < gpus; ++g) {
-      for (int i = 0; i < kLanes; ++i) {
+      for (int i = 0; i < kSimulationLanes; ++i) {
         const int16_t free = lanes.free[g][i];
-        best[i] = free >= step.need[i] && free < best[i] ? free : best[i];
+        best[i] = free >= step.needed_milli[i] && free < best[i] ? free : best[i];
       }
     }
     if (step.has_multi_gpu) {
       left.fill(0);
       for (int g = 0; g < gpus; ++g) {
-        for (int i = 0; i < kLanes; ++i) left[i] += lanes.free[g][i] >= step.need[i] ? 1 : 0;
+        for (int i = 0; i < kSimulationLanes; ++i)
+          left[i] += lanes.free[g][i] >= step.needed_milli[i] ? 1 : 0;
       }
-      for (int i = 0; i < kLanes; ++i) ok[i] &= left[i] >= step.count[i] ? -1 : 0;
+      for (int i = 0; i < kSimulationLanes; ++i) ok[i] &= left[i] >= step.gpu_count[i] ? -1 : 0;
       // Multi-GPU requests use the first GPUs that fit.
-      for (int i = 0; i < kLanes; ++i)
-        left[i] = static_cast<int16_t>(step.count[i] > 1 ? step.count[i] & ok[i] : 0);
+      for (int i = 0; i < kSimulationLanes; ++i)
+        left[i] = static_cast<int16_t>(step.gpu_count[i] > 1 ? step.gpu_count[i] & ok[i] : 0);
       for (int g = 0; g < gpus; ++g) {
-        for (int i = 0; i < kLanes; ++i) {
-          const int16_t hit = left[i] > 0 && lanes.free[g][i] >= step.need[i] ? -1 : 0;
-          lanes.free[g][i] = static_cast<int16_t>(lanes.free[g][i] - (hit & step.need[i]));
+        for (int i = 0; i < kSimulationLanes; ++i) {
+          const int16_t hit = left[i] > 0 && lanes.free[g][i] >= step.needed_milli[i] ? -1 : 0;
+          lanes.free[g][i] = static_cast<int16_t>(lanes.free[g][i] - (hit & step.needed_milli[i]));
           left[i] = static_cast<int16_t>(left[i] + hit);
         }
       }
     }
-    for (int i = 0; i < kLanes; ++i) ok[i] = static_cast<int16_t>(ok[i] & (best[i] < kNever ? -1 : 0));
-    for (int i = 0; i < kLanes; ++i) left[i] = static_cast<int16_t>(step.count[i] == 1 ? ok[i] : 0);
+    for (int i = 0; i < kSimulationLanes; ++i)
+      ok[i] = static_cast<int16_t>(ok[i] & (best[i] < kNeverFits ? -1 : 0));
+    for (int i = 0; i < kSimulationLanes; ++i)
+      left[i] = static_cast<int16_t>(step.gpu_count[i] == 1 ? ok[i] : 0);
     for (int g = 0; g < gpus; ++g) {
-      for (int i = 0; i < kLanes; ++i) {
+      for (int i = 0; i < kSimulationLanes; ++i) {
         const int16_t hit = static_cast<int16_t>(left[i] & (lanes.free[g][i] == best[i] ? -1 : 0));
-        lanes.free[g][i] = static_cast<int16_t>(lanes.free[g][i] - (hit & step.need[i]));
+        lanes.free[g][i] = static_cast<int16_t>(lanes.free[g][i] - (hit & step.needed_milli[i]));
         left[i] = static_cast<int16_t>(left[i] & ~hit);
       }
     }
-    for (int i = 0; i < kLanes; ++i) {
+    for (int i = 0; i < kSimulationLanes; ++i) {
       lanes.cpu_milli[i] -= static_cast<int32_t>(ok[i]) & step.cpu_milli[i];
       lanes.memory_mib[i] -= static_cast<int32_t>(ok[i]) & step.memory_mib[i];
     }
     if (t % 8 != 7) continue;
     // Stop when no further arrival can fit.
     int alive = 0;
-    for (int i = 0; i < kLanes; ++i) best[i] = 0;
+    for (int i = 0; i < kSimulationLanes; ++i) best[i] = 0;
     for (int g = 0; g < gpus; ++g) {
-      for (int i = 0; i < kLanes; ++i) best[i] = std::max(best[i], lanes.free[g][i]);
+      for (int i = 0; i < kSimulationLanes; ++i) best[i] = std::max(best[i], lanes.free[g][i]);
     }
-    for (int i = 0; i < kLanes; ++i) alive |= best[i] >= plan.need_min && lanes.cpu_milli[i] >= plan.cpu_min;
+    for (int i = 0; i < kSimulationLanes; ++i)
+      alive |= best[i] >= plan.needed_milli_min && lanes.cpu_milli[i] >= plan.cpu_milli_min;
     if (alive == 0) return;
   }
 }

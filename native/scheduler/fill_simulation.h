@@ -10,7 +10,7 @@
 
 namespace genie {
 
-constexpr int kLanes = 32;  // sequences of simulated arrivals
+constexpr int kSimulationLanes = 32;  // sequences of simulated arrivals
 
 // What is free on a node, regardless of tenants and of the order of its GPUs.
 struct FreeState {
@@ -21,16 +21,16 @@ struct FreeState {
   int16_t gpu_count = 0;                      // GPUs with something free
   std::array<int16_t, kGpusMax> gpu_milli{};  // descending; then zeros
   bool operator==(const FreeState&) const = default;
-  int whole_gpus() const {
+  int count_free_whole_gpus() const {
     int count = 0;
-    while (count < gpu_count && gpu_milli[count] == kFullMilli) ++count;
+    while (count < gpu_count && gpu_milli[count] == kWholeGpuMilli) ++count;
     return count;
   }
 };
 static_assert(sizeof(FreeState) == 16 + 2 * kGpusMax);
 
 // Of the node now, or after placing `request` on `gpus`.
-FreeState free_state(const Node& node);
+FreeState free_state_of(const Node& node);
 FreeState free_state_after(const Node& node, const RequestClass& request, uint16_t gpus);
 
 // Sequences of arrivals, drawn from a history; the same for every node.
@@ -39,14 +39,14 @@ class FillSimulation {
   // Requests without GPUs are ignored.
   FillSimulation(const Cluster& cluster, const std::vector<RequestClass>& history, int draws);
   // The GPU thousandths that the arrivals fill on such a node, over all sequences.
-  int64_t of(const FreeState& state) const;
+  int64_t total_filled_milli(const FreeState& state) const;
 
  private:
-  struct Step {
-    alignas(64) std::array<int16_t, kLanes> need;
-    alignas(64) std::array<int16_t, kLanes> count;
-    alignas(64) std::array<int32_t, kLanes> cpu_milli;
-    alignas(64) std::array<int32_t, kLanes> memory_mib;
+  struct ArrivalStep {
+    alignas(64) std::array<int16_t, kSimulationLanes> needed_milli;
+    alignas(64) std::array<int16_t, kSimulationLanes> gpu_count;
+    alignas(64) std::array<int32_t, kSimulationLanes> cpu_milli;
+    alignas(64) std::array<int32_t, kSimulationLanes> memory_mib;
     bool has_multi_gpu;  // contains a multi-GPU request
   };
   // Nodes of one kind share an arrival plan.
@@ -57,18 +57,19 @@ class FillSimulation {
   };
   struct ArrivalPlan {
     NodeKind kind;
-    std::vector<Step> steps;
-    int16_t need_min = kNever;
-    int32_t cpu_min = INT32_MAX;
-    int32_t memory_min = INT32_MAX;
+    std::vector<ArrivalStep> steps;
+    int16_t needed_milli_min = kNeverFits;
+    int32_t cpu_milli_min = INT32_MAX;
+    int32_t memory_mib_min = INT32_MAX;
   };
   struct LaneState;
-  static constexpr int16_t kNever = 30000;
+  static constexpr int16_t kNeverFits = 30000;
 
-  static ArrivalPlan plan_for(const NodeKind& kind, const std::vector<const RequestClass*>& drawn, int draws);
+  static ArrivalPlan make_arrival_plan(const NodeKind& kind, const std::vector<const RequestClass*>& drawn,
+                                       int draws);
   static void simulate(const ArrivalPlan& plan, size_t steps, int gpus, LaneState& lanes);
 
-  std::vector<ArrivalPlan> plans_;  // one per kind, sorted
+  std::vector<ArrivalPlan> arrival_plans_;  // one per kind, sorted
 };
 
 }  // namespace genie

@@ -14,7 +14,7 @@ struct Gang {
   int workers = 0;
   int workers_min = 0;  // 0: all
   bool spread = false;  // each on its own node
-  int minimum() const { return workers_min > 0 ? workers_min : workers; }
+  int required_workers() const { return workers_min > 0 ? workers_min : workers; }
 };
 
 class GangPlacer {
@@ -23,29 +23,30 @@ class GangPlacer {
   GangPlacer(Cluster& cluster, Policy& policy, ClassEvaluations& evaluations, const Gang& gang);
   // Places all in one of the domains (null: all nodes), on nodes in `among` (null: all). Uses the sufficient
   // domain with the least capacity; if none is sufficient, the one that holds the most.
-  std::optional<std::vector<Choice>> place(const std::vector<const NodeSet*>& domains, const NodeSet* among);
+  std::optional<std::vector<NodeChoice>> place(const std::vector<const NodeSet*>& domains,
+                                               const NodeSet* among);
 
  private:
-  struct Domain {
+  struct DomainCapacity {
     int64_t capacity;  // upper bound of workers
     int index;
-    bool operator<(const Domain& other) const {
+    bool operator<(const DomainCapacity& other) const {
       return capacity != other.capacity ? capacity < other.capacity : index < other.index;
     }
   };
 
-  static uint64_t word(const NodeSet* domain, const NodeSet* among, int block);
-  int64_t capacity_in(const NodeSet* domain, const NodeSet* among) const;
-  // Places as many as fit, one after the other, into places_.
-  void fill(const NodeSet* domain, const NodeSet* among, int workers);
+  static uint64_t node_mask(const NodeSet* domain, const NodeSet* among, int block);
+  int64_t capacity_of_domain(const NodeSet* domain, const NodeSet* among) const;
+  // Places as many as fit, one after the other, into choices_.
+  void place_up_to(const NodeSet* domain, const NodeSet* among, int workers);
   void release_all();
 
   Cluster& cluster_;
   Policy& policy_;
   ClassEvaluations& evaluations_;
   Gang gang_;
-  int blocks_;
-  std::vector<Choice> places_;
+  int block_count_;
+  std::vector<NodeChoice> choices_;
 };
 
 }  // namespace genie

@@ -9,7 +9,7 @@
 namespace genie {
 namespace {
 
-uint64_t hash(const FreeState& state) {
+uint64_t hash_free_state(const FreeState& state) {
   std::array<uint32_t, sizeof(FreeState) / 4> words;
   std::memcpy(words.data(), &state, sizeof(FreeState));
   uint64_t sum = 0;
@@ -35,29 +35,29 @@ NodeValues::NodeValues(const Cluster& cluster, const std::vector<RequestClass>& 
   }
 }
 
-const NodeValue& NodeValues::of(const FreeState& state) {
-  const uint64_t key = hash(state);
+const NodeValue& NodeValues::value_of(const FreeState& state) {
+  const uint64_t key = hash_free_state(state);
   Shard& shard = shards_[key >> 55];  // other bits than those of the slot
-  if (shard.values.size() * 2 >= shard.slots.size()) grow(shard);
+  if (shard.values.size() * 2 >= shard.slots.size()) grow_cache(shard);
   const size_t mask = shard.slots.size() - 1;
   size_t at = key & mask;
-  while (shard.slots[at].used && !(shard.slots[at].state == state)) at = (at + 1) & mask;
-  Slot& slot = shard.slots[at];
-  if (!slot.used) {
+  while (shard.slots[at].is_occupied && !(shard.slots[at].state == state)) at = (at + 1) & mask;
+  CachedNodeValue& slot = shard.slots[at];
+  if (!slot.is_occupied) {
     slot = {state, true, static_cast<uint32_t>(shard.values.size())};
     NodeValue& value = shard.values.emplace_back();
-    value.fill = fill_simulation_.of(state);
+    value.fill_milli = fill_simulation_.total_filled_milli(state);
     for (size_t j = 0; j < multi_gpu_counts_.size(); ++j)
       value.capacity[j] = multi_gpu_capacity(multi_gpu_counts_[j], state);
-    ++simulations_;
+    ++simulation_count_;
   }
-  return shard.values[slot.value];
+  return shard.values[slot.value_index];
 }
 
 // The GPU thousandths that requests for `gpus` GPUs could use on the node now, summed over the history. For
 // smoothing, half a request that needs only GPUs is added.
 int64_t NodeValues::multi_gpu_capacity(int gpus, const FreeState& state) const {
-  const int whole = state.whole_gpus();
+  const int whole = state.count_free_whole_gpus();
   if (whole < gpus) return 0;
   int64_t slots = std::has_single_bit(static_cast<unsigned>(gpus)) ? whole / gpus : 0;
   for (const MultiGpuRequest& request : multi_gpu_requests_) {
@@ -67,22 +67,22 @@ int64_t NodeValues::multi_gpu_capacity(int gpus, const FreeState& state) const {
     if (request.memory_mib > 0) fit = std::min(fit, state.memory_mib / request.memory_mib);
     slots += kSmoothing * fit;
   }
-  return slots * gpus * kFullMilli;
+  return slots * gpus * kWholeGpuMilli;
 }
 
 // Doubles the shard, or clears it at its maximum size.
-void NodeValues::grow(Shard& shard) {
+void NodeValues::grow_cache(Shard& shard) {
   if (shard.slots.size() >= kShardSlotsMax) {
-    shard.slots.assign(shard.slots.size(), Slot{});
+    shard.slots.assign(shard.slots.size(), CachedNodeValue{});
     shard.values.clear();
     return;
   }
-  std::vector<Slot> old(std::max(shard.slots.size() * 2, kShardSlotsMin));
+  std::vector<CachedNodeValue> old(std::max(shard.slots.size() * 2, kShardSlotsMin));
   old.swap(shard.slots);
-  for (const Slot& slot : old) {
-    if (!slot.used) continue;
-    size_t at = hash(slot.state) & (shard.slots.size() - 1);
-    while (shard.slots[at].used) at = (at + 1) & (shard.slots.size() - 1);
+  for (const CachedNodeValue& slot : old) {
+    if (!slot.is_occupied) continue;
+    size_t at = hash_free_state(slot.state) & (shard.slots.size() - 1);
+    while (shard.slots[at].is_occupied) at = (at + 1) & (shard.slots.size() - 1);
     shard.slots[at] = slot;
   }
 }

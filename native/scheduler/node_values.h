@@ -12,7 +12,7 @@ namespace genie {
 constexpr int kMultiGpuCountsMax = kGpusMax - 1;  // multi-GPU requests have 2 to 16 GPUs
 
 struct NodeValue {
-  int64_t fill = 0;                                    // see FillSimulation
+  int64_t fill_milli = 0;                              // see FillSimulation
   std::array<int64_t, kMultiGpuCountsMax> capacity{};  // for each of NodeValues::multi_gpu_counts()
 };
 
@@ -22,9 +22,9 @@ class NodeValues {
   NodeValues(const Cluster& cluster, const std::vector<RequestClass>& history, int draws);
 
   // The reference is valid until the next call.
-  const NodeValue& of(const FreeState& state);
+  const NodeValue& value_of(const FreeState& state);
   // The number of values that were computed, not found.
-  uint64_t simulations() const { return simulations_; }
+  uint64_t simulation_count() const { return simulation_count_; }
   // Numbers of GPUs of multi-GPU requests: powers of two, then others in the history.
   const std::vector<int>& multi_gpu_counts() const { return multi_gpu_counts_; }
 
@@ -35,14 +35,14 @@ class NodeValues {
     int memory_mib;
     uint64_t models;
   };
-  struct Slot {
+  struct CachedNodeValue {
     FreeState state;
-    bool used = false;
-    uint32_t value = 0;  // in Shard::values
+    bool is_occupied = false;
+    uint32_t value_index = 0;  // in Shard::values
   };
   // Each part of the hash table grows on its own, so that no call has to copy all of it.
   struct Shard {
-    std::vector<Slot> slots;
+    std::vector<CachedNodeValue> slots;
     std::vector<NodeValue> values;
   };
   static constexpr size_t kShards = 512;  // 9 bits of the hash
@@ -50,13 +50,13 @@ class NodeValues {
   static constexpr size_t kShardSlotsMax = 1024;
 
   int64_t multi_gpu_capacity(int gpus, const FreeState& state) const;
-  static void grow(Shard& shard);
+  static void grow_cache(Shard& shard);
 
   FillSimulation fill_simulation_;
   std::vector<int> multi_gpu_counts_;
   std::vector<MultiGpuRequest> multi_gpu_requests_;  // for several GPUs
   std::vector<Shard> shards_ = std::vector<Shard>(kShards);
-  uint64_t simulations_ = 0;
+  uint64_t simulation_count_ = 0;
 };
 
 }  // namespace genie

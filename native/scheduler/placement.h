@@ -25,11 +25,11 @@ class Placement {
   // Records the arrival of a request; call it once per request.
   void observe(int request_class, uint32_t tenant);
   // `among` and `domains` are node sets; one of the domains must hold the whole gang.
-  std::optional<Choice> choose(int request_class, uint32_t tenant, std::optional<int> among);
-  std::optional<Choice> place(int request_class, uint32_t tenant, std::optional<int> among);
-  std::optional<std::vector<Choice>> place_gang(const Gang& gang,
-                                                const std::optional<std::vector<int>>& domains,
-                                                std::optional<int> among);
+  std::optional<NodeChoice> choose(int request_class, uint32_t tenant, std::optional<int> among);
+  std::optional<NodeChoice> place(int request_class, uint32_t tenant, std::optional<int> among);
+  std::optional<std::vector<NodeChoice>> place_gang(const Gang& gang,
+                                                    const std::optional<std::vector<int>>& domains,
+                                                    std::optional<int> among);
   void drop_class(int request_class);
   // Precomputes what the next choices need; false if the budget is exhausted and something is left. Without
   // changes of the cluster, several small budgets have the same effect as a large one.
@@ -47,23 +47,24 @@ class Placement {
   // Returns a state whose policy must be prepared.
   std::unique_ptr<LearnedState> begin_learning();
   // Learns at once, without a budget.
-  void learn();
-  void update_if_overdue();
+  void learn_from_history();
+  void adopt_update_if_overdue();
   bool refresh_policy(WorkBudget& budget);
   bool free_retired(WorkBudget& budget);
-  std::optional<Choice> choose_at_random(const RequestClass& request, uint32_t tenant, const NodeSet* among);
+  std::optional<NodeChoice> choose_at_random(const RequestClass& request, uint32_t tenant,
+                                             const NodeSet* among);
 
   Cluster cluster_;
   SupplyOptions options_;
   bool is_random_ = false;
   bool is_refreshed_ = false;  // refresh() is used, so updates are prepared there
-  std::unique_ptr<LearnedState> current_;
-  std::unique_ptr<LearnedState> next_;
+  std::unique_ptr<LearnedState> current_state_;
+  std::unique_ptr<LearnedState> next_state_;
   std::unique_ptr<LearnedState> retired_;  // freed by refresh(): that takes long, too
   std::vector<RequestClass> history_;      // a ring buffer, without allowed nodes and GPUs
-  uint64_t observed_ = 0;
-  uint64_t update_due_ = 0;
-  SeededRandom random_source_;
+  uint64_t observed_requests_ = 0;
+  uint64_t next_update_at_request_ = 0;
+  SeededRandom random_;
 };
 
 }  // namespace genie

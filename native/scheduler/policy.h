@@ -18,7 +18,7 @@ class Policy {
   virtual std::optional<Candidate> evaluate(const Cluster& cluster, int node, const RequestClass& request,
                                             uint32_t tenant) = 0;
   // The number of fill simulations so far: they take most of the time of an evaluation that needs one.
-  virtual uint64_t simulations() const { return 0; }
+  virtual uint64_t simulation_count() const { return 0; }
 };
 
 constexpr int64_t kSimulationWork = 40;  // in evaluations, see WorkBudget
@@ -39,7 +39,7 @@ std::unique_ptr<Policy> make_bestfit();
 std::unique_ptr<Policy> make_fgd(std::vector<TypicalShape> typical);
 
 // Integer scores from 0 to 100, higher is better; the node's rank breaks ties.
-inline Candidate scored_candidate(int score, const Node& node, uint16_t gpus) {
+inline Candidate candidate_from_score(int score, const Node& node, uint16_t gpus) {
   return {-static_cast<double>(score), node.rank, gpus};
 }
 

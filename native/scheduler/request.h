@@ -12,11 +12,11 @@ namespace genie {
 
 constexpr int kGpusMax = 16;
 constexpr int kModelsMax = 64;
-constexpr int kFullMilli = 1000;
+constexpr int kWholeGpuMilli = 1000;
 constexpr uint64_t kAnyModel = ~uint64_t{0};
 
 // Number of GPUs in a set. The baseline instruction set has no popcount, and a call is slower.
-constexpr int count_of(uint16_t gpus) {
+constexpr int count_gpus(uint16_t gpus) {
   unsigned sums = gpus - (gpus >> 1 & 0x5555u);
   sums = (sums & 0x3333u) + (sums >> 2 & 0x3333u);
   sums = (sums + (sums >> 4)) & 0x0f0fu;
@@ -39,17 +39,17 @@ struct RequestClass {
   uint16_t only_gpus = 0xffff;   // bit g: GPU g of a node is allowed
   std::optional<NodeSet> nodes;  // allowed nodes; nullopt: all
   int64_t gpu_volume() const { return int64_t{gpus} * gpu_milli; }
-  bool is_fraction() const { return gpus > 0 && gpu_milli < kFullMilli; }
+  bool is_fraction() const { return gpus > 0 && gpu_milli < kWholeGpuMilli; }
   RequestClass without_node_constraints() const {
     return {gpus, gpu_milli, gpu_memory_mib, cpu_milli, memory_mib, models, one_island, 0xffff, std::nullopt};
   }
-  bool allows_node(size_t node) const { return !nodes || nodes->has(node); }
+  bool allows_node(size_t node) const { return !nodes || nodes->contains(node); }
 };
 
-// A place on a node. The lower (cost, tie) is better.
+// A place on a node. The lower (cost, tie_breaker) is better.
 struct Candidate {
   double cost = 0;
-  uint64_t tie = 0;
+  uint64_t tie_breaker = 0;
   uint16_t gpus = 0;  // bit g: GPU g
 };
 

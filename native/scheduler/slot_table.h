@@ -14,17 +14,17 @@ namespace genie {
 template <class Item>
 class SlotTable {
  public:
-  SlotTable(std::string what, size_t count_max) : what_(std::move(what)), count_max_(count_max) {}
+  SlotTable(std::string what, size_t count_max) : item_name_(std::move(what)), count_max_(count_max) {}
 
   int add(Item item) {
-    if (!free_.empty()) {
-      const int number = *free_.begin();
-      free_.erase(free_.begin());
+    if (!free_numbers_.empty()) {
+      const int number = *free_numbers_.begin();
+      free_numbers_.erase(free_numbers_.begin());
       items_[number] = std::move(item);
       return number;
     }
     if (items_.size() >= count_max_) {
-      throw UsageError(what_ + " limit of " + std::to_string(count_max_) + " reached; drop one first");
+      throw UsageError(item_name_ + " limit of " + std::to_string(count_max_) + " reached; drop one first");
     }
     items_.push_back(std::move(item));
     return static_cast<int>(items_.size()) - 1;
@@ -32,29 +32,29 @@ class SlotTable {
 
   const Item& get(int number) const {
     if (number < 0 || number >= static_cast<int>(items_.size()) || !items_[number]) {
-      throw UsageError("unknown " + what_ + ": " + std::to_string(number));
+      throw UsageError("unknown " + item_name_ + ": " + std::to_string(number));
     }
     return *items_[number];
   }
 
-  template <class Change>
-  void change(const Change& change) {
+  template <class Visit>
+  void for_each(const Visit& visit) {
     for (std::optional<Item>& item : items_) {
-      if (item) change(*item);
+      if (item) visit(*item);
     }
   }
 
   void drop(int number) {
     get(number);
     items_[number].reset();
-    free_.insert(number);
+    free_numbers_.insert(number);
   }
 
  private:
-  std::string what_;
+  std::string item_name_;
   size_t count_max_;
   std::vector<std::optional<Item>> items_;
-  std::set<int> free_;
+  std::set<int> free_numbers_;
 };
 
 }  // namespace genie

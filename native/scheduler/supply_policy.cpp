@@ -4,15 +4,15 @@
 #include <bit>
 
 #include "smoothing.h"
-#include "gpus.h"
+#include "gpu_selection.h"
 
 namespace genie {
 namespace {
 
-constexpr int kStaleDivisor = 10;  // stale after a change of a tenth
+constexpr int kStaleChangeDivisor = 10;  // stale after a change of a tenth
 
 // The GPUs that have the same amounts free as `gpu`.
-uint16_t equal_gpus(const Node& node, uint16_t gpus, int gpu) {
+uint16_t find_interchangeable_gpus(const Node& node, uint16_t gpus, int gpu) {
   uint16_t found = 0;
   for (; gpus != 0; gpus &= static_cast<uint16_t>(gpus - 1)) {
     const int g = std::countr_zero(gpus);
@@ -33,7 +33,7 @@ SupplyPolicy::SupplyPolicy(const Cluster& cluster, const std::vector<RequestClas
 }
 
 SupplyPolicy::SupplyPolicy(const SupplyPolicy& other)
-    : Policy(), options_(other.options_), tracker_(other.tracker_), groups_(other.groups_) {}
+    : Policy(), options_(other.options_), tracker_(other.tracker_), demand_groups_(other.demand_groups_) {}
 
 bool SupplyPolicy::prepare(const Cluster& cluster, WorkBudget& budget) {
   if (has_weights_) return true;
@@ -49,27 +49,27 @@ std::optional<Candidate> SupplyPolicy::evaluate(const Cluster& cluster, int numb
   if (!fits_except_gpus(node, number, request)) return std::nullopt;
   // Cheap checks first: most changed nodes are fuller than before.
   const bool is_one = request.gpus == 1;
-  uint16_t left = is_one ? usable_gpus(node, request, tenant) : tightest_gpus(node, request, tenant);
+  uint16_t left = is_one ? usable_gpus(node, request, tenant) : choose_tightest_gpus(node, request, tenant);
   if (request.gpus > 0 && left == 0) return std::nullopt;
   const double before = node_worth(tracker_->node_value(cluster, number), node.model);
-  if (!is_one) return candidate(node, request, left, before);
+  if (!is_one) return make_candidate(node, request, left, before);
   std::optional<Candidate> best;
   uint16_t best_equal = 0;
   while (left != 0) {
     const int g = std::countr_zero(left);
-    const uint16_t same = equal_gpus(node, left, g);
+    const uint16_t same = find_interchangeable_gpus(node, left, g);
     left &= static_cast<uint16_t>(~same);
-    const Candidate found = candidate(node, request, static_cast<uint16_t>(1 << g), before);
+    const Candidate found = make_candidate(node, request, static_cast<uint16_t>(1 << g), before);
     if (best && found.cost >= best->cost) continue;
     best = found;
     best_equal = same;
   }
-  if (best) best->gpus = closest_of_equal(node, best_equal);
+  if (best) best->gpus = choose_closest_of_equal(node, best_equal);
   return best;
 }
 
-Candidate SupplyPolicy::candidate(const Node& node, const RequestClass& request, uint16_t gpus,
-                                  double before) {
+Candidate SupplyPolicy::make_candidate(const Node& node, const RequestClass& request, uint16_t gpus,
+                                       double before) {
   const FreeState after = free_state_after(node, request, gpus);
   const double cost =
       before - (after.gpu_count == 0 ? 0 : node_worth(tracker_->state_value(after), node.model));
@@ -84,12 +84,12 @@ double SupplyPolicy::node_worth(const NodeValue& value, int model) const {
   for (size_t j = 0; j < tracker_->multi_gpu_counts().size(); ++j) {
     capacity += capacity_weights_[model][j] * static_cast<double>(value.capacity[j]);
   }
-  return fill_weights_[model] * static_cast<double>(value.fill) + options_.gamma * capacity;
+  return fill_weights_[model] * static_cast<double>(value.fill_milli) + options_.gamma * capacity;
 }
 
 bool SupplyPolicy::is_stale() const {
-  return std::any_of(groups_.begin(), groups_.end(), [&](const DemandGroup& group) {
-    return std::abs(supply_of(group) - group.supply) * kStaleDivisor > group.supply;
+  return std::any_of(demand_groups_.begin(), demand_groups_.end(), [&](const DemandGroup& group) {
+    return std::abs(current_supply(group) - group.supply) * kStaleChangeDivisor > group.supply;
   });
 }
 
@@ -113,10 +113,10 @@ void SupplyPolicy::collect_demand(const Cluster& cluster, const std::vector<Requ
   // and half a request for one GPU of each model.
   for (int gpus : tracker_->multi_gpu_counts()) {
     if (!std::has_single_bit(static_cast<unsigned>(gpus))) continue;
-    add_demand(kAnyModel, gpus, int64_t{gpus} * kFullMilli);
+    add_demand(kAnyModel, gpus, int64_t{gpus} * kWholeGpuMilli);
     for (int m = 0; m < kModelsMax; ++m) {
       if ((models >> m & 1) != 0)
-        add_demand(uint64_t{1} << m, gpus, int64_t{gpus} * kFullMilli / std::popcount(models));
+        add_demand(uint64_t{1} << m, gpus, int64_t{gpus} * kWholeGpuMilli / std::popcount(models));
     }
   }
   for (int m = 0; m < kModelsMax; ++m) {
@@ -126,35 +126,36 @@ void SupplyPolicy::collect_demand(const Cluster& cluster, const std::vector<Requ
 
 void SupplyPolicy::add_demand(uint64_t models, int gpus, int64_t volume) {
   if (!options_.by_model) models = kAnyModel;
-  for (DemandGroup& group : groups_) {
+  for (DemandGroup& group : demand_groups_) {
     if (group.models == models && group.gpus == gpus) {
       group.volume += volume;
       return;
     }
   }
-  groups_.push_back({models, gpus, volume});
+  demand_groups_.push_back({models, gpus, volume});
 }
 
 // The pressure on a model: over every group that may use it, the demand of the group divided by the supply of
 // all nodes that it may use.
 void SupplyPolicy::compute_weights() {
-  for (DemandGroup& group : groups_) {
-    group.supply = supply_of(group);
+  for (DemandGroup& group : demand_groups_) {
+    group.supply = current_supply(group);
     if (group.supply == 0) continue;
     const double pressure = static_cast<double>(group.volume) / static_cast<double>(group.supply);
     for (int m = 0; m < kModelsMax; ++m) {
       if ((group.models >> m & 1) == 0) continue;
-      (group.gpus > 1 ? capacity_weights_[m][index_of(group.gpus)] : fill_weights_[m]) += pressure;
+      (group.gpus > 1 ? capacity_weights_[m][multi_gpu_count_index(group.gpus)] : fill_weights_[m]) +=
+          pressure;
     }
   }
 }
 
-int64_t SupplyPolicy::supply_of(const DemandGroup& group) const {
-  return group.gpus > 1 ? tracker_->total_capacity(group.models, index_of(group.gpus))
+int64_t SupplyPolicy::current_supply(const DemandGroup& group) const {
+  return group.gpus > 1 ? tracker_->total_capacity(group.models, multi_gpu_count_index(group.gpus))
                         : tracker_->total_fill(group.models);
 }
 
-size_t SupplyPolicy::index_of(int gpus) const {
+size_t SupplyPolicy::multi_gpu_count_index(int gpus) const {
   const std::vector<int>& multi_gpu_counts = tracker_->multi_gpu_counts();
   return static_cast<size_t>(std::find(multi_gpu_counts.begin(), multi_gpu_counts.end(), gpus) -
                              multi_gpu_counts.begin());

@@ -30,7 +30,7 @@ class SupplyPolicy final : public Policy {
   bool prepare(const Cluster& cluster, WorkBudget& budget);
   std::optional<Candidate> evaluate(const Cluster& cluster, int number, const RequestClass& request,
                                     uint32_t tenant) override;
-  uint64_t simulations() const override { return tracker_->simulations(); }
+  uint64_t simulation_count() const override { return tracker_->simulation_count(); }
   // Reads the changes of the cluster for is_stale(); false if the budget was exhausted before.
   bool update_supply(const Cluster& cluster, WorkBudget& budget) { return tracker_->update(cluster, budget); }
   // Whether the supply of a group has changed too much since the weights were computed.
@@ -48,14 +48,14 @@ class SupplyPolicy final : public Policy {
   void collect_demand(const Cluster& cluster, const std::vector<RequestClass>& history);
   void add_demand(uint64_t models, int gpus, int64_t volume);
   void compute_weights();
-  int64_t supply_of(const DemandGroup& group) const;
-  size_t index_of(int gpus) const;
+  int64_t current_supply(const DemandGroup& group) const;
+  size_t multi_gpu_count_index(int gpus) const;
   double node_worth(const NodeValue& value, int model) const;
-  Candidate candidate(const Node& node, const RequestClass& request, uint16_t gpus, double before);
+  Candidate make_candidate(const Node& node, const RequestClass& request, uint16_t gpus, double before);
 
   SupplyOptions options_;
   std::shared_ptr<SupplyTracker> tracker_;  // shared with policies of the same demand
-  std::vector<DemandGroup> groups_;
+  std::vector<DemandGroup> demand_groups_;
   bool has_weights_ = false;
   std::array<double, kModelsMax> fill_weights_{};
   std::array<std::array<double, kMultiGpuCountsMax>, kModelsMax> capacity_weights_{};

@@ -21,30 +21,30 @@ class SupplyTracker {
   // The value of a node in its current state. The reference is valid until the next call.
   const NodeValue& node_value(const Cluster& cluster, int number);
   // The value of any state, as of NodeValues.
-  const NodeValue& state_value(const FreeState& state) { return values_.of(state); }
+  const NodeValue& state_value(const FreeState& state) { return values_.value_of(state); }
   const std::vector<int>& multi_gpu_counts() const { return values_.multi_gpu_counts(); }
-  uint64_t simulations() const { return values_.simulations(); }
+  uint64_t simulation_count() const { return values_.simulation_count(); }
   // Over the open nodes of these models, as of the last update: the fill, and the capacity for
   // multi_gpu_counts()[index].
   int64_t total_fill(uint64_t models) const;
   int64_t total_capacity(uint64_t models, size_t index) const;
 
  private:
-  struct KnownNode {
+  struct TrackedNode {
     uint32_t version = 0;
-    bool open = false;
+    bool is_open = false;
     int model = 0;
     NodeValue value;
   };
 
-  void add_to_totals(const KnownNode& known, int sign);
+  void add_to_totals(const TrackedNode& known, int sign);
 
   NodeValues values_;
-  std::vector<KnownNode> known_nodes_;
+  std::vector<TrackedNode> tracked_nodes_;
   std::array<NodeValue, kModelsMax> totals_{};
-  uint64_t models_ = 0;        // models of the known nodes
-  int known_up_to_ = 0;        // nodes below this one were read
-  uint64_t changes_read_ = 0;  // position in the change log of the cluster
+  uint64_t models_of_nodes_ = 0;      // models of the known nodes
+  int read_up_to_node_ = 0;           // nodes below this one were read
+  uint64_t change_log_position_ = 0;  // position in the change log of the cluster
 };
 
 }  // namespace genie

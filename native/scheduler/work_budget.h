@@ -6,19 +6,19 @@
 
 namespace genie {
 
-constexpr int64_t kUnlimited = std::numeric_limits<int64_t>::max();
+constexpr int64_t kUnlimitedWork = std::numeric_limits<int64_t>::max();
 
 // The unit is the evaluation of a request on a node. Work that takes longer is charged with more.
 class WorkBudget {
  public:
-  explicit WorkBudget(int64_t units) : left_(units) {}
+  explicit WorkBudget(int64_t units) : remaining_units_(units) {}
 
-  bool is_exhausted() const { return left_ <= 0; }
+  bool is_exhausted() const { return remaining_units_ <= 0; }
   // A call may exceed the budget by its last piece of work.
-  void charge(int64_t units) { left_ -= units; }
+  void charge(int64_t units) { remaining_units_ -= units; }
 
  private:
-  int64_t left_;
+  int64_t remaining_units_;
 };
 
 }  // namespace genie

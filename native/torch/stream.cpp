@@ -25,7 +25,7 @@ class PlaintextStream final : public Stream {
       if (got > 0) return static_cast<size_t>(got);
       if (got == 0) throw ConnectionLost("the peer closed the connection");
       check_would_block();
-    } while (socket_->wait(POLLIN, deadline));
+    } while (socket_->wait_ready(POLLIN, deadline));
     return 0;
   }
 
@@ -37,13 +37,15 @@ class PlaintextStream final : public Stream {
     return 0;
   }
 
-  bool wait_writable(int64_t timeout_us) override { return socket_->wait(POLLOUT, Deadline(timeout_us)); }
+  bool wait_writable(int64_t timeout_us) override {
+    return socket_->wait_ready(POLLOUT, Deadline(timeout_us));
+  }
 
   void shut_down() noexcept override { socket_->shut_down(); }
 
-  bool encrypted() const override { return false; }
+  bool is_encrypted() const override { return false; }
 
-  std::unique_ptr<Stream> without_tls(int64_t) override {
+  std::unique_ptr<Stream> downgrade_to_plaintext(int64_t) override {
     throw std::logic_error("this connection has no TLS to shut down");
   }
 
@@ -53,7 +55,7 @@ class PlaintextStream final : public Stream {
     int error = errno;
     if (would_block(error)) return;
     socket_->check_open();  // a local shutdown is the better reason
-    throw ConnectionLost("the connection broke: " + error_text(error));
+    throw ConnectionLost("the connection broke: " + errno_text(error));
   }
 
   std::shared_ptr<Socket> socket_;

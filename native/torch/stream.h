@@ -48,13 +48,13 @@ class Stream {
   virtual bool wait_writable(int64_t timeout_us) = 0;
   // Wakes blocked readers and writers; they throw ConnectionLost.
   virtual void shut_down() noexcept = 0;
-  virtual bool encrypted() const = 0;
+  virtual bool is_encrypted() const = 0;
 
   // Shuts TLS down on both sides and returns the same connection as a plaintext stream; this object then only
   // throws ConnectionLost. Both ends must call this at the same point of the protocol; no bytes are lost.
   // Only for two processes on one machine (device_protocol.py decides that); std::logic_error on a plaintext
   // stream.
-  virtual std::unique_ptr<Stream> without_tls(int64_t timeout_us) = 0;
+  virtual std::unique_ptr<Stream> downgrade_to_plaintext(int64_t timeout_us) = 0;
 
   // As read_some, but polls for `spin_us` before it sleeps: a wake-up takes longer than most waits between
   // two busy processes.

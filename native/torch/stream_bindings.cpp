@@ -23,21 +23,21 @@ constexpr int64_t SIGNAL_CHECK_INTERVAL_US = 200'000;
 struct StreamObject {
   std::shared_ptr<Stream> stream;
 
-  std::shared_ptr<Stream> open() const {
+  std::shared_ptr<Stream> get_open_stream() const {
     if (!stream) throw ConnectionLost("the connection is closed");
     return stream;
   }
 };
 
 // The buffer of a Python object: bytes, bytearray, memoryview, an array.
-class Memory {
+class PythonBuffer {
  public:
-  explicit Memory(py::handle object) {
+  explicit PythonBuffer(py::handle object) {
     if (PyObject_GetBuffer(object.ptr(), &view_, PyBUF_SIMPLE) != 0) throw py::error_already_set();
   }
-  ~Memory() { PyBuffer_Release(&view_); }
-  Memory(const Memory&) = delete;
-  Memory& operator=(const Memory&) = delete;
+  ~PythonBuffer() { PyBuffer_Release(&view_); }
+  PythonBuffer(const PythonBuffer&) = delete;
+  PythonBuffer& operator=(const PythonBuffer&) = delete;
 
   const void* data() const { return view_.buf; }
   size_t size() const { return static_cast<size_t>(view_.len); }
@@ -46,7 +46,7 @@ class Memory {
   Py_buffer view_;
 };
 
-int64_t microseconds(std::optional<double> timeout_s) {
+int64_t to_microseconds(std::optional<double> timeout_s) {
   constexpr double YEAR_S = 365.0 * 86400;
   if (!timeout_s || *timeout_s > YEAR_S) return -1;
   if (!(*timeout_s >= 0)) throw py::value_error("timeout_s must be a number >= 0, or None");
@@ -64,21 +64,21 @@ StreamObject plaintext(int fd) { return {Stream::plaintext(fd)}; }
 StreamObject tls_client(int fd, const std::vector<py::bytes>& ca_der, const std::string& server_name,
                         std::optional<double> timeout_s) {
   std::vector<std::string> certificates(ca_der.begin(), ca_der.end());
-  int64_t timeout_us = microseconds(timeout_s);
+  int64_t timeout_us = to_microseconds(timeout_s);
   return without_gil(
       [&] { return StreamObject{Stream::tls_client(fd, certificates, server_name, timeout_us)}; });
 }
 
 StreamObject tls_server(int fd, const std::string& certificate_path, const std::string& key_path,
                         std::optional<double> timeout_s) {
-  int64_t timeout_us = microseconds(timeout_s);
+  int64_t timeout_us = to_microseconds(timeout_s);
   return without_gil(
       [&] { return StreamObject{Stream::tls_server(fd, certificate_path, key_path, timeout_us)}; });
 }
 
 py::bytes read_exactly(const StreamObject& self, size_t count, std::optional<double> timeout_s) {
-  auto stream = self.open();
-  int64_t timeout_us = microseconds(timeout_s);
+  auto stream = self.get_open_stream();
+  int64_t timeout_us = to_microseconds(timeout_s);
   PyObject* made = PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(count));
   if (!made) throw py::error_already_set();
   auto bytes = py::reinterpret_steal<py::bytes>(made);
@@ -100,16 +100,16 @@ py::bytes read_exactly(const StreamObject& self, size_t count, std::optional<dou
 }
 
 void write_all(const StreamObject& self, const py::object& data, std::optional<double> timeout_s) {
-  auto stream = self.open();
-  int64_t timeout_us = microseconds(timeout_s);
-  Memory memory(data);
+  auto stream = self.get_open_stream();
+  int64_t timeout_us = to_microseconds(timeout_s);
+  PythonBuffer memory(data);
   without_gil([&] { stream->write_all(memory.data(), memory.size(), timeout_us); });
 }
 
-StreamObject without_tls(StreamObject& self, std::optional<double> timeout_s) {
-  auto stream = self.open();
-  int64_t timeout_us = microseconds(timeout_s);
-  auto without = without_gil([&] { return StreamObject{stream->without_tls(timeout_us)}; });
+StreamObject downgrade_to_plaintext(StreamObject& self, std::optional<double> timeout_s) {
+  auto stream = self.get_open_stream();
+  int64_t timeout_us = to_microseconds(timeout_s);
+  auto without = without_gil([&] { return StreamObject{stream->downgrade_to_plaintext(timeout_us)}; });
   self.stream.reset();
   return without;
 }
@@ -124,9 +124,9 @@ void close(StreamObject& self) {
 }
 
 // Python's ssl module may be missing; OpenSSL is then searched by its usual names.
-void use_pythons_openssl() {
+void set_openssl_library_of_python() {
   try {
-    openssl::use_openssl_of(py::module_::import("_ssl").attr("__file__").cast<std::string>());
+    openssl::set_openssl_library(py::module_::import("_ssl").attr("__file__").cast<std::string>());
   } catch (py::error_already_set& error) {
     if (!error.matches(PyExc_ImportError) && !error.matches(PyExc_AttributeError)) throw;
   }
@@ -135,7 +135,7 @@ void use_pythons_openssl() {
 }  // namespace
 
 void bind_stream(py::module_& module) {
-  use_pythons_openssl();
+  set_openssl_library_of_python();
   py::register_local_exception<ConnectionLost>(module, "ConnectionLost", PyExc_ConnectionError);
   py::register_local_exception<TlsRefused>(module, "TlsRefused", PyExc_ConnectionError);
   py::class_<StreamObject>(module, "Stream", py::module_local())
@@ -146,12 +146,15 @@ void bind_stream(py::module_& module) {
                   py::arg("timeout_s"))
       .def("read_exactly", &read_exactly, py::arg("count"), py::arg("timeout_s"))
       .def("write_all", &write_all, py::arg("data"), py::arg("timeout_s"))
-      .def("without_tls", &without_tls, py::arg("timeout_s"))
+      .def("downgrade_to_plaintext", &downgrade_to_plaintext, py::arg("timeout_s"))
       .def("shut_down", &shut_down)
       .def("close", &close)
-      .def_property_readonly("encrypted", [](const StreamObject& self) { return self.open()->encrypted(); });
+      .def_property_readonly("encrypted",
+                             [](const StreamObject& self) { return self.get_open_stream()->is_encrypted(); });
 }
 
-std::shared_ptr<Stream> stream_of(py::handle object) { return object.cast<const StreamObject&>().open(); }
+std::shared_ptr<Stream> stream_from_python(py::handle object) {
+  return object.cast<const StreamObject&>().get_open_stream();
+}
 
 }  // namespace genie

@@ -95,17 +95,17 @@ constexpr int BIO_FLAGS_SHOULD_RETRY = 0x08;
   X(const char*, ERR_reason_error_string, (unsigned long))                       \
   X(void, ERR_clear_error, ())
 
-struct Functions {
+struct OpenSslFunctions {
 #define DECLARE_FUNCTION(result, name, arguments) result(*name) arguments;
   FOR_EACH_OPENSSL_FUNCTION(DECLARE_FUNCTION)
 #undef DECLARE_FUNCTION
 };
 
 // Looked up at the first call. TlsRefused if there is no OpenSSL, or it lacks a function.
-const Functions& functions();
+const OpenSslFunctions& functions();
 
 // Sets a library that is linked to the OpenSSL to use (Python's `_ssl`); it is tried before the usual names.
 // Call it before the first functions().
-void use_openssl_of(const std::string& library_path);
+void set_openssl_library(const std::string& library_path);
 
 }  // namespace genie::openssl

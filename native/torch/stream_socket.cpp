@@ -30,7 +30,7 @@ constexpr int SEND_FLAGS = MSG_NOSIGNAL;
 constexpr int SEND_FLAGS = 0;
 #endif
 
-void set_option(int fd, int level, int name, int value) {
+void set_socket_option(int fd, int level, int name, int value) {
   // Optional: Unix sockets, which tests use, lack the TCP options.
   (void)::setsockopt(fd, level, name, &value, sizeof(value));
 }
@@ -38,27 +38,27 @@ void set_option(int fd, int level, int name, int value) {
 // No Nagle delay. Keepalive detects a vanished peer within about a minute, unless data is in flight: the
 // kernel then retransmits for much longer, and the cluster reports the loss first. Buffer sizes are left to
 // the kernel's autotuning.
-void tune(int fd) {
-  set_option(fd, IPPROTO_TCP, TCP_NODELAY, 1);
-  set_option(fd, SOL_SOCKET, SO_KEEPALIVE, 1);
+void set_tcp_options(int fd) {
+  set_socket_option(fd, IPPROTO_TCP, TCP_NODELAY, 1);
+  set_socket_option(fd, SOL_SOCKET, SO_KEEPALIVE, 1);
 #ifdef TCP_KEEPIDLE
-  set_option(fd, IPPROTO_TCP, TCP_KEEPIDLE, KEEPALIVE_IDLE_S);
+  set_socket_option(fd, IPPROTO_TCP, TCP_KEEPIDLE, KEEPALIVE_IDLE_S);
 #endif
-  set_option(fd, IPPROTO_TCP, TCP_KEEPINTVL, KEEPALIVE_INTERVAL_S);
-  set_option(fd, IPPROTO_TCP, TCP_KEEPCNT, KEEPALIVE_PROBES);
+  set_socket_option(fd, IPPROTO_TCP, TCP_KEEPINTVL, KEEPALIVE_INTERVAL_S);
+  set_socket_option(fd, IPPROTO_TCP, TCP_KEEPCNT, KEEPALIVE_PROBES);
 #ifdef SO_NOSIGPIPE
-  set_option(fd, SOL_SOCKET, SO_NOSIGPIPE, 1);
+  set_socket_option(fd, SOL_SOCKET, SO_NOSIGPIPE, 1);
 #endif
 }
 
-bool is_socket(int fd) {
+bool is_connected_socket(int fd) {
   int type = 0;
   socklen_t size = sizeof(type);
   return ::getsockopt(fd, SOL_SOCKET, SO_TYPE, &type, &size) == 0 && type == SOCK_STREAM;
 }
 
 // poll, with microsecond resolution on Linux; a negative timeout waits forever.
-int poll_one(pollfd* entry, int64_t timeout_us) {
+int poll_descriptor(pollfd* entry, int64_t timeout_us) {
 #ifdef __linux__
   timespec left{static_cast<time_t>(timeout_us / 1000000), static_cast<long>(timeout_us % 1000000 * 1000)};
   return ::ppoll(entry, 1, timeout_us < 0 ? nullptr : &left, nullptr);
@@ -83,11 +83,11 @@ int64_t Deadline::remaining_us() const {
 
 Socket::Socket(int fd) : fd_(fd) {
   int flags = ::fcntl(fd, F_GETFL);
-  if (flags == -1 || !is_socket(fd) || ::fcntl(fd, F_SETFL, flags | O_NONBLOCK) == -1) {
+  if (flags == -1 || !is_connected_socket(fd) || ::fcntl(fd, F_SETFL, flags | O_NONBLOCK) == -1) {
     if (flags != -1) ::close(fd);
     throw ConnectionLost("descriptor " + std::to_string(fd) + " is not a connected socket");
   }
-  tune(fd);
+  set_tcp_options(fd);
 }
 
 Socket::~Socket() { ::close(fd_); }
@@ -108,29 +108,30 @@ ssize_t Socket::send(const void* from, size_t size) noexcept {
   return sent;
 }
 
-bool Socket::wait(short events, const Deadline& deadline) {
+bool Socket::wait_ready(short events, const Deadline& deadline) {
   for (;;) {
     pollfd entry{fd_, events, 0};
     int64_t remaining_us = deadline.remaining_us();
-    int ready = poll_one(&entry, remaining_us);
+    int ready = poll_descriptor(&entry, remaining_us);
     if (ready > 0) return true;
-    if (ready == -1 && errno != EINTR) throw ConnectionLost("waiting failed: " + error_text(errno));
+    if (ready == -1 && errno != EINTR) throw ConnectionLost("waiting failed: " + errno_text(errno));
     if (remaining_us == 0) return false;
   }
 }
 
 void Socket::shut_down() noexcept {
-  shut_down_.store(true, std::memory_order_release);
+  is_shut_down_.store(true, std::memory_order_release);
   // ENOTCONN if the peer disconnected first, which has woken the waiters.
   (void)::shutdown(fd_, SHUT_RDWR);
 }
 
 void Socket::check_open() const {
-  if (shut_down_.load(std::memory_order_acquire)) throw ConnectionLost("the connection was closed locally");
+  if (is_shut_down_.load(std::memory_order_acquire))
+    throw ConnectionLost("the connection was closed locally");
 }
 
 bool would_block(int error) { return error == EAGAIN || error == EWOULDBLOCK; }
 
-std::string error_text(int error) { return std::generic_category().message(error); }
+std::string errno_text(int error) { return std::generic_category().message(error); }
 
 }  // namespace genie

@@ -39,7 +39,7 @@ class Socket {
   ssize_t send(const void* from, size_t size) noexcept;
 
   // Waits for one of poll's `events`, or the end of the connection; false on timeout.
-  bool wait(short events, const Deadline& deadline);
+  bool wait_ready(short events, const Deadline& deadline);
 
   // Wakes waiting threads. Thread-safe.
   void shut_down() noexcept;
@@ -48,7 +48,7 @@ class Socket {
 
  private:
   int fd_;
-  std::atomic<bool> shut_down_{false};
+  std::atomic<bool> is_shut_down_{false};
 };
 
 class Stream;
@@ -57,6 +57,6 @@ std::unique_ptr<Stream> plaintext_stream(std::shared_ptr<Socket> socket);
 // Whether errno of receive() or send() means that the call would block.
 bool would_block(int error);
 
-std::string error_text(int error);
+std::string errno_text(int error);
 
 }  // namespace genie

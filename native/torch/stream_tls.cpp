@@ -15,31 +15,31 @@ namespace {
 using namespace openssl;
 
 // Bytes per lock of OpenSSL, so that reader and writer alternate.
-constexpr size_t TURN_BYTES_MAX = 256u << 10;
+constexpr size_t BYTES_PER_LOCK_MAX = 256u << 10;
 // AES-GCM is safe for about 2^24 records per key; this is far below, at no measurable cost.
-constexpr uint64_t RECORDS_PER_KEY = 1u << 12;
+constexpr uint64_t TLS_RECORDS_PER_KEY = 1u << 12;
 
-struct Free {
+struct OpenSslDeleter {
   void operator()(SSL_CTX* context) const { functions().SSL_CTX_free(context); }
   void operator()(SSL* ssl) const { functions().SSL_free(ssl); }
   void operator()(X509* certificate) const { functions().X509_free(certificate); }
 };
-using Context = std::unique_ptr<SSL_CTX, Free>;
-using Connection = std::unique_ptr<SSL, Free>;
-using Certificate = std::unique_ptr<X509, Free>;
+using SslContextPtr = std::unique_ptr<SSL_CTX, OpenSslDeleter>;
+using SslPtr = std::unique_ptr<SSL, OpenSslDeleter>;
+using X509Ptr = std::unique_ptr<X509, OpenSslDeleter>;
 
 // --- OpenSSL's transport -----------------------------------------------------------------------------------
 
 // OpenSSL's own socket BIO may raise SIGPIPE; this one does not, and keeps the error of a failed call.
-struct Transport {
+struct SocketTransport {
   std::shared_ptr<Socket> socket;
-  bool ended = false;  // the peer closed its side
-  int error = 0;       // errno of the failed call
+  bool peer_closed = false;  // the peer closed its side
+  int error = 0;             // errno of the failed call
 
   // Converts the result of receive() or send() for OpenSSL.
-  int result(BIO* bio, ssize_t done, int direction) {
+  int to_bio_result(BIO* bio, ssize_t done, int direction) {
     int failure = done < 0 ? errno : 0;
-    const Functions& f = functions();
+    const OpenSslFunctions& f = functions();
     f.BIO_clear_flags(bio, BIO_FLAGS_READ | BIO_FLAGS_WRITE | BIO_FLAGS_SHOULD_RETRY);
     if (would_block(failure)) {
       f.BIO_set_flags(bio, direction | BIO_FLAGS_SHOULD_RETRY);
@@ -51,21 +51,22 @@ struct Transport {
 };
 
 int transport_read(BIO* bio, char* into, int size) {
-  auto* transport = static_cast<Transport*>(functions().BIO_get_data(bio));
+  auto* transport = static_cast<SocketTransport*>(functions().BIO_get_data(bio));
   ssize_t got = transport->socket->receive(into, static_cast<size_t>(size));
-  if (got == 0 && size > 0) transport->ended = true;
-  return transport->result(bio, got, BIO_FLAGS_READ);
+  if (got == 0 && size > 0) transport->peer_closed = true;
+  return transport->to_bio_result(bio, got, BIO_FLAGS_READ);
 }
 
 int transport_write(BIO* bio, const char* from, int size) {
-  auto* transport = static_cast<Transport*>(functions().BIO_get_data(bio));
-  return transport->result(bio, transport->socket->send(from, static_cast<size_t>(size)), BIO_FLAGS_WRITE);
+  auto* transport = static_cast<SocketTransport*>(functions().BIO_get_data(bio));
+  return transport->to_bio_result(bio, transport->socket->send(from, static_cast<size_t>(size)),
+                                  BIO_FLAGS_WRITE);
 }
 
 long transport_control(BIO*, int command, long, void*) { return command == BIO_CTRL_FLUSH ? 1 : 0; }
 
 BIO_METHOD* make_transport_method() {
-  const Functions& f = functions();
+  const OpenSslFunctions& f = functions();
   BIO_METHOD* method = f.BIO_meth_new(f.BIO_get_new_index() | BIO_TYPE_SOURCE_SINK, "genie stream");
   if (!method) throw TlsRefused("OpenSSL has no memory left");
   f.BIO_meth_set_read(method, transport_read);
@@ -74,9 +75,9 @@ BIO_METHOD* make_transport_method() {
   return method;
 }
 
-BIO* new_transport_bio(Transport* transport) {
+BIO* new_transport_bio(SocketTransport* transport) {
   static BIO_METHOD* const method = make_transport_method();
-  const Functions& f = functions();
+  const OpenSslFunctions& f = functions();
   BIO* bio = f.BIO_new(method);
   if (!bio) throw TlsRefused("OpenSSL has no memory left");
   f.BIO_set_data(bio, transport);
@@ -86,29 +87,31 @@ BIO* new_transport_bio(Transport* transport) {
 
 // --- error messages ----------------------------------------------------------------------------------------
 
-std::string reason_of_last_error() {
+std::string last_openssl_error() {
   constexpr unsigned long SYSTEM_ERROR = 1ul << 31;
-  const Functions& f = functions();
+  const OpenSslFunctions& f = functions();
   unsigned long code = f.ERR_get_error();
   const char* text = code ? f.ERR_reason_error_string(code) : nullptr;
   f.ERR_clear_error();
-  if (code & SYSTEM_ERROR) return error_text(static_cast<int>(code & ~SYSTEM_ERROR));
+  if (code & SYSTEM_ERROR) return errno_text(static_cast<int>(code & ~SYSTEM_ERROR));
   return text ? text : "no reason given";
 }
 
-[[noreturn]] void refuse(const std::string& what) { throw TlsRefused(what + ": " + reason_of_last_error()); }
+[[noreturn]] void throw_tls_refused(const std::string& what) {
+  throw TlsRefused(what + ": " + last_openssl_error());
+}
 
 // --- contexts ----------------------------------------------------------------------------------------------
 
-Context new_context(const SSL_METHOD* method) {
-  const Functions& f = functions();
-  Context context(f.SSL_CTX_new(method));
-  if (!context) refuse("could not set up TLS");
+SslContextPtr make_context(const SSL_METHOD* method) {
+  const OpenSslFunctions& f = functions();
+  SslContextPtr context(f.SSL_CTX_new(method));
+  if (!context) throw_tls_refused("could not set up TLS");
   if (f.SSL_CTX_ctrl(context.get(), SSL_CTRL_SET_MIN_PROTO_VERSION, TLS1_3_VERSION, nullptr) != 1) {
-    refuse("this OpenSSL does not support TLS 1.3");
+    throw_tls_refused("this OpenSSL does not support TLS 1.3");
   }
   // Every connection does a full handshake: no tickets, no session cache. Read-ahead stays off, as by
-  // default: without_tls() needs all bytes after TLS to be still in the socket.
+  // default: downgrade_to_plaintext() needs all bytes after TLS to be still in the socket.
   f.SSL_CTX_set_options(context.get(), SSL_OP_NO_TICKET);
   f.SSL_CTX_ctrl(context.get(), SSL_CTRL_SET_SESS_CACHE_MODE, SSL_SESS_CACHE_OFF, nullptr);
   f.SSL_CTX_ctrl(context.get(), SSL_CTRL_MODE,
@@ -116,22 +119,22 @@ Context new_context(const SSL_METHOD* method) {
   return context;
 }
 
-void trust(SSL_CTX* context, const std::string& der) {
-  const Functions& f = functions();
+void add_trusted_ca(SSL_CTX* context, const std::string& der) {
+  const OpenSslFunctions& f = functions();
   const auto* start = reinterpret_cast<const unsigned char*>(der.data());
   const unsigned char* next = start;
-  Certificate certificate(f.d2i_X509(nullptr, &next, static_cast<long>(der.size())));
-  if (!certificate || next != start + der.size()) refuse("could not parse a CA certificate");
+  X509Ptr certificate(f.d2i_X509(nullptr, &next, static_cast<long>(der.size())));
+  if (!certificate || next != start + der.size()) throw_tls_refused("could not parse a CA certificate");
   if (f.X509_STORE_add_cert(f.SSL_CTX_get_cert_store(context), certificate.get()) != 1) {
-    refuse("could not use a CA certificate");
+    throw_tls_refused("could not use a CA certificate");
   }
 }
 
-Context client_context(const std::vector<std::string>& ca_der) {
+SslContextPtr make_client_context(const std::vector<std::string>& ca_der) {
   if (ca_der.empty()) throw TlsRefused("no CA given, so the peer cannot be verified");
-  const Functions& f = functions();
-  Context context = new_context(f.TLS_client_method());
-  for (const std::string& der : ca_der) trust(context.get(), der);
+  const OpenSslFunctions& f = functions();
+  SslContextPtr context = make_context(f.TLS_client_method());
+  for (const std::string& der : ca_der) add_trusted_ca(context.get(), der);
   f.SSL_CTX_set_verify(context.get(), SSL_VERIFY_PEER, nullptr);
   return context;
 }
@@ -139,33 +142,33 @@ Context client_context(const std::vector<std::string>& ca_der) {
 // Replaces OpenSSL's own, which prompts at the terminal.
 int no_password(char*, int, int, void*) { return 0; }
 
-Context server_context(const std::string& certificate_path, const std::string& key_path) {
-  const Functions& f = functions();
-  Context context = new_context(f.TLS_server_method());
+SslContextPtr make_server_context(const std::string& certificate_path, const std::string& key_path) {
+  const OpenSslFunctions& f = functions();
+  SslContextPtr context = make_context(f.TLS_server_method());
   f.SSL_CTX_set_num_tickets(context.get(), 0);
   f.SSL_CTX_set_default_passwd_cb(context.get(), no_password);
   if (f.SSL_CTX_use_certificate_chain_file(context.get(), certificate_path.c_str()) != 1) {
-    refuse("could not use the certificate " + certificate_path);
+    throw_tls_refused("could not use the certificate " + certificate_path);
   }
   // Also fails for a key that does not match the certificate.
   if (f.SSL_CTX_use_PrivateKey_file(context.get(), key_path.c_str(), SSL_FILETYPE_PEM) != 1) {
-    refuse("could not use the key " + key_path);
+    throw_tls_refused("could not use the key " + key_path);
   }
   return context;
 }
 
-void expect_name(SSL* ssl, const std::string& name) {
+void set_expected_server_name(SSL* ssl, const std::string& name) {
   if (name.empty() || name.find('\0') != std::string::npos) {
     throw TlsRefused("no server name given to check the certificate against");
   }
-  const Functions& f = functions();
+  const OpenSslFunctions& f = functions();
   X509_VERIFY_PARAM* param = f.SSL_get0_param(ssl);
   unsigned flags = X509_CHECK_FLAG_NO_PARTIAL_WILDCARDS | X509_CHECK_FLAG_NEVER_CHECK_SUBJECT;
   f.X509_VERIFY_PARAM_set_hostflags(param, flags);
   std::string hostname = name;
   if (f.X509_VERIFY_PARAM_set1_host(param, name.data(), name.size()) != 1 ||
       f.SSL_ctrl(ssl, SSL_CTRL_SET_TLSEXT_HOSTNAME, TLSEXT_NAMETYPE_host_name, hostname.data()) != 1) {
-    refuse("could not set the server name " + name);
+    throw_tls_refused("could not set the server name " + name);
   }
 }
 
@@ -175,13 +178,13 @@ class TlsStream final : public Stream {
  public:
   TlsStream(std::shared_ptr<Socket> socket, SSL_CTX* context)
       : transport_{std::move(socket)}, ssl_(openssl_.SSL_new(context)) {
-    if (!ssl_) refuse("could not set up TLS");
+    if (!ssl_) throw_tls_refused("could not set up TLS");
     BIO* bio = new_transport_bio(&transport_);
     openssl_.SSL_set_bio(ssl_.get(), bio, bio);
   }
 
   void connect(const std::string& server_name, int64_t timeout_us) {
-    expect_name(ssl_.get(), server_name);
+    set_expected_server_name(ssl_.get(), server_name);
     openssl_.SSL_set_connect_state(ssl_.get());
     handshake(timeout_us);
   }
@@ -195,54 +198,58 @@ class TlsStream final : public Stream {
     if (size == 0) return 0;
     Deadline deadline(timeout_us);
     for (;;) {
-      Step step = try_read_once(static_cast<char*>(into), size);
-      if (step.bytes > 0) return step.bytes;
-      if (!socket().wait(step.wait_for, deadline)) return 0;
+      ReadAttempt attempt = try_read_once(static_cast<char*>(into), size);
+      if (attempt.bytes > 0) return attempt.bytes;
+      if (!socket().wait_ready(attempt.wait_for, deadline)) return 0;
     }
   }
 
   size_t write_some(const void* from, size_t size) override {
     std::lock_guard lock(ssl_mutex_);
     check_usable(write_failure_);
-    size = std::min(size, TURN_BYTES_MAX);
+    size = std::min(size, BYTES_PER_LOCK_MAX);
     size_t done = 0;
     while (done < size) {
-      if (!retrying_) renew_key_when_due();
+      if (!is_write_retry_) update_key_if_due();
       size_t count = 0;
       clear_errors();
       int result =
           openssl_.SSL_write_ex(ssl_.get(), static_cast<const char*>(from) + done, size - done, &count);
-      retrying_ = result != 1;
-      if (retrying_) {
-        if (outcome(result, write_failure_) == POLLIN) write_failure_ = "the peer requested renegotiation";
+      is_write_retry_ = result != 1;
+      if (is_write_retry_) {
+        if (poll_event_after(result, write_failure_) == POLLIN)
+          write_failure_ = "the peer requested renegotiation";
         break;
       }
-      records_with_key_++;
+      records_since_key_update_++;
       done += count;
     }
     if (done == 0) check_usable(write_failure_);
     return done;
   }
 
-  bool wait_writable(int64_t timeout_us) override { return socket().wait(POLLOUT, Deadline(timeout_us)); }
+  bool wait_writable(int64_t timeout_us) override {
+    return socket().wait_ready(POLLOUT, Deadline(timeout_us));
+  }
 
   void shut_down() noexcept override { socket().shut_down(); }
 
-  bool encrypted() const override { return true; }
+  bool is_encrypted() const override { return true; }
 
-  std::unique_ptr<Stream> without_tls(int64_t timeout_us) override {
+  std::unique_ptr<Stream> downgrade_to_plaintext(int64_t timeout_us) override {
     Deadline deadline(timeout_us);
     for (;;) {
       short wait_for = try_shutdown_once();
       if (wait_for == 0) break;
-      if (!socket().wait(wait_for, deadline)) throw ConnectionLost("timeout: the peer did not shut down TLS");
+      if (!socket().wait_ready(wait_for, deadline))
+        throw ConnectionLost("timeout: the peer did not shut down TLS");
     }
     return plaintext_stream(transport_.socket);
   }
 
  private:
   // The result of one call: bytes, or the poll event to wait for.
-  struct Step {
+  struct ReadAttempt {
     size_t bytes;
     short wait_for;
   };
@@ -257,53 +264,53 @@ class TlsStream final : public Stream {
       if (result == 1) return;
       int error = openssl_.SSL_get_error(ssl_.get(), result);
       if (error != SSL_ERROR_WANT_READ && error != SSL_ERROR_WANT_WRITE) fail_handshake();
-      if (!socket().wait(error == SSL_ERROR_WANT_READ ? POLLIN : POLLOUT, deadline)) {
+      if (!socket().wait_ready(error == SSL_ERROR_WANT_READ ? POLLIN : POLLOUT, deadline)) {
         throw ConnectionLost("timeout during the TLS handshake");
       }
     }
   }
 
   [[noreturn]] void fail_handshake() {
-    check_transport("during the TLS handshake");
+    throw_socket_error("during the TLS handshake");
     long verdict = openssl_.SSL_get_verify_result(ssl_.get());
     if (verdict != X509_V_OK) {
       const char* why = openssl_.X509_verify_cert_error_string(verdict);
       throw TlsRefused(std::string("certificate verification failed: ") + why);
     }
-    refuse("TLS 1.3 handshake with the peer failed");
+    throw_tls_refused("TLS 1.3 handshake with the peer failed");
   }
 
   // Throws the error of the socket, if there is one: it is more precise than OpenSSL's.
-  void check_transport(const std::string& when) {
+  void throw_socket_error(const std::string& when) {
     socket().check_open();
-    if (transport_.ended) throw ConnectionLost("the peer closed the connection " + when);
+    if (transport_.peer_closed) throw ConnectionLost("the peer closed the connection " + when);
     if (transport_.error) {
-      throw ConnectionLost("the connection broke " + when + ": " + error_text(transport_.error));
+      throw ConnectionLost("the connection broke " + when + ": " + errno_text(transport_.error));
     }
   }
 
-  Step try_read_once(char* into, size_t size) {
+  ReadAttempt try_read_once(char* into, size_t size) {
     std::lock_guard lock(ssl_mutex_);
     check_usable(read_failure_);
-    size = std::min(size, TURN_BYTES_MAX);
-    Step step{0, 0};
-    while (step.bytes < size) {
+    size = std::min(size, BYTES_PER_LOCK_MAX);
+    ReadAttempt attempt{0, 0};
+    while (attempt.bytes < size) {
       size_t count = 0;
       clear_errors();
-      int result = openssl_.SSL_read_ex(ssl_.get(), into + step.bytes, size - step.bytes, &count);
+      int result = openssl_.SSL_read_ex(ssl_.get(), into + attempt.bytes, size - attempt.bytes, &count);
       if (result != 1) {
-        step.wait_for = outcome(result, read_failure_);
+        attempt.wait_for = poll_event_after(result, read_failure_);
         break;
       }
-      step.bytes += count;
+      attempt.bytes += count;
     }
-    if (step.bytes == 0) check_usable(read_failure_);
-    return step;
+    if (attempt.bytes == 0) check_usable(read_failure_);
+    return attempt;
   }
 
   // The poll event to wait for after a call that did nothing; 0 if the connection is lost, with the reason in
   // `lost`.
-  short outcome(int result, std::string& lost) {
+  short poll_event_after(int result, std::string& lost) {
     switch (openssl_.SSL_get_error(ssl_.get(), result)) {
       case SSL_ERROR_WANT_READ:
         return POLLIN;
@@ -313,15 +320,15 @@ class TlsStream final : public Stream {
         lost = "the peer closed the connection";
         return 0;
       default:
-        lost = reason_of_loss();
+        lost = connection_loss_reason();
         return 0;
     }
   }
 
-  std::string reason_of_loss() const {
-    if (transport_.error) return "the connection broke: " + error_text(transport_.error);
-    if (transport_.ended) return "connection lost: the peer disconnected without closing TLS";
-    return "TLS data from the peer is corrupt: " + reason_of_last_error();
+  std::string connection_loss_reason() const {
+    if (transport_.error) return "the connection broke: " + errno_text(transport_.error);
+    if (transport_.peer_closed) return "connection lost: the peer disconnected without closing TLS";
+    return "TLS data from the peer is corrupt: " + last_openssl_error();
   }
 
   void clear_errors() {
@@ -334,10 +341,10 @@ class TlsStream final : public Stream {
     if (!lost.empty()) throw ConnectionLost(lost);
   }
 
-  void renew_key_when_due() {
-    if (records_with_key_ < RECORDS_PER_KEY) return;
+  void update_key_if_due() {
+    if (records_since_key_update_ < TLS_RECORDS_PER_KEY) return;
     clear_errors();
-    if (openssl_.SSL_key_update(ssl_.get(), SSL_KEY_UPDATE_NOT_REQUESTED) == 1) records_with_key_ = 0;
+    if (openssl_.SSL_key_update(ssl_.get(), SSL_KEY_UPDATE_NOT_REQUESTED) == 1) records_since_key_update_ = 0;
   }
 
   // The poll event to wait for; 0 when both sides have shut down TLS.
@@ -352,20 +359,20 @@ class TlsStream final : public Stream {
       read_failure_ = write_failure_ = "TLS was shut down on this connection";
       return 0;
     }
-    short wait_for = outcome(result, read_failure_);
+    short wait_for = poll_event_after(result, read_failure_);
     check_usable(read_failure_);
     return wait_for;
   }
 
-  const Functions& openssl_ = functions();
-  Transport transport_;
-  Connection ssl_;        // uses the transport, so it is destroyed first
+  const OpenSslFunctions& openssl_ = functions();
+  SocketTransport transport_;
+  SslPtr ssl_;            // uses the transport, so it is destroyed first
   std::mutex ssl_mutex_;  // OpenSSL allows one thread at a time; never held while waiting
   // Why reading or writing has ended. Separate: the peer's last data can be read when writing has failed.
   std::string read_failure_;
   std::string write_failure_;
-  bool retrying_ = false;
-  uint64_t records_with_key_ = 0;
+  bool is_write_retry_ = false;
+  uint64_t records_since_key_update_ = 0;
 };
 
 }  // namespace
@@ -373,7 +380,7 @@ class TlsStream final : public Stream {
 std::unique_ptr<Stream> Stream::tls_client(int fd, const std::vector<std::string>& ca_der,
                                            const std::string& server_name, int64_t timeout_us) {
   auto socket = std::make_shared<Socket>(fd);
-  Context context = client_context(ca_der);
+  SslContextPtr context = make_client_context(ca_der);
   auto stream = std::make_unique<TlsStream>(std::move(socket), context.get());
   stream->connect(server_name, timeout_us);
   return stream;
@@ -382,7 +389,7 @@ std::unique_ptr<Stream> Stream::tls_client(int fd, const std::vector<std::string
 std::unique_ptr<Stream> Stream::tls_server(int fd, const std::string& certificate_path,
                                            const std::string& key_path, int64_t timeout_us) {
   auto socket = std::make_shared<Socket>(fd);
-  Context context = server_context(certificate_path, key_path);
+  SslContextPtr context = make_server_context(certificate_path, key_path);
   auto stream = std::make_unique<TlsStream>(std::move(socket), context.get());
   stream->accept(timeout_us);
   return stream;

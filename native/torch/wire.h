@@ -84,24 +84,24 @@
 namespace genie {
 
 constexpr uint32_t FRAME_BYTES_MAX = 4u << 20;
-constexpr uint32_t INLINE_BYTES_MAX = 64u << 10;
+constexpr uint32_t INLINE_UPLOAD_BYTES_MAX = 64u << 10;
 constexpr uint32_t TEMPLATES_MAX = 1u << 16;
 // Arguments and outputs of all templates together, including those in lists.
-constexpr uint64_t TEMPLATE_NODES_MAX = 2'000'000;
+constexpr uint64_t TEMPLATE_ENTRIES_MAX = 2'000'000;
 constexpr uint32_t STORAGES_MAX = 1u << 22;
 constexpr uint32_t GENERATORS_MAX = 1u << 12;
 constexpr uint32_t GRAPHS_MAX = 1u << 12;
 constexpr uint32_t GRAPH_STEPS_MAX = 1u << 18;
 // Memory of the recorded steps of all graphs in the executor, with bookkeeping.
-constexpr uint64_t GRAPH_BYTES_MAX = 256u << 20;
+constexpr uint64_t GRAPH_STEPS_BYTES_MAX = 256u << 20;
 constexpr uint32_t DIMENSIONS_MAX = 64;
 constexpr uint32_t LIST_ITEMS_MAX = 65536;
-constexpr size_t SCALAR_BYTES = 16;  // data of a ScalarTensor
+constexpr size_t SCALAR_TENSOR_BYTES = 16;  // data of a ScalarTensor
 constexpr uint32_t TEXT_BYTES_MAX = 4096;
-// The executor acknowledges at least once per ACKNOWLEDGE_FRAMES frames or ACKNOWLEDGE_BYTES bytes. The
-// client's window, UNACKNOWLEDGED_*_MAX, is larger.
-constexpr uint32_t ACKNOWLEDGE_FRAMES = 64;
-constexpr uint64_t ACKNOWLEDGE_BYTES = 4u << 20;
+// The executor acknowledges at least once per ACKNOWLEDGE_INTERVAL_FRAMES frames or
+// ACKNOWLEDGE_INTERVAL_BYTES bytes. The client's window, UNACKNOWLEDGED_*_MAX, is larger.
+constexpr uint32_t ACKNOWLEDGE_INTERVAL_FRAMES = 64;
+constexpr uint64_t ACKNOWLEDGE_INTERVAL_BYTES = 4u << 20;
 constexpr uint32_t UNACKNOWLEDGED_FRAMES_MAX = 1024;
 constexpr uint64_t UNACKNOWLEDGED_BYTES_MAX = 32u << 20;
 // Replies that the client may leave unacknowledged, and DynamicOps that it may leave unbound. More is an
@@ -112,7 +112,7 @@ constexpr uint32_t UNBOUND_REPLIES_MAX = 256;
 constexpr uint32_t PARCELS_MAX = 4096;
 constexpr uint64_t PARCEL_FAILURE_BYTES_MAX = 4 * TEXT_BYTES_MAX;
 constexpr uint8_t PARCEL_ACKNOWLEDGED = 1;
-constexpr uint32_t HOST_BYTES_MAX = 255;
+constexpr uint32_t HOST_NAME_BYTES_MAX = 255;
 
 enum class FrameKind : uint32_t { Records = 1, Bytes = 2 };
 
@@ -147,7 +147,7 @@ struct ParcelHeader {
 };
 static_assert(sizeof(ParcelHeader) == 16);
 
-enum class Record : uint8_t {
+enum class RecordKind : uint8_t {
   Op = 0,
   DynamicOp = 1,
   BindOutputs = 2,
@@ -257,38 +257,40 @@ struct ProtocolError : std::runtime_error {
 };
 
 // Grows as needed; keeps its memory when cleared.
-class Writer {
+class WireWriter {
  public:
   const uint8_t* data() const { return bytes_.data(); }
   size_t size() const { return size_; }
   bool empty() const { return size_ == 0; }
   void clear() { size_ = 0; }
 
-  uint8_t* grow(size_t count) {
+  uint8_t* append_uninitialized(size_t count) {
     if (size_ + count > bytes_.size()) bytes_.resize((size_ + count) * 2 + 256);
     uint8_t* start = bytes_.data() + size_;
     size_ += count;
     return start;
   }
-  void raw(const void* from, size_t count) {
-    if (count) std::memcpy(grow(count), from, count);
+  void append_bytes(const void* from, size_t count) {
+    if (count) std::memcpy(append_uninitialized(count), from, count);
   }
   template <class T>
-  void put(T value) {
+  void append_value(T value) {
     static_assert(std::is_trivially_copyable_v<T>);
-    std::memcpy(grow(sizeof(T)), &value, sizeof(T));
+    std::memcpy(append_uninitialized(sizeof(T)), &value, sizeof(T));
   }
-  void u8(uint8_t value) { *grow(1) = value; }
-  void u32(uint32_t value) { put(value); }
-  void u64(uint64_t value) { put(value); }
-  void i64(int64_t value) { put(value); }
-  void f64(double value) { put(value); }
-  void text(std::string_view value) {
-    u32(static_cast<uint32_t>(value.size()));
-    raw(value.data(), value.size());
+  void write_u8(uint8_t value) { *append_uninitialized(1) = value; }
+  void write_u32(uint32_t value) { append_value(value); }
+  void write_u64(uint64_t value) { append_value(value); }
+  void write_i64(int64_t value) { append_value(value); }
+  void write_f64(double value) { append_value(value); }
+  void write_text(std::string_view value) {
+    write_u32(static_cast<uint32_t>(value.size()));
+    append_bytes(value.data(), value.size());
   }
   void overwrite_u32(size_t at, uint32_t value) { std::memcpy(bytes_.data() + at, &value, sizeof value); }
-  void record(Record kind, uint32_t argument = 0) { u32(static_cast<uint32_t>(kind) << 24 | argument); }
+  void begin_record(RecordKind kind, uint32_t argument = 0) {
+    write_u32(static_cast<uint32_t>(kind) << 24 | argument);
+  }
 
  private:
   std::vector<uint8_t> bytes_;
@@ -296,33 +298,33 @@ class Writer {
 };
 
 // Throws ProtocolError instead of reading past its end.
-class Reader {
+class WireReader {
  public:
-  Reader(const uint8_t* start, size_t size) : next_(start), end_(start + size) {}
+  WireReader(const uint8_t* start, size_t size) : next_(start), end_(start + size) {}
 
   size_t remaining() const { return static_cast<size_t>(end_ - next_); }
-  const uint8_t* take(size_t count) {
+  const uint8_t* consume(size_t count) {
     if (count > remaining()) throw ProtocolError("a record is truncated");
     const uint8_t* start = next_;
     next_ += count;
     return start;
   }
   template <class T>
-  T get() {
+  T read_value() {
     static_assert(std::is_trivially_copyable_v<T>);
     T value;
-    std::memcpy(&value, take(sizeof(T)), sizeof(T));
+    std::memcpy(&value, consume(sizeof(T)), sizeof(T));
     return value;
   }
-  uint8_t u8() { return *take(1); }
-  uint32_t u32() { return get<uint32_t>(); }
-  uint64_t u64() { return get<uint64_t>(); }
-  int64_t i64() { return get<int64_t>(); }
-  double f64() { return get<double>(); }
-  std::string text() {
-    uint32_t count = u32();
+  uint8_t read_u8() { return *consume(1); }
+  uint32_t read_u32() { return read_value<uint32_t>(); }
+  uint64_t read_u64() { return read_value<uint64_t>(); }
+  int64_t read_i64() { return read_value<int64_t>(); }
+  double read_f64() { return read_value<double>(); }
+  std::string read_text() {
+    uint32_t count = read_u32();
     if (count > TEXT_BYTES_MAX) throw ProtocolError("a text is longer than allowed");
-    const uint8_t* start = take(count);
+    const uint8_t* start = consume(count);
     return std::string(reinterpret_cast<const char*>(start), count);
   }
 
@@ -349,19 +351,19 @@ struct RemoteError {
   std::string message;
 };
 
-inline void write_error(Writer& out, const RemoteError& error) {
-  out.text(error.code);
-  out.text(error.op);
-  out.u64(error.number);
-  out.text(error.message);
+inline void write_remote_error(WireWriter& out, const RemoteError& error) {
+  out.write_text(error.code);
+  out.write_text(error.op);
+  out.write_u64(error.number);
+  out.write_text(error.message);
 }
 
-inline RemoteError read_error(Reader& in) {
+inline RemoteError read_remote_error(WireReader& in) {
   RemoteError error;
-  error.code = in.text();
-  error.op = in.text();
-  error.number = in.u64();
-  error.message = in.text();
+  error.code = in.read_text();
+  error.op = in.read_text();
+  error.number = in.read_u64();
+  error.message = in.read_text();
   return error;
 }
 
@@ -381,28 +383,28 @@ struct ParcelOrigin {
   std::string source;  // for error messages
 };
 
-inline void write_origin(Writer& out, const ParcelOrigin& origin) {
-  out.text(origin.host);
-  out.u32(origin.port);
-  out.text(origin.server_name);
-  out.u64(origin.number);
-  out.text(origin.token);
-  out.text(origin.source);
+inline void write_parcel_origin(WireWriter& out, const ParcelOrigin& origin) {
+  out.write_text(origin.host);
+  out.write_u32(origin.port);
+  out.write_text(origin.server_name);
+  out.write_u64(origin.number);
+  out.write_text(origin.token);
+  out.write_text(origin.source);
 }
 
 // ProtocolError if it is not an address.
-inline ParcelOrigin read_origin(Reader& in) {
+inline ParcelOrigin read_parcel_origin(WireReader& in) {
   auto bounded_text = [&in] {
-    std::string text = in.text();
-    if (text.size() > HOST_BYTES_MAX) throw ProtocolError("an address is longer than allowed");
+    std::string text = in.read_text();
+    if (text.size() > HOST_NAME_BYTES_MAX) throw ProtocolError("an address is longer than allowed");
     return text;
   };
   ParcelOrigin origin;
   origin.host = bounded_text();
-  origin.port = in.u32();
+  origin.port = in.read_u32();
   if (origin.port == 0 || origin.port > 65535) throw ProtocolError("a port is out of range");
   origin.server_name = bounded_text();
-  origin.number = in.u64();
+  origin.number = in.read_u64();
   origin.token = bounded_text();
   origin.source = bounded_text();
   return origin;

@@ -168,7 +168,7 @@ async def job_process(node_dir: Path, job_id: str) -> ProcessMark:
     path = directory / "work" / "pid"
     await until(path.exists, what=f"{job_id} writes its process ID")
     await until((directory / "started.json").exists, what=f"the start record of {job_id}")
-    mark = ProcessMark.of(int(path.read_text()))
+    mark = ProcessMark.of_pid(int(path.read_text()))
     assert mark is not None, f"{job_id} has ended"
     return mark
 
@@ -197,7 +197,7 @@ def make_plan(tmp_path: Path, nothing_left: None) -> Callable[..., LaunchPlan]:
             env={"PATH": os.environ["PATH"], "GENIE_JOB_DIR": str(directory)},
             directory=directory,
             work_dir=directory / "work",
-            log_bytes_max=1 << 20,
+            log_file_bytes_max=1 << 20,
             log_files_max=3,
             grace_s=0.3,
             deadman_grace_s=0.2,

@@ -21,7 +21,7 @@ from genie.errors import (
     StoreUnavailableError,
     UsageError,
 )
-from genie.model.job import EXIT_CLIENT_LOST, JobKind, JobSpec, Placement
+from genie.model.job import CLIENT_LOST_EXIT_CODE, JobKind, JobSpec, Placement
 from genie.model.messages import JobOrder, Launch
 from genie.model.node import Vendor
 from genie.processes import executor_config
@@ -722,7 +722,7 @@ async def test_loss_of_the_client_is_the_reason_of_the_exit(
         await until(lambda: controller.ready, what="ExecutorReady")
         (node_dir / "jobs" / "s1" / f"{preparation.ENDPOINT_FILE}.stop").touch()
         end = await controller.end_of("s1")
-    assert (end.exit_code, end.reason) == (EXIT_CLIENT_LOST, "exit code 74: the client disconnected")
+    assert (end.exit_code, end.reason) == (CLIENT_LOST_EXIT_CODE, "exit code 74: the client disconnected")
 
 
 async def test_failed_executor_start_is_reported_with_its_reason(

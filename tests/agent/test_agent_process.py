@@ -193,7 +193,7 @@ async def test_leftover_job_without_start_record_is_found_by_its_environment(
         "sleep", "300", env=os.environ | {"GENIE_JOB_DIR": f"{node_dir}/jobs2/j1"}
     )
     try:
-        mark = ProcessMark.of(other.pid)
+        mark = ProcessMark.of_pid(other.pid)
         async with start_agent():
             await until(lambda: controller.registers, what="the agent registers")
             assert await asyncio.wait_for(stray.wait(), TIMEOUT_S) == -signal.SIGKILL

@@ -119,7 +119,7 @@ async def _next_exit(launcher: ShimLauncher) -> ExitReport:
 async def _escaped(plan: LaunchPlan) -> ProcessMark:
     path = plan.work_dir / "stray"
     await until(path.exists, what="the job has forked")
-    mark = ProcessMark.of(int(path.read_text()))
+    mark = ProcessMark.of_pid(int(path.read_text()))
     assert mark is not None
     return mark
 
@@ -186,9 +186,10 @@ from genie.processes import process_table
 async def main(directory, code):
     shims = ShimLauncher(None, adopts_orphans=process_table.become_subreaper())
     plan = LaunchPlan(job_id="job-1", epoch=1, argv=(sys.executable, "-c", code), env={}, directory=directory,
-        work_dir=directory / "work", log_bytes_max=4096, log_files_max=1, grace_s=0.0, deadman_grace_s=0.0)
+        work_dir=directory / "work", log_file_bytes_max=4096, log_files_max=1, grace_s=0.0,
+        deadman_grace_s=0.0)
     other = LaunchPlan(job_id="job-2", epoch=1, argv=("/bin/sleep", "300"), env={},
-        directory=directory.with_name("job-2"), work_dir=directory, log_bytes_max=4096, log_files_max=1,
+        directory=directory.with_name("job-2"), work_dir=directory, log_file_bytes_max=4096, log_files_max=1,
         grace_s=0.0, deadman_grace_s=0.0)
     await shims.start(other, until_s=time.monotonic() + 60)
     await shims.start(plan, until_s=time.monotonic() + 60)

@@ -43,7 +43,7 @@ def _issue(one: RunningController, csr_pem: str, *, now: float, node_id: str = "
     assert one.controller is not None
     authority = one.controller._certificates._authority
     assert authority is not None
-    return authority.issue(csr_pem, name=tls.node_name(node_id), days=7, now=now)
+    return authority.issue(csr_pem, name=tls.node_certificate_name(node_id), days=7, now=now)
 
 
 def _agent(state_dir: Path) -> Agent:
@@ -72,7 +72,7 @@ async def test_node_returns_within_the_grace_period(tmp_path: Path) -> None:
 
             await until(is_registered)
             agent.stop()
-        assert tls.validity((node_dir / "node.pem").read_text())[1] > time.time()
+        assert tls.validity_period((node_dir / "node.pem").read_text())[1] > time.time()
 
 
 async def test_running_agent_renews_an_expired_certificate(tmp_path: Path) -> None:
@@ -123,7 +123,9 @@ async def test_certificate_is_renewed_only_for_its_key_its_node_and_its_token(tm
         other_pem = _issue(one, csr_pem, now=time.time() - 30 * 86400, node_id="n2")
         assert isinstance(await _recover(one, replace(own, certificate_pem=other_pem)), TlsError)
         foreign = tls.CertificateAuthority.create(now=time.time() - 30 * 86400)
-        foreign_pem = foreign.issue(csr_pem, name=tls.node_name("n1"), days=7, now=time.time() - 30 * 86400)
+        foreign_pem = foreign.issue(
+            csr_pem, name=tls.node_certificate_name("n1"), days=7, now=time.time() - 30 * 86400
+        )
         assert isinstance(await _recover(one, replace(own, certificate_pem=foreign_pem)), TlsError)
         assert isinstance(await _recover(one, replace(own, certificate_pem="x")), TlsError)
         user = replace(own, token=await one.token(TokenKind.USER))

@@ -21,6 +21,7 @@ from genie.agent.job_files import RunSize
 from genie.agent.journal import JobRecord, Journal
 from genie.errors import LaunchError, NodeUnfitError, StoreFullError, WorkdirError
 from genie.hardware import DiskSpace, disk_space
+from genie.model.job import Workdir
 from genie.model.node import NodeStatus
 from genie.processes import files
 from tests.agent.conftest import STAY, RunAgent, job_process, make_node
@@ -178,6 +179,10 @@ def test_small_file_is_overwritten_where_it_cannot_be_replaced(
 # --- the agent ----------------------------------------------------------------------------------
 
 
+def replace_size(workdir: Workdir, size_bytes: int) -> Workdir:
+    return Workdir(digest=workdir.digest, size_bytes=size_bytes)
+
+
 class Space:
     """The free space that an agent reads."""
 
@@ -227,6 +232,44 @@ async def test_failure_of_the_node_to_prepare_a_job_is_not_that_of_the_job(
         end = await controller.end_of("j1")
     assert (end.started, end.by_node) == (False, True)
     assert "No space left on device" in end.reason
+
+
+async def test_working_directory_that_does_not_fit_is_not_downloaded(
+    controller: FakeController, run_agent: RunAgent
+) -> None:
+    space = Space()
+    space.free_bytes = 6 * GIB
+    async with run_agent(disk=DiskAccess(space=space)):
+        large = replace_size(controller.keep_blob(b"x"), 4 * GIB)
+        await controller.launch("j1", "true", workdir=large)
+        end = await controller.end_of("j1")
+    assert (end.started, end.by_node, end.needed_bytes) == (False, True, 8 * GIB)
+    assert end.reason == (
+        f"not started: the working directory needs {8 * GIB} bytes of free disk space, packed and unpacked; "
+        f"{6 * GIB} are free"
+    )
+
+
+@pytest.mark.parametrize(("free_bytes", "needed_bytes"), [(90 * GIB, 0), (10_000, 16_000)])
+async def test_disk_that_a_working_directory_filled_was_too_small_only_if_little_was_free(
+    controller: FakeController,
+    run_agent: RunAgent,
+    monkeypatch: pytest.MonkeyPatch,
+    free_bytes: int,
+    needed_bytes: int,
+) -> None:
+    """Otherwise another job has filled it."""
+
+    def full(*ignored: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("genie.agent.preparation._append", full)
+    space = Space()
+    space.free_bytes = free_bytes
+    async with run_agent(disk=DiskAccess(space=space), disk_free_min_bytes=0):
+        await controller.launch("j1", "true", workdir=controller.keep_blob(b"x" * 2000))
+        end = await controller.end_of("j1")
+    assert (end.by_node, end.needed_bytes) == (True, needed_bytes)
 
 
 async def test_temporary_files_of_a_job_are_removed_when_it_ends(

@@ -124,7 +124,7 @@ async def test_interrupted_renewal_is_finished_at_the_next_start(tmp_path: Path)
         read_identity(node_dir)  # the certificate has not changed yet: the old key is the right one
         assert not (node_dir / "node.key.next").exists()
         files.write_private(node_dir / "node.key.next", key)
-        signed = fake.authority.issue(csr, name=tls.node_name("n1"), days=1, now=0)
+        signed = fake.authority.issue(csr, name=tls.node_certificate_name("n1"), days=1, now=0)
         files.write_private(node_dir / "node.pem", signed.encode())
         read_identity(node_dir)  # it has changed: the new key is
         assert (node_dir / "node.key").read_bytes() == key
@@ -133,7 +133,7 @@ async def test_interrupted_renewal_is_finished_at_the_next_start(tmp_path: Path)
 async def test_fresh_certificate_is_not_renewed(tmp_path: Path) -> None:
     async with FakeController(tmp_path / "c", use_tls=True).listening() as fake:
         node_dir = await try_join(fake, tmp_path / "s", token=str(fake.token(TokenKind.JOIN)))
-    start, end = tls.validity((node_dir / "node.pem").read_text())
+    start, end = tls.validity_period((node_dir / "node.pem").read_text())
     now = (start + end) / 2 - 5
     renewed = renew_certificate(node_dir, None, now=now, timeout_s=1, offload=run_inline)  # type: ignore[arg-type]
     assert await renewed == pytest.approx(5)

@@ -33,7 +33,7 @@ def _plan(folder: Path) -> LaunchPlan:
         env={},
         directory=folder,
         work_dir=folder,
-        log_bytes_max=4096,
+        log_file_bytes_max=4096,
         log_files_max=1,
         grace_s=0.0,
         deadman_grace_s=0.0,
@@ -97,7 +97,7 @@ def test_cancelled_start_leaves_no_process(tmp_path: Path, monkeypatch: pytest.M
 
 
 def _record_with_survivor(pid: int) -> bytes:
-    mark = leftovers.ProcessMark.of(pid)
+    mark = leftovers.ProcessMark.of_pid(pid)
     assert mark is not None
     return json.dumps(RECORD | {"survivors": [[mark.pid, mark.start]]}).encode()
 
@@ -220,7 +220,7 @@ def test_leftovers_are_all_stopped_before_one_is_killed(
 
 
 def test_start_record_cannot_make_the_agent_kill_itself(tmp_path: Path) -> None:
-    own = leftovers.ProcessMark.of(os.getpid())
+    own = leftovers.ProcessMark.of_pid(os.getpid())
     assert own is not None
     with subprocess.Popen(["/bin/sleep", "300"]) as child:
         assert leftovers.JobProcesses(tmp_path, known={own: "j1"}).end(timeout_s=0.1) == (0, {})

@@ -47,7 +47,7 @@ async def marked(path: Path) -> ProcessMark:
 
 def _mark_in(path: Path) -> ProcessMark | None:
     text = path.read_text().strip()
-    return ProcessMark.of(int(text)) if text else None
+    return ProcessMark.of_pid(int(text)) if text else None
 
 
 @pytest.mark.parametrize(
@@ -195,7 +195,7 @@ async def test_rotated_log_is_read_by_offset_across_files(
     launcher: ShimLauncher, make_plan: MakePlan
 ) -> None:
     code = "import sys\nfor i in range(3000): print(f'line {i:06d}')"
-    plan = make_plan(sys.executable, "-c", code, log_bytes_max=4096, log_files_max=2)
+    plan = make_plan(sys.executable, "-c", code, log_file_bytes_max=4096, log_files_max=2)
     await end_of(launcher, plan)
     whole = "".join(f"line {i:06d}\n" for i in range(3000)).encode()
     assert len(list((plan.directory / "log").iterdir())) == 3
@@ -234,7 +234,7 @@ async def test_background_child_does_not_delay_the_exit(launcher: ShimLauncher, 
     report = await end_of(launcher, plan)
     assert report.exit_code == 0
     assert log_of(plan) == "said\n"
-    assert ProcessMark.of(int((plan.work_dir / "child").read_text())) is None
+    assert ProcessMark.of_pid(int((plan.work_dir / "child").read_text())) is None
 
 
 # --- ending -----------------------------------------------------------------------------------

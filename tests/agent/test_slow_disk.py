@@ -17,7 +17,7 @@ from genie.agent.disk import PENDING_MAX, DiskAccess, WriteQueue
 from genie.errors import NodeUnfitError, StoreFullError
 from genie.model.job import JobKind
 from genie.processes.clock import SystemClock
-from genie.processes.tasks import file_thread, run_inline
+from genie.processes.tasks import file_io_threads, run_inline
 from tests.agent.conftest import STAY, RunAgent, job_process
 from tests.fakes.controller import FakeController
 from tests.waiting import until
@@ -201,7 +201,7 @@ def files_used_by_this_thread(directory: Path) -> Iterator[list[str]]:
 async def test_event_loop_uses_no_files_after_the_start(
     controller: FakeController, run_agent: RunAgent, node_dir: Path
 ) -> None:
-    with file_thread("journal") as journal, file_thread("files") as bulk:
+    with file_io_threads("journal") as journal, file_io_threads("files") as bulk:
         async with run_agent(disk=DiskAccess(journal=journal, bulk=bulk), jobs_kept=1):
             await controller.peer()
             with files_used_by_this_thread(node_dir) as found:
@@ -225,7 +225,7 @@ async def test_event_loop_uses_no_files_after_the_start(
 
 async def test_changes_are_done_in_order() -> None:
     done: list[int] = []
-    with file_thread("journal") as offload:
+    with file_io_threads("journal") as offload:
         writes = WriteQueue(offload, SystemClock())
         async with asyncio.TaskGroup() as group:
             running = group.create_task(writes.run())

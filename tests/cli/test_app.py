@@ -239,7 +239,7 @@ def test_internal_error_is_one_line_with_a_debug_hint(genie, monkeypatch) -> Non
     def broken(*_args: object, **_kwargs: object) -> None:
         raise ZeroDivisionError("oops\x1b[2J")
 
-    monkeypatch.setattr(jobs, "job_spec", broken)
+    monkeypatch.setattr(jobs, "build_job_spec", broken)
     ran = genie("submit", "--", "x")
     assert ran.code == 1
     assert ran.err.startswith("genie: internal error: ZeroDivisionError: oops [2J\n")
@@ -250,7 +250,7 @@ def test_interrupt_exits_with_130_silently(genie, monkeypatch) -> None:
     def interrupted(*_args: object, **_kwargs: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(jobs, "job_spec", interrupted)
+    monkeypatch.setattr(jobs, "build_job_spec", interrupted)
     assert genie("submit", "--", "x") == (130, "", "")
 
 

@@ -62,10 +62,10 @@ def test_unresolvable_name_is_a_transport_error(genie, monkeypatch) -> None:
 @pytest.mark.parametrize(
     ("greeting", "message"),
     [
-        (wire.preface(wire.VERSION + 1), "of the Genie protocol, this side"),
+        (wire.make_preface(wire.VERSION + 1), "of the Genie protocol, this side"),
         (b"HTTP/1.1 400 Bad Request\r\n", "does not speak the Genie protocol"),
         (b"", "disconnected before the handshake"),
-        (wire.preface() + b"\xff" * 64, "frame"),
+        (wire.make_preface() + b"\xff" * 64, "frame"),
     ],
     ids=["another version", "another program", "silence", "garbage"],
 )

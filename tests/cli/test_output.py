@@ -87,7 +87,7 @@ def test_command_tables_fit_80_columns(genie, controller, monkeypatch) -> None:
 
 def test_json_includes_default_values() -> None:
     job = placed(JobState.RUNNING)
-    shown = output.as_object(JobsReply(jobs=(job,), more=False))
+    shown = output.struct_to_json(JobsReply(jobs=(job,), more=False))
     assert "type" not in shown and "more" in shown
     (shown_job,) = shown["jobs"]
     assert set(shown_job) == set(job.__struct_fields__)
@@ -105,7 +105,7 @@ class _Outer(Struct, omit_defaults=True):
 
 
 def test_json_includes_default_values_in_mappings(capsys) -> None:
-    output.write_json(output.as_object(_Outer({"one": _Inner(), "several": [_Inner(2)]})))
+    output.write_json(output.struct_to_json(_Outer({"one": _Inner(), "several": [_Inner(2)]})))
     assert json.loads(capsys.readouterr().out) == {
         "by_name": {"one": {"size": 0, "parts": []}, "several": [{"size": 2, "parts": []}]}
     }

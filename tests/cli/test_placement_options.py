@@ -10,11 +10,11 @@ import pytest
 
 from genie.cli.placement_options import (
     PlacementOptions,
-    gpus_text,
+    format_gpu_count,
+    format_placements,
+    format_request,
     parse_constraints,
     parse_resources,
-    placements_text,
-    request_text,
 )
 from genie.controller.checks import check_job
 from genie.errors import UsageError
@@ -181,8 +181,8 @@ def test_gpu_options_require_gpus(genie, argv) -> None:
     ],
 )
 def test_request_text(resources: Resources, constraints: PlacementConstraints, text: str, short: str) -> None:
-    assert request_text(resources, constraints) == text
-    assert gpus_text(resources, constraints) == short
+    assert format_request(resources, constraints) == text
+    assert format_gpu_count(resources, constraints) == short
 
 
 def test_job_list_shows_workers_and_gpus(genie, controller) -> None:
@@ -208,4 +208,4 @@ def test_placements_text(places: list[tuple[str, tuple[int, ...]]], text: str) -
     placements = [
         Placement(node_id=node_id, incarnation=1, gpu_ids=gpu_ids, epoch=1) for node_id, gpu_ids in places
     ]
-    assert placements_text(placements) == text
+    assert format_placements(placements) == text

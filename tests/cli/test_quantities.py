@@ -9,14 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from genie.cli.quantities import (
-    duration_text,
+    format_duration,
+    format_size,
     parse_duration,
     parse_labels,
     parse_number,
     parse_pairs,
     parse_size,
     parse_time,
-    size_text,
 )
 from genie.errors import UsageError
 from genie.model.names import address_text, parse_address
@@ -121,7 +121,7 @@ def test_address_text_is_parsed_back(host: str, port: int) -> None:
     [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (200 * 1024**2, "200 MiB"), (5 * 1024**5, "5120 TiB")],
 )
 def test_size_is_formatted_in_the_nearest_unit(size_bytes: int, text: str) -> None:
-    assert size_text(size_bytes) == text
+    assert format_size(size_bytes) == text
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ def test_size_is_formatted_in_the_nearest_unit(size_bytes: int, text: str) -> No
     ],
 )
 def test_duration_is_formatted_rounded(seconds: float, text: str) -> None:
-    assert duration_text(seconds) == text
+    assert format_duration(seconds) == text
 
 
 def test_too_long_duration_names_the_maximum() -> None:

@@ -82,7 +82,7 @@ def modules_after(tmp_path: Path, *typed: str, code: int) -> set[str]:
 
 def command_modules(names: set[str]) -> set[str]:
     """Return the command modules among the imported ones."""
-    modules = {*app_module._COMMANDS.values(), *app_module._GRID_COMMANDS.values()} - {"app"}
+    modules = {*app_module._COMMAND_MODULES.values(), *app_module._GRID_COMMAND_MODULES.values()} - {"app"}
     return {module for module in modules if f"genie.cli.{module}" in names}
 
 
@@ -130,7 +130,7 @@ def test_unknown_command_suggests_the_closest(typed: tuple[str, ...]) -> None:
 
 @pytest.mark.parametrize(
     ("commands", "modules"),
-    [(app_module.app, app_module._COMMANDS), (app_module.grid, app_module._GRID_COMMANDS)],
+    [(app_module.app, app_module._COMMAND_MODULES), (app_module.grid_app, app_module._GRID_COMMAND_MODULES)],
     ids=["genie", "grid-cli"],
 )
 def test_modules_register_exactly_their_commands(commands: typer.Typer, modules: dict[str, str]) -> None:

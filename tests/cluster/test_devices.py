@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 import genie
-from genie.cluster.devices import DeviceBroker, accelerators
+from genie.cluster.devices import DeviceBroker, list_accelerators
 from genie.cluster.init import shutdown_blocking
 from genie.device import registry
 from genie.errors import (
@@ -27,7 +27,7 @@ QUIET = {"enable_gpu_monitoring": False, "enable_health_checks": False}
 
 
 def names(*nodes: genie.NodeInfo) -> list[tuple[str, int]]:
-    return [(ref.node_id, ref.gpu.gpu_id) for ref in accelerators(nodes)]
+    return [(ref.node_id, ref.gpu.gpu_id) for ref in list_accelerators(nodes)]
 
 
 def broker() -> DeviceBroker:
@@ -59,11 +59,16 @@ def test_new_gpus_get_the_next_indices_and_cpus_none(controller: SmallController
     devices = broker()
     disconnected = node("m", *nvidia, status=NodeStatus.DISCONNECTED)
     cpu, more = node("c", gpu(0)), node("a", *nvidia)
-    assert devices.add_new([disconnected, cpu]) == ()
-    assert [ref.node_id for ref in devices.add_new([disconnected, cpu, more])] == ["a", "a"]
-    assert devices.add_new([controller.nodes[0], more]) == ()
-    assert [(ref.node_id, ref.gpu.gpu_id) for ref in devices.refs] == [("m", 0), ("m", 1), ("a", 0), ("a", 1)]
-    assert len(registry.slots()) == 4
+    assert devices.add_new_accelerators([disconnected, cpu]) == ()
+    assert [ref.node_id for ref in devices.add_new_accelerators([disconnected, cpu, more])] == ["a", "a"]
+    assert devices.add_new_accelerators([controller.nodes[0], more]) == ()
+    assert [(ref.node_id, ref.gpu.gpu_id) for ref in devices.accelerator_refs] == [
+        ("m", 0),
+        ("m", 1),
+        ("a", 0),
+        ("a", 1),
+    ]
+    assert len(registry.device_slots()) == 4
 
 
 def test_number_of_indices_is_limited(controller: SmallController) -> None:
@@ -71,9 +76,9 @@ def test_number_of_indices_is_limited(controller: SmallController) -> None:
     controller.nodes = (node("a", *nvidia),)
     genie.connect(**QUIET)
     devices = broker()
-    assert len(devices.add_new([*controller.nodes, node("b", *nvidia)])) == 27
-    assert devices.add_new([*controller.nodes, node("b", *nvidia)]) == ()
-    assert len(registry.slots()) == registry.DEVICES_MAX == 127
+    assert len(devices.add_new_accelerators([*controller.nodes, node("b", *nvidia)])) == 27
+    assert devices.add_new_accelerators([*controller.nodes, node("b", *nvidia)]) == ()
+    assert len(registry.device_slots()) == registry.DEVICES_MAX == 127
 
 
 def test_open_requests_the_accelerator_and_returns_the_executor_address(
@@ -92,7 +97,7 @@ def test_executor_is_lost_when_its_session_job_has_ended(
     controller: SmallController, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lost: list[tuple[int, str]] = []
-    monkeypatch.setattr(registry.Slot, "lose", lambda slot, why: lost.append((slot.index, why)))
+    monkeypatch.setattr(registry.DeviceSlot, "mark_lost", lambda slot, why: lost.append((slot.index, why)))
     controller.nodes = (node("n1", gpu(0), gpu(1)), node("n2", gpu(0)))
     genie.connect(heartbeat_interval=0.05, **QUIET)
     broker().open(0)
@@ -113,7 +118,7 @@ def test_executor_is_lost_when_its_session_job_is_unknown(
     controller: SmallController, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lost: list[str] = []
-    monkeypatch.setattr(registry.Slot, "lose", lambda slot, why: lost.append(why))
+    monkeypatch.setattr(registry.DeviceSlot, "mark_lost", lambda slot, why: lost.append(why))
     genie.connect(heartbeat_interval=0.05, **QUIET)
     broker().open(0)
     controller.refusals[WaitDevice] = JobNotFoundError("there is no job j-1")

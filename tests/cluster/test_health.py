@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from genie.cluster.events import EventBus, EventType
 from genie.cluster.health import (
-    SEVERITY,
-    Check,
+    STATUSES_BY_SEVERITY,
     CheckResult,
     DiskReading,
+    HealthCheck,
     HealthChecker,
     HealthReport,
     NetworkReading,
@@ -27,8 +27,8 @@ from genie.cluster.health import (
     check_network,
     check_peers,
     create_health_checker,
-    overall,
     read_disk,
+    worst_status,
 )
 from genie.errors import HardwareError
 from genie.hardware import CpuReading, HostFacts
@@ -37,7 +37,7 @@ from genie.runtime.interfaces import Interface, Throughput
 from tests.fakes.step_clock import StepClock
 from tests.waiting import until
 
-HEALTHY, DEGRADED, UNHEALTHY, CRITICAL = SEVERITY
+HEALTHY, DEGRADED, UNHEALTHY, CRITICAL = STATUSES_BY_SEVERITY
 
 
 def gpu(*, reason: str = "", util: float | None = None, temp: float | None = None) -> GPUInfo:
@@ -188,24 +188,28 @@ def test_read_disk_uses_the_nearest_existing_parent(tmp_path: Path) -> None:
 
 # --- overall status -------------------------------------------------------------------------------
 
-STATUSES = st.lists(st.sampled_from(SEVERITY), max_size=8)
+STATUSES = st.lists(st.sampled_from(STATUSES_BY_SEVERITY), max_size=8)
 
 
 @given(STATUSES)
 def test_overall_is_the_worst_status(statuses: list[NodeStatus]) -> None:
-    verdict = overall([result(status) for status in statuses])
+    verdict = worst_status([result(status) for status in statuses])
     assert verdict in (statuses or [HEALTHY])
-    assert all(SEVERITY.index(status) <= SEVERITY.index(verdict) for status in statuses)
+    assert all(
+        STATUSES_BY_SEVERITY.index(status) <= STATUSES_BY_SEVERITY.index(verdict) for status in statuses
+    )
 
 
-@given(STATUSES, st.sampled_from(SEVERITY), st.randoms())
+@given(STATUSES, st.sampled_from(STATUSES_BY_SEVERITY), st.randoms())
 def test_overall_is_monotonic_and_independent_of_order(
     statuses: list[NodeStatus], more: NodeStatus, chance: object
 ) -> None:
-    before = overall([result(status) for status in statuses])
+    before = worst_status([result(status) for status in statuses])
     mixed = [*statuses, more]
     chance.shuffle(mixed)  # type: ignore[attr-defined]
-    assert SEVERITY.index(overall([result(status) for status in mixed])) >= SEVERITY.index(before)
+    assert STATUSES_BY_SEVERITY.index(
+        worst_status([result(status) for status in mixed])
+    ) >= STATUSES_BY_SEVERITY.index(before)
 
 
 def test_check_result_rejects_other_statuses() -> None:
@@ -223,7 +227,7 @@ def events() -> Iterator[EventBus]:
     bus.close()
 
 
-def always(*statuses: NodeStatus, name: str = "x") -> Check:
+def always(*statuses: NodeStatus, name: str = "x") -> HealthCheck:
     """Returns one status per round, then repeats the last one."""
     left = list(statuses)
 

@@ -70,7 +70,7 @@ async def test_init_returns_the_cluster_state(controller: SmallController) -> No
     assert state.local_node.role is genie.NodeRole.CLIENT
     assert len(state.monitor_tasks) == 3
     assert state.transport_coordinator is not None
-    assert len(state.transport_coordinator.refs) == 3
+    assert len(state.transport_coordinator.accelerator_refs) == 3
     assert isinstance(state.transport_coordinator, TransportCoordinator)
     assert state.transport_coordinator.config == DataPlaneConfig(host="127.0.0.1", port=controller.port)
     assert state.transport_coordinator.selection is state.selection
@@ -431,7 +431,7 @@ async def test_waiting_for_the_previous_session_counts_against_the_timeout(
 ) -> None:
     gate = threading.Event()
     monkeypatch.setattr(
-        "genie.cluster.lifecycle.phases._end_session", lambda *_: asyncio.to_thread(gate.wait, 10)
+        "genie.cluster.lifecycle.phases._request_session_end", lambda *_: asyncio.to_thread(gate.wait, 10)
     )
     await genie.init(**QUIET)
     async with asyncio.TaskGroup() as group:
@@ -446,7 +446,7 @@ async def test_waiting_for_the_previous_session_counts_against_the_timeout(
 
 async def test_time_before_the_phases_counts_against_the_timeout(controller: SmallController) -> None:
     settings = init_module.load_settings((), {"timeout": 5.0, **QUIET})
-    run, _ = init_module.get_or_start(settings, began_s=time.monotonic() - 5.0)
+    run, _ = init_module.get_or_start_session(settings, began_s=time.monotonic() - 5.0)
     assert isinstance(await _error_of(asyncio.wrap_future(run.ready)), DeadlineError)
     await asyncio.wrap_future(run.finished)
 
@@ -462,7 +462,7 @@ async def test_close_timeout_of_a_host_includes_the_grace_period(
 
 async def test_failed_phase_is_the_last_event(controller: SmallController, unused_tcp_port: int) -> None:
     seen: list[ClusterEvent] = []
-    run, _ = init_module.get_or_start(
+    run, _ = init_module.get_or_start_session(
         init_module.load_settings(("127.0.0.1", unused_tcp_port), QUIET), began_s=time.monotonic()
     )
     run._events.subscribe(EventType.INIT_PHASE, seen.append)
@@ -541,7 +541,7 @@ async def test_timeout_in_the_first_health_check_leaves_no_pending_coroutine(
     controller: SmallController, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        phases.Startup, "_check_health", lambda *_: asyncio.get_running_loop().create_future()
+        phases.Startup, "_start_health_checks", lambda *_: asyncio.get_running_loop().create_future()
     )
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
@@ -627,7 +627,7 @@ async def test_first_heartbeat_is_sent_within_the_lease_of_the_first_executor(
     rounds: list[tuple[float, float]] = []
 
     async def next_round(self: heartbeats.Heartbeats, step_s: float) -> None:
-        await until(lambda: self._holds_executors)
+        await until(lambda: self._has_open_executors)
         rounds.append((self._state.stats["heartbeats_sent"], step_s))
         await asyncio.sleep(0)
 
@@ -716,7 +716,7 @@ async def test_network_check_uses_the_round_trip_of_the_last_heartbeat(controlle
 async def test_session_without_health_checks_is_healthy(
     controller: SmallController, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("genie.cluster.lifecycle.phases.address_towards", lambda *_: "10.0.0.9")
+    monkeypatch.setattr("genie.cluster.lifecycle.phases.local_address_towards", lambda *_: "10.0.0.9")
     state = await genie.init(**QUIET)
     assert (state.local_node.status, state.local_node.host) == (NodeStatus.HEALTHY, "10.0.0.9")
 
@@ -768,7 +768,8 @@ async def test_init_attaches_the_device_without_importing_torch(controller: Smal
         import asyncio, sys, genie
         from genie.device import registry
         asyncio.run(genie.init("127.0.0.1", {controller.port}))
-        print(len(registry.slots()), "torch" in sys.modules, "rich" in sys.modules, "typer" in sys.modules)
+        imported = ["torch" in sys.modules, "rich" in sys.modules, "typer" in sys.modules]
+        print(len(registry.device_slots()), *imported)
     """
     done = await asyncio.to_thread(
         subprocess.run,
@@ -785,6 +786,6 @@ async def test_shutdown_detaches_the_device(controller: SmallController) -> None
 
     controller.nodes = (node("n1", gpu(0, vendor=Vendor.NVIDIA), gpu(1, vendor=Vendor.NVIDIA)),)
     await genie.init(**QUIET)
-    assert [slot.device.gpu_id for slot in registry.slots()] == ["0", "1"]
+    assert [slot.device.gpu_id for slot in registry.device_slots()] == ["0", "1"]
     await genie.shutdown()
-    assert registry.slots() == ()
+    assert registry.device_slots() == ()

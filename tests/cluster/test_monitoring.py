@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from genie.cluster.events import EventBus, EventType
-from genie.cluster.monitoring import ResourceMonitor, create_resource_monitor, gpu_changes
+from genie.cluster.monitoring import ResourceMonitor, create_resource_monitor, find_gpu_changes
 from genie.errors import HardwareError
 from genie.hardware import HostFacts
 from genie.model.node import GPUInfo, NodeInfo, NodeRole, Vendor
@@ -106,7 +106,7 @@ async def test_overheating_is_published_once_until_the_gpu_cooled_down(events: E
 
 
 def test_first_reading_reports_only_errors() -> None:
-    changes = gpu_changes(None, [gpu(0), gpu(1, reason="lost"), gpu(2, temp=90.0)])
+    changes = find_gpu_changes(None, [gpu(0), gpu(1, reason="lost"), gpu(2, temp=90.0)])
     assert [(change.type, change.gpu.gpu_id) for change in changes] == [
         (EventType.GPU_UNAVAILABLE, 1),
         (EventType.GPU_OVERHEATED, 2),
@@ -114,7 +114,7 @@ def test_first_reading_reports_only_errors() -> None:
 
 
 def test_appearing_and_disappearing_gpus_are_reported() -> None:
-    changes = gpu_changes([gpu(0)], [gpu(1)])
+    changes = find_gpu_changes([gpu(0)], [gpu(1)])
     assert [(change.type, change.reason) for change in changes] == [
         (EventType.GPU_AVAILABLE, "GPU 1 (X1) is available"),
         (EventType.GPU_UNAVAILABLE, "GPU 0 (X1): no longer listed"),

@@ -20,7 +20,7 @@ from genie.hardware import HostFacts
 from genie.model import node as model
 from genie.model.names import validate_node_id
 from genie.model.node import GPUInfo, NodeRole, NodeStatus, Vendor
-from genie.runtime.network import address_towards
+from genie.runtime.network import local_address_towards
 
 FACTS = HostFacts(cpus=4.0, memory_total_bytes=100, memory_used_bytes=40, hostname="Box.Example")
 
@@ -85,5 +85,5 @@ def test_session_id_is_a_node_id_with_the_full_suffix() -> None:
 
 
 def test_address_towards_returns_the_local_address() -> None:
-    assert address_towards("127.0.0.1", 5555) == "127.0.0.1"
-    assert address_towards("256.0.0.1", 5555) is None
+    assert local_address_towards("127.0.0.1", 5555) == "127.0.0.1"
+    assert local_address_towards("256.0.0.1", 5555) is None

@@ -11,7 +11,7 @@ from genie.controller.nodes.agents import Agents
 from genie.controller.store import Put
 from genie.controller.store.protocol import VALUE_BYTES_MAX
 from genie.errors import NodeError, RowTooLargeError
-from genie.model.job import Job, JobSpec, JobState, is_shrunk
+from genie.model.job import Job, JobSpec, JobState, is_shrunk_job
 from genie.model.messages import CancelJob, RemoveNode
 from genie.model.tenant import TokenKind
 from tests.controller.running_controller import RunningController, job_spec, running_controller
@@ -52,7 +52,7 @@ async def test_job_that_fills_its_row_ends_and_so_do_the_other_jobs_of_its_node(
             assert agent.exits == {}, "all exits are settled"
             assert (await owner.job(other.job_id)).state is JobState.SUCCEEDED
             ended = await owner.job(large.job_id)
-            assert (ended.state, is_shrunk(ended)) == (JobState.SUCCEEDED, True)
+            assert (ended.state, is_shrunk_job(ended)) == (JobState.SUCCEEDED, True)
             assert await owner.held("n1") == []
             status = await owner.status()
             assert (status.quarantined, status.alarms) == ((), ())

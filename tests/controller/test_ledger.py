@@ -18,7 +18,7 @@ from genie.config import ControllerConfig
 from genie.controller.change_notifier import ChangeNotifier
 from genie.controller.election import Election, StoreHealth
 from genie.controller.jobs.backoff import LaunchBackoff
-from genie.controller.jobs.lifecycle import JOB_NODES_MAX, JobLifecycle
+from genie.controller.jobs.lifecycle import JOB_NODES_MAX, JobLifecycle, LostWorker
 from genie.controller.ledger import Counter, Ledger, NodeRecord, Table, Transaction
 from genie.controller.store import Compare, Delete, Put, TxnResult
 from genie.controller.store.protocol import TXN_OPS_MAX
@@ -210,9 +210,7 @@ def requeue(number: int, epoch: int) -> Step:
 
 
 def lose(number: int, epoch: int) -> Step:
-    return lambda on: on.jobs.record_lost_worker(
-        job_id(number), node_id=NODES[0], epoch=epoch, reason="silent"
-    )
+    return lambda on: on.jobs.record_lost_workers([LostWorker(job_id(number), NODES[0], epoch, "silent")])
 
 
 def drop(number: int) -> Step:

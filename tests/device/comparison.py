@@ -66,21 +66,21 @@ class Comparison:
         self._end_worker()
         self._closing.close()
 
-    def described(self) -> dict[str, Any]:
+    def describe_entries(self) -> dict[str, Any]:
         """torch's version, the device's name, and the dtypes of every entry."""
-        return self._running().described
+        return self._ensure_worker().describe_entries
 
     def run(self, units: Sequence[Unit]) -> Iterator[Findings]:
         for unit in units:
             try:
-                findings = self._running().compare(unit, self._step_timeout_s)
+                findings = self._ensure_worker().compare(unit, self._step_timeout_s)
             except WorkerEndedError as error:
                 findings = Findings.crashed(unit.name, unit.dtype, reason=str(error), sample=error.at)
             if findings.is_crashed:
                 self._end_worker()
             yield findings
 
-    def _running(self) -> _Worker:
+    def _ensure_worker(self) -> _Worker:
         if self._worker is None:
             self._started += 1
             self._worker = _Worker(self._folder / str(self._started), self._database, self._device)
@@ -103,7 +103,7 @@ class _Worker:
         try:
             self._executor = self._start_executor(device)
             self._process, self._answers = self._start_process(database, device)
-            self.described: dict[str, Any] = self._wait("ready", START_TIMEOUT_S)
+            self.describe_entries: dict[str, Any] = self._wait("ready", START_TIMEOUT_S)
         except BaseException:
             self.close()
             raise
@@ -119,7 +119,7 @@ class _Worker:
             pass  # the reply reports it
         findings = Findings.from_json(self._wait("findings", step_timeout_s))
         if findings.has_problem and self._executor_ended():
-            raise WorkerEndedError(f"the executor ended: {_tail(self._executor.output())}", self._at)
+            raise WorkerEndedError(f"the executor ended: {_last_line(self._executor.output())}", self._at)
         return findings
 
     def close(self) -> None:
@@ -156,18 +156,18 @@ class _Worker:
                 pass_fds=[theirs],
             )  # fmt: skip
         os.close(theirs)
-        self._closing.callback(_end, process)
+        self._closing.callback(_end_process, process)
         return process, answers
 
     def _wait(self, key: str, timeout_s: float) -> Any:
         """The next message with that key; all others are progress messages."""
         while True:
-            message = json.loads(self._line(timeout_s))
+            message = json.loads(self._read_line(timeout_s))
             if key in message:
                 return message[key]
             self._at = message["at"]
 
-    def _line(self, timeout_s: float) -> bytes:
+    def _read_line(self, timeout_s: float) -> bytes:
         deadline = time.monotonic() + timeout_s
         while b"\n" not in self._text:
             left_s = deadline - time.monotonic()
@@ -177,13 +177,13 @@ class _Worker:
             if not part:
                 code = self._process.wait(START_TIMEOUT_S)
                 output = (self._folder / "worker").read_text(errors="replace")
-                raise WorkerEndedError(f"the client ended with {code}: {_tail(output)}", self._at)
+                raise WorkerEndedError(f"the client ended with {code}: {_last_line(output)}", self._at)
             self._text += part
         line, _, self._text = self._text.partition(b"\n")
         return line
 
 
-def _end(process: ForkedProcess) -> None:
+def _end_process(process: ForkedProcess) -> None:
     assert process.stdin is not None
     process.kill()
     process.wait(START_TIMEOUT_S)
@@ -193,5 +193,5 @@ def _end(process: ForkedProcess) -> None:
         pass  # unflushed data
 
 
-def _tail(text: str) -> str:
+def _last_line(text: str) -> str:
     return " / ".join(line.strip() for line in text.strip().splitlines()[-8:])

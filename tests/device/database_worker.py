@@ -40,16 +40,18 @@ def main(database: str, kind: str, *, port: int, answers: int) -> None:
     device.attach([remote_device(0, lambda: port)])
     torch.zeros(1, device=D0).cpu()
     with os.fdopen(answers, "w") as out:
-        _say(out, ready=_described(entries, local))
+        _write_answer(out, ready=_describe_entries(entries, local))
         for line in sys.stdin:
-            _say(out, findings=dataclasses.asdict(_compared(Unit(**json.loads(line)), entries, local, out)))
+            _write_answer(
+                out, findings=dataclasses.asdict(_compare_unit(Unit(**json.loads(line)), entries, local, out))
+            )
     device.detach()
 
 
-def _compared(unit: Unit, entries: ModuleType, local: str, out: TextIO) -> Findings:
+def _compare_unit(unit: Unit, entries: ModuleType, local: str, out: TextIO) -> Findings:
     began = time.monotonic()
     try:
-        findings: Findings = entries.check(unit, local=local, beat=lambda what: _say(out, at=what))
+        findings: Findings = entries.check(unit, local=local, beat=lambda what: _write_answer(out, at=what))
     except Exception as error:  # an error of the comparison itself is reported, and is not a pass
         findings = Findings(unit.name, unit.dtype)
         for verdict in (findings.forward, findings.backward):
@@ -58,7 +60,7 @@ def _compared(unit: Unit, entries: ModuleType, local: str, out: TextIO) -> Findi
     return findings
 
 
-def _described(entries: ModuleType, local: str) -> dict[str, Any]:
+def _describe_entries(entries: ModuleType, local: str) -> dict[str, Any]:
     """Names of the entries, with the dtypes that torch supports locally."""
     return {
         "torch": torch.__version__,
@@ -67,7 +69,7 @@ def _described(entries: ModuleType, local: str) -> dict[str, Any]:
     }
 
 
-def _say(out: TextIO, **message: Any) -> None:
+def _write_answer(out: TextIO, **message: Any) -> None:
     out.write(json.dumps(message) + "\n")
     out.flush()
 

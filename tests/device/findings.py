@@ -27,7 +27,7 @@ class Outcome(enum.StrEnum):
     CRASHED = "crashed"
 
     @property
-    def badness(self) -> int:
+    def severity(self) -> int:
         return list(Outcome).index(self)
 
 
@@ -57,8 +57,8 @@ class Verdict:
     def note(self, outcome: Outcome, reason: str = "", sample: str = "") -> None:
         self.compared += 1
         self.bad += outcome not in (Outcome.PASS, Outcome.VARIES)
-        if outcome.badness > self.outcome.badness:
-            self.outcome, self.reason, self.sample = outcome, shortened(reason), shortened(sample)
+        if outcome.severity > self.outcome.severity:
+            self.outcome, self.reason, self.sample = outcome, shorten(reason), shorten(sample)
 
 
 @dataclass
@@ -133,7 +133,7 @@ class Summary:
             self.by_name.setdefault(one.name, []).append(one)
 
     @property
-    def not_here(self) -> list[str]:
+    def missing_locally(self) -> list[str]:
         """Entries that raise locally with every sample: torch does not support them on this device."""
         return [name for name in self.by_name if not self._compared(name, "forward")]
 
@@ -181,7 +181,7 @@ class Summary:
 
 
 @dataclass(frozen=True)
-class Listed:
+class ListedException:
     """A line of the list: an entry that is known to fail; one that fails forward also fails backward."""
 
     name: str
@@ -200,19 +200,19 @@ class Listed:
         )
 
 
-def read_exceptions(path: Path = EXCEPTIONS_PATH) -> list[Listed]:
+def read_exceptions(path: Path = EXCEPTIONS_PATH) -> list[ListedException]:
     """All lines except empty ones and comments."""
     lines = [line.strip() for line in path.read_text("utf-8").splitlines()]
-    return [parsed(line) for line in lines if line and not line.startswith("#")]
+    return [parse_exception(line) for line in lines if line and not line.startswith("#")]
 
 
-def parsed(line: str) -> Listed:
+def parse_exception(line: str) -> ListedException:
     """ValueError if the line is malformed."""
     parts = [part.strip() for part in line.split("|")]
     if len(parts) != 6 or parts[3] not in DIRECTIONS:
         raise ValueError(f"{EXCEPTIONS_PATH.name}: not a line of the list: {line}")
     name, device, dtypes, direction, outcome, reason = parts
-    return Listed(name, device, tuple(dtypes.split(",")), direction, Outcome(outcome), reason)
+    return ListedException(name, device, tuple(dtypes.split(",")), direction, Outcome(outcome), reason)
 
 
 def exception_lines(problems: Sequence[Problem], device: str) -> list[str]:
@@ -223,16 +223,18 @@ def exception_lines(problems: Sequence[Problem], device: str) -> list[str]:
         if one.direction == "forward" or (one.name, one.dtype, one.outcome) not in forward:
             groups.setdefault((one.name, one.direction, one.outcome), []).append(one)
     return [
-        " | ".join([name, device, ",".join(p.dtype for p in group), direction, outcome, _brief(group)])
+        " | ".join(
+            [name, device, ",".join(p.dtype for p in group), direction, outcome, _format_problem_group(group)]
+        )
         for (name, direction, outcome), group in groups.items()
     ]
 
 
-def unlisted(problems: Iterable[Problem], listed: Sequence[Listed]) -> list[Problem]:
+def unlisted(problems: Iterable[Problem], listed: Sequence[ListedException]) -> list[Problem]:
     return [one for one in problems if not any(line.covers(one) for line in listed)]
 
 
-def stale(summary: Summary, listed: Sequence[Listed]) -> list[tuple[Listed, str]]:
+def stale(summary: Summary, listed: Sequence[ListedException]) -> list[tuple[ListedException, str]]:
     """Obsolete lines, with their dtype, among the entries that were run.
 
     Entries that vary are excluded: a single run may pass.
@@ -251,10 +253,10 @@ def stale(summary: Summary, listed: Sequence[Listed]) -> list[tuple[Listed, str]
     ]
 
 
-def shortened(text: str) -> str:
+def shorten(text: str) -> str:
     text = " ".join(text.split())
     return text if len(text) <= TEXT_MAX else text[: TEXT_MAX - 3] + "..."
 
 
-def _brief(group: Sequence[Problem]) -> str:
+def _format_problem_group(group: Sequence[Problem]) -> str:
     return group[0].reason.partition(" [")[0].replace("|", "/")[:100]

@@ -10,21 +10,21 @@ from collections.abc import Callable
 
 from tests.waiting import wait_until
 
-STILL_LOOKS = 20
+IDLE_CHECKS = 20
 
 
-def interrupted(
+def run_interrupted(
     work: Callable[[], object],
     *,
-    silence: Callable[[], None],
-    speech: Callable[[], None],
+    stop_executor: Callable[[], None] = lambda: None,
+    resume_executor: Callable[[], None] = lambda: None,
     progress: Callable[[], int] = lambda: 0,
 ) -> None:
-    """Runs `work`, which must wait, between `silence()` and `speech()`; it must be interrupted.
+    """Runs `work`, which must wait and be interrupted, between `stop_executor` and `resume_executor`.
 
     `progress` counts the work done before the wait.
     """
-    silence()
+    stop_executor()
     watcher = threading.Thread(target=signal_when_waiting, args=(signal.SIGINT, progress))
     watcher.start()
     try:
@@ -34,7 +34,7 @@ def interrupted(
     else:
         raise AssertionError("it was not interrupted")
     finally:
-        speech()
+        resume_executor()
         watcher.join()
 
 
@@ -47,7 +47,7 @@ def signal_when_waiting(number: int, progress: Callable[[], int] = lambda: 0) ->
     def still() -> bool:
         frame = sys._current_frames()[main]
         seen.append((id(frame), frame.f_lasti, progress()))
-        return len(seen) > STILL_LOOKS and len(set(seen[-STILL_LOOKS:])) == 1
+        return len(seen) > IDLE_CHECKS and len(set(seen[-IDLE_CHECKS:])) == 1
 
     wait_until(still, timeout_s=60, what="the main thread to wait")
     os.kill(os.getpid(), number)

@@ -21,12 +21,12 @@ from tests.device.paired_runs import (
     Tolerance,
     assert_placed,
     assert_same,
-    fetched,
+    fetch_to_cpu,
     gradients,
     seed,
     spread,
 )
-from tests.device.run_classifier import Judge, Run, attempt
+from tests.device.run_classifier import Judge, Run, run_and_catch
 from tests.device.tolerances import tolerance_of
 
 _MODES = {"train": True, "eval": False}
@@ -92,15 +92,17 @@ class _Checker(Judge):
             run.arguments = list(module.parameters()), args, kwargs
             run.outputs = outputs, dict(module.named_buffers())
 
-        return attempt(work, device)
+        return run_and_catch(work, device)
 
     def _compare(self, there: Run, here: Run) -> None:
         assert_placed(there.outputs, here.outputs, local=self._local, remote=D0, what="output")
-        assert_same(fetched(there.outputs), fetched(here.outputs), what="output", tolerance=self._tolerance)
+        assert_same(
+            fetch_to_cpu(there.outputs), fetch_to_cpu(here.outputs), what="output", tolerance=self._tolerance
+        )
 
 
 def _differentiated(forward: Run, device: str) -> Run:
     def work(run: Run) -> None:
         run.outputs = gradients(forward.outputs, forward.arguments)
 
-    return attempt(work, device)
+    return run_and_catch(work, device)

@@ -19,20 +19,20 @@ from torch.testing._internal.common_methods_invocations import op_db
 from torch.testing._internal.opinfo.core import SampleInput
 
 from tests.device.conftest import D0
-from tests.device.findings import Findings, Unit, shortened
+from tests.device.findings import Findings, Unit, shorten
 from tests.device.paired_runs import (
     Copies,
     MismatchError,
-    VariesError,
+    NondeterministicError,
     assert_placed,
     assert_same,
-    fetched,
+    fetch_to_cpu,
     gradients,
     seed,
     spread,
     tensors_of,
 )
-from tests.device.run_classifier import Judge, Run, attempt
+from tests.device.run_classifier import Judge, Run, run_and_catch
 from tests.device.tolerances import tolerance_of
 
 # Samples to try until the in-place or out= variant has succeeded locally once.
@@ -51,8 +51,8 @@ _UNINITIALISED_OUTPUTS = {
 _LOCAL_RUNS = 6
 # A gradient that varies may be this many times as far from the exact one as local runs, at its worst number
 # and on average.
-_WORST, _MEAN = 3.0, 1.5
-_FINER = {
+_WORST_ERROR_RATIO, _MEAN_ERROR_RATIO = 3.0, 1.5
+_FINER_DTYPES = {
     torch.bfloat16: torch.float64,
     torch.float16: torch.float64,
     torch.float32: torch.float64,
@@ -83,7 +83,7 @@ class _Case:
 def dtypes_by_name(local: str) -> dict[str, list[str]]:
     """The dtypes that torch supports for an op on that device."""
     kind = local.partition(":")[0]
-    return {op.full_name: sorted(map(_name, op.supported_dtypes(kind))) for op in op_db}
+    return {op.full_name: sorted(map(_dtype_name, op.supported_dtypes(kind))) for op in op_db}
 
 
 def check(unit: Unit, *, local: str, beat: Callable[[str], None]) -> Findings:
@@ -95,7 +95,7 @@ def check(unit: Unit, *, local: str, beat: Callable[[str], None]) -> Findings:
     samples = spread(lambda: op.sample_inputs(local, dtype, requires_grad=grad, set_seed=False), unit.samples)
     for number, sample in enumerate(samples):
         checker.check(_Case(f"sample {number}", op.op, sample, grad))
-    if samples and all(x.layout is torch.strided for x in tensors_of(_given(samples[0]))):
+    if samples and all(x.layout is torch.strided for x in tensors_of(_sample_arguments(samples[0]))):
         checker.check(_Case("not contiguous", op.op, samples[0].noncontiguous(), grad))
     if dtype.is_complex and op.test_conjugated_samples and samples:
         checker.check(_Case("conjugated", op.op, samples[0].transform(_conjugated), grad))
@@ -110,7 +110,7 @@ def check(unit: Unit, *, local: str, beat: Callable[[str], None]) -> Findings:
 
 class _Checker(Judge):
     def __init__(self, op: Any, dtype: torch.dtype, local: str, beat: Callable[[str], None]) -> None:
-        super().__init__(Findings(op.full_name, _name(dtype)), beat)
+        super().__init__(Findings(op.full_name, _dtype_name(dtype)), beat)
         self._op = op
         self._local = local
         self._dtype = dtype
@@ -148,7 +148,7 @@ class _Checker(Judge):
             )
 
     def check_out(self, samples: Sequence[Any]) -> None:
-        self._until_one_works(self._into(samples, "out=", _filled))
+        self._until_one_works(self._into(samples, "out=", _ones_like_output))
         self._until_one_works(self._into(samples, "out= without elements", _without_elements))
 
     def _into(
@@ -171,19 +171,19 @@ class _Checker(Judge):
 
     def _run(self, case: _Case, device: str) -> Run:
         def work(run: Run) -> None:
-            run.arguments = self._copied(case.sample, device)
+            run.arguments = self._copy_sample(case.sample, device)
             first, rest, named = run.arguments
             seed(device)
             with torch.set_grad_enabled(case.grad):
                 run.outputs = case.call(first, *rest, **named)
 
-        return attempt(work, device)
+        return run_and_catch(work, device)
 
-    def _copied(self, sample: Any, device: str) -> tuple[Any, Any, Any]:
+    def _copy_sample(self, sample: Any, device: str) -> tuple[Any, Any, Any]:
         move = Copies(self._local, device)
         move_rest = Copies(self._local, self._local) if self._op.name in _HOST_ARGUMENTS else move
         named = sample.kwargs
-        if self._op.name in _FACTORIES and not tensors_of(_given(sample)):
+        if self._op.name in _FACTORIES and not tensors_of(_sample_arguments(sample)):
             named = {"device": self._local} | named
         if "options" in named:
             named = named | {"options": _resolved_for(named["options"], self._local)}
@@ -201,7 +201,7 @@ class _Checker(Judge):
             arbiter = self._run(case, "cpu")
             if arbiter.error is not None or not _passes(lambda: self._compare_values(there, arbiter)):
                 raise
-            self.findings.as_on_cpu.append(shortened(str(case)))
+            self.findings.as_on_cpu.append(shorten(str(case)))
 
     def _compare_places(self, there: Run, here: Run) -> None:
         assert_placed(there.outputs, here.outputs, local=self._local, remote=D0, what="output")
@@ -212,12 +212,16 @@ class _Checker(Judge):
     def _compare_values(self, there: Run, here: Run) -> None:
         # of the arguments only tensors: device names differ
         pairs = {
-            "output": (self._written(there.outputs), self._written(here.outputs)),
+            "output": (self._initialised_outputs(there.outputs), self._initialised_outputs(here.outputs)),
             "argument": (tensors_of(there.arguments), tensors_of(here.arguments)),
         }
         for what, (found, expected) in pairs.items():
             assert_same(
-                fetched(found), fetched(expected), what=what, tolerance=self._tolerance, values=self._values
+                fetch_to_cpu(found),
+                fetch_to_cpu(expected),
+                what=what,
+                tolerance=self._tolerance,
+                values=self._values,
             )
 
     def compare_gradients(
@@ -242,16 +246,16 @@ class _Checker(Judge):
                 raise
             arbiter = again("cpu")
             if arbiter is not None and _passes(lambda: compare(arbiter)):
-                self.findings.as_on_cpu.append(shortened(str(case)))
+                self.findings.as_on_cpu.append(shorten(str(case)))
                 return
             runs = [expected, *(again(self._local) for _ in range(_LOCAL_RUNS))]
             truth = exact()
             if truth is None:
                 raise
             compare(_as_exact(found, [run for run in runs if run is not None], truth))
-            raise VariesError("not as in a local run, and as near to the exact gradient") from None
+            raise NondeterministicError("not as in a local run, and as near to the exact gradient") from None
 
-    def _written(self, outputs: Any) -> Any:
+    def _initialised_outputs(self, outputs: Any) -> Any:
         nobodys = _UNINITIALISED_OUTPUTS.get(self._op.full_name, ())
         return [x for i, x in enumerate(outputs) if i not in nobodys] if nobodys else outputs
 
@@ -262,11 +266,11 @@ class _Checker(Judge):
             outputs = case.sample.output_process_fn_grad(forward.outputs)
             run.outputs = gradients(outputs, forward.arguments, drawn=drawn)
 
-        return attempt(work, device)
+        return run_and_catch(work, device)
 
     def exact_gradients(self, case: _Case) -> Run:
         """The gradient of the same values in a dtype of higher precision."""
-        finer = replace(case, sample=case.sample.transform(_finer))
+        finer = replace(case, sample=case.sample.transform(_to_finer_dtype))
         return self._differentiated(finer, self._run(finer, "cpu"), "cpu", drawn=self._dtype)
 
     def _check_backward(self, case: _Case, here: Run, there: Run) -> None:
@@ -276,7 +280,7 @@ class _Checker(Judge):
             return  # nothing to differentiate
 
         def written(run: Run) -> Any:
-            return _within_sequences(case.sample, fetched(run.outputs))
+            return _within_sequences(case.sample, fetch_to_cpu(run.outputs))
 
         def again(device: str) -> Any:
             run = self._differentiated(case, self._run(case, device), device)
@@ -317,18 +321,18 @@ def _is_as_near(mine: Any, several: Sequence[Any], exact: Any) -> bool:
     """The mean over all elements: single elements may deviate more than in the local runs."""
     if len({_shape(x) for x in (mine, *several)}) > 1 or _shape(mine) is None or _shape(exact) is None:
         return False
-    off = [(_real(x) - _real(exact)).abs() for x in (mine, *several)]
+    off = [(_to_real(x) - _to_real(exact)).abs() for x in (mine, *several)]
     worst, mean = ([float(measure(x)) for x in off] for measure in (torch.max, torch.mean))
     if not all(map(math.isfinite, worst)):
         return False
-    return worst[0] <= _WORST * max(worst[1:]) and mean[0] <= _MEAN * max(mean[1:])
+    return worst[0] <= _WORST_ERROR_RATIO * max(worst[1:]) and mean[0] <= _MEAN_ERROR_RATIO * max(mean[1:])
 
 
-def _finer(value: Any) -> Any:
+def _to_finer_dtype(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
-        finer = value.detach().to(_FINER.get(value.dtype, value.dtype))
+        finer = value.detach().to(_FINER_DTYPES.get(value.dtype, value.dtype))
         return finer.requires_grad_(value.requires_grad)
-    return _FINER.get(value, value) if isinstance(value, torch.dtype) else value
+    return _FINER_DTYPES.get(value, value) if isinstance(value, torch.dtype) else value
 
 
 def _shape(x: Any) -> tuple[Any, ...] | None:
@@ -338,7 +342,7 @@ def _shape(x: Any) -> tuple[Any, ...] | None:
     return (x.shape, x.dtype) if x.is_floating_point() or x.is_complex() else None
 
 
-def _real(x: torch.Tensor) -> torch.Tensor:
+def _to_real(x: torch.Tensor) -> torch.Tensor:
     plain = x.resolve_conj().resolve_neg()
     return (torch.view_as_real(plain) if x.is_complex() else plain).double()
 
@@ -353,11 +357,11 @@ def _within_sequences(sample: Any, gradients: Any) -> Any:
     return [*cut, *gradients[len(cut) :]]
 
 
-def _given(sample: Any) -> tuple[Any, ...]:
+def _sample_arguments(sample: Any) -> tuple[Any, ...]:
     return sample.input, sample.args, sample.kwargs
 
 
-def _name(dtype: torch.dtype) -> str:
+def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
@@ -378,7 +382,7 @@ def _conjugated(value: Any) -> Any:
     return value.detach().conj().requires_grad_(value.requires_grad)
 
 
-def _filled(output: torch.Tensor) -> torch.Tensor:
+def _ones_like_output(output: torch.Tensor) -> torch.Tensor:
     return torch.full_like(output.detach(), 1)
 
 

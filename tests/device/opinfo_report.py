@@ -41,8 +41,10 @@ _PROGRESS_EVERY = 100
 def main(arguments: Sequence[str]) -> int:
     options = _options(arguments)
     with Comparison(DATABASES[options.database], options.device) as comparison:
-        described = comparison.described()
-        units = _units(_chosen(described["entries"], options), options.dtypes.split(","), options.samples)
+        describe_entries = comparison.describe_entries()
+        units = _units(
+            _chosen(describe_entries["entries"], options), options.dtypes.split(","), options.samples
+        )
         found = []
         for number, one in enumerate(comparison.run(units), start=1):
             found.append(one)
@@ -53,7 +55,7 @@ def main(arguments: Sequence[str]) -> int:
         for line in findings.exception_lines(summary.problems, options.device):
             print(line)
     elif options.json:
-        _print_json(summary, described, options)
+        _print_json(summary, describe_entries, options)
     else:
         _print_table(summary)
     bad = summary.named(Outcome.WRONG) or summary.named(Outcome.CRASHED)
@@ -114,7 +116,7 @@ def _tell_of_list(summary: Summary, options: argparse.Namespace) -> bool:
     return bool(unlisted or stale)
 
 
-def _print_json(summary: Summary, described: dict[str, Any], options: argparse.Namespace) -> None:
+def _print_json(summary: Summary, describe_entries: dict[str, Any], options: argparse.Namespace) -> None:
     for name, several in summary.by_name.items():
         problems = [problem for problem in summary.problems if problem.name == name]
         raised = [text for one in several for text in (*one.raised.nothing, *one.raised.other_type)]
@@ -131,13 +133,13 @@ def _print_json(summary: Summary, described: dict[str, Any], options: argparse.N
         "crashed": summary.named(Outcome.CRASHED),
         "refused": summary.named(Outcome.REFUSED),
         "failed": summary.named(Outcome.FAILED),
-        "not_on_device": summary.not_here,
+        "not_on_device": summary.missing_locally,
         "as_on_cpu": [name for name, several in summary.by_name.items() if any(x.as_on_cpu for x in several)],
         "varies": summary.named(Outcome.VARIES),
         "compared": summary.compared(),
         "raised": summary.raised(),
-        "torch": described["torch"],
-        "device": described["device"],
+        "torch": describe_entries["torch"],
+        "device": describe_entries["device"],
         "dtypes": options.dtypes.split(","),
     }
     print(json.dumps(last))

@@ -16,8 +16,16 @@ from torch.testing._internal.common_optimizers import optim_db
 
 from tests.device.conftest import D0
 from tests.device.findings import Findings, Unit
-from tests.device.paired_runs import SEED, Copies, assert_placed, assert_same, fetched, spread, tensors_of
-from tests.device.run_classifier import Judge, Run, attempt
+from tests.device.paired_runs import (
+    SEED,
+    Copies,
+    assert_placed,
+    assert_same,
+    fetch_to_cpu,
+    spread,
+    tensors_of,
+)
+from tests.device.run_classifier import Judge, Run, run_and_catch
 
 _STEPS = 3
 _IMPLEMENTATIONS: dict[str, dict[str, bool]] = {
@@ -74,19 +82,19 @@ class _Checker(Judge):
             saved = copy.deepcopy(optimizer.state_dict())
             # an optimizer that loads a state may reuse its tensors
             run.outputs = [copy.deepcopy([model.parameters, saved])]
-            for state in (saved, torch.load(_written(fetched(saved)), weights_only=True)):
+            for state in (saved, torch.load(_written(fetch_to_cpu(saved)), weights_only=True)):
                 following = info.optim_cls(model.parameters, **options)
                 following.load_state_dict(state)
                 model.step(following)
                 run.outputs.append(copy.deepcopy([model.parameters, following.state_dict()]))
 
-        return attempt(work, device)
+        return run_and_catch(work, device)
 
     def _compare(self, there: Run, here: Run) -> None:
         # "step" stays in host memory, as with CUDA, unless the optimizer is fused
         found, expected = ([x for x in tensors_of(run.outputs) if x.dim()] for run in (there, here))
         assert_placed(found, expected, local=self._local, remote=D0, what="state")
-        assert_same(fetched(there.outputs), fetched(here.outputs), what="state")
+        assert_same(fetch_to_cpu(there.outputs), fetch_to_cpu(here.outputs), what="state")
 
 
 class _Model:

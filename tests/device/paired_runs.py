@@ -24,7 +24,7 @@ class MismatchError(AssertionError):
     """The two runs differ; the message describes how."""
 
 
-class VariesError(AssertionError):
+class NondeterministicError(AssertionError):
     """Local runs differ from each other; the remote run does not differ more."""
 
 
@@ -102,7 +102,7 @@ def tensors_of(value: Any) -> list[torch.Tensor]:
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
-def fetched(value: Any) -> Any:
+def fetch_to_cpu(value: Any) -> Any:
     """The same nested values with tensors in host memory; waits for pending work."""
     return pytree.tree_map(lambda x: x.detach().cpu() if isinstance(x, torch.Tensor) else x, value)
 

@@ -14,8 +14,8 @@ import torch
 
 from genie.errors import DeviceLostError, OpRefusedError, TransportError
 from tests.device.conftest import D0
-from tests.device.findings import Findings, Outcome, Verdict, shortened
-from tests.device.paired_runs import MismatchError, VariesError
+from tests.device.findings import Findings, Outcome, Verdict, shorten
+from tests.device.paired_runs import MismatchError, NondeterministicError
 
 
 @dataclass
@@ -27,7 +27,7 @@ class Run:
     error: Exception | None = None
 
 
-def attempt(work: Callable[[Run], None], device: str) -> Run:
+def run_and_catch(work: Callable[[Run], None], device: str) -> Run:
     """Runs `work`, which fills in the run, and synchronizes the device."""
     run = Run()
 
@@ -77,14 +77,14 @@ class Judge:
     def _must_raise(self, label: object, error: Exception, there: Run) -> None:
         raised = self.findings.raised
         if there.error is None:
-            raised.nothing.append(shortened(f"{label}: {_described(error)}"))
+            raised.nothing.append(shorten(f"{label}: {_described(error)}"))
         elif outcome_of(there.error) is Outcome.CRASHED and outcome_of(error) is not Outcome.CRASHED:
             self.note(self.findings.forward, label, there.error)
         elif isinstance(there.error, type(error)):
             raised.same += 1
         else:
             text = f"{label}: {_described(there.error)} instead of {_described(error)}"
-            raised.other_type.append(shortened(text))
+            raised.other_type.append(shorten(text))
 
 
 def outcome_of(error: Exception) -> Outcome:
@@ -92,7 +92,7 @@ def outcome_of(error: Exception) -> Outcome:
     text = str(error)
     if isinstance(error, MismatchError):
         return Outcome.WRONG
-    if isinstance(error, VariesError):
+    if isinstance(error, NondeterministicError):
         return Outcome.VARIES
     if isinstance(error, DeviceLostError | TransportError | SystemError) or "INTERNAL ASSERT" in text:
         return Outcome.CRASHED

@@ -17,7 +17,7 @@ from tests.device.conftest import D0, D1
 pytestmark = pytest.mark.usefixtures("devices")
 
 
-class BoomError(Exception):
+class PlannedError(Exception):
     pass
 
 
@@ -152,12 +152,12 @@ def test_hook_exception_propagates_from_backward(device: str) -> None:
     x = torch.ones(3, device=device, requires_grad=True)
 
     def hook(grad: torch.Tensor) -> None:
-        raise BoomError(7)
+        raise PlannedError(7)
 
     for _ in range(3):
         y = x * x
         y.register_hook(hook)
-        with pytest.raises(BoomError, match="7") as caught:
+        with pytest.raises(PlannedError, match="7") as caught:
             y.sum().backward()
         assert caught.traceback[-1].name == "hook"
     (x * x).sum().backward()

@@ -16,12 +16,12 @@ from torch.testing._internal.opinfo.core import SampleInput
 from genie.errors import DeviceLostError, OpRefusedError, RemoteOpError
 from tests.device import findings, opinfo, opinfo_report
 from tests.device.comparison import Comparison
-from tests.device.findings import Findings, Listed, Outcome, Problem, Summary, Unit
+from tests.device.findings import Findings, ListedException, Outcome, Problem, Summary, Unit
 from tests.device.paired_runs import (
     Copies,
     MismatchError,
+    NondeterministicError,
     Tolerance,
-    VariesError,
     assert_placed,
     assert_same,
     spread,
@@ -32,7 +32,7 @@ from tests.device.run_classifier import Judge, Run, outcome_of
 @pytest.mark.timeout(200)
 def test_crash_is_counted_and_comparison_continues() -> None:
     with Comparison("crashinfo", step_timeout_s=20.0) as comparison:
-        names = comparison.described()["entries"]
+        names = comparison.describe_entries()["entries"]
         units = [Unit(name, "float32", None, errors=False) for name in names if name != "is stuck"]
         found = {one.name: one for one in comparison.run(units)}
     outcomes = {name: one.forward.outcome for name, one in found.items()}
@@ -103,7 +103,7 @@ def compared_to_runs(
         checker.compare_gradients(
             case, found, runs[0], lambda where: None if where == "cpu" else next(turns), lambda: exact
         )
-    except (MismatchError, VariesError) as error:
+    except (MismatchError, NondeterministicError) as error:
         return type(error)
     assert not checker.findings.as_on_cpu
     return None
@@ -125,7 +125,7 @@ def test_gradient_as_close_to_exact_as_local_ones_varies(failing: bool) -> None:
         return compared_to_runs((torch.tensor(numbers, dtype=HALF), None), runs, exact, failing)
 
     assert outcome(1.0, 2.0, 3.05) is None
-    assert outcome(1.0, 2.1, 3.0) is VariesError
+    assert outcome(1.0, 2.1, 3.0) is NondeterministicError
     assert outcome(1.1, 2.1, 3.0) is MismatchError
     assert outcome(1.0, 2.0, 3.4) is MismatchError
     for never in ([1.0, 2.0, math.nan], [1.0, 2.0, math.inf], [1.0, 2.0]):
@@ -145,7 +145,7 @@ def test_conjugated_gradients_are_compared() -> None:
     exact = (torch.tensor([100 - 1j], dtype=torch.complex128),)
     runs = [(torch.tensor([part + 1j], dtype=torch.complex64).conj(),) for part in (100 - 8e-5, 100 + 1e-4)]
     found = torch.tensor([100 + 1.2e-4 - 1j], dtype=torch.complex64)
-    assert compared_to_runs((found,), runs, exact) is VariesError
+    assert compared_to_runs((found,), runs, exact) is NondeterministicError
     assert compared_to_runs((found.conj(),), runs, exact) is MismatchError
 
 
@@ -166,7 +166,7 @@ def test_exact_gradient_uses_the_same_values_in_higher_precision(name: str) -> N
 def test_varying_entries_must_be_listed_and_may_pass() -> None:
     found = Findings("max", "bfloat16")
     found.backward.note(Outcome.VARIES, "any order")
-    line = Listed("max", "cuda", ("bfloat16",), "backward", Outcome.VARIES, "any order")
+    line = ListedException("max", "cuda", ("bfloat16",), "backward", Outcome.VARIES, "any order")
     assert [one.name for one in findings.unlisted(Summary([found]).problems, [])] == ["max"]
     assert findings.unlisted(Summary([found]).problems, [line]) == []
     assert Summary([found]).percent("backward") == 100
@@ -209,7 +209,7 @@ def test_missing_result_is_a_crash() -> None:
     ("error", "outcome"),
     [
         (MismatchError("output: shape"), Outcome.WRONG),
-        (VariesError("gradient"), Outcome.VARIES),
+        (NondeterministicError("gradient"), Outcome.VARIES),
         (OpRefusedError("aten::x"), Outcome.REFUSED),
         (NotImplementedError("Could not run 'aten::x'"), Outcome.REFUSED),
         (NotImplementedError("later"), Outcome.FAILED),
@@ -253,13 +253,13 @@ def test_percentages_are_of_compared_entries() -> None:
         one.forward.note(outcome)
     several[0].backward.note(Outcome.WRONG)
     summary = Summary([*several, Findings("a", "int64")])
-    assert summary.not_here == ["d"]
+    assert summary.missing_locally == ["d"]
     assert (summary.percent("forward"), summary.percent("backward")) == (66.67, 0.0)
     assert (summary.named(Outcome.WRONG), summary.named(Outcome.REFUSED)) == (["a"], ["b"])
 
 
 def test_exception_list_covers_only_its_entries() -> None:
-    line = Listed("std", "cpu", ("float32", "bool"), "forward", Outcome.REFUSED, "why")
+    line = ListedException("std", "cpu", ("float32", "bool"), "forward", Outcome.REFUSED, "why")
     one = Findings("std", "float32")
     one.forward.note(Outcome.REFUSED)
     worse = Findings("std", "bool")
@@ -283,11 +283,11 @@ def test_exception_line_is_parsed() -> None:
         ],
         "cpu",
     )
-    assert [findings.parsed(line) for line in lines] == [
-        Listed("std", "cpu", ("bool", "int64"), "forward", Outcome.REFUSED, "OpRefusedError: c")
+    assert [findings.parse_exception(line) for line in lines] == [
+        ListedException("std", "cpu", ("bool", "int64"), "forward", Outcome.REFUSED, "OpRefusedError: c")
     ]
     with pytest.raises(ValueError, match="not a line"):
-        findings.parsed("std | cpu | forward")
+        findings.parse_exception("std | cpu | forward")
 
 
 @pytest.mark.parametrize(

@@ -14,11 +14,11 @@ from genie.runtime import device_protocol
 
 
 class Executor:
-    """Takes `busy_s` to reply; records the timeout of the TLS shutdown after that."""
+    """Takes `busy_timeout_s` to reply; records the timeout of the TLS shutdown after that."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, busy_s: float) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, busy_timeout_s: float) -> None:
         self.now = 1000.0
-        self.busy_s = busy_s
+        self.busy_timeout_s = busy_timeout_s
         self.timeouts_s: list[float] = []
         monkeypatch.setattr(connection, "time", SimpleNamespace(monotonic=lambda: self.now))
         monkeypatch.setattr(executor_stream, "connect", lambda *_, **__: SimpleNamespace(close=lambda: None))
@@ -26,7 +26,7 @@ class Executor:
         monkeypatch.setattr(executor_stream, "apply_tls_decision", self.shut_down_tls)
 
     def enter(self, *_: Any, **__: Any) -> device_protocol.Opened:
-        self.now += self.busy_s
+        self.now += self.busy_timeout_s
         return device_protocol.Opened("cpu", "fake", 1, "job-1", "0", session_key="key", plaintext=True)
 
     def shut_down_tls(self, stream: Any, *, timeout_s: float, **_: Any) -> Any:
@@ -43,6 +43,6 @@ LINK = ExecutorAddress(host="127.0.0.1", port=1, server_name="", ticket="ticket"
 def test_open_gives_each_step_the_remaining_time(
     answer_timeout_s: float | None, remaining_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    executor = Executor(monkeypatch, busy_s=20)
+    executor = Executor(monkeypatch, busy_timeout_s=20)
     ExecutorLink(LINK, "node-1").open(timeout_s=30, answer_timeout_s=answer_timeout_s)
     assert executor.timeouts_s == [remaining_s]

@@ -41,7 +41,7 @@ def stats(where: str) -> dict[str, int]:
     return found
 
 
-def memory(where: str) -> int:
+def allocated_bytes(where: str) -> int:
     return int(torch.remote_accelerator.memory_allocated(where))  # type: ignore[attr-defined]
 
 
@@ -49,7 +49,7 @@ def synchronize(where: str) -> None:
     torch.remote_accelerator.synchronize(where)  # type: ignore[attr-defined]
 
 
-def some(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+def random_tensor(dtype: torch.dtype, *shape: int) -> torch.Tensor:
     """Random bits, including NaN patterns."""
     generator = torch.Generator().manual_seed(1)
     if dtype is torch.bool:
@@ -71,7 +71,7 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_dtype_is_copied(dtype: torch.dtype) -> None:
-    here = some(dtype, 3, 5)
+    here = random_tensor(dtype, 3, 5)
     there = here.to(D0).to(D1)
     assert str(there.device) == D1
     assert same_bits(there.cpu(), here)
@@ -207,11 +207,11 @@ def test_copies_bypass_the_client() -> None:
 
 def test_parcel_at_the_source_is_dropped() -> None:
     source = torch.ones(4 * MIB, device=D0)
-    baseline = memory(D0)
+    baseline = allocated_bytes(D0)
     for _ in range(40):
         arrived = source.to(D1)
     synchronize(D1)
-    wait_until(lambda: memory(D0) == baseline)
+    wait_until(lambda: allocated_bytes(D0) == baseline)
     assert arrived.sum().item() == 4 * MIB
 
 
@@ -267,7 +267,7 @@ def attached(*executors: ThreadedExecutor | ExecutorProcess, **settings: Any) ->
 
 
 @contextmanager
-def limited(bytes_max: int, **settings: Any) -> Iterator[None]:
+def executor_with_quota(bytes_max: int, **settings: Any) -> Iterator[None]:
     """Two executors; the first has little memory."""
     with (
         executor_on_a_thread(memory_bytes_max=bytes_max) as one,
@@ -278,7 +278,7 @@ def limited(bytes_max: int, **settings: Any) -> Iterator[None]:
 
 
 @contextmanager
-def processes(folder: Path, count: int = 2) -> Iterator[list[ExecutorProcess]]:
+def executor_processes(folder: Path, count: int = 2) -> Iterator[list[ExecutorProcess]]:
     with ExitStack() as stack:
         started = [start_executor(folder / str(n), job_id=f"job-{n}") for n in range(count)]
         for executor in started:
@@ -299,7 +299,7 @@ def test_copies_use_tls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plainte
 
     def settings(number: int) -> dict[str, object]:
         key, csr = tls.new_key_and_csr()
-        name = tls.executor_name(f"job-{number}")
+        name = tls.executor_certificate_name(f"job-{number}")
         (tmp_path / f"key-{number}").write_bytes(key)
         issued = authority.issue(csr, name=name, days=1, now=time.time())
         (tmp_path / f"certificate-{number}").write_text(issued)
@@ -317,7 +317,7 @@ def test_copies_use_tls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plainte
             return ExecutorAddress(
                 host="127.0.0.1",
                 port=executors[number].port,
-                server_name=tls.executor_name(f"job-{number}"),
+                server_name=tls.executor_certificate_name(f"job-{number}"),
                 ticket=TICKET,
                 ssl_context=context,
             )
@@ -344,7 +344,7 @@ def test_copies_use_tls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plainte
 
 @pytest.mark.usefixtures("unattached")
 def test_launch_blocking_raises_copy_error_at_the_call() -> None:
-    with limited(10 * MIB, launch_blocking=True):
+    with executor_with_quota(10 * MIB, launch_blocking=True):
         source = torch.zeros(8 * MIB, dtype=torch.uint8, device=D0)
         with pytest.raises(torch.OutOfMemoryError):
             source.to(D1)
@@ -353,7 +353,7 @@ def test_launch_blocking_raises_copy_error_at_the_call() -> None:
 
 @pytest.mark.usefixtures("unattached")
 def test_source_out_of_memory_is_reported_on_both_devices() -> None:
-    with limited(10 * MIB):
+    with executor_with_quota(10 * MIB):
         source = torch.zeros(8 * MIB, dtype=torch.uint8, device=D0)
         bystander = torch.ones(3, device=D1)
         arrived = source.to(D1)
@@ -370,7 +370,7 @@ def test_source_out_of_memory_is_reported_on_both_devices() -> None:
 
 @pytest.mark.usefixtures("unattached")
 def test_failed_source_poisons_the_target() -> None:
-    with limited(MIB):
+    with executor_with_quota(MIB):
         missing = torch.ones(MIB, device=D0)
         arrived = (missing + 1).to(D1)
         later = arrived * 2
@@ -399,7 +399,7 @@ def test_copies_survive_loss_of_either_connection() -> None:
 
 @pytest.mark.usefixtures("unattached")
 def test_killed_source_is_named_and_target_is_not_stale(tmp_path: Path) -> None:
-    with processes(tmp_path) as (one, other), attached(one, other):
+    with executor_processes(tmp_path) as (one, other), attached(one, other):
         source, bystander = torch.ones(3, device=D0), torch.full((3,), 7.0, device=D1)
         target = torch.zeros(3, device=D1)
         synchronize(D0)
@@ -425,18 +425,18 @@ def test_killed_source_is_named_and_target_is_not_stale(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("unattached")
 def test_killed_target_leaves_no_parcel_at_the_source(tmp_path: Path) -> None:
-    with processes(tmp_path) as (one, other), attached(one, other):
+    with executor_processes(tmp_path) as (one, other), attached(one, other):
         source, target = torch.ones(MIB, device=D0), torch.zeros(MIB, device=D1)
         synchronize(D1)
-        baseline = memory(D0)
+        baseline = allocated_bytes(D0)
         other.process.send_signal(signal.SIGSTOP)  # so that it stops fetching
         target.copy_(source)
-        assert memory(D0) == baseline + source.nbytes
+        assert allocated_bytes(D0) == baseline + source.nbytes
         other.kill()
         with pytest.raises(DeviceLostError, match="remote_accelerator:1"):
             target.cpu()
-        wait_until(lambda: memory(D0) == baseline)
+        wait_until(lambda: allocated_bytes(D0) == baseline)
         assert source.sum().item() == MIB
         with pytest.raises(DeviceLostError, match="remote_accelerator:1"):
             target.copy_(source)
-        wait_until(lambda: memory(D0) == baseline)
+        wait_until(lambda: allocated_bytes(D0) == baseline)

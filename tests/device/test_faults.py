@@ -100,7 +100,7 @@ def test_upload_completes_with_early_acknowledgement() -> None:
 
 def test_connection_loss_during_long_op_is_resumed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A busy executor accepts no connection; it is not lost."""
-    monkeypatch.setattr(connection, "RESUME_S", 0.1)
+    monkeypatch.setattr(connection, "RESUME_TIMEOUT_S", 0.1)
     with attached() as executor:
         table = torch.full((1500, 1500), 2, device=D0)  # integers: torch has no fast kernel for them
         torch.remote_accelerator.synchronize()

@@ -27,7 +27,7 @@ PROGRAMS = 60
 CPU = torch.device("cpu")
 
 
-def functionalized(traced: fxgraph.Traced) -> Any:
+def functionalized(traced: fxgraph.TracedGraph) -> Any:
     return aot_module_simplified(
         traced.module,
         traced.examples,
@@ -155,18 +155,18 @@ def test_random_programs_are_right_in_every_replay() -> None:
 
 # --- refusals ----------------------------------------------------------------------------------
 
-LOOK = (torch.float32, (2,), (1,))
+LAYOUT = (torch.float32, (2,), (1,))
 
 
-def traced(*steps: Step, wanted: tuple[int, ...] = (2,)) -> fxgraph.Traced:
-    return fxgraph.trace(steps, wanted, {1: 8}, CPU)
+def traced(*steps: Step, wanted: tuple[int, ...] = (2,)) -> fxgraph.TracedGraph:
+    return fxgraph.trace_steps(steps, wanted, {1: 8}, CPU)
 
 
-def op(name: str, *arguments: StepArgument, gives: StepOutput = ("new", 2, *LOOK)) -> Step:
+def op(name: str, *arguments: StepArgument, gives: StepOutput = ("new", 2, *LAYOUT)) -> Step:
     return ("op", f"aten::{name}", "", list(arguments), [gives])
 
 
-X = ("tensor", 1, *LOOK, 0, False)
+X = ("tensor", 1, *LAYOUT, 0, False)
 
 
 def test_string_arguments_are_restricted_to_identifiers() -> None:
@@ -179,9 +179,9 @@ def test_string_arguments_are_restricted_to_identifiers() -> None:
 @pytest.mark.parametrize(
     ("steps", "message"),
     [
-        ([op("relu", ("tensor", 7, *LOOK, 0, False))], "does not exist"),
-        ([op("relu", ("tensor", 2, *LOOK, 0, False))], "does not exist"),
-        ([op("relu", X), ("free", 2), op("neg", ("tensor", 2, *LOOK, 0, False))], "does not exist"),
+        ([op("relu", ("tensor", 7, *LAYOUT, 0, False))], "does not exist"),
+        ([op("relu", ("tensor", 2, *LAYOUT, 0, False))], "does not exist"),
+        ([op("relu", X), ("free", 2), op("neg", ("tensor", 2, *LAYOUT, 0, False))], "does not exist"),
         ([op("relu", X), ("free", 2)], "never created"),
         ([], "never created"),
         ([op("relu", X, gives=("new", 2, torch.float32, (3,), (1,)))], "another dtype or shape"),
@@ -195,7 +195,7 @@ def test_inconsistent_steps_are_refused(steps: list[Step], message: str) -> None
 
 
 def test_too_long_graph_is_not_compiled(tmp_path: Path) -> None:
-    compiler = inductor.Compiler(device="cpu", folder=tmp_path / "inductor")
+    compiler = inductor.InductorCompiler(device="cpu", folder=tmp_path / "inductor")
     with pytest.raises(OpRefusedError, match="the maximum for compilation"):
-        compiler.compile([("free", 1)] * (inductor.STEPS_MAX + 1), [], {}, lambda: None)
+        compiler.compile([("free", 1)] * (inductor.COMPILED_STEPS_MAX + 1), [], {}, lambda: None)
     assert not (tmp_path / "inductor").exists()

@@ -43,11 +43,11 @@ def own_executor(
     library.update_devices()
 
 
-def how(captured: CapturedModel) -> list[str]:
+def replay_kinds(captured: CapturedModel) -> list[str]:
     return [each.how for each in captured.report()]
 
 
-def why(captured: CapturedModel) -> str:
+def replay_reason(captured: CapturedModel) -> str:
     return "; ".join(each.why for each in captured.report())
 
 
@@ -67,7 +67,7 @@ def assert_same_as_local(
                 torch.testing.assert_close(one.cpu(), other)
     kept = {name: tensor.cpu() for name, tensor in remote.state_dict().items()}
     torch.testing.assert_close(kept, dict(local.state_dict()))
-    assert how(captured) == ["inductor"], why(captured)
+    assert replay_kinds(captured) == ["inductor"], replay_reason(captured)
     assert captured.report()[0].replays == calls - 1
 
 
@@ -144,7 +144,7 @@ def test_weights_that_change_between_replays() -> None:
         assert captured(x).item() == 2 * value
     model.load_state_dict({"weight": torch.full((1, 2), 5.0)})
     assert captured(x).item() == 10
-    assert how(captured) == ["inductor"]
+    assert replay_kinds(captured) == ["inductor"]
 
 
 def test_random_numbers_match_uncompiled_graph() -> None:
@@ -155,8 +155,8 @@ def test_random_numbers_match_uncompiled_graph() -> None:
     drawn = [compiled(x).cpu() for _ in range(3)]
     torch.manual_seed(4)
     assert all(torch.equal(each, plain(x).cpu()) for each in drawn)
-    assert how(compiled) == ["steps"]
-    assert "random numbers" in why(compiled)
+    assert replay_kinds(compiled) == ["steps"]
+    assert "random numbers" in replay_reason(compiled)
 
 
 @LONG
@@ -171,7 +171,7 @@ def test_compiled_graph_error_is_raised_and_next_replay_works() -> None:
     with pytest.raises(Exception, match="index"):
         captured(wrong).cpu()
     assert torch.equal(captured(rows).cpu(), expected)
-    assert how(captured) == ["inductor"]
+    assert replay_kinds(captured) == ["inductor"]
 
 
 def test_integer_division_by_zero_does_not_end_the_executor() -> None:
@@ -182,7 +182,7 @@ def test_integer_division_by_zero_does_not_end_the_executor() -> None:
     with pytest.raises(Exception, match=r"(?i)zero"):
         captured(some, none).cpu()
     assert captured(some, some).tolist() == [1, 1]
-    assert "integers" in why(captured)
+    assert "integers" in replay_reason(captured)
 
 
 @LONG
@@ -231,7 +231,7 @@ def test_compiler_files_are_private_to_the_executor(
     captured = capture(lambda x: x.sin() * 2, inductor=True)
     for _ in range(2):
         captured(torch.ones(4, device=D0))
-    assert how(captured) == ["inductor"], why(captured)
+    assert replay_kinds(captured) == ["inductor"], replay_reason(captured)
     folder = executor.folder / "inductor"
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert any(folder.rglob("*.so"))
@@ -251,6 +251,6 @@ def test_graph_is_replayed_without_a_compiler(
         x = torch.ones(1, 4)
         for _ in range(3):
             torch.testing.assert_close(captured(x).cpu(), model(x))
-        assert how(captured) == ["steps"]
-        assert "not compiled" in why(captured)
+        assert replay_kinds(captured) == ["steps"]
+        assert "not compiled" in replay_reason(captured)
         device.detach()

@@ -18,7 +18,7 @@ import torch
 from genie import device
 from genie.device import capture, registry
 from tests.device.conftest import D0, remote_device
-from tests.device.interrupting import interrupted, signal_when_waiting
+from tests.device.interrupting import run_interrupted, signal_when_waiting
 
 port, pid = int(sys.argv[1]), int(sys.argv[2])
 device.attach([remote_device(0, lambda: port)])
@@ -26,18 +26,18 @@ x = torch.arange(6.0, device=D0)
 torch.remote_accelerator.synchronize()
 
 def held():
-    connection = registry.slot(0).open_connection
+    connection = registry.device_slot(0).open_connection
     torch.remote_accelerator.synchronize()
-    return connection.executor_counters()["tensors"], connection.client_counters()["storages"]
+    return connection.fetch_executor_counters()["tensors"], connection.client_counters()["storages"]
 
 before = held()
 
 def while_stopped(work):
-    connection = registry.slot(0).open_connection
-    interrupted(
+    connection = registry.device_slot(0).open_connection
+    run_interrupted(
         work,
-        silence=lambda: os.kill(pid, signal.SIGSTOP),
-        speech=lambda: os.kill(pid, signal.SIGCONT),
+        stop_executor=lambda: os.kill(pid, signal.SIGSTOP),
+        resume_executor=lambda: os.kill(pid, signal.SIGCONT),
         progress=lambda: connection.client_counters()["frames"],
     )
     assert (x + 1).tolist() == [1, 2, 3, 4, 5, 6]
@@ -116,11 +116,11 @@ def test_signal_handler_may_use_the_device_during_a_wait(tmp_path: Path) -> None
         results = []
         other = threading.Thread(target=lambda: results.append(captured(x)))
 
-        def silence():
+        def stop_executor():
             other.start()
             assert recording.wait(60)
 
-        interrupted(lambda: x + 1, silence=silence, speech=go_on.set)
+        run_interrupted(lambda: x + 1, stop_executor=stop_executor, resume_executor=go_on.set)
         other.join()
         assert results[0].tolist() == [1, 2, 3, 4, 5, 6]
         """,
@@ -134,12 +134,12 @@ def test_opening_a_connection_is_interruptible() -> None:
         import torch
         from genie import device
         from tests.device.conftest import D0, remote_device
-        from tests.device.interrupting import interrupted
+        from tests.device.interrupting import run_interrupted
 
         server = socket.create_server(("127.0.0.1", 0))
         device.connection.OPEN_TIMEOUT_S = 600
         device.attach([remote_device(0, lambda: server.getsockname()[1])])
-        interrupted(lambda: torch.ones(1, device=D0), silence=lambda: None, speech=lambda: None)
+        run_interrupted(lambda: torch.ones(1, device=D0))
         device.detach()
         server.close()
         """
@@ -154,7 +154,7 @@ import torch
 from genie import device
 from genie.runtime import device_protocol
 from tests.device.conftest import D0, SocketPipe, remote_device
-from tests.device.interrupting import interrupted
+from tests.device.interrupting import run_interrupted
 
 SIZE = 32_000_000
 server = socket.create_server(("127.0.0.1", 0))
@@ -195,7 +195,7 @@ def progress():
     assert half_sent.wait(60)
     return here[::4096].sum().item()
 
-interrupted(lambda: here.copy_(there), silence=lambda: None, speech=go_on.set, progress=progress)
+run_interrupted(lambda: here.copy_(there), resume_executor=go_on.set, progress=progress)
 got = here.sum().item()
 assert 0 < got <= SIZE // 2, got
 torch.remote_accelerator.synchronize()

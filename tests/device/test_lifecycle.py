@@ -125,7 +125,7 @@ def test_detach_wakes_a_waiting_thread() -> None:
 
         thread = threading.Thread(target=work)
         thread.start()
-        wait_until(registry.in_use, what="the thread to be connected")
+        wait_until(registry.is_any_device_used, what="the thread to be connected")
         device.detach()
         thread.join(LONG_S)
         assert len(outcome) == 1
@@ -188,7 +188,7 @@ def test_wrong_ticket_is_an_error() -> None:
 def test_reconnecting_stops_at_its_deadline(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(connection, "RESUME_S", 0.3)
+    monkeypatch.setattr(connection, "RESUME_TIMEOUT_S", 0.3)
     monkeypatch.setattr(connection, "CONNECT_TIMEOUT_S", 3600.0)
     monkeypatch.setattr(connection, "OPEN_TIMEOUT_S", 3600.0)
     with socket.create_server(("127.0.0.1", 0)) as silent:
@@ -282,7 +282,7 @@ def test_devices_can_be_added_while_a_lost_one_reconnects() -> None:
                     stack.callback(thread.join)
                     stack.callback(added.set)
                 executor.stop()
-                wait_until(lambda: registry.slot(0).open_connection is None)
+                wait_until(lambda: registry.device_slot(0).open_connection is None)
 
 
 def test_index_can_be_used_before_the_library_is_updated(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -406,7 +406,7 @@ def test_lost_executor_raises_in_waiting_threads(tmp_path: Path) -> None:
         waiting = threading.Thread(target=wait)
         waiting.start()
         wait_until(lambda: torch.remote_accelerator.stream_stats(0)["replies"] > 1)
-        registry.slot(0).lose("its node is gone")
+        registry.device_slot(0).mark_lost("its node is gone")
         waiting.join(LONG_S)
         assert "its node is gone" in str(raised[0])
         assert torch.ones(2, device=D0).sum().item() == 2, "the next use opens another"
@@ -430,12 +430,12 @@ def test_lost_executor_is_named_and_next_use_reconnects() -> None:
             old + new
 
 
-def reply(kind: int, *, number: int = 1, size: int = 0, payload: bytes = b"") -> bytes:
+def encode_reply(kind: int, *, number: int = 1, size: int = 0, payload: bytes = b"") -> bytes:
     """A frame of the executor, as native/torch/wire.h has it."""
     return struct.pack("<QQQII", size or len(payload), number, 0, kind, 0) + payload
 
 
-def text(value: bytes) -> bytes:
+def encode_text(value: bytes) -> bytes:
     return struct.pack("<I", len(value)) + value
 
 
@@ -446,15 +446,19 @@ def text(value: bytes) -> bytes:
         b"\x00",
         b"HTTP/1.1 400 Bad Request\r\n\r\n",
         b"\xff" * 90,
-        reply(7),
-        reply(0, payload=b"an acknowledgement has none"),
-        reply(1, number=9),
-        reply(1, payload=b"too long for a float"),
-        reply(1, size=1 << 62),
-        reply(2, payload=b"\xff\xff\xff\xff"),
-        reply(2, payload=text(b"\xff\xfe") + text(b"\xff") + bytes(8) + text(b"\xff\xff")),
-        reply(3, payload=text(b"\xff") + text(b"") + bytes(8) + text(b"\xff\xff")),
-        reply(3, payload=b"\x01"),
+        encode_reply(7),
+        encode_reply(0, payload=b"an acknowledgement has none"),
+        encode_reply(1, number=9),
+        encode_reply(1, payload=b"too long for a float"),
+        encode_reply(1, size=1 << 62),
+        encode_reply(2, payload=b"\xff\xff\xff\xff"),
+        encode_reply(
+            2, payload=encode_text(b"\xff\xfe") + encode_text(b"\xff") + bytes(8) + encode_text(b"\xff\xff")
+        ),
+        encode_reply(
+            3, payload=encode_text(b"\xff") + encode_text(b"") + bytes(8) + encode_text(b"\xff\xff")
+        ),
+        encode_reply(3, payload=b"\x01"),
     ],
 )
 def test_malformed_replies_are_errors(answer: bytes) -> None:
@@ -466,7 +470,7 @@ def test_malformed_replies_are_errors(answer: bytes) -> None:
 
 def test_oversized_reply_is_refused() -> None:
     nested = struct.pack("<I", 1) + b"\x03\x01\x00\x00\x00" * 100_000
-    with unresponsive_executor(reply(1, payload=nested)) as port:
+    with unresponsive_executor(encode_reply(1, payload=nested)) as port:
         device.attach([remote_device(0, lambda: port)])
         with pytest.raises((DeviceLostError, TransportError)):
             torch.ones(3, device=D0).nonzero()

@@ -24,6 +24,6 @@ def summary() -> Summary:
 
 
 def test_every_module_was_compared_forward_and_backward(summary: Summary) -> None:
-    assert summary.not_here == []
+    assert summary.missing_locally == []
     assert len(summary.counted("forward")) > 200
     assert len(summary.counted("backward")) > 200

@@ -39,7 +39,7 @@ def compared(chosen: Callable[[str], bool]) -> Summary:
     """Each op in float32, or its first supported dtype."""
     with Comparison("opinfo") as comparison:
         units = []
-        for name, supported in comparison.described()["entries"].items():
+        for name, supported in comparison.describe_entries()["entries"].items():
             dtype = dtype_of(supported)
             if chosen(name) and dtype is not None:
                 units.append(Unit(name, dtype, samples_of(name, SAMPLES_MAX), errors=False))
@@ -49,7 +49,7 @@ def compared(chosen: Callable[[str], bool]) -> Summary:
 def compared_whole(database: str, *, few: int) -> Summary:
     """Every entry of another database, in float32."""
     with Comparison(database) as comparison:
-        names = comparison.described()["entries"]
+        names = comparison.describe_entries()["entries"]
         units = [Unit(name, "float32", samples_of(name, few), errors=False) for name in names]
         return Summary(comparison.run(units))
 
@@ -91,7 +91,7 @@ def test_local_errors_are_remote_errors(summary: Summary) -> None:
 def test_whole_database_is_compared(summary: Summary) -> None:
     assert len(summary.counted("forward")) > 200
     assert len(summary.counted("backward")) > 150
-    assert not [name for name in summary.not_here if not name.startswith("jiterator")]
+    assert not [name for name in summary.missing_locally if not name.startswith("jiterator")]
 
 
 def shown(problems: list[Problem]) -> str:

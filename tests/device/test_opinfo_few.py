@@ -27,7 +27,7 @@ def summary(request: pytest.FixtureRequest) -> Summary:
     database = request.param
     dtype: Callable[[Collection[str]], str | None] = dtype_of if database == "opinfo" else lambda _: "float32"
     with Comparison(database) as comparison:
-        entries = list(comparison.described()["entries"].items())[:: STEPS[database]]
+        entries = list(comparison.describe_entries()["entries"].items())[:: STEPS[database]]
         units = [
             Unit(name, chosen, samples_of(name, 1), errors=False)
             for name, supported in entries

@@ -73,7 +73,7 @@ def batches(**options: Any) -> Iterator[list[torch.Tensor]]:
 ROUNDING = "mix.qkv.bias"
 
 
-def trained(device: str, *, accumulate: int = 1, **options: Any) -> tuple[list[float], nn.Module]:
+def train(device: str, *, accumulate: int = 1, **options: Any) -> tuple[list[float], nn.Module]:
     """The loss of every batch, and the trained module."""
     module = classifier(device)
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2, weight_decay=0.1)
@@ -103,16 +103,16 @@ def assert_equal_modules(one: nn.Module, other: nn.Module, *, but: str = "") -> 
 @pytest.mark.parametrize("device", [D0, D1])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_training_reaches_the_same_loss(device: str, workers: int) -> None:
-    expected, module = trained("cpu")
-    found, twin = trained(device, num_workers=workers)
+    expected, module = train("cpu")
+    found, twin = train(device, num_workers=workers)
     assert found == pytest.approx(expected, rel=1e-4)
     assert {str(x.device) for x in twin.state_dict().values()} == {device}
     assert_equal_modules(twin, module, but=ROUNDING)
 
 
 def test_gradients_accumulate() -> None:
-    expected, module = trained("cpu", accumulate=3)
-    found, twin = trained(D0, accumulate=3)
+    expected, module = train("cpu", accumulate=3)
+    found, twin = train(D0, accumulate=3)
     assert found == pytest.approx(expected, rel=1e-4)
     assert_equal_modules(twin, module, but=ROUNDING)
 
@@ -168,7 +168,7 @@ def test_moved_module_keeps_its_parameter_objects() -> None:
     assert all(one is other for one, other in zip(module.parameters(), before, strict=True))
 
 
-def saved(value: Any) -> io.BytesIO:
+def save_to_buffer(value: Any) -> io.BytesIO:
     file = io.BytesIO()
     torch.save(value, file)
     file.seek(0)
@@ -181,7 +181,7 @@ def test_remote_checkpoint_is_loaded(place: Any) -> None:
     wanted = {None: D0, "function": "cpu"}.get(place if isinstance(place, str | None) else "", place)
     wanted = D1 if isinstance(wanted, dict) else wanted
     where = (lambda storage, _: storage.cpu()) if place == "function" else place
-    loaded = torch.load(saved(state), map_location=where, weights_only=True)
+    loaded = torch.load(save_to_buffer(state), map_location=where, weights_only=True)
     assert {str(x.device) for x in loaded.values()} == {wanted}
     for name, x in loaded.items():
         assert torch.equal(x.cpu(), state[name].cpu())
@@ -189,7 +189,7 @@ def test_remote_checkpoint_is_loaded(place: Any) -> None:
 
 def test_local_checkpoint_is_loaded_remotely() -> None:
     state = classifier("cpu").state_dict()
-    loaded = torch.load(saved(state), map_location=D1, weights_only=True)
+    loaded = torch.load(save_to_buffer(state), map_location=D1, weights_only=True)
     assert {str(x.device) for x in loaded.values()} == {D1}
     assert all(torch.equal(x.cpu(), state[name]) for name, x in loaded.items())
 
@@ -197,7 +197,7 @@ def test_local_checkpoint_is_loaded_remotely() -> None:
 def test_saved_module_keeps_shared_parameters() -> None:
     module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)).to(D0)
     module[1].weight = module[0].weight
-    loaded = torch.load(saved(module), weights_only=False)
+    loaded = torch.load(save_to_buffer(module), weights_only=False)
     assert loaded[1].weight is loaded[0].weight
     x = torch.ones(2, 3, device=D0)
     assert torch.equal(loaded(x).cpu(), module(x).cpu())
@@ -205,7 +205,7 @@ def test_saved_module_keeps_shared_parameters() -> None:
 
 def test_saved_views_share_a_storage() -> None:
     base = torch.arange(6.0, device=D0)
-    one, other = torch.load(saved([base[1:5], base.view(2, 3).t()]), weights_only=True)
+    one, other = torch.load(save_to_buffer([base[1:5], base.view(2, 3).t()]), weights_only=True)
     one.zero_()
     assert other.cpu().tolist() == [[0, 0], [0, 0], [0, 5]]
 
@@ -220,7 +220,7 @@ def test_optimizer_resumes_after_a_restart() -> None:
         optimizer.step()
 
     step(module, optimizer)
-    kept = torch.load(saved([module.state_dict(), optimizer.state_dict()]), weights_only=True)
+    kept = torch.load(save_to_buffer([module.state_dict(), optimizer.state_dict()]), weights_only=True)
     step(module, optimizer)
     other = nn.Linear(4, 2, device=D0)
     following = torch.optim.AdamW(other.parameters())
@@ -247,7 +247,7 @@ def test_deepcopied_module_is_independent() -> None:
 # --- autograd features ----------------------------------------------------------------------------
 
 
-def both(work: Callable[[str], Any]) -> tuple[Any, Any]:
+def run_locally_and_remotely(work: Callable[[str], Any]) -> tuple[Any, Any]:
     """Results of `work` on D0 and locally, in host memory."""
     return tuple(
         torch.utils._pytree.tree_map_only(torch.Tensor, lambda x: x.detach().cpu(), work(device))
@@ -266,7 +266,7 @@ def test_checkpointed_dropout_matches(reentrant: bool) -> None:
         y.square().sum().backward()
         return [y, x.grad, *(parameter.grad for parameter in layers.parameters())]
 
-    torch.testing.assert_close(*both(work))
+    torch.testing.assert_close(*run_locally_and_remotely(work))
 
 
 def point(device: str) -> torch.Tensor:
@@ -299,7 +299,7 @@ def attended(x: torch.Tensor) -> torch.Tensor:
     ],
 )  # fmt: skip
 def test_function_transforms(work: Callable[[torch.Tensor], Any]) -> None:
-    found, expected = both(lambda device: work(point(device)))
+    found, expected = run_locally_and_remotely(lambda device: work(point(device)))
     torch.testing.assert_close(found, expected)
 
 
@@ -309,7 +309,7 @@ def test_random_numbers_under_vmap(randomness: str) -> None:
         torch.manual_seed(3)
         return torch.vmap(lambda row: F.dropout(row, 0.5), randomness=randomness)(point(device))
 
-    torch.testing.assert_close(*both(work))
+    torch.testing.assert_close(*run_locally_and_remotely(work))
 
 
 @scripts
@@ -322,7 +322,7 @@ def test_forward_mode_through_a_module() -> None:
             )
             return tuple(torch.autograd.forward_ad.unpack_dual(F.gelu(layers(x))))
 
-    torch.testing.assert_close(*both(work))
+    torch.testing.assert_close(*run_locally_and_remotely(work))
 
 
 def test_module_and_tensor_hooks_match() -> None:
@@ -340,7 +340,7 @@ def test_module_and_tensor_hooks_match() -> None:
         assert {str(x.device) for x in seen} == {device}
         return [*seen, y, module.head.weight.grad]
 
-    torch.testing.assert_close(*both(work))
+    torch.testing.assert_close(*run_locally_and_remotely(work))
 
 
 def test_saved_tensors_can_be_offloaded() -> None:
@@ -352,7 +352,7 @@ def test_saved_tensors_can_be_offloaded() -> None:
         assert x.grad is not None
         return x.grad
 
-    torch.testing.assert_close(*both(work))
+    torch.testing.assert_close(*run_locally_and_remotely(work))
 
 
 # --- mixed precision, printing --------------------------------------------------------------------
@@ -372,7 +372,7 @@ def test_autocast_bfloat16_matches_local() -> None:
         loss.backward()
         return [loss, *(x.grad for x in module.parameters() if x.grad is not None)]
 
-    found, expected = both(work)
+    found, expected = run_locally_and_remotely(work)
     assert seen[D0] == seen["cpu"] == (torch.bfloat16, torch.float32)
     assert [x.dtype for x in found] == [x.dtype for x in expected]
     torch.testing.assert_close(found, expected, rtol=5e-2, atol=2e-2)

@@ -120,7 +120,7 @@ def test_server_serves_clients_and_stops_on_ctrl_c(
     output = log.read_text()
     assert "stopped" in output
     assert "Traceback" not in output
-    assert local_cluster.find_running(state_dir) is None
+    assert local_cluster.find_running_cluster(state_dir) is None
 
 
 def test_multimodal_rejects_zero_steps() -> None:
@@ -134,7 +134,7 @@ def test_server_stops_after_the_given_time(monkeypatch: pytest.MonkeyPatch, unus
     done = run_example("gpu_server.py", "--seconds", "0.1")
     assert done.returncode == 0, done.stderr
     assert "stopping after 0.1 s" in done.stdout
-    assert local_cluster.find_running(Path(os.environ["GENIE_STATE_DIR"])) is None
+    assert local_cluster.find_running_cluster(Path(os.environ["GENIE_STATE_DIR"])) is None
 
 
 def test_dashboard_shows_the_health_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:

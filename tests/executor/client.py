@@ -467,7 +467,7 @@ class Client:
         storages = [self.new_storage() for _ in range(count_new(outputs))]
         data = b"".join(argument(a)[1] for a in args)
         self.send(made, record(Record.OP, number, data + u32(*storages)))
-        return bound(outputs, storages)
+        return bind_outputs(outputs, storages)
 
     def op_output(self, op: str, *args: Value, outputs: Sequence[Value]) -> Tensor:
         """Send an op with one output and return that."""
@@ -485,7 +485,7 @@ class Client:
         assert scanner.at == len(reply.payload)
         storages = [self.new_storage() for _ in range(count_new(outputs))]
         self.send(record(Record.BIND_OUTPUTS, len(storages), u64(reply.number) + u32(*storages)))
-        tensors = iter(bound(outputs, storages))
+        tensors = iter(bind_outputs(outputs, storages))
         return DynamicResult([_with_tensors(o, tensors) for o in outputs], changed)
 
     def run_refused(self, op: str, *args: Value) -> Error:
@@ -506,13 +506,13 @@ class Client:
         if not is_inline:
             self.send_bytes(data)
 
-    def uploaded(self, shape: tuple[int, ...], data: bytes, dtype: str = "float32") -> Tensor:
+    def upload(self, shape: tuple[int, ...], data: bytes, dtype: str = "float32") -> Tensor:
         tensor = self.allocate(shape, dtype)
         self.put(tensor, data)
         return tensor
 
     def floats(self, *values: float) -> Tensor:
-        return self.uploaded((len(values),), struct.pack(f"<{len(values)}f", *values))
+        return self.upload((len(values),), struct.pack(f"<{len(values)}f", *values))
 
     def free(self, *tensors: Tensor) -> None:
         self.send(*(record(Record.FREE, 0, u32(tensor.storage)) for tensor in tensors))
@@ -559,7 +559,7 @@ class Stats:
     ops: int
 
 
-def bound(outputs: Sequence[Value], storages: Sequence[int]) -> list[Tensor]:
+def bind_outputs(outputs: Sequence[Value], storages: Sequence[int]) -> list[Tensor]:
     """The new tensors among outputs, in order, on these storages."""
     flat = [item for o in outputs for item in (o if isinstance(o, list) else [o])]
     news = [item for item in flat if isinstance(item, New)]
@@ -595,7 +595,7 @@ class ServedSession:
 
     native: Any
     outcomes: list[str] = field(default_factory=list)
-    _threads: list[threading.Thread] = field(default_factory=list)
+    _handshake_threads: list[threading.Thread] = field(default_factory=list)
 
     def connect(self, *, replies_received: int = 0) -> SocketPipe:
         ours, theirs = socket.socketpair()
@@ -605,16 +605,16 @@ class ServedSession:
             self.outcomes.append(self.native.serve(stream, replies_received))
             stream.close()
 
-        self._threads.append(threading.Thread(target=serve))
-        self._threads[-1].start()
+        self._handshake_threads.append(threading.Thread(target=serve))
+        self._handshake_threads[-1].start()
         return SocketPipe(ours)
 
     def wait_end(self) -> str:
         """Return the outcome of the last connection."""
-        for thread in self._threads:
+        for thread in self._handshake_threads:
             thread.join(TIMEOUT_S)
             assert not thread.is_alive(), "the session did not end with its client"
-        self._threads.clear()
+        self._handshake_threads.clear()
         return self.outcomes[-1]
 
 

@@ -265,7 +265,7 @@ def test_result_that_exceeds_its_memory_is_refused(hostile: HostileSession) -> N
 
 def test_indices_are_checked_despite_unsafe_argument(hostile: HostileSession) -> None:
     client = hostile.client
-    far = client.uploaded((1,), i64(10_000_000), "int64")
+    far = client.upload((1,), i64(10_000_000), "int64")
     value = client.floats(1)
     error = client.run_refused("aten::_index_put_impl_", X, [far], value, True, True)
     assert "out of" in error.message

@@ -72,7 +72,7 @@ class HostileSession:
         self.client.send(record(Record.GRAPH_REPLAY, 0, u32(graph)))
 
 
-def recorded(client: Client, graph: int = 0, *inside: bytes, mode: int = 1) -> bytes:
+def record_graph(client: Client, graph: int = 0, *inside: bytes, mode: int = 1) -> bytes:
     begin = record(Record.GRAPH_BEGIN, 0, u32(graph))
     return begin + b"".join(inside) + record(Record.GRAPH_END, mode)
 
@@ -85,7 +85,7 @@ def prepare(client: Client) -> None:
         client.template("aten::relu", [X], None),
     )
     assert (relu, ask) == (RELU, DYNAMIC)
-    client.send(first, second, recorded(client, 0, record(Record.OP, RELU, u32(1, 2))))
+    client.send(first, second, record_graph(client, 0, record(Record.OP, RELU, u32(1, 2))))
     assert client.sync() is None
 
 
@@ -196,7 +196,7 @@ def test_total_size_of_graphs_is_limited(hostile: HostileSession) -> None:
     client.send(made)
     for each in range(1, 20):
         try:
-            client.send(recorded(client, each, *[step] * 15))
+            client.send(record_graph(client, each, *[step] * 15))
         except OSError:
             break  # disconnected
     assert_protocol_error(hostile, "the graphs exceed the maximum size")
@@ -210,14 +210,14 @@ def test_discarded_and_freed_graphs_do_not_count(hostile: HostileSession) -> Non
     client.send(made)
     for each in range(40):
         kept = each % 2
-        client.send(recorded(client, 1, *[step] * 15, mode=kept))
+        client.send(record_graph(client, 1, *[step] * 15, mode=kept))
         if kept:
             client.send(record(Record.GRAPH_FREE, 0, u32(1)))
     assert client.sync() is None
 
 
 def test_repeatedly_recorded_and_freed_graphs_leak_nothing(hostile: HostileSession) -> None:
-    once = recorded(hostile.client, 1) + record(Record.GRAPH_FREE, 0, u32(1))
+    once = record_graph(hostile.client, 1) + record(Record.GRAPH_FREE, 0, u32(1))
     for _ in range(20):
         hostile.client.send(once * 5000)
     assert hostile.client.sync() is None
@@ -324,7 +324,7 @@ def test_memory_pool_of_a_capture_counts_towards_the_quota(captured: HostileSess
     captured.capture.kept_bytes = 1 << 19
     captured.replay()
     assert client.stats().bytes_allocated == 16 + (1 << 19)
-    client.send(recorded(client, 1, record(Record.OP, RELU, u32(1, 3))))
+    client.send(record_graph(client, 1, record(Record.OP, RELU, u32(1, 3))))
     captured.replay(1)
     assert client.sync() is None
     assert captured.report(0) == (1, 1, "")
@@ -340,13 +340,13 @@ def test_memory_pool_of_a_capture_counts_towards_the_quota(captured: HostileSess
 
 def test_failed_replay_is_reported_and_next_replay_works(hostile: HostileSession) -> None:
     client = hostile.client
-    index = client.uploaded((1,), i64(1), "int64")
+    index = client.upload((1,), i64(1), "int64")
     picked, number = Tensor(10, (1,)), 11
     pick, first = client.template("aten::index_select", [X, 0, index], [New((1,))])
     neg, second = client.template("aten::neg", [picked], [New((1,))])
     client.send(first, second)
     steps = record(Record.OP, pick, u32(1, index.storage, 10)) + record(Record.OP, neg, u32(10, number))
-    client.send(recorded(client, 1, steps))
+    client.send(record_graph(client, 1, steps))
     client.put(index, i64(9))
     hostile.replay(1)
     error = client.get(Tensor(number, (1,)))
@@ -359,9 +359,9 @@ def test_failed_replay_is_reported_and_next_replay_works(hostile: HostileSession
 
 def test_failed_capture_is_reported_and_graph_replays_by_steps(captured: HostileSession) -> None:
     client = captured.client
-    index = client.uploaded((1,), i64(1), "int64")
+    index = client.upload((1,), i64(1), "int64")
     pick, made = client.template("aten::index_select", [X, 0, index], [New((1,))])
-    client.send(made, recorded(client, 1, record(Record.OP, pick, u32(1, index.storage, 10))))
+    client.send(made, record_graph(client, 1, record(Record.OP, pick, u32(1, index.storage, 10))))
     client.put(index, i64(9))
     captured.replay(1)
     assert isinstance(client.sync(), Error)
@@ -401,9 +401,9 @@ class AddsOneCompiler:
 
 def test_unreceived_reply_is_not_changed_by_a_replay() -> None:
     with served_session(compiler=AddsOneCompiler()) as (session, client):
-        large = client.uploaded((1 << 19,), bytes(1 << 21))
+        large = client.upload((1 << 19,), bytes(1 << 21))
         number, made = client.template("aten::add_.Tensor", [large, large, 1], [Alias()])
-        client.send(made, recorded(client, 1, record(Record.OP, number, u32(1, 1)), mode=2))
+        client.send(made, record_graph(client, 1, record(Record.OP, number, u32(1, 1)), mode=2))
         client.send(record(Record.GET, 0, view(large)))
         before = client.replies
         assert isinstance(client.receive(), Reply)

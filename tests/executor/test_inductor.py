@@ -14,7 +14,7 @@ import pytest
 
 from genie.errors import OpRefusedError
 from genie.executor import accelerator, inductor
-from genie.executor.inductor import CompiledGraph, Compiler
+from genie.executor.inductor import CompiledGraph, InductorCompiler
 
 LIMIT_BYTES = 1_000_000
 
@@ -23,9 +23,9 @@ class Memory:
     """Fake memory usage and limit of this process."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.data_bytes = 500
+        self.data_segment_bytes = 500
         self.limit_bytes = LIMIT_BYTES
-        monkeypatch.setattr(accelerator, "data_bytes", lambda: self.data_bytes)
+        monkeypatch.setattr(accelerator, "data_segment_bytes", lambda: self.data_segment_bytes)
         monkeypatch.setattr(resource, "getrlimit", lambda what: (self.limit_bytes, -1))
         monkeypatch.setattr(resource, "setrlimit", self.set_limit)
 
@@ -39,7 +39,7 @@ def test_thread_start_failure_is_reported_and_next_graph_is_tried(
     def start(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
-    compiler = Compiler(device="cpu", folder=tmp_path)
+    compiler = InductorCompiler(device="cpu", folder=tmp_path)
     monkeypatch.setattr(threading.Thread, "start", start)
     for _ in range(2):
         with pytest.raises(OpRefusedError, match="can't start new thread"):
@@ -50,20 +50,20 @@ def test_memory_after_compile_timeout_counts_towards_the_session(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     memory = Memory(monkeypatch)
-    compiler = Compiler(device="cpu", folder=tmp_path)
+    compiler = InductorCompiler(device="cpu", folder=tmp_path)
     entered, resume = threading.Event(), threading.Event()
     seen: list[BaseException] = []
 
     def compile_slowly(
-        compiler: Compiler,
+        compiler: InductorCompiler,
         steps: Sequence[object],
         wanted: object,
         sizes: object,
-        allowance: inductor._Allowance,
+        allowance: inductor._MemoryAllowance,
     ) -> CompiledGraph:
         with allowance:
             assert memory.limit_bytes > LIMIT_BYTES + 10
-            memory.data_bytes += 10
+            memory.data_segment_bytes += 10
             entered.set()
             assert resume.wait(60)
         try:
@@ -75,18 +75,18 @@ def test_memory_after_compile_timeout_counts_towards_the_session(
 
     def keep_alive() -> None:
         assert entered.wait(60)
-        monkeypatch.setattr(inductor, "COMPILE_S_MAX", -1.0)
+        monkeypatch.setattr(inductor, "COMPILE_TIMEOUT_S", -1.0)
 
-    monkeypatch.setattr(Compiler, "_compile", compile_slowly)
+    monkeypatch.setattr(InductorCompiler, "_compile", compile_slowly)
     monkeypatch.setattr(inductor, "_KEEP_ALIVE_INTERVAL_S", 0.01)
     with pytest.raises(OpRefusedError, match="took longer"):
         compiler.compile([], [], {}, keep_alive)
     assert memory.limit_bytes == LIMIT_BYTES + 10
     with pytest.raises(OpRefusedError, match="still being compiled"):
         compiler.compile([], [], {}, keep_alive)
-    memory.data_bytes += 1000  # tensors of the session
+    memory.data_segment_bytes += 1000  # tensors of the session
     resume.set()
-    assert compiler._last is not None
-    compiler._last.result(timeout=60)
+    assert compiler._last_compilation is not None
+    compiler._last_compilation.result(timeout=60)
     assert memory.limit_bytes == LIMIT_BYTES + 10
     assert len(seen) == 1

@@ -30,7 +30,7 @@ def executor() -> Iterator[ThreadedExecutor]:
 
 
 @contextmanager
-def connected(executor: ThreadedExecutor) -> Iterator[tuple[Client, device_protocol.Opened]]:
+def connected_client(executor: ThreadedExecutor) -> Iterator[tuple[Client, device_protocol.Opened]]:
     pipe = open_pipe(executor.port)
     opened = handshake(pipe, TICKET)
     client = Client(pipe)
@@ -55,7 +55,7 @@ def reconnect(
 
 
 def test_handshake_reply_describes_the_accelerator(executor: ThreadedExecutor) -> None:
-    with connected(executor) as (client, opened):
+    with connected_client(executor) as (client, opened):
         assert (opened.kind, opened.job_id, opened.frames_received) == ("cpu", "job-1", 0)
         assert opened.plaintext, "there is no TLS to begin with"
         assert len(opened.session_key) >= 32
@@ -64,7 +64,7 @@ def test_handshake_reply_describes_the_accelerator(executor: ThreadedExecutor) -
 
 @pytest.mark.parametrize("ticket", ["", "not the ticket", TICKET + " "])
 def test_wrong_ticket_is_refused(executor: ThreadedExecutor, ticket: str) -> None:
-    with connected(executor) as (client, opened):
+    with connected_client(executor) as (client, opened):
         for key in ("", opened.session_key):
             other = open_pipe(executor.port)
             with pytest.raises(TokenRefusedError):
@@ -75,7 +75,7 @@ def test_wrong_ticket_is_refused(executor: ThreadedExecutor, ticket: str) -> Non
 
 @pytest.mark.parametrize("key", ["", "0" * 32, "x", "\u00e4"])
 def test_second_client_without_session_key_is_refused(executor: ThreadedExecutor, key: str) -> None:
-    with connected(executor) as (client, _):
+    with connected_client(executor) as (client, _):
         other = open_pipe(executor.port)
         with pytest.raises(DeviceUnavailableError, match="already" if not key else "no such session"):
             handshake(other, TICKET, session_key=key)
@@ -88,13 +88,13 @@ def test_session_key_is_refused_before_the_first_session(executor: ThreadedExecu
     with pytest.raises(DeviceUnavailableError):
         handshake(other, TICKET, session_key="0" * 32)
     other.close()
-    with connected(executor) as (client, _):
+    with connected_client(executor) as (client, _):
         assert client.sync() is None
 
 
 def test_client_that_sent_nothing_can_open_a_new_session(executor: ThreadedExecutor) -> None:
     """It may not have received its session key."""
-    with connected(executor) as (_, first):
+    with connected_client(executor) as (_, first):
         pass
 
     def enters() -> bool:
@@ -117,7 +117,7 @@ def test_idle_connections_do_not_block_the_client(executor: ThreadedExecutor) ->
     with ExitStack() as stack:
         for _ in range(40):
             stack.enter_context(socket.create_connection(("127.0.0.1", executor.port)))
-        client, _ = stack.enter_context(connected(executor))
+        client, _ = stack.enter_context(connected_client(executor))
         assert client.sync() is None
 
 
@@ -142,18 +142,18 @@ def test_strangers_that_send_one_byte_do_not_block_the_client(
 ) -> None:
     for _ in range(200):
         stalled(executor)
-    with connected(executor) as (client, _):
+    with connected_client(executor) as (client, _):
         assert client.sync() is None
 
 
 def test_oldest_handshake_of_the_most_frequent_address_is_closed(
     executor: ThreadedExecutor, stalled: Callable[..., socket.socket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(listener, "_HANDSHAKES_MAX", 4)
+    monkeypatch.setattr(listener, "_CONCURRENT_HANDSHAKES_MAX", 4)
     other = stalled(executor, "127.0.0.2")
     first, *rest = [stalled(executor) for _ in range(4)]
-    preface = len(device_protocol.preface())
-    assert first.recv(64) in (b"", device_protocol.preface())
+    preface = len(device_protocol.make_preface())
+    assert first.recv(64) in (b"", device_protocol.make_preface())
     assert first.recv(64) == b""
     for sock in (other, *rest):
         assert len(sock.recv(64)) == preface
@@ -168,7 +168,7 @@ def test_idle_connection_is_closed_after_first_byte_timeout(
     monkeypatch.setattr(listener, "_FIRST_BYTE_TIMEOUT_S", 0.05)
     with socket.create_connection(("127.0.0.1", executor.port), timeout=5.0) as other:
         assert other.recv(1) == b"", "before the timeout of the handshake"
-        with connected(executor) as (client, _):
+        with connected_client(executor) as (client, _):
             assert client.sync() is None
 
 
@@ -176,7 +176,7 @@ def test_idle_connection_is_closed_after_first_byte_timeout(
 
 
 def test_client_keeps_its_tensors_after_reconnect(executor: ThreadedExecutor) -> None:
-    with connected(executor) as (client, opened):
+    with connected_client(executor) as (client, opened):
         made = client.floats(1, 2)
         assert client.floats_in(made) == (1, 2)
         executor.disconnect_client()
@@ -188,7 +188,7 @@ def test_client_keeps_its_tensors_after_reconnect(executor: ThreadedExecutor) ->
 
 def test_reconnect_replaces_the_old_connection(executor: ThreadedExecutor) -> None:
     """The executor may not have noticed that the old connection is lost."""
-    with connected(executor) as (client, opened):
+    with connected_client(executor) as (client, opened):
         made = client.floats(3)
         client.sync()
         old = client.pipe
@@ -199,7 +199,7 @@ def test_reconnect_replaces_the_old_connection(executor: ThreadedExecutor) -> No
 
 
 def test_last_of_several_reconnects_is_served(executor: ThreadedExecutor) -> None:
-    with connected(executor) as (client, opened):
+    with connected_client(executor) as (client, opened):
         made = client.floats(3)
         client.sync()
         for _ in range(5):
@@ -209,7 +209,7 @@ def test_last_of_several_reconnects_is_served(executor: ThreadedExecutor) -> Non
 
 
 def test_session_ends_when_client_does_not_reconnect() -> None:
-    with executor_on_a_thread(resume_s=0.05) as executor, connected(executor) as (client, opened):
+    with executor_on_a_thread(resume_s=0.05) as executor, connected_client(executor) as (client, opened):
         client.floats(*range(1000))
         client.sync()
         executor.disconnect_client()
@@ -228,7 +228,7 @@ def handshake_with_short_timeout(pipe: object, opened: device_protocol.Opened) -
 
 
 def test_close_session_frees_everything(executor: ThreadedExecutor) -> None:
-    with connected(executor) as (client, _):
+    with connected_client(executor) as (client, _):
         client.floats(*range(1000))
         client.close_session()
         wait_until(lambda: executor.ended)
@@ -237,7 +237,7 @@ def test_close_session_frees_everything(executor: ThreadedExecutor) -> None:
 
 
 def test_corrupt_stream_ends_the_session(executor: ThreadedExecutor) -> None:
-    with connected(executor) as (client, _):
+    with connected_client(executor) as (client, _):
         client.write(b"\xff" * 100)
         assert isinstance(client.receive(), Error)
         client.close()
@@ -245,7 +245,7 @@ def test_corrupt_stream_ends_the_session(executor: ThreadedExecutor) -> None:
 
 
 def test_closing_the_listener_ends_the_session(executor: ThreadedExecutor) -> None:
-    with connected(executor) as (client, _):
+    with connected_client(executor) as (client, _):
         client.sync()
         executor.stop()
         client.receive_until_end()
@@ -263,7 +263,7 @@ def secured(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, object]
     folder = tmp_path_factory.mktemp("secured")
     authority = tls.CertificateAuthority.create(now=time.time())
     key, csr = tls.new_key_and_csr()
-    name = tls.executor_name("job-1")
+    name = tls.executor_certificate_name("job-1")
     (folder / "key").write_bytes(key)
     (folder / "certificate").write_text(authority.issue(csr, name=name, days=1, now=time.time()))
     settings = {
@@ -280,8 +280,8 @@ def tls_pipe(port: int, authority: bytes, name: str) -> object:
     return stream.tls_client(sock.detach(), [authority], name, TIMEOUT_S)
 
 
-def works(client: Client) -> bool:
-    made = client.uploaded((MIB,), bytes(range(256)) * (MIB // 256), "uint8")
+def can_run_ops(client: Client) -> bool:
+    made = client.upload((MIB,), bytes(range(256)) * (MIB // 256), "uint8")
     fetched = client.get(Tensor(made.storage, (MIB,), "uint8"))
     client.free(made)
     client.sync()
@@ -290,7 +290,7 @@ def works(client: Client) -> bool:
 
 @pytest.mark.parametrize(
     ("machine", "plaintext"),
-    [(device_protocol.this_machine, True), (lambda: "another", False), (lambda: "", False)],
+    [(device_protocol.machine_identity, True), (lambda: "another", False), (lambda: "", False)],
     ids=["this machine", "another machine", "an unknown machine"],
 )
 def test_op_stream_without_tls_only_within_one_machine(
@@ -301,9 +301,9 @@ def test_op_stream_without_tls_only_within_one_machine(
         pipe = tls_pipe(executor.port, authority, str(settings["server_name"]))
         opened = handshake(pipe, TICKET, machine=machine())
         assert opened.plaintext is plaintext
-        client = Client(pipe.without_tls(TIMEOUT_S) if plaintext else pipe)  # type: ignore[attr-defined]
+        client = Client(pipe.downgrade_to_plaintext(TIMEOUT_S) if plaintext else pipe)  # type: ignore[attr-defined]
         assert client.pipe.encrypted is not plaintext
-        assert works(client)
+        assert can_run_ops(client)
         executor.disconnect_client()
         client.close()
         again = tls_pipe(executor.port, authority, str(settings["server_name"]))
@@ -311,8 +311,8 @@ def test_op_stream_without_tls_only_within_one_machine(
             again, TICKET, machine=machine(), session_key=opened.session_key, replies_received=client.replies
         )
         assert (resumed.plaintext, resumed.frames_received) == (plaintext, client.frames)
-        client.pipe = again.without_tls(TIMEOUT_S) if plaintext else again  # type: ignore[attr-defined]
-        assert works(client)
+        client.pipe = again.downgrade_to_plaintext(TIMEOUT_S) if plaintext else again  # type: ignore[attr-defined]
+        assert can_run_ops(client)
         client.close()
 
 
@@ -320,23 +320,23 @@ def test_plain_connection_is_refused_with_tls(secured: tuple[dict[str, object], 
     settings, authority = secured
     with executor_on_a_thread(**settings) as executor:
         with pytest.raises(ConnectionError):
-            tls_pipe(executor.port, authority, tls.executor_name("another-job"))
+            tls_pipe(executor.port, authority, tls.executor_certificate_name("another-job"))
         plain = open_pipe(executor.port)
         with pytest.raises(TransportError):
             handshake(plain, TICKET)
         plain.close()
         pipe = tls_pipe(executor.port, authority, str(settings["server_name"]))
         handshake(pipe, TICKET)
-        assert works(Client(pipe))
+        assert can_run_ops(Client(pipe))
         pipe.close()  # type: ignore[attr-defined]
 
 
 def test_stalled_handshake_does_not_block_the_client(executor: ThreadedExecutor) -> None:
     slow = open_pipe(executor.port)
     slow.write_all(
-        device_protocol.preface() + device_protocol.encode(device_protocol.Open(TICKET))[:10], TIMEOUT_S
+        device_protocol.make_preface() + device_protocol.encode(device_protocol.Open(TICKET))[:10], TIMEOUT_S
     )
-    with connected(executor) as (client, _):
+    with connected_client(executor) as (client, _):
         assert client.sync() is None
         assert sum(t.name.startswith("executor-127") for t in threading.enumerate()) >= 1
     slow.close()

@@ -14,7 +14,7 @@ from genie.processes.executor_config import ExecutorConfig
 from genie.runtime import device_protocol, tls
 from tests.executor.thread import ThreadedExecutor, executor_on_a_thread
 
-NAME = tls.executor_name("job-1")
+NAME = tls.executor_certificate_name("job-1")
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +50,7 @@ def test_connects_to_an_executor_of_the_cluster(
 def test_certificate_of_another_executor_is_rejected(
     tmp_path: Path, authority: tls.CertificateAuthority, executor: ThreadedExecutor
 ) -> None:
-    for name in (tls.executor_name("job-3"), ""):
+    for name in (tls.executor_certificate_name("job-3"), ""):
         with pytest.raises(TlsError):
             connector(tmp_path, authority.ca_pem)("127.0.0.1", executor.port, name, 1, "x")
 

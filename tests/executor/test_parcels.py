@@ -47,7 +47,7 @@ def token_for(number: int, port: int) -> str:
 
 
 @contextmanager
-def served(**settings: object) -> Iterator[tuple[ThreadedExecutor, Client]]:
+def executor_with_client(**settings: object) -> Iterator[tuple[ThreadedExecutor, Client]]:
     with executor_on_a_thread(**settings) as executor:
         pipe = open_pipe(executor.port)
         _fetch_keys[executor.port] = handshake(pipe, TICKET).fetch_key
@@ -61,13 +61,13 @@ def served(**settings: object) -> Iterator[tuple[ThreadedExecutor, Client]]:
 
 @pytest.fixture
 def a() -> Iterator[tuple[ThreadedExecutor, Client]]:
-    with served(resume_s=0.1) as both:
+    with executor_with_client(resume_s=0.1) as both:
         yield both
 
 
 @pytest.fixture
 def b() -> Iterator[tuple[ThreadedExecutor, Client]]:
-    with served(resume_s=0.1) as both:
+    with executor_with_client(resume_s=0.1) as both:
         yield both
 
 
@@ -77,27 +77,34 @@ def fetching(port: int, number: int, token: str | None = None) -> Iterator[Socke
     pipe = open_pipe(port)
     try:
         request = device_protocol.Fetch(number, token_for(number, port) if token is None else token)
-        assert device_protocol.fetch(pipe, request, peer="the executor", timeout_s=TIMEOUT_S).plaintext
+        assert device_protocol.request_fetch(
+            pipe, request, peer="the executor", timeout_s=TIMEOUT_S
+        ).plaintext
         yield pipe
     finally:
         pipe.close()
 
 
-def parcel(pipe: SocketPipe) -> bytes | Error:
+def read_parcel(pipe: SocketPipe) -> bytes | Error:
     size, kind, _ = HEADER.unpack(pipe.read_exactly(HEADER.size, TIMEOUT_S))
     data = pipe.read_exactly(size, TIMEOUT_S)
     assert kind in (CONTENTS, FAILURE)
     return data if kind == CONTENTS else Scanner(data).error()
 
 
-def fetched(port: int, number: int) -> bytes | Error:
+def fetch_contents(port: int, number: int) -> bytes | Error:
     with fetching(port, number) as pipe:
-        found = parcel(pipe)
+        found = read_parcel(pipe)
         pipe.write_all(ACKNOWLEDGED, TIMEOUT_S)
         return found
 
 
-def pending_fetches() -> int:
+@pytest.fixture(autouse=True)
+def no_fetches_of_earlier_tests() -> None:
+    wait_until(lambda: fetch_threads() == 0)
+
+
+def fetch_threads() -> int:
     return sum(thread.name.startswith("executor-fetch") for thread in threading.enumerate())
 
 
@@ -111,9 +118,9 @@ def floats(*values: float) -> bytes:
 def test_parcel_is_sent_once(a: tuple[ThreadedExecutor, Client]) -> None:
     executor, client = a
     client.publish_parcel(1, client.floats(1, 2, 3))
-    assert fetched(executor.port, 1) == floats(1, 2, 3)
+    assert fetch_contents(executor.port, 1) == floats(1, 2, 3)
     wait_until(lambda: executor.session.stats()["parcels"] == 0)
-    again = fetched(executor.port, 1)
+    again = fetch_contents(executor.port, 1)
     assert isinstance(again, Error)
     assert "does not exist" in again.message
     assert client.sync() is None
@@ -125,7 +132,7 @@ def test_fetch_may_precede_the_parcel(a: tuple[ThreadedExecutor, Client]) -> Non
     with fetching(executor.port, 7) as pipe:
         assert client.sync() is None, "the fetch does not block the session"
         client.publish_parcel(7, tensor)
-        assert parcel(pipe) == floats(4, 5)
+        assert read_parcel(pipe) == floats(4, 5)
 
 
 def test_source_may_be_written_or_freed_after_publishing(a: tuple[ThreadedExecutor, Client]) -> None:
@@ -135,8 +142,8 @@ def test_source_may_be_written_or_freed_after_publishing(a: tuple[ThreadedExecut
     client.put(tensor, floats(8, 9))
     client.publish_parcel(2, tensor)
     client.free(tensor)
-    assert fetched(executor.port, 1) == floats(1, 2)
-    assert fetched(executor.port, 2) == floats(8, 9)
+    assert fetch_contents(executor.port, 1) == floats(1, 2)
+    assert fetch_contents(executor.port, 2) == floats(8, 9)
 
 
 def test_parcel_of_a_view_is_contiguous(a: tuple[ThreadedExecutor, Client]) -> None:
@@ -145,42 +152,41 @@ def test_parcel_of_a_view_is_contiguous(a: tuple[ThreadedExecutor, Client]) -> N
     client.publish_parcel(1, Tensor(tensor.storage, (3, 2), strides=(1, 3)))
     client.publish_parcel(2, Tensor(tensor.storage, (2,), strides=(2,), offset=1))
     client.publish_parcel(3, Tensor(tensor.storage, (0, 2)))
-    assert fetched(executor.port, 1) == floats(0, 3, 1, 4, 2, 5)
-    assert fetched(executor.port, 2) == floats(1, 3)
-    assert fetched(executor.port, 3) == b""
+    assert fetch_contents(executor.port, 1) == floats(0, 3, 1, 4, 2, 5)
+    assert fetch_contents(executor.port, 2) == floats(1, 3)
+    assert fetch_contents(executor.port, 3) == b""
 
 
 def test_unacknowledged_parcel_can_be_fetched_again(a: tuple[ThreadedExecutor, Client]) -> None:
     executor, client = a
     client.publish_parcel(1, client.floats(6))
     with fetching(executor.port, 1) as pipe:
-        assert parcel(pipe) == floats(6)
+        assert read_parcel(pipe) == floats(6)
     with fetching(executor.port, 1) as pipe:
         pass
-    assert fetched(executor.port, 1) == floats(6)
+    assert fetch_contents(executor.port, 1) == floats(6)
 
 
 def test_interrupted_fetch_can_be_repeated(a: tuple[ThreadedExecutor, Client]) -> None:
     executor, client = a
     data = bytes(range(256)) * (32 * MIB // 256)
-    client.publish_parcel(1, client.uploaded((32 * MIB,), data, "uint8"))
+    client.publish_parcel(1, client.upload((32 * MIB,), data, "uint8"))
     with fetching(executor.port, 1) as pipe:
         pipe.read_exactly(HEADER.size + MIB, TIMEOUT_S)
-    assert fetched(executor.port, 1) == data
+    assert fetch_contents(executor.port, 1) == data
     wait_until(lambda: executor.session.stats()["parcels"] == 0)
 
 
 def test_newer_fetch_cancels_the_older_one(a: tuple[ThreadedExecutor, Client]) -> None:
     executor, client = a
     tensor = client.floats(6)
-    wait_until(lambda: pending_fetches() == 0, what="the end of fetches of earlier tests")
     with fetching(executor.port, 1) as old:
-        wait_until(lambda: pending_fetches() == 1)
+        wait_until(lambda: executor.session.stats()["pending_fetches"] == 1)
         with fetching(executor.port, 1) as new:
             with pytest.raises(ConnectionError):
                 old.read_exactly(1, TIMEOUT_S)
             client.publish_parcel(1, tensor)
-            assert parcel(new) == floats(6)
+            assert read_parcel(new) == floats(6)
 
 
 def test_dropped_parcel_does_not_exist(a: tuple[ThreadedExecutor, Client]) -> None:
@@ -189,23 +195,23 @@ def test_dropped_parcel_does_not_exist(a: tuple[ThreadedExecutor, Client]) -> No
     client.drop_parcel(1)
     client.drop_parcel(5)  # never published
     assert client.sync() is None  # the fetch uses another connection, and could be faster
-    assert isinstance(fetched(executor.port, 1), Error)
+    assert isinstance(fetch_contents(executor.port, 1), Error)
     assert executor.session.stats()["parcels"] == 0
 
 
 def test_parcels_count_towards_the_quota() -> None:
-    with served(memory_bytes_max=10 * MIB) as (executor, client):
-        tensor = client.uploaded((4 * MIB,), bytes(4 * MIB), "uint8")
+    with executor_with_client(memory_bytes_max=10 * MIB) as (executor, client):
+        tensor = client.upload((4 * MIB,), bytes(4 * MIB), "uint8")
         client.publish_parcel(1, tensor)
         assert client.stats().bytes_allocated == 8 * MIB
         client.publish_parcel(2, tensor)
         error = client.sync()
         assert error is not None
         assert error.code == "device.out_of_memory"
-        refused = fetched(executor.port, 2)
+        refused = fetch_contents(executor.port, 2)
         assert isinstance(refused, Error)
         assert refused.code == "device.out_of_memory"
-        assert fetched(executor.port, 1) == bytes(4 * MIB)
+        assert fetch_contents(executor.port, 1) == bytes(4 * MIB)
         wait_until(lambda: executor.session.stats()["bytes_allocated"] == 4 * MIB)
         client.publish_parcel(3, tensor)
         assert client.sync() is None
@@ -222,18 +228,18 @@ def test_number_of_parcels_is_limited(a: tuple[ThreadedExecutor, Client]) -> Non
     error = client.sync()
     assert error is not None
     assert "have not fetched yet" in error.message
-    assert isinstance(fetched(executor.port, PARCELS_MAX + 1), Error)
+    assert isinstance(fetch_contents(executor.port, PARCELS_MAX + 1), Error)
     client.drop_parcel(1)
     client.publish_parcel(PARCELS_MAX + 2, tensor)
     assert client.sync() is None
-    assert fetched(executor.port, PARCELS_MAX + 2) == floats(3)
+    assert fetch_contents(executor.port, PARCELS_MAX + 2) == floats(3)
 
 
 def test_parcel_of_a_poisoned_tensor_holds_the_failure() -> None:
-    with served(memory_bytes_max=MIB) as (executor, client):
+    with executor_with_client(memory_bytes_max=MIB) as (executor, client):
         missing = client.allocate((MIB,))
         client.publish_parcel(1, missing)
-        found = fetched(executor.port, 1)
+        found = fetch_contents(executor.port, 1)
         assert isinstance(found, Error)
         assert found.code == "device.out_of_memory"
 
@@ -253,7 +259,7 @@ def test_fetches_end_with_the_session(a: tuple[ThreadedExecutor, Client]) -> Non
     executor, client = a
     client.publish_parcel(1, client.floats(1))
     with fetching(executor.port, 2) as pipe:
-        wait_until(lambda: pending_fetches() == 1)
+        wait_until(lambda: fetch_threads() == 1)
         client.close_session()
         with pytest.raises(ConnectionError):
             pipe.read_exactly(1, TIMEOUT_S)
@@ -274,7 +280,7 @@ def test_token_is_valid_for_one_parcel_of_one_executor(
     for token in ("", "0" * 64, another_number, another_executor, TICKET, "\u00e4"):
         with pytest.raises(TokenRefusedError), fetching(executor.port, 1, token):
             pass
-    assert fetched(executor.port, 1) == floats(1)
+    assert fetch_contents(executor.port, 1) == floats(1)
 
 
 def test_token_cannot_be_derived_from_the_digest_of_the_ticket(a: tuple[ThreadedExecutor, Client]) -> None:
@@ -312,8 +318,8 @@ def test_fetch_without_a_session_is_refused() -> None:
 
 
 def test_number_of_pending_fetches_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(executor_listener, "_FETCHES_MAX", 10)
-    with served() as (executor, client), ExitStack() as stack:
+    monkeypatch.setattr(executor_listener, "_CONCURRENT_FETCHES_MAX", 10)
+    with executor_with_client() as (executor, client), ExitStack() as stack:
         for number in range(1, 11):
             stack.enter_context(fetching(executor.port, number))
         with pytest.raises(DeviceUnavailableError, match="10 pending fetches"), fetching(executor.port, 11):
@@ -321,9 +327,9 @@ def test_number_of_pending_fetches_is_limited(monkeypatch: pytest.MonkeyPatch) -
         client.publish_parcel(1, client.floats(1))
         assert client.sync() is None
         stack.close()
-        wait_until(lambda: pending_fetches() == 0, what="fetches with a lost connection to end")
+        wait_until(lambda: fetch_threads() == 0, what="fetches with a lost connection to end")
         with fetching(executor.port, 1) as pipe:
-            assert parcel(pipe) == floats(1)
+            assert read_parcel(pipe) == floats(1)
 
 
 def test_fetch_that_sends_data_early_is_disconnected(a: tuple[ThreadedExecutor, Client]) -> None:
@@ -333,7 +339,7 @@ def test_fetch_that_sends_data_early_is_disconnected(a: tuple[ThreadedExecutor, 
         with pytest.raises(ConnectionError):
             pipe.read_exactly(1, TIMEOUT_S)
     client.publish_parcel(1, client.floats(1))
-    assert fetched(executor.port, 1) == floats(1)
+    assert fetch_contents(executor.port, 1) == floats(1)
 
 
 def test_connection_fetches_several_parcels_with_one_token_each(
@@ -346,25 +352,25 @@ def test_connection_fetches_several_parcels_with_one_token_each(
         for number in range(1, 4):
             if number > 1:
                 request = device_protocol.Fetch(number, token_for(number, executor.port))
-                assert device_protocol.fetch(
+                assert device_protocol.request_fetch(
                     pipe, request, peer="x", timeout_s=TIMEOUT_S, is_reused=True
                 ).plaintext
-            assert parcel(pipe) == floats(number)
+            assert read_parcel(pipe) == floats(number)
             pipe.write_all(ACKNOWLEDGED, TIMEOUT_S)
         with pytest.raises(TokenRefusedError):
             wrong = device_protocol.Fetch(4, token_for(3, executor.port))
-            device_protocol.fetch(pipe, wrong, peer="x", timeout_s=TIMEOUT_S, is_reused=True)
+            device_protocol.request_fetch(pipe, wrong, peer="x", timeout_s=TIMEOUT_S, is_reused=True)
     assert client.sync() is None
 
 
 def test_idle_fetch_connection_is_closed(
     a: tuple[ThreadedExecutor, Client], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(executor_listener, "_FETCH_IDLE_S", 0.05)
+    monkeypatch.setattr(executor_listener, "_FETCH_IDLE_TIMEOUT_S", 0.05)
     executor, client = a
     client.publish_parcel(1, client.floats(1))
     with fetching(executor.port, 1) as pipe:
-        parcel(pipe)
+        read_parcel(pipe)
         pipe.write_all(ACKNOWLEDGED, TIMEOUT_S)
         with pytest.raises(ConnectionError):
             pipe.read_exactly(1, TIMEOUT_S)
@@ -403,20 +409,20 @@ def test_fetches_from_one_executor_share_a_connection(a: Both, b: Both) -> None:
         one.publish_parcel(number, one.floats(number))
         other.fetch_parcel(there, source.port, number, token_for(number, source.port))
         assert other.floats_in(there) == (number,)
-    assert pending_fetches() == 1
+    assert fetch_threads() == 1
 
 
 def test_fetch_reconnects_after_the_source_closed_the_connection(
     a: Both, b: Both, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(executor_listener, "_FETCH_IDLE_S", 0.01)
+    monkeypatch.setattr(executor_listener, "_FETCH_IDLE_TIMEOUT_S", 0.01)
     (source, one), (_, other) = a, b
     there = other.floats(0)
     for number in range(1, 4):
         one.publish_parcel(number, one.floats(number))
         other.fetch_parcel(there, source.port, number, token_for(number, source.port))
         assert other.floats_in(there) == (number,)
-        wait_until(lambda: pending_fetches() == 0)
+        wait_until(lambda: fetch_threads() == 0)
 
 
 def test_fetch_works_after_a_failed_one(a: Both, b: Both) -> None:
@@ -434,7 +440,7 @@ def test_fetch_works_after_a_failed_one(a: Both, b: Both) -> None:
 def test_large_parcel_is_fetched_completely(a: Both, b: Both) -> None:
     (source, one), (_, other) = a, b
     data = bytes(range(256)) * (9 * MIB // 256)
-    one.publish_parcel(1, one.uploaded((9 * MIB,), data, "uint8"))
+    one.publish_parcel(1, one.upload((9 * MIB,), data, "uint8"))
     there = other.allocate((9 * MIB,), "uint8")
     other.fetch_parcel(there, source.port, 1, token_for(1, source.port))
     assert other.get(there) == data
@@ -449,7 +455,7 @@ def test_pending_fetch_is_repeated_after_the_client_reconnects(a: Both) -> None:
         there = other.floats(0, 0)
         assert other.sync() is None
         other.fetch_parcel(there, source.port, 1, token_for(1, source.port))
-        wait_until(lambda: pending_fetches() == 1)
+        wait_until(lambda: fetch_threads() == 1)
         target.disconnect_client()
         other.close()
         again = open_pipe(target.port)
@@ -478,7 +484,7 @@ def test_lost_source_is_named_in_the_error(a: Both, b: Both) -> None:
     (source, _), (_, other) = a, b
     there, bystander = other.floats(0, 0), other.floats(42)
     other.fetch_parcel(there, source.port, 1, token_for(1, source.port))
-    wait_until(lambda: pending_fetches() == 1)
+    wait_until(lambda: fetch_threads() == 1)
     source.stop()
     reported = assert_fetch_fails(other, there, bystander)
     assert reported.code == "device.lost"
@@ -487,7 +493,7 @@ def test_lost_source_is_named_in_the_error(a: Both, b: Both) -> None:
 
 def test_failure_of_the_source_is_reported(b: Both) -> None:
     _, other = b
-    with served(memory_bytes_max=MIB) as (source, one):
+    with executor_with_client(memory_bytes_max=MIB) as (source, one):
         one.publish_parcel(1, one.allocate((MIB,)))
         there, bystander = other.floats(0), other.floats(42)
         other.fetch_parcel(there, source.port, 1, token_for(1, source.port))
@@ -501,7 +507,7 @@ def test_fetch_with_wrong_token_fails(a: Both, b: Both, number: int) -> None:
     there, bystander = other.floats(0), other.floats(42)
     other.fetch_parcel(there, source.port, 1, token_for(number + 1, source.port))
     assert assert_fetch_fails(other, there, bystander).code == "access.token_refused"
-    assert fetched(source.port, 1) == floats(7)
+    assert fetch_contents(source.port, 1) == floats(7)
 
 
 def test_fetch_with_wrong_size_fails(a: Both, b: Both) -> None:

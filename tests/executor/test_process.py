@@ -12,7 +12,7 @@ import pytest
 
 from genie.errors import HardwareError, NativeBuildError, TokenRefusedError
 from genie.executor import __main__ as executor_main
-from genie.model.job import EXIT_CLIENT_LOST
+from genie.model.job import CLIENT_LOST_EXIT_CODE
 from genie.native import libraries
 from genie.processes import executor_config
 from genie.runtime import device_protocol
@@ -82,12 +82,13 @@ def test_wrong_ticket_is_refused(executors: dict[str, ExecutorProcess], client: 
     [
         b"GET / HTTP/1.1\r\n\r\n",
         b"GENIEX\x00\x09",
-        device_protocol.preface() + b"\xff" * 64,
-        device_protocol.preface() + device_protocol.encode(device_protocol.Open("x" * 500))[:-10],
-        device_protocol.preface() + device_protocol.encode(device_protocol.Error("transport", "no ticket")),
-        device_protocol.preface() + device_protocol.encode(device_protocol.Open("x" * 500)) * 400,
-        device_protocol.preface() + (5000).to_bytes(4, "big"),
-        device_protocol.preface() + (0).to_bytes(4, "big"),
+        device_protocol.make_preface() + b"\xff" * 64,
+        device_protocol.make_preface() + device_protocol.encode(device_protocol.Open("x" * 500))[:-10],
+        device_protocol.make_preface()
+        + device_protocol.encode(device_protocol.Error("transport", "no ticket")),
+        device_protocol.make_preface() + device_protocol.encode(device_protocol.Open("x" * 500)) * 400,
+        device_protocol.make_preface() + (5000).to_bytes(4, "big"),
+        device_protocol.make_preface() + (0).to_bytes(4, "big"),
         b"",
     ],
     ids=["http", "version", "garbage", "truncated", "no ticket", "flood", "oversized", "empty", "silence"],
@@ -167,12 +168,12 @@ def test_executor_exits_when_client_does_not_reconnect(executors: dict[str, Exec
     client = Client(pipe)
     assert not isinstance(client.sync(), Error)
     client.close()
-    assert executor.wait_end() == EXIT_CLIENT_LOST
+    assert executor.wait_end() == CLIENT_LOST_EXIT_CODE
     assert status_of(executor) == "the client disconnected and did not reconnect within 0.1 s"
 
 
 def test_executor_exits_when_no_client_connects(executors: dict[str, ExecutorProcess]) -> None:
-    assert executors["idle"].wait_end() == EXIT_CLIENT_LOST
+    assert executors["idle"].wait_end() == CLIENT_LOST_EXIT_CODE
     assert status_of(executors["idle"]) == "no client connected within 0.1 s"
 
 
@@ -201,7 +202,7 @@ def test_status_reports_compilation_and_its_failure(tmp_path: Path, monkeypatch:
 
     empty = libraries.BuildCache(SOURCES, tmp_path / "cache")
     monkeypatch.setattr(libraries.BuildCache, "of_this_installation", lambda: empty)
-    monkeypatch.setattr(libraries, "_libraries", {})
+    monkeypatch.setattr(libraries, "_loaded_libraries", {})
     monkeypatch.setattr(libraries, "find_compiler", find_compiler)
     config = executor_config.ExecutorConfig(
         job_id="j", endpoint_path=str(tmp_path / "e"), ticket_sha256="ab" * 32, status_path=str(status)

@@ -36,7 +36,7 @@ def session() -> Iterator[tuple[ServedSession, Client]]:
         yield pair
 
 
-def cut(session: ServedSession, client: Client) -> None:
+def cut_connection(session: ServedSession, client: Client) -> None:
     client.close()
     assert session.wait_end() == "lost"
 
@@ -59,7 +59,7 @@ def test_session_continues_on_a_new_connection(session: tuple[ServedSession, Cli
     served, client = session
     made = client.floats(1, 2)
     assert client.floats_in(made) == (1, 2)
-    cut(served, client)
+    cut_connection(served, client)
     resume(served, client)
     add_one(client, made)
     assert client.floats_in(made) == (2, 3)
@@ -70,7 +70,7 @@ def test_resent_frames_are_executed_once(session: tuple[ServedSession, Client]) 
     made = client.floats(0)
     for _ in range(20):
         add_one(client, made)
-    cut(served, client)
+    cut_connection(served, client)
     resume(served, client)
     assert client.floats_in(made) == (20,)
     client.pipe.close()
@@ -94,7 +94,7 @@ def test_truncated_frame_is_received_after_resend(session: tuple[ServedSession, 
     number, template = client.template("aten::add_.Scalar", [made, 1.0, 1], [Alias()])
     data = frame(client.frames + 1, template + record(Record.OP, number, u32(made.storage)))
     client.write(data[:at])
-    cut(served, client)
+    cut_connection(served, client)
     assert served.native.frames_received == client.frames
     client.frames += 1
     client.sent.append(data)
@@ -107,7 +107,7 @@ def test_unreceived_reply_is_sent_again(session: tuple[ServedSession, Client]) -
     made = client.floats(5)
     client.send(record(Record.GET, 0, view(made)), record(Record.SYNC))
     wait_until(lambda: served.native.frames_received == client.frames)
-    cut(served, client)
+    cut_connection(served, client)
     resume(served, client)
     reply = client.receive()
     assert isinstance(reply, Reply)
@@ -123,7 +123,7 @@ def test_unreceived_failure_is_sent_again_once(
     one = client.floats(1)
     client.op("aten::mm", one, one, outputs=[New((1, 1))])
     assert client.sync() is not None
-    cut(served, client)
+    cut_connection(served, client)
     resume(served, client, received=0)
     again = client.receive()
     assert isinstance(again, Error)
@@ -140,16 +140,16 @@ def test_large_reply_is_sent_again_unchanged(session: tuple[ServedSession, Clien
     client.pipe.read_exactly(100_000, 10.0)  # only a part: the executor is still sending
     match change:
         case "written":
-            client_sent_blind(client, "aten::fill_.Scalar", made)
+            send_op_without_reading(client, "aten::fill_.Scalar", made)
         case "uploaded":
-            blind(client, record(Record.PUT, 0, view(made) + u64(size * 4)))
+            send_without_reading(client, record(Record.PUT, 0, view(made) + u64(size * 4)))
         case "resized":
-            blind(client, record(Record.RESIZE, 0, u32(made.storage) + u64(4)))
+            send_without_reading(client, record(Record.RESIZE, 0, u32(made.storage) + u64(4)))
         case "freed":
-            blind(client, record(Record.FREE, 0, u32(made.storage)))
+            send_without_reading(client, record(Record.FREE, 0, u32(made.storage)))
         case "in place":
-            client_sent_blind(client, "aten::zero_", made)
-    cut(served, client)
+            send_op_without_reading(client, "aten::zero_", made)
+    cut_connection(served, client)
     resume(served, client)
     reply = client.receive()
     assert isinstance(reply, Reply)
@@ -163,7 +163,7 @@ def test_large_reply_is_sent_again_unchanged(session: tuple[ServedSession, Clien
     assert client.sync() is None
 
 
-def blind(client: Client, *records: bytes) -> None:
+def send_without_reading(client: Client, *records: bytes) -> None:
     """Write a frame while the executor is busy sending."""
     client.frames += 1
     data = frame(client.frames, b"".join(records))
@@ -171,10 +171,10 @@ def blind(client: Client, *records: bytes) -> None:
     client.write(data)
 
 
-def client_sent_blind(client: Client, op: str, made: Tensor) -> None:
+def send_op_without_reading(client: Client, op: str, made: Tensor) -> None:
     args = [made, 0.0] if op == "aten::fill_.Scalar" else [made]
     number, template = client.template(op, args, [Alias()])
-    blind(client, template, record(Record.OP, number, u32(made.storage)))
+    send_without_reading(client, template, record(Record.OP, number, u32(made.storage)))
 
 
 @pytest.mark.parametrize("op", ["aten::fill_.Scalar", "aten::resize_", "put"])
@@ -195,7 +195,7 @@ def test_unreceived_large_reply_is_not_changed_by_later_ops(
         number, template = client.template(op, [made, [3], None], None)
         client.send(template, record(Record.DYNAMIC_OP, number, u32(made.storage)))
     wait_until(lambda: served.native.frames_received == client.frames)
-    cut(served, client)
+    cut_connection(served, client)
     resume(served, client)
     reply = client.receive()
     assert isinstance(reply, Reply)
@@ -231,7 +231,7 @@ def test_upload_continues_after_reconnect(session: tuple[ServedSession, Client])
     part = frame(client.frames + 1, data[FRAME_BYTES_MAX : 2 * FRAME_BYTES_MAX], kind=2)
     client.write(part[:1_000_000])
     wait_until(lambda: served.native.frames_received == client.frames)
-    cut(served, client)
+    cut_connection(served, client)
     client.frames += 1
     client.sent.append(part)
     resume(served, client)
@@ -245,7 +245,7 @@ def test_dynamic_outputs_can_be_bound_after_reconnect(session: tuple[ServedSessi
     number, made = client.template("aten::nonzero", [source], None)
     reply = client.request(made, record(Record.DYNAMIC_OP, number, u32(source.storage)))
     assert isinstance(reply, Reply)
-    cut(served, client)
+    cut_connection(served, client)
     resume(served, client)
     client.send(record(Record.BIND_OUTPUTS, 1, u64(reply.number) + u32(50)))
     assert client.get(Tensor(50, (1, 1), "int64")) == struct.pack("<q", 1)
@@ -256,7 +256,7 @@ def test_acknowledging_unsent_replies_ends_the_session(
 ) -> None:
     served, client = session
     client.sync()
-    cut(served, client)
+    cut_connection(served, client)
     client.pipe = served.connect(replies_received=5)
     fatal_error = client.receive()
     assert isinstance(fatal_error, Error)

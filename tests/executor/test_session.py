@@ -57,11 +57,11 @@ def zeros(client: Client, *shape: int) -> Tensor:
     return client.op_output("aten::zeros", list(shape), FLOAT32, None, DEVICE, None, outputs=[New(shape)])
 
 
-def fill(client: Client, tensor: Tensor, value: float) -> None:
+def fill_tensor(client: Client, tensor: Tensor, value: float) -> None:
     client.op("aten::fill_.Scalar", tensor, value, outputs=[Alias()])
 
 
-def failing(client: Client, wrong: Tensor) -> Tensor:
+def output_of_failed_op(client: Client, wrong: Tensor) -> Tensor:
     """Return the output of an op that fails: its argument is not a matrix."""
     return client.op_output("aten::mm", wrong, wrong, outputs=[New((2, 2))])
 
@@ -92,10 +92,10 @@ def test_template_is_used_for_several_calls(client: Client) -> None:
 def test_argument_may_be_any_view_of_a_storage(client: Client) -> None:
     base = client.floats(0, 1, 2, 3, 4, 5)
     column = Tensor(base.storage, (2,), strides=(3,), offset=1)
-    fill(client, column, 7.0)
+    fill_tensor(client, column, 7.0)
     assert client.floats_in(base) == (0, 7, 2, 3, 7, 5)
     for offset in range(5):  # more views than are cached
-        fill(client, Tensor(base.storage, (1,), offset=offset), float(offset))
+        fill_tensor(client, Tensor(base.storage, (1,), offset=offset), float(offset))
     assert client.floats_in(base) == (0, 1, 2, 3, 4, 5)
     assert client.floats_in(Tensor(base.storage, (3, 2), strides=(1, 3))) == (0, 3, 1, 4, 2, 5)
     assert client.stats().bytes_allocated == 24
@@ -130,7 +130,7 @@ def test_lists_of_tensors_as_arguments_and_outputs(client: Client) -> None:
 
 def test_optional_tensors_and_outputs_may_be_none(client: Client) -> None:
     image, weight = zeros(client, 1, 1, 4, 4), zeros(client, 1, 1, 2, 2)
-    fill(client, image, 1.0)
+    fill_tensor(client, image, 1.0)
     grad = zeros(client, 1, 1, 3, 3)
     (made,) = client.op(
         "aten::convolution_backward", grad, image, weight,
@@ -142,7 +142,7 @@ def test_optional_tensors_and_outputs_may_be_none(client: Client) -> None:
         "aten::convolution", image, weight, UNDEFINED, [1, 1], [0, 0], [1, 1], False, [0, 0], 1,
         outputs=[New((1, 1, 3, 3))],
     )  # fmt: skip
-    rows, index = client.uploaded((1, 2), struct.pack("<2f", 5, 6)), client.uploaded((1,), bytes(8), "int64")
+    rows, index = client.upload((1, 2), struct.pack("<2f", 5, 6)), client.upload((1,), bytes(8), "int64")
     picked = client.op_output("aten::index.Tensor", rows, [None, index], outputs=[New((1, 1))])
     assert client.floats_in(picked) == (5,)
     assert client.floats_in(out) == (0,) * 9
@@ -164,26 +164,26 @@ def test_output_that_is_a_view_is_copied(client: Client, op: str, args: list[Val
     shape = {"aten::select.int": (), "aten::slice.Tensor": (2,)}.get(op, (4,))
     made = client.op_output(op, base, *args, outputs=[New(shape)])
     before = client.floats_in(made)
-    fill(client, base, 9.0)
+    fill_tensor(client, base, 9.0)
     assert client.floats_in(made) == before
     assert client.stats().bytes_allocated == 16 + 4 * math.prod(shape)
 
 
 def test_output_gets_the_predicted_strides(client: Client) -> None:
-    source = client.uploaded((2, 2), struct.pack("<4f", 1, 2, 3, 4))
+    source = client.upload((2, 2), struct.pack("<4f", 1, 2, 3, 4))
     made = client.op_output("aten::relu", source, outputs=[New((2, 2), strides=(1, 2))])
     assert made.strides == (1, 2)
     assert client.floats_in(Tensor(made.storage, (4,))) == (1, 3, 2, 4)
 
 
 def test_lazy_bits_of_outputs_are_resolved(client: Client) -> None:
-    source = client.uploaded((1,), struct.pack("<2f", 1, 2), "complex64")
+    source = client.upload((1,), struct.pack("<2f", 1, 2), "complex64")
     made = client.op_output("aten::_conj", source, outputs=[New((1,), "complex64")])
     assert client.get(made) == struct.pack("<2f", 1, -2)
 
 
 def test_argument_may_have_lazy_bits(client: Client) -> None:
-    source = client.uploaded((1,), struct.pack("<2f", 1, 2), "complex64")
+    source = client.upload((1,), struct.pack("<2f", 1, 2), "complex64")
     lazy = Tensor(source.storage, (1,), "complex64", flags=CONJUGATE)
     assert client.get(lazy) == struct.pack("<2f", 1, -2)
     made = client.op_output("aten::mul.Tensor", lazy, lazy, outputs=[New((1,), "complex64")])
@@ -255,7 +255,7 @@ def test_dynamic_op_keeps_the_structure_of_its_outputs(client: Client) -> None:
     assert isinstance(listed, DynamicResult)
     ((first, second),) = listed.values
     assert (first.shape, second.shape) == ((2,), (1,))
-    fill(client, source, 0.0)
+    fill_tensor(client, source, 0.0)
     assert client.floats_in(first) == (3, 1), "a view becomes a tensor of its own"
 
 
@@ -279,7 +279,7 @@ def test_dynamic_op_returns_a_number_unchanged(client: Client, value: bool | int
 
 
 def test_dynamic_op_reports_resized_input(client: Client) -> None:
-    made = client.uploaded((2, 3), bytes(24))
+    made = client.upload((2, 3), bytes(24))
     answer = client.run_dynamic("aten::t_", made)
     assert isinstance(answer, DynamicResult)
     (change,) = answer.changed
@@ -295,13 +295,13 @@ def test_tensor_cannot_adopt_the_memory_of_another(client: Client) -> None:
     small, large = client.floats(1, 2), client.floats(*range(100))
     error = client.run_refused("aten::set_.source_Tensor", small, large)
     assert (error.code, "memory of another" in error.message) == (REFUSED, True)
-    fill(client, small, 3.0)
+    fill_tensor(client, small, 3.0)
     assert client.floats_in(small) == (3, 3)
     assert client.floats_in(large) == tuple(range(100))
 
 
 def test_unbound_outputs_count_towards_the_quota(limited: Client) -> None:
-    source = limited.uploaded((50_000,), bytes(200_000))
+    source = limited.upload((50_000,), bytes(200_000))
     number, made = limited.template("aten::clone", [source, None], None)
     limited.send(made)
     replies = [limited.request(record(Record.DYNAMIC_OP, number, u32(source.storage))) for _ in range(5)]
@@ -366,7 +366,7 @@ def test_resize_keeps_contents_up_to_the_smaller_size(client: Client) -> None:
 # --- random numbers -----------------------------------------------------------------------------
 
 
-def normal(client: Client, generator: Value) -> tuple[float, ...]:
+def draw_normal(client: Client, generator: Value) -> tuple[float, ...]:
     made = client.op_output(
         "aten::randn.generator", [100], generator, FLOAT32, None, DEVICE, None, outputs=[New((100,))]
     )
@@ -377,7 +377,7 @@ def expected_normal(seed: int) -> tuple[float, ...]:
     return tuple(torch.randn(100, generator=torch.Generator().manual_seed(seed)).tolist())
 
 
-def state_of(client: Client, generator: int) -> bytes:
+def generator_state(client: Client, generator: int) -> bytes:
     reply = client.request(record(Record.GENERATOR_STATE, 0, u32(generator)))
     assert isinstance(reply, Reply)
     return reply.payload
@@ -385,26 +385,26 @@ def state_of(client: Client, generator: int) -> bytes:
 
 def test_seed_gives_the_random_numbers_of_torch(client: Client) -> None:
     client.send(record(Record.SEED, 0, u32(0) + u64(11)))
-    state = state_of(client, 0)
-    made = normal(client, None)
+    state = generator_state(client, 0)
+    made = draw_normal(client, None)
     client.send(record(Record.SET_GENERATOR, 0, u32(0, len(state)) + state))
-    assert made == normal(client, None) == expected_normal(11)
+    assert made == draw_normal(client, None) == expected_normal(11)
 
 
 def test_generators_are_independent(client: Client) -> None:
     client.send(record(Record.SEED, 0, u32(0) + u64(1)), record(Record.SEED, 0, u32(7) + u64(2)))
-    assert normal(client, Generator(7)) == expected_normal(2)
-    assert normal(client, Generator(0)) == expected_normal(1)
+    assert draw_normal(client, Generator(7)) == expected_normal(2)
+    assert draw_normal(client, Generator(0)) == expected_normal(1)
     client.send(record(Record.FREE_GENERATOR, 0, u32(7)))
     default_seed = torch.Generator().initial_seed()
-    assert normal(client, Generator(7)) == expected_normal(default_seed), "a new one"
+    assert draw_normal(client, Generator(7)) == expected_normal(default_seed), "a new one"
 
 
 def test_invalid_generator_state_is_an_error(client: Client) -> None:
-    before = state_of(client, 3)
+    before = generator_state(client, 3)
     client.send(record(Record.SET_GENERATOR, 0, u32(3, 5) + b"short"))
     assert client.sync() is not None
-    assert state_of(client, 3) == before
+    assert generator_state(client, 3) == before
 
 
 # --- statistics ---------------------------------------------------------------------------------
@@ -532,7 +532,7 @@ def test_failure_has_the_error_code_of_its_exception(
 
 def test_first_failure_is_reported_once_with_the_next_reply(client: Client) -> None:
     good = client.floats(1, 2)
-    first, second = failing(client, good), failing(client, good)
+    first, second = output_of_failed_op(client, good), output_of_failed_op(client, good)
     error = client.get(good)
     assert isinstance(error, Error)
     assert (error.op, error.number) == ("aten::mm", 1)
@@ -545,7 +545,7 @@ def test_first_failure_is_reported_once_with_the_next_reply(client: Client) -> N
 
 
 def test_output_of_an_op_with_poisoned_input_is_poisoned(client: Client) -> None:
-    poisoned = failing(client, client.floats(1, 2))
+    poisoned = output_of_failed_op(client, client.floats(1, 2))
     assert client.sync() is not None
     further = client.op_output("aten::relu", poisoned, outputs=[New((2, 2))])
     assert client.sync() is None, "nothing new has failed"
@@ -561,7 +561,7 @@ def test_output_of_an_op_with_poisoned_input_is_poisoned(client: Client) -> None
 
 @pytest.mark.parametrize("op", ["aten::add_.Tensor", "aten::mul.out"])
 def test_unwritten_tensor_is_reported_when_an_input_is_poisoned(client: Client, op: str) -> None:
-    poisoned = failing(client, client.floats(1, 2))
+    poisoned = output_of_failed_op(client, client.floats(1, 2))
     assert client.sync() is not None
     healthy = zeros(client, 2, 2)
     args = [healthy, poisoned, 1] if op == "aten::add_.Tensor" else [poisoned, poisoned, healthy]
@@ -574,7 +574,7 @@ def test_unwritten_tensor_is_reported_when_an_input_is_poisoned(client: Client, 
 
 def test_dynamic_op_after_a_failure_is_skipped(client: Client) -> None:
     good = client.floats(1, 2)
-    failing(client, good)
+    output_of_failed_op(client, good)
     error = client.run_refused("aten::zero_", good)
     assert (error.op, error.number) == ("aten::mm", 1)
     assert client.floats_in(good) == (1, 2)
@@ -607,12 +607,12 @@ def test_op_with_predicted_outputs_cannot_resize_inputs(client: Client) -> None:
     assert error is not None
     assert "predicted Float [1] to be unchanged" in error.message
     assert client.stats().bytes_allocated == 20
-    fill(client, target, 5.0)
+    fill_tensor(client, target, 5.0)
     assert client.floats_in(target) == (5,)
 
 
 def test_error_message_is_valid_utf8(client: Client) -> None:
-    source, index = client.floats(1), client.uploaded((1,), bytes(8), "int64")
+    source, index = client.floats(1), client.upload((1,), bytes(8), "int64")
     for reduce, shown in (("\u00e4" * 2040, "\u00e4" * 1000), (Raw(b"\x08" + u32(3) + b"a\xffb"), "a?b")):
         error = client.run_refused("aten::scatter_reduce.two", source, 0, index, source, reduce, True)
         assert shown in error.message
@@ -690,7 +690,7 @@ def test_op_cannot_grow_a_written_tensor_beyond_the_quota(limited: Client, op: s
             before.bytes_allocated,
             before.bytes_allocated_peak,
         )
-    fill(limited, small, 3.0)
+    fill_tensor(limited, small, 3.0)
     assert limited.floats_in(small) == (3.0,) * 10
     assert limited.floats_in(part) == (3.0,) * 3
 

@@ -28,13 +28,13 @@ class ThreadedExecutor:
         self._listener = ClientListener(config)
         self.port = self._listener.port
         self.session = ClientSession(self._listener, config)
-        opened = accelerator.prepare(msgspec.structs.replace(config, memory_bytes_max=0))
+        opened = accelerator.prepare_accelerator(msgspec.structs.replace(config, memory_bytes_max=0))
         self._listener.start(opened, genie_executor.Stream)
         self._thread = threading.Thread(target=self._serve, name="executor-on-a-thread")
         self._thread.start()
 
     def _serve(self) -> None:
-        client = self._listener.wait_client(TIMEOUT_S)
+        client = self._listener.wait_for_client(TIMEOUT_S)
         if client is not None:
             self.session.serve(client)
 

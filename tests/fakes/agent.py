@@ -143,6 +143,7 @@ class FakeAgent:
         reason: str = "",
         started: bool = True,
         by_node: bool = False,
+        needed_bytes: int = 0,
     ) -> ExitReport:
         """Records the exit of the job; the next heartbeat reports it."""
         self.running.pop(launch.job_id, None)
@@ -154,6 +155,7 @@ class FakeAgent:
             ended_at=0.0,
             started=started,
             by_node=by_node,
+            needed_bytes=needed_bytes,
         )
         self.exits[launch.job_id] = report
         return report

@@ -25,9 +25,9 @@ from genie.errors import GenieError, ProtocolError, TokenMissingError, TokenRefu
 from genie.model.allocation import NodeHolds
 from genie.model.job import Job, JobKind, JobSpec, JobState, Placement, Resources, Workdir
 from genie.model.messages import (
-    BEFORE_HELLO,
     CHUNK_BYTES_MAX,
     CONTROLLER_REQUESTS,
+    UNAUTHENTICATED_REQUESTS,
     BlobChunk,
     CancelJob,
     Certificate,
@@ -221,7 +221,7 @@ class FakeController:
             raise self.refusals[type(request)]
         if isinstance(request, Hello):
             return await self._hello(peer, request)
-        if type(request) not in BEFORE_HELLO and peer not in self._authenticated:
+        if type(request) not in UNAUTHENTICATED_REQUESTS and peer not in self._authenticated:
             raise TokenMissingError("this connection is not authenticated", hint="send Hello first")
         if reply := self._answer_client(request):
             return reply
@@ -308,7 +308,7 @@ class FakeController:
                 part = data[request.offset : request.offset + CHUNK_BYTES_MAX]
                 return BlobChunk(data=part, size_bytes=len(data))
             case SignExecutor():
-                return self._issue(request.csr_pem, tls.executor_name(request.job_id))
+                return self._issue(request.csr_pem, tls.executor_certificate_name(request.job_id))
             case RenewCertificate():
                 return self._issue(request.csr_pem, peer.channel.certificate_name)
         raise ProtocolError(f"the fake controller does not answer {type(request).__name__}")
@@ -319,7 +319,9 @@ class FakeController:
             raise self.join_error
         parse_token(request.token)
         signed = (
-            self._issue(request.csr_pem, tls.node_name(request.requested_node_id)) if self.use_tls else None
+            self._issue(request.csr_pem, tls.node_certificate_name(request.requested_node_id))
+            if self.use_tls
+            else None
         )
         return Joined(
             node_id=request.requested_node_id,

@@ -16,3 +16,6 @@ class NoPlacement:
 
     def settle(self, job_ids: Iterable[str]) -> None:
         pass
+
+    def free_disk_bytes_max(self, job: Job) -> int:
+        return 0

@@ -11,7 +11,7 @@ import torch
 
 from genie import device
 from tests.device.conftest import remote_device
-from tests.device.test_executor_copy import DTYPES, memory, same_bits, some, synchronize
+from tests.device.test_executor_copy import DTYPES, allocated_bytes, random_tensor, same_bits, synchronize
 from tests.executor.process import start_executor
 from tests.waiting import wait_until
 
@@ -44,7 +44,7 @@ def executors(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_dtype_is_copied(dtype: torch.dtype) -> None:
-    here = some(dtype, 3, 5)
+    here = random_tensor(dtype, 3, 5)
     for source, target in WAYS:
         assert same_bits(here.to(source).to(target).cpu(), here)
 
@@ -85,13 +85,13 @@ def test_copies_keep_their_order_among_ops(source: str, target: str) -> None:
 
 
 def test_copies_free_their_memory() -> None:
-    baseline = memory(GPU)
+    baseline = allocated_bytes(GPU)
     source = torch.ones(64 * MIB, dtype=torch.uint8, device=GPU)
     for _ in range(40):
         source.to(GPU_TOO)
     synchronize(GPU_TOO)
     del source
-    wait_until(lambda: memory(GPU) == baseline)
+    wait_until(lambda: allocated_bytes(GPU) == baseline)
 
 
 def test_threads_copy_in_both_directions_at_once() -> None:

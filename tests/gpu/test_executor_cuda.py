@@ -221,7 +221,7 @@ def test_exceeding_quota_or_device_memory_is_an_error(client: Client) -> None:
 def test_device_fault_ends_the_executor_with_a_clear_error(executor: ExecutorProcess, client: Client) -> None:
     """Runs last: a device fault ends the executor process."""
     source = zeros(client, 4)
-    index = client.uploaded((1,), struct.pack("<q", 99), "int64")
+    index = client.upload((1,), struct.pack("<q", 99), "int64")
     client.op("aten::index.Tensor", source, [index], outputs=[New((1,))])
     client.send(record(Record.SYNC))
     while client.fatal_error is None:

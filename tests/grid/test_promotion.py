@@ -5,6 +5,10 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import os
+import signal
+import subprocess
+import sys
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,6 +28,7 @@ from tests.grid.bed import Bed, Node
 from tests.grid.quick_venv import QuickVenv
 from tests.grid.ssh.test_shell_words import NARROW, give_login_shell
 from tests.integration.running import RunningCluster, StartedCluster
+from tests.waiting import wait_until
 
 
 @pytest.fixture(scope="module")
@@ -153,12 +158,42 @@ def test_failed_join_leaves_no_token_and_no_environment(
     assert "could not join the cluster" in result["error"] and "broken" in result["error"]
     assert node.run("ls -A '/root/work space'") == ""
 
-    async def tokens() -> list[TokenRecord]:
-        async with open_client(cluster.settings()) as client:
-            return [token for token in await client.list_tokens() if token.name == "grid-gpu1"]
-
-    found = asyncio.run(tokens())
+    found = asyncio.run(tokens(cluster))
     assert found and all(token.revoked_at or token.used_at for token in found)
+
+
+@pytest.mark.parametrize("step", ["install", "join"])
+def test_ctrl_c_leaves_no_token_and_no_environment(
+    own_bed: Bed, cluster: RunningCluster, grid_cli: Callable[..., tuple[int, str, str]], step: str
+) -> None:
+    node = own_bed["gpu1"]
+    broken = "echo broken; exit 1"
+    assert broken in _BROKEN_VENV
+    script = _BROKEN_VENV.replace(broken, "sleep 5903")
+    if step == "install":
+        pip = "printf '#!/bin/sh\\n' > \"$3/bin/python\""
+        assert pip in script
+        script = script.replace(pip, "printf '#!/bin/sh\\nsleep 5903\\n' > \"$3/bin/python\"")
+    (node.bin / "python3").write_text(script)
+    where = f"{cluster.host}:{cluster.port}"
+    command = [sys.executable, "-m", "genie", "grid", "promote", "gpu1", "--controller", where]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            wait_until(lambda: node.processes("sleep 5903"), what=f"the {step}", timeout_s=60)
+        finally:
+            process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130, errors
+    assert "gpu1: removing the incomplete installation" in errors
+    assert node.run("ls -A '/root/work space'") == ""
+    assert all(token.revoked_at or token.used_at for token in asyncio.run(tokens(cluster)))
+    for pid in node.processes("sleep 5903"):
+        os.kill(pid, signal.SIGKILL)
+
+
+async def tokens(cluster: RunningCluster) -> list[TokenRecord]:
+    async with open_client(cluster.settings()) as client:
+        return [token for token in await client.list_tokens() if token.name == "grid-gpu1"]
 
 
 def test_failed_install_removes_only_what_it_created(

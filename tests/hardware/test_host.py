@@ -15,7 +15,7 @@ from genie.hardware.host import cgroup_limits, cpu_model
 MIB = 1024**2
 
 
-def tree(root: Path, files: dict[str, str]) -> Path:
+def write_files(root: Path, files: dict[str, str]) -> Path:
     for name, text in files.items():
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -39,7 +39,7 @@ def test_facts_unpack_in_the_documented_order(tmp_path: Path) -> None:
 
 
 def test_cgroup_v2_limits_processors_and_memory(tmp_path: Path) -> None:
-    root = tree(
+    root = write_files(
         tmp_path,
         {
             "proc/self/cgroup": "0::/pod/box",
@@ -57,7 +57,7 @@ def test_cgroup_v2_limits_processors_and_memory(tmp_path: Path) -> None:
 
 
 def test_tightest_limit_of_all_ancestors_applies(tmp_path: Path) -> None:
-    root = tree(
+    root = write_files(
         tmp_path,
         {
             "proc/self/cgroup": "0::/pod/box",
@@ -76,7 +76,7 @@ def test_tightest_limit_of_all_ancestors_applies(tmp_path: Path) -> None:
 
 
 def test_cgroup_v1_with_a_host_path_is_read_from_its_mount(tmp_path: Path) -> None:
-    root = tree(
+    root = write_files(
         tmp_path,
         {
             "proc/self/cgroup": "5:memory:/docker/abc\n3:cpu,cpuacct:/docker/abc",
@@ -93,7 +93,7 @@ def test_cgroup_v1_with_a_host_path_is_read_from_its_mount(tmp_path: Path) -> No
 
 
 def test_unlimited_and_invalid_values_set_no_limit(tmp_path: Path) -> None:
-    root = tree(
+    root = write_files(
         tmp_path,
         {
             "proc/self/cgroup": "nonsense\n0::/",
@@ -107,7 +107,7 @@ def test_unlimited_and_invalid_values_set_no_limit(tmp_path: Path) -> None:
 
 
 def test_cgroup_v1_unlimited_values_set_no_limit(tmp_path: Path) -> None:
-    root = tree(
+    root = write_files(
         tmp_path,
         {
             "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1",
@@ -120,7 +120,7 @@ def test_cgroup_v1_unlimited_values_set_no_limit(tmp_path: Path) -> None:
 
 
 def test_cpu_model_is_read_from_cpuinfo(tmp_path: Path) -> None:
-    root = tree(tmp_path, {"proc/cpuinfo": "processor : 0\nmodel name\t: Some CPU @ 2.0GHz\n"})
+    root = write_files(tmp_path, {"proc/cpuinfo": "processor : 0\nmodel name\t: Some CPU @ 2.0GHz\n"})
     assert cpu_model(root=root) == "Some CPU @ 2.0GHz"
 
 

@@ -141,15 +141,15 @@ def test_static_properties_do_not_change_while_a_gpu_is_lost(fake_nvml: FakeNvml
     """The scheduler relies on them."""
     machine = ["count=3", *(f"{gpu}.link.0=switch" for gpu in range(3)), "0.capability=8.6", "0.numa=4"]
     fake_nvml.script(*machine)
-    before = [lasting(gpu) for gpu in fake_nvml.read()]
+    before = [static_fields(gpu) for gpu in fake_nvml.read()]
     assert before[0][2:] == (85899345920, (8, 6), 0, 2)
     silent = [f"0.{call}=!3" for call in ("name", "uuid", "memory_total", "capability", "numa", "link.0")]
     for fault in (silent, ["0.lost=15"], ["1.link.0=off"], ["0.lost=1"], ["init=!9"], silent, []):
         fake_nvml.script(*machine, *fault)
-        assert [lasting(gpu) for gpu in fake_nvml.read()] == before, fault
+        assert [static_fields(gpu) for gpu in fake_nvml.read()] == before, fault
 
 
-def lasting(gpu: GPUInfo) -> tuple[object, ...]:
+def static_fields(gpu: GPUInfo) -> tuple[object, ...]:
     return (gpu.name, gpu.uuid, gpu.memory_total_bytes, gpu.capability, gpu.island, gpu.numa)
 
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from genie.hardware.outside_memory import GpuProcess, is_descendant, outside_bytes
+from genie.hardware.outside_memory import GpuProcess, bytes_used_outside_cluster, is_descendant
 
 ABOVE_ALL_PIDS = 4_194_999
 
@@ -24,7 +24,9 @@ def test_outside_memory_is_between_zero_and_used(
     used: int, listed: list[tuple[int | None, bool | None]], is_allocated: bool
 ) -> None:
     processes = [GpuProcess(pid, memory) for pid, (memory, _) in enumerate(listed)]
-    outside = outside_bytes(used, processes, is_allocated=is_allocated, is_ours=lambda pid: listed[pid][1])
+    outside = bytes_used_outside_cluster(
+        used, processes, is_allocated=is_allocated, is_ours=lambda pid: listed[pid][1]
+    )
     assert 0 <= outside <= used
     believed = bool(listed) and all(memory is not None and ours is not None for memory, ours in listed)
     if not is_allocated:

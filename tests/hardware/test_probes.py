@@ -8,11 +8,11 @@ from genie.hardware import ProbeResult, probe
 from genie.model.node import Vendor
 
 
-def probed(root: Path, vendor: Vendor) -> ProbeResult:
+def probe_vendor(root: Path, vendor: Vendor) -> ProbeResult:
     return next(result for result in probe(root=root) if result.vendor is vendor)
 
 
-def card(root: Path, name: str, pci_vendor: str) -> None:
+def write_card(root: Path, name: str, pci_vendor: str) -> None:
     folder = root / "sys/class/drm" / name / "device"
     folder.mkdir(parents=True)
     (folder / "vendor").write_text(f"{pci_vendor}\n")
@@ -25,31 +25,31 @@ def test_every_vendor_has_one_result_with_a_reason_even_on_an_empty_system(tmp_p
 
 
 def test_cpu_is_always_usable(tmp_path: Path) -> None:
-    assert probed(tmp_path, Vendor.CPU).usable
+    assert probe_vendor(tmp_path, Vendor.CPU).usable
 
 
 def test_amd_gpu_is_recognized_as_unsupported(tmp_path: Path) -> None:
-    card(tmp_path, "card0", "0x1002")
+    write_card(tmp_path, "card0", "0x1002")
     (tmp_path / "dev").mkdir()
     (tmp_path / "dev/kfd").touch()
-    result = probed(tmp_path, Vendor.AMD)
+    result = probe_vendor(tmp_path, Vendor.AMD)
     assert not result.usable
     assert "card0" in result.reason
     assert "does not support AMD GPUs" in result.reason
 
 
 def test_amd_gpu_without_driver_has_a_fix(tmp_path: Path) -> None:
-    card(tmp_path, "card0", "0x1002")
-    result = probed(tmp_path, Vendor.AMD)
+    write_card(tmp_path, "card0", "0x1002")
+    result = probe_vendor(tmp_path, Vendor.AMD)
     assert "not loaded" in result.reason
     assert "/dev/kfd" in result.fix
 
 
 def test_intel_gpu_is_recognized_by_vendor_and_render_node(tmp_path: Path) -> None:
-    card(tmp_path, "card1", "0x8086")
+    write_card(tmp_path, "card1", "0x8086")
     (tmp_path / "dev/dri").mkdir(parents=True)
     (tmp_path / "dev/dri/renderD128").touch()
-    result = probed(tmp_path, Vendor.INTEL)
+    result = probe_vendor(tmp_path, Vendor.INTEL)
     assert not result.usable
     assert "renderD128" in result.reason
-    assert probed(tmp_path, Vendor.AMD).reason == "no AMD GPU in /sys/class/drm"
+    assert probe_vendor(tmp_path, Vendor.AMD).reason == "no AMD GPU in /sys/class/drm"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from genie.hardware.topology import GpuLinks, islands
+from genie.hardware.topology import GpuLinks, group_into_islands
 
 
 def address(gpu_id: int) -> tuple[int, int, int]:
@@ -42,10 +42,10 @@ def test_island_is_a_connected_component_of_links(
             reached |= fresh
             fresh = {b for a, b in joined | {(b, a) for a, b in joined} if a in reached} - reached
         expected[gpu_id] = min(reached)
-    assert islands(links) == expected
+    assert group_into_islands(links) == expected
 
 
 def test_gpus_with_the_same_unlisted_peer_are_one_island() -> None:
     lost = frozenset({address(7)})
     links = {0: GpuLinks(address(0), lost), 1: GpuLinks(address(1)), 2: GpuLinks(None, lost), 3: GpuLinks()}
-    assert islands(links) == {0: 0, 1: 1, 2: 0, 3: 3}
+    assert group_into_islands(links) == {0: 0, 1: 1, 2: 0, 3: 3}

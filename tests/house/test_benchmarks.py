@@ -24,10 +24,17 @@ SMALLER = {
     "bench_grid.py": ["--connections", "10", "--files", "500"],
     "bench_grid_pipeline.py": ["--nodes", "2", "--files", "100"],
     "bench_grid_ray.py": ["--nodes", "2", "--tasks", "20"],
+    "bench_load.py": ["--jobs", "2000"],
     "bench_utilisation.py": ["--jobs", "300", "--nodes", "32"],
 }
 """Smaller sizes for benchmarks with long rounds."""
-QUICK = ("bench_placement.py", "bench_scheduler.py", "bench_store.py", "bench_utilisation.py")
+QUICK = (
+    "bench_load.py",
+    "bench_placement.py",
+    "bench_scheduler.py",
+    "bench_store.py",
+    "bench_utilisation.py",
+)
 BENCHMARKS = [
     pytest.param(path, id=shown(path), marks=() if path.name in QUICK else pytest.mark.long("a benchmark"))
     for path in sorted((ROOT / "benchmarks").glob("bench_*.py"))

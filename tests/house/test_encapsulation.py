@@ -18,7 +18,7 @@ ASSIGNED_FROM_OUTSIDE: dict[str, str] = {
     "genie/agent/shim.py: self._command.returncode": "Popen: the shim has collected the exit status itself",
     "genie/cluster/lifecycle/heartbeats.py: self._state.node": "ClusterState is documented as mutable",
     "genie/cluster/lifecycle/heartbeats.py: self._state.nodes": "ClusterState is documented as mutable",
-    "genie/device/import_hook.py: self._searching.now": "threading.local",
+    "genie/device/import_hook.py: self._search_in_progress.now": "threading.local",
 }
 # Names that other libraries define, too.
 OF_LIBRARIES: dict[str, str] = {"_exit": "os", "_parameters": "torch.nn.Module"}

@@ -8,7 +8,11 @@ import re
 import pytest
 
 from genie import errors
-from genie.errors import GenieError, all_errors, from_code
+from genie.errors import (
+    GenieError,
+    all_errors,
+    error_from_code,
+)
 
 _ROW = re.compile(r"^(?P<indent>(?:│   |    )*)(?:[├└]── )?(?P<name>[A-Z]\w+)(?:\s{1,}(?P<words>\S.*))?$")
 
@@ -54,7 +58,7 @@ def test_code_extends_the_code_of_the_parent(cls: type[GenieError]) -> None:
 @pytest.mark.parametrize("cls", all_errors())
 def test_error_is_restored_from_code_and_message(cls: type[GenieError]) -> None:
     sent = cls("could not do it", hint="try that")
-    received = from_code(sent.code, sent.message, hint=sent.hint)
+    received = error_from_code(sent.code, sent.message, hint=sent.hint)
     assert (type(received), str(received)) == (cls, str(sent))
     assert (received.retryable, received.exit_code) == (sent.retryable, sent.exit_code)
 
@@ -75,7 +79,7 @@ def test_error_can_be_pickled(cls: type[GenieError]) -> None:
     ],
 )
 def test_unknown_code_maps_to_its_nearest_known_ancestor(code: str, name: str) -> None:
-    assert type(from_code(code, "words")).__name__ == name
+    assert type(error_from_code(code, "words")).__name__ == name
 
 
 @pytest.mark.parametrize("cls", all_errors())
@@ -86,7 +90,7 @@ def test_exit_codes_are_the_documented_ones(cls: type[GenieError]) -> None:
 def test_retry_time_survives_serialization() -> None:
     sent = errors.OverloadedError("256 requests are running", retry_after_s=2.5)
     copied = pickle.loads(pickle.dumps(sent))
-    received = from_code(sent.code, sent.message, hint=sent.hint, retry_after_s=sent.retry_after_s)
+    received = error_from_code(sent.code, sent.message, hint=sent.hint, retry_after_s=sent.retry_after_s)
     for error in (copied, received):
         assert (type(error), error.retry_after_s) == (errors.OverloadedError, 2.5)
     assert str(sent) == "256 requests are running (try again in 2.5 s)"

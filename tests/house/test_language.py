@@ -72,6 +72,45 @@ def test_no_two_classes_share_a_name() -> None:
     assert {name: places for name, places in class_names().items() if len(places) > 1} == {}
 
 
+_NATIVE_TYPE = re.compile(
+    r"^[ \t]*(?:template\s*<[^>]*>\s*)?"
+    r"(?:(?:struct|class|enum(?:\s+class)?)\s+(?:alignas\(\w+\)\s+)?(?:\w+::)*([A-Z]\w*)\b(?!::|\s*;)"
+    r"|using\s+([A-Z]\w*)\s*=\s*([^;]+);)",
+    re.MULTILINE,
+)
+
+
+def native_type_names(texts: dict[str, str]) -> dict[str, list[str]]:
+    """Definitions of C++ types by name, with their files; equal aliases count as one."""
+    found: dict[str, dict[str, str]] = defaultdict(dict)
+    for name, text in texts.items():
+        for match in _NATIVE_TYPE.finditer(text):
+            defined = match[1] or match[2]
+            found[defined].setdefault(match[3] or f"{name}:{match.start()}", name)
+    return {name: list(places.values()) for name, places in found.items()}
+
+
+def test_no_two_native_types_share_a_name() -> None:
+    names = native_type_names({shown(path): path.read_text("utf-8") for path in native_files()})
+    assert len(names) > 150
+    assert {name: places for name, places in names.items() if len(places) > 1} == {}
+
+
+def test_native_types_are_found() -> None:
+    texts = {
+        "a.h": "struct SSL;\nclass Frame final : public Base {\n  enum class Kind : uint8_t { One };\n};\n",
+        "b.h": "struct alignas(64) Frame {\n  struct Outer::Inner {};\n};\nusing Clock = steady_clock;\n",
+        "c.cpp": "using Clock = steady_clock;\nusing Kind = int;\ntemplate <class T>\nclass Table {};\n",
+    }
+    assert native_type_names(texts) == {
+        "Frame": ["a.h", "b.h"],
+        "Kind": ["a.h", "c.cpp"],
+        "Inner": ["b.h"],
+        "Clock": ["b.h"],
+        "Table": ["c.cpp"],
+    }
+
+
 @pytest.mark.parametrize("pattern", PHRASES)
 def test_no_text_uses(pattern: str) -> None:
     phrase = re.compile(pattern, re.IGNORECASE)

@@ -23,7 +23,7 @@ import genie
 from genie.agent.preparation import job_environment
 from genie.cluster import health, state
 from genie.cluster.lifecycle import phases
-from genie.config import INHERITED_BY_JOBS, ClusterConfig
+from genie.config import VARIABLES_INHERITED_BY_JOBS, ClusterConfig
 from genie.grid import executor, grid_file, metrics
 from genie.grid.health import check as health_check
 from genie.grid.runs import run
@@ -200,7 +200,7 @@ def test_page_lists_all_variables_that_a_job_inherits() -> None:
     (sentence,) = re.findall(
         r"a job inherits (.*?), and nothing else", text_of("docs/USER_GUIDE.md"), re.DOTALL
     )
-    assert difference(_CODE.findall(sentence), INHERITED_BY_JOBS) == ""
+    assert difference(_CODE.findall(sentence), VARIABLES_INHERITED_BY_JOBS) == ""
 
 
 def test_page_lists_all_columns_of_a_workload() -> None:

@@ -41,7 +41,7 @@ QUIET_CATCHES: dict[str, str] = {
     "genie/controller/ledger.py::Ledger._try_build": "_resolve() sets it on the future",
     "genie/controller/ledger.py::Ledger._commit": "Quarantine.add() logs it",
     "genie/controller/quarantine.py::Quarantine.isolated": "Quarantine.add() logs it",
-    "genie/controller/placement/pass_runner.py::PassRunner._try_preempt": "Quarantine.add() logs it",
+    "genie/controller/jobs/changes.py::JobChanges._apply_isolated": "Quarantine.add() logs it",
     "genie/controller/steps.py::PeriodicSteps.run": "_record() logs it",
     "genie/grid/remote/core.py::Loop._execute": "the caller gets it with its traceback; a node has no log",
     "genie/grid/ray/batch.py::run_batch": "runs on a worker; the traceback is part of the result of the task",

@@ -22,7 +22,7 @@ from genie.model.tenant import TokenKind
 from genie.runtime.credentials import OWNER_TOKEN_FILE, LocalCluster
 from genie.runtime.network import TcpNetwork
 from genie.supervisor.child import Child
-from genie.supervisor.local_cluster import owner_access
+from genie.supervisor.local_cluster import make_owner_access
 from tests.waiting import until
 
 STOP_S = 20.0
@@ -113,7 +113,9 @@ class Machines:
 
     def settings(self) -> Settings:
         assert self.address is not None
-        return replace(self._settings, cluster=owner_access(self._settings.paths.state_dir, self.address))
+        return replace(
+            self._settings, cluster=make_owner_access(self._settings.paths.state_dir, self.address)
+        )
 
     async def stop(self) -> None:
         for agent in self.agents.values():

@@ -44,7 +44,7 @@ class RunningCluster:
             "cluster.token": self.token,
             "paths.state_dir": self.state_dir,
         }
-        return config.load(arguments | config.cluster_arguments(cluster))
+        return config.load(arguments | config.cluster_settings_from_arguments(cluster))
 
     def environ(self) -> dict[str, str]:
         """Environment of a client process of this cluster."""
@@ -98,7 +98,7 @@ class StartedCluster:
 
     async def _main(self) -> None:
         try:
-            async with local_cluster.up(
+            async with local_cluster.run_local_cluster(
                 self.settings, progress=lambda _line: None, timeout_s=START_S
             ) as self.supervisor:
                 self._ready.set()

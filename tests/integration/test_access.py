@@ -53,16 +53,16 @@ async def test_request_before_hello_is_rejected(cluster: RunningCluster) -> None
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     reader, writer = await asyncio.open_connection(cluster.host, cluster.port, ssl=context)
     try:
-        writer.write(wire.preface())
+        writer.write(wire.make_preface())
         payload = b"\x81\xa4type\xa9ListNodes"
-        writer.write(wire.pack(wire.Kind.REQUEST, 1, payload))
+        writer.write(wire.pack_frame(wire.FrameKind.REQUEST, 1, payload))
         await reader.readexactly(wire.PREFACE_BYTES)
         header = b""
         try:
             async with asyncio.timeout(30):
                 header = await reader.readexactly(wire.HEADER_BYTES)
                 _, kind, _ = wire.unpack_header(header, cap_bytes=1 << 20, peer="test")
-                assert kind is wire.Kind.ERROR
+                assert kind is wire.FrameKind.ERROR
         except asyncio.IncompleteReadError:
             assert header == b""
     finally:
@@ -126,7 +126,7 @@ async def test_other_server_on_the_port_is_rejected(cluster: RunningCluster) -> 
 
 async def test_error_names_another_protocol_version(cluster: RunningCluster) -> None:
     async def serve_newer_version(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(wire.preface(wire.VERSION + 1))
+        writer.write(wire.make_preface(wire.VERSION + 1))
         await writer.drain()
         writer.close()
 

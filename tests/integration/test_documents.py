@@ -26,7 +26,7 @@ from genie.model.event import EventType
 from genie.model.names import address_text
 from genie.model.node import NodeRole, NodeStatus
 from genie.runtime import ControlDataIntegration, TransportCoordinator
-from genie.runtime.backend_info import PRIORITY
+from genie.runtime.backend_info import BACKEND_PRIORITY
 from genie.runtime.logins import store_login
 from genie.supervisor import local_cluster
 from genie.tenancy.access import parse_token
@@ -229,7 +229,7 @@ async def test_development_configuration(cluster: RunningCluster) -> None:
 async def test_production_configuration(cluster: RunningCluster) -> None:
     await run_cell(replace_hosts(PRODUCTION, host=cluster.host))
     state = genie.get_cluster_state()
-    assert state.backend in PRIORITY
+    assert state.backend in BACKEND_PRIORITY
     assert state.monitor is not None
     assert state.health is not None
 
@@ -251,7 +251,7 @@ async def test_server_with_monitoring(unused_tcp_port: int, monkeypatch: pytest.
     names = await run_cell(SERVER_WITH_MONITORING + "await monitor.stop()\n")
     assert names["monitor"].local_node.gpu_count >= 1  # type: ignore[attr-defined]
     await genie.shutdown()
-    assert local_cluster.find_running(Path(init.load_settings((), {}).paths.state_dir)) is None
+    assert local_cluster.find_running_cluster(Path(init.load_settings((), {}).paths.state_dir)) is None
 
 
 async def test_migration_from_manual_setup(cluster: RunningCluster) -> None:

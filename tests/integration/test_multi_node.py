@@ -58,7 +58,7 @@ async def test_jobs_run_on_all_nodes_and_each_node_has_a_device_index(
         state = await genie.init(config.master_addr, config.master_port, token=config.token)
         try:
             assert state.transport_coordinator is not None
-            assert [ref.node_id for ref in state.transport_coordinator.refs] == ["a", "b"]
+            assert [ref.node_id for ref in state.transport_coordinator.accelerator_refs] == ["a", "b"]
         finally:
             await asyncio.to_thread(init.shutdown_blocking)
 
@@ -159,7 +159,7 @@ async def test_node_that_joins_later_gets_the_next_device_index(tmp_path: Path) 
             await cluster.start_agent("a")
             assert await asyncio.to_thread(work) == 6
             assert state.transport_coordinator is not None
-            assert [ref.node_id for ref in state.transport_coordinator.refs] == ["b", "a"]
+            assert [ref.node_id for ref in state.transport_coordinator.accelerator_refs] == ["b", "a"]
         finally:
             await asyncio.to_thread(init.shutdown_blocking)
 

@@ -36,13 +36,13 @@ async def test_server_runs_a_cluster_until_its_session_ends(unused_tcp_port: int
     assert (state.config.master_addr, state.config.node_id) == ("127.0.0.1", state.local_node.node_id)
     assert list(state.nodes) == [state.local_node.node_id]
     assert state.local_node.gpu_count == state.nodes[state.local_node.node_id].gpu_count == 1
-    running = local_cluster.find_running(state_dir())
+    running = local_cluster.find_running_cluster(state_dir())
     assert running is not None
     assert set(running.pids) == {"controller", "agent"}
     assert running.cluster is not None
     assert running.cluster.port == unused_tcp_port
     await genie.shutdown()
-    assert local_cluster.find_running(state_dir()) is None
+    assert local_cluster.find_running_cluster(state_dir()) is None
     assert [pid for pid in running.pids.values() if psutil.pid_exists(pid)] == []
 
 
@@ -79,11 +79,11 @@ async def test_worker_adds_this_machine_until_its_session_ends(
     monkeypatch.setenv("GENIE_STATE_DIR", str(tmp_path / "worker"))
     state = await genie.init(node_role="worker", node_id="w1", heartbeat_interval=0.2)
     assert set(state.nodes) == {"n1", "w1"}
-    running = local_cluster.find_running(state_dir())
+    running = local_cluster.find_running_cluster(state_dir())
     assert running is not None
     assert set(running.pids) == {"agent"}
     await genie.shutdown()
-    assert local_cluster.find_running(state_dir()) is None
+    assert local_cluster.find_running_cluster(state_dir()) is None
     assert set(own_cluster.pids) == {"controller", "agent"}
     # The next session uses the same node without a new token.
     again = await genie.init(node_role="worker", node_id="w1")
@@ -101,7 +101,7 @@ async def test_worker_with_only_a_join_token_raises_token_missing(
     monkeypatch.setenv("GENIE_STATE_DIR", str(tmp_path / "worker"))
     with pytest.raises(TokenMissingError, match="genie join"):
         await genie.init(node_role="worker", token=token)
-    assert local_cluster.find_running(tmp_path / "worker") is None
+    assert local_cluster.find_running_cluster(tmp_path / "worker") is None
 
 
 async def test_server_that_fails_to_start_stops_its_processes(
@@ -109,13 +109,13 @@ async def test_server_that_fails_to_start_stops_its_processes(
 ) -> None:
     with pytest.raises(ConfigError, match="rdma"):
         await genie.init(node_role="server", master_port=unused_tcp_port, backend="rdma")
-    assert local_cluster.find_running(state_dir()) is None
+    assert local_cluster.find_running_cluster(state_dir()) is None
     assert not genie.is_initialized()
 
 
 async def test_crashed_agent_of_a_server_is_restarted(unused_tcp_port: int) -> None:
     state = await genie.init(node_role="server", master_port=unused_tcp_port, heartbeat_interval=0.2)
-    running = local_cluster.find_running(state_dir())
+    running = local_cluster.find_running_cluster(state_dir())
     assert running is not None
     os.kill(running.pids["agent"], signal.SIGKILL)
     name = state.local_node.node_id

@@ -13,7 +13,7 @@ from genie.model.allocation import Hold, NodeHolds
 from genie.model.job import (
     ALLOWED_TRANSITIONS,
     FINAL_STATES,
-    HISTORY_MAX,
+    JOB_HISTORY_MAX,
     Job,
     JobSpec,
     JobState,
@@ -72,7 +72,7 @@ def test_long_history_keeps_its_start_and_end() -> None:
     for number in range(200):
         state = JobState.PLACING if one.state is JobState.QUEUED else JobState.QUEUED
         one = with_state(one, state, reason=str(number), at=float(number))
-    assert len(one.history) == HISTORY_MAX
+    assert len(one.history) == JOB_HISTORY_MAX
     assert one.history[0].reason == "r"
     assert one.history[-1].reason == "199"
 

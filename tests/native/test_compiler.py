@@ -17,16 +17,16 @@ from tests.needs import require_program
 FILES = 10
 
 
-class Compiler:
+class FakeCompiler:
     """The real compiler, wrapped by a script that logs the arguments of each call."""
 
     def __init__(self, folder: Path) -> None:
         self.real = require_program("c++", package="g++")
         self.path = folder / "noting-c++"
         self._calls = folder / "calls"
-        self.becomes("")
+        self.replace_script("")
 
-    def becomes(self, script: str) -> None:
+    def replace_script(self, script: str) -> None:
         note = f'echo "$*" >> {self._calls}'
         self.path.write_text(f'#!/bin/sh\n{note}\n{script}\nexec {self.real} "$@"\n')
         self.path.chmod(0o755)
@@ -35,13 +35,13 @@ class Compiler:
         """Calls so far that have this argument."""
         return [line for line in self._calls.read_text().splitlines() if word in line.split()]
 
-    def forget(self) -> None:
+    def forget_calls(self) -> None:
         self._calls.unlink()
 
 
 @pytest.fixture
-def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Compiler:
-    made = Compiler(tmp_path)
+def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeCompiler:
+    made = FakeCompiler(tmp_path)
     monkeypatch.setenv("CXX", str(made.path))
     return made
 
@@ -54,25 +54,25 @@ def build_cache(tmp_path: Path) -> BuildCache:
     (sources / "common.h").write_text("#pragma once\ninline int three() { return 3; }\n")
     for number in range(FILES):
         text = f'#include "../common.h"\nint size_{number}() {{ return three(); }}\n'
-        part(sources.parent, number).write_text(text)
+        source_file(sources.parent, number).write_text(text)
     (sources / "stream.cpp").write_text("int stream_value() { return 3; }\n")
     return BuildCache(sources.parent, tmp_path / "cache")
 
 
-def part(sources: Path, number: int) -> Path:
+def source_file(sources: Path, number: int) -> Path:
     return sources / "torch" / "device" / f"part{number}.cpp"
 
 
-def compiled(compiler: Compiler) -> list[list[str]]:
+def compiled_file_groups(compiler: FakeCompiler) -> list[list[str]]:
     """The file names of each compilation so far."""
     return [
         [Path(word).name for word in call.split() if word.endswith(".cpp")] for call in compiler.calls("-c")
     ]
 
 
-def test_library_contains_all_files_of_a_unit(build_cache: BuildCache, compiler: Compiler) -> None:
+def test_library_contains_all_files_of_a_unit(build_cache: BuildCache, compiler: FakeCompiler) -> None:
     library = build_cache.build("genie_device")
-    assert sorted(compiled(compiler)) == [
+    assert sorted(compiled_file_groups(compiler)) == [
         [f"part{number}.cpp" for number in range(5)],
         [f"part{number}.cpp" for number in range(5, 10)],
         ["stream.cpp"],
@@ -84,9 +84,9 @@ def test_library_contains_all_files_of_a_unit(build_cache: BuildCache, compiler:
 
 
 def test_files_of_several_libraries_are_compiled_in_parallel(
-    build_cache: BuildCache, compiler: Compiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    build_cache: BuildCache, compiler: FakeCompiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compiling, "_processors", lambda: 2)
+    monkeypatch.setattr(compiling, "_usable_processor_count", lambda: 2)
     for name in ("device", "executor"):
         folder = build_cache.sources / "torch" / name
         shutil.rmtree(folder, ignore_errors=True)
@@ -98,86 +98,90 @@ def test_files_of_several_libraries_are_compiled_in_parallel(
     begun.mkdir()
     wait = f"touch {begun}/$$; n=0; while [ $(ls {begun} | wc -l) -lt 2 ]; do "
     wait += "n=$((n + 1)); [ $n -lt 1000 ] || exit 1; sleep 0.01; done"
-    compiler.becomes(f'case " $* " in *" -c "*) {wait};; esac')
+    compiler.replace_script(f'case " $* " in *" -c "*) {wait};; esac')
     build_cache.build_all(["genie_device", "genie_executor"])
-    assert sorted(compiled(compiler)) == [["device.cpp"], ["executor.cpp"]]
+    assert sorted(compiled_file_groups(compiler)) == [["device.cpp"], ["executor.cpp"]]
 
 
-def test_edit_recompiles_only_its_unit(build_cache: BuildCache, compiler: Compiler) -> None:
+def test_edit_recompiles_only_its_unit(build_cache: BuildCache, compiler: FakeCompiler) -> None:
     first = build_cache.build("genie_device")
-    compiler.forget()
-    with part(build_cache.sources, 7).open("a") as source:
+    compiler.forget_calls()
+    with source_file(build_cache.sources, 7).open("a") as source:
         source.write("// edited\n")
     assert build_cache.build("genie_device") != first
-    assert compiled(compiler) == [[f"part{number}.cpp" for number in range(5, 10)]]
+    assert compiled_file_groups(compiler) == [[f"part{number}.cpp" for number in range(5, 10)]]
 
 
-def test_empty_object_file_is_recompiled(build_cache: BuildCache, compiler: Compiler) -> None:
+def test_empty_object_file_is_recompiled(build_cache: BuildCache, compiler: FakeCompiler) -> None:
     library = build_cache.build("genie_device")
     library.unlink()
     for path in build_cache.cache.glob("objects/*.o"):
         path.write_bytes(b"")
     for path in build_cache.cache.glob("objects/*.txt"):
         path.write_bytes(b"\xff")
-    compiler.forget()
+    compiler.forget_calls()
     build_cache.build("genie_device")
-    assert len(compiled(compiler)) == 3
+    assert len(compiled_file_groups(compiler)) == 3
 
 
 def test_hung_compiler_is_reported_with_its_timeout(
-    build_cache: BuildCache, compiler: Compiler, monkeypatch: pytest.MonkeyPatch
+    build_cache: BuildCache, compiler: FakeCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compiling, "_COMPILE_S_MAX", 0.2)
-    compiler.becomes('case " $* " in *" -c "*) exec sleep 20;; esac')
+    monkeypatch.setattr(compiling, "_COMPILE_TIMEOUT_S", 0.2)
+    compiler.replace_script('case " $* " in *" -c "*) exec sleep 20;; esac')
     with pytest.raises(NativeBuildError, match=r"noting-c\+\+ took more than 0.2 s .*another compiler"):
         build_cache.build("genie_device")
 
 
-def test_compile_error_names_file_and_line(build_cache: BuildCache, compiler: Compiler) -> None:
-    part(build_cache.sources, 1).write_text('#include "../common.h"\nint f() { return nothing; }\n')
+def test_compile_error_names_file_and_line(build_cache: BuildCache, compiler: FakeCompiler) -> None:
+    source_file(build_cache.sources, 1).write_text('#include "../common.h"\nint f() { return nothing; }\n')
     with pytest.raises(NativeBuildError, match=r"part1\.cpp:2:\d+: error: .*nothing.* was not declared"):
         build_cache.build("genie_device")
 
 
 def test_compile_error_stops_the_build(
-    build_cache: BuildCache, compiler: Compiler, monkeypatch: pytest.MonkeyPatch
+    build_cache: BuildCache, compiler: FakeCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compiling, "_processors", lambda: 1)
-    part(build_cache.sources, 1).write_text("int f() { return nothing; }\n" + "// so it is first\n" * 50)
+    monkeypatch.setattr(compiling, "_usable_processor_count", lambda: 1)
+    source_file(build_cache.sources, 1).write_text(
+        "int f() { return nothing; }\n" + "// so it is first\n" * 50
+    )
     with pytest.raises(NativeBuildError, match="part1"):
         build_cache.build("genie_device")
-    assert ["stream.cpp"] not in compiled(compiler)  # the next may have started, the last has not
+    assert ["stream.cpp"] not in compiled_file_groups(compiler)  # the next may have started, the last has not
 
 
 def test_largest_unit_is_compiled_first(
-    build_cache: BuildCache, compiler: Compiler, monkeypatch: pytest.MonkeyPatch
+    build_cache: BuildCache, compiler: FakeCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compiling, "_processors", lambda: 1)
-    with part(build_cache.sources, 7).open("a") as source:
+    monkeypatch.setattr(compiling, "_usable_processor_count", lambda: 1)
+    with source_file(build_cache.sources, 7).open("a") as source:
         source.write("// text\n" * 1000)
     build_cache.build("genie_device")
-    order = compiled(compiler)
+    order = compiled_file_groups(compiler)
     assert ("part7.cpp" in order[0], order[-1], len(order)) == (True, ["stream.cpp"], 3)
 
 
-def test_file_changed_during_compilation_is_recompiled(build_cache: BuildCache, compiler: Compiler) -> None:
-    first = part(build_cache.sources, 0)
-    compiler.becomes(f'case "$*" in *part0.cpp*) echo "// edited" >> {first};; esac')
+def test_file_changed_during_compilation_is_recompiled(
+    build_cache: BuildCache, compiler: FakeCompiler
+) -> None:
+    first = source_file(build_cache.sources, 0)
+    compiler.replace_script(f'case "$*" in *part0.cpp*) echo "// edited" >> {first};; esac')
     with pytest.raises(NativeBuildError, match=r"part0\.cpp.* changed during compilation"):
         build_cache.build("genie_device")
-    compiler.becomes("")
-    compiler.forget()
+    compiler.replace_script("")
+    compiler.forget_calls()
     build_cache.build("genie_device")
-    assert [f"part{number}.cpp" for number in range(5)] in compiled(compiler)
+    assert [f"part{number}.cpp" for number in range(5)] in compiled_file_groups(compiler)
 
 
 def test_progress_is_logged_without_a_terminal(
     build_cache: BuildCache,
-    compiler: Compiler,
+    compiler: FakeCompiler,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(compiling, "_processors", lambda: 1)
+    monkeypatch.setattr(compiling, "_usable_processor_count", lambda: 1)
     with caplog.at_level(logging.INFO, logger="genie"):
         build_cache.build("genie_device")
     assert [text for text in caplog.messages if "files" in text] == [

@@ -26,7 +26,7 @@ from genie.processes.files import FileLock
 from tests.house.sources import ROOT
 from tests.needs import require_program
 
-MODULE = """
+TORCH_MODULE_SOURCE = """
 #include <Python.h>
 #include "value.h"
 int stream_value();
@@ -41,32 +41,32 @@ extern "C" __attribute__((visibility("default"))) PyObject* PyInit_{name}() {{
 """
 
 
-PLAIN_MODULE = """
+NANOBIND_MODULE_SOURCE = """
 #include <nanobind/nanobind.h>
 NB_MODULE(genie_scheduler, module) { module.attr("value") = 7; }
 """
 
 
-BARE_LIBRARY = """
+STANDALONE_LIBRARY_SOURCE = """
 extern "C" __attribute__((visibility("default"))) int value() { return 7; }
 """
 
 
-class Compiler:
+class FakeCompiler:
     """The real compiler, wrapped by a script that logs the files it compiles."""
 
     def __init__(self, folder: Path) -> None:
         self.real = require_program("c++", package="g++")
         self.path = folder / "counting-c++"
         self._calls = folder / "calls"
-        self.becomes(f'exec {self.real} "$@"')
+        self.replace_script(f'exec {self.real} "$@"')
 
-    def becomes(self, script: str) -> None:
+    def replace_script(self, script: str) -> None:
         note = f"for word; do case $word in *.cpp) echo $word >> {self._calls};; esac; done"
         self.path.write_text(f"#!/bin/sh\n{note}\n{script}\n")
         self.path.chmod(0o755)
 
-    def compiled(self) -> list[str]:
+    def compiled_files(self) -> list[str]:
         """Names of the files compiled since the last call."""
         names = [Path(line).name for line in self._calls.read_text().split()] if self._calls.exists() else []
         self._calls.unlink(missing_ok=True)
@@ -74,8 +74,8 @@ class Compiler:
 
 
 @pytest.fixture
-def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Compiler:
-    made = Compiler(tmp_path)
+def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeCompiler:
+    made = FakeCompiler(tmp_path)
     monkeypatch.setenv("CXX", str(made.path))
     return made
 
@@ -88,61 +88,61 @@ def build_cache(tmp_path: Path) -> BuildCache:
     for name in libraries.TORCH_LIBRARIES:
         own = sources / name.removeprefix("genie_")
         own.mkdir(parents=True)
-        (own / "module.cpp").write_text(MODULE.format(name=name))
+        (own / "module.cpp").write_text(TORCH_MODULE_SOURCE.format(name=name))
         (own / "value.h").write_text('#include "../shared.h"\n')
     (sources / "shared.h").write_text("#define VALUE 7\n")
     (sources / "stream.cpp").write_text("int stream_value() { return 3; }\n")
     plain = tmp_path / "sources" / "scheduler"
     plain.mkdir()
-    (plain / "bindings.cpp").write_text(PLAIN_MODULE)
+    (plain / "bindings.cpp").write_text(NANOBIND_MODULE_SOURCE)
     bare = tmp_path / "sources" / "grid"
     bare.mkdir()
-    (bare / "tree.cpp").write_text(BARE_LIBRARY)
+    (bare / "tree.cpp").write_text(STANDALONE_LIBRARY_SOURCE)
     return BuildCache(sources.parent, tmp_path / "cache")
 
 
-def value_in(path: Path) -> int:
+def load_value(path: Path) -> int:
     return int(libraries._load_module("genie_device", path).value)
 
 
 # --- cache and incremental builds ---------------------------------------------------------------
 
 
-def test_library_is_compiled_once_and_cached(build_cache: BuildCache, compiler: Compiler) -> None:
+def test_library_is_compiled_once_and_cached(build_cache: BuildCache, compiler: FakeCompiler) -> None:
     path = build_cache.build("genie_device")
     module = libraries._load_module("genie_device", path)
     assert (module.value, module.stream) == (7, 3)
-    assert compiler.compiled() == ["module.cpp", "stream.cpp"]
+    assert compiler.compiled_files() == ["module.cpp", "stream.cpp"]
     assert build_cache.build("genie_device") == path
-    assert compiler.compiled() == []
+    assert compiler.compiled_files() == []
 
 
-def test_torch_libraries_share_common_objects(build_cache: BuildCache, compiler: Compiler) -> None:
+def test_torch_libraries_share_common_objects(build_cache: BuildCache, compiler: FakeCompiler) -> None:
     build_cache.build("genie_device")
-    compiler.compiled()
+    compiler.compiled_files()
     build_cache.build("genie_executor")
-    assert compiler.compiled() == ["module.cpp"]
+    assert compiler.compiled_files() == ["module.cpp"]
 
 
-def test_c_library_is_loadable_by_ctypes(build_cache: BuildCache, compiler: Compiler) -> None:
+def test_c_library_is_loadable_by_ctypes(build_cache: BuildCache, compiler: FakeCompiler) -> None:
     path = build_cache.build("genie_tree")
     assert ctypes.CDLL(str(path)).value() == 7
-    assert compiler.compiled() == ["tree.cpp"]
+    assert compiler.compiled_files() == ["tree.cpp"]
 
 
 @pytest.mark.long("compiles nanobind")
 def test_scheduler_library_does_not_need_torch(
-    build_cache: BuildCache, compiler: Compiler, monkeypatch: pytest.MonkeyPatch
+    build_cache: BuildCache, compiler: FakeCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def absent() -> TorchTarget:
         raise NativeBuildError("there is no torch")
 
-    monkeypatch.setattr(TorchTarget, "installed", absent)
+    monkeypatch.setattr(TorchTarget, "from_installation", absent)
     path = build_cache.build("genie_scheduler")
     assert libraries._load_module("genie_scheduler", path).value == 7
-    assert compiler.compiled() == ["bindings.cpp", "nb_combined.cpp"]
+    assert compiler.compiled_files() == ["bindings.cpp", "nb_combined.cpp"]
     assert build_cache.build("genie_scheduler") == path
-    assert compiler.compiled() == []
+    assert compiler.compiled_files() == []
 
 
 def test_missing_nanobind_error_says_what_to_install(
@@ -153,23 +153,23 @@ def test_missing_nanobind_error_says_what_to_install(
         build_cache.build("genie_scheduler")
 
 
-def test_only_changed_file_is_recompiled(build_cache: BuildCache, compiler: Compiler) -> None:
+def test_only_changed_file_is_recompiled(build_cache: BuildCache, compiler: FakeCompiler) -> None:
     build_cache.build("genie_device")
-    compiler.compiled()
+    compiler.compiled_files()
     (build_cache.sources / "torch" / "stream.cpp").write_text("int stream_value() { return 4; }\n")
     assert libraries._load_module("genie_device", build_cache.build("genie_device")).stream == 4
-    assert compiler.compiled() == ["stream.cpp"]
+    assert compiler.compiled_files() == ["stream.cpp"]
 
 
-def test_changed_header_recompiles_its_includers(build_cache: BuildCache, compiler: Compiler) -> None:
+def test_changed_header_recompiles_its_includers(build_cache: BuildCache, compiler: FakeCompiler) -> None:
     build_cache.build("genie_device")
-    compiler.compiled()
+    compiler.compiled_files()
     (build_cache.sources / "torch" / "shared.h").write_text("#define VALUE 8\n")  # included by value.h
-    assert value_in(build_cache.build("genie_device")) == 8
-    assert compiler.compiled() == ["module.cpp"]
+    assert load_value(build_cache.build("genie_device")) == 8
+    assert compiler.compiled_files() == ["module.cpp"]
 
 
-def test_reverted_edit_uses_the_cache(build_cache: BuildCache, compiler: Compiler) -> None:
+def test_reverted_edit_uses_the_cache(build_cache: BuildCache, compiler: FakeCompiler) -> None:
     first = build_cache.build("genie_device")
     (build_cache.sources / "torch" / "shared.h").write_text("#define VALUE 8\n")
     build_cache.build("genie_device")
@@ -182,43 +182,48 @@ def test_reverted_edit_uses_the_cache(build_cache: BuildCache, compiler: Compile
     "change", [{"torch_version": "2.99"}, {"soabi": "cpython-399"}, {"cxx11_abi": False}]
 )
 def test_library_depends_on_torch_and_python_version(
-    build_cache: BuildCache, compiler: Compiler, monkeypatch: pytest.MonkeyPatch, change: dict[str, object]
+    build_cache: BuildCache,
+    compiler: FakeCompiler,
+    monkeypatch: pytest.MonkeyPatch,
+    change: dict[str, object],
 ) -> None:
-    installed = TorchTarget.installed()
+    installed = TorchTarget.from_installation()
     first = build_cache.build("genie_device")
-    compiler.compiled()
+    compiler.compiled_files()
     other = dataclasses.replace(installed, **change)  # type: ignore[arg-type]
-    monkeypatch.setattr(TorchTarget, "installed", lambda: other)
+    monkeypatch.setattr(TorchTarget, "from_installation", lambda: other)
     assert build_cache.build("genie_device") != first
-    assert compiler.compiled() == ["module.cpp", "stream.cpp"]
+    assert compiler.compiled_files() == ["module.cpp", "stream.cpp"]
 
 
 def test_other_compiler_recompiles(
-    build_cache: BuildCache, compiler: Compiler, monkeypatch: pytest.MonkeyPatch
+    build_cache: BuildCache, compiler: FakeCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = build_cache.build("genie_device")
     path.unlink()
     build_cache.build("genie_device")
-    assert compiler.compiled() == ["module.cpp", "stream.cpp"]  # linked again from cached objects
+    assert compiler.compiled_files() == ["module.cpp", "stream.cpp"]  # linked again from cached objects
     path.unlink()
     monkeypatch.setenv("CXX", f"{compiler.path} -DOTHER")
     build_cache.build("genie_device")
-    assert compiler.compiled() == ["module.cpp", "stream.cpp"]
+    assert compiler.compiled_files() == ["module.cpp", "stream.cpp"]
 
 
-def test_file_changed_during_compilation_is_not_cached(build_cache: BuildCache, compiler: Compiler) -> None:
+def test_file_changed_during_compilation_is_not_cached(
+    build_cache: BuildCache, compiler: FakeCompiler
+) -> None:
     header = build_cache.sources / "torch" / "shared.h"
-    compiler.becomes(f'{compiler.real} "$@" || exit; echo "#define VALUE 9" > {header}')
+    compiler.replace_script(f'{compiler.real} "$@" || exit; echo "#define VALUE 9" > {header}')
     with pytest.raises(NativeBuildError, match=r"module\.cpp or a header of it changed"):
         build_cache.build("genie_device")
-    compiler.becomes(f'exec {compiler.real} "$@"')
-    assert value_in(build_cache.build("genie_device")) == 9
+    compiler.replace_script(f'exec {compiler.real} "$@"')
+    assert load_value(build_cache.build("genie_device")) == 9
     header.write_text("#define VALUE 7\n")
-    assert value_in(build_cache.build("genie_device")) == 7
+    assert load_value(build_cache.build("genie_device")) == 7
 
 
 def test_old_libraries_and_objects_are_evicted(
-    build_cache: BuildCache, compiler: Compiler, monkeypatch: pytest.MonkeyPatch
+    build_cache: BuildCache, compiler: FakeCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(libraries, "_LIBRARIES_KEPT", 2)
     monkeypatch.setattr(libraries, "_OBJECTS_KEPT", 3)
@@ -236,18 +241,20 @@ def test_old_libraries_and_objects_are_evicted(
     assert kept[0] == kept[1]
 
 
-def test_object_without_compiler_output_is_recompiled(build_cache: BuildCache, compiler: Compiler) -> None:
+def test_object_without_compiler_output_is_recompiled(
+    build_cache: BuildCache, compiler: FakeCompiler
+) -> None:
     build_cache.build("genie_device").unlink()
     for output in build_cache.cache.glob("objects/*.txt"):
         output.unlink()
-    compiler.compiled()
-    assert value_in(build_cache.build("genie_device")) == 7
-    assert compiler.compiled() == ["module.cpp", "stream.cpp"]
+    compiler.compiled_files()
+    assert load_value(build_cache.build("genie_device")) == 7
+    assert compiler.compiled_files() == ["module.cpp", "stream.cpp"]
 
 
 # --- one process at a time ----------------------------------------------------------------------
 
-BUILD = """
+BUILD_SCRIPT = """
 import sys
 from pathlib import Path
 from genie.native.libraries import BuildCache
@@ -255,8 +262,8 @@ print(BuildCache(Path(sys.argv[1]), Path(sys.argv[2])).build("genie_device"))
 """
 
 
-def test_two_processes_compile_once(build_cache: BuildCache, compiler: Compiler) -> None:
-    command = [sys.executable, "-c", BUILD, str(build_cache.sources), str(build_cache.cache)]
+def test_two_processes_compile_once(build_cache: BuildCache, compiler: FakeCompiler) -> None:
+    command = [sys.executable, "-c", BUILD_SCRIPT, str(build_cache.sources), str(build_cache.cache)]
     with ThreadPoolExecutor(2) as pool:
         runs = [
             pool.submit(subprocess.run, command, capture_output=True, text=True, timeout=80) for _ in range(2)
@@ -264,10 +271,10 @@ def test_two_processes_compile_once(build_cache: BuildCache, compiler: Compiler)
         done = [run.result() for run in runs]
     assert [run.stderr for run in done] == ["", ""]
     assert done[0].stdout == done[1].stdout != ""
-    assert compiler.compiled() == ["module.cpp", "stream.cpp"]
+    assert compiler.compiled_files() == ["module.cpp", "stream.cpp"]
 
 
-def test_leftovers_of_a_killed_build_are_removed(build_cache: BuildCache, compiler: Compiler) -> None:
+def test_leftovers_of_a_killed_build_are_removed(build_cache: BuildCache, compiler: FakeCompiler) -> None:
     left = build_cache.cache / "making-left"
     left.mkdir(parents=True)
     (left / "half.o").write_bytes(b"half")
@@ -278,7 +285,7 @@ def test_leftovers_of_a_killed_build_are_removed(build_cache: BuildCache, compil
 # --- errors -------------------------------------------------------------------------------------
 
 
-def test_compiler_error_is_shown_with_log_path(build_cache: BuildCache, compiler: Compiler) -> None:
+def test_compiler_error_is_shown_with_log_path(build_cache: BuildCache, compiler: FakeCompiler) -> None:
     (build_cache.sources / "torch" / "stream.cpp").write_text("int stream_value() { return nothing; }\n")
     with pytest.raises(
         NativeBuildError, match=r"stream\.cpp:1:\d+: error: .*nothing.* was not declared"
@@ -288,20 +295,20 @@ def test_compiler_error_is_shown_with_log_path(build_cache: BuildCache, compiler
     assert f"full log: {log}" in str(raised.value)
     assert "nothing" in log.read_text()
     assert list(build_cache.cache.glob("*.so")) == []
-    compiler.compiled()
+    compiler.compiled_files()
     (build_cache.sources / "torch" / "stream.cpp").write_text("int stream_value() { return 0; }\n")
     build_cache.build("genie_device")
-    assert "stream.cpp" in compiler.compiled()
+    assert "stream.cpp" in compiler.compiled_files()
 
 
-def test_linker_error_is_shown(build_cache: BuildCache, compiler: Compiler) -> None:
+def test_linker_error_is_shown(build_cache: BuildCache, compiler: FakeCompiler) -> None:
     refuse = 'case "$*" in *-shared*) echo "ld: error: cannot find -lc10"; exit 1;; esac'
-    compiler.becomes(f'{refuse}; exec {compiler.real} "$@"')
+    compiler.replace_script(f'{refuse}; exec {compiler.real} "$@"')
     with pytest.raises(NativeBuildError, match="cannot find -lc10"):
         build_cache.build("genie_device")
 
 
-def test_missing_python_headers_are_reported(build_cache: BuildCache, compiler: Compiler) -> None:
+def test_missing_python_headers_are_reported(build_cache: BuildCache, compiler: FakeCompiler) -> None:
     source = build_cache.sources / "torch" / "device" / "module.cpp"
     source.write_text(source.read_text().replace("<Python.h>", "<no/such/Python.h>"))
     with pytest.raises(NativeBuildError, match="python3-dev; Fedora: python3-devel"):
@@ -339,7 +346,7 @@ def test_missing_sources_are_an_error(build_cache: BuildCache, tmp_path: Path) -
 
 @pytest.mark.parametrize("in_the_way", ["cache", "cache/objects"])
 def test_unwritable_cache_is_an_error(
-    build_cache: BuildCache, compiler: Compiler, tmp_path: Path, in_the_way: str
+    build_cache: BuildCache, compiler: FakeCompiler, tmp_path: Path, in_the_way: str
 ) -> None:
     (tmp_path / in_the_way).parent.mkdir(exist_ok=True)
     (tmp_path / in_the_way).write_text("a file is in the way")
@@ -355,7 +362,7 @@ def test_wait_for_another_build_has_a_timeout(
     build_cache.cache.mkdir()
     held = FileLock.try_acquire(build_cache.cache / "lock")
     assert held is not None
-    monkeypatch.setattr(libraries, "_WAIT_S_MAX", 0.0)
+    monkeypatch.setattr(libraries, "_LOCK_TIMEOUT_S", 0.0)
     with (
         caplog.at_level(logging.INFO, logger="genie"),
         pytest.raises(NativeBuildError, match=rf"end process {os.getpid()} and try again"),
@@ -375,7 +382,7 @@ class Terminal(io.StringIO):
 
 def test_build_shows_progress_on_a_terminal(
     build_cache: BuildCache,
-    compiler: Compiler,
+    compiler: FakeCompiler,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -383,7 +390,7 @@ def test_build_shows_progress_on_a_terminal(
     monkeypatch.setattr(sys, "stderr", terminal)
     with caplog.at_level(logging.INFO, logger="genie"):
         build_cache.build("genie_device")
-    version = TorchTarget.installed().torch_version
+    version = TorchTarget.from_installation().torch_version
     assert f"compiling the torch device for torch {version} (once, about a minute)" in caplog.messages
     shown = terminal.getvalue()
     assert "compiling: 0 of 2 files" in shown and "2 of 2 files" in shown
@@ -391,7 +398,7 @@ def test_build_shows_progress_on_a_terminal(
 
 
 def test_build_draws_nothing_without_a_terminal(
-    build_cache: BuildCache, compiler: Compiler, capfd: pytest.CaptureFixture[str]
+    build_cache: BuildCache, compiler: FakeCompiler, capfd: pytest.CaptureFixture[str]
 ) -> None:
     build_cache.build("genie_device")
     assert capfd.readouterr() == ("", "")
@@ -401,7 +408,7 @@ def test_build_draws_nothing_without_a_terminal(
 @pytest.mark.long("compiles libraries for real")
 def test_command_builds_all_libraries_or_reports_the_reason(
     build_cache: BuildCache,
-    compiler: Compiler,
+    compiler: FakeCompiler,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     outcome: str,
@@ -433,7 +440,7 @@ def interrupt(_build: compiling.Build) -> None:
 
 
 def test_single_library_can_be_built(
-    build_cache: BuildCache, compiler: Compiler, monkeypatch: pytest.MonkeyPatch
+    build_cache: BuildCache, compiler: FakeCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(BuildCache, "of_this_installation", lambda: build_cache)
     assert main(["genie_executor"]) == 0
@@ -490,8 +497,8 @@ def test_installed_package_contains_sources(tmp_path: Path) -> None:
     done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     sources, cache = done.stdout.splitlines()
     assert cache == str(tmp_path / "kept" / "genie" / "native")
-    assert listed(Path(sources)) == listed(ROOT / "native")
+    assert list_names(Path(sources)) == list_names(ROOT / "native")
 
 
-def listed(folder: Path) -> list[str]:
+def list_names(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())

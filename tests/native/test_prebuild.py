@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from genie.native.prebuild import build_in_background, command_for
+from genie.native.prebuild import build_in_background, prebuild_command
 from tests.waiting import until
 
 
@@ -19,7 +19,7 @@ async def build(command: Sequence[str]) -> bool:
 
 async def test_built_library_logs_one_line(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
-    assert await build(command_for("genie_scheduler"))
+    assert await build(prebuild_command("genie_scheduler"))
     assert caplog.messages == ["the library is compiled"]
 
 
@@ -30,7 +30,7 @@ async def test_failed_build_logs_one_line(caplog: pytest.LogCaptureFixture) -> N
 
 
 async def test_missing_interpreter_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    assert not await build(("/no/such/python", *command_for("genie_scheduler")[1:]))
+    assert not await build(("/no/such/python", *prebuild_command("genie_scheduler")[1:]))
     assert "could not start compiling the library" in caplog.text
 
 
@@ -52,10 +52,10 @@ async def test_cancellation_kills_the_compilers(tmp_path: Path) -> None:
         building.cancel()
     pid, priority = map(int, started.read_text().split())
     assert priority == 19
-    await until(lambda: not _runs(pid), what="the compiler to end")
+    await until(lambda: not _is_running(pid), what="the compiler to end")
 
 
-def _runs(pid: int) -> bool:
+def _is_running(pid: int) -> bool:
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:

@@ -28,7 +28,7 @@ from tests.waiting import wait_until
 
 SHORT_S = 0.05
 LONG_S = 20.0
-NAME = tls.executor_name("job-1")
+SERVER_NAME = tls.executor_certificate_name("job-1")
 
 _library = native_library("genie_executor")
 Stream: Any = _library.Stream
@@ -45,7 +45,7 @@ class Certificates:
     key: str
 
 
-def issue(folder: Path, *, name: str = NAME, now: float | None = None) -> Certificates:
+def issue_certificates(folder: Path, *, name: str = SERVER_NAME, now: float | None = None) -> Certificates:
     now = time.time() if now is None else now
     authority = tls.CertificateAuthority.create(now=now)
     key, csr = tls.new_key_and_csr()
@@ -59,7 +59,7 @@ def issue(folder: Path, *, name: str = NAME, now: float | None = None) -> Certif
 
 @pytest.fixture(scope="module")
 def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
-    return issue(tmp_path_factory.mktemp("certificates"))
+    return issue_certificates(tmp_path_factory.mktemp("certificates"))
 
 
 @pytest.fixture
@@ -84,23 +84,23 @@ def sockets(stack: ExitStack) -> tuple[socket.socket, socket.socket]:
     return near, far
 
 
-def client(
-    sock: socket.socket, certificates: Certificates, *, name: str = NAME, wait_s: float = LONG_S
+def connect_client(
+    sock: socket.socket, certificates: Certificates, *, name: str = SERVER_NAME, wait_s: float = LONG_S
 ) -> Any:
     return Stream.tls_client(sock.detach(), certificates.ca_der, name, wait_s)
 
 
-def server(sock: socket.socket, certificates: Certificates, *, wait_s: float = LONG_S) -> Any:
+def accept_client(sock: socket.socket, certificates: Certificates, *, wait_s: float = LONG_S) -> Any:
     return Stream.tls_server(sock.detach(), certificates.certificate, certificates.key, wait_s)
 
 
-def connected(
+def connect_pair(
     kind: str, near: socket.socket, far: socket.socket, certificates: Certificates, pool: ThreadPoolExecutor
 ) -> tuple[Any, Any]:
     if kind == "plaintext":
         return Stream.plaintext(near.detach()), Stream.plaintext(far.detach())
-    accepted = pool.submit(server, far, certificates)
-    return client(near, certificates), accepted.result(LONG_S)
+    accepted = pool.submit(accept_client, far, certificates)
+    return connect_client(near, certificates), accepted.result(LONG_S)
 
 
 @pytest.fixture(params=["plaintext", "tls"])
@@ -116,7 +116,7 @@ def ends(
     pool: ThreadPoolExecutor,
     stack: ExitStack,
 ) -> tuple[Any, Any]:
-    near, far = connected(kind, *sockets, certificates, pool)
+    near, far = connect_pair(kind, *sockets, certificates, pool)
     for stream in (near, far):
         stack.callback(stream.close)
     return near, far
@@ -214,7 +214,7 @@ def test_received_data_is_readable_after_a_failed_write(ends: tuple[Any, Any]) -
     assert near.read_exactly(10, LONG_S) == b"last words"
 
 
-def unread(sock: socket.socket) -> int:
+def unread_bytes(sock: socket.socket) -> int:
     """Bytes that have arrived and are still unread."""
     count = array.array("i", [0])
     fcntl.ioctl(sock.fileno(), termios.FIONREAD, count)
@@ -230,11 +230,11 @@ def test_shut_down_wakes_reader(
     pool: ThreadPoolExecutor,
 ) -> None:
     arriving, far_socket = sockets
-    near, far = connected(kind, arriving.dup(), far_socket, certificates, pool)
+    near, far = connect_pair(kind, arriving.dup(), far_socket, certificates, pool)
     far.write_all(b"x", LONG_S)
-    wait_until(lambda: unread(arriving))
+    wait_until(lambda: unread_bytes(arriving))
     reading = pool.submit(near.read_exactly, 2, None)
-    wait_until(lambda: not unread(arriving), what="the first byte is read, and the second waited for")
+    wait_until(lambda: not unread_bytes(arriving), what="the first byte is read, and the second waited for")
     getattr(near, end)()
     with pytest.raises(ConnectionLost, match="was closed locally"):
         reading.result(LONG_S)
@@ -301,7 +301,7 @@ def tls(near, far):
     def accept(): ends[1] = library.Stream.tls_server(far, *files, 20)
     thread = threading.Thread(target=accept)
     thread.start()
-    ends[0] = library.Stream.tls_client(near, {certificates.ca_der!r}, {NAME!r}, 20)
+    ends[0] = library.Stream.tls_client(near, {certificates.ca_der!r}, {SERVER_NAME!r}, 20)
     thread.join()
     return ends
 for make in (plaintext, tls):
@@ -337,7 +337,7 @@ def test_only_tls_stream_is_encrypted(ends: tuple[Any, Any], kind: str) -> None:
     assert [stream.encrypted for stream in ends] == [kind == "tls"] * 2
 
 
-def refusals(
+def handshake_errors(
     sockets: tuple[socket.socket, socket.socket],
     near: Callable[[socket.socket], object],
     far: Callable[[socket.socket], object],
@@ -355,8 +355,10 @@ def test_certificate_of_another_ca_is_rejected(
     pool: ThreadPoolExecutor,
     tmp_path: Path,
 ) -> None:
-    other = issue(tmp_path / "other")
-    near, far = refusals(sockets, lambda s: client(s, other), lambda s: server(s, certificates), pool)
+    other = issue_certificates(tmp_path / "other")
+    near, far = handshake_errors(
+        sockets, lambda s: connect_client(s, other), lambda s: accept_client(s, certificates), pool
+    )
     assert isinstance(near, TlsRefused)
     assert "certificate verification failed" in str(near)
     assert isinstance(far, TlsRefused)
@@ -366,9 +368,12 @@ def test_certificate_of_another_ca_is_rejected(
 def test_certificate_for_another_name_is_rejected(
     sockets: tuple[socket.socket, socket.socket], certificates: Certificates, pool: ThreadPoolExecutor
 ) -> None:
-    other = tls.executor_name("job-2")
-    near, _ = refusals(
-        sockets, lambda s: client(s, certificates, name=other), lambda s: server(s, certificates), pool
+    other = tls.executor_certificate_name("job-2")
+    near, _ = handshake_errors(
+        sockets,
+        lambda s: connect_client(s, certificates, name=other),
+        lambda s: accept_client(s, certificates),
+        pool,
     )
     assert isinstance(near, TlsRefused)
     assert "mismatch" in str(near)
@@ -377,8 +382,10 @@ def test_certificate_for_another_name_is_rejected(
 def test_expired_certificate_is_rejected(
     sockets: tuple[socket.socket, socket.socket], pool: ThreadPoolExecutor, tmp_path: Path
 ) -> None:
-    old = issue(tmp_path / "old", now=time.time() - 3 * 86400)
-    near, _ = refusals(sockets, lambda s: client(s, old), lambda s: server(s, old), pool)
+    old = issue_certificates(tmp_path / "old", now=time.time() - 3 * 86400)
+    near, _ = handshake_errors(
+        sockets, lambda s: connect_client(s, old), lambda s: accept_client(s, old), pool
+    )
     assert isinstance(near, TlsRefused)
     assert "expired" in str(near)
 
@@ -389,9 +396,9 @@ def test_several_cas_can_be_trusted(
     pool: ThreadPoolExecutor,
     tmp_path: Path,
 ) -> None:
-    both = issue(tmp_path / "other").ca_der + certificates.ca_der
-    accepted = pool.submit(server, sockets[1], certificates)
-    near = Stream.tls_client(sockets[0].detach(), both, NAME, LONG_S)
+    both = issue_certificates(tmp_path / "other").ca_der + certificates.ca_der
+    accepted = pool.submit(accept_client, sockets[1], certificates)
+    near = Stream.tls_client(sockets[0].detach(), both, SERVER_NAME, LONG_S)
     near.close()
     accepted.result().close()
 
@@ -399,8 +406,8 @@ def test_several_cas_can_be_trusted(
 @pytest.mark.parametrize(
     ("ca_der", "name", "words"),
     [
-        ([], NAME, "no CA given"),
-        ([b"nonsense"], NAME, "could not parse"),
+        ([], SERVER_NAME, "no CA given"),
+        ([b"nonsense"], SERVER_NAME, "could not parse"),
         (None, "", "no server name given"),
         (None, "a\0b", "no server name given"),
     ],
@@ -422,7 +429,7 @@ def test_certificate_with_trailing_bytes_is_rejected(
     sockets: tuple[socket.socket, socket.socket], certificates: Certificates
 ) -> None:
     with pytest.raises(TlsRefused, match="could not parse"):
-        Stream.tls_client(sockets[0].detach(), [certificates.ca_der[0] + b"x"], NAME, LONG_S)
+        Stream.tls_client(sockets[0].detach(), [certificates.ca_der[0] + b"x"], SERVER_NAME, LONG_S)
 
 
 def test_server_error_names_missing_file(
@@ -437,7 +444,7 @@ def test_server_error_names_missing_file(
 def test_key_of_another_certificate_is_rejected(
     sockets: tuple[socket.socket, socket.socket], certificates: Certificates, tmp_path: Path
 ) -> None:
-    other = issue(tmp_path / "other")
+    other = issue_certificates(tmp_path / "other")
     with pytest.raises(TlsRefused, match=r"could not use the key .*: .*mismatch"):
         Stream.tls_server(sockets[0].detach(), certificates.certificate, other.key, LONG_S)
 
@@ -484,7 +491,7 @@ def test_server_rejects_plaintext_client(
     near, far = sockets
     near.sendall(words)
     with pytest.raises(TlsRefused, match=r"TLS 1\.3 handshake with the peer failed: "):
-        server(far, certificates)
+        accept_client(far, certificates)
 
 
 def test_client_rejects_plaintext_server(
@@ -493,7 +500,7 @@ def test_client_rejects_plaintext_server(
     near, far = sockets
     far.sendall(b"SSH-2.0-OpenSSH_9.2\r\n")
     with pytest.raises(TlsRefused, match=r"TLS 1\.3 handshake with the peer failed: "):
-        client(near, certificates)
+        connect_client(near, certificates)
 
 
 def test_older_tls_is_rejected(
@@ -502,13 +509,13 @@ def test_older_tls_is_rejected(
     context = tls.unverified_context()
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.maximum_version = ssl.TLSVersion.TLSv1_2
-    near, far = refusals(sockets, context.wrap_socket, lambda s: server(s, certificates), pool)
+    near, far = handshake_errors(sockets, context.wrap_socket, lambda s: accept_client(s, certificates), pool)
     assert isinstance(near, ssl.SSLError)
     assert isinstance(far, TlsRefused)
     assert "unsupported protocol" in str(far)
 
 
-@pytest.mark.parametrize("side", [client, server])
+@pytest.mark.parametrize("side", [connect_client, accept_client])
 def test_handshake_with_silent_peer_times_out(
     sockets: tuple[socket.socket, socket.socket], certificates: Certificates, side: Callable[..., Any]
 ) -> None:
@@ -524,7 +531,7 @@ def test_disconnect_during_handshake_raises_connection_lost(
     near.sendall(data)
     near.close()
     with pytest.raises(ConnectionLost, match="closed the connection during the TLS handshake"):
-        server(far, certificates)
+        accept_client(far, certificates)
 
 
 # --- TLS ----------------------------------------------------------------------------------------
@@ -535,8 +542,8 @@ def test_modified_tls_record_ends_the_connection(
 ) -> None:
     near, far = sockets
     with socket.socket(fileno=os.dup(near.fileno())) as between:
-        accepted = pool.submit(server, far, certificates)
-        sender, receiver = client(near, certificates), accepted.result()
+        accepted = pool.submit(accept_client, far, certificates)
+        sender, receiver = connect_client(near, certificates), accepted.result()
         sender.write_all(b"good", LONG_S)
         assert receiver.read_exactly(4, LONG_S) == b"good"
         between.sendall(b"\x17\x03\x03\x00\x20" + bytes(32))
@@ -552,8 +559,8 @@ def test_connection_loss_differs_from_orderly_close(
 ) -> None:
     near, far = sockets
     with socket.socket(fileno=os.dup(near.fileno())) as between:
-        accepted = pool.submit(server, far, certificates)
-        sender, receiver = client(near, certificates), accepted.result()
+        accepted = pool.submit(accept_client, far, certificates)
+        sender, receiver = connect_client(near, certificates), accepted.result()
         between.shutdown(socket.SHUT_WR)
         with pytest.raises(ConnectionLost, match="disconnected without closing TLS"):
             receiver.read_exactly(1, LONG_S)
@@ -570,7 +577,7 @@ def python_client(sock: socket.socket, certificates: Certificates, seen: list[st
         seen.append(f"{direction} {getattr(kind, 'name', kind)}")
 
     context._msg_callback = note  # type: ignore[attr-defined]
-    return context.wrap_socket(sock, server_hostname=NAME)
+    return context.wrap_socket(sock, server_hostname=SERVER_NAME)
 
 
 def test_keys_are_renewed_and_no_tickets_are_sent(
@@ -578,7 +585,7 @@ def test_keys_are_renewed_and_no_tickets_are_sent(
 ) -> None:
     """70 MB are more than 4096 records of 16 KiB; the peer is Python's TLS."""
     seen: list[str] = []
-    accepted = pool.submit(server, sockets[1], certificates)
+    accepted = pool.submit(accept_client, sockets[1], certificates)
     data = random.Random(2).randbytes(1 << 20)
     with python_client(sockets[0], certificates, seen) as near:
         far = accepted.result()
@@ -607,7 +614,7 @@ def test_data_after_tls_shutdown_arrives(ends: tuple[Any, Any], pool: ThreadPool
 
     def change(stream: Any, first: bytes) -> bytes:
         """Shuts down TLS and writes at once; returns what the other side wrote."""
-        plaintext = stream.without_tls(LONG_S)
+        plaintext = stream.downgrade_to_plaintext(LONG_S)
         assert not plaintext.encrypted
         writing = pool.submit(plaintext.write_all, first, LONG_S)
         received: bytes = plaintext.read_exactly(size, LONG_S)
@@ -629,7 +636,7 @@ class PythonPeer:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.load_verify_locations(cadata=certificates.ca_der[0])
         self.incoming, self.outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
-        self.tls = context.wrap_bio(self.incoming, self.outgoing, server_hostname=NAME)
+        self.tls = context.wrap_bio(self.incoming, self.outgoing, server_hostname=SERVER_NAME)
         self.sock = sock
         while not self.tried(self.tls.do_handshake):
             sock.sendall(self.outgoing.read())
@@ -647,12 +654,12 @@ class PythonPeer:
 def test_data_in_the_packet_of_tls_shutdown_is_not_lost(
     sockets: tuple[socket.socket, socket.socket], certificates: Certificates, pool: ThreadPoolExecutor
 ) -> None:
-    accepted = pool.submit(server, sockets[1], certificates)
+    accepted = pool.submit(accept_client, sockets[1], certificates)
     peer = PythonPeer(sockets[0], certificates)
     far = accepted.result(LONG_S)
     peer.tried(peer.tls.unwrap)
     sockets[0].sendall(peer.outgoing.read() + b"and now without")
-    plaintext = far.without_tls(LONG_S)
+    plaintext = far.downgrade_to_plaintext(LONG_S)
     assert plaintext.read_exactly(15, LONG_S) == b"and now without"
     plaintext.write_all(b"reply", LONG_S)
     plaintext.close()
@@ -668,13 +675,13 @@ def test_tls_data_during_tls_shutdown_is_an_error(ends: tuple[Any, Any]) -> None
     near, far = ends
     far.write_all(b"one thing more", LONG_S)
     with pytest.raises(ConnectionLost, match="application data"):
-        near.without_tls(LONG_S)
+        near.downgrade_to_plaintext(LONG_S)
 
 
 @only_tls
 def test_tls_shutdown_times_out(ends: tuple[Any, Any]) -> None:
     with pytest.raises(ConnectionLost, match="did not shut down TLS"):
-        ends[0].without_tls(SHORT_S)
+        ends[0].downgrade_to_plaintext(SHORT_S)
 
 
 @only_tls
@@ -682,10 +689,10 @@ def test_disconnect_during_tls_shutdown_raises_connection_lost(ends: tuple[Any, 
     near, far = ends
     far.close()
     with pytest.raises(ConnectionLost, match=r"connection lost|broke"):
-        near.without_tls(LONG_S)
+        near.downgrade_to_plaintext(LONG_S)
 
 
 @only_plaintext
 def test_bare_stream_cannot_shut_down_tls(ends: tuple[Any, Any]) -> None:
     with pytest.raises(RuntimeError, match="no TLS to shut down"):
-        ends[0].without_tls(LONG_S)
+        ends[0].downgrade_to_plaintext(LONG_S)

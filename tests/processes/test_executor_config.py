@@ -13,12 +13,12 @@ from genie.executor.__main__ import main
 from genie.processes import executor_config
 from genie.processes.executor_config import ExecutorConfig
 
-GOOD: dict[str, object] = {"job_id": "job-1", "endpoint_path": "/nowhere", "ticket_sha256": "0" * 64}
+VALID_FIELDS: dict[str, object] = {"job_id": "job-1", "endpoint_path": "/nowhere", "ticket_sha256": "0" * 64}
 
 
-def written(folder: Path, **changes: object) -> Path:
+def write_config(folder: Path, **changes: object) -> Path:
     path = folder / "config"
-    path.write_text(json.dumps(GOOD | changes))
+    path.write_text(json.dumps(VALID_FIELDS | changes))
     return path
 
 
@@ -52,16 +52,16 @@ def test_invalid_value_is_named(
     tmp_path: Path, changes: dict[str, object], error: type[GenieError], named: str
 ) -> None:
     with pytest.raises(error, match=named):
-        executor_config.read(written(tmp_path, **changes))
+        executor_config.read(write_config(tmp_path, **changes))
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.8.8.8", "::1", "localhost"])
 def test_loopback_does_not_require_tls(tmp_path: Path, host: str) -> None:
-    assert executor_config.read(written(tmp_path, listen_host=host)).listen_host == host
+    assert executor_config.read(write_config(tmp_path, listen_host=host)).listen_host == host
 
 
 def test_failed_start_prints_reason_and_hint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert main(["--config", str(tmp_path / "missing")]) == ConfigError.exit_code
-    assert main(["--config", str(written(tmp_path, listen_host="0.0.0.0"))]) == TlsError.exit_code
+    assert main(["--config", str(write_config(tmp_path, listen_host="0.0.0.0"))]) == TlsError.exit_code
     assert "could not read" in caplog.text
     assert "requires TLS" in caplog.text

@@ -7,13 +7,13 @@ import sys
 
 import pytest
 
-RAISE = """
+RAISE_LIMIT_SCRIPT = """
 import resource, sys
 from genie.processes.file_limit import raise_file_limit
 resource.setrlimit(resource.RLIMIT_NOFILE, (128, 512))
 print(raise_file_limit(int(sys.argv[1])), *resource.getrlimit(resource.RLIMIT_NOFILE))
 """
-TRIM = """
+TRIM_HEAP_SCRIPT = """
 from genie.processes import memory
 
 def resident_bytes():
@@ -41,9 +41,9 @@ def run(code: str, *arguments: str) -> list[str]:
 
 @pytest.mark.parametrize(("wanted", "found"), [("64", "128"), ("300", "300"), ("4096", "512")])
 def test_limit_is_raised_up_to_the_hard_limit_and_never_lowered(wanted: str, found: str) -> None:
-    assert run(RAISE, wanted) == [found, found, "512"]
+    assert run(RAISE_LIMIT_SCRIPT, wanted) == [found, found, "512"]
 
 
 def test_memory_of_freed_objects_is_returned() -> None:
-    trimmed, is_less = run(TRIM)
+    trimmed, is_less = run(TRIM_HEAP_SCRIPT)
     assert is_less == "True" or trimmed == "False", "the C library cannot trim"

@@ -12,7 +12,7 @@ import pytest
 from genie.errors import StoreFullError, UsageError
 from genie.processes import files
 
-HOLD = """
+HOLD_LOCK_SCRIPT = """
 import sys
 from pathlib import Path
 from genie.processes.files import FileLock
@@ -62,7 +62,10 @@ def test_failed_write_keeps_the_old_file_and_no_temporary_file(
 def test_lock_is_exclusive_and_released_when_its_process_dies(tmp_path: Path) -> None:
     path = tmp_path / "lock"
     with subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", HOLD_LOCK_SCRIPT, str(path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     ) as holder:
         assert holder.stdout is not None
         assert holder.stdout.readline() == "held\n"

@@ -20,16 +20,16 @@ from genie.processes.workdir import PackedWorkdir, pack, unpack
 MIB = 1024 * 1024
 
 
-def packed(directory: Path, *, bytes_max: int = MIB, files_max: int = 100) -> PackedWorkdir:
+def pack_directory(directory: Path, *, bytes_max: int = MIB, files_max: int = 100) -> PackedWorkdir:
     return pack(directory, bytes_max=bytes_max, files_max=files_max)
 
 
-def names(directory: Path, **given: int) -> list[str]:
-    with packed(directory, **given) as made, tarfile.open(fileobj=made.file) as archive:
+def packed_names(directory: Path, **given: int) -> list[str]:
+    with pack_directory(directory, **given) as made, tarfile.open(fileobj=made.file) as archive:
         return archive.getnames()
 
 
-def write(root: Path, **contents: str) -> Path:
+def write_tree(root: Path, **contents: str) -> Path:
     """Keywords are paths with __ for a slash and DOT for a dot."""
     for name, content in contents.items():
         path = root / name.replace("__", "/").replace("DOT", ".")
@@ -38,7 +38,7 @@ def write(root: Path, **contents: str) -> Path:
     return root
 
 
-def tree_of(root: Path) -> dict[str, object]:
+def read_tree(root: Path) -> dict[str, object]:
     found: dict[str, object] = {}
     for path in sorted(root.rglob("*")):
         name = str(path.relative_to(root))
@@ -62,35 +62,35 @@ def test_digest_is_independent_of_times(tmp_path: Path) -> None:
         for name in order:
             (root / name).write_text(name)
             os.utime(root / name, (number, number))
-        with packed(root) as made:
+        with pack_directory(root) as made:
             digests.append(made.digest)
     assert digests[0] == digests[1]
 
 
 @pytest.mark.parametrize("change", ["content", "name", "mode"])
 def test_digest_depends_on_the_contents(tmp_path: Path, change: str) -> None:
-    file = write(tmp_path, a="one") / "a"
-    with packed(tmp_path) as before:
+    file = write_tree(tmp_path, a="one") / "a"
+    with pack_directory(tmp_path) as before:
         if change == "content":
             file.write_text("two")
         elif change == "name":
             file.rename(tmp_path / "b")
         else:
             file.chmod(0o755)
-    with packed(tmp_path) as after:
+    with pack_directory(tmp_path) as after:
         assert after.digest != before.digest
 
 
 def test_digest_is_that_of_the_archive(tmp_path: Path) -> None:
-    write(tmp_path, a="one")
-    with packed(tmp_path) as made:
+    write_tree(tmp_path, a="one")
+    with pack_directory(tmp_path) as made:
         data = made.file.read()
         assert (made.digest, made.size_bytes) == (hashlib.sha256(data).hexdigest(), len(data))
         assert (made.workdir.digest, made.workdir.size_bytes) == (made.digest, made.size_bytes)
 
 
 def test_gitignore_applies_at_every_level(tmp_path: Path) -> None:
-    write(
+    write_tree(
         tmp_path,
         DOTgitignore="*.log\n/build/\n!keep.log\n",
         a="",
@@ -101,7 +101,7 @@ def test_gitignore_applies_at_every_level(tmp_path: Path) -> None:
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
-    assert names(tmp_path) == [
+    assert packed_names(tmp_path) == [
         ".gitignore",
         "a",
         "keep.log",
@@ -115,17 +115,17 @@ def test_gitignore_applies_at_every_level(tmp_path: Path) -> None:
 
 
 def test_contents_of_an_ignored_directory_are_excluded(tmp_path: Path) -> None:
-    write(tmp_path, DOTgitignore="data/\n", data__DOTgitignore="!*\n", data__big="")
-    assert names(tmp_path) == [".gitignore"]
+    write_tree(tmp_path, DOTgitignore="data/\n", data__DOTgitignore="!*\n", data__big="")
+    assert packed_names(tmp_path) == [".gitignore"]
 
 
 def test_git_directory_is_always_excluded(tmp_path: Path) -> None:
-    write(tmp_path, DOTgit__config="", sub__DOTgit="gitdir: ..", a="")
-    assert names(tmp_path) == ["a", "sub"]
+    write_tree(tmp_path, DOTgit__config="", sub__DOTgit="gitdir: ..", a="")
+    assert packed_names(tmp_path) == ["a", "sub"]
 
 
 def test_links_to_the_outside_are_excluded_with_a_note(tmp_path: Path) -> None:
-    root = write(tmp_path / "root", a="one", sub__b="two")
+    root = write_tree(tmp_path / "root", a="one", sub__b="two")
     (root / "sub" / "up").symlink_to("../a")
     (root / "loop").symlink_to("loop")
     (root / "missing").symlink_to("nowhere")
@@ -133,7 +133,7 @@ def test_links_to_the_outside_are_excluded_with_a_note(tmp_path: Path) -> None:
     (root / "outside").symlink_to("../../other")
     (root / "sub" / "top").symlink_to("..")
     (root / "tricky").symlink_to("sub/top/../x")  # inside by its text, outside when followed
-    with packed(root) as made, tarfile.open(fileobj=made.file) as archive:
+    with pack_directory(root) as made, tarfile.open(fileobj=made.file) as archive:
         assert archive.getnames() == ["a", "loop", "missing", "sub", "sub/b", "sub/top", "sub/up"]
     assert [note.split()[0] for note in made.exclusion_notes] == ["absolute", "outside", "tricky"]
 
@@ -147,15 +147,15 @@ def test_special_file_is_rejected_by_name(tmp_path: Path) -> None:
         finally:
             os.close(with_dir)
     with pytest.raises(WorkdirError, match=r"socket is a device, pipe or socket"):
-        packed(place)
-    write(place, DOTgitignore="socket\n")
-    assert names(place) == [".gitignore"]
+        pack_directory(place)
+    write_tree(place, DOTgitignore="socket\n")
+    assert packed_names(place) == [".gitignore"]
 
 
 def test_size_limit_error_names_the_largest_files_and_the_setting(tmp_path: Path) -> None:
-    write(tmp_path, small="x", large="y" * 2000, medium="z" * 500)
+    write_tree(tmp_path, small="x", large="y" * 2000, medium="z" * 500)
     with pytest.raises(WorkdirError) as caught:
-        packed(tmp_path, bytes_max=1000)
+        pack_directory(tmp_path, bytes_max=1000)
     assert "2501 bytes; the limit is 1000; the largest files are large (2000 bytes), medium" in str(
         caught.value
     )
@@ -169,7 +169,7 @@ def test_file_limit_error_names_the_fullest_folders_and_the_setting(tmp_path: Pa
     with pytest.raises(
         WorkdirError, match=r"10 files; the limit is 5; most are in many \(9 files\)"
     ) as caught:
-        packed(tmp_path, files_max=5)
+        pack_directory(tmp_path, files_max=5)
     assert "GENIE_WORKDIR_FILES_MAX" in str(caught.value)
 
 
@@ -177,18 +177,18 @@ def test_scan_of_a_huge_directory_stops(tmp_path: Path) -> None:
     for number in range(30):
         (tmp_path / str(number)).touch()
     with pytest.raises(WorkdirError, match="more than 20 files"):
-        packed(tmp_path, files_max=2)
+        pack_directory(tmp_path, files_max=2)
 
 
 @pytest.mark.parametrize("name", ["missing", "file"])
 def test_path_that_is_not_a_directory_is_rejected(tmp_path: Path, name: str) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(WorkdirError, match="is not a directory"):
-        packed(tmp_path / name)
+        pack_directory(tmp_path / name)
 
 
 def test_progress_is_reported_up_to_the_total(tmp_path: Path) -> None:
-    write(tmp_path, a="x" * 10, b="y" * 20)
+    write_tree(tmp_path, a="x" * 10, b="y" * 20)
     reports: list[tuple[int, int]] = []
     with pack(
         tmp_path, bytes_max=MIB, files_max=9, progress=lambda done, total: reports.append((done, total))
@@ -219,21 +219,21 @@ def test_unpacked_tree_equals_the_packed_one(tree: dict[str, tuple[bytes, bool]]
             except (FileExistsError, NotADirectoryError, IsADirectoryError):
                 continue  # a file and a directory of the same name
             path.chmod(0o755 if executable else 0o644)
-        with packed(source) as made:
+        with pack_directory(source) as made:
             file.write_bytes(made.file.read())
         unpack(file, target)
-        assert tree_of(target) == tree_of(source)
-        with packed(target) as again:
+        assert read_tree(target) == read_tree(source)
+        with pack_directory(target) as again:
             assert again.digest == made.digest
 
 
 def test_links_round_trip(tmp_path: Path) -> None:
-    root = write(tmp_path / "root", a="one", sub__b="two")
+    root = write_tree(tmp_path / "root", a="one", sub__b="two")
     (root / "sub" / "up").symlink_to("../a")
-    with packed(root) as made:
+    with pack_directory(root) as made:
         (tmp_path / "file").write_bytes(made.file.read())
     unpack(tmp_path / "file", tmp_path / "target")
-    assert tree_of(tmp_path / "target") == tree_of(root)
+    assert read_tree(tmp_path / "target") == read_tree(root)
 
 
 # --- unpacking untrusted archives ------------------------------------------------------------
@@ -288,8 +288,8 @@ def test_invalid_and_truncated_archives_are_rejected(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(os.urandom(2048))
     with pytest.raises(WorkdirError, match="could not unpack"):
         unpack(tmp_path / "file", tmp_path / "target")
-    write(tmp_path / "root", a="x" * 5000)
-    with packed(tmp_path / "root") as made:
+    write_tree(tmp_path / "root", a="x" * 5000)
+    with pack_directory(tmp_path / "root") as made:
         (tmp_path / "file").write_bytes(made.file.read()[:3000])
     with pytest.raises(WorkdirError, match="could not unpack"):
         unpack(tmp_path / "file", tmp_path / "target")
@@ -305,7 +305,9 @@ def test_only_the_executable_bit_of_modes_is_kept(tmp_path: Path) -> None:
     assert (tmp_path / "target" / "x").stat().st_mode & 0o7022 == 0
 
 
-def archive_of(path: Path, *members: tuple[tarfile.TarInfo, bytes], form: int = tarfile.PAX_FORMAT) -> Path:
+def write_archive(
+    path: Path, *members: tuple[tarfile.TarInfo, bytes], form: int = tarfile.PAX_FORMAT
+) -> Path:
     with tarfile.open(path, "w:", format=form) as archive:
         for info, data in members:
             archive.addfile(info, io.BytesIO(data))
@@ -314,7 +316,7 @@ def archive_of(path: Path, *members: tuple[tarfile.TarInfo, bytes], form: int = 
 
 @pytest.mark.parametrize("form", [tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
 def test_error_for_a_very_long_name_is_short(tmp_path: Path, form: int) -> None:
-    file = archive_of(tmp_path / "file", member("n" * 80_000), form=form)
+    file = write_archive(tmp_path / "file", member("n" * 80_000), form=form)
     with pytest.raises(WorkdirError) as caught:
         unpack(file, tmp_path / "target")
     assert len(str(caught.value)) < 400
@@ -323,30 +325,30 @@ def test_error_for_a_very_long_name_is_short(tmp_path: Path, form: int) -> None:
 @pytest.mark.parametrize("name", ["n" * 256, "/".join("d" * 101), "/".join(["n" * 200] * 21)])
 def test_long_and_deep_names_are_rejected_by_both_sides(tmp_path: Path, name: str) -> None:
     with pytest.raises(WorkdirError, match="too long or too deep"):
-        unpack(archive_of(tmp_path / "file", member(name)), tmp_path / "target")
+        unpack(write_archive(tmp_path / "file", member(name)), tmp_path / "target")
 
 
 def test_directory_that_is_too_deep_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "/".join("d" * 101)).mkdir(parents=True)
     with pytest.raises(WorkdirError, match="too deep"):
-        packed(tmp_path, files_max=1000)
+        pack_directory(tmp_path, files_max=1000)
 
 
 def test_write_error_message_is_short(tmp_path: Path) -> None:
     folders = ["d" * 203]
     while len(folders) < 20:
         folders.append(f"{folders[-1]}/{'d' * 203}")
-    file = archive_of(tmp_path / "file", *(member(name, tarfile.DIRTYPE) for name in folders))
+    file = write_archive(tmp_path / "file", *(member(name, tarfile.DIRTYPE) for name in folders))
     with pytest.raises(WorkdirError, match="File name too long") as caught:
         unpack(file, tmp_path / "target")
     assert len(str(caught.value)) < 400
 
 
-def folder(name: str) -> tuple[tarfile.TarInfo, bytes]:
+def folder_member(name: str) -> tuple[tarfile.TarInfo, bytes]:
     return member(name, tarfile.DIRTYPE)
 
 
-def link(name: str, target: str) -> tuple[tarfile.TarInfo, bytes]:
+def link_member(name: str, target: str) -> tuple[tarfile.TarInfo, bytes]:
     return member(name, tarfile.SYMTYPE, link=target)
 
 
@@ -354,15 +356,15 @@ def link(name: str, target: str) -> tuple[tarfile.TarInfo, bytes]:
     ("members", "words"),
     [
         ([member("./a", data=b"1")], "could be outside"),
-        ([link("./a", "."), member("a/x", data=b"1")], "could be outside"),
+        ([link_member("./a", "."), member("a/x", data=b"1")], "could be outside"),
         ([member("a//b", data=b"1")], "could be outside"),
-        ([folder("d"), link("d/a", "b/../../.."), link("d/b", "c")], "leads out"),
-        ([folder("d"), link("d/up", ".."), link("x", "d/up/y")], "through another link"),
-        ([folder("d"), link("x", "d/up/y"), link("d/up", "..")], "through another link"),
-        ([link("a", "b"), folder("b"), member("a/x", data=b"1")], "through a link"),
+        ([folder_member("d"), link_member("d/a", "b/../../.."), link_member("d/b", "c")], "leads out"),
+        ([folder_member("d"), link_member("d/up", ".."), link_member("x", "d/up/y")], "through another link"),
+        ([folder_member("d"), link_member("x", "d/up/y"), link_member("d/up", "..")], "through another link"),
+        ([link_member("a", "b"), folder_member("b"), member("a/x", data=b"1")], "through a link"),
         ([member("a/x", data=b"1")], "is not in the archive"),
         ([member("a", data=b"1"), member("a/x", data=b"1")], "is not in the archive"),
-        ([link("a", "b" * 5000)], "leads out"),
+        ([link_member("a", "b" * 5000)], "leads out"),
     ],
 )
 def test_no_name_and_no_link_chain_leads_out(
@@ -370,16 +372,16 @@ def test_no_name_and_no_link_chain_leads_out(
 ) -> None:
     target = tmp_path / "in" / "target"
     with pytest.raises(WorkdirError, match=words):
-        unpack(archive_of(tmp_path / "file", *members), target)
+        unpack(write_archive(tmp_path / "file", *members), target)
     assert not [path for path in target.rglob("*") if path.is_symlink()], "links are made last"
 
 
 def test_link_through_another_link_is_excluded_with_a_note(tmp_path: Path) -> None:
-    root = write(tmp_path / "root", real__a="one")
+    root = write_tree(tmp_path / "root", real__a="one")
     (root / "alias").symlink_to("real")
     (root / "deep").symlink_to("alias/a")
     (root / "round").symlink_to("real/../real/a")
-    with packed(root) as made:
+    with pack_directory(root) as made:
         (tmp_path / "file").write_bytes(made.file.read())
     assert sorted(note.split()[0] for note in made.exclusion_notes) == ["deep", "round"]
     unpack(tmp_path / "file", tmp_path / "target")
@@ -392,43 +394,45 @@ def test_long_names_and_links_round_trip(tmp_path: Path) -> None:
     deep.mkdir(parents=True)
     (deep / "file").write_text("one")
     (root / "link").symlink_to(f"{'d' * 120}/{'é' * 100}/file")
-    with packed(root) as made:
+    with pack_directory(root) as made:
         (tmp_path / "file").write_bytes(made.file.read())
     unpack(tmp_path / "file", tmp_path / "target")
-    assert tree_of(tmp_path / "target") == tree_of(root)
+    assert read_tree(tmp_path / "target") == read_tree(root)
 
 
-def extended(kind: bytes, payload: bytes, size: int | None = None) -> bytes:
+def extended_header(kind: bytes, payload: bytes, size: int | None = None) -> bytes:
     info = tarfile.TarInfo("x")
     info.type, info.size = kind, len(payload) if size is None else size
     return info.tobuf(tarfile.USTAR_FORMAT) + payload.ljust(-(-len(payload) // 512) * 512, b"\0")
 
 
-def line(key: str, value: str) -> bytes:
+def pax_record(key: str, value: str) -> bytes:
     body = f" {key}={value}\n".encode()
     length = len(body) + 2
     return str(length + len(str(length)) - 2).encode() + body
 
 
-END = b"\0" * 1024
+END_OF_ARCHIVE = b"\0" * 1024
 
 
 @pytest.mark.parametrize(
     "data",
     [
-        extended(b"x", b"a" * 70_000) + END,
-        extended(b"x", b"", size=8**11 - 1),
-        extended(b"L", b"a" * 100) * 5000 + END,
-        extended(b"x", b"11 path=a\n\n") * 5000 + END,
-        extended(b"g", line("path", "everywhere")) + END,
-        extended(b"x", line("GNU.sparse.major", "1")) + extended(b"0", b"") + END,
-        extended(b"x", line("size", "9" * 5000)) + extended(b"0", b"") + END,
-        extended(b"x", line("size", "9" * 40)) + extended(b"0", b"") + END,
-        extended(b"x", line("size", "-512")) + extended(b"0", b"") + END,
-        extended(b"x", b"99999 path=a\n") + extended(b"0", b"") + END,
-        extended(b"x", b"0 path=a\n") + extended(b"0", b"") + END,
-        extended(b"x", line("path", "a")) + END,
-        extended(b"0", b"1"),
+        extended_header(b"x", b"a" * 70_000) + END_OF_ARCHIVE,
+        extended_header(b"x", b"", size=8**11 - 1),
+        extended_header(b"L", b"a" * 100) * 5000 + END_OF_ARCHIVE,
+        extended_header(b"x", b"11 path=a\n\n") * 5000 + END_OF_ARCHIVE,
+        extended_header(b"g", pax_record("path", "everywhere")) + END_OF_ARCHIVE,
+        extended_header(b"x", pax_record("GNU.sparse.major", "1"))
+        + extended_header(b"0", b"")
+        + END_OF_ARCHIVE,
+        extended_header(b"x", pax_record("size", "9" * 5000)) + extended_header(b"0", b"") + END_OF_ARCHIVE,
+        extended_header(b"x", pax_record("size", "9" * 40)) + extended_header(b"0", b"") + END_OF_ARCHIVE,
+        extended_header(b"x", pax_record("size", "-512")) + extended_header(b"0", b"") + END_OF_ARCHIVE,
+        extended_header(b"x", b"99999 path=a\n") + extended_header(b"0", b"") + END_OF_ARCHIVE,
+        extended_header(b"x", b"0 path=a\n") + extended_header(b"0", b"") + END_OF_ARCHIVE,
+        extended_header(b"x", pax_record("path", "a")) + END_OF_ARCHIVE,
+        extended_header(b"0", b"1"),
     ],
 )
 def test_headers_that_pack_never_writes_are_rejected(tmp_path: Path, data: bytes) -> None:
@@ -442,8 +446,12 @@ def test_headers_that_pack_never_writes_are_rejected(tmp_path: Path, data: bytes
 @given(data=st.data())
 def test_damaged_archive_is_rejected_or_stays_inside(data: st.DataObject) -> None:
     with tempfile.TemporaryDirectory() as place:
-        whole = archive_of(
-            Path(place, "file"), folder("d"), member("d/f", data=b"12"), link("l", "d/f"), member("é" * 120)
+        whole = write_archive(
+            Path(place, "file"),
+            folder_member("d"),
+            member("d/f", data=b"12"),
+            link_member("l", "d/f"),
+            member("é" * 120),
         )
         content = bytearray(whole.read_bytes())
         for _ in range(data.draw(st.integers(1, 3))):
@@ -460,11 +468,11 @@ def test_gitignore_that_is_huge_or_a_pipe_is_not_read(tmp_path: Path) -> None:
     ignore = tmp_path / ".gitignore"
     os.mkfifo(ignore)
     with pytest.raises(WorkdirError, match="is a device, pipe or socket"):
-        packed(tmp_path)
+        pack_directory(tmp_path)
     ignore.unlink()
     ignore.symlink_to("/dev/zero")
-    assert names(tmp_path) == []
+    assert packed_names(tmp_path) == []
     ignore.unlink()
     ignore.write_bytes(b"#" * (MIB + 1))
     with pytest.raises(WorkdirError, match="is larger than"):
-        packed(tmp_path)
+        pack_directory(tmp_path)

@@ -6,7 +6,7 @@ import pytest
 
 from genie.config import ClusterConfig
 from genie.errors import ConfigError
-from genie.runtime.backend_info import BACKENDS, PRIORITY, get_backend_info
+from genie.runtime.backend_info import BACKEND_PRIORITY, BACKENDS, get_backend_info
 
 
 def test_backends_have_the_documented_figures() -> None:
@@ -22,8 +22,8 @@ def test_backends_have_the_documented_figures() -> None:
 
 
 def test_priority_has_the_documented_order_and_all_backends() -> None:
-    assert PRIORITY == ("dpdk_gpudev", "rdma", "dpdk", "tcp")
-    assert set(PRIORITY) == set(BACKENDS)
+    assert BACKEND_PRIORITY == ("dpdk_gpudev", "rdma", "dpdk", "tcp")
+    assert set(BACKEND_PRIORITY) == set(BACKENDS)
 
 
 def test_only_tcp_has_a_transport_and_no_requirements() -> None:

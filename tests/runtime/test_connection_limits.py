@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from genie.runtime.connection_limits import (
     CONNECTIONS_MAX,
-    HANDSHAKE_S,
+    HANDSHAKE_GRACE_S,
     ConnectionLimiter,
     ConnectionLimits,
     OpenConnection,
@@ -34,7 +34,7 @@ def accept(limiter: ConnectionLimiter, address: str, closed: list[str], now_s: f
 
 @given(
     st.lists(st.tuples(st.sampled_from("abcd"), st.sampled_from(["open", "authenticate", "close"]))),
-    st.sampled_from([0.0, HANDSHAKE_S]),
+    st.sampled_from([0.0, HANDSHAKE_GRACE_S]),
 )
 def test_counts_match_the_open_connections(steps: list[tuple[str, str]], step_s: float) -> None:
     limiter = ConnectionLimiter(LIMITS)
@@ -53,11 +53,15 @@ def test_counts_match_the_open_connections(steps: list[tuple[str, str]], step_s:
         elif mine:
             mine[0].release()
             opened.remove(mine[0])
-        assert limiter.open == len(opened) <= LIMITS.connections_max
-        assert limiter.unauthenticated <= LIMITS.unauthenticated_max
+        assert limiter.open_count == len(opened) <= LIMITS.connections_max
+        assert limiter.unauthenticated_count <= LIMITS.unauthenticated_max
     for one in opened:
         one.release()
-    assert (limiter.open, limiter.unauthenticated, limiter._by_address) == (0, 0, {})
+    assert (limiter.open_count, limiter.unauthenticated_count, limiter._unauthenticated_by_address) == (
+        0,
+        0,
+        {},
+    )
 
 
 def test_stranger_replaces_the_oldest_of_the_address_with_the_most() -> None:
@@ -65,9 +69,9 @@ def test_stranger_replaces_the_oldest_of_the_address_with_the_most() -> None:
     for address in "aaabbc":
         assert isinstance(accept(limiter, address, closed), OpenConnection)
     assert accept(limiter, "d", closed) == "the limit of 6 unauthenticated connections is reached"
-    assert isinstance(accept(limiter, "d", closed, now_s=HANDSHAKE_S), OpenConnection)
+    assert isinstance(accept(limiter, "d", closed, now_s=HANDSHAKE_GRACE_S), OpenConnection)
     assert closed == ["a"]
-    assert limiter.unauthenticated == 6
+    assert limiter.unauthenticated_count == 6
 
 
 def test_address_at_its_limit_is_rejected_and_others_are_not() -> None:
@@ -78,7 +82,7 @@ def test_address_at_its_limit_is_rejected_and_others_are_not() -> None:
     assert isinstance(kept[0], OpenConnection)
     kept[0].set_authenticated()
     assert isinstance(accept(limiter, "a", closed), OpenConnection)
-    assert isinstance(accept(limiter, "a", closed, now_s=HANDSHAKE_S), OpenConnection)
+    assert isinstance(accept(limiter, "a", closed, now_s=HANDSHAKE_GRACE_S), OpenConnection)
     assert closed == ["a"], "the oldest one has had enough time"
 
 
@@ -106,10 +110,10 @@ def test_connection_above_the_rate_replaces_none() -> None:
     limiter, closed = ConnectionLimiter(replace(LIMITS, handshakes_burst=4.0)), list[str]()
     for _ in range(4):
         accept(limiter, "a", closed)
-    limiter._handshakes.of("a", now_s=HANDSHAKE_S).try_take(1.0, now_s=HANDSHAKE_S)
-    assert "new connections per second" in str(accept(limiter, "a", closed, now_s=HANDSHAKE_S))
+    limiter._handshake_rates.of("a", now_s=HANDSHAKE_GRACE_S).try_take(1.0, now_s=HANDSHAKE_GRACE_S)
+    assert "new connections per second" in str(accept(limiter, "a", closed, now_s=HANDSHAKE_GRACE_S))
     assert closed == []
-    assert limiter.unauthenticated == 4
+    assert limiter.unauthenticated_count == 4
 
 
 @pytest.mark.parametrize("files", [64, 1024, 4096, 1 << 20])

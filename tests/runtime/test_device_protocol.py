@@ -99,12 +99,14 @@ def test_open_and_its_reply_arrive_unchanged(request: Open, answer: Opened | Err
 def test_fetch_and_its_reply_arrive_unchanged(request: Fetch, answer: Fetched | Error) -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        theirs.sendall(device_protocol.preface() + device_protocol.encode(answer))
+        theirs.sendall(device_protocol.make_preface() + device_protocol.encode(answer))
         if isinstance(answer, Error):
             with pytest.raises(AccessError, match="rejected"):
-                device_protocol.fetch(SocketPipe(ours), request, peer="x", timeout_s=LONG_S)
+                device_protocol.request_fetch(SocketPipe(ours), request, peer="x", timeout_s=LONG_S)
         else:
-            assert device_protocol.fetch(SocketPipe(ours), request, peer="x", timeout_s=LONG_S) == answer
+            assert (
+                device_protocol.request_fetch(SocketPipe(ours), request, peer="x", timeout_s=LONG_S) == answer
+            )
         assert receive_open(SocketPipe(theirs)) == request
 
 
@@ -113,12 +115,12 @@ def test_reply_of_another_type_is_rejected(
     ends: tuple[SocketPipe, socket.socket], answer: Fetched | Opened
 ) -> None:
     pipe, peer = ends
-    peer.sendall(device_protocol.preface() + device_protocol.encode(answer))
+    peer.sendall(device_protocol.make_preface() + device_protocol.encode(answer))
     with pytest.raises(ProtocolError):
         if isinstance(answer, Fetched):
             enter(pipe)
         else:
-            device_protocol.fetch(pipe, Fetch(1, "x"), peer="x", timeout_s=LONG_S)
+            device_protocol.request_fetch(pipe, Fetch(1, "x"), peer="x", timeout_s=LONG_S)
 
 
 def test_fetch_token_is_specific_to_parcel_and_key_and_reveals_neither() -> None:
@@ -133,7 +135,7 @@ def test_error_reply_is_raised_with_its_type(
     ends: tuple[SocketPipe, socket.socket], error: type[Exception]
 ) -> None:
     pipe, peer = ends
-    peer.sendall(device_protocol.preface() + device_protocol.encode(Error(error.code, "because")))  # type: ignore[attr-defined]
+    peer.sendall(device_protocol.make_preface() + device_protocol.encode(Error(error.code, "because")))  # type: ignore[attr-defined]
     with pytest.raises(error, match="the peer rejected the connection: because"):
         enter(pipe)
 
@@ -145,7 +147,7 @@ def test_ticket_is_not_sent_to_a_peer_of_another_protocol(
     peer.sendall(b"SSH-2.0-")
     with pytest.raises(ProtocolError, match="does not speak"):
         enter(pipe)
-    assert peer.recv(4096) == device_protocol.preface()
+    assert peer.recv(4096) == device_protocol.make_preface()
 
 
 # --- invalid messages ---------------------------------------------------------------------------
@@ -179,21 +181,21 @@ def test_message_outside_the_protocol_is_rejected(
     ends: tuple[SocketPipe, socket.socket], payload: bytes
 ) -> None:
     pipe, peer = ends
-    peer.sendall(device_protocol.preface() + framed(payload))
+    peer.sendall(device_protocol.make_preface() + framed(payload))
     with pytest.raises(ProtocolError, match="the peer"):
         receive_open(pipe)
 
 
 @pytest.mark.parametrize(
     ("side", "cap"),
-    [(receive_open, device_protocol.OPEN_BYTES_MAX), (enter, device_protocol.ANSWER_BYTES_MAX)],
+    [(receive_open, device_protocol.OPEN_REQUEST_BYTES_MAX), (enter, device_protocol.ANSWER_BYTES_MAX)],
 )
 def test_oversized_length_allocates_no_memory(
     ends: tuple[SocketPipe, socket.socket], side: Callable[[SocketPipe], object], cap: int
 ) -> None:
     pipe, peer = ends
     for announced in (cap + 1, 2**32 - 1):
-        peer.sendall(device_protocol.preface() + struct.pack(">I", announced))
+        peer.sendall(device_protocol.make_preface() + struct.pack(">I", announced))
         tracemalloc.start()
         try:
             with pytest.raises(FrameTooLargeError, match=str(cap)):
@@ -208,7 +210,7 @@ def test_garbage_raises_a_transport_error(garbage: bytes, polite: bool) -> None:
     for side in (receive_open, enter):
         ours, theirs = socket.socketpair()
         with ours, theirs:
-            theirs.sendall((device_protocol.preface() if polite else b"") + garbage)
+            theirs.sendall((device_protocol.make_preface() if polite else b"") + garbage)
             theirs.shutdown(socket.SHUT_WR)
             with pytest.raises(TransportError):
                 side(SocketPipe(ours))
@@ -220,7 +222,7 @@ def test_damaged_message_is_rejected_or_decoded(data: st.DataObject) -> None:
     damaged[data.draw(st.integers(4, len(damaged) - 1))] = data.draw(st.integers(0, 255))
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        theirs.sendall(device_protocol.preface() + bytes(damaged))
+        theirs.sendall(device_protocol.make_preface() + bytes(damaged))
         theirs.shutdown(socket.SHUT_WR)
         try:
             receive_open(SocketPipe(ours))
@@ -237,15 +239,15 @@ def test_foreign_peer_is_recognized(data: bytes) -> None:
 @pytest.mark.parametrize("version", [1, 9])
 def test_peer_of_another_version_is_recognized(version: int) -> None:
     with pytest.raises(VersionError, match=f"version {version}"):
-        device_protocol.check_preface(device_protocol.preface(version), peer="x")
-    device_protocol.check_preface(device_protocol.preface(), peer="x")
+        device_protocol.check_preface(device_protocol.make_preface(version), peer="x")
+    device_protocol.check_preface(device_protocol.make_preface(), peer="x")
 
 
 # --- timeouts and losses --------------------------------------------------------------------------
 
 
 def test_stream_cut_anywhere_is_a_lost_connection() -> None:
-    sent = device_protocol.preface() + device_protocol.encode(FACTS)
+    sent = device_protocol.make_preface() + device_protocol.encode(FACTS)
     for cut in range(len(sent)):
         ours, theirs = socket.socketpair()
         with ours, theirs:
@@ -256,7 +258,12 @@ def test_stream_cut_anywhere_is_a_lost_connection() -> None:
 
 
 @pytest.mark.parametrize(
-    "sent", [b"", device_protocol.preface(), device_protocol.preface() + device_protocol.encode(FACTS)[:-1]]
+    "sent",
+    [
+        b"",
+        device_protocol.make_preface(),
+        device_protocol.make_preface() + device_protocol.encode(FACTS)[:-1],
+    ],
 )
 def test_peer_that_stops_sending_causes_a_timeout(
     ends: tuple[SocketPipe, socket.socket], sent: bytes
@@ -270,7 +277,7 @@ def test_peer_that_stops_sending_causes_a_timeout(
 def test_one_deadline_applies_to_the_whole_handshake(ends: tuple[SocketPipe, socket.socket]) -> None:
     """A peer that sends single bytes cannot extend the deadline."""
     pipe, peer = ends
-    sent = device_protocol.preface() + device_protocol.encode(Open("secret"))
+    sent = device_protocol.make_preface() + device_protocol.encode(Open("secret"))
     timeouts: list[float] = []
 
     class Dripping:
@@ -292,19 +299,19 @@ def test_one_deadline_applies_to_the_whole_handshake(ends: tuple[SocketPipe, soc
 
 
 def test_processes_of_one_machine_have_the_same_machine_id() -> None:
-    script = "from genie.runtime import device_protocol; print(device_protocol.this_machine())"
+    script = "from genie.runtime import device_protocol; print(device_protocol.machine_identity())"
     completed = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert completed.stdout.strip() == device_protocol.this_machine()
+    assert completed.stdout.strip() == device_protocol.machine_identity()
     if sys.platform == "linux":
-        assert device_protocol.this_machine() != ""
+        assert device_protocol.machine_identity() != ""
 
 
 def test_another_network_namespace_is_another_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    here = device_protocol.this_machine()
-    device_protocol.this_machine.cache_clear()
+    here = device_protocol.machine_identity()
+    device_protocol.machine_identity.cache_clear()
     elsewhere = SimpleNamespace(st_ino=1)
     monkeypatch.setattr(Path, "stat", lambda self, **_: elsewhere)
-    assert device_protocol.this_machine() != here
+    assert device_protocol.machine_identity() != here
     monkeypatch.undo()
-    device_protocol.this_machine.cache_clear()
-    assert device_protocol.this_machine() == here
+    device_protocol.machine_identity.cache_clear()
+    assert device_protocol.machine_identity() == here

@@ -11,9 +11,9 @@ from genie.runtime.interfaces import (
     InterfaceMeter,
     Throughput,
     Traffic,
+    compute_throughput,
     find_interface,
     read_traffic,
-    throughput,
 )
 
 HEAD = "Inter-|   Receive  |  Transmit\n face |bytes packets errs |bytes packets\n"
@@ -54,7 +54,7 @@ def test_counters_are_read_by_interface_and_invalid_lines_are_skipped(tmp_path: 
     assert read_traffic(now_s=1.0, root=tmp_path) == {}
     write_counters(tmp_path, "eth0", received=100, sent=7)
     assert read_traffic(now_s=1.0, root=tmp_path) == {
-        "eth0": Traffic(received_bytes=100, sent_bytes=7, at_s=1.0)
+        "eth0": Traffic(received_bytes=100, sent_bytes=7, measured_at_s=1.0)
     }
     (tmp_path / "proc/net/dev").write_text("eth0: many 1\nwlan0: 1 2 3\n")
     assert read_traffic(now_s=1.0, root=tmp_path) == {}
@@ -64,14 +64,14 @@ def test_counters_are_read_by_interface_and_invalid_lines_are_skipped(tmp_path: 
 
 
 def test_throughput_is_bytes_per_second() -> None:
-    before = Traffic(received_bytes=1000, sent_bytes=0, at_s=10.0)
-    after = Traffic(received_bytes=5000, sent_bytes=250_000_000, at_s=12.0)
-    carried = throughput(before, after)
-    assert carried == Throughput(received_bytes_per_s=2000.0, sent_bytes_per_s=125e6, over_s=2.0)
+    before = Traffic(received_bytes=1000, sent_bytes=0, measured_at_s=10.0)
+    after = Traffic(received_bytes=5000, sent_bytes=250_000_000, measured_at_s=12.0)
+    carried = compute_throughput(before, after)
+    assert carried == Throughput(received_bytes_per_s=2000.0, sent_bytes_per_s=125e6, interval_s=2.0)
     assert carried.gbps_max == pytest.approx(1.0)
-    assert throughput(after, before) is None, "a reset, or no time"
-    assert throughput(None, after) is None
-    assert throughput(before, None) is None
+    assert compute_throughput(after, before) is None, "a reset, or no time"
+    assert compute_throughput(None, after) is None
+    assert compute_throughput(before, None) is None
 
 
 def test_meter_measures_since_the_previous_reading(tmp_path: Path) -> None:
@@ -79,7 +79,7 @@ def test_meter_measures_since_the_previous_reading(tmp_path: Path) -> None:
     write_counters(tmp_path, "eth0", received=0, sent=0)
     meter = InterfaceMeter("eth0", root=tmp_path, monotonic_s=lambda: next(times))
     write_counters(tmp_path, "eth0", received=200, sent=20)
-    assert meter.read() == Throughput(received_bytes_per_s=100.0, sent_bytes_per_s=10.0, over_s=2.0)
-    assert meter.read() == Throughput(received_bytes_per_s=0.0, sent_bytes_per_s=0.0, over_s=2.0)
+    assert meter.read() == Throughput(received_bytes_per_s=100.0, sent_bytes_per_s=10.0, interval_s=2.0)
+    assert meter.read() == Throughput(received_bytes_per_s=0.0, sent_bytes_per_s=0.0, interval_s=2.0)
     (tmp_path / "proc/net/dev").unlink()
     assert meter.read() is None

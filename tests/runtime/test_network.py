@@ -36,7 +36,7 @@ from tests.waiting import until
 async def _echo(channel: Channel) -> None:
     while True:
         frame = await channel.receive()
-        await channel.send(wire.pack(wire.Kind.REPLY, frame.call_id, frame.payload))
+        await channel.send(wire.pack_frame(wire.FrameKind.REPLY, frame.call_id, frame.payload))
 
 
 @asynccontextmanager
@@ -70,7 +70,7 @@ async def test_frames_arrive_whole_and_in_order() -> None:
     async with serving() as port:
         channel = await TcpNetwork().connect("127.0.0.1", port, tls=None, timeout_s=5)
         for number in range(3):
-            await channel.send(wire.pack(wire.Kind.REQUEST, number, bytes(number)))
+            await channel.send(wire.pack_frame(wire.FrameKind.REQUEST, number, bytes(number)))
         frames = [await channel.receive() for _ in range(3)]
         assert [(frame.call_id, len(frame.payload)) for frame in frames] == [(0, 0), (1, 1), (2, 2)]
         channel.close()
@@ -81,7 +81,7 @@ async def test_unauthenticated_peer_may_send_small_frames_only() -> None:
         channel = await TcpNetwork().connect("127.0.0.1", port, tls=None, timeout_s=5)
         with pytest.raises(ConnectionLostError):
             await channel.send(
-                wire.pack(wire.Kind.REQUEST, 1, bytes(wire.UNAUTHENTICATED_FRAME_BYTES_MAX + 1))
+                wire.pack_frame(wire.FrameKind.REQUEST, 1, bytes(wire.UNAUTHENTICATED_FRAME_BYTES_MAX + 1))
             )
             await channel.receive()
         channel.close()
@@ -106,7 +106,7 @@ async def test_failed_connect_error_states_the_cause() -> None:
     async with plain_server(b"HTTP/1.1 400 Bad Request\r\n\r\n") as port:
         with pytest.raises(ProtocolError, match="does not speak the Genie protocol"):
             await network.connect("127.0.0.1", port, tls=None, timeout_s=5)
-    async with plain_server(wire.preface(7)) as port:
+    async with plain_server(wire.make_preface(7)) as port:
         with pytest.raises(VersionError, match="uses version 7"):
             await network.connect("127.0.0.1", port, tls=None, timeout_s=5)
 
@@ -175,7 +175,7 @@ async def test_failing_handler_ends_only_its_connection(caplog: pytest.LogCaptur
         assert "a bug" in caplog.text
         broken = False
         channel = await TcpNetwork().connect("127.0.0.1", port, tls=None, timeout_s=5)
-        await channel.send(wire.pack(wire.Kind.REQUEST, 1, b"x"))
+        await channel.send(wire.pack_frame(wire.FrameKind.REQUEST, 1, b"x"))
         assert (await channel.receive()).payload == b"x"
         channel.close()
 
@@ -192,7 +192,7 @@ async def test_frame_cut_in_the_middle_is_a_lost_connection() -> None:
     async with serving(accept) as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         await reader.readexactly(wire.PREFACE_BYTES)
-        writer.write(wire.preface() + wire.pack(wire.Kind.REQUEST, 1, b"123456")[:-2])
+        writer.write(wire.make_preface() + wire.pack_frame(wire.FrameKind.REQUEST, 1, b"123456")[:-2])
         writer.close()
         await writer.wait_closed()
         await until(lambda: seen)
@@ -206,7 +206,7 @@ class Certified:
         now = time.time()
         self.authority = tls.CertificateAuthority.create(now=now)
         self.folder = folder
-        for who, name in (("server", tls.CONTROLLER_NAME), ("node", tls.node_name("n1"))):
+        for who, name in (("server", tls.CONTROLLER_NAME), ("node", tls.node_certificate_name("n1"))):
             key_pem, csr_pem = tls.new_key_and_csr()
             (folder / f"{who}.key").write_bytes(key_pem)
             (folder / f"{who}.pem").write_text(self.authority.issue(csr_pem, name=name, days=1, now=now))
@@ -236,10 +236,10 @@ async def test_tls_authenticates_both_sides(tmp_path: Path) -> None:
             channel = await TcpNetwork().connect(
                 "127.0.0.1", port, tls=certified.client(shows=shows), timeout_s=5
             )
-            await channel.send(wire.pack(wire.Kind.REQUEST, 1, b"x"))
+            await channel.send(wire.pack_frame(wire.FrameKind.REQUEST, 1, b"x"))
             assert (await channel.receive()).payload == b"x"
             channel.close()
-        assert names == [tls.node_name("n1"), ""]
+        assert names == [tls.node_certificate_name("n1"), ""]
 
 
 async def test_another_ca_and_a_node_impersonating_a_controller_are_rejected(tmp_path: Path) -> None:
@@ -253,7 +253,7 @@ async def test_another_ca_and_a_node_impersonating_a_controller_are_rejected(tmp
             await TcpNetwork().connect("127.0.0.1", port, tls=certified.client(), timeout_s=5)
 
 
-FEW = ConnectionLimits(
+SMALL_LIMITS = ConnectionLimits(
     connections_max=40,
     unauthenticated_max=10,
     unauthenticated_of_address_max=8,
@@ -271,7 +271,7 @@ async def _echo_authenticated(channel: Channel) -> None:
 
 async def test_silent_strangers_do_not_lock_out_a_client(tmp_path: Path) -> None:
     certified = Certified(tmp_path)
-    async with serving(_echo_authenticated, context=certified.server(), limits=FEW) as port:
+    async with serving(_echo_authenticated, context=certified.server(), limits=SMALL_LIMITS) as port:
         strangers = [
             await asyncio.open_connection("127.0.0.1", port, local_addr=(f"127.0.0.{2 + number % 5}", 0))
             for number in range(60)
@@ -281,7 +281,7 @@ async def test_silent_strangers_do_not_lock_out_a_client(tmp_path: Path) -> None
             for _ in range(20)
         ]
         for channel in channels:
-            await channel.send(wire.pack(wire.Kind.REQUEST, 1, b"x"))
+            await channel.send(wire.pack_frame(wire.FrameKind.REQUEST, 1, b"x"))
             assert (await channel.receive()).payload == b"x"
             channel.close()
         for _, writer in strangers:
@@ -291,9 +291,9 @@ async def test_silent_strangers_do_not_lock_out_a_client(tmp_path: Path) -> None
 async def test_strangers_of_the_same_address_are_rejected_before_the_handshake(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connection_limits, "HANDSHAKE_S", 60.0)
+    monkeypatch.setattr(connection_limits, "HANDSHAKE_GRACE_S", 60.0)
     certified = Certified(tmp_path)
-    async with serving(context=certified.server(), limits=FEW) as port:
+    async with serving(context=certified.server(), limits=SMALL_LIMITS) as port:
         strangers = [await asyncio.open_connection("127.0.0.1", port) for _ in range(20)]
         ends = [asyncio.create_task(reader.read(100)) for reader, _ in strangers]
         await until(lambda: sum(task.done() for task in ends) == 12)
@@ -301,7 +301,7 @@ async def test_strangers_of_the_same_address_are_rejected_before_the_handshake(
         with pytest.raises(OverloadedError, match="a limit on connections is reached") as caught:
             await TcpNetwork().connect("127.0.0.1", port, tls=certified.client(), timeout_s=0.2)
         assert caught.value.retry_after_s > 0
-        monkeypatch.setattr(connection_limits, "HANDSHAKE_S", 0.0)
+        monkeypatch.setattr(connection_limits, "HANDSHAKE_GRACE_S", 0.0)
         channel = await TcpNetwork().connect("127.0.0.1", port, tls=certified.client(), timeout_s=20)
         channel.close()
         assert sum(task.done() for task in ends) == 13, "it has replaced the oldest stranger"
@@ -312,7 +312,7 @@ async def test_strangers_of_the_same_address_are_rejected_before_the_handshake(
 
 async def test_connect_retries_while_the_rate_limit_rejects_it(tmp_path: Path) -> None:
     certified = Certified(tmp_path)
-    slow = replace(FEW, handshakes_per_s=2.0, handshakes_burst=2.0)
+    slow = replace(SMALL_LIMITS, handshakes_per_s=2.0, handshakes_burst=2.0)
     async with serving(_echo_authenticated, context=certified.server(), limits=slow) as port:
         for _ in range(4):
             channel = await TcpNetwork().connect("127.0.0.1", port, tls=certified.client(), timeout_s=20)
@@ -333,7 +333,7 @@ async def test_tls_on_one_side_only_is_explained(tmp_path: Path) -> None:
 
 async def test_client_rejects_oversized_frames() -> None:
     async def accept(channel: Channel) -> None:
-        await channel.send(wire.pack(wire.Kind.REPLY, 1, b"12345"))
+        await channel.send(wire.pack_frame(wire.FrameKind.REPLY, 1, b"12345"))
         await asyncio.Event().wait()
 
     async with serving(accept) as port:
@@ -346,7 +346,8 @@ async def test_client_rejects_oversized_frames() -> None:
 
 async def test_frames_arrive_whole_from_any_segmentation() -> None:
     frames = [
-        wire.pack(wire.Kind.REQUEST, number, bytes([number]) * size) for number, size in enumerate(SIZES)
+        wire.pack_frame(wire.FrameKind.REQUEST, number, bytes([number]) * size)
+        for number, size in enumerate(SIZES)
     ]
     stream = b"".join(frames)
 
@@ -359,7 +360,7 @@ async def test_frames_arrive_whole_from_any_segmentation() -> None:
         async with serving(send_in_steps) as port:
             channel = await TcpNetwork().connect("127.0.0.1", port, tls=None, timeout_s=5)
             for number, size in enumerate(SIZES):
-                assert await channel.receive() == (wire.Kind.REQUEST, number, bytes([number]) * size)
+                assert await channel.receive() == (wire.FrameKind.REQUEST, number, bytes([number]) * size)
             with pytest.raises(ConnectionLostError, match=r"closed the connection$"):
                 await channel.receive()
             channel.close()
@@ -369,7 +370,7 @@ SIZES = (0, 1, 5, 0, 300, 9, 20_000, 3)
 
 
 async def test_unsent_frames_are_bounded_until_the_peer_reads() -> None:
-    frame, done = wire.pack(wire.Kind.REPLY, 1, b"x" * 10_000), asyncio.Event()
+    frame, done = wire.pack_frame(wire.FrameKind.REPLY, 1, b"x" * 10_000), asyncio.Event()
     sent = 0
 
     async def fill(channel: Channel) -> None:
@@ -403,15 +404,15 @@ async def test_frames_of_one_iteration_are_one_write_and_survive_close() -> None
 
         channel._writer.write = counted  # type: ignore[method-assign, assignment]
         for number in range(3):
-            assert channel.try_send_nowait(wire.pack(wire.Kind.REPLY, number, b"x"))
+            assert channel.try_send_nowait(wire.pack_frame(wire.FrameKind.REPLY, number, b"x"))
         assert writes == [], "not before the turn is over"
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         assert len(writes) == 1
-        assert channel.try_send_nowait(wire.pack(wire.Kind.REPLY, 3, b"x"))
-        await channel.send(wire.pack(wire.Kind.REPLY, 4, b"x"))
+        assert channel.try_send_nowait(wire.pack_frame(wire.FrameKind.REPLY, 3, b"x"))
+        await channel.send(wire.pack_frame(wire.FrameKind.REPLY, 4, b"x"))
         assert len(writes) == 2, "what waits goes first, in the same write"
-        assert channel.try_send_nowait(wire.pack(wire.Kind.REPLY, 5, b"last"))
+        assert channel.try_send_nowait(wire.pack_frame(wire.FrameKind.REPLY, 5, b"last"))
         channel.close()
 
     async with serving(talk) as port, asyncio.timeout(20):
@@ -422,7 +423,9 @@ async def test_frames_of_one_iteration_are_one_write_and_survive_close() -> None
 
 async def test_received_frame_is_available_without_waiting() -> None:
     async def talk(channel: Channel) -> None:
-        await channel.send(b"".join(wire.pack(wire.Kind.REPLY, number, b"x") for number in range(2)))
+        await channel.send(
+            b"".join(wire.pack_frame(wire.FrameKind.REPLY, number, b"x") for number in range(2))
+        )
         await channel.receive()
 
     async with serving(talk) as port, asyncio.timeout(20):

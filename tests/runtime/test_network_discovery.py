@@ -28,13 +28,19 @@ from genie.runtime.network_discovery import (
 )
 from tests.waiting import until
 
-YES = Probe(available=True, reason="there")
-NO = Probe(available=False, reason="no device; no library", fix="buy one")
-WITH_ALL = {name: dataclasses.replace(info, implemented=True) for name, info in BACKENDS.items()}
+AVAILABLE = Probe(available=True, reason="there")
+UNAVAILABLE = Probe(available=False, reason="no device; no library", fix="buy one")
+ALL_BACKENDS_IMPLEMENTED = {
+    name: dataclasses.replace(info, implemented=True) for name, info in BACKENDS.items()
+}
 
 
 def result_of(
-    *, tcp: Probe = YES, dpdk: Probe = NO, gpu_direct: Probe = NO, rdma: Probe = NO
+    *,
+    tcp: Probe = AVAILABLE,
+    dpdk: Probe = UNAVAILABLE,
+    gpu_direct: Probe = UNAVAILABLE,
+    rdma: Probe = UNAVAILABLE,
 ) -> DiscoveryResult:
     probes = {"tcp": tcp, "dpdk": dpdk, "gpu_direct": gpu_direct, "rdma": rdma}
     rtt_ms = 0.4 if tcp.available else None
@@ -184,7 +190,7 @@ async def test_unresponsive_address_leaves_time_for_the_next(
 ) -> None:
     port, sent = server
     both = [(socket.AF_INET, ("127.0.0.1", silent_port)), (socket.AF_INET, ("127.0.0.1", port))]
-    monkeypatch.setattr(network_discovery, "_look_up", lambda *_, **__: both)
+    monkeypatch.setattr(network_discovery, "_look_up_addresses", lambda *_, **__: both)
     result = await NetworkDiscovery(root=tmp_path, connects=1).discover("box", 5555, timeout_s=1.0)
     assert result.tcp_reachable
     await until(lambda: len(sent) == 1)
@@ -193,7 +199,7 @@ async def test_unresponsive_address_leaves_time_for_the_next(
 # --- Local probes -------------------------------------------------------------------------------
 
 
-def system(root: Path, *files: str, links: dict[str, str] | None = None) -> Path:
+def write_system_files(root: Path, *files: str, links: dict[str, str] | None = None) -> Path:
     """An empty /sys and the given files below `root`; a name with '=' has its text after it."""
     (root / "sys").mkdir(exist_ok=True)
     for entry in files:
@@ -209,7 +215,7 @@ def system(root: Path, *files: str, links: dict[str, str] | None = None) -> Path
     return root
 
 
-async def local(root: Path) -> DiscoveryResult:
+async def probe_local_system(root: Path) -> DiscoveryResult:
     """Probes port 9 of this host; the result of TCP is ignored."""
     return await NetworkDiscovery(root=root).discover("127.0.0.1", 9, timeout_s=10)
 
@@ -232,7 +238,7 @@ GPU_DIRECT = (
 
 
 async def test_empty_system_reports_what_is_missing(tmp_path: Path) -> None:
-    result = await local(system(tmp_path))
+    result = await probe_local_system(write_system_files(tmp_path))
     found = (result.rdma_available, result.dpdk_available, result.gpu_direct_available)
     assert found == (False, False, False)
     assert "no device in /sys/class/infiniband" in result.probes["rdma"].reason
@@ -243,16 +249,16 @@ async def test_empty_system_reports_what_is_missing(tmp_path: Path) -> None:
 
 
 async def test_system_without_sys_reports_that_only_linux_is_supported(tmp_path: Path) -> None:
-    result = await local(tmp_path)
+    result = await probe_local_system(tmp_path)
     assert {result.probes[name].reason for name in ("rdma", "dpdk", "gpu_direct")} == {
         "this system has no /sys; only Linux is supported"
     }
 
 
 async def test_rdma_needs_device_active_port_device_file_and_library(tmp_path: Path) -> None:
-    assert (await local(system(tmp_path, *RDMA))).rdma_available
-    system(tmp_path, "sys/class/infiniband/mlx5_0/ports/1/state=1: DOWN")
-    result = await local(tmp_path)
+    assert (await probe_local_system(write_system_files(tmp_path, *RDMA))).rdma_available
+    write_system_files(tmp_path, "sys/class/infiniband/mlx5_0/ports/1/state=1: DOWN")
+    result = await probe_local_system(tmp_path)
     assert not result.rdma_available
     assert result.probes["rdma"].reason == "no active port on mlx5_0"
 
@@ -260,33 +266,33 @@ async def test_rdma_needs_device_active_port_device_file_and_library(tmp_path: P
 @pytest.mark.parametrize("missing", DPDK)
 async def test_dpdk_needs_its_library_and_huge_pages(tmp_path: Path, missing: str) -> None:
     files = [name for name in DPDK if name != missing]
-    assert not (await local(system(tmp_path, *files, links=MLX5))).dpdk_available
+    assert not (await probe_local_system(write_system_files(tmp_path, *files, links=MLX5))).dpdk_available
 
 
 async def test_card_shared_with_the_kernel_needs_no_vfio(tmp_path: Path) -> None:
-    assert (await local(system(tmp_path, *DPDK, links=MLX5))).dpdk_available
+    assert (await probe_local_system(write_system_files(tmp_path, *DPDK, links=MLX5))).dpdk_available
 
 
 async def test_card_bound_to_vfio_is_usable_by_dpdk(tmp_path: Path) -> None:
     bound = {"sys/bus/pci/drivers/vfio-pci/0000:03:00.0": "sys/devices/pci/0000:03:00.0"}
-    assert (await local(system(tmp_path, *DPDK, links=bound))).dpdk_available
+    assert (await probe_local_system(write_system_files(tmp_path, *DPDK, links=bound))).dpdk_available
 
 
 async def test_card_with_an_ordinary_driver_is_not_usable_by_dpdk(tmp_path: Path) -> None:
     plain = {"sys/class/net/eth0/device/driver": "sys/bus/pci/drivers/virtio-pci"}
-    result = await local(system(tmp_path, *DPDK, links=plain))
+    result = await probe_local_system(write_system_files(tmp_path, *DPDK, links=plain))
     assert result.probes["dpdk"].reason == "no network card that DPDK can drive"
 
 
 async def test_gpu_direct_needs_gpu_library_and_kernel_module(tmp_path: Path) -> None:
-    result = await local(system(tmp_path, *GPU_DIRECT, *DPDK, links=MLX5))
+    result = await probe_local_system(write_system_files(tmp_path, *GPU_DIRECT, *DPDK, links=MLX5))
     assert result.gpu_direct_available
     assert result.dpdk_available
 
 
 async def test_library_in_a_configured_folder_is_found(tmp_path: Path) -> None:
     conf, library = "etc/ld.so.conf.d/ofed.conf=/opt/ofed/lib", "opt/ofed/lib/libibverbs.so.1"
-    assert (await local(system(tmp_path, *RDMA[:2], conf, library))).rdma_available
+    assert (await probe_local_system(write_system_files(tmp_path, *RDMA[:2], conf, library))).rdma_available
 
 
 async def test_slow_probe_is_reported_at_the_timeout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -297,7 +303,7 @@ async def test_slow_probe_is_reported_at_the_timeout(tmp_path: Path, monkeypatch
         return []
 
     monkeypatch.setitem(network_discovery._LOCAL_PROBES, "rdma", stuck)
-    result = await NetworkDiscovery(root=system(tmp_path)).discover("127.0.0.1", 9, timeout_s=0.1)
+    result = await NetworkDiscovery(root=write_system_files(tmp_path)).discover("127.0.0.1", 9, timeout_s=0.1)
     assert result.probes["rdma"].reason == "the probe timed out after 0.1 s"
     assert "librte_eal" in result.probes["dpdk"].reason, "what was done by then is kept"
     gate.set()
@@ -310,7 +316,7 @@ async def test_failing_probe_fails_the_discovery(tmp_path: Path, monkeypatch: py
 
     monkeypatch.setitem(network_discovery._LOCAL_PROBES, "rdma", broken)
     with pytest.raises(ExceptionGroup) as caught:
-        await NetworkDiscovery(root=system(tmp_path)).discover("127.0.0.1", 9, timeout_s=30)
+        await NetworkDiscovery(root=write_system_files(tmp_path)).discover("127.0.0.1", 9, timeout_s=30)
     assert caught.group_contains(KeyError)
 
 
@@ -326,10 +332,10 @@ def test_auto_selects_tcp_and_reports_what_is_missing() -> None:
 @pytest.mark.parametrize(
     ("there", "better"),
     [
-        ({"rdma": YES}, "rdma"),
-        ({"dpdk": YES}, "dpdk"),
-        ({"dpdk": YES, "gpu_direct": YES}, "dpdk_gpudev"),
-        ({"dpdk": YES, "rdma": YES}, "rdma"),
+        ({"rdma": AVAILABLE}, "rdma"),
+        ({"dpdk": AVAILABLE}, "dpdk"),
+        ({"dpdk": AVAILABLE, "gpu_direct": AVAILABLE}, "dpdk_gpudev"),
+        ({"dpdk": AVAILABLE, "rdma": AVAILABLE}, "rdma"),
     ],
 )
 def test_auto_falls_back_to_tcp_from_a_better_backend_without_a_transport(
@@ -342,8 +348,8 @@ def test_auto_falls_back_to_tcp_from_a_better_backend_without_a_transport(
 
 
 def test_backends_with_a_transport_are_selected_in_the_documented_order() -> None:
-    probes = result_of(dpdk=YES, gpu_direct=YES, rdma=YES).probes
-    advice = recommend(probes, tcp_rtt_ms=0.4, backends=WITH_ALL)
+    probes = result_of(dpdk=AVAILABLE, gpu_direct=AVAILABLE, rdma=AVAILABLE).probes
+    advice = recommend(probes, tcp_rtt_ms=0.4, backends=ALL_BACKENDS_IMPLEMENTED)
     assert advice is not None
     assert (advice.backend, advice.fallback_from) == ("dpdk_gpudev", None)
     assert (advice.est_bandwidth_gbps, advice.est_latency_ms) == (95.0, 0.03)
@@ -354,7 +360,7 @@ def test_backends_with_a_transport_are_selected_in_the_documented_order() -> Non
 def test_auto_always_selects_a_working_backend_with_a_transport(
     dpdk: bool, gpu_direct: bool, rdma: bool
 ) -> None:
-    picked = {True: YES, False: NO}
+    picked = {True: AVAILABLE, False: UNAVAILABLE}
     result = result_of(dpdk=picked[dpdk], gpu_direct=picked[gpu_direct], rdma=picked[rdma])
     selection = select_backend("auto", result)
     assert BACKENDS[selection.backend].implemented
@@ -362,19 +368,19 @@ def test_auto_always_selects_a_working_backend_with_a_transport(
 
 
 def test_requested_tcp_is_selected() -> None:
-    selection = select_backend("tcp", result_of(rdma=YES))
+    selection = select_backend("tcp", result_of(rdma=AVAILABLE))
     assert (selection.backend, selection.fallback_from) == ("tcp", None)
 
 
 def test_requested_backend_that_is_missing_is_an_error_with_reason_and_fix() -> None:
     with pytest.raises(ConfigError) as caught:
-        select_backend("rdma", result_of(), backends=WITH_ALL)
+        select_backend("rdma", result_of(), backends=ALL_BACKENDS_IMPLEMENTED)
     assert caught.value.message == "backend 'rdma' does not work on this machine: no device; no library"
     assert caught.value.hint == "buy one, or use backend 'auto'"
 
 
 def test_requested_backend_without_a_transport_is_an_error() -> None:
-    for probe in (YES, NO):
+    for probe in (AVAILABLE, UNAVAILABLE):
         with pytest.raises(
             ConfigError, match=r"no transport for backend 'rdma' \(use backend 'auto' or 'tcp'\)"
         ):
@@ -384,7 +390,9 @@ def test_requested_backend_without_a_transport_is_an_error() -> None:
 def test_dpdk_gpudev_needs_both_probes() -> None:
     lacks_gpu = Probe(available=False, reason="no CUDA GPU")
     with pytest.raises(ConfigError, match=r"'dpdk_gpudev' does not work on this machine: no CUDA GPU"):
-        select_backend("dpdk_gpudev", result_of(dpdk=YES, gpu_direct=lacks_gpu), backends=WITH_ALL)
+        select_backend(
+            "dpdk_gpudev", result_of(dpdk=AVAILABLE, gpu_direct=lacks_gpu), backends=ALL_BACKENDS_IMPLEMENTED
+        )
 
 
 def test_unknown_backend_is_an_error_with_the_allowed_names() -> None:
@@ -396,6 +404,6 @@ def test_unknown_backend_is_an_error_with_the_allowed_names() -> None:
 def test_every_selection_needs_a_reachable_host(requested: str) -> None:
     refused = Probe(available=False, reason="connection refused", fix="start it")
     with pytest.raises(UnreachableError) as caught:
-        select_backend(requested, result_of(tcp=refused, rdma=YES))
+        select_backend(requested, result_of(tcp=refused, rdma=AVAILABLE))
     assert caught.value.message == "box:5555 cannot be reached: connection refused"
     assert caught.value.hint == "start it"

@@ -80,12 +80,12 @@ async def serving() -> AsyncIterator[tuple[Server, int]]:
         task.cancel()
 
 
-def dialled(port: int) -> AbstractAsyncContextManager[rpc.Peer]:
+def connect_peer(port: int) -> AbstractAsyncContextManager[rpc.Peer]:
     return rpc.dial(TcpNetwork(), "127.0.0.1", port, tls=None, timeout_s=5)
 
 
 async def test_replies_are_matched_to_calls_in_any_order() -> None:
-    async with serving() as (server, port), dialled(port) as peer:
+    async with serving() as (server, port), connect_peer(port) as peer:
         async with asyncio.TaskGroup() as group:
             slow = group.create_task(peer.call(ReadLog(job_id="a"), timeout_s=5))
             quick = await peer.call(FetchTrust(), timeout_s=5)
@@ -98,7 +98,7 @@ async def test_replies_are_matched_to_calls_in_any_order() -> None:
 async def test_genie_errors_keep_their_type_and_others_become_internal_errors(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    async with serving() as (_, port), dialled(port) as peer:
+    async with serving() as (_, port), connect_peer(port) as peer:
         with pytest.raises(JobNotFoundError, match="no x") as caught:
             await peer.call(GetJob(job_id="x"), timeout_s=5)
         assert caught.value.hint == "look elsewhere"
@@ -109,7 +109,7 @@ async def test_genie_errors_keep_their_type_and_others_become_internal_errors(
 
 
 async def test_timeout_is_a_deadline_error_and_a_late_reply_is_dropped() -> None:
-    async with serving() as (server, port), dialled(port) as peer:
+    async with serving() as (server, port), connect_peer(port) as peer:
         with pytest.raises(DeadlineError, match=r"did not reply to ReadLog within 0\.05 s"):
             await peer.call(ReadLog(job_id="a"), timeout_s=0.05)
         server.release.set()
@@ -136,7 +136,7 @@ async def test_server_can_call_the_client() -> None:
 
 
 async def test_peer_without_a_handler_rejects_requests() -> None:
-    async with serving() as (server, port), dialled(port):
+    async with serving() as (server, port), connect_peer(port):
         await until(lambda: server.peers)
         with pytest.raises(ProtocolError, match="does not accept requests"):
             await server.peers[0].call(Kill(job_id="j", epoch=1, leader_token=1, reason=""), timeout_s=5)
@@ -183,9 +183,9 @@ async def test_cancellation_while_a_failed_connection_is_closed_is_not_lost() ->
 
 
 async def test_lost_connection_fails_calls_and_cancels_handlers() -> None:
-    async with serving() as (server, port), dialled(port) as peer:
+    async with serving() as (server, port), connect_peer(port) as peer:
         async with asyncio.TaskGroup() as group:
-            waiting = group.create_task(_lost(peer))
+            waiting = group.create_task(_is_closed(peer))
             await until(lambda: server.peers)
             await asyncio.sleep(0)
             server.peers[0].close()
@@ -195,7 +195,7 @@ async def test_lost_connection_fails_calls_and_cancels_handlers() -> None:
         await until(lambda: server.cancelled <= 1)
 
 
-async def _lost(peer: rpc.Peer) -> bool:
+async def _is_closed(peer: rpc.Peer) -> bool:
     with pytest.raises(ConnectionLostError):
         await peer.call(ReadLog(job_id="a"), timeout_s=30)
     return True
@@ -222,7 +222,7 @@ async def test_requests_above_the_limit_are_rejected_and_replies_are_still_read(
     ):
         await until(lambda: server.peers)
         peer.set_in_flight_max(20)
-        waits = [group.create_task(_outcome(server.peers[0], ReadLog(job_id="a"))) for _ in range(30)]
+        waits = [group.create_task(_reply_or_error(server.peers[0], ReadLog(job_id="a"))) for _ in range(30)]
         assert await peer.call(FetchTrust(), timeout_s=5), "a reply does not wait for the requests"
         await until(lambda: sum(task.done() for task in waits) == 10)
         rejected = [task.result() for task in waits if task.done()]
@@ -232,14 +232,14 @@ async def test_requests_above_the_limit_are_rejected_and_replies_are_still_read(
         peer.close()
 
 
-async def _outcome(peer: rpc.Peer, request: Request[LogChunk]) -> LogChunk | GenieError:
+async def _reply_or_error(peer: rpc.Peer, request: Request[LogChunk]) -> LogChunk | GenieError:
     (outcome,) = await peer.call_each([request], timeout_s=30)
     return outcome
 
 
 async def test_peer_that_ignores_the_limit_is_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rpc, "REJECTIONS_MAX", 5)
-    async with serving() as (server, port), dialled(port) as peer:
+    monkeypatch.setattr(rpc, "CONCURRENT_REJECTIONS_MAX", 5)
+    async with serving() as (server, port), connect_peer(port) as peer:
         await until(lambda: server.peers)
         server.peers[0].set_in_flight_max(2)
         outcomes = await peer.call_each([ReadLog(job_id="a")] * 20, timeout_s=30)
@@ -248,8 +248,8 @@ async def test_peer_that_ignores_the_limit_is_disconnected(monkeypatch: pytest.M
 
 
 async def test_peer_that_sends_many_invalid_requests_is_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rpc, "INVALID_MAX", 3)
-    async with serving() as (server, port), dialled(port) as peer:
+    monkeypatch.setattr(rpc, "INVALID_REQUESTS_MAX", 3)
+    async with serving() as (server, port), connect_peer(port) as peer:
         for _ in range(3):
             with pytest.raises(ProtocolError):
                 await peer.call(Kill(job_id="j", epoch=1, leader_token=1, reason=""), timeout_s=5)
@@ -263,10 +263,10 @@ async def test_close_does_not_wait_for_a_peer_that_reads_nothing(monkeypatch: py
     monkeypatch.setattr(network, "LINGER_S", 0.05)
     async with serving() as (server, port):
         _, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(wire.preface())
+        writer.write(wire.make_preface())
         await until(lambda: server.peers)
         (peer,) = server.peers
-        large = wire.pack(wire.Kind.REPLY, 1, bytes(60_000))
+        large = wire.pack_frame(wire.FrameKind.REPLY, 1, bytes(60_000))
         await until(lambda: not peer.channel.try_send_nowait(large), what="the send buffer is full")
         transport = peer.channel._transport  # type: ignore[attr-defined]
         await until(transport.get_write_buffer_size)
@@ -277,7 +277,7 @@ async def test_close_does_not_wait_for_a_peer_that_reads_nothing(monkeypatch: py
 
 
 async def test_call_each_returns_one_outcome_per_request() -> None:
-    async with serving() as (_, port), dialled(port) as peer:
+    async with serving() as (_, port), connect_peer(port) as peer:
         good, missing, late = await peer.call_each(
             [FetchTrust(), GetJob(job_id="a"), ReadLog(job_id="a")],  # type: ignore[list-item]
             timeout_s=0.2,
@@ -285,21 +285,21 @@ async def test_call_each_returns_one_outcome_per_request() -> None:
         assert good == TrustAnchor(ca_pem="pem")
         assert isinstance(missing, JobNotFoundError)
         assert isinstance(late, DeadlineError)
-        assert not peer._calls, "finished calls are removed"
+        assert not peer._pending_calls, "finished calls are removed"
         peer.close()
         outcomes = await peer.call_each([FetchTrust(), FetchTrust()], timeout_s=5)
         assert [type(outcome) for outcome in outcomes] == [ConnectionLostError] * 2
 
 
 async def test_call_ids_wrap_around() -> None:
-    async with serving() as (_, port), dialled(port) as peer:
-        peer._next_call = (1 << 32) - 2
+    async with serving() as (_, port), connect_peer(port) as peer:
+        peer._next_call_id = (1 << 32) - 2
         for _ in range(3):
             assert (await peer.call(FetchTrust(), timeout_s=5)).ca_pem == "pem"
-        assert peer._next_call < 10
+        assert peer._next_call_id < 10
 
 
-class _Unread:
+class _NeverReadChannel:
     """A channel whose peer sends requests and reads no replies."""
 
     peer = "peer:0"
@@ -326,7 +326,7 @@ class _Unread:
     async def receive(self) -> wire.Frame:
         if self._requests:
             self._requests -= 1
-            return wire.Frame(wire.Kind.REQUEST, self._requests, wire.encode(FetchTrust()))
+            return wire.Frame(wire.FrameKind.REQUEST, self._requests, wire.encode_message(FetchTrust()))
         await self.closed.wait()
         raise ConnectionLostError("closed")
 
@@ -341,7 +341,7 @@ async def test_peer_that_reads_no_replies_uses_bounded_memory_and_is_closed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(rpc, "REPLY_TIMEOUT_S", 0.2)
-    unread = _Unread(requests=50)
+    unread = _NeverReadChannel(requests=50)
     peer = rpc.Peer(unread, requests=REQUESTS, handler=Server().handle)
     async with asyncio.timeout(10):
         await peer.run()
@@ -349,7 +349,7 @@ async def test_peer_that_reads_no_replies_uses_bounded_memory_and_is_closed(
     assert unread.sent == 1, "the others were never encoded"
 
 
-class _CannotSend(_Unread):
+class _UnwritableChannel(_NeverReadChannel):
     """A channel on which sending fails while reading still blocks."""
 
     async def send(self, frame: bytes) -> None:
@@ -357,10 +357,25 @@ class _CannotSend(_Unread):
 
 
 async def test_failed_send_closes_the_connection_immediately() -> None:
-    lost = _CannotSend(requests=0)
+    lost = _UnwritableChannel(requests=0)
     peer = rpc.Peer(lost)
     async with asyncio.timeout(10), asyncio.TaskGroup() as group:
         group.create_task(peer.run())
         with pytest.raises(ConnectionLostError):
             await peer.call(FetchTrust(), timeout_s=5)
         assert peer.is_closed, "otherwise the next call would use it, too"
+
+
+@pytest.mark.parametrize("end", ["ours", "theirs"])
+async def test_close_listener_is_called_once_at_whichever_end_closes(end: str) -> None:
+    closed: list[str] = []
+    async with serving() as (server, port), connect_peer(port) as peer:
+        await peer.call(FetchTrust(), timeout_s=5)
+        theirs = server.peers[0]
+        theirs.set_close_listener(lambda: closed.append("replaced"))
+        theirs.set_close_listener(lambda: closed.append("closed"))
+        (theirs if end == "ours" else peer).close()
+        await until(lambda: server.ended == 1)
+        assert closed == ["closed"]
+        theirs.close()
+        assert closed == ["closed"]

@@ -57,7 +57,7 @@ def test_issuer_sets_the_name() -> None:
         .sign(key, hashes.SHA256())
     )
     csr_pem = greedy.public_bytes(serialization.Encoding.PEM).decode()
-    issued = authority.issue(csr_pem, name=tls.node_name("n1"), days=1, now=time.time())
+    issued = authority.issue(csr_pem, name=tls.node_certificate_name("n1"), days=1, now=time.time())
     assert _names(issued) == ["n1.node.genie.internal"]
     certificate = x509.load_pem_x509_certificate(issued.encode())
     assert not certificate.extensions.get_extension_for_class(x509.BasicConstraints).value.ca
@@ -69,7 +69,7 @@ def test_certificate_is_renewed_after_half_of_its_lifetime() -> None:
     authority = tls.CertificateAuthority.create(now=now)
     _, csr_pem = tls.new_key_and_csr()
     issued = authority.issue(csr_pem, name="x.node.genie.internal", days=2, now=now)
-    start, end = tls.validity(issued)
+    start, end = tls.validity_period(issued)
     assert start <= now
     assert end == pytest.approx(now + 2 * 86400, abs=2)
     assert tls.renewal_due_in_s(issued, now=now) == pytest.approx(86400, abs=400)

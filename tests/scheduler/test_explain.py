@@ -43,8 +43,8 @@ def test_explanation_lists_the_reason_of_each_node() -> None:
     ("shape", "why"),
     [
         (Shape(gpus=1, gpu_milli=600), "0 of 2 GPUs have a fraction of 0.6 free"),
-        (Shape(gpus=1, gpu_milli=100, gpu_memory_mib=100_000), "0 of 2 GPUs have 100000 MiB of memory free"),
-        (Shape(memory_mib=250_000), "246000 of 256000 MiB of memory are free"),
+        (Shape(gpus=1, gpu_milli=100, gpu_memory_mib=100_000), "0 of 2 GPUs have 97.66 GiB of memory free"),
+        (Shape(memory_mib=250_000), "240.23 GiB of 250 GiB of memory are free"),
     ],
 )
 def test_missing_fraction_and_missing_memory_have_different_reasons(shape: Shape, why: str) -> None:

@@ -68,7 +68,7 @@ def test_quota_reason_uses_singular() -> None:
     quotas = Quotas({"t": Quota(Amounts(1000, 1000, 10), gpu_amounts(0))})
     request = JobRequest("j", "t", 1, Shape(gpus=2, cpu_milli=1000))
     why = quotas.why_not(request, 1, usage=Amounts(), nonpreemptible=Amounts())
-    assert why.endswith("requests 2 GPUs, 1 CPU; the quota of tenant t is 1 GPU, 1 CPU, 10 MiB")
+    assert why.endswith("requests 2 GPUs, 1 CPU; the quota of tenant t is 1 GPU, 1 CPU, 0.01 GiB of memory")
 
 
 def test_request_above_the_quota_is_infeasible() -> None:

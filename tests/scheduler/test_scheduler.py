@@ -542,7 +542,7 @@ def test_job_gets_the_gpu_it_names_or_waits() -> None:
         (
             on(1, milli=100),
             on(1, milli=500, gpu_memory_mib=90_000),
-            "GPU 1 of n has 81000 MiB of memory free",
+            "GPU 1 of n has 79.1 GiB of memory free",
         ),
         (on(1, milli=100), on(5), "no suitable node: n: has no GPU 5"),
         (on(1, milli=100), on(0), "no suitable node: n: GPU 0 accepts no new jobs"),

@@ -21,6 +21,7 @@ import pytest
 from genie.agent.jobs import NodeJobs
 from genie.controller.connection import CONNECTIONS_OF_TOKEN_MAX
 from genie.controller.controller import Controller
+from genie.controller.jobs.changes import JobChange
 from genie.controller.jobs.lifecycle import JobLifecycle
 from genie.controller.jobs.space import JobSpace
 from genie.controller.ledger import Ledger
@@ -28,7 +29,7 @@ from genie.controller.nodes.agents import Agents
 from genie.controller.request_limits import RequestLimits, TokenUsage
 from genie.controller.requests.open_waits import OpenWaits
 from genie.errors import StoreFullError
-from genie.model.job import Job, JobState
+from genie.model.job import Job, JobState, parse_worker_unit
 from genie.model.messages import ExitReport, Message
 from genie.model.tenant import TokenKind
 from genie.processes import files
@@ -62,7 +63,11 @@ def _plant_failing_exits(patch: pytest.MonkeyPatch) -> None:
     async def record_exits(
         self: JobLifecycle, node_id: str, reports: Sequence[ExitReport]
     ) -> list[ExitReport]:
-        builds = (partial(self._exit, node_id, report, False) for report in reports)
+        units = ((report, *parse_worker_unit(report.job_id)) for report in reports)
+        exits = (
+            JobChange(job_id, partial(self._exit, node_id, report, rank)) for report, job_id, rank in units
+        )
+        builds = (partial(change.stage, self._ledger.jobs) for change in exits)
         for outcome in await self._ledger.write_each(builds):
             if isinstance(outcome, Exception):
                 raise outcome
@@ -86,13 +91,13 @@ def _plant_blocking_reader(patch: pytest.MonkeyPatch) -> None:
     async def read(self: Peer, tasks: asyncio.TaskGroup) -> None:
         while True:
             frame = await self.channel.receive()
-            if frame.kind is wire.Kind.REQUEST:
+            if frame.kind is wire.FrameKind.REQUEST:
                 while self._in_flight >= 128:
                     blocked.add(self)
                     await asyncio.sleep(0.05)
                 self._in_flight += 1
                 tasks.create_task(self._reply_to(frame))
-            elif (future := self._calls.get(frame.call_id)) is not None and not future.done():
+            elif (future := self._pending_calls.get(frame.call_id)) is not None and not future.done():
                 future.set_result(frame)
 
     real_run = Peer.run
@@ -104,7 +109,7 @@ def _plant_blocking_reader(patch: pytest.MonkeyPatch) -> None:
             if self in blocked:
                 await asyncio.sleep(10.0)  # closing waits for the requests in flight
 
-    patch.setattr(Peer, "_read", read)
+    patch.setattr(Peer, "_read_frames", read)
     patch.setattr(Peer, "run", run)
     patch.setattr(OpenWaits, "_hold", lambda self, limits: nullcontext(True))
 
@@ -244,7 +249,7 @@ DEFECTS = {
     "wall clock limits": Defect(
         _plant_wall_clock_limits, "time", ("step_controller",), 0, "exceeded its time limit"
     ),
-    "disk on event loop": Defect(_plant_disk_on_event_loop, "disk", ("slow_disk",), 3, "without a fault"),
+    "disk on event loop": Defect(_plant_disk_on_event_loop, "disk", ("slow_disk",), 9, "without a fault"),
     "writes that are not durable": Defect(_plant_writes_that_are_not_durable, "disk", ("torn_write",), 0, ""),
     "exits of lingering jobs": Defect(
         _plant_exits_of_lingering_jobs, "hostile", ("unkillable",), 0, "overallocated"

@@ -13,7 +13,7 @@ import pytest
 from genie.errors import LaunchError
 from genie.supervisor import child as children
 from genie.supervisor import process_records
-from genie.supervisor.child import BACKOFF_S_MAX, Child, limit_log_size, restart_delay_s
+from genie.supervisor.child import BACKOFF_S_MAX, Child, restart_backoff_s, rotate_log_if_large
 from tests.waiting import until
 
 PROGRAM = """
@@ -58,10 +58,10 @@ async def test_child_has_its_own_session_a_record_and_a_private_log(child: Child
 async def test_child_whose_record_cannot_be_written_is_started_once_and_ended(
     child: Child, tmp_path: Path
 ) -> None:
-    run = tmp_path / process_records.RUN_FOLDER
+    run = tmp_path / process_records.RECORDS_FOLDER
     run.write_text("stands in for a full disk: no record can be written")
     child.start([str(tmp_path / "pids")])
-    watching = asyncio.create_task(child.watch(lambda reason: None))
+    watching = asyncio.create_task(child.restart_after_crashes(lambda reason: None))
     await until(lambda: started(tmp_path))
     assert process_records.read_record(tmp_path, "agent") is None
     run.unlink()
@@ -112,7 +112,7 @@ async def test_crashed_child_is_restarted_with_the_same_arguments(child: Child, 
     child.start([str(tmp_path / "pids")])
     await until(lambda: started(tmp_path))
     async with asyncio.TaskGroup() as group:
-        watch = group.create_task(child.watch(crashes.append))
+        watch = group.create_task(child.restart_after_crashes(crashes.append))
         os.kill(started(tmp_path)[0], signal.SIGKILL)
         await until(lambda: len(started(tmp_path)) == 2)
         watch.cancel()
@@ -129,7 +129,7 @@ async def test_stopped_child_is_not_restarted(
     if number is not None:
         os.kill(started(tmp_path)[0], number)
     async with asyncio.timeout(30):
-        await child.watch(pytest.fail)
+        await child.restart_after_crashes(pytest.fail)
     assert len(started(tmp_path)) == 1
 
 
@@ -137,14 +137,14 @@ def test_restart_delay_doubles_up_to_five_seconds() -> None:
     now, crashes, delays = 0.0, [], []
     for _ in range(40):
         crashes.append(now)
-        delays.append(restart_delay_s(crashes, now=now))
+        delays.append(restart_backoff_s(crashes, now=now))
         now += delays[-1]
     assert delays[:6] == pytest.approx([0.2, 0.4, 0.8, 1.6, 3.2, 5.0])
     assert set(delays[6:]) == {BACKOFF_S_MAX}
 
 
 def test_restart_delay_ignores_old_crashes() -> None:
-    assert restart_delay_s([0.0, 1.0, 1000.0], now=1000.0) == restart_delay_s([1000.0], now=1000.0)
+    assert restart_backoff_s([0.0, 1.0, 1000.0], now=1000.0) == restart_backoff_s([1000.0], now=1000.0)
 
 
 def test_oversized_log_is_rotated_in_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,10 +153,10 @@ def test_oversized_log_is_rotated_in_place(tmp_path: Path, monkeypatch: pytest.M
     with log.open("ab") as held_by_child:
         held_by_child.write(b"x" * 101)
         held_by_child.flush()
-        limit_log_size(log)
+        rotate_log_if_large(log)
         held_by_child.write(b"next\n")
     assert log.read_bytes() == b"next\n"
     assert (tmp_path / "agent.log.1").read_bytes() == b"x" * 101
-    limit_log_size(log)
+    rotate_log_if_large(log)
     assert log.read_bytes() == b"next\n"
-    limit_log_size(tmp_path / "none.log")
+    rotate_log_if_large(tmp_path / "none.log")

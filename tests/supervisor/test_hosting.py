@@ -101,7 +101,7 @@ def interfaces(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_server_binds_loopback_but_no_address_of_another_machine(host: str, bind: str | None) -> None:
-    assert hosting._address_to_bind(host) == bind
+    assert hosting._find_bind_address(host) == bind
 
 
 async def test_server_logs_that_it_joins_an_address_of_another_machine(
@@ -140,14 +140,14 @@ def test_server_rejects_an_unreachable_address(host: str) -> None:
     with pytest.raises(
         ConfigError, match=r"is not an address that other machines can connect to \(pass an address"
     ):
-        hosting._address_to_bind(host)
+        hosting._find_bind_address(host)
 
 
 def test_server_rejects_a_name_that_resolves_to_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in the /etc/hosts of Debian."""
     resolve_to(monkeypatch, "127.0.1.1")
     with pytest.raises(ConfigError, match=r"'gpu-box' resolves to 127\.0\.1\.1 here.*or localhost"):
-        hosting._address_to_bind("gpu-box")
+        hosting._find_bind_address("gpu-box")
 
 
 @pytest.mark.parametrize(
@@ -165,7 +165,7 @@ def test_server_binds_the_address_of_this_machine_among_several(
     resolved: list[str], bind: str, interfaces: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     resolve_to(monkeypatch, *resolved)
-    assert hosting._address_to_bind("gpu-box") == bind
+    assert hosting._find_bind_address("gpu-box") == bind
 
 
 @pytest.mark.parametrize("resolved", [["fe80::7"], ["127.0.1.1", "10.0.0.99"]])
@@ -174,20 +174,20 @@ def test_server_rejects_a_name_without_reachable_address(
 ) -> None:
     resolve_to(monkeypatch, *resolved)
     with pytest.raises(ConfigError, match=r"pass an address of this machine \(10\.0\.0\.7, 2001:db8::7\)"):
-        hosting._address_to_bind("gpu-box")
+        hosting._find_bind_address("gpu-box")
 
 
 def test_guide_contains_the_commands_for_other_machines() -> None:
-    guide = "\n".join(hosting.connection_guide("gpu-box", 6000))
+    guide = "\n".join(hosting.format_connection_guide("gpu-box", 6000))
     for command in (
         "genie token create --join > join.token",
         "genie join gpu-box:6000 --token-file join.token",
         "genie login gpu-box:6000",
     ):
         assert command in guide
-    (local_only,) = hosting.connection_guide("127.0.0.1", 5555)
+    (local_only,) = hosting.format_connection_guide("127.0.0.1", 5555)
     assert "only this machine can connect" in local_only and "master_addr" in local_only
-    (bound,) = hosting.connection_guide("127.0.0.1", 5555, is_bind_set=True)
+    (bound,) = hosting.format_connection_guide("127.0.0.1", 5555, is_bind_set=True)
     assert "GENIE_CONTROLLER_BIND" in bound and "master_addr" not in bound
 
 
@@ -210,7 +210,7 @@ async def host_without_processes(
     async def listens(_host: str, _port: int) -> bool:
         return False
 
-    monkeypatch.setattr(local_cluster, "up", up)
+    monkeypatch.setattr(local_cluster, "run_local_cluster", up)
     monkeypatch.setattr(hosting, "_is_listening", listens)
     settings = config.load(
         {"controller.bind": bind, "cluster.master_addr": host, "cluster.token": token(TokenKind.OWNER, OURS)}

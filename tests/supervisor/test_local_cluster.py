@@ -51,7 +51,7 @@ def settings(state_dir: Path, **more: object) -> Settings:
 
 def is_alive(pid: int) -> bool:
     """False for a zombie."""
-    mark = ProcessMark.of(pid)
+    mark = ProcessMark.of_pid(pid)
     return mark is not None and mark.is_alive
 
 
@@ -73,7 +73,7 @@ def progress() -> ProgressLog:
 
 @pytest.fixture
 async def cluster(tmp_path: Path, progress: ProgressLog) -> AsyncIterator[local_cluster.Supervisor]:
-    async with local_cluster.up(settings(tmp_path), progress=progress) as running:
+    async with local_cluster.run_local_cluster(settings(tmp_path), progress=progress) as running:
         yield running
 
 
@@ -83,13 +83,13 @@ async def test_up_returns_when_the_node_is_registered(
     assert cluster.cluster is not None
     assert progress.has(f"listens on 127.0.0.1:{cluster.cluster.port}")
     assert progress.has("node n1 has joined the cluster with 1 accelerator")
-    access = local_cluster.owner_access(tmp_path, cluster.cluster)
+    access = local_cluster.make_owner_access(tmp_path, cluster.cluster)
     async with open_client(settings(tmp_path, **_as_arguments(access))) as client:
         (view,) = await client.nodes()
         assert (view.info.node_id, view.info.status) == ("n1", NodeStatus.HEALTHY)
         joins = [record for record in await client.list_tokens() if record.kind is TokenKind.JOIN]
         assert [record.used_at is not None for record in joins] == [True]
-    running = local_cluster.find_running(tmp_path)
+    running = local_cluster.find_running_cluster(tmp_path)
     assert running is not None
     assert running.pids == cluster.pids
     assert all(os.getsid(pid) == pid for pid in cluster.pids.values())
@@ -110,12 +110,12 @@ async def test_up_ends_all_processes_and_a_restart_keeps_the_node(
     tmp_path: Path, progress: ProgressLog
 ) -> None:
     for incarnation in (1, 2):
-        async with local_cluster.up(settings(tmp_path), progress=progress) as running:
+        async with local_cluster.run_local_cluster(settings(tmp_path), progress=progress) as running:
             pids = running.pids
             assert running.node_id == "n1"
             assert (tmp_path / "agents" / "n1" / "incarnation").read_text().strip() == str(incarnation)
         assert [pid for pid in pids.values() if is_alive(pid)] == []
-        assert local_cluster.find_running(tmp_path) is None
+        assert local_cluster.find_running_cluster(tmp_path) is None
         assert LocalCluster.read(tmp_path) is None, "commands must no longer use it"
     assert sum("joining" in line for line in progress.lines) == 1
 
@@ -126,14 +126,14 @@ async def test_stop_finishes_despite_repeated_cancellation(tmp_path: Path) -> No
 
     def cancel_twice(line: str) -> None:
         if "listens on" in line:
-            found = local_cluster.find_running(tmp_path)
+            found = local_cluster.find_running_cluster(tmp_path)
             assert found is not None
             pids.extend(found.pids.values())
         if "listens on" in line or line == "stopping the controller":
             task[0].cancel()
 
     async def host() -> None:
-        async with local_cluster.up(settings(tmp_path), progress=cancel_twice, agent=False):
+        async with local_cluster.run_local_cluster(settings(tmp_path), progress=cancel_twice, agent=False):
             raise AssertionError("it was cancelled before")
 
     async with asyncio.TaskGroup() as group:
@@ -147,8 +147,8 @@ async def test_stop_finishes_despite_repeated_cancellation(tmp_path: Path) -> No
 async def test_error_names_the_process_that_holds_the_lock(tmp_path: Path, progress: ProgressLog) -> None:
     """After 'genie down' a server session still holds the lock."""
     expected = f"process {os.getpid()} .*end that program"
-    with local_cluster._lock(tmp_path), pytest.raises(AgentRunningError, match=expected):
-        async with local_cluster.up(settings(tmp_path), progress=progress):
+    with local_cluster._hold_supervisor_lock(tmp_path), pytest.raises(AgentRunningError, match=expected):
+        async with local_cluster.run_local_cluster(settings(tmp_path), progress=progress):
             pass
 
 
@@ -158,7 +158,7 @@ async def test_second_cluster_in_the_same_state_directory_is_rejected(
     assert cluster.cluster is not None
     where = f"127.0.0.1:{cluster.cluster.port}"
     with pytest.raises(AgentRunningError, match=rf"already running at {where}.*genie down"):
-        async with local_cluster.up(settings(tmp_path), progress=progress):
+        async with local_cluster.run_local_cluster(settings(tmp_path), progress=progress):
             pass
     assert all(is_alive(pid) for pid in cluster.pids.values())
 
@@ -167,14 +167,16 @@ async def test_error_names_a_port_in_use(tmp_path: Path, progress: ProgressLog) 
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(AddressInUseError, match=f"port {port}"):
-            async with local_cluster.up(settings(tmp_path, controller__port=port), progress=progress):
+            async with local_cluster.run_local_cluster(
+                settings(tmp_path, controller__port=port), progress=progress
+            ):
                 pass
-    assert local_cluster.find_running(tmp_path) is None
+    assert local_cluster.find_running_cluster(tmp_path) is None
 
 
 async def test_non_loopback_bind_without_tls_is_rejected(tmp_path: Path, progress: ProgressLog) -> None:
     with pytest.raises(ConfigError, match=r"0\.0\.0\.0"):
-        async with local_cluster.up(
+        async with local_cluster.run_local_cluster(
             settings(tmp_path, controller__bind="0.0.0.0", controller__tls="off"), progress=progress
         ):
             pass
@@ -184,10 +186,12 @@ async def test_setting_that_the_controller_rejects_is_a_config_error(
     tmp_path: Path, progress: ProgressLog
 ) -> None:
     with pytest.raises(ConfigError, match="invalid store URL 'mysql'") as caught:
-        async with local_cluster.up(settings(tmp_path, controller__store="mysql"), progress=progress):
+        async with local_cluster.run_local_cluster(
+            settings(tmp_path, controller__store="mysql"), progress=progress
+        ):
             pass
     assert caught.value.exit_code == 2
-    assert local_cluster.find_running(tmp_path) is None
+    assert local_cluster.find_running_cluster(tmp_path) is None
 
 
 async def test_failed_controller_start_quotes_its_log(tmp_path: Path, progress: ProgressLog) -> None:
@@ -196,11 +200,11 @@ async def test_failed_controller_start_quotes_its_log(tmp_path: Path, progress: 
     process_records.log_path(tmp_path, local_cluster.CONTROLLER).parent.mkdir()
     process_records.log_path(tmp_path, local_cluster.CONTROLLER).write_text("error: of an earlier start\n")
     with pytest.raises(LaunchError, match=r"^[^\n]*store[^\n]*$") as caught:
-        async with local_cluster.up(settings(tmp_path), progress=progress):
+        async with local_cluster.run_local_cluster(settings(tmp_path), progress=progress):
             pass
     assert "error:" not in str(caught.value), "the error of the child is raised, not quoted"
     assert "earlier start" not in str(caught.value)
-    assert local_cluster.find_running(tmp_path) is None
+    assert local_cluster.find_running_cluster(tmp_path) is None
 
 
 async def test_failed_start_keeps_its_error_if_cleanup_exceeds_the_timeout(
@@ -216,19 +220,19 @@ async def test_failed_start_keeps_its_error_if_cleanup_exceeds_the_timeout(
                 if line == "stopping the controller":
                     deadline.reschedule(0)
 
-            async with local_cluster.up(settings(tmp_path), progress=end_the_time):
+            async with local_cluster.run_local_cluster(settings(tmp_path), progress=end_the_time):
                 pass
 
     with pytest.raises(LaunchError, match="store"):
         await host()
-    assert local_cluster.find_running(tmp_path) is None
+    assert local_cluster.find_running_cluster(tmp_path) is None
 
 
 async def test_start_timeout_leaves_no_process(tmp_path: Path, progress: ProgressLog) -> None:
     with pytest.raises(DeadlineError, match=r"within 0\.05 s"):
-        async with local_cluster.up(settings(tmp_path), progress=progress, timeout_s=0.05):
+        async with local_cluster.run_local_cluster(settings(tmp_path), progress=progress, timeout_s=0.05):
             pass
-    assert local_cluster.find_running(tmp_path) is None
+    assert local_cluster.find_running_cluster(tmp_path) is None
 
 
 async def test_killed_controller_is_restarted_without_ending_the_agent(
@@ -236,7 +240,7 @@ async def test_killed_controller_is_restarted_without_ending_the_agent(
 ) -> None:
     before = cluster.pids
     assert cluster.cluster is not None
-    access = local_cluster.owner_access(tmp_path, cluster.cluster)
+    access = local_cluster.make_owner_access(tmp_path, cluster.cluster)
     async with open_client(settings(tmp_path, **_as_arguments(access))) as client:
         os.kill(before["controller"], signal.SIGKILL)
         await until(lambda: progress.has("the controller ended with SIGKILL"))
@@ -250,7 +254,7 @@ async def test_state_directory_may_be_a_relative_path(
     tmp_path: Path, progress: ProgressLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    async with local_cluster.up(settings(Path("here")), progress=progress) as running:
+    async with local_cluster.run_local_cluster(settings(Path("here")), progress=progress) as running:
         assert set(running.pids) == {"controller", "agent"}
         assert (tmp_path / "here" / "logs" / "agent.log").exists()
 
@@ -259,12 +263,12 @@ async def test_progress_mentions_a_library_that_is_not_compiled(
     tmp_path: Path, progress: ProgressLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(local_cluster, "why_not_native", lambda: "not compiled yet")
-    async with local_cluster.up(settings(tmp_path), progress=progress, agent=False):
+    async with local_cluster.run_local_cluster(settings(tmp_path), progress=progress, agent=False):
         assert progress.lines[-1] == "not compiled yet"
 
 
 async def test_up_can_start_only_a_controller(tmp_path: Path, progress: ProgressLog) -> None:
-    async with local_cluster.up(settings(tmp_path), progress=progress, agent=False) as running:
+    async with local_cluster.run_local_cluster(settings(tmp_path), progress=progress, agent=False) as running:
         assert set(running.pids) == {"controller"}
 
 
@@ -277,7 +281,7 @@ SUPERVISOR = """
 
     async def main():
         settings = config.load({"paths.state_dir": sys.argv[1], "controller.port": 0})
-        async with local_cluster.up(settings, progress=lambda line: None) as running:
+        async with local_cluster.run_local_cluster(settings, progress=lambda line: None) as running:
             pathlib.Path(sys.argv[1], "ready").touch()
             await running.wait()
 
@@ -293,13 +297,13 @@ async def orphans(tmp_path: Path) -> AsyncIterator[dict[str, int]]:
     )
     try:
         await until(lambda: (tmp_path / "ready").exists() or supervisor.poll() is not None, timeout_s=60)
-        found = local_cluster.find_running(tmp_path)
+        found = local_cluster.find_running_cluster(tmp_path)
         assert found is not None
     finally:
         supervisor.kill()
         supervisor.wait()
     yield found.pids
-    await local_cluster.stop_running(tmp_path)
+    await local_cluster.stop_running_cluster(tmp_path)
 
 
 async def test_children_outlive_a_killed_supervisor_and_can_be_stopped(
@@ -308,9 +312,9 @@ async def test_children_outlive_a_killed_supervisor_and_can_be_stopped(
     assert set(orphans) == {"controller", "agent"}
     assert all(is_alive(pid) for pid in orphans.values())
     with pytest.raises(AgentRunningError, match="already running"):
-        async with local_cluster.up(settings(tmp_path), progress=progress):
+        async with local_cluster.run_local_cluster(settings(tmp_path), progress=progress):
             pass
-    stopped = await local_cluster.stop_running(tmp_path, progress=progress)
+    stopped = await local_cluster.stop_running_cluster(tmp_path, progress=progress)
     assert stopped is not None
     assert stopped.pids == orphans
     assert [line.split(" (")[0] for line in progress.lines] == [
@@ -319,7 +323,7 @@ async def test_children_outlive_a_killed_supervisor_and_can_be_stopped(
     ]
     assert [pid for pid in orphans.values() if is_alive(pid)] == []
     assert LocalCluster.read(tmp_path) is None
-    assert await local_cluster.stop_running(tmp_path) is None
+    assert await local_cluster.stop_running_cluster(tmp_path) is None
 
 
 async def test_wait_returns_when_another_process_stops_the_children(
@@ -327,19 +331,19 @@ async def test_wait_returns_when_another_process_stops_the_children(
 ) -> None:
     async with asyncio.TaskGroup() as group:
         waiting = group.create_task(cluster.wait())
-        await local_cluster.stop_running(tmp_path)
+        await local_cluster.stop_running_cluster(tmp_path)
         async with asyncio.timeout(30):
             await waiting
 
 
 def test_find_running_returns_none_without_processes(tmp_path: Path) -> None:
-    assert local_cluster.find_running(tmp_path) is None
+    assert local_cluster.find_running_cluster(tmp_path) is None
 
 
 def test_find_running_ignores_a_stale_record(tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", "pass"]) as ended:
         process_records.record_process(tmp_path, local_cluster.CONTROLLER, ended.pid)
-    wait_until(lambda: local_cluster.find_running(tmp_path) is None)
+    wait_until(lambda: local_cluster.find_running_cluster(tmp_path) is None)
 
 
 # --- only an agent ----------------------------------------------------------------------------
@@ -350,7 +354,7 @@ async def join_token(
     cluster: local_cluster.Supervisor, state_dir: Path
 ) -> AsyncIterator[tuple[Settings, str]]:
     assert cluster.cluster is not None
-    access = local_cluster.owner_access(state_dir, cluster.cluster)
+    access = local_cluster.make_owner_access(state_dir, cluster.cluster)
     async with open_client(settings(state_dir, **_as_arguments(access))) as client:
         created = await client.create_token(TokenKind.JOIN)
         yield settings(state_dir, **_as_arguments(access)), created.token
@@ -363,7 +367,7 @@ async def test_agent_rejoins_without_a_token(
         where = _as_arguments(owner.cluster)
         there = tmp_path / "elsewhere"
         first = settings(there, **(where | {"cluster__token": token, "cluster__node_id": "w1"}))
-        async with local_cluster.up_agent(first, first.cluster, progress=progress) as running:
+        async with local_cluster.run_local_agent(first, first.cluster, progress=progress) as running:
             assert set(running.pids) == {"agent"}
             assert await _is_listed(owner, "w1"), "up_agent() returns after the registration"
             await _check_other_clusters_are_told_apart(there, running, first)
@@ -371,10 +375,10 @@ async def test_agent_rejoins_without_a_token(
             third = settings(
                 tmp_path / "third", **(where | {"cluster__token": token, "cluster__node_id": "w2"})
             )
-            async with local_cluster.up_agent(third, third.cluster, progress=progress):
+            async with local_cluster.run_local_agent(third, third.cluster, progress=progress):
                 pass
         again = settings(there, **(where | {"cluster__token": None, "cluster__node_id": "w1"}))
-        async with local_cluster.up_agent(again, again.cluster, progress=progress) as running:
+        async with local_cluster.run_local_agent(again, again.cluster, progress=progress) as running:
             assert running.node_id == "w1"
             await until(lambda: _is_listed(owner, "w1"), timeout_s=30)
 
@@ -390,26 +394,26 @@ async def test_node_is_found_again_without_its_node_id_or_a_token(
     async def join(name: str) -> None:
         async with join_token(cluster, tmp_path) as (_, token):
             given = settings(there, **(where | {"cluster__token": token, "cluster__node_id": name}))
-            async with local_cluster.up_agent(given, given.cluster, progress=progress):
+            async with local_cluster.run_local_agent(given, given.cluster, progress=progress):
                 pass
 
     await join("trainer")
-    async with local_cluster.up_agent(unnamed, unnamed.cluster, progress=progress) as running:
+    async with local_cluster.run_local_agent(unnamed, unnamed.cluster, progress=progress) as running:
         assert running.node_id == "trainer"
     await join("trainer-2")
     with pytest.raises(UsageError, match=r"several nodes .*: trainer, trainer-2") as caught:
-        async with local_cluster.up_agent(unnamed, unnamed.cluster, progress=progress):
+        async with local_cluster.run_local_agent(unnamed, unnamed.cluster, progress=progress):
             pass
     assert "--node-id" in caught.value.hint
     third = settings(there, **(where | {"cluster__token": None, "cluster__node_id": "trainer-2"}))
-    async with local_cluster.up_agent(third, third.cluster, progress=progress) as running:
+    async with local_cluster.run_local_agent(third, third.cluster, progress=progress) as running:
         assert running.node_id == "trainer-2"
 
 
 async def _check_other_clusters_are_told_apart(
     state_dir: Path, agent: local_cluster.Supervisor, joined: Settings
 ) -> None:
-    running = local_cluster.find_running(state_dir)
+    running = local_cluster.find_running_cluster(state_dir)
     assert running is not None
     assert running.node_id == agent.node_id
     local_cluster.check_agent_cluster(running, joined.cluster, state_dir=state_dir)
@@ -422,15 +426,15 @@ async def _check_other_clusters_are_told_apart(
 async def test_agent_that_cannot_register_is_stopped_and_the_error_has_the_address(
     tmp_path: Path, progress: ProgressLog, unused_tcp_port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(local_cluster, "_PROGRESS_AFTER_S", 0.1)
-    async with local_cluster.up(settings(tmp_path), progress=progress):
+    monkeypatch.setattr(local_cluster, "_WAIT_MESSAGE_DELAY_S", 0.1)
+    async with local_cluster.run_local_cluster(settings(tmp_path), progress=progress):
         pass
     pids: list[int] = []
 
     def remember(line: str) -> None:
         progress(line)
         if "waiting for" in line:
-            found = local_cluster.find_running(tmp_path)
+            found = local_cluster.find_running_cluster(tmp_path)
             assert found is not None
             pids.append(found.pids["agent"])
 
@@ -440,7 +444,7 @@ async def test_agent_that_cannot_register_is_stopped_and_the_error_has_the_addre
     with pytest.raises(
         UnreachableError, match=rf"node n1 could not register with 127\.0\.0\.1:{unused_tcp_port}"
     ):
-        async with local_cluster.up_agent(there, with_token, progress=remember, timeout_s=2.0):
+        async with local_cluster.run_local_agent(there, with_token, progress=remember, timeout_s=2.0):
             pass
     assert not progress.has("has joined the cluster with") or progress.lines[-1] == "stopping the agent"
     assert len(pids) == 1
@@ -448,7 +452,7 @@ async def test_agent_that_cannot_register_is_stopped_and_the_error_has_the_addre
     with pytest.raises(
         TokenMissingError, match=rf"joining 127\.0\.0\.1:{unused_tcp_port} requires a token .*--token-file"
     ):
-        async with local_cluster.up_agent(there, there.cluster, progress=progress):
+        async with local_cluster.run_local_agent(there, there.cluster, progress=progress):
             pass
 
 
@@ -482,13 +486,13 @@ async def test_node_with_a_numbered_id_is_found_again(
     async with join_token(cluster, tmp_path) as (owner, _token):
         chosen = settings(tmp_path / "elsewhere", **_as_arguments(owner.cluster))
         with pytest.raises(UsageError, match="n1' is already in use"):
-            async with local_cluster.up_agent(chosen, chosen.cluster, progress=progress):
+            async with local_cluster.run_local_agent(chosen, chosen.cluster, progress=progress):
                 pass
         there = settings(
             tmp_path / "elsewhere", **(_as_arguments(owner.cluster) | {"cluster__node_id": None})
         )
         for _ in range(2):
-            async with local_cluster.up_agent(there, there.cluster, progress=progress) as running:
+            async with local_cluster.run_local_agent(there, there.cluster, progress=progress) as running:
                 assert running.node_id == "n1-2"
     assert sum("joining" in line for line in progress.lines) == 3, (
         "n1 and n1-2 once each, and one rejected n1"
@@ -498,7 +502,7 @@ async def test_node_with_a_numbered_id_is_found_again(
 async def test_joining_requires_a_token(tmp_path: Path, progress: ProgressLog) -> None:
     given = settings(tmp_path, cluster__master_addr="127.0.0.1")
     with pytest.raises(TokenMissingError, match=r"genie token create --join"):
-        async with local_cluster.up_agent(given, given.cluster, progress=progress):
+        async with local_cluster.run_local_agent(given, given.cluster, progress=progress):
             pass
 
 
@@ -508,16 +512,16 @@ async def test_user_token_error_explains_how_to_get_a_join_token(
     token = new_token(TokenKind.USER, token_id="abcd", secret=b"\x01" * 32, pin="a" * 43)
     given = settings(tmp_path, cluster__master_addr="127.0.0.1", cluster__token=str(token))
     with pytest.raises(PermissionError_, match=r"joining 127\.0\.0\.1:5555 requires a join token.*--join"):
-        async with local_cluster.up_agent(given, given.cluster, progress=progress):
+        async with local_cluster.run_local_agent(given, given.cluster, progress=progress):
             pass
 
 
 def test_owner_access_requires_the_owner_token(tmp_path: Path) -> None:
     with pytest.raises(TokenMissingError, match="no owner token"):
-        local_cluster.owner_access(tmp_path, LocalCluster("127.0.0.1", 1, "c"))
+        local_cluster.make_owner_access(tmp_path, LocalCluster("127.0.0.1", 1, "c"))
     os.mkfifo(tmp_path / "owner.token")
     with pytest.raises(TokenMissingError, match=r"owner\.token cannot be read: .*not a regular file"):
-        local_cluster.owner_access(tmp_path, LocalCluster("127.0.0.1", 1, "c"))
+        local_cluster.make_owner_access(tmp_path, LocalCluster("127.0.0.1", 1, "c"))
 
 
 def test_invalid_node_id_is_rejected(tmp_path: Path) -> None:
@@ -528,9 +532,9 @@ def test_invalid_node_id_is_rejected(tmp_path: Path) -> None:
 async def test_running_jobs_end_with_the_cluster(tmp_path: Path, progress: ProgressLog) -> None:
     from tests.integration.running import python_job
 
-    async with local_cluster.up(settings(tmp_path), progress=progress) as running:
+    async with local_cluster.run_local_cluster(settings(tmp_path), progress=progress) as running:
         assert running.cluster is not None
-        access = local_cluster.owner_access(tmp_path, running.cluster)
+        access = local_cluster.make_owner_access(tmp_path, running.cluster)
         async with open_client(settings(tmp_path, **_as_arguments(access))) as client:
             job = await client.submit(
                 python_job("import os, time; print(os.getpid(), flush=True); time.sleep(600)")

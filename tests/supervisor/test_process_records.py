@@ -84,9 +84,9 @@ async def test_process_that_ends_on_sigterm_is_not_killed(tmp_path: Path, sleepe
 def test_last_lines_skips_empty_lines(tmp_path: Path) -> None:
     log = tmp_path / "a.log"
     log.write_text("".join(f"line {number}\n\n" for number in range(1000)))
-    assert process_records.last_lines(log, count=2) == ["line 998", "line 999"]
-    assert process_records.last_lines(tmp_path / "none.log") == []
+    assert process_records.read_last_lines(log, count=2) == ["line 998", "line 999"]
+    assert process_records.read_last_lines(tmp_path / "none.log") == []
 
 
 def test_own_process_is_alive() -> None:
-    assert process_records.ProcessMark.of(os.getpid()) is not None
+    assert process_records.ProcessMark.of_pid(os.getpid()) is not None

@@ -19,9 +19,9 @@ from genie.runtime.credentials import LocalCluster
 from genie.supervisor import this_machine
 from genie.supervisor.this_machine import (
     add_local_cluster_hint,
+    find_local_cluster_hint,
     is_own_address,
-    local_cluster_hint,
-    own_addresses,
+    list_own_addresses,
 )
 from genie.tenancy.access import new_token
 from tests.cluster.small_controller import SmallController
@@ -35,7 +35,7 @@ HERE = LocalCluster(host="10.0.0.7", port=6000, cluster_id="c1")
 )
 def test_hint_names_the_local_cluster_for_every_form_of_its_address(host: str, tmp_path: Path) -> None:
     HERE.write(tmp_path)
-    advice = local_cluster_hint(host, 5555, state_dir=tmp_path)
+    advice = find_local_cluster_hint(host, 5555, state_dir=tmp_path)
     assert advice == "a cluster of this machine listens on 10.0.0.7:6000: use master_addr='10.0.0.7:6000'"
 
 
@@ -43,23 +43,23 @@ def test_hint_names_the_local_cluster_for_every_form_of_its_address(host: str, t
 def test_no_hint_for_another_machine(host: str, tmp_path: Path) -> None:
     HERE.write(tmp_path)
     assert not is_own_address(host)
-    assert local_cluster_hint(host, 5555, state_dir=tmp_path) == ""
+    assert find_local_cluster_hint(host, 5555, state_dir=tmp_path) == ""
 
 
 def test_hint_does_not_repeat_the_failed_address(tmp_path: Path) -> None:
-    assert local_cluster_hint("localhost", 5555, state_dir=tmp_path) == ""
+    assert find_local_cluster_hint("localhost", 5555, state_dir=tmp_path) == ""
     LocalCluster(host="127.0.0.1", port=5555, cluster_id="c1").write(tmp_path)
-    assert local_cluster_hint("localhost", 5555, state_dir=tmp_path) == ""
-    assert "127.0.0.1:5555" in local_cluster_hint("localhost", 6000, state_dir=tmp_path)
+    assert find_local_cluster_hint("localhost", 5555, state_dir=tmp_path) == ""
+    assert "127.0.0.1:5555" in find_local_cluster_hint("localhost", 6000, state_dir=tmp_path)
 
 
 def test_hint_names_the_cluster_that_this_machine_has_joined(tmp_path: Path) -> None:
     write_private(tmp_path / "agents" / "n1" / "node.token", b"a token")
     write_private(tmp_path / "agents" / "n1" / "controllers.json", b'["10.0.0.5:5555"]')
-    advice = local_cluster_hint("localhost", 5555, state_dir=tmp_path)
+    advice = find_local_cluster_hint("localhost", 5555, state_dir=tmp_path)
     assert advice == "this machine is a node of the cluster at 10.0.0.5:5555: use master_addr='10.0.0.5:5555'"
     (tmp_path / "local.json").write_text("spoiled")
-    assert "10.0.0.5:5555" in local_cluster_hint("localhost", 5555, state_dir=tmp_path)
+    assert "10.0.0.5:5555" in find_local_cluster_hint("localhost", 5555, state_dir=tmp_path)
 
 
 def test_hint_does_not_name_a_stopped_cluster_of_this_machine(tmp_path: Path) -> None:
@@ -71,10 +71,10 @@ def test_hint_does_not_name_a_stopped_cluster_of_this_machine(tmp_path: Path) ->
     write_private(tmp_path / "owner.token", owner)
     write_private(tmp_path / "agents" / "n1" / "node.token", node)
     write_private(tmp_path / "agents" / "n1" / "controllers.json", b'["127.0.0.1:6000"]')
-    assert local_cluster_hint("localhost", 5555, state_dir=tmp_path) == ""
+    assert find_local_cluster_hint("localhost", 5555, state_dir=tmp_path) == ""
     write_private(tmp_path / "agents" / "n2" / "node.token", other)
     write_private(tmp_path / "agents" / "n2" / "controllers.json", b'["10.0.0.5:5555"]')
-    assert "10.0.0.5:5555" in local_cluster_hint("localhost", 5555, state_dir=tmp_path)
+    assert "10.0.0.5:5555" in find_local_cluster_hint("localhost", 5555, state_dir=tmp_path)
 
 
 async def test_missing_token_error_names_the_joined_cluster(
@@ -91,8 +91,8 @@ async def test_missing_token_error_names_the_joined_cluster(
 
 
 def test_own_addresses_are_reachable_from_other_machines() -> None:
-    assert all(is_own_address(address) for address in own_addresses())
-    assert not any(address.startswith(("127.", "169.254.", "fe80")) for address in own_addresses())
+    assert all(is_own_address(address) for address in list_own_addresses())
+    assert not any(address.startswith(("127.", "169.254.", "fe80")) for address in list_own_addresses())
 
 
 async def test_init_error_names_the_local_cluster(controller: SmallController, unused_tcp_port: int) -> None:

@@ -31,7 +31,7 @@ def _reset_log() -> Iterator[None]:
     log.reset()
 
 
-def written(
+def configured_logger(
     *, form: str = "text", level: str = "INFO", name: str = "genie.part"
 ) -> tuple[io.StringIO, logging.Logger]:
     stream = io.StringIO()
@@ -47,7 +47,7 @@ def json_line(stream: io.StringIO) -> dict[str, object]:
 
 
 def test_text_line_has_time_level_logger_message_and_fields() -> None:
-    stream, logger = written()
+    stream, logger = configured_logger()
     logger.warning("job %s ended", "j1", extra={"exit_code": 3, "node": "n1"})
     assert re.fullmatch(
         r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z WARNING genie\.part job j1 ended exit_code=3 node=n1\n",
@@ -56,7 +56,7 @@ def test_text_line_has_time_level_logger_message_and_fields() -> None:
 
 
 def test_json_line_has_the_same_in_typed_fields() -> None:
-    stream, logger = written(form="json")
+    stream, logger = configured_logger(form="json")
     fields = {"exit_code": 3, "ratio": 0.5, "ok": True, "tags": ["a"], "none": None}
     logger.info("job %s ended", "j1", extra=fields)
     line = json_line(stream)
@@ -70,14 +70,14 @@ def test_json_line_has_the_same_in_typed_fields() -> None:
 
 
 def test_value_without_a_json_form_is_written_as_text() -> None:
-    stream, logger = written(form="json")
+    stream, logger = configured_logger(form="json")
     logger.info("x", extra={"path": Path("/a/b"), "deep": {"inner": {1: Path("/c")}}, "odd": float("nan")})
     assert (json_line(stream)["path"], json_line(stream)["odd"]) == ("/a/b", "nan")
     assert json_line(stream)["deep"] == {"inner": {"1": "/c"}}
 
 
 def test_extra_field_does_not_replace_a_standard_field() -> None:
-    stream, logger = written(form="json")
+    stream, logger = configured_logger(form="json")
     logger.info("x", extra={"level": "mine", "time": 1})
     line = json_line(stream)
     assert (line["level"], line["extra_level"], line["extra_time"]) == ("INFO", "mine", 1)
@@ -85,7 +85,7 @@ def test_extra_field_does_not_replace_a_standard_field() -> None:
 
 @pytest.mark.parametrize("form", ["text", "json"])
 def test_traceback_is_written_with_the_record(form: str) -> None:
-    stream, logger = written(form=form)
+    stream, logger = configured_logger(form=form)
     try:
         raise KeyError("lost")
     except KeyError:
@@ -97,7 +97,7 @@ def test_traceback_is_written_with_the_record(form: str) -> None:
 
 @pytest.mark.parametrize(("level", "lines"), [("DEBUG", 3), ("INFO", 2), ("ERROR", 0)])
 def test_records_below_the_configured_level_are_not_written(level: str, lines: int) -> None:
-    stream, logger = written(level=level)
+    stream, logger = configured_logger(level=level)
     logger.debug("a")
     logger.info("b")
     logger.warning("c")
@@ -106,21 +106,21 @@ def test_records_below_the_configured_level_are_not_written(level: str, lines: i
 
 def test_only_loggers_of_genie_are_configured() -> None:
     root_before = (logging.root.level, list(logging.root.handlers))
-    stream, _ = written(level="DEBUG")
+    stream, _ = configured_logger(level="DEBUG")
     logging.getLogger("other.library").warning("not ours")
     assert stream.getvalue() == ""
     assert (logging.root.level, logging.root.handlers) == root_before
 
 
 def test_handlers_of_the_program_still_get_records_of_genie(caplog: pytest.LogCaptureFixture) -> None:
-    _, logger = written()
+    _, logger = configured_logger()
     logger.info("seen by both")
     assert "seen by both" in caplog.text
 
 
 def test_second_configure_replaces_the_first() -> None:
-    first, _ = written()
-    second, logger = written()
+    first, _ = configured_logger()
+    second, logger = configured_logger()
     logger.info("once")
     assert first.getvalue() == ""
     assert second.getvalue().count("once") == 1
@@ -131,10 +131,10 @@ def test_reset_keeps_handlers_of_the_program() -> None:
     logger = logging.getLogger("genie")
     logger.addHandler(theirs)
     try:
-        written()
+        configured_logger()
         log.reset()
         assert theirs in logger.handlers
-        assert not [handler for handler in logger.handlers if isinstance(handler, log._Handler)]
+        assert not [handler for handler in logger.handlers if isinstance(handler, log._GenieHandler)]
     finally:
         logger.removeHandler(theirs)
 
@@ -153,7 +153,7 @@ def test_record_that_cannot_be_formatted_does_not_raise(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(logging, "raiseExceptions", False)
-    stream, logger = written()
+    stream, logger = configured_logger()
     logger.info("too few %s %s", "one")  # noqa: PLE1206 - the fault is the point
     logger.info("next")
     assert "next" in stream.getvalue()
@@ -161,7 +161,7 @@ def test_record_that_cannot_be_formatted_does_not_raise(
 
 def test_closed_stream_does_not_raise(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logging, "raiseExceptions", False)
-    stream, logger = written()
+    stream, logger = configured_logger()
     stream.close()
     logger.info("not written")
 
@@ -180,7 +180,7 @@ def test_one_record_is_one_line_for_any_text(message: str, value: str) -> None:
 
 
 def test_control_characters_are_escaped() -> None:
-    stream, logger = written()
+    stream, logger = configured_logger()
     logger.info("a\nINFO genie forged\x1b[2J", extra={"field": "b\rc"})
     assert "a\\nINFO genie forged\\x1b[2J field=b\\rc\n" in stream.getvalue()
 
@@ -208,7 +208,7 @@ SECRET_LINES = [
 @pytest.mark.parametrize("form", ["text", "json"])
 @pytest.mark.parametrize("line", SECRET_LINES)
 def test_secrets_in_message_fields_and_traceback_are_redacted(form: str, line: str) -> None:
-    stream, logger = written(form=form)
+    stream, logger = configured_logger(form=form)
     try:
         raise ValueError(line)
     except ValueError:
@@ -221,13 +221,13 @@ def test_secrets_in_message_fields_and_traceback_are_redacted(form: str, line: s
     "name", ["token", "secret", "password", "ticket", "api_key", "authorization", "node_token"]
 )
 def test_field_with_a_secret_name_is_redacted(name: str) -> None:
-    stream, logger = written(form="json")
+    stream, logger = configured_logger(form="json")
     logger.info("x", extra={name: "plain", "inside": {name: 123}})
     assert (json_line(stream)[name], json_line(stream)["inside"]) == ("***", {name: "***"})
 
 
 def test_harmless_fields_are_not_redacted() -> None:
-    stream, logger = written(form="json")
+    stream, logger = configured_logger(form="json")
     fields = {"token_id": "abcd1234", "leader_token": 7, "secret_sha256": "beef"}
     logger.info("checked %s", TOKEN, extra=fields)
     line = json_line(stream)
@@ -280,7 +280,7 @@ def test_redaction_takes_linear_time(piece: str) -> None:
 # --- in a user's program ------------------------------------------------------------------------
 
 
-def bare_logger() -> logging.Logger:
+def unconfigured_logger() -> logging.Logger:
     """As in a program without logging configuration; the conftest of all tests restores it.
 
     Not a fixture: pytest adds its own handlers for the call of the test.
@@ -290,7 +290,7 @@ def bare_logger() -> logging.Logger:
 
 
 def test_session_configures_the_log_if_the_program_has_none() -> None:
-    logger = bare_logger()
+    logger = unconfigured_logger()
     log.configure_session(LogConfig(), requested=False)
     assert logger.level == logging.INFO
     log.configure_session(LogConfig(level="DEBUG"), requested=False)
@@ -300,7 +300,7 @@ def test_session_configures_the_log_if_the_program_has_none() -> None:
 @pytest.mark.parametrize("requested", [False, True])
 @pytest.mark.parametrize("own", ["root handler", "handler", "level"])
 def test_logging_of_the_program_is_kept_unless_a_level_was_requested(own: str, requested: bool) -> None:
-    logger = bare_logger()
+    logger = unconfigured_logger()
     handler = logging.StreamHandler(io.StringIO())
     if own == "root handler":
         logging.getLogger().addHandler(handler)
@@ -317,7 +317,7 @@ def test_logging_of_the_program_is_kept_unless_a_level_was_requested(own: str, r
 def test_program_that_configures_logging_later_gets_each_record_once(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bare_logger()
+    unconfigured_logger()
     ours, theirs = io.StringIO(), io.StringIO()
     monkeypatch.setattr(sys, "stderr", ours)
     log.configure_session(LogConfig(), requested=False)
@@ -346,7 +346,7 @@ def test_program_that_configures_logging_later_gets_each_record_once(
 def test_level_that_the_program_sets_later_applies_immediately(
     name: str, level: int, seen: list[str]
 ) -> None:
-    bare_logger()
+    unconfigured_logger()
     log.configure_session(LogConfig(), requested=False)
     theirs = io.StringIO()
     logging.basicConfig(stream=theirs, format="%(levelname)s %(message)s")
@@ -364,7 +364,7 @@ def test_level_that_the_program_sets_later_applies_immediately(
 def test_requested_level_is_kept_if_the_program_configures_logging_later(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    bare_logger()
+    unconfigured_logger()
     ours = io.StringIO()
     monkeypatch.setattr(sys, "stderr", ours)
     log.configure_session(LogConfig(), requested=True)

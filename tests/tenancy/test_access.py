@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from genie.errors import PermissionError_, TokenRefusedError
 from genie.model.messages import (
-    BEFORE_HELLO,
     CONTROLLER_REQUESTS,
-    FOR_NODES,
-    FOR_OWNERS,
-    FOR_USERS,
+    NODE_REQUESTS,
+    OWNER_REQUESTS,
+    UNAUTHENTICATED_REQUESTS,
+    USER_REQUESTS,
     DrainNode,
     Heartbeat,
     Leave,
@@ -97,9 +97,9 @@ def test_each_token_kind_may_send_only_its_requests() -> None:
             found.add(request)
         return found
 
-    assert allowed(TokenKind.OWNER) == {*FOR_USERS, *FOR_OWNERS}
-    assert allowed(TokenKind.USER) == set(FOR_USERS)
-    assert allowed(TokenKind.NODE) == set(FOR_NODES)
+    assert allowed(TokenKind.OWNER) == {*USER_REQUESTS, *OWNER_REQUESTS}
+    assert allowed(TokenKind.USER) == set(USER_REQUESTS)
+    assert allowed(TokenKind.NODE) == set(NODE_REQUESTS)
     assert allowed(TokenKind.JOIN) == set()
     assert not {Heartbeat, ListTokens} & allowed(TokenKind.USER)
     assert ListJobs in allowed(TokenKind.USER)
@@ -117,5 +117,5 @@ def test_permission_error_describes_the_request() -> None:
 
 
 def test_every_request_is_in_exactly_one_list() -> None:
-    lists = (BEFORE_HELLO, FOR_NODES, FOR_USERS, FOR_OWNERS)
+    lists = (UNAUTHENTICATED_REQUESTS, NODE_REQUESTS, USER_REQUESTS, OWNER_REQUESTS)
     assert sum(len(group) for group in lists) == len(set(CONTROLLER_REQUESTS)) == len(CONTROLLER_REQUESTS)

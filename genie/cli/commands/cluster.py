@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from genie.cli import output
-from genie.cli.app import INTERRUPTED, Invocation, app, command, read_token_file
-from genie.cli.quantities import count_text, parse_labels
+from genie.cli.app import INTERRUPTED_EXIT_CODE, Invocation, app, command, read_token_file
+from genie.cli.quantities import format_count, parse_labels
 from genie.errors import GenieError, UsageError
 from genie.model.names import address_text, parse_address
 
@@ -32,25 +32,25 @@ if TYPE_CHECKING:
     from genie.model.job import Job
     from genie.supervisor.local_cluster import Supervisor
 
-_LIST_S = 3.0
+_LIST_JOBS_TIMEOUT_S = 3.0
 _JOBS_SHOWN_MAX = 100
 
-NodeId = Annotated[str, typer.Argument(metavar="NODE", help="Node ID, as listed by 'genie nodes'.")]
-Labels = Annotated[
+NodeIdArgument = Annotated[str, typer.Argument(metavar="NODE", help="Node ID, as listed by 'genie nodes'.")]
+LabelsOption = Annotated[
     list[str] | None,
     typer.Option("--label", metavar="K=V", help="Label of this node; jobs can select it; repeatable."),
 ]
-Rack = Annotated[
+RackOption = Annotated[
     str | None, typer.Option(metavar="NAME", help="Rack name; nodes of one rack count as close.")
 ]
-Detach = Annotated[bool, typer.Option("--detach", "-d", help="Run in the background.")]
+DetachOption = Annotated[bool, typer.Option("--detach", "-d", help="Run in the background.")]
 
 
 @command(app, "up", example="genie up --detach")
 def up(
     invocation: Invocation,
     *,
-    detach: Detach = False,
+    detach: DetachOption = False,
     bind: Annotated[
         str | None, typer.Option(metavar="ADDRESS", help="Address to listen on (default: 127.0.0.1).")
     ] = None,
@@ -70,8 +70,8 @@ def up(
     no_agent: Annotated[
         bool, typer.Option("--no-agent", help="Start only the controller, no agent.")
     ] = False,
-    label: Labels = None,
-    rack: Rack = None,
+    label: LabelsOption = None,
+    rack: RackOption = None,
 ) -> None:
     """Start a cluster on this machine: a controller, and an agent for its accelerators.
 
@@ -91,13 +91,13 @@ def up(
         arguments = [f"{name}={value}" for name, value in flags.items() if value is not None]
         arguments += ["--no-agent"] if no_agent else []
         arguments += _node_arguments(label, rack)
-        background.start(["up", *arguments], settings=settings, invocation=invocation)
+        background.start_in_background(["up", *arguments], settings=settings, invocation=invocation)
         asyncio.run(_print_summary(settings))
         return
     from genie.supervisor import local_cluster
 
-    supervision = local_cluster.up(settings, progress=output.print_message, agent=not no_agent)
-    raise typer.Exit(_supervise(supervision, settings))
+    supervision = local_cluster.run_local_cluster(settings, progress=output.print_message, agent=not no_agent)
+    raise typer.Exit(_run_supervisor(supervision, settings))
 
 
 @command(app, "join", example="genie join 10.0.0.5 --token-file join.token --detach")
@@ -114,9 +114,9 @@ def join(
         ),
     ] = None,
     node_id: Annotated[str | None, typer.Option(metavar="NAME", help="Node ID (default: host name).")] = None,
-    label: Labels = None,
-    rack: Rack = None,
-    detach: Detach = False,
+    label: LabelsOption = None,
+    rack: RackOption = None,
+    detach: DetachOption = False,
 ) -> None:
     """Add this machine and its accelerators to a cluster on another machine.
 
@@ -143,12 +143,14 @@ def join(
 
         join_command = ["join", controller, *(() if node_id is None else (f"--node-id={node_id}",))]
         join_command += _node_arguments(label, rack)
-        background.start(join_command, settings=settings, invocation=invocation, token=settings.cluster.token)
-        running = local_cluster.find_running(settings.paths.state_dir)
-        output.write_line(_joined_text(settings, running.node_id if running else "-"))
+        background.start_in_background(
+            join_command, settings=settings, invocation=invocation, token=settings.cluster.token
+        )
+        running = local_cluster.find_running_cluster(settings.paths.state_dir)
+        output.write_line(_format_joined_message(settings, running.node_id if running else "-"))
         return
-    supervision = local_cluster.up_agent(settings, settings.cluster, progress=output.print_message)
-    raise typer.Exit(_supervise(supervision, settings))
+    supervision = local_cluster.run_local_agent(settings, settings.cluster, progress=output.print_message)
+    raise typer.Exit(_run_supervisor(supervision, settings))
 
 
 @command(app, "down", example="genie down")
@@ -157,7 +159,7 @@ def down(invocation: Invocation) -> None:
     from genie.supervisor import local_cluster
 
     settings = invocation.load_settings()
-    found = local_cluster.find_running(settings.paths.state_dir)
+    found = local_cluster.find_running_cluster(settings.paths.state_dir)
     if found is None:
         output.write_line("nothing to stop: no cluster or agent is running on this machine")
         return
@@ -169,7 +171,9 @@ def down(invocation: Invocation) -> None:
         progress = _ignore_progress
         output.print_message(f"stopping the agent of node {found.node_id}")
     asyncio.run(
-        local_cluster.stop_running(state_dir, progress=progress, agent_grace_s=settings.agent.stop_grace_s)
+        local_cluster.stop_running_cluster(
+            state_dir, progress=progress, agent_grace_s=settings.agent.stop_grace_s
+        )
     )
     output.write_line("stopped")
 
@@ -178,13 +182,13 @@ def down(invocation: Invocation) -> None:
 def forget(
     invocation: Invocation,
     *,
-    node_id: NodeId,
+    node_id: NodeIdArgument,
 ) -> None:
     """Remove a node from the cluster and revoke its credentials.
 
     Fails while the node is connected. To rejoin, the machine needs a new join token.
     """
-    _change_node(invocation, node_id, lambda client: client.forget_node(node_id))
+    _send_node_request(invocation, node_id, lambda client: client.forget_node(node_id))
     output.write_line(f"{node_id}: removed")
 
 
@@ -192,29 +196,29 @@ def forget(
 def drain(
     invocation: Invocation,
     *,
-    node_id: NodeId,
+    node_id: NodeIdArgument,
     reason: Annotated[
         str,
         typer.Option("--reason", metavar="TEXT", help="Reason; shown by 'genie nodes' and for pending jobs."),
     ] = "",
 ) -> None:
     """Stop placing jobs on a node; running jobs continue. Lasts until 'genie undrain'."""
-    _change_node(invocation, node_id, lambda client: client.drain_node(node_id, reason=reason))
-    output.write_line(f"{node_id}: drained; running jobs continue")
+    _send_node_request(invocation, node_id, lambda client: client.drain_node(node_id, reason=reason))
+    output.write_line(f"{node_id}: draining; running jobs continue")
 
 
 @command(app, "undrain", example="genie undrain gpu-box-3")
 def undrain(
     invocation: Invocation,
     *,
-    node_id: NodeId,
+    node_id: NodeIdArgument,
 ) -> None:
-    """Resume placing jobs on a drained node."""
-    _change_node(invocation, node_id, lambda client: client.undrain_node(node_id))
+    """Resume placing jobs on a draining or drained node."""
+    _send_node_request(invocation, node_id, lambda client: client.undrain_node(node_id))
     output.write_line(f"{node_id}: accepting work again")
 
 
-def _change_node(
+def _send_node_request(
     invocation: Invocation, node_id: str, change: Callable[[ClusterClient], Awaitable[None]]
 ) -> None:
     from genie.cluster.client import open_client
@@ -256,33 +260,33 @@ def _check_join_token(settings: Settings) -> None:
         parse_token(settings.cluster.token)
 
 
-def _supervise(supervision: AbstractAsyncContextManager[Supervisor], settings: Settings) -> int:
+def _run_supervisor(supervision: AbstractAsyncContextManager[Supervisor], settings: Settings) -> int:
     return asyncio.run(_run_until_stopped(supervision, settings))
 
 
 async def _run_until_stopped(supervision: AbstractAsyncContextManager[Supervisor], settings: Settings) -> int:
     """Start the processes and wait for Ctrl-C, SIGTERM or their exit. Return the exit code."""
     ready = False
-    with _stop_signals() as stopped:
+    with _cancel_on_stop_signal() as stopped:
         try:
             async with supervision as supervisor:
-                with _process_record(settings.paths.state_dir):
+                with _supervisor_process_record(settings.paths.state_dir):
                     ready = True
                     if supervisor.cluster is not None:
                         await _print_summary(settings)
                     else:
-                        output.write_line(_joined_text(settings, supervisor.node_id))
+                        output.write_line(_format_joined_message(settings, supervisor.node_id))
                     output.print_message("running; press Ctrl-C to stop")
                     await supervisor.wait()
                     output.print_message("stopped by another process")
         except asyncio.CancelledError:
             if not stopped:
                 raise
-    return 0 if ready else INTERRUPTED
+    return 0 if ready else INTERRUPTED_EXIT_CODE
 
 
 @contextlib.contextmanager
-def _stop_signals() -> Iterator[list[int]]:
+def _cancel_on_stop_signal() -> Iterator[list[int]]:
     """Cancel the current task at the first Ctrl-C or SIGTERM; ignore further ones."""
     loop = asyncio.get_running_loop()
     task = asyncio.current_task()
@@ -305,7 +309,7 @@ def _stop_signals() -> Iterator[list[int]]:
 
 
 @contextlib.contextmanager
-def _process_record(state_dir: Path) -> Iterator[None]:
+def _supervisor_process_record(state_dir: Path) -> Iterator[None]:
     """Record this process as the supervisor, for 'genie down' and `--detach`."""
     from genie.supervisor import local_cluster, process_records
 
@@ -318,45 +322,45 @@ def _process_record(state_dir: Path) -> Iterator[None]:
 
 async def _print_summary(settings: Settings) -> None:
     """Print nodes, addresses and next commands of a cluster that has just started."""
-    from genie.cli.commands.views import standby_facts, write_nodes
+    from genie.cli.commands.views import standby_fields, write_node_and_gpu_tables
     from genie.cluster.client import open_client
     from genie.controller.nodes.admission import advertised_host
     from genie.model.names import is_loopback
     from genie.runtime.credentials import OWNER_TOKEN_FILE, LocalCluster
-    from genie.supervisor.local_cluster import owner_access
+    from genie.supervisor.local_cluster import make_owner_access
 
     state_dir = settings.paths.state_dir
     found = LocalCluster.read(state_dir)
     assert found is not None, "the controller writes local.json before it accepts connections"
     where = address_text(found.host, found.port)
     if not (state_dir / OWNER_TOKEN_FILE).exists():  # only a standby has none
-        output.write_facts([("address", where), ("role", "standby"), ("stop", "genie down")])
+        output.write_fields([("address", where), ("role", "standby"), ("stop", "genie down")])
         return
-    access = owner_access(state_dir, found)
+    access = make_owner_access(state_dir, found)
     async with open_client(dataclasses.replace(settings, cluster=access)) as client:
         status = await client.status()
         if not status.leading:
-            output.write_facts([("address", where), *standby_facts(status), ("stop", "genie down")])
+            output.write_fields([("address", where), *standby_fields(status), ("stop", "genie down")])
             return
         views = await client.nodes()
     if views:
-        write_nodes(views)
+        write_node_and_gpu_tables(views)
         output.write_line("")
     public_host = advertised_host(settings.controller)
     init_address = f'"{found.host}", master_port={found.port}' if found.port != 5555 else f'"{found.host}"'
-    output.write_facts(
+    output.write_fields(
         [
             ("address", where),
             ("token", f"{state_dir / OWNER_TOKEN_FILE} (read by commands on this machine)"),
             ("python", f"await genie.init(master_addr={init_address})"),
             ("job", "genie submit --wait -- echo hello"),
-            *_access_facts(address_text(public_host, found.port), loopback=is_loopback(public_host)),
+            *_access_commands(address_text(public_host, found.port), loopback=is_loopback(public_host)),
             ("stop", "genie down"),
         ]
     )
 
 
-def _access_facts(where: str, *, loopback: bool) -> list[tuple[str, str]]:
+def _access_commands(where: str, *, loopback: bool) -> list[tuple[str, str]]:
     """Return the commands with which other machines join and log in."""
     from genie.supervisor.hosting import JOIN_TOKEN_COMMAND
 
@@ -373,7 +377,7 @@ def _access_facts(where: str, *, loopback: bool) -> list[tuple[str, str]]:
     ]
 
 
-def _joined_text(settings: Settings, node_id: str) -> str:
+def _format_joined_message(settings: Settings, node_id: str) -> str:
     where = address_text(settings.cluster.master_addr or "", settings.cluster.master_port)
     return f"joined {where} as {node_id}"
 
@@ -385,35 +389,40 @@ def _ignore_progress(_line: str) -> None:
 def _print_ending_jobs(settings: Settings, node_id: str) -> None:
     """`node_id` is that of the agent on this machine; empty without one."""
     try:
-        jobs = asyncio.run(_running_jobs(settings))
+        jobs = asyncio.run(_fetch_running_jobs(settings))
     except (GenieError, TimeoutError) as error:
-        output.print_message(f"could not list the running jobs: {output.one_line(str(error)) or 'no reply'}")
+        output.print_message(
+            f"could not list the running jobs: {output.to_one_line(str(error)) or 'no reply'}"
+        )
         return
     ending = [job for job in jobs if any(place.node_id == node_id for place in job.placements)]
     for job in ending[:_JOBS_SHOWN_MAX]:
         output.print_message(f"job {job.job_id} ({job.spec.name}) is {job.state} and will be terminated")
     if (more := len(ending) - _JOBS_SHOWN_MAX) > 0:
-        output.print_message(f"{count_text(more, 'more job')} on this machine will be terminated")
+        output.print_message(f"{format_count(more, 'more job')} on this machine will be terminated")
     if elsewhere := len(jobs) - len(ending):
         output.print_message(
-            f"{count_text(elsewhere, 'job')} on other machines will continue without this controller; "
+            f"{format_count(elsewhere, 'job')} on other machines will continue without this controller; "
             "'genie up' lists and manages them again"
         )
 
 
-async def _running_jobs(settings: Settings) -> list[Job]:
+async def _fetch_running_jobs(settings: Settings) -> list[Job]:
     from genie.cluster.client import open_client
     from genie.model.job import JobState
     from genie.model.limits import LIST_MAX
     from genie.runtime.credentials import LocalCluster
-    from genie.supervisor.local_cluster import owner_access
+    from genie.supervisor.local_cluster import make_owner_access
 
     state_dir = settings.paths.state_dir
     found = LocalCluster.read(state_dir)
     if found is None:
         return []
-    ours = dataclasses.replace(settings, cluster=owner_access(state_dir, found))
-    async with asyncio.timeout(_LIST_S), open_client(ours, timeout_s=_LIST_S) as client:
+    ours = dataclasses.replace(settings, cluster=make_owner_access(state_dir, found))
+    async with (
+        asyncio.timeout(_LIST_JOBS_TIMEOUT_S),
+        open_client(ours, timeout_s=_LIST_JOBS_TIMEOUT_S) as client,
+    ):
         jobs: list[Job] = []
         more, before = True, None
         while more:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 import typer
 
 from genie.cli import checks, output
-from genie.cli.app import AsJson, Invocation, app, command
+from genie.cli.app import Invocation, JsonOption, app, command
 from genie.cli.checks import Check, Verdict
 from genie.config import Settings
 
@@ -20,7 +20,7 @@ _log = logging.getLogger(__name__)
 
 
 @command(app, "doctor", example="genie doctor --json")
-def doctor(invocation: Invocation, *, as_json: AsJson = False) -> None:
+def doctor(invocation: Invocation, *, as_json: JsonOption = False) -> None:
     """Check software, hardware, network and cluster, and suggest fixes."""
     settings = invocation.load_settings()
     found = run_checks(settings)
@@ -28,7 +28,7 @@ def doctor(invocation: Invocation, *, as_json: AsJson = False) -> None:
     if as_json:
         output.write_json({"ok": not failed, "checks": [dataclasses.asdict(check) for check in found]})
     else:
-        rows = [(c.name, c.verdict.value, _details(c, debug=invocation.debug)) for c in found]
+        rows = [(c.name, c.verdict.value, _format_check_details(c, debug=invocation.debug)) for c in found]
         output.write_table(("check", "result", "details"), rows)
         _write_fixes(found)
     if failed:
@@ -37,20 +37,20 @@ def doctor(invocation: Invocation, *, as_json: AsJson = False) -> None:
 
 def run_checks(settings: Settings) -> list[Check]:
     parts: list[tuple[str, Callable[[], Iterable[Check]]]] = [
-        ("python", checks.python),
-        ("packages", checks.packages),
-        ("tools", checks.tools),
-        ("accelerators", checks.accelerators),
-        ("network", lambda: checks.network(settings)),
-        ("state directory", lambda: checks.state_directory(settings)),
-        ("clock", checks.clock),
-        ("certificates", lambda: checks.certificates(settings)),
-        ("cluster", lambda: checks.cluster(settings)),
+        ("python", checks.check_python),
+        ("packages", checks.check_packages),
+        ("tools", checks.check_tools),
+        ("accelerators", checks.check_accelerators),
+        ("network", lambda: checks.check_network_backends(settings)),
+        ("state directory", lambda: checks.check_state_directory(settings)),
+        ("clock", checks.check_clock),
+        ("certificates", lambda: checks.check_certificates(settings)),
+        ("cluster", lambda: checks.check_cluster(settings)),
     ]
-    return [check for name, part in parts for check in _run_part(name, part)]
+    return [check for name, part in parts for check in _run_check_group(name, part)]
 
 
-def _run_part(name: str, part: Callable[[], Iterable[Check]]) -> list[Check]:
+def _run_check_group(name: str, part: Callable[[], Iterable[Check]]) -> list[Check]:
     """Run one part. An exception becomes a warning, so that the other parts still run."""
     try:
         return list(part())
@@ -67,7 +67,7 @@ def _run_part(name: str, part: Callable[[], Iterable[Check]]) -> list[Check]:
         ]
 
 
-def _details(check: Check, *, debug: bool) -> str:
+def _format_check_details(check: Check, *, debug: bool) -> str:
     return f"{check.found} ({check.detail})" if debug and check.detail else check.found
 
 

@@ -14,16 +14,16 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from genie.cli import output
-from genie.cli.app import INTERRUPTED, AsJson, Invocation, app, command
-from genie.cli.interrupts import caught_interrupts
+from genie.cli.app import INTERRUPTED_EXIT_CODE, Invocation, JsonOption, app, command
+from genie.cli.interrupts import catch_interrupts
 from genie.cli.placement_options import (
     PlacementOptions,
-    gpus_text,
+    format_gpu_count,
+    format_placements,
     parse_constraints,
     parse_resources,
-    placements_text,
 )
-from genie.cli.quantities import duration_text, parse_integer
+from genie.cli.quantities import format_duration, parse_integer
 from genie.errors import GenieError, JobNotFoundError, UnreachableError, UsageError
 from genie.model.limits import LIST_MAX, NAME_CHARS_MAX
 
@@ -33,9 +33,9 @@ if TYPE_CHECKING:
     from genie.model.job import Job, JobSpec
 
 _JOB_COLUMNS = ("job", "name", "state", "gpus", "node", "age", "exit code", "reason")
-_STATES = ("queued", "placing", "running", "succeeded", "failed", "cancelled", "lost")
-_JOB_DROPPABLE = ("age", "gpus", "exit code")
-_RUN_MAX = 1_000_000
+_JOB_STATES = ("queued", "placing", "running", "succeeded", "failed", "cancelled", "lost")
+_JOB_DROPPABLE_COLUMNS = ("age", "gpus", "exit code")
+_RUN_NUMBER_MAX = 1_000_000
 
 
 @command(
@@ -71,7 +71,7 @@ def submit(
     wait: Annotated[
         bool, typer.Option("--wait", help="Follow the output and exit with the job's exit code.")
     ] = False,
-    as_json: AsJson = False,
+    as_json: JsonOption = False,
     options: PlacementOptions,
 ) -> None:
     """Submit a command as a job and print the job ID.
@@ -84,7 +84,7 @@ def submit(
         raise UsageError(
             "--json and --wait are mutually exclusive", hint="use --json, then: genie logs -f JOB"
         )
-    spec = job_spec(
+    spec = build_job_spec(
         argv=argv or [],
         name=name,
         gpus=gpus,
@@ -99,9 +99,9 @@ def submit(
     settings = invocation.load_settings()
     if wait:
         raise typer.Exit(asyncio.run(_submit_and_wait(settings, spec, workdir)))
-    job = asyncio.run(_submit(settings, spec, workdir))
+    job = asyncio.run(_submit_job(settings, spec, workdir))
     if as_json:
-        output.write_json(output.as_object(job))
+        output.write_json(output.struct_to_json(job))
     else:
         output.write_line(job.job_id)
     _print_pending_reason(job)
@@ -116,22 +116,24 @@ def jobs(
         list[str] | None, typer.Option(metavar="STATE", help="Only jobs in this state; repeatable.")
     ] = None,
     limit: Annotated[str, typer.Option(metavar="N", help="Maximum number of jobs.")] = "100",
-    as_json: AsJson = False,
+    as_json: JsonOption = False,
 ) -> None:
     """List queued and running jobs, newest first."""
     states = _check_states(state or [])
     most = parse_integer(limit, what="--limit", low=1, high=LIST_MAX)
     settings = invocation.load_settings()
-    found, more = asyncio.run(_list(settings, wanted=states, everything=everything, limit=most))
+    found, more = asyncio.run(_fetch_jobs(settings, wanted=states, everything=everything, limit=most))
     if as_json:
-        output.write_json({"jobs": [output.as_object(job) for job in found], "more": more})
+        output.write_json({"jobs": [output.struct_to_json(job) for job in found], "more": more})
         return
     if not found:
         hint = "" if everything or states else "; use --all to include finished jobs"
         output.print_message(f"no jobs{hint}")
         return
     now = time.time()
-    output.write_table(_JOB_COLUMNS, [_row(job, now=now) for job in found], droppable=_JOB_DROPPABLE)
+    output.write_table(
+        _JOB_COLUMNS, [_job_row(job, now=now) for job in found], droppable=_JOB_DROPPABLE_COLUMNS
+    )
     if more:
         output.print_message(f"showing the newest {most}; use --limit N for more")
 
@@ -157,13 +159,13 @@ def logs(
     all_runs: Annotated[
         bool, typer.Option("--all-runs", help="Print all retained runs, oldest first.")
     ] = False,
-    as_json: AsJson = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Print the standard output and error of a job, in order.
 
     For a job that was preempted and restarted, prints the latest run; a few earlier runs are retained.
     """
-    number = 0 if run is None else parse_integer(run, what="--run", low=1, high=_RUN_MAX)
+    number = 0 if run is None else parse_integer(run, what="--run", low=1, high=_RUN_NUMBER_MAX)
     if all_runs and (number or follow):
         raise UsageError("--all-runs cannot be combined with --run or --follow", hint="give one of them")
     settings = invocation.load_settings()
@@ -172,8 +174,8 @@ def logs(
     elif not as_json:
         asyncio.run(_show_log(settings, job_id, follow=follow, run=number))
     else:
-        log = asyncio.run(_whole_log(settings, job_id, follow=follow, run=number))
-        output.write_json({"job": job_id, "log": _text(log)})
+        log = asyncio.run(_fetch_whole_log(settings, job_id, follow=follow, run=number))
+        output.write_json({"job": job_id, "log": _decode_log(log)})
 
 
 @command(app, "cancel", example="genie cancel j-7k2m4xab")
@@ -181,22 +183,22 @@ def cancel(
     invocation: Invocation,
     *,
     job_ids: Annotated[list[str], typer.Argument(metavar="JOB...", help="Job IDs or unique job names.")],
-    as_json: AsJson = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Cancel jobs. Running jobs get SIGTERM, then SIGKILL after a grace period."""
-    cancelled, failed = asyncio.run(_cancel(invocation.load_settings(), job_ids))
+    cancelled, failed = asyncio.run(_cancel_jobs(invocation.load_settings(), job_ids))
     if as_json:
-        output.write_json({"jobs": [output.as_object(job) for job in cancelled]})
+        output.write_json({"jobs": [output.struct_to_json(job) for job in cancelled]})
     else:
         for job in cancelled:
-            output.write_line(f"{job.job_id}  {job.state}  {output.one_line(job.reason)}")
+            output.write_line(f"{job.job_id}  {job.state}  {output.to_one_line(job.reason)}")
     for error in failed:
         output.show_error(error, debug=invocation.debug)
     if failed:
         raise typer.Exit(max(error.exit_code for error in failed))
 
 
-def job_spec(
+def build_job_spec(
     *,
     argv: list[str],
     name: str | None,
@@ -222,16 +224,16 @@ def job_spec(
         )
     resources = parse_resources(options, gpus=gpus, cpus=cpus, memory=memory)
     return JobSpec(
-        name=validate_name(name, what="--name") if name is not None else _job_name_from(argv[0]),
+        name=validate_name(name, what="--name") if name is not None else _default_job_name(argv[0]),
         command=tuple(argv),
         resources=resources,
-        env=_environment(env),
+        env=_parse_environment(env),
         node_id="" if options.node is None else validate_node_id(options.node, what="--node"),
         constraints=parse_constraints(options, gpus=resources.gpus, now=now),
     )
 
 
-def _environment(pairs: list[str]) -> dict[str, str]:
+def _parse_environment(pairs: list[str]) -> dict[str, str]:
     from genie.model.names import validate_env_key
 
     found: dict[str, str] = {}
@@ -248,19 +250,21 @@ def _environment(pairs: list[str]) -> dict[str, str]:
     return found
 
 
-def _job_name_from(program: str) -> str:
+def _default_job_name(program: str) -> str:
     kept = "".join(char if char.isascii() and char.isalnum() else "-" for char in Path(program).name)
     return kept.strip("-")[:NAME_CHARS_MAX].strip("-") or "job"
 
 
 def _check_states(states: list[str]) -> list[str]:
     for state in states:
-        if state not in _STATES:
-            raise UsageError(f"--state {state!r} is not a job state", hint=f"allowed: {', '.join(_STATES)}")
+        if state not in _JOB_STATES:
+            raise UsageError(
+                f"--state {state!r} is not a job state", hint=f"allowed: {', '.join(_JOB_STATES)}"
+            )
     return states
 
 
-async def _submit(settings: Settings, spec: JobSpec, workdir: Path | None) -> Job:
+async def _submit_job(settings: Settings, spec: JobSpec, workdir: Path | None) -> Job:
     from genie.cluster.client import open_client
 
     async with open_client(settings) as client:
@@ -275,7 +279,7 @@ async def _submit_with_progress(client: ClusterClient, spec: JobSpec, workdir: P
         progress.close()
 
 
-async def _list(
+async def _fetch_jobs(
     settings: Settings, *, wanted: list[str], everything: bool, limit: int
 ) -> tuple[list[Job], bool]:
     from genie.cluster.client import open_client
@@ -287,7 +291,7 @@ async def _list(
         return await client.list_jobs(states=states, limit=limit)
 
 
-async def _cancel(settings: Settings, job_ids: list[str]) -> tuple[list[Job], list[GenieError]]:
+async def _cancel_jobs(settings: Settings, job_ids: list[str]) -> tuple[list[Job], list[GenieError]]:
     from genie.cluster.client import open_client
 
     cancelled: list[Job] = []
@@ -305,6 +309,8 @@ async def _show_log(settings: Settings, job_id: str, *, follow: bool, run: int) 
     from genie.cluster.client import open_client
 
     async with open_client(settings) as client:
+        if follow and not run:
+            await _print_wait_for_start(client, job_id)
         is_empty = True
         async for data in client.follow_log(job_id, follow=follow, run=run):
             is_empty = False
@@ -317,16 +323,33 @@ async def _explain_empty_log(client: ClusterClient, job_id: str) -> None:
     """Print the state of a job that has not started: without it, no output looks like an error."""
     from genie.model.job import JobState
 
-    name, _, rank = job_id.rpartition(".")
-    job = await client.get_job(name if name and rank.isdecimal() else job_id)
+    job = await _fetch_job_of_worker(client, job_id)
     if job.state in (JobState.QUEUED, JobState.PLACING):
         output.print_message(f"no output yet: job {job.job_id} is {job.state}; 'genie logs -f' waits for it")
 
 
-async def _whole_log(settings: Settings, job_id: str, *, follow: bool, run: int) -> bytes:
+async def _print_wait_for_start(client: ClusterClient, job_id: str) -> None:
+    """Print why a job that has not started is pending: following its log prints nothing until then."""
+    from genie.model.job import JobState
+
+    job = await _fetch_job_of_worker(client, job_id)
+    if job.state in (JobState.QUEUED, JobState.PLACING):
+        reason = f": {output.to_one_line(job.reason)}" if job.reason else ""
+        output.print_message(f"waiting for job {job.job_id} to start; it is {job.state}{reason}")
+
+
+async def _fetch_job_of_worker(client: ClusterClient, worker: str) -> Job:
+    """Fetch the job of `JOB` or `JOB.RANK`."""
+    name, _, rank = worker.rpartition(".")
+    return await client.get_job(name if name and rank.isdecimal() else worker)
+
+
+async def _fetch_whole_log(settings: Settings, job_id: str, *, follow: bool, run: int) -> bytes:
     from genie.cluster.client import open_client
 
     async with open_client(settings) as client:
+        if follow and not run:
+            await _print_wait_for_start(client, job_id)
         return b"".join([data async for data in client.follow_log(job_id, follow=follow, run=run)])
 
 
@@ -348,12 +371,12 @@ async def _show_all_runs(settings: Settings, job_id: str, *, as_json: bool) -> N
                         output.write_bytes(data)
             except (JobNotFoundError, UnreachableError) as error:
                 output.show_error(error, debug=False)
-            found.append({"run": run, "log": _text(log)})
+            found.append({"run": run, "log": _decode_log(log)})
     if as_json:
         output.write_json({"job": job_id, "runs": found})
 
 
-def _text(log: bytes) -> str:
+def _decode_log(log: bytes) -> str:
     return log.decode("utf-8", errors="replace")
 
 
@@ -364,15 +387,15 @@ async def _submit_and_wait(settings: Settings, spec: JobSpec, workdir: Path | No
         job = await _submit_with_progress(client, spec, workdir)
         output.print_message(f"job {job.job_id} ({job.spec.name})")
         _print_pending_reason(job)
-        ended = await _follow_to_end(client, job.job_id)
-        return INTERRUPTED if ended is None else _exit_code(ended)
+        ended = await _follow_until_end(client, job.job_id)
+        return INTERRUPTED_EXIT_CODE if ended is None else _report_failure_and_exit_code(ended)
 
 
-async def _follow_to_end(client: ClusterClient, job_id: str) -> Job | None:
+async def _follow_until_end(client: ClusterClient, job_id: str) -> Job | None:
     """Print the output and return the finished job, or None after a second Ctrl-C."""
-    with caught_interrupts() as interrupts:
+    with catch_interrupts() as interrupts:
         async with asyncio.TaskGroup() as group:
-            follow = group.create_task(_stream(client, job_id))
+            follow = group.create_task(_print_log_until_end(client, job_id))
             watch = group.create_task(_cancel_on_interrupt(client, job_id, interrupts, follow))
             await asyncio.wait([follow])
             watch.cancel()
@@ -384,7 +407,7 @@ async def _follow_to_end(client: ClusterClient, job_id: str) -> Job | None:
     return outcome
 
 
-async def _stream(client: ClusterClient, job_id: str) -> Job | GenieError | OSError:
+async def _print_log_until_end(client: ClusterClient, job_id: str) -> Job | GenieError | OSError:
     """Return errors instead of raising them: a TaskGroup would wrap them."""
     try:
         async for data in client.follow_log(job_id, follow=True):
@@ -408,20 +431,20 @@ async def _cancel_on_interrupt(
     follow.cancel()
 
 
-def _exit_code(job: Job) -> int:
+def _report_failure_and_exit_code(job: Job) -> int:
     """Return the exit code of the job, or 1 if it was lost, cancelled or never ran."""
     from genie.model.job import JobState
 
     if job.state is JobState.SUCCEEDED:
         return 0
-    reason = output.one_line(job.reason).removeprefix(f"{job.state}: ")
+    reason = output.to_one_line(job.reason).removeprefix(f"{job.state}: ")
     output.print_message(f"genie: job {job.job_id} {job.state}: {reason}")
     if job.state is JobState.FAILED and job.exit_code is not None:
-        return _shell_code(job.exit_code)
+        return _shell_exit_code(job.exit_code)
     return 1
 
 
-def _shell_code(exit_code: int) -> int:
+def _shell_exit_code(exit_code: int) -> int:
     """A negative exit code means that a signal ended the job; shells report 128 + signal."""
     return exit_code if exit_code >= 0 else 128 - exit_code
 
@@ -430,17 +453,17 @@ def _print_pending_reason(job: Job) -> None:
     from genie.model.job import JobState
 
     if job.state is JobState.QUEUED and job.reason:
-        output.print_message(f"queued: {output.one_line(job.reason)}")
+        output.print_message(f"queued: {output.to_one_line(job.reason)}")
 
 
-def _row(job: Job, *, now: float) -> tuple[str, ...]:
+def _job_row(job: Job, *, now: float) -> tuple[str, ...]:
     return (
         job.job_id,
         job.spec.name,
         job.state.value,
-        gpus_text(job.spec.resources, job.spec.constraints),
-        placements_text(job.placements) or "-",
-        duration_text(now - job.submitted_at),
-        "-" if job.exit_code is None else str(_shell_code(job.exit_code)),
+        format_gpu_count(job.spec.resources, job.spec.constraints),
+        format_placements(job.placements) or "-",
+        format_duration(now - job.submitted_at),
+        "-" if job.exit_code is None else str(_shell_exit_code(job.exit_code)),
         job.reason,
     )

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from genie.cli import output
-from genie.cli.app import AsJson, Invocation, app, command
+from genie.cli.app import Invocation, JsonOption, app, command
 from genie.errors import TokenMissingError, UsageError
 from genie.model.names import address_text, parse_address, parse_endpoint
 
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from genie.config import Settings
     from genie.model.messages import Welcome
 
-_CONNECT_S = 10.0
+_CONNECT_TIMEOUT_S = 10.0
 
-Cluster = Annotated[
+ClusterAddressArgument = Annotated[
     str | None,
     typer.Argument(
         metavar="[ADDRESS]", help="Cluster address, HOST[:PORT] (or --address, GENIE_MASTER_ADDR)."
@@ -35,9 +35,9 @@ Cluster = Annotated[
 def login(
     invocation: Invocation,
     *,
-    cluster: Cluster = None,
+    cluster: ClusterAddressArgument = None,
     show_list: Annotated[bool, typer.Option("--list", help="List the stored logins.")] = False,
-    as_json: AsJson = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Store the token of a cluster on another machine for commands and genie.init().
 
@@ -49,19 +49,21 @@ def login(
     if show_list:
         _write_logins(settings, as_json=as_json)
         return
-    host, port = _given_address(settings)
+    host, port = _get_given_address(settings)
     where = address_text(host, port)
     text = invocation.read_token() or _prompt_token(where)
     welcome = asyncio.run(_log_in(settings, host, port, text))
     if as_json:
         output.write_json({"address": where, "kind": welcome.kind, "tenant": welcome.tenant})
     else:
-        output.write_line(f"logged in to {where} with {_kind_text(welcome)} of tenant {welcome.tenant}")
-    _warn_of_precedence(settings, host, port)
+        output.write_line(
+            f"logged in to {where} with {_format_token_kind(welcome)} of tenant {welcome.tenant}"
+        )
+    _print_login_precedence(settings, host, port)
 
 
 @command(app, "logout", example="genie logout gpu-box")
-def logout(invocation: Invocation, *, cluster: Cluster = None) -> None:
+def logout(invocation: Invocation, *, cluster: ClusterAddressArgument = None) -> None:
     """Remove the stored token of a cluster (default: that of the last login).
 
     The token itself stays valid until it expires or is revoked with 'genie token revoke'.
@@ -70,13 +72,13 @@ def logout(invocation: Invocation, *, cluster: Cluster = None) -> None:
 
     settings = _load_settings(invocation, cluster)
     state_dir = settings.paths.state_dir
-    found = _given_address(settings) if settings.cluster.master_addr else logins.default_login(state_dir)
+    found = _get_given_address(settings) if settings.cluster.master_addr else logins.default_login(state_dir)
     if found is None:
-        raise UsageError("no address given, and no default login", hint=_stored_text(settings))
+        raise UsageError("no address given, and no default login", hint=_format_stored_logins(settings))
     host, port = found
     if not logins.remove_login(state_dir, host, port):
         raise TokenMissingError(
-            f"no login stored for {address_text(host, port)}", hint=_stored_text(settings)
+            f"no login stored for {address_text(host, port)}", hint=_format_stored_logins(settings)
         )
     output.write_line(f"logged out of {address_text(host, port)}")
 
@@ -91,7 +93,7 @@ def _load_settings(invocation: Invocation, cluster: str | None) -> Settings:
     return invocation.load_settings({"cluster.token": None})
 
 
-def _given_address(settings: Settings) -> tuple[str, int]:
+def _get_given_address(settings: Settings) -> tuple[str, int]:
     config = settings.cluster
     if config.master_addr is None:
         raise UsageError("no address given", hint="genie login HOST[:PORT]")
@@ -122,10 +124,12 @@ async def _log_in(settings: Settings, host: str, port: int, text: str) -> Welcom
 
     state_dir = settings.paths.state_dir
     async with add_local_cluster_hint(host, port, state_dir=state_dir):
-        return await log_in(host, port, text, state_dir=state_dir, network=TcpNetwork(), timeout_s=_CONNECT_S)
+        return await log_in(
+            host, port, text, state_dir=state_dir, network=TcpNetwork(), timeout_s=_CONNECT_TIMEOUT_S
+        )
 
 
-def _warn_of_precedence(settings: Settings, host: str, port: int) -> None:
+def _print_login_precedence(settings: Settings, host: str, port: int) -> None:
     """Print which token or address takes precedence over the login just stored, and vice versa."""
     from genie.runtime.credentials import LocalCluster
     from genie.runtime.logins import login_name
@@ -169,12 +173,12 @@ def _write_logins(settings: Settings, *, as_json: bool) -> None:
     )
 
 
-def _stored_text(settings: Settings) -> str:
+def _format_stored_logins(settings: Settings) -> str:
     from genie.runtime import logins
 
     names = [one.address for one in logins.list_logins(settings.paths.state_dir)]
     return f"stored logins: {', '.join(names)}" if names else "no logins are stored"
 
 
-def _kind_text(welcome: Welcome) -> str:
+def _format_token_kind(welcome: Welcome) -> str:
     return f"{'an' if welcome.kind == 'owner' else 'a'} {welcome.kind} token"

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from genie.cli import output
-from genie.cli.app import AsJson, Invocation, app, command
-from genie.cli.placement_options import placements_text, request_text
-from genie.cli.quantities import count_text, duration_text, parse_integer
+from genie.cli.app import Invocation, JsonOption, app, command
+from genie.cli.placement_options import format_placements, format_request
+from genie.cli.quantities import format_count, format_duration, parse_integer
 from genie.model.limits import LIST_MAX
 
 if TYPE_CHECKING:
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from genie.model.messages import ExplainReply, NodesRuledOut, QueuedJob, QueueReply
 
 _QUEUE_COLUMNS = ("#", "job", "name", "tenant", "request", "priority", "age", "expected start", "reason")
-_QUEUE_DROPPABLE = ("priority", "age", "name")
-_TENANT = _QUEUE_COLUMNS.index("tenant")
+_QUEUE_DROPPABLE_COLUMNS = ("priority", "age", "name")
+_TENANT_COLUMN_INDEX = _QUEUE_COLUMNS.index("tenant")
 _BLOCKED_COLUMNS = ("count", "nodes", "blocked", "reason")
 _HISTORY_COLUMNS = ("time", "state", "reason")
-_NAMES_SHOWN = 3
+_NODE_NAMES_SHOWN_MAX = 3
 
 
 @command(app, "queue", example="genie queue --limit 20")
@@ -35,13 +35,13 @@ def queue(
     invocation: Invocation,
     *,
     limit: Annotated[str, typer.Option(metavar="N", help="Maximum number of jobs.")] = "100",
-    as_json: AsJson = False,
+    as_json: JsonOption = False,
 ) -> None:
     """List pending jobs in scheduling order, with the pending reason of each."""
     most = parse_integer(limit, what="--limit", low=1, high=LIST_MAX)
     reply, is_owner = asyncio.run(_fetch_queue(invocation.load_settings(), limit=most))
     if as_json:
-        output.write_json(output.as_object(reply))
+        output.write_json(output.struct_to_json(reply))
         return
     if not reply.jobs:
         output.print_message("no pending jobs" if not reply.waiting else "no pending jobs in your tenant")
@@ -50,8 +50,8 @@ def queue(
     rows = [_queue_row(job, now=now) for job in reply.jobs]
     columns: tuple[str, ...] = _QUEUE_COLUMNS
     if not is_owner:
-        columns, rows = _without_tenant(columns), [_without_tenant(row) for row in rows]
-    output.write_table(columns, rows, droppable=_QUEUE_DROPPABLE)
+        columns, rows = _without_tenant_cell(columns), [_without_tenant_cell(row) for row in rows]
+    output.write_table(columns, rows, droppable=_QUEUE_DROPPABLE_COLUMNS)
     if reply.more:
         output.print_message(f"showing the first {len(reply.jobs)}; {reply.waiting} jobs are pending")
 
@@ -61,7 +61,7 @@ def explain(
     invocation: Invocation,
     *,
     job_id: Annotated[str, typer.Argument(metavar="JOB", help="Job ID or unique job name.")],
-    as_json: AsJson = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Show why a job is pending, which nodes are blocked and why, and the expected start.
 
@@ -69,16 +69,16 @@ def explain(
     """
     reply = asyncio.run(_fetch_explanation(invocation.load_settings(), job_id))
     if as_json:
-        output.write_json(output.as_object(reply))
+        output.write_json(output.struct_to_json(reply))
         return
     now = time.time()
-    output.write_facts([*_facts(reply.job, now=now), *_pending_facts(reply, now=now)])
+    output.write_fields([*_job_fields(reply.job, now=now), *_pending_job_fields(reply, now=now)])
     if reply.ruled_out:
         output.write_line("")
         output.write_table(_BLOCKED_COLUMNS, [_blocked_row(each) for each in reply.ruled_out])
         if reply.ruled_out_more:
             output.print_message(
-                f"{count_text(reply.ruled_out_more, 'node')} more are blocked for other reasons"
+                f"{format_count(reply.ruled_out_more, 'node')} more are blocked for other reasons"
             )
     output.write_line("")
     steps = [(_local_time_text(step.at), step.state.value, step.reason) for step in reply.job.history]
@@ -105,32 +105,32 @@ def _queue_row(job: QueuedJob, *, now: float) -> tuple[str, ...]:
         job.job_id,
         job.name,
         job.tenant,
-        request_text(job.resources, job.constraints),
+        format_request(job.resources, job.constraints),
         str(job.constraints.priority),
-        duration_text(now - job.submitted_at),
+        format_duration(now - job.submitted_at),
         "-" if job.starts_at is None else _time_until_text(job.starts_at - now),
         job.reason,
     )
 
 
-def _without_tenant(cells: tuple[str, ...]) -> tuple[str, ...]:
-    return cells[:_TENANT] + cells[_TENANT + 1 :]
+def _without_tenant_cell(cells: tuple[str, ...]) -> tuple[str, ...]:
+    return cells[:_TENANT_COLUMN_INDEX] + cells[_TENANT_COLUMN_INDEX + 1 :]
 
 
-def _facts(job: Job, *, now: float) -> list[tuple[str, str]]:
+def _job_fields(job: Job, *, now: float) -> list[tuple[str, str]]:
     facts = [
         ("job", f"{job.job_id} ({job.spec.name})"),
         ("state", f"{job.state}{_elapsed_text(job, now=now)}"),
-        ("request", request_text(job.spec.resources, job.spec.constraints)),
+        ("request", format_request(job.spec.resources, job.spec.constraints)),
     ]
     if job.placements:
-        facts.append(("placement", placements_text(job.placements)))
-        if why := _placement_reason(job):
+        facts.append(("placement", format_placements(job.placements)))
+        if why := _latest_placement_reason(job):
             facts.append(("placement reason", why))
     return facts
 
 
-def _pending_facts(reply: ExplainReply, *, now: float) -> list[tuple[str, str]]:
+def _pending_job_fields(reply: ExplainReply, *, now: float) -> list[tuple[str, str]]:
     from genie.model.job import JobState
 
     job = reply.job
@@ -156,12 +156,12 @@ def _expected_start_text(reply: ExplainReply, *, now: float) -> str:
 
 def _elapsed_text(job: Job, *, now: float) -> str:
     if job.ended_at is not None:
-        return f", {duration_text(now - job.ended_at)} ago"
+        return f", {format_duration(now - job.ended_at)} ago"
     since = job.history[-1].at if job.history else job.submitted_at
-    return f" for {duration_text(now - since)}"
+    return f" for {format_duration(now - since)}"
 
 
-def _placement_reason(job: Job) -> str:
+def _latest_placement_reason(job: Job) -> str:
     """Return the reason of the latest placement."""
     from genie.model.job import JobState
 
@@ -170,8 +170,8 @@ def _placement_reason(job: Job) -> str:
 
 
 def _blocked_row(blocked: NodesRuledOut) -> tuple[str, ...]:
-    more = blocked.count - _NAMES_SHOWN
-    names = ", ".join(blocked.nodes[:_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
+    more = blocked.count - _NODE_NAMES_SHOWN_MAX
+    names = ", ".join(blocked.nodes[:_NODE_NAMES_SHOWN_MAX]) + (f" and {more} more" if more > 0 else "")
     return (
         str(blocked.count),
         names,
@@ -181,7 +181,7 @@ def _blocked_row(blocked: NodesRuledOut) -> tuple[str, ...]:
 
 
 def _time_until_text(seconds: float, *, about: bool = False) -> str:
-    return f"in {'about ' if about else ''}{duration_text(seconds)}" if seconds >= 1 else "now"
+    return f"in {'about ' if about else ''}{format_duration(seconds)}" if seconds >= 1 else "now"
 
 
 def _local_time_text(moment: float) -> str:

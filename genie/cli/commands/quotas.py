@@ -12,7 +12,7 @@ import typer
 from typer.core import TyperGroup
 
 from genie.cli import output
-from genie.cli.app import AsJson, Invocation, app, command
+from genie.cli.app import Invocation, JsonOption, app, command
 from genie.cli.quantities import parse_number
 from genie.errors import UsageError
 from genie.model.limits import QUOTA_GPUS_MAX, WEIGHT_MAX, WEIGHT_MIN
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from genie.model.messages import QuotasReply, QuotaView
     from genie.model.tenant import QuotaRecord
 
-_COLUMNS = ("tenant", "gpu quota", "borrow limit", "gpus in use", "weight")
-_ALL = "all"
-_UNLIMITED = "unlimited"
+_QUOTA_COLUMNS = ("tenant", "gpu quota", "borrow limit", "gpus in use", "weight")
+_NO_LIMIT_VALUE = "all"
+_UNLIMITED_TEXT = "unlimited"
 
 
-class _ListByDefault(TyperGroup):
+class _ListByDefaultGroup(TyperGroup):
     """Runs `list` when no subcommand is given."""
 
     # Any: the types of the parser differ between versions of typer.
@@ -36,31 +36,31 @@ class _ListByDefault(TyperGroup):
         return super().parse_args(ctx, ["list", *args] if is_option or not args else args)
 
 
-quotas = typer.Typer(
+quotas_app = typer.Typer(
     name="quota",
-    cls=_ListByDefault,
+    cls=_ListByDefaultGroup,
     help="List, set and remove GPU quotas of tenants.",
     rich_markup_mode="rich",
 )
-app.add_typer(quotas)
+app.add_typer(quotas_app)
 
 
-@command(quotas, "list", example="genie quota list --json")
-def list_quotas(invocation: Invocation, *, as_json: AsJson = False) -> None:
+@command(quotas_app, "list", example="genie quota list --json")
+def list_quotas(invocation: Invocation, *, as_json: JsonOption = False) -> None:
     """List quota, borrow limit and usage per tenant, in GPUs. Only the owner sees all tenants."""
-    reply = asyncio.run(_list(invocation.load_settings()))
+    reply = asyncio.run(_fetch_quotas(invocation.load_settings()))
     if as_json:
-        output.write_json(output.as_object(reply))
+        output.write_json(output.struct_to_json(reply))
         return
     if not reply.quotas:
         output.print_message("no quotas are set and no GPUs are in use")
         return
-    output.write_table(_COLUMNS, [_row(view) for view in reply.quotas])
+    output.write_table(_QUOTA_COLUMNS, [_quota_row(view) for view in reply.quotas])
     if reply.more:
         output.print_message("the list is truncated")
 
 
-@command(quotas, "set", example="genie quota set lab --gpus 16 --borrow 8")
+@command(quotas_app, "set", example="genie quota set lab --gpus 16 --borrow 8")
 def set_quota(
     invocation: Invocation,
     *,
@@ -82,47 +82,47 @@ def set_quota(
     from genie.model.names import validate_name
     from genie.model.tenant import QuotaRecord
 
-    if borrow is not None and gpus == _ALL:
+    if borrow is not None and gpus == _NO_LIMIT_VALUE:
         raise UsageError("--borrow has no effect with --gpus all", hint="remove --borrow, or give --gpus N")
     quota = QuotaRecord(
         tenant=validate_name(tenant, what="TENANT"),
         gpus=_parse_limit(gpus, what="--gpus"),
-        borrow_gpus=_parse_limit(borrow or _ALL, what="--borrow"),
+        borrow_gpus=_parse_limit(borrow or _NO_LIMIT_VALUE, what="--borrow"),
         weight=parse_number(weight, what="--weight", low=WEIGHT_MIN, high=WEIGHT_MAX),
     )
-    asyncio.run(_set(invocation.load_settings(), quota))
+    asyncio.run(_set_quota(invocation.load_settings(), quota))
     output.write_line(
         f"{quota.tenant}: quota {_quota_text(quota)}, borrow limit {_borrow_text(quota)}, "
         f"weight {quota.weight:g}"
     )
 
 
-@command(quotas, "remove", example="genie quota remove lab")
+@command(quotas_app, "remove", example="genie quota remove lab")
 def remove_quota(
     invocation: Invocation,
     *,
     tenant: Annotated[str, typer.Argument(metavar="TENANT", help="Tenant, as listed by 'genie quota'.")],
 ) -> None:
     """Remove the quota of a tenant; its usage is then unlimited."""
-    asyncio.run(_remove(invocation.load_settings(), tenant))
-    output.write_line(f"{output.one_line(tenant)}: quota removed")
+    asyncio.run(_remove_quota(invocation.load_settings(), tenant))
+    output.write_line(f"{output.to_one_line(tenant)}: quota removed")
 
 
-async def _list(settings: Settings) -> QuotasReply:
+async def _fetch_quotas(settings: Settings) -> QuotasReply:
     from genie.cluster.client import open_client
 
     async with open_client(settings) as client:
         return await client.quotas()
 
 
-async def _set(settings: Settings, quota: QuotaRecord) -> None:
+async def _set_quota(settings: Settings, quota: QuotaRecord) -> None:
     from genie.cluster.client import open_client
 
     async with open_client(settings) as client:
         await client.set_quota(quota)
 
 
-async def _remove(settings: Settings, tenant: str) -> None:
+async def _remove_quota(settings: Settings, tenant: str) -> None:
     from genie.cluster.client import open_client
 
     async with open_client(settings) as client:
@@ -130,10 +130,10 @@ async def _remove(settings: Settings, tenant: str) -> None:
 
 
 def _parse_limit(text: str, *, what: str) -> float | None:
-    return None if text == _ALL else parse_number(text, what=what, high=QUOTA_GPUS_MAX)
+    return None if text == _NO_LIMIT_VALUE else parse_number(text, what=what, high=QUOTA_GPUS_MAX)
 
 
-def _row(view: QuotaView) -> tuple[str, ...]:
+def _quota_row(view: QuotaView) -> tuple[str, ...]:
     quota = view.quota
     return (
         quota.tenant,
@@ -145,10 +145,10 @@ def _row(view: QuotaView) -> tuple[str, ...]:
 
 
 def _quota_text(quota: QuotaRecord) -> str:
-    return _UNLIMITED if quota.gpus is None else f"{quota.gpus:g}"
+    return _UNLIMITED_TEXT if quota.gpus is None else f"{quota.gpus:g}"
 
 
 def _borrow_text(quota: QuotaRecord) -> str:
     if quota.gpus is None:
         return "-"
-    return _UNLIMITED if quota.borrow_gpus is None else f"{quota.borrow_gpus:g}"
+    return _UNLIMITED_TEXT if quota.borrow_gpus is None else f"{quota.borrow_gpus:g}"

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from genie.cli import output
-from genie.cli.app import AsJson, Invocation, app, command
-from genie.cli.quantities import duration_text, parse_duration, parse_integer, parse_number
+from genie.cli.app import Invocation, JsonOption, app, command
+from genie.cli.quantities import format_duration, parse_duration, parse_integer, parse_number
 from genie.errors import UsageError
 
 if TYPE_CHECKING:
@@ -35,24 +35,24 @@ sim_app = typer.Typer(
 )
 app.add_typer(sim_app)
 
-_FAULT_HINT = (
+_POLICY_FAULT_HINT = (
     "hint: the results mix this policy and the fallback; fix the policy, or raise its time budget with "
     "GENIE_CONTROLLER_POLICY_BUDGET_S"
 )
-_PLACEMENTS = ("supply", "fgd", "bestfit")
-_FORMATS = ("genie", "philly", "openb")
+_PLACEMENT_POLICIES = ("supply", "fgd", "bestfit")
+_TRACE_FORMATS = ("genie", "philly", "openb")
 _JOBS_MAX = 1_000_000
 _NODES_MAX = 100_000
 _SEED_MAX = 2**31 - 1
 
-_Trace = Annotated[
+_TraceOption = Annotated[
     Path | None,
     typer.Option("--trace", metavar="FILE", help="Trace file with jobs (default: synthetic jobs)."),
 ]
-_Format = Annotated[
+_FormatOption = Annotated[
     str, typer.Option("--format", metavar="FORMAT", help="Trace format: genie, philly or openb.")
 ]
-_Nodes = Annotated[
+_NodesOption = Annotated[
     str,
     typer.Option(
         "--nodes",
@@ -60,10 +60,10 @@ _Nodes = Annotated[
         help="Cluster size as NODESxGPUS, or a node list file in the openb format.",
     ),
 ]
-_Seed = Annotated[
+_SeedOption = Annotated[
     str, typer.Option("--seed", metavar="N", help="Random seed; equal seeds give equal results.")
 ]
-_Jobs = Annotated[
+_JobsOption = Annotated[
     str | None,
     typer.Option(
         "--jobs",
@@ -71,7 +71,7 @@ _Jobs = Annotated[
         help="Number of synthetic jobs, or of jobs read from the trace (default: 2000, or all).",
     ),
 ]
-_Load = Annotated[
+_LoadOption = Annotated[
     str | None,
     typer.Option(
         "--load",
@@ -79,13 +79,13 @@ _Load = Annotated[
         help="Requested / available GPU time (default: 1.2, or that of the trace).",
     ),
 ]
-_Limits = Annotated[
+_LimitsOption = Annotated[
     str,
     typer.Option(
         "--limits", metavar="X", help="Time limits: 1 to X times the duration of the job; 0 sets none."
     ),
 ]
-_FailEvery = Annotated[
+_FailEveryOption = Annotated[
     str | None,
     typer.Option(
         "--fail-every",
@@ -94,8 +94,8 @@ _FailEvery = Annotated[
     ),
 ]
 _ORDER_HELP = "Queue order: fifo, priority, fair, or a custom policy MODULE:CLASS."
-_Order = Annotated[str, typer.Option("--order", metavar="ORDER", help=_ORDER_HELP)]
-_Placement = Annotated[
+_OrderOption = Annotated[str, typer.Option("--order", metavar="ORDER", help=_ORDER_HELP)]
+_PlacementOption = Annotated[
     str, typer.Option("--placement", metavar="POLICY", help="Placement policy: supply, fgd or bestfit.")
 ]
 
@@ -106,26 +106,26 @@ _Placement = Annotated[
 def run(
     invocation: Invocation,
     *,
-    trace: _Trace = None,
-    trace_format: _Format = "genie",
-    nodes: _Nodes = "128x8",
-    jobs: _Jobs = None,
-    load: _Load = None,
-    limits: _Limits = "3",
-    order: _Order = "fair",
-    placement: _Placement = "supply",
+    trace: _TraceOption = None,
+    trace_format: _FormatOption = "genie",
+    nodes: _NodesOption = "128x8",
+    jobs: _JobsOption = None,
+    load: _LoadOption = None,
+    limits: _LimitsOption = "3",
+    order: _OrderOption = "fair",
+    placement: _PlacementOption = "supply",
     no_backfill: Annotated[bool, typer.Option("--no-backfill", help="Disable backfill.")] = False,
     no_preempt: Annotated[bool, typer.Option("--no-preempt", help="Disable preemption.")] = False,
-    fail_every: _FailEvery = None,
+    fail_every: _FailEveryOption = None,
     repair: Annotated[
         str, typer.Option("--repair", metavar="TIME", help="Repair time of a failed node.")
     ] = "1h",
-    seed: _Seed = "0",
+    seed: _SeedOption = "0",
     out: Annotated[
         Path | None,
         typer.Option("--out", metavar="DIR", help="Directory for summary.json and the plots (SVG)."),
     ] = None,
-    as_json: AsJson = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Simulate scheduling jobs with durations and print utilization, wait times and fairness.
 
@@ -136,11 +136,15 @@ def run(
 
     settings = invocation.load_settings()
     seed_number = parse_integer(seed, what="--seed", low=0, high=_SEED_MAX)
-    rules = _rules(order, settings.controller, backfills=not no_backfill, preempts=not no_preempt)
+    rules = _make_scheduling_rules(
+        order, settings.controller, backfills=not no_backfill, preempts=not no_preempt
+    )
     machines = _parse_nodes(nodes)
-    _check_choice(trace_format, _FORMATS, what="--format")
-    work = _load_jobs(machines, trace, trace_format, jobs=jobs, load=load, limits=limits, seed=seed_number)
-    plan = _plan(rules, placement, seed_number, failures=_failures(fail_every, repair))
+    _check_choice(trace_format, _TRACE_FORMATS, what="--format")
+    work = _load_or_generate_jobs(
+        machines, trace, trace_format, jobs=jobs, load=load, limits=limits, seed=seed_number
+    )
+    plan = _make_simulation_plan(rules, placement, seed_number, failures=_parse_failures(fail_every, repair))
     line = output.ProgressLine()
     try:
         done = simulate(
@@ -153,12 +157,12 @@ def run(
         _write_results(out, summary, done)
     if as_json:
         about = {"placer": done.placer, "decisions": done.decisions, "policy_fault": done.fault}
-        output.write_json({**about, **_as_object(summary)})
+        output.write_json({**about, **_summary_to_json(summary)})
     else:
-        output.write_facts(_facts(summary))
+        output.write_fields(_summary_fields(summary))
     if done.fault:
-        output.print_message(f"genie: {output.one_line(done.fault)}")
-        output.print_message(_FAULT_HINT)
+        output.print_message(f"genie: {output.to_one_line(done.fault)}")
+        output.print_message(_POLICY_FAULT_HINT)
         raise typer.Exit(1)
 
 
@@ -180,9 +184,9 @@ def replay(
             "--nodes", metavar="FILE", help="Node list of the openb trace, a CSV file; required with --trace."
         ),
     ] = None,
-    placement: _Placement = "supply",
-    seed: _Seed = "0",
-    as_json: AsJson = False,
+    placement: _PlacementOption = "supply",
+    seed: _SeedOption = "0",
+    as_json: JsonOption = False,
 ) -> None:
     """Place requests that never end and print how much of the cluster they fill."""
     from genie.controller.placement.placers import placer_factory
@@ -192,7 +196,7 @@ def replay(
     from genie.sim.workloads.traces import Workload
 
     invocation.load_settings()
-    _check_choice(placement, _PLACEMENTS, what="--placement")
+    _check_choice(placement, _PLACEMENT_POLICIES, what="--placement")
     seed_number = parse_integer(seed, what="--seed", low=0, high=_SEED_MAX)
     if (trace is None) != (nodes is None):
         raise UsageError("--trace and --nodes must be given together", hint="give both files, or neither")
@@ -205,7 +209,7 @@ def replay(
     if as_json:
         output.write_json(vars(outcome))
         return
-    output.write_facts(
+    output.write_fields(
         [
             ("allocated", f"{outcome.allocated_pct:.2f}% of the GPUs when requests reach 100%"),
             ("arrivals", str(outcome.arrivals)),
@@ -221,18 +225,20 @@ def generate(
     file: Annotated[
         str, typer.Argument(help="CSV file to write; - writes to standard output.", metavar="FILE")
     ],
-    nodes: _Nodes = "128x8",
-    jobs: _Jobs = None,
-    load: _Load = None,
-    limits: _Limits = "3",
-    seed: _Seed = "0",
+    nodes: _NodesOption = "128x8",
+    jobs: _JobsOption = None,
+    load: _LoadOption = None,
+    limits: _LimitsOption = "3",
+    seed: _SeedOption = "0",
 ) -> None:
     """Generate synthetic jobs as CSV for 'genie sim run --trace'. --load is relative to --nodes."""
     from genie.sim.workloads.workload import write_lines, write_workload
 
     invocation.load_settings()
     seed_number = parse_integer(seed, what="--seed", low=0, high=_SEED_MAX)
-    made = _load_jobs(_parse_nodes(nodes), None, "", jobs=jobs, load=load, limits=limits, seed=seed_number)
+    made = _load_or_generate_jobs(
+        _parse_nodes(nodes), None, "", jobs=jobs, load=load, limits=limits, seed=seed_number
+    )
     if file == "-":
         write_lines(sys.stdout, made)
         sys.stdout.flush()
@@ -268,7 +274,7 @@ def _parse_nodes(text: str) -> list[NodeFacts]:
     return to_node_facts(traces.read_nodes(Path(text)))
 
 
-def _load_jobs(
+def _load_or_generate_jobs(
     nodes: Sequence[NodeFacts],
     trace: Path | None,
     trace_format: str,
@@ -307,7 +313,9 @@ def _load_jobs(
     return workload.with_load(found, nodes, load_target) if load_target else found
 
 
-def _rules(order: str, controller: ControllerConfig, *, backfills: bool, preempts: bool) -> Rules:
+def _make_scheduling_rules(
+    order: str, controller: ControllerConfig, *, backfills: bool, preempts: bool
+) -> Rules:
     """Return the scheduling rules for a policy name, with the controller's time budget for custom policies.
 
     The budget counts CPU time here, so that other load on the machine does not change the results.
@@ -322,14 +330,16 @@ def _rules(order: str, controller: ControllerConfig, *, backfills: bool, preempt
     return Rules(backfills=backfills, preempts=preempts).with_order(policy)
 
 
-def _plan(rules: Rules, placement: str, seed: int, *, failures: Failures | None) -> SimulationPlan:
+def _make_simulation_plan(
+    rules: Rules, placement: str, seed: int, *, failures: Failures | None
+) -> SimulationPlan:
     from genie.sim.events import SimulationPlan
 
-    _check_choice(placement, _PLACEMENTS, what="--placement")
+    _check_choice(placement, _PLACEMENT_POLICIES, what="--placement")
     return SimulationPlan(rules, placement, seed, failures)
 
 
-def _failures(fail_every: str | None, repair: str) -> Failures | None:
+def _parse_failures(fail_every: str | None, repair: str) -> Failures | None:
     from genie.sim.events import Failures
 
     if fail_every is None:
@@ -348,7 +358,7 @@ def _write_results(folder: Path, summary: Summary, done: Any) -> None:
 
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "summary.json").write_text(json.dumps(_as_object(summary), indent=2) + "\n", "utf-8")
+        (folder / "summary.json").write_text(json.dumps(_summary_to_json(summary), indent=2) + "\n", "utf-8")
         (folder / "utilisation.svg").write_text(utilisation_svg(done), "utf-8")
         (folder / "waiting.svg").write_text(waiting_svg(done), "utf-8")
     except OSError as error:
@@ -357,28 +367,28 @@ def _write_results(folder: Path, summary: Summary, done: Any) -> None:
         ) from error
 
 
-def _as_object(summary: Summary) -> dict[str, Any]:
+def _summary_to_json(summary: Summary) -> dict[str, Any]:
     from dataclasses import asdict
 
     return asdict(summary)
 
 
-def _facts(it: Summary) -> list[tuple[str, str]]:
-    large = f" (gangs of 32 or more GPUs: {_spread_text(it.wait_large_s)})" if it.wait_large_s.count else ""
+def _summary_fields(it: Summary) -> list[tuple[str, str]]:
+    large = f" (gangs of 32 or more GPUs: {_format_spread(it.wait_large_s)})" if it.wait_large_s.count else ""
     skipped = f", {it.impossible} skipped: larger than the cluster" if it.impossible else ""
     if it.left_waiting:
         skipped += f", {it.left_waiting} never started: the policy rejected all nodes"
     return [
         ("jobs", f"{it.jobs}{skipped}, {it.cut_short} ended by their time limit"),
-        ("GPUs", f"{it.gpus}, over {duration_text(it.span_s)}"),
+        ("GPUs", f"{it.gpus}, over {format_duration(it.span_s)}"),
         ("utilization", f"{it.utilisation:.1%} of GPU time"),
         (
             "utilization while pending",
             f"{it.utilisation_while_waiting:.1%}, for {it.waiting_share:.0%} of the time",
         ),
         ("utilization until last arrival", f"{it.utilisation_while_arriving:.1%}"),
-        ("wait time", _spread_text(it.wait_s) + large),
-        ("completion time", _spread_text(it.completion_s)),
+        ("wait time", _format_spread(it.wait_s) + large),
+        ("completion time", _format_spread(it.completion_s)),
         ("slowdown", f"mean {it.slowdown.mean:.2f}, p50 {it.slowdown.p50:.2f}, p99 {it.slowdown.p99:.1f}"),
         ("tenant fairness (Jain)", f"{it.jain:.3f}"),
         ("finish-time fairness", f"mean {it.finish_fairness.mean:.2f}, p99 {it.finish_fairness.p99:.2f}"),
@@ -388,5 +398,5 @@ def _facts(it: Summary) -> list[tuple[str, str]]:
     ]
 
 
-def _spread_text(it: ValueSpread) -> str:
-    return f"mean {duration_text(it.mean)}, p50 {duration_text(it.p50)}, p99 {duration_text(it.p99)}"
+def _format_spread(it: ValueSpread) -> str:
+    return f"mean {format_duration(it.mean)}, p50 {format_duration(it.p50)}, p99 {format_duration(it.p99)}"

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from genie.cli import output
-from genie.cli.app import AsJson, Invocation, app, command
-from genie.cli.quantities import duration_text, parse_duration
+from genie.cli.app import Invocation, JsonOption, app, command
+from genie.cli.quantities import format_duration, parse_duration
 from genie.errors import GenieError
 from genie.model.names import parse_address
 
@@ -23,20 +23,20 @@ if TYPE_CHECKING:
     from genie.model.messages import TokenCreated
     from genie.model.tenant import TokenRecord
 
-tokens = typer.Typer(
+tokens_app = typer.Typer(
     name="token",
     help="Create, list and revoke access tokens.",
     no_args_is_help=True,
     rich_markup_mode="rich",
 )
-app.add_typer(tokens)
+app.add_typer(tokens_app)
 
-_DROPPABLE = ("age",)
-_COLUMNS = ("token", "kind", "tenant", "name", "age", "state")
-_HIDDEN = ("secret_sha256",)
+_DROPPABLE_COLUMNS = ("age",)
+_TOKEN_COLUMNS = ("token", "kind", "tenant", "name", "age", "state")
+_HIDDEN_FIELDS = ("secret_sha256",)
 
 
-@command(tokens, "create", example="genie token create --name alice --ttl 30d")
+@command(tokens_app, "create", example="genie token create --name alice --ttl 30d")
 def create(
     invocation: Invocation,
     *,
@@ -52,7 +52,7 @@ def create(
             help="Lifetime, such as 1h or 30d (default: 1h for join tokens, else unlimited).",
         ),
     ] = None,
-    as_json: AsJson = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Create a token and print it. It cannot be shown again.
 
@@ -65,23 +65,25 @@ def create(
             validate_name(value, what=option)
     ttl_s = None if ttl is None else parse_duration(ttl, what="--ttl")
     created, where = asyncio.run(
-        _create(invocation.load_settings(), join=join, name=name, tenant=tenant, ttl_s=ttl_s)
+        _create_token(invocation.load_settings(), join=join, name=name, tenant=tenant, ttl_s=ttl_s)
     )
     if as_json:
         output.write_json(
-            {"token": created.token, "record": output.as_object(created.record, without=_HIDDEN)}
+            {"token": created.token, "record": output.struct_to_json(created.record, without=_HIDDEN_FIELDS)}
         )
         return
     output.write_line(created.token)
-    _print_usage(created, where=where)
+    _print_token_usage(created, where=where)
 
 
-@command(tokens, "list", example="genie token list --json")
-def list_tokens(invocation: Invocation, *, as_json: AsJson = False) -> None:
+@command(tokens_app, "list", example="genie token list --json")
+def list_tokens(invocation: Invocation, *, as_json: JsonOption = False) -> None:
     """List tokens with kind, tenant and state. Secrets are not shown."""
-    found = asyncio.run(_list(invocation.load_settings()))
+    found = asyncio.run(_fetch_tokens(invocation.load_settings()))
     if as_json:
-        output.write_json({"tokens": [output.as_object(record, without=_HIDDEN) for record in found]})
+        output.write_json(
+            {"tokens": [output.struct_to_json(record, without=_HIDDEN_FIELDS) for record in found]}
+        )
         return
     now = time.time()
     rows = [
@@ -90,15 +92,15 @@ def list_tokens(invocation: Invocation, *, as_json: AsJson = False) -> None:
             record.kind.value,
             record.tenant,
             record.name or "-",
-            duration_text(now - record.created_at),
-            _state(record, now=now),
+            format_duration(now - record.created_at),
+            _token_state(record, now=now),
         )
         for record in found
     ]
-    output.write_table(_COLUMNS, rows, droppable=_DROPPABLE)
+    output.write_table(_TOKEN_COLUMNS, rows, droppable=_DROPPABLE_COLUMNS)
 
 
-@command(tokens, "revoke", example="genie token revoke 4f7a2c9d01be")
+@command(tokens_app, "revoke", example="genie token revoke 4f7a2c9d01be")
 def revoke(
     invocation: Invocation,
     *,
@@ -107,7 +109,7 @@ def revoke(
     ],
 ) -> None:
     """Revoke tokens. They are rejected from now on."""
-    failed = asyncio.run(_revoke(invocation.load_settings(), token_ids))
+    failed = asyncio.run(_revoke_tokens(invocation.load_settings(), token_ids))
     for token_id in token_ids:
         if token_id in failed:
             output.show_error(failed[token_id], debug=invocation.debug)
@@ -117,7 +119,7 @@ def revoke(
         raise typer.Exit(max(error.exit_code for error in failed.values()))
 
 
-async def _create(
+async def _create_token(
     settings: Settings, *, join: bool, name: str, tenant: str, ttl_s: float | None
 ) -> tuple[TokenCreated, str]:
     from genie.cluster.client import open_client
@@ -129,14 +131,14 @@ async def _create(
         return created, client.where
 
 
-async def _list(settings: Settings) -> list[TokenRecord]:
+async def _fetch_tokens(settings: Settings) -> list[TokenRecord]:
     from genie.cluster.client import open_client
 
     async with open_client(settings) as client:
         return list(await client.list_tokens())
 
 
-async def _revoke(settings: Settings, token_ids: list[str]) -> dict[str, GenieError]:
+async def _revoke_tokens(settings: Settings, token_ids: list[str]) -> dict[str, GenieError]:
     from genie.cluster.client import open_client
 
     failed: dict[str, GenieError] = {}
@@ -149,7 +151,7 @@ async def _revoke(settings: Settings, token_ids: list[str]) -> dict[str, GenieEr
     return failed
 
 
-def _print_usage(created: TokenCreated, *, where: str) -> None:
+def _print_token_usage(created: TokenCreated, *, where: str) -> None:
     from genie.model.names import is_loopback
     from genie.model.tenant import TokenKind
 
@@ -169,7 +171,7 @@ def _print_usage(created: TokenCreated, *, where: str) -> None:
         )
 
 
-def _state(record: TokenRecord, *, now: float) -> str:
+def _token_state(record: TokenRecord, *, now: float) -> str:
     if record.revoked_at is not None:
         return "revoked"
     if record.used_at is not None:
@@ -177,4 +179,4 @@ def _state(record: TokenRecord, *, now: float) -> str:
     if record.expires_at is None:
         return "valid"
     left_s = record.expires_at - now
-    return f"valid for {duration_text(left_s)}" if left_s > 0 else "expired"
+    return f"valid for {format_duration(left_s)}" if left_s > 0 else "expired"

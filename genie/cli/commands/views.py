@@ -7,8 +7,8 @@ import time
 from typing import TYPE_CHECKING
 
 from genie.cli import output
-from genie.cli.app import AsJson, Invocation, app, command
-from genie.cli.quantities import duration_text, size_text
+from genie.cli.app import Invocation, JsonOption, app, command
+from genie.cli.quantities import format_duration, format_size
 
 if TYPE_CHECKING:
     from genie.config import Settings
@@ -16,26 +16,34 @@ if TYPE_CHECKING:
     from genie.model.messages import NodeView, StatusReply
     from genie.model.node import GPUInfo
 
-_NODE_COLUMNS = ("node", "status", "address", "cpus allocated", "memory allocated", "heartbeat", "reason")
-_NODE_DROPPABLE = ("address", "heartbeat", "cpus allocated")
+_NODE_COLUMNS = (
+    "node",
+    "status",
+    "address",
+    "cpus allocated",
+    "host memory allocated",
+    "heartbeat",
+    "reason",
+)
+_NODE_DROPPABLE_COLUMNS = ("address", "heartbeat", "cpus allocated")
 _GPU_COLUMNS = ("node", "gpu", "accelerator", "memory total", "memory used", "utilization", "temp", "jobs")
-_GPU_DROPPABLE = ("temp", "utilization")
+_GPU_DROPPABLE_COLUMNS = ("temp", "utilization")
 
 
 @command(app, "status", example="genie status --json")
-def status(invocation: Invocation, *, as_json: AsJson = False) -> None:
+def status(invocation: Invocation, *, as_json: JsonOption = False) -> None:
     """Show a summary of the cluster: controller, store, nodes, accelerators and jobs."""
     reply, where = asyncio.run(_fetch_status_and_address(invocation.load_settings()))
     if as_json:
-        output.write_json({"address": where} | output.as_object(reply))
+        output.write_json({"address": where} | output.struct_to_json(reply))
         return
     facts = [
         ("address", where),
         ("cluster", reply.cluster_id or "-"),
         ("version", reply.version),
-        *([("leader", reply.leader)] if reply.leading else standby_facts(reply)),
+        *([("leader", reply.leader)] if reply.leading else standby_fields(reply)),
         ("store", f"{reply.store}{'' if reply.store_ok else ' (not responding)'}"),
-        ("uptime", duration_text(time.time() - reply.started_at)),
+        ("uptime", format_duration(time.time() - reply.started_at)),
     ]
     if reply.leading:  # unknown to a standby
         facts += [
@@ -47,26 +55,26 @@ def status(invocation: Invocation, *, as_json: AsJson = False) -> None:
             *(("alarm", text) for text in reply.alarms),
             *(("quarantined", f"{row.key}: {row.reason}") for row in reply.quarantined),
         ]
-    output.write_facts(facts)
+    output.write_fields(facts)
 
 
-def standby_facts(reply: StatusReply) -> list[tuple[str, str]]:
+def standby_fields(reply: StatusReply) -> list[tuple[str, str]]:
     """Return role and leader, for a controller that does not lead."""
     hint = f" (genie status --address {reply.leader})" if reply.leader else ""
     return [("role", "standby"), ("leader", f"{reply.leader or 'none elected'}{hint}")]
 
 
 @command(app, "nodes", example="genie nodes")
-def nodes(invocation: Invocation, *, as_json: AsJson = False) -> None:
+def nodes(invocation: Invocation, *, as_json: JsonOption = False) -> None:
     """List nodes and accelerators, and the jobs that use them."""
     views = asyncio.run(_fetch_nodes(invocation.load_settings()))
     if as_json:
-        output.write_json({"nodes": [output.as_object(view) for view in views]})
+        output.write_json({"nodes": [output.struct_to_json(view) for view in views]})
         return
-    write_nodes(views)
+    write_node_and_gpu_tables(views)
 
 
-def write_nodes(views: tuple[NodeView, ...]) -> None:
+def write_node_and_gpu_tables(views: tuple[NodeView, ...]) -> None:
     """Write the node table and the accelerator table."""
     if not views:
         output.print_message("no nodes; add one: genie join")
@@ -75,7 +83,7 @@ def write_nodes(views: tuple[NodeView, ...]) -> None:
     rows = [_gpu_row(view, gpu) for view in views for gpu in view.info.gpus]
     if rows:
         output.write_line("")
-        output.write_table(_GPU_COLUMNS, rows, droppable=_GPU_DROPPABLE)
+        output.write_table(_GPU_COLUMNS, rows, droppable=_GPU_DROPPABLE_COLUMNS)
 
 
 def _write_node_table(views: tuple[NodeView, ...], *, now: float) -> None:
@@ -94,7 +102,7 @@ def _write_node_table(views: tuple[NodeView, ...], *, now: float) -> None:
             (*row[:-1], *(texts[index] or "-" for texts in extra.values()), row[-1])
             for index, row in enumerate(rows)
         ],
-        droppable=_NODE_DROPPABLE,
+        droppable=_NODE_DROPPABLE_COLUMNS,
     )
 
 
@@ -119,10 +127,16 @@ def _node_row(view: NodeView, *, now: float) -> tuple[str, ...]:
         info.status.value,
         info.host,
         f"{view.node_holds.cpus_used:g} of {info.cpus:g}",
-        f"{size_text(view.node_holds.memory_used_bytes)} of {size_text(info.memory_total_bytes)}",
-        f"{duration_text(now - info.last_heartbeat)} ago",
-        "; ".join(filter(None, (view.drained, info.status_reason))),
+        f"{format_size(view.node_holds.memory_used_bytes)} of {format_size(info.memory_total_bytes)}",
+        f"{format_duration(now - info.last_heartbeat)} ago",
+        "; ".join(filter(None, (_format_drain_state(view), info.status_reason))),
     )
+
+
+def _format_drain_state(view: NodeView) -> str:
+    """Format the stored `draining: REASON`, which is `drained: REASON` once no job is left on the node."""
+    state, colon, reason = view.drained.partition(":")
+    return view.drained if view.node_holds.holds or not state else f"drained{colon}{reason}"
 
 
 def _gpu_row(view: NodeView, gpu: GPUInfo) -> tuple[str, ...]:
@@ -130,24 +144,24 @@ def _gpu_row(view: NodeView, gpu: GPUInfo) -> tuple[str, ...]:
         view.info.node_id,
         str(gpu.gpu_id),
         gpu.name,
-        size_text(gpu.memory_total_bytes),
-        _used_text(gpu),
+        format_size(gpu.memory_total_bytes),
+        _format_used_memory(gpu),
         "-" if gpu.utilization_pct is None else f"{gpu.utilization_pct:.0f}%",
         "-" if gpu.temperature_c is None else f"{gpu.temperature_c:.0f} C",
-        _jobs_on(view.node_holds, gpu) if gpu.available else f"unavailable: {gpu.reason}",
+        _format_jobs_on_gpu(view.node_holds, gpu) if gpu.available else f"unavailable: {gpu.reason}",
     )
 
 
-def _used_text(gpu: GPUInfo) -> str:
-    used = size_text(gpu.memory_used_bytes)
+def _format_used_memory(gpu: GPUInfo) -> str:
+    used = format_size(gpu.memory_used_bytes)
     return (
-        f"{used} ({size_text(gpu.memory_outside_bytes)} by other processes)"
+        f"{used} ({format_size(gpu.memory_outside_bytes)} by other processes)"
         if gpu.memory_outside_bytes
         else used
     )
 
 
-def _jobs_on(node_holds: NodeHolds, gpu: GPUInfo) -> str:
+def _format_jobs_on_gpu(node_holds: NodeHolds, gpu: GPUInfo) -> str:
     holds = [hold for hold in node_holds.holds if gpu.gpu_id in hold.gpu_ids]
     return ", ".join(f"{hold.job_id} ({hold.gpu_milli / 10:g}%)" for hold in holds) or "-"
 

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from genie.cli import output
-from genie.cli.app import AsJson, Invocation, grid_command
-from genie.cli.grid.nodes import NodeNames, load_grid
-from genie.cli.quantities import duration_text, parse_duration, parse_integer, size_text
+from genie.cli.app import Invocation, JsonOption, grid_command
+from genie.cli.grid.nodes import NodeNamesArgument, load_settings_and_grid_file
+from genie.cli.quantities import format_duration, format_size, parse_duration, parse_integer
 from genie.errors import TransportError
 from genie.model.names import address_text, is_loopback
 
@@ -28,66 +28,82 @@ if TYPE_CHECKING:
     from genie.grid.metrics import GridMetrics
     from genie.grid.runs.runner import Runner
 
-_COLUMNS = ("node", "state", "score", "cpu load", "gpus", "gpu memory used", "temp", "disk free", "note")
-_DROPPABLE = ("disk free", "temp", "gpu memory used")
+_NODE_COLUMNS = ("node", "state", "score", "cpu load", "gpus", "gpu memory used", "temp", "disk free", "note")
+_NODE_DROPPABLE_COLUMNS = ("disk free", "temp", "gpu memory used")
 _GPU_COLUMNS = ("node", "gpu", "name", "gpu memory", "gpu memory used", "utilization", "temp", "ecc errors")
-_CLEAR = "\x1b[H\x1b[2J"
+_CLEAR_SCREEN = "\x1b[H\x1b[2J"
 _ENTER_ALTERNATE_SCREEN, _LEAVE_ALTERNATE_SCREEN = "\x1b[?1049h", "\x1b[?1049l"
 _INTERVAL_S_MAX = 3600.0
 
-_Fresh = Annotated[bool, typer.Option("--fresh", help="Ignore cached readings.")]
-_Once = Annotated[bool, typer.Option("--once", help="Print once and exit.")]
-_Interval = Annotated[str, typer.Option("--interval", metavar="TIME", help="Refresh interval, such as 5s.")]
-_Serve = Annotated[bool, typer.Option("--serve", help="Serve the metrics over HTTP until Ctrl-C.")]
-_Port = Annotated[str, typer.Option("--port", metavar="PORT", help="Port for --serve; 0 picks a free port.")]
-_Bind = Annotated[str, typer.Option("--bind", metavar="ADDRESS", help="Address to listen on with --serve.")]
+_FreshOption = Annotated[bool, typer.Option("--fresh", help="Ignore cached readings.")]
+_OnceOption = Annotated[bool, typer.Option("--once", help="Print once and exit.")]
+_IntervalOption = Annotated[
+    str, typer.Option("--interval", metavar="TIME", help="Refresh interval, such as 5s.")
+]
+_ServeOption = Annotated[bool, typer.Option("--serve", help="Serve the metrics over HTTP until Ctrl-C.")]
+_PortOption = Annotated[
+    str, typer.Option("--port", metavar="PORT", help="Port for --serve; 0 picks a free port.")
+]
+_BindOption = Annotated[
+    str, typer.Option("--bind", metavar="ADDRESS", help="Address to listen on with --serve.")
+]
 
 
 @grid_command("health", example="grid-cli health --fresh")
 def health(
-    invocation: Invocation, *, nodes: NodeNames = None, fresh: _Fresh = False, as_json: AsJson = False
+    invocation: Invocation,
+    *,
+    nodes: NodeNamesArgument = None,
+    fresh: _FreshOption = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Check load, GPUs and disk of the nodes. The node with the lowest score is chosen for the next run.
 
     Exits with 1 if no node is usable, with 255 if none is reachable.
     """
-    settings, file = load_grid(invocation)
+    settings, file = load_settings_and_grid_file(invocation)
     began = time.time()
-    found = asyncio.run(_check(settings, file, nodes or [], fresh=fresh))
-    best = _best(found)
+    found = asyncio.run(_check_nodes(settings, file, nodes or [], fresh=fresh))
+    best = _find_best_node(found)
     if as_json:
-        output.write_json({"best": best, "nodes": [_as_object(node) for node in found]})
+        output.write_json({"best": best, "nodes": [_node_to_json(node) for node in found]})
     else:
-        _write_nodes(found)
+        _write_node_table(found)
         if best is not None and len(found) > 1:
             output.print_message(f"best node: {best}")
         age_s = began - min(node.at for node in found)
         if age_s >= 1:
-            output.print_message(f"cached readings, {duration_text(age_s)} old; use --fresh to read again")
+            output.print_message(f"cached readings, {format_duration(age_s)} old; use --fresh to read again")
     if best is None:
-        raise typer.Exit(_unreachable_code(found) or 1)
+        raise typer.Exit(_unreachable_exit_code(found) or 1)
 
 
 @grid_command("top", example="grid-cli top --interval 5s")
 def top(
-    invocation: Invocation, *, interval: _Interval = "2s", once: _Once = False, as_json: AsJson = False
+    invocation: Invocation,
+    *,
+    interval: _IntervalOption = "2s",
+    once: _OnceOption = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Monitor nodes and GPUs. Prints once with --once, with --json or without a terminal.
 
     When printing once, exits with 255 if no node is reachable.
     """
-    settings, file = load_grid(invocation)
+    settings, file = load_settings_and_grid_file(invocation)
     interval_s = parse_duration(interval, what="--interval", high_s=_INTERVAL_S_MAX)
     if as_json or once or not sys.stdout.isatty():
-        found = asyncio.run(_check(settings, file, [], fresh=True))
+        found = asyncio.run(_check_nodes(settings, file, [], fresh=True))
         if as_json:
-            output.write_json({"best": _best(found), "nodes": [_as_object(node) for node in found]})
+            output.write_json(
+                {"best": _find_best_node(found), "nodes": [_node_to_json(node) for node in found]}
+            )
         else:
-            _write_all(found)
-        raise typer.Exit(_unreachable_code(found))
+            _write_node_and_gpu_tables(found)
+        raise typer.Exit(_unreachable_exit_code(found))
     sys.stdout.write(_ENTER_ALTERNATE_SCREEN)
     try:
-        asyncio.run(_watch(settings, file, interval_s=interval_s))
+        asyncio.run(_redraw_until_interrupted(settings, file, interval_s=interval_s))
     except KeyboardInterrupt:
         pass  # normal exit
     finally:
@@ -99,26 +115,26 @@ def top(
 def metrics(
     invocation: Invocation,
     *,
-    serve: _Serve = False,
-    port: _Port = "9464",
-    bind: _Bind = "127.0.0.1",
-    as_json: AsJson = False,
+    serve: _ServeOption = False,
+    port: _PortOption = "9464",
+    bind: _BindOption = "127.0.0.1",
+    as_json: JsonOption = False,
 ) -> None:
     """Print or serve the metrics of the grid in Prometheus format."""
-    settings, file = load_grid(invocation)
+    settings, file = load_settings_and_grid_file(invocation)
     if serve:
         number = parse_integer(port, what="--port", low=0, high=65535)
-        asyncio.run(_serve(settings, file, bind=bind, port=number, as_json=as_json))
+        asyncio.run(_serve_metrics(settings, file, bind=bind, port=number, as_json=as_json))
         return
-    metrics_now = asyncio.run(_refresh(settings, file))
+    metrics_now = asyncio.run(_refresh_metrics(settings, file))
     if as_json:
-        output.write_json(_metrics_object(metrics_now))
+        output.write_json(_metrics_to_json(metrics_now))
     else:
         output.write_line(metrics_now.text().rstrip("\n"))
 
 
 @contextlib.asynccontextmanager
-async def open_checker(settings: Settings, file: GridFile) -> AsyncIterator[NodeHealthChecker]:
+async def open_health_checker(settings: Settings, file: GridFile) -> AsyncIterator[NodeHealthChecker]:
     """Yield a health checker with its own connections and a cache shared with other processes."""
     from genie.grid.health.check import HealthCache, NodeHealthChecker
     from genie.grid.ssh.pool import SshPool
@@ -128,7 +144,7 @@ async def open_checker(settings: Settings, file: GridFile) -> AsyncIterator[Node
 
 
 @contextlib.asynccontextmanager
-async def _open_readers(
+async def _open_checker_and_runner(
     settings: Settings, file: GridFile
 ) -> AsyncIterator[tuple[NodeHealthChecker, Runner]]:
     """Yield a health checker and a runner that share connections, for refreshing the metrics."""
@@ -141,12 +157,12 @@ async def _open_readers(
         yield NodeHealthChecker(pool, file, clock=time.time, cache=cache), Runner(pool, file)
 
 
-async def _check(
+async def _check_nodes(
     settings: Settings, file: GridFile, names: Sequence[str], *, fresh: bool
 ) -> list[NodeHealth]:
     for name in names:
         file.node(name)
-    async with open_checker(settings, file) as checker:
+    async with open_health_checker(settings, file) as checker:
         if not names:
             found = await checker.check_all_nodes(fresh=fresh)
         else:
@@ -154,36 +170,36 @@ async def _check(
                 tasks = [group.create_task(checker.check(name, fresh=fresh)) for name in names]
             found = sorted((task.result() for task in tasks), key=lambda node: node.sort_key)
     if not names:
-        _metrics(settings).node_scores({node.name: node.effective_score for node in found})
+        _open_metrics(settings).node_scores({node.name: node.effective_score for node in found})
     return found
 
 
-async def _watch(settings: Settings, file: GridFile, *, interval_s: float) -> None:
-    async with open_checker(settings, file) as checker:
+async def _redraw_until_interrupted(settings: Settings, file: GridFile, *, interval_s: float) -> None:
+    async with open_health_checker(settings, file) as checker:
         while True:
             found = await checker.check_all_nodes(fresh=True)
-            sys.stdout.write(_CLEAR)
+            sys.stdout.write(_CLEAR_SCREEN)
             now = time.strftime("%H:%M:%S")
-            output.write_line(f"{now}  every {duration_text(interval_s)}  Ctrl-C to exit\n")
-            _write_all(found)
+            output.write_line(f"{now}  every {format_duration(interval_s)}  Ctrl-C to exit\n")
+            _write_node_and_gpu_tables(found)
             await asyncio.sleep(interval_s)
 
 
-async def _refresh(settings: Settings, file: GridFile) -> GridMetrics:
+async def _refresh_metrics(settings: Settings, file: GridFile) -> GridMetrics:
     from genie.grid.metrics_server import refresh
 
-    grid_metrics = _metrics(settings)
-    async with _open_readers(settings, file) as (checker, runner):
+    grid_metrics = _open_metrics(settings)
+    async with _open_checker_and_runner(settings, file) as (checker, runner):
         await refresh(checker, runner, file, grid_metrics)
     return grid_metrics
 
 
-async def _serve(settings: Settings, file: GridFile, *, bind: str, port: int, as_json: bool) -> None:
+async def _serve_metrics(settings: Settings, file: GridFile, *, bind: str, port: int, as_json: bool) -> None:
     from genie.grid.metrics_server import refresh_forever, serving
 
-    grid_metrics = _metrics(settings)
+    grid_metrics = _open_metrics(settings)
     async with (
-        _open_readers(settings, file) as (checker, runner),
+        _open_checker_and_runner(settings, file) as (checker, runner),
         serving(grid_metrics, bind=bind, port=port) as (host, number),
     ):
         url = f"http://{address_text(host, number)}/metrics"
@@ -198,13 +214,13 @@ async def _serve(settings: Settings, file: GridFile, *, bind: str, port: int, as
         await refresh_forever(checker, runner, file, grid_metrics)
 
 
-def _metrics(settings: Settings) -> GridMetrics:
+def _open_metrics(settings: Settings) -> GridMetrics:
     from genie.grid.metrics import GridMetrics
 
     return GridMetrics(settings.paths.state_dir)
 
 
-def _metrics_object(grid_metrics: GridMetrics) -> dict[str, Any]:
+def _metrics_to_json(grid_metrics: GridMetrics) -> dict[str, Any]:
     found = grid_metrics.figures()
     return {
         "node_health_score": found.scores,
@@ -218,12 +234,12 @@ def _metrics_object(grid_metrics: GridMetrics) -> dict[str, Any]:
 # --- tables -----------------------------------------------------------------------------------
 
 
-def _best(nodes: Sequence[NodeHealth]) -> str | None:
+def _find_best_node(nodes: Sequence[NodeHealth]) -> str | None:
     best = min(nodes, key=lambda node: node.sort_key)
     return best.name if best.effective_score != float("inf") else None
 
 
-def _unreachable_code(nodes: Sequence[NodeHealth]) -> int:
+def _unreachable_exit_code(nodes: Sequence[NodeHealth]) -> int:
     """Return exit code 255 if no node is reachable, else 0."""
     from genie.grid.health.check import HealthState
 
@@ -231,24 +247,24 @@ def _unreachable_code(nodes: Sequence[NodeHealth]) -> int:
     return TransportError.exit_code if none_reachable else 0
 
 
-def _as_object(node: NodeHealth) -> dict[str, Any]:
+def _node_to_json(node: NodeHealth) -> dict[str, Any]:
     free = node.readings.gpus_free if node.readings else 0
-    return output.as_object(node) | {"gpus_free": free}
+    return output.struct_to_json(node) | {"gpus_free": free}
 
 
-def _write_nodes(nodes: Sequence[NodeHealth]) -> None:
-    output.write_table(_COLUMNS, [_row(node) for node in nodes], droppable=_DROPPABLE)
+def _write_node_table(nodes: Sequence[NodeHealth]) -> None:
+    output.write_table(_NODE_COLUMNS, [_node_row(node) for node in nodes], droppable=_NODE_DROPPABLE_COLUMNS)
 
 
-def _write_all(nodes: Sequence[NodeHealth]) -> None:
-    _write_nodes(nodes)
+def _write_node_and_gpu_tables(nodes: Sequence[NodeHealth]) -> None:
+    _write_node_table(nodes)
     rows = [_gpu_row(node.name, gpu) for node in nodes if node.readings for gpu in node.readings.gpus]
     if rows:
         output.write_line("")
         output.write_table(_GPU_COLUMNS, rows, droppable=("ecc errors", "gpu memory"))
 
 
-def _row(node: NodeHealth) -> tuple[str, ...]:
+def _node_row(node: NodeHealth) -> tuple[str, ...]:
     readings = node.readings
     if readings is None:
         return (node.name, node.state.value, "-", "-", "-", "-", "-", "-", node.note)
@@ -258,11 +274,11 @@ def _row(node: NodeHealth) -> tuple[str, ...]:
         node.name,
         node.state.value,
         "-" if node.score is None else f"{node.score:.1f}",
-        _percent(readings.load_pct),
+        _format_percent(readings.load_pct),
         "-" if "gpus" in readings.failed and not readings.gpus else gpus,
-        _percent(readings.gpu_memory_pct) if readings.gpus else "-",
-        _degrees(readings.hottest_c),
-        "-" if disk is None else size_text(disk),
+        _format_percent(readings.gpu_memory_pct) if readings.gpus else "-",
+        _format_celsius(readings.hottest_c),
+        "-" if disk is None else format_size(disk),
         node.note,
     )
 
@@ -273,17 +289,17 @@ def _gpu_row(name: str, gpu: GpuReading) -> tuple[str, ...]:
         name,
         str(gpu.index),
         gpu.name,
-        "-" if total is None else size_text(total),
-        "-" if used is None else size_text(used),
-        _percent(gpu.utilization_pct),
-        _degrees(gpu.temperature_c),
+        "-" if total is None else format_size(total),
+        "-" if used is None else format_size(used),
+        _format_percent(gpu.utilization_pct),
+        _format_celsius(gpu.temperature_c),
         "-" if gpu.ecc_uncorrected is None else str(gpu.ecc_uncorrected),
     )
 
 
-def _percent(value: float | None) -> str:
+def _format_percent(value: float | None) -> str:
     return "-" if value is None else f"{value:.0f}%"
 
 
-def _degrees(value: float | None) -> str:
+def _format_celsius(value: float | None) -> str:
     return "-" if value is None else f"{value:.0f} C"

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from genie.cli import output
-from genie.cli.app import AsJson, Invocation, grid, grid_command
+from genie.cli.app import Invocation, JsonOption, grid_app, grid_command
 from genie.cli.quantities import parse_labels, parse_number
 from genie.errors import ConfigError, GenieError, HostKeyUnknownError, UsageError
 
@@ -26,56 +26,56 @@ if TYPE_CHECKING:
     from genie.grid.grid_file import GridFile, GridNode
     from genie.grid.ssh.host_trust import HostKey
 
-_config = typer.Typer(name="config", help="Create, check and show the grid file.", no_args_is_help=True)
-_nodes = typer.Typer(
+_config_app = typer.Typer(name="config", help="Create, check and show the grid file.", no_args_is_help=True)
+_nodes_app = typer.Typer(
     name="nodes", help="Manage the nodes of the grid file and their host keys.", no_args_is_help=True
 )
-grid.add_typer(_nodes)
-grid.add_typer(_config)
+grid_app.add_typer(_nodes_app)
+grid_app.add_typer(_config_app)
 
-_TRUST_S = 10.0
-_TRUST_CONCURRENCY = 20
+_HOST_KEY_TIMEOUT_S = 10.0
+_HOST_KEY_CONCURRENCY = 20
 
 
-def complete_node(context: typer.Context, incomplete: str) -> list[str]:
+def complete_node_name(context: typer.Context, incomplete: str) -> list[str]:
     """Complete node names. An unreadable file gives no completions; the command reports the error."""
     from genie.config import load
     from genie.grid.grid_file import read_grid_file
 
     try:
-        settings = load({"grid.file": _given_file(context)})
+        settings = load({"grid.file": _get_config_option(context)})
         names = [node.name for node in read_grid_file(settings.grid.file).nodes]
     except GenieError:
         return []
     return [name for name in names if name.startswith(incomplete)]
 
 
-def _given_file(context: typer.Context) -> str | None:
+def _get_config_option(context: typer.Context) -> str | None:
     """Return --config, given before or after the command name."""
     found: str | None = context.params.get("grid_file") or context.params.get("config")
     if found is None and context.parent is not None:
-        return _given_file(context.parent)  # type: ignore[arg-type]  # click's context type
+        return _get_config_option(context.parent)  # type: ignore[arg-type]  # click's context type
     return found
 
 
-NodeNames = Annotated[
+NodeNamesArgument = Annotated[
     list[str] | None,
-    typer.Argument(metavar="NODE...", help="Node names in the grid file.", autocompletion=complete_node),
+    typer.Argument(metavar="NODE...", help="Node names in the grid file.", autocompletion=complete_node_name),
 ]
-_NewNodes = Annotated[
+_NewNodesArgument = Annotated[
     list[str], typer.Argument(metavar="[USER@]NAME[:PORT]...", help="Hosts, or aliases in ~/.ssh/config.")
 ]
-_Labels = Annotated[
+_LabelsOption = Annotated[
     list[str] | None,
     typer.Option("--label", metavar="KEY=VALUE", help="Label of the nodes; repeatable."),
 ]
-_Weight = Annotated[
+_WeightOption = Annotated[
     str,
     typer.Option("--weight", metavar="NUMBER", help="Preference: above 1 is chosen sooner, below 1 later."),
 ]
-_All = Annotated[bool, typer.Option("--all", help="All nodes of the grid file.")]
-_Yes = Annotated[bool, typer.Option("--yes", "-y", help="Trust the keys without confirmation.")]
-_Fingerprint = Annotated[
+_AllNodesOption = Annotated[bool, typer.Option("--all", help="All nodes of the grid file.")]
+_YesOption = Annotated[bool, typer.Option("--yes", "-y", help="Trust the keys without confirmation.")]
+_FingerprintOption = Annotated[
     str | None,
     typer.Option(
         "--fingerprint", metavar="SHA256:...", help="Trust the key only if it has this fingerprint."
@@ -83,10 +83,10 @@ _Fingerprint = Annotated[
 ]
 
 
-@grid_command("list", group=_nodes, example="grid-cli nodes list --json")
-def list_nodes(invocation: Invocation, *, as_json: AsJson = False) -> None:
+@grid_command("list", group=_nodes_app, example="grid-cli nodes list --json")
+def list_nodes(invocation: Invocation, *, as_json: JsonOption = False) -> None:
     """List the nodes of the grid file with resolved host, port and user. Does not connect."""
-    settings, file = load_grid(invocation)
+    settings, file = load_settings_and_grid_file(invocation)
     rows = asyncio.run(_resolve_nodes(settings, file))
     if as_json:
         output.write_json({"file": str(file.path), "nodes": rows})
@@ -128,14 +128,14 @@ async def _resolve_nodes(settings: Settings, file: GridFile) -> list[dict[str, A
     return rows
 
 
-@grid_command("add", group=_nodes, example="grid-cli nodes add gpu4 --label zone=a")
+@grid_command("add", group=_nodes_app, example="grid-cli nodes add gpu4 --label zone=a")
 def add(
     invocation: Invocation,
     *,
-    nodes: _NewNodes,
-    weight: _Weight = "1",
-    labels: _Labels = None,
-    as_json: AsJson = False,
+    nodes: _NewNodesArgument,
+    weight: _WeightOption = "1",
+    labels: _LabelsOption = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Add nodes to the grid file; creates the file if needed and keeps comments."""
     from genie.grid import node_list
@@ -162,20 +162,22 @@ def add(
     output.print_message(f"next: grid-cli nodes trust {names}")
 
 
-@grid_command("remove", group=_nodes, example="grid-cli nodes remove gpu4")
+@grid_command("remove", group=_nodes_app, example="grid-cli nodes remove gpu4")
 def remove(
     invocation: Invocation,
     *,
     nodes: Annotated[
         list[str],
-        typer.Argument(metavar="NODE...", help="Node names in the grid file.", autocompletion=complete_node),
+        typer.Argument(
+            metavar="NODE...", help="Node names in the grid file.", autocompletion=complete_node_name
+        ),
     ],
-    as_json: AsJson = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Remove nodes from the grid file. Their runs continue; known_hosts is not changed."""
     from genie.grid import node_list
 
-    settings, file = load_grid(invocation)
+    settings, file = load_settings_and_grid_file(invocation)
 
     def remove_nodes(text: str) -> str:
         for name in nodes:
@@ -189,18 +191,18 @@ def remove(
     output.write_line(f"{file.path}: removed {' '.join(nodes)}")
 
 
-@grid_command("trust", group=_nodes, example="grid-cli nodes trust gpu1")
+@grid_command("trust", group=_nodes_app, example="grid-cli nodes trust gpu1")
 def trust(
     invocation: Invocation,
     *,
-    nodes: NodeNames = None,
-    all_nodes: _All = False,
-    yes: _Yes = False,
-    fingerprint: _Fingerprint = None,
-    as_json: AsJson = False,
+    nodes: NodeNamesArgument = None,
+    all_nodes: _AllNodesOption = False,
+    yes: _YesOption = False,
+    fingerprint: _FingerprintOption = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Fetch host keys, show their fingerprints, and add them to known_hosts after confirmation."""
-    settings, file = load_grid(invocation)
+    settings, file = load_settings_and_grid_file(invocation)
     names = [node.name for node in file.nodes] if all_nodes else list(nodes or ())
     if all_nodes and nodes:
         raise UsageError("--all and node names are mutually exclusive", hint="give one of them")
@@ -211,9 +213,9 @@ def trust(
     if fingerprint is not None and len(names) != 1:
         raise UsageError("--fingerprint requires exactly one node", hint="name one node")
     chosen = [file.node(name) for name in names]
-    found, errors = asyncio.run(_fetch_keys(settings, file, chosen))
-    answers = [(key, _confirm_key(key, yes=yes, fingerprint=fingerprint)) for key in found]
-    _add_keys(settings, answers, as_json=as_json)
+    found, errors = asyncio.run(_fetch_host_keys(settings, file, chosen))
+    answers = [(key, _confirm_host_key(key, yes=yes, fingerprint=fingerprint)) for key in found]
+    _add_confirmed_host_keys(settings, answers, as_json=as_json)
     for error in errors[1:]:
         output.show_error(error, debug=False)
     if errors:
@@ -222,13 +224,13 @@ def trust(
         raise typer.Exit(1)
 
 
-async def _fetch_keys(
+async def _fetch_host_keys(
     settings: Settings, file: GridFile, nodes: list[GridNode]
 ) -> tuple[list[HostKey], list[GenieError]]:
     from genie.grid.ssh.host_trust import fetch_host_key
 
-    slots = asyncio.Semaphore(_TRUST_CONCURRENCY)
-    limit_s = max(_TRUST_S, file.ssh.connect_timeout)
+    slots = asyncio.Semaphore(_HOST_KEY_CONCURRENCY)
+    limit_s = max(_HOST_KEY_TIMEOUT_S, file.ssh.connect_timeout)
 
     async def fetch(node: GridNode) -> HostKey | GenieError:
         async with slots:
@@ -244,7 +246,7 @@ async def _fetch_keys(
     return [each for each in results if not isinstance(each, GenieError)], errors
 
 
-def _confirm_key(key: HostKey, *, yes: bool, fingerprint: str | None) -> bool:
+def _confirm_host_key(key: HostKey, *, yes: bool, fingerprint: str | None) -> bool:
     """Return whether to trust the key. Raises if it cannot be confirmed."""
     if key.known and fingerprint in (None, key.fingerprint):
         return True
@@ -266,7 +268,9 @@ def _confirm_key(key: HostKey, *, yes: bool, fingerprint: str | None) -> bool:
     return typer.confirm(f"Trust this key for {key.node}?", default=False, err=True)
 
 
-def _add_keys(settings: Settings, answers: list[tuple[HostKey, bool]], *, as_json: bool) -> None:
+def _add_confirmed_host_keys(
+    settings: Settings, answers: list[tuple[HostKey, bool]], *, as_json: bool
+) -> None:
     from genie.grid.health.check import HealthCache
     from genie.grid.ssh.host_trust import add_host_key
 
@@ -285,7 +289,7 @@ def _add_keys(settings: Settings, answers: list[tuple[HostKey, bool]], *, as_jso
         output.write_json({"nodes": rows})
 
 
-@grid_command("init", group=_config, example="grid-cli config init")
+@grid_command("init", group=_config_app, example="grid-cli config init")
 def init(
     invocation: Invocation,
     *,
@@ -294,13 +298,13 @@ def init(
         typer.Argument(metavar="FILE", help="File to write (default: config/cluster_config.yaml)."),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite an existing file.")] = False,
-    as_json: AsJson = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Write a commented grid file with every key and its default."""
     path = path or invocation.load_settings().grid.file
     try:
         path = path.expanduser()
-        _write_sample(path, force=force)
+        _write_sample_grid_file(path, force=force)
     except (OSError, RuntimeError, ConfigError) as error:  # RuntimeError: unknown user in ~user
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise UsageError(
@@ -313,7 +317,7 @@ def init(
     output.print_message("next: replace the example nodes with yours, then run: grid-cli nodes trust --all")
 
 
-def _write_sample(path: Path, *, force: bool) -> None:
+def _write_sample_grid_file(path: Path, *, force: bool) -> None:
     from genie.grid.grid_file import sample_grid_file
     from genie.grid.node_list import write_grid_file
 
@@ -334,10 +338,10 @@ def _write_sample(path: Path, *, force: bool) -> None:
             raise
 
 
-@grid_command("check", group=_config, example="grid-cli config check")
-def check(invocation: Invocation, *, as_json: AsJson = False) -> None:
+@grid_command("check", group=_config_app, example="grid-cli config check")
+def check(invocation: Invocation, *, as_json: JsonOption = False) -> None:
     """Validate the grid file. Errors name the line."""
-    file = read_file(invocation)
+    file = load_grid_file(invocation)
     if as_json:
         output.write_json({"file": str(file.path), "nodes": len(file.nodes), "ok": True})
         return
@@ -345,10 +349,10 @@ def check(invocation: Invocation, *, as_json: AsJson = False) -> None:
     output.write_line(f"{file.path}: valid, {nodes}")
 
 
-@grid_command("show", group=_config, example="grid-cli config show --json")
-def show(invocation: Invocation, *, as_json: AsJson = False) -> None:
+@grid_command("show", group=_config_app, example="grid-cli config show --json")
+def show(invocation: Invocation, *, as_json: JsonOption = False) -> None:
     """Print all keys with their values, including defaults."""
-    file = read_file(invocation)
+    file = load_grid_file(invocation)
     values: dict[str, Any] = dataclasses.asdict(file)
     values.pop("path")
     if as_json:
@@ -356,15 +360,15 @@ def show(invocation: Invocation, *, as_json: AsJson = False) -> None:
         return
     import yaml
 
-    output.write_line(yaml.safe_dump(_plain(values), sort_keys=False, allow_unicode=True).rstrip())
+    output.write_line(yaml.safe_dump(_to_json_value(values), sort_keys=False, allow_unicode=True).rstrip())
 
 
-def read_file(invocation: Invocation) -> GridFile:
+def load_grid_file(invocation: Invocation) -> GridFile:
     """Load the settings and return the grid file."""
-    return load_grid(invocation)[1]
+    return load_settings_and_grid_file(invocation)[1]
 
 
-def load_grid(invocation: Invocation) -> tuple[Settings, GridFile]:
+def load_settings_and_grid_file(invocation: Invocation) -> tuple[Settings, GridFile]:
     """Return the settings and the grid file."""
     from genie.grid.grid_file import read_grid_file
 
@@ -381,7 +385,7 @@ def user_at_host() -> str:
     return f"{user}@{socket.gethostname()}"
 
 
-def _plain(value: Any) -> Any:
+def _to_json_value(value: Any) -> Any:
     if isinstance(value, dict):
-        return {name: _plain(each) for name, each in value.items()}
-    return [_plain(each) for each in value] if isinstance(value, tuple) else value
+        return {name: _to_json_value(each) for name, each in value.items()}
+    return [_to_json_value(each) for each in value] if isinstance(value, tuple) else value

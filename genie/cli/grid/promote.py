@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from genie.cli import output
-from genie.cli.app import AsJson, Invocation, grid_command
-from genie.cli.grid.nodes import NodeNames
+from genie.cli.app import Invocation, JsonOption, grid_command
+from genie.cli.grid.nodes import NodeNamesArgument
 from genie.errors import UsageError
 
 if TYPE_CHECKING:
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
     from genie.grid.grid_file import GridFile
     from genie.grid.promotion import PromotionResult
 
-_All = Annotated[bool, typer.Option("--all", help="All nodes of the grid file.")]
+_AllNodesOption = Annotated[bool, typer.Option("--all", help="All nodes of the grid file.")]
 
 
 @grid_command("promote", example="grid-cli promote gpu1 gpu2 --controller 10.0.0.5", with_cluster=True)
 def promote(
     invocation: Invocation,
     *,
-    names: NodeNames = None,
-    every: _All = False,
+    names: NodeNamesArgument = None,
+    every: _AllNodesOption = False,
     controller: Annotated[
         str | None,
         typer.Option(metavar="HOST[:PORT]", help="Address of the controller as seen from the nodes."),
@@ -50,7 +50,7 @@ def promote(
             metavar="DIR", help="Install from the wheels in DIR, for nodes without internet access."
         ),
     ] = None,
-    as_json: AsJson = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Turn grid nodes into cluster nodes: install Genie, join, and wait until they are listed.
 
@@ -66,24 +66,26 @@ def promote(
     settings = invocation.load_settings()
     chosen = _select_nodes(settings, names, every=every)
     options = {"controller": controller, "python": python, "packages": packages, "wheels": wheels}
-    _report(asyncio.run(_move(settings, chosen, options, forward=True)), as_json=as_json)
+    _print_results(asyncio.run(_promote_or_demote(settings, chosen, options, forward=True)), as_json=as_json)
 
 
 @grid_command("demote", example="grid-cli demote gpu1", with_cluster=True)
 def demote(
     invocation: Invocation,
     *,
-    names: NodeNames = None,
-    every: _All = False,
+    names: NodeNamesArgument = None,
+    every: _AllNodesOption = False,
     force: Annotated[
         bool, typer.Option("--force", help="Demote nodes with running jobs too; the jobs are terminated.")
     ] = False,
-    as_json: AsJson = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Turn cluster nodes back into grid nodes: stop the agent, leave the cluster, uninstall Genie."""
     settings = invocation.load_settings()
     chosen = _select_nodes(settings, names, every=every)
-    _report(asyncio.run(_move(settings, chosen, {"force": force}, forward=False)), as_json=as_json)
+    _print_results(
+        asyncio.run(_promote_or_demote(settings, chosen, {"force": force}, forward=False)), as_json=as_json
+    )
 
 
 def _select_nodes(settings: Settings, names: list[str] | None, *, every: bool) -> tuple[GridFile, list[str]]:
@@ -97,7 +99,7 @@ def _select_nodes(settings: Settings, names: list[str] | None, *, every: bool) -
     ]
 
 
-async def _move(
+async def _promote_or_demote(
     settings: Settings, chosen: tuple[GridFile, list[str]], options: Mapping[str, Any], *, forward: bool
 ) -> list[PromotionResult]:
     from genie.cluster.client import open_client
@@ -106,14 +108,14 @@ async def _move(
 
     file, names = chosen
     async with open_client(settings) as client, SshPool(file, ssh_config=settings.grid.ssh_config) as pool:
-        where = options.get("controller") or (_check_reachable(client.where) if forward else client.where)
+        where = options.get("controller") or (_check_not_loopback(client.where) if forward else client.where)
         moving = Promotion(
             pool, file, client, on_progress=_print_node_message, **{**options, "controller": where}
         )
         return await (moving.promote(names) if forward else moving.demote(names))
 
 
-def _check_reachable(where: str) -> str:
+def _check_not_loopback(where: str) -> str:
     from genie.model.names import is_loopback, parse_address
 
     if is_loopback(parse_address(where, what="controller")[0]):
@@ -128,7 +130,7 @@ def _print_node_message(node: str, text: str) -> None:
     output.print_message_lines(f"{node}: {text}")
 
 
-def _report(moved: list[PromotionResult], *, as_json: bool) -> None:
+def _print_results(moved: list[PromotionResult], *, as_json: bool) -> None:
     if as_json:
         output.write_json({"nodes": [dataclasses.asdict(each) for each in moved]})
     else:

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from genie.cli import output
-from genie.cli.app import AsJson, Invocation, grid, grid_command
-from genie.cli.grid.nodes import complete_node, load_grid, user_at_host
+from genie.cli.app import Invocation, JsonOption, grid_app, grid_command
+from genie.cli.grid.nodes import complete_node_name, load_settings_and_grid_file, user_at_host
 from genie.cli.quantities import parse_pairs
 from genie.errors import ConnectionLostError, UsageError
 
@@ -29,17 +29,17 @@ if TYPE_CHECKING:
     from genie.grid.setup import EnvironmentSpec, SetupReport
     from genie.grid.ssh.pool import SshPool
 
-_cluster = typer.Typer(name="cluster", help="Run a Ray cluster on the nodes.", no_args_is_help=True)
-grid.add_typer(_cluster)
+_cluster_app = typer.Typer(name="cluster", help="Run a Ray cluster on the nodes.", no_args_is_help=True)
+grid_app.add_typer(_cluster_app)
 
-_Nodes = Annotated[
+_NodesOption = Annotated[
     list[str] | None,
     typer.Option(
-        "--node", metavar="NODE", help="Use only this node; repeatable.", autocompletion=complete_node
+        "--node", metavar="NODE", help="Use only this node; repeatable.", autocompletion=complete_node_name
     ),
 ]
-_STOP_S = 30.0
-_REQUIREMENTS = Path("requirements.txt")
+_STOP_TIMEOUT_S = 30.0
+_DEFAULT_REQUIREMENTS_FILE = Path("requirements.txt")
 
 
 @grid_command(
@@ -74,11 +74,11 @@ def setup(
             metavar="DIR", help="Install from the wheels in DIR, for nodes without internet access."
         ),
     ] = None,
-    node: _Nodes = None,
+    node: _NodesOption = None,
     again: Annotated[
         bool, typer.Option("--again", help="Install even if the environment is up to date.")
     ] = False,
-    as_json: AsJson = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Create a Python environment on all nodes (grid_env in remote_root) and install packages.
 
@@ -87,9 +87,9 @@ def setup(
     """
     from genie.grid.setup import read_environment_spec
 
-    settings, file = load_grid(invocation)
+    settings, file = load_settings_and_grid_file(invocation)
     if requirements is None and not package:
-        requirements = _REQUIREMENTS if _REQUIREMENTS.is_file() else None
+        requirements = _DEFAULT_REQUIREMENTS_FILE if _DEFAULT_REQUIREMENTS_FILE.is_file() else None
         package = _default_packages(wheels, requirements)
     wanted = read_environment_spec(
         requirements=requirements,
@@ -98,7 +98,7 @@ def setup(
         system_packages=system_packages,
         wheels=wheels,
     )
-    reports = asyncio.run(_setup(settings, file, wanted, node or [], again=again))
+    reports = asyncio.run(_run_setup(settings, file, wanted, node or [], again=again))
     _report_setup(reports, as_json=as_json)
 
 
@@ -136,26 +136,26 @@ def _report_setup(reports: list[SetupReport], *, as_json: bool) -> None:
     raise typer.Exit(max(report.exit_code for report in reports))
 
 
-@grid_command("start", group=_cluster, example="grid-cli cluster start")
+@grid_command("start", group=_cluster_app, example="grid-cli cluster start")
 def start(
     invocation: Invocation,
     *,
-    node: _Nodes = None,
+    node: _NodesOption = None,
     head: Annotated[
         str | None,
         typer.Option(
             metavar="NODE",
             help="Head node (default: the first node).",
-            autocompletion=complete_node,
+            autocompletion=complete_node_name,
         ),
     ] = None,
     allow_missing: Annotated[
         bool, typer.Option("--allow-missing", help="Continue without nodes that fail.")
     ] = False,
-    as_json: AsJson = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Start Ray on the nodes, one as the head. If one fails, none is started."""
-    settings, file = load_grid(invocation)
+    settings, file = load_settings_and_grid_file(invocation)
 
     async def work() -> ClusterView:
         async with _open_cluster(settings, file) as (_, cluster):
@@ -167,17 +167,17 @@ def start(
     if as_json:
         output.write_json(dataclasses.asdict(view))
         return
-    _write_view(view)
+    _write_cluster_view(view)
     output.print_message("next: grid-cli cluster dashboard, or grid-cli cluster submit -- CMD")
 
 
-@grid_command("stop", group=_cluster, example="grid-cli cluster stop")
-def stop(invocation: Invocation, *, as_json: AsJson = False) -> None:
+@grid_command("stop", group=_cluster_app, example="grid-cli cluster stop")
+def stop(invocation: Invocation, *, as_json: JsonOption = False) -> None:
     """Stop the Ray processes that 'cluster start' started, and no others.
 
     Exits with 255 if a node is unreachable; Ray may still be running there.
     """
-    settings, file = load_grid(invocation)
+    settings, file = load_settings_and_grid_file(invocation)
 
     async def work() -> list[StopReport]:
         async with _open_cluster(settings, file) as (_, cluster):
@@ -200,13 +200,13 @@ def stop(invocation: Invocation, *, as_json: AsJson = False) -> None:
     raise typer.Exit(max(report.exit_code for report in reports))
 
 
-@grid_command("status", group=_cluster, example="grid-cli cluster status --json")
-def status(invocation: Invocation, *, as_json: AsJson = False) -> None:
+@grid_command("status", group=_cluster_app, example="grid-cli cluster status --json")
+def status(invocation: Invocation, *, as_json: JsonOption = False) -> None:
     """Show the nodes of the Ray cluster with their resources and processes.
 
     Exits with 255 if no node is reachable.
     """
-    settings, file = load_grid(invocation)
+    settings, file = load_settings_and_grid_file(invocation)
 
     async def work() -> ClusterView:
         async with _open_cluster(settings, file) as (_, cluster):
@@ -216,11 +216,11 @@ def status(invocation: Invocation, *, as_json: AsJson = False) -> None:
     if as_json:
         output.write_json(dataclasses.asdict(view))
     else:
-        _write_view(view)
+        _write_cluster_view(view)
     raise typer.Exit(view.exit_code)
 
 
-@grid_command("dashboard", group=_cluster, example="grid-cli cluster dashboard --port 8265")
+@grid_command("dashboard", group=_cluster_app, example="grid-cli cluster dashboard --port 8265")
 def dashboard(
     invocation: Invocation,
     *,
@@ -228,10 +228,10 @@ def dashboard(
         int | None,
         typer.Option(metavar="PORT", min=0, max=65535, help="Local port (default: ray.dashboard_port)."),
     ] = None,
-    as_json: AsJson = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Open a tunnel from this machine to Ray's dashboard until Ctrl-C."""
-    settings, file = load_grid(invocation)
+    settings, file = load_settings_and_grid_file(invocation)
 
     async def work() -> None:
         async with _open_cluster(settings, file) as (_, cluster):
@@ -252,7 +252,7 @@ def dashboard(
 
 @grid_command(
     "submit",
-    group=_cluster,
+    group=_cluster_app,
     example="grid-cli cluster submit -- python train.py",
     context_settings={"allow_interspersed_args": False},
 )
@@ -269,7 +269,7 @@ def submit(
         list[str] | None, typer.Option(metavar="K=V", help="Environment variable of the job; repeatable.")
     ] = None,
     detach: Annotated[bool, typer.Option("--detach", "-d", help="Print the job ID and exit.")] = False,
-    as_json: AsJson = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Run a program as a Ray job on the head node, print its output, and exit with its exit code."""
     from genie.grid.ray.jobs import RayJobs, shell_line
@@ -279,14 +279,14 @@ def submit(
             "no command given",
             hint="put the command after --, as in: grid-cli cluster submit -- python train.py",
         )
-    settings, file = load_grid(invocation)
-    variables = {"RAY_NAMESPACE": file.ray.namespace, **_environment(env or [])}
+    settings, file = load_settings_and_grid_file(invocation)
+    variables = {"RAY_NAMESPACE": file.ray.namespace, **_parse_environment(env or [])}
 
     async def work() -> RayJobResult | str:
         async with _open_cluster(settings, file) as (_, cluster):
             jobs = RayJobs(cluster)
             job = await jobs.submit(shell_line(argv), env=variables, gpus=gpus)
-            return job if detach else await _follow(jobs, job, as_json=as_json)
+            return job if detach else await _follow_job(jobs, job, as_json=as_json)
 
     end = asyncio.run(work())
     if isinstance(end, str):
@@ -299,32 +299,32 @@ def submit(
     raise typer.Exit(end.exit_code)
 
 
-async def _follow(jobs: RayJobs, job: str, *, as_json: bool) -> RayJobResult:
+async def _follow_job(jobs: RayJobs, job: str, *, as_json: bool) -> RayJobResult:
     """Print the output of a job until it ends. The first Ctrl-C stops the job and waits for its end."""
-    write = _to_stderr if as_json else output.write_bytes
+    write = _write_stderr if as_json else output.write_bytes
     try:
         return await jobs.follow(job, write)
     except asyncio.CancelledError:
         output.print_message(f"stopping job {job}")
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_STOP_S):
+            async with asyncio.timeout(_STOP_TIMEOUT_S):
                 await jobs.stop(job)
                 await jobs.follow(job, lambda _data: None)
         raise
 
 
-def _to_stderr(data: bytes) -> None:
+def _write_stderr(data: bytes) -> None:
     output.print_message(data.decode("utf-8", "replace").rstrip("\n"))
 
 
-def _environment(pairs: list[str]) -> dict[str, str]:
+def _parse_environment(pairs: list[str]) -> dict[str, str]:
     from genie.model.names import validate_env_key
 
     found = parse_pairs(pairs, what="--env")
     return {validate_env_key(key, what="--env"): value for key, value in found.items()}
 
 
-async def _setup(
+async def _run_setup(
     settings: Settings, file: GridFile, wanted: EnvironmentSpec, nodes: list[str], *, again: bool
 ) -> list[SetupReport]:
     from genie.grid.setup import Setup
@@ -357,11 +357,11 @@ def _last_line(text: str) -> str:
     return text.strip().splitlines()[-1] if text.strip() else ""
 
 
-def _write_view(view: ClusterView) -> None:
+def _write_cluster_view(view: ClusterView) -> None:
     facts = [("state", view.state)]
     if view.cluster:
         facts += [("head", view.head), ("ray", view.version or "not responding"), ("id", view.cluster)]
-    output.write_facts(facts)
+    output.write_fields(facts)
     rows = [
         [
             each.node,

@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from genie.cli import output
-from genie.cli.app import INTERRUPTED, AsJson, Invocation, grid_command
-from genie.cli.grid.nodes import complete_node, user_at_host
+from genie.cli.app import INTERRUPTED_EXIT_CODE, Invocation, JsonOption, grid_command
+from genie.cli.grid.nodes import complete_node_name, user_at_host
 from genie.cli.grid.run_follower import TRANSPORT_EXIT_CODE, RunFollower, RunOutcome
-from genie.cli.grid.run_output import COLLECTED_BYTES_MAX, Write, output_object, write_stream
-from genie.cli.quantities import duration_text, parse_duration, parse_integer, parse_labels, parse_pairs
+from genie.cli.grid.run_output import COLLECTED_BYTES_MAX, StreamWriter, output_to_json, write_stream
+from genie.cli.quantities import format_duration, parse_duration, parse_integer, parse_labels, parse_pairs
 from genie.errors import GenieError, RunLostError, UsageError
 
 if TYPE_CHECKING:
@@ -34,13 +34,13 @@ if TYPE_CHECKING:
     from genie.grid.runs.runner import NodeRuns, Runner
     from genie.grid.ssh.pool import SshPool
 
-_COLUMNS = ("run", "node", "state", "exit code", "gpus", "age", "command")
-_DROPPABLE = ("gpus", "exit code", "age")
-_SIGNALS = ("HUP", "INT", "QUIT", "KILL", "USR1", "USR2", "TERM", "CONT", "STOP")
-_TIMED_OUT = 124
+_RUN_COLUMNS = ("run", "node", "state", "exit code", "gpus", "age", "command")
+_RUN_DROPPABLE_COLUMNS = ("gpus", "exit code", "age")
+_SIGNAL_NAMES = ("HUP", "INT", "QUIT", "KILL", "USR1", "USR2", "TERM", "CONT", "STOP")
+_TIMEOUT_EXIT_CODE = 124
 _GRACE_S_MAX = 3600.0
 
-_RunId = Annotated[str, typer.Argument(metavar="RUN", help="Run ID, or a unique prefix.")]
+_RunIdArgument = Annotated[str, typer.Argument(metavar="RUN", help="Run ID, or a unique prefix.")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,10 +53,10 @@ class RunOptions:
             "--node",
             metavar="NAME",
             help="Run on this node; repeatable (default: the best node).",
-            autocompletion=complete_node,
+            autocompletion=complete_node_name,
         ),
     ] = None
-    everywhere: Annotated[bool, typer.Option("--all", help="Run on all nodes.")] = False
+    all_nodes: Annotated[bool, typer.Option("--all", help="Run on all nodes.")] = False
     gpus: Annotated[
         str, typer.Option(metavar="N", help="Number of exclusive GPUs; sets CUDA_VISIBLE_DEVICES.")
     ] = "0"
@@ -104,7 +104,7 @@ def run(
     *,
     command: Annotated[str, typer.Argument(metavar="COMMAND", help="Shell command, as one quoted argument.")],
     options: RunOptions,
-    as_json: AsJson = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Run a command on the best node, print its output, and exit with its exit code.
 
@@ -113,8 +113,8 @@ def run(
     If the connection is lost, the command continues; 'grid-cli attach' follows it again.
     """
     settings = invocation.load_settings()
-    launch = _run_spec(command, options)
-    raise typer.Exit(asyncio.run(_run(settings, launch, options, as_json=as_json)))
+    launch = _build_run_spec(command, options)
+    raise typer.Exit(asyncio.run(_run_command(settings, launch, options, as_json=as_json)))
 
 
 @grid_command("ps", example="grid-cli ps --all")
@@ -125,23 +125,26 @@ def ps(
     node: Annotated[
         list[str] | None,
         typer.Option(
-            "--node", metavar="NAME", help="Only runs on this node; repeatable.", autocompletion=complete_node
+            "--node",
+            metavar="NAME",
+            help="Only runs on this node; repeatable.",
+            autocompletion=complete_node_name,
         ),
     ] = None,
-    as_json: AsJson = False,
+    as_json: JsonOption = False,
 ) -> None:
     """List the running commands of all nodes, newest first."""
-    found = asyncio.run(_list(invocation.load_settings(), node))
+    found = asyncio.run(_fetch_runs(invocation.load_settings(), node))
     runs = [each for one in found for each in one.runs if everything or not each.is_over]
     runs.sort(key=lambda each: -each.started)
     failed = [one for one in found if one.error is not None]
     if as_json:
         errors = [{"node": one.node, "error": one.error.message} for one in failed if one.error is not None]
-        output.write_json({"runs": [_as_object(each) for each in runs], "unreachable": errors})
+        output.write_json({"runs": [_run_to_json(each) for each in runs], "unreachable": errors})
     elif runs or failed:
         now = time.time()
-        rows = [_row(each, now=now) for each in runs] + [_failed_row(one) for one in failed]
-        output.write_table(_COLUMNS, rows, droppable=_DROPPABLE)
+        rows = [_run_row(each, now=now) for each in runs] + [_failed_node_row(one) for one in failed]
+        output.write_table(_RUN_COLUMNS, rows, droppable=_RUN_DROPPABLE_COLUMNS)
     else:
         output.print_message("no runs" if everything else "no runs; use --all to include finished runs")
     if failed and len(failed) == len(found):
@@ -152,24 +155,26 @@ def ps(
 def logs(
     invocation: Invocation,
     *,
-    run_id: _RunId,
+    run_id: _RunIdArgument,
     follow: Annotated[
         bool, typer.Option("--follow", "-f", help="Follow the output until the run ends.")
     ] = False,
     stderr: Annotated[
         bool, typer.Option("--stderr", help="Print standard error instead of standard output.")
     ] = False,
-    as_json: AsJson = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Print the standard output of a run."""
-    asyncio.run(_logs(invocation.load_settings(), run_id, follow=follow, stderr=stderr, as_json=as_json))
+    asyncio.run(
+        _print_run_output(invocation.load_settings(), run_id, follow=follow, stderr=stderr, as_json=as_json)
+    )
 
 
 @grid_command("attach", example="grid-cli attach r-7k2m4xabcd")
-def attach(invocation: Invocation, *, run_id: _RunId, as_json: AsJson = False) -> None:
+def attach(invocation: Invocation, *, run_id: _RunIdArgument, as_json: JsonOption = False) -> None:
     """Follow a run from its first output until it ends, and exit with its exit code."""
     settings = invocation.load_settings()
-    raise typer.Exit(asyncio.run(_attach(settings, run_id, as_json=as_json)))
+    raise typer.Exit(asyncio.run(_attach_to_run(settings, run_id, as_json=as_json)))
 
 
 @grid_command("cancel", example="grid-cli cancel r-7k2m4xabcd")
@@ -181,20 +186,20 @@ def cancel(
         str, typer.Option(metavar="NAME", help="Signal to send before SIGKILL, such as INT.")
     ] = "TERM",
     grace: Annotated[str, typer.Option(metavar="TIME", help="Grace period before SIGKILL.")] = "10s",
-    as_json: AsJson = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Cancel runs: send SIGTERM to their processes, then SIGKILL after the grace period."""
     name = signal.upper().removeprefix("SIG")
-    if name not in _SIGNALS:
-        raise UsageError(f"--signal {signal!r} is invalid", hint=f"allowed: {', '.join(_SIGNALS)}")
+    if name not in _SIGNAL_NAMES:
+        raise UsageError(f"--signal {signal!r} is invalid", hint=f"allowed: {', '.join(_SIGNAL_NAMES)}")
     grace_s = parse_duration(grace, what="--grace", zero_allowed=True, high_s=_GRACE_S_MAX)
     settings = invocation.load_settings()
-    ended, failed = asyncio.run(_cancel(settings, run_ids, signal=name, grace_s=grace_s))
+    ended, failed = asyncio.run(_cancel_runs(settings, run_ids, signal=name, grace_s=grace_s))
     if as_json:
-        output.write_json({"runs": [_as_object(each) for each in ended]})
+        output.write_json({"runs": [_run_to_json(each) for each in ended]})
     else:
         for each in ended:
-            output.write_line(f"{each.run_id}  {each.node}  {_ending(each)}")
+            output.write_line(f"{each.run_id}  {each.node}  {_format_run_end(each)}")
     for error in failed:
         output.show_error(error, debug=invocation.debug)
     if failed:
@@ -204,14 +209,14 @@ def cancel(
 # --- options --------------------------------------------------------------------------------------
 
 
-def _run_spec(command: str, options: RunOptions) -> RunSpec:
+def _build_run_spec(command: str, options: RunOptions) -> RunSpec:
     from genie.grid.runs.launch import RunSpec
     from genie.model.limits import GPUS_MAX
     from genie.model.names import validate_env_key
 
-    if options.everywhere and options.node:
+    if options.all_nodes and options.node:
         raise UsageError("--all and --node are mutually exclusive", hint="give one of them")
-    if options.label and (options.everywhere or options.node):
+    if options.label and (options.all_nodes or options.node):
         raise UsageError("--label cannot be combined with --node or --all", hint="remove --label")
     if options.sync is not None and not options.sync.is_dir():
         raise UsageError(
@@ -258,7 +263,7 @@ def _read_stdin(name: str | None) -> bytes:
 
 
 @contextlib.asynccontextmanager
-async def _open(settings: Settings) -> AsyncIterator[tuple[SshPool, GridFile, Runner]]:
+async def _open_runner(settings: Settings) -> AsyncIterator[tuple[SshPool, GridFile, Runner]]:
     from genie.grid.grid_file import read_grid_file
     from genie.grid.runs.runner import Runner
     from genie.grid.ssh.pool import SshPool
@@ -268,17 +273,17 @@ async def _open(settings: Settings) -> AsyncIterator[tuple[SshPool, GridFile, Ru
         yield pool, file, Runner(pool, file, requester=user_at_host())
 
 
-async def _run(settings: Settings, launch: RunSpec, options: RunOptions, *, as_json: bool) -> int:
-    from genie.cli.grid.sync import SyncBar
+async def _run_command(settings: Settings, launch: RunSpec, options: RunOptions, *, as_json: bool) -> int:
+    from genie.cli.grid.sync import SyncProgressBar
     from genie.grid.runs.launch import RunLauncher
 
-    async with _open(settings) as (pool, file, runner):
-        named = [node.name for node in file.nodes] if options.everywhere else options.node or []
+    async with _open_runner(settings) as (pool, file, runner):
+        named = [node.name for node in file.nodes] if options.all_nodes else options.node or []
         names = list(dict.fromkeys(named))
         for name in names:
             file.node(name)  # before anything starts anywhere
         several = len(names) > 1
-        with contextlib.closing(SyncBar()) as bar:
+        with contextlib.closing(SyncProgressBar()) as bar:
             launcher = RunLauncher(pool, file, runner, state_dir=settings.paths.state_dir, progress=bar)
             follower = RunFollower(
                 runner,
@@ -290,9 +295,9 @@ async def _run(settings: Settings, launch: RunSpec, options: RunOptions, *, as_j
                 on_start=bar.close,
             )
             if several:
-                outcomes = await _run_several(launcher, follower, names, launch)
+                outcomes = await _run_on_several_nodes(launcher, follower, names, launch)
             else:
-                run = await _start_one(launcher, names, launch)
+                run = await _start_on_one_node(launcher, names, launch)
                 bar.close()
                 outcomes = [await follower.follow(run, announce=True)]
         if options.detach:
@@ -300,16 +305,16 @@ async def _run(settings: Settings, launch: RunSpec, options: RunOptions, *, as_j
         for one in outcomes:
             if (
                 launch.timeout_s is not None
-                and one.exit_code == _TIMED_OUT
+                and one.exit_code == _TIMEOUT_EXIT_CODE
                 and one.took_s >= launch.timeout_s
             ):
                 output.print_message(
                     f"{one.node}: the run exceeded --timeout {options.timeout} and was terminated"
                 )
-        return _report(outcomes, follower, several=several, as_json=as_json)
+        return _report_outcomes(outcomes, follower, several=several, as_json=as_json)
 
 
-async def _start_one(launcher: RunLauncher, names: Sequence[str], launch: RunSpec) -> Run:
+async def _start_on_one_node(launcher: RunLauncher, names: Sequence[str], launch: RunSpec) -> Run:
     from genie.grid.runs.run import new_run_id
 
     known = dataclasses.replace(launch, run_id=new_run_id())
@@ -323,7 +328,7 @@ async def _start_one(launcher: RunLauncher, names: Sequence[str], launch: RunSpe
     return run
 
 
-async def _run_several(
+async def _run_on_several_nodes(
     launcher: RunLauncher, follower: RunFollower, names: Sequence[str], launch: RunSpec
 ) -> list[RunOutcome]:
     from genie.grid.runs.run import new_run_id
@@ -336,30 +341,34 @@ async def _run_several(
         return await follower.start_and_follow(run_ids, start)
 
 
-def _as_object(run: Run) -> dict[str, Any]:
+def _run_to_json(run: Run) -> dict[str, Any]:
     """Return the fields of a run for --json, without its output."""
     return {name: value for name, value in vars(run).items() if name != "first"}
 
 
 def _report_detached(outcomes: Sequence[RunOutcome], follower: RunFollower, *, as_json: bool) -> int:
     if as_json:
-        started = [_as_object(each.run) for each in outcomes if each.run is not None]
+        started = [_run_to_json(each.run) for each in outcomes if each.run is not None]
         output.write_json({"runs": started})
     for each in outcomes:
         if isinstance(each.error, OSError) and len(outcomes) == 1:
             raise each.error
-        if each.abandoned or isinstance(each.error, OSError):
+        if each.abandoned_state or isinstance(each.error, OSError):
             output.print_message(f"{each.node}: {each.summary}")
-    return _exit_code(outcomes, follower)
+    return _combined_exit_code(outcomes, follower)
 
 
-def _report(outcomes: Sequence[RunOutcome], follower: RunFollower, *, several: bool, as_json: bool) -> int:
-    code = _exit_code(outcomes, follower) if several else outcomes[0].exit_code
+def _report_outcomes(
+    outcomes: Sequence[RunOutcome], follower: RunFollower, *, several: bool, as_json: bool
+) -> int:
+    code = _combined_exit_code(outcomes, follower) if several else outcomes[0].exit_code
     if as_json:
-        output.write_json({"runs": [_outcome_object(each, follower) for each in outcomes], "exit_code": code})
+        output.write_json(
+            {"runs": [_outcome_to_json(each, follower) for each in outcomes], "exit_code": code}
+        )
     elif several:
         for each in outcomes:
-            took = f" after {duration_text(each.took_s)}" if each.took_s else ""
+            took = f" after {format_duration(each.took_s)}" if each.took_s else ""
             output.print_message(f"{each.node}: {each.summary}{took}")
     if not several:
         for each in outcomes:
@@ -368,37 +377,41 @@ def _report(outcomes: Sequence[RunOutcome], follower: RunFollower, *, several: b
     return code
 
 
-def _exit_code(outcomes: Sequence[RunOutcome], follower: RunFollower) -> int:
+def _combined_exit_code(outcomes: Sequence[RunOutcome], follower: RunFollower) -> int:
     """Return the highest exit code of all nodes; after Ctrl-C, that of started runs and at least 130."""
-    if not follower.interrupted:
+    if not follower.was_interrupted:
         return max(each.exit_code for each in outcomes)
-    return max(INTERRUPTED, *(each.exit_code for each in outcomes if each.run is not None), 0)
+    return max(INTERRUPTED_EXIT_CODE, *(each.exit_code for each in outcomes if each.run is not None), 0)
 
 
-def _outcome_object(outcome: RunOutcome, follower: RunFollower) -> dict[str, Any]:
+def _outcome_to_json(outcome: RunOutcome, follower: RunFollower) -> dict[str, Any]:
     error = outcome.error
-    ended = error is None and not outcome.abandoned
+    ended = error is None and not outcome.abandoned_state
     return {
         "run_id": outcome.run.run_id if outcome.run is not None else None,
         "node": outcome.node,
         "exit_code": outcome.exit_code if ended else None,
-        "error": error.message if isinstance(error, GenieError) else str(error or outcome.abandoned) or None,
+        "error": error.message
+        if isinstance(error, GenieError)
+        else str(error or outcome.abandoned_state) or None,
         "took_s": round(outcome.took_s, 3),
-        **follower.collected(outcome.node),
+        **follower.collected_output(outcome.node),
     }
 
 
 # --- the other commands ---------------------------------------------------------------------------
 
 
-async def _list(settings: Settings, nodes: Sequence[str] | None) -> Sequence[NodeRuns]:
-    async with _open(settings) as (_, file, runner):
+async def _fetch_runs(settings: Settings, nodes: Sequence[str] | None) -> Sequence[NodeRuns]:
+    async with _open_runner(settings) as (_, file, runner):
         for name in nodes or []:
             file.node(name)
         return await runner.list_all(nodes or None)
 
 
-async def _logs(settings: Settings, run_id: str, *, follow: bool, stderr: bool, as_json: bool) -> None:
+async def _print_run_output(
+    settings: Settings, run_id: str, *, follow: bool, stderr: bool, as_json: bool
+) -> None:
     from genie.grid.runs.run import OutputCollector
 
     wanted = "err" if stderr else "out"
@@ -410,18 +423,18 @@ async def _logs(settings: Settings, run_id: str, *, follow: bool, stderr: bool, 
         elif stream == wanted:
             write_stream("out", data)
 
-    async with _open(settings) as (_, _, runner):
+    async with _open_runner(settings) as (_, _, runner):
         found = await runner.find(run_id)
         if follow:
             with contextlib.suppress(RunLostError):
                 await runner.wait(found, show, on_note=output.print_message_lines)
         else:
-            await _read_all(runner, found, show)
+            await _read_whole_output(runner, found, show)
         if as_json:
-            output.write_json({"run_id": found.run_id, "node": found.node, **output_object(kept)})
+            output.write_json({"run_id": found.run_id, "node": found.node, **output_to_json(kept)})
 
 
-async def _read_all(runner: Runner, run: Run, show: Write) -> None:
+async def _read_whole_output(runner: Runner, run: Run, show: StreamWriter) -> None:
     out = err = 0
     while True:
         chunk = await runner.read(run, out=out, err=err)
@@ -432,19 +445,19 @@ async def _read_all(runner: Runner, run: Run, show: Write) -> None:
             return
 
 
-async def _attach(settings: Settings, run_id: str, *, as_json: bool) -> int:
-    async with _open(settings) as (_, file, runner):
+async def _attach_to_run(settings: Settings, run_id: str, *, as_json: bool) -> int:
+    async with _open_runner(settings) as (_, file, runner):
         found = await runner.find(run_id)
         follower = RunFollower(
             runner, file, state_dir=settings.paths.state_dir, several=False, as_json=as_json
         )
-        outcome = await _with_duration(await follower.follow(found), runner)
-        return _report([outcome], follower, several=False, as_json=as_json)
+        outcome = await _with_duration_from_node(await follower.follow(found), runner)
+        return _report_outcomes([outcome], follower, several=False, as_json=as_json)
 
 
-async def _with_duration(outcome: RunOutcome, runner: Runner) -> RunOutcome:
+async def _with_duration_from_node(outcome: RunOutcome, runner: Runner) -> RunOutcome:
     """Set the duration from the node: an attached run started before this command."""
-    if outcome.run is None or outcome.error is not None or outcome.abandoned:
+    if outcome.run is None or outcome.error is not None or outcome.abandoned_state:
         return outcome
     with contextlib.suppress(GenieError):
         final = await runner.status(outcome.run)
@@ -453,14 +466,14 @@ async def _with_duration(outcome: RunOutcome, runner: Runner) -> RunOutcome:
     return outcome
 
 
-async def _cancel(
+async def _cancel_runs(
     settings: Settings, run_ids: Sequence[str], *, signal: str, grace_s: float
 ) -> tuple[list[Run], list[GenieError]]:
     from genie.grid.runs.launch import track_run
 
     ended: list[Run] = []
     failed: list[GenieError] = []
-    async with _open(settings) as (_, file, runner):
+    async with _open_runner(settings) as (_, file, runner):
         for run_id in run_ids:
             try:
                 found = await runner.find(run_id)
@@ -475,25 +488,25 @@ async def _cancel(
     return ended, failed
 
 
-def _ending(run: Run) -> str:
+def _format_run_end(run: Run) -> str:
     if run.exit_code is None:
         return run.state.value
     return f"{run.state.value} with exit code {run.exit_code}"
 
 
-def _row(run: Run, *, now: float) -> tuple[str, ...]:
+def _run_row(run: Run, *, now: float) -> tuple[str, ...]:
     return (
         run.run_id,
         run.node,
         run.state.value,
         "-" if run.exit_code is None else str(run.exit_code),
         ",".join(map(str, run.gpus)) or "-",
-        duration_text(now - run.started),
+        format_duration(now - run.started),
         run.command,
     )
 
 
-def _failed_row(one: NodeRuns) -> tuple[str, ...]:
+def _failed_node_row(one: NodeRuns) -> tuple[str, ...]:
     assert one.error is not None
     state = "unreachable" if one.error.exit_code == TRANSPORT_EXIT_CODE else "refused"
     return ("-", one.node, state, "-", "-", "-", output.strip_node_prefix(one.error.message, one.node))

@@ -13,15 +13,15 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from genie.cli import output
-from genie.cli.app import INTERRUPTED
+from genie.cli.app import INTERRUPTED_EXIT_CODE
 from genie.cli.grid.run_output import (
     COLLECTED_BYTES_MAX,
     PrefixedLines,
-    Write,
-    output_object,
+    StreamWriter,
+    output_to_json,
     write_stream,
 )
-from genie.cli.interrupts import caught_interrupts
+from genie.cli.interrupts import catch_interrupts
 from genie.errors import GenieError, RunLostError
 
 if TYPE_CHECKING:
@@ -37,19 +37,19 @@ _NEXT_CTRL_C_EFFECT = {"INT": "kill", "KILL": "exit at once"}
 
 @dataclass(frozen=True)
 class RunOutcome:
-    """Result of one node. `abandoned` is the state of a run that was not followed until its end."""
+    """Result of one node. `abandoned_state` is the state of a run that was not followed until its end."""
 
     node: str
     run: Run | None
     exit_code: int
     error: BaseException | None = None
     took_s: float = 0.0
-    abandoned: str = ""
+    abandoned_state: str = ""
 
     @property
     def summary(self) -> str:
-        if self.abandoned:
-            return self.abandoned
+        if self.abandoned_state:
+            return self.abandoned_state
         if isinstance(self.error, RunLostError):
             return "lost"
         if isinstance(self.error, OSError):
@@ -60,19 +60,19 @@ class RunOutcome:
 
 
 @dataclass
-class _Followed:
+class _FollowedNode:
     """One node; `run` is None until the run has started."""
 
     node: str
     run_id: str
     run: Run | None = None
     start: Callable[[], Awaitable[Run]] | None = None
-    announce: bool = False
+    announces_start: bool = False
     is_unreachable: bool = False
     task: asyncio.Task[RunOutcome] = field(init=False)
 
     @property
-    def text(self) -> str:
+    def describe(self) -> str:
         return f"{self.run_id} on {self.node}"
 
 
@@ -97,20 +97,22 @@ class RunFollower:
         self._runner = runner
         self._file = file
         self._state_dir = state_dir
-        self._several = several
+        self._has_several_nodes = several
         self._as_json = as_json
-        self._detach = detach
+        self._is_detached = detach
         self._on_start = on_start
         self._collectors: dict[str, OutputCollector] = {}
         self._shown_errors: list[GenieError] = []
-        self.interrupted = False
+        self.was_interrupted = False
 
-    def collected(self, node: str) -> dict[str, object]:
-        return output_object(self._collectors.get(node))
+    def collected_output(self, node: str) -> dict[str, object]:
+        return output_to_json(self._collectors.get(node))
 
     async def follow(self, run: Run, *, announce: bool = False) -> RunOutcome:
         """Follow a started run. `announce` prints its ID and node first."""
-        (outcome,) = await self._follow([_Followed(run.node, run.run_id, run, announce=announce)])
+        (outcome,) = await self._follow_all(
+            [_FollowedNode(run.node, run.run_id, run, announces_start=announce)]
+        )
         return outcome
 
     async def start_and_follow(
@@ -118,22 +120,22 @@ class RunFollower:
     ) -> list[RunOutcome]:
         """Start and follow one run per node. `start` gets the node name; errors are printed immediately."""
 
-        def one(node: str) -> _Followed:
-            return _Followed(node, run_ids[node], start=lambda: start(node), announce=True)
+        def make_followed_node(node: str) -> _FollowedNode:
+            return _FollowedNode(node, run_ids[node], start=lambda: start(node), announces_start=True)
 
-        return await self._follow([one(node) for node in run_ids])
+        return await self._follow_all([make_followed_node(node) for node in run_ids])
 
-    async def _follow(self, followed: Sequence[_Followed]) -> list[RunOutcome]:
-        with caught_interrupts() as interrupts:
+    async def _follow_all(self, followed: Sequence[_FollowedNode]) -> list[RunOutcome]:
+        with catch_interrupts() as interrupts:
             async with asyncio.TaskGroup() as group:
                 for each in followed:
                     each.task = group.create_task(self._follow_one(each))
                 watch = group.create_task(self._forward_interrupts(interrupts, followed, group))
                 await asyncio.wait([each.task for each in followed])
                 watch.cancel()
-        return [self._abandon(each) if each.task.cancelled() else each.task.result() for each in followed]
+        return [self._abandon_run(each) if each.task.cancelled() else each.task.result() for each in followed]
 
-    async def _follow_one(self, each: _Followed) -> RunOutcome:
+    async def _follow_one(self, each: _FollowedNode) -> RunOutcome:
         """Return errors as part of the outcome: raising one would cancel the other nodes."""
         if each.start is not None:
             try:
@@ -143,13 +145,13 @@ class RunFollower:
                 return RunOutcome(each.node, None, error.exit_code, error)
             self._on_start()
         assert each.run is not None
-        if self._detach:
-            return self._detached(each.run)
-        if each.announce:
-            output.print_message(f"run {each.text}")
-        return await self._wait(each.run, is_new=each.announce or not each.run.is_over)
+        if self._is_detached:
+            return self._detached_outcome(each.run)
+        if each.announces_start:
+            output.print_message(f"run {each.describe}")
+        return await self._wait_for_run(each.run, is_new=each.announces_start or not each.run.is_over)
 
-    async def _wait(self, run: Run, *, is_new: bool) -> RunOutcome:
+    async def _wait_for_run(self, run: Run, *, is_new: bool) -> RunOutcome:
         from genie.grid.runs.launch import track_run
 
         began = time.monotonic()
@@ -157,7 +159,7 @@ class RunFollower:
         code: int | None = None
         ended = track_run(run, state_dir=self._state_dir, file=self._file, is_new=is_new)
         try:
-            with self._sink(run.node) as sink:
+            with self._make_output_callback(run.node) as sink:
                 code = await self._runner.wait(run, sink, on_note=output.print_message_lines)
         except RunLostError as lost:
             ended("lost")
@@ -169,7 +171,7 @@ class RunFollower:
             if code is None:
                 output.print_message(_still_running_message(run.run_id, run.node))
         if code is not None:
-            ended("cancelled" if self.interrupted and code else "failed" if code else "succeeded")
+            ended("cancelled" if self.was_interrupted and code else "failed" if code else "succeeded")
         if isinstance(error, GenieError):
             code = TRANSPORT_EXIT_CODE if isinstance(error, RunLostError) else error.exit_code
         elif error is not None:
@@ -177,7 +179,7 @@ class RunFollower:
         assert code is not None
         return RunOutcome(run.node, run, code, error, took_s=time.monotonic() - began)
 
-    def _detached(self, run: Run) -> RunOutcome:
+    def _detached_outcome(self, run: Run) -> RunOutcome:
         from genie.grid.runs.launch import track_run
 
         ended = track_run(run, state_dir=self._state_dir, file=self._file)
@@ -194,59 +196,59 @@ class RunFollower:
 
     def _show_error_once(self, error: GenieError) -> None:
         """Print an error once, even if several nodes have it. The error of a single node is raised later."""
-        if self._several and error not in self._shown_errors:
+        if self._has_several_nodes and error not in self._shown_errors:
             self._shown_errors.append(error)
             output.show_error(error, debug=False)
 
     @contextlib.contextmanager
-    def _sink(self, node: str) -> Any:
+    def _make_output_callback(self, node: str) -> Any:
         if self._as_json:
             from genie.grid.runs.run import OutputCollector
 
             self._collectors[node] = OutputCollector(bytes_max=COLLECTED_BYTES_MAX)
             yield self._collectors[node]
-        elif self._several:
+        elif self._has_several_nodes:
             lines = PrefixedLines(node, write_stream)
             try:
                 yield lines
             finally:
                 lines.close()
         else:
-            sink: Write = write_stream
+            sink: StreamWriter = write_stream
             yield sink
 
-    def _abandon(self, each: _Followed) -> RunOutcome:
+    def _abandon_run(self, each: _FollowedNode) -> RunOutcome:
         if each.run is None:
             return self._abandon_start(each)
         output.print_message(_still_running_message(each.run_id, each.node))
-        code = TRANSPORT_EXIT_CODE if each.is_unreachable else INTERRUPTED
-        return RunOutcome(each.node, each.run, code, abandoned="may still be running")
+        code = TRANSPORT_EXIT_CODE if each.is_unreachable else INTERRUPTED_EXIT_CODE
+        return RunOutcome(each.node, each.run, code, abandoned_state="may still be running")
 
-    def _abandon_start(self, each: _Followed) -> RunOutcome:
+    def _abandon_start(self, each: _FollowedNode) -> RunOutcome:
         from genie.grid.runs.runner import CancelledStart
 
         known = self._runner.cancelled_start(each.run_id)
         if known is CancelledStart.UNKNOWN:
             output.print_message(
-                f"run {each.text} may have started; to cancel it: grid-cli cancel {each.run_id}"
+                f"run {each.describe} may have started; to cancel it: grid-cli cancel {each.run_id}"
             )
         elif known is CancelledStart.INTERRUPTED:
             output.print_message(
-                f"run {each.text} was interrupted; to show its output: grid-cli logs {each.run_id}"
+                f"run {each.describe} was interrupted; to show its output: grid-cli logs {each.run_id}"
             )
-        return RunOutcome(each.node, None, INTERRUPTED, abandoned=known.value)
+        return RunOutcome(each.node, None, INTERRUPTED_EXIT_CODE, abandoned_state=known.value)
 
     async def _forward_interrupts(
-        self, interrupts: asyncio.Queue[None], followed: Sequence[_Followed], group: asyncio.TaskGroup
+        self, interrupts: asyncio.Queue[None], followed: Sequence[_FollowedNode], group: asyncio.TaskGroup
     ) -> None:
         sending: list[asyncio.Task[None]] = []
         for name, verb in (("INT", "interrupting"), ("KILL", "killing")):
             await interrupts.get()
-            self.interrupted = True
+            self.was_interrupted = True
             unfinished = [each for each in followed if not each.task.done()]
             running = [each for each in unfinished if each.run is not None]
             starting = [each for each in unfinished if each.run is None] if name == "INT" else []
-            messages = [f"{verb} {', '.join(each.text for each in running)}"] if running else []
+            messages = [f"{verb} {', '.join(each.describe for each in running)}"] if running else []
             if starting:
                 messages.append(f"cancelled the start on {', '.join(each.node for each in starting)}")
             if running or name == "KILL":
@@ -254,18 +256,18 @@ class RunFollower:
             output.print_message("; ".join(messages))
             for each in starting:
                 each.task.cancel()
-            sending += [group.create_task(self._signal(each, name)) for each in running]
+            sending += [group.create_task(self._send_signal(each, name)) for each in running]
         await interrupts.get()
         for task in (*sending, *(each.task for each in followed)):
             task.cancel()
 
-    async def _signal(self, each: _Followed, name: str) -> None:
+    async def _send_signal(self, each: _FollowedNode, name: str) -> None:
         assert each.run is not None
         try:
             await self._runner.signal(each.run, name)
         except GenieError as error:
             output.show_error(error, debug=False)
-            output.print_message(f"run {each.text} could not be signalled")
+            output.print_message(f"run {each.describe} could not be signalled")
             if name == "KILL":
                 each.is_unreachable = True
                 each.task.cancel()

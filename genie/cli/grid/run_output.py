@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 LINE_BYTES_MAX = 1 << 16
 COLLECTED_BYTES_MAX = 1 << 20
 
-Write = Callable[[str, bytes], None]
+StreamWriter = Callable[[str, bytes], None]
 """Takes a stream, 'out' or 'err', and the data to write."""
 
 
@@ -28,7 +28,7 @@ def write_stream(stream: str, data: bytes) -> None:
 class PrefixedLines:
     """Writes complete lines prefixed with the node name. Lines over LINE_BYTES_MAX are split."""
 
-    def __init__(self, name: str, write: Write) -> None:
+    def __init__(self, name: str, write: StreamWriter) -> None:
         self._prefix = name.encode() + b": "
         self._write = write
         self._partial = {"out": b"", "err": b""}
@@ -53,7 +53,7 @@ class PrefixedLines:
         self._partial = {"out": b"", "err": b""}
 
 
-def output_object(kept: OutputCollector | None) -> dict[str, object]:
+def output_to_json(kept: OutputCollector | None) -> dict[str, object]:
     """Return the output for --json; None means no output."""
     if kept is None:
         return {"stdout": "", "stderr": "", "truncated": False}

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from genie.cli import output
-from genie.cli.app import AsJson, Invocation, grid_command
-from genie.cli.grid.nodes import complete_node, load_grid
-from genie.cli.quantities import count_text, size_text
+from genie.cli.app import Invocation, JsonOption, grid_command
+from genie.cli.grid.nodes import complete_node_name, load_settings_and_grid_file
+from genie.cli.quantities import format_count, format_size
 from genie.errors import TransportError
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from genie.grid.grid_file import GridFile
     from genie.grid.sync.syncer import Progress, SyncReport
 
-_NAMES_SHOWN = 10
+_PATHS_SHOWN_MAX = 10
 
 
 @grid_command("sync", example="grid-cli sync . --node gpu1")
@@ -34,13 +34,13 @@ def sync(
             "--node",
             metavar="NAME",
             help="Sync only to this node; repeatable (default: all).",
-            autocompletion=complete_node,
+            autocompletion=complete_node_name,
         ),
     ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Only list the files that would be sent or deleted.")
     ] = False,
-    as_json: AsJson = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Copy changed files of a directory to remote_root on the nodes.
 
@@ -48,24 +48,24 @@ def sync(
 
     Excludes sync.exclude_patterns and files ignored by .gitignore.
     """
-    settings, file = load_grid(invocation)
+    settings, file = load_settings_and_grid_file(invocation)
     names = list(node) if node else [each.name for each in file.nodes]
-    bar = SyncBar()
+    bar = SyncProgressBar()
     try:
-        reports = asyncio.run(_sync(settings, file, folder, names, bar, dry_run=dry_run))
+        reports = asyncio.run(_sync_folder(settings, file, folder, names, bar, dry_run=dry_run))
     finally:
         bar.close()
     if as_json:
-        output.write_json([_as_object(report) for report in reports])
+        output.write_json([_report_to_json(report) for report in reports])
     else:
-        _show(reports, dry_run=dry_run)
+        _print_reports(reports, dry_run=dry_run)
     failed = [report.error for report in reports if report.error is not None]
     if failed:
         raise typer.Exit(max(error.exit_code for error in failed))
 
 
-async def _sync(
-    settings: Settings, file: GridFile, folder: Path, names: list[str], bar: SyncBar, *, dry_run: bool
+async def _sync_folder(
+    settings: Settings, file: GridFile, folder: Path, names: list[str], bar: SyncProgressBar, *, dry_run: bool
 ) -> list[SyncReport]:
     from genie.grid.metrics import GridMetrics
     from genie.grid.ssh.pool import SshPool
@@ -77,39 +77,41 @@ async def _sync(
         return await syncer.sync(folder, names, progress=bar, dry_run=dry_run)
 
 
-class SyncBar:
+class SyncProgressBar:
     """Total progress of all nodes, on one line of a terminal; prints nothing without a terminal."""
 
     def __init__(self) -> None:
-        self._nodes: dict[str, Progress] = {}
-        self._shown = sys.stderr.isatty()
-        self._line = output.ProgressLine()
+        self._progress_by_node: dict[str, Progress] = {}
+        self._is_shown = sys.stderr.isatty()
+        self._progress_line = output.ProgressLine()
 
     def __call__(self, progress: Progress) -> None:
-        self._nodes[progress.node] = progress
-        if self._shown:
-            done = sum(each.bytes for each in self._nodes.values())
-            total = sum(each.bytes_total for each in self._nodes.values())
-            files = sum(each.files for each in self._nodes.values())
-            nodes = count_text(len(self._nodes), "node")
-            self._line(f"sending to {nodes}: {count_text(files, 'file')}, {size_text(done)}", done, total)
+        self._progress_by_node[progress.node] = progress
+        if self._is_shown:
+            done = sum(each.bytes for each in self._progress_by_node.values())
+            total = sum(each.bytes_total for each in self._progress_by_node.values())
+            files = sum(each.files for each in self._progress_by_node.values())
+            nodes = format_count(len(self._progress_by_node), "node")
+            self._progress_line(
+                f"sending to {nodes}: {format_count(files, 'file')}, {format_size(done)}", done, total
+            )
 
     def close(self) -> None:
         """Clear the line and print no more progress."""
-        if self._shown:
-            self._shown = False
-            self._line.close()
+        if self._is_shown:
+            self._is_shown = False
+            self._progress_line.close()
 
 
-def _show(reports: list[SyncReport], *, dry_run: bool) -> None:
+def _print_reports(reports: list[SyncReport], *, dry_run: bool) -> None:
     rows = [
         [
             report.node,
             str(report.sent_files),
-            size_text(report.sent_bytes),
+            format_size(report.sent_bytes),
             str(report.deleted),
             f"{report.seconds:.2f} s",
-            _state(report, dry_run=dry_run),
+            _format_sync_state(report, dry_run=dry_run),
         ]
         for report in reports
     ]
@@ -125,15 +127,15 @@ def _show(reports: list[SyncReport], *, dry_run: bool) -> None:
             ("kept: it was changed on the node", report.kept),
             ("overwritten: it existed on the node", report.overwritten),
         ):
-            for name in names[:_NAMES_SHOWN]:
-                output.print_message(f"{report.node}: {output.one_line(name)} {what}")
-            if len(names) > _NAMES_SHOWN:
+            for name in names[:_PATHS_SHOWN_MAX]:
+                output.print_message(f"{report.node}: {output.to_one_line(name)} {what}")
+            if len(names) > _PATHS_SHOWN_MAX:
                 output.print_message(f"{report.node}: more files are not listed")
         if report.error is not None:
             output.show_error(report.error, debug=False)
 
 
-def _state(report: SyncReport, *, dry_run: bool) -> str:
+def _format_sync_state(report: SyncReport, *, dry_run: bool) -> str:
     if report.error is not None:
         return "unreachable" if report.error.exit_code == TransportError.exit_code else "failed"
     if report.unchanged:
@@ -148,7 +150,7 @@ def _state(report: SyncReport, *, dry_run: bool) -> str:
     return ", ".join(parts)
 
 
-def _as_object(report: SyncReport) -> dict[str, Any]:
+def _report_to_json(report: SyncReport) -> dict[str, Any]:
     names = ("sent_files", "sent_bytes", "deleted", "kept", "overwritten", "restored", "unchanged", "note")
     found: dict[str, Any] = {"node": report.node, **{name: getattr(report, name) for name in names}}
     found["seconds"] = round(report.seconds, 3)

@@ -2,8 +2,8 @@
 
 A heartbeat is sent every interval and immediately after a reconnection, so that a restarted controller knows
 the session before it reclaims its executors. With heartbeats disabled, the first one is sent within
-_STEP_S_MAX of opening an executor. Each contains the interval, from which the controller derives the lease.
-While executors are open, the interval is at most DEVICE_INTERVAL_S_MAX, regardless of the setting.
+_WAIT_STEP_S_MAX of opening an executor. Each contains the interval, from which the controller derives the
+lease. While executors are open, the interval is at most DEVICE_INTERVAL_S_MAX, regardless of the setting.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from genie.runtime.node_list import fetch_nodes
 _log = logging.getLogger(__name__)
 
 DEVICE_INTERVAL_S_MAX = SESSION_INTERVAL_S_MAX
-_STEP_S_MAX = 20.0
+_WAIT_STEP_S_MAX = 20.0
 """Maximum delay until an opened executor is detected: a third of the shortest lease."""
 _REPLY_TIMEOUT_S_MIN = 1.0
 _REPLY_TIMEOUT_S_MAX = 20.0
@@ -39,8 +39,8 @@ class Heartbeats:
         self._state = state
         self._connection = connection
         self._peers = PeerTable(timeout_s=state.config.heartbeat_timeout)
-        self._waited_s = 0.0
-        self._is_cap_logged = False
+        self._waited_since_last_s = 0.0
+        self._is_interval_cap_logged = False
         state.stats |= {"heartbeats_sent": 0, "heartbeats_failed": 0}
 
     async def run(self) -> None:
@@ -52,20 +52,20 @@ class Heartbeats:
         config = self._state.config
         while True:
             await self._wait_step()
-            if not self._is_due:
+            if not self._is_heartbeat_due:
                 continue
-            self._waited_s = 0.0
+            self._waited_since_last_s = 0.0
             try:
                 timeout_s = min(self._interval_s(), config.heartbeat_timeout, _REPLY_TIMEOUT_S_MAX)
-                await self.send(timeout_s=max(timeout_s, _REPLY_TIMEOUT_S_MIN))
+                await self.send_heartbeat(timeout_s=max(timeout_s, _REPLY_TIMEOUT_S_MIN))
             except DeadlineError as error:
-                self._on_failure(error)
+                self._handle_failed_heartbeat(error)
                 # Connected but no reply: a new connection shows whether the controller is running.
                 self._connection.disconnect()
             except GenieError as error:
-                self._on_failure(error)
+                self._handle_failed_heartbeat(error)
 
-    async def send(self, *, timeout_s: float) -> None:
+    async def send_heartbeat(self, *, timeout_s: float) -> None:
         """Sends one heartbeat and applies the reply."""
         state = self._state
         node = msgspec.structs.replace(state.local_node, node_id=state.session_id or state.node.node_id)
@@ -77,26 +77,26 @@ class Heartbeats:
         self._state.stats["heartbeats_sent"] += 1
         self._state.node = msgspec.structs.replace(self._state.node, last_heartbeat=time.time())
         views = await fetch_nodes(self._connection, reply, timeout_s=timeout_s)
-        self._apply(views)
+        self._apply_node_list(views)
         if (devices := state.transport_coordinator) is not None:
-            await devices.drop_lost({view.info.node_id: view.info for view in views})
+            await devices.drop_lost_executors({view.info.node_id: view.info for view in views})
 
     async def fetch_nodes(self, *, timeout_s: float) -> None:
         """Fetches the list of nodes, for a session without heartbeats."""
-        self._apply(await fetch_nodes(self._connection, timeout_s=timeout_s))
+        self._apply_node_list(await fetch_nodes(self._connection, timeout_s=timeout_s))
 
     @property
-    def _holds_executors(self) -> bool:
+    def _has_open_executors(self) -> bool:
         devices = self._state.transport_coordinator
-        return devices is not None and devices.opened > 0
+        return devices is not None and devices.open_count > 0
 
     def _interval_s(self) -> float:
         """The configured interval, capped while this session has open executors."""
         configured_s = self._state.config.heartbeat_interval
-        if configured_s <= DEVICE_INTERVAL_S_MAX or not self._holds_executors:
+        if configured_s <= DEVICE_INTERVAL_S_MAX or not self._has_open_executors:
             return configured_s
-        if not self._is_cap_logged:
-            self._is_cap_logged = True
+        if not self._is_interval_cap_logged:
+            self._is_interval_cap_logged = True
             _log.info(
                 "heartbeats are sent every %g s instead of every %g s while a device is open",
                 DEVICE_INTERVAL_S_MAX,
@@ -105,35 +105,35 @@ class Heartbeats:
         return DEVICE_INTERVAL_S_MAX
 
     @property
-    def _is_due(self) -> bool:
-        if not (self._state.config.enable_heartbeat or self._holds_executors):
+    def _is_heartbeat_due(self) -> bool:
+        if not (self._state.config.enable_heartbeat or self._has_open_executors):
             return False
         if not self._state.stats["heartbeats_sent"]:
             return True  # it contains the interval: until then the controller grants the shortest lease
-        return self._connection.reopened.is_set() or self._waited_s >= self._interval_s()
+        return self._connection.reopened.is_set() or self._waited_since_last_s >= self._interval_s()
 
     async def _wait_step(self) -> None:
         """Waits for a part of the interval, short enough to detect an executor that was opened meanwhile."""
-        remaining_s = self._interval_s() - self._waited_s
-        step_s_max = min(_STEP_S_MAX, DEVICE_INTERVAL_S_MAX)
+        remaining_s = self._interval_s() - self._waited_since_last_s
+        step_s_max = min(_WAIT_STEP_S_MAX, DEVICE_INTERVAL_S_MAX)
         step_s = min(remaining_s, step_s_max) if remaining_s > 0 else step_s_max
         await self._wait_interval(step_s)
-        self._waited_s += step_s
+        self._waited_since_last_s += step_s
 
-    def _apply(self, views: Iterable[NodeView]) -> None:
+    def _apply_node_list(self, views: Iterable[NodeView]) -> None:
         """Apply the complete list: a node that it does not contain counts as lost."""
         changes = self._peers.update((view.info for view in views), now_s=time.monotonic())
-        self._publish(changes)
+        self._publish_peer_changes(changes)
         devices = self._state.transport_coordinator
-        for ref in devices.add_new(self._state.nodes.values()) if devices is not None else ():
+        for ref in devices.add_new_accelerators(self._state.nodes.values()) if devices is not None else ():
             _log.info("%s has joined; it is the next remote_accelerator device", ref)
 
-    def _on_failure(self, error: GenieError) -> None:
+    def _handle_failed_heartbeat(self, error: GenieError) -> None:
         _log.warning("a heartbeat to %s failed: %s", self._connection.where, error)
         self._state.stats["heartbeats_failed"] += 1
-        self._publish(self._peers.expire(now_s=time.monotonic()))
+        self._publish_peer_changes(self._peers.expire(now_s=time.monotonic()))
 
-    def _publish(self, changes: Iterable[PeerChange]) -> None:
+    def _publish_peer_changes(self, changes: Iterable[PeerChange]) -> None:
         self._state.nodes = self._peers.nodes
         for change in changes:
             level = logging.WARNING if change.type is EventType.NODE_LOST else logging.INFO

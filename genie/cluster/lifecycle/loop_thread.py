@@ -21,7 +21,7 @@ from genie.processes.call_thread import DaemonPool
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
-_BLOCKING_THREADS = 4
+_BLOCKING_THREADS_MAX = 4
 _EXECUTOR_CLOSE_TIMEOUT_S = 2.0
 """Blocking calls that take longer, such as a hanging name lookup, are abandoned."""
 
@@ -34,21 +34,21 @@ class LoopThread:
         self._name = name
         # A daemon thread, so that a stuck loop never keeps the interpreter from exiting. Normally
         # genie.cluster.init stops it before that.
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread = threading.Thread(target=self._run_loop, name=name, daemon=True)
         self._loop: asyncio.AbstractEventLoop
-        self._main: Callable[[], Coroutine[Any, Any, None]] | None = None
-        self._task: asyncio.Task[None] | None = None
-        self._group: asyncio.TaskGroup | None = None
-        self._children: set[asyncio.Task[None]] = set()
-        self._submitted: set[Future[Any]] = set()
+        self._main_function: Callable[[], Coroutine[Any, Any, None]] | None = None
+        self._main_task: asyncio.Task[None] | None = None
+        self._task_group: asyncio.TaskGroup | None = None
+        self._submitted_tasks: set[asyncio.Task[None]] = set()
+        self._submitted_futures: set[Future[Any]] = set()
         self._lock = threading.Lock()
-        self._is_open = True
+        self._accepts_work = True
         self._is_cancelled = False
-        self._process_id = os.getpid()
+        self._owner_process_id = os.getpid()
 
     def start(self, main: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        assert self._main is None, "a loop thread is started once"
-        self._main = main
+        assert self._main_function is None, "a loop thread is started once"
+        self._main_function = main
         self._loop = (
             asyncio.new_event_loop()
         )  # created here: a loop that is never started would not be closed
@@ -59,13 +59,13 @@ class LoopThread:
         belongs to the parent of a forked process."""
         future: Future[_T] = Future()
         if not self._is_own_process:
-            future.set_exception(_forked_error())
+            future.set_exception(_session_of_parent_error())
             return future
         with self._lock:
-            if not self._is_open:
-                future.set_exception(_ended_error())
+            if not self._accepts_work:
+                future.set_exception(_session_ended_error())
                 return future
-            self._submitted.add(future)
+            self._submitted_futures.add(future)
             self._loop.call_soon_threadsafe(self._start_task, work, future)
         return future
 
@@ -74,12 +74,12 @@ class LoopThread:
         if not self._is_own_process:
             return
         with self._lock:
-            if self._is_open:
+            if self._accepts_work:
                 self._loop.call_soon_threadsafe(function)
 
     def cancel(self) -> None:
         """Cancels the main coroutine; later calls do nothing, so that its cleanup is not interrupted."""
-        self.call_soon(self._cancel_once)
+        self.call_soon(self._cancel_main_task_once)
 
     def join(self, *, timeout_s: float) -> bool:
         """Waits for the thread; returns whether it has ended. Returns True on the thread itself."""
@@ -91,15 +91,15 @@ class LoopThread:
     @property
     def _is_own_process(self) -> bool:
         """A forked child has a copy of the loop and of the lock, but not the thread."""
-        return os.getpid() == self._process_id
+        return os.getpid() == self._owner_process_id
 
-    def _cancel_once(self) -> None:
-        if self._task is not None and not self._is_cancelled:
+    def _cancel_main_task_once(self) -> None:
+        if self._main_task is not None and not self._is_cancelled:
             self._is_cancelled = True
-            self._task.cancel()
+            self._main_task.cancel()
 
-    def _run(self) -> None:
-        executor = DaemonPool(_BLOCKING_THREADS, name=f"{self._name}-blocking")
+    def _run_loop(self) -> None:
+        executor = DaemonPool(_BLOCKING_THREADS_MAX, name=f"{self._name}-blocking")
         self._loop.set_default_executor(executor)
         try:
             self._loop.run_until_complete(self._run_main())
@@ -109,58 +109,63 @@ class LoopThread:
             _log.exception("%s ended with an error", self._name)
         finally:
             with self._lock:
-                self._is_open = False
+                self._accepts_work = False
             self._loop.run_until_complete(self._loop.shutdown_asyncgens())
             self._loop.close()
             executor.close(timeout_s=_EXECUTOR_CLOSE_TIMEOUT_S)
-            for future in list(self._submitted):
+            for future in list(self._submitted_futures):
                 if not future.done():
-                    future.set_exception(_ended_error())
+                    future.set_exception(_session_ended_error())
             self.finished.set_result(None)
 
     async def _run_main(self) -> None:
-        assert self._main is not None
-        self._task = asyncio.current_task()
-        async with asyncio.TaskGroup() as self._group:
+        assert self._main_function is not None
+        self._main_task = asyncio.current_task()
+        async with asyncio.TaskGroup() as self._task_group:
             try:
-                await self._main()
+                await self._main_function()
             finally:
-                for task in self._children:
+                for task in self._submitted_tasks:
                     task.cancel()
 
     def _start_task(self, work: Callable[[], Coroutine[Any, Any, _T]], future: Future[_T]) -> None:
-        if self._group is None or self._task is None or self._task.cancelling() or self._task.done():
-            self._finish(future, error=_ended_error())
+        if (
+            self._task_group is None
+            or self._main_task is None
+            or self._main_task.cancelling()
+            or self._main_task.done()
+        ):
+            self._complete_with_error(future, error=_session_ended_error())
             return
-        task = self._group.create_task(self._run_submitted(work, future))
-        self._children.add(task)
-        task.add_done_callback(self._children.discard)
+        task = self._task_group.create_task(self._run_submitted(work, future))
+        self._submitted_tasks.add(task)
+        task.add_done_callback(self._submitted_tasks.discard)
 
     async def _run_submitted(self, work: Callable[[], Coroutine[Any, Any, _T]], future: Future[_T]) -> None:
         """Runs submitted work; its error is set on the future and not raised."""
         try:
             result = await work()
         except asyncio.CancelledError:
-            self._finish(future, error=_ended_error())
+            self._complete_with_error(future, error=_session_ended_error())
             raise
         except Exception as error:
-            self._finish(future, error=error)
+            self._complete_with_error(future, error=error)
         else:
-            self._submitted.discard(future)
+            self._submitted_futures.discard(future)
             if not future.done():
                 future.set_result(result)
 
-    def _finish(self, future: Future[_T], *, error: BaseException) -> None:
-        self._submitted.discard(future)
+    def _complete_with_error(self, future: Future[_T], *, error: BaseException) -> None:
+        self._submitted_futures.discard(future)
         if not future.done():
             future.set_exception(error)
 
 
-def _ended_error() -> NotInitializedError:
+def _session_ended_error() -> NotInitializedError:
     return NotInitializedError("the session has ended", hint="call genie.init() again")
 
 
-def _forked_error() -> NotInitializedError:
+def _session_of_parent_error() -> NotInitializedError:
     return NotInitializedError(
         "the session belongs to the parent process of this fork", hint="call genie.init() in this process"
     )

@@ -14,7 +14,7 @@ import msgspec
 from genie.model.event import EventType
 from genie.model.node import NodeInfo, NodeStatus
 
-_DOWN = (NodeStatus.SUSPECT, NodeStatus.DISCONNECTED)
+_UNRESPONSIVE_STATUSES = (NodeStatus.SUSPECT, NodeStatus.DISCONNECTED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class PeerTable:
     def __init__(self, *, timeout_s: float) -> None:
         self.nodes: dict[str, NodeInfo] = {}
         self._timeout_s = timeout_s
-        self._heartbeat_changed_s: dict[str, float] = {}
+        self._heartbeat_changed_at_s: dict[str, float] = {}
 
     def update(self, nodes: Iterable[NodeInfo], *, now_s: float) -> list[PeerChange]:
         """Replaces the list by that of the controller; returns the changes."""
@@ -41,35 +41,35 @@ class PeerTable:
             old = before.get(node_id)
             if (
                 old is None
-                or _heartbeat_key(old) != _heartbeat_key(node)
-                or node_id not in self._heartbeat_changed_s
+                or _heartbeat_identity(old) != _heartbeat_identity(node)
+                or node_id not in self._heartbeat_changed_at_s
             ):
-                self._heartbeat_changed_s[node_id] = now_s
-        self._heartbeat_changed_s = {node_id: self._heartbeat_changed_s[node_id] for node_id in after}
+                self._heartbeat_changed_at_s[node_id] = now_s
+        self._heartbeat_changed_at_s = {node_id: self._heartbeat_changed_at_s[node_id] for node_id in after}
         self.nodes = self._mark_unresponsive(after, now_s)
         removed = [
             PeerChange(EventType.NODE_LOST, node_id, "the controller no longer lists it")
             for node_id in before.keys() - after.keys()
         ]
-        return [*removed, *self._changes_since(before)]
+        return [*removed, *self._find_changes_since(before)]
 
     def expire(self, *, now_s: float) -> list[PeerChange]:
         """Marks nodes as disconnected after a failed heartbeat; returns the changes."""
         before = self.nodes
         self.nodes = self._mark_unresponsive(before, now_s)
-        return self._changes_since(before)
+        return self._find_changes_since(before)
 
     def _mark_unresponsive(self, nodes: dict[str, NodeInfo], now_s: float) -> dict[str, NodeInfo]:
         reason = f"no heartbeat for {self._timeout_s:g} s"
         return {
             node_id: msgspec.structs.replace(node, status=NodeStatus.DISCONNECTED, status_reason=reason)
-            if now_s - self._heartbeat_changed_s[node_id] >= self._timeout_s
+            if now_s - self._heartbeat_changed_at_s[node_id] >= self._timeout_s
             and node.status is not NodeStatus.DISCONNECTED
             else node
             for node_id, node in nodes.items()
         }
 
-    def _changes_since(self, before: dict[str, NodeInfo]) -> list[PeerChange]:
+    def _find_changes_since(self, before: dict[str, NodeInfo]) -> list[PeerChange]:
         changes: list[PeerChange] = []
         for node_id, node in self.nodes.items():
             old = before.get(node_id)
@@ -80,22 +80,26 @@ class PeerTable:
                     )
             elif old.status is not node.status:
                 changes.append(
-                    PeerChange(_event_type(old.status, node.status), node_id, _status_reason(old, node))
+                    PeerChange(
+                        _event_type_for_status_change(old.status, node.status),
+                        node_id,
+                        _status_change_reason(old, node),
+                    )
                 )
         return changes
 
 
-def _heartbeat_key(node: NodeInfo) -> tuple[float, int]:
+def _heartbeat_identity(node: NodeInfo) -> tuple[float, int]:
     return node.last_heartbeat, node.incarnation
 
 
-def _event_type(old: NodeStatus, new: NodeStatus) -> EventType:
+def _event_type_for_status_change(old: NodeStatus, new: NodeStatus) -> EventType:
     if new is NodeStatus.DISCONNECTED:
         return EventType.NODE_LOST
     if new is NodeStatus.SUSPECT:
         return EventType.NODE_SUSPECT
-    return EventType.NODE_RECOVERED if old in _DOWN else EventType.HEALTH_CHANGED
+    return EventType.NODE_RECOVERED if old in _UNRESPONSIVE_STATUSES else EventType.HEALTH_CHANGED
 
 
-def _status_reason(old: NodeInfo, new: NodeInfo) -> str:
+def _status_change_reason(old: NodeInfo, new: NodeInfo) -> str:
     return f"{old.status} -> {new.status}" + (f": {new.status_reason}" if new.status_reason else "")

@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from genie.cluster.devices import DeviceBroker, Submit, accelerators, registered_torch_device
+from genie.cluster.devices import DeviceBroker, SubmitToLoop, list_accelerators, registered_torch_device
 from genie.cluster.events import EventBus
 from genie.cluster.health import HealthChecker, NetworkReading, create_health_checker
 from genie.cluster.lifecycle.heartbeats import Heartbeats
@@ -36,18 +36,18 @@ from genie.runtime.controller_connection import ControllerConnection, open_contr
 from genie.runtime.credentials import Access, find_access, find_address
 from genie.runtime.data_plane import DataPlaneConfig, TransportCoordinator
 from genie.runtime.interfaces import InterfaceMeter
-from genie.runtime.network import Network, TcpNetwork, address_towards
+from genie.runtime.network import Network, TcpNetwork, local_address_towards
 from genie.supervisor.this_machine import add_local_cluster_hint
 from genie.telemetry import log
 
 _log = logging.getLogger(__name__)
 
 PHASES = ("configuration", "local node", "network discovery", "backend", "monitoring")
-_END_TIMEOUT_S = 2.0
+_END_SESSION_TIMEOUT_S = 2.0
 _FIRST_CHECK_TIMEOUT_S = 1.0
 # init() has one deadline. Calls get slightly more than the remaining time, so that the error is always the
 # one that names the phase.
-_MARGIN_S = 1.0
+_TIMEOUT_MARGIN_S = 1.0
 
 
 class Startup:
@@ -59,7 +59,7 @@ class Startup:
         events: EventBus,
         stack: AsyncExitStack,
         *,
-        submit: Submit,
+        submit: SubmitToLoop,
         began_s: float,
         network: Network | None = None,
     ) -> None:
@@ -71,9 +71,9 @@ class Startup:
         self._began_s = began_s
         elapsed_s = time.monotonic() - began_s
         self._deadline = asyncio.get_running_loop().time() + settings.cluster.timeout - elapsed_s
-        self._phase = 0
+        self._phase_number = 0
         self._node_id = ""
-        self._starts_agent = False
+        self._must_start_agent = False
         self._join_token: str | None = None
         self._stats: dict[str, float] = {"reconnects": 0}
         self._cpu_meter = CpuMeter()
@@ -84,19 +84,19 @@ class Startup:
         try:
             async with asyncio.timeout_at(self._deadline):
                 async with self._in_phase(1, began_s=self._began_s):
-                    self._configure()
+                    self._configure_logging()
                 async with self._in_phase(2):
                     state = await self._make_local_node()
                 async with self._in_phase(3):
-                    access = await self._discover(state)
+                    access = await self._discover_cluster(state)
                 async with self._in_phase(4):
-                    connection = await self._connect(state, access)
+                    connection = await self._connect_to_controller(state, access)
                 async with self._in_phase(5):
-                    await self._monitor(state, connection)
+                    await self._start_monitoring(state, connection)
         except TimeoutError:
             raise DeadlineError(
                 f"init() did not finish within {self._settings.cluster.timeout:g} s: timed out in phase "
-                f"{self._phase} of {len(PHASES)}, {PHASES[self._phase - 1]}",
+                f"{self._phase_number} of {len(PHASES)}, {PHASES[self._phase_number - 1]}",
                 hint="check the network to the cluster, or pass a larger timeout",
             ) from None
         state.stats["init_s"] = time.monotonic() - self._began_s
@@ -104,7 +104,7 @@ class Startup:
 
     @asynccontextmanager
     async def _in_phase(self, number: int, *, began_s: float | None = None) -> AsyncIterator[None]:
-        self._phase, name = number, PHASES[number - 1]
+        self._phase_number, name = number, PHASES[number - 1]
         began_s = time.monotonic() if began_s is None else began_s
         self._report_phase(name, "started", 0.0, f"phase {number} of {len(PHASES)}: {name}")
         try:
@@ -122,9 +122,9 @@ class Startup:
 
     def _report_phase(self, name: str, state: str, duration_s: float, reason: str) -> None:
         level = logging.DEBUG if state == "started" else logging.INFO
-        _log.log(level, "init %d/%d: %s", self._phase, len(PHASES), reason)
+        _log.log(level, "init %d/%d: %s", self._phase_number, len(PHASES), reason)
         facts: dict[str, str | int | float | bool | None] = {
-            "phase": self._phase,
+            "phase": self._phase_number,
             "name": name,
             "state": state,
             "duration_s": duration_s,
@@ -133,11 +133,11 @@ class Startup:
 
     @property
     def _remaining_s(self) -> float:
-        return max(self._deadline - asyncio.get_running_loop().time(), 0.0) + _MARGIN_S
+        return max(self._deadline - asyncio.get_running_loop().time(), 0.0) + _TIMEOUT_MARGIN_S
 
     # --- 1: configuration ---------------------------------------------------------------------
 
-    def _configure(self) -> None:
+    def _configure_logging(self) -> None:
         """Configures logging and logs the source of each setting."""
         sources = self._settings.sources
         requested = sources["log.level"] != "default" or sources["log.format"] != "default"
@@ -158,7 +158,7 @@ class Startup:
     async def _make_local_node(self) -> ClusterState:
         hosts = self._settings.cluster.node_role != "client"
         if hosts:
-            await self._host()
+            await self._host_cluster_if_server()
         config = self._settings.cluster
         inventory = Inventory(self._settings.agent.cpu_accelerators if hosts else 0)
         self._stack.callback(inventory.close)
@@ -187,26 +187,26 @@ class Startup:
             else None,
         )
 
-    async def _host(self) -> None:
+    async def _host_cluster_if_server(self) -> None:
         """Starts a cluster for a server if none is running. Otherwise phase 4 starts an agent."""
         from genie.supervisor import hosting  # imported here: requires Linux or macOS
 
         is_hosted = False
-        self._settings = hosting.with_node_id(self._settings)
+        self._settings = hosting.with_node_id_of_agent(self._settings)
         if self._settings.cluster.node_role == "server":
             self._settings, is_hosted = await hosting.host_cluster(
                 self._settings, self._stack, timeout_s=self._remaining_s
             )
         if not is_hosted:
-            self._starts_agent = True
+            self._must_start_agent = True
             self._settings, self._join_token = hosting.split_join_token(self._settings)
 
     # --- 3: network discovery -----------------------------------------------------------------
 
-    async def _discover(self, state: ClusterState) -> Access:
+    async def _discover_cluster(self, state: ClusterState) -> Access:
         config, state_dir = self._settings.cluster, self._settings.paths.state_dir
         host, port = find_address(config, state_dir)
-        _check_port_applies(self._settings, host, port)
+        _check_master_port_applies(self._settings, host, port)
         _log.info("connecting to the controller at %s", address_text(host, port))
         self._transport = TransportCoordinator(
             DataPlaneConfig(host=host, port=port, backend=config.backend, timeout_s=config.timeout)
@@ -224,35 +224,35 @@ class Startup:
 
     # --- 4: backend ---------------------------------------------------------------------------
 
-    async def _connect(self, state: ClusterState, access: Access) -> ControllerConnection:
+    async def _connect_to_controller(self, state: ClusterState, access: Access) -> ControllerConnection:
         state.selection = self._transport.select()
         _log.info("using network backend %s: %s", state.selection.backend, state.selection.reason)
         if state.selection.fallback_from is not None:
-            self._publish(EventType.BACKEND_FALLBACK, state.selection.reason)
+            self._publish_event(EventType.BACKEND_FALLBACK, state.selection.reason)
         state.node = msgspec.structs.replace(state.node, network_backend=state.selection.backend)
         opening = open_controller_connection(
             access,
             network=self._network,
             program="genie.init",
             timeout_s=self._remaining_s,
-            on_change=lambda connected, reason: self._connection_changed(state, connected, reason),
+            on_change=lambda connected, reason: self._on_connection_change(state, connected, reason),
         )
         state_dir = self._settings.paths.state_dir
         async with add_local_cluster_hint(access.host, access.port, state_dir=state_dir):
             connection = await self._stack.enter_async_context(opening)
-        welcome = await connection.wait_first()
+        welcome = await connection.wait_for_first_connection()
         state.cluster_id, state.tenant = welcome.cluster_id, welcome.tenant
         state.control_integration = connection
-        here = await asyncio.to_thread(address_towards, access.host, access.port)
+        here = await asyncio.to_thread(local_address_towards, access.host, access.port)
         state.node = msgspec.structs.replace(
             state.node,
             host=here or state.node.host,
             control_port=access.port if state.node.role is NodeRole.SERVER else 0,
         )
-        self._stack.push_async_callback(_end_session, connection, state.session_id)
-        if self._starts_agent:
+        self._stack.push_async_callback(_request_session_end, connection, state.session_id)
+        if self._must_start_agent:
             await self._start_agent(access)
-        await self._find_devices(state, connection)
+        await self._register_devices(state, connection)
         return connection
 
     async def _start_agent(self, access: Access) -> None:
@@ -266,14 +266,14 @@ class Startup:
         )
         await hosting.start_worker_agent(self._settings, config, self._stack, timeout_s=self._remaining_s)
 
-    async def _find_devices(self, state: ClusterState, connection: ControllerConnection) -> None:
+    async def _register_devices(self, state: ClusterState, connection: ControllerConnection) -> None:
         self._heartbeats = Heartbeats(state, connection)
         if state.config.enable_heartbeat:
-            await self._heartbeats.send(timeout_s=self._remaining_s)
+            await self._heartbeats.send_heartbeat(timeout_s=self._remaining_s)
         else:
             await self._heartbeats.fetch_nodes(timeout_s=self._remaining_s)
         broker = DeviceBroker(
-            accelerators(state.nodes.values()),
+            list_accelerators(state.nodes.values()),
             transport=self._transport,
             connection=connection,
             session_id=state.session_id,
@@ -284,16 +284,16 @@ class Startup:
             registered_torch_device(broker, launch_blocking=state.config.launch_blocking)
         )
 
-    def _connection_changed(self, state: ClusterState, connected: bool, reason: str) -> None:
+    def _on_connection_change(self, state: ClusterState, connected: bool, reason: str) -> None:
         state.stats["reconnects"] += connected
         _log.log(logging.INFO if connected else logging.WARNING, "%s", reason)
-        self._publish(EventType.CONNECTION_RESTORED if connected else EventType.CONNECTION_LOST, reason)
+        self._publish_event(EventType.CONNECTION_RESTORED if connected else EventType.CONNECTION_LOST, reason)
 
     # --- 5: monitoring ------------------------------------------------------------------------
 
-    async def _monitor(self, state: ClusterState, connection: ControllerConnection) -> None:
+    async def _start_monitoring(self, state: ClusterState, connection: ControllerConnection) -> None:
         if state.config.enable_health_checks:
-            state.health = await self._check_health(state, connection)
+            state.health = await self._start_health_checks(state, connection)
         else:
             state.node = msgspec.structs.replace(state.node, status=NodeStatus.HEALTHY)
         # After the last await: a coroutine that is never awaited causes a warning.
@@ -304,12 +304,14 @@ class Startup:
             work["health checks"] = state.health.run()
         state.monitor_tasks = await self._stack.enter_async_context(self._background_tasks(work))
 
-    async def _check_health(self, state: ClusterState, connection: ControllerConnection) -> HealthChecker:
+    async def _start_health_checks(
+        self, state: ClusterState, connection: ControllerConnection
+    ) -> HealthChecker:
         """Returns the health checker after its first report."""
         checker = create_health_checker(
             state.node.node_id,
             gpus=lambda: state.local_node.gpus,
-            network=lambda: _network_reading(state, connection, self._interface_meter),
+            network=lambda: _read_network_state(state, connection, self._interface_meter),
             peers=lambda: [node for key, node in state.nodes.items() if key != state.node.node_id],
             cpu=self._cpu_meter.read,
             disk_path=self._settings.paths.state_dir,
@@ -340,9 +342,9 @@ class Startup:
             await part
         except Exception as error:
             _log.exception("the %s of this session failed", name)
-            self._publish(EventType.MONITOR_ERROR, f"the {name} failed: {error}")
+            self._publish_event(EventType.MONITOR_ERROR, f"the {name} failed: {error}")
 
-    def _publish(self, kind: EventType, reason: str) -> None:
+    def _publish_event(self, kind: EventType, reason: str) -> None:
         self._events.publish(kind, node_id=self._node_id, reason=reason)
 
 
@@ -355,7 +357,7 @@ def _with_heartbeat_timeout(settings: Settings) -> Settings:
     return replace(settings, cluster=replace(config, heartbeat_timeout=timeout_s))
 
 
-def _check_port_applies(settings: Settings, host: str, port: int) -> None:
+def _check_master_port_applies(settings: Settings, host: str, port: int) -> None:
     """Raises ConfigError if master_port was passed without master_addr and the cluster has another port."""
     config = settings.cluster
     is_passed = settings.sources["cluster.master_port"].startswith("argument ")
@@ -372,17 +374,17 @@ def _check_port_applies(settings: Settings, host: str, port: int) -> None:
         )
 
 
-async def _end_session(connection: ControllerConnection, session_id: str) -> None:
+async def _request_session_end(connection: ControllerConnection, session_id: str) -> None:
     """Makes the controller release the executors now; otherwise it does when the lease expires."""
     if not connection.is_open:
         return
     try:
-        await connection.call(SessionEnd(node_id=session_id), timeout_s=_END_TIMEOUT_S)
+        await connection.call(SessionEnd(node_id=session_id), timeout_s=_END_SESSION_TIMEOUT_S)
     except GenieError as error:
         _log.info("could not notify the controller of the end of this session: %s", error)
 
 
-def _network_reading(
+def _read_network_state(
     state: ClusterState, connection: ControllerConnection, meter: InterfaceMeter | None
 ) -> NetworkReading:
     return NetworkReading(

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import AsyncExitStack
 
-from genie.cluster.events import EventBus, Handler
+from genie.cluster.events import EventBus, EventHandler
 from genie.cluster.lifecycle.loop_thread import LoopThread
 from genie.cluster.lifecycle.phases import Startup
 from genie.cluster.state import ClusterState
@@ -22,7 +22,7 @@ from genie.model.event import EventType
 
 _log = logging.getLogger(__name__)
 
-_CLOSE_TIMEOUT_S = 5.0
+_CLIENT_CLOSE_TIMEOUT_S = 5.0
 _HOST_CLOSE_TIMEOUT_S = 30.0
 """In addition to the grace period of the jobs of this machine."""
 
@@ -36,18 +36,18 @@ class SessionRun:
         self.is_stopping = False
         self._began_s = began_s
         self._on_end = on_end
-        self._thread = LoopThread(name="genie-session")
+        self._loop_thread = LoopThread(name="genie-session")
         self._events = EventBus()
         self._failure: BaseException | None = None
-        self._stopping: asyncio.Event | None = None
-        self._waiters = 1
+        self._stop_event: asyncio.Event | None = None
+        self._waiter_count = 1
         self._is_used = False
         self._lock = threading.Lock()
 
     @property
     def finished(self) -> Future[None]:
         """Done when the session has ended."""
-        return self._thread.finished
+        return self._loop_thread.finished
 
     @property
     def is_ready(self) -> bool:
@@ -61,31 +61,31 @@ class SessionRun:
     def close_timeout_s(self) -> float:
         """Timeout for the end of the session; a host also waits for its jobs."""
         if self.settings.cluster.node_role == "client":
-            return _CLOSE_TIMEOUT_S
+            return _CLIENT_CLOSE_TIMEOUT_S
         return _HOST_CLOSE_TIMEOUT_S + self.settings.agent.stop_grace_s
 
-    def subscribe_progress(self, progress: Handler) -> None:
+    def subscribe_progress(self, progress: EventHandler) -> None:
         """Calls `progress` with the events of the phases. Raises UsageError if it is not callable."""
         self._events.subscribe(EventType.INIT_PHASE, progress)
 
     def start(self) -> None:
         self.finished.add_done_callback(self._on_finished)
-        self._thread.start(self._main)
+        self._loop_thread.start(self._run_session)
 
     def stop(self) -> None:
         """Requests the end of the session in any state. Does not block."""
         self.is_stopping = True
-        self._thread.call_soon(self._stop_now)
+        self._loop_thread.call_soon(self._stop_on_loop)
 
     def join(self, *, timeout_s: float) -> None:
-        if not self._thread.join(timeout_s=timeout_s):
+        if not self._loop_thread.join(timeout_s=timeout_s):
             _log.warning("the session did not end within %g s; abandoning it", timeout_s)
 
     # Several callers may wait for one start. When the last of them is cancelled, the session ends.
 
     def add_waiter(self) -> None:
         with self._lock:
-            self._waiters += 1
+            self._waiter_count += 1
 
     def mark_used(self, state: ClusterState) -> ClusterState:
         self._is_used = True
@@ -94,8 +94,8 @@ class SessionRun:
     def remove_waiter(self) -> bool:
         """Removes a caller that no longer waits. Ends the session and returns True if it was the last one."""
         with self._lock:
-            self._waiters -= 1
-            is_unused = self._waiters == 0 and not self._is_used
+            self._waiter_count -= 1
+            is_unused = self._waiter_count == 0 and not self._is_used
         if is_unused or self.finished.done():
             self.stop()
             return True
@@ -103,21 +103,21 @@ class SessionRun:
 
     # --- on the event loop of the session -----------------------------------------------------
 
-    async def _main(self) -> None:
+    async def _run_session(self) -> None:
         """Runs the session; its error is set on `ready`."""
-        self._stopping = asyncio.Event()
+        self._stop_event = asyncio.Event()
         if self.is_stopping:
             return
         try:
             async with AsyncExitStack() as stack:
                 startup = Startup(
-                    self.settings, self._events, stack, submit=self._thread.submit, began_s=self._began_s
+                    self.settings, self._events, stack, submit=self._loop_thread.submit, began_s=self._began_s
                 )
                 state = await startup.run()
                 state.initialized = True
-                stack.callback(_mark_ended, state)
+                stack.callback(_mark_state_ended, state)
                 self.ready.set_result(state)
-                await self._stopping.wait()
+                await self._stop_event.wait()
                 self._events.publish(
                     EventType.SHUTDOWN, node_id=state.local_node.node_id, reason="the session is ending"
                 )
@@ -129,11 +129,11 @@ class SessionRun:
         finally:
             self._events.close()
 
-    def _stop_now(self) -> None:
-        if self.ready.done() and self._stopping is not None:
-            self._stopping.set()
+    def _stop_on_loop(self) -> None:
+        if self.ready.done() and self._stop_event is not None:
+            self._stop_event.set()
         else:
-            self._thread.cancel()
+            self._loop_thread.cancel()
 
     def _on_finished(self, _finished: Future[None]) -> None:
         self.is_stopping = True
@@ -143,6 +143,6 @@ class SessionRun:
             self.ready.set_exception(self._failure or shut_down)
 
 
-def _mark_ended(state: ClusterState) -> None:
+def _mark_state_ended(state: ClusterState) -> None:
     state.initialized = False
     state.monitor_tasks = []

@@ -32,6 +32,8 @@ class _Rejections:
     node_count: int = 0
     """Caused by nodes."""
     not_before_s: float = 0.0
+    needed_bytes: int = 0
+    """Free disk space that its working directory needs, if a node had less."""
 
 
 class LaunchBackoff:
@@ -66,6 +68,15 @@ class LaunchBackoff:
         self._by_job[job_id] = replace(
             before, epoch=epoch, node_count=before.node_count + 1, not_before_s=not_before_s
         )
+
+    def needed_bytes(self, job_id: str) -> int:
+        """Free disk space that the job needs on its node; 0 unless a node had less."""
+        return self._by_job.get(job_id, _Rejections()).needed_bytes
+
+    def record_needed_bytes(self, job_id: str, needed_bytes: int) -> None:
+        before = self._by_job.get(job_id, _Rejections())
+        if needed_bytes > before.needed_bytes:
+            self._by_job[job_id] = replace(before, needed_bytes=needed_bytes)
 
     def delay(self, job_id: str) -> None:
         """Delay the next placement of a job that could not be placed, which is not a rejection."""

@@ -9,42 +9,53 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 import msgspec
 
 from genie.config import ControllerConfig
 from genie.controller.change_notifier import ChangeNotifier
 from genie.controller.jobs.backoff import Cause, LaunchBackoff
+from genie.controller.jobs.changes import (
+    ERRORS_OF_ALL_ROWS,
+    JobChange,
+    JobChanges,
+    raise_first_of_all_rows,
+)
 from genie.controller.jobs.index import JobIndex, StagedIndex
+from genie.controller.jobs.outcomes import (
+    STOPPING_PREFIX,
+    combined_outcome,
+    has_not_run,
+    is_current_placement,
+    is_node_fault,
+    stop_reason,
+    worker_outcome,
+)
 from genie.controller.jobs.space import JobSpace
 from genie.controller.ledger import Ledger, TableRead, Transaction
 from genie.errors import (
     FencedError,
     JobNotFoundError,
     JobRefusedError,
-    LeadershipError,
     RowTooLargeError,
-    StoreError,
     WorkersMissingError,
 )
 from genie.model.allocation import Hold, NodeHolds
 from genie.model.job import (
-    EXIT_CLIENT_LOST,
     FINAL_STATES,
     Job,
-    JobKind,
     JobSpec,
     JobState,
     Placement,
     StopReason,
     Transition,
-    bounded_reason,
-    is_shrunk,
-    parse_unit,
-    shrunk,
+    is_shrunk_job,
+    parse_worker_unit,
+    truncate_reason,
     with_state,
 )
 from genie.model.messages import ExitReport
@@ -62,6 +73,8 @@ JOB_NODES_MAX = 120
 """All holds of a job are written in one transaction, and the store limits the rows of a transaction."""
 HOLDS_OF_TRANSACTION_MAX = 3000
 """Of all nodes of a job with several workers, at its start: about half of what a transaction can have."""
+CHANGES_OF_TICK_MAX = 2000
+"""Jobs that one kind of periodic work changes at once; the rest follows with the next tick."""
 _DELETE_BATCH_JOBS = 100
 _DELETE_BATCHES = 20
 """Transactions that are written together."""
@@ -71,8 +84,18 @@ _ID_CHARACTER_PAIRS = tuple(first + second for first in _ID_ALPHABET for second 
 """Two characters of a job ID for each ten random bits."""
 _OTHER_TENANTS_DIVISOR = 10
 """1/_OTHER_TENANTS_DIVISOR of the queue is reserved for other tenants."""
-_STOPPING_PREFIX = "being stopped: "
-_Result = TypeVar("_Result")
+
+
+@dataclass(frozen=True, slots=True)
+class LostWorker:
+    """A worker that its node no longer runs. `is_still_lost` is evaluated in the transaction: the node may
+    have reconnected meanwhile."""
+
+    unit: str
+    node_id: str
+    epoch: int
+    reason: str
+    is_still_lost: Callable[[], bool] = lambda: True
 
 
 class JobPlacer(Protocol):
@@ -84,6 +107,10 @@ class JobPlacer(Protocol):
 
     def settle(self, job_ids: Iterable[str]) -> None:
         """Undo the starts of these jobs that were not recorded."""
+        ...
+
+    def free_disk_bytes_max(self, job: Job) -> int:
+        """Return the largest free disk space of the nodes on which the job could run."""
         ...
 
 
@@ -111,11 +138,14 @@ class JobLifecycle:
         self._wake = wake
         self._placer = placer
         self._backoff = backoff
+        self._changes = JobChanges(ledger)
         self._index = JobIndex()
         self._staged = StagedIndex()
         self._loaded = (self._index, self._staged)
         """The indexes of the rows that are being loaded."""
         self._pending_reasons: dict[str, str] = {}
+        self._run_notes: dict[str, dict[int, str]] = {}
+        """By running job and rank: which of its processes cannot be killed."""
         self._ready_ranks: dict[str, tuple[int, set[int]]] = {}
         """By job with several workers: the epoch and the ranks that are ready to start."""
         self.space = JobSpace(ledger, config)
@@ -145,7 +175,7 @@ class JobLifecycle:
 
     def find_worker(self, key: str, identity: Identity) -> tuple[Job, int]:
         """Find the job and rank of JOB.RANK; JOB alone is rank 0."""
-        job_id, rank = parse_unit(key)
+        job_id, rank = parse_worker_unit(key)
         has_name = self._index.has_name
         if not has_name(key) and (job_id in self._ledger.jobs or has_name(job_id)):
             return self.find(job_id, identity), rank
@@ -161,12 +191,12 @@ class JobLifecycle:
     def visible_to(self, job: Job, identity: Identity) -> Job:
         """Return the job with its pending reason; for users, reasons do not name jobs of other tenants."""
         if identity.kind is TokenKind.OWNER:
-            return _without_ticket(self.with_pending_reason(job))
+            return _without_ticket(self._with_run_notes(self.with_pending_reason(job)))
         return self.visible_to_tenant(job)
 
     def visible_to_tenant(self, job: Job) -> Job:
         """As `visible_to`, for a user of the job's own tenant."""
-        job = _without_ticket(self.with_pending_reason(job))
+        job = _without_ticket(self._with_run_notes(self.with_pending_reason(job)))
 
         def is_shown(job_id: str) -> bool:
             other = self.get(job_id)
@@ -178,6 +208,15 @@ class JobLifecycle:
         )
         reason = mask_job_ids(job.reason, is_shown=is_shown)
         return msgspec.structs.replace(job, reason=reason, history=tuple(steps))
+
+    def _with_run_notes(self, job: Job) -> Job:
+        notes = self._run_notes.get(job.job_id)
+        if not notes or job.state is not JobState.RUNNING:
+            return job
+        rank, note = min(notes.items())
+        more = f" (and {len(notes) - 1} other workers)" if len(notes) > 1 else ""
+        reason = f"{job.reason}; node {job.placements[rank].node_id}: {note}{more}"
+        return msgspec.structs.replace(job, reason=truncate_reason(reason))
 
     def in_states(self, *states: JobState) -> list[Job]:
         return self._index.in_states(states)
@@ -210,6 +249,15 @@ class JobLifecycle:
         if self._pending_reasons.get(job_id) != reason:
             self._pending_reasons[job_id] = reason
             self._notifier.notify(job_id)
+
+    def set_run_note(self, job: Job, rank: int, note: str) -> None:
+        """Keep which processes of a worker cannot be killed, in memory only; empty to clear."""
+        notes = self._run_notes.get(job.job_id, {})
+        if notes.get(rank, "") == note:
+            return
+        others = {key: text for key, text in notes.items() if key != rank}
+        self._run_notes[job.job_id] = {**others, rank: note} if note else others
+        self._notifier.notify(job.job_id)
 
     def notify(self, job_id: str) -> None:
         """Wake up waiters after a change of the job that is not in the ledger."""
@@ -315,17 +363,19 @@ class JobLifecycle:
                 return self._stop(txn, job, StopReason.CANCEL, reason)
             return self._end(txn, job, JobState.CANCELLED, f"cancelled: {reason}")
 
-        return await self._change(job_id, build)
+        return await self._changes.apply(JobChange(job_id, build))
 
-    async def stop(self, job_id: str, *, epoch: int, stop: StopReason, reason: str) -> Job | None:
-        """Mark a running job so that its agents end it; None if that placement is no longer running."""
+    async def stop_each(self, jobs: Iterable[tuple[Job, str]], stop: StopReason) -> list[Job]:
+        """Mark running jobs, each with a reason, so that their agents end them. Return those that were
+        marked: not those whose placement is no longer running."""
 
-        def build(job: Job | None, txn: Transaction) -> Job | None:
+        def build(epoch: int, reason: str, job: Job | None, txn: Transaction) -> Job | None:
             if job is None or job.state is not JobState.RUNNING or job.epoch != epoch or job.stop:
                 return None
             return self._stop(txn, job, stop, reason)
 
-        return await self._change(job_id, build)
+        changes = [JobChange(job.job_id, partial(build, job.epoch, reason)) for job, reason in jobs]
+        return [job for job in await self._changes.apply_each(changes) if isinstance(job, Job)]
 
     async def place(self, starts: Iterable[Start], *, placed: Callable[[Job], None]) -> None:
         """Record the starts of a scheduling pass; call `placed` with each job once all are durable. Starts
@@ -336,11 +386,11 @@ class JobLifecycle:
         for start, outcome in zip(starts, outcomes, strict=True):
             if isinstance(outcome, Job) and outcome.state is JobState.PLACING:
                 placed(outcome)
-            elif isinstance(outcome, Exception) and not isinstance(outcome, _OF_ALL_ROWS):
+            elif isinstance(outcome, Exception) and not isinstance(outcome, ERRORS_OF_ALL_ROWS):
                 _log.error("job %s could not be placed: %s", start.job_id, outcome, exc_info=outcome)
                 self._backoff.delay(start.job_id)
-                self.set_pending_reason(start.job_id, f"could not be placed: {bounded_reason(str(outcome))}")
-        _raise_first_of_all_rows(outcomes)
+                self.set_pending_reason(start.job_id, f"could not be placed: {truncate_reason(str(outcome))}")
+        raise_first_of_all_rows(outcomes)
 
     def _place(self, start: Start, loads: int, txn: Transaction) -> Job | None:
         job = self.get(start.job_id)
@@ -383,7 +433,7 @@ class JobLifecycle:
 
     def _check_transaction_fits(self, start: Start) -> None:
         """Raise RowTooLargeError if the holds on the nodes of these workers leave too little space in the
-        transaction that releases them."""
+        transaction."""
         node_ids = {place.node_id for place in start.places}
         held = [self._ledger.holds.get(node_id) for node_id in node_ids]
         count = len(start.places) + sum(len(each.holds) for each in held if each is not None)
@@ -399,7 +449,7 @@ class JobLifecycle:
         """Confirm the launch of a worker; the job runs when all workers are confirmed. FencedError if the
         launch is no longer valid, WorkersMissingError if other workers are not ready after `wait_s`.
         Idempotent: a reply may be lost."""
-        job_id, rank = parse_unit(unit)
+        job_id, rank = parse_worker_unit(unit)
 
         def require_valid() -> Job:
             job = self.get(job_id)
@@ -455,51 +505,58 @@ class JobLifecycle:
         """Record exits of workers and release what they held; the job ends with its last worker. Reports
         about an earlier placement are ignored. Return the settled reports: all but those whose job cannot be
         changed, which is quarantined."""
-        settled, too_large = await self._record_exits(node_id, reports, is_too_large=False)
-        if too_large:
-            settled += (await self._record_exits(node_id, too_large, is_too_large=True))[0]
-        return settled
+        changes = []
+        for report in reports:
+            job_id, rank = parse_worker_unit(report.job_id)
+            changes.append(JobChange(job_id, partial(self._exit, node_id, report, rank), rank))
+        outcomes = await self._changes.apply_each(changes)
+        return [
+            report
+            for report, outcome in zip(reports, outcomes, strict=True)
+            if not isinstance(outcome, Exception)
+        ]
 
-    async def _record_exits(
-        self, node_id: str, reports: Sequence[ExitReport], *, is_too_large: bool
-    ) -> tuple[list[ExitReport], list[ExitReport]]:
-        """Return the settled reports and those whose row is too large."""
-        builds = (partial(self._exit, node_id, report, is_too_large) for report in reports)
-        outcomes = await self._ledger.write_each(builds)
-        _raise_first_of_all_rows(outcomes)
-        settled, too_large = [], []
-        for report, outcome in zip(reports, outcomes, strict=True):
-            if not isinstance(outcome, Exception):
-                settled.append(report)
-            elif isinstance(outcome, RowTooLargeError) and not is_too_large:
-                too_large.append(report)
-            else:
-                self._ledger.quarantine.add(self._key(parse_unit(report.job_id)[0]), outcome)
-        return settled, too_large
-
-    def _exit(self, node_id: str, report: ExitReport, is_too_large: bool, txn: Transaction) -> None:
-        job_id, rank = parse_unit(report.job_id)
-        job = self.get(job_id)
+    def _exit(self, node_id: str, report: ExitReport, rank: int, job: Job | None, txn: Transaction) -> None:
         if job is None or not is_current_placement(job, rank, node_id, report.epoch):
             return
-        job = shrunk(job) if is_too_large else job
         state, reason = worker_outcome(job, report)
         cause = Cause.NODE if is_node_fault(job, report) else Cause.JOB
-        self._end_worker(txn, job, rank, state=state, reason=reason, exit_code=report.exit_code, cause=cause)
+        if report.needed_bytes and job.state is JobState.PLACING:
+            cause, reason = self._judge_space(job, report)
+        ended = msgspec.structs.replace(
+            job.placements[rank],
+            outcome=state,
+            exit_code=report.exit_code,
+            never_started=not report.started,
+        )
+        self._end_worker(txn, job, rank, ended, reason=reason, cause=cause)
+
+    def _judge_space(self, job: Job, report: ExitReport) -> tuple[Cause, str]:
+        """Decide who is to blame for a disk without space for the working directory: the job, if no node has
+        that much space."""
+        needed_bytes = report.needed_bytes
+        self._backoff.record_needed_bytes(job.job_id, needed_bytes)
+        free_bytes = self._placer.free_disk_bytes_max(job)
+        if needed_bytes <= free_bytes:
+            return Cause.NODE, report.reason
+        return Cause.JOB, (
+            f"its working directory needs {needed_bytes} bytes of free disk space "
+            f"({needed_bytes / 2**30:.2f} GiB), packed and unpacked; the largest free space of a node is "
+            f"{free_bytes} bytes ({free_bytes / 2**30:.2f} GiB)"
+        )
 
     def _end_worker(
         self,
         txn: Transaction,
         job: Job,
         rank: int,
+        ended: Placement,
         *,
-        state: JobState,
         reason: str,
-        exit_code: int | None,
         cause: Cause = Cause.JOB,
     ) -> None:
         self._release(txn, job, rank)
-        ended = msgspec.structs.replace(job.placements[rank], outcome=state, exit_code=exit_code)
+        state, exit_code = ended.outcome, ended.exit_code
         placements = (*job.placements[:rank], ended, *job.placements[rank + 1 :])
         is_first_failure = state is not JobState.SUCCEEDED and not job.stop
         job = msgspec.structs.replace(
@@ -509,9 +566,7 @@ class JobLifecycle:
         )
         is_named = len(placements) > 1 and state is not JobState.SUCCEEDED
         full_reason = f"worker {rank} on node {ended.node_id}: {reason}" if is_named else reason
-        is_command = job.spec.kind is JobKind.COMMAND
-        if job.state is JobState.PLACING or (cause is Cause.NODE and is_command and len(placements) == 1):
-            # No worker has started.
+        if job.state is JobState.PLACING:
             self._requeue_rejected(txn, msgspec.structs.replace(job, exit_code=None), full_reason, cause)
         elif any(placement.outcome is None for placement in placements):
             if is_first_failure:
@@ -521,23 +576,36 @@ class JobLifecycle:
         elif job.stop is StopReason.PREEMPT:
             job = msgspec.structs.replace(job, exit_code=None)
             self._requeue(txn, job, f"was preempted: {stop_reason(job)}")
+        elif has_not_run(job, placements):
+            why = full_reason if is_first_failure else stop_reason(job)
+            self._requeue_rejected(txn, msgspec.structs.replace(job, exit_code=None), why, Cause.NODE)
         else:
             last = full_reason if is_first_failure or not job.stop else reason
             reason = stop_reason(job) if job.stop is StopReason.WORKER_ENDED else last
-            self._end(txn, job, _combined_outcome(placements), reason)
+            self._end(txn, job, combined_outcome(placements), reason)
 
     async def requeue(self, job_id: str, *, epoch: int, reason: str, cause: Cause = Cause.NONE) -> None:
         """Queue a job again whose launch is not confirmed. Safe at any time: nothing has started."""
+        await self._changes.apply(JobChange(job_id, partial(self._requeue_launch, epoch, reason, cause)))
 
-        def build(job: Job | None, txn: Transaction) -> None:
-            if job is None or job.state is not JobState.PLACING or job.epoch != epoch:
-                return  # the launch was void before it was rejected
-            if cause is Cause.NONE:
-                self._requeue(txn, job, reason)
-            else:
-                self._requeue_rejected(txn, job, reason, cause)
+    async def requeue_each(self, jobs: Iterable[tuple[Job, str]]) -> None:
+        """Like `requeue` for many jobs, each with a reason. One that cannot be changed is quarantined."""
+        await self._changes.apply_each(
+            [
+                JobChange(job.job_id, partial(self._requeue_launch, job.epoch, reason, Cause.NONE))
+                for job, reason in jobs
+            ]
+        )
 
-        await self._change(job_id, build)
+    def _requeue_launch(
+        self, epoch: int, reason: str, cause: Cause, job: Job | None, txn: Transaction
+    ) -> None:
+        if job is None or job.state is not JobState.PLACING or job.epoch != epoch:
+            return  # the launch was void before it was rejected
+        if cause is Cause.NONE:
+            self._requeue(txn, job, reason)
+        else:
+            self._requeue_rejected(txn, job, reason, cause)
 
     def _requeue_rejected(self, txn: Transaction, job: Job, reason: str, cause: Cause) -> None:
         """Queue a job again after a rejected or failed launch, or fail it after LAUNCH_ATTEMPTS_MAX of
@@ -552,43 +620,39 @@ class JobLifecycle:
         else:
             self._requeue(txn, job, reason)
 
-    async def record_lost_worker(
-        self,
-        unit: str,
-        *,
-        node_id: str,
-        epoch: int,
-        reason: str,
-        is_still_lost: Callable[[], bool] = lambda: True,
-    ) -> None:
-        """Record that a node no longer runs a worker: the worker is lost, or the job is queued again if it
-        had not started. If there is no such job, its hold on the node is released.
+    async def record_lost_workers(self, workers: Iterable[LostWorker]) -> int:
+        """Record that nodes no longer run these workers: each is lost, or its job is queued again if it had
+        not started. If there is no such job, its hold on the node is released. A job that cannot be changed
+        is quarantined. Return the number of lost workers."""
+        changes = []
+        for worker in workers:
+            job_id, rank = parse_worker_unit(worker.unit)
+            changes.append(JobChange(job_id, partial(self._lose, worker, rank), rank))
+        outcomes = await self._changes.apply_each(changes)
+        return sum(outcome is True for outcome in outcomes)
 
-        `is_still_lost` is evaluated in the transaction: the node may have reconnected meanwhile.
-        """
-        job_id, rank = parse_unit(unit)
-
-        def build(job: Job | None, txn: Transaction) -> None:
-            if not is_still_lost():
-                return
-            if job is None:
-                self._release_orphan(txn, node_id, unit, epoch=epoch)
-                return
-            if job.epoch != epoch or job.state.is_final:
-                return
-            if rank >= len(job.placements) or job.placements[rank].outcome is not None:
-                return
-            if job.state is JobState.PLACING:
-                self._requeue(txn, job, reason)
-                return
-            state, full_reason = JobState.LOST, reason
-            if job.stop is StopReason.CANCEL:
-                state, full_reason = JobState.CANCELLED, f"cancelled: {stop_reason(job)} ({reason})"
-            elif job.stop is StopReason.TIME_LIMIT:
-                state, full_reason = JobState.FAILED, f"{stop_reason(job)} ({reason})"
-            self._end_worker(txn, job, rank, state=state, reason=full_reason, exit_code=None)
-
-        await self._change(job_id, build)
+    def _lose(self, worker: LostWorker, rank: int, job: Job | None, txn: Transaction) -> bool:
+        reason = worker.reason
+        if not worker.is_still_lost():
+            return False
+        if job is None:
+            self._release_orphan(txn, worker)
+            return True
+        if job.epoch != worker.epoch or job.state.is_final:
+            return False
+        if rank >= len(job.placements) or job.placements[rank].outcome is not None:
+            return False
+        if job.state is JobState.PLACING:
+            self._requeue(txn, job, reason)
+            return True
+        state = JobState.LOST
+        if job.stop is StopReason.CANCEL:
+            state, reason = JobState.CANCELLED, f"cancelled: {stop_reason(job)} ({reason})"
+        elif job.stop is StopReason.TIME_LIMIT:
+            state, reason = JobState.FAILED, f"{stop_reason(job)} ({reason})"
+        ended = msgspec.structs.replace(job.placements[rank], outcome=state)
+        self._end_worker(txn, job, rank, ended, reason=reason)
+        return True
 
     async def delete_old(self) -> None:
         """Delete the oldest finished jobs beyond the limits of the history: count, bytes and age."""
@@ -620,20 +684,6 @@ class JobLifecycle:
 
     # -- staging ----------------------------------------------------------------------------
 
-    async def _change(self, job_id: str, build: Callable[[Job | None, Transaction], _Result]) -> _Result:
-        """Call `build` with the job in a write; again with a shrunk job if its row is too large."""
-        try:
-            return await self._ledger.write(lambda txn: build(self.get(job_id), txn))
-        except RowTooLargeError:
-            return await self._ledger.write(lambda txn: build(self._get_shrunk(job_id), txn))
-
-    def _get_shrunk(self, job_id: str) -> Job | None:
-        job = self.get(job_id)
-        return shrunk(job) if job is not None else None
-
-    def _key(self, job_id: str) -> str:
-        return self._ledger.jobs.prefix + job_id
-
     def _end(self, txn: Transaction, job: Job, state: JobState, reason: str) -> Job:
         self._release_all(txn, job)
         step = with_state(job, state, reason=reason, at=self._clock.wall_s())
@@ -641,12 +691,12 @@ class JobLifecycle:
         return step
 
     def _stop(self, txn: Transaction, job: Job, stop: StopReason, reason: str) -> Job:
-        job = msgspec.structs.replace(job, stop=stop, reason=bounded_reason(f"{_STOPPING_PREFIX}{reason}"))
+        job = msgspec.structs.replace(job, stop=stop, reason=truncate_reason(f"{STOPPING_PREFIX}{reason}"))
         txn.put(self._ledger.jobs, job.job_id, job)
         return job
 
     def _requeue(self, txn: Transaction, job: Job, reason: str) -> None:
-        if is_shrunk(job):
+        if is_shrunk_job(job):
             why = f"it cannot run again, because its stored record is too large ({reason})"
             self._end(txn, job, JobState.FAILED, why)
             return
@@ -665,10 +715,11 @@ class JobLifecycle:
         if held is not None:
             txn.put(self._ledger.holds, node_id, held.without_job(job.unit(rank)))
 
-    def _release_orphan(self, txn: Transaction, node_id: str, unit: str, *, epoch: int) -> None:
-        held = self._ledger.holds.get(node_id)
-        if held is not None and any((hold.job_id, hold.epoch) == (unit, epoch) for hold in held.holds):
-            txn.put(self._ledger.holds, node_id, held.without_job(unit))
+    def _release_orphan(self, txn: Transaction, worker: LostWorker) -> None:
+        held = txn.get(self._ledger.holds, worker.node_id)
+        key = (worker.unit, worker.epoch)
+        if held is not None and any((hold.job_id, hold.epoch) == key for hold in held.holds):
+            txn.put(self._ledger.holds, worker.node_id, held.without_job(worker.unit))
 
     def _new_id(self) -> str:
         while True:
@@ -701,6 +752,8 @@ class JobLifecycle:
         state = None if after is None else after.state
         if state is not _QUEUED:
             self._pending_reasons.pop(job_id, None)
+        if state is not _RUNNING:
+            self._run_notes.pop(job_id, None)
         if state is not _PLACING:
             self._ready_ranks.pop(job_id, None)
         if state is None or state.is_final:
@@ -709,16 +762,8 @@ class JobLifecycle:
         self._wake()
 
 
-_OF_ALL_ROWS = (StoreError, LeadershipError)
 # Members of an enum are slow to look up, and every change of a job compares them.
-_QUEUED, _PLACING = JobState.QUEUED, JobState.PLACING
-
-
-def _raise_first_of_all_rows(outcomes: Iterable[object]) -> None:
-    """Raise the first error that concerns every row, not only one."""
-    for outcome in outcomes:
-        if isinstance(outcome, _OF_ALL_ROWS):
-            raise outcome
+_QUEUED, _PLACING, _RUNNING = JobState.QUEUED, JobState.PLACING, JobState.RUNNING
 
 
 def _without_ticket(job: Job) -> Job:
@@ -729,56 +774,6 @@ def _without_ticket(job: Job) -> Job:
 def can_see(identity: Identity, job: Job) -> bool:
     """Whether this identity may see the job: a user sees its own tenant, the owner sees all."""
     return identity.kind is TokenKind.OWNER or identity.tenant == job.tenant
-
-
-def is_current_placement(job: Job, rank: int, node_id: str, epoch: int) -> bool:
-    """Whether `epoch` is the current placement of this worker, on this node, and has not ended."""
-    if job.state.is_final or job.epoch != epoch or rank >= len(job.placements):
-        return False
-    placement = job.placements[rank]
-    return placement.node_id == node_id and placement.outcome is None
-
-
-def stop_reason(job: Job) -> str:
-    """Why a running job is being stopped."""
-    return job.reason.removeprefix(_STOPPING_PREFIX)
-
-
-def is_node_fault(job: Job, report: ExitReport) -> bool:
-    """Whether this worker has not started because of its node."""
-    return report.by_node and not report.started and not job.stop
-
-
-def worker_outcome(job: Job, report: ExitReport) -> tuple[JobState, str]:
-    """Return the final state of a worker after this exit, and the reason."""
-    code = report.exit_code
-    if code is None:
-        reason = report.reason or "ended without an exit code"
-    else:
-        reason = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
-    how = "" if code is None else f" ({reason})"
-    if job.stop in (StopReason.CANCEL, StopReason.WORKER_ENDED, StopReason.PREEMPT):
-        return JobState.CANCELLED, f"cancelled: {stop_reason(job)}{how}"
-    if job.stop is StopReason.TIME_LIMIT:
-        return JobState.FAILED, f"{stop_reason(job)}{how}"
-    if code == EXIT_CLIENT_LOST and job.spec.kind is JobKind.SESSION:
-        return JobState.CANCELLED, f"cancelled: {report.reason or 'the client did not return'}"
-    if code == 0:
-        # A launch that was never confirmed cannot have succeeded.
-        return (JobState.SUCCEEDED if job.state is JobState.RUNNING else JobState.FAILED), reason
-    if code is None and (report.started or report.by_node) and job.state is JobState.RUNNING:
-        # Not a failure of the job: the node lost its connection or was stopped.
-        return JobState.LOST, reason
-    return JobState.FAILED, reason
-
-
-def _combined_outcome(placements: Sequence[Placement]) -> JobState:
-    """Return the final state of a job whose workers have all ended."""
-    outcomes = {placement.outcome for placement in placements}
-    for state in (JobState.FAILED, JobState.LOST, JobState.CANCELLED):
-        if state in outcomes:
-            return state
-    return JobState.SUCCEEDED
 
 
 def _hold_of(job: Job, rank: int) -> Hold:

@@ -1,9 +1,9 @@
 """Sessions: clients, their leases, and the executors that run for them.
 
 Each open device is a session job in the ledger, fixed to one accelerator. It is cancelled when the client
-ends the session, all of its connections have been closed for CLIENT_GONE_S, or its lease expires: three of
-the heartbeat intervals that it announced, within LEASE_S_MIN and LEASE_S_MAX. A client reconnects at once, so
-closed connections mean that its process has ended; a broken network closes none. After a restart of the
+ends the session, all of its connections have been closed for `session_grace_s`, or its lease expires: three
+of the heartbeat intervals that it announced, within LEASE_S_MIN and LEASE_S_MAX. A client reconnects at once,
+so closed connections mean that its process has ended; a broken network closes none. After a restart of the
 controller every client has LEASE_S_MAX to reconnect. Tickets are kept in memory only; the ledger has their
 hash.
 """
@@ -17,7 +17,8 @@ from dataclasses import dataclass, field
 import msgspec
 
 from genie.controller.checks import check_endpoint
-from genie.controller.jobs.lifecycle import JobLifecycle, is_current_placement
+from genie.controller.jobs.lifecycle import JobLifecycle
+from genie.controller.jobs.outcomes import is_current_placement
 from genie.controller.ledger import Ledger
 from genie.errors import DeviceUnavailableError, JobNotFoundError, NodeNotFoundError, UsageError
 from genie.model.allocation import FULL_MILLI
@@ -35,7 +36,6 @@ from genie.tenancy.access import encode_base64url
 LEASE_INTERVALS = 3
 LEASE_S_MIN = 60.0
 LEASE_S_MAX = LEASE_INTERVALS * SESSION_INTERVAL_S_MAX
-CLIENT_GONE_S = 10.0
 CONNECTIONS_OF_CLIENT_MAX = 4
 CLIENTS_MAX = 10_000
 CLIENTS_OF_TENANT_MAX = 1000
@@ -57,13 +57,13 @@ class _Client:
             self.peers = [*self.peers, peer][-CONNECTIONS_OF_CLIENT_MAX:]
         self.closed_s = None
 
-    def is_gone(self, now_s: float) -> bool:
-        """Whether the process of the client has ended."""
+    def is_gone(self, now_s: float, *, grace_s: float) -> bool:
+        """Whether the process of the client has ended, or cannot reach the controller."""
         if not self.peers or not all(peer.is_closed for peer in self.peers):
             return False
         if self.closed_s is None:
             self.closed_s = now_s
-        return now_s - self.closed_s >= CLIENT_GONE_S
+        return now_s - self.closed_s >= grace_s
 
     def is_expired(self, now_s: float) -> bool:
         return now_s - self.renewed_s >= self.lease_s
@@ -76,12 +76,20 @@ def lease_s(interval_s: float) -> float:
 
 class Sessions:
     def __init__(
-        self, ledger: Ledger, jobs: JobLifecycle, *, clock: Clock, random_bytes: Callable[[int], bytes]
+        self,
+        ledger: Ledger,
+        jobs: JobLifecycle,
+        *,
+        clock: Clock,
+        random_bytes: Callable[[int], bytes],
+        grace_s: float,
     ) -> None:
+        """`grace_s`: time that a disconnected client has to return."""
         self._ledger = ledger
         self._jobs = jobs
         self._clock = clock
         self._random_bytes = random_bytes
+        self._grace_s = grace_s
         self._clients: dict[tuple[str, str], _Client] = {}
         self._tickets: dict[str, str] = {}
         self._endpoints: dict[str, tuple[int, Endpoint]] = {}
@@ -195,8 +203,8 @@ class Sessions:
     def _why_expired(self, job: Job, now_s: float) -> str:
         """Why the client of this session has lost it; empty if it has not."""
         client = self._clients.get((job.tenant, job.session)) or _Client(0.0, LEASE_S_MAX)
-        if client.is_gone(now_s):
-            return f"the client disconnected and did not return within {CLIENT_GONE_S:g} s"
+        if client.is_gone(now_s, grace_s=self._grace_s):
+            return f"the client disconnected and did not return within {self._grace_s:g} s"
         if now_s - max(client.renewed_s, self._term_began_s) >= client.lease_s:
             return f"the client sent no heartbeat for {client.lease_s:g} s"
         return ""

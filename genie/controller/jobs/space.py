@@ -20,6 +20,8 @@ ALARM_SHARE = 0.5
 """Share of the store from which on there is an alarm, and less history is kept."""
 SUBMIT_SHARE = 0.7
 """Share of the store up to which jobs can be submitted."""
+GROWTH_FACTOR = 2.2
+"""By which a store grows at most per written byte: pages are not full."""
 FRAGMENTED_SHARE = 0.9
 """Share of the store, with free space inside, from which on jobs cannot be submitted."""
 HISTORY_SHARE = 0.1
@@ -81,7 +83,8 @@ class JobSpace:
                 hint="wait until jobs have ended, cancel some, or send files as a working directory instead "
                 "of arguments and environment variables",
             )
-        if self.is_fragmented or self.used_bytes >= SUBMIT_SHARE * self.bytes_max:
+        most_bytes = self._measured_bytes + GROWTH_FACTOR * self.written_bytes
+        if self.is_fragmented or most_bytes >= SUBMIT_SHARE * self.bytes_max:
             raise SpaceQuotaError(
                 f"the store is almost full: {self.used_bytes / _MIB:.0f} of {self.bytes_max / _MIB:.0f} MiB "
                 f"are used{', and it must be defragmented' if self.is_fragmented else ''}",

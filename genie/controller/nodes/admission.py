@@ -12,7 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from genie.config import ControllerConfig
-from genie.controller.jobs.lifecycle import JobLifecycle, is_current_placement
+from genie.controller.jobs.lifecycle import JobLifecycle
+from genie.controller.jobs.outcomes import is_current_placement
 from genie.controller.ledger import Ledger, Transaction
 from genie.controller.tokens import Tokens
 from genie.errors import (
@@ -84,8 +85,10 @@ class Certificates:
         does not belong to that node and to the key of the request."""
         if self._authority is None:
             raise TlsError("this cluster does not use TLS; its nodes have no certificates")
-        self._authority.check_issued(certificate_pem, name=tls.node_name(node_id), csr_pem=csr_pem)
-        expired_days = (self._clock.wall_s() - tls.validity(certificate_pem)[1]) / 86400
+        self._authority.check_issued(
+            certificate_pem, name=tls.node_certificate_name(node_id), csr_pem=csr_pem
+        )
+        expired_days = (self._clock.wall_s() - tls.validity_period(certificate_pem)[1]) / 86400
         if expired_days > self._grace_days:
             raise CertificateExpiredError(
                 f"the certificate of node {node_id} expired {expired_days:.0f} days ago; "
@@ -215,7 +218,7 @@ class Admission:
                     f"node ID {requested_id!r} is already in use", hint=f"choose another, such as {node_id!r}"
                 )
             # Sign before staging: an invalid request must not consume the token.
-            certificate = self._certificates.issue(request.csr_pem, name=tls.node_name(node_id))
+            certificate = self._certificates.issue(request.csr_pem, name=tls.node_certificate_name(node_id))
             txn.put(self._ledger.tokens, record.token_id, mark_used(record, now=now))
             node_token, _ = self._tokens.stage(txn, TokenKind.NODE, name=node_id)
             return Joined(
@@ -251,14 +254,16 @@ class Admission:
 
     def check_certificate(self, node_id: str, certificate_name: str) -> None:
         """With TLS, raise TlsError unless the connection uses the certificate of this node."""
-        if self._certificates.are_enabled and certificate_name != tls.node_name(node_id):
+        if self._certificates.are_enabled and certificate_name != tls.node_certificate_name(node_id):
             raise TlsError(
                 f"the token belongs to node {node_id}, but the connection does not use its certificate",
                 hint="connect with node.pem of that node, or join again",
             )
 
     def renew(self, node_id: str, csr_pem: str) -> Certificate:
-        return Certificate(certificate_pem=self._certificates.issue(csr_pem, name=tls.node_name(node_id)))
+        return Certificate(
+            certificate_pem=self._certificates.issue(csr_pem, name=tls.node_certificate_name(node_id))
+        )
 
     async def recover(self, request: RecoverCertificate) -> Certificate:
         """Issue a new certificate for a node whose certificate has expired, if it still has its token and
@@ -281,7 +286,7 @@ class Admission:
             raise FencedError(f"launch {request.epoch} of job {request.job_id[:80]} is not on node {node_id}")
         if job.spec.kind is not JobKind.SESSION:
             raise PermissionError_(f"job {request.job_id} is not a session and has no executor")
-        name = tls.executor_name(job.job_id)
+        name = tls.executor_certificate_name(job.job_id)
         return Certificate(certificate_pem=self._certificates.issue(request.csr_pem, name=name))
 
     def _unused_node_id(self, requested_id: str) -> str:

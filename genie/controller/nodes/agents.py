@@ -20,7 +20,8 @@ from genie.controller.checks import check_node
 from genie.controller.connection import Connection, Handlers
 from genie.controller.election import Election
 from genie.controller.jobs.backoff import Cause
-from genie.controller.jobs.lifecycle import JobLifecycle, is_current_placement, is_node_fault, stop_reason
+from genie.controller.jobs.lifecycle import CHANGES_OF_TICK_MAX, JobLifecycle, LostWorker
+from genie.controller.jobs.outcomes import is_current_placement, is_node_fault, stop_reason
 from genie.controller.jobs.sessions import Sessions
 from genie.controller.ledger import Ledger, NodeRecord, Transaction
 from genie.controller.nodes.faults import NodeFaults
@@ -41,7 +42,7 @@ from genie.errors import (
     UsageError,
 )
 from genie.model.allocation import NodeHolds
-from genie.model.job import Job, JobKind, JobState, StopReason, parse_unit
+from genie.model.job import Job, JobKind, JobState, StopReason, parse_worker_unit
 from genie.model.messages import (
     ConfirmLaunch,
     Done,
@@ -267,7 +268,7 @@ class Agents:
         """Find the tenant whose unfinished job on this node needs that blob; extends the job's confirmation
         deadline, because the node is downloading."""
         held = self._ledger.holds.get(node_id)
-        units = [parse_unit(hold.job_id) for hold in held.holds] if held else []
+        units = [parse_worker_unit(hold.job_id) for hold in held.holds] if held else []
         jobs = [(self._jobs.get(job_id), rank) for job_id, rank in units]
         matching = [(job, rank) for job, rank in jobs if job and _needs_blob(job, digest)]
         for job, rank in matching:
@@ -296,27 +297,24 @@ class Agents:
         self._unlisted_counts.clear()
         self._faults.clear()
         self._confirm_deadlines_s.clear()
-        for job in self._jobs.in_states(JobState.PLACING):
-            with self._isolated(job.job_id):
-                await self._jobs.requeue(
-                    job.job_id,
-                    epoch=job.epoch,
-                    reason="the controller was replaced before the launch was confirmed",
-                )
+        reason = "the controller was replaced before the launch was confirmed"
+        await self._jobs.requeue_each((job, reason) for job in self._jobs.in_states(JobState.PLACING))
 
     async def requeue_unconfirmed(self) -> None:
         now_s = self._clock.monotonic_s()
+        unconfirmed: list[tuple[Job, str]] = []
         for job in self._jobs.in_states(JobState.PLACING):
             late = {
                 placement.node_id
                 for rank, placement in enumerate(job.placements)
                 if now_s >= self._confirm_deadlines_s.setdefault(job.unit(rank), now_s + self._confirm_s)
             }
-            if late:
+            if job.stop:  # its release was interrupted
+                unconfirmed.append((job, stop_reason(job)))
+            elif late:
                 nodes = ", ".join(sorted(late)[:_NODES_NAMED_MAX])
-                reason = f"the launch was not confirmed before the timeout on {nodes}"
-                with self._isolated(job.job_id):
-                    await self._jobs.requeue(job.job_id, epoch=job.epoch, reason=reason)
+                unconfirmed.append((job, f"the launch was not confirmed before the timeout on {nodes}"))
+        await self._jobs.requeue_each(unconfirmed[:CHANGES_OF_TICK_MAX])
         placing = {
             job.unit(rank)
             for job in self._jobs.in_states(JobState.PLACING)
@@ -330,6 +328,7 @@ class Agents:
         """Reclaim the jobs of nodes without heartbeats, after their dead-man timers have certainly
         expired."""
         this_controller = self._controllers()[0]
+        lost: list[LostWorker] = []
         for node_id, held in list(self._ledger.holds.items()):
             record = self._ledger.nodes.get(node_id)
             if not held.holds or record is None or not self._is_reclaimable(record):
@@ -346,7 +345,9 @@ class Agents:
                         node_id,
                     )
                 continue
-            await self._lose_holds(record, held)
+            lost += self._lost_workers(record, held)
+        if count := await self._jobs.record_lost_workers(lost[:CHANGES_OF_TICK_MAX]):
+            _log.warning("reclaimed what %d workers held: %s", count, lost[0].reason)
 
     async def remove(self, connection: Connection, request: RemoveNode) -> Done:
         """Remove a disconnected node: its jobs are lost and its tokens are revoked."""
@@ -355,7 +356,7 @@ class Agents:
         if record is not None and not record.left:
             self._check_removable(record)
             if held is not None:
-                await self._lose_holds(record, held)
+                await self._jobs.record_lost_workers(self._lost_workers(record, held))
         if self._ledger.holds.is_unreadable(node_id):
             await self._lose_unreadable(node_id)
         await self._forget_node(node_id)
@@ -404,7 +405,7 @@ class Agents:
 
         await self._ledger.write(build)
         if drained:
-            _log.info("node %s is drained: %s", node_id, drained)
+            _log.info("node %s is %s", node_id, drained)
         else:
             _log.info("node %s accepts jobs again", node_id)
         self._wake()
@@ -413,20 +414,14 @@ class Agents:
         now_s = self._clock.monotonic_s()
         return self._membership.is_reclaimable(record.info.node_id, now_s, granted_s=record.ttl_s)
 
-    async def _lose_holds(self, record: NodeRecord, held: NodeHolds) -> None:
+    def _lost_workers(self, record: NodeRecord, held: NodeHolds) -> list[LostWorker]:
         node_id = held.node_id
         silence_s = self._membership.silence_s(node_id, self._clock.monotonic_s())
-        for hold in held.holds:
-            reason = f"node {node_id} sent no heartbeat for {silence_s:.0f} s"
-            with self._isolated(hold.job_id):
-                await self._jobs.record_lost_worker(
-                    hold.job_id,
-                    node_id=node_id,
-                    epoch=hold.epoch,
-                    reason=reason,
-                    is_still_lost=lambda: self._is_reclaimable(record),
-                )
-                _log.warning("reclaimed the accelerators of job %s: %s", hold.job_id, reason)
+        reason = f"node {node_id} sent no heartbeat for {silence_s:.0f} s"
+        return [
+            LostWorker(hold.job_id, node_id, hold.epoch, reason, lambda: self._is_reclaimable(record))
+            for hold in held.holds
+        ]
 
     async def _lose_unreadable(self, node_id: str) -> None:
         """Lose the jobs of a node whose stored allocations cannot be read, when it has certainly ended
@@ -434,13 +429,13 @@ class Agents:
         now_s = self._clock.monotonic_s()
         if not self._membership.is_reclaimable(node_id, now_s, granted_s=self._ttl_s):
             raise NodeError(f"node {node_id} was connected until recently", hint="try again later")
-        for job in self._jobs.in_states(JobState.PLACING, JobState.RUNNING):
-            for rank, placement in enumerate(job.placements):
-                if placement.node_id == node_id and placement.outcome is None:
-                    reason = f"node {node_id} was removed"
-                    await self._jobs.record_lost_worker(
-                        job.unit(rank), node_id=node_id, epoch=placement.epoch, reason=reason
-                    )
+        reason = f"node {node_id} was removed"
+        await self._jobs.record_lost_workers(
+            LostWorker(job.unit(rank), node_id, placement.epoch, reason)
+            for job in self._jobs.in_states(JobState.PLACING, JobState.RUNNING)
+            for rank, placement in enumerate(job.placements)
+            if placement.node_id == node_id and placement.outcome is None
+        )
 
     def disconnect_outdated(self) -> None:
         """Close the connections of nodes with an outdated list of controllers: they register again and get
@@ -471,20 +466,18 @@ class Agents:
 
     def _isolated(self, unit: str) -> AbstractContextManager[None]:
         """A failed change of this job affects no other job."""
-        return self._ledger.quarantine.isolated(self._ledger.jobs.prefix + parse_unit(unit)[0])
+        return self._ledger.quarantine.isolated(self._ledger.jobs.prefix + parse_worker_unit(unit)[0])
 
     async def _end_earlier_incarnations(
         self, node_id: str, incarnation: int, exits: Sequence[ExitReport]
     ) -> None:
         await self._jobs.record_exits(node_id, exits)
         held = self._ledger.holds.get(node_id)
-        for hold in held.holds if held else ():
-            if hold.incarnation < incarnation:
-                with self._isolated(hold.job_id):
-                    reason = f"node {node_id} restarted"
-                    await self._jobs.record_lost_worker(
-                        hold.job_id, node_id=node_id, epoch=hold.epoch, reason=reason
-                    )
+        await self._jobs.record_lost_workers(
+            LostWorker(hold.job_id, node_id, hold.epoch, f"node {node_id} restarted")
+            for hold in (held.holds if held else ())
+            if hold.incarnation < incarnation
+        )
 
     async def _reconcile(self, node_id: str, request: Heartbeat) -> tuple[list[JobOrder], list[JobOrder]]:
         """Return the settled exits and the jobs to kill. If the store fails nothing is settled, and the agent
@@ -507,7 +500,7 @@ class Agents:
         return settled, self._to_kill(node_id, request.running)
 
     def _is_node_fault(self, node_id: str, report: ExitReport) -> bool:
-        job_id, rank = parse_unit(report.job_id)
+        job_id, rank = parse_worker_unit(report.job_id)
         job = self._jobs.get(job_id)
         is_current = job is not None and is_current_placement(job, rank, node_id, report.epoch)
         return job is not None and is_current and is_node_fault(job, report)
@@ -519,20 +512,21 @@ class Agents:
         before = self._unlisted_counts.get(node_id, {})
         missing: dict[tuple[str, int], int] = {}
         for hold in held.holds:
-            key, job = (hold.job_id, hold.epoch), self._jobs.get(parse_unit(hold.job_id)[0])
+            key, job = (hold.job_id, hold.epoch), self._jobs.get(parse_worker_unit(hold.job_id)[0])
             if key not in reported and (job is None or job.state is JobState.RUNNING):
                 missing[key] = before.get(key, 0) + 1
         self._unlisted_counts[node_id] = missing
-        for (unit, epoch), count in missing.items():
-            if count >= _MISSED_HEARTBEATS:
-                reason = f"the agent of node {node_id} no longer runs it"
-                with self._isolated(unit):
-                    await self._jobs.record_lost_worker(unit, node_id=node_id, epoch=epoch, reason=reason)
+        reason = f"the agent of node {node_id} no longer runs it"
+        await self._jobs.record_lost_workers(
+            LostWorker(unit, node_id, epoch, reason)
+            for (unit, epoch), count in missing.items()
+            if count >= _MISSED_HEARTBEATS
+        )
 
     def _to_kill(self, node_id: str, running: Sequence[RunningJob]) -> list[JobOrder]:
         orders = []
         for item in running:
-            job_id, rank = parse_unit(item.job_id)
+            job_id, rank = parse_worker_unit(item.job_id)
             job = self._jobs.get(job_id)
             if job is None and self._ledger.jobs.is_unreadable(job_id):
                 continue  # it may be another version's; its hold stays while it runs
@@ -540,6 +534,8 @@ class Agents:
                 orders.append(JobOrder(job_id=item.job_id, epoch=item.epoch, reason="not in the ledger"))
                 continue
             self._run_times.record(job, item.elapsed_s)
+            if job.state is JobState.RUNNING and (job.stop or job.spec.kind is JobKind.COMMAND):
+                self._jobs.set_run_note(job, rank, item.note)
             if job.stop:
                 orders.append(
                     JobOrder(

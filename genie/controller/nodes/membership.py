@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 
@@ -49,7 +50,8 @@ class Membership:
         self._term_listeners: list[Callable[[], None]] = []
 
     def add_listener(self, listener: Callable[[str], None]) -> None:
-        """Call `listener` with the ID of each node that registers, sends a heartbeat or leaves."""
+        """Call `listener` with the ID of each node that registers, sends a heartbeat, leaves or loses its
+        connection."""
         self._listeners.append(listener)
 
     def add_term_listener(self, listener: Callable[[], None]) -> None:
@@ -71,6 +73,7 @@ class Membership:
         """Register a node with its connection; return its previous connection if that is another one."""
         before = self._members.get(info.node_id)
         self._members[info.node_id] = RegisteredNode(info, _with_own_status(info), peer, now_s, now_at)
+        peer.set_close_listener(partial(self._notify, info.node_id))
         self._notify(info.node_id)
         return before.peer if before is not None and before.peer is not peer else None
 

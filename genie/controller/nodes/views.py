@@ -1,8 +1,8 @@
 """Snapshots of the nodes, updated incrementally.
 
 Evaluating every node for every submitted job would cost more than all the rest. So a snapshot is renewed
-only after a heartbeat or a write, or when the time without a heartbeat may have changed the node's status.
-The failure detector is in membership.py.
+only after a heartbeat, a write or the end of its connection, or when the time without a heartbeat may have
+changed the node's status. The failure detector is in membership.py.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from genie.controller.nodes.faults import NodeFaults
 from genie.controller.nodes.membership import Membership
 from genie.model.node import NodeInfo, NodeStatus
 from genie.processes.clock import Clock
-from genie.runtime.rpc import Peer
 
 _EXPIRIES_PER_NODE_MAX = 8
 
@@ -43,8 +42,6 @@ class Views:
         self._faults = faults
         self._clock = clock
         self._states: dict[str, NodeSnapshot] = {}
-        self._peers: dict[str, Peer] = {}
-        """Open connections by node."""
         self._valid_until_s: dict[str, float] = {}
         self._expiries: list[tuple[float, str]] = []
         """Heap of `_valid_until_s`; also contains earlier values, which are ignored."""
@@ -63,11 +60,6 @@ class Views:
 
     def current(self) -> Mapping[str, NodeSnapshot]:
         """Snapshots of all registered nodes, including blocked ones."""
-        self._stale.update(node_id for node_id, peer in self._peers.items() if peer.is_closed)
-        return self.current_by_heartbeat()
-
-    def current_by_heartbeat(self) -> Mapping[str, NodeSnapshot]:
-        """Like `current`, but without checking for closed connections; see `is_connected`."""
         now_s = self._clock.monotonic_s()
         while self._expiries and self._expiries[0][0] <= now_s:
             _, node_id = heapq.heappop(self._expiries)
@@ -75,13 +67,12 @@ class Views:
                 self._stale.add(node_id)
         return self.registered()
 
-    def is_connected(self, node_id: str) -> bool:
-        """Whether the connection of the last snapshot is still open."""
-        peer = self._peers.get(node_id)
-        return peer is not None and not peer.is_closed
+    def last(self) -> Mapping[str, NodeSnapshot]:
+        """The snapshots as they were last renewed."""
+        return self._states
 
     def registered(self) -> Mapping[str, NodeSnapshot]:
-        """Like `current_by_heartbeat`, but without checking for missing heartbeats: for the hardware only."""
+        """Like `current`, but without checking for missing heartbeats: for the hardware only."""
         if self._stale:
             now_s = self._clock.monotonic_s()
             for node_id in sorted(self._stale):  # deterministic: placements depend on the order
@@ -93,7 +84,6 @@ class Views:
 
     def _renew(self, node_id: str, now_s: float) -> None:
         record = self._ledger.nodes.get(node_id)
-        self._peers.pop(node_id, None)
         if record is None:
             self._states.pop(node_id, None)
             self._valid_until_s.pop(node_id, None)
@@ -107,9 +97,6 @@ class Views:
         self._states[node_id] = NodeSnapshot(info, closed)
         until_s = self._membership.unchanged_until_s(node_id, now_s)
         self._set_expiry(node_id, min(until_s, self._faults.unchanged_until_s(node_id)))
-        peer = self._membership.connection(node_id)
-        if peer is not None:
-            self._peers[node_id] = peer
 
     def _set_expiry(self, node_id: str, until_s: float) -> None:
         self._valid_until_s[node_id] = until_s
@@ -120,7 +107,6 @@ class Views:
 
     def _reset(self) -> None:
         self._states.clear()
-        self._peers.clear()
         self._valid_until_s.clear()
         self._stale.clear()
         self._stale.update(self._ledger.nodes)

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Iterable, Sequence
 
 from genie.controller.jobs.lifecycle import JobLifecycle
 from genie.controller.ledger import Ledger
 from genie.controller.nodes.agents import Agents
 from genie.controller.placement.launch_queue import LaunchQueue
 from genie.controller.placement.planner import Planner
-from genie.errors import LeadershipError, StoreError
 from genie.model.job import Job, JobState, StopReason
 from genie.scheduler.decisions import Preempt, Start, Wait
 
@@ -54,9 +54,7 @@ class PassRunner:
                 self._jobs.set_pending_reason(decision.job_id, decision.reason)
         try:
             await self._place(starts)
-            for decision in decisions:
-                if isinstance(decision, Preempt):
-                    await self._try_preempt(decision)
+            await self._preempt([each for each in decisions if isinstance(each, Preempt)])
         except Exception:
             self._planner.invalidate()  # decisions that were not carried out must not count
             raise
@@ -64,10 +62,9 @@ class PassRunner:
             self._planner.settle_pass(start.job_id for start in starts)
         await self._refresh()
 
-    async def stop(self, job: Job, stop: StopReason, reason: str) -> None:
-        """Mark a running job and send the kill to its agents."""
-        stopped = await self._jobs.stop(job.job_id, epoch=job.epoch, stop=stop, reason=reason)
-        if stopped is not None:
+    async def stop(self, jobs: Iterable[tuple[Job, str]], stop: StopReason) -> None:
+        """Mark running jobs, each with a reason, and send the kills to their agents."""
+        for stopped in await self._jobs.stop_each(jobs, stop):
             self._agents.kill(stopped)
 
     def log_launches(self) -> None:
@@ -97,24 +94,18 @@ class PassRunner:
             self._launches.add(placed)
             self._launch()
 
-    async def _try_preempt(self, decision: Preempt) -> None:
-        try:
-            await self._preempt(decision)
-        except (StoreError, LeadershipError):
-            raise
-        except Exception as error:  # a task boundary: other decisions must be carried out
-            self._ledger.quarantine.add(self._ledger.jobs.prefix + decision.job_id, error)
-            self._planner.invalidate()
-
-    async def _preempt(self, decision: Preempt) -> None:
-        job = self._jobs.get(decision.job_id)
-        if job is None:
-            return
-        _log.info("stopping job %s: %s", job.job_id, decision.reason)
-        if job.state is JobState.PLACING:
-            await self._jobs.requeue(job.job_id, epoch=job.epoch, reason=decision.reason)
+    async def _preempt(self, decisions: Sequence[Preempt]) -> None:
+        found = [(self._jobs.get(each.job_id), each.reason) for each in decisions]
+        jobs = [(job, reason) for job, reason in found if job is not None]
+        for job, reason in jobs[:_LOGGED_MAX]:
+            _log.info("stopping job %s: %s", job.job_id, reason)
+        if len(jobs) > _LOGGED_MAX:
+            _log.info("stopping %d more jobs", len(jobs) - _LOGGED_MAX)
+        await self._jobs.requeue_each(each for each in jobs if each[0].state is JobState.PLACING)
         # No effect on a job that was just queued again; but its launch may have been confirmed meanwhile.
-        await self.stop(job, StopReason.PREEMPT, decision.reason)
+        await self.stop(jobs, StopReason.PREEMPT)
+        if any(self._ledger.jobs.prefix + job.job_id in self._ledger.quarantined for job, _ in jobs):
+            self._planner.invalidate()  # it was not stopped
 
     def _job_changed(self, job_id: str, before: Job | None, after: Job | None) -> None:
         """Launch a job that was placed at its submission, together with the others of its transaction."""

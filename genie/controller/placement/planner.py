@@ -10,7 +10,7 @@ After a load of the ledger the scheduler is rebuilt. Not responsible for writing
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import msgspec
@@ -19,7 +19,7 @@ from genie.controller.ledger import Ledger
 from genie.controller.nodes.views import NodeSnapshot, Views
 from genie.errors import UsageError
 from genie.model.allocation import Hold, NodeHolds
-from genie.model.job import Job, JobSpec, JobState, PlacementConstraints, Resources, parse_unit
+from genie.model.job import Job, JobSpec, JobState, PlacementConstraints, Resources, parse_worker_unit
 from genie.model.node import NodeInfo, Vendor
 from genie.processes.clock import Clock
 from genie.scheduler import feasibility
@@ -30,7 +30,7 @@ from genie.scheduler.decisions import Decision, Start, Wait
 from genie.scheduler.explain import Explanation, explain, queue_order
 from genie.scheduler.placement.protocol import NODE_GPUS_MAX
 from genie.scheduler.quota import UNBOUNDED
-from genie.scheduler.request import CPU, JobRequest, NodeFacts, Shape, WorkerPlace
+from genie.scheduler.request import CPU, JobRequest, NodeFacts, Shape, WorkerPlace, why_not
 from genie.scheduler.rules import Rules
 from genie.scheduler.scheduler import Scheduler
 
@@ -61,6 +61,7 @@ class Planner:
         workers_max: int = UNBOUNDED,
         launch_capacity: Callable[[], int] = lambda: 1,
         not_before_s: Callable[[str], float] = lambda job_id: 0.0,
+        needed_bytes: Callable[[str], int] = lambda job_id: 0,
     ) -> None:
         self._ledger = ledger
         self._views = views
@@ -72,6 +73,9 @@ class Planner:
         self._workers_max = workers_max
         self._launch_capacity = launch_capacity
         self._not_before_s = not_before_s
+        self._needed_bytes = needed_bytes
+        self._restricted: set[str] = set()
+        """Jobs that are placed only on the nodes with enough disk space for them."""
         self._gpu_ids: dict[str, tuple[int, ...]] = {}
         """By node: the IDs of its accelerators by position."""
         self._has_gpus = False
@@ -152,6 +156,23 @@ class Planner:
             return found
         return replace(found, starts_at=self._to_wall_clock(found.starts_at))
 
+    def free_disk_bytes_max(self, job: Job) -> int:
+        """Return the largest free disk space, as last reported, of the nodes on which the job could run if
+        they were open and free."""
+        shape = self._shape(job.spec)
+        suitable = (free for node_id, free in self._free_disk_bytes() if self._suits(shape, node_id))
+        return max(suitable, default=0)
+
+    def _free_disk_bytes(self) -> Iterator[tuple[str, int]]:
+        for node_id, state in self._views.last().items():
+            record = self._ledger.nodes.get(node_id)
+            if record is not None and not record.left:
+                yield node_id, state.info.disk_free_bytes
+
+    def _suits(self, shape: Shape, node_id: str) -> bool:
+        facts = self._scheduler.allocations.facts(node_id)
+        return facts is not None and not why_not(shape, replace(facts, closed=""))
+
     @property
     def fault(self) -> str:
         """Why a custom policy is disabled; empty while it works."""
@@ -192,15 +213,12 @@ class Planner:
         """Start a job without a pass, so that it is submitted and placed in one transaction."""
         if job.spec.constraints.workers > 1 or capacity <= 0:
             return ()
-        self._views.current_by_heartbeat()
+        self._views.current()
         if self._is_stale:
             return ()
         request = self._request(job)
         start = self._scheduler.start_now(request, self._now())
         if start is None:
-            return ()
-        if not self._views.is_connected(start.places[0].node_id):
-            self._scheduler.ended(job.job_id)
             return ()
         self._pending[job.job_id] = (request, start.places)
         return (start,)
@@ -241,6 +259,7 @@ class Planner:
         self._shapes.clear()
         self._node_inputs.clear()
         self._backoff.clear()
+        self._restricted.clear()
         states = self._views.current()
         self._has_gpus = any(_has_gpu(state.info) for state in states.values())
         self._is_stale = False
@@ -253,7 +272,7 @@ class Planner:
         self._orphans.clear()
         for node_id, held in self._ledger.holds.items():
             for hold in held.holds:
-                if parse_unit(hold.job_id)[0] not in self._ledger.jobs:
+                if parse_worker_unit(hold.job_id)[0] not in self._ledger.jobs:
                     self._account_orphan(node_id, hold)
         for request, places in self._pending.values():
             self._record_start(request, places, self._now())
@@ -283,6 +302,8 @@ class Planner:
         if known == facts:
             return
         self._never_reasons.clear()
+        if known is None and self._restricted:
+            self.invalidate()  # it may have enough disk space
         if known is None and len(state.info.gpus) > NODE_GPUS_MAX:
             _log.warning("node %s: jobs can use only the first %d accelerators", node_id, NODE_GPUS_MAX)
         self._scheduler.set_node(facts)
@@ -295,6 +316,8 @@ class Planner:
             self._gpu_ids.pop(node_id, None)
             self._node_inputs.pop(node_id, None)
             self._never_reasons.clear()
+            if self._restricted:
+                self.invalidate()  # it may have been the only one with enough disk space
             if self._has_gpus and not any(map(_has_gpu_facts, self._scheduler.allocations.nodes)):
                 self.invalidate()  # as in _node_changed
         except UsageError:  # the scheduler still has jobs there
@@ -315,6 +338,7 @@ class Planner:
         scheduler = self._scheduler
         if job is None or job.state.is_final:
             self._backoff.pop(job_id, None)
+            self._restricted.discard(job_id)
             if scheduler.is_running(job_id):
                 scheduler.ended(job_id)
             else:
@@ -330,15 +354,18 @@ class Planner:
             self._backoff[job_id] = not_before_s
             if scheduler.is_running(job_id):
                 scheduler.ended(job_id)
-        elif scheduler.is_running(job_id):
+        elif scheduler.is_running(job_id) and not self._needed_bytes(job_id):
             scheduler.ended(job_id, requeue=True)
+        elif scheduler.is_running(job_id):
+            scheduler.ended(job_id)
+            scheduler.submit(self._request(job))
         elif not scheduler.is_queued(job_id):
             scheduler.submit(self._request(job))
 
     def _account_for(self, job: Job) -> None:
         """Account for a job that was placed in an earlier term or by another controller."""
         at = min(job.started_at or job.history[-1].at, self._now())
-        self._record_start(self._request(job), self._places(job), at)
+        self._record_start(job_request(job, self._shape(job.spec)), self._places(job), at)
 
     def _record_start(self, request: JobRequest, places: tuple[WorkerPlace, ...], at: float) -> None:
         try:
@@ -394,7 +421,13 @@ class Planner:
         return set() if known is None else set(spec.gpu_ids) - set(known)
 
     def _request(self, job: Job) -> JobRequest:
-        return job_request(job, self._shape(job.spec))
+        shape, needed_bytes = self._shape(job.spec), self._needed_bytes(job.job_id)
+        if needed_bytes and not shape.nodes:
+            nodes = frozenset(node_id for node_id, free in self._free_disk_bytes() if free >= needed_bytes)
+            if nodes:
+                self._restricted.add(job.job_id)
+                shape = replace(shape, nodes=nodes)
+        return job_request(job, shape)
 
     def _shape(self, spec: JobSpec) -> Shape:
         """Return the shape of a job, usually the same object for equal requests: decisions are cached by

@@ -15,7 +15,7 @@ from genie.controller.connection import Connection, Handlers
 from genie.controller.jobs.lifecycle import JobLifecycle
 from genie.controller.requests.open_waits import OpenWaits, too_many
 from genie.errors import JobNotFoundError, UsageError
-from genie.model.job import Job, PastRun, unit_name
+from genie.model.job import Job, PastRun, worker_unit_name
 from genie.model.messages import CHUNK_BYTES_MAX, LogChunk, ReadLog
 from genie.model.tenant import Identity
 from genie.processes.clock import Clock
@@ -65,7 +65,7 @@ class LogRequests:
             )
         left_s = max(deadline_s - clock.monotonic_s(), 0.0)
         chunk = await self._read(
-            unit_name(job.job_id, rank, workers=len(run.nodes)),
+            worker_unit_name(job.job_id, rank, workers=len(run.nodes)),
             run.nodes[rank],
             msgspec.structs.replace(request, wait_s=left_s, epoch=run.epoch),
             tenant=identity.tenant,

@@ -28,8 +28,8 @@ from genie.errors import (
 )
 from genie.model.limits import check_text
 from genie.model.messages import (
-    BEFORE_HELLO,
     CONTROLLER_REQUESTS,
+    UNAUTHENTICATED_REQUESTS,
     Certificate,
     FetchTrust,
     GetStatus,
@@ -130,7 +130,7 @@ class Service:
 
     def _dispatch(self, connection: Connection, request: Message) -> Awaitable[Message]:
         kind = type(request)
-        if kind not in BEFORE_HELLO:
+        if kind not in UNAUTHENTICATED_REQUESTS:
             if connection.authenticated_as is None:
                 raise TokenMissingError(
                     "this connection is not authenticated", hint="send Hello with a token first"

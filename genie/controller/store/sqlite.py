@@ -55,6 +55,8 @@ QUEUE_MAX = 512
 GROUP_REQUESTS_MAX = 128
 GROUP_BYTES_MAX = 8 * 1024 * 1024
 SIZE_BYTES_MAX = 8 * 1024 * 1024 * 1024
+HISTORY_REVISIONS = 1000
+"""In memory, and only for watches: the leader, the only process with this file open, needs none."""
 WATCH_READ_TIMEOUT_S = 30.0
 EXPIRE_RETRY_S = 1.0
 
@@ -97,7 +99,7 @@ class SqliteStore:
         path: Path,
         *,
         clock: Clock | None = None,
-        history_revisions: int = 10_000,
+        history_revisions: int = HISTORY_REVISIONS,
         size_bytes_max: int = SIZE_BYTES_MAX,
     ) -> SqliteStore:
         """Opens the file; creates it (0600) and its directory if missing.

@@ -46,7 +46,7 @@ class WholeFileDigest:
         return self._bytes.digest()
 
 
-class BlockDigest:
+class SparseFileDigest:
     """The digest of a large file. Data and holes are added in file order."""
 
     def __init__(self) -> None:
@@ -65,10 +65,10 @@ class BlockDigest:
             self._partial += data[:at]
             if len(self._partial) < BLOCK_BYTES:
                 return
-            self._add_blocks(self._partial, 0, BLOCK_BYTES)
+            self._add_whole_blocks(self._partial, 0, BLOCK_BYTES)
             self._partial = b""
         end = len(data) - (len(data) - at) % BLOCK_BYTES
-        self._add_blocks(data, at, end)
+        self._add_whole_blocks(data, at, end)
         self._partial = data[end:]
 
     def skip(self, size: int) -> None:
@@ -92,7 +92,7 @@ class BlockDigest:
         whole = hashlib.sha512(TAG + _SIZE.pack(size) + self._ranges.digest() + self._bytes.digest())
         return whole.digest()[:32]
 
-    def _add_blocks(self, data: bytes, begin: int, end: int) -> None:
+    def _add_whole_blocks(self, data: bytes, begin: int, end: int) -> None:
         """Add whole blocks. The comparison with zeros is cheap: it stops at the first other byte."""
         for at in range(begin, end, BLOCK_BYTES):
             if data.startswith(_ZEROS, at):
@@ -116,9 +116,9 @@ class BlockDigest:
             self._ranges.update(_RANGE.pack(self._first, self._end))
 
 
-def new_digest(size: int) -> WholeFileDigest | BlockDigest:
+def new_digest(size: int) -> WholeFileDigest | SparseFileDigest:
     """Return an empty digest for a file of this size."""
-    return BlockDigest() if size >= BLOCKS_BYTES_MIN else WholeFileDigest()
+    return SparseFileDigest() if size >= BLOCKS_BYTES_MIN else WholeFileDigest()
 
 
 def digest_of_file(fd: int) -> bytes:

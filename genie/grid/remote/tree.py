@@ -567,7 +567,7 @@ class CompiledEngine(PlainEngine):
             ctypes.c_int32, ctypes.POINTER(ctypes.c_char), ctypes.c_uint64, ctypes.c_int32
         )
         self._library = ctypes.CDLL(path)
-        self._library.genie_free.restype = None
+        self._library.genie_free_output.restype = None
 
     def _call(self, function: str, *args: Any) -> tuple[Any, bytes, list[int]]:
         """Call a function; returns its output structure with copies of its data and list. Raises OSError."""
@@ -580,7 +580,7 @@ class CompiledEngine(PlainEngine):
             data = self._ctypes.string_at(out.data, out.size) if out.data else b""
             return out, data, out.list[: out.count] if out.list else []
         finally:
-            self._library.genie_free(self._ctypes.byref(out))
+            self._library.genie_free_output(self._ctypes.byref(out))
 
     def _u64(self, number: int) -> Any:
         return self._ctypes.c_uint64(number)
@@ -613,7 +613,7 @@ class CompiledEngine(PlainEngine):
         callback = self._callback_type(call_is_excluded)
         try:
             out, records, dirty = self._call(
-                "genie_walk", os.fsencode(root), old, self._u64(len(old)), taken, int(reuse), callback
+                "genie_walk_tree", os.fsencode(root), old, self._u64(len(old)), taken, int(reuse), callback
             )
         except OSError:
             if failure is not None:
@@ -635,7 +635,7 @@ class CompiledEngine(PlainEngine):
         held = (self._ctypes.c_char * room).from_buffer(frames)
         listed = (self._ctypes.c_uint64 * count)(*places)
         out, _, states = self._call(
-            "genie_read", root, records, listed, self._u64(count), first, held, self._u64(room)
+            "genie_read_small_files", root, records, listed, self._u64(count), first, held, self._u64(room)
         )
         del held
         del frames[out.size :]
@@ -646,31 +646,36 @@ class CompiledEngine(PlainEngine):
         if isinstance(data, (bytearray, memoryview)):
             passed = (self._ctypes.c_char * len(data)).from_buffer(data)
         out = self._out()
-        if self._library.genie_stage(objects, passed, self._u64(len(data)), self._ctypes.byref(out)) != 0:
+        if (
+            self._library.genie_stage_files(objects, passed, self._u64(len(data)), self._ctypes.byref(out))
+            != 0
+        ):
             raise OSError(out.error, os.strerror(out.error), os.fsdecode(out.where))
         return int(out.size), int(out.count)
 
     def place(self, root: int, objects: int, records: bytes) -> None:
-        self._call("genie_place", root, objects, records, self._u64(len(records)))
+        self._call("genie_place_entries", root, objects, records, self._u64(len(records)))
 
     def check(self, root: int, records: bytes, *, taken_ns: int) -> list[int]:
         taken = self._ctypes.c_int64(taken_ns)
-        return self._call("genie_check", root, records, self._u64(len(records)), taken, 0)[2]
+        return self._call("genie_check_records", root, records, self._u64(len(records)), taken, 0)[2]
 
     def stamped(self, root: int, records: bytes) -> bytes:
         copy = self._ctypes.create_string_buffer(records, len(records))
-        self._call("genie_check", root, copy, self._u64(len(records)), self._ctypes.c_int64(0), 1)
+        self._call("genie_check_records", root, copy, self._u64(len(records)), self._ctypes.c_int64(0), 1)
         return copy.raw
 
     def compare(self, old: bytes, now: bytes) -> list[tuple[int, int]]:
-        found = self._call("genie_compare", old, self._u64(len(old)), now, self._u64(len(now)))[2]
+        found = self._call("genie_compare_records", old, self._u64(len(old)), now, self._u64(len(now)))[2]
         return list(zip(found[::2], found[1::2]))  # noqa: B905 - Python 3.10 has strict
 
     def merge(self, old: bytes, changes: bytes) -> bytes:
-        return self._call("genie_merge", old, self._u64(len(old)), changes, self._u64(len(changes)))[1]
+        return self._call("genie_merge_records", old, self._u64(len(old)), changes, self._u64(len(changes)))[
+            1
+        ]
 
     def without_stamps(self, records: bytes) -> bytes:
-        return self._call("genie_without_stamps", records, self._u64(len(records)))[1]
+        return self._call("genie_remove_stamps", records, self._u64(len(records)))[1]
 
 
 def engine_at(path: str | None) -> PlainEngine:

@@ -24,7 +24,7 @@ _BATCH = 2048
 _TRIES = 3
 _SHA_AT = FRAME.size - len(NO_SHA)
 
-Digest = contents.WholeFileDigest | contents.BlockDigest
+Digest = contents.WholeFileDigest | contents.SparseFileDigest
 
 
 class VanishedError(Exception):

@@ -2,7 +2,7 @@
 
 Close means: in one NVLink island and on one NUMA node; else in one island; else on one NUMA node; else in as
 few islands as possible. Of several such groups the smallest is used, so that larger ones stay whole.
-native/scheduler/gpus.cpp is the native version.
+native/scheduler/gpu_selection.cpp is the native version.
 """
 
 from __future__ import annotations

@@ -27,14 +27,14 @@ namespace {
 
 using at::Tensor;
 
-bool on_cuda(const Tensor& tensor) { return handle_of(tensor).connection->on_cuda(); }
+bool is_on_cuda(const Tensor& tensor) { return storage_handle_of(tensor).connection->is_on_cuda(); }
 
 // --- attention ----------------------------------------------------------------------------------
 
 // The backend that torch selects on the executor. It depends on the GPU and its libraries, so the executor
 // computes it, once per combination of shapes.
-at::SDPBackend executor_choice(const Tensor& query, const Tensor& key, const Tensor& value, double dropout,
-                               bool causal, std::optional<double> scale) {
+at::SDPBackend choose_backend_on_executor(const Tensor& query, const Tensor& key, const Tensor& value,
+                                          double dropout, bool causal, std::optional<double> scale) {
   static auto op = c10::Dispatcher::singleton().findSchemaOrThrow("aten::_fused_sdp_choice", "");
   torch::jit::Stack stack{query, key, value, c10::IValue(), dropout, causal, scale, false};
   send_op(op, {}, &stack);
@@ -45,31 +45,31 @@ int64_t choose_attention(const Tensor& query, const Tensor& key, const Tensor& v
                          const std::optional<Tensor>& mask, double dropout, bool causal,
                          std::optional<double> scale, bool grouped) {
   // A fake tensor has no executor; the math backend works on all of them.
-  if (!has_handle(query)) return static_cast<int64_t>(at::SDPBackend::math);
-  bool cuda = on_cuda(query);
+  if (!has_storage_handle(query)) return static_cast<int64_t>(at::SDPBackend::math);
+  bool cuda = is_on_cuda(query);
   bool use_math = query.dim() != 4 || grouped || query.size(-1) != value.size(-1) || query.numel() == 0 ||
                   key.numel() == 0;
   if (mask) use_math |= cuda || mask->requires_grad();
   if (!cuda) use_math |= dropout > 0;
   if (!use_math && cuda) {
-    use_math = executor_choice(query.detach(), key.detach(), value.detach(), dropout, causal, scale) ==
-               at::SDPBackend::math;
+    use_math = choose_backend_on_executor(query.detach(), key.detach(), value.detach(), dropout, causal,
+                                          scale) == at::SDPBackend::math;
   }
   return static_cast<int64_t>(use_math ? at::SDPBackend::math : at::SDPBackend::overrideable);
 }
 
-using Attention =
+using AttentionResult =
     std::tuple<Tensor, Tensor, Tensor, Tensor, c10::SymInt, c10::SymInt, Tensor, Tensor, Tensor>;
 
-Attention attention(const Tensor& query, const Tensor& key, const Tensor& value,
-                    const std::optional<Tensor>& bias, double dropout, bool causal, bool,
-                    std::optional<double> scale) {
-  if (!on_cuda(query)) {
+AttentionResult compute_attention(const Tensor& query, const Tensor& key, const Tensor& value,
+                                  const std::optional<Tensor>& bias, double dropout, bool causal, bool,
+                                  std::optional<double> scale) {
+  if (!is_on_cuda(query)) {
     auto [output, sums] =
         at::_scaled_dot_product_flash_attention_for_cpu(query, key, value, dropout, causal, bias, scale);
     return {output, sums, Tensor(), Tensor(), query.size(2), key.size(2), Tensor(), Tensor(), Tensor()};
   }
-  switch (executor_choice(query, key, value, dropout, causal, scale)) {
+  switch (choose_backend_on_executor(query, key, value, dropout, causal, scale)) {
     case at::SDPBackend::flash_attention:
       return at::_ops::_scaled_dot_product_flash_attention::call(query, key, value, dropout, causal, false,
                                                                  scale);
@@ -84,7 +84,8 @@ Attention attention(const Tensor& query, const Tensor& key, const Tensor& value,
 }
 
 // torch expects the seed and its offset in host memory.
-void efficient_attention(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+void send_efficient_attention(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
+                              torch::jit::Stack* stack) {
   send_op(op, keys, stack);
   for (size_t from_end : {4, 3}) {
     c10::IValue& number = stack->at(stack->size() - from_end);
@@ -100,13 +101,13 @@ AttentionGradients attention_backward(const Tensor& gradient, const Tensor& quer
                                       const Tensor& key_ends, c10::SymInt query_longest,
                                       c10::SymInt key_longest, double dropout, bool causal,
                                       const Tensor& seed, const Tensor& offset, std::optional<double> scale) {
-  if (!on_cuda(query)) {
+  if (!is_on_cuda(query)) {
     auto mask = bias.defined() ? std::optional<Tensor>(bias) : std::nullopt;
     auto [q, k, v] = at::_scaled_dot_product_flash_attention_for_cpu_backward(
         gradient, query, key, value, output, sums, dropout, causal, mask, scale);
     return {q, k, v, Tensor()};
   }
-  switch (executor_choice(query, key, value, dropout, causal, scale)) {
+  switch (choose_backend_on_executor(query, key, value, dropout, causal, scale)) {
     case at::SDPBackend::flash_attention: {
       auto [q, k, v] = at::_ops::_scaled_dot_product_flash_attention_backward::call(
           gradient, query, key, value, output, sums, query_ends, key_ends, query_longest, key_longest,
@@ -128,7 +129,7 @@ AttentionGradients attention_backward(const Tensor& gradient, const Tensor& quer
 
 // --- cells --------------------------------------------------------------------------------------
 
-Tensor with_bias(const Tensor& gates, const std::optional<Tensor>& bias) {
+Tensor add_optional_bias(const Tensor& gates, const std::optional<Tensor>& bias) {
   return bias && bias->defined() ? gates + *bias : gates;
 }
 
@@ -136,7 +137,7 @@ Tensor with_bias(const Tensor& gates, const std::optional<Tensor>& bias) {
 std::tuple<Tensor, Tensor, Tensor> lstm_cell(const Tensor& input_gates, const Tensor& hidden_gates,
                                              const Tensor& cell, const std::optional<Tensor>& input_bias,
                                              const std::optional<Tensor>& hidden_bias) {
-  Tensor gates = with_bias(input_gates, input_bias) + with_bias(hidden_gates, hidden_bias);
+  Tensor gates = add_optional_bias(input_gates, input_bias) + add_optional_bias(hidden_gates, hidden_bias);
   auto parts = gates.chunk(4, 1);
   Tensor next = parts[1].sigmoid() * cell + parts[0].sigmoid() * parts[2].tanh();
   return {parts[3].sigmoid() * next.tanh(), next, gates};
@@ -145,8 +146,8 @@ std::tuple<Tensor, Tensor, Tensor> lstm_cell(const Tensor& input_gates, const Te
 std::tuple<Tensor, Tensor> gru_cell(const Tensor& input_gates, const Tensor& hidden_gates,
                                     const Tensor& hidden, const std::optional<Tensor>& input_bias,
                                     const std::optional<Tensor>& hidden_bias) {
-  auto inputs = with_bias(input_gates, input_bias).chunk(3, 1);
-  auto hiddens = with_bias(hidden_gates, hidden_bias).chunk(3, 1);
+  auto inputs = add_optional_bias(input_gates, input_bias).chunk(3, 1);
+  auto hiddens = add_optional_bias(hidden_gates, hidden_bias).chunk(3, 1);
   Tensor reset = (inputs[0] + hiddens[0]).sigmoid();
   Tensor update = (inputs[1] + hiddens[1]).sigmoid();
   Tensor fresh = (inputs[2] + reset * hiddens[2]).tanh();
@@ -162,10 +163,10 @@ REGISTER_PRIVATEUSE1_DISPATCH(_fused_sdp_choice_stub, &::genie::choose_attention
 }  // namespace at::native
 
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
-  m.impl("_scaled_dot_product_fused_attention_overrideable", genie::attention);
+  m.impl("_scaled_dot_product_fused_attention_overrideable", genie::compute_attention);
   m.impl("_scaled_dot_product_fused_attention_overrideable_backward", genie::attention_backward);
   m.impl("_efficient_attention_forward",
-         torch::CppFunction::makeFromBoxedFunction<&genie::efficient_attention>());
+         torch::CppFunction::makeFromBoxedFunction<&genie::send_efficient_attention>());
   m.impl("_thnn_fused_lstm_cell", genie::lstm_cell);
   m.impl("_thnn_fused_gru_cell", genie::gru_cell);
 }

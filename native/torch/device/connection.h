@@ -38,38 +38,39 @@ struct ResumeResult {
   uint64_t frames_received;
 };
 // Reconnects; the executor resends replies after `replies_received`. Throws if the executor is lost.
-using Resume = std::function<ResumeResult(uint64_t replies_received)>;
+using ResumeFunction = std::function<ResumeResult(uint64_t replies_received)>;
 
 // The token with which another executor may fetch the parcel of this number.
-using FetchToken = std::function<std::string(uint64_t number)>;
+using FetchTokenFunction = std::function<std::string(uint64_t number)>;
 
 struct ConnectionOptions {
   int index = 0;
-  std::string device_name;  // "remote_accelerator:0"
-  std::string executor;     // node and job of the executor, for messages
-  std::string kind;         // torch's name of the executor's accelerator: "cpu", "cuda"
+  std::string device_name;       // "remote_accelerator:0"
+  std::string executor;          // node and job of the executor, for messages
+  std::string accelerator_kind;  // torch's name of the executor's accelerator: "cpu", "cuda"
   double op_timeout_s = 600;
   bool blocking = false;  // wait for every op, so that its error is raised at the call
-  uint32_t flush_ops = 32;
+  uint32_t ops_per_frame_max = 32;
   std::string host;  // address for other executors, with the next two
   uint32_t port = 0;
   std::string server_name;
 };
 
 struct ConnectionCounters {
-  uint64_t ops = 0, dynamic_ops = 0, misses = 0, frames = 0, bytes_sent = 0, replies = 0, resumes = 0;
+  uint64_t ops = 0, dynamic_ops = 0, template_misses = 0, frames = 0, bytes_sent = 0, replies = 0,
+           resumes = 0;
   uint64_t templates = 0, storages = 0;
 };
 
-// A reply that a thread waits for. The payload is written to `into` if that is set, else to `payload`.
-// `binds`: it is the reply to a DynamicOp, whose outputs must be bound.
+// A reply that a thread waits for. The payload is written to `destination` if that is set, else to `payload`.
+// `needs_binding`: it is the reply to a DynamicOp, whose outputs must be bound.
 struct PendingReply {
-  void* into = nullptr;
-  uint64_t into_bytes = 0;
-  bool binds = false;
+  void* destination = nullptr;
+  uint64_t destination_bytes = 0;
+  bool needs_binding = false;
   std::vector<uint8_t> payload;
   ReplyKind kind = ReplyKind::Reply;
-  bool done = false;
+  bool is_done = false;
 };
 
 class Connection;
@@ -77,36 +78,37 @@ using ConnectionPtr = c10::intrusive_ptr<Connection>;
 
 class Connection final : public c10::intrusive_ptr_target {
  public:
-  Connection(std::shared_ptr<Stream> stream, ConnectionOptions options, Resume resume, FetchToken token);
+  Connection(std::shared_ptr<Stream> stream, ConnectionOptions options, ResumeFunction resume,
+             FetchTokenFunction token);
   ~Connection() override;
 
   const ConnectionOptions& options() const { return options_; }
-  bool on_cuda() const { return options_.kind == "cuda"; }
-  bool lost() const { return lost_.load(std::memory_order_acquire); }
+  bool is_on_cuda() const { return options_.accelerator_kind == "cuda"; }
+  bool is_lost() const { return is_lost_.load(std::memory_order_acquire); }
   [[noreturn]] void raise_lost() const;
 
   // Holds the lock for writing records. Raises if the connection is lost. Waits first while the window is
   // full, so that a signal cannot interrupt a half-written record.
-  class Batch {
+  class RecordBatch {
    public:
-    explicit Batch(Connection& connection);
-    Writer& records() { return connection_.records_; }
-    uint32_t new_storage();
+    explicit RecordBatch(Connection& connection);
+    WireWriter& records() { return connection_.records_; }
+    uint32_t assign_storage_number();
     // Raises unless `count` new storages are available.
-    void check_new_storages(uint64_t count);
-    uint32_t new_generator();
-    uint64_t new_parcel() { return ++connection_.last_parcel_; }
+    void check_storage_numbers_left(uint64_t count);
+    uint32_t assign_generator_number();
+    uint64_t assign_parcel_number() { return ++connection_.last_parcel_number_; }
     TemplateCache& templates() { return connection_.templates_; }
     ConnectionCounters& counters() { return connection_.counters_; }
     // Ends a record. Sends the frame if it is full.
-    void finish_op();
-    // As finish_op, and sends the frame at once.
+    void finish_record();
+    // As finish_record, and sends the frame at once.
     void finish_frame();
     // The next record starts a new frame.
-    void begin_frame() { connection_.seal(); }
+    void begin_frame() { connection_.seal_frame(); }
     // As finish_frame, for a FetchParcel. When the fetch has ended, or this connection is lost, `from` drops
     // the parcel. Raises if this connection is lost.
-    void finish_fetch(ConnectionPtr from, uint64_t parcel, uint64_t bytes);
+    void finish_fetch_parcel(ConnectionPtr from, uint64_t parcel, uint64_t bytes);
     // As finish_frame, for a record that requests a reply. Returns the number of the reply.
     uint64_t finish_request(PendingReply& reply);
     // Lets other threads write. Not within a record.
@@ -118,23 +120,23 @@ class Connection final : public c10::intrusive_ptr_target {
    private:
     void wait_for_window();
     void wait_for_recorder();
-    [[noreturn]] void raise_recorder_idle();  // lock_ held
+    [[noreturn]] void raise_recording_thread_idle();  // lock_ held
 
     Connection& connection_;
     std::unique_lock<std::mutex> lock_;
   };
 
   // Waits for the reply; raises the executor's error, or that it is lost. Releases the GIL.
-  void wait_reply(uint64_t number, PendingReply& reply);
+  void wait_for_reply(uint64_t number, PendingReply& reply);
   // Discards the `count` outputs of a DynamicOp whose reply arrived but cannot be used.
   void discard_outputs(uint64_t number, uint32_t count);
   // Uploads: the record, then the bytes, which the caller owns. Returns when they have arrived. After a
   // signal, bytes that were not sent yet arrive as zeros.
-  void send_bytes(const std::function<void(Writer&)>& record, const void* bytes, uint64_t size);
+  void send_bytes(const std::function<void(WireWriter&)>& record, const void* bytes, uint64_t size);
   // Waits until this executor may fetch `more_bytes` from others.
   void wait_for_fetch_window(uint64_t more_bytes);
   // Takes the GIL.
-  std::string token(uint64_t parcel) const { return fetch_token_(parcel); }
+  std::string make_fetch_token(uint64_t parcel) const { return fetch_token_(parcel); }
   // Never waits, never raises. The parcel is no longer needed, fetched or not.
   void drop_parcel(uint64_t parcel) noexcept;
   // Never waits, never raises.
@@ -173,124 +175,128 @@ class Connection final : public c10::intrusive_ptr_target {
   uint32_t take_graph_result(uint32_t storage);
   void free_graph(uint32_t graph) noexcept;
   // Called for each storage that an op uses; `written`: it writes to it.
-  void track_use(uint32_t storage, const c10::Storage& held, bool written) {
-    if (recording_flag_.load(std::memory_order_relaxed)) track_use_in_graph(storage, held, written);
+  void track_storage_use(uint32_t storage, const c10::Storage& held, bool written) {
+    if (is_recording_.load(std::memory_order_relaxed)) track_storage_use_in_graph(storage, held, written);
   }
   enum class StorageUse : uint8_t { Unused, Read, Written };
   // How a graph uses a storage that it did not create; during the recording, so far.
-  StorageUse graph_use(uint32_t graph, uint32_t storage) const;
+  StorageUse graph_storage_use(uint32_t graph, uint32_t storage) const;
   // The number of such storages that it writes to.
-  size_t graph_write_count(uint32_t graph) const;
+  size_t graph_written_storage_count(uint32_t graph) const;
   // Whether this thread is recording a graph.
-  bool is_recorder() const { return recording_flag_ && recorder_.load() == std::this_thread::get_id(); }
+  bool is_recorder() const {
+    return is_recording_ && recorder_thread_id_.load() == std::this_thread::get_id();
+  }
   // Whether this thread is recording, and the graph creates the storage.
   bool is_created_by_recording(uint32_t storage) const;
   // Raises if this thread is recording: `what` cannot be part of a graph.
   void check_not_recording(const char* what) const;
 
   // The executor violated the protocol: closes the session and raises.
-  [[noreturn]] void fail(const ProtocolError& error);
+  [[noreturn]] void fail_session(const ProtocolError& error);
 
   // Ends the session, waiting at most CLOSE_TIMEOUT, and stops the sender thread.
   void close(const std::string& reason);
   // In a forked child: the connection belongs to the parent. Touches neither locks nor the socket.
-  void abandon(const std::string& reason) noexcept;
+  void abandon_after_fork(const std::string& reason) noexcept;
 
  private:
-  struct Frame {
-    std::vector<uint8_t> bytes;         // header and payload, or the header alone
-    const uint8_t* external = nullptr;  // payload owned by a thread that waits in send_bytes
+  struct OutgoingFrame {
+    std::vector<uint8_t> bytes;                 // header and payload, or the header alone
+    const uint8_t* external_payload = nullptr;  // payload owned by a thread that waits in send_bytes
     uint64_t external_bytes = 0;
     uint64_t number = 0;
-    uint64_t sent = 0;
+    uint64_t sent_bytes = 0;
     uint64_t size() const { return bytes.size() + external_bytes; }
   };
 
   // A reply whose header has arrived, but not all of its payload.
-  struct Incoming {
+  struct IncomingReply {
     ReplyHeader header;
-    uint64_t at = 0;
-    bool into = false;  // it goes to the memory of the waiting thread
-    bool open = false;
+    uint64_t received_bytes = 0;
+    bool to_waiting_thread = false;  // the payload goes to the memory of the waiting thread
+    bool is_started = false;
     std::vector<uint8_t> payload;
   };
 
   // A reply that is due after its wait was interrupted.
   struct AbandonedReply {
-    uint64_t into_bytes = 0;
-    bool binds = false;
+    uint64_t destination_bytes = 0;
+    bool needs_binding = false;
   };
 
   // A FetchParcel that may not have ended yet.
   struct PendingFetch {
-    uint64_t frame;
-    ConnectionPtr from;
-    uint64_t number;
+    uint64_t frame_number;
+    ConnectionPtr source;
+    uint64_t parcel;
     uint64_t bytes;
   };
 
-  struct Graph {
-    std::vector<uint32_t> freed;                      // created in it and freed since
-    std::unordered_map<uint32_t, c10::Storage> used;  // existing before, kept alive
-    std::unordered_set<uint32_t> written;             // of those, the ones it writes to
+  struct GraphStorages {
+    std::vector<uint32_t> freed_storages;                      // created in it and freed since
+    std::unordered_map<uint32_t, c10::Storage> used_storages;  // existing before, kept alive
+    std::unordered_set<uint32_t> written_storages;             // of those, the ones it writes to
   };
 
-  void track_use_in_graph(uint32_t storage, const c10::Storage& held, bool written);
+  void track_storage_use_in_graph(uint32_t storage, const c10::Storage& held, bool written);
   void complete_fetches(uint64_t frames_received);  // mutex_ held
   static void drop_parcels(
       const std::vector<PendingFetch>& completed) noexcept;  // no mutex_ held, of any connection
   void release_graph(uint32_t number);
   [[noreturn]] void raise_too_many_storages() const;
-  uint32_t next_free_storage();                                                     // mutex_ held
-  void free_generator_now(uint32_t generator);                                      // mutex_ held
-  void seal();                                                                      // mutex_ held
-  void push(FrameKind kind, const uint8_t* payload, uint64_t size, bool external);  // mutex_ held
-  void send_nowait() noexcept;                                                      // mutex_ not held
-  void send_up_to(uint64_t last);                                                   // mutex_ not held
-  bool send_some();                                         // send_mutex_ held; false when the socket is full
+  uint32_t next_free_storage_number();          // mutex_ held
+  void free_generator_now(uint32_t generator);  // mutex_ held
+  void seal_frame();                            // mutex_ held
+  void queue_frame(FrameKind kind, const uint8_t* payload, uint64_t size,
+                   bool external_payload);                  // mutex_ held
+  void send_frames_nowait() noexcept;                       // mutex_ not held
+  void send_frames_up_to(uint64_t last);                    // mutex_ not held
+  bool send_queued_frames();                                // send_mutex_ held; false when the socket is full
   size_t write_frame(const uint8_t* from, uint64_t count);  // likewise
-  static int64_t spin_us();                                 // how long to poll before sleeping
+  static int64_t spin_duration_us();                        // how long to poll before sleeping
   void wake_sender();                                       // mutex_ held
   // Without the GIL; `lock` holds mutex_. Raises when the connection is lost, and what a signal handler
   // raises.
   void wait_until(std::unique_lock<std::mutex>& lock, c10::function_ref<bool()> done);
   void abandon_wait(std::unique_lock<std::mutex>& lock, uint64_t number, PendingReply& reply);
-  void queue_unbound(uint64_t number, uint32_t count);  // mutex_ held
-  void free_unbound_outputs();                          // mutex_ held
-  void detach_payload(uint64_t first, uint64_t last);
-  bool over_window() const;  // mutex_ held
+  void queue_unbound_reply(uint64_t number, uint32_t count);  // mutex_ held
+  void free_unbound_outputs();                                // mutex_ held
+  void replace_external_payloads(uint64_t first, uint64_t last);
+  bool exceeds_window() const;  // mutex_ held
   void sender_loop();
   bool read_reply(int64_t timeout_us);  // read_mutex_ held; false on timeout
-  bool try_read(int64_t timeout_us);
-  bool fill(size_t need, int64_t timeout_us);               // read_mutex_ held
+  bool try_read_replies(int64_t timeout_us);
+  bool receive_at_least(size_t need, int64_t timeout_us);   // read_mutex_ held
   void begin_payload(const ReplyHeader& header);            // likewise
   bool read_payload(int64_t timeout_us);                    // likewise
-  void handle_fatal();                                      // likewise
-  void deliver();                                           // likewise
+  void handle_fatal_reply();                                // likewise
+  void deliver_reply();                                     // likewise
   void check_acknowledged(uint64_t frames_received) const;  // mutex_ held
-  void acknowledge(uint64_t frames_received);               // mutex_ held
+  void drop_acknowledged_frames(uint64_t frames_received);  // mutex_ held
   void mark_broken(const std::string& why) noexcept;
-  void recover();
-  void note_activity();
+  void resume_connection();
+  void note_received();
   void finish_close() noexcept;
   void mark_lost(const std::string& reason) noexcept;
-  [[noreturn]] void raise_reply(const PendingReply& reply);
+  [[noreturn]] void raise_reply_error(const PendingReply& reply);
 
   const ConnectionOptions options_;
-  Resume resume_;
-  FetchToken fetch_token_;
+  ResumeFunction resume_;
+  FetchTokenFunction fetch_token_;
 
   mutable std::mutex mutex_;
-  std::condition_variable changed_;
-  Writer records_;
-  uint32_t records_pending_ = 0;
-  std::deque<Frame> frames_;  // not acknowledged; those from `unsent_` on are not sent whole
-  size_t unsent_ = 0;
+  std::condition_variable state_changed_;
+  WireWriter records_;
+  uint32_t pending_record_count_ = 0;
+  std::deque<OutgoingFrame>
+      frames_;  // not acknowledged; those from `first_unsent_frame_` on are not sent whole
+  size_t first_unsent_frame_ = 0;
   uint64_t unacknowledged_bytes_ = 0;
-  uint64_t acknowledged_ = 0;  // the last frame that the executor acknowledged
-  uint64_t frames_made_ = 0;
+  uint64_t last_acknowledged_frame_ = 0;  // the last frame that the executor acknowledged
+  uint64_t frames_created_ = 0;
   uint64_t replies_requested_ = 0;
-  uint64_t last_parcel_ = 0;                     // last number that this executor has published
+  uint64_t last_parcel_number_ = 0;              // last number that this executor has published
   std::deque<PendingFetch> pending_fetches_;     // by frame
   std::vector<PendingFetch> completed_fetches_;  // whose parcels are still to be dropped
   uint64_t pending_fetch_bytes_ = 0;
@@ -298,47 +304,47 @@ class Connection final : public c10::intrusive_ptr_target {
   std::map<uint64_t, PendingReply*> pending_replies_;
   std::unordered_map<uint64_t, AbandonedReply> abandoned_replies_;
   std::vector<std::pair<uint64_t, uint32_t>> unbound_replies_;  // number of the reply, count of outputs
-  const PendingReply* filling_ = nullptr;                       // its memory is being written to
-  uint64_t writing_ = 0;                                        // number of the frame that is being sent
-  uint32_t waiting_for_buffers_ = 0;  // threads that wait for `filling_` or `writing_`
-  bool window_full_ = false;
-  std::vector<uint32_t> free_storages_;
-  uint32_t next_storage_ = 1;
-  std::unordered_map<uint32_t, std::unique_ptr<Graph>> graphs_;
-  std::unordered_map<uint32_t, Graph*> graph_of_;  // owner of storage numbers
-  std::vector<uint32_t> free_graphs_;
+  const PendingReply* reply_being_filled_ = nullptr;            // its memory is being written to
+  uint64_t frame_being_written_ = 0;                            // number of the frame that is being sent
+  uint32_t waiting_for_buffers_ = 0;  // threads that wait for `reply_being_filled_` or `frame_being_written_`
+  bool is_window_full_ = false;
+  std::vector<uint32_t> free_storage_numbers_;
+  uint32_t next_storage_number_ = 1;
+  std::unordered_map<uint32_t, std::unique_ptr<GraphStorages>> graphs_;
+  std::unordered_map<uint32_t, GraphStorages*> graph_of_storage_;  // owner of storage numbers
+  std::vector<uint32_t> free_graph_numbers_;
   std::vector<uint32_t> graphs_to_free_, generators_to_free_;  // freed when the recording has ended
-  uint32_t next_graph_ = 0;
-  Graph* recording_ = nullptr;  // one of graphs_
-  uint32_t recording_number_ = 0;
-  std::atomic<bool> recording_flag_{false};
-  std::atomic<std::thread::id> recorder_;
-  std::atomic<std::chrono::steady_clock::time_point> recorder_active_at_;  // last use of this connection
+  uint32_t next_graph_number_ = 0;
+  GraphStorages* recording_graph_ = nullptr;  // one of graphs_
+  uint32_t recording_graph_number_ = 0;
+  std::atomic<bool> is_recording_{false};
+  std::atomic<std::thread::id> recorder_thread_id_;
+  std::atomic<std::chrono::steady_clock::time_point> recorder_last_active_at_;  // last use of this connection
   std::string recorder_name_;
   double recorder_idle_s_max_ = 0;
-  std::vector<uint32_t> free_generators_;
-  uint32_t next_generator_ = 1;
+  std::vector<uint32_t> free_generator_numbers_;
+  uint32_t next_generator_number_ = 1;
   std::vector<std::vector<uint8_t>> spare_buffers_, large_spare_buffers_;
   TemplateCache templates_;
   ConnectionCounters counters_;
-  bool sender_asleep_ = false;
+  bool is_sender_asleep_ = false;
   std::atomic<int> deferred_flushes_{0};
   int waiting_readers_ = 0;
-  bool stopping_ = false;
-  bool broken_ = false;
+  bool is_stopping_ = false;
+  bool is_broken_ = false;
   std::string broken_reason_;
-  std::atomic<bool> lost_{false};
-  std::atomic<bool> abandoned_{false};
+  std::atomic<bool> is_lost_{false};
+  std::atomic<bool> is_abandoned_{false};
   std::string lost_reason_;
-  std::atomic<std::chrono::steady_clock::time_point> last_activity_;
+  std::atomic<std::chrono::steady_clock::time_point> last_received_at_;
 
   std::mutex send_mutex_;  // taken before mutex_, never after
   std::mutex read_mutex_;  // likewise
   std::shared_ptr<Stream> stream_;
-  Incoming incoming_;
+  IncomingReply incoming_reply_;
   std::vector<uint8_t> read_buffer_;
   size_t read_start_ = 0, read_end_ = 0;
-  std::thread sender_;
+  std::thread sender_thread_;
 };
 
 constexpr size_t READ_BUFFER_BYTES = 64u << 10;

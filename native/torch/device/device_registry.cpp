@@ -20,10 +20,10 @@ DeviceRegistry& device_registry() {
 }
 
 // Replaced objects are released after the lock: that may need the GIL, whose holder may want the lock.
-void DeviceRegistry::attach(int count, Open open) {
+void DeviceRegistry::attach_devices(int count, OpenConnectionFunction open) {
   std::vector<ConnectionPtr> replaced;
   std::lock_guard<std::mutex> lock(mutex_);
-  open_connection_fn_.swap(open);
+  open_connection_function_.swap(open);
   replaced.swap(connections_);
   connections_.resize(static_cast<size_t>(count));
   for (size_t i = 0; i < std::min(replaced.size(), connections_.size()); i++)
@@ -31,39 +31,39 @@ void DeviceRegistry::attach(int count, Open open) {
   while (generators_.size() < static_cast<size_t>(count)) {
     generators_.push_back(make_default_generator(static_cast<int>(generators_.size())));
   }
-  count_ = count;
+  device_count_ = count;
 }
 
-void DeviceRegistry::detach() {
+void DeviceRegistry::detach_devices() {
   std::vector<ConnectionPtr> replaced;
-  Open open;
+  OpenConnectionFunction open;
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    count_ = 0;
+    device_count_ = 0;
     replaced.swap(connections_);
-    open.swap(open_connection_fn_);
+    open.swap(open_connection_function_);
   }
 }
 
-int DeviceRegistry::current() const { return current_index; }
+int DeviceRegistry::current_device() const { return current_index; }
 
-void DeviceRegistry::set_current(int index) {
+void DeviceRegistry::set_current_device(int index) {
   if (index < 0) return;
-  check(index);
+  check_index(index);
   current_index = index;
 }
 
-void DeviceRegistry::set_current_unchecked(int index) noexcept {
+void DeviceRegistry::set_current_device_unchecked(int index) noexcept {
   if (index >= 0) current_index = index;
 }
 
 // The Python registry, if attached, raises the error.
-void DeviceRegistry::check(int index) {
-  if (index < count()) return;
-  Open open;
+void DeviceRegistry::check_index(int index) {
+  if (index < device_count()) return;
+  OpenConnectionFunction open;
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    open = open_connection_fn_;
+    open = open_connection_function_;
   }
   if (open) {
     open(index);  // raises, unless the index was added meanwhile
@@ -73,25 +73,25 @@ void DeviceRegistry::check(int index) {
         "remote_accelerator needs a session with a cluster; call `await genie.init(...)` first");
 }
 
-ConnectionPtr DeviceRegistry::open_connection(int index) {
+ConnectionPtr DeviceRegistry::find_open_connection(int index) {
   std::lock_guard<std::mutex> lock(mutex_);
   if (index < 0 || static_cast<size_t>(index) >= connections_.size()) return {};
   const ConnectionPtr& found = connections_[static_cast<size_t>(index)];
-  return found && !found->lost() ? found : ConnectionPtr();
+  return found && !found->is_lost() ? found : ConnectionPtr();
 }
 
-ConnectionPtr DeviceRegistry::connection(int index) {
+ConnectionPtr DeviceRegistry::get_or_open_connection(int index) {
   // torch stores an index in eight bits; larger ones arrive as negative numbers.
   if (index < -1) raise("device.unavailable", "the largest device index is 126");
   if (index < 0) index = current_index;
-  if (ConnectionPtr found = open_connection(index)) return found;
-  check(index);
-  Open open;
+  if (ConnectionPtr found = find_open_connection(index)) return found;
+  check_index(index);
+  OpenConnectionFunction open;
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    open = open_connection_fn_;
+    open = open_connection_function_;
   }
-  if (!open) check(count());
+  if (!open) check_index(device_count());
   ConnectionPtr opened = open(index), before;
   std::lock_guard<std::mutex> lock(mutex_);
   if (static_cast<size_t>(index) < connections_.size()) {
@@ -102,7 +102,7 @@ ConnectionPtr DeviceRegistry::connection(int index) {
 
 const at::Generator& DeviceRegistry::default_generator(int index) {
   if (index < 0) index = current_index;
-  check(index);
+  check_index(index);
   std::lock_guard<std::mutex> lock(mutex_);
   return generators_[static_cast<size_t>(index)];
 }

@@ -13,32 +13,32 @@
 namespace genie {
 
 // Opens the connection of an index; may raise. Called without locks held.
-using Open = std::function<ConnectionPtr(int index)>;
+using OpenConnectionFunction = std::function<ConnectionPtr(int index)>;
 
 class DeviceRegistry {
  public:
   // Called again with a higher count, it adds indices; existing ones do not change.
-  void attach(int count, Open open);
+  void attach_devices(int count, OpenConnectionFunction open);
   // Tensors keep their connections; indices are invalid until the next attach.
-  void detach();
+  void detach_devices();
 
-  int count() const { return count_.load(std::memory_order_acquire); }
-  int current() const;
-  void set_current(int index);  // raises for an unknown index
-  void set_current_unchecked(int index) noexcept;
+  int device_count() const { return device_count_.load(std::memory_order_acquire); }
+  int current_device() const;
+  void set_current_device(int index);  // raises for an unknown index
+  void set_current_device_unchecked(int index) noexcept;
 
   // Opens the connection at the first use, and again after a loss. Negative: the current index.
-  ConnectionPtr connection(int index);
+  ConnectionPtr get_or_open_connection(int index);
   // Null if there is none, or it is lost.
-  ConnectionPtr open_connection(int index);
+  ConnectionPtr find_open_connection(int index);
   const at::Generator& default_generator(int index);
 
  private:
-  void check(int index);
+  void check_index(int index);
 
   std::mutex mutex_;
-  std::atomic<int> count_{0};
-  Open open_connection_fn_;
+  std::atomic<int> device_count_{0};
+  OpenConnectionFunction open_connection_function_;
   std::vector<ConnectionPtr> connections_;
   std::deque<at::Generator> generators_;  // by index; references stay valid
 };

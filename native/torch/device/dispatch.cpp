@@ -7,7 +7,7 @@
 #include <ATen/core/Tensor.h>
 
 #include "dynamic_ops.h"
-#include "call.h"
+#include "op_call.h"
 #include "device_type.h"
 #include "errors.h"
 #include "generator.h"
@@ -26,33 +26,33 @@ using at::Tensor;
 using c10::IValue;
 using torch::jit::Stack;
 
-constexpr size_t CALL_BYTES_MAX = FRAME_BYTES_MAX - (256u << 10);
-constexpr int ATTEMPTS_MAX = 4;
+constexpr size_t OP_CALL_BYTES_MAX = FRAME_BYTES_MAX - (256u << 10);
+constexpr int INFERENCE_ATTEMPTS_MAX = 4;
 
 // Schemas live as long as the process, so their address identifies them.
 const OpTraits& cached_traits(const c10::OperatorHandle& op) {
-  struct Entry {
+  struct TraitsCacheEntry {
     const void* schema = nullptr;
     const OpTraits* traits = nullptr;
   };
-  static thread_local Entry cache[1024];
+  static thread_local TraitsCacheEntry cache[1024];
   const void* schema = &op.schema();
-  Entry& entry = cache[(reinterpret_cast<uintptr_t>(schema) >> 6) & 1023];
+  TraitsCacheEntry& entry = cache[(reinterpret_cast<uintptr_t>(schema) >> 6) & 1023];
   if (entry.schema != schema) entry = {schema, &traits_for(op)};
   return *entry.traits;
 }
 
 // --- the key and the data of a call -------------------------------------------------------------
 
-int64_t word(ArgumentKind kind, int64_t rest = 0) { return static_cast<int64_t>(kind) | rest << 8; }
+int64_t make_key_word(ArgumentKind kind, int64_t rest = 0) { return static_cast<int64_t>(kind) | rest << 8; }
 
-[[noreturn]] void raise_two_devices(const Connection& first, const c10::Device& second) {
+[[noreturn]] void raise_different_devices(const Connection& first, const c10::Device& second) {
   TORCH_CHECK(false, "Expected all tensors to be on the same device, but found at least two devices, ",
               first.options().device_name, " and ", second, "!");
 }
 
 // The first tensor of the call on the same storage, or -1.
-int64_t first_sharing(Call& call, const c10::StorageImpl* storage) {
+int64_t find_first_tensor_on_storage(OpCall& call, const c10::StorageImpl* storage) {
   constexpr size_t FEW = 16;
   if (call.tensors.size() <= FEW) {
     for (size_t i = 0; i < call.tensors.size(); i++) {
@@ -61,159 +61,166 @@ int64_t first_sharing(Call& call, const c10::StorageImpl* storage) {
     }
     return -1;
   }
-  if (call.first_on.empty()) {
+  if (call.first_tensor_on_storage.empty()) {
     for (size_t i = 0; i < call.tensors.size(); i++) {
       const auto* impl = call.tensors[i]->unsafeGetTensorImpl();
-      call.first_on.emplace(impl->unsafe_storage().unsafeGetStorageImpl(), static_cast<int64_t>(i));
+      call.first_tensor_on_storage.emplace(impl->unsafe_storage().unsafeGetStorageImpl(),
+                                           static_cast<int64_t>(i));
     }
   }
-  auto [found, added] = call.first_on.emplace(storage, static_cast<int64_t>(call.tensors.size()));
+  auto [found, added] =
+      call.first_tensor_on_storage.emplace(storage, static_cast<int64_t>(call.tensors.size()));
   return added ? -1 : found->second;
 }
 
 // Aliasing of inputs determines which outputs alias inputs, so it is part of the key.
-void add_sharing(Call& call, const c10::TensorImpl* impl) {
-  int64_t first = first_sharing(call, impl->unsafe_storage().unsafeGetStorageImpl());
+void add_aliasing_to_key(OpCall& call, const c10::TensorImpl* impl) {
+  int64_t first = find_first_tensor_on_storage(call, impl->unsafe_storage().unsafeGetStorageImpl());
   if (first < 0) return;
   bool same = call.tensors[static_cast<size_t>(first)]->unsafeGetTensorImpl() == impl;
   call.key.push_back(-2 * (first + 1) - (same ? 1 : 0));  // no other word at this position is negative
 }
 
-void add_remote(Call& call, const Tensor& tensor, bool written) {
+void add_remote_tensor(OpCall& call, const Tensor& tensor, bool written) {
   auto* impl = tensor.unsafeGetTensorImpl();
-  Handle& handle = handle_of(*impl);
+  StorageHandle& handle = storage_handle_of(*impl);
   if (!call.connection) {
     call.connection = handle.connection.get();
   } else if (call.connection != handle.connection.get()) {
-    if (handle.connection->lost()) handle.connection->raise_lost();
-    if (call.connection->lost()) call.connection->raise_lost();
-    raise_two_devices(*call.connection, impl->device());
+    if (handle.connection->is_lost()) handle.connection->raise_lost();
+    if (call.connection->is_lost()) call.connection->raise_lost();
+    raise_different_devices(*call.connection, impl->device());
   }
   int64_t offset = impl->storage_offset();
   auto sizes = impl->sizes(), strides = impl->strides();
   size_t dimensions = sizes.size();
-  check_dimensions(static_cast<int64_t>(dimensions));
+  check_dimension_count(static_cast<int64_t>(dimensions));
   int64_t flags = (offset ? VIEW_HAS_OFFSET : 0) | (impl->is_conj() ? VIEW_CONJUGATE : 0) |
                   (impl->is_neg() ? VIEW_NEGATIVE : 0);
-  call.key.push_back(word(ArgumentKind::Tensor, static_cast<int64_t>(impl->dtype().toScalarType()) |
-                                                    flags << 8 | static_cast<int64_t>(dimensions) << 16));
+  call.key.push_back(make_key_word(ArgumentKind::Tensor, static_cast<int64_t>(impl->dtype().toScalarType()) |
+                                                             flags << 8 |
+                                                             static_cast<int64_t>(dimensions) << 16));
   size_t at = call.key.size();
   call.key.resize(at + 2 * dimensions);
   std::copy(sizes.begin(), sizes.end(), call.key.begin() + static_cast<ptrdiff_t>(at));
   std::copy(strides.begin(), strides.end(), call.key.begin() + static_cast<ptrdiff_t>(at + dimensions));
-  add_sharing(call, impl);
-  call.data.u32(handle.storage);
-  if (offset) call.data.i64(offset);
+  add_aliasing_to_key(call, impl);
+  call.data.write_u32(handle.storage);
+  if (offset) call.data.write_i64(offset);
   call.tensors.push_back(&tensor);
-  call.connection->track_use(handle.storage, impl->unsafe_storage(), written);
+  call.connection->track_storage_use(handle.storage, impl->unsafe_storage(), written);
 }
 
-void add_tensor(Call& call, const Tensor& tensor, bool written) {
+void add_tensor(OpCall& call, const Tensor& tensor, bool written) {
   if (!tensor.defined()) {
-    call.key.push_back(word(ArgumentKind::Undefined));
+    call.key.push_back(make_key_word(ArgumentKind::Undefined));
     return;
   }
   auto* impl = tensor.unsafeGetTensorImpl();
   if (impl->device().type() == DEVICE_TYPE) {
-    add_remote(call, tensor, written);
+    add_remote_tensor(call, tensor, written);
   } else if (impl->device().is_cpu() && impl->dim() == 0 && !written && impl->layout() == at::kStrided) {
     call.key.push_back(
-        word(ArgumentKind::ScalarTensor, static_cast<int64_t>(impl->dtype().toScalarType()) |
-                                             static_cast<int64_t>(impl->is_wrapped_number()) << 8));
-    uint8_t* value = call.data.grow(16);
+        make_key_word(ArgumentKind::ScalarTensor, static_cast<int64_t>(impl->dtype().toScalarType()) |
+                                                      static_cast<int64_t>(impl->is_wrapped_number()) << 8));
+    uint8_t* value = call.data.append_uninitialized(16);
     std::memset(value, 0, 16);
     Tensor plain = tensor.resolve_conj().resolve_neg();
     std::memcpy(value, plain.const_data_ptr(), plain.itemsize());
   } else {
-    call.on_cpu = &tensor;
+    call.misplaced_cpu_tensor = &tensor;
   }
 }
 
-void add_text(Call& call, const std::string& text) {
+void add_text(OpCall& call, const std::string& text) {
   if (text.size() > TEXT_BYTES_MAX) raise("device.op_refused", "a string argument is too long");
-  call.key.push_back(word(ArgumentKind::Text, static_cast<int64_t>(text.size())));
+  call.key.push_back(make_key_word(ArgumentKind::Text, static_cast<int64_t>(text.size())));
   size_t at = call.key.size();
   call.key.resize(at + (text.size() + 7) / 8, 0);
   if (!text.empty()) std::memcpy(&call.key[at], text.data(), text.size());
 }
 
-int64_t bits_of(double value) {
+int64_t double_to_bits(double value) {
   int64_t bits;
   std::memcpy(&bits, &value, sizeof bits);
   return bits;
 }
 
 // `number_as_data`: integers of Scalar arguments are sent as data; `float_as_data`: likewise for floats.
-void add_argument(Call& call, const IValue& value, bool number_as_data, bool float_as_data, bool written) {
+void add_argument(OpCall& call, const IValue& value, bool number_as_data, bool float_as_data, bool written) {
   if (value.isTensor()) {
     add_tensor(call, value.toTensor(), written);
   } else if (value.isInt()) {
-    call.key.push_back(word(number_as_data ? ArgumentKind::IntegerData : ArgumentKind::Integer));
-    number_as_data ? call.data.i64(value.toInt()) : call.key.push_back(value.toInt());
+    call.key.push_back(make_key_word(number_as_data ? ArgumentKind::IntegerData : ArgumentKind::Integer));
+    number_as_data ? call.data.write_i64(value.toInt()) : call.key.push_back(value.toInt());
   } else if (value.isNone()) {
-    call.key.push_back(word(ArgumentKind::None));
+    call.key.push_back(make_key_word(ArgumentKind::None));
   } else if (value.isDouble()) {
-    call.key.push_back(word(float_as_data ? ArgumentKind::FloatData : ArgumentKind::Float));
-    float_as_data ? call.data.f64(value.toDouble()) : call.key.push_back(bits_of(value.toDouble()));
+    call.key.push_back(make_key_word(float_as_data ? ArgumentKind::FloatData : ArgumentKind::Float));
+    float_as_data ? call.data.write_f64(value.toDouble())
+                  : call.key.push_back(double_to_bits(value.toDouble()));
   } else if (value.isBool()) {
-    call.key.push_back(word(ArgumentKind::Boolean, value.toBool()));
+    call.key.push_back(make_key_word(ArgumentKind::Boolean, value.toBool()));
   } else if (value.isList()) {
     auto items = value.toListRef();
     if (items.size() > LIST_ITEMS_MAX) raise("device.op_refused", "a list argument is too long");
-    call.key.push_back(word(ArgumentKind::List, static_cast<int64_t>(items.size())));
+    call.key.push_back(make_key_word(ArgumentKind::List, static_cast<int64_t>(items.size())));
     for (const IValue& item : items) add_argument(call, item, false, false, written);
   } else if (value.isDevice()) {
-    call.key.push_back(word(ArgumentKind::Device));
+    call.key.push_back(make_key_word(ArgumentKind::Device));
   } else if (value.isString()) {
     add_text(call, value.toStringRef());
   } else if (value.isSymInt()) {
-    call.key.push_back(word(ArgumentKind::Integer));
+    call.key.push_back(make_key_word(ArgumentKind::Integer));
     call.key.push_back(value.toSymInt().guard_int(__FILE__, __LINE__));
   } else if (value.isComplexDouble()) {
     auto number = value.toComplexDouble();
-    call.key.push_back(word(ArgumentKind::Complex));
-    call.key.push_back(bits_of(number.real()));
-    call.key.push_back(bits_of(number.imag()));
+    call.key.push_back(make_key_word(ArgumentKind::Complex));
+    call.key.push_back(double_to_bits(number.real()));
+    call.key.push_back(double_to_bits(number.imag()));
   } else if (value.isGenerator()) {
-    call.key.push_back(word(ArgumentKind::Generator));
+    call.key.push_back(make_key_word(ArgumentKind::Generator));
     call.generator = value.toGenerator();
-    call.generator_at = call.data.size();
-    call.data.u32(0);  // set when the connection is known
+    call.generator_offset = call.data.size();
+    call.data.write_u32(0);  // set when the connection is known
   } else {
     raise("device.op_refused", "arguments of type " + value.tagKind() + " are not supported");
   }
 }
 
-bool is_written(const OpTraits& traits, const Stack& stack, size_t base, size_t i) {
-  if (traits.is_written[i] || !traits.has_hidden_writes) return traits.is_written[i];
-  return traits.is_statistic[i] && (!traits.training_at || stack[base + *traits.training_at].toBool());
+bool is_written_argument(const OpTraits& traits, const Stack& stack, size_t base, size_t i) {
+  if (traits.is_written[i] || !traits.has_undeclared_writes) return traits.is_written[i];
+  return traits.is_batch_norm_statistic[i] &&
+         (!traits.training_argument || stack[base + *traits.training_argument].toBool());
 }
 
 // --- a call -------------------------------------------------------------------------------------
 
-void push_results(const std::vector<Output>& outputs, Connection& connection, const uint32_t* storages,
-                  const Call& call, const OpTraits& traits, Stack* stack) {
-  if (outputs.size() == 1 && outputs[0].kind == OutputKind::New && !outputs[0].view) {
-    Tensor made = make_tensor(connection, *storages, outputs[0]);
-    torch::jit::drop(*stack, traits.arguments);
+void replace_arguments_with_results(const std::vector<OutputSpec>& outputs, Connection& connection,
+                                    const uint32_t* storages, const OpCall& call, const OpTraits& traits,
+                                    Stack* stack) {
+  if (outputs.size() == 1 && outputs[0].kind == OutputKind::New && !outputs[0].is_view) {
+    Tensor made = make_remote_tensor(connection, *storages, outputs[0]);
+    torch::jit::drop(*stack, traits.argument_count);
     stack->emplace_back(std::move(made));
     return;
   }
   if (outputs.size() == 1 && outputs[0].kind == OutputKind::Alias) {
-    Tensor same = *call.tensors[static_cast<size_t>(outputs[0].source)];
-    torch::jit::drop(*stack, traits.arguments);
+    Tensor same = *call.tensors[static_cast<size_t>(outputs[0].source_input)];
+    torch::jit::drop(*stack, traits.argument_count);
     stack->emplace_back(std::move(same));
     return;
   }
-  std::vector<Tensor> inputs = owned_copies(call.tensors);
+  std::vector<Tensor> inputs = copy_tensor_references(call.tensors);
   c10::SmallVector<IValue, 4> results;
-  for (const Output& output : outputs) results.push_back(make_result(output, connection, storages, inputs));
-  torch::jit::drop(*stack, traits.arguments);
+  for (const OutputSpec& output : outputs)
+    results.push_back(make_result(output, connection, storages, inputs));
+  torch::jit::drop(*stack, traits.argument_count);
   for (IValue& result : results) stack->push_back(std::move(result));
 }
 
 // Moves CPU tensors (indices) among the arguments to the device.
-void move_to(Stack* stack, size_t base, size_t count, c10::Device device) {
+void move_cpu_tensors(Stack* stack, size_t base, size_t count, c10::Device device) {
   auto moved = [&](const IValue& value) -> IValue {
     if (!value.isTensor() || !value.toTensor().defined()) return value;
     const Tensor& tensor = value.toTensor();
@@ -233,86 +240,86 @@ void move_to(Stack* stack, size_t base, size_t count, c10::Device device) {
 }
 
 // For a call without remote tensors: the connection of its device argument.
-ConnectionPtr connection_by_argument(const Stack& stack, size_t base, const OpTraits& traits) {
+ConnectionPtr connection_of_device_argument(const Stack& stack, size_t base, const OpTraits& traits) {
   int index = -1;
-  for (size_t i = 0; i < traits.arguments; i++) {
+  for (size_t i = 0; i < traits.argument_count; i++) {
     const IValue& value = stack[base + i];
     if (value.isDevice() && value.toDevice().type() == DEVICE_TYPE) index = value.toDevice().index();
   }
-  return device_registry().connection(index);
+  return device_registry().get_or_open_connection(index);
 }
 
-constexpr uint32_t LEARNED_NODES = 16;
+constexpr uint32_t LEARNED_OUTPUT_ENTRIES = 16;
 
-size_t count_outputs(const std::vector<Output>& outputs) {
+size_t count_outputs(const std::vector<OutputSpec>& outputs) {
   size_t count = outputs.size();
-  for (const Output& output : outputs) count += count_outputs(output.items);
+  for (const OutputSpec& output : outputs) count += count_outputs(output.items);
   return count;
 }
 
-uint32_t count_nodes(const Stack& stack, size_t base, const OpTraits& traits) {
-  size_t count = traits.arguments;
-  for (size_t i = 0; i < traits.arguments; i++) {
+uint32_t count_argument_entries(const Stack& stack, size_t base, const OpTraits& traits) {
+  size_t count = traits.argument_count;
+  for (size_t i = 0; i < traits.argument_count; i++) {
     const IValue& value = stack[base + i];
     if (value.isList()) count += value.toListRef().size();
   }
   return static_cast<uint32_t>(count);
 }
 
-TemplatePtr make_template(const c10::OperatorHandle& op, const OpTraits& traits, const Stack& stack,
-                          size_t base, const Call& call, uint64_t hash, Connection::Batch& batch,
-                          bool& resized) {
-  auto made = c10::make_intrusive<Template>();
+CachedTemplatePtr make_template(const c10::OperatorHandle& op, const OpTraits& traits, const Stack& stack,
+                                size_t base, const OpCall& call, uint64_t hash,
+                                Connection::RecordBatch& batch, bool& resized) {
+  auto made = c10::make_intrusive<CachedTemplate>();
   made->key = call.key;
   made->hash = hash;
   batch.release();
-  Inference inference = infer_outputs(op, traits, stack, base, call.tensors);
+  InferredOutputs inference = infer_outputs(op, traits, stack, base, call.tensors);
   resized = inference.resized;
   if (resized) return {};
   made->mode = inference.mode;
   made->outputs = std::move(inference.outputs);
-  for (const Output& output : made->outputs) made->new_outputs += count_new(output);
-  Writer body;
+  for (const OutputSpec& output : made->outputs) made->new_storages += count_new_storages(output);
+  WireWriter body;
   if (made->mode != OpExecutionMode::Local) {
-    body = template_body(op, traits, stack, base,
-                         made->mode == OpExecutionMode::Stream ? &made->outputs : nullptr);
-    if (body.size() + call.data.size() > CALL_BYTES_MAX) {
+    body = encode_template_body(op, traits, stack, base,
+                                made->mode == OpExecutionMode::Stream ? &made->outputs : nullptr);
+    if (body.size() + call.data.size() > OP_CALL_BYTES_MAX) {
       raise("device.op_refused", op.schema().name() + " has too many arguments");
     }
-    made->nodes = count_nodes(stack, base, traits) + static_cast<uint32_t>(count_outputs(made->outputs)) +
-                  LEARNED_NODES;
+    made->entry_count = count_argument_entries(stack, base, traits) +
+                        static_cast<uint32_t>(count_outputs(made->outputs)) + LEARNED_OUTPUT_ENTRIES;
   }
   batch.acquire();
-  batch.counters().misses++;
+  batch.counters().template_misses++;
   batch.templates().insert(made, batch.records());
-  if (made->mode != OpExecutionMode::Local) write_template(batch.records(), made->number, body);
+  if (made->mode != OpExecutionMode::Local) write_define_template(batch.records(), made->number, body);
   return made;
 }
 
-void stream(const TemplatePtr& known, Connection::Batch& batch, const Call& call, const OpTraits& traits,
-            Stack* stack) {
+void send_predicted_op(const CachedTemplatePtr& known, Connection::RecordBatch& batch, const OpCall& call,
+                       const OpTraits& traits, Stack* stack) {
   Connection& connection = *call.connection;
   uint32_t few[8];
   std::vector<uint32_t> many;
   uint32_t* storages = few;
-  if (known->new_outputs > 8) {
-    many.resize(known->new_outputs);
+  if (known->new_storages > 8) {
+    many.resize(known->new_storages);
     storages = many.data();
   }
   if (known->mode == OpExecutionMode::Local) {
     batch.release();
   } else {
-    for (uint32_t i = 0; i < known->new_outputs; i++) storages[i] = batch.new_storage();
-    Writer& records = batch.records();
-    records.record(Record::Op, known->number);
-    records.raw(call.data.data(), call.data.size());
-    records.raw(storages, known->new_outputs * sizeof(uint32_t));
-    batch.finish_op();
+    for (uint32_t i = 0; i < known->new_storages; i++) storages[i] = batch.assign_storage_number();
+    WireWriter& records = batch.records();
+    records.begin_record(RecordKind::Op, known->number);
+    records.append_bytes(call.data.data(), call.data.size());
+    records.append_bytes(storages, known->new_storages * sizeof(uint32_t));
+    batch.finish_record();
   }
   bool wait =
       connection.options().blocking && known->mode != OpExecutionMode::Local && !connection.is_recorder();
   ConnectionPtr kept = wait ? ConnectionPtr::reclaim_copy(&connection) : ConnectionPtr();
-  push_results(known->outputs, connection, storages, call, traits, stack);
+  replace_arguments_with_results(known->outputs, connection, storages, call, traits, stack);
   if (wait) kept->synchronize();
 }
 
@@ -320,34 +327,35 @@ void stream(const TemplatePtr& known, Connection::Batch& batch, const Call& call
 
 void send_op(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
   const OpTraits& traits = cached_traits(op);
-  size_t base = stack->size() - traits.arguments;
-  static thread_local Call scratch;
-  for (int attempt = 0; attempt < ATTEMPTS_MAX; attempt++) {
-    Call call = std::move(scratch);  // inference may call other ops
+  size_t base = stack->size() - traits.argument_count;
+  static thread_local OpCall scratch;
+  for (int attempt = 0; attempt < INFERENCE_ATTEMPTS_MAX; attempt++) {
+    OpCall call = std::move(scratch);  // inference may call other ops
     call.clear();
     call.key.push_back(static_cast<int64_t>(reinterpret_cast<uintptr_t>(&op.schema())));
-    for (size_t i = 0; i < traits.arguments; i++) {
-      add_argument(call, (*stack)[base + i], traits.is_number[i] && traits.values_are_data,
-                   traits.values_are_data, is_written(traits, *stack, base, i));
+    for (size_t i = 0; i < traits.argument_count; i++) {
+      add_argument(call, (*stack)[base + i], traits.is_number_argument[i] && traits.sends_numbers_as_data,
+                   traits.sends_numbers_as_data, is_written_argument(traits, *stack, base, i));
     }
     ConnectionPtr by_argument;
     if (!call.connection) {
-      by_argument = connection_by_argument(*stack, base, traits);
+      by_argument = connection_of_device_argument(*stack, base, traits);
       call.connection = by_argument.get();
     }
-    if (call.on_cpu) {
-      if (!traits.takes_cpu_index || attempt > 0) raise_two_devices(*call.connection, call.on_cpu->device());
+    if (call.misplaced_cpu_tensor) {
+      if (!traits.accepts_cpu_indices || attempt > 0)
+        raise_different_devices(*call.connection, call.misplaced_cpu_tensor->device());
       c10::Device there(DEVICE_TYPE, static_cast<c10::DeviceIndex>(call.connection->options().index));
-      move_to(stack, base, traits.arguments, there);
+      move_cpu_tensors(stack, base, traits.argument_count, there);
       scratch = std::move(call);
       continue;
     }
     if (call.generator.defined()) {
-      call.data.overwrite_u32(call.generator_at, generator_number(call.generator, *call.connection));
+      call.data.overwrite_u32(call.generator_offset, generator_number(call.generator, *call.connection));
     }
-    uint64_t hash = hash_of(call.key);
-    Connection::Batch batch(*call.connection);
-    TemplatePtr known = batch.templates().find(hash, call.key);
+    uint64_t hash = hash_template_key(call.key);
+    Connection::RecordBatch batch(*call.connection);
+    CachedTemplatePtr known = batch.templates().find(hash, call.key);
     if (!known) {
       bool resized = false;
       known = make_template(op, traits, *stack, base, call, hash, batch, resized);
@@ -361,7 +369,7 @@ void send_op(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
         call.connection->check_not_recording(op.schema().name().c_str());
       run_dynamic_op(op, traits, known, batch, call, stack);
     } else {
-      stream(known, batch, call, traits, stack);
+      send_predicted_op(known, batch, call, traits, stack);
     }
     scratch = std::move(call);
     return;

@@ -19,19 +19,19 @@ void check_not_negative(c10::IntArrayRef values) {
     if (value < 0) throw ProtocolError("a size or a stride is negative");
 }
 
-Output read_output(Reader& in, const c10::TypePtr& type, bool in_list = false) {
-  Output output;
-  output.kind = static_cast<OutputKind>(in.u8());
+OutputSpec read_output(WireReader& in, const c10::TypePtr& type, bool in_list = false) {
+  OutputSpec output;
+  output.kind = static_cast<OutputKind>(in.read_u8());
   switch (output.kind) {
     case OutputKind::None:
       break;
     case OutputKind::New: {
-      output.dtype = static_cast<c10::ScalarType>(in.u8());
-      size_t dimensions = in.u8();
+      output.dtype = static_cast<c10::ScalarType>(in.read_u8());
+      size_t dimensions = in.read_u8();
       if (!is_supported_dtype(output.dtype) || dimensions > DIMENSIONS_MAX)
         throw ProtocolError("an output is malformed");
-      for (size_t i = 0; i < dimensions; i++) output.sizes.push_back(in.i64());
-      for (size_t i = 0; i < dimensions; i++) output.strides.push_back(in.i64());
+      for (size_t i = 0; i < dimensions; i++) output.sizes.push_back(in.read_i64());
+      for (size_t i = 0; i < dimensions; i++) output.strides.push_back(in.read_i64());
       check_not_negative(output.sizes);
       check_not_negative(output.strides);
       output.storage_bytes = static_cast<int64_t>(
@@ -39,10 +39,10 @@ Output read_output(Reader& in, const c10::TypePtr& type, bool in_list = false) {
       break;
     }
     case OutputKind::Alias:
-      output.source = static_cast<int>(in.u32());
+      output.source_input = static_cast<int>(in.read_u32());
       break;
     case OutputKind::List: {
-      uint32_t count = in.u32();
+      uint32_t count = in.read_u32();
       if (in_list || count > LIST_ITEMS_MAX) throw ProtocolError("an output is malformed");
       auto* list = type->castRaw<c10::ListType>();
       c10::TypePtr element = list ? list->getElementType() : c10::TypePtr(c10::TensorType::get());
@@ -51,17 +51,17 @@ Output read_output(Reader& in, const c10::TypePtr& type, bool in_list = false) {
       break;
     }
     case OutputKind::Integer:
-      output.constant = in.i64();
+      output.constant = in.read_i64();
       break;
     case OutputKind::Float:
-      output.constant = in.f64();
+      output.constant = in.read_f64();
       break;
     case OutputKind::Boolean:
-      output.constant = in.u8() != 0;
+      output.constant = in.read_u8() != 0;
       break;
     case OutputKind::Complex: {
-      double real = in.f64();
-      output.constant = c10::complex<double>(real, in.f64());
+      double real = in.read_f64();
+      output.constant = c10::complex<double>(real, in.read_f64());
       break;
     }
     default:
@@ -70,25 +70,25 @@ Output read_output(Reader& in, const c10::TypePtr& type, bool in_list = false) {
   return output;
 }
 
-void check_sources(const Output& output, size_t inputs) {
-  if (output.kind == OutputKind::Alias && static_cast<size_t>(output.source) >= inputs) {
+void check_alias_sources(const OutputSpec& output, size_t inputs) {
+  if (output.kind == OutputKind::Alias && static_cast<size_t>(output.source_input) >= inputs) {
     throw ProtocolError("an output is an alias of an unknown input");
   }
-  for (const Output& item : output.items) check_sources(item, inputs);
+  for (const OutputSpec& item : output.items) check_alias_sources(item, inputs);
 }
 
 // Applies the new shapes of inputs that the op has resized.
-void read_resizes(Reader& in, const std::vector<Tensor>& inputs) {
-  for (uint32_t left = in.u32(); left > 0; left--) {
-    uint32_t index = in.u32();
-    uint64_t bytes = in.u64();
-    size_t dimensions = in.u8();
+void apply_resized_inputs(WireReader& in, const std::vector<Tensor>& inputs) {
+  for (uint32_t left = in.read_u32(); left > 0; left--) {
+    uint32_t index = in.read_u32();
+    uint64_t bytes = in.read_u64();
+    size_t dimensions = in.read_u8();
     if (index >= inputs.size() || dimensions > DIMENSIONS_MAX)
       throw ProtocolError("a resized input is malformed");
-    int64_t offset = in.i64();
+    int64_t offset = in.read_i64();
     std::vector<int64_t> sizes, strides;
-    for (size_t i = 0; i < dimensions; i++) sizes.push_back(in.i64());
-    for (size_t i = 0; i < dimensions; i++) strides.push_back(in.i64());
+    for (size_t i = 0; i < dimensions; i++) sizes.push_back(in.read_i64());
+    for (size_t i = 0; i < dimensions; i++) strides.push_back(in.read_i64());
     check_not_negative(sizes);
     check_not_negative(strides);
     inputs[index].storage().unsafeGetStorageImpl()->set_nbytes(bytes);
@@ -97,116 +97,118 @@ void read_resizes(Reader& in, const std::vector<Tensor>& inputs) {
 }
 
 // Whether the outputs hold for all calls with the same key.
-bool is_static(const std::vector<Output>& outputs, bool resizes_inputs) {
+bool has_static_outputs(const std::vector<OutputSpec>& outputs, bool resizes_inputs) {
   if (resizes_inputs) return false;
-  for (const Output& output : outputs) {
+  for (const OutputSpec& output : outputs) {
     if (output.kind > OutputKind::Integer) return false;  // a value, not a shape
-    if (!is_static(output.items, false)) return false;
+    if (!has_static_outputs(output.items, false)) return false;
   }
   return true;
 }
 
 struct OpReply {
-  std::vector<Output> outputs;
+  std::vector<OutputSpec> outputs;
   uint32_t new_outputs = 0;
   bool resizes_inputs = false;
 };
 
-OpReply read_op_reply(Reader& in, const c10::FunctionSchema& schema, size_t inputs) {
+OpReply read_op_reply(WireReader& in, const c10::FunctionSchema& schema, size_t inputs) {
   OpReply op_reply;
-  if (in.u32() != schema.returns().size())
+  if (in.read_u32() != schema.returns().size())
     throw ProtocolError("a reply has another number of outputs than the op");
   for (const auto& returned : schema.returns()) {
     op_reply.outputs.push_back(read_output(in, returned.type()));
-    check_sources(op_reply.outputs.back(), inputs);
-    op_reply.new_outputs += count_new(op_reply.outputs.back());
+    check_alias_sources(op_reply.outputs.back(), inputs);
+    op_reply.new_outputs += count_new_storages(op_reply.outputs.back());
   }
-  op_reply.resizes_inputs = Reader(in).u32() > 0;
+  op_reply.resizes_inputs = WireReader(in).read_u32() > 0;
   return op_reply;
 }
 
 // An op that only returns integers derived from shapes is not sent again.
-bool is_constant(const OpTraits& traits, const std::vector<Output>& outputs) {
-  if (traits.writes || outputs.empty()) return false;
-  for (const Output& output : outputs)
+bool returns_only_integers(const OpTraits& traits, const std::vector<OutputSpec>& outputs) {
+  if (traits.writes_arguments || outputs.empty()) return false;
+  for (const OutputSpec& output : outputs)
     if (output.kind != OutputKind::Integer) return false;
   return true;
 }
 
 // From now on the op is streamed, with the outputs of this reply as prediction.
-void cache_outputs(const c10::OperatorHandle& op, const OpTraits& traits, Template& known,
-                   const OpReply& op_reply, Connection::Batch& batch, const Stack& stack) {
+void cache_outputs(const c10::OperatorHandle& op, const OpTraits& traits, CachedTemplate& known,
+                   const OpReply& op_reply, Connection::RecordBatch& batch, const Stack& stack) {
   batch.templates().renumber(known, batch.records());
   known.outputs = op_reply.outputs;
-  known.new_outputs = op_reply.new_outputs;
-  known.mode = is_constant(traits, op_reply.outputs) ? OpExecutionMode::Local : OpExecutionMode::Stream;
+  known.new_storages = op_reply.new_outputs;
+  known.mode =
+      returns_only_integers(traits, op_reply.outputs) ? OpExecutionMode::Local : OpExecutionMode::Stream;
   if (known.mode == OpExecutionMode::Local) return;
-  write_template(batch.records(), known.number,
-                 template_body(op, traits, stack, stack.size() - traits.arguments, &op_reply.outputs));
+  write_define_template(
+      batch.records(), known.number,
+      encode_template_body(op, traits, stack, stack.size() - traits.argument_count, &op_reply.outputs));
 }
 
 // An op that ran as a DynamicOp during a recording becomes a step of the graph, now that its outputs are
 // known.
-void write_graph_step(const Template& known, Connection::Batch& batch, const Call& call,
+void write_graph_step(const CachedTemplate& known, Connection::RecordBatch& batch, const OpCall& call,
                       const std::vector<uint32_t>& storages) {
-  batch.records().record(Record::GraphStep, known.number);
-  batch.records().raw(call.data.data(), call.data.size());
-  batch.records().raw(storages.data(), storages.size() * sizeof(uint32_t));
+  batch.records().begin_record(RecordKind::GraphStep, known.number);
+  batch.records().append_bytes(call.data.data(), call.data.size());
+  batch.records().append_bytes(storages.data(), storages.size() * sizeof(uint32_t));
 }
 
 }  // namespace
 
-void run_dynamic_op(const c10::OperatorHandle& op, const OpTraits& traits, const TemplatePtr& known,
-                    Connection::Batch& batch, const Call& call, Stack* stack) {
+void run_dynamic_op(const c10::OperatorHandle& op, const OpTraits& traits, const CachedTemplatePtr& known,
+                    Connection::RecordBatch& batch, const OpCall& call, Stack* stack) {
   Connection& connection = *call.connection;
-  std::vector<Tensor> inputs = owned_copies(call.tensors);
+  std::vector<Tensor> inputs = copy_tensor_references(call.tensors);
   PendingReply reply;
-  reply.binds = true;
-  batch.records().record(Record::DynamicOp, known->number);
-  batch.records().raw(call.data.data(), call.data.size());
+  reply.needs_binding = true;
+  batch.records().begin_record(RecordKind::DynamicOp, known->number);
+  batch.records().append_bytes(call.data.data(), call.data.size());
   batch.counters().dynamic_ops++;
   batch.counters().ops++;
   uint64_t number = batch.finish_request(reply);
-  connection.wait_reply(number, reply);
-  Reader in(reply.payload.data(), reply.payload.size());
+  connection.wait_for_reply(number, reply);
+  WireReader in(reply.payload.data(), reply.payload.size());
   OpReply op_reply;
   std::vector<uint32_t> storages;
   try {
     op_reply = read_op_reply(in, op.schema(), inputs.size());
     try {
       batch.acquire();
-      batch.check_new_storages(op_reply.new_outputs);
+      batch.check_storage_numbers_left(op_reply.new_outputs);
     } catch (...) {
       batch.release();
       connection.discard_outputs(number, op_reply.new_outputs);
       throw;
     }
     storages.resize(op_reply.new_outputs);
-    for (uint32_t& storage : storages) storage = batch.new_storage();
-    batch.records().record(Record::BindOutputs, op_reply.new_outputs);
-    batch.records().u64(number);
-    batch.records().raw(storages.data(), storages.size() * sizeof(uint32_t));
+    for (uint32_t& storage : storages) storage = batch.assign_storage_number();
+    batch.records().begin_record(RecordKind::BindOutputs, op_reply.new_outputs);
+    batch.records().write_u64(number);
+    batch.records().append_bytes(storages.data(), storages.size() * sizeof(uint32_t));
     // The template may have been evicted during the wait.
     bool is_cached = batch.templates().find(known->hash, known->key) == known;
     if (is_cached && known->mode == OpExecutionMode::Learn &&
-        is_static(op_reply.outputs, op_reply.resizes_inputs)) {
+        has_static_outputs(op_reply.outputs, op_reply.resizes_inputs)) {
       cache_outputs(op, traits, *known, op_reply, batch, *stack);
     }
     if (connection.is_recorder() && known->mode == OpExecutionMode::Stream)
       write_graph_step(*known, batch, call, storages);
     batch.release();
-    read_resizes(in, inputs);
+    apply_resized_inputs(in, inputs);
   } catch (const ProtocolError& error) {
-    connection.fail(error);
+    connection.fail_session(error);
   }
   const uint32_t* next = storages.data();
   c10::SmallVector<IValue, 4> results;
-  for (const Output& output : op_reply.outputs)
+  for (const OutputSpec& output : op_reply.outputs)
     results.push_back(make_result(output, connection, next, inputs));
   if (known->mode == OpExecutionMode::Dynamic || known->mode == OpExecutionMode::Learn) {
     connection.check_not_recording(op.schema().name().c_str());
   }
-  torch::jit::drop(*stack, traits.arguments);
+  torch::jit::drop(*stack, traits.argument_count);
   for (IValue& result : results) stack->push_back(std::move(result));
 }
 

@@ -4,13 +4,13 @@
 
 #include <ATen/core/stack.h>
 
-#include "call.h"
+#include "op_call.h"
 #include "op_traits.h"
 
 namespace genie {
 
 // Pops the arguments from the stack and pushes the outputs. `batch` is held on entry, and released.
-void run_dynamic_op(const c10::OperatorHandle& op, const OpTraits& traits, const TemplatePtr& known,
-                    Connection::Batch& batch, const Call& call, torch::jit::Stack* stack);
+void run_dynamic_op(const c10::OperatorHandle& op, const OpTraits& traits, const CachedTemplatePtr& known,
+                    Connection::RecordBatch& batch, const OpCall& call, torch::jit::Stack* stack);
 
 }  // namespace genie

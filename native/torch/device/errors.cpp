@@ -12,7 +12,7 @@ namespace genie {
 
 namespace {
 
-std::unordered_map<std::string, PyObject*>& classes() {
+std::unordered_map<std::string, PyObject*>& error_classes() {
   static auto* all = new std::unordered_map<std::string, PyObject*>();
   return *all;
 }
@@ -26,8 +26,8 @@ struct PythonFailure final : torch::PyTorchError {
   PyObject* python_type() override {
     std::string nearest = code;
     for (;;) {
-      auto found = classes().find(nearest);
-      if (found != classes().end()) return found->second;
+      auto found = error_classes().find(nearest);
+      if (found != error_classes().end()) return found->second;
       size_t dot = nearest.rfind('.');
       if (dot == std::string::npos) return PyExc_RuntimeError;
       nearest.resize(dot);
@@ -54,12 +54,12 @@ std::string to_ascii(const std::string& text) {
 void set_error_class(const std::string& code, void* python_class) {
   auto* kept = static_cast<PyObject*>(python_class);
   Py_INCREF(kept);
-  classes()[code] = kept;
+  error_classes()[code] = kept;
 }
 
 void raise(const std::string& code, const std::string& message) { throw PythonFailure(code, message); }
 
-void raise_remote(const RemoteError& error, const std::string& device_name) {
+void raise_remote_error(const RemoteError& error, const std::string& device_name) {
   const std::string& code = error.code;
   std::string text = to_ascii(error.message);
   if (!error.op.empty())

@@ -17,6 +17,6 @@ void set_error_class(const std::string& code, void* python_class);
 std::string to_ascii(const std::string& text);
 
 // Raises an error that an executor sent; the message names the op, if there is one.
-[[noreturn]] void raise_remote(const RemoteError& error, const std::string& device_name);
+[[noreturn]] void raise_remote_error(const RemoteError& error, const std::string& device_name);
 
 }  // namespace genie

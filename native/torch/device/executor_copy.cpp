@@ -12,35 +12,36 @@ namespace {
 
 using at::Tensor;
 
-constexpr const char* OPERATION = "a copy between two remote devices";
+constexpr const char* COPY_DESCRIPTION = "a copy between two remote devices";
 
-std::string name_of(const Connection& connection) {
+std::string executor_description(const Connection& connection) {
   const ConnectionOptions& options = connection.options();
-  return (options.device_name + " (" + options.executor + ")").substr(0, HOST_BYTES_MAX);
+  return (options.device_name + " (" + options.executor + ")").substr(0, HOST_NAME_BYTES_MAX);
 }
 
 uint64_t publish_parcel(Connection& from, const Tensor& source) {
-  Connection::Batch batch(from);
-  uint64_t parcel = batch.new_parcel();
-  batch.records().record(Record::PublishParcel);
-  batch.records().u64(parcel);
+  Connection::RecordBatch batch(from);
+  uint64_t parcel = batch.assign_parcel_number();
+  batch.records().begin_record(RecordKind::PublishParcel);
+  batch.records().write_u64(parcel);
   write_view(batch.records(), source);
   batch.finish_frame();
   return parcel;
 }
 
 void fetch_parcel(Connection& to, const Tensor& target, const ConnectionPtr& from, uint64_t parcel) {
-  std::string token = from->token(parcel);
+  std::string token = from->make_fetch_token(parcel);
   uint64_t bytes = target.nbytes();
-  Connection::Batch batch(to);
+  Connection::RecordBatch batch(to);
   batch.begin_frame();
-  Writer& records = batch.records();
-  records.record(Record::FetchParcel);
+  WireWriter& records = batch.records();
+  records.begin_record(RecordKind::FetchParcel);
   write_view(records, target);
-  records.u64(bytes);
+  records.write_u64(bytes);
   const ConnectionOptions& source = from->options();
-  write_origin(records, {source.host, source.port, source.server_name, parcel, token, name_of(*from)});
-  batch.finish_fetch(from, parcel, bytes);
+  write_parcel_origin(
+      records, {source.host, source.port, source.server_name, parcel, token, executor_description(*from)});
+  batch.finish_fetch_parcel(from, parcel, bytes);
 }
 
 // An error at the source is also one at the target; it is raised once.
@@ -64,11 +65,11 @@ void synchronize(Connection& from, Connection& to) {
 // FetchParcel waits for a PublishParcel that was written earlier, and all records before that one in its
 // stream were written earlier still, so a chain of waits cannot form a cycle.
 void copy_tensor(const Tensor& target, const Tensor& source) {
-  check_dimensions(source.dim());
-  check_dimensions(target.dim());
-  ConnectionPtr from = handle_of(source).connection, to = handle_of(target).connection;
-  from->check_not_recording(OPERATION);
-  to->check_not_recording(OPERATION);
+  check_dimension_count(source.dim());
+  check_dimension_count(target.dim());
+  ConnectionPtr from = storage_handle_of(source).connection, to = storage_handle_of(target).connection;
+  from->check_not_recording(COPY_DESCRIPTION);
+  to->check_not_recording(COPY_DESCRIPTION);
   to->wait_for_fetch_window(source.nbytes());
   uint64_t parcel = publish_parcel(*from, source);
   try {

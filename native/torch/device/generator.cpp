@@ -15,7 +15,7 @@ namespace genie {
 
 namespace {
 
-constexpr uint32_t DEFAULT = 0;
+constexpr uint32_t DEFAULT_GENERATOR = 0;
 
 // Callers hold the generator's mutex. Waiting for an executor releases the GIL; another thread that then
 // takes the GIL may want the mutex, which would deadlock. So the mutex is released here. It protects nothing:
@@ -42,7 +42,7 @@ class RemoteGenerator final : public c10::GeneratorImpl {
         number_(number) {}
 
   ~RemoteGenerator() override {
-    if (number_ != DEFAULT) connection_->free_generator(number_);
+    if (number_ != DEFAULT_GENERATOR) connection_->free_generator(number_);
   }
 
   void set_current_seed(uint64_t seed) override {
@@ -79,22 +79,22 @@ class RemoteGenerator final : public c10::GeneratorImpl {
   // The functions below are called without the mutex.
   void send_seed(uint64_t seed) {
     seed_ = seed;
-    if (number_ == DEFAULT && !device_registry().open_connection(index()))
+    if (number_ == DEFAULT_GENERATOR && !device_registry().find_open_connection(index()))
       return;  // seeded when the connection is opened
-    write([&](Writer& out) {
-      out.record(Record::Seed);
-      out.u32(number_);
-      out.u64(seed);
+    send_record([&](WireWriter& out) {
+      out.begin_record(RecordKind::Seed);
+      out.write_u32(number_);
+      out.write_u64(seed);
     });
   }
 
   void send_state(const void* state, uint64_t bytes) {
-    if (bytes > INLINE_BYTES_MAX) raise("usage", "this is not a generator state: it is too large");
-    write([&](Writer& out) {
-      out.record(Record::SetGenerator);
-      out.u32(number_);
-      out.u32(static_cast<uint32_t>(bytes));
-      out.raw(state, bytes);
+    if (bytes > INLINE_UPLOAD_BYTES_MAX) raise("usage", "this is not a generator state: it is too large");
+    send_record([&](WireWriter& out) {
+      out.begin_record(RecordKind::SetGenerator);
+      out.write_u32(number_);
+      out.write_u32(static_cast<uint32_t>(bytes));
+      out.append_bytes(state, bytes);
     });
   }
 
@@ -102,31 +102,31 @@ class RemoteGenerator final : public c10::GeneratorImpl {
     ConnectionPtr connection = this->connection();
     connection->check_not_recording("reading a generator state");
     PendingReply reply;
-    Connection::Batch batch(*connection);
-    batch.records().record(Record::GeneratorState);
-    batch.records().u32(number_);
+    Connection::RecordBatch batch(*connection);
+    batch.records().begin_record(RecordKind::GeneratorState);
+    batch.records().write_u32(number_);
     uint64_t number = batch.finish_request(reply);
-    connection->wait_reply(number, reply);
+    connection->wait_for_reply(number, reply);
     return std::move(reply.payload);
   }
 
-  bool is_default() const { return number_ == DEFAULT; }
-  bool is_on(const Connection& connection) const { return connection_.get() == &connection; }
+  bool is_default() const { return number_ == DEFAULT_GENERATOR; }
+  bool is_on_connection(const Connection& connection) const { return connection_.get() == &connection; }
   uint32_t number() const { return number_; }
 
  private:
   int index() const { return device().index(); }
   ConnectionPtr connection() const {
-    return number_ == DEFAULT ? device_registry().connection(index()) : connection_;
+    return number_ == DEFAULT_GENERATOR ? device_registry().get_or_open_connection(index()) : connection_;
   }
 
   template <class Write>
-  void write(Write write) {
+  void send_record(Write write) {
     ConnectionPtr connection = this->connection();
     connection->check_not_recording("changing a generator");
-    Connection::Batch batch(*connection);
+    Connection::RecordBatch batch(*connection);
     write(batch.records());
-    batch.finish_op();
+    batch.finish_record();
   }
 
   RemoteGenerator* clone_impl() const override {
@@ -147,15 +147,15 @@ class RemoteGenerator final : public c10::GeneratorImpl {
 }  // namespace
 
 at::Generator make_default_generator(int index) {
-  return at::make_generator<RemoteGenerator>(index, ConnectionPtr(), DEFAULT);
+  return at::make_generator<RemoteGenerator>(index, ConnectionPtr(), DEFAULT_GENERATOR);
 }
 
 at::Generator make_generator(int index) {
-  ConnectionPtr connection = device_registry().connection(index);
+  ConnectionPtr connection = device_registry().get_or_open_connection(index);
   uint32_t number;
   {
-    Connection::Batch batch(*connection);
-    number = batch.new_generator();
+    Connection::RecordBatch batch(*connection);
+    number = batch.assign_generator_number();
   }
   auto made = at::make_generator<RemoteGenerator>(connection->options().index, connection, number);
   static_cast<RemoteGenerator*>(made.unsafeGetGeneratorImpl())->send_seed(c10::default_rng_seed_val);
@@ -170,8 +170,9 @@ uint32_t generator_number(const at::Generator& generator, const Connection& conn
   auto* found = static_cast<RemoteGenerator*>(generator.unsafeGetGeneratorImpl());
   TORCH_CHECK(found->device().index() == connection.options().index, "Expected a generator of ", here,
               " but found one of ", found->device());
-  if (found->is_default()) return DEFAULT;
-  if (!found->is_on(connection)) raise("device.lost", "the generator was on an executor that was lost");
+  if (found->is_default()) return DEFAULT_GENERATOR;
+  if (!found->is_on_connection(connection))
+    raise("device.lost", "the generator was on an executor that was lost");
   return found->number();
 }
 

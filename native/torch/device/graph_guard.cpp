@@ -24,7 +24,7 @@ namespace genie {
 
 namespace {
 
-constexpr size_t NUMBER_BYTES_MAX = 16;  // the largest dtype
+constexpr size_t SCALAR_VALUE_BYTES_MAX = 16;  // the largest dtype
 
 // Storage, offset, shape, strides and dtype of a tensor; for a CPU scalar also its value, which a recording
 // contains.
@@ -39,8 +39,8 @@ class TensorSnapshot {
     if (!tensor.has_storage()) return;
     sizes_.append(tensor.sizes().begin(), tensor.sizes().end());
     strides_.append(tensor.strides().begin(), tensor.strides().end());
-    number_bytes_ = is_number(tensor) ? tensor.itemsize() : 0;
-    if (number_bytes_) std::memcpy(number_, number_of(tensor), number_bytes_);
+    scalar_value_bytes_ = is_cpu_scalar(tensor) ? tensor.itemsize() : 0;
+    if (scalar_value_bytes_) std::memcpy(scalar_value_, scalar_value_of(tensor), scalar_value_bytes_);
   }
 
   bool matches(const c10::TensorImpl& tensor) const {
@@ -49,15 +49,16 @@ class TensorSnapshot {
            (tensor.storage_offset() == offset_ && tensor.dtype() == dtype_ &&
             tensor.is_conj() == conjugate_ && tensor.is_neg() == negative_ &&
             tensor.sizes() == c10::IntArrayRef(sizes_) && tensor.strides() == c10::IntArrayRef(strides_) &&
-            (!number_bytes_ || std::memcmp(number_, number_of(tensor), number_bytes_) == 0));
+            (!scalar_value_bytes_ ||
+             std::memcmp(scalar_value_, scalar_value_of(tensor), scalar_value_bytes_) == 0));
   }
 
  private:
-  static bool is_number(const c10::TensorImpl& tensor) {
-    return tensor.device().is_cpu() && tensor.dim() == 0 && tensor.itemsize() <= NUMBER_BYTES_MAX &&
+  static bool is_cpu_scalar(const c10::TensorImpl& tensor) {
+    return tensor.device().is_cpu() && tensor.dim() == 0 && tensor.itemsize() <= SCALAR_VALUE_BYTES_MAX &&
            tensor.unsafe_storage().data();
   }
-  static const void* number_of(const c10::TensorImpl& tensor) {
+  static const void* scalar_value_of(const c10::TensorImpl& tensor) {
     return static_cast<const uint8_t*>(tensor.unsafe_storage().data()) +
            static_cast<size_t>(tensor.storage_offset()) * tensor.itemsize();
   }
@@ -67,40 +68,40 @@ class TensorSnapshot {
   caffe2::TypeMeta dtype_;
   bool conjugate_, negative_;
   c10::SmallVector<int64_t, 4> sizes_, strides_;
-  size_t number_bytes_ = 0;
-  uint8_t number_[NUMBER_BYTES_MAX];
+  size_t scalar_value_bytes_ = 0;
+  uint8_t scalar_value_[SCALAR_VALUE_BYTES_MAX];
 };
 
 // Tensors that a graph was recorded with; the dicts of the model (parameters, modules, hooks); and single
 // entries of dicts, by name. Supports Python's garbage collector.
 class GraphGuard {
  public:
-  using Entry = std::pair<py::dict, py::object>;
+  using DictEntry = std::pair<py::dict, py::object>;
   GraphGuard(const std::vector<py::object>& tensors, const std::vector<py::dict>& dicts,
-             const std::vector<Entry>& entries) {
+             const std::vector<DictEntry>& entries) {
     for (const py::object& tensor : tensors) {
       if (!THPVariable_Check(tensor.ptr())) throw py::type_error("GraphGuard expects tensors");
-      tensors_.emplace_back(tensor, TensorSnapshot(tensor_of(tensor)));
+      tensors_.emplace_back(tensor, TensorSnapshot(tensor_impl_of(tensor)));
     }
     for (const py::dict& part : dicts) {
-      sizes_.emplace_back(part, part.size());
+      dict_sizes_.emplace_back(part, part.size());
       for (const auto& [name, value] : part) {
-        contents_.emplace_back(part, py::reinterpret_borrow<py::object>(name),
-                               py::reinterpret_borrow<py::object>(value));
+        dict_entries_.emplace_back(part, py::reinterpret_borrow<py::object>(name),
+                                   py::reinterpret_borrow<py::object>(value));
       }
     }
     for (const auto& [part, name] : entries) {
-      contents_.emplace_back(part, name, py::reinterpret_borrow<py::object>(found(part, name)));
+      dict_entries_.emplace_back(part, name, py::reinterpret_borrow<py::object>(look_up_entry(part, name)));
     }
   }
   // Whether all tensors and dicts are unchanged.
-  bool check() const {
+  bool is_unchanged() const {
     for (const auto& [tensor, snapshot] : tensors_)
-      if (!snapshot.matches(tensor_of(tensor))) return false;
-    for (const auto& [part, size] : sizes_)
+      if (!snapshot.matches(tensor_impl_of(tensor))) return false;
+    for (const auto& [part, size] : dict_sizes_)
       if (part.size() != size) return false;
-    for (const auto& [part, name, value] : contents_)
-      if (found(part, name) != value.ptr()) return false;
+    for (const auto& [part, name, value] : dict_entries_)
+      if (look_up_entry(part, name) != value.ptr()) return false;
     return true;
   }
 
@@ -108,12 +109,12 @@ class GraphGuard {
     type->ht_type.tp_flags |= Py_TPFLAGS_HAVE_GC;
     type->ht_type.tp_traverse = [](PyObject* self, visitproc visit, void* arg) {
       Py_VISIT(Py_TYPE(self));
-      const GraphGuard* guard = instance_of(self);
+      const GraphGuard* guard = guard_of_python_object(self);
       return guard ? guard->traverse(visit, arg) : 0;
     };
     type->ht_type.tp_clear = [](PyObject* self) {
-      GraphGuard* guard = instance_of(self);
-      // Destructors may call check() again, so this object is emptied first.
+      GraphGuard* guard = guard_of_python_object(self);
+      // Destructors may call is_unchanged() again, so this object is emptied first.
       if (guard) GraphGuard dying(std::move(*guard));
       return 0;
     };
@@ -123,23 +124,23 @@ class GraphGuard {
   GraphGuard(GraphGuard&&) = default;
 
   // Null while it is being constructed.
-  static GraphGuard* instance_of(PyObject* self) {
+  static GraphGuard* guard_of_python_object(PyObject* self) {
     auto* instance = reinterpret_cast<py::detail::instance*>(self);
     auto held = instance->get_value_and_holder();
     return held.holder_constructed() ? held.value_ptr<GraphGuard>() : nullptr;
   }
-  static const c10::TensorImpl& tensor_of(const py::object& tensor) {
+  static const c10::TensorImpl& tensor_impl_of(const py::object& tensor) {
     return *THPVariable_Unpack(tensor.ptr()).unsafeGetTensorImpl();
   }
-  static PyObject* found(const py::dict& part, const py::object& name) {
+  static PyObject* look_up_entry(const py::dict& part, const py::object& name) {
     PyObject* value = PyDict_GetItemWithError(part.ptr(), name.ptr());
     if (!value && PyErr_Occurred()) throw py::error_already_set();
     return value;
   }
   int traverse(visitproc visit, void* arg) const {
     for (const auto& [tensor, snapshot] : tensors_) Py_VISIT(tensor.ptr());
-    for (const auto& [part, size] : sizes_) Py_VISIT(part.ptr());
-    for (const auto& [part, name, value] : contents_) {
+    for (const auto& [part, size] : dict_sizes_) Py_VISIT(part.ptr());
+    for (const auto& [part, name, value] : dict_entries_) {
       Py_VISIT(part.ptr());
       Py_VISIT(name.ptr());
       Py_VISIT(value.ptr());
@@ -148,8 +149,8 @@ class GraphGuard {
   }
 
   std::vector<std::pair<py::object, TensorSnapshot>> tensors_;
-  std::vector<std::pair<py::dict, size_t>> sizes_;
-  std::vector<std::tuple<py::dict, py::object, py::object>> contents_;  // null value: no such entry
+  std::vector<std::pair<py::dict, size_t>> dict_sizes_;
+  std::vector<std::tuple<py::dict, py::object, py::object>> dict_entries_;  // null value: no such entry
 };
 
 // torch's getter raises for inconsistent settings; those count as one value.
@@ -162,13 +163,13 @@ uint64_t matmul_precision() {
 }
 
 // Settings of the process and of this thread that a recording depends on, packed into one number.
-uint64_t torch_settings() {
+uint64_t torch_settings_bits() {
   constexpr auto REMOTE = c10::DeviceType::PrivateUse1;
   const at::Context& context = at::globalContext();
   bool is_autocast = at::autocast::is_autocast_enabled(REMOTE);
   uint64_t packed = is_autocast ? 1 + static_cast<uint64_t>(at::autocast::get_autocast_dtype(REMOTE)) : 0;
   packed = packed << 8 | static_cast<uint64_t>(c10::get_default_dtype_as_scalartype());
-  packed = packed << 8 | static_cast<uint64_t>(device_registry().current());
+  packed = packed << 8 | static_cast<uint64_t>(device_registry().current_device());
   packed = packed << 2 | matmul_precision();
   packed = packed << 1 | context.deterministicAlgorithms();
   packed = packed << 1 | context.deterministicAlgorithmsWarnOnly();
@@ -180,9 +181,9 @@ uint64_t torch_settings() {
 void bind_graph_guard(py::module_& m) {
   py::class_<GraphGuard>(m, "GraphGuard", py::module_local(), py::custom_type_setup(&GraphGuard::enable_gc))
       .def(py::init<const std::vector<py::object>&, const std::vector<py::dict>&,
-                    const std::vector<GraphGuard::Entry>&>())
-      .def("check", &GraphGuard::check);
-  m.def("torch_settings", &torch_settings);
+                    const std::vector<GraphGuard::DictEntry>&>())
+      .def("is_unchanged", &GraphGuard::is_unchanged);
+  m.def("torch_settings_bits", &torch_settings_bits);
 }
 
 }  // namespace genie

@@ -23,7 +23,7 @@ GilRelease::~GilRelease() {
   if (state_) PyEval_RestoreThread(state_);
 }
 
-void find_main_thread() {
+void remember_main_thread() {
   main_thread = py::module_::import("threading").attr("main_thread")().attr("ident").cast<unsigned long>();
 }
 
@@ -33,7 +33,7 @@ void check_signals() {
   if (PyErr_CheckSignals() != 0) throw py::error_already_set();
 }
 
-std::string thread_name() {
+std::string python_thread_name() {
   py::gil_scoped_acquire gil;
   return py::module_::import("threading").attr("current_thread")().attr("name").cast<std::string>();
 }

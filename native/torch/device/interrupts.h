@@ -21,7 +21,7 @@ class GilRelease {
 };
 
 // Remembers Python's main thread, the only one that runs signal handlers. Call with the GIL.
-void find_main_thread();
+void remember_main_thread();
 
 // How often a wait checks for signals.
 constexpr auto SIGNAL_CHECK_INTERVAL = std::chrono::milliseconds(200);
@@ -31,6 +31,6 @@ constexpr auto SIGNAL_CHECK_INTERVAL = std::chrono::milliseconds(200);
 void check_signals();
 
 // Python's name of this thread. Takes the GIL.
-std::string thread_name();
+std::string python_thread_name();
 
 }  // namespace genie

@@ -33,11 +33,11 @@ bool is_remote(const Tensor& tensor) { return tensor.device().type() == DEVICE_T
 
 // --- factories ----------------------------------------------------------------------------------
 
-ConnectionPtr connection_at(std::optional<c10::Device> device) {
-  return device_registry().connection(device && device->has_index() ? device->index() : -1);
+ConnectionPtr connection_of_device(std::optional<c10::Device> device) {
+  return device_registry().get_or_open_connection(device && device->has_index() ? device->index() : -1);
 }
 
-void check_options(std::optional<at::Layout> layout, std::optional<bool> pin_memory) {
+void check_tensor_options(std::optional<at::Layout> layout, std::optional<bool> pin_memory) {
   if (layout && *layout != at::kStrided) {
     raise("device.op_refused", "remote_accelerator supports strided tensors only");
   }
@@ -51,37 +51,37 @@ at::ScalarType default_dtype() { return at::typeMetaToScalarType(at::get_default
 Tensor empty_strided(c10::IntArrayRef sizes, c10::IntArrayRef strides, std::optional<at::ScalarType> dtype,
                      std::optional<at::Layout> layout, std::optional<c10::Device> device,
                      std::optional<bool> pin_memory) {
-  check_options(layout, pin_memory);
-  Output output;
+  check_tensor_options(layout, pin_memory);
+  OutputSpec output;
   output.dtype = dtype.value_or(default_dtype());
   if (!is_supported_dtype(output.dtype)) {
     raise("device.op_refused",
           std::string("remote_accelerator does not support dtype ") + c10::toString(output.dtype));
   }
   TORCH_CHECK(sizes.size() == strides.size(), "sizes and strides differ in length");
-  check_dimensions(static_cast<int64_t>(sizes.size()));
+  check_dimension_count(static_cast<int64_t>(sizes.size()));
   for (int64_t size : sizes)
     TORCH_CHECK(size >= 0, "Trying to create tensor with negative dimension ", size, ": ", sizes);
   output.sizes.assign(sizes.begin(), sizes.end());
   output.strides.assign(strides.begin(), strides.end());
   output.storage_bytes =
       static_cast<int64_t>(at::detail::computeStorageNbytes(sizes, strides, c10::elementSize(output.dtype)));
-  ConnectionPtr connection = connection_at(device);
+  ConnectionPtr connection = connection_of_device(device);
   uint32_t storage;
   {
-    Connection::Batch batch(*connection);
-    storage = batch.new_storage();
-    batch.records().record(Record::Allocate);
-    batch.records().u32(storage);
-    batch.records().u64(static_cast<uint64_t>(output.storage_bytes));
-    batch.finish_op();
+    Connection::RecordBatch batch(*connection);
+    storage = batch.assign_storage_number();
+    batch.records().begin_record(RecordKind::Allocate);
+    batch.records().write_u32(storage);
+    batch.records().write_u64(static_cast<uint64_t>(output.storage_bytes));
+    batch.finish_record();
   }
-  Tensor made = make_tensor(*connection, storage, output);
+  Tensor made = make_remote_tensor(*connection, storage, output);
   if (connection->options().blocking && !connection->is_recorder()) connection->synchronize();
   return made;
 }
 
-std::vector<int64_t> strides_for(c10::IntArrayRef sizes, at::MemoryFormat format) {
+std::vector<int64_t> compute_strides(c10::IntArrayRef sizes, at::MemoryFormat format) {
   if (format == at::MemoryFormat::ChannelsLast) return c10::get_channels_last_strides_2d(sizes);
   if (format == at::MemoryFormat::ChannelsLast3d) return c10::get_channels_last_strides_3d(sizes);
   auto strides = c10::contiguous_strides(sizes);
@@ -93,7 +93,7 @@ Tensor empty(c10::IntArrayRef sizes, std::optional<at::ScalarType> dtype, std::o
              std::optional<at::MemoryFormat> format) {
   for (int64_t size : sizes)
     TORCH_CHECK(size >= 0, "Trying to create tensor with negative dimension ", size, ": ", sizes);
-  return empty_strided(sizes, strides_for(sizes, format.value_or(at::MemoryFormat::Contiguous)), dtype,
+  return empty_strided(sizes, compute_strides(sizes, format.value_or(at::MemoryFormat::Contiguous)), dtype,
                        layout, device, pin_memory);
 }
 
@@ -109,7 +109,7 @@ Tensor zeros_for_autograd(c10::IntArrayRef sizes, std::optional<at::ScalarType> 
 Tensor arange(const at::Scalar& start, const at::Scalar& end, const at::Scalar& step,
               std::optional<at::ScalarType> dtype, std::optional<at::Layout> layout,
               std::optional<c10::Device> device, std::optional<bool> pin_memory) {
-  check_options(layout, pin_memory);
+  check_tensor_options(layout, pin_memory);
   if (!dtype) {
     bool integral = start.isIntegral(true) && end.isIntegral(true) && step.isIntegral(true);
     dtype = integral ? at::kLong : default_dtype();
@@ -120,14 +120,15 @@ Tensor arange(const at::Scalar& start, const at::Scalar& end, const at::Scalar& 
   return stack.back().toTensor();
 }
 
-Tensor arange_to(const at::Scalar& end, std::optional<at::ScalarType> dtype, std::optional<at::Layout> layout,
-                 std::optional<c10::Device> device, std::optional<bool> pin_memory) {
+Tensor arange_end(const at::Scalar& end, std::optional<at::ScalarType> dtype,
+                  std::optional<at::Layout> layout, std::optional<c10::Device> device,
+                  std::optional<bool> pin_memory) {
   return arange(0, end, 1, dtype, layout, device, pin_memory);
 }
 
-Tensor arange_from(const at::Scalar& start, const at::Scalar& end, std::optional<at::ScalarType> dtype,
-                   std::optional<at::Layout> layout, std::optional<c10::Device> device,
-                   std::optional<bool> pin_memory) {
+Tensor arange_start_end(const at::Scalar& start, const at::Scalar& end, std::optional<at::ScalarType> dtype,
+                        std::optional<at::Layout> layout, std::optional<c10::Device> device,
+                        std::optional<bool> pin_memory) {
   return arange(start, end, 1, dtype, layout, device, pin_memory);
 }
 
@@ -137,22 +138,23 @@ Tensor materialize(const Tensor& tensor) { return tensor.resolve_conj().resolve_
 
 // `source` is on the CPU, contiguous, of the target's dtype and shape.
 void upload(const Tensor& target, const Tensor& source) {
-  check_dimensions(target.dim());
-  Connection& connection = *handle_of(target).connection;
+  check_dimension_count(target.dim());
+  Connection& connection = *storage_handle_of(target).connection;
   uint64_t bytes = source.nbytes();
-  auto write = [&](Writer& records, bool is_inline) {
-    records.record(Record::Put, is_inline);
+  auto write = [&](WireWriter& records, bool is_inline) {
+    records.begin_record(RecordKind::Put, is_inline);
     write_view(records, target);
-    records.u64(bytes);
+    records.write_u64(bytes);
   };
   connection.check_not_recording("a copy from this machine");
-  if (bytes <= INLINE_BYTES_MAX) {
-    Connection::Batch batch(connection);
+  if (bytes <= INLINE_UPLOAD_BYTES_MAX) {
+    Connection::RecordBatch batch(connection);
     write(batch.records(), true);
-    batch.records().raw(source.const_data_ptr(), bytes);
-    batch.finish_op();
+    batch.records().append_bytes(source.const_data_ptr(), bytes);
+    batch.finish_record();
   } else {
-    connection.send_bytes([&](Writer& records) { write(records, false); }, source.const_data_ptr(), bytes);
+    connection.send_bytes([&](WireWriter& records) { write(records, false); }, source.const_data_ptr(),
+                          bytes);
   }
   if (connection.options().blocking) connection.synchronize();
 }
@@ -160,21 +162,21 @@ void upload(const Tensor& target, const Tensor& source) {
 // `target` is on the CPU, contiguous, of the source's dtype and shape, and neither is a lazy conjugate or
 // negation.
 void download(const Tensor& source, const Tensor& target) {
-  check_dimensions(source.dim());
-  ConnectionPtr connection = handle_of(source).connection;
+  check_dimension_count(source.dim());
+  ConnectionPtr connection = storage_handle_of(source).connection;
   connection->check_not_recording("a copy to this machine");
   PendingReply reply;
-  reply.into = target.mutable_data_ptr();
-  reply.into_bytes = target.nbytes();
-  if (!reply.into) {  // no elements: nothing to fetch, but earlier errors are raised
+  reply.destination = target.mutable_data_ptr();
+  reply.destination_bytes = target.nbytes();
+  if (!reply.destination) {  // no elements: nothing to fetch, but earlier errors are raised
     connection->synchronize();
     return;
   }
-  Connection::Batch batch(*connection);
-  batch.records().record(Record::Get);
+  Connection::RecordBatch batch(*connection);
+  batch.records().begin_record(RecordKind::Get);
   write_view(batch.records(), source);
   uint64_t number = batch.finish_request(reply);
-  connection->wait_reply(number, reply);
+  connection->wait_for_reply(number, reply);
 }
 
 void copy_to_remote(const Tensor& target, const Tensor& source) {
@@ -259,7 +261,7 @@ Tensor& set_storage(Tensor& self, c10::Storage storage, int64_t offset, c10::Int
   auto* impl = self.unsafeGetTensorImpl();
   std::vector<int64_t> contiguous;
   if (strides.size() != sizes.size()) {
-    contiguous = strides_for(sizes, at::MemoryFormat::Contiguous);
+    contiguous = compute_strides(sizes, at::MemoryFormat::Contiguous);
     strides = contiguous;
   }
   auto bytes = at::detail::computeStorageNbytes(sizes, strides, self.itemsize(), offset);
@@ -279,7 +281,7 @@ Tensor& set_empty(Tensor& self) {
   return set_storage(self, empty_tensor.storage(), 0, {0}, {1});
 }
 
-Tensor& set_like(Tensor& self, const Tensor& source) {
+Tensor& set_from_tensor(Tensor& self, const Tensor& source) {
   return set_storage(self, source.storage(), source.storage_offset(), source.sizes(), source.strides());
 }
 
@@ -314,8 +316,8 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("empty.memory_format", genie::empty);
   m.impl("empty_strided", genie::empty_strided);
   m.impl("_efficientzerotensor", genie::zeros_for_autograd);
-  m.impl("arange", genie::arange_to);
-  m.impl("arange.start", genie::arange_from);
+  m.impl("arange", genie::arange_end);
+  m.impl("arange.start", genie::arange_start_end);
   m.impl("arange.start_step", genie::arange);
   m.impl("copy_", genie::copy_);
   m.impl("_copy_from", genie::copy_from);
@@ -324,7 +326,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("resize_", genie::resize_);
   m.impl("set_.source_Storage_storage_offset", genie::set_storage);
   m.impl("set_.source_Storage", genie::set_whole_storage);
-  m.impl("set_.source_Tensor", genie::set_like);
+  m.impl("set_.source_Tensor", genie::set_from_tensor);
   m.impl("set_", genie::set_empty);
   m.impl("as_strided", at::native::as_strided_tensorimpl);
   m.impl("view", genie::view);

@@ -27,14 +27,14 @@ thread_local int backward_depth = 0;
 #ifdef __GLIBC__  // uses the dynamic linker's data structures
 
 // Replaces c10::is_privateuse1_backend_registered in torch's libraries; at::getAccelerator() calls it.
-bool is_accelerator() { return backward_depth > 0; }
+bool is_remote_device_accelerator() { return backward_depth > 0; }
 
-using Predicate = bool (*)();
+using PredicateFunction = bool (*)();
 
-constexpr const char* SYMBOL = "_ZN3c1033is_privateuse1_backend_registeredEv";
+constexpr const char* REPLACED_SYMBOL = "_ZN3c1033is_privateuse1_backend_registeredEv";
 
-struct Search {
-  int replaced = 0;
+struct SymbolReplacement {
+  int replaced_slots = 0;
 };
 
 bool is_torch_library(const char* path) {
@@ -44,7 +44,7 @@ bool is_torch_library(const char* path) {
 }
 
 // Whether the address is in the segment that the dynamic linker made read-only after relocation (RELRO).
-bool is_protected(const dl_phdr_info& library, uintptr_t address) {
+bool is_in_relro_segment(const dl_phdr_info& library, uintptr_t address) {
   for (int i = 0; i < library.dlpi_phnum; i++) {
     const auto& segment = library.dlpi_phdr[i];
     if (segment.p_type != PT_GNU_RELRO) continue;
@@ -54,9 +54,9 @@ bool is_protected(const dl_phdr_info& library, uintptr_t address) {
   return false;
 }
 
-bool write_slot(const dl_phdr_info& library, void** slot, void* value) {
+bool write_relocation_slot(const dl_phdr_info& library, void** slot, void* value) {
   auto address = reinterpret_cast<uintptr_t>(slot);
-  if (!is_protected(library, address)) {
+  if (!is_in_relro_segment(library, address)) {
     *slot = value;
     return true;
   }
@@ -68,51 +68,57 @@ bool write_slot(const dl_phdr_info& library, void** slot, void* value) {
   return true;
 }
 
-struct Tables {
+struct RelocationTables {
   const ElfW(Sym)* symbols = nullptr;
   const char* names = nullptr;
-  const ElfW(Rela)* jumps = nullptr;
-  size_t jumps_bytes = 0;
-  const ElfW(Rela)* data = nullptr;
-  size_t data_bytes = 0;
+  const ElfW(Rela)* plt_relocations = nullptr;
+  size_t plt_relocations_bytes = 0;
+  const ElfW(Rela)* data_relocations = nullptr;
+  size_t data_relocations_bytes = 0;
 };
 
 // glibc has relocated these addresses already.
-Tables tables_of(const ElfW(Dyn)* entry) {
-  Tables found;
+RelocationTables find_relocation_tables(const ElfW(Dyn)* entry) {
+  RelocationTables found;
   for (; entry->d_tag != DT_NULL; entry++) {
     auto* address = reinterpret_cast<const char*>(entry->d_un.d_ptr);
     if (entry->d_tag == DT_SYMTAB) found.symbols = reinterpret_cast<const ElfW(Sym)*>(address);
     if (entry->d_tag == DT_STRTAB) found.names = address;
-    if (entry->d_tag == DT_JMPREL) found.jumps = reinterpret_cast<const ElfW(Rela)*>(address);
-    if (entry->d_tag == DT_PLTRELSZ) found.jumps_bytes = entry->d_un.d_val;
-    if (entry->d_tag == DT_RELA) found.data = reinterpret_cast<const ElfW(Rela)*>(address);
-    if (entry->d_tag == DT_RELASZ) found.data_bytes = entry->d_un.d_val;
+    if (entry->d_tag == DT_JMPREL) found.plt_relocations = reinterpret_cast<const ElfW(Rela)*>(address);
+    if (entry->d_tag == DT_PLTRELSZ) found.plt_relocations_bytes = entry->d_un.d_val;
+    if (entry->d_tag == DT_RELA) found.data_relocations = reinterpret_cast<const ElfW(Rela)*>(address);
+    if (entry->d_tag == DT_RELASZ) found.data_relocations_bytes = entry->d_un.d_val;
   }
   return found;
 }
 
-int replace_in(const dl_phdr_info& library, const Tables& tables, const ElfW(Rela)* entries, size_t bytes) {
+int replace_symbol_in_table(const dl_phdr_info& library, const RelocationTables& tables,
+                            const ElfW(Rela)* entries, size_t bytes) {
   int replaced = 0;
   for (size_t i = 0; entries && i < bytes / sizeof(ElfW(Rela)); i++) {
     auto symbol = ELF64_R_SYM(entries[i].r_info);
-    if (symbol == 0 || std::strcmp(tables.names + tables.symbols[symbol].st_name, SYMBOL) != 0) continue;
+    if (symbol == 0 || std::strcmp(tables.names + tables.symbols[symbol].st_name, REPLACED_SYMBOL) != 0)
+      continue;
     auto* slot = reinterpret_cast<void**>(library.dlpi_addr + entries[i].r_offset);
-    replaced += write_slot(library, slot, reinterpret_cast<void*>(static_cast<Predicate>(&is_accelerator)));
+    replaced += write_relocation_slot(
+        library, slot,
+        reinterpret_cast<void*>(static_cast<PredicateFunction>(&is_remote_device_accelerator)));
   }
   return replaced;
 }
 
-int replace_in_library(dl_phdr_info* library, size_t, void* data) {
+int replace_symbol_in_library(dl_phdr_info* library, size_t, void* data) {
   if (!is_torch_library(library->dlpi_name)) return 0;
   for (int i = 0; i < library->dlpi_phnum; i++) {
     if (library->dlpi_phdr[i].p_type != PT_DYNAMIC) continue;
     auto* entry = reinterpret_cast<const ElfW(Dyn)*>(library->dlpi_addr + library->dlpi_phdr[i].p_vaddr);
-    Tables tables = tables_of(entry);
+    RelocationTables tables = find_relocation_tables(entry);
     if (!tables.symbols || !tables.names) continue;
-    auto& search = *static_cast<Search*>(data);
-    search.replaced += replace_in(*library, tables, tables.jumps, tables.jumps_bytes);
-    search.replaced += replace_in(*library, tables, tables.data, tables.data_bytes);
+    auto& replacement = *static_cast<SymbolReplacement*>(data);
+    replacement.replaced_slots +=
+        replace_symbol_in_table(*library, tables, tables.plt_relocations, tables.plt_relocations_bytes);
+    replacement.replaced_slots +=
+        replace_symbol_in_table(*library, tables, tables.data_relocations, tables.data_relocations_bytes);
   }
   return 0;
 }
@@ -123,9 +129,9 @@ int replace_in_library(dl_phdr_info* library, size_t, void* data) {
 
 bool keep_local_accelerator() {
 #ifdef __GLIBC__
-  Search search;
-  dl_iterate_phdr(&replace_in_library, &search);
-  return search.replaced > 0;
+  SymbolReplacement replacement;
+  dl_iterate_phdr(&replace_symbol_in_library, &replacement);
+  return replacement.replaced_slots > 0;
 #else
   return false;
 #endif

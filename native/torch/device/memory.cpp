@@ -14,7 +14,7 @@ namespace {
 
 using c10::CachingDeviceAllocator::DeviceStats;
 
-void set(c10::CachingAllocator::StatArray& stats, uint64_t current, uint64_t peak) {
+void set_aggregate_stat(c10::CachingAllocator::StatArray& stats, uint64_t current, uint64_t peak) {
   auto& all = stats[static_cast<size_t>(c10::CachingAllocator::StatType::AGGREGATE)];
   all.current = static_cast<int64_t>(current);
   all.peak = static_cast<int64_t>(peak);
@@ -23,29 +23,31 @@ void set(c10::CachingAllocator::StatArray& stats, uint64_t current, uint64_t pea
 // Memory that an executor caches is not reported, so reserved equals allocated.
 struct RemoteAllocator final : c10::DeviceAllocator {
   c10::DataPtr allocate(size_t bytes) override {
-    return genie::allocate(*device_registry().connection(device_registry().current()), bytes);
+    return allocate_remote(*device_registry().get_or_open_connection(device_registry().current_device()),
+                           bytes);
   }
   c10::DeleterFnPtr raw_deleter() const override { return nullptr; }
   void copy_data(void*, const void*, size_t) const override {
     raise("device.op_refused", "remote memory cannot be copied by address");
   }
 
-  bool initialized() override { return device_registry().count() > 0; }
+  bool initialized() override { return device_registry().device_count() > 0; }
   void emptyCache(c10::MempoolId_t) override {}
   void recordStream(const c10::DataPtr&, c10::Stream) override {}  // there is one in-order stream
 
   DeviceStats getDeviceStats(c10::DeviceIndex index) override {
     DeviceStats stats;
-    StatsReply now = executor_counters(*device_registry().connection(index), /*reset_peak=*/false);
+    StatsReply now =
+        fetch_executor_counters(*device_registry().get_or_open_connection(index), /*reset_peak=*/false);
     for (auto* bytes :
          {&stats.allocated_bytes, &stats.active_bytes, &stats.requested_bytes, &stats.reserved_bytes}) {
-      set(*bytes, now.bytes_allocated, now.bytes_allocated_peak);
+      set_aggregate_stat(*bytes, now.bytes_allocated, now.bytes_allocated_peak);
     }
     return stats;
   }
   void resetAccumulatedStats(c10::DeviceIndex) override {}  // nothing accumulates
   void resetPeakStats(c10::DeviceIndex index) override {
-    executor_counters(*device_registry().connection(index), /*reset_peak=*/true);
+    fetch_executor_counters(*device_registry().get_or_open_connection(index), /*reset_peak=*/true);
   }
 };
 
@@ -53,28 +55,28 @@ RemoteAllocator the_allocator;
 
 }  // namespace
 
-StatsReply executor_counters(Connection& connection, bool reset_peak) {
+StatsReply fetch_executor_counters(Connection& connection, bool reset_peak) {
   connection.check_not_recording("reading counters");
   PendingReply reply;
   {
     GilRelease release;
-    Connection::Batch batch(connection);
-    batch.records().record(Record::Stats, reset_peak);
+    Connection::RecordBatch batch(connection);
+    batch.records().begin_record(RecordKind::Stats, reset_peak);
     uint64_t number = batch.finish_request(reply);
-    connection.wait_reply(number, reply);
+    connection.wait_for_reply(number, reply);
   }
   try {
-    Reader in(reply.payload.data(), reply.payload.size());
-    return in.get<StatsReply>();
+    WireReader in(reply.payload.data(), reply.payload.size());
+    return in.read_value<StatsReply>();
   } catch (const ProtocolError& error) {
-    connection.fail(error);
+    connection.fail_session(error);
   }
 }
 
-c10::Allocator* allocator() { return &the_allocator; }
+c10::Allocator* remote_allocator() { return &the_allocator; }
 
 }  // namespace genie
 
 namespace c10 {
-REGISTER_ALLOCATOR(DeviceType::PrivateUse1, genie::allocator())
+REGISTER_ALLOCATOR(DeviceType::PrivateUse1, genie::remote_allocator())
 }  // namespace c10

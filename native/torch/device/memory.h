@@ -8,9 +8,9 @@
 namespace genie {
 
 // Waits for the executor, without the GIL. `reset_peak`: resets the peak afterwards.
-StatsReply executor_counters(Connection& connection, bool reset_peak);
+StatsReply fetch_executor_counters(Connection& connection, bool reset_peak);
 
 // Allocates on the current device, for code in torch that creates a storage itself.
-c10::Allocator* allocator();
+c10::Allocator* remote_allocator();
 
 }  // namespace genie

@@ -13,7 +13,7 @@
 #include "connection.h"
 #include "dispatch.h"
 #include "errors.h"
-#include "guard.h"
+#include "device_guard.h"
 #include "interrupts.h"
 #include "memory.h"
 #include "device_registry.h"
@@ -27,7 +27,7 @@ namespace genie {
 namespace {
 
 // Shares a Python callable; the last owner, on any thread, releases it with the GIL.
-std::shared_ptr<py::function> share(py::function callable) {
+std::shared_ptr<py::function> share_callable(py::function callable) {
   return {new py::function(std::move(callable)), [](py::function* held) {
             if (!Py_IsInitialized()) return;
             py::gil_scoped_acquire gil;
@@ -35,42 +35,42 @@ std::shared_ptr<py::function> share(py::function callable) {
           }};
 }
 
-ConnectionPtr connect(py::handle stream, int index, const std::string& device_name,
-                      const std::string& executor, const std::string& kind, double op_timeout_s,
-                      bool blocking, uint32_t flush_ops, const std::string& host, uint32_t port,
-                      const std::string& server_name, py::function resume, py::function token) {
+ConnectionPtr make_connection(py::handle stream, int index, const std::string& device_name,
+                              const std::string& executor, const std::string& kind, double op_timeout_s,
+                              bool blocking, uint32_t flush_ops, const std::string& host, uint32_t port,
+                              const std::string& server_name, py::function resume, py::function token) {
   ConnectionOptions options{index,    device_name, executor, kind, op_timeout_s,
                             blocking, flush_ops,   host,     port, server_name};
-  auto callable = share(std::move(resume));
-  Resume resume_callback = [callable](uint64_t replies_received) {
+  auto callable = share_callable(std::move(resume));
+  ResumeFunction resume_callback = [callable](uint64_t replies_received) {
     py::gil_scoped_acquire gil;
     try {
       auto [stream, frames] = (*callable)(replies_received).cast<std::pair<py::object, uint64_t>>();
-      return ResumeResult{stream_of(stream), frames};
+      return ResumeResult{stream_from_python(stream), frames};
     } catch (const py::error_already_set& error) {
       throw std::runtime_error(py::str(error.value()).cast<std::string>());
     }
   };
-  FetchToken token_for = [callable = share(std::move(token))](uint64_t number) {
+  FetchTokenFunction token_for = [callable = share_callable(std::move(token))](uint64_t number) {
     py::gil_scoped_acquire gil;
     return (*callable)(number).cast<std::string>();
   };
-  return c10::make_intrusive<Connection>(stream_of(stream), std::move(options), std::move(resume_callback),
-                                         std::move(token_for));
+  return c10::make_intrusive<Connection>(stream_from_python(stream), std::move(options),
+                                         std::move(resume_callback), std::move(token_for));
 }
 
-void attach(int count, py::function open) {
-  auto callable = share(std::move(open));
-  find_main_thread();
+void attach_devices(int count, py::function open) {
+  auto callable = share_callable(std::move(open));
+  remember_main_thread();
   py::gil_scoped_release release;
-  device_registry().attach(count, [callable](int index) {
+  device_registry().attach_devices(count, [callable](int index) {
     py::gil_scoped_acquire gil;
     return (*callable)(index).cast<ConnectionPtr>();
   });
 }
 
-py::dict read_executor_counters(Connection& connection, bool reset_peak) {
-  StatsReply now = executor_counters(connection, reset_peak);
+py::dict fetch_executor_counters_dict(Connection& connection, bool reset_peak) {
+  StatsReply now = fetch_executor_counters(connection, reset_peak);
   py::dict found;
   found["tensors"] = now.storages;
   found["bytes_allocated"] = now.bytes_allocated;
@@ -80,7 +80,7 @@ py::dict read_executor_counters(Connection& connection, bool reset_peak) {
   return found;
 }
 
-py::dict client_counters(Connection& connection) {
+py::dict client_counters_dict(Connection& connection) {
   ConnectionCounters now;
   {
     py::gil_scoped_release release;
@@ -89,7 +89,7 @@ py::dict client_counters(Connection& connection) {
   py::dict found;
   found["ops"] = now.ops;
   found["dynamic_ops"] = now.dynamic_ops;
-  found["misses"] = now.misses;
+  found["misses"] = now.template_misses;
   found["frames"] = now.frames;
   found["bytes_sent"] = now.bytes_sent;
   found["replies"] = now.replies;
@@ -100,37 +100,37 @@ py::dict client_counters(Connection& connection) {
 }
 
 // The replay kind of a graph, the number of replays, and why no faster kind is used.
-py::tuple graph_report(Connection& connection, uint32_t graph) {
+py::tuple fetch_graph_report(Connection& connection, uint32_t graph) {
   connection.check_not_recording("a graph report");
   PendingReply reply;
   {
     py::gil_scoped_release release;
-    Connection::Batch batch(connection);
-    batch.records().record(Record::GraphReport);
-    batch.records().u32(graph);
+    Connection::RecordBatch batch(connection);
+    batch.records().begin_record(RecordKind::GraphReport);
+    batch.records().write_u32(graph);
     uint64_t number = batch.finish_request(reply);
-    connection.wait_reply(number, reply);
+    connection.wait_for_reply(number, reply);
   }
   try {
-    Reader in(reply.payload.data(), reply.payload.size());
-    uint8_t kind = in.u8();
+    WireReader in(reply.payload.data(), reply.payload.size());
+    uint8_t kind = in.read_u8();
     if (kind >= std::size(REPLAY_KIND_NAMES)) throw ProtocolError("unknown replay kind");
-    uint64_t replays = in.u64();
-    return py::make_tuple(REPLAY_KIND_NAMES[kind], replays, in.text());
+    uint64_t replays = in.read_u64();
+    return py::make_tuple(REPLAY_KIND_NAMES[kind], replays, in.read_text());
   } catch (const ProtocolError& error) {
-    connection.fail(error);
+    connection.fail_session(error);
   }
 }
 
 // How a graph uses the storage of each tensor: values of Connection::StorageUse.
-std::vector<int> graph_uses(const Connection& connection, uint32_t graph,
-                            const std::vector<at::Tensor>& tensors) {
+std::vector<int> graph_storage_uses(const Connection& connection, uint32_t graph,
+                                    const std::vector<at::Tensor>& tensors) {
   std::vector<int> uses;
   for (const at::Tensor& tensor : tensors) {
     auto use = Connection::StorageUse::Unused;
     if (tensor.device().type() == c10::DeviceType::PrivateUse1 && tensor.has_storage()) {
-      const Handle& handle = handle_of(tensor);
-      if (handle.connection.get() == &connection) use = connection.graph_use(graph, handle.storage);
+      const StorageHandle& handle = storage_handle_of(tensor);
+      if (handle.connection.get() == &connection) use = connection.graph_storage_use(graph, handle.storage);
     }
     uses.push_back(static_cast<int>(use));
   }
@@ -144,7 +144,7 @@ struct MemoryExtent {
   int64_t begin, end;
 };
 
-std::vector<MemoryExtent> extents_of(const std::vector<py::object>& values) {
+std::vector<MemoryExtent> find_memory_extents(const std::vector<py::object>& values) {
   std::vector<MemoryExtent> all;
   for (size_t i = 0; i < values.size(); i++) {
     if (!THPVariable_Check(values[i].ptr())) continue;
@@ -159,14 +159,14 @@ std::vector<MemoryExtent> extents_of(const std::vector<py::object>& values) {
   return all;
 }
 
-constexpr int64_t ALIGNED_BYTES = 16;  // the largest dtype
+constexpr int64_t GROUP_ALIGNMENT_BYTES = 16;  // the largest dtype
 
 // For tensors whose memory may overlap, one tuple each: position among the values, position of the first of
 // the group, position of the first that is the same object, offset in bytes from the aligned start of the
 // group, strides, is_conj, is_neg. SharedInput in genie/device/graphs.py.
-py::list shared_group(const std::vector<py::object>& values, std::vector<MemoryExtent> group) {
+py::list describe_shared_group(const std::vector<py::object>& values, std::vector<MemoryExtent> group) {
   int64_t low = group[0].begin;  // sorted
-  low -= low % ALIGNED_BYTES;
+  low -= low % GROUP_ALIGNMENT_BYTES;
   std::sort(group.begin(), group.end(), [](const auto& a, const auto& b) { return a.position < b.position; });
   py::list found;
   for (const MemoryExtent& each : group) {
@@ -183,7 +183,7 @@ py::list shared_group(const std::vector<py::object>& values, std::vector<MemoryE
 
 // The groups of tensors among the values whose memory may overlap, concatenated; None if there are none.
 py::object find_shared_inputs(const std::vector<py::object>& values) {
-  std::vector<MemoryExtent> all = extents_of(values);
+  std::vector<MemoryExtent> all = find_memory_extents(values);
   std::sort(all.begin(), all.end(), [](const MemoryExtent& a, const MemoryExtent& b) {
     return std::tie(a.storage, a.begin, a.position) < std::tie(b.storage, b.begin, b.position);
   });
@@ -196,7 +196,7 @@ py::object find_shared_inputs(const std::vector<py::object>& values) {
       end = std::max(end, all[i].end);
     }
     if (group.size() == 1) continue;
-    py::list found = shared_group(values, group);
+    py::list found = describe_shared_group(values, group);
     groups.emplace(found[0].cast<py::tuple>()[0].cast<size_t>(), found);
   }
   if (groups.empty()) return py::none();
@@ -216,29 +216,29 @@ void copy_inputs(Connection& connection, const std::vector<at::Tensor>& into,
 
 // Returns the caller's own copy of a graph's result. A result that fills its storage is copied only if
 // needed.
-at::Tensor take_result(const at::Tensor& result) {
-  Handle& handle = handle_of(result);
+at::Tensor take_graph_result(const at::Tensor& result) {
+  StorageHandle& handle = storage_handle_of(result);
   bool fills = result.nbytes() == result.storage().nbytes() && !result.is_conj() && !result.is_neg();
   uint32_t storage = fills ? handle.connection->take_graph_result(handle.storage) : 0;
   if (!storage) return result.clone();
-  Output output;
+  OutputSpec output;
   output.dtype = result.scalar_type();
   output.sizes.assign(result.sizes().begin(), result.sizes().end());
   output.strides.assign(result.strides().begin(), result.strides().end());
-  output.contiguous = false;
+  output.is_contiguous = false;
   output.storage_bytes = static_cast<int64_t>(result.storage().nbytes());
-  at::Tensor taken = make_tensor(*handle.connection, storage, output);
+  at::Tensor taken = make_remote_tensor(*handle.connection, storage, output);
   if (handle.connection->options().blocking) handle.connection->synchronize();
   return taken;
 }
 
-void seed(Connection& connection, uint64_t value) {
+void seed_default_generator(Connection& connection, uint64_t value) {
   connection.check_not_recording("seeding");
-  Connection::Batch batch(connection);
-  batch.records().record(Record::Seed);
-  batch.records().u32(0);
-  batch.records().u64(value);
-  batch.finish_op();
+  Connection::RecordBatch batch(connection);
+  batch.records().begin_record(RecordKind::Seed);
+  batch.records().write_u32(0);
+  batch.records().write_u64(value);
+  batch.finish_record();
 }
 
 at::Tensor rng_state(int index) {
@@ -262,22 +262,23 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   auto without_gil = py::call_guard<py::gil_scoped_release>();
   bind_stream(m);
   py::class_<Connection, ConnectionPtr>(m, "Connection", py::module_local())
-      .def(py::init(&connect), py::kw_only(), py::arg("stream"), py::arg("index"), py::arg("device_name"),
-           py::arg("executor"), py::arg("kind"), py::arg("op_timeout_s"), py::arg("blocking"),
-           py::arg("flush_ops"), py::arg("host"), py::arg("port"), py::arg("server_name"), py::arg("resume"),
-           py::arg("token"))
-      .def_property_readonly("lost", &Connection::lost)
+      .def(py::init(&make_connection), py::kw_only(), py::arg("stream"), py::arg("index"),
+           py::arg("device_name"), py::arg("executor"), py::arg("kind"), py::arg("op_timeout_s"),
+           py::arg("blocking"), py::arg("flush_ops"), py::arg("host"), py::arg("port"),
+           py::arg("server_name"), py::arg("resume"), py::arg("token"))
+      .def_property_readonly("is_lost", &Connection::is_lost)
       .def("synchronize", &Connection::synchronize, without_gil)
       .def("copy_inputs", &copy_inputs)
-      .def("seed", &seed, without_gil)
-      .def("executor_counters", &read_executor_counters, py::kw_only(), py::arg("reset_peak") = false)
-      .def("client_counters", &client_counters)
+      .def("seed", &seed_default_generator, without_gil)
+      .def("fetch_executor_counters", &fetch_executor_counters_dict, py::kw_only(),
+           py::arg("reset_peak") = false)
+      .def("client_counters", &client_counters_dict)
       .def("begin_graph", &Connection::begin_graph, without_gil, py::kw_only(), py::arg("thread"),
            py::arg("idle_s_max"))
       .def("end_graph", &Connection::end_graph, without_gil)
-      .def("graph_report", &graph_report)
-      .def("graph_uses", &graph_uses)
-      .def("graph_write_count", &Connection::graph_write_count)
+      .def("fetch_graph_report", &fetch_graph_report)
+      .def("graph_storage_uses", &graph_storage_uses)
+      .def("graph_written_storage_count", &Connection::graph_written_storage_count)
       .def("replay_graph", &Connection::replay_graph, without_gil)
       .def("free_graph", &Connection::free_graph, without_gil)
       .def("close", &Connection::close, without_gil);
@@ -292,23 +293,23 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     set_error_class(each.attr("code").cast<std::string>(), each.ptr());
   }
   m.def("register_kernels", [] {
-    register_hooks();
+    register_device_guard_and_hooks();
     return register_ops();
   });
   m.def("keep_local_accelerator", &keep_local_accelerator);
   m.def("enter_backward", &enter_backward);
   m.def("leave_backward", &leave_backward);
-  m.def("backward_devices", [](const std::vector<at::Tensor>& roots) {
+  m.def("find_backward_devices", [](const std::vector<at::Tensor>& roots) {
     BackwardDevices found = find_backward_devices(roots);
     return std::make_pair(found.remote, found.local);
   });
-  m.def("take_result", &take_result);
+  m.def("take_graph_result", &take_graph_result);
   m.def("find_shared_inputs", &find_shared_inputs);
-  m.def("attach", &attach);
-  m.def("detach", [] { device_registry().detach(); });
-  m.def("current_device", [] { return device_registry().current(); });
-  m.def("set_device", [](int index) { device_registry().set_current(index); });
-  m.def("set_device_unchecked", [](int index) { device_registry().set_current_unchecked(index); });
+  m.def("attach_devices", &attach_devices);
+  m.def("detach_devices", [] { device_registry().detach_devices(); });
+  m.def("current_device", [] { return device_registry().current_device(); });
+  m.def("set_device", [](int index) { device_registry().set_current_device(index); });
+  m.def("set_device_unchecked", [](int index) { device_registry().set_current_device_unchecked(index); });
   m.def("rng_state", &rng_state, without_gil);
   m.def("set_rng_state", &set_rng_state, without_gil);
 }

@@ -4,19 +4,19 @@
 
 namespace genie {
 
-void Connection::Batch::finish_fetch(ConnectionPtr from, uint64_t parcel, uint64_t bytes) {
-  if (connection_.lost_) {
+void Connection::RecordBatch::finish_fetch_parcel(ConnectionPtr from, uint64_t parcel, uint64_t bytes) {
+  if (connection_.is_lost_) {
     lock_.unlock();
     connection_.raise_lost();
   }
-  connection_.pending_fetches_.push_back({connection_.frames_made_ + 1, std::move(from), parcel, bytes});
+  connection_.pending_fetches_.push_back({connection_.frames_created_ + 1, std::move(from), parcel, bytes});
   connection_.pending_fetch_bytes_ += bytes;
   finish_frame();
 }
 
 // The executor acknowledges the frame of a FetchParcel when the fetch has ended, successfully or not.
 void Connection::complete_fetches(uint64_t frames_received) {
-  while (!pending_fetches_.empty() && pending_fetches_.front().frame <= frames_received) {
+  while (!pending_fetches_.empty() && pending_fetches_.front().frame_number <= frames_received) {
     pending_fetch_bytes_ -= pending_fetches_.front().bytes;
     completed_fetches_.push_back(std::move(pending_fetches_.front()));
     pending_fetches_.pop_front();
@@ -24,16 +24,16 @@ void Connection::complete_fetches(uint64_t frames_received) {
 }
 
 void Connection::drop_parcels(const std::vector<PendingFetch>& completed) noexcept {
-  for (const PendingFetch& each : completed) each.from->drop_parcel(each.number);
+  for (const PendingFetch& each : completed) each.source->drop_parcel(each.parcel);
 }
 
 void Connection::drop_parcel(uint64_t parcel) noexcept {
-  if (abandoned_.load(std::memory_order_acquire) || lost()) return;
+  if (is_abandoned_.load(std::memory_order_acquire) || is_lost()) return;
   std::lock_guard<std::mutex> lock(mutex_);
-  records_.record(Record::DropParcel);
-  records_.u64(parcel);
-  records_pending_++;
-  if (sender_asleep_) wake_sender();
+  records_.begin_record(RecordKind::DropParcel);
+  records_.write_u64(parcel);
+  pending_record_count_++;
+  if (is_sender_asleep_) wake_sender();
 }
 
 }  // namespace genie

@@ -31,22 +31,22 @@ bool returns_view(const c10::FunctionSchema& schema) {
 }
 
 bool is_sent_as_one_op(const c10::OperatorHandle& op) {
-  using Key = c10::DispatchKey;
+  using c10::DispatchKey;
   const auto& schema = op.schema();
   const std::string& name = schema.name();
-  if (op.hasKernelForDispatchKey(Key::PrivateUse1) || composite_ops().count(name) ||
+  if (op.hasKernelForDispatchKey(DispatchKey::PrivateUse1) || composite_ops().count(name) ||
       op.hasTag(at::Tag::inplace_view)) {
     return false;
   }
-  bool functional = op.hasKernelForDispatchKey(Key::CompositeExplicitAutogradNonFunctional);
-  if (!functional && !op.hasKernelForDispatchKey(Key::CompositeExplicitAutograd)) return false;
+  bool functional = op.hasKernelForDispatchKey(DispatchKey::CompositeExplicitAutogradNonFunctional);
+  if (!functional && !op.hasKernelForDispatchKey(DispatchKey::CompositeExplicitAutograd)) return false;
   if (schema.returns().empty() || returns_view(schema)) return false;
-  if (contains(name, {"sparse", "nested", "_like", "new_"})) return false;
+  if (contains_any(name, {"sparse", "nested", "_like", "new_"})) return false;
   bool any_tensor = false;
   for (const auto& argument : schema.arguments()) any_tensor |= takes_tensor(argument);
   if (!any_tensor) return false;
   // torch composes `out=` variants of functional ops with a copy; sending those whole has no benefit.
-  bool has_kernel = functional || op.hasKernelForDispatchKey(Key::CPU);
+  bool has_kernel = functional || op.hasKernelForDispatchKey(DispatchKey::CPU);
   return has_kernel || schema.overload_name().find("out") == std::string::npos;
 }
 

@@ -12,63 +12,64 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-constexpr int64_t READ_SLICE_US = 500'000;
+constexpr int64_t READ_WAIT_US_MAX = 500'000;
 // Busy-waits like CUDA, for a limited time, on machines with enough cores.
-constexpr int64_t SPIN_US = 10'000;
-constexpr unsigned SPIN_CORES_MIN = 4;
+constexpr int64_t REPLY_SPIN_US = 10'000;
+constexpr unsigned REPLY_SPIN_CORES_MIN = 4;
 constexpr auto READER_POLL_INTERVAL = std::chrono::milliseconds(20);
 // Pending parcels use memory on other executors.
 constexpr uint64_t PENDING_FETCH_BYTES_MAX = 256u << 20;
 constexpr size_t PENDING_FETCHES_MAX = 256;
-constexpr uint64_t UNEXPECTED_BYTES_MAX = 64u << 20;
+constexpr uint64_t BUFFERED_REPLY_BYTES_MAX = 64u << 20;
 // Interrupted waits whose replies are still due. Below what the executor keeps for a client.
 constexpr size_t ABANDONED_REPLIES_MAX = UNBOUND_REPLIES_MAX / 2;
 
 // The number of new tensors in the reply to a DynamicOp.
-uint32_t count_new_outputs(Reader& in, bool in_list = false) {
-  switch (static_cast<OutputKind>(in.u8())) {
+uint32_t count_new_outputs(WireReader& in, bool in_list = false) {
+  switch (static_cast<OutputKind>(in.read_u8())) {
     case OutputKind::None:
       return 0;
     case OutputKind::New: {
-      in.u8();
-      in.take(2 * sizeof(int64_t) * in.u8());
+      in.read_u8();
+      in.consume(2 * sizeof(int64_t) * in.read_u8());
       return 1;
     }
     case OutputKind::Alias:
-      in.u32();
+      in.read_u32();
       return 0;
     case OutputKind::List: {
       if (in_list) throw ProtocolError("an output is malformed");
-      uint32_t count = 0, items = in.u32();
+      uint32_t count = 0, items = in.read_u32();
       if (items > LIST_ITEMS_MAX) throw ProtocolError("an output list is longer than allowed");
       for (uint32_t left = items; left > 0; left--) count += count_new_outputs(in, true);
       return count;
     }
     case OutputKind::Integer:
     case OutputKind::Float:
-      in.take(8);
+      in.consume(8);
       return 0;
     case OutputKind::Boolean:
-      in.u8();
+      in.read_u8();
       return 0;
     case OutputKind::Complex:
-      in.take(16);
+      in.consume(16);
       return 0;
   }
   throw ProtocolError("an output is of an unknown kind");
 }
 
 uint32_t count_reply_outputs(const std::vector<uint8_t>& payload) {
-  Reader in(payload.data(), payload.size());
+  WireReader in(payload.data(), payload.size());
   uint32_t count = 0;
-  for (uint32_t left = in.u32(); left > 0; left--) count += count_new_outputs(in);
+  for (uint32_t left = in.read_u32(); left > 0; left--) count += count_new_outputs(in);
   return count;
 }
 
 }  // namespace
 
-int64_t Connection::spin_us() {
-  static const int64_t found = std::thread::hardware_concurrency() >= SPIN_CORES_MIN ? SPIN_US : 0;
+int64_t Connection::spin_duration_us() {
+  static const int64_t found =
+      std::thread::hardware_concurrency() >= REPLY_SPIN_CORES_MIN ? REPLY_SPIN_US : 0;
   return found;
 }
 
@@ -78,12 +79,12 @@ void Connection::wait_until(std::unique_lock<std::mutex>& lock, c10::function_re
   auto started = Clock::now(), signals_checked = started;
   auto limit = std::chrono::duration<double>(options_.op_timeout_s);
   while (!done()) {
-    if (lost_) {
+    if (is_lost_) {
       lock.unlock();
       raise_lost();
     }
     auto now = Clock::now();
-    if (is_recorder()) recorder_active_at_ = now;
+    if (is_recorder()) recorder_last_active_at_ = now;
     if (now - signals_checked > SIGNAL_CHECK_INTERVAL) {
       lock.unlock();
       check_signals();
@@ -91,27 +92,28 @@ void Connection::wait_until(std::unique_lock<std::mutex>& lock, c10::function_re
       signals_checked = now;
       continue;
     }
-    if (broken_) {
-      changed_.wait_for(lock, READER_POLL_INTERVAL);
+    if (is_broken_) {
+      state_changed_.wait_for(lock, READER_POLL_INTERVAL);
       started = now;  // resuming has its own timeout
       continue;
     }
-    if (now - std::max(started, last_activity_.load()) > limit) {
+    if (now - std::max(started, last_received_at_.load()) > limit) {
       lock.unlock();
       mark_lost("no reply for " + std::to_string(options_.op_timeout_s) + " s");
       lock.lock();
       continue;
     }
-    if (!frames_.empty() && frames_.front().number <= acknowledged_) {
-      changed_.wait_for(lock, READER_POLL_INTERVAL);  // the sending thread is about to update the frames
+    if (!frames_.empty() && frames_.front().number <= last_acknowledged_frame_) {
+      state_changed_.wait_for(lock,
+                              READER_POLL_INTERVAL);  // the sending thread is about to update the frames
       continue;
     }
     lock.unlock();
-    bool is_reader = try_read(READ_SLICE_US);
+    bool is_reader = try_read_replies(READ_WAIT_US_MAX);
     lock.lock();
-    if (is_reader || done() || lost_) continue;
+    if (is_reader || done() || is_lost_) continue;
     waiting_readers_++;
-    changed_.wait_for(lock, READER_POLL_INTERVAL);
+    state_changed_.wait_for(lock, READER_POLL_INTERVAL);
     waiting_readers_--;
   }
 }
@@ -126,18 +128,18 @@ void Connection::wait_for_fetch_window(uint64_t more_bytes) {
   });
 }
 
-void Connection::wait_reply(uint64_t number, PendingReply& reply) {
+void Connection::wait_for_reply(uint64_t number, PendingReply& reply) {
   GilRelease release;
   std::unique_lock<std::mutex> lock(mutex_);
   try {
-    wait_until(lock, [&] { return reply.done; });
+    wait_until(lock, [&] { return reply.is_done; });
   } catch (...) {
     if (!lock.owns_lock()) lock.lock();
     abandon_wait(lock, number, reply);
     throw;
   }
   lock.unlock();
-  if (reply.kind != ReplyKind::Reply) raise_reply(reply);
+  if (reply.kind != ReplyKind::Reply) raise_reply_error(reply);
 }
 
 // The wait has ended because of a signal or a lost connection: `reply` and its memory are about to be
@@ -145,15 +147,15 @@ void Connection::wait_reply(uint64_t number, PendingReply& reply) {
 void Connection::abandon_wait(std::unique_lock<std::mutex>& lock, uint64_t number, PendingReply& reply) {
   bool due = pending_replies_.erase(number) > 0;
   waiting_for_buffers_++;
-  changed_.wait(lock, [&] { return filling_ != &reply; });
+  state_changed_.wait(lock, [&] { return reply_being_filled_ != &reply; });
   waiting_for_buffers_--;
-  if (lost_) return;
+  if (is_lost_) return;
   std::string error_text;
   try {
     if (due) {
-      abandoned_replies_[number] = {reply.into_bytes, reply.binds};
-    } else if (reply.binds && reply.kind == ReplyKind::Reply) {
-      queue_unbound(number, count_reply_outputs(reply.payload));
+      abandoned_replies_[number] = {reply.destination_bytes, reply.needs_binding};
+    } else if (reply.needs_binding && reply.kind == ReplyKind::Reply) {
+      queue_unbound_reply(number, count_reply_outputs(reply.payload));
     }
     if (abandoned_replies_.size() > ABANDONED_REPLIES_MAX) {
       error_text =
@@ -168,10 +170,10 @@ void Connection::abandon_wait(std::unique_lock<std::mutex>& lock, uint64_t numbe
 
 void Connection::discard_outputs(uint64_t number, uint32_t count) {
   std::lock_guard<std::mutex> lock(mutex_);
-  queue_unbound(number, count);
+  queue_unbound_reply(number, count);
 }
 
-void Connection::queue_unbound(uint64_t number, uint32_t count) {
+void Connection::queue_unbound_reply(uint64_t number, uint32_t count) {
   if (count) unbound_replies_.emplace_back(number, count);
   free_unbound_outputs();
 }
@@ -179,38 +181,39 @@ void Connection::queue_unbound(uint64_t number, uint32_t count) {
 // Binds outputs of discarded DynamicOps and frees them at once. Not during a recording, which would record
 // that.
 void Connection::free_unbound_outputs() {
-  if (recording_ || lost_) return;
+  if (recording_graph_ || is_lost_) return;
   while (!unbound_replies_.empty()) {
     auto [number, count] = unbound_replies_.back();
-    if (free_storages_.size() + (STORAGES_MAX - next_storage_) < count) return;  // retried later
+    if (free_storage_numbers_.size() + (STORAGES_MAX - next_storage_number_) < count)
+      return;  // retried later
     std::vector<uint32_t> storages(count);
-    for (uint32_t& storage : storages) storage = next_free_storage();
-    records_.record(Record::BindOutputs, count);
-    records_.u64(number);
-    records_.raw(storages.data(), storages.size() * sizeof(uint32_t));
+    for (uint32_t& storage : storages) storage = next_free_storage_number();
+    records_.begin_record(RecordKind::BindOutputs, count);
+    records_.write_u64(number);
+    records_.append_bytes(storages.data(), storages.size() * sizeof(uint32_t));
     for (uint32_t storage : storages) {
-      records_.record(Record::Free);
-      records_.u32(storage);
+      records_.begin_record(RecordKind::Free);
+      records_.write_u32(storage);
     }
-    free_storages_.insert(free_storages_.end(), storages.begin(), storages.end());
-    records_pending_++;
+    free_storage_numbers_.insert(free_storage_numbers_.end(), storages.begin(), storages.end());
+    pending_record_count_++;
     unbound_replies_.pop_back();
   }
-  if (sender_asleep_) wake_sender();
+  if (is_sender_asleep_) wake_sender();
 }
 
-void Connection::raise_reply(const PendingReply& reply) {
+void Connection::raise_reply_error(const PendingReply& reply) {
   RemoteError remote;
   try {
-    Reader reader(reply.payload.data(), reply.payload.size());
-    remote = read_error(reader);
+    WireReader reader(reply.payload.data(), reply.payload.size());
+    remote = read_remote_error(reader);
   } catch (const ProtocolError& error) {
-    fail(error);
+    fail_session(error);
   }
-  raise_remote(remote, options_.device_name + ", " + options_.executor);
+  raise_remote_error(remote, options_.device_name + ", " + options_.executor);
 }
 
-void Connection::fail(const ProtocolError& error) {
+void Connection::fail_session(const ProtocolError& error) {
   mark_lost(std::string("protocol violation by the executor: ") + error.what());
   raise_lost();
 }
@@ -218,7 +221,7 @@ void Connection::fail(const ProtocolError& error) {
 // --- reading ------------------------------------------------------------------------------------
 
 // True if this thread was the reader.
-bool Connection::try_read(int64_t timeout_us) {
+bool Connection::try_read_replies(int64_t timeout_us) {
   std::unique_lock<std::mutex> reading(read_mutex_, std::try_to_lock);
   if (!reading) return false;
   if (!stream_) return true;  // closed meanwhile
@@ -238,13 +241,13 @@ bool Connection::try_read(int64_t timeout_us) {
   {
     std::lock_guard<std::mutex> lock(mutex_);
     completed.swap(completed_fetches_);
-    if (received || waiting_readers_ > 0) changed_.notify_all();
+    if (received || waiting_readers_ > 0) state_changed_.notify_all();
   }
   drop_parcels(completed);
   return true;
 }
 
-bool Connection::fill(size_t need, int64_t timeout_us) {
+bool Connection::receive_at_least(size_t need, int64_t timeout_us) {
   while (read_end_ - read_start_ < need) {
     if (read_start_ == read_end_) read_start_ = read_end_ = 0;
     if (read_buffer_.size() - read_start_ < need) {
@@ -253,18 +256,19 @@ bool Connection::fill(size_t need, int64_t timeout_us) {
       read_start_ = 0;
     }
     size_t space = read_buffer_.size() - read_end_;
-    size_t got = stream_->read_spinning(read_buffer_.data() + read_end_, space, timeout_us, spin_us());
+    size_t got =
+        stream_->read_spinning(read_buffer_.data() + read_end_, space, timeout_us, spin_duration_us());
     if (got == 0) return false;
     read_end_ += got;
-    note_activity();
+    note_received();
   }
   return true;
 }
 
 // A partial reply is kept, and the next call continues with it.
 bool Connection::read_reply(int64_t timeout_us) {
-  if (!incoming_.open) {
-    if (!fill(sizeof(ReplyHeader), timeout_us)) return false;
+  if (!incoming_reply_.is_started) {
+    if (!receive_at_least(sizeof(ReplyHeader), timeout_us)) return false;
     ReplyHeader header;
     std::memcpy(&header, read_buffer_.data() + read_start_, sizeof header);
     read_start_ += sizeof header;
@@ -272,32 +276,33 @@ bool Connection::read_reply(int64_t timeout_us) {
       if (header.bytes) throw ProtocolError("an acknowledgement has a payload");
       std::lock_guard<std::mutex> lock(mutex_);
       check_acknowledged(header.frames_received);
-      acknowledge(header.frames_received);
+      drop_acknowledged_frames(header.frames_received);
       return true;
     }
     begin_payload(header);
   }
-  while (incoming_.at < incoming_.header.bytes) {
+  while (incoming_reply_.received_bytes < incoming_reply_.header.bytes) {
     if (!read_payload(timeout_us)) return false;
   }
-  incoming_.open = false;
-  if (incoming_.header.kind == ReplyKind::Fatal) {
-    handle_fatal();
+  incoming_reply_.is_started = false;
+  if (incoming_reply_.header.kind == ReplyKind::Fatal) {
+    handle_fatal_reply();
   } else {
-    deliver();
+    deliver_reply();
   }
   return true;
 }
 
 void Connection::check_acknowledged(uint64_t frames_received) const {
-  if (frames_received > frames_made_) throw ProtocolError("acknowledgement of frames that were never sent");
+  if (frames_received > frames_created_)
+    throw ProtocolError("acknowledgement of frames that were never sent");
 }
 
 void Connection::begin_payload(const ReplyHeader& header) {
   if (header.kind != ReplyKind::Fatal && header.kind != ReplyKind::Reply && header.kind != ReplyKind::Error) {
     throw ProtocolError("a reply is of an unknown kind");
   }
-  uint64_t into_bytes = 0;
+  uint64_t destination_bytes = 0;
   {
     std::lock_guard<std::mutex> lock(mutex_);
     if (header.kind != ReplyKind::Fatal && header.number > replies_requested_) {
@@ -305,85 +310,86 @@ void Connection::begin_payload(const ReplyHeader& header) {
     }
     auto found = pending_replies_.find(header.number);
     auto left = abandoned_replies_.find(header.number);
-    if (found != pending_replies_.end()) into_bytes = found->second->into_bytes;
-    if (left != abandoned_replies_.end()) into_bytes = left->second.into_bytes;
+    if (found != pending_replies_.end()) destination_bytes = found->second->destination_bytes;
+    if (left != abandoned_replies_.end()) destination_bytes = left->second.destination_bytes;
   }
-  bool into = header.kind == ReplyKind::Reply && into_bytes;
-  if (into && header.bytes != into_bytes) throw ProtocolError("a reply has an unexpected size");
-  if (!into && header.bytes > UNEXPECTED_BYTES_MAX) throw ProtocolError("a reply is larger than allowed");
-  incoming_ = {header, 0, into, true, {}};
-  if (!into) incoming_.payload.resize(header.bytes);
+  bool into = header.kind == ReplyKind::Reply && destination_bytes;
+  if (into && header.bytes != destination_bytes) throw ProtocolError("a reply has an unexpected size");
+  if (!into && header.bytes > BUFFERED_REPLY_BYTES_MAX) throw ProtocolError("a reply is larger than allowed");
+  incoming_reply_ = {header, 0, into, true, {}};
+  if (!into) incoming_reply_.payload.resize(header.bytes);
 }
 
-// Reads a part. A caller's memory is written to only while `filling_` is set, so that the caller can stop
-// waiting.
+// Reads a part. A caller's memory is written to only while `reply_being_filled_` is set, so that the caller
+// can stop waiting.
 bool Connection::read_payload(int64_t timeout_us) {
-  uint8_t* target = incoming_.payload.data();
-  uint64_t left = incoming_.header.bytes - incoming_.at;
+  uint8_t* target = incoming_reply_.payload.data();
+  uint64_t left = incoming_reply_.header.bytes - incoming_reply_.received_bytes;
   size_t here = std::min<size_t>(left, read_end_ - read_start_);
-  if (incoming_.into) {
+  if (incoming_reply_.to_waiting_thread) {
     std::lock_guard<std::mutex> lock(mutex_);
-    auto found = pending_replies_.find(incoming_.header.number);
-    if (found != pending_replies_.end()) filling_ = found->second;
-    target = filling_ ? static_cast<uint8_t*>(filling_->into) : nullptr;
+    auto found = pending_replies_.find(incoming_reply_.header.number);
+    if (found != pending_replies_.end()) reply_being_filled_ = found->second;
+    target = reply_being_filled_ ? static_cast<uint8_t*>(reply_being_filled_->destination) : nullptr;
   }
-  struct Filled {
+  struct ReplyFillGuard {
     Connection& connection;
-    ~Filled() {
+    ~ReplyFillGuard() {
       std::lock_guard<std::mutex> lock(connection.mutex_);
-      connection.filling_ = nullptr;
-      if (connection.waiting_for_buffers_) connection.changed_.notify_all();
+      connection.reply_being_filled_ = nullptr;
+      if (connection.waiting_for_buffers_) connection.state_changed_.notify_all();
     }
   } filled{*this};
   if (here > 0) {
-    if (target) std::memcpy(target + incoming_.at, read_buffer_.data() + read_start_, here);
+    if (target) std::memcpy(target + incoming_reply_.received_bytes, read_buffer_.data() + read_start_, here);
     read_start_ += here;
-    incoming_.at += here;
+    incoming_reply_.received_bytes += here;
     return true;
   }
-  size_t got = target ? stream_->read_spinning(target + incoming_.at, left, timeout_us, spin_us())
+  size_t got = target ? stream_->read_spinning(target + incoming_reply_.received_bytes, left, timeout_us,
+                                               spin_duration_us())
                       : stream_->read_some(read_buffer_.data(), std::min<size_t>(left, READ_BUFFER_BYTES),
                                            timeout_us);  // discarded; the buffer is empty
-  incoming_.at += got;
-  if (got) note_activity();
+  incoming_reply_.received_bytes += got;
+  if (got) note_received();
   return got > 0;
 }
 
-void Connection::handle_fatal() {
-  Reader reader(incoming_.payload.data(), incoming_.payload.size());
-  RemoteError error = read_error(reader);
+void Connection::handle_fatal_reply() {
+  WireReader reader(incoming_reply_.payload.data(), incoming_reply_.payload.size());
+  RemoteError error = read_remote_error(reader);
   mark_lost(to_ascii(error.message + " (" + error.code + ")"));
 }
 
-void Connection::deliver() {
-  const ReplyHeader& header = incoming_.header;
+void Connection::deliver_reply() {
+  const ReplyHeader& header = incoming_reply_.header;
   std::lock_guard<std::mutex> lock(mutex_);
   check_acknowledged(header.frames_received);
-  acknowledge(header.frames_received);
+  drop_acknowledged_frames(header.frames_received);
   if (header.number != replies_received_ + 1) throw ProtocolError("a reply is missing or duplicated");
   replies_received_ = header.number;
   auto left = abandoned_replies_.find(header.number);
   if (left != abandoned_replies_.end()) {
-    bool binds = left->second.binds && header.kind == ReplyKind::Reply;
+    bool needs_binding = left->second.needs_binding && header.kind == ReplyKind::Reply;
     abandoned_replies_.erase(left);
-    if (binds) queue_unbound(header.number, count_reply_outputs(incoming_.payload));
+    if (needs_binding) queue_unbound_reply(header.number, count_reply_outputs(incoming_reply_.payload));
   }
   auto found = pending_replies_.find(header.number);
   if (found == pending_replies_.end()) return;
   PendingReply* reply = found->second;
-  reply->payload = std::move(incoming_.payload);
+  reply->payload = std::move(incoming_reply_.payload);
   reply->kind = header.kind;
-  reply->done = true;
+  reply->is_done = true;
   pending_replies_.erase(found);
 }
 
 void Connection::synchronize() {
   check_not_recording("synchronizing");
   PendingReply reply;
-  Batch batch(*this);
-  batch.records().record(Record::Sync);
+  RecordBatch batch(*this);
+  batch.records().begin_record(RecordKind::Sync);
   uint64_t number = batch.finish_request(reply);
-  wait_reply(number, reply);
+  wait_for_reply(number, reply);
 }
 
 }  // namespace genie

@@ -11,23 +11,23 @@
 
 namespace genie {
 
-inline uint32_t count_new(const Output& output) {
-  uint32_t count = output.kind == OutputKind::New && !output.view;
-  for (const Output& item : output.items) count += count_new(item);
+inline uint32_t count_new_storages(const OutputSpec& output) {
+  uint32_t count = output.kind == OutputKind::New && !output.is_view;
+  for (const OutputSpec& item : output.items) count += count_new_storages(item);
   return count;
 }
 
-inline c10::IValue make_result(const Output& output, Connection& connection, const uint32_t*& storages,
+inline c10::IValue make_result(const OutputSpec& output, Connection& connection, const uint32_t*& storages,
                                const std::vector<at::Tensor>& inputs) {
   switch (output.kind) {
     case OutputKind::New:
-      if (output.view) return make_view(inputs[static_cast<size_t>(output.source)], output);
-      return make_tensor(connection, *storages++, output);
+      if (output.is_view) return make_remote_view(inputs[static_cast<size_t>(output.source_input)], output);
+      return make_remote_tensor(connection, *storages++, output);
     case OutputKind::Alias:
-      return inputs[static_cast<size_t>(output.source)];
+      return inputs[static_cast<size_t>(output.source_input)];
     case OutputKind::List: {
       c10::impl::GenericList items(output.constant.toList().elementType());
-      for (const Output& item : output.items)
+      for (const OutputSpec& item : output.items)
         items.push_back(make_result(item, connection, storages, inputs));
       return items;
     }
@@ -38,7 +38,7 @@ inline c10::IValue make_result(const Output& output, Connection& connection, con
   }
 }
 
-inline std::vector<at::Tensor> owned_copies(const std::vector<const at::Tensor*>& tensors) {
+inline std::vector<at::Tensor> copy_tensor_references(const std::vector<const at::Tensor*>& tensors) {
   std::vector<at::Tensor> copies;
   copies.reserve(tensors.size());
   for (const at::Tensor* tensor : tensors) copies.push_back(*tensor);

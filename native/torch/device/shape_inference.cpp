@@ -22,11 +22,11 @@ using torch::jit::Stack;
 // hashed.
 struct MetaTensors {
   std::unordered_map<const c10::StorageImpl*, c10::Storage> storages;
-  std::unordered_map<const c10::TensorImpl*, size_t> places;  // of the real tensors in `tensors`
+  std::unordered_map<const c10::TensorImpl*, size_t> positions;  // of the real tensors in `tensors`
   std::vector<std::pair<Tensor, Tensor>> tensors;
 
-  Tensor of(const Tensor& real) {
-    auto [place, added] = places.emplace(real.unsafeGetTensorImpl(), tensors.size());
+  Tensor make_meta_tensor(const Tensor& real) {
+    auto [place, added] = positions.emplace(real.unsafeGetTensorImpl(), tensors.size());
     if (!added) return tensors[place->second].second;
     const auto* storage = real.storage().unsafeGetStorageImpl();
     auto found = storages.find(storage);
@@ -44,17 +44,18 @@ struct MetaTensors {
     return meta;
   }
 
-  IValue of_value(const IValue& value) {
+  IValue to_meta_value(const IValue& value) {
     if (value.isTensor()) {
       const Tensor& tensor = value.toTensor();
-      return tensor.defined() && tensor.device().type() == DEVICE_TYPE ? IValue(of(tensor)) : value;
+      return tensor.defined() && tensor.device().type() == DEVICE_TYPE ? IValue(make_meta_tensor(tensor))
+                                                                       : value;
     }
     if (value.isDevice()) return c10::Device(c10::DeviceType::Meta);
     if (value.isGenerator()) return IValue();
     if (value.isList()) {
       auto items = value.toList();
       c10::impl::GenericList metas(items.elementType());
-      for (size_t i = 0; i < items.size(); i++) metas.push_back(of_value(items.get(i)));
+      for (size_t i = 0; i < items.size(); i++) metas.push_back(to_meta_value(items.get(i)));
       return metas;
     }
     return value;
@@ -62,81 +63,83 @@ struct MetaTensors {
 };
 
 // The outputs cannot be described here; the executor has to.
-struct CannotInfer : std::exception {};
+struct InferenceFailed : std::exception {};
 
 // Finds the input that an output on the meta device is, or is a view of.
-class Origins {
+class OutputOrigins {
  public:
-  struct Origin {
+  struct InputOrigin {
     int input;  // the first input that is this tensor, or -1
     int64_t offset;
   };
 
-  Origins(const MetaTensors& metas, const std::vector<const Tensor*>& inputs) {
-    std::unordered_map<const c10::TensorImpl*, int> places;
+  OutputOrigins(const MetaTensors& metas, const std::vector<const Tensor*>& inputs) {
+    std::unordered_map<const c10::TensorImpl*, int> positions;
     for (size_t i = 0; i < inputs.size(); i++)
-      places.emplace(inputs[i]->unsafeGetTensorImpl(), static_cast<int>(i));
+      positions.emplace(inputs[i]->unsafeGetTensorImpl(), static_cast<int>(i));
     for (const auto& [real, meta] : metas.tensors) {
-      auto place = places.find(real.unsafeGetTensorImpl());
-      Origin origin{place == places.end() ? -1 : place->second, meta.storage_offset()};
+      auto place = positions.find(real.unsafeGetTensorImpl());
+      InputOrigin origin{place == positions.end() ? -1 : place->second, meta.storage_offset()};
       tensors_.emplace(meta.unsafeGetTensorImpl(), origin);
       memory_.emplace(meta.storage().unsafeGetStorageImpl(), origin);
     }
   }
 
   // The input that the tensor is, or null.
-  const Origin* of(const Tensor& made) const { return found(tensors_, made.unsafeGetTensorImpl()); }
+  const InputOrigin* find_same_input(const Tensor& made) const {
+    return look_up(tensors_, made.unsafeGetTensorImpl());
+  }
   // The first input that it shares memory with, or null.
-  const Origin* of_memory(const Tensor& made) const {
-    return found(memory_, made.storage().unsafeGetStorageImpl());
+  const InputOrigin* find_shared_memory_input(const Tensor& made) const {
+    return look_up(memory_, made.storage().unsafeGetStorageImpl());
   }
 
  private:
   template <class Known>
-  static const Origin* found(const Known& origins, typename Known::key_type key) {
+  static const InputOrigin* look_up(const Known& origins, typename Known::key_type key) {
     auto origin = origins.find(key);
     if (origin == origins.end()) return nullptr;
-    if (origin->second.input < 0) throw CannotInfer();
+    if (origin->second.input < 0) throw InferenceFailed();
     return &origin->second;
   }
 
-  std::unordered_map<const c10::TensorImpl*, Origin> tensors_;
-  std::unordered_map<const c10::StorageImpl*, Origin> memory_;
+  std::unordered_map<const c10::TensorImpl*, InputOrigin> tensors_;
+  std::unordered_map<const c10::StorageImpl*, InputOrigin> memory_;
 };
 
-Output tensor_from_meta(const Tensor& made, const Origins& origins) {
-  Output output;
+OutputSpec output_spec_from_meta_tensor(const Tensor& made, const OutputOrigins& origins) {
+  OutputSpec output;
   if (!made.defined()) return output;
   if (!made.is_meta() || made.layout() != at::kStrided || !is_supported_dtype(made.scalar_type()))
-    throw CannotInfer();
-  if (const auto* same = origins.of(made)) {
+    throw InferenceFailed();
+  if (const auto* same = origins.find_same_input(made)) {
     output.kind = OutputKind::Alias;
-    output.source = same->input;
+    output.source_input = same->input;
     return output;
   }
   output.kind = OutputKind::New;
   output.dtype = made.scalar_type();
   output.sizes.assign(made.sizes().begin(), made.sizes().end());
   output.strides.assign(made.strides().begin(), made.strides().end());
-  output.contiguous = made.is_contiguous();
-  if (const auto* shared = origins.of_memory(made)) {
-    output.view = true;
-    output.source = shared->input;
+  output.is_contiguous = made.is_contiguous();
+  if (const auto* shared = origins.find_shared_memory_input(made)) {
+    output.is_view = true;
+    output.source_input = shared->input;
     output.offset = made.storage_offset() - shared->offset;
     return output;
   }
-  if (made.storage_offset() || made.is_conj() || made.is_neg()) throw CannotInfer();
+  if (made.storage_offset() || made.is_conj() || made.is_neg()) throw InferenceFailed();
   output.storage_bytes =
       static_cast<int64_t>(at::detail::computeStorageNbytes(made.sizes(), made.strides(), made.itemsize()));
   return output;
 }
 
-Output output_from_meta(const IValue& value, const Origins& origins) {
-  if (value.isTensor()) return tensor_from_meta(value.toTensor(), origins);
-  Output output;
+OutputSpec output_spec_from_meta(const IValue& value, const OutputOrigins& origins) {
+  if (value.isTensor()) return output_spec_from_meta_tensor(value.toTensor(), origins);
+  OutputSpec output;
   if (value.isList()) {
     output.kind = OutputKind::List;
-    for (const IValue& item : value.toListRef()) output.items.push_back(output_from_meta(item, origins));
+    for (const IValue& item : value.toListRef()) output.items.push_back(output_spec_from_meta(item, origins));
     output.constant = c10::impl::GenericList(value.toList().elementType());
   } else if (value.isNone()) {
     output.constant = value;
@@ -144,7 +147,7 @@ Output output_from_meta(const IValue& value, const Origins& origins) {
     output.kind = OutputKind::Integer;
     output.constant = value.isInt() ? value : IValue(value.toSymInt().guard_int(__FILE__, __LINE__));
   } else {
-    throw CannotInfer();
+    throw InferenceFailed();
   }
   return output;
 }
@@ -164,30 +167,30 @@ bool apply_resizes(const MetaTensors& metas) {
   return any;
 }
 
-bool only_views(const Output& output) {
-  if (output.kind != OutputKind::List) return output.view || output.kind == OutputKind::Alias;
-  for (const Output& item : output.items)
-    if (!only_views(item)) return false;
+bool has_only_views(const OutputSpec& output) {
+  if (output.kind != OutputKind::List) return output.is_view || output.kind == OutputKind::Alias;
+  for (const OutputSpec& item : output.items)
+    if (!has_only_views(item)) return false;
   return true;
 }
 
-bool any_view(const Output& output) {
-  for (const Output& item : output.items)
-    if (any_view(item)) return true;
-  return output.view;
+bool has_view(const OutputSpec& output) {
+  for (const OutputSpec& item : output.items)
+    if (has_view(item)) return true;
+  return output.is_view;
 }
 
-OpExecutionMode mode_for(const OpTraits& traits, const std::vector<Output>& outputs) {
-  bool all_local = !traits.writes && !outputs.empty(), views = false;
-  for (const Output& output : outputs) {
-    all_local &= only_views(output);
-    views |= any_view(output);
+OpExecutionMode choose_execution_mode(const OpTraits& traits, const std::vector<OutputSpec>& outputs) {
+  bool all_local = !traits.writes_arguments && !outputs.empty(), views = false;
+  for (const OutputSpec& output : outputs) {
+    all_local &= has_only_views(output);
+    views |= has_view(output);
   }
   if (all_local) return OpExecutionMode::Local;
   return views ? OpExecutionMode::Dynamic : OpExecutionMode::Stream;
 }
 
-bool any_mask(const IValue& indices) {
+bool has_mask_index(const IValue& indices) {
   for (const IValue& index : indices.toListRef()) {
     if (!index.isTensor() || !index.toTensor().defined()) continue;
     at::ScalarType dtype = index.toTensor().scalar_type();
@@ -198,17 +201,18 @@ bool any_mask(const IValue& indices) {
 
 }  // namespace
 
-Inference infer_outputs(const c10::OperatorHandle& op, const OpTraits& traits, const Stack& stack,
-                        size_t base, const std::vector<const Tensor*>& inputs) {
-  Inference inference;
-  bool by_values = traits.depends_on_values || (traits.depends_on_masks && any_mask(stack[base + 1]));
+InferredOutputs infer_outputs(const c10::OperatorHandle& op, const OpTraits& traits, const Stack& stack,
+                              size_t base, const std::vector<const Tensor*>& inputs) {
+  InferredOutputs inference;
+  bool by_values =
+      traits.outputs_depend_on_values || (traits.outputs_depend_on_masks && has_mask_index(stack[base + 1]));
   inference.mode = by_values ? OpExecutionMode::Dynamic : OpExecutionMode::Learn;
-  if (by_values || !traits.trusts_meta) return inference;
+  if (by_values || !traits.trusts_meta_kernel) return inference;
   MetaTensors metas;
   Stack meta;
   try {
     at::AutoDispatchBelowADInplaceOrView below;
-    for (size_t i = 0; i < traits.arguments; i++) meta.push_back(metas.of_value(stack[base + i]));
+    for (size_t i = 0; i < traits.argument_count; i++) meta.push_back(metas.to_meta_value(stack[base + i]));
     op.callBoxed(&meta);
   } catch (const std::exception&) {
     return inference;  // the executor reports the error, or supports what the meta device does not
@@ -218,12 +222,13 @@ Inference infer_outputs(const c10::OperatorHandle& op, const OpTraits& traits, c
     return inference;
   }
   try {
-    Origins origins(metas, inputs);
-    for (size_t i = 0; i < traits.returns; i++) {
-      inference.outputs.push_back(output_from_meta(meta[meta.size() - traits.returns + i], origins));
+    OutputOrigins origins(metas, inputs);
+    for (size_t i = 0; i < traits.return_count; i++) {
+      inference.outputs.push_back(
+          output_spec_from_meta(meta[meta.size() - traits.return_count + i], origins));
     }
-    inference.mode = mode_for(traits, inference.outputs);
-  } catch (const CannotInfer&) {
+    inference.mode = choose_execution_mode(traits, inference.outputs);
+  } catch (const InferenceFailed&) {
     inference.outputs.clear();
   }
   return inference;

@@ -12,13 +12,14 @@
 namespace genie {
 
 // `resized`: the op resizes some of its arguments, which has been applied; the key of the call has changed.
-struct Inference {
+struct InferredOutputs {
   OpExecutionMode mode = OpExecutionMode::Dynamic;
   bool resized = false;
-  std::vector<Output> outputs;
+  std::vector<OutputSpec> outputs;
 };
 
-Inference infer_outputs(const c10::OperatorHandle& op, const OpTraits& traits, const torch::jit::Stack& stack,
-                        size_t base, const std::vector<const at::Tensor*>& inputs);
+InferredOutputs infer_outputs(const c10::OperatorHandle& op, const OpTraits& traits,
+                              const torch::jit::Stack& stack, size_t base,
+                              const std::vector<const at::Tensor*>& inputs);
 
 }  // namespace genie

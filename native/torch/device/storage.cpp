@@ -13,69 +13,69 @@ namespace genie {
 
 namespace {
 
-constexpr uint64_t POINTER_MARK = 0xDEAD;
+constexpr uint64_t PLACEHOLDER_POINTER_PREFIX = 0xDEAD;
 
-void release(void* context) noexcept {
-  auto* handle = static_cast<Handle*>(context);
+void free_storage_handle(void* context) noexcept {
+  auto* handle = static_cast<StorageHandle*>(context);
   handle->connection->free_storage(handle->storage);
   delete handle;
 }
 
 // Unique per storage, so that torch detects overlapping tensors; not a canonical address, so that
 // dereferencing it faults.
-void* pointer_for(int index, uint32_t storage) {
-  return reinterpret_cast<void*>(POINTER_MARK << 48 | static_cast<uint64_t>(index & 0xff) << 40 |
-                                 static_cast<uint64_t>(storage));
+void* make_placeholder_pointer(int index, uint32_t storage) {
+  return reinterpret_cast<void*>(PLACEHOLDER_POINTER_PREFIX << 48 |
+                                 static_cast<uint64_t>(index & 0xff) << 40 | static_cast<uint64_t>(storage));
 }
 
 c10::DataPtr data_pointer(Connection& connection, uint32_t storage) {
   int index = connection.options().index;
-  auto* handle = new Handle{ConnectionPtr::reclaim_copy(&connection), storage};
-  return {pointer_for(index, storage), handle, &release,
+  auto* handle = new StorageHandle{ConnectionPtr::reclaim_copy(&connection), storage};
+  return {make_placeholder_pointer(index, storage), handle, &free_storage_handle,
           c10::Device(DEVICE_TYPE, static_cast<c10::DeviceIndex>(index))};
 }
 
 // torch.save reads a storage through a tensor that it makes from the raw pointer.
-Handle& handle_by_pointer(const void* pointer) {
+StorageHandle& storage_handle_by_pointer(const void* pointer) {
   auto value = reinterpret_cast<uint64_t>(pointer);
   ConnectionPtr connection;
-  if (value >> 48 == POINTER_MARK)
-    connection = device_registry().open_connection(static_cast<int>(value >> 40 & 0xff));
+  if (value >> 48 == PLACEHOLDER_POINTER_PREFIX)
+    connection = device_registry().find_open_connection(static_cast<int>(value >> 40 & 0xff));
   if (!connection) raise("device.op_refused", "this tensor has no memory on a remote accelerator");
-  static thread_local Handle found;
+  static thread_local StorageHandle found;
   found = {connection, static_cast<uint32_t>(value)};
   return found;
 }
 
 }  // namespace
 
-Handle& handle_of(const c10::StorageImpl& storage) {
+StorageHandle& storage_handle_of(const c10::StorageImpl& storage) {
   const c10::DataPtr& data = storage.data_ptr();
-  if (data.get_deleter() != &release) return handle_by_pointer(data.get());
-  return *static_cast<Handle*>(data.get_context());
+  if (data.get_deleter() != &free_storage_handle) return storage_handle_by_pointer(data.get());
+  return *static_cast<StorageHandle*>(data.get_context());
 }
 
-Handle& handle_of(const c10::TensorImpl& tensor) {
+StorageHandle& storage_handle_of(const c10::TensorImpl& tensor) {
   if (!tensor.has_storage())
     raise("device.op_refused", "a tensor without a storage cannot be sent to an executor");
-  return handle_of(*tensor.unsafe_storage().unsafeGetStorageImpl());
+  return storage_handle_of(*tensor.unsafe_storage().unsafeGetStorageImpl());
 }
 
-bool has_handle(const at::Tensor& tensor) {
+bool has_storage_handle(const at::Tensor& tensor) {
   const auto* impl = tensor.unsafeGetTensorImpl();
   return impl->has_storage() &&
-         impl->unsafe_storage().unsafeGetStorageImpl()->data_ptr().get_deleter() == &release;
+         impl->unsafe_storage().unsafeGetStorageImpl()->data_ptr().get_deleter() == &free_storage_handle;
 }
 
-at::Tensor make_tensor(Connection& connection, uint32_t storage, const Output& output) {
+at::Tensor make_remote_tensor(Connection& connection, uint32_t storage, const OutputSpec& output) {
   auto impl = c10::make_intrusive<c10::StorageImpl>(
       c10::StorageImpl::use_byte_size_t(), c10::SymInt(output.storage_bytes),
-      data_pointer(connection, storage), allocator(), /*resizable=*/true);
+      data_pointer(connection, storage), remote_allocator(), /*resizable=*/true);
   at::Tensor tensor = at::detail::make_tensor<c10::TensorImpl>(
       c10::Storage(std::move(impl)), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
       c10::scalarTypeToTypeMeta(output.dtype));
   auto* shell = tensor.unsafeGetTensorImpl();
-  if (!output.contiguous) {
+  if (!output.is_contiguous) {
     shell->set_sizes_and_strides(output.sizes, output.strides);
   } else if (output.sizes.size() != 1 || output.sizes[0] != 0) {  // its initial shape
     shell->generic_set_sizes_contiguous(output.sizes);
@@ -83,7 +83,7 @@ at::Tensor make_tensor(Connection& connection, uint32_t storage, const Output& o
   return tensor;
 }
 
-at::Tensor make_view(const at::Tensor& source, const Output& output) {
+at::Tensor make_remote_view(const at::Tensor& source, const OutputSpec& output) {
   at::Tensor tensor = at::detail::make_tensor<c10::TensorImpl>(
       c10::TensorImpl::VIEW, c10::Storage(source.storage()),
       c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), c10::scalarTypeToTypeMeta(output.dtype));
@@ -92,52 +92,52 @@ at::Tensor make_view(const at::Tensor& source, const Output& output) {
   return tensor;
 }
 
-c10::DataPtr allocate(Connection& connection, uint64_t bytes) {
+c10::DataPtr allocate_remote(Connection& connection, uint64_t bytes) {
   uint32_t storage;
   {
-    Connection::Batch batch(connection);
-    storage = batch.new_storage();
-    batch.records().record(Record::Allocate);
-    batch.records().u32(storage);
-    batch.records().u64(bytes);
-    batch.finish_op();
+    Connection::RecordBatch batch(connection);
+    storage = batch.assign_storage_number();
+    batch.records().begin_record(RecordKind::Allocate);
+    batch.records().write_u32(storage);
+    batch.records().write_u64(bytes);
+    batch.finish_record();
   }
   return data_pointer(connection, storage);
 }
 
 void resize_storage(c10::StorageImpl& storage, uint64_t bytes) {
-  Handle& handle = handle_of(storage);
+  StorageHandle& handle = storage_handle_of(storage);
   if (storage.nbytes() == 0 && handle.connection->is_created_by_recording(handle.storage)) {
     // It is empty, so a new storage replaces it; an allocation can be recorded, a resize cannot.
     ConnectionPtr connection = handle.connection;
-    storage.set_data_ptr_noswap(allocate(*connection, bytes));
+    storage.set_data_ptr_noswap(allocate_remote(*connection, bytes));
     storage.set_nbytes(bytes);
     return;
   }
   handle.connection->check_not_recording("resizing a tensor");
-  Connection::Batch batch(*handle.connection);
-  batch.records().record(Record::Resize);
-  batch.records().u32(handle.storage);
-  batch.records().u64(bytes);
-  batch.finish_op();
+  Connection::RecordBatch batch(*handle.connection);
+  batch.records().begin_record(RecordKind::Resize);
+  batch.records().write_u32(handle.storage);
+  batch.records().write_u64(bytes);
+  batch.finish_record();
   storage.set_nbytes(bytes);
 }
 
-void check_dimensions(int64_t count) {
+void check_dimension_count(int64_t count) {
   if (count <= static_cast<int64_t>(DIMENSIONS_MAX)) return;
   raise("device.op_refused", "a tensor on remote_accelerator has at most " + std::to_string(DIMENSIONS_MAX) +
                                  " dimensions, not " + std::to_string(count));
 }
 
-void write_view(Writer& writer, const at::Tensor& tensor) {
-  writer.u32(handle_of(tensor).storage);
-  writer.u8(static_cast<uint8_t>(tensor.scalar_type()));
-  writer.u8(static_cast<uint8_t>(tensor.dim()));
-  writer.u8((tensor.is_conj() ? VIEW_CONJUGATE : 0) | (tensor.is_neg() ? VIEW_NEGATIVE : 0));
-  writer.u8(0);
-  writer.i64(tensor.storage_offset());
-  for (int64_t size : tensor.sizes()) writer.i64(size);
-  for (int64_t stride : tensor.strides()) writer.i64(stride);
+void write_view(WireWriter& writer, const at::Tensor& tensor) {
+  writer.write_u32(storage_handle_of(tensor).storage);
+  writer.write_u8(static_cast<uint8_t>(tensor.scalar_type()));
+  writer.write_u8(static_cast<uint8_t>(tensor.dim()));
+  writer.write_u8((tensor.is_conj() ? VIEW_CONJUGATE : 0) | (tensor.is_neg() ? VIEW_NEGATIVE : 0));
+  writer.write_u8(0);
+  writer.write_i64(tensor.storage_offset());
+  for (int64_t size : tensor.sizes()) writer.write_i64(size);
+  for (int64_t stride : tensor.strides()) writer.write_i64(stride);
 }
 
 }  // namespace genie

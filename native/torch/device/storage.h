@@ -10,31 +10,33 @@
 namespace genie {
 
 // Owned by a torch storage; frees the executor's storage with it.
-struct Handle {
+struct StorageHandle {
   ConnectionPtr connection;
   uint32_t storage = 0;
 };
 
 // The handle of a storage; raises for a tensor without remote memory.
-Handle& handle_of(const c10::TensorImpl& tensor);
-Handle& handle_of(const c10::StorageImpl& storage);
-inline Handle& handle_of(const at::Tensor& tensor) { return handle_of(*tensor.unsafeGetTensorImpl()); }
+StorageHandle& storage_handle_of(const c10::TensorImpl& tensor);
+StorageHandle& storage_handle_of(const c10::StorageImpl& storage);
+inline StorageHandle& storage_handle_of(const at::Tensor& tensor) {
+  return storage_handle_of(*tensor.unsafeGetTensorImpl());
+}
 
 // False for the fake tensors of torch's tracing and functional transforms.
-bool has_handle(const at::Tensor& tensor);
+bool has_storage_handle(const at::Tensor& tensor);
 
 // A tensor on a storage of the executor, which may be created by a record that is still in flight.
-at::Tensor make_tensor(Connection& connection, uint32_t storage, const Output& output);
+at::Tensor make_remote_tensor(Connection& connection, uint32_t storage, const OutputSpec& output);
 // A view of the same storage.
-at::Tensor make_view(const at::Tensor& source, const Output& output);
+at::Tensor make_remote_view(const at::Tensor& source, const OutputSpec& output);
 // Allocates a storage of this size.
-c10::DataPtr allocate(Connection& connection, uint64_t bytes);
+c10::DataPtr allocate_remote(Connection& connection, uint64_t bytes);
 // Resizes the storage on both sides.
 void resize_storage(c10::StorageImpl& storage, uint64_t bytes);
 
-void write_view(Writer& writer, const at::Tensor& tensor);
+void write_view(WireWriter& writer, const at::Tensor& tensor);
 
 // Raises for more than DIMENSIONS_MAX dimensions.
-void check_dimensions(int64_t count);
+void check_dimension_count(int64_t count);
 
 }  // namespace genie

@@ -11,8 +11,9 @@
 namespace genie {
 
 // `outputs`: the predicted ones; null for a DynamicOp.
-Writer template_body(const c10::OperatorHandle& op, const OpTraits& traits, const torch::jit::Stack& stack,
-                     size_t base, const std::vector<Output>* outputs);
-void write_template(Writer& records, uint32_t number, const Writer& body);
+WireWriter encode_template_body(const c10::OperatorHandle& op, const OpTraits& traits,
+                                const torch::jit::Stack& stack, size_t base,
+                                const std::vector<OutputSpec>* outputs);
+void write_define_template(WireWriter& records, uint32_t number, const WireWriter& body);
 
 }  // namespace genie

@@ -16,17 +16,17 @@
 namespace genie {
 
 // One output, as the client constructs it.
-struct Output {
+struct OutputSpec {
   OutputKind kind = OutputKind::None;
-  bool view = false;  // of input `source`; local to the client
-  bool contiguous = false;
+  bool is_view = false;  // of input `source_input`; local to the client
+  bool is_contiguous = false;
   c10::ScalarType dtype = c10::ScalarType::Undefined;
   c10::SmallVector<int64_t, 5> sizes, strides;
   int64_t offset = 0;
   int64_t storage_bytes = 0;
-  int source = -1;
+  int source_input = -1;
   c10::IValue constant;  // a number; for a list, an empty list of its type; None if the op returns None
-  std::vector<Output> items;
+  std::vector<OutputSpec> items;
 };
 
 // How calls with one key are executed.
@@ -37,19 +37,20 @@ enum class OpExecutionMode : uint8_t {
   Learn,    // outputs cannot be predicted, but the executor's first reply holds for all calls
 };
 
-struct Template final : c10::intrusive_ptr_target {
+struct CachedTemplate final : c10::intrusive_ptr_target {
   std::vector<int64_t> key;
   uint64_t hash = 0;
   uint32_t number = 0;
   OpExecutionMode mode = OpExecutionMode::Dynamic;
-  bool used = true;  // since the last eviction
-  uint32_t new_outputs = 0;
-  uint32_t nodes = 0;  // arguments and outputs, including those in lists; at least what the executor counts
-  std::vector<Output> outputs;
+  bool was_used = true;  // since the last eviction
+  uint32_t new_storages = 0;
+  uint32_t entry_count =
+      0;  // arguments and outputs, including those in lists; at least what the executor counts
+  std::vector<OutputSpec> outputs;
 };
-using TemplatePtr = c10::intrusive_ptr<Template>;
+using CachedTemplatePtr = c10::intrusive_ptr<CachedTemplate>;
 
-inline uint64_t hash_of(const std::vector<int64_t>& key) {
+inline uint64_t hash_template_key(const std::vector<int64_t>& key) {
   uint64_t hash = 0x9E3779B97F4A7C15ull;
   for (int64_t word : key) {
     hash ^= static_cast<uint64_t>(word);
@@ -64,98 +65,101 @@ class TemplateCache {
  public:
   explicit TemplateCache(uint32_t capacity) : capacity_(capacity), slots_(1024) {}
 
-  TemplatePtr find(uint64_t hash, const std::vector<int64_t>& key) {
-    for (size_t at = hash & mask();; at = (at + 1) & mask()) {
-      const TemplatePtr& found = slots_[at];
+  CachedTemplatePtr find(uint64_t hash, const std::vector<int64_t>& key) {
+    for (size_t at = hash & slot_mask();; at = (at + 1) & slot_mask()) {
+      const CachedTemplatePtr& found = slots_[at];
       if (!found) return {};
       if (found->hash == hash && found->key == key) {
-        found->used = true;
+        found->was_used = true;
         return found;
       }
     }
   }
 
   // Assigns a number to the template, and writes DropTemplate for those that are evicted.
-  void insert(const TemplatePtr& added, Writer& records) {
-    while (count_ > 0 && (count_ >= capacity_ || nodes_ + added->nodes > CACHED_NODES_MAX)) evict(records);
-    if ((count_ + 1) * 2 > slots_.size()) rebuild(slots_.size() * 2);
-    added->number = new_number();
-    place(added);
-    count_++;
-    nodes_ += added->nodes;
+  void insert(const CachedTemplatePtr& added, WireWriter& records) {
+    while (template_count_ > 0 &&
+           (template_count_ >= capacity_ || entry_count_ + added->entry_count > CACHED_ENTRIES_MAX))
+      evict_quarter(records);
+    if ((template_count_ + 1) * 2 > slots_.size()) rehash(slots_.size() * 2);
+    added->number = assign_number();
+    put_into_slot(added);
+    template_count_++;
+    entry_count_ += added->entry_count;
   }
 
   // Assigns a new number to the template; the executor drops the old one.
-  void renumber(Template& known, Writer& records) {
-    records.record(Record::DropTemplate, known.number);
+  void renumber(CachedTemplate& known, WireWriter& records) {
+    records.begin_record(RecordKind::DropTemplate, known.number);
     uint32_t old = known.number;
-    known.number = new_number();
+    known.number = assign_number();
     free_numbers_.push_back(old);
   }
 
-  size_t count() const { return count_; }
+  size_t template_count() const { return template_count_; }
   void clear() {
     slots_.assign(1024, {});
-    count_ = 0;
-    nodes_ = 0;
+    template_count_ = 0;
+    entry_count_ = 0;
   }
 
  private:
-  uint32_t new_number() {
+  uint32_t assign_number() {
     if (free_numbers_.empty()) return next_number_++;
     uint32_t number = free_numbers_.back();
     free_numbers_.pop_back();
     return number;
   }
 
-  size_t mask() const { return slots_.size() - 1; }
+  size_t slot_mask() const { return slots_.size() - 1; }
 
-  void place(const TemplatePtr& added) {
-    size_t at = added->hash & mask();
-    while (slots_[at]) at = (at + 1) & mask();
+  void put_into_slot(const CachedTemplatePtr& added) {
+    size_t at = added->hash & slot_mask();
+    while (slots_[at]) at = (at + 1) & slot_mask();
     slots_[at] = added;
   }
 
-  void rebuild(size_t size) {
+  void rehash(size_t size) {
     auto old = std::move(slots_);
     slots_.assign(size, {});
     for (auto& each : old)
-      if (each) place(each);
+      if (each) put_into_slot(each);
   }
 
   // Evicts a quarter at once, so that a program with ever new shapes does not pay for this at every op.
-  void evict(Writer& records) {
+  void evict_quarter(WireWriter& records) {
     auto old = std::move(slots_);
     slots_.assign(old.size(), {});
-    size_t wanted = count_ / 4 + 1, dropped = 0;
+    size_t wanted = template_count_ / 4 + 1, dropped = 0;
     for (int round = 0; round < 2 && dropped < wanted; round++) {
       for (auto& each : old) {
         if (!each || dropped >= wanted) continue;
-        if (each->used) {
-          each->used = false;
+        if (each->was_used) {
+          each->was_used = false;
           continue;
         }
-        if (each->mode != OpExecutionMode::Local) records.record(Record::DropTemplate, each->number);
+        if (each->mode != OpExecutionMode::Local)
+          records.begin_record(RecordKind::DropTemplate, each->number);
         free_numbers_.push_back(each->number);
-        nodes_ -= each->nodes;
+        entry_count_ -= each->entry_count;
         each.reset();
         dropped++;
-        count_--;
+        template_count_--;
       }
     }
     for (auto& each : old)
-      if (each) place(each);
+      if (each) put_into_slot(each);
   }
 
   // Leaves space for templates that are being replaced, which the executor briefly holds twice.
-  static constexpr uint64_t CACHED_NODES_MAX = TEMPLATE_NODES_MAX / 2;
+  static constexpr uint64_t CACHED_ENTRIES_MAX = TEMPLATE_ENTRIES_MAX / 2;
 
   uint32_t capacity_;
-  size_t count_ = 0;
-  uint64_t nodes_ = 0;
+  size_t template_count_ = 0;
+  uint64_t entry_count_ = 0;
   uint32_t next_number_ = 0;
   std::vector<uint32_t> free_numbers_;
-  std::vector<TemplatePtr> slots_;
+  std::vector<CachedTemplatePtr> slots_;
 };
 
 }  // namespace genie

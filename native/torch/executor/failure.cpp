@@ -14,7 +14,7 @@ constexpr const char* OP_REFUSED = "device.op_refused";
 constexpr size_t MESSAGE_BYTES_MAX = 4000;
 static_assert(MESSAGE_BYTES_MAX <= TEXT_BYTES_MAX);
 
-struct CodeAndMessage {
+struct ErrorCodeAndMessage {
   std::string code;
   std::string message;
 };
@@ -57,7 +57,7 @@ bool is_out_of_memory(const std::string& message) {
          message.find("DefaultCPUAllocator: not enough memory") != std::string::npos;
 }
 
-CodeAndMessage classify_torch_error(const c10::Error& error) {
+ErrorCodeAndMessage classify_torch_error(const c10::Error& error) {
   std::string message = error.what_without_backtrace();
   if (dynamic_cast<const c10::OutOfMemoryError*>(&error) || is_out_of_memory(message)) {
     return {error_code::OUT_OF_MEMORY, message};
@@ -71,7 +71,7 @@ CodeAndMessage classify_torch_error(const c10::Error& error) {
   return {REMOTE_OP, message};
 }
 
-CodeAndMessage classify_current_exception() {
+ErrorCodeAndMessage classify_current_exception() {
   try {
     throw;
   } catch (const ProtocolError&) {
@@ -105,7 +105,7 @@ FailurePtr current_failure(const std::string& op, uint64_t number) {
   } catch (const PoisonedTensor& error) {
     return error.failure;
   } catch (...) {
-    CodeAndMessage current = classify_current_exception();
+    ErrorCodeAndMessage current = classify_current_exception();
     return std::make_shared<Failure>(
         Failure{current.code, to_valid_text(op), number, to_valid_text(current.message)});
   }

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
-#include "limits.h"
+#include "stream_limits.h"
 
 namespace genie {
 
@@ -16,18 +16,18 @@ constexpr size_t FRAME_BUFFER_BYTES = 256u << 10;
 FrameReader::FrameReader(Stream& stream, int64_t spin_us)
     : stream_(stream), spin_us_(spin_us), buffer_(FRAME_BUFFER_BYTES) {}
 
-bool FrameReader::wait(int64_t timeout_us) {
-  if (buffered() > 0) return true;
-  return receive(timeout_us);
+bool FrameReader::wait_for_frame(int64_t timeout_us) {
+  if (buffered_bytes() > 0) return true;
+  return receive_some(timeout_us);
 }
 
-void FrameReader::poll() { receive(0); }
+void FrameReader::receive_available() { receive_some(0); }
 
 FrameHeader FrameReader::read_header() {
-  fill(sizeof(FrameHeader));
+  buffer_at_least(sizeof(FrameHeader));
   FrameHeader header;
-  std::memcpy(&header, buffer_.data() + start_, sizeof header);
-  start_ += sizeof header;
+  std::memcpy(&header, buffer_.data() + unread_start_, sizeof header);
+  unread_start_ += sizeof header;
   if (header.bytes > FRAME_BYTES_MAX) {
     throw ProtocolError("a frame has " + std::to_string(header.bytes) + " bytes; the maximum is " +
                         std::to_string(FRAME_BYTES_MAX));
@@ -36,16 +36,16 @@ FrameHeader FrameReader::read_header() {
 }
 
 const uint8_t* FrameReader::read_payload(size_t bytes) {
-  fill(bytes);
-  const uint8_t* payload = buffer_.data() + start_;
-  start_ += bytes;
+  buffer_at_least(bytes);
+  const uint8_t* payload = buffer_.data() + unread_start_;
+  unread_start_ += bytes;
   return payload;
 }
 
-void FrameReader::read_into(uint8_t* into, size_t bytes) {
-  size_t here = std::min(bytes, buffered());
-  std::memcpy(into, buffer_.data() + start_, here);
-  start_ += here;
+void FrameReader::read_payload_into(uint8_t* into, size_t bytes) {
+  size_t here = std::min(bytes, buffered_bytes());
+  std::memcpy(into, buffer_.data() + unread_start_, here);
+  unread_start_ += here;
   while (here < bytes) {
     size_t got = stream_.read_spinning(into + here, bytes - here, STALL_TIMEOUT_US, spin_us_);
     if (got == 0) throw ConnectionLost("the client stalled in the middle of a frame");
@@ -53,7 +53,7 @@ void FrameReader::read_into(uint8_t* into, size_t bytes) {
   }
 }
 
-void FrameReader::skip(size_t bytes) {
+void FrameReader::skip_payload(size_t bytes) {
   while (bytes > 0) {
     size_t part = std::min(bytes, FRAME_BUFFER_BYTES);
     read_payload(part);
@@ -61,24 +61,25 @@ void FrameReader::skip(size_t bytes) {
   }
 }
 
-bool FrameReader::receive(int64_t timeout_us) {
-  if (start_ == end_) start_ = end_ = 0;
-  size_t got = stream_.read_spinning(buffer_.data() + end_, buffer_.size() - end_, timeout_us, spin_us_);
-  end_ += got;
+bool FrameReader::receive_some(int64_t timeout_us) {
+  if (unread_start_ == unread_end_) unread_start_ = unread_end_ = 0;
+  size_t got =
+      stream_.read_spinning(buffer_.data() + unread_end_, buffer_.size() - unread_end_, timeout_us, spin_us_);
+  unread_end_ += got;
   return got > 0;
 }
 
 // Waits until `bytes` contiguous bytes are buffered.
-void FrameReader::fill(size_t bytes) {
-  if (buffered() >= bytes) return;
-  if (buffer_.size() - start_ < bytes) {
-    std::memmove(buffer_.data(), buffer_.data() + start_, buffered());
-    end_ -= start_;
-    start_ = 0;
+void FrameReader::buffer_at_least(size_t bytes) {
+  if (buffered_bytes() >= bytes) return;
+  if (buffer_.size() - unread_start_ < bytes) {
+    std::memmove(buffer_.data(), buffer_.data() + unread_start_, buffered_bytes());
+    unread_end_ -= unread_start_;
+    unread_start_ = 0;
     if (buffer_.size() < bytes) buffer_.resize(bytes);
   }
-  while (buffered() < bytes) {
-    if (!receive(STALL_TIMEOUT_US)) throw ConnectionLost("the client stalled in the middle of a frame");
+  while (buffered_bytes() < bytes) {
+    if (!receive_some(STALL_TIMEOUT_US)) throw ConnectionLost("the client stalled in the middle of a frame");
   }
 }
 

@@ -16,11 +16,11 @@ namespace genie {
 
 namespace {
 
-const char* outcome_name(Outcome outcome) {
+const char* outcome_name(ConnectionOutcome outcome) {
   switch (outcome) {
-    case Outcome::Closed:
+    case ConnectionOutcome::Closed:
       return "closed";
-    case Outcome::Lost:
+    case ConnectionOutcome::Lost:
       return "lost";
     default:
       return "fatal";
@@ -29,7 +29,7 @@ const char* outcome_name(Outcome outcome) {
 
 // Captures CUDA graphs through a Python object with begin(), end(), abort() and replay(graph);
 // end() returns the graph and the size of its memory pool.
-class PythonCapture final : public Capture {
+class PythonCapture final : public GraphCapture {
  public:
   explicit PythonCapture(py::object object) : object_(std::move(object)) {}
   ~PythonCapture() override {
@@ -89,7 +89,8 @@ ParcelConnector make_connector(py::object callable) {
   return [kept](const ParcelOrigin& origin) {
     py::gil_scoped_acquire gil;
     try {
-      return stream_of((*kept)(origin.host, origin.port, origin.server_name, origin.number, origin.token));
+      return stream_from_python(
+          (*kept)(origin.host, origin.port, origin.server_name, origin.number, origin.token));
     } catch (const py::error_already_set& error) {
       py::object value = error.value();
       std::string code = "device.remote_op";
@@ -101,7 +102,7 @@ ParcelConnector make_connector(py::object callable) {
 }
 
 bool send_parcel(Session& session, uint64_t number, py::handle stream) {
-  auto connection = stream_of(stream);
+  auto connection = stream_from_python(stream);
   py::gil_scoped_release release;
   return session.send_parcel(number, connection);
 }
@@ -109,9 +110,9 @@ bool send_parcel(Session& session, uint64_t number, py::handle stream) {
 std::unique_ptr<Session> make_session(const std::string& device, uint64_t bytes_max,
                                       std::vector<std::string> allowed_ops, int64_t spin_us,
                                       py::object capture, py::object compiler, py::object connect) {
-  std::shared_ptr<Capture> capture_object;
+  std::shared_ptr<GraphCapture> capture_object;
   if (!capture.is_none()) capture_object = std::make_shared<PythonCapture>(std::move(capture));
-  std::shared_ptr<Compiler> compiler_object;
+  std::shared_ptr<GraphCompiler> compiler_object;
   if (!compiler.is_none()) compiler_object = make_python_compiler(std::move(compiler));
   return std::make_unique<Session>(device, bytes_max, std::move(allowed_ops), spin_us,
                                    std::move(capture_object), std::move(compiler_object),
@@ -119,7 +120,7 @@ std::unique_ptr<Session> make_session(const std::string& device, uint64_t bytes_
 }
 
 std::string serve(Session& session, py::handle stream, uint64_t replies_received) {
-  auto connection = stream_of(stream);
+  auto connection = stream_from_python(stream);
   py::gil_scoped_release release;
   return outcome_name(session.serve(std::move(connection), replies_received));
 }
@@ -134,6 +135,7 @@ py::dict stats(const Session& session) {
   result["ops"] = now.ops;
   result["frames_received"] = now.frames_received;
   result["parcels"] = now.parcels;
+  result["pending_fetches"] = now.pending_fetches;
   return result;
 }
 

@@ -42,8 +42,9 @@ class ParcelFetcher {
              const std::function<void()>& keep_alive);
 
  private:
-  std::shared_ptr<Stream> connect(const ParcelOrigin& origin, const std::function<void()>& keep_alive);
-  void receive(Stream& stream, uint64_t bytes, const std::function<void()>& keep_alive);
+  std::shared_ptr<Stream> connect_with_retries(const ParcelOrigin& origin,
+                                               const std::function<void()>& keep_alive);
+  void receive_contents(Stream& stream, uint64_t bytes, const std::function<void()>& keep_alive);
 
   Upload upload_;
   ParcelConnector connector_;

@@ -11,7 +11,7 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/Exception.h>
 
-#include "limits.h"
+#include "stream_limits.h"
 #include "staging.h"
 
 namespace genie {
@@ -49,14 +49,14 @@ void write_parcel_header(Stream& stream, uint64_t bytes, ParcelKind kind) {
 }
 
 void write_parcel_failure(Stream& stream, const Failure& failure) {
-  Writer payload;
-  write_error(payload, failure);
+  WireWriter payload;
+  write_remote_error(payload, failure);
   write_parcel_header(stream, payload.size(), ParcelKind::Failure);
   write_chunks(stream, payload.data(), payload.size());
 }
 
 // The peer sends nothing before it has received the parcel. ConnectionLost if it has disconnected.
-void check_peer_waiting(Stream& stream) {
+void check_peer_connected(Stream& stream) {
   uint8_t byte;
   if (stream.read_some(&byte, 1, 0) > 0)
     throw ConnectionLost("the peer sent data before it received the parcel");
@@ -66,19 +66,19 @@ void check_peer_waiting(Stream& stream) {
 
 ParcelStore::Parcel::Parcel(StorageTable& table, at::Tensor contents)
     : storages(&table), tensor(std::move(contents)) {
-  storages->charge_parcel_memory(static_cast<int64_t>(tensor.nbytes()));
+  storages->add_parcel_bytes(static_cast<int64_t>(tensor.nbytes()));
   if (tensor.device().is_cpu()) return;
   ready.emplace(tensor.device().type());
   ready->record(c10::impl::VirtualGuardImpl(tensor.device().type()).getStream(tensor.device()));
 }
 
 ParcelStore::Parcel::~Parcel() {
-  if (storages) storages->charge_parcel_memory(-static_cast<int64_t>(tensor.nbytes()));
+  if (storages) storages->add_parcel_bytes(-static_cast<int64_t>(tensor.nbytes()));
 }
 
 // --- serving thread -----------------------------------------------------------------------------
 
-void ParcelStore::check_number(uint64_t number) const {
+void ParcelStore::check_number_increases(uint64_t number) const {
   std::lock_guard<std::mutex> lock(mutex_);
   if (number <= last_number_) {
     throw ProtocolError("parcel " + std::to_string(number) + " was published after parcel " +
@@ -87,28 +87,28 @@ void ParcelStore::check_number(uint64_t number) const {
 }
 
 void ParcelStore::check_capacity() const {
-  if (count() < PARCELS_MAX) return;
+  if (parcel_count() < PARCELS_MAX) return;
   throw OpRefused("this executor holds " + std::to_string(PARCELS_MAX) +
                   " parcels that other executors have not fetched yet; synchronize first");
 }
 
-void ParcelStore::put(uint64_t number, at::Tensor tensor) {
-  put(number, std::make_shared<Parcel>(storages_, std::move(tensor)));
-  storages_.add_bytes(0);  // updates the peak
+void ParcelStore::store(uint64_t number, at::Tensor tensor) {
+  store(number, std::make_shared<Parcel>(storages_, std::move(tensor)));
+  storages_.add_result_bytes(0);  // updates the peak
 }
 
-void ParcelStore::put(uint64_t number, FailurePtr failure) {
-  put(number, std::make_shared<Parcel>(std::move(failure)));
+void ParcelStore::store(uint64_t number, FailurePtr failure) {
+  store(number, std::make_shared<Parcel>(std::move(failure)));
 }
 
-void ParcelStore::put(uint64_t number, ParcelPtr parcel) {
+void ParcelStore::store(uint64_t number, ParcelPtr parcel) {
   std::lock_guard<std::mutex> lock(mutex_);
   last_number_ = number;
-  if (!closed_ && parcels_.size() < PARCELS_MAX) parcels_.emplace(number, std::move(parcel));
-  changed_.notify_all();
+  if (!is_closed_ && parcels_.size() < PARCELS_MAX) parcels_.emplace(number, std::move(parcel));
+  state_changed_.notify_all();
 }
 
-void ParcelStore::drop(uint64_t number) {
+void ParcelStore::drop_parcel(uint64_t number) {
   ParcelPtr dropped;  // destroyed after the lock is released: freeing memory may take a while
   std::lock_guard<std::mutex> lock(mutex_);
   auto found = parcels_.find(number);
@@ -117,19 +117,24 @@ void ParcelStore::drop(uint64_t number) {
   parcels_.erase(found);
 }
 
-size_t ParcelStore::count() const {
+size_t ParcelStore::parcel_count() const {
   std::lock_guard<std::mutex> lock(mutex_);
   return parcels_.size();
+}
+
+uint32_t ParcelStore::pending_fetch_count() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return active_fetches_;
 }
 
 void ParcelStore::close() {
   std::unordered_map<uint64_t, ParcelPtr> dropped;
   std::unique_lock<std::mutex> lock(mutex_);
-  closed_ = true;
+  is_closed_ = true;
   dropped.swap(parcels_);
-  for (auto& [number, stream] : fetches_) stream->shut_down();
-  changed_.notify_all();
-  changed_.wait(lock, [this] { return active_fetches_ == 0; });
+  for (auto& [number, stream] : newest_fetches_) stream->shut_down();
+  state_changed_.notify_all();
+  state_changed_.wait(lock, [this] { return active_fetches_ == 0; });
 }
 
 // --- sending threads ----------------------------------------------------------------------------
@@ -138,7 +143,7 @@ bool ParcelStore::send_parcel(uint64_t number, const std::shared_ptr<Stream>& st
   if (!register_fetch(number, stream)) return false;
   bool acknowledged = false;
   try {
-    acknowledged = send_and_confirm(number, stream);
+    acknowledged = send_until_acknowledged(number, stream);
   } catch (const ConnectionLost&) {
     // It may be fetched again until it is dropped.
   } catch (const c10::Error&) {
@@ -153,33 +158,33 @@ bool ParcelStore::send_parcel(uint64_t number, const std::shared_ptr<Stream>& st
 
 bool ParcelStore::register_fetch(uint64_t number, const std::shared_ptr<Stream>& stream) {
   std::lock_guard<std::mutex> lock(mutex_);
-  if (closed_) return false;
-  auto& newest = fetches_[number];
+  if (is_closed_) return false;
+  auto& newest = newest_fetches_[number];
   if (newest) newest->shut_down();  // its peer has reconnected
   newest = stream;
   active_fetches_++;
-  changed_.notify_all();
+  state_changed_.notify_all();
   return true;
 }
 
 void ParcelStore::unregister_fetch(uint64_t number, const std::shared_ptr<Stream>& stream) {
   std::lock_guard<std::mutex> lock(mutex_);
-  auto newest = fetches_.find(number);
-  if (newest != fetches_.end() && newest->second == stream) fetches_.erase(newest);
+  auto newest = newest_fetches_.find(number);
+  if (newest != newest_fetches_.end() && newest->second == stream) newest_fetches_.erase(newest);
   active_fetches_--;
-  changed_.notify_all();
+  state_changed_.notify_all();
 }
 
-ParcelStore::ParcelPtr ParcelStore::wait_for(uint64_t number, const std::shared_ptr<Stream>& stream) {
+ParcelStore::ParcelPtr ParcelStore::wait_for_parcel(uint64_t number, const std::shared_ptr<Stream>& stream) {
   std::unique_lock<std::mutex> lock(mutex_);
   auto replaced = [&] {
-    auto newest = fetches_.find(number);
-    return closed_ || newest == fetches_.end() || newest->second != stream;
+    auto newest = newest_fetches_.find(number);
+    return is_closed_ || newest == newest_fetches_.end() || newest->second != stream;
   };
-  while (
-      !changed_.wait_for(lock, PEER_CHECK_INTERVAL, [&] { return number <= last_number_ || replaced(); })) {
+  while (!state_changed_.wait_for(lock, PEER_CHECK_INTERVAL,
+                                  [&] { return number <= last_number_ || replaced(); })) {
     lock.unlock();
-    check_peer_waiting(*stream);
+    check_peer_connected(*stream);
     lock.lock();
   }
   if (replaced()) throw ConnectionLost("replaced by a newer fetch");
@@ -187,8 +192,8 @@ ParcelStore::ParcelPtr ParcelStore::wait_for(uint64_t number, const std::shared_
   return found == parcels_.end() ? nullptr : found->second;
 }
 
-bool ParcelStore::send_and_confirm(uint64_t number, const std::shared_ptr<Stream>& stream) {
-  ParcelPtr parcel = wait_for(number, stream);
+bool ParcelStore::send_until_acknowledged(uint64_t number, const std::shared_ptr<Stream>& stream) {
+  ParcelPtr parcel = wait_for_parcel(number, stream);
   if (!parcel) {
     write_parcel_failure(*stream,
                          {"device.unavailable", "", 0,
@@ -200,7 +205,7 @@ bool ParcelStore::send_and_confirm(uint64_t number, const std::shared_ptr<Stream
   uint8_t acknowledgement = 0;
   stream->read_exactly(&acknowledgement, 1, STALL_TIMEOUT_US);
   if (acknowledgement != PARCEL_ACKNOWLEDGED) return false;
-  drop(number);
+  drop_parcel(number);
   return true;
 }
 

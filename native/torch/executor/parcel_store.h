@@ -19,7 +19,7 @@
 #include "../stream.h"
 #include "../wire.h"
 #include "failure.h"
-#include "storages.h"
+#include "storage_table.h"
 
 namespace genie {
 
@@ -28,20 +28,22 @@ class ParcelStore {
   ParcelStore(c10::Device device, StorageTable& storages) : device_(device), storages_(storages) {}
 
   // ProtocolError unless the number is larger than all earlier ones.
-  void check_number(uint64_t number) const;
+  void check_number_increases(uint64_t number) const;
   // OpRefused if there are PARCELS_MAX already.
   void check_capacity() const;
   // `tensor` is contiguous, not shared, and written on the current stream.
-  void put(uint64_t number, at::Tensor tensor);
+  void store(uint64_t number, at::Tensor tensor);
   // A parcel that holds an error. Dropped at once if the store is full.
-  void put(uint64_t number, FailurePtr failure);
-  void drop(uint64_t number);
+  void store(uint64_t number, FailurePtr failure);
+  void drop_parcel(uint64_t number);
 
   // Thread-safe; called on one thread per fetch. Waits for the parcel, sends it, and waits for the
   // acknowledgement. A newer fetch of the same number cancels this one. True if it was acknowledged.
   bool send_parcel(uint64_t number, const std::shared_ptr<Stream>& stream);
   // Thread-safe.
-  size_t count() const;
+  size_t parcel_count() const;
+  // Thread-safe. Fetches that wait for their parcel or send it.
+  uint32_t pending_fetch_count() const;
   // Drops all parcels, cancels all fetches and waits until they have ended.
   void close();
 
@@ -61,23 +63,23 @@ class ParcelStore {
   };
   using ParcelPtr = std::shared_ptr<const Parcel>;
 
-  void put(uint64_t number, ParcelPtr parcel);
+  void store(uint64_t number, ParcelPtr parcel);
   bool register_fetch(uint64_t number, const std::shared_ptr<Stream>& stream);
   void unregister_fetch(uint64_t number, const std::shared_ptr<Stream>& stream);
   // Null if it was dropped or never stored.
-  ParcelPtr wait_for(uint64_t number, const std::shared_ptr<Stream>& stream);
-  bool send_and_confirm(uint64_t number, const std::shared_ptr<Stream>& stream);
+  ParcelPtr wait_for_parcel(uint64_t number, const std::shared_ptr<Stream>& stream);
+  bool send_until_acknowledged(uint64_t number, const std::shared_ptr<Stream>& stream);
   void write_parcel(const Parcel& parcel, Stream& stream) const;
 
   c10::Device device_;
   StorageTable& storages_;
   mutable std::mutex mutex_;
-  std::condition_variable changed_;
+  std::condition_variable state_changed_;
   std::unordered_map<uint64_t, ParcelPtr> parcels_;
-  std::unordered_map<uint64_t, std::shared_ptr<Stream>> fetches_;  // the newest of each number
+  std::unordered_map<uint64_t, std::shared_ptr<Stream>> newest_fetches_;  // the newest of each number
   uint64_t last_number_ = 0;
   uint32_t active_fetches_ = 0;
-  bool closed_ = false;
+  bool is_closed_ = false;
 };
 
 }  // namespace genie

@@ -14,13 +14,13 @@ namespace py = pybind11;
 using c10::IValue;
 using c10::TypeKind;
 
-py::tuple int_tuple(c10::IntArrayRef values) {
+py::tuple to_int_tuple(c10::IntArrayRef values) {
   py::tuple result(values.size());
   for (size_t i = 0; i < values.size(); i++) result[i] = py::int_(values[i]);
   return result;
 }
 
-const c10::Type& strip_optional(const c10::Type& type) {
+const c10::Type& strip_optional_type_ref(const c10::Type& type) {
   auto* optional = type.castRaw<c10::OptionalType>();
   return optional ? *optional->getElementType() : type;
 }
@@ -31,9 +31,9 @@ class StepConverter {
   py::list convert(const std::vector<GraphStep>& steps) {
     py::list converted;
     for (const GraphStep& step : steps) {
-      if (step.kind == Record::Op) {
-        converted.append(op(step));
-      } else if (step.kind == Record::Allocate) {
+      if (step.kind == RecordKind::Op) {
+        converted.append(convert_op(step));
+      } else if (step.kind == RecordKind::Allocate) {
         converted.append(py::make_tuple("allocate", step.storage, step.bytes));
       } else {
         converted.append(py::make_tuple("free", step.storage));
@@ -43,69 +43,71 @@ class StepConverter {
   }
 
  private:
-  py::object op(const GraphStep& step) {
-    const Template& call = *step.call;
-    if (!call.op) throw OpRefused(call.refusal);
-    const auto& schema = call.op->schema();
+  py::object convert_op(const GraphStep& step) {
+    const DecodedTemplate& op_template = *step.op_template;
+    if (!op_template.op) throw OpRefused(op_template.refusal_reason);
+    const auto& schema = op_template.op->schema();
     const uint8_t* data = step.record.data();
     py::list arguments;
-    for (size_t i = 0; i < call.arguments.size(); i++)
-      arguments.append(argument(call.arguments[i], data, *schema.arguments()[i].real_type()));
-    new_storages_ = step.record.data() + call.data_bytes;
+    for (size_t i = 0; i < op_template.arguments.size(); i++)
+      arguments.append(convert_argument(op_template.arguments[i], data, *schema.arguments()[i].real_type()));
+    new_storages_ = step.record.data() + op_template.data_bytes;
     py::list outputs;
-    for (const Output& each : call.outputs) outputs.append(output(each));
+    for (const ExpectedOutput& each : op_template.outputs) outputs.append(convert_output(each));
     return py::make_tuple("op", schema.name(), schema.overload_name(), arguments, outputs);
   }
 
-  py::object argument(const Argument& argument, const uint8_t*& data, const c10::Type& declared) {
-    const c10::Type& type = strip_optional(declared);
+  py::object convert_argument(const TemplateArgument& argument, const uint8_t*& data,
+                              const c10::Type& declared) {
+    const c10::Type& type = strip_optional_type_ref(declared);
     switch (argument.kind) {
       case ArgumentKind::Tensor: {
-        auto storage = next_data<uint32_t>(data);
-        int64_t offset = argument.has_offset ? next_data<int64_t>(data) : 0;
-        return tensor(storage, *argument.meta, offset, argument.written);
+        auto storage = read_next_value<uint32_t>(data);
+        int64_t offset = argument.has_offset ? read_next_value<int64_t>(data) : 0;
+        return convert_tensor(storage, *argument.meta, offset, argument.is_written);
       }
       case ArgumentKind::ScalarTensor:
-        return scalar(argument, data);
+        return convert_scalar(argument, data);
       case ArgumentKind::IntegerData:
-        return py::make_tuple("value", next_data<int64_t>(data));
+        return py::make_tuple("value", read_next_value<int64_t>(data));
       case ArgumentKind::FloatData:
-        return py::make_tuple("value", next_data<double>(data));
+        return py::make_tuple("value", read_next_value<double>(data));
       case ArgumentKind::Generator:
         data += sizeof(uint32_t);
         return py::make_tuple("generator");
       case ArgumentKind::List: {
         py::list items;
         const c10::Type& element = *type.castRaw<c10::ListType>()->getElementType();
-        for (const Argument& item : argument.items) items.append(this->argument(item, data, element));
+        for (const TemplateArgument& item : argument.items)
+          items.append(convert_argument(item, data, element));
         return py::make_tuple("list", items);
       }
       default:
-        return py::make_tuple("value", constant(argument.constant, type));
+        return py::make_tuple("value", convert_constant(argument.constant, type));
     }
   }
 
-  py::object tensor(uint32_t storage, const TensorMeta& meta, int64_t offset, bool written) {
+  py::object convert_tensor(uint32_t storage, const TensorMeta& meta, int64_t offset, bool written) {
     if (meta.flags) throw OpRefused("a tensor has a lazy conjugate or negative bit");
-    return py::make_tuple("tensor", storage, py::cast(meta.dtype), int_tuple(meta.sizes),
-                          int_tuple(meta.strides), offset, written);
+    return py::make_tuple("tensor", storage, py::cast(meta.dtype), to_int_tuple(meta.sizes),
+                          to_int_tuple(meta.strides), offset, written);
   }
 
-  py::object scalar(const Argument& argument, const uint8_t*& data) {
+  py::object convert_scalar(const TemplateArgument& argument, const uint8_t*& data) {
     at::Tensor filled = argument.scalar.clone();
     std::memcpy(filled.mutable_data_ptr(), data, filled.itemsize());
-    data += SCALAR_BYTES;
+    data += SCALAR_TENSOR_BYTES;
     bool wrapped = argument.scalar.unsafeGetTensorImpl()->is_wrapped_number();
     return py::make_tuple("scalar", py::cast(filled.item()), py::cast(filled.scalar_type()), wrapped);
   }
 
   // Dtypes, layouts and memory formats are integers in the template; the schema has the type.
-  py::object constant(const IValue& value, const c10::Type& type) {
+  py::object convert_constant(const IValue& value, const c10::Type& type) {
     if (value.isNone()) return py::none();
     if (value.isList()) {
       py::list items;
-      const c10::Type& element = strip_optional(*type.castRaw<c10::ListType>()->getElementType());
-      for (const IValue& item : value.toListRef()) items.append(constant(item, element));
+      const c10::Type& element = strip_optional_type_ref(*type.castRaw<c10::ListType>()->getElementType());
+      for (const IValue& item : value.toListRef()) items.append(convert_constant(item, element));
       return items;
     }
     if (value.isInt()) {
@@ -132,14 +134,14 @@ class StepConverter {
     throw OpRefused("an argument is a " + value.tagKind());
   }
 
-  py::object output(const Output& output) {
+  py::object convert_output(const ExpectedOutput& output) {
     switch (output.kind) {
       case OutputKind::New:
-        return py::make_tuple("new", next_data<uint32_t>(new_storages_), py::cast(output.meta.dtype),
-                              int_tuple(output.meta.sizes), int_tuple(output.meta.strides));
+        return py::make_tuple("new", read_next_value<uint32_t>(new_storages_), py::cast(output.meta.dtype),
+                              to_int_tuple(output.meta.sizes), to_int_tuple(output.meta.strides));
       case OutputKind::List: {
         py::list items;
-        for (const Output& item : output.items) items.append(this->output(item));
+        for (const ExpectedOutput& item : output.items) items.append(convert_output(item));
         return py::make_tuple("list", items);
       }
       default:
@@ -151,22 +153,22 @@ class StepConverter {
 };
 
 // Converts (storage, dtype, sizes, strides, offset) and validates it like a View from the wire.
-View to_view(py::handle fields) {
-  using Numbers = std::vector<int64_t>;
+StorageView storage_view_from_python(py::handle fields) {
+  using IntegerVector = std::vector<int64_t>;
   auto [storage, dtype, sizes, strides, offset] =
-      fields.cast<std::tuple<uint32_t, at::ScalarType, Numbers, Numbers, int64_t>>();
-  Writer dimensions;
-  for (int64_t each : sizes) dimensions.i64(each);
-  for (int64_t each : strides) dimensions.i64(each);
-  Reader in(dimensions.data(), dimensions.size());
-  View view;
+      fields.cast<std::tuple<uint32_t, at::ScalarType, IntegerVector, IntegerVector, int64_t>>();
+  WireWriter dimensions;
+  for (int64_t each : sizes) dimensions.write_i64(each);
+  for (int64_t each : strides) dimensions.write_i64(each);
+  WireReader in(dimensions.data(), dimensions.size());
+  StorageView view;
   view.storage = storage;
   view.offset = offset;
   view.meta = read_tensor_meta(in, static_cast<uint8_t>(dtype), static_cast<uint8_t>(sizes.size()), 0);
   return view;
 }
 
-class PythonCompiler final : public Compiler {
+class PythonCompiler final : public GraphCompiler {
  public:
   explicit PythonCompiler(py::object object) : object_(std::move(object)) {}
   ~PythonCompiler() override {
@@ -186,9 +188,10 @@ class PythonCompiler final : public Compiler {
       py::object compiled_function =
           object_.attr("compile")(StepConverter().convert(steps), results, sizes, callback);
       CompiledGraph compiled;
-      for (py::handle each : compiled_function.attr("inputs")) compiled.inputs.push_back(to_view(each));
+      for (py::handle each : compiled_function.attr("inputs"))
+        compiled.inputs.push_back(storage_view_from_python(each));
       for (py::handle each : compiled_function.attr("results")) {
-        compiled.results.push_back(to_view(each));
+        compiled.results.push_back(storage_view_from_python(each));
         compiled.result_bytes += compiled.results.back().meta.span_bytes;
       }
       compiled.function = {compiled_function.release().ptr(), [](void* held) {
@@ -230,7 +233,7 @@ void throw_python_error(const py::error_already_set& error) {
   throw std::runtime_error(message);
 }
 
-std::shared_ptr<Compiler> make_python_compiler(py::object object) {
+std::shared_ptr<GraphCompiler> make_python_compiler(py::object object) {
   return std::make_shared<PythonCompiler>(std::move(object));
 }
 

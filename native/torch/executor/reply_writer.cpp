@@ -5,7 +5,7 @@
 
 #include <c10/util/Exception.h>
 
-#include "limits.h"
+#include "stream_limits.h"
 
 namespace genie {
 
@@ -33,16 +33,16 @@ void drain_until_closed(Stream& stream) {
 
 }  // namespace
 
-void ReplyWriter::connect(Stream& stream, uint64_t received) {
+void ReplyWriter::begin_connection(Stream& stream, uint64_t received) {
   stream_ = &stream;
-  lost_ = within_reply_ = false;
+  is_connection_lost_ = is_reply_incomplete_ = false;
   release_replies(received);
-  for (Reply& reply : unreceived_) send(reply);
+  for (KeptReply& reply : unreceived_replies_) send(reply);
   unacknowledged_frames_ = 0;  // the handshake reply contained the number
   unacknowledged_bytes_ = 0;
 }
 
-void ReplyWriter::count_frame(uint64_t number, size_t bytes) {
+void ReplyWriter::count_received_frame(uint64_t number, size_t bytes) {
   frames_received_.store(number, std::memory_order_relaxed);
   unacknowledged_frames_++;
   unacknowledged_bytes_ += bytes;
@@ -50,20 +50,20 @@ void ReplyWriter::count_frame(uint64_t number, size_t bytes) {
 
 void ReplyWriter::release_replies(uint64_t number) {
   if (number > last_number_) throw ProtocolError("the client acknowledged replies that were never sent");
-  while (!unreceived_.empty() && unreceived_.front().number <= number) {
-    release(unreceived_.front());
-    unreceived_.pop_front();
+  while (!unreceived_replies_.empty() && unreceived_replies_.front().number <= number) {
+    release_reply(unreceived_replies_.front());
+    unreceived_replies_.pop_front();
   }
 }
 
-void ReplyWriter::release(Reply& reply) {
+void ReplyWriter::release_reply(KeptReply& reply) {
   storages_.add_reply_bytes(-static_cast<int64_t>(reply.counted_bytes));
-  if (reply.borrowed) borrowed_--;
+  if (reply.is_borrowed) borrowing_reply_count_--;
   if (spare_frames_.size() < SPARE_FRAMES_MAX) spare_frames_.push_back(std::move(reply.frame));
 }
 
 // Reuses memory: page faults would dominate the cost of a new frame.
-std::vector<uint8_t> ReplyWriter::new_frame(size_t payload_bytes) {
+std::vector<uint8_t> ReplyWriter::new_reply_frame(size_t payload_bytes) {
   std::vector<uint8_t> frame;
   if (!spare_frames_.empty()) {
     frame = std::move(spare_frames_.back());
@@ -73,87 +73,88 @@ std::vector<uint8_t> ReplyWriter::new_frame(size_t payload_bytes) {
   return frame;
 }
 
-ReplyWriter::Reply& ReplyWriter::add_reply(ReplyKind kind, std::vector<uint8_t> frame) {
-  if (unreceived_.size() >= UNRECEIVED_REPLIES_MAX)
+ReplyWriter::KeptReply& ReplyWriter::add_reply(ReplyKind kind, std::vector<uint8_t> frame) {
+  if (unreceived_replies_.size() >= UNRECEIVED_REPLIES_MAX)
     throw ProtocolError("too many replies that the client has not received");
-  Reply reply;
+  KeptReply reply;
   reply.number = ++last_number_;
   reply.kind = kind;
   reply.frame = std::move(frame);
-  unreceived_.push_back(std::move(reply));
-  count_bytes(unreceived_.back(), unreceived_.back().frame.size() - sizeof(ReplyHeader));
-  return unreceived_.back();
+  unreceived_replies_.push_back(std::move(reply));
+  count_reply_memory(unreceived_replies_.back(),
+                     unreceived_replies_.back().frame.size() - sizeof(ReplyHeader));
+  return unreceived_replies_.back();
 }
 
-void ReplyWriter::count_bytes(Reply& reply, uint64_t bytes) {
+void ReplyWriter::count_reply_memory(KeptReply& reply, uint64_t bytes) {
   reply.counted_bytes += bytes;
   storages_.add_reply_bytes(static_cast<int64_t>(bytes));
 }
 
-void ReplyWriter::reply(const Writer& payload) {
-  Reply& reply = add_reply(ReplyKind::Reply, new_frame(payload.size()));
+void ReplyWriter::send_reply(const WireWriter& payload) {
+  KeptReply& reply = add_reply(ReplyKind::Reply, new_reply_frame(payload.size()));
   std::copy_n(payload.data(), payload.size(), reply.frame.data() + sizeof(ReplyHeader));
   send(reply);
 }
 
-void ReplyWriter::reply_error(const Failure& failure) {
-  Writer payload;
-  write_error(payload, failure);
-  Reply& reply = add_reply(ReplyKind::Error, new_frame(payload.size()));
+void ReplyWriter::send_error_reply(const Failure& failure) {
+  WireWriter payload;
+  write_remote_error(payload, failure);
+  KeptReply& reply = add_reply(ReplyKind::Error, new_reply_frame(payload.size()));
   std::copy_n(payload.data(), payload.size(), reply.frame.data() + sizeof(ReplyHeader));
   send(reply);
 }
 
-void ReplyWriter::reply_tensor(at::Tensor contiguous, bool owned) {
+void ReplyWriter::send_tensor_reply(at::Tensor contiguous, bool owned) {
   uint64_t bytes = contiguous.nbytes();
   if (bytes <= COPIED_REPLY_BYTES_MAX) {
-    std::vector<uint8_t> frame = new_frame(bytes);  // before add_reply(): reading may fail
-    staging_.read(contiguous, frame.data() + sizeof(ReplyHeader));
+    std::vector<uint8_t> frame = new_reply_frame(bytes);  // before add_reply(): reading may fail
+    staging_.copy_to_host(contiguous, frame.data() + sizeof(ReplyHeader));
     send(add_reply(ReplyKind::Reply, std::move(frame)));
     return;
   }
-  Reply& reply = add_reply(ReplyKind::Reply, new_frame(0));
+  KeptReply& reply = add_reply(ReplyKind::Reply, new_reply_frame(0));
   reply.tensor = std::move(contiguous);
-  reply.borrowed = !owned;
-  if (reply.borrowed) {
-    borrowed_++;
+  reply.is_borrowed = !owned;
+  if (reply.is_borrowed) {
+    borrowing_reply_count_++;
   } else {
-    count_bytes(reply, bytes);
+    count_reply_memory(reply, bytes);
   }
   send(reply);
 }
 
-void ReplyWriter::send(Reply& reply) {
+void ReplyWriter::send(KeptReply& reply) {
   if (!stream_) return;
-  within_reply_ = true;
+  is_reply_incomplete_ = true;
   try {
     send_header(reply);
     if (reply.tensor.defined()) {
       staging_.for_each_chunk(reply.tensor,
-                              [this](const uint8_t* from, size_t bytes) { write(from, bytes); });
+                              [this](const uint8_t* from, size_t bytes) { write_to_stream(from, bytes); });
     }
   } catch (const ConnectionLost&) {
-    lost_ = true;
+    is_connection_lost_ = true;
     stream_ = nullptr;
     return;
   } catch (const c10::Error& error) {
     throw AcceleratorFailed(
         error.what_without_backtrace());  // the reply is incomplete: the session cannot continue
   }
-  within_reply_ = false;
+  is_reply_incomplete_ = false;
   unacknowledged_frames_ = 0;
   unacknowledged_bytes_ = 0;
 }
 
-void ReplyWriter::send_header(Reply& reply) {
+void ReplyWriter::send_header(KeptReply& reply) {
   uint64_t payload = reply.frame.size() - sizeof(ReplyHeader);
   if (reply.tensor.defined()) payload = reply.tensor.nbytes();
   ReplyHeader header = make_reply_header(payload, reply.number, frames_received(), reply.kind);
   std::memcpy(reply.frame.data(), &header, sizeof header);
-  write(reply.frame.data(), reply.frame.size());
+  write_to_stream(reply.frame.data(), reply.frame.size());
 }
 
-void ReplyWriter::write(const void* from, size_t bytes) {
+void ReplyWriter::write_to_stream(const void* from, size_t bytes) {
   const auto* next = static_cast<const uint8_t*>(from);
   for (size_t left = bytes; left > 0;) {
     size_t part = std::min(left, WRITE_CHUNK_BYTES);
@@ -169,49 +170,50 @@ void ReplyWriter::acknowledge() {
   unacknowledged_frames_ = 0;
   unacknowledged_bytes_ = 0;
   try {
-    write(&header, sizeof header);
+    write_to_stream(&header, sizeof header);
   } catch (const ConnectionLost&) {
-    lost_ = true;
+    is_connection_lost_ = true;
     stream_ = nullptr;
   }
 }
 
 void ReplyWriter::acknowledge_if_due() {
-  bool due = unacknowledged_frames_ >= ACKNOWLEDGE_FRAMES || unacknowledged_bytes_ >= ACKNOWLEDGE_BYTES;
+  bool due = unacknowledged_frames_ >= ACKNOWLEDGE_INTERVAL_FRAMES ||
+             unacknowledged_bytes_ >= ACKNOWLEDGE_INTERVAL_BYTES;
   if (due) acknowledge();
 }
 
 void ReplyWriter::send_fatal(const Failure& failure) {
-  if (!stream_ || within_reply_) return;
-  Writer payload, frame;
-  write_error(payload, failure);
-  frame.put(make_reply_header(payload.size(), last_number_, frames_received(), ReplyKind::Fatal));
-  frame.raw(payload.data(), payload.size());
+  if (!stream_ || is_reply_incomplete_) return;
+  WireWriter payload, frame;
+  write_remote_error(payload, failure);
+  frame.append_value(make_reply_header(payload.size(), last_number_, frames_received(), ReplyKind::Fatal));
+  frame.append_bytes(payload.data(), payload.size());
   try {
     stream_->write_all(frame.data(), frame.size(), FATAL_TIMEOUT_US);
     drain_until_closed(*stream_);
   } catch (const ConnectionLost&) {
-    lost_ = true;  // expected: the client closes the connection after this error
+    is_connection_lost_ = true;  // expected: the client closes the connection after this error
   }
   stream_ = nullptr;
 }
 
-void ReplyWriter::copy_borrowed(const c10::Storage& storage) {
-  for (Reply& reply : unreceived_) {
-    if (!reply.borrowed || !reply.tensor.storage().is_alias_of(storage)) continue;
+void ReplyWriter::copy_replies_borrowing(const c10::Storage& storage) {
+  for (KeptReply& reply : unreceived_replies_) {
+    if (!reply.is_borrowed || !reply.tensor.storage().is_alias_of(storage)) continue;
     at::Tensor copy = reply.tensor.to(c10::kCPU, /*non_blocking=*/false, /*copy=*/true);
-    if (copy.nbytes() > reply.counted_bytes) count_bytes(reply, copy.nbytes() - reply.counted_bytes);
+    if (copy.nbytes() > reply.counted_bytes) count_reply_memory(reply, copy.nbytes() - reply.counted_bytes);
     reply.tensor = std::move(copy);
-    reply.borrowed = false;
-    borrowed_--;
+    reply.is_borrowed = false;
+    borrowing_reply_count_--;
   }
 }
 
-void ReplyWriter::adopt_borrowed(const c10::Storage& storage, uint64_t bytes) {
-  for (Reply& reply : unreceived_) {
-    if (!reply.borrowed || reply.adopted || !reply.tensor.storage().is_alias_of(storage)) continue;
-    reply.adopted = true;  // still borrowed: a replay may write to it
-    count_bytes(reply, bytes);
+void ReplyWriter::keep_memory_of_replies(const c10::Storage& storage, uint64_t bytes) {
+  for (KeptReply& reply : unreceived_replies_) {
+    if (!reply.is_borrowed || reply.is_adopted || !reply.tensor.storage().is_alias_of(storage)) continue;
+    reply.is_adopted = true;  // still borrowed: a replay may write to it
+    count_reply_memory(reply, bytes);
     bytes = 0;  // several replies may use it; count it once
   }
 }

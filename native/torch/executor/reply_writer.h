@@ -16,7 +16,7 @@
 #include "../wire.h"
 #include "failure.h"
 #include "staging.h"
-#include "storages.h"
+#include "storage_table.h"
 
 namespace genie {
 
@@ -27,26 +27,26 @@ class ReplyWriter {
       : storages_(storages), staging_(staging), spin_us_(spin_us) {}
 
   // Sends the replies after `replies_received` again. ProtocolError if that number was never sent.
-  void connect(Stream& stream, uint64_t replies_received);
-  void disconnect() { stream_ = nullptr; }
+  void begin_connection(Stream& stream, uint64_t replies_received);
+  void end_connection() { stream_ = nullptr; }
   // Drops all replies; for the end of the session.
   void clear() { release_replies(last_number_); }
   // Whether the connection broke while sending.
-  bool lost() const { return lost_; }
+  bool is_connection_lost() const { return is_connection_lost_; }
 
   uint64_t frames_received() const { return frames_received_.load(std::memory_order_relaxed); }
   // Number of the next reply.
   uint64_t next_number() const { return last_number_ + 1; }
 
   // Counts a frame that has arrived completely.
-  void count_frame(uint64_t number, size_t bytes);
+  void count_received_frame(uint64_t number, size_t bytes);
   // Drops the replies up to `number`, which the client has. ProtocolError if that was never sent.
   void release_replies(uint64_t number);
 
-  void reply(const Writer& payload);
-  void reply_error(const Failure& failure);
+  void send_reply(const WireWriter& payload);
+  void send_error_reply(const Failure& failure);
   // A contiguous tensor without lazy bits. `owned`: its memory is not written to any more.
-  void reply_tensor(at::Tensor contiguous, bool owned);
+  void send_tensor_reply(at::Tensor contiguous, bool owned);
 
   bool has_unacknowledged_frames() const { return unacknowledged_frames_ > 0; }
   void acknowledge();
@@ -55,46 +55,46 @@ class ReplyWriter {
   void send_fatal(const Failure& failure);
 
   // Whether unreceived replies use the memory of the client's tensors.
-  bool has_borrowed_tensors() const { return borrowed_ > 0; }
+  bool has_borrowed_tensors() const { return borrowing_reply_count_ > 0; }
   // Copies the unreceived replies that use this memory; call before writing to it.
-  void before_write(const c10::Storage& storage) {
-    if (borrowed_ > 0) copy_borrowed(storage);
+  void before_storage_written(const c10::Storage& storage) {
+    if (borrowing_reply_count_ > 0) copy_replies_borrowing(storage);
   }
   // Unreceived replies that use this memory keep it; call before the client's storage is freed.
-  void before_free(const c10::Storage& storage, uint64_t bytes) {
-    if (borrowed_ > 0) adopt_borrowed(storage, bytes);
+  void before_storage_freed(const c10::Storage& storage, uint64_t bytes) {
+    if (borrowing_reply_count_ > 0) keep_memory_of_replies(storage, bytes);
   }
 
  private:
-  struct Reply {
+  struct KeptReply {
     uint64_t number = 0;
     ReplyKind kind = ReplyKind::Reply;
     std::vector<uint8_t> frame;  // header and payload; the header is filled in when it is sent
     at::Tensor tensor;           // the payload, if it is large
-    bool borrowed = false;       // the tensor's memory may be written to
-    bool adopted = false;        // it was borrowed, and the client has freed the storage
+    bool is_borrowed = false;    // the tensor's memory may be written to
+    bool is_adopted = false;     // it was borrowed, and the client has freed the storage
     uint64_t counted_bytes = 0;
   };
 
-  std::vector<uint8_t> new_frame(size_t payload_bytes);
-  Reply& add_reply(ReplyKind kind, std::vector<uint8_t> frame);
-  void count_bytes(Reply& reply, uint64_t bytes);
-  void send(Reply& reply);
-  void send_header(Reply& reply);
-  void write(const void* from, size_t bytes);
-  void release(Reply& reply);
-  void copy_borrowed(const c10::Storage& storage);
-  void adopt_borrowed(const c10::Storage& storage, uint64_t bytes);
+  std::vector<uint8_t> new_reply_frame(size_t payload_bytes);
+  KeptReply& add_reply(ReplyKind kind, std::vector<uint8_t> frame);
+  void count_reply_memory(KeptReply& reply, uint64_t bytes);
+  void send(KeptReply& reply);
+  void send_header(KeptReply& reply);
+  void write_to_stream(const void* from, size_t bytes);
+  void release_reply(KeptReply& reply);
+  void copy_replies_borrowing(const c10::Storage& storage);
+  void keep_memory_of_replies(const c10::Storage& storage, uint64_t bytes);
 
   StorageTable& storages_;
   StagingBuffers& staging_;
   const int64_t spin_us_;
   Stream* stream_ = nullptr;
-  bool lost_ = false;
-  bool within_reply_ = false;
-  std::deque<Reply> unreceived_;
+  bool is_connection_lost_ = false;
+  bool is_reply_incomplete_ = false;
+  std::deque<KeptReply> unreceived_replies_;
   std::vector<std::vector<uint8_t>> spare_frames_;
-  uint32_t borrowed_ = 0;
+  uint32_t borrowing_reply_count_ = 0;
   uint64_t last_number_ = 0;
   std::atomic<uint64_t> frames_received_{0};
   uint32_t unacknowledged_frames_ = 0;

@@ -15,38 +15,39 @@
 #include "../wire.h"
 #include "failure.h"
 #include "frame_reader.h"
-#include "generators.h"
-#include "graphs.h"
-#include "ops.h"
+#include "generator_table.h"
+#include "graph_table.h"
+#include "op_runner.h"
 #include "parcel_fetcher.h"
 #include "parcel_store.h"
 #include "reply_writer.h"
 #include "staging.h"
-#include "storages.h"
+#include "storage_table.h"
 #include "templates.h"
 
 namespace genie {
 
 // How a connection ended.
-enum class Outcome {
+enum class ConnectionOutcome {
   Closed,  // the client closed the session
   Lost,    // the connection broke; the client may reconnect
   Fatal,   // the session cannot continue; the error was sent if the connection still worked
 };
 
 struct SessionStats {
-  uint64_t storages, bytes_allocated, bytes_allocated_peak, bytes_max, ops, frames_received, parcels;
+  uint64_t storages, bytes_allocated, bytes_allocated_peak, bytes_max, ops, frames_received, parcels,
+      pending_fetches;
 };
 
 class Session {
  public:
   // `bytes_max` of 0 means no quota; `capture` and `compiler` may be null, `connector` empty.
   Session(const std::string& device, uint64_t bytes_max, std::vector<std::string> allowed_ops,
-          int64_t spin_us, std::shared_ptr<Capture> capture, std::shared_ptr<Compiler> compiler,
+          int64_t spin_us, std::shared_ptr<GraphCapture> capture, std::shared_ptr<GraphCompiler> compiler,
           ParcelConnector connector);
 
   // Serves one connection until it ends. The client has the replies up to `replies_received`.
-  Outcome serve(std::shared_ptr<Stream> stream, uint64_t replies_received);
+  ConnectionOutcome serve(std::shared_ptr<Stream> stream, uint64_t replies_received);
   // Thread-safe.
   uint64_t frames_received() const { return replies_.frames_received(); }
   // Thread-safe.
@@ -60,39 +61,39 @@ class Session {
   void close();
 
  private:
-  Outcome serve_frames(Stream& stream, uint64_t replies_received);
-  FrameHeader next_header(FrameReader& frames);
+  ConnectionOutcome serve_frames(Stream& stream, uint64_t replies_received);
+  FrameHeader read_next_header(FrameReader& frames);
   // False after CloseSession.
   bool handle_frame(FrameReader& frames, const FrameHeader& header);
-  void handle_bytes(FrameReader& frames, const FrameHeader& header);
+  void handle_upload_frame(FrameReader& frames, const FrameHeader& header);
   bool handle_records(const uint8_t* records, size_t bytes);
   // All records but Op, which is the most frequent one.
-  void handle_record(Record kind, uint32_t argument, Reader& in);
-  void handle_graph_record(Record kind, uint32_t argument, Reader& in);
+  void handle_record(RecordKind kind, uint32_t argument, WireReader& in);
+  void handle_graph_record(RecordKind kind, uint32_t argument, WireReader& in);
 
-  const std::shared_ptr<Template>& get_template(uint32_t number);
-  void run_op(const std::shared_ptr<Template>& call, Reader& in);
-  void record_graph_step(const std::shared_ptr<Template>& call, Reader& in);
-  void check_recordable(Record kind) const;
-  void define_template(uint32_t number, Reader& in);
+  const std::shared_ptr<DecodedTemplate>& get_template(uint32_t number);
+  void run_op(const std::shared_ptr<DecodedTemplate>& op_template, WireReader& in);
+  void record_graph_step(const std::shared_ptr<DecodedTemplate>& op_template, WireReader& in);
+  void check_recordable(RecordKind kind) const;
+  void define_template(uint32_t number, WireReader& in);
   void drop_template(uint32_t number);
-  void allocate(Reader& in);
-  void resize(Reader& in);
-  void free(uint32_t storage);
-  void put(bool is_inline, Reader& in);
-  void begin_upload(const View& view, uint64_t bytes);
-  at::Tensor staging_tensor(const at::Tensor& target, const View& view);
-  void publish_parcel(Reader& in);
-  void fetch_parcel(Reader in, FrameReader& frames);
-  void get(Reader& in);
-  void set_generator(Reader& in);
-  void run_dynamic_op(Template& call, Reader& in);
-  void synchronize();
+  void handle_allocate(WireReader& in);
+  void handle_resize(WireReader& in);
+  void handle_free(uint32_t storage);
+  void handle_put(bool is_inline, WireReader& in);
+  void begin_upload(const StorageView& view, uint64_t bytes);
+  at::Tensor choose_staging_tensor(const at::Tensor& target, const StorageView& view);
+  void publish_parcel(WireReader& in);
+  void fetch_parcel(WireReader in, FrameReader& frames);
+  void handle_get(WireReader& in);
+  void handle_set_generator(WireReader& in);
+  void run_dynamic_op(DecodedTemplate& op_template, WireReader& in);
+  void reply_after_synchronizing();
   void reply_generator_state(uint32_t generator);
   void reply_stats(bool reset_peak);
   void reply_graph_report(uint32_t graph);
 
-  void record_failure(FailurePtr failure);
+  void keep_first_failure(FailurePtr failure);
   // Runs `work`, which has no reply; a failure is reported with the next reply.
   template <class Work>
   void run_without_reply(Work work, const char* op = "");
@@ -104,16 +105,16 @@ class Session {
   StorageTable storages_;
   StagingBuffers staging_;
   ReplyWriter replies_;
-  Generators generators_;
+  GeneratorTable generators_;
   OpRunner ops_;
-  Graphs graphs_;
-  TemplateReader reader_;
-  std::vector<std::shared_ptr<Template>> templates_;
+  GraphTable graphs_;
+  TemplateReader template_reader_;
+  std::vector<std::shared_ptr<DecodedTemplate>> templates_;
   // Of the defined templates, and of dropped ones that graphs still use.
-  std::shared_ptr<uint64_t> template_nodes_ = std::make_shared<uint64_t>(0);
+  std::shared_ptr<uint64_t> template_entries_ = std::make_shared<uint64_t>(0);
   Upload upload_;
   ParcelStore parcels_;
-  ParcelFetcher fetcher_;
+  ParcelFetcher parcel_fetcher_;
   FailurePtr pending_failure_;
   int64_t spin_us_;
   std::mutex serve_mutex_;

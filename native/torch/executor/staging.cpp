@@ -12,10 +12,10 @@ namespace {
 constexpr uint64_t STAGING_BUFFER_BYTES = FRAME_BYTES_MAX;
 // Small enough to start sending early, large enough to amortize the cost of starting a copy.
 constexpr uint64_t DOWNLOAD_CHUNK_BYTES = 1u << 20;
-constexpr size_t BUFFERS_MIN = 2;
-constexpr size_t BUFFERS_MAX = 16;
+constexpr size_t STAGING_BUFFERS_MIN = 2;
+constexpr size_t STAGING_BUFFERS_MAX = 16;
 
-const uint8_t* host_bytes(const at::Tensor& tensor) {
+const uint8_t* host_data(const at::Tensor& tensor) {
   return static_cast<const uint8_t*>(tensor.const_data_ptr());
 }
 
@@ -41,110 +41,112 @@ void StagingBuffers::for_each_chunk(const at::Tensor& contiguous,
   uint64_t size = contiguous.nbytes();
   if (size == 0) return;
   if (contiguous.device().is_cpu()) {
-    consume(host_bytes(contiguous), size);
+    consume(host_data(contiguous), size);
     return;
   }
-  filling_ = nullptr;
-  auto start_copy = [&](uint64_t start) -> Buffer& {
+  buffer_being_filled_ = nullptr;
+  auto start_copy = [&](uint64_t start) -> PinnedBuffer& {
     uint64_t bytes = std::min(DOWNLOAD_CHUNK_BYTES, size - start);
-    Buffer& buffer = next_buffer();
+    PinnedBuffer& buffer = next_buffer();
     buffer.memory.narrow(0, 0, static_cast<int64_t>(bytes))
         .copy_(byte_range(contiguous, start, bytes), /*non_blocking=*/true);
-    record_copy(buffer);
+    record_copy_event(buffer);
     return buffer;
   };
-  Buffer* current = &start_copy(0);
+  PinnedBuffer* current = &start_copy(0);
   for (uint64_t start = 0; start < size; start += DOWNLOAD_CHUNK_BYTES) {
-    Buffer* next = start + DOWNLOAD_CHUNK_BYTES < size ? &start_copy(start + DOWNLOAD_CHUNK_BYTES) : nullptr;
+    PinnedBuffer* next =
+        start + DOWNLOAD_CHUNK_BYTES < size ? &start_copy(start + DOWNLOAD_CHUNK_BYTES) : nullptr;
     current->copied.synchronize();
-    consume(host_bytes(current->memory), std::min(DOWNLOAD_CHUNK_BYTES, size - start));
+    consume(host_data(current->memory), std::min(DOWNLOAD_CHUNK_BYTES, size - start));
     current = next;
   }
 }
 
-void StagingBuffers::read(const at::Tensor& contiguous, uint8_t* into) {
+void StagingBuffers::copy_to_host(const at::Tensor& contiguous, uint8_t* into) {
   for_each_chunk(contiguous, [&into](const uint8_t* from, size_t bytes) {
     std::memcpy(into, from, bytes);
     into += bytes;
   });
 }
 
-void StagingBuffers::write(const at::Tensor& contiguous, const uint8_t* from, size_t bytes) {
+void StagingBuffers::copy_from_host(const at::Tensor& contiguous, const uint8_t* from, size_t bytes) {
   if (bytes == 0) return;
   if (contiguous.device().is_cpu()) {
     std::memcpy(contiguous.mutable_data_ptr(), from, bytes);
     return;
   }
-  std::memcpy(reserve(bytes), from, bytes);
+  std::memcpy(reserve_upload_bytes(bytes), from, bytes);
   copy_reserved(contiguous, 0, bytes);
 }
 
-uint8_t* StagingBuffers::reserve(size_t bytes) {
-  if (!filling_ || filled_ + bytes > STAGING_BUFFER_BYTES) {
-    filling_ = &next_buffer();
-    filled_ = 0;
+uint8_t* StagingBuffers::reserve_upload_bytes(size_t bytes) {
+  if (!buffer_being_filled_ || filled_bytes_ + bytes > STAGING_BUFFER_BYTES) {
+    buffer_being_filled_ = &next_buffer();
+    filled_bytes_ = 0;
   }
-  return static_cast<uint8_t*>(filling_->memory.mutable_data_ptr()) + filled_;
+  return static_cast<uint8_t*>(buffer_being_filled_->memory.mutable_data_ptr()) + filled_bytes_;
 }
 
 void StagingBuffers::copy_reserved(const at::Tensor& contiguous, uint64_t start, size_t bytes) {
-  auto from = filling_->memory.narrow(0, static_cast<int64_t>(filled_), static_cast<int64_t>(bytes));
+  auto from = buffer_being_filled_->memory.narrow(0, static_cast<int64_t>(filled_bytes_),
+                                                  static_cast<int64_t>(bytes));
   byte_range(contiguous, start, bytes).copy_(from, /*non_blocking=*/true);
-  filled_ += bytes;
-  record_copy(*filling_);
+  filled_bytes_ += bytes;
+  record_copy_event(*buffer_being_filled_);
 }
 
 // Never returns the last one again: the caller may still read it. Waits for a buffer that is in use only if
-// there are BUFFERS_MAX.
-StagingBuffers::Buffer& StagingBuffers::next_buffer() {
-  size_t next = buffers_.empty() ? 0 : (last_ + 1) % buffers_.size();
-  bool grow =
-      buffers_.size() < BUFFERS_MIN || (buffers_.size() < BUFFERS_MAX && !buffers_[next]->copied.query());
+// there are STAGING_BUFFERS_MAX.
+StagingBuffers::PinnedBuffer& StagingBuffers::next_buffer() {
+  size_t next = buffers_.empty() ? 0 : (last_buffer_ + 1) % buffers_.size();
+  bool grow = buffers_.size() < STAGING_BUFFERS_MIN ||
+              (buffers_.size() < STAGING_BUFFERS_MAX && !buffers_[next]->copied.query());
   if (grow) {
-    next = buffers_.empty() ? 0 : last_ + 1;
-    auto added =
-        std::make_unique<Buffer>(Buffer{empty_pinned(STAGING_BUFFER_BYTES), c10::Event(device_.type())});
+    next = buffers_.empty() ? 0 : last_buffer_ + 1;
+    auto added = std::make_unique<PinnedBuffer>(
+        PinnedBuffer{empty_pinned(STAGING_BUFFER_BYTES), c10::Event(device_.type())});
     buffers_.insert(buffers_.begin() + static_cast<std::ptrdiff_t>(next), std::move(added));
   }
-  last_ = next;
-  Buffer& buffer = *buffers_[next];
+  last_buffer_ = next;
+  PinnedBuffer& buffer = *buffers_[next];
   buffer.copied.synchronize();
   return buffer;
 }
 
-void StagingBuffers::record_copy(Buffer& buffer) {
+void StagingBuffers::record_copy_event(PinnedBuffer& buffer) {
   buffer.copied.record(c10::impl::VirtualGuardImpl(device_.type()).getStream(device_));
 }
 
 void Upload::begin(at::Tensor target, at::Tensor staged, uint64_t bytes) {
   target_ = std::move(target);
   staged_ = std::move(staged);
-  remaining_ = bytes;
-  done_ = 0;
+  remaining_bytes_ = bytes;
+  written_bytes_ = 0;
 }
 
-uint8_t* Upload::destination(size_t bytes) {
-  if (bytes == 0 || bytes > remaining_)
+uint8_t* Upload::next_destination(size_t bytes) {
+  if (bytes == 0 || bytes > remaining_bytes_)
     throw ProtocolError("the size of an upload differs from the announced size");
   if (!target_.defined()) {
-    discarded_.resize(bytes);
-    return discarded_.data();
+    discarded_bytes_.resize(bytes);
+    return discarded_bytes_.data();
   }
-  if (!staged_.device().is_cpu()) return staging_.reserve(bytes);
-  return static_cast<uint8_t*>(staged_.mutable_data_ptr()) + done_;
+  if (!staged_.device().is_cpu()) return staging_.reserve_upload_bytes(bytes);
+  return static_cast<uint8_t*>(staged_.mutable_data_ptr()) + written_bytes_;
 }
 
-void Upload::advance(size_t bytes) {
-  remaining_ -= bytes;
-  if (target_.defined() && !staged_.device().is_cpu()) staging_.copy_reserved(staged_, done_, bytes);
-  done_ += bytes;
-  if (remaining_ == 0) finish();
+void Upload::finish_write(size_t bytes) {
+  remaining_bytes_ -= bytes;
+  if (target_.defined() && !staged_.device().is_cpu()) staging_.copy_reserved(staged_, written_bytes_, bytes);
+  written_bytes_ += bytes;
+  if (remaining_bytes_ == 0) finish();
 }
 
-void Upload::fill(const uint8_t* from) {
-  uint64_t bytes = remaining_;
-  remaining_ = 0;
-  if (target_.defined()) staging_.write(staged_, from, bytes);
+void Upload::write_all_bytes(const uint8_t* from) {
+  uint64_t bytes = remaining_bytes_;
+  remaining_bytes_ = 0;
+  if (target_.defined()) staging_.copy_from_host(staged_, from, bytes);
   finish();
 }
 
@@ -157,7 +159,7 @@ void Upload::finish() {
 void Upload::discard() {
   target_.reset();
   staged_.reset();
-  discarded_ = std::vector<uint8_t>();
+  discarded_bytes_ = std::vector<uint8_t>();
 }
 
 }  // namespace genie

@@ -24,29 +24,29 @@ class StagingBuffers {
   // Calls `consume` with the bytes of a contiguous tensor, chunk by chunk and in order.
   void for_each_chunk(const at::Tensor& contiguous,
                       const std::function<void(const uint8_t*, size_t)>& consume);
-  void read(const at::Tensor& contiguous, uint8_t* into);
+  void copy_to_host(const at::Tensor& contiguous, uint8_t* into);
 
   // Copies a few bytes to a contiguous tensor; `from` may be reused when this returns.
-  void write(const at::Tensor& contiguous, const uint8_t* from, size_t bytes);
+  void copy_from_host(const at::Tensor& contiguous, const uint8_t* from, size_t bytes);
   // Returns pinned memory for the next bytes of an upload, at most FRAME_BYTES_MAX.
-  uint8_t* reserve(size_t bytes);
+  uint8_t* reserve_upload_bytes(size_t bytes);
   // Starts the copy of the reserved bytes to byte `start` of a contiguous tensor.
   void copy_reserved(const at::Tensor& contiguous, uint64_t start, size_t bytes);
 
  private:
-  struct Buffer {
+  struct PinnedBuffer {
     at::Tensor memory;
     c10::Event copied;
   };
 
-  Buffer& next_buffer();
-  void record_copy(Buffer& buffer);
+  PinnedBuffer& next_buffer();
+  void record_copy_event(PinnedBuffer& buffer);
 
   c10::Device device_;
-  std::vector<std::unique_ptr<Buffer>> buffers_;
-  size_t last_ = 0;
-  Buffer* filling_ = nullptr;  // has free memory after `filled_` bytes
-  uint64_t filled_ = 0;
+  std::vector<std::unique_ptr<PinnedBuffer>> buffers_;
+  size_t last_buffer_ = 0;
+  PinnedBuffer* buffer_being_filled_ = nullptr;  // has free memory after `filled_bytes_` bytes
+  uint64_t filled_bytes_ = 0;
 };
 
 // A range of bytes of a contiguous tensor, as a tensor of bytes.
@@ -57,16 +57,16 @@ class Upload {
  public:
   explicit Upload(StagingBuffers& staging) : staging_(staging) {}
 
-  bool in_progress() const { return remaining_ > 0; }
+  bool in_progress() const { return remaining_bytes_ > 0; }
   // If `target` is undefined the bytes are discarded. `staged` is contiguous: the target itself, or memory of
   // the same size that is copied to the target at the end.
   void begin(at::Tensor target, at::Tensor staged, uint64_t bytes);
   // Where to write the next bytes, at most FRAME_BYTES_MAX. ProtocolError if there are too many.
-  uint8_t* destination(size_t bytes);
-  // The bytes have been written to destination().
-  void advance(size_t bytes);
+  uint8_t* next_destination(size_t bytes);
+  // The bytes have been written to next_destination().
+  void finish_write(size_t bytes);
   // Writes all bytes at once.
-  void fill(const uint8_t* from);
+  void write_all_bytes(const uint8_t* from);
   // Releases the tensors; remaining bytes are discarded.
   void discard();
 
@@ -75,9 +75,9 @@ class Upload {
 
   StagingBuffers& staging_;
   at::Tensor target_, staged_;
-  std::vector<uint8_t> discarded_;
-  uint64_t remaining_ = 0;
-  uint64_t done_ = 0;
+  std::vector<uint8_t> discarded_bytes_;
+  uint64_t remaining_bytes_ = 0;
+  uint64_t written_bytes_ = 0;
 };
 
 }  // namespace genie

@@ -19,68 +19,68 @@ constexpr uint64_t NEW_BYTES_MAX = uint64_t{1} << 62;
 
 // --- format: independent of the op --------------------------------------------------------------
 
-uint32_t read_count(Reader& in, uint32_t max) {
-  uint32_t count = in.u32();
+uint32_t read_count(WireReader& in, uint32_t max) {
+  uint32_t count = in.read_u32();
   // Each item has at least one byte: a count that exceeds the body is rejected before memory is allocated.
   if (count > max || count > in.remaining()) throw ProtocolError("a template exceeds the maximum size");
   return count;
 }
 
-class BodyReader {
+class TemplateBodyReader {
  public:
-  BodyReader(Reader& in, Template& result, c10::Device device)
+  TemplateBodyReader(WireReader& in, DecodedTemplate& result, c10::Device device)
       : in_(in), template_(result), device_(device) {}
 
   void read_arguments() {
     uint32_t count = read_count(in_, ARGUMENTS_MAX);
-    for (uint32_t i = 0; i < count; i++) template_.arguments.push_back(argument(false));
+    for (uint32_t i = 0; i < count; i++) template_.arguments.push_back(read_argument(false));
   }
 
   void read_outputs() {
-    uint8_t predicted = in_.u8();
+    uint8_t predicted = in_.read_u8();
     if (predicted > 1) throw ProtocolError("a template is malformed");
-    template_.predicted = predicted != 0;
-    if (!template_.predicted) return;
+    template_.has_predicted_outputs = predicted != 0;
+    if (!template_.has_predicted_outputs) return;
     uint32_t count = read_count(in_, ARGUMENTS_MAX);
-    for (uint32_t i = 0; i < count; i++) template_.outputs.push_back(output(false));
+    for (uint32_t i = 0; i < count; i++) template_.outputs.push_back(read_output(false));
   }
 
  private:
-  Argument argument(bool in_list) {
-    template_.nodes++;
-    Argument result;
-    result.kind = static_cast<ArgumentKind>(in_.u8());
+  TemplateArgument read_argument(bool in_list) {
+    template_.entry_count++;
+    TemplateArgument result;
+    result.kind = static_cast<ArgumentKind>(in_.read_u8());
     switch (result.kind) {
       case ArgumentKind::None:
         break;
       case ArgumentKind::Tensor:
-        tensor(result);
+        read_tensor(result);
         break;
       case ArgumentKind::ScalarTensor:
-        scalar_tensor(result);
+        read_scalar_tensor(result);
         break;
       case ArgumentKind::Undefined:
         result.constant = at::Tensor();
         break;
       case ArgumentKind::Integer:
-        result.constant = in_.i64();
+        result.constant = in_.read_i64();
         break;
       case ArgumentKind::Boolean:
-        result.constant = in_.u8() != 0;
+        result.constant = in_.read_u8() != 0;
         break;
       case ArgumentKind::Float:
-        result.constant = in_.f64();
+        result.constant = in_.read_f64();
         break;
       case ArgumentKind::Complex: {
-        double real = in_.f64();
-        result.constant = c10::complex<double>(real, in_.f64());
+        double real = in_.read_f64();
+        result.constant = c10::complex<double>(real, in_.read_f64());
         break;
       }
       case ArgumentKind::Text:
-        result.constant = in_.text();
+        result.constant = in_.read_text();
         break;
       case ArgumentKind::List:
-        list(result, in_list);
+        read_list(result, in_list);
         break;
       case ArgumentKind::Device:
         result.constant = device_;
@@ -98,57 +98,58 @@ class BodyReader {
     return result;
   }
 
-  void tensor(Argument& result) {
-    uint8_t dtype = in_.u8(), dimensions = in_.u8(), flags = in_.u8();
+  void read_tensor(TemplateArgument& result) {
+    uint8_t dtype = in_.read_u8(), dimensions = in_.read_u8(), flags = in_.read_u8();
     result.has_offset = flags & VIEW_HAS_OFFSET;
     result.meta = std::make_unique<TensorMeta>(read_tensor_meta(in_, dtype, dimensions, flags));
     template_.data_bytes += sizeof(uint32_t) + (result.has_offset ? sizeof(int64_t) : 0);
-    template_.tensors++;
+    template_.tensor_count++;
   }
 
-  void scalar_tensor(Argument& result) {
-    auto dtype = check_dtype(in_.u8());
+  void read_scalar_tensor(TemplateArgument& result) {
+    auto dtype = to_supported_dtype(in_.read_u8());
     result.scalar = at::zeros({}, at::TensorOptions().dtype(dtype).device(c10::kCPU));
-    if (in_.u8()) result.scalar.unsafeGetTensorImpl()->set_wrapped_number(true);
-    template_.data_bytes += SCALAR_BYTES;
+    if (in_.read_u8()) result.scalar.unsafeGetTensorImpl()->set_wrapped_number(true);
+    template_.data_bytes += SCALAR_TENSOR_BYTES;
   }
 
-  void list(Argument& result, bool in_list) {
+  void read_list(TemplateArgument& result, bool in_list) {
     if (in_list) throw ProtocolError("a list contains a list");
     uint32_t count = read_count(in_, LIST_ITEMS_MAX);
     result.items.reserve(count);
-    for (uint32_t i = 0; i < count; i++) result.items.push_back(argument(true));
+    for (uint32_t i = 0; i < count; i++) result.items.push_back(read_argument(true));
   }
 
-  Output output(bool in_list) {
-    template_.nodes++;
-    Output result;
-    result.kind = static_cast<OutputKind>(in_.u8());
+  ExpectedOutput read_output(bool in_list) {
+    template_.entry_count++;
+    ExpectedOutput result;
+    result.kind = static_cast<OutputKind>(in_.read_u8());
     switch (result.kind) {
       case OutputKind::None:
         break;
       case OutputKind::New: {
-        uint8_t dtype = in_.u8(), dimensions = in_.u8();
+        uint8_t dtype = in_.read_u8(), dimensions = in_.read_u8();
         result.meta = read_tensor_meta(in_, dtype, dimensions, 0);
         template_.new_outputs++;
-        template_.new_bytes += result.meta.span_bytes;
-        if (template_.new_bytes > NEW_BYTES_MAX) throw ProtocolError("the size of the outputs overflows");
+        template_.new_output_bytes += result.meta.span_bytes;
+        if (template_.new_output_bytes > NEW_BYTES_MAX)
+          throw ProtocolError("the size of the outputs overflows");
         break;
       }
       case OutputKind::Alias:
-        result.index = in_.u32();
-        if (result.index >= template_.tensors)
+        result.alias_index = in_.read_u32();
+        if (result.alias_index >= template_.tensor_count)
           throw ProtocolError("an output is an alias of an argument that does not exist");
         break;
       case OutputKind::List: {
         if (in_list) throw ProtocolError("a list contains a list");
         uint32_t count = read_count(in_, LIST_ITEMS_MAX);
         result.items.reserve(count);
-        for (uint32_t i = 0; i < count; i++) result.items.push_back(output(true));
+        for (uint32_t i = 0; i < count; i++) result.items.push_back(read_output(true));
         break;
       }
       case OutputKind::Integer:
-        result.integer = in_.i64();
+        result.integer = in_.read_i64();
         break;
       default:
         throw ProtocolError("an output has a kind that cannot be predicted");
@@ -156,21 +157,23 @@ class BodyReader {
     return result;
   }
 
-  Reader& in_;
-  Template& template_;
+  WireReader& in_;
+  DecodedTemplate& template_;
   c10::Device device_;
 };
 
 // --- check against the schema of the op ---------------------------------------------------------
 
-c10::TypePtr without_optional(const c10::TypePtr& type) {
+c10::TypePtr strip_optional_type(const c10::TypePtr& type) {
   auto* optional = type->castRaw<c10::OptionalType>();
   return optional ? optional->getElementType() : type;
 }
 
-c10::TypePtr element_of(const c10::TypePtr& type) { return type->castRaw<c10::ListType>()->getElementType(); }
+c10::TypePtr list_element_type(const c10::TypePtr& type) {
+  return type->castRaw<c10::ListType>()->getElementType();
+}
 
-bool is_list(const c10::TypePtr& type) { return type->kind() == TypeKind::ListType; }
+bool is_list_type(const c10::TypePtr& type) { return type->kind() == TypeKind::ListType; }
 
 bool is_supported_argument(const c10::TypePtr& type) {
   switch (type->kind()) {
@@ -208,60 +211,61 @@ bool is_supported_return(const c10::TypePtr& type) {
 
 void check_schema(const c10::FunctionSchema& schema) {
   for (const auto& argument : schema.arguments()) {
-    auto type = without_optional(argument.real_type());
-    if (is_list(type)) type = without_optional(element_of(type));
+    auto type = strip_optional_type(argument.real_type());
+    if (is_list_type(type)) type = strip_optional_type(list_element_type(type));
     if (!is_supported_argument(type)) throw OpRefused("it takes a " + argument.real_type()->str());
   }
   for (const auto& returned : schema.returns()) {
     auto type = returned.real_type();
-    if (is_list(type)) type = element_of(type);
+    if (is_list_type(type)) type = list_element_type(type);
     if (!is_supported_return(type)) throw OpRefused("it returns a " + returned.real_type()->str());
   }
 }
 
-void make_constant(Argument& argument, IValue value) {
+void set_constant(TemplateArgument& argument, IValue value) {
   argument.constant = std::move(value);
   argument.kind = ArgumentKind::Integer;
 }
 
-bool is_constant(const Argument& argument) { return argument.kind == ArgumentKind::Integer; }
+bool is_constant(const TemplateArgument& argument) { return argument.kind == ArgumentKind::Integer; }
 
 // Converts each argument to the type in the schema, or throws OpRefused.
 class ArgumentConverter {
  public:
   // `real` is the type in the schema, `fake` the type that torch uses in IValues (int for SymInt).
-  void convert(Argument& argument, const c10::TypePtr& real, const c10::TypePtr& fake, bool written) {
+  void convert(TemplateArgument& argument, const c10::TypePtr& real, const c10::TypePtr& fake, bool written) {
     if (real->kind() == TypeKind::OptionalType && argument.kind == ArgumentKind::None) {
-      make_constant(argument, IValue());
-    } else if (is_list(without_optional(real))) {
-      convert_list(argument, without_optional(real), without_optional(fake), written);
+      set_constant(argument, IValue());
+    } else if (is_list_type(strip_optional_type(real))) {
+      convert_list(argument, strip_optional_type(real), strip_optional_type(fake), written);
     } else {
-      convert_item(argument, *without_optional(real), written);
+      convert_item(argument, *strip_optional_type(real), written);
     }
   }
 
  private:
-  void convert_list(Argument& argument, const c10::TypePtr& real, const c10::TypePtr& fake, bool written) {
+  void convert_list(TemplateArgument& argument, const c10::TypePtr& real, const c10::TypePtr& fake,
+                    bool written) {
     if (argument.kind != ArgumentKind::List) throw OpRefused("expected a " + real->str());
-    argument.item_type = element_of(fake);
+    argument.item_type = list_element_type(fake);
     bool constant = true;
-    for (Argument& item : argument.items) {
-      convert(item, element_of(real), argument.item_type, written);
+    for (TemplateArgument& item : argument.items) {
+      convert(item, list_element_type(real), argument.item_type, written);
       constant = constant && is_constant(item);
     }
     if (!constant) return;
     c10::impl::GenericList list(argument.item_type);
     list.reserve(argument.items.size());
-    for (Argument& item : argument.items) list.push_back(std::move(item.constant));
-    make_constant(argument, std::move(list));
-    argument.items = std::vector<Argument>();
+    for (TemplateArgument& item : argument.items) list.push_back(std::move(item.constant));
+    set_constant(argument, std::move(list));
+    argument.items = std::vector<TemplateArgument>();
   }
 
-  void convert_item(Argument& argument, const c10::Type& real, bool written) {
+  void convert_item(TemplateArgument& argument, const c10::Type& real, bool written) {
     if (!convert_kind(argument, real, written)) throw OpRefused("expected a " + real.str());
   }
 
-  bool convert_kind(Argument& argument, const c10::Type& real, bool written) {
+  bool convert_kind(TemplateArgument& argument, const c10::Type& real, bool written) {
     switch (real.kind()) {
       case TypeKind::TensorType:
         return convert_tensor(argument, written);
@@ -296,57 +300,57 @@ class ArgumentConverter {
     }
   }
 
-  bool convert_tensor(Argument& argument, bool written) {
-    argument.written = written;
+  bool convert_tensor(TemplateArgument& argument, bool written) {
+    argument.is_written = written;
     switch (argument.kind) {
       case ArgumentKind::Tensor:
         return true;
       case ArgumentKind::ScalarTensor:
         return !written;  // the result of the write would be lost
       case ArgumentKind::Undefined:
-        make_constant(argument, std::move(argument.constant));
+        set_constant(argument, std::move(argument.constant));
         return true;
       default:
         return false;
     }
   }
 
-  bool convert_number(Argument& argument) {
+  bool convert_number(TemplateArgument& argument) {
     switch (argument.kind) {
       case ArgumentKind::Integer:
       case ArgumentKind::Boolean:
       case ArgumentKind::Float:
       case ArgumentKind::Complex:
-        make_constant(argument, std::move(argument.constant));
+        set_constant(argument, std::move(argument.constant));
         return true;
       default:
         return argument.kind == ArgumentKind::IntegerData || argument.kind == ArgumentKind::FloatData;
     }
   }
 
-  bool convert_integer(Argument& argument) {
+  bool convert_integer(TemplateArgument& argument) {
     if (argument.kind == ArgumentKind::Boolean) {
-      make_constant(argument, static_cast<int64_t>(argument.constant.toBool()));
+      set_constant(argument, static_cast<int64_t>(argument.constant.toBool()));
     }
     return argument.kind == ArgumentKind::Integer || argument.kind == ArgumentKind::IntegerData;
   }
 
-  bool convert_float(Argument& argument) {
+  bool convert_float(TemplateArgument& argument) {
     if (argument.kind == ArgumentKind::Integer) {
-      make_constant(argument, static_cast<double>(argument.constant.toInt()));
+      set_constant(argument, static_cast<double>(argument.constant.toInt()));
       return true;
     }
     return convert_constant(argument, ArgumentKind::Float) || argument.kind == ArgumentKind::FloatData;
   }
 
-  bool convert_constant(Argument& argument, ArgumentKind kind) {
+  bool convert_constant(TemplateArgument& argument, ArgumentKind kind) {
     if (argument.kind != kind) return false;
-    make_constant(argument, std::move(argument.constant));
+    set_constant(argument, std::move(argument.constant));
     return true;
   }
 
   template <class Allowed>
-  bool check_enum(Argument& argument, Allowed allowed) {
+  bool check_enum(TemplateArgument& argument, Allowed allowed) {
     if (argument.kind != ArgumentKind::Integer) return false;
     int64_t number = argument.constant.toInt();
     return number >= 0 && allowed(number);
@@ -358,7 +362,7 @@ bool is_overridden(const c10::Argument& declared) {
   return declared.name() == "unsafe" || declared.name() == "pin_memory";
 }
 
-void convert_arguments(Template& result) {
+void convert_arguments(DecodedTemplate& result) {
   const auto& schema = result.op->schema();
   const auto& declared = schema.arguments();
   if (result.arguments.size() != declared.size()) {
@@ -378,7 +382,7 @@ void convert_arguments(Template& result) {
       result.arguments[i].constant = optional ? IValue() : IValue(false);
     }
   }
-  if (result.predicted && result.outputs.size() != schema.returns().size()) {
+  if (result.has_predicted_outputs && result.outputs.size() != schema.returns().size()) {
     throw OpRefused("it returns " + std::to_string(schema.returns().size()) + " values, not " +
                     std::to_string(result.outputs.size()));
   }
@@ -391,20 +395,20 @@ int find_size_argument(const c10::FunctionSchema& schema) {
   }
   for (size_t i = 0; i < schema.arguments().size(); i++) {
     const auto& argument = schema.arguments()[i];
-    if (argument.name() == "size" && is_list(argument.type()) &&
-        element_of(argument.type())->kind() == TypeKind::IntType) {
+    if (argument.name() == "size" && is_list_type(argument.type()) &&
+        list_element_type(argument.type())->kind() == TypeKind::IntType) {
       return static_cast<int>(i);
     }
   }
   return -1;
 }
 
-void find_output_size(Template& result) {
-  result.size_argument = find_size_argument(result.op->schema());
-  if (result.size_argument < 0) return;
-  const Argument& size = result.arguments[static_cast<size_t>(result.size_argument)];
+void find_output_bytes_min(DecodedTemplate& result) {
+  result.size_argument_index = find_size_argument(result.op->schema());
+  if (result.size_argument_index < 0) return;
+  const TemplateArgument& size = result.arguments[static_cast<size_t>(result.size_argument_index)];
   if (!is_constant(size)) return;
-  result.size_argument = -1;
+  result.size_argument_index = -1;
   // The first tensor argument, if any, has the dtype of the result; else assume one byte.
   const auto& first = result.arguments[0].meta;
   if (size.constant.isIntList()) {
@@ -425,38 +429,40 @@ uint64_t tensor_bytes_min(c10::ArrayRef<int64_t> sizes, uint64_t item_bytes) {
 
 TemplateReader::TemplateReader(c10::Device device, std::vector<std::string> allowed_ops)
     : device_(device),
-      allowed_(std::make_move_iterator(allowed_ops.begin()), std::make_move_iterator(allowed_ops.end())) {}
+      allowed_ops_(std::make_move_iterator(allowed_ops.begin()), std::make_move_iterator(allowed_ops.end())) {
+}
 
-std::unique_ptr<Template> TemplateReader::read(Reader& body) const {
-  auto result = std::make_unique<Template>();
-  std::string name = body.text(), overload = body.text();
+std::unique_ptr<DecodedTemplate> TemplateReader::read(WireReader& body) const {
+  auto result = std::make_unique<DecodedTemplate>();
+  std::string name = body.read_text(), overload = body.read_text();
   if (name.size() > NAME_BYTES_MAX || overload.size() > NAME_BYTES_MAX) {
     throw ProtocolError("the name of an op is longer than allowed");
   }
   result->name = overload.empty() ? name : name + "." + overload;
-  BodyReader reader(body, *result, device_);
+  TemplateBodyReader reader(body, *result, device_);
   reader.read_arguments();
   reader.read_outputs();
   if (body.remaining() != 0) throw ProtocolError("a template has trailing bytes");
   try {
-    check(*result, name, overload);
+    resolve_op(*result, name, overload);
   } catch (const OpRefused& error) {
     result->op.reset();
-    result->refusal = result->name + " is not allowed on an executor: " + error.what();
+    result->refusal_reason = result->name + " is not allowed on an executor: " + error.what();
   }
   return result;
 }
 
-void TemplateReader::check(Template& result, const std::string& name, const std::string& overload) const {
+void TemplateReader::resolve_op(DecodedTemplate& result, const std::string& name,
+                                const std::string& overload) const {
   constexpr std::string_view NAMESPACE = "aten::";
-  if (name.rfind(NAMESPACE, 0) != 0 || !allowed_.count(name.substr(NAMESPACE.size()))) {
+  if (name.rfind(NAMESPACE, 0) != 0 || !allowed_ops_.count(name.substr(NAMESPACE.size()))) {
     throw OpRefused("it is not in the list of allowed ops (docs/DEVICE.md, \"Not supported\")");
   }
   result.op = c10::Dispatcher::singleton().findSchema({name, overload});
   if (!result.op) throw OpRefused("this version of torch does not have it");
   check_schema(result.op->schema());
   convert_arguments(result);
-  find_output_size(result);
+  find_output_bytes_min(result);
 }
 
 }  // namespace genie

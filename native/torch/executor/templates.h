@@ -21,20 +21,20 @@
 namespace genie {
 
 // One argument, or one item of a list. After the check against the schema, kind Integer means any constant.
-struct Argument {
+struct TemplateArgument {
   ArgumentKind kind = ArgumentKind::None;
   bool has_offset = false;
-  bool written = false;
+  bool is_written = false;
   c10::IValue constant;
-  std::unique_ptr<TensorMeta> meta;  // Tensor
-  at::Tensor scalar;                 // ScalarTensor; filled for each call
-  std::vector<Argument> items;       // List
-  c10::TypePtr item_type;            // List
+  std::unique_ptr<TensorMeta> meta;     // Tensor
+  at::Tensor scalar;                    // ScalarTensor; filled for each call
+  std::vector<TemplateArgument> items;  // List
+  c10::TypePtr item_type;               // List
 };
 
 // Reads the next value from the data of a call, whose size has been checked.
 template <class T>
-T next_data(const uint8_t*& data) {
+T read_next_value(const uint8_t*& data) {
   T value;
   std::memcpy(&value, data, sizeof value);
   data += sizeof value;
@@ -43,15 +43,16 @@ T next_data(const uint8_t*& data) {
 
 // Calls `visit(argument, storage)` for every tensor among the arguments, those in lists included.
 template <class Visit>
-void for_each_tensor(const std::vector<Argument>& arguments, const uint8_t*& data, const Visit& visit) {
-  for (const Argument& argument : arguments) {
+void for_each_tensor_argument(const std::vector<TemplateArgument>& arguments, const uint8_t*& data,
+                              const Visit& visit) {
+  for (const TemplateArgument& argument : arguments) {
     switch (argument.kind) {
       case ArgumentKind::Tensor:
-        visit(argument, next_data<uint32_t>(data));
+        visit(argument, read_next_value<uint32_t>(data));
         data += argument.has_offset ? sizeof(int64_t) : 0;
         break;
       case ArgumentKind::ScalarTensor:
-        data += SCALAR_BYTES;
+        data += SCALAR_TENSOR_BYTES;
         break;
       case ArgumentKind::IntegerData:
       case ArgumentKind::FloatData:
@@ -61,7 +62,7 @@ void for_each_tensor(const std::vector<Argument>& arguments, const uint8_t*& dat
         data += sizeof(uint32_t);
         break;
       case ArgumentKind::List:
-        for_each_tensor(argument.items, data, visit);
+        for_each_tensor_argument(argument.items, data, visit);
         break;
       default:
         break;
@@ -69,28 +70,28 @@ void for_each_tensor(const std::vector<Argument>& arguments, const uint8_t*& dat
   }
 }
 
-struct Output {
+struct ExpectedOutput {
   OutputKind kind = OutputKind::None;
-  uint32_t index = 0;   // Alias
-  int64_t integer = 0;  // Integer
-  TensorMeta meta;      // New
-  std::vector<Output> items;
+  uint32_t alias_index = 0;  // Alias
+  int64_t integer = 0;       // Integer
+  TensorMeta meta;           // New
+  std::vector<ExpectedOutput> items;
 };
 
-struct Template {
-  std::string name;     // with the overload: "aten::add.Tensor"
-  std::string refusal;  // why it is not allowed; then `op` is empty
+struct DecodedTemplate {
+  std::string name;            // with the overload: "aten::add.Tensor"
+  std::string refusal_reason;  // why it is not allowed; then `op` is empty
   std::optional<c10::OperatorHandle> op;
-  std::vector<Argument> arguments;
-  bool predicted = false;
-  std::vector<Output> outputs;
-  size_t data_bytes = 0;  // sent with each call
-  uint32_t tensors = 0;   // among the arguments
+  std::vector<TemplateArgument> arguments;
+  bool has_predicted_outputs = false;
+  std::vector<ExpectedOutput> outputs;
+  size_t data_bytes = 0;      // sent with each call
+  uint32_t tensor_count = 0;  // among the arguments
   uint32_t new_outputs = 0;
-  uint64_t new_bytes = 0;         // of the predicted outputs
-  int size_argument = -1;         // of the argument with the size of the output, if it is not constant
+  uint64_t new_output_bytes = 0;  // of the predicted outputs
+  int size_argument_index = -1;   // of the argument with the size of the output, if it is not constant
   uint64_t output_bytes_min = 0;  // lower bound, from a constant size argument
-  uint32_t nodes = 0;             // arguments and outputs, including those in lists
+  uint32_t entry_count = 0;       // arguments and outputs, including those in lists
 };
 
 // Lower bound of the memory of a tensor of these sizes; UINT64_MAX if it overflows.
@@ -101,14 +102,14 @@ class TemplateReader {
  public:
   TemplateReader(c10::Device device, std::vector<std::string> allowed_ops);
 
-  // ProtocolError if the body is malformed. For an op that is not allowed, the template has a refusal.
-  std::unique_ptr<Template> read(Reader& body) const;
+  // ProtocolError if the body is malformed. For an op that is not allowed, the template has a refusal_reason.
+  std::unique_ptr<DecodedTemplate> read(WireReader& body) const;
 
  private:
-  void check(Template& result, const std::string& name, const std::string& overload) const;
+  void resolve_op(DecodedTemplate& result, const std::string& name, const std::string& overload) const;
 
   c10::Device device_;
-  std::unordered_set<std::string> allowed_;
+  std::unordered_set<std::string> allowed_ops_;
 };
 
 }  // namespace genie

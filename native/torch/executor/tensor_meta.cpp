@@ -22,15 +22,15 @@ int64_t multiply_checked(int64_t one, int64_t other) {
   return product;
 }
 
-void read_dimensions(Reader& in, size_t count, c10::SmallVector<int64_t, 5>& into) {
+void read_dimensions(WireReader& in, size_t count, c10::SmallVector<int64_t, 5>& into) {
   into.resize(count);
   for (int64_t& number : into) {
-    number = in.i64();
+    number = in.read_i64();
     if (number < 0) throw ProtocolError("a tensor has a negative size or stride");
   }
 }
 
-void compute_bytes(TensorMeta& meta) {
+void compute_byte_counts(TensorMeta& meta) {
   int64_t elements = 1, last = 0;
   for (int64_t size : meta.sizes) elements = size == 0 ? 0 : elements;
   if (elements == 0) return;
@@ -45,16 +45,16 @@ void compute_bytes(TensorMeta& meta) {
 
 }  // namespace
 
-c10::ScalarType check_dtype(uint8_t number) {
+c10::ScalarType to_supported_dtype(uint8_t number) {
   auto dtype = static_cast<c10::ScalarType>(number);
   if (!is_supported_dtype(dtype)) throw ProtocolError("a tensor has an unsupported dtype");
   return dtype;
 }
 
-TensorMeta read_tensor_meta(Reader& in, uint8_t dtype, uint8_t dimensions, uint8_t flags) {
+TensorMeta read_tensor_meta(WireReader& in, uint8_t dtype, uint8_t dimensions, uint8_t flags) {
   if (dimensions > DIMENSIONS_MAX) throw ProtocolError("a tensor has too many dimensions");
   TensorMeta meta;
-  meta.dtype = check_dtype(dtype);
+  meta.dtype = to_supported_dtype(dtype);
   meta.flags = flags & (VIEW_CONJUGATE | VIEW_NEGATIVE);
   if ((flags & VIEW_CONJUGATE) && !c10::isComplexType(meta.dtype)) {
     throw ProtocolError("a tensor that is not complex has the conjugate bit");
@@ -62,16 +62,16 @@ TensorMeta read_tensor_meta(Reader& in, uint8_t dtype, uint8_t dimensions, uint8
   meta.item_bytes = c10::elementSize(meta.dtype);
   read_dimensions(in, dimensions, meta.sizes);
   read_dimensions(in, dimensions, meta.strides);
-  compute_bytes(meta);
+  compute_byte_counts(meta);
   return meta;
 }
 
-View read_view(Reader& in) {
-  View view;
-  view.storage = in.u32();
-  uint8_t dtype = in.u8(), dimensions = in.u8(), flags = in.u8();
-  in.u8();
-  view.offset = in.i64();
+StorageView read_view(WireReader& in) {
+  StorageView view;
+  view.storage = in.read_u32();
+  uint8_t dtype = in.read_u8(), dimensions = in.read_u8(), flags = in.read_u8();
+  in.read_u8();
+  view.offset = in.read_i64();
   view.meta = read_tensor_meta(in, dtype, dimensions, flags);
   return view;
 }
@@ -83,7 +83,7 @@ std::string describe_tensor(c10::ScalarType dtype, c10::IntArrayRef sizes) {
   return text + "]";
 }
 
-uint64_t end_bytes(const at::Tensor& tensor) {
+uint64_t storage_end_bytes(const at::Tensor& tensor) {
   if (tensor.numel() == 0) return 0;
   int64_t last = tensor.storage_offset();
   for (int64_t i = 0; i < tensor.dim(); i++) {

@@ -1,5 +1,5 @@
 // Metadata of a tensor: dtype, sizes, strides, lazy conjugate and negative bits. Read from the wire and
-// validated. Which memory it refers to is storages.h.
+// validated. Which memory it refers to is in storage_table.h.
 #pragma once
 
 #include <cstdint>
@@ -34,23 +34,23 @@ struct TensorMeta {
 };
 
 // ProtocolError unless is_supported_dtype().
-c10::ScalarType check_dtype(uint8_t number);
+c10::ScalarType to_supported_dtype(uint8_t number);
 
 // Reads sizes and strides. ProtocolError if they are invalid, or if the byte count overflows.
-TensorMeta read_tensor_meta(Reader& in, uint8_t dtype, uint8_t dimensions, uint8_t flags);
+TensorMeta read_tensor_meta(WireReader& in, uint8_t dtype, uint8_t dimensions, uint8_t flags);
 
 // A View of wire.h.
-struct View {
+struct StorageView {
   uint32_t storage = 0;
   int64_t offset = 0;
   TensorMeta meta;
 };
-View read_view(Reader& in);
+StorageView read_view(WireReader& in);
 
 // "Float [2, 3]", for messages.
 std::string describe_tensor(c10::ScalarType dtype, c10::IntArrayRef sizes);
 
 // Bytes from the start of the storage to the end of the last element; 0 if there are no elements.
-uint64_t end_bytes(const at::Tensor& tensor);
+uint64_t storage_end_bytes(const at::Tensor& tensor);
 
 }  // namespace genie

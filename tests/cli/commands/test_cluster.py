@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from genie.cli.commands.cluster import _access_facts, _print_ending_jobs, _print_summary
+from genie.cli.commands.cluster import _access_commands, _print_ending_jobs, _print_summary
 from genie.config import load
 from genie.errors import NodeError, NodeNotFoundError
 from genie.model.job import JobState, Placement
@@ -31,7 +31,7 @@ from genie.model.messages import (
     RemoveNode,
     UndrainNode,
 )
-from genie.supervisor.local_cluster import find_running
+from genie.supervisor.local_cluster import find_running_cluster
 from tests.cli.conftest import Ran
 from tests.cli.sample_messages import job as sample_job
 from tests.cli.sample_messages import status
@@ -49,7 +49,7 @@ def test_public_address_without_tls_is_rejected(genie, state_dir, detach) -> Non
     ran = genie("up", "--bind", "0.0.0.0", "--tls", "off", *detach)
     assert (ran.code, ran.out) == (2, "")
     assert "tls is off" in ran.err and "hint: " in ran.err
-    assert find_running(state_dir) is None
+    assert find_running_cluster(state_dir) is None
 
 
 @pytest.mark.parametrize("detach", [[], ["--detach"]])
@@ -59,7 +59,7 @@ def test_port_in_use_is_named(genie, state_dir, detach) -> None:
         ran = genie("up", "--port", str(port), *detach)
     assert ran.code == 1
     assert f"port {port} on 127.0.0.1 is in use" in ran.err and "hint: " in ran.err
-    assert find_running(state_dir) is None
+    assert find_running_cluster(state_dir) is None
 
 
 @pytest.mark.parametrize(
@@ -119,14 +119,14 @@ def test_invalid_label_or_rack_fails_immediately(genie, state_dir, argv, detach,
     ran = genie(*argv, *detach, *options)
     assert (ran.code, ran.out) == (2, "")
     assert named in ran.err and "hint: " in ran.err
-    assert find_running(state_dir) is None
+    assert find_running_cluster(state_dir) is None
 
 
 def test_join_to_an_unreachable_address_is_a_transport_error(genie, state_dir) -> None:
     ran = genie("join", f"127.0.0.1:{free_port()}", "--token", JUNK_TOKEN)
     assert ran.code == 255
     assert "nothing listens there" in ran.err
-    assert find_running(state_dir) is None
+    assert find_running_cluster(state_dir) is None
 
 
 def test_down_reports_that_nothing_is_running(genie) -> None:
@@ -155,7 +155,7 @@ def test_forget_shows_the_reason_of_a_rejection(genie, controller, error) -> Non
 
 def test_drain_and_undrain_a_node(genie, controller) -> None:
     controller.replies |= {DrainNode: Done(), UndrainNode: Done()}
-    assert genie("drain", "box", "--reason", "new fans")[:2] == (0, "box: drained; running jobs continue\n")
+    assert genie("drain", "box", "--reason", "new fans")[:2] == (0, "box: draining; running jobs continue\n")
     assert genie("undrain", "box")[:2] == (0, "box: accepting work again\n")
     assert controller.requests == [DrainNode(node_id="box", reason="new fans"), UndrainNode(node_id="box")]
     for name in ("drain", "undrain"):
@@ -175,7 +175,7 @@ def test_forget_accepts_only_node_ids(genie, controller) -> None:
     ],
 )
 def test_up_shows_join_commands_only_if_others_can_connect(loopback, message) -> None:
-    facts = dict(_access_facts("10.0.0.5:6000", loopback=loopback))
+    facts = dict(_access_commands("10.0.0.5:6000", loopback=loopback))
     assert message in facts["join"]
     assert ("genie login 10.0.0.5:6000" in facts.get("login", "")) is not loopback
 
@@ -380,7 +380,7 @@ def test_ctrl_c_stops_a_foreground_cluster(ask, tmp_path) -> None:
         process.kill()
         process.wait()
     assert job
-    assert find_running(commands.state_dir) is None
+    assert find_running_cluster(commands.state_dir) is None
     assert "Traceback" not in log.read_text()
 
 
@@ -411,7 +411,7 @@ def test_down_lists_the_jobs_that_it_terminates(ask, tmp_path) -> None:
         ran = ask(commands, "down")
     assert (ran.code, ran.out) == (0, "stopped\n")
     assert f"job {job} (train) is running and will be terminated" in ran.err
-    assert find_running(commands.state_dir) is None
+    assert find_running_cluster(commands.state_dir) is None
 
 
 def test_controller_without_agent_has_no_nodes(ask, tmp_path) -> None:

@@ -6,19 +6,21 @@ import json
 
 import pytest
 
-from genie.cli.commands.config import environment_page
+from genie.cli.commands.config import format_environment_page
 from genie.config import list_settings
 from tests.house.sources import ROOT
 
 
 def test_environment_page_is_up_to_date(genie) -> None:
     page = (ROOT / "docs" / "ENVIRONMENT_VARIABLES.md").read_text("utf-8")
-    assert page == environment_page(), "run: genie config show --markdown > docs/ENVIRONMENT_VARIABLES.md"
+    assert page == format_environment_page(), (
+        "run: genie config show --markdown > docs/ENVIRONMENT_VARIABLES.md"
+    )
     assert genie("config", "show", "--markdown").out == page
 
 
 def test_environment_page_lists_allowed_values() -> None:
-    page = environment_page()
+    page = format_environment_page()
     assert "Values: text, json. |" in page
     assert "| `GENIE_TOKEN` |  |" in page and "(secret) |" in page
 

@@ -60,7 +60,7 @@ def test_unimplemented_backend_shows_details_only_with_debug(genie, monkeypatch)
 
 def test_compiler_check_uses_the_selected_compiler(monkeypatch) -> None:
     monkeypatch.setenv("CXX", f"{sys.executable} -c 'print(\"compiler 12\")'")
-    found = checks._compiler()
+    found = checks._check_compiler()
     assert (found.verdict, found.found) == (
         Verdict.OK,
         f'{sys.executable} -c print("compiler 12"): compiler 12',
@@ -70,7 +70,7 @@ def test_compiler_check_uses_the_selected_compiler(monkeypatch) -> None:
 def test_missing_compiler_has_a_fix(monkeypatch, tmp_path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
-    found = checks._compiler()
+    found = checks._check_compiler()
     assert found.verdict is Verdict.ABSENT
     assert "there is no C++ compiler" in found.found
     assert "g++ python3-dev" in found.fix
@@ -78,32 +78,32 @@ def test_missing_compiler_has_a_fix(monkeypatch, tmp_path) -> None:
 
 def test_missing_configured_compiler_is_named(monkeypatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
-    found = checks._compiler()
+    found = checks._check_compiler()
     assert found.verdict is Verdict.ABSENT
     assert "CXX names 'no-such-compiler', which was not found" in found.found
 
 
 def test_device_library_is_compiled_for_the_installed_torch() -> None:
-    found = checks._libraries()
+    found = checks._check_device_library()
     assert found.verdict is Verdict.OK
-    assert f"compiled for torch {libraries.TorchTarget.installed().torch_version}" in found.found
+    assert f"compiled for torch {libraries.TorchTarget.from_installation().torch_version}" in found.found
 
 
 def test_uncompiled_library_is_named(monkeypatch, tmp_path) -> None:
     empty = libraries.BuildCache(libraries.BuildCache.of_this_installation().sources, tmp_path)
     monkeypatch.setattr(libraries.BuildCache, "of_this_installation", lambda: empty)
-    found = checks._libraries()
+    found = checks._check_device_library()
     assert found.verdict is Verdict.ABSENT
     assert "genie_device and genie_executor not compiled for torch" in found.found
     assert found.fix == "python -m genie.native"
-    scheduler = next(each for each in checks.tools() if each.name == "scheduler library")
+    scheduler = next(each for each in checks.check_tools() if each.name == "scheduler library")
     assert scheduler.verdict is Verdict.ABSENT and "half a minute" in scheduler.found
     assert scheduler.fix == "python -m genie.native genie_scheduler"
 
 
 def test_device_library_is_absent_without_torch(monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
-    found = checks._libraries()
+    found = checks._check_device_library()
     assert found.verdict is Verdict.ABSENT
     assert "needs PyTorch" in found.found
     assert "pip install" in found.fix
@@ -112,7 +112,7 @@ def test_device_library_is_absent_without_torch(monkeypatch) -> None:
 def test_compiler_without_python_headers_is_reported(monkeypatch, tmp_path) -> None:
     monkeypatch.setenv("CXX", sys.executable)
     monkeypatch.setattr("sysconfig.get_path", lambda _: str(tmp_path))
-    found = checks._compiler()
+    found = checks._check_compiler()
     assert found.verdict is Verdict.ABSENT
     assert "the Python headers are missing" in found.found
 
@@ -140,7 +140,7 @@ def test_cluster_of_the_last_login_does_not_own_the_local_port(monkeypatch, stat
     store_login(state_dir, "192.0.2.1", port, token)
     assert checks._cluster_address(load()) == ("192.0.2.1", port)
     monkeypatch.setattr(checks, "_query_cluster", replies)
-    found = by_name(checks.cluster(load({"controller.port": port})))
+    found = by_name(checks.check_cluster(load({"controller.port": port})))
     assert (found["cluster"].found, found[f"port {port}"].found) == ("192.0.2.1 answers", "free")
 
 
@@ -158,7 +158,7 @@ def test_unreachable_configured_cluster_fails(genie, monkeypatch) -> None:
 def test_port_used_by_another_program_is_a_warning(monkeypatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        found = by_name(checks.cluster(load({"controller.port": port})))
+        found = by_name(checks.check_cluster(load({"controller.port": port})))
     assert found[f"port {port}"].verdict is Verdict.WARNING
     assert "--port" in found[f"port {port}"].fix
 
@@ -167,7 +167,7 @@ def test_exception_in_a_check_is_a_warning_and_other_checks_run(monkeypatch) -> 
     def broken():
         raise ZeroDivisionError("oops")
 
-    monkeypatch.setattr(checks, "accelerators", broken)
+    monkeypatch.setattr(checks, "check_accelerators", broken)
     found = by_name(doctor.run_checks(load({"controller.port": free_port()})))
     assert found["accelerators"].verdict is Verdict.WARNING
     assert "ZeroDivisionError" in found["accelerators"].found
@@ -185,8 +185,8 @@ def test_exception_in_a_check_is_a_warning_and_other_checks_run(monkeypatch) -> 
     ],
 )
 def test_torch_version_is_checked_without_importing_torch(monkeypatch, version, verdict) -> None:
-    monkeypatch.setattr(checks, "_version", lambda name: version if name == "torch" else "1.0")
-    assert by_name(checks.packages())["torch"].verdict is verdict
+    monkeypatch.setattr(checks, "_installed_version", lambda name: version if name == "torch" else "1.0")
+    assert by_name(checks.check_packages())["torch"].verdict is verdict
 
 
 @pytest.mark.parametrize(
@@ -195,14 +195,14 @@ def test_torch_version_is_checked_without_importing_torch(monkeypatch, version, 
 )
 def test_etcd_version_that_can_lose_data_is_rejected(monkeypatch, line, verdict) -> None:
     monkeypatch.setattr(checks.shutil, "which", lambda name: f"/usr/bin/{name}")
-    monkeypatch.setattr(checks, "_first_line", lambda argv: line)
-    assert by_name(checks.tools())["etcd"].verdict is verdict
+    monkeypatch.setattr(checks, "_first_output_line", lambda argv: line)
+    assert by_name(checks.check_tools())["etcd"].verdict is verdict
 
 
 def test_missing_tools_are_reported_with_their_purpose(monkeypatch) -> None:
     monkeypatch.setattr(checks.shutil, "which", lambda name: None)
     monkeypatch.setattr(checks.cgroups, "own_groups", list)
-    found = by_name(checks.tools())
+    found = by_name(checks.check_tools())
     for library in ("device library", "scheduler library"):
         assert found.pop(library).verdict is Verdict.OK, "what is compiled needs no compiler"
     assert {check.verdict for check in found.values()} == {Verdict.ABSENT}
@@ -212,7 +212,7 @@ def test_missing_tools_are_reported_with_their_purpose(monkeypatch) -> None:
 def test_readable_state_directory_is_a_warning(state_dir) -> None:
     state_dir.mkdir(mode=0o755)
     state_dir.chmod(0o755)
-    check = by_name(checks.state_directory(load()))["state directory"]
+    check = by_name(checks.check_state_directory(load()))["state directory"]
     assert check.verdict is Verdict.WARNING
     assert "chmod 700" in check.fix
     assert stat.S_IMODE(state_dir.stat().st_mode) == 0o755, "doctor changes nothing"
@@ -220,7 +220,7 @@ def test_readable_state_directory_is_a_warning(state_dir) -> None:
 
 def test_unwritable_state_directory_fails(monkeypatch) -> None:
     monkeypatch.setattr(checks.os, "access", lambda *_args: False)
-    assert by_name(checks.state_directory(load()))["state directory"].verdict is Verdict.FAILED
+    assert by_name(checks.check_state_directory(load()))["state directory"].verdict is Verdict.FAILED
 
 
 @pytest.mark.parametrize(
@@ -232,12 +232,12 @@ def test_low_disk_space_is_reported(monkeypatch, free, verdict) -> None:
 
     Usage.free = free
     monkeypatch.setattr(checks.shutil, "disk_usage", lambda _path: Usage)
-    assert by_name(checks.state_directory(load()))["disk space"].verdict is verdict
+    assert by_name(checks.check_state_directory(load()))["disk space"].verdict is verdict
 
 
 def test_clock_before_the_installation_fails(monkeypatch) -> None:
     monkeypatch.setattr(checks.time, "time", lambda: 1e9)
-    (check,) = checks.clock()
+    (check,) = checks.check_clock()
     assert check.verdict is Verdict.FAILED
 
 
@@ -252,22 +252,22 @@ def test_certificates_are_checked(state_dir, age_days, verdict) -> None:
     folder = state_dir / "agents" / "box"
     folder.mkdir(parents=True)
     (folder / "node.pem").write_text(pem)
-    assert by_name(checks.certificates(load()))["certificate box"].verdict is verdict
+    assert by_name(checks.check_certificates(load()))["certificate box"].verdict is verdict
 
 
 def test_unreadable_certificate_fails(state_dir) -> None:
     (state_dir / "controller").mkdir(parents=True)
     (state_dir / "controller" / "ca.pem").write_text("junk")
-    assert by_name(checks.certificates(load()))["certificate ca.pem"].verdict is Verdict.FAILED
+    assert by_name(checks.check_certificates(load()))["certificate ca.pem"].verdict is Verdict.FAILED
 
 
 def test_missing_control_groups_are_reported_with_a_fix(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks.cgroups, "own_groups", list)
-    found = by_name(checks.tools())["control groups"]
+    found = by_name(checks.check_tools())["control groups"]
     assert found.verdict is Verdict.ABSENT
     assert "Delegate=yes" in found.fix
 
 
 def test_control_groups_are_found() -> None:
     path = require_cgroup("genie-doctor-test", "v2")
-    assert by_name(checks.tools())["control groups"].found == f"below {Path(path).parent}"
+    assert by_name(checks.check_tools())["control groups"].found == f"below {Path(path).parent}"

@@ -8,7 +8,7 @@ import signal
 
 import pytest
 
-from genie.cli.commands.jobs import job_spec
+from genie.cli.commands.jobs import build_job_spec
 from genie.cli.placement_options import PlacementOptions
 from genie.errors import (
     GenieError,
@@ -35,7 +35,7 @@ PLAIN = {"argv": ["python", "train.py"], "name": None, "gpus": "0", "cpus": "0",
 
 
 def spec_with(**changes):
-    return job_spec(**{**PLAIN, **changes}, options=PlacementOptions(), now=0.0)
+    return build_job_spec(**{**PLAIN, **changes}, options=PlacementOptions(), now=0.0)
 
 
 def job_reply(job_after):
@@ -309,6 +309,21 @@ def test_logs_of_a_pending_job_report_its_state(genie, controller, name) -> None
     assert genie("logs", name) == (0, "", "")
 
 
+@pytest.mark.parametrize("options", [(), ("--json",)])
+def test_following_a_pending_job_reports_that_it_waits_and_why(genie, controller, options) -> None:
+    controller.replies[ReadLog] = log_of(b"")
+    controller.replies[GetJob] = job_reply(
+        job(job_id="j1", state=JobState.QUEUED, reason="no suitable node: n: has 2 GPUs")
+    )
+    ran = genie("logs", "-f", "j1.0", *options)
+    assert ran.code == 0
+    assert ran.err == "waiting for job j1 to start; it is queued: no suitable node: n: has 2 GPUs\n"
+    controller.replies[GetJob] = job_reply(job(job_id="j1", state=JobState.PLACING, reason=""))
+    assert genie("logs", "-f", "j1", *options).err == "waiting for job j1 to start; it is placing\n"
+    controller.replies[GetJob] = job_reply(placed(JobState.RUNNING))
+    assert genie("logs", "-f", "j1", *options).err == ""
+
+
 def test_jobs_show_the_exit_code_of_shells_for_a_signal(genie, controller) -> None:
     killed = placed(JobState.FAILED, exit_code=-9, reason="killed by signal 9")
     controller.replies[ListJobs] = JobsReply(jobs=(killed,), more=False)
@@ -367,6 +382,7 @@ def test_invalid_run_options_are_rejected(genie, argv) -> None:
 
 def test_follow_continues_with_the_next_run(genie, controller) -> None:
     controller.replies[ReadLog] = logs_of_runs({1: b"one\n", 2: b"two\n"})
+    controller.replies[GetJob] = job_reply(placed(JobState.RUNNING))
     first = logs_of_runs({1: b"one\n"})
     read = controller.replies[ReadLog]
     controller.replies[ReadLog] = lambda request: (read if request.run else first)(request)

@@ -7,6 +7,7 @@ import json
 import msgspec
 import pytest
 
+from genie.model.allocation import NodeHolds
 from genie.model.messages import GetStatus, ListNodes, NodesReply
 from tests.cli.sample_messages import node, status
 
@@ -60,8 +61,23 @@ def test_nodes_shows_accelerators_and_jobs(genie, controller) -> None:
     assert ran.code == 0
     nodes, gpus = ran.out.split("\n\n")
     assert "10.0.0.7" in nodes and "healthy" in nodes
-    assert "CPUS ALLOCATED" in nodes and "MEMORY ALLOCATED" in nodes, "these are not readings"
+    assert "CPUS ALLOCATED" in nodes and "HOST MEMORY ALLOCATED" in nodes, "these are not readings"
     assert "Test GPU" in gpus and "j7 (100%)" in gpus
+
+
+def test_a_node_is_draining_until_its_last_job_has_ended(genie, controller) -> None:
+    busy = msgspec.structs.replace(node(), drained="draining: new fans")
+    controller.replies[ListNodes] = NodesReply(nodes=(busy,))
+    assert "draining: new fans" in genie("nodes").out
+    empty = msgspec.structs.replace(busy, node_holds=NodeHolds(node_id="box"))
+    controller.replies[ListNodes] = NodesReply(nodes=(empty,))
+    assert "drained: new fans" in genie("nodes").out
+    without_reason = msgspec.structs.replace(empty, drained="draining")
+    controller.replies[ListNodes] = NodesReply(nodes=(without_reason,))
+    assert genie("nodes").out.splitlines()[1].endswith("  drained")
+    accepting = msgspec.structs.replace(empty, drained="")
+    controller.replies[ListNodes] = NodesReply(nodes=(accepting,))
+    assert "drained" not in genie("nodes").out
 
 
 def test_unavailable_accelerator_shows_the_reason(genie, controller) -> None:

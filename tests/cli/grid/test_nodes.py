@@ -117,11 +117,11 @@ def test_list_shows_hosts_resolved_by_openssh(bed: Bed, genie) -> None:
 def completed(words: str) -> list[str]:
     from typer.testing import CliRunner
 
-    from genie.cli.app import grid
+    from genie.cli.app import grid_app
 
     place = str(len(words.split()) - 1)
     environment = {"_GRID_CLI_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": place}
-    return CliRunner().invoke(grid, [], prog_name="grid-cli", env=environment).output.split()
+    return CliRunner().invoke(grid_app, [], prog_name="grid-cli", env=environment).output.split()
 
 
 def test_names_are_completed_from_the_file(folder: Path, genie) -> None:

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from genie.cli.grid.run_output import COLLECTED_BYTES_MAX, LINE_BYTES_MAX, PrefixedLines, output_object
+from genie.cli.grid.run_output import COLLECTED_BYTES_MAX, LINE_BYTES_MAX, PrefixedLines, output_to_json
 from genie.grid.runs.run import OutputCollector
 
 
@@ -37,8 +37,8 @@ def test_overlong_line_is_split() -> None:
 def test_collected_output_is_truncated_at_its_limit() -> None:
     kept = OutputCollector(bytes_max=COLLECTED_BYTES_MAX)
     kept("out", b"x" * COLLECTED_BYTES_MAX)
-    assert output_object(kept)["truncated"] is False
+    assert output_to_json(kept)["truncated"] is False
     kept("out", b"y")
-    document = output_object(kept)
+    document = output_to_json(kept)
     assert document["truncated"] is True
     assert document["stdout"] == "x" * COLLECTED_BYTES_MAX

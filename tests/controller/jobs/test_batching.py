@@ -11,12 +11,16 @@ from genie.controller.nodes import orders
 from genie.controller.store import Store
 from genie.errors import StoreFullError
 from genie.model.job import JobState
-from genie.model.messages import CreateToken
+from genie.model.messages import CreateToken, Launch
 from genie.model.tenant import TokenKind
-from tests.controller.running_controller import RunningController, running_controller
+from tests.controller.running_controller import Client, RunningController, job_spec, running_controller
+from tests.fakes.agent import FakeAgent
+from tests.fakes.clock import FakeClock
 from tests.waiting import until
 
 MANY = 16
+JOBS = 1000
+IN_FLIGHT = 250
 
 
 class Commits:
@@ -207,3 +211,84 @@ async def test_oldest_finished_jobs_are_deleted_concurrently_with_passes(tmp_pat
 
         await until(are_deleted, what="the oldest four are deleted")
         assert (await client.job(jobs[-1].job_id)).state is JobState.SUCCEEDED
+
+
+async def submit_many(client: Client, agent: FakeAgent, **constraints: object) -> list[Launch]:
+    """Submit JOBS jobs without resource requests and return their launches."""
+    launches = []
+    for _ in range(JOBS // IN_FLIGHT):
+        async with asyncio.TaskGroup() as group:
+            for _ in range(IN_FLIGHT):
+                group.create_task(client.submit_spec(job_spec(gpus=0, **constraints)))
+        launches += [await agent.next_launch() for _ in range(IN_FLIGHT)]
+    return launches
+
+
+async def confirm_all(agent: FakeAgent, launches: list[Launch]) -> None:
+    for start in range(0, JOBS, IN_FLIGHT):
+        async with asyncio.TaskGroup() as group:
+            for launch in launches[start : start + IN_FLIGHT]:
+                group.create_task(agent.confirm(launch))
+
+
+async def advance_until(one: RunningController, clock: FakeClock, state: JobState) -> None:
+    assert one.controller is not None
+    jobs = one.controller._jobs
+
+    async def reached() -> bool:
+        await clock.advance(1.0)
+        return jobs.counts()[state] == JOBS
+
+    await until(reached, what=f"all jobs are {state}")
+
+
+async def test_jobs_of_a_lost_node_are_lost_in_few_commits(tmp_path: Path) -> None:
+    clock = FakeClock()
+    async with running_controller(tmp_path, clock=clock) as one, one.client() as client:
+        async with one.agent() as agent:
+            await confirm_all(agent, await submit_many(client, agent))
+        commits = Commits(one.store)
+        await advance_until(one, clock, JobState.LOST)
+        assert commits.count < JOBS / 20
+        assert await client.held("n1") == []
+
+
+async def test_unconfirmed_launches_are_queued_again_in_few_commits(tmp_path: Path) -> None:
+    clock = FakeClock()
+    async with running_controller(tmp_path, clock=clock) as one, one.client() as client:
+        async with one.agent() as agent:
+            await submit_many(client, agent)
+        commits = Commits(one.store)
+        await advance_until(one, clock, JobState.QUEUED)
+        assert commits.count < JOBS / 20
+
+
+async def test_jobs_over_their_time_limit_are_stopped_in_few_commits(tmp_path: Path) -> None:
+    clock = FakeClock()
+    async with (
+        running_controller(tmp_path, clock=clock) as one,
+        one.client() as client,
+        one.agent() as agent,
+    ):
+        await confirm_all(agent, await submit_many(client, agent, time_limit_s=100.0))
+        agent.elapsed_s = 101.0
+        await agent.beat()
+        commits = Commits(one.store)
+
+        async def are_stopped() -> bool:
+            await clock.advance(0.5)
+            return len((await agent.beat()).kill) == JOBS
+
+        await until(are_stopped, what="all jobs are stopped")
+        assert commits.count < JOBS / 20
+
+
+async def test_jobs_that_an_agent_no_longer_runs_are_lost_in_few_commits(tmp_path: Path) -> None:
+    async with running_controller(tmp_path) as one, one.client() as client, one.agent() as agent:
+        await confirm_all(agent, await submit_many(client, agent))
+        agent.running.clear()
+        commits = Commits(one.store)
+        for _ in range(3):
+            await agent.beat()
+        assert await client.held("n1") == []
+        assert commits.count < JOBS / 20

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from genie.controller.jobs.backoff import Cause
@@ -123,6 +124,25 @@ async def test_cancelling_a_placing_job_voids_the_launch(tmp_path: Path) -> None
         assert (await agent.next_kill()).job_id == job.job_id
         with pytest.raises(FencedError):
             await agent.confirm(launch)
+
+
+async def test_job_with_a_process_that_cannot_be_killed_shows_it(tmp_path: Path) -> None:
+    async with running_controller(tmp_path) as one, one.client() as owner, one.agent() as agent:
+        job = await owner.submit(gpus=1)
+        launch = await agent.start_next()
+        stopping = (await owner.ask(CancelJob(job_id=job.job_id))).job
+        running = agent.running[launch.job_id]
+        agent.running[launch.job_id] = msgspec.structs.replace(
+            running, note="cannot kill process 7 (uninterruptible)"
+        )
+        await agent.beat()
+        shown = [await owner.job(job.job_id), *(await owner.ask(ListJobs())).jobs]
+        assert [each.reason for each in shown] == [
+            f"{stopping.reason}; node n1: cannot kill process 7 (uninterruptible)"
+        ] * 2
+        agent.running[launch.job_id] = running
+        await agent.beat()
+        assert (await owner.job(job.job_id)).reason == stopping.reason
 
 
 async def test_kill_of_a_cancelled_job_is_repeated_until_it_has_ended(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from genie.controller.checks import check_job
 from genie.controller.store.protocol import VALUE_BYTES_MAX
 from genie.errors import RowTooLargeError, UsageError
 from genie.model.job import (
-    HISTORY_MAX,
+    JOB_HISTORY_MAX,
     RUNS_KEPT,
     Job,
     JobSpec,
@@ -19,16 +19,16 @@ from genie.model.job import (
     Placement,
     PlacementConstraints,
     Resources,
-    bounded_reason,
-    is_shrunk,
-    shrunk,
+    is_shrunk_job,
+    shrink_oversized_job,
+    truncate_reason,
     with_state,
 )
 from genie.model.limits import (
     COMMAND_ARGUMENTS_MAX,
     GPUS_OF_JOB_MAX,
+    JOB_LIST_ENTRIES_MAX,
     NAME_CHARS_MAX,
-    NAMED_MAX,
     REASON_BYTES_MAX,
     SPEC_BYTES_MAX,
     TEXT_BYTES_MAX,
@@ -74,7 +74,7 @@ def test_largest_job_fits_into_a_row_after_every_transition() -> None:
         Placement(node_id=NAME, incarnation=1 << 62, gpu_ids=gpus, epoch=1 << 62) for _ in range(WORKERS_MAX)
     )
     reason, at = "\x01\\" * REASON_BYTES_MAX, 1e12 + 0.123456
-    for _ in range(max(HISTORY_MAX // 3, RUNS_KEPT) + 1):
+    for _ in range(max(JOB_HISTORY_MAX // 3, RUNS_KEPT) + 1):
         job = with_state(job, JobState.PLACING, reason=reason, at=at, placements=placements)
         job = with_state(job, JobState.RUNNING, reason=reason, at=at)
         queued = with_state(job, JobState.QUEUED, reason=reason, at=at)
@@ -112,18 +112,18 @@ def test_job_with_more_accelerators_than_a_row_can_list_is_rejected() -> None:
 @given(st.text())
 def test_short_printable_reasons_are_unchanged_and_all_are_bounded(text: str) -> None:
     for reason in (text, text * 1000):
-        stored = msgspec.json.encode(bounded_reason(reason))
+        stored = msgspec.json.encode(truncate_reason(reason))
         assert len(stored) <= REASON_BYTES_MAX + 2
     if text.isprintable() and len(text) < 200:
-        assert bounded_reason(text) == text
+        assert truncate_reason(text) == text
 
 
 def test_reason_with_characters_that_cannot_be_stored_is_readable() -> None:
-    assert bounded_reason("a\nb\x00\udcff") == "a b??"
+    assert truncate_reason("a\nb\x00\udcff") == "a b??"
 
 
 def test_shrunk_job_fits_whatever_an_earlier_version_stored() -> None:
-    texts = tuple("\x01" * TEXT_CHARS_MAX for _ in range(NAMED_MAX))
+    texts = tuple("\x01" * TEXT_CHARS_MAX for _ in range(JOB_LIST_ENTRIES_MAX))
     spec = JobSpec(
         name=NAME,
         command=("\x01" * 100,) * COMMAND_ARGUMENTS_MAX,
@@ -142,7 +142,7 @@ def test_shrunk_job_fits_whatever_an_earlier_version_stored() -> None:
         submitted_at=0.0,
         sequence=1,
     )
-    small = shrunk(job)
-    assert is_shrunk(small)
-    assert not is_shrunk(job)
+    small = shrink_oversized_job(job)
+    assert is_shrunk_job(small)
+    assert not is_shrunk_job(job)
     assert len(msgspec.json.encode(small)) < 16 * 1024

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from genie.config import ControllerConfig
+from genie.controller.jobs.lifecycle import LostWorker
 from genie.controller.nodes.admission import check_times
 from genie.errors import ConfigError, GenieError, NodeError, NodeNotFoundError, TokenRefusedError, UsageError
 from genie.model.job import JobState
@@ -236,12 +237,8 @@ async def test_node_that_reconnects_before_the_reclaim_keeps_its_job(tmp_path: P
         await agent.confirm(launch)
         assert one.controller is not None
         # The reclaim is decided, and its write is queued behind a heartbeat.
-        await one.controller._jobs.record_lost_worker(
-            job.job_id,
-            node_id="n1",
-            epoch=launch.placement.epoch,
-            reason="silent",
-            is_still_lost=lambda: False,
+        await one.controller._jobs.record_lost_workers(
+            [LostWorker(job.job_id, "n1", launch.placement.epoch, "silent", lambda: False)]
         )
         assert (await owner.job(job.job_id)).state is JobState.RUNNING
 

@@ -12,10 +12,12 @@ from genie.controller.nodes.faults import CLOSED_S_MAX, NodeFaults
 from genie.errors import NodeUnfitError
 from genie.model.job import JobState
 from genie.model.node import NodeStatus
-from tests.controller.running_controller import launched_while, running_controller
+from tests.controller.running_controller import Client, launched_while, running_controller
+from tests.fakes.agent import FakeAgent
 from tests.fakes.clock import FakeClock
 from tests.waiting import until
 
+GIB = 1 << 30
 FULL = NodeUnfitError("the launch is rejected: no space left on device")
 
 
@@ -146,3 +148,102 @@ async def test_closed_node_gets_no_jobs(tmp_path: Path) -> None:
         low.info = open_info
         await low.beat()
         assert (await low.next_launch()).job_id == job.job_id
+
+
+async def lack_space(agent: FakeAgent, *, free_bytes: int, needed_bytes: int) -> None:
+    """Report for the next launch that its working directory does not fit on the disk."""
+    launch = await agent.next_launch()
+    with_disk(agent, free_bytes)
+    reason = "not started: the working directory needs more space"
+    agent.end(launch, None, reason=reason, started=False, by_node=True, needed_bytes=needed_bytes)
+    await agent.beat()
+
+
+def with_disk(agent: FakeAgent, free_bytes: int) -> FakeAgent:
+    agent.info = msgspec.structs.replace(agent.info, disk_total_bytes=100 * GIB, disk_free_bytes=free_bytes)
+    return agent
+
+
+async def until_launched(clock: FakeClock, *agents: FakeAgent) -> FakeAgent:
+    async def launched() -> FakeAgent | None:
+        await clock.advance(1.0)
+        for agent in agents:
+            await agent.beat()
+        return next((agent for agent in agents if not agent.launches.empty()), None)
+
+    return await until(launched, what="a launch")
+
+
+async def node_status(owner: Client, agent: FakeAgent) -> NodeStatus:
+    return (await owner.node(agent.info.node_id)).status
+
+
+async def test_job_whose_working_directory_fits_on_no_node_fails_and_the_nodes_stay_open(
+    tmp_path: Path,
+) -> None:
+    clock = FakeClock()
+    async with (
+        running_controller(tmp_path, clock=clock) as one,
+        one.client() as owner,
+        one.agent("a") as a,
+        one.agent("b") as b,
+    ):
+        await with_disk(a, 2 * GIB).beat()
+        await with_disk(b, 3 * GIB).beat()
+        job = await owner.submit(gpus=1)
+        for _ in range(LAUNCH_ATTEMPTS_MAX):
+            agent = await until_launched(clock, a, b)
+            free_bytes = agent.info.disk_free_bytes
+            await lack_space(agent, free_bytes=free_bytes, needed_bytes=4 * GIB)
+            assert await node_status(owner, agent) is NodeStatus.HEALTHY
+        failed = await owner.job(job.job_id)
+        assert failed.state is JobState.FAILED
+        assert failed.reason == (
+            f"rejected {LAUNCH_ATTEMPTS_MAX} times, most recently: its working directory needs {4 * GIB} "
+            f"bytes of free disk space (4.00 GiB), packed and unpacked; the largest free space of a node is "
+            f"{3 * GIB} bytes (3.00 GiB)"
+        )
+        other = await owner.submit(gpus=1)
+        assert (await (await until_launched(clock, a, b)).start_next()).job_id == other.job_id
+
+
+async def test_job_goes_to_the_node_with_space_for_its_working_directory(tmp_path: Path) -> None:
+    clock = FakeClock()
+    async with (
+        running_controller(tmp_path, clock=clock) as one,
+        one.client() as owner,
+        one.agent("a") as a,
+        one.agent("b") as b,
+    ):
+        await with_disk(a, 2 * GIB).beat()
+        await with_disk(b, 2 * GIB).beat()
+        job = await owner.submit(gpus=1)
+        small = await until_launched(clock, a, b)
+        large = b if small is a else a
+        await with_disk(large, 5 * GIB).beat()
+        await lack_space(small, free_bytes=2 * GIB, needed_bytes=4 * GIB)
+        for _ in range(2 * LAUNCH_ATTEMPTS_MAX):
+            assert await until_launched(clock, a, b) is large
+            await lack_space(large, free_bytes=5 * GIB, needed_bytes=4 * GIB)
+        assert (await owner.job(job.job_id)).state is not JobState.FAILED, "a node has enough space"
+        await until_launched(clock, a, b)
+        assert (await large.start_next()).job_id == job.job_id
+        assert await node_status(owner, small) is NodeStatus.HEALTHY
+
+
+async def test_job_goes_to_a_new_node_with_space_for_its_working_directory(tmp_path: Path) -> None:
+    clock = FakeClock()
+    async with (
+        running_controller(tmp_path, clock=clock) as one,
+        one.client() as owner,
+        one.agent("a") as a,
+    ):
+        await with_disk(a, 2 * GIB).beat()
+        job = await owner.submit(gpus=1)
+        await until_launched(clock, a)
+        await lack_space(a, free_bytes=2 * GIB, needed_bytes=4 * GIB)
+        async with one.agent("b") as b:
+            await with_disk(b, 5 * GIB).beat()
+            while await until_launched(clock, a, b) is a:
+                await lack_space(a, free_bytes=2 * GIB, needed_bytes=4 * GIB)
+            assert (await b.start_next()).job_id == job.job_id

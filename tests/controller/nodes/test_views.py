@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -24,7 +25,21 @@ class FakePeer:
     """The part of a connection that views use."""
 
     def __init__(self) -> None:
-        self.is_closed = False
+        self._is_closed = False
+        self.looks = 0
+        self._listener: Callable[[], None] = lambda: None
+
+    @property
+    def is_closed(self) -> bool:
+        self.looks += 1
+        return self._is_closed
+
+    def set_close_listener(self, listener: Callable[[], None]) -> None:
+        self._listener = listener
+
+    def close(self) -> None:
+        self._is_closed = True
+        self._listener()
 
 
 class Cluster:
@@ -72,7 +87,7 @@ class Cluster:
 
     def close(self, node_id: str) -> None:
         if node_id in self.peers:
-            self.peers[node_id].is_closed = True
+            self.peers[node_id].close()
 
     def fault(self, node_id: str) -> None:
         self.faults.record(node_id, "disk full")
@@ -152,6 +167,20 @@ def test_snapshot_is_not_renewed_without_a_change() -> None:
     assert looks == ["n0"]
 
 
+def test_current_views_look_only_at_connections_that_have_changed() -> None:
+    """Each scheduling pass reads them: its cost must not grow with the number of nodes."""
+    cluster = Cluster()
+    for number in range(20):
+        cluster.register(f"n{number}")
+        cluster.beat(f"n{number}", 1)
+    cluster.views.current()
+    before = [peer.looks for peer in cluster.peers.values()]
+    cluster.close("n3")
+    assert cluster.views.current()["n3"].closed == "its agent is not connected"
+    looks = [peer.looks for peer in cluster.peers.values()]
+    assert [now > then for now, then in zip(looks, before, strict=True)].count(True) == 1
+
+
 def test_disconnected_nodes_are_not_renewed_at_every_look() -> None:
     """Each placement looks at the nodes."""
     cluster = Cluster()
@@ -159,16 +188,16 @@ def test_disconnected_nodes_are_not_renewed_at_every_look() -> None:
         cluster.register(f"n{number}")
         cluster.beat(f"n{number}", 1)
     cluster.clock._now_s += 30.0
-    cluster.views.current_by_heartbeat()
+    cluster.views.current()
     looks: list[str] = []
     cluster.views.add_listener(lambda node_id, state: looks.append(node_id))
     for _ in range(50):
         cluster.clock._now_s += 0.01
-        cluster.views.current_by_heartbeat()
+        cluster.views.current()
     assert looks == []
     cluster.begin_term()
     cluster.clock._now_s += 60.0
-    cluster.views.current_by_heartbeat()
+    cluster.views.current()
     assert len(looks) == 20
 
 

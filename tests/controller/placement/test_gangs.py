@@ -19,11 +19,12 @@ from genie.errors import (
     WorkersMissingError,
 )
 from genie.model.job import (
+    Job,
     JobState,
     Spread,
     StopReason,
     Within,
-    parse_unit,
+    parse_worker_unit,
 )
 from genie.model.messages import (
     CancelJob,
@@ -32,6 +33,7 @@ from genie.model.messages import (
     RunningJob,
 )
 from tests.controller.running_controller import (
+    Client,
     connect_agent,
     job_spec,
     launched_while,
@@ -143,7 +145,7 @@ async def test_gang_that_does_not_fit_holds_nothing(tmp_path: Path) -> None:
         b.end(launch)
         await b.beat()
         assert (await owner.job(busy.job_id)).state is JobState.SUCCEEDED
-        assert {parse_unit((await agent.next_launch()).job_id)[0] for agent in (a, b)} == {gang.job_id}
+        assert {parse_worker_unit((await agent.next_launch()).job_id)[0] for agent in (a, b)} == {gang.job_id}
 
 
 async def test_gang_too_large_for_the_cluster_is_rejected(tmp_path: Path) -> None:
@@ -305,6 +307,54 @@ async def test_gang_is_launched_again_when_one_worker_cannot_start(tmp_path: Pat
             await a.confirm(first)
         await confirm_together((a, await a.next_launch()), (b, await b.next_launch()))
         assert (await owner.job(job.job_id)).state is JobState.RUNNING
+
+
+@pytest.mark.parametrize("has_started", [False, True])
+async def test_confirmed_gang_with_a_failing_node_runs_again_only_if_no_worker_has_started(
+    tmp_path: Path, has_started: bool
+) -> None:
+    async with (
+        running_controller(tmp_path) as one,
+        one.client() as owner,
+        one.agent("a") as a,
+        one.agent("b") as b,
+        one.agent("c") as c,
+    ):
+        job = await owner.submit_spec(job_spec(workers=2))
+        ready = [agent for agent in (a, b, c) if await _is_launched(agent, owner, job.job_id)]
+        launches = [await agent.next_launch() for agent in ready]
+        await confirm_together(*zip(ready, launches, strict=True))
+        ready[0].end(launches[0], None, reason="not started: disk full", started=False, by_node=True)
+        await ready[0].beat()
+        stopping = await owner.job(job.job_id)
+        assert (stopping.state, stopping.stop) == (JobState.RUNNING, StopReason.WORKER_ENDED)
+        assert len((await ready[1].beat()).kill) == 1
+        ready[1].end(launches[1], None, reason="killed", started=has_started, by_node=True)
+        await ready[1].beat()
+        reason = f"worker {launches[0].rank} on node {ready[0].info.node_id}: not started: disk full"
+        after = await owner.job(job.job_id)
+        if has_started:
+            assert (after.state, after.reason) == (JobState.LOST, reason)
+            return
+        assert reason in [step.reason for step in after.history if step.state is JobState.QUEUED]
+        others = [agent for agent in (a, b, c) if agent is not ready[0]]
+        again = [await agent.next_launch() for agent in others]
+        await confirm_together(*zip(others, again, strict=True))
+        assert (await owner.job(job.job_id)).state is JobState.RUNNING
+
+
+async def _is_launched(agent: FakeAgent, owner: Client, job_id: str) -> bool:
+    """Whether the job is placed on this node; waits for its launch."""
+
+    async def is_placed() -> Job | None:
+        job = await owner.job(job_id)
+        return job if job.placements else None
+
+    job = await until(is_placed)
+    if agent.info.node_id not in {placement.node_id for placement in job.placements}:
+        return False
+    await until(lambda: not agent.launches.empty())
+    return True
 
 
 async def test_gang_with_a_lost_launch_is_queued_again_after_the_timeout(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from collections.abc import Iterable
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from genie.controller.jobs.lifecycle import JobLifecycle
+from genie.controller.jobs.lifecycle import JobLifecycle, LostWorker
 from genie.controller.placement import planner as planning
 from genie.errors import (
     JobRefusedError,
@@ -143,13 +144,14 @@ async def test_job_confirmed_during_its_preemption_is_killed(
     async with running_controller(tmp_path) as one, one.client() as owner, one.agent("a") as a:
         low = await owner.submit_spec(job_spec("low", preemptible=True))
         launch = await a.next_launch()
-        requeue = JobLifecycle.requeue
+        requeue_each = JobLifecycle.requeue_each
 
-        async def too_late(self: JobLifecycle, job_id: str, *, epoch: int, reason: str) -> None:
-            await a.confirm(launch)
-            await requeue(self, job_id, epoch=epoch, reason=reason)
+        async def too_late(self: JobLifecycle, jobs: Iterable[tuple[Job, str]]) -> None:
+            if given := list(jobs):
+                await a.confirm(launch)
+                await requeue_each(self, given)
 
-        monkeypatch.setattr(JobLifecycle, "requeue", too_late)
+        monkeypatch.setattr(JobLifecycle, "requeue_each", too_late)
         high = await owner.submit_spec(job_spec("high", priority=10))
         assert (await a.next_kill()).job_id == low.job_id
         a.end(launch, -15)
@@ -163,13 +165,13 @@ async def test_decision_that_was_not_recorded_is_made_again(
     async with running_controller(tmp_path) as one, one.client() as owner, one.agent("a") as a:
         low, _ = await _running(owner, a, preemptible=True)
 
-        async def broken(
-            self: JobLifecycle, job_id: str, *, epoch: int, stop: StopReason, reason: str
-        ) -> None:
+        async def broken(self: JobLifecycle, jobs: Iterable[tuple[Job, str]], stop: StopReason) -> list[Job]:
+            if not list(jobs):
+                return []
             monkeypatch.undo()
             raise AssertionError("broken once")
 
-        monkeypatch.setattr(JobLifecycle, "stop", broken)
+        monkeypatch.setattr(JobLifecycle, "stop_each", broken)
         await owner.submit_spec(job_spec("high", priority=10))
         assert (await a.next_kill()).job_id == low.job_id
 
@@ -263,8 +265,8 @@ async def test_job_over_its_time_limit_fails_even_if_its_node_is_lost(tmp_path: 
         job, launch = await _running(owner, a, time_limit_s=3600.0)
         assert one.controller is not None
         jobs, epoch = one.controller._jobs, launch.placement.epoch
-        await jobs.stop(job.job_id, epoch=epoch, stop=StopReason.TIME_LIMIT, reason="its time limit is over")
-        await jobs.record_lost_worker(job.job_id, node_id="a", epoch=epoch, reason="node a was silent")
+        await jobs.stop_each([(await owner.job(job.job_id), "its time limit is over")], StopReason.TIME_LIMIT)
+        await jobs.record_lost_workers([LostWorker(job.job_id, "a", epoch, "node a was silent")])
         over = await owner.job(job.job_id)
         assert (over.state, over.reason) == (JobState.FAILED, "its time limit is over (node a was silent)")
 

@@ -348,7 +348,7 @@ async def test_certificates_are_signed_only_for_nodes_and_sessions_in_the_ledger
         assert agent.peer is not None
         _, csr_pem = tls.new_key_and_csr()
         renewed = await agent.peer.call(RenewCertificate(csr_pem=csr_pem), timeout_s=5)
-        assert tls.validity(renewed.certificate_pem)[1] > one.clock.wall_s()
+        assert tls.validity_period(renewed.certificate_pem)[1] > one.clock.wall_s()
         job = await owner.submit(gpus=1)
         launch = await agent.next_launch()
         with pytest.raises(PermissionError_, match="not a session"):
@@ -458,13 +458,13 @@ def _frame(payload: bytes, *, length: int | None = None, kind: int = 1) -> bytes
     [
         b"GET / HTTP/1.1\r\n\r\n",
         b"\x16\x03\x01\x02\x00\x01\x00",
-        wire.preface(version=99),
-        wire.preface() + _frame(b"", length=0xFFFFFFFF),
-        wire.preface() + _frame(b"x" * (wire.UNAUTHENTICATED_FRAME_BYTES_MAX + 1)),
-        wire.preface() + _frame(b"half", length=1000),
-        wire.preface() + _frame(b"", kind=77),
-        wire.preface()[:3],
-        wire.preface() + b"\x00",
+        wire.make_preface(version=99),
+        wire.make_preface() + _frame(b"", length=0xFFFFFFFF),
+        wire.make_preface() + _frame(b"x" * (wire.UNAUTHENTICATED_FRAME_BYTES_MAX + 1)),
+        wire.make_preface() + _frame(b"half", length=1000),
+        wire.make_preface() + _frame(b"", kind=77),
+        wire.make_preface()[:3],
+        wire.make_preface() + b"\x00",
     ],
     ids=["http", "tls", "version", "huge", "over", "truncated", "kind", "half-preface", "half-header"],
 )
@@ -488,7 +488,7 @@ async def test_frame_that_is_not_a_request_gets_an_error(tmp_path: Path, payload
         await channel.send(_frame(payload))
         async with asyncio.timeout(20):
             frame = await channel.receive()
-        assert frame.kind is wire.Kind.ERROR
+        assert frame.kind is wire.FrameKind.ERROR
         assert isinstance(wire.decode_error(frame.payload, peer="x"), ProtocolError)
         channel.close()
         assert (await owner.status()).leading

@@ -120,7 +120,7 @@ async def test_lists_take_turns_with_heartbeats(tmp_path: Path, monkeypatch: pyt
     async with running_controller(tmp_path) as one, one.client() as owner, one.agent("a") as agent:
         await owner.submit(gpus=1)
         flood = asyncio.create_task(_outcomes(owner, 300, limit=1))
-        await until(lambda: owner.peer._calls)
+        await until(lambda: owner.peer._pending_calls)
         assert await agent.beat()
         assert not flood.done(), "the heartbeat was served before the lists"
         assert {type(outcome) for outcome in await flood} == {JobsReply}

@@ -440,6 +440,15 @@ async def test_history_is_bounded_by_revisions(path: Path) -> None:
     await store.close()
 
 
+async def test_history_is_small_by_default(path: Path) -> None:
+    """It is in the memory of the controller."""
+    store = await SqliteStore.open(path)
+    for number in range(1200):
+        last = (await store.commit([], [Put("a", b"%d" % number)])).revision
+    assert last - store._file._history.compacted <= 1100
+    await store.close()
+
+
 async def test_history_is_bounded_by_bytes(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("genie.controller.store.history.BYTES_MAX", 80_000)
     store = await SqliteStore.open(path)

@@ -3,6 +3,6 @@
 
 namespace genie {
 
-void register_hooks();
+void register_device_guard_and_hooks();
 
 }  // namespace genie

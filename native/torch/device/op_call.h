@@ -11,24 +11,25 @@
 
 namespace genie {
 
-struct Call {
+struct OpCall {
   std::vector<int64_t> key;
-  Writer data;
+  WireWriter data;
   std::vector<const at::Tensor*> tensors;  // remote tensors, in order; owned by the stack
-  std::unordered_map<const c10::StorageImpl*, int64_t> first_on;  // storage -> tensor; used for many tensors
-  at::Generator generator;  // at most one; its number is at `generator_at` in the data
-  size_t generator_at = 0;
+  std::unordered_map<const c10::StorageImpl*, int64_t>
+      first_tensor_on_storage;  // storage -> tensor; used for many tensors
+  at::Generator generator;      // at most one; its number is at `generator_offset` in the data
+  size_t generator_offset = 0;
   Connection* connection = nullptr;
-  const at::Tensor* on_cpu = nullptr;  // a CPU tensor that would have to be moved
+  const at::Tensor* misplaced_cpu_tensor = nullptr;  // a CPU tensor that would have to be moved
 
   void clear() {
     key.clear();
     data.clear();
     tensors.clear();
-    if (!first_on.empty()) first_on.clear();
+    if (!first_tensor_on_storage.empty()) first_tensor_on_storage.clear();
     generator = at::Generator();
     connection = nullptr;
-    on_cpu = nullptr;
+    misplaced_cpu_tensor = nullptr;
   }
 };
 

@@ -11,22 +11,22 @@
 
 namespace genie {
 
-class Generators {
+class GeneratorTable {
  public:
-  explicit Generators(c10::Device device) : device_(device) {}
+  explicit GeneratorTable(c10::Device device) : device_(device) {}
 
   // ProtocolError if the number is too large.
-  at::Generator& get(uint32_t number);
+  at::Generator& get_or_create(uint32_t number);
   void seed(uint32_t number, uint64_t seed);
   // A CPU tensor of bytes.
-  at::Tensor state(uint32_t number);
+  at::Tensor get_state(uint32_t number);
   void set_state(uint32_t number, const uint8_t* state, size_t bytes);
   // ProtocolError for the default generator.
-  void free(uint32_t number);
+  void free_generator(uint32_t number);
   void clear() { generators_.clear(); }
 
  private:
-  at::Generator make(uint32_t number) const;
+  at::Generator create_generator(uint32_t number) const;
 
   c10::Device device_;
   std::unordered_map<uint32_t, at::Generator> generators_;

@@ -1,4 +1,4 @@
-#include "storages.h"
+#include "storage_table.h"
 
 #include <algorithm>
 #include <string>
@@ -9,48 +9,49 @@ namespace genie {
 
 namespace {
 
-constexpr uint32_t PAGE_SLOTS = 1024;
+constexpr uint32_t SLOTS_PER_PAGE = 1024;
 // Unreceived replies up to this size do not count, so that a session at its quota can still read.
-constexpr uint64_t UNCOUNTED_REPLY_BYTES = 64u << 20;
+constexpr uint64_t UNCOUNTED_REPLY_BYTES_MAX = 64u << 20;
 
-at::Tensor empty_on(c10::Device device, int64_t bytes) {
+at::Tensor empty_byte_tensor(c10::Device device, int64_t bytes) {
   return at::empty({bytes}, at::TensorOptions().dtype(at::kByte).device(device));
 }
 
 }  // namespace
 
-void Slot::clear_views() {
+void StorageSlot::clear_views() {
   for (at::Tensor& view : views) view.reset();
-  cached_views = next_view = 0;
+  cached_views = next_cached_view = 0;
 }
 
 StorageTable::StorageTable(c10::Device device, uint64_t bytes_max)
     : device_(device),
       bytes_max_(bytes_max),
-      keys_(empty_on(device, 0).key_set()),
-      cpu_keys_(empty_on(c10::kCPU, 0).key_set()),
-      pages_(STORAGES_MAX / PAGE_SLOTS) {}
+      device_dispatch_keys_(empty_byte_tensor(device, 0).key_set()),
+      cpu_dispatch_keys_(empty_byte_tensor(c10::kCPU, 0).key_set()),
+      pages_(STORAGES_MAX / SLOTS_PER_PAGE) {}
 
-Slot& StorageTable::at(uint32_t number) {
+StorageSlot& StorageTable::slot_at(uint32_t number) {
   if (number >= STORAGES_MAX) {
     throw ProtocolError("storage " + std::to_string(number) + " is out of range");
   }
-  auto& page = pages_[number / PAGE_SLOTS];
-  if (!page) page = std::make_unique<Slot[]>(PAGE_SLOTS);
-  return page[number % PAGE_SLOTS];
+  auto& page = pages_[number / SLOTS_PER_PAGE];
+  if (!page) page = std::make_unique<StorageSlot[]>(SLOTS_PER_PAGE);
+  return page[number % SLOTS_PER_PAGE];
 }
 
-Slot& StorageTable::get(uint32_t number) {
-  Slot& slot = at(number);
-  if (slot.in_use()) return slot;
+StorageSlot& StorageTable::existing_slot(uint32_t number) {
+  StorageSlot& slot = slot_at(number);
+  if (slot.is_in_use()) return slot;
   throw ProtocolError("storage " + std::to_string(number) + " does not exist");
 }
 
 void StorageTable::check_unused(uint32_t number) {
-  if (at(number).in_use()) throw ProtocolError("storage " + std::to_string(number) + " is already in use");
+  if (slot_at(number).is_in_use())
+    throw ProtocolError("storage " + std::to_string(number) + " is already in use");
 }
 
-const at::Tensor& StorageTable::view(Slot& slot, const TensorMeta& meta, int64_t offset) {
+const at::Tensor& StorageTable::get_view(StorageSlot& slot, const TensorMeta& meta, int64_t offset) {
   if (slot.failure) throw PoisonedTensor(slot.failure);
   if (offset < 0 || offset > OFFSET_MAX)
     throw ProtocolError("the offset of a tensor is outside of its storage");
@@ -68,15 +69,15 @@ const at::Tensor& StorageTable::view(Slot& slot, const TensorMeta& meta, int64_t
   if (slot.cached_views < CACHED_VIEWS_MAX) {
     slot.cached_views++;
   } else {
-    index = slot.next_view;
-    slot.next_view = static_cast<uint8_t>((slot.next_view + 1) % CACHED_VIEWS_MAX);
+    index = slot.next_cached_view;
+    slot.next_cached_view = static_cast<uint8_t>((slot.next_cached_view + 1) % CACHED_VIEWS_MAX);
   }
   return slot.views[index] = make_view(slot, meta, offset);
 }
 
-at::Tensor StorageTable::make_view(const Slot& slot, const TensorMeta& meta, int64_t offset) const {
+at::Tensor StorageTable::make_view(const StorageSlot& slot, const TensorMeta& meta, int64_t offset) const {
   // A scalar that an op returns in CPU memory stays there, as it does without Genie.
-  auto keys = slot.storage.device().is_cpu() ? cpu_keys_ : keys_;
+  auto keys = slot.storage.device().is_cpu() ? cpu_dispatch_keys_ : device_dispatch_keys_;
   at::Tensor view = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(slot.storage), keys,
                                                              c10::scalarTypeToTypeMeta(meta.dtype));
   view.unsafeGetTensorImpl()->set_sizes_and_strides(meta.sizes, meta.strides, offset);
@@ -85,48 +86,48 @@ at::Tensor StorageTable::make_view(const Slot& slot, const TensorMeta& meta, int
   return view;
 }
 
-void StorageTable::store(uint32_t number, at::Tensor tensor) {
+void StorageTable::store_tensor(uint32_t number, at::Tensor tensor) {
   check_unused(number);
-  Slot& slot = at(number);
+  StorageSlot& slot = slot_at(number);
   slot.storage = tensor.storage();
   slot.bytes = slot.storage.nbytes();
   slot.views[0] = std::move(tensor);
   slot.cached_views = 1;
   counters_.storages.fetch_add(1, std::memory_order_relaxed);
-  add_bytes(static_cast<int64_t>(slot.bytes));
+  add_result_bytes(static_cast<int64_t>(slot.bytes));
 }
 
 void StorageTable::poison(uint32_t number, FailurePtr failure) {
   check_unused(number);
-  at(number).failure = std::move(failure);
+  slot_at(number).failure = std::move(failure);
   counters_.storages.fetch_add(1, std::memory_order_relaxed);
 }
 
 void StorageTable::allocate(uint32_t number, uint64_t bytes) {
   check_unused(number);
   check_quota(bytes);
-  store(number, empty_bytes(bytes));
+  store_tensor(number, allocate_byte_tensor(bytes));
 }
 
-void StorageTable::share(uint32_t number, const Slot& with) {
+void StorageTable::share_memory(uint32_t number, const StorageSlot& with) {
   check_unused(number);
   check_quota(with.bytes);
-  Slot& slot = at(number);
+  StorageSlot& slot = slot_at(number);
   slot.storage = with.storage;
   slot.bytes = with.bytes;
   slot.bytes_before_resize = with.bytes_before_resize;
   counters_.storages.fetch_add(1, std::memory_order_relaxed);
-  add_bytes(static_cast<int64_t>(slot.bytes));
+  add_result_bytes(static_cast<int64_t>(slot.bytes));
 }
 
-void StorageTable::unshare(Slot& slot) {
+void StorageTable::unshare_memory(StorageSlot& slot) {
   slot.storage = copy_storage(slot, slot.bytes);
   slot.clear_views();
-  count_change(slot);
+  count_graph_storage_change(slot);
 }
 
-c10::Storage StorageTable::copy_storage(const Slot& slot, uint64_t bytes) const {
-  at::Tensor other = empty_on(slot.storage.device(), static_cast<int64_t>(bytes));
+c10::Storage StorageTable::copy_storage(const StorageSlot& slot, uint64_t bytes) const {
+  at::Tensor other = empty_byte_tensor(slot.storage.device(), static_cast<int64_t>(bytes));
   auto kept = static_cast<int64_t>(std::min<uint64_t>(bytes, slot.storage.nbytes()));
   if (kept > 0) {
     TensorMeta meta;
@@ -138,27 +139,27 @@ c10::Storage StorageTable::copy_storage(const Slot& slot, uint64_t bytes) const 
   return other.storage();
 }
 
-void StorageTable::resize(Slot& slot, uint64_t bytes) {
+void StorageTable::resize(StorageSlot& slot, uint64_t bytes) {
   if (slot.failure) throw PoisonedTensor(slot.failure);
   check_quota(bytes > slot.bytes ? bytes - slot.bytes : 0);
   slot.storage = copy_storage(slot, bytes);
   slot.bytes_before_resize = std::max(slot.bytes_before_resize, slot.bytes);
   slot.clear_views();
-  count_change(slot);
+  count_graph_storage_change(slot);
   update_size(slot);
 }
 
-void StorageTable::poison_slot(Slot& slot, FailurePtr failure) {
+void StorageTable::free_and_poison(StorageSlot& slot, FailurePtr failure) {
   slot.clear_views();
-  count_change(slot);
+  count_graph_storage_change(slot);
   slot.storage = c10::Storage();
-  add_bytes(-static_cast<int64_t>(slot.bytes));
+  add_result_bytes(-static_cast<int64_t>(slot.bytes));
   slot.bytes = slot.bytes_before_resize = 0;
   slot.failure = std::move(failure);
 }
 
 void StorageTable::free(uint32_t number) {
-  poison_slot(get(number), nullptr);
+  free_and_poison(existing_slot(number), nullptr);
   counters_.storages.fetch_sub(1, std::memory_order_relaxed);
 }
 
@@ -170,24 +171,24 @@ void StorageTable::clear() {
 
 void StorageTable::check_quota(uint64_t more_bytes) const {
   if (bytes_max_ == 0) return;
-  uint64_t used =
-      bytes_in_use() + (reply_bytes_ > UNCOUNTED_REPLY_BYTES ? reply_bytes_ - UNCOUNTED_REPLY_BYTES : 0);
+  uint64_t used = bytes_in_use() +
+                  (reply_bytes_ > UNCOUNTED_REPLY_BYTES_MAX ? reply_bytes_ - UNCOUNTED_REPLY_BYTES_MAX : 0);
   if (used <= bytes_max_ && more_bytes <= bytes_max_ - used) return;
   throw QuotaExceeded("tried to allocate " + std::to_string(more_bytes) + " bytes; " + std::to_string(used) +
                       " of the session's " + std::to_string(bytes_max_) + " bytes are in use");
 }
 
-void StorageTable::update_size(Slot& slot) {
+void StorageTable::update_size(StorageSlot& slot) {
   uint64_t now = slot.storage.nbytes();
   if (now != slot.bytes) graph_storage_changes_++;  // it may share its memory with a slot that graphs use
-  add_bytes(static_cast<int64_t>(now) - static_cast<int64_t>(slot.bytes));
+  add_result_bytes(static_cast<int64_t>(now) - static_cast<int64_t>(slot.bytes));
   slot.bytes = now;
 }
 
-void StorageTable::restore(Slot& slot) noexcept {
+void StorageTable::restore_size(StorageSlot& slot) noexcept {
   if (!slot.storage) return;
   slot.clear_views();
-  count_change(slot);
+  count_graph_storage_change(slot);
   if (slot.storage.nbytes() == slot.bytes) return;
   try {
     // Frees the memory that the op added.
@@ -204,13 +205,13 @@ uint64_t StorageTable::bytes_in_use() const {
          counters_.parcel_bytes.load(std::memory_order_relaxed);
 }
 
-void StorageTable::charge_parcel_memory(int64_t size_bytes) {
+void StorageTable::add_parcel_bytes(int64_t size_bytes) {
   counters_.parcel_bytes.fetch_add(static_cast<uint64_t>(size_bytes), std::memory_order_relaxed);
 }
 
 void StorageTable::add_reply_bytes(int64_t more_bytes) { reply_bytes_ += static_cast<uint64_t>(more_bytes); }
 
-void StorageTable::add_bytes(int64_t more_bytes) {
+void StorageTable::add_result_bytes(int64_t more_bytes) {
   // Only the serving thread writes; other threads read.
   uint64_t now = counters_.bytes.load(std::memory_order_relaxed) + static_cast<uint64_t>(more_bytes);
   counters_.bytes.store(now, std::memory_order_relaxed);
@@ -222,8 +223,8 @@ void StorageTable::add_bytes(int64_t more_bytes) {
 
 void StorageTable::reset_peak() { counters_.bytes_peak.store(bytes_in_use(), std::memory_order_relaxed); }
 
-at::Tensor StorageTable::empty_bytes(uint64_t bytes) const {
-  return empty_on(device_, static_cast<int64_t>(bytes));
+at::Tensor StorageTable::allocate_byte_tensor(uint64_t bytes) const {
+  return empty_byte_tensor(device_, static_cast<int64_t>(bytes));
 }
 
 }  // namespace genie

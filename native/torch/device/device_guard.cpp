@@ -6,7 +6,7 @@
 
 #include "device_type.h"
 #include "generator.h"
-#include "guard.h"
+#include "device_guard.h"
 #include "device_registry.h"
 #include "storage.h"
 
@@ -15,7 +15,7 @@ namespace genie {
 namespace {
 
 // An executor runs ops in order, so there is one stream, and events are always complete.
-struct Guard final : c10::impl::DeviceGuardImplInterface {
+struct RemoteDeviceGuard final : c10::impl::DeviceGuardImplInterface {
   c10::DeviceType type() const override { return DEVICE_TYPE; }
   c10::Device exchangeDevice(c10::Device device) const override {
     c10::Device old = getDevice();
@@ -23,11 +23,11 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return old;
   }
   c10::Device getDevice() const override {
-    return {DEVICE_TYPE, static_cast<c10::DeviceIndex>(device_registry().current())};
+    return {DEVICE_TYPE, static_cast<c10::DeviceIndex>(device_registry().current_device())};
   }
-  void setDevice(c10::Device device) const override { device_registry().set_current(device.index()); }
+  void setDevice(c10::Device device) const override { device_registry().set_current_device(device.index()); }
   void uncheckedSetDevice(c10::Device device) const noexcept override {
-    device_registry().set_current_unchecked(device.index());
+    device_registry().set_current_device_unchecked(device.index());
   }
   c10::Stream getStream(c10::Device device) const override {
     return c10::Stream(c10::Stream::DEFAULT, device);
@@ -45,7 +45,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return c10::Stream(c10::Stream::DEFAULT, stream.device());
   }
   c10::DeviceIndex deviceCount() const noexcept override {
-    return static_cast<c10::DeviceIndex>(device_registry().count());
+    return static_cast<c10::DeviceIndex>(device_registry().device_count());
   }
   // An event is the device index + 1, so that it is not null.
   void record(void** event, const c10::Stream& stream, const c10::DeviceIndex,
@@ -63,24 +63,28 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     synchronizeDevice(stream.device_index());
   }
   void synchronizeDevice(const c10::DeviceIndex index) const override {
-    if (ConnectionPtr connection = device_registry().open_connection(index)) connection->synchronize();
+    if (ConnectionPtr connection = device_registry().find_open_connection(index)) connection->synchronize();
   }
 };
 
-struct Hooks final : at::PrivateUse1HooksInterface {
+struct RemoteDeviceHooks final : at::PrivateUse1HooksInterface {
   bool isBuilt() const override { return true; }
-  bool isAvailable() const override { return device_registry().count() > 0; }
-  bool hasPrimaryContext(c10::DeviceIndex index) const override { return index < device_registry().count(); }
-  c10::DeviceIndex deviceCount() const override {
-    return static_cast<c10::DeviceIndex>(device_registry().count());
+  bool isAvailable() const override { return device_registry().device_count() > 0; }
+  bool hasPrimaryContext(c10::DeviceIndex index) const override {
+    return index < device_registry().device_count();
   }
-  void setCurrentDevice(c10::DeviceIndex index) const override { device_registry().set_current(index); }
+  c10::DeviceIndex deviceCount() const override {
+    return static_cast<c10::DeviceIndex>(device_registry().device_count());
+  }
+  void setCurrentDevice(c10::DeviceIndex index) const override {
+    device_registry().set_current_device(index);
+  }
   c10::DeviceIndex getCurrentDevice() const override {
-    return static_cast<c10::DeviceIndex>(device_registry().current());
+    return static_cast<c10::DeviceIndex>(device_registry().current_device());
   }
   c10::DeviceIndex exchangeDevice(c10::DeviceIndex index) const override {
     c10::DeviceIndex old = getCurrentDevice();
-    device_registry().set_current(index);
+    device_registry().set_current_device(index);
     return old;
   }
   c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex index) const override {
@@ -103,12 +107,12 @@ struct Hooks final : at::PrivateUse1HooksInterface {
 
 }  // namespace
 
-void register_hooks() {
-  static auto* hooks = new Hooks();
+void register_device_guard_and_hooks() {
+  static auto* hooks = new RemoteDeviceHooks();
   at::RegisterPrivateUse1HooksInterface(hooks);
 }
 
 }  // namespace genie
 
-using GenieGuard = genie::Guard;
+using GenieGuard = genie::RemoteDeviceGuard;
 C10_REGISTER_GUARD_IMPL(PrivateUse1, GenieGuard)

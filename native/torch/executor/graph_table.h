@@ -16,9 +16,9 @@
 
 #include "../wire.h"
 #include "failure.h"
-#include "ops.h"
+#include "op_runner.h"
 #include "reply_writer.h"
-#include "storages.h"
+#include "storage_table.h"
 #include "templates.h"
 #include "tensor_meta.h"
 
@@ -31,9 +31,9 @@ struct CapturedGraph {
 };
 
 // Captures work on the accelerator instead of running it, as CUDA graphs do. One capture at a time.
-class Capture {
+class GraphCapture {
  public:
-  virtual ~Capture() = default;
+  virtual ~GraphCapture() = default;
   virtual void begin() = 0;
   virtual CapturedGraph end() = 0;
   // Ends the capture after an error. False if the accelerator has failed.
@@ -42,8 +42,8 @@ class Capture {
 };
 
 struct GraphStep {
-  Record kind;  // Op, Allocate or Free
-  std::shared_ptr<Template> call;
+  RecordKind kind;  // Op, Allocate or Free
+  std::shared_ptr<DecodedTemplate> op_template;
   std::vector<uint8_t> record;  // what follows the head of an Op
   uint32_t storage = 0;
   uint64_t bytes = 0;
@@ -52,13 +52,13 @@ struct GraphStep {
 // A compiled function from tensors to tensors; it may write to its inputs.
 struct CompiledGraph {
   std::shared_ptr<void> function;
-  std::vector<View> inputs, results;
+  std::vector<StorageView> inputs, results;
   uint64_t result_bytes = 0;
 };
 
-class Compiler {
+class GraphCompiler {
  public:
-  virtual ~Compiler() = default;
+  virtual ~GraphCompiler() = default;
   // `results`: storages created by the steps that the function must return. `sizes`: bytes of the storages
   // that exist before. Throws if the steps cannot be compiled; they are then replayed one by one.
   // `keep_alive` is called periodically.
@@ -75,28 +75,28 @@ struct GraphReport {
   std::string reason;
 };
 
-class Graphs {
+class GraphTable {
  public:
   // `capture` and `compiler` may be null: then every replay runs step by step.
-  Graphs(StorageTable& storages, OpRunner& ops, ReplyWriter& replies, std::shared_ptr<Capture> capture,
-         std::shared_ptr<Compiler> compiler)
+  GraphTable(StorageTable& storages, OpRunner& ops, ReplyWriter& replies,
+             std::shared_ptr<GraphCapture> capture, std::shared_ptr<GraphCompiler> compiler)
       : storages_(storages),
         ops_(ops),
         replies_(replies),
         capture_(std::move(capture)),
         compiler_(std::move(compiler)) {}
 
-  bool recording() const { return recording_ != nullptr; }
-  void begin(uint32_t number);
+  bool is_recording() const { return recording_graph_ != nullptr; }
+  void begin_recording(uint32_t number);
   // `mode`: an argument of GraphEnd.
-  void end(uint32_t mode);
+  void end_recording(uint32_t mode);
   // While recording, after the record was executed.
-  void record_op(const std::shared_ptr<Template>& call, const uint8_t* record, size_t bytes);
+  void record_op(const std::shared_ptr<DecodedTemplate>& op_template, const uint8_t* record, size_t bytes);
   void record_allocate(uint32_t storage, uint64_t bytes);
   void record_free(uint32_t storage);
 
   // Call before the client frees or resizes a storage: unreceived replies keep its contents.
-  void before_free(uint32_t number, const Slot& slot);
+  void before_storage_freed(uint32_t number, const StorageSlot& slot);
   // Call after the client freed a storage while not recording; a graph that returns it stops keeping it.
   void on_storage_freed(uint32_t number);
   // Call when a storage gets other memory: captures that use the old memory are released.
@@ -109,77 +109,79 @@ class Graphs {
   // Returns the first failure, or null.
   FailurePtr replay(uint32_t number);
   GraphReport report(uint32_t number);
-  void free(uint32_t number);
+  void free_graph(uint32_t number);
   void clear();
 
  private:
   // A storage at the time of the capture. Kept alive, so that its address is not reused.
   struct CapturedStorage {
-    Slot* slot;
+    StorageSlot* slot;
     c10::Storage storage;
     const void* memory;
     uint64_t bytes;
     bool is_result;  // the client may have freed it
   };
-  struct Graph {
+  struct RecordedGraph {
     std::vector<GraphStep> steps;
     uint64_t bytes = 0;                                      // memory of the steps
-    std::unordered_set<uint32_t> inputs;                     // storages that it uses and does not create
+    std::unordered_set<uint32_t> input_storages;             // storages that it uses and does not create
     std::vector<std::pair<uint32_t, uint64_t>> input_bytes;  // their sizes when it was recorded
-    std::unordered_set<uint32_t> written;                    // inputs that it writes to
-    std::unordered_set<uint32_t> created;
-    std::unordered_set<uint32_t> results;        // created and not freed by the steps
-    std::unordered_set<uint32_t> freed_results;  // results that the client has freed
-    std::unordered_set<uint32_t> sharing;        // storages that share the memory of a result
-    std::unordered_set<uint32_t> shared;         // results shared since the last replay
-    uint64_t replays = 0;
+    std::unordered_set<uint32_t> written_inputs;             // inputs that it writes to
+    std::unordered_set<uint32_t> created_storages;
+    std::unordered_set<uint32_t> results;                   // created and not freed by the steps
+    std::unordered_set<uint32_t> freed_results;             // results that the client has freed
+    std::unordered_set<uint32_t> storages_sharing_results;  // storages that share the memory of a result
+    std::unordered_set<uint32_t> shared_results;            // results shared since the last replay
+    uint64_t replay_count = 0;
     bool compile_pending = false;
     std::optional<CompiledGraph> compiled;
     std::string why_not_compiled, why_not_captured;
-    bool warm = false;  // its kernels have run, which a capture requires
+    bool has_run = false;  // its kernels have run, which a capture requires
     CapturedGraph captured;
     std::vector<CapturedStorage> captured_storages;
-    uint64_t changes_seen = 0;
-    int captures = 0;
+    uint64_t storage_changes_seen = 0;
+    int capture_count = 0;
   };
 
-  Graph& get(uint32_t number);
+  RecordedGraph& get_graph(uint32_t number);
   void add_step(GraphStep step);
-  void add_created(uint32_t storage);
-  void add_inputs(const std::vector<Argument>& arguments, const uint8_t* data);
-  void release_capture(Graph& graph);
+  void add_created_storage(uint32_t storage);
+  void add_input_storages(const std::vector<TemplateArgument>& arguments, const uint8_t* data);
+  void release_capture(RecordedGraph& graph);
 
-  bool has_valid_inputs(const Graph& graph);
-  bool reads_host_memory(const Graph& graph);
-  void copy_borrowed_replies(const Graph& graph);
-  bool is_capture_valid(Graph& graph);
-  void compile(Graph& graph);
-  FailurePtr run(Graph& graph);
-  FailurePtr run_steps(Graph& graph);
-  FailurePtr run_step(Graph& graph, GraphStep& step);
-  FailurePtr run_compiled(Graph& graph);
-  void store_results(Graph& graph, const std::vector<at::Tensor>& inputs, std::vector<at::Tensor> results);
-  at::Tensor to_unshared_result(const at::Tensor& found, const TensorMeta& meta,
-                                std::unordered_set<const c10::StorageImpl*>& used) const;
-  void free_previous_result(const Graph& graph, uint32_t storage);
-  void free_unused_results(const Graph& graph);
-  bool can_capture(Graph& graph);
-  void capture(Graph& graph);
-  FailurePtr run_captured(CapturedGraph& captured, Graph& graph);
-  void free_created(const Graph& graph);
-  void add_captured_storages(Graph& graph, const std::unordered_set<uint32_t>& numbers, bool are_results);
-  FailurePtr unshare_results(Graph& graph);
+  bool has_valid_inputs(const RecordedGraph& graph);
+  bool reads_host_memory(const RecordedGraph& graph);
+  void copy_borrowed_replies(const RecordedGraph& graph);
+  bool is_capture_valid(RecordedGraph& graph);
+  void try_compile(RecordedGraph& graph);
+  FailurePtr run_uncaptured(RecordedGraph& graph);
+  FailurePtr run_steps(RecordedGraph& graph);
+  FailurePtr run_step(RecordedGraph& graph, GraphStep& step);
+  FailurePtr run_compiled(RecordedGraph& graph);
+  void store_results(RecordedGraph& graph, const std::vector<at::Tensor>& inputs,
+                     std::vector<at::Tensor> results);
+  at::Tensor copy_result_if_shared(const at::Tensor& found, const TensorMeta& meta,
+                                   std::unordered_set<const c10::StorageImpl*>& used) const;
+  void free_previous_result(const RecordedGraph& graph, uint32_t storage);
+  void free_unused_results(const RecordedGraph& graph);
+  bool can_capture(RecordedGraph& graph);
+  void try_capture(RecordedGraph& graph);
+  FailurePtr capture_replay(CapturedGraph& captured, RecordedGraph& graph);
+  void free_created_storages(const RecordedGraph& graph);
+  void add_captured_storages(RecordedGraph& graph, const std::unordered_set<uint32_t>& numbers,
+                             bool are_results);
+  FailurePtr unshare_results(RecordedGraph& graph);
 
   StorageTable& storages_;
   OpRunner& ops_;
   ReplyWriter& replies_;
-  std::shared_ptr<Capture> capture_;
-  std::shared_ptr<Compiler> compiler_;
-  std::unordered_map<uint32_t, std::unique_ptr<Graph>> graphs_;
-  std::unordered_map<uint32_t, Graph*> owners_;  // by result
-  std::unique_ptr<Graph> recording_;
+  std::shared_ptr<GraphCapture> capture_;
+  std::shared_ptr<GraphCompiler> compiler_;
+  std::unordered_map<uint32_t, std::unique_ptr<RecordedGraph>> graphs_;
+  std::unordered_map<uint32_t, RecordedGraph*> graph_of_result_;  // by result
+  std::unique_ptr<RecordedGraph> recording_graph_;
   uint32_t recording_number_ = 0;
-  uint64_t bytes_ = 0;  // of all steps
+  uint64_t steps_bytes_ = 0;  // of all steps
 };
 
 }  // namespace genie

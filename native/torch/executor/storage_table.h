@@ -19,17 +19,17 @@ namespace genie {
 constexpr int CACHED_VIEWS_MAX = 3;
 
 // One storage, with a cache of its views: creating a view costs more than most lookups.
-struct Slot {
+struct StorageSlot {
   c10::Storage storage;
   uint64_t bytes = 0;
   uint64_t bytes_before_resize = 0;  // the largest size before a Resize
   at::Tensor views[CACHED_VIEWS_MAX];
   uint8_t cached_views = 0;
-  uint8_t next_view = 0;
+  uint8_t next_cached_view = 0;
   uint32_t graph_uses = 0;  // graphs that read or create it; kept when it is freed
   FailurePtr failure;       // set if it is poisoned
 
-  bool in_use() const { return storage || failure; }
+  bool is_in_use() const { return storage || failure; }
   void clear_views();
 };
 
@@ -52,66 +52,68 @@ class StorageTable {
   const MemoryCounters& counters() const { return counters_; }
 
   // ProtocolError if the storage does not exist.
-  Slot& get(uint32_t number);
+  StorageSlot& existing_slot(uint32_t number);
   // The slot, in use or not. ProtocolError if the number is too large.
-  Slot& at(uint32_t number);
+  StorageSlot& slot_at(uint32_t number);
   // ProtocolError if the number is in use or too large.
   void check_unused(uint32_t number);
 
   // The view of a storage. PoisonedTensor if the storage is poisoned; OpRefused if the view exceeds a storage
   // that was shrunk; ProtocolError if it exceeds every size that the storage has had. Valid until the next
   // call for the same slot.
-  const at::Tensor& view(Slot& slot, const TensorMeta& meta, int64_t offset);
+  const at::Tensor& get_view(StorageSlot& slot, const TensorMeta& meta, int64_t offset);
 
   // Stores a tensor that is not shared.
-  void store(uint32_t number, at::Tensor tensor);
+  void store_tensor(uint32_t number, at::Tensor tensor);
   void poison(uint32_t number, FailurePtr failure);
   void allocate(uint32_t number, uint64_t bytes);
-  // The number refers to the memory of `with`, until unshare().
-  void share(uint32_t number, const Slot& with);
+  // The number refers to the memory of `with`, until unshare_memory().
+  void share_memory(uint32_t number, const StorageSlot& with);
   // Copies the contents to separate memory.
-  void unshare(Slot& slot);
+  void unshare_memory(StorageSlot& slot);
   // Replaces the storage, and keeps contents up to the smaller size. Other users of the old storage keep it.
-  void resize(Slot& slot, uint64_t bytes);
+  void resize(StorageSlot& slot, uint64_t bytes);
   void free(uint32_t number);
   // Frees the memory of an existing storage and poisons it.
-  void poison_slot(Slot& slot, FailurePtr failure);
+  void free_and_poison(StorageSlot& slot, FailurePtr failure);
   void clear();
 
   // QuotaExceeded unless `more_bytes` fit into the quota. Called before memory is allocated.
   void check_quota(uint64_t more_bytes) const;
   // Updates the counters after an op has resized a storage.
-  void update_size(Slot& slot);
+  void update_size(StorageSlot& slot);
   // Restores the size of a storage after an op that resized it has failed.
-  void restore(Slot& slot) noexcept;
+  void restore_size(StorageSlot& slot) noexcept;
 
   // Adds memory of results without a number; negative: releases it.
-  void add_bytes(int64_t more_bytes);
+  void add_result_bytes(int64_t more_bytes);
   void reset_peak();
   // Adds memory of parcels. Thread-safe.
-  void charge_parcel_memory(int64_t size_bytes);
+  void add_parcel_bytes(int64_t size_bytes);
   // Adds memory of unreceived replies; a small amount does not count towards the quota.
   void add_reply_bytes(int64_t more_bytes);
   // Of storages, results without a number, and parcels.
   uint64_t bytes_in_use() const;
 
-  at::Tensor empty_bytes(uint64_t bytes) const;
+  at::Tensor allocate_byte_tensor(uint64_t bytes) const;
   // Whether it is an ordinary tensor of this device, without lazy bits.
-  bool is_plain(const at::Tensor& tensor) const { return tensor.key_set() == keys_; }
+  bool is_ordinary_tensor(const at::Tensor& tensor) const {
+    return tensor.key_set() == device_dispatch_keys_;
+  }
 
   // Incremented when a slot that graphs use loses or changes its memory.
   uint64_t graph_storage_changes() const { return graph_storage_changes_; }
 
  private:
   // A new storage with the contents up to the smaller size.
-  c10::Storage copy_storage(const Slot& slot, uint64_t bytes) const;
-  at::Tensor make_view(const Slot& slot, const TensorMeta& meta, int64_t offset) const;
-  void count_change(const Slot& slot) { graph_storage_changes_ += slot.graph_uses > 0; }
+  c10::Storage copy_storage(const StorageSlot& slot, uint64_t bytes) const;
+  at::Tensor make_view(const StorageSlot& slot, const TensorMeta& meta, int64_t offset) const;
+  void count_graph_storage_change(const StorageSlot& slot) { graph_storage_changes_ += slot.graph_uses > 0; }
 
   c10::Device device_;
   uint64_t bytes_max_;
-  c10::DispatchKeySet keys_, cpu_keys_;
-  std::vector<std::unique_ptr<Slot[]>> pages_;
+  c10::DispatchKeySet device_dispatch_keys_, cpu_dispatch_keys_;
+  std::vector<std::unique_ptr<StorageSlot[]>> pages_;
   MemoryCounters counters_;
   uint64_t reply_bytes_ = 0;
   uint64_t graph_storage_changes_ = 0;

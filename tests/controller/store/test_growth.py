@@ -1,0 +1,38 @@
+"""How much a store grows per written byte: the estimate between two measurements must not be too low."""
+
+from __future__ import annotations
+
+import pytest
+
+from genie.controller.jobs.space import GROWTH_FACTOR
+from genie.controller.store import Put, StoreSpace
+from genie.controller.store.limits import check_transaction
+from tests.controller.store.conftest import Engine
+from tests.waiting import until
+
+MIB = 1024 * 1024
+WRITTEN_BYTES_MIN = 6 * MIB
+BATCH_BYTES = MIB
+
+
+@pytest.mark.parametrize("row_bytes", [300, 1200, 2000, 4200, 100_000])
+async def test_store_grows_by_at_most_the_estimate(engine: Engine, row_bytes: int) -> None:
+    """Rows of half a page need most: only one fits."""
+    store = engine.store
+    assert isinstance(store, StoreSpace)
+    before = (await store.space()).used_bytes
+    written_bytes = number = 0
+    while written_bytes < WRITTEN_BYTES_MIN:
+        batch = []
+        for _ in range(min(100, BATCH_BYTES // row_bytes)):
+            number += 1
+            batch.append(Put(f"job/j-{row_bytes}-{number:08}", b"x" * row_bytes))
+        written_bytes += check_transaction([], batch)
+        await store.commit([], batch)
+
+    async def grown_bytes() -> int:
+        """etcd reports its size after it has written a batch of changes."""
+        grown = (await store.space()).used_bytes - before
+        return grown if grown > 0.9 * written_bytes else 0
+
+    assert await until(grown_bytes, what="all is counted") <= GROWTH_FACTOR * written_bytes
