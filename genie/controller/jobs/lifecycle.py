@@ -748,16 +748,21 @@ class JobLifecycle:
 
     def _row_changed(self, job_id: str, before: Job | None, after: Job | None) -> None:
         self._index.changed(before, after)
-        if after is None or after.state is not JobState.QUEUED:
+        state = None if after is None else after.state
+        if state is not _QUEUED:
             self._pending_reasons.pop(job_id, None)
-        if after is None or after.state is not JobState.RUNNING:
+        if state is not _RUNNING:
             self._run_notes.pop(job_id, None)
-        if after is None or after.state is not JobState.PLACING:
+        if state is not _PLACING:
             self._ready_ranks.pop(job_id, None)
-        if after is None or after.state.is_final:
+        if state is None or state.is_final:
             self._backoff.reset(job_id)
         self._notifier.notify(job_id)
         self._wake()
+
+
+# Members of an enum are slow to look up, and every change of a job compares them.
+_QUEUED, _PLACING, _RUNNING = JobState.QUEUED, JobState.PLACING, JobState.RUNNING
 
 
 def _without_ticket(job: Job) -> Job:
