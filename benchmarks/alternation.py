@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Sequence
 import report
 
 
-def alternate(
+def time_alternately(
     rounds: int, ours: Callable[[], object], theirs: Callable[[], object]
 ) -> tuple[list[float], list[float]]:
     """Runs both once to warm up, then `rounds` times in alternation; returns the seconds of each call."""
@@ -24,7 +24,7 @@ def alternate(
     return taken
 
 
-async def alternate_async(
+async def time_alternately_async(
     rounds: int, ours: Callable[[], Awaitable[None]], theirs: Callable[[], Awaitable[None]]
 ) -> tuple[list[float], list[float]]:
     taken: tuple[list[float], list[float]] = ([], [])
@@ -42,7 +42,7 @@ def ratio_figure(
 ) -> report.Figure:
     """Figure with the medians in milliseconds; `theirs_s` is the baseline."""
     samples = [each * 1000 for each in ours_s]
-    return report.figure(
+    return report.make_figure(
         name,
         statistics.median(samples),
         samples=samples,
@@ -51,7 +51,7 @@ def ratio_figure(
     )
 
 
-def run_all(commands: Sequence[Sequence[str]], *, environ: dict[str, str] | None = None) -> None:
+def run_in_parallel(commands: Sequence[Sequence[str]], *, environ: dict[str, str] | None = None) -> None:
     """Runs the commands in parallel; each must succeed."""
     running = [
         subprocess.Popen(

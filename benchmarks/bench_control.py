@@ -102,7 +102,7 @@ def _sample_cpu(run: Run, controller: ControllerProcess, *, seconds: float) -> N
 
 
 def heartbeat_figures(run: Run) -> list[report.Figure]:
-    figure, latencies_ms = report.figure, run.latencies_ms
+    figure, latencies_ms = report.make_figure, run.latencies_ms
     if not latencies_ms:
         raise SystemExit("the agents have sent no heartbeat")
     return [
@@ -151,7 +151,7 @@ def scale_figures(name: str, costs_us: dict[int, list[float]]) -> list[report.Fi
     smallest, *_, largest = costs_us
     base_us = statistics.median(costs_us[smallest])
     return [
-        report.figure(
+        report.make_figure(
             f"sim_{name}_{size}_nodes",
             statistics.median(taken_us),
             unit="us",
@@ -164,10 +164,12 @@ def scale_figures(name: str, costs_us: dict[int, list[float]]) -> list[report.Fi
 
 
 def main() -> int:
-    parser = report.options((__doc__ or "").splitlines()[0], rounds=7)
-    parser.add_argument("--nodes", type=report.positive_int, default=125, help="nodes (default: 125)")
+    parser = report.make_parser((__doc__ or "").splitlines()[0], rounds=7)
+    parser.add_argument("--nodes", type=report.parse_positive_int, default=125, help="nodes (default: 125)")
     parser.add_argument(
-        "--seconds", type=report.positive_int, help="duration of the heartbeats (default: 600; quick: 10)"
+        "--seconds",
+        type=report.parse_positive_int,
+        help="duration of the heartbeats (default: 600; quick: 10)",
     )
     parser.add_argument("--only", choices=("heartbeats", "scale"), help="run one part (default: both)")
     parser.add_argument("--quick", action="store_true", help="fewer simulated nodes, shorter")
@@ -175,12 +177,12 @@ def main() -> int:
     given = parser.parse_args()
     given.seconds = given.seconds or (10 if given.quick else 600)
     figures: list[report.Figure] = []
-    with report.temporary_state() as folder:
+    with report.use_temporary_state() as folder:
         if given.only != "scale":
             figures += heartbeat_figures(measure_heartbeats(folder, given))
         if given.only != "heartbeats":
             figures += measure_scale(given)
-    return report.conclude(figures, as_json=given.json)
+    return report.print_figures(figures, as_json=given.json)
 
 
 if __name__ == "__main__":

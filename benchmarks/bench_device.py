@@ -30,26 +30,26 @@ import genie
 from genie import config
 from genie.device import capture
 
-REMOTE = "remote_accelerator:0"
+REMOTE_DEVICE = "remote_accelerator:0"
 MIB = 1024**2
 OPS_PER_ROUND = 50_000
 """Operations per round of the growth measurement: one million with the default of 20 rounds."""
 
-ADD = report.ratio_at_most(2.0)
-FLAT = report.ratio_at_most(1.25)
-COPY = report.ratio_at_least(0.8)
-EAGER_LAST = report.ratio_at_most(1.1)
-EAGER_ALL = report.ratio_at_most(1.2)
-CAPTURED_LONG = report.ratio_at_most(1.05)
-CAPTURED_SHORT = report.ratio_at_most(1.10)
-PIPELINED = report.ratio_at_most(1.02)
-LONG_MS = 3.0
-MEMORY = report.value_at_most(16.0)
-LEAKED = report.value_at_most(0.0)
+ADD_GOAL = report.ratio_at_most(2.0)
+FLAT_COST_GOAL = report.ratio_at_most(1.25)
+COPY_GOAL = report.ratio_at_least(0.8)
+EAGER_LAST_GOAL = report.ratio_at_most(1.1)
+EAGER_ALL_GOAL = report.ratio_at_most(1.2)
+CAPTURED_LONG_GOAL = report.ratio_at_most(1.05)
+CAPTURED_SHORT_GOAL = report.ratio_at_most(1.10)
+PIPELINED_GOAL = report.ratio_at_most(1.02)
+LONG_STEP_MS_MIN = 3.0
+MEMORY_GROWTH_GOAL = report.value_at_most(16.0)
+LEAK_GOAL = report.value_at_most(0.0)
 
 
 @dataclass
-class Bench:
+class DeviceBenchmark:
     rounds: int
     ops: int
     local: str
@@ -59,35 +59,35 @@ class Bench:
     def has_gpu(self) -> bool:
         return self.local != "cpu"
 
-    def wait_local(self) -> None:
+    def synchronize_local_gpu(self) -> None:
         if self.has_gpu:
             torch.cuda.synchronize()
 
 
-Measured = list[report.Figure]
+Figures = list[report.Figure]
 
 
-def seconds(work: Callable[[], object]) -> float:
+def time_call_s(work: Callable[[], object]) -> float:
     began = time.perf_counter()
     work()
     return time.perf_counter() - began
 
 
-def alternate(rounds: int, *works: Callable[[], object]) -> list[list[float]]:
+def time_alternately(rounds: int, *works: Callable[[], object]) -> list[list[float]]:
     """Alternates the functions and returns the duration of each call in milliseconds, by function."""
     for work in works:
         work()
     times_ms: list[list[float]] = [[] for _ in works]
     for _ in range(rounds):
         for work, times in zip(works, times_ms, strict=True):
-            times.append(seconds(work) * 1000)
+            times.append(time_call_s(work) * 1000)
     return times_ms
 
 
 def ratio_figure(
     name: str, remote: list[float], local: list[float], *, goal: report.Goal | None, unit: str = "ms"
 ) -> report.Figure:
-    return report.figure(
+    return report.make_figure(
         name,
         statistics.median(remote),
         samples=remote,
@@ -100,7 +100,7 @@ def ratio_figure(
 # --- single ops ---------------------------------------------------------------------------------
 
 
-def add_loop(tensor: torch.Tensor, count: int) -> Callable[[], None]:
+def make_add_loop(tensor: torch.Tensor, count: int) -> Callable[[], None]:
     def work() -> None:
         for _ in range(count):
             torch.add(tensor, tensor)
@@ -108,57 +108,61 @@ def add_loop(tensor: torch.Tensor, count: int) -> Callable[[], None]:
     return work
 
 
-def measure_ops(bench: Bench) -> Measured:
+def measure_ops(bench: DeviceBenchmark) -> Figures:
     """Client time per operation in microseconds."""
     count = 1000
-    here, there = torch.ones(16, 16), torch.ones(16, 16, device=REMOTE)
+    here, there = torch.ones(16, 16), torch.ones(16, 16, device=REMOTE_DEVICE)
     wait = torch.remote_accelerator.synchronize
     torch.set_num_threads(1)
-    add_loop(there, 2000)()
+    make_add_loop(there, 2000)()
     local: list[float] = []
     remote: list[float] = []
     whole: list[float] = []
     for _ in range(bench.rounds):
-        local.append(seconds(add_loop(here, count)) / count * 1e6)
+        local.append(time_call_s(make_add_loop(here, count)) / count * 1e6)
         wait()
         began = time.perf_counter()
-        add_loop(there, count)()
+        make_add_loop(there, count)()
         remote.append((time.perf_counter() - began) / count * 1e6)
         wait()
         whole.append((time.perf_counter() - began) / count * 1e6)
     one = there[0, 0]
-    values = [seconds(one.item) * 1e6 for _ in range(100)]
+    values = [time_call_s(one.item) * 1e6 for _ in range(100)]
     return [
-        ratio_figure("add_16x16_client", remote, local, goal=ADD, unit="us"),
+        ratio_figure("add_16x16_client", remote, local, goal=ADD_GOAL, unit="us"),
         ratio_figure("add_16x16_done", whole, local, goal=None, unit="us"),
-        report.figure("item_round_trip", statistics.median(values), samples=values, unit="us"),
+        report.make_figure("item_round_trip", statistics.median(values), samples=values, unit="us"),
     ]
 
 
-def measure_growth(bench: Bench) -> Measured:
+def measure_growth(bench: DeviceBenchmark) -> Figures:
     """Cost of an operation at the start and after many operations; memory growth of client and executor."""
-    there = torch.ones(16, 16, device=REMOTE)
+    there = torch.ones(16, 16, device=REMOTE_DEVICE)
     accelerator = torch.remote_accelerator
 
     def cost_us() -> float:
         accelerator.synchronize()
-        return seconds(add_loop(there, 100)) / 100 * 1e6
+        return time_call_s(make_add_loop(there, 100)) / 100 * 1e6
 
-    add_loop(there, 1000)()
+    make_add_loop(there, 1000)()
     held = accelerator.memory_stats()["allocated_bytes.current"]
     few = [cost_us() for _ in range(100)]
     growth_mib: list[float] = []
     start = _resident_mib()
     for _ in range(10):
-        add_loop(there, bench.ops // 10)()
+        make_add_loop(there, bench.ops // 10)()
         growth_mib.append(_resident_mib() - start)
     many = [cost_us() for _ in range(100)]
     accelerator.synchronize()
     left = accelerator.memory_stats()["allocated_bytes.current"] - held
     return [
-        ratio_figure("op_after_many", many, few, goal=FLAT, unit="us"),
-        report.figure("client_memory_grown", growth_mib[-1], samples=growth_mib, unit="MiB", goal=MEMORY),
-        report.figure("server_memory_left", left / MIB, samples=[left / MIB], unit="MiB", goal=LEAKED),
+        ratio_figure("op_after_many", many, few, goal=FLAT_COST_GOAL, unit="us"),
+        report.make_figure(
+            "client_memory_grown", growth_mib[-1], samples=growth_mib, unit="MiB", goal=MEMORY_GROWTH_GOAL
+        ),
+        report.make_figure(
+            "server_memory_left", left / MIB, samples=[left / MIB], unit="MiB", goal=LEAK_GOAL
+        ),
     ]
 
 
@@ -174,59 +178,63 @@ class SocketCopy:
     """Copies bytes between two threads over a blocking socket on loopback."""
 
     def __init__(self, size: int) -> None:
-        self._size = size
+        self._size_bytes = size
         with socket.create_server(("127.0.0.1", 0)) as server:
-            self._ours = socket.create_connection(server.getsockname())
-            self._theirs, _ = server.accept()
-        self._from = memoryview(bytearray(b"\1" * size))
-        self._into = memoryview(bytearray(size))
+            self._sender = socket.create_connection(server.getsockname())
+            self._receiver, _ = server.accept()
+        self._source = memoryview(bytearray(b"\1" * size))
+        self._destination = memoryview(bytearray(size))
 
     def run(self) -> None:
-        sender = threading.Thread(target=self._ours.sendall, args=(self._from,))
+        sender = threading.Thread(target=self._sender.sendall, args=(self._source,))
         sender.start()
         received = 0
-        while received < self._size:
-            received += self._theirs.recv_into(self._into[received:])
+        while received < self._size_bytes:
+            received += self._receiver.recv_into(self._destination[received:])
         sender.join()
 
     def close(self) -> None:
-        self._ours.close()
-        self._theirs.close()
+        self._sender.close()
+        self._receiver.close()
 
 
-def measure_copies(bench: Bench) -> Measured:
+def measure_copies(bench: DeviceBenchmark) -> Figures:
     """Throughput in GiB/s. The baseline copies the same number of bytes over a loopback socket."""
     size = min(1024, 64 * bench.rounds) * MIB
     here = torch.ones(size // 4)
-    there = here.to(REMOTE)
+    there = here.to(REMOTE_DEVICE)
     into = torch.empty_like(here)
     plain = SocketCopy(size)
 
-    def up() -> None:
+    def copy_to_device() -> None:
         there.copy_(here)
         torch.remote_accelerator.synchronize()
 
     try:
-        times = alternate(max(1, bench.rounds // 4), up, lambda: into.copy_(there), plain.run)
+        times = time_alternately(
+            max(1, bench.rounds // 4), copy_to_device, lambda: into.copy_(there), plain.run
+        )
     finally:
         plain.close()
     ups, downs, plains = ([size / 1024**3 / (ms / 1000) for ms in each] for each in times)
     assert torch.equal(into, here)
     return [
-        ratio_figure(f"copy_{size // MIB}_mib_up", ups, plains, goal=COPY, unit="GiB/s"),
-        ratio_figure(f"copy_{size // MIB}_mib_down", downs, plains, goal=COPY, unit="GiB/s"),
+        ratio_figure(f"copy_{size // MIB}_mib_up", ups, plains, goal=COPY_GOAL, unit="GiB/s"),
+        ratio_figure(f"copy_{size // MIB}_mib_down", downs, plains, goal=COPY_GOAL, unit="GiB/s"),
     ]
 
 
 # --- models -------------------------------------------------------------------------------------
 
 
-def local_and_remote(bench: Bench, model: torch.nn.Module) -> tuple[torch.nn.Module, torch.nn.Module]:
+def copy_model_to_both(
+    bench: DeviceBenchmark, model: torch.nn.Module
+) -> tuple[torch.nn.Module, torch.nn.Module]:
     model = model.eval()
-    return copy.deepcopy(model).to(bench.local), model.to(REMOTE)
+    return copy.deepcopy(model).to(bench.local), model.to(REMOTE_DEVICE)
 
 
-def forward(model: Any, ids: torch.Tensor, where: str) -> Callable[[], torch.Tensor]:
+def make_forward_step(model: Any, ids: torch.Tensor, where: str) -> Callable[[], torch.Tensor]:
     def step() -> torch.Tensor:
         result: torch.Tensor = model(ids.to(where)).cpu()
         return result
@@ -234,31 +242,33 @@ def forward(model: Any, ids: torch.Tensor, where: str) -> Callable[[], torch.Ten
     return step
 
 
-def measure_eager(bench: Bench) -> Measured:
+def measure_eager(bench: DeviceBenchmark) -> Figures:
     """Eager forward pass with input and output in host memory."""
     figures = []
     width, layers = (1024, 12) if bench.has_gpu else (128, 12)
     for name, last, batch, length, goal in (
-        ("eager_last_token", True, 1, 128, EAGER_LAST),
-        ("eager_all_logits", False, 8, 512 if bench.has_gpu else 32, EAGER_ALL),
+        ("eager_last_token", True, 1, 128, EAGER_LAST_GOAL),
+        ("eager_all_logits", False, 8, 512 if bench.has_gpu else 32, EAGER_ALL_GOAL),
     ):
         torch.manual_seed(0)
         dtype = torch.float16 if bench.has_gpu else torch.float32
-        local, remote = local_and_remote(
+        local, remote = copy_model_to_both(
             bench, device_models.Transformer(width, layers, last_only=last).to(dtype)
         )
-        ids = torch.randint(0, device_models.VOCABULARY, (batch, length))
+        ids = torch.randint(0, device_models.VOCABULARY_SIZE, (batch, length))
         with torch.no_grad():
-            expected, actual = local(ids.to(bench.local)).cpu(), remote(ids.to(REMOTE)).cpu()
+            expected, actual = local(ids.to(bench.local)).cpu(), remote(ids.to(REMOTE_DEVICE)).cpu()
             torch.testing.assert_close(actual, expected, rtol=2e-2, atol=2e-2)
-            theirs, ours = alternate(
-                bench.rounds, forward(local, ids, bench.local), forward(remote, ids, REMOTE)
+            theirs, ours = time_alternately(
+                bench.rounds,
+                make_forward_step(local, ids, bench.local),
+                make_forward_step(remote, ids, REMOTE_DEVICE),
             )
         figures.append(ratio_figure(name, ours, theirs, goal=goal if bench.has_gpu else None))
     return figures
 
 
-def direct_graph(
+def capture_local_cuda_graph(
     model: Any, inputs: tuple[torch.Tensor, ...]
 ) -> tuple[Callable[[], torch.Tensor], Callable[[], None]]:
     """Captures the model as a local CUDA graph. Returns a step with input and output in host memory, and a
@@ -276,53 +286,57 @@ def direct_graph(
         output = model(*static)
     host = torch.empty(output.shape, dtype=output.dtype, pin_memory=True)
 
-    def feed() -> None:
+    def copy_inputs() -> None:
         for into, each in zip(static, pinned, strict=True):
             into.copy_(each, non_blocking=True)
         graph.replay()
 
     def step() -> torch.Tensor:
-        feed()
+        copy_inputs()
         host.copy_(output, non_blocking=True)
         torch.cuda.synchronize()
         return host
 
-    return step, feed
+    return step, copy_inputs
 
 
-def measure_captured(bench: Bench) -> Measured:
-    figures: Measured = []
-    for name, model, inputs in device_models.captured_models(bench.has_gpu):
+def measure_captured(bench: DeviceBenchmark) -> Figures:
+    figures: Figures = []
+    for name, model, inputs in device_models.make_captured_models(bench.has_gpu):
         torch.manual_seed(0)
-        local, remote = local_and_remote(bench, model)
+        local, remote = copy_model_to_both(bench, model)
         captured = capture(remote)
         if bench.has_gpu:
-            direct, feed = direct_graph(local, inputs)
+            direct, feed = capture_local_cuda_graph(local, inputs)
         else:
-            direct = feed = _plain_step(local, inputs)
+            direct = feed = _make_eager_step(local, inputs)
         for _ in range(3):
             torch.testing.assert_close(captured(*inputs).cpu(), direct().cpu(), rtol=2e-2, atol=2e-2)
-        theirs, ours = alternate(bench.rounds, direct, lambda c=captured, i=inputs: c(*i).cpu())
-        goal = CAPTURED_LONG if statistics.median(theirs) >= LONG_MS else CAPTURED_SHORT
+        theirs, ours = time_alternately(bench.rounds, direct, lambda c=captured, i=inputs: c(*i).cpu())
+        goal = CAPTURED_LONG_GOAL if statistics.median(theirs) >= LONG_STEP_MS_MIN else CAPTURED_SHORT_GOAL
         figures.append(ratio_figure(f"captured_{name}", ours, theirs, goal=goal if bench.has_gpu else None))
         many = 100 if bench.has_gpu else 2  # enough steps that throughput dominates the first step
-        theirs, ours = alternate(
+        theirs, ours = time_alternately(
             max(1, bench.rounds // 4),
-            repeat(feed, many, bench.wait_local),
-            repeat(lambda c=captured, i=inputs: c(*i), many, torch.remote_accelerator.synchronize),
+            make_repeated_step(feed, many, bench.synchronize_local_gpu),
+            make_repeated_step(
+                lambda c=captured, i=inputs: c(*i), many, torch.remote_accelerator.synchronize
+            ),
         )
         figures.append(
             ratio_figure(
                 f"pipelined_{name}",
                 [ms / many for ms in ours],
                 [ms / many for ms in theirs],
-                goal=PIPELINED if bench.has_gpu else None,
+                goal=PIPELINED_GOAL if bench.has_gpu else None,
             )
         )
     return figures
 
 
-def repeat(step: Callable[[], object], count: int, wait: Callable[[], None]) -> Callable[[], None]:
+def make_repeated_step(
+    step: Callable[[], object], count: int, wait: Callable[[], None]
+) -> Callable[[], None]:
     """Runs `count` steps and waits once at the end."""
 
     def work() -> None:
@@ -333,7 +347,7 @@ def repeat(step: Callable[[], object], count: int, wait: Callable[[], None]) -> 
     return work
 
 
-def _plain_step(model: Any, inputs: tuple[torch.Tensor, ...]) -> Callable[[], torch.Tensor]:
+def _make_eager_step(model: Any, inputs: tuple[torch.Tensor, ...]) -> Callable[[], torch.Tensor]:
     def step() -> torch.Tensor:
         with torch.no_grad():
             result: torch.Tensor = model(*inputs)
@@ -342,7 +356,7 @@ def _plain_step(model: Any, inputs: tuple[torch.Tensor, ...]) -> Callable[[], to
     return step
 
 
-MEASURES: dict[str, Callable[[Bench], Measured]] = {
+MEASUREMENTS: dict[str, Callable[[DeviceBenchmark], Figures]] = {
     "ops": measure_ops,
     "growth": measure_growth,
     "copies": measure_copies,
@@ -352,24 +366,24 @@ MEASURES: dict[str, Callable[[Bench], Measured]] = {
 
 
 def main() -> int:
-    parser = report.options((__doc__ or "").splitlines()[0], rounds=20)
-    parser.add_argument("--only", nargs="+", choices=sorted(MEASURES), default=sorted(MEASURES))
+    parser = report.make_parser((__doc__ or "").splitlines()[0], rounds=20)
+    parser.add_argument("--only", nargs="+", choices=sorted(MEASUREMENTS), default=sorted(MEASUREMENTS))
     given: argparse.Namespace = parser.parse_args()
     logging.disable(logging.WARNING)
-    figures: Measured = []
+    figures: Figures = []
     with (
-        report.temporary_state(),
-        device_models.cluster(config.load({"controller.port": 0})),
+        report.use_temporary_state(),
+        device_models.run_cluster(config.load({"controller.port": 0})),
         genie.session(),
     ):
         local = "cuda" if torch.cuda.is_available() else "cpu"
         if local == "cpu":
             torch.set_num_threads(1)  # both sides share the cores
-        bench = Bench(rounds=given.rounds, ops=OPS_PER_ROUND * given.rounds, local=local)
+        bench = DeviceBenchmark(rounds=given.rounds, ops=OPS_PER_ROUND * given.rounds, local=local)
         for name in given.only:
             print(f"measuring {name}", file=sys.stderr)
-            figures += MEASURES[name](bench)
-    return report.conclude(figures, as_json=given.json)
+            figures += MEASUREMENTS[name](bench)
+    return report.print_figures(figures, as_json=given.json)
 
 
 if __name__ == "__main__":

@@ -28,59 +28,61 @@ sys.path.insert(0, str(ROOT))
 from genie.grid.ray.cluster import RayCluster  # noqa: E402 - the path comes first
 from genie.grid.ray.jobs import RayJobs  # noqa: E402
 from genie.grid.ssh.pool import SshPool  # noqa: E402
-from tests.grid.ray_bed import ray_bed, ray_file  # noqa: E402
+from tests.grid.ray_testbed import ray_file, ray_testbed  # noqa: E402
 
-PARTS = ("local", "nodes")
-DRIVER = ROOT / "benchmarks" / "grid_ray_driver.py"
-GOAL = report.ratio_at_most(0.6)
-STARTS = 3
-_DRIVER_S = 600
+BENCHMARK_PARTS = ("local", "nodes")
+DRIVER_SCRIPT = ROOT / "benchmarks" / "grid_ray_driver.py"
+RATIO_GOAL = report.ratio_at_most(0.6)
+CLUSTER_STARTS = 3
+_DRIVER_TIMEOUT_S = 600
 
 
 def main() -> int:
-    parser = report.options("Compare batches with one Ray task per call.", rounds=20)
+    parser = report.make_parser("Compare batches with one Ray task per call.", rounds=20)
     parser.add_argument("--tasks", type=int, default=100, help="tasks per round (default: 100)")
     parser.add_argument("--nodes", type=int, default=10, help="Ray nodes of the part `nodes` (default: 10)")
-    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--only", nargs="+", choices=BENCHMARK_PARTS, default=BENCHMARK_PARTS)
     given = parser.parse_args()
     figures = []
-    with report.temporary_state() as state_dir:
+    with report.use_temporary_state() as state_dir:
         if "local" in given.only:
             done = subprocess.run(
-                [sys.executable, str(DRIVER), str(given.rounds), str(given.tasks), "1"],
+                [sys.executable, str(DRIVER_SCRIPT), str(given.rounds), str(given.tasks), "1"],
                 check=False,
                 capture_output=True,
                 text=True,
-                timeout=_DRIVER_S,
+                timeout=_DRIVER_TIMEOUT_S,
             )
             assert done.returncode == 0, done.stderr
-            figures.append(_figure(f"batches_{given.tasks}_tasks_local", done.stdout, goal=GOAL))
+            figures.append(_parse_figure(f"batches_{given.tasks}_tasks_local", done.stdout, goal=RATIO_GOAL))
         if "nodes" in given.only:
-            printed = asyncio.run(_on_nodes(state_dir, given.nodes, given.rounds, given.tasks))
-            figures.append(_figure(f"batches_{given.tasks}_tasks_{given.nodes}_nodes", printed, goal=GOAL))
-    return report.conclude(figures, as_json=given.json)
+            printed = asyncio.run(_run_driver_on_nodes(state_dir, given.nodes, given.rounds, given.tasks))
+            figures.append(
+                _parse_figure(f"batches_{given.tasks}_tasks_{given.nodes}_nodes", printed, goal=RATIO_GOAL)
+            )
+    return report.print_figures(figures, as_json=given.json)
 
 
-def _figure(name: str, printed: str, *, goal: report.Goal) -> report.Figure:
+def _parse_figure(name: str, printed: str, *, goal: report.Goal) -> report.Figure:
     seconds = json.loads(printed.partition("SECONDS ")[2].splitlines()[0])
     return ratio_figure(name, seconds["ours"], seconds["theirs"], goal=goal)
 
 
-async def _on_nodes(state_dir: Path, nodes: int, rounds: int, tasks: int) -> str:
+async def _run_driver_on_nodes(state_dir: Path, nodes: int, rounds: int, tasks: int) -> str:
     """Runs the driver as a job on a Ray cluster with this number of nodes and returns its output."""
     with (
         tempfile.TemporaryDirectory(prefix="gr-") as folder,
-        ray_bed(Path(folder) / "bed", count=nodes) as bed,
+        ray_testbed(Path(folder) / "testbed", count=nodes) as testbed,
     ):
-        file = ray_file(bed, Path(folder) / "grid.yaml")
+        file = ray_file(testbed, Path(folder) / "grid.yaml")
         # Ray's start timeout is 30 s; ten nodes that start at once on two cores exceed it.
-        file = dataclasses.replace(file, ssh=dataclasses.replace(file.ssh, pool_size=STARTS))
-        async with SshPool(file, ssh_config=bed.ssh_config) as pool:
+        file = dataclasses.replace(file, ssh=dataclasses.replace(file.ssh, pool_size=CLUSTER_STARTS))
+        async with SshPool(file, ssh_config=testbed.ssh_config) as pool:
             cluster = RayCluster(pool, file, state_dir=state_dir)
             await cluster.start()
             try:
                 jobs, parts = RayJobs(cluster), list[bytes]()
-                command = f"{sys.executable} {DRIVER} auto {rounds} {tasks} {nodes}"
+                command = f"{sys.executable} {DRIVER_SCRIPT} auto {rounds} {tasks} {nodes}"
                 end = await jobs.follow(await jobs.submit(command), parts.append)
                 assert end.exit_code == 0, b"".join(parts).decode()
                 return b"".join(parts).decode()

@@ -31,15 +31,15 @@ from genie.runtime import tls
 from genie.runtime.credentials import LocalCluster
 from genie.supervisor import local_cluster
 
-INIT_P50 = report.value_at_most(150.0)
-INIT_P99 = report.value_at_most(5000.0)
-IMPORT = report.value_at_most(150.0)
+INIT_P50_GOAL = report.value_at_most(150.0)
+INIT_P99_GOAL = report.value_at_most(5000.0)
+IMPORT_GOAL = report.value_at_most(150.0)
 IMPORT_ROUNDS_MAX = 20
 FIRST_ROUNDS_MAX = 10
-GRID_CLI = "import sys; from genie.cli import grid_main; sys.exit(grid_main())"
-UNREACHABLE = 255
+GRID_CLI_CODE = "import sys; from genie.cli import grid_main; sys.exit(grid_main())"
+UNREACHABLE_EXIT_CODE = 255
 
-FIRST = """
+FIRST_INIT_CODE = """
 import asyncio, time, genie
 start = time.perf_counter()
 asyncio.run(genie.init())
@@ -47,13 +47,13 @@ print((time.perf_counter() - start) * 1000)
 """
 
 
-async def duration_ms(work: Callable[[], Awaitable[object]]) -> float:
+async def time_ms(work: Callable[[], Awaitable[object]]) -> float:
     start = time.perf_counter()
     await work()
     return (time.perf_counter() - start) * 1000
 
 
-async def bare_tls(cluster: LocalCluster, context: ssl.SSLContext) -> None:
+async def connect_with_bare_tls(cluster: LocalCluster, context: ssl.SSLContext) -> None:
     _, writer = await asyncio.open_connection(
         cluster.host, cluster.port, ssl=context, server_hostname=tls.CONTROLLER_NAME
     )
@@ -73,37 +73,37 @@ async def measure_sessions(rounds: int, state_dir: Path) -> list[report.Figure]:
         cluster = running.cluster
         context = tls.client_context((state_dir / "controller" / "ca.pem").read_text())
         for number in range(rounds + 1):
-            bare = await duration_ms(lambda: bare_tls(cluster, context))
-            init = await duration_ms(genie.init)
-            end = await duration_ms(genie.shutdown)
+            bare = await time_ms(lambda: connect_with_bare_tls(cluster, context))
+            init = await time_ms(genie.init)
+            end = await time_ms(genie.shutdown)
             if number > 0:  # the first round imports modules
                 bares.append(bare)
                 inits.append(init)
                 ends.append(end)
-        first = [first_init_ms() for _ in range(min(rounds, FIRST_ROUNDS_MAX))]
+        first = [measure_first_init_ms() for _ in range(min(rounds, FIRST_ROUNDS_MAX))]
     bare, bare_p99 = statistics.median(bares), report.percentile(bares, 0.99)
     median = statistics.median
     return [
-        report.figure("init_p50", median(inits), samples=inits, baseline=bare, goal=INIT_P50),
-        report.figure(
+        report.make_figure("init_p50", median(inits), samples=inits, baseline=bare, goal=INIT_P50_GOAL),
+        report.make_figure(
             "init_p99",
             report.percentile(inits, 0.99),
             samples=report.p99_samples(inits),
             baseline=bare_p99,
-            goal=INIT_P99,
+            goal=INIT_P99_GOAL,
         ),
-        report.figure("init_first_in_process_p50", median(first), samples=first, baseline=bare),
-        report.figure("shutdown_p50", median(ends), samples=ends, baseline=bare),
+        report.make_figure("init_first_in_process_p50", median(first), samples=first, baseline=bare),
+        report.make_figure("shutdown_p50", median(ends), samples=ends, baseline=bare),
     ]
 
 
-def first_init_ms() -> float:
+def measure_first_init_ms() -> float:
     """Milliseconds of the first init() of a process, including the imports it triggers."""
-    done = subprocess.run([sys.executable, "-c", FIRST], capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-c", FIRST_INIT_CODE], capture_output=True, text=True, check=True)
     return float(done.stdout)
 
 
-def process_ms(code: str) -> float:
+def measure_process_ms(code: str) -> float:
     start = time.perf_counter()
     subprocess.run([sys.executable, "-c", code], check=True)
     return (time.perf_counter() - start) * 1000
@@ -115,15 +115,17 @@ def measure_imports(rounds: int) -> list[report.Figure]:
     times: dict[str, list[float]] = {code: [] for code in ("pass", loaded, ready)}
     for number in range(min(rounds, IMPORT_ROUNDS_MAX) + 1):
         for code, taken in times.items():
-            ms = process_ms(code)
+            ms = measure_process_ms(code)
             if number > 0:  # the first round fills the file cache
                 taken.append(ms)
     bares = times["pass"]
     bare = statistics.median(bares)
     figures = []
-    for name, code, goal in (("import_genie", loaded, IMPORT), ("import_genie_and_init", ready, None)):
+    for name, code, goal in (("import_genie", loaded, IMPORT_GOAL), ("import_genie_and_init", ready, None)):
         costs = [max(taken - without, 0.0) for taken, without in zip(times[code], bares, strict=True)]
-        figures.append(report.figure(name, statistics.median(costs), samples=costs, baseline=bare, goal=goal))
+        figures.append(
+            report.make_figure(name, statistics.median(costs), samples=costs, baseline=bare, goal=goal)
+        )
     return figures
 
 
@@ -132,23 +134,27 @@ def measure_starts(rounds: int, folder: Path) -> list[report.Figure]:
         refusing.bind(("127.0.0.1", 0))
         file = folder / "grid.yaml"
         file.write_text(f"nodes:\n  - name: 127.0.0.1\n    port: {refusing.getsockname()[1]}\n", "utf-8")
-        run = [GRID_CLI, "--config", str(file), "run", "--node", "127.0.0.1", "true"]
-        commands = {"pass": (["pass"], 0), "version": ([GRID_CLI, "--version"], 0), "run": (run, UNREACHABLE)}
+        run = [GRID_CLI_CODE, "--config", str(file), "run", "--node", "127.0.0.1", "true"]
+        commands = {
+            "pass": (["pass"], 0),
+            "version": ([GRID_CLI_CODE, "--version"], 0),
+            "run": (run, UNREACHABLE_EXIT_CODE),
+        }
         times: dict[str, list[float]] = {name: [] for name in commands}
         for number in range(min(rounds, IMPORT_ROUNDS_MAX) + 1):
             for name, (arguments, code) in commands.items():
-                ms = cpu_ms(arguments, code=code)
+                ms = measure_cpu_ms(arguments, code=code)
                 if number > 0:  # the first round fills the file cache
                     times[name].append(ms)
     bare = statistics.median(times["pass"])
     return [
-        report.figure(f"start_{name}_cpu", statistics.median(taken), samples=taken, baseline=bare)
+        report.make_figure(f"start_{name}_cpu", statistics.median(taken), samples=taken, baseline=bare)
         for name, taken in times.items()
         if name != "pass"
     ]
 
 
-def cpu_ms(arguments: list[str], *, code: int) -> float:
+def measure_cpu_ms(arguments: list[str], *, code: int) -> float:
     """CPU time of a Python process and its children in milliseconds. The process must exit with `code`."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run([sys.executable, "-c", *arguments], check=False, capture_output=True, text=True)
@@ -158,12 +164,12 @@ def cpu_ms(arguments: list[str], *, code: int) -> float:
 
 
 def main() -> int:
-    given = report.options((__doc__ or "").splitlines()[0], rounds=50).parse_args()
+    given = report.make_parser((__doc__ or "").splitlines()[0], rounds=50).parse_args()
     logging.disable(logging.WARNING)
-    with report.temporary_state() as folder:
+    with report.use_temporary_state() as folder:
         figures = measure_imports(given.rounds) + measure_starts(given.rounds, folder)
         figures += asyncio.run(measure_sessions(given.rounds, folder))
-    return report.conclude(figures, as_json=given.json)
+    return report.print_figures(figures, as_json=given.json)
 
 
 if __name__ == "__main__":

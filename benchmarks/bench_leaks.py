@@ -51,17 +51,17 @@ async def run_rounds(mix: OperationMix, count: int) -> None:
 
 
 def main() -> int:
-    parser = report.options((__doc__ or "").splitlines()[0], rounds=1)
+    parser = report.make_parser((__doc__ or "").splitlines()[0], rounds=1)
     parser.add_argument(
-        "--operations", type=report.positive_int, help="operations (default: 300000; quick: 4000)"
+        "--operations", type=report.parse_positive_int, help="operations (default: 300000; quick: 4000)"
     )
     parser.add_argument("--quick", action="store_true", help="fewer operations and a shorter warm-up")
     given = parser.parse_args()
     operations = given.operations or (4000 if given.quick else 300_000)
     logging.disable(logging.WARNING)
-    with report.temporary_state():
+    with report.use_temporary_state():
         figures = asyncio.run(measure(operations, warm_up_rounds=2 if given.quick else WARM_UP_ROUNDS))
-    return report.conclude(figures, as_json=given.json)
+    return report.print_figures(figures, as_json=given.json)
 
 
 if __name__ == "__main__":

@@ -224,15 +224,15 @@ async def measure(folder: Path, samples: Samples) -> None:
 
 
 def main() -> int:
-    parser = report.options((__doc__ or "").splitlines()[0], rounds=1)
+    parser = report.make_parser((__doc__ or "").splitlines()[0], rounds=1)
     parser.add_argument(
-        "--jobs", type=report.positive_int, default=300_000, help="finished jobs (default: 300000)"
+        "--jobs", type=report.parse_positive_int, default=300_000, help="finished jobs (default: 300000)"
     )
     parser.add_argument("--dir", type=Path, default=None, help="folder of the files (default: temporary)")
     given = parser.parse_args()
     samples = Samples()
     for _ in range(given.rounds):
-        with report.temporary_state(given.dir) as folder:
+        with report.use_temporary_state(given.dir) as folder:
             spawn = multiprocessing.get_context("spawn")
             writer = spawn.Process(target=write_jobs, args=(folder / "store.sqlite3", given.jobs))
             writer.start()
@@ -240,7 +240,7 @@ def main() -> int:
             if writer.exitcode != 0:
                 raise SystemExit("could not write the jobs")
             asyncio.run(measure(folder, samples))
-    return report.conclude(figures(samples), as_json=given.json)
+    return report.print_figures(figures(samples), as_json=given.json)
 
 
 def figures(samples: Samples) -> list[report.Figure]:
@@ -249,19 +249,19 @@ def figures(samples: Samples) -> list[report.Figure]:
     ttl_s = ControllerConfig().leader_ttl_s
     most = report.value_at_most
     return [
-        report.figure("load", max(samples.load_s), unit="s", samples=samples.load_s, baseline=ttl_s),
-        report.figure(
+        report.make_figure("load", max(samples.load_s), unit="s", samples=samples.load_s, baseline=ttl_s),
+        report.make_figure(
             "renewal_gap_max",
             max(samples.gap_shares),
             unit="of the lease",
             samples=samples.gap_shares,
             goal=most(1.0),
         ),
-        report.figure("terms_lost", samples.terms_lost, unit="", samples=(), goal=most(0)),
-        report.figure("loop_blocked_max", max(samples.blocked_ms), samples=samples.blocked_ms),
-        report.figure("memory_growth", max(samples.memory_mib), unit="MiB", samples=samples.memory_mib),
-        report.figure("trim", max(samples.trim_s), unit="s", samples=samples.trim_s),
-        report.figure(
+        report.make_figure("terms_lost", samples.terms_lost, unit="", samples=(), goal=most(0)),
+        report.make_figure("loop_blocked_max", max(samples.blocked_ms), samples=samples.blocked_ms),
+        report.make_figure("memory_growth", max(samples.memory_mib), unit="MiB", samples=samples.memory_mib),
+        report.make_figure("trim", max(samples.trim_s), unit="s", samples=samples.trim_s),
+        report.make_figure(
             "history",
             max(samples.history_shares),
             unit="of its bound",

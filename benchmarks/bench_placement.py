@@ -26,7 +26,7 @@ from typing import Any
 
 import report
 
-PUBLISHED = ("random", "dotprod", "clustering", "packing", "bestfit", "fgd")
+PUBLISHED_POLICIES = ("random", "dotprod", "clustering", "packing", "bestfit", "fgd")
 # Variants of supply with one part disabled. Run only if selected with --policy.
 ABLATIONS: dict[str, dict[str, Any]] = {
     "supply": {},
@@ -34,45 +34,45 @@ ABLATIONS: dict[str, dict[str, Any]] = {
     "supply-one-pressure": {"by_model": False},
     "supply-one-step": {"draws": 1},
 }
-DISTANCE_MAX = {"fgd": 0.2}
-GAIN_MIN = 1.6
+DISTANCE_MAX_BY_POLICY = {"fgd": 0.2}
+GAIN_GOAL_MIN = 1.6
 DROPS_OVER_FGD_MAX = 5
 LATENCY_NODES = 1250
 
 
-class Bench:
+class PlacementBenchmark:
     """Replays workloads; the result of each workload and policy is cached."""
 
     def __init__(self, seeds: Sequence[int], published: dict[tuple[str, str], float]) -> None:
         from genie.native import libraries
 
-        self._library = libraries.load("genie_scheduler")
+        self._scheduler_library = libraries.load("genie_scheduler")
         self._seeds = seeds
-        self._published = published
-        self._runs: dict[tuple[str, str], list[Any]] = {}
+        self._published_figures = published
+        self._cached_replays: dict[tuple[str, str], list[Any]] = {}
         self.gains: list[float] = []
 
-    def replays(self, name: str, workload: Any, policy: str) -> list[Any]:
+    def replay_all_seeds(self, name: str, workload: Any, policy: str) -> list[Any]:
         from genie.sim.replay import replay
 
-        def make(seed: int, typical: Sequence[Any]) -> Any:
+        def make_placement(seed: int, typical: Sequence[Any]) -> Any:
             shapes = [shape.as_tuple() for shape in typical]
             kind, options = policy.partition("-")[0], ABLATIONS.get(policy, {})
-            return self._library.Placement(kind, seed=seed, typical=shapes, **options)
+            return self._scheduler_library.Placement(kind, seed=seed, typical=shapes, **options)
 
-        if (name, policy) not in self._runs:
-            runs = [replay(workload, make, seed=seed) for seed in self._seeds]
-            self._runs[name, policy] = runs
-        return self._runs[name, policy]
+        if (name, policy) not in self._cached_replays:
+            runs = [replay(workload, make_placement, seed=seed) for seed in self._seeds]
+            self._cached_replays[name, policy] = runs
+        return self._cached_replays[name, policy]
 
-    def figures(self, name: str, workload: Any, policy: str) -> Iterator[report.Figure]:
-        filled = [run.allocated_pct for run in self.replays(name, workload, policy)]
+    def measure_policy(self, name: str, workload: Any, policy: str) -> Iterator[report.Figure]:
+        filled = [run.allocated_pct for run in self.replay_all_seeds(name, workload, policy)]
         ours = policy in ABLATIONS
-        baseline = self._published.get((name, "fgd" if ours else policy))
+        baseline = self._published_figures.get((name, "fgd" if ours else policy))
         goal = None
         if baseline is not None and not ours:
-            goal = report.distance_at_most(DISTANCE_MAX.get(policy, 0.5))
-        yield report.figure(
+            goal = report.distance_at_most(DISTANCE_MAX_BY_POLICY.get(policy, 0.5))
+        yield report.make_figure(
             f"{name}_{policy}",
             statistics.fmean(filled),
             unit="%",
@@ -84,12 +84,15 @@ class Bench:
             yield from self._compare_with_fgd(name, workload, policy)
 
     def _compare_with_fgd(self, name: str, workload: Any, policy: str) -> Iterator[report.Figure]:
-        runs, fgd = self.replays(name, workload, policy), self.replays(name, workload, "fgd")
+        runs, fgd = (
+            self.replay_all_seeds(name, workload, policy),
+            self.replay_all_seeds(name, workload, "fgd"),
+        )
         pairs = list(zip(runs, fgd, strict=True))
         over_own = [one.allocated_pct - other.allocated_pct for one, other in pairs]
         drops = [one.dropped_multi_gpu - other.dropped_multi_gpu for one, other in pairs]
         judged = policy == "supply"
-        published = self._published.get((name, "fgd"))
+        published = self._published_figures.get((name, "fgd"))
         if published is not None:
             gains = [run.allocated_pct - published for run in runs]
             if judged:
@@ -98,7 +101,7 @@ class Bench:
             yield points_figure(f"{name}_{policy}_over_published_fgd_min", min(gains), gains, goal)
         yield points_figure(f"{name}_{policy}_over_own_fgd_min", min(over_own), over_own, None)
         goal = report.value_at_most(DROPS_OVER_FGD_MAX) if judged and published is not None else None
-        yield report.figure(
+        yield report.make_figure(
             f"{name}_{policy}_multi_gpu_drops_over_fgd_max",
             max(drops),
             samples=drops,
@@ -110,10 +113,10 @@ class Bench:
 def points_figure(
     name: str, value: float, samples: Sequence[float], goal: report.Goal | None
 ) -> report.Figure:
-    return report.figure(name, value, samples=samples, unit="points", goal=goal)
+    return report.make_figure(name, value, samples=samples, unit="points", goal=goal)
 
 
-def latency(policy: str, *, decisions: int) -> Iterator[report.Figure]:
+def measure_latency(policy: str, *, decisions: int) -> Iterator[report.Figure]:
     """Decision time with 1,250 nodes of 8 GPUs that are 75% allocated; refresh() runs between decisions."""
     from genie.native import libraries
     from genie.sim.workloads.synthetic import synthetic_workload
@@ -150,7 +153,7 @@ def latency(policy: str, *, decisions: int) -> Iterator[report.Figure]:
     full = durations_us[len(durations_us) // 2 :]
     for label, share, samples in (("p50", 0.5, full), ("p99", 0.99, report.p99_samples(full))):
         value = report.percentile(full, share)
-        yield report.figure(f"decision_{policy}_{label}", value, samples=samples, unit="us")
+        yield report.make_figure(f"decision_{policy}_{label}", value, samples=samples, unit="us")
 
 
 def read_published(folder: Path) -> dict[tuple[str, str], float]:
@@ -164,7 +167,7 @@ def read_published(folder: Path) -> dict[tuple[str, str], float]:
     return {(row["workload"], row["policy"]): float(row["allocated_pct_mean"]) for row in rows}
 
 
-def workloads(folder: Path | None, wanted: str | None) -> Iterator[tuple[str, Any]]:
+def load_workloads(folder: Path | None, wanted: str | None) -> Iterator[tuple[str, Any]]:
     from genie.errors import UsageError
     from genie.sim.workloads import traces
     from genie.sim.workloads.synthetic import synthetic_workload
@@ -200,29 +203,29 @@ def _default_seeds(given: argparse.Namespace) -> range:
 
 def measure_all(given: argparse.Namespace) -> Iterator[report.Figure]:
     published = read_published(given.traces) if given.traces else {}
-    bench = Bench(given.seeds or _default_seeds(given), published)
-    chosen = [given.policy] if given.policy else [*PUBLISHED, "supply"]
+    bench = PlacementBenchmark(given.seeds or _default_seeds(given), published)
+    chosen = [given.policy] if given.policy else [*PUBLISHED_POLICIES, "supply"]
     names = set()
-    for name, workload in workloads(given.traces, given.workload):
+    for name, workload in load_workloads(given.traces, given.workload):
         names.add(name)
         for policy in chosen:
-            yield from bench.figures(name, workload, policy)
+            yield from bench.measure_policy(name, workload, policy)
     if bench.gains:
         whole = names >= {workload for workload, _ in published}
-        goal = report.value_at_least(GAIN_MIN) if whole else None
+        goal = report.value_at_least(GAIN_GOAL_MIN) if whole else None
         yield points_figure(
             "supply_over_published_fgd_mean", statistics.fmean(bench.gains), bench.gains, goal
         )
     if given.traces is None:
         for policy in ("bestfit", "supply"):
-            yield from latency(policy, decisions=3000 if given.rounds > 1 else 200)
+            yield from measure_latency(policy, decisions=3000 if given.rounds > 1 else 200)
 
 
 def main() -> int:
-    parser = report.options((__doc__ or "").splitlines()[0], rounds=10)
+    parser = report.make_parser((__doc__ or "").splitlines()[0], rounds=10)
     parser.add_argument("--traces", type=Path, help="folder of the openb lists (default: synthetic workload)")
     parser.add_argument("--workload", help="run only this workload, such as default or gpuspec33")
-    parser.add_argument("--policy", choices=[*PUBLISHED, *ABLATIONS], help="run only this policy")
+    parser.add_argument("--policy", choices=[*PUBLISHED_POLICIES, *ABLATIONS], help="run only this policy")
     parser.add_argument(
         "--seeds", type=parse_seeds, help="seeds A to B-1, as A:B (default: the published ones)"
     )
@@ -230,7 +233,7 @@ def main() -> int:
     from genie.errors import UsageError
 
     try:
-        return report.conclude(measure_all(given), as_json=given.json)
+        return report.print_figures(measure_all(given), as_json=given.json)
     except UsageError as error:
         parser.error(f"--traces {given.traces}: {error}")
 

@@ -25,9 +25,9 @@ from pathlib import Path
 
 import report
 
-IN_FLIGHT = 32
+PUTS_IN_FLIGHT = 32
 ETCD_START_S = 30.0
-VALUE = b"x" * 512
+STORED_VALUE = b"x" * 512
 
 PutOne = Callable[[int], Awaitable[object]]
 
@@ -64,12 +64,14 @@ async def concurrent_rate_per_s(put: PutOne, count: int) -> float:
 
     start_s = time.perf_counter()
     async with asyncio.TaskGroup() as group:
-        for _ in range(IN_FLIGHT):
+        for _ in range(PUTS_IN_FLIGHT):
             group.create_task(work())
     return count / (time.perf_counter() - start_s)
 
 
-async def compare(put: PutOne, baseline_put: PutOne, *, rounds: int, count: int) -> tuple[Samples, Samples]:
+async def measure_alternately(
+    put: PutOne, baseline_put: PutOne, *, rounds: int, count: int
+) -> tuple[Samples, Samples]:
     ours, baseline = Samples(), Samples()
     for one in (put, baseline_put):
         await sequential_latencies_ms(one, 20)
@@ -80,17 +82,17 @@ async def compare(put: PutOne, baseline_put: PutOne, *, rounds: int, count: int)
     return ours, baseline
 
 
-def figures(name: str, ours: Samples, baseline: Samples) -> list[report.Figure]:
+def make_figures(name: str, ours: Samples, baseline: Samples) -> list[report.Figure]:
     """Without goals: Genie has no requirement for the overhead of a store."""
     return [
-        report.figure(
+        report.make_figure(
             f"{name}_put_p50",
             ours.p50_ms(),
             samples=ours.latencies_ms,
             baseline=baseline.p50_ms(),
         ),
-        report.figure(
-            f"{name}_put_rate_{IN_FLIGHT}_in_flight",
+        report.make_figure(
+            f"{name}_put_rate_{PUTS_IN_FLIGHT}_in_flight",
             ours.rate_per_s(),
             unit="1/s",
             samples=ours.rates_per_s,
@@ -110,22 +112,24 @@ async def bench_sqlite(folder: Path, rounds: int) -> list[report.Figure]:
     plain.execute("CREATE TABLE kv (key BLOB PRIMARY KEY, value BLOB)")
 
     async def put(number: int) -> object:
-        return await store.commit([], [Put(f"k/{number % 1000}", VALUE)])
+        return await store.commit([], [Put(f"k/{number % 1000}", STORED_VALUE)])
 
     async def plain_put(number: int) -> object:
-        return plain.execute("INSERT OR REPLACE INTO kv VALUES (?, ?)", (b"k/%d" % (number % 1000), VALUE))
+        return plain.execute(
+            "INSERT OR REPLACE INTO kv VALUES (?, ?)", (b"k/%d" % (number % 1000), STORED_VALUE)
+        )
 
     try:
-        ours, baseline = await compare(put, plain_put, rounds=rounds, count=200)
+        ours, baseline = await measure_alternately(put, plain_put, rounds=rounds, count=200)
     finally:
         await store.close()
         plain.close()
     # The store adds a switch to the writer thread and a history row; concurrent puts share one sync.
-    return figures("sqlite", ours, baseline)
+    return make_figures("sqlite", ours, baseline)
 
 
 @contextmanager
-def etcd_server(folder: Path) -> Iterator[str]:
+def run_etcd_server(folder: Path) -> Iterator[str]:
     """Starts etcd and yields its host and port. Output goes to a file: a full pipe would block etcd."""
     with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as two:
         endpoint, peer = (f"127.0.0.1:{held.getsockname()[1]}" for held in (one, two))
@@ -158,34 +162,34 @@ async def bench_etcd(endpoint: str, rounds: int) -> list[report.Figure]:
     calls = rpc_pb2_grpc.KVStub(channel)
 
     async def put(number: int) -> object:
-        return await store.commit([], [Put(f"k/{number % 1000}", VALUE)])
+        return await store.commit([], [Put(f"k/{number % 1000}", STORED_VALUE)])
 
     async def plain_put(number: int) -> object:
-        request = rpc_pb2.PutRequest(key=b"/raw/k/%d" % (number % 1000), value=VALUE)
+        request = rpc_pb2.PutRequest(key=b"/raw/k/%d" % (number % 1000), value=STORED_VALUE)
         return await calls.Txn(
             rpc_pb2.TxnRequest(success=[rpc_pb2.RequestOp(request_put=request)]), timeout=5
         )
 
     try:
-        ours, baseline = await compare(put, plain_put, rounds=rounds, count=200)
+        ours, baseline = await measure_alternately(put, plain_put, rounds=rounds, count=200)
     finally:
         await store.close()
         await channel.close(None)
-    return figures("etcd", ours, baseline)
+    return make_figures("etcd", ours, baseline)
 
 
 def main() -> int:
-    parser = report.options((__doc__ or "").splitlines()[0], rounds=7)
+    parser = report.make_parser((__doc__ or "").splitlines()[0], rounds=7)
     parser.add_argument("--dir", type=Path, default=None, help="folder of the files (default: temporary)")
     given = parser.parse_args()
-    with report.temporary_state(given.dir) as folder:
+    with report.use_temporary_state(given.dir) as folder:
         found = asyncio.run(bench_sqlite(folder, given.rounds))
         if shutil.which("etcd") is None:
             print("skipping etcd: not found on PATH (Debian: etcd-server)", file=sys.stderr)
         else:
-            with etcd_server(folder) as endpoint:
+            with run_etcd_server(folder) as endpoint:
                 found += asyncio.run(bench_etcd(endpoint, given.rounds))
-    return report.conclude(found, as_json=given.json)
+    return report.print_figures(found, as_json=given.json)
 
 
 if __name__ == "__main__":

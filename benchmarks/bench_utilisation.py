@@ -20,10 +20,10 @@ from typing import Any
 import report
 
 UTILISATION_MIN = 97.0
-LOADS = (1.3, 2.0)
+REQUESTED_LOADS = (1.3, 2.0)
 
 
-def summaries(rounds: int, *, jobs: int, load: float, nodes: int, **rules: Any) -> list[Any]:
+def simulate_rounds(rounds: int, *, jobs: int, load: float, nodes: int, **rules: Any) -> list[Any]:
     from genie.scheduler.rules import Rules
     from genie.sim.events import SimulationPlan, simulate
     from genie.sim.metrics import summarise
@@ -41,56 +41,60 @@ def summaries(rounds: int, *, jobs: int, load: float, nodes: int, **rules: Any) 
 def measure(rounds: int, *, jobs: int, load: float, nodes: int) -> Iterator[report.Figure]:
     from genie.scheduler.order import Fifo
 
-    ours = summaries(rounds, jobs=jobs, load=load, nodes=nodes)
-    strict = summaries(
+    ours = simulate_rounds(rounds, jobs=jobs, load=load, nodes=nodes)
+    strict = simulate_rounds(
         rounds, jobs=jobs, load=load, nodes=nodes, order=Fifo(), backfills=False, preempts=False
     )
-    yield share(
+    yield percent_figure(
         f"in_use_while_arriving_{load:g}",
         [it.utilisation_while_arriving for it in ours],
         [it.utilisation_while_arriving for it in strict],
         report.value_at_least(UTILISATION_MIN),
     )
-    yield share(
+    yield percent_figure(
         f"in_use_while_waiting_{load:g}",
         [it.utilisation_while_waiting for it in ours],
         [it.utilisation_while_waiting for it in strict],
     )
     fragmentation = [[it.fragmentation for it in each] for each in (ours, strict)]
-    yield share(f"free_but_of_no_use_{load:g}", *fragmentation)
+    yield percent_figure(f"free_but_of_no_use_{load:g}", *fragmentation)
     for name, of in (("large_gangs", "wait_large_s"), ("all", "wait_s")):
         values, others = ([getattr(it, of).p99 for it in each] for each in (ours, strict))
         baseline = statistics.fmean(others) or None
-        yield report.figure(
+        yield report.make_figure(
             f"wait_p99_{name}_{load:g}", statistics.fmean(values), samples=values, unit="s", baseline=baseline
         )
     most = [it.wait_large_s.most for it in ours]
-    yield report.figure(f"wait_most_large_gangs_{load:g}", max(most), samples=most, unit="s")
+    yield report.make_figure(f"wait_most_large_gangs_{load:g}", max(most), samples=most, unit="s")
     preempted = [float(it.preemptions) for it in ours]
-    yield report.figure(f"preemptions_{load:g}", statistics.fmean(preempted), samples=preempted, unit="jobs")
+    yield report.make_figure(
+        f"preemptions_{load:g}", statistics.fmean(preempted), samples=preempted, unit="jobs"
+    )
 
 
-def share(
+def percent_figure(
     name: str, values: list[float], others: list[float], goal: report.Goal | None = None
 ) -> report.Figure:
     """Figure in percent; the baseline is strict FIFO."""
     percents = [100 * value for value in values]
     baseline = 100 * statistics.fmean(others) or None
-    return report.figure(
+    return report.make_figure(
         name, statistics.fmean(percents), samples=percents, unit="%", baseline=baseline, goal=goal
     )
 
 
 def main() -> int:
-    parser = report.options((__doc__ or "").splitlines()[0], rounds=2)
+    parser = report.make_parser((__doc__ or "").splitlines()[0], rounds=2)
     parser.add_argument("--jobs", type=int, help="number of jobs (default: 6000, or 1200 with --rounds 1)")
     parser.add_argument("--nodes", type=int, default=128, help="number of nodes with 8 GPUs (default: 128)")
     given = parser.parse_args()
     jobs = given.jobs or (6000 if given.rounds > 1 else 1200)
     figures = [
-        each for load in LOADS for each in measure(given.rounds, jobs=jobs, load=load, nodes=given.nodes)
+        each
+        for load in REQUESTED_LOADS
+        for each in measure(given.rounds, jobs=jobs, load=load, nodes=given.nodes)
     ]
-    return report.conclude(figures, as_json=given.json)
+    return report.print_figures(figures, as_json=given.json)
 
 
 if __name__ == "__main__":

@@ -28,13 +28,13 @@ from typing import Literal
 
 import report
 
-FAST = tuple(Path("benchmarks", f"bench_{name}.py") for name in ("init", "scheduler", "store"))
+FAST_BENCHMARKS = tuple(Path("benchmarks", f"bench_{name}.py") for name in ("init", "scheduler", "store"))
 """Benchmarks compared by default: those that take less than a minute per round."""
-THRESHOLD = 1.05
-ROUNDS = 5
-RUN_S_MAX = 1800.0
-_LESS_IS_BETTER = {"us", "ms", "s", "MiB"}
-REVISIONS_KEPT = 3
+RATIO_THRESHOLD = 1.05
+DEFAULT_ROUNDS = 5
+BENCHMARK_TIMEOUT_S = 1800.0
+_LESS_IS_BETTER_UNITS = {"us", "ms", "s", "MiB"}
+CHECKOUTS_KEPT = 3
 
 
 class CompareError(Exception):
@@ -42,7 +42,7 @@ class CompareError(Exception):
 
 
 @dataclass(frozen=True)
-class Side:
+class Revision:
     """One of the two revisions: its folder, and the Python and environment that run its benchmarks."""
 
     name: str
@@ -50,18 +50,18 @@ class Side:
     python: Path
     environment: dict[str, str]
 
-    def figures(self, bench: Path, arguments: Sequence[str]) -> dict[str, dict[str, object]]:
+    def run_benchmark(self, bench: Path, arguments: Sequence[str]) -> dict[str, dict[str, object]]:
         """The figures of one run, by name."""
         if not (self.folder / bench).is_file():
             raise CompareError(f"{bench} does not exist in {self.name}")
         print(f"{self.name}: {bench}", file=sys.stderr)
-        code, out = self.run([str(self.folder / bench), "--json", *arguments])
+        code, out = self.run_python([str(self.folder / bench), "--json", *arguments])
         if code not in (0, 1):  # 1: a goal of the benchmark was missed
             raise CompareError(f"{bench} of {self.name} failed with exit code {code}")
         found = [json.loads(line) for line in out.splitlines()]
         return {figure["name"]: figure for figure in found}
 
-    def run(self, arguments: Sequence[str]) -> tuple[int, str]:
+    def run_python(self, arguments: Sequence[str]) -> tuple[int, str]:
         process = subprocess.Popen(
             [str(self.python), *arguments],
             cwd=self.folder,
@@ -71,9 +71,11 @@ class Side:
             text=True,
         )
         try:
-            out, _ = process.communicate(timeout=RUN_S_MAX)
+            out, _ = process.communicate(timeout=BENCHMARK_TIMEOUT_S)
         except subprocess.TimeoutExpired:
-            raise CompareError(f"{arguments[0]} of {self.name} took more than {RUN_S_MAX:g} s") from None
+            raise CompareError(
+                f"{arguments[0]} of {self.name} took more than {BENCHMARK_TIMEOUT_S:g} s"
+            ) from None
         finally:
             if process.poll() is None:  # SIGTERM first, so that it ends its own children
                 process.terminate()
@@ -85,16 +87,16 @@ class Side:
 
 
 def compare(
-    base: Side, new: Side, bench: Path, *, rounds: int, arguments: Sequence[str], threshold: float
+    base: Revision, new: Revision, bench: Path, *, rounds: int, arguments: Sequence[str], threshold: float
 ) -> list[report.Figure]:
     pairs: dict[str, list[tuple[float, float]]] = {}
     goals: dict[str, dict[str, object]] = {}
     for number in range(rounds):
         order = (base, new) if number % 2 == 0 else (new, base)  # neither side always runs second
-        found = {side.name: side.figures(bench, arguments) for side in order}
+        found = {side.name: side.run_benchmark(bench, arguments) for side in order}
         goals |= found[new.name]
         for name in found[base.name].keys() & found[new.name].keys():
-            pair = (_value(found[base.name][name]), _value(found[new.name][name]))
+            pair = (_figure_value(found[base.name][name]), _figure_value(found[new.name][name]))
             pairs.setdefault(name, []).append(pair)
     for name in sorted(goals.keys() - pairs.keys()):
         print(f"{name}: not measured by {base.name}", file=sys.stderr)
@@ -105,7 +107,7 @@ def compare(
     ]
 
 
-def _value(figure: dict[str, object]) -> float:
+def _figure_value(figure: dict[str, object]) -> float:
     value = figure["value"]
     assert isinstance(value, int | float)
     return float(value)
@@ -141,41 +143,41 @@ def _better_direction(unit: str, goal: str) -> Literal["more", "less"] | None:
     figure is printed but not judged."""
     if unit.endswith("/s") or goal.startswith(("value >=", "ratio >=")):
         return "more"
-    if unit in _LESS_IS_BETTER or goal.startswith(("value <=", "ratio <=")):
+    if unit in _LESS_IS_BETTER_UNITS or goal.startswith(("value <=", "ratio <=")):
         return "less"
     return None
 
 
-def current_folder(root: Path) -> Side:
-    return Side("new", root, Path(sys.executable), dict(os.environ))
+def open_current_revision(root: Path) -> Revision:
+    return Revision("new", root, Path(sys.executable), dict(os.environ))
 
 
-def check_out_base(root: Path, revision: str) -> Side:
+def check_out_base(root: Path, revision: str) -> Revision:
     """Checks the revision out and prepares its packages."""
-    commit = _git(root, "rev-parse", "--verify", "--quiet", f"{revision}^{{commit}}").strip()
+    commit = _run_git(root, "rev-parse", "--verify", "--quiet", f"{revision}^{{commit}}").strip()
     if not commit:
         raise CompareError(f"{revision!r} is not a revision of {root}")
     folder = root / "build" / "compare" / commit[:12]
     if not (folder / ".git").is_dir():
         shutil.rmtree(folder, ignore_errors=True)
         folder.parent.mkdir(parents=True, exist_ok=True)
-        _git(root, "clone", "--quiet", "--shared", "--no-checkout", str(root), str(folder))
-    _git(folder, "checkout", "--quiet", "--force", "--detach", commit)
+        _run_git(root, "clone", "--quiet", "--shared", "--no-checkout", str(root), str(folder))
+    _run_git(folder, "checkout", "--quiet", "--force", "--detach", commit)
     os.utime(folder)
-    _remove_old(folder.parent)
+    _remove_old_checkouts(folder.parent)
     name = f"base {commit[:12]}"
     if locked_versions(root) == locked_versions(folder):
-        _share_objects(root, folder)
-        return Side(name, folder, _shared_environment(folder), dict(os.environ))
-    return Side(name, folder, _own_environment(folder), dict(os.environ))
+        _copy_reusable_objects(root, folder)
+        return Revision(name, folder, _link_environment(folder), dict(os.environ))
+    return Revision(name, folder, _install_environment(folder), dict(os.environ))
 
 
-def compile_libraries(side: Side) -> None:
+def compile_libraries(side: Revision) -> None:
     for module in ("genie.native", "genie.runtime.native"):  # the second in older revisions
         path = side.folder.joinpath(*module.split("."))
         if not path.with_suffix(".py").is_file() and not (path / "__main__.py").is_file():
             continue
-        code, _ = side.run(["-m", module])
+        code, _ = side.run_python(["-m", module])
         if code != 0:
             raise CompareError(f"compiling {side.name} failed with exit code {code}")
 
@@ -186,7 +188,7 @@ def locked_versions(folder: Path) -> set[str]:
     return {found for path in files for found in re.findall(r"^\S+==\S+", path.read_text("utf-8"), re.M)}
 
 
-def _own_environment(folder: Path) -> Path:
+def _install_environment(folder: Path) -> Path:
     targets = [".venv/.native", *([".venv/.dev"] if (folder / "requirements" / "run.txt").is_file() else [])]
     command = ["make", "-C", str(folder), f"PYTHON={sys.executable}", *targets]
     if subprocess.run(command, stdout=sys.stderr, check=False).returncode != 0:
@@ -194,7 +196,7 @@ def _own_environment(folder: Path) -> Path:
     return folder / ".venv" / "bin" / "python"
 
 
-def _shared_environment(folder: Path) -> Path:
+def _link_environment(folder: Path) -> Path:
     """An environment with the packages of this one and the genie of `folder`.
 
     PYTHONPATH is not enough: the editable install of this folder is an import hook, which precedes it. Hooks
@@ -207,7 +209,7 @@ def _shared_environment(folder: Path) -> Path:
     return folder / ".venv" / "bin" / "python"
 
 
-def _share_objects(root: Path, folder: Path) -> None:
+def _copy_reusable_objects(root: Path, folder: Path) -> None:
     """Copies compiled files that the base can reuse: they are named by the hash of their inputs."""
     for path in (root / "build" / "native").glob("**/*"):
         other = folder / path.relative_to(root)
@@ -216,13 +218,13 @@ def _share_objects(root: Path, folder: Path) -> None:
             shutil.copy2(path, other)
 
 
-def _remove_old(parent: Path) -> None:
+def _remove_old_checkouts(parent: Path) -> None:
     newest = sorted(parent.iterdir(), key=lambda path: path.stat().st_mtime, reverse=True)
-    for old in newest[REVISIONS_KEPT:]:
+    for old in newest[CHECKOUTS_KEPT:]:
         shutil.rmtree(old, ignore_errors=True)
 
 
-def _git(folder: Path, *arguments: str) -> str:
+def _run_git(folder: Path, *arguments: str) -> str:
     done = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, check=False)
     if done.returncode != 0 and arguments[0] != "rev-parse":
         raise CompareError(f"git {arguments[0]} in {folder} failed: {done.stderr.strip()}")
@@ -234,24 +236,29 @@ def main() -> int:
     add = parser.add_argument
     add("base", help="revision to compare with")
     add("--bench", type=Path, action="append", help="benchmark to run, repeatable (default: the fast ones)")
-    add("--rounds", type=report.positive_int, default=ROUNDS, help=f"runs on each side (default: {ROUNDS})")
+    add(
+        "--rounds",
+        type=report.parse_positive_int,
+        default=DEFAULT_ROUNDS,
+        help=f"runs on each side (default: {DEFAULT_ROUNDS})",
+    )
     add(
         "--threshold",
         type=float,
-        default=THRESHOLD,
-        help=f"worst allowed ratio (default: {THRESHOLD})",
+        default=RATIO_THRESHOLD,
+        help=f"worst allowed ratio (default: {RATIO_THRESHOLD})",
     )
     add("--json", action="store_true", help="print one JSON object per line")
     add("arguments", nargs="*", metavar="ARGUMENT", help="arguments of the benchmarks, after --")
     given = parser.parse_args()
     try:
-        with report.temporary_state():
-            new, base = current_folder(report.ROOT), check_out_base(report.ROOT, given.base)
+        with report.use_temporary_state():
+            new, base = open_current_revision(report.ROOT), check_out_base(report.ROOT, given.base)
             for side in (new, base):
                 compile_libraries(side)
             figures = [
                 figure
-                for bench in given.bench or FAST
+                for bench in given.bench or FAST_BENCHMARKS
                 for figure in compare(
                     base,
                     new,
@@ -264,12 +271,12 @@ def main() -> int:
     except CompareError as error:
         print(error, file=sys.stderr)
         return 2
-    if given.rounds < ROUNDS:
+    if given.rounds < DEFAULT_ROUNDS:
         print(
-            f"{given.rounds} rounds: a slower figure may be chance; use at least {ROUNDS} to decide",
+            f"{given.rounds} rounds: a slower figure may be chance; use at least {DEFAULT_ROUNDS} to decide",
             file=sys.stderr,
         )
-    return report.conclude(figures, as_json=given.json)
+    return report.print_figures(figures, as_json=given.json)
 
 
 if __name__ == "__main__":

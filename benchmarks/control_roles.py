@@ -26,6 +26,7 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+import msgspec
 import placement_roles
 
 from genie import config
@@ -52,6 +53,8 @@ FILES_MAX = 16_640
 GPU_MEMORY_BYTES = 80 << 30
 _KIND_OFFSET = 4
 """Of the kind in the header of a frame; the call ID follows."""
+_HEARTBEAT = msgspec.msgpack.encode({"type": "Heartbeat"})[1:]
+"""How the payload of a heartbeat begins, after the number of its fields."""
 
 
 @dataclass
@@ -59,7 +62,7 @@ class AgentsReport:
     """Since the last report."""
 
     latencies_ms: list[float] = field(default_factory=list)
-    """From each request of an agent, almost all of them heartbeats, to its reply."""
+    """From each heartbeat to its reply."""
     connections: int = 0
     """Opened connections."""
 
@@ -235,7 +238,7 @@ class SimulatedLauncher:
 
 
 class TimedChannel:
-    """A channel that records the time from each request to its reply."""
+    """A channel that records the time from each heartbeat to its reply."""
 
     def __init__(self, channel: Channel, report: Callable[[], AgentsReport]) -> None:
         self._channel = channel
@@ -265,7 +268,9 @@ class TimedChannel:
         return None if frame is None else self._record_received(frame)
 
     def _record_sent(self, frame: bytes) -> None:
-        if frame[_KIND_OFFSET] == wire.FrameKind.REQUEST:
+        if frame[_KIND_OFFSET] == wire.FrameKind.REQUEST and frame.startswith(
+            _HEARTBEAT, wire.HEADER_BYTES + 1
+        ):
             call_id = int.from_bytes(frame[_KIND_OFFSET + 1 : wire.HEADER_BYTES], "big")
             self._sent_s[call_id] = time.perf_counter()
 
@@ -327,8 +332,8 @@ async def run_agents(given: argparse.Namespace) -> None:
             phase_s = number / len(node_ids)
             await asyncio.sleep(phase_s * settings.agent.heartbeat_s)
             if given.kind == "light":
-                info = placement_roles.node_info(node_id, given.gpus)
-                node = placement_roles.Node(info, group)
+                info = placement_roles.make_node_info(node_id, given.gpus)
+                node = placement_roles.SimulatedAgent(info, group)
                 await node.run(given.state_dir, phase_s=0.0, up=asyncio.Semaphore(0), network=network)
                 return
             node_dir = given.state_dir / "agents" / node_id

@@ -20,19 +20,21 @@ from pathlib import Path
 
 import report
 
-PHASES = {"installing": ".venv/.genie", "compiling": ".venv/.native", "tour": "run"}
+MARKER_BY_PHASE = {"installing": ".venv/.genie", "compiling": ".venv/.native", "tour": "run"}
 """Make targets by phase; each includes the previous ones."""
-PHASE_S_MAX = 3600.0
+PHASE_TIMEOUT_S = 3600.0
 
 
-def first_run(commit: str, folder: Path, environment: dict[str, str]) -> dict[str, tuple[float, float]]:
+def measure_first_run(
+    commit: str, folder: Path, environment: dict[str, str]
+) -> dict[str, tuple[float, float]]:
     """Wall-clock and CPU seconds of each phase."""
     git = ["git", "-c", "advice.detachedHead=false"]
     subprocess.run([*git, "clone", "--quiet", "--shared", "--no-checkout", report.ROOT, folder], check=True)
     subprocess.run([*git, "-C", folder, "checkout", "--quiet", commit], check=True)
     try:
         make = ["make", "-C", str(folder)]
-        return {phase: _run_timed([*make, target], environment) for phase, target in PHASES.items()}
+        return {phase: _run_timed([*make, target], environment) for phase, target in MARKER_BY_PHASE.items()}
     finally:
         shutil.rmtree(folder)
 
@@ -43,7 +45,7 @@ def _run_timed(command: list[str], environment: dict[str, str]) -> tuple[float, 
         command, env=environment, stdin=subprocess.DEVNULL, stdout=sys.stderr, start_new_session=True
     )
     try:
-        code = process.wait(timeout=PHASE_S_MAX)
+        code = process.wait(timeout=PHASE_TIMEOUT_S)
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGTERM)
@@ -56,23 +58,23 @@ def _run_timed(command: list[str], environment: dict[str, str]) -> tuple[float, 
 
 
 def main() -> int:
-    parser = report.options((__doc__ or "").splitlines()[0], rounds=3)
+    parser = report.make_parser((__doc__ or "").splitlines()[0], rounds=3)
     parser.add_argument("base", help="revision to compare with")
     parser.add_argument("--goal", type=float, default=0.6, help="maximum ratio in total (default: 0.6)")
     given = parser.parse_args()
-    commits = {name: _commit(name) for name in (given.base, "HEAD")}
+    commits = {name: _resolve_commit(name) for name in (given.base, "HEAD")}
     runs: dict[str, list[dict[str, tuple[float, float]]]] = {name: [] for name in commits}
     environment = dict(os.environ)  # of the caller: temporary_state changes it
-    with report.temporary_state() as place:
+    with report.use_temporary_state() as place:
         for number in range(given.rounds):
             order = list(commits) if number % 2 == 0 else list(commits)[::-1]
             for name in order:
                 print(f"round {number + 1}: {name}", file=sys.stderr)
-                runs[name].append(first_run(commits[name], place / "clone", environment))
-    return report.conclude(_figures(runs["HEAD"], runs[given.base], given.goal), as_json=given.json)
+                runs[name].append(measure_first_run(commits[name], place / "clone", environment))
+    return report.print_figures(_make_figures(runs["HEAD"], runs[given.base], given.goal), as_json=given.json)
 
 
-def _commit(revision: str) -> str:
+def _resolve_commit(revision: str) -> str:
     command = ["git", "-C", str(report.ROOT), "rev-parse", "--verify", f"{revision}^{{commit}}"]
     found = subprocess.run(command, capture_output=True, text=True, check=False)
     if found.returncode != 0:
@@ -80,12 +82,12 @@ def _commit(revision: str) -> str:
     return found.stdout.strip()
 
 
-def _figures(
+def _make_figures(
     new: list[dict[str, tuple[float, float]]], base: list[dict[str, tuple[float, float]]], goal: float
 ) -> list[report.Figure]:
     figures = []
     for kind, position in (("wall", 0), ("processor", 1)):
-        for phase in ("first_run", *PHASES):
+        for phase in ("first_run", *MARKER_BY_PHASE):
             ours, theirs = (
                 [
                     sum(times[position] for name, times in run.items() if phase in ("first_run", name))
@@ -95,7 +97,7 @@ def _figures(
             )
             judged = phase == "first_run" and kind == "wall"
             figures.append(
-                report.figure(
+                report.make_figure(
                     f"{phase}_{kind}",
                     statistics.median(ours),
                     samples=ours,

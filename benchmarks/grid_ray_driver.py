@@ -18,12 +18,12 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1])]
 
-from alternation import alternate  # noqa: E402 - the path comes first
+from alternation import time_alternately  # noqa: E402 - the path comes first
 
 from genie.grid import BatchExecutor  # noqa: E402
 
 BATCH_SIZE = 10
-WAIT_S = 120
+TASKS_TIMEOUT_S = 120
 
 
 def small_task(number: int) -> int:
@@ -50,12 +50,14 @@ def main(arguments: list[str]) -> None:
             ray.shutdown()
 
 
-def warm_up() -> None:
+def start_workers_on_all_nodes() -> None:
     """Runs tasks on every node, so that worker processes exist before the measurement."""
     names = [each["NodeID"] for each in ray.nodes() if each["Alive"]]
     places = [NodeAffinitySchedulingStrategy(name, soft=False) for name in names]
     remote = ray.remote(small_task)
-    ray.get([remote.options(scheduling_strategy=place).remote(1) for place in places * 2], timeout=WAIT_S)
+    ray.get(
+        [remote.options(scheduling_strategy=place).remote(1) for place in places * 2], timeout=TASKS_TIMEOUT_S
+    )
 
 
 def measure(rounds: int, tasks: int, nodes: int) -> dict[str, list[float]]:
@@ -69,11 +71,11 @@ def measure(rounds: int, tasks: int, nodes: int) -> dict[str, list[float]]:
         assert executor.submit_batched_tasks(small_task, range(tasks)) == expected
 
     def one_per_call() -> None:
-        found = ray.get([remote.remote(number) for number in range(tasks)], timeout=WAIT_S)
+        found = ray.get([remote.remote(number) for number in range(tasks)], timeout=TASKS_TIMEOUT_S)
         assert found == expected
 
-    warm_up()
-    ours, theirs = alternate(rounds, batched, one_per_call)
+    start_workers_on_all_nodes()
+    ours, theirs = time_alternately(rounds, batched, one_per_call)
     return {"ours": ours, "theirs": theirs}
 
 

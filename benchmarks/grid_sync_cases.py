@@ -1,7 +1,7 @@
 """Sync of a tree of many small files, compared with rsync over an open OpenSSH connection.
 
-`cases()` returns figures for bench_grid.py. Both sides alternate on the same test bed and send the same tree.
-Before each first sync the tree is removed from the nodes; the compiled library stays there.
+`measure_all_cases()` returns figures for bench_grid.py. Both sides alternate on the same testbed and send
+the same tree. Before each first sync the tree is removed from the nodes; the compiled library stays there.
 """
 
 from __future__ import annotations
@@ -17,27 +17,32 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 
-from benchmarks.report import Figure, figure, ratio_at_most
+from benchmarks.report import Figure, make_figure, ratio_at_most
 from genie.grid.grid_file import parse_grid_file
 from genie.grid.ssh.pool import SshPool
 from genie.grid.sync.syncer import Syncer
-from tests.grid.bed import Bed
+from tests.grid.testbed import SshTestbed
 
-NODES = 5
-_CHANGED = 10
+NODE_COUNT = 5
+_CHANGED_FILES = 10
 _QUICK = 5
 """Repetitions per round of the cases that take milliseconds."""
-_SIZES = (200, 1000, 3000, 8000, 12000)
-_GOALS = {"sync, no change": 0.25, "sync, 10 changed": 0.4, "first sync": 0.8, "first sync, 5 nodes": 0.8}
-_COMMAND_S = 300
+_FILE_SIZES_BYTES = (200, 1000, 3000, 8000, 12000)
+_RATIO_GOAL_BY_CASE = {
+    "sync, no change": 0.25,
+    "sync, 10 changed": 0.4,
+    "first sync": 0.8,
+    "first sync, 5 nodes": 0.8,
+}
+_COMMAND_TIMEOUT_S = 300
 
 
-def cases(bed: Bed, rounds: int, *, folder: Path, files: int = 10_000) -> list[Figure]:
-    """Measures all cases. `folder` holds the tree and the caches; the bed needs at least five nodes."""
+def measure_all_cases(testbed: SshTestbed, rounds: int, *, folder: Path, files: int = 10_000) -> list[Figure]:
+    """Measures all cases. `folder` holds the tree and the caches; the testbed needs at least five nodes."""
     tree = folder / "project"
     make_tree(tree, files=files)
-    with masters([node.name for node in bed.nodes[:NODES]], bed) as sockets:
-        return asyncio.run(_Measurement(bed, tree, folder, sockets).run(rounds))
+    with open_control_masters([node.name for node in testbed.nodes[:NODE_COUNT]], testbed) as sockets:
+        return asyncio.run(_SyncComparison(testbed, tree, folder, sockets).run(rounds))
 
 
 def make_tree(root: Path, *, files: int, seed: int = 1) -> None:
@@ -46,19 +51,21 @@ def make_tree(root: Path, *, files: int, seed: int = 1) -> None:
     for number in range(files):
         folder = root / f"part{number % 20}" / f"module{number % 400}"
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"file{number}.py").write_bytes(rng.randbytes(rng.choice(_SIZES)))
+        (folder / f"file{number}.py").write_bytes(rng.randbytes(rng.choice(_FILE_SIZES_BYTES)))
 
 
 @contextlib.contextmanager
-def masters(nodes: Sequence[str], bed: Bed) -> Iterator[dict[str, Path]]:
+def open_control_masters(nodes: Sequence[str], testbed: SshTestbed) -> Iterator[dict[str, Path]]:
     """Opens an OpenSSH ControlMaster to each node and yields the control sockets by node."""
-    ssh = ["ssh", "-F", str(bed.ssh_config)]
+    ssh = ["ssh", "-F", str(testbed.ssh_config)]
     # Not in TMPDIR: the path of a control socket is limited to about 90 characters.
     with tempfile.TemporaryDirectory(prefix="gb-", dir="/tmp") as folder:
         sockets = {name: Path(folder, name) for name in nodes}
         try:
             for name, socket in sockets.items():
-                subprocess.run([*ssh, "-M", "-S", str(socket), "-fN", name], check=True, timeout=_COMMAND_S)
+                subprocess.run(
+                    [*ssh, "-M", "-S", str(socket), "-fN", name], check=True, timeout=_COMMAND_TIMEOUT_S
+                )
             yield sockets
         finally:
             for name, socket in sockets.items():
@@ -66,14 +73,16 @@ def masters(nodes: Sequence[str], bed: Bed) -> Iterator[dict[str, Path]]:
                 subprocess.run(end, check=False, capture_output=True, timeout=30)
 
 
-class _Measurement:
-    def __init__(self, bed: Bed, tree: Path, folder: Path, sockets: dict[str, Path]) -> None:
-        self._bed = bed
+class _SyncComparison:
+    def __init__(self, testbed: SshTestbed, tree: Path, folder: Path, sockets: dict[str, Path]) -> None:
+        self._bed = testbed
         self._tree = tree
         self._folder = folder
-        self._sockets = sockets
-        self._nodes = bed.nodes[:NODES]
-        self._samples: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in _GOALS}
+        self._control_sockets = sockets
+        self._nodes = testbed.nodes[:NODE_COUNT]
+        self._samples: dict[str, tuple[list[float], list[float]]] = {
+            name: ([], []) for name in _RATIO_GOAL_BY_CASE
+        }
         self._rng = random.Random(2)
 
     async def run(self, rounds: int) -> list[Figure]:
@@ -85,29 +94,29 @@ class _Measurement:
             syncer = Syncer(pool, file, state_dir=self._folder)
             await self._sync(syncer, names)  # opens the connections and uploads the library
             for turn in range(rounds):
-                await self._round(syncer, names, ours_first=turn % 2 == 0)
-        return [self._figure(name, limit) for name, limit in _GOALS.items()]
+                await self._run_round(syncer, names, ours_first=turn % 2 == 0)
+        return [self._make_figure(name, limit) for name, limit in _RATIO_GOAL_BY_CASE.items()]
 
-    async def _round(self, syncer: Syncer, names: list[str], *, ours_first: bool) -> None:
+    async def _run_round(self, syncer: Syncer, names: list[str], *, ours_first: bool) -> None:
         one = names[:1]
 
         async def measure(case: str, nodes: list[str]) -> None:
-            await self._pair(
+            await self._time_pair(
                 case, lambda: self._sync(syncer, nodes), lambda: self._rsync(nodes), ours_first=ours_first
             )
 
-        self._clear()
+        self._clear_nodes_and_cache()
         await measure("first sync", one)
         await self._sync(syncer, one)
         for _ in range(_QUICK):
             await measure("sync, no change", one)
         for _ in range(_QUICK):
-            self._change()
+            self._change_files()
             await measure("sync, 10 changed", one)
-        self._clear()
+        self._clear_nodes_and_cache()
         await measure("first sync, 5 nodes", names)
 
-    async def _pair(
+    async def _time_pair(
         self,
         case: str,
         ours: Callable[[], Awaitable[None]],
@@ -133,10 +142,10 @@ class _Measurement:
         assert not any(codes), codes
 
     def _rsync_command(self, name: str) -> list[str]:
-        shell = f"ssh -F {self._bed.ssh_config} -S {self._sockets[name]}"
+        shell = f"ssh -F {self._bed.ssh_config} -S {self._control_sockets[name]}"
         return ["rsync", "-a", "--delete", "-e", shell, f"{self._tree}/", f"{name}:rsynced/"]
 
-    def _clear(self) -> None:
+    def _clear_nodes_and_cache(self) -> None:
         """Removes the tree from all nodes and the local sync cache."""
         shutil.rmtree(self._folder / "grid", ignore_errors=True)
         for node in self._nodes:
@@ -147,13 +156,13 @@ class _Measurement:
                 if path.is_dir():
                     shutil.rmtree(path)
 
-    def _change(self) -> None:
-        for path in self._rng.sample(sorted(self._tree.rglob("*.py")), _CHANGED):
-            path.write_bytes(self._rng.randbytes(self._rng.choice(_SIZES)))
+    def _change_files(self) -> None:
+        for path in self._rng.sample(sorted(self._tree.rglob("*.py")), _CHANGED_FILES):
+            path.write_bytes(self._rng.randbytes(self._rng.choice(_FILE_SIZES_BYTES)))
 
-    def _figure(self, name: str, limit: float) -> Figure:
+    def _make_figure(self, name: str, limit: float) -> Figure:
         grid, baseline = self._samples[name]
-        return figure(
+        return make_figure(
             name,
             statistics.median(grid),
             samples=grid,

@@ -86,14 +86,14 @@ class Samples:
         found: list[report.Figure] = []
         for name in self.readings:
             found.append(
-                report.figure(
+                report.make_figure(
                     f"{name}_rss_slope", self.rss_slope(name), unit="B/op", samples=[], goal=RSS_SLOPE
                 )
             )
             for what in ("descriptors", "threads"):
                 grown = self.growth(name, what)
                 found.append(
-                    report.figure(f"{name}_{what}_grown", grown, unit="", samples=[], goal=NO_GROWTH)
+                    report.make_figure(f"{name}_{what}_grown", grown, unit="", samples=[], goal=NO_GROWTH)
                 )
         return found
 
@@ -106,7 +106,7 @@ class Samples:
 def warm_up_figures(before: Samples) -> list[report.Figure]:
     """By how much the warm-up, which fills bounded caches, has increased the memory of each process."""
     return [
-        report.figure(
+        report.make_figure(
             f"{name}_warm_up",
             (readings[-1][1].rss_bytes - readings[0][1].rss_bytes) / MIB,
             unit="MiB",
@@ -178,11 +178,13 @@ class OperationMix:
 
 @asynccontextmanager
 async def running_mix() -> AsyncIterator[OperationMix]:
-    """A cluster with an open session. Call it inside report.temporary_state()."""
+    """A cluster with an open session. Call it inside report.use_temporary_state()."""
     os.environ.update(SETTINGS)
     torch.set_num_threads(1)
     settings = config.load({"controller.port": 0})
-    async with local_cluster.up(settings, progress=lambda text: print(text, file=sys.stderr)) as running:
+    async with local_cluster.run_local_cluster(
+        settings, progress=lambda text: print(text, file=sys.stderr)
+    ) as running:
         state = await genie.init()
         try:
             async with open_client(settings, program="bench") as client:

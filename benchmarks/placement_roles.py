@@ -48,11 +48,11 @@ from genie.runtime.network import TcpNetwork
 from genie.runtime.rpc import Peer
 from genie.telemetry import log
 
-TICK_S = 0.2
-CALL_S = 30.0
+REPORT_INTERVAL_S = 0.2
+CALL_TIMEOUT_S = 30.0
 
 
-async def serve(state_dir: Path, *, tls: str) -> None:
+async def run_controller(state_dir: Path, *, tls: str) -> None:
     """Runs a controller like `python -m genie.controller`."""
     settings = config.load({"controller.port": 0, "controller.tls": tls, "paths.state_dir": str(state_dir)})
     log.configure(settings.log)
@@ -72,13 +72,13 @@ async def serve(state_dir: Path, *, tls: str) -> None:
         await store.close()
 
 
-class Node:
+class SimulatedAgent:
     """Simulated agent: accepts and confirms launches, and reports their exit at the next tick."""
 
     def __init__(self, info: NodeInfo, group: asyncio.TaskGroup) -> None:
         self._info = info
-        self._group = group
-        self._running: dict[str, RunningJob] = {}
+        self._task_group = group
+        self._running_jobs: dict[str, RunningJob] = {}
 
     async def run(
         self, state_dir: Path, *, phase_s: float, up: asyncio.Semaphore, network: TcpNetwork
@@ -86,31 +86,31 @@ class Node:
         connection = connect_authenticated(
             network,
             read_identity(state_dir / "agents" / self._info.node_id),
-            timeout_s=CALL_S,
+            timeout_s=CALL_TIMEOUT_S,
             program="bench",
             requests=AGENT_REQUESTS,
             handler=self._handle,
         )
         async with connection as (peer, _):
-            await peer.call(Register(node=self._info), timeout_s=CALL_S)
+            await peer.call(Register(node=self._info), timeout_s=CALL_TIMEOUT_S)
             await self._send_heartbeat(peer, ())
             up.release()
             await asyncio.sleep(phase_s)
             while True:
-                await asyncio.sleep(TICK_S)
-                ended, self._running = tuple(self._running.values()), {}
+                await asyncio.sleep(REPORT_INTERVAL_S)
+                ended, self._running_jobs = tuple(self._running_jobs.values()), {}
                 await self._send_heartbeat(peer, ended)
 
     async def _handle(self, peer: Peer, request: Message) -> Message:
         if isinstance(request, Launch):
-            self._group.create_task(self._confirm(peer, request.job_id, request.placement.epoch))
+            self._task_group.create_task(self._confirm(peer, request.job_id, request.placement.epoch))
         return Done()
 
     async def _confirm(self, peer: Peer, job_id: str, epoch: int) -> None:
         confirmation = ConfirmLaunch(job_id=job_id, epoch=epoch, incarnation=self._info.incarnation)
         with suppress(FencedError):  # the launch was revoked
-            await peer.call(confirmation, timeout_s=CALL_S)
-            self._running[job_id] = RunningJob(job_id=job_id, epoch=epoch)
+            await peer.call(confirmation, timeout_s=CALL_TIMEOUT_S)
+            self._running_jobs[job_id] = RunningJob(job_id=job_id, epoch=epoch)
 
     async def _send_heartbeat(self, peer: Peer, ended: tuple[RunningJob, ...]) -> None:
         exits = tuple(
@@ -122,17 +122,17 @@ class Node:
                 node_id=self._info.node_id,
                 incarnation=self._info.incarnation,
                 node=self._info,
-                running=tuple(self._running.values()),
+                running=tuple(self._running_jobs.values()),
                 exits=exits,
             )
-            ack = await peer.call(heartbeat, timeout_s=CALL_S)
+            ack = await peer.call(heartbeat, timeout_s=CALL_TIMEOUT_S)
             settled = {order.job_id for order in ack.settled}
             exits = tuple(report for report in exits if report.job_id not in settled)
             if not exits:
                 return
 
 
-def node_info(node_id: str, gpus: int) -> NodeInfo:
+def make_node_info(node_id: str, gpus: int) -> NodeInfo:
     return NodeInfo(
         node_id=node_id,
         hostname=node_id,
@@ -152,11 +152,13 @@ def node_info(node_id: str, gpus: int) -> NodeInfo:
 async def run_agents(state_dir: Path, *, nodes: int, gpus: int) -> None:
     settings = config.load({"paths.state_dir": str(state_dir)})
     network = TcpNetwork()
-    access = await find_access(settings.cluster, state_dir=state_dir, network=network, timeout_s=CALL_S)
-    infos = [node_info(f"node-{index:03d}", gpus) for index in range(nodes)]
-    async with connect_authenticated(network, access, timeout_s=CALL_S, program="bench") as (peer, _):
+    access = await find_access(
+        settings.cluster, state_dir=state_dir, network=network, timeout_s=CALL_TIMEOUT_S
+    )
+    infos = [make_node_info(f"node-{index:03d}", gpus) for index in range(nodes)]
+    async with connect_authenticated(network, access, timeout_s=CALL_TIMEOUT_S, program="bench") as (peer, _):
         for info in infos:
-            token = (await peer.call(CreateToken(kind=TokenKind.JOIN), timeout_s=CALL_S)).token
+            token = (await peer.call(CreateToken(kind=TokenKind.JOIN), timeout_s=CALL_TIMEOUT_S)).token
             await join(
                 access.host,
                 access.port,
@@ -170,8 +172,8 @@ async def run_agents(state_dir: Path, *, nodes: int, gpus: int) -> None:
     async def run_all() -> None:
         async with asyncio.TaskGroup() as group:
             for index, info in enumerate(infos):
-                phase_s = TICK_S * index / nodes
-                agent = Node(info, group).run(state_dir, phase_s=phase_s, up=up, network=network)
+                phase_s = REPORT_INTERVAL_S * index / nodes
+                agent = SimulatedAgent(info, group).run(state_dir, phase_s=phase_s, up=up, network=network)
                 group.create_task(agent)
 
     async def wait_for_all() -> None:
@@ -198,8 +200,8 @@ class Profiler:
     """Sampling profile of the main thread by function: own time and cumulative time."""
 
     def __init__(self) -> None:
-        self._own: Counter[str] = Counter()
-        self._cumulative: Counter[str] = Counter()
+        self._own_samples: Counter[str] = Counter()
+        self._cumulative_samples: Counter[str] = Counter()
 
     def start(self) -> None:
         signal.signal(signal.SIGPROF, self._sample)
@@ -207,9 +209,9 @@ class Profiler:
 
     def write(self, path: Path) -> None:
         signal.setitimer(signal.ITIMER_PROF, 0.0)
-        total = self._own.total()
+        total = self._own_samples.total()
         with path.open("w") as out:
-            for title, counts in (("own", self._own), ("cumulative", self._cumulative)):
+            for title, counts in (("own", self._own_samples), ("cumulative", self._cumulative_samples)):
                 out.write(f"{title}, in percent of {total} samples\n")
                 for name, count in counts.most_common(60):
                     out.write(f"{count / total:7.1%}  {name}\n")
@@ -220,8 +222,8 @@ class Profiler:
             code = frame.f_code
             names.append(f"{Path(code.co_filename).name}:{code.co_firstlineno} {code.co_qualname}")
             frame = frame.f_back
-        self._own[names[0]] += 1
-        self._cumulative.update(set(names))
+        self._own_samples[names[0]] += 1
+        self._cumulative_samples.update(set(names))
 
 
 def main() -> int:
@@ -234,7 +236,7 @@ def main() -> int:
     parser.add_argument("--profile", type=Path, help="write a CPU profile to this file")
     given = parser.parse_args()
     if given.role == "controller":
-        work = serve(given.state_dir, tls=given.tls)
+        work = run_controller(given.state_dir, tls=given.tls)
     else:
         work = run_agents(given.state_dir, nodes=given.nodes, gpus=given.gpus)
     profiler = Profiler()

@@ -30,19 +30,19 @@ ROOT = Path(__file__).resolve().parents[1]
 class Goal:
     """An inclusive limit for the value, its ratio to the baseline, or its distance from the baseline."""
 
-    of: str
-    sign: str
+    quantity: str
+    comparison: str
     limit: float
 
     def __str__(self) -> str:
-        return f"{self.of} {self.sign} {self.limit:g}"
+        return f"{self.quantity} {self.comparison} {self.limit:g}"
 
     def is_met(self, *, value: float, baseline: float | None) -> bool:
         measured = value
-        if self.of != "value":
+        if self.quantity != "value":
             assert baseline, "a goal for the ratio or the distance needs a baseline"
-            measured = value / baseline if self.of == "ratio" else abs(value - baseline)
-        return measured <= self.limit if self.sign == "<=" else measured >= self.limit
+            measured = value / baseline if self.quantity == "ratio" else abs(value - baseline)
+        return measured <= self.limit if self.comparison == "<=" else measured >= self.limit
 
 
 def value_at_most(limit: float) -> Goal:
@@ -77,7 +77,7 @@ class Figure:
     ok: bool
 
 
-def figure(
+def make_figure(
     name: str,
     value: float,
     *,
@@ -120,23 +120,23 @@ def p99_samples(values: Sequence[float]) -> list[float]:
     return [percentile(values[start:end], 0.99) for start, end in itertools.pairwise(bounds)]
 
 
-def options(description: str, *, rounds: int) -> argparse.ArgumentParser:
+def make_parser(description: str, *, rounds: int) -> argparse.ArgumentParser:
     """Parser with the options of every benchmark."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--json", action="store_true", help="print one JSON object per line")
     shown = f"number of rounds (default: {rounds})"
-    parser.add_argument("--rounds", type=positive_int, default=rounds, help=shown)
+    parser.add_argument("--rounds", type=parse_positive_int, default=rounds, help=shown)
     return parser
 
 
-def positive_int(text: str) -> int:
+def parse_positive_int(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
     return int(text)
 
 
 @contextmanager
-def temporary_state(parent: Path | None = None) -> Iterator[Path]:
+def use_temporary_state(parent: Path | None = None) -> Iterator[Path]:
     """Creates a temporary folder, uses it as the state directory and ignores the settings of the user.
 
     SIGTERM raises SystemExit inside the block, so that processes and files are cleaned up.
@@ -166,21 +166,21 @@ def _exit_on_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def conclude(figures: Iterable[Figure], *, as_json: bool) -> int:
+def print_figures(figures: Iterable[Figure], *, as_json: bool) -> int:
     """Prints the figures and returns the exit code: 1 if a goal was missed, otherwise 0."""
     print(describe_machine(), file=sys.stderr)
     shown = list(figures)
     for item in shown:
-        print(json.dumps(asdict(item)) if as_json else _format_line(item))
+        print(json.dumps(asdict(item)) if as_json else _format_figure(item))
     return 0 if all(item.ok for item in shown) else 1
 
 
 def describe_machine() -> str:
     machine = f"{platform.platform()}, {os.cpu_count()} cores"
-    return f"{machine}, Python {platform.python_version()}, commit {_commit()}"
+    return f"{machine}, Python {platform.python_version()}, commit {_current_commit()}"
 
 
-def _commit() -> str:
+def _current_commit() -> str:
     command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10)
@@ -189,7 +189,7 @@ def _commit() -> str:
     return done.stdout.strip()
 
 
-def _format_line(item: Figure) -> str:
+def _format_figure(item: Figure) -> str:
     text = f"{item.name:<30}{item.value:>11} {item.unit:<4}"
     if item.spread is not None:
         text += f" spread {item.spread[0]} to {item.spread[1]}"

@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import msgspec
-from placement_roles import node_info
+from placement_roles import make_node_info
 
 from genie.config import ControllerConfig
 from genie.controller.controller import Controller
@@ -143,7 +143,7 @@ class SimulatedNodes:
             async with connect_authenticated(network, access, timeout_s=CALL_S, program="bench") as (peer, _):
                 self._owner = peer
                 for number in range(self.nodes):
-                    node = _Node(node_info(f"node-{number:04d}", self._gpus), world, self._count)
+                    node = _Node(make_node_info(f"node-{number:04d}", self._gpus), world, self._count)
                     # One after another: the number of unused join tokens is limited.
                     await node.join(
                         (await peer.call(CreateToken(kind=TokenKind.JOIN), timeout_s=CALL_S)).token

@@ -73,9 +73,9 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="print one JSON object per line")
     given = parser.parse_args()
     logging.disable(logging.WARNING)
-    with report.temporary_state():
+    with report.use_temporary_state():
         figures = asyncio.run(soak(given.hours * 3600))
-    status = report.conclude(figures, as_json=given.json)
+    status = report.print_figures(figures, as_json=given.json)
     print("soak: passed" if status == 0 else "soak: FAILED, a goal was missed", file=sys.stderr)
     return status
 

@@ -42,6 +42,7 @@ GenieError
 ├── JobError                    a job
 │   ├── JobNotFoundError        no job has this ID
 │   ├── JobRefusedError         the job can never run on this cluster
+│   │   ├── QueueFullError      too many jobs are pending
 │   │   └── SpaceQuotaError     the tenant or the cluster stores too much
 │   ├── WorkersMissingError     not all workers of the job are ready to start
 │   ├── JobStateError           not possible in the current state of the job
@@ -280,6 +281,15 @@ class JobNotFoundError(JobError):
 
 class JobRefusedError(JobError):
     code = "job.refused"
+
+
+class QueueFullError(JobRefusedError):
+    code = "job.refused.queue_full"
+    retryable = True
+
+    def __init__(self, message: str, *, hint: str = "", retry_after_s: float = 5.0) -> None:
+        super().__init__(message, hint=hint or f"try again in {retry_after_s:g} s")
+        self.retry_after_s = retry_after_s
 
 
 class SpaceQuotaError(JobRefusedError):

@@ -127,7 +127,7 @@ def unused_tcp_port() -> int:
 @pytest.fixture
 def fork_server() -> ForkServer:
     """Starts Python programs with the command line, cluster and grid of Genie preloaded, without torch."""
-    return forkserver.shared(*_PRELOADED)
+    return forkserver.get_shared_server(*_PRELOADED)
 
 
 @pytest.fixture(scope="session", autouse=True)

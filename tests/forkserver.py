@@ -95,7 +95,7 @@ class ForkServer:
                 elif stream == subprocess.STDOUT:
                     child_end = streams[1]
                 pipes.append(pipe)
-                streams.append(_descriptor(child_end, null, inherited=inherited))
+                streams.append(_to_descriptor(child_end, null, inherited=inherited))
             message = json.dumps(request).encode()
             socket.send_fds(self._control, [message], [theirs.fileno(), *streams, *pass_fds])
         return ForkedProcess(ours, list(arguments), *pipes)
@@ -229,7 +229,7 @@ def _open_pipe(*, is_input: bool) -> tuple[IO[bytes], int]:
     return (os.fdopen(writing, "wb"), reading) if is_input else (os.fdopen(reading, "rb"), writing)
 
 
-def _descriptor(stream: Stream, null: IO[bytes], *, inherited: int) -> int:
+def _to_descriptor(stream: Stream, null: IO[bytes], *, inherited: int) -> int:
     if stream is None:
         return inherited
     if stream == subprocess.DEVNULL:
@@ -245,7 +245,7 @@ def _descriptor(stream: Stream, null: IO[bytes], *, inherited: int) -> int:
 _shared: dict[tuple[str, ...], ForkServer] = {}
 
 
-def shared(*preload: str) -> ForkServer:
+def get_shared_server(*preload: str) -> ForkServer:
     """The server of the run with these modules, started on first use and closed by close_shared()."""
     if preload not in _shared:
         _shared[preload] = ForkServer(preload or _TORCH)
@@ -273,7 +273,7 @@ atexit.register(close_shared)
 # --- the helper process ---------------------------------------------------------------------------
 
 
-_HANDLED = (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_HANDLED_SIGNALS = (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class _Server:
@@ -288,7 +288,7 @@ class _Server:
             end.setblocking(False)
         signal.set_wakeup_fd(self._wakeup_writer.fileno(), warn_on_full_buffer=False)
         # Ctrl-C reaches the whole process group, but only the parent may end the helper.
-        for number in _HANDLED:
+        for number in _HANDLED_SIGNALS:
             signal.signal(number, lambda *_: None)
 
     def serve(self) -> tuple[dict[str, Any], list[int]] | None:
@@ -314,14 +314,14 @@ class _Server:
         if sys.platform == "linux":
             self.has_threads = len(os.listdir("/proc/self/task")) > 1  # noqa: PTH208
         # Signals to the child are delivered only after it has its own handlers.
-        signal.pthread_sigmask(signal.SIG_BLOCK, _HANDLED)
+        signal.pthread_sigmask(signal.SIG_BLOCK, _HANDLED_SIGNALS)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # fork with threads: exec follows
             pid = os.fork()
         if pid == 0:
             os.close(fds[0])
             self._reset_in_child()
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _HANDLED)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _HANDLED_SIGNALS)
         if pid == 0:
             return True
         status = socket.socket(fileno=fds[0])
@@ -372,7 +372,7 @@ def _run_request(request: dict[str, Any], fds: list[int], *, fresh: bool) -> NoR
     targets = [0, 1, 2, *request["pass_fds"]]
     high = max(*targets, *fds) + 1
     # Move all descriptors up first: one may have the target number of another.
-    for fd in [_move_up(fd, high) for fd in fds]:
+    for fd in [_duplicate_above(fd, high) for fd in fds]:
         os.dup2(fd, targets.pop(0))
         os.close(fd)
     os.chdir(request["cwd"])
@@ -384,7 +384,7 @@ def _run_request(request: dict[str, Any], fds: list[int], *, fresh: bool) -> NoR
     _execute(request["arguments"])
 
 
-def _move_up(fd: int, lowest: int) -> int:
+def _duplicate_above(fd: int, lowest: int) -> int:
     import fcntl
 
     moved = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, lowest)

@@ -30,7 +30,7 @@ _KILL_S = 5.0
 _KEPT_BY_PYTHON = "multiprocessing.resource_tracker"
 # Daemon threads of libraries (torch, grpc) are allowed; those of Genie have this prefix and are not.
 _OWN_THREADS = "genie-"
-# Every process of a test has the first two, processes on nodes of the grid's test bed the last.
+# Every process of a test has the first two, processes on nodes of the grid's testbed the last.
 _FOLDER_VARIABLES = ("GENIE_STATE_DIR", "HOME", "FAKE_NVML_STATE")
 
 
@@ -158,7 +158,7 @@ class LeakWatch:
 
 def processes_of_run(folder: Path) -> dict[int, str]:
     """Processes with their state or home directory below `folder`, the temporary folder of a run, and SSH
-    servers of the grid's test bed there. Does not include the run itself and its workers."""
+    servers of the grid's testbed there. Does not include the run itself and its workers."""
     found: dict[int, str] = {}
     below = f"{folder}{os.sep}"
     for process in psutil.process_iter():

@@ -12,7 +12,7 @@ import pytest
 # These need hardware: they may be skipped even if everything is required.
 _MAY_BE_SKIPPED = "tests/gpu/"
 # Above this number, the tests of a file that are all skipped for one reason share a line.
-_NAMED_MAX = 3
+_TESTS_LISTED_MAX = 3
 
 
 class Skips:
@@ -25,13 +25,13 @@ class Skips:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.skipped and not hasattr(report, "wasxfail"):
-            self._reasons[report.nodeid] = _reason(report)
+            self._reasons[report.nodeid] = _skip_reason(report)
         elif report.when == "call":
-            self._files_with_run_tests.add(_file(report.nodeid))
+            self._files_with_run_tests.add(_file_of_test(report.nodeid))
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.skipped:
-            self._reasons[report.nodeid] = _reason(report)
+            self._reasons[report.nodeid] = _skip_reason(report)
 
     @pytest.hookimpl(wrapper=True)
     def pytest_make_collect_report(
@@ -62,12 +62,12 @@ class Skips:
         return self._required and any(not name.startswith(_MAY_BE_SKIPPED) for name in self._reasons)
 
 
-def _reason(report: pytest.TestReport | pytest.CollectReport) -> str:
+def _skip_reason(report: pytest.TestReport | pytest.CollectReport) -> str:
     text = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
     return text.removeprefix("Skipped: ")
 
 
-def _file(name: str) -> str:
+def _file_of_test(name: str) -> str:
     return name.partition("::")[0]
 
 
@@ -76,11 +76,11 @@ def _format_lines(reasons: dict[str, str], files_with_run_tests: set[str]) -> li
     because workers finish in any order."""
     groups: dict[str, dict[str, list[str]]] = {}
     for name, reason in sorted(reasons.items()):
-        groups.setdefault(_file(name), {}).setdefault(reason, []).append(name)
+        groups.setdefault(_file_of_test(name), {}).setdefault(reason, []).append(name)
     lines = []
     for file, by_reason in groups.items():
         is_whole = len(by_reason) == 1 and file not in files_with_run_tests
         for reason, names in by_reason.items():
-            shown = [f"{file} ({len(names)} tests)"] if is_whole and len(names) > _NAMED_MAX else names
+            shown = [f"{file} ({len(names)} tests)"] if is_whole and len(names) > _TESTS_LISTED_MAX else names
             lines += [f"{name}: {reason}" for name in shown]
     return lines

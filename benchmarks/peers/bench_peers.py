@@ -31,16 +31,18 @@ from bench_placements import Samples
 
 from genie.processes.tasks import loop_factory
 
-NAMES = ("genie", "slurm", "ray")
-NO_NAMESPACES = "a peer runs in its own namespaces, and this user is not permitted to create them (unshare)"
+PEER_NAMES = ("genie", "slurm", "ray")
+NO_NAMESPACES_MESSAGE = (
+    "a peer runs in its own namespaces, and this user is not permitted to create them (unshare)"
+)
 
 
 def measure_genie(samples: Samples) -> None:
     """Measures Genie like bench_placements.py."""
-    with report.temporary_state() as folder, ExitStack() as stack:
-        controller = stack.enter_context(bench_placements.role("controller", folder))
-        agents = stack.enter_context(bench_placements.role("agents", folder))
-        parts = bench_placements.Parts(controller, agents)
+    with report.use_temporary_state() as folder, ExitStack() as stack:
+        controller = stack.enter_context(bench_placements.start_role("controller", folder))
+        agents = stack.enter_context(bench_placements.start_role("agents", folder))
+        parts = bench_placements.ProcessIds(controller, agents)
         with asyncio.Runner(loop_factory=loop_factory()) as runner:
             found = runner.run(bench_placements.measure(folder, rounds=1, parts=parts))
     samples.rates_per_s += found.rates_per_s
@@ -50,20 +52,20 @@ def measure_genie(samples: Samples) -> None:
 
 def measure_peer(name: str, samples: Samples, *more: str, python: str, workers: int) -> None:
     script = Path(__file__).with_name(f"{name}_peer.py")
-    with report.temporary_state() as folder:
+    with report.use_temporary_state() as folder:
         command = peer_sandbox.sandbox_command(python, str(script), str(folder), *more)
         with peer_sandbox.open_sandbox(command, name=name, folder=folder) as sandbox:
-            measure_in(sandbox, samples, workers=workers)
+            measure_in_sandbox(sandbox, samples, workers=workers)
     print(f"round: {name} {samples.rates_per_s[-1]:.0f}/s", file=sys.stderr)
 
 
-def measure_in(sandbox: peer_sandbox.Sandbox, samples: Samples, *, workers: int) -> None:
+def measure_in_sandbox(sandbox: peer_sandbox.Sandbox, samples: Samples, *, workers: int) -> None:
     """Uses the number of jobs, durations and pauses of bench_placements.py. The first job is not counted."""
     sandbox.request("quiet", 1, 0)
-    quiet = sandbox.request("quiet", bench_placements.QUIET_JOBS, bench_placements.QUIET_GAP_S)
+    quiet = sandbox.request("quiet", bench_placements.UNLOADED_JOBS, bench_placements.UNLOADED_GAP_S)
     samples.latencies_ms += [each.latency_ms for each in quiet.placements]
     from_s, until_s = bench_placements.WARM_UP_S, bench_placements.WARM_UP_S + bench_placements.LOAD_S
-    counted = sandbox.request("busy", workers, until_s).within(from_s, until_s)
+    counted = sandbox.request("busy", workers, until_s).placements_between(from_s, until_s)
     if not counted:
         raise ValueError("no job was placed")
     samples.rates_per_s.append(len(counted) / bench_placements.LOAD_S)
@@ -73,11 +75,11 @@ def measure_in(sandbox: peer_sandbox.Sandbox, samples: Samples, *, workers: int)
 def unavailable_reason(name: str, ray_python: str) -> str | None:
     if name == "genie":
         return None
-    missing = slurm_peer.missing() if name == "slurm" else ray_peer.missing(ray_python)
-    return missing or (None if peer_sandbox.namespaces_allowed() else NO_NAMESPACES)
+    missing = slurm_peer.unavailable_reason() if name == "slurm" else ray_peer.unavailable_reason(ray_python)
+    return missing or (None if peer_sandbox.namespaces_allowed() else NO_NAMESPACES_MESSAGE)
 
 
-def summary(samples: Samples) -> dict[str, tuple[float, str, Sequence[float]]]:
+def summarize(samples: Samples) -> dict[str, tuple[float, str, Sequence[float]]]:
     quiet_ms, busy_ms = samples.latencies_ms, samples.busy_ms
     return {
         "rate": (statistics.median(samples.rates_per_s), "1/s", samples.rates_per_s),
@@ -88,10 +90,10 @@ def summary(samples: Samples) -> dict[str, tuple[float, str, Sequence[float]]]:
     }
 
 
-def figures(measured: dict[str, Samples]) -> list[report.Figure]:
-    own = summary(measured["genie"]) if "genie" in measured else {}
+def make_figures(measured: dict[str, Samples]) -> list[report.Figure]:
+    own = summarize(measured["genie"]) if "genie" in measured else {}
     return [
-        report.figure(
+        report.make_figure(
             f"{name}_{metric}",
             value,
             unit=unit,
@@ -99,30 +101,30 @@ def figures(measured: dict[str, Samples]) -> list[report.Figure]:
             baseline=own[metric][0] if own and name != "genie" else None,
         )
         for name, samples in measured.items()
-        for metric, (value, unit, taken) in summary(samples).items()
+        for metric, (value, unit, taken) in summarize(samples).items()
     ]
 
 
 def main() -> int:
-    parser = report.options((__doc__ or "").splitlines()[0], rounds=3)
-    parser.add_argument("--only", nargs="+", choices=NAMES, default=NAMES)
+    parser = report.make_parser((__doc__ or "").splitlines()[0], rounds=3)
+    parser.add_argument("--only", nargs="+", choices=PEER_NAMES, default=PEER_NAMES)
     parser.add_argument(
         "--ray-python", default=sys.executable, help="Python interpreter with Ray (default: this one)"
     )
-    parser.add_argument("--ray-nodes", type=int, choices=(1, 2, 4, 8, 20, 40), default=ray_peer.NODES)
+    parser.add_argument("--ray-nodes", type=int, choices=(1, 2, 4, 8, 20, 40), default=ray_peer.NODE_COUNT)
     given = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # cleans up
     measures: dict[str, Callable[[Samples], None]] = {
         "genie": measure_genie,
         "slurm": lambda samples: measure_peer(
-            "slurm", samples, python=sys.executable, workers=slurm_peer.WORKERS
+            "slurm", samples, python=sys.executable, workers=slurm_peer.WORKER_COUNT
         ),
         "ray": lambda samples: measure_peer(
-            "ray", samples, str(given.ray_nodes), python=given.ray_python, workers=ray_peer.WORKERS
+            "ray", samples, str(given.ray_nodes), python=given.ray_python, workers=ray_peer.WORKER_COUNT
         ),
     }
     measured: dict[str, Samples] = {}
-    for name in (each for each in NAMES if each in given.only):
+    for name in (each for each in PEER_NAMES if each in given.only):
         reason = unavailable_reason(name, given.ray_python)
         if reason is None:
             measured[name] = Samples()
@@ -133,7 +135,7 @@ def main() -> int:
     for _ in range(given.rounds):
         for name, samples in measured.items():
             measures[name](samples)
-    return report.conclude(figures(measured), as_json=given.json)
+    return report.print_figures(make_figures(measured), as_json=given.json)
 
 
 if __name__ == "__main__":

@@ -26,9 +26,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-LIMIT_S = 240.0
-END_S = 30.0
-_LOG_TAIL = 2000
+SANDBOX_TIMEOUT_S = 240.0
+END_TIMEOUT_S = 30.0
+_LOG_TAIL_CHARS = 2000
 _SIOCGIFFLAGS, _SIOCSIFFLAGS, _SIOCSIFADDR = 0x8913, 0x8914, 0x8916
 _IFF_UP = 0x1
 _SECOND_ADDRESS = "192.0.2.1"
@@ -41,16 +41,16 @@ class Placement:
 
 
 @dataclass(frozen=True)
-class Reply:
+class MeasurementReply:
     began_s: float
     placements: tuple[Placement, ...]
 
-    def within(self, from_s: float, until_s: float) -> list[Placement]:
+    def placements_between(self, from_s: float, until_s: float) -> list[Placement]:
         """Placements in this interval, in seconds since the start of the measurement."""
         return [each for each in self.placements if from_s <= each.at_s - self.began_s < until_s]
 
 
-def parse_reply(lines: Iterable[str]) -> Reply:
+def parse_reply(lines: Iterable[str]) -> MeasurementReply:
     """Parses lines up to `end`. Raises ValueError for any other line, or if `end` is missing."""
     began_s: float | None = None
     placements: list[Placement] = []
@@ -61,7 +61,7 @@ def parse_reply(lines: Iterable[str]) -> Reply:
             case ["placed", at_s, latency_ms] if began_s is not None:
                 placements.append(Placement(float(at_s), float(latency_ms)))
             case ["end"] if began_s is not None:
-                return Reply(began_s, tuple(placements))
+                return MeasurementReply(began_s, tuple(placements))
             case _:
                 raise ValueError(f"unexpected line from the peer: {line.strip()!r}")
     raise ValueError("the reply of the peer is incomplete")
@@ -91,7 +91,7 @@ class Sandbox:
         self._requests = requests
         self._replies = replies
 
-    def request(self, *arguments: object) -> Reply:
+    def request(self, *arguments: object) -> MeasurementReply:
         self._requests.write(" ".join(map(str, arguments)) + "\n")
         self._requests.flush()
         return parse_reply(self._replies)
@@ -99,7 +99,7 @@ class Sandbox:
 
 @contextmanager
 def open_sandbox(
-    command: Sequence[str], *, name: str, folder: Path, limit_s: float = LIMIT_S
+    command: Sequence[str], *, name: str, folder: Path, limit_s: float = SANDBOX_TIMEOUT_S
 ) -> Iterator[Sandbox]:
     """Runs `command` for the duration of the block, at most `limit_s`. Raises SystemExit with the end of the
     log if the peer fails."""
@@ -109,33 +109,33 @@ def open_sandbox(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=output, text=True, bufsize=1
         )
     assert process.stdin is not None and process.stdout is not None
-    watchdog = threading.Timer(limit_s, _kill, (process,))
+    watchdog = threading.Timer(limit_s, _kill_sandbox, (process,))
     watchdog.start()
     try:
         if process.stdout.readline().strip() != "ready":
             raise ValueError("did not start")
         yield Sandbox(process.stdin, process.stdout)
     except (ValueError, BrokenPipeError) as error:
-        _kill(process)
-        raise SystemExit(f"{name}: {error}\n{log.read_text(errors='replace')[-_LOG_TAIL:]}") from error
+        _kill_sandbox(process)
+        raise SystemExit(f"{name}: {error}\n{log.read_text(errors='replace')[-_LOG_TAIL_CHARS:]}") from error
     except BaseException:
-        _kill(process)
+        _kill_sandbox(process)
         raise
     finally:
         watchdog.cancel()
-        _end(process)
+        _end_peer(process)
 
 
-def _end(process: subprocess.Popen[str]) -> None:
+def _end_peer(process: subprocess.Popen[str]) -> None:
     """Closes the input of the peer and waits until it ends."""
     try:
-        process.communicate(timeout=END_S)
+        process.communicate(timeout=END_TIMEOUT_S)
     except subprocess.TimeoutExpired:
-        _kill(process)
+        _kill_sandbox(process)
         process.communicate()
 
 
-def _kill(process: subprocess.Popen[str]) -> None:
+def _kill_sandbox(process: subprocess.Popen[str]) -> None:
     """Kills the first process of the sandbox if there is one: unshare then waits until all others have ended
     and no process writes to the folder."""
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
@@ -151,7 +151,7 @@ def _kill(process: subprocess.Popen[str]) -> None:
 # -- inside the sandbox -----------------------------------------------------------------------------
 
 
-def raise_loopback() -> None:
+def bring_up_loopback() -> None:
     """Brings the loopback interface of a new network namespace up and adds a second address: with 127.* only,
     libc resolves no name for Slurm, not even a numeric one."""
     with socket.socket() as any_socket:
@@ -163,7 +163,7 @@ def raise_loopback() -> None:
         fcntl.ioctl(any_socket, _SIOCSIFADDR, request)
 
 
-def serve(measure: Callable[[str, int, float], Iterable[str]]) -> None:
+def serve_requests(measure: Callable[[str, int, float], Iterable[str]]) -> None:
     """Prints `ready` and replies to requests until the end of input."""
     print("ready", flush=True)
     for line in sys.stdin:

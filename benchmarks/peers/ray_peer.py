@@ -20,21 +20,23 @@ from typing import Any
 
 import peer_sandbox
 
-VERSION = "2.60.0"
-GPUS = 1000
-NODES = 8
+RAY_VERSION = "2.60.0"
+GPUS_PER_NODE = 1000
+NODE_COUNT = 8
 """Each node is several processes that use CPU time even when idle: 125 would overload a small machine."""
-WORKERS = 64
+WORKER_COUNT = 64
 """Concurrent requests under load: more increased latency several times, and throughput only slightly."""
-INSTALL = f"python3 -m venv DIR && DIR/bin/pip install ray=={VERSION}, then --ray-python DIR/bin/python"
-WAIT_S = 30
+INSTALL_COMMAND = (
+    f"python3 -m venv DIR && DIR/bin/pip install ray=={RAY_VERSION}, then --ray-python DIR/bin/python"
+)
+WAIT_TIMEOUT_S = 30
 # For 127.0.0.1 Ray would detect and use another address.
 _ADDRESS = "127.0.0.2"
 _OBJECT_STORE_BYTES = 80 << 20
 _FOLDER_CHARS_MAX = 36  # its socket paths are 70 characters longer, and the limit is 107
 
 
-def missing(python: str) -> str | None:
+def unavailable_reason(python: str) -> str | None:
     """Why Ray cannot be measured, with a hint; None if it can."""
     command = [python, "-c", "import ray; print(ray.__version__)"]
     try:
@@ -43,18 +45,18 @@ def missing(python: str) -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         version = None
     if version is None:
-        return f"{python} has no Ray; {INSTALL}"
-    if version != VERSION:
-        return f"{python} has Ray {version}, but {VERSION} is required; {INSTALL}"
+        return f"{python} has no Ray; {INSTALL_COMMAND}"
+    if version != RAY_VERSION:
+        return f"{python} has Ray {version}, but {RAY_VERSION} is required; {INSTALL_COMMAND}"
     return None
 
 
-def alive_gpus(nodes: Iterable[Mapping[str, Any]]) -> int:
+def count_alive_gpus(nodes: Iterable[Mapping[str, Any]]) -> int:
     """Number of GPUs of the alive nodes in the result of ray.nodes()."""
     return int(sum(node["Resources"].get("GPU", 0) for node in nodes if node["Alive"]))
 
 
-def placed_on(table: Mapping[str, Any]) -> str:
+def find_placement_node(table: Mapping[str, Any]) -> str:
     """Node of the bundle in the result of placement_group_table(). Raises ValueError if it has none."""
     nodes = [node for node in table["bundles_to_node_id"].values() if node]
     if table["state"] != "CREATED" or len(nodes) != 1:
@@ -62,24 +64,24 @@ def placed_on(table: Mapping[str, Any]) -> str:
     return str(nodes[0])
 
 
-def place_ms() -> float:
+def measure_placement_ms() -> float:
     """Places a group, removes it, and returns the placement latency."""
     from ray.util.placement_group import placement_group, remove_placement_group
 
     began = time.perf_counter()
     group = placement_group([{"GPU": 1}])
-    if not group.wait(WAIT_S):
+    if not group.wait(WAIT_TIMEOUT_S):
         raise SystemExit("could not place a placement group")
     latency_ms = (time.perf_counter() - began) * 1000
     remove_placement_group(group)
     return latency_ms
 
 
-def measure(kind: str, count: int, time_s: float) -> list[str]:
+def run_measurement(kind: str, count: int, time_s: float) -> list[str]:
     lines = [f"began {time.monotonic():.6f}"]
 
     def place() -> None:
-        latency_ms = place_ms()
+        latency_ms = measure_placement_ms()
         lines.append(f"placed {time.monotonic():.6f} {latency_ms:.3f}")
 
     def work(until_s: float) -> None:
@@ -104,9 +106,9 @@ def check_placement() -> None:
     from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 
     group = placement_group([{"GPU": 1}])
-    if not group.wait(WAIT_S):
+    if not group.wait(WAIT_TIMEOUT_S):
         raise SystemExit("could not place the first placement group")
-    placed_on(placement_group_table(group))
+    find_placement_node(placement_group_table(group))
     remove_placement_group(group)
 
 
@@ -114,14 +116,14 @@ def main() -> int:
     folder, nodes = Path(sys.argv[1]), int(sys.argv[2])
     if len(str(folder)) > _FOLDER_CHARS_MAX:
         raise SystemExit(f"path {folder} is too long for the sockets of Ray; set TMPDIR to a shorter one")
-    peer_sandbox.raise_loopback()
+    peer_sandbox.bring_up_loopback()
     os.environ |= {"RAY_TMPDIR": str(folder), "HOME": str(folder), "RAY_USAGE_STATS_ENABLED": "0"}
     import ray
     from ray.cluster_utils import Cluster
 
     node = {
-        "num_cpus": GPUS // nodes,
-        "num_gpus": GPUS // nodes,
+        "num_cpus": GPUS_PER_NODE // nodes,
+        "num_gpus": GPUS_PER_NODE // nodes,
         "object_store_memory": _OBJECT_STORE_BYTES,
         "node_ip_address": _ADDRESS,
     }
@@ -130,10 +132,10 @@ def main() -> int:
         cluster.add_node(wait=False, **node)
     cluster.wait_for_nodes()
     ray.init(address=cluster.address, log_to_driver=False, _node_ip_address=_ADDRESS)
-    if alive_gpus(ray.nodes()) != GPUS:
+    if count_alive_gpus(ray.nodes()) != GPUS_PER_NODE:
         raise SystemExit(f"not all nodes are alive: {ray.nodes()}")
     check_placement()
-    peer_sandbox.serve(measure)
+    peer_sandbox.serve_requests(run_measurement)
     ray.shutdown()
     cluster.shutdown()
     return 0

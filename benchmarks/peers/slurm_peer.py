@@ -22,19 +22,19 @@ from pathlib import Path
 
 import peer_sandbox
 
-NODES = 125
-GPUS_OF_NODE = 8
-WORKERS = 8
+NODE_COUNT = 125
+GPUS_PER_NODE = 8
+WORKER_COUNT = 8
 """Concurrent requests under load: more did not increase the rate."""
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sinfo", "g++")
-HEADER = Path("/usr/include/slurm/slurm.h")
-INSTALL = "apt-get install slurmctld slurmd slurm-client munge libslurm-dev g++"
-START_S = 60.0
-POLL_S = 0.2
+SLURM_HEADER = Path("/usr/include/slurm/slurm.h")
+INSTALL_COMMAND = "apt-get install slurmctld slurmd slurm-client munge libslurm-dev g++"
+START_TIMEOUT_S = 60.0
+POLL_INTERVAL_S = 0.2
 
 # One core per GPU: the cost of a decision grows with the cores of a node. MinJobAge: ended jobs are purged
 # soon, otherwise the controller would reject new ones at MaxJobCount.
-_CONF = """\
+_SLURM_CONF = """\
 ClusterName=peers
 SlurmctldHost={host}(127.0.0.1)
 SlurmctldPort=6817
@@ -67,21 +67,21 @@ NodeName=node[000-{last:03d}] NodeHostname={host} NodeAddr=127.0.0.1 Port=[7000-
 Sockets=2 CoresPerSocket=4 ThreadsPerCore=1 RealMemory=100000 Gres=gpu:{gpus}
 PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
-_GRES = "AutoDetect=off\nName=gpu File={folder}/gpu[0-{last_gpu}]\n"
+_GRES_CONF = "AutoDetect=off\nName=gpu File={folder}/gpu[0-{last_gpu}]\n"
 
 
-def missing() -> str | None:
+def unavailable_reason() -> str | None:
     """Why Slurm cannot be measured, with a hint; None if it can."""
     absent = [name for name in PROGRAMS if shutil.which(name) is None]
-    if not HEADER.exists():
+    if not SLURM_HEADER.exists():
         absent.append("libslurm's headers")
     if not absent:
         # Root of a user namespace is not sufficient: the daemons drop supplementary groups.
         return None if os.geteuid() == 0 else "the daemons require root; run the benchmark as root"
-    return f"{', '.join(absent)} not found on PATH (with /usr/sbin in it?); on Debian: {INSTALL}"
+    return f"{', '.join(absent)} not found on PATH (with /usr/sbin in it?); on Debian: {INSTALL_COMMAND}"
 
 
-def idle_gpus(sinfo: str) -> int:
+def count_idle_gpus(sinfo: str) -> int:
     """GPUs of idle nodes in the output of `sinfo -h -o "%T %D %G"` (a state with a suffix is not counted)."""
     total = 0
     for line in sinfo.splitlines():
@@ -94,19 +94,19 @@ def idle_gpus(sinfo: str) -> int:
 def write_settings(folder: Path) -> None:
     for name in ("state", "spool"):
         (folder / name).mkdir()
-    for gpu in range(GPUS_OF_NODE):
+    for gpu in range(GPUS_PER_NODE):
         (folder / f"gpu{gpu}").touch()
-    host, last = socket.gethostname(), NODES - 1
-    conf = _CONF.format(host=host, folder=folder, last=last, last_port=7000 + last, gpus=GPUS_OF_NODE)
+    host, last = socket.gethostname(), NODE_COUNT - 1
+    conf = _SLURM_CONF.format(host=host, folder=folder, last=last, last_port=7000 + last, gpus=GPUS_PER_NODE)
     (folder / "slurm.conf").write_text(conf)
-    (folder / "gres.conf").write_text(_GRES.format(folder=folder, last_gpu=GPUS_OF_NODE - 1))
+    (folder / "gres.conf").write_text(_GRES_CONF.format(folder=folder, last_gpu=GPUS_PER_NODE - 1))
     key = folder / "munge.key"
     key.touch(mode=0o600)
     key.write_bytes(secrets.token_bytes(1024))
 
 
 @contextmanager
-def running(commands: Iterable[Sequence[str]]) -> Iterator[None]:
+def run_daemons(commands: Iterable[Sequence[str]]) -> Iterator[None]:
     """Runs the commands concurrently for the duration of the block; their output goes to standard error."""
     processes = [
         subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=sys.stderr.fileno())
@@ -121,7 +121,7 @@ def running(commands: Iterable[Sequence[str]]) -> Iterator[None]:
             process.wait()
 
 
-def munged(folder: Path) -> list[str]:
+def make_munged_command(folder: Path) -> list[str]:
     files = {"socket": "munge.socket", "key-file": "munge.key", "pid-file": "munge.pid"}
     files |= {"log-file": "munge.log", "seed-file": "munge.seed"}
     # --force: munged rejects a folder that other users cannot enter.
@@ -129,17 +129,17 @@ def munged(folder: Path) -> list[str]:
     return ["munged", "--foreground", "--force", "--num-threads=4", *options]
 
 
-def wait_until_idle() -> None:
-    until_s = time.monotonic() + START_S
+def wait_until_nodes_are_idle() -> None:
+    until_s = time.monotonic() + START_TIMEOUT_S
     output = ""
     while time.monotonic() < until_s:
         command = ["sinfo", "-h", "-o", "%T %D %G"]
-        done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=START_S)
+        done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=START_TIMEOUT_S)
         output = done.stdout or done.stderr
-        if done.returncode == 0 and idle_gpus(output) == NODES * GPUS_OF_NODE:
+        if done.returncode == 0 and count_idle_gpus(output) == NODE_COUNT * GPUS_PER_NODE:
             return
-        time.sleep(POLL_S)
-    raise SystemExit(f"the nodes are not idle after {START_S:.0f} s: {output}")
+        time.sleep(POLL_INTERVAL_S)
+    raise SystemExit(f"the nodes are not idle after {START_TIMEOUT_S:.0f} s: {output}")
 
 
 def build_client(folder: Path) -> Path:
@@ -154,7 +154,7 @@ def build_client(folder: Path) -> Path:
 
 def main() -> int:
     folder = Path(sys.argv[1])
-    peer_sandbox.raise_loopback()
+    peer_sandbox.bring_up_loopback()
     write_settings(folder)
     client = build_client(folder)
     os.environ["SLURM_CONF"] = str(folder / "slurm.conf")
@@ -164,13 +164,13 @@ def main() -> int:
         return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout.splitlines()
 
     daemons = [["slurmctld", "-D", "-i"]]
-    daemons += [["slurmd", "-D", "-N", f"node{number:03d}"] for number in range(NODES)]
-    with running([munged(folder)]):
+    daemons += [["slurmd", "-D", "-N", f"node{number:03d}"] for number in range(NODE_COUNT)]
+    with run_daemons([make_munged_command(folder)]):
         while not (folder / "munge.socket").exists():
-            time.sleep(POLL_S)
-        with running(daemons):
-            wait_until_idle()
-            peer_sandbox.serve(measure)
+            time.sleep(POLL_INTERVAL_S)
+        with run_daemons(daemons):
+            wait_until_nodes_are_idle()
+            peer_sandbox.serve_requests(measure)
     return 0
 
 

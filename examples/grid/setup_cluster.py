@@ -19,7 +19,7 @@ from genie.config import load
 from genie.errors import GenieError
 from genie.grid.grid_file import read_grid_file
 from genie.grid.ray.cluster import RayCluster
-from genie.grid.setup import DEFAULT_PACKAGES, Setup, read_environment_spec
+from genie.grid.setup import DEFAULT_PACKAGES, EnvironmentSetup, read_environment_spec
 from genie.grid.ssh.pool import SshPool
 
 
@@ -32,7 +32,7 @@ async def set_up(packages: list[str], wheels: Path | None) -> int:
     file = read_grid_file(settings.grid.file)
     async with SshPool(file, ssh_config=settings.grid.ssh_config) as pool:
         wanted = read_environment_spec(requirements=None, packages=packages, wheels=wheels)
-        reports = await Setup(pool, file).run(wanted, on_progress=print_progress)
+        reports = await EnvironmentSetup(pool, file).run(wanted, on_progress=print_progress)
         failed = [report for report in reports if report.error]
         for report in failed:
             print(f"{report.node} failed: {report.error}\n{report.hint}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +21,7 @@ CONNECTIONS_OF_TOKEN_MAX = {TokenKind.OWNER: 256, TokenKind.USER: 256, TokenKind
 """An owner may have more while the connections of users are below their limit."""
 _RETRY_AFTER_S = 5.0
 _SHRUNK_CONNECTIONS = 256
+_SETTLED_CALLS = 2
 
 
 @dataclass(slots=True, eq=False)
@@ -81,6 +82,10 @@ class Connections:
         self._of_owners_beyond = 0
         """Connections of owner tokens beyond their limit, which count as those of users."""
         self._peak = 0
+        self._closed = 0
+        """Number of connections that were closed so far."""
+        self._closed_at_calls: deque[int] = deque(maxlen=_SETTLED_CALLS + 1)
+        """That number at the last calls of `has_shrunk`."""
 
     def __len__(self) -> int:
         return len(self._open)
@@ -91,6 +96,7 @@ class Connections:
 
     def discard(self, connection: Connection) -> None:
         self._open.discard(connection)
+        self._closed += 1
         identity = connection.authenticated_as
         if identity is None:
             return
@@ -153,12 +159,18 @@ class Connections:
         for connection in list(self._by_token.get(token_id, ())):
             connection.peer.close()
 
-    def take_shrunk(self) -> bool:
-        """Whether many connections were closed since the last call that returned True."""
-        if self._peak - len(self._open) < _SHRUNK_CONNECTIONS:
+    def has_shrunk(self) -> bool:
+        """Whether many connections were closed since `reset_peak`, but hardly any during the last calls: a
+        connection keeps its memory for a while after it was closed. Call it every few seconds."""
+        self._closed_at_calls.append(self._closed)
+        if len(self._closed_at_calls) <= _SETTLED_CALLS:
             return False
+        is_settled = self._closed - self._closed_at_calls[0] <= _SHRUNK_CONNECTIONS // 8
+        return is_settled and self._peak - len(self._open) >= _SHRUNK_CONNECTIONS
+
+    def reset_peak(self) -> None:
+        """Count closed connections from now on."""
         self._peak = len(self._open)
-        return True
 
 
 def _is_owner_beyond(kind: TokenKind, others: int) -> bool:

@@ -563,8 +563,10 @@ class Controller:
     async def _return_memory(self) -> None:
         """Return the memory of many closed connections to the system."""
         now_s = self._clock.monotonic_s()
-        if now_s - self._memory_returned_s < _RETURN_MEMORY_S or not self._connections.take_shrunk():
+        has_shrunk = self._connections.has_shrunk()
+        if not has_shrunk or now_s - self._memory_returned_s < _RETURN_MEMORY_S:
             return
+        self._connections.reset_peak()
         self._memory_returned_s = now_s
         memory.collect_garbage()
         await self._offload(memory.trim_heap)

@@ -80,9 +80,13 @@ class Election:
         """Fencing token of the current or the last term; 0 before the first."""
         return self._token
 
+    def leads_with(self, token: int) -> bool:
+        """Whether this controller leads, with this fencing token."""
+        return token == self._token > 0 and self._clock.monotonic_s() < self._deadline_s
+
     def require_token(self) -> int:
         """Return the fencing token of this term; NotLeaderError or StoreUnavailableError when not leading."""
-        if self.is_leading:
+        if self._token > 0 and self._clock.monotonic_s() < self._deadline_s:
             return self._token
         if not self._health.ok:
             raise StoreUnavailableError(

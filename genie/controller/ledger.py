@@ -182,13 +182,12 @@ class Table(Generic[_Row]):
 
     def _set_stored(self, row_id: str, revision: int, operation: Put | Delete) -> None:
         self._unreadable.discard(row_id)
-        if operation.__class__ is Delete:
-            self._revisions.pop(row_id, None)
-            self._sizes.pop(row_id, None)
-        else:
-            assert isinstance(operation, Put)
+        if isinstance(operation, Put):
             self._revisions[row_id] = revision
             self._sizes[row_id] = len(operation.value)
+        else:
+            self._revisions.pop(row_id, None)
+            self._sizes.pop(row_id, None)
 
 
 class Transaction:
@@ -218,7 +217,7 @@ class Transaction:
         if staged is not None:
             row: _Row | None = staged[2]
             return row
-        return table.get(row_id)
+        return table._rows.get(row_id)
 
     def next_number(self, counter: str) -> int:
         """Return a number higher than every number of this counter in a committed transaction."""
@@ -380,8 +379,7 @@ class Ledger:
     @property
     def is_current(self) -> bool:
         """Whether no other controller can have written since the tables were read."""
-        is_of_this_term = self._loaded_token == self._election.token
-        return self.is_loaded and is_of_this_term and self._election.is_leading
+        return self.is_loaded and self._election.leads_with(self._loaded_token)
 
     def require_current(self) -> None:
         """Raise NotLeaderError unless this controller leads and has read the tables in this term."""

@@ -67,7 +67,8 @@ _UNITS_PER_JOB = 0.1
 _TAKES_TURNS: frozenset[type[Message]] = frozenset(
     (ListJobs, ListNodes, ListTokens, ListQuotas, GetStatus, SessionHeartbeat)
 )
-_LISTS: frozenset[type[Message]] = _TAKES_TURNS | {GetQueue, ExplainJob}
+LISTS: frozenset[type[Message]] = _TAKES_TURNS | {GetQueue, ExplainJob}
+"""Requests whose replies are long or expensive."""
 _ALWAYS_FOR_OWNERS: frozenset[type[Message]] = frozenset((Hello, CancelJob, RevokeToken))
 
 
@@ -130,34 +131,26 @@ class RequestLimits:
                 "is reached",
                 retry_after_s=_RETRY_AFTER_S,
             )
-        if kind in _LISTS and usage.lists_in_flight >= LISTS_IN_FLIGHT_MAX:
+        if kind in LISTS and usage.lists_in_flight >= LISTS_IN_FLIGHT_MAX:
             raise OverloadedError(
                 f"the limit of {LISTS_IN_FLIGHT_MAX} lists in flight of token {usage.token_id} is reached",
                 retry_after_s=_RETRY_AFTER_S,
             )
 
-    async def run(
-        self,
-        usage: TokenUsage,
-        request: Message,
-        handle: Callable[[], Awaitable[Message]],
-        *,
-        size_bytes: int = 0,
-    ) -> Message:
-        """Handle a request that was charged, and count it while it is in flight."""
+    async def run(self, usage: TokenUsage, handled: Awaitable[Message], *, size_bytes: int = 0) -> Message:
+        """Await the reply to a request that was charged, and count it as in flight until then."""
         usage.in_flight += 1
         usage.in_flight_bytes += size_bytes
         try:
-            if request.__class__ in _LISTS:
-                return await self._run_list(usage, request, handle)
-            return await handle()
+            return await handled
         finally:
             usage.in_flight -= 1
             usage.in_flight_bytes -= size_bytes
 
-    async def _run_list(
+    async def run_list(
         self, usage: TokenUsage, request: Message, handle: Callable[[], Awaitable[Message]]
     ) -> Message:
+        """Handle one of LISTS; some take turns."""
         usage.lists_in_flight += 1
         try:
             if request.__class__ not in _TAKES_TURNS:
@@ -171,6 +164,9 @@ class RequestLimits:
 
 
 def _cost(request: Message) -> float:
+    cost = _COSTS.get(request.__class__)
+    if cost is not None:
+        return cost
     if isinstance(request, (ListJobs, GetQueue)):
         return 2.0 + _UNITS_PER_JOB * min(max(request.limit, 1), LIST_MAX)
-    return _COSTS.get(request.__class__, 1.0)
+    return 1.0

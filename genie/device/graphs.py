@@ -54,9 +54,9 @@ class SharedInput(NamedTuple):
     """One of several inputs that share memory."""
 
     position: int
-    group_first: int
+    group_first_position: int
     """Position of the first input of the group."""
-    same_as: int
+    same_object_position: int
     """Position of the first input that is the same object."""
     start_bytes: int
     """Offset in the memory of the group."""
@@ -155,7 +155,7 @@ class RecordedGraph:
         copies = _allocate_shared_copies(inputs, shared, self.index)
         for i in self._copied_positions:
             self._inputs[i] = copies[i] if i in copies else _copy_to_device(inputs[i], self.index)
-        duplicates = {each.position for each in shared if each.same_as != each.position}
+        duplicates = {each.position for each in shared if each.same_object_position != each.position}
         self._copied_positions = [i for i in self._copied_positions if i not in duplicates]
         for i in copies.keys() - duplicates:
             if 0 in copies[i].stride():
@@ -299,19 +299,21 @@ def _allocate_shared_copies(
         source = inputs[each.position]
         spans = ((size - 1) * stride for size, stride in zip(source.shape, each.strides, strict=True))
         end = each.start_bytes + (1 + sum(spans)) * source.itemsize
-        sizes[each.group_first] = max(sizes[each.group_first], end)
+        sizes[each.group_first_position] = max(sizes[each.group_first_position], end)
     memory = {
         first: torch.zeros(size, dtype=torch.uint8, device=device).untyped_storage()
         for first, size in sizes.items()
     }
     copies: dict[int, torch.Tensor] = {}
     for each in shared:
-        if each.same_as in copies:
-            copies[each.position] = copies[each.same_as]
+        if each.same_object_position in copies:
+            copies[each.position] = copies[each.same_object_position]
             continue
         source = inputs[each.position]
         copy = torch.empty(0, dtype=source.dtype, device=device)
-        copy.set_(memory[each.group_first], each.start_bytes // source.itemsize, source.shape, each.strides)
+        copy.set_(
+            memory[each.group_first_position], each.start_bytes // source.itemsize, source.shape, each.strides
+        )
         copy = copy.conj() if each.is_conj else copy
         copies[each.position] = torch._neg_view(copy) if each.is_neg else copy
     return copies

@@ -334,7 +334,7 @@ class _GraphBuilder:
             case ("list", items):
                 return [self._argument_value(item) for item in items]
             case ("value", value):
-                _check_strings(value)
+                _check_simple_strings(value)
                 return value
         raise OpRefusedError("an op uses its own generator")
 
@@ -486,7 +486,7 @@ class _ScalarConstant:
     wrapped: bool
 
 
-def _check_strings(value: object) -> None:
+def _check_simple_strings(value: object) -> None:
     """Inductor copies strings into generated source code: allow only letters, digits and _."""
     for each in value if isinstance(value, list) else [value]:
         if isinstance(each, str) and not _SIMPLE_STRING.fullmatch(each):

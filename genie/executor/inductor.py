@@ -72,7 +72,7 @@ class InductorCompiler:
             raise OpRefusedError("another graph is still being compiled")
         if len(steps) > COMPILED_STEPS_MAX:
             raise OpRefusedError(
-                f"it has {len(steps)} steps; the maximum for compilation is {COMPILED_STEPS_MAX}"
+                f"the graph has {len(steps)} steps; the maximum for compilation is {COMPILED_STEPS_MAX}"
             )
         _log.info("compiling a graph of %d steps with inductor", len(steps))
         started = time.monotonic()

@@ -196,56 +196,56 @@ class ClientListener:
                     raise OSError(errno.EAGAIN, "too many handshakes")
                 if len(self._sockets_in_handshake) >= _CONCURRENT_HANDSHAKES_MAX:
                     self._close_one_handshake()
-                copy = sock.dup()
-                self._sockets_in_handshake[copy] = host
+                socket_copy = sock.dup()
+                self._sockets_in_handshake[socket_copy] = host
                 self._handshake_threads += 1
         except OSError as error:  # also: out of file descriptors
             _log.warning("rejected the client %s: %s", peer, error)
             sock.close()
             return
         thread = threading.Thread(
-            target=self._handshake, args=(sock, copy, peer), name=f"executor-{peer}", daemon=True
+            target=self._handshake, args=(sock, socket_copy, peer), name=f"executor-{peer}", daemon=True
         )
         try:
             thread.start()
         except RuntimeError as error:  # out of threads
             _log.warning("rejected the client %s: %s", peer, error)
             sock.close()
-            self._end_handshake(copy, has_ended=True)
+            self._end_handshake(socket_copy, has_ended=True)
 
-    def _handshake(self, sock: socket.socket, copy: socket.socket, peer: str) -> None:
+    def _handshake(self, sock: socket.socket, socket_copy: socket.socket, peer: str) -> None:
         try:
             self._wait_first_byte(sock, peer)
-            self._authenticate(sock, copy, peer)
+            self._authenticate(sock, socket_copy, peer)
         except (GenieError, OSError) as error:
             _log.warning("rejected the client %s: %s", peer, error)
         finally:
             sock.close()  # has no effect after detach()
-            self._end_handshake(copy, has_ended=True)
+            self._end_handshake(socket_copy, has_ended=True)
 
     def _close_one_handshake(self) -> None:
         """Closes the oldest connection of the address with the most; its thread then ends."""
         (most, _), *_ = Counter(self._sockets_in_handshake.values()).most_common(1)
-        oldest = next(copy for copy, host in self._sockets_in_handshake.items() if host == most)
+        oldest = next(socket_copy for socket_copy, host in self._sockets_in_handshake.items() if host == most)
         del self._sockets_in_handshake[oldest]
         try:
             oldest.shutdown(socket.SHUT_RDWR)
         except OSError:
             pass  # already disconnected
 
-    def _end_handshake(self, copy: socket.socket, *, has_ended: bool = False) -> None:
+    def _end_handshake(self, socket_copy: socket.socket, *, has_ended: bool = False) -> None:
         """The peer is authenticated, or its thread has ended."""
         with self._handshakes_lock:
-            self._sockets_in_handshake.pop(copy, None)
+            self._sockets_in_handshake.pop(socket_copy, None)
             self._handshake_threads -= has_ended
-        copy.close()
+        socket_copy.close()
 
     def _wait_first_byte(self, sock: socket.socket, peer: str) -> None:
         sock.settimeout(_FIRST_BYTE_TIMEOUT_S)
         if not sock.recv(1, socket.MSG_PEEK):
             raise ProtocolError(f"{peer} disconnected before the handshake")
 
-    def _authenticate(self, sock: socket.socket, copy: socket.socket, peer: str) -> None:
+    def _authenticate(self, sock: socket.socket, socket_copy: socket.socket, peer: str) -> None:
         deadline = time.monotonic() + _HANDSHAKE_TIMEOUT_S
         loopback = is_loopback(sock.getpeername()[0]) and is_loopback(sock.getsockname()[0])
         stream = self._make_stream(sock, peer, _remaining_s(deadline))
@@ -256,11 +256,11 @@ class ClientListener:
             plaintext = same_machine or not stream.encrypted
             if isinstance(request, device_protocol.Fetch):
                 self._check_token(request)
-                self._end_handshake(copy)
+                self._end_handshake(socket_copy)
                 self._start_fetch(stream, request, peer, plaintext=plaintext)
             else:
                 self._check_ticket(request)
-                self._end_handshake(copy)
+                self._end_handshake(socket_copy)
                 self._admit_client(PendingClient(stream, request, peer, plaintext=plaintext))
         except GenieError as error:
             self._send_refusal(stream, error, peer)

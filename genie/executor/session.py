@@ -84,7 +84,7 @@ class ClientSession:
         self._listener = listener
         self._resume_s = config.resume_s
         self._is_on_cpu = config.device == "cpu"
-        self._capture = CudaCapture(config.device) if config.device.startswith("cuda") else None
+        self._cuda_capture = CudaCapture(config.device) if config.device.startswith("cuda") else None
         self._parcel_connector = ParcelConnector(config)
         # Imported late: it imports torch.
         from genie.executor.inductor import InductorCompiler
@@ -97,7 +97,7 @@ class ClientSession:
             config.memory_bytes_max,
             sorted(ALLOWED_OPS),
             spin_us=config.spin_us,
-            capture=self._capture,
+            capture=self._cuda_capture,
             connect=self._parcel_connector,
             compiler=self._compiler,
         )
@@ -109,8 +109,8 @@ class ClientSession:
         Otherwise the accelerator may have failed, and nothing was freed, because that may fail too. The
         process must exit without cleanup.
         """
-        if self._capture is not None:
-            self._capture.use_capture_stream()
+        if self._cuda_capture is not None:
+            self._cuda_capture.use_capture_stream()
         end = SessionOutcome.CLIENT_LOST
         try:
             end = SessionOutcome(self._serve_until_closed(client))

@@ -16,19 +16,19 @@ from typing import Any, ParamSpec, TypeVar, overload
 
 from genie.errors import GenieError, UsageError
 
-BASE_S = 0.1
-MAX_S = 5.0
+BACKOFF_BASE_S = 0.1
+BACKOFF_MAX_S = 5.0
 RETRIES_MAX = 1000
 _EXPONENT_MAX = 16
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
-When = Callable[[Exception], bool] | type[Exception] | tuple[type[Exception], ...]
+RetryCondition = Callable[[Exception], bool] | type[Exception] | tuple[type[Exception], ...]
 """The errors that are retried."""
 OnRetry = Callable[[Exception, float], None]
 """Called with the error and the pause in seconds before the next attempt."""
 
 
-def pause_s(attempt: int, *, base_s: float = BASE_S, max_s: float = MAX_S) -> float:
+def backoff_s(attempt: int, *, base_s: float = BACKOFF_BASE_S, max_s: float = BACKOFF_MAX_S) -> float:
     """Return the seconds to wait after attempt 0, 1, 2, ...: base_s, doubled each time, at most max_s.
 
     The result is random between half and all of that, so that clients do not retry in step.
@@ -52,9 +52,9 @@ def retry(function: Callable[_P, _T], /) -> Callable[_P, _T]: ...
 def retry(
     *,
     max_retries: int = 3,
-    base_s: float = BASE_S,
-    max_s: float = MAX_S,
-    when: When = is_retryable,
+    base_s: float = BACKOFF_BASE_S,
+    max_s: float = BACKOFF_MAX_S,
+    when: RetryCondition = is_retryable,
     on_retry: OnRetry | None = None,
 ) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]: ...
 
@@ -64,9 +64,9 @@ def retry(
     /,
     *,
     max_retries: int = 3,
-    base_s: float = BASE_S,
-    max_s: float = MAX_S,
-    when: When = is_retryable,
+    base_s: float = BACKOFF_BASE_S,
+    max_s: float = BACKOFF_MAX_S,
+    when: RetryCondition = is_retryable,
     on_retry: OnRetry | None = None,
 ) -> Any:  # Any: see the overloads
     """Retry a plain or async function when it raises, up to `max_retries` times.
@@ -87,21 +87,21 @@ def retry(
         raise UsageError("retry: base_s and max_s must not be negative")
     if function is not None and not callable(function):
         raise UsageError("retry: options are keyword arguments", hint="write @retry(max_retries=3)")
-    matches = _predicate(when)
+    matches = _to_predicate(when)
 
-    def pause_after(error: Exception, attempt: int) -> float | None:
+    def backoff_after(error: Exception, attempt: int) -> float | None:
         if attempt >= max_retries or not matches(error):
             return None
-        wait_s = pause_s(attempt, base_s=base_s, max_s=max_s)
+        wait_s = backoff_s(attempt, base_s=base_s, max_s=max_s)
         if on_retry is not None:
             on_retry(error, wait_s)
         return wait_s
 
-    decorate = functools.partial(_with_retries, pause_after=pause_after)
+    decorate = functools.partial(_with_retries, backoff_after=backoff_after)
     return decorate if function is None else decorate(function)
 
 
-def _predicate(when: When) -> Callable[[Exception], bool]:
+def _to_predicate(when: RetryCondition) -> Callable[[Exception], bool]:
     """Convert `when` to a predicate. Exception types come first: they are callable, and always truthy."""
     types = when if isinstance(when, tuple) else (when,)
     if all(isinstance(each, type) and issubclass(each, BaseException) for each in types):
@@ -112,36 +112,36 @@ def _predicate(when: When) -> Callable[[Exception], bool]:
 
 
 def _with_retries(
-    function: Callable[..., Any], *, pause_after: Callable[[Exception, int], float | None]
+    function: Callable[..., Any], *, backoff_after: Callable[[Exception, int], float | None]
 ) -> Callable[..., Any]:
     if inspect.iscoroutinefunction(function):
 
         @functools.wraps(function)
-        async def call_async(*args: Any, **kwargs: Any) -> Any:
+        async def call_async_with_retries(*args: Any, **kwargs: Any) -> Any:
             attempt = 0
             while True:
                 try:
                     return await function(*args, **kwargs)
                 except Exception as error:
-                    wait_s = pause_after(error, attempt)
+                    wait_s = backoff_after(error, attempt)
                     if wait_s is None:
                         raise
                 attempt += 1
                 await asyncio.sleep(wait_s)
 
-        return call_async
+        return call_async_with_retries
 
     @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call_with_retries(*args: Any, **kwargs: Any) -> Any:
         attempt = 0
         while True:
             try:
                 return function(*args, **kwargs)
             except Exception as error:
-                wait_s = pause_after(error, attempt)
+                wait_s = backoff_after(error, attempt)
                 if wait_s is None:
                     raise
             attempt += 1
             time.sleep(wait_s)
 
-    return call
+    return call_with_retries

@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     from genie.grid.sync.syncer import SyncReport
 
 OUTPUT_BYTES_MAX = 16 << 20
-_INTERRUPT_S = 5.0
-_CLOSE_S = 10.0
-_SIGNAL_S = 0.5
+_INTERRUPT_TIMEOUT_S = 5.0
+_CLOSE_TIMEOUT_S = 10.0
+_SIGNAL_CHECK_INTERVAL_S = 0.5
 _Value = TypeVar("_Value")
 
 
@@ -72,7 +72,7 @@ class Executor:
 
     def __init__(self, config: str | Path | None = None) -> None:
         settings = load({"grid.file": None if config is None else str(config)})
-        self._file: GridFile = read_grid_file(settings.grid.file)
+        self._grid_file: GridFile = read_grid_file(settings.grid.file)
         self._ssh_config = settings.grid.ssh_config
         self._state_dir = settings.paths.state_dir
         self._lock = threading.Lock()
@@ -102,22 +102,22 @@ class Executor:
             gpus=gpus,
             labels=labels or {},
             timeout_s=timeout_s,
-            sync=None if sync is None else _check_folder(sync),
+            sync=None if sync is None else _resolve_sync_folder(sync),
         )
-        session = self._open()
-        return session.run(self._run(session, launch, node))
+        session = self._get_or_open_session()
+        return session.run(self._run_and_wait(session, launch, node))
 
     def find_best_node(self, *, gpus: int = 0, labels: Mapping[str, str] | None = None) -> str:
         """Return the name of the node with the lowest score, `gpus` free GPUs and these labels.
 
         Readings are cached for health_check.refresh_interval. Raises NoNodeError with a reason per node.
         """
-        session = self._open()
-        return session.run(session.launcher.best_node(gpus=gpus, labels=labels, without={}))
+        session = self._get_or_open_session()
+        return session.run(session.launcher.choose_best_node(gpus=gpus, labels=labels, without={}))
 
     def check_all_nodes(self, *, fresh: bool = False) -> list[NodeHealth]:
         """Return the health of every node, sorted by score, the best first. `fresh` ignores the cache."""
-        session = self._open()
+        session = self._get_or_open_session()
         return session.run(session.launcher.check_all_nodes(fresh=fresh))
 
     def smart_sync(self, folder: str | Path = ".", *, nodes: Sequence[str] | None = None) -> list[SyncReport]:
@@ -125,8 +125,8 @@ class Executor:
 
         Returns one report per node, which contains the node's error; local errors are raised.
         """
-        names = list(nodes) if nodes is not None else [node.name for node in self._file.nodes]
-        session = self._open()
+        names = list(nodes) if nodes is not None else [node.name for node in self._grid_file.nodes]
+        session = self._get_or_open_session()
         return session.run(session.launcher.sync(Path(folder), names))
 
     def close(self) -> None:
@@ -144,18 +144,18 @@ class Executor:
     ) -> None:
         self.close()
 
-    def _open(self) -> _GridSession:
+    def _get_or_open_session(self) -> _GridSession:
         with self._lock:
             if self._session is None:
-                self._session = _GridSession(self._file, self._ssh_config, state_dir=self._state_dir)
+                self._session = _GridSession(self._grid_file, self._ssh_config, state_dir=self._state_dir)
                 weakref.finalize(self, self._session.close)
             return self._session
 
-    async def _run(self, session: _GridSession, launch: RunSpec, node: str | None) -> RunResult:
+    async def _run_and_wait(self, session: _GridSession, launch: RunSpec, node: str | None) -> RunResult:
         runner, launcher = session.runner, session.launcher
         output = OutputCollector(bytes_max=OUTPUT_BYTES_MAX)
         run = await (launcher.start_on_best(launch) if node is None else launcher.start_on(node, launch))
-        ended = track_run(run, state_dir=self._state_dir, file=self._file)
+        ended = track_run(run, state_dir=self._state_dir, file=self._grid_file)
         try:
             code = await runner.wait(run, output)
         except asyncio.CancelledError:
@@ -163,7 +163,7 @@ class Executor:
                 raise
             ended("cancelled")
             with contextlib.suppress(GenieError, TimeoutError):
-                async with asyncio.timeout(_INTERRUPT_S):
+                async with asyncio.timeout(_INTERRUPT_TIMEOUT_S):
                     await runner.signal(run, "INT")
             raise
         except RunLostError:
@@ -202,12 +202,12 @@ def smart_sync(
         return executor.smart_sync(folder, nodes=nodes)
 
 
-def _check_folder(folder: str | Path) -> Path:
+def _resolve_sync_folder(folder: str | Path) -> Path:
     """Return the resolved folder. Raises UsageError if it cannot be synced, before a node is chosen."""
-    from genie.grid.sync.local_tree import local_root  # late, as in launch.py
+    from genie.grid.sync.local_tree import resolve_local_root  # late, as in launch.py
 
     try:
-        return local_root(Path(folder))
+        return resolve_local_root(Path(folder))
     except UsageError as error:
         raise UsageError(error.message, hint=f"{error.hint}, or sync=None to send nothing") from None
 
@@ -222,7 +222,7 @@ class _GridSession:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="genie-grid", daemon=True)
         self._thread.start()
-        self._waiting: set[asyncio.Task[Any]] = set()
+        self._pending_tasks: set[asyncio.Task[Any]] = set()
         self._lock = threading.Lock()
         self.is_closed = False
 
@@ -232,11 +232,11 @@ class _GridSession:
         async def run_tracked() -> _Value:
             own = asyncio.current_task()
             assert own is not None
-            self._waiting.add(own)
+            self._pending_tasks.add(own)
             try:
                 return await work
             finally:
-                self._waiting.discard(own)
+                self._pending_tasks.discard(own)
                 ended.set()
 
         with self._lock:
@@ -247,11 +247,11 @@ class _GridSession:
         try:
             # With a timeout: the kernel may deliver SIGINT to another thread, which does not wake this one.
             while not future.done():
-                concurrent.futures.wait([future], timeout=_SIGNAL_S)
+                concurrent.futures.wait([future], timeout=_SIGNAL_CHECK_INTERVAL_S)
             return future.result()
         except KeyboardInterrupt:
             future.cancel()
-            ended.wait(_INTERRUPT_S + 1)
+            ended.wait(_INTERRUPT_TIMEOUT_S + 1)
             raise
         except concurrent.futures.CancelledError:
             raise UsageError(
@@ -264,19 +264,19 @@ class _GridSession:
             if self.is_closed or threading.current_thread() is self._thread:
                 return
             self.is_closed = True
-        closing = asyncio.run_coroutine_threadsafe(self._close(), self._loop)
+        closing = asyncio.run_coroutine_threadsafe(self._close_on_loop(), self._loop)
         try:
-            closing.result(_CLOSE_S)
+            closing.result(_CLOSE_TIMEOUT_S)
         except (TimeoutError, GenieError):
             pass
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(_CLOSE_S)
+        self._thread.join(_CLOSE_TIMEOUT_S)
         if not self._thread.is_alive():
             self._loop.close()
 
-    async def _close(self) -> None:
+    async def _close_on_loop(self) -> None:
         self.runner.keep_cancelled_starts()
-        waiting = list(self._waiting)
+        waiting = list(self._pending_tasks)
         for task in waiting:
             task.cancel()
         if waiting:

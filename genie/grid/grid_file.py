@@ -34,25 +34,25 @@ from genie.errors import ConfigError, NoNodeError
 
 NODES_MAX = 4096
 FILE_BYTES_MAX = 1 << 20
-_DEPTH_MAX = 5
+_YAML_DEPTH_MAX = 5
 # A host or user name. It cannot begin with '-', because programs would read it as an option.
-_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,252}")
-_NODE = re.compile(r"(?:(?P<user>[^@]*)@)?(?P<name>[^@:]*)(?::(?P<port>[0-9]{1,5}))?")
-_REMOTE_ROOT = re.compile(r"(~/|/)[^\0\n]{1,1023}")
+_NODE_NAME_PATTERN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,252}")
+_NODE_ENTRY_PATTERN = re.compile(r"(?:(?P<user>[^@]*)@)?(?P<name>[^@:]*)(?::(?P<port>[0-9]{1,5}))?")
+_REMOTE_ROOT_PATTERN = re.compile(r"(~/|/)[^\0\n]{1,1023}")
 ProgressCallback = Callable[[str, str], None]
 """Progress callback: called with the node and what happens there."""
 
 
-def _is_name(text: str) -> bool:
-    return _NAME.fullmatch(text) is not None and ".." not in text
+def _is_node_name(text: str) -> bool:
+    return _NODE_NAME_PATTERN.fullmatch(text) is not None and ".." not in text
 
 
 def _is_remote_root(path: str) -> bool:
-    return _REMOTE_ROOT.fullmatch(path) is not None and ".." not in path.split("/")
+    return _REMOTE_ROOT_PATTERN.fullmatch(path) is not None and ".." not in path.split("/")
 
 
-_NAME_RULE = ValidationRule(
-    "1 to 253 letters, digits, '.', '_' or '-', not beginning with '.' or '-', without '..'", _is_name
+_NODE_NAME_RULE = ValidationRule(
+    "1 to 253 letters, digits, '.', '_' or '-', not beginning with '.' or '-', without '..'", _is_node_name
 )
 _REMOTE_ROOT_RULE = ValidationRule("a path that begins with '/' or '~/', without '..'", _is_remote_root)
 
@@ -61,8 +61,8 @@ _REMOTE_ROOT_RULE = ValidationRule("a path that begins with '/' or '~/', without
 class GridNode:
     """One entry of `nodes`. How to reach the host is configured in ~/.ssh/config."""
 
-    name: str = setting(REQUIRED, "Host name, or alias of ~/.ssh/config.", rule=_NAME_RULE)
-    user: str | None = setting(None, "Login name (default: that of ~/.ssh/config).", rule=_NAME_RULE)
+    name: str = setting(REQUIRED, "Host name, or alias of ~/.ssh/config.", rule=_NODE_NAME_RULE)
+    user: str | None = setting(None, "Login name (default: that of ~/.ssh/config).", rule=_NODE_NAME_RULE)
     port: int | None = setting(None, "Port of the SSH server.", low=1, high=65535)
     weight: float = setting(
         1.0, "Divides the score: nodes with a higher weight are preferred.", low=0.01, high=100
@@ -145,13 +145,13 @@ class GridFile:
         )
 
 
-_SECTIONS: dict[str, type[Any]] = {
+_SECTION_TYPES: dict[str, type[Any]] = {
     "ssh": SshSettings,
     "health_check": HealthSettings,
     "sync": SyncSettings,
     "ray": RaySettings,
 }
-_TOP_LEVEL_KEYS = ("nodes", "remote_root", *_SECTIONS)
+_TOP_LEVEL_KEYS = ("nodes", "remote_root", *_SECTION_TYPES)
 
 
 def read_grid_file(path: Path) -> GridFile:
@@ -179,89 +179,91 @@ def sample_grid_file() -> str:
 
 def parse_grid_file(text: bytes | str, *, name: str) -> GridFile:
     """Parses and validates a grid file. `name` precedes the line number in errors."""
-    return _Parser(name).parse(text)
+    return _GridFileParser(name).parse(text)
 
 
 def parse_node(text: str) -> GridNode:
     """Parses [USER@]NAME[:PORT]. Raises ConfigError."""
-    return _Parser("").node_from_text(text, None)
+    return _GridFileParser("").node_from_text(text, None)
 
 
-class _Parser:
+class _GridFileParser:
     """Walks the YAML nodes, which have line numbers. Never constructs objects from tags."""
 
     def __init__(self, name: str) -> None:
-        self._name = name
+        self._file_name = name
 
     def parse(self, text: bytes | str) -> GridFile:
         try:
             root = yaml.compose(text, Loader=yaml.SafeLoader)
         except yaml.YAMLError as error:
             mark = getattr(error, "problem_mark", None)
-            where = f"{self._name}:{mark.line + 1}" if mark else self._name
+            where = f"{self._file_name}:{mark.line + 1}" if mark else self._file_name
             problem = getattr(error, "problem", None) or str(error).splitlines()[0]
             raise ConfigError(f"{where}: invalid YAML: {problem}", hint=_yaml_hint(problem)) from None
         except (ValueError, RecursionError) as error:
-            raise ConfigError(f"{self._name}: invalid YAML: {error}") from None
+            raise ConfigError(f"{self._file_name}: invalid YAML: {error}") from None
         if root is None:
             raise ConfigError(
-                f"{self._name} is empty", hint="list the names of your SSH hosts under 'nodes:'"
+                f"{self._file_name} is empty", hint="list the names of your SSH hosts under 'nodes:'"
             )
         self._check_tags(root, seen=set())
-        entries = self._mapping(root, "the file", known=_TOP_LEVEL_KEYS)
+        entries = self._require_mapping(root, "the file", known=_TOP_LEVEL_KEYS)
         if "nodes" not in entries:
             raise ConfigError(
-                f"{self._name} has no 'nodes'", hint="list the names of your SSH hosts under 'nodes:'"
+                f"{self._file_name} has no 'nodes'", hint="list the names of your SSH hosts under 'nodes:'"
             )
-        found: dict[str, Any] = {"nodes": self._nodes(entries["nodes"])}
+        found: dict[str, Any] = {"nodes": self._parse_nodes(entries["nodes"])}
         if "remote_root" in entries:
-            found["remote_root"] = self._remote_root(entries["remote_root"])
-        for section, cls in _SECTIONS.items():
+            found["remote_root"] = self._parse_remote_root(entries["remote_root"])
+        for section, cls in _SECTION_TYPES.items():
             if section in entries and not _is_null(entries[section]):
-                given = self._mapping(entries[section], section, known=list(setting_fields(cls)))
-                found[section] = cls(**self._convert_all(given, section, cls))
+                given = self._require_mapping(entries[section], section, known=list(setting_fields(cls)))
+                found[section] = cls(**self._convert_settings(given, section, cls))
         return GridFile(**found)
 
-    def _nodes(self, node: yaml.Node) -> tuple[GridNode, ...]:
+    def _parse_nodes(self, node: yaml.Node) -> tuple[GridNode, ...]:
         if not isinstance(node, yaml.SequenceNode):
-            raise self._error(node, "nodes", "must be a list", hint="write one node per line: '- gpu1'")
+            raise self._make_error(node, "nodes", "must be a list", hint="write one node per line: '- gpu1'")
         if not node.value:
-            raise self._error(node, "nodes", "is empty", hint="list at least one SSH host")
+            raise self._make_error(node, "nodes", "is empty", hint="list at least one SSH host")
         if len(node.value) > NODES_MAX:
-            raise self._error(
+            raise self._make_error(
                 node, "nodes", f"has {len(node.value)} entries; at most {NODES_MAX} are allowed"
             )
         seen: dict[str, int] = {}
         found = []
         for entry in node.value:
-            one = self._node(entry)
+            one = self._parse_node(entry)
             line = entry.start_mark.line + 1
             if one.name in seen:
-                raise self._error(entry, f"node {one.name!r}", f"is already defined in line {seen[one.name]}")
+                raise self._make_error(
+                    entry, f"node {one.name!r}", f"is already defined in line {seen[one.name]}"
+                )
             seen[one.name] = line
             found.append(one)
         return tuple(found)
 
-    def _node(self, entry: yaml.Node) -> GridNode:
+    def _parse_node(self, entry: yaml.Node) -> GridNode:
         if isinstance(entry, yaml.ScalarNode):
             return self.node_from_text(entry.value, entry)
-        entries = self._mapping(entry, "a node", known=list(setting_fields(GridNode)))
+        entries = self._require_mapping(entry, "a node", known=list(setting_fields(GridNode)))
         if "name" not in entries:
-            raise self._error(entry, "a node", "has no 'name'", hint="for example '- name: gpu1'")
-        node = self.node_from_text(self._text(entries.pop("name"), "name"), entry)
-        given = self._convert_all(entries, "node", GridNode)
+            raise self._make_error(entry, "a node", "has no 'name'", hint="for example '- name: gpu1'")
+        node = self.node_from_text(self._require_text(entries.pop("name"), "name"), entry)
+        given = self._convert_settings(entries, "node", GridNode)
         return dataclasses.replace(
             node, **{name: value for name, value in given.items() if value is not None}
         )
 
     def node_from_text(self, text: str, at: yaml.Node | None) -> GridNode:
         """A node from [USER@]NAME[:PORT]."""
-        parts = _NODE.fullmatch(text)
+        parts = _NODE_ENTRY_PATTERN.fullmatch(text)
         if parts is None:
-            raise self._error(
+            raise self._make_error(
                 at, f"node {text!r}", "is not allowed", hint="write NAME, USER@NAME or USER@NAME:PORT"
             )
-        source = self._source(at)
+        source = self._format_position(at)
         given: dict[str, Any] = {
             name: convert(GridNode, name, value, key=f"node.{name}", source=source)
             for name, value in parts.groupdict().items()
@@ -269,14 +271,16 @@ class _Parser:
         }
         return GridNode(**given)
 
-    def _remote_root(self, node: yaml.Node) -> object:
-        path = self._text(node, "remote_root").rstrip("/")
-        return convert(GridFile, "remote_root", path, key="remote_root", source=self._source(node))
+    def _parse_remote_root(self, node: yaml.Node) -> object:
+        path = self._require_text(node, "remote_root").rstrip("/")
+        return convert(GridFile, "remote_root", path, key="remote_root", source=self._format_position(node))
 
-    def _convert_all(self, entries: Mapping[str, yaml.Node], section: str, cls: type[Any]) -> dict[str, Any]:
-        return {name: self._convert(value, section, cls, name) for name, value in entries.items()}
+    def _convert_settings(
+        self, entries: Mapping[str, yaml.Node], section: str, cls: type[Any]
+    ) -> dict[str, Any]:
+        return {name: self._convert_setting(value, section, cls, name) for name, value in entries.items()}
 
-    def _convert(self, node: yaml.Node, section: str, cls: type[Any], name: str) -> object:
+    def _convert_setting(self, node: yaml.Node, section: str, cls: type[Any], name: str) -> object:
         key = f"{section}.{name}"
         kind = base_type(cls, name)
         if _is_null(node):
@@ -285,37 +289,37 @@ class _Parser:
         pairs: dict[str, str]
         if kind is Mapping:
             raw = pairs = {}
-            for label, value in self._mapping(node, key, known=None).items():
-                pairs[label] = self._text(value, f"{key}.{label}")
+            for label, value in self._require_mapping(node, key, known=None).items():
+                pairs[label] = self._require_text(value, f"{key}.{label}")
                 # Each pair on its own, so that an error has the line of the pair.
-                convert(cls, name, {label: pairs[label]}, key=key, source=self._source(value))
+                convert(cls, name, {label: pairs[label]}, key=key, source=self._format_position(value))
         elif isinstance(node, yaml.SequenceNode):
-            raw = [self._text(each, key) for each in node.value]
+            raw = [self._require_text(each, key) for each in node.value]
         elif isinstance(node, yaml.ScalarNode):
-            raw = node.value if kind is str else _python_value(node)
+            raw = node.value if kind is str else _scalar_to_python(node)
         else:
             raw = {}  # a mapping, which no other type accepts
-        return convert(cls, name, raw, key=key, source=self._source(node))
+        return convert(cls, name, raw, key=key, source=self._format_position(node))
 
-    def _text(self, node: yaml.Node, what: str) -> str:
+    def _require_text(self, node: yaml.Node, what: str) -> str:
         if not isinstance(node, yaml.ScalarNode) or _is_null(node) or not node.value or "\0" in node.value:
-            raise self._error(node, what, "must be a string")
+            raise self._make_error(node, what, "must be a string")
         text: str = node.value
         return text
 
-    def _mapping(
+    def _require_mapping(
         self, node: yaml.Node, what: str, *, known: typing.Sequence[str] | None
     ) -> dict[str, yaml.Node]:
         if not isinstance(node, yaml.MappingNode):
-            raise self._error(node, what, "must be a mapping", hint="write 'name: value' on each line")
+            raise self._make_error(node, what, "must be a mapping", hint="write 'name: value' on each line")
         found: dict[str, yaml.Node] = {}
         for name, value in node.value:
             if not isinstance(name, yaml.ScalarNode):
-                raise self._error(name, what, "has a key that is not a string")
+                raise self._make_error(name, what, "has a key that is not a string")
             if known is not None:
-                check_key(name.value, known, of=what, source=self._source(name))
+                check_key(name.value, known, of=what, source=self._format_position(name))
             if name.value in found:
-                raise self._error(name, f"{name.value!r}", f"is defined twice in {what}")
+                raise self._make_error(name, f"{name.value!r}", f"is defined twice in {what}")
             found[name.value] = value
         return found
 
@@ -328,21 +332,21 @@ class _Parser:
             return
         seen.add((id(node), depth))
         if not node.tag.startswith("tag:yaml.org,2002:") or "/" in node.tag:
-            raise self._error(node, f"the tag {node.tag!r}", "is not allowed")
-        if depth > _DEPTH_MAX:
-            raise self._error(node, "this value", "is nested too deeply")
+            raise self._make_error(node, f"the tag {node.tag!r}", "is not allowed")
+        if depth > _YAML_DEPTH_MAX:
+            raise self._make_error(node, "this value", "is nested too deeply")
         for child in node.value if isinstance(node, yaml.CollectionNode) else ():
             for each in child if isinstance(child, tuple) else (child,):
                 self._check_tags(each, seen=seen, depth=depth + 1)
 
-    def _error(self, node: yaml.Node | None, what: str, problem: str, *, hint: str = "") -> ConfigError:
-        source = self._source(node)
+    def _make_error(self, node: yaml.Node | None, what: str, problem: str, *, hint: str = "") -> ConfigError:
+        source = self._format_position(node)
         where = f"{source}: " if source else ""
         return ConfigError(f"{where}{what} {problem}", hint=hint)
 
-    def _source(self, node: yaml.Node | None) -> str:
+    def _format_position(self, node: yaml.Node | None) -> str:
         """FILE:LINE, or '' for text of the command line."""
-        return f"{self._name}:{node.start_mark.line + 1}" if node is not None and self._name else ""
+        return f"{self._file_name}:{node.start_mark.line + 1}" if node is not None and self._file_name else ""
 
 
 def _yaml_hint(problem: str) -> str:
@@ -361,7 +365,7 @@ def _is_null(node: yaml.Node) -> bool:
     return isinstance(node, yaml.ScalarNode) and node.tag == "tag:yaml.org,2002:null"
 
 
-def _python_value(node: yaml.ScalarNode) -> object:
+def _scalar_to_python(node: yaml.ScalarNode) -> object:
     """Booleans and decimal integers as such, everything else as text; the settings engine parses text."""
     text: str = node.value
     if node.tag == "tag:yaml.org,2002:bool":

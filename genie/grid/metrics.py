@@ -41,17 +41,17 @@ TASK_BUCKETS_S = (0.1, 0.5, 1.0, 5.0, 15.0, 60.0, 300.0, 900.0, 3600.0, 14400.0,
 SYNC_BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0)
 STATUSES_MAX = 32
 _OTHER_STATUS = "other"
-_STATUSES = ("succeeded", "failed")
+_INITIAL_STATUSES = ("succeeded", "failed")
 """Initialised to 0, so that rate() sees the first failure."""
-_LOCK_S = 2.0
-_LOCK_STEP_S = 0.005
+_LOCK_TIMEOUT_S = 2.0
+_LOCK_RETRY_INTERVAL_S = 0.005
 _FILE_BYTES_MAX = 8 << 20
 _COUNT_MAX = 2**63 - 1
 _OPEN_FLAGS = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOFOLLOW", 0)  # not on Windows
-RUNS_MAX = 10_000
+ACTIVE_RUNS_MAX = 10_000
 _PID_DIGITS_MAX = 10
-_PROCESS_ENDED = "gone"
-_PENDING_MAX = 10_000
+_PROCESS_ENDED_STATUS = "gone"
+_PENDING_UPDATES_MAX = 10_000
 _FLUSH_TIMEOUT_S = 5.0
 _DECODE_ERRORS = (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError)
 """Raised while decoding a file that is not JSON or has the wrong structure."""
@@ -97,7 +97,7 @@ class MetricsSnapshot:
     @classmethod
     def empty(cls) -> MetricsSnapshot:
         return cls(
-            completed=dict.fromkeys(_STATUSES, 0),
+            completed=dict.fromkeys(_INITIAL_STATUSES, 0),
             tasks=Histogram.empty(TASK_BUCKETS_S),
             syncs=Histogram.empty(SYNC_BUCKETS_S),
             scores={},
@@ -108,12 +108,12 @@ class MetricsSnapshot:
     def active_tasks(self) -> int:
         return sum(self.active.values()) + len(self.runs)
 
-    def count(self, status: str, duration_s: float) -> None:
+    def count_completed_task(self, status: str, duration_s: float) -> None:
         """Add one completed task. Beyond STATUSES_MAX distinct statuses, it counts as 'other'."""
         known = status in self.completed or len(self.completed) < STATUSES_MAX
         name = status if known else _OTHER_STATUS
         self.completed[name] = self.completed.get(name, 0) + 1
-        self.tasks.add(_duration_s(duration_s), TASK_BUCKETS_S)
+        self.tasks.add(_finite_duration_s(duration_s), TASK_BUCKETS_S)
 
     def has_current_buckets(self) -> bool:
         """False for a file written by a release with different buckets."""
@@ -123,7 +123,7 @@ class MetricsSnapshot:
         )
 
 
-class _Writer:
+class _UpdateWriter:
     """Applies updates from event loops in order, in a thread that runs only while updates are pending.
 
     The thread is not a daemon, so the interpreter waits for the last updates at exit.
@@ -135,50 +135,52 @@ class _Writer:
     def reset(self) -> None:
         """Discard all state in a forked child: the parent's thread applies the pending updates."""
         self._changed = threading.Condition()
-        self._pending: deque[Callable[[], None]] = deque()
+        self._pending_updates: deque[Callable[[], None]] = deque()
         self._is_running = False
 
-    def put(self, work: Callable[[], None]) -> None:
+    def enqueue(self, work: Callable[[], None]) -> None:
         with self._changed:
-            if len(self._pending) >= _PENDING_MAX:
-                _log.warning("dropped a metrics update", extra={"why": f"{_PENDING_MAX} updates are pending"})
+            if len(self._pending_updates) >= _PENDING_UPDATES_MAX:
+                _log.warning(
+                    "dropped a metrics update", extra={"why": f"{_PENDING_UPDATES_MAX} updates are pending"}
+                )
                 return
-            self._pending.append(work)
+            self._pending_updates.append(work)
             if self._is_running:
                 return
             self._is_running = True
         try:
-            threading.Thread(target=self._work, name="genie-grid-figures").start()
+            threading.Thread(target=self._apply_pending_updates, name="genie-grid-figures").start()
         except RuntimeError:  # the interpreter is shutting down
-            self._work()
+            self._apply_pending_updates()
 
     def wait(self) -> None:
         """Wait until all pending updates are applied, at most _FLUSH_TIMEOUT_S."""
         with self._changed:
             self._changed.wait_for(lambda: not self._is_running, timeout=_FLUSH_TIMEOUT_S)
 
-    def _work(self) -> None:
+    def _apply_pending_updates(self) -> None:
         while True:
             with self._changed:
-                if not self._pending:
+                if not self._pending_updates:
                     self._is_running = False
                     self._changed.notify_all()
                     return
-                work = self._pending.popleft()
+                work = self._pending_updates.popleft()
             try:
                 work()
             except Exception:  # a thread boundary: a failed update must not lose the following ones
                 _log.exception("could not update the metrics")
 
 
-_WRITER = _Writer()
+_UPDATE_WRITER = _UpdateWriter()
 _FORK_LOCK = threading.RLock()
 """Held while this process holds the file lock, which a child forked at that time would inherit."""
 
 
 def _after_fork_in_child() -> None:
     _FORK_LOCK.release()
-    _WRITER.reset()
+    _UPDATE_WRITER.reset()
 
 
 if hasattr(os, "register_at_fork"):
@@ -198,24 +200,24 @@ class GridMetrics:
         self._path = state_dir / "grid" / "metrics.json"
 
     def run_started(self, run_id: str, run: ActiveRun) -> None:
-        """Count the run as active until `run_ended`, whether or not a process waits for it. At most RUNS_MAX
-        are stored; the oldest is dropped first."""
+        """Count the run as active until `run_ended`, whether or not a process waits for it. At most
+        ACTIVE_RUNS_MAX are stored; the oldest is dropped first."""
 
         def change(figures: MetricsSnapshot) -> None:
             figures.runs[run_id] = run
-            while len(figures.runs) > RUNS_MAX:
+            while len(figures.runs) > ACTIVE_RUNS_MAX:
                 del figures.runs[next(iter(figures.runs))]
 
-        self._change(change)
+        self._apply_or_enqueue(change)
 
     def run_ended(self, run_id: str, status: str, duration_s: float) -> None:
         """Count an active run as completed. A run that is not active is ignored."""
 
         def change(figures: MetricsSnapshot) -> None:
             if figures.runs.pop(run_id, None) is not None:
-                figures.count(status, duration_s)
+                figures.count_completed_task(status, duration_s)
 
-        self._change(change)
+        self._apply_or_enqueue(change)
 
     def tasks_changed(self, *, started: int = 0, ended: Sequence[tuple[str, float]] = ()) -> None:
         """Add `started` active tasks of this process; `ended` has status and duration in seconds of others.
@@ -224,14 +226,16 @@ class GridMetrics:
         """
 
         def change(figures: MetricsSnapshot) -> None:
-            _add_active(figures, started - len(ended))
+            _add_active_tasks(figures, started - len(ended))
             for status, duration_s in ended:
-                figures.count(status, duration_s)
+                figures.count_completed_task(status, duration_s)
 
-        self._change(change)
+        self._apply_or_enqueue(change)
 
     def sync_finished(self, duration_s: float) -> None:
-        self._change(lambda figures: figures.syncs.add(_duration_s(duration_s), SYNC_BUCKETS_S))
+        self._apply_or_enqueue(
+            lambda figures: figures.syncs.add(_finite_duration_s(duration_s), SYNC_BUCKETS_S)
+        )
 
     def node_scores(self, scores: Mapping[str, float]) -> None:
         """Replace all scores. Infinity marks a node that must not be chosen."""
@@ -240,35 +244,35 @@ class GridMetrics:
         def change(figures: MetricsSnapshot) -> None:
             figures.scores = stored
 
-        self._change(change)
+        self._apply_or_enqueue(change)
 
     def figures(self) -> MetricsSnapshot:
         """Return the current metrics, without the tasks of processes that have ended."""
-        _WRITER.wait()
-        figures = self._read()
+        _UPDATE_WRITER.wait()
+        figures = self._read_file()
         _drop_ended_processes(figures)
         return figures
 
     def text(self) -> str:
         return prometheus_text(self.figures())
 
-    def _change(self, change: Callable[[MetricsSnapshot], None]) -> None:
+    def _apply_or_enqueue(self, change: Callable[[MetricsSnapshot], None]) -> None:
         try:
             asyncio.get_running_loop()
         except RuntimeError:
-            _WRITER.wait()
-            self._write(change)
+            _UPDATE_WRITER.wait()
+            self._apply_to_file(change)
         else:
-            _WRITER.put(lambda: self._write(change))
+            _UPDATE_WRITER.enqueue(lambda: self._apply_to_file(change))
 
-    def _write(self, change: Callable[[MetricsSnapshot], None]) -> None:
+    def _apply_to_file(self, change: Callable[[MetricsSnapshot], None]) -> None:
         try:
             files.make_private_directory(self._path.parent)
-            with self._locked():
-                figures = self._read()
+            with self._hold_file_lock():
+                figures = self._read_file()
                 _drop_ended_processes(figures)
                 change(figures)
-                data = _encode(figures)
+                data = _encode_snapshot(figures)
                 # Renamed without fsync: a power cut may reset counters, which Prometheus handles.
                 temporary = self._path.with_name(".metrics.json.new")
                 temporary.unlink(missing_ok=True)  # a leftover may have any type and mode
@@ -279,8 +283,8 @@ class GridMetrics:
             _log.warning("could not update the metrics", extra={"file": str(self._path), "why": str(error)})
 
     @contextlib.contextmanager
-    def _locked(self) -> Iterator[None]:
-        deadline = time.monotonic() + _LOCK_S
+    def _hold_file_lock(self) -> Iterator[None]:
+        deadline = time.monotonic() + _LOCK_TIMEOUT_S
         lock = self._path.with_suffix(".lock")
         while True:
             with _FORK_LOCK:
@@ -292,9 +296,9 @@ class GridMetrics:
                     return
             if time.monotonic() > deadline:
                 raise TimeoutError(f"process {files.lock_holder(lock)} holds the lock {lock}")
-            time.sleep(_LOCK_STEP_S)
+            time.sleep(_LOCK_RETRY_INTERVAL_S)
 
-    def _read(self) -> MetricsSnapshot:
+    def _read_file(self) -> MetricsSnapshot:
         try:
             with os.fdopen(os.open(self._path, os.O_RDONLY | _OPEN_FLAGS), "rb") as file:
                 if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
@@ -302,7 +306,7 @@ class GridMetrics:
                 data = file.read(_FILE_BYTES_MAX + 1)
             if len(data) > _FILE_BYTES_MAX:
                 raise ValueError(f"larger than {_FILE_BYTES_MAX} bytes")
-            figures = _decode(data)
+            figures = _decode_snapshot(data)
         except FileNotFoundError:
             return MetricsSnapshot.empty()
         except (OSError, *_DECODE_ERRORS) as error:
@@ -314,7 +318,7 @@ class GridMetrics:
         return figures if figures.has_current_buckets() else MetricsSnapshot.empty()
 
 
-def _encode(figures: MetricsSnapshot) -> bytes:
+def _encode_snapshot(figures: MetricsSnapshot) -> bytes:
     """Encode as JSON of at most _FILE_BYTES_MAX; the oldest runs are dropped to fit.
 
     Raises ValueError if it still does not fit, or for a number that JSON cannot represent.
@@ -331,20 +335,23 @@ def _encode(figures: MetricsSnapshot) -> bytes:
     return data.encode()
 
 
-def _decode(data: bytes) -> MetricsSnapshot:
+def _decode_snapshot(data: bytes) -> MetricsSnapshot:
     """Raises one of _DECODE_ERRORS; a file with one invalid value is rejected as a whole."""
     found = json.loads(data)
     return MetricsSnapshot(
-        completed={_label(each): _count(count) for each, count in found["completed"].items()},
+        completed={_escape_label(each): _require_count(count) for each, count in found["completed"].items()},
         tasks=_decode_histogram(found["tasks"]),
         syncs=_decode_histogram(found["syncs"]),
         scores={
-            _label(node): None if score is None else _float(score) for node, score in found["scores"].items()
+            _escape_label(node): None if score is None else _require_float(score)
+            for node, score in found["scores"].items()
         },
-        active={process: _count(count) for process, count in found["active"].items()},
+        active={process: _require_count(count) for process, count in found["active"].items()},
         runs={
             run_id: ActiveRun(
-                _require_type(run["node"], str), _require_type(run["grid_file"], str), _float(run["started"])
+                _require_type(run["node"], str),
+                _require_type(run["grid_file"], str),
+                _require_float(run["started"]),
             )
             for run_id, run in found.get("runs", {}).items()
         },
@@ -352,7 +359,7 @@ def _decode(data: bytes) -> MetricsSnapshot:
 
 
 def _decode_histogram(found: Any) -> Histogram:
-    return Histogram([_count(count) for count in found["counts"]], _float(found["sum_s"]))
+    return Histogram([_require_count(count) for count in found["counts"]], _require_float(found["sum_s"]))
 
 
 def _require_type(value: Any, *kinds: type) -> Any:  # Any: it is of one of `kinds`
@@ -361,32 +368,32 @@ def _require_type(value: Any, *kinds: type) -> Any:  # Any: it is of one of `kin
     return value
 
 
-def _count(value: Any) -> int:
+def _require_count(value: Any) -> int:
     count: int = _require_type(value, int)
     if not 0 <= count <= _COUNT_MAX:
         raise ValueError(f"count is not between 0 and {_COUNT_MAX}")
     return count
 
 
-def _float(value: Any) -> float:
+def _require_float(value: Any) -> float:
     number = float(_require_type(value, int, float))
     if not math.isfinite(number):
         raise ValueError(f"{number} is not finite")
     return number
 
 
-def _label(text: str) -> str:
+def _escape_label(text: str) -> str:
     text.encode()  # raises UnicodeEncodeError for a lone surrogate
     return text
 
 
-def _duration_s(reported_s: float) -> float:
+def _finite_duration_s(reported_s: float) -> float:
     """Return 0 for invalid durations: JSON has no infinity, so the file could not be read again."""
     return max(0.0, reported_s) if math.isfinite(reported_s) else 0.0
 
 
-def _add_active(figures: MetricsSnapshot, count: int) -> None:
-    own = _process_id(os.getpid())
+def _add_active_tasks(figures: MetricsSnapshot, count: int) -> None:
+    own = _process_identity(os.getpid())
     remaining = figures.active.pop(own, 0) + count
     if remaining > 0:
         figures.active[own] = remaining
@@ -395,17 +402,19 @@ def _add_active(figures: MetricsSnapshot, count: int) -> None:
 def _drop_ended_processes(figures: MetricsSnapshot) -> None:
     for name in list(figures.active):
         pid = name.partition("-")[0]
-        is_pid = pid.isdecimal() and len(pid) <= _PID_DIGITS_MAX and not name.endswith(f"-{_PROCESS_ENDED}")
-        if not is_pid or _process_id(int(pid)) != name:
+        is_pid = (
+            pid.isdecimal() and len(pid) <= _PID_DIGITS_MAX and not name.endswith(f"-{_PROCESS_ENDED_STATUS}")
+        )
+        if not is_pid or _process_identity(int(pid)) != name:
             del figures.active[name]
 
 
-def _process_id(pid: int) -> str:
+def _process_identity(pid: int) -> str:
     """Return the PID with the start time, because PIDs are reused."""
-    return f"{pid}-{_start_time(pid) or _PROCESS_ENDED}"
+    return f"{pid}-{_process_start_time(pid) or _PROCESS_ENDED_STATUS}"
 
 
-def _start_time(pid: int) -> str:
+def _process_start_time(pid: int) -> str:
     """In clock ticks since boot on Linux, else in Unix time; '' if the process has ended."""
     if sys.platform != "linux":
         import psutil
@@ -428,10 +437,10 @@ def prometheus_text(figures: MetricsSnapshot) -> str:
     # Imported late: it takes 60 ms, and nodes that only count tasks do not have it.
     from prometheus_client import generate_latest
 
-    return generate_latest(_Collector(figures)).decode()
+    return generate_latest(_SnapshotCollector(figures)).decode()
 
 
-class _Collector:
+class _SnapshotCollector:
     """A prometheus_client collector of one snapshot."""
 
     def __init__(self, figures: MetricsSnapshot) -> None:
@@ -455,10 +464,10 @@ class _Collector:
         for status, count in sorted(figures.completed.items()):
             completed.add_metric([status], count)
         yield completed
-        yield _histogram(
+        yield _histogram_metric(
             "grid_task_duration_seconds", "Duration of completed tasks.", figures.tasks, TASK_BUCKETS_S
         )
-        yield _histogram(
+        yield _histogram_metric(
             "grid_sync_duration_seconds", "Duration of a sync to one node.", figures.syncs, SYNC_BUCKETS_S
         )
         yield GaugeMetricFamily(
@@ -466,7 +475,7 @@ class _Collector:
         )
 
 
-def _histogram(name: str, help_text: str, histogram: Histogram, buckets_s: Sequence[float]) -> Metric:
+def _histogram_metric(name: str, help_text: str, histogram: Histogram, buckets_s: Sequence[float]) -> Metric:
     from prometheus_client.core import HistogramMetricFamily
 
     bounds = (*(repr(float(bound)) for bound in buckets_s), "+Inf")

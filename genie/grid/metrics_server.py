@@ -25,12 +25,12 @@ _log = logging.getLogger(__name__)
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 CONNECTIONS_MAX = 64
 REQUEST_BYTES_MAX = 8192
-REQUEST_S = 5.0
-REFRESH_S_MIN = 1.0
+REQUEST_TIMEOUT_S = 5.0
+REFRESH_INTERVAL_S_MIN = 1.0
 
 
 @contextlib.asynccontextmanager
-async def serving(metrics: GridMetrics, *, bind: str, port: int) -> AsyncIterator[tuple[str, int]]:
+async def serve_metrics(metrics: GridMetrics, *, bind: str, port: int) -> AsyncIterator[tuple[str, int]]:
     """Serve until the block ends; yields host and port. Raises UsageError if the port cannot be bound."""
     handler = _RequestHandler(metrics)
     try:
@@ -50,16 +50,16 @@ async def serving(metrics: GridMetrics, *, bind: str, port: int) -> AsyncIterato
         await handler.close()
 
 
-async def refresh_forever(
+async def refresh_metrics_forever(
     checker: NodeHealthChecker, runner: Runner, file: GridFile, metrics: GridMetrics
 ) -> None:
     """Refresh every health_check.refresh_interval seconds until cancelled."""
     while True:
-        await refresh(checker, runner, file, metrics, fresh=True)
-        await asyncio.sleep(max(REFRESH_S_MIN, file.health_check.refresh_interval))
+        await refresh_metrics(checker, runner, file, metrics, fresh=True)
+        await asyncio.sleep(max(REFRESH_INTERVAL_S_MIN, file.health_check.refresh_interval))
 
 
-async def refresh(
+async def refresh_metrics(
     checker: NodeHealthChecker, runner: Runner, file: GridFile, metrics: GridMetrics, *, fresh: bool = False
 ) -> None:
     """Record the scores of all nodes and the ends of active runs."""
@@ -72,45 +72,45 @@ async def refresh(
 class _RequestHandler:
     def __init__(self, metrics: GridMetrics) -> None:
         self._metrics = metrics
-        self._open: set[asyncio.StreamWriter] = set()
+        self._open_writers: set[asyncio.StreamWriter] = set()
 
     async def handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if len(self._open) >= CONNECTIONS_MAX:
+        if len(self._open_writers) >= CONNECTIONS_MAX:
             writer.transport.abort()
             return
-        self._open.add(writer)
+        self._open_writers.add(writer)
         try:
-            async with asyncio.timeout(REQUEST_S):
+            async with asyncio.timeout(REQUEST_TIMEOUT_S):
                 head = await reader.readuntil(b"\r\n\r\n")
-                writer.write(await self._respond(head))
+                writer.write(await self._make_response(head))
                 await writer.drain()
                 writer.close()
                 await writer.wait_closed()
         except (TimeoutError, OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError) as error:
             _log.debug("could not serve a metrics request", extra={"why": str(error)})
         finally:
-            self._open.discard(writer)
+            self._open_writers.discard(writer)
             writer.transport.abort()
 
     async def close(self) -> None:
         """Abort all open connections and wait until their handlers have returned."""
-        while self._open:
-            for writer in list(self._open):
+        while self._open_writers:
+            for writer in list(self._open_writers):
                 writer.transport.abort()
             await asyncio.sleep(0)
 
-    async def _respond(self, head: bytes) -> bytes:
+    async def _make_response(self, head: bytes) -> bytes:
         method, _, rest = head.split(b"\r\n", 1)[0].partition(b" ")
         path = rest.partition(b" ")[0].partition(b"?")[0]
         if method not in (b"GET", b"HEAD"):
-            return _response("405 Method Not Allowed", "only GET\n", headers="Allow: GET, HEAD\r\n")
+            return _encode_response("405 Method Not Allowed", "only GET\n", headers="Allow: GET, HEAD\r\n")
         if path != b"/metrics":
-            return _response("404 Not Found", "metrics are at /metrics\n")
+            return _encode_response("404 Not Found", "metrics are at /metrics\n")
         text = await asyncio.to_thread(self._metrics.text)
-        return _response("200 OK", text, with_body=method == b"GET")
+        return _encode_response("200 OK", text, with_body=method == b"GET")
 
 
-def _response(status: str, text: str, *, headers: str = "", with_body: bool = True) -> bytes:
+def _encode_response(status: str, text: str, *, headers: str = "", with_body: bool = True) -> bytes:
     body = text.encode()
     head = (
         f"HTTP/1.1 {status}\r\nContent-Type: {CONTENT_TYPE}\r\nContent-Length: {len(body)}\r\n"

@@ -1,8 +1,8 @@
 """Adds and removes a node in the text of the grid file, preserving its comments and layout.
 
 Only the lines of that node change. The result is parsed again and must differ by that node alone;
-otherwise the edit is rejected. `add` and `remove` are pure; `edit` replaces the file atomically, one
-process at a time. The format of the file is defined in grid_file.py.
+otherwise the edit is rejected. `add_node` and `remove_node` are pure; `edit_grid_file` replaces the
+file atomically, one process at a time. The format of the file is defined in grid_file.py.
 """
 
 from __future__ import annotations
@@ -18,29 +18,29 @@ import yaml
 from genie.errors import ConfigError, UsageError
 from genie.grid.grid_file import FILE_BYTES_MAX, GridFile, GridNode, parse_grid_file
 
-_LOCK_S = 10.0
-_LOCK_STEP_S = 0.01
-_NEW_FILE = """\
+_LOCK_TIMEOUT_S = 10.0
+_LOCK_RETRY_INTERVAL_S = 0.01
+_NEW_FILE_TEXT = """\
 # The nodes of the grid and their settings. Names are hosts or aliases of ~/.ssh/config, which also defines
 # users, ports, keys and jump hosts. 'grid-cli config show' lists every key with its default.
 nodes:
 """
 
 
-def add(text: str, node: GridNode, *, name: str) -> str:
+def add_node(text: str, node: GridNode, *, name: str) -> str:
     """Returns the text with `node` appended. `name` is the name of the file in errors. Raises UsageError."""
-    before = _parse(text, name) if text.strip() else None
+    before = _parse_unless_empty(text, name) if text.strip() else None
     if before is not None and any(each.name == node.name for each in before.nodes):
         raise UsageError(
             f"{name} already has a node {node.name!r}", hint="'grid-cli nodes list' shows all nodes"
         )
-    edited = _Text(text or _NEW_FILE).insert_node(_format_node(node))
+    edited = _GridFileText(text or _NEW_FILE_TEXT).insert_node(_format_node(node))
     nodes = (*(before.nodes if before else ()), node)
     _verify_edit(edited, before, nodes, name=name)
     return edited
 
 
-def remove(text: str, node: str, *, name: str) -> str:
+def remove_node(text: str, node: str, *, name: str) -> str:
     """Returns the text without that node and its lines. Raises NoNodeError or UsageError."""
     before = parse_grid_file(text, name=name)
     before.node(node)
@@ -50,12 +50,12 @@ def remove(text: str, node: str, *, name: str) -> str:
             f"{node!r} is the only node in {name}", hint="add another node first, or delete the file"
         )
     place = [each.name for each in before.nodes].index(node)
-    edited = _Text(text).remove_node(place)
+    edited = _GridFileText(text).remove_node(place)
     _verify_edit(edited, before, remaining, name=name)
     return edited
 
 
-def read(path: Path) -> str:
+def read_text(path: Path) -> str:
     """Reads the file; '' if it does not exist. Raises ConfigError."""
     try:
         raw = path.expanduser().read_bytes()
@@ -70,7 +70,7 @@ def read(path: Path) -> str:
         raise ConfigError(f"the grid file {path} is not valid UTF-8") from None
 
 
-def edit(path: Path, change: Callable[[str], str]) -> None:
+def edit_grid_file(path: Path, change: Callable[[str], str]) -> None:
     """Reads the file, applies `change` to its text and writes it, under a lock.
 
     Raises ConfigError, and what `change` raises.
@@ -82,17 +82,17 @@ def edit(path: Path, change: Callable[[str], str]) -> None:
     except OSError as error:
         raise ConfigError(f"could not write the grid file {path}: {error.strerror}") from error
     try:
-        _lock(descriptor, path)
-        write_grid_file(path, change(read(path)))
+        _lock_directory(descriptor, path)
+        write_grid_file(path, change(read_text(path)))
     finally:
         os.close(descriptor)
 
 
-def _lock(descriptor: int, path: Path) -> None:
+def _lock_directory(descriptor: int, path: Path) -> None:
     """Locks the directory: the file itself is replaced, and a lock file would remain."""
     import fcntl  # late: not every system has it
 
-    deadline = time.monotonic() + _LOCK_S
+    deadline = time.monotonic() + _LOCK_TIMEOUT_S
     while True:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -100,7 +100,7 @@ def _lock(descriptor: int, path: Path) -> None:
         except BlockingIOError:
             if time.monotonic() > deadline:
                 raise ConfigError(f"the grid file {path} is locked by another process") from None
-            time.sleep(_LOCK_STEP_S)
+            time.sleep(_LOCK_RETRY_INTERVAL_S)
         except OSError:  # a file system without locks
             return
 
@@ -121,15 +121,15 @@ def write_grid_file(path: Path, text: str) -> None:
         raise ConfigError(f"could not write the grid file {path}: {error.strerror}") from error
 
 
-def _parse(text: str, name: str) -> GridFile | None:
+def _parse_unless_empty(text: str, name: str) -> GridFile | None:
     """Parses the file; None if it has no nodes yet."""
-    root = _compose(text, name)
-    if isinstance(root, yaml.MappingNode) and _is_empty(_nodes_of(root)):
+    root = _compose_yaml(text, name)
+    if isinstance(root, yaml.MappingNode) and _is_empty(_find_nodes_value(root)):
         return None
     return parse_grid_file(text, name=name) if root is not None else None
 
 
-def _compose(text: str, name: str) -> yaml.Node | None:
+def _compose_yaml(text: str, name: str) -> yaml.Node | None:
     try:
         found: yaml.Node | None = yaml.compose(text, Loader=yaml.SafeLoader)
     except (yaml.YAMLError, ValueError, RecursionError):
@@ -138,7 +138,7 @@ def _compose(text: str, name: str) -> yaml.Node | None:
     return found
 
 
-def _nodes_of(root: yaml.MappingNode) -> yaml.Node | None:
+def _find_nodes_value(root: yaml.MappingNode) -> yaml.Node | None:
     return next((value for key, value in root.value if key.value == "nodes"), None)
 
 
@@ -167,7 +167,7 @@ def _format_node(node: GridNode) -> str:
     return text.strip()
 
 
-class _Text:
+class _GridFileText:
     """The text of a grid file and the positions of its nodes."""
 
     def __init__(self, text: str) -> None:
@@ -176,46 +176,46 @@ class _Text:
             text += self._newline
         self._text = text
         root = yaml.compose(text, Loader=yaml.SafeLoader)
-        self._root = root if isinstance(root, yaml.MappingNode) else None
-        self._nodes = _nodes_of(self._root) if self._root is not None else None
+        self._root_mapping = root if isinstance(root, yaml.MappingNode) else None
+        self._nodes_value = _find_nodes_value(self._root_mapping) if self._root_mapping is not None else None
 
     def insert_node(self, entry: str) -> str:
-        nodes = self._nodes
+        nodes = self._nodes_value
         if nodes is None:
             return f"{self._text}nodes:{self._newline}  - {entry}{self._newline}"
         if isinstance(nodes, yaml.SequenceNode) and nodes.flow_style:
             if not nodes.value:
-                return self._splice(nodes.start_mark.index + 1, nodes.end_mark.index - 1, entry)
+                return self._replace_range(nodes.start_mark.index + 1, nodes.end_mark.index - 1, entry)
             end = nodes.value[-1].end_mark.index
-            return self._splice(end, end, f", {entry}")
+            return self._replace_range(end, end, f", {entry}")
         if isinstance(nodes, yaml.SequenceNode):
-            line = _last_line(nodes.value[-1]) + 1
+            line = _last_content_line(nodes.value[-1]) + 1
             return self._insert_line(line, f"{self._dash_indent(nodes.value[0])}- {entry}")
         # 'nodes:' without a value: insert after that line.
-        return self._insert_line(self._key_line() + 1, f"  - {entry}")
+        return self._insert_line(self._nodes_key_line() + 1, f"  - {entry}")
 
     def remove_node(self, place: int) -> str:
-        nodes = self._nodes
+        nodes = self._nodes_value
         assert isinstance(nodes, yaml.SequenceNode)
         entry = nodes.value[place]
         if nodes.flow_style:
             if place:
-                return self._splice(nodes.value[place - 1].end_mark.index, entry.end_mark.index, "")
-            return self._splice(entry.start_mark.index, nodes.value[1].start_mark.index, "")
+                return self._replace_range(nodes.value[place - 1].end_mark.index, entry.end_mark.index, "")
+            return self._replace_range(entry.start_mark.index, nodes.value[1].start_mark.index, "")
         lines = self._text.splitlines(keepends=True)
-        del lines[self._dash_line(entry) : _last_line(entry) + 1]
+        del lines[self._dash_line(entry) : _last_content_line(entry) + 1]
         return "".join(lines)
 
-    def _splice(self, start: int, end: int, text: str) -> str:
+    def _replace_range(self, start: int, end: int, text: str) -> str:
         return self._text[:start] + text + self._text[end:]
 
     def _insert_line(self, line: int, text: str) -> str:
         lines = self._text.splitlines(keepends=True)
         return "".join([*lines[:line], text + self._newline, *lines[line:]])
 
-    def _key_line(self) -> int:
-        assert self._root is not None
-        return next(int(key.start_mark.line) for key, _ in self._root.value if key.value == "nodes")
+    def _nodes_key_line(self) -> int:
+        assert self._root_mapping is not None
+        return next(int(key.start_mark.line) for key, _ in self._root_mapping.value if key.value == "nodes")
 
     def _dash_line(self, entry: yaml.Node) -> int:
         """Returns the line of the dash; the entry itself may start on a later line."""
@@ -230,12 +230,12 @@ class _Text:
         return line[: len(line) - len(line.lstrip())]
 
 
-def _last_line(node: yaml.Node) -> int:
+def _last_content_line(node: yaml.Node) -> int:
     """Returns the last line of the node's own content: YAML ends a block where the next one starts."""
     if isinstance(node, yaml.MappingNode) and not node.flow_style and node.value:
-        return max(_last_line(each) for pair in node.value for each in pair)
+        return max(_last_content_line(each) for pair in node.value for each in pair)
     if isinstance(node, yaml.SequenceNode) and not node.flow_style and node.value:
-        return max(_last_line(each) for each in node.value)
+        return max(_last_content_line(each) for each in node.value)
     if isinstance(node, yaml.ScalarNode) and node.style in ("|", ">"):
         return int(node.end_mark.line) - 1
     return int(node.end_mark.line)

@@ -17,11 +17,11 @@ from pathlib import Path
 import genie
 
 DISTRIBUTION = "genie-gpu"
-_EPOCH = (1980, 1, 1, 0, 0, 0)
-_SOURCES = {".py", ".typed", ".yml", ".yaml", ".cpp", ".h", ".txt", ".proto"}
+_ZIP_TIMESTAMP = (1980, 1, 1, 0, 0, 0)
+_SOURCE_SUFFIXES = {".py", ".typed", ".yml", ".yaml", ".cpp", ".h", ".txt", ".proto"}
 
 
-def wheel() -> tuple[str, bytes]:
+def build_genie_wheel() -> tuple[str, bytes]:
     """Return the file name and content."""
     found = importlib.metadata.distribution(DISTRIBUTION)
     info = f"{DISTRIBUTION.replace('-', '_')}-{found.version}.dist-info"
@@ -31,11 +31,11 @@ def wheel() -> tuple[str, bytes]:
     files[f"{info}/WHEEL"] = (
         b"Wheel-Version: 1.0\nGenerator: genie\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
     )
-    files[f"{info}/RECORD"] = _record(files, f"{info}/RECORD")
+    files[f"{info}/RECORD"] = _format_wheel_record(files, f"{info}/RECORD")
     packed = io.BytesIO()
     with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
         for name in sorted(files):
-            archive.writestr(zipfile.ZipInfo(name, _EPOCH), files[name], zipfile.ZIP_DEFLATED)
+            archive.writestr(zipfile.ZipInfo(name, _ZIP_TIMESTAMP), files[name], zipfile.ZIP_DEFLATED)
     return f"{DISTRIBUTION.replace('-', '_')}-{found.version}-py3-none-any.whl", packed.getvalue()
 
 
@@ -50,11 +50,11 @@ def _package_files() -> Iterator[tuple[str, bytes]]:
 
 def _source_files(folder: Path, prefix: str) -> Iterator[tuple[str, bytes]]:
     for path in sorted(folder.rglob("*")):
-        if path.is_file() and path.suffix in _SOURCES and "__pycache__" not in path.parts:
+        if path.is_file() and path.suffix in _SOURCE_SUFFIXES and "__pycache__" not in path.parts:
             yield f"{prefix}/{path.relative_to(folder).as_posix()}", path.read_bytes()
 
 
-def _record(files: dict[str, bytes], own: str) -> bytes:
+def _format_wheel_record(files: dict[str, bytes], own: str) -> bytes:
     lines = []
     for name, content in sorted(files.items()):
         digest = base64.urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b"=").decode()

@@ -21,24 +21,24 @@ from genie.grid import own_wheel
 from genie.grid.grid_file import GridFile, ProgressCallback
 from genie.grid.ssh.login_shell import check_login_shell
 from genie.grid.ssh.pool import CommandResult, NodeConnection, SshPool
-from genie.grid.ssh.shell_words import path_word, through_login_shell
+from genie.grid.ssh.shell_words import make_login_shell_command, quote_path
 from genie.model.node import NodeStatus
 from genie.model.tenant import TokenKind
 from genie.processes.tasks import all_of
 
-PYTHONS = ("python3", "python3.12", "python3.11", "python3.13")
+PYTHON_CANDIDATES = ("python3", "python3.12", "python3.11", "python3.13")
 _PYTHON_VERSION_MIN = (3, 11)
 _ENVIRONMENT_DIR = "genie_env"
 _STATE_DIR = ".genie"
 _INSTALL_TIMEOUT_S = 1800.0
 _JOIN_TIMEOUT_S = 120.0
-_UP_TIMEOUT_S = 60.0
+_CONNECT_TIMEOUT_S = 60.0
 _UNDO_TIMEOUT_S = 20.0
 """After Ctrl-C."""
-_STEP_S = 0.2
-_LINES_SHOWN = 5
+_POLL_INTERVAL_S = 0.2
+_OUTPUT_LINES_SHOWN = 5
 
-_NOT_UP_STATES = (NodeStatus.INITIALIZING, NodeStatus.SUSPECT, NodeStatus.DISCONNECTED)
+_NOT_CONNECTED_STATUSES = (NodeStatus.INITIALIZING, NodeStatus.SUSPECT, NodeStatus.DISCONNECTED)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,18 +86,18 @@ class Promotion:
 
     async def promote(self, names: Sequence[str]) -> list[PromotionResult]:
         """Return one result per name, in order; an error of one node does not affect the others."""
-        return await self._move_each(names, self._promote_one)
+        return await self._run_on_each_node(names, self._promote_node)
 
     async def demote(self, names: Sequence[str]) -> list[PromotionResult]:
-        return await self._move_each(names, self._demote_one)
+        return await self._run_on_each_node(names, self._demote_node)
 
-    async def _move_each(
+    async def _run_on_each_node(
         self, names: Sequence[str], move: Callable[[str], Awaitable[str]]
     ) -> list[PromotionResult]:
         # Each holds its connection until it is done.
         slots = asyncio.Semaphore(min(self._file.sync.max_parallel_transfers, self._file.ssh.pool_size))
 
-        async def one(name: str) -> PromotionResult:
+        async def run_on_node(name: str) -> PromotionResult:
             async with slots:
                 try:
                     return PromotionResult(node=name, outcome=await move(name))
@@ -106,20 +106,20 @@ class Promotion:
                     outcome = "unreachable" if code == TransportError.exit_code else "failed"
                     return PromotionResult(node=name, outcome=outcome, error=str(error), exit_code=code)
 
-        return await all_of(map(one, names))
+        return await all_of(map(run_on_node, names))
 
-    async def _promote_one(self, name: str) -> str:
-        if await self._is_up(name):
+    async def _promote_node(self, name: str) -> str:
+        if await self._is_connected(name):
             return "already promoted"
-        async with self._pool.use(name, without_helper=True) as link:
-            places = _node_paths(self._file.remote_root)
+        async with self._pool.connect(name, without_helper=True) as link:
+            places = _make_node_paths(self._file.remote_root)
             self._on_progress(name, "searching for Python")
             python = await self._find_python(link)
-            missing = await self._missing_paths(link, places)
+            missing = await self._list_missing_paths(link, places)
             try:
-                await self._install(link, places, python)
+                await self._install_genie(link, places, python)
                 self._on_progress(name, f"joining the cluster at {self._controller}")
-                await self._join(link, places)
+                await self._join_cluster(link, places)
             except GenieError:
                 await self._undo_install(link, places, missing)
                 raise
@@ -130,14 +130,14 @@ class Promotion:
                 except TimeoutError:
                     self._on_progress(name, "the incomplete installation is left: the node does not respond")
                 raise
-        await self._wait_up(name)
+        await self._wait_until_connected(name)
         return "promoted"
 
-    async def _missing_paths(self, link: NodeConnection, places: _NodePaths) -> list[str]:
-        """Return those paths that `_install` and `_join` will create."""
+    async def _list_missing_paths(self, link: NodeConnection, places: _NodePaths) -> list[str]:
+        """Return those paths that `_install_genie` and `_join_cluster` will create."""
         paths = (places.environment, places.state)
         tests = "; ".join(f"[ -e {path} ] || echo {number}" for number, path in enumerate(paths))
-        done = _check(
+        done = _check_succeeded(
             await _run_shell(link, tests + "; true", timeout_s=self._file.ssh.timeout),
             f"node {link.name}: could not read the remote directory",
         )
@@ -150,36 +150,36 @@ class Promotion:
             return
         self._on_progress(link.name, "removing the incomplete installation")
         # An agent that uses an existing state directory is not part of this promotion.
-        stop = f"{_stop_command(places)}; " if places.state in created else ""
+        stop = f"{_make_stop_command(places)}; " if places.state in created else ""
         remove = f"rm -rf -- {' '.join(created)}"
         # A program that was interrupted may still write files.
         remove = f"{{ {remove} || {{ sleep 1; {remove}; }}; }}"
         try:
-            _check(
+            _check_succeeded(
                 await _run_shell(link, stop + remove, timeout_s=_JOIN_TIMEOUT_S), "could not remove all files"
             )
         except GenieError as error:
             self._on_progress(link.name, f"the incomplete installation is left: {error}")
 
-    async def _demote_one(self, name: str) -> str:
-        await self._check_idle(name)
-        async with self._pool.use(name, without_helper=True) as link:
-            places = _node_paths(self._file.remote_root)
+    async def _demote_node(self, name: str) -> str:
+        await self._check_no_running_jobs(name)
+        async with self._pool.connect(name, without_helper=True) as link:
+            places = _make_node_paths(self._file.remote_root)
             self._on_progress(name, "stopping the agent")
-            _check(
-                await _run_shell(link, _stop_command(places), timeout_s=_JOIN_TIMEOUT_S),
+            _check_succeeded(
+                await _run_shell(link, _make_stop_command(places), timeout_s=_JOIN_TIMEOUT_S),
                 f"node {name}: could not stop the agent",
             )
             self._on_progress(name, "removing the node from the cluster")
-            was_member = await self._forget(name)
+            was_member = await self._forget_node(name)
             remove = f"rm -rf -- {places.environment} {places.state}"
-            _check(
+            _check_succeeded(
                 await _run_shell(link, remove, timeout_s=_JOIN_TIMEOUT_S),
                 f"node {name}: could not remove all files",
             )
         return "demoted" if was_member else "not promoted"
 
-    async def _check_idle(self, name: str) -> None:
+    async def _check_no_running_jobs(self, name: str) -> None:
         for view in await self._client.nodes():
             if view.info.node_id == name and view.node_holds.holds and not self._force:
                 jobs = ", ".join(sorted({hold.job_id for hold in view.node_holds.holds})[:5])
@@ -190,14 +190,14 @@ class Promotion:
 
     async def _find_python(self, link: NodeConnection) -> str:
         """Return the first candidate that is new enough. Raises GridError."""
-        candidates = (self._python,) if self._python else PYTHONS
+        candidates = (self._python,) if self._python else PYTHON_CANDIDATES
         program = "import sys; print('.'.join(map(str, sys.version_info[:2])))"
         seen = []
         for candidate in candidates:
             command = f"{shlex.quote(candidate)} -c {shlex.quote(program)}"
             done = await _run_shell(link, command, timeout_s=self._file.ssh.timeout)
             version = done.stdout.decode(errors="replace").strip()
-            if done.exit_code == 0 and _version(version) >= _PYTHON_VERSION_MIN:
+            if done.exit_code == 0 and _parse_version(version) >= _PYTHON_VERSION_MIN:
                 return candidate
             seen.append(f"{candidate} {version}" if version else f"no {candidate}")
         raise GridError(
@@ -206,10 +206,10 @@ class Promotion:
             hint="install one and pass it with --python",
         )
 
-    async def _install(self, link: NodeConnection, places: _NodePaths, python: str) -> None:
+    async def _install_genie(self, link: NodeConnection, places: _NodePaths, python: str) -> None:
         # venv creates pip last, so an incomplete environment is created again.
         venv = f"[ -x {places.environment}/bin/pip ] || {shlex.quote(python)} -m venv {places.environment}"
-        _check(
+        _check_succeeded(
             await _run_shell(
                 link, f"mkdir -p -- {places.root} && {{ {venv}; }}", timeout_s=_INSTALL_TIMEOUT_S
             ),
@@ -218,24 +218,24 @@ class Promotion:
         )
         wheels = f"{places.environment}/wheels"
         self._on_progress(link.name, "uploading Genie")
-        file_name, content = await asyncio.to_thread(own_wheel.wheel)
-        await _upload(link, wheels, file_name, content)
+        file_name, content = await asyncio.to_thread(own_wheel.build_genie_wheel)
+        await _upload_file(link, wheels, file_name, content)
         source = ""
         if self._wheels is not None:
             for wheel in sorted(self._wheels.glob("*.whl")):
-                await _upload(link, wheels, wheel.name, await asyncio.to_thread(wheel.read_bytes))
+                await _upload_file(link, wheels, wheel.name, await asyncio.to_thread(wheel.read_bytes))
             source = f"--no-index --find-links {wheels} "
         self._on_progress(link.name, "installing")
         packages = " ".join(shlex.quote(package) for package in self._packages)
         requirements = f"{wheels}/{shlex.quote(file_name)} {packages}"
         pip = f"{places.python} -m pip --disable-pip-version-check --no-input install {source}{requirements}"
-        _check(
+        _check_succeeded(
             await _run_shell(link, f"{pip} 2>&1", timeout_s=_INSTALL_TIMEOUT_S),
             f"node {link.name}: could not install Genie",
             hint="if the node cannot reach a package index, pass the wheels with --wheels DIR",
         )
 
-    async def _join(self, link: NodeConnection, places: _NodePaths) -> None:
+    async def _join_cluster(self, link: NodeConnection, places: _NodePaths) -> None:
         created = await self._client.create_token(TokenKind.JOIN, name=f"grid-{link.name}")
         join = (
             f"{places.state_variable} {places.genie} join {shlex.quote(self._controller)} "
@@ -243,43 +243,43 @@ class Promotion:
         )
         # The token is passed on standard input: other users on the node can read arguments.
         try:
-            _check(
+            _check_succeeded(
                 await _run_shell(link, join, stdin=created.token.encode(), timeout_s=_JOIN_TIMEOUT_S),
                 f"node {link.name}: could not join the cluster at {self._controller}",
                 hint="the address must be reachable from the node",
             )
         except (GenieError, asyncio.CancelledError):
-            await self._revoke(created.record.token_id, link.name)
+            await self._revoke_join_token(created.record.token_id, link.name)
             raise
 
-    async def _revoke(self, token_id: str, node: str) -> None:
+    async def _revoke_join_token(self, token_id: str, node: str) -> None:
         try:
             await self._client.revoke_token(token_id)
         except GenieError as error:
             self._on_progress(node, f"join token {token_id} could not be revoked: {error}")
 
-    async def _is_up(self, name: str) -> bool:
+    async def _is_connected(self, name: str) -> bool:
         return any(
-            view.info.node_id == name and view.info.status not in _NOT_UP_STATES
+            view.info.node_id == name and view.info.status not in _NOT_CONNECTED_STATUSES
             for view in await self._client.nodes()
         )
 
-    async def _wait_up(self, name: str) -> None:
+    async def _wait_until_connected(self, name: str) -> None:
         try:
-            async with asyncio.timeout(_UP_TIMEOUT_S):
-                while not await self._is_up(name):  # noqa: ASYNC110 - the state is in another process
-                    await asyncio.sleep(_STEP_S)
+            async with asyncio.timeout(_CONNECT_TIMEOUT_S):
+                while not await self._is_connected(name):  # noqa: ASYNC110 - the state is in another process
+                    await asyncio.sleep(_POLL_INTERVAL_S)
         except TimeoutError:
             raise DeadlineError(
-                f"node {name} has joined, but the cluster does not list it as up after {_UP_TIMEOUT_S:g} s"
+                f"node {name} has joined, but is not connected to the cluster after {_CONNECT_TIMEOUT_S:g} s"
             ) from None
 
-    async def _forget(self, name: str) -> bool:
+    async def _forget_node(self, name: str) -> bool:
         """Remove the node from the cluster; False if it is not a member.
 
         Retried, because the controller rejects it until the agent's connection has closed.
         """
-        deadline = asyncio.get_running_loop().time() + _UP_TIMEOUT_S
+        deadline = asyncio.get_running_loop().time() + _CONNECT_TIMEOUT_S
         while True:
             try:
                 await self._client.forget_node(name)
@@ -289,7 +289,7 @@ class Promotion:
             except GenieError:
                 if asyncio.get_running_loop().time() > deadline:
                     raise
-                await asyncio.sleep(_STEP_S)
+                await asyncio.sleep(_POLL_INTERVAL_S)
 
 
 @dataclass(frozen=True)
@@ -313,13 +313,13 @@ class _NodePaths:
         return f"GENIE_STATE_DIR={self.state}"
 
 
-def _node_paths(root: str) -> _NodePaths:
+def _make_node_paths(root: str) -> _NodePaths:
     return _NodePaths(
-        *(path_word(path) for path in (root, f"{root}/{_ENVIRONMENT_DIR}", f"{root}/{_STATE_DIR}"))
+        *(quote_path(path) for path in (root, f"{root}/{_ENVIRONMENT_DIR}", f"{root}/{_STATE_DIR}"))
     )
 
 
-def _stop_command(places: _NodePaths) -> str:
+def _make_stop_command(places: _NodePaths) -> str:
     """A line of sh that stops the agent, if one is installed."""
     return f"if [ -x {places.genie} ]; then {places.state_variable} {places.genie} down; fi"
 
@@ -328,27 +328,29 @@ async def _run_shell(
     link: NodeConnection, line: str, *, stdin: bytes = b"", timeout_s: float
 ) -> CommandResult:
     """Run a line of sh, whatever the login shell is."""
-    done = await link.command(through_login_shell(line), stdin=stdin, timeout_s=timeout_s)
+    done = await link.run_command(make_login_shell_command(line), stdin=stdin, timeout_s=timeout_s)
     if done.exit_code != 0:
         await check_login_shell(link, timeout_s=timeout_s)
     return done
 
 
-async def _upload(link: NodeConnection, folder: str, name: str, content: bytes) -> None:
+async def _upload_file(link: NodeConnection, folder: str, name: str, content: bytes) -> None:
     command = f"mkdir -p -- {folder} && cat > {folder}/{shlex.quote(name)}"
-    _check(
+    _check_succeeded(
         await _run_shell(link, command, stdin=content, timeout_s=_INSTALL_TIMEOUT_S),
         f"node {link.name}: could not upload {name}",
     )
 
 
-def _check(done: CommandResult, problem: str, *, hint: str = "") -> CommandResult:
+def _check_succeeded(done: CommandResult, problem: str, *, hint: str = "") -> CommandResult:
     if done.exit_code != 0:
-        lines = (done.stderr or done.stdout).decode(errors="replace").strip().splitlines()[-_LINES_SHOWN:]
+        lines = (
+            (done.stderr or done.stdout).decode(errors="replace").strip().splitlines()[-_OUTPUT_LINES_SHOWN:]
+        )
         raise GridError(f"{problem}: {' / '.join(lines) or f'exit code {done.exit_code}'}", hint=hint)
     return done
 
 
-def _version(text: str) -> tuple[int, ...]:
+def _parse_version(text: str) -> tuple[int, ...]:
     parts = text.split(".")
     return tuple(int(part) for part in parts) if all(part.isdigit() for part in parts) else ()

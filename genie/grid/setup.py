@@ -27,13 +27,13 @@ from genie.telemetry.log import redact
 
 DEFAULT_PACKAGES = ("ray[default]", "torch", "numpy")
 """Packages that `grid-cli setup` installs by default."""
-INSTALL_S = 3600.0
+INSTALL_TIMEOUT_S = 3600.0
 _INSPECT_TIMEOUT_S = 60.0
 _UPLOAD_TIMEOUT_S = 120.0
-_MARGIN_S = 30.0
-_PROGRESS_S = 1.0
-_PART_BYTES = 4 << 20
-_LOG = ".grid/setup/setup.log"
+_REPLY_MARGIN_S = 30.0
+_PROGRESS_INTERVAL_S = 1.0
+_UPLOAD_PART_BYTES = 4 << 20
+_LOG_PATH = ".grid/setup/setup.log"
 _PACKAGES_MAX = 1000
 _WHEELS_MAX = 2000
 _REQUIREMENTS_BYTES_MAX = 1 << 20
@@ -105,11 +105,13 @@ def default_packages(wheels: Path | None) -> tuple[str, ...]:
     """Return DEFAULT_PACKAGES; with a wheel directory only those in it, because pip uses no index then."""
     if wheels is None:
         return DEFAULT_PACKAGES
-    available = {_normalize(path.name.partition("-")[0]) for path in _wheel_files(wheels)}
-    return tuple(each for each in DEFAULT_PACKAGES if _normalize(each.partition("[")[0]) in available)
+    available = {_normalize_package_name(path.name.partition("-")[0]) for path in _list_wheel_files(wheels)}
+    return tuple(
+        each for each in DEFAULT_PACKAGES if _normalize_package_name(each.partition("[")[0]) in available
+    )
 
 
-def _normalize(name: str) -> str:
+def _normalize_package_name(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
@@ -160,10 +162,10 @@ def _expand_user(path: Path) -> Path:
 
 
 def _read_wheels(folder: Path) -> tuple[tuple[str, str, Path], ...]:
-    return tuple((path.name, _sha256(path), path) for path in _wheel_files(folder))
+    return tuple((path.name, _file_sha256(path), path) for path in _list_wheel_files(folder))
 
 
-def _wheel_files(folder: Path) -> list[Path]:
+def _list_wheel_files(folder: Path) -> list[Path]:
     if not _expand_user(folder).is_dir():
         raise UsageError(f"--wheels {str(folder)!r} is not a directory", hint="give a directory with wheels")
     found = sorted(
@@ -178,19 +180,19 @@ def _wheel_files(folder: Path) -> list[Path]:
     return found
 
 
-def _sha256(path: Path) -> str:
+def _file_sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-class Setup:
+class EnvironmentSetup:
     """Installs an environment on nodes, concurrently. `requester` is shown to others while the setup runs."""
 
     def __init__(self, pool: SshPool, file: GridFile, *, requester: str = "") -> None:
         self._pool = pool
         self._file = file
         self._requester = requester
-        self._slots = asyncio.Semaphore(file.ssh.pool_size)
+        self._node_slots = asyncio.Semaphore(file.ssh.pool_size)
 
     async def run(
         self,
@@ -206,19 +208,19 @@ class Setup:
         """
         names = [self._file.node(name).name for name in nodes] or [node.name for node in self._file.nodes]
 
-        async def one(name: str) -> SetupReport:
+        async def set_up_node(name: str) -> SetupReport:
             try:
-                async with self._slots, self._pool.use(name) as link:
-                    return await self._one(link, spec, again=again, on_progress=on_progress)
+                async with self._node_slots, self._pool.connect(name) as link:
+                    return await self._set_up_node(link, spec, again=again, on_progress=on_progress)
             except GenieError as error:
                 state = "unreachable" if error.exit_code == TransportError.exit_code else "failed"
                 # pip prints URLs of the requirements, which may contain passwords.
-                text, hint = redact(error.message), redact(error.hint or _hint(error, name))
+                text, hint = redact(error.message), redact(error.hint or _make_hint(error, name))
                 return SetupReport(name, state, error=text, hint=hint, exit_code=error.exit_code)
 
-        return await all_of(map(one, names))
+        return await all_of(map(set_up_node, names))
 
-    async def _one(
+    async def _set_up_node(
         self, link: NodeConnection, spec: EnvironmentSpec, *, again: bool, on_progress: ProgressCallback
     ) -> SetupReport:
         if not link.has_helper:
@@ -250,15 +252,15 @@ class Setup:
             on_progress(link.name, f"uploading {name} ({number} of {len(missing)})")
             size, upload = path.stat().st_size, secrets.token_hex(8)
             with path.open("rb") as file:
-                for offset in range(0, max(size, 1), _PART_BYTES):
-                    part = file.read(_PART_BYTES)
+                for offset in range(0, max(size, 1), _UPLOAD_PART_BYTES):
+                    part = file.read(_UPLOAD_PART_BYTES)
                     args = {
                         "root": self._file.remote_root,
                         "name": name,
                         "sha256": sha256,
                         "upload": upload,
                         "offset": offset,
-                        "last": offset + _PART_BYTES >= size,
+                        "last": offset + _UPLOAD_PART_BYTES >= size,
                     }
                     await link.call("environment.put_wheel", args, part, timeout_s=_UPLOAD_TIMEOUT_S)
 
@@ -274,7 +276,7 @@ class Setup:
             "packages": list(spec.packages),
             "wheels": bool(spec.wheels),
             "system_packages": spec.system_packages,
-            "timeout_s": INSTALL_S,
+            "timeout_s": INSTALL_TIMEOUT_S,
             "who": self._requester,
         }
 
@@ -284,7 +286,7 @@ class Setup:
             try:
                 blob = spec.requirements.encode()
                 found, _ = await link.call(
-                    "environment.install", request, blob, timeout_s=INSTALL_S + _MARGIN_S
+                    "environment.install", request, blob, timeout_s=INSTALL_TIMEOUT_S + _REPLY_MARGIN_S
                 )
             finally:
                 progress.cancel()
@@ -294,7 +296,7 @@ class Setup:
         """Show the last line of the log whenever it changes, until cancelled."""
         shown = ""
         while True:
-            await asyncio.sleep(_PROGRESS_S)
+            await asyncio.sleep(_PROGRESS_INTERVAL_S)
             with contextlib.suppress(GenieError):  # the installation reports the same error
                 args = {"root": self._file.remote_root}
                 answer, _ = await link.call("environment.progress", args, timeout_s=_INSPECT_TIMEOUT_S)
@@ -303,11 +305,11 @@ class Setup:
                     on_progress(link.name, redact(shown)[:200])
 
 
-def _hint(error: GenieError, node: str) -> str:
+def _make_hint(error: GenieError, node: str) -> str:
     text = error.message.lower()
     reason = getattr(error, "reason", "")
     if reason == "locked":
-        return f"wait for it to finish, then retry; progress: grid-cli run --node {node} 'tail {_LOG}'"
+        return f"wait for it to finish, then retry; progress: grid-cli run --node {node} 'tail {_LOG_PATH}'"
     if reason == "venv" or "no module named venv" in text or "ensurepip" in text:
         return "on Debian and Ubuntu: apt install python3-venv"
     offline = ("name resolution", "connection", "network is unreachable", "proxyerror", "timed out")

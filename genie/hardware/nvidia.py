@@ -33,8 +33,8 @@ _NVML_RESET_REQUIRED = 16
 _NVML_VERSION_MISMATCH = 18
 _NVML_GPU_NOT_FOUND = 28
 
-_GPU_LOST_CODES = (_NVML_GPU_IS_LOST, _NVML_RESET_REQUIRED, _NVML_GPU_NOT_FOUND)
-_LIBRARY_LOST_CODES = (_NVML_UNINITIALIZED, _NVML_DRIVER_NOT_LOADED, _NVML_VERSION_MISMATCH)
+_NVML_GPU_LOST_CODES = (_NVML_GPU_IS_LOST, _NVML_RESET_REQUIRED, _NVML_GPU_NOT_FOUND)
+_NVML_LIBRARY_LOST_CODES = (_NVML_UNINITIALIZED, _NVML_DRIVER_NOT_LOADED, _NVML_VERSION_MISMATCH)
 
 _NVML_ERROR_HINTS = {
     _NVML_LIBRARY_NOT_FOUND: "install the NVIDIA driver if this machine has an NVIDIA GPU",
@@ -167,9 +167,9 @@ class _NvmlSession:
             ) from error
         self._nvml: Any = pynvml  # Any: the module has no types
         self._handles: dict[int, object] = {}
-        self._call_library(pynvml.nvmlInit)
+        self._call_nvml(pynvml.nvmlInit)
         try:
-            self.count = int(self._call_library(pynvml.nvmlDeviceGetCount))
+            self.count = int(self._call_nvml(pynvml.nvmlDeviceGetCount))
         except HardwareError:
             self.close()
             raise
@@ -186,8 +186,8 @@ class _NvmlSession:
         try:
             return self._read_gpu(self._device_handle(index), last=last, is_allocated=is_allocated)
         except self._nvml.NVMLError as error:
-            if error.value in _LIBRARY_LOST_CODES:
-                raise self._library_error(error) from error
+            if error.value in _NVML_LIBRARY_LOST_CODES:
+                raise self._to_hardware_error(error) from error
             return _mark_unavailable(last, f"NVML: {error}")
 
     def links(self, index: int) -> GpuLinks | None:
@@ -322,17 +322,17 @@ class _NvmlSession:
         try:
             return call(*arguments)
         except self._nvml.NVMLError as error:
-            if error.value in _GPU_LOST_CODES or error.value in _LIBRARY_LOST_CODES:
+            if error.value in _NVML_GPU_LOST_CODES or error.value in _NVML_LIBRARY_LOST_CODES:
                 raise
             return None
 
-    def _call_library(self, call: Callable[[], _T]) -> _T:
+    def _call_nvml(self, call: Callable[[], _T]) -> _T:
         try:
             return call()
         except self._nvml.NVMLError as error:
-            raise self._library_error(error) from error
+            raise self._to_hardware_error(error) from error
 
-    def _library_error(self, error: Any) -> HardwareError:
+    def _to_hardware_error(self, error: Any) -> HardwareError:
         return HardwareError(f"NVML: {error}", hint=_NVML_ERROR_HINTS.get(error.value, ""))
 
 

@@ -26,9 +26,11 @@ class JobState(enum.StrEnum):
     CANCELLED = "cancelled"
     LOST = "lost"
 
-    @property
-    def is_final(self) -> bool:
-        return self in FINAL_STATES
+    is_final: bool
+    """An attribute of each state, not a property: every change of a job reads it several times."""
+
+    def __init__(self, value: str) -> None:
+        self.is_final = value in ("succeeded", "failed", "cancelled", "lost")
 
 
 class JobKind(enum.StrEnum):
@@ -248,11 +250,13 @@ _STORED_BYTES_OF_CHARACTER_MAX = 4
 """Of a printable character: UTF-8, or an escaped quote."""
 _TRUNCATION_MARK = "..."
 _REMOVED_COMMAND = "(removed: the stored job was too large)"
-_SHRUNK_HISTORY_ENDS = 4
-_WORKERS_OF_RUNS_MAX = 1024
+_SHRUNK_HISTORY_STEPS_PER_END = 4
+_WORKERS_OF_EARLIER_RUNS_MAX = 1024
 """Maximum number of workers of earlier runs to keep; those of the newest run are always kept."""
 
-FINAL_STATES = frozenset({JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED, JobState.LOST})
+FINAL_STATES = frozenset(state for state in JobState if state.is_final)
+# Members of an enum are slow to look up, and every change of a job compares them.
+_QUEUED, _RUNNING, _NO_STOP = JobState.QUEUED, JobState.RUNNING, StopReason.NONE
 
 ALLOWED_TRANSITIONS: dict[JobState, frozenset[JobState]] = {
     JobState.QUEUED: frozenset({JobState.PLACING, JobState.CANCELLED}),
@@ -281,16 +285,26 @@ def with_state(
     )
     reason = truncate_reason(reason)
     transition = Transition(state=state, at=at, reason=reason)
+    history = _trim_history((*job.history, transition))
+    if state is _QUEUED:
+        return msgspec.structs.replace(
+            job,
+            state=state,
+            reason=reason,
+            history=history,
+            started_at=None,
+            placements=(),
+            stop=_NO_STOP,
+            earlier=_with_current_run(job, at),
+        )
     return msgspec.structs.replace(
         job,
         state=state,
         reason=reason,
-        history=_trim_history((*job.history, transition)),
-        started_at=_start_time_after(job, state, at),
+        history=history,
+        started_at=at if state is _RUNNING else job.started_at,
         ended_at=at if state.is_final else job.ended_at,
-        placements=() if state is JobState.QUEUED else placements or job.placements,
-        stop=StopReason.NONE if state is JobState.QUEUED else job.stop,
-        earlier=_with_current_run(job, at) if state is JobState.QUEUED else job.earlier,
+        placements=placements or job.placements,
     )
 
 
@@ -320,7 +334,10 @@ def shrink_oversized_job(job: Job) -> Job:
             job.spec.constraints, gpu_models=(), labels={}, near=(), apart=()
         ),
     )
-    steps = (*job.history[:_SHRUNK_HISTORY_ENDS], *job.history[_SHRUNK_HISTORY_ENDS:][-_SHRUNK_HISTORY_ENDS:])
+    steps = (
+        *job.history[:_SHRUNK_HISTORY_STEPS_PER_END],
+        *job.history[_SHRUNK_HISTORY_STEPS_PER_END:][-_SHRUNK_HISTORY_STEPS_PER_END:],
+    )
     history = tuple(msgspec.structs.replace(step, reason=truncate_reason(step.reason)) for step in steps)
     return msgspec.structs.replace(
         job, spec=spec, history=history, earlier=(), reason=truncate_reason(job.reason)
@@ -343,15 +360,9 @@ def _with_current_run(job: Job, at: float) -> tuple[PastRun, ...]:
         ended_at=at,
     )
     runs = (*job.earlier, run)[-RUNS_KEPT:]
-    while len(runs) > 1 and sum(len(each.nodes) for each in runs) > _WORKERS_OF_RUNS_MAX:
+    while len(runs) > 1 and sum(len(each.nodes) for each in runs) > _WORKERS_OF_EARLIER_RUNS_MAX:
         runs = runs[1:]
     return runs
-
-
-def _start_time_after(job: Job, state: JobState, at: float) -> float | None:
-    if state is JobState.QUEUED:
-        return None
-    return at if state is JobState.RUNNING else job.started_at
 
 
 def _trim_history(history: tuple[Transition, ...]) -> tuple[Transition, ...]:

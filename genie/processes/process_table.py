@@ -141,14 +141,14 @@ def _read_stat_file(path: str) -> list[bytes]:
         return []
 
 
-_cached_boot_id: list[str] = []
+_boot_id_cache: list[str] = []
 
 
 def _boot_id() -> str:
-    if not _cached_boot_id:
+    if not _boot_id_cache:
         try:
             with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:  # noqa: PTH123
-                _cached_boot_id.append(file.read().strip())
+                _boot_id_cache.append(file.read().strip())
         except OSError:
-            _cached_boot_id.append("boot")
-    return _cached_boot_id[0]
+            _boot_id_cache.append("boot")
+    return _boot_id_cache[0]

@@ -35,7 +35,7 @@ _DEPTH_MAX = 100
 _QUOTED_NAME_CHARS_MAX = 80
 _TAR_MEMBERS_MAX = 1_000_000
 _EXTENDED_HEADER_BYTES_MAX = 64 * 1024
-_LENGTH_DIGITS_MAX = 8
+_PAX_LENGTH_DIGITS_MAX = 8
 
 Progress = Callable[[int, int], None]
 """Called with the bytes packed so far and the total."""
@@ -407,7 +407,7 @@ def _read_extended_header(archive: IO[bytes], header: tarfile.TarInfo) -> dict[s
     data = archive.read(_padded_to_tar_block(header.size))[: header.size]
     fields: dict[str, str] = {}
     while data:
-        length = int(data.split(b" ", 1)[0][:_LENGTH_DIGITS_MAX])
+        length = int(data.split(b" ", 1)[0][:_PAX_LENGTH_DIGITS_MAX])
         line, data = data[:length], data[length:]
         key, equals, value = line.partition(b" ")[2].partition(b"=")
         if len(line) != length or not equals or not value.endswith(b"\n"):

@@ -40,8 +40,8 @@ TEXT_CHARACTERS_MAX = 4096
 _MAGIC = b"GENIEX"
 _PREFACE = struct.Struct(">6sH")
 _LENGTH_PREFIX = struct.Struct(">I")
-_Text: TypeAlias = Annotated[str, Meta(max_length=TEXT_CHARACTERS_MAX)]
-_Count: TypeAlias = Annotated[int, Meta(ge=0, le=1 << 62)]
+_BoundedText: TypeAlias = Annotated[str, Meta(max_length=TEXT_CHARACTERS_MAX)]
+_NonNegativeInteger: TypeAlias = Annotated[int, Meta(ge=0, le=1 << 62)]
 
 
 class Pipe(Protocol):
@@ -65,7 +65,7 @@ class Open(_Message, frozen=True, tag="open"):
 
     ticket: Annotated[str, Meta(max_length=512)]
     session_key: Annotated[str, Meta(max_length=128)] = ""
-    replies_received: _Count = 0
+    replies_received: _NonNegativeInteger = 0
     machine: Annotated[str, Meta(max_length=128)] = ""
 
 
@@ -76,13 +76,13 @@ class Opened(_Message, frozen=True, tag="opened"):
     because both processes are on one machine or the connection has no TLS.
     """
 
-    kind: _Text
-    name: _Text
-    memory_bytes: _Count
-    job_id: _Text
-    torch_version: _Text
+    kind: _BoundedText
+    name: _BoundedText
+    memory_bytes: _NonNegativeInteger
+    job_id: _BoundedText
+    torch_version: _BoundedText
     session_key: Annotated[str, Meta(max_length=128)] = ""
-    frames_received: _Count = 0
+    frames_received: _NonNegativeInteger = 0
     plaintext: bool = False
     fetch_key: Annotated[str, Meta(max_length=128)] = ""
     """Secret from which the client derives tokens for other executors (fetch_token)."""
@@ -105,8 +105,8 @@ class Fetched(_Message, frozen=True, tag="fetched"):
 class Error(_Message, frozen=True, tag="error"):
     """Why the connection was rejected. `code` is one of errors.py."""
 
-    code: _Text
-    message: _Text
+    code: _BoundedText
+    message: _BoundedText
 
 
 _request_decoder: msgspec.msgpack.Decoder[Open | Fetch] = msgspec.msgpack.Decoder(Open | Fetch)

@@ -38,11 +38,11 @@ class Traffic:
 
 @dataclass(frozen=True, kw_only=True)
 class Throughput:
-    """Throughput of an interface, all programs of this machine included, averaged over `interval_s`."""
+    """Throughput of an interface, all programs of this machine included, averaged over `over_s`."""
 
     received_bytes_per_s: float
     sent_bytes_per_s: float
-    interval_s: float
+    over_s: float
 
     @property
     def gbps_max(self) -> float:
@@ -77,13 +77,11 @@ def compute_throughput(before: Traffic | None, after: Traffic | None) -> Through
     """None without two readings, or if the counters were reset in between."""
     if before is None or after is None:
         return None
-    interval_s = after.measured_at_s - before.measured_at_s
+    over_s = after.measured_at_s - before.measured_at_s
     received, sent = after.received_bytes - before.received_bytes, after.sent_bytes - before.sent_bytes
-    if interval_s <= 0 or received < 0 or sent < 0:
+    if over_s <= 0 or received < 0 or sent < 0:
         return None
-    return Throughput(
-        received_bytes_per_s=received / interval_s, sent_bytes_per_s=sent / interval_s, interval_s=interval_s
-    )
+    return Throughput(received_bytes_per_s=received / over_s, sent_bytes_per_s=sent / over_s, over_s=over_s)
 
 
 class InterfaceMeter:

@@ -41,7 +41,7 @@ from genie.runtime.connection_limits import ConnectionLimiter, ConnectionLimits,
 _log = logging.getLogger(__name__)
 
 PREFACE_TIMEOUT_S = 10.0
-LINGER_S = 2.0
+CLOSE_LINGER_S = 2.0
 """How long a closed connection waits for its peer to read what was sent before."""
 _READ_CHUNK_BYTES = 64 * 1024
 _BACKLOG = 512
@@ -147,7 +147,7 @@ class TcpChannel:
         self._writer = writer
         self._transport = writer.transport
         self._loop = asyncio.get_running_loop()
-        self._unsent: list[bytes] = []
+        self._unsent_frames: list[bytes] = []
         """Frames that are not yet passed to the transport. The frames of one iteration of the event loop are
         one write: with TLS one record and one system call."""
         self._unsent_bytes = 0
@@ -161,7 +161,7 @@ class TcpChannel:
 
     async def send(self, frame: bytes) -> None:
         try:
-            self._unsent.append(frame)
+            self._unsent_frames.append(frame)
             self._flush()
             await self._writer.drain()
         except (OSError, RuntimeError) as error:
@@ -173,14 +173,14 @@ class TcpChannel:
         transport = self._transport
         if transport.is_closing() or transport.get_write_buffer_size() > SEND_NOW_BYTES_MAX:
             return False
-        if not self._unsent:
+        if not self._unsent_frames:
             self._loop.call_soon(self._flush)
-        self._unsent.append(frame)
+        self._unsent_frames.append(frame)
         self._unsent_bytes += len(frame)
         return True
 
     def _flush(self) -> None:
-        unsent, self._unsent, self._unsent_bytes = self._unsent, [], 0
+        unsent, self._unsent_frames, self._unsent_bytes = self._unsent_frames, [], 0
         if unsent:
             self._writer.write(unsent[0] if len(unsent) == 1 else b"".join(unsent))
 
@@ -264,10 +264,10 @@ class TcpChannel:
             return
         self._flush()
         self._writer.close()
-        self._loop.call_later(LINGER_S, self._transport.abort)
+        self._loop.call_later(CLOSE_LINGER_S, self._transport.abort)
 
     async def wait_closed(self) -> None:
-        """Waits until the socket is closed, at most LINGER_S after close()."""
+        """Waits until the socket is closed, at most CLOSE_LINGER_S after close()."""
         with suppress(OSError):
             await self._writer.wait_closed()
 
@@ -351,7 +351,7 @@ class _Server:
         self, limiter: ConnectionLimiter, accept: AcceptCallback, tls: ssl.SSLContext | None
     ) -> None:
         self._limiter = limiter
-        self._accept = accept
+        self._accept_callback = accept
         self._tls = tls
         self._loop = asyncio.get_running_loop()
         self._rejected_count = 0
@@ -403,7 +403,7 @@ class _Server:
         """Serves one connection. Logs all errors, so that they do not affect other connections."""
         try:
             await channel.exchange_prefaces()
-            await self._accept(channel)
+            await self._accept_callback(channel)
         except TransportError as error:
             # Strangers must not fill the log.
             level = logging.INFO if connection.is_authenticated else logging.DEBUG
@@ -426,7 +426,7 @@ class _Server:
                 sock,
                 ssl=tls,
                 ssl_handshake_timeout=PREFACE_TIMEOUT_S if tls else None,
-                ssl_shutdown_timeout=LINGER_S if tls else None,
+                ssl_shutdown_timeout=CLOSE_LINGER_S if tls else None,
             )
         except OSError as error:
             sock.close()

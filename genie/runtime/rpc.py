@@ -78,15 +78,13 @@ class Peer:
         """Size of the last request, when the handler is called with it."""
         self._send_lock = asyncio.Lock()
         self._closed = asyncio.Event()
+        self.is_closed = False
+        """Whether `_closed` is set. An attribute: a controller reads it of every node in each pass."""
         self._on_close: Callable[[], None] = lambda: None
 
     @property
     def name(self) -> str:
         return self.channel.peer
-
-    @property
-    def is_closed(self) -> bool:
-        return self._closed.is_set()
 
     @property
     def is_idle(self) -> bool:
@@ -105,7 +103,8 @@ class Peer:
         self._on_close = listener
 
     def _set_closed(self) -> None:
-        if not self._closed.is_set():
+        if not self.is_closed:
+            self.is_closed = True
             self._closed.set()
             self._on_close()
 

@@ -104,8 +104,8 @@ class Machines:
 
     def is_overdue(self, process: SimProcess) -> bool:
         """Return whether the dead-man timer has expired, on a machine that is frozen until it resumes."""
-        interval_s = process.until_s + process.deadman_grace_s
-        return SimClock(self._world, process.node_id).monotonic_s() > interval_s
+        over_s = process.until_s + process.deadman_grace_s
+        return SimClock(self._world, process.node_id).monotonic_s() > over_s
 
     def power_off(self, node_id: str) -> None:
         """End all processes of a node without exit records."""

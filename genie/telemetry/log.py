@@ -22,10 +22,10 @@ ROOT_LOGGER_NAME = "genie"
 REDACTED = "***"
 TEXT_CHARS_MAX = 8192
 """Maximum length of a message, field or traceback; the middle of a longer one is removed."""
-_SCAN_CHARS_MAX = 8 * TEXT_CHARS_MAX
+_SCANNED_CHARS_MAX = 8 * TEXT_CHARS_MAX
 
 # The fields of a record without `extra`.
-_STANDARD_FIELDS = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
+_STANDARD_RECORD_FIELDS = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
 _SECRET_FIELD_NAME = re.compile(
     r"(?i)token|secret|password|passwd|ticket|authorization|api_?key|private_?key"
@@ -137,8 +137,8 @@ def reset() -> None:
 
 def redact(text: str) -> str:
     """Returns `text` without tokens, private keys and passwords, as valid Unicode, shortened."""
-    unscanned = max(0, len(text) - _SCAN_CHARS_MAX)
-    text = text[:_SCAN_CHARS_MAX]
+    unscanned = max(0, len(text) - _SCANNED_CHARS_MAX)
+    text = text[:_SCANNED_CHARS_MAX]
     text = text.encode("utf-8", "backslashreplace").decode()  # file names may contain surrogates
     for pattern, replacement in _SECRET_PATTERNS:
         text = pattern.sub(replacement, text)
@@ -208,7 +208,9 @@ def _format_time(record: logging.LogRecord) -> str:
 
 def _redacted_extra_fields(record: logging.LogRecord) -> dict[str, object]:
     return {
-        key: _redact_value(key, value) for key, value in vars(record).items() if key not in _STANDARD_FIELDS
+        key: _redact_value(key, value)
+        for key, value in vars(record).items()
+        if key not in _STANDARD_RECORD_FIELDS
     }
 
 

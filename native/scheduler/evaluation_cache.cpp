@@ -33,15 +33,15 @@ Evaluation ClassEvaluations::best_in_block(int block) const {
   return evaluation_of(best);
 }
 
-Evaluation ClassEvaluations::best_in_block(int block, uint64_t among) const {
-  Evaluation best = best_by_block[block];
-  if (!best.fits() || (among >> (best.node % kNodesPerBlock) & 1) != 0) return best;
-  best = {};
+// Compares costs first: few nodes are better, so the branch is predicted and tie breakers are rarely read.
+void ClassEvaluations::improve(Evaluation& best, int block, uint64_t among) const {
+  const double* costs = cost.data() + static_cast<size_t>(block) * kNodesPerBlock;
   for (; among != 0; among &= among - 1) {
-    const Evaluation other = evaluation_of(block * kNodesPerBlock + std::countr_zero(among));
-    if (other.fits() && other.is_better(best)) best = other;
+    const int offset = std::countr_zero(among);
+    if (costs[offset] > best.cost) continue;
+    const Evaluation found = evaluation_of(block * kNodesPerBlock + offset);
+    if (found.fits() && found.is_better(best)) best = found;
   }
-  return best;
 }
 
 std::optional<NodeChoice> EvaluationCache::find_best(const Cluster& cluster, Policy& policy,
@@ -49,11 +49,13 @@ std::optional<NodeChoice> EvaluationCache::find_best(const Cluster& cluster, Pol
                                                      const NodeSet* among) {
   const ClassEvaluations& evaluations = up_to_date_evaluations(cluster, policy, request_class, tenant);
   Evaluation best;
-  for (int block = 0; block < static_cast<int>(evaluations.best_by_block.size()); ++block) {
-    if (!evaluations.best_by_block[block].is_better(best)) continue;
-    const Evaluation found = among == nullptr ? evaluations.best_by_block[block]
-                                              : evaluations.best_in_block(block, among->mask_of_block(block));
-    if (found.fits() && found.is_better(best)) best = found;
+  const std::vector<Evaluation>& best_by_block = evaluations.best_by_block;
+  for (const Evaluation& found : best_by_block) {
+    if (found.is_better(best) && (among == nullptr || among->contains(found.node))) best = found;
+  }
+  // A block whose best node is better, but not allowed, may have another one.
+  for (int block = 0; among != nullptr && block < static_cast<int>(best_by_block.size()); ++block) {
+    if (best_by_block[block].is_better(best)) evaluations.improve(best, block, among->mask_of_block(block));
   }
   if (!best.fits()) return std::nullopt;
   return NodeChoice{best.node, evaluations.gpus[best.node]};

@@ -49,8 +49,8 @@ struct ClassEvaluations {
   Evaluation evaluation_of(int node) const { return {cost[node], tie_breaker[node], node}; }
   // The best node of a block; one that does not fit if none does.
   Evaluation best_in_block(int block) const;
-  // The best of these nodes of a block.
-  Evaluation best_in_block(int block, uint64_t among) const;
+  // Replaces `best` by the best of these nodes of a block if that is better.
+  void improve(Evaluation& best, int block, uint64_t among) const;
 };
 
 class EvaluationCache {

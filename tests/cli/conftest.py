@@ -14,13 +14,13 @@ from genie.cli import app as app_module
 from genie.cli import main
 from genie.telemetry import log
 from tests.cli.scripted_controller import ScriptedController
-from tests.grid.conftest import bed_lease, bed_of_session, own_bed
+from tests.grid.conftest import own_testbed, session_testbed, testbed_lease
 from tests.grid.quick_venv import quick_venv
 
-__all__ = ["bed_lease", "bed_of_session", "own_bed", "quick_venv"]
+__all__ = ["own_testbed", "quick_venv", "session_testbed", "testbed_lease"]
 
 
-class Ran(NamedTuple):
+class CommandOutcome(NamedTuple):
     code: int
     out: str
     err: str
@@ -56,13 +56,13 @@ def _reset_logging() -> Iterator[None]:
 
 
 @pytest.fixture
-def genie(capfd: pytest.CaptureFixture[str]) -> Callable[..., Ran]:
+def genie(capfd: pytest.CaptureFixture[str]) -> Callable[..., CommandOutcome]:
     """Run a command in this process and return its exit code and output."""
 
-    def run(*argv: str) -> Ran:
+    def run(*argv: str) -> CommandOutcome:
         capfd.readouterr()
         code = main(list(argv))
-        return Ran(code, *capfd.readouterr())
+        return CommandOutcome(code, *capfd.readouterr())
 
     return run
 

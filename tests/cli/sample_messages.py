@@ -8,7 +8,9 @@ from genie.model.messages import NodeView, StatusReply
 from genie.model.node import GPUInfo, NodeInfo, NodeRole, NodeStatus, Vendor
 
 
-def job(state: JobState = JobState.QUEUED, *, job_id: str = "j1", reason: str = "", **fields: object) -> Job:
+def make_job(
+    state: JobState = JobState.QUEUED, *, job_id: str = "j1", reason: str = "", **fields: object
+) -> Job:
     spec = JobSpec(name="train", command=("python", "train.py"), resources=Resources(gpus=1))
     return Job(
         job_id=job_id,
@@ -23,12 +25,12 @@ def job(state: JobState = JobState.QUEUED, *, job_id: str = "j1", reason: str = 
     )
 
 
-def placed(state: JobState, **fields: object) -> Job:
+def make_placed_job(state: JobState, **fields: object) -> Job:
     where = Placement(node_id="box", incarnation=1, gpu_ids=(0,), epoch=1)
-    return job(state, placements=(where,), **fields)
+    return make_job(state, placements=(where,), **fields)
 
 
-def node() -> NodeView:
+def make_node_view() -> NodeView:
     gpu = GPUInfo(gpu_id=0, name="Test GPU", vendor=Vendor.NVIDIA, memory_total_bytes=8 * 1024**3)
     info = NodeInfo(
         node_id="box",
@@ -44,7 +46,7 @@ def node() -> NodeView:
     return NodeView(info=info, node_holds=NodeHolds(node_id="box", holds=(hold,)))
 
 
-def status() -> StatusReply:
+def make_status_reply() -> StatusReply:
     return StatusReply(
         cluster_id="c1",
         version="0.0",

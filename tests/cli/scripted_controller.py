@@ -32,6 +32,6 @@ class ScriptedController(ThreadedController):
         return reply if isinstance(reply, Message) else reply(request)
 
 
-def other_token(*, pin: str = NO_PIN) -> Token:
+def make_unknown_token(*, pin: str = NO_PIN) -> Token:
     """Return a well-formed token that the controller does not know."""
     return new_token(TokenKind.OWNER, token_id="owner1", secret=b"\x02" * 32, pin=pin)

@@ -16,7 +16,7 @@ import typer.main
 from genie.cli import grid_main, main
 from genie.cli.app import app
 from genie.cli.commands import jobs
-from tests.cli.conftest import Ran
+from tests.cli.conftest import CommandOutcome
 from tests.forkserver import ForkServer
 from tests.house.sources import ROOT
 
@@ -36,14 +36,16 @@ def _below(group: Any, path: tuple[str, ...]) -> Iterator[tuple[str, ...]]:  # A
 
 
 @pytest.fixture(scope="module")
-def help_texts() -> dict[tuple[str, ...], Ran]:
+def help_texts() -> dict[tuple[str, ...], CommandOutcome]:
     """Cache of help texts: rendering all of them takes seconds."""
     return {}
 
 
 @pytest.fixture
-def help_of(genie, help_texts: dict[tuple[str, ...], Ran]) -> Callable[[tuple[str, ...]], Ran]:
-    def show(path: tuple[str, ...]) -> Ran:
+def help_of(
+    genie, help_texts: dict[tuple[str, ...], CommandOutcome]
+) -> Callable[[tuple[str, ...]], CommandOutcome]:
+    def show(path: tuple[str, ...]) -> CommandOutcome:
         if path not in help_texts:
             help_texts[path] = genie(*path, "--help")
         return help_texts[path]

@@ -10,14 +10,14 @@ import pytest
 
 from genie.model.messages import GetStatus
 from genie.runtime import wire
-from tests.cli.sample_messages import status
-from tests.cli.scripted_controller import other_token
+from tests.cli.sample_messages import make_status_reply
+from tests.cli.scripted_controller import make_unknown_token
 from tests.ports import free_port
 
 
 @pytest.fixture
 def token(state_dir, monkeypatch) -> str:
-    text = str(other_token())
+    text = str(make_unknown_token())
     monkeypatch.setenv("GENIE_TOKEN", text)
     return text
 
@@ -53,7 +53,7 @@ def test_unreachable_cluster_is_a_transport_error(genie, token) -> None:
 
 
 def test_unresolvable_name_is_a_transport_error(genie, monkeypatch) -> None:
-    monkeypatch.setenv("GENIE_TOKEN", str(other_token(pin="p" * 43)))
+    monkeypatch.setenv("GENIE_TOKEN", str(make_unknown_token(pin="p" * 43)))
     ran = genie("nodes", "--address", "no-such-host.invalid")
     assert ran.code == 255
     assert "no-such-host.invalid" in ran.err
@@ -81,13 +81,13 @@ def test_unknown_token_is_rejected_and_not_printed(genie, controller, token) -> 
     ran = genie("status")
     assert (ran.code, ran.out) == (1, "")
     assert "unknown here or its secret is wrong" in ran.err
-    assert other_token().secret not in ran.err
+    assert make_unknown_token().secret not in ran.err
 
 
 def test_debug_does_not_print_the_token(genie, controller, token) -> None:
     ran = genie("--debug", "status")
     assert "Traceback" in ran.err
-    assert other_token().secret not in ran.err
+    assert make_unknown_token().secret not in ran.err
 
 
 def test_malformed_token_is_rejected_and_not_printed(genie, controller, monkeypatch) -> None:
@@ -104,7 +104,7 @@ def test_missing_token_error_has_a_hint(genie) -> None:
 
 
 def test_token_is_read_from_a_file(genie, controller, state_dir, tmp_path) -> None:
-    controller.replies[GetStatus] = status()
+    controller.replies[GetStatus] = make_status_reply()
     (state_dir / "owner.token").unlink()
     file = tmp_path / "token"
     file.write_text(f"{controller.only_token}\n")
@@ -115,7 +115,7 @@ def test_token_is_read_from_a_file(genie, controller, state_dir, tmp_path) -> No
 def test_token_is_read_from_standard_input(genie, controller, state_dir, monkeypatch) -> None:
     import io
 
-    controller.replies[GetStatus] = status()
+    controller.replies[GetStatus] = make_status_reply()
     (state_dir / "owner.token").unlink()
     monkeypatch.setattr("sys.stdin", io.StringIO(str(controller.only_token)))
     assert genie("status", "--token-file", "-").code == 0

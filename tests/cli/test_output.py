@@ -12,11 +12,19 @@ from msgspec import Struct
 from genie.cli import output
 from genie.model.job import JobState
 from genie.model.messages import JobsReply, ListJobs, ListNodes, NodesReply
-from tests.cli.sample_messages import node, placed
+from tests.cli.sample_messages import make_node_view, make_placed_job
 
-LONG = "no heartbeat for 190 s, so everything that it held was given away to others"
+LONG_REASON = "no heartbeat for 190 s, so everything that it held was given away to others"
 COLUMNS = ("node", "status", "address", "cpus allocated", "memory", "heartbeat", "reason")
-ROW = ("gpu-box-12", "disconnected", "192.168.100.17", "12.5 of 128", "100 GiB of 2.0 TiB", "3 min ago", LONG)
+ROW = (
+    "gpu-box-12",
+    "disconnected",
+    "192.168.100.17",
+    "12.5 of 128",
+    "100 GiB of 2.0 TiB",
+    "3 min ago",
+    LONG_REASON,
+)
 
 
 @pytest.fixture
@@ -45,7 +53,7 @@ def test_wide_terminal_shows_all_columns(terminal) -> None:
 def test_80_columns_break_no_word(terminal) -> None:
     lines = terminal(80, COLUMNS, [ROW, ROW], ("address", "heartbeat"))
     assert max(map(len, lines)) <= 80
-    assert set(LONG.split()) <= set(words(lines)), "the last column is wrapped between words"
+    assert set(LONG_REASON.split()) <= set(words(lines)), "the last column is wrapped between words"
     assert {"gpu-box-12", "disconnected"} <= set(words(lines))
 
 
@@ -74,9 +82,10 @@ def test_columns_fit_or_have_minimum_width(sizes, width) -> None:
 
 def test_command_tables_fit_80_columns(genie, controller, monkeypatch) -> None:
     monkeypatch.setattr(output, "terminal_width", lambda: 80)
-    controller.replies[ListNodes] = NodesReply(nodes=(node(),))
+    controller.replies[ListNodes] = NodesReply(nodes=(make_node_view(),))
     controller.replies[ListJobs] = JobsReply(
-        jobs=(placed(JobState.FAILED, job_id="j-7k2m4xab", exit_code=1, reason=LONG),), more=False
+        jobs=(make_placed_job(JobState.FAILED, job_id="j-7k2m4xab", exit_code=1, reason=LONG_REASON),),
+        more=False,
     )
     for command in ("nodes", "jobs"):
         ran = genie(command)
@@ -86,7 +95,7 @@ def test_command_tables_fit_80_columns(genie, controller, monkeypatch) -> None:
 
 
 def test_json_includes_default_values() -> None:
-    job = placed(JobState.RUNNING)
+    job = make_placed_job(JobState.RUNNING)
     shown = output.struct_to_json(JobsReply(jobs=(job,), more=False))
     assert "type" not in shown and "more" in shown
     (shown_job,) = shown["jobs"]

@@ -20,7 +20,7 @@ from genie.controller.checks import check_job
 from genie.errors import UsageError
 from genie.model.job import JobSpec, JobState, Placement, PlacementConstraints, Resources, Spread, Within
 from genie.model.messages import JobReply, JobsReply, ListJobs, SubmitJob
-from tests.cli.sample_messages import job, placed
+from tests.cli.sample_messages import make_job, make_placed_job
 
 EVERYTHING = (
     "--gpus 2 --workers 4 --workers-min 3 --gpu-share 0.25 --gpu-memory 10GiB --gpu-model H200 --gpu-model "
@@ -35,7 +35,7 @@ def read(**given: object) -> PlacementConstraints:
 
 
 def test_every_option_is_sent_to_the_controller(genie, controller) -> None:
-    controller.replies[SubmitJob] = JobReply(job=job())
+    controller.replies[SubmitJob] = JobReply(job=make_job())
     before = time.time()
     ran = genie("submit", *shlex.split(EVERYTHING), "--", "python", "train.py", "--workers", "9")
     assert ran.code == 0, ran.err
@@ -66,7 +66,7 @@ def test_every_option_is_sent_to_the_controller(genie, controller) -> None:
 
 
 def test_spread_option(genie, controller) -> None:
-    controller.replies[SubmitJob] = JobReply(job=job())
+    controller.replies[SubmitJob] = JobReply(job=make_job())
     assert genie("submit", "--workers", "2", "--spread", "--", "x").code == 0
     assert controller.requests[0].spec.constraints == PlacementConstraints(workers=2, spread=Spread.SPREAD)
 
@@ -189,7 +189,7 @@ def test_job_list_shows_workers_and_gpus(genie, controller) -> None:
     spec = JobSpec(
         name="gang", command=("x",), resources=Resources(gpus=8), constraints=PlacementConstraints(workers=4)
     )
-    gang = msgspec.structs.replace(placed(JobState.RUNNING), spec=spec)
+    gang = msgspec.structs.replace(make_placed_job(JobState.RUNNING), spec=spec)
     controller.replies[ListJobs] = JobsReply(jobs=(gang,), more=False)
     assert " 4x8 " in genie("jobs").out
 

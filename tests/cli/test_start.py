@@ -17,14 +17,14 @@ import typer.main
 
 from genie.cli import app as app_module
 
-PROGRAM = """
+LIST_MODULES_PROGRAM = """
 import json, sys
 from genie.cli import grid_main, main
 code = {"genie": main, "grid-cli": grid_main}[sys.argv[1]](sys.argv[3:])
 with open(sys.argv[2], "w", encoding="utf-8") as file:
     json.dump([code, sorted(sys.modules)], file)
 """
-HEAVY = [
+HEAVY_MODULES = [
     "torch",
     "pydantic",
     "numpy",
@@ -38,7 +38,7 @@ HEAVY = [
 """Packages that no command here uses."""
 SOME_USE = ["asyncssh", "cryptography", "msgspec", "psutil", "pathspec"]
 """Large packages that some commands use."""
-TABLES = ["rich", "markdown_it", "pygments"]
+TABLE_MODULES = ["rich", "markdown_it", "pygments"]
 LATER = [
     "asyncio",
     "socket",
@@ -61,13 +61,13 @@ def grid_file(tmp_path: Path) -> Iterator[Path]:
         yield file
 
 
-def modules_after(tmp_path: Path, *typed: str, code: int) -> set[str]:
+def run_and_list_modules(tmp_path: Path, *typed: str, code: int) -> set[str]:
     """Run a command that exits with `code` and return the imported modules."""
     program, *arguments = typed
     module_list = tmp_path / "modules.json"
     not_measured = {name: value for name, value in os.environ.items() if not name.startswith("COVERAGE_")}
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, program, str(module_list), *arguments],
+        [sys.executable, "-c", LIST_MODULES_PROGRAM, program, str(module_list), *arguments],
         capture_output=True,
         text=True,
         timeout=60,
@@ -88,35 +88,51 @@ def command_modules(names: set[str]) -> set[str]:
 
 @pytest.mark.parametrize("program", ["genie", "grid-cli"])
 def test_version_imports_only_the_parser(program: str, tmp_path: Path) -> None:
-    names = modules_after(tmp_path, program, "--version", code=0)
-    assert names.isdisjoint([*HEAVY, *SOME_USE, *TABLES, *LATER, "genie.grid", "genie.cluster"])
+    names = run_and_list_modules(tmp_path, program, "--version", code=0)
+    assert names.isdisjoint(
+        [*HEAVY_MODULES, *SOME_USE, *TABLE_MODULES, *LATER, "genie.grid", "genie.cluster"]
+    )
     assert command_modules(names) == set()
 
 
 @pytest.mark.parametrize("program", ["genie", "grid-cli"])
 def test_help_imports_commands_without_dependencies(program: str, tmp_path: Path) -> None:
-    names = modules_after(tmp_path, program, "--help", code=0)
-    assert names.isdisjoint([*HEAVY, *SOME_USE, "yaml", "genie.grid", "genie.cluster", "genie.runtime"])
+    names = run_and_list_modules(tmp_path, program, "--help", code=0)
+    assert names.isdisjoint(
+        [*HEAVY_MODULES, *SOME_USE, "yaml", "genie.grid", "genie.cluster", "genie.runtime"]
+    )
 
 
 def test_config_check_imports_no_network_code(grid_file: Path, tmp_path: Path) -> None:
-    names = modules_after(tmp_path, "grid-cli", "--config", str(grid_file), "config", "check", code=0)
-    assert names.isdisjoint([*HEAVY, *SOME_USE, *TABLES, "genie.runtime", "genie.grid.ssh.pool"])
+    names = run_and_list_modules(tmp_path, "grid-cli", "--config", str(grid_file), "config", "check", code=0)
+    assert names.isdisjoint(
+        [*HEAVY_MODULES, *SOME_USE, *TABLE_MODULES, "genie.runtime", "genie.grid.ssh.pool"]
+    )
     assert command_modules(names) == {"grid.nodes"}
 
 
 def test_grid_run_imports_only_what_it_needs(grid_file: Path, tmp_path: Path) -> None:
     given = ("--config", str(grid_file), "run", "--node", "127.0.0.1", "hostname")
-    names = modules_after(tmp_path, "grid-cli", *given, code=255)
+    names = run_and_list_modules(tmp_path, "grid-cli", *given, code=255)
     assert "asyncssh" in names
-    unused = [*HEAVY, *TABLES, "psutil", "pathspec", "tomllib", "genie.cluster", "genie.grid.sync"]
+    unused = [
+        *HEAVY_MODULES,
+        *TABLE_MODULES,
+        "psutil",
+        "pathspec",
+        "tomllib",
+        "genie.cluster",
+        "genie.grid.sync",
+    ]
     assert names.isdisjoint(unused)
     assert command_modules(names) <= {"grid.run", "grid.nodes", "grid.sync"}
 
 
 def test_cluster_command_imports_no_grid_code(tmp_path: Path) -> None:
-    names = modules_after(tmp_path, "genie", "nodes", code=2)
-    assert names.isdisjoint([*HEAVY, *TABLES, "asyncssh", "psutil", "pathspec", "yaml", "genie.grid"])
+    names = run_and_list_modules(tmp_path, "genie", "nodes", code=2)
+    assert names.isdisjoint(
+        [*HEAVY_MODULES, *TABLE_MODULES, "asyncssh", "psutil", "pathspec", "yaml", "genie.grid"]
+    )
     assert command_modules(names) == {"commands.views"}
 
 

@@ -6,14 +6,14 @@ from genie.model.node import GPUInfo, NodeInfo, NodeRole, NodeStatus, Vendor
 from tests.fakes.controller import OWNER_TOKEN, ThreadedController, session_job
 
 TOKEN = OWNER_TOKEN
-__all__ = ["TOKEN", "SmallController", "gpu", "node", "session_job"]
+__all__ = ["TOKEN", "SmallController", "make_gpu", "make_node", "session_job"]
 
 
-def gpu(gpu_id: int = 0, *, vendor: Vendor = Vendor.CPU, name: str = "Test CPU") -> GPUInfo:
+def make_gpu(gpu_id: int = 0, *, vendor: Vendor = Vendor.CPU, name: str = "Test CPU") -> GPUInfo:
     return GPUInfo(gpu_id=gpu_id, name=name, vendor=vendor, memory_total_bytes=1 << 30)
 
 
-def node(
+def make_node(
     node_id: str,
     *gpus: GPUInfo,
     status: NodeStatus = NodeStatus.HEALTHY,
@@ -34,4 +34,4 @@ class SmallController(ThreadedController):
     """Accepts the owner token only."""
 
     def __init__(self) -> None:
-        super().__init__(only_token=OWNER_TOKEN, nodes=(node("n1", gpu()),))
+        super().__init__(only_token=OWNER_TOKEN, nodes=(make_node("n1", make_gpu()),))

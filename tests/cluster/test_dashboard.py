@@ -23,7 +23,9 @@ GIB = 1024**3
 ROOT = Path(__file__).parents[2]
 
 
-def node(name: str, *gpus: GPUInfo, status: NodeStatus = NodeStatus.HEALTHY, reason: str = "") -> NodeInfo:
+def make_node(
+    name: str, *gpus: GPUInfo, status: NodeStatus = NodeStatus.HEALTHY, reason: str = ""
+) -> NodeInfo:
     return NodeInfo(
         node_id=name,
         hostname=name,
@@ -44,7 +46,7 @@ def console() -> Console:
     return Console(file=io.StringIO(), width=200, force_terminal=False, color_system=None)
 
 
-def drawn(what: RenderableType) -> str:
+def render_to_text(what: RenderableType) -> str:
     target = console()
     target.print(what)
     assert isinstance(target.file, io.StringIO)
@@ -52,7 +54,7 @@ def drawn(what: RenderableType) -> str:
 
 
 def test_node_table_shows_status_heartbeat_age_and_size() -> None:
-    text = drawn(render([node("box", status=NodeStatus.SUSPECT, reason="silent")], now=1000.0))
+    text = render_to_text(render([make_node("box", status=NodeStatus.SUSPECT, reason="silent")], now=1000.0))
     for part in ("box", "worker", "10.0.0.1:5555", "suspect: silent", "10 s ago", "16", "8.0 / 64.0 GiB"):
         assert part in text
 
@@ -69,7 +71,7 @@ def test_accelerator_table_shows_readings_and_a_dash_if_unknown() -> None:
         power_w=412.6,
     )
     lost = GPUInfo(gpu_id=1, name="gone", vendor=Vendor.NVIDIA, available=False, reason="GPU is lost")
-    lines = drawn(render([node("box", full, lost)], now=0.0)).splitlines()
+    lines = render_to_text(render([make_node("box", full, lost)], now=0.0)).splitlines()
     (full_line,) = [line for line in lines if "NVIDIA H200" in line]
     for part in ("2.0 / 141.0 GiB", "37%", "61 C", "413 W", "available"):
         assert part in full_line
@@ -84,25 +86,25 @@ def test_health_table_is_shown_if_there_is_a_report() -> None:
         CheckResult(name="network", status=NodeStatus.HEALTHY, reason="connected through eth0, 10 Gbit/s"),
     )
     report = HealthReport(status=NodeStatus.DEGRADED, checks=checks, at=1.0)
-    lines = drawn(render([node("box")], now=0.0, report=report)).splitlines()
+    lines = render_to_text(render([make_node("box")], now=0.0, report=report)).splitlines()
     (cpu,) = [line for line in lines if " cpu " in line]
     assert "degraded" in cpu and "97% used, load 5.0 on 2 cores" in cpu
     (network,) = [line for line in lines if " network " in line]
     assert "healthy" in network and "eth0, 10 Gbit/s" in network
-    assert "Health" not in drawn(render([node("box")], now=0.0))
+    assert "Health" not in render_to_text(render([make_node("box")], now=0.0))
 
 
 def test_node_names_are_not_interpreted_as_markup() -> None:
-    assert "[bold]x[/bold]" in drawn(render([node("[bold]x[/bold]")], now=0.0))
+    assert "[bold]x[/bold]" in render_to_text(render([make_node("[bold]x[/bold]")], now=0.0))
 
 
 def test_nodes_are_sorted_by_node_id() -> None:
-    text = drawn(render([node("bbb"), node("aaa")], now=0.0))
+    text = render_to_text(render([make_node("bbb"), make_node("aaa")], now=0.0))
     assert text.index("aaa") < text.index("bbb")
 
 
 @dataclass
-class State:
+class FakeDashboardState:
     local_node: NodeInfo
     nodes: dict[str, NodeInfo] = field(default_factory=dict)
     health_report: HealthReport | None = None
@@ -111,13 +113,13 @@ class State:
 async def test_show_rereads_the_state_and_includes_the_local_node() -> None:
     clock, target = StepClock(), Console(file=io.StringIO(), width=200, force_terminal=True)
     assert isinstance(target.file, io.StringIO)
-    state = State(node("local"))
+    state = FakeDashboardState(make_node("local"))
     async with asyncio.TaskGroup() as group:
         group.create_task(show(state, 3.0, console=target, clock=clock, rounds=2))
         await until(lambda: clock.slept_s == [3.0])
         assert "local" in target.file.getvalue()
         assert "newcomer" not in target.file.getvalue()
-        state.nodes = {"newcomer": node("newcomer")}
+        state.nodes = {"newcomer": make_node("newcomer")}
         clock.step()
     assert "newcomer" in target.file.getvalue()
 

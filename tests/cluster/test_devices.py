@@ -20,10 +20,10 @@ from genie.errors import (
 from genie.model.job import JobState
 from genie.model.messages import CancelJob, DeviceReply, OpenDevice, SessionHeartbeat, WaitDevice
 from genie.model.node import NodeStatus, Vendor
-from tests.cluster.small_controller import SmallController, gpu, node, session_job
+from tests.cluster.small_controller import SmallController, make_gpu, make_node, session_job
 from tests.waiting import wait_until
 
-QUIET = {"enable_gpu_monitoring": False, "enable_health_checks": False}
+QUIET_SETTINGS = {"enable_gpu_monitoring": False, "enable_health_checks": False}
 
 
 def names(*nodes: genie.NodeInfo) -> list[tuple[str, int]]:
@@ -37,28 +37,30 @@ def broker() -> DeviceBroker:
 
 
 def test_accelerators_are_sorted_by_node_and_gpu_id() -> None:
-    nvidia = [gpu(number, vendor=Vendor.NVIDIA) for number in (1, 0)]
-    listed = [node("b", *nvidia), node("a", *nvidia)]
+    nvidia = [make_gpu(number, vendor=Vendor.NVIDIA) for number in (1, 0)]
+    listed = [make_node("b", *nvidia), make_node("a", *nvidia)]
     assert names(*listed) == names(*reversed(listed)) == [("a", 0), ("a", 1), ("b", 0), ("b", 1)]
 
 
 def test_cpu_accelerators_are_used_only_without_gpus() -> None:
-    cpu, nvidia = node("a", gpu(0)), node("b", gpu(0, vendor=Vendor.NVIDIA))
+    cpu, nvidia = make_node("a", make_gpu(0)), make_node("b", make_gpu(0, vendor=Vendor.NVIDIA))
     assert names(cpu, nvidia) == [("b", 0)]
     assert names(cpu) == [("a", 0)]
 
 
 def test_disconnected_node_has_no_index() -> None:
-    assert names(node("a", gpu(0), status=NodeStatus.DISCONNECTED), node("b", gpu(0))) == [("b", 0)]
+    assert names(
+        make_node("a", make_gpu(0), status=NodeStatus.DISCONNECTED), make_node("b", make_gpu(0))
+    ) == [("b", 0)]
 
 
 def test_new_gpus_get_the_next_indices_and_cpus_none(controller: SmallController) -> None:
-    nvidia = [gpu(number, vendor=Vendor.NVIDIA) for number in range(2)]
-    controller.nodes = (node("m", *nvidia),)
-    genie.connect(**QUIET)
+    nvidia = [make_gpu(number, vendor=Vendor.NVIDIA) for number in range(2)]
+    controller.nodes = (make_node("m", *nvidia),)
+    genie.connect(**QUIET_SETTINGS)
     devices = broker()
-    disconnected = node("m", *nvidia, status=NodeStatus.DISCONNECTED)
-    cpu, more = node("c", gpu(0)), node("a", *nvidia)
+    disconnected = make_node("m", *nvidia, status=NodeStatus.DISCONNECTED)
+    cpu, more = make_node("c", make_gpu(0)), make_node("a", *nvidia)
     assert devices.add_new_accelerators([disconnected, cpu]) == ()
     assert [ref.node_id for ref in devices.add_new_accelerators([disconnected, cpu, more])] == ["a", "a"]
     assert devices.add_new_accelerators([controller.nodes[0], more]) == ()
@@ -72,20 +74,20 @@ def test_new_gpus_get_the_next_indices_and_cpus_none(controller: SmallController
 
 
 def test_number_of_indices_is_limited(controller: SmallController) -> None:
-    nvidia = [gpu(number, vendor=Vendor.NVIDIA) for number in range(100)]
-    controller.nodes = (node("a", *nvidia),)
-    genie.connect(**QUIET)
+    nvidia = [make_gpu(number, vendor=Vendor.NVIDIA) for number in range(100)]
+    controller.nodes = (make_node("a", *nvidia),)
+    genie.connect(**QUIET_SETTINGS)
     devices = broker()
-    assert len(devices.add_new_accelerators([*controller.nodes, node("b", *nvidia)])) == 27
-    assert devices.add_new_accelerators([*controller.nodes, node("b", *nvidia)]) == ()
+    assert len(devices.add_new_accelerators([*controller.nodes, make_node("b", *nvidia)])) == 27
+    assert devices.add_new_accelerators([*controller.nodes, make_node("b", *nvidia)]) == ()
     assert len(registry.device_slots()) == registry.DEVICES_MAX == 127
 
 
 def test_open_requests_the_accelerator_and_returns_the_executor_address(
     controller: SmallController,
 ) -> None:
-    controller.nodes = (node("n1", gpu(0), gpu(1)),)
-    state = genie.connect(**QUIET)
+    controller.nodes = (make_node("n1", make_gpu(0), make_gpu(1)),)
+    state = genie.connect(**QUIET_SETTINGS)
     address = broker().open(1)
     (asked,) = [request for request in controller.asked if isinstance(request, OpenDevice)]
     assert (asked.node_id, asked.gpu_id, asked.session_node_id) == ("n1", 1, state.local_node.node_id)
@@ -98,11 +100,14 @@ def test_executor_is_lost_when_its_session_job_has_ended(
 ) -> None:
     lost: list[tuple[int, str]] = []
     monkeypatch.setattr(registry.DeviceSlot, "mark_lost", lambda slot, why: lost.append((slot.index, why)))
-    controller.nodes = (node("n1", gpu(0), gpu(1)), node("n2", gpu(0)))
-    genie.connect(heartbeat_interval=0.05, **QUIET)
+    controller.nodes = (make_node("n1", make_gpu(0), make_gpu(1)), make_node("n2", make_gpu(0)))
+    genie.connect(heartbeat_interval=0.05, **QUIET_SETTINGS)
     broker().open(0)
     broker().open(2)
-    controller.nodes = (node("n1", gpu(0), gpu(1), status=NodeStatus.DISCONNECTED), node("n2", gpu(0)))
+    controller.nodes = (
+        make_node("n1", make_gpu(0), make_gpu(1), status=NodeStatus.DISCONNECTED),
+        make_node("n2", make_gpu(0)),
+    )
     wait_until(lambda: controller.count(WaitDevice) >= 2)
     assert lost == [], "the cluster still waits for it"
     over = session_job("j-1", JobState.LOST, reason="its node is gone")
@@ -119,7 +124,7 @@ def test_executor_is_lost_when_its_session_job_is_unknown(
 ) -> None:
     lost: list[str] = []
     monkeypatch.setattr(registry.DeviceSlot, "mark_lost", lambda slot, why: lost.append(why))
-    genie.connect(heartbeat_interval=0.05, **QUIET)
+    genie.connect(heartbeat_interval=0.05, **QUIET_SETTINGS)
     broker().open(0)
     controller.refusals[WaitDevice] = JobNotFoundError("there is no job j-1")
     controller.nodes = ()
@@ -128,7 +133,7 @@ def test_executor_is_lost_when_its_session_job_is_unknown(
 
 
 def test_open_waits_until_the_executor_listens(controller: SmallController) -> None:
-    genie.connect(**QUIET)
+    genie.connect(**QUIET_SETTINGS)
     ready = controller.device
     controller.device = DeviceReply(job=session_job("j-1", JobState.PLACING), endpoint=None)
     got: list[str] = []
@@ -141,7 +146,7 @@ def test_open_waits_until_the_executor_listens(controller: SmallController) -> N
 
 
 def test_open_timeout_reports_the_pending_reason(controller: SmallController) -> None:
-    genie.connect(timeout=2.0, **QUIET)
+    genie.connect(timeout=2.0, **QUIET_SETTINGS)
     job = session_job("j-9", JobState.QUEUED, reason="accelerator 0 of n1 is held by job j-3")
     controller.device = DeviceReply(job=job, endpoint=None)
     with pytest.raises(DeviceUnavailableError, match=r"within 2 s: queued: .* held by job j-3"):
@@ -150,7 +155,7 @@ def test_open_timeout_reports_the_pending_reason(controller: SmallController) ->
 
 
 def test_open_timeout_reports_the_status_of_the_executor(controller: SmallController) -> None:
-    genie.connect(timeout=2.0, **QUIET)
+    genie.connect(timeout=2.0, **QUIET_SETTINGS)
     job = session_job("j-9", JobState.RUNNING, reason="compiling its library for torch 2.11")
     controller.device = DeviceReply(job=job, endpoint=None)
     with pytest.raises(
@@ -160,7 +165,7 @@ def test_open_timeout_reports_the_status_of_the_executor(controller: SmallContro
 
 
 def test_failed_open_cancels_its_session_job(controller: SmallController) -> None:
-    genie.connect(**QUIET)
+    genie.connect(**QUIET_SETTINGS)
     controller.device = DeviceReply(job=session_job("j-9", JobState.QUEUED), endpoint=None)
     controller.refusals[WaitDevice] = JobNotFoundError("there is no job j-9")
     with pytest.raises(JobNotFoundError):
@@ -169,7 +174,7 @@ def test_failed_open_cancels_its_session_job(controller: SmallController) -> Non
 
 
 def test_open_without_reply_is_retried_with_the_same_request_id(controller: SmallController) -> None:
-    genie.connect(**QUIET)
+    genie.connect(**QUIET_SETTINGS)
     controller.refusals[OpenDevice] = UnreachableError("the node does not answer")
     with pytest.raises(UnreachableError):
         broker().open(0)
@@ -181,7 +186,7 @@ def test_open_without_reply_is_retried_with_the_same_request_id(controller: Smal
 
 
 def test_rejected_open_is_retried_with_a_new_request_id(controller: SmallController) -> None:
-    genie.connect(**QUIET)
+    genie.connect(**QUIET_SETTINGS)
     controller.refusals[OpenDevice] = DeviceUnavailableError("not this one")
     for _ in range(2):
         with pytest.raises(DeviceUnavailableError):
@@ -191,7 +196,7 @@ def test_rejected_open_is_retried_with_a_new_request_id(controller: SmallControl
 
 
 def test_open_reports_why_the_executor_ended(controller: SmallController) -> None:
-    genie.connect(**QUIET)
+    genie.connect(**QUIET_SETTINGS)
     job = session_job("j-9", JobState.FAILED, reason="exit code 3")
     controller.device = DeviceReply(job=job, endpoint=None)
     with pytest.raises(DeviceUnavailableError, match=r"exit code 3.*genie logs j-9"):
@@ -199,7 +204,7 @@ def test_open_reports_why_the_executor_ended(controller: SmallController) -> Non
 
 
 def test_open_fails_when_the_session_ends(controller: SmallController) -> None:
-    genie.connect(**QUIET)
+    genie.connect(**QUIET_SETTINGS)
     controller.device = msgspec.structs.replace(
         controller.device, job=session_job("j-1", JobState.PLACING), endpoint=None
     )

@@ -40,7 +40,7 @@ from tests.waiting import until
 HEALTHY, DEGRADED, UNHEALTHY, CRITICAL = STATUSES_BY_SEVERITY
 
 
-def gpu(*, reason: str = "", util: float | None = None, temp: float | None = None) -> GPUInfo:
+def make_gpu(*, reason: str = "", util: float | None = None, temp: float | None = None) -> GPUInfo:
     return GPUInfo(
         gpu_id=0,
         name="x",
@@ -52,11 +52,11 @@ def gpu(*, reason: str = "", util: float | None = None, temp: float | None = Non
     )
 
 
-def peer(name: str, status: NodeStatus = NodeStatus.HEALTHY) -> NodeInfo:
+def make_peer(name: str, status: NodeStatus = NodeStatus.HEALTHY) -> NodeInfo:
     return NodeInfo(node_id=name, hostname=name, role=NodeRole.WORKER, host="127.0.0.1", status=status)
 
 
-def result(status: NodeStatus, name: str = "x") -> CheckResult:
+def make_result(status: NodeStatus, name: str = "x") -> CheckResult:
     return CheckResult(name=name, status=status, reason="why")
 
 
@@ -67,12 +67,12 @@ def result(status: NodeStatus, name: str = "x") -> CheckResult:
     ("gpus", "status"),
     [
         ([], HEALTHY),
-        ([gpu()], HEALTHY),
-        ([gpu(util=97.0, reason="utilisation 97% is above 90%")], HEALTHY),
-        ([gpu(), gpu(temp=86.0)], DEGRADED),
-        ([gpu(), gpu(reason="lost")], UNHEALTHY),
-        ([gpu(temp=99.0), gpu(reason="lost")], UNHEALTHY),
-        ([gpu(reason="lost"), gpu(reason="lost")], CRITICAL),
+        ([make_gpu()], HEALTHY),
+        ([make_gpu(util=97.0, reason="utilisation 97% is above 90%")], HEALTHY),
+        ([make_gpu(), make_gpu(temp=86.0)], DEGRADED),
+        ([make_gpu(), make_gpu(reason="lost")], UNHEALTHY),
+        ([make_gpu(temp=99.0), make_gpu(reason="lost")], UNHEALTHY),
+        ([make_gpu(reason="lost"), make_gpu(reason="lost")], CRITICAL),
     ],
 )
 def test_gpus(gpus: list[GPUInfo], status: NodeStatus) -> None:
@@ -92,7 +92,7 @@ def test_network(reading: NetworkReading, status: NodeStatus) -> None:
     assert check_network(reading).status is status
 
 
-def link(*, sent_gbps: float, speed_gbps: float | None = 10.0) -> NetworkReading:
+def make_network_reading(*, sent_gbps: float, speed_gbps: float | None = 10.0) -> NetworkReading:
     return NetworkReading(
         connected=True,
         rtt_ms=0.5,
@@ -102,7 +102,7 @@ def link(*, sent_gbps: float, speed_gbps: float | None = 10.0) -> NetworkReading
 
 
 def test_network_check_reports_interface_speed_and_throughput() -> None:
-    found = check_network(link(sent_gbps=1.0))
+    found = check_network(make_network_reading(sent_gbps=1.0))
     assert found.reason == "connected through eth0, 10 Gbit/s, 2.0 MB/s in, 125.0 MB/s out"
     assert found.readings == {
         "rtt_ms": 0.5,
@@ -119,7 +119,7 @@ def test_network_check_reports_interface_speed_and_throughput() -> None:
 def test_saturated_interface_is_degraded(
     sent_gbps: float, speed_gbps: float | None, status: NodeStatus
 ) -> None:
-    found = check_network(link(sent_gbps=sent_gbps, speed_gbps=speed_gbps))
+    found = check_network(make_network_reading(sent_gbps=sent_gbps, speed_gbps=speed_gbps))
     assert found.status is status
     assert ("saturated: eth0, 10 Gbit/s" in found.reason) is (status is DEGRADED)
 
@@ -155,8 +155,8 @@ def test_cpu_check_reports_utilization_and_load() -> None:
     [(0, 0, HEALTHY), (0, 2, HEALTHY), (1, 1, DEGRADED), (2, 1, DEGRADED), (1, 0, UNHEALTHY)],
 )
 def test_peers(unresponsive: int, responsive: int, status: NodeStatus) -> None:
-    disconnected = [peer(f"gone-{n}", NodeStatus.DISCONNECTED) for n in range(unresponsive)]
-    assert check_peers([*disconnected, *(peer(f"here-{n}") for n in range(responsive))]).status is status
+    disconnected = [make_peer(f"gone-{n}", NodeStatus.DISCONNECTED) for n in range(unresponsive)]
+    assert check_peers([*disconnected, *(make_peer(f"here-{n}") for n in range(responsive))]).status is status
 
 
 @pytest.mark.parametrize(
@@ -175,11 +175,11 @@ def test_disk(free: int, status: NodeStatus) -> None:
 
 
 def test_report_reason_lists_failed_checks() -> None:
-    assert check_gpus([gpu(reason="GPU is lost")]).reason == "GPU 0: GPU is lost"
+    assert check_gpus([make_gpu(reason="GPU is lost")]).reason == "GPU 0: GPU is lost"
     assert check_network(NetworkReading(connected=False, reason="refused")).reason == "refused"
-    assert check_peers([peer("b", NodeStatus.SUSPECT), peer("a", NodeStatus.DISCONNECTED)]).reason == (
-        "unresponsive: a, b"
-    )
+    assert check_peers(
+        [make_peer("b", NodeStatus.SUSPECT), make_peer("a", NodeStatus.DISCONNECTED)]
+    ).reason == ("unresponsive: a, b")
 
 
 def test_read_disk_uses_the_nearest_existing_parent(tmp_path: Path) -> None:
@@ -193,7 +193,7 @@ STATUSES = st.lists(st.sampled_from(STATUSES_BY_SEVERITY), max_size=8)
 
 @given(STATUSES)
 def test_overall_is_the_worst_status(statuses: list[NodeStatus]) -> None:
-    verdict = worst_status([result(status) for status in statuses])
+    verdict = worst_status([make_result(status) for status in statuses])
     assert verdict in (statuses or [HEALTHY])
     assert all(
         STATUSES_BY_SEVERITY.index(status) <= STATUSES_BY_SEVERITY.index(verdict) for status in statuses
@@ -204,17 +204,17 @@ def test_overall_is_the_worst_status(statuses: list[NodeStatus]) -> None:
 def test_overall_is_monotonic_and_independent_of_order(
     statuses: list[NodeStatus], more: NodeStatus, chance: object
 ) -> None:
-    before = worst_status([result(status) for status in statuses])
+    before = worst_status([make_result(status) for status in statuses])
     mixed = [*statuses, more]
     chance.shuffle(mixed)  # type: ignore[attr-defined]
     assert STATUSES_BY_SEVERITY.index(
-        worst_status([result(status) for status in mixed])
+        worst_status([make_result(status) for status in mixed])
     ) >= STATUSES_BY_SEVERITY.index(before)
 
 
 def test_check_result_rejects_other_statuses() -> None:
     with pytest.raises(AssertionError):
-        result(NodeStatus.DISCONNECTED)
+        make_result(NodeStatus.DISCONNECTED)
 
 
 # --- checker --------------------------------------------------------------------------------------
@@ -227,19 +227,21 @@ def events() -> Iterator[EventBus]:
     bus.close()
 
 
-def always(*statuses: NodeStatus, name: str = "x") -> HealthCheck:
+def make_scripted_check(*statuses: NodeStatus, name: str = "x") -> HealthCheck:
     """Returns one status per round, then repeats the last one."""
     left = list(statuses)
 
     async def check() -> CheckResult:
-        return result(left[0] if len(left) == 1 else left.pop(0), name)
+        return make_result(left[0] if len(left) == 1 else left.pop(0), name)
 
     return check
 
 
 async def test_report_contains_all_checks_time_and_reasons() -> None:
     checker = HealthChecker(
-        "n1", checks={"a": always(HEALTHY, name="a"), "b": always(UNHEALTHY, name="b")}, clock=StepClock()
+        "n1",
+        checks={"a": make_scripted_check(HEALTHY, name="a"), "b": make_scripted_check(UNHEALTHY, name="b")},
+        clock=StepClock(),
     )
     assert (checker.report, checker.status) == (None, NodeStatus.INITIALIZING)
     report = await checker.check()
@@ -249,7 +251,7 @@ async def test_report_contains_all_checks_time_and_reasons() -> None:
 
 
 async def test_status_change_is_published_once(events: EventBus) -> None:
-    check = always(HEALTHY, HEALTHY, DEGRADED, DEGRADED, HEALTHY)
+    check = make_scripted_check(HEALTHY, HEALTHY, DEGRADED, DEGRADED, HEALTHY)
     checker = HealthChecker("n1", checks={"x": check}, clock=StepClock(), events=events)
     for _ in range(5):
         await checker.check()
@@ -275,7 +277,7 @@ async def test_failing_check_is_degraded_and_does_not_hide_others(
     async def expected() -> CheckResult:
         raise HardwareError("the disk does not answer")
 
-    checks = {"broken": broken, "expected": expected, "fine": always(HEALTHY, name="fine")}
+    checks = {"broken": broken, "expected": expected, "fine": make_scripted_check(HEALTHY, name="fine")}
     report = await HealthChecker("n", checks=checks, clock=StepClock()).check()
     assert [(check.name, check.status) for check in report.checks] == [
         ("broken", DEGRADED),
@@ -301,7 +303,7 @@ async def test_run_checks_immediately_and_then_every_interval() -> None:
 
     async def counted() -> CheckResult:
         rounds.append(1)
-        return result(HEALTHY)
+        return make_result(HEALTHY)
 
     stopped: list[int] = []
     checker = HealthChecker("n", checks={"x": counted}, clock=clock, on_stop=lambda: stopped.append(1))
@@ -320,7 +322,7 @@ async def test_run_waits_one_interval_if_there_is_a_report() -> None:
 
     async def count() -> CheckResult:
         rounds.append(1)
-        return result(HEALTHY)
+        return make_result(HEALTHY)
 
     checker = HealthChecker("n", checks={"x": count}, interval_s=30.0, clock=clock)
     await checker.check()
@@ -346,9 +348,9 @@ async def test_hanging_check_ends_at_the_timeout() -> None:
 async def test_create_health_checker_runs_six_checks(tmp_path: Path) -> None:
     checker = create_health_checker(
         "n",
-        gpus=lambda: [gpu(temp=90.0)],
+        gpus=lambda: [make_gpu(temp=90.0)],
         network=lambda: NetworkReading(connected=True, rtt_ms=1.0),
-        peers=lambda: [peer("a")],
+        peers=lambda: [make_peer("a")],
         host=lambda: HostFacts(cpus=1.0, memory_total_bytes=100, memory_used_bytes=10, hostname="h"),
         cpu=lambda: CpuReading(cores=1, load_1m=2.5, busy_pct=None),
         disk_path=tmp_path,

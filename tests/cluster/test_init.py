@@ -38,10 +38,10 @@ from genie.errors import (
 from genie.model.messages import ListNodes, OpenDevice, SessionEnd, SessionHeartbeat
 from genie.model.node import NodeStatus, Vendor
 from genie.runtime import ControlDataIntegration, DataPlaneConfig, TransportCoordinator
-from tests.cluster.small_controller import TOKEN, SmallController, gpu, node
+from tests.cluster.small_controller import TOKEN, SmallController, make_gpu, make_node
 from tests.waiting import until, wait_until
 
-QUIET = {"enable_gpu_monitoring": False, "enable_health_checks": False}
+QUIET_SETTINGS = {"enable_gpu_monitoring": False, "enable_health_checks": False}
 
 
 def session_threads() -> list[str]:
@@ -57,7 +57,7 @@ def assert_nothing_is_left() -> None:
 
 
 async def test_init_returns_the_cluster_state(controller: SmallController) -> None:
-    controller.nodes = (node("n2", gpu(0), gpu(1)), node("n1", gpu(0)))
+    controller.nodes = (make_node("n2", make_gpu(0), make_gpu(1)), make_node("n1", make_gpu(0)))
     state = await genie.init("127.0.0.1", controller.port)
     assert isinstance(state, genie.ClusterState)
     assert state.initialized
@@ -84,7 +84,7 @@ async def test_init_returns_the_cluster_state(controller: SmallController) -> No
 
 
 async def test_phases_are_published_in_order_with_durations(controller: SmallController) -> None:
-    state = await genie.init(**QUIET)
+    state = await genie.init(**QUIET_SETTINGS)
     published = [event for event in state.events.history() if event.type is EventType.INIT_PHASE]
     assert [(e.facts["phase"], e.facts["name"], e.facts["state"]) for e in published] == [
         (number, name, step) for number, name in enumerate(PHASES, 1) for step in ("started", "done")
@@ -96,7 +96,7 @@ async def test_phases_are_published_in_order_with_durations(controller: SmallCon
 
 async def test_phases_are_logged(controller: SmallController, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", logger="genie"):
-        await genie.init(**QUIET)
+        await genie.init(**QUIET_SETTINGS)
     assert [name for name in PHASES if f"{name} done" in caplog.text] == list(PHASES)
 
 
@@ -222,7 +222,7 @@ async def test_second_init_error_does_not_show_the_token(controller: SmallContro
 
 
 async def test_concurrent_inits_share_one_session(controller: SmallController) -> None:
-    states = await asyncio.gather(*(genie.init(**QUIET) for _ in range(5)))
+    states = await asyncio.gather(*(genie.init(**QUIET_SETTINGS) for _ in range(5)))
     assert len({id(state) for state in states}) == 1
     assert controller.count(SessionHeartbeat) == 1
 
@@ -230,7 +230,8 @@ async def test_concurrent_inits_share_one_session(controller: SmallController) -
 def test_inits_on_several_threads_share_one_session(controller: SmallController) -> None:
     states: list[genie.ClusterState] = []
     threads = [
-        threading.Thread(target=lambda: states.append(asyncio.run(genie.init(**QUIET)))) for _ in range(4)
+        threading.Thread(target=lambda: states.append(asyncio.run(genie.init(**QUIET_SETTINGS))))
+        for _ in range(4)
     ]
     for thread in threads:
         thread.start()
@@ -241,16 +242,16 @@ def test_inits_on_several_threads_share_one_session(controller: SmallController)
 
 
 async def test_init_works_again_after_shutdown(controller: SmallController) -> None:
-    first = await genie.init(**QUIET)
+    first = await genie.init(**QUIET_SETTINGS)
     await genie.shutdown()
-    second = await genie.init(**QUIET)
+    second = await genie.init(**QUIET_SETTINGS)
     assert second is not first
     assert second.initialized
 
 
 async def test_init_waits_for_a_running_shutdown(controller: SmallController) -> None:
-    first = await genie.init(**QUIET)
-    _, second = await asyncio.gather(genie.shutdown(), genie.init(heartbeat_interval=5.0, **QUIET))
+    first = await genie.init(**QUIET_SETTINGS)
+    _, second = await asyncio.gather(genie.shutdown(), genie.init(heartbeat_interval=5.0, **QUIET_SETTINGS))
     assert second is not first
     assert second.config.heartbeat_interval == 5.0
 
@@ -274,7 +275,7 @@ async def test_shutdown_notifies_the_controller_and_leaves_nothing(controller: S
 
 async def test_sessions_with_the_same_node_id_are_independent(controller: SmallController) -> None:
     for _ in range(2):
-        state = await genie.init(node_id="box", **QUIET)
+        state = await genie.init(node_id="box", **QUIET_SETTINGS)
         assert state.local_node.node_id == "box"
         assert state.transport_coordinator is not None
         await asyncio.to_thread(state.transport_coordinator.open, 0)
@@ -289,7 +290,7 @@ async def test_sessions_with_the_same_node_id_are_independent(controller: SmallC
 
 async def test_shutdown_is_idempotent_and_concurrent(controller: SmallController) -> None:
     await genie.shutdown()
-    await genie.init(**QUIET)
+    await genie.init(**QUIET_SETTINGS)
     await asyncio.gather(genie.shutdown(), genie.shutdown())
     await genie.shutdown()
     assert controller.count(SessionEnd) == 1
@@ -299,7 +300,7 @@ async def test_shutdown_is_idempotent_and_concurrent(controller: SmallController
 async def test_shutdown_during_init_ends_both(controller: SmallController) -> None:
     controller.answers_hello = False
     async with asyncio.TaskGroup() as group:
-        starting = group.create_task(_error_of(genie.init(**QUIET)))
+        starting = group.create_task(_capture_error(genie.init(**QUIET_SETTINGS)))
         await until(lambda: len(controller.asked) > 0)
         await genie.shutdown()
     assert isinstance(starting.result(), SessionError)
@@ -310,7 +311,7 @@ async def test_cancelled_init_leaves_nothing(controller: SmallController) -> Non
     controller.answers_hello = False
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.3):
-            await genie.init(**QUIET)
+            await genie.init(**QUIET_SETTINGS)
     assert_nothing_is_left()
 
 
@@ -319,8 +320,8 @@ async def test_cancelling_one_of_two_inits_keeps_the_session(
 ) -> None:
     controller.answers_hello = False
     async with asyncio.TaskGroup() as group:
-        stays = group.create_task(_error_of(genie.init(timeout=2.0, **QUIET)))
-        goes = group.create_task(genie.init(timeout=2.0, **QUIET))
+        stays = group.create_task(_capture_error(genie.init(timeout=2.0, **QUIET_SETTINGS)))
+        goes = group.create_task(genie.init(timeout=2.0, **QUIET_SETTINGS))
         await until(lambda: len(controller.asked) > 0)
         goes.cancel()
     assert isinstance(stays.result(), DeadlineError), "it waited until its own deadline"
@@ -330,7 +331,7 @@ async def test_cancelling_one_of_two_inits_keeps_the_session(
 
 
 def test_forked_child_has_no_session(controller: SmallController) -> None:
-    genie.connect(**QUIET)
+    genie.connect(**QUIET_SETTINGS)
     pid = os.fork()
     if pid == 0:
         os._exit(17 if not genie.is_initialized() else 1)
@@ -389,7 +390,7 @@ def test_open_session_ends_quietly_at_interpreter_exit(
 # --- errors -----------------------------------------------------------------------------------
 
 
-async def _error_of(work: object) -> BaseException:
+async def _capture_error(work: object) -> BaseException:
     with pytest.raises(BaseException) as caught:  # noqa: PT011 - the caller looks at it
         await work  # type: ignore[misc]
     return caught.value
@@ -413,16 +414,16 @@ async def test_progress_gets_all_phases_including_the_failed_one(
 
 async def test_progress_is_not_compared_between_inits(controller: SmallController) -> None:
     seen: list[ClusterEvent] = []
-    first = await genie.init(progress=seen.append, **QUIET)
-    assert await genie.init(progress=print, **QUIET) is first
-    assert genie.connect(progress=print, **QUIET) is first
+    first = await genie.init(progress=seen.append, **QUIET_SETTINGS)
+    assert await genie.init(progress=print, **QUIET_SETTINGS) is first
+    assert genie.connect(progress=print, **QUIET_SETTINGS) is first
     await until(lambda: len(seen) == 10)
     await genie.shutdown()
 
 
 async def test_progress_must_be_callable(controller: SmallController) -> None:
     with pytest.raises(UsageError, match="callable"):
-        await genie.init(progress="yes", **QUIET)
+        await genie.init(progress="yes", **QUIET_SETTINGS)
     assert_nothing_is_left()
 
 
@@ -433,21 +434,21 @@ async def test_waiting_for_the_previous_session_counts_against_the_timeout(
     monkeypatch.setattr(
         "genie.cluster.lifecycle.phases._request_session_end", lambda *_: asyncio.to_thread(gate.wait, 10)
     )
-    await genie.init(**QUIET)
+    await genie.init(**QUIET_SETTINGS)
     async with asyncio.TaskGroup() as group:
         group.create_task(genie.shutdown())
         await until(lambda: not genie.is_initialized())
         with pytest.raises(DeadlineError, match=r"did not end within 0\.2 s"):
-            await genie.init(timeout=0.2, **QUIET)
+            await genie.init(timeout=0.2, **QUIET_SETTINGS)
         with pytest.raises(DeadlineError, match=r"did not end within 0\.2 s"):
-            await asyncio.to_thread(lambda: genie.connect(timeout=0.2, **QUIET))
+            await asyncio.to_thread(lambda: genie.connect(timeout=0.2, **QUIET_SETTINGS))
         gate.set()
 
 
 async def test_time_before_the_phases_counts_against_the_timeout(controller: SmallController) -> None:
-    settings = init_module.load_settings((), {"timeout": 5.0, **QUIET})
+    settings = init_module.load_settings((), {"timeout": 5.0, **QUIET_SETTINGS})
     run, _ = init_module.get_or_start_session(settings, began_s=time.monotonic() - 5.0)
-    assert isinstance(await _error_of(asyncio.wrap_future(run.ready)), DeadlineError)
+    assert isinstance(await _capture_error(asyncio.wrap_future(run.ready)), DeadlineError)
     await asyncio.wrap_future(run.finished)
 
 
@@ -463,7 +464,7 @@ async def test_close_timeout_of_a_host_includes_the_grace_period(
 async def test_failed_phase_is_the_last_event(controller: SmallController, unused_tcp_port: int) -> None:
     seen: list[ClusterEvent] = []
     run, _ = init_module.get_or_start_session(
-        init_module.load_settings(("127.0.0.1", unused_tcp_port), QUIET), began_s=time.monotonic()
+        init_module.load_settings(("127.0.0.1", unused_tcp_port), QUIET_SETTINGS), began_s=time.monotonic()
     )
     run._events.subscribe(EventType.INIT_PHASE, seen.append)
     with pytest.raises(UnreachableError):
@@ -486,17 +487,17 @@ async def test_port_without_address_must_be_that_of_the_default_cluster(
     with pytest.raises(ConfigError, match=expected):
         await genie.init(master_port=unused_tcp_port)
     assert_nothing_is_left()
-    await genie.init(master_port=controller.port, **QUIET)
+    await genie.init(master_port=controller.port, **QUIET_SETTINGS)
     await genie.shutdown()
     monkeypatch.setenv("GENIE_MASTER_PORT", str(unused_tcp_port))
-    await genie.init(**QUIET)  # a variable may be for other addresses
+    await genie.init(**QUIET_SETTINGS)  # a variable may be for other addresses
 
 
 async def test_address_of_the_controller_is_logged(
     controller: SmallController, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", logger="genie")
-    await genie.init(**QUIET)
+    await genie.init(**QUIET_SETTINGS)
     assert f"connecting to the controller at 127.0.0.1:{controller.port}\n" in caplog.text
 
 
@@ -568,14 +569,17 @@ async def test_unavailable_backend_is_rejected_with_the_reason(controller: Small
 
 
 async def test_heartbeats_continue_while_user_code_blocks_its_loop(controller: SmallController) -> None:
-    await genie.init(heartbeat_interval=0.05, **QUIET)
+    await genie.init(heartbeat_interval=0.05, **QUIET_SETTINGS)
     before = controller.count(SessionHeartbeat)
     wait_until(lambda: controller.count(SessionHeartbeat) >= before + 5)  # blocks this loop
 
 
 async def test_heartbeats_update_the_nodes_and_publish_changes(controller: SmallController) -> None:
-    state = await genie.init(heartbeat_interval=0.05, **QUIET)
-    controller.nodes = (node("n1", gpu(), status=NodeStatus.DISCONNECTED), node("n2", gpu()))
+    state = await genie.init(heartbeat_interval=0.05, **QUIET_SETTINGS)
+    controller.nodes = (
+        make_node("n1", make_gpu(), status=NodeStatus.DISCONNECTED),
+        make_node("n2", make_gpu()),
+    )
     expected = {(EventType.NODE_LOST, "n1"), (EventType.NODE_JOINED, "n2")}
     await until(lambda: expected <= {(event.type, event.node_id) for event in state.events.history()})
     assert set(state.nodes) == {"n1", "n2"}
@@ -585,7 +589,7 @@ async def test_heartbeats_update_the_nodes_and_publish_changes(controller: Small
 async def test_peer_without_heartbeat_is_disconnected(
     controller: SmallController,
 ) -> None:
-    state = await genie.init(heartbeat_interval=0.05, heartbeat_timeout=0.3, **QUIET)
+    state = await genie.init(heartbeat_interval=0.05, heartbeat_timeout=0.3, **QUIET_SETTINGS)
 
     def lost() -> list[str | None]:
         return [event.node_id for event in state.events.history() if event.type is EventType.NODE_LOST]
@@ -605,7 +609,7 @@ async def test_nodes_are_fetched_once_without_heartbeats(
         await asyncio.sleep(0)
 
     monkeypatch.setattr(heartbeats.Heartbeats, "_wait_interval", next_round)
-    state = await genie.init(enable_heartbeat=False, **QUIET)
+    state = await genie.init(enable_heartbeat=False, **QUIET_SETTINGS)
     assert set(state.nodes) == {"n1"}
     await until(lambda: len(rounds) > 5)
     assert (controller.count(SessionHeartbeat), controller.count(ListNodes)) == (0, 1)
@@ -615,7 +619,7 @@ async def test_session_with_an_executor_sends_heartbeats_even_if_disabled(
     controller: SmallController, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(heartbeats, "DEVICE_INTERVAL_S_MAX", 0.02)
-    state = await genie.init(enable_heartbeat=False, **QUIET)
+    state = await genie.init(enable_heartbeat=False, **QUIET_SETTINGS)
     assert state.transport_coordinator is not None
     await asyncio.to_thread(state.transport_coordinator.open, 0)
     await until(lambda: controller.count(SessionHeartbeat) >= 2)
@@ -632,7 +636,7 @@ async def test_first_heartbeat_is_sent_within_the_lease_of_the_first_executor(
         await asyncio.sleep(0)
 
     monkeypatch.setattr(heartbeats.Heartbeats, "_wait_interval", next_round)
-    state = await genie.init(enable_heartbeat=False, heartbeat_interval=60.0, **QUIET)
+    state = await genie.init(enable_heartbeat=False, heartbeat_interval=60.0, **QUIET_SETTINGS)
     assert state.transport_coordinator is not None
     await asyncio.to_thread(state.transport_coordinator.open, 0)
     await until(lambda: len(rounds) >= 5)
@@ -652,7 +656,7 @@ async def test_long_interval_is_capped_only_while_a_device_is_open(
 
     monkeypatch.setattr(heartbeats.Heartbeats, "_wait_interval", next_round)
     caplog.set_level("INFO", logger="genie")
-    state = await genie.init(heartbeat_interval=90.0, **QUIET)
+    state = await genie.init(heartbeat_interval=90.0, **QUIET_SETTINGS)
     await until(lambda: len(steps) >= 5)
     assert steps[:5] == [20.0, 20.0, 20.0, 20.0, 10.0]
     assert "while a device is open" not in caplog.text
@@ -681,7 +685,7 @@ async def test_interval_of_a_minute_is_kept_while_a_device_is_open(
 
     monkeypatch.setattr(heartbeats.Heartbeats, "_wait_interval", next_round)
     caplog.set_level("INFO", logger="genie")
-    state = await genie.init(heartbeat_interval=60.0, **QUIET)
+    state = await genie.init(heartbeat_interval=60.0, **QUIET_SETTINGS)
     assert state.transport_coordinator is not None
     await asyncio.to_thread(state.transport_coordinator.open, 0)
     await until(lambda: controller.count(SessionHeartbeat) >= 3)
@@ -703,12 +707,12 @@ async def test_interval_of_a_minute_is_kept_while_a_device_is_open(
 async def test_default_timeout_tolerates_one_lost_heartbeat(
     controller: SmallController, given: dict[str, float], timeout_s: float
 ) -> None:
-    state = await genie.init(**QUIET, **given)
+    state = await genie.init(**QUIET_SETTINGS, **given)
     assert state.config.heartbeat_timeout == timeout_s
 
 
 async def test_network_check_uses_the_round_trip_of_the_last_heartbeat(controller: SmallController) -> None:
-    state = await genie.init(heartbeat_interval=0.05, **QUIET)
+    state = await genie.init(heartbeat_interval=0.05, **QUIET_SETTINGS)
     state.rtt_ms = 5000.0
     await until(lambda: state.rtt_ms is not None and state.rtt_ms < 5000.0)
 
@@ -717,18 +721,18 @@ async def test_session_without_health_checks_is_healthy(
     controller: SmallController, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("genie.cluster.lifecycle.phases.local_address_towards", lambda *_: "10.0.0.9")
-    state = await genie.init(**QUIET)
+    state = await genie.init(**QUIET_SETTINGS)
     assert (state.local_node.status, state.local_node.host) == (NodeStatus.HEALTHY, "10.0.0.9")
 
 
 async def test_lost_connection_is_restored_and_both_events_are_published(controller: SmallController) -> None:
-    state = await genie.init(heartbeat_interval=0.1, **QUIET)
+    state = await genie.init(heartbeat_interval=0.1, **QUIET_SETTINGS)
     controller.stop()
-    await until(lambda: _has(state, EventType.CONNECTION_LOST))
+    await until(lambda: _has_event(state, EventType.CONNECTION_LOST))
     assert genie.is_initialized()
     controller.asked.clear()
     controller.start()
-    await until(lambda: _has(state, EventType.CONNECTION_RESTORED))
+    await until(lambda: _has_event(state, EventType.CONNECTION_RESTORED))
     await until(lambda: controller.count(SessionHeartbeat) > 0)
     assert state.stats["reconnects"] == 1
 
@@ -744,19 +748,19 @@ async def test_connection_lost_during_init_is_counted(
         return real(*args, **kwargs)  # type: ignore[arg-type]
 
     monkeypatch.setattr(phases, "open_controller_connection", broken_at_once)
-    state = await genie.init(**QUIET)
+    state = await genie.init(**QUIET_SETTINGS)
     assert state.stats["reconnects"] == 1
 
 
 async def test_session_ends_without_a_controller(controller: SmallController) -> None:
-    state = await genie.init(heartbeat_interval=0.1, **QUIET)
+    state = await genie.init(heartbeat_interval=0.1, **QUIET_SETTINGS)
     controller.stop()
-    await until(lambda: _has(state, EventType.CONNECTION_LOST))
+    await until(lambda: _has_event(state, EventType.CONNECTION_LOST))
     await genie.shutdown()
     assert_nothing_is_left()
 
 
-def _has(state: genie.ClusterState, kind: EventType) -> bool:
+def _has_event(state: genie.ClusterState, kind: EventType) -> bool:
     return any(event.type is kind for event in state.events.history())
 
 
@@ -784,8 +788,10 @@ async def test_init_attaches_the_device_without_importing_torch(controller: Smal
 async def test_shutdown_detaches_the_device(controller: SmallController) -> None:
     from genie.device import registry
 
-    controller.nodes = (node("n1", gpu(0, vendor=Vendor.NVIDIA), gpu(1, vendor=Vendor.NVIDIA)),)
-    await genie.init(**QUIET)
+    controller.nodes = (
+        make_node("n1", make_gpu(0, vendor=Vendor.NVIDIA), make_gpu(1, vendor=Vendor.NVIDIA)),
+    )
+    await genie.init(**QUIET_SETTINGS)
     assert [slot.device.gpu_id for slot in registry.device_slots()] == ["0", "1"]
     await genie.shutdown()
     assert registry.device_slots() == ()

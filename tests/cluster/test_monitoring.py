@@ -16,10 +16,10 @@ from genie.model.node import GPUInfo, NodeInfo, NodeRole, Vendor
 from tests.fakes.step_clock import StepClock
 from tests.waiting import until
 
-FACTS = HostFacts(cpus=2.0, memory_total_bytes=100, memory_used_bytes=30, hostname="box")
+HOST_FACTS = HostFacts(cpus=2.0, memory_total_bytes=100, memory_used_bytes=30, hostname="box")
 
 
-def gpu(gpu_id: int = 0, *, reason: str = "", temp: float | None = 40.0) -> GPUInfo:
+def make_gpu(gpu_id: int = 0, *, reason: str = "", temp: float | None = 40.0) -> GPUInfo:
     return GPUInfo(
         gpu_id=gpu_id,
         name="X1",
@@ -30,7 +30,7 @@ def gpu(gpu_id: int = 0, *, reason: str = "", temp: float | None = 40.0) -> GPUI
     )
 
 
-NODE = NodeInfo(node_id="n1", hostname="box", role=NodeRole.CLIENT, host="127.0.0.1", gpus=(gpu(),))
+NODE = NodeInfo(node_id="n1", hostname="box", role=NodeRole.CLIENT, host="127.0.0.1", gpus=(make_gpu(),))
 
 
 class ScriptedSource:
@@ -60,53 +60,60 @@ def events() -> Iterator[EventBus]:
     bus.close()
 
 
-def monitor_of(
+def make_monitor(
     source: ScriptedSource, *, events: EventBus | None = None, clock: StepClock | None = None, kept: int = 10
 ) -> ResourceMonitor:
     return create_resource_monitor(
-        NODE, events=events, source=source, clock=clock or StepClock(), host=lambda: FACTS, history_max=kept
+        NODE,
+        events=events,
+        source=source,
+        clock=clock or StepClock(),
+        host=lambda: HOST_FACTS,
+        history_max=kept,
     )
 
 
-def published(events: EventBus) -> list[tuple[EventType, str]]:
+def list_published_events(events: EventBus) -> list[tuple[EventType, str]]:
     return [(event.type, event.reason) for event in events.history()]
 
 
 async def test_poll_updates_snapshot_and_local_node(events: EventBus) -> None:
-    monitor = monitor_of(ScriptedSource((gpu(temp=55.0),)), events=events)
+    monitor = make_monitor(ScriptedSource((make_gpu(temp=55.0),)), events=events)
     assert monitor.snapshot() is None
     await monitor.poll()
     snapshot = monitor.snapshot()
     assert snapshot is not None
-    assert (snapshot.at, snapshot.gpus[0].temperature_c, snapshot.host) == (1000.0, 55.0, FACTS)
+    assert (snapshot.at, snapshot.gpus[0].temperature_c, snapshot.host) == (1000.0, 55.0, HOST_FACTS)
     assert monitor.local_node.gpus == snapshot.gpus
     assert (monitor.local_node.memory_used_bytes, monitor.local_node.node_id) == (30, "n1")
-    assert published(events) == []
+    assert list_published_events(events) == []
 
 
 async def test_events_are_published_only_on_change(events: EventBus) -> None:
-    busy = gpu(reason="utilisation 97% is above 90%")
-    monitor = monitor_of(ScriptedSource((gpu(),), (busy,), (busy,), (gpu(),), (gpu(),)), events=events)
+    busy = make_gpu(reason="utilisation 97% is above 90%")
+    monitor = make_monitor(
+        ScriptedSource((make_gpu(),), (busy,), (busy,), (make_gpu(),), (make_gpu(),)), events=events
+    )
     for _ in range(5):
         await monitor.poll()
-    assert published(events) == [
+    assert list_published_events(events) == [
         (EventType.GPU_UNAVAILABLE, "GPU 0 (X1): utilisation 97% is above 90%"),
         (EventType.GPU_AVAILABLE, "GPU 0 (X1) is available again"),
     ]
 
 
 async def test_overheating_is_published_once_until_the_gpu_cooled_down(events: EventBus) -> None:
-    hot, cool = gpu(temp=86.0), gpu(temp=85.0)
-    monitor = monitor_of(ScriptedSource((hot,), (hot,), (cool,), (hot,)), events=events)
+    hot, cool = make_gpu(temp=86.0), make_gpu(temp=85.0)
+    monitor = make_monitor(ScriptedSource((hot,), (hot,), (cool,), (hot,)), events=events)
     for _ in range(4):
         await monitor.poll()
-    assert published(events) == [(EventType.GPU_OVERHEATED, "GPU 0 (X1): 86 C is above 85 C")] * 2
+    assert list_published_events(events) == [(EventType.GPU_OVERHEATED, "GPU 0 (X1): 86 C is above 85 C")] * 2
     assert events.history()[0].facts == {"gpu_id": 0, "utilization_pct": None, "temperature_c": 86.0}
     assert events.history()[0].node_id == "n1"
 
 
 def test_first_reading_reports_only_errors() -> None:
-    changes = find_gpu_changes(None, [gpu(0), gpu(1, reason="lost"), gpu(2, temp=90.0)])
+    changes = find_gpu_changes(None, [make_gpu(0), make_gpu(1, reason="lost"), make_gpu(2, temp=90.0)])
     assert [(change.type, change.gpu.gpu_id) for change in changes] == [
         (EventType.GPU_UNAVAILABLE, 1),
         (EventType.GPU_OVERHEATED, 2),
@@ -114,7 +121,7 @@ def test_first_reading_reports_only_errors() -> None:
 
 
 def test_appearing_and_disappearing_gpus_are_reported() -> None:
-    changes = find_gpu_changes([gpu(0)], [gpu(1)])
+    changes = find_gpu_changes([make_gpu(0)], [make_gpu(1)])
     assert [(change.type, change.reason) for change in changes] == [
         (EventType.GPU_AVAILABLE, "GPU 1 (X1) is available"),
         (EventType.GPU_UNAVAILABLE, "GPU 0 (X1): no longer listed"),
@@ -125,14 +132,16 @@ async def test_failed_reading_is_published_once_and_polling_continues(
     events: EventBus, caplog: pytest.LogCaptureFixture
 ) -> None:
     stuck = HardwareError("no response within 10 s")
-    monitor = monitor_of(ScriptedSource(stuck, stuck, RuntimeError("odd"), (gpu(temp=41.0),)), events=events)
+    monitor = make_monitor(
+        ScriptedSource(stuck, stuck, RuntimeError("odd"), (make_gpu(temp=41.0),)), events=events
+    )
     assert await monitor.poll() is None
     assert monitor.last_error == "no response within 10 s"
     assert await monitor.poll() is None
     assert await monitor.poll() is None
     assert await monitor.poll() is not None
     assert monitor.last_error == ""
-    assert published(events) == [
+    assert list_published_events(events) == [
         (EventType.MONITOR_ERROR, "no response within 10 s"),
         (EventType.MONITOR_ERROR, "odd"),
     ]
@@ -141,7 +150,7 @@ async def test_failed_reading_is_published_once_and_polling_continues(
 
 async def test_repeated_error_after_a_good_reading_is_published_again(events: EventBus) -> None:
     stuck = HardwareError("no answer")
-    monitor = monitor_of(ScriptedSource(stuck, (gpu(),), stuck), events=events)
+    monitor = make_monitor(ScriptedSource(stuck, (make_gpu(),), stuck), events=events)
     for _ in range(3):
         await monitor.poll()
     assert [event.type for event in events.history()] == [EventType.MONITOR_ERROR] * 2
@@ -149,7 +158,7 @@ async def test_repeated_error_after_a_good_reading_is_published_again(events: Ev
 
 async def test_history_is_bounded_and_oldest_first() -> None:
     clock = StepClock()
-    monitor = monitor_of(ScriptedSource((gpu(),)), clock=clock, kept=3)
+    monitor = make_monitor(ScriptedSource((make_gpu(),)), clock=clock, kept=3)
     for at in range(5):
         clock.now_s = float(at)
         await monitor.poll()
@@ -158,8 +167,8 @@ async def test_history_is_bounded_and_oldest_first() -> None:
 
 
 async def test_run_reads_immediately_and_then_every_interval() -> None:
-    clock, source = StepClock(), ScriptedSource((gpu(),))
-    monitor = monitor_of(source, clock=clock)
+    clock, source = StepClock(), ScriptedSource((make_gpu(),))
+    monitor = make_monitor(source, clock=clock)
     async with asyncio.TaskGroup() as group:
         task = group.create_task(monitor.run())
         await until(lambda: source.reads == 1)
@@ -171,8 +180,8 @@ async def test_run_reads_immediately_and_then_every_interval() -> None:
 
 
 async def test_start_reads_in_the_background_until_stop() -> None:
-    source = ScriptedSource((gpu(),))
-    monitor = monitor_of(source)
+    source = ScriptedSource((make_gpu(),))
+    monitor = make_monitor(source)
     await monitor.start()
     assert monitor.snapshot() is not None, "the first reading is there"
     await monitor.start()
@@ -183,8 +192,8 @@ async def test_start_reads_in_the_background_until_stop() -> None:
 
 
 async def test_stopped_monitor_can_be_started_again() -> None:
-    source = ScriptedSource((gpu(),))
-    monitor = monitor_of(source)
+    source = ScriptedSource((make_gpu(),))
+    monitor = make_monitor(source)
     async with monitor:
         assert source.reads == 1
     async with monitor:
@@ -192,7 +201,7 @@ async def test_stopped_monitor_can_be_started_again() -> None:
 
 
 async def test_start_returns_when_the_first_reading_fails() -> None:
-    async with monitor_of(ScriptedSource(HardwareError("no"))) as monitor:
+    async with make_monitor(ScriptedSource(HardwareError("no"))) as monitor:
         assert (monitor.snapshot(), monitor.last_error) == (None, "no")
 
 
@@ -202,7 +211,7 @@ async def test_start_returns_when_stopped_during_the_first_reading() -> None:
             await asyncio.Event().wait()
             raise AssertionError
 
-    monitor = monitor_of(Endless())
+    monitor = make_monitor(Endless())
     async with asyncio.timeout(30), asyncio.TaskGroup() as group:
         starting = group.create_task(monitor.start())
         await until(lambda: any(task.get_name() == "genie-monitor" for task in asyncio.all_tasks()))

@@ -22,7 +22,7 @@ from genie.model.names import validate_node_id
 from genie.model.node import GPUInfo, NodeRole, NodeStatus, Vendor
 from genie.runtime.network import local_address_towards
 
-FACTS = HostFacts(cpus=4.0, memory_total_bytes=100, memory_used_bytes=40, hostname="Box.Example")
+HOST_FACTS = HostFacts(cpus=4.0, memory_total_bytes=100, memory_used_bytes=40, hostname="Box.Example")
 
 
 @pytest.mark.parametrize("name", ["NodeInfo", "GPUInfo", "NodeStatus", "NodeRole"])
@@ -33,7 +33,7 @@ def test_documented_names_are_those_of_the_model(name: str) -> None:
 def test_local_node_has_configuration_and_host_facts() -> None:
     gpu = GPUInfo(gpu_id=0, name="x", vendor=Vendor.CPU)
     config = ClusterConfig(node_role="worker")
-    node = create_local_node(config, suffix="abc", host="10.0.0.1", gpus=(gpu,), facts=FACTS, now=7.0)
+    node = create_local_node(config, suffix="abc", host="10.0.0.1", gpus=(gpu,), facts=HOST_FACTS, now=7.0)
     assert (node.node_id, node.hostname, node.host) == ("box-example-abc", "Box.Example", "10.0.0.1")
     assert (node.role, node.status) == (NodeRole.WORKER, NodeStatus.INITIALIZING)
     assert (node.cpus, node.memory_total_bytes, node.memory_used_bytes) == (4.0, 100, 40)
@@ -44,18 +44,18 @@ def test_local_node_has_configuration_and_host_facts() -> None:
 
 def test_server_node_has_its_port_and_backend() -> None:
     config = ClusterConfig(node_role="server", master_port=6000, backend="rdma")
-    node = create_local_node(config, suffix="a", gpus=(), facts=FACTS)
+    node = create_local_node(config, suffix="a", gpus=(), facts=HOST_FACTS)
     assert (node.control_port, node.network_backend) == (6000, "rdma")
 
 
 def test_configured_node_id_is_used_unchanged() -> None:
     config = ClusterConfig(node_id="my-node")
-    assert create_local_node(config, suffix="abc", gpus=(), facts=FACTS).node_id == "my-node"
+    assert create_local_node(config, suffix="abc", gpus=(), facts=HOST_FACTS).node_id == "my-node"
 
 
 def test_invalid_configured_node_id_is_rejected() -> None:
     with pytest.raises(NameInvalidError, match="My Node"):
-        create_local_node(ClusterConfig(node_id="My Node"), suffix="abc", gpus=(), facts=FACTS)
+        create_local_node(ClusterConfig(node_id="My Node"), suffix="abc", gpus=(), facts=HOST_FACTS)
 
 
 @given(st.text(max_size=80), st.text("0123456789abcdef", min_size=1, max_size=32))

@@ -12,7 +12,7 @@ import pytest
 from tests import needs
 
 ROOT = Path(__file__).parents[2]
-SAMPLES = """
+VALID_SAMPLES = """
     import asyncio
 
     import genie
@@ -52,7 +52,7 @@ SAMPLES = """
 
     asyncio.run(client())
 """
-WRONG = """
+INVALID_SAMPLE = """
     import genie
 
     async def main() -> None:
@@ -63,7 +63,7 @@ WRONG = """
 @pytest.mark.long("mypy reads all of Genie where 'make lint' has left no cache")
 def test_documented_samples_pass_mypy_strict(tmp_path: Path) -> None:
     needs.require_module("mypy", package="mypy")
-    for name, code in (("samples", SAMPLES), ("wrong", WRONG)):
+    for name, code in (("samples", VALID_SAMPLES), ("wrong", INVALID_SAMPLE)):
         (tmp_path / f"{name}.py").write_text(textwrap.dedent(code))
     options = ["--strict", "--follow-imports=silent", "--config-file", str(ROOT / "pyproject.toml")]
     done = subprocess.run(

@@ -144,7 +144,7 @@ class _Worker:
         answers, theirs = os.pipe()
         self._closing.callback(os.close, answers)
         with (self._folder / "worker").open("wb") as output:
-            process = forkserver.shared(*PRELOADED).popen(
+            process = forkserver.get_shared_server(*PRELOADED).popen(
                 [
                     "-m", "tests.device.database_worker",
                     database, device, str(self._executor.port), str(theirs),

@@ -22,5 +22,5 @@ def run_script(code: str, *args: object, fresh: bool = False) -> None:
             capture_output=True, text=True, timeout=DEADLINE_S, check=False, stdin=subprocess.DEVNULL,
         )  # fmt: skip
     else:
-        done = forkserver.shared(*PRELOADED).run(arguments, timeout=DEADLINE_S)
+        done = forkserver.get_shared_server(*PRELOADED).run(arguments, timeout=DEADLINE_S)
     assert done.returncode == 0, done.stderr

@@ -44,5 +44,5 @@ def test_open_gives_each_step_the_remaining_time(
     answer_timeout_s: float | None, remaining_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     executor = Executor(monkeypatch, busy_timeout_s=20)
-    ExecutorLink(LINK, "node-1").open(timeout_s=30, answer_timeout_s=answer_timeout_s)
+    ExecutorLink(LINK, "node-1").open_session(timeout_s=30, answer_timeout_s=answer_timeout_s)
     assert executor.timeouts_s == [remaining_s]

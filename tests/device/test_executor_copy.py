@@ -292,7 +292,7 @@ def executor_processes(folder: Path, count: int = 2) -> Iterator[list[ExecutorPr
 @pytest.mark.parametrize("plaintext", [True, False], ids=["one machine", "two machines"])
 def test_copies_use_tls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plaintext: bool) -> None:
     if not plaintext:
-        monkeypatch.setattr(device_protocol, "this_machine", lambda: "")  # unknown machine, so TLS stays
+        monkeypatch.setattr(device_protocol, "machine_identity", lambda: "")  # unknown machine, so TLS stays
     authority = tls.CertificateAuthority.create(now=time.time())
     (tmp_path / "ca").write_text(authority.ca_pem)
     context = ssl.create_default_context(cadata=authority.ca_pem)

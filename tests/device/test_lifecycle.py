@@ -201,7 +201,7 @@ def test_second_client_is_refused() -> None:
     with attached() as executor:
         torch.ones(1, device=D0)
         with pytest.raises(DeviceUnavailableError, match="already serves"):
-            ExecutorLink(remote_device(0, lambda: executor.port).open(), "node-0").open()
+            ExecutorLink(remote_device(0, lambda: executor.port).open(), "node-0").open_session()
         assert torch.ones(2, device=D0).sum().item() == 2
 
 

@@ -177,7 +177,7 @@ def short_recorder_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graphs, "RECORDER_IDLE_S_MAX", 2.0)
 
 
-@pytest.mark.usefixtures("impatient")
+@pytest.mark.usefixtures("short_recorder_timeout")
 def test_model_with_branches_on_other_threads_is_refused() -> None:
     x = torch.ones(3, device=D0)
     with ThreadPoolExecutor(2, thread_name_prefix="branch") as pool:
@@ -191,7 +191,7 @@ def test_model_with_branches_on_other_threads_is_refused() -> None:
     assert capture(lambda x: x + 1)(x).tolist() == [2, 2, 2]
 
 
-@pytest.mark.usefixtures("impatient")
+@pytest.mark.usefixtures("short_recorder_timeout")
 def test_thread_that_blocks_the_recording_raises() -> None:
     lock, inside, taken = threading.Lock(), threading.Event(), threading.Event()
     there = torch.zeros(3, device=D0)
@@ -225,7 +225,7 @@ def test_thread_that_blocks_the_recording_raises() -> None:
     assert (there + 1).tolist() == [1, 1, 1]
 
 
-@pytest.mark.usefixtures("impatient")
+@pytest.mark.usefixtures("short_recorder_timeout")
 def test_slow_recording_does_not_time_out() -> None:
     done: list[float] = []
 

@@ -20,11 +20,11 @@ from tests import forkserver
 from tests.cluster.small_controller import SmallController
 from tests.executor.process import PRELOADED
 from tests.forkserver import ForkServer
-from tests.grid.bed import Bed
-from tests.grid.conftest import bed_lease, own_bed
+from tests.grid.conftest import own_testbed, testbed_lease
+from tests.grid.testbed import SshTestbed
 from tests.waiting import wait_until
 
-__all__ = ["bed_lease", "own_bed"]
+__all__ = ["own_testbed", "testbed_lease"]
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
 SCHEDULERS = {
@@ -67,7 +67,7 @@ def run_example(name: str, *arguments: str, timeout_s: float = 60) -> subprocess
 
 def run_with_torch(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Runs an example in a fork of a process that has imported torch."""
-    return forkserver.shared(*PRELOADED).run([str(EXAMPLES / name), *arguments], timeout=100)
+    return forkserver.get_shared_server(*PRELOADED).run([str(EXAMPLES / name), *arguments], timeout=100)
 
 
 @contextmanager
@@ -181,12 +181,12 @@ def test_error_of_an_example_is_one_line(
 
 
 def test_grid_job_runs_through_command_line_and_python(
-    own_bed: Bed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fork_server: ForkServer
+    own_testbed: SshTestbed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fork_server: ForkServer
 ) -> None:
     keys = "ssh: {connect_timeout: 10}\nhealth_check: {timeout: 10}\n"
-    (tmp_path / "grid.yaml").write_text(own_bed.grid_yaml(more=keys))
+    (tmp_path / "grid.yaml").write_text(own_testbed.grid_yaml(more=keys))
     monkeypatch.setenv("GENIE_GRID_FILE", str(tmp_path / "grid.yaml"))
-    monkeypatch.setenv("GENIE_GRID_SSH_CONFIG", str(own_bed.ssh_config))
+    monkeypatch.setenv("GENIE_GRID_SSH_CONFIG", str(own_testbed.ssh_config))
     example = str(EXAMPLES / "grid" / "run_job.py")
     (tmp_path / "job").mkdir()
 
@@ -198,7 +198,7 @@ def test_grid_job_runs_through_command_line_and_python(
     assert len(re.findall(r"^a job on gpu[12]$", done.stdout, re.MULTILINE)) == 2, done.stdout
     assert re.search(r"ran on gpu[12] as r-[a-z2-7]{10}, exit code 0", done.stdout)
     assert run("exit 3").returncode == 3
-    for node in own_bed.nodes:
+    for node in own_testbed.nodes:
         node.stop()
     unreachable = run()
     assert unreachable.returncode in (1, 255)
@@ -283,13 +283,13 @@ def test_tour_finds_remaining_processes(tour: dict[str, Any], tmp_path: Path) ->
 
 
 def test_grid_monitor_writes_health_and_metrics(
-    own_bed: Bed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fork_server: ForkServer
+    own_testbed: SshTestbed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fork_server: ForkServer
 ) -> None:
-    own_bed["gpu1"].gpus(2)
+    own_testbed["gpu1"].gpus(2)
     keys = "ssh: {connect_timeout: 10}\nhealth_check: {timeout: 10}\n"
-    (tmp_path / "grid.yaml").write_text(own_bed.grid_yaml(more=keys))
+    (tmp_path / "grid.yaml").write_text(own_testbed.grid_yaml(more=keys))
     monkeypatch.setenv("GENIE_GRID_FILE", str(tmp_path / "grid.yaml"))
-    monkeypatch.setenv("GENIE_GRID_SSH_CONFIG", str(own_bed.ssh_config))
+    monkeypatch.setenv("GENIE_GRID_SSH_CONFIG", str(own_testbed.ssh_config))
     example = str(EXAMPLES / "grid" / "monitor.py")
     done = fork_server.run([example, "--rounds", "2", "--every", "0.1"], timeout=60, cwd=tmp_path)
     assert done.returncode == 0, done.stderr

@@ -84,7 +84,7 @@ def _start(arguments: list[str], output: BinaryIO, *, fresh: bool) -> subprocess
         return subprocess.Popen(
             [sys.executable, *arguments], stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
         )
-    return forkserver.shared(*PRELOADED).popen(
+    return forkserver.get_shared_server(*PRELOADED).popen(
         arguments, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
     )
 

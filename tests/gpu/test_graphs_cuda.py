@@ -73,7 +73,10 @@ def mlp() -> nn.Module:
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], tuple[torch.Tensor, ...]]]] = {
     "mlp": (mlp, lambda call: (torch.full((3, 4), float(call)),)),
-    "convnet": (lambda: device_models.convnet((1, 1), 16), lambda call: (torch.ones(2, 3, 32, 32) * call,)),
+    "convnet": (
+        lambda: device_models.make_convnet((1, 1), 16),
+        lambda call: (torch.ones(2, 3, 32, 32) * call,),
+    ),
     "transformer": (
         lambda: device_models.Transformer(64, 2, last_only=True),
         lambda call: (torch.arange(16).view(2, 8) + call,),

@@ -19,7 +19,9 @@ _QUEUE_MAX = 4096
 
 
 @contextlib.contextmanager
-def delayed(addresses: Sequence[str], *, port: int, target_port: int, delay_ms: float) -> Iterator[None]:
+def run_delay_proxy(
+    addresses: Sequence[str], *, port: int, target_port: int, delay_ms: float
+) -> Iterator[None]:
     """Run the proxy during the block."""
     command = [sys.executable, "-m", "tests.grid.delay_proxy", str(delay_ms), str(port), str(target_port)]
     process = subprocess.Popen([*command, *addresses], stdout=subprocess.PIPE, stdin=subprocess.DEVNULL)

@@ -13,24 +13,24 @@ import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from tests.grid.bed import Bed, Node
+from tests.grid.testbed import SshNode, SshTestbed
 from tests.waiting import wait_until
 
 _IGNORED = ("sshd.log", "sshd.pid")
 
 
-class BedLease:
-    """`bed` is started and unmodified. `on_start` is called with the PID of each restarted server."""
+class SshTestbedLease:
+    """`testbed` is started and unmodified. `on_start` is called with the PID of each restarted server."""
 
-    def __init__(self, bed: Bed, *, on_start: Callable[[int], None]) -> None:
-        self._bed = bed
+    def __init__(self, testbed: SshTestbed, *, on_start: Callable[[int], None]) -> None:
+        self._bed = testbed
         self._on_start = on_start
-        self._files = dict(_files_of(bed))
-        self._attributes = [(part, dict(vars(part))) for part in (bed, *bed.nodes)]
-        self._mounts = {node.name: _mounts(node) for node in bed.nodes}
+        self._files = dict(_files_of(testbed))
+        self._attributes = [(part, dict(vars(part))) for part in (testbed, *testbed.nodes)]
+        self._mounts = {node.name: _mounts(node) for node in testbed.nodes}
 
     @contextlib.contextmanager
-    def take(self) -> Iterator[Bed]:
+    def take(self) -> Iterator[SshTestbed]:
         try:
             yield self._bed
         finally:
@@ -48,15 +48,15 @@ class BedLease:
             else:
                 _end_sessions(node)
         for part, attributes in self._attributes:
-            running = part._process if isinstance(part, Node) else None
+            running = part._process if isinstance(part, SshNode) else None
             vars(part).clear()
             vars(part).update(attributes)
-            if isinstance(part, Node):
+            if isinstance(part, SshNode):
                 part._process = running
         self._restore_files()
         self._restart()
 
-    def _process_of(self, node: Node) -> object:
+    def _process_of(self, node: SshNode) -> object:
         return next(attributes["_process"] for part, attributes in self._attributes if part is node)
 
     def _restart(self) -> None:
@@ -83,10 +83,10 @@ class BedLease:
                 _write(path, *known)
 
 
-def _files_of(bed: Bed) -> Iterator[tuple[Path, tuple[str, int, bytes]]]:
+def _files_of(testbed: SshTestbed) -> Iterator[tuple[Path, tuple[str, int, bytes]]]:
     """Return kind, mode and content of all files of the testbed, except those in home directories."""
-    homes = {node.home for node in bed.nodes}
-    folders = [bed.folder]
+    homes = {node.home for node in testbed.nodes}
+    folders = [testbed.folder]
     while folders:
         for path in folders.pop().iterdir():
             mode = path.lstat().st_mode & 0o7777
@@ -120,16 +120,16 @@ def _remove(path: bytes, *, is_folder: bool) -> None:
         os.unlink(path)  # noqa: PTH108 - names that are not valid text
 
 
-def _is_running(node: Node) -> bool:
+def _is_running(node: SshNode) -> bool:
     return node._process is not None and node._process.poll() is None
 
 
-def _mounts(node: Node) -> str:
+def _mounts(node: SshNode) -> str:
     assert node._process is not None
     return Path(f"/proc/{node._process.pid}/mountinfo").read_text()
 
 
-def _end_sessions(node: Node) -> None:
+def _end_sessions(node: SshNode) -> None:
     """Kill all processes but the server, including those started meanwhile."""
     assert node._process is not None
     server = node._process.pid

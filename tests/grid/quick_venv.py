@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.grid.bed import Node
+from tests.grid.testbed import SshNode
 from tests.needs import require_distribution
 
 _PYTHON = """#!/bin/sh
@@ -34,7 +34,7 @@ class QuickVenv:
         self._pip = folder / "pip"
         shutil.copytree(Path(str(pip)), self._pip, ignore=shutil.ignore_patterns("__pycache__"))
 
-    def install(self, node: Node, name: str = "python3") -> None:
+    def install(self, node: SshNode, name: str = "python3") -> None:
         """Install the fast Python on a node."""
         path = node.bin / name
         path.write_text(_PYTHON.format(python="/usr/bin/python3", pip=self._pip))

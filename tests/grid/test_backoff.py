@@ -8,7 +8,7 @@ import pytest
 
 from genie.errors import LoginRefusedError, UnreachableError, UsageError
 from genie.grid import retry
-from genie.grid.backoff import pause_s
+from genie.grid.backoff import backoff_s
 
 
 class Flaky:
@@ -78,7 +78,7 @@ def test_predicate_selects_retried_errors() -> None:
 
 def test_pauses_grow_to_a_maximum_with_jitter() -> None:
     for attempt, high_s in ((0, 0.1), (1, 0.2), (3, 0.8), (20, 5.0), (2000, 5.0)):
-        pauses = [pause_s(attempt) for _ in range(50)]
+        pauses = [backoff_s(attempt) for _ in range(50)]
         assert high_s / 2 <= min(pauses) < max(pauses) <= high_s
 
 

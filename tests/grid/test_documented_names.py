@@ -16,25 +16,25 @@ from genie.errors import ConfigError, UnreachableError, UsageError
 from genie.grid import Executor, OptimizedExecutor, check_all_nodes, find_best_node, smart_sync
 from genie.grid.health.check import HealthState
 from genie.grid.runs.launch import grid_metrics
-from genie.grid.sync.local_tree import local_root
-from tests.grid.bed import Bed
+from genie.grid.sync.local_tree import resolve_local_root
+from tests.grid.testbed import SshTestbed
 
 LIMITS = "ssh: {connect_timeout: 20, max_retries: 0}\nhealth_check: {timeout: 20, cpu_weight: 0}\n"
 """Scores depend on GPUs only, because all nodes share the load of this machine."""
 
 
 @pytest.fixture
-def project(own_bed: Bed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def project(own_testbed: SshTestbed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The current directory, with config/cluster_config.yaml. gpu2 is the best node."""
     folder = tmp_path / "project"
     (folder / "config").mkdir(parents=True)
-    (folder / "config/cluster_config.yaml").write_text(own_bed.grid_yaml(more=LIMITS))
+    (folder / "config/cluster_config.yaml").write_text(own_testbed.grid_yaml(more=LIMITS))
     (folder / "train.py").write_text("import sys; print('trained', *sys.argv[1:])\n")
     monkeypatch.chdir(folder)
-    monkeypatch.setenv("GENIE_GRID_SSH_CONFIG", str(own_bed.ssh_config))
+    monkeypatch.setenv("GENIE_GRID_SSH_CONFIG", str(own_testbed.ssh_config))
     monkeypatch.setenv("GENIE_STATE_DIR", str(tmp_path / "state"))
-    own_bed["gpu1"].gpus(1, lines=["0, NVIDIA H100, GPU-1, 1000, 900, 0, 30, 0"])
-    own_bed["gpu2"].gpus(1, lines=["0, NVIDIA H100, GPU-2, 1000, 100, 0, 30, 0"])
+    own_testbed["gpu1"].gpus(1, lines=["0, NVIDIA H100, GPU-1, 1000, 900, 0, 30, 0"])
+    own_testbed["gpu2"].gpus(1, lines=["0, NVIDIA H100, GPU-2, 1000, 100, 0, 30, 0"])
     return folder
 
 
@@ -55,15 +55,15 @@ def test_find_best_node_uses_file_in_current_directory(project: Path) -> None:
     assert find_best_node(project / "config/cluster_config.yaml") == "gpu2"
 
 
-def test_check_all_nodes_sorts_by_score(project: Path, own_bed: Bed, tmp_path: Path) -> None:
+def test_check_all_nodes_sorts_by_score(project: Path, own_testbed: SshTestbed, tmp_path: Path) -> None:
     assert [(node.name, node.score) for node in check_all_nodes()] == [("gpu2", 30.0), ("gpu1", 270.0)]
-    own_bed["gpu2"].stop()
+    own_testbed["gpu2"].stop()
     first, last = check_all_nodes(fresh=True)
     assert (first.name, last.name, last.state) == ("gpu1", "gpu2", HealthState.UNREACHABLE)
     assert grid_metrics(tmp_path / "state").figures().scores == {"gpu1": 270.0, "gpu2": None}
 
 
-def test_smart_sync_sends_only_changes(project: Path, own_bed: Bed) -> None:
+def test_smart_sync_sends_only_changes(project: Path, own_testbed: SshTestbed) -> None:
     first = smart_sync()
     assert [(each.node, each.sent_files, each.error) for each in first] == [
         ("gpu1", 2, None),
@@ -71,12 +71,12 @@ def test_smart_sync_sends_only_changes(project: Path, own_bed: Bed) -> None:
     ]
     (project / "train.py").write_text("print('changed')\n")
     assert [each.sent_files for each in smart_sync(project, nodes=["gpu1"])] == [1]
-    text = {node.name: (node.home / "grid_workspace/train.py").read_text() for node in own_bed.nodes}
+    text = {node.name: (node.home / "grid_workspace/train.py").read_text() for node in own_testbed.nodes}
     assert ("changed" in text["gpu1"], "changed" in text["gpu2"]) == (True, False)
 
 
-def test_smart_sync_reports_unreachable_node(project: Path, own_bed: Bed) -> None:
-    own_bed["gpu1"].stop()
+def test_smart_sync_reports_unreachable_node(project: Path, own_testbed: SshTestbed) -> None:
+    own_testbed["gpu1"].stop()
     lost, sent = smart_sync()
     assert isinstance(lost.error, UnreachableError) and sent.error is None
 
@@ -124,7 +124,7 @@ def test_invalid_or_home_directory_is_not_synced(
 def test_user_without_home_may_sync_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "~")
     monkeypatch.chdir(tmp_path)
-    assert local_root(Path()) == tmp_path
+    assert resolve_local_root(Path()) == tmp_path
 
 
 @pytest.mark.parametrize("home", ["", "/", "here", "elsewhere", "loop"])
@@ -138,16 +138,16 @@ def test_home_in_user_database_is_not_synced(
     )
     monkeypatch.setenv("HOME", str(tmp_path / home) if home in ("elsewhere", "loop") else home)
     with pytest.raises(UsageError, match="it is the home directory"):
-        local_root(tmp_path / "user")
+        resolve_local_root(tmp_path / "user")
     with pytest.raises(UsageError, match="it contains the home directory"):
-        local_root(tmp_path)
-    assert local_root(tmp_path / "user/project") == tmp_path / "user/project"
+        resolve_local_root(tmp_path)
+    assert resolve_local_root(tmp_path / "user/project") == tmp_path / "user/project"
 
 
 def test_unknown_user_may_sync_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/")
     monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)
-    assert local_root(tmp_path) == tmp_path
+    assert resolve_local_root(tmp_path) == tmp_path
 
 
 async def test_functions_work_inside_a_running_event_loop(project: Path) -> None:

@@ -20,10 +20,10 @@ import pytest
 import yaml
 
 from genie.grid.grid_file import parse_grid_file
-from tests.grid.bed import Bed
 from tests.grid.quick_venv import QuickVenv
-from tests.grid.ray_bed import ray_bed
+from tests.grid.ray_testbed import ray_testbed
 from tests.grid.small_wheel import make_wheel
+from tests.grid.testbed import SshTestbed
 from tests.house.sources import ROOT
 from tests.needs import require_module, require_program
 from tests.ports import free_ports
@@ -153,7 +153,7 @@ class Project:
     """A project directory with config/cluster_config.yaml and train.py, and two nodes."""
 
     folder: Path
-    bed: Bed
+    testbed: SshTestbed
     shown: dict[str, str] = field(default_factory=dict)
     """Output of the commands of task 1."""
 
@@ -163,7 +163,7 @@ class Project:
             cwd=self.folder,
             env=os.environ
             | {
-                "GENIE_GRID_SSH_CONFIG": str(self.bed.ssh_config),
+                "GENIE_GRID_SSH_CONFIG": str(self.testbed.ssh_config),
                 "GENIE_STATE_DIR": str(self.folder.parent / "state"),
             },
             capture_output=True,
@@ -181,7 +181,7 @@ class Project:
     def on_node(self, command: str) -> str:
         """Run a command with `ssh gpu1`."""
         ssh = require_program("ssh", package="openssh-client")
-        return self.run(ssh, "-F", str(self.bed.ssh_config), "gpu1", command)
+        return self.run(ssh, "-F", str(self.testbed.ssh_config), "gpu1", command)
 
     def python(self, sample: str) -> str:
         return self.run(sys.executable, "-c", adapt(sample))
@@ -194,12 +194,12 @@ def project(quick_venv: QuickVenv, tmp_path_factory: pytest.TempPathFactory) -> 
     (folder / "project" / "config").mkdir(parents=True)
     (folder / "project" / "train.py").write_text(TRAIN)
     make_wheel(folder / "wheels")
-    with ray_bed(folder / "nodes", count=2) as bed:
-        bed["gpu1"].gpus(1)
-        for node in bed.nodes:
+    with ray_testbed(folder / "nodes", count=2) as testbed:
+        testbed["gpu1"].gpus(1)
+        for node in testbed.nodes:
             quick_venv.install(node)
         (folder / "project" / "config" / "cluster_config.yaml").write_text(configuration_of_two_nodes())
-        created = Project(folder / "project", bed)
+        created = Project(folder / "project", testbed)
         created.shown["test connectivity"] = created.grid_cli("health")
         # `python scripts/grid_setup_enhanced.py` in the document
         created.grid_cli("setup", "--package", "small-thing", "--wheels", str(folder / "wheels"))
@@ -319,7 +319,7 @@ def test_task_5_reads_load_and_gpus_of_a_node(project: Project) -> None:
 @pytest.mark.long("starts Ray on two nodes")
 @pytest.mark.timeout(RAY_S)
 def test_task_5_reads_the_status_of_ray_on_a_node(ray_project: Project) -> None:
-    path = f"PATH={ray_project.bed['gpu1'].bin}:$PATH"  # where the Ray of these nodes is
+    path = f"PATH={ray_project.testbed['gpu1'].bin}:$PATH"  # where the Ray of these nodes is
     output = ray_project.on_node(f"{path}; . ~/grid_workspace/grid_env/bin/activate; ray status")
     assert "Active:" in output
 
@@ -347,7 +347,7 @@ print(json.dumps([(node.name, node.score) for node in check_all_nodes()]))
 def test_smart_sync_reaches_all_nodes(project: Project) -> None:
     (project.folder / "notes.txt").write_text("notes\n")
     project.python("from genie.grid import smart_sync\nsmart_sync()\n")
-    arrived = [node.home / "grid_workspace" / "notes.txt" for node in project.bed.nodes]
+    arrived = [node.home / "grid_workspace" / "notes.txt" for node in project.testbed.nodes]
     assert [path.read_text() for path in arrived] == ["notes\n"] * 2
 
 

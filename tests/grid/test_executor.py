@@ -20,18 +20,18 @@ from genie.grid.runs import runner as runner_module
 from genie.grid.runs.launch import grid_metrics
 from tests.forkserver import ForkServer
 from tests.grid import parts
-from tests.grid.bed import Bed
+from tests.grid.testbed import SshTestbed
 from tests.waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 ONE = ["gpu1"]
 
 
-def write_file(bed: Bed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def write_file(testbed: SshTestbed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path = tmp_path / "grid.yaml"
     more = "ssh: {connect_timeout: 10, max_retries: 0}\nhealth_check: {timeout: 10, refresh_interval: 0}\n"
-    path.write_text(bed.grid_yaml(more=more))
-    monkeypatch.setenv("GENIE_GRID_SSH_CONFIG", str(bed.ssh_config))
+    path.write_text(testbed.grid_yaml(more=more))
+    monkeypatch.setenv("GENIE_GRID_SSH_CONFIG", str(testbed.ssh_config))
     monkeypatch.setenv("GENIE_GRID_FILE", str(path))
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")  # synced to the node
@@ -39,14 +39,16 @@ def write_file(bed: Bed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
 
 
 @pytest.fixture
-def executor(bed: Bed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Executor]:
-    with Executor(write_file(bed, tmp_path, monkeypatch)) as executor:
+def executor(testbed: SshTestbed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Executor]:
+    with Executor(write_file(testbed, tmp_path, monkeypatch)) as executor:
         yield executor
 
 
 @pytest.fixture
-def own_executor(own_bed: Bed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Executor]:
-    with Executor(write_file(own_bed, tmp_path, monkeypatch)) as executor:
+def own_executor(
+    own_testbed: SshTestbed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Executor]:
+    with Executor(write_file(own_testbed, tmp_path, monkeypatch)) as executor:
         yield executor
 
 
@@ -62,9 +64,9 @@ def test_result_prints_as_its_output(executor: Executor) -> None:
 
 
 def test_run_options_are_applied_on_the_node(
-    bed: Bed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    testbed: SshTestbed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = write_file(bed, tmp_path, monkeypatch)
+    path = write_file(testbed, tmp_path, monkeypatch)
     path.write_text(path.read_text().replace("- gpu4\n", "- {name: gpu4, labels: {zone: b}}\n"))
     with Executor(path) as executor:
         result = executor.run_distributed("pwd; echo $A", labels={"zone": "b"}, env={"A": "x y"}, cwd="/usr")
@@ -111,8 +113,8 @@ def test_runs_are_counted_by_status(executor: Executor) -> None:
     assert 'status="failed"' in text
 
 
-def test_busy_node_is_skipped(own_bed: Bed, own_executor: Executor) -> None:
-    for node in own_bed.nodes:
+def test_busy_node_is_skipped(own_testbed: SshTestbed, own_executor: Executor) -> None:
+    for node in own_testbed.nodes:
         node.gpus(1)
     with Executor() as other:
         run = threading.Thread(
@@ -121,12 +123,12 @@ def test_busy_node_is_skipped(own_bed: Bed, own_executor: Executor) -> None:
             kwargs={"gpus": 1, "node": "gpu1"},
         )
         run.start()
-        wait_until((own_bed["gpu1"].home / "started").exists, what="the first")
+        wait_until((own_testbed["gpu1"].home / "started").exists, what="the first")
         assert own_executor.run_distributed("hostname", gpus=1).stdout == "gpu2\n"
         with pytest.raises(NodeRefusedError, match="0 of 1 GPUs are free") as caught:
             own_executor.run_distributed("hostname", gpus=1, node="gpu1")
         assert caught.value.reason == "busy"
-        for pid in own_bed["gpu1"].processes("sleep 7301"):
+        for pid in own_testbed["gpu1"].processes("sleep 7301"):
             os.kill(pid, signal.SIGKILL)
         run.join()
 
@@ -137,15 +139,17 @@ def test_folder_is_synced_before_the_run(executor: Executor, monkeypatch: pytest
     assert synced == [(Path.cwd(), ["gpu1"])]
 
 
-def test_failed_sync_prevents_the_run(executor: Executor, monkeypatch: pytest.MonkeyPatch, bed: Bed) -> None:
+def test_failed_sync_prevents_the_run(
+    executor: Executor, monkeypatch: pytest.MonkeyPatch, testbed: SshTestbed
+) -> None:
     parts.install_syncer(monkeypatch, failing=["gpu1"])
     with pytest.raises(SyncError, match="gpu1"):
         executor.run_distributed("touch ~/ran-without-its-folder", node="gpu1", sync=".")
-    assert not (bed["gpu1"].home / "ran-without-its-folder").exists()
+    assert not (testbed["gpu1"].home / "ran-without-its-folder").exists()
 
 
-def test_unreachable_node_raises(own_bed: Bed, own_executor: Executor) -> None:
-    own_bed["gpu1"].stop()
+def test_unreachable_node_raises(own_testbed: SshTestbed, own_executor: Executor) -> None:
+    own_testbed["gpu1"].stop()
     with pytest.raises(UnreachableError):
         own_executor.run_distributed("true", node="gpu1")
 
@@ -155,18 +159,20 @@ def test_missing_grid_file_raises(tmp_path: Path) -> None:
         Executor(tmp_path / "none.yaml")
 
 
-def test_sigint_interrupts_the_command(own_bed: Bed, own_executor: Executor, fork_server: ForkServer) -> None:
+def test_sigint_interrupts_the_command(
+    own_testbed: SshTestbed, own_executor: Executor, fork_server: ForkServer
+) -> None:
     text = "from genie.grid.executor import Executor\nExecutor().run_distributed('sleep 7302', node='gpu1')\n"
     with fork_server.popen(["-c", text], stderr=subprocess.PIPE) as process:
-        wait_until(lambda: own_bed["gpu1"].processes("sleep 7302"), timeout_s=30, what="the command")
+        wait_until(lambda: own_testbed["gpu1"].processes("sleep 7302"), timeout_s=30, what="the command")
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=30)
     assert b"KeyboardInterrupt" in err
-    wait_until(lambda: not own_bed["gpu1"].processes("sleep 7302"), what="the end of the command")
+    wait_until(lambda: not own_testbed["gpu1"].processes("sleep 7302"), what="the end of the command")
 
 
 def test_sigint_in_another_thread_interrupts_the_command(
-    own_bed: Bed, own_executor: Executor, fork_server: ForkServer
+    own_testbed: SshTestbed, own_executor: Executor, fork_server: ForkServer
 ) -> None:
     text = (
         "import signal, sys, threading\n"
@@ -178,13 +184,13 @@ def test_sigint_in_another_thread_interrupts_the_command(
         "Executor().run_distributed('sleep 7303', node='gpu1')\n"
     )
     with fork_server.popen(["-c", text], stdin=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-        wait_until(lambda: own_bed["gpu1"].processes("sleep 7303"), timeout_s=30, what="the command")
+        wait_until(lambda: own_testbed["gpu1"].processes("sleep 7303"), timeout_s=30, what="the command")
         assert process.stdin is not None
         process.stdin.write(b"\n")
         process.stdin.flush()
         _, err = process.communicate(timeout=30)
     assert b"KeyboardInterrupt" in err
-    wait_until(lambda: not own_bed["gpu1"].processes("sleep 7303"), what="the end of the command")
+    wait_until(lambda: not own_testbed["gpu1"].processes("sleep 7303"), what="the end of the command")
 
 
 def test_program_exits_without_closing_the_executor(own_executor: Executor) -> None:
@@ -204,7 +210,7 @@ def test_program_exits_without_closing_the_executor(own_executor: Executor) -> N
 
 @pytest.mark.parametrize("quick_s", [0.0, 1.0])
 def test_close_releases_waiting_thread_and_command_continues(
-    own_bed: Bed, own_executor: Executor, monkeypatch: pytest.MonkeyPatch, quick_s: float
+    own_testbed: SshTestbed, own_executor: Executor, monkeypatch: pytest.MonkeyPatch, quick_s: float
 ) -> None:
     monkeypatch.setattr(runner_module, "_SHORT_RUN_WAIT_S", quick_s)  # with or without waiting for quick runs
     caught: list[BaseException] = []
@@ -217,12 +223,12 @@ def test_close_releases_waiting_thread_and_command_continues(
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    wait_until(lambda: own_bed["gpu1"].processes("sleep 7303"), timeout_s=30, what="the command")
+    wait_until(lambda: own_testbed["gpu1"].processes("sleep 7303"), timeout_s=30, what="the command")
     own_executor.close()
     thread.join(10)
     assert not thread.is_alive()
     assert [type(error) for error in caught] == [UsageError]
-    assert own_bed["gpu1"].processes("sleep 7303")
+    assert own_testbed["gpu1"].processes("sleep 7303")
 
 
 def test_result_without_output_prints_nothing() -> None:

@@ -11,8 +11,8 @@ from genie.errors import ProtocolError
 from genie.grid.runs.runner import Runner
 from genie.grid.ssh.pool import SshPool
 from genie.grid.sync.syncer import Syncer
-from tests.grid.bed import Bed, Node
 from tests.grid.conftest import grid_file_of
+from tests.grid.testbed import SshNode, SshTestbed
 
 _TAMPER = """\
 import json, sys
@@ -29,7 +29,7 @@ exec(code)
 """
 
 
-def tamper_with_responses(node: Node, body: str) -> None:
+def tamper_with_responses(node: SshNode, body: str) -> None:
     """Make the node's python3 replace each response `answer` by the return value of `body`."""
     (node.folder / "tamper.py").write_text(_TAMPER.format(body=textwrap.indent(body, "    ").lstrip()))
     program = node.bin / "python3"
@@ -49,10 +49,10 @@ INVALID = {
 
 
 @pytest.mark.parametrize("kind", INVALID)
-async def test_invalid_response_fails_only_that_nodes_runs(own_bed: Bed, kind: str) -> None:
-    tamper_with_responses(own_bed["gpu1"], INVALID[kind])
-    file = grid_file_of(own_bed, more="ssh: {timeout: 20, max_retries: 0}\n")
-    async with SshPool(file, ssh_config=own_bed.ssh_config) as pool:
+async def test_invalid_response_fails_only_that_nodes_runs(own_testbed: SshTestbed, kind: str) -> None:
+    tamper_with_responses(own_testbed["gpu1"], INVALID[kind])
+    file = grid_file_of(own_testbed, more="ssh: {timeout: 20, max_retries: 0}\n")
+    async with SshPool(file, ssh_config=own_testbed.ssh_config) as pool:
         runner = Runner(pool, file)
         with pytest.raises(ProtocolError, match="gpu1"):
             await runner.start("gpu1", "true")
@@ -64,68 +64,72 @@ async def test_invalid_response_fails_only_that_nodes_runs(own_bed: Bed, kind: s
 
 
 @pytest.mark.parametrize("kind", INVALID)
-async def test_invalid_response_fails_only_that_nodes_sync(own_bed: Bed, tmp_path: Path, kind: str) -> None:
-    tamper_with_responses(own_bed["gpu1"], INVALID[kind])
+async def test_invalid_response_fails_only_that_nodes_sync(
+    own_testbed: SshTestbed, tmp_path: Path, kind: str
+) -> None:
+    tamper_with_responses(own_testbed["gpu1"], INVALID[kind])
     (tmp_path / "tree").mkdir()
     (tmp_path / "tree" / "file").write_text("hello")
-    file = grid_file_of(own_bed)
-    async with SshPool(file, ssh_config=own_bed.ssh_config) as pool:
+    file = grid_file_of(own_testbed)
+    async with SshPool(file, ssh_config=own_testbed.ssh_config) as pool:
         syncer = Syncer(pool, file, state_dir=tmp_path / "state")
         invalid, valid = await syncer.sync(tmp_path / "tree", ["gpu1", "gpu2"])
     assert isinstance(invalid.error, ProtocolError)
     assert (valid.error, valid.sent_files) == (None, 1)
 
 
-async def test_sync_rejects_excessive_record_size(own_bed: Bed, tmp_path: Path) -> None:
+async def test_sync_rejects_excessive_record_size(own_testbed: SshTestbed, tmp_path: Path) -> None:
     body = (
         "if 'has_library' in answer['ok']: answer['ok'].update(digest='0' * 64, drift=1 << 50)\nreturn answer"
     )
-    tamper_with_responses(own_bed["gpu1"], body)
+    tamper_with_responses(own_testbed["gpu1"], body)
     (tmp_path / "tree").mkdir()
-    file = grid_file_of(own_bed)
-    async with SshPool(file, ssh_config=own_bed.ssh_config) as pool:
+    file = grid_file_of(own_testbed)
+    async with SshPool(file, ssh_config=own_testbed.ssh_config) as pool:
         syncer = Syncer(pool, file, state_dir=tmp_path / "state")
         (report,) = await syncer.sync(tmp_path / "tree", ["gpu1"])
     assert isinstance(report.error, ProtocolError)
     assert "invalid size of the records" in report.error.message
 
 
-async def test_run_with_another_id_is_rejected(own_bed: Bed) -> None:
+async def test_run_with_another_id_is_rejected(own_testbed: SshTestbed) -> None:
     tamper_with_responses(
-        own_bed["gpu1"], "if 'id' in answer['ok']: answer['ok']['id'] = 'r-zzzzzzzzzz'\nreturn answer"
+        own_testbed["gpu1"], "if 'id' in answer['ok']: answer['ok']['id'] = 'r-zzzzzzzzzz'\nreturn answer"
     )
-    file = grid_file_of(own_bed)
-    async with SshPool(file, ssh_config=own_bed.ssh_config) as pool:
+    file = grid_file_of(own_testbed)
+    async with SshPool(file, ssh_config=own_testbed.ssh_config) as pool:
         with pytest.raises(ProtocolError, match="requested run"):
             await Runner(pool, file).start("gpu1", "true")
 
 
-async def test_runs_with_another_prefix_are_ignored(own_bed: Bed) -> None:
+async def test_runs_with_another_prefix_are_ignored(own_testbed: SshTestbed) -> None:
     run = "dict(id='r-zzzzzzzzzz', command='', state='running', started=1)"
-    tamper_with_responses(own_bed["gpu1"], f"return {{'id': answer['id'], 'ok': {{'runs': [{run}]}}}}")
-    file = grid_file_of(own_bed)
-    async with SshPool(file, ssh_config=own_bed.ssh_config) as pool:
+    tamper_with_responses(own_testbed["gpu1"], f"return {{'id': answer['id'], 'ok': {{'runs': [{run}]}}}}")
+    file = grid_file_of(own_testbed)
+    async with SshPool(file, ssh_config=own_testbed.ssh_config) as pool:
         assert await Runner(pool, file).list("gpu1", prefix="r-aaaaaaaaaa") == ()
 
 
 @pytest.mark.parametrize("command", ["false", "sleep 0.5; false"])
 @pytest.mark.parametrize("code", [256, -1])
-async def test_invalid_exit_code_is_rejected(own_bed: Bed, code: int, command: str) -> None:
+async def test_invalid_exit_code_is_rejected(own_testbed: SshTestbed, code: int, command: str) -> None:
     change = f"if 'end' in one: one['exit_code'] = {code}"
     parts = "(answer['ok'], answer['ok'].get('first') or {})"
-    tamper_with_responses(own_bed["gpu1"], f"for one in {parts}:\n  {change}\nreturn answer")
-    file = grid_file_of(own_bed)
-    async with SshPool(file, ssh_config=own_bed.ssh_config) as pool:
+    tamper_with_responses(own_testbed["gpu1"], f"for one in {parts}:\n  {change}\nreturn answer")
+    file = grid_file_of(own_testbed)
+    async with SshPool(file, ssh_config=own_testbed.ssh_config) as pool:
         runner = Runner(pool, file)
         with pytest.raises(ProtocolError, match="invalid exit code"):
             await runner.wait(await runner.start("gpu1", command), lambda *_: None)
 
 
-async def test_command_output_is_limited(own_bed: Bed) -> None:
-    file = grid_file_of(own_bed)
+async def test_command_output_is_limited(own_testbed: SshTestbed) -> None:
+    file = grid_file_of(own_testbed)
     async with (
-        SshPool(file, ssh_config=own_bed.ssh_config) as pool,
-        pool.use("gpu1", without_helper=True) as link,
+        SshPool(file, ssh_config=own_testbed.ssh_config) as pool,
+        pool.connect("gpu1", without_helper=True) as link,
     ):
         with pytest.raises(ProtocolError, match="wrote more than"):
-            await link.command("exec yes aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa", timeout_s=60)
+            await link.run_command(
+                "exec yes aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa", timeout_s=60
+            )

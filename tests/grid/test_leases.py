@@ -8,30 +8,30 @@ from pathlib import Path
 
 import pytest
 
-from tests.grid.bed import Bed, Node
-from tests.grid.leases import BedLease
+from tests.grid.leases import SshTestbedLease
+from tests.grid.testbed import SshNode, SshTestbed
 from tests.waiting import wait_until
 
 
 @pytest.fixture
-def bed(tmp_path: Path) -> Iterator[Bed]:
-    with Bed(tmp_path / "nodes", count=1) as bed:
-        yield bed
+def testbed(tmp_path: Path) -> Iterator[SshTestbed]:
+    with SshTestbed(tmp_path / "nodes", count=1) as testbed:
+        yield testbed
 
 
-def snapshot(bed: Bed) -> dict[str, tuple[int, str]]:
+def snapshot(testbed: SshTestbed) -> dict[str, tuple[int, str]]:
     """Return all files of the testbed with mode and content, except those that servers write."""
     return {
-        str(path.relative_to(bed.folder)): (
+        str(path.relative_to(testbed.folder)): (
             path.lstat().st_mode,
             str(path.readlink()) if path.is_symlink() else path.read_text() if path.is_file() else "",
         )
-        for path in bed.folder.rglob("*")
+        for path in testbed.folder.rglob("*")
         if path.name not in ("sshd.log", "sshd.pid")
     }
 
 
-def modify(bed: Bed, node: Node) -> None:
+def modify(testbed: SshTestbed, node: SshNode) -> None:
     """Change everything that a test can change without restarting the server."""
     node.gpus(3)
     node.nvml_state(["hangs=1"])
@@ -47,21 +47,21 @@ def modify(bed: Bed, node: Node) -> None:
         Path(os.fsdecode(os.fsencode(node.home / "x") + name)).write_bytes(b"1")
     (node.home / "link").symlink_to("/etc")
     (node.home / "folder/deep").mkdir(parents=True)
-    bed.write_known_hosts(without=[node.name])
-    bed.write_ssh_config(more="  Port 1\n")
-    bed.key.chmod(0o644)
+    testbed.write_known_hosts(without=[node.name])
+    testbed.write_ssh_config(more="  Port 1\n")
+    testbed.key.chmod(0o644)
 
 
-def test_files_processes_and_settings_are_restored_without_restart(bed: Bed) -> None:
+def test_files_processes_and_settings_are_restored_without_restart(testbed: SshTestbed) -> None:
     started: list[int] = []
-    lease = BedLease(bed, on_start=started.append)
-    before, (node,), server = snapshot(bed), bed.nodes, bed.nodes[0]._process
+    lease = SshTestbedLease(testbed, on_start=started.append)
+    before, (node,), server = snapshot(testbed), testbed.nodes, testbed.nodes[0]._process
     public_key, path = node.public_key, node.path
     with lease.take():
         node.run("trap '' TERM; (while :; do sleep 7401; done) >/dev/null 2>&1 & sleep 0")
         wait_until(lambda: node.processes("sleep 7401"), what="a process on the node")
-        modify(bed, node)
-    assert snapshot(bed) == before
+        modify(testbed, node)
+    assert snapshot(testbed) == before
     assert list(node.home.iterdir()) == []
     assert node.processes("sleep 7401") == []
     assert (node.public_key, node.path, node.login_shell) == (public_key, path, None)
@@ -73,10 +73,10 @@ def test_files_processes_and_settings_are_restored_without_restart(bed: Bed) -> 
     "how",
     ["stopped", "restarted", "killed", "mounted"],
 )
-def test_stopped_or_changed_server_is_restarted(bed: Bed, how: str) -> None:
+def test_stopped_or_changed_server_is_restarted(testbed: SshTestbed, how: str) -> None:
     started: list[int] = []
-    lease = BedLease(bed, on_start=started.append)
-    before, (node,) = snapshot(bed), bed.nodes
+    lease = SshTestbedLease(testbed, on_start=started.append)
+    before, (node,) = snapshot(testbed), testbed.nodes
     for _ in range(2):
         with lease.take():
             if how == "stopped":
@@ -91,7 +91,7 @@ def test_stopped_or_changed_server_is_restarted(bed: Bed, how: str) -> None:
                 node._process.wait(10)
             else:
                 node.run("mkdir /root/mounted && mount -t tmpfs tmpfs /root/mounted && touch /root/mounted/x")
-        assert snapshot(bed) == before
+        assert snapshot(testbed) == before
         assert node.run("ls -A /root; hostname").split() == ["gpu1"]
     assert len(started) == 2
     assert node._process is not None and started[-1] == node._process.pid

@@ -25,10 +25,10 @@ from genie.grid.runs.run import RunState
 from genie.grid.runs.runner import Runner
 from genie.grid.ssh.pool import SshPool
 from genie.grid.sync.syncer import Syncer
-from tests.grid.bed import Bed, Node
 from tests.grid.conftest import grid_file_of
 from tests.grid.runs.test_runner import OutputRecorder, run_to_end
-from tests.grid.sync.trees import read_tree, write
+from tests.grid.sync.trees import read_tree, write_files
+from tests.grid.testbed import SshNode, SshTestbed
 from tests.needs import require_program
 from tests.waiting import until
 
@@ -67,30 +67,30 @@ COMMANDS = (
 
 
 @pytest.fixture(scope="module")
-def shells(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bed]:
+def shells(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SshTestbed]:
     """gpu1 to gpu7 are LOGINS with Python, the next seven the same without."""
     programs = [(shell, "busybox" if shell == "ash" else shell) for shell, _ in LOGINS]
     found = {shell: require_program(name, package=name) for shell, name in programs}
-    bed = Bed(tmp_path_factory.mktemp("bed") / "nodes", count=2 * len(LOGINS))
-    for number, node in enumerate(bed.nodes):
+    testbed = SshTestbed(tmp_path_factory.mktemp("testbed") / "nodes", count=2 * len(LOGINS))
+    for number, node in enumerate(testbed.nodes):
         node.login_shell = node.folder / "shells" / login_of(node)
         if number >= len(LOGINS):
             node.path = str(node.bin)
-    with bed:
-        for number, node in enumerate(bed.nodes):
+    with testbed:
+        for number, node in enumerate(testbed.nodes):
             shell, sh = LOGINS[number % len(LOGINS)]
             (node.folder / "shells").mkdir()
             (node.folder / "shells" / shell).symlink_to(found[shell])
             if number >= len(LOGINS):
                 fill(node.bin, sh, found[sh])
-        yield bed
+        yield testbed
 
 
-def login_of(node: Node) -> str:
+def login_of(node: SshNode) -> str:
     return LOGINS[(int(node.name.removeprefix("gpu")) - 1) % len(LOGINS)][0]
 
 
-def has_python(node: Node) -> bool:
+def has_python(node: SshNode) -> bool:
     return str(node.bin) != node.path
 
 
@@ -104,13 +104,13 @@ def fill(folder: Path, sh: str, program: str) -> None:
 
 
 @pytest.fixture
-def file(shells: Bed) -> GridFile:
+def file(shells: SshTestbed) -> GridFile:
     ssh = "ssh: {connect_timeout: 20, pool_size: 20, max_retries: 1}\n"
     return grid_file_of(shells, more=f"{ssh}health_check: {{timeout: 20}}\n")
 
 
 @pytest_asyncio.fixture
-async def own_pool(shells: Bed, file: GridFile) -> AsyncIterator[SshPool]:
+async def own_pool(shells: SshTestbed, file: GridFile) -> AsyncIterator[SshPool]:
     async with SshPool(file, ssh_config=shells.ssh_config) as pool:
         yield pool
 
@@ -121,7 +121,7 @@ def runner(own_pool: SshPool, file: GridFile) -> Runner:
 
 
 @contextmanager
-def startup(nodes: Sequence[Node], text: str) -> Iterator[None]:
+def startup(nodes: Sequence[SshNode], text: str) -> Iterator[None]:
     """Writes the startup files of the shells."""
     files = [node.home / STARTUP[login_of(node)] for node in nodes]
     for file in files:
@@ -134,10 +134,10 @@ def startup(nodes: Sequence[Node], text: str) -> Iterator[None]:
             file.unlink()
 
 
-async def on_each(nodes: Sequence[Node], check: Callable[[Node], Awaitable[None]]) -> None:
+async def on_each(nodes: Sequence[SshNode], check: Callable[[SshNode], Awaitable[None]]) -> None:
     """Runs `check` on all nodes concurrently; names each node that fails."""
 
-    async def one(node: Node) -> None:
+    async def one(node: SshNode) -> None:
         try:
             await check(node)
         except BaseException as error:
@@ -150,7 +150,9 @@ async def on_each(nodes: Sequence[Node], check: Callable[[Node], Awaitable[None]
         raise BaseExceptionGroup("some shells", failed)
 
 
-async def test_shell_reading_and_helper_reading_agree(shells: Bed, own_pool: SshPool, file: GridFile) -> None:
+async def test_shell_reading_and_helper_reading_agree(
+    shells: SshTestbed, own_pool: SshPool, file: GridFile
+) -> None:
     checker = NodeHealthChecker(own_pool, file, clock=time.time)
     for _ in range(2):
         for found in await checker.check_all(fresh=True):
@@ -158,15 +160,15 @@ async def test_shell_reading_and_helper_reading_agree(shells: Bed, own_pool: Ssh
             assert found.readings is not None
             assert (found.readings.cores, found.readings.vendor) == (os.cpu_count(), "none")
 
-    async def check(node: Node) -> None:
-        async with own_pool.use(node.name) as link:
+    async def check(node: SshNode) -> None:
+        async with own_pool.connect(node.name) as link:
             assert link.has_helper == has_python(node)
 
     await on_each(shells.nodes, check)
 
 
-async def test_run_has_both_streams_exit_code_and_environment(shells: Bed, runner: Runner) -> None:
-    async def check(node: Node) -> None:
+async def test_run_has_both_streams_exit_code_and_environment(shells: SshTestbed, runner: Runner) -> None:
+    async def check(node: SshNode) -> None:
         command = "sh -c 'printf %s \"$A\"; echo no >&2'; exit 3"
         assert await run_to_end(runner, node.name, command, env={"A": ODD, **UTF8}) == (
             3,
@@ -180,11 +182,11 @@ async def test_run_has_both_streams_exit_code_and_environment(shells: Bed, runne
     await on_each(shells.nodes, check)
 
 
-async def test_command_behaves_as_with_ssh(shells: Bed, own_pool: SshPool, runner: Runner) -> None:
-    async def check(node: Node) -> None:
+async def test_command_behaves_as_with_ssh(shells: SshTestbed, own_pool: SshPool, runner: Runner) -> None:
+    async def check(node: SshNode) -> None:
         for command in COMMANDS:
-            async with own_pool.use(node.name) as link:
-                done = await link.command(command, timeout_s=20)
+            async with own_pool.connect(node.name) as link:
+                done = await link.run_command(command, timeout_s=20)
             code, out, _ = await run_to_end(runner, node.name, command)
             assert (code, out) == (done.exit_code, done.stdout), command
             if command == COMMANDS[0]:
@@ -193,8 +195,8 @@ async def test_command_behaves_as_with_ssh(shells: Bed, own_pool: SshPool, runne
     await on_each(shells.nodes, check)
 
 
-async def test_standard_input_reaches_the_command_with_python(shells: Bed, runner: Runner) -> None:
-    async def check(node: Node) -> None:
+async def test_standard_input_reaches_the_command_with_python(shells: SshTestbed, runner: Runner) -> None:
+    async def check(node: SshNode) -> None:
         if has_python(node):
             assert (await run_to_end(runner, node.name, "cat", stdin=b"\0\xff\n x"))[1] == b"\0\xff\n x"
         else:
@@ -205,8 +207,10 @@ async def test_standard_input_reaches_the_command_with_python(shells: Bed, runne
     await on_each(shells.nodes, check)
 
 
-async def test_runs_can_be_interrupted_cancelled_timed_out_and_listed(shells: Bed, runner: Runner) -> None:
-    async def check(node: Node) -> None:
+async def test_runs_can_be_interrupted_cancelled_timed_out_and_listed(
+    shells: SshTestbed, runner: Runner
+) -> None:
+    async def check(node: SshNode) -> None:
         for signal, code in (("INT", 2), ("TERM", 15)):
             run = await runner.start(node.name, "exec sh -c 'echo ready; exec sleep 7301'")
             await runner.read(run, out=0, err=0, wait_s=10)  # fish ignores interrupts while it starts
@@ -219,8 +223,8 @@ async def test_runs_can_be_interrupted_cancelled_timed_out_and_listed(shells: Be
     await on_each(shells.nodes, check)
 
 
-async def test_output_is_read_from_any_offset(shells: Bed, runner: Runner) -> None:
-    async def check(node: Node) -> None:
+async def test_output_is_read_from_any_offset(shells: SshTestbed, runner: Runner) -> None:
+    async def check(node: SshNode) -> None:
         command = "printf 'abc\\nd\\377f\\000'; sh -c 'printf 12345 >&2'; sleep 7302"
         run = await runner.start(node.name, command)
         recorder = OutputRecorder()
@@ -229,21 +233,21 @@ async def test_output_is_read_from_any_offset(shells: Bed, runner: Runner) -> No
         await runner.signal(run, "KILL")
         assert await following == 128 + 9
         chunk = await runner.read(run, out=5, err=0)
-        assert (chunk.out, chunk.err, chunk.end) == (b"\xfff\0", b"12345", True)
+        assert (chunk.out, chunk.err, chunk.is_last) == (b"\xfff\0", b"12345", True)
 
     await on_each(shells.nodes, check)
 
 
 async def test_tree_is_synced_repeatedly(
-    shells: Bed, own_pool: SshPool, file: GridFile, tmp_path: Path
+    shells: SshTestbed, own_pool: SshPool, file: GridFile, tmp_path: Path
 ) -> None:
     root = tmp_path / "project"
     names = [f"d {n % 3}/-f$n'{n}\n".encode() for n in range(12)]
-    write(root, dict.fromkeys(names, b"1" * 3000))
+    write_files(root, dict.fromkeys(names, b"1" * 3000))
     (root / "link").symlink_to("/etc/passwd")
     syncer = Syncer(own_pool, file, state_dir=tmp_path / "state")
     for changed in (0, 0, 10):
-        write(root, dict.fromkeys(names[:changed], b"2"))
+        write_files(root, dict.fromkeys(names[:changed], b"2"))
         for report in await syncer.sync(root, [node.name for node in shells.nodes]):
             assert report.error is None, report
         for node in shells.nodes:
@@ -252,29 +256,29 @@ async def test_tree_is_synced_repeatedly(
 
 
 async def test_output_of_startup_files_does_not_disturb_replies(
-    shells: Bed, own_pool: SshPool, file: GridFile, tmp_path: Path
+    shells: SshTestbed, own_pool: SshPool, file: GridFile, tmp_path: Path
 ) -> None:
     runner, checker = Runner(own_pool, file), NodeHealthChecker(own_pool, file, clock=time.time)
     syncer = Syncer(own_pool, file, state_dir=tmp_path / "state")
     nodes = [node for node in shells.nodes if login_of(node) in STARTUP]
 
-    async def check(node: Node) -> None:
+    async def check(node: SshNode) -> None:
         for _ in range(2):
             found = await checker.check(node.name, fresh=True)
             assert (found.state, found.note) == (HealthState.OK, "")
-        async with own_pool.use(node.name) as link:
+        async with own_pool.connect(node.name) as link:
             assert link.has_helper == has_python(node)
-            done = await link.command("echo; exit 3", timeout_s=20)
+            done = await link.run_command("echo; exit 3", timeout_s=20)
         assert (done.exit_code, done.stdout, done.stderr) == (3, b"welcome to here\n", b"and hello")
         assert await run_to_end(runner, node.name, "echo; exit 3") == (3, done.stdout, done.stderr)
         root = tmp_path / node.name
         for content in (b"1", b"2"):
             data = content * (3 << 20)
-            write(root, {b"a": data})
+            write_files(root, {b"a": data})
             (report,) = await syncer.sync(root, [node.name])
             assert (report.error, report.sent_files) == (None, 1)
             assert (node.home / "grid_workspace/a").read_bytes() == data
-        write(root, {b"in the way/b": b""})
+        write_files(root, {b"in the way/b": b""})
         (node.home / "grid_workspace/in the way").symlink_to("/tmp")
         (report,) = await syncer.sync(root, [node.name])
         assert isinstance(report.error, SyncError)
@@ -284,11 +288,11 @@ async def test_output_of_startup_files_does_not_disturb_replies(
         await on_each(nodes, check)
 
 
-async def test_slow_startup_file_is_tolerated(shells: Bed, own_pool: SshPool, file: GridFile) -> None:
+async def test_slow_startup_file_is_tolerated(shells: SshTestbed, own_pool: SshPool, file: GridFile) -> None:
     runner, checker = Runner(own_pool, file), NodeHealthChecker(own_pool, file, clock=time.time)
     nodes = [node for node in shells.nodes if login_of(node) == "zsh"]
 
-    async def check(node: Node) -> None:
+    async def check(node: SshNode) -> None:
         found, done = await asyncio.gather(checker.check(node.name), run_to_end(runner, node.name, "exit 3"))
         assert (found.state, done) == (HealthState.OK, (3, b"", b""))
 

@@ -105,7 +105,7 @@ def test_too_many_statuses_count_as_other(metrics: GridMetrics) -> None:
 def test_metrics_are_summed_over_processes(tmp_path: Path, fork_server: ForkServer) -> None:
     code = (
         "import sys; from pathlib import Path; from genie.grid import metrics\n"
-        "metrics._LOCK_S = 60.0\n"
+        "metrics._LOCK_TIMEOUT_S = 60.0\n"
         "figures = metrics.GridMetrics(Path(sys.argv[1]))\n"
         "for _ in range(20): figures.tasks_changed(ended=[('succeeded', 1.0)])"
     )
@@ -192,7 +192,7 @@ def test_unencodable_value_loses_no_other_metric(metrics: GridMetrics) -> None:
 def test_held_lock_drops_only_that_update(
     tmp_path: Path, metrics: GridMetrics, caplog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(metrics_module, "_LOCK_S", 0.1)
+    monkeypatch.setattr(metrics_module, "_LOCK_TIMEOUT_S", 0.1)
     metrics.tasks_changed(ended=[("failed", 1.0)])
     held = FileLock.try_acquire(tmp_path / "grid" / "metrics.lock")
     assert held is not None
@@ -312,7 +312,7 @@ from genie.grid import metrics
 metrics._FLUSH_TIMEOUT_S = 3600.0  # a child that waited for the writer of its parent would time out
 figures = metrics.GridMetrics(Path(sys.argv[1]))
 busy, release = threading.Event(), threading.Event()
-metrics._WRITER.put(lambda: (busy.set(), release.wait(60)))
+metrics._UPDATE_WRITER.enqueue(lambda: (busy.set(), release.wait(60)))
 busy.wait(60)
 child = os.fork()
 if not child:
@@ -339,7 +339,7 @@ from genie.grid.metrics import GridMetrics
 
 figures = GridMetrics(Path(sys.argv[1]))
 busy, release = threading.Event(), threading.Event()
-writing = threading.Thread(target=figures._write, args=[lambda _: (busy.set(), release.wait(60))])
+writing = threading.Thread(target=figures._apply_to_file, args=[lambda _: (busy.set(), release.wait(60))])
 writing.start()
 busy.wait(60)
 threading.Timer(0.1, release.set).start()

@@ -18,8 +18,8 @@ import pytest
 from genie.errors import UsageError
 from genie.grid import metrics_server
 from genie.grid.metrics import GridMetrics
-from genie.grid.metrics_server import serving
-from tests.grid.bed import Bed
+from genie.grid.metrics_server import serve_metrics
+from tests.grid.testbed import SshTestbed
 from tests.house.sources import ROOT
 from tests.needs import require_program
 from tests.ports import free_port
@@ -39,16 +39,16 @@ async def ask(address: tuple[str, int], request: bytes) -> bytes:
 
 
 async def test_port_in_use_is_reported_once(tmp_path: Path) -> None:
-    async with serving(GridMetrics(tmp_path), bind="127.0.0.1", port=0) as (_, port):
+    async with serve_metrics(GridMetrics(tmp_path), bind="127.0.0.1", port=0) as (_, port):
         with pytest.raises(UsageError) as caught:
-            async with serving(GridMetrics(tmp_path), bind="127.0.0.1", port=port):
+            async with serve_metrics(GridMetrics(tmp_path), bind="127.0.0.1", port=port):
                 pass
     assert caught.value.message == f"cannot listen on 127.0.0.1 port {port}: Address already in use"
 
 
 async def test_scrape_returns_current_metrics(tmp_path: Path) -> None:
     metrics = GridMetrics(tmp_path)
-    async with serving(metrics, bind="127.0.0.1", port=0) as address:
+    async with serve_metrics(metrics, bind="127.0.0.1", port=0) as address:
         metrics.tasks_changed(ended=[("failed", 1.0)])
         head, _, body = (await ask(address, b"GET /metrics?x=1 HTTP/1.1\r\nHost: x\r\n\r\n")).partition(
             b"\r\n\r\n"
@@ -69,19 +69,19 @@ async def test_scrape_returns_current_metrics(tmp_path: Path) -> None:
     ],
 )
 async def test_other_requests_are_rejected(tmp_path: Path, request_line: bytes, status: bytes) -> None:
-    async with serving(GridMetrics(tmp_path), bind="127.0.0.1", port=0) as address:
+    async with serve_metrics(GridMetrics(tmp_path), bind="127.0.0.1", port=0) as address:
         answer = await ask(address, request_line + b"\r\n\r\n")
     assert answer.startswith(b"HTTP/1.1 " + status)
 
 
 async def test_head_has_no_body(tmp_path: Path) -> None:
-    async with serving(GridMetrics(tmp_path), bind="127.0.0.1", port=0) as address:
+    async with serve_metrics(GridMetrics(tmp_path), bind="127.0.0.1", port=0) as address:
         answer = await ask(address, b"HEAD /metrics HTTP/1.1\r\n\r\n")
     assert answer.endswith(b"\r\n\r\n")
 
 
 async def test_oversized_request_is_aborted(tmp_path: Path) -> None:
-    async with serving(GridMetrics(tmp_path), bind="127.0.0.1", port=0) as address:
+    async with serve_metrics(GridMetrics(tmp_path), bind="127.0.0.1", port=0) as address:
         try:
             answer = await ask(address, b"GET /metrics HTTP/1.1\r\n" + b"x" * 100_000)
         except ConnectionResetError:
@@ -90,8 +90,8 @@ async def test_oversized_request_is_aborted(tmp_path: Path) -> None:
 
 
 async def test_idle_client_is_disconnected(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(metrics_server, "REQUEST_S", 0.05)
-    async with serving(GridMetrics(tmp_path), bind="127.0.0.1", port=0) as address:
+    monkeypatch.setattr(metrics_server, "REQUEST_TIMEOUT_S", 0.05)
+    async with serve_metrics(GridMetrics(tmp_path), bind="127.0.0.1", port=0) as address:
         try:
             assert await ask(address, b"") == b""
         except ConnectionResetError:
@@ -100,7 +100,7 @@ async def test_idle_client_is_disconnected(tmp_path: Path, monkeypatch) -> None:
 
 async def test_connections_above_the_limit_are_aborted(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(metrics_server, "CONNECTIONS_MAX", 1)
-    async with serving(GridMetrics(tmp_path), bind="127.0.0.1", port=0) as address:
+    async with serve_metrics(GridMetrics(tmp_path), bind="127.0.0.1", port=0) as address:
         _, first = await asyncio.open_connection(*address)
         first.write(b"GET")
 
@@ -116,7 +116,7 @@ async def test_connections_above_the_limit_are_aborted(tmp_path: Path, monkeypat
 
 
 async def test_open_connections_are_aborted_on_exit(tmp_path: Path) -> None:
-    async with serving(GridMetrics(tmp_path), bind="127.0.0.1", port=0) as address:
+    async with serve_metrics(GridMetrics(tmp_path), bind="127.0.0.1", port=0) as address:
         reader, writer = await asyncio.open_connection(*address)
         writer.write(b"GET")
         await writer.drain()
@@ -128,9 +128,9 @@ async def test_open_connections_are_aborted_on_exit(tmp_path: Path) -> None:
 
 
 async def test_port_in_use_raises_usage_error(tmp_path: Path) -> None:
-    async with serving(GridMetrics(tmp_path), bind="127.0.0.1", port=0) as (host, port):
+    async with serve_metrics(GridMetrics(tmp_path), bind="127.0.0.1", port=0) as (host, port):
         with pytest.raises(UsageError, match=f"127.0.0.1 port {port}"):
-            async with serving(GridMetrics(tmp_path), bind=host, port=port):
+            async with serve_metrics(GridMetrics(tmp_path), bind=host, port=port):
                 pass
 
 
@@ -193,16 +193,16 @@ def prometheus(folder: Path, target: str) -> Iterator[Callable[[str], Any]]:
 
 
 @pytest.mark.timeout(180)
-def test_alerts_fire_in_a_real_prometheus(own_bed: Bed, tmp_path: Path, monkeypatch) -> None:
+def test_alerts_fire_in_a_real_prometheus(own_testbed: SshTestbed, tmp_path: Path, monkeypatch) -> None:
     """gpu2 is unreachable, tasks fail and syncs are slow; gpu1 is healthy and has no alert."""
     state = tmp_path / "state"
     (tmp_path / "grid.yaml").write_text(
-        own_bed.grid_yaml(more="health_check: {timeout: 20, refresh_interval: 1, cpu_weight: 0}\n")
+        own_testbed.grid_yaml(more="health_check: {timeout: 20, refresh_interval: 1, cpu_weight: 0}\n")
     )
     monkeypatch.setenv("GENIE_GRID_FILE", str(tmp_path / "grid.yaml"))
-    monkeypatch.setenv("GENIE_GRID_SSH_CONFIG", str(own_bed.ssh_config))
+    monkeypatch.setenv("GENIE_GRID_SSH_CONFIG", str(own_testbed.ssh_config))
     monkeypatch.setenv("GENIE_STATE_DIR", str(state))
-    own_bed["gpu2"].stop()
+    own_testbed["gpu2"].stop()
     metrics = GridMetrics(state)
     argv = [sys.executable, "-m", "genie", "grid", "metrics", "--serve", "--port", "0", "--json"]
     log = tmp_path / "serve.log"

@@ -20,13 +20,13 @@ from genie import config
 from genie.cli import grid_main
 from genie.cluster.client import open_client
 from genie.grid import own_wheel
-from genie.grid.promotion import PYTHONS
+from genie.grid.promotion import PYTHON_CANDIDATES
 from genie.model.job import JobSpec, JobState, Resources
 from genie.model.tenant import TokenRecord
 from genie.telemetry import log
-from tests.grid.bed import Bed, Node
 from tests.grid.quick_venv import QuickVenv
 from tests.grid.ssh.test_shell_words import NARROW, give_login_shell
+from tests.grid.testbed import SshNode, SshTestbed
 from tests.integration.running import RunningCluster, StartedCluster
 from tests.waiting import wait_until
 
@@ -42,24 +42,24 @@ def cluster_of_file(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runnin
 
 @pytest.fixture
 def cluster(cluster_of_file: RunningCluster, monkeypatch: pytest.MonkeyPatch) -> RunningCluster:
-    cluster_of_file.use(monkeypatch)
+    cluster_of_file.configure_for_this_process(monkeypatch)
     return cluster_of_file
 
 
 @pytest.fixture
 def grid_cli(
-    own_bed: Bed,
+    own_testbed: SshTestbed,
     quick_venv: QuickVenv,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> Iterator[Callable[..., tuple[int, str, str]]]:
-    for node in own_bed.nodes:
+    for node in own_testbed.nodes:
         quick_venv.install(node)
     file = tmp_path / "grid.yaml"
-    file.write_text(own_bed.grid_yaml(more="remote_root: ~/work space\nssh: {connect_timeout: 10}\n"))
+    file.write_text(own_testbed.grid_yaml(more="remote_root: ~/work space\nssh: {connect_timeout: 10}\n"))
     monkeypatch.setenv("GENIE_GRID_FILE", str(file))
-    monkeypatch.setenv("GENIE_GRID_SSH_CONFIG", str(own_bed.ssh_config))
+    monkeypatch.setenv("GENIE_GRID_SSH_CONFIG", str(own_testbed.ssh_config))
 
     def run(*argv: str) -> tuple[int, str, str]:
         capfd.readouterr()
@@ -70,7 +70,7 @@ def grid_cli(
     log.reset()
 
 
-def give_environment(node: Node) -> None:
+def give_environment(node: SshNode) -> None:
     """Create an environment on the node that uses the dependencies of this machine, without downloads."""
     node.run(f"{node.bin}/python3 -m venv '/root/work space/genie_env'")
     pth = next((node.home / "work space/genie_env/lib").glob("python3*")) / "site-packages" / "here.pth"
@@ -87,9 +87,9 @@ async def run_on(cluster: RunningCluster, node: str) -> JobState:
 
 @pytest.mark.long("Genie is installed on the node twice, and agents start there")
 def test_node_is_promoted_runs_a_job_and_is_demoted(
-    own_bed: Bed, cluster: RunningCluster, grid_cli: Callable[..., tuple[int, str, str]]
+    own_testbed: SshTestbed, cluster: RunningCluster, grid_cli: Callable[..., tuple[int, str, str]]
 ) -> None:
-    node = own_bed["gpu1"]
+    node = own_testbed["gpu1"]
     give_environment(node)
     where = f"{cluster.host}:{cluster.port}"
     code, out, err = grid_cli("promote", "gpu1", "--controller", where, "--json")
@@ -113,9 +113,9 @@ def test_node_is_promoted_runs_a_job_and_is_demoted(
 
 
 def test_demote_works_with_another_login_shell(
-    own_bed: Bed, cluster: RunningCluster, grid_cli: Callable[..., tuple[int, str, str]]
+    own_testbed: SshTestbed, cluster: RunningCluster, grid_cli: Callable[..., tuple[int, str, str]]
 ) -> None:
-    node = own_bed["gpu1"]
+    node = own_testbed["gpu1"]
     give_login_shell(node, NARROW)
     node.run("mkdir -p '/root/work space/genie_env'")
     code, out, err = grid_cli("demote", "gpu1", "--json")
@@ -124,9 +124,12 @@ def test_demote_works_with_another_login_shell(
 
 
 def test_incomplete_environment_is_finished(
-    own_bed: Bed, cluster: RunningCluster, grid_cli: Callable[..., tuple[int, str, str]], tmp_path: Path
+    own_testbed: SshTestbed,
+    cluster: RunningCluster,
+    grid_cli: Callable[..., tuple[int, str, str]],
+    tmp_path: Path,
 ) -> None:
-    node = own_bed["gpu1"]
+    node = own_testbed["gpu1"]
     node.run("python3 -m venv --without-pip '/root/work space/genie_env'")
     (tmp_path / "wheels").mkdir()
     where = f"{cluster.host}:{cluster.port}"
@@ -148,9 +151,9 @@ chmod 755 "$3"/bin/*
 
 
 def test_failed_join_leaves_no_token_and_no_environment(
-    own_bed: Bed, cluster: RunningCluster, grid_cli: Callable[..., tuple[int, str, str]]
+    own_testbed: SshTestbed, cluster: RunningCluster, grid_cli: Callable[..., tuple[int, str, str]]
 ) -> None:
-    node = own_bed["gpu1"]
+    node = own_testbed["gpu1"]
     (node.bin / "python3").write_text(_BROKEN_VENV)
     where = f"{cluster.host}:{cluster.port}"
     result = json.loads(grid_cli("promote", "gpu1", "--controller", where, "--json")[1])["nodes"][0]
@@ -164,9 +167,9 @@ def test_failed_join_leaves_no_token_and_no_environment(
 
 @pytest.mark.parametrize("step", ["install", "join"])
 def test_ctrl_c_leaves_no_token_and_no_environment(
-    own_bed: Bed, cluster: RunningCluster, grid_cli: Callable[..., tuple[int, str, str]], step: str
+    own_testbed: SshTestbed, cluster: RunningCluster, grid_cli: Callable[..., tuple[int, str, str]], step: str
 ) -> None:
-    node = own_bed["gpu1"]
+    node = own_testbed["gpu1"]
     broken = "echo broken; exit 1"
     assert broken in _BROKEN_VENV
     script = _BROKEN_VENV.replace(broken, "sleep 5903")
@@ -197,9 +200,12 @@ async def tokens(cluster: RunningCluster) -> list[TokenRecord]:
 
 
 def test_failed_install_removes_only_what_it_created(
-    own_bed: Bed, cluster: RunningCluster, grid_cli: Callable[..., tuple[int, str, str]], tmp_path: Path
+    own_testbed: SshTestbed,
+    cluster: RunningCluster,
+    grid_cli: Callable[..., tuple[int, str, str]],
+    tmp_path: Path,
 ) -> None:
-    node = own_bed["gpu1"]
+    node = own_testbed["gpu1"]
     node.run("mkdir -p '/root/work space/.genie' && touch '/root/work space/.genie/kept'")
     (tmp_path / "wheels").mkdir()
     where = f"{cluster.host}:{cluster.port}"
@@ -209,12 +215,12 @@ def test_failed_install_removes_only_what_it_created(
 
 
 def test_each_failing_node_has_its_reason(
-    own_bed: Bed, cluster: RunningCluster, grid_cli: Callable[..., tuple[int, str, str]]
+    own_testbed: SshTestbed, cluster: RunningCluster, grid_cli: Callable[..., tuple[int, str, str]]
 ) -> None:
-    own_bed["gpu1"].stop()
-    for name in PYTHONS:
-        (own_bed["gpu2"].bin / name).write_text("#!/bin/sh\necho 3.8\n")
-        (own_bed["gpu2"].bin / name).chmod(0o755)
+    own_testbed["gpu1"].stop()
+    for name in PYTHON_CANDIDATES:
+        (own_testbed["gpu2"].bin / name).write_text("#!/bin/sh\necho 3.8\n")
+        (own_testbed["gpu2"].bin / name).chmod(0o755)
     where = f"{cluster.host}:{cluster.port}"
     code, out, _ = grid_cli("promote", "--all", "--controller", where, "--json")
     assert code == 255
@@ -246,9 +252,9 @@ def test_package_that_looks_like_an_option_is_rejected(grid_cli: Callable[..., t
 
 
 def test_wheel_is_complete_and_reproducible() -> None:
-    name, content = own_wheel.wheel()
+    name, content = own_wheel.build_genie_wheel()
     assert name.endswith("-py3-none-any.whl")
-    assert own_wheel.wheel() == (name, content)
+    assert own_wheel.build_genie_wheel() == (name, content)
     names = zipfile.ZipFile(io.BytesIO(content)).namelist()
     assert "genie/grid/remote/core.py" in names
     assert any(each.startswith("genie/_native/scheduler/") for each in names)

@@ -34,7 +34,7 @@ def test_sample_has_every_key_with_a_comment() -> None:
 
 
 def test_own_wheel_contains_the_sample() -> None:
-    with zipfile.ZipFile(io.BytesIO(own_wheel.wheel()[1])) as wheel:
+    with zipfile.ZipFile(io.BytesIO(own_wheel.build_genie_wheel()[1])) as wheel:
         assert wheel.read("genie/grid/config/cluster_config.yaml").decode() == sample_grid_file()
 
 

@@ -15,13 +15,19 @@ import pytest
 
 from genie.errors import UsageError
 from genie.grid.remote.core import OpError
-from genie.grid.remote.environment import _constraints, _pip_commands, install
-from genie.grid.setup import DEFAULT_PACKAGES, EnvironmentSpec, Setup, default_packages, read_environment_spec
+from genie.grid.remote.environment import _make_constraints, _make_pip_commands, install_environment
+from genie.grid.setup import (
+    DEFAULT_PACKAGES,
+    EnvironmentSetup,
+    EnvironmentSpec,
+    default_packages,
+    read_environment_spec,
+)
 from genie.grid.ssh.pool import SshPool
-from tests.grid.bed import Bed
 from tests.grid.conftest import grid_file_of
 from tests.grid.quick_venv import QuickVenv
 from tests.grid.small_wheel import make_wheel
+from tests.grid.testbed import SshTestbed
 from tests.waiting import until
 
 
@@ -32,25 +38,26 @@ def wheels(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def quick_bed(own_bed: Bed, quick_venv: QuickVenv) -> Bed:
+def quick_testbed(own_testbed: SshTestbed, quick_venv: QuickVenv) -> SshTestbed:
     """Nodes with a fast venv."""
-    for node in own_bed.nodes:
+    for node in own_testbed.nodes:
         quick_venv.install(node)
-    return own_bed
+    return own_testbed
 
 
 @pytest.mark.parametrize(
-    "bed_name", ["quick_bed", pytest.param("own_bed", marks=pytest.mark.long("venv and pip as they are"))]
+    "bed_name",
+    ["quick_testbed", pytest.param("own_testbed", marks=pytest.mark.long("venv and pip as they are"))],
 )
 async def test_wheels_are_installed_and_repeating_changes_nothing(
     request: pytest.FixtureRequest, bed_name: str, wheels: Path
 ) -> None:
-    own_bed: Bed = request.getfixturevalue(bed_name)
-    file = grid_file_of(own_bed)
+    own_testbed: SshTestbed = request.getfixturevalue(bed_name)
+    file = grid_file_of(own_testbed)
     spec = read_environment_spec(requirements=None, packages=["small-thing"], wheels=wheels)
     shown: list[str] = []
-    async with SshPool(file, ssh_config=own_bed.ssh_config) as pool:
-        setup = Setup(pool, file)
+    async with SshPool(file, ssh_config=own_testbed.ssh_config) as pool:
+        setup = EnvironmentSetup(pool, file)
         reports = await setup.run(spec, on_progress=lambda node, text: shown.append(f"{node} {text}"))
         assert [(each.node, each.state, each.error) for each in reports] == [
             ("gpu1", "installed", ""),
@@ -58,10 +65,14 @@ async def test_wheels_are_installed_and_repeating_changes_nothing(
         ]
         assert any("gpu2 uploading small_thing" in each for each in shown)
         env = "/root/grid_workspace/grid_env"
-        assert own_bed["gpu1"].run(f"{env}/bin/python -c 'import small_thing as t; print(t.VALUE)'") == "1\n"
+        assert (
+            own_testbed["gpu1"].run(f"{env}/bin/python -c 'import small_thing as t; print(t.VALUE)'") == "1\n"
+        )
         # bin/activate sets the variables of the grid's Ray cluster.
-        own_bed["gpu1"].run(f"mkdir -p {env}/../.grid/ray && echo 'export X=ray' > {env}/../.grid/ray/env.sh")
-        assert own_bed["gpu1"].run(f". {env}/bin/activate; echo $X") == "ray\n"
+        own_testbed["gpu1"].run(
+            f"mkdir -p {env}/../.grid/ray && echo 'export X=ray' > {env}/../.grid/ray/env.sh"
+        )
+        assert own_testbed["gpu1"].run(f". {env}/bin/activate; echo $X") == "ray\n"
         again = await setup.run(spec, on_progress=lambda node, text: None)
         assert [each.state for each in again] == ["unchanged", "unchanged"]
         make_wheel(wheels, value=2)
@@ -70,48 +81,50 @@ async def test_wheels_are_installed_and_repeating_changes_nothing(
 
 
 async def test_failing_node_does_not_stop_others_and_pip_output_is_shown(
-    own_bed: Bed, quick_venv: QuickVenv, wheels: Path
+    own_testbed: SshTestbed, quick_venv: QuickVenv, wheels: Path
 ) -> None:
-    broken = own_bed["gpu2"]
+    broken = own_testbed["gpu2"]
     (broken.bin / "python3.special").write_text("#!/bin/sh\nexit 3\n")
     (broken.bin / "python3.special").chmod(0o755)
-    quick_venv.install(own_bed["gpu1"], "python3.special")
-    file = grid_file_of(own_bed)
+    quick_venv.install(own_testbed["gpu1"], "python3.special")
+    file = grid_file_of(own_testbed)
     spec = read_environment_spec(
         requirements=None, packages=["not-there"], wheels=wheels, python="python3.special"
     )
-    async with SshPool(file, ssh_config=own_bed.ssh_config) as pool:
-        first, second = await Setup(pool, file).run(spec)
+    async with SshPool(file, ssh_config=own_testbed.ssh_config) as pool:
+        first, second = await EnvironmentSetup(pool, file).run(spec)
         assert first.state == second.state == "failed"
         assert "No matching distribution found for not-there" in first.error
         assert "is not a working Python" in second.error
         # A failed installation has no stamp, so it is retried.
         right = dataclasses.replace(spec, packages=("small-thing",))
-        assert [each.state for each in await Setup(pool, file).run(right, ["gpu1"])] == ["installed"]
+        assert [each.state for each in await EnvironmentSetup(pool, file).run(right, ["gpu1"])] == [
+            "installed"
+        ]
 
 
-async def test_missing_venv_has_hint_for_debian(own_bed: Bed) -> None:
+async def test_missing_venv_has_hint_for_debian(own_testbed: SshTestbed) -> None:
     refuse = 'if [ "$1" = -m ]; then echo "No module named venv"; exit 1; fi'
     script = f'#!/bin/sh\n{refuse}\nexec /usr/bin/python3 "$@"\n'
-    (own_bed["gpu1"].bin / "python3.bare").write_text(script)
-    (own_bed["gpu1"].bin / "python3.bare").chmod(0o755)
-    file = grid_file_of(own_bed)
-    async with SshPool(file, ssh_config=own_bed.ssh_config) as pool:
-        (report,) = await Setup(pool, file).run(
+    (own_testbed["gpu1"].bin / "python3.bare").write_text(script)
+    (own_testbed["gpu1"].bin / "python3.bare").chmod(0o755)
+    file = grid_file_of(own_testbed)
+    async with SshPool(file, ssh_config=own_testbed.ssh_config) as pool:
+        (report,) = await EnvironmentSetup(pool, file).run(
             EnvironmentSpec(packages=("x",), python="python3.bare"), ["gpu1"]
         )
     assert "No module named venv" in report.error
     assert report.hint == "on Debian and Ubuntu: apt install python3-venv"
 
 
-async def test_passwords_in_progress_lines_are_redacted(own_bed: Bed) -> None:
-    node = own_bed["gpu1"]
+async def test_passwords_in_progress_lines_are_redacted(own_testbed: SshTestbed) -> None:
+    node = own_testbed["gpu1"]
     line = 'echo "from https://me:hunter2@host/x"; read _ < /root/gate; exit 1'
     script = f'#!/bin/sh\nif [ "$1" = -m ]; then {line}; fi\nexec /usr/bin/python3 "$@"\n'
     (node.bin / "python3.slow").write_text(script)
     (node.bin / "python3.slow").chmod(0o755)
     node.run("mkfifo /root/gate")
-    file = grid_file_of(own_bed)
+    file = grid_file_of(own_testbed)
     shown: list[str] = []
 
     def on_progress(_node: str, text: str) -> None:
@@ -119,19 +132,19 @@ async def test_passwords_in_progress_lines_are_redacted(own_bed: Bed) -> None:
         if "host/x" in text:
             (node.home / "gate").write_text("\n")
 
-    async with SshPool(file, ssh_config=own_bed.ssh_config) as pool:
-        (report,) = await Setup(pool, file).run(
+    async with SshPool(file, ssh_config=own_testbed.ssh_config) as pool:
+        (report,) = await EnvironmentSetup(pool, file).run(
             EnvironmentSpec(packages=("x",), python="python3.slow"), ["gpu1"], on_progress=on_progress
         )
     assert shown[-1] == "from https://me:***@host/x"
     assert report.error.endswith("from https://me:***@host/x")
 
 
-async def test_full_disk_is_reported(own_bed: Bed) -> None:
-    own_bed["gpu1"].restart(before="mount -t tmpfs -o size=2m tmpfs /root")
-    file = grid_file_of(own_bed)
-    async with SshPool(file, ssh_config=own_bed.ssh_config) as pool:
-        (report,) = await Setup(pool, file).run(
+async def test_full_disk_is_reported(own_testbed: SshTestbed) -> None:
+    own_testbed["gpu1"].restart(before="mount -t tmpfs -o size=2m tmpfs /root")
+    file = grid_file_of(own_testbed)
+    async with SshPool(file, ssh_config=own_testbed.ssh_config) as pool:
+        (report,) = await EnvironmentSetup(pool, file).run(
             read_environment_spec(requirements=None, packages=["small-thing"], wheels=None), ["gpu1"]
         )
     assert report.state == "failed"
@@ -139,11 +152,11 @@ async def test_full_disk_is_reported(own_bed: Bed) -> None:
     assert "python3-venv" not in report.hint
 
 
-async def test_concurrent_setups_do_not_interfere(quick_bed: Bed, wheels: Path) -> None:
-    file = grid_file_of(quick_bed)
+async def test_concurrent_setups_do_not_interfere(quick_testbed: SshTestbed, wheels: Path) -> None:
+    file = grid_file_of(quick_testbed)
     spec = read_environment_spec(requirements=None, packages=["small-thing"], wheels=wheels)
-    async with SshPool(file, ssh_config=quick_bed.ssh_config) as pool:
-        both = await asyncio.gather(*(Setup(pool, file).run(spec, ["gpu1"]) for _ in range(2)))
+    async with SshPool(file, ssh_config=quick_testbed.ssh_config) as pool:
+        both = await asyncio.gather(*(EnvironmentSetup(pool, file).run(spec, ["gpu1"]) for _ in range(2)))
     reports = [report for each in both for report in each]
     assert "installed" in [report.state for report in reports]
     errors = [report.error for report in reports if report.state == "failed"]
@@ -151,10 +164,10 @@ async def test_concurrent_setups_do_not_interfere(quick_bed: Bed, wheels: Path) 
 
 
 async def test_setup_continues_after_disconnect_and_releases_its_lock(
-    own_bed: Bed, quick_venv: QuickVenv, wheels: Path
+    own_testbed: SshTestbed, quick_venv: QuickVenv, wheels: Path
 ) -> None:
     """The program that creates the environment blocks once, on a FIFO."""
-    node = own_bed["gpu1"]
+    node = own_testbed["gpu1"]
     gate = "if [ -p /root/gate ]; then read _ < /root/gate; rm /root/gate; exit 1; fi"
     quick_venv.install(node, "python3.quick")
     (node.bin / "python3.slow").write_text(
@@ -162,18 +175,18 @@ async def test_setup_continues_after_disconnect_and_releases_its_lock(
     )
     (node.bin / "python3.slow").chmod(0o755)
     node.run("mkfifo /root/gate")
-    file = grid_file_of(own_bed, more="ssh: {connect_timeout: 20, max_retries: 0}\n")
+    file = grid_file_of(own_testbed, more="ssh: {connect_timeout: 20, max_retries: 0}\n")
     spec = read_environment_spec(
         requirements=None, packages=["small-thing"], wheels=wheels, python="python3.slow"
     )
-    async with SshPool(file, ssh_config=own_bed.ssh_config) as pool:
-        first = asyncio.ensure_future(Setup(pool, file, requester="ann@desk").run(spec, ["gpu1"]))
+    async with SshPool(file, ssh_config=own_testbed.ssh_config) as pool:
+        first = asyncio.ensure_future(EnvironmentSetup(pool, file, requester="ann@desk").run(spec, ["gpu1"]))
         await until(lambda: node.processes("python3.slow -m venv"), what="the blocked setup")
         (slow,) = node.processes("python3.slow -m venv")
-        node.cut()
+        node.kill_connections()
         (lost,) = await first
         assert lost.state == "unreachable"
-        (second,) = await Setup(pool, file).run(spec, ["gpu1"])
+        (second,) = await EnvironmentSetup(pool, file).run(spec, ["gpu1"])
         assert second.state == "failed"
         message = r"another setup is in progress, started by ann@desk \d+ s ago \(process (\d+)\)"
         found = re.search(message, second.error)
@@ -181,7 +194,7 @@ async def test_setup_continues_after_disconnect_and_releases_its_lock(
         assert "grid-cli run --node gpu1 'tail .grid/setup/setup.log'" in second.hint
         (node.home / "gate").write_text("\n")
         await until(lambda: not node.processes("python3.slow -m venv"), what="the end of the first setup")
-        (after,) = await Setup(pool, file).run(spec, ["gpu1"])
+        (after,) = await EnvironmentSetup(pool, file).run(spec, ["gpu1"])
         assert (after.state, after.error) == ("installed", "")
 
 
@@ -199,7 +212,7 @@ def test_lock_with_invalid_contents_is_respected(tmp_path: Path, content: str) -
     with path.open() as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         with pytest.raises(OpError, match=r"^another setup is in progress$") as caught:
-            install({"root": str(tmp_path)}, b"")
+            install_environment({"root": str(tmp_path)}, b"")
     assert (caught.value.reason, path.read_text()) == ("locked", content)
 
 
@@ -208,7 +221,7 @@ def test_symbolic_link_as_lock_is_not_followed(tmp_path: Path) -> None:
     (tmp_path / "precious").write_text("unchanged")
     (tmp_path / ".grid/setup/lock").symlink_to(tmp_path / "precious")
     with pytest.raises(OSError, match="symbolic links"):
-        install({"root": str(tmp_path), "who": "x"}, b"")
+        install_environment({"root": str(tmp_path), "who": "x"}, b"")
     assert (tmp_path / "precious").read_text() == "unchanged"
 
 
@@ -282,7 +295,7 @@ def test_requirements_are_size_limited_and_may_come_from_a_pipe() -> None:
 
 
 async def test_packages_can_be_added_to_requirements_with_hashes(
-    quick_bed: Bed, wheels: Path, tmp_path: Path
+    quick_testbed: SshTestbed, wheels: Path, tmp_path: Path
 ) -> None:
     for version in ("1.0", "2.0"):
         make_wheel(wheels, name="pinned", version=version)
@@ -291,17 +304,17 @@ async def test_packages_can_be_added_to_requirements_with_hashes(
     spec = read_environment_spec(
         requirements=tmp_path / "locked.txt", packages=["small-thing", "pinned"], wheels=wheels
     )
-    file = grid_file_of(quick_bed)
-    async with SshPool(file, ssh_config=quick_bed.ssh_config) as pool:
-        reports = [(await Setup(pool, file).run(spec, ["gpu1"]))[0] for _ in range(2)]
+    file = grid_file_of(quick_testbed)
+    async with SshPool(file, ssh_config=quick_testbed.ssh_config) as pool:
+        reports = [(await EnvironmentSetup(pool, file).run(spec, ["gpu1"]))[0] for _ in range(2)]
         assert [(each.state, each.error) for each in reports] == [("installed", ""), ("unchanged", "")]
         (tmp_path / "locked.txt").write_text(f"pinned==1.0 --hash=sha256:{'0' * 64}\n")
         wrong = read_environment_spec(
             requirements=tmp_path / "locked.txt", packages=["small-thing"], wheels=wheels
         )
-        env = quick_bed["gpu1"].home / "grid_workspace/grid_env"
+        env = quick_testbed["gpu1"].home / "grid_workspace/grid_env"
         assert [path.name for path in env.glob("lib/*/site-packages/pinned-*")] == ["pinned-1.0.dist-info"]
-        (report,) = await Setup(pool, file).run(wrong, ["gpu2"])
+        (report,) = await EnvironmentSetup(pool, file).run(wrong, ["gpu2"])
         assert (report.state, "DO NOT MATCH THE HASHES" in report.error) == ("failed", True), report.error
 
 
@@ -311,7 +324,7 @@ def test_constraints_keep_versions_and_indexes() -> None:
         "ray[default,serve] ==2.9 ; python_version > '3' \\\n  --hash=sha256:aa \\\r\n  --hash=sha256:bb\n"
         "https://host/x-1.whl --hash=sha256:cc\nnumpy\n"
     )
-    assert _constraints(text).splitlines() == [
+    assert _make_constraints(text).splitlines() == [
         *("--index-url https://own/simple", "ray ==2.9 ; python_version > '3'", "numpy")
     ]
 
@@ -329,14 +342,14 @@ def test_constraints_keep_versions_and_indexes() -> None:
     ],
 )
 def test_constraints_drop_only_the_hash_flag(text: str, constraints: list[str]) -> None:
-    assert _constraints(text).splitlines() == constraints
+    assert _make_constraints(text).splitlines() == constraints
 
 
 @pytest.mark.parametrize("mark", ["", "\ufeff"])
 def test_packages_use_a_separate_command_with_require_hashes(tmp_path: Path, mark: str) -> None:
     args = {"wheels": False, "packages": ["b"]}
     written = f"{mark}--require-hashes -i http://own\na==1\n".encode()
-    first, second = _pip_commands(args, "env", str(tmp_path), written)
+    first, second = _make_pip_commands(args, "env", str(tmp_path), written)
     assert (first[-1], second[-2:]) == (str(tmp_path / "requirements.txt"), ["--", "b"])
     assert (tmp_path / "constraints.txt").read_text() == "-i http://own\na==1\n"
 
@@ -344,7 +357,7 @@ def test_packages_use_a_separate_command_with_require_hashes(tmp_path: Path, mar
 @pytest.mark.parametrize("blank", [" ", " -", "#", " #", "a[", "\\\n", "--require-hashes"])
 def test_constraints_take_linear_time(blank: str) -> None:
     start = time.process_time()
-    _constraints("a" + blank * 100_000 + "a")
+    _make_constraints("a" + blank * 100_000 + "a")
     assert time.process_time() - start < 2
 
 

@@ -18,16 +18,16 @@ from types import CodeType
 from typing import NamedTuple
 
 from tests.durations import read_record
-from tests.house.sources import ROOT, functions, parsed, python_files, shown
+from tests.house.sources import ROOT, list_functions, parse_file, python_files, relative_path
 
 # Debian packages that `make test` itself requires.
-_EVERYWHERE = {"bash", "coreutils", "dash", "g++", "gcc", "make"}
+_BASE_PACKAGES = {"bash", "coreutils", "dash", "g++", "gcc", "make"}
 _ALWAYS = {"require_root", "require_namespaces", "require_cgroup"}
 _ALL_LONG = re.compile(r"^pytestmark = pytest\.mark\.long\(", re.MULTILINE)
 _IMPORT = re.compile(r"^ *from (tests[\w.]*) import (\([^)]*\)|.*)$", re.MULTILINE)
 
 
-class Unit(NamedTuple):
+class DefinedUnit(NamedTuple):
     """A module-level function or class."""
 
     path: Path
@@ -46,7 +46,7 @@ def files_for_bare_run() -> list[Path]:
     others = [path for path in _test_files() if path not in requiring and "mark.long" not in path.read_text()]
     seconds = read_record()
     fastest: dict[Path, Path] = {}
-    for path in sorted(others, key=lambda path: (seconds.get(shown(path), 0), path.stat().st_size)):
+    for path in sorted(others, key=lambda path: (seconds.get(relative_path(path), 0), path.stat().st_size)):
         fastest.setdefault(path.parent, path)
     return sorted({*requiring, *fastest.values()})
 
@@ -61,20 +61,20 @@ def _test_files() -> list[Path]:
 
 
 @cache
-def _requiring_units() -> frozenset[Unit]:
+def _requiring_units() -> frozenset[DefinedUnit]:
     """Units that declare a requirement, and units that use them, transitively."""
     files = python_files("tests")
-    users: dict[Unit, list[Unit]] = {}
+    users: dict[DefinedUnit, list[DefinedUnit]] = {}
     for path in files:
         imported = _imported(path)
         folders = [folder for folder in path.parents if folder.is_relative_to(ROOT / "tests")]
-        for name, used in _units(path):
+        for name, used in _list_units(path):
             for each in used:
                 fixtures = [_fixture(folder / "conftest.py", each) for folder in folders]
-                for unit in (imported.get(each, Unit(path, each)), *fixtures):
-                    users.setdefault(unit, []).append(Unit(path, name))
-    todo = [Unit(path, name) for path in files for name in _declaring_units(path)]
-    requiring: set[Unit] = set()
+                for unit in (imported.get(each, DefinedUnit(path, each)), *fixtures):
+                    users.setdefault(unit, []).append(DefinedUnit(path, name))
+    todo = [DefinedUnit(path, name) for path in files for name in _declaring_units(path)]
+    requiring: set[DefinedUnit] = set()
     while todo:
         unit = todo.pop()
         if unit not in requiring:
@@ -83,12 +83,12 @@ def _requiring_units() -> frozenset[Unit]:
     return frozenset(requiring)
 
 
-def _fixture(conftest: Path, name: str) -> Unit:
+def _fixture(conftest: Path, name: str) -> DefinedUnit:
     """The fixture of this name, which the file may import from another one."""
-    return (_imported(conftest) if conftest.is_file() else {}).get(name, Unit(conftest, name))
+    return (_imported(conftest) if conftest.is_file() else {}).get(name, DefinedUnit(conftest, name))
 
 
-def _units(path: Path) -> Iterator[tuple[str, set[str]]]:
+def _list_units(path: Path) -> Iterator[tuple[str, set[str]]]:
     """Units with the names that they use. Uses compiled code: walking syntax trees takes seconds."""
     for constant in compile(path.read_text("utf-8"), str(path), "exec").co_consts:
         if isinstance(constant, CodeType):
@@ -105,23 +105,23 @@ def _names(code: CodeType) -> set[str]:
 
 
 @cache
-def _imported(path: Path) -> dict[str, Unit]:
+def _imported(path: Path) -> dict[str, DefinedUnit]:
     """Names that the file imports from tests/, with their units. A module contributes all its units."""
-    found: dict[str, Unit] = {}
+    found: dict[str, DefinedUnit] = {}
     for module, names in _IMPORT.findall(path.read_text("utf-8")):
         folder = ROOT.joinpath(*module.split("."))
         for name in re.findall(r"\w+", names):
             inner = (folder / name).with_suffix(".py")
             if inner.is_file():
-                found |= {unit: Unit(inner, unit) for unit, _ in _units(inner)}
+                found |= {unit: DefinedUnit(inner, unit) for unit, _ in _list_units(inner)}
             else:
-                found[name] = Unit(folder.with_suffix(".py"), name)
+                found[name] = DefinedUnit(folder.with_suffix(".py"), name)
     return found
 
 
 def _declaring_units(path: Path) -> Iterator[str]:
     if "require_" in path.read_text("utf-8") and path != ROOT / "tests" / "needs.py":
-        for name, function in functions(parsed(path)):
+        for name, function in list_functions(parse_file(path)):
             if any(isinstance(node, ast.Call) and _is_requirement(node) for node in ast.walk(function)):
                 yield name.partition(".")[0]
 
@@ -131,10 +131,10 @@ def _is_requirement(call: ast.Call) -> bool:
     if name in _ALWAYS:
         return True
     packages = [keyword.value for keyword in call.keywords if keyword.arg == "package"]
-    plain = any(isinstance(value, ast.Constant) and value.value in _EVERYWHERE for value in packages)
+    plain = any(isinstance(value, ast.Constant) and value.value in _BASE_PACKAGES for value in packages)
     return name == "require_program" and not plain
 
 
 if __name__ == "__main__":
     files = long_files_for_bare_run() if sys.argv[1:] == ["--long"] else files_for_bare_run()
-    print(*map(shown, files), sep="\n")
+    print(*map(relative_path, files), sep="\n")

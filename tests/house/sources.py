@@ -50,16 +50,16 @@ def text_files() -> list[Path]:
     return [path for path in [*top, *_walk(_FOLDERS)] if path.suffix in _TEXT]
 
 
-def pages() -> list[Path]:
+def list_pages() -> list[Path]:
     """The Markdown pages in the root and in docs/."""
     return [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 
 
-def shown(path: Path) -> str:
+def relative_path(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
 
 
-def table(text: str, heading: str) -> list[list[str]]:
+def read_table(text: str, heading: str) -> list[list[str]]:
     """Rows of the only table with this first column heading, each a list of cells."""
     found = re.findall(
         rf"^\| {re.escape(heading)} \|.*\n\|[-| ]+\|\n((?:\|.*\n)+)", text + "\n", re.MULTILINE
@@ -73,7 +73,7 @@ def _cells(line: str) -> list[str]:
 
 
 @cache
-def parsed(path: Path) -> ast.Module:
+def parse_file(path: Path) -> ast.Module:
     text = path.read_text("utf-8")
     is_enabled = gc.isenabled()
     gc.disable()  # collecting garbage among millions of nodes takes longer than parsing
@@ -84,7 +84,7 @@ def parsed(path: Path) -> ast.Module:
             gc.enable()
 
 
-def functions(tree: ast.Module) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
+def list_functions(tree: ast.Module) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
     """All functions, including nested ones, with their qualified names."""
     yield from _functions(tree, "")
 

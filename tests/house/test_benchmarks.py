@@ -14,17 +14,21 @@ from typing import Any
 
 import pytest
 
-from tests.house.sources import ROOT, shown
+from tests.house.sources import ROOT, relative_path
 from tests.needs import require_namespaces, require_program
 from tests.waiting import wait_until
 
 PLACEMENT = ROOT / "benchmarks" / "bench_placement.py"
 KEYS = ["name", "value", "unit", "baseline", "ratio", "spread", "goal", "ok"]
 SMALLER = {
+    "bench_connections.py": ["--quick"],
+    "bench_control.py": ["--quick", "--nodes", "12"],
     "bench_grid.py": ["--connections", "10", "--files", "500"],
     "bench_grid_pipeline.py": ["--nodes", "2", "--files", "100"],
     "bench_grid_ray.py": ["--nodes", "2", "--tasks", "20"],
+    "bench_leaks.py": ["--quick"],
     "bench_load.py": ["--jobs", "2000"],
+    "bench_overload.py": ["--quick", "--nodes", "12"],
     "bench_utilisation.py": ["--jobs", "300", "--nodes", "32"],
 }
 """Smaller sizes for benchmarks with long rounds."""
@@ -36,7 +40,9 @@ QUICK = (
     "bench_utilisation.py",
 )
 BENCHMARKS = [
-    pytest.param(path, id=shown(path), marks=() if path.name in QUICK else pytest.mark.long("a benchmark"))
+    pytest.param(
+        path, id=relative_path(path), marks=() if path.name in QUICK else pytest.mark.long("a benchmark")
+    )
     for path in sorted((ROOT / "benchmarks").glob("bench_*.py"))
 ]
 
@@ -79,6 +85,52 @@ def test_benchmark_prints_figures_and_exits_with_1_if_a_goal_is_missed(path: Pat
         assert spreads[name] != spreads.get(name.replace("_p99", "_p50"), ()), name
 
 
+@pytest.mark.long("starts a cluster with a session")
+@pytest.mark.timeout(240)
+def test_soak_reports_progress_and_ends_with_a_verdict(tmp_path: Path) -> None:
+    """Whether a goal is met is left to longer runs."""
+    soak = subprocess.Popen(
+        [sys.executable, str(ROOT / "benchmarks" / "soak.py"), "--hours", "0.001", "--json"],
+        env=os.environ | {"TMPDIR": str(tmp_path)},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        out, errors = soak.communicate(timeout=200)
+    finally:
+        _end(soak)
+    figures = [json.loads(line) for line in out.splitlines()]
+    slopes = {figure["name"] for figure in figures if figure["unit"] == "B/op"}
+    processes = ("client", "controller", "agent", "shim", "executor")
+    assert slopes == {f"{name}_rss_slope" for name in processes}, errors
+    assert "operations: client " in errors
+    passed = all(figure["ok"] for figure in figures)
+    assert soak.returncode == (0 if passed else 1)
+    assert ("soak: passed" if passed else "soak: FAILED") in errors.splitlines()[-1]
+
+
+def test_make_soak_passes_its_hours() -> None:
+    require_program("make", package="make")
+    done = subprocess.run(
+        ["make", "--dry-run", "soak", "HOURS=0.05"], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert 'benchmarks/soak.py --hours "0.05"' in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("hours", ["0", "-1", "nan", "inf", "three"])
+def test_soak_needs_a_positive_number_of_hours(hours: str) -> None:
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "benchmarks" / "soak.py"), f"--hours={hours}"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "not a positive number of hours" in done.stderr
+
+
 def _require_testbed() -> None:
     require_namespaces("mount", "uts")
     require_program("sshd", package="openssh-server")
@@ -109,7 +161,7 @@ def test_benchmark_cleans_up_on_sigterm(tmp_path: Path) -> None:
     )
     try:
         # Written after all servers were started: a signal during the start of one could lose that process.
-        wait_until(lambda: [*tmp_path.glob("gb-*/bed/ssh_config")], timeout_s=60, what="the nodes")
+        wait_until(lambda: [*tmp_path.glob("gb-*/testbed/ssh_config")], timeout_s=60, what="the nodes")
         wait_until(lambda: len(_servers(tmp_path)) == 20, timeout_s=60, what="an SSH server on every node")
         nodes = _servers(tmp_path)
         bench.terminate()
@@ -124,7 +176,7 @@ def test_benchmark_cleans_up_on_sigterm(tmp_path: Path) -> None:
 
 
 def _servers(folder: Path) -> list[int]:
-    found = [path.read_text().strip() for path in folder.glob("gb-*/bed/node*/sshd.pid")]
+    found = [path.read_text().strip() for path in folder.glob("gb-*/testbed/node*/sshd.pid")]
     return [int(pid) for pid in found if pid]
 
 
@@ -135,7 +187,7 @@ def test_temporary_state_removes_its_folder_and_restores_the_sigterm_handler(
     received: list[int] = []
     before = signal.signal(signal.SIGTERM, lambda number, _: received.append(number))
     try:
-        with pytest.raises(SystemExit) as left, report["temporary_state"](tmp_path) as folder:
+        with pytest.raises(SystemExit) as left, report["use_temporary_state"](tmp_path) as folder:
             assert list(tmp_path.iterdir()) == [folder]
             try:
                 signal.raise_signal(signal.SIGTERM)
@@ -154,7 +206,7 @@ def test_rounds_must_be_a_positive_integer(
     report: dict[str, Any], rounds: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit, match="2"):
-        report["options"]("Benchmark.", rounds=1).parse_args(["--rounds", rounds])
+        report["make_parser"]("Benchmark.", rounds=1).parse_args(["--rounds", rounds])
     assert "not a positive integer" in capsys.readouterr().err
 
 
@@ -176,14 +228,14 @@ def test_rounds_must_be_a_positive_integer(
 def test_missed_goal_sets_the_exit_code(
     report: dict[str, Any], rule: str, limit: float, met: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    figure = report["figure"]("it", 20.0, samples=[10, 20, 30], baseline=10.0, goal=report[rule](limit))
+    figure = report["make_figure"]("it", 20.0, samples=[10, 20, 30], baseline=10.0, goal=report[rule](limit))
     assert figure.ok is met
-    assert report["conclude"]([figure], as_json=False) == (0 if met else 1)
+    assert report["print_figures"]([figure], as_json=False) == (0 if met else 1)
     assert ("MISSED" not in capsys.readouterr().out) is met
 
 
 def test_spread_is_the_10th_and_90th_percentile(report: dict[str, Any]) -> None:
-    figure = report["figure"]("it", 50.0, samples=list(range(100, 0, -1)))
+    figure = report["make_figure"]("it", 50.0, samples=list(range(100, 0, -1)))
     assert (figure.spread, figure.ratio, figure.goal, figure.ok) == ((11, 91), None, None, True)
 
 
@@ -193,9 +245,9 @@ def test_spread_of_a_p99_needs_at_least_200_values(
     values = [value for worst in range(1, 11) for value in (worst, *[0.5] * 99)]
     assert report["p99_samples"](values) == list(range(1, 11))
     assert [len(report["p99_samples"](values * 3)), len(report["p99_samples"](values[:450]))] == [10, 4]
-    few = report["figure"]("it", 1.0, samples=report["p99_samples"](values[:199]))
+    few = report["make_figure"]("it", 1.0, samples=report["p99_samples"](values[:199]))
     assert few.spread is None and few.ok
-    assert report["conclude"]([few], as_json=False) == 0
+    assert report["print_figures"]([few], as_json=False) == 0
     assert "spread" not in capsys.readouterr().out
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.house import declared
-from tests.house.sources import ROOT, python_files, shown
+from tests.house.sources import ROOT, python_files, relative_path
 
 REPORT = """<testsuites><testsuite>
 <testcase file="tests/a/test_a.py" name="test_passes" time="60"/>
@@ -51,7 +51,7 @@ Status: install ok installed
 
 @pytest.fixture(scope="module")
 def requiring() -> set[str]:
-    return set(map(shown, declared.requiring_files()))
+    return set(map(relative_path, declared.requiring_files()))
 
 
 @pytest.fixture
@@ -87,12 +87,12 @@ def test_bare_run_has_a_file_of_every_folder(requiring: set[str]) -> None:
     chosen = declared.files_for_bare_run()
     tests = [path for path in python_files("tests") if path.name.startswith("test_")]
     assert {path.parent for path in chosen} == {path.parent for path in tests}
-    assert requiring <= set(map(shown, chosen))
+    assert requiring <= set(map(relative_path, chosen))
     assert len(chosen) < len(tests) / 2
 
 
 def test_bare_run_includes_files_in_which_all_tests_are_long(requiring: set[str]) -> None:
-    chosen = set(map(shown, declared.long_files_for_bare_run()))
+    chosen = set(map(relative_path, declared.long_files_for_bare_run()))
     assert {"tests/grid/test_login_shells.py", "tests/grid/ray/test_cluster.py"} <= chosen <= requiring
 
 

@@ -15,7 +15,7 @@ import typer.main
 
 import genie
 from genie.agent import identity
-from tests.house.sources import ROOT, pages, shown
+from tests.house.sources import ROOT, list_pages, relative_path
 
 REQUIRED_PAGES = (
     "README.md",
@@ -116,7 +116,7 @@ def test_required_file_exists(name: str) -> None:
     assert (ROOT / name).is_file()
 
 
-@pytest.mark.parametrize("page", pages(), ids=shown)
+@pytest.mark.parametrize("page", list_pages(), ids=relative_path)
 def test_links_on_a_page_exist(page: Path) -> None:
     broken = []
     for target in links(page):
@@ -127,7 +127,7 @@ def test_links_on_a_page_exist(page: Path) -> None:
     assert broken == []
 
 
-@pytest.mark.parametrize("page", pages(), ids=shown)
+@pytest.mark.parametrize("page", list_pages(), ids=relative_path)
 def test_commands_on_a_page_exist(page: Path) -> None:
     named = commands_in(page)
     if not named:
@@ -140,7 +140,7 @@ def test_commands_on_a_page_exist(page: Path) -> None:
     assert unknown == set()
 
 
-@pytest.mark.parametrize("page", pages(), ids=shown)
+@pytest.mark.parametrize("page", list_pages(), ids=relative_path)
 def test_python_on_a_page_compiles_and_its_names_exist(page: Path) -> None:
     wrong = []
     for block in python_blocks(page):

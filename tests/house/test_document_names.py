@@ -12,7 +12,7 @@ import re
 
 import pytest
 
-from tests.house.sources import ROOT, pages, shown, table
+from tests.house.sources import ROOT, list_pages, read_table, relative_path
 
 DOCS = ROOT / "docs"
 INDEX = DOCS / "README.md"
@@ -143,7 +143,7 @@ def index_rows() -> dict[str, str]:
     """Names of the documents with their entry on the page."""
     return {
         row[0].partition(",")[0].strip("`"): row[1]
-        for row in table(INDEX.read_text("utf-8"), "in the documents")
+        for row in read_table(INDEX.read_text("utf-8"), "in the documents")
     }
 
 
@@ -159,7 +159,9 @@ def test_index_links_every_page() -> None:
     linked = {
         (DOCS / target.partition("#")[0]).resolve() for target in _LINK.findall(INDEX.read_text("utf-8"))
     }
-    missing = [shown(page) for page in pages() if page != INDEX and not {page, page.parent} & linked]
+    missing = [
+        relative_path(page) for page in list_pages() if page != INDEX and not {page, page.parent} & linked
+    ]
     assert missing == []
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.house.sources import parsed, python_files, shown
+from tests.house.sources import parse_file, python_files, relative_path
 
 # "file: target": the reason.
 ASSIGNED_FROM_OUTSIDE: dict[str, str] = {
@@ -112,18 +112,18 @@ def _is_private(name: str) -> bool:
 
 def test_no_part_is_assigned_from_outside() -> None:
     found = {
-        f"{shown(path)}: {target}"
+        f"{relative_path(path)}: {target}"
         for path in python_files("genie")
-        for target in assigned_from_outside(parsed(path))
+        for target in assigned_from_outside(parse_file(path))
     }
     assert found == ASSIGNED_FROM_OUTSIDE.keys()
 
 
 def test_private_names_are_used_in_their_own_module() -> None:
     files = python_files("genie")
-    defined: dict[Path, set[str]] = {path: private_definitions(parsed(path)) for path in files}
+    defined: dict[Path, set[str]] = {path: private_definitions(parse_file(path)) for path in files}
     anywhere = set().union(*defined.values()) - OF_LIBRARIES.keys()
-    found = {shown(path): foreign_private_names(parsed(path), anywhere) for path in files}
+    found = {relative_path(path): foreign_private_names(parse_file(path), anywhere) for path in files}
     assert {path: names for path, names in found.items() if names} == {}
 
 

@@ -6,7 +6,7 @@ import ast
 import re
 
 from genie.config import environment_variables, list_settings
-from tests.house.sources import PACKAGE, ROOT, parsed, python_files, shown, text_files
+from tests.house.sources import PACKAGE, ROOT, parse_file, python_files, relative_path, text_files
 
 PAGE = ROOT / "docs" / "ENVIRONMENT_VARIABLES.md"
 _NAME = re.compile(r"GENIE_[A-Z0-9_]*[A-Z0-9]")
@@ -45,7 +45,7 @@ def test_page_shows_the_defaults() -> None:
 def test_variables_in_pages_and_files_exist() -> None:
     known = set(environment_variables())
     wrong = {
-        f"{shown(path)}: {name}"
+        f"{relative_path(path)}: {name}"
         for path in text_files()
         if "tests" not in path.parts and path.name != "CHANGELOG.md"
         for name in _NAME.findall(path.read_text("utf-8"))
@@ -56,10 +56,10 @@ def test_variables_in_pages_and_files_exist() -> None:
 
 def test_only_config_reads_the_environment() -> None:
     readers = {
-        shown(path)
+        relative_path(path)
         for path in python_files("genie")
         if path.parent != PACKAGE / "config"
-        and any(_reads_environment(node) for node in ast.walk(parsed(path)))
+        and any(_reads_environment(node) for node in ast.walk(parse_file(path)))
     }
     assert readers - set(MAY_READ) == set()
 

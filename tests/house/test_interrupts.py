@@ -1,7 +1,7 @@
 """An interrupted test run leaves no process, with one or two signals, in one process or with workers.
 
 The suites start a cluster with controller and agent, a detached process, and, as root, a node of the grid's
-test bed.
+testbed.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ NODE = """
 import asyncio, os, time
 from pathlib import Path
 import pytest
-from tests.grid.bed import Bed
+from tests.grid.testbed import SshTestbed
 
 @pytest.fixture(scope="session")
 def node(tmp_path_factory):
-    with Bed(tmp_path_factory.mktemp("bed") / "nodes", count=1) as bed:
-        yield bed.nodes[0]
+    with SshTestbed(tmp_path_factory.mktemp("testbed") / "nodes", count=1) as testbed:
+        yield testbed.nodes[0]
 
 def test_waits(node):
     # A detached process with the environment of the node.

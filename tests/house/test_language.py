@@ -13,7 +13,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.house.sources import PACKAGE, ROOT, native_files, pages, parsed, python_files, shown, text_files
+from tests.house.sources import (
+    PACKAGE,
+    ROOT,
+    list_pages,
+    native_files,
+    parse_file,
+    python_files,
+    relative_path,
+    text_files,
+)
 
 COLUMNS_MAX = 120
 DECISION_SECTIONS = ["Context", "Decision", "Consequences", "Alternatives"]
@@ -62,9 +71,9 @@ _WORD = re.compile(r"\b(?:" + "|".join(map(re.escape, IDENTIFIERS)) + r")\b")
 def class_names() -> dict[str, list[str]]:
     found: dict[str, list[str]] = defaultdict(list)
     for path in python_files("genie"):
-        for node in ast.walk(parsed(path)):
+        for node in ast.walk(parse_file(path)):
             if isinstance(node, ast.ClassDef):
-                found[node.name].append(shown(path))
+                found[node.name].append(relative_path(path))
     return found
 
 
@@ -91,7 +100,7 @@ def native_type_names(texts: dict[str, str]) -> dict[str, list[str]]:
 
 
 def test_no_two_native_types_share_a_name() -> None:
-    names = native_type_names({shown(path): path.read_text("utf-8") for path in native_files()})
+    names = native_type_names({relative_path(path): path.read_text("utf-8") for path in native_files()})
     assert len(names) > 150
     assert {name: places for name, places in names.items() if len(places) > 1} == {}
 
@@ -115,7 +124,7 @@ def test_native_types_are_found() -> None:
 def test_no_text_uses(pattern: str) -> None:
     phrase = re.compile(pattern, re.IGNORECASE)
     hits = [
-        f"{shown(path)}:{text.count(chr(10), 0, match.start()) + 1}: {' '.join(match[0].split())}"
+        f"{relative_path(path)}:{text.count(chr(10), 0, match.start()) + 1}: {' '.join(match[0].split())}"
         for path in text_files()
         if path != Path(__file__)
         for text in [path.read_text("utf-8")]
@@ -126,20 +135,20 @@ def test_no_text_uses(pattern: str) -> None:
 
 def test_no_code_uses_an_identifier_that_needs_explaining() -> None:
     hits = [
-        f"{shown(path)}: {name}: write {IDENTIFIERS[name]}"
+        f"{relative_path(path)}: {name}: write {IDENTIFIERS[name]}"
         for path in [*python_files("genie"), *native_files()]
         for name in sorted(set(_WORD.findall(_code(path))))
     ]
     assert hits == []
 
 
-@pytest.mark.parametrize("page", pages(), ids=shown)
+@pytest.mark.parametrize("page", list_pages(), ids=relative_path)
 def test_lines_of_a_page_fit(page: Path) -> None:
     lines = enumerate(page.read_text("utf-8").splitlines(), start=1)
     assert [number for number, line in lines if len(line) > COLUMNS_MAX] == []
 
 
-@pytest.mark.parametrize("page", sorted((ROOT / "docs" / "decisions").glob("*.md")), ids=shown)
+@pytest.mark.parametrize("page", sorted((ROOT / "docs" / "decisions").glob("*.md")), ids=relative_path)
 def test_decision_page_has_the_sections(page: Path) -> None:
     text = page.read_text("utf-8")
     assert re.match(rf"# {page.name[:4]}: \S", text)
@@ -159,7 +168,7 @@ def _code(path: Path) -> str:
     if path.suffix != ".py":
         return re.sub(r"//.*|\"(?:[^\"\\]|\\.)*\"", "", path.read_text("utf-8"))
     names = []
-    for node in ast.walk(parsed(path)):
+    for node in ast.walk(parse_file(path)):
         match node:
             case (
                 ast.Name(id=name) | ast.Attribute(attr=name) | ast.arg(arg=name) | ast.keyword(arg=str(name))

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.house.sources import PACKAGE, ROOT, parsed, python_files, table
+from tests.house.sources import PACKAGE, ROOT, parse_file, python_files, read_table
 
 # The layer list, top first; the same as in pyproject.toml. A change needs a page in docs/decisions.
 LAYERS = (
@@ -110,7 +110,7 @@ def import_graph(trees: dict[str, ast.Module]) -> dict[str, set[str]]:
 
 
 def test_no_import_cycle_between_files() -> None:
-    graph = import_graph({module_name(path): parsed(path) for path in python_files("genie")})
+    graph = import_graph({module_name(path): parse_file(path) for path in python_files("genie")})
     assert len(graph) > 200
     graphlib.TopologicalSorter(graph).prepare()  # CycleError names the files
 
@@ -166,7 +166,7 @@ def test_readme_has_a_row_for_every_package() -> None:
 
 def test_architecture_page_has_a_row_for_every_package() -> None:
     text = (ROOT / "docs" / "ARCHITECTURE.md").read_text("utf-8")
-    rows = [row[0].strip("`") for row in table(text, "package")]
+    rows = [row[0].strip("`") for row in read_table(text, "package")]
     folders = {
         f"{path.parent.relative_to(ROOT).as_posix()}/"
         for path in PACKAGE.rglob("__init__.py")

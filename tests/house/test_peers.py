@@ -84,7 +84,7 @@ def test_other_ray_version_is_rejected(peers: dict[str, ModuleType], tmp_path: P
     python = tmp_path / "python"
     python.write_text("#!/bin/sh\necho 1.0.0\n")
     python.chmod(0o755)
-    assert "has Ray 1.0.0, but 2.60.0 is required" in peers["ray_peer"].missing(str(python))
+    assert "has Ray 1.0.0, but 2.60.0 is required" in peers["ray_peer"].unavailable_reason(str(python))
 
 
 def test_slurm_requires_root(
@@ -95,20 +95,20 @@ def test_slurm_requires_root(
         (tmp_path / name).write_text("#!/bin/sh\n")
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(slurm, "HEADER", tmp_path)
+    monkeypatch.setattr(slurm, "SLURM_HEADER", tmp_path)
     monkeypatch.setattr(os, "geteuid", lambda: 0)
-    assert slurm.missing() is None
+    assert slurm.unavailable_reason() is None
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    assert "require root" in slurm.missing()
+    assert "require root" in slurm.unavailable_reason()
 
 
 def test_peer_is_skipped_without_permission_for_namespaces(
     peers: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     driver = peers["bench_peers"]
-    monkeypatch.setattr(peers["slurm_peer"], "missing", lambda: None)
+    monkeypatch.setattr(peers["slurm_peer"], "unavailable_reason", lambda: None)
     monkeypatch.setattr(peers["peer_sandbox"], "sandbox_command", lambda *inside: ["false"])
-    assert driver.unavailable_reason("slurm", "python") == driver.NO_NAMESPACES
+    assert driver.unavailable_reason("slurm", "python") == driver.NO_NAMESPACES_MESSAGE
     monkeypatch.setattr(peers["peer_sandbox"], "sandbox_command", lambda *inside: list(inside))
     assert driver.unavailable_reason("slurm", "python") is None
 
@@ -120,8 +120,8 @@ def test_reply_is_parsed_and_filtered_by_interval(peers: dict[str, ModuleType]) 
     sandbox = peers["peer_sandbox"]
     reply = sandbox.parse_reply(REPLY.splitlines())
     assert reply.placements == (sandbox.Placement(100.75, 9.819), sandbox.Placement(102.0, 7.2))
-    assert reply.within(1.0, 5.0) == [sandbox.Placement(102.0, 7.2)]
-    assert reply.within(0.25, 1.5) == [sandbox.Placement(100.75, 9.819)]
+    assert reply.placements_between(1.0, 5.0) == [sandbox.Placement(102.0, 7.2)]
+    assert reply.placements_between(0.25, 1.5) == [sandbox.Placement(100.75, 9.819)]
 
 
 @pytest.mark.parametrize(
@@ -151,7 +151,7 @@ def test_malformed_reply_is_rejected(peers: dict[str, ModuleType], lines: list[s
     ],
 )
 def test_idle_gpus_are_parsed_from_sinfo(peers: dict[str, ModuleType], output: str, gpus: int) -> None:
-    assert peers["slurm_peer"].idle_gpus(output) == gpus
+    assert peers["slurm_peer"].count_idle_gpus(output) == gpus
 
 
 def test_gpus_of_dead_ray_nodes_are_not_counted(peers: dict[str, ModuleType]) -> None:
@@ -160,16 +160,16 @@ def test_gpus_of_dead_ray_nodes_are_not_counted(peers: dict[str, ModuleType]) ->
         {"Alive": True, "Resources": {"CPU": 2.0}},
         {"Alive": False, "DeathReasonMessage": "received SIGTERM", "Resources": {}},
     ]
-    assert peers["ray_peer"].alive_gpus(nodes) == 3
+    assert peers["ray_peer"].count_alive_gpus(nodes) == 3
 
 
 def test_ray_group_is_placed_when_its_bundle_has_a_node(peers: dict[str, ModuleType]) -> None:
     node = "166bbbc054866b4c06370942b7d4ab0bc84c723cf56b28eedbef9ae3"
     created = {"bundles": {0: {"GPU": 1.0}}, "bundles_to_node_id": {0: node}, "state": "CREATED"}
     pending = {"bundles": {0: {"GPU": 5.0}}, "bundles_to_node_id": {0: ""}, "state": "PENDING"}
-    assert peers["ray_peer"].placed_on(created) == node
+    assert peers["ray_peer"].find_placement_node(created) == node
     with pytest.raises(ValueError, match="PENDING"):
-        peers["ray_peer"].placed_on(pending)
+        peers["ray_peer"].find_placement_node(pending)
 
 
 # -- the sandbox ------------------------------------------------------------------------------------
@@ -179,7 +179,7 @@ def test_peer_is_measured_and_ends_with_its_sandbox(peers: dict[str, ModuleType]
     driver, samples = peers["bench_peers"], peers["bench_peers"].Samples()
     command = [sys.executable, "-c", FAKE_PEER]
     with peers["peer_sandbox"].open_sandbox(command, name="fake", folder=tmp_path) as sandbox:
-        driver.measure_in(sandbox, samples, workers=4)
+        driver.measure_in_sandbox(sandbox, samples, workers=4)
     assert samples.latencies_ms == [9.819, 7.2]
     assert (samples.rates_per_s, samples.busy_ms) == ([0.25], [7.2])
 
@@ -213,13 +213,13 @@ def test_exception_in_the_sandbox_kills_the_peer(
     peers: dict[str, ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sandbox, ended = peers["peer_sandbox"], []
-    end = sandbox._end
+    end = sandbox._end_peer
 
     def record_end(process: subprocess.Popen[str]) -> None:
         ended.append(process.wait(timeout=20))  # the input is still open, so only a signal ends it
         end(process)
 
-    monkeypatch.setattr(sandbox, "_end", record_end)
+    monkeypatch.setattr(sandbox, "_end_peer", record_end)
     command = [sys.executable, "-c", FAKE_PEER]
     with pytest.raises(KeyboardInterrupt), sandbox.open_sandbox(command, name="fake", folder=tmp_path):
         raise KeyboardInterrupt
@@ -230,8 +230,8 @@ def test_baseline_of_a_peer_is_the_figure_of_genie(peers: dict[str, ModuleType])
     driver = peers["bench_peers"]
     genie = driver.Samples(rates_per_s=[400.0], busy_ms=[5.0], latencies_ms=[2.0])
     slurm = driver.Samples(rates_per_s=[100.0], busy_ms=[10.0], latencies_ms=[1.0])
-    found = {figure.name: figure for figure in driver.figures({"genie": genie, "slurm": slurm})}
+    found = {figure.name: figure for figure in driver.make_figures({"genie": genie, "slurm": slurm})}
     assert (found["genie_rate"].baseline, found["genie_rate"].unit) == (None, "1/s")
     assert (found["slurm_rate"].baseline, found["slurm_rate"].ratio) == (400.0, 0.25)
     assert (found["slurm_quiet_p50"].baseline, found["slurm_busy_p99"].ratio) == (2.0, 2.0)
-    assert driver.figures({"slurm": slurm})[0].baseline is None
+    assert driver.make_figures({"slurm": slurm})[0].baseline is None

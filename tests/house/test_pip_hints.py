@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.house.sources import ROOT, pages, python_files, shown
+from tests.house.sources import ROOT, list_pages, python_files, relative_path
 
 _HINT = re.compile(
     r"pip install ((?:-\S+ )*)(?P<quote>['\"]?)(?P<name>[A-Za-z][\w.-]*)(?:\[(?P<extras>[\w,-]+)\])?"
@@ -33,8 +33,8 @@ def wrong_hints(text: str) -> Iterator[str]:
 
 
 def test_hints_can_be_installed() -> None:
-    files = [*python_files("genie", "examples", "benchmarks"), *pages()]
-    texts = {shown(path): path.read_text("utf-8") for path in files}
+    files = [*python_files("genie", "examples", "benchmarks"), *list_pages()]
+    texts = {relative_path(path): path.read_text("utf-8") for path in files}
     assert sum("pip install" in text for text in texts.values()) > 3
     assert {name: found for name, text in texts.items() if (found := list(wrong_hints(text)))} == {}
 

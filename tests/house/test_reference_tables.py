@@ -32,7 +32,7 @@ from genie.model.job import JobSpec, Placement
 from genie.model.messages import Launch
 from genie.runtime import backend_info, data_plane, interfaces, network_discovery
 from genie.sim.workloads import workload
-from tests.house.sources import PACKAGE, ROOT, functions, parsed, table
+from tests.house.sources import PACKAGE, ROOT, list_functions, parse_file, read_table
 from tests.house.test_docs import commands_of_genie
 
 SESSION, GRID = "docs/CLUSTER_INITIALIZATION.md", "docs/GRID.md"
@@ -103,13 +103,13 @@ def shown_default(value: object) -> str:
 
 @pytest.mark.parametrize(("page", "kind"), ALL, ids=lambda value: getattr(value, "__name__", ""))
 def test_table_lists_exactly_the_fields_of_its_type(page: str, kind: type) -> None:
-    assert difference(names_in(table(text_of(page), f"`{kind.__name__}`")), public_names(kind)) == ""
+    assert difference(names_in(read_table(text_of(page), f"`{kind.__name__}`")), public_names(kind)) == ""
 
 
 @pytest.mark.parametrize("kind", [ClusterConfig, data_plane.DataPlaneConfig])
 def test_table_shows_the_defaults(kind: type[ClusterConfig | data_plane.DataPlaneConfig]) -> None:
     defaults = {field.name: shown_default(field.default) for field in dataclasses.fields(kind)}
-    rows = table(text_of(SESSION), f"`{kind.__name__}`")
+    rows = read_table(text_of(SESSION), f"`{kind.__name__}`")
     assert {name: row[1] for row in rows for name in _CODE.findall(row[0])} == defaults
 
 
@@ -119,32 +119,32 @@ def test_all_tables_with_defaults_are_compared() -> None:
 
 
 def test_page_lists_all_node_statuses() -> None:
-    (row,) = [row for row in table(text_of(SESSION), "`NodeInfo`") if "`status`" in row[0]]
+    (row,) = [row for row in read_table(text_of(SESSION), "`NodeInfo`") if "`status`" in row[0]]
     assert _CODE.findall(row[2]) == [str(status) for status in node.NodeStatus]
 
 
 def test_page_lists_all_health_checks() -> None:
-    listed = [row[0] for row in table(text_of(SESSION), "check")]
+    listed = [row[0] for row in read_table(text_of(SESSION), "check")]
     made = re.findall(r'CheckResult\(\s*name="(\w+)"', inspect.getsource(health))
     assert difference(listed, made) == ""
 
 
 def test_page_lists_all_phases_and_roles() -> None:
-    assert [row[1] for row in table(text_of(SESSION), "phase")] == list(phases.PHASES)
-    assert names_in(table(text_of(SESSION), "role")) == [str(role) for role in node.NodeRole]
+    assert [row[1] for row in read_table(text_of(SESSION), "phase")] == list(phases.PHASES)
+    assert names_in(read_table(text_of(SESSION), "role")) == [str(role) for role in node.NodeRole]
 
 
 def test_page_lists_all_public_calls() -> None:
-    calls = [re.findall(r"genie\.(\w+)", name) for name in names_in(table(text_of(SESSION), "call"))]
+    calls = [re.findall(r"genie\.(\w+)", name) for name in names_in(read_table(text_of(SESSION), "call"))]
     assert {call for found in calls for call in found} | {"init"} == {
         name for name in genie.__all__ if name.islower() and not name.startswith("_")
     }
 
 
 def test_calls_of_the_device_module_exist() -> None:
-    listed = names_in(table(text_of("docs/DEVICE.md"), "call"))
+    listed = names_in(read_table(text_of("docs/DEVICE.md"), "call"))
     called = {found for name in listed for found in re.findall(r"torch\.remote_accelerator\.(\w+)", name)}
-    defined = {name for name, _ in functions(parsed(PACKAGE / "device" / "accelerator.py"))}
+    defined = {name for name, _ in list_functions(parse_file(PACKAGE / "device" / "accelerator.py"))}
     assert called
     assert called - defined == set()
 
@@ -167,12 +167,12 @@ def options_in(rows: Iterable[list[str]]) -> list[str]:
 
 def test_each_submit_option_is_on_one_page() -> None:
     pages = ("docs/USER_GUIDE.md", "docs/SCHEDULING.md")
-    listed = [option for page in pages for option in options_in(table(text_of(page), "`genie submit`"))]
+    listed = [option for page in pages for option in options_in(read_table(text_of(page), "`genie submit`"))]
     assert difference(listed, options_of("submit") - {"--json"}) == ""
 
 
 def test_page_lists_all_options_of_a_grid_run() -> None:
-    listed = options_in(table(text_of(GRID), "`grid-cli run`"))
+    listed = options_in(read_table(text_of(GRID), "`grid-cli run`"))
     assert difference(listed, options_of("grid", "run") - {"--config"}) == ""
 
 
@@ -192,7 +192,7 @@ def test_page_lists_all_variables_of_a_gang(tmp_path: Path) -> None:
 
     alone, gang = variables("10.0.0.1"), variables("10.0.0.1", "10.0.0.2")
     different = {name for name, value in gang.items() if alone.get(name) != value}
-    listed = names_in(table(text_of("docs/SCHEDULING.md"), "variable"))
+    listed = names_in(read_table(text_of("docs/SCHEDULING.md"), "variable"))
     assert difference(listed, different | {"GENIE_JOB_RANK"}) == ""
 
 
@@ -204,17 +204,17 @@ def test_page_lists_all_variables_that_a_job_inherits() -> None:
 
 
 def test_page_lists_all_columns_of_a_workload() -> None:
-    listed = names_in(table(text_of("docs/SIMULATOR.md"), "column"))
+    listed = names_in(read_table(text_of("docs/SIMULATOR.md"), "column"))
     assert difference(listed, workload.COLUMNS) == ""
 
 
 def test_page_lists_all_states_of_a_run() -> None:
-    listed = set(names_in(table(text_of(GRID), "state of a run")))
+    listed = set(names_in(read_table(text_of(GRID), "state of a run")))
     assert listed == {str(each) for each in run.RunState} | {"unreachable"}
 
 
 def test_page_lists_all_metrics() -> None:
-    rows = table(text_of(GRID), "name")
+    rows = read_table(text_of(GRID), "name")
     listed = {(name.partition("{")[0], row[1]) for row in rows for name in _CODE.findall(row[0])}
     text = metrics.prometheus_text(metrics.MetricsSnapshot.empty())
     assert listed == set(re.findall(r"^# TYPE (\w+) (\w+)$", text, re.MULTILINE))
@@ -252,7 +252,7 @@ def test_page_shows_every_key_of_a_node() -> None:
 
 def test_missing_field_and_wrong_default_are_detected() -> None:
     page = "| `DataPlaneConfig` | default | meaning |\n|---|---|---|\n| `host`, `port` | `1` | a \\| b |\n"
-    rows = table(page, "`DataPlaneConfig`")
+    rows = read_table(page, "`DataPlaneConfig`")
     assert rows == [["`host`, `port`", "`1`", "a \\| b"]]
     assert difference(names_in(rows), public_names(data_plane.DataPlaneConfig)) == (
         "not on the page: backend, timeout_s"
@@ -260,4 +260,4 @@ def test_missing_field_and_wrong_default_are_detected() -> None:
     assert difference(["a", "b", "b"], ["a"]) == "does not exist: b; listed twice: b"
     assert shown_default(5555) != rows[0][1]
     with pytest.raises(AssertionError, match="found 0 tables"):
-        table(page, "`ClusterConfig`")
+        read_table(page, "`ClusterConfig`")

@@ -14,7 +14,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from tests.house.sources import ROOT, parsed, python_files
+from tests.house.sources import ROOT, parse_file, python_files
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
 EXTRAS: dict[str, list[str]] = PROJECT["project"]["optional-dependencies"]
@@ -118,7 +118,7 @@ def test_run_set_contains_every_imported_package() -> None:
 def imported_modules() -> set[str]:
     """Top-level modules of other packages that genie or the tour imports."""
     files = [*python_files("genie"), ROOT / "examples" / "tour.py"]
-    found = {name.partition(".")[0] for path in files for name in _imports(parsed(path))}
+    found = {name.partition(".")[0] for path in files for name in _imports(parse_file(path))}
     return found - sys.stdlib_module_names - {"genie"}
 
 

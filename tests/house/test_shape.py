@@ -13,14 +13,21 @@ from pathlib import Path
 
 import pytest
 
-from tests.house.sources import functions, native_files, parsed, python_files, shown, text_files
+from tests.house.sources import (
+    list_functions,
+    native_files,
+    parse_file,
+    python_files,
+    relative_path,
+    text_files,
+)
 
 CODE = ("genie", "tests", "benchmarks", "examples")
 FILE_LINES_MAX = 800
 FUNCTION_LINES_MAX = 60
 PACKAGE_MODULES_MAX = 15
 GENERIC_NAMES = {"utils", "util", "helpers", "helper", "common", "misc", "manager"}
-HISTORY = re.compile(r"_(v\d+|new|old|optimized|enhanced|final)$")
+HISTORY_SUFFIX_PATTERN = re.compile(r"_(v\d+|new|old|optimized|enhanced|final)$")
 
 # "file" or "file::function": the reason.
 LONG_FILES: dict[str, str] = {}
@@ -43,14 +50,16 @@ QUIET_CATCHES: dict[str, str] = {
     "genie/controller/quarantine.py::Quarantine.isolated": "Quarantine.add() logs it",
     "genie/controller/jobs/changes.py::JobChanges._apply_isolated": "Quarantine.add() logs it",
     "genie/controller/steps.py::PeriodicSteps.run": "_record() logs it",
-    "genie/grid/remote/core.py::Loop._execute": "the caller gets it with its traceback; a node has no log",
+    "genie/grid/remote/core.py::RequestLoop._execute": (
+        "the caller gets it with its traceback; a node has no log"
+    ),
     "genie/grid/ray/batch.py::run_batch": "runs on a worker; the traceback is part of the result of the task",
     "genie/scheduler/policies.py::IsolatedPolicy._call": "a user's code; `fault` describes the error",
     "genie/scheduler/policies.py::_format_error": "an error that cannot be formatted is reported by its type",
 }
 
 # Split strings, so that this file does not match.
-PLACES = re.compile(
+LOCAL_PATHS_PATTERN = re.compile(
     "|".join(
         [
             r"(?<![\w.])/" + r"work/",
@@ -66,44 +75,46 @@ PLACES = re.compile(
 EMOJI = re.compile("[\U0001f000-\U0001faff\u2600-\u26ff\u2700-\u27bf\ufe0f\u2b50\u2b55]")
 
 
-def excess(found: dict[str, str], allowed: dict[str, str]) -> str:
+def describe_violations(found: dict[str, str], allowed: dict[str, str]) -> str:
     """Violations that are not allowed, and allowed ones that no longer exist; empty if there are none."""
     wrong = [f"{where}: {what}" for where, what in found.items() if where not in allowed]
     stale = [f"{where}: no longer needed, remove it from the list" for where in allowed if where not in found]
     return "\n".join(wrong + stale)
 
 
-def lines(path: Path) -> int:
+def count_lines(path: Path) -> int:
     return len(path.read_text("utf-8").splitlines())
 
 
 def test_files_are_short() -> None:
     files = [*python_files(*CODE), *native_files()]
-    long = {shown(p): f"{lines(p)} lines" for p in files if lines(p) > FILE_LINES_MAX}
-    assert not excess(long, LONG_FILES), excess(long, LONG_FILES)
+    long = {relative_path(p): f"{count_lines(p)} lines" for p in files if count_lines(p) > FILE_LINES_MAX}
+    assert not describe_violations(long, LONG_FILES), describe_violations(long, LONG_FILES)
 
 
 def test_packages_are_small() -> None:
-    modules = Counter(shown(path.parent) for path in python_files("genie") if path.name != "__init__.py")
+    modules = Counter(
+        relative_path(path.parent) for path in python_files("genie") if path.name != "__init__.py"
+    )
     assert {package: count for package, count in modules.items() if count > PACKAGE_MODULES_MAX} == {}
 
 
 def test_functions_fit_one_screen() -> None:
     long = {}
     for path in python_files(*CODE):
-        for name, node in functions(parsed(path)):
+        for name, node in list_functions(parse_file(path)):
             length = (node.end_lineno or node.lineno) - node.lineno + 1
             if length > FUNCTION_LINES_MAX:
-                long[f"{shown(path)}::{name}"] = f"{length} lines"
-    assert not excess(long, LONG_FUNCTIONS), excess(long, LONG_FUNCTIONS)
+                long[f"{relative_path(path)}::{name}"] = f"{length} lines"
+    assert not describe_violations(long, LONG_FUNCTIONS), describe_violations(long, LONG_FUNCTIONS)
 
 
 def test_file_names_have_no_generic_words_or_history() -> None:
     names = {p: {*p.relative_to(p.parents[1]).with_suffix("").parts} for p in python_files(*CODE)}
     wrong = [
-        shown(p)
+        relative_path(p)
         for p, parts in names.items()
-        if parts & GENERIC_NAMES or any(HISTORY.search(n) for n in parts)
+        if parts & GENERIC_NAMES or any(HISTORY_SUFFIX_PATTERN.search(n) for n in parts)
     ]
     assert wrong == []
 
@@ -111,30 +122,30 @@ def test_file_names_have_no_generic_words_or_history() -> None:
 def test_addresses_are_formatted_by_address_text() -> None:
     """It puts IPv6 addresses in brackets, so that they can be passed to commands."""
     by_hand = re.compile(r"%s:%d|\{[\w.]*host\}:\{[\w.]*port\}")
-    found = {shown(path) for path in python_files("genie") if by_hand.search(path.read_text("utf-8"))}
+    found = {relative_path(path) for path in python_files("genie") if by_hand.search(path.read_text("utf-8"))}
     assert found == {"genie/model/names.py"}
 
 
 def test_every_module_has_a_docstring() -> None:
-    assert [shown(p) for p in python_files(*CODE) if not ast.get_docstring(parsed(p))] == []
+    assert [relative_path(p) for p in python_files(*CODE) if not ast.get_docstring(parse_file(p))] == []
 
 
 def test_tasks_are_in_task_groups() -> None:
     loose = _found_in_functions(_loose_tasks, "starts a task outside a TaskGroup")
-    assert not excess(loose, LOOSE_TASKS), excess(loose, LOOSE_TASKS)
+    assert not describe_violations(loose, LOOSE_TASKS), describe_violations(loose, LOOSE_TASKS)
 
 
 def test_broad_handler_logs_the_traceback_or_raises() -> None:
     quiet = _found_in_functions(_quiet_catches, "catches everything and does not report it")
-    assert not excess(quiet, QUIET_CATCHES), excess(quiet, QUIET_CATCHES)
+    assert not describe_violations(quiet, QUIET_CATCHES), describe_violations(quiet, QUIET_CATCHES)
 
 
 @pytest.mark.parametrize(
-    ("pattern", "what"), [(PLACES, "a path or index of one machine"), (EMOJI, "an emoji")]
+    ("pattern", "what"), [(LOCAL_PATHS_PATTERN, "a path or index of one machine"), (EMOJI, "an emoji")]
 )
 def test_no_file_names(pattern: re.Pattern[str], what: str) -> None:
     hits = [
-        f"{shown(path)}:{number}: {match[0]}"
+        f"{relative_path(path)}:{number}: {match[0]}"
         for path in text_files()
         for number, line in enumerate(path.read_text("utf-8").splitlines(), start=1)
         if (match := pattern.search(line))
@@ -145,17 +156,17 @@ def test_no_file_names(pattern: re.Pattern[str], what: str) -> None:
 def _found_in_functions(find: Callable[[ast.Module], list[ast.AST]], what: str) -> dict[str, str]:
     found = {}
     for path in python_files("genie"):
-        tree = parsed(path)
+        tree = parse_file(path)
         wrong = {id(node) for node in find(tree)}
         if not wrong:
             continue
-        for name, function in reversed(list(functions(tree))):  # innermost function only
+        for name, function in reversed(list(list_functions(tree))):  # innermost function only
             here = wrong & {id(node) for node in ast.walk(function)}
             if here:
-                found[f"{shown(path)}::{name}"] = what
+                found[f"{relative_path(path)}::{name}"] = what
                 wrong -= here
         if wrong:
-            found[shown(path)] = what
+            found[relative_path(path)] = what
     return found
 
 
@@ -166,7 +177,7 @@ def _loose_tasks(tree: ast.Module) -> list[ast.AST]:
     return [
         node
         for node, called in calls
-        if called.endswith("ensure_future") or _last(called.rpartition(".")[0]) not in groups
+        if called.endswith("ensure_future") or _last_component(called.rpartition(".")[0]) not in groups
     ]
 
 
@@ -179,17 +190,17 @@ def _task_groups(tree: ast.Module) -> set[str]:
     for node in ast.walk(tree):
         match node:
             case ast.withitem(context_expr=ast.Call(func=made), optional_vars=ast.expr() as name):
-                groups |= {_last(_dotted(name))} if _dotted(made).endswith(GROUPS) else set()
+                groups |= {_last_component(_dotted(name))} if _dotted(made).endswith(GROUPS) else set()
             case ast.arg(arg=name, annotation=ast.expr() as kind) if "TaskGroup" in ast.unparse(kind):
                 groups.add(name)
             case ast.AnnAssign(target=name, annotation=kind) if "TaskGroup" in ast.unparse(kind):
-                groups.add(_last(_dotted(name)))
+                groups.add(_last_component(_dotted(name)))
     groups.discard("")
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign) and (
-            _last(_dotted(node.value)) in groups or ast.unparse(node.value).endswith("TaskGroup()")
+            _last_component(_dotted(node.value)) in groups or ast.unparse(node.value).endswith("TaskGroup()")
         ):
-            groups.update(_last(_dotted(target)) for target in node.targets)
+            groups.update(_last_component(_dotted(target)) for target in node.targets)
     return groups - {""}
 
 
@@ -228,7 +239,7 @@ def _raises_or_reports(node: ast.AST) -> bool:
         return True
     if not isinstance(node, ast.Call):
         return False
-    called = _last(_dotted(node.func))
+    called = _last_component(_dotted(node.func))
     return called in {"exception", "set_exception"} or any(word.arg == "exc_info" for word in node.keywords)
 
 
@@ -238,7 +249,7 @@ def _dotted(node: ast.expr) -> str:
     return node.id if isinstance(node, ast.Name) else ""
 
 
-def _last(dotted: str) -> str:
+def _last_component(dotted: str) -> str:
     return dotted.rpartition(".")[2]
 
 
@@ -299,5 +310,5 @@ def test_error_that_is_raised_later_is_allowed() -> None:
 
 @pytest.mark.parametrize("text", ["/wo" + "rk/main", "https://py" + "pi.org/simple"])
 def test_path_of_one_machine_is_detected(text: str) -> None:
-    assert PLACES.search(text)
-    assert not PLACES.search("a framework/ or net/work/ is none")
+    assert LOCAL_PATHS_PATTERN.search(text)
+    assert not LOCAL_PATHS_PATTERN.search("a framework/ or net/work/ is none")

@@ -52,7 +52,7 @@ def shared_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running
 @pytest.fixture
 def cluster(shared_cluster: RunningCluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunningCluster]:
     """The shared cluster, configured for sessions of this process. Ends open sessions afterwards."""
-    shared_cluster.use(monkeypatch)
+    shared_cluster.configure_for_this_process(monkeypatch)
     yield shared_cluster
     init.shutdown_blocking()
 
@@ -68,6 +68,6 @@ def own_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Sta
     """A separate cluster that the test may break."""
     settings = config.load({"paths.state_dir": tmp_path / "c", "controller.port": 0, "cluster.node_id": "n1"})
     with StartedCluster(settings) as started:
-        started.running.use(monkeypatch)
+        started.running.configure_for_this_process(monkeypatch)
         yield started
         init.shutdown_blocking()

@@ -25,7 +25,7 @@ from genie.supervisor.child import Child
 from genie.supervisor.local_cluster import make_owner_access
 from tests.waiting import until
 
-STOP_S = 20.0
+STOP_TIMEOUT_S = 20.0
 
 
 class Machine:
@@ -55,7 +55,7 @@ class Machine:
         await until(lambda: self._child.exit_code() is not None)
 
     async def stop(self) -> None:
-        await self._child.stop(grace_s=STOP_S)
+        await self._child.stop(grace_s=STOP_TIMEOUT_S)
 
     def check_alive(self) -> None:
         self._child.check_alive()
@@ -155,7 +155,7 @@ class Machines:
 
 
 @asynccontextmanager
-async def machines(folder: Path, *agents: str) -> AsyncIterator[Machines]:
+async def run_machines(folder: Path, *agents: str) -> AsyncIterator[Machines]:
     """Starts a controller and these agents, each in a separate process; stops them at the end."""
     cluster = Machines(folder)
     try:

@@ -25,7 +25,7 @@ from genie.supervisor import local_cluster
 from genie.supervisor.local_cluster import Supervisor
 from tests import needs
 
-START_S = 60.0
+START_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class RunningCluster:
             "GENIE_STATE_DIR": str(self.state_dir),
         }
 
-    def use(self, patch: pytest.MonkeyPatch) -> None:
+    def configure_for_this_process(self, patch: pytest.MonkeyPatch) -> None:
         """Configures this cluster for sessions of this process."""
         for name, value in self.environ().items():
             if name.startswith("GENIE_"):
@@ -87,7 +87,7 @@ class StartedCluster:
     def __enter__(self) -> StartedCluster:
         self._thread.start(self._main)
         self._thread.finished.add_done_callback(lambda _: self._ready.set())
-        assert self._ready.wait(START_S)
+        assert self._ready.wait(START_TIMEOUT_S)
         if self._failure is not None:
             raise self._failure
         return self
@@ -99,7 +99,7 @@ class StartedCluster:
     async def _main(self) -> None:
         try:
             async with local_cluster.run_local_cluster(
-                self.settings, progress=lambda _line: None, timeout_s=START_S
+                self.settings, progress=lambda _line: None, timeout_s=START_TIMEOUT_S
             ) as self.supervisor:
                 self._ready.set()
                 await self.supervisor.wait()
@@ -121,7 +121,7 @@ class StartedCluster:
         return self.supervisor.pids
 
 
-def python_job(code: str, *, name: str = "test", gpus: int = 0, node_id: str = "") -> JobSpec:
+def make_python_job(code: str, *, name: str = "test", gpus: int = 0, node_id: str = "") -> JobSpec:
     """A job that runs this Python code, which may use only the standard library."""
     # Another machine does not have the interpreter of these tests.
     python = sys.executable if needs.SERVER is None else "python3"

@@ -154,7 +154,7 @@ async def test_garbage_does_not_disturb_the_controller(
 def plain_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StartedCluster]:
     settings = config.load({"paths.state_dir": tmp_path / "c", "controller.port": 0, "controller.tls": "off"})
     with StartedCluster(settings) as started:
-        started.running.use(monkeypatch)
+        started.running.configure_for_this_process(monkeypatch)
         yield started
 
 

@@ -14,7 +14,7 @@ from genie.cluster.events import EventType
 from genie.cluster.lifecycle.phases import PHASES
 from genie.errors import AlreadyInitializedError, JobNotFoundError, JobRefusedError
 from genie.model.job import JobSpec, JobState, Resources
-from tests.integration.running import RunningCluster, python_job
+from tests.integration.running import RunningCluster, make_python_job
 from tests.waiting import until, wait_until
 
 SNIPPET = """
@@ -111,7 +111,7 @@ async def test_twenty_sequential_sessions_leave_no_thread(cluster: RunningCluste
 
 
 async def test_job_runs_and_its_log_is_returned(client: ClusterClient) -> None:
-    job = await client.submit(python_job("print('to stdout')", gpus=1))
+    job = await client.submit(make_python_job("print('to stdout')", gpus=1))
     seen: list[JobState] = []
     ended = await client.wait_job(job.job_id, timeout_s=60, on_change=lambda job: seen.append(job.state))
     assert (ended.state, ended.exit_code) == (JobState.SUCCEEDED, 0), ended.reason
@@ -127,7 +127,7 @@ async def test_log_is_followed_while_it_is_written(client: ClusterClient) -> Non
             print(number)
             time.sleep(0.1)
     """
-    job = await client.submit(python_job(code))
+    job = await client.submit(make_python_job(code))
     chunks = [data async for data in client.follow_log(job.job_id)]
     assert b"".join(chunks) == b"0\n1\n2\n3\n4\n"
     middle = [data async for data in client.follow_log(job.job_id, offset=4)]
@@ -140,7 +140,7 @@ async def test_working_directory_is_uploaded_once(client: ClusterClient, tmp_pat
     (tmp_path / ".gitignore").write_text("secret\n")
     (tmp_path / "secret").write_text("not for others")
     steps: list[tuple[str, int, int]] = []
-    spec = python_job("import os; print(sorted(os.listdir())); exec(open('main.py').read())")
+    spec = make_python_job("import os; print(sorted(os.listdir())); exec(open('main.py').read())")
     job = await client.submit(spec, workdir=tmp_path, progress=lambda *step: steps.append(step))
     ended = await client.wait_job(job.job_id, timeout_s=60)
     log = b"".join([data async for data in client.follow_log(job.job_id)]).decode()
@@ -162,7 +162,7 @@ async def test_job_that_can_never_run_is_rejected_with_the_reason(client: Cluste
 
 
 async def test_running_job_is_cancelled(client: ClusterClient) -> None:
-    job = await client.submit(python_job("import time; print('up'); time.sleep(60)"))
+    job = await client.submit(make_python_job("import time; print('up'); time.sleep(60)"))
     async for _ in client.follow_log(job.job_id):
         break
     await client.cancel(job.job_id)

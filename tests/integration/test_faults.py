@@ -17,12 +17,12 @@ import pytest
 from genie.cluster.client import ClusterClient
 from genie.model.allocation import FULL_MILLI
 from genie.model.job import Job, JobSpec, JobState
-from tests.integration.machine import Machines, machines
-from tests.integration.running import python_job
+from tests.integration.machine import Machines, run_machines
+from tests.integration.running import make_python_job
 from tests.waiting import until
 
 
-def counting_job(file: Path, *, node_id: str = "", until_file: Path | None = None) -> JobSpec:
+def make_counting_job(file: Path, *, node_id: str = "", until_file: Path | None = None) -> JobSpec:
     """A job that writes its PID once and then counts until `until_file` exists."""
     code = f"""
         import os, pathlib, time
@@ -37,10 +37,10 @@ def counting_job(file: Path, *, node_id: str = "", until_file: Path | None = Non
             time.sleep(0.05)
         print("end")
     """
-    return python_job(code, name=f"count-{file.stem}", gpus=1, node_id=node_id)
+    return make_python_job(code, name=f"count-{file.stem}", gpus=1, node_id=node_id)
 
 
-class Count:
+class CountingJobOutput:
     """Output file of a counting job."""
 
     def __init__(self, file: Path) -> None:
@@ -115,7 +115,9 @@ async def follow_log(client: ClusterClient, job_id: str) -> AsyncIterator[bytear
         following.cancel()
 
 
-async def wait_state(client: ClusterClient, job_id: str, state: JobState, *, timeout_s: float = 30) -> Job:
+async def wait_for_job_state(
+    client: ClusterClient, job_id: str, state: JobState, *, timeout_s: float = 30
+) -> Job:
     async def reached() -> Job | None:
         job = await client.get_job(job_id)
         assert job.state is state or not job.state.is_final, f"{job_id} is {job.state}: {job.reason}"
@@ -126,7 +128,7 @@ async def wait_state(client: ClusterClient, job_id: str, state: JobState, *, tim
     return found
 
 
-async def holds(client: ClusterClient) -> dict[str, list[tuple[str, int]]]:
+async def fetch_holds(client: ClusterClient) -> dict[str, list[tuple[str, int]]]:
     return {
         view.info.node_id: [(hold.job_id, hold.epoch) for hold in view.node_holds.holds]
         for view in await client.nodes()
@@ -135,28 +137,28 @@ async def holds(client: ClusterClient) -> dict[str, list[tuple[str, int]]]:
 
 @pytest.mark.timeout(120)
 async def test_job_of_a_killed_agent_is_lost_and_its_accelerator_is_reclaimed_once(tmp_path: Path) -> None:
-    doomed, other, later = (Count(tmp_path / name) for name in ("doomed", "other", "later"))
-    async with machines(tmp_path, "a", "b") as cluster, cluster.client() as client:
-        job_a = await client.submit(counting_job(doomed.file, node_id="a"))
-        job_b = await client.submit(counting_job(other.file, node_id="b"))
+    doomed, other, later = (CountingJobOutput(tmp_path / name) for name in ("doomed", "other", "later"))
+    async with run_machines(tmp_path, "a", "b") as cluster, cluster.client() as client:
+        job_a = await client.submit(make_counting_job(doomed.file, node_id="a"))
+        job_b = await client.submit(make_counting_job(other.file, node_id="b"))
         await doomed.wait_started()
         await other.wait_started()
         # Queued until the accelerator of the doomed job is free.
-        job_c = await client.submit(counting_job(later.file, node_id="a"))
+        job_c = await client.submit(make_counting_job(later.file, node_id="a"))
         assert job_c.state is JobState.QUEUED
         async with watch_ledger(client) as observed:
             await cluster.agents["a"].kill()
             assert (await client.get_job(job_a.job_id)).state is JobState.RUNNING
-            lost = await wait_state(client, job_a.job_id, JobState.LOST, timeout_s=60)
+            lost = await wait_for_job_state(client, job_a.job_id, JobState.LOST, timeout_s=60)
             # Reallocated only after the process that used it has certainly ended.
             assert not doomed.is_alive
-            assert (await holds(client))["a"] == []
+            assert (await fetch_holds(client))["a"] == []
             assert (await client.get_job(job_c.job_id)).state is JobState.QUEUED
             assert [step.state for step in lost.history].count(JobState.LOST) == 1
             assert lost.reason
             # The node returns: the queued job runs, the lost one does not.
             await cluster.start_agent("a")
-            running = await wait_state(client, job_c.job_id, JobState.RUNNING)
+            running = await wait_for_job_state(client, job_c.job_id, JobState.RUNNING)
             await later.wait_started()
             assert running.placement is not None
             assert lost.placement is not None
@@ -170,18 +172,18 @@ async def test_job_of_a_killed_agent_is_lost_and_its_accelerator_is_reclaimed_on
 
 @pytest.mark.timeout(120)
 async def test_restarted_controller_restores_its_state_and_jobs_continue(tmp_path: Path) -> None:
-    count, end = Count(tmp_path / "count"), tmp_path / "end"
+    count, end = CountingJobOutput(tmp_path / "count"), tmp_path / "end"
     async with (
-        machines(tmp_path, "a", "b") as cluster,
+        run_machines(tmp_path, "a", "b") as cluster,
         cluster.client() as client,
         AsyncExitStack() as stack,
     ):
-        finished = await client.submit(python_job("print('done before')"))
+        finished = await client.submit(make_python_job("print('done before')"))
         await client.wait_job(finished.job_id, timeout_s=30)
-        job = await client.submit(counting_job(count.file, node_id="a", until_file=end))
-        waiting = await client.submit(counting_job(tmp_path / "next", node_id="a", until_file=end))
+        job = await client.submit(make_counting_job(count.file, node_id="a", until_file=end))
+        waiting = await client.submit(make_counting_job(tmp_path / "next", node_id="a", until_file=end))
         await count.wait_started()
-        before, pid = await holds(client), count.pid
+        before, pid = await fetch_holds(client), count.pid
         known = await client.get_job(job.job_id)
         log = await stack.enter_async_context(follow_log(client, job.job_id))
 
@@ -199,7 +201,7 @@ async def test_restarted_controller_restores_its_state_and_jobs_continue(tmp_pat
         )
         assert (await client.get_job(waiting.job_id)).state is JobState.QUEUED
         assert (await client.get_job(finished.job_id)).state is JobState.SUCCEEDED
-        assert await holds(client) == before
+        assert await fetch_holds(client) == before
         for node_id in ("a", "b"):
             await until(lambda node_id=node_id: _is_healthy(cluster, node_id), timeout_s=30)
 
@@ -222,9 +224,11 @@ async def _is_healthy(cluster: Machines, node_id: str) -> bool:
 
 @pytest.mark.timeout(120)
 async def test_submit_interrupted_by_a_controller_crash_is_executed_once(tmp_path: Path) -> None:
-    async with machines(tmp_path, "a") as cluster, cluster.client() as client:
+    async with run_machines(tmp_path, "a") as cluster, cluster.client() as client:
         async with asyncio.TaskGroup() as group:
-            submits = [group.create_task(client.submit(python_job("pass", name=f"j{i}"))) for i in range(20)]
+            submits = [
+                group.create_task(client.submit(make_python_job("pass", name=f"j{i}"))) for i in range(20)
+            ]
             await asyncio.sleep(0)
             await cluster.controller.kill()
             await cluster.start_controller()
@@ -243,7 +247,7 @@ async def test_upload_resumes_after_a_controller_crash(tmp_path: Path) -> None:
     directory.mkdir()
     (directory / "data").write_bytes(os.urandom(20_000_000))
     sent: list[int] = []
-    async with machines(tmp_path, "a") as cluster, cluster.client() as client:
+    async with run_machines(tmp_path, "a") as cluster, cluster.client() as client:
 
         def progress(what: str, done: int, _total: int) -> None:
             if what == "sending":
@@ -253,7 +257,7 @@ async def test_upload_resumes_after_a_controller_crash(tmp_path: Path) -> None:
                     os.kill(cluster.controller.pid, signal.SIGKILL)
 
         killed: list[int] = []
-        spec = python_job("import os; print(os.stat('data').st_size)")
+        spec = make_python_job("import os; print(os.stat('data').st_size)")
         async with asyncio.TaskGroup() as group:
             submitting = group.create_task(client.submit(spec, workdir=directory, progress=progress))
             await until(lambda: bool(killed), timeout_s=30)

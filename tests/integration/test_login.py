@@ -19,7 +19,7 @@ from genie.tenancy.access import parse_token
 from tests.integration.running import RunningCluster
 from tests.waiting import until
 
-QUIET = {"enable_gpu_monitoring": False, "enable_health_checks": False}
+QUIET_SETTINGS = {"enable_gpu_monitoring": False, "enable_health_checks": False}
 
 
 @pytest.fixture(autouse=True)
@@ -46,7 +46,7 @@ async def test_init_uses_a_stored_login_until_its_token_is_revoked(
     created = await user_token(client)
     welcome = await store_login(cluster, laptop, created.token)
     assert (welcome.kind, welcome.tenant) == (TokenKind.USER, "team-a")
-    state = await genie.init(master_addr=cluster.host, master_port=cluster.port, **QUIET)
+    state = await genie.init(master_addr=cluster.host, master_port=cluster.port, **QUIET_SETTINGS)
     assert state.tenant == "team-a"
     await genie.shutdown()
     await client.revoke_token(created.record.token_id)
@@ -54,7 +54,7 @@ async def test_init_uses_a_stored_login_until_its_token_is_revoked(
         rf"stored login to {cluster.host}:{cluster.port} was refused: token .* was revoked.*genie login"
     )
     with pytest.raises(TokenRefusedError, match=expected):
-        await genie.init(**QUIET)
+        await genie.init(**QUIET_SETTINGS)
 
 
 async def test_expired_login_is_reported(
@@ -64,7 +64,7 @@ async def test_expired_login_is_reported(
 
     async def login_error() -> str:
         try:
-            await genie.init(**QUIET)
+            await genie.init(**QUIET_SETTINGS)
         except TokenRefusedError as error:
             return str(error)
         await genie.shutdown()

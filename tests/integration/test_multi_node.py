@@ -15,8 +15,8 @@ import torch
 import genie
 from genie.cluster import init
 from genie.model.job import JobState, PlacementConstraints, Spread
-from tests.integration.machine import machines
-from tests.integration.running import RunningCluster, python_job
+from tests.integration.machine import run_machines
+from tests.integration.running import RunningCluster, make_python_job
 from tests.waiting import wait_until
 
 CLIENT = """
@@ -49,8 +49,10 @@ def test_concurrent_clients_get_their_own_results(cluster: RunningCluster) -> No
 async def test_jobs_run_on_all_nodes_and_each_node_has_a_device_index(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with machines(tmp_path, "b", "a") as cluster, cluster.client() as client:
-        jobs = [await client.submit(python_job("import time; time.sleep(0.5)", gpus=1)) for _ in range(4)]
+    async with run_machines(tmp_path, "b", "a") as cluster, cluster.client() as client:
+        jobs = [
+            await client.submit(make_python_job("import time; time.sleep(0.5)", gpus=1)) for _ in range(4)
+        ]
         ended = await asyncio.gather(*(client.wait_job(job.job_id, timeout_s=60) for job in jobs))
         assert [job.state for job in ended] == [JobState.SUCCEEDED] * 4
         assert {job.placement.node_id for job in ended if job.placement} == {"a", "b"}
@@ -86,8 +88,8 @@ async def test_workers_of_a_gang_connect_to_each_other(tmp_path: Path) -> None:
             assert peer.recv(5) == b"hello"
         print("rank", rank, "of", os.environ["GENIE_JOB_ID"])
     """
-    async with machines(tmp_path, "b", "a") as cluster, cluster.client() as client:
-        wanted = python_job(textwrap.dedent(meet), gpus=1)
+    async with run_machines(tmp_path, "b", "a") as cluster, cluster.client() as client:
+        wanted = make_python_job(textwrap.dedent(meet), gpus=1)
         constraints = PlacementConstraints(workers=2, spread=Spread.SPREAD)
         job = await client.submit(msgspec.structs.replace(wanted, constraints=constraints))
         ended = await client.wait_job(job.job_id, timeout_s=60)
@@ -101,9 +103,11 @@ async def test_workers_of_a_gang_connect_to_each_other(tmp_path: Path) -> None:
 @pytest.mark.timeout(120)
 async def test_failed_worker_ends_the_gang(tmp_path: Path) -> None:
     fail = "import os, sys, time; sys.exit(7) if os.environ['RANK'] == '1' else time.sleep(600)"
-    async with machines(tmp_path, "b", "a") as cluster, cluster.client() as client:
+    async with run_machines(tmp_path, "b", "a") as cluster, cluster.client() as client:
         constraints = PlacementConstraints(workers=2, spread=Spread.SPREAD)
-        job = await client.submit(msgspec.structs.replace(python_job(fail, gpus=1), constraints=constraints))
+        job = await client.submit(
+            msgspec.structs.replace(make_python_job(fail, gpus=1), constraints=constraints)
+        )
         ended = await client.wait_job(job.job_id, timeout_s=60)
         assert (ended.state, ended.exit_code) == (JobState.FAILED, 7)
         assert "worker 1 on node" in ended.reason
@@ -124,15 +128,15 @@ async def test_preempted_job_saves_its_state_and_resumes(tmp_path: Path) -> None
         print("ready", flush=True)
         time.sleep(600)
     """
-    async with machines(tmp_path, "a") as cluster, cluster.client() as client:
+    async with run_machines(tmp_path, "a") as cluster, cluster.client() as client:
         constraints = PlacementConstraints(preemptible=True, grace_s=20.0)
-        low = python_job(textwrap.dedent(saving), gpus=1)
+        low = make_python_job(textwrap.dedent(saving), gpus=1)
         one = await client.submit(msgspec.structs.replace(low, constraints=constraints))
         async for part in client.follow_log(one.job_id, follow=True):
             if b"ready" in part:
                 break
         high = msgspec.structs.replace(
-            python_job("pass", gpus=1), constraints=PlacementConstraints(priority=5)
+            make_python_job("pass", gpus=1), constraints=PlacementConstraints(priority=5)
         )
         two = await client.submit(high)
         assert (await client.wait_job(two.job_id, timeout_s=60)).state is JobState.SUCCEEDED
@@ -149,7 +153,7 @@ async def test_node_that_joins_later_gets_the_next_device_index(tmp_path: Path) 
         wait_until(lambda: torch.remote_accelerator.device_count() == 2, timeout_s=60)  # type: ignore[attr-defined]
         return float((here.to("remote_accelerator:1") * 2).sum())
 
-    async with machines(tmp_path, "b") as cluster:
+    async with run_machines(tmp_path, "b") as cluster:
         config = cluster.settings().cluster
         state = await genie.init(
             config.master_addr, config.master_port, token=config.token, heartbeat_interval=0.2
@@ -175,7 +179,7 @@ async def test_tensor_is_copied_directly_between_nodes(tmp_path: Path) -> None:
         sent = torch.remote_accelerator.stream_stats(1)["bytes_sent"]  # type: ignore[attr-defined]
         return torch.equal(back.cpu(), (here + 1) * 2), sent
 
-    async with machines(tmp_path, "a", "b") as cluster:
+    async with run_machines(tmp_path, "a", "b") as cluster:
         config = cluster.settings().cluster
         await genie.init(config.master_addr, config.master_port, token=config.token)
         try:

@@ -24,7 +24,7 @@ def has_event(state: genie.ClusterState, kind: EventType) -> bool:
 
 
 @contextmanager
-def stopped(pid: int) -> Iterator[None]:
+def suspend_process(pid: int) -> Iterator[None]:
     """Stops a process, which keeps its connections open and does not respond."""
     os.kill(pid, signal.SIGSTOP)
     try:
@@ -56,7 +56,7 @@ async def test_session_and_device_survive_a_controller_crash(own_cluster: Starte
 async def test_hanging_controller_does_not_block_the_session(own_cluster: StartedCluster) -> None:
     """With TLS, where an orderly shutdown needs the peer."""
     state = await genie.init(heartbeat_interval=0.2, heartbeat_timeout=0.6)
-    with stopped(own_cluster.pids["controller"]):
+    with suspend_process(own_cluster.pids["controller"]):
         await until(lambda: state.nodes["n1"].status is NodeStatus.DISCONNECTED)
         assert state.stats["heartbeats_failed"] >= 1
         await genie.shutdown()

@@ -67,7 +67,7 @@ def test_throughput_is_bytes_per_second() -> None:
     before = Traffic(received_bytes=1000, sent_bytes=0, measured_at_s=10.0)
     after = Traffic(received_bytes=5000, sent_bytes=250_000_000, measured_at_s=12.0)
     carried = compute_throughput(before, after)
-    assert carried == Throughput(received_bytes_per_s=2000.0, sent_bytes_per_s=125e6, interval_s=2.0)
+    assert carried == Throughput(received_bytes_per_s=2000.0, sent_bytes_per_s=125e6, over_s=2.0)
     assert carried.gbps_max == pytest.approx(1.0)
     assert compute_throughput(after, before) is None, "a reset, or no time"
     assert compute_throughput(None, after) is None
@@ -79,7 +79,7 @@ def test_meter_measures_since_the_previous_reading(tmp_path: Path) -> None:
     write_counters(tmp_path, "eth0", received=0, sent=0)
     meter = InterfaceMeter("eth0", root=tmp_path, monotonic_s=lambda: next(times))
     write_counters(tmp_path, "eth0", received=200, sent=20)
-    assert meter.read() == Throughput(received_bytes_per_s=100.0, sent_bytes_per_s=10.0, interval_s=2.0)
-    assert meter.read() == Throughput(received_bytes_per_s=0.0, sent_bytes_per_s=0.0, interval_s=2.0)
+    assert meter.read() == Throughput(received_bytes_per_s=100.0, sent_bytes_per_s=10.0, over_s=2.0)
+    assert meter.read() == Throughput(received_bytes_per_s=0.0, sent_bytes_per_s=0.0, over_s=2.0)
     (tmp_path / "proc/net/dev").unlink()
     assert meter.read() is None

@@ -38,14 +38,14 @@ async def child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
     await made.stop(grace_s=5)
 
 
-def started(tmp_path: Path) -> list[int]:
+def read_started_pids(tmp_path: Path) -> list[int]:
     path = tmp_path / "pids"
     return [int(line) for line in path.read_text().split()] if path.exists() else []
 
 
 async def test_child_has_its_own_session_a_record_and_a_private_log(child: Child, tmp_path: Path) -> None:
     child.start([str(tmp_path / "pids")])
-    await until(lambda: started(tmp_path))
+    await until(lambda: read_started_pids(tmp_path))
     assert child.pid is not None
     assert os.getsid(child.pid) == child.pid
     record = process_records.read_record(tmp_path, "agent")
@@ -62,14 +62,14 @@ async def test_child_whose_record_cannot_be_written_is_started_once_and_ended(
     run.write_text("stands in for a full disk: no record can be written")
     child.start([str(tmp_path / "pids")])
     watching = asyncio.create_task(child.restart_after_crashes(lambda reason: None))
-    await until(lambda: started(tmp_path))
+    await until(lambda: read_started_pids(tmp_path))
     assert process_records.read_record(tmp_path, "agent") is None
     run.unlink()
     await until(lambda: process_records.read_record(tmp_path, "agent"), what="the record is written later")
-    assert started(tmp_path) == [child.pid]
+    assert read_started_pids(tmp_path) == [child.pid]
     watching.cancel()
     await child.stop(grace_s=5)
-    assert not process_records.make_record("agent", started(tmp_path)[0])
+    assert not process_records.make_record("agent", read_started_pids(tmp_path)[0])
 
 
 async def test_check_alive_quotes_only_the_log_of_the_last_start(child: Child, tmp_path: Path) -> None:
@@ -88,7 +88,7 @@ async def test_child_imports_nothing_from_the_current_directory(
     (tmp_path / "pathlib.py").write_text("raise SystemExit('someone else has put this here')")
     monkeypatch.chdir(tmp_path)
     child.start([str(tmp_path / "pids")])
-    await until(lambda: started(tmp_path))
+    await until(lambda: read_started_pids(tmp_path))
     child.check_alive()
 
 
@@ -110,13 +110,13 @@ async def test_check_alive_quotes_the_log_of_a_crashed_child(child: Child, tmp_p
 async def test_crashed_child_is_restarted_with_the_same_arguments(child: Child, tmp_path: Path) -> None:
     crashes: list[str] = []
     child.start([str(tmp_path / "pids")])
-    await until(lambda: started(tmp_path))
+    await until(lambda: read_started_pids(tmp_path))
     async with asyncio.TaskGroup() as group:
         watch = group.create_task(child.restart_after_crashes(crashes.append))
-        os.kill(started(tmp_path)[0], signal.SIGKILL)
-        await until(lambda: len(started(tmp_path)) == 2)
+        os.kill(read_started_pids(tmp_path)[0], signal.SIGKILL)
+        await until(lambda: len(read_started_pids(tmp_path)) == 2)
         watch.cancel()
-    assert started(tmp_path)[1] == child.pid
+    assert read_started_pids(tmp_path)[1] == child.pid
     assert ["SIGKILL" in line for line in crashes] == [True]
 
 
@@ -125,12 +125,12 @@ async def test_stopped_child_is_not_restarted(
     child: Child, tmp_path: Path, number: signal.Signals | None
 ) -> None:
     child.start([str(tmp_path / "pids"), *([] if number else ["0"])])
-    await until(lambda: started(tmp_path))
+    await until(lambda: read_started_pids(tmp_path))
     if number is not None:
-        os.kill(started(tmp_path)[0], number)
+        os.kill(read_started_pids(tmp_path)[0], number)
     async with asyncio.timeout(30):
         await child.restart_after_crashes(pytest.fail)
-    assert len(started(tmp_path)) == 1
+    assert len(read_started_pids(tmp_path)) == 1
 
 
 def test_restart_delay_doubles_up_to_five_seconds() -> None:

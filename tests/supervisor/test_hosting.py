@@ -27,10 +27,10 @@ from genie.supervisor import hosting, local_cluster, process_records
 from genie.telemetry import log
 from genie.tenancy.access import NO_PIN, new_token, parse_token
 
-OURS, OTHERS = "a" * 43, "b" * 43
+OWN_PIN, OTHER_PIN = "a" * 43, "b" * 43
 
 
-def token(kind: TokenKind, pin: str) -> str:
+def make_token(kind: TokenKind, pin: str) -> str:
     return str(new_token(kind, token_id="abcd", secret=b"\x01" * 32, pin=pin))
 
 
@@ -41,34 +41,34 @@ def state_dir(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def join(state_dir: Path, *, pin: str, controllers: str = '["10.0.0.1:5555"]') -> None:
-    write_private(state_dir / "agents" / "n1" / "node.token", token(TokenKind.NODE, pin).encode())
+def record_joined_node(state_dir: Path, *, pin: str, controllers: str = '["10.0.0.1:5555"]') -> None:
+    write_private(state_dir / "agents" / "n1" / "node.token", make_token(TokenKind.NODE, pin).encode())
     write_private(state_dir / "agents" / "n1" / "controllers.json", controllers.encode())
 
 
-async def lend(state_dir: Path, *, pin: str, host: str = "10.0.0.1") -> None:
+async def record_lent_node(state_dir: Path, *, pin: str, host: str = "10.0.0.1") -> None:
     settings = config.load({"paths.state_dir": state_dir})
-    access = config.ClusterConfig(master_addr=host, token=token(TokenKind.OWNER, pin))
+    access = config.ClusterConfig(master_addr=host, token=make_token(TokenKind.OWNER, pin))
     async with AsyncExitStack() as stack:
         await hosting.start_worker_agent(settings, access, stack, timeout_s=5)
 
 
 async def test_worker_does_not_start_a_second_agent(state_dir: Path) -> None:
-    join(state_dir, pin=OURS)
-    await lend(state_dir, pin=OURS)
+    record_joined_node(state_dir, pin=OWN_PIN)
+    await record_lent_node(state_dir, pin=OWN_PIN)
 
 
 async def test_worker_rejects_a_machine_of_another_cluster(state_dir: Path) -> None:
-    join(state_dir, pin=OTHERS)
+    record_joined_node(state_dir, pin=OTHER_PIN)
     with pytest.raises(AgentRunningError, match=r"another cluster than 10\.0\.0\.1:5555 .*genie down"):
-        await lend(state_dir, pin=OURS)
+        await record_lent_node(state_dir, pin=OWN_PIN)
 
 
 async def test_clusters_without_tls_are_compared_by_address(state_dir: Path) -> None:
-    join(state_dir, pin=NO_PIN, controllers='["127.0.0.1:5555"]')
-    await lend(state_dir, pin=NO_PIN, host="localhost")
+    record_joined_node(state_dir, pin=NO_PIN, controllers='["127.0.0.1:5555"]')
+    await record_lent_node(state_dir, pin=NO_PIN, host="localhost")
     with pytest.raises(AgentRunningError, match="another cluster"):
-        await lend(state_dir, pin=NO_PIN, host="127.0.0.1:5556")
+        await record_lent_node(state_dir, pin=NO_PIN, host="127.0.0.1:5556")
 
 
 # --- the address that a server listens on -------------------------------------------------------
@@ -116,7 +116,7 @@ async def test_server_logs_that_it_joins_an_address_of_another_machine(
 
 async def test_server_without_address_does_not_join_the_cluster_of_a_login() -> None:
     """Another program, or a cluster of another user, listens on the default port."""
-    store_login(config.load().paths.state_dir, "box", 5555, parse_token(token(TokenKind.USER, OURS)))
+    store_login(config.load().paths.state_dir, "box", 5555, parse_token(make_token(TokenKind.USER, OWN_PIN)))
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         message = f"no token for 127.0.0.1:{port}: the port is in use by another program.*master_port"
@@ -213,9 +213,13 @@ async def host_without_processes(
     monkeypatch.setattr(local_cluster, "run_local_cluster", up)
     monkeypatch.setattr(hosting, "_is_listening", listens)
     settings = config.load(
-        {"controller.bind": bind, "cluster.master_addr": host, "cluster.token": token(TokenKind.OWNER, OURS)}
+        {
+            "controller.bind": bind,
+            "cluster.master_addr": host,
+            "cluster.token": make_token(TokenKind.OWNER, OWN_PIN),
+        }
     )
-    write_private(settings.paths.state_dir / "owner.token", token(TokenKind.OWNER, OURS).encode())
+    write_private(settings.paths.state_dir / "owner.token", make_token(TokenKind.OWNER, OWN_PIN).encode())
     async with AsyncExitStack() as stack:
         _, is_hosted = await hosting.host_cluster(settings, stack, timeout_s=5)
     assert is_hosted
@@ -289,12 +293,12 @@ async def test_guide_is_not_written_to_stdout_without_stderr(
 
 
 def test_worker_joins_with_the_join_token_and_connects_with_the_login(tmp_path: Path) -> None:
-    given = token(TokenKind.JOIN, OURS)
+    given = make_token(TokenKind.JOIN, OWN_PIN)
     settings = config.load(
         {"paths.state_dir": tmp_path, "cluster.master_addr": "box", "cluster.token": given}
     )
     with pytest.raises(TokenMissingError, match="genie login box:5555"):
         hosting.split_join_token(settings)
-    store_login(tmp_path, "box", 5555, parse_token(token(TokenKind.USER, OURS)))
+    store_login(tmp_path, "box", 5555, parse_token(make_token(TokenKind.USER, OWN_PIN)))
     connecting, joining = hosting.split_join_token(settings)
     assert (connecting.cluster.token, joining) == (None, given)

@@ -530,14 +530,14 @@ def test_invalid_node_id_is_rejected(tmp_path: Path) -> None:
 
 
 async def test_running_jobs_end_with_the_cluster(tmp_path: Path, progress: ProgressLog) -> None:
-    from tests.integration.running import python_job
+    from tests.integration.running import make_python_job
 
     async with local_cluster.run_local_cluster(settings(tmp_path), progress=progress) as running:
         assert running.cluster is not None
         access = local_cluster.make_owner_access(tmp_path, running.cluster)
         async with open_client(settings(tmp_path, **_as_arguments(access))) as client:
             job = await client.submit(
-                python_job("import os, time; print(os.getpid(), flush=True); time.sleep(600)")
+                make_python_job("import os, time; print(os.getpid(), flush=True); time.sleep(600)")
             )
             async for data in client.follow_log(job.job_id):
                 pid = int(data)

@@ -186,21 +186,21 @@ async def _redraw_until_interrupted(settings: Settings, file: GridFile, *, inter
 
 
 async def _refresh_metrics(settings: Settings, file: GridFile) -> GridMetrics:
-    from genie.grid.metrics_server import refresh
+    from genie.grid.metrics_server import refresh_metrics
 
     grid_metrics = _open_metrics(settings)
     async with _open_checker_and_runner(settings, file) as (checker, runner):
-        await refresh(checker, runner, file, grid_metrics)
+        await refresh_metrics(checker, runner, file, grid_metrics)
     return grid_metrics
 
 
 async def _serve_metrics(settings: Settings, file: GridFile, *, bind: str, port: int, as_json: bool) -> None:
-    from genie.grid.metrics_server import refresh_forever, serving
+    from genie.grid.metrics_server import refresh_metrics_forever, serve_metrics
 
     grid_metrics = _open_metrics(settings)
     async with (
         _open_checker_and_runner(settings, file) as (checker, runner),
-        serving(grid_metrics, bind=bind, port=port) as (host, number),
+        serve_metrics(grid_metrics, bind=bind, port=port) as (host, number),
     ):
         url = f"http://{address_text(host, number)}/metrics"
         if as_json:
@@ -211,7 +211,7 @@ async def _serve_metrics(settings: Settings, file: GridFile, *, bind: str, port:
             output.print_message(
                 "warning: anyone who can reach this address can read the names and load of your nodes"
             )
-        await refresh_forever(checker, runner, file, grid_metrics)
+        await refresh_metrics_forever(checker, runner, file, grid_metrics)
 
 
 def _open_metrics(settings: Settings) -> GridMetrics:

@@ -110,14 +110,14 @@ def list_nodes(invocation: Invocation, *, as_json: JsonOption = False) -> None:
 
 
 async def _resolve_nodes(settings: Settings, file: GridFile) -> list[dict[str, Any]]:
-    from genie.grid.ssh.target import KnownHosts, resolve
+    from genie.grid.ssh.target import KnownHostsCache, resolve_target
 
-    trusted = KnownHosts()
+    trusted = KnownHostsCache()
     rows = []
     for node in file.nodes:
         row: dict[str, Any] = {"name": node.name, "weight": node.weight, "labels": dict(node.labels)}
         try:
-            target = await resolve(node, file, settings.grid.ssh_config, trusted=trusted)
+            target = await resolve_target(node, file, settings.grid.ssh_config, trusted=trusted)
         except UsageError as error:
             row |= {"host": "", "port": None, "user": "", "host_key": error.message}
         else:
@@ -150,10 +150,10 @@ def add(
 
     def add_nodes(text: str) -> str:
         for node in made:
-            text = node_list.add(text, node, name=str(path))
+            text = node_list.add_node(text, node, name=str(path))
         return text
 
-    node_list.edit(path, add_nodes)
+    node_list.edit_grid_file(path, add_nodes)
     if as_json:
         output.write_json({"file": str(path), "added": [node.name for node in made]})
         return
@@ -181,10 +181,10 @@ def remove(
 
     def remove_nodes(text: str) -> str:
         for name in nodes:
-            text = node_list.remove(text, name, name=str(file.path))
+            text = node_list.remove_node(text, name, name=str(file.path))
         return text
 
-    node_list.edit(settings.grid.file, remove_nodes)
+    node_list.edit_grid_file(settings.grid.file, remove_nodes)
     if as_json:
         output.write_json({"file": str(file.path), "removed": nodes})
         return
@@ -284,7 +284,7 @@ def _add_confirmed_host_keys(
         if not as_json:
             where = f"added to {key.known_hosts}" if state == "trusted" else state
             output.write_line(f"{key.node}: {key.fingerprint} {where}")
-    HealthCache(settings.paths.state_dir).forget()
+    HealthCache(settings.paths.state_dir).delete()
     if as_json:
         output.write_json({"nodes": rows})
 

@@ -244,7 +244,7 @@ def dashboard(
                     output.print_message(
                         f"log in with the token in {cluster.token_file}. Press Ctrl-C to close the tunnel."
                     )
-                await tunnel.wait_lost()
+                await tunnel.wait_until_lost()
                 raise ConnectionLostError(f"node {tunnel.head}: connection lost")
 
     asyncio.run(work())
@@ -272,7 +272,7 @@ def submit(
     as_json: JsonOption = False,
 ) -> None:
     """Run a program as a Ray job on the head node, print its output, and exit with its exit code."""
-    from genie.grid.ray.jobs import RayJobs, shell_line
+    from genie.grid.ray.jobs import RayJobs, to_shell_line
 
     if not argv:
         raise UsageError(
@@ -285,7 +285,7 @@ def submit(
     async def work() -> RayJobResult | str:
         async with _open_cluster(settings, file) as (_, cluster):
             jobs = RayJobs(cluster)
-            job = await jobs.submit(shell_line(argv), env=variables, gpus=gpus)
+            job = await jobs.submit(to_shell_line(argv), env=variables, gpus=gpus)
             return job if detach else await _follow_job(jobs, job, as_json=as_json)
 
     end = asyncio.run(work())
@@ -327,10 +327,10 @@ def _parse_environment(pairs: list[str]) -> dict[str, str]:
 async def _run_setup(
     settings: Settings, file: GridFile, wanted: EnvironmentSpec, nodes: list[str], *, again: bool
 ) -> list[SetupReport]:
-    from genie.grid.setup import Setup
+    from genie.grid.setup import EnvironmentSetup
 
     async with _open_cluster(settings, file) as (pool, _):
-        return await Setup(pool, file, requester=user_at_host()).run(
+        return await EnvironmentSetup(pool, file, requester=user_at_host()).run(
             wanted, nodes, again=again, on_progress=_print_node_message
         )
 

@@ -135,7 +135,7 @@ def ps(
 ) -> None:
     """List the running commands of all nodes, newest first."""
     found = asyncio.run(_fetch_runs(invocation.load_settings(), node))
-    runs = [each for one in found for each in one.runs if everything or not each.is_over]
+    runs = [each for one in found for each in one.runs if everything or not each.has_ended]
     runs.sort(key=lambda each: -each.started)
     failed = [one for one in found if one.error is not None]
     if as_json:
@@ -337,7 +337,7 @@ async def _run_on_several_nodes(
     launches = {
         name: dataclasses.replace(launch, sync=None, run_id=run_id) for name, run_id in run_ids.items()
     }
-    async with launcher.starter(launches, sync=launch.sync) as start:
+    async with launcher.open_starter(launches, sync=launch.sync) as start:
         return await follower.start_and_follow(run_ids, start)
 
 
@@ -441,7 +441,7 @@ async def _read_whole_output(runner: Runner, run: Run, show: StreamWriter) -> No
         show("out", chunk.out)
         show("err", chunk.err)
         out, err = out + len(chunk.out), err + len(chunk.err)
-        if chunk.end or not (chunk.out or chunk.err):
+        if chunk.is_last or not (chunk.out or chunk.err):
             return
 
 
@@ -482,7 +482,7 @@ async def _cancel_runs(
                 failed.append(error)
             else:
                 ended.append(after)
-                if after.is_over and not found.is_over:
+                if after.has_ended and not found.has_ended:
                     count = track_run(after, state_dir=settings.paths.state_dir, file=file, is_new=False)
                     count("cancelled")
     return ended, failed

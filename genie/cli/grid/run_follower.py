@@ -149,7 +149,7 @@ class RunFollower:
             return self._detached_outcome(each.run)
         if each.announces_start:
             output.print_message(f"run {each.describe}")
-        return await self._wait_for_run(each.run, is_new=each.announces_start or not each.run.is_over)
+        return await self._wait_for_run(each.run, is_new=each.announces_start or not each.run.has_ended)
 
     async def _wait_for_run(self, run: Run, *, is_new: bool) -> RunOutcome:
         from genie.grid.runs.launch import track_run
@@ -183,7 +183,7 @@ class RunFollower:
         from genie.grid.runs.launch import track_run
 
         ended = track_run(run, state_dir=self._state_dir, file=self._file)
-        if run.is_over:
+        if run.has_ended:
             ended("lost" if run.exit_code is None else "failed" if run.exit_code else "succeeded")
         if self._as_json:
             return RunOutcome(run.node, run, 0)

@@ -18,7 +18,7 @@ from genie.errors import TransportError
 if TYPE_CHECKING:
     from genie.config import Settings
     from genie.grid.grid_file import GridFile
-    from genie.grid.sync.syncer import Progress, SyncReport
+    from genie.grid.sync.syncer import SyncProgress, SyncReport
 
 _PATHS_SHOWN_MAX = 10
 
@@ -81,11 +81,11 @@ class SyncProgressBar:
     """Total progress of all nodes, on one line of a terminal; prints nothing without a terminal."""
 
     def __init__(self) -> None:
-        self._progress_by_node: dict[str, Progress] = {}
+        self._progress_by_node: dict[str, SyncProgress] = {}
         self._is_shown = sys.stderr.isatty()
         self._progress_line = output.ProgressLine()
 
-    def __call__(self, progress: Progress) -> None:
+    def __call__(self, progress: SyncProgress) -> None:
         self._progress_by_node[progress.node] = progress
         if self._is_shown:
             done = sum(each.bytes for each in self._progress_by_node.values())

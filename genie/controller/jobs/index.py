@@ -41,20 +41,21 @@ class SequenceIndex:
 
     def put(self, job: Job) -> None:
         """Add a job or replace the one with its sequence number."""
-        sequence, order = job.sequence, self._order
+        sequence, order, jobs = job.sequence, self._order, self.jobs
         if not order or sequence > order[-1]:
             order.append(sequence)
-        elif sequence not in self.jobs:
+        elif sequence not in jobs:
             position = bisect_left(order, sequence)
             if order[position] != sequence:
                 order.insert(position, sequence)
-        self.jobs[sequence] = job
+        jobs[sequence] = job
+        count = len(order)
+        # Not where jobs are removed, because only additions make the list longer; and not at each of them.
+        if count % _SKIPPED_MAX == 0 and count > 2 * len(jobs) + _SKIPPED_MAX:
+            self._compact()
 
     def remove(self, sequence: int) -> None:
-        jobs = self.jobs
-        jobs.pop(sequence, None)
-        if len(self._order) > 2 * len(jobs) + _SKIPPED_MAX:
-            self._compact()
+        self.jobs.pop(sequence, None)
 
     def newest_first(self, before: int | None = None) -> Iterator[Job]:
         """Jobs with smaller sequence numbers than `before`, descending."""

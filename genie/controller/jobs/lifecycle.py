@@ -41,7 +41,7 @@ from genie.controller.ledger import Ledger, TableRead, Transaction
 from genie.errors import (
     FencedError,
     JobNotFoundError,
-    JobRefusedError,
+    QueueFullError,
     RowTooLargeError,
     WorkersMissingError,
 )
@@ -284,7 +284,7 @@ class JobLifecycle:
         session: str = "",
         ticket_sha256: str = "",
     ) -> Job:
-        """Create a job, or return the one that this request ID created before. JobRefusedError when the queue
+        """Create a job, or return the one that this request ID created before. QueueFullError when the queue
         is full. The job is placed in the same transaction if it can start at once."""
         validate_name(request_id, what="request id")
 
@@ -293,9 +293,7 @@ class JobLifecycle:
             if again is not None:
                 return again
             if self._staged.queued >= self._config.queue_max:
-                raise JobRefusedError(
-                    f"the queue is full: {self._config.queue_max} jobs are pending", hint="try again later"
-                )
+                raise QueueFullError(f"the queue is full: {self._config.queue_max} jobs are pending")
             self._check_tenant_share(identity.tenant)
             self.space.check_submission(identity.tenant)
             now, reason = self._clock.wall_s(), "submitted"
@@ -334,14 +332,13 @@ class JobLifecycle:
         return recorded
 
     def _check_tenant_share(self, tenant: str) -> None:
-        """Raise JobRefusedError if this tenant would fill the queue alone."""
+        """Raise QueueFullError if this tenant would fill the queue alone."""
         queue_max = self._config.queue_max
         share = queue_max - queue_max // _OTHER_TENANTS_DIVISOR
         own = self._staged.queued_of_tenant[tenant]
         if own >= share:
-            raise JobRefusedError(
-                f"{own} jobs of tenant {tenant} are pending; a tenth of the queue is for other tenants",
-                hint="try again later",
+            raise QueueFullError(
+                f"{own} jobs of tenant {tenant} are pending; a tenth of the queue is for other tenants"
             )
 
     def find_request(self, tenant: str, request_id: str) -> Job | None:
@@ -751,16 +748,21 @@ class JobLifecycle:
 
     def _row_changed(self, job_id: str, before: Job | None, after: Job | None) -> None:
         self._index.changed(before, after)
-        if after is None or after.state is not JobState.QUEUED:
+        state = None if after is None else after.state
+        if state is not _QUEUED:
             self._pending_reasons.pop(job_id, None)
-        if after is None or after.state is not JobState.RUNNING:
+        if state is not _RUNNING:
             self._run_notes.pop(job_id, None)
-        if after is None or after.state is not JobState.PLACING:
+        if state is not _PLACING:
             self._ready_ranks.pop(job_id, None)
-        if after is None or after.state.is_final:
+        if state is None or state.is_final:
             self._backoff.reset(job_id)
         self._notifier.notify(job_id)
         self._wake()
+
+
+# Members of an enum are slow to look up, and every change of a job compares them.
+_QUEUED, _PLACING, _RUNNING = JobState.QUEUED, JobState.PLACING, JobState.RUNNING
 
 
 def _without_ticket(job: Job) -> Job:

@@ -118,11 +118,12 @@ class JobSpace:
                 await asyncio.sleep(0)
 
     def _changed(self, job_id: str, before: Job | None, after: Job | None) -> None:
-        if before is None and after is not None:
-            self._add(job_id, after, self._ledger.jobs.size_bytes(job_id))
-        elif before is not None and after is None:
+        if before is None:
+            if after is not None:
+                self._add(job_id, after, self._ledger.jobs.size_bytes(job_id))
+        elif after is None:
             self._remove(job_id, before)
-        elif before is not None and after is not None and after.state.is_final and not before.state.is_final:
+        elif after.state.is_final and not before.state.is_final:
             size_bytes = self._remove(job_id, before)
             self._add(job_id, after, size_bytes)
 

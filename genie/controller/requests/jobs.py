@@ -16,7 +16,7 @@ from genie.controller.jobs.lifecycle import JobLifecycle
 from genie.controller.placement.planner import PENDING_KINDS_MAX, Planner
 from genie.controller.requests.open_waits import OpenWaits, too_many
 from genie.controller.requests.reply_size import fit_in_reply
-from genie.errors import JobRefusedError, WorkdirError
+from genie.errors import JobRefusedError, QueueFullError, WorkdirError
 from genie.model.job import Job, JobSpec, JobState, Workdir
 from genie.model.limits import LIST_MAX
 from genie.model.messages import CancelJob, GetJob, JobReply, JobsReply, ListJobs, SubmitJob
@@ -83,7 +83,7 @@ class JobRequests:
             )
         check_quota_allows(self._planner, spec, tenant=identity.tenant)
         if not self._planner.accepts_kind(spec, identity.tenant):
-            raise JobRefusedError(
+            raise QueueFullError(
                 f"{PENDING_KINDS_MAX} different kinds of jobs are pending already",
                 hint="use the same resource request as other jobs, or try again later",
             )

@@ -15,7 +15,7 @@ from genie.controller.connection import Connection, Connections, Handlers
 from genie.controller.election import Election
 from genie.controller.ledger import Ledger
 from genie.controller.nodes.admission import Admission, Certificates
-from genie.controller.request_limits import RequestLimits, TokenUsage
+from genie.controller.request_limits import LISTS, RequestLimits, TokenUsage
 from genie.controller.tokens import Tokens
 from genie.errors import (
     AccessError,
@@ -129,7 +129,8 @@ class Service:
             connection.peer.close()
 
     def _dispatch(self, connection: Connection, request: Message) -> Awaitable[Message]:
-        if type(request) not in UNAUTHENTICATED_REQUESTS:
+        kind = type(request)
+        if kind not in UNAUTHENTICATED_REQUESTS:
             if connection.authenticated_as is None:
                 raise TokenMissingError(
                     "this connection is not authenticated", hint="send Hello with a token first"
@@ -138,16 +139,18 @@ class Service:
                 self._charge(connection, connection.usage, request)
             check_allowed(connection.authenticated_as, request)
             self._tokens.check_valid(connection.authenticated_as)
-            if not self._ledger.is_current and type(request) not in _WHILE_LOADING:
+            if not self._ledger.is_current and kind not in _WHILE_LOADING:
                 self._check_not_loading()
-        handler = self._handlers[type(request)]
-        if connection.usage is None:
+        handler, usage = self._handlers[kind], connection.usage
+        if usage is None:
             return handler(connection, request)
+        size_bytes = connection.peer.request_bytes
+        if kind not in LISTS:
+            return self._limits.run(usage, handler(connection, request), size_bytes=size_bytes)
         return self._limits.run(
-            connection.usage,
-            request,
-            lambda: handler(connection, request),
-            size_bytes=connection.peer.request_bytes,
+            usage,
+            self._limits.run_list(usage, request, lambda: handler(connection, request)),
+            size_bytes=size_bytes,
         )
 
     def _charge(self, connection: Connection, usage: TokenUsage, request: Message) -> None:

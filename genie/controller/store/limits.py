@@ -83,23 +83,26 @@ def _compare_bytes(compare: Compare) -> int:
     if compare.revision < 0:
         raise UsageError(f"compare of {key!r} with revision {compare.revision}; the minimum is 0")
     # Fast path for ASCII keys; encode_key() handles the rest and the errors. Here and below.
-    return len(key) if key.isascii() and 0 < len(key) <= KEY_BYTES_MAX else len(encode_key(key))
+    key_bytes = len(key)
+    return key_bytes if 0 < key_bytes <= KEY_BYTES_MAX and key.isascii() else len(encode_key(key))
 
 
 def operation_bytes(operation: Put | Delete) -> int:
     """Size in bytes as counted against TXN_BYTES_MAX. Raises UsageError for an invalid operation."""
     key = operation.key
-    key_bytes = len(key) if key.isascii() and 0 < len(key) <= KEY_BYTES_MAX else len(encode_key(key))
-    if operation.__class__ is Delete:
+    key_bytes = len(key)
+    if not (0 < key_bytes <= KEY_BYTES_MAX and key.isascii()):
+        key_bytes = len(encode_key(key))
+    if not isinstance(operation, Put):
         return key_bytes
-    assert isinstance(operation, Put)
-    if len(operation.value) > VALUE_BYTES_MAX:
+    value_bytes = len(operation.value)
+    if value_bytes > VALUE_BYTES_MAX:
         raise RowTooLargeError(
-            f"the value of {key!r} has {len(operation.value)} bytes; the limit is {VALUE_BYTES_MAX}"
+            f"the value of {key!r} has {value_bytes} bytes; the limit is {VALUE_BYTES_MAX}"
         )
     if operation.lease_id < 0:
         raise UsageError(f"put of {operation.key!r} with lease {operation.lease_id}; lease IDs are above 0")
-    return key_bytes + len(operation.value)
+    return key_bytes + value_bytes
 
 
 def _encode(text: str, *, what: str) -> bytes:

@@ -1,7 +1,7 @@
 """Checks the health of grid nodes and chooses the best node.
 
-`NodeHealthChecker` reads all nodes concurrently, each with its own timeout; `assess`, `score` and `choose`
-are pure. The score of a node is
+`NodeHealthChecker` reads all nodes concurrently, each with its own timeout; `assess_health`, `compute_score`
+and `choose_best_node` are pure. The score of a node is
 
     (cpu_weight x load per core in percent + gpu_weight x GPU memory in use in percent) / node's weight
 
@@ -37,26 +37,26 @@ from genie.processes.tasks import pause_timeout
 
 _log = logging.getLogger(__name__)
 
-THROTTLE_CHECK_C = TEMPERATURE_C_MAX - 5.0
+THROTTLE_CHECK_TEMPERATURE_C_MIN = TEMPERATURE_C_MAX - 5.0
 """GPUs throttle before they overheat. From this temperature on, throttle reasons are read by nvidia-smi."""
 DISK_BYTES_MIN = 1 << 30
 DISK_SHARE_MIN = 0.01
 XID_AGE_S_MAX = 86400.0
-PROGRAM_XIDS = frozenset({13, 31, 43, 45, 68, 69})
+PROGRAM_FAULT_XIDS = frozenset({13, 31, 43, 45, 68, 69})
 """Xid errors caused by programs; all others indicate a fault of the GPU, its driver or its link."""
 _READING_TIMEOUT_FRACTION = 0.7
 """Timeout of each reading as a fraction of the node's remaining time; the rest is for the response."""
-_CONNECTING_MAX = 256
-_REASONS_SHOWN = 20
-_HINT = "read all nodes again: grid-cli health --fresh; choose a node yourself: --node NAME"
+_CONCURRENT_CONNECTS_MAX = 256
+_REASONS_SHOWN_MAX = 20
+_FRESH_READING_HINT = "read all nodes again: grid-cli health --fresh; choose a node yourself: --node NAME"
 _CACHE_BYTES_MAX = 64 << 20
 _REASONS_MAX = 64
 _REASON_CHARS_MAX = 300
 
 # Readings are validated, so that no score is computed from an impossible number.
-_Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
-_Amount = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
-_Degrees = Annotated[float, msgspec.Meta(ge=-273.15, le=10000)]
+_NonNegativeCount = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
+_NonNegativeAmount = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
+_DegreesCelsius = Annotated[float, msgspec.Meta(ge=-273.15, le=10000)]
 
 
 class HealthState(StrEnum):
@@ -81,31 +81,31 @@ class GpuReading(msgspec.Struct, frozen=True):
     index: int
     name: str = ""
     uuid: str = ""
-    memory_total_bytes: _Count | None = None
-    memory_used_bytes: _Count | None = None
-    utilization_pct: _Amount | None = None
-    temperature_c: _Degrees | None = None
-    ecc_uncorrected: _Count | None = None
+    memory_total_bytes: _NonNegativeCount | None = None
+    memory_used_bytes: _NonNegativeCount | None = None
+    utilization_pct: _NonNegativeAmount | None = None
+    temperature_c: _DegreesCelsius | None = None
+    ecc_uncorrected: _NonNegativeCount | None = None
     throttled: tuple[str, ...] = ()
 
     @property
     def memory_share(self) -> float | None:
-        return health.memory_share(self.memory_total_bytes, self.memory_used_bytes, self.utilization_pct)
+        return health.gpu_memory_share(self.memory_total_bytes, self.memory_used_bytes, self.utilization_pct)
 
     @property
     def is_free(self) -> bool:
-        return health.is_free(self.memory_total_bytes, self.memory_used_bytes, self.utilization_pct)
+        return health.is_gpu_free(self.memory_total_bytes, self.memory_used_bytes, self.utilization_pct)
 
 
 class Readings(msgspec.Struct, frozen=True):
     """Readings of one node. `failed` maps each failed part (load, memory, disk, gpus, xids) to the reason."""
 
-    load: tuple[_Amount, _Amount, _Amount] | None = None
-    cores: _Count | None = None
-    memory_total_bytes: _Count | None = None
-    memory_available_bytes: _Count | None = None
-    disk_total_bytes: _Count | None = None
-    disk_free_bytes: _Count | None = None
+    load: tuple[_NonNegativeAmount, _NonNegativeAmount, _NonNegativeAmount] | None = None
+    cores: _NonNegativeCount | None = None
+    memory_total_bytes: _NonNegativeCount | None = None
+    memory_available_bytes: _NonNegativeCount | None = None
+    disk_total_bytes: _NonNegativeCount | None = None
+    disk_free_bytes: _NonNegativeCount | None = None
     unwritable: str | None = None
     """The first existing directory of remote_root if it is not writable, '' if it is, None if unknown."""
     vendor: str = "none"
@@ -167,7 +167,7 @@ class NodeHealth(msgspec.Struct, frozen=True):
         return "; ".join(self.reasons)
 
 
-def score(readings: Readings, keys: HealthSettings, weight: float) -> float | None:
+def compute_score(readings: Readings, keys: HealthSettings, weight: float) -> float | None:
     """Return the score (see the module docstring), or None if load or GPU memory is unknown."""
     load_pct, gpu_pct = readings.load_pct, readings.gpu_memory_pct
     if load_pct is None or gpu_pct is None:
@@ -175,7 +175,7 @@ def score(readings: Readings, keys: HealthSettings, weight: float) -> float | No
     return (keys.cpu_weight * load_pct + keys.gpu_weight * gpu_pct) / weight
 
 
-def assess(readings: Readings) -> tuple[HealthState, tuple[str, ...]]:
+def assess_health(readings: Readings) -> tuple[HealthState, tuple[str, ...]]:
     """Return the state of a node and the reasons. Unhealthy takes precedence over degraded."""
     faults = [*_disk_faults(readings), *_gpu_faults(readings)]
     missing = [f"{part}: {why}" for part, why in readings.failed.items() if part != "xids"]
@@ -215,12 +215,12 @@ def _gpu_faults(readings: Readings) -> list[str]:
             found.append(f"GPU {gpu.index} has {gpu.ecc_uncorrected} uncorrected ECC errors")
     for xid in readings.xids or ():
         recent = xid.age_s is None or xid.age_s <= XID_AGE_S_MAX
-        if recent and xid.code not in PROGRAM_XIDS:
+        if recent and xid.code not in PROGRAM_FAULT_XIDS:
             found.append(f"Xid {xid.code} on {xid.bus}: {xid.text}".rstrip(": "))
     return list(dict.fromkeys(found))
 
 
-def choose(
+def choose_best_node(
     nodes: Sequence[NodeHealth], *, gpus: int = 0, labels: Mapping[str, str] | None = None
 ) -> NodeHealth:
     """Return the best node with these labels and enough free GPUs; among equals the one chosen least.
@@ -237,13 +237,13 @@ def choose(
             fitting.append(node)
     if fitting:
         return min(fitting, key=lambda node: node.sort_key)
-    more = [f"and {len(rejected) - _REASONS_SHOWN} more"] if len(rejected) > _REASONS_SHOWN else []
+    more = [f"and {len(rejected) - _REASONS_SHOWN_MAX} more"] if len(rejected) > _REASONS_SHOWN_MAX else []
     labelled = [node for node in nodes if not _missing_labels(node, labels or {})]
     unreachable = bool(labelled) and all(node.state is HealthState.UNREACHABLE for node in labelled)
     kind = NoNodeReachedError if unreachable else NoNodeError
     raise kind(
-        "\n".join(["no node fits", *rejected[:_REASONS_SHOWN], *more]),
-        hint=_HINT if labelled else "list the nodes and their labels: grid-cli nodes list",
+        "\n".join(["no node fits", *rejected[:_REASONS_SHOWN_MAX], *more]),
+        hint=_FRESH_READING_HINT if labelled else "list the nodes and their labels: grid-cli nodes list",
     )
 
 
@@ -280,12 +280,12 @@ class HealthCache:
         except (OSError, msgspec.DecodeError) as error:
             _log.info("ignored an unreadable health cache", extra={"why": str(error)})
             return {}
-        if cached is None or cached.identity != identity(file):
+        if cached is None or cached.identity != grid_file_digest(file):
             return {}
         return {node.name: node for node in cached.nodes}
 
     def write(self, file: GridFile, nodes: Sequence[NodeHealth]) -> None:
-        cached = _CacheFile(identity=identity(file), nodes=tuple(nodes))
+        cached = _CacheFile(identity=grid_file_digest(file), nodes=tuple(nodes))
         temporary = self._path.with_name(f".{self._path.name}.{os.getpid()}.new")
         try:
             files.make_private_directory(self._path.parent)
@@ -298,7 +298,7 @@ class HealthCache:
             with contextlib.suppress(OSError):
                 temporary.unlink(missing_ok=True)
 
-    def forget(self) -> None:
+    def delete(self) -> None:
         with contextlib.suppress(OSError):
             self._path.unlink(missing_ok=True)
 
@@ -308,7 +308,7 @@ class _CacheFile(msgspec.Struct, frozen=True):
     nodes: tuple[NodeHealth, ...]
 
 
-def identity(file: GridFile) -> str:
+def grid_file_digest(file: GridFile) -> str:
     """Return a digest of the grid file: other nodes or weights mean other scores."""
     return hashlib.sha256(repr(file).encode()).hexdigest()
 
@@ -325,21 +325,21 @@ class NodeHealthChecker:
         self._file = file
         self._clock = clock
         self._cache = cache
-        self._results = cache.read(file) if cache is not None else {}
-        self._read_nodes: set[str] = set()
+        self._result_by_node = cache.read(file) if cache is not None else {}
+        self._nodes_read_here: set[str] = set()
         # At most as many as pool connections, so that no node's timeout passes while it waits for one. A
         # node takes its slot after the SSH banner, so that unreachable nodes do not delay others.
         keys = file.health_check
-        self._slots = asyncio.Semaphore(min(keys.max_workers, file.ssh.pool_size))
-        self._connecting = asyncio.Semaphore(_connecting_max())
+        self._check_slots = asyncio.Semaphore(min(keys.max_workers, file.ssh.pool_size))
+        self._connect_slots = asyncio.Semaphore(_concurrent_connects_max())
 
     async def check_all(self, *, fresh: bool = False) -> list[NodeHealth]:
         """Return one result per node in file order. Raises nothing; an unreachable node has that state."""
-        stale = [node for node in self._file.nodes if fresh or not self._is_current(node.name)]
+        stale = [node for node in self._file.nodes if fresh or not self._has_current_result(node.name)]
         async with asyncio.TaskGroup() as group:
-            checks = [group.create_task(self._check(node)) for node in stale]
-        self._store([task.result() for task in checks])
-        return [self._results[node.name] for node in self._file.nodes]
+            checks = [group.create_task(self._check_node(node)) for node in stale]
+        self._store_results([task.result() for task in checks])
+        return [self._result_by_node[node.name] for node in self._file.nodes]
 
     async def check_all_nodes(self, *, fresh: bool = False) -> list[NodeHealth]:
         """Like check_all, sorted by score: the best node first, nodes that must not be chosen last."""
@@ -348,34 +348,34 @@ class NodeHealthChecker:
     async def check(self, name: str, *, fresh: bool = False) -> NodeHealth:
         """Raises NoNodeError for a name that is not in the file."""
         node = self._file.node(name)
-        if fresh or not self._is_current(name):
-            self._store([await self._check(node)])
-        return self._results[name]
+        if fresh or not self._has_current_result(name):
+            self._store_results([await self._check_node(node)])
+        return self._result_by_node[name]
 
     def record_choice(self, name: str) -> None:
         """Rank this node after equally good ones until its next reading, because it gets work now."""
-        known = self._results[name]
-        self._store([msgspec.structs.replace(known, chosen=known.chosen + 1)])
+        known = self._result_by_node[name]
+        self._store_results([msgspec.structs.replace(known, chosen=known.chosen + 1)])
 
-    def _is_current(self, name: str) -> bool:
-        known = self._results.get(name)
+    def _has_current_result(self, name: str) -> bool:
+        known = self._result_by_node.get(name)
         return known is not None and 0 <= self._clock() - known.at < self._file.health_check.refresh_interval
 
-    def _store(self, results: Sequence[NodeHealth]) -> None:
-        self._results.update({result.name: result for result in results})
+    def _store_results(self, results: Sequence[NodeHealth]) -> None:
+        self._result_by_node.update({result.name: result for result in results})
         if results and self._cache is not None:
-            self._cache.write(self._file, list(self._results.values()))
+            self._cache.write(self._file, list(self._result_by_node.values()))
 
-    async def _check(self, node: GridNode) -> NodeHealth:
-        async with self._connecting:
+    async def _check_node(self, node: GridNode) -> NodeHealth:
+        async with self._connect_slots:
             loop = asyncio.get_running_loop()
             started = loop.time()
             limit = asyncio.timeout(self._file.health_check.timeout)
-            with _Slot(self._slots, limit) as slot:
+            with _CheckSlot(self._check_slots, limit) as slot:
                 try:
                     async with limit:
-                        readings = await self._read(node, limit, slot)
-                    return self._result(node, readings, took_s=loop.time() - started - slot.waited_s)
+                        readings = await self._read_node(node, limit, slot)
+                    return self._make_result(node, readings, took_s=loop.time() - started - slot.waited_s)
                 except TimeoutError:
                     if not limit.expired():
                         raise
@@ -384,20 +384,22 @@ class NodeHealthChecker:
                     )
                 except GenieError as found:
                     error = found
-                return self._unreachable_result(node, error, took_s=loop.time() - started - slot.waited_s)
+                return self._make_unreachable_result(
+                    node, error, took_s=loop.time() - started - slot.waited_s
+                )
 
-    async def _read(self, node: GridNode, limit: asyncio.Timeout, slot: _Slot) -> Readings:
+    async def _read_node(self, node: GridNode, limit: asyncio.Timeout, slot: _CheckSlot) -> Readings:
         # The first check is one shell command: starting Python costs a node more than the readings.
-        async with self._pool.use(
+        async with self._pool.connect(
             node.name,
             timeout_s=self._file.health_check.timeout,
             retries=1,
-            without_helper=node.name not in self._read_nodes,
+            without_helper=node.name not in self._nodes_read_here,
             before_login=slot.acquire,
         ) as link:
             left_s = max(0.05, (limit.when() or 0.0) - asyncio.get_running_loop().time())
-            answer = await _fetch(link, self._file.remote_root, left_s=left_s)
-        self._read_nodes.add(node.name)
+            answer = await _fetch_readings(link, self._file.remote_root, left_s=left_s)
+        self._nodes_read_here.add(node.name)
         try:
             readings = msgspec.convert(answer, Readings)
         except msgspec.ValidationError as error:
@@ -407,10 +409,10 @@ class NodeHealthChecker:
             return msgspec.structs.replace(readings, gpus=(), failed=failed)
         return readings
 
-    def _result(self, node: GridNode, readings: Readings, *, took_s: float) -> NodeHealth:
-        state, reasons = assess(readings)
+    def _make_result(self, node: GridNode, readings: Readings, *, took_s: float) -> NodeHealth:
+        state, reasons = assess_health(readings)
         reasons = tuple(reason[:_REASON_CHARS_MAX] for reason in reasons[:_REASONS_MAX])
-        found = score(readings, self._file.health_check, node.weight)
+        found = compute_score(readings, self._file.health_check, node.weight)
         _log.debug(
             "checked the health of a node", extra={"node": node.name, "state": state.value, "score": found}
         )
@@ -418,7 +420,7 @@ class NodeHealthChecker:
             node.name, state, found, reasons, self._clock(), round(took_s, 3), readings, dict(node.labels)
         )
 
-    def _unreachable_result(self, node: GridNode, error: GenieError, *, took_s: float) -> NodeHealth:
+    def _make_unreachable_result(self, node: GridNode, error: GenieError, *, took_s: float) -> NodeHealth:
         why = error.message.removeprefix(f"node {node.name}: ")
         _log.info("a node is unreachable", extra={"node": node.name, "why": why})
         hint = f"{why} ({error.hint})" if error.hint else why
@@ -434,22 +436,22 @@ class NodeHealthChecker:
         )
 
 
-def _connecting_max() -> int:
+def _concurrent_connects_max() -> int:
     """At most half of the open files that the system allows; each connection takes one."""
     import resource  # late: not available on every system
 
     allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if allowed == resource.RLIM_INFINITY:
-        return _CONNECTING_MAX
-    return max(1, min(_CONNECTING_MAX, allowed // 2))
+        return _CONCURRENT_CONNECTS_MAX
+    return max(1, min(_CONCURRENT_CONNECTS_MAX, allowed // 2))
 
 
-class _Slot:
+class _CheckSlot:
     """One node's slot among the concurrent checks. Waiting for it pauses the node's timeout."""
 
     def __init__(self, slots: asyncio.Semaphore, limit: asyncio.Timeout) -> None:
         self._slots = slots
-        self._limit = limit
+        self._node_timeout = limit
         self._is_held = False
         self.waited_s = 0.0
 
@@ -459,12 +461,12 @@ class _Slot:
             loop = asyncio.get_running_loop()
             before = loop.time()
             try:
-                with pause_timeout(self._limit):
+                with pause_timeout(self._node_timeout):
                     self._is_held = await self._slots.acquire()
             finally:
                 self.waited_s += loop.time() - before
 
-    def __enter__(self) -> _Slot:
+    def __enter__(self) -> _CheckSlot:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -472,17 +474,17 @@ class _Slot:
             self._slots.release()
 
 
-async def _fetch(
+async def _fetch_readings(
     link: NodeConnection, root: str, *, left_s: float
 ) -> Any:  # Any: a node's JSON, not validated yet
     part_s = _READING_TIMEOUT_FRACTION * left_s
     if link.has_helper:
-        arguments = {"root": root, "timeout_s": part_s, "throttle_check_c": THROTTLE_CHECK_C}
+        arguments = {"root": root, "timeout_s": part_s, "throttle_check_c": THROTTLE_CHECK_TEMPERATURE_C_MIN}
         answer, _ = await link.call("health.read", arguments, timeout_s=left_s)
         return answer
-    done = await link.command(
-        "exec sh", stdin=shell_readings.script(root, timeout_s=part_s), timeout_s=left_s
+    done = await link.run_command(
+        "exec sh", stdin=shell_readings.make_readings_script(root, timeout_s=part_s), timeout_s=left_s
     )
-    if shell_readings.MARK.encode() not in done.stdout:
+    if shell_readings.SECTION_MARK.encode() not in done.stdout:
         await check_login_shell(link, timeout_s=left_s)
-    return shell_readings.parse(done.stdout.decode("utf-8", "replace"))
+    return shell_readings.parse_readings(done.stdout.decode("utf-8", "replace"))

@@ -9,14 +9,14 @@ from typing import Any
 
 from genie.grid.remote import health
 from genie.grid.remote.core import OpError
-from genie.grid.ssh.shell_words import path_word
+from genie.grid.ssh.shell_words import quote_path
 
-MARK = "@@genie"
+SECTION_MARK = "@@genie"
 _OUTPUT_CHARS_MAX = 4 << 20
 # Prints each part after a line with MARK. Every first check of a node runs this and a process costs about a
 # millisecond, so sh reads what it can itself, and buffers its output because every write becomes a packet.
 # Tools are killed after the timeout, by a watcher on systems without `timeout`.
-_SCRIPT = """\
+_READINGS_SCRIPT = """\
 LC_ALL=C; export LC_ALL
 PATH="$PATH:/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin:/opt/rocm/bin"
 text=; end='
@@ -62,87 +62,92 @@ part end; flush
 """
 
 
-def script(root: str, *, timeout_s: float) -> bytes:
+def make_readings_script(root: str, *, timeout_s: float) -> bytes:
     """Return the script. `root` is a validated path that begins with '/' or '~/'."""
-    return _SCRIPT.format(
-        mark=MARK,
+    return _READINGS_SCRIPT.format(
+        mark=SECTION_MARK,
         limit=max(1, round(timeout_s)),
-        root=path_word(root),
+        root=quote_path(root),
         query=health.NVIDIA_QUERY,
         form=health.NVIDIA_FORMAT,
     ).encode()
 
 
-def parse(output: str) -> dict[str, Any]:
+def parse_readings(output: str) -> dict[str, Any]:
     """Return the same as `health.read`. Missing and invalid parts are listed in `failed`."""
     if len(output) > _OUTPUT_CHARS_MAX:
         return {"failed": {"answer": f"longer than {_OUTPUT_CHARS_MAX} characters"}}
-    parts = _parts(output)
+    parts = _split_sections(output)
     found: dict[str, Any] = {"vendor": "none", "gpus": []}
     failed: dict[str, str] = {}
-    for name, read in (("load", _load), ("memory", _memory), ("disk", _disk), ("gpus", _gpus)):
+    for name, read in (
+        ("load", _parse_load),
+        ("memory", _parse_memory),
+        ("disk", _parse_disk),
+        ("gpus", _parse_gpus),
+    ):
         try:
             found.update(read(parts))
         except (KeyError, ValueError, IndexError, TypeError, AttributeError, OpError) as error:
             failed[name] = str(error) if isinstance(error, OpError) else "missing in the node's output"
     failed.update(found.pop("failed", {}))
     if "unwritable" in parts:
-        found["unwritable"] = parts["unwritable"].strip("\n")[: health.TEXT_MAX]
+        found["unwritable"] = parts["unwritable"].strip("\n")[: health.TEXT_CHARS_MAX]
     if "nvidia" in parts:
         readable = parts.get("xids", "").rstrip().endswith("readable")
-        found["xids"] = _xids(parts) if readable else None
+        found["xids"] = _parse_xids(parts) if readable else None
         if not readable:
             found["xids_unknown"] = "the kernel log is not readable"
     found["failed"] = failed
     return found
 
 
-def _parts(output: str) -> dict[str, str]:
+def _split_sections(output: str) -> dict[str, str]:
     codes: dict[str, str] = {}
     parts: dict[str, list[str]] = {}
     name = ""
     for line in output.splitlines():
-        if line.startswith(f"{MARK} code "):
+        if line.startswith(f"{SECTION_MARK} code "):
             codes[f"{name} code"] = line.rsplit(" ", 1)[1]
-        elif line.startswith(f"{MARK} "):
-            name = line[len(MARK) + 1 :]
+        elif line.startswith(f"{SECTION_MARK} "):
+            name = line[len(SECTION_MARK) + 1 :]
             parts[name] = []
         elif name and (line or parts[name]):
             parts[name].append(f"{line}\n")
     return {name: "".join(lines) for name, lines in parts.items()} | codes
 
 
-def _load(parts: dict[str, str]) -> dict[str, Any]:
+def _parse_load(parts: dict[str, str]) -> dict[str, Any]:
     return {"load": [float(word) for word in parts["load"].split()[:3]], "cores": int(parts["cores"].strip())}
 
 
-def _memory(parts: dict[str, str]) -> dict[str, Any]:
+def _parse_memory(parts: dict[str, str]) -> dict[str, Any]:
     return health.parse_meminfo(parts["memory"])
 
 
-def _disk(parts: dict[str, str]) -> dict[str, Any]:
-    _check_code(parts, "disk", program="df")
+def _parse_disk(parts: dict[str, str]) -> dict[str, Any]:
+    _check_exit_code(parts, "disk", program="df")
     words = parts["disk"].strip().splitlines()[-1].split()
     return {"disk_total_bytes": int(words[1]) * 1024, "disk_free_bytes": int(words[3]) * 1024}
 
 
-def _gpus(parts: dict[str, str]) -> dict[str, Any]:
+def _parse_gpus(parts: dict[str, str]) -> dict[str, Any]:
     if "nvidia" in parts:
         if "no devices were found" not in parts["nvidia"].lower():
-            _check_code(parts, "nvidia", program="nvidia-smi")
-        return health.parse_nvidia(parts["nvidia"])
+            _check_exit_code(parts, "nvidia", program="nvidia-smi")
+        return health.parse_nvidia_smi(parts["nvidia"])
     if "rocm" in parts:
-        _check_code(parts, "rocm", program="rocm-smi")
-        return health.parse_rocm(parts["rocm"])
+        _check_exit_code(parts, "rocm", program="rocm-smi")
+        return health.parse_rocm_smi(parts["rocm"])
     if "amd" in parts:
-        _check_code(parts, "amd", program="amd-smi")
-        return health.parse_amd(parts["amd"], {})
+        _check_exit_code(parts, "amd", program="amd-smi")
+        return health.parse_amd_smi(parts["amd"], {})
     if "none" not in parts:
         raise OpError("output", "missing in the node's output")
     return {"vendor": "none", "gpus": []}
 
 
-def _check_code(parts: dict[str, str], part: str, *, program: str) -> None:
+def _check_exit_code(parts: dict[str, str], part: str, *, program: str) -> None:
     if len(parts[part]) > health.OUTPUT_BYTES_MAX:
         raise OpError("output", f"{program} printed more than {health.OUTPUT_BYTES_MAX} bytes")
     code = int(parts[f"{part} code"])
@@ -152,7 +157,7 @@ def _check_code(parts: dict[str, str], part: str, *, program: str) -> None:
         raise OpError("exit", f"{program} exited with code {code}: {' '.join(parts[part].split())[-160:]}")
 
 
-def _xids(parts: dict[str, str]) -> list[dict[str, Any]]:
+def _parse_xids(parts: dict[str, str]) -> list[dict[str, Any]]:
     found = health.parse_xids(parts["xids"])
     try:
         return health.with_age(found, float(parts["uptime"].split()[0]))

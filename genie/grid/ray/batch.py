@@ -26,9 +26,9 @@ _log = logging.getLogger(__name__)
 BATCH_SIZE_MAX = 100_000
 IN_FLIGHT_MAX = 4096
 _BATCHES_PER_SLOT = 2
-_WAIT_S = 0.5
-_TALLY_S = 0.5
-_CANCELLED = "cancelled"
+_COLLECT_WAIT_S = 0.5
+_METRICS_FLUSH_INTERVAL_S = 0.5
+_CANCELLED_ERROR = "cancelled"
 
 
 @dataclass(frozen=True)
@@ -52,28 +52,28 @@ class NoMetrics:
     def tasks_changed(self, *, started: int = 0, ended: Sequence[tuple[str, float]] = ()) -> None: ...
 
 
-class _Tally:
+class _BufferedTaskMetrics:
     """Buffers counts, because writing the metrics file takes longer than a small batch."""
 
     def __init__(self, metrics: TaskMetrics) -> None:
         self._metrics = metrics
-        self._started = 0
-        self._ended: list[tuple[str, float]] = []
-        self._written = time.monotonic()
+        self._started_count = 0
+        self._ended_tasks: list[tuple[str, float]] = []
+        self._last_flush_at_s = time.monotonic()
 
-    def started(self, count: int) -> None:
-        self._started += count
+    def add_started(self, count: int) -> None:
+        self._started_count += count
 
-    def ended(self, outcomes: Sequence[tuple[str, float]]) -> None:
-        self._ended += outcomes
+    def add_ended(self, outcomes: Sequence[tuple[str, float]]) -> None:
+        self._ended_tasks += outcomes
 
     def flush(self, *, force: bool = False) -> None:
-        """Write the buffered counts, at most every _TALLY_S unless `force`."""
-        if not self._started and not self._ended:
+        """Write the buffered counts, at most every _METRICS_FLUSH_INTERVAL_S unless `force`."""
+        if not self._started_count and not self._ended_tasks:
             return
-        if force or time.monotonic() - self._written >= _TALLY_S:
-            self._metrics.tasks_changed(started=self._started, ended=self._ended)
-            self._started, self._ended, self._written = 0, [], time.monotonic()
+        if force or time.monotonic() - self._last_flush_at_s >= _METRICS_FLUSH_INTERVAL_S:
+            self._metrics.tasks_changed(started=self._started_count, ended=self._ended_tasks)
+            self._started_count, self._ended_tasks, self._last_flush_at_s = 0, [], time.monotonic()
 
 
 class BatchExecutor:
@@ -109,7 +109,7 @@ class BatchExecutor:
         self._max_retries = max_retries
         self._in_flight_max = in_flight_max
         self._raise_on_error = raise_on_error
-        self._metrics: TaskMetrics = metrics if metrics is not None else _own_metrics()
+        self._metrics: TaskMetrics = metrics if metrics is not None else _default_metrics()
         self._cancelled = threading.Event()
 
     def submit_batched_tasks(self, function: Callable[..., Any], tasks: Iterable[Any]) -> list[Any]:
@@ -119,10 +119,10 @@ class BatchExecutor:
         `raise_on_error`, the first failure is raised as RayError after all tasks have ended. Ctrl-C cancels
         all tasks. Raises RayError if the program is not connected to Ray.
         """
-        ray = _connected_ray()
+        ray = _import_connected_ray()
         self._cancelled.clear()
-        with _pickled_by_value(ray):
-            results = self._run(ray, getattr(function, "_function", function), tasks)
+        with _pickle_module_by_value(ray):
+            results = self._run_batches(ray, getattr(function, "_function", function), tasks)
         failures = [each for each in results if isinstance(each, TaskFailure)]
         if failures and self._raise_on_error:
             first = failures[0]
@@ -139,8 +139,8 @@ class BatchExecutor:
         """
         self._cancelled.set()
 
-    def _run(self, ray: Any, function: Callable[..., Any], tasks: Iterable[Any]) -> list[Any]:
-        num_gpus, in_flight_max = self._resources(ray)
+    def _run_batches(self, ray: Any, function: Callable[..., Any], tasks: Iterable[Any]) -> list[Any]:
+        num_gpus, in_flight_max = self._batch_resources(ray)
         remote = ray.remote(run_batch).options(
             num_cpus=self._num_cpus,
             num_gpus=num_gpus,
@@ -152,8 +152,8 @@ class BatchExecutor:
         shared = ray.put(ray.cloudpickle.dumps(function))
         results: list[Any] = []
         pending: dict[Any, tuple[int, int]] = {}
-        batches = _batches(tasks, self.batch_size)
-        tally = _Tally(self._metrics)
+        batches = _split_into_batches(tasks, self.batch_size)
+        tally = _BufferedTaskMetrics(self._metrics)
         try:
             more = True
             while more or pending:
@@ -163,23 +163,23 @@ class BatchExecutor:
                         more = False
                         break
                     pending[remote.remote(shared, batch)] = (len(results), len(batch))
-                    tally.started(len(batch))
+                    tally.add_started(len(batch))
                     results.extend([None] * len(batch))
                 if self._cancelled.is_set():
-                    _cancel(ray, pending)
+                    _cancel_batches(ray, pending)
                     more = False
-                    _fail_rest(results, tasks)
+                    _fail_unsubmitted_tasks(results, tasks)
                 tally.flush()
-                tally.ended(self._collect(ray, pending, results))
+                tally.add_ended(self._collect_results(ray, pending, results))
         except BaseException:
-            _cancel(ray, pending)
-            tally.ended([(_CANCELLED, 0.0)] * sum(count for _, count in pending.values()))
+            _cancel_batches(ray, pending)
+            tally.add_ended([(_CANCELLED_ERROR, 0.0)] * sum(count for _, count in pending.values()))
             raise
         finally:
             tally.flush(force=True)
         return results
 
-    def _resources(self, ray: Any) -> tuple[float, int]:
+    def _batch_resources(self, ray: Any) -> tuple[float, int]:
         """Return the GPUs per batch and the maximum number of batches in flight."""
         total = ray.cluster_resources()
         gpus, cpus = float(total.get("GPU", 0)), float(total.get("CPU", 0))
@@ -194,24 +194,24 @@ class BatchExecutor:
         wanted = self._in_flight_max or max(2, int(slots * _BATCHES_PER_SLOT))
         return each, min(wanted, IN_FLIGHT_MAX)
 
-    def _collect(
+    def _collect_results(
         self, ray: Any, pending: dict[Any, tuple[int, int]], results: list[Any]
     ) -> list[tuple[str, float]]:
-        """Wait up to _WAIT_S for a batch to end, and store the results of ended batches.
+        """Wait up to _COLLECT_WAIT_S for a batch to end, and store the results of ended batches.
 
         Returns status and duration in seconds of each ended task.
         """
         outcomes: list[tuple[str, float]] = []
         if not pending:
             return outcomes
-        ended, _ = ray.wait(list(pending), num_returns=1, timeout=_WAIT_S)
+        ended, _ = ray.wait(list(pending), num_returns=1, timeout=_COLLECT_WAIT_S)
         for reference in ended:
             start, count = pending[reference]
-            found = _outcomes(ray, reference, count)
+            found = _fetch_outcomes(ray, reference, count)
             del pending[reference]
             for index, outcome in enumerate(found, start):
                 results[index] = self._unpickle_result(ray, index, outcome)
-                outcomes.append((_status(results[index]), outcome[-1]))
+                outcomes.append((_task_status(results[index]), outcome[-1]))
         return outcomes
 
     def _unpickle_result(self, ray: Any, task_index: int, outcome: tuple[Any, ...]) -> Any:
@@ -287,7 +287,7 @@ def run_batch(pickled: bytes, batch: list[Any]) -> list[tuple[str, Any, str, flo
     return outcomes
 
 
-def _connected_ray() -> Any:  # Any: Ray's functions are untyped
+def _import_connected_ray() -> Any:  # Any: Ray's functions are untyped
     try:
         import ray
     except ImportError:
@@ -301,7 +301,7 @@ def _connected_ray() -> Any:  # Any: Ray's functions are untyped
 
 
 @contextlib.contextmanager
-def _pickled_by_value(ray: Any) -> Iterator[None]:
+def _pickle_module_by_value(ray: Any) -> Iterator[None]:
     """Pickle functions of this module by value, because workers need not have Genie installed."""
     module = sys.modules[__name__]
     ray.cloudpickle.register_pickle_by_value(module)
@@ -311,37 +311,37 @@ def _pickled_by_value(ray: Any) -> Iterator[None]:
         ray.cloudpickle.unregister_pickle_by_value(module)
 
 
-def _batches(tasks: Iterable[Any], size: int) -> Iterator[list[Any]]:
+def _split_into_batches(tasks: Iterable[Any], size: int) -> Iterator[list[Any]]:
     source = iter(tasks)
     while batch := list(itertools.islice(source, size)):
         yield batch
 
 
-def _outcomes(ray: Any, reference: Any, count: int) -> list[tuple[Any, ...]]:
+def _fetch_outcomes(ray: Any, reference: Any, count: int) -> list[tuple[Any, ...]]:
     try:
         found: list[tuple[Any, ...]] = ray.get(reference)
         return found
     except ray.exceptions.TaskCancelledError:
-        text = _CANCELLED
+        text = _CANCELLED_ERROR
     except ray.exceptions.RayError as error:
         _log.warning("lost a batch of tasks", extra={"why": str(error)[:500]})
         text = f"the batch was lost: {type(error).__name__}: {error}"[:4000]
     return [("error", text, "", 0.0)] * count
 
 
-def _fail_rest(results: list[Any], tasks: Iterable[Any]) -> None:
+def _fail_unsubmitted_tasks(results: list[Any], tasks: Iterable[Any]) -> None:
     """Fail all tasks that were not submitted; not of a generator, which may be infinite."""
     if isinstance(tasks, Sized):
-        results.extend(TaskFailure(index, _CANCELLED) for index in range(len(results), len(tasks)))
+        results.extend(TaskFailure(index, _CANCELLED_ERROR) for index in range(len(results), len(tasks)))
 
 
-def _status(result: Any) -> str:
+def _task_status(result: Any) -> str:
     if not isinstance(result, TaskFailure):
         return "succeeded"
-    return _CANCELLED if result.error == _CANCELLED else "failed"
+    return _CANCELLED_ERROR if result.error == _CANCELLED_ERROR else "failed"
 
 
-def _own_metrics() -> TaskMetrics:
+def _default_metrics() -> TaskMetrics:
     """Return the metrics of this machine, or NoMetrics if they are not available."""
     try:
         if sys.platform != "linux":
@@ -356,7 +356,7 @@ def _own_metrics() -> TaskMetrics:
         return NoMetrics()
 
 
-def _cancel(ray: Any, pending: Iterable[Any]) -> None:
+def _cancel_batches(ray: Any, pending: Iterable[Any]) -> None:
     for reference in pending:
         with contextlib.suppress(Exception):  # the connection to Ray may be lost
             ray.cancel(reference)

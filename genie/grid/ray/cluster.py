@@ -23,7 +23,15 @@ from typing import Any, TypeVar
 
 from genie.errors import GenieError, NodeRefusedError, RayError, UnreachableError, UsageError
 from genie.grid.grid_file import GridFile, ProgressCallback
-from genie.grid.ray.plan import NO_PYTHON, ClusterView, RayFacts, RayRecord, StartOrder, plan, view
+from genie.grid.ray.plan import (
+    NO_PYTHON,
+    ClusterView,
+    RayFacts,
+    RayRecord,
+    StartOrder,
+    build_cluster_view,
+    plan_start,
+)
 from genie.grid.ssh.login_shell import check_login_shell
 from genie.grid.ssh.pool import NodeConnection, SshPool
 from genie.processes import files
@@ -33,12 +41,12 @@ _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 FACTS_TIMEOUT_S = 90.0
-START_S = 180.0
-JOIN_S = 60.0
-GRACE_S = 8.0
+START_TIMEOUT_S = 180.0
+JOIN_TIMEOUT_S = 60.0
+STOP_GRACE_S = 8.0
 REQUEST_TIMEOUT_S = 30.0
-_MARGIN_S = 20.0
-_UNDO_S = 60.0
+_REPLY_MARGIN_S = 20.0
+_UNDO_TIMEOUT_S = 60.0
 _POLL_S = 0.5
 _TOKEN_BYTES = 32
 
@@ -66,7 +74,7 @@ class Tunnel:
     head: str
     link: NodeConnection
 
-    async def wait_lost(self) -> None:
+    async def wait_until_lost(self) -> None:
         await self.link.connection.wait_closed()
 
 
@@ -76,13 +84,13 @@ class RayCluster:
     def __init__(self, pool: SshPool, file: GridFile, *, state_dir: Path) -> None:
         self._pool = pool
         self._file = file
-        self._local = LocalClusterFiles(state_dir, file)
-        self._slots = asyncio.Semaphore(file.ssh.pool_size)
+        self._local_files = LocalClusterFiles(state_dir, file)
+        self._query_slots = asyncio.Semaphore(file.ssh.pool_size)
 
     @property
     def token_file(self) -> Path:
         """Local token file, mode 0600; it exists while a cluster that was started here is running."""
-        return self._local.token_file
+        return self._local_files.token_file
 
     async def start(
         self,
@@ -100,25 +108,25 @@ class RayCluster:
         if head is not None:
             self._file.node(head)  # raises an error that lists the nodes
         names = [self._file.node(name).name for name in nodes] or [node.name for node in self._file.nodes]
-        facts = await self._facts(names, allow_missing=allow_missing, on_progress=on_progress)
+        facts = await self._fetch_facts(names, allow_missing=allow_missing, on_progress=on_progress)
         if allow_missing and any(each.ray for each in facts):
             for each in facts:
                 if not each.ray:
                     on_progress(each.node, "skipped: Ray is not installed")
             facts = [each for each in facts if each.ray]
-        orders = plan(facts, self._file.ray, head=head)
+        orders = plan_start(facts, self._file.ray, head=head)
         cluster, token = secrets.token_hex(8), secrets.token_hex(_TOKEN_BYTES)
         started: list[str] = []
         try:
-            missing = await self._start_all(
+            missing = await self._start_nodes(
                 orders, cluster, token, started=started, allow_missing=allow_missing, on_progress=on_progress
             )
-            self._local.write(cluster, token, head=orders[0].node)
+            self._local_files.write(cluster, token, head=orders[0].node)
             wanted = [order.node for order in orders if order.node not in missing]
             await self._wait_joined(orders[0].node, wanted)
         except BaseException as error:
-            await self._undo(cluster, started, on_progress=on_progress)
-            self._local.remove(cluster)
+            await self._undo_start(cluster, started, on_progress=on_progress)
+            self._local_files.remove(cluster)
             if isinstance(error, GenieError):
                 raise _common_error_type([error])(
                     f"the Ray cluster was not started: {error.message}", hint=error.hint
@@ -129,48 +137,48 @@ class RayCluster:
     async def stop(self, *, on_progress: ProgressCallback = lambda _node, _text: None) -> list[StopReport]:
         """Stop Ray on every node of the file. A node's error is in its report, not raised."""
 
-        async def one(name: str) -> StopReport:
-            report = await self._stop_one(name)
+        async def stop_node(name: str) -> StopReport:
+            report = await self._stop_node(name)
             if report.role or report.error:
                 on_progress(name, report.error or f"stopped {report.ended} processes")
             return report
 
-        records, _ = await self._records()
+        records, _ = await self._fetch_records()
         head = [name for name, record in records.items() if record is not None and record.role == "head"]
         names = [node.name for node in self._file.nodes]
         # The head last, because workers deregister with it.
-        reports = await all_of(one(name) for name in names if name not in head)
-        reports += await all_of(one(name) for name in head)
+        reports = await all_of(stop_node(name) for name in names if name not in head)
+        reports += await all_of(stop_node(name) for name in head)
         reports.sort(key=lambda report: names.index(report.node))
         if not any(report.error for report in reports):
-            self._local.remove()
+            self._local_files.remove()
         return reports
 
     async def status(self) -> ClusterView:
         """Return the state of the cluster. A node that cannot be queried has its error as message."""
-        records, failed = await self._records()
+        records, failed = await self._fetch_records()
         head = next((name for name, rec in records.items() if rec is not None and rec.role == "head"), None)
         ray_nodes, version = None, ""
         if head is not None:
             with contextlib.suppress(GenieError):
-                ray_nodes = await self._ray_nodes(head)
+                ray_nodes = await self._fetch_ray_nodes(head)
                 version = str(
                     (await self.request_dashboard(head, "GET", "/api/version")).get("ray_version", "")
                 )
-        return view(records, failed, ray_nodes, version=version)
+        return build_cluster_view(records, failed, ray_nodes, version=version)
 
     async def find_head(self) -> str:
         """Return the node of the head. Raises RayError if there is none, TransportError if it may be on an
         unreachable node."""
-        return (await self._head())[0]
+        return (await self._find_head_record())[0]
 
-    async def _head(self) -> tuple[str, RayRecord]:
-        last = self._local.head()
+    async def _find_head_record(self) -> tuple[str, RayRecord]:
+        last = self._local_files.head()
         if last is not None and any(node.name == last for node in self._file.nodes):
-            record = await self._record(last)
+            record = await self._fetch_record(last)
             if record is not None and record.role == "head" and record.alive:
                 return last, record
-        records, failed = await self._records()
+        records, failed = await self._fetch_records()
         for name, record in records.items():
             if record is not None and record.role == "head" and record.alive:
                 return name, record
@@ -188,7 +196,7 @@ class RayCluster:
         blob = json.dumps(body).encode() if body is not None else b""
         args = {"method": method, "path": path, "timeout_s": REQUEST_TIMEOUT_S}
         answer, data = await self.call(
-            head, "request_dashboard", args, blob, timeout_s=REQUEST_TIMEOUT_S + _MARGIN_S
+            head, "request_dashboard", args, blob, timeout_s=REQUEST_TIMEOUT_S + _REPLY_MARGIN_S
         )
         status = int(answer["status"])
         text = data.decode("utf-8", "replace")
@@ -210,16 +218,16 @@ class RayCluster:
         timeout_s: float,
     ) -> tuple[Any, bytes]:
         """Call an op of remote/ray_node.py on a node, with remote_root of the grid file."""
-        async with self._pool.use(node) as link:
-            await _check_helper(link)
+        async with self._pool.connect(node) as link:
+            await _check_has_helper(link)
             request = {"root": self._file.remote_root, **(args or {})}
             return await link.call(f"ray_node.{name}", request, blob, timeout_s=timeout_s)
 
     @contextlib.asynccontextmanager
     async def tunnel(self, *, local_port: int) -> AsyncIterator[Tunnel]:
         """Forward a local port to the dashboard while the block runs. 0 uses any free port."""
-        head, record = await self._head()
-        async with self._pool.use(head) as link:
+        head, record = await self._find_head_record()
+        async with self._pool.connect(head) as link:
             try:
                 listener = await link.connection.forward_local_port(
                     "127.0.0.1", local_port, "127.0.0.1", record.dashboard_port
@@ -234,14 +242,14 @@ class RayCluster:
 
     # --- starting ---
 
-    async def _facts(
+    async def _fetch_facts(
         self, names: Sequence[str], *, allow_missing: bool, on_progress: ProgressCallback
     ) -> list[RayFacts]:
-        async def one(name: str) -> RayFacts:
+        async def fetch_facts(name: str) -> RayFacts:
             answer, _ = await self.call(name, "facts", timeout_s=FACTS_TIMEOUT_S)
-            return RayFacts.of(name, answer)
+            return RayFacts.from_reply(name, answer)
 
-        found, failed = await self._on_all(names, one)
+        found, failed = await self._query_nodes(names, fetch_facts)
         if failed and (not allow_missing or not found):
             lines = [failed[name].message for name in names if name in failed]
             raise _common_error_type(failed.values())(
@@ -252,7 +260,7 @@ class RayCluster:
             on_progress(name, error.message)
         return [found[name] for name in names if name in found]
 
-    async def _start_all(
+    async def _start_nodes(
         self,
         orders: Sequence[StartOrder],
         cluster: str,
@@ -264,33 +272,35 @@ class RayCluster:
     ) -> set[str]:
         """Start the head, then the workers. Returns the workers that failed, with `allow_missing`."""
 
-        async def one(order: StartOrder) -> None:
+        async def start_node(order: StartOrder) -> None:
             on_progress(order.node, f"starting the {order.role}")
-            args = {**order.args(self._file.ray), "cluster": cluster, "timeout_s": START_S}
+            args = {**order.to_request_args(self._file.ray), "cluster": cluster, "timeout_s": START_TIMEOUT_S}
             started.append(order.node)
-            await self.call(order.node, "start", args, token.encode(), timeout_s=START_S + _MARGIN_S)
+            await self.call(
+                order.node, "start", args, token.encode(), timeout_s=START_TIMEOUT_S + _REPLY_MARGIN_S
+            )
             on_progress(order.node, f"the {order.role} is running")
 
-        await one(orders[0])
+        await start_node(orders[0])
         by_name = {order.node: order for order in orders[1:]}
-        _, failed = await self._on_all(list(by_name), lambda name: one(by_name[name]))
+        _, failed = await self._query_nodes(list(by_name), lambda name: start_node(by_name[name]))
         if failed and not allow_missing:
             raise _common_error_type(failed.values())("\n".join(error.message for error in failed.values()))
         for name, error in failed.items():
             on_progress(name, f"skipped: {error.message}")
-            await self._stop_one(name, cluster=cluster)
+            await self._stop_node(name, cluster=cluster)
         return set(failed)
 
     async def _wait_joined(self, head: str, wanted: Sequence[str]) -> None:
-        """Wait until Ray's head lists every node as alive. Raises RayError after JOIN_S."""
+        """Wait until Ray's head lists every node as alive. Raises RayError after JOIN_TIMEOUT_S."""
         missing = list(wanted)
         try:
-            async with asyncio.timeout(JOIN_S):
+            async with asyncio.timeout(JOIN_TIMEOUT_S):
                 while missing:
                     with contextlib.suppress(NodeRefusedError, RayError):  # the dashboard may be starting
                         alive = {
                             str(each.get("node_name"))
-                            for each in await self._ray_nodes(head)
+                            for each in await self._fetch_ray_nodes(head)
                             if each.get("state") == "ALIVE"
                         }
                         missing = [name for name in wanted if name not in alive]
@@ -298,11 +308,11 @@ class RayCluster:
                         await asyncio.sleep(_POLL_S)
         except TimeoutError:
             raise RayError(
-                f"{', '.join(missing)} did not join Ray's head on {head} within {JOIN_S:g} s",
+                f"{', '.join(missing)} did not join Ray's head on {head} within {JOIN_TIMEOUT_S:g} s",
                 hint=f"all nodes must reach {head} on ray.redis_port and each other on high ports",
             ) from None
 
-    async def _ray_nodes(self, head: str) -> list[Mapping[str, Any]]:
+    async def _fetch_ray_nodes(self, head: str) -> list[Mapping[str, Any]]:
         answer = await self.request_dashboard(head, "GET", "/api/v0/nodes?detail=true&limit=10000")
         try:
             found: list[Mapping[str, Any]] = answer["data"]["result"]["result"]
@@ -310,11 +320,13 @@ class RayCluster:
             raise RayError(f"node {head}: Ray's dashboard returned no list of nodes") from None
         return found
 
-    async def _undo(self, cluster: str, started: Sequence[str], *, on_progress: ProgressCallback) -> None:
-        """Stop all started nodes, also on cancellation, within _UNDO_S."""
+    async def _undo_start(
+        self, cluster: str, started: Sequence[str], *, on_progress: ProgressCallback
+    ) -> None:
+        """Stop all started nodes, also on cancellation, within _UNDO_TIMEOUT_S."""
 
         async def stop_all() -> None:
-            stop = functools.partial(self._stop_one, cluster=cluster)
+            stop = functools.partial(self._stop_node, cluster=cluster)
             reports = [*await asyncio.gather(*map(stop, started[1:])), await stop(started[0])]
             for report in reports:
                 if report.error:
@@ -322,17 +334,17 @@ class RayCluster:
 
         if started:
             try:
-                await asyncio.shield(asyncio.wait_for(stop_all(), _UNDO_S))
+                await asyncio.shield(asyncio.wait_for(stop_all(), _UNDO_TIMEOUT_S))
             except TimeoutError:
                 on_progress(started[0], "processes may still be running; stop them: grid-cli cluster stop")
 
     # --- stopping and status ---
 
-    async def _stop_one(self, name: str, *, cluster: str | None = None) -> StopReport:
-        args = {"grace_s": GRACE_S, "cluster": cluster}
+    async def _stop_node(self, name: str, *, cluster: str | None = None) -> StopReport:
+        args = {"grace_s": STOP_GRACE_S, "cluster": cluster}
         try:
-            async with self._slots:
-                answer, _ = await self.call(name, "stop", args, timeout_s=GRACE_S + _MARGIN_S)
+            async with self._query_slots:
+                answer, _ = await self.call(name, "stop", args, timeout_s=STOP_GRACE_S + _REPLY_MARGIN_S)
         except GenieError as error:
             return StopReport(name, "", error=error.message, exit_code=error.exit_code)
         was = answer["was"]
@@ -340,27 +352,27 @@ class RayCluster:
             name, str(was["role"]) if was else "", ended=int(answer["ended"]), killed=int(answer["killed"])
         )
 
-    async def _record(self, name: str) -> RayRecord | None:
+    async def _fetch_record(self, name: str) -> RayRecord | None:
         answer, _ = await self.call(name, "record", timeout_s=REQUEST_TIMEOUT_S)
-        return RayRecord.of(answer)
+        return RayRecord.from_reply(answer)
 
-    async def _records(self) -> tuple[dict[str, RayRecord | None], dict[str, GenieError]]:
+    async def _fetch_records(self) -> tuple[dict[str, RayRecord | None], dict[str, GenieError]]:
         names = [node.name for node in self._file.nodes]
-        found, failed = await self._on_all(names, self._record)
+        found, failed = await self._query_nodes(names, self._fetch_record)
         return {name: found[name] for name in names if name in found}, {
             name: failed[name] for name in names if name in failed
         }
 
-    async def _on_all(
+    async def _query_nodes(
         self, names: Sequence[str], query: Callable[[str], Awaitable[_T]]
     ) -> tuple[dict[str, _T], dict[str, GenieError]]:
         """Query nodes concurrently, at most pool_size at a time. Returns results and errors by name."""
         found: dict[str, _T] = {}
         failed: dict[str, GenieError] = {}
 
-        async def one(name: str) -> None:
+        async def query_node(name: str) -> None:
             try:
-                async with self._slots:
+                async with self._query_slots:
                     found[name] = await query(name)
             except GenieError as error:
                 _log.debug("starting Ray failed on a node", extra={"node": name, "why": error.message})
@@ -368,7 +380,7 @@ class RayCluster:
 
         async with asyncio.TaskGroup() as tasks:
             for name in names:
-                tasks.create_task(one(name))
+                tasks.create_task(query_node(name))
         return found, failed
 
 
@@ -390,18 +402,18 @@ class LocalClusterFiles:
         files.write_private(self._folder / "cluster.json", json.dumps([cluster, head]).encode())
 
     def head(self) -> str | None:
-        stored = self._read()
+        stored = self._read_cluster_and_head()
         return stored[1] if stored else None
 
     def remove(self, cluster: str | None = None) -> None:
         """Remove the files; with `cluster`, only if they are of that cluster."""
-        stored = self._read()
+        stored = self._read_cluster_and_head()
         if cluster is not None and (stored is None or stored[0] != cluster):
             return
         for name in ("cluster.json", "token"):
             (self._folder / name).unlink(missing_ok=True)
 
-    def _read(self) -> tuple[str, str] | None:
+    def _read_cluster_and_head(self) -> tuple[str, str] | None:
         try:
             cluster, head = json.loads((self._folder / "cluster.json").read_text("utf-8"))
         except (OSError, ValueError, TypeError):
@@ -415,7 +427,7 @@ def _common_error_type(errors: Iterable[GenieError]) -> type[GenieError]:
     return kinds.get(max(each.exit_code for each in errors), RayError)
 
 
-async def _check_helper(link: NodeConnection) -> None:
+async def _check_has_helper(link: NodeConnection) -> None:
     if not link.has_helper:
         await check_login_shell(link, timeout_s=REQUEST_TIMEOUT_S)
         raise NodeRefusedError(

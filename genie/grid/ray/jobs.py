@@ -18,13 +18,13 @@ from typing import Any
 from genie.errors import ConnectionLostError, DeadlineError, RayError, TransportError
 from genie.grid.ray.cluster import RayCluster
 
-WAIT_S = 1.0
-_MARGIN_S = 20.0
+LOG_WAIT_S = 1.0
+_REPLY_MARGIN_S = 20.0
 _RECONNECTS_MAX = 30
-_PAUSE_S = 1.0
-_PENDING = ("PENDING", "RUNNING")
-FAILED = 1
-STOPPED = 143
+_RECONNECT_PAUSE_S = 1.0
+_UNFINISHED_STATUSES = ("PENDING", "RUNNING")
+FAILED_EXIT_CODE = 1
+STOPPED_EXIT_CODE = 143
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ def exit_code_of(info: Mapping[str, Any]) -> int:
     code = info.get("driver_exit_code")
     if isinstance(code, int):
         return 128 - code if code < 0 else code
-    return {"SUCCEEDED": 0, "STOPPED": STOPPED}.get(str(info.get("status")), FAILED)
+    return {"SUCCEEDED": 0, "STOPPED": STOPPED_EXIT_CODE}.get(str(info.get("status")), FAILED_EXIT_CODE)
 
 
 class RayJobs:
@@ -65,7 +65,7 @@ class RayJobs:
         try:
             await self._cluster.request_dashboard(head, "POST", "/api/jobs/", body)
         except (ConnectionLostError, DeadlineError):
-            if await self._look_up(head, job) is None:
+            if await self._fetch_info(head, job) is None:
                 raise
         return job
 
@@ -78,14 +78,16 @@ class RayJobs:
         while True:
             try:
                 info = await self.info(job, head=head)
-                done = str(info.get("status")) not in _PENDING
-                offset, more = await self._read(head, job, offset, on_output, wait_s=0 if done else WAIT_S)
+                done = str(info.get("status")) not in _UNFINISHED_STATUSES
+                offset, more = await self._read_log(
+                    head, job, offset, on_output, wait_s=0 if done else LOG_WAIT_S
+                )
                 failures = 0
             except TransportError:
                 failures += 1
                 if failures > _RECONNECTS_MAX:
                     raise
-                await asyncio.sleep(_PAUSE_S)
+                await asyncio.sleep(_RECONNECT_PAUSE_S)
                 continue
             if done and not more:
                 if offset == 0:
@@ -104,17 +106,17 @@ class RayJobs:
         head = head or await self._cluster.find_head()
         await self._cluster.request_dashboard(head, "POST", f"/api/jobs/{job}/stop")
 
-    async def _look_up(self, head: str, job: str) -> dict[str, Any] | None:
+    async def _fetch_info(self, head: str, job: str) -> dict[str, Any] | None:
         try:
             return await self.info(job, head=head)
         except RayError:
             return None
 
-    async def _read(
+    async def _read_log(
         self, head: str, job: str, offset: int, on_output: Callable[[bytes], None], *, wait_s: float
     ) -> tuple[int, bool]:
         args = {"job": job, "offset": offset, "wait_s": wait_s}
-        answer, data = await self._cluster.call(head, "job_log", args, timeout_s=wait_s + _MARGIN_S)
+        answer, data = await self._cluster.call(head, "job_log", args, timeout_s=wait_s + _REPLY_MARGIN_S)
         if data:
             on_output(data)
         return int(answer["next"]), bool(data)
@@ -133,7 +135,7 @@ def _with_cluster_python_path(env: Mapping[str, str]) -> dict[str, str]:
     return {**env, "PYTHONPATH": f"{env['PYTHONPATH']}:${{PYTHONPATH}}"}
 
 
-def shell_line(words: Sequence[str]) -> str:
+def to_shell_line(words: Sequence[str]) -> str:
     """Return one word unchanged, as a shell command line; quote several as a command and its arguments."""
     import shlex
 

@@ -1,7 +1,7 @@
 """Decides how Ray is started on each node, and derives the state of the cluster. Pure.
 
-`plan()` returns the start order of each node, or raises the reason why the cluster cannot start; `view()`
-combines the records of the nodes with the node list of Ray's head.
+`plan_start()` returns the start order of each node, or raises the reason why the cluster cannot start;
+`build_cluster_view()` combines the records of the nodes with the node list of Ray's head.
 
 Does not connect to nodes (cluster.py).
 """
@@ -24,12 +24,12 @@ from genie.errors import (
 from genie.grid.grid_file import RaySettings
 from genie.model.names import address_text
 
-_OWN_HOSTS = ("127.0.0.1", "::1", "localhost", "")
+_LOOPBACK_HOSTS = ("127.0.0.1", "::1", "localhost", "")
 """Hosts that mean another machine on each node. Nodes may share a machine under other loopback addresses."""
 _LOOPBACK_ADDRESS = "127.0.0.1"
 NO_PYTHON = "no_python"
 """Error reason of a node on which the helper cannot run."""
-_STATES: dict[type[GenieError], str] = {
+_STATE_BY_ERROR_TYPE: dict[type[GenieError], str] = {
     TransportError: "unreachable",
     LoginRefusedError: "login refused",
     HostKeyUnknownError: "host key unknown",
@@ -49,7 +49,7 @@ class RayRecord:
     alive: int
 
     @classmethod
-    def of(cls, answer: Mapping[str, Any] | None) -> RayRecord | None:
+    def from_reply(cls, answer: Mapping[str, Any] | None) -> RayRecord | None:
         if answer is None:
             return None
         return cls(
@@ -75,7 +75,7 @@ class RayFacts:
     record: RayRecord | None
 
     @classmethod
-    def of(cls, node: str, answer: Mapping[str, Any]) -> RayFacts:
+    def from_reply(cls, node: str, answer: Mapping[str, Any]) -> RayFacts:
         gpus = answer["gpus"]
         return cls(
             node=node,
@@ -84,7 +84,7 @@ class RayFacts:
             version=str(answer["version"]),
             python=str(answer["python"]),
             gpus=int(gpus) if gpus is not None else None,
-            record=RayRecord.of(answer["record"]),
+            record=RayRecord.from_reply(answer["record"]),
         )
 
 
@@ -100,7 +100,7 @@ class StartOrder:
     free_ports: tuple[tuple[str, int, str], ...]
     loopback: bool
 
-    def args(self, keys: RaySettings) -> dict[str, Any]:
+    def to_request_args(self, keys: RaySettings) -> dict[str, Any]:
         return {
             "node": self.node,
             "role": self.role,
@@ -115,12 +115,12 @@ class StartOrder:
         }
 
 
-def plan(facts: Sequence[RayFacts], keys: RaySettings, *, head: str | None = None) -> list[StartOrder]:
+def plan_start(facts: Sequence[RayFacts], keys: RaySettings, *, head: str | None = None) -> list[StartOrder]:
     """Return the start orders, the head's first. Raises RayError with the problems of each node."""
     _check_not_running(facts)
     _check_installed(facts)
     _check_versions(facts)
-    ordered = _head_first(facts, head)
+    ordered = _sort_head_first(facts, head)
     first = ordered[0]
     if keys.head_bind_all is False and len(ordered) > 1:
         raise RayError(
@@ -128,7 +128,7 @@ def plan(facts: Sequence[RayFacts], keys: RaySettings, *, head: str | None = Non
             "other nodes cannot reach it",
             hint="remove the key (Ray still requires a token), or select one node with --node",
         )
-    if len(ordered) > 1 and first.address in _OWN_HOSTS:
+    if len(ordered) > 1 and first.address in _LOOPBACK_HOSTS:
         raise RayError(
             f"node {first.node} has the address {first.address or '(unknown)'}, "
             "which other nodes cannot reach",
@@ -136,7 +136,7 @@ def plan(facts: Sequence[RayFacts], keys: RaySettings, *, head: str | None = Non
         )
     address = _LOOPBACK_ADDRESS if keys.head_bind_all is False else first.address
     at = address_text(address, keys.redis_port)
-    return [_head_order(first, at, keys), *(_worker_order(each, at) for each in ordered[1:])]
+    return [_make_head_order(first, at, keys), *(_make_worker_order(each, at) for each in ordered[1:])]
 
 
 def _check_not_running(facts: Sequence[RayFacts]) -> None:
@@ -163,7 +163,7 @@ def _check_versions(facts: Sequence[RayFacts]) -> None:
     if unknown:
         raise RayError("could not determine the version of Ray on these nodes:\n" + "\n".join(unknown))
     rays = {each.version for each in facts}
-    pythons = {_minor(each.python) for each in facts if each.python}
+    pythons = {_minor_version(each.python) for each in facts if each.python}
     if len(rays) > 1 or len(pythons) > 1:
         lines = [f"{each.node}: Ray {each.version}, Python {each.python or 'unknown'}" for each in facts]
         raise RayError(
@@ -172,11 +172,11 @@ def _check_versions(facts: Sequence[RayFacts]) -> None:
         )
 
 
-def _minor(version: str) -> str:
+def _minor_version(version: str) -> str:
     return ".".join(version.split(".")[:2])
 
 
-def _head_first(facts: Sequence[RayFacts], head: str | None) -> list[RayFacts]:
+def _sort_head_first(facts: Sequence[RayFacts], head: str | None) -> list[RayFacts]:
     if head is None:
         return list(facts)
     chosen = [each for each in facts if each.node == head]
@@ -185,7 +185,7 @@ def _head_first(facts: Sequence[RayFacts], head: str | None) -> list[RayFacts]:
     return chosen + [each for each in facts if each.node != head]
 
 
-def _head_order(facts: RayFacts, at: str, keys: RaySettings) -> StartOrder:
+def _make_head_order(facts: RayFacts, at: str, keys: RaySettings) -> StartOrder:
     loopback = keys.head_bind_all is False
     everywhere = "::" if ":" in facts.address else "0.0.0.0"  # noqa: S104 - configured in the grid file
     dashboard = everywhere if keys.head_bind_all else _LOOPBACK_ADDRESS
@@ -195,7 +195,7 @@ def _head_order(facts: RayFacts, at: str, keys: RaySettings) -> StartOrder:
         "--include-dashboard=true",
         f"--dashboard-host={dashboard}",
         f"--dashboard-port={keys.dashboard_port}",
-        *_common_options(facts, address=_LOOPBACK_ADDRESS if loopback else facts.address),
+        *_common_start_options(facts, address=_LOOPBACK_ADDRESS if loopback else facts.address),
     )
     ports = (
         (_LOOPBACK_ADDRESS if loopback else everywhere, keys.redis_port, "ray.redis_port"),
@@ -204,12 +204,12 @@ def _head_order(facts: RayFacts, at: str, keys: RaySettings) -> StartOrder:
     return StartOrder(facts.node, "head", facts.ray, at, options, ports, loopback)
 
 
-def _worker_order(facts: RayFacts, at: str) -> StartOrder:
-    options = (f"--address={at}", *_common_options(facts, address=facts.address))
+def _make_worker_order(facts: RayFacts, at: str) -> StartOrder:
+    options = (f"--address={at}", *_common_start_options(facts, address=facts.address))
     return StartOrder(facts.node, "worker", facts.ray, at, options, (), loopback=False)
 
 
-def _common_options(facts: RayFacts, *, address: str) -> list[str]:
+def _common_start_options(facts: RayFacts, *, address: str) -> list[str]:
     options = [f"--node-name={facts.node}", "--disable-usage-stats", "--dashboard-agent-listen-port=0"]
     if address:
         options.append(f"--node-ip-address={address}")
@@ -255,7 +255,7 @@ class ClusterView:
     exit_code: int = 0
 
 
-def view(
+def build_cluster_view(
     records: Mapping[str, RayRecord | None],
     failed: Mapping[str, GenieError],
     ray_nodes: Sequence[Mapping[str, Any]] | None,
@@ -267,14 +267,16 @@ def view(
         ((name, rec) for name, rec in records.items() if rec is not None and rec.role == "head"), None
     )
     names = [*records, *(name for name in failed if name not in records)]
-    known = _by_name(ray_nodes or [])
+    known = _index_by_name(ray_nodes or [])
     rows = []
     for name in names:
         if name in failed:
-            row = RayNode(name, _error_state(failed[name]), message=failed[name].message)
+            row = RayNode(name, _state_of_error(failed[name]), message=failed[name].message)
         else:
             cluster = head[1].cluster if head else None
-            row = _row(name, records[name], known.get(name), cluster=cluster, no_list=ray_nodes is None)
+            row = _build_node_row(
+                name, records[name], known.get(name), cluster=cluster, no_list=ray_nodes is None
+            )
         rows.append(_with_resources(row, known.get(name)))
     if rows and len(failed) == len(rows):
         state = "unreachable" if all(row.state == "unreachable" for row in rows) else "unknown"
@@ -296,13 +298,13 @@ def view(
     )
 
 
-def _error_state(error: GenieError) -> str:
+def _state_of_error(error: GenieError) -> str:
     if isinstance(error, NodeRefusedError) and error.reason == NO_PYTHON:
         return "no python"
-    return next((state for kind, state in _STATES.items() if isinstance(error, kind)), "refused")
+    return next((state for kind, state in _STATE_BY_ERROR_TYPE.items() if isinstance(error, kind)), "refused")
 
 
-def _row(
+def _build_node_row(
     name: str,
     record: RayRecord | None,
     ray_node: Mapping[str, Any] | None,
@@ -344,7 +346,7 @@ def _with_resources(row: RayNode, ray_node: Mapping[str, Any] | None) -> RayNode
     )
 
 
-def _by_name(ray_nodes: Iterable[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+def _index_by_name(ray_nodes: Iterable[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
     """Index the nodes by name. A restarted node is listed twice; the one that is alive is used."""
     found: dict[str, Mapping[str, Any]] = {}
     for each in ray_nodes:

@@ -1,10 +1,11 @@
 """Content digests of files, and the data and holes of sparse files.
 
-The digest of a file below BLOCKS_BYTES_MIN is its SHA-256. A larger file may be sparse, so its digest covers
-only blocks that are not all zero: SHA-512, truncated to 32 bytes, of TAG, size, SHA-256 of the ranges of such
-blocks (first, end, as little-endian 64-bit numbers) and SHA-256 of their bytes. The last block may be short.
-The digest depends only on the bytes of the file, not on whether zeros are stored or holes. Large files use
-a different outer hash function, so that no small file can have the digest of a large one.
+The digest of a file below BLOCK_DIGEST_BYTES_MIN is its SHA-256. A larger file may be sparse, so its digest
+covers only blocks that are not all zero: SHA-512, truncated to 32 bytes, of BLOCK_DIGEST_TAG, size, SHA-256
+of the ranges of such blocks (first, end, as little-endian 64-bit numbers) and SHA-256 of their bytes. The
+last block may be short. The digest depends only on the bytes of the file, not on whether zeros are stored or
+holes. Large files use a different outer hash function, so that no small file can have the digest of a large
+one.
 
 Runs on nodes and on this machine: standard library only, Python 3.8.
 """
@@ -17,13 +18,13 @@ import struct
 from collections.abc import Iterator
 
 BLOCK_BYTES = 64 << 10
-BLOCKS_BYTES_MIN = 1 << 20
+BLOCK_DIGEST_BYTES_MIN = 1 << 20
 SPARSE_BYTES_MIN = 64 << 10
 READ_BYTES = 1 << 20
-TAG = b"genie grid contents, blocks of 64 KiB\n"
-_RANGE = struct.Struct("<QQ")
-_SIZE = struct.Struct("<Q")
-_ZEROS = bytes(BLOCK_BYTES)
+BLOCK_DIGEST_TAG = b"genie grid contents, blocks of 64 KiB\n"
+_RANGE_STRUCT = struct.Struct("<QQ")
+_SIZE_STRUCT = struct.Struct("<Q")
+_ZERO_BLOCK = bytes(BLOCK_BYTES)
 
 
 class WholeFileDigest:
@@ -32,18 +33,18 @@ class WholeFileDigest:
     def __init__(self) -> None:
         import hashlib
 
-        self._bytes = hashlib.sha256()
+        self._sha256 = hashlib.sha256()
 
     def add(self, data: bytes) -> None:
-        self._bytes.update(data)
+        self._sha256.update(data)
 
     def skip(self, size: int) -> None:
         """Add `size` zeros."""
         for at in range(0, size, BLOCK_BYTES):
-            self._bytes.update(_ZEROS[: min(size - at, BLOCK_BYTES)])
+            self._sha256.update(_ZERO_BLOCK[: min(size - at, BLOCK_BYTES)])
 
     def digest(self) -> bytes:
-        return self._bytes.digest()
+        return self._sha256.digest()
 
 
 class SparseFileDigest:
@@ -52,89 +53,94 @@ class SparseFileDigest:
     def __init__(self) -> None:
         import hashlib
 
-        self._bytes = hashlib.sha256()
-        self._ranges = hashlib.sha256()
-        self._first = self._end = 0  # the current range of blocks that are not all zero
-        self._next = 0  # number of the next block
-        self._partial = b""  # the bytes of that block so far
+        self._sha256_of_data = hashlib.sha256()
+        self._sha256_of_ranges = hashlib.sha256()
+        self._range_start = self._range_end = 0  # the current range of blocks that are not all zero
+        self._next_block = 0  # number of the next block
+        self._partial_block = b""  # the bytes of that block so far
 
     def add(self, data: bytes) -> None:
         at = 0
-        if self._partial:
-            at = min(BLOCK_BYTES - len(self._partial), len(data))
-            self._partial += data[:at]
-            if len(self._partial) < BLOCK_BYTES:
+        if self._partial_block:
+            at = min(BLOCK_BYTES - len(self._partial_block), len(data))
+            self._partial_block += data[:at]
+            if len(self._partial_block) < BLOCK_BYTES:
                 return
-            self._add_whole_blocks(self._partial, 0, BLOCK_BYTES)
-            self._partial = b""
+            self._add_whole_blocks(self._partial_block, 0, BLOCK_BYTES)
+            self._partial_block = b""
         end = len(data) - (len(data) - at) % BLOCK_BYTES
         self._add_whole_blocks(data, at, end)
-        self._partial = data[end:]
+        self._partial_block = data[end:]
 
     def skip(self, size: int) -> None:
         """Add `size` zeros, in constant time."""
-        if self._partial:
-            filled = min(BLOCK_BYTES - len(self._partial), size)
-            self.add(_ZEROS[:filled])
+        if self._partial_block:
+            filled = min(BLOCK_BYTES - len(self._partial_block), size)
+            self.add(_ZERO_BLOCK[:filled])
             size -= filled
         if size:
-            self._next += size // BLOCK_BYTES
-            self._partial = _ZEROS[: size % BLOCK_BYTES]
+            self._next_block += size // BLOCK_BYTES
+            self._partial_block = _ZERO_BLOCK[: size % BLOCK_BYTES]
 
     def digest(self) -> bytes:
         """Return the digest. Call it once, after all data."""
         import hashlib
 
-        size = self._next * BLOCK_BYTES + len(self._partial)
-        if self._partial.count(0) < len(self._partial):
-            self._add_range(self._partial, 0, len(self._partial))
+        size = self._next_block * BLOCK_BYTES + len(self._partial_block)
+        if self._partial_block.count(0) < len(self._partial_block):
+            self._add_range(self._partial_block, 0, len(self._partial_block))
         self._end_range()
-        whole = hashlib.sha512(TAG + _SIZE.pack(size) + self._ranges.digest() + self._bytes.digest())
+        whole = hashlib.sha512(
+            BLOCK_DIGEST_TAG
+            + _SIZE_STRUCT.pack(size)
+            + self._sha256_of_ranges.digest()
+            + self._sha256_of_data.digest()
+        )
         return whole.digest()[:32]
 
     def _add_whole_blocks(self, data: bytes, begin: int, end: int) -> None:
         """Add whole blocks. The comparison with zeros is cheap: it stops at the first other byte."""
         for at in range(begin, end, BLOCK_BYTES):
-            if data.startswith(_ZEROS, at):
+            if data.startswith(_ZERO_BLOCK, at):
                 self._add_range(data, begin, at)
-                self._next += 1
+                self._next_block += 1
                 begin = at + BLOCK_BYTES
         self._add_range(data, begin, end)
 
     def _add_range(self, data: bytes, begin: int, end: int) -> None:
         if begin == end:
             return
-        if self._next != self._end:
+        if self._next_block != self._range_end:
             self._end_range()
-            self._first = self._next
-        self._next += -(-(end - begin) // BLOCK_BYTES)
-        self._end = self._next
-        self._bytes.update(memoryview(data)[begin:end])
+            self._range_start = self._next_block
+        self._next_block += -(-(end - begin) // BLOCK_BYTES)
+        self._range_end = self._next_block
+        self._sha256_of_data.update(memoryview(data)[begin:end])
 
     def _end_range(self) -> None:
-        if self._first != self._end:
-            self._ranges.update(_RANGE.pack(self._first, self._end))
+        if self._range_start != self._range_end:
+            self._sha256_of_ranges.update(_RANGE_STRUCT.pack(self._range_start, self._range_end))
 
 
-def new_digest(size: int) -> WholeFileDigest | SparseFileDigest:
+def make_digest_for_size(size: int) -> WholeFileDigest | SparseFileDigest:
     """Return an empty digest for a file of this size."""
-    return SparseFileDigest() if size >= BLOCKS_BYTES_MIN else WholeFileDigest()
+    return SparseFileDigest() if size >= BLOCK_DIGEST_BYTES_MIN else WholeFileDigest()
 
 
-def digest_of_file(fd: int) -> bytes:
+def compute_file_digest(fd: int) -> bytes:
     """Return the digest of the current contents. Callers detect concurrent changes by comparing stamps."""
     found = os.fstat(fd)
-    digest = new_digest(found.st_size)
-    for is_data, offset, size in extents(fd, found):
+    digest = make_digest_for_size(found.st_size)
+    for is_data, offset, size in list_extents(fd, found):
         if not is_data:
             digest.skip(size)
             continue
-        for data in pieces(fd, offset, size):
+        for data in read_pieces(fd, offset, size):
             digest.add(data)
     return digest.digest()
 
 
-def pieces(fd: int, offset: int, size: int) -> Iterator[bytes]:
+def read_pieces(fd: int, offset: int, size: int) -> Iterator[bytes]:
     """Yield the bytes of a range of a file; fewer if the file has become shorter."""
     end = offset + size
     while offset < end:
@@ -145,7 +151,7 @@ def pieces(fd: int, offset: int, size: int) -> Iterator[bytes]:
         offset += len(data)
 
 
-def extents(fd: int, found: os.stat_result) -> Iterator[tuple[bool, int, int]]:
+def list_extents(fd: int, found: os.stat_result) -> Iterator[tuple[bool, int, int]]:
     """Yield (is data, offset, size) for all data and holes, in order and without gaps.
 
     If the file system does not report holes, the whole file is data.
@@ -153,11 +159,11 @@ def extents(fd: int, found: os.stat_result) -> Iterator[tuple[bool, int, int]]:
     at, end = 0, found.st_size
     can_seek = is_sparse(found) and hasattr(os, "SEEK_DATA")
     while at < end:
-        data = _seek(fd, at, os.SEEK_DATA, end) if can_seek else at
+        data = _seek_data_or_hole(fd, at, os.SEEK_DATA, end) if can_seek else at
         if data > at:
             yield False, at, data - at
         if data < end:
-            at = _seek(fd, data, os.SEEK_HOLE, end) if can_seek else end
+            at = _seek_data_or_hole(fd, data, os.SEEK_HOLE, end) if can_seek else end
             if at > data:
                 yield True, data, at - data
                 continue
@@ -169,7 +175,7 @@ def is_sparse(found: os.stat_result) -> bool:
     return found.st_size >= SPARSE_BYTES_MIN and found.st_blocks * 512 < found.st_size
 
 
-def _seek(fd: int, at: int, whence: int, end: int) -> int:
+def _seek_data_or_hole(fd: int, at: int, whence: int, end: int) -> int:
     """Return the offset of the next data or hole, or `end` if there is none."""
     try:
         return min(os.lseek(fd, at, whence), end)

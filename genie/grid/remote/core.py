@@ -27,9 +27,9 @@ JSON_BYTES_MAX = 8 << 20
 BLOB_BYTES_MAX = 16 << 20
 THREADS_MAX = 64
 
-Answer = Any  # a JSON value, or (JSON value, bytes)
-Args = Any  # a JSON object
-Op = Callable[[Args, bytes], Answer]
+OpReply = Any  # a JSON value, or (JSON value, bytes)
+OpArgs = Any  # a JSON object
+Op = Callable[[OpArgs, bytes], OpReply]
 
 OPS: dict[str, tuple[Op, bool]] = {}
 
@@ -42,7 +42,7 @@ class OpError(Exception):
         self.reason = reason
 
 
-def op(name: str, *, quick: bool = False) -> Callable[[Op], Op]:
+def register_op(name: str, *, quick: bool = False) -> Callable[[Op], Op]:
     """Register a function of (args, blob). A quick one never blocks and runs in the loop itself."""
 
     def register(function: Op) -> Op:
@@ -52,7 +52,7 @@ def op(name: str, *, quick: bool = False) -> Callable[[Op], Op]:
     return register
 
 
-def load(name: str, text: str) -> None:
+def load_module(name: str, text: str) -> None:
     """Create a module from its source, under the name that imports use."""
     parts = name.split(".")
     for end in range(1, len(parts)):
@@ -71,10 +71,10 @@ class Spawner:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._ours, theirs = socket.socketpair()
+        self._channel, theirs = socket.socketpair()
         pid = os.fork()
         if pid == 0:
-            self._ours.close()
+            self._channel.close()
             _spawner_main(theirs)
         theirs.close()
         self.pid = pid
@@ -82,15 +82,15 @@ class Spawner:
     def load(self, name: str, text: str) -> None:
         self._request({"load": name, "text": text})
 
-    def spawn(self, module: str, function: str, args: Args) -> int:
+    def spawn(self, module: str, function: str, args: OpArgs) -> int:
         """Call module.function(args) in a new process with its own session; returns its PID."""
         return int(self._request({"module": module, "function": function, "args": args})["pid"])
 
-    def _request(self, message: Args) -> Args:
+    def _request(self, message: OpArgs) -> OpArgs:
         with self._lock:
             try:
-                _send(self._ours, message)
-                answer = _receive(self._ours)
+                _send_message(self._channel, message)
+                answer = _receive_message(self._channel)
             except OSError:
                 answer = None
         if answer is None:  # the spawner was killed: exit, so that the next helper starts a new one
@@ -109,96 +109,100 @@ def main() -> NoReturn:
     os.dup2(2, 1)
     os.set_inheritable(answers.fileno(), False)
     SPAWNER = Spawner()
-    Loop(sys.stdin.buffer, answers).run()
+    RequestLoop(sys.stdin.buffer, answers).run()
 
 
-class Loop:
+class RequestLoop:
     def __init__(self, requests: Any, answers: Any) -> None:
         self._requests = requests
-        self._answers = answers
-        self._writing = threading.Lock()
-        self._threads = threading.Semaphore(THREADS_MAX)
+        self._replies = answers
+        self._write_lock = threading.Lock()
+        self._thread_slots = threading.Semaphore(THREADS_MAX)
 
     def run(self) -> NoReturn:
         python = ".".join(map(str, sys.version_info[:3]))
         self._write(MAGIC)
         self.respond({"id": 0, "ok": {"version": VERSION, "python": python, "pid": os.getpid()}})
         while True:
-            head = self._read(HEADER.size)
+            head = self._read_exactly(HEADER.size)
             json_bytes, blob_bytes = HEADER.unpack(head)
             if json_bytes > JSON_BYTES_MAX or blob_bytes > BLOB_BYTES_MAX:
                 os._exit(3)
-            request = json.loads(self._read(json_bytes).decode())
-            self._dispatch(request, self._read(blob_bytes))
+            request = json.loads(self._read_exactly(json_bytes).decode())
+            self._dispatch(request, self._read_exactly(blob_bytes))
 
-    def _dispatch(self, request: Args, blob: bytes) -> None:
+    def _dispatch(self, request: OpArgs, blob: bytes) -> None:
         if request["op"] == "load":
-            load(request["args"]["name"], blob.decode())
+            load_module(request["args"]["name"], blob.decode())
             SPAWNER.load(request["args"]["name"], blob.decode())
             return
-        function, quick = OPS.get(request["op"], (_unknown, True))
+        function, quick = OPS.get(request["op"], (_reject_unknown_op, True))
         if quick:
             self._execute(function, request, blob)
-        elif not self._threads.acquire(blocking=False):
-            self._fail(request, "busy", f"more than {THREADS_MAX} requests are in progress")
+        elif not self._thread_slots.acquire(blocking=False):
+            self._respond_with_error(request, "busy", f"more than {THREADS_MAX} requests are in progress")
         else:
-            threading.Thread(target=self._in_thread, args=(function, request, blob), daemon=True).start()
+            threading.Thread(
+                target=self._execute_in_thread, args=(function, request, blob), daemon=True
+            ).start()
 
-    def _in_thread(self, function: Op, request: Args, blob: bytes) -> None:
+    def _execute_in_thread(self, function: Op, request: OpArgs, blob: bytes) -> None:
         try:
             self._execute(function, request, blob)
         finally:
-            self._threads.release()
+            self._thread_slots.release()
 
-    def _execute(self, function: Op, request: Args, blob: bytes) -> None:
+    def _execute(self, function: Op, request: OpArgs, blob: bytes) -> None:
         try:
             answer = function(request.get("args", {}), blob)
         except OpError as error:
-            self._fail(request, error.reason, str(error))
+            self._respond_with_error(request, error.reason, str(error))
         except OSError as error:
-            self._fail(request, *describe_os_error(error))
+            self._respond_with_error(request, *describe_os_error(error))
         except Exception as error:
             import traceback
 
-            self._fail(request, "bug", f"{type(error).__name__}: {error}\n{traceback.format_exc()}")
+            self._respond_with_error(
+                request, "bug", f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
+            )
         else:
             value, data = answer if isinstance(answer, tuple) else (answer, b"")
             self.respond({"id": request["id"], "ok": value}, data)
 
-    def _fail(self, request: Args, reason: str, text: str) -> None:
+    def _respond_with_error(self, request: OpArgs, reason: str, text: str) -> None:
         self.respond({"id": request["id"], "error": {"reason": reason, "text": text}})
 
-    def respond(self, message: Args, blob: bytes = b"") -> None:
+    def respond(self, message: OpArgs, blob: bytes = b"") -> None:
         body = json.dumps(message, separators=(",", ":")).encode()
         self._write(HEADER.pack(len(body), len(blob)) + body + blob)
 
     def _write(self, data: bytes) -> None:
         view = memoryview(data)
-        with self._writing:
+        with self._write_lock:
             try:
                 while view:
-                    view = view[self._answers.write(view) :]
+                    view = view[self._replies.write(view) :]
             except OSError:
                 os._exit(0)
 
-    def _read(self, count: int) -> bytes:
+    def _read_exactly(self, count: int) -> bytes:
         data = self._requests.read(count)
         if len(data) < count:
             os._exit(0)
         return bytes(data)
 
 
-def _unknown(args: Args, blob: bytes) -> Answer:
+def _reject_unknown_op(args: OpArgs, blob: bytes) -> OpReply:
     raise OpError("unknown", "unknown op")
 
 
 def describe_os_error(error: OSError) -> tuple[str, str]:
     """Return the reason for callers to distinguish, and the text."""
     where = ": " + str(error.filename) if error.filename else ""
-    return _REASONS.get(error.errno or 0, "os"), (error.strerror or str(error)) + where
+    return _REASON_BY_ERRNO.get(error.errno or 0, "os"), (error.strerror or str(error)) + where
 
 
-_REASONS = {
+_REASON_BY_ERRNO = {
     1: "denied",
     2: "missing",
     13: "denied",
@@ -214,22 +218,22 @@ def _spawner_main(channel: socket.socket) -> NoReturn:
     """Main loop of the spawner: serve requests until the helper exits."""
     _detach_stdio()
     while True:
-        request = _receive(channel)
+        request = _receive_message(channel)
         if request is None:
             os._exit(0)
-        _reap()
+        _reap_children()
         if "load" in request:
-            load(request["load"], request["text"])
-            _send(channel, {})
+            load_module(request["load"], request["text"])
+            _send_message(channel, {})
             continue
         pid = os.fork()
         if pid == 0:
             channel.close()
             _run_spawned(request)
-        _send(channel, {"pid": pid})
+        _send_message(channel, {"pid": pid})
 
 
-def _run_spawned(request: Args) -> NoReturn:
+def _run_spawned(request: OpArgs) -> NoReturn:
     status = 70
     try:
         os.setsid()
@@ -266,7 +270,7 @@ def _close_quietly(number: int) -> None:
         pass
 
 
-def _reap() -> None:
+def _reap_children() -> None:
     try:
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
@@ -274,12 +278,12 @@ def _reap() -> None:
         pass
 
 
-def _send(channel: socket.socket, message: Args) -> None:
+def _send_message(channel: socket.socket, message: OpArgs) -> None:
     body = json.dumps(message).encode()
     channel.sendall(struct.pack(">I", len(body)) + body)
 
 
-def _receive(channel: socket.socket) -> Args:
+def _receive_message(channel: socket.socket) -> OpArgs:
     head = _receive_exactly(channel, 4)
     body = _receive_exactly(channel, struct.unpack(">I", head)[0]) if head else None
     return json.loads(body.decode()) if body else None

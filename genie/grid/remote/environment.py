@@ -17,49 +17,49 @@ import subprocess
 import time
 from typing import Any
 
-from genie.grid.remote.core import Answer, Args, OpError, op
-from genie.grid.remote.own_folder import own_folder
+from genie.grid.remote.core import OpArgs, OpError, OpReply, register_op
+from genie.grid.remote.own_folder import grid_folder
 
-_STAMP = "genie-grid.json"
-_TAIL_BYTES = 16000
-_LINES = 25
+_STAMP_FILE_NAME = "genie-grid.json"
+_LOG_TAIL_BYTES = 16000
+_LOG_TAIL_LINES = 25
 _CHUNK_BYTES = 1 << 20
-_STALE_PART_S = 3600.0
-_SPACE_BYTES_MIN = 1 << 20
-_ACTIVATE = """
+_STALE_PART_AGE_S = 3600.0
+_DISK_FREE_BYTES_MIN = 1 << 20
+_ACTIVATE_ADDITION = """
 # Written by grid-cli setup: lets `ray` find the grid's Ray cluster and its token.
 if [ -r {path} ]; then . {path}; fi
 """
 
 
-@op("environment.inspect")
-def inspect_environment(args: Args, blob: bytes) -> Answer:
+@register_op("environment.inspect")
+def inspect_environment(args: OpArgs, blob: bytes) -> OpReply:
     """Return the stamp of the environment, the requested Python and its version, and the uploaded wheels."""
-    folder = _folder(args)
-    python = _python(args)
+    folder = _environment_folder(args)
+    python = _find_requested_python(args)
     return {
         "python": python,
-        "version": _version(python),
+        "version": _python_version(python),
         "stamp": _read_stamp(folder),
-        "wheels": _wheels(folder),
+        "wheels": _hash_uploaded_wheels(folder),
     }
 
 
-@op("environment.put_wheel")
-def put_wheel(args: Args, blob: bytes) -> Answer:
+@register_op("environment.put_wheel")
+def put_wheel(args: OpArgs, blob: bytes) -> OpReply:
     """Write a part of a wheel at `offset`; after the last part, check the hash and rename the file."""
     folder = os.path.join(_setup_folder(args), "wheels")
     os.makedirs(folder, mode=0o700, exist_ok=True)
-    path = os.path.join(folder, _file_name(args["name"]))
-    part = path + "." + _file_name(args["upload"]) + ".part"
+    path = os.path.join(folder, _validate_file_name(args["name"]))
+    part = path + "." + _validate_file_name(args["upload"]) + ".part"
     if not args["offset"]:
-        _remove_old_parts(folder)
+        _remove_stale_parts(folder)
     with open(part, "r+b" if args["offset"] else "wb") as file:
         file.seek(int(args["offset"]))
         file.write(blob)
         file.truncate()
     if args["last"]:
-        if _sha256(part) != args["sha256"]:
+        if _file_sha256(part) != args["sha256"]:
             raise OpError("damaged", args["name"] + " was damaged in transfer")
         os.replace(part, path)
         with open(path + ".sha256", "w") as file:
@@ -67,8 +67,8 @@ def put_wheel(args: Args, blob: bytes) -> Answer:
     return {}
 
 
-@op("environment.install")
-def install(args: Args, blob: bytes) -> Answer:
+@register_op("environment.install")
+def install_environment(args: OpArgs, blob: bytes) -> OpReply:
     """Create the environment, install the packages and write the stamp; the blob is a requirements file."""
     import fcntl
 
@@ -82,7 +82,7 @@ def install(args: Args, blob: bytes) -> Answer:
         except BlockingIOError:
             raise OpError("locked", _describe_holder(lock)) from None
         holder = {"since": time.time(), "who": str(args.get("who", ""))}
-        return _install(args, blob, setup, _SetupLock(lock, holder))
+        return _install_locked(args, blob, setup, _SetupLock(lock, holder))
     finally:
         os.close(lock)
 
@@ -116,31 +116,31 @@ def _describe_holder(lock: int) -> str:
     return text
 
 
-@op("environment.progress", quick=True)
-def progress(args: Args, blob: bytes) -> Answer:
+@register_op("environment.progress", quick=True)
+def read_progress(args: OpArgs, blob: bytes) -> OpReply:
     """Return the last line of the installation log."""
-    lines = _tail(os.path.join(_setup_folder(args), "setup.log")).splitlines()
+    lines = _read_log_tail(os.path.join(_setup_folder(args), "setup.log")).splitlines()
     return {"line": lines[-1] if lines else ""}
 
 
-def _install(args: Args, requirements: bytes, setup: str, lock: _SetupLock) -> Answer:
-    folder = _folder(args)
+def _install_locked(args: OpArgs, requirements: bytes, setup: str, lock: _SetupLock) -> OpReply:
+    folder = _environment_folder(args)
     log_path = os.path.join(setup, "setup.log")
     deadline = time.monotonic() + float(args["timeout_s"])
     with open(log_path, "wb") as log:
         run = _CommandRunner(log, log_path, deadline, lock)
         if not _is_reusable(folder, args):
             shutil.rmtree(folder, ignore_errors=True)
-            run(_venv_command(args, folder), reason="venv")
+            run(_make_venv_command(args, folder), reason="venv")
         elif _uses_system_packages(folder) != bool(args["system_packages"]):
-            run(_venv_command(args, folder), reason="venv")  # in place: installed packages are kept
+            run(_make_venv_command(args, folder), reason="venv")  # in place: installed packages are kept
         _remove_stamp(folder)
-        for command in _pip_commands(args, folder, setup, requirements):
+        for command in _make_pip_commands(args, folder, setup, requirements):
             run(command, reason="pip")
     _extend_activate(args, folder)
-    with open(os.path.join(folder, _STAMP), "w") as file:
+    with open(os.path.join(folder, _STAMP_FILE_NAME), "w") as file:
         json.dump(args["stamp"], file)
-    return {"packages": len(_installed(folder))}
+    return {"packages": len(_list_installed_packages(folder))}
 
 
 class _CommandRunner:
@@ -168,28 +168,28 @@ class _CommandRunner:
                 code = process.wait(max(1.0, self._deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
                 process.kill()
-                tail = _tail(self._log_path)
+                tail = _read_log_tail(self._log_path)
                 raise OpError(
                     "timeout", "the installation timed out; last lines of the log:\n" + tail
                 ) from None
         if code != 0:
-            _check_space(self._log_path)
-            raise OpError(reason, _tail(self._log_path) or f"{command[0]} exited with code {code}")
+            _check_disk_space(self._log_path)
+            raise OpError(reason, _read_log_tail(self._log_path) or f"{command[0]} exited with code {code}")
 
 
-def _check_space(path: str) -> None:
+def _check_disk_space(path: str) -> None:
     """Raise OpError if the disk is full: the failed program may not have been able to log that."""
     found = os.statvfs(os.path.dirname(path))
-    if found.f_bavail * found.f_frsize < _SPACE_BYTES_MIN:
+    if found.f_bavail * found.f_frsize < _DISK_FREE_BYTES_MIN:
         raise OpError("no_space", "No space left on device: " + os.path.dirname(path))
 
 
-def _venv_command(args: Args, folder: str) -> list[str]:
+def _make_venv_command(args: OpArgs, folder: str) -> list[str]:
     more = ["--system-site-packages"] if args["system_packages"] else []
-    return [_python(args), "-m", "venv", *more, "--", folder]
+    return [_find_requested_python(args), "-m", "venv", *more, "--", folder]
 
 
-def _pip_commands(args: Args, folder: str, setup: str, requirements: bytes) -> list[list[str]]:
+def _make_pip_commands(args: OpArgs, folder: str, setup: str, requirements: bytes) -> list[list[str]]:
     """Return one command, or two if the requirements have hashes: pip then rejects packages without them."""
     command = [os.path.join(folder, "bin", "python"), "-m", "pip", "install", "--progress-bar", "off"]
     if args["wheels"]:
@@ -200,13 +200,13 @@ def _pip_commands(args: Args, folder: str, setup: str, requirements: bytes) -> l
     listed = ["-r", _write_file(os.path.join(setup, "requirements.txt"), requirements)]
     if packages and re.search(rb"(^|\s|\xef\xbb\xbf)--(hash|require-hashes)\b", requirements):
         constraints = _write_file(
-            os.path.join(setup, "constraints.txt"), _constraints(requirements.decode()).encode()
+            os.path.join(setup, "constraints.txt"), _make_constraints(requirements.decode()).encode()
         )
         return [command + listed, [*command, "-c", constraints, *packages]]
     return [command + listed + packages]
 
 
-def _constraints(requirements: str) -> str:
+def _make_constraints(requirements: str) -> str:
     """Return the requirements without hashes, extras and plain URLs, which constraints do not allow."""
     lines = []
     for line in _logical_lines(requirements.lstrip("\ufeff")):
@@ -246,27 +246,27 @@ def _uses_system_packages(folder: str) -> bool:
         return re.search(r"^include-system-site-packages *= *true", file.read(), re.MULTILINE) is not None
 
 
-def _is_reusable(folder: str, args: Args) -> bool:
+def _is_reusable(folder: str, args: OpArgs) -> bool:
     """False for an environment of another Python version or an incomplete one."""
-    version = _version(os.path.join(folder, "bin", "python"), check=False)
+    version = _python_version(os.path.join(folder, "bin", "python"), check=False)
     same = version.split(".")[:2] == str(args["stamp"]["python"]).split(".")[:2]
     pip = os.path.join(folder, "bin", "pip")
     return same and os.path.exists(pip) and os.path.exists(os.path.join(folder, "pyvenv.cfg"))
 
 
-def _extend_activate(args: Args, folder: str) -> None:
-    """Append _ACTIVATE to bin/activate, once."""
+def _extend_activate(args: OpArgs, folder: str) -> None:
+    """Append _ACTIVATE_ADDITION to bin/activate, once."""
     import shlex
 
     path = os.path.join(folder, "bin", "activate")
-    env = own_folder(_root(args), "ray", "env.sh")
-    text = _ACTIVATE.format(path=shlex.quote(env))
+    env = grid_folder(_remote_root(args), "ray", "env.sh")
+    text = _ACTIVATE_ADDITION.format(path=shlex.quote(env))
     with open(path, "r+") as file:
         if text not in file.read():
             file.write(text)
 
 
-def _installed(folder: str) -> list[str]:
+def _list_installed_packages(folder: str) -> list[str]:
     lib = os.path.join(folder, "lib")
     found = []
     for python in os.listdir(lib):
@@ -276,19 +276,19 @@ def _installed(folder: str) -> list[str]:
     return found
 
 
-def _root(args: Args) -> str:
+def _remote_root(args: OpArgs) -> str:
     return os.path.expanduser(str(args["root"]))
 
 
-def _folder(args: Args) -> str:
-    return os.path.join(_root(args), "grid_env")
+def _environment_folder(args: OpArgs) -> str:
+    return os.path.join(_remote_root(args), "grid_env")
 
 
-def _setup_folder(args: Args) -> str:
-    return own_folder(_root(args), "setup")
+def _setup_folder(args: OpArgs) -> str:
+    return grid_folder(_remote_root(args), "setup")
 
 
-def _python(args: Args) -> str:
+def _find_requested_python(args: OpArgs) -> str:
     """Return the path of the requested Python. Raises OpError if it is not found."""
     name = str(args.get("python") or "python3")
     path = shutil.which(os.path.expanduser(name))
@@ -297,7 +297,7 @@ def _python(args: Args) -> str:
     return path
 
 
-def _version(python: str, check: bool = True) -> str:
+def _python_version(python: str, check: bool = True) -> str:
     try:
         done = subprocess.run(
             [python, "-c", "import sys; print('%d.%d.%d' % sys.version_info[:3])"],
@@ -317,7 +317,7 @@ def _version(python: str, check: bool = True) -> str:
 
 def _read_stamp(folder: str) -> Any:
     try:
-        with open(os.path.join(folder, _STAMP), "rb") as file:
+        with open(os.path.join(folder, _STAMP_FILE_NAME), "rb") as file:
             return json.loads(file.read(1 << 20).decode())
     except (OSError, ValueError):
         return None
@@ -325,14 +325,14 @@ def _read_stamp(folder: str) -> Any:
 
 def _remove_stamp(folder: str) -> None:
     try:
-        os.unlink(os.path.join(folder, _STAMP))
+        os.unlink(os.path.join(folder, _STAMP_FILE_NAME))
     except FileNotFoundError:
         pass
 
 
-def _wheels(folder: str) -> dict[str, str]:
+def _hash_uploaded_wheels(folder: str) -> dict[str, str]:
     """Return the hashes of the uploaded wheels by file name."""
-    wheels = own_folder(os.path.dirname(folder), "setup", "wheels")
+    wheels = grid_folder(os.path.dirname(folder), "setup", "wheels")
     found = {}
     for name in os.listdir(wheels) if os.path.isdir(wheels) else []:
         if name.endswith(".sha256") and os.path.exists(os.path.join(wheels, name[: -len(".sha256")])):
@@ -341,24 +341,24 @@ def _wheels(folder: str) -> dict[str, str]:
     return found
 
 
-def _remove_old_parts(folder: str) -> None:
-    """Remove the parts of interrupted uploads; those of active ones are younger than _STALE_PART_S."""
+def _remove_stale_parts(folder: str) -> None:
+    """Remove the parts of interrupted uploads; those of active ones are younger than _STALE_PART_AGE_S."""
     for name in os.listdir(folder):
         path = os.path.join(folder, name)
         try:
-            if name.endswith(".part") and os.path.getmtime(path) < time.time() - _STALE_PART_S:
+            if name.endswith(".part") and os.path.getmtime(path) < time.time() - _STALE_PART_AGE_S:
                 os.unlink(path)
         except OSError:
             pass
 
 
-def _file_name(name: str) -> str:
+def _validate_file_name(name: str) -> str:
     if os.path.basename(name) != name or name.startswith((".", "-")):
         raise OpError("name", "invalid file name: " + repr(name))
     return name
 
 
-def _sha256(path: str) -> str:
+def _file_sha256(path: str) -> str:
     import hashlib
 
     found = hashlib.sha256()
@@ -370,12 +370,12 @@ def _sha256(path: str) -> str:
             found.update(data)
 
 
-def _tail(path: str) -> str:
+def _read_log_tail(path: str) -> str:
     try:
         with open(path, "rb") as file:
-            file.seek(max(0, os.path.getsize(path) - _TAIL_BYTES))
-            data = file.read(_TAIL_BYTES)
+            file.seek(max(0, os.path.getsize(path) - _LOG_TAIL_BYTES))
+            data = file.read(_LOG_TAIL_BYTES)
     except OSError:
         return ""
     lines = data.decode("utf-8", "replace").replace("\r", "\n").strip().splitlines()
-    return "\n".join(lines[-_LINES:])
+    return "\n".join(lines[-_LOG_TAIL_LINES:])

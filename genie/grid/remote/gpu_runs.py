@@ -10,20 +10,20 @@ from __future__ import annotations
 from typing import Any
 
 from genie.grid.remote import health, runs
-from genie.grid.remote.core import Answer, Args, OpError, op
+from genie.grid.remote.core import OpArgs, OpError, OpReply, register_op
 
-_QUERY_S = 10.0
+_GPU_QUERY_TIMEOUT_S = 10.0
 
 
-@op("gpu_runs.start")
-def start(args: Args, blob: bytes) -> Answer:
+@register_op("gpu_runs.start")
+def start_with_gpus(args: OpArgs, blob: bytes) -> OpReply:
     """Like runs.start, with `gpus` free GPUs."""
-    return runs.start_run(args, blob, lambda held: _take(held, int(args["gpus"])))
+    return runs.start_run(args, blob, lambda held: _take_free_gpus(held, int(args["gpus"])))
 
 
-def _take(held: Args, count: int) -> tuple[list[int], Args]:
-    found = health.read_gpus(_QUERY_S)
-    gpus = choose(found["gpus"], held, count)
+def _take_free_gpus(held: OpArgs, count: int) -> tuple[list[int], OpArgs]:
+    found = health.read_gpus(_GPU_QUERY_TIMEOUT_S)
+    gpus = choose_free_gpus(found["gpus"], held, count)
     text = ",".join(map(str, gpus))
     # By default CUDA numbers GPUs from the fastest, unlike nvidia-smi.
     env = {"CUDA_VISIBLE_DEVICES": text, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
@@ -32,7 +32,7 @@ def _take(held: Args, count: int) -> tuple[list[int], Args]:
     return gpus, env
 
 
-def choose(gpus: Any, held: Args, count: int) -> list[int]:
+def choose_free_gpus(gpus: Any, held: OpArgs, count: int) -> list[int]:
     """Return the indexes of `count` free GPUs.
 
     `gpus` are readings; `held` maps the index of a GPU to the run that holds it. Raises OpError('busy').
@@ -42,7 +42,7 @@ def choose(gpus: Any, held: Args, count: int) -> list[int]:
         index, used, utilization = gpu["index"], gpu["memory_used_bytes"], gpu["utilization_pct"]
         if index in held:
             reasons.append(f"GPU {index} is held by run {held[index]}")
-        elif not health.is_free(gpu["memory_total_bytes"], used, utilization):
+        elif not health.is_gpu_free(gpu["memory_total_bytes"], used, utilization):
             memory = "?" if used is None else used >> 20
             reasons.append(f"GPU {index} has {memory} MiB in use and {utilization or 0:.0f}% utilization")
         else:

@@ -16,7 +16,7 @@ import time
 from typing import Any, Callable, Dict  # noqa: UP035 - at run time, Python 3.8 needs these
 
 from genie.grid.remote import nvml
-from genie.grid.remote.core import OpError, op
+from genie.grid.remote.core import OpError, register_op
 
 NVIDIA_QUERY = (
     "index,name,uuid,memory.total,memory.used,utilization.gpu,temperature.gpu,"
@@ -25,26 +25,26 @@ NVIDIA_QUERY = (
 NVIDIA_FORMAT = "csv,noheader,nounits"
 MIB = 1 << 20
 _NO_THROTTLE_CHECK_C = float("inf")
-FREE_MEMORY_SHARE = 0.05
-FREE_MEMORY_BYTES = 1 << 30
-FREE_UTILIZATION_PCT = 10.0
+FREE_GPU_MEMORY_SHARE_MAX = 0.05
+FREE_GPU_MEMORY_BYTES_MAX = 1 << 30
+FREE_GPU_UTILIZATION_PCT_MAX = 10.0
 OUTPUT_BYTES_MAX = 1 << 20
 """Output limit of one tool."""
-TEXT_MAX = 200
+TEXT_CHARS_MAX = 200
 """Maximum characters of a name, path or message."""
-_RECORDS_MAX = 200_000
+_KERNEL_LOG_RECORDS_MAX = 200_000
 _XIDS_MAX = 100
 _PROGRAM_FOLDERS = ("/usr/local/bin", "/usr/bin", "/bin", "/usr/sbin", "/sbin", "/opt/rocm/bin")
-_NUMBER = re.compile(r"[+-]?[0-9]{1,18}(\.[0-9]{1,9})?")
-_XID = re.compile(
+_NUMBER_PATTERN = re.compile(r"[+-]?[0-9]{1,18}(\.[0-9]{1,9})?")
+_XID_PATTERN = re.compile(
     r"(?:[0-9]+,[0-9]+,(?P<us>[0-9]+),[^;]*;|\[ *(?P<s>[0-9]+\.[0-9]+)\].*?)?"
     r"NVRM: Xid \((?P<bus>[^)]{1,64})\): (?P<code>[0-9]{1,6})[, ]*(?P<text>.*)"
 )
-_LOG_COMMANDS = (
+_KERNEL_LOG_COMMANDS = (
     ("dmesg",),
     ("journalctl", "-k", "-b", "-q", "--no-pager", "-o", "short-monotonic", "-g", "NVRM: Xid", "-n", "100"),
 )
-_THROTTLE_REASONS = (
+_THROTTLE_REASON_BY_BIT = (
     (0x8, "hardware slowdown"),
     (0x20, "software thermal slowdown"),
     (0x40, "hardware thermal slowdown"),
@@ -54,7 +54,7 @@ _THROTTLE_REASONS = (
 Reading = Dict[str, Any]  # noqa: UP006 - evaluated at run time
 
 
-@op("health.read")
+@register_op("health.read")
 def read(args: Any, blob: bytes) -> Reading:
     """Return all readings.
 
@@ -64,20 +64,20 @@ def read(args: Any, blob: bytes) -> Reading:
     root = os.path.expanduser(str(args["root"]))
     timeout_s = float(args["timeout_s"])
     throttle_check_c = float(args["throttle_check_c"])
-    tool = _gpu_tool()
+    tool = _find_gpu_tool()
     nvidia = tool is not None and os.path.basename(tool) == "nvidia-smi"
     # Parts that may block run in threads; the others do not, because a thread costs more than most readings.
-    inline: dict[str, Callable[[], Reading]] = {"load": _load, "memory": _memory}
-    threaded: dict[str, Callable[[], Reading]] = {"disk": lambda: _disk(root)}
-    (threaded if tool else inline)["gpus"] = lambda: _gpus(tool, timeout_s, throttle_check_c)
+    inline: dict[str, Callable[[], Reading]] = {"load": _read_load, "memory": _read_memory}
+    threaded: dict[str, Callable[[], Reading]] = {"disk": lambda: _read_disk(root)}
+    (threaded if tool else inline)["gpus"] = lambda: _read_gpus_by_tool(tool, timeout_s, throttle_check_c)
     if nvidia or os.path.isdir("/proc/driver/nvidia"):
-        (inline if _KERNEL_LOG.is_ready else threaded)["xids"] = lambda: _xids(timeout_s)
+        (inline if _KERNEL_LOG.is_ready else threaded)["xids"] = lambda: _read_xids(timeout_s)
     return _read_parts(threaded, inline, timeout_s)
 
 
-_THREADS: dict[str, tuple[threading.Thread, float]] = {}
-"""The latest thread of each part and its deadline. _THREADS_LOCK ensures that no part has two threads."""
-_THREADS_LOCK = threading.Lock()
+_THREAD_BY_PART: dict[str, tuple[threading.Thread, float]] = {}
+"""The latest thread of each part and its deadline. The lock ensures that no part has two threads."""
+_THREAD_BY_PART_LOCK = threading.Lock()
 
 
 def _read_parts(
@@ -95,7 +95,7 @@ def _read_parts(
         _read_part(results, name, part)
     for name, part in threaded.items():
         thread = threading.Thread(target=_read_part, args=(results, name, part), daemon=True)
-        if _start(name, thread, deadline):
+        if _start_part_thread(name, thread, deadline):
             started[name] = thread
         else:
             failed[name] = "a previous reading still hangs"
@@ -112,13 +112,13 @@ def _read_parts(
     return found
 
 
-def _start(name: str, thread: threading.Thread, deadline: float) -> bool:
+def _start_part_thread(name: str, thread: threading.Thread, deadline: float) -> bool:
     """Start the thread after any previous one of this part; False if that one is past its deadline."""
     while True:
-        with _THREADS_LOCK:
-            previous, until = _THREADS.get(name, (None, 0.0))
+        with _THREAD_BY_PART_LOCK:
+            previous, until = _THREAD_BY_PART.get(name, (None, 0.0))
             if previous is None or not previous.is_alive():
-                _THREADS[name] = (thread, deadline)
+                _THREAD_BY_PART[name] = (thread, deadline)
                 thread.start()
                 return True
         left_s = min(until, deadline) - time.monotonic()
@@ -132,14 +132,14 @@ def _read_part(results: dict[str, Reading], name: str, part: Callable[[], Readin
         results[name] = part()
     except (OpError, OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         text = str(error) if isinstance(error, (OpError, OSError)) else f"invalid: {error}"
-        results[name] = {"failed": {name: text[:TEXT_MAX]}}
+        results[name] = {"failed": {name: text[:TEXT_CHARS_MAX]}}
 
 
-def _load() -> Reading:
+def _read_load() -> Reading:
     return {"load": list(os.getloadavg()), "cores": os.cpu_count() or 1}
 
 
-def _memory() -> Reading:
+def _read_memory() -> Reading:
     with open("/proc/meminfo", encoding="ascii", errors="replace") as file:
         return parse_meminfo(file.read(1 << 16))
 
@@ -156,7 +156,7 @@ def parse_meminfo(text: str) -> Reading:
     return {"memory_total_bytes": sizes["MemTotal"], "memory_available_bytes": available}
 
 
-def _disk(root: str) -> Reading:
+def _read_disk(root: str) -> Reading:
     """Readings of the file system of `root`, or of its first existing parent directory."""
     while root and not os.path.exists(root):
         parent = os.path.dirname(root)
@@ -170,7 +170,7 @@ def _disk(root: str) -> Reading:
     return {
         "disk_total_bytes": stat.f_frsize * stat.f_blocks,
         "disk_free_bytes": stat.f_frsize * stat.f_bavail,
-        "unwritable": "" if writable else root[:TEXT_MAX],
+        "unwritable": "" if writable else root[:TEXT_CHARS_MAX],
     }
 
 
@@ -179,64 +179,66 @@ def _disk(root: str) -> Reading:
 
 def read_gpus(timeout_s: float) -> Reading:
     """Return the vendor and gpus of `health.read`. Raises OpError on failure or timeout."""
-    tool = _gpu_tool()
-    found = _read_parts({"gpus": lambda: _gpus(tool, timeout_s, _NO_THROTTLE_CHECK_C)}, {}, timeout_s)
+    tool = _find_gpu_tool()
+    found = _read_parts(
+        {"gpus": lambda: _read_gpus_by_tool(tool, timeout_s, _NO_THROTTLE_CHECK_C)}, {}, timeout_s
+    )
     if "gpus" not in found:
         raise OpError("gpus", f"GPUs: {found['failed']['gpus']}")
     return found
 
 
-def memory_share(total: int | None, used: int | None, utilization: float | None) -> float | None:
+def gpu_memory_share(total: int | None, used: int | None, utilization: float | None) -> float | None:
     """Fraction of memory in use, 0 to 1. Without memory readings (integrated GPUs), the utilization."""
     if total and used is not None:
         return min(1.0, used / total)
     return utilization / 100 if utilization is not None else None
 
 
-def is_free(total: int | None, used: int | None, utilization: float | None) -> bool:
+def is_gpu_free(total: int | None, used: int | None, utilization: float | None) -> bool:
     """True if less than 5% or 1 GiB of memory is in use and utilization is below 10%."""
-    share = memory_share(total, used, utilization)
-    has_memory = share is not None and share < FREE_MEMORY_SHARE
+    share = gpu_memory_share(total, used, utilization)
+    has_memory = share is not None and share < FREE_GPU_MEMORY_SHARE_MAX
     if used is not None:
-        has_memory = has_memory or used < FREE_MEMORY_BYTES
-    return has_memory and (utilization or 0.0) < FREE_UTILIZATION_PCT
+        has_memory = has_memory or used < FREE_GPU_MEMORY_BYTES_MAX
+    return has_memory and (utilization or 0.0) < FREE_GPU_UTILIZATION_PCT_MAX
 
 
-def _gpu_tool() -> str | None:
+def _find_gpu_tool() -> str | None:
     return find_program("nvidia-smi") or find_program("rocm-smi") or find_program("amd-smi")
 
 
-def _gpus(tool: str | None, timeout_s: float, throttle_check_c: float) -> Reading:
+def _read_gpus_by_tool(tool: str | None, timeout_s: float, throttle_check_c: float) -> Reading:
     deadline = time.monotonic() + timeout_s
     name = os.path.basename(tool or "")
     if tool and name == "nvidia-smi":
-        return _nvidia(tool, deadline, throttle_check_c)
+        return _read_nvidia_gpus(tool, deadline, throttle_check_c)
     if tool and name == "rocm-smi":
         options = ["--showproductname", "--showuniqueid", "--showmeminfo", "vram", "--showuse", "--showtemp"]
-        return parse_rocm(_output([tool, *options, "--json"], deadline))
+        return parse_rocm_smi(_run_program([tool, *options, "--json"], deadline))
     if tool:
-        metric = _output([tool, "metric", "--json"], deadline)
-        return parse_amd(metric, _amd_names(tool, deadline))
+        metric = _run_program([tool, "metric", "--json"], deadline)
+        return parse_amd_smi(metric, _read_amd_names(tool, deadline))
     return {"vendor": "none", "gpus": []}
 
 
-def _nvidia(program: str, deadline: float, throttle_check_c: float) -> Reading:
+def _read_nvidia_gpus(program: str, deadline: float, throttle_check_c: float) -> Reading:
     """Read by NVML, which starts no process; if it fails, by nvidia-smi, whose messages are well known."""
     try:
-        return {"vendor": "nvidia", "gpus": [_gpu_by_nvml(**each) for each in nvml.read()]}
+        return {"vendor": "nvidia", "gpus": [_make_nvml_reading(**each) for each in nvml.read_gpus()]}
     except nvml.NvmlError:
-        return _nvidia_smi(program, deadline, throttle_check_c)
+        return _read_by_nvidia_smi(program, deadline, throttle_check_c)
 
 
-def _gpu_by_nvml(index: int, throttle_mask: int | None, **values: Any) -> Reading:
-    gpu = _gpu(index, **values)
-    gpu["throttled"] = _throttle_reasons(throttle_mask or 0)
+def _make_nvml_reading(index: int, throttle_mask: int | None, **values: Any) -> Reading:
+    gpu = _make_gpu_reading(index, **values)
+    gpu["throttled"] = _decode_throttle_reasons(throttle_mask or 0)
     return gpu
 
 
-def _nvidia_smi(program: str, deadline: float, throttle_check_c: float) -> Reading:
-    found = parse_nvidia(
-        _output([program, f"--query-gpu={NVIDIA_QUERY}", f"--format={NVIDIA_FORMAT}"], deadline)
+def _read_by_nvidia_smi(program: str, deadline: float, throttle_check_c: float) -> Reading:
+    found = parse_nvidia_smi(
+        _run_program([program, f"--query-gpu={NVIDIA_QUERY}", f"--format={NVIDIA_FORMAT}"], deadline)
     )
     if any((gpu["temperature_c"] or 0) >= throttle_check_c for gpu in found["gpus"]):
         _add_throttle_reasons(found["gpus"], program, deadline)
@@ -247,20 +249,20 @@ def _add_throttle_reasons(gpus: list[Reading], program: str, deadline: float) ->
     """Fill in `throttled`; it stays empty if the driver does not support the query."""
     try:
         query = "--query-gpu=index,clocks_throttle_reasons.active"
-        text = _output([program, query, f"--format={NVIDIA_FORMAT}"], deadline)
+        text = _run_program([program, query, f"--format={NVIDIA_FORMAT}"], deadline)
     except (OpError, OSError):
         return
     masks = dict(re.findall(r"^ *([0-9]{1,4}) *, *(0x[0-9a-fA-F]{1,16}) *$", text, re.MULTILINE))
     for gpu in gpus:
         mask = int(masks.get(str(gpu["index"]), "0x0"), 16)
-        gpu["throttled"] = _throttle_reasons(mask)
+        gpu["throttled"] = _decode_throttle_reasons(mask)
 
 
-def _throttle_reasons(mask: int) -> list[str]:
-    return [reason for bit, reason in _THROTTLE_REASONS if mask & bit]
+def _decode_throttle_reasons(mask: int) -> list[str]:
+    return [reason for bit, reason in _THROTTLE_REASON_BY_BIT if mask & bit]
 
 
-def parse_nvidia(text: str) -> Reading:
+def parse_nvidia_smi(text: str) -> Reading:
     """Parse the output of NVIDIA_QUERY. An invalid line is reported in `failed`; other lines are used."""
     gpus = []
     failed = {}
@@ -272,19 +274,19 @@ def parse_nvidia(text: str) -> Reading:
         extra = max(0, len(cells) - 8)
         cells = [cells[0], ", ".join(cells[1 : 2 + extra]), *cells[2 + extra :]]
         if not cells[0].isdigit() or len(cells[0]) > 4:
-            failed["gpus"] = f"nvidia-smi: {line.strip()}"[:TEXT_MAX]
+            failed["gpus"] = f"nvidia-smi: {line.strip()}"[:TEXT_CHARS_MAX]
             continue
         cells += [""] * (8 - len(cells))
         gpus.append(
-            _gpu(
+            _make_gpu_reading(
                 int(cells[0]),
                 name=cells[1],
                 uuid=cells[2],
-                total=_bytes(cells[3], MIB),
-                used=_bytes(cells[4], MIB),
-                utilization=number(cells[5]),
-                temperature=number(cells[6]),
-                ecc=number(cells[7]),
+                total=_parse_bytes(cells[3], MIB),
+                used=_parse_bytes(cells[4], MIB),
+                utilization=parse_number(cells[5]),
+                temperature=parse_number(cells[6]),
+                ecc=parse_number(cells[7]),
             )
         )
     found: Reading = {"vendor": "nvidia", "gpus": gpus}
@@ -293,33 +295,35 @@ def parse_nvidia(text: str) -> Reading:
     return found
 
 
-def parse_rocm(text: str) -> Reading:
+def parse_rocm_smi(text: str) -> Reading:
     """Parse rocm-smi --json: one object per card; the case of its keys differs between releases."""
     gpus = []
-    for name, card in sorted(_json(text).items()):
+    for name, card in sorted(_parse_json(text).items()):
         index = re.fullmatch(r"card([0-9]{1,4})", name)
         if not index or not isinstance(card, dict):
             continue
         values = {str(key).lower(): str(value) for key, value in card.items()}
         named = values.get("card series") or values.get("card model") or values.get("device name") or ""
         gpus.append(
-            _gpu(
+            _make_gpu_reading(
                 int(index.group(1)),
                 name=named,
                 uuid=values.get("unique id", ""),
-                total=_bytes(values.get("vram total memory (b)"), 1),
-                used=_bytes(values.get("vram total used memory (b)"), 1),
-                utilization=number(values.get("gpu use (%)")),
-                temperature=_hottest(value for key, value in values.items() if key.startswith("temperature")),
+                total=_parse_bytes(values.get("vram total memory (b)"), 1),
+                used=_parse_bytes(values.get("vram total used memory (b)"), 1),
+                utilization=parse_number(values.get("gpu use (%)")),
+                temperature=_max_temperature(
+                    value for key, value in values.items() if key.startswith("temperature")
+                ),
                 ecc=None,
             )
         )
     return {"vendor": "amd", "gpus": sorted(gpus, key=lambda gpu: int(gpu["index"]))}
 
 
-def parse_amd(text: str, names: dict[int, tuple[str, str]]) -> Reading:
+def parse_amd_smi(text: str, names: dict[int, tuple[str, str]]) -> Reading:
     """Parse amd-smi metric --json: a list, which newer releases wrap in an object."""
-    body = _json(text)
+    body = _parse_json(text)
     cards = body.get("gpu_data", []) if isinstance(body, dict) else body
     gpus = []
     for card in cards:
@@ -327,35 +331,35 @@ def parse_amd(text: str, names: dict[int, tuple[str, str]]) -> Reading:
         temperatures = card.get("temperature") or {}
         name, uuid = names.get(int(card["gpu"]), ("", ""))
         gpus.append(
-            _gpu(
+            _make_gpu_reading(
                 int(card["gpu"]),
                 name=name,
                 uuid=uuid,
-                total=_with_unit(memory.get("total_vram")),
-                used=_with_unit(memory.get("used_vram")),
-                utilization=number(_value((card.get("usage") or {}).get("gfx_activity"))),
-                temperature=_hottest(_value(each) for each in temperatures.values()),
-                ecc=number(_value((card.get("ecc") or {}).get("total_uncorrectable_count"))),
+                total=_parse_bytes_with_unit(memory.get("total_vram")),
+                used=_parse_bytes_with_unit(memory.get("used_vram")),
+                utilization=parse_number(_strip_unit((card.get("usage") or {}).get("gfx_activity"))),
+                temperature=_max_temperature(_strip_unit(each) for each in temperatures.values()),
+                ecc=parse_number(_strip_unit((card.get("ecc") or {}).get("total_uncorrectable_count"))),
             )
         )
     return {"vendor": "amd", "gpus": gpus}
 
 
-def _amd_names(program: str, deadline: float) -> dict[int, tuple[str, str]]:
+def _read_amd_names(program: str, deadline: float) -> dict[int, tuple[str, str]]:
     """Return name and UUID by GPU index; empty on failure, because names are optional."""
     try:
-        body = _json(_output([program, "static", "--asic", "--json"], deadline))
+        body = _parse_json(_run_program([program, "static", "--asic", "--json"], deadline))
         cards = body.get("gpu_data", []) if isinstance(body, dict) else body
-        return {int(card["gpu"]): _asic(card.get("asic") or {}) for card in cards}
+        return {int(card["gpu"]): _parse_asic(card.get("asic") or {}) for card in cards}
     except (OpError, OSError, ValueError, KeyError, TypeError, AttributeError):
         return {}
 
 
-def _asic(asic: Any) -> tuple[str, str]:
+def _parse_asic(asic: Any) -> tuple[str, str]:
     return str(asic.get("market_name", "")), str(asic.get("asic_serial", ""))
 
 
-def _gpu(
+def _make_gpu_reading(
     index: int,
     *,
     name: str,
@@ -368,8 +372,8 @@ def _gpu(
 ) -> Reading:
     return {
         "index": index,
-        "name": name[:TEXT_MAX],
-        "uuid": uuid[:TEXT_MAX],
+        "name": name[:TEXT_CHARS_MAX],
+        "uuid": uuid[:TEXT_CHARS_MAX],
         "memory_total_bytes": total,
         "memory_used_bytes": used,
         "utilization_pct": utilization,
@@ -379,33 +383,33 @@ def _gpu(
     }
 
 
-def number(text: Any) -> float | None:
+def parse_number(text: Any) -> float | None:
     """Parse a number; None for placeholders such as [N/A], [Not Supported], ERR! and empty text."""
-    found = _NUMBER.match(str(text).strip()) if text is not None else None
+    found = _NUMBER_PATTERN.match(str(text).strip()) if text is not None else None
     return float(found.group()) if found else None
 
 
-def _bytes(text: Any, unit: int) -> int | None:
-    found = number(text)
+def _parse_bytes(text: Any, unit: int) -> int | None:
+    found = parse_number(text)
     return None if found is None else int(found * unit)
 
 
-def _value(cell: Any) -> Any:
+def _strip_unit(cell: Any) -> Any:
     return cell.get("value") if isinstance(cell, dict) else cell
 
 
-def _with_unit(cell: Any) -> int | None:
+def _parse_bytes_with_unit(cell: Any) -> int | None:
     units = {"B": 1, "KB": 1 << 10, "MB": MIB, "GB": 1 << 30}
     unit = str(cell.get("unit", "MB")) if isinstance(cell, dict) else "MB"
-    return _bytes(_value(cell), units.get(unit.upper(), MIB))
+    return _parse_bytes(_strip_unit(cell), units.get(unit.upper(), MIB))
 
 
-def _hottest(texts: Any) -> float | None:
-    found = [each for each in map(number, texts) if each is not None]
+def _max_temperature(texts: Any) -> float | None:
+    found = [each for each in map(parse_number, texts) if each is not None]
     return max(found) if found else None
 
 
-def _json(text: str) -> Any:
+def _parse_json(text: str) -> Any:
     import json
 
     # The tools print warnings before the JSON.
@@ -422,22 +426,22 @@ class _KernelLog:
     """/dev/kmsg, kept open between readings so that each record is read once."""
 
     def __init__(self) -> None:
-        self.descriptor = -1
-        self.seen: list[Reading] = []
-        self.refused = ""
+        self.file_descriptor = -1
+        self.xids_seen: list[Reading] = []
+        self.refusal = ""
 
     @property
     def is_ready(self) -> bool:
         """True if the next read returns only new records, or none at all."""
-        return self.descriptor >= 0 or bool(self.refused)
+        return self.file_descriptor >= 0 or bool(self.refusal)
 
     def read(self, timeout_s: float) -> list[Reading]:
         deadline = time.monotonic() + timeout_s
-        if self.descriptor < 0:
-            self.descriptor = os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK)
-        for _ in range(_RECORDS_MAX):
+        if self.file_descriptor < 0:
+            self.file_descriptor = os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK)
+        for _ in range(_KERNEL_LOG_RECORDS_MAX):
             try:
-                data = os.read(self.descriptor, 1 << 16)
+                data = os.read(self.file_descriptor, 1 << 16)
             except BlockingIOError:
                 break
             except BrokenPipeError:
@@ -445,34 +449,36 @@ class _KernelLog:
             if not data or time.monotonic() > deadline:
                 break
             if b"NVRM: Xid" in data:
-                self.seen += parse_xids(data.decode("utf-8", "replace"))
-                del self.seen[:-_XIDS_MAX]
-        return self.seen
+                self.xids_seen += parse_xids(data.decode("utf-8", "replace"))
+                del self.xids_seen[:-_XIDS_MAX]
+        return self.xids_seen
 
 
 _KERNEL_LOG = _KernelLog()
 
 
-def _xids(timeout_s: float) -> Reading:
+def _read_xids(timeout_s: float) -> Reading:
     """Xid errors; None if this user may not read the kernel log, which is not a fault of the node."""
     log = _KERNEL_LOG
-    if log.refused:
-        return {"xids": None, "xids_unknown": log.refused}
+    if log.refusal:
+        return {"xids": None, "xids_unknown": log.refusal}
     try:
         return {"xids": with_age(log.read(timeout_s), time.monotonic())}
     except OSError as error:
         refused = error.strerror or str(error)
     deadline = time.monotonic() + timeout_s
-    for command in _LOG_COMMANDS:
+    for command in _KERNEL_LOG_COMMANDS:
         program = find_program(command[0])
         if program:
             try:
                 return {
-                    "xids": with_age(parse_xids(_output([program, *command[1:]], deadline)), time.monotonic())
+                    "xids": with_age(
+                        parse_xids(_run_program([program, *command[1:]], deadline)), time.monotonic()
+                    )
                 }
             except (OpError, OSError):
                 continue
-    log.refused = refused
+    log.refusal = refused
     return {"xids": None, "xids_unknown": refused}
 
 
@@ -480,10 +486,10 @@ def parse_xids(text: str) -> list[Reading]:
     """Parse lines of /dev/kmsg, or of dmesg and journalctl with seconds since boot in brackets."""
     found = []
     for line in text.splitlines():
-        match = _XID.search(line)
+        match = _XID_PATTERN.search(line)
         if match:
             at = float(match["us"]) / 1e6 if match["us"] else float(match["s"]) if match["s"] else None
-            code, words = int(match["code"]), match["text"].strip()[:TEXT_MAX]
+            code, words = int(match["code"]), match["text"].strip()[:TEXT_CHARS_MAX]
             found.append({"bus": match["bus"], "code": code, "text": words, "at_s": at})
     return found[-_XIDS_MAX:]
 
@@ -513,7 +519,7 @@ def find_program(name: str) -> str | None:
     return None
 
 
-def _output(argv: list[str], deadline: float) -> str:
+def _run_program(argv: list[str], deadline: float) -> str:
     """Run a program and return its output, at most 1 MiB; its process group is killed at the deadline."""
     import subprocess
 

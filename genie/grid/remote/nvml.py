@@ -2,7 +2,7 @@
 
 The library is opened at the first reading and stays open, because opening it costs more than many readings.
 After an error it is closed and the next reading opens it again, as required after a GPU reset. A call may
-hang in the driver, so callers run `read` in a thread with a timeout, one reading at a time (health.py).
+hang in the driver, so callers run `read_gpus` in a thread with a timeout, one reading at a time (health.py).
 
 Runs on nodes: standard library only, Python 3.8. Does not decide when nvidia-smi is used instead.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Any, Dict  # noqa: UP035 - at run time, Python 3.8 needs this
 
-LIBRARY = "libnvidia-ml.so.1"
+LIBRARY_NAME = "libnvidia-ml.so.1"
 _NOT_SUPPORTED = 3
 _FUNCTION_NOT_FOUND = 13
 _WRONG_VERSION = 25
@@ -27,61 +27,61 @@ class NvmlError(Exception):
     """The library is missing or returned an error."""
 
 
-def read() -> list[Reading]:
+def read_gpus() -> list[Reading]:
     """Return per GPU: index, name, uuid, total, used (bytes), utilization, temperature, ecc, throttle_mask.
 
     Unsupported values are None; `throttle_mask` is NVML's bit mask of throttle reasons. Raises NvmlError.
     """
     try:
-        if not _OPEN:
-            _OPEN.append(_Library(LIBRARY))
-        return _OPEN[0].gpus()
+        if not _OPEN_LIBRARY:
+            _OPEN_LIBRARY.append(_NvmlLibrary(LIBRARY_NAME))
+        return _OPEN_LIBRARY[0].read_gpus()
     except NvmlError:
-        close()
+        close_library()
         raise
 
 
-def close() -> None:
-    while _OPEN:
-        _OPEN.pop().close()
+def close_library() -> None:
+    while _OPEN_LIBRARY:
+        _OPEN_LIBRARY.pop().close()
 
 
-class _Library:
+class _NvmlLibrary:
     def __init__(self, name: str) -> None:
         try:
             import ctypes
 
-            self._c = ctypes
+            self._ctypes = ctypes
             self._functions = ctypes.CDLL(name)
         except (ImportError, OSError) as error:
             raise NvmlError(str(error)) from None
-        self._require("nvmlInit_v2")
-        self._memory_v1, self._memory_v2, self._rates = _structures(ctypes)
+        self._call_or_raise("nvmlInit_v2")
+        self._memory_v1_type, self._memory_v2_type, self._utilization_type = _define_structures(ctypes)
 
     def close(self) -> None:
         self._call("nvmlShutdown")
 
-    def gpus(self) -> list[Reading]:
-        count = self._c.c_uint()
-        self._require("nvmlDeviceGetCount_v2", self._c.byref(count))
-        return [self._gpu(index) for index in range(min(count.value, _GPUS_MAX))]
+    def read_gpus(self) -> list[Reading]:
+        count = self._ctypes.c_uint()
+        self._call_or_raise("nvmlDeviceGetCount_v2", self._ctypes.byref(count))
+        return [self._read_gpu(index) for index in range(min(count.value, _GPUS_MAX))]
 
-    def _gpu(self, index: int) -> Reading:
-        c = self._c
+    def _read_gpu(self, index: int) -> Reading:
+        c = self._ctypes
         gpu = c.c_void_p()
-        self._require("nvmlDeviceGetHandleByIndex_v2", c.c_uint(index), c.byref(gpu))
-        rates = self._rates()
-        has_rates = self._try("nvmlDeviceGetUtilizationRates", gpu, c.byref(rates))
+        self._call_or_raise("nvmlDeviceGetHandleByIndex_v2", c.c_uint(index), c.byref(gpu))
+        rates = self._utilization_type()
+        has_rates = self._try_call("nvmlDeviceGetUtilizationRates", gpu, c.byref(rates))
         degrees, ecc, mask = c.c_uint(), c.c_ulonglong(), c.c_ulonglong()
-        has_degrees = self._try("nvmlDeviceGetTemperature", gpu, c.c_int(_GPU_SENSOR), c.byref(degrees))
+        has_degrees = self._try_call("nvmlDeviceGetTemperature", gpu, c.c_int(_GPU_SENSOR), c.byref(degrees))
         kind = (c.c_int(_UNCORRECTED), c.c_int(_VOLATILE))
-        has_ecc = self._try("nvmlDeviceGetTotalEccErrors", gpu, *kind, c.byref(ecc))
-        has_mask = self._try("nvmlDeviceGetCurrentClocksThrottleReasons", gpu, c.byref(mask))
-        total, used = self._memory(gpu)
+        has_ecc = self._try_call("nvmlDeviceGetTotalEccErrors", gpu, *kind, c.byref(ecc))
+        has_mask = self._try_call("nvmlDeviceGetCurrentClocksThrottleReasons", gpu, c.byref(mask))
+        total, used = self._read_memory(gpu)
         return {
             "index": index,
-            "name": self._text("nvmlDeviceGetName", gpu),
-            "uuid": self._text("nvmlDeviceGetUUID", gpu),
+            "name": self._read_text("nvmlDeviceGetName", gpu),
+            "uuid": self._read_text("nvmlDeviceGetUUID", gpu),
             "total": total,
             "used": used,
             "utilization": float(rates.gpu) if has_rates else None,
@@ -90,28 +90,28 @@ class _Library:
             "throttle_mask": mask.value if has_mask else None,
         }
 
-    def _memory(self, gpu: Any) -> tuple[int | None, int | None]:
+    def _read_memory(self, gpu: Any) -> tuple[int | None, int | None]:
         """Return total and used bytes, like nvidia-smi without the memory reserved by the driver if known."""
-        memory = self._memory_v2()
-        memory.version = self._c.sizeof(memory) | 2 << 24
-        code = self._call("nvmlDeviceGetMemoryInfo_v2", gpu, self._c.byref(memory))
+        memory = self._memory_v2_type()
+        memory.version = self._ctypes.sizeof(memory) | 2 << 24
+        code = self._call("nvmlDeviceGetMemoryInfo_v2", gpu, self._ctypes.byref(memory))
         if code in (_FUNCTION_NOT_FOUND, _WRONG_VERSION):  # drivers before 510
-            memory = self._memory_v1()
-            code = self._call("nvmlDeviceGetMemoryInfo", gpu, self._c.byref(memory))
+            memory = self._memory_v1_type()
+            code = self._call("nvmlDeviceGetMemoryInfo", gpu, self._ctypes.byref(memory))
         if _is_supported("nvmlDeviceGetMemoryInfo", code):
             return memory.total, memory.used
         return None, None
 
-    def _text(self, function: str, gpu: Any) -> str:
-        buffer = self._c.create_string_buffer(_TEXT_BYTES)
-        is_supported = self._try(function, gpu, buffer, self._c.c_uint(_TEXT_BYTES))
+    def _read_text(self, function: str, gpu: Any) -> str:
+        buffer = self._ctypes.create_string_buffer(_TEXT_BYTES)
+        is_supported = self._try_call(function, gpu, buffer, self._ctypes.c_uint(_TEXT_BYTES))
         return buffer.value.decode("utf-8", "replace") if is_supported else ""
 
-    def _require(self, function: str, *args: Any) -> None:
-        if not self._try(function, *args):
+    def _call_or_raise(self, function: str, *args: Any) -> None:
+        if not self._try_call(function, *args):
             raise NvmlError(f"{function} is not supported")
 
-    def _try(self, function: str, *args: Any) -> bool:
+    def _try_call(self, function: str, *args: Any) -> bool:
         """Call a function; False if this GPU does not support it. Raises NvmlError for other errors."""
         return _is_supported(function, self._call(function, *args))
 
@@ -120,7 +120,7 @@ class _Library:
         return _FUNCTION_NOT_FOUND if found is None else int(found(*args))
 
 
-_OPEN: list[_Library] = []
+_OPEN_LIBRARY: list[_NvmlLibrary] = []
 
 
 def _is_supported(function: str, code: int) -> bool:
@@ -129,7 +129,7 @@ def _is_supported(function: str, code: int) -> bool:
     return code == 0
 
 
-def _structures(c: Any) -> tuple[Any, Any, Any]:
+def _define_structures(c: Any) -> tuple[Any, Any, Any]:
     """Define nvmlMemory_t, nvmlMemory_v2_t and nvmlUtilization_t, after ctypes has been imported."""
     sizes = [(name, c.c_ulonglong) for name in ("total", "free", "used")]
     newer = [("version", c.c_uint), *((n, c.c_ulonglong) for n in ("total", "reserved", "free", "used"))]

@@ -12,12 +12,12 @@ import os
 
 from genie.grid.remote.core import OpError
 
-NAME = ".grid"
+GRID_FOLDER_NAME = ".grid"
 
 
-def own_folder(root: str, *parts: str) -> str:
+def grid_folder(root: str, *parts: str) -> str:
     """Return a path below .grid, which need not exist. Raises OpError for a link that is not allowed."""
-    path = os.path.join(root, NAME)
+    path = os.path.join(root, GRID_FOLDER_NAME)
     if os.path.islink(path):
         real = os.path.realpath(path)
         places = [os.path.realpath(place).rstrip("/") + "/" for place in (os.path.expanduser("~"), root)]

@@ -18,97 +18,97 @@ import subprocess
 import time
 from typing import Any, Callable  # noqa: UP035 - Callable[...] at run time needs Python 3.9
 
-from genie.grid.remote.core import Answer, Args, OpError, op
-from genie.grid.remote.own_folder import own_folder
+from genie.grid.remote.core import OpArgs, OpError, OpReply, register_op
+from genie.grid.remote.own_folder import grid_folder
 from genie.grid.remote.ray_namespace import SITECUSTOMIZE
 
-MARK = "GRID_RAY_CLUSTER"
+CLUSTER_VARIABLE = "GRID_RAY_CLUSTER"
 """Environment variable of all started processes: cluster ID and node name."""
 _RECORD_BYTES_MAX = 1 << 20
-_TAIL_BYTES = 4000
+_OUTPUT_TAIL_BYTES = 4000
 _LOG_BYTES_MAX = 1 << 20
-_SHORT_S = 10.0
+_COMMAND_TIMEOUT_S = 10.0
 _POLL_S = 0.05
 _KILL_WAIT_S = 5.0
-_LOCK_S = 5.0  # after a disconnect, the previous helper takes a moment to exit
-_FACTS = (
+_LOCK_TIMEOUT_S = 5.0  # after a disconnect, the previous helper takes a moment to exit
+_VERSIONS_SCRIPT = (
     "import sys\n"
     "from importlib.metadata import version\n"
     "print(version('ray'), '%d.%d.%d' % sys.version_info[:3])\n"
 )
 
 
-@op("ray_node.facts")
-def facts(args: Args, blob: bytes) -> Answer:
+@register_op("ray_node.facts")
+def read_facts(args: OpArgs, blob: bytes) -> OpReply:
     """Return the Ray installation, address, number of GPUs and cluster record of this node."""
-    root = _root(args)
+    root = _remote_root(args)
     program = _find_ray(root)
-    version, python = _versions(program) if program else ("", "")
+    version, python = _read_versions(program) if program else ("", "")
     return {
         "root": root,
-        "address": _own_address(),
+        "address": _find_own_address(),
         "ray": program or "",
         "version": version,
         "python": python,
         "gpus": _count_gpus(),
-        "record": _describe(_read_record(root)),
+        "record": _with_alive_count(_read_record(root)),
     }
 
 
-@op("ray_node.record", quick=True)
-def record(args: Args, blob: bytes) -> Answer:
-    return _describe(_read_record(_root(args)))
+@register_op("ray_node.record", quick=True)
+def read_record_with_liveness(args: OpArgs, blob: bytes) -> OpReply:
+    return _with_alive_count(_read_record(_remote_root(args)))
 
 
-@op("ray_node.start")
-def start(args: Args, blob: bytes) -> Answer:
+@register_op("ray_node.start")
+def start_ray(args: OpArgs, blob: bytes) -> OpReply:
     """Run `ray start` with these options; the blob is the token. On failure, everything is stopped."""
-    folder = _folder(_root(args))
+    folder = _ray_folder(_remote_root(args))
     os.makedirs(folder, mode=0o700, exist_ok=True)
     with _RayLock(folder):
-        return _start(folder, args, blob)
+        return _start_locked(folder, args, blob)
 
 
-def _start(folder: str, args: Args, token: bytes) -> Answer:
+def _start_locked(folder: str, args: OpArgs, token: bytes) -> OpReply:
     for port in args["free_ports"]:
-        _check_free(port["host"], port["port"], port["key"])
+        _check_port_free(port["host"], port["port"], port["key"])
     entry = {
         "cluster": args["cluster"],
         "mark": args["cluster"] + "." + args["node"],
         "role": args["role"],
         "head": args["head"],
         "dashboard_port": args["dashboard_port"],
-        "boot": _boot(),
+        "boot": _read_boot_id(),
         "session": 0,
         "processes": [],
         "session_dir": "",
     }
     _claim_record(folder, entry)
     try:
-        _write_private(os.path.join(folder, "token"), token)
-        _write_private(os.path.join(folder, "env.sh"), _shell_env(folder, args).encode())
-        _write_python_folder(folder, args)
-        _run_start(folder, args, entry)
+        _write_private_file(os.path.join(folder, "token"), token)
+        _write_private_file(os.path.join(folder, "env.sh"), _format_env_script(folder, args).encode())
+        _write_python_modules(folder, args)
+        _run_ray_start(folder, args, entry)
     except BaseException:
         _stop_processes(entry, grace_s=1.0)
-        _remove_files(folder, entry)
+        _remove_cluster_files(folder, entry)
         raise
-    return _describe(entry)
+    return _with_alive_count(entry)
 
 
-@op("ray_node.stop")
-def stop(args: Args, blob: bytes) -> Answer:
+@register_op("ray_node.stop")
+def stop_ray(args: OpArgs, blob: bytes) -> OpReply:
     """Stop the recorded cluster and remove the record. If `cluster` is given, stop only that cluster."""
-    root = _root(args)
-    folder = _folder(root)
+    root = _remote_root(args)
+    folder = _ray_folder(root)
     if not os.path.isdir(folder):
         return {"was": None, "ended": 0, "killed": 0}
     # A start in progress is stopped too: it then cleans up and releases the lock.
-    with _RayLock(folder, while_waiting=lambda: _stop(root, args, forget=False)):
-        return _stop(root, args)
+    with _RayLock(folder, while_waiting=lambda: _stop_locked(root, args, forget=False)):
+        return _stop_locked(root, args)
 
 
-def _stop(root: str, args: Args, forget: bool = True) -> Answer:
+def _stop_locked(root: str, args: OpArgs, forget: bool = True) -> OpReply:
     entry = _read_record(root)
     if entry is None:
         return {"was": None, "ended": 0, "killed": 0}
@@ -118,20 +118,20 @@ def _stop(root: str, args: Args, forget: bool = True) -> Answer:
     if left:
         raise OpError("left", "could not stop these processes: " + ", ".join(map(str, left[:20])))
     if forget:
-        _remove_files(_folder(root), entry)
+        _remove_cluster_files(_ray_folder(root), entry)
     return {"was": {"cluster": entry["cluster"], "role": entry["role"]}, "ended": ended, "killed": killed}
 
 
-@op("ray_node.request_dashboard")
-def request_dashboard(args: Args, blob: bytes) -> Answer:
+@register_op("ray_node.request_dashboard")
+def request_dashboard(args: OpArgs, blob: bytes) -> OpReply:
     """Send one HTTP request to the dashboard on this node's loopback, with the stored token."""
     import http.client
 
-    root = _root(args)
+    root = _remote_root(args)
     entry = _read_record(root)
     if entry is None:
         raise OpError("missing", "no Ray cluster is recorded on this node")
-    with open(os.path.join(_folder(root), "token"), "rb") as file:
+    with open(os.path.join(_ray_folder(root), "token"), "rb") as file:
         token = file.read(4096).decode().strip()
     link = http.client.HTTPConnection("127.0.0.1", int(entry["dashboard_port"]), timeout=args["timeout_s"])
     headers = {"Authorization": "Bearer " + token, "Content-Type": "application/json"}
@@ -148,23 +148,23 @@ def request_dashboard(args: Args, blob: bytes) -> Answer:
     return {"status": answer.status}, body
 
 
-@op("ray_node.job_log")
-def job_log(args: Args, blob: bytes) -> Answer:
+@register_op("ray_node.job_log")
+def read_job_log(args: OpArgs, blob: bytes) -> OpReply:
     """Return the log of a job from an offset; wait up to wait_s for output. `there`: the log exists."""
-    entry = _read_record(_root(args))
+    entry = _read_record(_remote_root(args))
     name = args["job"]
     if entry is None or not name.replace("-", "").replace("_", "").isalnum():
         raise OpError("missing", "no such job on this node")
     path = os.path.join(entry["session_dir"], "logs", "job-driver-" + name + ".log")
     deadline = time.monotonic() + min(float(args["wait_s"]), 30.0)
     while True:
-        there, data = _read_from(path, int(args["offset"]))
+        there, data = _read_file_from(path, int(args["offset"]))
         if data or time.monotonic() >= deadline:
             return {"there": there, "next": int(args["offset"]) + len(data)}, data
         time.sleep(0.1)
 
 
-def _read_from(path: str, offset: int) -> tuple[bool, bytes]:
+def _read_file_from(path: str, offset: int) -> tuple[bool, bytes]:
     try:
         with open(path, "rb") as file:
             file.seek(offset)
@@ -176,47 +176,47 @@ def _read_from(path: str, offset: int) -> tuple[bool, bytes]:
 # --- the installation ---
 
 
-def _root(args: Args) -> str:
+def _remote_root(args: OpArgs) -> str:
     return os.path.expanduser(str(args["root"]))
 
 
-def _folder(root: str) -> str:
-    return own_folder(root, "ray")
+def _ray_folder(root: str) -> str:
+    return grid_folder(root, "ray")
 
 
 def _find_ray(root: str) -> str | None:
     own = os.path.join(root, "grid_env", "bin", "ray")
     if os.access(own, os.X_OK):
         return own
-    return _on_login_path("ray")
+    return _find_on_login_path("ray")
 
 
-def _on_login_path(program: str) -> str | None:
+def _find_on_login_path(program: str) -> str | None:
     """Search PATH, then the PATH of a login shell, to which profiles add directories."""
     found = shutil.which(program)
     if found:
         return found
     shell = os.environ.get("SHELL") or "/bin/sh"
-    code, out = _output([shell, "-lc", "command -v " + program])
+    code, out = _run_command([shell, "-lc", "command -v " + program])
     lines = out.strip().splitlines()
     path = lines[-1].strip() if code == 0 and lines else ""
     return path if os.path.isabs(path) and os.access(path, os.X_OK) else None
 
 
-def _versions(program: str) -> tuple[str, str]:
+def _read_versions(program: str) -> tuple[str, str]:
     """Return the versions of Ray and of its Python; '' if unknown."""
-    python = _interpreter(program)
+    python = _read_interpreter(program)
     if python:
-        code, out = _output([python, "-c", _FACTS])
+        code, out = _run_command([python, "-c", _VERSIONS_SCRIPT])
         parts = out.split()
         if code == 0 and len(parts) == 2:
             return parts[0], parts[1]
-    code, out = _output([program, "--version"], timeout_s=60.0)
+    code, out = _run_command([program, "--version"], timeout_s=60.0)
     words = out.split()
     return (words[-1] if code == 0 and words else ""), ""
 
 
-def _interpreter(program: str) -> str | None:
+def _read_interpreter(program: str) -> str | None:
     """Return the Python in the script's first line: `ray --version` would take seconds to import Ray."""
     try:
         with open(program, "rb") as file:
@@ -230,7 +230,7 @@ def _interpreter(program: str) -> str | None:
     return path if os.path.basename(path).startswith("python") else None
 
 
-def _output(command: list[str], timeout_s: float = _SHORT_S) -> tuple[int, str]:
+def _run_command(command: list[str], timeout_s: float = _COMMAND_TIMEOUT_S) -> tuple[int, str]:
     try:
         done = subprocess.run(
             command,
@@ -250,11 +250,11 @@ def _count_gpus() -> int | None:
     program = shutil.which("nvidia-smi")
     if program is None:
         return None
-    code, out = _output([program, "--query-gpu=index", "--format=csv,noheader"])
+    code, out = _run_command([program, "--query-gpu=index", "--format=csv,noheader"])
     return len([line for line in out.splitlines() if line.strip()]) if code == 0 else None
 
 
-def _own_address() -> str:
+def _find_own_address() -> str:
     """Return this node's address of the SSH connection, which is its own even behind NAT."""
     words = os.environ.get("SSH_CONNECTION", "").split()
     return words[2] if len(words) == 4 else ""
@@ -276,7 +276,7 @@ class _RayLock:
         import fcntl
 
         self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-        deadline = time.monotonic() + _LOCK_S
+        deadline = time.monotonic() + _LOCK_TIMEOUT_S
         while True:
             try:
                 fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -293,7 +293,7 @@ class _RayLock:
         os.close(self._descriptor)
 
 
-def _check_free(host: str, port: int, key: str) -> None:
+def _check_port_free(host: str, port: int, key: str) -> None:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -303,11 +303,11 @@ def _check_free(host: str, port: int, key: str) -> None:
             raise OpError("port", f"cannot bind port {port} ({key}): {error.strerror}") from None
 
 
-def _claim_record(folder: str, entry: Args) -> None:
+def _claim_record(folder: str, entry: OpArgs) -> None:
     path = os.path.join(folder, "cluster.json")
     old = _read_record(os.path.dirname(os.path.dirname(folder)))
-    if old is not None and not _members(old, _table()):
-        _remove_files(folder, old)
+    if old is not None and not _find_cluster_processes(old, _read_process_table()):
+        _remove_cluster_files(folder, old)
     if os.path.lexists(path):  # not a race: the lock is held
         raise OpError(
             "running", "a Ray cluster is already running on this node; stop it: grid-cli cluster stop"
@@ -315,24 +315,31 @@ def _claim_record(folder: str, entry: Args) -> None:
     _write_cluster_record(folder, entry)
 
 
-def _shell_env(folder: str, args: Args) -> str:
+def _format_env_script(folder: str, args: OpArgs) -> str:
     """Return env.sh, which `grid_env/bin/activate` reads, so that `ray status` works on the node."""
-    lines = ["export RAY_AUTH_MODE=token", "export RAY_AUTH_TOKEN_PATH=" + _quote(folder + "/token")]
+    lines = [
+        "export RAY_AUTH_MODE=token",
+        "export RAY_AUTH_TOKEN_PATH=" + _quote_for_shell(folder + "/token"),
+    ]
     if args["role"] == "head":
         lines.append(f"export RAY_API_SERVER_ADDRESS=http://127.0.0.1:{args['dashboard_port']}")
-    lines.append("export RAY_ADDRESS=" + _quote(args["head"]))
-    lines.append("export RAY_NAMESPACE=" + _quote(args["namespace"]))
-    lines.append("export PYTHONPATH=" + _quote(_python_folder(folder)) + "${PYTHONPATH:+:$PYTHONPATH}")
+    lines.append("export RAY_ADDRESS=" + _quote_for_shell(args["head"]))
+    lines.append("export RAY_NAMESPACE=" + _quote_for_shell(args["namespace"]))
+    lines.append(
+        "export PYTHONPATH="
+        + _quote_for_shell(_python_modules_folder(folder))
+        + "${PYTHONPATH:+:$PYTHONPATH}"
+    )
     return "\n".join(lines) + "\n"
 
 
-def _quote(text: str) -> str:
+def _quote_for_shell(text: str) -> str:
     import shlex
 
     return shlex.quote(text)
 
 
-def _run_start(folder: str, args: Args, entry: Args) -> None:
+def _run_ray_start(folder: str, args: OpArgs, entry: OpArgs) -> None:
     log_path = os.path.join(folder, "start.log")
     command = [args["ray"], "start", *args["options"]]
     with open(log_path, "wb") as log:
@@ -341,38 +348,38 @@ def _run_start(folder: str, args: Args, entry: Args) -> None:
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
-            env=_ray_env(folder, args),
+            env=_make_ray_environment(folder, args),
             cwd=os.path.dirname(os.path.dirname(folder)),
             start_new_session=True,
             close_fds=True,
         )
     entry["session"] = process.pid
-    entry["processes"] = [[process.pid, _table().get(process.pid, _Process()).start]]
+    entry["processes"] = [[process.pid, _read_process_table().get(process.pid, _Process()).start]]
     _write_cluster_record(folder, entry)
     try:
         code = process.wait(float(args["timeout_s"]))
     except subprocess.TimeoutExpired:
-        text = f"'ray start' timed out after {args['timeout_s']:g} s:\n{_tail(log_path)}"
+        text = f"'ray start' timed out after {args['timeout_s']:g} s:\n{_read_output_tail(log_path)}"
         raise OpError("timeout", text) from None
-    table = _table()
-    members = _members(entry, table)
+    table = _read_process_table()
+    members = _find_cluster_processes(entry, table)
     # Record only the daemons; workers are found as their descendants.
     daemons = sorted(pid for pid in members if table[pid].parent not in members)
     entry["processes"] = [[pid, table[pid].start] for pid in daemons]
-    entry["session_dir"] = _session_dir(members)
+    entry["session_dir"] = _find_session_folder(members)
     _write_cluster_record(folder, entry)
     if code != 0:
-        raise OpError("start", f"'ray start' exited with code {code}:\n{_tail(log_path)}")
+        raise OpError("start", f"'ray start' exited with code {code}:\n{_read_output_tail(log_path)}")
 
 
-def _ray_env(folder: str, args: Args) -> dict[str, str]:
+def _make_ray_environment(folder: str, args: OpArgs) -> dict[str, str]:
     env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")}
     env.pop("RAY_ADDRESS", None)
     # Jobs and workers inherit it, so that their `python` is the one with this Ray.
     env["PATH"] = os.path.dirname(args["ray"]) + os.pathsep + env.get("PATH", os.defpath)
     env.update(
         {
-            MARK: args["cluster"] + "." + args["node"],
+            CLUSTER_VARIABLE: args["cluster"] + "." + args["node"],
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN_PATH": os.path.join(folder, "token"),
             "RAY_NAMESPACE": args["namespace"],
@@ -382,27 +389,29 @@ def _ray_env(folder: str, args: Args) -> dict[str, str]:
     )
     if args["log_level"] != "info":  # Ray's default; setting it makes every program print a notice
         env["RAY_BACKEND_LOG_LEVEL"] = args["log_level"]
-    env["PYTHONPATH"] = os.pathsep.join(filter(None, [_python_folder(folder), env.get("PYTHONPATH", "")]))
+    env["PYTHONPATH"] = os.pathsep.join(
+        filter(None, [_python_modules_folder(folder), env.get("PYTHONPATH", "")])
+    )
     if args["loopback"]:
         env["RAY_START_HOOK"] = "genie_grid_loopback.bind"
     return env
 
 
-def _python_folder(folder: str) -> str:
+def _python_modules_folder(folder: str) -> str:
     return os.path.join(folder, "python")
 
 
-def _write_python_folder(folder: str, args: Args) -> None:
+def _write_python_modules(folder: str, args: OpArgs) -> None:
     """Write modules for the cluster's Python. Ray replaces a loopback address unless the hook restores it."""
-    python = _python_folder(folder)
+    python = _python_modules_folder(folder)
     os.makedirs(python, mode=0o700, exist_ok=True)
-    _write_private(os.path.join(python, "sitecustomize.py"), SITECUSTOMIZE.encode())
+    _write_private_file(os.path.join(python, "sitecustomize.py"), SITECUSTOMIZE.encode())
     if args["loopback"]:
         text = "def bind(params, head):\n    params.node_ip_address = '127.0.0.1'\n"
-        _write_private(os.path.join(python, "genie_grid_loopback.py"), text.encode())
+        _write_private_file(os.path.join(python, "genie_grid_loopback.py"), text.encode())
 
 
-def _session_dir(members: dict[int, str]) -> str:
+def _find_session_folder(members: dict[int, str]) -> str:
     for pid in members:
         for word in _read_bytes(f"/proc/{pid}/cmdline").split(b"\0"):
             name, _, value = word.partition(b"=")
@@ -411,11 +420,11 @@ def _session_dir(members: dict[int, str]) -> str:
     return ""
 
 
-def _tail(path: str) -> str:
+def _read_output_tail(path: str) -> str:
     """Return the end of the output of `ray start`, without the colours that it prints despite NO_COLOR."""
     import re
 
-    text = _read_bytes(path)[-_TAIL_BYTES:].decode("utf-8", "replace")
+    text = _read_bytes(path)[-_OUTPUT_TAIL_BYTES:].decode("utf-8", "replace")
     lines = re.sub(r"\x1b\[[0-9;]*m", "", text).strip().splitlines()
     return "\n".join(lines[-15:])
 
@@ -423,8 +432,8 @@ def _tail(path: str) -> str:
 # --- the cluster record ---
 
 
-def _read_record(root: str) -> Args | None:
-    path = os.path.join(_folder(root), "cluster.json")
+def _read_record(root: str) -> OpArgs | None:
+    path = os.path.join(_ray_folder(root), "cluster.json")
     try:
         with open(path, "rb") as file:
             entry = json.loads(file.read(_RECORD_BYTES_MAX).decode())
@@ -435,12 +444,12 @@ def _read_record(root: str) -> Args | None:
     return entry
 
 
-def _describe(entry: Args | None) -> Args | None:
+def _with_alive_count(entry: OpArgs | None) -> OpArgs | None:
     """Return the record with the number of its processes that are alive."""
     if entry is None:
         return None
-    table = _table()
-    same_boot = entry["boot"] == _boot()
+    table = _read_process_table()
+    same_boot = entry["boot"] == _read_boot_id()
     alive = [pid for pid, start in entry["processes"] if same_boot and _is_alive(table, pid, start)]
     return {
         "cluster": entry["cluster"],
@@ -453,11 +462,11 @@ def _describe(entry: Args | None) -> Args | None:
     }
 
 
-def _write_cluster_record(folder: str, entry: Args) -> None:
-    _write_private(os.path.join(folder, "cluster.json"), json.dumps(entry).encode())
+def _write_cluster_record(folder: str, entry: OpArgs) -> None:
+    _write_private_file(os.path.join(folder, "cluster.json"), json.dumps(entry).encode())
 
 
-def _write_private(path: str, data: bytes) -> None:
+def _write_private_file(path: str, data: bytes) -> None:
     temporary = f"{path}.{os.getpid()}.part"
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
     try:
@@ -469,17 +478,17 @@ def _write_private(path: str, data: bytes) -> None:
         raise
 
 
-def _remove_files(folder: str, entry: Args) -> None:
+def _remove_cluster_files(folder: str, entry: OpArgs) -> None:
     for name in ("token", "env.sh", "cluster.json"):
         try:
             os.unlink(os.path.join(folder, name))
         except FileNotFoundError:
             pass
-    shutil.rmtree(_python_folder(folder), ignore_errors=True)
+    shutil.rmtree(_python_modules_folder(folder), ignore_errors=True)
     _remove_address_file(entry)
 
 
-def _remove_address_file(entry: Args) -> None:
+def _remove_address_file(entry: OpArgs) -> None:
     """Remove Ray's file with the address of the current cluster, if it is this cluster."""
     temporary = os.path.dirname(entry["session_dir"]) if entry["session_dir"] else ""
     path = os.path.join(temporary, "ray_current_cluster")
@@ -501,7 +510,7 @@ class _Process:
         self.state = state
 
 
-def _table() -> dict[int, _Process]:
+def _read_process_table() -> dict[int, _Process]:
     """Return all processes by PID, without zombies."""
     found = {}
     for name in os.listdir("/proc"):
@@ -518,16 +527,16 @@ def _is_alive(table: dict[int, _Process], pid: int, start: str) -> bool:
     return pid in table and table[pid].start == start
 
 
-def _members(entry: Args, table: dict[int, _Process]) -> dict[int, str]:
+def _find_cluster_processes(entry: OpArgs, table: dict[int, _Process]) -> dict[int, str]:
     """Return the start times of the cluster's processes on this node by PID.
 
     These are the recorded processes, those with the cluster ID in their environment, their session (Ray
     overwrites the environment of its workers), and all descendants.
     """
-    if entry["boot"] != _boot():
+    if entry["boot"] != _read_boot_id():
         return {}
     known = {pid for pid, start in entry["processes"] if _is_alive(table, pid, start)}
-    mark = (MARK + "=" + entry["mark"]).encode()
+    mark = (CLUSTER_VARIABLE + "=" + entry["mark"]).encode()
     known |= {pid for pid in table if mark in _read_bytes(f"/proc/{pid}/environ").split(b"\0")}
     if entry["session"] and any(table[pid].session == entry["session"] for pid in known):
         known |= {pid for pid, process in table.items() if process.session == entry["session"]}
@@ -539,30 +548,30 @@ def _members(entry: Args, table: dict[int, _Process]) -> dict[int, str]:
     return {pid: table[pid].start for pid in known}
 
 
-def _stop_processes(entry: Args, grace_s: float) -> tuple[int, int, list[int]]:
+def _stop_processes(entry: OpArgs, grace_s: float) -> tuple[int, int, list[int]]:
     """Send SIGTERM, then SIGKILL. Returns the total, the number killed, and the PIDs that are still alive."""
-    members = _members(entry, _table())
+    members = _find_cluster_processes(entry, _read_process_table())
     total = len(members)
     # The GCS last: the others deregister with it, and would wait if it had stopped.
-    last = {pid: start for pid, start in members.items() if _program(pid) == b"gcs_server"}
+    last = {pid: start for pid, start in members.items() if _read_command_line(pid) == b"gcs_server"}
     first = {pid: start for pid, start in members.items() if pid not in last}
     left = {}
     for each in (first, last):
-        _signal(each, signal.SIGTERM)
+        _signal_processes(each, signal.SIGTERM)
         left.update(_wait_ended(each, grace_s / 2))
-    left.update(_members(entry, _table()))
+    left.update(_find_cluster_processes(entry, _read_process_table()))
     killed = len(left)
-    _signal(left, signal.SIGKILL)
+    _signal_processes(left, signal.SIGKILL)
     left = _wait_ended(left, _KILL_WAIT_S)
     return total, killed, sorted(left)
 
 
-def _program(pid: int) -> bytes:
+def _read_command_line(pid: int) -> bytes:
     return os.path.basename(_read_bytes(f"/proc/{pid}/cmdline").split(b"\0")[0])
 
 
-def _signal(members: dict[int, str], number: int) -> None:
-    table = _table()
+def _signal_processes(members: dict[int, str], number: int) -> None:
+    table = _read_process_table()
     for pid, start in members.items():
         if _is_alive(table, pid, start):
             try:
@@ -574,14 +583,14 @@ def _signal(members: dict[int, str], number: int) -> None:
 def _wait_ended(members: dict[int, str], limit_s: float) -> dict[int, str]:
     deadline = time.monotonic() + limit_s
     while True:
-        table = _table()
+        table = _read_process_table()
         left = {pid: start for pid, start in members.items() if _is_alive(table, pid, start)}
         if not left or time.monotonic() >= deadline:
             return left
         time.sleep(_POLL_S)
 
 
-def _boot() -> str:
+def _read_boot_id() -> str:
     return _read_bytes("/proc/sys/kernel/random/boot_id").decode().strip()
 
 

@@ -21,117 +21,117 @@ import time
 from typing import Any, NoReturn
 
 from genie.grid.remote import core
-from genie.grid.remote.core import Answer, Args, OpError, op
-from genie.grid.remote.own_folder import own_folder
+from genie.grid.remote.core import OpArgs, OpError, OpReply, register_op
+from genie.grid.remote.own_folder import grid_folder
 
 RUNS_KEPT = 200
 """Number of ended runs that a node keeps. Older ones are removed when a new run starts."""
 CHUNK_BYTES = 256 << 10
-TIMED_OUT = 124
-CANNOT_START = 126
+TIMEOUT_EXIT_CODE = 124
+CANNOT_START_EXIT_CODE = 126
 _PRUNE_EVERY = 32
-_RECORD_BYTES = 512
+_EXIT_RECORD_BYTES = 512
 _TIME_S_MAX = 1e11
 _META_BYTES_MAX = 1 << 20
-_LISTED_MAX = 1000
-_COMMAND_SHOWN = 400
+_RUNS_LISTED_MAX = 1000
+_COMMAND_CHARS_SHOWN = 400
 _WAIT_S_MAX = 30.0
-_BEGIN_S_MAX = 10.0
-_QUICK_S_MAX = 1.0
-_QUICK_PAUSE_S = 0.0005
+_SUPERVISOR_START_S_MAX = 10.0
+_QUICK_WAIT_S_MAX = 1.0
+_QUICK_POLL_S = 0.0005
 _LOCK_S_MAX = 20.0
 _GRACE_S = 10.0
-_STALE_S = 3600.0
-_PAUSE_S_MAX = 0.1
-_ID = re.compile(r"[a-z0-9][a-z0-9-]{0,63}")
-_FILES = ("meta.json", "out", "err", "in", "pid", "exit")
+_STALE_RUN_AGE_S = 3600.0
+_POLL_S_MAX = 0.1
+_RUN_ID_PATTERN = re.compile(r"[a-z0-9][a-z0-9-]{0,63}")
+_RUN_FILE_NAMES = ("meta.json", "out", "err", "in", "pid", "exit")
 
 
 # --- ops --------------------------------------------------------------------------------------
 
 
-@op("runs.start")
-def start(args: Args, blob: bytes) -> Answer:
+@register_op("runs.start")
+def start(args: OpArgs, blob: bytes) -> OpReply:
     return start_run(args, blob)
 
 
-def start_run(args: Args, blob: bytes, take_gpus: Any = None) -> Answer:
+def start_run(args: OpArgs, blob: bytes, take_gpus: Any = None) -> OpReply:
     """Start a run unless its ID exists already; return its status.
 
     `take_gpus` gets the held GPUs (run ID by GPU index) and returns GPU indexes and environment variables.
     For a run that ends within quick_s, `first` is the result of runs.read, which saves a round trip.
     """
     found = _start_once(args, blob, take_gpus)
-    folder = _folder(args)
-    deadline = time.monotonic() + min(float(args.get("quick_s") or 0), _QUICK_S_MAX)
-    while _record(os.path.join(folder, "exit"), ("code", "ended")) is None:
+    folder = _run_folder(args)
+    deadline = time.monotonic() + min(float(args.get("quick_s") or 0), _QUICK_WAIT_S_MAX)
+    while _read_record(os.path.join(folder, "exit"), ("code", "ended")) is None:
         if time.monotonic() >= deadline:
             return found
-        time.sleep(_QUICK_PAUSE_S)
-    first, output = read({"root": args["root"], "id": args["id"], "out": 0, "err": 0}, b"")
-    return (dict(found, **_state(folder), first=first), output) if first["end"] else found
+        time.sleep(_QUICK_POLL_S)
+    first, output = read_output({"root": args["root"], "id": args["id"], "out": 0, "err": 0}, b"")
+    return (dict(found, **_read_run_state(folder), first=first), output) if first["end"] else found
 
 
-def _start_once(args: Args, blob: bytes, take_gpus: Any) -> Args:
-    folder = _folder(args)
+def _start_once(args: OpArgs, blob: bytes, take_gpus: Any) -> OpArgs:
+    folder = _run_folder(args)
     if os.path.isdir(folder):
-        return dict(_status(folder), created=False)
+        return dict(_read_run_status(folder), created=False)
     runs = os.path.dirname(folder)
     root = os.path.dirname(os.path.dirname(runs))
     try:
         os.makedirs(runs, 0o700, exist_ok=True)
-        _prune(runs)
+        _remove_old_runs(runs)
     except OSError as error:
         raise _with_path(error, runs) from None
     cwd = os.path.join(root, os.path.expanduser(args.get("cwd") or ""))
     if not os.path.isdir(cwd):
         raise OpError("missing", "there is no folder " + cwd)
     if take_gpus is None:
-        return _begin(folder, dict(args, cwd=cwd, root=root, gpu_env={}), [], blob)
-    lock = _lock(runs)
+        return _create_and_launch(folder, dict(args, cwd=cwd, root=root, gpu_env={}), [], blob)
+    lock = _lock_runs(runs)
     try:
         if os.path.isdir(folder):  # a concurrent request started this run, which now holds its GPUs
-            return dict(_status(folder), created=False)
+            return dict(_read_run_status(folder), created=False)
         gpus, env = take_gpus(_held_gpus(runs))
-        return _begin(folder, dict(args, cwd=cwd, root=root, gpu_env=env), gpus, blob)
+        return _create_and_launch(folder, dict(args, cwd=cwd, root=root, gpu_env=env), gpus, blob)
     finally:
         os.close(lock)
 
 
-@op("runs.status")
-def status(args: Args, blob: bytes) -> Answer:
-    return _status(_folder(args))
+@register_op("runs.status")
+def read_status(args: OpArgs, blob: bytes) -> OpReply:
+    return _read_run_status(_run_folder(args))
 
 
-@op("runs.read")
-def read(args: Args, blob: bytes) -> Answer:
+@register_op("runs.read")
+def read_output(args: OpArgs, blob: bytes) -> OpReply:
     """Return output from the offsets `out` and `err`; wait up to wait_s for output or the end."""
-    folder = _folder(args)
+    folder = _run_folder(args)
     deadline = time.monotonic() + min(float(args.get("wait_s", 0)), _WAIT_S_MAX)
     pause_s = 0.001
     while True:
-        found = _state(folder)  # before the output: an ended run has written everything
+        found = _read_run_state(folder)  # before the output: an ended run has written everything
         ended = found["state"] in ("exited", "lost")
-        out = _chunk(os.path.join(folder, "out"), int(args["out"]))
-        err = _chunk(os.path.join(folder, "err"), int(args["err"]))
+        out = _read_chunk(os.path.join(folder, "out"), int(args["out"]))
+        err = _read_chunk(os.path.join(folder, "err"), int(args["err"]))
         if out or err or ended or time.monotonic() >= deadline:
             break
         time.sleep(pause_s)
-        pause_s = min(pause_s * 1.25, _PAUSE_S_MAX)
+        pause_s = min(pause_s * 1.25, _POLL_S_MAX)
     end = ended and len(out) < CHUNK_BYTES and len(err) < CHUNK_BYTES
     return dict(found, out=len(out), err=len(err), end=end), out + err
 
 
-@op("runs.signal")
-def send_signal(args: Args, blob: bytes) -> Answer:
+@register_op("runs.signal")
+def send_signal(args: OpArgs, blob: bytes) -> OpReply:
     """Send a signal to the run's process group, if it still belongs to the run."""
-    folder = _folder(args)
+    folder = _run_folder(args)
     number = getattr(signal, "SIG" + str(args["signal"]), None)
     if not isinstance(number, signal.Signals):
         raise OpError("usage", "unknown signal " + str(args["signal"]))
-    pid = _record(os.path.join(folder, "pid")) or {}
-    found = _state(folder)
-    sent = found["state"] == "running" and is_alive(pid, "pid", _boot(), _process)
+    pid = _read_record(os.path.join(folder, "pid")) or {}
+    found = _read_run_state(folder)
+    sent = found["state"] == "running" and is_alive(pid, "pid", _read_boot_id(), _process_state_and_start)
     if sent:
         try:
             os.killpg(pid["pid"], number)
@@ -140,63 +140,67 @@ def send_signal(args: Args, blob: bytes) -> Answer:
     return dict(found, sent=sent)
 
 
-@op("runs.list")
-def list_runs(args: Args, blob: bytes) -> Answer:
+@register_op("runs.list")
+def list_runs(args: OpArgs, blob: bytes) -> OpReply:
     """Return runs whose ID starts with `prefix`, newest first."""
-    runs = _runs(args)
+    runs = _runs_folder(args)
     found = []
-    for name in _names(runs):
+    for name in _list_run_ids(runs):
         if name.startswith(str(args.get("prefix", ""))):
             try:
-                one = _status(os.path.join(runs, name))
+                one = _read_run_status(os.path.join(runs, name))
             except OpError:
                 continue  # removed meanwhile, or not a run
-            if len(one["command"]) > _COMMAND_SHOWN:
-                one["command"] = one["command"][:_COMMAND_SHOWN] + " ..."
+            if len(one["command"]) > _COMMAND_CHARS_SHOWN:
+                one["command"] = one["command"][:_COMMAND_CHARS_SHOWN] + " ..."
             found.append(one)
     found.sort(key=lambda one: -one["started"])
-    return {"runs": found[:_LISTED_MAX], "more": len(found) > _LISTED_MAX}
+    return {"runs": found[:_RUNS_LISTED_MAX], "more": len(found) > _RUNS_LISTED_MAX}
 
 
-@op("runs.remove")
-def remove(args: Args, blob: bytes) -> Answer:
-    folder = _folder(args)
-    if _state(folder)["state"] in ("running", "starting"):
+@register_op("runs.remove")
+def remove_run(args: OpArgs, blob: bytes) -> OpReply:
+    folder = _run_folder(args)
+    if _read_run_state(folder)["state"] in ("running", "starting"):
         raise OpError("running", f"run {args['id']} is still running")
-    _remove(folder)
+    _remove_run_folder(folder)
     return {}
 
 
 # --- starting -----------------------------------------------------------------------------------
 
 
-def _begin(folder: str, args: Args, gpus: Any, blob: bytes) -> Args:
+def _create_and_launch(folder: str, args: OpArgs, gpus: Any, blob: bytes) -> OpArgs:
     new = f"{os.path.dirname(folder)}/.new-{args['id']}-{os.getpid()}-{time.monotonic_ns()}"
     try:
-        _prepare(new, args, gpus, blob)
+        _write_run_files(new, args, gpus, blob)
     except OSError as error:
         _remove_files(new)
         raise _with_path(error, new) from None
     keys = ("command", "env", "gpu_env", "cwd", "root", "id", "timeout_s")
     passed = {key: args.get(key) for key in keys}
     watcher = core.SPAWNER.spawn(__name__, "supervise", dict(passed, new=new, folder=folder))
-    deadline = time.monotonic() + _BEGIN_S_MAX
-    pause_s = _QUICK_PAUSE_S
+    deadline = time.monotonic() + _SUPERVISOR_START_S_MAX
+    pause_s = _QUICK_POLL_S
     while time.monotonic() < deadline:
-        exited = _process(watcher)[0] in ("", "Z", "X")  # checked before the records that it writes
-        pid = _record(os.path.join(folder, "pid")) or {}
-        if exited or "pid" in pid or _record(os.path.join(folder, "exit")):
+        exited = _process_state_and_start(watcher)[0] in (
+            "",
+            "Z",
+            "X",
+        )  # checked before the records that it writes
+        pid = _read_record(os.path.join(folder, "pid")) or {}
+        if exited or "pid" in pid or _read_record(os.path.join(folder, "exit")):
             break
         time.sleep(pause_s)
         pause_s = min(pause_s * 1.5, 0.02)
     if not os.path.isdir(folder):
-        _remove(new)  # the supervisor cannot start after this, unless it just has
+        _remove_run_folder(new)  # the supervisor cannot start after this, unless it just has
         if not os.path.isdir(folder):
             raise OpError("start", "the supervisor of the run did not start")
-    return dict(_status(folder), created=True)
+    return dict(_read_run_status(folder), created=True)
 
 
-def _prepare(new: str, args: Args, gpus: Any, blob: bytes) -> None:
+def _write_run_files(new: str, args: OpArgs, gpus: Any, blob: bytes) -> None:
     os.mkdir(new, 0o700)
     meta = {
         "id": args["id"],
@@ -212,42 +216,42 @@ def _prepare(new: str, args: Args, gpus: Any, blob: bytes) -> None:
         "meta.json": json.dumps(meta).encode(),
         "out": b"",
         "err": b"",
-        "pid": b" " * _RECORD_BYTES,
-        "exit": b" " * _RECORD_BYTES,
+        "pid": b" " * _EXIT_RECORD_BYTES,
+        "exit": b" " * _EXIT_RECORD_BYTES,
     }
     if blob:
         contents["in"] = blob
     for name, data in contents.items():
-        with open(os.path.join(new, name), "xb", buffering=0, opener=_private) as file:
+        with open(os.path.join(new, name), "xb", buffering=0, opener=_open_private) as file:
             view = memoryview(data)
             while view:
                 view = view[file.write(view) or 0 :]
 
 
-def _private(path: str, flags: int) -> int:
+def _open_private(path: str, flags: int) -> int:
     return os.open(path, flags, 0o600)
 
 
-def _prune(runs: str) -> None:
+def _remove_old_runs(runs: str) -> None:
     """Remove the oldest ended runs beyond RUNS_KEPT, and leftovers of interrupted starts."""
     found = os.listdir(runs)
     for path in [os.path.join(runs, name) for name in found if name.startswith((".new-", ".old-"))]:
-        if time.time() - _modified_at(path) > _STALE_S:
+        if time.time() - _modified_at(path) > _STALE_RUN_AGE_S:
             _remove_files(path)
-    names = [name for name in found if _ID.fullmatch(name)]
+    names = [name for name in found if _RUN_ID_PATTERN.fullmatch(name)]
     if len(names) <= RUNS_KEPT + _PRUNE_EVERY:
         return
     ended = []
     for name in names:
         folder = os.path.join(runs, name)
         try:
-            found = _state(folder)
+            found = _read_run_state(folder)
         except OpError:
             continue  # removed by another process
         if found["state"] in ("exited", "lost"):
             ended.append((found["ended"] or _modified_at(folder), folder))
     for _, folder in sorted(ended)[: max(0, len(ended) - RUNS_KEPT)]:
-        _remove(folder)
+        _remove_run_folder(folder)
 
 
 def _modified_at(path: str) -> float:
@@ -261,24 +265,28 @@ def _modified_at(path: str) -> float:
 # --- the supervisor, a separate process -----------------------------------------------------------
 
 
-def supervise(args: Args) -> None:
+def supervise(args: OpArgs) -> None:
     new, folder = args["new"], args["folder"]
     out = os.open(os.path.join(new, "out"), os.O_WRONLY | os.O_APPEND)
     err = os.open(os.path.join(new, "err"), os.O_WRONLY | os.O_APPEND)
     pid_file = os.open(os.path.join(new, "pid"), os.O_WRONLY)
     exit_file = os.open(os.path.join(new, "exit"), os.O_WRONLY)
     source = _open_stdin(new)
-    pid = {"boot": _boot(), "watcher": os.getpid(), "watcher_start": _process(os.getpid())[1]}
+    pid = {
+        "boot": _read_boot_id(),
+        "watcher": os.getpid(),
+        "watcher_start": _process_state_and_start(os.getpid())[1],
+    }
     _write_record(pid_file, pid)
     try:
         os.rename(new, folder)
     except OSError:  # the ID exists: the run was requested twice
-        _remove(new)
+        _remove_run_folder(new)
         return
     try:
-        ended = _run(args, pid, pid_file, (source, out, err))
+        ended = _run_command(args, pid, pid_file, (source, out, err))
     except OSError as error:
-        ended = {"code": CANNOT_START, "error": error.strerror or str(error)}
+        ended = {"code": CANNOT_START_EXIT_CODE, "error": error.strerror or str(error)}
     _write_record(exit_file, dict(ended, ended=time.time()))
     os.fsync(exit_file)
 
@@ -293,7 +301,7 @@ def _open_stdin(new: str) -> int:
     return source
 
 
-def _run(args: Args, pid: Args, pid_file: int, streams: Any) -> Args:
+def _run_command(args: OpArgs, pid: OpArgs, pid_file: int, streams: Any) -> OpArgs:
     ready, go = os.pipe()
     group_ready, announce = os.pipe()
     child = os.fork()
@@ -307,19 +315,19 @@ def _run(args: Args, pid: Args, pid_file: int, streams: Any) -> Args:
     # command starts only after that.
     os.read(group_ready, 1)
     os.close(group_ready)
-    _write_record(pid_file, dict(pid, pid=child, pid_start=_process(child)[1]))
+    _write_record(pid_file, dict(pid, pid=child, pid_start=_process_state_and_start(child)[1]))
     try:
         os.write(go, b"1")
     except BrokenPipeError:
         pass  # a signal has ended the child already
     os.close(go)
-    code, timed_out = _wait(child, args.get("timeout_s"))
+    code, timed_out = _wait_for_child(child, args.get("timeout_s"))
     if os.WIFSIGNALED(code):
         return {"signal": os.WTERMSIG(code), "code": 128 + os.WTERMSIG(code), "timed_out": timed_out}
     return {"code": os.WEXITSTATUS(code), "timed_out": timed_out}
 
 
-def _exec_command(args: Args, ready: int, announce: int, streams: Any) -> NoReturn:
+def _exec_command(args: OpArgs, ready: int, announce: int, streams: Any) -> NoReturn:
     try:
         os.setsid()
         # Python handles or ignores these signals, and exec would keep what is ignored.
@@ -329,17 +337,17 @@ def _exec_command(args: Args, ready: int, announce: int, streams: Any) -> NoRetu
         for number, stream in enumerate(streams):
             os.dup2(stream, number)
         if not os.read(ready, 1):
-            os._exit(CANNOT_START)
+            os._exit(CANNOT_START_EXIT_CODE)
         os.chdir(args["cwd"])
         shell = os.environ.get("SHELL") or "/bin/sh"
-        os.execve(shell, [shell, "-c", args["command"]], environment(os.environ, args))  # noqa: S606
+        os.execve(shell, [shell, "-c", args["command"]], make_command_environment(os.environ, args))  # noqa: S606
     except OSError as error:
         os.write(2, f"could not start the command: {error.strerror}: {error.filename}\n".encode())
     finally:
-        os._exit(CANNOT_START)
+        os._exit(CANNOT_START_EXIT_CODE)
 
 
-def environment(own: Any, args: Args) -> Args:
+def make_command_environment(own: Any, args: OpArgs) -> OpArgs:
     """Return the command's environment: the login's, grid_env if it exists, GPUs, and --env."""
     env = dict(own, GRID_RUN_ID=args["id"], GRID_ROOT=args["root"])
     venv = os.path.join(args["root"], "grid_env")
@@ -350,7 +358,7 @@ def environment(own: Any, args: Args) -> Args:
     return env
 
 
-def _wait(child: int, timeout_s: Any) -> tuple[int, bool]:
+def _wait_for_child(child: int, timeout_s: Any) -> tuple[int, bool]:
     if not timeout_s:
         return os.waitpid(child, 0)[1], False
     deadline = time.monotonic() + float(timeout_s)
@@ -363,13 +371,13 @@ def _wait(child: int, timeout_s: Any) -> tuple[int, bool]:
         if kills and time.monotonic() >= kills[-1][0]:
             os.killpg(child, kills.pop()[1])
         time.sleep(pause_s)
-        pause_s = min(pause_s * 1.5, _PAUSE_S_MAX)
+        pause_s = min(pause_s * 1.5, _POLL_S_MAX)
 
 
 # --- status -----------------------------------------------------------------------------------
 
 
-def _status(folder: str) -> Args:
+def _read_run_status(folder: str) -> OpArgs:
     try:
         with open(os.path.join(folder, "meta.json"), "rb") as file:
             meta = json.loads(file.read(_META_BYTES_MAX).decode())
@@ -379,7 +387,7 @@ def _status(folder: str) -> Args:
         meta = None
     if not is_meta(meta):
         raise OpError("damaged", folder + "/meta.json is damaged")
-    return dict(meta, id=os.path.basename(folder), **_state(folder))
+    return dict(meta, id=os.path.basename(folder), **_read_run_state(folder))
 
 
 def is_meta(meta: Any) -> bool:
@@ -394,27 +402,27 @@ def is_meta(meta: Any) -> bool:
     )
 
 
-def _state(folder: str) -> Args:
-    found: Args = {}
+def _read_run_state(folder: str) -> OpArgs:
+    found: OpArgs = {}
     for _ in range(2):  # the run may end between reading the two records
-        ended = _record(os.path.join(folder, "exit"), ("code", "ended"))
-        pid = _record(os.path.join(folder, "pid"), ("boot", "watcher"))
+        ended = _read_record(os.path.join(folder, "exit"), ("code", "ended"))
+        pid = _read_record(os.path.join(folder, "pid"), ("boot", "watcher"))
         if pid is None and not os.path.isdir(folder):
             raise OpError("missing", "no run has the ID " + os.path.basename(folder))
-        found = state_of(ended, pid or {}, _boot(), _process)
+        found = state_of(ended, pid or {}, _read_boot_id(), _process_state_and_start)
         if found["state"] != "lost":
             break
     return found
 
 
-def state_of(ended: Any, pid: Args, boot: str, look: Any) -> Args:
+def state_of(ended: Any, pid: OpArgs, boot: str, look: Any) -> OpArgs:
     """Return the state of a run from its records. `look` returns a process's state and start time.
 
     A run is lost if it ended without an exit record, because the node or its supervisor was killed.
     """
-    found: Args = {"state": "lost", "exit_code": None, "signal": None, "ended": None, "error": ""}
+    found: OpArgs = {"state": "lost", "exit_code": None, "signal": None, "ended": None, "error": ""}
     if ended is not None:
-        code = TIMED_OUT if ended.get("timed_out") else ended["code"]
+        code = TIMEOUT_EXIT_CODE if ended.get("timed_out") else ended["code"]
         found.update(state="exited", exit_code=code, ended=ended["ended"])
         found.update(signal=ended.get("signal"), error=ended.get("error", ""))
     elif is_alive(pid, "pid", boot, look) or is_alive(pid, "watcher", boot, look):
@@ -422,7 +430,7 @@ def state_of(ended: Any, pid: Args, boot: str, look: Any) -> Args:
     return found
 
 
-def is_alive(pid: Args, process: str, boot: str, look: Any) -> bool:
+def is_alive(pid: OpArgs, process: str, boot: str, look: Any) -> bool:
     """True if the recorded process is alive, and not another one with the same PID."""
     if process not in pid or pid["boot"] != boot:
         return False
@@ -430,7 +438,7 @@ def is_alive(pid: Args, process: str, boot: str, look: Any) -> bool:
     return state not in ("", "Z", "X") and start == pid.get(process + "_start")
 
 
-def _process(pid: int) -> tuple[str, int]:
+def _process_state_and_start(pid: int) -> tuple[str, int]:
     """Return the state letter of a process ('' if it does not exist) and its start in ticks since boot."""
     try:
         with open(f"/proc/{int(pid)}/stat", "rb") as file:
@@ -440,7 +448,7 @@ def _process(pid: int) -> tuple[str, int]:
         return "", 0
 
 
-def _boot() -> str:
+def _read_boot_id() -> str:
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             return file.read(64).strip()
@@ -448,24 +456,24 @@ def _boot() -> str:
         return ""
 
 
-def _record(path: str, needed: tuple[str, ...] = ()) -> Any:
+def _read_record(path: str, needed: tuple[str, ...] = ()) -> Any:
     """Return a record; None if it is empty or invalid."""
     try:
         with open(path, "rb") as file:
-            text = file.read(_RECORD_BYTES).strip()
+            text = file.read(_EXIT_RECORD_BYTES).strip()
         found = json.loads(text.decode()) if text else None
     except (FileNotFoundError, NotADirectoryError, ValueError):
         return None
     return found if isinstance(found, dict) and all(key in found for key in needed) else None
 
 
-def _write_record(file: int, record: Args) -> None:
+def _write_record(file: int, record: OpArgs) -> None:
     """Overwrite the allocated record in one write, which needs no disk space."""
-    text = json.dumps(record, separators=(",", ":")).encode()[:_RECORD_BYTES]
-    os.pwrite(file, text.ljust(_RECORD_BYTES), 0)
+    text = json.dumps(record, separators=(",", ":")).encode()[:_EXIT_RECORD_BYTES]
+    os.pwrite(file, text.ljust(_EXIT_RECORD_BYTES), 0)
 
 
-def _chunk(path: str, offset: int) -> bytes:
+def _read_chunk(path: str, offset: int) -> bytes:
     with open(path, "rb", buffering=0) as file:
         return os.pread(file.fileno(), CHUNK_BYTES, max(0, offset))
 
@@ -473,27 +481,27 @@ def _chunk(path: str, offset: int) -> bytes:
 # --- folders ------------------------------------------------------------------------------------
 
 
-def _runs(args: Args) -> str:
+def _runs_folder(args: OpArgs) -> str:
     root = os.path.expanduser(str(args["root"]))
     if not os.path.isabs(root) or ".." in root.split("/"):
         raise OpError("usage", "remote_root must be an absolute path: " + root)
-    return own_folder(root, "runs")
+    return grid_folder(root, "runs")
 
 
-def _folder(args: Args) -> str:
-    if not _ID.fullmatch(str(args["id"])):
+def _run_folder(args: OpArgs) -> str:
+    if not _RUN_ID_PATTERN.fullmatch(str(args["id"])):
         raise OpError("usage", "invalid run ID")
-    return os.path.join(_runs(args), str(args["id"]))
+    return os.path.join(_runs_folder(args), str(args["id"]))
 
 
-def _names(runs: str) -> list[str]:
+def _list_run_ids(runs: str) -> list[str]:
     try:
-        return [name for name in os.listdir(runs) if _ID.fullmatch(name)]
+        return [name for name in os.listdir(runs) if _RUN_ID_PATTERN.fullmatch(name)]
     except FileNotFoundError:
         return []
 
 
-def _remove(folder: str) -> None:
+def _remove_run_folder(folder: str) -> None:
     """Rename the directory before removing it, so that a partial one does not look like a run."""
     old = f"{os.path.dirname(folder)}/.old-{os.getpid()}-{time.monotonic_ns()}"
     try:
@@ -504,7 +512,7 @@ def _remove(folder: str) -> None:
 
 
 def _remove_files(folder: str) -> None:
-    for name in _FILES:
+    for name in _RUN_FILE_NAMES:
         try:
             os.unlink(os.path.join(folder, name))
         except OSError:
@@ -519,7 +527,7 @@ def _with_path(error: OSError, path: str) -> OSError:
     return OSError(error.errno, error.strerror or str(error), error.filename or path)
 
 
-def _lock(runs: str) -> int:
+def _lock_runs(runs: str) -> int:
     import fcntl
 
     file = os.open(os.path.join(runs, ".lock"), os.O_RDWR | os.O_CREAT, 0o600)
@@ -535,12 +543,12 @@ def _lock(runs: str) -> int:
         time.sleep(0.01)
 
 
-def _held_gpus(runs: str) -> Args:
+def _held_gpus(runs: str) -> OpArgs:
     """Return the run ID by held GPU. The caller holds the lock until the new run has its directory."""
     held = {}
-    for name in _names(runs):
+    for name in _list_run_ids(runs):
         try:
-            found = _status(os.path.join(runs, name))
+            found = _read_run_status(os.path.join(runs, name))
         except OpError:
             continue  # removed or damaged; GPUs still in use show up in the readings
         if found["state"] in ("running", "starting"):

@@ -16,19 +16,19 @@ import struct
 import time
 
 from genie.grid.remote import tree
-from genie.grid.remote.contents import BLOCKS_BYTES_MIN
+from genie.grid.remote.contents import BLOCK_DIGEST_BYTES_MIN
 from genie.grid.remote.core import OpError
-from genie.grid.remote.own_folder import NAME, own_folder
+from genie.grid.remote.own_folder import GRID_FOLDER_NAME, grid_folder
 
-STATE_HEAD = struct.Struct("<8sq32s32s")  # magic, time of the last scan, digest of the plain records, rules
+STATE_HEADER = struct.Struct("<8sq32s32s")  # magic, time of the last scan, digest of the plain records, rules
 STATE_MAGIC = b"GGTREE2\n"
 """Includes the format version."""
 _STATE_MAGIC_1 = b"GGTREE1\n"
 """In this version, large files were also identified by their SHA-256."""
-_TREE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
-_KEY = re.compile(r"[0-9a-f]{16,64}")
-_LOCK_STEP_S = 0.02
-_ENGINES: dict[str, tree.PlainEngine] = {}
+_TREE_NAME_PATTERN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
+_LIBRARY_KEY_PATTERN = re.compile(r"[0-9a-f]{16,64}")
+_LOCK_RETRY_INTERVAL_S = 0.02
+_ENGINE_BY_PATH: dict[str, tree.PlainEngine] = {}
 
 
 class TreeState:
@@ -43,7 +43,7 @@ class SyncedTree:
 
     def __init__(self, args: dict[str, str], *, create: bool) -> None:
         """Raises FileNotFoundError if the tree was never synced, unless `create`."""
-        if not _TREE.fullmatch(args["tree"]):
+        if not _TREE_NAME_PATTERN.fullmatch(args["tree"]):
             raise OpError("usage", "invalid tree name " + repr(args["tree"]))
         path = os.path.expanduser(args["root"])
         if create:
@@ -53,17 +53,21 @@ class SyncedTree:
         try:
             self.root = self._track_fd(os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
             own = self._open_own_folder(path, create=create)
-            self.shared = self._folder(own, "sync", create=create)
-            self.folder = self._folder(self.shared, args["tree"], create=create)
+            self.shared = self._open_folder(own, "sync", create=create)
+            self.folder = self._open_folder(self.shared, args["tree"], create=create)
         except BaseException as error:
             self.close()
             if isinstance(error, OSError):
-                parents = {NAME: path, "sync": own_folder(path), args["tree"]: own_folder(path, "sync")}
+                parents = {
+                    GRID_FOLDER_NAME: path,
+                    "sync": grid_folder(path),
+                    args["tree"]: grid_folder(path, "sync"),
+                }
                 _add_folder(error, parents.get(str(error.filename), ""))
             raise
-        self.path = own_folder(path, "sync")
-        self._where = os.path.join(self.path, args["tree"])
-        self.engine = engine(self.path, args.get("key", ""))
+        self.path = grid_folder(path, "sync")
+        self._tree_path = os.path.join(self.path, args["tree"])
+        self.engine = load_engine(self.path, args.get("key", ""))
 
     def __enter__(self) -> SyncedTree:
         return self
@@ -75,23 +79,23 @@ class SyncedTree:
         while self._fds:
             os.close(self._fds.pop())
 
-    def objects(self) -> int:
+    def open_objects(self) -> int:
         """Open the directory of received files; remove those of an earlier boot, which may be incomplete."""
-        name = "objects-" + _boot()
+        name = "objects-" + _read_boot_id()
         for other in os.listdir(self.folder):
             if other.startswith("objects-") and other != name:
                 self._remove_objects(other)
-        return self._folder(self.folder, name, create=True)
+        return self._open_folder(self.folder, name, create=True)
 
     def _remove_objects(self, name: str) -> None:
         try:
-            self.empty(self._folder(self.folder, name, create=False))
+            self.remove_all_files(self._open_folder(self.folder, name, create=False))
             os.rmdir(name, dir_fd=self.folder)
         except OSError as error:  # not a directory, or it contains other files: ignored
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR, errno.ELOOP):
                 raise
 
-    def empty(self, folder: int) -> None:
+    def remove_all_files(self, folder: int) -> None:
         """Remove all files from a directory; subdirectories made by others stay."""
         for name in os.listdir(folder):
             try:
@@ -99,27 +103,27 @@ class SyncedTree:
             except (IsADirectoryError, PermissionError):  # depends on the system
                 pass
 
-    def state(self) -> TreeState:
+    def read_state(self) -> TreeState:
         """Return the stored state; an empty one if it is missing or unreadable."""
         data = self.read("state")
         if data is None:
             data = self.read("state.old")
-        if data is None or len(data) < STATE_HEAD.size:
+        if data is None or len(data) < STATE_HEADER.size:
             return TreeState()
-        magic, taken_ns, digest, _ = STATE_HEAD.unpack_from(data)
-        records = data[STATE_HEAD.size :]
+        magic, taken_ns, digest, _ = STATE_HEADER.unpack_from(data)
+        records = data[STATE_HEADER.size :]
         try:
-            if magic not in (STATE_MAGIC, _STATE_MAGIC_1) or digest != digest_of(self.engine, records):
+            if magic not in (STATE_MAGIC, _STATE_MAGIC_1) or digest != compute_digest(self.engine, records):
                 return TreeState()
             if magic == _STATE_MAGIC_1:
                 records = _clear_large_digests(records)
-                digest = digest_of(self.engine, records)
+                digest = compute_digest(self.engine, records)
         except OSError:
             return TreeState()
         return TreeState(records, taken_ns=taken_ns, digest=digest)
 
     def write_state(self, records: bytes, *, taken_ns: int, digest: bytes, name: str = "state") -> None:
-        data = STATE_HEAD.pack(STATE_MAGIC, taken_ns, digest, bytes(32)) + records
+        data = STATE_HEADER.pack(STATE_MAGIC, taken_ns, digest, bytes(32)) + records
         self.write(name + ".whole", data)
         # Replacing a file makes file systems flush, so the old state is renamed first; it is the fallback.
         try:
@@ -170,7 +174,7 @@ class SyncedTree:
         try:
             fd = self._track_fd(os.open("lock", flags, 0o600, dir_fd=self.folder))
         except OSError as error:
-            _add_folder(error, self._where)
+            _add_folder(error, self._tree_path)
             raise
         deadline = time.monotonic() + wait_s
         while True:
@@ -183,18 +187,18 @@ class SyncedTree:
                     raise
             if time.monotonic() >= deadline:
                 raise OpError("busy", "another sync of this tree is in progress")
-            time.sleep(_LOCK_STEP_S)
+            time.sleep(_LOCK_RETRY_INTERVAL_S)
 
     def _open_own_folder(self, root: str, *, create: bool) -> int:
-        path = own_folder(root)
+        path = grid_folder(root)
         if not os.path.islink(path):
-            return self._folder(self.root, NAME, create=create)
+            return self._open_folder(self.root, GRID_FOLDER_NAME, create=create)
         own = self._track_fd(os.open(os.path.realpath(path), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
         if os.fstat(own).st_dev != os.fstat(self.root).st_dev:
             raise OpError("link", path + " must be on the same file system as remote_root")
         return own
 
-    def _folder(self, parent: int, name: str, *, create: bool) -> int:
+    def _open_folder(self, parent: int, name: str, *, create: bool) -> int:
         if create:
             try:
                 os.mkdir(name, 0o700, dir_fd=parent)
@@ -211,9 +215,11 @@ class SyncedTree:
 def _clear_large_digests(records: bytes) -> bytes:
     """Clear the digests of large files, which are then sent again."""
     known = bytearray(records)
-    for one in tree.records_of(records):
-        if one.kind == tree.FILE and one.size >= BLOCKS_BYTES_MIN:
-            known[one.at + tree.HEAD.size - len(tree.NO_SHA) : one.at + tree.HEAD.size] = tree.NO_SHA
+    for one in tree.iter_records(records):
+        if one.kind == tree.FILE and one.size >= BLOCK_DIGEST_BYTES_MIN:
+            known[one.at + tree.RECORD_HEADER.size - len(tree.NO_SHA) : one.at + tree.RECORD_HEADER.size] = (
+                tree.NO_SHA
+            )
     return bytes(known)
 
 
@@ -223,32 +229,32 @@ def _add_folder(error: OSError, folder: str) -> None:
         error.filename = os.path.join(folder, error.filename)
 
 
-def digest_of(engine: tree.PlainEngine, records: bytes) -> bytes:
+def compute_digest(engine: tree.PlainEngine, records: bytes) -> bytes:
     import hashlib
 
     return hashlib.sha256(engine.without_stamps(records)).digest()
 
 
 def library_path(folder: str, key: str) -> str:
-    if not _KEY.fullmatch(key):
+    if not _LIBRARY_KEY_PATTERN.fullmatch(key):
         raise OpError("usage", "invalid library key")
     return os.path.join(folder, "tree-" + key + ".so")
 
 
-def engine(folder: str, key: str) -> tree.PlainEngine:
+def load_engine(folder: str, key: str) -> tree.PlainEngine:
     """Return the compiled engine if its library is available, else the Python one."""
-    if key not in _ENGINES:
+    if key not in _ENGINE_BY_PATH:
         path = library_path(folder, key) if key else ""
         if not path or not os.path.exists(path):
             return tree.PlainEngine()
-        found = tree.engine_at(path)
-        _ENGINES.clear()
-        _ENGINES[key] = found
+        found = tree.load_engine(path)
+        _ENGINE_BY_PATH.clear()
+        _ENGINE_BY_PATH[key] = found
         return found
-    return _ENGINES.get(key) or tree.PlainEngine()
+    return _ENGINE_BY_PATH.get(key) or tree.PlainEngine()
 
 
-def _boot() -> str:
+def _read_boot_id() -> str:
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             return file.read(8)

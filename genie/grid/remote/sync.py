@@ -21,37 +21,45 @@ import time
 from typing import Any, NoReturn
 
 from genie.grid.remote import contents, core, tree
-from genie.grid.remote.core import OpError, op
-from genie.grid.remote.own_folder import own_folder
-from genie.grid.remote.site import SyncedTree, TreeState, digest_of, library_path
-from genie.grid.remote.tree import FILE, FOLDER, LINK, REMOVED, Folders, TreeRecord
+from genie.grid.remote.core import OpError, register_op
+from genie.grid.remote.own_folder import grid_folder
+from genie.grid.remote.site import SyncedTree, TreeState, compute_digest, library_path
+from genie.grid.remote.tree import FILE, FOLDER, LINK, REMOVED, DirectoryWalker, TreeRecord
 
-PARTS = ("gone", "folders", "added", "changed", "copies", "links", "metas")
+PLAN_PARTS = ("gone", "folders", "added", "changed", "copies", "links", "metas")
 """The parts of a change, each a list of records, in the order in which they are applied."""
 DELETE, FORGET, REPLACE = 0, 1, 2
 """Flags of a record in `gone`: delete if unchanged; keep the file; something else replaces it."""
-PLAN_HEAD = struct.Struct("<I")
+PLAN_HEADER = struct.Struct("<I")
 PLAN_BYTES_MAX = 1 << 30
 PIECE_BYTES_MAX = 1 << 20
 """Size limit of a content frame, except for whole small files."""
-ANSWER_BYTES = 8 << 20
+REPLY_BYTES_MAX = 8 << 20
 _NAMES_SHOWN = 100
 _FREE_BYTES_MIN = 64 << 20
 _COMPILE_S = 120
 _COMPILERS = ("c++", "g++", "clang++")
-_FLAGS = ("-std=c++17", "-O2", "-fPIC", "-fvisibility=hidden", "-fno-exceptions", "-fno-rtti", "-shared")
-_OBJECT = re.compile(r"[0-9a-f]{64}\.[0-9a-f]{1,16}")
-_LIBRARY_PART = re.compile(r"tree-[0-9a-f]+(\.so\.[0-9]+-[0-9]+\.part|-[0-9]+-[0-9]+\.cpp(\.part)?)")
+_COMPILER_FLAGS = (
+    "-std=c++17",
+    "-O2",
+    "-fPIC",
+    "-fvisibility=hidden",
+    "-fno-exceptions",
+    "-fno-rtti",
+    "-shared",
+)
+_OBJECT_NAME_PATTERN = re.compile(r"[0-9a-f]{64}\.[0-9a-f]{1,16}")
+_LIBRARY_PART_PATTERN = re.compile(r"tree-[0-9a-f]+(\.so\.[0-9]+-[0-9]+\.part|-[0-9]+-[0-9]+\.cpp(\.part)?)")
 _PART_AGE_S_MAX = 3600.0
 _PARTS_CHECKED_MAX = 100
 _last_drift: dict[str, bytes] = {}
 
 
-@op("sync.check")
-def check(args: Any, blob: bytes) -> Any:
+@register_op("sync.check")
+def check_tree(args: Any, blob: bytes) -> Any:
     """Finish an interrupted change; return the digest of the state, and records that differ from it."""
     has_library = os.path.exists(library_path(_sync_folder(args), args["key"]))
-    answer = {"digest": "", "drift": 0, "objects": 0, "has_library": has_library, "machine": _machine()}
+    answer = {"digest": "", "drift": 0, "objects": 0, "has_library": has_library, "machine": _machine_type()}
     try:
         site = SyncedTree(args, create=False)
     except FileNotFoundError:
@@ -61,44 +69,44 @@ def check(args: Any, blob: bytes) -> Any:
         site.lock(wait_s=args["wait_s"])
         finish_interrupted(site)
         _clear_library_parts(site)
-        state = site.state()
+        state = site.read_state()
         drift = find_drift(site, state)
         _last_drift.clear()  # for one tree at a time
         _last_drift[args["tree"]] = drift
         answer.update(
             digest=state.digest.hex(),
             drift=len(drift),
-            objects=len(_staged_objects(site)),
+            objects=len(_list_complete_objects(site)),
             engine=site.engine.name,
         )
-    return answer, drift[:ANSWER_BYTES]
+    return answer, drift[:REPLY_BYTES_MAX]
 
 
-@op("sync.drift", quick=True)
-def more_drift(args: Any, blob: bytes) -> Any:
+@register_op("sync.drift", quick=True)
+def read_more_drift(args: Any, blob: bytes) -> Any:
     """Return a further piece of the drift that the last check found."""
-    return {}, _last_drift.get(args["tree"], b"")[args["offset"] : args["offset"] + ANSWER_BYTES]
+    return {}, _last_drift.get(args["tree"], b"")[args["offset"] : args["offset"] + REPLY_BYTES_MAX]
 
 
-@op("sync.records")
-def records(args: Any, blob: bytes) -> Any:
+@register_op("sync.records")
+def read_records(args: Any, blob: bytes) -> Any:
     """Return a piece of the records of the state."""
     with SyncedTree(args, create=False) as site:
-        state = site.state()
-    piece = state.records[args["offset"] : args["offset"] + ANSWER_BYTES]
+        state = site.read_state()
+    piece = state.records[args["offset"] : args["offset"] + REPLY_BYTES_MAX]
     return {"digest": state.digest.hex(), "size": len(state.records)}, piece
 
 
-@op("sync.objects")
-def objects(args: Any, blob: bytes) -> Any:
+@register_op("sync.objects")
+def list_staged_objects(args: Any, blob: bytes) -> Any:
     """Return the digests of staged files; incomplete ones are removed."""
     with SyncedTree(args, create=False) as site:
         site.lock(wait_s=args["wait_s"])
-        return {}, b"".join(_staged_objects(site))[: ANSWER_BYTES // 32 * 32]
+        return {}, b"".join(_list_complete_objects(site))[: REPLY_BYTES_MAX // 32 * 32]
 
 
-@op("sync.apply")
-def apply(args: Any, blob: bytes) -> Any:
+@register_op("sync.apply")
+def receive_and_apply(args: Any, blob: bytes) -> Any:
     """Receive and apply a small change in one request."""
     with SyncedTree(args, create=True) as site:
         site.lock(wait_s=args["wait_s"])
@@ -108,20 +116,20 @@ def apply(args: Any, blob: bytes) -> Any:
         return receiver.finish()
 
 
-@op("sync.library")
-def library(args: Any, blob: bytes) -> Any:
+@register_op("sync.library")
+def store_library(args: Any, blob: bytes) -> Any:
     """Store the compiled library: the uploaded one if it works here, else compile it in the background."""
     with SyncedTree(args, create=True) as site:
         path = library_path(site.path, args["key"])
         binary, source = blob[: args["binary"]], blob[args["binary"] :]
-        if binary and args["machine"] == _machine() and _install_library(path, binary):
+        if binary and args["machine"] == _machine_type() and _install_library(path, binary):
             return {"how": "given"}
         source_path = f"{path[: -len('.so')]}-{os.getpid()}-{threading.get_ident()}.cpp"
         try:
             with open(source_path, "wb") as file:
                 file.write(source)
         except OSError:
-            _remove(source_path)
+            _remove_if_exists(source_path)
             raise
     core.SPAWNER.spawn(__name__, "compile_library", {"source": source_path, "path": path})
     return {"how": "compiling"}
@@ -136,13 +144,13 @@ def compile_library(args: Any) -> None:
     part = args["source"] + ".part"
     try:
         if compiler is not None:
-            command = [compiler, *_FLAGS, "-o", part, args["source"]]
+            command = [compiler, *_COMPILER_FLAGS, "-o", part, args["source"]]
             done = subprocess.run(command, check=False, timeout=_COMPILE_S)
             if done.returncode == 0:
                 os.rename(part, args["path"])
     finally:
-        _remove(part)
-        _remove(args["source"])
+        _remove_if_exists(part)
+        _remove_if_exists(args["source"])
 
 
 def receive_main(source: int = 0) -> NoReturn:
@@ -155,7 +163,7 @@ def receive_main(source: int = 0) -> NoReturn:
         args = json.loads(head.decode())
         with SyncedTree(args, create=True) as site:
             site.lock(wait_s=args["wait_s"])
-            answer: Any = {"ok": _receive(ChangeReceiver(site), source)}
+            answer: Any = {"ok": _receive_stream(ChangeReceiver(site), source)}
     except OpError as error:
         answer = {"error": {"reason": error.reason, "text": str(error)}}
     except OSError as error:
@@ -165,7 +173,7 @@ def receive_main(source: int = 0) -> NoReturn:
     os._exit(0)
 
 
-def _receive(receiver: ChangeReceiver, source: int) -> Any:
+def _receive_stream(receiver: ChangeReceiver, source: int) -> Any:
     buffer = memoryview(bytearray(4 * PIECE_BYTES_MAX))
     end = 0
     while not receiver.is_complete:
@@ -185,30 +193,30 @@ class ChangeReceiver:
 
     def __init__(self, site: SyncedTree) -> None:
         self._site = site
-        self._objects = site.objects()
+        self._objects = site.open_objects()
         self._plan = bytearray()
-        self._large: dict[int, int] = {}
+        self._large_files: dict[int, int] = {}
         self.is_complete = False
 
     def feed(self, data: Any) -> int:
         """Process the complete frames at the beginning; returns the number of bytes consumed."""
         try:
-            return self._feed(data)
+            return self._feed_frames(data)
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 # Free the space: staged files are useless if the rest does not fit.
-                self._site.empty(self._objects)
+                self._site.remove_all_files(self._objects)
             raise
 
     def finish(self) -> Any:
         return apply_change(self._site, self._objects, bytes(self._plan))
 
-    def _feed(self, data: Any) -> int:
+    def _feed_frames(self, data: Any) -> int:
         at = 0
         view = memoryview(data)
-        while not self.is_complete and len(view) - at >= tree.FRAME.size:
+        while not self.is_complete and len(view) - at >= tree.FRAME_HEADER.size:
             if view[at] == ord("F"):
-                used, _ = self._site.engine.stage(self._objects, _engine_input(data, view, at))
+                used, _ = self._site.engine.stage_files(self._objects, _engine_input(data, view, at))
                 at += used
                 if not used:
                     break
@@ -221,46 +229,46 @@ class ChangeReceiver:
 
     def _handle_frame(self, view: memoryview, at: int) -> int:
         """Process a frame that is not a whole small file; returns its size, 0 if it is incomplete."""
-        kind, _, mode, number, size, mtime_ns, sha = tree.FRAME.unpack_from(view, at)
-        begin = at + tree.FRAME.size
+        kind, _, mode, number, size, mtime_ns, sha = tree.FRAME_HEADER.unpack_from(view, at)
+        begin = at + tree.FRAME_HEADER.size
         if kind in b"DP":
             if size > PIECE_BYTES_MAX:
                 raise OpError("protocol", f"piece of {size} bytes is too large")
             if len(view) - begin < size:
                 return 0
             self._add_piece(kind, number, view[begin : begin + size])
-            return int(tree.FRAME.size + size)
+            return int(tree.FRAME_HEADER.size + size)
         if kind == ord("H"):
-            os.lseek(self._large_file(number), size, os.SEEK_CUR)
+            os.lseek(self._open_large_file(number), size, os.SEEK_CUR)
         elif kind == ord("E"):
             self._finish_file(number, size, mode, mtime_ns, sha)
         elif kind == ord("A"):
-            os.close(self._large_file(number))
-            del self._large[number]
+            os.close(self._open_large_file(number))
+            del self._large_files[number]
             os.unlink(_part_name(number), dir_fd=self._objects)
         elif kind == ord("Z"):
             self.is_complete = True
         else:
             raise OpError("protocol", f"unknown frame {chr(kind)!r}")
-        return tree.FRAME.size
+        return tree.FRAME_HEADER.size
 
     def _add_piece(self, kind: int, number: int, data: memoryview) -> None:
         if kind == ord("D"):
-            tree.write_all(self._large_file(number), data)
+            tree.write_all(self._open_large_file(number), data)
         elif len(self._plan) + len(data) > PLAN_BYTES_MAX:
             raise OpError("protocol", "plan is too large")
         else:
             self._plan += data
 
-    def _large_file(self, number: int) -> int:
-        if number not in self._large:
+    def _open_large_file(self, number: int) -> int:
+        if number not in self._large_files:
             flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
-            self._large[number] = os.open(_part_name(number), flags, 0o600, dir_fd=self._objects)
-        return self._large[number]
+            self._large_files[number] = os.open(_part_name(number), flags, 0o600, dir_fd=self._objects)
+        return self._large_files[number]
 
     def _finish_file(self, number: int, size: int, mode: int, mtime_ns: int, sha: bytes) -> None:
-        fd = self._large_file(number)
-        del self._large[number]
+        fd = self._open_large_file(number)
+        del self._large_files[number]
         os.ftruncate(fd, size)
         os.fchmod(fd, mode)
         os.utime(fd, ns=(mtime_ns, mtime_ns))
@@ -282,12 +290,12 @@ def _part_name(number: int) -> bytes:
 
 def apply_change(site: SyncedTree, objects: int, plan: bytes) -> Any:
     """Validate a change, write the journal and apply it. Raises OpError before anything is visible."""
-    state = site.state()
+    state = site.read_state()
     head, parts = split_plan(plan)
     if head["base"] != state.digest.hex():
         raise OpError("moved", "another sync has changed this tree meanwhile")
-    merged = merged_records(site, state, parts)
-    digest = digest_of(site.engine, merged)
+    merged = merge_records(site, state, parts)
+    digest = compute_digest(site.engine, merged)
     if digest.hex() != head["digest"]:
         raise OpError("protocol", "the received records do not match their digest")
     overwritten = find_conflicts(site, parts)
@@ -299,7 +307,7 @@ def apply_change(site: SyncedTree, objects: int, plan: bytes) -> Any:
         site.write("journal", plan)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            site.empty(objects)
+            site.remove_all_files(objects)
             site.remove("next")
         raise
     done = execute_plan(site, objects, state, plan, merged=merged)
@@ -312,24 +320,24 @@ def finish_interrupted(site: SyncedTree) -> None:
     plan = site.read("journal")
     if plan is None:
         return
-    state = site.state()
+    state = site.read_state()
     try:
         head, _ = split_plan(plan)
     except (OpError, ValueError, KeyError, struct.error):
         site.remove("journal")  # damaged by a power cut: the check finds what is missing
         return
     if state.digest.hex() == head["base"]:
-        execute_plan(site, site.objects(), state, plan)
+        execute_plan(site, site.open_objects(), state, plan)
     site.remove("journal")
 
 
 def split_plan(plan: bytes) -> tuple[Any, dict[str, bytes]]:
     """Split a plan, which consists of the length of its head, the head as JSON and the parts."""
-    (head_bytes,) = PLAN_HEAD.unpack_from(plan)
-    at = PLAN_HEAD.size + head_bytes
-    head = json.loads(plan[PLAN_HEAD.size : at].decode())
+    (head_bytes,) = PLAN_HEADER.unpack_from(plan)
+    at = PLAN_HEADER.size + head_bytes
+    head = json.loads(plan[PLAN_HEADER.size : at].decode())
     parts = {}
-    for name in PARTS:
+    for name in PLAN_PARTS:
         parts[name] = plan[at : at + head[name]]
         at += head[name]
     if at != len(plan):
@@ -339,13 +347,13 @@ def split_plan(plan: bytes) -> tuple[Any, dict[str, bytes]]:
 
 def join_plan(head: dict[str, Any], parts: dict[str, bytes]) -> bytes:
     """Build a plan; the inverse of `split_plan`."""
-    text = json.dumps({**head, **{name: len(parts[name]) for name in PARTS}}).encode()
-    return PLAN_HEAD.pack(len(text)) + text + b"".join(parts[name] for name in PARTS)
+    text = json.dumps({**head, **{name: len(parts[name]) for name in PLAN_PARTS}}).encode()
+    return PLAN_HEADER.pack(len(text)) + text + b"".join(parts[name] for name in PLAN_PARTS)
 
 
-def merged_records(site: SyncedTree, state: TreeState, parts: dict[str, bytes]) -> bytes:
+def merge_records(site: SyncedTree, state: TreeState, parts: dict[str, bytes]) -> bytes:
     merged = state.records
-    for name in PARTS:
+    for name in PLAN_PARTS:
         if parts[name]:
             merged = site.engine.merge(merged, parts[name])
     return merged
@@ -357,25 +365,25 @@ def find_conflicts(site: SyncedTree, parts: dict[str, bytes]) -> list[str]:
     Raises OpError ('conflict') if a directory would be replaced, or something else by a directory.
     """
     names = os.listdir(site.root)
-    if not any(os.fsencode(name) not in tree.RESERVED for name in names):
+    if not any(os.fsencode(name) not in tree.RESERVED_NAMES for name in names):
         return []
-    gone = {one.path: one.flags for one in tree.records_of(parts["gone"])}
+    gone = {one.path: one.flags for one in tree.iter_records(parts["gone"])}
     overwritten: list[str] = []
-    with Folders(site.root) as folders:
+    with DirectoryWalker(site.root) as folders:
         for name in ("folders", "added", "copies", "links"):
-            for one in tree.records_of(parts[name]):
+            for one in tree.iter_records(parts[name]):
                 found = folders.try_lstat(one.path)
                 if found is None or gone.get(one.path) == REPLACE:
                     if found is not None and stat.S_ISDIR(found.st_mode) and one.kind != FOLDER:
                         _check_removable(folders, one.path, gone)
                 elif stat.S_ISDIR(found.st_mode) != (one.kind == FOLDER):
-                    raise _conflict(one.path, found)
+                    raise _conflict_error(one.path, found)
                 elif name == "added" and len(overwritten) < _NAMES_SHOWN:
                     overwritten.append(_printable(one.path))
     return overwritten
 
 
-def _check_removable(folders: Folders, path: bytes, gone: dict[bytes, int]) -> None:
+def _check_removable(folders: DirectoryWalker, path: bytes, gone: dict[bytes, int]) -> None:
     parent, name = folders.open_parent(path)
     fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent)
     try:
@@ -392,7 +400,7 @@ def _check_removable(folders: Folders, path: bytes, gone: dict[bytes, int]) -> N
             _check_removable(folders, each, gone)
 
 
-def _conflict(path: bytes, found: os.stat_result) -> OpError:
+def _conflict_error(path: bytes, found: os.stat_result) -> OpError:
     kinds = {stat.S_IFDIR: "a directory", stat.S_IFLNK: "a link", stat.S_IFREG: "a file"}
     kind = kinds.get(stat.S_IFMT(found.st_mode), "a special file")
     return OpError("conflict", f"{_printable(path)} is {kind} on the node that was not created by a sync")
@@ -408,32 +416,32 @@ def execute_plan(
     """Move everything into place. Idempotent: a repetition finishes an interrupted one."""
     head, parts = split_plan(plan)
     if merged is None:
-        merged = merged_records(site, state, parts)
+        merged = merge_records(site, state, parts)
     try:
-        deleted, kept = _delete(site, state, parts["gone"])
-        _place(site, objects, parts)
+        deleted, kept = _delete_unchanged(site, state, parts["gone"])
+        _place_files(site, objects, parts)
         _make_links(site, objects, parts["links"])
-        _set_metas(site, parts["metas"])
-        _set_metas(site, parts["folders"])
+        _set_modes_and_times(site, parts["metas"])
+        _set_modes_and_times(site, parts["folders"])
     finally:
         # Also after an error: the next check finds what differs from the records.
         taken_ns = time.time_ns()
-        stamped = site.engine.stamped(site.root, merged)
+        stamped = site.engine.fill_in_stamps(site.root, merged)
         site.remove("next")
         site.write_state(stamped, taken_ns=taken_ns, digest=bytes.fromhex(head["digest"]))
         site.remove("journal")
-    site.empty(objects)
+    site.remove_all_files(objects)
     return {"deleted": deleted, "kept": kept}
 
 
-def _delete(site: SyncedTree, state: TreeState, gone: bytes) -> tuple[int, list[str]]:
+def _delete_unchanged(site: SyncedTree, state: TreeState, gone: bytes) -> tuple[int, list[str]]:
     """Delete unchanged files; returns the number of deleted files and the names of those kept."""
     if not gone:
         return 0, []
-    flags = {one.path: one.flags for one in tree.records_of(gone)}
+    flags = {one.path: one.flags for one in tree.iter_records(gone)}
     places = site.engine.compare(state.records, site.engine.merge(state.records, gone))
     deleted = 0
-    with Folders(site.root) as folders:
+    with DirectoryWalker(site.root) as folders:
         changed = (path for path, flag in flags.items() if flag == FORGET)  # changed or missing on the node
         kept = [_printable(path) for path in changed if folders.try_lstat(path) is not None]
         for place, _ in reversed(places):
@@ -444,7 +452,7 @@ def _delete(site: SyncedTree, state: TreeState, gone: bytes) -> tuple[int, list[
             parent, name = folders.open_parent(one.path)
             if stat.S_ISDIR(found.st_mode):
                 deleted += _try_rmdir(parent, name)
-            elif flags.get(one.path) == REPLACE or tree.stamp_of(found) == one.stamp:
+            elif flags.get(one.path) == REPLACE or tree.pack_stamp(found) == one.stamp:
                 os.unlink(name, dir_fd=parent)
                 deleted += 1
             else:
@@ -464,21 +472,21 @@ def _try_rmdir(parent: int, name: bytes) -> int:
 
 def _copy_objects(objects: int, copies: bytes) -> None:
     """Copy files whose contents were sent once for several paths. Holes are preserved."""
-    for number, one in enumerate(tree.records_of(copies)):
-        _copy(objects, tree.object_name(one.sha, one.size), objects, b"copy-%d" % number)
+    for number, one in enumerate(tree.iter_records(copies)):
+        _copy_file(objects, tree.object_name(one.sha, one.size), objects, b"copy-%d" % number)
 
 
-def _copy(from_folder: int, name: bytes, to_folder: int, new: bytes) -> None:
+def _copy_file(from_folder: int, name: bytes, to_folder: int, new: bytes) -> None:
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
     source = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=from_folder)
     try:
         target = os.open(new, flags, 0o600, dir_fd=to_folder)
         try:
             found = os.fstat(source)
-            for is_data, offset, size in contents.extents(source, found):
+            for is_data, offset, size in contents.list_extents(source, found):
                 if is_data:
                     os.lseek(target, offset, os.SEEK_SET)
-                    for data in contents.pieces(source, offset, size):
+                    for data in contents.read_pieces(source, offset, size):
                         tree.write_all(target, data)
             os.ftruncate(target, found.st_size)
         finally:
@@ -487,15 +495,15 @@ def _copy(from_folder: int, name: bytes, to_folder: int, new: bytes) -> None:
         os.close(source)
 
 
-def _place(site: SyncedTree, objects: int, parts: dict[str, bytes]) -> None:
+def _place_files(site: SyncedTree, objects: int, parts: dict[str, bytes]) -> None:
     try:
         # Copies first: moving an object is the last step for its contents.
-        site.engine.place(site.root, objects, parts["folders"])
-        with Folders(site.root) as folders:
-            for number, one in enumerate(tree.records_of(parts["copies"])):
-                tree.place_one(folders, objects, one, b"copy-%d" % number)
-        site.engine.place(site.root, objects, parts["added"])
-        site.engine.place(site.root, objects, parts["changed"])
+        site.engine.place_files(site.root, objects, parts["folders"])
+        with DirectoryWalker(site.root) as folders:
+            for number, one in enumerate(tree.iter_records(parts["copies"])):
+                tree.place_entry(folders, objects, one, b"copy-%d" % number)
+        site.engine.place_files(site.root, objects, parts["added"])
+        site.engine.place_files(site.root, objects, parts["changed"])
     except OSError as error:
         if error.errno != errno.EXDEV:
             raise
@@ -504,24 +512,24 @@ def _place(site: SyncedTree, objects: int, parts: dict[str, bytes]) -> None:
 
 def _place_across_file_systems(site: SyncedTree, objects: int, parts: dict[str, bytes]) -> None:
     """Copy files first if a part of the tree is on another file system."""
-    with Folders(site.root) as folders:
+    with DirectoryWalker(site.root) as folders:
         for name in ("copies", "added", "changed"):
-            for number, one in enumerate(tree.records_of(parts[name])):
+            for number, one in enumerate(tree.iter_records(parts[name])):
                 source = b"copy-%d" % number if name == "copies" else tree.object_name(one.sha, one.size)
                 try:
-                    tree.place_one(folders, objects, one, source)
+                    tree.place_entry(folders, objects, one, source)
                 except OSError as error:
                     if error.errno != errno.EXDEV:
                         raise
                     parent, _ = folders.open_parent(one.path)
                     near = b".grid-part-%d" % os.getpid()
-                    _copy(objects, source, parent, near)
-                    tree.place_one(folders, parent, one, near)
+                    _copy_file(objects, source, parent, near)
+                    tree.place_entry(folders, parent, one, near)
 
 
 def _make_links(site: SyncedTree, objects: int, links: bytes) -> None:
-    with Folders(site.root) as folders:
-        for one in tree.records_of(links):
+    with DirectoryWalker(site.root) as folders:
+        for one in tree.iter_records(links):
             parent, name = folders.open_parent(one.path)
             try:
                 os.unlink(b"link", dir_fd=objects)
@@ -538,10 +546,10 @@ def _make_links(site: SyncedTree, objects: int, links: bytes) -> None:
                 os.rename(near, name, src_dir_fd=parent, dst_dir_fd=parent)
 
 
-def _set_metas(site: SyncedTree, metas: bytes) -> None:
+def _set_modes_and_times(site: SyncedTree, metas: bytes) -> None:
     """Set modes and times, the deepest first, because a directory's mode may deny access."""
-    with Folders(site.root) as folders:
-        for one in reversed(list(tree.records_of(metas))):
+    with DirectoryWalker(site.root) as folders:
+        for one in reversed(list(tree.iter_records(metas))):
             parent, name = folders.open_parent(one.path)
             flags = getattr(os, "O_PATH", os.O_RDONLY) | os.O_NOFOLLOW | os.O_CLOEXEC
             fd = os.open(name, flags, dir_fd=parent)
@@ -562,16 +570,16 @@ def _set_metas(site: SyncedTree, metas: bytes) -> None:
 
 def find_drift(site: SyncedTree, state: TreeState) -> bytes:
     """Return current records of what differs from the state; if only times differ, update the state."""
-    places = site.engine.check(site.root, state.records, taken_ns=state.taken_ns)
+    places = site.engine.find_mismatches(site.root, state.records, taken_ns=state.taken_ns)
     if not places:
         return b""
     taken_ns = time.time_ns()
     drift, touched = [], []
-    with Folders(site.root) as folders:
+    with DirectoryWalker(site.root) as folders:
         for place in places:
             one = TreeRecord(state.records, place)
             now = _current_record(folders, one)
-            plain_bytes = len(now) - tree.STAMP.size
+            plain_bytes = len(now) - tree.STAMP_STRUCT.size
             if now[:plain_bytes] == one.without_stamp:
                 touched.append(now)
             else:
@@ -582,44 +590,44 @@ def find_drift(site: SyncedTree, state: TreeState) -> bytes:
     return b"".join(drift)
 
 
-def _current_record(folders: Folders, one: TreeRecord) -> bytes:
+def _current_record(folders: DirectoryWalker, one: TreeRecord) -> bytes:
     found = folders.try_lstat(one.path)
     if found is None:
-        return tree.record(REMOVED, one.path)
-    mode, stamp = stat.S_IMODE(found.st_mode), tree.stamp_of(found)
+        return tree.pack_record(REMOVED, one.path)
+    mode, stamp = stat.S_IMODE(found.st_mode), tree.pack_stamp(found)
     if stat.S_ISDIR(found.st_mode):
-        return tree.record(FOLDER, one.path, mode=mode)
+        return tree.pack_record(FOLDER, one.path, mode=mode)
     parent, name = folders.open_parent(one.path)
     if stat.S_ISLNK(found.st_mode):
         link = os.fsencode(os.readlink(name, dir_fd=parent))
-        return tree.record(LINK, one.path, mode=0o777, link=link, stamp=stamp)
+        return tree.pack_record(LINK, one.path, mode=0o777, link=link, stamp=stamp)
     if not stat.S_ISREG(found.st_mode):
-        return tree.record(REMOVED, one.path)
+        return tree.pack_record(REMOVED, one.path)
     # A file of another size has other contents and need not be read.
-    sha = tree.NO_SHA if found.st_size != one.size else _sha_of(parent, name)
-    return tree.record(
+    sha = tree.NO_SHA if found.st_size != one.size else _hash_file(parent, name)
+    return tree.pack_record(
         FILE, one.path, mode=mode, size=found.st_size, mtime_ns=found.st_mtime_ns, sha=sha, stamp=stamp
     )
 
 
-def _sha_of(parent: int, name: bytes) -> bytes:
+def _hash_file(parent: int, name: bytes) -> bytes:
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
         fd = os.open(name, flags, dir_fd=parent)
     except OSError:
         return tree.NO_SHA  # just removed, or not readable
     try:
-        return contents.digest_of_file(fd)
+        return contents.compute_file_digest(fd)
     finally:
         os.close(fd)
 
 
-def _staged_objects(site: SyncedTree) -> list[bytes]:
+def _list_complete_objects(site: SyncedTree) -> list[bytes]:
     """Return the digests of complete staged files; incomplete ones are removed. Requires the lock."""
-    objects = site.objects()
+    objects = site.open_objects()
     found = []
     for name in os.listdir(objects):
-        if not _OBJECT.fullmatch(name):
+        if not _OBJECT_NAME_PATTERN.fullmatch(name):
             continue
         sha, _, size = name.partition(".")
         status = os.stat(name, dir_fd=objects, follow_symlinks=False)
@@ -637,17 +645,17 @@ def _install_library(path: str, binary: bytes) -> bool:
     try:
         with open(part, "wb") as file:
             file.write(binary)
-        if not isinstance(tree.engine_at(part), tree.CompiledEngine):
+        if not isinstance(tree.load_engine(part), tree.CompiledEngine):
             return False
         os.rename(part, path)
         return True
     finally:
-        _remove(part)
+        _remove_if_exists(part)
 
 
 def _clear_library_parts(site: SyncedTree) -> None:
     """Remove leftovers of interrupted compilations, which take minutes at most."""
-    found = [name for name in os.listdir(site.shared) if _LIBRARY_PART.fullmatch(name)]
+    found = [name for name in os.listdir(site.shared) if _LIBRARY_PART_PATTERN.fullmatch(name)]
     for name in found[:_PARTS_CHECKED_MAX]:
         try:
             made = os.stat(name, dir_fd=site.shared, follow_symlinks=False).st_mtime
@@ -657,7 +665,7 @@ def _clear_library_parts(site: SyncedTree) -> None:
             pass
 
 
-def _remove(path: str) -> None:
+def _remove_if_exists(path: str) -> None:
     try:
         os.unlink(path)
     except FileNotFoundError:
@@ -665,8 +673,8 @@ def _remove(path: str) -> None:
 
 
 def _sync_folder(args: Any) -> str:
-    return own_folder(os.path.expanduser(args["root"]), "sync")
+    return grid_folder(os.path.expanduser(args["root"]), "sync")
 
 
-def _machine() -> str:
+def _machine_type() -> str:
     return sys.platform + "-" + os.uname().machine

@@ -1,10 +1,10 @@
 """File trees as records: the format, and operations on many small files.
 
-A record is HEAD, path, link target, STAMP. Records are in walk order: a directory, then its contents, names
-sorted by bytes. The stamp identifies an unchanged file, like git's index; both sides agree on everything but
-stamps. `PlainEngine` is implemented in Python, `CompiledEngine` in native/grid/tree.cpp, with equal results;
-`engine_at()` returns the compiled one if it can be loaded. Symbolic links are never followed: every directory
-is opened from its parent. contents.py computes digests.
+A record is RECORD_HEADER, path, link target, STAMP_STRUCT. Records are in walk order: a directory, then its
+contents, names sorted by bytes. The stamp identifies an unchanged file, like git's index; both sides agree
+on everything but stamps. `PlainEngine` is implemented in Python, `CompiledEngine` in native/grid/tree.cpp,
+with equal results; `load_engine()` returns the compiled one if it can be loaded. Symbolic links are never
+followed: every directory is opened from its parent. contents.py computes digests.
 
 Runs on nodes and on this machine: standard library only, Python 3.8. Does not decide what is sent.
 """
@@ -20,23 +20,25 @@ from typing import Any, Callable, Iterator  # noqa: UP035 - Callable[...] at run
 
 from genie.grid.remote.contents import is_sparse
 
-HEAD = struct.Struct("<BBHHHQq32s")  # kind, flags, mode, path bytes, link bytes, size, mtime_ns, digest
-STAMP = struct.Struct("<Qqq")  # inode, mtime_ns, ctime_ns; all zero: not known
-FRAME = struct.Struct("<BBHIQq32s")  # kind, 0, mode, number, size, mtime_ns, digest; then `size` bytes
+RECORD_HEADER = struct.Struct(
+    "<BBHHHQq32s"
+)  # kind, flags, mode, path bytes, link bytes, size, mtime_ns, digest
+STAMP_STRUCT = struct.Struct("<Qqq")  # inode, mtime_ns, ctime_ns; all zero: not known
+FRAME_HEADER = struct.Struct("<BBHIQq32s")  # kind, 0, mode, number, size, mtime_ns, digest; then `size` bytes
 FOLDER, FILE, LINK, EXCLUDED, REMOVED = b"dflxr"
-RESERVED = (b".grid", b"grid_env")
+RESERVED_NAMES = (b".grid", b"grid_env")
 """Names at the top of a tree that the grid uses on nodes: neither sent nor changed."""
-NONE = (1 << 64) - 1
+NO_RECORD = (1 << 64) - 1
 DEPTH_MAX = 256
 PATH_BYTES_MAX = 4095
 SMALL_BYTES_MAX = 256 << 10
 """Larger files are sent in pieces."""
 NO_SHA = bytes(32)
-NO_STAMP = bytes(STAMP.size)
+NO_STAMP = bytes(STAMP_STRUCT.size)
 _SECOND_NS = 10**9
-_TICK_NS = 20 * 10**6
-_OPEN_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-_OPEN_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+_CLOCK_TICK_NS = 20 * 10**6
+_OPEN_FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_OPEN_FILE_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 IsExcluded = Callable[[bytes, bool], bool]
 """Returns whether a path is excluded; the flag is True for a directory."""
@@ -50,31 +52,31 @@ class TreeRecord:
     def __init__(self, data: bytes | bytearray, at: int = 0) -> None:
         self.data, self.at = data, at
         self.kind, self.flags, self.mode, path_bytes, link_bytes, self.size, self.mtime_ns, self.sha = (
-            HEAD.unpack_from(data, at)
+            RECORD_HEADER.unpack_from(data, at)
         )
-        path_at = at + HEAD.size
+        path_at = at + RECORD_HEADER.size
         link_at = path_at + path_bytes
         self.path = bytes(data[path_at:link_at])
         self.link = bytes(data[link_at : link_at + link_bytes])
-        self.end = link_at + link_bytes + STAMP.size
+        self.end = link_at + link_bytes + STAMP_STRUCT.size
         if self.end > len(data):
             raise OSError(errno.EBADMSG, "truncated records")
 
     @property
     def without_stamp(self) -> bytes:
         """The record without its stamp, which both sides agree on."""
-        return bytes(self.data[self.at : self.end - STAMP.size])
+        return bytes(self.data[self.at : self.end - STAMP_STRUCT.size])
 
     @property
     def stamp(self) -> bytes:
-        return bytes(self.data[self.end - STAMP.size : self.end])
+        return bytes(self.data[self.end - STAMP_STRUCT.size : self.end])
 
     @property
     def is_folder(self) -> bool:
         return bool(self.kind == FOLDER or (self.kind == EXCLUDED and self.flags != 0))
 
 
-def record(
+def pack_record(
     kind: int,
     path: bytes,
     *,
@@ -86,39 +88,41 @@ def record(
     link: bytes = b"",
     stamp: bytes = NO_STAMP,
 ) -> bytes:
-    return HEAD.pack(kind, flags, mode, len(path), len(link), size, mtime_ns, sha) + path + link + stamp
+    return (
+        RECORD_HEADER.pack(kind, flags, mode, len(path), len(link), size, mtime_ns, sha) + path + link + stamp
+    )
 
 
-def records_of(data: bytes) -> Iterator[TreeRecord]:
+def iter_records(data: bytes) -> Iterator[TreeRecord]:
     """Iterate over records. Raises OSError (EBADMSG) if they are truncated."""
     at = 0
     while at < len(data):
-        if len(data) - at < HEAD.size:
+        if len(data) - at < RECORD_HEADER.size:
             raise OSError(errno.EBADMSG, "truncated records")
         one = TreeRecord(data, at)
         yield one
         at = one.end
 
 
-def order(path: bytes) -> bytes:
+def walk_order_key(path: bytes) -> bytes:
     """Sort key for walk order."""
     return path.replace(b"/", b"\0")
 
 
-def stamp_of(found: os.stat_result) -> bytes:
-    return STAMP.pack(found.st_ino, found.st_mtime_ns, found.st_ctime_ns)
+def pack_stamp(found: os.stat_result) -> bytes:
+    return STAMP_STRUCT.pack(found.st_ino, found.st_mtime_ns, found.st_ctime_ns)
 
 
 def is_racy(stamp: bytes, taken_ns: int) -> bool:
     """True if the file was written so shortly before the scan that a later write may have the same times."""
-    _, mtime_ns, ctime_ns = STAMP.unpack(stamp)
+    _, mtime_ns, ctime_ns = STAMP_STRUCT.unpack(stamp)
     whole = mtime_ns % _SECOND_NS == 0 and ctime_ns % _SECOND_NS == 0
-    return bool(max(mtime_ns, ctime_ns) + (2 * _SECOND_NS if whole else _TICK_NS) >= taken_ns)
+    return bool(max(mtime_ns, ctime_ns) + (2 * _SECOND_NS if whole else _CLOCK_TICK_NS) >= taken_ns)
 
 
 def record_without_stamp(data: bytes | bytearray, at: int) -> bytes:
     """Return the record at this offset with an empty stamp, without parsing all of it."""
-    end = at + HEAD.size + int.from_bytes(data[at + 4 : at + 6], "little")
+    end = at + RECORD_HEADER.size + int.from_bytes(data[at + 4 : at + 6], "little")
     return bytes(data[at : end + int.from_bytes(data[at + 6 : at + 8], "little")]) + NO_STAMP
 
 
@@ -145,18 +149,18 @@ class WalkResult:
         self.is_same, self.rules_changed, self.skipped = is_same, rules_changed, skipped
 
 
-class Folders:
+class DirectoryWalker:
     """Opens the directory of a path, step by step from the root. Consecutive paths share open directories."""
 
     def __init__(self, root: int) -> None:
-        self._steps = [(b"", root)]
+        self._open_path = [(b"", root)]
 
-    def __enter__(self) -> Folders:
+    def __enter__(self) -> DirectoryWalker:
         return self
 
     def __exit__(self, *_: object) -> None:
-        while len(self._steps) > 1:
-            os.close(self._steps.pop()[1])
+        while len(self._open_path) > 1:
+            os.close(self._open_path.pop()[1])
 
     def open_parent(self, path: bytes) -> tuple[int, bytes]:
         """Return the descriptor of the parent directory (owned by self) and the name. Raises OSError."""
@@ -164,24 +168,24 @@ class Folders:
             raise _os_error(errno.ENAMETOOLONG, path)
         folder, _, name = path.rpartition(b"/")
         _check_name(name, path)
-        while len(self._steps) > 1 and not (folder + b"/").startswith(self._steps[-1][0] + b"/"):
-            os.close(self._steps.pop()[1])
-        top = self._steps[-1][0]
+        while len(self._open_path) > 1 and not (folder + b"/").startswith(self._open_path[-1][0] + b"/"):
+            os.close(self._open_path.pop()[1])
+        top = self._open_path[-1][0]
         if folder != top:
             for part in folder[len(top) + 1 if top else 0 :].split(b"/"):
-                self._step(part, path)
-        return self._steps[-1][1], name
+                self._enter(part, path)
+        return self._open_path[-1][1], name
 
-    def _step(self, name: bytes, path: bytes) -> None:
+    def _enter(self, name: bytes, path: bytes) -> None:
         _check_name(name, path)
-        if len(self._steps) >= DEPTH_MAX:
+        if len(self._open_path) >= DEPTH_MAX:
             raise _os_error(errno.ENAMETOOLONG, path)
-        top, fd = self._steps[-1]
+        top, fd = self._open_path[-1]
         try:
-            inner = os.open(name, _OPEN_FOLDER, dir_fd=fd)
+            inner = os.open(name, _OPEN_FOLDER_FLAGS, dir_fd=fd)
         except OSError as error:
             raise _os_error(error.errno or 0, path) from None
-        self._steps.append((top + b"/" + name if top else name, inner))
+        self._open_path.append((top + b"/" + name if top else name, inner))
 
     def try_lstat(self, path: bytes) -> os.stat_result | None:
         """Return the lstat of a path; None if it or a parent directory does not exist."""
@@ -223,165 +227,167 @@ class PlainEngine:
         Digests of unchanged files are reused, and with `reuse` also whether a path is excluded. Raises
         OSError with the path.
         """
-        return _Walk(root, old, taken_ns=taken_ns, reuse=reuse, is_excluded=is_excluded, follow=follow).run()
+        return _TreeWalk(
+            root, old, taken_ns=taken_ns, reuse=reuse, is_excluded=is_excluded, follow=follow
+        ).run()
 
-    def read(
+    def read_small_files(
         self, root: int, records: bytes, places: list[int], *, first: int, room: int
     ) -> tuple[bytearray, list[int]]:
         """Return frames of small files, as many as fit, and per file 0, or 1 if it needs the slow path."""
         frames, states = bytearray(), []
-        with Folders(root) as folders:
+        with DirectoryWalker(root) as folders:
             for number, place in enumerate(places, first):
                 one = TreeRecord(records, place)
-                if one.size <= SMALL_BYTES_MAX and len(frames) + FRAME.size + one.size > room:
+                if one.size <= SMALL_BYTES_MAX and len(frames) + FRAME_HEADER.size + one.size > room:
                     break
-                data = _read_small(folders, one) if one.size <= SMALL_BYTES_MAX else None
+                data = _read_small_file(folders, one) if one.size <= SMALL_BYTES_MAX else None
                 states.append(int(data is None))
                 if data is not None:
-                    frames += FRAME.pack(ord("F"), 0, one.mode, number, one.size, one.mtime_ns, NO_SHA)
+                    frames += FRAME_HEADER.pack(ord("F"), 0, one.mode, number, one.size, one.mtime_ns, NO_SHA)
                     frames += data
         return frames, states
 
-    def stage(self, objects: int, data: bytes | bytearray | memoryview) -> tuple[int, int]:
+    def stage_files(self, objects: int, data: bytes | bytearray | memoryview) -> tuple[int, int]:
         """Write the complete frames at the beginning; returns the bytes consumed and the number of frames."""
         at = count = 0
-        while len(data) - at >= FRAME.size:
-            kind, _, mode, _, size, mtime_ns, sha = FRAME.unpack_from(data, at)
-            begin = at + FRAME.size
+        while len(data) - at >= FRAME_HEADER.size:
+            kind, _, mode, _, size, mtime_ns, sha = FRAME_HEADER.unpack_from(data, at)
+            begin = at + FRAME_HEADER.size
             if kind != ord("F") or size > len(data) - begin:
                 break
-            _stage_one(objects, object_name(sha, size), data[begin : begin + size], mode, mtime_ns)
+            _stage_file(objects, object_name(sha, size), data[begin : begin + size], mode, mtime_ns)
             at, count = begin + size, count + 1
         return at, count
 
-    def place(self, root: int, objects: int, records: bytes) -> None:
+    def place_files(self, root: int, objects: int, records: bytes) -> None:
         """Create directories and move staged files to the paths of their records. Raises OSError."""
-        with Folders(root) as folders:
-            for one in records_of(records):
-                place_one(folders, objects, one, object_name(one.sha, one.size))
+        with DirectoryWalker(root) as folders:
+            for one in iter_records(records):
+                place_entry(folders, objects, one, object_name(one.sha, one.size))
 
-    def check(self, root: int, records: bytes, *, taken_ns: int) -> list[int]:
+    def find_mismatches(self, root: int, records: bytes, *, taken_ns: int) -> list[int]:
         """Return the offsets of records that do not match the files."""
-        with Folders(root) as folders:
-            return [one.at for one in records_of(records) if not _is_untouched(folders, one, taken_ns)]
+        with DirectoryWalker(root) as folders:
+            return [one.at for one in iter_records(records) if not _is_untouched(folders, one, taken_ns)]
 
-    def stamped(self, root: int, records: bytes) -> bytes:
+    def fill_in_stamps(self, root: int, records: bytes) -> bytes:
         """Return the records with missing stamps filled in from the files."""
         parts = []
-        with Folders(root) as folders:
-            for one in records_of(records):
+        with DirectoryWalker(root) as folders:
+            for one in iter_records(records):
                 stamp = one.stamp
                 if one.kind != FOLDER and stamp[:8] == NO_STAMP[:8]:
                     found = folders.try_lstat(one.path)
-                    stamp = NO_STAMP if found is None else stamp_of(found)
+                    stamp = NO_STAMP if found is None else pack_stamp(found)
                 parts += [one.without_stamp, stamp]
         return b"".join(parts)
 
     def compare(self, old: bytes, now: bytes) -> list[tuple[int, int]]:
         """Return pairs of offsets of records that differ; NONE if one side has no record."""
-        before = {one.path: one for one in records_of(old) if one.kind != EXCLUDED}
-        after = {one.path: one for one in records_of(now) if one.kind != EXCLUDED}
+        before = {one.path: one for one in iter_records(old) if one.kind != EXCLUDED}
+        after = {one.path: one for one in iter_records(now) if one.kind != EXCLUDED}
         found = []
-        for path in sorted(before.keys() | after.keys(), key=order):
+        for path in sorted(before.keys() | after.keys(), key=walk_order_key):
             a, b = before.get(path), after.get(path)
             if a is None or b is None or a.without_stamp != b.without_stamp:
-                found.append((NONE if a is None else a.at, NONE if b is None else b.at))
+                found.append((NO_RECORD if a is None else a.at, NO_RECORD if b is None else b.at))
         return found
 
     def merge(self, old: bytes, changes: bytes) -> bytes:
         """Return `old` with the records of `changes` replaced or added; REMOVED removes a record."""
-        merged = {one.path: bytes(one.data[one.at : one.end]) for one in records_of(old)}
-        for one in records_of(changes):
+        merged = {one.path: bytes(one.data[one.at : one.end]) for one in iter_records(old)}
+        for one in iter_records(changes):
             if one.kind == REMOVED:
                 merged.pop(one.path, None)
             else:
                 merged[one.path] = bytes(one.data[one.at : one.end])
-        return b"".join(merged[path] for path in sorted(merged, key=order))
+        return b"".join(merged[path] for path in sorted(merged, key=walk_order_key))
 
     def without_stamps(self, records: bytes) -> bytes:
         """Return the records without stamps and excluded paths, which both sides must agree on."""
-        return b"".join(one.without_stamp for one in records_of(records) if one.kind != EXCLUDED)
+        return b"".join(one.without_stamp for one in iter_records(records) if one.kind != EXCLUDED)
 
 
-class _Walk:
+class _TreeWalk:
     def __init__(
         self, root: str, old: bytes, *, taken_ns: int, reuse: bool, is_excluded: IsExcluded, follow: bool
     ) -> None:
         self._root = os.fsencode(root)
         self._old_bytes = old
-        self._old = {one.path: one for one in records_of(old)}
-        self._taken_ns, self._reuse, self._is_path_excluded, self._follow = (
+        self._old_record_by_path = {one.path: one for one in iter_records(old)}
+        self._taken_ns, self._reuses_old, self._is_path_excluded, self._follows_links = (
             taken_ns,
             reuse,
             is_excluded,
             follow,
         )
-        self._real = os.path.realpath(self._root)
-        self._parts: list[bytes] = []
-        self._size = self._skipped = 0
-        self._dirty: list[int] = []
-        self._rules_seen: set[bytes] = set()
+        self._real_root = os.path.realpath(self._root)
+        self._packed_records: list[bytes] = []
+        self._packed_bytes = self._skipped_count = 0
+        self._dirty_offsets: list[int] = []
+        self._gitignores_seen: set[bytes] = set()
         self._rules_changed = False
 
     def run(self) -> WalkResult:
         fd = os.open(self._root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        self._folder(fd, b"", 0)
-        for path, one in self._old.items():
+        self._walk_folder(fd, b"", 0)
+        for path, one in self._old_record_by_path.items():
             if path.rpartition(b"/")[2] == b".gitignore" and _was_gitignore(one):
-                self._rules_changed |= path not in self._rules_seen
-        records = b"".join(self._parts)
+                self._rules_changed |= path not in self._gitignores_seen
+        records = b"".join(self._packed_records)
         return WalkResult(
             records,
-            self._dirty,
-            is_same=not self._dirty and records == self._old_bytes,
+            self._dirty_offsets,
+            is_same=not self._dirty_offsets and records == self._old_bytes,
             rules_changed=self._rules_changed,
-            skipped=self._skipped,
+            skipped=self._skipped_count,
         )
 
-    def _folder(self, fd: int, path: bytes, depth: int) -> None:
+    def _walk_folder(self, fd: int, path: bytes, depth: int) -> None:
         try:
             names = sorted(map(os.fsencode, os.listdir(fd)))
             for name in names:
-                if depth or name not in RESERVED:
-                    self._entry(fd, name, path + b"/" + name if path else name, depth)
+                if depth or name not in RESERVED_NAMES:
+                    self._add_entry(fd, name, path + b"/" + name if path else name, depth)
         finally:
             os.close(fd)
 
-    def _entry(self, fd: int, name: bytes, path: bytes, depth: int) -> None:
+    def _add_entry(self, fd: int, name: bytes, path: bytes, depth: int) -> None:
         if len(path) > PATH_BYTES_MAX or depth + 1 >= DEPTH_MAX:
             raise _os_error(errno.ENAMETOOLONG, path.rpartition(b"/")[0])
         try:
             found = os.stat(name, dir_fd=fd, follow_symlinks=False)
         except FileNotFoundError:
             return
-        inside = self._followed(path) if self._follow and stat.S_ISLNK(found.st_mode) else None
+        inside = self._stat_link_target(path) if self._follows_links and stat.S_ISLNK(found.st_mode) else None
         if inside is not None:
             found = inside
         is_folder, is_file = stat.S_ISDIR(found.st_mode), stat.S_ISREG(found.st_mode)
         if not is_folder and not is_file and not stat.S_ISLNK(found.st_mode):
-            self._skipped += 1
+            self._skipped_count += 1
             return
-        old = self._old.get(path)
+        old = self._old_record_by_path.get(path)
         is_rules = is_file and name == b".gitignore"
         if is_rules:
-            self._rules_seen.add(path)
-            self._rules_changed |= old is None or old.is_folder or old.stamp != stamp_of(found)
+            self._gitignores_seen.add(path)
+            self._rules_changed |= old is None or old.is_folder or old.stamp != pack_stamp(found)
         if self._is_entry_excluded(old, path, is_folder):
-            stamp = stamp_of(found) if is_rules else NO_STAMP
-            self._add(record(EXCLUDED, path, flags=int(is_folder), stamp=stamp))
+            stamp = pack_stamp(found) if is_rules else NO_STAMP
+            self._append_record(pack_record(EXCLUDED, path, flags=int(is_folder), stamp=stamp))
         elif is_file:
             self._add_file(old, path, found)
         elif not is_folder:
             link = os.fsencode(os.readlink(name, dir_fd=fd))
-            self._add(record(LINK, path, mode=0o777, link=link, stamp=stamp_of(found)))
+            self._append_record(pack_record(LINK, path, mode=0o777, link=link, stamp=pack_stamp(found)))
         else:
             self._add_folder(fd, name, path, found, depth, is_linked=inside is not None)
 
-    def _followed(self, path: bytes) -> os.stat_result | None:
+    def _stat_link_target(self, path: bytes) -> os.stat_result | None:
         """Return the stat of a link's target inside the tree; None if it is outside, missing or a cycle."""
         real = os.path.realpath(os.path.join(self._root, path))
         here = os.path.realpath(os.path.join(self._root, os.path.dirname(path)))
-        if not real.startswith(self._real + b"/") or (here + b"/").startswith(real + b"/"):
+        if not real.startswith(self._real_root + b"/") or (here + b"/").startswith(real + b"/"):
             return None
         try:
             return os.stat(real, follow_symlinks=False)
@@ -389,20 +395,20 @@ class _Walk:
             return None
 
     def _is_entry_excluded(self, old: TreeRecord | None, path: bytes, is_folder: bool) -> bool:
-        if self._reuse and old is not None and old.is_folder == is_folder:
+        if self._reuses_old and old is not None and old.is_folder == is_folder:
             return bool(old.kind == EXCLUDED)
         return self._is_path_excluded(path, is_folder)
 
     def _add_file(self, old: TreeRecord | None, path: bytes, found: os.stat_result) -> None:
-        stamp = stamp_of(found)
+        stamp = pack_stamp(found)
         clean = old is not None and old.kind == FILE and old.size == found.st_size and old.stamp == stamp
         clean = clean and not is_racy(stamp, self._taken_ns)
         if not clean:
-            self._dirty.append(self._size)
+            self._dirty_offsets.append(self._packed_bytes)
         mode = stat.S_IMODE(found.st_mode)
         sha = old.sha if clean and old is not None else NO_SHA
-        self._add(
-            record(
+        self._append_record(
+            pack_record(
                 FILE, path, mode=mode, size=found.st_size, mtime_ns=found.st_mtime_ns, sha=sha, stamp=stamp
             )
         )
@@ -412,19 +418,19 @@ class _Walk:
     ) -> None:
         try:
             if is_linked:
-                inner = os.open(os.path.realpath(os.path.join(self._root, path)), _OPEN_FOLDER)
+                inner = os.open(os.path.realpath(os.path.join(self._root, path)), _OPEN_FOLDER_FLAGS)
             else:
-                inner = os.open(name, _OPEN_FOLDER, dir_fd=fd)
+                inner = os.open(name, _OPEN_FOLDER_FLAGS, dir_fd=fd)
         except FileNotFoundError:
             return
         except OSError as error:
             raise _os_error(error.errno or 0, path) from None
-        self._add(record(FOLDER, path, mode=stat.S_IMODE(found.st_mode)))
-        self._folder(inner, path, depth + 1)
+        self._append_record(pack_record(FOLDER, path, mode=stat.S_IMODE(found.st_mode)))
+        self._walk_folder(inner, path, depth + 1)
 
-    def _add(self, one: bytes) -> None:
-        self._parts.append(one)
-        self._size += len(one)
+    def _append_record(self, one: bytes) -> None:
+        self._packed_records.append(one)
+        self._packed_bytes += len(one)
 
 
 def _was_gitignore(one: TreeRecord) -> bool:
@@ -432,15 +438,15 @@ def _was_gitignore(one: TreeRecord) -> bool:
     return one.kind == FILE or (one.kind == EXCLUDED and one.stamp[:8] != NO_STAMP[:8])
 
 
-def _read_small(folders: Folders, one: TreeRecord) -> bytes | None:
+def _read_small_file(folders: DirectoryWalker, one: TreeRecord) -> bytes | None:
     try:
         parent, name = folders.open_parent(one.path)
-        fd = os.open(name, _OPEN_FILE, dir_fd=parent)
+        fd = os.open(name, _OPEN_FILE_FLAGS, dir_fd=parent)
     except OSError:
         return None
     try:
         before = os.fstat(fd)
-        if not is_as_recorded(before, one) or is_sparse(before):
+        if not matches_record(before, one) or is_sparse(before):
             return None
         data = bytearray()
         while len(data) < one.size:
@@ -448,18 +454,18 @@ def _read_small(folders: Folders, one: TreeRecord) -> bytes | None:
             if not part:
                 return None
             data += part
-        return bytes(data) if is_as_recorded(os.fstat(fd), one) else None
+        return bytes(data) if matches_record(os.fstat(fd), one) else None
     except OSError:
         return None
     finally:
         os.close(fd)
 
 
-def is_as_recorded(found: os.stat_result, one: TreeRecord) -> bool:
-    return stat.S_ISREG(found.st_mode) and found.st_size == one.size and stamp_of(found) == one.stamp
+def matches_record(found: os.stat_result, one: TreeRecord) -> bool:
+    return stat.S_ISREG(found.st_mode) and found.st_size == one.size and pack_stamp(found) == one.stamp
 
 
-def _stage_one(
+def _stage_file(
     objects: int, name: bytes, data: bytes | bytearray | memoryview, mode: int, mtime_ns: int
 ) -> None:
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -483,7 +489,7 @@ def write_all(fd: int, data: bytes | bytearray | memoryview) -> None:
         view = view[os.write(fd, view) :]
 
 
-def place_one(folders: Folders, objects: int, one: TreeRecord, name_of_object: bytes) -> None:
+def place_entry(folders: DirectoryWalker, objects: int, one: TreeRecord, name_of_object: bytes) -> None:
     """Create a directory or move a file; a file that is already in place is kept."""
     fd, name = folders.open_parent(one.path)
     try:
@@ -519,14 +525,14 @@ def _is_placed(found: os.stat_result | None, one: TreeRecord) -> bool:
     return (found.st_size, found.st_mtime_ns) == (one.size, one.mtime_ns)
 
 
-def _is_untouched(folders: Folders, one: TreeRecord, taken_ns: int) -> bool:
+def _is_untouched(folders: DirectoryWalker, one: TreeRecord, taken_ns: int) -> bool:
     found = folders.try_lstat(one.path)
     if found is None:
         return False
     if one.kind == FOLDER:
         return stat.S_ISDIR(found.st_mode) and stat.S_IMODE(found.st_mode) == one.mode
     kind = stat.S_IFREG if one.kind == FILE else stat.S_IFLNK
-    if stat.S_IFMT(found.st_mode) != kind or stamp_of(found) != one.stamp:
+    if stat.S_IFMT(found.st_mode) != kind or pack_stamp(found) != one.stamp:
         return False
     if one.kind == LINK:
         return True
@@ -562,7 +568,7 @@ class CompiledEngine(PlainEngine):
             )
 
         self._ctypes = ctypes
-        self._out = Out
+        self._out_type = Out
         self._callback_type = ctypes.CFUNCTYPE(
             ctypes.c_int32, ctypes.POINTER(ctypes.c_char), ctypes.c_uint64, ctypes.c_int32
         )
@@ -571,7 +577,7 @@ class CompiledEngine(PlainEngine):
 
     def _call(self, function: str, *args: Any) -> tuple[Any, bytes, list[int]]:
         """Call a function; returns its output structure with copies of its data and list. Raises OSError."""
-        out = self._out()
+        out = self._out_type()
         status = getattr(self._library, function)(*args, self._ctypes.byref(out))
         try:
             if status != 0:
@@ -582,7 +588,7 @@ class CompiledEngine(PlainEngine):
         finally:
             self._library.genie_free_output(self._ctypes.byref(out))
 
-    def _u64(self, number: int) -> Any:
+    def _to_u64(self, number: int) -> Any:
         return self._ctypes.c_uint64(number)
 
     def walk(
@@ -613,7 +619,7 @@ class CompiledEngine(PlainEngine):
         callback = self._callback_type(call_is_excluded)
         try:
             out, records, dirty = self._call(
-                "genie_walk_tree", os.fsencode(root), old, self._u64(len(old)), taken, int(reuse), callback
+                "genie_walk_tree", os.fsencode(root), old, self._to_u64(len(old)), taken, int(reuse), callback
             )
         except OSError:
             if failure is not None:
@@ -627,7 +633,7 @@ class CompiledEngine(PlainEngine):
             skipped=int(out.skipped),
         )
 
-    def read(
+    def read_small_files(
         self, root: int, records: bytes, places: list[int], *, first: int, room: int
     ) -> tuple[bytearray, list[int]]:
         count = len(places)
@@ -635,50 +641,59 @@ class CompiledEngine(PlainEngine):
         held = (self._ctypes.c_char * room).from_buffer(frames)
         listed = (self._ctypes.c_uint64 * count)(*places)
         out, _, states = self._call(
-            "genie_read_small_files", root, records, listed, self._u64(count), first, held, self._u64(room)
+            "genie_read_small_files",
+            root,
+            records,
+            listed,
+            self._to_u64(count),
+            first,
+            held,
+            self._to_u64(room),
         )
         del held
         del frames[out.size :]
         return frames, states
 
-    def stage(self, objects: int, data: bytes | bytearray | memoryview) -> tuple[int, int]:
+    def stage_files(self, objects: int, data: bytes | bytearray | memoryview) -> tuple[int, int]:
         passed: Any = data
         if isinstance(data, (bytearray, memoryview)):
             passed = (self._ctypes.c_char * len(data)).from_buffer(data)
-        out = self._out()
+        out = self._out_type()
         if (
-            self._library.genie_stage_files(objects, passed, self._u64(len(data)), self._ctypes.byref(out))
+            self._library.genie_stage_files(objects, passed, self._to_u64(len(data)), self._ctypes.byref(out))
             != 0
         ):
             raise OSError(out.error, os.strerror(out.error), os.fsdecode(out.where))
         return int(out.size), int(out.count)
 
-    def place(self, root: int, objects: int, records: bytes) -> None:
-        self._call("genie_place_entries", root, objects, records, self._u64(len(records)))
+    def place_files(self, root: int, objects: int, records: bytes) -> None:
+        self._call("genie_place_entries", root, objects, records, self._to_u64(len(records)))
 
-    def check(self, root: int, records: bytes, *, taken_ns: int) -> list[int]:
+    def find_mismatches(self, root: int, records: bytes, *, taken_ns: int) -> list[int]:
         taken = self._ctypes.c_int64(taken_ns)
-        return self._call("genie_check_records", root, records, self._u64(len(records)), taken, 0)[2]
+        return self._call("genie_check_records", root, records, self._to_u64(len(records)), taken, 0)[2]
 
-    def stamped(self, root: int, records: bytes) -> bytes:
+    def fill_in_stamps(self, root: int, records: bytes) -> bytes:
         copy = self._ctypes.create_string_buffer(records, len(records))
-        self._call("genie_check_records", root, copy, self._u64(len(records)), self._ctypes.c_int64(0), 1)
+        self._call("genie_check_records", root, copy, self._to_u64(len(records)), self._ctypes.c_int64(0), 1)
         return copy.raw
 
     def compare(self, old: bytes, now: bytes) -> list[tuple[int, int]]:
-        found = self._call("genie_compare_records", old, self._u64(len(old)), now, self._u64(len(now)))[2]
+        found = self._call("genie_compare_records", old, self._to_u64(len(old)), now, self._to_u64(len(now)))[
+            2
+        ]
         return list(zip(found[::2], found[1::2]))  # noqa: B905 - Python 3.10 has strict
 
     def merge(self, old: bytes, changes: bytes) -> bytes:
-        return self._call("genie_merge_records", old, self._u64(len(old)), changes, self._u64(len(changes)))[
-            1
-        ]
+        return self._call(
+            "genie_merge_records", old, self._to_u64(len(old)), changes, self._to_u64(len(changes))
+        )[1]
 
     def without_stamps(self, records: bytes) -> bytes:
-        return self._call("genie_remove_stamps", records, self._u64(len(records)))[1]
+        return self._call("genie_remove_stamps", records, self._to_u64(len(records)))[1]
 
 
-def engine_at(path: str | None) -> PlainEngine:
+def load_engine(path: str | None) -> PlainEngine:
     """Return the compiled engine if it can be loaded, else the Python one."""
     if path is not None:
         try:

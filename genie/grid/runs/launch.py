@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from genie.errors import GenieError, NodeRefusedError, NoNodeError, UnreachableError
 from genie.grid.grid_file import GridFile
-from genie.grid.health.check import HealthCache, NodeHealth, NodeHealthChecker, choose
+from genie.grid.health.check import HealthCache, NodeHealth, NodeHealthChecker, choose_best_node
 from genie.grid.metrics import ActiveRun, GridMetrics
 from genie.grid.runs.run import Run
 from genie.grid.runs.runner import Runner
@@ -65,7 +65,7 @@ class RunLauncher:
         self._runner = runner
         self._state_dir = state_dir.expanduser()
         self._progress = progress
-        self._choosing = asyncio.Lock()
+        self._choice_lock = asyncio.Lock()
 
     async def start_on(self, node: str, launch: RunSpec) -> Run:
         """Syncs to the node and starts the run. Raises as Runner.start does, and SyncError."""
@@ -90,7 +90,7 @@ class RunLauncher:
         skipped: dict[str, GenieError] = {}
         while True:
             try:
-                node = await self.best_node(gpus=launch.gpus, labels=launch.labels, without=skipped)
+                node = await self.choose_best_node(gpus=launch.gpus, labels=launch.labels, without=skipped)
             except NoNodeError:
                 if skipped:
                     raise next(reversed(skipped.values())) from None
@@ -106,26 +106,26 @@ class RunLauncher:
 
     async def check_all_nodes(self, *, fresh: bool = False) -> list[NodeHealth]:
         """The health of all nodes, sorted by score, and recorded in the metrics."""
-        nodes = await self._checker().check_all_nodes(fresh=fresh)
+        nodes = await self._make_checker().check_all_nodes(fresh=fresh)
         grid_metrics(self._state_dir).node_scores({each.name: each.effective_score for each in nodes})
         return nodes
 
-    def _checker(self) -> NodeHealthChecker:
+    def _make_checker(self) -> NodeHealthChecker:
         cache = HealthCache(self._state_dir)
         return NodeHealthChecker(self._pool, self._file, clock=time.time, cache=cache)
 
-    async def best_node(
+    async def choose_best_node(
         self, *, gpus: int = 0, labels: Mapping[str, str] | None = None, without: Mapping[str, object]
     ) -> str:
         """Returns the best node by cached health; if none fits, checks all again. Raises NoNodeError."""
-        async with self._choosing:
-            checker = self._checker()
+        async with self._choice_lock:
+            checker = self._make_checker()
             for fresh in (False, True):
                 nodes = await checker.check_all(fresh=fresh)
                 grid_metrics(self._state_dir).node_scores({each.name: each.effective_score for each in nodes})
                 try:
                     fitting = [each for each in nodes if each.name not in without]
-                    name = choose(fitting, gpus=gpus, labels=labels or {}).name
+                    name = choose_best_node(fitting, gpus=gpus, labels=labels or {}).name
                     checker.record_choice(name)
                     return name
                 except NoNodeError:
@@ -145,7 +145,7 @@ class RunLauncher:
         return await syncer.sync(local, nodes, progress=self._progress, on_report=on_report)
 
     @contextlib.asynccontextmanager
-    async def starter(
+    async def open_starter(
         self, launches: Mapping[str, RunSpec], *, sync: Path | None
     ) -> AsyncIterator[Callable[[str], Awaitable[Run]]]:
         """Yields a function that starts the launch of a node as soon as that node has the folder `sync`.
@@ -160,7 +160,7 @@ class RunLauncher:
         def on_report(report: SyncReport) -> None:
             _set_result_once(ready[report.node], report.error)
 
-        async def send() -> None:
+        async def sync_nodes() -> None:
             try:
                 if sync is not None:
                     await self.sync(sync, list(launches), on_report=on_report)
@@ -177,7 +177,7 @@ class RunLauncher:
             return await self.start_on(name, launches[name])
 
         async with asyncio.TaskGroup() as group:
-            sending = group.create_task(send())
+            sending = group.create_task(sync_nodes())
             try:
                 yield start
             finally:
@@ -209,7 +209,7 @@ def track_run(
     """
     metrics = grid_metrics(state_dir)
     if is_new:
-        entry = ActiveRun(node=run.node, grid_file=_identity(file), started=run.started)
+        entry = ActiveRun(node=run.node, grid_file=_grid_file_path(file), started=run.started)
         metrics.run_started(run.run_id, entry)
 
     def ended(status: str) -> None:
@@ -228,10 +228,10 @@ async def reconcile_runs(
     counted as unknown. A run on an unreachable node, or on one not in `nodes`, stays active.
     """
     known = await asyncio.to_thread(metrics.figures)
-    own = {run_id: entry for run_id, entry in known.runs.items() if entry.grid_file == _identity(file)}
+    own = {run_id: entry for run_id, entry in known.runs.items() if entry.grid_file == _grid_file_path(file)}
     for run_id, entry in own.items():
         if all(node.name != entry.node for node in file.nodes):
-            metrics.run_ended(run_id, *_ending(None, entry))
+            metrics.run_ended(run_id, *_run_end_status(None, entry))
     active = {run_id: entry for run_id, entry in own.items() if entry.node in nodes}
     for found in await runner.list_all(sorted({entry.node for entry in active.values()})):
         if found.error is not None:
@@ -239,21 +239,21 @@ async def reconcile_runs(
         there = {run.run_id: run for run in found.runs}
         for run_id, entry in active.items():
             if entry.node == found.node:
-                status, duration_s = _ending(there.get(run_id), entry)
+                status, duration_s = _run_end_status(there.get(run_id), entry)
                 if status:
                     metrics.run_ended(run_id, status, duration_s)
 
 
-def _identity(file: GridFile) -> str:
+def _grid_file_path(file: GridFile) -> str:
     """The absolute path: every project may have a config/cluster_config.yaml."""
     return "" if file.path is None else str(file.path.expanduser().resolve())
 
 
-def _ending(run: Run | None, entry: ActiveRun) -> tuple[str, float]:
+def _run_end_status(run: Run | None, entry: ActiveRun) -> tuple[str, float]:
     """Returns status and duration of an ended run; '' if it has not ended."""
     if run is None:
         return "unknown", max(0.0, time.time() - entry.started)
-    if not run.is_over:
+    if not run.has_ended:
         return "", 0.0
     status = "lost" if run.exit_code is None else "failed" if run.exit_code else "succeeded"
     return status, max(0.0, (run.ended or time.time()) - run.started)

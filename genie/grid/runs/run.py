@@ -15,13 +15,13 @@ from typing import Any
 from genie.errors import NameInvalidError, ProtocolError
 from genie.grid.ssh.node_helper import MALFORMED_REPLY_ERRORS
 
-_ALPHABET = "abcdefghijklmnopqrstuvwxyz234567"
-_RANDOM_CHARACTERS = 10
-_ID = re.compile(r"r-[a-z2-7]{10}")
-_NODE_RUN_ID = re.compile(r"[a-z0-9][a-z0-9-]{0,63}")
-_CODE_MAX = 255
+_ID_ALPHABET = "abcdefghijklmnopqrstuvwxyz234567"
+_ID_RANDOM_CHARS = 10
+_RUN_ID_PATTERN = re.compile(r"r-[a-z2-7]{10}")
+_REPORTED_RUN_ID_PATTERN = re.compile(r"[a-z0-9][a-z0-9-]{0,63}")
+_EXIT_CODE_MAX = 255
 _TIME_S_MAX = 1e11
-_ID_PREFIX = re.compile(r"r(-[a-z2-7]{0,10})?")
+_RUN_ID_PREFIX_PATTERN = re.compile(r"r(-[a-z2-7]{0,10})?")
 
 
 class RunState(StrEnum):
@@ -34,7 +34,7 @@ class RunState(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class OutputChunk:
-    """Output of a run from some offset on. `end`: the run has ended and all output was read."""
+    """Output of a run from some offset on. `is_last`: the run has ended and all output was read."""
 
     out: bytes
     err: bytes
@@ -42,7 +42,7 @@ class OutputChunk:
     exit_code: int | None
     signal: int | None
     error: str
-    end: bool
+    is_last: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,21 +61,21 @@ class Run:
     exit_code: int | None = None
     signal: int | None = None
     error: str = ""
-    first: OutputChunk | None = field(default=None, compare=False, repr=False)
+    first_chunk: OutputChunk | None = field(default=None, compare=False, repr=False)
     """All output, if the run had ended when the node replied to the start."""
 
     @property
-    def is_over(self) -> bool:
+    def has_ended(self) -> bool:
         return self.state in (RunState.EXITED, RunState.LOST)
 
 
 def new_run_id() -> str:
-    return "r-" + "".join(secrets.choice(_ALPHABET) for _ in range(_RANDOM_CHARACTERS))
+    return "r-" + "".join(secrets.choice(_ID_ALPHABET) for _ in range(_ID_RANDOM_CHARS))
 
 
 def is_run_id(text: str) -> bool:
     """True for a complete run ID."""
-    return _ID.fullmatch(text) is not None
+    return _RUN_ID_PATTERN.fullmatch(text) is not None
 
 
 def validate_run_id(text: str) -> str:
@@ -87,7 +87,7 @@ def validate_run_id(text: str) -> str:
 
 def validate_run_id_prefix(text: str) -> str:
     """Returns a valid prefix of a run ID. Raises NameInvalidError; IDs become part of paths."""
-    if not _ID_PREFIX.fullmatch(text):
+    if not _RUN_ID_PREFIX_PATTERN.fullmatch(text):
         raise NameInvalidError(
             f"{text[:80]!r} is not a run ID",
             hint="IDs look like r-7k2m4xabcd, and a unique prefix is enough; 'grid-cli ps' lists them",
@@ -99,17 +99,17 @@ def parse_run(node: str, reply: Any) -> Run:
     """Parses a reply of a node, which is not trusted. Raises ProtocolError."""
     try:
         return Run(
-            run_id=_id(reply["id"]),
+            run_id=_validate_reported_id(reply["id"]),
             node=node,
             command=str(reply["command"]),
             state=RunState(reply["state"]),
-            started=_time(reply["started"]),
+            started=_validate_time(reply["started"]),
             cwd=str(reply.get("cwd", "")),
             requester=str(reply.get("who", "")),
             gpus=tuple(int(each) for each in reply.get("gpus") or ()),
-            ended=None if reply.get("ended") is None else _time(reply["ended"]),
-            exit_code=_code(reply.get("exit_code")),
-            signal=_code(reply.get("signal")),
+            ended=None if reply.get("ended") is None else _validate_time(reply["ended"]),
+            exit_code=_validate_exit_code(reply.get("exit_code")),
+            signal=_validate_exit_code(reply.get("signal")),
             error=str(reply.get("error", "")),
         )
     except MALFORMED_REPLY_ERRORS as error:
@@ -127,32 +127,32 @@ def parse_chunk(node: str, reply: Any, data: bytes) -> OutputChunk:
             out=data[:out],
             err=data[out:],
             state=RunState(reply["state"]),
-            exit_code=_code(reply.get("exit_code")),
-            signal=_code(reply.get("signal")),
+            exit_code=_validate_exit_code(reply.get("exit_code")),
+            signal=_validate_exit_code(reply.get("signal")),
             error=str(reply.get("error", "")),
-            end=bool(reply["end"]),
+            is_last=bool(reply["end"]),
         )
     except MALFORMED_REPLY_ERRORS as error:
         raise ProtocolError(f"node {node}: invalid output data: {error!r}") from None
 
 
-def _id(value: Any) -> str:
+def _validate_reported_id(value: Any) -> str:
     """Accepts IDs of other programs, too: they are shown, and become part of paths on their node."""
-    if not isinstance(value, str) or not _NODE_RUN_ID.fullmatch(value):
+    if not isinstance(value, str) or not _REPORTED_RUN_ID_PATTERN.fullmatch(value):
         raise ValueError("invalid run ID")
     return value
 
 
-def _time(value: Any) -> float:
+def _validate_time(value: Any) -> float:
     seconds = float(value)
     if not math.isfinite(seconds) or abs(seconds) > _TIME_S_MAX:
         raise ValueError(f"invalid timestamp {seconds} s")
     return seconds
 
 
-def _code(value: Any) -> int | None:
+def _validate_exit_code(value: Any) -> int | None:
     """Accepts 0 to 255: 256 would become 0 as our own exit code."""
-    if value is not None and not 0 <= int(value) <= _CODE_MAX:
+    if value is not None and not 0 <= int(value) <= _EXIT_CODE_MAX:
         raise ValueError(f"invalid exit code {value}")
     return None if value is None else int(value)
 

@@ -29,7 +29,7 @@ from genie.errors import (
     UnreachableError,
     UsageError,
 )
-from genie.grid.backoff import pause_s, retry
+from genie.grid.backoff import backoff_s, retry
 from genie.grid.grid_file import GridFile
 from genie.grid.remote import core
 from genie.grid.runs import shell_runs
@@ -55,28 +55,28 @@ COMMAND_BYTES_MAX = 131_000
 """Slightly less than the longest argument that Linux accepts."""
 STDIN_BYTES_MAX = core.BLOB_BYTES_MAX
 _ENV_BYTES_MAX = 1 << 20
-_WAIT_S = 5.0
-_WAIT_S_SHORT = 0.5
+_READ_WAIT_S = 5.0
+_CONTENDED_READ_WAIT_S = 0.5
 _SHORT_RUN_WAIT_S = 0.02
 """How long a start waits for the run to end: saves two round trips for a short run."""
-_START_S = 5.0
-_START_S_GPUS = 30.0
+_START_TIMEOUT_S = 5.0
+_GPU_START_TIMEOUT_S = 30.0
 """In addition to ssh.timeout: other runs may be choosing GPUs, and the GPU driver may be slow."""
-_INTERRUPT_S = 2.0
-_KILL_S = 10.0
+_INTERRUPT_TIMEOUT_S = 2.0
+_KILL_TIMEOUT_S = 10.0
 """How long a cancel waits for the end of a killed run, regardless of its grace period."""
-_PAUSE_S = 0.1
+_POLL_INTERVAL_S = 0.1
 _OUTAGE_MESSAGE_INTERVAL_S = 10.0
-_CANCELLED_MAX = 4096
+_CANCELLED_STARTS_MAX = 4096
 _CONCURRENT_READS_MAX = 40
 _CONCURRENT_STARTS_MAX = 16
 """Concurrent requests of each kind per node: its helper accepts 64 in total."""
 _CONNECTION_ERRORS = (UnreachableError, ConnectionLostError, DeadlineError)
-_DISK_REASONS = ("no_space", "read_only", "denied")
+_DISK_ERROR_REASONS = ("no_space", "read_only", "denied")
 
 OnOutput = Callable[[str, bytes], None]
 """Called with 'out' or 'err' and the bytes that the command wrote."""
-OnNote = Callable[[str], None]
+OnMessage = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -111,17 +111,17 @@ class Runner:
         self._file = file
         self._requester = requester
         self._clock = clock
-        self._followed: dict[str, int] = {}
-        self._reads: dict[str, asyncio.Semaphore] = {}
-        self._starts: dict[str, asyncio.Semaphore] = {}
+        self._followed_count_by_node: dict[str, int] = {}
+        self._read_slots_by_node: dict[str, asyncio.Semaphore] = {}
+        self._start_slots_by_node: dict[str, asyncio.Semaphore] = {}
         # At most one per connection: waiting for a pool slot would count against the timeout.
-        self._lists = asyncio.Semaphore(file.ssh.pool_size)
-        self._cancelled: dict[str, CancelledStart] = {}
-        self._is_interrupting = True
+        self._list_slots = asyncio.Semaphore(file.ssh.pool_size)
+        self._cancelled_starts: dict[str, CancelledStart] = {}
+        self._interrupts_cancelled_starts = True
 
     def keep_cancelled_starts(self) -> None:
         """From now on, cancelling a start does not interrupt the run."""
-        self._is_interrupting = False
+        self._interrupts_cancelled_starts = False
 
     async def start(
         self,
@@ -157,8 +157,8 @@ class Runner:
                 f"standard input has more than {STDIN_BYTES_MAX} bytes", hint="send it as a file"
             )
         _log.debug("starting a run", extra={"node": node, "run": args["id"]})
-        async with self._starts.setdefault(node, asyncio.Semaphore(_CONCURRENT_STARTS_MAX)):
-            reply, output = await self._start(node, args, stdin)
+        async with self._start_slots_by_node.setdefault(node, asyncio.Semaphore(_CONCURRENT_STARTS_MAX)):
+            reply, output = await self._send_start(node, args, stdin)
         run = parse_run(node, reply)
         if run.run_id != args["id"]:
             raise ProtocolError(
@@ -166,9 +166,9 @@ class Runner:
             )
         if reply.get("first") is None:
             return run
-        return dataclasses.replace(run, first=parse_chunk(node, reply["first"], output))
+        return dataclasses.replace(run, first_chunk=parse_chunk(node, reply["first"], output))
 
-    async def _start(self, node: str, args: Mapping[str, Any], stdin: bytes) -> tuple[Any, bytes]:
+    async def _send_start(self, node: str, args: Mapping[str, Any], stdin: bytes) -> tuple[Any, bytes]:
         run_id = str(args["id"])
         request_sent = False
 
@@ -183,9 +183,11 @@ class Runner:
         )
         async def send() -> tuple[Any, bytes]:
             nonlocal request_sent
-            async with self._pool.use(node, retries=None if not request_sent else 0) as link:
+            async with self._pool.connect(node, retries=None if not request_sent else 0) as link:
                 request_sent = True
-                timeout_s = self._file.ssh.timeout + (_START_S_GPUS if args["gpus"] else _START_S)
+                timeout_s = self._file.ssh.timeout + (
+                    _GPU_START_TIMEOUT_S if args["gpus"] else _START_TIMEOUT_S
+                )
                 return await self._request_on(link, "start", args, stdin, timeout_s=timeout_s)
 
         try:
@@ -201,29 +203,29 @@ class Runner:
             if request_sent:
                 # First: another cancellation may abort the interrupt.
                 self._record_cancelled(run_id, CancelledStart.UNKNOWN)
-                if self._is_interrupting and await self._interrupt_started(node, run_id):
+                if self._interrupts_cancelled_starts and await self._interrupt_started(node, run_id):
                     self._record_cancelled(run_id, CancelledStart.INTERRUPTED)
             raise
 
     def cancelled_start(self, run_id: str) -> CancelledStart:
         """Returns what is known about a run whose start was cancelled."""
-        return self._cancelled.get(run_id, CancelledStart.NOT_SENT)
+        return self._cancelled_starts.get(run_id, CancelledStart.NOT_SENT)
 
     def _record_cancelled(self, run_id: str, known: CancelledStart) -> None:
-        self._cancelled[run_id] = known
-        if len(self._cancelled) > _CANCELLED_MAX:
-            del self._cancelled[next(iter(self._cancelled))]
+        self._cancelled_starts[run_id] = known
+        if len(self._cancelled_starts) > _CANCELLED_STARTS_MAX:
+            del self._cancelled_starts[next(iter(self._cancelled_starts))]
 
     async def _interrupt_started(self, node: str, run_id: str) -> bool:
         """Interrupts a run whose start was cancelled. Returns whether it has ended; it may ignore the signal.
 
-        The node may not have processed the start yet, so this retries for _INTERRUPT_S.
+        The node may not have processed the start yet, so this retries for _INTERRUPT_TIMEOUT_S.
         """
-        deadline = self._clock() + _INTERRUPT_S
+        deadline = self._clock() + _INTERRUPT_TIMEOUT_S
         is_sent = False
         while self._clock() < deadline:
             with contextlib.suppress(GenieError, TimeoutError):
-                async with asyncio.timeout(_INTERRUPT_S):
+                async with asyncio.timeout(_INTERRUPT_TIMEOUT_S):
                     if not is_sent:
                         args = {"id": run_id, "signal": "INT"}
                         reply, _ = await self._request(node, "signal", args, retries=0)
@@ -232,11 +234,11 @@ class Runner:
                         reply, _ = await self._request(node, "status", {"id": run_id}, retries=0)
                     if isinstance(reply, dict) and reply.get("state") in ("exited", "lost"):
                         return True
-            await asyncio.sleep(_PAUSE_S)
+            await asyncio.sleep(_POLL_INTERVAL_S)
         return False
 
     async def wait(
-        self, run: Run, on_output: OnOutput, *, out: int = 0, err: int = 0, on_note: OnNote | None = None
+        self, run: Run, on_output: OnOutput, *, out: int = 0, err: int = 0, on_note: OnMessage | None = None
     ) -> int:
         """Passes output from the offsets on to `on_output` until the run has ended; returns its exit code.
 
@@ -244,12 +246,14 @@ class Runner:
         without an exit code, RunNotFoundError for an unknown run, and SshAccessError when the node rejects
         the login.
         """
-        outage = _Outage(run, clock=self._clock, note=on_note or _ignore)
-        known = run.first if out == err == 0 else None
-        with self._following(run.node):
+        outage = _Outage(run, clock=self._clock, note=on_note or _ignore_message)
+        known = run.first_chunk if out == err == 0 else None
+        with self._count_follower(run.node):
             while True:
                 try:
-                    chunk = known or await self.read(run, out=out, err=err, wait_s=self._wait_s(run.node))
+                    chunk = known or await self.read(
+                        run, out=out, err=err, wait_s=self._read_wait_s(run.node)
+                    )
                     known = None
                 except _CONNECTION_ERRORS as error:
                     await asyncio.sleep(outage.next_delay_s(error))
@@ -257,20 +261,20 @@ class Runner:
                 except NodeRefusedError as error:
                     if error.reason != "busy":
                         raise
-                    await asyncio.sleep(pause_s(0))
+                    await asyncio.sleep(backoff_s(0))
                     continue
-                outage.is_over()
+                outage.end()
                 for stream, data in (("out", chunk.out), ("err", chunk.err)):
                     if data:
                         on_output(stream, data)
                 out, err = out + len(chunk.out), err + len(chunk.err)
-                if chunk.end:
+                if chunk.is_last:
                     return exit_code_of(run, chunk)
 
     async def read(self, run: Run, *, out: int, err: int, wait_s: float = 0.0) -> OutputChunk:
         """Reads output from the offsets on; waits up to `wait_s` for some. Does not retry."""
         args = {"id": run.run_id, "out": out, "err": err, "wait_s": wait_s}
-        async with self._reads.setdefault(run.node, asyncio.Semaphore(_CONCURRENT_READS_MAX)):
+        async with self._read_slots_by_node.setdefault(run.node, asyncio.Semaphore(_CONCURRENT_READS_MAX)):
             reply, data = await self._request(run.node, "read", args, extra_s=wait_s, retries=0)
         return parse_chunk(run.node, reply, data)
 
@@ -286,18 +290,18 @@ class Runner:
     async def cancel(self, run: Run, *, signal: str = "TERM", grace_s: float = 10.0) -> Run:
         """Sends the signal, and KILL after a grace period of `grace_s`. Returns the run afterwards."""
         if await self.signal(run, signal):
-            found = await self._wait_for_end(run, _KILL_S if signal == "KILL" else grace_s)
-            if not found.is_over and signal != "KILL" and await self.signal(run, "KILL"):
-                found = await self._wait_for_end(run, _KILL_S)
+            found = await self._wait_until_ended(run, _KILL_TIMEOUT_S if signal == "KILL" else grace_s)
+            if not found.has_ended and signal != "KILL" and await self.signal(run, "KILL"):
+                found = await self._wait_until_ended(run, _KILL_TIMEOUT_S)
             return found
         return await self.status(run)
 
-    async def _wait_for_end(self, run: Run, timeout_s: float) -> Run:
+    async def _wait_until_ended(self, run: Run, timeout_s: float) -> Run:
         deadline = self._clock() + timeout_s
         pause_s = 0.01
         while True:
             found = await self.status(run)
-            if found.is_over or self._clock() >= deadline:
+            if found.has_ended or self._clock() >= deadline:
                 return found
             await asyncio.sleep(pause_s)
             pause_s = min(pause_s * 1.5, 0.5)
@@ -316,7 +320,7 @@ class Runner:
         """Lists the runs of several nodes concurrently; the error of a node is in its entry."""
         names = nodes if nodes is not None else [node.name for node in self._file.nodes]
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(self._list_node(name, prefix)) for name in names]
+            tasks = [group.create_task(self._try_list_node(name, prefix)) for name in names]
         return [task.result() for task in tasks]
 
     async def find(self, prefix: str, nodes: Sequence[str] | None = None) -> Run:
@@ -325,7 +329,7 @@ class Runner:
         names = nodes if nodes is not None else [node.name for node in self._file.nodes]
         found: list[NodeRuns] = []
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(self._list_node(name, prefix)) for name in names]
+            tasks = [group.create_task(self._try_list_node(name, prefix)) for name in names]
             for each in asyncio.as_completed(tasks):
                 reply = await each
                 found.append(reply)
@@ -335,9 +339,9 @@ class Runner:
                     return reply.runs[0]
         return select_run(prefix, sorted(found, key=lambda each: names.index(each.node)))
 
-    async def _list_node(self, name: str, prefix: str) -> NodeRuns:
+    async def _try_list_node(self, name: str, prefix: str) -> NodeRuns:
         try:
-            async with self._lists:
+            async with self._list_slots:
                 return NodeRuns(name, runs=await self.list(name, prefix=prefix))
         except GenieError as error:
             return NodeRuns(name, error=error)
@@ -355,7 +359,7 @@ class Runner:
         extra_s: float = 0.0,
         retries: int | None = None,
     ) -> tuple[Any, bytes]:
-        async with self._pool.use(node, retries=retries) as link:
+        async with self._pool.connect(node, retries=retries) as link:
             return await self._request_on(link, op, args, timeout_s=self._file.ssh.timeout + extra_s)
 
     async def _request_on(
@@ -366,36 +370,37 @@ class Runner:
             if link.has_helper:
                 module = "gpu_runs" if args.get("gpus") else "runs"
                 return await link.call(f"{module}.{op}", given, blob, timeout_s=timeout_s)
-            return await shell_runs.call(link, op, given, blob, timeout_s=timeout_s)
+            return await shell_runs.call_by_shell(link, op, given, blob, timeout_s=timeout_s)
         except NodeRefusedError as error:
-            raise _with_hint(error, op, root=self._file.remote_root) from None
+            raise _add_hint(error, op, root=self._file.remote_root) from None
 
-    def _wait_s(self, node: str) -> float:
+    def _read_wait_s(self, node: str) -> float:
         """Wait time per read; short if more runs are followed than can be read concurrently."""
         crowded = (
-            len(self._followed) > self._file.ssh.pool_size or self._followed[node] > _CONCURRENT_READS_MAX
+            len(self._followed_count_by_node) > self._file.ssh.pool_size
+            or self._followed_count_by_node[node] > _CONCURRENT_READS_MAX
         )
-        return _WAIT_S_SHORT if crowded else min(_WAIT_S, self._file.ssh.timeout)
+        return _CONTENDED_READ_WAIT_S if crowded else min(_READ_WAIT_S, self._file.ssh.timeout)
 
     @contextlib.contextmanager
-    def _following(self, node: str) -> Iterator[None]:
-        self._followed[node] = self._followed.get(node, 0) + 1
+    def _count_follower(self, node: str) -> Iterator[None]:
+        self._followed_count_by_node[node] = self._followed_count_by_node.get(node, 0) + 1
         try:
             yield
         finally:
-            self._followed[node] -= 1
-            if not self._followed[node]:
-                del self._followed[node]
+            self._followed_count_by_node[node] -= 1
+            if not self._followed_count_by_node[node]:
+                del self._followed_count_by_node[node]
 
 
 class _Outage:
     """Status lines and backoff while a node is unreachable."""
 
-    def __init__(self, run: Run, *, clock: Callable[[], float], note: OnNote) -> None:
+    def __init__(self, run: Run, *, clock: Callable[[], float], note: OnMessage) -> None:
         self._run = run
         self._clock = clock
-        self._note = note
-        self._last_reply = clock()
+        self._on_message = note
+        self._last_reply_at_s = clock()
         self._attempt = 0
         self._last_message_s: float | None = None
 
@@ -403,18 +408,20 @@ class _Outage:
         now = self._clock()
         if self._last_message_s is None or now - self._last_message_s >= _OUTAGE_MESSAGE_INTERVAL_S:
             self._last_message_s = now
-            since = max(0.0, now - self._last_reply)
+            since = max(0.0, now - self._last_reply_at_s)
             why = "" if self._attempt else f" ({error.message})"
             node, run_id = self._run.node, self._run.run_id
-            self._note(f"{node} has been unreachable for {since:.0f} s; run {run_id} continues there{why}")
+            self._on_message(
+                f"{node} has been unreachable for {since:.0f} s; run {run_id} continues there{why}"
+            )
         self._attempt += 1
-        return pause_s(self._attempt)
+        return backoff_s(self._attempt)
 
-    def is_over(self) -> None:
+    def end(self) -> None:
         now = self._clock()
         if self._last_message_s is not None:
-            self._note(f"{self._run.node} is reachable again after {now - self._last_reply:.0f} s")
-        self._last_reply, self._attempt, self._last_message_s = now, 0, None
+            self._on_message(f"{self._run.node} is reachable again after {now - self._last_reply_at_s:.0f} s")
+        self._last_reply_at_s, self._attempt, self._last_message_s = now, 0, None
 
 
 def _was_signal_sent(node: str, reply: Any) -> bool:
@@ -459,10 +466,10 @@ def exit_code_of(run: Run, chunk: OutputChunk) -> int:
     return chunk.exit_code
 
 
-def _with_hint(error: NodeRefusedError, op: str, *, root: str) -> GenieError:
+def _add_hint(error: NodeRefusedError, op: str, *, root: str) -> GenieError:
     if error.reason == "missing" and op not in ("start", "list"):
         return RunNotFoundError(error.message, hint="'grid-cli ps --all' lists them")
-    if error.reason in _DISK_REASONS:
+    if error.reason in _DISK_ERROR_REASONS:
         hint = f"free space on the node, or set another remote_root in the grid file (now {root})"
         if error.reason != "no_space":
             hint = f"set remote_root in the grid file to a writable folder (now {root})"
@@ -524,5 +531,5 @@ def _validate_timeout(timeout_s: float | None) -> float | None:
     return None if timeout_s is None else float(timeout_s)
 
 
-def _ignore(_: str) -> None:
+def _ignore_message(_: str) -> None:
     pass

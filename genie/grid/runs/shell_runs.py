@@ -1,8 +1,8 @@
 """Runs on nodes without Python: remote/runs.py in POSIX shell.
 
-`call` has the same operations and replies, and both use the same files. The shell only reports facts;
-`state_of` in remote/runs.py interprets them. Scripts are sent to `sh` on standard input, so that the login
-shell does not parse them. There is no GPU selection, and commands have no standard input.
+`call_by_shell` has the same operations and replies, and both use the same files. The shell only reports
+facts; `state_of` in remote/runs.py interprets them. Scripts are sent to `sh` on standard input, so that the
+login shell does not parse them. There is no GPU selection, and commands have no standard input.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from genie.grid.runs.run import parse_run
 from genie.grid.ssh.login_shell import check_login_shell
 from genie.grid.ssh.node_helper import MALFORMED_REPLY_ERRORS
 from genie.grid.ssh.pool import NodeConnection
-from genie.grid.ssh.shell_words import OWN_FOLDER, path_word
+from genie.grid.ssh.shell_words import GRID_FOLDER_SCRIPT, quote_path
 
 _WAIT_S_MAX = 10
-_NO_PYTHON = "the node has no usable python3, so"
+_NO_PYTHON_MESSAGE = "the node has no usable python3, so"
 
-_COMMON = r"""
+_COMMON_SCRIPT = r"""
 runs=$root/.grid/runs
 run=$runs/$id
 printf '%s\n' "$marker"
@@ -49,10 +49,11 @@ facts() {
 }
 """
 
-# $1 is the folder of the run, $2 the command, $3 its timeout or nothing, $4 is _BEGIN. Variable names must
-# not clash with those of the command, which are in the environment already, except for its PATH.
+# $1 is the folder of the run, $2 the command, $3 its timeout or nothing, $4 is _PROCESS_START_SCRIPT.
+# Variable names must not clash with those of the command, which are in the environment already, except for
+# its PATH.
 # The command is in the foreground: in the background, sh would make it ignore SIGINT.
-_WATCH = r"""
+_SUPERVISOR_SCRIPT = r"""
 _grid_kill() { kill -"$2" -"$(sed -n 's/.*"pid":\([0-9]*\).*/\1/p' "$1/pid")"; }
 if [ -n "$3" ]; then
   (sleep "$3" || sleep $((${3%%.*} + 1))  # if sleep accepts integers only
@@ -69,7 +70,7 @@ if [ -n "$3" ]; then kill -KILL -$$; fi
 
 # Records its pid, then becomes the command. $3 is the watcher. SHLVL is unset because a nested bash would not
 # read ~/.bashrc, as it does for ssh.
-_BEGIN = r"""
+_PROCESS_START_SCRIPT = r"""
 _grid_began() { sed 's/.*) //' "/proc/$1/stat" 2>/dev/null | cut -d ' ' -f 20 | grep . || echo 0; }
 printf '{"boot":"%s","watcher":%s,"watcher_start":%s,"pid":%s,"pid_start":%s}' \
   "$(cat /proc/sys/kernel/random/boot_id)" $3 "$(_grid_began $3)" $$ "$(_grid_began $$)" 1<>"$1/pid"
@@ -79,7 +80,7 @@ unset _grid_path _grid_shell SHLVL
 exec "$2" -c "$3" >>"$1/out" 2>>"$1/err"
 """
 
-_START = r"""
+_START_SCRIPT = r"""
 if [ -d "$run" ]; then facts; printf -- '--\n'; exit 0; fi
 command -v setsid >/dev/null 2>&1 || refuse "missing neither python3 nor setsid is installed"
 said=$(mkdir -p -m 700 -- "$runs" 2>&1) || refuse "os $said"
@@ -121,7 +122,7 @@ ls -t -- "$runs" | tail -n +$((kept + 1)) | while IFS= read -r id; do
 done
 """
 
-_READ = r"""
+_READ_SCRIPT = r"""
 there
 size() { wc -c <"$1" 2>/dev/null | tr -d ' '; }
 until=$(($(date +%s) + wait_s))
@@ -139,7 +140,7 @@ tail -c +$((out + 1)) -- "$run/out" | head -c $more_out
 tail -c +$((err + 1)) -- "$run/err" | head -c $more_err
 """
 
-_SIGNAL = r"""
+_SIGNAL_SCRIPT = r"""
 there
 facts
 number=$(field pid) began=$(field pid_start)
@@ -149,7 +150,7 @@ if [ -n "$number" ] && [ -n "$began" ] && grep -qF "\"boot\":\"$boot\"" "$run/pi
 printf -- '--\n'
 """
 
-_LIST = r"""
+_LIST_SCRIPT = r"""
 ls -t -- "$runs" 2>/dev/null | head -n 1000 | while IFS= read -r id; do
   run=$runs/$id
   case $id in "$prefix"*) [ ! -f "$run/meta.json" ] || facts ;; esac
@@ -157,32 +158,32 @@ done
 printf -- '--\n'
 """
 
-_REMOVE = r"""
+_REMOVE_SCRIPT = r"""
 there
 rm -rf -- "$run"
 printf -- '--\n'
 """
 
-_SCRIPTS = {
-    "start": _START,
+_SCRIPT_BY_REQUEST = {
+    "start": _START_SCRIPT,
     "status": "there\nfacts\nprintf -- '--\\n'\n",
-    "read": _READ,
-    "signal": _SIGNAL,
-    "list": _LIST,
-    "remove": _REMOVE,
+    "read": _READ_SCRIPT,
+    "signal": _SIGNAL_SCRIPT,
+    "list": _LIST_SCRIPT,
+    "remove": _REMOVE_SCRIPT,
 }
 
 
-async def call(
+async def call_by_shell(
     link: NodeConnection, name: str, args: Mapping[str, Any], blob: bytes = b"", *, timeout_s: float
 ) -> tuple[Any, bytes]:
     """The equivalent of `NodeConnection.call("runs.NAME", ...)`. Raises the same errors."""
     if blob or args.get("gpus"):
         what = "standard input is not supported" if blob else "GPUs cannot be selected"
-        raise NodeRefusedError(f"node {link.name}: {_NO_PYTHON} {what}", reason="missing")
+        raise NodeRefusedError(f"node {link.name}: {_NO_PYTHON_MESSAGE} {what}", reason="missing")
     marker = f"@{secrets.token_hex(8)}"
-    text = script(name, args, marker=marker)
-    done = await link.command("exec sh -s", stdin=text.encode(), timeout_s=timeout_s)
+    text = make_script(name, args, marker=marker)
+    done = await link.run_command("exec sh -s", stdin=text.encode(), timeout_s=timeout_s)
     _, found, rest = done.stdout.partition(f"{marker}\n".encode())
     if not found:
         await check_login_shell(link, timeout_s=timeout_s)
@@ -194,7 +195,7 @@ async def call(
         raise ProtocolError(f"node {link.name}: invalid reply from its shell: {error!r}") from None
 
 
-def script(name: str, args: Mapping[str, Any], *, marker: str) -> str:
+def make_script(name: str, args: Mapping[str, Any], *, marker: str) -> str:
     """Returns the script for `sh -s`. Every value is quoted and assigned to a variable.
 
     The script is in braces, so that sh runs nothing until it has all of it: the connection may be lost.
@@ -204,8 +205,8 @@ def script(name: str, args: Mapping[str, Any], *, marker: str) -> str:
     exports = ""
     if name == "start":
         paths["cwd"] = args.get("cwd") or "."
-        values |= {"command": args["command"], "watch": _WATCH, "begin": _BEGIN}
-        values |= {"meta": _meta(args), "timeout_s": _format_timeout(args.get("timeout_s"))}
+        values |= {"command": args["command"], "watch": _SUPERVISOR_SCRIPT, "begin": _PROCESS_START_SCRIPT}
+        values |= {"meta": _encode_metadata(args), "timeout_s": _format_timeout(args.get("timeout_s"))}
         values["kept"] = runs.RUNS_KEPT
         # Exported after the last use of our own variables: the user's may have the same names.
         exports = "".join(
@@ -219,9 +220,10 @@ def script(name: str, args: Mapping[str, Any], *, marker: str) -> str:
         values["signal"] = args["signal"]
     elif name == "list":
         values["prefix"] = args.get("prefix", "")
-    assigned = "".join(f"{key}={path_word(str(path))}\n" for key, path in paths.items())
+    assigned = "".join(f"{key}={quote_path(str(path))}\n" for key, path in paths.items())
     assigned += "".join(f"{key}={shlex.quote(str(value))}\n" for key, value in values.items())
-    return f"{{\n{assigned}{OWN_FOLDER}{_COMMON}{_SCRIPTS[name].replace('@EXPORTS@', exports)}}}\n"
+    request_script = _SCRIPT_BY_REQUEST[name].replace("@EXPORTS@", exports)
+    return f"{{\n{assigned}{GRID_FOLDER_SCRIPT}{_COMMON_SCRIPT}{request_script}}}\n"
 
 
 def _format_timeout(timeout_s: float | None) -> str:
@@ -229,7 +231,7 @@ def _format_timeout(timeout_s: float | None) -> str:
     return f"{timeout_s:.3f}".rstrip("0").rstrip(".") if timeout_s else ""
 
 
-def _meta(args: Mapping[str, Any]) -> str:
+def _encode_metadata(args: Mapping[str, Any]) -> str:
     keys = ("id", "command", "cwd", "who", "started", "timeout_s")
     return json.dumps(
         {**{key: args.get(key) for key in keys}, "env": sorted(args.get("env") or {}), "gpus": []}
@@ -242,13 +244,16 @@ def _parse_reply(node: str, name: str, text: bytes) -> tuple[Any, bytes]:
     lines = [line for line in head.decode(errors="replace").split("\n") if line]
     if lines and lines[-1].startswith("refused "):
         _, reason, why = lines[-1].split(" ", 2)
-        raise NodeRefusedError(f"node {node}: {why.strip()}", reason=_reason(reason, why))
+        raise NodeRefusedError(f"node {node}: {why.strip()}", reason=_with_no_python_message(reason, why))
     runs_lines = [lines[start:] for start, line in enumerate(lines) if line.startswith("run ")]
     if name == "list":
-        return {"runs": [run for run in map(_try_run, runs_lines) if run is not None], "more": False}, b""
+        return {
+            "runs": [run for run in map(_try_parse_run, runs_lines) if run is not None],
+            "more": False,
+        }, b""
     if name == "remove":
         return {}, b""
-    (one,) = map(_run, runs_lines)
+    (one,) = map(_parse_run, runs_lines)
     if name == "read":
         out, err = (int(each) for each in lines[-1].split()[1:])
         over = one["state"] in ("exited", "lost")
@@ -257,17 +262,17 @@ def _parse_reply(node: str, name: str, text: bytes) -> tuple[Any, bytes]:
     return {**one, "created": "created" in lines, "sent": "sent" in lines}, b""
 
 
-def _try_run(lines: list[str]) -> dict[str, Any] | None:
+def _try_parse_run(lines: list[str]) -> dict[str, Any] | None:
     """Parses a run; None if it is damaged, so that the others are still listed."""
     try:
-        found = _run(lines)
+        found = _parse_run(lines)
         parse_run("", found)
     except (*MALFORMED_REPLY_ERRORS, RecursionError, ProtocolError):
         return None
     return found
 
 
-def _run(lines: list[str]) -> dict[str, Any]:
+def _parse_run(lines: list[str]) -> dict[str, Any]:
     """Parses the facts of one run, from its first line on."""
     facts: dict[str, str] = {}
     processes: dict[int, tuple[str, int]] = {}
@@ -296,7 +301,7 @@ def _run(lines: list[str]) -> dict[str, Any]:
     }
 
 
-def _reason(reason: str, why: str) -> str:
+def _with_no_python_message(reason: str, why: str) -> str:
     if reason != "os":
         return reason
     known = {"No space left": "no_space", "Read-only file": "read_only", "Permission denied": "denied"}

@@ -14,15 +14,15 @@ from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 
-_BLOCK_START = re.compile(r"(?:host|match)[ \t]", re.IGNORECASE | re.ASCII)
-_HOST_NAMES = re.compile(r"host((?:[ \t]+[a-z0-9._-]+)+)", re.IGNORECASE | re.ASCII)
+_BLOCK_START_PATTERN = re.compile(r"(?:host|match)[ \t]", re.IGNORECASE | re.ASCII)
+_HOST_NAMES_PATTERN = re.compile(r"host((?:[ \t]+[a-z0-9._-]+)+)", re.IGNORECASE | re.ASCII)
 # A comment, or a keyword and words without a quote or a backslash: cannot be a syntax error.
-_SIMPLE_LINE = re.compile(r"#.*|[a-z][a-z0-9]*[ \t][\t -!#-&(-\[\]-~]+", re.IGNORECASE | re.ASCII)
-_LINE = re.compile(r"[^\n]*\n|[^\n]+")
+_SIMPLE_LINE_PATTERN = re.compile(r"#.*|[a-z][a-z0-9]*[ \t][\t -!#-&(-\[\]-~]+", re.IGNORECASE | re.ASCII)
+_LINE_PATTERN = re.compile(r"[^\n]*\n|[^\n]+")
 
 
 @contextlib.contextmanager
-def host_config(host: str, path: Path) -> Iterator[Path]:
+def open_config_for_host(host: str, path: Path) -> Iterator[Path]:
     """Yields a file that is equivalent to `path` for `host`; it exists only within the block."""
     with contextlib.ExitStack() as kept:
         try:
@@ -48,22 +48,22 @@ def strip_other_hosts(text: str, host: str) -> str:
     wanted = host.lower()
     return "".join(
         block if names is None or wanted in names else "\n" * block.count("\n")
-        for names, block in _blocks(text)
+        for names, block in _split_into_blocks(text)
     )
 
 
 @lru_cache(maxsize=4)
-def _blocks(text: str) -> tuple[tuple[frozenset[str] | None, str], ...]:
+def _split_into_blocks(text: str) -> tuple[tuple[frozenset[str] | None, str], ...]:
     """Splits the text into blocks with their host names; None: applies to all hosts."""
     names: list[frozenset[str] | None] = [None]
     blocks: list[list[str]] = [[]]
-    for line in _LINE.findall(text):
+    for line in _LINE_PATTERN.findall(text):
         stripped = line.strip()
-        if _BLOCK_START.match(stripped):
-            plain = _HOST_NAMES.fullmatch(stripped)
+        if _BLOCK_START_PATTERN.match(stripped):
+            plain = _HOST_NAMES_PATTERN.fullmatch(stripped)
             names.append(frozenset(plain[1].lower().split()) if plain else None)
             blocks.append([])
-        elif stripped and not _SIMPLE_LINE.fullmatch(stripped):
+        elif stripped and not _SIMPLE_LINE_PATTERN.fullmatch(stripped):
             names[-1] = None
         blocks[-1].append(line)
     return tuple(zip(names, map("".join, blocks), strict=True))

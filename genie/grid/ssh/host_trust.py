@@ -17,7 +17,14 @@ import asyncssh
 
 from genie.errors import HostKeyChangedError, UnreachableError, UsageError
 from genie.grid.grid_file import GridFile, GridNode
-from genie.grid.ssh.target import KnownHosts, SshTarget, address_text, error_text, resolve, ssh_command
+from genie.grid.ssh.target import (
+    KnownHostsCache,
+    SshTarget,
+    format_address,
+    format_error,
+    format_ssh_command,
+    resolve_target,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -42,15 +49,15 @@ async def fetch_host_key(node: GridNode, file: GridFile, ssh_config: Path, *, ti
 
     Raises HostKeyChangedError, UnreachableError, or UsageError if there is no known_hosts file.
     """
-    target = await resolve(node, file, _expand(ssh_config), trusted=KnownHosts())
+    target = await resolve_target(node, file, _expand_user(ssh_config), trusted=KnownHostsCache())
     if not target.known_hosts_files:
         raise UsageError(
             f"node {node.name}: {ssh_config} disables the known_hosts file",
             hint="remove 'UserKnownHostsFile none' from it",
         )
     keys, authorities, revoked = _match_known_hosts(target)
-    key = await _fetch(target, keys, timeout_s=timeout_s)
-    where = target.entry
+    key = await _fetch_key_of_known_type(target, keys, timeout_s=timeout_s)
+    where = target.known_hosts_name
     fingerprint = key.get_fingerprint()
     if key in revoked:
         raise HostKeyChangedError(f"node {node.name}: {where} presented a revoked host key ({fingerprint})")
@@ -85,25 +92,27 @@ def add_host_key(key: HostKey) -> None:
         raise UsageError(f"could not write {path}: {error.strerror}") from error
 
 
-async def _fetch(target: SshTarget, keys: list[asyncssh.SSHKey], *, timeout_s: float) -> asyncssh.SSHKey:
+async def _fetch_key_of_known_type(
+    target: SshTarget, keys: list[asyncssh.SSHKey], *, timeout_s: float
+) -> asyncssh.SSHKey:
     """Requests a key of a known type if there is one: a key of another type could not be compared."""
     name = target.node.name
     kinds = list(dict.fromkeys(kind.decode() for key in keys for kind in key.sig_algorithms))
     try:
         async with asyncio.timeout(timeout_s):
-            key = await _get_host_key(target, kinds)
+            key = await _fetch_key_of_types(target, kinds)
     except (asyncssh.Error, OSError, ValueError) as error:
-        why = error_text(error) if str(error) else f"no response within {timeout_s:g} s"
+        why = format_error(error) if str(error) else f"no response within {timeout_s:g} s"
         raise UnreachableError(
-            f"node {name}: could not reach {address_text(target)}: {why}",
-            hint=f"try '{ssh_command(target.node)}'",
+            f"node {name}: could not reach {format_address(target)}: {why}",
+            hint=f"try '{format_ssh_command(target.node)}'",
         ) from error
     if key is None:
         raise UnreachableError(f"node {name}: {target.host} presented no host key")
     return key
 
 
-async def _get_host_key(target: SshTarget, kinds: list[str]) -> asyncssh.SSHKey | None:
+async def _fetch_key_of_types(target: SshTarget, kinds: list[str]) -> asyncssh.SSHKey | None:
     """Requests a key of these types; if the host disconnects because it has none, requests any."""
     name, config, options = target.node.name, target.config, target.options
     if kinds:
@@ -116,7 +125,7 @@ async def _get_host_key(target: SshTarget, kinds: list[str]) -> asyncssh.SSHKey 
     return await asyncssh.get_server_host_key(name, config=config, options=options)
 
 
-def _expand(path: Path) -> Path:
+def _expand_user(path: Path) -> Path:
     return path.expanduser()
 
 
@@ -136,7 +145,7 @@ def _host_key_changed_error(
 ) -> HostKeyChangedError:
     known = ", ".join(key.get_fingerprint() for key in keys[:4])
     return HostKeyChangedError(
-        f"node {target.node.name}: the host key of {target.entry} has changed: it presented {fingerprint}, "
-        f"known_hosts has {known}; this may be a man-in-the-middle attack",
+        f"node {target.node.name}: the host key of {target.known_hosts_name} has changed: it presented "
+        f"{fingerprint}, known_hosts has {known}; this may be a man-in-the-middle attack",
         hint=target.changed_key_hint,
     )

@@ -16,41 +16,45 @@ from genie.errors import UsageError
 _log = logging.getLogger(__name__)
 
 _FILE_BYTES_MAX = 1 << 20
-_SHOWN_MAX = 4
-_HOME_KEYS = tuple(
+_FILES_SHOWN_MAX = 4
+_DEFAULT_KEY_FILES = tuple(
     f"~/.ssh/{name}" for name in ("id_ed25519_sk", "id_ecdsa_sk", "id_ed25519", "id_ecdsa", "id_rsa")
 )
-_NO_IDENTITY = b""
+_NO_IDENTITY_DATA = b""
 """Matches no key of the agent, for IdentitiesOnly without identities: an empty list would allow all."""
 
 
-def key_files(options: asyncssh.SSHClientConnectionOptions, *, own: str | None) -> tuple[Path, ...]:
+def list_key_files(options: asyncssh.SSHClientConnectionOptions, *, own: str | None) -> tuple[Path, ...]:
     """Returns the files of the keys to offer, existing or not: `own` and the IdentityFile entries of
     ~/.ssh/config (`none`: no keys), else the default keys in ~/.ssh."""
     named = cast(Sequence[str] | None, options.config.get("IdentityFile"))
     if own is not None:
         named = [own, *(named or ())]
-    return tuple(Path(each).expanduser() for each in (_HOME_KEYS if named is None else named))
+    return tuple(Path(each).expanduser() for each in (_DEFAULT_KEY_FILES if named is None else named))
 
 
-def login_keys(options: asyncssh.SSHClientConnectionOptions, files: Sequence[Path]) -> dict[str, Any]:
+def load_login_keys(options: asyncssh.SSHClientConnectionOptions, files: Sequence[Path]) -> dict[str, Any]:
     """Returns the arguments with which asyncssh offers the keys of these files only.
 
     Like OpenSSH, skips files that are missing, not a private key, or have a passphrase: the agent may have
     that key. Skips the validation of RSA primes, which takes a third of a second per host.
     """
     certificate_files = cast(Sequence[str], options.config.get("CertificateFile", ()))
-    certificates = [each for path in certificate_files for each in _certificates(Path(path).expanduser())]
-    pairs = [pair for file in files for pair in _key_pairs(file, certificates)]
+    certificates = [
+        each for path in certificate_files for each in _read_certificates(Path(path).expanduser())
+    ]
+    pairs = [pair for file in files for pair in _load_key_pairs(file, certificates)]
     identities = None
     if options.config.get("IdentitiesOnly"):
-        known = [pair.public_data for pair in pairs] + [each for file in files for each in _public_data(file)]
-        identities = list(dict.fromkeys(known)) or [_NO_IDENTITY]
+        known = [pair.public_data for pair in pairs] + [
+            each for file in files for each in _read_public_keys(file)
+        ]
+        identities = list(dict.fromkeys(known)) or [_NO_IDENTITY_DATA]
     # With an empty list, asyncssh would use the default keys in ~/.ssh.
     return {"client_keys": pairs or iter(()), "client_certs": [], "agent_identities": identities}
 
 
-def _certificates(file: Path) -> Sequence[asyncssh.SSHCertificate]:
+def _read_certificates(file: Path) -> Sequence[asyncssh.SSHCertificate]:
     """Reads certificates; skips an unreadable file, as OpenSSH does."""
     try:
         return asyncssh.read_certificate_list(file)
@@ -61,7 +65,9 @@ def _certificates(file: Path) -> Sequence[asyncssh.SSHCertificate]:
         return []
 
 
-def _key_pairs(file: Path, certificates: Sequence[asyncssh.SSHCertificate]) -> Sequence[asyncssh.SSHKeyPair]:
+def _load_key_pairs(
+    file: Path, certificates: Sequence[asyncssh.SSHCertificate]
+) -> Sequence[asyncssh.SSHKeyPair]:
     try:
         return asyncssh.load_keypairs(
             [str(file)], certlist=certificates, ignore_encrypted=True, unsafe_skip_rsa_key_validation=True
@@ -73,7 +79,7 @@ def _key_pairs(file: Path, certificates: Sequence[asyncssh.SSHCertificate]) -> S
         return []
 
 
-def _public_data(file: Path) -> Iterator[bytes]:
+def _read_public_keys(file: Path) -> Iterator[bytes]:
     """Yields the public keys that belong to a private key file, to match keys of the agent."""
     with contextlib.suppress(OSError, ValueError):
         yield asyncssh.read_certificate(f"{file}-cert.pub").public_data
@@ -89,7 +95,7 @@ def check_key_file(named: str) -> None:
         fault = "is not a file" if path.exists() else "does not exist"
         raise UsageError(f"ssh.key_file {named!r} {fault}", hint="set it to a private key, or remove it")
     try:
-        fault = _key_fault(_read(path))
+        fault = _find_key_fault(_read_limited(path))
     except OSError as error:
         raise UsageError(f"could not read ssh.key_file {named!r}: {error.strerror}") from None
     if fault:
@@ -99,36 +105,36 @@ def check_key_file(named: str) -> None:
 
 def passphrase_hint(files: Sequence[Path]) -> str:
     """Returns a hint about the files that have a passphrase; a general one if none has."""
-    locked = [str(file) for file in dict.fromkeys(files) if _has_passphrase(file)][:_SHOWN_MAX]
+    locked = [str(file) for file in dict.fromkeys(files) if _has_passphrase(file)][:_FILES_SHOWN_MAX]
     if not locked:
         return "a key with a passphrase must be added to ssh-agent (ssh-add)"
     has = "has a passphrase and is" if len(locked) == 1 else "have a passphrase and are"
     return f"{', '.join(locked)} {has} usable only through ssh-agent (ssh-add {shlex.join(locked)})"
 
 
-def _key_fault(data: bytes) -> str:
+def _find_key_fault(data: bytes) -> str:
     """Returns what is wrong with a key file; '' for a private key."""
     if not data.strip():
         return "is empty"
-    error = _import_error(data)
+    error = _try_import_key(data)
     if error is None or _is_about_passphrase(error):
         return ""
-    if _imports_as(asyncssh.import_public_key, data):
+    if _can_import_as(asyncssh.import_public_key, data):
         return "is a public key"
-    if _imports_as(asyncssh.import_certificate, data):
+    if _can_import_as(asyncssh.import_certificate, data):
         return "is a certificate"
     return f"is not a private key: {error}"
 
 
 def _has_passphrase(path: Path) -> bool:
     try:
-        error = _import_error(_read(path))
+        error = _try_import_key(_read_limited(path))
     except OSError:
         return False
     return error is not None and _is_about_passphrase(error)
 
 
-def _import_error(data: bytes) -> ValueError | None:
+def _try_import_key(data: bytes) -> ValueError | None:
     try:
         # Validating RSA primes takes a third of a second and is not needed here.
         asyncssh.import_private_key(data, unsafe_skip_rsa_key_validation=True)
@@ -141,7 +147,7 @@ def _is_about_passphrase(error: ValueError) -> bool:
     return str(error).startswith("Passphrase")  # asyncssh has no type for this error
 
 
-def _imports_as(kind: Callable[[bytes], object], data: bytes) -> bool:
+def _can_import_as(kind: Callable[[bytes], object], data: bytes) -> bool:
     try:
         kind(data)
     except asyncssh.KeyImportError:
@@ -149,6 +155,6 @@ def _imports_as(kind: Callable[[bytes], object], data: bytes) -> bool:
     return True
 
 
-def _read(path: Path) -> bytes:
+def _read_limited(path: Path) -> bytes:
     with path.open("rb") as file:
         return file.read(_FILE_BYTES_MAX)

@@ -30,8 +30,15 @@ from genie.errors import (
 )
 from genie.grid.backoff import retry
 from genie.grid.grid_file import GridFile, GridNode
-from genie.grid.ssh.node_helper import Helper, start_helper
-from genie.grid.ssh.target import KnownHosts, address_text, connect_error, error_text, resolve, ssh_command
+from genie.grid.ssh.node_helper import HelperSession, start_helper
+from genie.grid.ssh.target import (
+    KnownHostsCache,
+    format_address,
+    format_error,
+    format_ssh_command,
+    make_connect_error,
+    resolve_target,
+)
 from genie.grid.ssh.tcp_connection import TcpTunnel
 from genie.processes.tasks import all_of, pause_timeout, wait_first_completed
 
@@ -41,7 +48,7 @@ _OUTPUT_BYTES_MAX = 64 << 20
 _READ_BYTES = 1 << 16
 _KEEPALIVE_S = 5.0
 _KEEPALIVE_COUNT = 3
-_CLOSE_S = 2.0
+_CLOSE_TIMEOUT_S = 2.0
 
 AsyncCallback = Callable[[], Coroutine[Any, Any, None]]
 
@@ -61,9 +68,9 @@ class NodeConnection:
     def __init__(self, node: GridNode, connection: asyncssh.SSHClientConnection) -> None:
         self.node = node
         self.connection = connection
-        self._helper: Helper | None = None
-        self._helper_tried = False
-        self.users = 0
+        self._helper: HelperSession | None = None
+        self._is_helper_tried = False
+        self.user_count = 0
 
     @property
     def name(self) -> str:
@@ -81,7 +88,7 @@ class NodeConnection:
 
     @property
     def is_open(self) -> bool:
-        broken = self._helper is not None and self._helper.broken is not None
+        broken = self._helper is not None and self._helper.failure is not None
         return not broken and not self.connection.is_closed()
 
     async def call(
@@ -95,7 +102,7 @@ class NodeConnection:
         assert self._helper is not None, "check has_helper first"
         return await self._helper.call(op, args or {}, blob, timeout_s=timeout_s)
 
-    async def command(self, command: str, *, stdin: bytes = b"", timeout_s: float) -> CommandResult:
+    async def run_command(self, command: str, *, stdin: bytes = b"", timeout_s: float) -> CommandResult:
         """Runs a quoted shell command to completion. Raises as `call` does."""
         try:
             async with asyncio.timeout(timeout_s):
@@ -107,21 +114,21 @@ class NodeConnection:
         except TimeoutError:
             raise DeadlineError(f"node {self.name}: a command timed out after {timeout_s:g} s") from None
         except (asyncssh.Error, OSError) as error:
-            raise ConnectionLostError(f"node {self.name}: connection lost: {error_text(error)}") from error
+            raise ConnectionLostError(f"node {self.name}: connection lost: {format_error(error)}") from error
         if process.exit_status is None and process.exit_signal is None:
             raise ConnectionLostError(f"node {self.name}: connection lost while a command was running")
-        return CommandResult(_exit_code(process), out, err)
+        return CommandResult(_shell_exit_code(process), out, err)
 
     async def start_helper(self) -> None:
         """Starts the helper once per connection; `has_helper` stays False if the node cannot run it."""
-        if not self._helper_tried:
+        if not self._is_helper_tried:
             self._helper = await start_helper(self.connection, self.name)
-            self._helper_tried = True
+            self._is_helper_tried = True
 
     async def close(self) -> None:
         self.connection.close()
         try:
-            async with asyncio.timeout(_CLOSE_S):
+            async with asyncio.timeout(_CLOSE_TIMEOUT_S):
                 await self.connection.wait_closed()
         except TimeoutError:
             self.connection.abort()
@@ -133,12 +140,12 @@ class SshPool:
     def __init__(self, file: GridFile, *, ssh_config: Path) -> None:
         self._file = file
         self._ssh_config = ssh_config.expanduser()
-        self._links: dict[str, NodeConnection] = {}
+        self._connection_by_node: dict[str, NodeConnection] = {}
         self._connect_locks: dict[str, _ConnectLock] = {}
-        self._opening = 0
-        self._freed = asyncio.Event()
-        self._closed = False
-        self._trusted = KnownHosts()
+        self._opening_count = 0
+        self._slot_freed = asyncio.Event()
+        self._is_closed = False
+        self._known_hosts = KnownHostsCache()
 
     async def __aenter__(self) -> SshPool:
         return self
@@ -146,17 +153,17 @@ class SshPool:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._closed = True
+        self._is_closed = True
         self._notify_freed()
-        links, self._links = list(self._links.values()), {}
+        links, self._connection_by_node = list(self._connection_by_node.values()), {}
         await asyncio.gather(*(link.close() for link in links))
 
     @property
-    def open_links(self) -> list[str]:
-        return [name for name, link in self._links.items() if link.is_open]
+    def open_nodes(self) -> list[str]:
+        return [name for name, link in self._connection_by_node.items() if link.is_open]
 
     @contextlib.asynccontextmanager
-    async def use(
+    async def connect(
         self,
         name: str,
         *,
@@ -186,7 +193,7 @@ class SshPool:
         try:
             yield link
         finally:
-            link.users -= 1
+            link.user_count -= 1
             self._notify_freed()
 
     async def _acquire_with_retries(
@@ -225,17 +232,17 @@ class SshPool:
         async def run_before_login() -> None:
             if before_login is not None:
                 with pause_timeout(limit):
-                    await wait_first_completed(before_login(), connect_lock.wanted.wait())
+                    await wait_first_completed(before_login(), connect_lock.is_wanted.wait())
 
         try:
             async with limit, connect_lock.hold():
-                link = await self._open(node, run_before_login)
-                link.users += 1
+                link = await self._open_connection(node, run_before_login)
+                link.user_count += 1
                 try:
                     if not without_helper:
                         await link.start_helper()
                 except BaseException:
-                    link.users -= 1
+                    link.user_count -= 1
                     self._notify_freed()
                     raise
                 return link
@@ -244,15 +251,15 @@ class SshPool:
                 raise
             raise UnreachableError(
                 f"node {node.name}: connecting timed out after {timeout_s:g} s",
-                hint=f"try '{ssh_command(node)}', or raise ssh.connect_timeout or ssh.pool_size",
+                hint=f"try '{format_ssh_command(node)}', or raise ssh.connect_timeout or ssh.pool_size",
             ) from None
 
-    async def _open(self, node: GridNode, before_login: AsyncCallback) -> NodeConnection:
-        link = self._links.get(node.name)
+    async def _open_connection(self, node: GridNode, before_login: AsyncCallback) -> NodeConnection:
+        link = self._connection_by_node.get(node.name)
         if link is not None and link.is_open:
             # It stays in the pool meanwhile: its slot may be needed, and this task may be cancelled.
             await before_login()
-        link = self._links.pop(node.name, None)
+        link = self._connection_by_node.pop(node.name, None)
         if link is not None and not link.is_open:
             await link.close()
             link = None
@@ -264,41 +271,51 @@ class SshPool:
                     await slot.enter_async_context(self._reserve_slot(node))
 
                 link = NodeConnection(node, await self._connect(node, on_banner))
-        if self._closed:
+        if self._is_closed:
             await link.close()
-            raise _closed_error()
-        self._links[node.name] = link  # most recently used
+            raise _pool_closed_error()
+        self._connection_by_node[node.name] = link  # most recently used
         return link
 
     @contextlib.asynccontextmanager
     async def _reserve_slot(self, node: GridNode) -> AsyncIterator[None]:
         """Reserves a slot; closes the least recently used idle connection if the pool is full."""
-        while not self._closed and len(self._links) + self._opening >= self._file.ssh.pool_size:
-            idle = next((link for link in self._links.values() if not link.users or not link.is_open), None)
+        while (
+            not self._is_closed
+            and len(self._connection_by_node) + self._opening_count >= self._file.ssh.pool_size
+        ):
+            idle = next(
+                (
+                    link
+                    for link in self._connection_by_node.values()
+                    if not link.user_count or not link.is_open
+                ),
+                None,
+            )
             if idle is not None:
-                del self._links[idle.name]
+                del self._connection_by_node[idle.name]
                 _log.debug("closing an idle SSH connection", extra={"node": idle.name, "for_node": node.name})
                 await idle.close()
                 continue
-            await self._freed.wait()
-        if self._closed:
-            raise _closed_error()
-        self._opening += 1
+            await self._slot_freed.wait()
+        if self._is_closed:
+            raise _pool_closed_error()
+        self._opening_count += 1
         try:
             yield
         finally:
-            self._opening -= 1
+            self._opening_count -= 1
             self._notify_freed()  # the slot of a failed connection is free again
 
     def _notify_freed(self) -> None:
         """Wakes all current waiters; later ones wait for the next event."""
-        self._freed.set()
-        self._freed = asyncio.Event()
+        self._slot_freed.set()
+        self._slot_freed = asyncio.Event()
 
     async def _connect(self, node: GridNode, on_banner: AsyncCallback) -> asyncssh.SSHClientConnection:
         """`on_banner` is awaited after the SSH banner; with a jump host or proxy, before connecting."""
-        target = await resolve(node, self._file, self._ssh_config, trusted=self._trusted)
-        _log.debug("connecting to a node", extra={"node": node.name, "to": address_text(target)})
+        target = await resolve_target(node, self._file, self._ssh_config, trusted=self._known_hosts)
+        _log.debug("connecting to a node", extra={"node": node.name, "to": format_address(target)})
         arguments: dict[str, Any] = {
             "config": None
         }  # parsed already; parsed twice, every key would be offered twice
@@ -321,32 +338,32 @@ class SshPool:
                 login_timeout=0,  # timeout_s is shorter; asyncssh would keep abandoned logins for two minutes
             )
         except (asyncssh.Error, OSError, ValueError) as error:
-            raise connect_error(target, error) from error
+            raise make_connect_error(target, error) from error
 
 
-def _closed_error() -> UsageError:
+def _pool_closed_error() -> UsageError:
     return UsageError("the connection pool is closed")
 
 
 class _ConnectLock:
-    """Serializes connection attempts to one node. `wanted` is set while other callers wait."""
+    """Serializes connection attempts to one node. `is_wanted` is set while other callers wait."""
 
     def __init__(self) -> None:
-        self.wanted = asyncio.Event()
+        self.is_wanted = asyncio.Event()
         self._lock = asyncio.Lock()
-        self._waiting = 0
+        self._waiter_count = 0
 
     @contextlib.asynccontextmanager
     async def hold(self) -> AsyncIterator[None]:
-        self._waiting += 1
+        self._waiter_count += 1
         if self._lock.locked():
-            self.wanted.set()
+            self.is_wanted.set()
         try:
             await self._lock.acquire()
         finally:
-            self._waiting -= 1
-            if not self._waiting:
-                self.wanted.clear()
+            self._waiter_count -= 1
+            if not self._waiter_count:
+                self.is_wanted.clear()
         try:
             yield
         finally:
@@ -376,7 +393,7 @@ async def _communicate(
     return out, err
 
 
-def _exit_code(done: asyncssh.SSHClientProcess[bytes]) -> int:
+def _shell_exit_code(done: asyncssh.SSHClientProcess[bytes]) -> int:
     if done.exit_status is not None and done.exit_status >= 0:
         return done.exit_status
     return 128 - done.returncode if done.returncode is not None and done.returncode < 0 else 255

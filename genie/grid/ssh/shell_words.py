@@ -11,7 +11,7 @@ import shlex
 
 from genie.grid.remote.own_folder import broken_link_message, rejected_link_message
 
-OWN_FOLDER = """
+GRID_FOLDER_SCRIPT = """
 _grid_refused_link() {
   [ -L "$root/.grid" ] || return 1
   _grid_real=$(cd -P -- "$root/.grid" 2>/dev/null && pwd -P) || {
@@ -30,17 +30,19 @@ _grid_refused_link() {
 """The sh version of remote/own_folder.py: prints why the link at $root/.grid is rejected, else fails."""
 
 # Characters that are special within single quotes in some shell (' \ ! and newlines) or in double quotes.
-_SPECIAL = re.compile(r"[^\x20\x23\x25-\x5b\x5d-\x5f\x61-\x7e]|'")
+_SPECIAL_CHARACTERS = re.compile(r"[^\x20\x23\x25-\x5b\x5d-\x5f\x61-\x7e]|'")
 
 
-def path_word(path: str) -> str:
+def quote_path(path: str) -> str:
     """Quotes a path for sh; a leading '~' becomes the home directory on the node."""
     if path == "~":
         return '"$HOME"'
     return f'"$HOME"/{shlex.quote(path[2:])}' if path.startswith("~/") else shlex.quote(path)
 
 
-def through_login_shell(script: str) -> str:
+def make_login_shell_command(script: str) -> str:
     """Returns a command for any login shell that runs a script in sh. The script keeps standard input."""
-    escaped = _SPECIAL.sub(lambda found: "".join(f"\\0{byte:03o}" for byte in found[0].encode()), script)
+    escaped = _SPECIAL_CHARACTERS.sub(
+        lambda found: "".join(f"\\0{byte:03o}" for byte in found[0].encode()), script
+    )
     return f'exec sh -c \'eval "$(printf %b "{escaped}")"\''

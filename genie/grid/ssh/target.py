@@ -28,8 +28,8 @@ from genie.errors import (
     UsageError,
 )
 from genie.grid.grid_file import GridFile, GridNode
-from genie.grid.ssh.config import host_config
-from genie.grid.ssh.keys import check_key_file, key_files, login_keys, passphrase_hint
+from genie.grid.ssh.config import open_config_for_host
+from genie.grid.ssh.keys import check_key_file, list_key_files, load_login_keys, passphrase_hint
 
 _SSH_PORT = 22
 _KNOWN_HOSTS = "~/.ssh/known_hosts"
@@ -55,10 +55,10 @@ class SshTarget:
     @property
     def known_keys(self) -> list[asyncssh.SSHKey]:
         """The keys of the host in known_hosts, including those of its certificate authorities."""
-        return self._keys_in(self.known_hosts)
+        return self._find_keys_in(self.known_hosts)
 
     @property
-    def entry(self) -> str:
+    def known_hosts_name(self) -> str:
         """The name of the host in known_hosts: with its port, unless that is 22 or there is an alias."""
         plain = self.port == _SSH_PORT or bool(self.options.host_key_alias)
         return self.host if plain else f"[{self.host}]:{self.port}"
@@ -67,38 +67,40 @@ class SshTarget:
     def changed_key_hint(self) -> str:
         """Hint for a changed host key, with commands that are quoted for the shell."""
         files = self.known_hosts_files
-        file = next((each for each in files if self._keys_in(KnownHosts().of([each]))), files[0])
-        words = shlex.join(["ssh-keygen", "-f", str(file), "-R", self.entry])
+        file = next((each for each in files if self._find_keys_in(KnownHostsCache().load([each]))), files[0])
+        words = shlex.join(["ssh-keygen", "-f", str(file), "-R", self.known_hosts_name])
         return (
             f"if the host was reinstalled, remove the old key: {words} "
             f"and then: grid-cli nodes trust {self.node.name}"
         )
 
-    def _keys_in(self, known: asyncssh.SSHKnownHosts) -> list[asyncssh.SSHKey]:
+    def _find_keys_in(self, known: asyncssh.SSHKnownHosts) -> list[asyncssh.SSHKey]:
         port = self.port if self.port != _SSH_PORT else None
         keys, authorities, *_ = asyncssh.match_known_hosts(known, self.host, "", port)
         return [*keys, *authorities]
 
 
-class KnownHosts:
+class KnownHostsCache:
     """A cache of parsed known_hosts files."""
 
     def __init__(self) -> None:
-        self._read: dict[tuple[str, ...], asyncssh.SSHKnownHosts] = {}
+        self._parsed_by_files: dict[tuple[str, ...], asyncssh.SSHKnownHosts] = {}
 
-    def of(self, files: Sequence[Path]) -> asyncssh.SSHKnownHosts:
+    def load(self, files: Sequence[Path]) -> asyncssh.SSHKnownHosts:
         named = tuple(map(str, files))
-        if named not in self._read:
+        if named not in self._parsed_by_files:
             existing = [str(file) for file in files if file.is_file()]
             try:
                 read = asyncssh.read_known_hosts(existing) if existing else asyncssh.import_known_hosts("")
             except (ValueError, OSError, UnicodeDecodeError) as error:
                 raise UsageError(f"could not read {' or '.join(existing)}: {error}") from None
-            self._read[named] = read
-        return self._read[named]
+            self._parsed_by_files[named] = read
+        return self._parsed_by_files[named]
 
 
-async def resolve(node: GridNode, file: GridFile, ssh_config: Path, *, trusted: KnownHosts) -> SshTarget:
+async def resolve_target(
+    node: GridNode, file: GridFile, ssh_config: Path, *, trusted: KnownHostsCache
+) -> SshTarget:
     """Reads the settings of the node from ~/.ssh/config; the grid file overrides them. Raises UsageError."""
     given: dict[str, Any] = {}
     if node.user is not None:
@@ -110,31 +112,31 @@ async def resolve(node: GridNode, file: GridFile, ssh_config: Path, *, trusted: 
     if file.ssh.key_file is not None:
         check_key_file(file.ssh.key_file)
     try:
-        options = await _options(given, ssh_config)
+        options = await _make_options(given, ssh_config)
     except (asyncssh.Error, OSError, ValueError) as error:
         raise UsageError(
-            f"node {node.name}: could not use {ssh_config}: {error_text(error)}",
-            hint=f"try '{ssh_command(node)}'",
+            f"node {node.name}: could not use {ssh_config}: {format_error(error)}",
+            hint=f"try '{format_ssh_command(node)}'",
         ) from error
     # With "UserKnownHostsFile none", asyncssh would trust any host; here it means that no host is known.
     named = options.known_hosts if isinstance(options.known_hosts, list) else None
-    files = [Path(_expand(str(each))) for each in named or [_KNOWN_HOSTS]] if named is not None else []
-    offered = key_files(options, own=file.ssh.key_file)
+    files = [Path(_expand_user(str(each))) for each in named or [_KNOWN_HOSTS]] if named is not None else []
+    offered = list_key_files(options, own=file.ssh.key_file)
     return SshTarget(
         node,
         host=options.host_key_alias or options.host,
         port=options.port or _SSH_PORT,
         config=config,
         options=options,
-        ciphers=_ciphers(options),
-        known_hosts=trusted.of(files),
+        ciphers=_choose_ciphers(options),
+        known_hosts=trusted.load(files),
         known_hosts_files=tuple(files),
         key_files=offered,
-        keys=await asyncio.to_thread(login_keys, options, offered),
+        keys=await asyncio.to_thread(load_login_keys, options, offered),
     )
 
 
-def _ciphers(options: asyncssh.SSHClientConnectionOptions) -> list[str]:
+def _choose_ciphers(options: asyncssh.SSHClientConnectionOptions) -> list[str]:
     """The ciphers of ~/.ssh/config in its order; by default AES-GCM first, which needs half the CPU time."""
     known = [each.decode() for each in options.encryption_algs]
     if list(options.encryption_algs) != get_default_encryption_algs():
@@ -142,7 +144,7 @@ def _ciphers(options: asyncssh.SSHClientConnectionOptions) -> list[str]:
     return sorted(known, key=lambda each: "gcm" not in each)
 
 
-def _expand(path: str) -> str:
+def _expand_user(path: str) -> str:
     return str(Path(path).expanduser())
 
 
@@ -150,38 +152,41 @@ def _is_file(path: Path) -> bool:
     return path.is_file()
 
 
-async def _options(given: dict[str, Any], ssh_config: Path) -> asyncssh.SSHClientConnectionOptions:
+async def _make_options(given: dict[str, Any], ssh_config: Path) -> asyncssh.SSHClientConnectionOptions:
     construct = asyncssh.SSHClientConnectionOptions.construct
     found: asyncssh.SSHClientConnectionOptions
     if given["config"]:
-        with host_config(given["host"], ssh_config) as short, contextlib.suppress(asyncssh.ConfigParseError):
+        with (
+            open_config_for_host(given["host"], ssh_config) as short,
+            contextlib.suppress(asyncssh.ConfigParseError),
+        ):
             found = await construct(client_keys=None, **{**given, "config": [str(short)]})
             return found
     found = await construct(client_keys=None, **given)  # its errors name the original file
     return found
 
 
-def ssh_command(node: GridNode) -> str:
+def format_ssh_command(node: GridNode) -> str:
     """Returns the ssh command that connects as the grid does."""
     port = f"-p {node.port} " if node.port is not None else ""
     return f"ssh {port}{node.user}@{node.name}" if node.user is not None else f"ssh {port}{node.name}"
 
 
-def address_text(target: SshTarget) -> str:
+def format_address(target: SshTarget) -> str:
     """Formats host, port and jump hosts for errors."""
     port = "" if target.port == _SSH_PORT else f" port {target.port}"
     jump = target.options.tunnel
     return f"{target.host}{port}{f' through {jump}' if isinstance(jump, str) and jump else ''}"
 
 
-def connect_error(target: SshTarget, error: Exception) -> GenieError:
-    name, where = target.node.name, address_text(target)
+def make_connect_error(target: SshTarget, error: Exception) -> GenieError:
+    name, where = target.node.name, format_address(target)
     if isinstance(error, asyncssh.KeyExchangeFailed | asyncssh.HostKeyNotVerifiable):
-        return _host_key_error(target, error, where=where)
+        return _make_host_key_error(target, error, where=where)
     if isinstance(error, asyncssh.PermissionDenied):
         return LoginRefusedError(
             f"node {name}: {where} rejected the login of {target.options.username}",
-            hint=f"try '{ssh_command(target.node)}'; {passphrase_hint(target.key_files)}, "
+            hint=f"try '{format_ssh_command(target.node)}'; {passphrase_hint(target.key_files)}, "
             "or select another key with ssh.key_file or IdentityFile",
         )
     if isinstance(error, asyncssh.KeyEncryptionError | asyncssh.KeyImportError):
@@ -189,11 +194,12 @@ def connect_error(target: SshTarget, error: Exception) -> GenieError:
             f"node {name}: could not use a private key: {error}", hint="add it with ssh-add"
         )
     return UnreachableError(
-        f"node {name}: could not reach {where}: {error_text(error)}", hint=f"try '{ssh_command(target.node)}'"
+        f"node {name}: could not reach {where}: {format_error(error)}",
+        hint=f"try '{format_ssh_command(target.node)}'",
     )
 
 
-def _host_key_error(target: SshTarget, error: Exception, *, where: str) -> GenieError:
+def _make_host_key_error(target: SshTarget, error: Exception, *, where: str) -> GenieError:
     name = target.node.name
     if target.known_keys:
         known = ", ".join(key.get_fingerprint() for key in target.known_keys[:4])
@@ -207,10 +213,10 @@ def _host_key_error(target: SshTarget, error: Exception, *, where: str) -> Genie
             f"node {name}: the host key of {where} is not in known_hosts",
             hint=f"'grid-cli nodes trust {name}' shows its fingerprint and adds it",
         )
-    return UnreachableError(f"node {name}: key exchange with {where} failed: {error_text(error)}")
+    return UnreachableError(f"node {name}: key exchange with {where} failed: {format_error(error)}")
 
 
-def error_text(error: BaseException | None) -> str:
+def format_error(error: BaseException | None) -> str:
     """Formats an error; for a failed connect without the call and arguments that asyncio adds."""
     refusals = re.findall(r"\[Errno ([0-9]{1,4})\] Connect call failed", str(error))
     if isinstance(error, OSError) and refusals:

@@ -19,10 +19,10 @@ from typing import Any, cast
 
 import asyncssh
 
-_BYTES_MAX = 1 << 16
-_VERSION = b"SSH-"
+_BUFFER_BYTES_MAX = 1 << 16
+_BANNER_PREFIX = b"SSH-"
 """Start of the SSH banner. Other lines may precede it."""
-_QUICKACK_SEGMENTS = 32
+_QUICKACK_SEGMENTS_MAX = 32
 """Enough for a login and the start of a command; later, servers do not wait for acknowledgements."""
 
 
@@ -94,8 +94,8 @@ class _BannerBuffer(asyncio.Protocol):
         self.owner = owner
         self.banner_received = asyncio.Event()
         self._buffered: bytearray | None = bytearray()
-        self._lost: Exception | None = None
-        self._quickacks_left = _QUICKACK_SEGMENTS
+        self._connection_error: Exception | None = None
+        self._quickacks_left = _QUICKACK_SEGMENTS_MAX
         self._transport: asyncio.Transport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -104,29 +104,29 @@ class _BannerBuffer(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         assert self._transport is not None, "data without a connection"
-        _acknowledge(self._transport)
+        _set_quickack(self._transport)
         if self._buffered is not None:
-            self._buffer(data)
+            self._buffer_until_banner(data)
             return
         self._quickacks_left -= 1
         if not self._quickacks_left:
             self._transport.set_protocol(self.owner)
         self.owner.data_received(data)
 
-    def _buffer(self, data: bytes) -> None:
+    def _buffer_until_banner(self, data: bytes) -> None:
         """Buffers until the banner. Tarpits send other lines for ever, so the buffer is limited."""
         assert self._buffered is not None and self._transport is not None, "buffering and connected"
         self._buffered += data
-        is_full = len(self._buffered) > _BYTES_MAX
+        is_full = len(self._buffered) > _BUFFER_BYTES_MAX
         if is_full:
             self._transport.pause_reading()
-        if is_full or self._buffered.startswith(_VERSION) or b"\n" + _VERSION in self._buffered:
+        if is_full or self._buffered.startswith(_BANNER_PREFIX) or b"\n" + _BANNER_PREFIX in self._buffered:
             self.banner_received.set()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
         self.banner_received.set()
-        self._lost = exc
+        self._connection_error = exc
         if self._buffered is None:
             self.owner.connection_lost(exc)
 
@@ -143,13 +143,13 @@ class _BannerBuffer(asyncio.Protocol):
         assert self._buffered is not None, "released once"
         data, self._buffered = bytes(self._buffered), None
         if self._transport is None:
-            self.owner.connection_lost(self._lost)
+            self.owner.connection_lost(self._connection_error)
             return
         self.owner.data_received(data)
         self._transport.resume_reading()
 
 
-def _acknowledge(transport: asyncio.Transport) -> None:
+def _set_quickack(transport: asyncio.Transport) -> None:
     # Linux only; not permanent, so it is set after each segment.
     option = getattr(socket, "TCP_QUICKACK", None)
     if option is not None:
@@ -158,27 +158,27 @@ def _acknowledge(transport: asyncio.Transport) -> None:
 
 
 class _CoalescingTransport(asyncio.Transport):
-    """Coalesces the writes of one event loop iteration, up to _BYTES_MAX."""
+    """Coalesces the writes of one event loop iteration, up to _BUFFER_BYTES_MAX."""
 
     def __init__(self, inner: asyncio.Transport) -> None:
         super().__init__()
         self._inner = inner
         self._loop = asyncio.get_running_loop()
-        self._parts: list[bytes | bytearray | memoryview[Any]] = []
-        self._bytes = 0
+        self._pending_parts: list[bytes | bytearray | memoryview[Any]] = []
+        self._pending_bytes = 0
 
     def write(self, data: bytes | bytearray | memoryview[Any]) -> None:
-        if not self._parts:
+        if not self._pending_parts:
             self._loop.call_soon(self._flush)
-        self._parts.append(data)
-        self._bytes += len(data)
-        if self._bytes > _BYTES_MAX:
+        self._pending_parts.append(data)
+        self._pending_bytes += len(data)
+        if self._pending_bytes > _BUFFER_BYTES_MAX:
             self._flush()
 
     def _flush(self) -> None:
-        if self._parts:
-            whole = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
-            self._parts, self._bytes = [], 0
+        if self._pending_parts:
+            whole = self._pending_parts[0] if len(self._pending_parts) == 1 else b"".join(self._pending_parts)
+            self._pending_parts, self._pending_bytes = [], 0
             if not self._inner.is_closing():  # otherwise asyncio logs a warning for each write
                 # RuntimeError: uvloop raises it when the host has just disconnected.
                 with contextlib.suppress(RuntimeError):

@@ -19,15 +19,15 @@ from pathlib import Path
 from genie.errors import NativeBuildError, SyncError, UsageError
 from genie.grid.grid_file import SyncSettings
 from genie.grid.remote import tree
-from genie.grid.remote.site import STATE_HEAD, STATE_MAGIC
+from genie.grid.remote.site import STATE_HEADER, STATE_MAGIC
 from genie.grid.remote.tree import NO_SHA, TreeRecord
-from genie.grid.sync.excludes import Excludes, rules_digest
+from genie.grid.sync.excludes import ExclusionRules, compute_rules_digest
 from genie.native import libraries
 
 _log = logging.getLogger(__name__)
-_INDEXES_KEPT = 64
-_FOLDER_HINT = "change to the folder of the project, or pass its path"
-_SHA_AT = tree.HEAD.size - len(NO_SHA)
+_INDEX_FILES_KEPT = 64
+_SYNC_FOLDER_HINT = "change to the folder of the project, or pass its path"
+_SHA_OFFSET = tree.RECORD_HEADER.size - len(NO_SHA)
 
 
 @dataclass
@@ -50,21 +50,21 @@ class TreeSnapshot:
 
     @property
     def files(self) -> list[int]:
-        return [one.at for one in tree.records_of(bytes(self.records)) if one.kind == tree.FILE]
+        return [one.at for one in tree.iter_records(bytes(self.records)) if one.kind == tree.FILE]
 
     def set_sha(self, offset: int, sha: bytes) -> None:
         if self.digest and tree.record_sha(self.records, offset) != sha:
             self._clear_digest()
-        self.records[offset + _SHA_AT : offset + tree.HEAD.size] = sha
+        self.records[offset + _SHA_OFFSET : offset + tree.RECORD_HEADER.size] = sha
 
     def _clear_digest(self) -> None:
         self.digest, self.is_same = "", False
 
-    def restat(self, offset: int, found: os.stat_result) -> None:
+    def update_record(self, offset: int, found: os.stat_result) -> None:
         """Updates the record of a file that has changed since the scan."""
         one = TreeRecord(self.records, offset)
         self._clear_digest()
-        head = tree.HEAD.pack(
+        head = tree.RECORD_HEADER.pack(
             tree.FILE,
             0,
             found.st_mode & 0o7777,
@@ -74,8 +74,8 @@ class TreeSnapshot:
             found.st_mtime_ns,
             NO_SHA,
         )
-        self.records[offset : offset + tree.HEAD.size] = head
-        self.records[one.end - tree.STAMP.size : one.end] = tree.stamp_of(found)
+        self.records[offset : offset + tree.RECORD_HEADER.size] = head
+        self.records[one.end - tree.STAMP_STRUCT.size : one.end] = tree.pack_stamp(found)
 
 
 class LocalTree:
@@ -84,13 +84,13 @@ class LocalTree:
     def __init__(self, root: Path, keys: SyncSettings, *, cache: Path, engine: tree.PlainEngine) -> None:
         self.root = root
         self.engine = engine
-        self._keys = keys
+        self._settings = keys
         name = hashlib.sha256(os.fsencode(root)).hexdigest()[:32]
-        self._index = cache / f"{name}.index"
+        self._index_path = cache / f"{name}.index"
 
     def scan(self) -> TreeSnapshot:
         """Scans the folder. Raises SyncError that names an unreadable path."""
-        rules = rules_digest(self._keys.exclude_patterns, follow=self._keys.follow_symlinks)
+        rules = compute_rules_digest(self._settings.exclude_patterns, follow=self._settings.follow_symlinks)
         old, old_taken_ns, old_digest, old_rules = self._read_index()
         reuse = old_rules == rules
         taken_ns = time.time_ns()
@@ -119,20 +119,20 @@ class LocalTree:
             snapshot.digest = hashlib.sha256(self.engine.without_stamps(records)).hexdigest()
             snapshot.dirty = []
 
-    def save(self, snapshot: TreeSnapshot) -> None:
+    def write_index_if_changed(self, snapshot: TreeSnapshot) -> None:
         """Writes the index if it has changed."""
         if snapshot.is_same or not snapshot.digest:
             return
         snapshot.is_same = True
         digest = bytes.fromhex(snapshot.digest)
-        head = STATE_HEAD.pack(STATE_MAGIC, snapshot.taken_ns, digest, snapshot.rules)
+        head = STATE_HEADER.pack(STATE_MAGIC, snapshot.taken_ns, digest, snapshot.rules)
         try:
             self._write_index(head + bytes(snapshot.records))
         except OSError as error:
             _log.warning("could not write the index of a synced folder", extra={"why": error.strerror})
 
     def _walk(self, old: bytes, *, taken_ns: int, reuse: bool) -> tree.WalkResult:
-        excludes = Excludes(self.root, self._keys.exclude_patterns)
+        excludes = ExclusionRules(self.root, self._settings.exclude_patterns)
         try:
             return self.engine.walk(
                 str(self.root),
@@ -140,7 +140,7 @@ class LocalTree:
                 taken_ns=taken_ns,
                 reuse=reuse,
                 is_excluded=excludes.is_excluded,
-                follow=self._keys.follow_symlinks,
+                follow=self._settings.follow_symlinks,
             )
         except OSError as error:
             where = self.root / (error.filename or "")
@@ -151,13 +151,13 @@ class LocalTree:
 
     def _read_index(self) -> tuple[bytes, int, str, bytes]:
         try:
-            data = self._index.read_bytes()
+            data = self._index_path.read_bytes()
         except OSError:
             return b"", 0, "", b""
-        if len(data) < STATE_HEAD.size:
+        if len(data) < STATE_HEADER.size:
             return b"", 0, "", b""
-        magic, taken_ns, digest, rules = STATE_HEAD.unpack_from(data)
-        records = data[STATE_HEAD.size :]
+        magic, taken_ns, digest, rules = STATE_HEADER.unpack_from(data)
+        records = data[STATE_HEADER.size :]
         try:
             whole = (
                 magic == STATE_MAGIC
@@ -168,26 +168,28 @@ class LocalTree:
         return (records, taken_ns, digest.hex(), rules) if whole else (b"", 0, "", b"")
 
     def _write_index(self, data: bytes) -> None:
-        self._index.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        part = self._index.with_suffix(f".{os.getpid()}.part")
+        self._index_path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        part = self._index_path.with_suffix(f".{os.getpid()}.part")
         part.write_bytes(data)
         # Not over the old one: some file systems flush on such a rename, and a lost index costs little.
-        self._index.unlink(missing_ok=True)
-        part.replace(self._index)
-        kept = sorted(self._index.parent.glob("*.index"), key=lambda path: path.stat().st_mtime, reverse=True)
-        for path in kept[_INDEXES_KEPT:]:
+        self._index_path.unlink(missing_ok=True)
+        part.replace(self._index_path)
+        kept = sorted(
+            self._index_path.parent.glob("*.index"), key=lambda path: path.stat().st_mtime, reverse=True
+        )
+        for path in kept[_INDEX_FILES_KEPT:]:
             path.unlink(missing_ok=True)
 
 
-def local_root(folder: Path) -> Path:
+def resolve_local_root(folder: Path) -> Path:
     """Resolves links in the path of the folder. Raises UsageError if it is not a folder, and for the home
     directory and its parents: they are only sent by mistake, and may take hours."""
     try:
         root = folder.expanduser().resolve(strict=True)
     except (OSError, RuntimeError, ValueError) as error:  # no such user; a loop of links; a null character
         why = getattr(error, "strerror", None) or error
-        raise UsageError(f"could not send {str(folder)!r}: {why}", hint=_FOLDER_HINT) from None
-    homes = _home_directories()
+        raise UsageError(f"could not send {str(folder)!r}: {why}", hint=_SYNC_FOLDER_HINT) from None
+    homes = _list_home_directories()
     if not root.is_dir():
         why = "it is not a folder"
     elif root.parent == root:
@@ -198,10 +200,10 @@ def local_root(folder: Path) -> Path:
         why = "it contains the home directory"
     else:
         return root
-    raise UsageError(f"could not send {root}: {why}", hint=_FOLDER_HINT)
+    raise UsageError(f"could not send {root}: {why}", hint=_SYNC_FOLDER_HINT)
 
 
-def _home_directories() -> list[Path]:
+def _list_home_directories() -> list[Path]:
     """Returns the directories of HOME and of the user database: HOME may be empty, relative or wrong."""
     found = [os.path.expanduser("~")]  # noqa: PTH111 - Path.home() fails for a user without one
     with contextlib.suppress(ImportError, KeyError):  # Windows; a user that is not in the database
@@ -216,7 +218,7 @@ def _home_directories() -> list[Path]:
 
 
 @functools.cache
-def local_engine() -> tree.PlainEngine:
+def load_local_engine() -> tree.PlainEngine:
     """Returns the compiled engine, building it if needed; the Python one if there is no compiler."""
     try:
         return tree.CompiledEngine(str(libraries.BuildCache.of_this_installation().build("genie_tree")))
@@ -226,7 +228,7 @@ def local_engine() -> tree.PlainEngine:
 
 
 @functools.cache
-def library() -> tuple[str, bytes, bytes]:
+def read_library() -> tuple[str, bytes, bytes]:
     """Returns the library for nodes: its key, the local binary (b'' if not compiled), and its source."""
     build_cache = libraries.BuildCache.of_this_installation()
     source = (build_cache.sources / "grid" / "tree.cpp").read_bytes()

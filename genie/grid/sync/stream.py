@@ -17,9 +17,9 @@ import asyncssh
 
 from genie.errors import ConnectionLostError, DeadlineError, GenieError, NodeRefusedError, ProtocolError
 from genie.grid.remote import core
-from genie.grid.ssh.node_helper import source, with_dependencies
+from genie.grid.ssh.node_helper import list_with_dependencies, read_remote_source
 from genie.grid.ssh.pool import NodeConnection
-from genie.grid.ssh.target import error_text
+from genie.grid.ssh.target import format_error
 
 # One line: csh allows no newline in quotes. Reads exactly the program; the rest of stdin is its input.
 _BOOT_COMMAND = (
@@ -38,11 +38,11 @@ class SyncStream:
     ) -> None:
         self._name = link.name
         self._process = process
-        self._stall_s = stall_s
+        self._stall_timeout_s = stall_s
 
     @classmethod
     async def open(cls, link: NodeConnection, args: Mapping[str, Any], *, stall_s: float) -> SyncStream:
-        boot = _boot_text()
+        boot = _encode_boot_source()
         head = b"%d\n" % len(boot) + boot + json.dumps(dict(args)).encode() + b"\n"
         try:
             async with asyncio.timeout(stall_s):
@@ -56,18 +56,20 @@ class SyncStream:
             ) from None
         except (asyncssh.Error, OSError) as error:
             raise ConnectionLostError(
-                f"node {link.name}: could not open a session: {error_text(error)}"
+                f"node {link.name}: could not open a session: {format_error(error)}"
             ) from error
         return cls(link, process, stall_s=stall_s)
 
     async def send(self, data: bytes) -> None:
         """Raises the error that the node returned, ConnectionLostError or DeadlineError."""
         try:
-            async with asyncio.timeout(self._stall_s):
+            async with asyncio.timeout(self._stall_timeout_s):
                 self._process.stdin.write(data)
                 await self._process.stdin.drain()
         except TimeoutError:
-            raise DeadlineError(f"node {self._name}: the transfer stalled for {self._stall_s:g} s") from None
+            raise DeadlineError(
+                f"node {self._name}: the transfer stalled for {self._stall_timeout_s:g} s"
+            ) from None
         except (asyncssh.Error, OSError) as error:
             raise await self._failure_reason(error) from error
 
@@ -79,7 +81,7 @@ class SyncStream:
         except TimeoutError:
             raise DeadlineError(f"node {self._name}: no reply to a transfer within {timeout_s:g} s") from None
         except (asyncssh.Error, OSError) as error:
-            raise ConnectionLostError(f"node {self._name}: connection lost: {error_text(error)}") from error
+            raise ConnectionLostError(f"node {self._name}: connection lost: {format_error(error)}") from error
         return self._parse_reply(text)
 
     def close(self) -> None:
@@ -87,10 +89,10 @@ class SyncStream:
 
     async def _failure_reason(self, error: Exception) -> GenieError:
         try:
-            await self.read_reply(timeout_s=min(self._stall_s, 5.0))
+            await self.read_reply(timeout_s=min(self._stall_timeout_s, 5.0))
         except GenieError as answered:
             return answered
-        return ConnectionLostError(f"node {self._name}: connection lost: {error_text(error)}")
+        return ConnectionLostError(f"node {self._name}: connection lost: {format_error(error)}")
 
     def _parse_reply(self, text: bytes) -> Any:
         _, magic, body = text.partition(core.MAGIC)
@@ -115,15 +117,15 @@ async def read_tail(reader: asyncssh.SSHReader[bytes]) -> bytes:
 
 
 @functools.cache
-def _boot_text() -> bytes:
+def _encode_boot_source() -> bytes:
     package = "genie.grid.remote"
     lines = [
         "import sys,types",
         f"m=types.ModuleType({package + '.core'!r});sys.modules[m.__name__]=m",
-        f"exec(compile({source('core')!r},m.__name__,'exec'),m.__dict__)",
+        f"exec(compile({read_remote_source('core')!r},m.__name__,'exec'),m.__dict__)",
     ]
-    for module in with_dependencies("sync"):
+    for module in list_with_dependencies("sync"):
         if module != "core":
-            lines.append(f"m.load({package + '.' + module!r},{source(module)!r})")
+            lines.append(f"m.load_module({package + '.' + module!r},{read_remote_source(module)!r})")
     lines.append(f"sys.modules[{package + '.sync'!r}].receive_main()")
     return zlib.compress("\n".join(lines).encode())

@@ -32,33 +32,46 @@ from genie.errors import (
 )
 from genie.grid.grid_file import GridFile
 from genie.grid.remote import tree
-from genie.grid.remote.sync import ANSWER_BYTES, PLAN_BYTES_MAX
+from genie.grid.remote.sync import PLAN_BYTES_MAX, REPLY_BYTES_MAX
 from genie.grid.ssh.node_helper import MALFORMED_REPLY_ERRORS
 from genie.grid.ssh.pool import NodeConnection, SshPool
 from genie.grid.sync import tar_pipe
-from genie.grid.sync.delta import Delta, bytes_of, compute_delta, deletions_of, encode_plan, paths_of
-from genie.grid.sync.local_tree import LocalTree, TreeSnapshot, library, local_engine, local_root
+from genie.grid.sync.delta import (
+    TreeDelta,
+    compute_delta,
+    count_content_bytes,
+    encode_plan,
+    list_paths,
+    split_deletions,
+)
+from genie.grid.sync.local_tree import (
+    LocalTree,
+    TreeSnapshot,
+    load_local_engine,
+    read_library,
+    resolve_local_root,
+)
 from genie.grid.sync.pack import (
-    Chunks,
     FileChunk,
-    VanishedError,
-    bytes_to_send,
+    FileChunks,
+    FileVanishedError,
+    count_bytes_to_send,
     hash_files,
+    make_plan_frames,
     pack_files,
-    plan_frames,
 )
 from genie.grid.sync.stream import SyncStream
 from genie.processes.tasks import all_of, unwrapped_task_group
 
 _log = logging.getLogger(__name__)
-_CHECK_S = 600.0
-_APPLY_S = 600.0
-_STALL_S = 30.0
+_CHECK_TIMEOUT_S = 600.0
+_APPLY_TIMEOUT_S = 600.0
+_STALL_TIMEOUT_S = 30.0
 _LOCK_WAIT_S = 20.0
-_TRIES = 3
+_SYNC_ATTEMPTS = 3
 _GROUP_WAIT_S = 1.0
 _INLINE_BYTES_MAX = 1 << 20
-_NAMES_SHOWN = 100
+_PATHS_SHOWN_MAX = 100
 
 
 class SyncMetrics(Protocol):
@@ -66,7 +79,7 @@ class SyncMetrics(Protocol):
 
 
 @dataclass(frozen=True)
-class Progress:
+class SyncProgress:
     """Progress of the transfer to one node."""
 
     node: str
@@ -76,7 +89,7 @@ class Progress:
     bytes_total: int
 
 
-OnProgress = Callable[[Progress], None]
+OnProgress = Callable[[SyncProgress], None]
 OnReport = Callable[["SyncReport"], None]
 
 
@@ -105,7 +118,7 @@ class SyncReport:
 
 
 @dataclass
-class _Task:
+class _NodeSync:
     """State of the sync to one node."""
 
     link: NodeConnection
@@ -113,7 +126,7 @@ class _Task:
     digest: str = ""
     drift: bytes = b""
     on_node: frozenset[bytes] = frozenset()
-    delta: Delta = dataclasses.field(default_factory=Delta)
+    delta: TreeDelta = dataclasses.field(default_factory=TreeDelta)
     stream: SyncStream | None = None
     sent_files: int = 0
     sent_bytes: int = 0
@@ -127,7 +140,7 @@ class _Task:
             self.stream.close()
 
 
-_Checked = tuple[str, _Task | GenieError, float]
+_CheckedNode = tuple[str, _NodeSync | GenieError, float]
 """A node's name, the result of its check, and the start time."""
 
 
@@ -145,7 +158,7 @@ class Syncer:
     ) -> None:
         self._pool = pool
         self._file = file
-        self._keys = file.sync
+        self._settings = file.sync
         self._metrics = metrics
         self._engine = engine
         folder = state_dir if state_dir is not None else config.load().paths.state_dir.expanduser()
@@ -167,12 +180,12 @@ class Syncer:
         """
         for name in nodes:
             self._file.node(name)
-        root = local_root(local)
-        engine = self._engine if self._engine is not None else await asyncio.to_thread(local_engine)
-        job = _Job(
+        root = resolve_local_root(local)
+        engine = self._engine if self._engine is not None else await asyncio.to_thread(load_local_engine)
+        job = _SyncCall(
             self._pool,
             self._file,
-            LocalTree(root, self._keys, cache=self._cache, engine=engine),
+            LocalTree(root, self._settings, cache=self._cache, engine=engine),
             on_progress=progress or (lambda _: None),
             on_report=on_report or (lambda _: None),
             dry_run=dry_run,
@@ -184,7 +197,7 @@ class Syncer:
         return reports
 
 
-class _Job:
+class _SyncCall:
     """One call of sync()."""
 
     def __init__(
@@ -204,35 +217,35 @@ class _Job:
         self._on_progress = on_progress
         self._on_report = on_report
         self._dry_run = dry_run
-        self._args = {
+        self._request_args = {
             "root": file.remote_root,
             "tree": tree_name(local.root),
             "key": "",
             "wait_s": _LOCK_WAIT_S,
         }
         self._reports: dict[str, SyncReport] = {}
-        self._scan: asyncio.Future[TreeSnapshot] | None = None
+        self._scan_future: asyncio.Future[TreeSnapshot] | None = None
 
     async def run(self, nodes: list[str]) -> list[SyncReport]:
         todo = nodes
-        self._args["key"] = (await asyncio.to_thread(library))[0]
-        for attempt in range(_TRIES):
-            final = attempt + 1 == _TRIES
-            todo = await self._round(todo, final=final)
+        self._request_args["key"] = (await asyncio.to_thread(read_library))[0]
+        for attempt in range(_SYNC_ATTEMPTS):
+            final = attempt + 1 == _SYNC_ATTEMPTS
+            todo = await self._sync_once(todo, final=final)
             if not todo:
                 break
         return [self._reports[name] for name in nodes]
 
-    async def _round(self, nodes: list[str], *, final: bool) -> list[str]:
+    async def _sync_once(self, nodes: list[str], *, final: bool) -> list[str]:
         """Syncs the nodes once. Returns those that should be retried."""
         to_retry: list[str] = []
-        self._scan = None
+        self._scan_future = None
         checks = _NodeChecks(
             nodes, width=min(self._file.sync.max_parallel_transfers, self._file.ssh.pool_size)
         )
         try:
             async with unwrapped_task_group() as group:
-                while checks.start_more(group, self._try_check):
+                while checks.start_more(group, self._try_check_node):
                     to_retry += await self._sync_next_ready(checks, final=final)
         finally:
             await checks.close()
@@ -240,71 +253,73 @@ class _Job:
 
     async def _sync_next_ready(self, checks: _NodeChecks, *, final: bool) -> list[str]:
         await asyncio.sleep(0)  # requests to the nodes first: they check while we scan
-        if self._scan is None:
-            self._scan = asyncio.get_running_loop().run_in_executor(None, self._local.scan)
+        if self._scan_future is None:
+            self._scan_future = asyncio.get_running_loop().run_in_executor(None, self._local.scan)
         async with checks.next_ready() as found:
-            return await self._sync_checked(found, await self._scan, final=final)
+            return await self._sync_checked(found, await self._scan_future, final=final)
 
-    async def _sync_checked(self, found: list[_Checked], snapshot: TreeSnapshot, *, final: bool) -> list[str]:
+    async def _sync_checked(
+        self, found: list[_CheckedNode], snapshot: TreeSnapshot, *, final: bool
+    ) -> list[str]:
         to_retry: list[str] = []
         for name, each, started in found:
             if isinstance(each, GenieError):
                 to_retry += self._retry_or_fail(name, each, started, final=final)
-        tasks = [each for _, each, _ in found if isinstance(each, _Task)]
+        tasks = [each for _, each, _ in found if isinstance(each, _NodeSync)]
         return to_retry + await self._sync_nodes(tasks, snapshot, final=final) if tasks else to_retry
 
-    async def _try_check(self, name: str, links: contextlib.AsyncExitStack) -> _Checked:
+    async def _try_check_node(self, name: str, links: contextlib.AsyncExitStack) -> _CheckedNode:
         started = time.monotonic()
         try:
-            return name, await self._check(name, links, started), started
+            return name, await self._check_node(name, links, started), started
         except GenieError as error:
             return name, error, started
 
-    async def _check(self, name: str, links: contextlib.AsyncExitStack, started: float) -> _Task:
+    async def _check_node(self, name: str, links: contextlib.AsyncExitStack, started: float) -> _NodeSync:
         """Acquires the connection and checks the tree on the node."""
-        link = await links.enter_async_context(self._pool.use(name))
-        task = _Task(link, started)
+        link = await links.enter_async_context(self._pool.connect(name))
+        task = _NodeSync(link, started)
         links.callback(task.close)
         if link.has_helper:
             with _validating_reply(name):
                 await self._fetch_node_state(task)
         return task
 
-    async def _fetch_node_state(self, task: _Task) -> None:
-        reply, drift = await task.link.call("sync.check", self._args, timeout_s=_CHECK_S)
+    async def _fetch_node_state(self, task: _NodeSync) -> None:
+        reply, drift = await task.link.call("sync.check", self._request_args, timeout_s=_CHECK_TIMEOUT_S)
         if not reply["has_library"] and not self._dry_run:
             await self._offer_library(task, reply["machine"])
-        while len(drift) < _checked_size(reply["drift"]):
-            args = {**self._args, "offset": len(drift)}
-            _, piece = await task.link.call("sync.drift", args, timeout_s=_CHECK_S)
+        while len(drift) < _validate_size(reply["drift"]):
+            args = {**self._request_args, "offset": len(drift)}
+            _, piece = await task.link.call("sync.drift", args, timeout_s=_CHECK_TIMEOUT_S)
             if not piece:
                 raise NodeRefusedError(f"node {task.name}: another sync is in progress", reason="moved")
             drift += piece
         task.digest, task.drift = str(reply["digest"]), drift
         if reply["objects"]:
-            _, shas = await task.link.call("sync.objects", self._args, timeout_s=_CHECK_S)
+            _, shas = await task.link.call("sync.objects", self._request_args, timeout_s=_CHECK_TIMEOUT_S)
             task.on_node = frozenset(shas[at : at + 32] for at in range(0, len(shas), 32))
 
-    async def _offer_library(self, task: _Task, machine: str) -> None:
-        key, binary, source = library()
+    async def _offer_library(self, task: _NodeSync, machine: str) -> None:
+        key, binary, source = read_library()
         ours = f"{'linux' if os.uname().sysname == 'Linux' else os.uname().sysname}-{os.uname().machine}"
         binary = binary if machine == ours else b""
-        args = {**self._args, "key": key, "binary": len(binary), "machine": ours}
-        reply, _ = await task.link.call("sync.library", args, binary + source, timeout_s=_CHECK_S)
+        args = {**self._request_args, "key": key, "binary": len(binary), "machine": ours}
+        reply, _ = await task.link.call("sync.library", args, binary + source, timeout_s=_CHECK_TIMEOUT_S)
         _log.info("installed the tree engine on a node", extra={"node": task.name, "how": reply["how"]})
 
-    async def _sync_nodes(self, tasks: list[_Task], snapshot: TreeSnapshot, *, final: bool) -> list[str]:
+    async def _sync_nodes(self, tasks: list[_NodeSync], snapshot: TreeSnapshot, *, final: bool) -> list[str]:
         plain = [task for task in tasks if not task.link.has_helper]
         tasks = [task for task in tasks if task.link.has_helper]
         # On a first sync, files are hashed while they are sent.
         is_first = all(not task.digest and not task.on_node for task in tasks)
         try:
             if not snapshot.digest and (not snapshot.dirty or not is_first or self._dry_run or not tasks):
-                await asyncio.to_thread(self._read_dirty, snapshot)
+                await asyncio.to_thread(self._hash_dirty_files, snapshot)
             to_retry = await self._compare_and_send(tasks, snapshot, final=final)
             if not snapshot.is_same:
-                await asyncio.to_thread(self._local.save, snapshot)
-        except VanishedError:
+                await asyncio.to_thread(self._local.write_index_if_changed, snapshot)
+        except FileVanishedError:
             if final:
                 raise SyncError(
                     f"could not read {snapshot.root}: files disappear during the sync",
@@ -314,18 +329,18 @@ class _Job:
         await all_of(self._sync_by_tar(task, snapshot) for task in plain)
         return to_retry
 
-    def _read_dirty(self, snapshot: TreeSnapshot) -> None:
+    def _hash_dirty_files(self, snapshot: TreeSnapshot) -> None:
         hash_files(self._engine, snapshot, snapshot.dirty)
         self._local.compute_digest(snapshot)
 
     async def _compare_and_send(
-        self, tasks: list[_Task], snapshot: TreeSnapshot, *, final: bool
+        self, tasks: list[_NodeSync], snapshot: TreeSnapshot, *, final: bool
     ) -> list[str]:
         to_retry: list[str] = []
-        groups: dict[tuple[object, ...], list[_Task]] = {}
+        groups: dict[tuple[object, ...], list[_NodeSync]] = {}
         for task in tasks:
             try:
-                task.delta = await self._delta(task, snapshot)
+                task.delta = await self._compute_delta(task, snapshot)
             except GenieError as error:
                 to_retry += self._retry_or_fail(task.name, error, task.started, final=final)
                 continue
@@ -334,15 +349,15 @@ class _Job:
             elif self._dry_run:
                 await self._report_dry_run(task, snapshot)
             else:
-                need = (tuple(task.delta.contents), task.on_node)
+                need = (tuple(task.delta.content_offsets), task.on_node)
                 groups.setdefault(need, []).append(task)
         for group in groups.values():
-            to_retry += await self._send(group, snapshot, final=final)
+            to_retry += await self._send_to_group(group, snapshot, final=final)
         return to_retry
 
-    async def _delta(self, task: _Task, snapshot: TreeSnapshot) -> Delta:
+    async def _compute_delta(self, task: _NodeSync, snapshot: TreeSnapshot) -> TreeDelta:
         if task.digest and task.digest == snapshot.digest and not task.drift:
-            return Delta()
+            return TreeDelta()
         ours = bytes(snapshot.records)
         if not task.digest:
             theirs = b""
@@ -359,68 +374,78 @@ class _Job:
                 self._engine, theirs=theirs, drift=task.drift, ours=ours, checksums=checksums
             )
 
-    async def _fetch_records(self, task: _Task) -> bytes:
+    async def _fetch_records(self, task: _NodeSync) -> bytes:
         parts: list[bytes] = []
         size = 0
         while True:
-            args = {**self._args, "offset": size}
-            reply, piece = await task.link.call("sync.records", args, timeout_s=_CHECK_S)
+            args = {**self._request_args, "offset": size}
+            reply, piece = await task.link.call("sync.records", args, timeout_s=_CHECK_TIMEOUT_S)
             parts.append(piece)
             size += len(piece)
             if reply["digest"] != task.digest:
                 raise NodeRefusedError(f"node {task.name}: another sync is in progress", reason="moved")
-            if size >= _checked_size(reply["size"]) or len(piece) < ANSWER_BYTES:
+            if size >= _validate_size(reply["size"]) or len(piece) < REPLY_BYTES_MAX:
                 return b"".join(parts)
 
-    async def _send(self, group: list[_Task], snapshot: TreeSnapshot, *, final: bool) -> list[str]:
+    async def _send_to_group(
+        self, group: list[_NodeSync], snapshot: TreeSnapshot, *, final: bool
+    ) -> list[str]:
         """Sends to nodes that need the same contents; reads them once."""
         ours = bytes(snapshot.records)
         on_node = set(group[0].on_node)
-        offsets = group[0].delta.contents
-        data = await asyncio.to_thread(bytes_to_send, self._engine, snapshot, offsets, on_node=on_node)
-        transfer = _Transfer(group, files_total=len(offsets), bytes_total=data, on_progress=self._on_progress)
+        offsets = group[0].delta.content_offsets
+        data = await asyncio.to_thread(count_bytes_to_send, self._engine, snapshot, offsets, on_node=on_node)
+        transfer = _GroupTransfer(
+            group, files_total=len(offsets), bytes_total=data, on_progress=self._on_progress
+        )
         chunks = pack_files(self._engine, snapshot, offsets, on_node=on_node)
         # File sizes, not data sizes: a hole may have been filled since, and all of it is held in memory.
-        total = bytes_of(ours, offsets, without=on_node)
+        total = count_content_bytes(ours, offsets, without=on_node)
         if not snapshot.dirty and total + sum(map(len, group[0].delta.deletions)) <= _INLINE_BYTES_MAX:
             await self._send_inline(transfer, chunks, snapshot)
         else:
             await self._send_streams(transfer, chunks, snapshot)
         to_retry: list[str] = []
-        for name, error in transfer.failed.items():
+        for name, error in transfer.error_by_node.items():
             to_retry += self._retry_or_fail(name, error, group[0].started, final=final)
         return to_retry
 
-    async def _send_inline(self, transfer: _Transfer, chunks: Chunks, snapshot: TreeSnapshot) -> None:
+    async def _send_inline(
+        self, transfer: _GroupTransfer, chunks: FileChunks, snapshot: TreeSnapshot
+    ) -> None:
         packed = await asyncio.to_thread(list, chunks)
         if not snapshot.digest:  # a file has changed since it was hashed
             await asyncio.to_thread(self._local.compute_digest, snapshot)
         frames = b"".join(chunk.data for chunk in packed)
 
-        async def one(task: _Task) -> None:
-            plan = self._plan(task, snapshot)
-            blob = frames + b"".join(plan_frames(plan))
-            if len(blob) > ANSWER_BYTES:
-                task.stream = await SyncStream.open(task.link, self._args, stall_s=_STALL_S)
+        async def send_to_node(task: _NodeSync) -> None:
+            plan = self._encode_plan(task, snapshot)
+            blob = frames + b"".join(make_plan_frames(plan))
+            if len(blob) > REPLY_BYTES_MAX:
+                task.stream = await SyncStream.open(task.link, self._request_args, stall_s=_STALL_TIMEOUT_S)
                 await task.stream.send(blob)
-                reply = await task.stream.read_reply(timeout_s=_APPLY_S)
+                reply = await task.stream.read_reply(timeout_s=_APPLY_TIMEOUT_S)
             else:
-                reply, _ = await task.link.call("sync.apply", self._args, blob, timeout_s=_APPLY_S)
+                reply, _ = await task.link.call(
+                    "sync.apply", self._request_args, blob, timeout_s=_APPLY_TIMEOUT_S
+                )
             for chunk in packed:
-                transfer.count(task, chunk)
+                transfer.report_progress(task, chunk)
             self._report_success(task, reply)
 
-        await transfer.each(one)
+        await transfer.run_for_each(send_to_node)
 
-    async def _send_streams(self, transfer: _Transfer, chunks: Chunks, snapshot: TreeSnapshot) -> None:
-        async def begin(task: _Task) -> None:
-            task.stream = await SyncStream.open(task.link, self._args, stall_s=_STALL_S)
+    async def _send_streams(
+        self, transfer: _GroupTransfer, chunks: FileChunks, snapshot: TreeSnapshot
+    ) -> None:
+        async def open_stream(task: _NodeSync) -> None:
+            task.stream = await SyncStream.open(task.link, self._request_args, stall_s=_STALL_TIMEOUT_S)
 
-        await transfer.each(begin)
+        await transfer.run_for_each(open_stream)
         loop = asyncio.get_running_loop()
         next_chunk = loop.run_in_executor(None, next, chunks, None)
         try:
-            while (chunk := await next_chunk) is not None and transfer.alive:
+            while (chunk := await next_chunk) is not None and transfer.remaining:
                 # Read ahead while this chunk is sent.
                 next_chunk = loop.run_in_executor(None, next, chunks, None)
                 await transfer.send(chunk)
@@ -428,38 +453,42 @@ class _Job:
             await asyncio.wait([next_chunk])
             next_chunk.exception()  # raised above, unless all nodes have failed: then it is irrelevant
             chunks.close()
-        if not transfer.alive:
+        if not transfer.remaining:
             return
         await asyncio.to_thread(self._local.compute_digest, snapshot)
 
-        async def end(task: _Task) -> None:
+        async def finish_stream(task: _NodeSync) -> None:
             assert task.stream is not None
-            for frame in plan_frames(self._plan(task, snapshot)):
+            for frame in make_plan_frames(self._encode_plan(task, snapshot)):
                 await task.stream.send(frame)
-            self._report_success(task, await task.stream.read_reply(timeout_s=_APPLY_S))
+            self._report_success(task, await task.stream.read_reply(timeout_s=_APPLY_TIMEOUT_S))
 
-        await transfer.each(end)
+        await transfer.run_for_each(finish_stream)
 
-    def _plan(self, task: _Task, snapshot: TreeSnapshot) -> bytes:
+    def _encode_plan(self, task: _NodeSync, snapshot: TreeSnapshot) -> bytes:
         return encode_plan(task.delta, bytes(snapshot.records), base=task.digest, digest=snapshot.digest)
 
-    async def _sync_by_tar(self, task: _Task, snapshot: TreeSnapshot) -> None:
+    async def _sync_by_tar(self, task: _NodeSync, snapshot: TreeSnapshot) -> None:
         if self._dry_run:
-            task.delta = Delta(added=snapshot.files)
+            task.delta = TreeDelta(added=snapshot.files)
             await self._report_dry_run(task, snapshot)
             return
         try:
-            files, size = await tar_pipe.send(
-                task.link, snapshot, root=self._file.remote_root, stall_s=_STALL_S, apply_s=_APPLY_S
+            files, size = await tar_pipe.send_by_tar(
+                task.link,
+                snapshot,
+                root=self._file.remote_root,
+                stall_s=_STALL_TIMEOUT_S,
+                apply_s=_APPLY_TIMEOUT_S,
             )
         except GenieError as error:
-            self._fail(task.name, error, task.started)
+            self._report_failure(task.name, error, task.started)
             return
         task.sent_files, task.sent_bytes = files, size
-        self._report_success(task, note=tar_pipe.NOTE)
+        self._report_success(task, note=tar_pipe.NO_PYTHON_NOTE)
 
     def _report_success(
-        self, task: _Task, reply: Any = None, *, unchanged: bool = False, note: str = ""
+        self, task: _NodeSync, reply: Any = None, *, unchanged: bool = False, note: str = ""
     ) -> None:
         fields = reply or {}
         with _validating_reply(task.name):
@@ -478,31 +507,31 @@ class _Job:
             unchanged=unchanged,
             note=note,
         )
-        self._publish(report)
+        self._publish_report(report)
 
-    async def _report_dry_run(self, task: _Task, snapshot: TreeSnapshot) -> None:
+    async def _report_dry_run(self, task: _NodeSync, snapshot: TreeSnapshot) -> None:
         ours = bytes(snapshot.records)
-        offsets = task.delta.contents
+        offsets = task.delta.content_offsets
         if task.link.has_helper:
             data = await asyncio.to_thread(
-                bytes_to_send, self._engine, snapshot, offsets, on_node=task.on_node
+                count_bytes_to_send, self._engine, snapshot, offsets, on_node=task.on_node
             )
         else:
-            data = bytes_of(ours, offsets)  # a tar archive contains holes as zeros
-        gone, kept = deletions_of(task.delta, drift=task.drift)
+            data = count_content_bytes(ours, offsets)  # a tar archive contains holes as zeros
+        gone, kept = split_deletions(task.delta, drift=task.drift)
         report = SyncReport(
             node=task.name,
             sent_files=len(offsets),
             sent_bytes=data,
             deleted=len(gone),
-            kept=_names(kept),
+            kept=_decode_paths(kept),
             restored=task.delta.restored,
             seconds=time.monotonic() - task.started,
             note="nothing was changed",
-            paths=_names(paths_of(ours, sorted(offsets + task.delta.links))),
-            paths_to_delete=_names(gone),
+            paths=_decode_paths(list_paths(ours, sorted(offsets + task.delta.links))),
+            paths_to_delete=_decode_paths(gone),
         )
-        self._publish(report)
+        self._publish_report(report)
 
     def _retry_or_fail(self, name: str, error: GenieError, started: float, *, final: bool) -> list[str]:
         """Retries after a lost connection, a stall or a concurrent sync: data that has arrived is kept."""
@@ -512,14 +541,14 @@ class _Job:
         if is_retryable and not final:
             _log.info("retrying a sync", extra={"node": name, "why": error.message})
             return [name]
-        self._fail(name, error, started)
+        self._report_failure(name, error, started)
         return []
 
-    def _fail(self, name: str, error: GenieError, started: float) -> None:
+    def _report_failure(self, name: str, error: GenieError, started: float) -> None:
         seconds = time.monotonic() - started
-        self._publish(SyncReport(node=name, seconds=seconds, error=_sync_error(error)))
+        self._publish_report(SyncReport(node=name, seconds=seconds, error=_add_sync_hint(error)))
 
-    def _publish(self, report: SyncReport) -> None:
+    def _publish_report(self, report: SyncReport) -> None:
         self._reports[report.node] = report
         self._on_report(report)
 
@@ -531,78 +560,80 @@ class _NodeChecks:
     """
 
     def __init__(self, nodes: Sequence[str], *, width: int) -> None:
-        self._pending = list(nodes)[::-1]
+        self._pending_nodes = list(nodes)[::-1]
         self._concurrency = width
-        self._links: dict[asyncio.Task[_Checked], contextlib.AsyncExitStack] = {}
-        self._delayed: set[asyncio.Task[_Checked]] = set()
+        self._connections_by_check: dict[asyncio.Task[_CheckedNode], contextlib.AsyncExitStack] = {}
+        self._slow_checks: set[asyncio.Task[_CheckedNode]] = set()
 
     def start_more(
         self,
         group: asyncio.TaskGroup,
-        check: Callable[[str, contextlib.AsyncExitStack], Coroutine[Any, Any, _Checked]],
+        check: Callable[[str, contextlib.AsyncExitStack], Coroutine[Any, Any, _CheckedNode]],
     ) -> bool:
         """Starts checks in free slots. False when none is pending."""
-        while self._pending and len(self._links) < self._concurrency:
+        while self._pending_nodes and len(self._connections_by_check) < self._concurrency:
             links = contextlib.AsyncExitStack()
-            self._links[group.create_task(check(self._pending.pop(), links))] = links
-        return bool(self._links)
+            self._connections_by_check[group.create_task(check(self._pending_nodes.pop(), links))] = links
+        return bool(self._connections_by_check)
 
     @contextlib.asynccontextmanager
-    async def next_ready(self) -> AsyncIterator[list[_Checked]]:
+    async def next_ready(self) -> AsyncIterator[list[_CheckedNode]]:
         """Yields finished checks; waits briefly for others to share reading. Slow ones delay it once."""
         began = time.monotonic()
-        await asyncio.wait(self._links, return_when=asyncio.FIRST_COMPLETED)
-        if awaited := self._links.keys() - self._delayed:
+        await asyncio.wait(self._connections_by_check, return_when=asyncio.FIRST_COMPLETED)
+        if awaited := self._connections_by_check.keys() - self._slow_checks:
             await asyncio.wait(awaited, timeout=max(_GROUP_WAIT_S, time.monotonic() - began))
-        ready = [task for task in self._links if task.done()]
-        self._delayed = self._links.keys() - set(ready)
+        ready = [task for task in self._connections_by_check if task.done()]
+        self._slow_checks = self._connections_by_check.keys() - set(ready)
         yield [task.result() for task in ready]
         for task in ready:
-            await self._links.pop(task).aclose()
+            await self._connections_by_check.pop(task).aclose()
 
     async def close(self) -> None:
         """Releases the connections of unfinished nodes."""
-        while self._links:
-            await self._links.popitem()[1].aclose()
+        while self._connections_by_check:
+            await self._connections_by_check.popitem()[1].aclose()
 
 
-class _Transfer:
+class _GroupTransfer:
     """Sends the same bytes to several nodes. A node that fails is dropped; the others continue."""
 
     def __init__(
-        self, tasks: list[_Task], *, files_total: int, bytes_total: int, on_progress: OnProgress
+        self, tasks: list[_NodeSync], *, files_total: int, bytes_total: int, on_progress: OnProgress
     ) -> None:
-        self.alive = list(tasks)
-        self.failed: dict[str, GenieError] = {}
+        self.remaining = list(tasks)
+        self.error_by_node: dict[str, GenieError] = {}
         self._files_total = files_total
         self._bytes_total = bytes_total
         self._on_progress = on_progress
 
-    async def each(self, work: Callable[[_Task], Any]) -> None:
-        async def guarded(task: _Task) -> None:
+    async def run_for_each(self, work: Callable[[_NodeSync], Any]) -> None:
+        async def run_or_drop(task: _NodeSync) -> None:
             try:
                 await work(task)
             except GenieError as error:
-                self.failed[task.name] = error
-                self.alive.remove(task)
+                self.error_by_node[task.name] = error
+                self.remaining.remove(task)
 
-        await all_of(map(guarded, list(self.alive)))
+        await all_of(map(run_or_drop, list(self.remaining)))
 
     async def send(self, chunk: FileChunk) -> None:
-        async def one(task: _Task) -> None:
+        async def one(task: _NodeSync) -> None:
             assert task.stream is not None
             if chunk.data:
                 await task.stream.send(chunk.data)
-            self.count(task, chunk)
+            self.report_progress(task, chunk)
 
-        await self.each(one)
+        await self.run_for_each(one)
 
-    def count(self, task: _Task, chunk: FileChunk) -> None:
+    def report_progress(self, task: _NodeSync, chunk: FileChunk) -> None:
         task.sent_files += chunk.files
         task.sent_bytes += chunk.size
         if chunk.files or chunk.size:
             total = max(self._bytes_total, task.sent_bytes)
-            self._on_progress(Progress(task.name, task.sent_files, self._files_total, task.sent_bytes, total))
+            self._on_progress(
+                SyncProgress(task.name, task.sent_files, self._files_total, task.sent_bytes, total)
+            )
 
 
 @contextlib.contextmanager
@@ -614,7 +645,7 @@ def _validating_reply(name: str) -> Iterator[None]:
         raise ProtocolError(f"node {name}: invalid reply to a sync request: {error!r}") from None
 
 
-def _checked_size(size: Any) -> int:
+def _validate_size(size: Any) -> int:
     if not 0 <= int(size) <= PLAN_BYTES_MAX:
         raise ValueError(f"invalid size of the records: {size} bytes")
     return int(size)
@@ -626,11 +657,11 @@ def tree_name(root: Path) -> str:
     return f"{re.sub('[^A-Za-z0-9_-]', '_', root.name)[:64]}-{digest}"
 
 
-def _names(paths: list[bytes]) -> tuple[str, ...]:
-    return tuple(path.decode("utf-8", "backslashreplace") for path in paths[:_NAMES_SHOWN])
+def _decode_paths(paths: list[bytes]) -> tuple[str, ...]:
+    return tuple(path.decode("utf-8", "backslashreplace") for path in paths[:_PATHS_SHOWN_MAX])
 
 
-def _sync_error(error: GenieError) -> GenieError:
+def _add_sync_hint(error: GenieError) -> GenieError:
     """Adds a hint to an error that a node returned."""
     if not isinstance(error, NodeRefusedError) or isinstance(error, TransportError):
         return error

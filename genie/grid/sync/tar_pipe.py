@@ -19,19 +19,19 @@ from genie.grid.remote import tree
 from genie.grid.remote.own_folder import rejected_link_message
 from genie.grid.ssh.login_shell import check_login_shell
 from genie.grid.ssh.pool import NodeConnection
-from genie.grid.ssh.shell_words import OWN_FOLDER, path_word, through_login_shell
-from genie.grid.ssh.target import error_text
+from genie.grid.ssh.shell_words import GRID_FOLDER_SCRIPT, make_login_shell_command, quote_path
+from genie.grid.ssh.target import format_error
 from genie.grid.sync.local_tree import TreeSnapshot
 from genie.grid.sync.stream import read_tail
 
-NOTE = "no Python on the node: all files are sent each time, and none is deleted"
+NO_PYTHON_NOTE = "no Python on the node: all files are sent each time, and none is deleted"
 _CHUNK_BYTES = 1 << 20
 _STDERR_CHARS_MAX = 4096
 _REJECTED_LINK_TEXT = rejected_link_message("", "\n").partition("\n")[0]
 """The part of the error for a link that does not depend on the paths."""
 _OUTPUT_MARK = "@grid-tar"
 """Output before it is from startup files of the shell."""
-_SCRIPT = r"""
+_RECEIVE_SCRIPT = r"""
 set -eu
 echo @MARK@ >&2
 mkdir -p -- "$root"
@@ -64,12 +64,12 @@ done' sh {} +
 """.replace("@MARK@", _OUTPUT_MARK)
 
 
-async def send(
+async def send_by_tar(
     link: NodeConnection, snapshot: TreeSnapshot, *, root: str, stall_s: float, apply_s: float
 ) -> tuple[int, int]:
     """Returns the number of files and their bytes. `apply_s` limits the time after sending."""
-    records = [one for one in tree.records_of(bytes(snapshot.records)) if one.kind != tree.EXCLUDED]
-    command = through_login_shell(f"root={path_word(root)}\n{OWN_FOLDER}{_SCRIPT}")
+    records = [one for one in tree.iter_records(bytes(snapshot.records)) if one.kind != tree.EXCLUDED]
+    command = make_login_shell_command(f"root={quote_path(root)}\n{GRID_FOLDER_SCRIPT}{_RECEIVE_SCRIPT}")
     try:
         async with asyncio.timeout(stall_s):
             process = await link.connection.create_process(command, encoding=None, stdout=asyncssh.DEVNULL)
@@ -83,14 +83,14 @@ async def send(
     except TimeoutError:
         raise DeadlineError(f"node {link.name}: the transfer stalled") from None
     except (asyncssh.Error, OSError) as error:
-        raise ConnectionLostError(f"node {link.name}: connection lost: {error_text(error)}") from error
+        raise ConnectionLostError(f"node {link.name}: connection lost: {format_error(error)}") from error
     if process.exit_status is None or process.exit_status < 0:
         raise ConnectionLostError(f"node {link.name}: connection lost during a transfer")
     if process.exit_status != 0:
         await check_login_shell(link, timeout_s=stall_s)
         ours = stderr.decode(errors="replace").rpartition(f"{_OUTPUT_MARK}\n")[2]
         text = ours.strip()[-_STDERR_CHARS_MAX:] or f"tar exited with {process.exit_status}"
-        raise NodeRefusedError(f"node {link.name}: {text}", reason=_reason(text))
+        raise NodeRefusedError(f"node {link.name}: {text}", reason=_extract_failure_reason(text))
     files = [one for one in records if one.kind == tree.FILE]
     return len(files), sum(one.size for one in files)
 
@@ -98,7 +98,7 @@ async def send(
 async def _send_archive(
     process: asyncssh.SSHClientProcess[bytes], root: Path, records: list[tree.TreeRecord], *, stall_s: float
 ) -> None:
-    pieces = _archive(root, records)
+    pieces = _make_archive(root, records)
     try:
         while (piece := await asyncio.to_thread(next, pieces, None)) is not None:
             async with asyncio.timeout(stall_s):
@@ -109,7 +109,7 @@ async def _send_archive(
         pass  # its stderr has the reason
 
 
-def _archive(root: Path, records: list[tree.TreeRecord]) -> Iterator[bytes]:
+def _make_archive(root: Path, records: list[tree.TreeRecord]) -> Iterator[bytes]:
     """Yields a tar stream. Names are bytes and are stored unchanged."""
     for one in records:
         info = tarfile.TarInfo(os.fsdecode(one.path))
@@ -122,11 +122,11 @@ def _archive(root: Path, records: list[tree.TreeRecord]) -> Iterator[bytes]:
             info.size = one.size
         yield info.tobuf(tarfile.GNU_FORMAT, errors="surrogateescape")
         if one.kind == tree.FILE:
-            yield from _contents(root / os.fsdecode(one.path), one.size)
+            yield from _read_exact_size(root / os.fsdecode(one.path), one.size)
     yield bytes(2 * tarfile.BLOCKSIZE)
 
 
-def _contents(path: Path, size: int) -> Iterator[bytes]:
+def _read_exact_size(path: Path, size: int) -> Iterator[bytes]:
     remaining = size
     try:
         with path.open("rb") as file:
@@ -141,7 +141,7 @@ def _contents(path: Path, size: int) -> Iterator[bytes]:
     yield bytes(-size % tarfile.BLOCKSIZE)
 
 
-def _reason(text: str) -> str:
+def _extract_failure_reason(text: str) -> str:
     if "No space left" in text:
         return "no_space"
     if _REJECTED_LINK_TEXT in text:

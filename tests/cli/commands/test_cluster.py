@@ -32,9 +32,9 @@ from genie.model.messages import (
     UndrainNode,
 )
 from genie.supervisor.local_cluster import find_running_cluster
-from tests.cli.conftest import Ran
-from tests.cli.sample_messages import job as sample_job
-from tests.cli.sample_messages import status
+from tests.cli.conftest import CommandOutcome
+from tests.cli.sample_messages import make_job as sample_job
+from tests.cli.sample_messages import make_status_reply
 from tests.ports import free_port
 from tests.waiting import wait_until
 
@@ -184,7 +184,7 @@ def test_up_shows_join_commands_only_if_others_can_connect(loopback, message) ->
 def test_up_on_all_interfaces_shows_join_commands(
     controller, state_dir, monkeypatch, capfd, bind, open_to_others
 ) -> None:
-    controller.replies[GetStatus] = status()
+    controller.replies[GetStatus] = make_status_reply()
     controller.replies[ListNodes] = NodesReply(nodes=())
     monkeypatch.setattr(socket, "gethostname", lambda: "gpu-box")
     asyncio.run(_print_summary(load({"controller.bind": bind})))
@@ -195,7 +195,7 @@ def test_up_on_all_interfaces_shows_join_commands(
 
 @pytest.mark.parametrize("leader", ["10.0.0.5:5555", ""])
 def test_standby_controller_is_reported(controller, leader, capfd) -> None:
-    reply = msgspec.structs.replace(status(), leading=False, leader=leader)
+    reply = msgspec.structs.replace(make_status_reply(), leading=False, leader=leader)
     controller.replies[GetStatus] = reply
     asyncio.run(_print_summary(load()))
     message = capfd.readouterr().out
@@ -212,7 +212,7 @@ def test_standby_without_owner_token_is_reported(controller, state_dir, capfd) -
 # --- real processes ---------------------------------------------------------------------------
 
 
-class Commands:
+class CommandRunner:
     """Runs commands as processes, with one state directory."""
 
     def __init__(self, state_dir: Path) -> None:
@@ -231,11 +231,11 @@ class Commands:
 
 
 @pytest.fixture
-def ask(genie: Callable[..., Ran]) -> Callable[..., Ran]:
+def ask(genie: Callable[..., CommandOutcome]) -> Callable[..., CommandOutcome]:
     """Runs a command in this process, on the state directory of `commands`: for those that start nothing,
     and take a fraction of the time that a process takes to start."""
 
-    def run(commands: Commands, *argv: str, **environ: str) -> Ran:
+    def run(commands: CommandRunner, *argv: str, **environ: str) -> CommandOutcome:
         with pytest.MonkeyPatch.context() as patch:
             for name, value in (commands.settings | environ).items():
                 patch.setenv(name, value)
@@ -245,8 +245,8 @@ def ask(genie: Callable[..., Ran]) -> Callable[..., Ran]:
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Commands]:
-    commands = Commands(tmp_path_factory.mktemp("cli") / "state")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CommandRunner]:
+    commands = CommandRunner(tmp_path_factory.mktemp("cli") / "state")
     started = commands("up", "--detach", "--port", "0", "--label", "disk=ssd", "--label=zone=a", "--rack=r7")
     assert started.returncode == 0, started.stderr
     yield commands
@@ -322,7 +322,7 @@ def test_revoked_token_is_rejected(cluster, ask) -> None:
 
 
 def test_machine_joins_once_with_a_token(cluster, ask, tmp_path) -> None:
-    other = Commands(tmp_path / "other")
+    other = CommandRunner(tmp_path / "other")
     address = json.loads(ask(cluster, "status", "--json").out)["address"]
     token = ask(cluster, "token", "create", "--join").out.strip()
     (tmp_path / "token").write_text(token)
@@ -340,13 +340,13 @@ def test_machine_joins_once_with_a_token(cluster, ask, tmp_path) -> None:
         assert again.returncode == 0, "it has an identity of its own now: " + again.stderr
     finally:
         ask(other, "down")
-    third = ask(Commands(tmp_path / "third"), "join", address, "--node-id", "third", "--token", token)
+    third = ask(CommandRunner(tmp_path / "third"), "join", address, "--node-id", "third", "--token", token)
     assert third.code == 1
     assert "was used already" in third.err
 
 
 def test_duplicate_node_id_is_rejected(cluster, ask, tmp_path) -> None:
-    other = Commands(tmp_path / "other")
+    other = CommandRunner(tmp_path / "other")
     address = json.loads(ask(cluster, "status", "--json").out)["address"]
     token = ask(cluster, "token", "create", "--join").out.strip()
     taken = json.loads(ask(cluster, "nodes", "--json").out)["nodes"][0]["info"]["node_id"]
@@ -359,7 +359,7 @@ def test_duplicate_node_id_is_rejected(cluster, ask, tmp_path) -> None:
 
 
 def test_ctrl_c_stops_a_foreground_cluster(ask, tmp_path) -> None:
-    commands = Commands(tmp_path / "state")
+    commands = CommandRunner(tmp_path / "state")
     log = tmp_path / "log"
     with log.open("wb") as file:
         process = subprocess.Popen(
@@ -402,7 +402,7 @@ def test_down_distinguishes_jobs_of_this_machine_from_others(controller, capfd) 
 
 
 def test_down_lists_the_jobs_that_it_terminates(ask, tmp_path) -> None:
-    commands = Commands(tmp_path / "state")
+    commands = CommandRunner(tmp_path / "state")
     assert commands("up", "--detach", "--port", "0").returncode == 0
     try:
         job = ask(commands, "submit", "--name", "train", "--", "sleep", "600").out.strip()
@@ -415,7 +415,7 @@ def test_down_lists_the_jobs_that_it_terminates(ask, tmp_path) -> None:
 
 
 def test_controller_without_agent_has_no_nodes(ask, tmp_path) -> None:
-    commands = Commands(tmp_path / "state")
+    commands = CommandRunner(tmp_path / "state")
     assert commands("up", "--detach", "--port", "0", "--no-agent").returncode == 0
     try:
         assert json.loads(ask(commands, "nodes", "--json").out) == {"nodes": []}

@@ -29,20 +29,27 @@ from genie.model.messages import (
     ReadLog,
     SubmitJob,
 )
-from tests.cli.sample_messages import job, placed
+from tests.cli.sample_messages import make_job, make_placed_job
 
-PLAIN = {"argv": ["python", "train.py"], "name": None, "gpus": "0", "cpus": "0", "memory": None, "env": []}
+PLAIN_JOB_ARGUMENTS = {
+    "argv": ["python", "train.py"],
+    "name": None,
+    "gpus": "0",
+    "cpus": "0",
+    "memory": None,
+    "env": [],
+}
 
 
-def spec_with(**changes):
-    return build_job_spec(**{**PLAIN, **changes}, options=PlacementOptions(), now=0.0)
+def build_spec_with(**changes):
+    return build_job_spec(**{**PLAIN_JOB_ARGUMENTS, **changes}, options=PlacementOptions(), now=0.0)
 
 
-def job_reply(job_after):
+def make_job_reply(job_after):
     return JobReply(job=job_after)
 
 
-def log_of(data: bytes) -> LogChunk:
+def make_log_chunk(data: bytes) -> LogChunk:
     return LogChunk(data=data, start=0, next_offset=len(data), eof=True)
 
 
@@ -50,7 +57,7 @@ def log_of(data: bytes) -> LogChunk:
 
 
 def test_options_become_a_job_spec() -> None:
-    spec = spec_with(name="n1", gpus="2", cpus="1.5", memory="1GiB", env=["A=1", "B=x=y", "C="])
+    spec = build_spec_with(name="n1", gpus="2", cpus="1.5", memory="1GiB", env=["A=1", "B=x=y", "C="])
     assert (spec.name, spec.command) == ("n1", ("python", "train.py"))
     assert (spec.resources.gpus, spec.resources.cpus, spec.resources.memory_bytes) == (2, 1.5, 1 << 30)
     assert spec.env == {"A": "1", "B": "x=y", "C": ""}
@@ -68,7 +75,7 @@ def test_options_become_a_job_spec() -> None:
     ],
 )
 def test_job_name_defaults_to_the_program(program, name) -> None:
-    assert spec_with(argv=[program]).name == name
+    assert build_spec_with(argv=[program]).name == name
 
 
 @pytest.mark.parametrize(
@@ -98,7 +105,7 @@ def test_job_name_defaults_to_the_program(program, name) -> None:
 )
 def test_invalid_option_is_named(changes, named) -> None:
     with pytest.raises(UsageError) as caught:
-        spec_with(**changes)
+        build_spec_with(**changes)
     assert named in caught.value.message
     assert caught.value.hint
     assert caught.value.exit_code == 2
@@ -121,7 +128,7 @@ def test_submit_with_a_missing_directory_is_a_usage_error(genie, tmp_path) -> No
 
 
 def test_submit_prints_only_the_job_id_to_standard_output(genie, controller) -> None:
-    controller.replies[SubmitJob] = job_reply(job(reason="1 of 1 accelerators is held by j0"))
+    controller.replies[SubmitJob] = make_job_reply(make_job(reason="1 of 1 accelerators is held by j0"))
     ran = genie("submit", "--gpus", "1", "--name", "train", "--", "python", "train.py", "--debug", "-x")
     assert (ran.code, ran.out) == (0, "j1\n")
     assert ran.err == "queued: 1 of 1 accelerators is held by j0\n"
@@ -130,13 +137,13 @@ def test_submit_prints_only_the_job_id_to_standard_output(genie, controller) -> 
 
 
 def test_submit_accepts_a_command_without_dashes(genie, controller) -> None:
-    controller.replies[SubmitJob] = job_reply(placed(JobState.RUNNING))
+    controller.replies[SubmitJob] = make_job_reply(make_placed_job(JobState.RUNNING))
     assert genie("submit", "echo", "--json")[:2] == (0, "j1\n")
     assert controller.requests[0].spec.command == ("echo", "--json")
 
 
 def test_submit_prints_json(genie, controller) -> None:
-    controller.replies[SubmitJob] = job_reply(job())
+    controller.replies[SubmitJob] = make_job_reply(make_job())
     ran = genie("submit", "--json", "--", "x")
     assert json.loads(ran.out)["job_id"] == "j1"
     assert json.loads(ran.out)["state"] == "queued"
@@ -168,19 +175,19 @@ def test_json_and_wait_are_mutually_exclusive(genie) -> None:
 @pytest.mark.parametrize(
     ("end", "code"),
     [
-        (placed(JobState.SUCCEEDED, exit_code=0), 0),
-        (placed(JobState.FAILED, exit_code=3, reason="exit code 3"), 3),
-        (placed(JobState.FAILED, exit_code=-9, reason="killed by signal 9"), 137),
-        (placed(JobState.FAILED, reason="could not be started"), 1),
-        (placed(JobState.CANCELLED, reason="cancelled"), 1),
-        (placed(JobState.LOST, reason="node restarted"), 1),
+        (make_placed_job(JobState.SUCCEEDED, exit_code=0), 0),
+        (make_placed_job(JobState.FAILED, exit_code=3, reason="exit code 3"), 3),
+        (make_placed_job(JobState.FAILED, exit_code=-9, reason="killed by signal 9"), 137),
+        (make_placed_job(JobState.FAILED, reason="could not be started"), 1),
+        (make_placed_job(JobState.CANCELLED, reason="cancelled"), 1),
+        (make_placed_job(JobState.LOST, reason="node restarted"), 1),
     ],
     ids=lambda value: value.state.value if hasattr(value, "state") else str(value),
 )
 def test_wait_prints_the_output_and_returns_the_exit_code(genie, controller, end, code) -> None:
-    controller.replies[SubmitJob] = job_reply(job())
-    controller.replies[ReadLog] = log_of(b"line \xff\n")
-    controller.replies[GetJob] = job_reply(end)
+    controller.replies[SubmitJob] = make_job_reply(make_job())
+    controller.replies[ReadLog] = make_log_chunk(b"line \xff\n")
+    controller.replies[GetJob] = make_job_reply(end)
     ran = genie("submit", "--wait", "--", "x")
     assert ran.code == code
     assert ran.out.startswith("line ") and "j1" not in ran.out
@@ -205,12 +212,12 @@ def test_ctrl_c_cancels_the_job_and_waits_for_its_end(genie, controller) -> None
     def cancel(request):
         nonlocal ended
         ended = True
-        return job_reply(job(JobState.CANCELLED, reason="asked by owner1"))
+        return make_job_reply(make_job(JobState.CANCELLED, reason="asked by owner1"))
 
-    controller.replies[SubmitJob] = job_reply(job())
+    controller.replies[SubmitJob] = make_job_reply(make_job())
     controller.replies[ReadLog] = read
     controller.replies[CancelJob] = cancel
-    controller.replies[GetJob] = job_reply(job(JobState.CANCELLED, reason="asked by owner1"))
+    controller.replies[GetJob] = make_job_reply(make_job(JobState.CANCELLED, reason="asked by owner1"))
     ran = genie("submit", "--wait", "--", "x")
     assert ran.code == 1
     assert "cancelling job j1" in ran.err and "asked by owner1" in ran.err
@@ -229,9 +236,9 @@ def test_second_ctrl_c_exits(genie, controller) -> None:
 
     def cancel(request):
         press_ctrl_c()
-        return job_reply(placed(JobState.RUNNING))
+        return make_job_reply(make_placed_job(JobState.RUNNING))
 
-    controller.replies[SubmitJob] = job_reply(job())
+    controller.replies[SubmitJob] = make_job_reply(make_job())
     controller.replies[ReadLog] = read
     controller.replies[CancelJob] = cancel
     ran = genie("submit", "--wait", "--", "x")
@@ -243,7 +250,9 @@ def test_second_ctrl_c_exits(genie, controller) -> None:
 
 
 def test_jobs_lists_queued_and_running_jobs(genie, controller) -> None:
-    controller.replies[ListJobs] = JobsReply(jobs=(placed(JobState.RUNNING, reason="placed"),), more=False)
+    controller.replies[ListJobs] = JobsReply(
+        jobs=(make_placed_job(JobState.RUNNING, reason="placed"),), more=False
+    )
     ran = genie("jobs")
     assert ran.code == 0
     head, row = ran.out.splitlines()
@@ -270,7 +279,7 @@ def test_empty_job_list_is_reported_on_standard_error(genie, controller) -> None
 
 def test_jobs_prints_json(genie, controller) -> None:
     controller.replies[ListJobs] = JobsReply(
-        jobs=(placed(JobState.LOST, reason="node restarted"),), more=True
+        jobs=(make_placed_job(JobState.LOST, reason="node restarted"),), more=True
     )
     document = json.loads(genie("jobs", "--all", "--json").out)
     assert document["more"] is True
@@ -285,14 +294,14 @@ def test_invalid_state_names_the_allowed_ones(genie) -> None:
 
 
 def test_control_characters_in_a_reason_are_removed(genie, controller) -> None:
-    controller.replies[ListJobs] = JobsReply(jobs=(job(reason="bad\x1b[2J\nforged row"),), more=False)
+    controller.replies[ListJobs] = JobsReply(jobs=(make_job(reason="bad\x1b[2J\nforged row"),), more=False)
     ran = genie("jobs")
     assert "\x1b" not in ran.out
     assert len(ran.out.splitlines()) == 2
 
 
 def test_logs_are_printed_unchanged(genie, controller) -> None:
-    controller.replies[ReadLog] = log_of(b"one\ntwo")
+    controller.replies[ReadLog] = make_log_chunk(b"one\ntwo")
     ran = genie("logs", "j1")
     assert ran == (0, "one\ntwo", "")
     assert controller.requests[0].wait_s == 0
@@ -300,42 +309,42 @@ def test_logs_are_printed_unchanged(genie, controller) -> None:
 
 @pytest.mark.parametrize("name", ["j1", "j1.0"])
 def test_logs_of_a_pending_job_report_its_state(genie, controller, name) -> None:
-    controller.replies[ReadLog] = log_of(b"")
-    controller.replies[GetJob] = job_reply(job(job_id="j1", state=JobState.QUEUED))
+    controller.replies[ReadLog] = make_log_chunk(b"")
+    controller.replies[GetJob] = make_job_reply(make_job(job_id="j1", state=JobState.QUEUED))
     ran = genie("logs", name)
     assert ran == (0, "", "no output yet: job j1 is queued; 'genie logs -f' waits for it\n")
     assert controller.requests[-1].job_id == "j1"
-    controller.replies[GetJob] = job_reply(placed(JobState.SUCCEEDED, exit_code=0))
+    controller.replies[GetJob] = make_job_reply(make_placed_job(JobState.SUCCEEDED, exit_code=0))
     assert genie("logs", name) == (0, "", "")
 
 
 @pytest.mark.parametrize("options", [(), ("--json",)])
 def test_following_a_pending_job_reports_that_it_waits_and_why(genie, controller, options) -> None:
-    controller.replies[ReadLog] = log_of(b"")
-    controller.replies[GetJob] = job_reply(
-        job(job_id="j1", state=JobState.QUEUED, reason="no suitable node: n: has 2 GPUs")
+    controller.replies[ReadLog] = make_log_chunk(b"")
+    controller.replies[GetJob] = make_job_reply(
+        make_job(job_id="j1", state=JobState.QUEUED, reason="no suitable node: n: has 2 GPUs")
     )
     ran = genie("logs", "-f", "j1.0", *options)
     assert ran.code == 0
     assert ran.err == "waiting for job j1 to start; it is queued: no suitable node: n: has 2 GPUs\n"
-    controller.replies[GetJob] = job_reply(job(job_id="j1", state=JobState.PLACING, reason=""))
+    controller.replies[GetJob] = make_job_reply(make_job(job_id="j1", state=JobState.PLACING, reason=""))
     assert genie("logs", "-f", "j1", *options).err == "waiting for job j1 to start; it is placing\n"
-    controller.replies[GetJob] = job_reply(placed(JobState.RUNNING))
+    controller.replies[GetJob] = make_job_reply(make_placed_job(JobState.RUNNING))
     assert genie("logs", "-f", "j1", *options).err == ""
 
 
 def test_jobs_show_the_exit_code_of_shells_for_a_signal(genie, controller) -> None:
-    killed = placed(JobState.FAILED, exit_code=-9, reason="killed by signal 9")
+    killed = make_placed_job(JobState.FAILED, exit_code=-9, reason="killed by signal 9")
     controller.replies[ListJobs] = JobsReply(jobs=(killed,), more=False)
     assert " 137 " in genie("jobs", "--all").out
 
 
 def test_logs_prints_json(genie, controller) -> None:
-    controller.replies[ReadLog] = log_of(b"one\n\xff")
+    controller.replies[ReadLog] = make_log_chunk(b"one\n\xff")
     assert json.loads(genie("logs", "j1", "--json").out) == {"job": "j1", "log": "one\n\ufffd"}
 
 
-def logs_of_runs(logs: dict[int, bytes]):
+def make_run_logs_reply(logs: dict[int, bytes]):
     """Let the controller have these runs; the last one is running."""
 
     def read(request: ReadLog) -> LogChunk:
@@ -354,7 +363,7 @@ def logs_of_runs(logs: dict[int, bytes]):
 
 
 def test_logs_of_one_run_and_of_all_runs(genie, controller) -> None:
-    controller.replies[ReadLog] = logs_of_runs({3: b"three\n", 4: b"four\n"})
+    controller.replies[ReadLog] = make_run_logs_reply({3: b"three\n", 4: b"four\n"})
     assert genie("logs", "j1") == (0, "four\n", "")
     assert genie("logs", "j1", "--run", "3") == (0, "three\n", "")
     assert genie("logs", "j1", "--all-runs") == (0, "three\nfour\n", "run 3:\nrun 4:\n")
@@ -367,7 +376,7 @@ def test_logs_of_one_run_and_of_all_runs(genie, controller) -> None:
 
 
 def test_missing_log_of_a_run_does_not_hide_the_others(genie, controller) -> None:
-    controller.replies[ReadLog] = logs_of_runs({3: b"", 4: b"four\n"})
+    controller.replies[ReadLog] = make_run_logs_reply({3: b"", 4: b"four\n"})
     ran = genie("logs", "j1", "--all-runs")
     assert (ran.code, ran.out) == (0, "four\n")
     assert "no log of run 3" in ran.err
@@ -381,9 +390,9 @@ def test_invalid_run_options_are_rejected(genie, argv) -> None:
 
 
 def test_follow_continues_with_the_next_run(genie, controller) -> None:
-    controller.replies[ReadLog] = logs_of_runs({1: b"one\n", 2: b"two\n"})
-    controller.replies[GetJob] = job_reply(placed(JobState.RUNNING))
-    first = logs_of_runs({1: b"one\n"})
+    controller.replies[ReadLog] = make_run_logs_reply({1: b"one\n", 2: b"two\n"})
+    controller.replies[GetJob] = make_job_reply(make_placed_job(JobState.RUNNING))
+    first = make_run_logs_reply({1: b"one\n"})
     read = controller.replies[ReadLog]
     controller.replies[ReadLog] = lambda request: (read if request.run else first)(request)
     assert genie("logs", "-f", "j1").out == "one\ntwo\n"
@@ -401,7 +410,9 @@ def test_cancel_continues_after_a_failure(genie, controller) -> None:
     def cancel(request) -> JobReply:
         if request.job_id == "j9":
             raise JobNotFoundError("no job 'j9'")
-        return job_reply(job(JobState.CANCELLED, job_id=request.job_id, reason="cancelled by owner1"))
+        return make_job_reply(
+            make_job(JobState.CANCELLED, job_id=request.job_id, reason="cancelled by owner1")
+        )
 
     controller.replies[CancelJob] = cancel
     ran = genie("cancel", "j9", "j2")

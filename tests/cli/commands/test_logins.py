@@ -20,8 +20,8 @@ from genie.model.tenant import TokenKind
 from genie.runtime.credentials import LocalCluster
 from genie.runtime.logins import default_login, list_logins
 from genie.tenancy.access import NO_PIN, new_token, parse_token
-from tests.cli.sample_messages import status
-from tests.cli.scripted_controller import ScriptedController, other_token
+from tests.cli.sample_messages import make_status_reply
+from tests.cli.scripted_controller import ScriptedController, make_unknown_token
 from tests.fakes.controller import OWNER_TOKEN
 
 
@@ -30,7 +30,7 @@ def remote_cluster(state_dir: Path, controller: ScriptedController) -> ScriptedC
     """A cluster that is not recorded in the local state directory."""
     (state_dir / "owner.token").unlink()
     (state_dir / "local.json").unlink()
-    controller.replies[GetStatus] = status()
+    controller.replies[GetStatus] = make_status_reply()
     return controller
 
 
@@ -121,7 +121,7 @@ def test_no_prompt_without_a_terminal(genie, address, monkeypatch) -> None:
     ("text", "message"),
     [
         ("hunter2", "not a Genie token"),
-        (str(other_token()), "unknown here or its secret is wrong"),
+        (str(make_unknown_token()), "unknown here or its secret is wrong"),
         (
             str(new_token(TokenKind.JOIN, token_id="join1", secret=b"\x03" * 32, pin=NO_PIN)),
             "a join token: it admits a machine",
@@ -143,7 +143,7 @@ def test_rejected_token_is_not_stored(genie, address, state_dir, tmp_path, text,
 
 def test_rejected_stored_login_has_a_hint(genie, remote_cluster, address, token_file) -> None:
     assert genie("login", address, "--token-file", token_file).code == 0
-    remote_cluster.only_token = other_token()
+    remote_cluster.only_token = make_unknown_token()
     ran = genie("status")
     assert ran.code == 1
     assert f"the stored login to {address} was refused: token owner1 is unknown here" in ran.err
@@ -199,7 +199,7 @@ def test_sources_with_precedence_over_the_login_are_named(
     assert "without --address, commands use the cluster of this machine at 10.0.0.7:6000" in message
     assert "genie logout" not in message
     remote_cluster.announce(state_dir)
-    monkeypatch.setenv("GENIE_TOKEN", str(other_token()))
+    monkeypatch.setenv("GENIE_TOKEN", str(make_unknown_token()))
     monkeypatch.setattr("sys.stdin", io.StringIO(""))
     assert "not a terminal" in genie("login", address).err, "the variable is not what is stored"
     ran = genie("login", address, "--token-file", token_file)

@@ -11,14 +11,18 @@ from genie.model.messages import Done, ListQuotas, QuotasReply, QuotaView, Remov
 from genie.model.tenant import QuotaRecord
 
 
-def view(tenant: str = "lab", held_gpus: float = 2.5, **fields: object) -> QuotaView:
+def make_quota_view(tenant: str = "lab", held_gpus: float = 2.5, **fields: object) -> QuotaView:
     return QuotaView(quota=QuotaRecord(tenant=tenant, **fields), held_gpus=held_gpus)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("argv", [("quota",), ("quota", "list")])
 def test_quota_without_subcommand_lists(genie, controller, argv) -> None:
     controller.replies[ListQuotas] = QuotasReply(
-        quotas=(view(gpus=4.0, borrow_gpus=8.0, weight=2.0), view("new", 0.0), view("old", 1.0, gpus=0.5))
+        quotas=(
+            make_quota_view(gpus=4.0, borrow_gpus=8.0, weight=2.0),
+            make_quota_view("new", 0.0),
+            make_quota_view("old", 1.0, gpus=0.5),
+        )
     )
     ran = genie(*argv)
     assert ran.code == 0, ran.err
@@ -33,7 +37,7 @@ def test_quota_without_subcommand_lists(genie, controller, argv) -> None:
 
 @pytest.mark.parametrize("argv", [("quota", "--json"), ("quota", "list", "--json")])
 def test_quota_list_prints_json(genie, controller, argv) -> None:
-    controller.replies[ListQuotas] = QuotasReply(quotas=(view(gpus=4.0),))
+    controller.replies[ListQuotas] = QuotasReply(quotas=(make_quota_view(gpus=4.0),))
     document = json.loads(genie(*argv).out)
     assert document["quotas"][0]["quota"]["gpus"] == 4.0
     assert document["quotas"][0]["held_gpus"] == 2.5

@@ -10,19 +10,19 @@ import pytest
 from genie.controller.placement import policy
 from tests.house.sources import ROOT
 
-SMALL = ("--nodes", "4x8", "--jobs", "40", "--seed", "1")
+SMALL_CLUSTER_OPTIONS = ("--nodes", "4x8", "--jobs", "40", "--seed", "1")
 
 
 @pytest.fixture
 def trace(genie, tmp_path):
     path = tmp_path / "jobs.csv"
-    ran = genie("sim", "generate", *SMALL, "--load", "2", str(path))
+    ran = genie("sim", "generate", *SMALL_CLUSTER_OPTIONS, "--load", "2", str(path))
     assert (ran.code, ran.out, ran.err) == (0, "", f"wrote 40 jobs to {path}\n")
     return path
 
 
 def test_run_prints_metrics(genie) -> None:
-    ran = genie("sim", "run", *SMALL)
+    ran = genie("sim", "run", *SMALL_CLUSTER_OPTIONS)
     assert ran.code == 0
     rows = {line.split("  ")[0]: line for line in ran.out.splitlines()}
     assert "32, over " in rows["GPUs"]
@@ -38,7 +38,7 @@ def test_run_prints_metrics(genie) -> None:
 
 
 def test_json_has_all_metrics_and_depends_on_the_seed(genie) -> None:
-    runs = [json.loads(genie("sim", "run", *SMALL, "--json").out) for _ in range(2)]
+    runs = [json.loads(genie("sim", "run", *SMALL_CLUSTER_OPTIONS, "--json").out) for _ in range(2)]
     assert runs[0] == runs[1]
     assert runs[0]["jobs"] + runs[0]["impossible"] == 40
     assert set(runs[0]["wait_s"]) == {"count", "mean", "p50", "p99", "most"}
@@ -48,14 +48,18 @@ def test_json_has_all_metrics_and_depends_on_the_seed(genie) -> None:
 
 def test_generated_jobs_can_be_simulated(genie, trace) -> None:
     given = json.loads(genie("sim", "run", "--trace", str(trace), "--nodes", "4x8", "--json").out)
-    made = json.loads(genie("sim", "run", *SMALL, "--load", "2", "--json").out)
+    made = json.loads(genie("sim", "run", *SMALL_CLUSTER_OPTIONS, "--load", "2", "--json").out)
     assert given["jobs"] == made["jobs"]
     assert given["wait_s"]["mean"] == pytest.approx(made["wait_s"]["mean"], abs=1)
 
 
 def test_generate_writes_to_standard_output(genie, trace, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert genie("sim", "generate", *SMALL, "--load", "2", "-") == (0, trace.read_text("utf-8"), "")
+    assert genie("sim", "generate", *SMALL_CLUSTER_OPTIONS, "--load", "2", "-") == (
+        0,
+        trace.read_text("utf-8"),
+        "",
+    )
     assert [path.name for path in tmp_path.iterdir()] == [trace.name]
 
 
@@ -68,7 +72,7 @@ def test_all_orders_and_placements_run(genie, trace, order, placement) -> None:
 
 
 def test_results_are_written_to_a_directory(genie, tmp_path) -> None:
-    assert genie("sim", "run", *SMALL, "--out", str(tmp_path / "new" / "results")).code == 0
+    assert genie("sim", "run", *SMALL_CLUSTER_OPTIONS, "--out", str(tmp_path / "new" / "results")).code == 0
     folder = tmp_path / "new" / "results"
     assert sorted(path.name for path in folder.iterdir()) == [
         "summary.json",
@@ -79,7 +83,7 @@ def test_results_are_written_to_a_directory(genie, tmp_path) -> None:
 
 
 def test_fail_every_injects_node_failures(genie) -> None:
-    ran = genie("sim", "run", *SMALL, "--fail-every", "1h", "--repair", "10m", "--json")
+    ran = genie("sim", "run", *SMALL_CLUSTER_OPTIONS, "--fail-every", "1h", "--repair", "10m", "--json")
     assert json.loads(ran.out)["failures"] > 0
 
 
@@ -135,7 +139,7 @@ def test_invalid_option_is_named(genie, argv, message) -> None:
     assert message in ran.err and "Traceback" not in ran.err
 
 
-POLICIES = """
+POLICY_MODULE = """
 import threading
 
 class LastFirst:
@@ -173,7 +177,7 @@ class CannotBeMade:
 
 made = LastFirst()
 """
-JOBS = """submitted_s,duration_s,job_id,tenant,gpus
+JOBS_CSV = """submitted_s,duration_s,job_id,tenant,gpus
 0,100,first,a,8
 0,200,second,a,8
 0,300,third,b,8
@@ -183,9 +187,9 @@ JOBS = """submitted_s,duration_s,job_id,tenant,gpus
 @pytest.fixture
 def run_policy(genie, tmp_path, monkeypatch):
     """Simulate three jobs, each for the whole cluster, with a policy of this file."""
-    (tmp_path / "sim_policies.py").write_text(POLICIES, "utf-8")
+    (tmp_path / "sim_policies.py").write_text(POLICY_MODULE, "utf-8")
     (tmp_path / "leaves_policies.py").write_text("raise SystemExit(0)", "utf-8")
-    (tmp_path / "three.csv").write_text(JOBS, "utf-8")
+    (tmp_path / "three.csv").write_text(JOBS_CSV, "utf-8")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "sim_policies", raising=False)
 
@@ -257,7 +261,7 @@ def test_unknown_policy_has_the_error_of_the_controller(run_policy, name, messag
 
 def test_example_policy_can_be_simulated(genie, monkeypatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "examples" / "schedulers"))
-    ran = genie("sim", "run", *SMALL, "--order", "own_policy:SmallFirst", "--json")
+    ran = genie("sim", "run", *SMALL_CLUSTER_OPTIONS, "--order", "own_policy:SmallFirst", "--json")
     assert ran.code == 0, ran.err
     assert json.loads(ran.out)["left_waiting"] == 0
 

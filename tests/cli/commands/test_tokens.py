@@ -10,19 +10,19 @@ from genie.errors import TokenRefusedError
 from genie.model.messages import CreateToken, Done, ListTokens, RevokeToken, TokenCreated, TokensReply
 from genie.model.tenant import TokenKind, TokenRecord
 
-HASH = "5" * 64
+TOKEN_HASH = "5" * 64
 
 
-def record(kind: TokenKind = TokenKind.USER, **fields) -> TokenRecord:
-    return TokenRecord(token_id="tok1", kind=kind, secret_sha256=HASH, created_at=1.0, **fields)
+def make_token_record(kind: TokenKind = TokenKind.USER, **fields) -> TokenRecord:
+    return TokenRecord(token_id="tok1", kind=kind, secret_sha256=TOKEN_HASH, created_at=1.0, **fields)
 
 
-def made(kind: TokenKind = TokenKind.USER) -> TokenCreated:
-    return TokenCreated(token=f"genie.{kind}.tok1.secret.-", record=record(kind))
+def make_created_token(kind: TokenKind = TokenKind.USER) -> TokenCreated:
+    return TokenCreated(token=f"genie.{kind}.tok1.secret.-", record=make_token_record(kind))
 
 
 def test_create_prints_only_the_token_to_standard_output(genie, controller) -> None:
-    controller.replies[CreateToken] = made()
+    controller.replies[CreateToken] = make_created_token()
     ran = genie("token", "create", "--name", "alice", "--tenant", "lab", "--ttl", "30d")
     assert (ran.code, ran.out) == (0, "genie.user.tok1.secret.-\n")
     assert "GENIE_TOKEN" in ran.err and "secret" not in ran.err
@@ -37,7 +37,7 @@ def test_create_prints_only_the_token_to_standard_output(genie, controller) -> N
 
 
 def test_join_token_prints_the_join_command(genie, controller) -> None:
-    controller.replies[CreateToken] = made(TokenKind.JOIN)
+    controller.replies[CreateToken] = make_created_token(TokenKind.JOIN)
     ran = genie("token", "create", "--join")
     assert controller.requests[0].kind == "join"
     assert f"genie join 127.0.0.1:{controller.port} --token-file join.token" in ran.err
@@ -46,7 +46,7 @@ def test_join_token_prints_the_join_command(genie, controller) -> None:
 
 
 def test_create_prints_json_without_the_hash(genie, controller) -> None:
-    controller.replies[CreateToken] = made()
+    controller.replies[CreateToken] = make_created_token()
     document = json.loads(genie("token", "create", "--json").out)
     assert document["token"].startswith("genie.user.")
     assert document["record"]["token_id"] == "tok1"
@@ -81,17 +81,17 @@ def test_invalid_option_is_named(genie, controller, argv, named) -> None:
     ],
 )
 def test_list_shows_the_state_of_tokens(genie, controller, fields, state) -> None:
-    controller.replies[ListTokens] = TokensReply(tokens=(record(**fields),))
+    controller.replies[ListTokens] = TokensReply(tokens=(make_token_record(**fields),))
     ran = genie("token", "list")
     assert state in ran.out.splitlines()[1]
-    assert HASH not in ran.out
+    assert TOKEN_HASH not in ran.out
 
 
 def test_list_prints_json_without_hashes(genie, controller) -> None:
-    controller.replies[ListTokens] = TokensReply(tokens=(record(name="alice"),))
+    controller.replies[ListTokens] = TokensReply(tokens=(make_token_record(name="alice"),))
     ran = genie("token", "list", "--json")
     assert json.loads(ran.out)["tokens"][0]["name"] == "alice"
-    assert HASH not in ran.out
+    assert TOKEN_HASH not in ran.out
 
 
 def test_revoke_continues_after_a_failure(genie, controller) -> None:

@@ -9,11 +9,11 @@ import pytest
 
 from genie.model.allocation import NodeHolds
 from genie.model.messages import GetStatus, ListNodes, NodesReply
-from tests.cli.sample_messages import node, status
+from tests.cli.sample_messages import make_node_view, make_status_reply
 
 
 def test_status_prints_a_summary(genie, controller) -> None:
-    controller.replies[GetStatus] = status()
+    controller.replies[GetStatus] = make_status_reply()
     ran = genie("status")
     lines = dict(line.split(None, 1) for line in ran.out.splitlines() if not line.startswith("uptime"))
     assert ran.code == 0
@@ -26,12 +26,14 @@ def test_status_prints_a_summary(genie, controller) -> None:
 
 def test_status_shows_a_disabled_policy(genie, controller) -> None:
     fault = "policy 'own:Mine' is disabled and replaced by FairShare: within() raised OSError"
-    controller.replies[GetStatus] = msgspec.structs.replace(status(), policy="own:Mine", policy_fault=fault)
+    controller.replies[GetStatus] = msgspec.structs.replace(
+        make_status_reply(), policy="own:Mine", policy_fault=fault
+    )
     assert fault in " ".join(genie("status").out.split())
 
 
 def test_status_shows_an_unresponsive_store(genie, controller) -> None:
-    controller.replies[GetStatus] = msgspec.structs.replace(status(), store_ok=False)
+    controller.replies[GetStatus] = msgspec.structs.replace(make_status_reply(), store_ok=False)
     assert "sqlite (not responding)" in genie("status").out
 
 
@@ -40,7 +42,9 @@ def test_status_shows_an_unresponsive_store(genie, controller) -> None:
     [("10.0.0.5:5555", "10.0.0.5:5555 (genie status --address 10.0.0.5:5555)"), ("", "none elected")],
 )
 def test_status_of_a_standby_names_the_leader(genie, controller, leader, message) -> None:
-    reply = msgspec.structs.replace(status(), leading=False, leader=leader, gpus_total=0, gpus_free=0)
+    reply = msgspec.structs.replace(
+        make_status_reply(), leading=False, leader=leader, gpus_total=0, gpus_free=0
+    )
     controller.replies[GetStatus] = reply
     ran = genie("status")
     assert ran.code == 0
@@ -49,14 +53,14 @@ def test_status_of_a_standby_names_the_leader(genie, controller, leader, message
 
 
 def test_status_prints_json(genie, controller) -> None:
-    controller.replies[GetStatus] = status()
+    controller.replies[GetStatus] = make_status_reply()
     document = json.loads(genie("status", "--json").out)
-    assert set(document) == {"address", *status().__struct_fields__}
+    assert set(document) == {"address", *make_status_reply().__struct_fields__}
     assert document["nodes"] == {"healthy": 1}
 
 
 def test_nodes_shows_accelerators_and_jobs(genie, controller) -> None:
-    controller.replies[ListNodes] = NodesReply(nodes=(node(),))
+    controller.replies[ListNodes] = NodesReply(nodes=(make_node_view(),))
     ran = genie("nodes")
     assert ran.code == 0
     nodes, gpus = ran.out.split("\n\n")
@@ -66,7 +70,7 @@ def test_nodes_shows_accelerators_and_jobs(genie, controller) -> None:
 
 
 def test_a_node_is_draining_until_its_last_job_has_ended(genie, controller) -> None:
-    busy = msgspec.structs.replace(node(), drained="draining: new fans")
+    busy = msgspec.structs.replace(make_node_view(), drained="draining: new fans")
     controller.replies[ListNodes] = NodesReply(nodes=(busy,))
     assert "draining: new fans" in genie("nodes").out
     empty = msgspec.structs.replace(busy, node_holds=NodeHolds(node_id="box"))
@@ -81,7 +85,7 @@ def test_a_node_is_draining_until_its_last_job_has_ended(genie, controller) -> N
 
 
 def test_unavailable_accelerator_shows_the_reason(genie, controller) -> None:
-    view = node()
+    view = make_node_view()
     lost = msgspec.structs.replace(view.info.gpus[0], available=False, reason="it fell off the bus")
     info = msgspec.structs.replace(view.info, gpus=(lost,))
     controller.replies[ListNodes] = NodesReply(nodes=(msgspec.structs.replace(view, info=info),))
@@ -89,7 +93,7 @@ def test_unavailable_accelerator_shows_the_reason(genie, controller) -> None:
 
 
 def test_racks_and_labels_are_columns_if_a_node_has_any(genie, controller) -> None:
-    plain = node()
+    plain = make_node_view()
     labelled = msgspec.structs.replace(plain.info, node_id="other", labels={"disk": "ssd", "zone": "a"})
     controller.replies[ListNodes] = NodesReply(nodes=(plain,))
     assert "LABELS" not in genie("nodes").out and "RACK" not in genie("nodes").out
@@ -107,7 +111,7 @@ def test_racks_and_labels_are_columns_if_a_node_has_any(genie, controller) -> No
 
 
 def test_nodes_shows_memory_used_by_other_processes(genie, controller) -> None:
-    view = node()
+    view = make_node_view()
     controller.replies[ListNodes] = NodesReply(nodes=(view,))
     assert "other processes" not in genie("nodes").out
     gpu = msgspec.structs.replace(
@@ -119,7 +123,7 @@ def test_nodes_shows_memory_used_by_other_processes(genie, controller) -> None:
 
 
 def test_nodes_prints_json(genie, controller) -> None:
-    controller.replies[ListNodes] = NodesReply(nodes=(node(),))
+    controller.replies[ListNodes] = NodesReply(nodes=(make_node_view(),))
     (document,) = json.loads(genie("nodes", "--json").out)["nodes"]
     assert document["info"]["gpus"][0]["name"] == "Test GPU"
     assert document["node_holds"]["holds"][0]["job_id"] == "j7"

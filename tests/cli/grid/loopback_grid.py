@@ -10,21 +10,23 @@ from pathlib import Path
 import pytest
 
 from tests.forkserver import ForkServer
-from tests.grid.bed import Bed
+from tests.grid.testbed import SshTestbed
 
 CTRL_C = b"\x03"
 
 
-def use_grid(bed: Bed, folder: Path, monkeypatch: pytest.MonkeyPatch, *, more: str = "") -> Path:
-    """Make the commands of this test use the nodes of the bed. Returns the grid file."""
+def use_grid(testbed: SshTestbed, folder: Path, monkeypatch: pytest.MonkeyPatch, *, more: str = "") -> Path:
+    """Make the commands of this test use the nodes of the testbed. Returns the grid file."""
     path = folder / "cluster_config.yaml"
-    path.write_text(bed.grid_yaml(more=more or "ssh: {connect_timeout: 20}\nhealth_check: {timeout: 20}\n"))
+    path.write_text(
+        testbed.grid_yaml(more=more or "ssh: {connect_timeout: 20}\nhealth_check: {timeout: 20}\n")
+    )
     monkeypatch.setenv("GENIE_GRID_FILE", str(path))
-    monkeypatch.setenv("GENIE_GRID_SSH_CONFIG", str(bed.ssh_config))
+    monkeypatch.setenv("GENIE_GRID_SSH_CONFIG", str(testbed.ssh_config))
     return path
 
 
-def on_a_terminal(server: ForkServer, argv: list[str], *, typed: bytes, after: bytes) -> tuple[int, str]:
+def run_on_terminal(server: ForkServer, argv: list[str], *, typed: bytes, after: bytes) -> tuple[int, str]:
     """Run grid-cli on a new terminal and type once `after` is shown. Returns exit code and output."""
     ours, theirs = pty.openpty()
     # The first terminal that a session leader opens becomes its controlling terminal.

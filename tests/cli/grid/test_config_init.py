@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from genie.grid.grid_file import sample_grid_file
-from tests.cli.conftest import Ran
+from tests.cli.conftest import CommandOutcome
 
-Cli = Callable[..., Ran]
+Cli = Callable[..., CommandOutcome]
 
 
 @pytest.fixture(autouse=True)

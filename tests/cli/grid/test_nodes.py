@@ -11,15 +11,15 @@ import asyncssh
 import pytest
 
 from genie.cli.grid.nodes import user_at_host
-from tests.cli.grid.loopback_grid import on_a_terminal, use_grid
+from tests.cli.grid.loopback_grid import run_on_terminal, use_grid
 from tests.forkserver import ForkServer
-from tests.grid.bed import Bed
+from tests.grid.testbed import SshTestbed
 
 
 @pytest.fixture
-def bed(own_bed: Bed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bed:
-    use_grid(own_bed, tmp_path, monkeypatch)
-    return own_bed
+def testbed(own_testbed: SshTestbed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SshTestbed:
+    use_grid(own_testbed, tmp_path, monkeypatch)
+    return own_testbed
 
 
 @pytest.fixture
@@ -33,8 +33,8 @@ def test_user_without_passwd_entry_is_shown_by_uid(monkeypatch: pytest.MonkeyPat
     assert user_at_host() == f"{2**31 - 7}@{socket.gethostname()}"
 
 
-def fingerprint(bed: Bed, name: str) -> str:
-    return str(asyncssh.import_public_key(bed[name].public_key).get_fingerprint())
+def read_host_fingerprint(testbed: SshTestbed, name: str) -> str:
+    return str(asyncssh.import_public_key(testbed[name].public_key).get_fingerprint())
 
 
 # --- the file ---------------------------------------------------------------------------------
@@ -97,10 +97,10 @@ def test_remove_deletes_nodes(folder: Path, genie) -> None:
     assert "only node" in ran.err
 
 
-def test_list_shows_hosts_resolved_by_openssh(bed: Bed, genie) -> None:
-    bed.write_known_hosts(without=["gpu2"])
+def test_list_shows_hosts_resolved_by_openssh(testbed: SshTestbed, genie) -> None:
+    testbed.write_known_hosts(without=["gpu2"])
     found = json.loads(genie("grid", "nodes", "list", "--json").out)["nodes"]
-    node = bed["gpu1"]
+    node = testbed["gpu1"]
     assert found[0] == {
         "name": "gpu1",
         "weight": 1.0,
@@ -114,7 +114,7 @@ def test_list_shows_hosts_resolved_by_openssh(bed: Bed, genie) -> None:
     assert genie("grid", "nodes", "list").out.splitlines()[1].split()[:2] == ["gpu1", node.address]
 
 
-def completed(words: str) -> list[str]:
+def complete_words(words: str) -> list[str]:
     from typer.testing import CliRunner
 
     from genie.cli.app import grid_app
@@ -126,17 +126,17 @@ def completed(words: str) -> list[str]:
 
 def test_names_are_completed_from_the_file(folder: Path, genie) -> None:
     genie("grid", "nodes", "add", "gpu1", "gpu2", "box")
-    assert completed("grid-cli health gp") == ["gpu1", "gpu2"]
-    assert completed("grid-cli nodes remove b") == ["box"]
+    assert complete_words("grid-cli health gp") == ["gpu1", "gpu2"]
+    assert complete_words("grid-cli nodes remove b") == ["box"]
     for words in ("run --node", "ps --node", "sync --node", "setup --node", "cluster start --head", "demote"):
-        assert completed(f"grid-cli {words} b") == ["box"], words
+        assert complete_words(f"grid-cli {words} b") == ["box"], words
 
 
 @pytest.mark.parametrize("words", ["--config f.yaml nodes trust o", "nodes trust --config f.yaml o"])
 def test_names_are_completed_from_the_given_file(folder: Path, words: str, genie) -> None:
     genie("--version")  # registers the commands
     (folder / "f.yaml").write_text("nodes: [other]\n")
-    assert completed(f"grid-cli {words}") == ["other"]
+    assert complete_words(f"grid-cli {words}") == ["other"]
 
 
 @pytest.mark.parametrize("word", ["promote", "demote"])
@@ -168,85 +168,87 @@ def test_unreadable_file_gives_no_completions(folder: Path, genie) -> None:
     genie("--version")
     (folder / "config").mkdir()
     (folder / "config/cluster_config.yaml").write_text("nodes: {")
-    assert completed("grid-cli health g") == []
+    assert complete_words("grid-cli health g") == []
 
 
 # --- trust ------------------------------------------------------------------------------------
 
 
-def test_trust_with_yes_adds_the_key(bed: Bed, genie) -> None:
-    bed.write_known_hosts(without=["gpu1", "gpu2"])
+def test_trust_with_yes_adds_the_key(testbed: SshTestbed, genie) -> None:
+    testbed.write_known_hosts(without=["gpu1", "gpu2"])
     assert "unreachable" in genie("grid", "health").out
     ran = genie("grid", "nodes", "trust", "--all", "--yes")
     assert ran.code == 0
     for name in ("gpu1", "gpu2"):
-        assert f"{name}: {fingerprint(bed, name)} added to {bed.known_hosts}\n" in ran.out
+        assert f"{name}: {read_host_fingerprint(testbed, name)} added to {testbed.known_hosts}\n" in ran.out
     assert "unreachable" not in genie("grid", "health").out, "what was known of the nodes is forgotten"
     again = genie("grid", "nodes", "trust", "gpu1", "--json")
     assert json.loads(again.out)["nodes"][0]["state"] == "known"
 
 
-def test_trust_without_a_terminal_is_a_usage_error(bed: Bed, genie) -> None:
-    bed.write_known_hosts(without=["gpu1"])
-    before = bed.known_hosts.read_text()
+def test_trust_without_a_terminal_is_a_usage_error(testbed: SshTestbed, genie) -> None:
+    testbed.write_known_hosts(without=["gpu1"])
+    before = testbed.known_hosts.read_text()
     ran = genie("grid", "nodes", "trust", "gpu1")
     assert ran.code == 2
     assert "standard input is not a terminal" in ran.err
-    assert f"--fingerprint {fingerprint(bed, 'gpu1')}" in ran.err
-    assert bed.known_hosts.read_text() == before
+    assert f"--fingerprint {read_host_fingerprint(testbed, 'gpu1')}" in ran.err
+    assert testbed.known_hosts.read_text() == before
 
 
 @pytest.mark.parametrize(("answer", "code", "state"), [(b"y\n", 0, "added to"), (b"\n", 1, "refused")])
 def test_trust_prompts_on_a_terminal(
-    bed: Bed, answer: bytes, code: int, state: str, fork_server: ForkServer
+    testbed: SshTestbed, answer: bytes, code: int, state: str, fork_server: ForkServer
 ) -> None:
-    bed.write_known_hosts(without=["gpu1"])
-    before = bed.known_hosts.read_text()
-    ended, seen = on_a_terminal(fork_server, ["nodes", "trust", "gpu1"], typed=answer, after=b"[y/N]")
+    testbed.write_known_hosts(without=["gpu1"])
+    before = testbed.known_hosts.read_text()
+    ended, seen = run_on_terminal(fork_server, ["nodes", "trust", "gpu1"], typed=answer, after=b"[y/N]")
     assert ended == code
-    assert fingerprint(bed, "gpu1") in seen and state in seen
-    assert (bed.known_hosts.read_text() == before) is (code == 1)
+    assert read_host_fingerprint(testbed, "gpu1") in seen and state in seen
+    assert (testbed.known_hosts.read_text() == before) is (code == 1)
 
 
 @pytest.mark.parametrize(("typed", "code"), [(b"\x04", 1), (b"\x03", 130)], ids=["end", "interrupt"])
-def test_aborted_prompt_changes_nothing(bed: Bed, typed: bytes, code: int, fork_server: ForkServer) -> None:
-    bed.write_known_hosts(without=["gpu1"])
-    before = bed.known_hosts.read_text()
-    ended, seen = on_a_terminal(fork_server, ["nodes", "trust", "gpu1"], typed=typed, after=b"[y/N]")
+def test_aborted_prompt_changes_nothing(
+    testbed: SshTestbed, typed: bytes, code: int, fork_server: ForkServer
+) -> None:
+    testbed.write_known_hosts(without=["gpu1"])
+    before = testbed.known_hosts.read_text()
+    ended, seen = run_on_terminal(fork_server, ["nodes", "trust", "gpu1"], typed=typed, after=b"[y/N]")
     aborted = "genie: aborted: the prompt was not answered" in seen
     assert (ended, aborted) == (code, code == 1), seen
-    assert bed.known_hosts.read_text() == before
+    assert testbed.known_hosts.read_text() == before
 
 
-def test_fingerprint_is_compared(bed: Bed, genie) -> None:
-    bed.write_known_hosts(without=["gpu1"])
-    before = bed.known_hosts.read_text()
-    ran = genie("grid", "nodes", "trust", "gpu1", "--fingerprint", fingerprint(bed, "gpu2"))
+def test_fingerprint_is_compared(testbed: SshTestbed, genie) -> None:
+    testbed.write_known_hosts(without=["gpu1"])
+    before = testbed.known_hosts.read_text()
+    ran = genie("grid", "nodes", "trust", "gpu1", "--fingerprint", read_host_fingerprint(testbed, "gpu2"))
     assert ran.code == 255
-    assert bed.known_hosts.read_text() == before
-    ran = genie("grid", "nodes", "trust", "gpu1", "--fingerprint", fingerprint(bed, "gpu1"))
+    assert testbed.known_hosts.read_text() == before
+    ran = genie("grid", "nodes", "trust", "gpu1", "--fingerprint", read_host_fingerprint(testbed, "gpu1"))
     assert ran.code == 0
-    assert bed.known_hosts.read_text() != before
+    assert testbed.known_hosts.read_text() != before
 
 
-def test_changed_key_is_an_error_and_other_nodes_are_trusted(bed: Bed, genie) -> None:
-    bed.write_known_hosts(without=["gpu2"])
-    bed["gpu1"].write_host_key()
-    bed["gpu1"].restart()
+def test_changed_key_is_an_error_and_other_nodes_are_trusted(testbed: SshTestbed, genie) -> None:
+    testbed.write_known_hosts(without=["gpu2"])
+    testbed["gpu1"].write_host_key()
+    testbed["gpu1"].restart()
     ran = genie("grid", "nodes", "trust", "--all", "--yes")
     assert ran.code == 255
     assert "host key of" in ran.err and "has changed" in ran.err and "ssh-keygen -f" in ran.err
     assert "gpu2: " in ran.out
-    assert fingerprint(bed, "gpu1") not in ran.out
+    assert read_host_fingerprint(testbed, "gpu1") not in ran.out
 
 
-def test_unreachable_node_is_a_transport_error(bed: Bed, genie) -> None:
-    bed["gpu1"].stop()
+def test_unreachable_node_is_a_transport_error(testbed: SshTestbed, genie) -> None:
+    testbed["gpu1"].stop()
     assert genie("grid", "nodes", "trust", "gpu1", "--yes").code == 255
 
 
 @pytest.mark.parametrize("argv", [[], ["gpu1", "--all"], ["--all", "--fingerprint", "SHA256:x"]])
-def test_trust_without_nodes_is_a_usage_error(bed: Bed, genie, argv: list[str]) -> None:
+def test_trust_without_nodes_is_a_usage_error(testbed: SshTestbed, genie, argv: list[str]) -> None:
     ran = genie("grid", "nodes", "trust", *argv)
     assert ran.code == 2
     assert ("are mutually exclusive" in ran.err) == (argv == ["gpu1", "--all"])

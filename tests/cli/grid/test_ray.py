@@ -10,28 +10,30 @@ from pathlib import Path
 import pytest
 
 from genie.cli.grid.ray import _last_line
-from tests.cli.conftest import Ran
-from tests.grid.bed import Bed
+from tests.cli.conftest import CommandOutcome
 from tests.grid.quick_venv import QuickVenv
 from tests.grid.ray.test_faults import scripted
-from tests.grid.ray_bed import install_ray
+from tests.grid.ray_testbed import install_ray
 from tests.grid.small_wheel import make_wheel
+from tests.grid.testbed import SshTestbed
 
 
 @pytest.fixture
-def bed(own_bed: Bed, quick_venv: QuickVenv, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bed:
-    for node in own_bed.nodes:
+def testbed(
+    own_testbed: SshTestbed, quick_venv: QuickVenv, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> SshTestbed:
+    for node in own_testbed.nodes:
         quick_venv.install(node)
     file = tmp_path / "grid.yaml"
-    file.write_text(own_bed.grid_yaml(more="ssh: {connect_timeout: 10, max_retries: 0}\n"))
+    file.write_text(own_testbed.grid_yaml(more="ssh: {connect_timeout: 10, max_retries: 0}\n"))
     monkeypatch.setenv("GENIE_GRID_FILE", str(file))
-    monkeypatch.setenv("GENIE_GRID_SSH_CONFIG", str(own_bed.ssh_config))
+    monkeypatch.setenv("GENIE_GRID_SSH_CONFIG", str(own_testbed.ssh_config))
     monkeypatch.chdir(tmp_path)
-    return own_bed
+    return own_testbed
 
 
 def test_setup_installs_defaults_and_requirements(
-    bed: Bed, genie: Callable[..., Ran], tmp_path: Path
+    testbed: SshTestbed, genie: Callable[..., CommandOutcome], tmp_path: Path
 ) -> None:
     """Uses fake wheels: nothing is downloaded."""
     for name in ("small-thing", "ray", "torch", "numpy"):
@@ -41,7 +43,7 @@ def test_setup_installs_defaults_and_requirements(
     assert ran.code == 0, ran.err
     assert "installing ray[default], torch, numpy and requirements.txt (override with" in ran.err
     python = "/root/grid_workspace/grid_env/bin/python"
-    shown = bed["gpu1"].run(
+    shown = testbed["gpu1"].run(
         f"{python} -c 'import ray, torch, numpy, small_thing as t; print(torch.VALUE, t.VALUE)'"
     )
     assert shown == "1 1\n"
@@ -49,7 +51,7 @@ def test_setup_installs_defaults_and_requirements(
     assert "gpu1: installing with Python" in ran.err
     ran = genie("grid", "setup", "--wheels", "wheels", "--node", "gpu1")
     assert (ran.code, "unchanged" in ran.out) == (0, True)
-    config = bed["gpu1"].home / "grid_workspace/grid_env/pyvenv.cfg"
+    config = testbed["gpu1"].home / "grid_workspace/grid_env/pyvenv.cfg"
     (config.parent / "lib/installed-before").touch()
     for option, sees in (("--again", "false"), ("--system-packages", "true")):
         ran = genie("grid", "setup", "--wheels", "wheels", "--json", "--node", "gpu1", option)
@@ -59,7 +61,7 @@ def test_setup_installs_defaults_and_requirements(
 
 
 def test_setup_installs_defaults_without_requirements(
-    bed: Bed, genie: Callable[..., Ran], tmp_path: Path
+    testbed: SshTestbed, genie: Callable[..., CommandOutcome], tmp_path: Path
 ) -> None:
     for name in ("ray", "torch", "numpy"):
         make_wheel(tmp_path / "wheels", name=name)
@@ -69,7 +71,7 @@ def test_setup_installs_defaults_without_requirements(
 
 
 def test_setup_skips_default_packages_without_wheels(
-    bed: Bed, genie: Callable[..., Ran], tmp_path: Path
+    testbed: SshTestbed, genie: Callable[..., CommandOutcome], tmp_path: Path
 ) -> None:
     make_wheel(tmp_path / "wheels")
     ran = genie("grid", "setup", "--wheels", "wheels", "--node", "gpu1")
@@ -82,7 +84,9 @@ def test_setup_skips_default_packages_without_wheels(
     assert "unchanged" in genie("grid", "setup", "--wheels", "wheels", "--node", "gpu1").out
 
 
-def test_setup_installs_only_named_packages(bed: Bed, genie: Callable[..., Ran], tmp_path: Path) -> None:
+def test_setup_installs_only_named_packages(
+    testbed: SshTestbed, genie: Callable[..., CommandOutcome], tmp_path: Path
+) -> None:
     make_wheel(tmp_path / "wheels")
     (tmp_path / "requirements.txt").write_text("not-there==1.0\n")
     ran = genie("grid", "setup", "--wheels", "wheels", "--node", "gpu1", "--package", "small-thing")
@@ -95,21 +99,23 @@ def test_setup_table_shows_the_error_line() -> None:
     assert _last_line("") == ""
 
 
-def test_setup_failure_exits_with_1_and_the_reason(bed: Bed, genie: Callable[..., Ran]) -> None:
+def test_setup_failure_exits_with_1_and_the_reason(
+    testbed: SshTestbed, genie: Callable[..., CommandOutcome]
+) -> None:
     ran = genie("grid", "setup", "--package", "x", "--python", "no-such-python", "--node", "gpu2")
     assert ran.code == 1
     assert "gpu2" in ran.out and "failed" in ran.out
     assert "program not found: no-such-python" in ran.err
 
 
-def test_setup_help_and_hints_show_package_syntax(genie: Callable[..., Ran]) -> None:
+def test_setup_help_and_hints_show_package_syntax(genie: Callable[..., CommandOutcome]) -> None:
     assert "--package 'ray[default]'" in genie("grid", "setup", "--help").out
     ran = genie("grid", "setup", "numpy")
     assert (ran.code, "give packages with --package" in ran.err) == (2, True)
 
 
-def test_unreachable_nodes_exit_with_255(bed: Bed, genie: Callable[..., Ran]) -> None:
-    for node in bed.nodes:
+def test_unreachable_nodes_exit_with_255(testbed: SshTestbed, genie: Callable[..., CommandOutcome]) -> None:
+    for node in testbed.nodes:
         node.stop()
     ran = genie("grid", "setup", "--package", "x")
     assert ran.code == 255
@@ -125,30 +131,32 @@ def test_unreachable_nodes_exit_with_255(bed: Bed, genie: Callable[..., Ran]) ->
     assert [each["node"] for each in status["nodes"]] == ["gpu1", "gpu2"]
 
 
-def test_rejected_start_lists_the_versions(bed: Bed, genie: Callable[..., Ran]) -> None:
-    install_ray(bed["gpu1"], scripted("exit 0"))
-    install_ray(bed["gpu2"], scripted("exit 0", version="2.0.0"))
+def test_rejected_start_lists_the_versions(testbed: SshTestbed, genie: Callable[..., CommandOutcome]) -> None:
+    install_ray(testbed["gpu1"], scripted("exit 0"))
+    install_ray(testbed["gpu2"], scripted("exit 0", version="2.0.0"))
     ran = genie("grid", "cluster", "start")
     assert ran.code == 1
     assert "gpu1: Ray 2.60.0" in ran.err and "gpu2: Ray 2.0.0" in ran.err
     assert "hint: " in ran.err
 
 
-def test_head_option_selects_the_head(bed: Bed, genie: Callable[..., Ran]) -> None:
-    for node in bed.nodes:
+def test_head_option_selects_the_head(testbed: SshTestbed, genie: Callable[..., CommandOutcome]) -> None:
+    for node in testbed.nodes:
         install_ray(node, scripted("exit 1"))
     ran = genie("grid", "cluster", "start", "--head", "gpu2")
     assert (ran.code, "gpu2: starting the head" in ran.err) == (1, True), ran.err
 
 
-def test_unknown_head_is_an_error_before_nodes_are_contacted(bed: Bed, genie: Callable[..., Ran]) -> None:
-    for node in bed.nodes:
+def test_unknown_head_is_an_error_before_nodes_are_contacted(
+    testbed: SshTestbed, genie: Callable[..., CommandOutcome]
+) -> None:
+    for node in testbed.nodes:
         node.stop()
     ran = genie("grid", "cluster", "start", "--head", "gpu9")
     assert (ran.code, "no node is named 'gpu9'" in ran.err) == (1, True), ran.err
 
 
-def test_commands_report_a_missing_cluster(bed: Bed, genie: Callable[..., Ran]) -> None:
+def test_commands_report_a_missing_cluster(testbed: SshTestbed, genie: Callable[..., CommandOutcome]) -> None:
     assert genie("grid", "cluster", "stop").out == "no Ray cluster is running\n"
     status = genie("grid", "cluster", "status")
     assert status.code == 0
@@ -157,8 +165,10 @@ def test_commands_report_a_missing_cluster(bed: Bed, genie: Callable[..., Ran]) 
     assert (submit.code, "grid-cli cluster start" in submit.err) == (1, True)
 
 
-def test_unreachable_node_is_not_reported_as_stopped(bed: Bed, genie: Callable[..., Ran]) -> None:
-    bed["gpu2"].stop()
+def test_unreachable_node_is_not_reported_as_stopped(
+    testbed: SshTestbed, genie: Callable[..., CommandOutcome]
+) -> None:
+    testbed["gpu2"].stop()
     shown = json.loads(genie("grid", "cluster", "status", "--json").out)
     assert [each["state"] for each in shown["nodes"]] == ["not started", "unreachable"]
     table = genie("grid", "cluster", "status").out.splitlines()
@@ -169,29 +179,33 @@ def test_unreachable_node_is_not_reported_as_stopped(bed: Bed, genie: Callable[.
     assert (stop.code, [each["exit_code"] for each in json.loads(stop.out)]) == (255, [0, 255])
 
 
-def test_status_shows_why_a_node_has_no_data(bed: Bed, genie: Callable[..., Ran]) -> None:
-    (bed["gpu2"].bin / "python3").write_text("#!/bin/sh\nexit 127\n")
-    (bed["gpu2"].bin / "python3").chmod(0o755)
-    bed.write_known_hosts(without=["gpu1"])
+def test_status_shows_why_a_node_has_no_data(
+    testbed: SshTestbed, genie: Callable[..., CommandOutcome]
+) -> None:
+    (testbed["gpu2"].bin / "python3").write_text("#!/bin/sh\nexit 127\n")
+    (testbed["gpu2"].bin / "python3").chmod(0o755)
+    testbed.write_known_hosts(without=["gpu1"])
     status = genie("grid", "cluster", "status")
     assert status.code == 255
     assert status.out.splitlines()[0].split() == ["state", "unknown"]
     assert re.search(r"^gpu1 +host key unknown ", status.out, re.MULTILINE)
     assert re.search(r"^gpu2 +no python .*has no usable python3", status.out, re.MULTILINE)
-    bed.write_known_hosts()
-    (bed.folder / "authorized_keys").write_text("")
+    testbed.write_known_hosts()
+    (testbed.folder / "authorized_keys").write_text("")
     shown = json.loads(genie("grid", "cluster", "status", "--json").out)
     assert [each["state"] for each in shown["nodes"]] == ["login refused"] * 2
 
 
-def test_status_without_reachable_nodes_exits_with_255(bed: Bed, genie: Callable[..., Ran]) -> None:
-    for node in bed.nodes:
+def test_status_without_reachable_nodes_exits_with_255(
+    testbed: SshTestbed, genie: Callable[..., CommandOutcome]
+) -> None:
+    for node in testbed.nodes:
         node.stop()
     ran = genie("grid", "cluster", "status", "--json")
     assert (ran.code, json.loads(ran.out)["state"]) == (255, "unreachable")
 
 
-def test_submit_requires_a_command(bed: Bed, genie: Callable[..., Ran]) -> None:
+def test_submit_requires_a_command(testbed: SshTestbed, genie: Callable[..., CommandOutcome]) -> None:
     ran = genie("grid", "cluster", "submit")
     assert (ran.code, "no command given" in ran.err) == (2, True)
     ran = genie("grid", "cluster", "submit", "--env", "NOTHING", "--", "true")
@@ -200,9 +214,9 @@ def test_submit_requires_a_command(bed: Bed, genie: Callable[..., Ran]) -> None:
 
 @pytest.mark.parametrize("option", [(), ("--json",)])
 def test_passwords_in_pip_output_are_hidden(
-    bed: Bed, genie: Callable[..., Ran], option: tuple[str, ...]
+    testbed: SshTestbed, genie: Callable[..., CommandOutcome], option: tuple[str, ...]
 ) -> None:
-    program = bed["gpu2"].bin / "failing-python"
+    program = testbed["gpu2"].bin / "failing-python"
     program.write_text(
         '#!/bin/sh\ncase "$*" in *venv*) echo no https://me:hunter2@host/x; exit 1 ;; esac\n'
         'exec python3 "$@"\n'
@@ -214,8 +228,10 @@ def test_passwords_in_pip_output_are_hidden(
     assert "hunter2" not in ran.out + ran.err
 
 
-def test_control_characters_of_a_node_are_removed(bed: Bed, genie: Callable[..., Ran]) -> None:
-    program = bed["gpu2"].bin / "evil-python"
+def test_control_characters_of_a_node_are_removed(
+    testbed: SshTestbed, genie: Callable[..., CommandOutcome]
+) -> None:
+    program = testbed["gpu2"].bin / "evil-python"
     program.write_text(
         '#!/bin/sh\ncase "$*" in *venv*) printf \'no\\033[2Jroom\' >&2; exit 1 ;; esac\nexec python3 "$@"\n'
     )

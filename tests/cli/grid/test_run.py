@@ -18,36 +18,38 @@ import pytest
 from genie.cli.quantities import parse_duration
 from genie.grid.runs.launch import grid_metrics
 from genie.grid.runs.run import Run
-from genie.grid.runs.runner import _KILL_S, Runner
-from tests.cli.conftest import Ran
+from genie.grid.runs.runner import _KILL_TIMEOUT_S, Runner
+from tests.cli.conftest import CommandOutcome
 from tests.forkserver import ForkedProcess, ForkServer
 from tests.grid import parts
-from tests.grid.bed import Bed
-from tests.grid.conftest import bed
+from tests.grid.conftest import testbed
+from tests.grid.testbed import SshTestbed
 from tests.waiting import wait_until
 
-__all__ = ["bed"]
+__all__ = ["testbed"]
 ROOT = Path(__file__).resolve().parents[3]
-Cli = Callable[..., Ran]
+Cli = Callable[..., CommandOutcome]
 
 
-def use(bed: Bed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, more: str = "") -> None:
+def use_testbed_grid(
+    testbed: SshTestbed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, more: str = ""
+) -> None:
     more = more or "ssh: {connect_timeout: 10, max_retries: 0}\nhealth_check: {timeout: 10}\n"
-    names = [node.name for node in bed.nodes[:3]]  # commands without a node's name ask all of them
-    (tmp_path / "grid.yaml").write_text(bed.grid_yaml(nodes=names, more=more))
+    names = [node.name for node in testbed.nodes[:3]]  # commands without a node's name ask all of them
+    (tmp_path / "grid.yaml").write_text(testbed.grid_yaml(nodes=names, more=more))
     monkeypatch.setenv("GENIE_GRID_FILE", str(tmp_path / "grid.yaml"))
-    monkeypatch.setenv("GENIE_GRID_SSH_CONFIG", str(bed.ssh_config))
+    monkeypatch.setenv("GENIE_GRID_SSH_CONFIG", str(testbed.ssh_config))
 
 
 @pytest.fixture
-def cli(genie: Cli, bed: Bed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cli:
-    use(bed, tmp_path, monkeypatch)
+def cli(genie: Cli, testbed: SshTestbed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cli:
+    use_testbed_grid(testbed, tmp_path, monkeypatch)
     return lambda *argv: genie("grid", *argv)
 
 
 @pytest.fixture
-def own_cli(genie: Cli, own_bed: Bed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cli:
-    use(own_bed, tmp_path, monkeypatch)
+def own_cli(genie: Cli, own_testbed: SshTestbed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cli:
+    use_testbed_grid(own_testbed, tmp_path, monkeypatch)
     return lambda *argv: genie("grid", *argv)
 
 
@@ -92,10 +94,10 @@ def test_best_node_is_the_default(cli: Cli) -> None:
     assert cli("run", "hostname").out.startswith("gpu")
 
 
-def test_label_and_gpus_select_the_node(own_bed: Bed, own_cli: Cli, tmp_path: Path) -> None:
+def test_label_and_gpus_select_the_node(own_testbed: SshTestbed, own_cli: Cli, tmp_path: Path) -> None:
     file = tmp_path / "grid.yaml"
     file.write_text(file.read_text().replace("- gpu2\n", "- {name: gpu2, labels: {zone: b}}\n"))
-    for node in own_bed.nodes:
+    for node in own_testbed.nodes:
         node.gpus(2)
     command = "hostname; echo $CUDA_VISIBLE_DEVICES"
     assert own_cli("run", command, "--label", "zone=b", "--gpus", "2").out == "gpu2\n0,1\n"
@@ -103,7 +105,7 @@ def test_label_and_gpus_select_the_node(own_bed: Bed, own_cli: Cli, tmp_path: Pa
     assert (refused.code, "2 of 2 GPUs are free, 3 requested" in refused.err) == (1, True)
 
 
-def start_trapping(cli: Cli, trap: str) -> str:
+def start_run_with_trap(cli: Cli, trap: str) -> str:
     run_id = cli(
         "run", f"{trap}; echo ready; while :; do sleep 0.1; done", "--node", "gpu1", "-d"
     ).out.strip()
@@ -115,7 +117,7 @@ def start_trapping(cli: Cli, trap: str) -> str:
 def test_cancel_kills_after_the_grace_period(
     own_cli: Cli, monkeypatch: pytest.MonkeyPatch, grace: str
 ) -> None:
-    run_id = start_trapping(own_cli, "trap '' TERM")
+    run_id = start_run_with_trap(own_cli, "trap '' TERM")
     waits: list[float] = []
     wait_for_end = Runner._wait_for_end
 
@@ -123,18 +125,18 @@ def test_cancel_kills_after_the_grace_period(
         waits.append(timeout_s)
         return await wait_for_end(runner, run, timeout_s)
 
-    monkeypatch.setattr(Runner, "_wait_for_end", record)
+    monkeypatch.setattr(Runner, "_wait_until_ended", record)
     assert "exit code 137" in own_cli("cancel", run_id, "--grace", grace).out
-    assert waits == [parse_duration(grace, what="", zero_allowed=True), _KILL_S]
+    assert waits == [parse_duration(grace, what="", zero_allowed=True), _KILL_TIMEOUT_S]
 
 
 def test_cancel_sends_the_given_signal(own_cli: Cli) -> None:
-    run_id = start_trapping(own_cli, "trap 'exit 7' USR1")
+    run_id = start_run_with_trap(own_cli, "trap 'exit 7' USR1")
     assert "exit code 7" in own_cli("cancel", run_id, "--signal", "sigusr1").out
 
 
-def test_unreachable_node_is_not_chosen(own_bed: Bed, own_cli: Cli) -> None:
-    own_bed["gpu1"].stop()
+def test_unreachable_node_is_not_chosen(own_testbed: SshTestbed, own_cli: Cli) -> None:
+    own_testbed["gpu1"].stop()
     assert own_cli("run", "hostname").out == "gpu2\n"
 
 
@@ -156,23 +158,23 @@ def test_output_of_several_nodes_is_prefixed_and_highest_code_wins(cli: Cli) -> 
     assert "gpu2: exit code 4 after" in done.err
 
 
-def test_run_on_all_nodes_exits_with_255_if_one_is_unreachable(own_bed: Bed, own_cli: Cli) -> None:
-    own_bed["gpu2"].stop()
+def test_run_on_all_nodes_exits_with_255_if_one_is_unreachable(own_testbed: SshTestbed, own_cli: Cli) -> None:
+    own_testbed["gpu2"].stop()
     done = own_cli("run", "hostname", "--all")
     assert (done.code, done.out) == (255, "gpu1: gpu1\n")
     assert "gpu2: unreachable" in done.err
 
 
-def test_node_that_rejects_the_login_is_reported(own_bed: Bed, own_cli: Cli) -> None:
-    own_bed.write_known_hosts(without=["gpu2"])
+def test_node_that_rejects_the_login_is_reported(own_testbed: SshTestbed, own_cli: Cli) -> None:
+    own_testbed.write_known_hosts(without=["gpu2"])
     done = own_cli("run", "hostname", "--all")
     assert (done.code, "gpu2: unreachable" in done.err) == (255, True)
     (row,) = (line for line in own_cli("ps").out.splitlines() if "gpu2" in line)
     assert "unreachable" in row and "node gpu2" not in row
 
 
-def test_ps_of_a_rejecting_node_exits_with_1(own_bed: Bed, own_cli: Cli) -> None:
-    root = own_bed["gpu2"].home / "grid_workspace"
+def test_ps_of_a_rejecting_node_exits_with_1(own_testbed: SshTestbed, own_cli: Cli) -> None:
+    root = own_testbed["gpu2"].home / "grid_workspace"
     root.mkdir()
     (root / ".grid").symlink_to(root / "missing")
     done = own_cli("ps", "--node", "gpu2")
@@ -239,8 +241,8 @@ def test_too_large_standard_input_is_rejected(cli: Cli, tmp_path: Path) -> None:
     assert "larger than 16777216 bytes" in done.err
 
 
-def test_unreachable_node_exits_with_255(own_bed: Bed, own_cli: Cli) -> None:
-    own_bed["gpu1"].stop()
+def test_unreachable_node_exits_with_255(own_testbed: SshTestbed, own_cli: Cli) -> None:
+    own_testbed["gpu1"].stop()
     assert own_cli("run", "true", "--node", "gpu1").code == 255
 
 
@@ -308,9 +310,9 @@ def test_unknown_run_has_a_hint(cli: Cli) -> None:
     assert "grid-cli ps" in done.err
 
 
-def test_run_on_an_unreachable_node_is_not_reported_as_unknown(own_bed: Bed, own_cli: Cli) -> None:
+def test_run_on_an_unreachable_node_is_not_reported_as_unknown(own_testbed: SshTestbed, own_cli: Cli) -> None:
     run_id = own_cli("run", "true", "--node", "gpu2", "-d").out.strip()
-    own_bed["gpu2"].stop()
+    own_testbed["gpu2"].stop()
     for command in ("logs", "attach", "cancel"):
         done = own_cli(command, run_id)
         assert done.code == 255, command
@@ -327,9 +329,9 @@ def test_ps_lists_the_newest_run_first(cli: Cli) -> None:
     assert listed[:2] == begun[::-1]
 
 
-def test_ps_reports_unreachable_nodes(own_bed: Bed, own_cli: Cli) -> None:
+def test_ps_reports_unreachable_nodes(own_testbed: SshTestbed, own_cli: Cli) -> None:
     run_id = own_cli("run", "sleep 7202", "--node", "gpu1", "-d").out.strip()
-    own_bed["gpu2"].stop()
+    own_testbed["gpu2"].stop()
     done = own_cli("ps")
     assert done.code == 0
     lines = done.out.splitlines()
@@ -359,7 +361,7 @@ def first_line(process: ForkedProcess) -> bytes:
 
 
 def test_first_interrupt_is_forwarded_and_second_kills(
-    own_bed: Bed, own_cli: Cli, grid_cli: Callable[..., ForkedProcess]
+    own_testbed: SshTestbed, own_cli: Cli, grid_cli: Callable[..., ForkedProcess]
 ) -> None:
     stubborn = "trap 'echo interrupted' INT; echo ready; while :; do sleep 0.1; done"
     with grid_cli("run", stubborn, "--node", "gpu1") as process:
@@ -374,7 +376,7 @@ def test_first_interrupt_is_forwarded_and_second_kills(
     assert (one["state"], one["signal"]) == ("exited", 9)
 
 
-def test_ctrl_c_on_a_terminal_interrupts_the_command(own_bed: Bed, own_cli: Cli) -> None:
+def test_ctrl_c_on_a_terminal_interrupts_the_command(own_testbed: SshTestbed, own_cli: Cli) -> None:
     pid, terminal = pty.fork()
     if pid == 0:
         os.chdir(ROOT)
@@ -395,13 +397,13 @@ def test_ctrl_c_on_a_terminal_interrupts_the_command(own_bed: Bed, own_cli: Cli)
         os.close(terminal)
     assert os.waitstatus_to_exitcode(status) == 128 + 2, shown
     assert b"interrupting r-" in shown
-    wait_until(lambda: not own_bed["gpu1"].processes("sleep 7203"), what="the end of the command")
+    wait_until(lambda: not own_testbed["gpu1"].processes("sleep 7203"), what="the end of the command")
 
 
-def test_attach_reports_the_duration_of_the_run(own_bed: Bed, own_cli: Cli) -> None:
+def test_attach_reports_the_duration_of_the_run(own_testbed: SshTestbed, own_cli: Cli) -> None:
     run_id = own_cli("run", "true", "--node", "gpu1", "-d").out.strip()
     assert own_cli("attach", run_id).code == 0
-    meta = own_bed["gpu1"].home / f"grid_workspace/.grid/runs/{run_id}/meta.json"
+    meta = own_testbed["gpu1"].home / f"grid_workspace/.grid/runs/{run_id}/meta.json"
     document = json.loads(meta.read_text())
     meta.write_text(json.dumps({**document, "started": document["started"] - 1000}))
     (one,) = json.loads(own_cli("attach", run_id, "--json").out)["runs"]
@@ -409,13 +411,13 @@ def test_attach_reports_the_duration_of_the_run(own_bed: Bed, own_cli: Cli) -> N
 
 
 def test_run_survives_a_killed_client(
-    own_bed: Bed, own_cli: Cli, grid_cli: Callable[..., ForkedProcess]
+    own_testbed: SshTestbed, own_cli: Cli, grid_cli: Callable[..., ForkedProcess]
 ) -> None:
     command = "echo begun; while [ ! -e ~/go ]; do sleep 0.05; done; echo ended; exit 6"
     with grid_cli("run", command, "--node", "gpu1") as process:
         assert first_line(process) == b"begun\n"
         process.kill()
-    (own_bed["gpu1"].home / "go").touch()
+    (own_testbed["gpu1"].home / "go").touch()
     (one,) = json.loads(own_cli("ps", "--all", "--json").out)["runs"]
     with grid_cli("attach", one["run_id"]) as later:
         out, err = later.communicate(timeout=30)
@@ -423,11 +425,11 @@ def test_run_survives_a_killed_client(
 
 
 def test_second_interrupt_exits_if_the_node_is_unreachable(
-    own_bed: Bed, own_cli: Cli, grid_cli: Callable[..., ForkedProcess]
+    own_testbed: SshTestbed, own_cli: Cli, grid_cli: Callable[..., ForkedProcess]
 ) -> None:
     with grid_cli("run", "echo ready; sleep 7204", "--node", "gpu1") as process:
         assert first_line(process) == b"ready\n"
-        own_bed["gpu1"].stop()
+        own_testbed["gpu1"].stop()
         assert process.stderr is not None
         wait_for(process, b"has been unreachable for")
         process.send_signal(signal.SIGINT)
@@ -437,17 +439,17 @@ def test_second_interrupt_exits_if_the_node_is_unreachable(
 
 
 def test_third_interrupt_exits_at_once(
-    own_bed: Bed,
+    own_testbed: SshTestbed,
     own_cli: Cli,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     grid_cli: Callable[..., ForkedProcess],
 ) -> None:
     run_id = own_cli("run", "echo ready; sleep 7205", "--node", "gpu1", "-d").out.strip()
-    use(own_bed, tmp_path, monkeypatch, more="ssh: {connect_timeout: 300, timeout: 300}\n")
+    use_testbed_grid(own_testbed, tmp_path, monkeypatch, more="ssh: {connect_timeout: 300, timeout: 300}\n")
     with grid_cli("attach", run_id) as process:
         assert first_line(process) == b"ready\n"
-        with own_bed["gpu1"].hanging():
+        with own_testbed["gpu1"].suspended():
             for word in (b"interrupting", b"killing", b""):
                 process.send_signal(signal.SIGINT)
                 if word:
@@ -458,9 +460,9 @@ def test_third_interrupt_exits_at_once(
 
 
 def test_interrupt_during_a_start_names_the_run(
-    own_bed: Bed, own_cli: Cli, grid_cli: Callable[..., ForkedProcess]
+    own_testbed: SshTestbed, own_cli: Cli, grid_cli: Callable[..., ForkedProcess]
 ) -> None:
-    with own_bed["gpu1"].hanging(), grid_cli("run", "true", "--node", "gpu1") as process:
+    with own_testbed["gpu1"].suspended(), grid_cli("run", "true", "--node", "gpu1") as process:
         wait_until(psutil.Process(process.pid).net_connections, timeout_s=30, what="an attempt to connect")
         process.send_signal(signal.SIGINT)
         wait_for(process, b"grid-cli cancel r-")
@@ -476,7 +478,7 @@ def wait_for(process: subprocess.Popen[bytes], text: bytes) -> None:
 
 
 def test_closed_pipe_does_not_end_the_run(
-    own_bed: Bed, own_cli: Cli, grid_cli: Callable[..., ForkedProcess]
+    own_testbed: SshTestbed, own_cli: Cli, grid_cli: Callable[..., ForkedProcess]
 ) -> None:
     with grid_cli("run", "while :; do echo line; sleep 0.02; done", "--node", "gpu1") as process:
         assert first_line(process) == b"line\n"

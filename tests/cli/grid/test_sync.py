@@ -10,20 +10,20 @@ from pathlib import Path
 import pytest
 
 from genie.grid.runs.launch import grid_metrics
-from tests.cli.grid.loopback_grid import on_a_terminal
+from tests.cli.grid.loopback_grid import run_on_terminal
 from tests.forkserver import ForkServer
-from tests.grid.bed import Bed
-from tests.grid.sync.trees import read_tree, write
+from tests.grid.sync.trees import read_tree, write_files
+from tests.grid.testbed import SshTestbed
 
 
 @pytest.fixture(scope="module")
-def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bed]:
-    with Bed(tmp_path_factory.mktemp("bed") / "nodes", count=2) as bed:
-        yield bed
+def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SshTestbed]:
+    with SshTestbed(tmp_path_factory.mktemp("testbed") / "nodes", count=2) as testbed:
+        yield testbed
 
 
 @pytest.fixture
-def grid(genie, nodes: Bed, tmp_path: Path, monkeypatch):
+def grid(genie, nodes: SshTestbed, tmp_path: Path, monkeypatch):
     """Run a grid command on these nodes."""
     file = tmp_path / "grid.yaml"
     file.write_text(nodes.grid_yaml(more="ssh: {connect_timeout: 10, max_retries: 0}\n"))
@@ -31,8 +31,8 @@ def grid(genie, nodes: Bed, tmp_path: Path, monkeypatch):
     return lambda *argv: genie("grid", "--config", str(file), *argv)
 
 
-def test_sync_prints_a_summary(grid, nodes: Bed, tmp_path: Path) -> None:
-    write(tmp_path / "one", {b"a": b"1", b"b/c": b"22"})
+def test_sync_prints_a_summary(grid, nodes: SshTestbed, tmp_path: Path) -> None:
+    write_files(tmp_path / "one", {b"a": b"1", b"b/c": b"22"})
     first = grid("sync", str(tmp_path / "one"))
     assert first.code == 0, first.err
     assert [line.split()[:3] for line in first.out.splitlines()[1:]] == [
@@ -48,36 +48,36 @@ def test_sync_shows_progress_on_a_terminal(
     grid, tmp_path: Path, argv: tuple[str, ...], fork_server: ForkServer
 ) -> None:
     folder = tmp_path / f"shown-{argv[0]}"
-    write(folder, {argv[0].encode(): b"1"})
+    write_files(folder, {argv[0].encode(): b"1"})
     config = ["--config", str(tmp_path / "grid.yaml")]
-    code, shown = on_a_terminal(fork_server, [*config, *argv, str(folder)], typed=b"", after=b"")
+    code, shown = run_on_terminal(fork_server, [*config, *argv, str(folder)], typed=b"", after=b"")
     assert (code, "sending to 2 nodes: 2 files, 2 B 100%\r\x1b[K" in shown) == (0, True), shown
 
 
 def test_sync_is_counted(grid, tmp_path: Path) -> None:
-    write(tmp_path / "counted", {b"counted": b"1"})
+    write_files(tmp_path / "counted", {b"counted": b"1"})
     before = sum(grid_metrics(Path(os.environ["GENIE_STATE_DIR"])).figures().syncs.counts)
     assert grid("sync", str(tmp_path / "counted")).code == 0
     assert sum(grid_metrics(Path(os.environ["GENIE_STATE_DIR"])).figures().syncs.counts) == before + 2
 
 
 def test_sync_prints_json(grid, tmp_path: Path) -> None:
-    write(tmp_path / "two", {b"x": b"1"})
+    write_files(tmp_path / "two", {b"x": b"1"})
     (report,) = json.loads(grid("sync", str(tmp_path / "two"), "--node", "gpu1", "--json").out)
     assert (report["node"], report["sent_files"], report["error"]) == ("gpu1", 1, None)
     (report,) = json.loads(grid("sync", str(tmp_path / "two"), "--node", "gpu1", "--json").out)
     assert report["unchanged"] is True
 
 
-def test_dry_run_lists_the_files(grid, nodes: Bed, tmp_path: Path) -> None:
-    write(tmp_path / "three", {b"would-be": b"1"})
+def test_dry_run_lists_the_files(grid, nodes: SshTestbed, tmp_path: Path) -> None:
+    write_files(tmp_path / "three", {b"would-be": b"1"})
     ran = grid("sync", str(tmp_path / "three"), "--node", "gpu1", "--dry-run")
     assert ran.code == 0 and "would-be would be sent" in ran.err
     assert not (nodes["gpu1"].home / "grid_workspace/would-be").exists()
 
 
-def test_dry_run_lists_files_to_delete(grid, nodes: Bed, tmp_path: Path) -> None:
-    write(tmp_path / "six", {b"six": b"1", b"stays": b"1"})
+def test_dry_run_lists_files_to_delete(grid, nodes: SshTestbed, tmp_path: Path) -> None:
+    write_files(tmp_path / "six", {b"six": b"1", b"stays": b"1"})
     assert grid("sync", str(tmp_path / "six"), "--node", "gpu1").code == 0
     (tmp_path / "six" / "six").unlink()
     ran = grid("sync", str(tmp_path / "six"), "--node", "gpu1", "--dry-run")
@@ -86,14 +86,14 @@ def test_dry_run_lists_files_to_delete(grid, nodes: Bed, tmp_path: Path) -> None
 
 
 def test_progress_counts_one_file_in_the_singular(grid, tmp_path: Path, fork_server: ForkServer) -> None:
-    write(tmp_path / "single", {b"single": b"1"})
+    write_files(tmp_path / "single", {b"single": b"1"})
     argv = ["--config", str(tmp_path / "grid.yaml"), "sync", str(tmp_path / "single"), "--node", "gpu1"]
-    code, shown = on_a_terminal(fork_server, argv, typed=b"", after=b"")
+    code, shown = run_on_terminal(fork_server, argv, typed=b"", after=b"")
     assert (code, "sending to 1 node: 1 file, 1 B 100%" in shown) == (0, True), shown
 
 
 def test_usage_errors_exit_with_2(grid, tmp_path: Path) -> None:
-    write(tmp_path / "four", {b"a": b"1"})
+    write_files(tmp_path / "four", {b"a": b"1"})
     assert grid("sync", str(tmp_path / "nowhere")).code == 2
     ran = grid("sync", str(tmp_path / "four"), "--node", "gpu9")
     assert ran.code != 0 and "gpu9" in ran.err
@@ -109,8 +109,10 @@ def test_home_directory_is_rejected(
     assert (ran.code, f"could not send {tmp_path}: it is the home directory" in ran.err) == (2, True), ran.err
 
 
-def test_unreachable_node_exits_with_255_and_others_are_synced(grid, nodes: Bed, tmp_path: Path) -> None:
-    write(tmp_path / "five", {b"five": b"1"})
+def test_unreachable_node_exits_with_255_and_others_are_synced(
+    grid, nodes: SshTestbed, tmp_path: Path
+) -> None:
+    write_files(tmp_path / "five", {b"five": b"1"})
     nodes["gpu2"].stop()
     try:
         ran = grid("sync", str(tmp_path / "five"))

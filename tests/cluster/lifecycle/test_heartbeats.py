@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import genie
 from genie.cluster.events import EventType
-from tests.cluster.small_controller import SmallController, node
+from tests.cluster.small_controller import SmallController, make_node
 from tests.waiting import until
 
-QUIET = {"enable_gpu_monitoring": False, "enable_health_checks": False}
+QUIET_SETTINGS = {"enable_gpu_monitoring": False, "enable_health_checks": False}
 
 
 async def test_list_of_nodes_is_complete_before_changes_are_published(controller: SmallController) -> None:
-    controller.nodes = tuple(node(f"n{number}") for number in range(1, 6))
-    state = await genie.init(heartbeat_interval=0.05, **QUIET)
+    controller.nodes = tuple(make_node(f"n{number}") for number in range(1, 6))
+    state = await genie.init(heartbeat_interval=0.05, **QUIET_SETTINGS)
     await until(lambda: len(state.nodes) == 5)
     controller.nodes_per_reply = 2
     sent = state.stats["heartbeats_sent"]

@@ -15,7 +15,7 @@ from genie.cluster.lifecycle.loop_thread import LoopThread
 from genie.errors import NotInitializedError
 
 
-class Main:
+class MainCoroutine:
     """A main coroutine that waits and records its end."""
 
     def __init__(self) -> None:
@@ -32,12 +32,12 @@ class Main:
 
 
 @pytest.fixture
-def main() -> Main:
-    return Main()
+def main() -> MainCoroutine:
+    return MainCoroutine()
 
 
 @pytest.fixture
-def thread(main: Main) -> Iterator[LoopThread]:
+def thread(main: MainCoroutine) -> Iterator[LoopThread]:
     made = LoopThread(name="test-loop")
     made.start(main)
     assert main.running.wait(20)
@@ -66,7 +66,7 @@ def test_error_of_submitted_work_is_set_on_its_future(thread: LoopThread) -> Non
     assert thread.submit(work).result(20) == 1
 
 
-def test_running_work_is_cancelled_at_the_end(thread: LoopThread, main: Main) -> None:
+def test_running_work_is_cancelled_at_the_end(thread: LoopThread, main: MainCoroutine) -> None:
     begun = threading.Event()
 
     async def work() -> None:

@@ -129,3 +129,14 @@ async def test_listing_jobs_of_one_tenant_does_not_visit_those_of_others(tmp_pat
             listed = await client.ask(ListJobs())
             assert [each.job_id for each in listed.jobs] == [job.job_id]
             assert index.visited - before <= 2
+
+
+def test_jobs_that_have_left_a_state_are_not_visited_again() -> None:
+    """Most jobs only pass through a state that nobody lists."""
+    index, passed = JobIndex(), 10_000
+    for sequence in range(1, passed):
+        index.changed(None, job(sequence))
+        index.changed(job(sequence), job(sequence, JobState.PLACING))
+    index.changed(None, job(passed))
+    assert [found.sequence for found in index.newest_first([JobState.QUEUED])] == [passed]
+    assert index.visited < passed / 10

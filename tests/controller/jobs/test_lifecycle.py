@@ -17,6 +17,7 @@ from genie.errors import (
     JobRefusedError,
     LaunchError,
     ProtocolError,
+    QueueFullError,
     UsageError,
 )
 from genie.model.job import JobSpec, JobState, Resources, StopReason
@@ -348,12 +349,15 @@ async def test_job_deleted_from_the_store_is_no_longer_pending(tmp_path: Path) -
         assert [wait.job_id for wait in planner.pending_jobs()] == [stays]
 
 
-async def test_submission_to_a_full_queue_is_rejected(tmp_path: Path) -> None:
+async def test_submission_to_a_full_queue_is_rejected_with_a_retry_time(tmp_path: Path) -> None:
     async with running_controller(tmp_path, queue_max=2) as one, one.client() as owner:
+        job = await owner.submit()
         await owner.submit()
-        await owner.submit()
-        with pytest.raises(JobRefusedError, match="the queue is full: 2 jobs are pending"):
+        with pytest.raises(QueueFullError, match="the queue is full: 2 jobs are pending") as caught:
             await owner.submit()
+        assert caught.value.retryable and caught.value.retry_after_s > 0
+        await owner.ask(CancelJob(job_id=job.job_id))
+        assert await owner.submit(), "there is room again"
 
 
 async def test_log_is_read_from_the_agent_that_has_it(tmp_path: Path) -> None:

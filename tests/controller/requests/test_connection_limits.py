@@ -91,6 +91,29 @@ async def test_owner_beyond_its_limit_uses_what_users_have_left(
             await until(lambda: owners[0].peer.is_closed)
 
 
+async def test_memory_is_returned_only_when_connections_are_no_longer_being_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise those that are still being closed keep it until as many others were closed."""
+    monkeypatch.setattr(connections, "_SHRUNK_CONNECTIONS", 5)
+    async with running_controller(tmp_path) as one, AsyncExitStack() as stack:
+        clients = [await stack.enter_async_context(one.client()) for _ in range(12)]
+        assert one.controller is not None
+        limits = one.controller._connections._limits
+        open_now = connections.Connections(limits)
+        opened = [connections.Connection(client.peer) for client in clients]
+        for each in opened:
+            open_now.add(each)
+        for each in opened[:6]:
+            open_now.discard(each)
+        calls = [open_now.has_shrunk(), open_now.has_shrunk()]
+        open_now.discard(opened[6])
+        calls += [open_now.has_shrunk() for _ in range(3)]
+        assert calls == [False, False, False, False, True]
+        open_now.reset_peak()
+        assert not open_now.has_shrunk()
+
+
 async def test_memory_is_returned_after_many_connections_were_closed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -101,7 +124,7 @@ async def test_memory_is_returned_after_many_connections_were_closed(
         async with AsyncExitStack() as stack:
             for _ in range(5):
                 await stack.enter_async_context(one.client())
-        await until(lambda: trims)
+        await until(lambda: trims, timeout_s=30)
 
 
 async def test_low_file_limit_is_shown_to_the_owner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ import pytest_asyncio
 from genie.errors import NoNodeError, NoNodeReachedError
 from genie.grid.grid_file import GridFile, HealthSettings, parse_grid_file
 from genie.grid.health.check import (
-    THROTTLE_CHECK_C,
+    THROTTLE_CHECK_TEMPERATURE_C_MIN,
     GpuReading,
     HealthCache,
     HealthState,
@@ -25,25 +25,25 @@ from genie.grid.health.check import (
     NodeHealthChecker,
     Readings,
     Xid,
-    _connecting_max,
-    _Slot,
-    assess,
-    choose,
-    score,
+    _CheckSlot,
+    _concurrent_connects_max,
+    assess_health,
+    choose_best_node,
+    compute_score,
 )
 from genie.grid.runs.launch import RunLauncher, grid_metrics
 from genie.grid.runs.runner import Runner
 from genie.grid.ssh.pool import SshPool
-from tests.grid.bed import Bed, Node
+from tests.grid.testbed import SshNode, SshTestbed
 from tests.waiting import until
 
 GIB = 1 << 30
-KEYS = HealthSettings()
+HEALTH_SETTINGS = HealthSettings()
 # Long enough for a busy machine; tests of a timeout use less.
 FILE = "ssh: {connect_timeout: 20}\nhealth_check: {timeout: 20}\n"
 
 
-def gpu(index: int = 0, *, used: float = 0.0, **more: object) -> GpuReading:
+def make_gpu_reading(index: int = 0, *, used: float = 0.0, **more: object) -> GpuReading:
     fields = {"utilization_pct": 0.0, "temperature_c": 40.0, "ecc_uncorrected": 0} | more
     return GpuReading(
         index,
@@ -53,18 +53,18 @@ def gpu(index: int = 0, *, used: float = 0.0, **more: object) -> GpuReading:
     )
 
 
-def readings(**more: object) -> Readings:
+def make_readings(**more: object) -> Readings:
     fields: dict[str, object] = {
         "load": (1.0, 1.0, 1.0),
         "cores": 4,
         "disk_total_bytes": 1000 * GIB,
         "disk_free_bytes": 500 * GIB,
-        "gpus": (gpu(0, used=0.5), gpu(1, used=0.0)),
+        "gpus": (make_gpu_reading(0, used=0.5), make_gpu_reading(1, used=0.0)),
     }
     return Readings(**(fields | more))  # type: ignore[arg-type]
 
 
-def health(
+def make_node_health(
     name: str, score: float | None = 1.0, state: HealthState = HealthState.OK, **more: object
 ) -> NodeHealth:
     return NodeHealth(name, state, score, (), 0.0, **more)  # type: ignore[arg-type]
@@ -74,16 +74,18 @@ def health(
 
 
 def test_score_is_weighted_sum_of_load_and_gpu_memory() -> None:
-    assert score(readings(), KEYS, 1.0) == 1.0 * 25 + 3.0 * 25
-    assert score(readings(), HealthSettings(cpu_weight=2, gpu_weight=0.5), 1.0) == 2 * 25 + 0.5 * 25
+    assert compute_score(make_readings(), HEALTH_SETTINGS, 1.0) == 1.0 * 25 + 3.0 * 25
+    assert (
+        compute_score(make_readings(), HealthSettings(cpu_weight=2, gpu_weight=0.5), 1.0) == 2 * 25 + 0.5 * 25
+    )
 
 
 def test_node_weight_divides_score() -> None:
-    assert score(readings(), KEYS, 2.0) == 50
+    assert compute_score(make_readings(), HEALTH_SETTINGS, 2.0) == 50
 
 
 def test_score_without_gpus_is_load() -> None:
-    assert score(readings(gpus=()), KEYS, 1.0) == 25
+    assert compute_score(make_readings(gpus=()), HEALTH_SETTINGS, 1.0) == 25
 
 
 @pytest.mark.parametrize(
@@ -91,25 +93,28 @@ def test_score_without_gpus_is_load() -> None:
     [{"load": None}, {"cores": None}, {"failed": {"gpus": "hangs"}, "gpus": ()}, {"gpus": (GpuReading(0),)}],
 )
 def test_score_is_none_if_a_reading_is_missing(missing: dict[str, object]) -> None:
-    assert score(readings(**missing), KEYS, 1.0) is None
+    assert compute_score(make_readings(**missing), HEALTH_SETTINGS, 1.0) is None
 
 
 def test_score_uses_utilization_without_gpu_memory() -> None:
-    assert score(readings(gpus=(GpuReading(0, utilization_pct=50.0),)), KEYS, 1.0) == 25 + 3 * 50
+    assert (
+        compute_score(make_readings(gpus=(GpuReading(0, utilization_pct=50.0),)), HEALTH_SETTINGS, 1.0)
+        == 25 + 3 * 50
+    )
 
 
 # --- the state --------------------------------------------------------------------------------
 
 
 def test_good_readings_are_ok() -> None:
-    assert assess(readings()) == (HealthState.OK, ())
+    assert assess_health(make_readings()) == (HealthState.OK, ())
 
 
 @pytest.mark.parametrize(
     ("found", "words"),
     [
-        ({"gpus": (gpu(temperature_c=86.0),)}, "GPU 0 is at 86 C"),
-        ({"gpus": (gpu(ecc_uncorrected=2),)}, "2 uncorrected"),
+        ({"gpus": (make_gpu_reading(temperature_c=86.0),)}, "GPU 0 is at 86 C"),
+        ({"gpus": (make_gpu_reading(ecc_uncorrected=2),)}, "2 uncorrected"),
         ({"disk_free_bytes": GIB - 1}, "disk"),
         ({"disk_free_bytes": 9 * GIB}, "disk: 9.0 GiB free"),
         ({"unwritable": "/home/ada"}, "remote_root: /home/ada is not writable; mount it read-write"),
@@ -118,7 +123,7 @@ def test_good_readings_are_ok() -> None:
     ],
 )
 def test_fault_makes_node_unhealthy(found: dict[str, object], words: str) -> None:
-    state, reasons = assess(readings(**found))
+    state, reasons = assess_health(make_readings(**found))
     assert state is HealthState.UNHEALTHY
     assert words in reasons[0]
 
@@ -126,7 +131,7 @@ def test_fault_makes_node_unhealthy(found: dict[str, object], words: str) -> Non
 @pytest.mark.parametrize(
     "found",
     [
-        {"gpus": (gpu(temperature_c=85.0, ecc_uncorrected=None),)},
+        {"gpus": (make_gpu_reading(temperature_c=85.0, ecc_uncorrected=None),)},
         {"disk_free_bytes": 10 * GIB},
         {"unwritable": ""},
         {"unwritable": None},
@@ -137,7 +142,7 @@ def test_fault_makes_node_unhealthy(found: dict[str, object], words: str) -> Non
     ],
 )
 def test_harmless_reading_keeps_node_ok(found: dict[str, object]) -> None:
-    assert assess(readings(**found)) == (HealthState.OK, ())
+    assert assess_health(make_readings(**found)) == (HealthState.OK, ())
 
 
 @pytest.mark.parametrize(
@@ -150,19 +155,19 @@ def test_harmless_reading_keeps_node_ok(found: dict[str, object]) -> None:
     ],
 )
 def test_failed_reading_makes_node_degraded(found: dict[str, object], words: str) -> None:
-    state, reasons = assess(readings(**found))
+    state, reasons = assess_health(make_readings(**found))
     assert state is HealthState.DEGRADED
     assert words in reasons[0]
 
 
 def test_unhealthy_takes_precedence_and_all_reasons_are_listed() -> None:
-    state, reasons = assess(readings(disk_free_bytes=0, failed={"gpus": "hangs"}))
+    state, reasons = assess_health(make_readings(disk_free_bytes=0, failed={"gpus": "hangs"}))
     assert state is HealthState.UNHEALTHY
     assert len(reasons) == 2
 
 
 def test_throttled_gpu_is_reported() -> None:
-    assert assess(readings(gpus=(gpu(throttled=("power brake",)),))) == (
+    assert assess_health(make_readings(gpus=(make_gpu_reading(throttled=("power brake",)),))) == (
         HealthState.OK,
         ("GPU 0 is throttled: power brake",),
     )
@@ -171,10 +176,10 @@ def test_throttled_gpu_is_reported() -> None:
 @pytest.mark.parametrize(
     ("reading", "free"),
     [
-        (gpu(used=0.04), True),
-        (gpu(used=0.06), False),
-        (gpu(used=0.0, utilization_pct=10.0), False),
-        (gpu(used=0.0, utilization_pct=None), True),
+        (make_gpu_reading(used=0.04), True),
+        (make_gpu_reading(used=0.06), False),
+        (make_gpu_reading(used=0.0, utilization_pct=10.0), False),
+        (make_gpu_reading(used=0.0, utilization_pct=None), True),
         (GpuReading(0, memory_total_bytes=4 * GIB, memory_used_bytes=GIB - 1, utilization_pct=0.0), True),
         (GpuReading(0, memory_total_bytes=4 * GIB, memory_used_bytes=GIB, utilization_pct=0.0), False),
         (GpuReading(0), False),
@@ -188,96 +193,113 @@ def test_gpu_is_free_with_little_memory_and_utilization(reading: GpuReading, fre
 
 
 def test_choose_prefers_lowest_score_then_first() -> None:
-    assert choose([health("a", 3.0), health("b", 2.0), health("c", 2.0)]).name == "b"
+    assert (
+        choose_best_node(
+            [make_node_health("a", 3.0), make_node_health("b", 2.0), make_node_health("c", 2.0)]
+        ).name
+        == "b"
+    )
 
 
 def test_choose_prefers_node_chosen_least_among_equals(tmp_path: Path) -> None:
     """Each choice uses its own checker, like separate commands."""
     file = parse_grid_file("nodes: [a, b, c, d]", name="f")
-    nodes = [health("a"), health("b"), health("c", 0.5), health("d")]
-    HealthCache(tmp_path).write(file, [*nodes[:2], health("c", 2.0), nodes[3]])
+    nodes = [make_node_health("a"), make_node_health("b"), make_node_health("c", 0.5), make_node_health("d")]
+    HealthCache(tmp_path).write(file, [*nodes[:2], make_node_health("c", 2.0), nodes[3]])
     taken = []
     for _ in range(7):
         cache = HealthCache(tmp_path)
         checker = NodeHealthChecker(SshPool(file, ssh_config=tmp_path), file, clock=lambda: 1.0, cache=cache)
-        taken.append(choose(list(cache.read(file).values())).name)
+        taken.append(choose_best_node(list(cache.read(file).values())).name)
         checker.record_choice(taken[-1])
     assert taken == ["a", "b", "d", "a", "b", "d", "a"]
-    assert choose([msgspec.structs.replace(each, chosen=9) for each in nodes]).name == "c"
+    assert choose_best_node([msgspec.structs.replace(each, chosen=9) for each in nodes]).name == "c"
 
 
 async def test_runs_are_spread_over_equally_good_nodes(tmp_path: Path) -> None:
     file = parse_grid_file("nodes: [a, b, c]", name="f")
     read_at = time.time()
-    nodes = [msgspec.structs.replace(health(name), at=read_at) for name in ("a", "b", "c")]
+    nodes = [msgspec.structs.replace(make_node_health(name), at=read_at) for name in ("a", "b", "c")]
     HealthCache(tmp_path).write(file, nodes)
     async with SshPool(file, ssh_config=tmp_path) as pool:
         launcher = RunLauncher(pool, file, Runner(pool, file), state_dir=tmp_path)
-        assert [await launcher.best_node(without={}) for _ in range(4)] == ["a", "b", "c", "a"]
+        assert [await launcher.choose_best_node(without={}) for _ in range(4)] == ["a", "b", "c", "a"]
     metrics = await asyncio.to_thread(grid_metrics(tmp_path).figures)
     assert metrics.scores == {node.name: node.score for node in nodes}
 
 
 @pytest.mark.parametrize("state", [HealthState.DEGRADED, HealthState.UNHEALTHY, HealthState.UNREACHABLE])
 def test_node_that_is_not_ok_is_never_chosen(state: HealthState) -> None:
-    assert choose([health("a", 0.0, state), health("b", 500.0)]).name == "b"
-    assert health("a", 0.0, state).effective_score == math.inf
+    assert choose_best_node([make_node_health("a", 0.0, state), make_node_health("b", 500.0)]).name == "b"
+    assert make_node_health("a", 0.0, state).effective_score == math.inf
 
 
 def test_node_without_score_is_never_chosen() -> None:
-    assert choose([health("a", None), health("b", 500.0)]).name == "b"
+    assert choose_best_node([make_node_health("a", None), make_node_health("b", 500.0)]).name == "b"
 
 
 def test_choose_requires_labels_and_free_gpus() -> None:
     nodes = [
-        health("a", 1.0, labels={"zone": "x"}, readings=readings(gpus=(gpu(),))),
-        health("b", 2.0, labels={"zone": "y"}, readings=readings(gpus=(gpu(), gpu(1)))),
-        health("c", 3.0, labels={"zone": "x"}, readings=readings(gpus=(gpu(), gpu(1)))),
+        make_node_health("a", 1.0, labels={"zone": "x"}, readings=make_readings(gpus=(make_gpu_reading(),))),
+        make_node_health(
+            "b",
+            2.0,
+            labels={"zone": "y"},
+            readings=make_readings(gpus=(make_gpu_reading(), make_gpu_reading(1))),
+        ),
+        make_node_health(
+            "c",
+            3.0,
+            labels={"zone": "x"},
+            readings=make_readings(gpus=(make_gpu_reading(), make_gpu_reading(1))),
+        ),
     ]
-    assert choose(nodes).name == "a"
-    assert choose(nodes, gpus=2).name == "b"
-    assert choose(nodes, gpus=2, labels={"zone": "x"}).name == "c"
+    assert choose_best_node(nodes).name == "a"
+    assert choose_best_node(nodes, gpus=2).name == "b"
+    assert choose_best_node(nodes, gpus=2, labels={"zone": "x"}).name == "c"
 
 
 def test_choose_error_has_a_reason_per_node() -> None:
     nodes = [
-        health("a", labels={"zone": "x"}),
-        health("b", 1.0, readings=readings(gpus=(gpu(used=0.5), gpu(1)))),
+        make_node_health("a", labels={"zone": "x"}),
+        make_node_health(
+            "b", 1.0, readings=make_readings(gpus=(make_gpu_reading(used=0.5), make_gpu_reading(1)))
+        ),
         NodeHealth("c", HealthState.UNREACHABLE, None, ("no route",), 0.0),
     ]
     with pytest.raises(NoNodeError) as caught:
-        choose(nodes, gpus=2)
+        choose_best_node(nodes, gpus=2)
     text = caught.value.message
     assert "a: no GPUs" in text
     assert "b: 1 of 2 GPUs are free, 2 requested" in text
     assert "c: unreachable: no route" in text
     assert "health --fresh" in caught.value.hint
     with pytest.raises(NoNodeError, match="a: missing label zone=y") as caught:
-        choose(nodes, labels={"zone": "y"})
+        choose_best_node(nodes, labels={"zone": "y"})
     assert "grid-cli nodes list" in caught.value.hint
 
 
 def test_choose_raises_transport_error_if_all_candidates_are_unreachable() -> None:
     unreachable = NodeHealth("a", HealthState.UNREACHABLE, None, ("no route",), 0.0, labels={"zone": "x"})
-    other = health("b", labels={"zone": "y"})
+    other = make_node_health("b", labels={"zone": "y"})
     with pytest.raises(NoNodeReachedError, match="a: unreachable: no route") as caught:
-        choose([unreachable, other], labels={"zone": "x"})
+        choose_best_node([unreachable, other], labels={"zone": "x"})
     assert caught.value.exit_code == 255
     with pytest.raises(NoNodeError) as several:
-        choose([unreachable, other], gpus=1)
+        choose_best_node([unreachable, other], gpus=1)
     assert several.value.exit_code == 1
 
 
 def test_choose_error_truncates_many_reasons() -> None:
     with pytest.raises(NoNodeError, match="and 80 more") as caught:
-        choose([health(f"n{n}", None, HealthState.UNREACHABLE) for n in range(100)])
+        choose_best_node([make_node_health(f"n{n}", None, HealthState.UNREACHABLE) for n in range(100)])
     assert len(caught.value.message.splitlines()) == 22
 
 
 # --- checks of real nodes ---------------------------------------------------------------------
 
 
-class Clock:
+class FakeClock:
     def __init__(self) -> None:
         self.now = 1000.0
 
@@ -285,23 +307,23 @@ class Clock:
         return self.now
 
 
-def file_of(bed: Bed, more: str = FILE) -> GridFile:
-    return parse_grid_file(bed.grid_yaml(more=more), name="grid.yaml")
+def make_grid_file(testbed: SshTestbed, more: str = FILE) -> GridFile:
+    return parse_grid_file(testbed.grid_yaml(more=more), name="grid.yaml")
 
 
 @pytest_asyncio.fixture
-async def own_pool(own_bed: Bed) -> AsyncIterator[SshPool]:
-    async with SshPool(file_of(own_bed), ssh_config=own_bed.ssh_config) as pool:
+async def own_pool(own_testbed: SshTestbed) -> AsyncIterator[SshPool]:
+    async with SshPool(make_grid_file(own_testbed), ssh_config=own_testbed.ssh_config) as pool:
         yield pool
 
 
-async def test_check_all_returns_nodes_in_file_order(bed: Bed) -> None:
-    bed["gpu3"].gpus(2)
+async def test_check_all_returns_nodes_in_file_order(testbed: SshTestbed) -> None:
+    testbed["gpu3"].gpus(2)
     try:
-        async with SshPool(file_of(bed), ssh_config=bed.ssh_config) as pool:
-            found = await NodeHealthChecker(pool, file_of(bed), clock=Clock()).check_all()
+        async with SshPool(make_grid_file(testbed), ssh_config=testbed.ssh_config) as pool:
+            found = await NodeHealthChecker(pool, make_grid_file(testbed), clock=FakeClock()).check_all()
     finally:
-        bed["gpu3"].gpus(0)
+        testbed["gpu3"].gpus(0)
     assert [node.name for node in found] == [f"gpu{n}" for n in range(1, 11)]
     assert {node.state for node in found} == {HealthState.OK}
     third = found[2].readings
@@ -309,27 +331,29 @@ async def test_check_all_returns_nodes_in_file_order(bed: Bed) -> None:
     assert [each.name for each in third.gpus] == ["NVIDIA H100 80GB HBM3"] * 2
     assert (third.gpus_free, found[2].at) == (2, 1000.0)
     with pytest.raises(NoNodeError, match="gpu4: no GPUs"):
-        choose(found, gpus=3)
-    assert choose(found, gpus=2).name == "gpu3"
+        choose_best_node(found, gpus=3)
+    assert choose_best_node(found, gpus=2).name == "gpu3"
 
 
-async def test_hanging_node_costs_only_its_own_timeout(own_bed: Bed) -> None:
+async def test_hanging_node_costs_only_its_own_timeout(own_testbed: SshTestbed) -> None:
     # One slot for both.
-    file = file_of(own_bed, "ssh: {connect_timeout: 20, pool_size: 1}\nhealth_check: {timeout: 4}\n")
-    async with SshPool(file, ssh_config=own_bed.ssh_config) as pool:
-        checker = NodeHealthChecker(pool, file, clock=Clock())
-        with own_bed["gpu1"].hanging():
+    file = make_grid_file(
+        own_testbed, "ssh: {connect_timeout: 20, pool_size: 1}\nhealth_check: {timeout: 4}\n"
+    )
+    async with SshPool(file, ssh_config=own_testbed.ssh_config) as pool:
+        checker = NodeHealthChecker(pool, file, clock=FakeClock())
+        with own_testbed["gpu1"].suspended():
             first, second = await checker.check_all()
         assert (first.state, second.state) == (HealthState.UNREACHABLE, HealthState.OK)
         assert "within 4 s" in first.note
-        assert choose([first, second]).name == "gpu2"
+        assert choose_best_node([first, second]).name == "gpu2"
 
 
-async def test_node_hanging_before_login_does_not_delay_others(own_bed: Bed) -> None:
-    file = file_of(own_bed, "ssh: {pool_size: 1}\nhealth_check: {timeout: 600, max_workers: 1}\n")
-    async with SshPool(file, ssh_config=own_bed.ssh_config) as pool:
-        checker = NodeHealthChecker(pool, file, clock=Clock())
-        with own_bed["gpu1"].hanging():
+async def test_node_hanging_before_login_does_not_delay_others(own_testbed: SshTestbed) -> None:
+    file = make_grid_file(own_testbed, "ssh: {pool_size: 1}\nhealth_check: {timeout: 600, max_workers: 1}\n")
+    async with SshPool(file, ssh_config=own_testbed.ssh_config) as pool:
+        checker = NodeHealthChecker(pool, file, clock=FakeClock())
+        with own_testbed["gpu1"].suspended():
             hanging = asyncio.create_task(checker.check("gpu1"))
             async with asyncio.timeout(60):
                 assert (await checker.check("gpu2")).state is HealthState.OK
@@ -345,13 +369,13 @@ def test_concurrent_connections_are_limited_by_open_files(
     monkeypatch: pytest.MonkeyPatch, allowed: int, at_once: int
 ) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (allowed, resource.RLIM_INFINITY))
-    assert _connecting_max() == at_once
+    assert _concurrent_connects_max() == at_once
 
 
 async def test_waiting_for_a_slot_pauses_the_timeout() -> None:
     slots = asyncio.Semaphore(0)
     async with asyncio.timeout(60) as limit:
-        with _Slot(slots, limit) as slot:
+        with _CheckSlot(slots, limit) as slot:
             waiting = asyncio.create_task(slot.acquire())
             await until(lambda: limit.when() is None, what="the timeout to be paused")
             slots.release()
@@ -363,49 +387,53 @@ async def test_waiting_for_a_slot_pauses_the_timeout() -> None:
         assert not slots.locked()
 
 
-async def test_node_hanging_after_login_is_unreachable(own_bed: Bed) -> None:
-    file = file_of(own_bed, "ssh: {connect_timeout: 20}\nhealth_check: {timeout: 2, refresh_interval: 0}\n")
-    async with SshPool(file, ssh_config=own_bed.ssh_config) as pool:
-        async with pool.use("gpu1", timeout_s=20):
+async def test_node_hanging_after_login_is_unreachable(own_testbed: SshTestbed) -> None:
+    file = make_grid_file(
+        own_testbed, "ssh: {connect_timeout: 20}\nhealth_check: {timeout: 2, refresh_interval: 0}\n"
+    )
+    async with SshPool(file, ssh_config=own_testbed.ssh_config) as pool:
+        async with pool.connect("gpu1", timeout_s=20):
             pass
-        with own_bed["gpu1"].hanging():
-            found = await NodeHealthChecker(pool, file, clock=Clock()).check("gpu1")
+        with own_testbed["gpu1"].suspended():
+            found = await NodeHealthChecker(pool, file, clock=FakeClock()).check("gpu1")
     assert (found.state, found.score) == (HealthState.UNREACHABLE, None)
 
 
-async def test_nodes_with_and_without_nvml_have_the_same_readings(own_bed: Bed, own_pool: SshPool) -> None:
+async def test_nodes_with_and_without_nvml_have_the_same_readings(
+    own_testbed: SshTestbed, own_pool: SshPool
+) -> None:
     lines = ["0, H200, GPU-a, 143771, 5, 0, 33, 0", "1, H200, GPU-b, 143771, 90000, 88, 84, [N/A]"]
-    own_bed["gpu2"].nvml(None)
+    own_testbed["gpu2"].nvml(None)
     found = []
-    for node in own_bed.nodes:
+    for node in own_testbed.nodes:
         node.gpus(2, lines=lines, reasons=["1, 0x20"])
-        async with own_pool.use(node.name) as link:
-            arguments = {"root": "~", "timeout_s": 20, "throttle_check_c": THROTTLE_CHECK_C}
+        async with own_pool.connect(node.name) as link:
+            arguments = {"root": "~", "timeout_s": 20, "throttle_check_c": THROTTLE_CHECK_TEMPERATURE_C_MIN}
             answer, _ = await link.call("health.read", arguments, timeout_s=40)
         found.append((answer["vendor"], answer["gpus"], answer["failed"]))
     assert found[0] == found[1]
     assert [gpu["throttled"] for gpu in found[0][1]] == [[], ["software thermal slowdown"]]
 
 
-async def test_nvml_reading_starts_no_program(own_bed: Bed, own_pool: SshPool) -> None:
-    node = own_bed["gpu1"]
+async def test_nvml_reading_starts_no_program(own_testbed: SshTestbed, own_pool: SshPool) -> None:
+    node = own_testbed["gpu1"]
     node.gpus(2)
     (node.bin / "nvidia-smi").write_text("#!/bin/sh\nexit 9\n")
-    async with own_pool.use("gpu1"):
+    async with own_pool.connect("gpu1"):
         pass  # the first reading of an unused node is taken by the shell script
-    found = await NodeHealthChecker(own_pool, file_of(own_bed), clock=Clock()).check("gpu1")
+    found = await NodeHealthChecker(own_pool, make_grid_file(own_testbed), clock=FakeClock()).check("gpu1")
     assert found.state is HealthState.OK, found
     assert found.readings is not None and len(found.readings.gpus) == 2
 
 
-async def test_hanging_driver_fails_only_gpu_readings(own_bed: Bed) -> None:
-    own_bed["gpu1"].gpus(2)
-    own_bed["gpu1"].nvml_state(["hangs=1"])
-    file = file_of(own_bed, "ssh: {connect_timeout: 20}\nhealth_check: {timeout: 3}\n")
-    async with SshPool(file, ssh_config=own_bed.ssh_config) as pool:
-        async with pool.use("gpu1", timeout_s=20):
+async def test_hanging_driver_fails_only_gpu_readings(own_testbed: SshTestbed) -> None:
+    own_testbed["gpu1"].gpus(2)
+    own_testbed["gpu1"].nvml_state(["hangs=1"])
+    file = make_grid_file(own_testbed, "ssh: {connect_timeout: 20}\nhealth_check: {timeout: 3}\n")
+    async with SshPool(file, ssh_config=own_testbed.ssh_config) as pool:
+        async with pool.connect("gpu1", timeout_s=20):
             pass
-        checker = NodeHealthChecker(pool, file, clock=Clock())
+        checker = NodeHealthChecker(pool, file, clock=FakeClock())
         found = await checker.check("gpu1")
         again = await checker.check("gpu1", fresh=True)
     assert (found.state, again.state) == (HealthState.DEGRADED, HealthState.DEGRADED)
@@ -414,20 +442,20 @@ async def test_hanging_driver_fails_only_gpu_readings(own_bed: Bed) -> None:
     assert found.readings is not None and found.readings.load is not None
 
 
-async def test_hanging_nvidia_smi_fails_only_gpu_readings(own_bed: Bed) -> None:
-    own_bed["gpu1"].gpus(2)
-    own_bed["gpu1"].nvml(None)
-    (own_bed["gpu1"].folder / "smi-hangs").touch()
-    file = file_of(own_bed, "ssh: {connect_timeout: 20}\nhealth_check: {timeout: 3}\n")
-    async with SshPool(file, ssh_config=own_bed.ssh_config) as pool:
+async def test_hanging_nvidia_smi_fails_only_gpu_readings(own_testbed: SshTestbed) -> None:
+    own_testbed["gpu1"].gpus(2)
+    own_testbed["gpu1"].nvml(None)
+    (own_testbed["gpu1"].folder / "smi-hangs").touch()
+    file = make_grid_file(own_testbed, "ssh: {connect_timeout: 20}\nhealth_check: {timeout: 3}\n")
+    async with SshPool(file, ssh_config=own_testbed.ssh_config) as pool:
         for name in ("gpu1", "gpu2"):
-            async with pool.use(name, timeout_s=20):
+            async with pool.connect(name, timeout_s=20):
                 pass  # connecting is not part of the test
-        first, second = await NodeHealthChecker(pool, file, clock=Clock()).check_all()
+        first, second = await NodeHealthChecker(pool, file, clock=FakeClock()).check_all()
     assert (first.state, first.score) == (HealthState.DEGRADED, None)
     assert "took longer" in first.note  # the tool, or on a busy machine the whole reading
     assert first.readings is not None and first.readings.load is not None
-    assert choose([first, second]).name == "gpu2"
+    assert choose_best_node([first, second]).name == "gpu2"
 
 
 @pytest.mark.parametrize(
@@ -442,27 +470,29 @@ async def test_hanging_nvidia_smi_fails_only_gpu_readings(own_bed: Bed) -> None:
     ],
 )
 async def test_real_nvidia_smi_values_give_expected_state(
-    own_bed: Bed, own_pool: SshPool, line: str, state: HealthState
+    own_testbed: SshTestbed, own_pool: SshPool, line: str, state: HealthState
 ) -> None:
-    own_bed["gpu1"].gpus(1, lines=[line])
-    found = await NodeHealthChecker(own_pool, file_of(own_bed), clock=Clock()).check("gpu1")
+    own_testbed["gpu1"].gpus(1, lines=[line])
+    found = await NodeHealthChecker(own_pool, make_grid_file(own_testbed), clock=FakeClock()).check("gpu1")
     assert found.state is state, found
 
 
-async def test_node_without_python_is_read_by_shell_script(own_bed: Bed, own_pool: SshPool) -> None:
-    node = own_bed["gpu1"]
+async def test_node_without_python_is_read_by_shell_script(
+    own_testbed: SshTestbed, own_pool: SshPool
+) -> None:
+    node = own_testbed["gpu1"]
     node.gpus(2)
     (node.bin / "python3").write_text("#!/bin/sh\nexit 127\n")
     (node.bin / "python3").chmod(0o755)
-    found = await NodeHealthChecker(own_pool, file_of(own_bed), clock=Clock()).check("gpu1")
+    found = await NodeHealthChecker(own_pool, make_grid_file(own_testbed), clock=FakeClock()).check("gpu1")
     assert found.state is HealthState.OK
     assert found.readings is not None
     assert (len(found.readings.gpus), found.readings.failed) == (2, {})
     assert found.score is not None
 
 
-async def test_xid_in_kernel_log_makes_node_unhealthy(own_bed: Bed, own_pool: SshPool) -> None:
-    node = own_bed["gpu1"]
+async def test_xid_in_kernel_log_makes_node_unhealthy(own_testbed: SshTestbed, own_pool: SshPool) -> None:
+    node = own_testbed["gpu1"]
     node.gpus(1)
     log = node.folder / "kmsg"
     log.write_text("6,1,1000000,-;booted\n4,2,2000000,-;NVRM: Xid (PCI:0000:3b:00): 79, pid=1, GPU lost\n")
@@ -473,7 +503,7 @@ async def test_xid_in_kernel_log_makes_node_unhealthy(own_bed: Bed, own_pool: Ss
         f"#!/bin/sh\necho '[{_uptime_us() / 1e6:.1f}] NVRM: Xid (PCI:0000:3b:00): 79, GPU lost'\n"
     )
     (node.bin / "dmesg").chmod(0o755)
-    checker = NodeHealthChecker(own_pool, file_of(own_bed), clock=Clock())
+    checker = NodeHealthChecker(own_pool, make_grid_file(own_testbed), clock=FakeClock())
     for _ in range(2):  # by the shell script, then by the helper, which reads the log itself
         found = await checker.check("gpu1", fresh=True)
         assert found.state is HealthState.UNHEALTHY
@@ -484,16 +514,16 @@ def _uptime_us() -> int:
     return int(float(Path("/proc/uptime").read_text().split()[0]) * 1e6)
 
 
-async def test_full_disk_makes_node_unhealthy(own_bed: Bed, own_pool: SshPool) -> None:
-    own_bed["gpu1"].restart(before="mount -t tmpfs -o size=1m tmpfs /root")
-    found = await NodeHealthChecker(own_pool, file_of(own_bed), clock=Clock()).check("gpu1")
+async def test_full_disk_makes_node_unhealthy(own_testbed: SshTestbed, own_pool: SshPool) -> None:
+    own_testbed["gpu1"].restart(before="mount -t tmpfs -o size=1m tmpfs /root")
+    found = await NodeHealthChecker(own_pool, make_grid_file(own_testbed), clock=FakeClock()).check("gpu1")
     assert found.state is HealthState.UNHEALTHY
     assert found.note.startswith("disk: 0.0 GiB free")
 
 
 @pytest.mark.parametrize("fault", ["read-only", "another user's", "a file in its place", "none"])
-async def test_unwritable_home_makes_node_unhealthy(own_bed: Bed, fault: str) -> None:
-    node = own_bed["gpu1"]
+async def test_unwritable_home_makes_node_unhealthy(own_testbed: SshTestbed, fault: str) -> None:
+    node = own_testbed["gpu1"]
     if fault == "read-only":
         node.restart(before="mount -o remount,bind,ro /root")
     elif fault == "another user's":
@@ -502,9 +532,9 @@ async def test_unwritable_home_makes_node_unhealthy(own_bed: Bed, fault: str) ->
     elif fault == "a file in its place":
         (node.home / "ws").write_text("no folder")
     folder = {"none": "", "a file in its place": "/root/ws"}.get(fault, "/root")
-    file = file_of(own_bed, FILE + "remote_root: ~/ws/deeper\n")
-    async with SshPool(file, ssh_config=own_bed.ssh_config) as pool:
-        checker = NodeHealthChecker(pool, file, clock=Clock())
+    file = make_grid_file(own_testbed, FILE + "remote_root: ~/ws/deeper\n")
+    async with SshPool(file, ssh_config=own_testbed.ssh_config) as pool:
+        checker = NodeHealthChecker(pool, file, clock=FakeClock())
         for started in (False, True):  # by the shell script, then by the helper
             found = await checker.check("gpu1", fresh=True)
             assert bool(node.processes("python3 -ISc")) is started
@@ -514,17 +544,19 @@ async def test_unwritable_home_makes_node_unhealthy(own_bed: Bed, fault: str) ->
             assert found.note.startswith(f"remote_root: {folder} is not writable" if folder else "")
 
 
-def _run_as_nobody(node: Node, program: str) -> None:
+def _run_as_nobody(node: SshNode, program: str) -> None:
     real = shutil.which(program, path="/usr/local/bin:/usr/bin:/bin")
     path = node.bin / program
     path.write_text(f'#!/bin/sh\nexec setpriv --reuid 65534 --clear-groups {real} "$@"\n')
     path.chmod(0o755)
 
 
-async def test_changed_host_key_makes_node_unreachable(own_bed: Bed, own_pool: SshPool) -> None:
-    own_bed["gpu1"].write_host_key()
-    own_bed["gpu1"].restart()
-    first, second = await NodeHealthChecker(own_pool, file_of(own_bed), clock=Clock()).check_all()
+async def test_changed_host_key_makes_node_unreachable(own_testbed: SshTestbed, own_pool: SshPool) -> None:
+    own_testbed["gpu1"].write_host_key()
+    own_testbed["gpu1"].restart()
+    first, second = await NodeHealthChecker(
+        own_pool, make_grid_file(own_testbed), clock=FakeClock()
+    ).check_all()
     assert (first.state, second.state) == (HealthState.UNREACHABLE, HealthState.OK)
     assert "host key of" in first.note and "has changed" in first.note and "ssh-keygen -f" in first.note
 
@@ -541,55 +573,57 @@ async def test_changed_host_key_makes_node_unreachable(own_bed: Bed, own_pool: S
     ],
 )
 async def test_invalid_readings_make_node_degraded(
-    own_bed: Bed, own_pool: SshPool, monkeypatch, answer: object
+    own_testbed: SshTestbed, own_pool: SshPool, monkeypatch, answer: object
 ) -> None:
     async def invalid(link: object, root: str, *, left_s: float) -> object:
         return answer
 
-    monkeypatch.setattr("genie.grid.health.check._fetch", invalid)
-    found = await NodeHealthChecker(own_pool, file_of(own_bed), clock=Clock()).check("gpu1")
+    monkeypatch.setattr("genie.grid.health.check._fetch_readings", invalid)
+    found = await NodeHealthChecker(own_pool, make_grid_file(own_testbed), clock=FakeClock()).check("gpu1")
     assert (found.state, found.score) == (HealthState.DEGRADED, None)
     assert "answer: invalid" in found.note
 
 
 async def test_duplicate_gpu_index_invalidates_gpu_readings(
-    own_bed: Bed, own_pool: SshPool, monkeypatch
+    own_testbed: SshTestbed, own_pool: SshPool, monkeypatch
 ) -> None:
-    answer = msgspec.to_builtins(readings(gpus=(gpu(0), gpu(1), gpu(1))))
+    answer = msgspec.to_builtins(
+        make_readings(gpus=(make_gpu_reading(0), make_gpu_reading(1), make_gpu_reading(1)))
+    )
 
     async def twice(link: object, root: str, *, left_s: float) -> object:
         return answer
 
-    monkeypatch.setattr("genie.grid.health.check._fetch", twice)
-    found = await NodeHealthChecker(own_pool, file_of(own_bed), clock=Clock()).check("gpu1")
+    monkeypatch.setattr("genie.grid.health.check._fetch_readings", twice)
+    found = await NodeHealthChecker(own_pool, make_grid_file(own_testbed), clock=FakeClock()).check("gpu1")
     assert (found.state, found.score) == (HealthState.DEGRADED, None)
     assert "duplicate GPU index" in found.note
     assert found.readings is not None
     assert found.readings.gpus_free == 0
 
 
-async def test_long_reasons_are_truncated(own_bed: Bed, own_pool: SshPool, monkeypatch) -> None:
+async def test_long_reasons_are_truncated(own_testbed: SshTestbed, own_pool: SshPool, monkeypatch) -> None:
     async def long_reasons(link: object, root: str, *, left_s: float) -> object:
         return {"failed": {f"part{number}": "x" * 10_000 for number in range(1000)}}
 
-    monkeypatch.setattr("genie.grid.health.check._fetch", long_reasons)
-    found = await NodeHealthChecker(own_pool, file_of(own_bed), clock=Clock()).check("gpu1")
+    monkeypatch.setattr("genie.grid.health.check._fetch_readings", long_reasons)
+    found = await NodeHealthChecker(own_pool, make_grid_file(own_testbed), clock=FakeClock()).check("gpu1")
     assert len(found.note) < 20_000
 
 
-async def test_unknown_node_name_raises(own_bed: Bed, own_pool: SshPool) -> None:
+async def test_unknown_node_name_raises(own_testbed: SshTestbed, own_pool: SshPool) -> None:
     with pytest.raises(NoNodeError):
-        await NodeHealthChecker(own_pool, file_of(own_bed), clock=Clock()).check("gpu9")
+        await NodeHealthChecker(own_pool, make_grid_file(own_testbed), clock=FakeClock()).check("gpu9")
 
 
 # --- the cache --------------------------------------------------------------------------------
 
 
-async def test_readings_are_valid_for_refresh_interval(own_bed: Bed, own_pool: SshPool) -> None:
-    clock = Clock()
-    checker = NodeHealthChecker(own_pool, file_of(own_bed), clock=clock)
+async def test_readings_are_valid_for_refresh_interval(own_testbed: SshTestbed, own_pool: SshPool) -> None:
+    clock = FakeClock()
+    checker = NodeHealthChecker(own_pool, make_grid_file(own_testbed), clock=clock)
     before = await checker.check_all()
-    own_bed["gpu1"].gpus(1)
+    own_testbed["gpu1"].gpus(1)
     clock.now += 59
     assert await checker.check_all() == before
     assert await checker.check("gpu1") == before[0]
@@ -598,28 +632,32 @@ async def test_readings_are_valid_for_refresh_interval(own_bed: Bed, own_pool: S
     assert after[0].readings is not None and len(after[0].readings.gpus) == 1
 
 
-async def test_fresh_ignores_previous_readings(own_bed: Bed, own_pool: SshPool) -> None:
-    checker = NodeHealthChecker(own_pool, file_of(own_bed), clock=Clock())
+async def test_fresh_ignores_previous_readings(own_testbed: SshTestbed, own_pool: SshPool) -> None:
+    checker = NodeHealthChecker(own_pool, make_grid_file(own_testbed), clock=FakeClock())
     await checker.check_all()
-    own_bed["gpu1"].gpus(1)
+    own_testbed["gpu1"].gpus(1)
     found = await checker.check("gpu1", fresh=True)
     assert found.readings is not None and len(found.readings.gpus) == 1
 
 
-async def test_another_process_uses_the_cache(own_bed: Bed, own_pool: SshPool, tmp_path: Path) -> None:
-    clock = Clock()
+async def test_another_process_uses_the_cache(
+    own_testbed: SshTestbed, own_pool: SshPool, tmp_path: Path
+) -> None:
+    clock = FakeClock()
     cache = HealthCache(tmp_path)
-    first = await NodeHealthChecker(own_pool, file_of(own_bed), clock=clock, cache=cache).check_all()
-    for node in own_bed.nodes:
+    first = await NodeHealthChecker(
+        own_pool, make_grid_file(own_testbed), clock=clock, cache=cache
+    ).check_all()
+    for node in own_testbed.nodes:
         node.stop()
-    again = NodeHealthChecker(own_pool, file_of(own_bed), clock=clock, cache=HealthCache(tmp_path))
+    again = NodeHealthChecker(own_pool, make_grid_file(own_testbed), clock=clock, cache=HealthCache(tmp_path))
     assert await again.check_all() == first
     assert (tmp_path / "grid" / "health.json").stat().st_mode & 0o777 == 0o600
 
 
 def write_cache(tmp_path: Path, file: GridFile) -> HealthCache:
     cache = HealthCache(tmp_path)
-    cache.write(file, [health(node.name) for node in file.nodes])
+    cache.write(file, [make_node_health(node.name) for node in file.nodes])
     return cache
 
 
@@ -652,7 +690,9 @@ def test_failed_cache_write_leaves_no_temporary_file(tmp_path: Path, monkeypatch
 
 
 def test_node_health_round_trips_through_json() -> None:
-    node = health("a", readings=readings(xids=(Xid("PCI", 79),), unwritable="/x"), labels={"zone": "x"})
+    node = make_node_health(
+        "a", readings=make_readings(xids=(Xid("PCI", 79),), unwritable="/x"), labels={"zone": "x"}
+    )
     text = msgspec.json.encode(node)
     assert msgspec.json.decode(text, type=NodeHealth) == node
     old_text = text.replace(b'"unwritable":"/x",', b"")
@@ -661,12 +701,14 @@ def test_node_health_round_trips_through_json() -> None:
     assert old is not None and old.unwritable is None
 
 
-async def test_first_check_uses_shell_and_later_ones_the_helper(own_bed: Bed, own_pool: SshPool) -> None:
-    checker = NodeHealthChecker(own_pool, file_of(own_bed), clock=Clock())
+async def test_first_check_uses_shell_and_later_ones_the_helper(
+    own_testbed: SshTestbed, own_pool: SshPool
+) -> None:
+    checker = NodeHealthChecker(own_pool, make_grid_file(own_testbed), clock=FakeClock())
     first = await checker.check("gpu1", fresh=True)
-    assert not own_bed["gpu1"].processes("python3 -ISc")
+    assert not own_testbed["gpu1"].processes("python3 -ISc")
     second = await checker.check("gpu1", fresh=True)
-    assert own_bed["gpu1"].processes("python3 -ISc")
+    assert own_testbed["gpu1"].processes("python3 -ISc")
     assert first.readings is not None
     assert second.readings is not None
     assert first.readings.cores == second.readings.cores

@@ -11,14 +11,14 @@ import msgspec
 import pytest
 
 from genie.grid.health import shell_readings
-from genie.grid.health.check import HealthState, Readings, assess
+from genie.grid.health.check import HealthState, Readings, assess_health
 from tests.needs import require_program
 
 
 def run(
     folder: Path, *, shell: str = "sh", root: str = "/", timeout_s: float = 20.0, home: str = "/"
 ) -> Readings:
-    script = shell_readings.script(root, timeout_s=timeout_s)
+    script = shell_readings.make_readings_script(root, timeout_s=timeout_s)
     done = subprocess.run(
         shell.split(),
         input=script,
@@ -27,7 +27,7 @@ def run(
         env={"PATH": f"{folder}:/usr/bin:/bin", "HOME": home},
     )
     assert done.returncode == 0, done.stderr
-    return msgspec.convert(shell_readings.parse(done.stdout.decode()), Readings)
+    return msgspec.convert(shell_readings.parse_readings(done.stdout.decode()), Readings)
 
 
 def tool(folder: Path, name: str, line: str) -> None:
@@ -58,7 +58,7 @@ def test_unreadable_kernel_log_is_not_a_failure(tmp_path: Path) -> None:
     tool(tmp_path, "dmesg", "exit 1")
     found = run(tmp_path)
     assert (found.xids, found.failed) == (None, {})
-    assert assess(found)[0] is not HealthState.DEGRADED
+    assert assess_health(found)[0] is not HealthState.DEGRADED
 
 
 @pytest.mark.parametrize("shell", ["dash", "bash", "mksh", "busybox sh"])
@@ -90,9 +90,9 @@ def test_path_is_quoted(tmp_path: Path, root: str) -> None:
     "output", ["", "welcome\n", "@@genie load\nx y z\n", "@@genie disk\n@@genie code 1\n"]
 )
 def test_truncated_output_fails_all_missing_readings(output: str) -> None:
-    found = msgspec.convert(shell_readings.parse(output), Readings)
+    found = msgspec.convert(shell_readings.parse_readings(output), Readings)
     assert set(found.failed) == {"load", "memory", "disk", "gpus"}
-    assert assess(found)[0] is HealthState.DEGRADED
+    assert assess_health(found)[0] is HealthState.DEGRADED
 
 
 def test_tool_with_excessive_output_fails_only_its_reading(tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ print([text for _, text, _, _ in run_batch(cloudpickle.dumps(odd), [0, 1, 2])])
 SEND = """
 import sys, ray
 from genie.grid.ray import batch
-with batch._pickled_by_value(ray):
+with batch._pickle_module_by_value(ray):
     sys.stdout.buffer.write(ray.cloudpickle.dumps(batch.run_batch))
 """
 
@@ -76,10 +76,10 @@ def test_invalid_options_are_rejected(wrong: dict[str, int]) -> None:
 
 def test_cancel_fails_unsubmitted_tasks_and_does_not_drain_generators() -> None:
     results: list[object] = ["done"]
-    batch._fail_rest(results, ["a", "b", "c"])
+    batch._fail_unsubmitted_tasks(results, ["a", "b", "c"])
     assert results == ["done", TaskFailure(1, "cancelled"), TaskFailure(2, "cancelled")]
     results = ["done"]
-    batch._fail_rest(results, itertools.count())
+    batch._fail_unsubmitted_tasks(results, itertools.count())
     assert results == ["done"]
 
 

@@ -24,10 +24,10 @@ from genie.grid.grid_file import GridFile
 from genie.grid.ray.cluster import RayCluster
 from genie.grid.ray.jobs import RayJobs
 from genie.grid.ssh.pool import SshPool
-from tests.grid.bed import Bed
 from tests.grid.quick_venv import QuickVenv
-from tests.grid.ray_bed import ray_bed, ray_file
+from tests.grid.ray_testbed import ray_file, ray_testbed
 from tests.grid.small_wheel import make_wheel
+from tests.grid.testbed import SshTestbed
 from tests.waiting import until, wait_until
 
 pytestmark = pytest.mark.long("real Ray on three nodes")
@@ -47,22 +47,22 @@ print("HOSTS", *ray.get([host.options(resources=place).remote() for place in pla
 class Running:
     """The cluster that the example started, and the example's output."""
 
-    bed: Bed
+    testbed: SshTestbed
     file: GridFile
     state_dir: Path
     output: str
 
 
 @pytest.fixture(scope="module")
-def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bed]:
+def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SshTestbed]:
     """Three nodes; gpu2 has two GPUs according to nvidia-smi."""
-    with ray_bed(tmp_path_factory.mktemp("ray") / "nodes", count=3) as bed:
-        bed["gpu2"].gpus(2)
-        yield bed
+    with ray_testbed(tmp_path_factory.mktemp("ray") / "nodes", count=3) as testbed:
+        testbed["gpu2"].gpus(2)
+        yield testbed
 
 
 @pytest.fixture(scope="module")
-def running(nodes: Bed, quick_venv: QuickVenv, tmp_path_factory: pytest.TempPathFactory) -> Running:
+def running(nodes: SshTestbed, quick_venv: QuickVenv, tmp_path_factory: pytest.TempPathFactory) -> Running:
     folder = tmp_path_factory.mktemp("grid")
     more = ", namespace: team, head_bind_all: true"
     file = ray_file(nodes, folder / "grid.yaml", nodes=["gpu1", "gpu2"], more=more)
@@ -88,7 +88,7 @@ def running(nodes: Bed, quick_venv: QuickVenv, tmp_path_factory: pytest.TempPath
 
 @pytest_asyncio.fixture
 async def cluster(running: Running) -> AsyncIterator[RayCluster]:
-    async with SshPool(running.file, ssh_config=running.bed.ssh_config) as pool:
+    async with SshPool(running.file, ssh_config=running.testbed.ssh_config) as pool:
         yield RayCluster(pool, running.file, state_dir=running.state_dir)
 
 
@@ -138,7 +138,7 @@ async def test_job_exit_code_is_that_of_its_command(cluster: RayCluster, command
 async def test_stopped_job_ends(cluster: RayCluster, running: Running) -> None:
     jobs = RayJobs(cluster)
     job = await jobs.submit("sleep 5901")
-    await until(lambda: running.bed["gpu1"].processes("sleep 5901"), what="the job", timeout_s=60)
+    await until(lambda: running.testbed["gpu1"].processes("sleep 5901"), what="the job", timeout_s=60)
     await jobs.stop(job)
     end = await jobs.follow(job, lambda _data: None)
     assert (end.status, end.exit_code) == ("STOPPED", 143)
@@ -148,12 +148,12 @@ async def test_job_continues_after_disconnect_with_complete_output(
     cluster: RayCluster, running: Running
 ) -> None:
     jobs, parts = RayJobs(cluster), list[bytes]()
-    flag = running.bed.folder / "go"
+    flag = running.testbed.folder / "go"
     wait = f"until [ -e {flag} ]; do sleep 0.1; done"
     job = await jobs.submit(f"echo before; {wait}; echo after; exit 4")
     following = asyncio.ensure_future(jobs.follow(job, parts.append))
     await until(lambda: b"before" in b"".join(parts), what="the first output", timeout_s=60)
-    running.bed["gpu1"].cut()
+    running.testbed["gpu1"].kill_connections()
     flag.touch()
     end = await following
     output = b"".join(parts).decode()
@@ -191,15 +191,18 @@ async def test_requests_without_the_token_are_rejected(cluster: RayCluster, runn
 
 
 async def test_token_is_private_and_not_on_command_lines(cluster: RayCluster, running: Running) -> None:
-    paths = [cluster.token_file, *(running.bed[name].home / FOLDER / "token" for name in ("gpu1", "gpu2"))]
+    paths = [
+        cluster.token_file,
+        *(running.testbed[name].home / FOLDER / "token" for name in ("gpu1", "gpu2")),
+    ]
     token = cluster.token_file.read_text()
     assert [path.read_text() for path in paths] == [token] * 3
     assert {stat.S_IMODE(path.stat().st_mode) for path in paths} == {0o600}
-    assert [node.processes(token) for node in running.bed.nodes] == [[], [], []]
+    assert [node.processes(token) for node in running.testbed.nodes] == [[], [], []]
 
 
 async def test_ray_status_works_in_activated_environment(running: Running) -> None:
-    node = running.bed["gpu1"]
+    node = running.testbed["gpu1"]
     login = f"export HOME=/root PATH={node.bin}:$PATH"
     output = node.run(f"{login}; . ~/grid_workspace/grid_env/bin/activate && ray status")
     assert "Active:" in output
@@ -274,7 +277,7 @@ async def test_configured_namespace_is_the_default(
     assert await namespace() == "team"
     assert await namespace("own") == "own"
     assert await namespace(env={"PYTHONPATH": "/nowhere"}) == "team"
-    node = running.bed["gpu2"]
+    node = running.testbed["gpu2"]
     output = node.run(f". /root/{FOLDER}/env.sh && {run_script(script)}")
     assert "NAMESPACE team" in output
 
@@ -283,7 +286,7 @@ async def test_configured_namespace_is_the_default(
 def grid_cli(running: Running, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
     """Return the argument list of a grid-cli command for the running cluster."""
     monkeypatch.setenv("GENIE_GRID_FILE", str(running.file.path))
-    monkeypatch.setenv("GENIE_GRID_SSH_CONFIG", str(running.bed.ssh_config))
+    monkeypatch.setenv("GENIE_GRID_SSH_CONFIG", str(running.testbed.ssh_config))
     monkeypatch.setenv("GENIE_STATE_DIR", str(running.state_dir))
     run = "import sys; from genie.cli import grid_main; sys.exit(grid_main())"
     return lambda *words: [sys.executable, "-c", run, *words]
@@ -300,7 +303,7 @@ def test_submit_returns_output_and_exit_code(grid_cli: Callable[..., list[str]])
 
 
 def test_ctrl_c_stops_the_job(grid_cli: Callable[..., list[str]], running: Running) -> None:
-    node = running.bed["gpu1"]
+    node = running.testbed["gpu1"]
     command = grid_cli("cluster", "submit", "--", "sleep", "5902")
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         wait_until(lambda: node.processes("sleep 5902"), what="the job", timeout_s=60)
@@ -321,7 +324,7 @@ def test_dashboard_tunnel_is_open_until_ctrl_c(grid_cli: Callable[..., list[str]
         assert process.wait(60) == 130
 
 
-async def test_stop_ends_only_started_processes(nodes: Bed, tmp_path: Path) -> None:
+async def test_stop_ends_only_started_processes(nodes: SshTestbed, tmp_path: Path) -> None:
     """On loopback, without the unreachable node, next to a process that looks like Ray's."""
     node = nodes["gpu3"]
     raylet = tmp_path / "raylet"

@@ -19,9 +19,9 @@ def tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
     monkeypatch.setenv("PATH", f"{folder}")
     monkeypatch.setattr(health, "_PROGRAM_FOLDERS", ())
     monkeypatch.setattr(health, "_KERNEL_LOG", health._KernelLog())
-    monkeypatch.setattr(health, "_THREADS", {})
-    monkeypatch.setattr(nvml, "LIBRARY", str(folder / "no-such-library.so"))
-    nvml.close()
+    monkeypatch.setattr(health, "_THREAD_BY_PART", {})
+    monkeypatch.setattr(nvml, "LIBRARY_NAME", str(folder / "no-such-library.so"))
+    nvml.close_library()
 
     def write(name: str, line: str) -> Path:
         path = folder / name
@@ -30,6 +30,6 @@ def tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
         return path
 
     yield write
-    nvml.close()
-    if health._KERNEL_LOG.descriptor >= 0:
-        os.close(health._KERNEL_LOG.descriptor)
+    nvml.close_library()
+    if health._KERNEL_LOG.file_descriptor >= 0:
+        os.close(health._KERNEL_LOG.file_descriptor)

@@ -16,20 +16,20 @@ from hypothesis import strategies as st
 
 from genie.grid.grid_file import SyncSettings
 from genie.grid.remote import contents, sync, tree
-from genie.grid.remote.contents import BLOCK_BYTES, BLOCKS_BYTES_MIN
+from genie.grid.remote.contents import BLOCK_BYTES, BLOCK_DIGEST_BYTES_MIN
 from genie.grid.sync.local_tree import LocalTree
 from genie.grid.sync.pack import hash_files
-from tests.grid.sync.trees import compiled, empty
+from tests.grid.sync.trees import load_compiled_engine, remove_contents
 
 PAGE = 4096
 EDGES = (-1, 0, 1)
 SIZES = st.one_of(
     st.builds(
-        lambda blocks, more: max(BLOCKS_BYTES_MIN + blocks * BLOCK_BYTES + more, 0),
+        lambda blocks, more: max(BLOCK_DIGEST_BYTES_MIN + blocks * BLOCK_BYTES + more, 0),
         st.integers(-1, 3),
         st.sampled_from(EDGES),
     ),
-    st.integers(0, BLOCKS_BYTES_MIN + 4 * BLOCK_BYTES),
+    st.integers(0, BLOCK_DIGEST_BYTES_MIN + 4 * BLOCK_BYTES),
 )
 LENGTHS = st.one_of(
     st.builds(
@@ -44,7 +44,7 @@ Parts = list[tuple[str, int]]
 
 def reference_digest(data: bytes) -> bytes:
     """The definition in the docstring of contents.py, over all bytes at once."""
-    if len(data) < BLOCKS_BYTES_MIN:
+    if len(data) < BLOCK_DIGEST_BYTES_MIN:
         return hashlib.sha256(data).digest()
     blocks = [data[at : at + BLOCK_BYTES] for at in range(0, len(data), BLOCK_BYTES)]
     nonzero = [number for number, block in enumerate(blocks) if any(block)]
@@ -57,7 +57,7 @@ def reference_digest(data: bytes) -> bytes:
             runs += struct.pack("<QQ", number, end)
     bytes_of_blocks = b"".join(blocks[number] for number in nonzero)
     inner = hashlib.sha256(runs).digest() + hashlib.sha256(bytes_of_blocks).digest()
-    return hashlib.sha512(contents.TAG + struct.pack("<Q", len(data)) + inner).digest()[:32]
+    return hashlib.sha512(contents.BLOCK_DIGEST_TAG + struct.pack("<Q", len(data)) + inner).digest()[:32]
 
 
 def write(path: Path, parts: Parts, size: int, *, dense: bool) -> None:
@@ -81,13 +81,15 @@ def write(path: Path, parts: Parts, size: int, *, dense: bool) -> None:
 def by_engine(engine: tree.PlainEngine, root: Path, cache: Path) -> dict[bytes, bytes]:
     snapshot = LocalTree(root, SyncSettings(), cache=cache, engine=engine).scan()
     hash_files(engine, snapshot, snapshot.dirty)
-    return {one.path: one.sha for one in tree.records_of(bytes(snapshot.records))}
+    return {one.path: one.sha for one in tree.iter_records(bytes(snapshot.records))}
 
 
 def by_node(root: Path) -> dict[bytes, bytes]:
     fd = os.open(root, os.O_RDONLY)
     try:
-        return {name: sync._sha_of(fd, name) for name in [os.fsencode(path.name) for path in root.iterdir()]}
+        return {
+            name: sync._hash_file(fd, name) for name in [os.fsencode(path.name) for path in root.iterdir()]
+        }
     finally:
         os.close(fd)
 
@@ -98,19 +100,21 @@ def without_seek_data(fd: int, at: int, whence: int) -> int:
 
 @pytest.fixture(scope="module")
 def engine() -> tree.PlainEngine:
-    return compiled()
+    return load_compiled_engine()
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(parts=PARTS, size=SIZES)
-@example(parts=[], size=BLOCKS_BYTES_MIN)
-@example(parts=[("data", BLOCK_BYTES - 1), ("hole", BLOCK_BYTES), ("one", 2)], size=BLOCKS_BYTES_MIN + 1)
+@example(parts=[], size=BLOCK_DIGEST_BYTES_MIN)
+@example(
+    parts=[("data", BLOCK_BYTES - 1), ("hole", BLOCK_BYTES), ("one", 2)], size=BLOCK_DIGEST_BYTES_MIN + 1
+)
 @example(parts=[("hole", 17 * BLOCK_BYTES), ("one", 9)], size=17 * BLOCK_BYTES + 9)
 def test_digest_is_independent_of_storage_and_implementation(
     engine, tmp_path: Path, parts: Parts, size: int
 ) -> None:
     root = tmp_path / "tree"
-    empty(root)
+    remove_contents(root)
     for name in ("sparse", "dense"):
         write(root / name, parts, size, dense=name == "dense")
     data = (root / "dense").read_bytes()
@@ -127,11 +131,13 @@ def test_digest_is_independent_of_storage_and_implementation(
 
 @settings(max_examples=60, deadline=None)
 @given(
-    parts=PARTS, size=st.integers(BLOCKS_BYTES_MIN, BLOCKS_BYTES_MIN + 4 * BLOCK_BYTES), seed=st.integers()
+    parts=PARTS,
+    size=st.integers(BLOCK_DIGEST_BYTES_MIN, BLOCK_DIGEST_BYTES_MIN + 4 * BLOCK_BYTES),
+    seed=st.integers(),
 )
 def test_digest_is_independent_of_chunk_sizes(parts: Parts, size: int, seed: int) -> None:
     dice = random.Random(seed)
-    digest, data = contents.new_digest(size), b""
+    digest, data = contents.make_digest_for_size(size), b""
     for kind, wanted in [*parts, ("hole", size)]:
         length = min(wanted, size - len(data))
         part = dice.randbytes(length) if kind in ("data", "one") else bytes(length)
@@ -149,7 +155,7 @@ def test_digest_is_independent_of_chunk_sizes(parts: Parts, size: int, seed: int
 def test_different_contents_have_different_digests(tmp_path: Path) -> None:
     """Also if only offsets or trailing zeros differ, or a small file is the hash input of a large one."""
     block = b"x" * BLOCK_BYTES
-    size = BLOCKS_BYTES_MIN
+    size = BLOCK_DIGEST_BYTES_MIN
     layouts: list[tuple[Parts, int]] = [
         ([], size),
         ([], size + 1),
@@ -163,13 +169,13 @@ def test_different_contents_have_different_digests(tmp_path: Path) -> None:
         write(tmp_path / f"layout{number}", parts, length, dense=False)
     inner = hashlib.sha256(struct.pack("<QQ", 0, 1)).digest() + hashlib.sha256(block).digest()
     (tmp_path / "large").write_bytes(block + bytes(size - BLOCK_BYTES))
-    (tmp_path / "small").write_bytes(contents.TAG + struct.pack("<Q", size) + inner)
+    (tmp_path / "small").write_bytes(contents.BLOCK_DIGEST_TAG + struct.pack("<Q", size) + inner)
     found = by_node(tmp_path)
     assert len(set(found.values())) == len(found) == len(layouts) + 2
 
 
 def test_size_limits_are_consistent() -> None:
-    assert tree.SMALL_BYTES_MAX < BLOCKS_BYTES_MIN
+    assert tree.SMALL_BYTES_MAX < BLOCK_DIGEST_BYTES_MIN
     assert contents.READ_BYTES <= sync.PIECE_BYTES_MAX
 
 
@@ -204,7 +210,7 @@ def test_copy_on_node_keeps_holes(tmp_path: Path, monkeypatch) -> None:
     count_reads(monkeypatch, limit=1 << 20)
     fd = os.open(tmp_path, os.O_RDONLY)
     try:
-        sync._copy(fd, b"from", fd, b"to")
+        sync._copy_file(fd, b"from", fd, b"to")
         names = by_node(tmp_path)
     finally:
         os.close(fd)
@@ -221,7 +227,7 @@ def test_file_is_all_data_if_holes_are_not_reported(tmp_path: Path, monkeypatch,
         os.pwrite(file.fileno(), b"x", 1 << 20)
         file.truncate(2 << 20)
         monkeypatch.setattr(contents.os, "lseek", refuse)
-        assert list(contents.extents(file.fileno(), os.fstat(file.fileno()))) == [(True, 0, 2 << 20)]
+        assert list(contents.list_extents(file.fileno(), os.fstat(file.fileno()))) == [(True, 0, 2 << 20)]
 
 
 def test_truncation_while_listing_extents_is_not_an_error(tmp_path: Path) -> None:
@@ -229,7 +235,7 @@ def test_truncation_while_listing_extents_is_not_an_error(tmp_path: Path) -> Non
         os.pwrite(file.fileno(), b"x" * PAGE, 0)
         os.pwrite(file.fileno(), b"x" * PAGE, 1 << 20)
         file.truncate(2 << 20)
-        found = contents.extents(file.fileno(), os.fstat(file.fileno()))
+        found = contents.list_extents(file.fileno(), os.fstat(file.fileno()))
         first = next(found)
         os.ftruncate(file.fileno(), 0)
         rest = list(found)

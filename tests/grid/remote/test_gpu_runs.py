@@ -24,12 +24,12 @@ def gpu(index: int, used_mib: int, *, total_mib: int | None = 40_000, busy: floa
 
 def test_choose_skips_held_and_used_gpus() -> None:
     gpus = [gpu(0, 0), gpu(1, 1900), gpu(2, 30_000), gpu(3, 0, busy=50), gpu(4, 900, total_mib=None)]
-    assert gpu_runs.choose(gpus, {}, 3) == [0, 1, 4]
-    assert gpu_runs.choose(gpus, {0: "r-a"}, 1) == [1]
+    assert gpu_runs.choose_free_gpus(gpus, {}, 3) == [0, 1, 4]
+    assert gpu_runs.choose_free_gpus(gpus, {0: "r-a"}, 1) == [1]
 
 
 def test_choose_error_has_a_reason_per_gpu() -> None:
     with pytest.raises(OpError, match="1 of 3 GPUs are free, 2 requested") as caught:
-        gpu_runs.choose([gpu(0, 0), gpu(1, 0), gpu(2, 9000, busy=7)], {0: "r-a"}, 2)
+        gpu_runs.choose_free_gpus([gpu(0, 0), gpu(1, 0), gpu(2, 9000, busy=7)], {0: "r-a"}, 2)
     assert caught.value.reason == "busy"
     assert "GPU 0 is held by run r-a; GPU 2 has 9000 MiB in use and 7% utilization" in str(caught.value)

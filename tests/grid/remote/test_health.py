@@ -80,7 +80,7 @@ def test_nvidia_smi_query_has_eight_columns(tools, tmp_path: Path) -> None:
 @pytest.mark.parametrize("nothing", ["[N/A]", "[Not Supported]", "[Unknown Error]", "N/A", "ERR!", ""])
 def test_placeholder_value_is_none(nothing: str) -> None:
     line = f"0, Orin, GPU-a, {nothing}, {nothing}, {nothing}, {nothing}, {nothing}"
-    found = health.parse_nvidia(line)
+    found = health.parse_nvidia_smi(line)
     (gpu,) = found["gpus"]
     names = ("memory_total_bytes", "memory_used_bytes", "utilization_pct", "temperature_c", "ecc_uncorrected")
     assert [gpu[name] for name in names] == [None] * 5
@@ -88,16 +88,16 @@ def test_placeholder_value_is_none(nothing: str) -> None:
 
 
 def test_missing_columns_and_names_with_commas_are_parsed() -> None:
-    short, odd = health.parse_nvidia("0, Tesla K80, GPU-a, 100, 50\n1, Two, Three, GPU-b, 9, 1, 2, 3, 4\n")[
-        "gpus"
-    ]
+    short, odd = health.parse_nvidia_smi(
+        "0, Tesla K80, GPU-a, 100, 50\n1, Two, Three, GPU-b, 9, 1, 2, 3, 4\n"
+    )["gpus"]
     assert (short["memory_used_bytes"], short["utilization_pct"]) == (50 * MIB, None)
     assert (odd["name"], odd["uuid"], odd["ecc_uncorrected"]) == ("Two, Three", "GPU-b", 4)
 
 
 def test_lost_gpu_is_reported_and_others_are_kept() -> None:
     lost = "Unable to determine the device handle for GPU0000:3B:00.0: Unknown Error"
-    found = health.parse_nvidia(f"{lost}\n1, T4, GPU-b, 9, 1, 2, 3, 0\n")
+    found = health.parse_nvidia_smi(f"{lost}\n1, T4, GPU-b, 9, 1, 2, 3, 0\n")
     assert [gpu["index"] for gpu in found["gpus"]] == [1]
     assert "device handle" in found["failed"]["gpus"]
 
@@ -135,14 +135,14 @@ def test_hanging_part_is_not_started_again(tools, monkeypatch) -> None:
         release.wait(60)
         return {}
 
-    monkeypatch.setattr(health, "_disk", hangs)
+    monkeypatch.setattr(health, "_read_disk", hangs)
     try:
         assert "longer than 0.05 s" in read(timeout_s=0.05)["failed"]["disk"]
         assert "still hangs" in read(timeout_s=0.05)["failed"]["disk"]
         assert len(calls) == 1
     finally:
         release.set()
-        health._THREADS["disk"][0].join(10)
+        health._THREAD_BY_PART["disk"][0].join(10)
 
 
 class EndsWhenJoined(threading.Thread):
@@ -163,7 +163,7 @@ class EndsWhenJoined(threading.Thread):
 def test_previous_reading_is_joined_until_its_deadline(tools, left_s: float, failed: object) -> None:
     other = EndsWhenJoined()
     other.start()
-    health._THREADS["disk"] = (other, time.monotonic() + left_s)
+    health._THREAD_BY_PART["disk"] = (other, time.monotonic() + left_s)
     try:
         assert read(timeout_s=60)["failed"] == failed
     finally:

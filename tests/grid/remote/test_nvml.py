@@ -12,8 +12,8 @@ import pytest
 
 from genie.grid.remote import health, nvml
 from genie.grid.remote.core import OpError
-from tests.grid.bed import nvml_lines
 from tests.grid.remote.readings import read
+from tests.grid.testbed import nvml_lines
 from tests.waiting import wait_until
 
 MIB = 1 << 20
@@ -52,7 +52,7 @@ class Driver:
 @pytest.fixture
 def driver(tools, nvml_library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Driver:
     monkeypatch.setenv("FAKE_NVML_STATE", str(tmp_path / "nvml.state"))
-    monkeypatch.setattr(nvml, "LIBRARY", str(nvml_library))
+    monkeypatch.setattr(nvml, "LIBRARY_NAME", str(nvml_library))
     return Driver(tmp_path, tools, nvml_library)
 
 
@@ -60,13 +60,13 @@ def driver(tools, nvml_library: Path, tmp_path: Path, monkeypatch: pytest.Monkey
 def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of opened libraries, in order."""
     names: list[str] = []
-    init = nvml._Library.__init__
+    init = nvml._NvmlLibrary.__init__
 
-    def spied(self: nvml._Library, name: str) -> None:
+    def spied(self: nvml._NvmlLibrary, name: str) -> None:
         names.append(name)
         init(self, name)
 
-    monkeypatch.setattr(nvml._Library, "__init__", spied)
+    monkeypatch.setattr(nvml._NvmlLibrary, "__init__", spied)
     return names
 
 
@@ -77,7 +77,7 @@ def hanging(driver: Driver) -> Iterator[Driver]:
     driver.nvml("hangs=1", *nvml_lines([T4]))
     yield driver
     driver.has(T4)
-    health._THREADS["gpus"][0].join(20)
+    health._THREAD_BY_PART["gpus"][0].join(20)
 
 
 def gpus() -> Any:
@@ -102,8 +102,8 @@ def test_readings_equal_those_of_nvidia_smi(
     driver.has(*lines, reasons=reasons)
     by_nvml = gpus()
     assert driver.smi_starts == 0
-    nvml.close()
-    monkeypatch.setattr(nvml, "LIBRARY", "no-such-library.so")
+    nvml.close_library()
+    monkeypatch.setattr(nvml, "LIBRARY_NAME", "no-such-library.so")
     by_smi = gpus()
     assert driver.smi_starts > 0
     assert by_nvml == by_smi
@@ -153,7 +153,7 @@ def test_missing_library_or_functions_fall_back_to_nvidia_smi(
     driver: Driver, monkeypatch, library: str
 ) -> None:
     driver.has(T4)
-    monkeypatch.setattr(nvml, "LIBRARY", library)
+    monkeypatch.setattr(nvml, "LIBRARY_NAME", library)
     assert gpus()[1][0]["uuid"] == "GPU-a"
     assert driver.smi_starts == 1
 
@@ -181,7 +181,7 @@ def test_hanging_driver_fails_only_gpu_reading_and_uses_one_thread(hanging: Driv
     assert threading.active_count() == before + 1
     assert hanging.smi_starts == 0
     hanging.has(T4)
-    wait_until(lambda: not health._THREADS["gpus"][0].is_alive(), what="the end of the call that hung")
+    wait_until(lambda: not health._THREAD_BY_PART["gpus"][0].is_alive(), what="the end of the call that hung")
     assert len(gpus()[1]) == 1
 
 

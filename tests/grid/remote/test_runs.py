@@ -50,7 +50,7 @@ def test_state_is_derived_from_records(
 
 def test_truncated_record_is_none(tmp_path: Path) -> None:
     (tmp_path / "exit").write_bytes(b'{"code":3,"en')
-    assert runs._record(str(tmp_path / "exit")) is None
+    assert runs._read_record(str(tmp_path / "exit")) is None
 
 
 META = '{"id":"../../x","command":"c","started":1,"gpus":[0]}'
@@ -106,7 +106,7 @@ os.setsid = set_late
 runs._write_record = lambda _, record: os.killpg(record["pid"], signal.SIGINT)
 streams = [os.open(os.devnull, os.O_RDWR) for _ in range(3)]
 args = {"command": "sleep 60", "cwd": "/", "root": "/", "id": "r-a"}
-print(json.dumps(runs._run(args, {}, -1, streams)))
+print(json.dumps(runs._run_command(args, {}, -1, streams)))
 """
 
 
@@ -123,7 +123,7 @@ def test_user_variables_take_precedence(tmp_path: Path) -> None:
         "gpu_env": {"CUDA_VISIBLE_DEVICES": "1"},
         "env": {"PATH": "/mine"},
     }
-    env = runs.environment({"PATH": "/bin", "HOME": "/root"}, args)
+    env = runs.make_command_environment({"PATH": "/bin", "HOME": "/root"}, args)
     assert env == {
         "PATH": "/mine",
         "HOME": "/root",

@@ -14,7 +14,7 @@ from genie.grid.remote import sync, tree
 from genie.grid.remote.core import OpError
 from genie.grid.remote.site import SyncedTree
 from tests.forkserver import ForkServer
-from tests.grid.sync.trees import read_tree, write
+from tests.grid.sync.trees import read_tree, write_files
 
 ENGINE = tree.PlainEngine()
 # Exits like a crashed machine at the Nth change of the file system.
@@ -32,7 +32,7 @@ def dying(function):
     return call
 for name in ("rename", "unlink", "mkdir", "rmdir", "symlink", "chmod"):
     setattr(os, name, dying(getattr(os, name)))
-sync.apply({"root": sys.argv[1], "tree": "t", "wait_s": 5}, open(sys.argv[2], "rb").read())
+sync.receive_and_apply({"root": sys.argv[1], "tree": "t", "wait_s": 5}, open(sys.argv[2], "rb").read())
 """
 
 
@@ -44,7 +44,7 @@ def records_of(folder: Path) -> bytes:
     """Return records with digests and without stamps, as they are sent."""
     walked = ENGINE.walk(str(folder), b"", taken_ns=0, reuse=False, is_excluded=lambda *_: False)
     parts = []
-    for one in tree.records_of(walked.records):
+    for one in tree.iter_records(walked.records):
         plain = bytearray(one.without_stamp)
         if one.kind == tree.FILE:
             plain[24:56] = hashlib.sha256((folder / os.fsdecode(one.path)).read_bytes()).digest()
@@ -55,28 +55,28 @@ def records_of(folder: Path) -> bytes:
 def change(before: bytes, folder: Path) -> bytes:
     """Return the frames that update a node from these records to the contents of a directory."""
     from genie.grid.sync.delta import compute_delta, encode_plan
-    from genie.grid.sync.pack import plan_frames
+    from genie.grid.sync.pack import make_plan_frames
 
     after = records_of(folder)
     delta = compute_delta(ENGINE, theirs=before, drift=b"", ours=after)
     frames = []
-    for place in delta.contents:
+    for place in delta.content_offsets:
         one = tree.TreeRecord(after, place)
-        head = tree.FRAME.pack(ord("F"), 0, one.mode, 0, one.size, one.mtime_ns, one.sha)
+        head = tree.FRAME_HEADER.pack(ord("F"), 0, one.mode, 0, one.size, one.mtime_ns, one.sha)
         frames.append(head + (folder / os.fsdecode(one.path)).read_bytes())
     base = hashlib.sha256(ENGINE.without_stamps(before)).hexdigest() if before else ""
     plan = encode_plan(
         delta, after, base=base, digest=hashlib.sha256(ENGINE.without_stamps(after)).hexdigest()
     )
-    return b"".join(frames) + b"".join(plan_frames(plan))
+    return b"".join(frames) + b"".join(make_plan_frames(plan))
 
 
 @pytest.fixture
 def two_states(tmp_path: Path) -> tuple[Path, Path]:
     old, new = tmp_path / "old", tmp_path / "new"
-    write(old, {b"a": b"1", b"b": b"2", b"gone/c": b"3", b"turns": b"file", b"d/e": b"4"})
-    write(new, {b"a": b"changed", b"b": b"2", b"turns/x": b"folder", b"d/e": b"4", b"d/f": b"5"})
-    write(new, {b"same1": b"same", b"same2": b"same"})
+    write_files(old, {b"a": b"1", b"b": b"2", b"gone/c": b"3", b"turns": b"file", b"d/e": b"4"})
+    write_files(new, {b"a": b"changed", b"b": b"2", b"turns/x": b"folder", b"d/e": b"4", b"d/f": b"5"})
+    write_files(new, {b"same1": b"same", b"same2": b"same"})
     (new / "b").chmod(0o600)
     (new / "link").symlink_to("a")
     return old, new
@@ -91,7 +91,7 @@ def test_change_killed_at_any_step_is_finished_by_the_next(
     finished = 0
     for step in range(100):
         root = tmp_path / f"node{step}"
-        sync.apply(args_of(root), first)
+        sync.receive_and_apply(args_of(root), first)
         command = ["-c", DYING, str(root), str(tmp_path / "change"), str(step)]
         code = fork_server.run(command, timeout=30).returncode
         if code == 0:
@@ -100,11 +100,11 @@ def test_change_killed_at_any_step_is_finished_by_the_next(
         assert code == 9
         whole = {b"1", b"2", b"3", b"4", b"5", b"file", b"changed", b"folder", b"same", b""}
         assert {data for kind, _, data in read_tree(root).values() if kind == "f"} <= whole
-        _, drift = sync.check(args_of(root), b"")
+        _, drift = sync.check_tree(args_of(root), b"")
         assert not drift
         if read_tree(root) != read_tree(new):
             assert read_tree(root) == read_tree(old), f"killed at step {step}"
-            sync.apply(args_of(root), second)
+            sync.receive_and_apply(args_of(root), second)
         assert read_tree(root) == read_tree(new), f"killed at step {step}"
     assert finished > 10
 
@@ -112,9 +112,9 @@ def test_change_killed_at_any_step_is_finished_by_the_next(
 def test_change_for_another_state_is_rejected(two_states, tmp_path: Path) -> None:
     old, new = two_states
     root = tmp_path / "node"
-    sync.apply(args_of(root), change(b"", old))
+    sync.receive_and_apply(args_of(root), change(b"", old))
     with pytest.raises(OpError) as caught:
-        sync.apply(args_of(root), change(b"", new))
+        sync.receive_and_apply(args_of(root), change(b"", new))
     assert caught.value.reason == "moved"
     assert read_tree(root) == read_tree(old)
 
@@ -122,10 +122,10 @@ def test_change_for_another_state_is_rejected(two_states, tmp_path: Path) -> Non
 def test_file_changed_before_deletion_is_kept(two_states, tmp_path: Path) -> None:
     old, new = two_states
     root = tmp_path / "node"
-    sync.apply(args_of(root), change(b"", old))
+    sync.receive_and_apply(args_of(root), change(b"", old))
     second = change(records_of(old), new)
     (root / "gone/c").write_bytes(b"the node's own")
-    answer = sync.apply(args_of(root), second)
+    answer = sync.receive_and_apply(args_of(root), second)
     assert answer["kept"] == ["gone/c"]
     assert (root / "gone/c").read_bytes() == b"the node's own"
 
@@ -133,22 +133,22 @@ def test_file_changed_before_deletion_is_kept(two_states, tmp_path: Path) -> Non
 def test_incomplete_object_is_removed(two_states, tmp_path: Path) -> None:
     old, _ = two_states
     root = tmp_path / "node"
-    sync.apply(args_of(root), change(b"", old))
+    sync.receive_and_apply(args_of(root), change(b"", old))
     with SyncedTree(args_of(root), create=True) as site:
-        folder = Path(f"/proc/self/fd/{site.objects()}").readlink()
+        folder = Path(f"/proc/self/fd/{site.open_objects()}").readlink()
     sha = hashlib.sha256(b"whole").digest()
     (folder / os.fsdecode(tree.object_name(sha, 5))).write_bytes(b"whole")
     (folder / os.fsdecode(tree.object_name(bytes(32), 500))).write_bytes(b"half")
-    assert sync.check(args_of(root), b"")[0]["objects"] == 1
-    assert sync.objects(args_of(root), b"")[1] == sha
+    assert sync.check_tree(args_of(root), b"")[0]["objects"] == 1
+    assert sync.list_staged_objects(args_of(root), b"")[1] == sha
 
 
 def test_objects_of_an_earlier_boot_are_removed(two_states, tmp_path: Path) -> None:
     old, _ = two_states
     root = tmp_path / "node"
-    sync.apply(args_of(root), change(b"", old))
-    write(root, {b".grid/sync/t/objects-before/x": b"1"})
-    sync.check(args_of(root), b"")
+    sync.receive_and_apply(args_of(root), change(b"", old))
+    write_files(root, {b".grid/sync/t/objects-before/x": b"1"})
+    sync.check_tree(args_of(root), b"")
     assert not (root / ".grid/sync/t/objects-before").exists()
 
 
@@ -174,7 +174,7 @@ def test_link_out_of_home_is_rejected(two_states, tmp_path: Path) -> None:
     outside.mkdir()
     (root / ".grid").symlink_to(outside)
     with pytest.raises(OpError, match="is a link out of the home directory, to ") as caught:
-        sync.apply(args_of(root), change(b"", old))
+        sync.receive_and_apply(args_of(root), change(b"", old))
     assert caught.value.reason == "link"
     assert list(outside.iterdir()) == []
 
@@ -186,7 +186,7 @@ def test_error_has_the_absolute_path(two_states, tmp_path: Path, held: str) -> N
     place.parent.mkdir(parents=True)
     place.mkdir() if held.endswith("lock") else place.touch()
     with pytest.raises((NotADirectoryError, IsADirectoryError)) as caught:
-        sync.apply(args_of(tmp_path / "node"), change(b"", old))
+        sync.receive_and_apply(args_of(tmp_path / "node"), change(b"", old))
     assert caught.value.filename == str(place)
 
 
@@ -197,7 +197,7 @@ def test_link_within_home_is_followed(two_states, tmp_path: Path, monkeypatch: p
     root.mkdir()
     elsewhere.mkdir()
     (root / ".grid").symlink_to(elsewhere)
-    sync.apply(args_of(root), change(b"", old))
+    sync.receive_and_apply(args_of(root), change(b"", old))
     (root / ".grid").unlink()
     assert read_tree(root) == read_tree(old)
     assert (elsewhere / "sync" / "t").is_dir()
@@ -212,7 +212,7 @@ def test_invalid_tree_name_is_rejected(tmp_path: Path, name: str) -> None:
 def test_foreign_files_among_objects_are_ignored(two_states, tmp_path: Path) -> None:
     old, new = two_states
     root = tmp_path / "node"
-    sync.apply(args_of(root), change(b"", old))
+    sync.receive_and_apply(args_of(root), change(b"", old))
     (objects,) = (root / ".grid/sync/t").glob("objects-*")
     earlier = objects.with_name("objects-earlier")
     for folder in (objects, earlier):
@@ -221,9 +221,9 @@ def test_foreign_files_among_objects_are_ignored(two_states, tmp_path: Path) -> 
             (folder / name).write_text("x")
         (folder / ("b" * 64 + ".1")).symlink_to("/etc/passwd")
     (root / ".grid/sync/t/objects-file").write_text("x")
-    answer, _ = sync.check(args_of(root), b"")
+    answer, _ = sync.check_tree(args_of(root), b"")
     assert answer["objects"] == 0
-    sync.apply(args_of(root), change(records_of(old), new))
+    sync.receive_and_apply(args_of(root), change(records_of(old), new))
     assert read_tree(root) == read_tree(new)
 
 

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from genie.grid.remote import tree
-from tests.grid.sync.trees import compiled, empty, read_tree, write
+from tests.grid.sync.trees import load_compiled_engine, read_tree, remove_contents, write_files
 
 PLAIN = tree.PlainEngine()
 LARGE = b"large"
@@ -28,12 +28,12 @@ ENTRIES = st.dictionaries(PATHS, st.tuples(st.sampled_from("fffdl"), CONTENTS), 
 
 @pytest.fixture(scope="module")
 def engine() -> tree.PlainEngine:
-    return compiled()
+    return load_compiled_engine()
 
 
 def build(root: Path, entries: dict[bytes, tuple[str, bytes]]) -> None:
     """Create the entries; skip those that conflict, such as a file below a file."""
-    empty(root)
+    remove_contents(root)
     for path, (kind, data) in sorted(entries.items()):
         full = root / os.fsdecode(path)
         try:
@@ -43,7 +43,7 @@ def build(root: Path, entries: dict[bytes, tuple[str, bytes]]) -> None:
             elif kind == "l":
                 full.symlink_to(os.fsdecode(data.replace(b"\0", b"")[:100] or b"nowhere"))
             else:
-                write(root, {path: b"z" * 70_000 if data == LARGE else data})
+                write_files(root, {path: b"z" * 70_000 if data == LARGE else data})
         except (FileExistsError, NotADirectoryError, IsADirectoryError, FileNotFoundError):
             continue
 
@@ -78,18 +78,18 @@ def test_engines_scan_equally(engine, place, before, after) -> None:
     assert walk(engine, root, old[0], taken_ns=later, reuse=True) == new
     fd = os.open(root, os.O_RDONLY)
     try:
-        both = [each.check(fd, old[0], taken_ns=later) for each in (PLAIN, engine)]
+        both = [each.find_mismatches(fd, old[0], taken_ns=later) for each in (PLAIN, engine)]
         assert both[0] == both[1]
-        bare = b"".join(one.without_stamp + tree.NO_STAMP for one in tree.records_of(new[0]))
-        assert PLAIN.stamped(fd, bare) == engine.stamped(fd, bare)
-        read = [each.read(fd, new[0], new[1], first=3, room=100_000) for each in (PLAIN, engine)]
+        bare = b"".join(one.without_stamp + tree.NO_STAMP for one in tree.iter_records(new[0]))
+        assert PLAIN.fill_in_stamps(fd, bare) == engine.fill_in_stamps(fd, bare)
+        read = [each.read_small_files(fd, new[0], new[1], first=3, room=100_000) for each in (PLAIN, engine)]
         assert read[0] == read[1]
     finally:
         os.close(fd)
     assert PLAIN.compare(old[0], new[0]) == engine.compare(old[0], new[0])
     assert PLAIN.without_stamps(new[0]) == engine.without_stamps(new[0])
     changes = b"".join(
-        one.without_stamp + tree.NO_STAMP for one in tree.records_of(new[0]) if one.kind != ord("x")
+        one.without_stamp + tree.NO_STAMP for one in tree.iter_records(new[0]) if one.kind != ord("x")
     )
     assert PLAIN.merge(old[0], changes) == engine.merge(old[0], changes)
 
@@ -103,11 +103,11 @@ def test_engines_place_equally(engine, place, entries) -> None:
     results = []
     for each in (PLAIN, engine):
         target, objects = place(f"{each.name}-target"), place(f"{each.name}-objects")
-        empty(target)
-        empty(objects)
+        remove_contents(target)
+        remove_contents(objects)
         results.append(transfer(each, root, records, dirty, target=target, objects=objects))
     assert results[0] == results[1]
-    included = {one.path for one in tree.records_of(records) if one.kind in (tree.FILE, tree.FOLDER)}
+    included = {one.path for one in tree.iter_records(records) if one.kind in (tree.FILE, tree.FOLDER)}
     want = {
         path: (kind, data)
         for path, (kind, _, data) in read_tree(root, without=()).items()
@@ -123,24 +123,24 @@ def transfer(
 
     fds = [os.open(folder, os.O_RDONLY) for folder in (root, objects, target)]
     try:
-        frames, states = engine.read(fds[0], records, dirty, first=0, room=10_000_000)
+        frames, states = engine.read_small_files(fds[0], records, dirty, first=0, room=10_000_000)
         assert not any(states)
         named, known, at = bytearray(records), bytearray(frames), 0
         for position in dirty:
-            end = at + tree.FRAME.size + tree.record_size(records, position)
-            sha = hashlib.sha256(known[at + tree.FRAME.size : end]).digest()
+            end = at + tree.FRAME_HEADER.size + tree.record_size(records, position)
+            sha = hashlib.sha256(known[at + tree.FRAME_HEADER.size : end]).digest()
             known[at + 24 : at + 56] = named[position + 24 : position + 56] = sha
             at = end
-        assert engine.stage(fds[1], known) == (len(known), len(dirty))
+        assert engine.stage_files(fds[1], known) == (len(known), len(dirty))
         seen: set[bytes] = set()
         once = []
-        for one in tree.records_of(bytes(named)):
+        for one in tree.iter_records(bytes(named)):
             if one.kind == tree.FOLDER or (one.kind == tree.FILE and one.sha not in seen):
                 once.append(one.without_stamp + tree.NO_STAMP)
                 seen.add(one.sha)
-        engine.place(fds[2], fds[1], b"".join(once))
-        with tree.Folders(fds[2]) as folders:
-            for one in tree.records_of(bytes(named)):
+        engine.place_files(fds[2], fds[1], b"".join(once))
+        with tree.DirectoryWalker(fds[2]) as folders:
+            for one in tree.iter_records(bytes(named)):
                 if one.kind == tree.FILE and folders.try_lstat(one.path) is None:
                     parent, name = folders.open_parent(one.path)
                     os.close(os.open(name, os.O_CREAT | os.O_WRONLY, dir_fd=parent))
@@ -155,7 +155,7 @@ def transfer(
 @pytest.mark.parametrize("kind", ["plain", "compiled"])
 def test_truncated_records_are_rejected(engine, kind) -> None:
     one = PLAIN if kind == "plain" else engine
-    whole = tree.record(tree.FILE, b"a") + tree.record(tree.FILE, b"b")
+    whole = tree.pack_record(tree.FILE, b"a") + tree.pack_record(tree.FILE, b"b")
     for data in (whole[:-1], whole[:100], whole[:10]):
         with pytest.raises(OSError) as caught:  # noqa: PT011 - the errno is checked below
             one.without_stamps(data)
@@ -175,7 +175,7 @@ def test_paths_outside_the_tree_are_rejected(engine, tmp_path, kind, path) -> No
     fds = [os.open(folder, os.O_RDONLY) for folder in (root, objects)]
     try:
         with pytest.raises(OSError):  # noqa: PT011 - several types are valid
-            one.place(fds[0], fds[1], tree.record(tree.FILE, path, mode=0o644, sha=sha))
+            one.place_files(fds[0], fds[1], tree.pack_record(tree.FILE, path, mode=0o644, sha=sha))
     finally:
         for fd in fds:
             os.close(fd)
@@ -186,7 +186,7 @@ def test_paths_outside_the_tree_are_rejected(engine, tmp_path, kind, path) -> No
 @pytest.mark.parametrize("kind", ["plain", "compiled"])
 def test_file_written_just_before_the_scan_is_read_again(engine, tmp_path, kind) -> None:
     one = PLAIN if kind == "plain" else engine
-    write(tmp_path, {b"a": b"1"})
+    write_files(tmp_path, {b"a": b"1"})
     records, dirty, *_ = walk(one, tmp_path)
     assert dirty == [0]
     written_ns = (tmp_path / "a").stat().st_ctime_ns
@@ -195,7 +195,7 @@ def test_file_written_just_before_the_scan_is_read_again(engine, tmp_path, kind)
 
 
 def test_error_in_decide_callback_is_raised(engine, tmp_path) -> None:
-    write(tmp_path, {b"a": b"1"})
+    write_files(tmp_path, {b"a": b"1"})
 
     def refuse(path: bytes, is_folder: bool) -> bool:
         raise KeyError(path)

@@ -11,34 +11,34 @@ from pathlib import Path
 import pytest
 
 from genie.grid.grid_file import GridFile, read_grid_file
-from genie.grid.metrics import RUNS_MAX, ActiveRun, GridMetrics
+from genie.grid.metrics import ACTIVE_RUNS_MAX, ActiveRun, GridMetrics
 from genie.grid.runs.launch import reconcile_runs, track_run
 from genie.grid.runs.run import Run
 from genie.grid.runs.runner import Runner
 from genie.grid.ssh.pool import SshPool
-from tests.grid.bed import Bed
+from tests.grid.testbed import SshTestbed
 from tests.waiting import until
 
 NODES = ["gpu1", "gpu2"]
 
 
-def grid_file(bed: Bed, folder: Path) -> GridFile:
+def grid_file(testbed: SshTestbed, folder: Path) -> GridFile:
     path = folder / "grid.yaml"
-    path.write_text(bed.grid_yaml(nodes=NODES, more="ssh: {connect_timeout: 20, max_retries: 0}\n"))
+    path.write_text(testbed.grid_yaml(nodes=NODES, more="ssh: {connect_timeout: 20, max_retries: 0}\n"))
     return read_grid_file(path)
 
 
 async def is_over(runner: Runner, run: Run) -> bool:
-    return (await runner.status(run)).is_over
+    return (await runner.status(run)).has_ended
 
 
 async def test_detached_run_is_active_until_its_end_is_found(
-    own_bed: Bed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    own_testbed: SshTestbed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    file, metrics = grid_file(own_bed, tmp_path), GridMetrics(tmp_path)
+    file, metrics = grid_file(own_testbed, tmp_path), GridMetrics(tmp_path)
     relative = dataclasses.replace(file, path=Path("grid.yaml"))
-    async with SshPool(file, ssh_config=own_bed.ssh_config) as pool:
+    async with SshPool(file, ssh_config=own_testbed.ssh_config) as pool:
         runner = Runner(pool, file)
         failing = await runner.start("gpu1", "exec sleep 7501")
         removed = await runner.start("gpu2", "true")
@@ -48,7 +48,7 @@ async def test_detached_run_is_active_until_its_end_is_found(
         await runner.remove(removed)
         await reconcile_runs(runner, file, metrics, nodes=NODES)
         assert metrics.figures().active_tasks == 1
-        for pid in await until(lambda: own_bed["gpu1"].processes("sleep 7501"), what="the long run"):
+        for pid in await until(lambda: own_testbed["gpu1"].processes("sleep 7501"), what="the long run"):
             os.kill(pid, signal.SIGKILL)
         await until(lambda: is_over(runner, failing), what="the end of the long run")
         other = dataclasses.replace(file, path=tmp_path / "other.yaml")
@@ -61,11 +61,11 @@ async def test_detached_run_is_active_until_its_end_is_found(
     assert found.completed == {"succeeded": 0, "failed": 1, "unknown": 1}
 
 
-async def test_run_on_a_node_removed_from_the_file_is_unknown(bed: Bed, tmp_path: Path) -> None:
-    file, metrics = grid_file(bed, tmp_path), GridMetrics(tmp_path)
+async def test_run_on_a_node_removed_from_the_file_is_unknown(testbed: SshTestbed, tmp_path: Path) -> None:
+    file, metrics = grid_file(testbed, tmp_path), GridMetrics(tmp_path)
     entry = ActiveRun(node="removed", grid_file=str(file.path), started=0.0)
     await asyncio.to_thread(metrics.run_started, "r-1", entry)
-    async with SshPool(file, ssh_config=bed.ssh_config) as pool:
+    async with SshPool(file, ssh_config=testbed.ssh_config) as pool:
         await reconcile_runs(Runner(pool, file), file, metrics, nodes=NODES)
     found = await asyncio.to_thread(metrics.figures)
     assert (found.active_tasks, found.completed["unknown"]) == (0, 1)
@@ -83,8 +83,8 @@ def test_run_is_completed_once(tmp_path: Path) -> None:
 def test_active_runs_are_bounded(tmp_path: Path) -> None:
     metrics = GridMetrics(tmp_path)
     figures = metrics.figures()
-    figures.runs = {f"r-{n}": ActiveRun(node="n", grid_file="f", started=0.0) for n in range(RUNS_MAX)}
-    metrics._change(lambda kept: setattr(kept, "runs", figures.runs))
+    figures.runs = {f"r-{n}": ActiveRun(node="n", grid_file="f", started=0.0) for n in range(ACTIVE_RUNS_MAX)}
+    metrics._apply_or_enqueue(lambda kept: setattr(kept, "runs", figures.runs))
     metrics.run_started("r-new", ActiveRun(node="n", grid_file="f", started=0.0))
     runs = metrics.figures().runs
-    assert len(runs) == RUNS_MAX and "r-0" not in runs and "r-new" in runs
+    assert len(runs) == ACTIVE_RUNS_MAX and "r-0" not in runs and "r-new" in runs

@@ -16,7 +16,7 @@ from genie.grid.runs.launch import RunLauncher, RunSpec
 from genie.grid.runs.run import Run, RunState
 from genie.grid.runs.runner import Runner
 from genie.grid.ssh.pool import SshPool
-from tests.grid.health.test_check import health
+from tests.grid.health.test_check import make_node_health
 
 FILE = parse_grid_file("nodes: [a, b]", name="f")
 
@@ -33,7 +33,7 @@ class Failing(Runner):
 
 
 async def started_on(error: GenieError, state_dir: Path) -> str:
-    nodes = [msgspec.structs.replace(health(name), at=time.time()) for name in ("a", "b")]
+    nodes = [msgspec.structs.replace(make_node_health(name), at=time.time()) for name in ("a", "b")]
     HealthCache(state_dir).write(FILE, nodes)
     async with SshPool(FILE, ssh_config=state_dir) as pool:
         runner = Failing(pool, FILE)
@@ -67,11 +67,11 @@ async def test_concurrent_launches_choose_different_nodes(
     async def ask(_: NodeHealthChecker, node: GridNode) -> NodeHealth:
         asked.append(node.name)
         await asyncio.sleep(0)
-        return msgspec.structs.replace(health(node.name), at=time.time())
+        return msgspec.structs.replace(make_node_health(node.name), at=time.time())
 
-    monkeypatch.setattr(NodeHealthChecker, "_check", ask)
+    monkeypatch.setattr(NodeHealthChecker, "_check_node", ask)
     async with SshPool(FILE, ssh_config=tmp_path) as pool:
         launcher = RunLauncher(pool, FILE, Runner(pool, FILE), state_dir=tmp_path)
-        chosen = await asyncio.gather(*(launcher.best_node(without={}) for _ in range(4)))
+        chosen = await asyncio.gather(*(launcher.choose_best_node(without={}) for _ in range(4)))
     assert sorted(chosen) == ["a", "a", "b", "b"]
     assert sorted(asked) == ["a", "b"]

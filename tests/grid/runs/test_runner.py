@@ -36,8 +36,8 @@ from genie.grid.runs import runner as runner_module
 from genie.grid.runs.run import Run, RunState, new_run_id
 from genie.grid.runs.runner import CancelledStart, Runner
 from genie.grid.ssh.pool import NodeConnection, SshPool
-from tests.grid.bed import Bed, Node
 from tests.grid.conftest import grid_file_of
+from tests.grid.testbed import SshNode, SshTestbed
 from tests.waiting import until
 
 IMPATIENT = "ssh: {connect_timeout: 10, max_retries: 2, timeout: 0.5}\n"
@@ -49,9 +49,9 @@ async def runner(pool: SshPool, grid_file: GridFile) -> Runner:
 
 
 @asynccontextmanager
-async def runner_of(bed: Bed, *, more: str = "") -> AsyncIterator[Runner]:
-    file = grid_file_of(bed, more=more)
-    async with SshPool(file, ssh_config=bed.ssh_config) as pool:
+async def runner_of(testbed: SshTestbed, *, more: str = "") -> AsyncIterator[Runner]:
+    file = grid_file_of(testbed, more=more)
+    async with SshPool(file, ssh_config=testbed.ssh_config) as pool:
         yield Runner(pool, file)
 
 
@@ -76,12 +76,12 @@ async def run_to_end(runner: Runner, node: str, command: str, **more: object) ->
     return await runner.wait(run, recorder), recorder.out, recorder.err
 
 
-def folder_of(node: Node, run: Run) -> Path:
+def folder_of(node: SshNode, run: Run) -> Path:
     return node.home / "grid_workspace" / ".grid" / "runs" / run.run_id
 
 
 @contextmanager
-def without_python(node: Node) -> Iterator[None]:
+def without_python(node: SshNode) -> Iterator[None]:
     (node.bin / "python3").write_text("#!/bin/sh\nexit 127\n")
     (node.bin / "python3").chmod(0o755)
     try:
@@ -119,7 +119,7 @@ async def test_large_output_is_complete(runner: Runner) -> None:
     assert out == b"".join(b"%d\n" % number for number in range(1, 300001))
 
 
-async def test_run_has_shell_working_directory_and_environment(bed: Bed, runner: Runner) -> None:
+async def test_run_has_shell_working_directory_and_environment(testbed: SshTestbed, runner: Runner) -> None:
     code, out, _ = await run_to_end(
         runner, "gpu2", 'echo "$PWD|$A|$GRID_ROOT|$0"; cat', env={"A": "x y'$(z)"}, stdin=b"given"
     )
@@ -134,7 +134,7 @@ async def test_run_has_shell_working_directory_and_environment(bed: Bed, runner:
     assert (await run_to_end(runner, "gpu2", "pwd", cwd="~"))[1] == b"/root\n"
     with pytest.raises(NodeRefusedError, match="no folder /root/grid_workspace/nowhere"):
         await runner.start("gpu2", "true", cwd="nowhere")
-    assert not list(bed["gpu2"].home.glob("grid_workspace/.grid/runs/.new-*"))
+    assert not list(testbed["gpu2"].home.glob("grid_workspace/.grid/runs/.new-*"))
 
 
 async def test_sigpipe_has_its_default_action(runner: Runner) -> None:
@@ -142,11 +142,11 @@ async def test_sigpipe_has_its_default_action(runner: Runner) -> None:
 
 
 async def test_environment_values_and_standard_input_are_not_stored_on_the_node(
-    bed: Bed, runner: Runner
+    testbed: SshTestbed, runner: Runner
 ) -> None:
     run = await runner.start("gpu2", "cat", env={"TOKEN": "s3cret-value"}, stdin=b"s3cret-input")
     assert await runner.wait(run, lambda *_: None) == 0
-    folder = folder_of(bed["gpu2"], run)
+    folder = folder_of(testbed["gpu2"], run)
     assert json.loads((folder / "meta.json").read_text())["env"] == ["TOKEN"]
     assert not (folder / "in").exists()
     kept = b"".join(path.read_bytes() for path in folder.iterdir() if path.name != "out")
@@ -158,8 +158,8 @@ async def test_run_over_its_timeout_ends_with_code_124(runner: Runner) -> None:
     assert (await run_to_end(runner, "gpu3", "exit 5", timeout_s=60))[0] == 5
 
 
-async def test_setup_environment_is_first_in_the_path(bed: Bed, runner: Runner) -> None:
-    folder = bed["gpu3"].home / "grid_workspace" / "grid_env" / "bin"
+async def test_setup_environment_is_first_in_the_path(testbed: SshTestbed, runner: Runner) -> None:
+    folder = testbed["gpu3"].home / "grid_workspace" / "grid_env" / "bin"
     folder.mkdir(parents=True)
     (folder / "python").write_text("#!/bin/sh\necho ours $VIRTUAL_ENV\n")
     (folder / "python").chmod(0o755)
@@ -169,7 +169,7 @@ async def test_setup_environment_is_first_in_the_path(bed: Bed, runner: Runner) 
         (folder / "python").unlink()
 
 
-async def test_hostile_command_is_only_a_command(bed: Bed, runner: Runner) -> None:
+async def test_hostile_command_is_only_a_command(testbed: SshTestbed, runner: Runner) -> None:
     text = "echo '--help'; echo \"$(echo -oProxyCommand=x)\"; echo '`'; # \\"
     assert (await run_to_end(runner, "gpu4", text))[1] == b"--help\n-oProxyCommand=x\n`\n"
 
@@ -186,7 +186,7 @@ async def test_hostile_run_id_is_rejected_before_use(runner: Runner, run_id: str
 
 
 async def test_node_rejects_a_hostile_run_id(pool: SshPool) -> None:
-    async with pool.use("gpu1") as link:
+    async with pool.connect("gpu1") as link:
         for run_id in ("../../etc", ".", "a/b", "A"):
             with pytest.raises(NodeRefusedError, match="invalid run ID"):
                 await link.call("runs.remove", {"root": "~/x", "id": run_id}, timeout_s=10)
@@ -216,12 +216,12 @@ async def test_many_concurrent_runs_on_one_node(runner: Runner, count: int) -> N
 # --- signals ------------------------------------------------------------------------------------
 
 
-async def test_signal_reaches_the_whole_process_group(bed: Bed, runner: Runner) -> None:
+async def test_signal_reaches_the_whole_process_group(testbed: SshTestbed, runner: Runner) -> None:
     run = await runner.start("gpu6", "sleep 7001 & sleep 7001; true")
-    await until(lambda: len(bed["gpu6"].processes("sleep 7001")) >= 2, what="the sleepers")
+    await until(lambda: len(testbed["gpu6"].processes("sleep 7001")) >= 2, what="the sleepers")
     assert await runner.signal(run, "TERM")
     assert await runner.wait(run, lambda *_: None) == 128 + 15
-    await until(lambda: not bed["gpu6"].processes("sleep 7001"), what="their end")
+    await until(lambda: not testbed["gpu6"].processes("sleep 7001"), what="their end")
     assert not await runner.signal(run, "TERM")
 
 
@@ -236,11 +236,11 @@ async def _has_output(runner: Runner, run: Run) -> bool:
     return bool((await runner.read(run, out=0, err=0)).out)
 
 
-async def test_process_with_a_reused_pid_gets_no_signal(bed: Bed, runner: Runner) -> None:
+async def test_process_with_a_reused_pid_gets_no_signal(testbed: SshTestbed, runner: Runner) -> None:
     """As after a reboot or a pid wrap-around: the pid exists, but is another process."""
     run = await runner.start("gpu6", "sleep 7002")
-    await until(lambda: bed["gpu6"].processes("sleep 7002"), what="the command")
-    folder = folder_of(bed["gpu6"], run)
+    await until(lambda: testbed["gpu6"].processes("sleep 7002"), what="the command")
+    folder = folder_of(testbed["gpu6"], run)
     before = (folder / "pid").read_text()
     record = json.loads(before)
     moved = {name: value - 1 if name.endswith("_start") else value for name, value in record.items()}
@@ -248,7 +248,7 @@ async def test_process_with_a_reused_pid_gets_no_signal(bed: Bed, runner: Runner
     try:
         assert (await runner.status(run)).state is RunState.LOST
         assert not await runner.signal(run, "KILL")
-        assert bed["gpu6"].processes("sleep 7002")
+        assert testbed["gpu6"].processes("sleep 7002")
     finally:
         (folder / "pid").write_text(before)
     assert (await runner.cancel(run)).exit_code == 128 + 15
@@ -257,8 +257,8 @@ async def test_process_with_a_reused_pid_gets_no_signal(bed: Bed, runner: Runner
 # --- GPUs ---------------------------------------------------------------------------------------
 
 
-async def test_concurrent_runs_get_different_gpus(bed: Bed, runner: Runner) -> None:
-    node = bed["gpu7"]
+async def test_concurrent_runs_get_different_gpus(testbed: SshTestbed, runner: Runner) -> None:
+    node = testbed["gpu7"]
     node.gpus(
         4, lines=[f"{i}, NVIDIA H100, GPU-{i}, 81559, {used}" for i, used in enumerate((3, 9000, 0, 5))]
     )
@@ -283,8 +283,8 @@ async def test_concurrent_runs_get_different_gpus(bed: Bed, runner: Runner) -> N
         node.gpus(0)
 
 
-async def test_amd_gpus_are_counted_by_rocm_smi(bed: Bed, runner: Runner) -> None:
-    program = bed["gpu8"].bin / "rocm-smi"
+async def test_amd_gpus_are_counted_by_rocm_smi(testbed: SshTestbed, runner: Runner) -> None:
+    program = testbed["gpu8"].bin / "rocm-smi"
     cards = {
         f"card{i}": {"VRAM Total Used Memory (B)": str(used)} for i, used in enumerate((10 << 30, 1 << 20))
     }
@@ -299,8 +299,8 @@ async def test_amd_gpus_are_counted_by_rocm_smi(bed: Bed, runner: Runner) -> Non
         program.unlink()
 
 
-async def test_unrelated_folder_does_not_block_gpu_selection(bed: Bed, runner: Runner) -> None:
-    node = bed["gpu7"]
+async def test_unrelated_folder_does_not_block_gpu_selection(testbed: SshTestbed, runner: Runner) -> None:
+    node = testbed["gpu7"]
     node.gpus(1)
     try:
         node.run("mkdir -p /root/grid_workspace/.grid/runs/r-aaaaaaaaaa")
@@ -310,16 +310,16 @@ async def test_unrelated_folder_does_not_block_gpu_selection(bed: Bed, runner: R
         node.gpus(0)
 
 
-async def test_node_choice_and_gpu_selection_use_the_same_tool(own_bed: Bed) -> None:
+async def test_node_choice_and_gpu_selection_use_the_same_tool(own_testbed: SshTestbed) -> None:
     """AMD's newer tool, in a folder that is not on PATH."""
     cards = [{"gpu": 0, "mem_usage": {"total_vram": {"value": 64, "unit": "GB"}, "used_vram": {"value": 0}}}]
-    own_bed["gpu1"].restart(
+    own_testbed["gpu1"].restart(
         before="mount -t tmpfs none /opt && mkdir -p /opt/rocm/bin && cd /opt/rocm/bin && "
         f"printf '#!/bin/sh\\necho %s\\n' {shlex.quote(shlex.quote(json.dumps(cards)))} > amd-smi && "
         "chmod 755 amd-smi"
     )
-    file = grid_file_of(own_bed)
-    async with SshPool(file, ssh_config=own_bed.ssh_config) as pool:
+    file = grid_file_of(own_testbed)
+    async with SshPool(file, ssh_config=own_testbed.ssh_config) as pool:
         checker = NodeHealthChecker(pool, file, clock=time.time)
         for _ in range(2):  # the first reading is by sh, the second by the helper
             readings = (await checker.check("gpu1", fresh=True)).readings
@@ -336,10 +336,10 @@ async def test_node_without_gpus_rejects_a_gpu_run(runner: Runner) -> None:
 # --- lists --------------------------------------------------------------------------------------
 
 
-async def test_hanging_nodes_do_not_block_others_in_a_small_pool(own_bed: Bed) -> None:
+async def test_hanging_nodes_do_not_block_others_in_a_small_pool(own_testbed: SshTestbed) -> None:
     more = "ssh: {connect_timeout: 5, max_retries: 0, pool_size: 1}\n"
-    async with runner_of(own_bed, more=more) as runner:
-        with own_bed["gpu1"].hanging():
+    async with runner_of(own_testbed, more=more) as runner:
+        with own_testbed["gpu1"].suspended():
             first, second = await runner.list_all()
     assert isinstance(first.error, UnreachableError)
     assert second.error is None
@@ -357,7 +357,7 @@ async def test_runs_are_listed_and_found_by_prefix(runner: Runner) -> None:
     with pytest.raises(RunNotFoundError, match=run.run_id):
         await runner.status(run)
     with pytest.raises(RunNotFoundError):
-        await runner.wait(dataclasses.replace(run, first=None), lambda *_: None)
+        await runner.wait(dataclasses.replace(run, first_chunk=None), lambda *_: None)
 
 
 async def test_short_run_is_complete_in_the_reply_to_its_start(
@@ -365,8 +365,8 @@ async def test_short_run_is_complete_in_the_reply_to_its_start(
 ) -> None:
     monkeypatch.setattr("genie.grid.runs.runner._SHORT_RUN_WAIT_S", 1.0)
     run = await runner.start("gpu10", "echo out; echo err >&2; exit 7")
-    assert run.is_over
-    assert run.first is not None
+    assert run.has_ended
+    assert run.first_chunk is not None
 
     async def asked_again(*_: object, **__: object) -> None:
         raise AssertionError
@@ -379,7 +379,7 @@ async def test_short_run_is_complete_in_the_reply_to_its_start(
 
 async def test_start_of_a_long_run_returns_before_its_end(runner: Runner) -> None:
     run = await runner.start("gpu10", "sleep 600")
-    assert (run.is_over, run.first) == (False, None)
+    assert (run.has_ended, run.first_chunk) == (False, None)
     assert await runner.signal(run, "KILL")
     assert await runner.wait(run, lambda *_: None) == 137
 
@@ -391,7 +391,7 @@ async def test_short_run_with_much_output_is_read_in_chunks(
     run = await runner.start("gpu10", f"head -c {remote_runs.CHUNK_BYTES} /dev/zero")
     recorder = OutputRecorder()
     assert await runner.wait(run, recorder) == 0
-    assert run.first is None
+    assert run.first_chunk is None
     assert len(recorder.out) == remote_runs.CHUNK_BYTES
 
 
@@ -412,10 +412,12 @@ async def test_invalid_reply_to_a_start_raises_protocol_error(
         await runner.start("gpu10", "true")
 
 
-async def test_the_oldest_ended_runs_are_removed_when_there_are_too_many(bed: Bed, runner: Runner) -> None:
+async def test_the_oldest_ended_runs_are_removed_when_there_are_too_many(
+    testbed: SshTestbed, runner: Runner
+) -> None:
     first = await runner.start("gpu10", "true")
     await runner.wait(first, lambda *_: None)
-    folder = folder_of(bed["gpu10"], first)
+    folder = folder_of(testbed["gpu10"], first)
     exit_record = json.loads((folder / "exit").read_text())
     made = []
     for number in range(remote_runs.RUNS_KEPT + 40):
@@ -447,14 +449,14 @@ COUNTING = (
 COUNTED = b"".join(b"line %d\n" % number for number in range(1, 401))
 
 
-async def test_connection_lost_during_output_loses_and_repeats_nothing(own_bed: Bed) -> None:
-    async with runner_of(own_bed) as runner:
+async def test_connection_lost_during_output_loses_and_repeats_nothing(own_testbed: SshTestbed) -> None:
+    async with runner_of(own_testbed) as runner:
         recorder = OutputRecorder()
         run = await runner.start("gpu1", COUNTING)
         following = asyncio.ensure_future(runner.wait(run, recorder, on_note=recorder.notes.append))
         for share in (1, 2, 3):
             await until(lambda share=share: len(recorder.out) > len(COUNTED) * share // 5, what="output")
-            own_bed["gpu1"].cut()
+            own_testbed["gpu1"].kill_connections()
         assert await following == 7
     assert recorder.out == COUNTED
     assert recorder.err == COUNTED.replace(b"line", b"err")
@@ -464,34 +466,34 @@ async def test_connection_lost_during_output_loses_and_repeats_nothing(own_bed: 
     assert "gpu1 is reachable again" in recorder.notes[-1]
 
 
-async def test_run_is_followed_after_its_node_hung(own_bed: Bed) -> None:
-    async with runner_of(own_bed, more=IMPATIENT) as runner:
+async def test_run_is_followed_after_its_node_hung(own_testbed: SshTestbed) -> None:
+    async with runner_of(own_testbed, more=IMPATIENT) as runner:
         recorder = OutputRecorder()
         run = await runner.start("gpu1", COUNTING)
         following = asyncio.ensure_future(runner.wait(run, recorder, on_note=recorder.notes.append))
         await until(lambda: len(recorder.out) > 100, what="output")
-        with own_bed["gpu1"].hanging():
+        with own_testbed["gpu1"].suspended():
             await until(lambda: recorder.notes, timeout_s=30, what="a word about it")
         assert await following == 7
     assert recorder.out == COUNTED
 
 
-async def test_request_times_out_after_ssh_timeout(own_bed: Bed) -> None:
-    file = grid_file_of(own_bed, more="ssh: {connect_timeout: 20, timeout: 1.5, max_retries: 0}\n")
-    async with SshPool(file, ssh_config=own_bed.ssh_config) as pool:
+async def test_request_times_out_after_ssh_timeout(own_testbed: SshTestbed) -> None:
+    file = grid_file_of(own_testbed, more="ssh: {connect_timeout: 20, timeout: 1.5, max_retries: 0}\n")
+    async with SshPool(file, ssh_config=own_testbed.ssh_config) as pool:
         runner = Runner(pool, file)
         run = await runner.start("gpu1", "sleep 7206")
-        with own_bed["gpu1"].hanging(), pytest.raises(DeadlineError, match=r"timed out after 1\.5 s"):
+        with own_testbed["gpu1"].suspended(), pytest.raises(DeadlineError, match=r"timed out after 1\.5 s"):
             await runner.status(run)
 
 
-async def test_runs_are_lost_and_not_failed_when_the_node_goes_down(own_bed: Bed) -> None:
-    async with runner_of(own_bed) as runner:
+async def test_runs_are_lost_and_not_failed_when_the_node_goes_down(own_testbed: SshTestbed) -> None:
+    async with runner_of(own_testbed) as runner:
         recorder = OutputRecorder()
         run = await runner.start("gpu1", "echo begun; sleep 7005")
         following = asyncio.ensure_future(runner.wait(run, recorder, on_note=recorder.notes.append))
         await until(lambda: recorder.out, what="output")
-        own_bed["gpu1"].restart()
+        own_testbed["gpu1"].restart()
         with pytest.raises(RunLostError, match=f"{run.run_id} on gpu1 is lost"):
             await following
         assert recorder.out == b"begun\n"
@@ -499,11 +501,11 @@ async def test_runs_are_lost_and_not_failed_when_the_node_goes_down(own_bed: Bed
         assert (found.state, found.exit_code) == (RunState.LOST, None)
 
 
-async def test_helper_that_cannot_fork_is_replaced(own_bed: Bed) -> None:
-    async with runner_of(own_bed) as runner:
+async def test_helper_that_cannot_fork_is_replaced(own_testbed: SshTestbed) -> None:
+    async with runner_of(own_testbed) as runner:
         assert (await run_to_end(runner, "gpu1", "exit 3"))[0] == 3
         # The supervisor of the run is a third process until it exits.
-        helpers = await until(lambda: _pair_of(own_bed["gpu1"].processes("python3 -ISc")), what="its end")
+        helpers = await until(lambda: _pair_of(own_testbed["gpu1"].processes("python3 -ISc")), what="its end")
         (spawner,) = [pid for pid in helpers if _parent(pid) in helpers]
         os.kill(spawner, 9)
         assert (await run_to_end(runner, "gpu1", "exit 4"))[0] == 4
@@ -517,10 +519,10 @@ def _parent(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
-async def test_run_with_a_killed_supervisor_continues_and_is_then_lost(own_bed: Bed) -> None:
-    async with runner_of(own_bed) as runner:
+async def test_run_with_a_killed_supervisor_continues_and_is_then_lost(own_testbed: SshTestbed) -> None:
+    async with runner_of(own_testbed) as runner:
         run = await runner.start("gpu1", "sleep 7006")
-        record = json.loads((folder_of(own_bed["gpu1"], run) / "pid").read_text())
+        record = json.loads((folder_of(own_testbed["gpu1"], run) / "pid").read_text())
         os.kill(record["watcher"], 9)
         assert (await runner.status(run)).state is RunState.RUNNING
         os.kill(record["pid"], 9)
@@ -534,7 +536,7 @@ async def _is_lost(runner: Runner, run: Run) -> bool:
 class Cutting:
     """Replaces NodeConnection.call: cuts the connection after the first start request was sent."""
 
-    def __init__(self, node: Node, monkeypatch: pytest.MonkeyPatch, *, answered: bool) -> None:
+    def __init__(self, node: SshNode, monkeypatch: pytest.MonkeyPatch, *, answered: bool) -> None:
         self.cuts = 0
         call: Callable[..., Awaitable[object]] = NodeConnection.call
 
@@ -544,11 +546,11 @@ class Cutting:
             self.cuts += 1
             if answered:
                 await call(link, op, *args, **more)
-                node.cut()
+                node.kill_connections()
                 raise ConnectionLostError("the answer was lost")
             asking = asyncio.ensure_future(call(link, op, *args, **more))
             await asyncio.sleep(0)
-            node.cut()
+            node.kill_connections()
             return await asking
 
         monkeypatch.setattr(NodeConnection, "call", cut)
@@ -556,10 +558,10 @@ class Cutting:
 
 @pytest.mark.parametrize("answered", [True, False], ids=["after the start", "right after sending"])
 async def test_start_with_a_lost_reply_starts_once(
-    own_bed: Bed, monkeypatch: pytest.MonkeyPatch, answered: bool
+    own_testbed: SshTestbed, monkeypatch: pytest.MonkeyPatch, answered: bool
 ) -> None:
-    node = own_bed["gpu1"]
-    async with runner_of(own_bed) as runner:
+    node = own_testbed["gpu1"]
+    async with runner_of(own_testbed) as runner:
         cutting = Cutting(node, monkeypatch, answered=answered)
         run = await runner.start("gpu1", "echo begun >> ~/begun")
         assert await runner.wait(run, lambda *_: None) == 0
@@ -590,7 +592,7 @@ async def test_invalid_options_are_rejected_before_sending(runner: Runner, wrong
     ],
 )
 async def test_cancelled_start_is_interrupted_only_when_the_run_has_ended(
-    bed: Bed,
+    testbed: SshTestbed,
     runner: Runner,
     monkeypatch: pytest.MonkeyPatch,
     command: str,
@@ -599,8 +601,8 @@ async def test_cancelled_start_is_interrupted_only_when_the_run_has_ended(
 ) -> None:
     """The node has started the run, but its reply does not arrive."""
     if known is CancelledStart.INTERRUPTED:
-        monkeypatch.setattr(runner_module, "_INTERRUPT_S", 30.0)
-    begun = bed["gpu1"].home / "begun"
+        monkeypatch.setattr(runner_module, "_INTERRUPT_TIMEOUT_S", 30.0)
+    begun = testbed["gpu1"].home / "begun"
     begun.unlink(missing_ok=True)
     ask_link = runner._request_on
     asked: list[str] = []
@@ -626,7 +628,9 @@ async def test_cancelled_start_is_interrupted_only_when_the_run_has_ended(
     await runner.cancel(await runner.find(run_id), signal="KILL")
 
 
-async def test_cancelled_start_interrupts_the_run(own_bed: Bed, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_cancelled_start_interrupts_the_run(
+    own_testbed: SshTestbed, monkeypatch: pytest.MonkeyPatch
+) -> None:
     call: Callable[..., Awaitable[object]] = NodeConnection.call
 
     async def answer_late(link: NodeConnection, op: str, *args: object, **more: object) -> object:
@@ -635,10 +639,10 @@ async def test_cancelled_start_interrupts_the_run(own_bed: Bed, monkeypatch: pyt
             await asyncio.sleep(60)
         return answer
 
-    async with runner_of(own_bed) as runner:
+    async with runner_of(own_testbed) as runner:
         monkeypatch.setattr(NodeConnection, "call", answer_late)
         starting = asyncio.ensure_future(runner.start("gpu1", "sleep 7007"))
-        await until(lambda: own_bed["gpu1"].processes("sleep 7007"), what="the command")
+        await until(lambda: own_testbed["gpu1"].processes("sleep 7007"), what="the command")
         starting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await starting
@@ -649,7 +653,7 @@ async def test_cancelled_start_interrupts_the_run(own_bed: Bed, monkeypatch: pyt
 
 @pytest.mark.parametrize("cancels", [1, 2], ids=["once", "again while the run is interrupted"])
 async def test_start_cancelled_on_a_hanging_node_may_have_started(
-    own_bed: Bed, monkeypatch: pytest.MonkeyPatch, cancels: int
+    own_testbed: SshTestbed, monkeypatch: pytest.MonkeyPatch, cancels: int
 ) -> None:
     call: Callable[..., Awaitable[object]] = NodeConnection.call
     asked = {"runs.start": asyncio.Event(), "runs.signal": asyncio.Event()}
@@ -659,10 +663,10 @@ async def test_start_cancelled_on_a_hanging_node_may_have_started(
         return await call(link, op, *args, **more)
 
     run_id = new_run_id()
-    async with runner_of(own_bed) as runner:
+    async with runner_of(own_testbed) as runner:
         await runner.list("gpu1")  # connects before the node hangs
         monkeypatch.setattr(NodeConnection, "call", note)
-        with own_bed["gpu1"].hanging():
+        with own_testbed["gpu1"].suspended():
             starting = asyncio.ensure_future(runner.start("gpu1", "true", run_id=run_id))
             await asked["runs.start"].wait()
             starting.cancel()
@@ -674,7 +678,7 @@ async def test_start_cancelled_on_a_hanging_node_may_have_started(
         assert runner.cancelled_start(run_id) is CancelledStart.UNKNOWN
 
 
-async def test_two_starts_with_the_same_id_are_one_run(runner: Runner, bed: Bed) -> None:
+async def test_two_starts_with_the_same_id_are_one_run(runner: Runner, testbed: SshTestbed) -> None:
     run_id = new_run_id()
     async with asyncio.TaskGroup() as group:
         tasks = [
@@ -682,28 +686,28 @@ async def test_two_starts_with_the_same_id_are_one_run(runner: Runner, bed: Bed)
         ]
     assert {task.result().run_id for task in tasks} == {run_id}
     assert await runner.wait(tasks[0].result(), lambda *_: None) == 0
-    assert (bed["gpu9"].home / "twice").read_text() == "x\n"
-    runs = bed["gpu9"].home / "grid_workspace/.grid/runs"
+    assert (testbed["gpu9"].home / "twice").read_text() == "x\n"
+    runs = testbed["gpu9"].home / "grid_workspace/.grid/runs"
     await until(lambda: not list(runs.glob(".new-*")), what="the end of those who came too late")
 
 
-async def test_start_that_never_reached_the_node_raises_unreachable(own_bed: Bed) -> None:
-    own_bed["gpu1"].stop()
-    async with runner_of(own_bed) as runner:
+async def test_start_that_never_reached_the_node_raises_unreachable(own_testbed: SshTestbed) -> None:
+    own_testbed["gpu1"].stop()
+    async with runner_of(own_testbed) as runner:
         with pytest.raises(UnreachableError, match="gpu1"):
             await runner.start("gpu1", "true")
 
 
 async def test_start_with_an_unknown_outcome_raises_connection_lost(
-    own_bed: Bed, monkeypatch: pytest.MonkeyPatch
+    own_testbed: SshTestbed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    node = own_bed["gpu1"]
+    node = own_testbed["gpu1"]
 
     async def lose(link: NodeConnection, op: str, *args: object, **more: object) -> object:
         node.stop()
         raise ConnectionLostError("connection lost")
 
-    async with runner_of(own_bed) as runner:
+    async with runner_of(own_testbed) as runner:
         monkeypatch.setattr(NodeConnection, "call", lose)
         with pytest.raises(
             ConnectionLostError, match=r"could not determine whether run r-.*grid-cli attach r-"
@@ -711,21 +715,21 @@ async def test_start_with_an_unknown_outcome_raises_connection_lost(
             await runner.start("gpu1", "true")
 
 
-async def test_run_continues_without_its_client(own_bed: Bed) -> None:
-    async with runner_of(own_bed) as runner:
+async def test_run_continues_without_its_client(own_testbed: SshTestbed) -> None:
+    async with runner_of(own_testbed) as runner:
         run = await runner.start("gpu1", "while [ ! -e ~/go ]; do sleep 0.05; done; echo done; exit 6")
-    (own_bed["gpu1"].home / "go").touch()
-    async with runner_of(own_bed) as later:
+    (own_testbed["gpu1"].home / "go").touch()
+    async with runner_of(own_testbed) as later:
         recorder = OutputRecorder()
         assert await later.wait(await later.find(run.run_id), recorder) == 6
     assert recorder.out == b"done\n"
 
 
-async def test_full_disk_is_reported_with_path_and_hint(own_bed: Bed) -> None:
-    node = own_bed["gpu1"]
+async def test_full_disk_is_reported_with_path_and_hint(own_testbed: SshTestbed) -> None:
+    node = own_testbed["gpu1"]
     node.restart(before="mount -t tmpfs -o size=1m tmpfs /root")
     node.run("head -c 2000000 /dev/zero > /root/fill || true")
-    async with runner_of(own_bed) as runner:
+    async with runner_of(own_testbed) as runner:
         with pytest.raises(
             NodeRefusedError, match=r"No space left on device: /root/grid_workspace"
         ) as caught:
@@ -734,9 +738,9 @@ async def test_full_disk_is_reported_with_path_and_hint(own_bed: Bed) -> None:
     assert "remote_root" in caught.value.hint
 
 
-async def test_run_that_fills_the_disk_keeps_its_exit_code(own_bed: Bed) -> None:
-    own_bed["gpu1"].restart(before="mount -t tmpfs -o size=1m tmpfs /root")
-    async with runner_of(own_bed) as runner:
+async def test_run_that_fills_the_disk_keeps_its_exit_code(own_testbed: SshTestbed) -> None:
+    own_testbed["gpu1"].restart(before="mount -t tmpfs -o size=1m tmpfs /root")
+    async with runner_of(own_testbed) as runner:
         recorder = OutputRecorder()
         run = await runner.start("gpu1", "head -c 3000000 /dev/zero; echo code $? >&2; exit 9")
         assert await runner.wait(run, recorder) == 9
@@ -744,9 +748,9 @@ async def test_run_that_fills_the_disk_keeps_its_exit_code(own_bed: Bed) -> None
     assert not recorder.out.strip(b"\0")
 
 
-async def test_read_only_home_is_reported_with_path_and_hint(own_bed: Bed) -> None:
-    own_bed["gpu1"].restart(before="mount -o remount,ro,bind /root")
-    async with runner_of(own_bed) as runner:
+async def test_read_only_home_is_reported_with_path_and_hint(own_testbed: SshTestbed) -> None:
+    own_testbed["gpu1"].restart(before="mount -o remount,ro,bind /root")
+    async with runner_of(own_testbed) as runner:
         with pytest.raises(NodeRefusedError, match="Read-only file system: /root/grid_workspace") as caught:
             await runner.start("gpu1", "true")
     assert caught.value.reason == "read_only"

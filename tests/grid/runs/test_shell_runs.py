@@ -19,7 +19,6 @@ from genie.grid.runs import shell_runs
 from genie.grid.runs.run import RunState, new_run_id
 from genie.grid.runs.runner import Runner
 from genie.grid.ssh.pool import SshPool
-from tests.grid.bed import Bed, Node
 from tests.grid.conftest import grid_file_of
 from tests.grid.runs.test_runner import (
     COUNTED,
@@ -29,21 +28,22 @@ from tests.grid.runs.test_runner import (
     run_to_end,
     without_python,
 )
+from tests.grid.testbed import SshNode, SshTestbed
 from tests.needs import require_program
 from tests.waiting import until
 
 
 @pytest.fixture
-def node(own_bed: Bed) -> Iterator[Node]:
-    with without_python(own_bed["gpu1"]):
-        yield own_bed["gpu1"]
+def node(own_testbed: SshTestbed) -> Iterator[SshNode]:
+    with without_python(own_testbed["gpu1"]):
+        yield own_testbed["gpu1"]
 
 
 @pytest_asyncio.fixture
-async def runner(own_bed: Bed, node: Node) -> AsyncIterator[Runner]:
-    file = grid_file_of(own_bed)
-    async with SshPool(file, ssh_config=own_bed.ssh_config) as pool:
-        async with pool.use("gpu1") as link:
+async def runner(own_testbed: SshTestbed, node: SshNode) -> AsyncIterator[Runner]:
+    file = grid_file_of(own_testbed)
+    async with SshPool(file, ssh_config=own_testbed.ssh_config) as pool:
+        async with pool.connect("gpu1") as link:
             assert not link.has_helper
         yield Runner(pool, file)
 
@@ -59,7 +59,7 @@ async def test_run_has_exit_code_output_and_environment(runner: Runner) -> None:
         await runner.start("gpu1", "true", cwd="nowhere")
 
 
-async def test_environment_does_not_affect_the_surrounding_script(runner: Runner, node: Node) -> None:
+async def test_environment_does_not_affect_the_surrounding_script(runner: Runner, node: SshNode) -> None:
     env = {"PATH": "/nowhere", "SHELL": "/bin/false"}
     assert await run_to_end(runner, "gpu1", "echo $PATH $SHELL; exit 3", env=env) == (
         3,
@@ -70,14 +70,14 @@ async def test_environment_does_not_affect_the_surrounding_script(runner: Runner
     assert code == 0 and b"_grid" not in out
 
 
-async def test_invalid_variable_is_named_and_nothing_runs(runner: Runner, node: Node) -> None:
+async def test_invalid_variable_is_named_and_nothing_runs(runner: Runner, node: SshNode) -> None:
     (node.bin / "sh").symlink_to("/bin/bash")
     with pytest.raises(NodeRefusedError, match="UID: readonly variable"):
         await runner.start("gpu1", "true", env={"UID": "7"})
     assert list((node.home / "grid_workspace/.grid/runs").iterdir()) == []
 
 
-async def test_locale_warnings_of_sh_are_not_in_the_output(runner: Runner, node: Node) -> None:
+async def test_locale_warnings_of_sh_are_not_in_the_output(runner: Runner, node: SshNode) -> None:
     (node.bin / "sh").symlink_to("/bin/bash")
     _, _, err = await run_to_end(runner, "gpu1", "true", env={"LC_ALL": "no_NO"})
     assert err.count(b"setlocale") == 1  # by bash, which runs the command
@@ -88,7 +88,7 @@ async def test_an_interrupt_reaches_the_command(runner: Runner) -> None:
     assert (await runner.cancel(run, signal="INT")).exit_code == 128 + 2
 
 
-async def test_runs_are_listed_signalled_and_removed(runner: Runner, node: Node) -> None:
+async def test_runs_are_listed_signalled_and_removed(runner: Runner, node: SshNode) -> None:
     ended = await runner.start("gpu1", "exit 4")
     assert await runner.wait(ended, lambda *_: None) == 4
     run = await runner.start("gpu1", "echo 'a -- b'; sleep 7101 & sleep 7101")
@@ -103,23 +103,23 @@ async def test_runs_are_listed_signalled_and_removed(runner: Runner, node: Node)
         await runner.status(run)
 
 
-async def test_timeout_ends_the_run_and_leaves_no_process(runner: Runner, node: Node) -> None:
+async def test_timeout_ends_the_run_and_leaves_no_process(runner: Runner, node: SshNode) -> None:
     assert (await run_to_end(runner, "gpu1", "sleep 7102", timeout_s=1))[0] == 124
     assert (await run_to_end(runner, "gpu1", "exit 5", timeout_s=7103))[0] == 5
     await until(lambda: not node.processes("sleep 710"), what="the end of those who waited")
 
 
-async def test_lost_connection_loses_and_repeats_no_output(runner: Runner, node: Node) -> None:
+async def test_lost_connection_loses_and_repeats_no_output(runner: Runner, node: SshNode) -> None:
     recorder = OutputRecorder()
     run = await runner.start("gpu1", COUNTING)
     following = asyncio.ensure_future(runner.wait(run, recorder))
     await until(lambda: len(recorder.out) > 500, what="output")
-    node.cut()
+    node.kill_connections()
     assert await following == 7
     assert recorder.out == COUNTED
 
 
-async def test_repeated_start_starts_once(runner: Runner, node: Node) -> None:
+async def test_repeated_start_starts_once(runner: Runner, node: SshNode) -> None:
     run_id = new_run_id()
     for _ in range(2):
         run = await runner.start("gpu1", "echo x >> ~/twice", run_id=run_id)
@@ -127,7 +127,7 @@ async def test_repeated_start_starts_once(runner: Runner, node: Node) -> None:
     assert (node.home / "twice").read_text() == "x\n"
 
 
-async def test_the_oldest_ended_runs_are_removed(runner: Runner, node: Node) -> None:
+async def test_the_oldest_ended_runs_are_removed(runner: Runner, node: SshNode) -> None:
     first = await runner.start("gpu1", "true")
     assert await runner.wait(first, lambda *_: None) == 0
     folder = folder_of(node, first)
@@ -142,22 +142,24 @@ async def test_the_oldest_ended_runs_are_removed(runner: Runner, node: Node) -> 
 
 
 async def test_runs_are_lost_when_the_node_goes_down(
-    runner: Runner, node: Node, monkeypatch: pytest.MonkeyPatch
+    runner: Runner, node: SshNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("genie.grid.runs.runner._WAIT_S", 0.5)
+    monkeypatch.setattr("genie.grid.runs.runner._READ_WAIT_S", 0.5)
     run = await runner.start("gpu1", "sleep 7104")
     node.restart()
     with pytest.raises(RunLostError):
         await runner.wait(run, lambda *_: None)
 
 
-async def test_helper_reads_runs_started_by_the_shell(own_bed: Bed, node: Node, runner: Runner) -> None:
+async def test_helper_reads_runs_started_by_the_shell(
+    own_testbed: SshTestbed, node: SshNode, runner: Runner
+) -> None:
     run = await runner.start("gpu1", "echo from a shell; exit 8")
     assert await runner.wait(run, lambda *_: None) == 8
     (node.bin / "python3").rename(node.bin / "python3.away")
-    file = grid_file_of(own_bed)
+    file = grid_file_of(own_testbed)
     try:
-        async with SshPool(file, ssh_config=own_bed.ssh_config) as pool, pool.use("gpu1") as link:
+        async with SshPool(file, ssh_config=own_testbed.ssh_config) as pool, pool.connect("gpu1") as link:
             assert link.has_helper
             recorder = OutputRecorder()
             assert await Runner(pool, file).wait(run, recorder) == 8
@@ -172,10 +174,10 @@ async def test_features_that_need_python_are_rejected(runner: Runner, more: dict
         await runner.start("gpu1", "true", **more)  # type: ignore[arg-type]
 
 
-async def test_read_only_home_is_reported(own_bed: Bed, node: Node) -> None:
+async def test_read_only_home_is_reported(own_testbed: SshTestbed, node: SshNode) -> None:
     node.restart(before="mount -o remount,ro,bind /root")
-    file = grid_file_of(own_bed)
-    async with SshPool(file, ssh_config=own_bed.ssh_config) as pool:
+    file = grid_file_of(own_testbed)
+    async with SshPool(file, ssh_config=own_testbed.ssh_config) as pool:
         with pytest.raises(NodeRefusedError, match="Read-only file system") as caught:
             await Runner(pool, file).start("gpu1", "true")
     assert caught.value.reason == "read_only"
@@ -186,7 +188,7 @@ async def test_read_only_home_is_reported(own_bed: Bed, node: Node) -> None:
 def test_values_are_never_shell_syntax(shell: str) -> None:
     hostile = "'; touch /tmp/x; echo '"
     args = {"root": hostile, "id": "r-x", "command": hostile, "cwd": hostile, "env": {"A": hostile}}
-    text = shell_runs.script("start", args, marker="@m")
+    text = shell_runs.make_script("start", args, marker="@m")
     program = require_program(shell, package=shell)
     done = subprocess.run([program, "-n"], input=text, text=True, capture_output=True, timeout=30)
     assert (done.returncode, done.stderr) == (0, "")
@@ -194,7 +196,7 @@ def test_values_are_never_shell_syntax(shell: str) -> None:
     assert all(line.startswith(("root=", "command=", "cwd=", "meta=", "  export A=")) for line in lines)
 
 
-async def test_damaged_run_does_not_hide_others(runner: Runner, node: Node) -> None:
+async def test_damaged_run_does_not_hide_others(runner: Runner, node: SshNode) -> None:
     run = await runner.start("gpu1", "true")
     await runner.wait(run, lambda *_: None)
     damaged = (
@@ -222,7 +224,7 @@ def test_run_removed_during_a_listing_is_skipped(tmp_path: Path) -> None:
         folder = tmp_path / ".grid/runs" / name
         folder.mkdir(parents=True)
         (folder / "meta.json").write_text('{"command":"c","started":1,"gpus":[]}')
-    text = shell_runs.script("list", {"root": str(tmp_path)}, marker="@m")
+    text = shell_runs.make_script("list", {"root": str(tmp_path)}, marker="@m")
     text = text.replace("|| facts ;;", '|| { [ "$id" != r-bbbbbbbbbb ] || rm -r "$run"; facts; } ;;')
     done = subprocess.run(["sh", "-s"], input=text.encode(), capture_output=True, timeout=30)
     answer, _ = shell_runs._parse_reply("gpu1", "list", done.stdout.partition(b"@m\n")[2])
@@ -234,15 +236,15 @@ RUN = {"id": "r-aaaaaaaaaa", "command": 'echo x >>"$GRID_ROOT/ran"; pwd', "start
 
 def run_script(root: Path, name: str, *, bytes_max: int | None = None, **more: object) -> bytes:
     """Runs (part of) the script of an operation in sh, with a misleading CDPATH; returns its output."""
-    text = shell_runs.script(name, {**RUN, "root": str(root), **more}, marker="@m").encode()
+    text = shell_runs.make_script(name, {**RUN, "root": str(root), **more}, marker="@m").encode()
     env = {**os.environ, "CDPATH": str(root / "astray")}
     done = subprocess.run(["sh", "-s"], input=text[:bytes_max], capture_output=True, env=env, timeout=30)
     return done.stdout.partition(b"@m\n")[2]
 
 
 def test_truncated_start_script_starts_nothing(tmp_path: Path) -> None:
-    text = shell_runs.script("start", {**RUN, "root": str(tmp_path)}, marker="@m").encode()
-    end = text.index(shell_runs._COMMON.encode())
+    text = shell_runs.make_script("start", {**RUN, "root": str(tmp_path)}, marker="@m").encode()
+    end = text.index(shell_runs._COMMON_SCRIPT.encode())
     while (end := text.find(b"\n", end + 1)) < len(text) - 1:
         run_script(tmp_path, "start", bytes_max=end + 1)
         assert list(tmp_path.iterdir()) == [], text[:end].splitlines()[-1]
@@ -250,7 +252,7 @@ def test_truncated_start_script_starts_nothing(tmp_path: Path) -> None:
 
 def test_starting_run_is_not_lost(tmp_path: Path) -> None:
     """The start is repeated before the pid of the command is recorded."""
-    text = shell_runs.script("start", {**RUN, "root": str(tmp_path)}, marker="@m")
+    text = shell_runs.make_script("start", {**RUN, "root": str(tmp_path)}, marker="@m")
     early = text.replace('set -- "$watch"', 'facts; printf -- "--\\n"\nset -- "$watch"')
     assert early != text
     done = subprocess.run(["sh", "-s"], input=early.encode(), capture_output=True, timeout=30)
@@ -301,10 +303,10 @@ def test_signal_is_sent_only_to_the_recorded_process(tmp_path: Path, change: str
 )
 def test_timeout_is_formatted_for_every_sleep(timeout_s: float | None, formatted: str) -> None:
     args = {**RUN, "root": "/r", "timeout_s": timeout_s}
-    assert f"\ntimeout_s={formatted or repr('')}\n" in shell_runs.script("start", args, marker="@m")
+    assert f"\ntimeout_s={formatted or repr('')}\n" in shell_runs.make_script("start", args, marker="@m")
 
 
-async def test_sleep_with_integer_seconds_ends_no_run_early(runner: Runner, node: Node) -> None:
+async def test_sleep_with_integer_seconds_ends_no_run_early(runner: Runner, node: SshNode) -> None:
     sleep = node.bin / "sleep"
     sleep.write_text('#!/bin/sh\ncase $1 in *.*) exit 1 ;; esac\nexec /bin/sleep "$@"\n')
     sleep.chmod(0o755)

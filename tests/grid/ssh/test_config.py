@@ -11,8 +11,8 @@ import pytest
 
 from genie.errors import UsageError
 from genie.grid.grid_file import parse_grid_file
-from genie.grid.ssh.config import host_config, strip_other_hosts
-from genie.grid.ssh.target import KnownHosts, resolve
+from genie.grid.ssh.config import open_config_for_host, strip_other_hosts
+from genie.grid.ssh.target import KnownHostsCache, resolve_target
 
 HOSTS = ["gpu1", "GPU1", "gpu2", "10.0.0.7"]
 HEADS = [
@@ -86,7 +86,7 @@ def test_stripped_config_is_equivalent_for_the_host(
         (folder / "more").write_text(text_of(dice).replace("nclude", "ncluded"), newline="")
         whole.write_text(text_of(dice), newline="")
         host = dice.choice(HOSTS)
-        with host_config(host, whole) as short:
+        with open_config_for_host(host, whole) as short:
             assert host_settings(short, host) == host_settings(whole, host), (host, whole.read_text())
             shorter += short != whole
     assert shorter > 20
@@ -104,13 +104,13 @@ def test_short_config_is_temporary_and_unused_if_nothing_can_be_stripped(
 ) -> None:
     whole = tmp_path / "config"
     whole.write_text("Host a\nPort 1\n")
-    with host_config("a", whole) as short:
+    with open_config_for_host("a", whole) as short:
         assert short == whole
-    with host_config("b", whole) as short:
+    with open_config_for_host("b", whole) as short:
         assert short != whole and short.read_text() == "\n\n"
     assert not short.exists() and not short.parent.exists()
     whole.write_bytes(b"Host a\n# \xff\n")
-    with host_config("b", whole) as short:
+    with open_config_for_host("b", whole) as short:
         assert short == whole
 
 
@@ -120,7 +120,7 @@ def test_original_config_is_used_if_no_file_can_be_written(
     whole = tmp_path / "config"
     whole.write_text("Host a\nPort 1\n")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "none"))
-    with host_config("b", whole) as short:
+    with open_config_for_host("b", whole) as short:
         assert short == whole
 
 
@@ -129,5 +129,5 @@ async def test_error_names_the_original_file_and_line(tmp_path: Path) -> None:
     config.write_text("Host gpu2\n  Port 1\nHost gpu1\n  Port many\n")
     file = parse_grid_file("nodes: [gpu1, gpu2]\n", name="grid.yaml")
     with pytest.raises(UsageError, match=f"{config} line 4: Invalid Port"):
-        await resolve(file.nodes[0], file, config, trusted=KnownHosts())
-    assert (await resolve(file.nodes[1], file, config, trusted=KnownHosts())).port == 1
+        await resolve_target(file.nodes[0], file, config, trusted=KnownHostsCache())
+    assert (await resolve_target(file.nodes[1], file, config, trusted=KnownHostsCache())).port == 1

@@ -10,26 +10,26 @@ import pytest
 from genie.errors import LoginRefusedError
 from genie.grid.health.check import HealthState, NodeHealthChecker
 from genie.grid.runs.runner import Runner
-from genie.grid.setup import Setup, read_environment_spec
+from genie.grid.setup import EnvironmentSetup, read_environment_spec
 from genie.grid.ssh.pool import SshPool
 from genie.grid.sync.syncer import Syncer
-from tests.grid.bed import Bed
 from tests.grid.conftest import grid_file_of
 from tests.grid.ssh.test_shell_words import give_login_shell
+from tests.grid.testbed import SshTestbed
 
 
 @pytest.mark.parametrize(("shell", "output"), [("nologin", "not available"), ("false", "")])
 async def test_error_names_a_login_shell_that_does_not_run_commands(
-    own_bed: Bed, tmp_path: Path, shell: str, output: str
+    own_testbed: SshTestbed, tmp_path: Path, shell: str, output: str
 ) -> None:
-    give_login_shell(own_bed["gpu1"], f"#!/bin/sh\nPATH=/usr/sbin:/bin\nexec {shell}\n")
-    file = grid_file_of(own_bed)
+    give_login_shell(own_testbed["gpu1"], f"#!/bin/sh\nPATH=/usr/sbin:/bin\nexec {shell}\n")
+    file = grid_file_of(own_testbed)
     project = tmp_path / "project"
     project.mkdir()
     wanted = read_environment_spec(
         requirements=None, packages=["x"], python="python3", system_packages=False, wheels=None
     )
-    async with SshPool(file, ssh_config=own_bed.ssh_config) as pool:
+    async with SshPool(file, ssh_config=own_testbed.ssh_config) as pool:
         with pytest.raises(LoginRefusedError, match=f"does not run commands.*{output}") as refused:
             await Runner(pool, file).start("gpu1", "true")
         assert "nologin" in str(refused.value.hint)
@@ -37,5 +37,5 @@ async def test_error_names_a_login_shell_that_does_not_run_commands(
         assert isinstance(report.error, LoginRefusedError)
         health = await NodeHealthChecker(pool, file, clock=time.time).check("gpu1")
         assert (health.state, "does not run commands" in health.note) == (HealthState.UNREACHABLE, True)
-        (report,) = await Setup(pool, file).run(wanted, ["gpu1"])
+        (report,) = await EnvironmentSetup(pool, file).run(wanted, ["gpu1"])
         assert "does not run commands" in report.error

@@ -10,7 +10,7 @@ import pytest
 from asyncssh.crypto import RSAPrivateKey
 
 from genie.grid.grid_file import parse_grid_file
-from genie.grid.ssh.target import KnownHosts, SshTarget, resolve
+from genie.grid.ssh.target import KnownHostsCache, SshTarget, resolve_target
 
 COMPARED = [
     "username",
@@ -66,7 +66,7 @@ async def target_of(settings: str, folder: Path) -> SshTarget:
     config = folder / "config"
     config.write_text(f"Host gpu1\n{settings}")
     file = parse_grid_file("nodes: [gpu1]\n", name="grid.yaml")
-    return await resolve(file.nodes[0], file, config, trusted=KnownHosts())
+    return await resolve_target(file.nodes[0], file, config, trusted=KnownHostsCache())
 
 
 def option_values(options: asyncssh.SSHClientConnectionOptions) -> dict[str, Any]:

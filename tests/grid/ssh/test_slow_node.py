@@ -12,31 +12,31 @@ from genie.grid.health.check import HealthState, NodeHealthChecker
 from genie.grid.runs.runner import Runner
 from genie.grid.ssh.pool import SshPool
 from genie.grid.sync.syncer import Syncer
-from tests.grid.bed import Bed
 from tests.grid.conftest import grid_file_of
-from tests.grid.delay_proxy import delayed
-from tests.grid.sync.trees import read_tree, write
+from tests.grid.delay_proxy import run_delay_proxy
+from tests.grid.sync.trees import read_tree, write_files
+from tests.grid.testbed import SshTestbed
 
 DELAY_MS = 50.0
 
 
 @pytest.fixture
-def delayed_bed(own_bed: Bed, unused_tcp_port: int) -> Iterator[Bed]:
+def delayed_testbed(own_testbed: SshTestbed, unused_tcp_port: int) -> Iterator[SshTestbed]:
     """gpu1 has a delayed connection, gpu2 does not."""
-    node = own_bed["gpu1"]
-    known = own_bed.known_hosts.read_text()
-    own_bed.known_hosts.write_text(known + f"[{node.address}]:{unused_tcp_port} {node.public_key}\n")
-    with delayed([node.address], port=unused_tcp_port, target_port=node.port, delay_ms=DELAY_MS):
-        own_bed.write_ssh_config(ports={"gpu1": unused_tcp_port})
-        yield own_bed
+    node = own_testbed["gpu1"]
+    known = own_testbed.known_hosts.read_text()
+    own_testbed.known_hosts.write_text(known + f"[{node.address}]:{unused_tcp_port} {node.public_key}\n")
+    with run_delay_proxy([node.address], port=unused_tcp_port, target_port=node.port, delay_ms=DELAY_MS):
+        own_testbed.write_ssh_config(ports={"gpu1": unused_tcp_port})
+        yield own_testbed
 
 
-async def test_health_run_and_sync_work_on_a_slow_node(delayed_bed: Bed, tmp_path: Path) -> None:
-    file = grid_file_of(delayed_bed, more="ssh: {connect_timeout: 30}\nhealth_check: {timeout: 30}\n")
+async def test_health_run_and_sync_work_on_a_slow_node(delayed_testbed: SshTestbed, tmp_path: Path) -> None:
+    file = grid_file_of(delayed_testbed, more="ssh: {connect_timeout: 30}\nhealth_check: {timeout: 30}\n")
     project = tmp_path / "project"
-    write(project, {b"d%d/f" % number: b"%d" % number * 1000 for number in range(50)})
+    write_files(project, {b"d%d/f" % number: b"%d" % number * 1000 for number in range(50)})
     output = []
-    async with SshPool(file, ssh_config=delayed_bed.ssh_config) as pool:
+    async with SshPool(file, ssh_config=delayed_testbed.ssh_config) as pool:
         slow, quick = await NodeHealthChecker(pool, file, clock=time.time).check_all()
         assert (slow.state, quick.state) == (HealthState.OK, HealthState.OK)
         assert slow.took_s > 2 * DELAY_MS / 1000  # gpu1 is the delayed one
@@ -48,5 +48,5 @@ async def test_health_run_and_sync_work_on_a_slow_node(delayed_bed: Bed, tmp_pat
             reports = await syncer.sync(project, ["gpu1", "gpu2"])
             assert [(each.error, each.unchanged) for each in reports] == [(None, unchanged)] * 2
     assert b"".join(output) == b"first\nsecond\n"
-    for node in delayed_bed.nodes:
+    for node in delayed_testbed.nodes:
         assert read_tree(node.home / "grid_workspace") == read_tree(project)

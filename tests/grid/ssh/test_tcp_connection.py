@@ -209,14 +209,14 @@ async def test_data_before_the_banner_is_limited() -> None:
     sink, owner = Sink(), Owner()
     buffer = tcp_connection._BannerBuffer(owner)
     buffer.connection_made(sink)
-    buffer.data_received(b"x" * tcp_connection._BYTES_MAX)
+    buffer.data_received(b"x" * tcp_connection._BUFFER_BYTES_MAX)
     assert not sink.is_paused and not buffer.banner_received.is_set()
     buffer.data_received(b"x")
     assert sink.is_paused and buffer.banner_received.is_set()
     assert owner.got == b""
     buffer.release()
     assert not sink.is_paused
-    assert len(owner.got) == tcp_connection._BYTES_MAX + 1
+    assert len(owner.got) == tcp_connection._BUFFER_BYTES_MAX + 1
 
 
 @pytest.mark.parametrize("before", [b"", b"one line\r\nno SSH- here\n"])
@@ -235,13 +235,13 @@ async def test_first_segments_are_acknowledged_immediately() -> None:
     buffer.connection_made(sink)
     buffer.data_received(b"first")
     buffer.release()
-    for number in range(tcp_connection._QUICKACK_SEGMENTS):
+    for number in range(tcp_connection._QUICKACK_SEGMENTS_MAX):
         assert not hasattr(sink, "owner"), number
         buffer.data_received(b".")
     assert sink.owner is owner
-    assert owner.got == b"first" + b"." * tcp_connection._QUICKACK_SEGMENTS
+    assert owner.got == b"first" + b"." * tcp_connection._QUICKACK_SEGMENTS_MAX
     at_once = (socket.IPPROTO_TCP, socket.TCP_QUICKACK, 1)
-    assert sink.socket.options == [at_once] * (1 + tcp_connection._QUICKACK_SEGMENTS)
+    assert sink.socket.options == [at_once] * (1 + tcp_connection._QUICKACK_SEGMENTS_MAX)
 
 
 async def test_flow_control_and_end_reach_the_owner_through_the_buffer() -> None:
@@ -296,22 +296,22 @@ async def test_uvloop_error_after_a_disconnect_is_ignored() -> None:
         def write(self, data: bytes | bytearray | memoryview) -> None:
             raise RuntimeError("the handler is closed")
 
-    tcp_connection._CoalescingTransport(Closed()).write(b"x" * (tcp_connection._BYTES_MAX + 1))
+    tcp_connection._CoalescingTransport(Closed()).write(b"x" * (tcp_connection._BUFFER_BYTES_MAX + 1))
 
 
 async def test_nothing_is_written_after_a_disconnect() -> None:
     sink = Sink()
     sink.close()
-    tcp_connection._CoalescingTransport(sink).write(b"x" * (tcp_connection._BYTES_MAX + 1))
+    tcp_connection._CoalescingTransport(sink).write(b"x" * (tcp_connection._BUFFER_BYTES_MAX + 1))
     assert sink.writes == []
 
 
 async def test_large_writes_are_sent_immediately() -> None:
     sink = Sink()
     transport = tcp_connection._CoalescingTransport(sink)
-    transport.write(b"x" * tcp_connection._BYTES_MAX)
+    transport.write(b"x" * tcp_connection._BUFFER_BYTES_MAX)
     transport.write(b"y")
-    assert sink.writes == [b"x" * tcp_connection._BYTES_MAX + b"y"]
+    assert sink.writes == [b"x" * tcp_connection._BUFFER_BYTES_MAX + b"y"]
     await asyncio.sleep(0)
     assert len(sink.writes) == 1
 

@@ -12,16 +12,16 @@ import pytest_asyncio
 from genie.grid.grid_file import GridFile
 from genie.grid.ssh.pool import SshPool
 from genie.grid.sync.syncer import Syncer, SyncReport
-from tests.grid.bed import Bed
 from tests.grid.conftest import grid_file_of
+from tests.grid.testbed import SshTestbed
 
 
 class Project:
     """A local folder and its target on a node."""
 
-    def __init__(self, bed: Bed, syncer: Syncer, root: Path, *, node: str, remote: str) -> None:
+    def __init__(self, testbed: SshTestbed, syncer: Syncer, root: Path, *, node: str, remote: str) -> None:
         self.root = root
-        self.there = bed[node].home / remote
+        self.there = testbed[node].home / remote
         self.node = node
         self._syncer = syncer
 
@@ -36,20 +36,22 @@ class Project:
 Make = Callable[..., Project]
 
 
-def file_for(bed: Bed, remote: str, more: str = "") -> GridFile:
+def file_for(testbed: SshTestbed, remote: str, more: str = "") -> GridFile:
     return grid_file_of(
-        bed, more=f"remote_root: ~/{remote}\nssh: {{connect_timeout: 10, max_retries: 1}}\n{more}"
+        testbed, more=f"remote_root: ~/{remote}\nssh: {{connect_timeout: 10, max_retries: 1}}\n{more}"
     )
 
 
 @pytest_asyncio.fixture
-async def project(bed: Bed, tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[Project]:
+async def project(
+    testbed: SshTestbed, tmp_path: Path, request: pytest.FixtureRequest
+) -> AsyncIterator[Project]:
     """On gpu1, in a folder unique to the test."""
     remote = f"ws-{abs(hash(request.node.nodeid))}"
-    file = file_for(bed, remote)
+    file = file_for(testbed, remote)
     root = tmp_path / "project"
     root.mkdir()
-    async with SshPool(file, ssh_config=bed.ssh_config) as pool:
+    async with SshPool(file, ssh_config=testbed.ssh_config) as pool:
         syncer = Syncer(pool, file, state_dir=tmp_path / "state")
-        yield Project(bed, syncer, root, node="gpu1", remote=remote)
+        yield Project(testbed, syncer, root, node="gpu1", remote=remote)
     await asyncio.sleep(0)

@@ -9,12 +9,12 @@ from pathspec import GitIgnoreSpec
 
 from genie.errors import ConfigError
 from genie.grid.grid_file import SyncSettings
-from genie.grid.sync.excludes import Excludes, Patterns
+from genie.grid.sync.excludes import ExclusionRules, IgnorePatterns
 from tests.forkserver import ForkServer
 
 
 def test_documented_patterns_exclude_their_files(tmp_path) -> None:
-    excludes = Excludes(tmp_path, SyncSettings().exclude_patterns)
+    excludes = ExclusionRules(tmp_path, SyncSettings().exclude_patterns)
     for path, is_folder in [
         (b".git", True),
         (b"a/__pycache__", True),
@@ -32,7 +32,7 @@ def test_nearest_gitignore_decides_and_can_re_include(tmp_path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / ".gitignore").write_text("*.log\n/top\nbuild/\n")
     (tmp_path / "a" / ".gitignore").write_text("# a comment\n!keep.log\nlocal\n")
-    excludes = Excludes(tmp_path, ())
+    excludes = ExclusionRules(tmp_path, ())
     assert excludes.is_excluded(b"x.log", False)
     assert excludes.is_excluded(b"a/x.log", False)
     assert not excludes.is_excluded(b"a/keep.log", False)
@@ -46,20 +46,20 @@ def test_nearest_gitignore_decides_and_can_re_include(tmp_path) -> None:
 
 def test_gitignore_cannot_re_include_what_the_grid_file_excludes(tmp_path) -> None:
     (tmp_path / ".gitignore").write_text("!.env\n")
-    assert Excludes(tmp_path, (".env",)).is_excluded(b".env", False)
+    assert ExclusionRules(tmp_path, (".env",)).is_excluded(b".env", False)
 
 
 def test_invalid_line_is_skipped_in_gitignore_and_rejected_in_the_grid_file(tmp_path) -> None:
     (tmp_path / ".gitignore").write_text("!\n*.log\n")
-    assert Excludes(tmp_path, ()).is_excluded(b"x.log", False)
+    assert ExclusionRules(tmp_path, ()).is_excluded(b"x.log", False)
     with pytest.raises(ConfigError, match="exclude_patterns"):
-        Excludes(tmp_path, ("!",))
+        ExclusionRules(tmp_path, ("!",))
 
 
 def test_gitignore_that_is_a_link_is_ignored(tmp_path) -> None:
     (tmp_path / "rules").write_text("*\n")
     (tmp_path / ".gitignore").symlink_to("rules")
-    assert not Excludes(tmp_path, ()).is_excluded(b"a", False)
+    assert not ExclusionRules(tmp_path, ()).is_excluded(b"a", False)
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -75,7 +75,7 @@ def test_patterns_with_many_stars_keep_their_meaning(seed: int) -> None:
             continue
         if plain.regex is None:
             continue
-        ours = Patterns([line])
+        ours = IgnorePatterns([line])
         for _ in range(30):
             names = [
                 "".join(chance.choices("aab", k=chance.randint(1, 4))) for _ in range(chance.randint(1, 6))
@@ -100,8 +100,8 @@ def test_patterns_with_many_stars_keep_their_meaning(seed: int) -> None:
 def test_pattern_with_many_stars_matches_quickly(line: str, path: str, fork_server: ForkServer) -> None:
     """In a subprocess: an expression with exponential backtracking would never return."""
     code = (
-        "import sys; from genie.grid.sync.excludes import Patterns\n"
-        "print(Patterns(sys.argv[1:2]).match(sys.argv[2]))"
+        "import sys; from genie.grid.sync.excludes import IgnorePatterns\n"
+        "print(IgnorePatterns(sys.argv[1:2]).match(sys.argv[2]))"
     )
     done = fork_server.run(["-c", code, line, path], timeout=20)
     assert (done.stdout, done.stderr) == ("None\n", "")

@@ -16,10 +16,10 @@ import pytest
 from genie.grid.remote import contents, tree
 from genie.grid.ssh.pool import SshPool
 from genie.grid.sync import syncer
-from genie.grid.sync.syncer import Progress, Syncer
-from tests.grid.bed import Bed
+from genie.grid.sync.syncer import Syncer, SyncProgress
 from tests.grid.sync.conftest import file_for
-from tests.grid.sync.trees import compiled, read_tree, write
+from tests.grid.sync.trees import load_compiled_engine, read_tree, write_files
+from tests.grid.testbed import SshTestbed
 
 TIB = 1 << 40
 NODES = ("gpu1", "gpu2")
@@ -27,7 +27,9 @@ REGIONS = {0: 70_000, (1 << 33) + 4096: 1_500_001, (1 << 39) - 5: 10, TIB - 65_5
 ON_NODE_S = 10
 
 
-def sparse(path: Path, *, size: int = TIB, regions: dict[int, int] = REGIONS, seed: int = 1) -> int:
+def write_sparse_file(
+    path: Path, *, size: int = TIB, regions: dict[int, int] = REGIONS, seed: int = 1
+) -> int:
     """Writes a sparse file; returns its data bytes as counted by the file system."""
     dice = random.Random(seed)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -35,23 +37,23 @@ def sparse(path: Path, *, size: int = TIB, regions: dict[int, int] = REGIONS, se
         for at, length in regions.items():
             os.pwrite(file.fileno(), dice.randbytes(length), at)
         file.truncate(size)
-    return data_in(path)
+    return count_data_bytes(path)
 
 
-def data_in(path: Path) -> int:
-    return sum(size for is_data, _, size in extents(path) if is_data)
+def count_data_bytes(path: Path) -> int:
+    return sum(size for is_data, _, size in list_extents(path) if is_data)
 
 
-def extents(path: Path) -> list[tuple[bool, int, int]]:
+def list_extents(path: Path) -> list[tuple[bool, int, int]]:
     with path.open("rb") as file:
-        return list(contents.extents(file.fileno(), os.fstat(file.fileno())))
+        return list(contents.list_extents(file.fileno(), os.fstat(file.fileno())))
 
 
-def read(path: Path) -> tuple[int, dict[int, bytes]]:
+def read_sparse_file(path: Path) -> tuple[int, dict[int, bytes]]:
     """Returns the size and the blocks that are not all zero; reads only data extents."""
     found: dict[int, bytes] = {}
     with path.open("rb") as file:
-        for is_data, offset, size in extents(path):
+        for is_data, offset, size in list_extents(path):
             first = offset // contents.BLOCK_BYTES
             for number in range(first, -(-(offset + size) // contents.BLOCK_BYTES)) if is_data else ():
                 block = os.pread(file.fileno(), contents.BLOCK_BYTES, number * contents.BLOCK_BYTES)
@@ -61,10 +63,10 @@ def read(path: Path) -> tuple[int, dict[int, bytes]]:
 
 
 @pytest.fixture
-def bounded(own_bed: Bed, monkeypatch: pytest.MonkeyPatch) -> Bed:
+def bounded(own_testbed: SshTestbed, monkeypatch: pytest.MonkeyPatch) -> SshTestbed:
     """Nodes, and this machine, with limits that a terabyte of zeros would exceed."""
     for name in NODES:
-        own_bed[name].restart(before=f"ulimit -t {ON_NODE_S}")
+        own_testbed[name].restart(before=f"ulimit -t {ON_NODE_S}")
     real, hashed = hashlib.sha256, [0]
 
     class Counted:
@@ -84,22 +86,22 @@ def bounded(own_bed: Bed, monkeypatch: pytest.MonkeyPatch) -> Bed:
             return self._real.hexdigest()
 
     monkeypatch.setattr(hashlib, "sha256", Counted)
-    monkeypatch.setattr(syncer, "_TRIES", 1)
-    return own_bed
+    monkeypatch.setattr(syncer, "_SYNC_ATTEMPTS", 1)
+    return own_testbed
 
 
 @pytest.mark.parametrize("kind", ["plain", "compiled"])
 async def test_sparse_terabyte_is_synced_and_a_second_sync_sends_nothing(
-    bounded: Bed, tmp_path: Path, kind: str
+    bounded: SshTestbed, tmp_path: Path, kind: str
 ) -> None:
-    engine = tree.PlainEngine() if kind == "plain" else compiled()
+    engine = tree.PlainEngine() if kind == "plain" else load_compiled_engine()
     file, root = file_for(bounded, "ws"), tmp_path / "project"
-    data = sparse(root / "huge")
-    sparse(root / "copies/huge")
-    data += sparse(root / "ends in a hole", regions={12_345: 3_000_000}, seed=2)
-    data += sparse(root / "nothing", size=TIB + 1, regions={})
-    write(root, {b"small": b"1"})
-    seen: list[Progress] = []
+    data = write_sparse_file(root / "huge")
+    write_sparse_file(root / "copies/huge")
+    data += write_sparse_file(root / "ends in a hole", regions={12_345: 3_000_000}, seed=2)
+    data += write_sparse_file(root / "nothing", size=TIB + 1, regions={})
+    write_files(root, {b"small": b"1"})
+    seen: list[SyncProgress] = []
     async with SshPool(file, ssh_config=bounded.ssh_config) as pool:
         one = Syncer(pool, file, state_dir=tmp_path / "state", engine=engine)
         for report in await one.sync(root, NODES, progress=seen.append):
@@ -108,7 +110,7 @@ async def test_sparse_terabyte_is_synced_and_a_second_sync_sends_nothing(
         for name in NODES:
             for path in ("huge", "copies/huge", "ends in a hole", "nothing", "small"):
                 there = bounded[name].home / "ws" / path
-                assert read(there) == read(root / path), path
+                assert read_sparse_file(there) == read_sparse_file(root / path), path
                 assert there.stat().st_blocks * 512 < 8 << 20, "zeros are written"
                 # Its times have changed: the node has to read it.
                 os.utime(there, ns=(10**18, (root / path).stat().st_mtime_ns))
@@ -119,26 +121,28 @@ async def test_sparse_terabyte_is_synced_and_a_second_sync_sends_nothing(
     assert seen[-1].bytes == data + 1 <= seen[-1].bytes_total < 16 << 20
 
 
-async def test_dry_run_reports_data_bytes_of_sparse_files(own_bed: Bed, tmp_path: Path) -> None:
-    file, root = file_for(own_bed, "ws"), tmp_path / "project"
-    data = sparse(root / "huge")
-    async with SshPool(file, ssh_config=own_bed.ssh_config) as pool:
+async def test_dry_run_reports_data_bytes_of_sparse_files(own_testbed: SshTestbed, tmp_path: Path) -> None:
+    file, root = file_for(own_testbed, "ws"), tmp_path / "project"
+    data = write_sparse_file(root / "huge")
+    async with SshPool(file, ssh_config=own_testbed.ssh_config) as pool:
         (report,) = await Syncer(pool, file, state_dir=tmp_path / "state").sync(root, ["gpu1"], dry_run=True)
     assert (report.sent_files, report.sent_bytes) == (1, data)
 
 
-async def test_connection_lost_within_a_sparse_file_is_retried(own_bed: Bed, tmp_path: Path) -> None:
-    file, root, there = file_for(own_bed, "ws"), tmp_path / "project", own_bed["gpu1"].home / "ws"
-    first = sparse(root / "a", regions={1 << 39: 6 << 20})
-    second = sparse(root / "b", regions={4096: 1 << 20, 1 << 38: 12 << 20}, seed=2)
+async def test_connection_lost_within_a_sparse_file_is_retried(
+    own_testbed: SshTestbed, tmp_path: Path
+) -> None:
+    file, root, there = file_for(own_testbed, "ws"), tmp_path / "project", own_testbed["gpu1"].home / "ws"
+    first = write_sparse_file(root / "a", regions={1 << 39: 6 << 20})
+    second = write_sparse_file(root / "b", regions={4096: 1 << 20, 1 << 38: 12 << 20}, seed=2)
     seen: list[object] = []
 
-    def cut_once(progress: Progress) -> None:
+    def cut_once(progress: SyncProgress) -> None:
         if not seen and progress.bytes > first + second // 2:
             seen.append(dict(read_tree(there)))
-            own_bed["gpu1"].cut()
+            own_testbed["gpu1"].kill_connections()
 
-    async with SshPool(file, ssh_config=own_bed.ssh_config) as pool:
+    async with SshPool(file, ssh_config=own_testbed.ssh_config) as pool:
         one = Syncer(pool, file, state_dir=tmp_path / "state")
         (report,) = await one.sync(root, ["gpu1"], progress=cut_once)
         assert report.error is None
@@ -146,5 +150,5 @@ async def test_connection_lost_within_a_sparse_file_is_retried(own_bed: Bed, tmp
         assert report.sent_bytes == second, "a file that had arrived is not sent again"
         assert (await one.sync(root, ["gpu1"]))[0].unchanged
     for name in ("a", "b"):
-        assert read(there / name) == read(root / name)
+        assert read_sparse_file(there / name) == read_sparse_file(root / name)
         assert (there / name).stat().st_blocks * 512 < 32 << 20

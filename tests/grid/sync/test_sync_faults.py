@@ -20,36 +20,36 @@ import pytest
 from genie.errors import NodeRefusedError, SyncError, UnreachableError
 from genie.grid.grid_file import SshSettings
 from genie.grid.remote import contents, tree
-from genie.grid.remote.site import STATE_HEAD, STATE_MAGIC
+from genie.grid.remote.site import STATE_HEADER, STATE_MAGIC
 from genie.grid.runs.runner import Runner
 from genie.grid.ssh.pool import NodeConnection, SshPool
 from genie.grid.sync import local_tree, pack, stream, syncer, tar_pipe
 from genie.grid.sync.local_tree import LocalTree, TreeSnapshot
-from genie.grid.sync.syncer import Progress, Syncer, tree_name
-from tests.grid.bed import Bed
+from genie.grid.sync.syncer import Syncer, SyncProgress, tree_name
 from tests.grid.sync.conftest import Project, file_for
-from tests.grid.sync.trees import read_tree, write
+from tests.grid.sync.trees import read_tree, write_files
+from tests.grid.testbed import SshTestbed
 from tests.waiting import until
 
 
 def many(root: Path, *, count: int = 200, size: int = 60_000) -> int:
     dice = random.Random(5)
-    write(root, {b"d%d/f%d" % (n % 7, n): dice.randbytes(size) for n in range(count)})
+    write_files(root, {b"d%d/f%d" % (n % 7, n): dice.randbytes(size) for n in range(count)})
     return count * size
 
 
-async def test_interrupted_first_sync_is_resumed(own_bed: Bed, tmp_path: Path) -> None:
-    file = file_for(own_bed, "ws")
-    root, there = tmp_path / "project", own_bed["gpu1"].home / "ws"
+async def test_interrupted_first_sync_is_resumed(own_testbed: SshTestbed, tmp_path: Path) -> None:
+    file = file_for(own_testbed, "ws")
+    root, there = tmp_path / "project", own_testbed["gpu1"].home / "ws"
     total = many(root)
     seen: list[dict[bytes, object]] = []
 
-    def cut_once(progress: Progress) -> None:
+    def cut_once(progress: SyncProgress) -> None:
         if not seen and progress.bytes > total // 2:
             seen.append(dict(read_tree(there)))
-            own_bed["gpu1"].cut()
+            own_testbed["gpu1"].kill_connections()
 
-    async with SshPool(file, ssh_config=own_bed.ssh_config) as pool:
+    async with SshPool(file, ssh_config=own_testbed.ssh_config) as pool:
         one = Syncer(pool, file, state_dir=tmp_path / "state")
         (report,) = await one.sync(root, ["gpu1"], progress=cut_once)
     assert report.error is None
@@ -58,72 +58,76 @@ async def test_interrupted_first_sync_is_resumed(own_bed: Bed, tmp_path: Path) -
     assert read_tree(there) == read_tree(root)
 
 
-async def test_hanging_node_fails_only_its_own_sync(own_bed: Bed, tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(syncer, "_STALL_S", 3.0)
-    monkeypatch.setattr(syncer, "_TRIES", 1)
-    file = file_for(own_bed, "ws")
+async def test_hanging_node_fails_only_its_own_sync(
+    own_testbed: SshTestbed, tmp_path: Path, monkeypatch
+) -> None:
+    monkeypatch.setattr(syncer, "_STALL_TIMEOUT_S", 3.0)
+    monkeypatch.setattr(syncer, "_SYNC_ATTEMPTS", 1)
+    file = file_for(own_testbed, "ws")
     root = tmp_path / "project"
     total = many(root, count=400)
     with contextlib.ExitStack() as until_then:
 
-        def hang(progress: Progress) -> None:
+        def hang(progress: SyncProgress) -> None:
             if progress.bytes > total // 4 and not hung:
-                hung.append(until_then.enter_context(own_bed["gpu2"].hanging()))
+                hung.append(until_then.enter_context(own_testbed["gpu2"].suspended()))
 
         hung: list[None] = []
-        async with SshPool(file, ssh_config=own_bed.ssh_config) as pool:
+        async with SshPool(file, ssh_config=own_testbed.ssh_config) as pool:
             one, two = await Syncer(pool, file, state_dir=tmp_path / "state").sync(
                 root, ["gpu1", "gpu2"], progress=hang
             )
             until_then.close()
     assert one.error is None
     assert two.error is not None and "stalled" in str(two.error)
-    assert read_tree(own_bed["gpu1"].home / "ws") == read_tree(root)
+    assert read_tree(own_testbed["gpu1"].home / "ws") == read_tree(root)
 
 
-async def test_full_disk_is_reported_and_leaves_the_tree_unchanged(own_bed: Bed, tmp_path: Path) -> None:
-    own_bed["gpu1"].restart(before="mount -t tmpfs -o size=1m tmpfs /root")
-    file = file_for(own_bed, "ws")
+async def test_full_disk_is_reported_and_leaves_the_tree_unchanged(
+    own_testbed: SshTestbed, tmp_path: Path
+) -> None:
+    own_testbed["gpu1"].restart(before="mount -t tmpfs -o size=1m tmpfs /root")
+    file = file_for(own_testbed, "ws")
     root = tmp_path / "project"
-    write(root, {b"a": b"first"})
+    write_files(root, {b"a": b"first"})
     look = "cd /root/ws && find . -path ./.grid -prune -o -type f -print | sort | xargs md5sum"
-    async with SshPool(file, ssh_config=own_bed.ssh_config) as pool:
+    async with SshPool(file, ssh_config=own_testbed.ssh_config) as pool:
         one = Syncer(pool, file, state_dir=tmp_path / "state")
         assert (await one.sync(root, ["gpu1"]))[0].error is None
-        before = own_bed["gpu1"].run(look)
-        write(root, {b"a": b"second", b"b": os.urandom(300_000)})
+        before = own_testbed["gpu1"].run(look)
+        write_files(root, {b"a": b"second", b"b": os.urandom(300_000)})
         many(root, count=40)
         (report,) = await one.sync(root, ["gpu1"])
         assert isinstance(report.error, SyncError) and "disk of the node is full" in str(report.error)
-        assert own_bed["gpu1"].run(look) == before
-        assert own_bed["gpu1"].run("ls /root/ws/.grid/sync/*/objects-*") == "", "the space was given back"
+        assert own_testbed["gpu1"].run(look) == before
+        assert own_testbed["gpu1"].run("ls /root/ws/.grid/sync/*/objects-*") == "", "the space was given back"
         for path in root.rglob("*"):
             if path.is_file() and path.name != "a":
                 path.unlink()
         (report,) = await one.sync(root, ["gpu1"])
         assert report.error is None
-    assert own_bed["gpu1"].run("cat /root/ws/a") == "second"
+    assert own_testbed["gpu1"].run("cat /root/ws/a") == "second"
 
 
 @pytest.mark.parametrize("fits", [True, False])
 async def test_full_disk_leaves_no_partial_library(
-    own_bed: Bed, tmp_path: Path, monkeypatch, fits: bool
+    own_testbed: SshTestbed, tmp_path: Path, monkeypatch, fits: bool
 ) -> None:
-    key, binary, source = local_tree.library()
+    key, binary, source = local_tree.read_library()
     assert min(len(binary), len(source)) > 20_000
-    monkeypatch.setattr(syncer, "library", lambda: (key, binary if fits else b"", source))
-    own_bed["gpu1"].restart(before="mount -t tmpfs -o size=16k tmpfs /root")
-    write(tmp_path / "project", {b"a": b"1"})
-    file = file_for(own_bed, "ws")
-    async with SshPool(file, ssh_config=own_bed.ssh_config) as pool:
+    monkeypatch.setattr(syncer, "read_library", lambda: (key, binary if fits else b"", source))
+    own_testbed["gpu1"].restart(before="mount -t tmpfs -o size=16k tmpfs /root")
+    write_files(tmp_path / "project", {b"a": b"1"})
+    file = file_for(own_testbed, "ws")
+    async with SshPool(file, ssh_config=own_testbed.ssh_config) as pool:
         one = Syncer(pool, file, state_dir=tmp_path / "state")
         (report,) = await one.sync(tmp_path / "project", ["gpu1"])
     assert isinstance(report.error, SyncError) and "disk of the node is full" in str(report.error)
-    assert own_bed["gpu1"].run("find /root/ws/.grid/sync -type f") == ""
+    assert own_testbed["gpu1"].run("find /root/ws/.grid/sync -type f") == ""
 
 
 async def test_leftovers_of_killed_library_builds_are_removed_after_an_hour(project: Project) -> None:
-    write(project.root, {b"a": b"1"})
+    write_files(project.root, {b"a": b"1"})
     await project.sync()
     folder = project.there / ".grid/sync"
     endings = [".so.12-34.part", "-12-34.cpp", "-12-34.cpp.part"]
@@ -138,18 +142,18 @@ async def test_leftovers_of_killed_library_builds_are_removed_after_an_hour(proj
     assert left.isdisjoint(old) and left.issuperset([*fresh, *others])
 
 
-async def test_unwritable_home_is_reported(own_bed: Bed, tmp_path: Path) -> None:
-    own_bed["gpu1"].restart(before="mount -o remount,bind,ro /root")
-    write(tmp_path / "project", {b"a": b"1"})
-    file = file_for(own_bed, "ws")
-    async with SshPool(file, ssh_config=own_bed.ssh_config) as pool:
+async def test_unwritable_home_is_reported(own_testbed: SshTestbed, tmp_path: Path) -> None:
+    own_testbed["gpu1"].restart(before="mount -o remount,bind,ro /root")
+    write_files(tmp_path / "project", {b"a": b"1"})
+    file = file_for(own_testbed, "ws")
+    async with SshPool(file, ssh_config=own_testbed.ssh_config) as pool:
         one = Syncer(pool, file, state_dir=tmp_path / "state")
         (report,) = await one.sync(tmp_path / "project", ["gpu1"])
     assert isinstance(report.error, SyncError) and "read-only" in str(report.error)
 
 
 async def test_file_that_changes_during_reading_is_read_again(project: Project, monkeypatch) -> None:
-    write(project.root, {b"log": b"x" * 400_000})
+    write_files(project.root, {b"log": b"x" * 400_000})
     left = [1]
     _grow_while_read(project.root / "log", left, monkeypatch)
     await project.sync()
@@ -160,7 +164,7 @@ async def test_file_that_changes_during_reading_is_read_again(project: Project, 
 async def test_sparse_file_that_changes_before_sending_is_read_again(project: Project, monkeypatch) -> None:
     with (project.root / "log").open("wb") as file:
         file.truncate(400_000)
-    monkeypatch.setattr(syncer, "_TRIES", 1)
+    monkeypatch.setattr(syncer, "_SYNC_ATTEMPTS", 1)
     left = [1]
     _grow_while_read(project.root / "log", left, monkeypatch)
     await project.sync()
@@ -169,7 +173,7 @@ async def test_sparse_file_that_changes_before_sending_is_read_again(project: Pr
 
 
 async def test_error_names_a_file_that_keeps_changing(project: Project, monkeypatch) -> None:
-    write(project.root, {b"a": b"1", b"log": b"x" * 400_000})
+    write_files(project.root, {b"a": b"1", b"log": b"x" * 400_000})
     _grow_while_read(project.root / "log", [100], monkeypatch)
     with pytest.raises(SyncError, match="project/log kept changing while it was read"):
         await project.sync()
@@ -177,7 +181,7 @@ async def test_error_names_a_file_that_keeps_changing(project: Project, monkeypa
 
 
 def _grow_while_read(path: Path, left: list[int], monkeypatch) -> None:
-    extents = contents.extents
+    extents = contents.list_extents
 
     def growing(fd: int, found: os.stat_result):
         yield from extents(fd, found)
@@ -186,27 +190,27 @@ def _grow_while_read(path: Path, left: list[int], monkeypatch) -> None:
             with path.open("ab") as file:
                 file.write(b"more")
 
-    monkeypatch.setattr(contents, "extents", growing)
+    monkeypatch.setattr(contents, "list_extents", growing)
 
 
 async def test_file_that_changes_after_the_comparison_is_sent_as_it_is(project: Project, monkeypatch) -> None:
-    write(project.root, {b"a": b"1", b"b": b"1"})
+    write_files(project.root, {b"a": b"1", b"b": b"1"})
     await project.sync()
     hash_files = syncer.hash_files
 
     def late(*args: object) -> None:
         hash_files(*args)  # type: ignore[arg-type]
-        write(project.root, {b"a": b"latest"})
+        write_files(project.root, {b"a": b"latest"})
 
     monkeypatch.setattr(syncer, "hash_files", late)
-    write(project.root, {b"a": b"2", b"b": b"3"})
+    write_files(project.root, {b"a": b"2", b"b": b"3"})
     await project.sync()
     assert read_tree(project.there) == read_tree(project.root)
     assert (project.there / "a").read_bytes() == b"latest"
 
 
 async def test_file_that_disappears_during_sending_is_not_an_error(project: Project, monkeypatch) -> None:
-    write(project.root, {b"a": b"1", b"gone": b"2"})
+    write_files(project.root, {b"a": b"1", b"gone": b"2"})
     scan = LocalTree.scan
 
     def losing(self: LocalTree) -> TreeSnapshot:
@@ -223,7 +227,7 @@ async def test_file_that_disappears_during_sending_is_not_an_error(project: Proj
 async def test_file_that_becomes_a_link_during_sending_is_not_an_error(
     project: Project, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
-    write(project.root, {b"a": b"1", b"gone": b"2", b"folder/b": b"3"})
+    write_files(project.root, {b"a": b"1", b"gone": b"2", b"folder/b": b"3"})
     scan = LocalTree.scan
 
     def changing(self: LocalTree) -> TreeSnapshot:
@@ -241,13 +245,13 @@ async def test_file_that_becomes_a_link_during_sending_is_not_an_error(
 
 
 async def test_error_names_an_unreadable_file(project: Project, monkeypatch) -> None:
-    write(project.root, {b"a": b"1"})
+    write_files(project.root, {b"a": b"1"})
 
     def refused(*_: object) -> int:
         raise SyncError("project/a cannot be read: Permission denied")
 
-    monkeypatch.setattr(pack._Packer, "_open", refused)
-    monkeypatch.setattr(pack.tree.PlainEngine, "read", lambda *_, **__: (bytearray(), [1]))
+    monkeypatch.setattr(pack._FilePacker, "_open", refused)
+    monkeypatch.setattr(pack.tree.PlainEngine, "read_small_files", lambda *_, **__: (bytearray(), [1]))
     project._syncer._engine = pack.tree.PlainEngine()
     with pytest.raises(SyncError, match="cannot be read"):
         await project.sync()
@@ -262,7 +266,7 @@ async def test_concurrent_syncs_of_one_tree_succeed(project: Project) -> None:
 
 
 async def test_sync_times_out_waiting_for_another_one(project: Project, monkeypatch) -> None:
-    write(project.root, {b"a": b"1"})
+    write_files(project.root, {b"a": b"1"})
     await project.sync()
     monkeypatch.setattr(syncer, "_LOCK_WAIT_S", 0.1)
     with (project.there / ".grid/sync" / tree_name(project.root) / "lock").open("rb+") as lock:
@@ -273,7 +277,7 @@ async def test_sync_times_out_waiting_for_another_one(project: Project, monkeypa
 
 
 async def test_damaged_node_state_only_causes_a_full_sync(project: Project) -> None:
-    write(project.root, {b"a": b"1", b"b": b"2"})
+    write_files(project.root, {b"a": b"1", b"b": b"2"})
     await project.sync()
     state = project.there / ".grid/sync" / tree_name(project.root) / "state"
     for broken in (b"", STATE_MAGIC, state.read_bytes()[:-5], os.urandom(500)):
@@ -283,7 +287,7 @@ async def test_damaged_node_state_only_causes_a_full_sync(project: Project) -> N
 
 
 async def test_damaged_local_index_only_causes_a_full_read(project: Project) -> None:
-    write(project.root, {b"a": b"1", b"b": b"2"})
+    write_files(project.root, {b"a": b"1", b"b": b"2"})
     await project.sync()
     (index,) = (project.root.parent / "state/grid/sync").glob("*.index")
     for broken in (b"", os.urandom(300), index.read_bytes()[:-3]):
@@ -294,8 +298,8 @@ async def test_damaged_local_index_only_causes_a_full_read(project: Project) -> 
 @pytest.mark.parametrize("touched", [False, True])
 async def test_large_files_of_an_older_state_format_are_sent_again(project: Project, touched: bool) -> None:
     """The old format hashed them by plain SHA-256. Its records of other files are still valid."""
-    large = random.Random(4).randbytes(contents.BLOCKS_BYTES_MIN)
-    write(project.root, {b"a": b"1", b"gone": b"2", b"large": large})
+    large = random.Random(4).randbytes(contents.BLOCK_DIGEST_BYTES_MIN)
+    write_files(project.root, {b"a": b"1", b"gone": b"2", b"large": large})
     await project.sync()
     (index,) = (project.root.parent / "state/grid/sync").glob("*.index")
     for path in (index, project.there / ".grid/sync" / tree_name(project.root) / "state"):
@@ -313,38 +317,38 @@ async def test_large_files_of_an_older_state_format_are_sent_again(project: Proj
 
 def _as_before(data: bytes, shas: dict[bytes, bytes]) -> bytes:
     """Rewrites a state or an index to the first format, taken long after the last write."""
-    _, taken_ns, _, rules = STATE_HEAD.unpack_from(data)
-    records = bytearray(data[STATE_HEAD.size :])
-    for one in tree.records_of(bytes(records)):
+    _, taken_ns, _, rules = STATE_HEADER.unpack_from(data)
+    records = bytearray(data[STATE_HEADER.size :])
+    for one in tree.iter_records(bytes(records)):
         if one.path in shas:
             records[one.at + 24 : one.at + 56] = shas[one.path]
     digest = hashlib.sha256(tree.PlainEngine().without_stamps(bytes(records))).digest()
-    return STATE_HEAD.pack(b"GGTREE1\n", taken_ns + 10**10, digest, rules) + bytes(records)
+    return STATE_HEADER.pack(b"GGTREE1\n", taken_ns + 10**10, digest, rules) + bytes(records)
 
 
 async def test_incompatible_library_is_compiled_on_the_node(project: Project, monkeypatch) -> None:
-    key, _, source = local_tree.library()
-    monkeypatch.setattr(syncer, "library", lambda: (key, b"no library", source))
-    write(project.root, {b"a": b"1"})
+    key, _, source = local_tree.read_library()
+    monkeypatch.setattr(syncer, "read_library", lambda: (key, b"no library", source))
+    write_files(project.root, {b"a": b"1"})
     await project.sync()
     made = project.there / ".grid/sync" / f"tree-{key}.so"
     await until(made.exists, timeout_s=60, what="the library")
-    write(project.root, {b"a": b"2"})
+    write_files(project.root, {b"a": b"2"})
     await project.sync()
     assert read_tree(project.there) == read_tree(project.root)
 
 
-async def test_node_without_python_gets_everything_by_tar(bed: Bed, tmp_path: Path) -> None:
-    node = bed["gpu6"]
+async def test_node_without_python_gets_everything_by_tar(testbed: SshTestbed, tmp_path: Path) -> None:
+    node = testbed["gpu6"]
     root, there = tmp_path / "project", node.home / "ws tar"
-    write(root, {b"a b": b"1", b"d/-x\n": b"2" * 2000, b"n" * 200 + b"/" + b"m" * 200: b"3"})
+    write_files(root, {b"a b": b"1", b"d/-x\n": b"2" * 2000, b"n" * 200 + b"/" + b"m" * 200: b"3"})
     (root / "link").symlink_to("/etc/passwd")
     (root / "a b").chmod(0o755)
-    file = file_for(bed, "ws tar")
+    file = file_for(testbed, "ws tar")
     (node.bin / "python3").write_text("#!/bin/sh\nexit 127\n")
     (node.bin / "python3").chmod(0o755)
     try:
-        async with SshPool(file, ssh_config=bed.ssh_config) as pool:
+        async with SshPool(file, ssh_config=testbed.ssh_config) as pool:
             one = Syncer(pool, file, state_dir=tmp_path / "state")
             (report,) = await one.sync(root, ["gpu6"])
             assert report.error is None and "no Python on the node" in report.note
@@ -364,18 +368,18 @@ async def test_node_without_python_gets_everything_by_tar(bed: Bed, tmp_path: Pa
 
 @pytest.mark.parametrize("has_python", [True, False])
 async def test_link_out_of_the_home_is_rejected_by_runs_and_sync_alike(
-    own_bed: Bed, tmp_path: Path, has_python: bool
+    own_testbed: SshTestbed, tmp_path: Path, has_python: bool
 ) -> None:
-    node, root, outside = own_bed["gpu1"], tmp_path / "project", tmp_path / "outside"
-    write(root, {b"a": b"1"})
+    node, root, outside = own_testbed["gpu1"], tmp_path / "project", tmp_path / "outside"
+    write_files(root, {b"a": b"1"})
     outside.mkdir()
     (node.home / "ws").mkdir()
     (node.home / "ws" / ".grid").symlink_to(outside)
     if not has_python:
         (node.bin / "python3").write_text("#!/bin/sh\nexit 127\n")
         (node.bin / "python3").chmod(0o755)
-    file = file_for(own_bed, "ws")
-    async with SshPool(file, ssh_config=own_bed.ssh_config) as pool:
+    file = file_for(own_testbed, "ws")
+    async with SshPool(file, ssh_config=own_testbed.ssh_config) as pool:
         with pytest.raises(NodeRefusedError, match="is a link out of the home directory") as refused:
             await Runner(pool, file).start("gpu1", "true")
         (report,) = await Syncer(pool, file, state_dir=tmp_path / "state").sync(root, ["gpu1"])
@@ -386,55 +390,59 @@ async def test_link_out_of_the_home_is_rejected_by_runs_and_sync_alike(
 
 @pytest.mark.parametrize("has_python", [True, False])
 @pytest.mark.parametrize("leads", [".grid", "missing"])
-async def test_dangling_link_is_reported_as_such(own_bed: Bed, has_python: bool, leads: str) -> None:
-    node = own_bed["gpu1"]
+async def test_dangling_link_is_reported_as_such(
+    own_testbed: SshTestbed, has_python: bool, leads: str
+) -> None:
+    node = own_testbed["gpu1"]
     (node.home / "ws").mkdir()
     (node.home / "ws" / ".grid").symlink_to(leads)
     if not has_python:
         (node.bin / "python3").write_text("#!/bin/sh\nexit 127\n")
         (node.bin / "python3").chmod(0o755)
-    file = file_for(own_bed, "ws")
-    async with SshPool(file, ssh_config=own_bed.ssh_config) as pool:
+    file = file_for(own_testbed, "ws")
+    async with SshPool(file, ssh_config=own_testbed.ssh_config) as pool:
         with pytest.raises(NodeRefusedError, match=r"ws/\.grid is a link to a missing directory; remove it"):
             await Runner(pool, file).start("gpu1", "true")
 
 
 async def test_slow_connection_to_a_node_without_python_is_not_a_stall(
-    own_bed: Bed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    own_testbed: SshTestbed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`_APPLY_S` does not limit sending."""
-    node, root = own_bed["gpu1"], tmp_path / "project"
-    write(root, {str(number).encode(): b"1" for number in range(12)})
+    node, root = own_testbed["gpu1"], tmp_path / "project"
+    write_files(root, {str(number).encode(): b"1" for number in range(12)})
     (node.bin / "python3").write_text("#!/bin/sh\nexit 127\n")
     (node.bin / "python3").chmod(0o755)
-    archive = tar_pipe._archive
+    archive = tar_pipe._make_archive
 
     def slow(*args: Any) -> Iterator[bytes]:
         for piece in archive(*args):
             time.sleep(0.1)
             yield piece
 
-    monkeypatch.setattr(tar_pipe, "_archive", slow)
-    monkeypatch.setattr(syncer, "_APPLY_S", 3.0)  # less than sending takes
-    file = file_for(own_bed, "ws")
-    async with SshPool(file, ssh_config=own_bed.ssh_config) as pool:
+    monkeypatch.setattr(tar_pipe, "_make_archive", slow)
+    monkeypatch.setattr(syncer, "_APPLY_TIMEOUT_S", 3.0)  # less than sending takes
+    file = file_for(own_testbed, "ws")
+    async with SshPool(file, ssh_config=own_testbed.ssh_config) as pool:
         (report,) = await Syncer(pool, file, state_dir=tmp_path / "state").sync(root, ["gpu1"])
     assert (report.error, report.sent_files) == (None, 12)
 
 
-async def test_hanging_node_does_not_delay_others(own_bed: Bed, tmp_path: Path) -> None:
+async def test_hanging_node_does_not_delay_others(own_testbed: SshTestbed, tmp_path: Path) -> None:
     """It hangs longer than the test may take, and goes down when the other node is synced."""
-    file = dataclasses.replace(file_for(own_bed, "ws"), ssh=SshSettings(connect_timeout=600, max_retries=0))
-    write(tmp_path / "project", {b"a": b"1"})
+    file = dataclasses.replace(
+        file_for(own_testbed, "ws"), ssh=SshSettings(connect_timeout=600, max_retries=0)
+    )
+    write_files(tmp_path / "project", {b"a": b"1"})
     sent: list[str] = []
 
-    def end_other(progress: Progress) -> None:
+    def end_other(progress: SyncProgress) -> None:
         if not sent:
-            own_bed["gpu2"].stop()
+            own_testbed["gpu2"].stop()
         sent.append(progress.node)
 
-    async with SshPool(file, ssh_config=own_bed.ssh_config) as pool:
-        with own_bed["gpu2"].hanging():
+    async with SshPool(file, ssh_config=own_testbed.ssh_config) as pool:
+        with own_testbed["gpu2"].suspended():
             good, bad = await Syncer(pool, file, state_dir=tmp_path / "state").sync(
                 tmp_path / "project", ["gpu1", "gpu2"], progress=end_other
             )
@@ -442,10 +450,10 @@ async def test_hanging_node_does_not_delay_others(own_bed: Bed, tmp_path: Path) 
     assert set(sent) == {"gpu1"}
 
 
-async def test_small_pool_syncs_nodes_one_after_the_other(own_bed: Bed, tmp_path: Path) -> None:
-    file = dataclasses.replace(file_for(own_bed, "ws"), ssh=SshSettings(pool_size=1, max_retries=0))
-    write(tmp_path / "project", {b"a": b"1"})
-    async with SshPool(file, ssh_config=own_bed.ssh_config) as pool:
+async def test_small_pool_syncs_nodes_one_after_the_other(own_testbed: SshTestbed, tmp_path: Path) -> None:
+    file = dataclasses.replace(file_for(own_testbed, "ws"), ssh=SshSettings(pool_size=1, max_retries=0))
+    write_files(tmp_path / "project", {b"a": b"1"})
+    async with SshPool(file, ssh_config=own_testbed.ssh_config) as pool:
         reports = await Syncer(pool, file, state_dir=tmp_path / "s").sync(
             tmp_path / "project", ["gpu1", "gpu2"]
         )
@@ -458,8 +466,8 @@ class Counting(SshPool):
     now = most = 0
 
     @contextlib.asynccontextmanager
-    async def use(self, name: str, **how: Any) -> AsyncIterator[NodeConnection]:
-        async with super().use(name, **how) as link:
+    async def connect(self, name: str, **how: Any) -> AsyncIterator[NodeConnection]:
+        async with super().connect(name, **how) as link:
             self.now += 1
             self.most = max(self.most, self.now)
             try:
@@ -468,26 +476,26 @@ class Counting(SshPool):
                 self.now -= 1
 
 
-async def test_max_parallel_transfers_limits_nodes(bed: Bed, tmp_path: Path) -> None:
-    file = file_for(bed, "ws-few", "sync: {max_parallel_transfers: 2}\n")
-    write(tmp_path / "project", {b"a": b"1"})
-    async with Counting(file, ssh_config=bed.ssh_config) as pool:
-        names = [node.name for node in bed.nodes[1:7]]
+async def test_max_parallel_transfers_limits_nodes(testbed: SshTestbed, tmp_path: Path) -> None:
+    file = file_for(testbed, "ws-few", "sync: {max_parallel_transfers: 2}\n")
+    write_files(tmp_path / "project", {b"a": b"1"})
+    async with Counting(file, ssh_config=testbed.ssh_config) as pool:
+        names = [node.name for node in testbed.nodes[1:7]]
         reports = await Syncer(pool, file, state_dir=tmp_path / "state").sync(tmp_path / "project", names)
     assert ([report.error for report in reports], pool.most) == ([None] * 6, 2)
 
 
-async def test_hanging_node_occupies_one_slot(bed: Bed, tmp_path: Path) -> None:
-    file = file_for(bed, "ws-places", "sync: {max_parallel_transfers: 2}\n")
+async def test_hanging_node_occupies_one_slot(testbed: SshTestbed, tmp_path: Path) -> None:
+    file = file_for(testbed, "ws-places", "sync: {max_parallel_transfers: 2}\n")
     file = dataclasses.replace(file, ssh=SshSettings(connect_timeout=120, max_retries=0))
-    write(tmp_path / "project", {b"a": b"1"})
+    write_files(tmp_path / "project", {b"a": b"1"})
     names = ["gpu2", "gpu3", "gpu4", "gpu5"]
     sent: set[str] = set()
-    async with SshPool(file, ssh_config=bed.ssh_config) as pool:
+    async with SshPool(file, ssh_config=testbed.ssh_config) as pool:
         syncing = Syncer(pool, file, state_dir=tmp_path / "state").sync(
             tmp_path / "project", names, progress=lambda one: sent.add(one.node)
         )
-        with bed["gpu2"].hanging():
+        with testbed["gpu2"].suspended():
             task = asyncio.ensure_future(syncing)
             await until(lambda: sent == {"gpu3", "gpu4", "gpu5"}, what="the nodes behind the one that hangs")
         reports = await task

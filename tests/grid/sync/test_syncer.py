@@ -14,16 +14,16 @@ from hypothesis import strategies as st
 from genie.errors import NoNodeError, SyncError, UsageError
 from genie.grid.remote import tree
 from genie.grid.ssh.pool import SshPool
-from genie.grid.sync.syncer import Progress, Syncer
-from tests.grid.bed import Bed
+from genie.grid.sync.syncer import Syncer, SyncProgress
 from tests.grid.conftest import grid_file_of
 from tests.grid.remote.test_tree import ENTRIES, build
 from tests.grid.sync.conftest import Project, file_for
-from tests.grid.sync.trees import read_tree, write
+from tests.grid.sync.trees import read_tree, write_files
+from tests.grid.testbed import SshTestbed
 
 
 async def test_first_sync_sends_everything_and_the_second_nothing(project: Project) -> None:
-    write(
+    write_files(
         project.root,
         {b"a.py": b"1", b"pkg/b.py": b"2" * 5000, b"pkg/__init__.py": b"", b"c/__init__.py": b""},
     )
@@ -40,9 +40,9 @@ async def test_first_sync_sends_everything_and_the_second_nothing(project: Proje
 
 
 async def test_only_changes_are_sent(project: Project) -> None:
-    write(project.root, {b"f%d" % n: b"x%d" % n for n in range(50)})
+    write_files(project.root, {b"f%d" % n: b"x%d" % n for n in range(50)})
     await project.sync()
-    write(project.root, {b"f7": b"new", b"g/h": b"added"})
+    write_files(project.root, {b"f7": b"new", b"g/h": b"added"})
     (project.root / "f9").unlink()
     (project.root / "f3").chmod(0o600)
     report = await project.sync()
@@ -51,7 +51,7 @@ async def test_only_changes_are_sent(project: Project) -> None:
 
 
 async def test_touched_file_is_not_sent_again(project: Project) -> None:
-    write(project.root, {b"a": b"1"})
+    write_files(project.root, {b"a": b"1"})
     await project.sync()
     os.utime(project.root / "a", ns=(10**18, 10**18))
     report = await project.sync()
@@ -60,11 +60,11 @@ async def test_touched_file_is_not_sent_again(project: Project) -> None:
     assert (await project.sync()).unchanged
 
 
-async def test_touched_file_is_sent_again_without_checksums(bed: Bed, tmp_path: Path) -> None:
-    file = file_for(bed, "ws-nosums", "sync: {use_checksums: false}\n")
+async def test_touched_file_is_sent_again_without_checksums(testbed: SshTestbed, tmp_path: Path) -> None:
+    file = file_for(testbed, "ws-nosums", "sync: {use_checksums: false}\n")
     root = tmp_path / "project"
-    write(root, {b"a": b"1"})
-    async with SshPool(file, ssh_config=bed.ssh_config) as pool:
+    write_files(root, {b"a": b"1"})
+    async with SshPool(file, ssh_config=testbed.ssh_config) as pool:
         syncer = Syncer(pool, file, state_dir=tmp_path / "state")
         await syncer.sync(root, ["gpu1"])
         os.utime(root / "a", ns=(10**18, 10**18))
@@ -73,9 +73,11 @@ async def test_touched_file_is_sent_again_without_checksums(bed: Bed, tmp_path: 
 
 
 async def test_files_created_on_the_node_stay(project: Project) -> None:
-    write(project.root, {b"src/a.py": b"1", b"src/b.py": b"2", b"old/c.py": b"3"})
+    write_files(project.root, {b"src/a.py": b"1", b"src/b.py": b"2", b"old/c.py": b"3"})
     await project.sync()
-    write(project.there, {b"src/results.csv": b"mine", b"old/mine.txt": b"mine", b"grid_env/bin/x": b"env"})
+    write_files(
+        project.there, {b"src/results.csv": b"mine", b"old/mine.txt": b"mine", b"grid_env/bin/x": b"env"}
+    )
     (project.root / "old" / "c.py").unlink()
     (project.root / "old").rmdir()
     report = await project.sync()
@@ -87,7 +89,7 @@ async def test_files_created_on_the_node_stay(project: Project) -> None:
 
 
 async def test_file_deleted_on_both_sides_is_not_reported_as_kept(project: Project) -> None:
-    write(project.root, {b"a": b"ours", b"old/b": b"ours", b"old/c": b"ours"})
+    write_files(project.root, {b"a": b"ours", b"old/b": b"ours", b"old/c": b"ours"})
     await project.sync()
     for root in (project.root, project.there):
         shutil.rmtree(root / "old")
@@ -97,9 +99,9 @@ async def test_file_deleted_on_both_sides_is_not_reported_as_kept(project: Proje
 
 
 async def test_modified_file_is_restored_and_one_deleted_here_is_kept(project: Project) -> None:
-    write(project.root, {b"a": b"ours", b"b": b"ours", b"c": b"ours"})
+    write_files(project.root, {b"a": b"ours", b"b": b"ours", b"c": b"ours"})
     await project.sync()
-    write(project.there, {b"a": b"edit", b"b": b"edited there"})
+    write_files(project.there, {b"a": b"edit", b"b": b"edited there"})
     (project.there / "c").unlink()
     (project.root / "b").unlink()
     report = await project.sync()
@@ -114,14 +116,14 @@ async def test_modified_file_is_restored_and_one_deleted_here_is_kept(project: P
 async def test_file_changed_on_the_node_to_the_local_contents_is_not_sent(
     project: Project, more: dict[bytes, bytes]
 ) -> None:
-    write(project.root, {b"a": b"1", b"b": b"2", b"d/c": b"3"})
+    write_files(project.root, {b"a": b"1", b"b": b"2", b"d/c": b"3"})
     await project.sync()
     for root in (project.root, project.there):
-        write(root, {b"a": b"9"})
+        write_files(root, {b"a": b"9"})
         os.utime(root / "a", ns=(10**18, 10**18))
         (root / "d/c").chmod(0o600)
         (root / "d").chmod(0o700)
-    write(project.root, more)
+    write_files(project.root, more)
     report = await project.sync()
     assert (report.sent_files, report.restored) == (len(more), 0)
     assert (await project.sync()).unchanged
@@ -131,33 +133,33 @@ async def test_file_changed_on_the_node_to_the_local_contents_is_not_sent(
 
 
 async def test_conflicting_file_of_the_node_is_replaced_and_named(project: Project) -> None:
-    write(project.there, {b"a": b"theirs"})
-    write(project.root, {b"a": b"ours"})
+    write_files(project.there, {b"a": b"theirs"})
+    write_files(project.root, {b"a": b"ours"})
     report = await project.sync()
     assert report.overwritten == ("a",)
     assert (project.there / "a").read_bytes() == b"ours"
 
 
 async def test_files_folders_and_links_can_replace_each_other(project: Project) -> None:
-    write(project.root, {b"a": b"file", b"b/c/d": b"in a folder", b"e": b"file"})
+    write_files(project.root, {b"a": b"file", b"b/c/d": b"in a folder", b"e": b"file"})
     await project.sync()
     for name in ("a", "e", "b/c/d"):
         (project.root / name).unlink()
     (project.root / "b/c").rmdir()
     (project.root / "b").rmdir()
-    write(project.root, {b"a/x/y": b"now a folder", b"b": b"now a file"})
+    write_files(project.root, {b"a/x/y": b"now a folder", b"b": b"now a file"})
     (project.root / "e").symlink_to("a")
     await project.sync()
     assert read_tree(project.there) == read_tree(project.root)
 
 
 async def test_folder_with_files_of_the_node_is_not_replaced_by_a_file(project: Project) -> None:
-    write(project.root, {b"b/c": b"1", b"d": b"2"})
+    write_files(project.root, {b"b/c": b"1", b"d": b"2"})
     await project.sync()
-    write(project.there, {b"b/mine": b"mine"})
+    write_files(project.there, {b"b/mine": b"mine"})
     (project.root / "b/c").unlink()
     (project.root / "b").rmdir()
-    write(project.root, {b"b": b"now a file", b"d": b"changed"})
+    write_files(project.root, {b"b": b"now a file", b"d": b"changed"})
     before = read_tree(project.there)
     with pytest.raises(SyncError, match=r"b would become a file, but contains b/mine"):
         await project.sync()
@@ -168,14 +170,16 @@ async def test_folder_with_files_of_the_node_is_not_replaced_by_a_file(project: 
 
 
 async def test_excluded_files_are_neither_sent_nor_deleted(project: Project) -> None:
-    write(project.root, {b"a.py": b"1", b".env": b"secret", b"x.log": b"log", b".gitignore": b"*.log\n"})
-    write(project.root, {b".grid/x": b"not ours", b"grid_env/y": b"not ours"})
+    write_files(
+        project.root, {b"a.py": b"1", b".env": b"secret", b"x.log": b"log", b".gitignore": b"*.log\n"}
+    )
+    write_files(project.root, {b".grid/x": b"not ours", b"grid_env/y": b"not ours"})
     await project.sync()
     assert set(read_tree(project.there, without=())) - {b".grid"} >= {b"a.py", b".gitignore"}
     assert set(read_tree(project.there)) == {b"a.py", b".gitignore"}
     assert not (project.there / ".grid/x").exists()
     assert not (project.there / "grid_env").exists()
-    write(project.root, {b".gitignore": b"*.py\n"})
+    write_files(project.root, {b".gitignore": b"*.py\n"})
     await project.sync()
     assert set(read_tree(project.there)) == {b"x.log", b".gitignore"}
 
@@ -192,8 +196,8 @@ async def test_hostile_names_arrive_unchanged(project: Project) -> None:
         b"CASE",
         b"case",
     ]
-    write(project.root, {name: name for name in names})
-    write(project.root, {b"-d/" + name: b"deep" for name in names})
+    write_files(project.root, {name: name for name in names})
+    write_files(project.root, {b"-d/" + name: b"deep" for name in names})
     await project.sync()
     assert read_tree(project.there) == read_tree(project.root)
     for name in names:
@@ -204,8 +208,8 @@ async def test_hostile_names_arrive_unchanged(project: Project) -> None:
 
 async def test_link_out_of_the_tree_is_sent_and_not_followed(project: Project) -> None:
     outside = project.root.parent / "outside"
-    write(outside, {b"secret": b"secret"})
-    write(project.root, {b"a": b"1"})
+    write_files(outside, {b"secret": b"secret"})
+    write_files(project.root, {b"a": b"1"})
     (project.root / "out").symlink_to(outside)
     (project.root / "etc").symlink_to("/etc/passwd")
     await project.sync()
@@ -214,47 +218,47 @@ async def test_link_out_of_the_tree_is_sent_and_not_followed(project: Project) -
     assert (await project.sync()).unchanged
 
 
-async def test_links_within_the_tree_can_be_followed(bed: Bed, tmp_path: Path) -> None:
-    file = file_for(bed, "ws-follow", "sync: {follow_symlinks: true}\n")
+async def test_links_within_the_tree_can_be_followed(testbed: SshTestbed, tmp_path: Path) -> None:
+    file = file_for(testbed, "ws-follow", "sync: {follow_symlinks: true}\n")
     root = tmp_path / "project"
-    write(root, {b"real/a": b"1"})
-    write(tmp_path / "outside", {b"secret": b"secret"})
+    write_files(root, {b"real/a": b"1"})
+    write_files(tmp_path / "outside", {b"secret": b"secret"})
     (root / "alias").symlink_to("real")
     (root / "file").symlink_to("real/a")
     (root / "out").symlink_to("../outside")
     (root / "real" / "loop").symlink_to("..")
-    async with SshPool(file, ssh_config=bed.ssh_config) as pool:
+    async with SshPool(file, ssh_config=testbed.ssh_config) as pool:
         (report,) = await Syncer(pool, file, state_dir=tmp_path / "state").sync(root, ["gpu1"])
     assert report.error is None
-    there = bed["gpu1"].home / "ws-follow"
+    there = testbed["gpu1"].home / "ws-follow"
     assert (there / "alias/a").read_bytes() == b"1" and not (there / "alias").is_symlink()
     assert not (there / "file").is_symlink()
     assert (there / "out").readlink() == Path("../outside")
     assert (there / "real/loop").is_symlink()
 
 
-async def test_link_planted_on_the_node_is_not_followed(bed: Bed, project: Project) -> None:
-    write(project.root, {b"data/a": b"1", b"b": b"2"})
+async def test_link_planted_on_the_node_is_not_followed(testbed: SshTestbed, project: Project) -> None:
+    write_files(project.root, {b"data/a": b"1", b"b": b"2"})
     await project.sync()
-    outside = bed["gpu1"].home / "outside"
-    write(outside, {b"a": b"precious"})
+    outside = testbed["gpu1"].home / "outside"
+    write_files(outside, {b"a": b"precious"})
     (project.there / "data/a").unlink()
     (project.there / "data").rmdir()
     (project.there / "data").symlink_to(outside)
     (project.there / "b").unlink()
     (project.there / "b").symlink_to(outside / "a")
-    write(project.root, {b"data/a": b"new", b"data/c": b"new", b"b": b"new"})
+    write_files(project.root, {b"data/a": b"new", b"data/c": b"new", b"b": b"new"})
     await project.sync()
     assert read_tree(outside, without=()) == {b"a": ("f", 0o644, b"precious")}
     assert read_tree(project.there) == read_tree(project.root)
 
 
-async def test_error_names_a_conflicting_link_of_the_node(bed: Bed, project: Project) -> None:
-    outside = bed["gpu1"].home / "disk"
+async def test_error_names_a_conflicting_link_of_the_node(testbed: SshTestbed, project: Project) -> None:
+    outside = testbed["gpu1"].home / "disk"
     outside.mkdir()
-    write(project.there, {b"mine": b"1"})
+    write_files(project.there, {b"mine": b"1"})
     (project.there / "data").symlink_to(outside)
-    write(project.root, {b"data/a": b"1", b"b": b"2"})
+    write_files(project.root, {b"data/a": b"1", b"b": b"2"})
     with pytest.raises(SyncError, match=r"data is a link on the node.*exclude_patterns"):
         await project.sync()
     assert list(outside.iterdir()) == []
@@ -279,44 +283,46 @@ async def test_large_file_is_sent_in_pieces_and_stays_sparse(project: Project) -
 
 async def test_duplicate_contents_are_sent_once(project: Project) -> None:
     data = random.Random(2).randbytes(300_000)
-    write(project.root, {b"copy%d" % n: data for n in range(4)})
-    write(project.root, {b"small%d" % n: b"same" for n in range(4)})
+    write_files(project.root, {b"copy%d" % n: data for n in range(4)})
+    write_files(project.root, {b"small%d" % n: b"same" for n in range(4)})
     report = await project.sync()
     assert report.sent_bytes == len(data) + 4
     assert read_tree(project.there) == read_tree(project.root)
 
 
-async def test_failing_node_does_not_delay_others(own_bed: Bed, tmp_path: Path) -> None:
-    file = file_for(own_bed, "ws", "sync: {max_parallel_transfers: 2}\n")
+async def test_failing_node_does_not_delay_others(own_testbed: SshTestbed, tmp_path: Path) -> None:
+    file = file_for(own_testbed, "ws", "sync: {max_parallel_transfers: 2}\n")
     root = tmp_path / "project"
-    write(root, {b"f%d" % n: os.urandom(9000) for n in range(300)})
-    seen: list[Progress] = []
-    own_bed["gpu2"].stop()
-    async with SshPool(file, ssh_config=own_bed.ssh_config) as pool:
+    write_files(root, {b"f%d" % n: os.urandom(9000) for n in range(300)})
+    seen: list[SyncProgress] = []
+    own_testbed["gpu2"].stop()
+    async with SshPool(file, ssh_config=own_testbed.ssh_config) as pool:
         syncer = Syncer(pool, file, state_dir=tmp_path / "state")
         one, two = await syncer.sync(root, ["gpu1", "gpu2"], progress=seen.append)
         assert one.error is None and two.error is not None and two.error.exit_code == 255
-        own_bed["gpu2"].restart()
+        own_testbed["gpu2"].restart()
         one, two = await syncer.sync(root, ["gpu1", "gpu2"])
         assert (one.unchanged, two.sent_files) == (True, 300)
-    assert read_tree(own_bed["gpu2"].home / "ws") == read_tree(root)
+    assert read_tree(own_testbed["gpu2"].home / "ws") == read_tree(root)
     assert (seen[-1].node, seen[-1].files, seen[-1].bytes) == ("gpu1", 300, seen[-1].bytes_total)
 
 
-async def test_pool_smaller_than_the_transfer_limit_works(own_bed: Bed, tmp_path: Path) -> None:
-    file = grid_file_of(own_bed, more="ssh: {connect_timeout: 20, max_retries: 0, pool_size: 1}\n")
-    write(tmp_path / "project", {b"a": b"1"})
-    async with SshPool(file, ssh_config=own_bed.ssh_config) as pool:
+async def test_pool_smaller_than_the_transfer_limit_works(own_testbed: SshTestbed, tmp_path: Path) -> None:
+    file = grid_file_of(own_testbed, more="ssh: {connect_timeout: 20, max_retries: 0, pool_size: 1}\n")
+    write_files(tmp_path / "project", {b"a": b"1"})
+    async with SshPool(file, ssh_config=own_testbed.ssh_config) as pool:
         syncer = Syncer(pool, file, state_dir=tmp_path / "state")
         reports = await syncer.sync(tmp_path / "project", ["gpu1", "gpu2"])
     assert [report.error for report in reports] == [None, None]
 
 
-async def test_second_machine_with_the_same_project_sends_nothing(bed: Bed, project: Project) -> None:
-    write(project.root, {b"a": b"1", b"b/c": b"2"})
+async def test_second_machine_with_the_same_project_sends_nothing(
+    testbed: SshTestbed, project: Project
+) -> None:
+    write_files(project.root, {b"a": b"1", b"b/c": b"2"})
     await project.sync()
-    file = file_for(bed, project.there.name)
-    async with SshPool(file, ssh_config=bed.ssh_config) as pool:
+    file = file_for(testbed, project.there.name)
+    async with SshPool(file, ssh_config=testbed.ssh_config) as pool:
         (report,) = await Syncer(pool, file, state_dir=project.root.parent / "other").sync(
             project.root, ["gpu1"]
         )
@@ -324,9 +330,9 @@ async def test_second_machine_with_the_same_project_sends_nothing(bed: Bed, proj
 
 
 async def test_dry_run_reports_files_and_changes_nothing(project: Project) -> None:
-    write(project.root, {b"a": b"1"})
+    write_files(project.root, {b"a": b"1"})
     await project.sync()
-    write(project.root, {b"a": b"22", b"b": b"3"})
+    write_files(project.root, {b"a": b"22", b"b": b"3"})
     before = read_tree(project.there)
     report = await project.sync(dry_run=True)
     assert (report.sent_files, report.sent_bytes, report.paths) == (2, 3, ("a", "b"))
@@ -334,7 +340,7 @@ async def test_dry_run_reports_files_and_changes_nothing(project: Project) -> No
 
 
 async def test_dry_run_names_links_deletions_and_kept_files(project: Project) -> None:
-    write(project.root, {b"a": b"1", b"b": b"2", b"c": b"3", b"d": b"4"})
+    write_files(project.root, {b"a": b"1", b"b": b"2", b"c": b"3", b"d": b"4"})
     await project.sync()
     for name in ("b", "c", "d"):
         (project.root / name).unlink()
@@ -353,22 +359,22 @@ async def test_dry_run_names_links_deletions_and_kept_files(project: Project) ->
 
 
 async def test_missing_folder_and_unknown_node_are_rejected(project: Project) -> None:
-    write(project.root, {b"a": b"1"})
+    write_files(project.root, {b"a": b"1"})
     with pytest.raises(UsageError, match="not a folder"):
         await project._syncer.sync(project.root / "a", ["gpu1"])
     with pytest.raises(NoNodeError):
         await project._syncer.sync(project.root, ["gpu77"])
 
 
-async def test_metrics_count_every_sync(bed: Bed, tmp_path: Path) -> None:
+async def test_metrics_count_every_sync(testbed: SshTestbed, tmp_path: Path) -> None:
     class MetricsRecorder(list[float]):
         def sync_finished(self, duration_s: float) -> None:
             self.append(duration_s)
 
     metrics = MetricsRecorder()
-    write(tmp_path / "project", {b"a": b"1"})
-    file = file_for(bed, "ws-metrics")
-    async with SshPool(file, ssh_config=bed.ssh_config) as pool:
+    write_files(tmp_path / "project", {b"a": b"1"})
+    file = file_for(testbed, "ws-metrics")
+    async with SshPool(file, ssh_config=testbed.ssh_config) as pool:
         await Syncer(pool, file, state_dir=tmp_path, metrics=metrics).sync(
             tmp_path / "project", ["gpu1", "gpu2"]
         )
@@ -381,7 +387,7 @@ async def test_trees_are_equal_after_random_edits(project: Project, states, plai
     if plain:
         project._syncer._engine = tree.PlainEngine()
     mine = {b"node-made": ("f", 0o644, b"mine")}
-    write(project.there, {b"node-made": b"mine"})
+    write_files(project.there, {b"node-made": b"mine"})
     for entries in states:
         build(project.root, {path: each for path, each in entries.items() if b".gitignore" not in path})
         await project.sync()

@@ -9,17 +9,17 @@ from pathlib import Path
 
 from genie.errors import NativeBuildError
 from genie.grid.remote import tree
-from genie.grid.sync.local_tree import local_engine
+from genie.grid.sync.local_tree import load_local_engine
 from tests import needs
 
 Entry = tuple[str, int, bytes]
 """'d', 'f' or 'l', the mode, contents or target."""
 
 
-def compiled() -> tree.PlainEngine:
+def load_compiled_engine() -> tree.PlainEngine:
     """The compiled engine; skips the file if there is no compiler."""
     try:
-        engine = local_engine()
+        engine = load_local_engine()
     except NativeBuildError:
         engine = tree.PlainEngine()
     if engine.name != "compiled":
@@ -28,14 +28,14 @@ def compiled() -> tree.PlainEngine:
     return engine
 
 
-def write(root: Path, files: dict[bytes, bytes]) -> None:
+def write_files(root: Path, files: dict[bytes, bytes]) -> None:
     for name, data in files.items():
         path = root / os.fsdecode(name)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(data)
 
 
-def read_tree(root: Path, *, without: tuple[bytes, ...] = tree.RESERVED) -> dict[bytes, Entry]:
+def read_tree(root: Path, *, without: tuple[bytes, ...] = tree.RESERVED_NAMES) -> dict[bytes, Entry]:
     """Returns the contents of a folder, except some names at its top."""
     found: dict[bytes, Entry] = {}
     for folder, folders, files in os.walk(root):
@@ -56,6 +56,6 @@ def _entry(path: Path) -> Entry:
     return "f", stat.S_IMODE(status.st_mode), path.read_bytes()
 
 
-def empty(root: Path) -> None:
+def remove_contents(root: Path) -> None:
     shutil.rmtree(root, ignore_errors=True)
     root.mkdir(parents=True)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from genie.grid.grid_file import GridFile, read_grid_file
-from tests.grid.bed import Bed, Node
+from tests.grid.testbed import SshNode, SshTestbed
 from tests.ports import free_ports
 
 # Like pip's script, but with little memory, because all nodes share one machine.
@@ -22,25 +22,25 @@ sys.exit(main())
 
 
 @contextlib.contextmanager
-def ray_bed(folder: Path, *, count: int) -> Iterator[Bed]:
-    with Bed(folder, count=count, kept=[Path(sys.base_prefix)]) as bed:
-        for node in bed.nodes:
+def ray_testbed(folder: Path, *, count: int) -> Iterator[SshTestbed]:
+    with SshTestbed(folder, count=count, kept=[Path(sys.base_prefix)]) as testbed:
+        for node in testbed.nodes:
             (node.folder / "ray").mkdir()
             # Ray keeps its sockets in /tmp/ray, and the nodes share a machine.
             node.restart(before=f"mkdir -p /tmp/ray && mount --bind {node.folder}/ray /tmp/ray")
             install_ray(node, _RAY.format(python=sys.executable))
-        yield bed
+        yield testbed
 
 
-def install_ray(node: Node, text: str) -> None:
+def install_ray(node: SshNode, text: str) -> None:
     (node.bin / "ray").write_text(text)
     (node.bin / "ray").chmod(0o755)
 
 
-def ray_file(bed: Bed, path: Path, *, nodes: list[str] | None = None, more: str = "") -> GridFile:
+def ray_file(testbed: SshTestbed, path: Path, *, nodes: list[str] | None = None, more: str = "") -> GridFile:
     """Write a grid file with free ports."""
     redis, dashboard = free_ports(2)
-    text = bed.grid_yaml(
+    text = testbed.grid_yaml(
         nodes=nodes,
         more="ssh: {connect_timeout: 20, max_retries: 1}\n"
         f"ray: {{redis_port: {redis}, dashboard_port: {dashboard}{more}}}\n",

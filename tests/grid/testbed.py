@@ -27,7 +27,7 @@ from tests.ports import free_port
 
 KEX = "curve25519-sha256,curve25519-sha256@libssh.org"
 """The default key exchange of OpenSSH costs 0.1 s of CPU time per connection."""
-_START_S = 20.0
+_START_TIMEOUT_S = 20.0
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _NVIDIA_SMI = """#!/bin/sh
 # Prints the lines of a file for any --query-gpu; fails without the file.
@@ -42,7 +42,7 @@ _NOT_SUPPORTED = "!3"
 _LOST = "!15"
 
 
-class Node:
+class SshNode:
     """One server. `name` is its alias in the testbed's ssh_config and its host name."""
 
     def __init__(
@@ -145,7 +145,7 @@ class Node:
         return f"mount --bind {passwd} /etc/passwd"
 
     def wait_ready(self) -> None:
-        deadline = time.monotonic() + _START_S
+        deadline = time.monotonic() + _START_TIMEOUT_S
         while True:
             with (
                 contextlib.suppress(OSError),
@@ -173,14 +173,14 @@ class Node:
         self.start(before=before)
         self.wait_ready()
 
-    def cut(self) -> None:
+    def kill_connections(self) -> None:
         """Kill all connections without a disconnect message; the server keeps listening."""
         for pid in self._sessions():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
     @contextlib.contextmanager
-    def hanging(self) -> Iterator[None]:
+    def suspended(self) -> Iterator[None]:
         """Stop all processes of the node with SIGSTOP, so that it does not respond."""
         assert self._process is not None
         pids = self._signal_all(self._process.pid, signal.SIGSTOP)
@@ -247,7 +247,7 @@ class Node:
         return found
 
 
-class Bed:
+class SshTestbed:
     """Several nodes, a client key that all of them accept, and the files for OpenSSH and the grid.
 
     `kept` are directories of this machine that stay visible on all nodes, even below /root. `nvml` is the
@@ -265,7 +265,8 @@ class Bed:
         self.known_hosts = folder / "known_hosts"
         port = free_port()
         self.nodes = [
-            Node(folder / f"node{n}", number=n, port=port, kept=kept, nvml=nvml) for n in range(1, count + 1)
+            SshNode(folder / f"node{n}", number=n, port=port, kept=kept, nvml=nvml)
+            for n in range(1, count + 1)
         ]
 
     def __enter__(self) -> Self:
@@ -294,7 +295,7 @@ class Bed:
             node.stop()
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def __getitem__(self, name: str) -> Node:
+    def __getitem__(self, name: str) -> SshNode:
         return next(node for node in self.nodes if node.name == name)
 
     def write_known_hosts(self, *, without: Sequence[str] = ()) -> None:

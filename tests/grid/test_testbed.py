@@ -7,23 +7,23 @@ from pathlib import Path
 
 import pytest
 
-from tests.grid.bed import Bed
+from tests.grid.testbed import SshTestbed
 
 
 def test_interrupted_start_stops_started_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    bed = Bed(tmp_path / "nodes", count=3)
-    first = (bed.nodes[0].address, bed.nodes[0].port)
+    testbed = SshTestbed(tmp_path / "nodes", count=3)
+    first = (testbed.nodes[0].address, testbed.nodes[0].port)
 
     def interrupted(_: Path) -> None:
-        bed.nodes[0].wait_ready()
+        testbed.nodes[0].wait_ready()
         raise SystemExit(143)
 
-    monkeypatch.setattr(bed.nodes[1], "prepare", interrupted)
+    monkeypatch.setattr(testbed.nodes[1], "prepare", interrupted)
     try:
         with pytest.raises(SystemExit, match="143"):
-            bed.__enter__()
-        assert not bed.folder.exists()
+            testbed.__enter__()
+        assert not testbed.folder.exists()
         with pytest.raises(ConnectionRefusedError), socket.create_connection(first, 1):
             pass
     finally:
-        bed.__exit__()
+        testbed.__exit__()
