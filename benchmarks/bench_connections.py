@@ -229,7 +229,9 @@ def measure_flood(folder: Path, seconds: float) -> list[report.Figure]:
 def main() -> int:
     parser = report.make_parser((__doc__ or "").splitlines()[0], rounds=1)
     parser.add_argument("--connections", type=report.parse_positive_int, help="default: 5000; quick: 300")
-    parser.add_argument("--seconds", type=report.parse_positive_int, help="of the flood (default: 15; quick: 4)")
+    parser.add_argument(
+        "--seconds", type=report.parse_positive_int, help="of the flood (default: 15; quick: 4)"
+    )
     parser.add_argument("--quick", action="store_true", help="fewer connections, shorter")
     parser.add_argument("--flood", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
