@@ -2,7 +2,7 @@
 
     python benchmarks/bench_overload.py [--json] [--seconds 60] [--nodes 125] [--quick]
 
-A controller in its own process, 125 nodes with 1,000 GPUs that end each job at their next tick, and clients
+A controller in its own process, 125 nodes with 2,000 GPUs that end each job at their next tick, and clients
 of several tenants, which submit jobs and list jobs (nine to one). First each client waits for its replies:
 the rate is the capacity. Then the clients together send requests at twice that rate, whatever the replies
 are. Then they wait for their replies again, and after a refusal for the stated retry time.
@@ -10,9 +10,9 @@ are. Then they wait for their replies again, and after a refusal for the stated 
 - Queues are bounded: jobs are pending up to the limit of the queue, and the controller's memory grows by at
   most 128 MiB. The requests that the controller has accepted cannot be counted from outside: those without a
   reply may be in the buffers of the sockets. So a client sends until UNANSWERED_MAX requests have no reply,
-  which is eight times the number that the controller accepts from a connection: if it kept them all, its
-  memory would exceed that goal. Further requests are held back and dropped, as a socket would that accepts no
-  more; they count as offered.
+  which is twice the number that the controller accepts from a connection, so that it must refuse some.
+  Further requests are held back and dropped; they count as offered. Without that limit, a client that gets
+  too little CPU time would read replies for seconds after the overload.
 - Every refusal states when to retry, and no node is lost.
 - Full speed within five seconds (`recovery`). The overload leaves thousands of pending jobs, and the
   capacity is measured without any. While the controller works them off, it answers fewer submissions, but
@@ -59,11 +59,13 @@ from genie.runtime.credentials import connect_authenticated, find_access
 from genie.runtime.network import TcpNetwork
 from genie.runtime.rpc import IN_FLIGHT_MAX, Peer
 
+GPUS = 16
+"""Of each node: the controller must be the limit, not the GPUs. A job occupies one for about 0.3 s."""
 TENANTS = 8
 WORKERS = 16
 """Requests in flight of each client while the capacity is measured."""
 OVERLOAD = 2.0
-UNANSWERED_MAX = 8 * IN_FLIGHT_MAX
+UNANSWERED_MAX = 2 * IN_FLIGHT_MAX
 """Requests of each client without a reply during the overload."""
 LIST_EVERY = 10
 LIST_LIMIT = 100
@@ -387,7 +389,7 @@ def main() -> int:
     with report.use_temporary_state() as folder, ExitStack() as stack:
         os.environ.update(SETTINGS)
         controller = stack.enter_context(controller_process(folder))
-        agents = stack.enter_context(agents_process(folder, nodes=given.nodes, kind="light"))
+        agents = stack.enter_context(agents_process(folder, nodes=given.nodes, gpus=GPUS, kind="light"))
         wait_for_nodes(folder, given.nodes)
         with asyncio.Runner(loop_factory=loop_factory()) as runner:
             run = runner.run(measure(folder, controller, agents, given))
