@@ -224,7 +224,7 @@ class Peer:
             try:
                 answer = await self._handle(frame)
             except GenieError as error:
-                # Frames of its traceback refer to it. With thousands of refusals per second, such cycles would
+                # Frames of its traceback refer to it: with thousands of refusals per second, such cycles would
                 # fill the memory until the garbage collector runs.
                 answer = error.with_traceback(None)
             except Exception:
