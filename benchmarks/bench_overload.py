@@ -279,7 +279,10 @@ async def overload(
             await asyncio.sleep(min(1.0, seconds / 4))
             controller.check_running()
             run.rss_bytes.append(read_rss_bytes(controller.pid))
-            run.pending_max = max(run.pending_max, await count_pending(owner))
+            try:
+                run.pending_max = max(run.pending_max, await count_pending(owner))
+            except GenieError as error:  # the owner's requests must be answered, too
+                run.overload.failed[error.code] += 1
 
     async with asyncio.TaskGroup() as group:
         group.create_task(watch())
