@@ -43,7 +43,13 @@ def measure(rounds: int, *, jobs: int, load: float, nodes: int) -> Iterator[repo
 
     ours = simulate_rounds(rounds, jobs=jobs, load=load, nodes=nodes)
     strict = simulate_rounds(
-        rounds, jobs=jobs, load=load, nodes=nodes, order=Fifo(), backfills=False, preempts=False
+        rounds,
+        jobs=jobs,
+        load=load,
+        nodes=nodes,
+        order=Fifo(),
+        allows_backfill=False,
+        allows_preemption=False,
     )
     yield percent_figure(
         f"in_use_while_arriving_{load:g}",

@@ -23,7 +23,7 @@ JOBS = [
 
 def main() -> None:
     for title, rules in (
-        ("strict FIFO", Rules(order=Fifo(), backfills=False)),
+        ("strict FIFO", Rules(order=Fifo(), allows_backfill=False)),
         ("with backfill", Rules(order=Fifo())),
     ):
         run = simulate(uniform_nodes(1, gpus=4), JOBS, SimulationPlan(rules, placement="bestfit"))

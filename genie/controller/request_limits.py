@@ -99,7 +99,7 @@ class RequestLimits:
             is_owner = identity.kind is TokenKind.OWNER
             factor = OWNER_FACTOR if is_owner else 1.0
             rate = RateLimit(
-                per_s=UNITS_PER_S * factor, burst=BURST * factor, now_s=self._clock.monotonic_s()
+                units_per_s=UNITS_PER_S * factor, burst_units=BURST * factor, now_s=self._clock.monotonic_s()
             )
             found = self._usages[identity.token_id] = TokenUsage(identity.token_id, is_owner, rate)
             if len(self._usages) > _TOKENS_MAX:
@@ -112,7 +112,7 @@ class RequestLimits:
         kind = request.__class__
         if usage.is_owner and kind in _ALWAYS_FOR_OWNERS:
             return
-        retry_s = usage.rate.try_take(
+        retry_s = usage.rate.try_take_units(
             _cost(request), now_s=self._clock.monotonic_s(), rejected_units=_REJECTION_COST
         )
         if retry_s:

@@ -23,7 +23,15 @@ from genie.model.tenant import DEFAULT_TENANT, Identity, TokenKind, TokenRecord
 from genie.processes import files
 from genie.processes.clock import Clock
 from genie.runtime.credentials import OWNER_TOKEN_FILE
-from genie.tenancy.access import SECRET_BYTES, Token, mark_revoked, new_record, new_token, parse_token, verify
+from genie.tenancy.access import (
+    SECRET_BYTES,
+    Token,
+    mark_revoked,
+    new_token,
+    new_token_record,
+    parse_token,
+    verify_token,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -66,7 +74,7 @@ class Tokens:
     async def identify(self, text: str) -> Identity:
         """Return the identity behind a token; raise TokenRefusedError if it is not valid."""
         token = parse_token(text)
-        return verify(token, await self._record(token.token_id), now=self._clock.wall_s())
+        return verify_token(token, await self._record(token.token_id), now=self._clock.wall_s())
 
     def check_valid(self, identity: Identity) -> None:
         """Raise TokenRefusedError if the token of a connection has been revoked or has expired since."""
@@ -110,7 +118,7 @@ class Tokens:
                 f"the maximum of {NODES_MAX} nodes is reached", hint="remove nodes with 'genie forget'"
             )
         token = self._new_token(kind)
-        record = new_record(token, now=self._clock.wall_s(), tenant=tenant, name=name, ttl_s=ttl_s)
+        record = new_token_record(token, now=self._clock.wall_s(), tenant=tenant, name=name, ttl_s=ttl_s)
         txn.put(self._ledger.tokens, record.token_id, record)
         return token, record
 
@@ -162,7 +170,7 @@ class Tokens:
         # Write the file first: after a crash in between, the token is unknown and replaced.
         token = self._new_token(TokenKind.OWNER)
         files.write_private(path, str(token).encode())
-        record = new_record(token, now=self._clock.wall_s(), tenant=DEFAULT_TENANT, name="owner")
+        record = new_token_record(token, now=self._clock.wall_s(), tenant=DEFAULT_TENANT, name="owner")
         await self._ledger.write(lambda txn: txn.put(self._ledger.tokens, record.token_id, record))
         _log.info("wrote the owner token to %s", path)
 
@@ -211,7 +219,7 @@ class Tokens:
     def _read_owner(self, path: Path) -> Token | None:
         try:
             token = parse_token(files.read_small_file(path))
-            identity = verify(token, self._ledger.tokens.get(token.token_id), now=self._clock.wall_s())
+            identity = verify_token(token, self._ledger.tokens.get(token.token_id), now=self._clock.wall_s())
         except (OSError, UnicodeDecodeError, TokenRefusedError):
             return None
         return token if identity.kind is TokenKind.OWNER else None

@@ -17,9 +17,9 @@ from genie.controller.placement.placers import placer_factory
 from genie.errors import UsageError
 from genie.scheduler.cluster.allocations import ClusterAllocations
 from genie.scheduler.decisions import Preempt, Start
-from genie.scheduler.feasibility import why_never
+from genie.scheduler.feasibility import why_infeasible
 from genie.scheduler.placement.protocol import ANY_MODEL, MODELS_MAX, TypicalShape
-from genie.scheduler.request import JobRequest, NodeFacts, why_not
+from genie.scheduler.request import JobRequest, NodeFacts, why_unsuitable
 from genie.scheduler.rules import Rules
 from genie.scheduler.scheduler import Scheduler
 from genie.sim.workloads.workload import SimJob, gpu_milli_of
@@ -181,7 +181,7 @@ class _Simulation:
         for number, job in enumerate(sorted(jobs, key=lambda job: job.submitted_s)):
             kind = (job.shape, job.workers, job.within)
             if kind not in known:
-                known[kind] = not why_never(job.request(number), nodes)
+                known[kind] = not why_infeasible(job.request(number), nodes)
             if job.job_id in self._active:
                 raise UsageError(f"duplicate job ID {job.job_id!r}", hint="give each job a unique ID")
             if not known[kind]:
@@ -218,7 +218,7 @@ class _Simulation:
             gpu_milli=milli,
             placer=self._placer,
             decisions=decisions,
-            fault=self._scheduler.fault,
+            fault=self._scheduler.policy_fault,
         )
 
     def _handle_event(self, kind: int, name: str, epoch: int, now: float) -> bool:
@@ -272,7 +272,7 @@ class _Simulation:
         job = active.record.job
         del self._running[job.job_id]
         self._used_milli -= job.gpu_milli_all
-        self._scheduler.ended(job.job_id, requeue=requeue)
+        self._scheduler.record_end(job.job_id, requeue=requeue)
 
     def _requeue(self, active: _ActiveJob, now: float) -> None:
         """Queue the job again, with the work saved at its last checkpoint."""
@@ -293,7 +293,7 @@ class _Simulation:
     def _fail(self, node_id: str, now: float) -> None:
         assert self._failures is not None
         facts = self._nodes[node_id]
-        self._scheduler.set_node(replace(facts, closed="it has failed"))
+        self._scheduler.set_node(replace(facts, blocked_reason="it has failed"))
         self._available_milli -= facts.amounts.gpu_milli
         self._down.add(node_id)
         for active in [active for active in self._running.values() if node_id in active.nodes]:
@@ -316,18 +316,22 @@ class _Simulation:
 
     def _sample(self, now: float) -> FragmentationSample:
         reservation = self._scheduler.reservation
-        head = self._scheduler.waiting[0] if reservation is None else self._active[reservation.job_id].request
+        head = (
+            self._scheduler.queued_requests[0]
+            if reservation is None
+            else self._active[reservation.job_id].request
+        )
         free = useless = 0
         for node_id, facts in self._nodes.items():
             if node_id in self._down:
                 continue
-            cpu_milli, memory_mib, gpus = self._allocations.free_on(node_id)
+            cpu_milli, memory_mib, gpus = self._allocations.free_resources_of_node(node_id)
             shares = [milli for milli, _ in gpus]
             shape = head.shape
             fitting = [milli for milli in shares if milli >= shape.gpu_milli]
             free += sum(shares)
             if (
-                why_not(shape, facts)
+                why_unsuitable(shape, facts)
                 or cpu_milli < shape.cpu_milli
                 or memory_mib < shape.memory_mib
                 or len(fitting) < shape.gpus

@@ -54,7 +54,7 @@ QUIET_CATCHES: dict[str, str] = {
         "the caller gets it with its traceback; a node has no log"
     ),
     "genie/grid/ray/batch.py::run_batch": "runs on a worker; the traceback is part of the result of the task",
-    "genie/scheduler/policies.py::IsolatedPolicy._call": "a user's code; `fault` describes the error",
+    "genie/scheduler/policies.py::IsolatedPolicy._call_policy": "a user's code; `fault` describes the error",
     "genie/scheduler/policies.py::_format_error": "an error that cannot be formatted is reported by its type",
 }
 

@@ -73,7 +73,9 @@ def test_short_job_is_backfilled_and_long_job_is_not() -> None:
     assert found["large"] == (100.0, 110.0)
     assert found["short"] == (3.0, 53.0)
     assert found["long"] == (110.0, 610.0)
-    strict = times(simulate(nodes, jobs, SimulationPlan(Rules(order=Fifo(), backfills=False), "bestfit")))
+    strict = times(
+        simulate(nodes, jobs, SimulationPlan(Rules(order=Fifo(), allows_backfill=False), "bestfit"))
+    )
     assert strict["short"] == (110.0, 160.0)
 
 
@@ -109,7 +111,9 @@ def test_no_job_is_stopped_when_preemption_is_disabled() -> None:
         SimJob("low", 0.0, 100.0, gpus=8, preemptible=True),
         SimJob("high", 60.0, 20.0, gpus=8, priority=5),
     ]
-    run = simulate(uniform_nodes(1), jobs, SimulationPlan(Rules(order=Priority(), preempts=False), "bestfit"))
+    run = simulate(
+        uniform_nodes(1), jobs, SimulationPlan(Rules(order=Priority(), allows_preemption=False), "bestfit")
+    )
     assert times(run) == {"low": (0.0, 100.0), "high": (100.0, 120.0)}
 
 

@@ -24,7 +24,7 @@ from genie.errors import JobRefusedError
 from genie.model.job import Job, JobSpec, JobState, PlacementConstraints, Resources, Spread, Within
 from genie.model.messages import CancelJob
 from genie.scheduler.decisions import Preempt, Start
-from genie.scheduler.request import FULL_MILLI
+from genie.scheduler.request import WHOLE_GPU_MILLI
 from genie.sim import fault_injector, loop
 from genie.sim.cluster import SimCluster
 from genie.sim.invariants import InvariantChecker
@@ -52,7 +52,7 @@ class Outcome:
 def _random_spec(rng: random.Random, node_ids: list[str]) -> tuple[JobSpec, float]:
     """Return a random job and its duration."""
     seconds = rng.uniform(1, 25)
-    gpus, milli, node_id, gpu_ids = rng.choice((1, 1, 2)), FULL_MILLI, "", ()
+    gpus, milli, node_id, gpu_ids = rng.choice((1, 1, 2)), WHOLE_GPU_MILLI, "", ()
     constraints: dict[str, object] = {"grace_s": rng.choice((0.0, 3.0, 15.0))}
     kind = rng.choice(("one", "share", "gang", "elastic", "spread", "within", "pinned", "wide"))
     match kind:
@@ -130,7 +130,7 @@ async def _audit(cluster: SimCluster) -> None:
 
 def _book_mismatches(controller: Controller) -> Iterator[str]:
     planner, jobs = controller._planner, controller._ledger.jobs
-    held = planner._scheduler.allocations.held
+    held = planner._scheduler.allocations.allocations_by_job
     for job in jobs.values():
         if job.state in (JobState.PLACING, JobState.RUNNING):
             there = held[job.job_id].places if job.job_id in held else ()
@@ -148,10 +148,12 @@ def _planner_state(planner: Planner) -> dict[str, object]:
     scheduler = planner._scheduler
     allocations = scheduler.allocations
     return {
-        "held": {job_id: held.places for job_id, held in allocations.held.items()},
-        "running": sorted(running.request.job_id for running in scheduler.running),
-        "waiting": sorted(request.job_id for request in scheduler.waiting),
-        "free": {facts.node_id: allocations.free_on(facts.node_id) for facts in allocations.nodes},
+        "held": {job_id: held.places for job_id, held in allocations.allocations_by_job.items()},
+        "running": sorted(running.request.job_id for running in scheduler.running_jobs),
+        "waiting": sorted(request.job_id for request in scheduler.queued_requests),
+        "free": {
+            facts.node_id: allocations.free_resources_of_node(facts.node_id) for facts in allocations.nodes
+        },
         "usage": [
             (allocations.usage(each), allocations.nonpreemptible_usage(each))
             for each in ("default", *fault_injector.TENANTS)
@@ -172,8 +174,8 @@ def _planner_difference(controller: Controller) -> str:
         f"{name}: {mine[name]}, rebuilt: {rebuilt[name]}" for name in mine if mine[name] != rebuilt[name]
     ]
     for node_id, ledger in controller._ledger.holds.items():
-        free = planner._scheduler.allocations.free_on(node_id)[2]
-        expected = [FULL_MILLI - ledger.gpu_used_milli(gpu_id) for gpu_id in planner._gpu_ids[node_id]]
+        free = planner._scheduler.allocations.free_resources_of_node(node_id)[2]
+        expected = [WHOLE_GPU_MILLI - ledger.gpu_used_milli(gpu_id) for gpu_id in planner._gpu_ids[node_id]]
         if [milli for milli, _ in free] != expected:
             wrong.append(f"free on {node_id}: {free}, ledger: {expected}")
     return "; ".join(wrong)

@@ -323,7 +323,7 @@ def _make_rules(order: str, controller: ControllerConfig, *, backfills: bool, pr
         policy = policy_named(order, budget_s=controller.policy_budget_s, clock=time.thread_time)
     except UsageError as error:
         raise UsageError(f"--order: {error.message}", hint=error.hint) from error
-    return Rules(backfills=backfills, preempts=preempts).with_order(policy)
+    return Rules(allows_backfill=backfills, allows_preemption=preempts).with_order(policy)
 
 
 def _make_simulation_plan(

@@ -204,10 +204,10 @@ class JobLifecycle:
             return other is not None and other.tenant == job.tenant
 
         steps = (
-            msgspec.structs.replace(step, reason=mask_job_ids(step.reason, is_shown=is_shown))
+            msgspec.structs.replace(step, reason=mask_job_ids(step.reason, is_visible=is_shown))
             for step in job.history
         )
-        reason = mask_job_ids(job.reason, is_shown=is_shown)
+        reason = mask_job_ids(job.reason, is_visible=is_shown)
         return msgspec.structs.replace(job, reason=reason, history=tuple(steps))
 
     def _with_run_notes(self, job: Job) -> Job:

@@ -36,7 +36,7 @@ from genie.processes import files
 from genie.processes.clock import Clock
 from genie.runtime import tls
 from genie.runtime.credentials import is_wildcard
-from genie.tenancy.access import NO_PIN, mark_revoked, mark_used, parse_token, verify
+from genie.tenancy.access import NO_PIN, mark_revoked, mark_used, parse_token, verify_token
 
 _log = logging.getLogger(__name__)
 _RENEWAL_CHECK_S = 60.0
@@ -210,7 +210,7 @@ class Admission:
         def build(txn: Transaction) -> Joined:
             now = self._clock.wall_s()
             record = self._ledger.tokens.get(token.token_id)
-            verify(token, record, now=now)
+            verify_token(token, record, now=now)
             assert record is not None
             node_id = self._unused_node_id(requested_id)
             if request.exact and node_id != requested_id:

@@ -25,12 +25,12 @@ from genie.processes.clock import Clock
 from genie.scheduler import feasibility
 from genie.scheduler.cluster.allocations import ClusterAllocations
 from genie.scheduler.cluster.placer_group import PlacerFactory
-from genie.scheduler.conversion import GPU_UNKNOWN, job_request, node_facts, worker_shape
+from genie.scheduler.conversion import GPU_POSITION_UNKNOWN, job_request, node_facts, worker_shape
 from genie.scheduler.decisions import Decision, Start, Wait
 from genie.scheduler.explain import Explanation, explain, queue_order
 from genie.scheduler.placement.protocol import NODE_GPUS_MAX
 from genie.scheduler.quota import UNBOUNDED
-from genie.scheduler.request import CPU, JobRequest, NodeFacts, Shape, WorkerPlace, why_not
+from genie.scheduler.request import CPU_ACCELERATOR, JobRequest, NodeFacts, Shape, WorkerPlace, why_unsuitable
 from genie.scheduler.rules import Rules
 from genie.scheduler.scheduler import Scheduler
 
@@ -117,7 +117,9 @@ class Planner:
                 self._never_reasons.clear()
             request = job_request(_hypothetical_job(spec, tenant=""), shape)
             nodes = self._scheduler.allocations.nodes
-            self._never_reasons[key] = feasibility.why_never(request, nodes, workers_max=self._workers_max)
+            self._never_reasons[key] = feasibility.why_infeasible(
+                request, nodes, workers_per_node_max=self._workers_max
+            )
         return self._never_reasons[key]
 
     def why_over_quota(self, spec: JobSpec, tenant: str) -> str:
@@ -127,19 +129,17 @@ class Planner:
         quotas = self._scheduler.rules.quotas
         if tenant not in quotas.by_tenant:
             return ""
-        return quotas.why_never(job_request(_hypothetical_job(spec, tenant), self._shape(spec)))
+        return quotas.why_never_within_quota(job_request(_hypothetical_job(spec, tenant), self._shape(spec)))
 
     def accepts_kind(self, spec: JobSpec, tenant: str) -> bool:
         """Whether fewer than PENDING_KINDS_MAX kinds of jobs are pending, or one like this is among them."""
-        if self._is_stale or self._scheduler.queued_kinds < PENDING_KINDS_MAX:
+        if self._is_stale or self._scheduler.queued_kind_count < PENDING_KINDS_MAX:
             return True
-        return self._scheduler.has_queued_kind(
-            job_request(_hypothetical_job(spec, tenant), self._shape(spec))
-        )
+        return self._scheduler.is_kind_queued(job_request(_hypothetical_job(spec, tenant), self._shape(spec)))
 
     def pending_jobs(self) -> list[Wait]:
         """The pending jobs in scheduling order, each with its latest pending reason."""
-        waits = {wait.job_id: wait for wait in self._scheduler.waits}
+        waits = {wait.job_id: wait for wait in self._scheduler.pending_decisions}
         ordered = (waits[request.job_id] for request in queue_order(self._scheduler, self._now()))
         return [
             wait if wait.starts_at is None else replace(wait, starts_at=self._to_wall_clock(wait.starts_at))
@@ -148,7 +148,7 @@ class Planner:
 
     def explain(self, job_id: str) -> Explanation | None:
         """Explain why a job is pending; None when it is not."""
-        wait = next((wait for wait in self._scheduler.waits if wait.job_id == job_id), None)
+        wait = next((wait for wait in self._scheduler.pending_decisions if wait.job_id == job_id), None)
         if wait is None:
             return None
         found = explain(self._scheduler, job_id, reason=wait.reason, now=self._now())
@@ -170,13 +170,13 @@ class Planner:
                 yield node_id, state.info.disk_free_bytes
 
     def _suits(self, shape: Shape, node_id: str) -> bool:
-        facts = self._scheduler.allocations.facts(node_id)
-        return facts is not None and not why_not(shape, replace(facts, closed=""))
+        facts = self._scheduler.allocations.get_node_facts(node_id)
+        return facts is not None and not why_unsuitable(shape, replace(facts, blocked_reason=""))
 
     @property
     def fault(self) -> str:
         """Why a custom policy is disabled; empty while it works."""
-        return self._scheduler.fault
+        return self._scheduler.policy_fault
 
     # -- deciding ---------------------------------------------------------------------------
 
@@ -217,7 +217,7 @@ class Planner:
         if self._is_stale:
             return ()
         request = self._request(job)
-        start = self._scheduler.start_now(request, self._now())
+        start = self._scheduler.try_start_now(request, self._now())
         if start is None:
             return ()
         self._pending[job.job_id] = (request, start.places)
@@ -226,7 +226,7 @@ class Planner:
     def refresh(self) -> bool:
         """Update the scheduler's caches between two decisions, so that the next one is faster, for at most a
         few milliseconds; True if nothing is left to update."""
-        return self._is_stale or self._scheduler.allocations.refresh(REFRESH_BUDGET)
+        return self._is_stale or self._scheduler.allocations.prepare_placements(REFRESH_BUDGET)
 
     def settle_pass(self, job_ids: Iterable[str]) -> None:
         """Settle the starts of a scheduling pass, and undo those over capacity."""
@@ -248,7 +248,7 @@ class Planner:
 
     def _new_scheduler(self) -> Scheduler:
         allocations = ClusterAllocations(
-            self._make_placer, policy=self._policy, workers_max=self._workers_max
+            self._make_placer, policy=self._policy, workers_per_node_max=self._workers_max
         )
         return Scheduler(allocations, self._make_rules())
 
@@ -297,8 +297,8 @@ class Planner:
         if self._gpu_ids.setdefault(node_id, gpu_ids) != gpu_ids:
             self.invalidate()  # the positions of its accelerators have changed
             return
-        facts = node_facts(info, closed=closed)
-        known = self._scheduler.allocations.facts(node_id)
+        facts = node_facts(info, blocked_reason=closed)
+        known = self._scheduler.allocations.get_node_facts(node_id)
         if known == facts:
             return
         self._never_reasons.clear()
@@ -309,7 +309,7 @@ class Planner:
         self._scheduler.set_node(facts)
 
     def _remove_node(self, node_id: str) -> None:
-        if self._scheduler.allocations.facts(node_id) is None:
+        if self._scheduler.allocations.get_node_facts(node_id) is None:
             return
         try:
             self._scheduler.remove_node(node_id)
@@ -340,7 +340,7 @@ class Planner:
             self._backoff.pop(job_id, None)
             self._restricted.discard(job_id)
             if scheduler.is_running(job_id):
-                scheduler.ended(job_id)
+                scheduler.record_end(job_id)
             else:
                 scheduler.withdraw(job_id)
         elif job.state in _PLACED_STATES:
@@ -353,11 +353,11 @@ class Planner:
         elif (not_before_s := self._not_before_s(job_id)) > self._clock.monotonic_s():
             self._backoff[job_id] = not_before_s
             if scheduler.is_running(job_id):
-                scheduler.ended(job_id)
+                scheduler.record_end(job_id)
         elif scheduler.is_running(job_id) and not self._needed_bytes(job_id):
-            scheduler.ended(job_id, requeue=True)
+            scheduler.record_end(job_id, requeue=True)
         elif scheduler.is_running(job_id):
-            scheduler.ended(job_id)
+            scheduler.record_end(job_id)
             scheduler.submit(self._request(job))
         elif not scheduler.is_queued(job_id):
             scheduler.submit(self._request(job))
@@ -369,7 +369,7 @@ class Planner:
 
     def _record_start(self, request: JobRequest, places: tuple[WorkerPlace, ...], at: float) -> None:
         try:
-            self._scheduler.started(request, places, at)
+            self._scheduler.record_start(request, places, at)
         except (UsageError, KeyError) as error:
             # The job continues; the ledger has what it holds.
             _log.warning("job %s: the scheduler cannot account for its placement: %s", request.job_id, error)
@@ -397,7 +397,7 @@ class Planner:
     def _release_ended_workers(self, job: Job) -> None:
         """Release what the ended workers of a running job held."""
         left = sum(placement.outcome is None for placement in job.placements)
-        if left < len(self._scheduler.allocations.held[job.job_id].places):
+        if left < len(self._scheduler.allocations.allocations_by_job[job.job_id].places):
             self._scheduler.retain_workers(job.job_id, self._places(job))
 
     def _end_backoffs(self) -> None:
@@ -435,13 +435,13 @@ class Planner:
         if spec.node_id:
             known = self._gpu_ids.get(spec.node_id, ())
             positions = {gpu_id: position for position, gpu_id in enumerate(known)}
-            return worker_shape(spec, has_gpus=self._has_gpus, positions=positions)
+            return worker_shape(spec, has_gpus=self._has_gpus, gpu_positions=positions)
         found = self._shapes.get(spec.resources)
         if found is not None and found[0] == spec.constraints:
             return found[1]
         if len(self._shapes) >= _CACHE_MAX:
             self._shapes.clear()
-        shape = worker_shape(spec, has_gpus=self._has_gpus, positions={})
+        shape = worker_shape(spec, has_gpus=self._has_gpus, gpu_positions={})
         self._shapes[spec.resources] = (spec.constraints, shape)
         return shape
 
@@ -456,7 +456,8 @@ class Planner:
     def _to_gpu_positions(self, node_id: str, gpu_ids: tuple[int, ...]) -> WorkerPlace:
         known = self._gpu_ids.get(node_id, ())  # empty for a node that is no longer registered
         return WorkerPlace(
-            node_id, tuple(known.index(gpu_id) if gpu_id in known else GPU_UNKNOWN for gpu_id in gpu_ids)
+            node_id,
+            tuple(known.index(gpu_id) if gpu_id in known else GPU_POSITION_UNKNOWN for gpu_id in gpu_ids),
         )
 
     def _to_gpu_ids(self, start: Start) -> Start:
@@ -486,4 +487,4 @@ def _has_gpu(info: NodeInfo) -> bool:
 
 
 def _has_gpu_facts(facts: NodeFacts) -> bool:
-    return any(gpu.vendor != CPU for gpu in facts.gpus)
+    return any(gpu.vendor != CPU_ACCELERATOR for gpu in facts.gpus)

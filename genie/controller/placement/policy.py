@@ -13,7 +13,7 @@ from genie.controller.placement.alarm import Alarm
 from genie.errors import ConfigError, UsageError
 from genie.processes.clock import Clock
 from genie.scheduler.order import Order
-from genie.scheduler.policies import BUILT_IN, Policies, PolicyTimeoutError
+from genie.scheduler.policies import BUILT_IN_POLICIES, PolicyRegistry, PolicyTimeoutError
 
 POLICY_CALL_TIMEOUT_S = 1.0
 """Timeout of one call of a custom policy."""
@@ -30,18 +30,18 @@ def make_policy(config: ControllerConfig, *, clock: Clock) -> Order:
 def policy_named(name: str, *, budget_s: float, clock: Callable[[], float]) -> Order:
     """Create a policy by name; UsageError if it is unknown or cannot be created. One call may take `budget_s`
     seconds of `clock`."""
-    if name in BUILT_IN:
-        return BUILT_IN[name]()
-    policies = Policies()
+    if name in BUILT_IN_POLICIES:
+        return BUILT_IN_POLICIES[name]()
+    policies = PolicyRegistry()
     policies.register(name, _import_policy(name))
-    return policies.make(
+    return policies.create(
         name, budget_s=budget_s, clock=clock, guard=Alarm(POLICY_CALL_TIMEOUT_S, PolicyTimeoutError)
     )
 
 
 def _import_policy(name: str) -> type:
     module_name, _, class_name = name.partition(":")
-    hint = f"use one of {', '.join(sorted(BUILT_IN))}, or MODULE:CLASS"
+    hint = f"use one of {', '.join(sorted(BUILT_IN_POLICIES))}, or MODULE:CLASS"
     if not module_name or not class_name:
         raise UsageError(f"there is no policy {name!r}", hint=hint)
     try:

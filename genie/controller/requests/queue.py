@@ -116,11 +116,11 @@ class QueueRequests:
             return ExplainReply(job=visible)
         return ExplainReply(
             job=msgspec.structs.replace(visible, reason=self._mask(found.reason, identity)),
-            ahead=found.ahead,
+            ahead=found.jobs_ahead,
             starts_at=found.starts_at,
-            starts_why=self._mask(found.starts_why, identity),
-            ruled_out=tuple(_shorten(each) for each in found.ruled_out[:REASONS_MAX]),
-            ruled_out_more=sum(len(each.nodes) for each in found.ruled_out[REASONS_MAX:]),
+            starts_why=self._mask(found.starts_at_note, identity),
+            ruled_out=tuple(_shorten(each) for each in found.blocked_nodes[:REASONS_MAX]),
+            ruled_out_more=sum(len(each.nodes) for each in found.blocked_nodes[REASONS_MAX:]),
         )
 
     def _queue(self) -> list[tuple[Job, Wait]]:
@@ -137,7 +137,7 @@ class QueueRequests:
             job = self._jobs.get(job_id)
             return job is not None and can_see(identity, job)
 
-        return text if identity.kind is TokenKind.OWNER else mask_job_ids(text, is_shown=is_shown)
+        return text if identity.kind is TokenKind.OWNER else mask_job_ids(text, is_visible=is_shown)
 
 
 def _shorten(group: BlockedNodes) -> NodesRuledOut:

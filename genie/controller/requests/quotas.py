@@ -15,7 +15,7 @@ from genie.errors import QuotaNotFoundError, UsageError
 from genie.model.messages import Done, ListQuotas, QuotasReply, QuotaView, RemoveQuota, SetQuota
 from genie.model.tenant import Identity, QuotaRecord, TokenKind
 from genie.scheduler.quota import Quota, Quotas, gpu_amounts
-from genie.scheduler.request import FULL_MILLI
+from genie.scheduler.request import WHOLE_GPU_MILLI
 
 QUOTAS_MAX = 2000
 
@@ -55,7 +55,7 @@ class QuotaTable:
         return [
             QuotaView(
                 quota=self._ledger.quotas.get(tenant) or QuotaRecord(tenant=tenant),
-                held_gpus=held.get(tenant, 0) / FULL_MILLI,
+                held_gpus=held.get(tenant, 0) / WHOLE_GPU_MILLI,
             )
             for tenant in sorted(tenants)
         ]

@@ -48,7 +48,7 @@ from genie.model.tenant import Identity, TokenKind
 from genie.processes.clock import Clock
 from genie.runtime.network import Channel
 from genie.runtime.rpc import Peer
-from genie.tenancy.access import check_allowed
+from genie.tenancy.access import check_request_allowed
 from genie.version import __version__
 
 _log = logging.getLogger(__name__)
@@ -137,7 +137,7 @@ class Service:
                 )
             if connection.usage is not None:
                 self._charge(connection, connection.usage, request)
-            check_allowed(connection.authenticated_as, request)
+            check_request_allowed(connection.authenticated_as, request)
             self._tokens.check_valid(connection.authenticated_as)
             if not self._ledger.is_current and kind not in _WHILE_LOADING:
                 self._check_not_loading()

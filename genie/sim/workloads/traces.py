@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import TypeVar
 
 from genie.errors import UsageError
-from genie.scheduler.conversion import AMOUNT_MAX
+from genie.scheduler.conversion import RESOURCE_AMOUNT_MAX
 from genie.scheduler.placement.protocol import ANY_MODEL, NODE_GPUS_MAX, TypicalShape
-from genie.scheduler.request import FULL_MILLI
+from genie.scheduler.request import WHOLE_GPU_MILLI
 
 NODE_LIST = "openb_node_list_gpu_node.csv"
 POD_LIST_PREFIX = "openb_pod_list_"
@@ -162,7 +162,7 @@ class Row:
     def text(self, name: str) -> str:
         return (self._values.get(name) or "").strip()
 
-    def integer(self, name: str, *, most: int = AMOUNT_MAX) -> int:
+    def integer(self, name: str, *, most: int = RESOURCE_AMOUNT_MAX) -> int:
         text = self.text(name)
         if not text.isascii() or not text.isdecimal() or int(text) > most:
             raise self.error(name, f"an integer from 0 to {most}")
@@ -251,10 +251,10 @@ def _node(row: Row) -> TraceNode:
 
 
 def _pod(row: Row) -> TracePod:
-    gpus, milli = row.integer("num_gpu", most=NODE_GPUS_MAX), row.integer("gpu_milli", most=FULL_MILLI)
+    gpus, milli = row.integer("num_gpu", most=NODE_GPUS_MAX), row.integer("gpu_milli", most=WHOLE_GPU_MILLI)
     if gpus == 0:
         milli = 0
-    elif milli == 0 or (gpus > 1 and milli < FULL_MILLI):
+    elif milli == 0 or (gpus > 1 and milli < WHOLE_GPU_MILLI):
         raise row.error("gpu_milli", "1 to 1000 for one GPU, or 1000 for several")
     return TracePod(
         cpu_milli=row.integer("cpu_milli"),

@@ -36,7 +36,7 @@ from typing import TextIO
 from genie.errors import UsageError
 from genie.model.job import Within
 from genie.scheduler.placement.protocol import NODE_GPUS_MAX
-from genie.scheduler.request import FULL_MILLI, GpuFacts, JobRequest, NodeFacts, Shape
+from genie.scheduler.request import WHOLE_GPU_MILLI, GpuFacts, JobRequest, NodeFacts, Shape
 from genie.sim.workloads.traces import Row, TraceNode, read_jobs, read_runs, read_table
 
 GRACE_S = 30.0
@@ -59,7 +59,7 @@ class SimJob:
     tenant: str = "default"
     workers: int = 1
     gpus: int = 1
-    gpu_milli: int = FULL_MILLI
+    gpu_milli: int = WHOLE_GPU_MILLI
     cpu_milli: int = 0
     memory_mib: int = 0
     models: frozenset[str] = frozenset()
@@ -147,7 +147,7 @@ def _cells(job: SimJob) -> list[str]:
         **{name: str(getattr(job, name)) for name in COLUMNS if hasattr(job, name)},
         "submitted_s": f"{job.submitted_s:.3f}",
         "duration_s": f"{job.duration_s:.3f}",
-        "gpu_share": f"{job.gpu_milli / FULL_MILLI:g}",
+        "gpu_share": f"{job.gpu_milli / WHOLE_GPU_MILLI:g}",
         "cpus": f"{job.cpu_milli / 1000:g}",
         "models": "|".join(sorted(job.models)),
         "preemptible": "yes" if job.preemptible else "no",
@@ -194,11 +194,12 @@ def _workers(row: Row) -> int:
 
 def _share(row: Row, gpus: int) -> int:
     if not row.text("gpu_share"):
-        return FULL_MILLI
+        return WHOLE_GPU_MILLI
     milli = round(
-        FULL_MILLI * row.number("gpu_share", allowed := "more than 0 and at most 1, or 1 for several GPUs")
+        WHOLE_GPU_MILLI
+        * row.number("gpu_share", allowed := "more than 0 and at most 1, or 1 for several GPUs")
     )
-    if not 0 < milli <= FULL_MILLI or (gpus > 1 and milli < FULL_MILLI):
+    if not 0 < milli <= WHOLE_GPU_MILLI or (gpus > 1 and milli < WHOLE_GPU_MILLI):
         raise row.error("gpu_share", allowed)
     return milli
 
@@ -245,7 +246,7 @@ def openb_jobs(path: Path, *, draw_s: Callable[[random.Random], float], seed: in
             submitted_s=rng.uniform(0, span_s) if run.submitted_s is None else run.submitted_s,
             duration_s=duration,
             gpus=run.pod.gpus,
-            gpu_milli=run.pod.gpu_milli if run.pod.gpus else FULL_MILLI,
+            gpu_milli=run.pod.gpu_milli if run.pod.gpus else WHOLE_GPU_MILLI,
             cpu_milli=run.pod.cpu_milli,
             memory_mib=run.pod.memory_mib,
             models=frozenset(run.pod.models),

@@ -397,13 +397,13 @@ async def test_placer_caches_are_refreshed_between_decisions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     budgets: list[int] = []
-    refresh = ClusterAllocations.refresh
+    refresh = ClusterAllocations.prepare_placements
 
     def counted(allocations: ClusterAllocations, budget: int) -> bool:
         budgets.append(budget)
         return refresh(allocations, budget)
 
-    monkeypatch.setattr(ClusterAllocations, "refresh", counted)
+    monkeypatch.setattr(ClusterAllocations, "prepare_placements", counted)
     async with running_controller(tmp_path) as one, one.client() as owner, one.agent("a") as a:
         await owner.submit_spec(job_spec())
         await a.start_next()
@@ -415,7 +415,7 @@ async def test_an_incomplete_refresh_is_continued_in_the_same_pass(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     events: list[str] = []
-    refresh, decide = ClusterAllocations.refresh, Scheduler.decide
+    refresh, decide = ClusterAllocations.prepare_placements, Scheduler.decide
 
     def recorded_refresh(allocations: ClusterAllocations, budget: int) -> bool:
         is_complete = refresh(allocations, budget)
@@ -427,7 +427,7 @@ async def test_an_incomplete_refresh_is_continued_in_the_same_pass(
         return decide(scheduler, now)
 
     monkeypatch.setattr(planning, "REFRESH_BUDGET", 1)
-    monkeypatch.setattr(ClusterAllocations, "refresh", recorded_refresh)
+    monkeypatch.setattr(ClusterAllocations, "prepare_placements", recorded_refresh)
     monkeypatch.setattr(Scheduler, "decide", recorded_decide)
     async with running_controller(tmp_path) as one, one.client() as owner, one.agent("a", gpus=8) as a:
         for gpus in (1, 2, 3):

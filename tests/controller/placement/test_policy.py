@@ -122,7 +122,7 @@ def test_alarm_interrupts_only_a_call_that_exceeds_its_limit() -> None:
             pass
     order = IsolatedPolicy(_Slow(), budget_s=9.0, clock=time.monotonic, guard=alarm)
     assert order.within(JobRequest("j", "t", 1, Shape())) != (1,)
-    assert "did not return" in order.fault
+    assert "did not return" in order.disabled_reason
 
 
 class _Slow:

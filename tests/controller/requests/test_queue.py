@@ -43,13 +43,13 @@ class DeskPlanner:
 
     def decide(self) -> None:
         self._desk.decide()
-        self._told = {each.job_id: each for each in self._desk.scheduler.waits}
+        self._told = {each.job_id: each for each in self._desk.scheduler.pending_decisions}
 
     def pending_jobs(self) -> list[Wait]:
         def ahead(wait: Wait) -> int:
             found = self.explain(wait.job_id)
             assert found is not None
-            return found.ahead
+            return found.jobs_ahead
 
         return sorted(self._told.values(), key=ahead)
 
@@ -129,7 +129,7 @@ def _connection(who: Identity) -> Connection:
 
 def busy_cluster() -> QueueSetup:
     """One job runs on both GPUs; three are pending, the second of tenant blue."""
-    cluster = QueueSetup(node("n1", 2), node("tiny", 1), node("shut", 2, closed="draining"))
+    cluster = QueueSetup(node("n1", 2), node("tiny", 1), node("shut", 2, blocked_reason="draining"))
     cluster.submit(ONE, "red", 2, time_limit_s=60.0)
     cluster.decide()
     cluster.submit(TWO, "red", 2, time_limit_s=60.0)
