@@ -18,7 +18,7 @@ import msgspec
 from genie.agent.agent import Agent
 from genie.agent.disk import DiskAccess
 from genie.agent.identity import read_identity
-from genie.agent.joining import join
+from genie.agent.joining import join_cluster
 from genie.config import AgentConfig, ControllerConfig
 from genie.controller.controller import Controller
 from genie.errors import GenieError
@@ -211,7 +211,7 @@ class SimCluster:
                 rng=random.Random(self.world.random.random()),
                 inventory=_Accelerators(lambda: self._gpu_ids[host]),
                 launcher=launcher,
-                disk=DiskAccess(journal=disk, bulk=disk, space=disk.space),
+                disk=DiskAccess(run_journal_call=disk, run_bulk_call=disk, measure_space=disk.space),
                 facts=lambda: HostFacts(
                     cpus=8.0, memory_total_bytes=1 << 34, memory_used_bytes=0, hostname=host
                 ),
@@ -334,7 +334,7 @@ class SimCluster:
     async def _join(self, host: str) -> None:
         created = await self.send_request(CreateToken(kind=TokenKind.JOIN))
         leader = next(each for each in self.controller_hosts if self.is_up(each))
-        await join(
+        await join_cluster(
             leader,
             PORT,
             created.token,

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from genie.agent.jobs import CONTACT_LOST
+from genie.agent.jobs import CONTACT_LOST_REASON
 from genie.agent.launcher import LaunchPlan
 from genie.model.allocation import FULL_MILLI
 from genie.model.job import parse_worker_unit
@@ -140,7 +140,7 @@ class Machines:
                 self._end(process)
             return
         if SimClock(self._world, process.node_id).monotonic_s() >= process.until_s:
-            self.terminate(process, CONTACT_LOST, within_s=process.deadman_grace_s)
+            self.terminate(process, CONTACT_LOST_REASON, within_s=process.deadman_grace_s)
         if now_s >= process.ends_at_s and not process.end_reason:
             process.exit_code = 0
             self.finished[process.job_id] = self.finished.get(process.job_id, 0) + 1
@@ -205,12 +205,12 @@ class SimLauncher:
         machines.on_exit.append(self._exited)
         self.dead = False
 
-    def end_leftovers(self, jobs_dir: Path) -> int:
+    def kill_leftovers(self, jobs_dir: Path) -> int:
         count = self._machines.kill_leftovers(self._host)
         self._leftovers = self._machines.alive(self._host)
         return count
 
-    async def start(self, plan: LaunchPlan, *, until_s: float) -> None:
+    async def start_job(self, plan: LaunchPlan, *, deadman_expiry_s: float) -> None:
         if self.dead:
             return
         seconds = float(plan.env.get(DURATION_VARIABLE, "1"))
@@ -222,7 +222,7 @@ class SimLauncher:
             epoch=plan.epoch,
             directory=plan.directory,
             ends_at_s=self._world.now_s + seconds,
-            until_s=until_s,
+            until_s=deadman_expiry_s,
             grace_s=plan.grace_s,
             deadman_grace_s=plan.deadman_grace_s,
             gpu_milli=int(plan.env.get(SHARE_VARIABLE, FULL_MILLI)),
@@ -233,23 +233,23 @@ class SimLauncher:
         self._machines.start_process(process)
         self._mine[plan.job_id] = process
 
-    def refresh(self, until_s: float) -> None:
+    def extend_deadman_timers(self, deadman_expiry_s: float) -> None:
         if not self.dead:
             for process in self._mine.values():
-                process.until_s = until_s
+                process.until_s = deadman_expiry_s
 
-    def kill(self, job_id: str, *, reason: str, grace_s: float | None = None) -> None:
+    def kill_job(self, job_id: str, *, reason: str, grace_s: float | None = None) -> None:
         process = self._mine.get(job_id)
         if process is not None and not self.dead and not process.end_reason:
             self._machines.terminate(
                 process, reason, within_s=process.grace_s if grace_s is None else grace_s
             )
 
-    def running(self) -> dict[str, str]:
+    def running_jobs_and_kill_errors(self) -> dict[str, str]:
         leftovers = {process.job_id: process for process in self._leftovers if process.alive}
         return {job_id: _stuck_reason(process) for job_id, process in (leftovers | self._mine).items()}
 
-    def exits(self) -> list[ExitReport]:
+    def take_exits(self) -> list[ExitReport]:
         ended = [process for process in self._mine.values() if not process.alive]
         for process in ended:
             del self._mine[process.job_id]

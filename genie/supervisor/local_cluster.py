@@ -272,7 +272,7 @@ class Supervisor:
                 request = CreateToken(kind=TokenKind.JOIN, name=self.node_id)
                 text = (await connection.call(request, timeout_s=_CALL_TIMEOUT_S, idempotent=False)).token
         self._progress(f"joining the cluster as {self.node_id}")
-        return await joining.join(
+        return await joining.join_cluster(
             host,
             port,
             text,
@@ -280,7 +280,7 @@ class Supervisor:
             requested_node_id=self.node_id,
             network=TcpNetwork(),
             # The controller may append a number to a node ID from the host name, but not to one that was set.
-            exact=self._is_node_id_configured,
+            is_node_id_fixed=self._is_node_id_configured,
         )
 
     async def _wait_registered(self, node_dir: Path, *, after: int) -> None:

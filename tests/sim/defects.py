@@ -165,7 +165,7 @@ def _plant_unlimited_connections(patch: pytest.MonkeyPatch) -> None:
 
 def _plant_impatient_confirmations(patch: pytest.MonkeyPatch) -> None:
     """A worker asks again and again whether the others are ready."""
-    patch.setattr("genie.agent.jobs.CONFIRM_WAIT_S", 0.0)
+    patch.setattr("genie.agent.jobs.CONFIRMATION_WAIT_S", 0.0)
     patch.setattr("genie.agent.jobs.RETRY_S_MAX", 0.2)
 
 
@@ -255,7 +255,7 @@ def _plant_exits_of_lingering_jobs(patch: pytest.MonkeyPatch) -> None:
     async def wait_exit(self: SimLauncher) -> None:
         await asyncio.sleep(0.2)
 
-    patch.setattr(SimLauncher, "exits", exits)
+    patch.setattr(SimLauncher, "take_exits", exits)
     patch.setattr(SimLauncher, "wait_exit", wait_exit)
     patch.setattr(NodeJobs, "_accelerator_conflict", lambda self, launch: "")
 

@@ -261,7 +261,7 @@ async def _wait_settled(cluster: SimCluster, checker: InvariantChecker, job_ids:
 
 def _accepted(cluster: SimCluster, node_id: str, unit: str) -> int:
     host = next(host for host in cluster.node_hosts if cluster.node_id(host) == node_id)
-    record = Journal(cluster.node_dir(host)).record(unit)
+    record = Journal(cluster.node_dir(host)).read_job_record(unit)
     return 0 if record is None else record.epoch
 
 

@@ -107,14 +107,14 @@ def _any_seed_violates(tmp_path: Path, kinds: tuple[str, ...], *, likely: int = 
 def test_simulation_detects_an_agent_that_leaves_orphans(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(SimLauncher, "end_leftovers", lambda self, jobs_dir: 0)
+    monkeypatch.setattr(SimLauncher, "kill_leftovers", lambda self, jobs_dir: 0)
     assert _any_seed_violates(tmp_path, ("crash_node",))
 
 
 def test_simulation_detects_a_dead_man_timer_that_is_too_long(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(heartbeats, "DEADMAN_SHARE", 5.0)
+    monkeypatch.setattr(heartbeats, "LEASE_TTL_SHARE", 5.0)
     monkeypatch.setattr(NodeJobs, "_accelerator_conflict", lambda self, launch: "")
     assert _any_seed_violates(tmp_path, ("cut_node",), likely=9)
 

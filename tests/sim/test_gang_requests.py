@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from genie.agent.jobs import CONFIRM_WAIT_S, LocalJob, NodeJobs
+from genie.agent.jobs import CONFIRMATION_WAIT_S, LocalJob, NodeJobs
 from genie.agent.launcher import LaunchPlan
 from genie.config import AgentConfig
 from genie.model.job import JobSpec, JobState, PlacementConstraints, Resources
@@ -23,18 +23,18 @@ HEARTBEATS_AT_EDGES = 2
 def test_each_worker_of_a_waiting_gang_sends_one_request_per_waiting_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prepare = NodeJobs._prepare
+    prepare = NodeJobs._prepare_launch
 
     async def slowly(self: NodeJobs, job: LocalJob) -> LaunchPlan:
         if job.launch.rank == 0:  # as if its working directory was large
             await self._clock.sleep(SLOW_S)
         return await prepare(self, job)
 
-    monkeypatch.setattr(NodeJobs, "_prepare", slowly)
+    monkeypatch.setattr(NodeJobs, "_prepare_launch", slowly)
     requests, states = loop.run(_count_requests(tmp_path))
     heartbeats = NODES * (WINDOW_S / AgentConfig().heartbeat_s + HEARTBEATS_AT_EDGES)
     assert states == [JobState.PLACING, JobState.RUNNING]
-    assert WORKERS < requests <= heartbeats + WORKERS * WINDOW_S / CONFIRM_WAIT_S
+    assert WORKERS < requests <= heartbeats + WORKERS * WINDOW_S / CONFIRMATION_WAIT_S
 
 
 async def _count_requests(directory: Path) -> tuple[int, list[JobState]]:

@@ -246,7 +246,7 @@ def _errors_as_violations(violations: list[str]) -> Iterator[None]:
 
 def _accepted(cluster: SimCluster, node_id: str, unit: str) -> int:
     host = next(host for host in cluster.node_hosts if cluster.node_id(host) == node_id)
-    record = Journal(cluster.directory / host / "agents" / node_id).record(unit)
+    record = Journal(cluster.directory / host / "agents" / node_id).read_job_record(unit)
     return 0 if record is None else record.epoch
 
 
