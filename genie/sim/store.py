@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
 from genie.controller.store import Compare, Delete, KeyValue, Put, RangeResult, Space, TxnResult, WatchEvent
-from genie.controller.store.background import Background
+from genie.controller.store.background import BackgroundTasks
 from genie.controller.store.leases import LeaseTimers
 from genie.controller.store.limits import (
     check_after_revision,
@@ -21,7 +21,7 @@ from genie.controller.store.limits import (
     check_transaction,
     check_ttl,
     encode_key,
-    key_span,
+    key_range,
 )
 from genie.controller.store.protocol import RANGE_BYTES_MAX, TXN_OPS_MAX
 from genie.errors import CompactedError, LeaseLostError, StoreFullError, StoreUnavailableError, UsageError
@@ -48,7 +48,7 @@ class MemoryStore:
         cls, *, clock: Clock, history_revisions: int = 10_000, bytes_max: int = BYTES_MAX
     ) -> MemoryStore:
         """Values above `bytes_max` in total raise StoreFullError, and so does granting a lease then."""
-        background = await Background.open("memory store")
+        background = await BackgroundTasks.open("memory store")
         memory = _Memory(
             clock=clock, background=background, history_revisions=history_revisions, bytes_max=bytes_max
         )
@@ -83,7 +83,7 @@ class MemoryStore:
         self, prefix: str, *, start_after: str = "", limit: int = 1000, timeout_s: float = 5.0
     ) -> RangeResult:
         check_range_limit(limit)
-        first, end = key_span(prefix, start_after=start_after)
+        first, end = key_range(prefix, start_after=start_after)
         await self._simulate_latency(self._range_delay_s)
         result = self._memory.range(first, end, limit)
         await self._simulate_latency(0.0)
@@ -138,7 +138,7 @@ class MemoryStore:
     @asynccontextmanager
     async def watch(self, prefix: str, *, after_revision: int) -> AsyncIterator[AsyncIterator[WatchEvent]]:
         check_after_revision(after_revision)
-        span = key_span(prefix)
+        span = key_range(prefix)
         await self._simulate_latency()
         yield self._follow(span, after_revision)
 
@@ -170,7 +170,7 @@ class _Memory:
     """State shared by all clients. Calls take effect immediately."""
 
     def __init__(
-        self, *, clock: Clock, background: Background, history_revisions: int, bytes_max: int
+        self, *, clock: Clock, background: BackgroundTasks, history_revisions: int, bytes_max: int
     ) -> None:
         self.background = background
         self._bytes_max = bytes_max
@@ -203,7 +203,11 @@ class _Memory:
         if not all(self._holds(compare) for compare in compares):
             return TxnResult(succeeded=False, revision=self._revision)
         for operation in operations:
-            if isinstance(operation, Put) and operation.lease_id and self.leases.is_lost(operation.lease_id):
+            if (
+                isinstance(operation, Put)
+                and operation.lease_id
+                and self.leases.is_expired_or_revoked(operation.lease_id)
+            ):
                 raise LeaseLostError(f"lease {operation.lease_id} has expired or was revoked")
         self._check_space(operations)
         before = len(self.history) + self.dropped
@@ -226,7 +230,7 @@ class _Memory:
     def grant_lease(self, ttl_s: float) -> int:
         if self._used_bytes >= self._bytes_max:
             raise StoreFullError("the memory store is full; no lease was granted")
-        self.leases.check_capacity()
+        self.leases.check_lease_count()
         self._last_lease_id += 1
         self.leases.start(self._last_lease_id, ttl_s=ttl_s)
         return self._last_lease_id

@@ -25,8 +25,8 @@ from genie.agent import joining
 from genie.agent.identity import AGENTS_DIR, read_controllers
 from genie.agent.journal import REGISTERED_FILE
 from genie.config import ClusterConfig, Settings
-from genie.controller.nodes.admission import check_bind
-from genie.controller.placement.placers import why_not_native
+from genie.controller.nodes.admission import check_bind_address
+from genie.controller.placement.placers import why_plain_placers
 from genie.errors import (
     AddressInUseError,
     AgentRunningError,
@@ -115,7 +115,7 @@ class Supervisor:
     async def start_controller(self) -> LocalCluster:
         """Starts the controller and waits until it listens and knows whether it leads."""
         config = self._settings.controller
-        check_bind(config)
+        check_bind_address(config)
         _check_port_free(config.bind, config.port)
         (self._state_dir / LOCAL_CLUSTER_FILE).unlink(missing_ok=True)
         self._progress(f"starting the controller on {config.bind}")
@@ -127,7 +127,7 @@ class Supervisor:
         # A port chosen by the system must stay the same after a crash: agents use it.
         self._controller.set_restart_arguments(self._controller_arguments(found.port))
         self._progress(f"the controller listens on {address_text(found.host, found.port)}")
-        if why := why_not_native():
+        if why := why_plain_placers():
             self._progress(why)
         return found
 

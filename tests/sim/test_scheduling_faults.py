@@ -134,7 +134,7 @@ def _book_mismatches(controller: Controller) -> Iterator[str]:
     for job in jobs.values():
         if job.state in (JobState.PLACING, JobState.RUNNING):
             there = held[job.job_id].places if job.job_id in held else ()
-            if there != planner._places(job):
+            if there != planner._places_of_running_workers(job):
                 yield f"the book has {there} for {job}"
     for job_id in held:
         if (job := jobs.get(job_id)) is None or job.state.is_final:
@@ -165,17 +165,19 @@ def _planner_state(planner: Planner) -> dict[str, object]:
 def _planner_difference(controller: Controller) -> str:
     """Return the differences between the planner's book and the ledger; empty if there are none."""
     planner, fresh = controller._planner, controller._build_planner()
-    planner._views.current()
+    planner._node_views.current_snapshots()
     if planner._is_stale:
-        planner._rebuild()
-    fresh._rebuild()
+        planner._rebuild_scheduler()
+    fresh._rebuild_scheduler()
     mine, rebuilt = _planner_state(planner), _planner_state(fresh)
     wrong = [
         f"{name}: {mine[name]}, rebuilt: {rebuilt[name]}" for name in mine if mine[name] != rebuilt[name]
     ]
     for node_id, ledger in controller._ledger.holds.items():
         free = planner._scheduler.allocations.free_resources_of_node(node_id)[2]
-        expected = [WHOLE_GPU_MILLI - ledger.gpu_used_milli(gpu_id) for gpu_id in planner._gpu_ids[node_id]]
+        expected = [
+            WHOLE_GPU_MILLI - ledger.gpu_used_milli(gpu_id) for gpu_id in planner._gpu_ids_by_node[node_id]
+        ]
         if [milli for milli, _ in free] != expected:
             wrong.append(f"free on {node_id}: {free}, ledger: {expected}")
     return "; ".join(wrong)

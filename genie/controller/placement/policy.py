@@ -9,7 +9,7 @@ import importlib
 from collections.abc import Callable
 
 from genie.config import ControllerConfig
-from genie.controller.placement.alarm import Alarm
+from genie.controller.placement.alarm import SignalTimeout
 from genie.errors import ConfigError, UsageError
 from genie.processes.clock import Clock
 from genie.scheduler.order import Order
@@ -22,12 +22,12 @@ POLICY_CALL_TIMEOUT_S = 1.0
 def make_policy(config: ControllerConfig, *, clock: Clock) -> Order:
     """Create the configured policy; ConfigError if it is unknown or cannot be created."""
     try:
-        return policy_named(config.policy, budget_s=config.policy_budget_s, clock=clock.monotonic_s)
+        return create_policy(config.policy, budget_s=config.policy_budget_s, clock=clock.monotonic_s)
     except UsageError as error:
         raise ConfigError(f"controller.policy: {error.message}", hint=error.hint) from error
 
 
-def policy_named(name: str, *, budget_s: float, clock: Callable[[], float]) -> Order:
+def create_policy(name: str, *, budget_s: float, clock: Callable[[], float]) -> Order:
     """Create a policy by name; UsageError if it is unknown or cannot be created. One call may take `budget_s`
     seconds of `clock`."""
     if name in BUILT_IN_POLICIES:
@@ -35,7 +35,7 @@ def policy_named(name: str, *, budget_s: float, clock: Callable[[], float]) -> O
     policies = PolicyRegistry()
     policies.register(name, _import_policy(name))
     return policies.create(
-        name, budget_s=budget_s, clock=clock, guard=Alarm(POLICY_CALL_TIMEOUT_S, PolicyTimeoutError)
+        name, budget_s=budget_s, clock=clock, guard=SignalTimeout(POLICY_CALL_TIMEOUT_S, PolicyTimeoutError)
     )
 
 

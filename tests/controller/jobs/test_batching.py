@@ -67,7 +67,7 @@ async def queued(one: RunningController, count: int, *, what: str) -> None:
     """Wait until `count` writes are queued behind the current commit."""
     assert one.controller is not None
     ledger = one.controller._ledger
-    await until(lambda: len(ledger._queue) == count, what=what)
+    await until(lambda: len(ledger._write_queue) == count, what=what)
 
 
 async def kept(one: RunningController, job_id: str) -> bytes:
@@ -237,7 +237,7 @@ async def advance_until(one: RunningController, clock: FakeClock, state: JobStat
 
     async def reached() -> bool:
         await clock.advance(1.0)
-        return jobs.counts()[state] == JOBS
+        return jobs.count_by_state()[state] == JOBS
 
     await until(reached, what=f"all jobs are {state}")
 

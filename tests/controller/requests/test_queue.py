@@ -106,7 +106,7 @@ class QueueSetup:
         return job
 
     def put(self, job: Job) -> None:
-        before = self.ledger.jobs._set(job.job_id, job)
+        before = self.ledger.jobs._set_row(job.job_id, job)
         for listener in self.ledger.jobs._listeners:
             listener(job.job_id, before, job)
 
@@ -237,7 +237,7 @@ async def test_explanation_names_a_limited_number_of_nodes_and_reasons(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(queue_module, "REASONS_MAX", 2)
-    monkeypatch.setattr(queue_module, "NODES_NAMED_MAX", 2)
+    monkeypatch.setattr(queue_module, "NODES_PER_REASON_MAX", 2)
     cluster = QueueSetup(*(node(f"n{number}", 1) for number in range(4)), *(node(f"m{g}", g) for g in (2, 3)))
     cluster.submit(ONE, "blue", 8)
     cluster.decide()
