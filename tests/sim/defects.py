@@ -41,7 +41,7 @@ from genie.processes import files
 from genie.runtime import wire
 from genie.runtime.rpc import Peer
 from genie.sim.disk import SimDisk
-from genie.sim.processes import SimLauncher, exit_report
+from genie.sim.processes import SimLauncher, make_exit_report
 from tests.sim.run import temporary_directory
 from tests.sim.scenario import run_seed
 
@@ -228,8 +228,8 @@ def _plant_disk_on_event_loop(patch: pytest.MonkeyPatch) -> None:
     real = SimDisk.__call__
 
     async def call(self: SimDisk, work: Callable[[], Any], *, writes: bool = False) -> Any:
-        if self.delay_s:
-            self._world.pause(self._host, self.delay_s)
+        if self.access_delay_s:
+            self._world.pause_host(self._host, self.access_delay_s)
         return await real(self, work, writes=writes)
 
     patch.setattr(SimDisk, "__call__", call)
@@ -250,10 +250,14 @@ def _plant_exits_of_lingering_jobs(patch: pytest.MonkeyPatch) -> None:
     """A job ends with its command, although one of its processes still uses the accelerator."""
 
     def exits(self: SimLauncher) -> list[ExitReport]:
-        ended = [one for one in self._mine.values() if not one.alive or one.lingers_until_s is not None]
+        ended = [
+            one
+            for one in self._process_by_job.values()
+            if not one.is_alive or one.lingers_until_s is not None
+        ]
         for process in ended:
-            del self._mine[process.job_id]
-        return [exit_report(process, now_s=self._world.now_s) for process in ended]
+            del self._process_by_job[process.job_id]
+        return [make_exit_report(process, now_s=self._world.now_s) for process in ended]
 
     async def wait_exit(self: SimLauncher) -> None:
         await asyncio.sleep(0.2)
@@ -266,7 +270,9 @@ def _plant_exits_of_lingering_jobs(patch: pytest.MonkeyPatch) -> None:
 def _plant_full_disk_as_fault_of_the_job(patch: pytest.MonkeyPatch) -> None:
     """A node with a full disk gets launches, and rejects them as if the job were the reason."""
     patch.setattr("genie.agent.jobs.is_caused_by_node", lambda error: False)
-    patch.setattr(SimDisk, "space", lambda self, path: DiskSpace(total_bytes=1 << 40, free_bytes=1 << 39))
+    patch.setattr(
+        SimDisk, "measure_space", lambda self, path: DiskSpace(total_bytes=1 << 40, free_bytes=1 << 39)
+    )
 
 
 DEFECTS = {

@@ -31,7 +31,7 @@ def test_each_worker_of_a_waiting_gang_sends_one_request_per_waiting_time(
         return await prepare(self, job)
 
     monkeypatch.setattr(NodeJobs, "_prepare_launch", slowly)
-    requests, states = loop.run(_count_requests(tmp_path))
+    requests, states = loop.run_simulated(_count_requests(tmp_path))
     heartbeats = NODES * (WINDOW_S / AgentConfig().heartbeat_s + HEARTBEATS_AT_EDGES)
     assert states == [JobState.PLACING, JobState.RUNNING]
     assert WORKERS < requests <= heartbeats + WORKERS * WINDOW_S / CONFIRMATION_WAIT_S
@@ -40,7 +40,7 @@ def test_each_worker_of_a_waiting_gang_sends_one_request_per_waiting_time(
 async def _count_requests(directory: Path) -> tuple[int, list[JobState]]:
     """Return the number of requests of all nodes while the gang waits, and its states then and later."""
     async with asyncio.TaskGroup() as group:
-        cluster = SimCluster(1, directory, group, nodes=NODES, gpus=GPUS)
+        cluster = SimCluster(1, directory, group, node_count=NODES, gpus_per_node=GPUS)
         await cluster.start()
         await cluster.wait_for_nodes()
         spec = JobSpec(
@@ -51,12 +51,12 @@ async def _count_requests(directory: Path) -> tuple[int, list[JobState]]:
         )
         job_id = await cluster.submit_spec(spec, seconds=1000.0)
         await asyncio.sleep(SETTLE_S)
-        sent = cluster.world.requests_sent
+        sent = cluster.world.requests_sent_by_host
         before = sum(sent[host] for host in cluster.node_hosts)
         await asyncio.sleep(WINDOW_S)
         count = sum(sent[host] for host in cluster.node_hosts) - before
-        states = [(await cluster.jobs())[job_id].state]
+        states = [(await cluster.fetch_jobs())[job_id].state]
         await asyncio.sleep(SLOW_S)
-        states.append((await cluster.jobs())[job_id].state)
+        states.append((await cluster.fetch_jobs())[job_id].state)
         await cluster.stop()
     return count, states

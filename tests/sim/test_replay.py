@@ -30,14 +30,14 @@ def plain(seed: int, typical: Sequence[TypicalShape]) -> Placer:
 def test_workload_that_fits_fills_the_cluster() -> None:
     outcome = replay(Workload(nodes(10), [HALF] * 20), plain, seed=0)
     # 80 GPUs; requests for half GPUs up to 130% of them; 99.5 to 100.5 round to 100%.
-    assert (outcome.arrivals, outcome.dropped) == (208, 48)
+    assert (outcome.arrival_count, outcome.dropped_count) == (208, 48)
     assert outcome.allocated_pct == pytest.approx(100.0, abs=0.3)
 
 
 def test_rejected_requests_count_as_requested() -> None:
     pods = [TracePod(0, 0, 1, 1000, ("B",)), ONE]
     outcome = replay(Workload(nodes(25), pods), plain, seed=3)
-    assert outcome.dropped > 100
+    assert outcome.dropped_count > 100
     assert 40 < outcome.allocated_pct < 60  # no node has model B
 
 
@@ -50,7 +50,7 @@ def test_nearest_readings_count_when_a_request_skips_100_percent() -> None:
 
 def test_rejected_multi_gpu_requests_are_counted_separately() -> None:
     outcome = replay(Workload(nodes(100, gpus=4), [TracePod(0, 0, 8, 1000, ()), ONE]), plain, seed=0)
-    assert 0 < outcome.dropped_multi_gpu <= outcome.dropped
+    assert 0 < outcome.dropped_multi_gpu_count <= outcome.dropped_count
 
 
 def test_runs_depend_on_the_seed() -> None:
@@ -61,18 +61,18 @@ def test_runs_depend_on_the_seed() -> None:
 
 def test_typical_shapes_cover_95_percent_of_requests() -> None:
     rare = TracePod(1, 0, 2, 1000, ("A",))
-    typical = Workload(nodes(1), [ONE] * 16 + [HALF] * 3 + [rare]).typical()
+    typical = Workload(nodes(1), [ONE] * 16 + [HALF] * 3 + [rare]).typical_shapes()
     # Exact: 16 / 19 differs from 0.8 / 0.95 in the last bit.
     assert [(shape.gpu_milli, shape.share) for shape in typical] == [(1000, 0.8 / 0.95), (500, 0.15 / 0.95)]
-    assert len(Workload(nodes(1), [ONE] * 50 + [HALF] * 44 + [rare] * 6).typical()) == 3
+    assert len(Workload(nodes(1), [ONE] * 50 + [HALF] * 44 + [rare] * 6).typical_shapes()) == 3
 
 
 def test_differently_written_models_are_separate_shapes() -> None:
     spellings = [("A",), ("A", "A"), ("B", "A"), ()]
     workload = Workload(nodes(1), [TracePod(0, 0, 1, 1000, models) for models in spellings])
     # Equally frequent, so ordered by the written models; no node has model B.
-    assert [shape.models for shape in workload.typical()] == [1, 1, 1, ANY_MODEL]
-    assert [shape.share for shape in workload.typical()] == [0.25] * 4
+    assert [shape.models for shape in workload.typical_shapes()] == [1, 1, 1, ANY_MODEL]
+    assert [shape.share for shape in workload.typical_shapes()] == [0.25] * 4
 
 
 @dataclass
