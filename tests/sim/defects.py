@@ -127,17 +127,13 @@ def _plant_blocking_reader(patch: pytest.MonkeyPatch) -> None:
 
 
 def _plant_unlimited_requests(patch: pytest.MonkeyPatch) -> None:
-    async def run(
-        self: RequestLimits,
-        usage: TokenUsage,
-        request: Message,
-        handle: Callable[[], Awaitable[Message]],
-        **options: object,
+    async def run_list(
+        self: RequestLimits, usage: TokenUsage, request: Message, handle: Callable[[], Awaitable[Message]]
     ) -> Message:
         return await handle()
 
     patch.setattr(RequestLimits, "charge", lambda self, usage, request, **options: None)
-    patch.setattr(RequestLimits, "await_charged", run)
+    patch.setattr(RequestLimits, "run_list_request", run_list)
 
 
 def _plant_unlimited_space(patch: pytest.MonkeyPatch) -> None:
