@@ -90,7 +90,7 @@ class PlacementBenchmark:
         )
         pairs = list(zip(runs, fgd, strict=True))
         over_own = [one.allocated_pct - other.allocated_pct for one, other in pairs]
-        drops = [one.dropped_multi_gpu_count - other.dropped_multi_gpu_count for one, other in pairs]
+        drops = [one.dropped_multi_gpu - other.dropped_multi_gpu for one, other in pairs]
         judged = policy == "supply"
         published = self._published_figures.get((name, "fgd"))
         if published is not None:

@@ -249,7 +249,7 @@ class ShimLauncher:
         except BlockingIOError:
             running_shim.unsent_bytes = data if running_shim.kill_reason else b""
         except OSError:
-            running_shim.unsent_bytes = b""  # the shim has ended; _on_readable reports the exit
+            running_shim.unsent_bytes = b""  # the shim has ended; _on_control_readable reports the exit
 
     def _start_shim(self, plan: LaunchPlan, deadman_expiry_s: float) -> _RunningShim:
         """Runs on a thread."""

@@ -542,7 +542,7 @@ class Controller:
                 await self._housekeep()
             except (StoreError, LeadershipError) as error:
                 _log.warning("housekeeping postponed: %s", error)
-            except Exception:  # a task boundary: as in _pass_forever
+            except Exception:  # a task boundary: as in _run_passes_forever
                 _log.exception("housekeeping failed")
             await self._clock.sleep(_HOUSEKEEPING_INTERVAL_S)
 

@@ -21,7 +21,7 @@ QUARANTINED_ROWS_MAX = 1000
 
 
 class Quarantine:
-    """At most ROWS_MAX rows; further ones are only logged."""
+    """At most QUARANTINED_ROWS_MAX rows; further ones are only logged."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock

@@ -160,7 +160,7 @@ class RequestLimits:
     async def run_list_request(
         self, usage: TokenUsage, request: Message, handle: Callable[[], Awaitable[Message]]
     ) -> Message:
-        """Handle one of LISTS; some take turns."""
+        """Handle one of LIST_REQUESTS; some take turns."""
         usage.list_requests_in_flight += 1
         try:
             if request.__class__ not in _SERIALIZED_REQUESTS:

@@ -328,7 +328,7 @@ class SchedulingPass:
         return [running[job_id] for job_id in self._cluster.jobs_on_node(min(request.shape.nodes))]
 
     def _plan_migration(self, request: JobRequest) -> victims.Eviction | None:
-        """Select jobs to move to other nodes; each job is moved `moves_max` times at most."""
+        """Select jobs to move to other nodes; each job is moved `moves_per_job_max` times at most."""
         moves = self._jobs.move_counts
         movable = [
             running

@@ -52,7 +52,7 @@ def estimate_start(scheduler: Scheduler, request: JobRequest, now: float) -> Sta
 
 
 class _CostLimitError(Exception):
-    """The estimate exceeds COST_MAX."""
+    """The estimate exceeds ESTIMATE_COST_MAX."""
 
 
 @dataclass

@@ -85,7 +85,7 @@ async def inject_faults(
                 lasts_s,
             )
             _record_fault_window(cluster, kind, node, lasts_s)
-            faults.create_task(_inject_fault(cluster, kind, node, controller, lasts_s))
+            faults.create_task(_inject(cluster, kind, node, controller, lasts_s))
     world.heal_links_and_clocks()
     for host in (*cluster.controller_hosts, *cluster.node_hosts):
         cluster.restart(host)
@@ -116,9 +116,7 @@ async def _try_request(cluster: SimCluster, request: Request[Done]) -> None:
         await cluster.send_request(request)
 
 
-async def _inject_fault(
-    cluster: SimCluster, kind: str, node: str, controller: str, duration_s: float
-) -> None:
+async def _inject(cluster: SimCluster, kind: str, node: str, controller: str, duration_s: float) -> None:
     world = cluster.world
     match kind:
         case _ if kind in hostile.HOSTILE_ACTIONS:

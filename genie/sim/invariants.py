@@ -310,7 +310,7 @@ class LeadershipChecker:
 
 class RequestRateChecker:
     """Checks that no node sends more requests than its heartbeats, launches and waiting workers need; it has
-    at most `workers_max`."""
+    at most `workers_per_node_max`."""
 
     def __init__(
         self, world: World, machines: SimMachines, hosts: Sequence[str], *, workers_per_node_max: int

@@ -35,9 +35,9 @@ class ReplayOutcome:
     """`allocated_pct` is the mean over the arrivals at which requests round to 100% of all GPUs."""
 
     allocated_pct: float
-    arrival_count: int
-    dropped_count: int
-    dropped_multi_gpu_count: int
+    arrivals: int
+    dropped: int
+    dropped_multi_gpu: int
 
 
 def replay(

@@ -3,8 +3,8 @@
 One `World` per run; all randomness comes from its seed. Controllers and agents get a `SimClock` and a
 `SimNetwork` for their host; faults are set on the world (pause, cut, crash). Connections behave like TCP:
 frames arrive in order, a cut link delays them until it heals, connections of a crashed process are reset,
-those of a host without power time out. `duplicate_share` and `reorder_share` break these rules, as a faulty
-proxy would. A host with a `CpuCost` does one thing at a time: each frame occupies it.
+those of a host without power time out. `duplicated_frame_share` and `reordered_frame_share` break these
+rules, as a faulty proxy would. A host with a `CpuCost` does one thing at a time: each frame occupies it.
 """
 
 from __future__ import annotations

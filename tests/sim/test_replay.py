@@ -30,14 +30,14 @@ def plain(seed: int, typical: Sequence[TypicalShape]) -> Placer:
 def test_workload_that_fits_fills_the_cluster() -> None:
     outcome = replay(Workload(nodes(10), [HALF] * 20), plain, seed=0)
     # 80 GPUs; requests for half GPUs up to 130% of them; 99.5 to 100.5 round to 100%.
-    assert (outcome.arrival_count, outcome.dropped_count) == (208, 48)
+    assert (outcome.arrivals, outcome.dropped) == (208, 48)
     assert outcome.allocated_pct == pytest.approx(100.0, abs=0.3)
 
 
 def test_rejected_requests_count_as_requested() -> None:
     pods = [TracePod(0, 0, 1, 1000, ("B",)), ONE]
     outcome = replay(Workload(nodes(25), pods), plain, seed=3)
-    assert outcome.dropped_count > 100
+    assert outcome.dropped > 100
     assert 40 < outcome.allocated_pct < 60  # no node has model B
 
 
@@ -50,7 +50,7 @@ def test_nearest_readings_count_when_a_request_skips_100_percent() -> None:
 
 def test_rejected_multi_gpu_requests_are_counted_separately() -> None:
     outcome = replay(Workload(nodes(100, gpus=4), [TracePod(0, 0, 8, 1000, ()), ONE]), plain, seed=0)
-    assert 0 < outcome.dropped_multi_gpu_count <= outcome.dropped_count
+    assert 0 < outcome.dropped_multi_gpu <= outcome.dropped
 
 
 def test_runs_depend_on_the_seed() -> None:

@@ -210,8 +210,8 @@ def replay(
     output.write_fields(
         [
             ("allocated", f"{outcome.allocated_pct:.2f}% of the GPUs when requests reach 100%"),
-            ("arrivals", str(outcome.arrival_count)),
-            ("rejected", f"{outcome.dropped_count}, of which {outcome.dropped_multi_gpu_count} multi-GPU"),
+            ("arrivals", str(outcome.arrivals)),
+            ("rejected", f"{outcome.dropped}, of which {outcome.dropped_multi_gpu} multi-GPU"),
         ]
     )
 

@@ -2,9 +2,9 @@
 
 An upload goes to a partial file; once its digest is verified it is renamed and never changes. When the
 space of a tenant is used up, its own blobs that no unfinished job needs are evicted, least recently used
-first. When the space of all is used up, so are those of other tenants, but not within PINNED_S of their
-upload or last use: a client uploads first and submits later. Blocking: call it from one thread at a time,
-never from the event loop. Packing and unpacking is done by clients and agents.
+first. When the space of all is used up, so are those of other tenants, but not within PINNED_AFTER_USE_S of
+their upload or last use: a client uploads first and submits later. Blocking: call it from one thread at a
+time, never from the event loop. Packing and unpacking is done by clients and agents.
 """
 
 from __future__ import annotations

@@ -84,7 +84,7 @@ _ID_ALPHABET = "abcdefghijklmnopqrstuvwxyz234567"
 _ID_CHARACTER_PAIRS = tuple(first + second for first in _ID_ALPHABET for second in _ID_ALPHABET)
 """Two characters of a job ID for each ten random bits."""
 _RESERVED_QUEUE_DIVISOR = 10
-"""1/_OTHER_TENANTS_DIVISOR of the queue is reserved for other tenants."""
+"""1/_RESERVED_QUEUE_DIVISOR of the queue is reserved for other tenants."""
 
 
 @dataclass(frozen=True, slots=True)

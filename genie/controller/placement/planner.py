@@ -46,8 +46,8 @@ _PLACED_STATES = (JobState.PLACING, JobState.RUNNING)
 
 class Planner:
     """`make_placer` returns an empty placer for a policy name; `policy` is the one that places jobs. A node
-    runs at most `workers_max` workers. `launch_capacity` returns how many more launches can be sent now,
-    `not_before_s` the monotonic time before which a job must not be placed."""
+    runs at most `workers_per_node_max` workers. `launch_capacity` returns how many more launches can be sent
+    now, `not_before_s` the monotonic time before which a job must not be placed."""
 
     def __init__(
         self,
@@ -328,7 +328,7 @@ class Planner:
             if self._jobs_restricted_by_disk:
                 self.invalidate()  # it may have been the only one with enough disk space
             if self._has_gpus and not any(map(_has_gpu_facts, self._scheduler.allocations.nodes)):
-                self.invalidate()  # as in _node_changed
+                self.invalidate()  # as in _on_node_changed
         except UsageError:  # the scheduler still has jobs there
             self.invalidate()
 

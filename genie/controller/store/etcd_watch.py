@@ -127,7 +127,7 @@ class EtcdWatch:
         return response
 
     async def _back_off_or_raise(self, fault: GenieError) -> None:
-        """Sleeps before the next attempt; raises `fault` if it is permanent or older than RECONNECT_S."""
+        """Sleeps before the next attempt; raises `fault` if it is permanent or older than RECONNECT_S_MAX."""
         self._channels.check_open()
         if self._member is not None:
             self._channels.deprioritize(self._member)

@@ -398,7 +398,7 @@ class SqliteFile:
         self._record_revision(revision, [(key, None) for (key,) in keys])
 
     def _record_revision(self, revision: int, changes: Sequence[KeyChange]) -> None:
-        """The revision is written to the file once per transaction, in _transact."""
+        """The revision is written to the file once per transaction, in _run_transaction."""
         self._changes_by_revision.append(changes)
         self._revision = revision
 

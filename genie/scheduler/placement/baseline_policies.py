@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from genie.scheduler.placement.gpus import choose_closest_gpu, choose_tightest_gpus
 from genie.scheduler.placement.protocol import WHOLE_GPU_MILLI, TypicalShape
-from genie.scheduler.placement.state import Node, NodeRatingPolicy, PlacementCost, PlacementRequest
+from genie.scheduler.placement.state import Node, PlacementCost, PlacementPolicy, PlacementRequest
 
 # The published scores divide by the largest node of their cluster.
 _LARGEST_NODE_CPU_MILLI = 128000.0
@@ -19,17 +19,17 @@ _LARGEST_NODE_GPU_MILLI = 8000.0
 # Why a typical request cannot use the free GPUs of a node, in the order of summation.
 _LACKS_BOTH, _LACKS_GPU, _LACKS_CPU, _NO_GPU, _NO_GPU_LACKS_CPU, _WRONG_MODEL = range(6)
 
-RatedGpus = tuple[PlacementCost, tuple[int, ...]] | None
+Candidate = tuple[PlacementCost, tuple[int, ...]] | None
 ScoreFunction = Callable[[Node, PlacementRequest, tuple[int, ...]], int]
 
 
-class ScoredPolicy(NodeRatingPolicy):
+class ScoredPolicy(PlacementPolicy):
     """Scores nodes and uses the tightest GPUs."""
 
     def __init__(self, score: ScoreFunction) -> None:
         self._score = score
 
-    def evaluate(self, node: Node, request: PlacementRequest, tenant: int) -> RatedGpus:
+    def evaluate(self, node: Node, request: PlacementRequest, tenant: int) -> Candidate:
         gpus = choose_tightest_gpus(node, request, tenant) if node.fits_except_gpus(request) else None
         if gpus is None:
             return None
@@ -71,20 +71,20 @@ def score_best_fit(node: Node, request: PlacementRequest, gpus: tuple[int, ...])
     return int((1.0 - (cpu + gpu)) * 100)
 
 
-class FgdPolicy(NodeRatingPolicy):
+class FgdPolicy(PlacementPolicy):
     """Fragmentation gradient descent: minimizes the free GPU share that typical requests cannot use."""
 
     def __init__(self, typical: Sequence[TypicalShape]) -> None:
         self._typical_shapes = typical
 
-    def evaluate(self, node: Node, request: PlacementRequest, tenant: int) -> RatedGpus:
+    def evaluate(self, node: Node, request: PlacementRequest, tenant: int) -> Candidate:
         if not node.fits_except_gpus(request):
             return None
         places: list[tuple[int, ...] | None] = [choose_tightest_gpus(node, request, tenant)]
         usable = node.usable_gpus(request, tenant)
         if is_single_fraction := request.gpus == 1 and request.requests_gpu_fraction:
             places = [(number,) for number in usable]
-        best: RatedGpus = None
+        best: Candidate = None
         seen = set()
         free = [gpu.free_milli if gpu.is_open else 0 for gpu in node.gpus]
         before = self._mean_unusable_gpu_milli(node.model, node.free_cpu_milli, free)
@@ -136,7 +136,7 @@ def _unusable_reason(
     return _LACKS_GPU if cpu else _LACKS_BOTH
 
 
-POLICY_FACTORIES: dict[str, Callable[[Sequence[TypicalShape]], NodeRatingPolicy]] = {
+POLICY_FACTORIES: dict[str, Callable[[Sequence[TypicalShape]], PlacementPolicy]] = {
     "dotprod": lambda _: ScoredPolicy(score_dot_product),
     "clustering": lambda _: ScoredPolicy(score_clustering),
     "packing": lambda _: ScoredPolicy(score_packing),

@@ -27,9 +27,9 @@ from genie.scheduler.placement.protocol import (
 from genie.scheduler.placement.state import (
     Gpu,
     Node,
-    NodeRatingPolicy,
     PlacementCluster,
     PlacementCost,
+    PlacementPolicy,
     PlacementRequest,
     SlotTable,
 )
@@ -53,7 +53,7 @@ class PlainPlacer:
         }
         if policy not in factories:
             raise UsageError(f"unknown placement policy '{policy}'")
-        self._policy: NodeRatingPolicy = factories[policy](typical)
+        self._policy: PlacementPolicy = factories[policy](typical)
         self._policy_learns = policy == "supply"
         self._recent_requests: deque[PlacementRequest] = deque(maxlen=HISTORY_REQUESTS_MAX)
         self._observed_requests = 0

@@ -163,7 +163,7 @@ PlacementCost = tuple[float, int]
 """Cost and tie break; lower is better."""
 
 
-class NodeRatingPolicy:
+class PlacementPolicy:
     """Rates the places on a node."""
 
     def evaluate(

@@ -13,9 +13,9 @@ from genie.scheduler.placement.gpus import choose_closest_gpu, choose_tightest_g
 from genie.scheduler.placement.protocol import ANY_MODEL, MODELS_MAX, WHOLE_GPU_MILLI
 from genie.scheduler.placement.state import (
     Node,
-    NodeRatingPolicy,
     PlacementCluster,
     PlacementCost,
+    PlacementPolicy,
     PlacementRequest,
 )
 
@@ -63,7 +63,7 @@ class DemandGroup:
     supplied_gpu_milli: int = 0
 
 
-class SupplyPolicy(NodeRatingPolicy):
+class SupplyPolicy(PlacementPolicy):
     """`gamma` is the weight of the capacity for multi-GPU requests."""
 
     def __init__(self, cluster: PlacementCluster, *, gamma: float) -> None:
