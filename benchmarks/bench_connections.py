@@ -100,7 +100,7 @@ def measure_memory(folder: Path, count: int, *, timeout_s: float) -> list[report
             if time.monotonic() > deadline_s:
                 break
             time.sleep(0.5)
-    figure = report.figure
+    figure = report.make_figure
     return [
         figure("connection_memory", (largest - before) / count, unit="B", samples=[]),
         figure(
@@ -211,7 +211,7 @@ def measure_flood(folder: Path, seconds: float) -> list[report.Figure]:
     quiet_ms = [each for each in quiet if each is not None]
     if not done_ms or not quiet_ms:
         raise SystemExit("no connection of the owner has succeeded")
-    figure = report.figure
+    figure = report.make_figure
     return [
         figure("flood_attempts", counts[0] / elapsed_s, unit="1/s", samples=[]),
         figure("flood_handshakes", counts[1] / elapsed_s, unit="1/s", samples=[]),

@@ -217,7 +217,7 @@ def recovery_s(run: Run) -> float:
 
 
 def figures(run: Run) -> list[report.Figure]:
-    figure, outcomes = report.figure, run.overload
+    figure, outcomes = report.make_figure, run.overload
     capacity, offered = statistics.median(run.capacities), outcomes.offered / run.seconds
     refused, grown = outcomes.refused.total(), [each - run.rss_bytes[0] for each in run.rss_bytes[1:]]
     print(f"refused: {dict(outcomes.refused)}, failed: {dict(outcomes.failed)}", file=sys.stderr)
