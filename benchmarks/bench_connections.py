@@ -100,7 +100,7 @@ def measure_memory(folder: Path, count: int, *, timeout_s: float) -> list[report
             if time.monotonic() > deadline_s:
                 break
             time.sleep(0.5)
-    figure = report.figure
+    figure = report.make_figure
     return [
         figure("connection_memory", (largest - before) / count, unit="B", samples=[]),
         figure(
@@ -211,7 +211,7 @@ def measure_flood(folder: Path, seconds: float) -> list[report.Figure]:
     quiet_ms = [each for each in quiet if each is not None]
     if not done_ms or not quiet_ms:
         raise SystemExit("no connection of the owner has succeeded")
-    figure = report.figure
+    figure = report.make_figure
     return [
         figure("flood_attempts", counts[0] / elapsed_s, unit="1/s", samples=[]),
         figure("flood_handshakes", counts[1] / elapsed_s, unit="1/s", samples=[]),
@@ -227,9 +227,11 @@ def measure_flood(folder: Path, seconds: float) -> list[report.Figure]:
 
 
 def main() -> int:
-    parser = report.options((__doc__ or "").splitlines()[0], rounds=1)
-    parser.add_argument("--connections", type=report.positive_int, help="default: 5000; quick: 300")
-    parser.add_argument("--seconds", type=report.positive_int, help="of the flood (default: 15; quick: 4)")
+    parser = report.make_parser((__doc__ or "").splitlines()[0], rounds=1)
+    parser.add_argument("--connections", type=report.parse_positive_int, help="default: 5000; quick: 300")
+    parser.add_argument(
+        "--seconds", type=report.parse_positive_int, help="of the flood (default: 15; quick: 4)"
+    )
     parser.add_argument("--quick", action="store_true", help="fewer connections, shorter")
     parser.add_argument("--flood", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
@@ -238,13 +240,13 @@ def main() -> int:
         return 0
     connections = given.connections or (300 if given.quick else 5000)
     seconds = given.seconds or (4 if given.quick else 15)
-    with report.temporary_state() as folder:
+    with report.use_temporary_state() as folder:
         (folder / "memory").mkdir()
         (folder / "flood").mkdir()
         timeout_s = RETURN_S / 10 if given.quick else RETURN_S
         figures = measure_memory(folder / "memory", connections, timeout_s=timeout_s)
         figures += measure_flood(folder / "flood", float(seconds))
-    return report.conclude(figures, as_json=given.json)
+    return report.print_figures(figures, as_json=given.json)
 
 
 if __name__ == "__main__":
