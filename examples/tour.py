@@ -104,7 +104,7 @@ async def tour(folder: Path) -> None:
 async def show_device(folder: Path) -> None:
     """Runs the example of the README on the PyTorch device; skipped with a reason without a compiler."""
     try:
-        libraries.BuildCache.of_this_installation().check_usable()
+        libraries.BuildCache.of_this_installation().check_torch_libraries_available()
     except NativeBuildError as error:
         log(f"skipping the PyTorch device: {error.message}")
         log(f"    {error.hint}")

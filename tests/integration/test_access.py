@@ -61,7 +61,7 @@ async def test_request_before_hello_is_rejected(cluster: RunningCluster) -> None
         try:
             async with asyncio.timeout(30):
                 header = await reader.readexactly(wire.HEADER_BYTES)
-                _, kind, _ = wire.unpack_header(header, cap_bytes=1 << 20, peer="test")
+                _, kind, _ = wire.unpack_header(header, frame_bytes_max=1 << 20, peer="test")
                 assert kind is wire.FrameKind.ERROR
         except asyncio.IncompleteReadError:
             assert header == b""

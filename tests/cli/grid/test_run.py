@@ -119,7 +119,7 @@ def test_cancel_kills_after_the_grace_period(
 ) -> None:
     run_id = start_run_with_trap(own_cli, "trap '' TERM")
     waits: list[float] = []
-    wait_for_end = Runner._wait_for_end
+    wait_for_end = Runner._wait_until_ended
 
     async def record(runner: Runner, run: Run, timeout_s: float) -> Run:
         waits.append(timeout_s)
