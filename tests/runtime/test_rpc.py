@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
+import weakref
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
@@ -45,10 +47,14 @@ class Server:
         self.release = asyncio.Event()
         self.cancelled = 0
         self.ended = 0
+        self.errors: list[weakref.ref[GenieError]] = []
+        """That handlers have raised."""
 
     async def handle(self, peer: rpc.Peer, request: Message) -> Message:
         if isinstance(request, GetJob):
-            raise JobNotFoundError(f"no {request.job_id}", hint="look elsewhere")
+            error = JobNotFoundError(f"no {request.job_id}", hint="look elsewhere")
+            self.errors.append(weakref.ref(error))
+            raise error
         if isinstance(request, CancelJob):
             raise ZeroDivisionError("a bug")
         if isinstance(request, ReadLog):
@@ -106,6 +112,18 @@ async def test_genie_errors_keep_their_type_and_others_become_internal_errors(
             await peer.call(CancelJob(job_id="x"), timeout_s=5)
         assert "a bug" in caplog.text, "the traceback is in the server's log"
         assert await peer.call(FetchTrust(), timeout_s=5)
+
+
+async def test_error_of_a_handler_is_freed_without_the_garbage_collector() -> None:
+    async with serving() as (server, port), connect_peer(port) as peer:
+        gc.disable()
+        try:
+            with pytest.raises(JobNotFoundError):
+                await peer.call(GetJob(job_id="j"), timeout_s=5)
+            assert len(server.errors) == 1
+            await until(lambda: server.errors[0]() is None, what="no reference to the error is left")
+        finally:
+            gc.enable()
 
 
 async def test_timeout_is_a_deadline_error_and_a_late_reply_is_dropped() -> None:

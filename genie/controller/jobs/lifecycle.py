@@ -36,12 +36,12 @@ from genie.controller.jobs.outcomes import (
     is_current_placement,
     stopping_reason,
 )
+from genie.controller.jobs.queue_limits import QueueLimits
 from genie.controller.jobs.space import JobSpace
 from genie.controller.ledger import Ledger, TableRead, Transaction
 from genie.errors import (
     FencedError,
     JobNotFoundError,
-    QueueFullError,
     RowTooLargeError,
     WorkersMissingError,
 )
@@ -83,8 +83,6 @@ _SAME_NAME_JOBS_SHOWN_MAX = 5
 _ID_ALPHABET = "abcdefghijklmnopqrstuvwxyz234567"
 _ID_CHARACTER_PAIRS = tuple(first + second for first in _ID_ALPHABET for second in _ID_ALPHABET)
 """Two characters of a job ID for each ten random bits."""
-_RESERVED_QUEUE_DIVISOR = 10
-"""1/_RESERVED_QUEUE_DIVISOR of the queue is reserved for other tenants."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,10 +148,12 @@ class JobLifecycle:
         self._ready_ranks_by_job: dict[str, tuple[int, set[int]]] = {}
         """By job with several workers: the epoch and the ranks that are ready to start."""
         self.space = JobSpace(ledger, config)
+        self._queue_limits = QueueLimits(config, self._staged_index, clock=clock)
         ledger.jobs.add_loader(self._index_loading_rows)
         ledger.add_load_listener(self._replace_indexes)
         ledger.jobs.add_index(self._staged_index.update)
         ledger.jobs.add_listener(self._on_job_changed)
+        ledger.jobs.add_listener(self._queue_limits.on_job_changed)
 
     # -- reading ----------------------------------------------------------------------------
 
@@ -233,6 +233,9 @@ class JobLifecycle:
     def count_by_state(self) -> dict[str, int]:
         return {str(state): self._index.count_in_state(state) for state in JobState}
 
+    def count_pending(self) -> int:
+        return self._index.count_in_state(JobState.QUEUED)
+
     def is_blob_needed(self, name: str) -> bool:
         """Whether an unfinished job needs the blob with this name."""
         return self._index.is_blob_needed(name)
@@ -292,9 +295,7 @@ class JobLifecycle:
             again = self.find_by_request_id(identity.tenant, request_id)
             if again is not None:
                 return again
-            if self._staged_index.queued_count >= self._config.queue_max:
-                raise QueueFullError(f"the queue is full: {self._config.queue_max} jobs are pending")
-            self._check_queue_share(identity.tenant)
+            self._queue_limits.check_submission(identity.tenant)
             self.space.check_submission(identity.tenant)
             now, reason = self._clock.wall_s(), "submitted"
             job = Job(
@@ -320,6 +321,9 @@ class JobLifecycle:
                 txn.put(self._ledger.jobs, job.job_id, job)
             return job
 
+        # Refused here already: in a full queue, refusals must not wait for the writes of others.
+        if self.find_by_request_id(identity.tenant, request_id) is None:
+            self._queue_limits.check_submission(identity.tenant)
         return await self._ledger.write(build)
 
     def _record_new_job(self, txn: Transaction, job: Job, start: Start) -> Job:
@@ -330,17 +334,6 @@ class JobLifecycle:
             undo()
             return job
         return recorded
-
-    def _check_queue_share(self, tenant: str) -> None:
-        """Raise QueueFullError if this tenant would fill the queue alone."""
-        queue_max = self._config.queue_max
-        share = queue_max - queue_max // _RESERVED_QUEUE_DIVISOR
-        own = self._staged_index.queued_count_by_tenant[tenant]
-        if own >= share:
-            raise QueueFullError(
-                f"{own} jobs of tenant {tenant} are pending; a tenth of the queue is reserved for other "
-                "tenants"
-            )
 
     def find_by_request_id(self, tenant: str, request_id: str) -> Job | None:
         """Find the job that a request ID created."""

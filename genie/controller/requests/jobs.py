@@ -24,6 +24,8 @@ from genie.model.tenant import Identity
 from genie.processes.tasks import Offload
 
 _DECISION_WAIT_S_MAX = 0.25
+LONG_QUEUE_JOBS = 1000
+"""With more pending jobs, a scheduling pass takes long, and submissions are answered before it."""
 
 
 class JobRequests:
@@ -60,7 +62,8 @@ class JobRequests:
         }
 
     async def submit_job(self, connection: Connection, request: SubmitJob) -> JobReply:
-        """The job is durable when this returns; a job that stays queued has its pending reason."""
+        """The job is durable when this returns; a job that stays queued has its pending reason, unless the
+        queue is long."""
         jobs, identity = self._jobs, connection.identity
         spec = connection.check_spec_once(request.spec)
         self._election.require_fencing_token()
@@ -71,7 +74,7 @@ class JobRequests:
         def is_undecided(job: Job) -> bool:
             return job.state is JobState.QUEUED and jobs.with_pending_reason(job) is job
 
-        if is_undecided(job):
+        if is_undecided(job) and jobs.count_pending() <= LONG_QUEUE_JOBS:
             await jobs.wait_while(job.job_id, is_undecided, timeout_s=_DECISION_WAIT_S_MAX)
         return JobReply(job=jobs.visible_to(jobs.get(job.job_id) or job, identity))
 

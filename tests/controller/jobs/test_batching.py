@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from genie.controller.nodes import orders
+from genie.controller.requests import jobs as job_requests
 from genie.controller.store import Store
-from genie.errors import StoreFullError
+from genie.errors import QueueFullError, StoreFullError
 from genie.model.job import JobState
 from genie.model.messages import CreateToken, Launch
 from genie.model.tenant import TokenKind
@@ -140,6 +141,50 @@ async def test_pending_job_and_new_job_are_both_launched(tmp_path: Path) -> None
             gate.open(for_good=True)
         launched = {(await agent.next_launch()).job_id for _ in range(2)}
         assert launched == {waited.job_id, submission.result().job_id}
+
+
+async def test_submission_to_a_long_queue_is_answered_before_the_scheduling_pass(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(job_requests, "LONG_QUEUE_JOBS", 1)
+    clock = FakeClock()  # stands still: a wait for a decision would not end
+    async with (
+        running_controller(tmp_path, clock=clock) as one,
+        one.client() as client,
+        one.agent(gpus=1) as agent,
+    ):
+        await client.submit(gpus=1)
+        launch = await agent.start_next()
+        await client.submit(gpus=1)
+        gate = Gate(one.store)
+        agent.end(launch)
+        async with asyncio.TaskGroup() as group:
+            group.create_task(agent.beat())
+            await gate.reached(1, what="the end of the first job")
+            submission = group.create_task(client.submit(gpus=1))
+            await queued(one, 1, what="the submission behind it")
+            gate.open()
+            await gate.reached(1, what="the submission")
+            await queued(one, 1, what="the placement of the pending job")
+            gate.open()
+            await gate.reached(1, what="the placement, for which the pass waits")
+            await until(submission.done, timeout_s=20, what="the reply during the pass")
+            gate.open(for_good=True)
+        assert submission.result().state is JobState.QUEUED
+
+
+async def test_refusal_by_a_full_queue_does_not_wait_for_a_commit(tmp_path: Path) -> None:
+    async with running_controller(tmp_path, queue_max=1) as one, one.client() as client:
+        job = await client.submit(request_id="first")
+        gate = Gate(one.store)
+        async with asyncio.TaskGroup() as group:
+            group.create_task(client.ask(CreateToken(kind=TokenKind.USER)))
+            await gate.reached(1, what="another write")
+            with pytest.raises(QueueFullError, match="the queue is full"):
+                await client.submit(request_id="second")
+            gate.open(for_good=True)
+        again = await client.submit(request_id="first")
+        assert again.job_id == job.job_id, "not refused: its job is in the queue already"
 
 
 async def test_placements_stay_within_the_launch_capacity(
