@@ -224,8 +224,8 @@ class Peer:
             try:
                 answer = await self._handle(frame)
             except GenieError as error:
-                # Frames of its traceback refer to it. Under overload, such cycles would fill the memory until
-                # the garbage collector runs.
+                # Frames of its traceback refer to it. With thousands of refusals per second, such cycles
+                # would fill the memory until the garbage collector runs.
                 answer = error.with_traceback(None)
             except Exception:
                 _log.exception("a request from %s failed", self.name)

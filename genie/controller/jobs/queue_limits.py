@@ -22,11 +22,11 @@ _OTHER_TENANTS_DIVISOR = 10
 
 
 class QueueLimits:
-    """`pending` counts the pending jobs; within a build, those of earlier writes of the batch, too."""
+    """`staged_index` counts the pending jobs; within a build, those of earlier writes of the batch, too."""
 
-    def __init__(self, config: ControllerConfig, pending: StagedIndex, *, clock: Clock) -> None:
+    def __init__(self, config: ControllerConfig, staged_index: StagedIndex, *, clock: Clock) -> None:
         self._queue_max = config.queue_max
-        self._pending = pending
+        self._staged_index = staged_index
         self._clock = clock
         self._departures: deque[tuple[int, int]] = deque(maxlen=int(_WINDOW_S * _BUCKETS_PER_S))
         """Number of the bucket, and jobs that left the queue in it."""
@@ -34,18 +34,18 @@ class QueueLimits:
     def check_submission(self, tenant: str) -> None:
         """Raise QueueFullError if the queue is full, or this tenant would fill it alone."""
         queue_max = self._queue_max
-        if self._pending.queued >= queue_max:
+        if self._staged_index.queued_count >= queue_max:
             raise QueueFullError(
                 f"the queue is full: {queue_max} jobs are pending", retry_after_s=self._retry_after_s()
             )
-        own = self._pending.queued_of_tenant[tenant]
+        own = self._staged_index.queued_count_by_tenant[tenant]
         if own >= queue_max - queue_max // _OTHER_TENANTS_DIVISOR:
             raise QueueFullError(
                 f"{own} jobs of tenant {tenant} are pending; a tenth of the queue is for other tenants",
                 retry_after_s=self._retry_after_s(),
             )
 
-    def job_changed(self, job_id: str, before: Job | None, after: Job | None) -> None:
+    def on_job_changed(self, job_id: str, before: Job | None, after: Job | None) -> None:
         """Count a job that has left the queue. A listener of the job table."""
         if before is None or before.state is not JobState.QUEUED:
             return
