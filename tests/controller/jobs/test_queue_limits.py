@@ -39,8 +39,8 @@ class Queue:
         return caught.value.retry_after_s
 
     def _change(self, before: Job | None, after: Job) -> None:
-        self._pending.changed(after.job_id, before, after)
-        self._limits.job_changed(after.job_id, before, after)
+        self._pending.update(after.job_id, before, after)
+        self._limits.on_job_changed(after.job_id, before, after)
 
 
 def _job(job_id: str, *, tenant: str) -> Job:
