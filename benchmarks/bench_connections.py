@@ -2,8 +2,12 @@
 
     python benchmarks/bench_connections.py [--json] [--connections 5000] [--seconds 15] [--quick]
 
-memory: opens that number of authenticated connections with TLS at the same time and closes them. The
-controller must return their memory to the system.
+memory: opens that number of authenticated connections with TLS at the same time and closes them, twice. The
+controller must return their memory to the system (memory_after_connections), and the second time must add
+nothing (memory_after_repetition, compared with the memory after the first time): otherwise connections leak.
+CPython misses the first goal for thousands of connections. It returns its arenas of 1 MiB for small objects
+only when they are empty, and a few objects that outlive the connections, such as the free lists of the event
+loop, are in all of them.
 
 flood: another process (this file with --flood) attempts RATE handshakes per second from 127.0.0.50, while the
 owner connects again and again from 127.0.0.1, as commands of `genie` do. Every connection of the owner must
@@ -46,6 +50,8 @@ CONNECTING_MAX = 64
 OPEN_S = 180.0
 CALL_S = 10.0
 RETURN_S = 150.0
+QUICK_RETURN_S = 15.0
+REPEATED_RETURN_S = 90.0
 """The controller returns memory at most once a minute."""
 RATE = 700
 FLOOD_ADDRESS = "127.0.0.50"
@@ -90,28 +96,37 @@ async def open_and_close(folder: Path, count: int, pid: int) -> int:
 
 
 def measure_memory(folder: Path, count: int, *, timeout_s: float) -> list[report.Figure]:
-    with controller_process(folder) as controller:
-        with asyncio.Runner(loop_factory=loop_factory()) as runner:
-            runner.run(open_and_close(folder, 10, controller.pid))  # loads what a connection needs
-            before = read_rss_bytes(controller.pid)
-            largest = runner.run(open_and_close(folder, count, controller.pid))
-        deadline_s = time.monotonic() + timeout_s
-        while (after := read_rss_bytes(controller.pid)) > RETURNED.limit * before:
-            if time.monotonic() > deadline_s:
-                break
-            time.sleep(0.5)
-    figure = report.figure
+    with (
+        controller_process(folder) as controller,
+        asyncio.Runner(loop_factory=loop_factory()) as runner,
+    ):
+        runner.run(open_and_close(folder, 10, controller.pid))  # loads what a connection needs
+        before = read_rss_bytes(controller.pid)
+        largest = runner.run(open_and_close(folder, count, controller.pid))
+        after = wait_for_return(controller.pid, before, timeout_s=timeout_s)
+        runner.run(open_and_close(folder, count, controller.pid))
+        after_again = wait_for_return(controller.pid, after, timeout_s=REPEATED_RETURN_S)
+
+    def compare(name: str, rss_bytes: int, baseline_bytes: int) -> report.Figure:
+        return report.make_figure(
+            name, rss_bytes / MIB, unit="MiB", samples=[], baseline=baseline_bytes / MIB, goal=RETURNED
+        )
+
     return [
-        figure("connection_memory", (largest - before) / count, unit="B", samples=[]),
-        figure(
-            "memory_after_connections",
-            after / MIB,
-            unit="MiB",
-            samples=[],
-            baseline=before / MIB,
-            goal=RETURNED,
-        ),
+        report.make_figure("connection_memory", (largest - before) / count, unit="B", samples=[]),
+        compare("memory_after_connections", after, before),
+        compare("memory_after_repetition", after_again, after),
     ]
+
+
+def wait_for_return(pid: int, baseline_bytes: int, *, timeout_s: float) -> int:
+    """The memory of the process when it is close to the baseline again, or at the timeout."""
+    deadline_s = time.monotonic() + timeout_s
+    while (rss_bytes := read_rss_bytes(pid)) > RETURNED.limit * baseline_bytes:
+        if time.monotonic() > deadline_s:
+            break
+        time.sleep(0.5)
+    return rss_bytes
 
 
 # --- flood --------------------------------------------------------------------------------------
@@ -211,7 +226,7 @@ def measure_flood(folder: Path, seconds: float) -> list[report.Figure]:
     quiet_ms = [each for each in quiet if each is not None]
     if not done_ms or not quiet_ms:
         raise SystemExit("no connection of the owner has succeeded")
-    figure = report.figure
+    figure = report.make_figure
     return [
         figure("flood_attempts", counts[0] / elapsed_s, unit="1/s", samples=[]),
         figure("flood_handshakes", counts[1] / elapsed_s, unit="1/s", samples=[]),
@@ -227,9 +242,11 @@ def measure_flood(folder: Path, seconds: float) -> list[report.Figure]:
 
 
 def main() -> int:
-    parser = report.options((__doc__ or "").splitlines()[0], rounds=1)
-    parser.add_argument("--connections", type=report.positive_int, help="default: 5000; quick: 300")
-    parser.add_argument("--seconds", type=report.positive_int, help="of the flood (default: 15; quick: 4)")
+    parser = report.make_parser((__doc__ or "").splitlines()[0], rounds=1)
+    parser.add_argument("--connections", type=report.parse_positive_int, help="default: 5000; quick: 300")
+    parser.add_argument(
+        "--seconds", type=report.parse_positive_int, help="of the flood (default: 15; quick: 4)"
+    )
     parser.add_argument("--quick", action="store_true", help="fewer connections, shorter")
     parser.add_argument("--flood", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
@@ -238,13 +255,13 @@ def main() -> int:
         return 0
     connections = given.connections or (300 if given.quick else 5000)
     seconds = given.seconds or (4 if given.quick else 15)
-    with report.temporary_state() as folder:
+    with report.use_temporary_state() as folder:
         (folder / "memory").mkdir()
         (folder / "flood").mkdir()
-        timeout_s = RETURN_S / 10 if given.quick else RETURN_S
+        timeout_s = QUICK_RETURN_S if given.quick else RETURN_S
         figures = measure_memory(folder / "memory", connections, timeout_s=timeout_s)
         figures += measure_flood(folder / "flood", float(seconds))
-    return report.conclude(figures, as_json=given.json)
+    return report.print_figures(figures, as_json=given.json)
 
 
 if __name__ == "__main__":

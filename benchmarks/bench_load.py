@@ -197,11 +197,11 @@ async def measure(folder: Path, samples: Samples) -> None:
     tokens: set[int] = set()
 
     def is_leading() -> bool:
-        tokens.add(controller._election.token)
+        tokens.add(controller._election.fencing_token)
         return controller.is_leading
 
     def is_trimmed() -> bool:
-        tokens.add(controller._election.token)
+        tokens.add(controller._election.fencing_token)
         return history_bytes(controller) <= bound
 
     try:

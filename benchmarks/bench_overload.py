@@ -217,7 +217,7 @@ def recovery_s(run: Run) -> float:
 
 
 def figures(run: Run) -> list[report.Figure]:
-    figure, outcomes = report.figure, run.overload
+    figure, outcomes = report.make_figure, run.overload
     capacity, offered = statistics.median(run.capacities), outcomes.offered / run.seconds
     refused, grown = outcomes.refused.total(), [each - run.rss_bytes[0] for each in run.rss_bytes[1:]]
     print(f"refused: {dict(outcomes.refused)}, failed: {dict(outcomes.failed)}", file=sys.stderr)
@@ -252,22 +252,22 @@ def figures(run: Run) -> list[report.Figure]:
 
 
 def main() -> int:
-    parser = report.options((__doc__ or "").splitlines()[0], rounds=1)
-    parser.add_argument("--nodes", type=report.positive_int, default=125, help="nodes (default: 125)")
+    parser = report.make_parser((__doc__ or "").splitlines()[0], rounds=1)
+    parser.add_argument("--nodes", type=report.parse_positive_int, default=125, help="nodes (default: 125)")
     parser.add_argument(
-        "--seconds", type=report.positive_int, help="duration of the overload (default: 60; quick: 5)"
+        "--seconds", type=report.parse_positive_int, help="duration of the overload (default: 60; quick: 5)"
     )
     parser.add_argument("--quick", action="store_true", help="shorter measurements")
     given = parser.parse_args()
     given.seconds = given.seconds or (5 if given.quick else 60)
-    with report.temporary_state() as folder, ExitStack() as stack:
+    with report.use_temporary_state() as folder, ExitStack() as stack:
         os.environ.update(SETTINGS)
         controller = stack.enter_context(controller_process(folder))
         agents = stack.enter_context(agents_process(folder, nodes=given.nodes, kind="light"))
         wait_for_nodes(folder, given.nodes)
         with asyncio.Runner(loop_factory=loop_factory()) as runner:
             run = runner.run(measure(folder, controller, agents, given))
-    return report.conclude(figures(run), as_json=given.json)
+    return report.print_figures(figures(run), as_json=given.json)
 
 
 if __name__ == "__main__":

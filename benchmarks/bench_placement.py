@@ -128,7 +128,11 @@ def measure_latency(policy: str, *, decisions: int) -> Iterator[report.Figure]:
         placer.add_node(cpu_milli=cpu, memory_mib=memory, gpus=8, gpu_memory_mib=80000, model=number % 3)
     classes: dict[Any, int] = {}
     for pod in dict.fromkeys(workload.pods):
-        other = {"cpu_milli": pod.cpu_milli, "memory_mib": pod.memory_mib, "models": workload.model_set(pod)}
+        other = {
+            "cpu_milli": pod.cpu_milli,
+            "memory_mib": pod.memory_mib,
+            "models": workload.allowed_models_mask(pod),
+        }
         memory = pod.gpu_milli * 70 if 0 < pod.gpu_milli < 1000 else 0
         classes[pod] = placer.register_request_class(
             gpus=pod.gpus, gpu_milli=pod.gpu_milli, gpu_memory_mib=memory, **other
@@ -145,11 +149,11 @@ def measure_latency(policy: str, *, decisions: int) -> Iterator[report.Figure]:
         durations_us.append((time.perf_counter_ns() - start_ns) / 1000)
         if place is not None:
             placed.append((pod, place))
-            volume += pod.gpu_volume_milli
+            volume += pod.total_gpu_milli
         while volume > LATENCY_NODES * 8 * 750:
             ended, (node, gpus) = placed.pop(len(placed) // 2)
             placer.release(classes[ended], node=node, gpus=gpus)
-            volume -= ended.gpu_volume_milli
+            volume -= ended.total_gpu_milli
     full = durations_us[len(durations_us) // 2 :]
     for label, share, samples in (("p50", 0.5, full), ("p99", 0.99, report.p99_samples(full))):
         value = report.percentile(full, share)
@@ -177,8 +181,8 @@ def load_workloads(folder: Path | None, wanted: str | None) -> Iterator[tuple[st
         yield "synthetic", synthetic_workload(nodes=60, pods=1000, seed=0)
         return
     openb = folder / "openb" if (folder / "openb").is_dir() else folder
-    nodes = traces.read_nodes(openb / traces.NODE_LIST)
-    found = traces.workloads_in(openb)
+    nodes = traces.read_nodes(openb / traces.NODE_LIST_FILE)
+    found = traces.find_workloads(openb)
     if not found:
         raise UsageError(f"no openb pod list found in {str(openb)!r}")
     if wanted is not None and wanted not in found:

@@ -25,16 +25,16 @@ REQUESTED_LOADS = (1.3, 2.0)
 
 def simulate_rounds(rounds: int, *, jobs: int, load: float, nodes: int, **rules: Any) -> list[Any]:
     from genie.scheduler.rules import Rules
-    from genie.sim.events import SimulationPlan, simulate
+    from genie.sim.events import SimulationParameters, simulate
     from genie.sim.metrics import summarise
-    from genie.sim.workloads.synthetic import Mix, synthetic_jobs
+    from genie.sim.workloads.synthetic import SyntheticJobMix, synthetic_jobs
     from genie.sim.workloads.workload import uniform_nodes
 
     machines = uniform_nodes(nodes)
     found = []
     for seed in range(rounds):
-        work = synthetic_jobs(Mix(jobs=jobs, load=load), machines, seed=seed)
-        found.append(summarise(simulate(machines, work, SimulationPlan(Rules(**rules), seed=seed))))
+        work = synthetic_jobs(SyntheticJobMix(jobs=jobs, load=load), machines, seed=seed)
+        found.append(summarise(simulate(machines, work, SimulationParameters(Rules(**rules), seed=seed))))
     return found
 
 
@@ -43,7 +43,13 @@ def measure(rounds: int, *, jobs: int, load: float, nodes: int) -> Iterator[repo
 
     ours = simulate_rounds(rounds, jobs=jobs, load=load, nodes=nodes)
     strict = simulate_rounds(
-        rounds, jobs=jobs, load=load, nodes=nodes, order=Fifo(), backfills=False, preempts=False
+        rounds,
+        jobs=jobs,
+        load=load,
+        nodes=nodes,
+        order=Fifo(),
+        allows_backfill=False,
+        allows_preemption=False,
     )
     yield percent_figure(
         f"in_use_while_arriving_{load:g}",

@@ -33,7 +33,7 @@ from genie import config
 from genie.agent.agent import Agent
 from genie.agent.disk import DiskAccess
 from genie.agent.identity import read_identity
-from genie.agent.joining import join
+from genie.agent.joining import join_cluster
 from genie.agent.launcher import LaunchPlan
 from genie.cluster.client import open_client
 from genie.model.messages import CreateToken, ExitReport
@@ -206,26 +206,26 @@ class SimulatedLauncher:
         self._exits: list[ExitReport] = []
         self._has_exits = asyncio.Event()
 
-    def end_leftovers(self, jobs_dir: Path) -> int:
+    def kill_leftovers(self, jobs_dir: Path) -> int:
         return 0
 
-    async def start(self, plan: LaunchPlan, *, until_s: float) -> None:
+    async def start_job(self, plan: LaunchPlan, *, deadman_expiry_s: float) -> None:
         report = ExitReport(
             job_id=plan.job_id, epoch=plan.epoch, exit_code=0, reason="exit code 0", ended_at=time.time()
         )
         self._exits.append(report)
         self._has_exits.set()
 
-    def refresh(self, until_s: float) -> None:
+    def extend_deadman_timers(self, deadman_expiry_s: float) -> None:
         pass
 
-    def kill(self, job_id: str, *, reason: str, grace_s: float | None = None) -> None:
+    def kill_job(self, job_id: str, *, reason: str, grace_s: float | None = None) -> None:
         pass
 
-    def running(self) -> dict[str, str]:
+    def running_jobs_and_kill_errors(self) -> dict[str, str]:
         return {}
 
-    def exits(self) -> list[ExitReport]:
+    def take_exits(self) -> list[ExitReport]:
         self._has_exits.clear()
         ended, self._exits = self._exits, []
         return ended
@@ -307,14 +307,14 @@ async def join_all(state_dir: Path, node_ids: Collection[str]) -> None:
     async with connect_authenticated(network, access, timeout_s=CALL_S, program="bench") as (peer, _):
         for node_id in node_ids:
             token = (await peer.call(CreateToken(kind=TokenKind.JOIN), timeout_s=CALL_S)).token
-            await join(
+            await join_cluster(
                 access.host,
                 access.port,
                 token,
                 state_dir=state_dir,
                 requested_node_id=node_id,
                 network=network,
-                exact=True,
+                is_node_id_fixed=True,
             )
 
 
@@ -326,7 +326,7 @@ async def run_agents(given: argparse.Namespace) -> None:
     await join_all(given.state_dir, node_ids)
     network = TimedNetwork()
     with file_io_threads("genie-bench-files") as files:
-        disk = DiskAccess(journal=files, bulk=files)
+        disk = DiskAccess(run_journal_call=files, run_bulk_call=files)
 
         async def run_node(number: int, node_id: str, group: asyncio.TaskGroup) -> None:
             phase_s = number / len(node_ids)

@@ -23,7 +23,7 @@ from typing import Any
 
 from genie import config
 from genie.agent.identity import read_identity
-from genie.agent.joining import join
+from genie.agent.joining import join_cluster
 from genie.controller.controller import Controller
 from genie.controller.store.sqlite import SqliteStore
 from genie.errors import FencedError
@@ -159,7 +159,7 @@ async def run_agents(state_dir: Path, *, nodes: int, gpus: int) -> None:
     async with connect_authenticated(network, access, timeout_s=CALL_TIMEOUT_S, program="bench") as (peer, _):
         for info in infos:
             token = (await peer.call(CreateToken(kind=TokenKind.JOIN), timeout_s=CALL_TIMEOUT_S)).token
-            await join(
+            await join_cluster(
                 access.host,
                 access.port,
                 token,

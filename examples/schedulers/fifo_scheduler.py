@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from genie.scheduler.order import Fifo
 from genie.scheduler.rules import Rules
-from genie.sim.events import SimulationPlan, simulate
+from genie.sim.events import SimulationParameters, simulate
 from genie.sim.workloads.workload import SimJob, uniform_nodes
 
 JOBS = [
@@ -23,13 +23,18 @@ JOBS = [
 
 def main() -> None:
     for title, rules in (
-        ("strict FIFO", Rules(order=Fifo(), backfills=False)),
+        ("strict FIFO", Rules(order=Fifo(), allows_backfill=False)),
         ("with backfill", Rules(order=Fifo())),
     ):
-        run = simulate(uniform_nodes(1, gpus=4), JOBS, SimulationPlan(rules, placement="bestfit"))
+        run = simulate(
+            uniform_nodes(1, gpus=4), JOBS, SimulationParameters(rules, placement_policy="bestfit")
+        )
         print(title)
-        for record in run.records:
-            print(f"  {record.job.job_id:6} runs from {record.started_s:3.0f} s to {record.ended_s:3.0f} s")
+        for record in run.job_results:
+            print(
+                f"  {record.job.job_id:6} runs from {record.first_started_s:3.0f} s to "
+                f"{record.ended_s:3.0f} s"
+            )
 
 
 if __name__ == "__main__":

@@ -34,8 +34,8 @@ def main() -> None:
         scheduler.submit(job)
     for minute in range(3):
         now = 60.0 * minute
-        for running in scheduler.running:  # each job runs until its time limit
-            scheduler.ended(running.request.job_id)
+        for running in scheduler.running_jobs:  # each job runs until its time limit
+            scheduler.record_end(running.request.job_id)
         print(f"after {minute} minutes")
         for decision in scheduler.decide(now):
             if isinstance(decision, Start):

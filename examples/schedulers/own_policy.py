@@ -14,7 +14,7 @@ import time
 from genie.scheduler.cluster.allocations import ClusterAllocations
 from genie.scheduler.order import Key, Scales
 from genie.scheduler.placement.plain import PlainPlacer
-from genie.scheduler.policies import Policies
+from genie.scheduler.policies import PolicyRegistry
 from genie.scheduler.request import GpuFacts, JobRequest, NodeFacts, Shape
 from genie.scheduler.rules import Rules
 from genie.scheduler.scheduler import Scheduler
@@ -37,18 +37,19 @@ class Broken(SmallFirst):
 
 
 def main() -> None:
-    policies = Policies()
+    policies = PolicyRegistry()
     policies.register("small-first", SmallFirst)
     policies.register("broken", Broken)
     for name in ("fifo", "small-first", "broken"):
-        policy = policies.make(name, budget_s=1.0, clock=time.monotonic)
+        policy = policies.create(name, budget_s=1.0, clock=time.monotonic)
         scheduler = Scheduler(
-            ClusterAllocations(PlainPlacer, policy="bestfit"), Rules(preempts=False).with_order(policy)
+            ClusterAllocations(PlainPlacer, policy="bestfit"),
+            Rules(allows_preemption=False).with_order(policy),
         )
         scheduler.set_node(NodeFacts("large", 64_000, 256_000, (GpuFacts("H200"),) * 8))
         for number, (tenant, gpus) in enumerate((("me", 6), ("me", 2), ("me", 1), ("tests", 1)), start=1):
             scheduler.submit(JobRequest(f"{tenant} {gpus}", tenant, number, Shape(gpus=gpus)))
-        print(f"{name}: {scheduler.fault or 'no fault'}")
+        print(f"{name}: {scheduler.policy_fault or 'no fault'}")
         for decision in scheduler.decide(now=0.0):
             print(f"  {decision.job_id:7} {type(decision).__name__:5} {decision.reason}")
 

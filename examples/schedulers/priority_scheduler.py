@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from genie.scheduler.order import Priority
 from genie.scheduler.rules import Rules
-from genie.sim.events import SimulationPlan, simulate
+from genie.sim.events import SimulationParameters, simulate
 from genie.sim.workloads.workload import SimJob, uniform_nodes
 
 JOBS = [
@@ -23,14 +23,16 @@ JOBS = [
 
 def main() -> None:
     run = simulate(
-        uniform_nodes(1, gpus=4), JOBS, SimulationPlan(Rules(order=Priority()), placement="bestfit")
+        uniform_nodes(1, gpus=4),
+        JOBS,
+        SimulationParameters(Rules(order=Priority()), placement_policy="bestfit"),
     )
-    for record in run.records:
+    for record in run.job_results:
         job = record.job
         print(
             f"{job.job_id:6} priority {job.priority:2}, submitted at {job.submitted_s:3.0f} s:"
-            f" runs at {record.started_s:3.0f} s, ends at {record.ended_s:3.0f} s,"
-            f" preempted {record.preemptions} times, {record.lost_s:.0f} s of work lost"
+            f" runs at {record.first_started_s:3.0f} s, ends at {record.ended_s:3.0f} s,"
+            f" preempted {record.preemption_count} times, {record.lost_work_s:.0f} s of work lost"
         )
 
 

@@ -20,7 +20,7 @@ from genie import config, hardware
 from genie.agent.agent import Agent
 from genie.agent.disk import DiskAccess
 from genie.agent.identity import find_node_dir, read_identity
-from genie.agent.joining import join
+from genie.agent.joining import join_cluster
 from genie.agent.launcher import ShimLauncher
 from genie.agent.leftovers import GROUP_PREFIX
 from genie.config import Settings
@@ -41,7 +41,7 @@ FILE_THREADS = 4
 
 def main(arguments: list[str] | None = None) -> int:
     """Returns the exit code. Prints a GenieError as one message; any other error is a bug and propagates."""
-    args = _parser().parse_args(arguments)
+    args = _make_argument_parser().parse_args(arguments)
     try:
         settings = config.load(
             {"paths.state_dir": args.state_dir, "agent.labels": args.labels, "agent.rack": args.rack}
@@ -62,16 +62,16 @@ async def _run(args: argparse.Namespace, settings: Settings) -> None:
     controller = parse_endpoint(args.controller) if args.controller else None
     if args.join:
         host, port = parse_endpoint(args.join, port=settings.cluster.master_port)
-        node_dir = await join(
+        node_dir = await join_cluster(
             host,
             port,
-            _join_token(args, settings),
+            _get_join_token(args, settings),
             state_dir=state_dir,
             requested_node_id=args.node_id or node_id_from(socket.gethostname()),
             network=TcpNetwork(),
-            exact=args.node_id is not None,
+            is_node_id_fixed=args.node_id is not None,
         )
-        _log.info("joined %s as %s", address_text(host, port), node_dir.name)
+        _log.info("joined the cluster at %s as node %s", address_text(host, port), node_dir.name)
     else:
         node_dir = find_node_dir(state_dir, args.node_id)
     await _run_node(settings, node_dir, read_identity(node_dir, controller=controller))
@@ -91,18 +91,20 @@ async def _run_node(settings: Settings, node_dir: Path, access: Access) -> None:
             clock=SystemClock(),
             rng=random.Random(),  # noqa: S311 - jitter for reconnections, no secret
             inventory=inventory,
-            launcher=ShimLauncher(_find_group(node_dir), adopts_orphans=process_table.become_subreaper()),
+            launcher=ShimLauncher(
+                _find_control_group(node_dir), adopts_orphans=process_table.become_subreaper()
+            ),
             base_env=config.environment_for_jobs(),
-            listen_host=_listen_host(access, settings.agent.host),
-            disk=DiskAccess(journal=journal, bulk=bulk),
+            listen_host=_choose_listen_host(access, settings.agent.host),
+            disk=DiskAccess(run_journal_call=journal, run_bulk_call=bulk),
         )
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, agent.stop)
-        await _run_and_compile(agent, compile_ahead=settings.agent.compile_ahead)
+        await _run_agent_and_compile(agent, compile_ahead=settings.agent.compile_ahead)
 
 
-def _find_group(node_dir: Path) -> str | None:
+def _find_control_group(node_dir: Path) -> str | None:
     """The control group for the jobs of this node."""
     # The node ID alone is not unique on a machine.
     digest = hashlib.sha256(str(node_dir.resolve()).encode()).hexdigest()[:8]
@@ -116,7 +118,7 @@ def _find_group(node_dir: Path) -> str | None:
     return group
 
 
-async def _run_and_compile(agent: Agent, *, compile_ahead: bool) -> None:
+async def _run_agent_and_compile(agent: Agent, *, compile_ahead: bool) -> None:
     if not compile_ahead:
         await agent.run()
         return
@@ -131,7 +133,7 @@ async def _run_and_compile(agent: Agent, *, compile_ahead: bool) -> None:
         building.cancel()
 
 
-def _join_token(args: argparse.Namespace, settings: Settings) -> str:
+def _get_join_token(args: argparse.Namespace, settings: Settings) -> str:
     if args.token and args.token_file:
         raise UsageError("--token and --token-file cannot be used together", hint="pass one of them")
     if args.token:
@@ -149,7 +151,7 @@ def _join_token(args: argparse.Namespace, settings: Settings) -> str:
     )
 
 
-def _listen_host(access: Access, host: str | None) -> str:
+def _choose_listen_host(access: Access, host: str | None) -> str:
     """The address that executors bind: agent.host if local, else the one that reaches the controller."""
     if host is not None and _is_local_address(host):
         chosen = host
@@ -181,7 +183,7 @@ def _is_local_address(host: str) -> bool:
     return True
 
 
-def _parser() -> argparse.ArgumentParser:
+def _make_argument_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m genie.agent", description="Run the agent of a node.")
     parser.add_argument("--state-dir", help="state directory (default: GENIE_STATE_DIR)")
     parser.add_argument("--node-id", help="node ID; with --join, the preferred one")

@@ -21,19 +21,19 @@ import msgspec
 
 from genie.agent import job_files
 from genie.agent.disk import DiskAccess, DiskMonitor, WriteQueue
-from genie.agent.heartbeats import Lease, reconcile
+from genie.agent.heartbeats import NodeLease, actions_from_reply
 from genie.agent.identity import (
     ca_path,
-    has_expired,
+    has_certificate_expired,
     recover_certificate,
-    renew_certificate,
+    renew_certificate_if_due,
     write_controllers,
 )
-from genie.agent.jobs import CONTACT_LOST, JobEnvironment, NodeJobs
+from genie.agent.jobs import CONTACT_LOST_REASON, JobEnvironment, NodeJobs
 from genie.agent.journal import Journal
 from genie.agent.launcher import JobLauncher
 from genie.agent.leader_connection import LeaderConnection
-from genie.agent.logs import serve_log
+from genie.agent.logs import wait_for_log_chunk
 from genie.config import AgentConfig
 from genie.errors import (
     FencedError,
@@ -72,21 +72,21 @@ _log = logging.getLogger(__name__)
 _Reply = TypeVar("_Reply", bound=Message)
 
 CALL_TIMEOUT_S = 5.0
-INVENTORY_INTERVAL_S_MIN = 1.0
-RENEWAL_CHECK_S = 60.0
+HARDWARE_POLL_S_MIN = 1.0
+RENEWAL_CHECK_INTERVAL_S = 60.0
 RENEWAL_RETRY_S = 30.0
-RECOVERY_RETRY_S = 1.0
-EXITS_BYTES_MAX = wire.FRAME_BYTES_MAX // 2
-HEARTBEAT_SHARE = 0.2
+CERTIFICATE_RECOVERY_RETRY_S = 1.0
+EXIT_REPORTS_BYTES_MAX = wire.FRAME_BYTES_MAX // 2
+HEARTBEAT_TTL_SHARE_MAX = 0.2
 """Maximum heartbeat interval as a fraction of the node's time to live; caps the setting."""
-STOP_MARGIN_S = 5.0
+STOP_TIMEOUT_MARGIN_S = 5.0
 LEAVE_TIMEOUT_S = 2.0
 DISK_RETRY_S = 1.0
-DISK_WARNING_S = 60.0
-_POLL_S = 0.02
+DISK_WARNING_INTERVAL_S = 60.0
+_CONDITION_POLL_S = 0.02
 
 
-class Accelerators(Protocol):
+class AcceleratorInventory(Protocol):
     """The part of genie.hardware.Inventory that the agent uses."""
 
     async def read_async(self, held: Collection[int] = ()) -> tuple[GPUInfo, ...]: ...
@@ -107,7 +107,7 @@ class Agent:
         network: Network,
         clock: Clock,
         rng: random.Random,
-        inventory: Accelerators,
+        inventory: AcceleratorInventory,
         launcher: JobLauncher,
         base_env: Mapping[str, str] | None = None,
         listen_host: str = "127.0.0.1",
@@ -118,58 +118,59 @@ class Agent:
         self._clock = clock
         self._inventory = inventory
         self._launcher = launcher
-        self._facts = facts
-        self._disk = disk = disk or DiskAccess()
+        self._read_host_facts = facts
+        self._disk_access = disk = disk or DiskAccess()
         self._journal = Journal(node_dir)
-        self._writes = WriteQueue(disk.journal, clock)
-        self._monitor = DiskMonitor(config.disk_free_min_bytes)
-        self._lease = Lease()
+        self._journal_writes = WriteQueue(disk.run_journal_call, clock)
+        self._disk_monitor = DiskMonitor(config.disk_free_min_bytes)
+        self._lease = NodeLease()
         self._connection = LeaderConnection(
-            access, network=network, clock=clock, rng=rng, handler=self._handle
+            access, network=network, clock=clock, rng=rng, handler=self._handle_request
         )
-        self._wake = asyncio.Event()
-        self._stopping = asyncio.Event()
-        self._group: asyncio.TaskGroup | None = None
-        self._prune_due = True
+        self._wake_event = asyncio.Event()
+        self._stop_requested = asyncio.Event()
+        self._task_group: asyncio.TaskGroup | None = None
+        self._is_cleanup_due = True
         advertised = config.host or listen_host
-        self._node = _initial_node(config, node_id=node_dir.name, host=advertised)
+        self._node_info = _initial_node_info(config, node_id=node_dir.name, host=advertised)
         environment = JobEnvironment(
             base_env=dict(base_env or {}),
             listen_host=listen_host,
             advertised_host=advertised,
             ca_path=None if access.tls is None else ca_path(node_dir),
-            offload=disk.bulk,
-            node=lambda: self._node,
+            offload=disk.run_bulk_call,
+            get_node_info=lambda: self._node_info,
         )
         self._jobs = NodeJobs(
             config,
             journal=self._journal,
             launcher=launcher,
             lease=self._lease,
-            writes=self._writes,
+            writes=self._journal_writes,
             clock=clock,
             call_leader=self._call_leader,
             environment=environment,
-            on_change=self._wake.set,
+            on_change=self._wake_event.set,
         )
 
     @property
-    def node(self) -> NodeInfo:
+    def node_info(self) -> NodeInfo:
         """The node as of the last inventory."""
-        return self._node
+        return self._node_info
 
     def stop(self) -> None:
         """Ends all jobs (SIGTERM, then SIGKILL), notifies the controller and makes `run` return."""
-        self._stopping.set()
+        self._stop_requested.set()
 
     async def run(self) -> None:
-        """Runs until stopped. Raises AgentRunningError, NodeError, and the errors of LeaderConnection.run."""
-        await self._disk.journal(self._journal.open)
+        """Runs until stopped. Raises AgentRunningError, NodeError, and the errors of
+        LeaderConnection.serve_leaders."""
+        await self._disk_access.run_journal_call(self._journal.open)
         try:
-            count = self._launcher.end_leftovers(self._journal.jobs_dir)
+            count = self._launcher.kill_leftovers(self._journal.jobs_dir)
             if count:
-                _log.warning("ended %d leftover processes of an earlier agent", count)
-            await self._disk.journal(self._jobs.load)
+                _log.warning("killed %d leftover processes of an earlier agent", count)
+            await self._disk_access.run_journal_call(self._jobs.load_journal)
             await self._run_tasks()
         finally:
             self._launcher.close()
@@ -179,28 +180,31 @@ class Agent:
         fatal: GenieError | None = None
         try:
             async with asyncio.TaskGroup() as group:
-                self._group = group
+                self._task_group = group
                 for work in (
-                    self._connect(),
-                    self._tick(),
-                    self._writes.run(),
-                    self._manage_disk(),
-                    self._collect_exits(),
-                    self._poll_inventory(),
-                    self._renew_certificate(),
+                    self._serve_leaders(),
+                    self._enforce_lease_periodically(),
+                    self._journal_writes.run(),
+                    self._manage_disk_periodically(),
+                    self._collect_exits_forever(),
+                    self._poll_hardware(),
+                    self._renew_certificate_periodically(),
                     self._shut_down_when_stopped(),
                 ):
                     group.create_task(work)
-        except* _StoppedError:
+        except* _AgentStoppedError:
             pass
         except* GenieError as errors:
             fatal = first_error(errors)
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(STOP_MARGIN_S):
-                await self._writes.finish()
+            async with asyncio.timeout(STOP_TIMEOUT_MARGIN_S):
+                await self._journal_writes.finish_pending()
         if fatal is not None:
             self._jobs.kill_all(f"ended by Genie: {fatal.message}")
-            await self._wait(lambda: not self._launcher.running(), self._config.stop_grace_s + STOP_MARGIN_S)
+            await self._wait_for_condition(
+                lambda: not self._launcher.running_jobs_and_kill_errors(),
+                self._config.stop_grace_s + STOP_TIMEOUT_MARGIN_S,
+            )
             raise fatal
 
     async def _begin_incarnation(self) -> None:
@@ -209,30 +213,30 @@ class Agent:
         warned_s = float("-inf")
         while True:
             try:
-                incarnation = await self._disk.journal(self._journal.begin_incarnation)
-                self._node = msgspec.structs.replace(self._node, incarnation=incarnation)
+                incarnation = await self._disk_access.run_journal_call(self._journal.begin_incarnation)
+                self._node_info = msgspec.structs.replace(self._node_info, incarnation=incarnation)
                 return
             except StoreFullError as error:
-                if self._clock.monotonic_s() >= warned_s + DISK_WARNING_S:
+                if self._clock.monotonic_s() >= warned_s + DISK_WARNING_INTERVAL_S:
                     warned_s = self._clock.monotonic_s()
                     _log.error("waiting for disk space: %s", error)
             await self._clock.sleep(DISK_RETRY_S)
 
     # --- the controller ---------------------------------------------------------------------
 
-    async def _connect(self) -> None:
+    async def _serve_leaders(self) -> None:
         await self._begin_incarnation()
         await self._read_disk_space()
-        await self._read_inventory()
+        await self._read_hardware()
         await self._recover_expired_certificate()
-        await self._connection.run(self._serve_leader, self._on_no_leader)
+        await self._connection.serve_leaders(self._serve_leader, self._extend_lease_without_leader)
 
     async def _recover_expired_certificate(self) -> None:
         """Returns when the certificate is valid: the controllers reject connections with an expired one."""
         if self._connection.access.tls is None:
             return
-        node_dir, offload = self._journal.node_dir, self._disk.bulk
-        while await has_expired(node_dir, now=self._clock.wall_s(), offload=offload):
+        node_dir, offload = self._journal.node_dir, self._disk_access.run_bulk_call
+        while await has_certificate_expired(node_dir, now=self._clock.wall_s(), offload=offload):
             try:
                 await recover_certificate(
                     node_dir, self._connection, timeout_s=CALL_TIMEOUT_S, offload=offload
@@ -241,24 +245,27 @@ class Agent:
                 if not error.retryable:
                     raise
                 _log.warning("could not renew the node's expired certificate: %s", error)
-                await self._clock.sleep(RECOVERY_RETRY_S)
+                await self._clock.sleep(CERTIFICATE_RECOVERY_RETRY_S)
 
     async def _serve_leader(self, peer: rpc.Peer) -> None:
         """Registers with the leader and sends heartbeats until it no longer leads."""
-        register = Register(node=self._node, exits=self._unconfirmed_exits())
+        register = Register(node=self._node_info, exits=self._unconfirmed_exits())
         self._apply_registration(await peer.call(register, timeout_s=CALL_TIMEOUT_S))
-        record = partial(self._journal.record_registration, peer.name, at=self._clock.wall_s())
-        self._writes.add(record, what="record the registration")
+        record = partial(self._journal.record_registration, peer.name, registered_at=self._clock.wall_s())
+        self._journal_writes.add_work(record, action="record the registration")
         _log.info(
-            "registered with %s as %s, incarnation %d", peer.name, self._node.node_id, self._node.incarnation
+            "registered with controller %s as node %s, incarnation %d",
+            peer.name,
+            self._node_info.node_id,
+            self._node_info.incarnation,
         )
         while await self._send_heartbeat(peer):
-            await self._wake.wait()
-            self._wake.clear()
+            await self._wake_event.wait()
+            self._wake_event.clear()
 
     def _apply_registration(self, registered: Registered) -> None:
         try:
-            self._jobs.accept_leader_token(registered.leader_token, what="a registration")
+            self._jobs.accept_leader_token(registered.leader_token, message_name="a registration")
         except FencedError as error:
             # Not final, unlike FencedError from the controller: another controller leads by now.
             raise NotLeaderError(error.message) from error
@@ -266,8 +273,8 @@ class Agent:
         known = [self._connection.endpoints[0], *map(parse_endpoint, registered.controllers)]
         endpoints = tuple(dict.fromkeys(known))
         write = partial(write_controllers, self._journal.node_dir, endpoints)
-        self._writes.add(write, what="store the addresses of the controllers")
-        self._connection.on_registered(
+        self._journal_writes.add_work(write, action="store the addresses of the controllers")
+        self._connection.apply_registration(
             endpoints,
             timeout_s=max(0.15 * registered.ttl_s, 0.2),
             backoff_s_max=max(0.1 * registered.ttl_s, 0.05),
@@ -277,60 +284,62 @@ class Agent:
         """Sends one heartbeat and carries out the reply. Returns whether the peer still leads."""
         sent_at_s = self._clock.monotonic_s()
         heartbeat = Heartbeat(
-            node_id=self._node.node_id,
-            incarnation=self._node.incarnation,
-            node=self._node,
-            running=self._jobs.running(),
+            node_id=self._node_info.node_id,
+            incarnation=self._node_info.incarnation,
+            node=self._node_info,
+            running=self._jobs.running_jobs(),
             exits=self._unconfirmed_exits(),
         )
         try:
-            with self._jobs.heartbeat_in_flight():
+            with self._jobs.delay_confirmations():
                 timeout_s = max(0.2 * self._lease.ttl_s, 2 * self._config.heartbeat_s)
                 ack = await peer.call(heartbeat, timeout_s=timeout_s)
         except FencedError as error:
             # Registering again shows whether this incarnation has been replaced.
-            _log.warning("%s rejected a heartbeat: %s", peer.name, error)
+            _log.warning("controller %s rejected a heartbeat: %s", peer.name, error)
             return False
-        actions = reconcile(
+        actions = actions_from_reply(
             ack,
-            live={job_id: job.epoch for job_id, job in self._jobs.live.items()},
-            ended={job_id: report.epoch for job_id, report in self._jobs.ended.items()},
+            live_epochs={job_id: job.epoch for job_id, job in self._jobs.live_jobs.items()},
+            ended_epochs={job_id: report.epoch for job_id, report in self._jobs.unsettled_exits.items()},
             leader_token_seen=self._journal.leader_token,
         )
         if not actions.is_leader:
-            _log.info("disconnecting from %s: %s", peer.name, actions.reason)
+            _log.info("disconnecting from controller %s: %s", peer.name, actions.not_leader_reason)
             return False
-        self._jobs.accept_leader_token(ack.leader_token, what="a heartbeat reply")
+        self._jobs.accept_leader_token(ack.leader_token, message_name="a heartbeat reply")
         self._lease.extend(sent_at_s=sent_at_s)
-        self._launcher.refresh(self._lease.until_s)
-        for order in actions.kill:
-            self._jobs.kill(
+        self._launcher.extend_deadman_timers(self._lease.expires_s)
+        for order in actions.jobs_to_kill:
+            self._jobs.kill_job(
                 order.job_id,
                 epoch=order.epoch,
                 reason=f"ended by Genie: {order.reason or 'not in the ledger'}",
                 grace_s=order.grace_s,
             )
-        self._jobs.settle(actions.settle)
-        self._prune_due |= bool(actions.settle)
+        self._jobs.settle_exits(actions.settled_job_ids)
+        self._is_cleanup_due |= bool(actions.settled_job_ids)
         return True
 
-    def _on_no_leader(self, requested_at_s: float) -> None:
+    def _extend_lease_without_leader(self, requested_at_s: float) -> None:
         self._lease.extend_without_leader(requested_at_s=requested_at_s)
-        self._launcher.refresh(self._lease.until_s)
+        self._launcher.extend_deadman_timers(self._lease.expires_s)
 
     async def _call_leader(self, request: Request[_Reply]) -> _Reply:
-        return await self._connection.call(request, timeout_s=CALL_TIMEOUT_S)
+        return await self._connection.call_leader(request, timeout_s=CALL_TIMEOUT_S)
 
-    async def _handle(self, peer: rpc.Peer, request: Message) -> Message:
+    async def _handle_request(self, peer: rpc.Peer, request: Message) -> Message:
         match request:
             case Launch():
-                assert self._group is not None
-                job = await self._jobs.accept(request)
-                self._group.create_task(self._jobs.start(job))
+                assert self._task_group is not None
+                job = await self._jobs.accept_launch(request)
+                self._task_group.create_task(self._jobs.run_launch(job))
                 return Done()
             case Kill():
-                self._jobs.accept_leader_token(request.leader_token, what=f"the kill of {request.job_id}")
-                self._jobs.kill(
+                self._jobs.accept_leader_token(
+                    request.leader_token, message_name=f"the kill of {request.job_id}"
+                )
+                self._jobs.kill_job(
                     request.job_id, epoch=request.epoch, reason=request.reason, grace_s=request.grace_s
                 )
                 return Done()
@@ -339,23 +348,23 @@ class Agent:
         raise ProtocolError(f"an agent does not serve {type(request).__name__}")
 
     async def _serve_log(self, request: ReadLog) -> Message:
-        directory = await self._disk.bulk(partial(self._find_run, request))
+        directory = await self._disk_access.run_bulk_call(partial(self._find_run_directory, request))
         if directory is None:
             raise JobNotFoundError(
-                f"node {self._node.node_id} has no log of {request.job_id}",
+                f"node {self._node_info.node_id} has no log of {request.job_id}",
                 hint=f"a node keeps logs of the last {self._config.jobs_kept} jobs (GENIE_AGENT_JOBS_KEPT), "
                 f"and of the last {RUNS_KEPT + 1} runs of each",
             )
 
         def is_live() -> bool:
-            job = self._jobs.live.get(request.job_id)
+            job = self._jobs.live_jobs.get(request.job_id)
             return job is not None and request.epoch in (0, job.epoch)
 
-        return await serve_log(
-            request, directory, is_live=is_live, clock=self._clock, offload=self._disk.bulk
+        return await wait_for_log_chunk(
+            request, directory, is_live=is_live, clock=self._clock, offload=self._disk_access.run_bulk_call
         )
 
-    def _find_run(self, request: ReadLog) -> Path | None:
+    def _find_run_directory(self, request: ReadLog) -> Path | None:
         directory = self._journal.run_dir(request.job_id, request.epoch)
         return directory if directory.is_dir() else None
 
@@ -365,136 +374,145 @@ class Agent:
         """Exits for the next message, up to its size limit; the rest follow when these are settled."""
         reports: list[ExitReport] = []
         size_bytes = 0
-        for report in self._jobs.ended.values():
+        for report in self._jobs.unsettled_exits.values():
             size_bytes += len(msgspec.msgpack.encode(report))
-            if size_bytes > EXITS_BYTES_MAX:
+            if size_bytes > EXIT_REPORTS_BYTES_MAX:
                 break
             reports.append(report)
         return tuple(reports)
 
-    def _heartbeat_s(self) -> float:
+    def _heartbeat_interval_s(self) -> float:
         if self._lease.ttl_s <= 0:
             return self._config.heartbeat_s
-        return min(self._config.heartbeat_s, HEARTBEAT_SHARE * self._lease.ttl_s)
+        return min(self._config.heartbeat_s, HEARTBEAT_TTL_SHARE_MAX * self._lease.ttl_s)
 
-    async def _tick(self) -> None:
+    async def _enforce_lease_periodically(self) -> None:
         while True:
-            await self._clock.sleep(self._heartbeat_s())
-            self._wake.set()
-            if self._jobs.live and not self._lease.is_valid(self._clock.monotonic_s()):
-                self._jobs.kill_all(CONTACT_LOST)
+            await self._clock.sleep(self._heartbeat_interval_s())
+            self._wake_event.set()
+            if self._jobs.live_jobs and not self._lease.is_valid(self._clock.monotonic_s()):
+                self._jobs.kill_all(CONTACT_LOST_REASON)
 
-    async def _manage_disk(self) -> None:
+    async def _manage_disk_periodically(self) -> None:
         """Measures free space, and removes files of finished jobs."""
         while True:
             await self._read_disk_space()
-            missing_bytes = self._monitor.missing_bytes
-            if self._prune_due or self._journal.has_trash or missing_bytes:
-                self._prune_due = False
-                await self._discard_old(missing_bytes)
-            await self._clock.sleep(self._heartbeat_s())
+            missing_bytes = self._disk_monitor.missing_bytes
+            if self._is_cleanup_due or self._journal.has_discarded_directories or missing_bytes:
+                self._is_cleanup_due = False
+                await self._remove_old_job_files(missing_bytes)
+            await self._clock.sleep(self._heartbeat_interval_s())
 
-    async def _discard_old(self, missing_bytes: int) -> None:
+    async def _remove_old_job_files(self, missing_bytes: int) -> None:
         """Removes files of finished jobs. A disk that fails must not end the running ones."""
         try:
-            for directory in await self._jobs.discard_old(missing_bytes=missing_bytes):
-                await self._disk.bulk(partial(job_files.try_remove_tree, directory))
+            for directory in await self._jobs.discard_old_runs(missing_bytes=missing_bytes):
+                await self._disk_access.run_bulk_call(partial(job_files.try_remove_tree, directory))
         except (GenieError, OSError) as error:
             _log.warning("could not remove the files of finished jobs: %s", error)
-            self._prune_due = True
+            self._is_cleanup_due = True
             await self._clock.sleep(DISK_RETRY_S)
 
     async def _read_disk_space(self) -> None:
         try:
-            self._monitor.update(await self._disk.bulk(partial(self._disk.space, self._journal.node_dir)))
+            self._disk_monitor.update(
+                await self._disk_access.run_bulk_call(
+                    partial(self._disk_access.measure_space, self._journal.node_dir)
+                )
+            )
         except OSError as error:
             _log.warning("could not read the free disk space: %s", error)
 
-    async def _collect_exits(self) -> None:
+    async def _collect_exits_forever(self) -> None:
         while True:
             await self._launcher.wait_exit()
-            await self._jobs.collect()
+            await self._jobs.collect_exits()
 
-    async def _poll_inventory(self) -> None:
+    async def _poll_hardware(self) -> None:
         while True:
-            await self._clock.sleep(max(self._config.heartbeat_s, INVENTORY_INTERVAL_S_MIN))
-            await self._read_inventory()
+            await self._clock.sleep(max(self._config.heartbeat_s, HARDWARE_POLL_S_MIN))
+            await self._read_hardware()
 
-    async def _read_inventory(self) -> None:
+    async def _read_hardware(self) -> None:
         try:
             gpus = await self._inventory.read_async(self._jobs.gpus_in_use())
         except HardwareError as error:
             _log.warning("could not read the accelerators: %s", error)
             gpus = tuple(
-                msgspec.structs.replace(gpu, available=False, reason=error.message) for gpu in self._node.gpus
+                msgspec.structs.replace(gpu, available=False, reason=error.message)
+                for gpu in self._node_info.gpus
             )
         gpus = tuple(
             msgspec.structs.replace(gpu, available=False, reason=stuck) if stuck else gpu
             for gpu in gpus
-            for stuck in (self._jobs.stuck_on(gpu.gpu_id),)
+            for stuck in (self._jobs.unkillable_processes_on(gpu.gpu_id),)
         )
-        facts = self._facts()
-        closed = self._monitor.closed_reason(self._writes.stalled_s())
+        facts = self._read_host_facts()
+        closed = self._disk_monitor.blocked_reason(self._journal_writes.current_write_s())
         bad = [closed] if closed else []
         bad += [f"accelerator {gpu.gpu_id}: {gpu.reason}" for gpu in gpus if not gpu.available]
-        self._node = msgspec.structs.replace(
-            self._node,
+        self._node_info = msgspec.structs.replace(
+            self._node_info,
             hostname=facts.hostname,
             cpus=facts.cpus,
             memory_total_bytes=facts.memory_total_bytes,
             memory_used_bytes=facts.memory_used_bytes,
             gpus=gpus,
             closed=closed,
-            disk_total_bytes=self._monitor.space.total_bytes,
-            disk_free_bytes=self._monitor.space.free_bytes,
+            disk_total_bytes=self._disk_monitor.last_reading.total_bytes,
+            disk_free_bytes=self._disk_monitor.last_reading.free_bytes,
             status=NodeStatus.DEGRADED if bad else NodeStatus.HEALTHY,
             status_reason="; ".join(bad)[:200],
             last_heartbeat=self._clock.wall_s(),
         )
 
-    async def _renew_certificate(self) -> None:
+    async def _renew_certificate_periodically(self) -> None:
         while self._connection.access.tls is not None:
             try:
-                wait_s = await renew_certificate(
+                wait_s = await renew_certificate_if_due(
                     self._journal.node_dir,
                     self._connection,
                     now=self._clock.wall_s(),
                     timeout_s=CALL_TIMEOUT_S,
-                    offload=self._disk.bulk,
+                    offload=self._disk_access.run_bulk_call,
                 )
             except (GenieError, OSError, ValueError) as error:  # also: its file cannot be read
                 _log.warning("could not renew the node's certificate: %s", error)
                 wait_s = RENEWAL_RETRY_S
-            await self._clock.sleep(min(max(wait_s, 0.05), RENEWAL_CHECK_S))
+            await self._clock.sleep(min(max(wait_s, 0.05), RENEWAL_CHECK_INTERVAL_S))
 
     async def _shut_down_when_stopped(self) -> None:
-        await self._stopping.wait()
+        await self._stop_requested.wait()
         self._jobs.stop_accepting("the agent is stopping")
         self._jobs.kill_all("ended by Genie: the agent was stopped")
-        await self._wait(lambda: not self._jobs.live, self._config.stop_grace_s + STOP_MARGIN_S)
-        self._wake.set()
-        await self._wait(lambda: not (self._jobs.ended and self._connection.is_connected), LEAVE_TIMEOUT_S)
+        await self._wait_for_condition(
+            lambda: not self._jobs.live_jobs, self._config.stop_grace_s + STOP_TIMEOUT_MARGIN_S
+        )
+        self._wake_event.set()
+        await self._wait_for_condition(
+            lambda: not (self._jobs.unsettled_exits and self._connection.is_connected), LEAVE_TIMEOUT_S
+        )
         await self._send_leave()
-        raise _StoppedError
+        raise _AgentStoppedError
 
     async def _send_leave(self) -> None:
         """Notifies the controller; otherwise it lists the node as unresponsive until it is removed."""
         if not self._connection.is_connected:
             return
-        request = Leave(node_id=self._node.node_id, incarnation=self._node.incarnation)
+        request = Leave(node_id=self._node_info.node_id, incarnation=self._node_info.incarnation)
         try:
-            await self._connection.call(request, timeout_s=LEAVE_TIMEOUT_S)
+            await self._connection.call_leader(request, timeout_s=LEAVE_TIMEOUT_S)
         except GenieError as error:
             _log.warning("could not notify the controller of the shutdown: %s", error)
 
-    async def _wait(self, condition: Callable[[], bool], timeout_s: float) -> None:
+    async def _wait_for_condition(self, condition: Callable[[], bool], timeout_s: float) -> None:
         """Waits until the condition is true or the timeout expires."""
         deadline_s = self._clock.monotonic_s() + timeout_s
         while not condition() and self._clock.monotonic_s() < deadline_s:
-            await self._clock.sleep(_POLL_S)
+            await self._clock.sleep(_CONDITION_POLL_S)
 
 
-def _initial_node(config: AgentConfig, *, node_id: str, host: str) -> NodeInfo:
+def _initial_node_info(config: AgentConfig, *, node_id: str, host: str) -> NodeInfo:
     """The node before its first inventory."""
     return NodeInfo(
         node_id=node_id,
@@ -507,5 +525,5 @@ def _initial_node(config: AgentConfig, *, node_id: str, host: str) -> NodeInfo:
     )
 
 
-class _StoppedError(Exception):
+class _AgentStoppedError(Exception):
     """Ends the TaskGroup; not raised outside this module."""

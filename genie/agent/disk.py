@@ -23,11 +23,11 @@ from genie.processes.tasks import Offload, run_inline
 _log = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
 
-PENDING_MAX = 4096
-STALLED_S_MIN = 5.0
+PENDING_CHANGES_MAX = 4096
+STALLED_WRITE_S_MIN = 5.0
 """Below the timeout after which the controller gives up a launch."""
-DISK_FREE_DIVISOR = 20
-_NODE_FAULTS = frozenset(
+FREE_SPACE_DIVISOR = 20
+_NODE_FAULT_ERRNOS = frozenset(
     {
         errno.ENOSPC,
         errno.EDQUOT,
@@ -43,12 +43,12 @@ _NODE_FAULTS = frozenset(
 
 @dataclass(frozen=True, kw_only=True)
 class DiskAccess:
-    """`journal` runs one call at a time, in order. `bulk` reads and writes the files of jobs, which may take
-    long: logs, working directories, removals."""
+    """`run_journal_call` runs one call at a time, in order. `run_bulk_call` reads and writes the files of
+    jobs, which may take long: logs, working directories, removals."""
 
-    journal: Offload = run_inline
-    bulk: Offload = run_inline
-    space: Callable[[Path], DiskSpace] = disk_space
+    run_journal_call: Offload = run_inline
+    run_bulk_call: Offload = run_inline
+    measure_space: Callable[[Path], DiskSpace] = disk_space
 
 
 class DiskMonitor:
@@ -56,50 +56,53 @@ class DiskMonitor:
 
     def __init__(self, free_min_bytes: int) -> None:
         self._free_min_bytes = free_min_bytes
-        self._is_low = False
-        self.space = DiskSpace(total_bytes=0, free_bytes=0)
+        self._is_space_low = False
+        self.last_reading = DiskSpace(total_bytes=0, free_bytes=0)
         """The last reading; zeros before the first one."""
 
     def update(self, space: DiskSpace) -> None:
-        self.space = space
-        self._is_low = self.space.free_bytes < (self._reopen_bytes if self._is_low else self._minimum_bytes)
+        self.last_reading = space
+        self._is_space_low = self.last_reading.free_bytes < (
+            self._free_bytes_to_reopen if self._is_space_low else self._free_bytes_needed
+        )
 
     @property
-    def _minimum_bytes(self) -> int:
-        return min(self._free_min_bytes, self.space.total_bytes // DISK_FREE_DIVISOR)
+    def _free_bytes_needed(self) -> int:
+        return min(self._free_min_bytes, self.last_reading.total_bytes // FREE_SPACE_DIVISOR)
 
     @property
-    def _reopen_bytes(self) -> int:
+    def _free_bytes_to_reopen(self) -> int:
         """More than the minimum, so that the node does not open and close all the time."""
-        return self._minimum_bytes * 3 // 2
+        return self._free_bytes_needed * 3 // 2
 
     @property
     def missing_bytes(self) -> int:
         """How much must be freed until the node accepts work again."""
-        return max(self._reopen_bytes - self.space.free_bytes, 0) if self._is_low else 0
+        return max(self._free_bytes_to_reopen - self.last_reading.free_bytes, 0) if self._is_space_low else 0
 
-    def closed_reason(self, stalled_s: float) -> str:
-        """Why the node accepts no work; empty if it does. `stalled_s`: duration of the current write."""
-        if self._is_low:
-            free, needed = self.space.free_bytes / 2**30, self._reopen_bytes / 2**30
+    def blocked_reason(self, stalled_write_s: float) -> str:
+        """Why the node accepts no work; empty if it does. `stalled_write_s`: duration of the current
+        write."""
+        if self._is_space_low:
+            free, needed = self.last_reading.free_bytes / 2**30, self._free_bytes_to_reopen / 2**30
             return f"low disk space: {free:.2f} GiB free, {needed:.2f} GiB needed"
-        if stalled_s >= STALLED_S_MIN:
-            return f"the disk does not respond: a write has taken {stalled_s:.0f} s"
+        if stalled_write_s >= STALLED_WRITE_S_MIN:
+            return f"the disk does not respond: a write has taken {stalled_write_s:.0f} s"
         return ""
 
 
-def is_node_fault(error: BaseException | None) -> bool:
+def is_caused_by_node(error: BaseException | None) -> bool:
     """Whether the node is the cause of this error: its disk is full or broken, it has no memory or files."""
     while error is not None:
         if isinstance(error, StoreFullError | NodeUnfitError):
             return True
-        if isinstance(error, OSError) and error.errno in _NODE_FAULTS:
+        if isinstance(error, OSError) and error.errno in _NODE_FAULT_ERRNOS:
             return True
         error = error.__cause__
     return False
 
 
-def is_disk_full(error: BaseException | None) -> bool:
+def is_caused_by_full_disk(error: BaseException | None) -> bool:
     while error is not None:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             return True
@@ -108,38 +111,40 @@ def is_disk_full(error: BaseException | None) -> bool:
 
 
 class WriteQueue:
-    """`run` must run concurrently; `finish` replaces it after it was cancelled."""
+    """`run` must run concurrently; `finish_pending` replaces it after it was cancelled."""
 
     def __init__(self, offload: Offload, clock: Clock) -> None:
         self._offload = offload
         self._clock = clock
-        self._pending: deque[Callable[[], Awaitable[None]]] = deque()
-        self._has_pending = asyncio.Event()
-        self._began_s: float | None = None
+        self._pending_work: deque[Callable[[], Awaitable[None]]] = deque()
+        self._has_pending_work = asyncio.Event()
+        self._work_started_s: float | None = None
 
-    def add(self, work: Callable[[], object], *, what: str, writes: bool = True) -> None:
-        """Adds work whose result is not needed. An error is logged; `what` completes "could not"."""
+    def add_work(self, work: Callable[[], object], *, action: str, writes: bool = True) -> None:
+        """Adds work whose result is not needed. An error is logged; `action` completes "could not"."""
 
         async def do() -> None:
             try:
                 await self._offload(work, writes=writes)
             except (GenieError, OSError) as error:
-                _log.error("could not %s: %s", what, error)
+                _log.error("could not %s: %s", action, error)
             except Exception:
-                _log.exception("could not %s", what)
+                _log.exception("could not %s", action)
 
-        if len(self._pending) >= PENDING_MAX:
-            _log.error("could not %s: %d changes of the journal are pending", what, PENDING_MAX)
+        if len(self._pending_work) >= PENDING_CHANGES_MAX:
+            _log.error("could not %s: %d changes of the journal are pending", action, PENDING_CHANGES_MAX)
         else:
-            self._append(do)
+            self._append_work(do)
 
-    async def call(self, work: Callable[[], _Result], *, writes: bool = True) -> _Result:
+    async def run_work(self, work: Callable[[], _Result], *, writes: bool = True) -> _Result:
         """Does the work after everything added before; returns its result or raises its error.
 
         Raises StoreFullError if the queue is full. Work of a cancelled call that has not begun is skipped.
         """
-        if len(self._pending) >= PENDING_MAX:
-            raise StoreFullError(f"the disk is too slow: {PENDING_MAX} changes of the journal are pending")
+        if len(self._pending_work) >= PENDING_CHANGES_MAX:
+            raise StoreFullError(
+                f"the disk is too slow: {PENDING_CHANGES_MAX} changes of the journal are pending"
+            )
         result: asyncio.Future[_Result] = asyncio.get_running_loop().create_future()
 
         async def do() -> None:
@@ -154,29 +159,29 @@ class WriteQueue:
                 if not result.cancelled():
                     result.set_result(value)
 
-        self._append(do)
+        self._append_work(do)
         return await result
 
-    def stalled_s(self) -> float:
+    def current_write_s(self) -> float:
         """How long the current change has taken so far; 0 if there is none."""
-        return 0.0 if self._began_s is None else self._clock.monotonic_s() - self._began_s
+        return 0.0 if self._work_started_s is None else self._clock.monotonic_s() - self._work_started_s
 
     async def run(self) -> None:
         """Does the work until cancelled."""
         while True:
-            await self._has_pending.wait()
-            await self.finish()
+            await self._has_pending_work.wait()
+            await self.finish_pending()
 
-    async def finish(self) -> None:
+    async def finish_pending(self) -> None:
         """Does the work that is pending."""
-        while self._pending:
-            self._began_s = self._clock.monotonic_s()
+        while self._pending_work:
+            self._work_started_s = self._clock.monotonic_s()
             try:
-                await self._pending.popleft()()
+                await self._pending_work.popleft()()
             finally:
-                self._began_s = None
-        self._has_pending.clear()
+                self._work_started_s = None
+        self._has_pending_work.clear()
 
-    def _append(self, do: Callable[[], Awaitable[None]]) -> None:
-        self._pending.append(do)
-        self._has_pending.set()
+    def _append_work(self, run: Callable[[], Awaitable[None]]) -> None:
+        self._pending_work.append(run)
+        self._has_pending_work.set()

@@ -15,17 +15,17 @@ from dataclasses import dataclass
 
 from genie.model.messages import HeartbeatAck, JobOrder
 
-DEADMAN_SHARE = 0.7
-DEADMAN_GRACE_SHARE = 0.15
+LEASE_TTL_SHARE = 0.7
+DEADMAN_GRACE_TTL_SHARE_MAX = 0.15
 """Maximum grace period after the lease has expired, as a fraction of the time to live."""
 
 
-class Lease:
+class NodeLease:
     """Times are those of the node's monotonic clock."""
 
     def __init__(self) -> None:
         self.ttl_s = 0.0
-        self.until_s = float("-inf")
+        self.expires_s = float("-inf")
 
     def set_ttl(self, ttl_s: float) -> None:
         """Applies from the next extension."""
@@ -33,43 +33,51 @@ class Lease:
 
     def extend(self, *, sent_at_s: float) -> None:
         """Rule (a). Never shortens the lease."""
-        self.until_s = max(self.until_s, sent_at_s + DEADMAN_SHARE * self.ttl_s)
+        self.expires_s = max(self.expires_s, sent_at_s + LEASE_TTL_SHARE * self.ttl_s)
 
     def extend_without_leader(self, *, requested_at_s: float) -> None:
         """Rule (b). An expired lease stays expired: another controller may have led in between."""
-        if requested_at_s <= self.until_s:
+        if requested_at_s <= self.expires_s:
             self.extend(sent_at_s=requested_at_s)
 
     def is_valid(self, now_s: float) -> bool:
-        return now_s < self.until_s
+        return now_s < self.expires_s
 
-    def grace_s(self, configured_s: float) -> float:
+    def grace_after_expiry_s(self, configured_s: float) -> float:
         """The grace period after the lease has expired, capped so that jobs end within the time to live."""
-        return min(configured_s, DEADMAN_GRACE_SHARE * self.ttl_s)
+        return min(configured_s, DEADMAN_GRACE_TTL_SHARE_MAX * self.ttl_s)
 
 
 @dataclass(frozen=True, slots=True)
-class Actions:
-    """`kill` and `settle` contain only jobs of this node; `is_leader` is False for a replaced leader."""
+class HeartbeatActions:
+    """`jobs_to_kill` and `settled_job_ids` contain only jobs of this node; `is_leader` is False for a
+    replaced leader."""
 
     is_leader: bool
-    kill: tuple[JobOrder, ...] = ()
-    settle: tuple[str, ...] = ()
-    reason: str = ""
+    jobs_to_kill: tuple[JobOrder, ...] = ()
+    settled_job_ids: tuple[str, ...] = ()
+    not_leader_reason: str = ""
 
 
-def reconcile(
-    ack: HeartbeatAck, *, live: Mapping[str, int], ended: Mapping[str, int], leader_token_seen: int
-) -> Actions:
-    """`live` and `ended` map job IDs to epochs. Orders for another epoch are ignored."""
+def actions_from_reply(
+    ack: HeartbeatAck,
+    *,
+    live_epochs: Mapping[str, int],
+    ended_epochs: Mapping[str, int],
+    leader_token_seen: int,
+) -> HeartbeatActions:
+    """`live_epochs` and `ended_epochs` map job IDs to epochs. Orders for another epoch are ignored."""
     if not ack.leading:
-        return Actions(is_leader=False, reason="it does not lead")
+        return HeartbeatActions(is_leader=False, not_leader_reason="it does not lead")
     if ack.leader_token < leader_token_seen:
-        return Actions(
-            is_leader=False, reason=f"leader token {ack.leader_token} is older than {leader_token_seen}"
+        return HeartbeatActions(
+            is_leader=False,
+            not_leader_reason=f"leader token {ack.leader_token} is older than {leader_token_seen}",
         )
-    return Actions(
+    return HeartbeatActions(
         is_leader=True,
-        kill=tuple(order for order in ack.kill if live.get(order.job_id) == order.epoch),
-        settle=tuple(order.job_id for order in ack.settled if ended.get(order.job_id) == order.epoch),
+        jobs_to_kill=tuple(order for order in ack.kill if live_epochs.get(order.job_id) == order.epoch),
+        settled_job_ids=tuple(
+            order.job_id for order in ack.settled if ended_epochs.get(order.job_id) == order.epoch
+        ),
     )

@@ -23,35 +23,47 @@ from genie.tenancy.access import NO_PIN, parse_token
 _log = logging.getLogger(__name__)
 
 AGENTS_DIR = "agents"
-_TOKEN, _CERTIFICATE, _KEY, _NEXT_KEY, _CA = "node.token", "node.pem", "node.key", "node.key.next", "ca.pem"
-_CONTROLLERS = "controllers.json"
+_TOKEN_FILE, _CERTIFICATE_FILE, _KEY_FILE, _NEXT_KEY_FILE, _CA_FILE = (
+    "node.token",
+    "node.pem",
+    "node.key",
+    "node.key.next",
+    "ca.pem",
+)
+_CONTROLLERS_FILE = "controllers.json"
 
-Address = tuple[str, int]
+ControllerAddress = tuple[str, int]
 
 
 def write_identity(
-    node_dir: Path, *, token: str, certificate_pem: str, key_pem: bytes, ca_pem: str, controller: Address
+    node_dir: Path,
+    *,
+    token: str,
+    certificate_pem: str,
+    key_pem: bytes,
+    ca_pem: str,
+    controller: ControllerAddress,
 ) -> None:
     """Writes the files of a new node. The token comes last: without it the directory is not a node."""
-    files.write_private(node_dir / _KEY, key_pem)
-    files.write_private(node_dir / _CERTIFICATE, certificate_pem.encode())
-    files.write_private(node_dir / _CA, ca_pem.encode())
-    (node_dir / _NEXT_KEY).unlink(missing_ok=True)
+    files.write_private(node_dir / _KEY_FILE, key_pem)
+    files.write_private(node_dir / _CERTIFICATE_FILE, certificate_pem.encode())
+    files.write_private(node_dir / _CA_FILE, ca_pem.encode())
+    (node_dir / _NEXT_KEY_FILE).unlink(missing_ok=True)
     # Leader tokens are only comparable within one cluster, and this may be another cluster.
     (node_dir / FENCE_FILE).unlink(missing_ok=True)
     write_controllers(node_dir, (controller,))
-    files.write_private(node_dir / _TOKEN, token.encode())
+    files.write_private(node_dir / _TOKEN_FILE, token.encode())
 
 
 def ca_path(node_dir: Path) -> Path:
     """Path of the CA certificate of the cluster; the file exists only if the cluster uses TLS."""
-    return node_dir / _CA
+    return node_dir / _CA_FILE
 
 
-def read_identity(node_dir: Path, *, controller: Address | None = None) -> Access:
+def read_identity(node_dir: Path, *, controller: ControllerAddress | None = None) -> Access:
     """Returns the access of this node to its cluster. `controller` overrides the stored address."""
     try:
-        token = parse_token((node_dir / _TOKEN).read_text("utf-8"))
+        token = parse_token((node_dir / _TOKEN_FILE).read_text("utf-8"))
     except FileNotFoundError:
         raise TokenMissingError(
             f"{node_dir} has no node token", hint="join a cluster first: 'genie join ADDR --token T'"
@@ -66,8 +78,8 @@ def read_identity(node_dir: Path, *, controller: Address | None = None) -> Acces
                 hint="start the cluster with TLS (the default) and join again",
             )
         return Access(host=host, port=port, token=token, tls=None)
-    _finish_renewal(node_dir)
-    ca_pem = _ca_pem(node_dir, pin=token.pin)
+    _finish_interrupted_renewal(node_dir)
+    ca_pem = _read_ca_pem(node_dir, pin=token.pin)
     plain = ClientTls(tls.client_context(ca_pem), tls.CONTROLLER_NAME)
     return _with_own_certificate(Access(host=host, port=port, token=token, tls=plain), node_dir, ca_pem)
 
@@ -77,7 +89,7 @@ def find_node_dir(state_dir: Path, node_id: str | None) -> Path:
     agents = state_dir / AGENTS_DIR
     if node_id is not None:
         return agents / node_id
-    found = sorted(path.parent for path in agents.glob(f"*/{_TOKEN}"))
+    found = sorted(path.parent for path in agents.glob(f"*/{_TOKEN_FILE}"))
     if len(found) == 1:
         return found[0]
     if not found:
@@ -90,17 +102,17 @@ def find_node_dir(state_dir: Path, node_id: str | None) -> Path:
     )
 
 
-def write_controllers(node_dir: Path, controllers: Sequence[Address]) -> None:
+def write_controllers(node_dir: Path, controllers: Sequence[ControllerAddress]) -> None:
     """Stores the addresses of the controllers, that of the current leader first. Blocks."""
     body = json.dumps([address_text(host, port) for host, port in controllers]).encode()
-    path = node_dir / _CONTROLLERS
+    path = node_dir / _CONTROLLERS_FILE
     if not path.exists() or path.read_bytes() != body:
         files.write_private(path, body)
 
 
-def read_controllers(node_dir: Path) -> tuple[Address, ...]:
+def read_controllers(node_dir: Path) -> tuple[ControllerAddress, ...]:
     """Returns the stored addresses of the controllers, that of the last leader first."""
-    path = node_dir / _CONTROLLERS
+    path = node_dir / _CONTROLLERS_FILE
     try:
         return tuple(parse_endpoint(str(text)) for text in json.loads(path.read_text("utf-8")))
     except (OSError, ValueError, TypeError) as error:
@@ -110,11 +122,11 @@ def read_controllers(node_dir: Path) -> tuple[Address, ...]:
         ) from error
 
 
-async def renew_certificate(
+async def renew_certificate_if_due(
     node_dir: Path, connection: LeaderConnection, *, now: float, timeout_s: float, offload: Offload
 ) -> float:
     """Renews the certificate after half of its validity. Returns the seconds until the next check."""
-    certificate_pem = await offload(partial((node_dir / _CERTIFICATE).read_text, "utf-8"))
+    certificate_pem = await offload(partial((node_dir / _CERTIFICATE_FILE).read_text, "utf-8"))
     left_s = tls.renewal_due_in_s(certificate_pem, now=now)
     if left_s > 0:
         return left_s
@@ -122,7 +134,7 @@ async def renew_certificate(
         await recover_certificate(node_dir, connection, timeout_s=timeout_s, offload=offload)
         return 0.0
     key_pem, csr_pem = tls.new_key_and_csr()
-    signed = await connection.call(RenewCertificate(csr_pem=csr_pem), timeout_s=timeout_s)
+    signed = await connection.call_leader(RenewCertificate(csr_pem=csr_pem), timeout_s=timeout_s)
     certificate_pem = signed.certificate_pem
     store = partial(_store_certificate, node_dir, connection.access, certificate_pem, key_pem)
     connection.replace_access(await offload(store, writes=True))
@@ -132,15 +144,15 @@ async def renew_certificate(
 
 def _store_certificate(node_dir: Path, access: Access, certificate_pem: str, key_pem: bytes) -> Access:
     # In this order a crash leaves either the old pair, or the new certificate and its key in node.key.next.
-    files.write_private(node_dir / _NEXT_KEY, key_pem)
-    files.write_private(node_dir / _CERTIFICATE, certificate_pem.encode())
-    _finish_renewal(node_dir)
-    return _with_own_certificate(access, node_dir, _ca_pem(node_dir, pin=access.token.pin))
+    files.write_private(node_dir / _NEXT_KEY_FILE, key_pem)
+    files.write_private(node_dir / _CERTIFICATE_FILE, certificate_pem.encode())
+    _finish_interrupted_renewal(node_dir)
+    return _with_own_certificate(access, node_dir, _read_ca_pem(node_dir, pin=access.token.pin))
 
 
-async def has_expired(node_dir: Path, *, now: float, offload: Offload) -> bool:
+async def has_certificate_expired(node_dir: Path, *, now: float, offload: Offload) -> bool:
     """Whether the certificate of the node has expired."""
-    certificate_pem = await offload(partial((node_dir / _CERTIFICATE).read_text, "utf-8"))
+    certificate_pem = await offload(partial((node_dir / _CERTIFICATE_FILE).read_text, "utf-8"))
     return now > tls.validity_period(certificate_pem)[1]
 
 
@@ -150,50 +162,52 @@ async def recover_certificate(
     """Gets a new certificate for the same key after the old one has expired. Raises CertificateExpiredError
     after the grace period."""
     access = connection.access
-    request, ca_pem = await offload(partial(_recovery_request, node_dir, access))
+    request, ca_pem = await offload(partial(_make_recovery_request, node_dir, access))
     # The server would reject a connection with the expired certificate.
     plain = ClientTls(tls.client_context(ca_pem), tls.CONTROLLER_NAME)
     signed = await connection.call_unauthenticated(request, tls=plain, timeout_s=timeout_s)
 
     def store() -> Access:
-        files.write_private(node_dir / _CERTIFICATE, signed.certificate_pem.encode())
+        files.write_private(node_dir / _CERTIFICATE_FILE, signed.certificate_pem.encode())
         return _with_own_certificate(access, node_dir, ca_pem)
 
     connection.replace_access(await offload(store, writes=True))
     _log.info("renewed the node's certificate, which had expired")
 
 
-def _recovery_request(node_dir: Path, access: Access) -> tuple[RecoverCertificate, str]:
+def _make_recovery_request(node_dir: Path, access: Access) -> tuple[RecoverCertificate, str]:
     request = RecoverCertificate(
         token=str(access.token),
-        certificate_pem=(node_dir / _CERTIFICATE).read_text("utf-8"),
-        csr_pem=tls.new_csr((node_dir / _KEY).read_bytes()),
+        certificate_pem=(node_dir / _CERTIFICATE_FILE).read_text("utf-8"),
+        csr_pem=tls.new_csr((node_dir / _KEY_FILE).read_bytes()),
     )
-    return request, _ca_pem(node_dir, pin=access.token.pin)
+    return request, _read_ca_pem(node_dir, pin=access.token.pin)
 
 
-def _finish_renewal(node_dir: Path) -> None:
-    next_key = node_dir / _NEXT_KEY
+def _finish_interrupted_renewal(node_dir: Path) -> None:
+    next_key = node_dir / _NEXT_KEY_FILE
     if not next_key.exists():
         return
     try:
-        tls.server_context(node_dir / _CERTIFICATE, next_key)
+        tls.server_context(node_dir / _CERTIFICATE_FILE, next_key)
     except TlsError:
         next_key.unlink()
     else:
-        next_key.replace(node_dir / _KEY)
+        next_key.replace(node_dir / _KEY_FILE)
     files.sync_directory(node_dir)
 
 
 def _with_own_certificate(access: Access, node_dir: Path, ca_pem: str) -> Access:
-    return with_certificate(access, ca_pem=ca_pem, certificate=node_dir / _CERTIFICATE, key=node_dir / _KEY)
+    return with_certificate(
+        access, ca_pem=ca_pem, certificate=node_dir / _CERTIFICATE_FILE, key=node_dir / _KEY_FILE
+    )
 
 
-def _ca_pem(node_dir: Path, *, pin: str) -> str:
+def _read_ca_pem(node_dir: Path, *, pin: str) -> str:
     try:
         ca_pem = ca_path(node_dir).read_text("utf-8")
     except OSError as error:
         raise TlsError(f"could not read the cluster's CA: {error}", hint="join the node again") from error
     if tls.fingerprint(ca_pem) != pin:
-        raise TlsError(f"{node_dir / _CA} does not match the node token", hint="join the node again")
+        raise TlsError(f"{node_dir / _CA_FILE} does not match the node token", hint="join the node again")
     return ca_pem

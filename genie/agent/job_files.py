@@ -20,11 +20,11 @@ from genie.processes import files
 
 _log = logging.getLogger(__name__)
 
-RECORD_BYTES_MAX = 65536
+SMALL_FILE_BYTES_MAX = 65536
 """Of a small file of a job, and of what its shim reports."""
 
 
-def open_plain(path: Path) -> IO[bytes]:
+def open_regular_file(path: Path) -> IO[bytes]:
     """Opens a regular file. Raises OSError for anything else."""
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
@@ -36,16 +36,16 @@ def open_plain(path: Path) -> IO[bytes]:
         raise
 
 
-def read(path: Path) -> bytes:
+def read_small_file(path: Path) -> bytes:
     """Returns the contents of a small regular file. Raises OSError."""
-    with open_plain(path) as file:
-        data = file.read(RECORD_BYTES_MAX + 1)
-    if len(data) > RECORD_BYTES_MAX:
-        raise OSError(errno.EFBIG, f"larger than {RECORD_BYTES_MAX} bytes", str(path))
+    with open_regular_file(path) as file:
+        data = file.read(SMALL_FILE_BYTES_MAX + 1)
+    if len(data) > SMALL_FILE_BYTES_MAX:
+        raise OSError(errno.EFBIG, f"larger than {SMALL_FILE_BYTES_MAX} bytes", str(path))
     return data
 
 
-def write(path: Path, data: bytes) -> None:
+def write_atomically(path: Path, data: bytes) -> None:
     """Replaces the file atomically and durably, with mode 0600. Raises OSError."""
     fd, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
@@ -61,7 +61,7 @@ def write(path: Path, data: bytes) -> None:
         raise
 
 
-def exists(path: Path) -> bool:
+def path_exists(path: Path) -> bool:
     """Whether the path exists; true for a dangling link, false if it cannot be read."""
     try:
         os.lstat(path)
@@ -78,34 +78,34 @@ def try_unlink(path: Path) -> None:
         _log.warning("could not remove %s: %s", path, error.strerror)
 
 
-def try_set_modified(path: Path, modified_s: float) -> None:
+def try_set_modified_time(path: Path, modified_s: float) -> None:
     with contextlib.suppress(OSError):
         os.utime(path, (modified_s, modified_s), follow_symlinks=False)
 
 
 @dataclass(frozen=True)
-class RunSize:
+class RunDirectorySize:
     """The size of the directory of a job. A new run has another `inode`."""
 
     inode: int
-    work_bytes: int
-    other_bytes: int
+    work_dir_bytes: int
+    other_files_bytes: int
 
 
-def try_measure(directory: Path, known: RunSize | None) -> RunSize | None:
-    """Measures the directory of an ended job, or returns `known` if it is of this run. Blocks."""
+def try_measure_run(directory: Path, last_size: RunDirectorySize | None) -> RunDirectorySize | None:
+    """Measures the directory of an ended job, or returns `last_size` if it is of this run. Blocks."""
     work = directory / "work"
     try:
         inode = os.lstat(directory).st_ino
     except OSError:
         return None
-    if known is not None and known.inode == inode:
-        return known if exists(work) else replace(known, work_bytes=0)
-    work_bytes = tree_bytes(work)
-    return RunSize(inode, work_bytes, tree_bytes(directory) - work_bytes)
+    if last_size is not None and last_size.inode == inode:
+        return last_size if path_exists(work) else replace(last_size, work_dir_bytes=0)
+    work_bytes = tree_size_bytes(work)
+    return RunDirectorySize(inode, work_bytes, tree_size_bytes(directory) - work_bytes)
 
 
-def tree_bytes(path: Path) -> int:
+def tree_size_bytes(path: Path) -> int:
     """The space that the tree occupies, without parts that cannot be read. Blocks."""
     size_bytes = 0
     directories = [str(path)]
@@ -123,18 +123,18 @@ def try_remove_tree(path: Path) -> None:
     """Removes as much of the tree as possible. Blocks."""
     with contextlib.suppress(OSError):
         if stat.S_ISDIR(os.lstat(path).st_mode):
-            _empty(path)
+            _empty_directory(path)
             path.rmdir()
         else:
             path.unlink()
 
 
-def _empty(root: Path) -> None:
+def _empty_directory(root: Path) -> None:
     """Empties the directory. Directories below are moved up to it first: a job can nest them deeper than
     recursion and the length of a path allow."""
     root_fd = _open_directory(str(root))
     try:
-        pending = _unlink_files(root_fd)
+        pending = _remove_non_directories(root_fd)
         taken = set(pending)
         names = (name for name in map(str, itertools.count()) if name not in taken)
         while pending:
@@ -142,7 +142,7 @@ def _empty(root: Path) -> None:
             with contextlib.suppress(OSError):
                 fd = _open_directory(name, dir_fd=root_fd)
                 try:
-                    for inner in _unlink_files(fd):
+                    for inner in _remove_non_directories(fd):
                         above = next(names)
                         with contextlib.suppress(OSError):
                             os.rename(inner, above, src_dir_fd=fd, dst_dir_fd=root_fd)
@@ -169,7 +169,7 @@ def _open_directory(name: str, *, dir_fd: int | None = None) -> int:
     return fd
 
 
-def _unlink_files(fd: int) -> list[str]:
+def _remove_non_directories(fd: int) -> list[str]:
     """Removes everything but directories; returns the names of these, made writable."""
     directories = []
     with os.scandir(fd) as entries:

@@ -19,9 +19,9 @@ from typing import Protocol, TypeVar
 import msgspec
 
 from genie.agent import job_files, preparation
-from genie.agent.disk import WriteQueue, is_disk_full, is_node_fault
-from genie.agent.heartbeats import Lease
-from genie.agent.job_files import RunSize
+from genie.agent.disk import WriteQueue, is_caused_by_full_disk, is_caused_by_node
+from genie.agent.heartbeats import NodeLease
+from genie.agent.job_files import RunDirectorySize
 from genie.agent.journal import REASON_CHARS_MAX, JobRecord, Journal
 from genie.agent.launcher import JobLauncher, LaunchPlan
 from genie.config import AgentConfig
@@ -46,21 +46,21 @@ from genie.runtime import tls
 _log = logging.getLogger(__name__)
 _Reply = TypeVar("_Reply", bound=Message)
 
-LIVE_MAX = 1024
-PREPARING_MAX = 8
-PREPARE_S_MAX = 900.0
+LIVE_JOBS_MAX = 1024
+PREPARING_JOBS_MAX = 8
+PREPARATION_S_MAX = 900.0
 EXECUTOR_START_S_MAX = 90.0
-EXECUTOR_BUSY_S_MAX = 1200.0
+EXECUTOR_START_WITH_STATUS_S_MAX = 1200.0
 """For an executor that reports a status: it may be compiling its library."""
-STATUS_READ_S_MAX = 1.0
+STATUS_READ_TIMEOUT_S = 1.0
 RETRY_S, RETRY_S_MAX = 0.2, 2.0
-CONFIRM_WAIT_S = 3.0
+CONFIRMATION_WAIT_S = 3.0
 """How long a confirmation waits at the controller for the other workers of the job; then it is repeated."""
-WORKDIR_SPACE_FACTOR = 2
+WORKDIR_SPACE_FACTOR_MIN = 2
 """Space for a working directory in relation to its archive: for the archive and, at least, for its files."""
 WORKDIR_SPACE_FACTOR_MAX = 8
 """The same if all files are small: each takes 1 KiB of the archive, and a block of the file system."""
-CONTACT_LOST = "ended by Genie: the node lost contact with the controller"
+CONTACT_LOST_REASON = "ended by Genie: the node lost contact with the controller"
 
 
 class CallLeader(Protocol):
@@ -78,9 +78,9 @@ class LocalJob:
     kill_reason: str = ""
     """Why it must not start or must end; empty if neither."""
     endpoint: Endpoint | None = None
-    note: str = ""
+    executor_note: str = ""
     """Status of an executor that does not listen yet."""
-    needed_bytes: int = 0
+    needed_disk_bytes: int = 0
     """Free disk space that its working directory needs, if the node has less."""
 
     @property
@@ -88,7 +88,7 @@ class LocalJob:
         return self.launch.placement.epoch
 
     @property
-    def started(self) -> bool:
+    def has_started(self) -> bool:
         return self.started_s is not None
 
 
@@ -104,7 +104,7 @@ class JobEnvironment:
     advertised_host: str
     ca_path: Path | None
     offload: Offload
-    node: Callable[[], NodeInfo]
+    get_node_info: Callable[[], NodeInfo]
 
 
 class NodeJobs:
@@ -114,55 +114,58 @@ class NodeJobs:
         *,
         journal: Journal,
         launcher: JobLauncher,
-        lease: Lease,
+        lease: NodeLease,
         writes: WriteQueue,
         clock: Clock,
         call_leader: CallLeader,
         environment: JobEnvironment,
         on_change: Callable[[], None],
     ) -> None:
-        self.live: dict[str, LocalJob] = {}
-        self.ended: dict[str, ExitReport] = {}
+        self.live_jobs: dict[str, LocalJob] = {}
+        self.unsettled_exits: dict[str, ExitReport] = {}
         self._config = config
         self._journal = journal
         self._launcher = launcher
         self._lease = lease
-        self._writes = writes
+        self._journal_writes = writes
         self._clock = clock
         self._call_leader = call_leader
         self._environment = environment
         self._on_change = on_change
-        self._earlier: dict[str, JobRecord | None] = {}
+        self._unkillable_earlier_jobs: dict[str, JobRecord | None] = {}
         """Jobs of an earlier agent with processes that cannot be killed."""
-        self._closed_reason = ""
+        self._rejection_reason = ""
         """Why launches are rejected; empty while they are accepted."""
         self._no_heartbeat_in_flight = asyncio.Event()
         self._no_heartbeat_in_flight.set()
-        self._slots = asyncio.Semaphore(PREPARING_MAX)
-        self._sizes: dict[Path, RunSize] = {}
+        self._preparation_slots = asyncio.Semaphore(PREPARING_JOBS_MAX)
+        self._finished_run_sizes: dict[Path, RunDirectorySize] = {}
         """Of the directories of finished jobs."""
 
-    def load(self) -> None:
+    def load_journal(self) -> None:
         """Reads what an earlier agent has left: unconfirmed exits, and jobs that have not ended. Blocks."""
-        self.ended = self._journal.pending_exits()
-        self._earlier = {job_id: self._journal.record(job_id) for job_id in self._launcher.running()}
+        self.unsettled_exits = self._journal.unsettled_exits()
+        self._unkillable_earlier_jobs = {
+            job_id: self._journal.read_job_record(job_id)
+            for job_id in self._launcher.running_jobs_and_kill_errors()
+        }
 
-    def running(self) -> tuple[RunningJob, ...]:
-        stuck = self._launcher.running()
+    def running_jobs(self) -> tuple[RunningJob, ...]:
+        stuck = self._launcher.running_jobs_and_kill_errors()
         now_s = self._clock.monotonic_s()
         return tuple(
             RunningJob(
                 job_id=job_id,
                 epoch=job.epoch,
                 endpoint=job.endpoint,
-                note=(stuck.get(job_id) or job.note)[:REASON_CHARS_MAX],
+                note=(stuck.get(job_id) or job.executor_note)[:REASON_CHARS_MAX],
                 elapsed_s=0.0 if job.started_s is None else now_s - job.started_s,
             )
-            for job_id, job in self.live.items()
+            for job_id, job in self.live_jobs.items()
         )
 
     @contextmanager
-    def heartbeat_in_flight(self) -> Iterator[None]:
+    def delay_confirmations(self) -> Iterator[None]:
         """Delays launch confirmations while a heartbeat is sent that may not list the accepted job yet."""
         self._no_heartbeat_in_flight.clear()
         try:
@@ -172,42 +175,45 @@ class NodeJobs:
 
     def stop_accepting(self, reason: str) -> None:
         """Rejects all further launches with this reason."""
-        self._closed_reason = reason
+        self._rejection_reason = reason
 
     def gpus_in_use(self) -> frozenset[int]:
         """IDs of the accelerators that may have a process of a job."""
         return frozenset(
-            gpu_id for job in self.live.values() for gpu_id in job.launch.placement.gpu_ids if job.started
+            gpu_id
+            for job in self.live_jobs.values()
+            for gpu_id in job.launch.placement.gpu_ids
+            if job.has_started
         )
 
-    def stuck_on(self, gpu_id: int) -> str:
+    def unkillable_processes_on(self, gpu_id: int) -> str:
         """Which processes on this accelerator cannot be killed; empty if none.
 
         For a job of an earlier agent whose record cannot be read, all accelerators may have a process.
         """
-        for job_id, stuck in self._launcher.running().items():
+        for job_id, stuck in self._launcher.running_jobs_and_kill_errors().items():
             if stuck:
-                gpu_ids = self._gpu_ids(job_id)
+                gpu_ids = self._gpu_ids_of_job(job_id)
                 if gpu_ids is None or gpu_id in gpu_ids:
                     return f"{stuck} of job {job_id}"
         return ""
 
-    def _gpu_ids(self, job_id: str) -> tuple[int, ...] | None:
-        if job_id in self.live:
-            return self.live[job_id].launch.placement.gpu_ids
-        record = self._earlier.get(job_id)
+    def _gpu_ids_of_job(self, job_id: str) -> tuple[int, ...] | None:
+        if job_id in self.live_jobs:
+            return self.live_jobs[job_id].launch.placement.gpu_ids
+        record = self._unkillable_earlier_jobs.get(job_id)
         return None if record is None else record.gpu_ids
 
     # --- launch and kill --------------------------------------------------------------------
 
-    def accept_leader_token(self, leader_token: int, *, what: str) -> None:
+    def accept_leader_token(self, leader_token: int, *, message_name: str) -> None:
         """Raises FencedError for a token lower than the highest one seen."""
-        if self._journal.accept_leader_token(leader_token, what=what):
-            self._writes.add(self._journal.store_leader_token, what="store the leader token")
+        if self._journal.accept_leader_token(leader_token, message_name=message_name):
+            self._journal_writes.add_work(self._journal.store_leader_token, action="store the leader token")
 
-    async def accept(self, launch: Launch) -> LocalJob:
-        """Records the launch durably; call `start` next. Raises LaunchError or FencedError."""
-        self._check_acceptable(launch)
+    async def accept_launch(self, launch: Launch) -> LocalJob:
+        """Records the launch durably; call `run_launch` next. Raises LaunchError or FencedError."""
+        self._check_launch_acceptable(launch)
         record = JobRecord(
             job_id=launch.job_id,
             epoch=launch.placement.epoch,
@@ -215,46 +221,49 @@ class NodeJobs:
             accepted_at=self._clock.wall_s(),
             gpu_ids=launch.placement.gpu_ids,
         )
-        earlier = self.ended.pop(launch.job_id, None)
+        earlier = self.unsettled_exits.pop(launch.job_id, None)
         # Listed before it is recorded: meanwhile its accelerators are in use.
-        job = self.live[launch.job_id] = LocalJob(launch, self._journal.job_dir(launch.job_id))
+        job = self.live_jobs[launch.job_id] = LocalJob(launch, self._journal.job_dir(launch.job_id))
         try:
-            await self._writes.call(partial(self._journal.accept, record))
+            await self._journal_writes.run_work(partial(self._journal.record_launch, record))
         except BaseException as error:
-            del self.live[launch.job_id]
+            del self.live_jobs[launch.job_id]
             if earlier is not None:
-                self.ended[launch.job_id] = earlier
-            if is_node_fault(error) or isinstance(error, OSError):
+                self.unsettled_exits[launch.job_id] = earlier
+            if is_caused_by_node(error) or isinstance(error, OSError):
                 raise NodeUnfitError(f"the launch of {launch.job_id} is rejected: {error}") from error
             raise
         return job
 
-    def _check_acceptable(self, launch: Launch) -> None:
+    def _check_launch_acceptable(self, launch: Launch) -> None:
         what, place = f"the launch of {launch.job_id}", launch.placement
-        self.accept_leader_token(launch.leader_token, what=what)
-        node_id = self._environment.node().node_id
+        self.accept_leader_token(launch.leader_token, message_name=what)
+        node_id = self._environment.get_node_info().node_id
         if place.node_id != node_id:
-            raise LaunchError(f"{what} is for node {place.node_id}, this is {node_id}")
+            raise LaunchError(f"{what} is for node {place.node_id}, but this is node {node_id}")
         if place.incarnation != self._journal.incarnation:
             raise FencedError(
                 f"{what} is for incarnation {place.incarnation} of this node, "
                 f"which is now at {self._journal.incarnation}"
             )
-        if launch.job_id in self.live or self._has_survivors(launch.job_id):
+        if launch.job_id in self.live_jobs or self._has_unkillable_processes(launch.job_id):
             raise NodeUnfitError(f"{what} is rejected: an earlier run has not ended on this node yet")
-        if self._closed_reason:
-            raise NodeUnfitError(f"{what} is rejected: {self._closed_reason}")
-        if closed := self._environment.node().closed:
+        if self._rejection_reason:
+            raise NodeUnfitError(f"{what} is rejected: {self._rejection_reason}")
+        if closed := self._environment.get_node_info().closed:
             raise NodeUnfitError(f"{what} is rejected: {closed}")
         if not self._lease.is_valid(self._clock.monotonic_s()):
             raise NodeUnfitError(f"{what} is rejected: the lease of this node has expired")
         if conflict := self._accelerator_conflict(launch):
             raise NodeUnfitError(f"{what} is rejected: {conflict}")
-        if len(self.live) >= LIVE_MAX:
-            raise NodeUnfitError(f"{what} is rejected: this node already has {LIVE_MAX} jobs")
+        if len(self.live_jobs) >= LIVE_JOBS_MAX:
+            raise NodeUnfitError(f"{what} is rejected: this node already has {LIVE_JOBS_MAX} jobs")
 
-    def _has_survivors(self, job_id: str) -> bool:
-        return job_id in self._earlier and job_id in self._launcher.running()
+    def _has_unkillable_processes(self, job_id: str) -> bool:
+        return (
+            job_id in self._unkillable_earlier_jobs
+            and job_id in self._launcher.running_jobs_and_kill_errors()
+        )
 
     def _accelerator_conflict(self, launch: Launch) -> str:
         """Why the accelerators of the launch are not free yet; empty if they are.
@@ -264,78 +273,80 @@ class NodeJobs:
         """
         requested = launch.spec.resources.gpu_milli
         for gpu_id in launch.placement.gpu_ids:
-            if stuck := self.stuck_on(gpu_id):
+            if stuck := self.unkillable_processes_on(gpu_id):
                 return f"accelerator {gpu_id}: {stuck}"
-            others = [job.launch for job in self.live.values() if gpu_id in job.launch.placement.gpu_ids]
+            others = [job.launch for job in self.live_jobs.values() if gpu_id in job.launch.placement.gpu_ids]
             if any(other.tenant != launch.tenant for other in others):
                 return f"a job of another tenant has not ended on accelerator {gpu_id} yet"
             if sum(other.spec.resources.gpu_milli for other in others) + requested > FULL_MILLI:
                 return f"{others[0].job_id} has not ended on accelerator {gpu_id} yet"
         return ""
 
-    def kill(self, job_id: str, *, epoch: int, reason: str, grace_s: float | None = None) -> None:
+    def kill_job(self, job_id: str, *, epoch: int, reason: str, grace_s: float | None = None) -> None:
         """Takes effect immediately or, for a job in preparation, at its next step."""
-        job = self.live.get(job_id)
+        job = self.live_jobs.get(job_id)
         if job is not None and job.epoch == epoch:
             job.kill_reason = job.kill_reason or reason
-            if job.started:
-                self._launcher.kill(job_id, reason=reason, grace_s=grace_s)
+            if job.has_started:
+                self._launcher.kill_job(job_id, reason=reason, grace_s=grace_s)
 
     def kill_all(self, reason: str) -> None:
-        for job_id, job in self.live.items():
-            self.kill(job_id, epoch=job.epoch, reason=reason)
+        for job_id, job in self.live_jobs.items():
+            self.kill_job(job_id, epoch=job.epoch, reason=reason)
 
-    def settle(self, job_ids: Collection[str]) -> None:
+    def settle_exits(self, job_ids: Collection[str]) -> None:
         for job_id in job_ids:
-            self.ended.pop(job_id, None)
+            self.unsettled_exits.pop(job_id, None)
         if job_ids:
-            work = partial(self._journal.settle, job_ids)
-            self._writes.add(work, what="mark exits as settled", writes=False)
+            work = partial(self._journal.mark_settled, job_ids)
+            self._journal_writes.add_work(work, action="mark exits as settled", writes=False)
 
-    async def collect(self) -> None:
+    async def collect_exits(self) -> None:
         """Records the exits that the launcher has seen."""
-        for report in sorted(self._launcher.exits(), key=self._needs_executor_status):
-            self._record_exit(await self._with_executor_status(report))
+        for report in sorted(self._launcher.take_exits(), key=self._needs_executor_status):
+            self._record_exit(await self._add_executor_status(report))
 
     # --- from acceptance to start -----------------------------------------------------------
 
-    async def start(self, job: LocalJob) -> None:
+    async def run_launch(self, job: LocalJob) -> None:
         """Prepares, confirms and starts the job. Never raises: an error becomes the job's exit report."""
         job_id = job.launch.job_id
         try:
-            async with self._slots:
-                plan = await self._prepare(job)
-            await self._confirm(job)
-            await self._launcher.start(plan, until_s=self._lease.until_s)
+            async with self._preparation_slots:
+                plan = await self._prepare_launch(job)
+            await self._confirm_launch(job)
+            await self._launcher.start_job(plan, deadman_expiry_s=self._lease.expires_s)
             job.started_s = self._clock.monotonic_s()
             if job.kill_reason:
-                self._launcher.kill(job_id, reason=job.kill_reason)
+                self._launcher.kill_job(job_id, reason=job.kill_reason)
             _log.info("job %s started (epoch %d)", job_id, job.epoch)
         except (GenieError, OSError) as error:
-            by_node = bool(job.kill_reason) or is_node_fault(error)
-            self._fail(job, job.kill_reason or f"not started: {error}", by_node=by_node)
+            by_node = bool(job.kill_reason) or is_caused_by_node(error)
+            self._record_failed_launch(
+                job, job.kill_reason or f"not started: {error}", is_caused_by_node=by_node
+            )
         except Exception:
             _log.exception("could not start job %s", job_id)
-            self._fail(job, "not started: internal error (see the log of the agent)")
-        if job.started and job.launch.spec.kind is JobKind.SESSION:
+            self._record_failed_launch(job, "not started: internal error (see the log of the agent)")
+        if job.has_started and job.launch.spec.kind is JobKind.SESSION:
             await self._report_endpoint(job)
 
-    async def _prepare(self, job: LocalJob) -> LaunchPlan:
+    async def _prepare_launch(self, job: LocalJob) -> LaunchPlan:
         launch, environment = job.launch, self._environment
         env = preparation.job_environment(
-            launch, base=environment.base_env, node=environment.node(), directory=job.directory
+            launch, base=environment.base_env, node=environment.get_node_info(), directory=job.directory
         )
         if launch.spec.workdir is not None:
             await self._fetch_workdir(job, launch.spec.workdir)
         if launch.spec.kind is JobKind.SESSION:
             argv = await preparation.prepare_executor(
-                self._retrying_call(job),
+                self._make_retrying_call(job),
                 launch,
                 directory=job.directory,
                 ca_path=environment.ca_path,
                 listen_host=environment.listen_host,
                 memory_bytes_max=self._config.executor_memory_bytes_max,
-                node=environment.node(),
+                node=environment.get_node_info(),
                 offload=environment.offload,
             )
         else:
@@ -350,31 +361,31 @@ class NodeJobs:
             log_file_bytes_max=self._config.log_bytes_max,
             log_files_max=self._config.log_files_max,
             grace_s=self._config.stop_grace_s,
-            deadman_grace_s=self._lease.grace_s(self._config.stop_grace_s),
+            deadman_grace_s=self._lease.grace_after_expiry_s(self._config.stop_grace_s),
         )
 
-    async def _fetch_workdir(self, job: LocalJob, wanted: Workdir) -> None:
+    async def _fetch_workdir(self, job: LocalJob, workdir: Workdir) -> None:
         """Raises NodeUnfitError if the disk has too little space. How much the files need depends on the
         blocks of the file system; that is known only if the disk was filled."""
-        node = self._environment.node()
-        needed_bytes = wanted.size_bytes * WORKDIR_SPACE_FACTOR
+        node = self._environment.get_node_info()
+        needed_bytes = workdir.size_bytes * WORKDIR_SPACE_FACTOR_MIN
         if node.disk_total_bytes and node.disk_free_bytes < needed_bytes:
-            job.needed_bytes = needed_bytes
+            job.needed_disk_bytes = needed_bytes
             raise NodeUnfitError(
                 f"the working directory needs {needed_bytes} bytes of free disk space, packed and unpacked; "
                 f"{node.disk_free_bytes} are free"
             )
         try:
             await preparation.fetch_workdir(
-                self._retrying_call(job), wanted, job.directory, offload=self._environment.offload
+                self._make_retrying_call(job), workdir, job.directory, offload=self._environment.offload
             )
         except (GenieError, OSError) as error:
-            most_bytes = wanted.size_bytes * WORKDIR_SPACE_FACTOR_MAX
-            if is_disk_full(error) and node.disk_total_bytes and node.disk_free_bytes < most_bytes:
-                job.needed_bytes = most_bytes
+            most_bytes = workdir.size_bytes * WORKDIR_SPACE_FACTOR_MAX
+            if is_caused_by_full_disk(error) and node.disk_total_bytes and node.disk_free_bytes < most_bytes:
+                job.needed_disk_bytes = most_bytes
             raise
 
-    async def _confirm(self, job: LocalJob) -> None:
+    async def _confirm_launch(self, job: LocalJob) -> None:
         # A heartbeat from before the acceptance must not arrive after the confirmation: the controller
         # would miss a running job in it.
         await self._no_heartbeat_in_flight.wait()
@@ -382,14 +393,14 @@ class NodeJobs:
             job_id=job.launch.job_id,
             epoch=job.epoch,
             incarnation=self._journal.incarnation,
-            wait_s=CONFIRM_WAIT_S,
+            wait_s=CONFIRMATION_WAIT_S,
         )
-        await self._retrying_call(job)(confirmation)
+        await self._make_retrying_call(job)(confirmation)
         self._check_not_killed(job)
 
-    def _retrying_call(self, job: LocalJob) -> preparation.Call:
+    def _make_retrying_call(self, job: LocalJob) -> preparation.CallController:
         """Retries retryable errors, with backoff, until the timeout or until the job is killed."""
-        deadline_s = self._clock.monotonic_s() + PREPARE_S_MAX
+        deadline_s = self._clock.monotonic_s() + PREPARATION_S_MAX
 
         async def call(request: Request[_Reply]) -> _Reply:
             backoff_s = RETRY_S
@@ -411,7 +422,7 @@ class NodeJobs:
 
     def _check_not_killed(self, job: LocalJob) -> None:
         if not job.kill_reason and not self._lease.is_valid(self._clock.monotonic_s()):
-            job.kill_reason = CONTACT_LOST
+            job.kill_reason = CONTACT_LOST_REASON
         if job.kill_reason:
             raise LaunchError(job.kill_reason)
 
@@ -421,44 +432,44 @@ class NodeJobs:
         """Waits until the executor listens, then reports its address to the controller. Never raises."""
         job_id = job.launch.job_id
         try:
-            port = await self._wait_endpoint(job)
+            port = await self._wait_for_endpoint(job)
             if port is None:
                 return
-            job.note = ""
+            job.executor_note = ""
             job.endpoint = Endpoint(
                 host=self._environment.advertised_host,
                 port=port,
                 server_name=tls.executor_certificate_name(job_id),
             )
             self._on_change()
-            await self._retrying_call(job)(
+            await self._make_retrying_call(job)(
                 ExecutorReady(job_id=job_id, epoch=job.epoch, endpoint=job.endpoint)
             )
         except GenieError as error:
             if job.endpoint is None:
-                self.kill(job_id, epoch=job.epoch, reason=f"ended by Genie: {error}")
+                self.kill_job(job_id, epoch=job.epoch, reason=f"ended by Genie: {error}")
             else:
                 _log.info(
                     "could not report the endpoint of %s: %s; the next heartbeat reports it", job_id, error
                 )
         except Exception:
             _log.exception("ending executor %s: could not report its endpoint to the controller", job_id)
-            self.kill(job_id, epoch=job.epoch, reason="ended by Genie: internal error")
+            self.kill_job(job_id, epoch=job.epoch, reason="ended by Genie: internal error")
 
-    async def _wait_endpoint(self, job: LocalJob) -> int | None:
+    async def _wait_for_endpoint(self, job: LocalJob) -> int | None:
         """Returns the executor's port; None if it ended first."""
         started_s = self._clock.monotonic_s()
         pause_s = 0.01
-        while self.live.get(job.launch.job_id) is job:
-            port = await self._environment.offload(partial(preparation.read_endpoint, job.directory))
+        while self.live_jobs.get(job.launch.job_id) is job:
+            port = await self._environment.offload(partial(preparation.read_executor_port, job.directory))
             if port is not None:
                 return port
-            status = await self._environment.offload(partial(preparation.read_status, job.directory))
+            status = await self._environment.offload(partial(preparation.read_executor_status, job.directory))
             note = status[:REASON_CHARS_MAX]
-            if note != job.note:
-                job.note = note
+            if note != job.executor_note:
+                job.executor_note = note
                 self._on_change()
-            limit_s = EXECUTOR_BUSY_S_MAX if note else EXECUTOR_START_S_MAX
+            limit_s = EXECUTOR_START_WITH_STATUS_S_MAX if note else EXECUTOR_START_S_MAX
             if self._clock.monotonic_s() > started_s + limit_s:
                 raise LaunchError(f"the executor was not ready within {limit_s:g} s" + (note and f": {note}"))
             await self._clock.sleep(pause_s)
@@ -467,7 +478,7 @@ class NodeJobs:
 
     # --- exits ------------------------------------------------------------------------------
 
-    def _fail(self, job: LocalJob, reason: str, *, by_node: bool = False) -> None:
+    def _record_failed_launch(self, job: LocalJob, reason: str, *, is_caused_by_node: bool = False) -> None:
         reason = reason[:REASON_CHARS_MAX]
         _log.warning("job %s failed: %s", job.launch.job_id, reason)
         self._record_exit(
@@ -478,8 +489,8 @@ class NodeJobs:
                 reason=reason,
                 ended_at=self._clock.wall_s(),
                 started=False,
-                by_node=by_node,
-                needed_bytes=job.needed_bytes,
+                by_node=is_caused_by_node,
+                needed_bytes=job.needed_disk_bytes,
             )
         )
 
@@ -487,54 +498,54 @@ class NodeJobs:
         """Reports the exit at once. If the agent is killed before it is stored, the shim's own record counts,
         and without one the job counts as lost."""
         _log.info("job %s ended: %s", exit_report.job_id, exit_report.reason)
-        self.live.pop(exit_report.job_id, None)
-        self.ended[exit_report.job_id] = exit_report
-        self._writes.add(
-            partial(self._store_exit, exit_report), what=f"record the exit of {exit_report.job_id}"
+        self.live_jobs.pop(exit_report.job_id, None)
+        self.unsettled_exits[exit_report.job_id] = exit_report
+        self._journal_writes.add_work(
+            partial(self._store_exit, exit_report), action=f"record the exit of {exit_report.job_id}"
         )
         self._on_change()
 
     def _store_exit(self, report: ExitReport) -> None:
-        preparation.remove_secrets(self._journal.job_dir(report.job_id))
-        self._journal.discard_tmp(report.job_id)
-        if self._journal.exit_report(report.job_id) is None:
+        preparation.remove_executor_secrets(self._journal.job_dir(report.job_id))
+        self._journal.discard_temporary_files(report.job_id)
+        if self._journal.read_exit_report(report.job_id) is None:
             self._journal.write_exit(report)
 
     def _needs_executor_status(self, report: ExitReport) -> bool:
-        job = self.live.get(report.job_id)
+        job = self.live_jobs.get(report.job_id)
         if job is None or job.launch.spec.kind is not JobKind.SESSION or not report.exit_code:
             return False
         return job.endpoint is None or report.exit_code == CLIENT_LOST_EXIT_CODE
 
-    async def _with_executor_status(self, report: ExitReport) -> ExitReport:
+    async def _add_executor_status(self, report: ExitReport) -> ExitReport:
         """Adds the status of an executor that failed before it listened, or that lost its client."""
         if not self._needs_executor_status(report):
             return report
-        read = partial(preparation.read_status, self._journal.job_dir(report.job_id))
+        read = partial(preparation.read_executor_status, self._journal.job_dir(report.job_id))
         try:
-            async with asyncio.timeout(STATUS_READ_S_MAX):
+            async with asyncio.timeout(STATUS_READ_TIMEOUT_S):
                 status = await self._environment.offload(read)
         except TimeoutError:
             status = ""
         reason = f"{report.reason}: {status}" if status else report.reason
         return msgspec.structs.replace(report, reason=reason[:REASON_CHARS_MAX])
 
-    async def discard_old(self, *, missing_bytes: int) -> Collection[Path]:
+    async def discard_old_runs(self, *, missing_bytes: int) -> Collection[Path]:
         """Returns the directories that are to be removed: they no longer belong to a job."""
-        live = frozenset(self.live) | frozenset(self._launcher.running())
-        self._sizes = await self._environment.offload(partial(self._measure_finished, live))
+        live = frozenset(self.live_jobs) | frozenset(self._launcher.running_jobs_and_kill_errors())
+        self._finished_run_sizes = await self._environment.offload(partial(self._measure_finished_runs, live))
         discard = partial(
-            self._journal.discard_old,
-            kept=self._config.jobs_kept,
-            live=frozenset(self.live) | live,
-            sizes=self._sizes,
+            self._journal.discard_old_runs,
+            kept_count=self._config.jobs_kept,
+            live_job_ids=frozenset(self.live_jobs) | live,
+            sizes=self._finished_run_sizes,
             bytes_max=self._config.jobs_bytes_max,
             missing_bytes=missing_bytes,
         )
-        return await self._writes.call(discard, writes=False)
+        return await self._journal_writes.run_work(discard, writes=False)
 
-    def _measure_finished(self, live: Collection[str]) -> dict[Path, RunSize]:
-        known = self._sizes
-        finished = self._journal.finished(live)
-        sizes = {path: job_files.try_measure(path, known.get(path)) for path in finished}
+    def _measure_finished_runs(self, live_job_ids: Collection[str]) -> dict[Path, RunDirectorySize]:
+        known = self._finished_run_sizes
+        finished = self._journal.finished_run_directories(live_job_ids)
+        sizes = {path: job_files.try_measure_run(path, known.get(path)) for path in finished}
         return {path: size for path, size in sizes.items() if size is not None}

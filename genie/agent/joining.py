@@ -18,7 +18,7 @@ from genie.tenancy.access import NO_PIN, parse_token
 JOIN_TIMEOUT_S = 15.0
 
 
-async def join(
+async def join_cluster(
     host: str,
     port: int,
     token_text: str,
@@ -26,10 +26,10 @@ async def join(
     state_dir: Path,
     requested_node_id: str,
     network: Network,
-    exact: bool = False,
+    is_node_id_fixed: bool = False,
     timeout_s: float = JOIN_TIMEOUT_S,
 ) -> Path:
-    """Returns the directory of the new node. With `exact`, a node ID that is in use is an error.
+    """Returns the directory of the new node. With `is_node_id_fixed`, a node ID that is in use is an error.
 
     The token is sent only to a server that the pin verifies.
     """
@@ -42,7 +42,9 @@ async def join(
     trusted = await trust(network, host, port, pin=token.pin, state_dir=state_dir, timeout_s=timeout_s)
     key_pem, csr_pem = tls.new_key_and_csr()
     async with rpc.dial(network, host, port, tls=trusted, timeout_s=timeout_s) as peer:
-        request = Join(token=str(token), requested_node_id=preferred_id, csr_pem=csr_pem, exact=exact)
+        request = Join(
+            token=str(token), requested_node_id=preferred_id, csr_pem=csr_pem, exact=is_node_id_fixed
+        )
         joined = await peer.call(request, timeout_s=timeout_s)
     node_id = validate_node_id(joined.node_id, what="the node ID from the controller,")
     if token.pin != NO_PIN and tls.fingerprint(joined.ca_pem) != token.pin:

@@ -18,7 +18,7 @@ from typing import TypeVar
 import msgspec
 
 from genie.agent import job_files
-from genie.agent.job_files import RunSize
+from genie.agent.job_files import RunDirectorySize
 from genie.errors import AgentRunningError, FencedError, StoreCorruptError, StoreFullError
 from genie.model.job import RUNS_KEPT
 from genie.model.messages import ExitReport
@@ -31,7 +31,7 @@ _Struct = TypeVar("_Struct")
 REASON_CHARS_MAX = 600
 FENCE_FILE = "fence.json"
 REGISTERED_FILE = "registered.json"
-_TRASH_PREFIX = "."
+_DISCARDED_PREFIX = "."
 _EARLIER_RUNS_DIR = "earlier"
 
 
@@ -76,19 +76,19 @@ class Journal:
         self.leader_token = 0
         """The highest leader token seen."""
         self.incarnation = 0
-        self.has_trash = False
-        """Whether a directory was moved aside since the last call of `discard_old`."""
-        self._settled: set[str] = set()
+        self.has_discarded_directories = False
+        """Whether a directory was moved aside since the last call of `discard_old_runs`."""
+        self._settled_but_not_renamed: set[str] = set()
         """Settled jobs whose `exit.json` could not be renamed."""
-        self._trash_count = 0
+        self._discarded_count = 0
 
     def open(self) -> None:
         """Raises AgentRunningError if another agent holds the lock, StoreCorruptError for an invalid file."""
         files.make_private_directory(self.jobs_dir)
         self._lock = _acquire_lock(self.node_dir / "agent.lock")
-        fence = _read(self.node_dir / FENCE_FILE, _Fence) or _Fence()
+        fence = _read_record(self.node_dir / FENCE_FILE, _Fence) or _Fence()
         self.leader_token = self._stored_leader_token = fence.leader_token
-        self.incarnation = _read(self.node_dir / "incarnation", int) or 0
+        self.incarnation = _read_record(self.node_dir / "incarnation", int) or 0
 
     def close(self) -> None:
         """Idempotent."""
@@ -102,12 +102,12 @@ class Journal:
         self.incarnation = incarnation
         return incarnation
 
-    def record_registration(self, controller: str, *, at: float) -> None:
+    def record_registration(self, controller: str, *, registered_at: float) -> None:
         """Writes the file by which the supervisor sees that this agent has registered."""
-        body = {"incarnation": self.incarnation, "controller": controller, "at": at}
+        body = {"incarnation": self.incarnation, "controller": controller, "at": registered_at}
         files.replace_or_overwrite(self.node_dir / REGISTERED_FILE, json.dumps(body).encode())
 
-    def accept_leader_token(self, leader_token: int, *, what: str) -> bool:
+    def accept_leader_token(self, leader_token: int, *, message_name: str) -> bool:
         """Remembers the highest leader token, in memory. Raises FencedError for a lower one.
 
         Returns whether it is new; call `store_leader_token` then. A launch is accepted only after that. Until
@@ -115,7 +115,7 @@ class Journal:
         """
         if leader_token < self.leader_token:
             raise FencedError(
-                f"{what} rejected: its leader token {leader_token} is older than "
+                f"{message_name} rejected: its leader token {leader_token} is older than "
                 f"{self.leader_token}, which this node has seen"
             )
         is_new = leader_token > self.leader_token
@@ -135,14 +135,14 @@ class Journal:
         """The directory of a job. Raises NameInvalidError for an ID that could be another path."""
         return self.jobs_dir / validate_name(job_id, what="job ID")
 
-    def record(self, job_id: str) -> JobRecord | None:
+    def read_job_record(self, job_id: str) -> JobRecord | None:
         try:
-            return _read(self.job_dir(job_id) / "job.json", JobRecord)
+            return _read_record(self.job_dir(job_id) / "job.json", JobRecord)
         except StoreCorruptError as error:
-            _log.warning("%s", error)
+            _log.warning("ignoring an unreadable record of job %s: %s", job_id, error)
             return None
 
-    def accept(self, record: JobRecord) -> Path:
+    def record_launch(self, record: JobRecord) -> Path:
         """Creates the directory of a job; moves that of an earlier run aside, except its logs.
 
         Raises FencedError for a launch that this node has seen before, StoreFullError or OSError.
@@ -150,15 +150,15 @@ class Journal:
         self.store_leader_token()
         directory = self.job_dir(record.job_id)
         aside: Path | None = None
-        before = self.record(record.job_id)
+        before = self.read_job_record(record.job_id)
         if before is not None and record.epoch <= before.epoch:
             raise FencedError(
                 f"the launch of {record.job_id} has epoch {record.epoch}; "
                 f"this node has already seen {before.epoch}"
             )
-        if job_files.exists(directory) and (aside := self._move_to_trash(directory)) is None:
+        if job_files.path_exists(directory) and (aside := self._try_discard_directory(directory)) is None:
             raise StoreFullError(f"could not move the directory of an earlier run: {directory}")
-        self._settled.discard(record.job_id)
+        self._settled_but_not_renamed.discard(record.job_id)
         for path in (directory, *(directory / name for name in ("log", "work", "tmp"))):
             path.mkdir(mode=0o700)
         if aside is not None and before is not None:
@@ -170,25 +170,25 @@ class Journal:
     def run_dir(self, job_id: str, epoch: int) -> Path:
         """The directory with the log of the run with this epoch; epoch 0 is the last run."""
         directory = self.job_dir(job_id)
-        record = self.record(job_id) if epoch else None
+        record = self.read_job_record(job_id) if epoch else None
         return (
             directory
             if record is None or record.epoch == epoch
             else directory / _EARLIER_RUNS_DIR / str(epoch)
         )
 
-    def _keep_earlier_logs(self, aside: Path, directory: Path, *, epoch: int) -> None:
+    def _keep_earlier_logs(self, earlier_directory: Path, directory: Path, *, epoch: int) -> None:
         """Moves the logs of the newest runs to the new directory."""
         kept = directory / _EARLIER_RUNS_DIR
         try:
-            if _is_directory(aside / _EARLIER_RUNS_DIR):
-                (aside / _EARLIER_RUNS_DIR).rename(kept)
-            if _is_directory(aside / "log") and any((aside / "log").iterdir()):
+            if _is_real_directory(earlier_directory / _EARLIER_RUNS_DIR):
+                (earlier_directory / _EARLIER_RUNS_DIR).rename(kept)
+            if _is_real_directory(earlier_directory / "log") and any((earlier_directory / "log").iterdir()):
                 files.make_private_directory(kept / str(epoch))
-                (aside / "log").rename(kept / str(epoch) / "log")
-            if _is_directory(kept):
+                (earlier_directory / "log").rename(kept / str(epoch) / "log")
+            if _is_real_directory(kept):
                 for old in sorted(kept.iterdir(), key=_epoch_sort_key)[:-RUNS_KEPT]:
-                    self._move_to_trash(old)
+                    self._try_discard_directory(old)
         except OSError as error:
             _log.warning("could not keep the logs of earlier runs of %s: %s", directory.name, error.strerror)
 
@@ -197,29 +197,33 @@ class Journal:
         body = msgspec.json.encode(_ExitRecord(**msgspec.structs.asdict(report)))
         path = self.job_dir(report.job_id) / "exit.json"
         try:
-            job_files.write(path, body)
+            job_files.write_atomically(path, body)
         except OSError as error:
             raise StoreFullError(
                 f"cannot write {path}: {error.strerror}", hint="check free space and permissions"
             ) from error
 
-    def exit_report(self, job_id: str) -> ExitReport | None:
+    def read_exit_report(self, job_id: str) -> ExitReport | None:
         try:
-            found = _read(self.job_dir(job_id) / "exit.json", _ExitRecord)
+            found = _read_record(self.job_dir(job_id) / "exit.json", _ExitRecord)
         except StoreCorruptError as error:
-            _log.warning("%s", error)
+            _log.warning("ignoring an unreadable record of job %s: %s", job_id, error)
             return None
         if found is not None and found.job_id != job_id:
-            _log.warning("the exit record of %s is of another job", job_id)
+            _log.warning("ignoring the exit record of %s, which belongs to another job", job_id)
             return None
-        return _to_optional_report(found)
+        return _to_optional_exit_report(found)
 
-    def pending_exits(self) -> dict[str, ExitReport]:
+    def unsettled_exits(self) -> dict[str, ExitReport]:
         """All exits that the controller has not confirmed yet, by job ID."""
-        found = {job_id: self.exit_report(job_id) for job_id in self.job_ids() if job_id not in self._settled}
+        found = {
+            job_id: self.read_exit_report(job_id)
+            for job_id in self.list_job_ids()
+            if job_id not in self._settled_but_not_renamed
+        }
         return {job_id: report for job_id, report in found.items() if report is not None}
 
-    def settle(self, job_ids: Iterable[str]) -> None:
+    def mark_settled(self, job_ids: Iterable[str]) -> None:
         """Marks exits that the controller has stored. The directories stay until they are pruned."""
         moved = False
         for job_id in job_ids:
@@ -231,93 +235,98 @@ class Journal:
                 pass
             except OSError as error:
                 _log.warning("could not mark the exit of %s as settled: %s", job_id, error.strerror)
-                if self._move_to_trash(directory) is None:
-                    self._settled.add(job_id)
+                if self._try_discard_directory(directory) is None:
+                    self._settled_but_not_renamed.add(job_id)
         if moved:
             # One sync for all: reporting an exit twice after a crash is harmless.
             files.sync_directory(self.jobs_dir)
 
-    def job_ids(self) -> list[str]:
-        return sorted(path.name for path in self._directories() if job_files.exists(path / "job.json"))
+    def list_job_ids(self) -> list[str]:
+        return sorted(
+            path.name for path in self._job_directories() if job_files.path_exists(path / "job.json")
+        )
 
-    def discard_tmp(self, job_id: str) -> None:
+    def discard_temporary_files(self, job_id: str) -> None:
         """Moves the temporary files of an ended job aside."""
         directory = self.job_dir(job_id) / "tmp"
-        if job_files.exists(directory):
-            self._move_to_trash(directory)
+        if job_files.path_exists(directory):
+            self._try_discard_directory(directory)
 
-    def discard_old(
+    def discard_old_runs(
         self,
         *,
-        kept: int,
-        live: Collection[str],
-        sizes: Mapping[Path, RunSize] | None = None,
+        kept_count: int,
+        live_job_ids: Collection[str],
+        sizes: Mapping[Path, RunDirectorySize] | None = None,
         bytes_max: int = 0,
         missing_bytes: int = 0,
     ) -> list[Path]:
-        """Moves the directories of settled jobs aside, except the newest `kept`. If the rest exceeds
+        """Moves the directories of settled jobs aside, except the newest `kept_count`. If the rest exceeds
         `bytes_max`, or the disk misses `missing_bytes`, working directories follow, then logs, oldest first.
 
         `sizes` has what counts for that. Returns all directories that are to be removed.
         """
-        done = self.finished(live)
-        for directory in done[kept:]:
-            self._move_to_trash(directory)
-        rest = [(path, size) for path in reversed(done[:kept]) if (size := (sizes or {}).get(path))]
-        total_bytes = sum(size.work_bytes + size.other_bytes for _, size in rest)
+        done = self.finished_run_directories(live_job_ids)
+        for directory in done[kept_count:]:
+            self._try_discard_directory(directory)
+        rest = [(path, size) for path in reversed(done[:kept_count]) if (size := (sizes or {}).get(path))]
+        total_bytes = sum(size.work_dir_bytes + size.other_files_bytes for _, size in rest)
         excess_bytes = max(total_bytes - bytes_max, missing_bytes)
         for path, size in rest:
-            if excess_bytes > 0 and _is_directory(path / "work"):
-                modified_s = _modified_s(path)
-                self._move_to_trash(path / "work")
-                job_files.try_set_modified(path, modified_s)  # it does not become the newest
-                excess_bytes -= size.work_bytes
+            if excess_bytes > 0 and _is_real_directory(path / "work"):
+                modified_s = _modified_time_s(path)
+                self._try_discard_directory(path / "work")
+                job_files.try_set_modified_time(path, modified_s)  # it does not become the newest
+                excess_bytes -= size.work_dir_bytes
         for path, size in rest:
             if excess_bytes > 0:
-                self._move_to_trash(path)
-                excess_bytes -= size.other_bytes
-        self.has_trash = False
-        return [path for path in self.jobs_dir.iterdir() if path.name.startswith(_TRASH_PREFIX)]
+                self._try_discard_directory(path)
+                excess_bytes -= size.other_files_bytes
+        self.has_discarded_directories = False
+        return [path for path in self.jobs_dir.iterdir() if path.name.startswith(_DISCARDED_PREFIX)]
 
-    def finished(self, live: Collection[str]) -> list[Path]:
+    def finished_run_directories(self, live_job_ids: Collection[str]) -> list[Path]:
         """Directories of jobs that have ended and are settled, newest first."""
         done = [
             directory
-            for directory in self._directories()
-            if directory.name not in live
-            and (directory.name in self._settled or not job_files.exists(directory / "exit.json"))
+            for directory in self._job_directories()
+            if directory.name not in live_job_ids
+            and (
+                directory.name in self._settled_but_not_renamed
+                or not job_files.path_exists(directory / "exit.json")
+            )
         ]
-        return sorted(done, key=_modified_s, reverse=True)
+        return sorted(done, key=_modified_time_s, reverse=True)
 
-    def _directories(self) -> list[Path]:
-        return [path for path in self.jobs_dir.iterdir() if not path.name.startswith(_TRASH_PREFIX)]
+    def _job_directories(self) -> list[Path]:
+        return [path for path in self.jobs_dir.iterdir() if not path.name.startswith(_DISCARDED_PREFIX)]
 
-    def _move_to_trash(self, directory: Path) -> Path | None:
+    def _try_discard_directory(self, directory: Path) -> Path | None:
         """Renames the directory, to be removed later. Returns the new path, None on failure."""
         while True:
-            self._trash_count += 1
-            name = f"{_TRASH_PREFIX}{directory.name}.{self.incarnation}.{self._trash_count}"
-            if not job_files.exists(self.jobs_dir / name):
+            self._discarded_count += 1
+            name = f"{_DISCARDED_PREFIX}{directory.name}.{self.incarnation}.{self._discarded_count}"
+            if not job_files.path_exists(self.jobs_dir / name):
                 break
         try:
             os.rename(directory, self.jobs_dir / name)  # noqa: PTH104 - moves a link itself, not its target
         except OSError as error:
             _log.warning("could not move the old directory %s: %s", directory, error.strerror)
             return None
-        self.has_trash = True
+        self.has_discarded_directories = True
         return self.jobs_dir / name
 
 
-def parse_exit(line: bytes) -> ExitReport:
+def parse_exit_record(line: bytes) -> ExitReport:
     """Parses an exit record from a shim. Raises msgspec.DecodeError."""
-    return _to_report(msgspec.json.decode(line, type=_ExitRecord))
+    return _to_exit_report(msgspec.json.decode(line, type=_ExitRecord))
 
 
-def _to_optional_report(record: _ExitRecord | None) -> ExitReport | None:
-    return None if record is None else _to_report(record)
+def _to_optional_exit_report(record: _ExitRecord | None) -> ExitReport | None:
+    return None if record is None else _to_exit_report(record)
 
 
-def _to_report(record: _ExitRecord) -> ExitReport:
+def _to_exit_report(record: _ExitRecord) -> ExitReport:
     reason = record.reason[:REASON_CHARS_MAX]
     if record.log_bytes_lost:
         reason += f"; {record.log_bytes_lost} bytes of its output were lost"
@@ -333,7 +342,7 @@ def _to_report(record: _ExitRecord) -> ExitReport:
     )
 
 
-def _is_directory(path: Path) -> bool:
+def _is_real_directory(path: Path) -> bool:
     """False for a link to a directory."""
     return path.is_dir() and not path.is_symlink()
 
@@ -343,7 +352,7 @@ def _epoch_sort_key(path: Path) -> tuple[bool, int, str]:
     return (path.name.isdecimal(), len(path.name), path.name)
 
 
-def _modified_s(directory: Path) -> float:
+def _modified_time_s(directory: Path) -> float:
     try:
         return directory.stat(follow_symlinks=False).st_mtime
     except OSError:
@@ -360,9 +369,9 @@ def _acquire_lock(path: Path) -> files.FileLock:
     return lock
 
 
-def _read(path: Path, kind: type[_Struct]) -> _Struct | None:
+def _read_record(path: Path, kind: type[_Struct]) -> _Struct | None:
     try:
-        return msgspec.json.decode(job_files.read(path), type=kind)
+        return msgspec.json.decode(job_files.read_small_file(path), type=kind)
     except FileNotFoundError:
         return None
     except (OSError, ValueError, RecursionError) as error:

@@ -32,10 +32,10 @@ _Reply = TypeVar("_Reply", bound=Message)
 
 BACKOFF_S_MIN = 0.05
 CONTROLLERS_MAX = 16
-PROGRAM = "agent"
+CLIENT_PROGRAM = "agent"
 
 
-class _Outcome(enum.Enum):
+class _AttemptOutcome(enum.Enum):
     SERVED = enum.auto()
     NOT_LEADING = enum.auto()
     UNKNOWN = enum.auto()
@@ -43,7 +43,7 @@ class _Outcome(enum.Enum):
 
 
 class LeaderConnection:
-    """Reconnects with backoff. `on_registered` and `replace_access` apply from the next connection."""
+    """Reconnects with backoff. `apply_registration` and `replace_access` apply from the next connection."""
 
     def __init__(
         self,
@@ -66,27 +66,27 @@ class LeaderConnection:
         self._peer: rpc.Peer | None = None
         self._timeout_s = timeout_s
         self._backoff_s_max = backoff_s_max
-        self._has_registered = False
+        self._has_registered_once = False
         """From then on every error except FencedError is retried."""
 
     @property
     def is_connected(self) -> bool:
         return self._peer is not None and not self._peer.is_closed
 
-    def on_registered(
+    def apply_registration(
         self, endpoints: tuple[tuple[str, int], ...], *, timeout_s: float, backoff_s_max: float
     ) -> None:
         """Applies what the leader returned. `timeout_s` is for connecting and the handshake."""
         self.endpoints = endpoints
         self._timeout_s = timeout_s
         self._backoff_s_max = backoff_s_max
-        self._has_registered = True
+        self._has_registered_once = True
 
     def replace_access(self, access: Access) -> None:
         """Uses a renewed certificate."""
         self.access = access
 
-    async def call(self, request: Request[_Reply], *, timeout_s: float) -> _Reply:
+    async def call_leader(self, request: Request[_Reply], *, timeout_s: float) -> _Reply:
         """Sends a request to the leader. Raises ConnectionLostError if there is no connection."""
         if self._peer is None:
             raise ConnectionLostError("no connection to the controller")
@@ -100,7 +100,7 @@ class LeaderConnection:
             try:
                 return await self._call_endpoint(host, port, request, tls=tls, timeout_s=timeout_s)
             except GenieError as error:
-                _log.info("controller %s: %s", address_text(host, port), error)
+                _log.info("could not send a request to controller %s: %s", address_text(host, port), error)
         return await self._call_endpoint(*self.endpoints[-1], request, tls=tls, timeout_s=timeout_s)
 
     async def _call_endpoint(
@@ -109,7 +109,7 @@ class LeaderConnection:
         async with rpc.dial(self._network, host, port, tls=tls, timeout_s=timeout_s) as peer:
             return await peer.call(request, timeout_s=timeout_s)
 
-    async def run(
+    async def serve_leaders(
         self, serve: Callable[[rpc.Peer], Awaitable[None]], on_no_leader: Callable[[float], None]
     ) -> None:
         """Runs until cancelled. `serve` gets a connection to a leader and returns when it no longer leads.
@@ -121,19 +121,19 @@ class LeaderConnection:
         while True:
             began_s = self._clock.monotonic_s()
             outcomes = await self._try_endpoints(serve)
-            if _Outcome.SERVED in outcomes:
+            if _AttemptOutcome.SERVED in outcomes:
                 if self._clock.monotonic_s() - began_s > self._backoff_s_max:
                     delay_s = BACKOFF_S_MIN
-            elif _Outcome.UNKNOWN not in outcomes:
+            elif _AttemptOutcome.UNKNOWN not in outcomes:
                 on_no_leader(began_s)
             await self._clock.sleep(delay_s * self._rng.uniform(0.5, 1.0))
             delay_s = min(delay_s * 2, self._backoff_s_max)
 
-    async def _try_endpoints(self, serve: Callable[[rpc.Peer], Awaitable[None]]) -> list[_Outcome]:
-        outcomes: list[_Outcome] = []
+    async def _try_endpoints(self, serve: Callable[[rpc.Peer], Awaitable[None]]) -> list[_AttemptOutcome]:
+        outcomes: list[_AttemptOutcome] = []
         for endpoint in self.endpoints:
             outcomes.append(await self._try_endpoint(endpoint, serve))
-            if outcomes[-1] is _Outcome.SERVED:
+            if outcomes[-1] is _AttemptOutcome.SERVED:
                 break
         return outcomes
 
@@ -144,7 +144,7 @@ class LeaderConnection:
 
     async def _try_endpoint(
         self, endpoint: tuple[str, int], serve: Callable[[rpc.Peer], Awaitable[None]]
-    ) -> _Outcome:
+    ) -> _AttemptOutcome:
         host, port = endpoint
         served = False
         try:
@@ -152,27 +152,27 @@ class LeaderConnection:
                 self._network,
                 replace(self.access, host=host, port=port),
                 timeout_s=self._timeout_s,
-                program=PROGRAM,
+                program=CLIENT_PROGRAM,
                 requests=AGENT_REQUESTS,
                 handler=self._handler,
             ) as (peer, welcome):
                 self._add_endpoints(welcome.controllers)
                 if not welcome.leading:
-                    return _Outcome.NOT_LEADING
+                    return _AttemptOutcome.NOT_LEADING
                 self._peer = peer
                 self.endpoints = (endpoint, *(one for one in self.endpoints if one != endpoint))
                 served = True
                 await serve(peer)
         except (NotLeaderError, NothingListensError) as error:
             _log.debug("no leader at %s: %s", address_text(host, port), error)
-            return _Outcome.SERVED if served else _Outcome.NOT_LEADING
+            return _AttemptOutcome.SERVED if served else _AttemptOutcome.NOT_LEADING
         except FencedError:
             raise
         except GenieError as error:
-            if not error.retryable and not self._has_registered:
+            if not error.retryable and not self._has_registered_once:
                 raise
             _log.warning("connection to controller %s failed: %s", address_text(host, port), error)
-            return _Outcome.SERVED if served else _Outcome.UNKNOWN
+            return _AttemptOutcome.SERVED if served else _AttemptOutcome.UNKNOWN
         finally:
             self._peer = None
-        return _Outcome.SERVED
+        return _AttemptOutcome.SERVED

@@ -29,12 +29,12 @@ _log = logging.getLogger(__name__)
 JOB_DIR_VARIABLE = "GENIE_JOB_DIR"
 GROUP_PREFIX = "genie-"
 GROUPS_FILE = "cgroups"
-END_TIMEOUT_S = 2.0
-SHOWN_MAX = 5
-_STEP_S_MIN = 0.02
-_STEP_S_MAX = 0.2
+KILL_TIMEOUT_S = 2.0
+PROCESSES_SHOWN_MAX = 5
+_RECHECK_S_MIN = 0.02
+_RECHECK_S_MAX = 0.2
 
-Survivors = dict[ProcessMark, str]
+JobIdByProcess = dict[ProcessMark, str]
 """Processes that could not be killed, with the IDs of their jobs."""
 
 
@@ -44,48 +44,48 @@ class JobProcesses:
 
     directory: Path
     """Of the job, or of all jobs."""
-    groups: Mapping[str, str] = field(default_factory=dict)
+    control_groups: Mapping[str, str] = field(default_factory=dict)
     """Control groups, with the IDs of their jobs."""
-    known: Survivors = field(default_factory=dict)
+    recorded_processes: JobIdByProcess = field(default_factory=dict)
     """Processes that are known already, such as those of the start record, with the IDs of their jobs."""
-    orphans: Callable[[], Survivors] = dict
+    find_orphans: Callable[[], JobIdByProcess] = dict
     """Returns adopted processes that belong to these jobs."""
 
-    def is_any_contained(self) -> bool:
+    def has_process_in_group(self) -> bool:
         """Whether a control group has a process."""
-        return any(cgroups.processes(path) for path in self.groups)
+        return any(cgroups.processes(path) for path in self.control_groups)
 
-    def end(self, *, timeout_s: float = END_TIMEOUT_S) -> tuple[int, Survivors]:
+    def kill_all(self, *, timeout_s: float = KILL_TIMEOUT_S) -> tuple[int, JobIdByProcess]:
         """Kills them. Returns their number and the survivors.
 
         Blocks. Repeats until none is found, to include processes that start meanwhile.
         """
         seen: set[ProcessMark] = set()
         deadline = time.monotonic() + timeout_s
-        step_s = _STEP_S_MIN
+        step_s = _RECHECK_S_MIN
         while True:
-            alive = self._find()
+            alive = self._find_processes()
             seen |= alive.keys()
             # Stop all before killing one: none may react by starting another process or writing an exit
             # record.
             for number in (signal.SIGSTOP, signal.SIGKILL):
                 for mark in alive:
                     mark.send_signal(number)
-            for path in self.groups:
+            for path in self.control_groups:
                 cgroups.kill(path)
             if not alive or time.monotonic() >= deadline:
                 return len(seen), alive
             time.sleep(step_s)
-            step_s = min(2 * step_s, _STEP_S_MAX)
+            step_s = min(2 * step_s, _RECHECK_S_MAX)
 
-    def remove_groups(self) -> None:
-        for path in self.groups:
+    def remove_control_groups(self) -> None:
+        for path in self.control_groups:
             if not cgroups.remove(path):
                 _log.info("could not remove the control group %s", path)
 
-    def _find(self) -> Survivors:
-        found = self.known | _find_by_environment(self.directory) | self.orphans()
-        for path, job_id in self.groups.items():
+    def _find_processes(self) -> JobIdByProcess:
+        found = self.recorded_processes | _find_by_environment(self.directory) | self.find_orphans()
+        for path, job_id in self.control_groups.items():
             found |= {ProcessMark(pid, start): job_id for pid, start in cgroups.processes(path).items()}
         # Never this process nor its children: a job can write anything into its start record.
         found = {mark: job_id for mark, job_id in found.items() if mark.pid != os.getpid() and mark.is_alive}
@@ -93,14 +93,14 @@ class JobProcesses:
             below = process_table.descendants(mark.pid)
             if os.getpid() not in below:
                 found |= {ProcessMark(pid, start): job_id for pid, start in below.items()}
-        self.known = {mark: job_id for mark, job_id in found.items() if mark.is_alive}
-        return self.known
+        self.recorded_processes = {mark: job_id for mark, job_id in found.items() if mark.is_alive}
+        return self.recorded_processes
 
 
 def read_start_record(path: Path) -> tuple[ProcessMark, ...]:
     """Returns the processes of a start record (shim and command); empty if there is no valid record."""
     try:
-        body = json.loads(job_files.read(path))
+        body = json.loads(job_files.read_small_file(path))
         return tuple(ProcessMark(int(pid), str(start)) for pid, start in body.values())
     except FileNotFoundError:
         return ()
@@ -117,15 +117,15 @@ def parse_survivors(record: bytes) -> tuple[ProcessMark, ...]:
         return ()
 
 
-def read_known(job_dir: Path) -> tuple[ProcessMark, ...]:
+def read_recorded_processes(job_dir: Path) -> tuple[ProcessMark, ...]:
     """All processes that the records in the directory of a job name."""
     survivors: tuple[ProcessMark, ...] = ()
     with contextlib.suppress(OSError):
-        survivors = parse_survivors(job_files.read(job_dir / "exit.json"))
+        survivors = parse_survivors(job_files.read_small_file(job_dir / "exit.json"))
     return read_start_record(job_dir / "started.json") + survivors
 
 
-def find_orphans() -> list[ProcessMark]:
+def find_adopted_orphans() -> list[ProcessMark]:
     """Processes that this process, as a subreaper, has adopted. Reaps those that have ended.
 
     Children that it started itself are in its session, which no orphan of a job can enter, or in
@@ -147,40 +147,43 @@ def find_orphans() -> list[ProcessMark]:
     return found
 
 
-def read_groups(record: Path) -> set[str]:
+def read_recorded_groups(record_path: Path) -> set[str]:
     """Control groups that earlier agents of this node have used for jobs; empty if unknown."""
     try:
-        lines = files.read_small_file(record).splitlines()
+        lines = files.read_small_file(record_path).splitlines()
     except (OSError, UnicodeDecodeError):
         return set()
     return {line for line in lines if Path(line).name.startswith(GROUP_PREFIX)}
 
 
-def record_groups(record: Path, groups: set[str]) -> None:
+def record_control_groups(record_path: Path, groups: set[str]) -> None:
     """Records the control groups for the next agent of this node, which may be started in another one."""
     try:
-        if groups != read_groups(record):
-            files.write_private(record, "".join(f"{path}\n" for path in sorted(groups)).encode())
+        if groups != read_recorded_groups(record_path):
+            files.write_private(record_path, "".join(f"{path}\n" for path in sorted(groups)).encode())
     except StoreFullError as error:
         _log.warning("could not record the control groups of jobs: %s", error)
 
 
-def describe(survivors: Iterable[ProcessMark]) -> str:
+def describe_survivors(survivors: Iterable[ProcessMark]) -> str:
     """For users: which processes could not be killed, and why."""
     pids = sorted(mark.pid for mark in survivors)
-    shown = [str(pid) + (" (uninterruptible)" if _is_blocked(pid) else "") for pid in pids[:SHOWN_MAX]]
-    more = f" and {len(pids) - SHOWN_MAX} more" if len(pids) > SHOWN_MAX else ""
+    shown = [
+        str(pid) + (" (uninterruptible)" if _is_in_uninterruptible_sleep(pid) else "")
+        for pid in pids[:PROCESSES_SHOWN_MAX]
+    ]
+    more = f" and {len(pids) - PROCESSES_SHOWN_MAX} more" if len(pids) > PROCESSES_SHOWN_MAX else ""
     noun = "process" if len(pids) == 1 else "processes"
     return f"cannot kill {noun} {', '.join(shown)}{more}"
 
 
-def _is_blocked(pid: int) -> bool:
+def _is_in_uninterruptible_sleep(pid: int) -> bool:
     return "D" in process_table.thread_states(pid)
 
 
-def _find_by_environment(directory: Path) -> Survivors:
+def _find_by_environment(directory: Path) -> JobIdByProcess:
     prefix = f"{directory}{os.sep}"
-    found: Survivors = {}
+    found: JobIdByProcess = {}
     for process in psutil.process_iter():
         try:
             job_dir = process.environ().get(JOB_DIR_VARIABLE, "")

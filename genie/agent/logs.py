@@ -7,16 +7,16 @@ from functools import partial
 from pathlib import Path
 
 from genie.agent import job_files
-from genie.agent.launcher import log_files
+from genie.agent.launcher import log_files_with_offsets
 from genie.errors import UsageError
 from genie.model.messages import CHUNK_BYTES_MAX, WAIT_S_MAX, LogChunk, ReadLog
 from genie.processes.clock import Clock
 from genie.processes.tasks import Offload
 
-POLL_S = 0.1
+LOG_POLL_INTERVAL_S = 0.1
 
 
-async def serve_log(
+async def wait_for_log_chunk(
     request: ReadLog, directory: Path, *, is_live: Callable[[], bool], clock: Clock, offload: Offload
 ) -> LogChunk:
     """Returns the next chunk; waits up to `request.wait_s` for output while the job runs."""
@@ -29,18 +29,18 @@ async def serve_log(
     while True:
         live = is_live()  # checked before reading: the log of an ended job is complete
         bytes_max = min(request.bytes_max, CHUNK_BYTES_MAX)
-        read = partial(read_chunk, directory, offset=request.offset, bytes_max=bytes_max, live=live)
+        read = partial(read_log_chunk, directory, offset=request.offset, bytes_max=bytes_max, is_live=live)
         chunk = await offload(read)
         remaining_s = deadline - clock.monotonic_s()
         if chunk.data or chunk.eof or remaining_s <= 0:
             return chunk
-        await clock.sleep(min(POLL_S, remaining_s))
+        await clock.sleep(min(LOG_POLL_INTERVAL_S, remaining_s))
 
 
-def read_chunk(directory: Path, *, offset: int, bytes_max: int, live: bool) -> LogChunk:
+def read_log_chunk(directory: Path, *, offset: int, bytes_max: int, is_live: bool) -> LogChunk:
     """Reads from `offset`, or from the oldest byte kept if rotation has removed that. Blocks."""
     data, start = b"", offset
-    found = list(log_files(directory))
+    found = list(log_files_with_offsets(directory))
     if found and offset < found[0][0]:
         start = found[0][0]
     for first, path in found:
@@ -48,7 +48,7 @@ def read_chunk(directory: Path, *, offset: int, bytes_max: int, live: bool) -> L
         if position < first:
             break  # a file was removed meanwhile; the next request starts after the gap
         try:
-            with job_files.open_plain(path) as file:
+            with job_files.open_regular_file(path) as file:
                 file.seek(position - first)
                 data += file.read(bytes_max - len(data))
         except OSError:
@@ -56,4 +56,4 @@ def read_chunk(directory: Path, *, offset: int, bytes_max: int, live: bool) -> L
         if len(data) >= bytes_max:
             break
     # The end is reported without data, on the next request.
-    return LogChunk(data=data, start=start, next_offset=start + len(data), eof=not live and not data)
+    return LogChunk(data=data, start=start, next_offset=start + len(data), eof=not is_live and not data)

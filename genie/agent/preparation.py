@@ -29,17 +29,17 @@ _Reply = TypeVar("_Reply", bound=Message)
 
 ENDPOINT_FILE = "endpoint.json"
 STATUS_FILE = "executor.status"
-EXECUTOR_IDLE_S = 60.0
-SPIN_US = 20_000
+EXECUTOR_IDLE_TIMEOUT_S = 60.0
+BUSY_WAIT_US = 20_000
 """How long an executor with a GPU busy-waits for the next frame of its client."""
-_EXECUTOR_KEY = "executor.key"
-_EXECUTOR_CONFIG = "executor.json"
+_EXECUTOR_KEY_FILE = "executor.key"
+_EXECUTOR_CONFIG_FILE = "executor.json"
 
 # Below the ephemeral port range of Linux.
-_PORT_FIRST, _PORTS = 20_000, 10_000
+_RENDEZVOUS_PORT_FIRST, _RENDEZVOUS_PORT_COUNT = 20_000, 10_000
 
 
-class Call(Protocol):
+class CallController(Protocol):
     """Sends a request to the controller, with retries."""
 
     async def __call__(self, request: Request[_Reply]) -> _Reply: ...
@@ -53,9 +53,9 @@ def job_environment(
     env["PATH"] = _path_for_jobs(base.get("PATH", ""))
     env["TMPDIR"] = str(directory / "tmp")
     if len(launch.hosts) > 1:
-        env |= _rendezvous(launch)
+        env |= _rendezvous_variables(launch)
     env |= launch.spec.env
-    env |= _device_env(launch, node.gpus)
+    env |= _device_variables(launch, node.gpus)
     env["GENIE_JOB_ID"] = parse_worker_unit(launch.job_id)[0]
     env["GENIE_JOB_RANK"] = str(launch.rank)
     env["GENIE_JOB_WORKERS"] = str(max(len(launch.hosts), 1))
@@ -66,45 +66,45 @@ def job_environment(
     return env
 
 
-def _rendezvous(launch: Launch) -> dict[str, str]:
+def _rendezvous_variables(launch: Launch) -> dict[str, str]:
     """Variables of torch.distributed. A worker sees only its own accelerators, so its local rank is 0. All
     workers of a launch use the same port, the next launch another one."""
     return {
         "MASTER_ADDR": launch.hosts[0],
-        "MASTER_PORT": str(_PORT_FIRST + launch.placement.epoch % _PORTS),
+        "MASTER_PORT": str(_RENDEZVOUS_PORT_FIRST + launch.placement.epoch % _RENDEZVOUS_PORT_COUNT),
         "WORLD_SIZE": str(len(launch.hosts)),
         "RANK": str(launch.rank),
         "LOCAL_RANK": "0",
     }
 
 
-async def fetch_workdir(call: Call, wanted: Workdir, directory: Path, *, offload: Offload) -> None:
+async def fetch_workdir(call: CallController, workdir: Workdir, directory: Path, *, offload: Offload) -> None:
     """Downloads the working directory, verifies its digest and unpacks it."""
     packed = directory / "workdir.tar"
     hasher = hashlib.sha256()
     received_bytes = 0
-    while received_bytes < wanted.size_bytes:
-        chunk = await call(GetBlob(digest=wanted.digest, offset=received_bytes))
-        if not chunk.data or received_bytes + len(chunk.data) > wanted.size_bytes:
-            raise WorkdirError(f"the uploaded working directory does not have {wanted.size_bytes} bytes")
-        await offload(partial(_append, packed, chunk.data), writes=True)
+    while received_bytes < workdir.size_bytes:
+        chunk = await call(GetBlob(digest=workdir.digest, offset=received_bytes))
+        if not chunk.data or received_bytes + len(chunk.data) > workdir.size_bytes:
+            raise WorkdirError(f"the uploaded working directory does not have {workdir.size_bytes} bytes")
+        await offload(partial(_append_to_file, packed, chunk.data), writes=True)
         hasher.update(chunk.data)
         received_bytes += len(chunk.data)
-    if hasher.hexdigest() != wanted.digest:
+    if hasher.hexdigest() != workdir.digest:
         raise WorkdirError("the uploaded working directory is damaged: its digest does not match")
-    await offload(partial(_unpack, packed, directory / "work"), writes=True)
+    await offload(partial(_unpack_archive, packed, directory / "work"), writes=True)
 
 
-def _append(path: Path, data: bytes) -> None:
+def _append_to_file(path: Path, data: bytes) -> None:
     with path.open("ab") as file:
         file.write(data)
 
 
-def _unpack(packed: Path, directory: Path) -> None:
+def _unpack_archive(archive: Path, directory: Path) -> None:
     try:
-        workdir.unpack(packed, directory)
+        workdir.unpack(archive, directory)
     finally:
-        packed.unlink(missing_ok=True)
+        archive.unlink(missing_ok=True)
 
 
 def job_command(launch: Launch) -> tuple[str, ...]:
@@ -115,7 +115,7 @@ def job_command(launch: Launch) -> tuple[str, ...]:
 
 
 async def prepare_executor(
-    call: Call,
+    call: CallController,
     launch: Launch,
     *,
     directory: Path,
@@ -126,7 +126,7 @@ async def prepare_executor(
     offload: Offload,
 ) -> tuple[str, ...]:
     """Writes the files of an executor and returns its command. `ca_path` is None without TLS."""
-    certificate_path, key_path = directory / "executor.pem", directory / _EXECUTOR_KEY
+    certificate_path, key_path = directory / "executor.pem", directory / _EXECUTOR_KEY_FILE
     if ca_path is not None:
         key_pem, csr_pem = tls.new_key_and_csr()
         order = SignExecutor(job_id=launch.job_id, epoch=launch.placement.epoch, csr_pem=csr_pem)
@@ -136,7 +136,7 @@ async def prepare_executor(
         await offload(partial(files.write_private, certificate_path, certificate_pem), writes=True)
     gpus = [gpu for gpu in node.gpus if gpu.gpu_id in launch.placement.gpu_ids]
     vendor = gpus[0].vendor if gpus else Vendor.CPU
-    path = directory / _EXECUTOR_CONFIG
+    path = directory / _EXECUTOR_CONFIG_FILE
     config = executor_config.ExecutorConfig(
         job_id=launch.job_id,
         endpoint_path=str(directory / ENDPOINT_FILE),
@@ -150,18 +150,18 @@ async def prepare_executor(
         vendor=vendor.value,
         device_index=0,  # the first visible one; its environment hides the others
         memory_bytes_max=memory_bytes_max,
-        idle_s=EXECUTOR_IDLE_S,
-        spin_us=_spin_us(node, vendor),
-        threads=_threads(launch, node, vendor),
+        idle_s=EXECUTOR_IDLE_TIMEOUT_S,
+        spin_us=_busy_wait_us(node, vendor),
+        threads=_executor_thread_count(launch, node, vendor),
     )
     await offload(partial(executor_config.write, path, config), writes=True)
     return (sys.executable, "-m", "genie.executor", "--config", str(path))
 
 
-def read_endpoint(directory: Path) -> int | None:
+def read_executor_port(directory: Path) -> int | None:
     """Returns the port of the executor; None until it listens. Blocks."""
     try:
-        port = json.loads(job_files.read(directory / ENDPOINT_FILE))["port"]
+        port = json.loads(job_files.read_small_file(directory / ENDPOINT_FILE))["port"]
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
@@ -171,21 +171,21 @@ def read_endpoint(directory: Path) -> int | None:
     return port
 
 
-def read_status(directory: Path) -> str:
+def read_executor_status(directory: Path) -> str:
     """Returns the status that an executor writes before it listens; empty if there is none. Blocks."""
     try:
-        return job_files.read(directory / STATUS_FILE).decode("utf-8", "replace")
+        return job_files.read_small_file(directory / STATUS_FILE).decode("utf-8", "replace")
     except OSError:
         return ""
 
 
-def remove_secrets(directory: Path) -> None:
+def remove_executor_secrets(directory: Path) -> None:
     """Removes the key and configuration of an ended executor. Blocks."""
-    for name in (_EXECUTOR_KEY, _EXECUTOR_CONFIG):
+    for name in (_EXECUTOR_KEY_FILE, _EXECUTOR_CONFIG_FILE):
         job_files.try_unlink(directory / name)
 
 
-def _device_env(launch: Launch, infos: Sequence[GPUInfo]) -> dict[str, str]:
+def _device_variables(launch: Launch, infos: Sequence[GPUInfo]) -> dict[str, str]:
     held = [gpu for gpu in infos if gpu.gpu_id in launch.placement.gpu_ids]
     vendors = {gpu.vendor for gpu in held} or {Vendor.CPU}
     if len(held) != len(launch.placement.gpu_ids) or len(vendors) != 1:
@@ -196,15 +196,15 @@ def _device_env(launch: Launch, infos: Sequence[GPUInfo]) -> dict[str, str]:
     return visible_devices_env(vendors.pop(), launch.placement.gpu_ids, infos)
 
 
-def _threads(launch: Launch, node: NodeInfo, vendor: Vendor) -> int:
+def _executor_thread_count(launch: Launch, node: NodeInfo, vendor: Vendor) -> int:
     if launch.spec.resources.cpus >= 1:
         return int(launch.spec.resources.cpus)
     return max(1, int(node.cpus) // max(1, node.gpu_count)) if vendor is Vendor.CPU else 4
 
 
-def _spin_us(node: NodeInfo, vendor: Vendor) -> int:
+def _busy_wait_us(node: NodeInfo, vendor: Vendor) -> int:
     """Busy-waits only if enough cores remain: waking up takes as long as a short GPU step."""
-    return SPIN_US if vendor is not Vendor.CPU and node.cpus >= 2 * node.gpu_count + 2 else 0
+    return BUSY_WAIT_US if vendor is not Vendor.CPU and node.cpus >= 2 * node.gpu_count + 2 else 0
 
 
 def _path_for_jobs(path: str) -> str:

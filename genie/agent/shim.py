@@ -31,19 +31,19 @@ else:  # started as a file, isolated from Genie's own path
     process_table = importlib.import_module("process_table")
     cgroups = importlib.import_module("cgroups")
 
-READ_BYTES = 65536
-CONTROL_BYTES_MAX = 65536
-RECORD_BYTES = 4096
+OUTPUT_READ_BYTES = 65536
+COMMAND_BYTES_MAX = 65536
+EXIT_RECORD_BYTES = 4096
 KILL_INTERVAL_S = 0.05
 KILL_TIMEOUT_S = 10.0
-DRAIN_TIMEOUT_S = 1.0
+OUTPUT_DRAIN_TIMEOUT_S = 1.0
 PROGRAM_CHARS_SHOWN = 100
-SURVIVORS_MAX = 20
+SURVIVORS_RECORDED_MAX = 20
 SHELL_CHARACTERS = frozenset(" \t\n|&;<>()$`*?\"'")
 _PR_SET_PDEATHSIG = 1
 
 
-class Log:
+class RotatingJobLog:
     """Writes the job's output to files named by the offset of their first byte; removes the oldest.
 
     A failed write loses bytes and counts them: a full disk must not block or end the job.
@@ -56,7 +56,7 @@ class Log:
         self._files_max = files_max
         self._offset = 0
         self._file_bytes_left = 0
-        self._fd = -1
+        self._file_fd = -1
         self._unreported_bytes = 0
         self._write_error = ""
 
@@ -70,18 +70,18 @@ class Log:
         self._unreported_bytes += lost
 
     def close(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        if self._file_fd >= 0:
+            os.close(self._file_fd)
+            self._file_fd = -1
 
     def _write_bytes(self, data: bytes) -> int:
         """Returns the number of bytes written."""
         done = 0
         try:
             while done < len(data):
-                if self._file_bytes_left <= 0 or self._fd < 0:
-                    self._open_next()
-                count = os.write(self._fd, data[done : done + self._file_bytes_left])
+                if self._file_bytes_left <= 0 or self._file_fd < 0:
+                    self._open_next_file()
+                count = os.write(self._file_fd, data[done : done + self._file_bytes_left])
                 done += count
                 self._offset += count
                 self._file_bytes_left -= count
@@ -89,12 +89,12 @@ class Log:
             self._write_error = error.strerror or str(error)
         return done
 
-    def _open_next(self) -> None:
+    def _open_next_file(self) -> None:
         self.close()
         path = os.path.join(self._directory, f"{self._offset:020d}.log")  # noqa: PTH118 - fast start
         # Non-blocking: the job can put a pipe there.
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK | os.O_CLOEXEC
-        self._fd = os.open(path, flags, 0o600)
+        self._file_fd = os.open(path, flags, 0o600)
         self._file_bytes_left = self._file_bytes_max
         names = sorted(name for name in os.listdir(self._directory) if name.endswith(".log"))  # noqa: PTH208
         for name in names[: -(self._files_max + 1)]:
@@ -109,63 +109,63 @@ class Shim:
 
     def __init__(self, config: dict[str, Any]) -> None:  # Any: JSON, read key by key below
         self._config = config
-        self._control = int(config["control_fd"])
-        self._group = str(config["group"])
-        self._log = Log(
+        self._control_fd = int(config["control_fd"])
+        self._control_group = str(config["group"])
+        self._log = RotatingJobLog(
             config["log_dir"], file_bytes_max=config["log_bytes_max"], files_max=config["log_files_max"]
         )
-        self._until = _since_boot(float(config["until_s"]))
+        self._deadman_expiry_s = _monotonic_to_boot_s(float(config["until_s"]))
         self._command: subprocess.Popen[bytes] | None = None
-        self._pipe = -1
-        self._status: int | None = None
-        self._received = b""
+        self._output_fd = -1
+        self._wait_status: int | None = None
+        self._received_bytes = b""
         self._end_reason = ""
-        self._kill_at = 0.0
-        self._signals, self._signals_in = os.pipe()
-        self._record_fd = -1
+        self._kill_deadline_s = 0.0
+        self._signal_read_fd, self._signal_write_fd = os.pipe()
+        self._exit_record_fd = -1
         # Files of the shim are private; the job gets the umask of the agent.
-        self._umask = os.umask(0o077)
+        self._agent_umask = os.umask(0o077)
 
     def run(self) -> None:
         process_table.become_subreaper()
-        self._record_fd = _reserve_record(self._config["exit_path"])
-        self._watch_signals()
-        self._pipe, output = os.pipe()
-        os.set_blocking(self._pipe, False)
+        self._exit_record_fd = _reserve_exit_record(self._config["exit_path"])
+        self._install_signal_handlers()
+        self._output_fd, output = os.pipe()
+        os.set_blocking(self._output_fd, False)
         try:
-            self._command = self._start(output)
-        except subprocess.SubprocessError:  # raised by _prepare_job
-            reason = f"could not move the job into the control group {self._group}"
-            self._finish(None, reason, started=False, by_node=True)
+            self._command = self._start_command(output)
+        except subprocess.SubprocessError:  # raised by _prepare_job_process
+            reason = f"could not move the job into the control group {self._control_group}"
+            self._write_exit(None, reason, started=False, is_caused_by_node=True)
             return
         except (OSError, ValueError) as error:
-            self._finish(None, self._start_error(error), started=False)
+            self._write_exit(None, self._format_start_error(error), started=False)
             return
         finally:
             os.close(output)
-        self._record_start(self._command.pid)
-        while self._status is None:
+        self._write_start_record(self._command.pid)
+        while self._wait_status is None:
             self._poll_once()
         self._end_descendants()
-        self._drain()
-        self._finish(*self._exit_status())
+        self._drain_output()
+        self._write_exit(*self._exit_status())
 
-    def _start(self, output: int) -> subprocess.Popen[bytes]:
-        if self._remaining_s() <= 0:
+    def _start_command(self, output_fd: int) -> subprocess.Popen[bytes]:
+        if self._deadman_remaining_s() <= 0:
             raise ValueError("the dead-man timer expired before the start")
         return subprocess.Popen(
             self._config["argv"],
             cwd=self._config["cwd"],
             env=self._config["env"],
             stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
+            stdout=output_fd,
+            stderr=output_fd,
             start_new_session=True,
-            umask=self._umask,
-            preexec_fn=lambda: _prepare_job(self._group),  # noqa: PLW1509 - there is one thread
+            umask=self._agent_umask,
+            preexec_fn=lambda: _prepare_job_process(self._control_group),  # noqa: PLW1509 - there is one thread
         )
 
-    def _start_error(self, error: Exception) -> str:
+    def _format_start_error(self, error: Exception) -> str:
         program = str(self._config["argv"][0])
         reason = (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
         place = os.path.join(self._config["cwd"], program)  # noqa: PTH118
@@ -175,7 +175,7 @@ class Shim:
             reason += "; a command with shell syntax needs sh -c '...'"
         return f"cannot start {program[:PROGRAM_CHARS_SHOWN]!r}: {reason}"
 
-    def _record_start(self, pid: int) -> None:
+    def _write_start_record(self, pid: int) -> None:
         record = {
             "shim": [os.getpid(), process_table.start_mark(os.getpid())],
             "command": [pid, process_table.start_mark(pid)],
@@ -194,45 +194,53 @@ class Shim:
 
     def _poll_once(self) -> None:
         poll = select.poll()
-        for fd in (self._signals, self._control, self._pipe):
+        for fd in (self._signal_read_fd, self._control_fd, self._output_fd):
             if fd >= 0:
                 poll.register(fd, select.POLLIN)
         for fd, _ in poll.poll(max(0.0, self._poll_timeout_s()) * 1000 + 1):
-            if fd == self._signals:
+            if fd == self._signal_read_fd:
                 self._read_signals()
-            elif fd == self._control:
+            elif fd == self._control_fd:
                 self._read_commands()
             else:
                 self._read_output()
-        self._reap()
+        self._reap_children()
         self._enforce_deadlines()
 
     def _poll_timeout_s(self) -> float:
         if self._end_reason:
-            return min(max(min(self._kill_at - time.monotonic(), self._remaining_s()), KILL_INTERVAL_S), 1.0)
-        return min(self._remaining_s(), 60.0)
+            return min(
+                max(
+                    min(self._kill_deadline_s - time.monotonic(), self._deadman_remaining_s()),
+                    KILL_INTERVAL_S,
+                ),
+                1.0,
+            )
+        return min(self._deadman_remaining_s(), 60.0)
 
-    def _remaining_s(self) -> float:
-        return self._until - _boot_s()
+    def _deadman_remaining_s(self) -> float:
+        return self._deadman_expiry_s - _seconds_since_boot()
 
     def _enforce_deadlines(self) -> None:
-        if self._status is not None:
+        if self._wait_status is not None:
             return
-        if self._remaining_s() <= 0:  # also while ending: the grace period may be shorter now
-            why = "the agent has ended" if self._control < 0 else "the node lost contact with the controller"
+        if self._deadman_remaining_s() <= 0:  # also while ending: the grace period may be shorter now
+            why = (
+                "the agent has ended" if self._control_fd < 0 else "the node lost contact with the controller"
+            )
             self._begin_termination(f"ended by Genie: {why}", grace_s=self._config["deadman_grace_s"])
-        if self._end_reason and time.monotonic() >= self._kill_at:
+        if self._end_reason and time.monotonic() >= self._kill_deadline_s:
             self._kill_descendants()
 
-    def _begin_termination(self, why: str, *, grace_s: float) -> None:
+    def _begin_termination(self, reason: str, *, grace_s: float) -> None:
         kill_at = time.monotonic() + grace_s
         if self._end_reason:
-            self._kill_at = min(self._kill_at, kill_at)
+            self._kill_deadline_s = min(self._kill_deadline_s, kill_at)
             return
-        self._reap()
-        if self._status is not None:
+        self._reap_children()
+        if self._wait_status is not None:
             return  # it ended by itself first; the record will say so
-        self._end_reason, self._kill_at = why, kill_at
+        self._end_reason, self._kill_deadline_s = reason, kill_at
         assert self._command is not None
         for number in (signal.SIGTERM, signal.SIGCONT):
             try:
@@ -242,25 +250,25 @@ class Shim:
                 pass
 
     def _read_signals(self) -> None:
-        if signal.SIGTERM in os.read(self._signals, 512):
+        if signal.SIGTERM in os.read(self._signal_read_fd, 512):
             self._begin_termination(
                 "ended by Genie: the shim received SIGTERM", grace_s=self._config["grace_s"]
             )
 
     def _read_commands(self) -> None:
         try:
-            data = os.read(self._control, READ_BYTES)
+            data = os.read(self._control_fd, OUTPUT_READ_BYTES)
         except BlockingIOError:
             return
         except OSError:
             data = b""
         if not data:
             # The agent has ended. The job continues until the dead-man timer expires.
-            os.close(self._control)
-            self._control = -1
+            os.close(self._control_fd)
+            self._control_fd = -1
             return
-        *lines, self._received = (self._received + data).split(b"\n")
-        self._received = self._received[-CONTROL_BYTES_MAX:]
+        *lines, self._received_bytes = (self._received_bytes + data).split(b"\n")
+        self._received_bytes = self._received_bytes[-COMMAND_BYTES_MAX:]
         for line in lines:
             self._handle_command(line)
 
@@ -268,7 +276,7 @@ class Shim:
         order, _, rest = line.partition(b" ")
         try:
             if order == b"r":
-                self._until = max(self._until, _since_boot(float(rest)))
+                self._deadman_expiry_s = max(self._deadman_expiry_s, _monotonic_to_boot_s(float(rest)))
             elif order == b"k":
                 why, grace_s = json.loads(rest)
                 self._begin_termination(str(why), grace_s=float(grace_s))
@@ -277,16 +285,16 @@ class Shim:
 
     def _read_output(self) -> None:
         try:
-            data = os.read(self._pipe, READ_BYTES)
+            data = os.read(self._output_fd, OUTPUT_READ_BYTES)
         except BlockingIOError:
             return
         if data:
             self._log.write(data)
         else:
-            os.close(self._pipe)
-            self._pipe = -1
+            os.close(self._output_fd)
+            self._output_fd = -1
 
-    def _reap(self) -> bool:
+    def _reap_children(self) -> bool:
         """Reaps all ended children; returns False if there are no children at all."""
         while True:
             try:
@@ -296,64 +304,64 @@ class Shim:
             if pid == 0:
                 return True
             if self._command is not None and pid == self._command.pid:
-                self._status = status
+                self._wait_status = status
                 self._command.returncode = 0  # reaped here, so that Popen does not wait for it
 
     # --- the end ----------------------------------------------------------------------------
 
     def _exit_status(self) -> tuple[int | None, str]:
-        assert self._status is not None
+        assert self._wait_status is not None
         if self._end_reason:
             return None, self._end_reason
-        if os.WIFSIGNALED(self._status):
-            number = os.WTERMSIG(self._status)
+        if os.WIFSIGNALED(self._wait_status):
+            number = os.WTERMSIG(self._wait_status)
             return -number, f"killed by signal {number}"
-        code = os.WEXITSTATUS(self._status)
+        code = os.WEXITSTATUS(self._wait_status)
         return code, f"exit code {code}"
 
     def _kill_descendants(self) -> None:
-        if self._command is not None and self._status is None:
+        if self._command is not None and self._wait_status is None:
             try:
                 os.killpg(self._command.pid, signal.SIGKILL)
             except (ProcessLookupError, PermissionError):
                 pass
         for pid, mark in process_table.descendants(os.getpid()).items():
             process_table.send_signal(pid, mark, signal.SIGKILL)
-        if self._group:
-            cgroups.kill(self._group)
+        if self._control_group:
+            cgroups.kill(self._control_group)
 
-    def _survivors(self) -> dict[int, str]:
-        survivors = process_table.descendants(os.getpid()) if self._reap() else {}
-        return survivors | (cgroups.processes(self._group) if self._group else {})
+    def _find_survivors(self) -> dict[int, str]:
+        survivors = process_table.descendants(os.getpid()) if self._reap_children() else {}
+        return survivors | (cgroups.processes(self._control_group) if self._control_group else {})
 
     def _end_descendants(self) -> None:
         """Kills what the command left running. As subreaper the shim becomes the parent of all orphans."""
         deadline = time.monotonic() + KILL_TIMEOUT_S
-        while self._survivors() and time.monotonic() < deadline:
+        while self._find_survivors() and time.monotonic() < deadline:
             self._kill_descendants()
             poll = select.poll()
-            poll.register(self._signals, select.POLLIN)
-            if self._pipe >= 0:
-                poll.register(self._pipe, select.POLLIN)
+            poll.register(self._signal_read_fd, select.POLLIN)
+            if self._output_fd >= 0:
+                poll.register(self._output_fd, select.POLLIN)
             for fd, _ in poll.poll(KILL_INTERVAL_S * 1000):
-                if fd == self._signals:
-                    os.read(self._signals, 512)
+                if fd == self._signal_read_fd:
+                    os.read(self._signal_read_fd, 512)
                 else:
                     self._read_output()
 
-    def _drain(self) -> None:
-        deadline = time.monotonic() + DRAIN_TIMEOUT_S
-        while self._pipe >= 0 and time.monotonic() < deadline:
+    def _drain_output(self) -> None:
+        deadline = time.monotonic() + OUTPUT_DRAIN_TIMEOUT_S
+        while self._output_fd >= 0 and time.monotonic() < deadline:
             poll = select.poll()
-            poll.register(self._pipe, select.POLLIN)
+            poll.register(self._output_fd, select.POLLIN)
             # All writers have ended: no more output can arrive.
             if not poll.poll(0):
                 break
             self._read_output()
         self._log.close()
 
-    def _finish(
-        self, exit_code: int | None, reason: str, *, started: bool = True, by_node: bool = False
+    def _write_exit(
+        self, exit_code: int | None, reason: str, *, started: bool = True, is_caused_by_node: bool = False
     ) -> None:
         record = {
             "job_id": self._config["job_id"],
@@ -363,42 +371,42 @@ class Shim:
             "ended_at": time.time(),
             "started": started,
             "log_bytes_lost": self._log.lost_bytes,
-            "by_node": by_node,
-            "survivors": list(self._survivors().items())[:SURVIVORS_MAX],
+            "by_node": is_caused_by_node,
+            "survivors": list(self._find_survivors().items())[:SURVIVORS_RECORDED_MAX],
         }
         data = json.dumps(record).encode()
-        if self._group:
-            cgroups.remove(self._group)
+        if self._control_group:
+            cgroups.remove(self._control_group)
         try:
-            _write_exit_record(self._record_fd, self._config["exit_path"], data)
+            _write_exit_record(self._exit_record_fd, self._config["exit_path"], data)
         except OSError as error:
             sys.stderr.write(f"could not write the exit record: {error}\n")
-        if self._control >= 0:
+        if self._control_fd >= 0:
             try:
-                os.write(self._control, data + b"\n")
+                os.write(self._control_fd, data + b"\n")
             except OSError:
                 pass
 
-    def _watch_signals(self) -> None:
-        for fd in (self._signals, self._signals_in):
+    def _install_signal_handlers(self) -> None:
+        for fd in (self._signal_read_fd, self._signal_write_fd):
             os.set_blocking(fd, False)
-        signal.set_wakeup_fd(self._signals_in, warn_on_full_buffer=False)
+        signal.set_wakeup_fd(self._signal_write_fd, warn_on_full_buffer=False)
         for number in (signal.SIGCHLD, signal.SIGTERM):
-            signal.signal(number, _ignore_signal)
+            signal.signal(number, _noop_signal_handler)
         for number in (signal.SIGHUP, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)
 
 
-def _boot_s() -> float:
+def _seconds_since_boot() -> float:
     """A clock that also runs while the machine is suspended, as the lease does."""
     return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()
 
 
-def _since_boot(monotonic_s: float) -> float:
-    return _boot_s() + (monotonic_s - time.monotonic())
+def _monotonic_to_boot_s(monotonic_s: float) -> float:
+    return _seconds_since_boot() + (monotonic_s - time.monotonic())
 
 
-def _reserve_record(path: str) -> int:
+def _reserve_exit_record(path: str) -> int:
     """Allocates the exit record now, so that it can be written when the disk is full.
 
     The file stays open, so that the job cannot replace it by a pipe that would block the write.
@@ -406,7 +414,7 @@ def _reserve_record(path: str) -> int:
     fd = -1
     try:
         fd = os.open(f"{path}.new", os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        os.write(fd, b" " * RECORD_BYTES)
+        os.write(fd, b" " * EXIT_RECORD_BYTES)
         os.fsync(fd)
     except OSError:
         pass
@@ -417,7 +425,7 @@ def _write_exit_record(fd: int, path: str, data: bytes) -> None:
     if fd < 0:
         fd = os.open(f"{path}.new", os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
-        os.pwrite(fd, data.ljust(RECORD_BYTES), 0)
+        os.pwrite(fd, data.ljust(EXIT_RECORD_BYTES), 0)
         os.fsync(fd)
         if not os.path.samestat(os.fstat(fd), os.lstat(f"{path}.new")):
             raise OSError(errno.EEXIST, "the file was replaced")
@@ -431,11 +439,11 @@ def _write_exit_record(fd: int, path: str, data: bytes) -> None:
         os.close(directory)
 
 
-def _ignore_signal(number: int, frame: object) -> None:
+def _noop_signal_handler(number: int, frame: object) -> None:
     """The wakeup descriptor delivers the signal number."""
 
 
-def _prepare_job(group: str) -> None:
+def _prepare_job_process(group: str) -> None:
     """Makes the job end with the shim, and resets ignored signals: the shim ignores some, and so does an
     agent that was started with nohup or as a background job of a shell. Enters the control group."""
     if group:

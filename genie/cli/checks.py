@@ -159,10 +159,10 @@ def _check_device_library() -> Check:
 
 def _check_scheduler_library() -> Check:
     """Checks that the native scheduler library is compiled."""
-    from genie.controller.placement.placers import why_not_native
+    from genie.controller.placement.placers import why_plain_placers
 
     name, fix = "scheduler library", "python -m genie.native genie_scheduler"
-    if why := why_not_native():
+    if why := why_plain_placers():
         return Check(name=name, verdict=Verdict.ABSENT, found=why, fix=fix)
     return Check(name=name, verdict=Verdict.OK, found="compiled")
 
@@ -190,9 +190,9 @@ def _check_etcd() -> Check:
         )
     line = _first_output_line([path, "--version"])
     try:
-        from genie.controller.store.etcd_errors import check_version
+        from genie.controller.store.etcd_errors import check_etcd_version
 
-        check_version(line.rpartition(" ")[2], endpoint=path)
+        check_etcd_version(line.rpartition(" ")[2], endpoint=path)
     except ImportError:
         return Check(
             name="etcd",

@@ -19,9 +19,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from genie import config
-from genie.controller.controller import DIRECTORY, Controller
-from genie.controller.nodes.admission import check_bind, check_times
-from genie.controller.placement.placers import why_not_native
+from genie.controller.controller import CONTROLLER_DIRECTORY, Controller
+from genie.controller.nodes.admission import check_bind_address, check_failure_timeouts
+from genie.controller.placement.placers import why_plain_placers
 from genie.controller.store.open import open_store
 from genie.errors import GenieError, LeadershipError, StoreError
 from genie.native.prebuild import build_in_background, prebuild_command
@@ -35,15 +35,15 @@ from genie.telemetry import log
 
 _log = logging.getLogger("genie.controller")
 
-_SPACE_BYTES_MIN = 1024 * 1024
-_SPACE_CHECK_S = 1.0
+_FREE_DISK_BYTES_MIN = 1024 * 1024
+_DISK_CHECK_INTERVAL_S = 1.0
 _LOG_INTERVAL_S = 60.0
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run a controller and return the exit code."""
     try:
-        settings = config.load(_parse(arguments))
+        settings = config.load(_parse_arguments(arguments))
         log.configure(settings.log)
         with asyncio.Runner(loop_factory=loop_factory()) as runner:
             runner.run(_run(settings))
@@ -57,8 +57,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 async def _run(settings: config.Settings) -> None:
     raise_file_limit(file_limit_for(CONNECTIONS_MAX))
-    check_bind(settings.controller)
-    check_times(settings.controller)
+    check_bind_address(settings.controller)
+    check_failure_timeouts(settings.controller)
     clock = SystemClock()
     log_at_s = 0.0
     while True:
@@ -66,24 +66,24 @@ async def _run(settings: config.Settings) -> None:
             await _run_controller(settings, clock)
             return
         except StoreError as error:
-            if _has_space(settings.paths.state_dir):
+            if _has_free_disk_space(settings.paths.state_dir):
                 raise
             if clock.monotonic_s() >= log_at_s:
                 log_at_s = clock.monotonic_s() + _LOG_INTERVAL_S
                 _log.error("waiting for disk space: %s", error)
-        await clock.sleep(_SPACE_CHECK_S)
+        await clock.sleep(_DISK_CHECK_INTERVAL_S)
 
 
-def _has_space(directory: Path) -> bool:
+def _has_free_disk_space(directory: Path) -> bool:
     try:
-        return shutil.disk_usage(directory).free >= _SPACE_BYTES_MIN
+        return shutil.disk_usage(directory).free >= _FREE_DISK_BYTES_MIN
     except OSError:
         return True
 
 
 async def _run_controller(settings: config.Settings, clock: Clock) -> None:
-    directory = files.make_private_directory(settings.paths.state_dir / DIRECTORY)
-    with _exclusive(directory), file_io_threads("genie-blobs") as offload:
+    directory = files.make_private_directory(settings.paths.state_dir / CONTROLLER_DIRECTORY)
+    with _lock_state_directory(directory), file_io_threads("genie-blobs") as offload:
         store = await open_store(settings.controller.store, state_dir=directory, clock=clock)
         try:
             controller = Controller(
@@ -92,15 +92,15 @@ async def _run_controller(settings: config.Settings, clock: Clock) -> None:
                 store=store,
                 network=TcpNetwork(),
                 clock=clock,
-                name=_controller_name(directory),
+                name=_read_or_create_name(directory),
                 offload=offload,
             )
-            await _until_signal(controller, compile_ahead=settings.controller.compile_ahead)
+            await _run_until_signal(controller, compile_ahead=settings.controller.compile_ahead)
         finally:
             await store.close()
 
 
-async def _until_signal(controller: Controller, *, compile_ahead: bool) -> None:
+async def _run_until_signal(controller: Controller, *, compile_ahead: bool) -> None:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -119,7 +119,7 @@ async def compile_in_background(
     controller: Controller, *, is_enabled: bool, command: Sequence[str] = prebuild_command("genie_scheduler")
 ) -> None:
     """Compile the scheduler's library if it is not built; plain Python is used meanwhile."""
-    if not (reason := why_not_native()):
+    if not (reason := why_plain_placers()):
         return
     _log.warning("%s", reason)
     if not is_enabled:
@@ -130,11 +130,11 @@ async def compile_in_background(
     elif await build_in_background(
         command, what="the scheduler's library", without="it could not be compiled"
     ):
-        controller.use_compiled()
+        controller.try_use_compiled_scheduler()
 
 
 @contextmanager
-def _exclusive(directory: Path) -> Iterator[None]:
+def _lock_state_directory(directory: Path) -> Iterator[None]:
     """Hold the lock of the state directory: two controllers must not share a name, a CA and a store."""
     lock = files.FileLock.try_acquire(directory / "controller.lock")
     if lock is None:
@@ -148,7 +148,7 @@ def _exclusive(directory: Path) -> Iterator[None]:
         lock.release()
 
 
-def _controller_name(directory: Path) -> str:
+def _read_or_create_name(directory: Path) -> str:
     """Return the name of the controller of this directory; created at the first start."""
     path = directory / "name"
     if not path.exists():
@@ -156,7 +156,7 @@ def _controller_name(directory: Path) -> str:
     return path.read_text("utf-8").strip()
 
 
-def _parse(arguments: list[str] | None) -> dict[str, object]:
+def _parse_arguments(arguments: list[str] | None) -> dict[str, object]:
     parser = argparse.ArgumentParser(
         prog="python -m genie.controller", description=(__doc__ or "").split("\n")[0]
     )

@@ -19,7 +19,7 @@ class ChangeNotifier:
 
     def notify(self, key: str) -> None:
         for waiter in self._waiters.get(key, ()):
-            _wake(waiter)
+            _wake_waiter(waiter)
 
     def notify_all(self) -> None:
         for key in list(self._waiters):
@@ -29,16 +29,16 @@ class ChangeNotifier:
         """Wait until `condition` is false or the timeout expires. Evaluated at each notification."""
         deadline_s = self._clock.monotonic_s() + timeout_s
         while condition() and (left_s := deadline_s - self._clock.monotonic_s()) > 0:
-            await self._wait(key, left_s)
+            await self._wait_for_notification(key, left_s)
 
-    async def _wait(self, key: str, timeout_s: float) -> None:
+    async def _wait_for_notification(self, key: str, timeout_s: float) -> None:
         """Wait for the next notification or the timeout."""
         if self._loop is None:
             self._loop = asyncio.get_running_loop()
         waiter: asyncio.Future[None] = self._loop.create_future()
         group = self._waiters.setdefault(key, [])
         group.append(waiter)
-        timer = self._clock.call_later(timeout_s, partial(_wake, waiter))
+        timer = self._clock.call_later(timeout_s, partial(_wake_waiter, waiter))
         try:
             await waiter
         finally:
@@ -48,7 +48,7 @@ class ChangeNotifier:
                 self._waiters.pop(key, None)
 
 
-def _wake(waiter: asyncio.Future[None]) -> None:
+def _wake_waiter(waiter: asyncio.Future[None]) -> None:
     if not waiter.done():
         waiter.set_result(None)
 
@@ -58,12 +58,12 @@ async def wait_event(event: asyncio.Event, *, clock: Clock, timeout_s: float) ->
     if event.is_set():
         return True
     async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(_wait(event)), group.create_task(clock.sleep(timeout_s))]
+        tasks = [group.create_task(_wait_until_set(event)), group.create_task(clock.sleep(timeout_s))]
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         for task in tasks:
             task.cancel()
     return event.is_set()
 
 
-async def _wait(event: asyncio.Event) -> None:
+async def _wait_until_set(event: asyncio.Event) -> None:
     await event.wait()

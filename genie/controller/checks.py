@@ -42,8 +42,8 @@ from genie.model.names import validate_env_key, validate_job_name, validate_name
 from genie.model.node import GPUInfo, NodeInfo, Vendor
 from genie.model.tenant import QuotaRecord
 
-_NUMA_MAX = 1023
-_CAPABILITY_REPORTED_MAX = 999
+_NUMA_NODE_MAX = 1023
+_COMPUTE_CAPABILITY_MAX = 999
 
 
 def check_job(spec: JobSpec) -> None:
@@ -55,7 +55,7 @@ def check_job(spec: JobSpec) -> None:
     _check_env(spec.env)
     _check_resources(spec.resources)
     _check_constraints(spec.constraints)
-    _check_combinations(spec)
+    _check_contradictions(spec)
     if spec.node_id:
         validate_node_id(spec.node_id)
     if spec.gpu_ids:
@@ -64,10 +64,10 @@ def check_job(spec: JobSpec) -> None:
         check_digest(spec.workdir.digest)
         check_range(spec.workdir.size_bytes, "workdir size", 0, MEMORY_BYTES_MAX)
     check_range(spec.constraints.workers * spec.resources.gpus, "workers * gpus", 0, GPUS_OF_JOB_MAX)
-    _check_stored_bytes(spec)
+    _check_stored_size(spec)
 
 
-def _check_stored_bytes(spec: JobSpec) -> None:
+def _check_stored_size(spec: JobSpec) -> None:
     """A row that is too large could not be changed later: the job could never end."""
     size_bytes = len(msgspec.json.encode(spec))
     if size_bytes > SPEC_BYTES_MAX:
@@ -118,9 +118,9 @@ def _check_gpu(gpu: GPUInfo) -> None:
     check_range(gpu.memory_used_bytes, "accelerator memory in use", 0, MEMORY_BYTES_MAX)
     check_range(gpu.memory_outside_bytes, "accelerator memory in use outside", 0, MEMORY_BYTES_MAX)
     check_range(gpu.island, "an accelerator's island", 0, 1 << 20)
-    check_range(gpu.numa, "an accelerator's NUMA node", 0, _NUMA_MAX)
+    check_range(gpu.numa, "an accelerator's NUMA node", 0, _NUMA_NODE_MAX)
     for part in gpu.capability:
-        check_range(part, "a part of an accelerator's capability", 0, _CAPABILITY_REPORTED_MAX)
+        check_range(part, "a part of an accelerator's capability", 0, _COMPUTE_CAPABILITY_MAX)
     for reading in (gpu.utilization_pct, gpu.temperature_c, gpu.power_w):
         check_number(reading or 0.0, "an accelerator's reading", -1e6, 1e6)
 
@@ -137,7 +137,7 @@ def clamp_wait_s(wait_s: float) -> float:
     return min(wait_s, WAIT_S_MAX) if wait_s > 0 else 0.0
 
 
-def check_interval_s(interval_s: float) -> float:
+def check_heartbeat_interval_s(interval_s: float) -> float:
     """Return the heartbeat interval that a client announces; UsageError unless 0 to INTERVAL_S_MAX
     seconds."""
     check_number(interval_s, "interval_s", 0.0, INTERVAL_S_MAX)
@@ -171,10 +171,10 @@ def _check_constraints(constraints: PlacementConstraints) -> None:
     check_range(constraints.gpu_memory_min_bytes, "gpu_memory_min_bytes", 0, MEMORY_BYTES_MAX)
     for part in constraints.capability_min:
         check_range(part, "capability_min", 0, CAPABILITY_MAX)
-    _check_lists(constraints)
+    _check_list_lengths(constraints)
 
 
-def _check_lists(constraints: PlacementConstraints) -> None:
+def _check_list_lengths(constraints: PlacementConstraints) -> None:
     for what, names in (("near", constraints.near), ("apart", constraints.apart)):
         check_range(len(names), f"number of jobs in {what}", 0, JOB_LIST_ENTRIES_MAX)
         for name in names:
@@ -192,7 +192,7 @@ def _check_lists(constraints: PlacementConstraints) -> None:
         )
 
 
-def _check_combinations(spec: JobSpec) -> None:
+def _check_contradictions(spec: JobSpec) -> None:
     """Reject constraints that exclude each other: such a job would stay pending forever."""
     constraints = spec.constraints
     if constraints.within is Within.ISLAND and not spec.resources.gpus:

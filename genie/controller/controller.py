@@ -21,15 +21,15 @@ from genie.controller.connection import Connections, Handlers
 from genie.controller.election import Election, StoreHealth
 from genie.controller.jobs.backoff import LaunchBackoff
 from genie.controller.jobs.blobs import Blobs
-from genie.controller.jobs.lifecycle import CHANGES_OF_TICK_MAX, JobLifecycle
+from genie.controller.jobs.lifecycle import CHANGES_PER_TICK_MAX, JobLifecycle
 from genie.controller.jobs.sessions import Sessions
 from genie.controller.ledger import ClusterRecord, Ledger, Transaction
 from genie.controller.nodes.admission import Admission, Certificates, advertised_host, local_host
 from genie.controller.nodes.agents import Agents
 from genie.controller.nodes.faults import NodeFaults
 from genie.controller.nodes.membership import Membership
-from genie.controller.nodes.orders import Orders
-from genie.controller.nodes.views import Views
+from genie.controller.nodes.orders import AgentOrders
+from genie.controller.nodes.views import NodeViews
 from genie.controller.placement.launch_queue import LaunchQueue
 from genie.controller.placement.pass_runner import PassRunner
 from genie.controller.placement.placers import placer_factory
@@ -42,7 +42,7 @@ from genie.controller.requests.nodes import NodeList, NodeRequests, StatusReques
 from genie.controller.requests.open_waits import OpenWaits
 from genie.controller.requests.queue import QueueRequests
 from genie.controller.requests.quotas import QuotaRequests, QuotaTable
-from genie.controller.requests.service import Service
+from genie.controller.requests.service import RequestService
 from genie.controller.requests.sessions import SessionRequests
 from genie.controller.requests.tokens import TokenRequests
 from genie.controller.steps import PeriodicSteps
@@ -64,14 +64,14 @@ from genie.scheduler.rules import Rules
 
 _log = logging.getLogger(__name__)
 
-CONTROLLERS_PREFIX = "controller/"
-DIRECTORY = "controller"
-_TICK_S = 0.5
+CONTROLLER_KEY_PREFIX = "controller/"
+CONTROLLER_DIRECTORY = "controller"
+_TICK_INTERVAL_S_MAX = 0.5
 # Until an agent knows about a new controller, it cannot switch to it when this one fails.
-_HOUSEKEEPING_S = 2.0
+_HOUSEKEEPING_INTERVAL_S = 2.0
 _RETRY_S = 1.0
-_RETURN_MEMORY_S = 60.0
-_PLACEMENT = "supply"
+_RETURN_MEMORY_INTERVAL_S = 60.0
+_PLACEMENT_POLICY = "supply"
 
 
 class Controller:
@@ -100,29 +100,29 @@ class Controller:
         self._name = name
         self._random_bytes = random_bytes
         self._offload = offload
-        self._directory = files.make_private_directory(state_dir / DIRECTORY)
-        self._wake = asyncio.Event()
-        self._ready = asyncio.Event()
-        self._tick_s = min(_TICK_S, config.node_suspect_s / 4)
-        self._local_files_written = False
+        self._directory = files.make_private_directory(state_dir / CONTROLLER_DIRECTORY)
+        self._wake_event = asyncio.Event()
+        self._ready_event = asyncio.Event()
+        self._tick_interval_s = min(_TICK_INTERVAL_S_MAX, config.node_suspect_s / 4)
+        self._are_local_files_written = False
         self._local_files_alarm = ""
-        self._controllers: tuple[str, ...] = ()
-        self._statuses: dict[str, NodeStatus] = {}
+        self._controller_addresses: tuple[str, ...] = ()
+        self._logged_node_statuses: dict[str, NodeStatus] = {}
         self._next_tick_s = 0.0
         self._has_term_begun = False
         self.port = 0
         self._certificates = Certificates.open(self._directory, config, clock=clock)
-        self._health = StoreHealth()
+        self._store_health = StoreHealth()
         self._election = Election(
-            store, clock=clock, name=name, ttl_s=config.leader_ttl_s, health=self._health
+            store, clock=clock, name=name, ttl_s=config.leader_ttl_s, health=self._store_health
         )
         files_max = get_file_limit()
-        self._file_alarm = _file_limit_alarm(files_max)
+        self._open_files_alarm = _file_limit_alarm(files_max)
         self._connections = Connections(ConnectionLimits.for_file_limit(files_max))
-        self._memory_returned_s = -_RETURN_MEMORY_S
-        self._ledger = Ledger(store, self._election, self._health, clock=clock)
-        self._steps = PeriodicSteps(clock)
-        self._orders = Orders()
+        self._last_memory_return_s = -_RETURN_MEMORY_INTERVAL_S
+        self._ledger = Ledger(store, self._election, self._store_health, clock=clock)
+        self._periodic_steps = PeriodicSteps(clock)
+        self._orders = AgentOrders()
         self._build_placement()
         self._build_agents()
         self._service = self._build_service(self._build_handlers(offload))
@@ -130,13 +130,13 @@ class Controller:
     def _build_placement(self) -> None:
         config, clock = self._config, self._clock
         self._membership = Membership(config)
-        self._faults = NodeFaults(clock)
-        self._views = Views(self._ledger, self._membership, self._faults, clock=clock)
-        self._quotas = QuotaTable(self._ledger)
+        self._node_faults = NodeFaults(clock)
+        self._node_views = NodeViews(self._ledger, self._membership, self._node_faults, clock=clock)
+        self._quota_table = QuotaTable(self._ledger)
         self._policy = make_policy(config, clock=clock)
         self._make_placer, _ = placer_factory(build=False)
-        self._launches = LaunchQueue(self._orders)
-        self._backoff = LaunchBackoff(clock)
+        self._launch_queue = LaunchQueue(self._orders)
+        self._launch_backoff = LaunchBackoff(clock)
         self._planner = self._build_planner()
         self._jobs = JobLifecycle(
             self._ledger,
@@ -144,28 +144,28 @@ class Controller:
             clock=clock,
             random_bytes=self._random_bytes,
             notifier=ChangeNotifier(clock),
-            wake=self._wake.set,
+            wake=self._wake_event.set,
             placer=self._planner,
-            backoff=self._backoff,
+            backoff=self._launch_backoff,
         )
-        self._monitor = StoreMonitor(self._store, self._jobs.space, config=config, clock=clock)
+        self._store_monitor = StoreMonitor(self._store, self._jobs.space, config=config, clock=clock)
 
     def _build_planner(self) -> Planner:
         return Planner(
             self._ledger,
-            self._views,
+            self._node_views,
             clock=self._clock,
             make_placer=lambda policy: self._make_placer(policy, 0, ()),
-            policy=_PLACEMENT,
-            rules=self._rules,
-            workers_max=self._config.node_workers_max,
-            launch_capacity=lambda: self._launches.capacity,
-            not_before_s=self._backoff.not_before_s,
-            needed_bytes=self._backoff.needed_bytes,
+            policy=_PLACEMENT_POLICY,
+            rules=self._make_rules,
+            workers_per_node_max=self._config.node_workers_max,
+            launch_capacity=lambda: self._launch_queue.worker_capacity,
+            not_before_s=self._launch_backoff.not_before_s,
+            needed_bytes=self._launch_backoff.needed_disk_bytes,
         )
 
-    def _rules(self) -> Rules:
-        quotas, weights = self._quotas.rules()
+    def _make_rules(self) -> Rules:
+        quotas, weights = self._quota_table.quotas_and_weights()
         return Rules(quotas=quotas, weights=weights).with_order(self._policy)
 
     def _build_agents(self) -> None:
@@ -183,7 +183,7 @@ class Controller:
             jobs,
             clock=clock,
             random_bytes=self._random_bytes,
-            grace_s=self._config.session_grace_s,
+            reconnect_grace_s=self._config.session_grace_s,
         )
         self._admission = Admission(
             ledger,
@@ -191,7 +191,7 @@ class Controller:
             self._certificates,
             jobs,
             clock=clock,
-            disconnect=self._connections.close_token,
+            disconnect=self._connections.close_connections_of_token,
         )
         self._agents = Agents(
             ledger=ledger,
@@ -200,26 +200,26 @@ class Controller:
             membership=self._membership,
             election=self._election,
             orders=self._orders,
-            faults=self._faults,
+            faults=self._node_faults,
             config=self._config,
             clock=clock,
-            controllers=lambda: self._controllers,
+            controllers=lambda: self._controller_addresses,
             refresh_controllers=self._read_controllers,
-            forget_node=self._admission.forget,
-            wake=self._wake.set,
+            forget_node=self._admission.forget_node,
+            wake=self._wake_event.set,
         )
-        self._passes = PassRunner(ledger, self._planner, jobs, self._agents, self._launches)
+        self._pass_runner = PassRunner(ledger, self._planner, jobs, self._agents, self._launch_queue)
 
     def _build_handlers(self, offload: Offload) -> list[Handlers]:
         config, clock, jobs, planner = self._config, self._clock, self._jobs, self._planner
-        election, kill, check_readable = self._election, self._agents.kill, self._ledger.check_readable
+        election, kill, check_readable = self._election, self._agents.send_kills, self._ledger.check_readable
         blobs = Blobs(
             self._directory / "blobs",
             bytes_max=config.blobs_bytes_max,
             tenant_bytes_max=config.blobs_tenant_bytes_max,
             clock=clock,
         )
-        nodes, waits = NodeList(self._ledger, self._views), OpenWaits()
+        nodes, waits = NodeList(self._ledger, self._node_views), OpenWaits()
         return [
             self._agents.handlers(),
             JobRequests(
@@ -240,7 +240,7 @@ class Controller:
                 find_tenant=self._agents.find_blob_tenant,
             ).handlers(),
             NodeRequests(nodes, check_readable=check_readable).handlers(),
-            self._build_status(nodes).handlers(),
+            self._build_status_requests(nodes).handlers(),
             SessionRequests(
                 self._sessions,
                 nodes,
@@ -251,7 +251,9 @@ class Controller:
                 check_readable=check_readable,
             ).handlers(),
             TokenRequests(
-                self._tokens, disconnect=self._connections.close_token, check_readable=check_readable
+                self._tokens,
+                disconnect=self._connections.close_connections_of_token,
+                check_readable=check_readable,
             ).handlers(),
             LogRequests(
                 jobs,
@@ -261,18 +263,18 @@ class Controller:
                 check_readable=check_readable,
             ).handlers(),
             QueueRequests(jobs, planner, clock=clock, check_readable=check_readable).handlers(),
-            QuotaRequests(self._quotas, check_readable=check_readable).handlers(),
+            QuotaRequests(self._quota_table, check_readable=check_readable).handlers(),
         ]
 
-    def _build_status(self, nodes: NodeList) -> StatusRequests:
+    def _build_status_requests(self, nodes: NodeList) -> StatusRequests:
         return StatusRequests(
             self._ledger,
             nodes,
             self._election,
-            self._health,
-            count_jobs=self._jobs.counts,
+            self._store_health,
+            count_jobs=self._jobs.count_by_state,
             count_clients=self._sessions.count_clients,
-            policy_fault=lambda: self._planner.fault,
+            policy_fault=lambda: self._planner.policy_fault,
             policy_name=self._config.policy,
             store_name=self._config.store.partition(":")[0],
             started_at=self._clock.wall_s(),
@@ -280,8 +282,8 @@ class Controller:
             space=self._jobs.space,
         )
 
-    def _build_service(self, handlers: list[Handlers]) -> Service:
-        return Service(
+    def _build_service(self, handlers: list[Handlers]) -> RequestService:
+        return RequestService(
             ledger=self._ledger,
             election=self._election,
             tokens=self._tokens,
@@ -289,15 +291,15 @@ class Controller:
             certificates=self._certificates,
             connections=self._connections,
             clock=self._clock,
-            ready=self._ready,
-            controllers=lambda: self._controllers,
+            ready=self._ready_event,
+            controllers=lambda: self._controller_addresses,
             handlers=handlers,
         )
 
     def _alarms(self) -> list[str]:
         """What the owner should look at, in words."""
-        file_alarms = [alarm for alarm in (self._file_alarm, self._local_files_alarm) if alarm]
-        return [*file_alarms, *self._monitor.alarms(), *self._steps.alarms()]
+        file_alarms = [alarm for alarm in (self._open_files_alarm, self._local_files_alarm) if alarm]
+        return [*file_alarms, *self._store_monitor.alarms(), *self._periodic_steps.alarms()]
 
     @property
     def address(self) -> str:
@@ -307,21 +309,21 @@ class Controller:
     @property
     def is_leading(self) -> bool:
         """Whether it leads and has read the tables."""
-        return self._ledger.is_current
+        return self._ledger.is_up_to_date
 
-    def use_compiled(self) -> bool:
+    def try_use_compiled_scheduler(self) -> bool:
         """Use the compiled scheduler from the next pass on; False if it is not built."""
         make, kind = placer_factory(build=False)
         if kind != "native":
             return False
         self._make_placer = make
         self._planner.invalidate()
-        self._wake.set()
+        self._wake_event.set()
         return True
 
     async def wait_ready(self) -> None:
         """Wait until it listens and knows whether it leads."""
-        await self._ready.wait()
+        await self._ready_event.wait()
 
     async def run(self) -> None:
         """Serve until cancelled. Raises the first GenieError of any part."""
@@ -346,7 +348,7 @@ class Controller:
 
         def on_listening(port: int) -> None:
             self.port = port
-            self._controllers = (self.address,)
+            self._controller_addresses = (self.address,)
             where = address_text(self._config.bind, port)
             _log.info("listening on %s, TLS %s", where, self._config.tls)
             listening.set()
@@ -354,7 +356,7 @@ class Controller:
         await self._network.serve(
             self._config.bind,
             self._config.port,
-            self._service.accept,
+            self._service.serve_connection,
             tls=context,
             on_listening=on_listening,
         )
@@ -363,57 +365,57 @@ class Controller:
 
     async def _lead_forever(self) -> None:
         while True:
-            if await self._try_win() and await self._lead():
+            if await self._try_win_election() and await self._lead():
                 continue
             other = self._election.leader
-            if self._health.ok and other is not None and other.name != self._name:
-                self._ledger.unload()
+            if self._store_health.is_ok and other is not None and other.name != self._name:
+                self._ledger.mark_outdated()
                 await self._try_write_local_cluster_files()
-            self._ready.set()
-            if self._health.is_full:
-                await self._monitor.free_space()
+            self._ready_event.set()
+            if self._store_health.is_full:
+                await self._store_monitor.compact_full_store()
             await self._clock.sleep(min(_RETRY_S, self._config.leader_ttl_s / 4))
 
-    async def _try_win(self) -> bool:
+    async def _try_win_election(self) -> bool:
         try:
-            await self._check_ca()
+            await self._check_ca_matches_cluster()
             await self._register_controller()
-            return await self._election.try_win(self.address)
+            return await self._election.try_win_election(self.address)
         except (StoreError, LeadershipError) as error:
-            self._record_failed_begin(error)
+            self._record_failed_term_start(error)
             return False
 
     async def _try_begin_term(self) -> bool:
         try:
-            await self._ledger.load()
-            await self._check_cluster()
-            await self._tokens.ensure_owner(self._state_dir)
+            await self._ledger.load_tables()
+            await self._store_cluster_record()
+            await self._tokens.ensure_owner_token(self._state_dir)
             await self._agents.begin_term()
         except (StoreError, LeadershipError) as error:
-            self._record_failed_begin(error)
+            self._record_failed_term_start(error)
             return False
-        _log.info("became leader, fencing token %d", self._election.token)
+        _log.info("became leader, fencing token %d", self._election.fencing_token)
         return True
 
-    def _record_failed_begin(self, error: GenieError) -> None:
+    def _record_failed_term_start(self, error: GenieError) -> None:
         if isinstance(error, StoreError):
-            self._health.record_failure(error)
+            self._store_health.record_failure(error)
         _log.warning("cannot become leader: %s", error)
 
     async def _register_controller(self) -> None:
         """Store this controller's address before it may lead: agents must know every possible leader."""
-        key, value = CONTROLLERS_PREFIX + self._name, self.address.encode()
+        key, value = CONTROLLER_KEY_PREFIX + self._name, self.address.encode()
         stored = await self._store.get(key)
         if stored is None or stored.value != value:
             await self._store.commit([], [Put(key, value)])
         await self._read_controllers()
 
     async def _read_controllers(self) -> None:
-        found = await self._store.range(CONTROLLERS_PREFIX)
+        found = await self._store.range(CONTROLLER_KEY_PREFIX)
         others = sorted({item.value.decode() for item in found.items} - {self.address})
-        self._controllers = (self.address, *others)
+        self._controller_addresses = (self.address, *others)
 
-    async def _check_ca(self) -> None:
+    async def _check_ca_matches_cluster(self) -> None:
         """Raise TlsError if this controller's CA is not that of the cluster: nodes would reject it."""
         table = self._ledger.cluster
         stored = await self._store.get(table.prefix)
@@ -429,7 +431,7 @@ class Controller:
                 f"the first controller to {self._state_dir}",
             )
 
-    async def _check_cluster(self) -> None:
+    async def _store_cluster_record(self) -> None:
         """Create the cluster's ID in the first term; record the current CA."""
         pin = self._certificates.pin
         record = self._ledger.cluster.get("")
@@ -447,7 +449,7 @@ class Controller:
     async def _try_write_local_cluster_files(self) -> None:
         """Write the files by which commands on this machine find the cluster, once. A failure affects only
         these commands."""
-        if self._local_files_written:
+        if self._are_local_files_written:
             return
         try:
             self._write_local_cluster_files()
@@ -456,7 +458,7 @@ class Controller:
                 _log.error("commands on this machine may not find the cluster: %s", error)
             self._local_files_alarm = f"commands on this machine may not find the cluster: {error.message}"
         else:
-            self._local_files_alarm, self._local_files_written = "", True
+            self._local_files_alarm, self._are_local_files_written = "", True
 
     def _write_local_cluster_files(self) -> None:
         record = self._ledger.cluster.get("")
@@ -472,7 +474,7 @@ class Controller:
         self._has_term_begun = False
         async with asyncio.TaskGroup() as group:
             term = group.create_task(self._run_term(), name="term")
-            await self._election.hold()
+            await self._election.hold_leadership()
             term.cancel()
         return self._has_term_begun
 
@@ -482,56 +484,56 @@ class Controller:
             return
         self._has_term_begun = True
         await self._try_write_local_cluster_files()
-        self._ready.set()
+        self._ready_event.set()
         self._next_tick_s = 0.0
         async with asyncio.TaskGroup() as group:
-            group.create_task(self._pass_forever(), name="passes")
+            group.create_task(self._run_passes_forever(), name="passes")
             group.create_task(self._housekeep_forever(), name="housekeeping")
 
     # -- passes -----------------------------------------------------------------------------
 
-    async def _pass_forever(self) -> None:
+    async def _run_passes_forever(self) -> None:
         while True:
-            self._wake.clear()
+            self._wake_event.clear()
             try:
-                await self._pass()
+                await self._run_tick_and_pass()
             except (StoreError, LeadershipError) as error:
                 _log.warning("scheduling pass postponed: %s", error)
-                await self._clock.sleep(self._tick_s)
+                await self._clock.sleep(self._tick_interval_s)
             except Exception:  # a task boundary: a failed pass must not end the controller
                 _log.exception("scheduling pass failed")
                 await self._clock.sleep(_RETRY_S)
-            await wait_event(self._wake, clock=self._clock, timeout_s=self._tick_s)
+            await wait_event(self._wake_event, clock=self._clock, timeout_s=self._tick_interval_s)
 
-    async def _pass(self) -> None:
+    async def _run_tick_and_pass(self) -> None:
         if self._clock.monotonic_s() >= self._next_tick_s:
-            self._next_tick_s = self._clock.monotonic_s() + self._tick_s
-            self._passes.log_launches()
+            self._next_tick_s = self._clock.monotonic_s() + self._tick_interval_s
+            self._pass_runner.log_launches()
             await self._tick()
-        await self._passes.run()
+        await self._pass_runner.run()
 
     async def _tick(self) -> None:
         """Do the work that depends on time alone, not on changes."""
-        await self._steps.run(
+        await self._periodic_steps.run(
             {
-                "logging node states": self._log_statuses,
-                "reclaiming jobs of lost nodes": self._agents.reclaim,
+                "logging node states": self._log_node_statuses,
+                "reclaiming jobs of lost nodes": self._agents.reclaim_jobs,
                 "requeueing unconfirmed launches": self._agents.requeue_unconfirmed,
                 "ending expired sessions": self._end_expired_sessions,
-                "enforcing time limits": self._enforce_limits,
+                "enforcing time limits": self._enforce_time_limits,
             }
         )
 
     async def _end_expired_sessions(self) -> None:
-        for job in await self._sessions.drop_expired():
-            self._agents.kill(job)
+        for job in await self._sessions.cancel_expired():
+            self._agents.send_kills(job)
 
-    async def _enforce_limits(self) -> None:
+    async def _enforce_time_limits(self) -> None:
         expired = [
             (job, f"exceeded its time limit of {job.spec.constraints.time_limit_s:g} s")
-            for job in self._agents.exceeding_time_limit()[:CHANGES_OF_TICK_MAX]
+            for job in self._agents.jobs_exceeding_time_limit()[:CHANGES_PER_TICK_MAX]
         ]
-        await self._passes.stop(expired, StopReason.TIME_LIMIT)
+        await self._pass_runner.stop_jobs(expired, StopReason.TIME_LIMIT)
 
     async def _housekeep_forever(self) -> None:
         """Runs concurrently with the passes: deleting many old jobs must not delay new ones."""
@@ -540,44 +542,44 @@ class Controller:
                 await self._housekeep()
             except (StoreError, LeadershipError) as error:
                 _log.warning("housekeeping postponed: %s", error)
-            except Exception:  # a task boundary: as in _pass_forever
+            except Exception:  # a task boundary: as in _run_passes_forever
                 _log.exception("housekeeping failed")
-            await self._clock.sleep(_HOUSEKEEPING_S)
+            await self._clock.sleep(_HOUSEKEEPING_INTERVAL_S)
 
     async def _housekeep(self) -> None:
-        await self._steps.run(
+        await self._periodic_steps.run(
             {
-                "measuring the store": self._monitor.update,
-                "deleting old jobs": self._jobs.delete_old,
-                "deleting old tokens": self._tokens.delete_old,
+                "measuring the store": self._store_monitor.measure_if_due,
+                "deleting old jobs": self._jobs.delete_old_jobs,
+                "deleting old tokens": self._tokens.delete_old_tokens,
                 "reading the list of controllers": self._read_controllers,
-                "disconnecting outdated nodes": self._disconnect_outdated,
+                "disconnecting outdated nodes": self._disconnect_outdated_nodes,
                 "writing the files of this cluster": self._try_write_local_cluster_files,
                 "returning memory": self._return_memory,
             }
         )
 
-    async def _disconnect_outdated(self) -> None:
-        self._agents.disconnect_outdated()
+    async def _disconnect_outdated_nodes(self) -> None:
+        self._agents.disconnect_outdated_nodes()
 
     async def _return_memory(self) -> None:
         """Return the memory of many closed connections to the system."""
         now_s = self._clock.monotonic_s()
-        has_shrunk = self._connections.has_shrunk()
-        if not has_shrunk or now_s - self._memory_returned_s < _RETURN_MEMORY_S:
+        has_shrunk = self._connections.have_many_closed()
+        if not has_shrunk or now_s - self._last_memory_return_s < _RETURN_MEMORY_INTERVAL_S:
             return
-        self._connections.reset_peak()
-        self._memory_returned_s = now_s
+        self._connections.reset_peak_count()
+        self._last_memory_return_s = now_s
         memory.collect_garbage()
         await self._offload(memory.trim_heap)
 
-    async def _log_statuses(self) -> None:
-        for node in self._views.current().values():
-            self._log_status(node.node_id, node.info.status, node.info.status_reason)
+    async def _log_node_statuses(self) -> None:
+        for node in self._node_views.current_snapshots().values():
+            self._log_node_status(node.node_id, node.info.status, node.info.status_reason)
 
-    def _log_status(self, node_id: str, status: NodeStatus, reason: str) -> None:
-        if self._statuses.get(node_id) != status:
-            self._statuses[node_id] = status
+    def _log_node_status(self, node_id: str, status: NodeStatus, reason: str) -> None:
+        if self._logged_node_statuses.get(node_id) != status:
+            self._logged_node_statuses[node_id] = status
             _log.info("node %s is %s%s", node_id, status, f": {reason}" if reason else "")
 
 

@@ -39,20 +39,20 @@ class StoreHealth:
     """Whether the last operation on the store succeeded."""
 
     def __init__(self) -> None:
-        self.ok = True
+        self.is_ok = True
         self.is_full = False
         """Whether the last operation failed because the store has no space."""
-        self.reason = ""
+        self.failure_reason = ""
 
     def record_success(self) -> None:
-        if not self.ok:
+        if not self.is_ok:
             _log.info("the store is available again")
-        self.ok, self.is_full, self.reason = True, False, ""
+        self.is_ok, self.is_full, self.failure_reason = True, False, ""
 
     def record_failure(self, error: StoreError) -> None:
-        if self.ok:
+        if self.is_ok:
             _log.warning("the store is unavailable: %s", error)
-        self.ok, self.is_full, self.reason = False, isinstance(error, StoreFullError), str(error)
+        self.is_ok, self.is_full, self.failure_reason = False, isinstance(error, StoreFullError), str(error)
 
 
 class Election:
@@ -63,79 +63,83 @@ class Election:
         self._clock = clock
         self._name = name
         self._ttl_s = ttl_s
-        self._health = health
+        self._store_health = health
         self._lease_id = 0
-        self._token = 0
-        self._deadline_s = 0.0
-        self._ended = asyncio.Event()
+        self._fencing_token = 0
+        self._lease_deadline_s = 0.0
+        self._term_ended = asyncio.Event()
         self.leader: LeaderRecord | None = None
         """The leader when the key was last read."""
 
     @property
     def is_leading(self) -> bool:
-        return self._token > 0 and self._clock.monotonic_s() < self._deadline_s
+        return self._fencing_token > 0 and self._clock.monotonic_s() < self._lease_deadline_s
 
     @property
-    def token(self) -> int:
+    def fencing_token(self) -> int:
         """Fencing token of the current or the last term; 0 before the first."""
-        return self._token
+        return self._fencing_token
 
     def leads_with(self, token: int) -> bool:
         """Whether this controller leads, with this fencing token."""
-        return token == self._token > 0 and self._clock.monotonic_s() < self._deadline_s
+        return token == self._fencing_token > 0 and self._clock.monotonic_s() < self._lease_deadline_s
 
-    def require_token(self) -> int:
+    def require_fencing_token(self) -> int:
         """Return the fencing token of this term; NotLeaderError or StoreUnavailableError when not leading."""
-        if self._token > 0 and self._clock.monotonic_s() < self._deadline_s:
-            return self._token
-        if not self._health.ok:
+        if self._fencing_token > 0 and self._clock.monotonic_s() < self._lease_deadline_s:
+            return self._fencing_token
+        if not self._store_health.is_ok:
             raise StoreUnavailableError(
-                f"the cluster cannot make changes because its store is unavailable: {self._health.reason}",
+                "the cluster cannot make changes because its store is unavailable: "
+                f"{self._store_health.failure_reason}",
                 hint="running jobs continue; try again when the store is available",
             )
         where = self.leader.address if self.leader and self.leader.name != self._name else ""
         hint = f"the leader is {where}" if where else "no controller leads yet; try again in a moment"
         raise NotLeaderError("this controller does not lead", hint=hint)
 
-    async def try_win(self, address: str) -> bool:
+    async def try_win_election(self, address: str) -> bool:
         """Acquire the leader key if it is free, or if this controller acquired it before a restart."""
-        self._token = 0
-        self._ended.clear()
+        self._fencing_token = 0
+        self._term_ended.clear()
         try:
             found = await self._store.get(LEADER_KEY)
-            self._health.record_success()
-            if found is not None and not self._is_own(found):
+            self._store_health.record_success()
+            if found is not None and not self._is_own_key(found):
                 return False
             won = await self._acquire_leadership(address, found)
         except StoreError as error:
-            self._health.record_failure(error)
+            self._store_health.record_failure(error)
             return False
         return won
 
-    async def hold(self) -> None:
+    async def hold_leadership(self) -> None:
         """Renew the lease until the term ends."""
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(self._renew()), group.create_task(self._watch_deadline())]
-            await self._ended.wait()
+            tasks = [
+                group.create_task(self._renew_lease_forever()),
+                group.create_task(self._step_down_at_deadline()),
+            ]
+            await self._term_ended.wait()
             for task in tasks:
                 task.cancel()
 
     def step_down(self, reason: str) -> None:
-        if self._deadline_s > 0:
+        if self._lease_deadline_s > 0:
             _log.warning("no longer leading: %s", reason)
-        self._deadline_s = 0.0
-        self._ended.set()
+        self._lease_deadline_s = 0.0
+        self._term_ended.set()
 
-    async def check(self) -> None:
+    async def check_still_leading(self) -> None:
         """Step down if the key no longer belongs to this term."""
         found = await self._store.get(LEADER_KEY)
-        if found is None or found.create_revision != self._token:
+        if found is None or found.create_revision != self._fencing_token:
             self.step_down("another controller has taken over")
 
     async def resign(self) -> None:
         """Revoke the lease, so that another controller need not wait until it expires."""
-        self._deadline_s = 0.0
-        self._ended.set()
+        self._lease_deadline_s = 0.0
+        self._term_ended.set()
         if not self._lease_id:
             return
         try:
@@ -144,18 +148,18 @@ class Election:
             _log.info("could not resign leadership: %s", error)
         self._lease_id = 0
 
-    def _is_own(self, found: KeyValue) -> bool:
+    def _is_own_key(self, leader_key: KeyValue) -> bool:
         try:
-            self.leader = msgspec.json.decode(found.value, type=LeaderRecord)
+            self.leader = msgspec.json.decode(leader_key.value, type=LeaderRecord)
         except msgspec.DecodeError as error:
             raise StoreCorruptError(f"store key {LEADER_KEY!r} cannot be read: {error}") from error
         return self.leader.name == self._name
 
-    async def _acquire_leadership(self, address: str, found: KeyValue | None) -> bool:
+    async def _acquire_leadership(self, address: str, leader_key: KeyValue | None) -> bool:
         sent_s = self._clock.monotonic_s()
-        if found is not None:
+        if leader_key is not None:
             await self._store.commit(
-                [Compare(LEADER_KEY, found.create_revision, field="create")], [Delete(LEADER_KEY)]
+                [Compare(LEADER_KEY, leader_key.create_revision, field="create")], [Delete(LEADER_KEY)]
             )
         lease_id = await self._store.grant_lease(self._ttl_s)
         record = LeaderRecord(name=self._name, address=address)
@@ -169,8 +173,8 @@ class Election:
         if not result.succeeded:
             await self._revoke_lease(lease_id)
             return False
-        self.leader, self._lease_id, self._token = record, lease_id, result.revision
-        self._deadline_s = sent_s + self._ttl_s
+        self.leader, self._lease_id, self._fencing_token = record, lease_id, result.revision
+        self._lease_deadline_s = sent_s + self._ttl_s
         return True
 
     async def _revoke_lease(self, lease_id: int) -> None:
@@ -179,7 +183,7 @@ class Election:
         except StoreError as error:
             _log.debug("could not revoke a lease, it will expire: %s", error)
 
-    async def _renew(self) -> None:
+    async def _renew_lease_forever(self) -> None:
         interval_s = self._ttl_s / 3
         while True:
             await self._clock.sleep(interval_s)
@@ -190,13 +194,13 @@ class Election:
                 self.step_down("the lease has expired")
                 return
             except StoreError as error:
-                self._health.record_failure(error)
+                self._store_health.record_failure(error)
                 continue
-            if self._deadline_s > 0:
-                self._health.record_success()
-                self._deadline_s = sent_s + self._ttl_s
+            if self._lease_deadline_s > 0:
+                self._store_health.record_success()
+                self._lease_deadline_s = sent_s + self._ttl_s
 
-    async def _watch_deadline(self) -> None:
-        while (left_s := self._deadline_s - self._clock.monotonic_s()) > 0:
+    async def _step_down_at_deadline(self) -> None:
+        while (left_s := self._lease_deadline_s - self._clock.monotonic_s()) > 0:
             await self._clock.sleep(left_s)
         self.step_down("the lease could not be renewed before it expired")

@@ -21,7 +21,7 @@ import msgspec
 from genie.controller.election import LEADER_KEY, Election, StoreHealth
 from genie.controller.quarantine import Quarantine
 from genie.controller.store import Compare, Delete, KeyValue, Put, Store
-from genie.controller.store.limits import check_transaction, operation_bytes
+from genie.controller.store.limits import check_transaction, operation_size_bytes
 from genie.controller.store.protocol import TXN_BYTES_MAX, TXN_OPS_MAX
 from genie.errors import (
     GenieError,
@@ -45,11 +45,11 @@ _Result = TypeVar("_Result")
 WRITES_QUEUED_MAX = 1024
 # The event loop is blocked while a batch is built. With 256 the rate under load is 10% lower.
 BATCH_WRITES_MAX = 1024
-_PAGE = 500
+_PAGE_ROWS = 500
 _PAGE_TIMEOUT_S = 30.0
-_YIELD_BYTES = 256 * 1024
+_BYTES_PER_YIELD = 256 * 1024
 """Bytes to decode between two yields to the event loop: about 2 ms."""
-_DECODE_COST_BYTES = 500
+_ROW_OVERHEAD_BYTES = 500
 """Cost of a row in addition to its bytes."""
 _BYTES_PER_CHARACTER_MAX = 4
 _encoder = msgspec.json.Encoder()
@@ -78,7 +78,7 @@ class ClusterRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 # Arguments: row ID, row before, row after; None where there is none.
-Listener = Callable[[str, _Row | None, _Row | None], None]
+RowListener = Callable[[str, _Row | None, _Row | None], None]
 
 
 class TableRead(Generic[_Row]):
@@ -87,12 +87,12 @@ class TableRead(Generic[_Row]):
     def __init__(self) -> None:
         self.rows: dict[str, _Row] = {}
         self.revisions: dict[str, int] = {}
-        self.sizes: dict[str, int] = {}
+        self.row_sizes: dict[str, int] = {}
         """Stored bytes of each row."""
-        self.unreadable: set[str] = set()
+        self.unreadable_row_ids: set[str] = set()
 
 
-Loader = Callable[[TableRead[_Row]], Awaitable[None]]
+TableLoader = Callable[[TableRead[_Row]], Awaitable[None]]
 
 
 class Table(Generic[_Row]):
@@ -100,25 +100,25 @@ class Table(Generic[_Row]):
 
     def __init__(self, prefix: str, kind: type[_Row]) -> None:
         self.prefix = prefix
-        self._indexes: list[Listener[_Row]] = []
-        self._listeners: list[Listener[_Row]] = []
-        self._loaders: list[Loader[_Row]] = []
+        self._indexes: list[RowListener[_Row]] = []
+        self._listeners: list[RowListener[_Row]] = []
+        self._loaders: list[TableLoader[_Row]] = []
         self._decoder = msgspec.json.Decoder(kind)
         self._rows: dict[str, _Row] = {}
         self._revisions: dict[str, int] = {}
-        self._sizes: dict[str, int] = {}
-        self._unreadable: set[str] = set()
+        self._row_sizes: dict[str, int] = {}
+        self._unreadable_row_ids: set[str] = set()
 
-    def add_index(self, index: Listener[_Row]) -> None:
+    def add_index(self, index: RowListener[_Row]) -> None:
         """Call `index` for each staged row before the next build runs, and with before and after exchanged
         before any other code runs. It must be reversible and have no other effects."""
         self._indexes.append(index)
 
-    def add_listener(self, listener: Listener[_Row]) -> None:
+    def add_listener(self, listener: RowListener[_Row]) -> None:
         """Call `listener` for each changed row, in order, once it is durable."""
         self._listeners.append(listener)
 
-    def add_loader(self, loader: Loader[_Row]) -> None:
+    def add_loader(self, loader: TableLoader[_Row]) -> None:
         """Call `loader` with what was read, before they replace those of the table. It may take
         long, but must yield to the event loop."""
         self._loaders.append(loader)
@@ -146,11 +146,11 @@ class Table(Generic[_Row]):
 
     def is_unreadable(self, row_id: str) -> bool:
         """Whether the store has this row, but it cannot be read or must not be used."""
-        return row_id in self._unreadable
+        return row_id in self._unreadable_row_ids
 
     def size_bytes(self, row_id: str) -> int:
         """Stored bytes of a row; 0 if there is none."""
-        return self._sizes.get(row_id, 0)
+        return self._row_sizes.get(row_id, 0)
 
     def revision(self, row_id: str) -> int:
         return self._revisions.get(row_id, 0)
@@ -164,11 +164,11 @@ class Table(Generic[_Row]):
                 hint="it may have been written by another version of Genie",
             ) from error
 
-    def _replace(self, read: TableRead[_Row]) -> None:
+    def _replace_rows(self, read: TableRead[_Row]) -> None:
         self._rows, self._revisions = read.rows, read.revisions
-        self._sizes, self._unreadable = read.sizes, read.unreadable
+        self._row_sizes, self._unreadable_row_ids = read.row_sizes, read.unreadable_row_ids
 
-    def _set(self, row_id: str, row: _Row | None) -> _Row | None:
+    def _set_row(self, row_id: str, row: _Row | None) -> _Row | None:
         """Set or delete a row, update the indexes, and return the previous row. The revision stays that of
         the durable row."""
         before = self._rows.get(row_id)
@@ -180,14 +180,14 @@ class Table(Generic[_Row]):
             index(row_id, before, row)
         return before
 
-    def _set_stored(self, row_id: str, revision: int, operation: Put | Delete) -> None:
-        self._unreadable.discard(row_id)
+    def _set_stored_row(self, row_id: str, revision: int, operation: Put | Delete) -> None:
+        self._unreadable_row_ids.discard(row_id)
         if isinstance(operation, Put):
             self._revisions[row_id] = revision
-            self._sizes[row_id] = len(operation.value)
+            self._row_sizes[row_id] = len(operation.value)
         else:
             self._revisions.pop(row_id, None)
-            self._sizes.pop(row_id, None)
+            self._row_sizes.pop(row_id, None)
 
 
 class Transaction:
@@ -195,25 +195,25 @@ class Transaction:
 
     def __init__(self, counters: Table[Counter]) -> None:
         # Any: tables of every row type share one list of changes.
-        self.staged: dict[str, tuple[Table[Any], str, Any]] = {}
-        self.rollbacks: list[Callable[[], None]] = []
+        self.staged_changes: dict[str, tuple[Table[Any], str, Any]] = {}
+        self.rollback_callbacks: list[Callable[[], None]] = []
         self._counters = counters
 
     def on_rollback(self, undo: Callable[[], None]) -> None:
         """Call `undo` once if these changes are not committed, or if the outcome of the commit is unknown. It
         must not await or raise."""
-        self.rollbacks.append(undo)
+        self.rollback_callbacks.append(undo)
 
     def put(self, table: Table[_Row], row_id: str, row: _Row) -> None:
-        self.staged[table.prefix + row_id] = (table, row_id, row)
+        self.staged_changes[table.prefix + row_id] = (table, row_id, row)
 
     def delete(self, table: Table[_Row], row_id: str) -> None:
         """Also a row that cannot be read."""
         if row_id in table or table.is_unreadable(row_id):
-            self.staged[table.prefix + row_id] = (table, row_id, None)
+            self.staged_changes[table.prefix + row_id] = (table, row_id, None)
 
     def get(self, table: Table[_Row], row_id: str) -> _Row | None:
-        staged = self.staged.get(table.prefix + row_id)
+        staged = self.staged_changes.get(table.prefix + row_id)
         if staged is not None:
             row: _Row | None = staged[2]
             return row
@@ -227,70 +227,70 @@ class Transaction:
         return value
 
 
-_Change = tuple[Table[Any], str, Any]  # Any: rows of every table
-Build = Callable[[Transaction], _Result]
+_RowChange = tuple[Table[Any], str, Any]  # Any: rows of every table
+TransactionBuild = Callable[[Transaction], _Result]
 
 
 class _Write(msgspec.Struct):
-    build: Build[Any]  # Any: writes of every result type share one queue
+    build: TransactionBuild[Any]  # Any: writes of every result type share one queue
     future: asyncio.Future[Any]
 
 
-class _Built(msgspec.Struct):
+class _BuiltWrite(msgspec.Struct):
     """A write after its build: the staged changes in order, and the result or the error."""
 
     write: _Write
-    changes: list[_Change]
+    changes: list[_RowChange]
     outcome: Any  # Any: see _Write
     failure: Exception | None = None
-    rollbacks: Sequence[Callable[[], None]] = ()
+    rollback_callbacks: Sequence[Callable[[], None]] = ()
 
 
-class _Batch:
+class _WriteBatch:
     """Writes that share one transaction. A row that several of them change is written once, with its last
     value."""
 
     def __init__(self, token: int, ops_max: int) -> None:
         self._ops_max = ops_max
-        self._leader = Compare(LEADER_KEY, token, field="create")
-        self._rows: dict[str, tuple[Table[Any], str]] = {}
-        self._operations: dict[str, Put | Delete] = {}
-        self.size_bytes = check_transaction([self._leader], [])
-        self.writes: list[_Built] = []
+        self._leadership_check = Compare(LEADER_KEY, token, field="create")
+        self._row_by_key: dict[str, tuple[Table[Any], str]] = {}
+        self._operation_by_key: dict[str, Put | Delete] = {}
+        self.size_bytes = check_transaction([self._leadership_check], [])
+        self.built_writes: list[_BuiltWrite] = []
 
     @property
-    def transaction(self) -> tuple[list[Compare], list[Put | Delete]]:
-        compares = [Compare(key, table.revision(row_id)) for key, (table, row_id) in self._rows.items()]
-        return [self._leader, *compares], list(self._operations.values())
+    def as_transaction(self) -> tuple[list[Compare], list[Put | Delete]]:
+        compares = [Compare(key, table.revision(row_id)) for key, (table, row_id) in self._row_by_key.items()]
+        return [self._leadership_check, *compares], list(self._operation_by_key.values())
 
     def stored_rows(self) -> Iterator[tuple[Table[Any], str, Put | Delete]]:
-        for key, (table, row_id) in self._rows.items():
-            yield table, row_id, self._operations[key]
+        for key, (table, row_id) in self._row_by_key.items():
+            yield table, row_id, self._operation_by_key[key]
 
-    def try_add(self, built: _Built) -> bool:
+    def try_add(self, built: _BuiltWrite) -> bool:
         """Add a write; False if it does not fit into this batch. RowTooLargeError if it exceeds the limits of
         a transaction on its own, so that only this write fails and not the whole batch."""
-        known, operations = self._operations, []
+        known, operations = self._operation_by_key, []
         more_bytes = more_rows = 0
         for table, row_id, row in built.changes:
             key = table.prefix + row_id
             operation = Delete(key) if row is None else Put(key, _encoder.encode(row))
             operations.append(operation)
             # Each row is also compared.
-            more_bytes += operation_bytes(operation) + len(key) * _BYTES_PER_CHARACTER_MAX
+            more_bytes += operation_size_bytes(operation) + len(key) * _BYTES_PER_CHARACTER_MAX
             more_rows += key not in known
         if len(operations) >= TXN_OPS_MAX or more_bytes > TXN_BYTES_MAX:
             # One compare is for the leader's key.
             check_transaction((), operations, ops_max=TXN_OPS_MAX - 1)
         # A row that is changed twice counts twice: an upper bound.
         is_full = len(known) + more_rows >= self._ops_max
-        if self.writes and (is_full or self.size_bytes + more_bytes > TXN_BYTES_MAX):
+        if self.built_writes and (is_full or self.size_bytes + more_bytes > TXN_BYTES_MAX):
             return False
         for operation, (table, row_id, _) in zip(operations, built.changes, strict=True):
-            self._rows[operation.key] = (table, row_id)
+            self._row_by_key[operation.key] = (table, row_id)
             known[operation.key] = operation
         self.size_bytes += more_bytes
-        self.writes.append(built)
+        self.built_writes.append(built)
         return True
 
 
@@ -302,7 +302,7 @@ class Ledger:
     ) -> None:
         self._store = store
         self._election = election
-        self._health = health
+        self._store_health = health
         self.cluster = Table("cluster", ClusterRecord)
         self.counters = Table("counter/", Counter)
         self.jobs = Table("job/", Job)
@@ -319,24 +319,24 @@ class Ledger:
             self.tokens,
             self.quotas,
         )
-        self._queue: deque[_Write] = deque()
+        self._write_queue: deque[_Write] = deque()
         """At most WRITES_QUEUED_MAX; beyond that callers wait."""
         self._loop: asyncio.AbstractEventLoop | None = None
         """Cached, because get_running_loop makes a system call."""
-        self._has_work = asyncio.Event()
-        self._has_space = asyncio.Event()
-        self._dequeued: deque[_Write] = deque()
+        self._has_queued_writes = asyncio.Event()
+        self._has_queue_space = asyncio.Event()
+        self._dequeued_writes: deque[_Write] = deque()
         """Removed from the queue and not yet in a transaction; at most BATCH_WRITES_MAX."""
         self._needs_reload = False
         """The outcome of a commit is unknown: reload before the next one."""
         self._store_lock = asyncio.Lock()
         """Held while loading or committing: a load would overwrite the rows of a concurrent commit."""
         self.is_loaded = False
-        self._loaded_token = 0
+        self._loaded_fencing_token = 0
         """Fencing token of the term in which the tables were read."""
         self.written_bytes = 0
         """Sum of the sizes of all transactions of this process."""
-        self.loads = 0
+        self.load_count = 0
         """Number of times that all tables were read."""
         self._load_listeners: list[Callable[[], None]] = []
         self.quarantine = Quarantine(clock or SystemClock())
@@ -350,71 +350,71 @@ class Ledger:
         """Call `listener` after each time that all tables were read."""
         self._load_listeners.append(listener)
 
-    async def load(self) -> None:
+    async def load_tables(self) -> None:
         """Read all tables. Call it as leader only: then no other controller writes meanwhile."""
-        if self._loaded_token != self._election.token:
+        if self._loaded_fencing_token != self._election.fencing_token:
             # Another controller may have led since: the tables must not be read before they are replaced.
             self.is_loaded = False
         async with self._store_lock:
-            await self._load()
+            await self._load_tables_locked()
 
-    async def _load(self) -> None:
-        token = self._election.require_token()
+    async def _load_tables_locked(self) -> None:
+        token = self._election.require_fencing_token()
         self.quarantine.clear()
-        fresh = [await self._read(table) for table in self._tables]
+        fresh = [await self._read_table(table) for table in self._tables]
         for table, read in zip(self._tables, fresh, strict=True):
             for loader in table._loaders:
                 await loader(read)
         for table, read in zip(self._tables, fresh, strict=True):
-            table._replace(read)
+            table._replace_rows(read)
         for node_id in filter(self.holds.is_unreadable, list(self.nodes)):
             # Nothing may be placed on a node whose allocations are unknown.
             del self.nodes._rows[node_id]
-            self.nodes._unreadable.add(node_id)
-        self.is_loaded, self._needs_reload, self._loaded_token = True, False, token
-        self.loads += 1
+            self.nodes._unreadable_row_ids.add(node_id)
+        self.is_loaded, self._needs_reload, self._loaded_fencing_token = True, False, token
+        self.load_count += 1
         for listener in self._load_listeners:
             listener()
 
     @property
-    def is_current(self) -> bool:
+    def is_up_to_date(self) -> bool:
         """Whether no other controller can have written since the tables were read."""
-        return self.is_loaded and self._election.leads_with(self._loaded_token)
+        return self.is_loaded and self._election.leads_with(self._loaded_fencing_token)
 
-    def require_current(self) -> None:
+    def require_up_to_date(self) -> None:
         """Raise NotLeaderError unless this controller leads and has read the tables in this term."""
-        self._election.require_token()
-        if not self.is_current:
+        self._election.require_fencing_token()
+        if not self.is_up_to_date:
             raise NotLeaderError("this controller is taking over leadership", hint="try again in a moment")
 
     def check_readable(self) -> None:
         """Raise NotLeaderError if the tables are not loaded: another controller must respond."""
         if not self.is_loaded:
-            self.require_current()
+            self.require_up_to_date()
 
-    def unload(self) -> None:
+    def mark_outdated(self) -> None:
         """Mark the tables as outdated, because another controller leads."""
         self.is_loaded = False
 
-    async def write(self, build: Build[_Result]) -> _Result:
+    async def write(self, build: TransactionBuild[_Result]) -> _Result:
         """Return the result of `build` once its changes are durable. If `build` raises, nothing changes and
         its exception is raised here; StoreError and NotLeaderError are raised too.
 
         `build` must not await, and may be called again if its changes were not committed.
         """
-        if len(self._queue) >= WRITES_QUEUED_MAX:
-            await self._wait_for_space()
+        if len(self._write_queue) >= WRITES_QUEUED_MAX:
+            await self._wait_for_queue_space()
         return await self._enqueue(build)
 
-    async def write_each(self, builds: Iterable[Build[_Result]]) -> list[_Result | BaseException]:
+    async def write_each(self, builds: Iterable[TransactionBuild[_Result]]) -> list[_Result | BaseException]:
         """Like `write` for several builds: return the result or the exception of each. They share
         transactions where they fit; one that fails does not fail the others unless their common commit
         fails."""
         futures: list[asyncio.Future[_Result]] = []
         try:
             for build in builds:
-                if len(self._queue) >= WRITES_QUEUED_MAX:
-                    await self._wait_for_space()
+                if len(self._write_queue) >= WRITES_QUEUED_MAX:
+                    await self._wait_for_queue_space()
                 futures.append(self._enqueue(build))
             outcomes: list[_Result | BaseException] = []
             for future in futures:
@@ -429,18 +429,18 @@ class Ledger:
                 if not future.cancel() and not future.cancelled():
                     future.exception()  # mark as retrieved
 
-    async def _wait_for_space(self) -> None:
-        while len(self._queue) >= WRITES_QUEUED_MAX:
-            self._has_space.clear()
-            await self._has_space.wait()
+    async def _wait_for_queue_space(self) -> None:
+        while len(self._write_queue) >= WRITES_QUEUED_MAX:
+            self._has_queue_space.clear()
+            await self._has_queue_space.wait()
 
-    def _enqueue(self, build: Build[_Result]) -> asyncio.Future[_Result]:
-        self._election.require_token()
+    def _enqueue(self, build: TransactionBuild[_Result]) -> asyncio.Future[_Result]:
+        self._election.require_fencing_token()
         if self._loop is None:
             self._loop = asyncio.get_running_loop()
         future: asyncio.Future[_Result] = self._loop.create_future()
-        self._queue.append(_Write(build, future))
-        self._has_work.set()
+        self._write_queue.append(_Write(build, future))
+        self._has_queued_writes.set()
         return future
 
     async def run(self) -> None:
@@ -448,89 +448,95 @@ class Ledger:
         try:
             while True:
                 # A batch is what is queued now; it does not wait for more writes.
-                while self._queue and len(self._dequeued) < BATCH_WRITES_MAX:
-                    self._dequeued.append(self._queue.popleft())
-                self._has_space.set()
-                if self._dequeued:
+                while self._write_queue and len(self._dequeued_writes) < BATCH_WRITES_MAX:
+                    self._dequeued_writes.append(self._write_queue.popleft())
+                self._has_queue_space.set()
+                if self._dequeued_writes:
                     await self._commit_next_batch()
                 else:
-                    self._has_work.clear()
-                    await self._has_work.wait()
+                    self._has_queued_writes.clear()
+                    await self._has_queued_writes.wait()
         finally:
-            _fail([*self._dequeued, *self._queue], _stopping())
-            self._dequeued.clear()
-            self._queue.clear()
+            _fail_writes([*self._dequeued_writes, *self._write_queue], _stopping_error())
+            self._dequeued_writes.clear()
+            self._write_queue.clear()
 
     async def _commit_next_batch(self) -> None:
-        """Commit one transaction of as many writes as fit; the rest stay in `_dequeued`."""
-        batch: _Batch | None = None
+        """Commit one transaction of as many writes as fit; the rest stay in `_dequeued_writes`."""
+        batch: _WriteBatch | None = None
         try:
             async with self._store_lock:
-                token = self._election.require_token()
+                token = self._election.require_fencing_token()
                 if self._needs_reload:
-                    await self._load()
-                batch = _Batch(token, self._store.txn_ops_max)
-                self._build(batch)
-                await self._commit(batch)
+                    await self._load_tables_locked()
+                batch = _WriteBatch(token, self._store.txn_ops_max)
+                self._fill_batch(batch)
+                await self._commit_batch(batch)
         except asyncio.CancelledError:
-            _fail(self._failed_writes(batch), _stopping())
+            _fail_writes(self._roll_back_writes(batch), _stopping_error())
             raise
         # A request boundary: the callers get the error and log it.
         except Exception as error:
-            _fail(self._failed_writes(batch), error)
+            _fail_writes(self._roll_back_writes(batch), error)
             return
-        for built in batch.writes:
-            _resolve(built)
+        for built in batch.built_writes:
+            _resolve_write(built)
 
-    def _failed_writes(self, batch: _Batch | None) -> list[_Write]:
+    def _roll_back_writes(self, batch: _WriteBatch | None) -> list[_Write]:
         """Roll back a failed batch and return its writes; without a batch, all dequeued writes."""
         if batch is not None:
-            for built in reversed(batch.writes):
-                _roll_back(built.rollbacks)
-            return [built.write for built in batch.writes]
-        writes = list(self._dequeued)
-        self._dequeued.clear()
+            for built in reversed(batch.built_writes):
+                _roll_back(built.rollback_callbacks)
+            return [built.write for built in batch.built_writes]
+        writes = list(self._dequeued_writes)
+        self._dequeued_writes.clear()
         return writes
 
-    def _build(self, batch: _Batch) -> None:
+    def _fill_batch(self, batch: _WriteBatch) -> None:
         """Fill the batch. Only in here do the tables show changes that are not durable: they are reverted
         before anything awaits, so only the builds see them."""
-        applied: list[_Change] = []
+        applied: list[_RowChange] = []
         try:
-            while self._dequeued:
-                write = self._dequeued.popleft()
+            while self._dequeued_writes:
+                write = self._dequeued_writes.popleft()
                 if write.future.done():
                     continue
-                built = self._try_build(write, batch)
+                built = self._try_add_write(write, batch)
                 if built is None:
-                    self._dequeued.appendleft(write)
+                    self._dequeued_writes.appendleft(write)
                     return
-                if self._dequeued:
+                if self._dequeued_writes:
                     for table, row_id, row in built.changes:
-                        applied.append((table, row_id, table._set(row_id, row)))
+                        applied.append((table, row_id, table._set_row(row_id, row)))
         finally:
             for table, row_id, before in reversed(applied):
-                table._set(row_id, before)
+                table._set_row(row_id, before)
 
-    def _try_build(self, write: _Write, batch: _Batch) -> _Built | None:
+    def _try_add_write(self, write: _Write, batch: _WriteBatch) -> _BuiltWrite | None:
         """Run the build and add it to the batch; None if it does not fit."""
         transaction = Transaction(self.counters)
         try:
             outcome = write.build(transaction)
-            built = _Built(write, list(transaction.staged.values()), outcome, None, transaction.rollbacks)
+            built = _BuiltWrite(
+                write,
+                list(transaction.staged_changes.values()),
+                outcome,
+                None,
+                transaction.rollback_callbacks,
+            )
             if batch.try_add(built):
                 return built
-            _roll_back(transaction.rollbacks)
+            _roll_back(transaction.rollback_callbacks)
             return None
         # A request boundary. Answered after the commit: it may have failed because of earlier staged changes.
         except Exception as error:
-            _roll_back(transaction.rollbacks)
-            built = _Built(write, [], None, error)
-            batch.writes.append(built)
+            _roll_back(transaction.rollback_callbacks)
+            built = _BuiltWrite(write, [], None, error)
+            batch.built_writes.append(built)
             return built
 
-    async def _commit(self, batch: _Batch) -> None:
-        compares, operations = batch.transaction
+    async def _commit_batch(self, batch: _WriteBatch) -> None:
+        compares, operations = batch.as_transaction
         if not operations:
             return
         try:
@@ -538,18 +544,18 @@ class Ledger:
         except StoreError as error:
             # Unless the disk is full, the commit may have happened: the next write reloads first.
             self._needs_reload |= not isinstance(error, StoreFullError)
-            self._health.record_failure(error)
+            self._store_health.record_failure(error)
             raise
-        self._health.record_success()
+        self._store_health.record_success()
         if not result.succeeded:
             self._needs_reload = True
-            await self._election.check()
+            await self._election.check_still_leading()
             raise NotLeaderError("the write was rejected: the store has newer data", hint="try again")
         # Apply all changes first: listeners must see the final tables.
-        changes = [change for built in batch.writes for change in built.changes]
-        befores = [table._set(row_id, row) for table, row_id, row in changes]
+        changes = [change for built in batch.built_writes for change in built.changes]
+        befores = [table._set_row(row_id, row) for table, row_id, row in changes]
         for table, row_id, operation in batch.stored_rows():
-            table._set_stored(row_id, result.revision, operation)
+            table._set_stored_row(row_id, result.revision, operation)
         self.written_bytes += batch.size_bytes
         if self.quarantined:
             for table, row_id, _ in changes:
@@ -561,7 +567,7 @@ class Ledger:
                 except Exception as error:  # the change is durable: the other writes must not fail
                     self.quarantine.add(table.prefix + row_id, error)
 
-    async def _read(self, table: Table[_Row]) -> TableRead[_Row]:
+    async def _read_table(self, table: Table[_Row]) -> TableRead[_Row]:
         """Read a table. Yields to the event loop: the lease must be renewed and heartbeats answered while
         many rows are decoded."""
         read: TableRead[_Row] = TableRead()
@@ -569,30 +575,30 @@ class Ledger:
         unyielded_bytes = 0
         while more:
             page = await self._store.range(
-                table.prefix, start_after=after, limit=_PAGE, timeout_s=_PAGE_TIMEOUT_S
+                table.prefix, start_after=after, limit=_PAGE_ROWS, timeout_s=_PAGE_TIMEOUT_S
             )
             for item in page.items:
-                self._decode_into(read, table, item)
-                unyielded_bytes += len(item.value) + _DECODE_COST_BYTES
-                if unyielded_bytes > _YIELD_BYTES:
+                self._decode_row_into(read, table, item)
+                unyielded_bytes += len(item.value) + _ROW_OVERHEAD_BYTES
+                if unyielded_bytes > _BYTES_PER_YIELD:
                     unyielded_bytes = 0
                     await asyncio.sleep(0)
                 after = item.key
             more = page.more
         return read
 
-    def _decode_into(self, read: TableRead[_Row], table: Table[_Row], item: KeyValue) -> None:
+    def _decode_row_into(self, read: TableRead[_Row], table: Table[_Row], item: KeyValue) -> None:
         """Add a row. One that cannot be read is quarantined; StoreCorruptError if nothing could be done
         without it."""
         row_id = item.key.removeprefix(table.prefix)
         read.revisions[row_id] = item.mod_revision
-        read.sizes[row_id] = len(item.value)
+        read.row_sizes[row_id] = len(item.value)
         try:
             read.rows[row_id] = table.decode(row_id, item.value)
         except StoreCorruptError as error:
             if table in (self.cluster, self.counters, self.tokens):
                 raise
-            read.unreadable.add(row_id)
+            read.unreadable_row_ids.add(row_id)
             self.quarantine.add(item.key, error)
 
 
@@ -601,7 +607,7 @@ def _roll_back(rollbacks: Sequence[Callable[[], None]]) -> None:
         undo()
 
 
-def _resolve(built: _Built) -> None:
+def _resolve_write(built: _BuiltWrite) -> None:
     future = built.write.future
     if future.done():
         if built.failure is not None:
@@ -612,7 +618,7 @@ def _resolve(built: _Built) -> None:
         future.set_result(built.outcome)
 
 
-def _fail(writes: Iterable[_Write], error: Exception) -> None:
+def _fail_writes(writes: Iterable[_Write], error: Exception) -> None:
     for write in writes:
         if write.future.done():
             _log.warning("a write failed after its caller was cancelled: %s", error)
@@ -623,7 +629,7 @@ def _fail(writes: Iterable[_Write], error: Exception) -> None:
         write.future.set_exception(own)
 
 
-def _stopping() -> StoreUnavailableError:
+def _stopping_error() -> StoreUnavailableError:
     return StoreUnavailableError(
         "the controller is stopping; the write may or may not have been committed", hint="try again"
     )

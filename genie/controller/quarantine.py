@@ -17,11 +17,11 @@ from genie.processes.clock import Clock
 
 _log = logging.getLogger(__name__)
 
-ROWS_MAX = 1000
+QUARANTINED_ROWS_MAX = 1000
 
 
 class Quarantine:
-    """At most ROWS_MAX rows; further ones are only logged."""
+    """At most QUARANTINED_ROWS_MAX rows; further ones are only logged."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -35,8 +35,8 @@ class Quarantine:
     def add(self, key: str, error: Exception) -> None:
         if key in self._rows:
             return
-        _log.error("quarantined %s: %s", key, error, exc_info=error)
-        if len(self._rows) < ROWS_MAX:
+        _log.error("quarantined store row %s: %s", key, error, exc_info=error)
+        if len(self._rows) < QUARANTINED_ROWS_MAX:
             reason = truncate_reason(str(error) or type(error).__name__)
             self._rows[key] = QuarantinedRow(key=key, reason=reason, at=self._clock.wall_s())
 
@@ -47,7 +47,7 @@ class Quarantine:
         self._rows.clear()
 
     @contextmanager
-    def isolated(self, key: str) -> Iterator[None]:
+    def isolate_errors(self, key: str) -> Iterator[None]:
         """Quarantine `key` if the block raises; errors of the store and of leadership pass through, because
         they concern every row."""
         try:

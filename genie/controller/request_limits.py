@@ -37,18 +37,18 @@ from genie.processes.clock import Clock
 from genie.tenancy.rate_limits import RateLimit
 
 UNITS_PER_S = 2000.0
-BURST = 8000.0
-OWNER_FACTOR = 10.0
+BURST_UNITS = 8000.0
+OWNER_RATE_FACTOR = 10.0
 """By which the rate limit of an owner token is higher."""
-IN_FLIGHT_MAX = 1024
-IN_FLIGHT_BYTES_MAX = 32 * 1024 * 1024
+REQUESTS_IN_FLIGHT_MAX = 1024
+REQUEST_BYTES_IN_FLIGHT_MAX = 32 * 1024 * 1024
 """Of all requests in flight of a token: they are in memory until they are handled."""
-LISTS_IN_FLIGHT_MAX = 32
-_TOKENS_MAX = 10_000
+LIST_REQUESTS_IN_FLIGHT_MAX = 32
+_TRACKED_TOKENS_MAX = 10_000
 _RETRY_AFTER_S = 0.5
-_REJECTION_COST = 1.0
+_REJECTION_COST_UNITS = 1.0
 
-_COSTS: dict[type[Message], float] = {
+_REQUEST_COST_UNITS: dict[type[Message], float] = {
     Hello: 5.0,
     # A submission is limited by the queue; its rate is the rate of placements.
     SubmitJob: 0.1,
@@ -62,14 +62,14 @@ _COSTS: dict[type[Message], float] = {
     PutBlob: 4.0,
     SessionHeartbeat: 2.0,
 }
-_UNITS_PER_JOB = 0.1
+_UNITS_PER_LISTED_JOB = 0.1
 # Their handlers do not wait. Requests about the queue take turns among themselves (requests/queue.py).
-_TAKES_TURNS: frozenset[type[Message]] = frozenset(
+_SERIALIZED_REQUESTS: frozenset[type[Message]] = frozenset(
     (ListJobs, ListNodes, ListTokens, ListQuotas, GetStatus, SessionHeartbeat)
 )
-LISTS: frozenset[type[Message]] = _TAKES_TURNS | {GetQueue, ExplainJob}
+LIST_REQUESTS: frozenset[type[Message]] = _SERIALIZED_REQUESTS | {GetQueue, ExplainJob}
 """Requests whose replies are long or expensive."""
-_ALWAYS_FOR_OWNERS: frozenset[type[Message]] = frozenset((Hello, CancelJob, RevokeToken))
+_UNLIMITED_FOR_OWNERS: frozenset[type[Message]] = frozenset((Hello, CancelJob, RevokeToken))
 
 
 @dataclass(slots=True, eq=False)
@@ -78,95 +78,105 @@ class TokenUsage:
 
     token_id: str
     is_owner: bool
-    rate: RateLimit
-    in_flight: int = 0
-    in_flight_bytes: int = 0
-    lists_in_flight: int = 0
+    rate_limit: RateLimit
+    requests_in_flight: int = 0
+    request_bytes_in_flight: int = 0
+    list_requests_in_flight: int = 0
 
 
 class RequestLimits:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._usages: OrderedDict[str, TokenUsage] = OrderedDict()
-        self._turn = asyncio.Lock()
+        self._usage_by_token: OrderedDict[str, TokenUsage] = OrderedDict()
+        self._list_lock = asyncio.Lock()
 
-    def usage(self, identity: Identity) -> TokenUsage | None:
+    def get_usage(self, identity: Identity) -> TokenUsage | None:
         """The usage of this token; None for a node, whose requests are not limited."""
         if identity.kind is TokenKind.NODE:
             return None
-        found = self._usages.get(identity.token_id)
+        found = self._usage_by_token.get(identity.token_id)
         if found is None:
             is_owner = identity.kind is TokenKind.OWNER
-            factor = OWNER_FACTOR if is_owner else 1.0
+            factor = OWNER_RATE_FACTOR if is_owner else 1.0
             rate = RateLimit(
-                per_s=UNITS_PER_S * factor, burst=BURST * factor, now_s=self._clock.monotonic_s()
+                units_per_s=UNITS_PER_S * factor,
+                burst_units=BURST_UNITS * factor,
+                now_s=self._clock.monotonic_s(),
             )
-            found = self._usages[identity.token_id] = TokenUsage(identity.token_id, is_owner, rate)
-            if len(self._usages) > _TOKENS_MAX:
-                self._usages.popitem(last=False)
-        self._usages.move_to_end(identity.token_id)
+            found = self._usage_by_token[identity.token_id] = TokenUsage(identity.token_id, is_owner, rate)
+            if len(self._usage_by_token) > _TRACKED_TOKENS_MAX:
+                self._usage_by_token.popitem(last=False)
+        self._usage_by_token.move_to_end(identity.token_id)
         return found
 
     def charge(self, usage: TokenUsage, request: Message, *, size_bytes: int = 0) -> None:
         """Raise OverloadedError if the token has sent too many requests. `size_bytes`: of this one."""
         kind = request.__class__
-        if usage.is_owner and kind in _ALWAYS_FOR_OWNERS:
+        if usage.is_owner and kind in _UNLIMITED_FOR_OWNERS:
             return
-        retry_s = usage.rate.try_take(
-            _cost(request), now_s=self._clock.monotonic_s(), rejected_units=_REJECTION_COST
+        retry_s = usage.rate_limit.try_take_units(
+            _cost_units(request), now_s=self._clock.monotonic_s(), rejected_units=_REJECTION_COST_UNITS
         )
         if retry_s:
             raise OverloadedError(
                 f"the rate limit of token {usage.token_id} is exceeded",
                 retry_after_s=round(retry_s + 0.01, 2),
             )
-        if usage.in_flight >= IN_FLIGHT_MAX:
+        if usage.requests_in_flight >= REQUESTS_IN_FLIGHT_MAX:
             raise OverloadedError(
-                f"the limit of {IN_FLIGHT_MAX} requests in flight of token {usage.token_id} is reached",
+                f"the limit of {REQUESTS_IN_FLIGHT_MAX} requests in flight of token {usage.token_id} is "
+                "reached",
                 retry_after_s=_RETRY_AFTER_S,
             )
-        if usage.in_flight and usage.in_flight_bytes + size_bytes > IN_FLIGHT_BYTES_MAX:
+        if (
+            usage.requests_in_flight
+            and usage.request_bytes_in_flight + size_bytes > REQUEST_BYTES_IN_FLIGHT_MAX
+        ):
             raise OverloadedError(
-                f"the limit of {IN_FLIGHT_BYTES_MAX} bytes of requests in flight of token {usage.token_id} "
+                f"the limit of {REQUEST_BYTES_IN_FLIGHT_MAX} bytes of requests in flight of token "
+                f"{usage.token_id} "
                 "is reached",
                 retry_after_s=_RETRY_AFTER_S,
             )
-        if kind in LISTS and usage.lists_in_flight >= LISTS_IN_FLIGHT_MAX:
+        if kind in LIST_REQUESTS and usage.list_requests_in_flight >= LIST_REQUESTS_IN_FLIGHT_MAX:
             raise OverloadedError(
-                f"the limit of {LISTS_IN_FLIGHT_MAX} lists in flight of token {usage.token_id} is reached",
+                f"the limit of {LIST_REQUESTS_IN_FLIGHT_MAX} lists in flight of token {usage.token_id} is "
+                "reached",
                 retry_after_s=_RETRY_AFTER_S,
             )
 
-    async def run(self, usage: TokenUsage, handled: Awaitable[Message], *, size_bytes: int = 0) -> Message:
+    async def await_charged(
+        self, usage: TokenUsage, reply: Awaitable[Message], *, size_bytes: int = 0
+    ) -> Message:
         """Await the reply to a request that was charged, and count it as in flight until then."""
-        usage.in_flight += 1
-        usage.in_flight_bytes += size_bytes
+        usage.requests_in_flight += 1
+        usage.request_bytes_in_flight += size_bytes
         try:
-            return await handled
+            return await reply
         finally:
-            usage.in_flight -= 1
-            usage.in_flight_bytes -= size_bytes
+            usage.requests_in_flight -= 1
+            usage.request_bytes_in_flight -= size_bytes
 
-    async def run_list(
+    async def run_list_request(
         self, usage: TokenUsage, request: Message, handle: Callable[[], Awaitable[Message]]
     ) -> Message:
-        """Handle one of LISTS; some take turns."""
-        usage.lists_in_flight += 1
+        """Handle one of LIST_REQUESTS; some take turns."""
+        usage.list_requests_in_flight += 1
         try:
-            if request.__class__ not in _TAKES_TURNS:
+            if request.__class__ not in _SERIALIZED_REQUESTS:
                 return await handle()
-            async with self._turn:
+            async with self._list_lock:
                 reply = await handle()
                 await asyncio.sleep(0)
                 return reply
         finally:
-            usage.lists_in_flight -= 1
+            usage.list_requests_in_flight -= 1
 
 
-def _cost(request: Message) -> float:
-    cost = _COSTS.get(request.__class__)
+def _cost_units(request: Message) -> float:
+    cost = _REQUEST_COST_UNITS.get(request.__class__)
     if cost is not None:
         return cost
     if isinstance(request, (ListJobs, GetQueue)):
-        return 2.0 + _UNITS_PER_JOB * min(max(request.limit, 1), LIST_MAX)
+        return 2.0 + _UNITS_PER_LISTED_JOB * min(max(request.limit, 1), LIST_MAX)
     return 1.0

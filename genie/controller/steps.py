@@ -13,7 +13,7 @@ _log = logging.getLogger(__name__)
 
 _LOG_INTERVAL_S = 60.0
 
-Step = Callable[[], Awaitable[None]]
+PeriodicStep = Callable[[], Awaitable[None]]
 
 
 class PeriodicSteps:
@@ -22,10 +22,10 @@ class PeriodicSteps:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._faults: dict[str, str] = {}
-        self._logged_s: dict[str, float] = {}
+        self._error_by_step: dict[str, str] = {}
+        self._last_logged_s: dict[str, float] = {}
 
-    async def run(self, steps: dict[str, Step]) -> None:
+    async def run(self, steps: dict[str, PeriodicStep]) -> None:
         """Run the steps in order. The keys name them in logs and alarms."""
         for name, step in steps.items():
             try:
@@ -33,16 +33,16 @@ class PeriodicSteps:
             except (StoreError, LeadershipError):
                 raise
             except Exception as error:  # a task boundary: the other steps must run
-                self._record(name, error)
+                self._record_failure(name, error)
             else:
-                self._faults.pop(name, None)
+                self._error_by_step.pop(name, None)
 
     def alarms(self) -> list[str]:
-        return [f"{name} fails: {reason}" for name, reason in self._faults.items()]
+        return [f"{name} fails: {reason}" for name, reason in self._error_by_step.items()]
 
-    def _record(self, name: str, error: Exception) -> None:
-        self._faults[name] = truncate_reason(str(error) or type(error).__name__)
+    def _record_failure(self, name: str, error: Exception) -> None:
+        self._error_by_step[name] = truncate_reason(str(error) or type(error).__name__)
         now_s = self._clock.monotonic_s()
-        if now_s - self._logged_s.get(name, -_LOG_INTERVAL_S) >= _LOG_INTERVAL_S:
-            self._logged_s[name] = now_s
-            _log.error("%s failed", name, exc_info=error)
+        if now_s - self._last_logged_s.get(name, -_LOG_INTERVAL_S) >= _LOG_INTERVAL_S:
+            self._last_logged_s[name] = now_s
+            _log.error("periodic step failed: %s", name, exc_info=error)

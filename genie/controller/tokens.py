@@ -23,18 +23,26 @@ from genie.model.tenant import DEFAULT_TENANT, Identity, TokenKind, TokenRecord
 from genie.processes import files
 from genie.processes.clock import Clock
 from genie.runtime.credentials import OWNER_TOKEN_FILE
-from genie.tenancy.access import SECRET_BYTES, Token, mark_revoked, new_record, new_token, parse_token, verify
+from genie.tenancy.access import (
+    SECRET_BYTES,
+    Token,
+    mark_revoked,
+    new_token,
+    new_token_record,
+    parse_token,
+    verify_token,
+)
 
 _log = logging.getLogger(__name__)
 
 TOKENS_MAX = 2000
 """Owner tokens, user tokens and unused join tokens."""
-NODES_MAX = 20_000
-_CACHE_MAX = 1024
-_CACHE_S = 5.0
-_RETENTION_S = 86400.0
+NODE_TOKENS_MAX = 20_000
+_CACHED_RECORDS_MAX = 1024
+_CACHED_RECORD_TTL_S = 5.0
+_REVOKED_RETENTION_S = 86400.0
 _JOIN_RETENTION_S = 3600.0
-_TTL_S_MAX = 3650 * 86400.0
+_TOKEN_TTL_S_MAX = 3650 * 86400.0
 
 _NEW_TOKEN_HINT = "get a new token with 'genie token create' and store it with 'genie login'"
 
@@ -58,17 +66,17 @@ class Tokens:
         self._clock = clock
         self._random_bytes = random_bytes
         self._pin = pin
-        self._cache: OrderedDict[str, tuple[TokenRecord | None, float]] = OrderedDict()
-        self._index = TokenIndex()
-        ledger.tokens.add_index(self._index.changed)
-        ledger.add_load_listener(lambda: self._index.rebuild(ledger.tokens.values()))
+        self._record_cache: OrderedDict[str, tuple[TokenRecord | None, float]] = OrderedDict()
+        self._token_index = TokenIndex()
+        ledger.tokens.add_index(self._token_index.update)
+        ledger.add_load_listener(lambda: self._token_index.rebuild(ledger.tokens.values()))
 
     async def identify(self, text: str) -> Identity:
         """Return the identity behind a token; raise TokenRefusedError if it is not valid."""
         token = parse_token(text)
-        return verify(token, await self._record(token.token_id), now=self._clock.wall_s())
+        return verify_token(token, await self._find_record(token.token_id), now=self._clock.wall_s())
 
-    def check_valid(self, identity: Identity) -> None:
+    def check_still_valid(self, identity: Identity) -> None:
         """Raise TokenRefusedError if the token of a connection has been revoked or has expired since."""
         if not self._ledger.is_loaded:
             return
@@ -78,7 +86,7 @@ class Tokens:
         if record.expires_at is not None and self._clock.wall_s() >= record.expires_at:
             raise TokenRefusedError(f"token {identity.token_id} has expired", hint=_NEW_TOKEN_HINT)
 
-    async def create(
+    async def create_token(
         self, kind: TokenKind, *, tenant: str, name: str, ttl_s: float | None
     ) -> tuple[Token, TokenRecord]:
         if kind is TokenKind.NODE:
@@ -89,11 +97,11 @@ class Tokens:
         ttl_s = self._effective_ttl_s(kind, ttl_s)
 
         def build(txn: Transaction) -> tuple[Token, TokenRecord]:
-            return self.stage(txn, kind, tenant=tenant, name=name, ttl_s=ttl_s)
+            return self.stage_token(txn, kind, tenant=tenant, name=name, ttl_s=ttl_s)
 
         return await self._ledger.write(build)
 
-    def stage(
+    def stage_token(
         self,
         txn: Transaction,
         kind: TokenKind,
@@ -103,26 +111,29 @@ class Tokens:
         ttl_s: float | None = None,
     ) -> tuple[Token, TokenRecord]:
         """Create a token as part of a transaction."""
-        if kind is not TokenKind.NODE and self._index.limited >= TOKENS_MAX:
+        if kind is not TokenKind.NODE and self._token_index.limited_count >= TOKENS_MAX:
             raise UsageError(f"the maximum of {TOKENS_MAX} tokens is reached", hint="revoke some first")
-        if kind is TokenKind.NODE and len(self._index.by_node) >= NODES_MAX:
+        if kind is TokenKind.NODE and len(self._token_index.token_ids_by_node) >= NODE_TOKENS_MAX:
             raise UsageError(
-                f"the maximum of {NODES_MAX} nodes is reached", hint="remove nodes with 'genie forget'"
+                f"the maximum of {NODE_TOKENS_MAX} nodes is reached", hint="remove nodes with 'genie forget'"
             )
         token = self._new_token(kind)
-        record = new_record(token, now=self._clock.wall_s(), tenant=tenant, name=name, ttl_s=ttl_s)
+        record = new_token_record(token, now=self._clock.wall_s(), tenant=tenant, name=name, ttl_s=ttl_s)
         txn.put(self._ledger.tokens, record.token_id, record)
         return token, record
 
-    def has_node(self, node_id: str) -> bool:
+    def has_node_token(self, node_id: str) -> bool:
         """Whether a node has a token that is not revoked."""
-        return node_id in self._index.by_node
+        return node_id in self._token_index.token_ids_by_node
 
-    def of_node(self, node_id: str) -> list[TokenRecord]:
+    def tokens_of_node(self, node_id: str) -> list[TokenRecord]:
         """The tokens of a node that are not revoked."""
-        return [self._ledger.tokens[token_id] for token_id in sorted(self._index.by_node.get(node_id, ()))]
+        return [
+            self._ledger.tokens[token_id]
+            for token_id in sorted(self._token_index.token_ids_by_node.get(node_id, ()))
+        ]
 
-    async def revoke(self, token_id: str) -> None:
+    async def revoke_token(self, token_id: str) -> None:
         """Revoke a token; idempotent. The last owner token cannot be revoked."""
 
         def build(txn: Transaction) -> None:
@@ -133,7 +144,7 @@ class Tokens:
                 )
             if record.revoked_at is not None:
                 return
-            owners = [row for row in self._ledger.tokens.values() if _is_valid_owner(row)]
+            owners = [row for row in self._ledger.tokens.values() if _is_permanent_owner_token(row)]
             if owners == [record]:
                 raise UsageError(
                     f"token {token_id} is the last owner token",
@@ -143,16 +154,16 @@ class Tokens:
 
         await self._ledger.write(build)
 
-    def after(self, token_id: str) -> Iterator[TokenRecord]:
+    def list_after(self, token_id: str) -> Iterator[TokenRecord]:
         """The tokens with greater IDs, by ID, without the hashes of their secrets."""
         tokens = self._ledger.tokens
         for each in sorted(other for other in tokens if other > token_id):
             yield msgspec.structs.replace(tokens[each], secret_sha256="")
 
-    async def ensure_owner(self, state_dir: Path) -> None:
+    async def ensure_owner_token(self, state_dir: Path) -> None:
         """Make sure that the state directory has a valid owner token: keep the existing one or create one."""
         path = state_dir / OWNER_TOKEN_FILE
-        token = self._read_owner(path)
+        token = self._read_owner_token(path)
         if token is not None and token.pin == self._pin:
             return
         if token is not None:
@@ -162,15 +173,15 @@ class Tokens:
         # Write the file first: after a crash in between, the token is unknown and replaced.
         token = self._new_token(TokenKind.OWNER)
         files.write_private(path, str(token).encode())
-        record = new_record(token, now=self._clock.wall_s(), tenant=DEFAULT_TENANT, name="owner")
+        record = new_token_record(token, now=self._clock.wall_s(), tenant=DEFAULT_TENANT, name="owner")
         await self._ledger.write(lambda txn: txn.put(self._ledger.tokens, record.token_id, record))
         _log.info("wrote the owner token to %s", path)
 
-    async def delete_old(self) -> None:
+    async def delete_old_tokens(self) -> None:
         """Delete join tokens an hour after they were used or expired, and any token a day after it was
         revoked."""
         now = self._clock.wall_s()
-        limit, join_limit = now - _RETENTION_S, now - _JOIN_RETENTION_S
+        limit, join_limit = now - _REVOKED_RETENTION_S, now - _JOIN_RETENTION_S
         old = [
             row.token_id
             for row in self._ledger.tokens.values()
@@ -186,14 +197,14 @@ class Tokens:
 
         await self._ledger.write(build)
 
-    async def _record(self, token_id: str) -> TokenRecord | None:
+    async def _find_record(self, token_id: str) -> TokenRecord | None:
         if self._ledger.is_loaded:
             known = self._ledger.tokens.get(token_id)
-            if known is not None or self._ledger.is_current:
+            if known is not None or self._ledger.is_up_to_date:
                 return known  # else another controller may have made it since
         now_s = self._clock.monotonic_s()
-        cached = self._cache.get(token_id)
-        if cached is not None and now_s - cached[1] < _CACHE_S:
+        cached = self._record_cache.get(token_id)
+        if cached is not None and now_s - cached[1] < _CACHED_RECORD_TTL_S:
             return cached[0]
         try:
             found = await self._store.get(self._ledger.tokens.prefix + token_id)
@@ -202,16 +213,16 @@ class Tokens:
                 return cached[0]
             raise
         record = None if found is None else self._ledger.tokens.decode(token_id, found.value)
-        self._cache[token_id] = (record, now_s)
-        self._cache.move_to_end(token_id)
-        while len(self._cache) > _CACHE_MAX:
-            self._cache.popitem(last=False)
+        self._record_cache[token_id] = (record, now_s)
+        self._record_cache.move_to_end(token_id)
+        while len(self._record_cache) > _CACHED_RECORDS_MAX:
+            self._record_cache.popitem(last=False)
         return record
 
-    def _read_owner(self, path: Path) -> Token | None:
+    def _read_owner_token(self, path: Path) -> Token | None:
         try:
             token = parse_token(files.read_small_file(path))
-            identity = verify(token, self._ledger.tokens.get(token.token_id), now=self._clock.wall_s())
+            identity = verify_token(token, self._ledger.tokens.get(token.token_id), now=self._clock.wall_s())
         except (OSError, UnicodeDecodeError, TokenRefusedError):
             return None
         return token if identity.kind is TokenKind.OWNER else None
@@ -223,7 +234,7 @@ class Tokens:
     def _effective_ttl_s(self, kind: TokenKind, ttl_s: float | None) -> float | None:
         if ttl_s is None:
             return self._config.join_token_s if kind is TokenKind.JOIN else None
-        ttl_s_max = self._config.join_token_s if kind is TokenKind.JOIN else _TTL_S_MAX
+        ttl_s_max = self._config.join_token_s if kind is TokenKind.JOIN else _TOKEN_TTL_S_MAX
         if not math.isfinite(ttl_s) or not 0 < ttl_s <= ttl_s_max:
             raise UsageError(f"ttl_s = {ttl_s} is not allowed", hint=f"allowed: above 0 to {ttl_s_max:g}")
         return ttl_s
@@ -233,36 +244,36 @@ class TokenIndex:
     """What builds of tokens read, so that creating one takes constant time. Reversible."""
 
     def __init__(self) -> None:
-        self.limited = 0
+        self.limited_count = 0
         """Tokens that count towards TOKENS_MAX."""
-        self.by_node: dict[str, set[str]] = {}
+        self.token_ids_by_node: dict[str, set[str]] = {}
         """By node: the IDs of its tokens that are not revoked."""
 
     def rebuild(self, rows: Iterable[TokenRecord]) -> None:
-        self.limited, self.by_node = 0, {}
+        self.limited_count, self.token_ids_by_node = 0, {}
         for row in rows:
-            self.changed(row.token_id, None, row)
+            self.update(row.token_id, None, row)
 
-    def changed(self, token_id: str, before: TokenRecord | None, after: TokenRecord | None) -> None:
-        self.limited += _is_limited(after) - _is_limited(before)
-        if before is not None and _is_node(before):
-            ids = self.by_node[before.name]
+    def update(self, token_id: str, before: TokenRecord | None, after: TokenRecord | None) -> None:
+        self.limited_count += _counts_towards_limit(after) - _counts_towards_limit(before)
+        if before is not None and _is_unrevoked_node_token(before):
+            ids = self.token_ids_by_node[before.name]
             ids.discard(token_id)
             if not ids:
-                del self.by_node[before.name]
-        if after is not None and _is_node(after):
-            self.by_node.setdefault(after.name, set()).add(token_id)
+                del self.token_ids_by_node[before.name]
+        if after is not None and _is_unrevoked_node_token(after):
+            self.token_ids_by_node.setdefault(after.name, set()).add(token_id)
 
 
-def _is_limited(record: TokenRecord | None) -> bool:
+def _counts_towards_limit(record: TokenRecord | None) -> bool:
     if record is None or record.kind is TokenKind.NODE:
         return False
     return record.revoked_at is None and record.used_at is None
 
 
-def _is_node(record: TokenRecord) -> bool:
+def _is_unrevoked_node_token(record: TokenRecord) -> bool:
     return record.kind is TokenKind.NODE and record.revoked_at is None
 
 
-def _is_valid_owner(record: TokenRecord) -> bool:
+def _is_permanent_owner_token(record: TokenRecord) -> bool:
     return record.kind is TokenKind.OWNER and record.revoked_at is None and record.expires_at is None

@@ -94,7 +94,9 @@ class ConnectionLimiter:
         self._unauthenticated_by_address: dict[str, dict[OpenConnection, None]] = {}
         """Unauthenticated connections by address, oldest first."""
         self._handshake_rates = RateLimits(
-            per_s=limits.handshakes_per_s, burst=limits.handshakes_burst, keys_max=_TRACKED_ADDRESSES_MAX
+            units_per_s=limits.handshakes_per_s,
+            burst_units=limits.handshakes_burst,
+            keys_max=_TRACKED_ADDRESSES_MAX,
         )
 
     def accept(self, host: str, *, now_s: float, close: Callable[[], None]) -> OpenConnection | str:
@@ -115,7 +117,7 @@ class ConnectionLimiter:
             if replaced is None:
                 return f"the limit of {limits.unauthenticated_max} unauthenticated connections is reached"
         # Last: a rejected connection costs no handshake. Many nodes behind one address retry at once.
-        if self._handshake_rates.of(address, now_s=now_s).try_take(1.0, now_s=now_s):
+        if self._handshake_rates.get_limit(address, now_s=now_s).try_take_units(1.0, now_s=now_s):
             return (
                 f"the limit of {limits.handshakes_per_s:g} new connections per second of {address} is reached"
             )

@@ -75,6 +75,7 @@ def server_context(certificate: Path, key: Path, *, ca_pem: str = "") -> ssl.SSL
     """With `ca_pem`, client certificates are optional and verified with that CA."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.num_tickets = 0  # no client resumes sessions
     try:
         context.load_cert_chain(certificate, key)
         if ca_pem:

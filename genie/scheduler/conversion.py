@@ -12,26 +12,26 @@ from collections.abc import Mapping
 from genie.model.job import Accelerator, Job, JobSpec
 from genie.model.node import GPUInfo, NodeInfo
 from genie.scheduler.placement.protocol import NODE_GPUS_MAX
-from genie.scheduler.request import CPU, GpuFacts, JobRequest, NodeFacts, Shape
+from genie.scheduler.request import CPU_ACCELERATOR, GpuFacts, JobRequest, NodeFacts, Shape
 
 _MIB = 1024**2
-AMOUNT_MAX = 2**31 - 1
+RESOURCE_AMOUNT_MAX = 2**31 - 1
 
 
-def node_facts(info: NodeInfo, *, closed: str = "") -> NodeFacts:
+def node_facts(info: NodeInfo, *, blocked_reason: str = "") -> NodeFacts:
     """Convert the last report of a node. GPUs are numbered by their position in `info`; only the first
     NODE_GPUS_MAX are used."""
     gpus = info.gpus[:NODE_GPUS_MAX]
     return NodeFacts(
         node_id=info.node_id,
-        cpu_milli=min(math.floor(info.cpus * 1000), AMOUNT_MAX),
-        memory_mib=_mib_down(info.memory_total_bytes),
+        cpu_milli=min(math.floor(info.cpus * 1000), RESOURCE_AMOUNT_MAX),
+        memory_mib=_round_down_to_mib(info.memory_total_bytes),
         gpus=tuple(_gpu_facts(gpu) for gpu in gpus),
         labels=frozenset(info.labels.items()),
         rack=info.rack,
-        closed=closed,
-        closed_gpus=frozenset(index for index, gpu in enumerate(gpus) if not gpu.available),
-        memory_outside_mib=tuple(_outside_mib(gpu) for gpu in gpus),
+        blocked_reason=blocked_reason,
+        blocked_gpus=frozenset(index for index, gpu in enumerate(gpus) if not gpu.available),
+        memory_outside_mib=tuple(_memory_used_outside_mib(gpu) for gpu in gpus),
     )
 
 
@@ -39,40 +39,42 @@ def _gpu_facts(gpu: GPUInfo) -> GpuFacts:
     return GpuFacts(
         model=gpu.name,
         vendor=gpu.vendor.value,
-        memory_mib=_mib_down(gpu.memory_total_bytes),
+        memory_mib=_round_down_to_mib(gpu.memory_total_bytes),
         capability=gpu.capability,
         island=gpu.island,
         numa=gpu.numa,
     )
 
 
-def _mib_down(size_bytes: int) -> int:
-    return min(size_bytes // _MIB, AMOUNT_MAX)
+def _round_down_to_mib(size_bytes: int) -> int:
+    return min(size_bytes // _MIB, RESOURCE_AMOUNT_MAX)
 
 
-def _outside_mib(gpu: GPUInfo) -> int:
+def _memory_used_outside_mib(gpu: GPUInfo) -> int:
     """Rounded up, at most the memory of the GPU."""
-    return min(-(-gpu.memory_outside_bytes // _MIB), _mib_down(gpu.memory_total_bytes))
+    return min(-(-gpu.memory_outside_bytes // _MIB), _round_down_to_mib(gpu.memory_total_bytes))
 
 
-def worker_shape(spec: JobSpec, *, has_gpus: bool, positions: Mapping[int, int]) -> Shape:
+def worker_shape(spec: JobSpec, *, has_gpus: bool, gpu_positions: Mapping[int, int]) -> Shape:
     """Convert the request of one worker. `has_gpus`: whether the cluster has GPUs, which decides AUTO.
-    `positions` maps accelerator ids of the job's node to positions, for a job that names accelerators."""
+    `gpu_positions` maps accelerator ids of the job's node to positions, for a job that names accelerators."""
     resources, constraints = spec.resources, spec.constraints
     return Shape(
         gpus=resources.gpus,
         gpu_milli=resources.gpu_milli,
-        gpu_memory_mib=_mib_up(resources.gpu_memory_bytes),
+        gpu_memory_mib=_round_up_to_mib(resources.gpu_memory_bytes),
         cpu_milli=math.ceil(round(resources.cpus * 1000, 3)),
-        memory_mib=_mib_up(resources.memory_bytes),
+        memory_mib=_round_up_to_mib(resources.memory_bytes),
         models=frozenset(constraints.gpu_models),
         vendor=constraints.vendor,
-        kind=_kind(resources.accelerator, has_gpus=has_gpus) if resources.gpus else "",
-        gpu_memory_min_mib=_mib_up(constraints.gpu_memory_min_bytes),
+        accelerator_kind=_accelerator_kind(resources.accelerator, has_gpus=has_gpus)
+        if resources.gpus
+        else "",
+        gpu_memory_min_mib=_round_up_to_mib(constraints.gpu_memory_min_bytes),
         capability_min=constraints.capability_min,
         labels=frozenset(constraints.labels.items()),
         nodes=frozenset([spec.node_id]) if spec.node_id else frozenset(),
-        gpu_ids=tuple(sorted(positions.get(gpu_id, GPU_UNKNOWN) for gpu_id in spec.gpu_ids)),
+        gpu_ids=tuple(sorted(gpu_positions.get(gpu_id, GPU_POSITION_UNKNOWN) for gpu_id in spec.gpu_ids)),
     )
 
 
@@ -100,15 +102,15 @@ def job_request(job: Job, shape: Shape) -> JobRequest:
     )
 
 
-GPU_UNKNOWN = 1 << 20
+GPU_POSITION_UNKNOWN = 1 << 20
 """Position of an accelerator that its node does not have."""
 
 
-def _mib_up(size_bytes: int) -> int:
-    return min(-(-size_bytes // _MIB), AMOUNT_MAX)
+def _round_up_to_mib(size_bytes: int) -> int:
+    return min(-(-size_bytes // _MIB), RESOURCE_AMOUNT_MAX)
 
 
-def _kind(accelerator: Accelerator, *, has_gpus: bool) -> str:
+def _accelerator_kind(accelerator: Accelerator, *, has_gpus: bool) -> str:
     if accelerator is Accelerator.AUTO:
-        return "gpu" if has_gpus else CPU
+        return "gpu" if has_gpus else CPU_ACCELERATOR
     return accelerator.value

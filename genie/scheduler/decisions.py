@@ -20,10 +20,10 @@ class Start(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Preempt:
-    """Stop the job so that `for_job` can start; `grace_s` is its grace period."""
+    """Stop the job so that `preempting_job_id` can start; `grace_s` is its grace period."""
 
     job_id: str
-    for_job: str
+    preempting_job_id: str
     grace_s: float
     reason: str
 

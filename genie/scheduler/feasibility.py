@@ -9,38 +9,40 @@ from dataclasses import replace
 from genie.model.job import Spread, Within
 from genie.scheduler.quota import UNBOUNDED
 from genie.scheduler.request import (
-    FULL_MILLI,
+    WHOLE_GPU_MILLI,
     JobRequest,
     NodeFacts,
     Shape,
     format_count,
     format_memory,
-    why_not,
+    why_unsuitable,
 )
 
-_SHOWN_MAX = 3
+_NAMES_SHOWN_MAX = 3
 
 
-def why_never(request: JobRequest, nodes: Sequence[NodeFacts], *, workers_max: int = UNBOUNDED) -> str:
-    """Return why it could not start; empty if it could, or if there are no nodes yet. `workers_max` is the
-    maximum number of workers per node."""
+def why_infeasible(
+    request: JobRequest, nodes: Sequence[NodeFacts], *, workers_per_node_max: int = UNBOUNDED
+) -> str:
+    """Return why it could not start; empty if it could, or if there are no nodes yet. `workers_per_node_max`
+    is the maximum number of workers per node."""
     if not nodes:
         return ""
-    open_nodes = [replace(node, closed="") for node in nodes]
+    open_nodes = [replace(node, blocked_reason="") for node in nodes]
     if missing := request.shape.nodes - {node.node_id for node in nodes}:
         return f"requests node {min(missing)}, which is not registered"
-    reasons = {node.node_id: why_not(request.shape, node) for node in open_nodes}
+    reasons = {node.node_id: why_unsuitable(request.shape, node) for node in open_nodes}
     capacities = [
-        (node, min(worker_capacity(request, node), workers_max))
+        (node, min(worker_capacity(request, node), workers_per_node_max))
         for node in open_nodes
         if not reasons[node.node_id]
     ]
     if not capacities:
-        requested, grouped = format_request(request.shape), group_reasons(reasons)
+        requested, grouped = format_request(request.shape), format_grouped_reasons(reasons)
         return f"requests {requested} on one node; {grouped}" if requested else grouped
-    most, scope = _most_workers(request, capacities)
-    if most < request.least_workers:
-        return f"requests {request.least_workers} workers {scope}; {most} fit"
+    most, scope = _max_workers_within_topology(request, capacities)
+    if most < request.workers_required:
+        return f"requests {request.workers_required} workers {scope}; {most} fit"
     return ""
 
 
@@ -63,7 +65,7 @@ def _gpu_capacity(request: JobRequest, node: NodeFacts) -> int:
     count = max(islands.values(), default=0) if request.within is Within.ISLAND else len(node.gpus)
     if shape.gpus > 1:
         return count // shape.gpus
-    per_gpu = FULL_MILLI // shape.gpu_milli
+    per_gpu = WHOLE_GPU_MILLI // shape.gpu_milli
     if shape.gpu_memory_mib:
         per_gpu = min(per_gpu, min(gpu.memory_mib for gpu in node.gpus) // shape.gpu_memory_mib)
     return count * per_gpu
@@ -82,17 +84,19 @@ def format_request(shape: Shape) -> str:
 def _format_gpus(shape: Shape) -> str:
     major, minor = shape.capability_min
     constraints = [
-        f"fraction {shape.gpu_milli / FULL_MILLI:g}" if shape.gpu_milli != FULL_MILLI else "",
+        f"fraction {shape.gpu_milli / WHOLE_GPU_MILLI:g}" if shape.gpu_milli != WHOLE_GPU_MILLI else "",
         f"model {' or '.join(sorted(shape.models))}" if shape.models else "",
         f"compute capability {major}.{minor} or newer" if (major, minor) > (0, 0) else "",
     ]
     text = ", ".join(filter(None, constraints))
     # Without GPUs in the cluster, CPU accelerators count; but a request for a model is one for a GPU.
-    is_cpu = shape.kind == "cpu" and not shape.models and (major, minor) == (0, 0)
+    is_cpu = shape.accelerator_kind == "cpu" and not shape.models and (major, minor) == (0, 0)
     return format_count(shape.gpus, "CPU accelerator" if is_cpu else "GPU") + (f" ({text})" if text else "")
 
 
-def _most_workers(request: JobRequest, capacities: Sequence[tuple[NodeFacts, int]]) -> tuple[int, str]:
+def _max_workers_within_topology(
+    request: JobRequest, capacities: Sequence[tuple[NodeFacts, int]]
+) -> tuple[int, str]:
     """Return the maximum number of workers under its topology constraint, and the constraint in words."""
     if request.within in (Within.NODE, Within.ISLAND):
         return max(count for _, count in capacities), f"in one {request.within}"
@@ -104,15 +108,18 @@ def _most_workers(request: JobRequest, capacities: Sequence[tuple[NodeFacts, int
     return max(racks.values()), "in one rack"
 
 
-def group_reasons(reasons: dict[str, str], *, first: frozenset[str] = frozenset()) -> str:
-    """Format as `a, b: has 2 GPUs; c: missing label x=y`: nodes in `first` first, then the most frequent."""
+def format_grouped_reasons(reasons: dict[str, str], *, nodes_first: frozenset[str] = frozenset()) -> str:
+    """Format as `a, b: has 2 GPUs; c: missing label x=y`: nodes in `nodes_first` first, then the most
+    frequent."""
     nodes: dict[str, list[str]] = {}
     for node_id, why in reasons.items():
         nodes.setdefault(why, []).append(node_id)
-    groups = sorted(nodes.items(), key=lambda item: (first.isdisjoint(item[1]), -len(item[1])))[:_SHOWN_MAX]
+    groups = sorted(nodes.items(), key=lambda item: (nodes_first.isdisjoint(item[1]), -len(item[1])))[
+        :_NAMES_SHOWN_MAX
+    ]
     return "; ".join(f"{_format_names(names)}: {why}" for why, names in groups)
 
 
 def _format_names(names: Sequence[str]) -> str:
-    more = len(names) - _SHOWN_MAX
-    return ", ".join(names[:_SHOWN_MAX]) + (f" and {more} more" if more > 0 else "")
+    more = len(names) - _NAMES_SHOWN_MAX
+    return ", ".join(names[:_NAMES_SHOWN_MAX]) + (f" and {more} more" if more > 0 else "")

@@ -11,9 +11,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from genie.scheduler.cluster.allocations import ClusterAllocations
-from genie.scheduler.request import FULL_MILLI, JobRequest, WorkerPlace, format_memory
+from genie.scheduler.request import WHOLE_GPU_MILLI, JobRequest, WorkerPlace, format_memory
 
-_NAMES_SHOWN = 3
+_NAMES_SHOWN_MAX = 3
 
 
 @dataclass(frozen=True)
@@ -30,57 +30,60 @@ class GpuReservations:
 
     def __init__(self, cluster: ClusterAllocations) -> None:
         self._cluster = cluster
-        self._by_job: dict[str, Reservation] = {}
+        self._reservations_by_job: dict[str, Reservation] = {}
 
     def __len__(self) -> int:
-        return len(self._by_job)
+        return len(self._reservations_by_job)
 
     def __iter__(self) -> Iterator[str]:
         """The jobs, in the order of their reservations."""
-        return iter(tuple(self._by_job))
+        return iter(tuple(self._reservations_by_job))
 
     def get(self, job_id: str) -> Reservation | None:
-        return self._by_job.get(job_id)
+        return self._reservations_by_job.get(job_id)
 
     def add(self, reservation: Reservation) -> None:
         """Replaces other reservations of these GPUs."""
-        self.drop_at(reservation.places)
-        self._by_job[reservation.job_id] = reservation
-        self._cluster.set_reserved(reservation.places, is_reserved=True)
+        self.drop_overlapping(reservation.places)
+        self._reservations_by_job[reservation.job_id] = reservation
+        self._cluster.set_gpus_reserved(reservation.places, is_reserved=True)
 
     def drop(self, job_id: str) -> Reservation | None:
-        reservation = self._by_job.pop(job_id, None)
+        reservation = self._reservations_by_job.pop(job_id, None)
         if reservation is not None:
-            self._cluster.set_reserved(reservation.places, is_reserved=False)
+            self._cluster.set_gpus_reserved(reservation.places, is_reserved=False)
         return reservation
 
-    def drop_at(self, places: Iterable[WorkerPlace]) -> None:
-        gpus = _gpus(places)
-        for job_id, reservation in tuple(self._by_job.items()):
-            if gpus & _gpus(reservation.places):
+    def drop_overlapping(self, places: Iterable[WorkerPlace]) -> None:
+        gpus = _gpus_of_places(places)
+        for job_id, reservation in tuple(self._reservations_by_job.items()):
+            if gpus & _gpus_of_places(reservation.places):
                 self.drop(job_id)
 
     @contextmanager
-    def suspended(self, job_ids: Iterable[str]) -> Iterator[None]:
+    def suspend(self, job_ids: Iterable[str]) -> Iterator[None]:
         """Within the context, the reservations of these jobs do not apply."""
-        suspended = [self._by_job[job_id] for job_id in job_ids]
+        suspended = [self._reservations_by_job[job_id] for job_id in job_ids]
         for reservation in suspended:
-            self._cluster.set_reserved(reservation.places, is_reserved=False)
+            self._cluster.set_gpus_reserved(reservation.places, is_reserved=False)
         try:
             yield
         finally:
             for reservation in suspended:
-                if self._by_job.get(reservation.job_id) is reservation:
-                    self._cluster.set_reserved(reservation.places, is_reserved=True)
+                if self._reservations_by_job.get(reservation.job_id) is reservation:
+                    self._cluster.set_gpus_reserved(reservation.places, is_reserved=True)
 
     def format_holders(self) -> str:
         """The first few jobs that have reservations."""
-        return _format_names(self._by_job)
+        return _format_names(self._reservations_by_job)
 
-    def holder_of(self, place: WorkerPlace) -> str:
+    def job_reserving(self, place: WorkerPlace) -> str:
         """The job for which one of these GPUs is reserved; empty if there is none."""
-        gpus = _gpus([place])
-        return next((job_id for job_id, it in self._by_job.items() if gpus & _gpus(it.places)), "")
+        gpus = _gpus_of_places([place])
+        return next(
+            (job_id for job_id, it in self._reservations_by_job.items() if gpus & _gpus_of_places(it.places)),
+            "",
+        )
 
 
 def busy_gpu_reason(
@@ -88,44 +91,48 @@ def busy_gpu_reason(
 ) -> str:
     """Why the GPUs that the job requests by number are not free; empty if they are, or it requests none."""
     shape = request.shape
-    if not shape.gpu_ids or not (facts := cluster.facts(min(shape.nodes))):
+    if not shape.gpu_ids or not (facts := cluster.get_node_facts(min(shape.nodes))):
         return ""
-    reasons = [_why_not(cluster, request, facts.node_id, gpu, reservations) for gpu in shape.gpu_ids]
+    reasons = [_why_gpu_busy(cluster, request, facts.node_id, gpu, reservations) for gpu in shape.gpu_ids]
     if reasons.count("") >= shape.gpus:
         return ""
     return next(reason for reason in reasons if reason)
 
 
-def _why_not(
+def _why_gpu_busy(
     cluster: ClusterAllocations,
     request: JobRequest,
     node_id: str,
     gpu: int,
     reservations: GpuReservations | None,
 ) -> str:
-    facts, gpus, shape = cluster.facts(node_id), cluster.free_on(node_id)[2], request.shape
+    facts, gpus, shape = (
+        cluster.get_node_facts(node_id),
+        cluster.free_resources_of_node(node_id)[2],
+        request.shape,
+    )
     name = f"GPU {gpu} of {node_id}"
     if facts is None or gpu >= len(gpus):
         return f"{name} does not exist"
-    holders = cluster.holders(node_id, gpu)
+    holders = cluster.jobs_on_gpu(node_id, gpu)
     outside_mib = facts.memory_outside_mib[gpu] if facts.memory_outside_mib else 0
     free_milli, free_mib = gpus[gpu][0], max(gpus[gpu][1] - outside_mib, 0)
     names = _format_names(holder.job_id for holder in holders)
     if any(holder.tenant != request.tenant for holder in holders) or (holders and free_milli == 0):
         return f"{name} is held by {names}"
     if free_milli < shape.gpu_milli:
-        return f"{name} is {free_milli / FULL_MILLI:g} free, the rest is held by {names}"
+        return f"{name} is {free_milli / WHOLE_GPU_MILLI:g} free, the rest is held by {names}"
     if free_mib < shape.gpu_memory_mib:
         return f"{name} has {format_memory(free_mib)} of memory free"
-    holder = reservations.holder_of(WorkerPlace(node_id, (gpu,))) if reservations is not None else ""
+    holder = reservations.job_reserving(WorkerPlace(node_id, (gpu,))) if reservations is not None else ""
     return f"{name} is reserved for {holder}" if holder not in ("", request.job_id) else ""
 
 
-def _gpus(places: Iterable[WorkerPlace]) -> set[tuple[str, int]]:
+def _gpus_of_places(places: Iterable[WorkerPlace]) -> set[tuple[str, int]]:
     return {(place.node_id, gpu) for place in places for gpu in place.gpu_ids}
 
 
 def _format_names(names: Iterable[str]) -> str:
     listed = list(names)
-    more = ["others"] if len(listed) > _NAMES_SHOWN else []
-    return ", ".join(listed[:_NAMES_SHOWN] + more)
+    more = ["others"] if len(listed) > _NAMES_SHOWN_MAX else []
+    return ", ".join(listed[:_NAMES_SHOWN_MAX] + more)

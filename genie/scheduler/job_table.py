@@ -19,7 +19,7 @@ from genie.scheduler.preemption.victims import StartedJob
 from genie.scheduler.request import JobRequest
 from genie.scheduler.rules import Rules
 
-KINDS_MAX = 10_000
+JOB_KINDS_MAX = 10_000
 
 
 @dataclass(slots=True)
@@ -27,13 +27,13 @@ class PendingJob:
     """Jobs of one kind get the same decisions except for what depends on their time limits."""
 
     request: JobRequest
-    kind: int
-    pending: Wait
+    kind_number: int
+    last_decision: Wait
     """The last decision about it."""
 
     @property
-    def group(self) -> GroupKey:
-        return (self.kind, self.request.priority)
+    def group_key(self) -> GroupKey:
+        return (self.kind_number, self.request.priority)
 
 
 class _KindNumbers:
@@ -41,14 +41,14 @@ class _KindNumbers:
 
     def __init__(self) -> None:
         self._numbers: dict[JobRequest, int] = {}
-        self._next = itertools.count()
+        self._next_number = itertools.count()
 
-    def of(self, request: JobRequest) -> int:
-        number = self._numbers.get(request.kind)
+    def get_number(self, request: JobRequest) -> int:
+        number = self._numbers.get(request.placement_fields)
         if number is None:
-            if len(self._numbers) >= KINDS_MAX:
+            if len(self._numbers) >= JOB_KINDS_MAX:
                 self._numbers.clear()
-            number = self._numbers[request.kind] = next(self._next)
+            number = self._numbers[request.placement_fields] = next(self._next_number)
         return number
 
 
@@ -58,30 +58,30 @@ class JobTable:
     def __init__(self, cluster: ClusterAllocations, rules: Rules) -> None:
         self.cluster = cluster
         self.rules = rules
-        self.kinds = _KindNumbers()
-        self.queued: dict[str, PendingJob] = {}
+        self.kind_numbers = _KindNumbers()
+        self.queued_jobs: dict[str, PendingJob] = {}
         self.queue = JobQueue(rules.order)
         """The queued jobs, in groups of one kind and tenant."""
-        self.arrivals: dict[str, PendingJob] = {}
+        self.new_arrivals: dict[str, PendingJob] = {}
         """Queued jobs that no pass has considered."""
-        self.affinity_count = 0
+        self.queued_affinity_jobs = 0
         """Number of queued jobs with `near` constraints."""
-        self.running: dict[str, StartedJob] = {}
+        self.running_jobs: dict[str, StartedJob] = {}
         self.reservation: Reservation | None = None
         self.gpu_reservations = GpuReservations(cluster)
         """GPUs reserved for jobs that request them by number."""
-        self.moves: dict[str, int] = {}
+        self.move_counts: dict[str, int] = {}
         """How often each unfinished job has been moved."""
         self.needs_full_pass = True
         """Whether anything but arrivals changed since the last pass."""
-        self.unsuitable: dict[int, str] = {}
+        self.unsuitable_reasons: dict[int, str] = {}
         """By kind: why no node is suitable, or empty. Valid while the nodes do not change."""
-        self._full_nodes_version = 0
+        self._seen_full_nodes_version = 0
 
     def scales(self, now: float) -> Scales:
         return Scales(now, self.cluster.capacity, self.cluster.usage, self.rules.weights)
 
-    def why_quota(self, request: JobRequest, workers: int = 0) -> str:
+    def why_over_quota(self, request: JobRequest, workers: int = 0) -> str:
         """Why the tenant's quota prevents a start with `workers` (0: its minimum); empty if it does not."""
         if request.tenant not in self.rules.quotas.by_tenant:
             return ""
@@ -89,34 +89,34 @@ class JobTable:
             self.cluster.usage(request.tenant),
             self.cluster.nonpreemptible_usage(request.tenant),
         )
-        return self.rules.quotas.why_not(
-            request, workers or request.least_workers, usage=usage, nonpreemptible=nonpreemptible
+        return self.rules.quotas.why_over_quota(
+            request, workers or request.workers_required, usage=usage, nonpreemptible_usage=nonpreemptible
         )
 
     @property
     def reservation_holder(self) -> PendingJob | None:
-        return None if self.reservation is None else self.queued[self.reservation.job_id]
+        return None if self.reservation is None else self.queued_jobs[self.reservation.job_id]
 
     # -- changes --------------------------------------------------------------------------------
 
     def set_rules(self, rules: Rules) -> None:
         """Apply new rules: all reservations are dropped and all queued jobs are considered again."""
         self.rules = rules
-        self.unsuitable.clear()
+        self.unsuitable_reasons.clear()
         self.queue = JobQueue(rules.order)
-        for job in self.queued.values():
-            self.queue.add(job.request, job.group)
-        for job_id, running in self.running.items():
+        for job in self.queued_jobs.values():
+            self.queue.add(job.request, job.group_key)
+        for job_id, running in self.running_jobs.items():
             if running.request.time_limit_s is None and not running.is_stopping:
                 ends_at = running.started_at + rules.assumed_runtime_s
-                self.running[job_id] = msgspec.structs.replace(running, ends_at=ends_at)
+                self.running_jobs[job_id] = msgspec.structs.replace(running, ends_at=ends_at)
         self.reservation = None
         for job_id in self.gpu_reservations:
             self.gpu_reservations.drop(job_id)
         self.require_full_pass()
 
-    def nodes_changed(self) -> None:
-        self.unsuitable.clear()
+    def on_nodes_changed(self) -> None:
+        self.unsuitable_reasons.clear()
         self.require_full_pass()
 
     def require_full_pass(self) -> None:
@@ -128,45 +128,47 @@ class JobTable:
 
     def take_arrivals(self) -> list[PendingJob]:
         """Return the arrivals; they count as considered."""
-        arrivals = list(self.arrivals.values())
-        self.arrivals.clear()
+        arrivals = list(self.new_arrivals.values())
+        self.new_arrivals.clear()
         return arrivals
 
     def enqueue(self, request: JobRequest) -> None:
         pending = Wait(request.job_id, "waiting for the next scheduling pass")
-        job = PendingJob(request, self.kinds.of(request), pending)
-        self.queued[request.job_id] = self.arrivals[request.job_id] = job
-        self.affinity_count += bool(request.near)
-        self.queue.add(request, job.group)
+        job = PendingJob(request, self.kind_numbers.get_number(request), pending)
+        self.queued_jobs[request.job_id] = self.new_arrivals[request.job_id] = job
+        self.queued_affinity_jobs += bool(request.near)
+        self.queue.add(request, job.group_key)
 
     def dequeue(self, job_id: str) -> None:
-        if (job := self.queued.pop(job_id, None)) is not None:
-            self.affinity_count -= bool(job.request.near)
-            self.queue.remove(job.request, job.group)
-        self.arrivals.pop(job_id, None)
+        if (job := self.queued_jobs.pop(job_id, None)) is not None:
+            self.queued_affinity_jobs -= bool(job.request.near)
+            self.queue.remove(job.request, job.group_key)
+        self.new_arrivals.pop(job_id, None)
 
-    def run(self, request: JobRequest, at: float) -> None:
+    def add_running_job(self, request: JobRequest, started_at: float) -> None:
         """Add a job whose places are already allocated."""
         limit_s = request.time_limit_s
-        ends_at = at + (self.rules.assumed_runtime_s if limit_s is None else limit_s)
-        self.running[request.job_id] = StartedJob(self.cluster.held[request.job_id], at, ends_at)
+        ends_at = started_at + (self.rules.assumed_runtime_s if limit_s is None else limit_s)
+        self.running_jobs[request.job_id] = StartedJob(
+            self.cluster.allocations_by_job[request.job_id], started_at, ends_at
+        )
         self.drop_reservation(request.job_id)
 
-    def end(self, job_id: str, *, requeue: bool) -> None:
+    def end_job(self, job_id: str, *, requeue: bool) -> None:
         """Release what a running job holds, and queue it again if `requeue`."""
-        running = self.running.pop(job_id)
+        running = self.running_jobs.pop(job_id)
         self.cluster.release(job_id)
         self.require_full_pass()
         if requeue:
             self.enqueue(running.request)
         else:
-            self.moves.pop(job_id, None)
+            self.move_counts.pop(job_id, None)
 
     def reserve(self, reservation: Reservation) -> None:
         """Replace the only reservation that is not for GPUs by number."""
         self.reservation = reservation
 
-    def take_reservation(self) -> Reservation:
+    def pop_reservation(self) -> Reservation:
         """Drop the reservation and return it."""
         reservation, self.reservation = self.reservation, None
         assert reservation is not None
@@ -177,13 +179,13 @@ class JobTable:
             self.reservation = None
         self.gpu_reservations.drop(job_id)
 
-    def set_unsuitable(self, kind: int, reason: str) -> None:
-        if len(self.unsuitable) >= KINDS_MAX:
-            self.unsuitable.clear()
-        self.unsuitable[kind] = reason
+    def set_unsuitable_reason(self, kind_number: int, reason: str) -> None:
+        if len(self.unsuitable_reasons) >= JOB_KINDS_MAX:
+            self.unsuitable_reasons.clear()
+        self.unsuitable_reasons[kind_number] = reason
 
-    def drop_stale_reasons(self) -> None:
+    def drop_stale_unsuitable_reasons(self) -> None:
         """Forget reasons if a node has reached or left its limit of workers since they were found."""
-        if self._full_nodes_version != self.cluster.full_nodes_version:
-            self._full_nodes_version = self.cluster.full_nodes_version
-            self.unsuitable.clear()
+        if self._seen_full_nodes_version != self.cluster.full_nodes_version:
+            self._seen_full_nodes_version = self.cluster.full_nodes_version
+            self.unsuitable_reasons.clear()

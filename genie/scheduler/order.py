@@ -28,16 +28,16 @@ class Scales:
     usage: Callable[[str], Amounts]
     weights: Mapping[str, float]
     """Fair-share weights of tenants; 1 for those not listed."""
-    _shares: dict[str, tuple[Amounts, float]] = field(default_factory=dict, repr=False, compare=False)
+    _cached_shares: dict[str, tuple[Amounts, float]] = field(default_factory=dict, repr=False, compare=False)
 
     def dominant_share(self, tenant: str) -> float:
         """The tenant's largest share of any resource, divided by its weight."""
-        usage, cached = self.usage(tenant), self._shares.get(tenant)
+        usage, cached = self.usage(tenant), self._cached_shares.get(tenant)
         if cached is None or cached[0] is not usage:
-            self._shares[tenant] = cached = (usage, self._share(tenant, usage))
+            self._cached_shares[tenant] = cached = (usage, self._compute_dominant_share(tenant, usage))
         return cached[1]
 
-    def _share(self, tenant: str, usage: Amounts) -> float:
+    def _compute_dominant_share(self, tenant: str, usage: Amounts) -> float:
         capacity = self.capacity
         parts = (
             (usage.gpu_milli, capacity.gpu_milli),
@@ -90,10 +90,10 @@ class Priority:
 class FairShare:
     """The tenant with the smallest dominant share first; within a tenant by priority."""
 
-    within_tenant: Priority = Priority()
+    order_within_tenant: Priority = Priority()
 
     def within(self, request: JobRequest) -> Key:
-        return self.within_tenant.within(request)
+        return self.order_within_tenant.within(request)
 
     def among(self, request: JobRequest, scales: Scales) -> Key:
         return (scales.dominant_share(request.tenant), request.sequence)
@@ -102,7 +102,7 @@ class FairShare:
 GroupKey: TypeAlias = tuple[int, int]
 """The kind of a job as a number, and its priority."""
 
-_Entry: TypeAlias = tuple[Key, int, str]
+_QueueEntry: TypeAlias = tuple[Key, int, str]
 
 
 class JobQueue:
@@ -110,15 +110,15 @@ class JobQueue:
 
     def __init__(self, order: Order) -> None:
         self._order = order
-        self._groups: dict[tuple[str, GroupKey], list[_Entry]] = {}
+        self._groups: dict[tuple[str, GroupKey], list[_QueueEntry]] = {}
         self._requests: dict[str, JobRequest] = {}
-        self._entries: dict[str, _Entry] = {}
+        self._entries: dict[str, _QueueEntry] = {}
         """As stored in the groups: a user's order may return another key at the next call."""
 
     def __len__(self) -> int:
         return len(self._groups)
 
-    def has(self, tenant: str, group: GroupKey) -> bool:
+    def has_group(self, tenant: str, group: GroupKey) -> bool:
         return (tenant, group) in self._groups
 
     def add(self, request: JobRequest, group: GroupKey) -> None:
@@ -137,15 +137,15 @@ class JobQueue:
         self,
         scales: Scales,
         *,
-        group_reason: Callable[[str, GroupKey], str],
+        get_group_skip_reason: Callable[[str, GroupKey], str],
         on_skip: Callable[[str, str], None],
     ) -> Iterator[JobRequest]:
         """Yield each job once, in order. Starts by the caller affect the order of the following jobs.
 
-        If `group_reason` returns why no job of a group can start, `on_skip` is called with that reason for
-        each remaining job of the group, and they are not yielded.
+        If `get_group_skip_reason` returns why no job of a group can start, `on_skip` is called with that
+        reason for each remaining job of the group, and they are not yielded.
         """
-        by_tenant: dict[str, list[tuple[_Entry, GroupKey, Iterator[_Entry]]]] = {}
+        by_tenant: dict[str, list[tuple[_QueueEntry, GroupKey, Iterator[_QueueEntry]]]] = {}
         for (tenant, group), entries in self._groups.items():
             rest = iter(tuple(entries))
             by_tenant.setdefault(tenant, []).append((next(rest), group, rest))
@@ -154,19 +154,19 @@ class JobQueue:
         heads: list[tuple[Key, str, str, int]] = []
         for tenant, groups in by_tenant.items():
             heapq.heapify(groups)
-            heads.append(self._head(groups[0][0], tenant, scales, version))
+            heads.append(self._make_heap_entry(groups[0][0], tenant, scales, version))
         heapq.heapify(heads)
         while heads:
             key, tenant, job_id, key_version = heapq.heappop(heads)
             groups = by_tenant[tenant]
-            while groups and (why := group_reason(tenant, groups[0][1])):
+            while groups and (why := get_group_skip_reason(tenant, groups[0][1])):
                 first, _, rest = heapq.heappop(groups)
                 for entry in (first, *rest):
                     on_skip(entry[2], why)
             if not groups:
                 continue
             if (job_id, key_version) != (groups[0][0][2], version):
-                head = self._head(groups[0][0], tenant, scales, version)
+                head = self._make_heap_entry(groups[0][0], tenant, scales, version)
                 if head[0] != key:
                     heapq.heappush(heads, head)
                     continue
@@ -179,11 +179,13 @@ class JobQueue:
                 yield request
                 version += 1
             if groups:
-                heapq.heappush(heads, self._head(groups[0][0], tenant, scales, version))
+                heapq.heappush(heads, self._make_heap_entry(groups[0][0], tenant, scales, version))
 
-    def _head(self, entry: _Entry, tenant: str, scales: Scales, version: int) -> tuple[Key, str, str, int]:
-        return (self._among(entry, scales), tenant, entry[2], version)
+    def _make_heap_entry(
+        self, entry: _QueueEntry, tenant: str, scales: Scales, version: int
+    ) -> tuple[Key, str, str, int]:
+        return (self._key_among_tenants(entry, scales), tenant, entry[2], version)
 
-    def _among(self, entry: _Entry, scales: Scales) -> Key:
+    def _key_among_tenants(self, entry: _QueueEntry, scales: Scales) -> Key:
         request = self._requests.get(entry[2])
         return () if request is None else self._order.among(request, scales)

@@ -23,29 +23,31 @@ from typing import Any, TypeAlias, TypeVar
 
 from genie.errors import UsageError
 from genie.scheduler.order import FairShare, Fifo, Key, Order, Priority, Scales
-from genie.scheduler.preemption.victims import StartedJob, lost_work
+from genie.scheduler.preemption.victims import StartedJob, lost_work_cost
 from genie.scheduler.request import JobRequest, NodeFacts
 
 Clock: TypeAlias = Callable[[], float]
 """Monotonic seconds."""
 
-Factory: TypeAlias = Callable[[], Order]
+PolicyFactory: TypeAlias = Callable[[], Order]
 
-Guard: TypeAlias = AbstractContextManager[object]
+CallGuard: TypeAlias = AbstractContextManager[object]
 """A reusable context manager around each call."""
 
 POLICIES_MAX = 64
-KEY_MAX = 16
+KEY_LENGTH_MAX = 16
 """Maximum length of a key."""
-_TEXT_MAX = 200
+_ERROR_CHARS_MAX = 200
 _REQUIRED_METHODS = (
     "a policy needs within(request) and among(request, scales); see genie/scheduler/policies.py"
 )
 
-BUILT_IN: Mapping[str, Factory] = MappingProxyType({"fair": FairShare, "fifo": Fifo, "priority": Priority})
+BUILT_IN_POLICIES: Mapping[str, PolicyFactory] = MappingProxyType(
+    {"fair": FairShare, "fifo": Fifo, "priority": Priority}
+)
 
 _Result = TypeVar("_Result")
-_NO_GUARD: Guard = nullcontext()
+_NO_GUARD: CallGuard = nullcontext()
 
 
 class PolicyTimeoutError(BaseException):
@@ -53,17 +55,17 @@ class PolicyTimeoutError(BaseException):
     catch it."""
 
 
-class Policies:
+class PolicyRegistry:
     """The registry of policies."""
 
     def __init__(self) -> None:
-        self._factories: dict[str, Factory] = dict(BUILT_IN)
+        self._factories: dict[str, PolicyFactory] = dict(BUILT_IN_POLICIES)
 
     @property
     def names(self) -> list[str]:
         return sorted(self._factories)
 
-    def register(self, name: str, factory: Factory) -> None:
+    def register(self, name: str, factory: PolicyFactory) -> None:
         """Register a user's policy; `factory` is its class or a function. UsageError if the name exists."""
         if not name or name in self._factories:
             raise UsageError(f"policy '{name}' already exists" if name else "a policy needs a name")
@@ -71,11 +73,11 @@ class Policies:
             raise UsageError(f"cannot register policy '{name}': the maximum is {POLICIES_MAX} policies")
         self._factories[name] = factory
 
-    def make(self, name: str, *, budget_s: float, clock: Clock, guard: Guard = _NO_GUARD) -> Order:
+    def create(self, name: str, *, budget_s: float, clock: Clock, guard: CallGuard = _NO_GUARD) -> Order:
         """Create a policy for Rules.with_order(). UsageError if it is not registered or its factory fails."""
         if name not in self._factories:
             raise UsageError(f"unknown policy '{name}'", hint=f"known policies: {', '.join(self.names)}")
-        if name in BUILT_IN:
+        if name in BUILT_IN_POLICIES:
             return self._factories[name]()
         try:
             policy = self._factories[name]()
@@ -85,7 +87,7 @@ class Policies:
 
 
 class IsolatedPolicy:
-    """A user's policy as a reliable Order. `error` is the exception that disabled it, if any."""
+    """A user's policy as a reliable Order. `disabling_error` is the exception that disabled it, if any."""
 
     def __init__(
         self,
@@ -95,7 +97,7 @@ class IsolatedPolicy:
         clock: Clock,
         name: str = "",
         fallback: Order | None = None,
-        guard: Guard = _NO_GUARD,
+        guard: CallGuard = _NO_GUARD,
     ) -> None:
         self.name = name or type(policy).__name__
         for method in ("within", "among"):
@@ -106,15 +108,15 @@ class IsolatedPolicy:
         self._budget_s = budget_s
         self._clock = clock
         self._guard = guard
-        self.fault = ""
-        self.error: BaseException | None = None
+        self.disabled_reason = ""
+        self.disabling_error: BaseException | None = None
 
     @property
-    def filters(self) -> bool:
+    def has_node_filter(self) -> bool:
         return callable(getattr(self._policy, "allowed", None))
 
     def within(self, request: JobRequest) -> Key:
-        return self._call(
+        return self._call_policy(
             "within",
             f"job {request.job_id}",
             lambda: self._policy.within(request),
@@ -123,7 +125,7 @@ class IsolatedPolicy:
         )
 
     def among(self, request: JobRequest, scales: Scales) -> Key:
-        return self._call(
+        return self._call_policy(
             "among",
             f"job {request.job_id}",
             lambda: self._policy.among(request, scales),
@@ -133,9 +135,9 @@ class IsolatedPolicy:
 
     def allowed(self, request: JobRequest, node: NodeFacts) -> str:
         """As filters.Filter. Without a filter, all nodes are allowed."""
-        if not self.filters:
+        if not self.has_node_filter:
             return ""
-        return self._call(
+        return self._call_policy(
             "allowed",
             f"jobs of {request.tenant} on node {node.node_id}",
             lambda: self._policy.allowed(request, node),
@@ -146,25 +148,25 @@ class IsolatedPolicy:
     def cost(self, running: StartedJob, now: float) -> Key:
         """As victims.Cost."""
         if not callable(getattr(self._policy, "cost", None)):
-            return lost_work(running, now)
-        return self._call(
+            return lost_work_cost(running, now)
+        return self._call_policy(
             "cost",
             f"job {running.request.job_id}",
             lambda: self._policy.cost(running, now),
             check=_check_number,
-            fallback=lambda: lost_work(running, now),
+            fallback=lambda: lost_work_cost(running, now),
         )
 
-    def _call(
+    def _call_policy(
         self,
         method: str,
         subject: str,
         call: Callable[[], object],
         *,
-        check: Callable[[object], _Result | _Invalid],
+        check: Callable[[object], _Result | _InvalidResult],
         fallback: Callable[[], _Result],
     ) -> _Result:
-        if self.fault:
+        if self.disabled_reason:
             return fallback()
         started = self._clock()
         try:
@@ -173,63 +175,63 @@ class IsolatedPolicy:
         except PolicyTimeoutError:
             return self._disable(f"{method}() for {subject} did not return", fallback)
         except (Exception, SystemExit) as error:
-            self.error = error
+            self.disabling_error = error
             return self._disable(f"{method}() for {subject} raised {_format_error(error)}", fallback)
         took_s = self._clock() - started
-        if isinstance(result, _Invalid):
-            return self._disable(f"{method}() for {subject} returned {result.what}", fallback)
+        if isinstance(result, _InvalidResult):
+            return self._disable(f"{method}() for {subject} returned {result.description}", fallback)
         if took_s > self._budget_s:
             slow = f"{method}() for {subject} took {took_s:.3g} s; the limit is {self._budget_s:.3g} s"
             return self._disable(slow, fallback)
         return result
 
-    def _disable(self, what: str, fallback: Callable[[], _Result]) -> _Result:
+    def _disable(self, reason: str, fallback: Callable[[], _Result]) -> _Result:
         replacement = type(self._fallback).__name__
-        self.fault = f"policy '{self.name}' is disabled and replaced by {replacement}: {what}"
+        self.disabled_reason = f"policy '{self.name}' is disabled and replaced by {replacement}: {reason}"
         return fallback()
 
 
 @dataclass(frozen=True)
-class _Invalid:
+class _InvalidResult:
     """Describes an invalid result."""
 
-    what: str
+    description: str
 
 
-def _check_key(result: object) -> Key | _Invalid:
+def _check_key(result: object) -> Key | _InvalidResult:
     if not isinstance(result, tuple):
-        return _Invalid(f"a {type(result).__name__} instead of a tuple of numbers")
-    if len(result) > KEY_MAX:
-        return _Invalid(f"a tuple of {len(result)} numbers; the maximum is {KEY_MAX}")
-    numbers = [_as_number(each) for each in result]
-    invalid = [each for each in numbers if isinstance(each, _Invalid)]
-    return invalid[0] if invalid else tuple(each for each in numbers if not isinstance(each, _Invalid))
+        return _InvalidResult(f"a {type(result).__name__} instead of a tuple of numbers")
+    if len(result) > KEY_LENGTH_MAX:
+        return _InvalidResult(f"a tuple of {len(result)} numbers; the maximum is {KEY_LENGTH_MAX}")
+    numbers = [_to_plain_number(each) for each in result]
+    invalid = [each for each in numbers if isinstance(each, _InvalidResult)]
+    return invalid[0] if invalid else tuple(each for each in numbers if not isinstance(each, _InvalidResult))
 
 
-def _check_number(result: object) -> Key | _Invalid:
+def _check_number(result: object) -> Key | _InvalidResult:
     return _check_key((result,))
 
 
-def _as_number(each: object) -> float | _Invalid:
+def _to_plain_number(value: object) -> float | _InvalidResult:
     """Convert subclasses of numbers, which may compare in any way, to plain numbers."""
-    if not isinstance(each, int | float):
-        return _Invalid(f"a {type(each).__name__} instead of a number")
-    if not math.isfinite(each):
-        return _Invalid("a number that is not finite")
-    return int(each) if isinstance(each, int) else float(each)
+    if not isinstance(value, int | float):
+        return _InvalidResult(f"a {type(value).__name__} instead of a number")
+    if not math.isfinite(value):
+        return _InvalidResult("a number that is not finite")
+    return int(value) if isinstance(value, int) else float(value)
 
 
-def _check_reason(result: object) -> str | _Invalid:
+def _check_reason(result: object) -> str | _InvalidResult:
     return (
-        str(result)[:_TEXT_MAX]
+        str(result)[:_ERROR_CHARS_MAX]
         if isinstance(result, str)
-        else _Invalid(f"a {type(result).__name__} instead of a string")
+        else _InvalidResult(f"a {type(result).__name__} instead of a string")
     )
 
 
 def _format_error(error: BaseException) -> str:
     """A user's exception may raise when it is formatted."""
     try:
-        return f"{type(error).__name__}: {error}"[:_TEXT_MAX]
+        return f"{type(error).__name__}: {error}"[:_ERROR_CHARS_MAX]
     except Exception:
         return type(error).__name__

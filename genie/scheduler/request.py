@@ -10,8 +10,8 @@ import msgspec
 from genie.errors import UsageError
 from genie.model.job import Spread, Within
 
-FULL_MILLI = 1000
-CPU = "cpu"
+WHOLE_GPU_MILLI = 1000
+CPU_ACCELERATOR = "cpu"
 
 
 class Amounts(msgspec.Struct, frozen=True, gc=False):
@@ -35,7 +35,7 @@ class Amounts(msgspec.Struct, frozen=True, gc=False):
             self.memory_mib - other.memory_mib,
         )
 
-    def times(self, count: int) -> Amounts:
+    def multiplied_by(self, count: int) -> Amounts:
         if count == 1:
             return self
         return Amounts(self.gpu_milli * count, self.cpu_milli * count, self.memory_mib * count)
@@ -46,14 +46,14 @@ class Shape:
     """What one worker requests, and its constraints on nodes. `gpu_milli` and GPU memory are per GPU."""
 
     gpus: int = 0
-    gpu_milli: int = FULL_MILLI
+    gpu_milli: int = WHOLE_GPU_MILLI
     gpu_memory_mib: int = 0
     cpu_milli: int = 0
     memory_mib: int = 0
     models: frozenset[str] = frozenset()
     """Allowed GPU models; empty for all."""
     vendor: str = ""
-    kind: str = ""
+    accelerator_kind: str = ""
     """"gpu", "cpu" (the CPU of a node without GPUs as an accelerator), or empty for both."""
     gpu_memory_min_mib: int = 0
     """Minimum total memory per GPU."""
@@ -76,7 +76,13 @@ class Shape:
     def _hash(self) -> int:
         """Cached: shapes are hashed several times in every decision."""
         amounts = (self.gpus, self.gpu_milli, self.gpu_memory_mib, self.cpu_milli, self.memory_mib)
-        needs = (self.models, self.vendor, self.kind, self.gpu_memory_min_mib, self.capability_min)
+        needs = (
+            self.models,
+            self.vendor,
+            self.accelerator_kind,
+            self.gpu_memory_min_mib,
+            self.capability_min,
+        )
         return hash((amounts, needs, self.labels, self.nodes, self.gpu_ids))
 
     @property
@@ -94,7 +100,7 @@ class Shape:
         """The resources without the constraints."""
         return Shape(self.gpus, self.gpu_milli, self.gpu_memory_mib, self.cpu_milli, self.memory_mib)
 
-    def times(self, count: int) -> Shape:
+    def multiplied_by(self, count: int) -> Shape:
         """Return the request of several workers together: on one node, on different GPUs."""
         return replace(
             self,
@@ -131,7 +137,7 @@ class JobRequest(msgspec.Struct, frozen=True, dict=True):
     deadline_at: float | None = None
 
     @cached_property
-    def kind(self) -> JobRequest:
+    def placement_fields(self) -> JobRequest:
         """The fields that determine whether it fits; jobs with equal kinds fit alike."""
         return JobRequest(
             job_id="",
@@ -147,11 +153,11 @@ class JobRequest(msgspec.Struct, frozen=True, dict=True):
         )
 
     @property
-    def least_workers(self) -> int:
+    def workers_required(self) -> int:
         return self.workers_min or self.workers
 
     def amounts(self, workers: int) -> Amounts:
-        return self.shape.amounts.times(workers)
+        return self.shape.amounts.multiplied_by(workers)
 
 
 @dataclass(frozen=True)
@@ -167,7 +173,7 @@ class GpuFacts:
 
 @dataclass(frozen=True)
 class NodeFacts:
-    """`closed` is why the node accepts no placements; empty if it does."""
+    """`blocked_reason` is why the node accepts no placements; empty if it does."""
 
     node_id: str
     cpu_milli: int
@@ -175,15 +181,15 @@ class NodeFacts:
     gpus: tuple[GpuFacts, ...] = ()
     labels: frozenset[tuple[str, str]] = frozenset()
     rack: str = ""
-    closed: str = ""
-    closed_gpus: frozenset[int] = frozenset()
+    blocked_reason: str = ""
+    blocked_gpus: frozenset[int] = frozenset()
     """Draining, throttled or unhealthy GPUs, which accept no placements."""
     memory_outside_mib: tuple[int, ...] = ()
     """Memory of each GPU used by processes outside the cluster; empty for none."""
 
     @property
     def amounts(self) -> Amounts:
-        return Amounts(len(self.gpus) * FULL_MILLI, self.cpu_milli, self.memory_mib)
+        return Amounts(len(self.gpus) * WHOLE_GPU_MILLI, self.cpu_milli, self.memory_mib)
 
 
 class WorkerPlace(msgspec.Struct, frozen=True, order=True):
@@ -204,10 +210,10 @@ class Allocation(msgspec.Struct, frozen=True):
         return self.request.amounts(len(self.places))
 
 
-def why_not(shape: Shape, node: NodeFacts) -> str:
+def why_unsuitable(shape: Shape, node: NodeFacts) -> str:
     """Return why the node could not hold one such worker even if it were free; empty if it could."""
-    if node.closed:
-        return node.closed
+    if node.blocked_reason:
+        return node.blocked_reason
     if shape.nodes and node.node_id not in shape.nodes:
         return "is not a requested node"
     if missing := shape.labels - node.labels:
@@ -217,16 +223,16 @@ def why_not(shape: Shape, node: NodeFacts) -> str:
     if shape.memory_mib > node.memory_mib:
         return f"has {format_memory(node.memory_mib)} of memory"
     if shape.gpus > len(node.gpus):
-        is_cpu = bool(node.gpus) and all(gpu.vendor == CPU for gpu in node.gpus)
+        is_cpu = bool(node.gpus) and all(gpu.vendor == CPU_ACCELERATOR for gpu in node.gpus)
         return "has " + format_count(len(node.gpus), "CPU accelerator" if is_cpu else "GPU")
     if shape.gpu_ids:
-        return _why_not_named_gpus(shape, node)
-    return why_not_gpus(shape, node.gpus) if shape.gpus else ""
+        return _why_named_gpus_unsuitable(shape, node)
+    return why_gpus_unsuitable(shape, node.gpus) if shape.gpus else ""
 
 
-def format_count(count: float, word: str) -> str:
+def format_count(count: float, noun: str) -> str:
     """`1 GPU`, `0.5 GPUs`."""
-    return f"{count:g} {word}{'' if count == 1 else 's'}"
+    return f"{count:g} {noun}{'' if count == 1 else 's'}"
 
 
 def format_memory(memory_mib: int) -> str:
@@ -235,24 +241,30 @@ def format_memory(memory_mib: int) -> str:
     return f"{round(memory_gib, 2) or round(memory_gib, 3):g} GiB"
 
 
-def _why_not_named_gpus(shape: Shape, node: NodeFacts) -> str:
+def _why_named_gpus_unsuitable(shape: Shape, node: NodeFacts) -> str:
     if missing := [gpu for gpu in shape.gpu_ids if not 0 <= gpu < len(node.gpus)]:
         return f"has no GPU {min(missing)}"
-    usable = set(shape.gpu_ids) - node.closed_gpus
+    usable = set(shape.gpu_ids) - node.blocked_gpus
     if len(usable) < shape.gpus <= len(set(shape.gpu_ids)):
         return f"GPU {min(set(shape.gpu_ids) - usable)} accepts no new jobs"
     if len(usable) < shape.gpus:
         return f"{shape.gpus} GPUs are requested, but {len(usable)} by number"
-    return why_not_gpus(shape, tuple(node.gpus[gpu] for gpu in sorted(usable)))
+    return why_gpus_unsuitable(shape, tuple(node.gpus[gpu] for gpu in sorted(usable)))
 
 
-def why_not_gpus(shape: Shape, gpus: tuple[GpuFacts, ...]) -> str:
+def why_gpus_unsuitable(shape: Shape, gpus: tuple[GpuFacts, ...]) -> str:
     """Return why one of these GPUs is not suitable. All must be: which of them is used is decided later."""
     for gpu in gpus:
         if shape.models and gpu.model not in shape.models:
             return f"GPU model is {gpu.model or 'unknown'}"
-        if shape.kind and (gpu.vendor == CPU) != (shape.kind == CPU):
-            return "has only a CPU accelerator" if gpu.vendor == CPU else "has GPUs, not a CPU accelerator"
+        if shape.accelerator_kind and (gpu.vendor == CPU_ACCELERATOR) != (
+            shape.accelerator_kind == CPU_ACCELERATOR
+        ):
+            return (
+                "has only a CPU accelerator"
+                if gpu.vendor == CPU_ACCELERATOR
+                else "has GPUs, not a CPU accelerator"
+            )
         if shape.vendor and gpu.vendor != shape.vendor:
             return f"GPU vendor is {gpu.vendor or 'unknown'}"
         if gpu.memory_mib < max(shape.gpu_memory_min_mib, shape.gpu_memory_mib):

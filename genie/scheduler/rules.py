@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from genie.scheduler.cluster.filters import Filter
+from genie.scheduler.cluster.filters import NodeFilter
 from genie.scheduler.order import FairShare, Order
 from genie.scheduler.policies import IsolatedPolicy
 from genie.scheduler.preemption import victims
@@ -18,22 +18,25 @@ class Rules:
     quotas: Quotas = field(default_factory=Quotas)
     weights: Mapping[str, float] = field(default_factory=dict)
     """Fair-share weights of tenants; 1 for those not listed."""
-    cost: victims.Cost = victims.lost_work
+    preemption_cost: victims.PreemptionCost = victims.lost_work_cost
     """Of preempting a job."""
-    allowed: Filter | None = None
+    node_filter: NodeFilter | None = None
     """Excludes nodes for kinds of jobs."""
-    preempts: bool = True
+    allows_preemption: bool = True
     """Whether jobs are preempted or moved for others."""
-    moves_max: int = 2
+    moves_per_job_max: int = 2
     """How often a preemptible job may be moved to defragment nodes; each move restarts it."""
-    backfills: bool = True
+    allows_backfill: bool = True
     assumed_runtime_s: float = 86_400.0
     """Assumed run time of a job without a time limit; it is not enforced."""
 
     def with_order(self, policy: Order) -> Rules:
         """Return a copy with another policy. A user's policy brings its own filter and costs."""
         if not isinstance(policy, IsolatedPolicy):
-            return replace(self, order=policy, cost=victims.lost_work, allowed=None)
+            return replace(self, order=policy, preemption_cost=victims.lost_work_cost, node_filter=None)
         return replace(
-            self, order=policy, cost=policy.cost, allowed=policy.allowed if policy.filters else None
+            self,
+            order=policy,
+            preemption_cost=policy.cost,
+            node_filter=policy.allowed if policy.has_node_filter else None,
         )

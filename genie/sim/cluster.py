@@ -18,7 +18,7 @@ import msgspec
 from genie.agent.agent import Agent
 from genie.agent.disk import DiskAccess
 from genie.agent.identity import read_identity
-from genie.agent.joining import join
+from genie.agent.joining import join_cluster
 from genie.config import AgentConfig, ControllerConfig
 from genie.controller.controller import Controller
 from genie.errors import GenieError
@@ -30,36 +30,36 @@ from genie.model.tenant import TokenKind
 from genie.runtime.connection_limits import ConnectionLimits
 from genie.runtime.credentials import OWNER_TOKEN_FILE, Access, connect_authenticated
 from genie.sim.disk import SimDisk
-from genie.sim.processes import DURATION_VARIABLE, SHARE_VARIABLE, Machines, SimLauncher
-from genie.sim.store import BYTES_MAX, MemoryStore
+from genie.sim.processes import DURATION_ENV_VARIABLE, GPU_MILLI_ENV_VARIABLE, SimLauncher, SimMachines
+from genie.sim.store import VALUE_BYTES_TOTAL_MAX, MemoryStore
 from genie.sim.world import SimClock, SimNetwork, World
 from genie.supervisor.child import restart_backoff_s
 from genie.tenancy.access import parse_token
 
 _Reply = TypeVar("_Reply", bound=Message)
 
-PORT = 5555
-CONFIG = ControllerConfig(port=PORT, tls="off")
-CLIENT = "127.0.9.9"
+CONTROLLER_PORT = 5555
+CONFIG = ControllerConfig(port=CONTROLLER_PORT, tls="off")
+CLIENT_HOST = "127.0.9.9"
 """Address of the owner and, unless another is given, of the tenants."""
-_CALL_S = 5.0
+_CALL_TIMEOUT_S = 5.0
 
 
-class _Accelerators:
+class _SimInventory:
     """An inventory that reports the GPUs returned by `ids` at each reading."""
 
-    def __init__(self, ids: Callable[[], Collection[int]]) -> None:
-        self._ids = ids
+    def __init__(self, get_gpu_ids: Callable[[], Collection[int]]) -> None:
+        self._get_gpu_ids = get_gpu_ids
 
     async def read_async(self, held: Collection[int] = ()) -> tuple[GPUInfo, ...]:
         return tuple(
             GPUInfo(gpu_id=gpu_id, name="simulated", vendor=Vendor.CPU, memory_total_bytes=1 << 30)
-            for gpu_id in sorted(self._ids())
+            for gpu_id in sorted(self._get_gpu_ids())
         )
 
 
 @dataclass
-class _Actor:
+class _RunningProgram:
     """One run of a controller or agent, from its start to its crash."""
 
     task: asyncio.Task[None]
@@ -79,25 +79,26 @@ class FaultWindow:
 
 @dataclass
 class SimCluster:
-    """Start it inside a TaskGroup; `stop` ends all controllers and agents. `limits`: those of controllers on
-    connections before authentication. `config`: of all controllers, apart from their addresses."""
+    """Start it inside a TaskGroup; `stop` ends all controllers and agents. `connection_limits`: those of
+    controllers on connections before authentication. `config`: of all controllers, apart from their
+    addresses."""
 
     seed: int
     directory: Path
     group: asyncio.TaskGroup
-    nodes: int = 3
-    gpus: int = 2
-    controllers: int = 1
-    store_bytes_max: int = BYTES_MAX
-    limits: ConnectionLimits | None = None
+    node_count: int = 3
+    gpus_per_node: int = 2
+    controller_count: int = 1
+    store_bytes_max: int = VALUE_BYTES_TOTAL_MAX
+    connection_limits: ConnectionLimits | None = None
     config: ControllerConfig = CONFIG
     world: World = field(init=False)
-    machines: Machines = field(init=False)
+    machines: SimMachines = field(init=False)
 
     def __post_init__(self) -> None:
         self.world = World(self.seed)
-        self.machines = Machines(self.world)
-        self._actors: dict[str, _Actor] = {}
+        self.machines = SimMachines(self.world)
+        self._actors: dict[str, _RunningProgram] = {}
         self._stores: dict[str, MemoryStore] = {}
         self._stopping: dict[str, list[asyncio.Task[None]]] = {}
         self._crashes: dict[str, list[float]] = {}
@@ -107,15 +108,15 @@ class SimCluster:
         self._requests = 0
         self._tokens: dict[str, str] = {}
         """User tokens by tenant."""
-        self._gpu_ids = {host: tuple(range(self.gpus)) for host in self.node_hosts}
+        self._gpu_ids = {host: tuple(range(self.gpus_per_node)) for host in self.node_hosts}
 
     @property
     def controller_hosts(self) -> list[str]:
-        return [f"127.0.1.{index + 1}" for index in range(self.controllers)]
+        return [f"127.0.1.{index + 1}" for index in range(self.controller_count)]
 
     @property
     def node_hosts(self) -> list[str]:
-        return [f"127.0.2.{index + 1}" for index in range(self.nodes)]
+        return [f"127.0.2.{index + 1}" for index in range(self.node_count)]
 
     def node_id(self, host: str) -> str:
         return host.replace(".", "-")
@@ -153,17 +154,17 @@ class SimCluster:
         self._memory = await MemoryStore.open(
             clock=SimClock(self.world, "store"), bytes_max=self.store_bytes_max
         )
-        self._actors["machines"] = _Actor(self.group.create_task(self.machines.run()))
+        self._actors["machines"] = _RunningProgram(self.group.create_task(self.machines.end_due_processes()))
         for host in self.controller_hosts:
             self.start_controller(host)
         await self._wait_for_leader()
         for host in self.node_hosts:
-            await self._join(host)
+            await self._join_node(host)
             self.start_agent(host)
 
     async def wait_for_nodes(self) -> None:
         """Wait until all nodes have registered."""
-        while len(await self.node_views()) < self.nodes:
+        while len(await self.fetch_node_views()) < self.node_count:
             await asyncio.sleep(0.1)
 
     async def stop(self) -> None:
@@ -185,7 +186,7 @@ class SimCluster:
                 replace(self.config, bind=host),
                 state_dir=self.directory / host,
                 store=self._stores[host],
-                network=SimNetwork(self.world, host, self.limits),
+                network=SimNetwork(self.world, host, self.connection_limits),
                 clock=SimClock(self.world, host),
                 name=host,
                 random_bytes=self.world.random.randbytes,
@@ -193,7 +194,7 @@ class SimCluster:
             actor.controller = controller
             await controller.run()
 
-        actor = self._actors[host] = _Actor(self.group.create_task(run_actor()))
+        actor = self._actors[host] = _RunningProgram(self.group.create_task(run_actor()))
 
     def start_agent(self, host: str) -> None:
         launcher = SimLauncher(self.world, self.machines, host)
@@ -201,7 +202,7 @@ class SimCluster:
         async def run_actor() -> None:
             await self._wait_stopped(host)
             node_dir = self.node_dir(host)
-            disk = self.machines.disks.setdefault(host, SimDisk(self.world, host, node_dir))
+            disk = self.machines.disk_by_host.setdefault(host, SimDisk(self.world, host, node_dir))
             agent = Agent(
                 AgentConfig(),
                 node_dir=node_dir,
@@ -209,30 +210,30 @@ class SimCluster:
                 network=SimNetwork(self.world, host),
                 clock=SimClock(self.world, host),
                 rng=random.Random(self.world.random.random()),
-                inventory=_Accelerators(lambda: self._gpu_ids[host]),
+                inventory=_SimInventory(lambda: self._gpu_ids[host]),
                 launcher=launcher,
-                disk=DiskAccess(journal=disk, bulk=disk, space=disk.space),
+                disk=DiskAccess(run_journal_call=disk, run_bulk_call=disk, measure_space=disk.measure_space),
                 facts=lambda: HostFacts(
                     cpus=8.0, memory_total_bytes=1 << 34, memory_used_bytes=0, hostname=host
                 ),
             )
             await agent.run()
 
-        self._actors[host] = _Actor(self.group.create_task(run_actor()), launcher)
+        self._actors[host] = _RunningProgram(self.group.create_task(run_actor()), launcher)
 
-    def crash(self, host: str, *, power: bool = False) -> None:
-        """Kill the actor (SIGKILL), or power off its machine with `power`."""
+    def crash(self, host: str, *, power_off: bool = False) -> None:
+        """Kill the actor (SIGKILL), or power off its machine with `power_off`."""
         actor = self._actors.pop(host, None)
         if actor is None:
             return
         if actor.launcher is not None:
-            actor.launcher.dead = True
-        if power:
+            actor.launcher.is_agent_dead = True
+        if power_off:
             self.machines.power_off(host)
         if host in self._stores:
             # A killed process writes nothing; cancelling its task would write a resignation.
             self._stores[host].set_available(False)
-        self.world.crash(host, silent=power)
+        self.world.disconnect_host(host, silent=power_off)
         actor.task.cancel()
         self._stopping.setdefault(host, []).append(actor.task)
 
@@ -259,7 +260,7 @@ class SimCluster:
         """Change the GPUs that the agent finds from its next reading on."""
         self._gpu_ids[host] = tuple(gpu_ids)
 
-    def lose_reply(self, host: str) -> None:
+    def lose_next_commit_reply(self, host: str) -> None:
         """Let the next commit of this controller succeed, but lose the reply."""
         self._stores[host].lose_next_reply()
 
@@ -267,7 +268,7 @@ class SimCluster:
         """The store as this controller reaches it, until it restarts."""
         return self._stores[host]
 
-    def set_store(self, host: str, *, available: bool) -> None:
+    def set_store_available(self, host: str, *, available: bool) -> None:
         self._stores[host].set_available(available)
 
     # --- client ---------------------------------------------------------------------------
@@ -280,63 +281,63 @@ class SimCluster:
     async def submit_spec(self, spec: JobSpec, *, seconds: float, tenant: str = "") -> str:
         """Submit with retries, which the request ID makes idempotent. Default: the owner's tenant."""
         self._requests += 1
-        env = {DURATION_VARIABLE: str(seconds), SHARE_VARIABLE: str(spec.resources.gpu_milli)}
+        env = {DURATION_ENV_VARIABLE: str(seconds), GPU_MILLI_ENV_VARIABLE: str(spec.resources.gpu_milli)}
         spec = msgspec.structs.replace(spec, name=f"{spec.name}-{self._requests}", env={**spec.env, **env})
         request = SubmitJob(spec=spec, request_id=f"request-{self.seed}-{self._requests}")
-        token = await self.token(tenant) if tenant else ""
+        token = await self.get_user_token(tenant) if tenant else ""
         return (await self.send_request(request, token=token)).job.job_id
 
-    async def token(self, tenant: str) -> str:
+    async def get_user_token(self, tenant: str) -> str:
         """Return the user token of a tenant."""
         if tenant not in self._tokens:
             created = await self.send_request(CreateToken(kind=TokenKind.USER, tenant=tenant))
             self._tokens[tenant] = created.token
         return self._tokens[tenant]
 
-    async def jobs(self) -> dict[str, Job]:
+    async def fetch_jobs(self) -> dict[str, Job]:
         answer = await self.send_request(ListJobs(limit=1000))
         return {job.job_id: job for job in answer.jobs}
 
-    async def node_views(self) -> tuple[NodeView, ...]:
+    async def fetch_node_views(self) -> tuple[NodeView, ...]:
         return (await self.send_request(ListNodes())).nodes
 
     async def send_request(self, request: Request[_Reply], *, token: str = "") -> _Reply:
-        """Send a request to the leader, with retries; as the owner unless `token` is given."""
+        """Send a request to the leader, with retries; as the owner unless `get_user_token` is given."""
         while True:
             for host in self.controller_hosts:
-                access = self.access(host, token)
+                access = self.make_access(host, token)
                 try:
                     async with connect_authenticated(
-                        self._network, access, timeout_s=_CALL_S, program="sim"
+                        self._client_network, access, timeout_s=_CALL_TIMEOUT_S, program="sim"
                     ) as (peer, now):
                         if now.leading:
-                            return await peer.call(request, timeout_s=_CALL_S)
+                            return await peer.call(request, timeout_s=_CALL_TIMEOUT_S)
                 except GenieError as error:
                     if not error.retryable:
                         raise
             await asyncio.sleep(0.5)
 
     @property
-    def _network(self) -> SimNetwork:
-        return SimNetwork(self.world, CLIENT)
+    def _client_network(self) -> SimNetwork:
+        return SimNetwork(self.world, CLIENT_HOST)
 
-    def access(self, host: str, token: str = "") -> Access:
-        """How to connect to a controller; as the owner unless `token` is given."""
+    def make_access(self, host: str, token: str = "") -> Access:
+        """How to connect to a controller; as the owner unless `get_user_token` is given."""
         paths = [self.directory / each / OWNER_TOKEN_FILE for each in self.controller_hosts]
         text = token or next(path for path in paths if path.exists()).read_text("utf-8")
-        return Access(host=host, port=PORT, token=parse_token(text), tls=None)
+        return Access(host=host, port=CONTROLLER_PORT, token=parse_token(text), tls=None)
 
     async def _wait_for_leader(self) -> None:
         paths = [self.directory / host / OWNER_TOKEN_FILE for host in self.controller_hosts]
         while not any(path.exists() for path in paths):
             await asyncio.sleep(0.1)
 
-    async def _join(self, host: str) -> None:
+    async def _join_node(self, host: str) -> None:
         created = await self.send_request(CreateToken(kind=TokenKind.JOIN))
         leader = next(each for each in self.controller_hosts if self.is_up(each))
-        await join(
+        await join_cluster(
             leader,
-            PORT,
+            CONTROLLER_PORT,
             created.token,
             state_dir=self.directory / host,
             requested_node_id=self.node_id(host),

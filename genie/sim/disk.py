@@ -19,7 +19,7 @@ from genie.sim.world import World
 
 _Result = TypeVar("_Result")
 
-_TOTAL_BYTES = 1 << 40
+_DISK_BYTES = 1 << 40
 
 
 class SimDisk:
@@ -29,26 +29,26 @@ class SimDisk:
         self._world = world
         self._host = host
         self._directory = directory
-        self.delay_s = 0.0
+        self.access_delay_s = 0.0
         """How long each access takes."""
-        self.filled_by: set[Hashable] = set()
+        self.fill_causes: set[Hashable] = set()
         """The disk is full while this is not empty."""
-        self._durable = {_identity(path) for path in self._files()}
+        self._durable_files = {_file_identity(path) for path in self._list_files()}
 
     async def __call__(self, work: Callable[[], _Result], *, writes: bool = False) -> _Result:
-        if self.delay_s:
-            await asyncio.sleep(self.delay_s)
+        if self.access_delay_s:
+            await asyncio.sleep(self.access_delay_s)
             await self._world.wait_unpaused(self._host)
-        if self.filled_by and writes:
+        if self.fill_causes and writes:
             raise StoreFullError(f"the disk of {self._host} is full (injected fault)")
-        with self.recorded():
+        with self.record_durable_files():
             return work()
 
-    def space(self, path: Path) -> DiskSpace:
-        return DiskSpace(total_bytes=_TOTAL_BYTES, free_bytes=0 if self.filled_by else _TOTAL_BYTES // 2)
+    def measure_space(self, path: Path) -> DiskSpace:
+        return DiskSpace(total_bytes=_DISK_BYTES, free_bytes=0 if self.fill_causes else _DISK_BYTES // 2)
 
     @contextmanager
-    def recorded(self) -> Iterator[None]:
+    def record_durable_files(self) -> Iterator[None]:
         """Record which files are made durable in this block, instead of waiting for the real disk."""
         real_fsync, real_fdatasync = os.fsync, os.fdatasync
         os.fsync = os.fdatasync = self._make_durable  # type: ignore[assignment]
@@ -59,19 +59,19 @@ class SimDisk:
 
     def lose_power(self) -> None:
         """Cut off the end of all files that are not durable."""
-        for path in self._files():
-            if _identity(path) not in self._durable:
+        for path in self._list_files():
+            if _file_identity(path) not in self._durable_files:
                 size_bytes = path.stat().st_size
                 os.truncate(path, self._world.random.randint(0, max(size_bytes - 1, 0)))
 
     def _make_durable(self, descriptor: int) -> None:
         found = os.fstat(descriptor)
-        self._durable.add((found.st_dev, found.st_ino))
+        self._durable_files.add((found.st_dev, found.st_ino))
 
-    def _files(self) -> list[Path]:
+    def _list_files(self) -> list[Path]:
         return sorted(path for path in self._directory.rglob("*") if path.is_file() and not path.is_symlink())
 
 
-def _identity(path: Path) -> tuple[int, int]:
+def _file_identity(path: Path) -> tuple[int, int]:
     found = path.stat()
     return found.st_dev, found.st_ino

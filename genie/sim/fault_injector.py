@@ -2,7 +2,7 @@
 and full disks, clock steps.
 
 Each fault ends by itself; after `inject_faults` the network is healed and everything runs. Owner actions
-(removed accelerators, quotas) persist until `restore`. Faults that may end jobs are recorded in
+(removed accelerators, quotas) persist until `undo_owner_actions`. Faults that may end jobs are recorded in
 `SimCluster.faults`. The actions of a hostile tenant are in hostile.py.
 """
 
@@ -20,7 +20,7 @@ from genie.sim.cluster import FaultWindow, SimCluster
 
 _log = logging.getLogger(__name__)
 
-TENANTS = ("red", "blue")
+QUOTA_TENANTS = ("red", "blue")
 """Tenants that get quotas."""
 CONTROLLER_FAULTS = ("restart_controller",)
 ALL_FAULTS = (
@@ -61,21 +61,21 @@ ALL_EVENTS = (*ALL_FAULTS, "lose_reply", *OWNER_ACTIONS)
 async def inject_faults(
     cluster: SimCluster,
     *,
-    seconds: float,
-    every_s: float,
+    duration_s: float,
+    mean_interval_s: float,
     kinds: tuple[str, ...],
-    lasts_s_max: float = 25.0,
+    fault_duration_s_max: float = 25.0,
 ) -> None:
-    """Inject random faults of these kinds for `seconds`, then heal the network and restart all hosts."""
+    """Inject random faults of these kinds for `duration_s`, then heal the network and restart all hosts."""
     world = cluster.world
-    end_s = world.now_s + seconds
+    end_s = world.now_s + duration_s
     async with asyncio.TaskGroup() as faults:
         while world.now_s < end_s:
-            await asyncio.sleep(world.random.expovariate(1 / every_s))
+            await asyncio.sleep(world.random.expovariate(1 / mean_interval_s))
             kind = world.random.choice(kinds)
             node = world.random.choice(cluster.node_hosts)
             controller = world.random.choice(cluster.controller_hosts)
-            lasts_s = world.random.uniform(0.2, lasts_s_max)
+            lasts_s = world.random.uniform(0.2, fault_duration_s_max)
             _log.info(
                 "t=%.2f s: fault %s (node %s, controller %s) for %.1f s",
                 world.now_s,
@@ -84,29 +84,29 @@ async def inject_faults(
                 controller,
                 lasts_s,
             )
-            _record(cluster, kind, node, lasts_s)
+            _record_fault_window(cluster, kind, node, lasts_s)
             faults.create_task(_inject(cluster, kind, node, controller, lasts_s))
-    world.heal_all()
+    world.heal_links_and_clocks()
     for host in (*cluster.controller_hosts, *cluster.node_hosts):
         cluster.restart(host)
 
 
-def _record(cluster: SimCluster, kind: str, node: str, lasts_s: float) -> None:
+def _record_fault_window(cluster: SimCluster, kind: str, node: str, duration_s: float) -> None:
     hosts = {node} if kind in ENDS_JOBS_ON_NODE else set()
     if kind in ENDS_ALL_JOBS:
         hosts = set(cluster.node_hosts)
     now_s = cluster.world.now_s
     # The rate of a clock is changed until another fault changes it again.
-    end_s = float("inf") if kind == "drift" else now_s + lasts_s
+    end_s = float("inf") if kind == "drift" else now_s + duration_s
     cluster.faults.append(FaultWindow(kind, frozenset(hosts), now_s, end_s))
 
 
-async def restore(cluster: SimCluster) -> None:
+async def undo_owner_actions(cluster: SimCluster) -> None:
     """Restore all accelerators, undrain all nodes and remove all quotas."""
     for host in cluster.node_hosts:
-        cluster.set_gpus(host, range(cluster.gpus))
+        cluster.set_gpus(host, range(cluster.gpus_per_node))
         await _try_request(cluster, UndrainNode(node_id=cluster.node_id(host)))
-    for tenant in TENANTS:
+    for tenant in QUOTA_TENANTS:
         await _try_request(cluster, RemoveQuota(tenant=tenant))
 
 
@@ -116,114 +116,116 @@ async def _try_request(cluster: SimCluster, request: Request[Done]) -> None:
         await cluster.send_request(request)
 
 
-async def _inject(cluster: SimCluster, kind: str, node: str, controller: str, lasts_s: float) -> None:
+async def _inject(cluster: SimCluster, kind: str, node: str, controller: str, duration_s: float) -> None:
     world = cluster.world
     match kind:
-        case _ if kind in hostile.ACTIONS:
-            await hostile.ACTIONS[kind](cluster, node, lasts_s)
+        case _ if kind in hostile.HOSTILE_ACTIONS:
+            await hostile.HOSTILE_ACTIONS[kind](cluster, node, duration_s)
         case "cut_node" | "cut_one_way":
             ends = (node, controller) if world.random.random() < 0.5 else (controller, node)
-            world.cut(*ends, both=kind == "cut_node")
-            await asyncio.sleep(lasts_s)
-            world.heal(*ends, both=kind == "cut_node")
+            world.cut_link(*ends, both_directions=kind == "cut_node")
+            await asyncio.sleep(duration_s)
+            world.heal_link(*ends, both=kind == "cut_node")
         case "reorder" | "duplicate":
-            await _disturb_network(cluster, kind, lasts_s)
+            await _disturb_network(cluster, kind, duration_s)
         case "slow_disk" | "full_disk" | "torn_write":
-            await _disturb_disk(cluster, kind, node, lasts_s)
+            await _disturb_disk(cluster, kind, node, duration_s)
         case "clock_step" | "step_controller":
             host = node if kind == "clock_step" else controller
-            world.step_clock(
+            world.step_wall_clock(
                 host, world.random.choice((-1, 1)) * world.random.choice((60.0, 3600.0, 86400.0))
             )
         case "slow_store" | "slow_load":
-            await _slow_store(cluster, kind, controller, lasts_s)
+            await _slow_store(cluster, kind, controller, duration_s)
         case "fail_back":
-            await _fail_back(cluster)
+            await _force_failback(cluster)
         case "pause_node" | "pause_controller":
-            world.pause(node if kind == "pause_node" else controller, lasts_s)
-            await asyncio.sleep(lasts_s)
+            world.pause_host(node if kind == "pause_node" else controller, duration_s)
+            await asyncio.sleep(duration_s)
         case "drift":
-            world.set_rate(node, world.random.choice((0.9, 1.0, 1.1)))
+            world.set_clock_rate(node, world.random.choice((0.9, 1.0, 1.1)))
         case "freeze_node":
-            world.freeze(node, lasts_s)
-            await asyncio.sleep(lasts_s)
+            world.freeze_host(node, duration_s)
+            await asyncio.sleep(duration_s)
         case "lose_store":
-            cluster.set_store(controller, available=False)
-            await asyncio.sleep(lasts_s)
+            cluster.set_store_available(controller, available=False)
+            await asyncio.sleep(duration_s)
             if cluster.is_up(controller):
-                cluster.set_store(controller, available=True)
+                cluster.set_store_available(controller, available=True)
         case "lose_reply":
-            cluster.lose_reply(controller)
+            cluster.lose_next_commit_reply(controller)
         case "drain":
             await _try_request(cluster, DrainNode(node_id=cluster.node_id(node)))
-            await asyncio.sleep(lasts_s)
+            await asyncio.sleep(duration_s)
             await _try_request(cluster, UndrainNode(node_id=cluster.node_id(node)))
         case "quota":
             gpus = world.random.choice((0.0, 1.0, 2.5, 4.0, None))
-            quota = QuotaRecord(tenant=world.random.choice(TENANTS), gpus=gpus, weight=lasts_s)
+            quota = QuotaRecord(tenant=world.random.choice(QUOTA_TENANTS), gpus=gpus, weight=duration_s)
             await _try_request(cluster, SetQuota(quota=quota))
         case "change_gpus" | "change_gpus_on_restart":
-            left = world.random.sample(range(cluster.gpus), world.random.randint(0, cluster.gpus))
+            left = world.random.sample(
+                range(cluster.gpus_per_node), world.random.randint(0, cluster.gpus_per_node)
+            )
             if kind == "change_gpus_on_restart":
-                cluster.crash(node, power=True)
-                await asyncio.sleep(min(lasts_s, 8.0))
+                cluster.crash(node, power_off=True)
+                await asyncio.sleep(min(duration_s, 8.0))
             cluster.set_gpus(node, left)
             cluster.restart(node)
         case "crash_node" | "power_node" | "restart_controller":
             host = controller if kind == "restart_controller" else node
-            cluster.crash(host, power=kind == "power_node")
-            await asyncio.sleep(lasts_s)
+            cluster.crash(host, power_off=kind == "power_node")
+            await asyncio.sleep(duration_s)
             cluster.restart(host)
 
 
-async def _disturb_network(cluster: SimCluster, kind: str, lasts_s: float) -> None:
+async def _disturb_network(cluster: SimCluster, kind: str, duration_s: float) -> None:
     world = cluster.world
     if kind == "reorder":
-        world.reorder_share = 0.2
+        world.reordered_frame_share = 0.2
     else:
-        world.duplicate_share = 0.1
-    await asyncio.sleep(lasts_s)
-    world.reorder_share, world.duplicate_share = (
-        (0.0, world.duplicate_share) if kind == "reorder" else (world.reorder_share, 0.0)
+        world.duplicated_frame_share = 0.1
+    await asyncio.sleep(duration_s)
+    world.reordered_frame_share, world.duplicated_frame_share = (
+        (0.0, world.duplicated_frame_share) if kind == "reorder" else (world.reordered_frame_share, 0.0)
     )
 
 
-async def _disturb_disk(cluster: SimCluster, kind: str, node: str, lasts_s: float) -> None:
+async def _disturb_disk(cluster: SimCluster, kind: str, node: str, duration_s: float) -> None:
     """`torn_write`: the power fails while the disk is slow, so that writes are incomplete."""
-    disk = cluster.machines.disks[node]
+    disk = cluster.machines.disk_by_host[node]
     if kind == "full_disk":
         fault = object()
-        disk.filled_by.add(fault)
-        await asyncio.sleep(lasts_s)
-        disk.filled_by.discard(fault)
+        disk.fill_causes.add(fault)
+        await asyncio.sleep(duration_s)
+        disk.fill_causes.discard(fault)
         return
-    disk.delay_s = cluster.world.random.uniform(0.1, 6.0)
-    await asyncio.sleep(lasts_s)
-    disk.delay_s = 0.0
+    disk.access_delay_s = cluster.world.random.uniform(0.1, 6.0)
+    await asyncio.sleep(duration_s)
+    disk.access_delay_s = 0.0
     if kind == "torn_write":
-        cluster.crash(node, power=True)
+        cluster.crash(node, power_off=True)
         await asyncio.sleep(1.0)
         cluster.restart(node)
 
 
-async def _slow_store(cluster: SimCluster, kind: str, controller: str, lasts_s: float) -> None:
+async def _slow_store(cluster: SimCluster, kind: str, controller: str, duration_s: float) -> None:
     if kind == "slow_load":
         await cluster.crash_and_restart(controller)
         store = cluster.store_of(controller)
         store.set_delay(0.0, range_s=2.0)
-        lasts_s *= 4
+        duration_s *= 4
     else:
         store = cluster.store_of(controller)
         store.set_delay(0.1)
-    await asyncio.sleep(lasts_s)
+    await asyncio.sleep(duration_s)
     store.set_delay(0.0)
 
 
-async def _fail_back(cluster: SimCluster) -> None:
+async def _force_failback(cluster: SimCluster) -> None:
     """Let another controller lead for a while, then crash it: the first one leads again and loads slowly,
     without a restart in between."""
     first, *others = sorted(cluster.controller_hosts, key=lambda host: not cluster.is_leader(host))
-    cluster.set_store(first, available=False)
+    cluster.set_store_available(first, available=False)
     await asyncio.sleep(9.0)
     for host in others:
         cluster.crash(host)

@@ -19,30 +19,30 @@ from genie.model.job import Job, JobSpec, JobState, PlacementConstraints, Resour
 from genie.model.messages import CancelJob, ListJobs, PutBlob, ReadLog
 from genie.runtime import rpc
 from genie.runtime.credentials import connect_authenticated
-from genie.sim.cluster import PORT, SimCluster
-from genie.sim.processes import FILLS_DISK_VARIABLE, UNKILLABLE_VARIABLE
+from genie.sim.cluster import CONTROLLER_PORT, SimCluster
+from genie.sim.processes import FILLS_DISK_ENV_VARIABLE, UNKILLABLE_ENV_VARIABLE
 from genie.sim.world import SimNetwork
 
-TENANT = "red"
-_ADDRESS = "127.0.9.66"
-_STRANGERS = "127.0.10."
-_CALL_S = 20.0
-_REPEAT_S = 4.0
-_WAIT_S = 10.0
-_LOG_WAITS = 300
+HOSTILE_TENANT = "red"
+_HOSTILE_HOST = "127.0.9.66"
+_UNAUTHENTICATED_HOST_PREFIX = "127.0.10."
+_CALL_TIMEOUT_S = 20.0
+_FLOOD_INTERVAL_S = 4.0
+_LOG_WAIT_S = 10.0
+_LOG_WAIT_COUNT = 300
 """More than all waits for one node may be (192)."""
-_FLOOD_CONNECTIONS, _FLOOD_IN_FLIGHT = 4, 200
+_FLOOD_CONNECTIONS, _FLOOD_REQUESTS_IN_FLIGHT = 4, 200
 """Together far more than the lists in flight may be (32), and below the limit of a connection (512)."""
 _SILENT_ADDRESSES = 4
-_OPENERS = 20
+_CONNECTING_TASKS = 20
 """Each opens connections one after the other, until it is rejected: more than a token may have (256)."""
 _LARGE_ENV_BYTES = 120_000
 """Just below the maximum of a job's environment."""
 _BLOB_BYTES = 100_000
 _LARGE_JOBS, _LISTED_JOBS = 40, 4
-_SUBMIT_S = 3.0
+_SUBMIT_TIMEOUT_S = 3.0
 
-Action = Callable[[SimCluster, str, float], Awaitable[None]]
+HostileAction = Callable[[SimCluster, str, float], Awaitable[None]]
 
 
 async def oversized_row(cluster: SimCluster, node: str, lasts_s: float) -> None:
@@ -71,38 +71,44 @@ async def stored_oversized_row(cluster: SimCluster, node: str, lasts_s: float) -
 
 async def log_waits(cluster: SimCluster, node: str, lasts_s: float) -> None:
     """Wait for the output of a job on a node, as many times as possible."""
-    job_id = await _try_submit(cluster, seconds=lasts_s + _WAIT_S, env={}, node_id=cluster.node_id(node))
+    job_id = await _try_submit(cluster, seconds=lasts_s + _LOG_WAIT_S, env={}, node_id=cluster.node_id(node))
 
     async def send(peer: rpc.Peer) -> None:
-        await peer.call(ReadLog(job_id=job_id, wait_s=_WAIT_S), timeout_s=_CALL_S)
+        await peer.call(ReadLog(job_id=job_id, wait_s=_LOG_WAIT_S), timeout_s=_CALL_TIMEOUT_S)
 
-    await _flood(cluster, send, lasts_s=lasts_s, connections=2, in_flight=_LOG_WAITS // 2)
+    await _flood_with_requests(cluster, send, lasts_s=lasts_s, connections=2, in_flight=_LOG_WAIT_COUNT // 2)
 
 
 async def request_flood(cluster: SimCluster, node: str, lasts_s: float) -> None:
     """List jobs with large rows as often as possible."""
-    job_ids = await _submit_large(cluster, _LISTED_JOBS)
+    job_ids = await _submit_large_jobs(cluster, _LISTED_JOBS)
 
     async def send(peer: rpc.Peer) -> None:
-        await peer.call(ListJobs(limit=1000), timeout_s=_CALL_S)
+        await peer.call(ListJobs(limit=1000), timeout_s=_CALL_TIMEOUT_S)
 
-    await _flood(cluster, send, lasts_s=lasts_s, connections=_FLOOD_CONNECTIONS, in_flight=_FLOOD_IN_FLIGHT)
-    await _cancel(cluster, job_ids)
+    await _flood_with_requests(
+        cluster, send, lasts_s=lasts_s, connections=_FLOOD_CONNECTIONS, in_flight=_FLOOD_REQUESTS_IN_FLIGHT
+    )
+    await _cancel_jobs(cluster, job_ids)
 
 
 async def connection_flood(cluster: SimCluster, node: str, lasts_s: float) -> None:
     """Keep as many connections open as possible: with one token, and without any."""
-    token, world, hosts = await cluster.token(TENANT), cluster.world, cluster.controller_hosts
-    end_s = world.now_s + lasts_s + _WAIT_S
+    token, world, hosts = (
+        await cluster.get_user_token(HOSTILE_TENANT),
+        cluster.world,
+        cluster.controller_hosts,
+    )
+    end_s = world.now_s + lasts_s + _LOG_WAIT_S
 
     async def hold_connections(number: int) -> None:
         host = hosts[number % len(hosts)]
         async with AsyncExitStack() as stack:
             with suppress(GenieError):
-                silent = SimNetwork(world, f"{_STRANGERS}{number % _SILENT_ADDRESSES}")
-                stack.callback((await silent.connect(host, PORT, tls=None, timeout_s=1.0)).close)
+                silent = SimNetwork(world, f"{_UNAUTHENTICATED_HOST_PREFIX}{number % _SILENT_ADDRESSES}")
+                stack.callback((await silent.connect(host, CONTROLLER_PORT, tls=None, timeout_s=1.0)).close)
             while world.now_s < end_s:
-                network, access = SimNetwork(world, _ADDRESS), cluster.access(host, token)
+                network, access = SimNetwork(world, _HOSTILE_HOST), cluster.make_access(host, token)
                 with suppress(GenieError):
                     opening = connect_authenticated(network, access, timeout_s=1.0, program="flood")
                     await stack.enter_async_context(opening)
@@ -110,41 +116,43 @@ async def connection_flood(cluster: SimCluster, node: str, lasts_s: float) -> No
                 await asyncio.sleep(1.0)
 
     async with asyncio.TaskGroup() as group:
-        for number in range(_OPENERS):
+        for number in range(_CONNECTING_TASKS):
             group.create_task(hold_connections(number))
 
 
 async def fill_store(cluster: SimCluster, node: str, lasts_s: float) -> None:
     """Submit large jobs until the store rejects them; cancel them later."""
-    job_ids = await _submit_large(cluster, _LARGE_JOBS)
+    job_ids = await _submit_large_jobs(cluster, _LARGE_JOBS)
     await asyncio.sleep(lasts_s)
-    await _cancel(cluster, job_ids)
+    await _cancel_jobs(cluster, job_ids)
 
 
 async def unkillable(cluster: SimCluster, node: str, lasts_s: float) -> None:
     """Run a job with a process that survives SIGKILL for a while."""
     await _try_submit(
-        cluster, seconds=1.0, env={UNKILLABLE_VARIABLE: f"{lasts_s:.2f}"}, node_id=cluster.node_id(node)
+        cluster, seconds=1.0, env={UNKILLABLE_ENV_VARIABLE: f"{lasts_s:.2f}"}, node_id=cluster.node_id(node)
     )
 
 
 async def fill_node_disk(cluster: SimCluster, node: str, lasts_s: float) -> None:
     """Run a job that fills the disk of its node."""
-    await _try_submit(cluster, seconds=lasts_s, env={FILLS_DISK_VARIABLE: "1"}, node_id=cluster.node_id(node))
+    await _try_submit(
+        cluster, seconds=lasts_s, env={FILLS_DISK_ENV_VARIABLE: "1"}, node_id=cluster.node_id(node)
+    )
 
 
 async def upload_blobs(cluster: SimCluster, node: str, lasts_s: float) -> None:
     """Upload more working directories than the controller has space for."""
-    token, random = await cluster.token(TENANT), cluster.world.random
+    token, random = await cluster.get_user_token(HOSTILE_TENANT), cluster.world.random
     for _ in range(2 * cluster.config.blobs_bytes_max // _BLOB_BYTES):
         data = random.randbytes(_BLOB_BYTES)
         put = PutBlob(digest=hashlib.sha256(data).hexdigest(), offset=0, data=data, last=True)
         with suppress(GenieError, TimeoutError):
-            async with asyncio.timeout(_SUBMIT_S):
+            async with asyncio.timeout(_SUBMIT_TIMEOUT_S):
                 await cluster.send_request(put, token=token)
 
 
-ACTIONS: dict[str, Action] = {
+HOSTILE_ACTIONS: dict[str, HostileAction] = {
     action.__name__: action
     for action in (
         oversized_row,
@@ -170,7 +178,7 @@ async def _try_submit(
 ) -> str:
     """Return the job ID, or an empty string if the job is rejected."""
     spec = JobSpec(
-        name=TENANT,
+        name=HOSTILE_TENANT,
         command=("simulated",),
         resources=Resources(gpus=1),
         env=env,
@@ -178,16 +186,16 @@ async def _try_submit(
         constraints=PlacementConstraints(workers=workers),
     )
     try:
-        async with asyncio.timeout(_SUBMIT_S):
-            return await cluster.submit_spec(spec, seconds=seconds, tenant=TENANT)
+        async with asyncio.timeout(_SUBMIT_TIMEOUT_S):
+            return await cluster.submit_spec(spec, seconds=seconds, tenant=HOSTILE_TENANT)
     except (GenieError, TimeoutError):
         return ""
 
 
-async def _submit_large(cluster: SimCluster, count: int) -> list[str]:
+async def _submit_large_jobs(cluster: SimCluster, count: int) -> list[str]:
     """Submit jobs with large rows that need the whole cluster, until one is rejected."""
     job_ids: list[str] = []
-    workers = cluster.nodes * cluster.gpus
+    workers = cluster.node_count * cluster.gpus_per_node
     while len(job_ids) < count:
         env = {"X": "x" * _LARGE_ENV_BYTES}
         job_id = await _try_submit(cluster, seconds=1.0, env=env, workers=workers)
@@ -197,14 +205,14 @@ async def _submit_large(cluster: SimCluster, count: int) -> list[str]:
     return job_ids
 
 
-async def _cancel(cluster: SimCluster, job_ids: list[str]) -> None:
-    token = await cluster.token(TENANT)
+async def _cancel_jobs(cluster: SimCluster, job_ids: list[str]) -> None:
+    token = await cluster.get_user_token(HOSTILE_TENANT)
     for job_id in job_ids:
         with suppress(GenieError):
             await cluster.send_request(CancelJob(job_id=job_id), token=token)
 
 
-async def _flood(
+async def _flood_with_requests(
     cluster: SimCluster,
     send: Callable[[rpc.Peer], Awaitable[None]],
     *,
@@ -213,21 +221,21 @@ async def _flood(
     in_flight: int,
 ) -> None:
     """Call `send` again and again, over several connections at once."""
-    token, world = await cluster.token(TENANT), cluster.world
+    token, world = await cluster.get_user_token(HOSTILE_TENANT), cluster.world
     end_s = world.now_s + lasts_s
 
     async def repeat(peer: rpc.Peer) -> None:
         while world.now_s < end_s and not peer.is_closed:
             with suppress(GenieError):
                 await send(peer)
-            await asyncio.sleep(_REPEAT_S)
+            await asyncio.sleep(_FLOOD_INTERVAL_S)
 
     async def flood_connection() -> None:
-        network = SimNetwork(world, _ADDRESS)
+        network = SimNetwork(world, _HOSTILE_HOST)
         while world.now_s < end_s:
             host = world.random.choice(cluster.controller_hosts)
             with suppress(GenieError):
-                access = cluster.access(host, token)
+                access = cluster.make_access(host, token)
                 async with (
                     connect_authenticated(network, access, timeout_s=5.0, program="flood") as (peer, _),
                     asyncio.TaskGroup() as group,

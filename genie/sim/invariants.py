@@ -17,17 +17,17 @@ from genie.controller.store import Delete, Put
 from genie.model.allocation import FULL_MILLI, Hold, NodeHolds
 from genie.model.job import Job, JobState, Placement, Spread, Within, parse_worker_unit
 from genie.sim.cluster import FaultWindow, SimCluster
-from genie.sim.processes import Machines, SimProcess
+from genie.sim.processes import SimMachines, SimProcess
 from genie.sim.world import World
 
 _HOLDING_STATES = (JobState.PLACING, JobState.RUNNING)
-_JOBS, _HOLDS = "job/", "ledger/"
+_JOB_KEY_PREFIX, _HOLDS_KEY_PREFIX = "job/", "ledger/"
 _CHECK_INTERVAL_S = 0.5
 _PLACEMENTS_MAX, _PLACEMENTS_WINDOW_S = 6, 1.0
 """More placements of one job within the window count as a livelock: the second rejection by a node already
 has a pause of 1 s, and a job can be rejected once by each of the nodes."""
 
-_EXCUSED_S = 45.0
+_EXCUSED_AFTER_FAULT_S = 45.0
 """How long after a fault jobs may still be ended because of it: a leader reclaims the jobs of a node after
 13 s, and there may be no leader for _LEADERLESS_S_MAX."""
 _LEADERLESS_S_MAX = 30.0
@@ -35,74 +35,79 @@ _LEADERLESS_S_MAX = 30.0
 _RATE_WINDOW_S = 5.0
 _HEARTBEATS_PER_S = 2.0
 """One per `heartbeat_s`, which is 1 s, and another one: a change of the node or a connection sends more."""
-_REQUESTS_OF_WORKER = 6
+_REQUESTS_PER_WORKER_MAX = 6
 """In one window, of a worker that cannot start yet: it pauses for 0.2, 0.4, 0.8, 1.6 and 2 s in between."""
-_REQUESTS_OF_LAUNCH = 4
+_REQUESTS_PER_LAUNCH_MAX = 4
 """A confirmation and its repetition, and early heartbeats at the start and the end."""
 
-AcceptedEpoch = Callable[[str, str], int]
+GetAcceptedEpoch = Callable[[str, str], int]
 """Returns the latest epoch of a worker that the agent of a node accepted; 0 if none."""
 
 
 class InvariantChecker:
-    """Register `on_commit` with the store and run `run` concurrently with the cluster. `mismatch_s_max` is
-    the maximum time of a hold without a process, or of a process without a hold."""
+    """Register `on_commit` with the store and run `check_periodically` concurrently with the cluster.
+    `mismatch_s_max` is the maximum time of a hold without a process, or of a process without a hold."""
 
     def __init__(
-        self, world: World, machines: Machines, *, accepted: AcceptedEpoch, mismatch_s_max: float
+        self,
+        world: World,
+        machines: SimMachines,
+        *,
+        get_accepted_epoch: GetAcceptedEpoch,
+        mismatch_s_max: float,
     ) -> None:
         self._world = world
         self._machines = machines
-        self._accepted = accepted
+        self._get_accepted_epoch = get_accepted_epoch
         self._mismatch_s_max = mismatch_s_max
-        self.jobs: dict[str, Job] = {}
-        self.ended: dict[str, Job] = {}
+        self.current_jobs: dict[str, Job] = {}
+        self.ended_jobs: dict[str, Job] = {}
         """Jobs that have ended, also those that were deleted since."""
-        self.on_end: list[Callable[[Job], None]] = []
-        self.on_delete: list[Callable[[Job], None]] = []
+        self.end_callbacks: list[Callable[[Job], None]] = []
+        self.delete_callbacks: list[Callable[[Job], None]] = []
         """Called with the last row of a job when it is deleted."""
         self._holds_by_node: dict[str, NodeHolds] = {}
-        self._held: dict[str, dict[str, tuple[str, Hold]]] = {}
+        self._holds_by_job: dict[str, dict[str, tuple[str, Hold]]] = {}
         """Node and hold, by job and worker."""
         self._confirmed_launches: set[tuple[str, int]] = set()
         """Job IDs and epochs of launches that all nodes confirmed."""
-        self._placed_at_s: dict[str, deque[float]] = {}
+        self._placement_times_s: dict[str, deque[float]] = {}
         self._mismatched_since_s: dict[tuple[str, int], float] = {}
-        self.faults_ended = False
+        self.have_faults_ended = False
         """Holds without a process are checked only after the faults have ended."""
-        machines.on_spawn.append(self._spawned)
+        machines.spawn_callbacks.append(self._on_process_spawned)
 
     def on_commit(self, operations: Sequence[Put | Delete]) -> None:
         touched: set[str] = set()
         for operation in operations:
             prefix, _, row_id = operation.key.partition("/")
             value = operation.value if isinstance(operation, Put) else None
-            if prefix + "/" == _JOBS:
-                self._job_changed(row_id, None if value is None else msgspec.json.decode(value, type=Job))
+            if prefix + "/" == _JOB_KEY_PREFIX:
+                self._on_job_changed(row_id, None if value is None else msgspec.json.decode(value, type=Job))
                 touched.add(row_id)
-            elif prefix + "/" == _HOLDS and value is not None:
-                touched |= self._holds_changed(row_id, msgspec.json.decode(value, type=NodeHolds))
+            elif prefix + "/" == _HOLDS_KEY_PREFIX and value is not None:
+                touched |= self._on_holds_changed(row_id, msgspec.json.decode(value, type=NodeHolds))
         for job_id in touched:
             self._check_holds(job_id)
 
-    async def run(self) -> None:
+    async def check_periodically(self) -> None:
         while True:
             await asyncio.sleep(_CHECK_INTERVAL_S)
             self._check_processes_against_holds()
 
     # -- rows ---------------------------------------------------------------------------------
 
-    def _job_changed(self, job_id: str, job: Job | None) -> None:
-        before = self.jobs.pop(job_id, None)
+    def _on_job_changed(self, job_id: str, job: Job | None) -> None:
+        before = self.current_jobs.pop(job_id, None)
         if job is None:
             if before is not None:
-                for callback in self.on_delete:
+                for callback in self.delete_callbacks:
                     callback(before)
             return
-        self.jobs[job_id] = job
-        if job.state.is_final and job_id not in self.ended:
-            self.ended[job_id] = job
-            for callback in self.on_end:
+        self.current_jobs[job_id] = job
+        if job.state.is_final and job_id not in self.ended_jobs:
+            self.ended_jobs[job_id] = job
+            for callback in self.end_callbacks:
                 callback(job)
         was = before.state if before is not None else None
         if job.state is JobState.PLACING and was is not JobState.PLACING:
@@ -111,22 +116,22 @@ class InvariantChecker:
         if job.state is JobState.RUNNING and was is not JobState.RUNNING:
             self._confirmed_launches.add((job_id, job.epoch))
             for rank, placement in enumerate(job.placements):
-                if self._accepted(placement.node_id, job.unit(rank)) != placement.epoch:
-                    self._report(f"epoch {job.epoch} runs, but {job.unit(rank)} was never accepted")
+                if self._get_accepted_epoch(placement.node_id, job.unit(rank)) != placement.epoch:
+                    self._report_violation(f"epoch {job.epoch} runs, but {job.unit(rank)} was never accepted")
         if before is not None and before.state.is_final:
-            self._report(f"{job_id} was final ({before.reason}) and changed to {job}")
+            self._report_violation(f"{job_id} was final ({before.reason}) and changed to {job}")
 
-    def _holds_changed(self, node_id: str, node_holds: NodeHolds) -> set[str]:
+    def _on_holds_changed(self, node_id: str, node_holds: NodeHolds) -> set[str]:
         before = self._holds_by_node.get(node_id, NodeHolds(node_id=node_id))
         self._holds_by_node[node_id] = node_holds
         touched = set()
         for hold in before.holds:
             job_id = parse_worker_unit(hold.job_id)[0]
-            self._held.get(job_id, {}).pop(hold.job_id, None)
+            self._holds_by_job.get(job_id, {}).pop(hold.job_id, None)
             touched.add(job_id)
         for hold in node_holds.holds:
             job_id = parse_worker_unit(hold.job_id)[0]
-            self._held.setdefault(job_id, {})[hold.job_id] = (node_id, hold)
+            self._holds_by_job.setdefault(job_id, {})[hold.job_id] = (node_id, hold)
             touched.add(job_id)
         self._check_capacity(node_holds)
         return touched
@@ -135,7 +140,9 @@ class InvariantChecker:
         for gpu_id in {gpu_id for hold in node_holds.holds for gpu_id in hold.gpu_ids}:
             there = [hold for hold in node_holds.holds if gpu_id in hold.gpu_ids]
             if sum(hold.gpu_milli for hold in there) > FULL_MILLI or len({one.tenant for one in there}) > 1:
-                self._report(f"accelerator {gpu_id} of {node_holds.node_id} is overallocated: {there}")
+                self._report_violation(
+                    f"accelerator {gpu_id} of {node_holds.node_id} is overallocated: {there}"
+                )
 
     def _check_placement(self, job: Job) -> None:
         """Check that a placement satisfies the constraints of the job."""
@@ -150,56 +157,63 @@ class InvariantChecker:
             and all(len(set(placement.gpu_ids)) == spec.resources.gpus for placement in placements)
         )
         if not is_right:
-            self._report(f"placement violates the constraints: {job}")
+            self._report_violation(f"placement violates the constraints: {job}")
 
     def _check_placement_rate(self, job_id: str) -> None:
-        recent = self._placed_at_s.setdefault(job_id, deque(maxlen=_PLACEMENTS_MAX))
+        recent = self._placement_times_s.setdefault(job_id, deque(maxlen=_PLACEMENTS_MAX))
         if len(recent) == _PLACEMENTS_MAX and self._world.now_s - recent[0] < _PLACEMENTS_WINDOW_S:
-            self._report(f"{job_id} is placed repeatedly without progress")
+            self._report_violation(f"{job_id} is placed repeatedly without progress")
         recent.append(self._world.now_s)
 
     def _check_holds(self, job_id: str) -> None:
         """Check that the ledger holds exactly what the placements of the job require."""
-        job = self.jobs.get(job_id)
+        job = self.current_jobs.get(job_id)
         held = {
             unit: (node_id, hold.epoch, hold.gpu_ids)
-            for unit, (node_id, hold) in self._held.get(job_id, {}).items()
+            for unit, (node_id, hold) in self._holds_by_job.get(job_id, {}).items()
         }
         if held != ({} if job is None else _expected_holds(job)):
-            self._report(f"ledger has {held}, which does not match {job}")
+            self._report_violation(f"ledger has {held}, which does not match {job}")
 
     # -- processes ----------------------------------------------------------------------------
 
-    def _spawned(self, process: SimProcess) -> None:
-        if process.launch not in self._confirmed_launches:
-            self._report(f"{process} started before all workers of its launch were confirmed")
+    def _on_process_spawned(self, process: SimProcess) -> None:
+        if process.launch_key not in self._confirmed_launches:
+            self._report_violation(f"{process} started before all workers of its launch were confirmed")
 
     def _check_processes_against_holds(self) -> None:
         """Check that no process without a hold, and no hold without a process, lasts too long."""
-        running = {(one.job_id, one.epoch): one for one in self._machines.alive() if not one.end_reason}
-        held = {(unit, hold.epoch) for those in self._held.values() for unit, (_, hold) in those.items()}
+        running = {
+            (one.job_id, one.epoch): one for one in self._machines.live_processes() if not one.end_reason
+        }
+        held = {
+            (unit, hold.epoch) for those in self._holds_by_job.values() for unit, (_, hold) in those.items()
+        }
         placing = {
-            unit for unit, epoch in held if self.jobs[parse_worker_unit(unit)[0]].state is JobState.PLACING
+            unit
+            for unit, epoch in held
+            if self.current_jobs[parse_worker_unit(unit)[0]].state is JobState.PLACING
         }
         mismatched = {
             key
             for key in running.keys() - held
-            if not self._world.is_frozen(running[key].node_id) and not self._machines.is_overdue(running[key])
+            if not self._world.is_frozen(running[key].node_id)
+            and not self._machines.is_deadman_timer_expired(running[key])
         }
-        if self.faults_ended:
+        if self.have_faults_ended:
             mismatched |= {key for key in held - running.keys() if key[0] not in placing}
         now_s = self._world.now_s
         self._mismatched_since_s = {key: self._mismatched_since_s.get(key, now_s) for key in mismatched}
         for key, since_s in self._mismatched_since_s.items():
             if now_s - since_s > self._mismatch_s_max:
                 what = "runs without a hold" if key in running else "is held without a process"
-                self._report(f"{key} {what} since {since_s:.2f}")
+                self._report_violation(f"{key} {what} since {since_s:.2f}")
 
-    def _report(self, what: str) -> None:
-        self._machines.report_violation(what)
+    def _report_violation(self, description: str) -> None:
+        self._machines.report_violation(description)
 
 
-class InnocentChecker:
+class InnocentTenantChecker:
     """Checks that jobs of an innocent tenant are ended only by faults of the machines that they use, and that
     finished ones remain readable: a run is much shorter than `history_days`, and they are few and small.
 
@@ -210,7 +224,7 @@ class InnocentChecker:
     def __init__(
         self,
         world: World,
-        machines: Machines,
+        machines: SimMachines,
         checker: InvariantChecker,
         *,
         tenant: str,
@@ -220,31 +234,35 @@ class InnocentChecker:
         self._machines = machines
         self._tenant = tenant
         self._checker = checker
-        self._faults = faults
-        self._excused: set[str] = set()
-        machines.on_termination.append(self._terminated)
-        checker.on_end.append(self._ended)
-        checker.on_delete.append(self._deleted)
+        self._fault_windows = faults
+        self._excused_job_ids: set[str] = set()
+        machines.termination_callbacks.append(self._on_process_terminated)
+        checker.end_callbacks.append(self._on_job_ended)
+        checker.delete_callbacks.append(self._on_job_deleted)
 
-    def _ended(self, job: Job) -> None:
-        if job.tenant != self._tenant or job.state is JobState.SUCCEEDED or job.job_id in self._excused:
+    def _on_job_ended(self, job: Job) -> None:
+        if (
+            job.tenant != self._tenant
+            or job.state is JobState.SUCCEEDED
+            or job.job_id in self._excused_job_ids
+        ):
             return
         if not self._is_excused(job):
             self._machines.report_violation(
                 f"{job.job_id} ended without a fault of its node: {job.state}, {job.reason}"
             )
 
-    def _deleted(self, job: Job) -> None:
+    def _on_job_deleted(self, job: Job) -> None:
         if job.tenant == self._tenant:
             self._machines.report_violation(f"{job.job_id} was deleted: {job.state}, {job.reason}")
 
-    def _terminated(self, process: SimProcess) -> None:
-        job_id = process.launch[0]
-        job = self._checker.jobs.get(job_id)
+    def _on_process_terminated(self, process: SimProcess) -> None:
+        job_id = process.launch_key[0]
+        job = self._checker.current_jobs.get(job_id)
         if job is None or job.tenant != self._tenant:
             return
         if self._is_excused(job):
-            self._excused.add(job_id)
+            self._excused_job_ids.add(job_id)
         else:
             self._machines.report_violation(
                 f"{process.job_id} was terminated without a fault of its node: {process.end_reason}"
@@ -255,8 +273,8 @@ class InnocentChecker:
         now_s = self._world.now_s
         hosts = {placement.node_id.replace("-", ".") for placement in job.placements}
         return any(
-            hosts & fault.hosts and fault.start_s <= now_s <= fault.end_s + _EXCUSED_S
-            for fault in self._faults
+            hosts & fault.hosts and fault.start_s <= now_s <= fault.end_s + _EXCUSED_AFTER_FAULT_S
+            for fault in self._fault_windows
         )
 
 
@@ -265,55 +283,59 @@ class LeadershipChecker:
 
     def __init__(self, cluster: SimCluster) -> None:
         self._cluster = cluster
-        self._able_since_s: dict[str, tuple[Controller, float]] = {}
+        self._can_lead_since_s: dict[str, tuple[Controller, float]] = {}
 
-    async def run(self) -> None:
+    async def check_periodically(self) -> None:
         led_s = self._cluster.world.now_s
         while True:
             await asyncio.sleep(1.0)
             now_s = self._cluster.world.now_s
             if self._cluster.leader is not None:
                 led_s = now_s
-            waited_s = now_s - max(led_s, self._update_able(now_s))
+            waited_s = now_s - max(led_s, self._update_controllers_able_to_lead(now_s))
             if waited_s > _LEADERLESS_S_MAX:
                 self._cluster.machines.report_violation(f"no controller has led for {waited_s:.0f} s")
                 led_s = now_s
 
-    def _update_able(self, now_s: float) -> float:
+    def _update_controllers_able_to_lead(self, now_s: float) -> float:
         """Return since when some controller could lead without interruption; now if none can."""
-        before, self._able_since_s = self._able_since_s, {}
+        before, self._can_lead_since_s = self._can_lead_since_s, {}
         for host in self._cluster.controller_hosts:
             controller = self._cluster.controller_able_to_lead(host)
             if controller is not None:
                 known, since_s = before.get(host, (None, now_s))
-                self._able_since_s[host] = (controller, since_s if known is controller else now_s)
-        return min((since_s for _, since_s in self._able_since_s.values()), default=now_s)
+                self._can_lead_since_s[host] = (controller, since_s if known is controller else now_s)
+        return min((since_s for _, since_s in self._can_lead_since_s.values()), default=now_s)
 
 
-class RequestRate:
+class RequestRateChecker:
     """Checks that no node sends more requests than its heartbeats, launches and waiting workers need; it has
-    at most `workers_max`."""
+    at most `workers_per_node_max`."""
 
-    def __init__(self, world: World, machines: Machines, hosts: Sequence[str], *, workers_max: int) -> None:
+    def __init__(
+        self, world: World, machines: SimMachines, hosts: Sequence[str], *, workers_per_node_max: int
+    ) -> None:
         self._world = world
         self._machines = machines
         self._hosts = hosts
-        self._allowed = _HEARTBEATS_PER_S * _RATE_WINDOW_S + _REQUESTS_OF_WORKER * workers_max
-        self._launches = 0
-        machines.on_spawn.append(self._spawned)
+        self._requests_allowed_per_window = (
+            _HEARTBEATS_PER_S * _RATE_WINDOW_S + _REQUESTS_PER_WORKER_MAX * workers_per_node_max
+        )
+        self._launch_count = 0
+        machines.spawn_callbacks.append(self._on_process_spawned)
 
-    async def run(self) -> None:
+    async def check_periodically(self) -> None:
         while True:
-            before, self._launches = dict(self._world.requests_sent), 0
+            before, self._launch_count = dict(self._world.requests_sent_by_host), 0
             await asyncio.sleep(_RATE_WINDOW_S)
-            allowed = self._allowed + _REQUESTS_OF_LAUNCH * self._launches
+            allowed = self._requests_allowed_per_window + _REQUESTS_PER_LAUNCH_MAX * self._launch_count
             for host in self._hosts:
-                count = self._world.requests_sent[host] - before.get(host, 0)
+                count = self._world.requests_sent_by_host[host] - before.get(host, 0)
                 if count > allowed:
                     self._machines.report_violation(f"{host} sent {count} requests in {_RATE_WINDOW_S:g} s")
 
-    def _spawned(self, process: SimProcess) -> None:
-        self._launches += 1
+    def _on_process_spawned(self, process: SimProcess) -> None:
+        self._launch_count += 1
 
 
 def _expected_holds(job: Job) -> dict[str, tuple[str, int, tuple[int, ...]]]:

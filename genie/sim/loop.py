@@ -15,11 +15,11 @@ from typing import Any, TypeVar
 _Result = TypeVar("_Result")
 
 
-ITERATIONS_MAX = 10_000
+ITERATIONS_WITHOUT_PROGRESS_MAX = 10_000
 """Maximum loop iterations without progress of time; a working cluster needs fewer than 100."""
 
 
-class StuckError(AssertionError):
+class SimulationStuckError(AssertionError):
     """Deadlock (no task is ready and no timer is set) or livelock (tasks are always ready, so time never
     advances)."""
 
@@ -29,32 +29,35 @@ class _SimulatedSelector(selectors.BaseSelector):
 
     def __init__(self) -> None:
         self.now_s = 0.0
-        self._iterations = 0
-        self._keys: dict[Any, selectors.SelectorKey] = {}
+        self._iterations_without_progress = 0
+        self._selector_keys: dict[Any, selectors.SelectorKey] = {}
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         if timeout is None:
-            raise StuckError("deadlock: no task is ready and no timer is set")
+            raise SimulationStuckError("deadlock: no task is ready and no timer is set")
         if timeout > 0:
             self.now_s += timeout
-            self._iterations = 0
-        self._iterations += 1
-        if self._iterations > ITERATIONS_MAX:
-            self._iterations = 0  # cancelling the tasks needs iterations, too
-            raise StuckError(f"livelock at {self.now_s:.3f} s: {ITERATIONS_MAX} iterations without progress")
+            self._iterations_without_progress = 0
+        self._iterations_without_progress += 1
+        if self._iterations_without_progress > ITERATIONS_WITHOUT_PROGRESS_MAX:
+            self._iterations_without_progress = 0  # cancelling the tasks needs iterations, too
+            raise SimulationStuckError(
+                f"livelock at {self.now_s:.3f} s: {ITERATIONS_WITHOUT_PROGRESS_MAX} iterations without "
+                "progress"
+            )
         return []
 
     def register(self, fileobj: Any, events: int, data: Any = None) -> selectors.SelectorKey:
         # Only the loop's wake-up pipe is registered.
         key = selectors.SelectorKey(fileobj, fileobj, events, data)
-        self._keys[fileobj] = key
+        self._selector_keys[fileobj] = key
         return key
 
     def unregister(self, fileobj: Any) -> selectors.SelectorKey:
-        return self._keys.pop(fileobj)
+        return self._selector_keys.pop(fileobj)
 
     def get_map(self) -> Mapping[Any, selectors.SelectorKey]:
-        return self._keys
+        return self._selector_keys
 
 
 class _NumberedTask(asyncio.Task[Any]):
@@ -87,7 +90,7 @@ class SimulatedLoop(asyncio.SelectorEventLoop):
         return self._selector.now_s
 
 
-def run(main: Coroutine[Any, Any, _Result]) -> _Result:
+def run_simulated(main: Coroutine[Any, Any, _Result]) -> _Result:
     """Run a coroutine on a new simulated loop; remaining tasks are cancelled and awaited."""
     with asyncio.Runner(loop_factory=SimulatedLoop) as runner:
         return runner.run(main)

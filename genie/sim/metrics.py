@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from genie.sim.events import SimJobResult, SimulatedRun
 from genie.sim.workloads.workload import SimJob
 
-LARGE_GPUS = 32
-SLOWDOWN_LEAST_S = 10.0
-_MILLI = 1000
+LARGE_GANG_GPUS_MIN = 32
+SLOWDOWN_DURATION_S_MIN = 10.0
+_MILLI_PER_GPU = 1000
 
 
 @dataclass(frozen=True)
@@ -76,42 +76,48 @@ class Summary:
 
 def summarise(run: SimulatedRun) -> Summary:
     records = [
-        record for record in run.records if record.started_s is not None and record.ended_s is not None
+        record
+        for record in run.job_results
+        if record.first_started_s is not None and record.ended_s is not None
     ]
     waits = [_wait_s(record) for record in records]
     whole = _utilisation(run, until_s=math.inf)
     arriving = _utilisation(run, until_s=max((record.job.submitted_s for record in records), default=0.0))
     return Summary(
         jobs=len(records),
-        impossible=len(run.impossible),
-        left_waiting=len(run.records) - len(records),
-        cut_short=sum(record.job.duration_s > record.job.runs_s for record in records),
-        gpus=run.gpu_milli // _MILLI,
-        span_s=run.usage[-1].at_s - run.usage[0].at_s if run.usage else 0.0,
+        impossible=len(run.infeasible_job_ids),
+        left_waiting=len(run.job_results) - len(records),
+        cut_short=sum(record.job.duration_s > record.job.limited_duration_s for record in records),
+        gpus=run.total_gpu_milli // _MILLI_PER_GPU,
+        span_s=run.usage_samples[-1].time_s - run.usage_samples[0].time_s if run.usage_samples else 0.0,
         utilisation=whole[0],
         utilisation_while_waiting=whole[1],
         utilisation_while_arriving=arriving[1],
         waiting_share=whole[2],
-        wait_s=spread(waits),
-        wait_large_s=spread(
+        wait_s=summarise_values(waits),
+        wait_large_s=summarise_values(
             [wait for record, wait in zip(records, waits, strict=True) if is_large_gang(record.job)]
         ),
-        completion_s=spread([_completion_s(record) for record in records]),
-        slowdown=spread([_completion_s(it) / max(it.job.runs_s, SLOWDOWN_LEAST_S) for it in records]),
-        jain=jain(_service_ratios(records)),
-        finish_fairness=spread(finish_fairness(records, gpus=run.gpu_milli / _MILLI)),
-        preemptions=sum(record.preemptions for record in records),
-        failures=sum(record.failures for record in records),
-        lost_gpu_hours=sum(it.lost_s * it.job.gpu_milli_all for it in records) / _MILLI / 3600,
+        completion_s=summarise_values([_completion_s(record) for record in records]),
+        slowdown=summarise_values(
+            [_completion_s(it) / max(it.job.limited_duration_s, SLOWDOWN_DURATION_S_MIN) for it in records]
+        ),
+        jain=jain_index(_service_ratios(records)),
+        finish_fairness=summarise_values(
+            finish_time_fairness(records, gpus=run.total_gpu_milli / _MILLI_PER_GPU)
+        ),
+        preemptions=sum(record.preemption_count for record in records),
+        failures=sum(record.node_failure_count for record in records),
+        lost_gpu_hours=sum(it.lost_work_s * it.job.total_gpu_milli for it in records) / _MILLI_PER_GPU / 3600,
         fragmentation=_fragmentation(run),
     )
 
 
 def is_large_gang(job: SimJob) -> bool:
-    return job.workers > 1 and job.gpu_milli_all >= LARGE_GPUS * _MILLI
+    return job.workers > 1 and job.total_gpu_milli >= LARGE_GANG_GPUS_MIN * _MILLI_PER_GPU
 
 
-def spread(values: Sequence[float]) -> ValueSpread:
+def summarise_values(values: Sequence[float]) -> ValueSpread:
     if not values:
         return ValueSpread(0, 0.0, 0.0, 0.0, 0.0)
     ordered = sorted(values)
@@ -124,23 +130,23 @@ def spread(values: Sequence[float]) -> ValueSpread:
     )
 
 
-def percentile(ordered: Sequence[float], share: float) -> float:
+def percentile(ordered: Sequence[float], fraction: float) -> float:
     """Return the percentile, rounded up to the next value."""
-    return ordered[min(len(ordered) - 1, int(len(ordered) * share))]
+    return ordered[min(len(ordered) - 1, int(len(ordered) * fraction))]
 
 
-def jain(values: Iterable[float]) -> float:
+def jain_index(values: Iterable[float]) -> float:
     """Return Jain's index: 1 if all values are equal, 1/n if one of n has everything."""
     found = list(values)
     squares = math.fsum(value * value for value in found)
     return math.fsum(found) ** 2 / (len(found) * squares) if squares else 1.0
 
 
-def finish_fairness(records: Sequence[SimJobResult], *, gpus: float) -> list[float]:
+def finish_time_fairness(records: Sequence[SimJobResult], *, gpus: float) -> list[float]:
     """Return completion time / that on the tenant's private cluster, for each job."""
     by_tenant: dict[str, list[SimJobResult]] = {}
     for record in records:
-        if record.job.gpu_milli_all:
+        if record.job.total_gpu_milli:
             by_tenant.setdefault(record.job.tenant, []).append(record)
     part = gpus / max(len(by_tenant), 1)
     found = []
@@ -159,8 +165,8 @@ def isolated_completion_s(jobs: Sequence[SimJob], *, gpus: float) -> list[float]
     ends: list[tuple[float, float]] = []
     free, now, found = gpus, 0.0, []
     for job in jobs:
-        wanted = min(job.gpu_milli_all / _MILLI, gpus)
-        takes_s = job.runs_s * job.gpu_milli_all / _MILLI / wanted
+        wanted = min(job.total_gpu_milli / _MILLI_PER_GPU, gpus)
+        takes_s = job.limited_duration_s * job.total_gpu_milli / _MILLI_PER_GPU / wanted
         now = max(now, job.submitted_s)
         while ends and (ends[0][0] <= now or free < wanted - 1e-9):
             end_s, freed = heapq.heappop(ends)
@@ -173,8 +179,8 @@ def isolated_completion_s(jobs: Sequence[SimJob], *, gpus: float) -> list[float]
 
 
 def _wait_s(record: SimJobResult) -> float:
-    assert record.started_s is not None
-    return record.started_s - record.job.submitted_s
+    assert record.first_started_s is not None
+    return record.first_started_s - record.job.submitted_s
 
 
 def _completion_s(record: SimJobResult) -> float:
@@ -185,15 +191,15 @@ def _completion_s(record: SimJobResult) -> float:
 def _utilisation(run: SimulatedRun, *, until_s: float) -> tuple[float, float, float]:
     """Return the utilization, the utilization while jobs are pending, and the fraction of that time."""
     whole = used = whole_waiting = used_waiting = span_s = waiting_s = 0.0
-    for sample, following in zip(run.usage, run.usage[1:], strict=False):
-        for_s = max(min(following.at_s, until_s) - sample.at_s, 0.0)
+    for sample, following in zip(run.usage_samples, run.usage_samples[1:], strict=False):
+        for_s = max(min(following.time_s, until_s) - sample.time_s, 0.0)
         span_s += for_s
-        whole += for_s * sample.available_milli
-        used += for_s * sample.used_milli
-        if sample.waiting:
+        whole += for_s * sample.available_gpu_milli
+        used += for_s * sample.used_gpu_milli
+        if sample.pending_jobs:
             waiting_s += for_s
-            whole_waiting += for_s * sample.available_milli
-            used_waiting += for_s * sample.used_milli
+            whole_waiting += for_s * sample.available_gpu_milli
+            used_waiting += for_s * sample.used_gpu_milli
     return (
         used / whole if whole else 0.0,
         used_waiting / whole_waiting if whole_waiting else 1.0,
@@ -206,14 +212,18 @@ def _service_ratios(records: Sequence[SimJobResult]) -> list[float]:
     used: dict[str, float] = {}
     requested: dict[str, float] = {}
     for record in records:
-        milli, tenant = record.job.gpu_milli_all, record.job.tenant
+        milli, tenant = record.job.total_gpu_milli, record.job.tenant
         if milli:
-            used[tenant] = used.get(tenant, 0.0) + milli * record.job.runs_s
+            used[tenant] = used.get(tenant, 0.0) + milli * record.job.limited_duration_s
             requested[tenant] = requested.get(tenant, 0.0) + milli * _completion_s(record)
     return [used[tenant] / requested[tenant] for tenant in used]
 
 
 def _fragmentation(run: SimulatedRun) -> float:
-    if not run.samples:
+    if not run.fragmentation_samples:
         return 0.0
-    return sum(sample.unusable_milli for sample in run.samples) / len(run.samples) / run.gpu_milli
+    return (
+        sum(sample.unusable_gpu_milli for sample in run.fragmentation_samples)
+        / len(run.fragmentation_samples)
+        / run.total_gpu_milli
+    )

@@ -1,6 +1,6 @@
 """Simulated job processes. Every start is checked against the processes that are running.
 
-`Machines` knows the true state, which controllers and agents cannot see. Overallocated accelerators and
+`SimMachines` knows the true state, which controllers and agents cannot see. Overallocated accelerators and
 duplicate jobs are recorded in `violations` (the code under test could catch an exception). `SimLauncher` is
 the launcher of an agent. Its processes end by themselves, by request, or when the dead-man timer expires, and
 write an exit record as the real shim does.
@@ -16,20 +16,20 @@ from pathlib import Path
 
 import msgspec
 
-from genie.agent.jobs import CONTACT_LOST
+from genie.agent.jobs import CONTACT_LOST_REASON
 from genie.agent.launcher import LaunchPlan
 from genie.model.allocation import FULL_MILLI
 from genie.model.job import parse_worker_unit
 from genie.model.messages import ExitReport
 from genie.processes import files
 from genie.sim.disk import SimDisk
-from genie.sim.world import EPOCH_S, SimClock, World
+from genie.sim.world import START_WALL_TIME_S, SimClock, World
 
-DURATION_VARIABLE = "SIM_SECONDS"
-SHARE_VARIABLE = "SIM_GPU_MILLI"
-UNKILLABLE_VARIABLE = "SIM_UNKILLABLE_S"
+DURATION_ENV_VARIABLE = "SIM_SECONDS"
+GPU_MILLI_ENV_VARIABLE = "SIM_GPU_MILLI"
+UNKILLABLE_ENV_VARIABLE = "SIM_UNKILLABLE_S"
 """How long a process of the job survives SIGKILL and the end of its command, in seconds."""
-FILLS_DISK_VARIABLE = "SIM_FILLS_DISK"
+FILLS_DISK_ENV_VARIABLE = "SIM_FILLS_DISK"
 """Set if the job fills the disk of its node while it runs."""
 
 
@@ -41,7 +41,7 @@ class SimProcess:
     epoch: int
     directory: Path
     ends_at_s: float
-    until_s: float
+    deadman_expiry_s: float
     """Expiry of the dead-man timer, by the clock of the node."""
     grace_s: float
     deadman_grace_s: float
@@ -50,170 +50,170 @@ class SimProcess:
     killed_at_s: float = float("inf")
     """Time of SIGKILL; the process may run until then."""
     exit_code: int | None = None
-    alive: bool = True
+    is_alive: bool = True
     gpu_milli: int = FULL_MILLI
     unkillable_s: float = 0.0
     lingers_until_s: float | None = None
     """Set when the command has ended but a process of the job cannot be killed."""
 
     @property
-    def launch(self) -> tuple[str, int]:
+    def launch_key(self) -> tuple[str, int]:
         """Job ID and epoch."""
         return parse_worker_unit(self.job_id)[0], self.epoch
 
 
-class Machines:
+class SimMachines:
     def __init__(self, world: World) -> None:
         self._world = world
-        self._alive: list[SimProcess] = []
-        self.finished: dict[str, int] = {}
+        self._live_processes: list[SimProcess] = []
+        self.completed_runs_by_job: dict[str, int] = {}
         """Number of completed runs of each job."""
-        self.finished_launches: set[tuple[str, int]] = set()
+        self.completed_launch_keys: set[tuple[str, int]] = set()
         """Completed workers with their epoch."""
         self.violations: list[str] = []
-        self.on_spawn: list[Callable[[SimProcess], None]] = []
-        self.on_termination: list[Callable[[SimProcess], None]] = []
+        self.spawn_callbacks: list[Callable[[SimProcess], None]] = []
+        self.termination_callbacks: list[Callable[[SimProcess], None]] = []
         """Called when a process is terminated, or loses power: it does not end by itself."""
-        self.on_exit: list[Callable[[SimProcess], None]] = []
-        self.disks: dict[str, SimDisk] = {}
+        self.exit_callbacks: list[Callable[[SimProcess], None]] = []
+        self.disk_by_host: dict[str, SimDisk] = {}
         """By host."""
 
-    def alive(self, node_id: str = "") -> list[SimProcess]:
-        return [one for one in self._alive if node_id in ("", one.node_id)]
+    def live_processes(self, node_id: str = "") -> list[SimProcess]:
+        return [one for one in self._live_processes if node_id in ("", one.node_id)]
 
     def start_process(self, process: SimProcess) -> None:
-        for other in self.alive():
+        for other in self.live_processes():
             if other.job_id == process.job_id and other.epoch == process.epoch:
                 self.report_violation(f"duplicate process: {process} and {other}")
-            elif other.launch[0] == process.launch[0] and other.epoch != process.epoch:
-                self._check_overlap(process, other)
-        self._alive.append(process)
+            elif other.launch_key[0] == process.launch_key[0] and other.epoch != process.epoch:
+                self._check_gpus_not_shared(process, other)
+        self._live_processes.append(process)
         for gpu_id in process.gpu_ids:
-            there = [one for one in self.alive(process.node_id) if gpu_id in one.gpu_ids]
+            there = [one for one in self.live_processes(process.node_id) if gpu_id in one.gpu_ids]
             if sum(one.gpu_milli for one in there) > FULL_MILLI:
                 self.report_violation(f"accelerator {gpu_id} is overallocated by {process}: {there}")
-        for callback in self.on_spawn:
+        for callback in self.spawn_callbacks:
             callback(process)
 
-    def _check_overlap(self, process: SimProcess, other: SimProcess) -> None:
-        if not self.is_overdue(other):
+    def _check_gpus_not_shared(self, process: SimProcess, other: SimProcess) -> None:
+        if not self.is_deadman_timer_expired(other):
             self.report_violation(f"{process} overlaps with {other} of another epoch")
 
-    def report_violation(self, what: str) -> None:
-        self.violations.append(f"{self._world.now_s:.2f}: {what}")
+    def report_violation(self, description: str) -> None:
+        self.violations.append(f"{self._world.now_s:.2f}: {description}")
 
-    def is_overdue(self, process: SimProcess) -> bool:
+    def is_deadman_timer_expired(self, process: SimProcess) -> bool:
         """Return whether the dead-man timer has expired, on a machine that is frozen until it resumes."""
-        over_s = process.until_s + process.deadman_grace_s
+        over_s = process.deadman_expiry_s + process.deadman_grace_s
         return SimClock(self._world, process.node_id).monotonic_s() > over_s
 
     def power_off(self, node_id: str) -> None:
         """End all processes of a node without exit records."""
-        for process in self.alive(node_id):
+        for process in self.live_processes(node_id):
             process.end_reason = process.end_reason or "power outage"
-            self._notify(process)
-            self._end(process)
-        if node_id in self.disks:
-            self.disks[node_id].lose_power()
+            self._call_termination_callbacks(process)
+            self._end_process(process)
+        if node_id in self.disk_by_host:
+            self.disk_by_host[node_id].lose_power()
 
     def terminate(self, process: SimProcess, reason: str, *, within_s: float) -> None:
         """Send SIGTERM; the process ends at a random time within the grace period."""
         if not process.end_reason:
             process.end_reason = reason
-            self._notify(process)
+            self._call_termination_callbacks(process)
         lingers_s = self._world.random.uniform(0.0, within_s)
         process.killed_at_s = min(process.killed_at_s, self._world.now_s + lingers_s)
 
-    async def run(self) -> None:
+    async def end_due_processes(self) -> None:
         """End processes at their time. Runs concurrently with controllers and agents."""
         while True:
             await asyncio.sleep(0.05)
-            for process in self.alive():
-                self._step(process)
+            for process in self.live_processes():
+                self._end_if_due(process)
 
-    def _step(self, process: SimProcess) -> None:
+    def _end_if_due(self, process: SimProcess) -> None:
         now_s = self._world.now_s
         if self._world.is_frozen(process.node_id):
             return
         if process.lingers_until_s is not None:
             if now_s >= process.lingers_until_s:
-                self._end(process)
+                self._end_process(process)
             return
-        if SimClock(self._world, process.node_id).monotonic_s() >= process.until_s:
-            self.terminate(process, CONTACT_LOST, within_s=process.deadman_grace_s)
+        if SimClock(self._world, process.node_id).monotonic_s() >= process.deadman_expiry_s:
+            self.terminate(process, CONTACT_LOST_REASON, within_s=process.deadman_grace_s)
         if now_s >= process.ends_at_s and not process.end_reason:
             process.exit_code = 0
-            self.finished[process.job_id] = self.finished.get(process.job_id, 0) + 1
-            self.finished_launches.add((process.job_id, process.epoch))
+            self.completed_runs_by_job[process.job_id] = self.completed_runs_by_job.get(process.job_id, 0) + 1
+            self.completed_launch_keys.add((process.job_id, process.epoch))
         elif now_s < process.killed_at_s:
             return
-        report = exit_report(process, now_s=self._world.now_s)
+        report = make_exit_report(process, now_s=self._world.now_s)
         body = msgspec.to_builtins(report)
-        disk = self.disks.get(process.node_id)
-        with disk.recorded() if disk else nullcontext():
+        disk = self.disk_by_host.get(process.node_id)
+        with disk.record_durable_files() if disk else nullcontext():
             files.write_private(process.directory / "exit.json", msgspec.json.encode(body))
         if process.unkillable_s:
             process.lingers_until_s = now_s + process.unkillable_s
         else:
-            self._end(process)
+            self._end_process(process)
 
     def kill_leftovers(self, node_id: str) -> int:
         """End the processes of an earlier agent, except those that cannot be killed. Return their number."""
         count = 0
-        for process in self.alive(node_id):
+        for process in self.live_processes(node_id):
             if process.unkillable_s:
                 process.lingers_until_s = process.lingers_until_s or self._world.now_s + process.unkillable_s
             else:
-                self._end(process)
+                self._end_process(process)
                 count += 1
         return count
 
-    def _end(self, process: SimProcess) -> None:
-        process.alive = False
-        self._alive.remove(process)
-        for callback in self.on_exit:
+    def _end_process(self, process: SimProcess) -> None:
+        process.is_alive = False
+        self._live_processes.remove(process)
+        for callback in self.exit_callbacks:
             callback(process)
-        if process.node_id in self.disks:
-            self.disks[process.node_id].filled_by.discard(process.launch)
+        if process.node_id in self.disk_by_host:
+            self.disk_by_host[process.node_id].fill_causes.discard(process.launch_key)
 
-    def _notify(self, process: SimProcess) -> None:
-        for callback in self.on_termination:
+    def _call_termination_callbacks(self, process: SimProcess) -> None:
+        for callback in self.termination_callbacks:
             callback(process)
 
 
-def exit_report(process: SimProcess, *, now_s: float) -> ExitReport:
+def make_exit_report(process: SimProcess, *, now_s: float) -> ExitReport:
     return ExitReport(
         job_id=process.job_id,
         epoch=process.epoch,
         exit_code=process.exit_code,
         reason=process.end_reason or "exit code 0",
-        ended_at=EPOCH_S + now_s,
+        ended_at=START_WALL_TIME_S + now_s,
     )
 
 
 class SimLauncher:
-    """Launcher of one agent. After the agent was killed (`dead`), it has no effect."""
+    """Launcher of one agent. After the agent was killed (`is_agent_dead`), it has no effect."""
 
-    def __init__(self, world: World, machines: Machines, host: str) -> None:
+    def __init__(self, world: World, machines: SimMachines, host: str) -> None:
         self._world = world
         self._machines = machines
         self._host = host
-        self._mine: dict[str, SimProcess] = {}
+        self._process_by_job: dict[str, SimProcess] = {}
         self._leftovers: list[SimProcess] = []
         """Processes of an earlier agent that cannot be killed."""
         self._has_exits = asyncio.Event()
-        machines.on_exit.append(self._exited)
-        self.dead = False
+        machines.exit_callbacks.append(self._on_process_exit)
+        self.is_agent_dead = False
 
-    def end_leftovers(self, jobs_dir: Path) -> int:
+    def kill_leftovers(self, jobs_dir: Path) -> int:
         count = self._machines.kill_leftovers(self._host)
-        self._leftovers = self._machines.alive(self._host)
+        self._leftovers = self._machines.live_processes(self._host)
         return count
 
-    async def start(self, plan: LaunchPlan, *, until_s: float) -> None:
-        if self.dead:
+    async def start_job(self, plan: LaunchPlan, *, deadman_expiry_s: float) -> None:
+        if self.is_agent_dead:
             return
-        seconds = float(plan.env.get(DURATION_VARIABLE, "1"))
+        seconds = float(plan.env.get(DURATION_ENV_VARIABLE, "1"))
         gpus = plan.env.get("GENIE_JOB_GPUS", "")
         process = SimProcess(
             node_id=self._host,
@@ -222,52 +222,55 @@ class SimLauncher:
             epoch=plan.epoch,
             directory=plan.directory,
             ends_at_s=self._world.now_s + seconds,
-            until_s=until_s,
+            deadman_expiry_s=deadman_expiry_s,
             grace_s=plan.grace_s,
             deadman_grace_s=plan.deadman_grace_s,
-            gpu_milli=int(plan.env.get(SHARE_VARIABLE, FULL_MILLI)),
-            unkillable_s=float(plan.env.get(UNKILLABLE_VARIABLE, "0")),
+            gpu_milli=int(plan.env.get(GPU_MILLI_ENV_VARIABLE, FULL_MILLI)),
+            unkillable_s=float(plan.env.get(UNKILLABLE_ENV_VARIABLE, "0")),
         )
-        if FILLS_DISK_VARIABLE in plan.env:
-            self._machines.disks[self._host].filled_by.add(process.launch)
+        if FILLS_DISK_ENV_VARIABLE in plan.env:
+            self._machines.disk_by_host[self._host].fill_causes.add(process.launch_key)
         self._machines.start_process(process)
-        self._mine[plan.job_id] = process
+        self._process_by_job[plan.job_id] = process
 
-    def refresh(self, until_s: float) -> None:
-        if not self.dead:
-            for process in self._mine.values():
-                process.until_s = until_s
+    def extend_deadman_timers(self, deadman_expiry_s: float) -> None:
+        if not self.is_agent_dead:
+            for process in self._process_by_job.values():
+                process.deadman_expiry_s = deadman_expiry_s
 
-    def kill(self, job_id: str, *, reason: str, grace_s: float | None = None) -> None:
-        process = self._mine.get(job_id)
-        if process is not None and not self.dead and not process.end_reason:
+    def kill_job(self, job_id: str, *, reason: str, grace_s: float | None = None) -> None:
+        process = self._process_by_job.get(job_id)
+        if process is not None and not self.is_agent_dead and not process.end_reason:
             self._machines.terminate(
                 process, reason, within_s=process.grace_s if grace_s is None else grace_s
             )
 
-    def running(self) -> dict[str, str]:
-        leftovers = {process.job_id: process for process in self._leftovers if process.alive}
-        return {job_id: _stuck_reason(process) for job_id, process in (leftovers | self._mine).items()}
+    def running_jobs_and_kill_errors(self) -> dict[str, str]:
+        leftovers = {process.job_id: process for process in self._leftovers if process.is_alive}
+        return {
+            job_id: _unkillable_reason(process)
+            for job_id, process in (leftovers | self._process_by_job).items()
+        }
 
-    def exits(self) -> list[ExitReport]:
-        ended = [process for process in self._mine.values() if not process.alive]
+    def take_exits(self) -> list[ExitReport]:
+        ended = [process for process in self._process_by_job.values() if not process.is_alive]
         for process in ended:
-            del self._mine[process.job_id]
-        return [exit_report(process, now_s=self._world.now_s) for process in ended]
+            del self._process_by_job[process.job_id]
+        return [make_exit_report(process, now_s=self._world.now_s) for process in ended]
 
     async def wait_exit(self) -> None:
-        while self.dead or all(process.alive for process in self._mine.values()):
+        while self.is_agent_dead or all(process.is_alive for process in self._process_by_job.values()):
             self._has_exits.clear()
             await self._has_exits.wait()
         await self._world.wait_unpaused(self._host)
 
     def close(self) -> None:
-        self._mine.clear()
+        self._process_by_job.clear()
 
-    def _exited(self, process: SimProcess) -> None:
-        if self._mine.get(process.job_id) is process:
+    def _on_process_exit(self, process: SimProcess) -> None:
+        if self._process_by_job.get(process.job_id) is process:
             self._has_exits.set()
 
 
-def _stuck_reason(process: SimProcess) -> str:
+def _unkillable_reason(process: SimProcess) -> str:
     return "" if process.lingers_until_s is None else "1 process cannot be killed (injected fault)"

@@ -1,7 +1,7 @@
 """Places requests that arrive and never end, and measures how much of the cluster they fill.
 
 Arrivals are the shuffled workload, followed by random requests of it, until the requested GPUs, including
-those of rejected requests, reach `REQUESTED_PCT_END`; a larger workload is randomly reduced to that. With
+those of rejected requests, reach `FINAL_REQUESTED_PCT`; a larger workload is randomly reduced to that. With
 `PUBLISHED_SEEDS` and a published list, arrivals and ranks equal those of the published runs. For jobs that
 end see events.py.
 """
@@ -16,17 +16,17 @@ from genie.scheduler.placement.protocol import Placer, TypicalShape
 from genie.sim.go_random import GoRandom
 from genie.sim.workloads.traces import TracePod, Workload
 
-REQUESTED_PCT_END = 130.0
-MEASURED_AT_PCT = 100
+FINAL_REQUESTED_PCT = 130.0
+MEASURED_AT_REQUESTED_PCT = 100
 PUBLISHED_SEEDS = range(42, 52)
 # Random numbers that the published program uses for other purposes. Before the arrivals it logs one. Those
 # before the ranks are probably timeouts of its watches; the number was found by trying 0 to 59 on two runs,
 # and the other runs confirm it.
-_DRAWN_BEFORE_ARRIVALS = 1
-_DRAWN_BEFORE_RANKS = 10
+_RANDOM_DRAWS_BEFORE_ARRIVALS = 1
+_RANDOM_DRAWS_BEFORE_RANKS = 10
 _TENANT = 1
 
-MakePlacer = Callable[[int, Sequence[TypicalShape]], Placer]
+ReplayPlacerFactory = Callable[[int, Sequence[TypicalShape]], Placer]
 """Creates an empty placer from a seed and the typical request shapes, which FGD needs in advance."""
 
 
@@ -41,36 +41,42 @@ class ReplayOutcome:
 
 
 def replay(
-    workload: Workload, make_placer: MakePlacer, *, seed: int, requested_pct_end: float = REQUESTED_PCT_END
+    workload: Workload,
+    make_placer: ReplayPlacerFactory,
+    *,
+    seed: int,
+    final_requested_pct: float = FINAL_REQUESTED_PCT,
 ) -> ReplayOutcome:
     """Run one replay. Equal seeds give equal arrivals, whatever the placer."""
     draws = GoRandom(seed)
-    draws.skip(_DRAWN_BEFORE_ARRIVALS)
-    capacity = workload.gpu_milli
-    arrivals = _arrivals(workload, draws, requested_milli_end=requested_pct_end * capacity / 100)
-    draws.skip(_DRAWN_BEFORE_RANKS)
-    placer = make_placer(seed, workload.typical())
+    draws.skip_outputs(_RANDOM_DRAWS_BEFORE_ARRIVALS)
+    capacity = workload.total_gpu_milli
+    arrivals = _draw_arrivals(workload, draws, final_requested_milli=final_requested_pct * capacity / 100)
+    draws.skip_outputs(_RANDOM_DRAWS_BEFORE_RANKS)
+    placer = make_placer(seed, workload.typical_shapes())
     _add_nodes(placer, workload, draws.permutation(len(workload.nodes)))
     classes = _register_classes(placer, workload)
     requested = allocated = dropped = dropped_multi = 0
     readings: dict[int, list[float]] = {}
     for pod in arrivals:
-        requested += pod.gpu_volume_milli
+        requested += pod.total_gpu_milli
         number = classes[pod]
         placer.observe(number, _TENANT)
         if placer.place(number, _TENANT) is not None:
-            allocated += pod.gpu_volume_milli
+            allocated += pod.total_gpu_milli
         else:
             dropped += 1
             dropped_multi += pod.gpus > 1
-        if abs(off := round(requested * 100 / capacity) - MEASURED_AT_PCT) <= 1:
+        if abs(off := round(requested * 100 / capacity) - MEASURED_AT_REQUESTED_PCT) <= 1:
             readings.setdefault(off, []).append(allocated * 100 / capacity)
-    return ReplayOutcome(_mean_reading(readings), len(arrivals), dropped, dropped_multi)
+    return ReplayOutcome(_mean_allocated_pct(readings), len(arrivals), dropped, dropped_multi)
 
 
-def _mean_reading(readings: dict[int, list[float]]) -> float:
+def _mean_allocated_pct(allocated_by_requested_pct: dict[int, list[float]]) -> float:
     """Return the mean at 100%, or within one percent of it if a large request skips 100%."""
-    found = readings.get(0) or [value for values in readings.values() for value in values]
+    found = allocated_by_requested_pct.get(0) or [
+        value for values in allocated_by_requested_pct.values() for value in values
+    ]
     if not found:
         raise UsageError(
             "cannot measure the allocation at 100% of the GPUs: no arrival brings the requests near 100%",
@@ -85,7 +91,7 @@ def _add_nodes(placer: Placer, workload: Workload, ranks: Sequence[int]) -> None
             cpu_milli=node.cpu_milli,
             memory_mib=node.memory_mib,
             gpus=node.gpus,
-            model=workload.model_ids[node.model],
+            model=workload.model_numbers[node.model],
             rank=rank,
         )
 
@@ -97,24 +103,26 @@ def _register_classes(placer: Placer, workload: Workload) -> dict[TracePod, int]
             gpu_milli=pod.gpu_milli,
             cpu_milli=pod.cpu_milli,
             memory_mib=pod.memory_mib,
-            models=workload.model_set(pod),
+            models=workload.allowed_models_mask(pod),
         )
         for pod in dict.fromkeys(workload.pods)
     }
 
 
-def _arrivals(workload: Workload, draws: GoRandom, *, requested_milli_end: float) -> list[TracePod]:
-    """Return the shuffled workload, reduced or extended to `requested_milli_end`."""
-    arrivals = draws.shuffled(workload.pods)
-    requested = sum(pod.gpu_volume_milli for pod in arrivals)
-    if requested > requested_milli_end:
-        while requested > requested_milli_end:
-            requested -= arrivals.pop(draws.below(len(arrivals))).gpu_volume_milli
+def _draw_arrivals(
+    workload: Workload, go_random: GoRandom, *, final_requested_milli: float
+) -> list[TracePod]:
+    """Return the shuffled workload, reduced or extended to `final_requested_milli`."""
+    arrivals = go_random.shuffled_copy(workload.pods)
+    requested = sum(pod.total_gpu_milli for pod in arrivals)
+    if requested > final_requested_milli:
+        while requested > final_requested_milli:
+            requested -= arrivals.pop(go_random.random_below(len(arrivals))).total_gpu_milli
         return arrivals
     while True:
-        pod = draws.choice(workload.pods)
+        pod = go_random.choice(workload.pods)
         # Counts one GPU of the next request, not all of them: as published.
-        if requested + pod.gpu_milli > requested_milli_end:
+        if requested + pod.gpu_milli > final_requested_milli:
             return arrivals
-        requested += pod.gpu_volume_milli
+        requested += pod.total_gpu_milli
         arrivals.append(pod)

@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
 from genie.controller.store import Compare, Delete, KeyValue, Put, RangeResult, Space, TxnResult, WatchEvent
-from genie.controller.store.background import Background
+from genie.controller.store.background import BackgroundTasks
 from genie.controller.store.leases import LeaseTimers
 from genie.controller.store.limits import (
     check_after_revision,
@@ -21,13 +21,13 @@ from genie.controller.store.limits import (
     check_transaction,
     check_ttl,
     encode_key,
-    key_span,
+    key_range,
 )
 from genie.controller.store.protocol import RANGE_BYTES_MAX, TXN_OPS_MAX
 from genie.errors import CompactedError, LeaseLostError, StoreFullError, StoreUnavailableError, UsageError
 from genie.processes.clock import Clock
 
-BYTES_MAX = 1 << 40
+VALUE_BYTES_TOTAL_MAX = 1 << 40
 
 
 class MemoryStore:
@@ -35,21 +35,21 @@ class MemoryStore:
 
     txn_ops_max = TXN_OPS_MAX
 
-    def __init__(self, memory: _Memory) -> None:
+    def __init__(self, memory: _SharedMemory) -> None:
         self._memory = memory
-        self._available = True
-        self._lose_replies = 0
-        self._delay_s = self._range_delay_s = 0.0
-        self._closed = False
-        memory.clients += 1
+        self._is_available = True
+        self._replies_to_lose = 0
+        self._call_delay_s = self._range_delay_s = 0.0
+        self._is_closed = False
+        memory.client_count += 1
 
     @classmethod
     async def open(
-        cls, *, clock: Clock, history_revisions: int = 10_000, bytes_max: int = BYTES_MAX
+        cls, *, clock: Clock, history_revisions: int = 10_000, bytes_max: int = VALUE_BYTES_TOTAL_MAX
     ) -> MemoryStore:
         """Values above `bytes_max` in total raise StoreFullError, and so does granting a lease then."""
-        background = await Background.open("memory store")
-        memory = _Memory(
+        background = await BackgroundTasks.open("memory store")
+        memory = _SharedMemory(
             clock=clock, background=background, history_revisions=history_revisions, bytes_max=bytes_max
         )
         return cls(memory)
@@ -59,31 +59,31 @@ class MemoryStore:
 
     @property
     def is_available(self) -> bool:
-        return self._available
+        return self._is_available
 
     def set_available(self, available: bool) -> None:
         """While False, calls and watches of this client raise StoreUnavailableError. Leases still expire."""
-        self._available = available
-        self._memory.wake()
+        self._is_available = available
+        self._memory.wake_watches()
 
-    def on_commit(self, listener: Callable[[Sequence[Put | Delete]], None]) -> None:
+    def add_commit_listener(self, listener: Callable[[Sequence[Put | Delete]], None]) -> None:
         """Register a callback for every transaction of any client, called when it takes effect."""
-        self._memory.listeners.append(listener)
+        self._memory.commit_listeners.append(listener)
 
     def set_delay(self, seconds: float, *, range_s: float | None = None) -> None:
         """Let each call of this client take this time; `range` takes `range_s`, if given."""
-        self._delay_s = seconds
+        self._call_delay_s = seconds
         self._range_delay_s = seconds if range_s is None else range_s
 
     def lose_next_reply(self) -> None:
         """Let the next commit take effect but raise StoreUnavailableError."""
-        self._lose_replies += 1
+        self._replies_to_lose += 1
 
     async def range(
         self, prefix: str, *, start_after: str = "", limit: int = 1000, timeout_s: float = 5.0
     ) -> RangeResult:
         check_range_limit(limit)
-        first, end = key_span(prefix, start_after=start_after)
+        first, end = key_range(prefix, start_after=start_after)
         await self._simulate_latency(self._range_delay_s)
         result = self._memory.range(first, end, limit)
         await self._simulate_latency(0.0)
@@ -92,7 +92,7 @@ class MemoryStore:
     async def get(self, key: str, *, timeout_s: float = 5.0) -> KeyValue | None:
         key_bytes = encode_key(key)
         await self._simulate_latency()
-        found = self._memory.items.get(key_bytes)
+        found = self._memory.value_by_key.get(key_bytes)
         await self._simulate_latency(0.0)
         return found
 
@@ -103,8 +103,8 @@ class MemoryStore:
         await self._simulate_latency()
         result = self._memory.commit(compares, operations)
         await self._simulate_latency(0.0)
-        if self._lose_replies:
-            self._lose_replies -= 1
+        if self._replies_to_lose:
+            self._replies_to_lose -= 1
             raise StoreUnavailableError("the memory store lost the reply (injected fault)")
         return result
 
@@ -117,13 +117,13 @@ class MemoryStore:
 
     async def keep_alive(self, lease_id: int, *, timeout_s: float = 5.0) -> None:
         await self._simulate_latency()
-        self._memory.leases.renew(lease_id)
+        self._memory.lease_timers.renew(lease_id)
         await self._simulate_latency(0.0)
 
     async def revoke_lease(self, lease_id: int, *, timeout_s: float = 5.0) -> None:
         await self._simulate_latency()
-        self._memory.leases.stop(lease_id)
-        self._memory.delete_keys_of(lease_id)
+        self._memory.lease_timers.stop(lease_id)
+        self._memory.delete_keys_of_lease(lease_id)
         await self._simulate_latency(0.0)
 
     async def compact(self, revision: int, *, timeout_s: float = 5.0) -> None:
@@ -138,80 +138,84 @@ class MemoryStore:
     @asynccontextmanager
     async def watch(self, prefix: str, *, after_revision: int) -> AsyncIterator[AsyncIterator[WatchEvent]]:
         check_after_revision(after_revision)
-        span = key_span(prefix)
+        span = key_range(prefix)
         await self._simulate_latency()
-        yield self._follow(span, after_revision)
+        yield self._open_watch(span, after_revision)
 
     async def close(self) -> None:
-        if self._closed:
+        if self._is_closed:
             return
-        self._closed = True
-        self._memory.wake()
-        self._memory.clients -= 1
-        if self._memory.clients == 0:
+        self._is_closed = True
+        self._memory.wake_watches()
+        self._memory.client_count -= 1
+        if self._memory.client_count == 0:
             await self._memory.background.close()
 
     def check_reachable(self) -> None:
-        if self._closed:
+        if self._is_closed:
             raise StoreUnavailableError("the memory store is closed")
-        if not self._available:
+        if not self._is_available:
             raise StoreUnavailableError("the memory store is unavailable (injected fault)")
 
     async def _simulate_latency(self, delay_s: float | None = None) -> None:
         self.check_reachable()
-        await asyncio.sleep(self._delay_s if delay_s is None else delay_s)
+        await asyncio.sleep(self._call_delay_s if delay_s is None else delay_s)
         self.check_reachable()
 
-    def _follow(self, span: tuple[bytes, bytes], after_revision: int) -> _MemoryWatch:
-        return _MemoryWatch(self, self._memory, span, after_revision)
+    def _open_watch(self, key_range: tuple[bytes, bytes], after_revision: int) -> _MemoryWatch:
+        return _MemoryWatch(self, self._memory, key_range, after_revision)
 
 
-class _Memory:
+class _SharedMemory:
     """State shared by all clients. Calls take effect immediately."""
 
     def __init__(
-        self, *, clock: Clock, background: Background, history_revisions: int, bytes_max: int
+        self, *, clock: Clock, background: BackgroundTasks, history_revisions: int, bytes_max: int
     ) -> None:
         self.background = background
         self._bytes_max = bytes_max
         self._used_bytes = 0
-        self.leases = LeaseTimers(clock=clock, background=background, expire=self._expire)
-        self.items: dict[bytes, KeyValue] = {}
+        self.lease_timers = LeaseTimers(clock=clock, background=background, expire=self._expire_lease)
+        self.value_by_key: dict[bytes, KeyValue] = {}
         self.history: list[tuple[bytes, WatchEvent]] = []
-        self.dropped = 0
-        self.compacted = 0
-        self.clients = 0
-        self.listeners: list[Callable[[Sequence[Put | Delete]], None]] = []
+        self.dropped_history_entries = 0
+        self.compacted_revision = 0
+        self.client_count = 0
+        self.commit_listeners: list[Callable[[Sequence[Put | Delete]], None]] = []
         self._history_revisions = history_revisions
-        self._keys: list[bytes] = []
+        self._sorted_keys: list[bytes] = []
         self._revision = 1
         self._last_lease_id = 0
-        self._changed = asyncio.Event()
+        self._change_event = asyncio.Event()
 
     def range(self, first: bytes, end: bytes, limit: int) -> RangeResult:
         items: list[KeyValue] = []
         left_bytes = RANGE_BYTES_MAX
-        keys = self._keys[bisect_left(self._keys, first) : bisect_left(self._keys, end)]
+        keys = self._sorted_keys[bisect_left(self._sorted_keys, first) : bisect_left(self._sorted_keys, end)]
         for key in keys:
             if len(items) == limit or left_bytes <= 0:
                 break
-            items.append(self.items[key])
-            left_bytes -= len(self.items[key].value)
+            items.append(self.value_by_key[key])
+            left_bytes -= len(self.value_by_key[key].value)
         return RangeResult(tuple(items), self._revision, more=len(items) < len(keys))
 
     def commit(self, compares: Sequence[Compare], operations: Sequence[Put | Delete]) -> TxnResult:
-        if not all(self._holds(compare) for compare in compares):
+        if not all(self._compare_succeeds(compare) for compare in compares):
             return TxnResult(succeeded=False, revision=self._revision)
         for operation in operations:
-            if isinstance(operation, Put) and operation.lease_id and self.leases.is_lost(operation.lease_id):
+            if (
+                isinstance(operation, Put)
+                and operation.lease_id
+                and self.lease_timers.is_expired_or_revoked(operation.lease_id)
+            ):
                 raise LeaseLostError(f"lease {operation.lease_id} has expired or was revoked")
         self._check_space(operations)
-        before = len(self.history) + self.dropped
+        before = len(self.history) + self.dropped_history_entries
         for operation in operations:
-            self._apply(operation)
-        if len(self.history) + self.dropped > before:
-            self._advance()
-        for listener in self.listeners:
+            self._apply_operation(operation)
+        if len(self.history) + self.dropped_history_entries > before:
+            self._drop_old_history()
+        for listener in self.commit_listeners:
             listener(operations)
         return TxnResult(succeeded=True, revision=self._revision)
 
@@ -226,79 +230,81 @@ class _Memory:
     def grant_lease(self, ttl_s: float) -> int:
         if self._used_bytes >= self._bytes_max:
             raise StoreFullError("the memory store is full; no lease was granted")
-        self.leases.check_capacity()
+        self.lease_timers.check_lease_count()
         self._last_lease_id += 1
-        self.leases.start(self._last_lease_id, ttl_s=ttl_s)
+        self.lease_timers.start(self._last_lease_id, ttl_s=ttl_s)
         return self._last_lease_id
 
-    def delete_keys_of(self, lease_id: int) -> None:
-        keys = [item.key for item in self.items.values() if item.lease_id == lease_id != 0]
+    def delete_keys_of_lease(self, lease_id: int) -> None:
+        keys = [item.key for item in self.value_by_key.values() if item.lease_id == lease_id != 0]
         for key in sorted(keys):
-            self._apply(Delete(key))
+            self._apply_operation(Delete(key))
         if keys:
-            self._advance()
+            self._drop_old_history()
 
     def compact(self, revision: int) -> None:
         if revision > self._revision:
             raise UsageError(f"cannot compact to revision {revision}; the store is at {self._revision}")
-        if revision <= self.compacted:
+        if revision <= self.compacted_revision:
             return
-        self.compacted = revision
+        self.compacted_revision = revision
         kept = [entry for entry in self.history if entry[1].revision > revision]
-        self.dropped += len(self.history) - len(kept)
+        self.dropped_history_entries += len(self.history) - len(kept)
         self.history = kept
 
-    def wake(self) -> None:
-        changed, self._changed = self._changed, asyncio.Event()
+    def wake_watches(self) -> None:
+        changed, self._change_event = self._change_event, asyncio.Event()
         changed.set()
 
     async def wait_for_change(self) -> None:
-        await self._changed.wait()
+        await self._change_event.wait()
 
-    async def _expire(self, lease_id: int) -> None:
-        self.delete_keys_of(lease_id)
+    async def _expire_lease(self, lease_id: int) -> None:
+        self.delete_keys_of_lease(lease_id)
 
-    def _holds(self, compare: Compare) -> bool:
-        item = self.items.get(encode_key(compare.key))
+    def _compare_succeeds(self, compare: Compare) -> bool:
+        item = self.value_by_key.get(encode_key(compare.key))
         if item is None:
             return compare.revision == 0
         return compare.revision == (item.create_revision if compare.field == "create" else item.mod_revision)
 
-    def _apply(self, operation: Put | Delete) -> None:
+    def _apply_operation(self, operation: Put | Delete) -> None:
         key, revision = encode_key(operation.key), self._revision + 1
-        old = self.items.get(key)
+        old = self.value_by_key.get(key)
         self._used_bytes -= len(old.value) if old is not None else 0
         if isinstance(operation, Put):
             self._used_bytes += len(operation.value)
             if old is None:
-                insort(self._keys, key)
+                insort(self._sorted_keys, key)
             created = revision if old is None else old.create_revision
-            self.items[key] = KeyValue(operation.key, operation.value, created, revision, operation.lease_id)
+            self.value_by_key[key] = KeyValue(
+                operation.key, operation.value, created, revision, operation.lease_id
+            )
             self.history.append((key, WatchEvent(operation.key, operation.value, revision)))
         elif old is not None:
-            del self.items[key]
-            del self._keys[bisect_left(self._keys, key)]
+            del self.value_by_key[key]
+            del self._sorted_keys[bisect_left(self._sorted_keys, key)]
             self.history.append((key, WatchEvent(operation.key, None, revision)))
 
-    def _advance(self) -> None:
+    def _drop_old_history(self) -> None:
         self._revision += 1
         slack = max(1, self._history_revisions // 10)
-        if self._revision - self.compacted > self._history_revisions + slack:
+        if self._revision - self.compacted_revision > self._history_revisions + slack:
             self.compact(self._revision - self._history_revisions)
-        self.wake()
+        self.wake_watches()
 
 
 class _MemoryWatch:
-    """Reads the shared history. `_position` counts entries since the creation of the memory."""
+    """Reads the shared history. `_history_position` counts entries since the creation of the memory."""
 
     def __init__(
-        self, store: MemoryStore, memory: _Memory, span: tuple[bytes, bytes], after_revision: int
+        self, store: MemoryStore, memory: _SharedMemory, key_range: tuple[bytes, bytes], after_revision: int
     ) -> None:
         self._store = store
         self._memory = memory
-        self._span = span
+        self._key_range = key_range
         self._after_revision = after_revision
-        self._position: int | None = None
+        self._history_position: int | None = None
 
     def __aiter__(self) -> AsyncIterator[WatchEvent]:
         return self
@@ -306,29 +312,29 @@ class _MemoryWatch:
     async def __anext__(self) -> WatchEvent:
         while True:
             self._store.check_reachable()
-            event = self._try_next()
+            event = self._try_read_next()
             if event is not None:
                 return event
             await self._memory.wait_for_change()
 
-    def _try_next(self) -> WatchEvent | None:
+    def _try_read_next(self) -> WatchEvent | None:
         memory = self._memory
-        if self._position is None:
-            if self._after_revision < memory.compacted:
+        if self._history_position is None:
+            if self._after_revision < memory.compacted_revision:
                 raise self._compacted_error()
-            self._position = memory.dropped
-        if self._position < memory.dropped:
+            self._history_position = memory.dropped_history_entries
+        if self._history_position < memory.dropped_history_entries:
             raise self._compacted_error()
-        first, end = self._span
-        while self._position - memory.dropped < len(memory.history):
-            key, event = memory.history[self._position - memory.dropped]
-            self._position += 1
+        first, end = self._key_range
+        while self._history_position - memory.dropped_history_entries < len(memory.history):
+            key, event = memory.history[self._history_position - memory.dropped_history_entries]
+            self._history_position += 1
             if first <= key < end and event.revision > self._after_revision:
                 return event
         return None
 
     def _compacted_error(self) -> CompactedError:
         return CompactedError(
-            f"changes up to revision {self._memory.compacted} are no longer kept",
+            f"changes up to revision {self._memory.compacted_revision} are no longer kept",
             hint="range again and watch from the revision it gives",
         )

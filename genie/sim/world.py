@@ -3,8 +3,8 @@
 One `World` per run; all randomness comes from its seed. Controllers and agents get a `SimClock` and a
 `SimNetwork` for their host; faults are set on the world (pause, cut, crash). Connections behave like TCP:
 frames arrive in order, a cut link delays them until it heals, connections of a crashed process are reset,
-those of a host without power time out. `duplicate_share` and `reorder_share` break these rules, as a faulty
-proxy would. A host with a `Cpu` does one thing at a time: each frame occupies it.
+those of a host without power time out. `duplicated_frame_share` and `reordered_frame_share` break these
+rules, as a faulty proxy would. A host with a `CpuCost` does one thing at a time: each frame occupies it.
 """
 
 from __future__ import annotations
@@ -29,39 +29,39 @@ from genie.runtime import wire
 from genie.runtime.connection_limits import ConnectionLimiter, ConnectionLimits, OpenConnection
 from genie.runtime.network import AcceptCallback, ClientTls
 
-EPOCH_S = 1_700_000_000.0
-_STEP_S = 0.01
-_FILES_MAX = 1 << 20
+START_WALL_TIME_S = 1_700_000_000.0
+_UNPAUSE_POLL_S = 0.01
+_OPEN_FILES_MAX = 1 << 20
 _RETRY_AFTER_S = 0.5
-_KIND_OFFSET = 4
+_FRAME_KIND_OFFSET = 4
 """Of the kind in the header of a frame."""
 
 
 @dataclass(frozen=True)
-class Cpu:
+class CpuCost:
     """How long the CPU of a host is busy with each frame that arrives, and each byte that is sent."""
 
-    frame_s: float
+    received_frame_s: float
     sent_byte_s: float
 
 
 class World:
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
-        self.delay_s = 0.005
-        self.duplicate_share = 0.0
+        self.frame_delay_s = 0.005
+        self.duplicated_frame_share = 0.0
         """Share of frames that arrive twice."""
-        self.reorder_share = 0.0
+        self.reordered_frame_share = 0.0
         """Share of frames that the next frame overtakes, if there is one."""
-        self.requests_sent: Counter[str] = Counter()
+        self.requests_sent_by_host: Counter[str] = Counter()
         """By host."""
-        self._cpus: dict[str, Cpu] = {}
-        self._busy_until_s: dict[str, float] = {}
-        self._wall_offsets_s: dict[str, float] = {}
-        self._rates: dict[str, tuple[float, float, float]] = {}
+        self._cpu_cost_by_host: dict[str, CpuCost] = {}
+        self._cpu_busy_until_s: dict[str, float] = {}
+        self._wall_clock_offsets_s: dict[str, float] = {}
+        self._clock_rates: dict[str, tuple[float, float, float]] = {}
         """Clock rate by host, the time of its last change, and the clock value at that time."""
-        self._frozen_until: dict[str, float] = {}
-        self._paused_until: dict[str, float] = {}
+        self._frozen_until_s: dict[str, float] = {}
+        self._paused_until_s: dict[str, float] = {}
         self._cuts: Counter[tuple[str, str]] = Counter()
         """Number of cuts by sender and receiver: faults may overlap."""
         self.listeners: dict[tuple[str, int], _Listener] = {}
@@ -72,80 +72,80 @@ class World:
     def now_s(self) -> float:
         return asyncio.get_running_loop().time()
 
-    def pause(self, host: str, seconds: float) -> None:
+    def pause_host(self, host: str, seconds: float) -> None:
         """Stop the code of a host, as SIGSTOP does. Does not shorten a longer pause, which would resume only
         part of the code."""
-        self._paused_until[host] = max(self._paused_until.get(host, 0.0), self.now_s + seconds)
+        self._paused_until_s[host] = max(self._paused_until_s.get(host, 0.0), self.now_s + seconds)
 
-    def freeze(self, host: str, seconds: float) -> None:
+    def freeze_host(self, host: str, seconds: float) -> None:
         """Stop a host with all its processes, as a paused virtual machine."""
-        self.pause(host, seconds)
-        self._frozen_until[host] = max(self._frozen_until.get(host, 0.0), self.now_s + seconds)
+        self.pause_host(host, seconds)
+        self._frozen_until_s[host] = max(self._frozen_until_s.get(host, 0.0), self.now_s + seconds)
 
     def is_frozen(self, host: str) -> bool:
-        return self.now_s < self._frozen_until.get(host, 0.0)
+        return self.now_s < self._frozen_until_s.get(host, 0.0)
 
-    def set_rate(self, host: str, rate: float) -> None:
+    def set_clock_rate(self, host: str, rate: float) -> None:
         """Set the clock rate of a host; the clock continues from its current value."""
-        self._rates[host] = (rate, self.now_s, self.host_s(host))
+        self._clock_rates[host] = (rate, self.now_s, self.monotonic_s_of_host(host))
 
-    def host_s(self, host: str) -> float:
-        rate, since_s, shown_s = self._rates.get(host, (1.0, 0.0, 0.0))
+    def monotonic_s_of_host(self, host: str) -> float:
+        rate, since_s, shown_s = self._clock_rates.get(host, (1.0, 0.0, 0.0))
         return shown_s + (self.now_s - since_s) * rate
 
-    def rate(self, host: str) -> float:
-        return self._rates.get(host, (1.0, 0.0, 0.0))[0]
+    def clock_rate(self, host: str) -> float:
+        return self._clock_rates.get(host, (1.0, 0.0, 0.0))[0]
 
     def is_paused(self, host: str) -> bool:
-        return self.now_s < self._paused_until.get(host, 0.0)
+        return self.now_s < self._paused_until_s.get(host, 0.0)
 
     async def wait_unpaused(self, host: str) -> None:
-        while (left_s := self.paused_for_s(host)) > 0:
+        while (left_s := self.remaining_pause_s(host)) > 0:
             await asyncio.sleep(left_s)
 
-    def paused_for_s(self, host: str) -> float:
+    def remaining_pause_s(self, host: str) -> float:
         """Return the remaining pause in seconds; 0 or less if the host is not paused."""
-        return self._paused_until.get(host, 0.0) - self.now_s
+        return self._paused_until_s.get(host, 0.0) - self.now_s
 
-    def set_cpu(self, host: str, cpu: Cpu) -> None:
-        self._cpus[host] = cpu
+    def set_cpu_cost(self, host: str, cpu_cost: CpuCost) -> None:
+        self._cpu_cost_by_host[host] = cpu_cost
 
     def occupy_cpu(self, host: str, *, frames: int = 0, sent_bytes: int = 0) -> float:
         """Add work to the host's CPU, after all earlier work; return the time when it is done."""
-        cpu = self._cpus.get(host)
+        cpu = self._cpu_cost_by_host.get(host)
         if cpu is None:
             return self.now_s
-        work_s = frames * cpu.frame_s + sent_bytes * cpu.sent_byte_s
-        done_s = max(self.now_s, self._busy_until_s.get(host, 0.0)) + work_s
-        self._busy_until_s[host] = done_s
+        work_s = frames * cpu.received_frame_s + sent_bytes * cpu.sent_byte_s
+        done_s = max(self.now_s, self._cpu_busy_until_s.get(host, 0.0)) + work_s
+        self._cpu_busy_until_s[host] = done_s
         return done_s
 
-    def wall_s(self, host: str) -> float:
-        return EPOCH_S + self.now_s + self._wall_offsets_s.get(host, 0.0)
+    def wall_s_of_host(self, host: str) -> float:
+        return START_WALL_TIME_S + self.now_s + self._wall_clock_offsets_s.get(host, 0.0)
 
-    def step_clock(self, host: str, seconds: float) -> None:
+    def step_wall_clock(self, host: str, seconds: float) -> None:
         """Set the wall clock of a host forward or back. Its monotonic clock is not affected."""
-        self._wall_offsets_s[host] = self._wall_offsets_s.get(host, 0.0) + seconds
+        self._wall_clock_offsets_s[host] = self._wall_clock_offsets_s.get(host, 0.0) + seconds
 
-    def cut(self, sender: str, receiver: str, *, both: bool = True) -> None:
-        """Cut the link; without `both`, only from sender to receiver."""
-        self._cuts.update(_directions(sender, receiver, both=both))
+    def cut_link(self, sender: str, receiver: str, *, both_directions: bool = True) -> None:
+        """Cut the link; without `both_directions`, only from sender to receiver."""
+        self._cuts.update(_directions(sender, receiver, both=both_directions))
 
-    def heal(self, sender: str, receiver: str, *, both: bool = True) -> None:
-        """Undo one `cut` with the same arguments."""
+    def heal_link(self, sender: str, receiver: str, *, both: bool = True) -> None:
+        """Undo one `cut_link` with the same arguments."""
         self._cuts.subtract(_directions(sender, receiver, both=both))
 
-    def heal_all(self) -> None:
+    def heal_links_and_clocks(self) -> None:
         """Heal all links and clocks. Pauses end by themselves."""
         self._cuts.clear()
-        self.duplicate_share = self.reorder_share = 0.0
-        for host in list(self._rates):
-            self.set_rate(host, 1.0)
+        self.duplicated_frame_share = self.reordered_frame_share = 0.0
+        for host in list(self._clock_rates):
+            self.set_clock_rate(host, 1.0)
 
-    def is_cut(self, sender: str, receiver: str) -> bool:
+    def is_link_cut(self, sender: str, receiver: str) -> bool:
         return self._cuts[sender, receiver] > 0
 
-    def crash(self, host: str, *, silent: bool) -> None:
+    def disconnect_host(self, host: str, *, silent: bool) -> None:
         """Close connections and listeners of a host. With `silent` (power outage), peers are not notified."""
         for address in [key for key in self.listeners if key[0] == host]:
             del self.listeners[address]
@@ -153,10 +153,10 @@ class World:
             if channel.host == host or not silent:
                 channel.disconnect()
 
-    async def transit(self) -> None:
+    async def simulate_frame_latency(self) -> None:
         """Simulate the latency of one frame: 2% are 50 times slower."""
         slow = self.random.random() < 0.02
-        await asyncio.sleep(self.random.expovariate(1 / self.delay_s) * (50 if slow else 1))
+        await asyncio.sleep(self.random.expovariate(1 / self.frame_delay_s) * (50 if slow else 1))
 
 
 def _directions(sender: str, receiver: str, *, both: bool) -> list[tuple[str, str]]:
@@ -171,17 +171,17 @@ class SimClock:
         self._host = host
 
     def monotonic_s(self) -> float:
-        return self._world.host_s(self._host)
+        return self._world.monotonic_s_of_host(self._host)
 
     def wall_s(self) -> float:
-        return self._world.wall_s(self._host)
+        return self._world.wall_s_of_host(self._host)
 
     async def sleep(self, seconds: float) -> None:
-        await asyncio.sleep(seconds / self._world.rate(self._host))
+        await asyncio.sleep(seconds / self._world.clock_rate(self._host))
         await self._world.wait_unpaused(self._host)
 
     def call_later(self, seconds: float, callback: Callable[[], None]) -> Timer:
-        return _SimTimer(self._world, self._host, seconds / self._world.rate(self._host), callback)
+        return _SimTimer(self._world, self._host, seconds / self._world.clock_rate(self._host), callback)
 
 
 class _SimTimer:
@@ -197,7 +197,7 @@ class _SimTimer:
         self._handle.cancel()
 
     def _fire(self) -> None:
-        if (left_s := self._world.paused_for_s(self._host)) > 0:
+        if (left_s := self._world.remaining_pause_s(self._host)) > 0:
             self._handle = asyncio.get_running_loop().call_later(left_s, self._fire)
         else:
             self._callback()
@@ -222,30 +222,30 @@ class _Channel:
         self.host = host
         self.other_host = other_host
         self.peer = f"{other_host}:0"
-        self._cap_bytes = frame_bytes_max
-        self.other: _Channel | None = None
+        self._frame_bytes_max = frame_bytes_max
+        self.other_end: _Channel | None = None
         self._inbox: asyncio.Queue[tuple[bytes, float] | None] = asyncio.Queue()
         """Frames, and when the CPU of this host has time for them."""
-        self._is_open = False
+        self._has_sent_frame = False
         """Whether a frame was sent."""
         self.on_authenticated: Callable[[], None] = lambda: None
         self._outbox: asyncio.Queue[bytes | None] = asyncio.Queue(maxsize=1000)
         """Frames to deliver; None wakes `deliver_frames` when the connection ends."""
-        self._closed = asyncio.Event()
+        self._closed_event = asyncio.Event()
         world.channels[self] = None
 
     def set_frame_limit(self, size_bytes: int) -> None:
-        self._cap_bytes = size_bytes
+        self._frame_bytes_max = size_bytes
 
     def set_authenticated(self) -> None:
         self.on_authenticated()
 
     async def send(self, frame: bytes) -> None:
         await self._world.wait_unpaused(self.host)
-        if self._closed.is_set():
+        if self._closed_event.is_set():
             raise ConnectionLostError(f"the connection to {self.peer} was lost")
-        if frame[_KIND_OFFSET] == wire.FrameKind.REQUEST:
-            self._world.requests_sent[self.host] += 1
+        if frame[_FRAME_KIND_OFFSET] == wire.FrameKind.REQUEST:
+            self._world.requests_sent_by_host[self.host] += 1
         await _sleep_until(self._world.occupy_cpu(self.host, sent_bytes=len(frame)))
         await self._outbox.put(frame)
 
@@ -261,7 +261,7 @@ class _Channel:
         data, ready_s = arrived
         await _sleep_until(ready_s)
         header, payload = data[: wire.HEADER_BYTES], data[wire.HEADER_BYTES :]
-        _, kind, call_id = wire.unpack_header(header, frame_bytes_max=self._cap_bytes, peer=self.peer)
+        _, kind, call_id = wire.unpack_header(header, frame_bytes_max=self._frame_bytes_max, peer=self.peer)
         return wire.Frame(kind, call_id, payload)
 
     def try_receive_nowait(self) -> wire.Frame | None:
@@ -269,40 +269,44 @@ class _Channel:
 
     async def deliver_frames(self) -> None:
         """Deliver frames to the other end, in order, with latency and link faults."""
-        while (frame := await self._outbox.get()) is not None and not self._closed.is_set():
-            await self._world.transit()
-            while self._world.is_cut(self.host, self.other_host) and not self._closed.is_set():
-                await asyncio.sleep(_STEP_S * 10)
-            for each in self._disturbed(frame):
-                if self.other is not None and not self._closed.is_set():
+        while (frame := await self._outbox.get()) is not None and not self._closed_event.is_set():
+            await self._world.simulate_frame_latency()
+            while self._world.is_link_cut(self.host, self.other_host) and not self._closed_event.is_set():
+                await asyncio.sleep(_UNPAUSE_POLL_S * 10)
+            for each in self._apply_link_faults(frame):
+                if self.other_end is not None and not self._closed_event.is_set():
                     ready_s = self._world.occupy_cpu(self.other_host, frames=1)
-                    self.other._inbox.put_nowait((each, ready_s))
+                    self.other_end._inbox.put_nowait((each, ready_s))
 
-    def _disturbed(self, frame: bytes) -> list[bytes]:
+    def _apply_link_faults(self, frame: bytes) -> list[bytes]:
         """The frames that arrive now: usually this one. The first one, a handshake, is not disturbed."""
         world, frames = self._world, [frame]
-        if not self._is_open:
-            self._is_open = True
+        if not self._has_sent_frame:
+            self._has_sent_frame = True
             return frames
-        if world.reorder_share and not self._outbox.empty() and world.random.random() < world.reorder_share:
+        if (
+            world.reordered_frame_share
+            and not self._outbox.empty()
+            and world.random.random() < world.reordered_frame_share
+        ):
             overtaking = self._outbox.get_nowait()
             if overtaking is None:
                 self._outbox.put_nowait(None)
             else:
                 frames.insert(0, overtaking)
-        if world.duplicate_share and world.random.random() < world.duplicate_share:
+        if world.duplicated_frame_share and world.random.random() < world.duplicated_frame_share:
             frames.append(frame)
         return frames
 
     def close(self) -> None:
-        if not self._closed.is_set():
+        if not self._closed_event.is_set():
             self.disconnect()
-            if self.other is not None and not self._world.is_cut(self.host, self.other_host):
-                self.other.disconnect()
+            if self.other_end is not None and not self._world.is_link_cut(self.host, self.other_host):
+                self.other_end.disconnect()
 
     def disconnect(self) -> None:
         self._world.channels.pop(self, None)
-        self._closed.set()
+        self._closed_event.set()
         self._inbox.put_nowait(None)
         if not self._outbox.full():  # otherwise `deliver_frames` is not waiting
             self._outbox.put_nowait(None)
@@ -314,14 +318,18 @@ class SimNetwork:
     def __init__(self, world: World, host: str, limits: ConnectionLimits | None = None) -> None:
         self._world = world
         self._host = host
-        self._limits = limits or ConnectionLimits.for_file_limit(_FILES_MAX)
+        self._limits = limits or ConnectionLimits.for_file_limit(_OPEN_FILES_MAX)
 
     async def connect(self, host: str, port: int, *, tls: ClientTls | None, timeout_s: float) -> _Channel:
         assert tls is None, "the simulation does not support TLS"
         world, where = self._world, address_text(host, port)
         await world.wait_unpaused(self._host)
-        await world.transit()
-        if world.is_cut(self._host, host) or world.is_cut(host, self._host) or world.is_paused(host):
+        await world.simulate_frame_latency()
+        if (
+            world.is_link_cut(self._host, host)
+            or world.is_link_cut(host, self._host)
+            or world.is_paused(host)
+        ):
             await asyncio.sleep(timeout_s)
             raise DeadlineError(f"{where} did not respond within {timeout_s:g} s")
         listener = world.listeners.get((host, port))
@@ -334,7 +342,7 @@ class SimNetwork:
             del world.channels[near], world.channels[far]
             raise OverloadedError(f"{where} rejected the connection: {opened}", retry_after_s=_RETRY_AFTER_S)
         far.on_authenticated = opened.set_authenticated
-        near.other, far.other = far, near
+        near.other_end, far.other_end = far, near
         serving = _serve_connection(listener.accept, far, opened)
         for work in (near.deliver_frames(), far.deliver_frames(), serving):
             listener.connections.create_task(work)
@@ -373,7 +381,7 @@ async def _serve_connection(accept: AcceptCallback, channel: _Channel, opened: O
         channel.close()
 
 
-async def _sleep_until(at_s: float) -> None:
-    left_s = at_s - asyncio.get_running_loop().time()
+async def _sleep_until(time_s: float) -> None:
+    left_s = time_s - asyncio.get_running_loop().time()
     if left_s > 0:
         await asyncio.sleep(left_s)

@@ -25,8 +25,8 @@ from genie.agent import joining
 from genie.agent.identity import AGENTS_DIR, read_controllers
 from genie.agent.journal import REGISTERED_FILE
 from genie.config import ClusterConfig, Settings
-from genie.controller.nodes.admission import check_bind
-from genie.controller.placement.placers import why_not_native
+from genie.controller.nodes.admission import check_bind_address
+from genie.controller.placement.placers import why_plain_placers
 from genie.errors import (
     AddressInUseError,
     AgentRunningError,
@@ -115,7 +115,7 @@ class Supervisor:
     async def start_controller(self) -> LocalCluster:
         """Starts the controller and waits until it listens and knows whether it leads."""
         config = self._settings.controller
-        check_bind(config)
+        check_bind_address(config)
         _check_port_free(config.bind, config.port)
         (self._state_dir / LOCAL_CLUSTER_FILE).unlink(missing_ok=True)
         self._progress(f"starting the controller on {config.bind}")
@@ -127,7 +127,7 @@ class Supervisor:
         # A port chosen by the system must stay the same after a crash: agents use it.
         self._controller.set_restart_arguments(self._controller_arguments(found.port))
         self._progress(f"the controller listens on {address_text(found.host, found.port)}")
-        if why := why_not_native():
+        if why := why_plain_placers():
             self._progress(why)
         return found
 
@@ -272,7 +272,7 @@ class Supervisor:
                 request = CreateToken(kind=TokenKind.JOIN, name=self.node_id)
                 text = (await connection.call(request, timeout_s=_CALL_TIMEOUT_S, idempotent=False)).token
         self._progress(f"joining the cluster as {self.node_id}")
-        return await joining.join(
+        return await joining.join_cluster(
             host,
             port,
             text,
@@ -280,7 +280,7 @@ class Supervisor:
             requested_node_id=self.node_id,
             network=TcpNetwork(),
             # The controller may append a number to a node ID from the host name, but not to one that was set.
-            exact=self._is_node_id_configured,
+            is_node_id_fixed=self._is_node_id_configured,
         )
 
     async def _wait_registered(self, node_dir: Path, *, after: int) -> None:

@@ -22,17 +22,17 @@ from genie.model.tenant import Identity, TokenKind, TokenRecord
 SECRET_BYTES = 32
 NO_PIN = "-"
 
-_TOKEN = re.compile(
+_TOKEN_PATTERN = re.compile(
     r"genie\.(owner|user|join|node)\.([a-z0-9]{4,32})\.([A-Za-z0-9_-]{43})\.([A-Za-z0-9_-]{43}|-)"
 )
-_ALLOWED: dict[TokenKind, frozenset[type[Message]]] = {
+_ALLOWED_REQUESTS: dict[TokenKind, frozenset[type[Message]]] = {
     TokenKind.OWNER: frozenset((*USER_REQUESTS, *OWNER_REQUESTS)),
     TokenKind.USER: frozenset(USER_REQUESTS),
     TokenKind.NODE: frozenset(NODE_REQUESTS),
     TokenKind.JOIN: frozenset(),
 }
 # Requests whose name does not describe what they do.
-_DESCRIPTIONS = {
+_REQUEST_DESCRIPTIONS = {
     "ConfirmLaunch": "confirm launches",
     "ExecutorReady": "report executors",
     "GetQueue": "read the queue",
@@ -65,7 +65,7 @@ class Token:
 
 def parse_token(text: str) -> Token:
     """Raises TokenRefusedError, which does not repeat the text."""
-    match = _TOKEN.fullmatch(text.strip())
+    match = _TOKEN_PATTERN.fullmatch(text.strip())
     if match is None:
         raise TokenRefusedError(
             "this is not a Genie token",
@@ -80,7 +80,7 @@ def new_token(kind: TokenKind, *, token_id: str, secret: bytes, pin: str) -> Tok
     return Token(kind, token_id, encode_base64url(secret), pin)
 
 
-def new_record(
+def new_token_record(
     token: Token, *, now: float, tenant: str, name: str = "", ttl_s: float | None = None
 ) -> TokenRecord:
     return TokenRecord(
@@ -94,7 +94,7 @@ def new_record(
     )
 
 
-def verify(token: Token, record: TokenRecord | None, *, now: float) -> Identity:
+def verify_token(token: Token, record: TokenRecord | None, *, now: float) -> Identity:
     """Returns the identity of this token. Raises TokenRefusedError with the reason."""
     wrong = record is None or not hmac.compare_digest(secret_hash(token.secret), record.secret_sha256)
     if record is None or wrong or record.kind is not token.kind:
@@ -111,11 +111,11 @@ def verify(token: Token, record: TokenRecord | None, *, now: float) -> Identity:
     return Identity(token_id=record.token_id, kind=record.kind, tenant=record.tenant, name=record.name)
 
 
-def check_allowed(identity: Identity, request: Message) -> None:
+def check_request_allowed(identity: Identity, request: Message) -> None:
     """Raises PermissionError_ if this kind of token may not send this request."""
-    if request.__class__ not in _ALLOWED[identity.kind]:
+    if request.__class__ not in _ALLOWED_REQUESTS[identity.kind]:
         raise PermissionError_(
-            f"permission denied: {identity.kind} tokens cannot {_describe(type(request).__name__)}",
+            f"permission denied: {identity.kind} tokens cannot {_describe_request(type(request).__name__)}",
             hint="use the owner token, or contact the owner of the cluster",
         )
 
@@ -142,9 +142,9 @@ def _new_token_hint(kind: TokenKind) -> str:
     return f"request a new one: '{command}'"
 
 
-def _describe(request_name: str) -> str:
+def _describe_request(request_name: str) -> str:
     """What a request does: `ListTokens` is 'list tokens', `DrainNode` is 'drain nodes'."""
-    if request_name in _DESCRIPTIONS:
-        return _DESCRIPTIONS[request_name]
+    if request_name in _REQUEST_DESCRIPTIONS:
+        return _REQUEST_DESCRIPTIONS[request_name]
     words = re.sub(r"(?<!^)(?=[A-Z])", " ", request_name).lower()
     return words if words.endswith("s") else f"{words}s"

@@ -5,19 +5,19 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-_ID = r"\bj-[a-z2-7]{8}\b"
-_IDS = re.compile(rf"{_ID}(?:, {_ID})*")
+_JOB_ID_REGEX = r"\bj-[a-z2-7]{8}\b"
+_JOB_ID_LIST_PATTERN = re.compile(rf"{_JOB_ID_REGEX}(?:, {_JOB_ID_REGEX})*")
 
 
-def mask_job_ids(text: str, *, is_shown: Callable[[str], bool]) -> str:
+def mask_job_ids(text: str, *, is_visible: Callable[[str], bool]) -> str:
     """Returns `text` with the job IDs that are not visible replaced by their number."""
 
     def replace(found: re.Match[str]) -> str:
         ids = found[0].split(", ")
-        visible = [job_id for job_id in ids if is_shown(job_id)]
+        visible = [job_id for job_id in ids if is_visible(job_id)]
         hidden = len(ids) - len(visible)
         if hidden:
             visible.append("another job" if hidden == 1 else f"{hidden} other jobs")
         return ", ".join(visible)
 
-    return _IDS.sub(replace, text)
+    return _JOB_ID_LIST_PATTERN.sub(replace, text)

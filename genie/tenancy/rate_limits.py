@@ -11,46 +11,46 @@ class RateLimit:
     Rejected attempts may be charged, too: a caller that ignores rejections gets into debt, up to `burst`.
     """
 
-    __slots__ = ("_at_s", "_burst", "_level", "_per_s")
+    __slots__ = ("_available_units", "_burst_units", "_units_per_s", "_updated_s")
 
-    def __init__(self, *, per_s: float, burst: float, now_s: float) -> None:
-        self._per_s = per_s
-        self._burst = burst
-        self._level = burst
-        self._at_s = now_s
+    def __init__(self, *, units_per_s: float, burst_units: float, now_s: float) -> None:
+        self._units_per_s = units_per_s
+        self._burst_units = burst_units
+        self._available_units = burst_units
+        self._updated_s = now_s
 
-    def try_take(self, units: float, *, now_s: float, rejected_units: float = 0.0) -> float:
+    def try_take_units(self, units: float, *, now_s: float, rejected_units: float = 0.0) -> float:
         """Take the units and return 0.0; or take `rejected_units` and return the seconds until a retry."""
-        level = min(self._level + (now_s - self._at_s) * self._per_s, self._burst)
-        self._at_s = now_s
+        level = min(self._available_units + (now_s - self._updated_s) * self._units_per_s, self._burst_units)
+        self._updated_s = now_s
         if level >= units:
-            self._level = level - units
+            self._available_units = level - units
             return 0.0
-        self._level = max(level - rejected_units, -self._burst)
-        return (units - self._level) / self._per_s
+        self._available_units = max(level - rejected_units, -self._burst_units)
+        return (units - self._available_units) / self._units_per_s
 
     @property
     def is_exhausted(self) -> bool:
         """Whether the debt is at its maximum: the caller has ignored rejections."""
-        return self._level <= -self._burst
+        return self._available_units <= -self._burst_units
 
 
 class RateLimits:
     """One rate limit per key. Forgets the least recently used keys beyond `keys_max`."""
 
-    def __init__(self, *, per_s: float, burst: float, keys_max: int) -> None:
-        self._per_s = per_s
-        self._burst = burst
+    def __init__(self, *, units_per_s: float, burst_units: float, keys_max: int) -> None:
+        self._units_per_s = units_per_s
+        self._burst_units = burst_units
         self._keys_max = keys_max
-        self._limits: OrderedDict[str, RateLimit] = OrderedDict()
+        self._limit_by_key: OrderedDict[str, RateLimit] = OrderedDict()
 
-    def of(self, key: str, *, now_s: float) -> RateLimit:
-        found = self._limits.get(key)
+    def get_limit(self, key: str, *, now_s: float) -> RateLimit:
+        found = self._limit_by_key.get(key)
         if found is None:
-            found = RateLimit(per_s=self._per_s, burst=self._burst, now_s=now_s)
-            self._limits[key] = found
-            if len(self._limits) > self._keys_max:
-                self._limits.popitem(last=False)
+            found = RateLimit(units_per_s=self._units_per_s, burst_units=self._burst_units, now_s=now_s)
+            self._limit_by_key[key] = found
+            if len(self._limit_by_key) > self._keys_max:
+                self._limit_by_key.popitem(last=False)
         else:
-            self._limits.move_to_end(key)
+            self._limit_by_key.move_to_end(key)
         return found

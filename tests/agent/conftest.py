@@ -58,7 +58,7 @@ class TwoGpus:
 def nothing_left(tmp_path: Path) -> Iterator[None]:
     """Kills processes of jobs that outlive the test, such as children of a killed shim."""
     yield
-    JobProcesses(tmp_path).end()
+    JobProcesses(tmp_path).kill_all()
 
 
 @pytest.fixture
@@ -178,9 +178,9 @@ async def launcher() -> AsyncIterator[ShimLauncher]:
     """A launcher with real shims; kills running jobs at the end."""
     shims = ShimLauncher()
     yield shims
-    for job_id in shims.running():
-        shims.kill(job_id, reason="the test is over")
-    await until(lambda: not shims.running(), what="the shims end")
+    for job_id in shims.running_jobs_and_kill_errors():
+        shims.kill_job(job_id, reason="the test is over")
+    await until(lambda: not shims.running_jobs_and_kill_errors(), what="the shims end")
     shims.close()
 
 

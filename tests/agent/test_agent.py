@@ -54,7 +54,7 @@ async def test_agent_registers_rack_and_labels(controller: FakeController, run_a
 async def test_gpu_memory_of_running_jobs_does_not_count_as_outside_use(
     controller: FakeController, run_agent: RunAgent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(agent, "INVENTORY_INTERVAL_S_MIN", 0.05)
+    monkeypatch.setattr(agent, "HARDWARE_POLL_S_MIN", 0.05)
 
     def outside() -> list[int]:
         return [gpu.memory_outside_bytes for gpu in controller.heartbeats[-1].node.gpus]

@@ -61,9 +61,9 @@ def group(request: pytest.FixtureRequest) -> Iterator[str]:
 async def contained(group: str, make_plan: MakePlan) -> AsyncIterator[ShimLauncher]:
     shims = ShimLauncher(group)
     yield shims
-    for job_id in shims.running():
-        shims.kill(job_id, reason="the test is over")
-    await until(lambda: not shims.running(), what="the shims end")
+    for job_id in shims.running_jobs_and_kill_errors():
+        shims.kill_job(job_id, reason="the test is over")
+    await until(lambda: not shims.running_jobs_and_kill_errors(), what="the shims end")
     shims.close()
 
 
@@ -112,7 +112,7 @@ def _wait_for_abandoned() -> Iterator[None]:
 
 
 async def _next_exit(launcher: ShimLauncher) -> ExitReport:
-    (report,) = await until(launcher.exits, what="an exit")
+    (report,) = await until(launcher.take_exits, what="an exit")
     return report
 
 
@@ -128,7 +128,7 @@ async def test_process_that_escaped_from_its_shim_is_killed_with_the_job(
     contained: ShimLauncher, make_plan: MakePlan
 ) -> None:
     plan = make_plan(sys.executable, "-c", ESCAPE)
-    await contained.start(plan, until_s=time.monotonic() + 60)
+    await contained.start_job(plan, deadman_expiry_s=time.monotonic() + 60)
     stray = await _escaped(plan)
     (plan.work_dir / "go").touch()
     report = await _next_exit(contained)
@@ -142,7 +142,7 @@ async def test_forged_exit_record_does_not_hide_a_process(
     record = {"job_id": "job-1", "epoch": 7, "exit_code": 0, "reason": "exit code 0", "ended_at": 1.0}
     forge = f"open('../exit.json', 'w').write('''{json.dumps(record)}''')\n"
     plan = make_plan(sys.executable, "-c", ESCAPE.replace("os.kill(shim", f"{forge}os.kill(shim"))
-    await contained.start(plan, until_s=time.monotonic() + 60)
+    await contained.start_job(plan, deadman_expiry_s=time.monotonic() + 60)
     stray = await _escaped(plan)
     (plan.work_dir / "go").touch()
     assert (await _next_exit(contained)).exit_code == 0
@@ -154,16 +154,16 @@ async def test_new_agent_kills_a_process_that_escaped_from_an_earlier_one(
 ) -> None:
     plan = make_plan(sys.executable, "-c", ESCAPE)
     earlier = ShimLauncher(group)
-    earlier.end_leftovers(tmp_path / "jobs")
-    await earlier.start(plan, until_s=time.monotonic() + 60)
+    earlier.kill_leftovers(tmp_path / "jobs")
+    await earlier.start_job(plan, deadman_expiry_s=time.monotonic() + 60)
     stray = await _escaped(plan)
     _abandon(earlier)
     (plan.work_dir / "go").touch()
     await until(lambda: list(cgroups.processes(group)) == [stray.pid], what="only the stray is left")
     elsewhere = ShimLauncher(None)
-    assert elsewhere.end_leftovers(tmp_path / "jobs") >= 1, "the group of the earlier agent is recorded"
+    assert elsewhere.kill_leftovers(tmp_path / "jobs") >= 1, "the group of the earlier agent is recorded"
     assert not stray.is_alive
-    assert elsewhere.running() == {}
+    assert elsewhere.running_jobs_and_kill_errors() == {}
     elsewhere.close()
 
 
@@ -171,7 +171,7 @@ async def test_job_that_cannot_enter_its_group_fails_because_of_the_node(
     contained: ShimLauncher, make_plan: MakePlan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cgroups, "create", lambda path: None)
-    await contained.start(make_plan("touch", "ran"), until_s=time.monotonic() + 60)
+    await contained.start_job(make_plan("touch", "ran"), deadman_expiry_s=time.monotonic() + 60)
     report = await _next_exit(contained)
     assert (report.started, report.by_node) == (False, True)
     assert "could not move the job into the control group" in report.reason
@@ -191,14 +191,14 @@ async def main(directory, code):
     other = LaunchPlan(job_id="job-2", epoch=1, argv=("/bin/sleep", "300"), env={},
         directory=directory.with_name("job-2"), work_dir=directory, log_file_bytes_max=4096, log_files_max=1,
         grace_s=0.0, deadman_grace_s=0.0)
-    await shims.start(other, until_s=time.monotonic() + 60)
-    await shims.start(plan, until_s=time.monotonic() + 60)
+    await shims.start_job(other, deadman_expiry_s=time.monotonic() + 60)
+    await shims.start_job(plan, deadman_expiry_s=time.monotonic() + 60)
     (directory / "work" / "go").touch()
     await shims.wait_exit()
-    (report,) = shims.exits()
+    (report,) = shims.take_exits()
     pid = int((directory / "work" / "stray").read_text())
-    print(report.job_id, process_table.is_running(pid), sorted(shims.running()))
-    shims.kill("job-2", reason="the test is over")
+    print(report.job_id, process_table.is_running(pid), sorted(shims.running_jobs_and_kill_errors()))
+    shims.kill_job("job-2", reason="the test is over")
     await shims.wait_exit()
     shims.close()
 
@@ -234,9 +234,9 @@ async def test_accelerator_is_withheld_until_an_unkillable_process_has_ended(
     freezer: Freezer,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(agent_module, "INVENTORY_INTERVAL_S_MIN", 0.05)
-    monkeypatch.setattr(launching, "FORCE_AFTER_S", 0.0)
-    monkeypatch.setattr(launching, "RECHECK_S", 0.05)
+    monkeypatch.setattr(agent_module, "HARDWARE_POLL_S_MIN", 0.05)
+    monkeypatch.setattr(launching, "SHIM_KILL_DELAY_S", 0.0)
+    monkeypatch.setattr(launching, "KILL_RETRY_INTERVAL_S", 0.05)
     async with run_agent(group=group):
         order = await controller.launch("j1", *STAY, gpu_ids=(0,))
         worker = await job_process(node_dir, "j1")
@@ -270,8 +270,8 @@ async def test_restarted_agent_withholds_the_accelerator_of_a_process_that_it_ca
     make_plan: MakePlan,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(agent_module, "INVENTORY_INTERVAL_S_MIN", 0.05)
-    monkeypatch.setattr(launching, "RECHECK_S", 0.05)
+    monkeypatch.setattr(agent_module, "HARDWARE_POLL_S_MIN", 0.05)
+    monkeypatch.setattr(launching, "KILL_RETRY_INTERVAL_S", 0.05)
     (node_dir / "jobs").mkdir(parents=True)
     directory = node_dir / "jobs" / "j1"
     for name in ("log", "work", "tmp"):
@@ -280,7 +280,7 @@ async def test_restarted_agent_withholds_the_accelerator_of_a_process_that_it_ca
     record = JobRecord(job_id="j1", epoch=7, incarnation=1, accepted_at=1.0, gpu_ids=(0,))
     (directory / "job.json").write_bytes(msgspec.json.encode(record))
     earlier = ShimLauncher(group)
-    await earlier.start(plan, until_s=time.monotonic() + 60)
+    await earlier.start_job(plan, deadman_expiry_s=time.monotonic() + 60)
     worker = await job_process(node_dir, "j1")
     freezer.freeze(worker.pid)
     _abandon(earlier)

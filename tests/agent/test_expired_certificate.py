@@ -11,8 +11,8 @@ import pytest
 from msgspec.structs import replace
 
 from genie.agent.agent import Agent
-from genie.agent.identity import find_node_dir, read_identity, renew_certificate
-from genie.agent.joining import join
+from genie.agent.identity import find_node_dir, read_identity, renew_certificate_if_due
+from genie.agent.joining import join_cluster
 from genie.agent.launcher import ShimLauncher
 from genie.errors import CertificateExpiredError, ConnectionLostError, GenieError, TlsError, TokenRefusedError
 from genie.model.messages import ListNodes, RecoverCertificate, RevokeToken
@@ -31,7 +31,7 @@ from tests.waiting import until
 async def _join_long_ago(one: RunningController, state_dir: Path, *, days: float) -> Path:
     """A node whose certificate expired this many days ago."""
     token = await one.token(TokenKind.JOIN)
-    node_dir = await join(
+    node_dir = await join_cluster(
         "127.0.0.1", one.port, token, state_dir=state_dir, requested_node_id="n1", network=TcpNetwork()
     )
     csr_pem = tls.new_csr((node_dir / "node.key").read_bytes())
@@ -81,7 +81,7 @@ async def test_running_agent_renews_an_expired_certificate(tmp_path: Path) -> No
         node_dir = await _join_long_ago(one, tmp_path / "node", days=30)
         expired_pem = (node_dir / "node.pem").read_text()
         connection = _agent(tmp_path / "node")._connection
-        await renew_certificate(node_dir, connection, now=time.time(), timeout_s=5, offload=run_inline)
+        await renew_certificate_if_due(node_dir, connection, now=time.time(), timeout_s=5, offload=run_inline)
         assert (node_dir / "node.pem").read_text() != expired_pem
         async with connect_authenticated(TcpNetwork(), connection.access, timeout_s=5, program="agent") as (
             _,

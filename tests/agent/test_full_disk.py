@@ -16,8 +16,8 @@ import pytest
 
 from genie.agent import agent as agent_module
 from genie.agent import job_files
-from genie.agent.disk import STALLED_S_MIN, DiskAccess, DiskMonitor, is_node_fault
-from genie.agent.job_files import RunSize
+from genie.agent.disk import STALLED_WRITE_S_MIN, DiskAccess, DiskMonitor, is_caused_by_node
+from genie.agent.job_files import RunDirectorySize
 from genie.agent.journal import JobRecord, Journal
 from genie.errors import LaunchError, NodeUnfitError, StoreFullError, WorkdirError
 from genie.hardware import DiskSpace, disk_space
@@ -34,7 +34,7 @@ GIB = 1 << 30
 
 @pytest.fixture(autouse=True)
 def _frequent_readings(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agent_module, "INVENTORY_INTERVAL_S_MIN", 0.05)
+    monkeypatch.setattr(agent_module, "HARDWARE_POLL_S_MIN", 0.05)
 
 
 # --- the decision -------------------------------------------------------------------------------
@@ -42,12 +42,12 @@ def _frequent_readings(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_node_closes_below_the_minimum_and_reopens_with_a_margin() -> None:
     monitor = DiskMonitor(GIB)
-    assert monitor.closed_reason(0.0) == "", "not measured yet"
+    assert monitor.blocked_reason(0.0) == "", "not measured yet"
     readings = [(100, ""), (1.1, ""), (0.5, "low"), (1.2, "low"), (1.6, ""), (1.1, "")]
     for free_gib, expected in readings:
         monitor.update(DiskSpace(total_bytes=100 * GIB, free_bytes=int(free_gib * GIB)))
-        assert monitor.closed_reason(0.0).startswith(expected) and bool(expected) == bool(
-            monitor.closed_reason(0.0)
+        assert monitor.blocked_reason(0.0).startswith(expected) and bool(expected) == bool(
+            monitor.blocked_reason(0.0)
         )
         assert monitor.missing_bytes == (int(1.5 * GIB) - int(free_gib * GIB) if expected else 0)
 
@@ -55,14 +55,14 @@ def test_node_closes_below_the_minimum_and_reopens_with_a_margin() -> None:
 def test_minimum_is_at_most_a_twentieth_of_the_disk() -> None:
     monitor = DiskMonitor(GIB)
     monitor.update(DiskSpace(total_bytes=GIB, free_bytes=GIB // 10))
-    assert not monitor.closed_reason(0.0)
+    assert not monitor.blocked_reason(0.0)
     monitor.update(DiskSpace(total_bytes=GIB, free_bytes=GIB // 30))
-    assert monitor.closed_reason(0.0) == "low disk space: 0.03 GiB free, 0.07 GiB needed"
+    assert monitor.blocked_reason(0.0) == "low disk space: 0.03 GiB free, 0.07 GiB needed"
 
 
 def test_node_is_closed_while_the_disk_does_not_respond() -> None:
-    assert not DiskMonitor(GIB).closed_reason(STALLED_S_MIN - 1)
-    assert DiskMonitor(GIB).closed_reason(STALLED_S_MIN + 2) == (
+    assert not DiskMonitor(GIB).blocked_reason(STALLED_WRITE_S_MIN - 1)
+    assert DiskMonitor(GIB).blocked_reason(STALLED_WRITE_S_MIN + 2) == (
         "the disk does not respond: a write has taken 7 s"
     )
 
@@ -71,9 +71,11 @@ def test_faults_of_the_node_are_recognised_in_causes() -> None:
     wrapped = WorkdirError("could not write the working directory")
     wrapped.__cause__ = OSError(errno.ENOSPC, "no space")
     assert (
-        is_node_fault(wrapped) and is_node_fault(StoreFullError("x")) and is_node_fault(NodeUnfitError("x"))
+        is_caused_by_node(wrapped)
+        and is_caused_by_node(StoreFullError("x"))
+        and is_caused_by_node(NodeUnfitError("x"))
     )
-    assert not is_node_fault(LaunchError("x")) and not is_node_fault(OSError(errno.ENOENT, "missing"))
+    assert not is_caused_by_node(LaunchError("x")) and not is_caused_by_node(OSError(errno.ENOENT, "missing"))
 
 
 def test_space_of_the_file_system_is_read(tmp_path: Path) -> None:
@@ -89,7 +91,7 @@ def journal(tmp_path: Path) -> Journal:
     opened = Journal(tmp_path / "n1")
     opened.open()
     for number in range(4):
-        directory = opened.accept(
+        directory = opened.record_launch(
             JobRecord(job_id=f"j{number}", epoch=1, incarnation=1, accepted_at=1.0, gpu_ids=())
         )
         (directory / "work" / "big").write_bytes(b"x" * 100_000)
@@ -98,14 +100,14 @@ def journal(tmp_path: Path) -> Journal:
     return opened
 
 
-def sizes(journal: Journal) -> dict[Path, RunSize]:
-    found = {path: job_files.try_measure(path, None) for path in journal.finished(())}
+def sizes(journal: Journal) -> dict[Path, RunDirectorySize]:
+    found = {path: job_files.try_measure_run(path, None) for path in journal.finished_run_directories(())}
     return {path: size for path, size in found.items() if size is not None}
 
 
 def left(journal: Journal) -> dict[str, bool]:
     """Whether each remaining job has its working directory."""
-    return {job_id: (journal.job_dir(job_id) / "work").exists() for job_id in journal.job_ids()}
+    return {job_id: (journal.job_dir(job_id) / "work").exists() for job_id in journal.list_job_ids()}
 
 
 @pytest.mark.parametrize(
@@ -122,21 +124,25 @@ def test_oldest_working_directories_are_evicted_first_and_logs_last(
     journal: Journal, bytes_max: int, missing_bytes: int, expected: dict[str, bool]
 ) -> None:
     measured = sizes(journal)
-    journal.discard_old(kept=9, live=(), sizes=measured, bytes_max=bytes_max, missing_bytes=missing_bytes)
+    journal.discard_old_runs(
+        kept_count=9, live_job_ids=(), sizes=measured, bytes_max=bytes_max, missing_bytes=missing_bytes
+    )
     assert left(journal) == expected
-    assert [path.name for path in journal.finished(())] == sorted(expected, reverse=True)
+    assert [path.name for path in journal.finished_run_directories(())] == sorted(expected, reverse=True)
 
 
 def test_size_is_measured_once_per_run(journal: Journal) -> None:
     directory = journal.job_dir("j1")
-    first = job_files.try_measure(directory, None)
-    assert first is not None and 100_000 <= first.work_bytes <= 120_000 and first.other_bytes >= 10_000
+    first = job_files.try_measure_run(directory, None)
+    assert (
+        first is not None and 100_000 <= first.work_dir_bytes <= 120_000 and first.other_files_bytes >= 10_000
+    )
     (directory / "work" / "more").write_bytes(b"x" * 100_000)
-    assert job_files.try_measure(directory, first) == first
-    assert job_files.try_measure(directory, replace(first, inode=0)) != first
+    assert job_files.try_measure_run(directory, first) == first
+    assert job_files.try_measure_run(directory, replace(first, inode=0)) != first
     (directory / "work").rename(directory / "gone")
-    assert job_files.try_measure(directory, first) == replace(first, work_bytes=0)
-    assert job_files.try_measure(journal.job_dir("none"), None) is None
+    assert job_files.try_measure_run(directory, first) == replace(first, work_dir_bytes=0)
+    assert job_files.try_measure_run(journal.job_dir("none"), None) is None
 
 
 def test_tree_of_any_depth_is_removed(tmp_path: Path) -> None:
@@ -153,7 +159,7 @@ def test_tree_of_any_depth_is_removed(tmp_path: Path) -> None:
     os.mkdir("closed", 0o000, dir_fd=fd)
     os.close(os.open("file", os.O_CREAT | os.O_WRONLY, dir_fd=fd))
     os.close(fd)
-    assert job_files.tree_bytes(root) >= 0
+    assert job_files.tree_size_bytes(root) >= 0
     job_files.try_remove_tree(root)
     assert [path.name for path in tmp_path.iterdir()] == ["kept"]
 
@@ -197,7 +203,7 @@ async def test_low_disk_closes_the_node_and_evicts_finished_jobs(
     controller: FakeController, run_agent: RunAgent, node_dir: Path
 ) -> None:
     space = Space()
-    async with run_agent(disk=DiskAccess(space=space)):
+    async with run_agent(disk=DiskAccess(measure_space=space)):
         await controller.launch("done", "/bin/sh", "-c", "echo > big")
         await controller.end_of("done")
         await until(lambda: not controller.heartbeats[-1].exits, what="it is settled")
@@ -226,7 +232,7 @@ async def test_failure_of_the_node_to_prepare_a_job_is_not_that_of_the_job(
     def full(*ignored: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("genie.agent.preparation._append", full)
+    monkeypatch.setattr("genie.agent.preparation._append_to_file", full)
     async with run_agent():
         await controller.launch("j1", "true", workdir=controller.keep_blob(b"x" * 2000))
         end = await controller.end_of("j1")
@@ -239,7 +245,7 @@ async def test_working_directory_that_does_not_fit_is_not_downloaded(
 ) -> None:
     space = Space()
     space.free_bytes = 6 * GIB
-    async with run_agent(disk=DiskAccess(space=space)):
+    async with run_agent(disk=DiskAccess(measure_space=space)):
         large = replace_size(controller.keep_blob(b"x"), 4 * GIB)
         await controller.launch("j1", "true", workdir=large)
         end = await controller.end_of("j1")
@@ -263,10 +269,10 @@ async def test_disk_that_a_working_directory_filled_was_too_small_only_if_little
     def full(*ignored: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("genie.agent.preparation._append", full)
+    monkeypatch.setattr("genie.agent.preparation._append_to_file", full)
     space = Space()
     space.free_bytes = free_bytes
-    async with run_agent(disk=DiskAccess(space=space), disk_free_min_bytes=0):
+    async with run_agent(disk=DiskAccess(measure_space=space), disk_free_min_bytes=0):
         await controller.launch("j1", "true", workdir=controller.keep_blob(b"x" * 2000))
         end = await controller.end_of("j1")
     assert (end.by_node, end.needed_bytes) == (True, needed_bytes)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from genie.agent.heartbeats import Lease, reconcile
+from genie.agent.heartbeats import NodeLease, actions_from_reply
 from genie.model.messages import HeartbeatAck, JobOrder
 
 LIVE = {"a": 1, "b": 2}
 ENDED = {"c": 3}
 
 
-def lease(ttl_s: float = 10.0) -> Lease:
-    made = Lease()
+def lease(ttl_s: float = 10.0) -> NodeLease:
+    made = NodeLease()
     made.set_ttl(ttl_s)
     return made
 
@@ -30,7 +30,7 @@ def test_reply_to_an_older_heartbeat_does_not_shorten_the_lease() -> None:
     held = lease()
     held.extend(sent_at_s=100.0)
     held.extend(sent_at_s=95.0)
-    assert held.until_s == 107.0
+    assert held.expires_s == 107.0
 
 
 def test_lease_is_extended_while_there_is_no_leader() -> None:
@@ -38,7 +38,7 @@ def test_lease_is_extended_while_there_is_no_leader() -> None:
     held.extend(sent_at_s=100.0)
     for requested_s in (105.0, 110.0, 115.0):
         held.extend_without_leader(requested_at_s=requested_s)
-    assert held.until_s == 122.0
+    assert held.expires_s == 122.0
 
 
 def test_expired_lease_is_not_extended_without_a_leader() -> None:
@@ -56,8 +56,8 @@ def test_missing_leader_does_not_create_a_lease() -> None:
 
 
 def test_grace_period_is_capped_by_the_time_to_live() -> None:
-    assert lease(10.0).grace_s(5.0) == 1.5
-    assert lease(10.0).grace_s(1.0) == 1.0
+    assert lease(10.0).grace_after_expiry_s(5.0) == 1.5
+    assert lease(10.0).grace_after_expiry_s(1.0) == 1.0
 
 
 # --- replies ------------------------------------------------------------------------------------
@@ -74,27 +74,37 @@ def order(job_id: str, epoch: int) -> JobOrder:
 
 
 def test_orders_for_local_jobs_become_actions() -> None:
-    done = reconcile(
-        ack(kill=[order("a", 1)], settled=[order("c", 3)]), live=LIVE, ended=ENDED, leader_token_seen=5
+    done = actions_from_reply(
+        ack(kill=[order("a", 1)], settled=[order("c", 3)]),
+        live_epochs=LIVE,
+        ended_epochs=ENDED,
+        leader_token_seen=5,
     )
-    assert (done.is_leader, done.kill, done.settle) == (True, (order("a", 1),), ("c",))
+    assert (done.is_leader, done.jobs_to_kill, done.settled_job_ids) == (True, (order("a", 1),), ("c",))
 
 
 def test_orders_for_other_epochs_and_unknown_jobs_are_ignored() -> None:
     orders = [order("a", 2), order("c", 3), order("x", 1)]
     settled = [order("c", 2), order("a", 1), order("x", 1)]
-    done = reconcile(ack(kill=orders, settled=settled), live=LIVE, ended=ENDED, leader_token_seen=5)
-    assert (done.is_leader, done.kill, done.settle) == (True, (), ())
+    done = actions_from_reply(
+        ack(kill=orders, settled=settled), live_epochs=LIVE, ended_epochs=ENDED, leader_token_seen=5
+    )
+    assert (done.is_leader, done.jobs_to_kill, done.settled_job_ids) == (True, (), ())
 
 
 def test_reply_of_a_standby_is_ignored() -> None:
     reply = ack(leading=False, kill=[order("a", 1)], settled=[order("c", 3)])
-    done = reconcile(reply, live=LIVE, ended=ENDED, leader_token_seen=5)
-    assert (done.is_leader, done.kill, done.settle, done.reason) == (False, (), (), "it does not lead")
+    done = actions_from_reply(reply, live_epochs=LIVE, ended_epochs=ENDED, leader_token_seen=5)
+    assert (done.is_leader, done.jobs_to_kill, done.settled_job_ids, done.not_leader_reason) == (
+        False,
+        (),
+        (),
+        "it does not lead",
+    )
 
 
 def test_reply_of_a_replaced_leader_is_ignored() -> None:
     reply = ack(leader_token=4, kill=[order("a", 1)], settled=[order("c", 3)])
-    done = reconcile(reply, live=LIVE, ended=ENDED, leader_token_seen=5)
-    assert (done.is_leader, done.kill, done.settle) == (False, (), ())
-    assert "older than 5" in done.reason
+    done = actions_from_reply(reply, live_epochs=LIVE, ended_epochs=ENDED, leader_token_seen=5)
+    assert (done.is_leader, done.jobs_to_kill, done.settled_job_ids) == (False, (), ())
+    assert "older than 5" in done.not_leader_reason

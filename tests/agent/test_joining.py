@@ -9,10 +9,10 @@ import pytest
 from genie.agent.identity import (
     find_node_dir,
     read_identity,
-    renew_certificate,
+    renew_certificate_if_due,
     write_identity,
 )
-from genie.agent.joining import join
+from genie.agent.joining import join_cluster
 from genie.errors import (
     NameInvalidError,
     NothingListensError,
@@ -31,7 +31,7 @@ from tests.fakes.controller import HOST, FakeController
 
 
 async def try_join(fake: FakeController, state_dir: Path, *, token: str, wish: str = "n1") -> Path:
-    return await join(
+    return await join_cluster(
         HOST, fake.port, token, state_dir=state_dir, requested_node_id=wish, network=TcpNetwork()
     )
 
@@ -82,7 +82,7 @@ async def test_invalid_node_id_is_rejected_before_anything_is_sent(
 async def test_join_fails_if_nothing_listens(tmp_path: Path, controller: FakeController) -> None:
     token = str(controller.token(TokenKind.JOIN))
     with pytest.raises(NothingListensError):
-        await join(HOST, 1, token, state_dir=tmp_path, requested_node_id="n1", network=TcpNetwork())
+        await join_cluster(HOST, 1, token, state_dir=tmp_path, requested_node_id="n1", network=TcpNetwork())
 
 
 def test_read_identity_requires_a_token(tmp_path: Path) -> None:
@@ -135,7 +135,7 @@ async def test_fresh_certificate_is_not_renewed(tmp_path: Path) -> None:
         node_dir = await try_join(fake, tmp_path / "s", token=str(fake.token(TokenKind.JOIN)))
     start, end = tls.validity_period((node_dir / "node.pem").read_text())
     now = (start + end) / 2 - 5
-    renewed = renew_certificate(node_dir, None, now=now, timeout_s=1, offload=run_inline)  # type: ignore[arg-type]
+    renewed = renew_certificate_if_due(node_dir, None, now=now, timeout_s=1, offload=run_inline)  # type: ignore[arg-type]
     assert await renewed == pytest.approx(5)
 
 

@@ -18,7 +18,7 @@ import uvloop
 
 from genie.agent import launcher, leftovers
 from genie.agent.launcher import LaunchPlan, ShimLauncher
-from genie.agent.logs import read_chunk
+from genie.agent.logs import read_log_chunk
 from genie.model.messages import ExitReport
 from tests.waiting import until
 
@@ -50,18 +50,18 @@ def test_exit_is_received_if_the_shim_left_a_line_unread(
         ends.append(os.dup(control_fd))
         return subprocess.Popen(["true"])
 
-    monkeypatch.setattr(launcher, "_spawn", spawn)
+    monkeypatch.setattr(launcher, "_spawn_shim", spawn)
 
     async def receive_exits() -> list[ExitReport]:
         shims = ShimLauncher()
-        await shims.start(_plan(tmp_path), until_s=1.0)
+        await shims.start_job(_plan(tmp_path), deadman_expiry_s=1.0)
         await asyncio.sleep(0)
         os.write(ends[0], json.dumps(RECORD).encode() + b"\n")
-        shims.refresh(2.0)
+        shims.extend_deadman_timers(2.0)
         os.close(ends[0])
         async with asyncio.timeout(20):
             await shims.wait_exit()
-        ended = shims.exits()
+        ended = shims.take_exits()
         shims.close()
         return ended
 
@@ -71,26 +71,26 @@ def test_exit_is_received_if_the_shim_left_a_line_unread(
 
 def test_cancelled_start_leaves_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     may_spawn, spawned = threading.Event(), []
-    real = launcher._spawn
+    real = launcher._spawn_shim
 
     def spawn(*args: object, **given: object) -> subprocess.Popen[bytes]:
         assert may_spawn.wait(10)
         spawned.append(real(*args, **given))  # type: ignore[arg-type]
         return spawned[0]
 
-    monkeypatch.setattr(launcher, "_spawn", spawn)
+    monkeypatch.setattr(launcher, "_spawn_shim", spawn)
     (tmp_path / "log").mkdir()
     plan = replace(_plan(tmp_path), argv=(sys.executable, "-c", STUBBORN))
 
     async def start_and_cancel() -> None:
         shims = ShimLauncher()
-        starting = asyncio.ensure_future(shims.start(plan, until_s=time.monotonic() + 60))
+        starting = asyncio.ensure_future(shims.start_job(plan, deadman_expiry_s=time.monotonic() + 60))
         await asyncio.sleep(0)
         starting.cancel()
         await asyncio.wait([starting])
         may_spawn.set()
         await until(lambda: spawned and spawned[0].returncode is not None, what="the shim is killed")
-        assert shims.running() == {}
+        assert shims.running_jobs_and_kill_errors() == {}
         shims.close()
 
     asyncio.run(start_and_cancel())
@@ -111,14 +111,14 @@ def test_exit_is_reported_after_the_end_of_processes_that_the_shim_could_not_kil
         ends.append(os.dup(control_fd))
         return subprocess.Popen(["true"])
 
-    monkeypatch.setattr(launcher, "_spawn", spawn)
+    monkeypatch.setattr(launcher, "_spawn_shim", spawn)
 
     async def receive_exit() -> ExitReport:
         shims = ShimLauncher()
-        await shims.start(_plan(tmp_path), until_s=1.0)
+        await shims.start_job(_plan(tmp_path), deadman_expiry_s=1.0)
         os.write(ends[0], _record_with_survivor(survivor.pid) + b"\n")
         os.close(ends[0])
-        (report,) = await until(shims.exits)
+        (report,) = await until(shims.take_exits)
         shims.close()
         return report
 
@@ -133,7 +133,7 @@ def test_new_agent_kills_processes_that_a_shim_could_not_kill(tmp_path: Path) ->
     async def end_leftovers() -> int:
         shims = ShimLauncher()
         try:
-            return shims.end_leftovers(tmp_path / "jobs")
+            return shims.kill_leftovers(tmp_path / "jobs")
         finally:
             shims.close()
 
@@ -162,14 +162,14 @@ def test_second_kill_can_shorten_the_grace_period(tmp_path: Path) -> None:
 
     async def ended() -> list[ExitReport]:
         shims = ShimLauncher()
-        await shims.start(plan, until_s=time.monotonic() + 60)
-        await until(lambda: b"up" in read_chunk(tmp_path, offset=0, bytes_max=100, live=True).data)
-        shims.kill("j-1", reason="makes room", grace_s=86400.0)
-        assert shims.exits() == []
-        shims.kill("j-1", reason="cancelled")
+        await shims.start_job(plan, deadman_expiry_s=time.monotonic() + 60)
+        await until(lambda: b"up" in read_log_chunk(tmp_path, offset=0, bytes_max=100, is_live=True).data)
+        shims.kill_job("j-1", reason="makes room", grace_s=86400.0)
+        assert shims.take_exits() == []
+        shims.kill_job("j-1", reason="cancelled")
         async with asyncio.timeout(20):
             await shims.wait_exit()
-        ended = shims.exits()
+        ended = shims.take_exits()
         shims.close()
         return ended
 
@@ -182,12 +182,12 @@ def test_log_files_ignores_other_file_names(tmp_path: Path) -> None:
     (tmp_path / "log").mkdir()
     for name in ("²", "٣", "0" * 20, "0" * 19 + "7", "x", "-1", "1 "):
         (tmp_path / "log" / f"{name}.log").write_text(name)
-    assert [first for first, _ in launcher.log_files(tmp_path)] == [0, 7]
+    assert [first for first, _ in launcher.log_files_with_offsets(tmp_path)] == [0, 7]
     (tmp_path / "log" / f"{'0' * 19}7.log").unlink()
     os.mkfifo(tmp_path / "log" / "00000000000000000020.log")
     (tmp_path / "log" / "00000000000000000021.log").symlink_to("/dev/zero")
-    assert read_chunk(tmp_path, offset=0, bytes_max=100, live=False).data == b"0" * 20
-    assert read_chunk(tmp_path, offset=20, bytes_max=100, live=False).eof
+    assert read_log_chunk(tmp_path, offset=0, bytes_max=100, is_live=False).data == b"0" * 20
+    assert read_log_chunk(tmp_path, offset=20, bytes_max=100, is_live=False).eof
 
 
 @pytest.mark.parametrize("content", ["[" * 60_000, '{"shim": [1e999, ""]}', "[1]", '{"a": 1}'])
@@ -210,7 +210,7 @@ def test_leftovers_are_all_stopped_before_one_is_killed(
     environment = {leftovers.JOB_DIR_VARIABLE: str(tmp_path / "j1")}
     sleepers = [subprocess.Popen(["/bin/sleep", "300"], env=environment) for _ in range(3)]
     try:
-        found, stubborn = leftovers.JobProcesses(tmp_path).end()
+        found, stubborn = leftovers.JobProcesses(tmp_path).kill_all()
     finally:
         for sleeper in sleepers:
             sleeper.kill()
@@ -223,6 +223,9 @@ def test_start_record_cannot_make_the_agent_kill_itself(tmp_path: Path) -> None:
     own = leftovers.ProcessMark.of_pid(os.getpid())
     assert own is not None
     with subprocess.Popen(["/bin/sleep", "300"]) as child:
-        assert leftovers.JobProcesses(tmp_path, known={own: "j1"}).end(timeout_s=0.1) == (0, {})
+        assert leftovers.JobProcesses(tmp_path, recorded_processes={own: "j1"}).kill_all(timeout_s=0.1) == (
+            0,
+            {},
+        )
         assert child.poll() is None
         child.kill()

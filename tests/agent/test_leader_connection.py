@@ -64,7 +64,7 @@ async def linked(*fakes: FakeController, ports: tuple[int, ...] = ()) -> AsyncIt
     link.endpoints = tuple((HOST, port) for port in every)
     watched = Watched(link)
     async with asyncio.TaskGroup() as group:
-        task = group.create_task(link.run(watched.take, watched.no_leader.append))
+        task = group.create_task(link.serve_leaders(watched.take, watched.no_leader.append))
         try:
             yield watched
         finally:
@@ -112,7 +112,7 @@ async def test_call_requires_a_connection(controller: FakeController) -> None:
     async with linked(controller) as watched:
         await until(lambda: controller.hellos)
         with pytest.raises(ConnectionLostError, match="no connection"):
-            await watched.link.call(GetStatus(), timeout_s=1)
+            await watched.link.call_leader(GetStatus(), timeout_s=1)
 
 
 async def test_rejection_is_final_before_the_first_registration(controller: FakeController) -> None:
@@ -131,7 +131,7 @@ async def test_rejection_is_retried_after_the_first_registration(controller: Fak
         raise TokenRefusedError("token x was revoked")
 
     async with linked(controller) as watched:
-        watched.link.on_registered(watched.link.endpoints, timeout_s=0.3, backoff_s_max=0.1)
+        watched.link.apply_registration(watched.link.endpoints, timeout_s=0.3, backoff_s_max=0.1)
         watched.attend = refused
         await until(lambda: len(watched.attended) >= 3, what="further attempts")
     assert watched.no_leader == []

@@ -16,7 +16,7 @@ from genie.agent import launcher as launching
 from genie.agent import shim
 from genie.agent.launcher import LaunchPlan, ShimLauncher
 from genie.agent.leftovers import read_start_record
-from genie.agent.logs import read_chunk
+from genie.agent.logs import read_log_chunk
 from genie.model.messages import ExitReport
 from genie.processes.marks import ProcessMark
 from tests.waiting import until
@@ -26,18 +26,18 @@ LONG_S = 60.0
 
 
 async def end_of(launcher: ShimLauncher, plan: LaunchPlan, *, for_s: float = LONG_S) -> ExitReport:
-    await launcher.start(plan, until_s=time.monotonic() + for_s)
+    await launcher.start_job(plan, deadman_expiry_s=time.monotonic() + for_s)
     return await next_end(launcher)
 
 
 async def next_end(launcher: ShimLauncher) -> ExitReport:
     ends: list[ExitReport] = []
-    await until(lambda: ends.extend(launcher.exits()) or ends, what="an end")
+    await until(lambda: ends.extend(launcher.take_exits()) or ends, what="an end")
     return ends[0]
 
 
 def log_of(plan: LaunchPlan) -> str:
-    return read_chunk(plan.directory, offset=0, bytes_max=1 << 20, live=False).data.decode()
+    return read_log_chunk(plan.directory, offset=0, bytes_max=1 << 20, is_live=False).data.decode()
 
 
 async def marked(path: Path) -> ProcessMark:
@@ -64,7 +64,7 @@ async def test_exit_report_contains_code_and_reason(
 ) -> None:
     report = await end_of(launcher, make_plan("/bin/sh", "-c", script))
     assert (report.job_id, report.epoch, report.exit_code, report.reason) == ("job-1", 7, code, reason)
-    assert launcher.running() == {}
+    assert launcher.running_jobs_and_kill_errors() == {}
 
 
 async def test_exit_record_is_on_disk_when_the_exit_is_reported(
@@ -199,13 +199,13 @@ async def test_rotated_log_is_read_by_offset_across_files(
     await end_of(launcher, plan)
     whole = "".join(f"line {i:06d}\n" for i in range(3000)).encode()
     assert len(list((plan.directory / "log").iterdir())) == 3
-    chunk = read_chunk(plan.directory, offset=0, bytes_max=1 << 20, live=False)
+    chunk = read_log_chunk(plan.directory, offset=0, bytes_max=1 << 20, is_live=False)
     assert chunk.start == len(whole) // 4096 * 4096 - 2 * 4096
     assert chunk.data == whole[chunk.start :]
     assert chunk.next_offset == len(whole)
-    some = read_chunk(plan.directory, offset=chunk.start + 4000, bytes_max=200, live=False)
+    some = read_log_chunk(plan.directory, offset=chunk.start + 4000, bytes_max=200, is_live=False)
     assert some.data == whole[chunk.start + 4000 : chunk.start + 4200]
-    assert read_chunk(plan.directory, offset=len(whole), bytes_max=100, live=False).eof
+    assert read_log_chunk(plan.directory, offset=len(whole), bytes_max=100, is_live=False).eof
 
 
 async def test_full_disk_neither_ends_nor_blocks_the_job(launcher: ShimLauncher, make_plan: MakePlan) -> None:
@@ -218,7 +218,7 @@ async def test_full_disk_neither_ends_nor_blocks_the_job(launcher: ShimLauncher,
 
 
 def test_log_notes_lost_output_when_there_is_space_again(tmp_path: Path) -> None:
-    log = shim.Log(str(tmp_path), file_bytes_max=4096, files_max=1)
+    log = shim.RotatingJobLog(str(tmp_path), file_bytes_max=4096, files_max=1)
     full = tmp_path / f"{0:020d}.log"
     full.symlink_to("/dev/full")
     log.write(b"x" * 10)
@@ -257,9 +257,9 @@ time.sleep(300)
 
 async def test_kill_reaches_a_daemonized_grandchild(launcher: ShimLauncher, make_plan: MakePlan) -> None:
     plan = make_plan(sys.executable, "-c", STRAY)
-    await launcher.start(plan, until_s=time.monotonic() + LONG_S)
+    await launcher.start_job(plan, deadman_expiry_s=time.monotonic() + LONG_S)
     stray = await marked(plan.work_dir / "stray")
-    launcher.kill("job-1", reason="enough")
+    launcher.kill_job("job-1", reason="enough")
     report = await next_end(launcher)
     assert (report.exit_code, report.reason) == (None, "enough")
     assert not stray.is_alive
@@ -268,9 +268,9 @@ async def test_kill_reaches_a_daemonized_grandchild(launcher: ShimLauncher, make
 async def test_job_can_exit_within_the_grace_period(launcher: ShimLauncher, make_plan: MakePlan) -> None:
     script = "trap 'echo tidy; exit 0' TERM; echo $$ > pid; while :; do sleep 0.01; done"
     plan = make_plan("/bin/sh", "-c", script, grace_s=LONG_S)
-    await launcher.start(plan, until_s=time.monotonic() + LONG_S)
+    await launcher.start_job(plan, deadman_expiry_s=time.monotonic() + LONG_S)
     await marked(plan.work_dir / "pid")
-    launcher.kill("job-1", reason="enough")
+    launcher.kill_job("job-1", reason="enough")
     assert (await next_end(launcher)).reason == "enough"
     assert "tidy" in log_of(plan).splitlines()
 
@@ -279,9 +279,9 @@ async def test_job_that_ignores_sigterm_is_killed_after_the_grace_period(
     launcher: ShimLauncher, make_plan: MakePlan
 ) -> None:
     plan = make_plan("/bin/sh", "-c", "trap '' TERM; echo $$ > pid; while :; do sleep 0.01; done")
-    await launcher.start(plan, until_s=time.monotonic() + LONG_S)
+    await launcher.start_job(plan, deadman_expiry_s=time.monotonic() + LONG_S)
     job = await marked(plan.work_dir / "pid")
-    launcher.kill("job-1", reason="enough")
+    launcher.kill_job("job-1", reason="enough")
     assert (await next_end(launcher)).exit_code is None
     assert not job.is_alive
 
@@ -294,11 +294,11 @@ async def test_job_ends_when_dead_man_timer_expires(launcher: ShimLauncher, make
 
 async def test_refreshed_job_keeps_running(launcher: ShimLauncher, make_plan: MakePlan) -> None:
     plan = make_plan("/bin/sh", "-c", "sleep 2; exit 9")
-    await launcher.start(plan, until_s=time.monotonic() + 1.5)
+    await launcher.start_job(plan, deadman_expiry_s=time.monotonic() + 1.5)
 
     def vouched() -> list[ExitReport]:
-        launcher.refresh(time.monotonic() + 1.5)
-        return launcher.exits()
+        launcher.extend_deadman_timers(time.monotonic() + 1.5)
+        return launcher.take_exits()
 
     (report,) = await until(vouched, what="the end of the job itself")
     assert report.exit_code == 9
@@ -308,9 +308,9 @@ async def test_older_refresh_does_not_shorten_the_timer(launcher: ShimLauncher, 
     plan = make_plan(
         "/bin/sh", "-c", "echo $$ > pid; while [ ! -e go ]; do sleep 0.02; done; sleep 0.3; exit 9"
     )
-    await launcher.start(plan, until_s=time.monotonic() + LONG_S)
+    await launcher.start_job(plan, deadman_expiry_s=time.monotonic() + LONG_S)
     await marked(plan.work_dir / "pid")
-    launcher.refresh(time.monotonic() - 1)
+    launcher.extend_deadman_timers(time.monotonic() - 1)
     (plan.work_dir / "go").touch()
     assert (await next_end(launcher)).exit_code == 9
 
@@ -327,7 +327,7 @@ async def test_job_does_not_start_after_the_dead_man_timer_expired(
 
 async def test_job_ends_with_a_killed_shim(launcher: ShimLauncher, make_plan: MakePlan) -> None:
     plan = make_plan(sys.executable, "-c", STRAY.replace("os.environ.clear()", ""))
-    await launcher.start(plan, until_s=time.monotonic() + LONG_S)
+    await launcher.start_job(plan, deadman_expiry_s=time.monotonic() + LONG_S)
     stray = await marked(plan.work_dir / "stray")
     await until((plan.directory / "started.json").exists)
     record = json.loads((plan.directory / "started.json").read_text())
@@ -343,26 +343,26 @@ async def test_job_ends_with_a_killed_shim(launcher: ShimLauncher, make_plan: Ma
 async def test_expired_lease_shortens_the_grace_period(launcher: ShimLauncher, make_plan: MakePlan) -> None:
     script = "trap '' TERM; echo $$ > pid; while :; do sleep 0.01; done"
     plan = make_plan("/bin/sh", "-c", script, grace_s=LONG_S)
-    await launcher.start(plan, until_s=time.monotonic() + 1.5)
+    await launcher.start_job(plan, deadman_expiry_s=time.monotonic() + 1.5)
     await marked(plan.work_dir / "pid")
-    launcher.kill("job-1", reason="enough")
+    launcher.kill_job("job-1", reason="enough")
     assert (await next_end(launcher)).reason == "enough"
 
 
 async def test_unresponsive_shim_is_killed_with_its_job(
     launcher: ShimLauncher, make_plan: MakePlan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launching, "FORCE_AFTER_S", 0.0)
+    monkeypatch.setattr(launching, "SHIM_KILL_DELAY_S", 0.0)
     plan = make_plan("/bin/sh", "-c", "echo $$ > pid; sleep 300", grace_s=0.0)
-    await launcher.start(plan, until_s=time.monotonic() + LONG_S)
+    await launcher.start_job(plan, deadman_expiry_s=time.monotonic() + LONG_S)
     job = await marked(plan.work_dir / "pid")
     await until((plan.directory / "started.json").exists)
     shim_process, _ = read_start_record(plan.directory / "started.json")
     assert shim_process.send_signal(signal.SIGSTOP)
 
     def told_again() -> list[ExitReport]:
-        launcher.kill("job-1", reason="enough")
-        return launcher.exits()
+        launcher.kill_job("job-1", reason="enough")
+        return launcher.take_exits()
 
     (report,) = await until(told_again, what="the end")
     assert report.reason == "enough"
@@ -373,7 +373,7 @@ async def test_job_ends_with_its_shim_when_the_agent_has_ended(
     launcher: ShimLauncher, make_plan: MakePlan
 ) -> None:
     plan = make_plan("/bin/sh", "-c", "echo $$ > pid; sleep 300")
-    await launcher.start(plan, until_s=time.monotonic() + LONG_S)
+    await launcher.start_job(plan, deadman_expiry_s=time.monotonic() + LONG_S)
     job = await marked(plan.work_dir / "pid")
     await until((plan.directory / "started.json").exists)
     shim_process, _ = read_start_record(plan.directory / "started.json")
@@ -385,7 +385,7 @@ async def test_job_ends_with_its_shim_when_the_agent_has_ended(
 
 async def test_shim_ends_its_job_on_sigterm(launcher: ShimLauncher, make_plan: MakePlan) -> None:
     plan = make_plan("sleep", "300")
-    await launcher.start(plan, until_s=time.monotonic() + LONG_S)
+    await launcher.start_job(plan, deadman_expiry_s=time.monotonic() + LONG_S)
     await until((plan.directory / "started.json").exists)
     record = json.loads((plan.directory / "started.json").read_text())
     assert ProcessMark(*record["shim"]).send_signal(signal.SIGTERM)

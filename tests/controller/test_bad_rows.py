@@ -170,7 +170,7 @@ async def test_failing_step_of_a_tick_does_not_prevent_scheduling(
     async def fail(self: Agents) -> None:
         raise ZeroDivisionError("a bug")
 
-    monkeypatch.setattr(Agents, "reclaim", fail)
+    monkeypatch.setattr(Agents, "reclaim_jobs", fail)
     clock = FakeClock()
     async with running_controller(tmp_path, clock=clock) as one, one.client() as owner:
         waiting = await owner.submit(gpus=1)
@@ -220,7 +220,7 @@ async def test_job_that_cannot_be_placed_waits_and_others_start(tmp_path: Path) 
 async def test_gang_on_nodes_with_too_many_workers_waits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("genie.controller.jobs.lifecycle.HOLDS_OF_TRANSACTION_MAX", 3)
+    monkeypatch.setattr("genie.controller.jobs.lifecycle.HOLDS_PER_TRANSACTION_MAX", 3)
     async with running_controller(tmp_path) as one, one.client() as owner, one.agent(gpus=4) as agent:
         small = [await owner.submit(cpus=0.5) for _ in range(2)]
         started = [await agent.start_next() for _ in small]

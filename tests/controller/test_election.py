@@ -25,17 +25,17 @@ async def test_next_leader_has_a_higher_fencing_token() -> None:
     clock = FakeClock()
     store = await MemoryStore.open(clock=clock)
     first, second = election(store, clock, "a"), election(store, clock, "b")
-    assert await first.try_win("a:1")
-    assert not await second.try_win("b:1")
+    assert await first.try_win_election("a:1")
+    assert not await second.try_win_election("b:1")
     assert second.leader is not None
     assert second.leader.address == "a:1"
     with pytest.raises(NotLeaderError, match="a:1"):
-        second.require_token()
-    before = first.require_token()
+        second.require_fencing_token()
+    before = first.require_fencing_token()
     await first.resign()
     assert not first.is_leading
-    assert await second.try_win("b:1")
-    assert second.require_token() > before
+    assert await second.try_win_election("b:1")
+    assert second.require_fencing_token() > before
     await second.resign()
     await store.close()
 
@@ -44,9 +44,9 @@ async def test_leader_that_cannot_renew_steps_down_by_its_own_clock() -> None:
     clock = FakeClock()
     store = await MemoryStore.open(clock=clock)
     one = election(store, clock, "a")
-    assert await one.try_win("a:1")
+    assert await one.try_win_election("a:1")
     async with asyncio.TaskGroup() as group:
-        held = group.create_task(one.hold())
+        held = group.create_task(one.hold_leadership())
         for _ in range(5):
             await clock.advance(2.0)
         assert one.is_leading, "it was renewed"
@@ -57,7 +57,7 @@ async def test_leader_that_cannot_renew_steps_down_by_its_own_clock() -> None:
         async with asyncio.timeout(20):
             await held
     with pytest.raises(StoreUnavailableError):
-        one.require_token()
+        one.require_fencing_token()
     store.set_available(True)
     await store.close()
 
@@ -66,9 +66,9 @@ async def test_restarted_leader_takes_its_key_at_once() -> None:
     clock = FakeClock()
     store = await MemoryStore.open(clock=clock)
     before, after = election(store, clock, "same"), election(store, clock, "same")
-    assert await before.try_win("a:1")
-    assert await after.try_win("a:1")
-    assert after.token > before.token
+    assert await before.try_win_election("a:1")
+    assert await after.try_win_election("a:1")
+    assert after.fencing_token > before.fencing_token
     await after.resign()
     await store.close()
 
@@ -77,13 +77,13 @@ async def test_replaced_leader_cannot_write_and_steps_down() -> None:
     clock = FakeClock()
     store = await MemoryStore.open(clock=clock)
     old, new = election(store, clock, "a"), election(store, clock, "a")
-    assert await old.try_win("a:1")
+    assert await old.try_win_election("a:1")
     ledger = Ledger(store, old, StoreHealth())
-    await ledger.load()
+    await ledger.load_tables()
     async with asyncio.TaskGroup() as group:
         writer = group.create_task(ledger.run())
         assert await ledger.write(lambda txn: txn.next_number("epoch")) == 1
-        assert await new.try_win("a:2")
+        assert await new.try_win_election("a:2")
         assert old.is_leading, "by its own clock it still leads"
         with pytest.raises(NotLeaderError):
             await ledger.write(lambda txn: txn.next_number("epoch"))
@@ -99,14 +99,14 @@ async def test_error_names_the_unreadable_row_that_is_needed() -> None:
     clock = FakeClock()
     store = await MemoryStore.open(clock=clock)
     one = election(store, clock, "a")
-    assert await one.try_win("a:1")
+    assert await one.try_win_election("a:1")
     await store.commit([], [Put("job/j-1", b"{}")])
     ledger = Ledger(store, one, StoreHealth())
-    await ledger.load()
+    await ledger.load_tables()
     assert list(ledger.quarantined) == ["job/j-1"]
     await store.commit([], [Put("token/t-1", b"{}")])
     with pytest.raises(StoreCorruptError, match="'token/t-1' cannot be read"):
-        await ledger.load()
+        await ledger.load_tables()
     await one.resign()
     await store.close()
 
@@ -115,9 +115,9 @@ async def test_write_completes_when_its_caller_is_cancelled() -> None:
     clock = FakeClock()
     store = await MemoryStore.open(clock=clock)
     one = election(store, clock, "a")
-    assert await one.try_win("a:1")
+    assert await one.try_win_election("a:1")
     ledger = Ledger(store, one, StoreHealth())
-    await ledger.load()
+    await ledger.load_tables()
     async with asyncio.TaskGroup() as group:
         writer = group.create_task(ledger.run())
         caller = group.create_task(ledger.write(lambda txn: txn.next_number("epoch")))

@@ -66,7 +66,7 @@ class Books:
             placer=self.placer if at_once else NoPlacement(),
             backoff=LaunchBackoff(clock),
         )
-        self.jobs._new_id = self._new_id  # type: ignore[method-assign]
+        self.jobs._new_job_id = self._new_id  # type: ignore[method-assign]
         self.changes: list[tuple[str, str, object, object]] = []
         self.commits = 0
         for table in self.ledger._tables:
@@ -90,9 +90,9 @@ class Books:
         return {item.key: item.value for item in found if item.key != "leader"}
 
     def indexes(self) -> object:
-        index, staged = self.jobs._index, self.jobs._staged
-        states = {state: sorted(job.job_id for job in index.in_states([state])) for state in JobState}
-        return states, index._by_name, vars(staged)
+        index, staged = self.jobs._index, self.jobs._staged_index
+        states = {state: sorted(job.job_id for job in index.jobs_in_states([state])) for state in JobState}
+        return states, index._job_ids_by_name, vars(staged)
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -106,9 +106,9 @@ class Books:
             shown = {key: msgspec.json.encode(row) for key, row in self.shown().items()}
             assert shown == await self.kept(), "only builds may see changes that are not durable"
             states = {row_id: job.state for row_id, job in self.ledger.jobs.items()}
-            indexed = {job.job_id: state for state in JobState for job in self.jobs.in_states(state)}
+            indexed = {job.job_id: state for state in JobState for job in self.jobs.jobs_in_states(state)}
             assert indexed == states
-            assert self.jobs._staged.queued == list(states.values()).count(JobState.QUEUED)
+            assert self.jobs._staged_index.queued_count == list(states.values()).count(JobState.QUEUED)
             return await commit(compares, operations, timeout_s=timeout_s)
 
         store.commit = checked  # type: ignore[method-assign]
@@ -135,7 +135,7 @@ class FirstFreeGpu:
                     return (Start(new_job.job_id, (WorkerPlace(node_id, (gpu,)),), "at once"),)
         return ()
 
-    def settle(self, job_ids: Iterable[str]) -> None:
+    def undo_unrecorded_starts(self, job_ids: Iterable[str]) -> None:
         for job_id in job_ids:
             self.counted.remove(job_id)
 
@@ -145,8 +145,8 @@ async def books(*, at_once: bool = False) -> AsyncIterator[Books]:
     clock = FakeClock()
     store = await MemoryStore.open(clock=clock)
     one = Books(store, clock, at_once=at_once)
-    assert await one.election.try_win("a:1")
-    await one.ledger.load()
+    assert await one.election.try_win_election("a:1")
+    await one.ledger.load_tables()
     async with asyncio.TaskGroup() as group:
         writer = group.create_task(one.ledger.run())
         try:
@@ -186,14 +186,14 @@ def place(number: int, node: int, gpu: int) -> Step:
 
     async def step(on: Books) -> list[str]:
         placed: list[str] = []
-        await on.jobs.place([decision], placed=lambda job: placed.append(job.job_id))
+        await on.jobs.record_starts([decision], on_placed=lambda job: placed.append(job.job_id))
         return placed
 
     return step
 
 
 def confirm(number: int, node: int, epoch: int) -> Step:
-    return lambda on: on.jobs.confirm(NODES[node], job_id(number), epoch=epoch, incarnation=1)
+    return lambda on: on.jobs.confirm_launch(NODES[node], job_id(number), epoch=epoch, incarnation=1)
 
 
 def end(number: int, node: int, epoch: int) -> Step:
@@ -206,7 +206,7 @@ def cancel(number: int) -> Step:
 
 
 def requeue(number: int, epoch: int) -> Step:
-    return lambda on: on.jobs.requeue(job_id(number), epoch=epoch, reason="void")
+    return lambda on: on.jobs.requeue_unconfirmed(job_id(number), epoch=epoch, reason="void")
 
 
 def lose(number: int, epoch: int) -> Step:
@@ -269,7 +269,7 @@ async def run_steps(groups: Sequence[Sequence[Step]], *, at_once: bool) -> tuple
         placed = {row_id for _, row_id, was, now in one.changes if was is None and is_placing(now)}
         assert one.placer.counted == placed, "placements that are not durable were rolled back"
         kept = await one.kept()
-        await one.ledger.load()
+        await one.ledger.load_tables()
         assert one.shown() == before[0], "memory equals the store"
         assert one.indexes() == before[1], "indexes are consistent with the rows"
         return flat, kept, list(one.shown()), one.changes, before
@@ -309,7 +309,7 @@ async def test_job_is_placed_at_its_submission() -> None:
         assert [step.state for step in job.history] == ["queued", "placing"]
         assert (job.reason, job.placement.gpu_ids) == ("at once", (0,))
         assert [hold.job_id for hold in one.ledger.holds["n0"].holds] == [job.job_id]
-        assert one.jobs.in_states(JobState.PLACING) == [job]
+        assert one.jobs.jobs_in_states(JobState.PLACING) == [job]
 
 
 async def test_job_is_not_placed_at_submission_while_others_are_queued() -> None:
@@ -376,7 +376,7 @@ async def test_writes_of_a_cancelled_caller_are_not_committed() -> None:
             await asyncio.sleep(0)
             builds = [lambda txn: txn.next_number("second")] * 3
             several = group.create_task(one.ledger.write_each(builds))
-            await until(lambda: len(one.ledger._queue) == 3, what="they are queued behind the first")
+            await until(lambda: len(one.ledger._write_queue) == 3, what="they are queued behind the first")
             several.cancel()
             await asyncio.wait([several])
             held.set()
@@ -396,7 +396,7 @@ async def test_queue_limit_holds_within_one_commit() -> None:
     async with books() as one:
         answers = await all_at_once(*(submit(number)(one) for number in range(5)))
         assert [isinstance(answer, Exception) for answer in answers] == [False] * 3 + [True] * 2
-        assert len(one.jobs.in_states(JobState.QUEUED)) == 3
+        assert len(one.jobs.jobs_in_states(JobState.QUEUED)) == 3
 
 
 async def test_transaction_stays_within_the_row_limit_of_the_store() -> None:
@@ -432,7 +432,7 @@ async def test_job_on_too_many_nodes_is_cancelled() -> None:
         for number, nodes in enumerate((several[1:], several)):
             await submit(number)(one)
             start = Start(job_id(number), tuple(WorkerPlace(node_id, (0,)) for node_id in nodes), "because")
-            await one.jobs.place([start], placed=lambda job: None)
+            await one.jobs.record_starts([start], on_placed=lambda job: None)
         held, refused = one.ledger.jobs[job_id(0)], one.ledger.jobs[job_id(1)]
         assert (held.state, len(held.placements)) == (JobState.PLACING, JOB_NODES_MAX)
         assert refused.state is JobState.CANCELLED

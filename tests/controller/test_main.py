@@ -17,7 +17,7 @@ import pytest
 
 from genie.config import ClusterConfig
 from genie.controller.__main__ import compile_in_background
-from genie.controller.placement.placers import why_not_native
+from genie.controller.placement.placers import why_plain_placers
 from genie.errors import GenieError, StoreFullError
 from genie.model.job import JobState
 from genie.model.messages import GetStatus
@@ -259,14 +259,14 @@ async def test_log_says_how_to_compile_when_compile_ahead_is_off(
         assert one.controller is not None
         await compile_in_background(one.controller, is_enabled=False, command=not_compiled)
         assert "to compile the scheduler library, run: python -m genie.native genie_scheduler" in caplog.text
-        assert not one.controller.use_compiled()
+        assert not one.controller.try_use_compiled_scheduler()
 
 
 def test_missing_compiler_is_explained(
     not_compiled: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
-    assert why_not_native() == (
+    assert why_plain_placers() == (
         "the scheduler's library is not compiled, and CXX names 'no-such-compiler', which was not found; "
         "scheduling for many nodes is slow"
     )

@@ -14,7 +14,7 @@ class NoPlacement:
     def place(self, new_job: Job | None = None) -> Sequence[Decision]:
         return ()
 
-    def settle(self, job_ids: Iterable[str]) -> None:
+    def undo_unrecorded_starts(self, job_ids: Iterable[str]) -> None:
         pass
 
     def free_disk_bytes_max(self, job: Job) -> int:

@@ -196,7 +196,7 @@ def test_unknown_name_is_detected(code: str, unknown: list[str], tmp_path: Path)
     [
         "Tenants are not isolated from each other on a node.",
         "it runs as the user of the agent",
-        f"read the identity of the node (`{identity._TOKEN}`, `{identity._KEY}`)",
+        f"read the identity of the node (`{identity._TOKEN_FILE}`, `{identity._KEY_FILE}`)",
         "send signals to the agent, to shims and to jobs of other tenants",
         "move itself to another control group",
         "fill the disk",

@@ -205,7 +205,7 @@ def test_page_lists_all_variables_that_a_job_inherits() -> None:
 
 def test_page_lists_all_columns_of_a_workload() -> None:
     listed = names_in(read_table(text_of("docs/SIMULATOR.md"), "column"))
-    assert difference(listed, workload.COLUMNS) == ""
+    assert difference(listed, workload.WORKLOAD_COLUMNS) == ""
 
 
 def test_page_lists_all_states_of_a_run() -> None:

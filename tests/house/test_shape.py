@@ -37,24 +37,24 @@ GROUPS = ("TaskGroup", "unwrapped_task_group")
 # Tasks outside a TaskGroup; the reason names their owner.
 LOOSE_TASKS: dict[str, str] = {
     "genie/cluster/monitoring.py::ResourceMonitor.start": "owned by the monitor; stop() awaits it",
-    "genie/controller/store/background.py::Background.open": "owned by the group; close() awaits it",
+    "genie/controller/store/background.py::BackgroundTasks.open": "owned by the group; close() awaits it",
 }
 # Broad handlers that neither log the traceback, nor raise, nor set the exception of a future.
 QUIET_CATCHES: dict[str, str] = {
-    "genie/controller/store/sqlite_file.py::SqliteFile.run": "retries each part separately, which logs",
+    "genie/controller/store/sqlite_file.py::SqliteFile.run_group": "retries each part separately, which logs",
     "genie/cluster/lifecycle/loop_thread.py::LoopThread._run_submitted": "_finish() sets it on the future",
-    "genie/controller/ledger.py::Ledger._commit_next_batch": "_fail() sets it on the futures of the callers",
+    "genie/controller/ledger.py::Ledger._commit_next_batch": "_fail_writes() sets it on the futures",
     "genie/controller/ledger.py::Ledger.write_each": "returned to the caller as the result of its write",
-    "genie/controller/ledger.py::Ledger._try_build": "_resolve() sets it on the future",
-    "genie/controller/ledger.py::Ledger._commit": "Quarantine.add() logs it",
-    "genie/controller/quarantine.py::Quarantine.isolated": "Quarantine.add() logs it",
+    "genie/controller/ledger.py::Ledger._try_add_write": "_resolve_write() sets it on the future",
+    "genie/controller/ledger.py::Ledger._commit_batch": "Quarantine.add() logs it",
+    "genie/controller/quarantine.py::Quarantine.isolate_errors": "Quarantine.add() logs it",
     "genie/controller/jobs/changes.py::JobChanges._apply_isolated": "Quarantine.add() logs it",
     "genie/controller/steps.py::PeriodicSteps.run": "_record() logs it",
     "genie/grid/remote/core.py::RequestLoop._execute": (
         "the caller gets it with its traceback; a node has no log"
     ),
     "genie/grid/ray/batch.py::run_batch": "runs on a worker; the traceback is part of the result of the task",
-    "genie/scheduler/policies.py::IsolatedPolicy._call": "a user's code; `fault` describes the error",
+    "genie/scheduler/policies.py::IsolatedPolicy._call_policy": "a user's code; `fault` describes the error",
     "genie/scheduler/policies.py::_format_error": "an error that cannot be formatted is reported by its type",
 }
 

@@ -127,7 +127,7 @@ class Machines:
         state_dir = self._make_state_dir(node_id)
         async with self.client() as client:
             token = await client.create_token(TokenKind.JOIN)
-        await joining.join(
+        await joining.join_cluster(
             self.address.host,
             self.address.port,
             token.token,

@@ -13,8 +13,8 @@ from genie.errors import UsageError
 from genie.model.job import Spread, Within
 from genie.scheduler.decisions import Preempt, Start, Wait
 from genie.scheduler.order import FairShare, Fifo, Priority
-from genie.scheduler.quota import Quota, Quotas, fits, gpu_amounts
-from genie.scheduler.request import FULL_MILLI, Allocation, Amounts, NodeFacts, Shape
+from genie.scheduler.quota import Quota, Quotas, fits_within, gpu_amounts
+from genie.scheduler.request import WHOLE_GPU_MILLI, Allocation, Amounts, NodeFacts, Shape
 from genie.scheduler.rules import Rules
 from tests.scheduler.clusters import H200, SchedulerHarness, node
 
@@ -65,13 +65,13 @@ rules = st.builds(
     quotas=st.sampled_from(
         [
             Quotas(),
-            Quotas({"a": Quota(gpu_amounts(2)), "b": Quota(gpu_amounts(1), borrowed=gpu_amounts(1))}),
+            Quotas({"a": Quota(gpu_amounts(2)), "b": Quota(gpu_amounts(1), borrowable=gpu_amounts(1))}),
             Quotas({tenant: Quota(gpu_amounts(2)) for tenant in TENANTS}),
         ]
     ),
-    preempts=st.booleans(),
-    backfills=st.booleans(),
-    moves_max=st.integers(0, 2),
+    allows_preemption=st.booleans(),
+    allows_backfill=st.booleans(),
+    moves_per_job_max=st.integers(0, 2),
 )
 steps = st.lists(
     st.one_of(
@@ -112,11 +112,11 @@ class World:
             self.submit(value)
         elif what == "time":
             self.harness.advance(self.harness.now + value)
-        elif what == "end" and scheduler.running:
-            job = scheduler.running[value % len(scheduler.running)]
-            scheduler.ended(job.request.job_id)
-        elif what == "withdraw" and scheduler.waiting:
-            scheduler.withdraw(scheduler.waiting[value % len(scheduler.waiting)].job_id)
+        elif what == "end" and scheduler.running_jobs:
+            job = scheduler.running_jobs[value % len(scheduler.running_jobs)]
+            scheduler.record_end(job.request.job_id)
+        elif what == "withdraw" and scheduler.queued_requests:
+            scheduler.withdraw(scheduler.queued_requests[value % len(scheduler.queued_requests)].job_id)
         elif what in ("close", "open"):
             facts = self.nodes[value % len(self.nodes)]
             scheduler.set_node(facts if what == "open" else _closed(facts))
@@ -132,7 +132,7 @@ class World:
         try:
             self.harness.scheduler.remove_node(node_id)
         except UsageError:
-            held = self.harness.allocations.held.values()
+            held = self.harness.allocations.allocations_by_job.values()
             runs = any(place.node_id == node_id for each in held for place in each.places)
             assert runs or node_id in self.removed
         else:
@@ -161,7 +161,7 @@ def _named(facts: NodeFacts, name: str) -> NodeFacts:
 
 
 def _closed(facts: NodeFacts) -> NodeFacts:
-    return NodeFacts(**(vars(facts) | {"closed": "draining"}))
+    return NodeFacts(**(vars(facts) | {"blocked_reason": "draining"}))
 
 
 def check_allocations(world: World) -> None:
@@ -170,9 +170,9 @@ def check_allocations(world: World) -> None:
     cpus: Counter[str] = Counter()
     shares: Counter[tuple[str, int]] = Counter()
     tenants: dict[tuple[str, int], set[str]] = {}
-    for held in harness.allocations.held.values():
+    for held in harness.allocations.allocations_by_job.values():
         request = held.request
-        assert request.least_workers <= len(held.places) <= request.workers
+        assert request.workers_required <= len(held.places) <= request.workers
         nodes = {place.node_id for place in held.places}
         if request.within in (Within.NODE, Within.ISLAND):
             assert len(nodes) == 1
@@ -192,13 +192,13 @@ def check_allocations(world: World) -> None:
     there = [facts for facts in world.nodes if facts.node_id not in world.removed]
     assert harness.allocations.capacity == sum((facts.amounts for facts in there), Amounts())
     for facts in there:
-        cpu_milli, _, gpus = harness.allocations.free_on(facts.node_id)
+        cpu_milli, _, gpus = harness.allocations.free_resources_of_node(facts.node_id)
         assert cpu_milli == facts.cpu_milli - cpus[facts.node_id] >= 0
         for gpu, (free_milli, _) in enumerate(gpus):
-            assert free_milli == FULL_MILLI - shares[facts.node_id, gpu] >= 0
-    for placer in (harness.allocations.placers.trial, harness.allocations.placers.projected):
-        for number in [each.number for each in harness.allocations.placers.nodes.values()]:
-            assert placer.node_state(number) == harness.allocations.placers.main.node_state(number)
+            assert free_milli == WHOLE_GPU_MILLI - shares[facts.node_id, gpu] >= 0
+    for placer in (harness.allocations.placers.dry_run_placer, harness.allocations.placers.projection_placer):
+        for number in [each.node_number for each in harness.allocations.placers.nodes.values()]:
+            assert placer.node_state(number) == harness.allocations.placers.main_placer.node_state(number)
 
 
 def islands_of(world: World, held: Allocation) -> set[int]:
@@ -210,10 +210,14 @@ def check_quotas(world: World) -> None:
     quotas = world.harness.scheduler.rules.quotas
     for tenant, quota in quotas.by_tenant.items():
         usage = world.harness.allocations.usage(tenant)
-        assert fits(usage, quota.own + quota.borrowed)
-        held = [held for held in world.harness.allocations.held.values() if held.request.tenant == tenant]
+        assert fits_within(usage, quota.guaranteed + quota.borrowable)
+        held = [
+            held
+            for held in world.harness.allocations.allocations_by_job.values()
+            if held.request.tenant == tenant
+        ]
         fixed = sum((each.amounts for each in held if not each.request.preemptible), Amounts())
-        assert fits(fixed, quota.own), "only preemptible jobs borrow"
+        assert fits_within(fixed, quota.guaranteed), "only preemptible jobs borrow"
 
 
 @given(clusters, rules, steps)
@@ -230,7 +234,7 @@ def test_no_overcommit_whole_gangs_and_quotas_hold(
         counts = Counter(each.job_id for each in decisions)
         assert all(count == 1 for count in counts.values())
         logged = {each.job_id: each for each in world.harness.log if isinstance(each, Wait)}
-        for wait in world.harness.scheduler.waits:
+        for wait in world.harness.scheduler.pending_decisions:
             assert logged.get(wait.job_id) == wait, "every queued job has a reason"
 
 
@@ -251,11 +255,11 @@ def test_every_feasible_job_runs_eventually(
     harness = world.harness
     ran = set(harness.started())
     for _ in range(60 * (len(several) + 1)):
-        if not harness.scheduler.running:
+        if not harness.scheduler.running_jobs:
             break
         ran |= set(harness.advance(harness.now + 2.0))
     assert feasible <= ran
-    assert not harness.scheduler.running
+    assert not harness.scheduler.running_jobs
 
 
 @given(clusters, rules, st.lists(jobs, max_size=14))
@@ -271,9 +275,9 @@ def test_preemption_terminates(cluster: list[NodeFacts], how: Rules, several: li
         if not any(isinstance(each, Preempt | Start) for each in decisions):
             return
         harness.now += 10.0
-        for job in harness.scheduler.running:
+        for job in harness.scheduler.running_jobs:
             if job.is_stopping:
-                harness.scheduler.ended(job.request.job_id, requeue=True)
+                harness.scheduler.record_end(job.request.job_id, requeue=True)
     raise AssertionError(f"preemption does not terminate: {decisions}")
 
 
@@ -283,7 +287,7 @@ def test_reservation_is_never_delayed(
     cluster: list[NodeFacts], order: Any, events: list[tuple[str, Any]]
 ) -> None:
     """By later jobs. Without preemption, quotas and closed nodes nothing else can delay it."""
-    world = World.of(cluster, Rules(order=order, preempts=False))
+    world = World.of(cluster, Rules(order=order, allows_preemption=False))
     last: tuple[str, float] | None = None
     for what, value in events:
         if what in ("close", "open", "remove", "change", "rules"):
@@ -322,8 +326,8 @@ def test_partial_pass_misses_no_start(
         world.do(event)
         world.harness.decide()
         scheduler = world.harness.scheduler
-        if scheduler.jobs.needs_full_pass:
+        if scheduler.job_table.needs_full_pass:
             continue
-        scheduler.jobs.require_full_pass()
+        scheduler.job_table.require_full_pass()
         assert all(isinstance(each, Wait) for each in world.harness.decide())
-        scheduler.jobs.begin_full_pass()
+        scheduler.job_table.begin_full_pass()

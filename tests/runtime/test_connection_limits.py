@@ -110,7 +110,9 @@ def test_connection_above_the_rate_replaces_none() -> None:
     limiter, closed = ConnectionLimiter(replace(LIMITS, handshakes_burst=4.0)), list[str]()
     for _ in range(4):
         accept(limiter, "a", closed)
-    limiter._handshake_rates.of("a", now_s=HANDSHAKE_GRACE_S).try_take(1.0, now_s=HANDSHAKE_GRACE_S)
+    limiter._handshake_rates.get_limit("a", now_s=HANDSHAKE_GRACE_S).try_take_units(
+        1.0, now_s=HANDSHAKE_GRACE_S
+    )
     assert "new connections per second" in str(accept(limiter, "a", closed, now_s=HANDSHAKE_GRACE_S))
     assert closed == []
     assert limiter.unauthenticated_count == 4

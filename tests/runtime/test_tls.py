@@ -126,3 +126,23 @@ def test_contexts_require_tls_1_3_and_valid_files(tmp_path: Path) -> None:
         tls.client_context("nonsense")
     with pytest.raises(TlsError, match="could not load the certificate"):
         tls.server_context(tmp_path / "none.pem", tmp_path / "none.key")
+
+
+def test_server_sends_no_session_tickets(tmp_path: Path) -> None:
+    authority, now = tls.CertificateAuthority.create(now=time.time()), time.time()
+    key_pem, csr_pem = tls.new_key_and_csr()
+    certificate, key = tmp_path / "server.pem", tmp_path / "server.key"
+    certificate.write_text(authority.issue(csr_pem, name=tls.CONTROLLER_NAME, days=1, now=now))
+    key.write_bytes(key_pem)
+    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+    context = tls.server_context(certificate, key, ca_pem=authority.ca_pem)
+    server = context.wrap_bio(to_server, to_client, server_side=True)
+    client = tls.client_context(authority.ca_pem).wrap_bio(
+        to_client, to_server, server_hostname=tls.CONTROLLER_NAME
+    )
+    for side in (client, server):
+        with pytest.raises(ssl.SSLWantReadError):
+            side.do_handshake()
+    client.do_handshake()
+    server.do_handshake()
+    assert to_client.pending == 0

@@ -68,19 +68,19 @@ class SchedulerHarness:
     def pending(self, job_id: str) -> Wait:
         """Run a pass and return the pending reason of a job."""
         self.decide()
-        return next(each for each in self.scheduler.waits if each.job_id == job_id)
+        return next(each for each in self.scheduler.pending_decisions if each.job_id == job_id)
 
     def advance(self, to: float) -> list[str]:
         """Advance the clock: jobs end at their limits, preempted ones are queued again. Return the starts."""
         started = []
         for _ in range(_STEPS_MAX):
-            ends = min((job.ends_at for job in self.scheduler.running), default=to + 1)
+            ends = min((job.ends_at for job in self.scheduler.running_jobs), default=to + 1)
             if ends > to:
                 break
             self.now = max(self.now, ends)
-            for job in self.scheduler.running:
+            for job in self.scheduler.running_jobs:
                 if job.ends_at <= self.now:
-                    self.scheduler.ended(job.request.job_id, requeue=job.is_stopping)
+                    self.scheduler.record_end(job.request.job_id, requeue=job.is_stopping)
             started += self.started()
         else:
             raise AssertionError("the scheduler does not terminate")

@@ -52,11 +52,11 @@ def test_node_and_job_fields_are_converted() -> None:
         gpus=(kind, kind),
         labels=frozenset({("disk", "ssd"), ("zone", "a")}),
         rack="r7",
-        closed_gpus=frozenset({1}),
+        blocked_gpus=frozenset({1}),
         memory_outside_mib=(0, 3),
     )
     assert node_facts(info) == expected
-    assert node_facts(info, closed="draining") == replace(expected, closed="draining")
+    assert node_facts(info, blocked_reason="draining") == replace(expected, blocked_reason="draining")
 
 
 def test_empty_report_has_no_resources() -> None:

@@ -21,7 +21,7 @@ def test_explanation_lists_the_reason_of_each_node() -> None:
     harness = SchedulerHarness(
         node("full", 2),
         node("small", 1),
-        node("shut", 2, closed="draining"),
+        node("shut", 2, blocked_reason="draining"),
         node("busy", 2, cpu_milli=5_000),
     )
     harness.submit("one", shape=Shape(gpus=1, nodes=frozenset({"full"})), time_limit_s=30.0)
@@ -29,13 +29,13 @@ def test_explanation_lists_the_reason_of_each_node() -> None:
     harness.started()
     harness.submit("wide", shape=Shape(gpus=2, cpu_milli=4_000))
     found = explained(harness, "wide")
-    assert found.ruled_out == (
+    assert found.blocked_nodes == (
         BlockedNodes("1 of 2 GPUs are free", ("full",), is_permanent=False),
         BlockedNodes("3 of 5 CPUs are free", ("busy",), is_permanent=False),
         BlockedNodes("draining", ("shut",), is_permanent=True),
         BlockedNodes("has 1 GPU", ("small",), is_permanent=True),
     )
-    assert (found.starts_at, found.ahead) == (30.0, 0)
+    assert (found.starts_at, found.jobs_ahead) == (30.0, 0)
     assert found.reason == "waiting for resources on full (reserved for this job)"
 
 
@@ -54,7 +54,7 @@ def test_missing_fraction_and_missing_memory_have_different_reasons(shape: Shape
         harness.submit(f"most{number}", shape=most, time_limit_s=9.0)
     harness.started()
     harness.submit("asks", shape=shape)
-    assert [each.reason for each in explained(harness, "asks").ruled_out] == [why]
+    assert [each.reason for each in explained(harness, "asks").blocked_nodes] == [why]
 
 
 def test_nodes_are_blocked_by_near_and_apart_constraints() -> None:
@@ -63,12 +63,12 @@ def test_nodes_are_blocked_by_near_and_apart_constraints() -> None:
         harness.submit(name, shape=Shape(gpus=2, nodes=frozenset({where})), time_limit_s=30.0)
     harness.started()
     harness.submit("beside", near=frozenset({"server"}))
-    assert explained(harness, "beside").ruled_out == (
+    assert explained(harness, "beside").blocked_nodes == (
         BlockedNodes("runs no job named server", ("n2", "n3"), is_permanent=False),
         BlockedNodes("0 of 2 GPUs are free", ("n1",), is_permanent=False),
     )
     harness.submit("shy", shape=Shape(gpus=2), apart=frozenset({"noisy", "server"}), workers=2)
-    assert {each.reason: each.nodes for each in explained(harness, "shy").ruled_out} == {
+    assert {each.reason: each.nodes for each in explained(harness, "shy").blocked_nodes} == {
         "runs a job named noisy": ("n2",),
         "runs a job named server": ("n1",),
     }
@@ -80,7 +80,7 @@ def test_workers_on_one_node_are_counted_together(within: Within) -> None:
     harness.submit("other", gpus=1, time_limit_s=9.0)
     harness.started()
     harness.submit("pair", gpus=2, workers=2, within=within)
-    assert [each.reason for each in explained(harness, "pair").ruled_out] == ["3 of 4 GPUs are free"]
+    assert [each.reason for each in explained(harness, "pair").blocked_nodes] == ["3 of 4 GPUs are free"]
 
 
 def test_jobs_ahead_start_first_in_the_estimate() -> None:
@@ -89,8 +89,8 @@ def test_jobs_ahead_start_first_in_the_estimate() -> None:
     harness.started()
     harness.submit("next", gpus=2, time_limit_s=10.0)
     harness.submit("last", gpus=2)
-    assert (explained(harness, "next").starts_at, explained(harness, "next").ahead) == (10.0, 0)
-    assert (explained(harness, "last").starts_at, explained(harness, "last").ahead) == (20.0, 1)
+    assert (explained(harness, "next").starts_at, explained(harness, "next").jobs_ahead) == (10.0, 0)
+    assert (explained(harness, "last").starts_at, explained(harness, "last").jobs_ahead) == (20.0, 1)
 
 
 def test_job_with_a_reservation_is_first_in_the_queue() -> None:
@@ -105,7 +105,7 @@ def test_job_with_a_reservation_is_first_in_the_queue() -> None:
         == "not enough free resources, and behind calm, which has a reservation"
     )
     assert [request.job_id for request in queue_order(harness.scheduler, harness.now)] == ["calm", "hasty"]
-    assert (explained(harness, "calm").ahead, explained(harness, "hasty").ahead) == (0, 1)
+    assert (explained(harness, "calm").jobs_ahead, explained(harness, "hasty").jobs_ahead) == (0, 1)
     assert explained(harness, "hasty").starts_at == 40.0
 
 
@@ -130,13 +130,13 @@ def test_explanation_names_the_holder_of_a_requested_gpu() -> None:
     harness.submit("wide", gpus=2)
     found = explained(harness, "waits")
     assert (found.reason, found.starts_at) == ("GPU 1 of n is held by holds", 30.0)
-    assert found.ruled_out == (
+    assert found.blocked_nodes == (
         BlockedNodes("GPU 1 of n is held by holds", ("n",), is_permanent=False),
         BlockedNodes("is not a requested node", ("m",), is_permanent=True),
     )
-    harness.scheduler.ended("holds")
+    harness.scheduler.record_end("holds")
     harness.submit("first", tenant="b", shape=mine, priority=9)
-    assert [each.reason for each in explained(harness, "wide").ruled_out] == [
+    assert [each.reason for each in explained(harness, "wide").blocked_nodes] == [
         "1 of 2 GPUs are free",
         "has 1 GPU",
     ]

@@ -6,12 +6,12 @@ import msgspec
 import pytest
 
 from genie.model.job import Within
-from genie.scheduler.feasibility import why_never
+from genie.scheduler.feasibility import why_infeasible
 from genie.scheduler.quota import Quota, Quotas, gpu_amounts
 from genie.scheduler.request import Amounts, GpuFacts, JobRequest, NodeFacts, Shape
 
 ISLANDS = tuple(GpuFacts("H200", "nvidia", 1000, island=number // 2) for number in range(4))
-NODE = NodeFacts("n", 8000, 64_000, ISLANDS, closed="draining")
+NODE = NodeFacts("n", 8000, 64_000, ISLANDS, blocked_reason="draining")
 
 
 @pytest.mark.parametrize(
@@ -34,22 +34,22 @@ NODE = NodeFacts("n", 8000, 64_000, ISLANDS, closed="draining")
 )
 def test_infeasible_request_has_a_reason(shape: Shape, options: dict[str, object], why: str) -> None:
     request = JobRequest("j", "t", 1, shape, **options)  # type: ignore[arg-type]
-    found = why_never(request, [NODE])
+    found = why_infeasible(request, [NODE])
     assert found.endswith(why) and bool(found) == bool(why)
-    assert why_never(request, []) == ""
+    assert why_infeasible(request, []) == ""
 
 
 def test_reason_names_the_kind_of_accelerator() -> None:
     node = NodeFacts("n", 8000, 64_000, (GpuFacts("Xeon", "cpu"),))
-    found = why_never(JobRequest("j", "t", 1, Shape(gpus=2, kind="cpu")), [node])
+    found = why_infeasible(JobRequest("j", "t", 1, Shape(gpus=2, accelerator_kind="cpu")), [node])
     assert found == "requests 2 CPU accelerators on one node; n: has 1 CPU accelerator"
-    h200 = Shape(gpus=1, kind="cpu", models=frozenset({"H200"}))
-    found = why_never(JobRequest("j", "t", 1, h200), [node])
+    h200 = Shape(gpus=1, accelerator_kind="cpu", models=frozenset({"H200"}))
+    found = why_infeasible(JobRequest("j", "t", 1, h200), [node])
     assert found == "requests 1 GPU (model H200) on one node; n: GPU model is Xeon"
-    ampere = Shape(gpus=1, gpu_milli=500, kind="cpu", capability_min=(8, 0))
-    found = why_never(JobRequest("j", "t", 1, ampere), [node])
+    ampere = Shape(gpus=1, gpu_milli=500, accelerator_kind="cpu", capability_min=(8, 0))
+    found = why_infeasible(JobRequest("j", "t", 1, ampere), [node])
     assert found.startswith("requests 1 GPU (fraction 0.5, compute capability 8.0 or newer) on one node; ")
-    found = why_never(JobRequest("j", "t", 1, Shape(cpu_milli=2000)), [NodeFacts("n", 1000, 64_000)])
+    found = why_infeasible(JobRequest("j", "t", 1, Shape(cpu_milli=2000)), [NodeFacts("n", 1000, 64_000)])
     assert found == "requests 2 CPUs on one node; n: has 1 CPU"
 
 
@@ -58,7 +58,7 @@ def test_lowered_quota_limits_only_requested_resources() -> None:
     held = Amounts(gpu_milli=2000, cpu_milli=1000)
 
     def why(shape: Shape) -> str:
-        return quotas.why_not(JobRequest("j", "t", 1, shape), 1, usage=held, nonpreemptible=held)
+        return quotas.why_over_quota(JobRequest("j", "t", 1, shape), 1, usage=held, nonpreemptible_usage=held)
 
     assert why(Shape(cpu_milli=1000, memory_mib=10)) == ""
     assert "its quota of 1 GPU" in why(Shape(gpus=1))
@@ -67,7 +67,7 @@ def test_lowered_quota_limits_only_requested_resources() -> None:
 def test_quota_reason_uses_singular() -> None:
     quotas = Quotas({"t": Quota(Amounts(1000, 1000, 10), gpu_amounts(0))})
     request = JobRequest("j", "t", 1, Shape(gpus=2, cpu_milli=1000))
-    why = quotas.why_not(request, 1, usage=Amounts(), nonpreemptible=Amounts())
+    why = quotas.why_over_quota(request, 1, usage=Amounts(), nonpreemptible_usage=Amounts())
     assert why.endswith("requests 2 GPUs, 1 CPU; the quota of tenant t is 1 GPU, 1 CPU, 0.01 GiB of memory")
 
 
@@ -76,8 +76,10 @@ def test_request_above_the_quota_is_infeasible() -> None:
 
     def why(gpus: int, *, tenant: str = "t", **options: object) -> str:
         request = msgspec.structs.replace(JobRequest("j", tenant, 1, Shape(gpus=gpus)), **options)
-        found = quotas.why_never(request)
-        reason = quotas.why_not(request, request.least_workers, usage=Amounts(), nonpreemptible=Amounts())
+        found = quotas.why_never_within_quota(request)
+        reason = quotas.why_over_quota(
+            request, request.workers_required, usage=Amounts(), nonpreemptible_usage=Amounts()
+        )
         assert reason == (f"cannot start under the current quota: {found}" if found else "")
         return found
 
@@ -91,6 +93,6 @@ def test_request_above_the_quota_is_infeasible() -> None:
 
 def test_workers_without_resources_count_towards_the_node_limit() -> None:
     request = JobRequest("j", "t", 1, Shape(), workers=9)
-    assert why_never(request, [NODE], workers_max=9) == ""
-    found = why_never(request, [NODE], workers_max=8)
+    assert why_infeasible(request, [NODE], workers_per_node_max=9) == ""
+    found = why_infeasible(request, [NODE], workers_per_node_max=8)
     assert found == "requests 9 workers in total; 8 fit"

@@ -14,7 +14,7 @@ from genie.scheduler import policies
 from genie.scheduler.cluster import filters
 from genie.scheduler.explain import explain
 from genie.scheduler.order import FairShare, Fifo, JobQueue, Key, Priority, Scales
-from genie.scheduler.policies import IsolatedPolicy, Policies
+from genie.scheduler.policies import IsolatedPolicy, PolicyRegistry
 from genie.scheduler.preemption.victims import StartedJob
 from genie.scheduler.request import Amounts, JobRequest, NodeFacts, Shape
 from genie.scheduler.rules import Rules
@@ -52,14 +52,14 @@ def harness_with(
 
 
 def test_policies_are_created_by_name() -> None:
-    known = Policies()
-    created = [known.make(name, budget_s=1.0, clock=lambda: 0.0) for name in ("fair", "fifo", "priority")]
+    known = PolicyRegistry()
+    created = [known.create(name, budget_s=1.0, clock=lambda: 0.0) for name in ("fair", "fifo", "priority")]
     assert [type(each) for each in created] == [FairShare, Fifo, Priority]
     known.register("small", SmallFirst)
     assert known.names == ["fair", "fifo", "priority", "small"]
-    own = known.make("small", budget_s=1.0, clock=lambda: 0.0)
+    own = known.create("small", budget_s=1.0, clock=lambda: 0.0)
     assert isinstance(own, IsolatedPolicy)
-    assert (own.name, own.fault) == ("small", "")
+    assert (own.name, own.disabled_reason) == ("small", "")
 
 
 @pytest.mark.parametrize(
@@ -67,22 +67,24 @@ def test_policies_are_created_by_name() -> None:
     [
         (lambda it: it.register("fifo", SmallFirst), "policy 'fifo' already exists"),
         (lambda it: it.register("", SmallFirst), "needs a name"),
-        (lambda it: it.make("none", budget_s=1.0, clock=float), "known policies: fair, fifo, priority"),
+        (lambda it: it.create("none", budget_s=1.0, clock=float), "known policies: fair, fifo, priority"),
     ],
 )
-def test_duplicate_and_unknown_policy_names_are_rejected(do: Callable[[Policies], object], why: str) -> None:
+def test_duplicate_and_unknown_policy_names_are_rejected(
+    do: Callable[[PolicyRegistry], object], why: str
+) -> None:
     with pytest.raises(UsageError, match=why):
-        do(Policies())
+        do(PolicyRegistry())
 
 
 def test_policy_with_a_failing_factory_is_rejected() -> None:
-    known = Policies()
+    known = PolicyRegistry()
     known.register("breaks", lambda: 1 / 0)  # type: ignore[arg-type, return-value]
     known.register("half", object)  # type: ignore[arg-type, return-value]
     with pytest.raises(UsageError, match="could not create policy 'breaks': ZeroDivisionError"):
-        known.make("breaks", budget_s=1.0, clock=lambda: 0.0)
+        known.create("breaks", budget_s=1.0, clock=lambda: 0.0)
     with pytest.raises(UsageError, match="has no method within"):
-        known.make("half", budget_s=1.0, clock=lambda: 0.0)
+        known.create("half", budget_s=1.0, clock=lambda: 0.0)
     for number in range(policies.POLICIES_MAX - 5):
         known.register(f"p{number}", SmallFirst)
     with pytest.raises(UsageError, match="the maximum is 64 policies"):
@@ -94,7 +96,7 @@ def test_user_policy_orders_the_queue() -> None:
     for name, gpus in (("large", 3), ("small", 1), ("middle", 2)):
         harness.submit(name, gpus)
     assert harness.started() == ["small", "middle"]
-    assert harness.scheduler.fault == ""
+    assert harness.scheduler.policy_fault == ""
 
 
 def broken(result: Callable[[], object], method: str = "within") -> Any:
@@ -141,8 +143,8 @@ def test_invalid_order_is_disabled(method: str, result: Callable[[], object], wh
     harness.submit("two", gpus=1)
     assert sorted(harness.started()) == ["one", "two"], "the built-in order replaces it"
     first = "one" if method == "within" else "two"
-    assert harness.scheduler.fault.endswith(f"{method}() for job {first} {what}")
-    assert "'SmallFirst' is disabled and replaced by FairShare" in harness.scheduler.fault
+    assert harness.scheduler.policy_fault.endswith(f"{method}() for job {first} {what}")
+    assert "'SmallFirst' is disabled and replaced by FairShare" in harness.scheduler.policy_fault
 
 
 def test_slow_call_disables_the_policy() -> None:
@@ -162,7 +164,7 @@ def test_slow_call_disables_the_policy() -> None:
     harness.submit("large", gpus=3)
     harness.submit("small", gpus=2, time_limit_s=1.0)
     assert harness.started() == ["middle", "small"]
-    assert harness.scheduler.fault.endswith("within() for job large took 0.5 s; the limit is 0.01 s")
+    assert harness.scheduler.policy_fault.endswith("within() for job large took 0.5 s; the limit is 0.01 s")
     assert policy.calls == 2
 
 
@@ -201,12 +203,13 @@ def test_inconsistent_order_yields_every_job_once() -> None:
         queue.add(request, (0, 0))
     scales = Scales(0.0, Amounts(8000), lambda _: Amounts(), {})
     walked = [
-        each.job_id for each in queue.iterate(scales, group_reason=lambda *_: "", on_skip=lambda *_: None)
+        each.job_id
+        for each in queue.iterate(scales, get_group_skip_reason=lambda *_: "", on_skip=lambda *_: None)
     ]
     assert sorted(walked) == [f"j{number}" for number in range(9)]
     for request in requests:
         queue.remove(request, (0, 0))
-    assert list(queue.iterate(scales, group_reason=lambda *_: "", on_skip=lambda *_: None)) == []
+    assert list(queue.iterate(scales, get_group_skip_reason=lambda *_: "", on_skip=lambda *_: None)) == []
 
 
 # --- filters ------------------------------------------------------------------------------------
@@ -220,7 +223,7 @@ class OwnNodes(SmallFirst):
 
     def allowed(self, request: JobRequest, node: NodeFacts) -> str:
         self.calls.append((request.tenant, node.node_id))
-        assert (request.job_id, request.priority, node.closed) == ("", 0, "")
+        assert (request.job_id, request.priority, node.blocked_reason) == ("", 0, "")
         return "" if ("for", request.tenant) in node.labels else f"is not for {request.tenant}"
 
 
@@ -235,9 +238,12 @@ def test_filter_excludes_nodes_with_its_reason() -> None:
     for number, tenant in enumerate("aabb"):
         harness.submit(f"j{number}", gpus=2, tenant=tenant, time_limit_s=5.0)
     assert sorted(harness.started()) == ["j0", "j2", "j3"]
-    assert {harness.allocations.held[job].places[0].node_id for job in ("j2", "j3")} == {"y", "z"}
+    assert {harness.allocations.allocations_by_job[job].places[0].node_id for job in ("j2", "j3")} == {
+        "y",
+        "z",
+    }
     found = explain(harness.scheduler, "j1", reason="", now=0.0)
-    assert [(each.reason, each.nodes, each.is_permanent) for each in found.ruled_out] == [
+    assert [(each.reason, each.nodes, each.is_permanent) for each in found.blocked_nodes] == [
         ("0 of 2 GPUs are free", ("x",), False),
         ("is not for a", ("y", "z"), True),
     ]
@@ -251,7 +257,7 @@ def test_filter_is_called_once_per_kind_and_node() -> None:
         harness.started()
     assert sorted(policy.calls) == [("a", "x"), ("a", "y"), ("b", "x"), ("b", "y")]
     harness.scheduler.set_node(labelled("z", "b"))
-    harness.scheduler.set_node(labelled("x", "a", closed="draining", memory_outside_mib=(5, 5)))
+    harness.scheduler.set_node(labelled("x", "a", blocked_reason="draining", memory_outside_mib=(5, 5)))
     harness.submit("more", tenant="b")
     harness.decide()
     assert sorted(policy.calls[4:]) == [("b", "z")], "only the new node"
@@ -263,13 +269,13 @@ def test_filter_is_called_once_per_kind_and_node() -> None:
 
 def test_filter_cache_is_bounded() -> None:
     policy = OwnNodes()
-    created = filters.Filters(policy.allowed)
+    created = filters.NodeFilterCache(policy.allowed)
     facts = labelled("x", "a")
-    several = [JobRequest("j", f"t{number}", 0, Shape()) for number in range(filters.KINDS_MAX + 1)]
+    several = [JobRequest("j", f"t{number}", 0, Shape()) for number in range(filters.CACHED_KINDS_MAX + 1)]
     for request in (*several, several[-1], several[0]):
-        created.why_not(created.kind(request), facts)
-    assert len(policy.calls) == filters.KINDS_MAX + 2, "the first was evicted"
-    assert len(created._cache) == filters.KINDS_MAX
+        created.why_not_allowed(created.get_filter_argument(request), facts)
+    assert len(policy.calls) == filters.CACHED_KINDS_MAX + 2, "the first was evicted"
+    assert len(created._cache) == filters.CACHED_KINDS_MAX
 
 
 @pytest.mark.parametrize("result", [fail, lambda: None, lambda: False])
@@ -283,8 +289,8 @@ def test_invalid_filter_excludes_nothing(result: Callable[[], object]) -> None:
         harness.submit(f"j{number}")
     harness.decide()
     harness.decide()
-    assert sorted(harness.allocations.held) == ["j0", "j1"]
-    assert "allowed() for jobs of a on node y" in harness.scheduler.fault
+    assert sorted(harness.allocations.allocations_by_job) == ["j0", "j1"]
+    assert "allowed() for jobs of a on node y" in harness.scheduler.policy_fault
 
 
 # --- victims ------------------------------------------------------------------------------------
@@ -312,15 +318,15 @@ def test_victims_are_ordered_by_cost(policy: Any, victim: str, is_out: bool) -> 
     assert len(harness.started()) == 2
     harness.submit("high", priority=5)
     assert harness.preempted() == [victim]
-    assert bool(harness.scheduler.fault) == is_out
+    assert bool(harness.scheduler.policy_fault) == is_out
 
 
 def test_new_policy_replaces_filter_and_cost() -> None:
     rules = Rules().with_order(isolated(OwnNodes()))
-    assert rules.allowed is not None
+    assert rules.node_filter is not None
     harness = SchedulerHarness(labelled("x", "b"), rules=rules)
     harness.submit("job")
     assert harness.started() == []
     harness.scheduler.set_rules(rules.with_order(Fifo()))
-    assert harness.scheduler.rules.allowed is None
+    assert harness.scheduler.rules.node_filter is None
     assert harness.started() == ["job"]

@@ -57,11 +57,11 @@ def test_borrowed_quota_is_reclaimed() -> None:
     harness.submit("owner", tenant="b")
     assert harness.preempted() == ["loan"]
     assert harness.advance(5.0) == ["owner"]
-    assert "loan" in [request.job_id for request in harness.scheduler.waiting]
+    assert "loan" in [request.job_id for request in harness.scheduler.queued_requests]
 
 
 def test_borrowing_is_limited() -> None:
-    quotas = Quotas({"a": Quota(gpu_amounts(1), borrowed=gpu_amounts(1))})
+    quotas = Quotas({"a": Quota(gpu_amounts(1), borrowable=gpu_amounts(1))})
     harness = SchedulerHarness(node("n", 4), rules=Rules(quotas=quotas))
     for number in range(3):
         harness.submit(f"j{number}", preemptible=True)

@@ -40,7 +40,8 @@ def test_priority_orders_before_deadline() -> None:
 
 def test_aging_prevents_starvation_by_higher_priorities() -> None:
     harness = SchedulerHarness(
-        node("n", 1), rules=Rules(order=Priority(aging_s=10.0), preempts=False, backfills=False)
+        node("n", 1),
+        rules=Rules(order=Priority(aging_s=10.0), allows_preemption=False, allows_backfill=False),
     )
     harness.submit("running", time_limit_s=5.0)
     assert harness.started() == ["running"]
@@ -81,7 +82,7 @@ def test_gang_is_placed_as_a_whole_or_not_at_all() -> None:
     harness = SchedulerHarness(node("a", 4), node("b", 4))
     harness.submit("gang", gpus=3, workers=3)
     assert harness.started() == []
-    assert harness.allocations.held == {}
+    assert harness.allocations.allocations_by_job == {}
     harness.scheduler.set_node(node("c", 4))
     (start,) = [each for each in harness.decide() if isinstance(each, Start)]
     assert sorted(place.node_id for place in start.places) == ["a", "b", "c"]
@@ -115,7 +116,7 @@ def test_within_and_spread_constraints() -> None:
     assert len({place.node_id for place in places["node"]}) == 1
     assert {place.node_id[0] for place in places["rack"]} in ({"x"}, {"y"})
     assert "spread" not in places, "only one node fits"
-    harness.scheduler.ended("rack")
+    harness.scheduler.record_end("rack")
     (start,) = [each for each in harness.decide() if isinstance(each, Start)]
     assert len({place.node_id for place in start.places}) == 3
 
@@ -183,14 +184,14 @@ def test_reservation_moves_from_a_closed_node() -> None:
     harness.submit("next", gpus=4)
     assert len(harness.started()) == 2
     assert harness.pending("next").starts_at == 10.0
-    harness.scheduler.set_node(node("a", 4, closed="draining"))
+    harness.scheduler.set_node(node("a", 4, blocked_reason="draining"))
     assert harness.advance(10.0) == []
     assert harness.advance(20.0) == ["next"]
-    assert harness.allocations.held["next"].places[0].node_id == "b"
+    assert harness.allocations.allocations_by_job["next"].places[0].node_id == "b"
 
 
 def test_no_job_is_backfilled_when_backfill_is_disabled() -> None:
-    harness = SchedulerHarness(node("n", 4), rules=Rules(order=Fifo(), backfills=False))
+    harness = SchedulerHarness(node("n", 4), rules=Rules(order=Fifo(), allows_backfill=False))
     harness.submit("first", gpus=3, time_limit_s=100.0)
     harness.submit("large", gpus=4)
     harness.submit("short", time_limit_s=1.0)
@@ -230,7 +231,7 @@ def test_cheapest_sufficient_victims_get_their_grace_period() -> None:
     assert harness.preempted() == [], "it is stopping already"
     assert harness.pending("high").starts_at == 20.0
     assert harness.advance(20.0) == ["high"]
-    assert [request.job_id for request in harness.scheduler.waiting] == ["low"]
+    assert [request.job_id for request in harness.scheduler.queued_requests] == ["low"]
 
 
 def test_pending_reason_names_the_stopping_job() -> None:
@@ -240,7 +241,7 @@ def test_pending_reason_names_the_stopping_job() -> None:
     assert sorted(harness.started()) == ["low", "other"]
     harness.submit("high", gpus=4, priority=5)
     assert harness.preempted() == ["low"]
-    harness.scheduler.ended("other")
+    harness.scheduler.record_end("other")
     harness.decide()
     assert harness.pending("high").reason == "waiting for low to stop"
 
@@ -298,7 +299,7 @@ def test_backfilled_job_that_ends_in_time_is_not_preempted() -> None:
     harness.scheduler.set_node(node("n", 4, memory_mib=255_000))  # all are looked at again
     assert harness.preempted() == []
     assert harness.pending("large").starts_at == 60.0
-    harness.scheduler.ended("slow")
+    harness.scheduler.record_end("slow")
     assert harness.preempted() == ["short"], "now only it blocks the job"
 
 
@@ -310,7 +311,7 @@ def test_preemption_between_two_tenants_terminates() -> None:
         harness.submit(f"b{number}", preemptible=True, priority=1, grace_s=1.0, tenant="b")
     for _ in range(30):
         harness.advance(harness.now + 1.0)
-    held = sorted(harness.allocations.held)
+    held = sorted(harness.allocations.allocations_by_job)
     preempted = [each for each in harness.log if type(each).__name__ == "Preempt"]
     assert len(held) == 4
     assert sum(job.startswith("b") for job in held) == 2, "each tenant has its own quota"
@@ -327,7 +328,7 @@ def fragmented(**options: object) -> SchedulerHarness:
     harness.started()
     harness.submit("moves", **{"gpus": 2, "preemptible": True, "grace_s": 3.0} | options)
     harness.started()
-    harness.scheduler.ended("filler")
+    harness.scheduler.record_end("filler")
     harness.submit("fixed", shape=Shape(gpus=2, nodes=frozenset({"a"})))
     assert harness.started() == ["fixed"]
     harness.submit("large", gpus=4)
@@ -338,7 +339,10 @@ def test_preemptible_jobs_move_so_that_a_large_job_fits() -> None:
     harness = fragmented()
     assert harness.preempted() == ["moves"]
     assert harness.advance(3.0) == ["large", "moves"]
-    assert [harness.allocations.held[job].places[0].node_id for job in ("large", "moves")] == ["b", "a"]
+    assert [harness.allocations.allocations_by_job[job].places[0].node_id for job in ("large", "moves")] == [
+        "b",
+        "a",
+    ]
 
 
 def test_job_that_fits_nowhere_else_or_is_not_preemptible_does_not_move() -> None:
@@ -346,7 +350,7 @@ def test_job_that_fits_nowhere_else_or_is_not_preemptible_does_not_move() -> Non
     assert pinned.preempted() == []
     assert fragmented(preemptible=False).preempted() == []
     still = fragmented()
-    still.scheduler.set_rules(Rules(order=Fifo(), moves_max=0))
+    still.scheduler.set_rules(Rules(order=Fifo(), moves_per_job_max=0))
     assert still.preempted() == []
 
 
@@ -377,14 +381,16 @@ def test_gpu_without_free_cpus_is_not_used() -> None:
 
 
 def test_running_job_is_held_in_place_and_cannot_be_added_twice() -> None:
-    harness = SchedulerHarness(node("n", 2, closed="draining"))
+    harness = SchedulerHarness(node("n", 2, blocked_reason="draining"))
     request = harness.submit("j")
-    harness.scheduler.started(request, (WorkerPlace("n", (1,)),), at=0.0)
-    assert harness.allocations.free_on("n")[2][1][0] == 0
+    harness.scheduler.record_start(request, (WorkerPlace("n", (1,)),), started_at=0.0)
+    assert harness.allocations.free_resources_of_node("n")[2][1][0] == 0
     other = harness.submit("k")
     with pytest.raises(UsageError):
-        harness.scheduler.started(other, (WorkerPlace("n", (0,)), WorkerPlace("n", (1,))), at=0.0)
-    assert harness.allocations.free_on("n")[2][0][0] == 1000
+        harness.scheduler.record_start(
+            other, (WorkerPlace("n", (0,)), WorkerPlace("n", (1,))), started_at=0.0
+        )
+    assert harness.allocations.free_resources_of_node("n")[2][0][0] == 1000
     with pytest.raises(UsageError, match="job j already exists"):
         harness.submit("j")
     assert harness.started() == [], "a closed node accepts no jobs"
@@ -403,10 +409,10 @@ def test_job_that_would_delay_a_reservation_starts_elsewhere() -> None:
     assert {place.node_id for place in harness.scheduler.reservation.places} == {"n1"}
     harness.submit("long", gpus=1, time_limit_s=1000.0)
     assert harness.started() == ["long"]
-    assert harness.allocations.held["long"].places[0].node_id == "n2"
+    assert harness.allocations.allocations_by_job["long"].places[0].node_id == "n2"
     harness.submit("short", gpus=1, time_limit_s=50.0)
     assert harness.started() == ["short"]
-    assert harness.allocations.held["short"].places[0].node_id == "n1"
+    assert harness.allocations.allocations_by_job["short"].places[0].node_id == "n1"
 
 
 def test_displacing_a_start_of_the_same_pass_renews_the_reservation() -> None:
@@ -473,10 +479,10 @@ def test_new_order_applies_from_the_next_pass() -> None:
     harness.submit("high", gpus=2, deadline_at=99.0, time_limit_s=10.0)
     assert harness.started() == ["runs"]
     assert harness.pending("low").starts_at == 10.0
-    harness.scheduler.set_rules(Rules(order=Priority(), preempts=False))
+    harness.scheduler.set_rules(Rules(order=Priority(), allows_preemption=False))
     assert harness.pending("high").starts_at == 10.0
     assert harness.advance(10.0) == ["high"]
-    assert [request.job_id for request in harness.scheduler.waiting] == ["low"]
+    assert [request.job_id for request in harness.scheduler.queued_requests] == ["low"]
     harness.scheduler.withdraw("low")
     assert harness.advance(20.0) == []
 
@@ -489,7 +495,7 @@ def test_new_quota_applies_to_queued_jobs_only() -> None:
     harness.submit("two")
     assert harness.started() == []
     assert "its quota of 1 GPU" in harness.pending("two").reason
-    assert list(harness.allocations.held) == ["one"]
+    assert list(harness.allocations.allocations_by_job) == ["one"]
     harness.scheduler.set_rules(Rules(quotas=Quotas({"a": Quota(gpu_amounts(3))})))
     assert harness.started() == ["two"]
 
@@ -509,7 +515,7 @@ def test_new_rules_drop_reservations() -> None:
     harness.submit("pinned", shape=on(0))
     harness.submit("first", shape=Shape(gpus=1, gpu_milli=500), deadline_at=99.0)
     assert harness.started() == ["half"]
-    harness.scheduler.set_rules(Rules(order=Priority(), preempts=False))
+    harness.scheduler.set_rules(Rules(order=Priority(), allows_preemption=False))
     assert harness.started() == ["first"]
 
 
@@ -526,8 +532,8 @@ def test_job_gets_the_gpu_it_names_or_waits() -> None:
     harness.submit("second", shape=on(2))
     harness.submit("third", shape=on(1, 2))
     assert harness.started() == ["first", "third"]
-    assert harness.allocations.held["first"].places == (WorkerPlace("n", (2,)),)
-    assert harness.allocations.held["third"].places == (WorkerPlace("n", (1,)),)
+    assert harness.allocations.allocations_by_job["first"].places == (WorkerPlace("n", (2,)),)
+    assert harness.allocations.allocations_by_job["third"].places == (WorkerPlace("n", (1,)),)
     assert (harness.pending("second").reason, harness.pending("second").starts_at) == (
         "GPU 2 of n is held by first",
         10.0,
@@ -561,7 +567,7 @@ def test_job_gets_the_gpu_it_names_or_waits() -> None:
 def test_busy_named_gpu_has_a_reason(held: Shape, wanted: Shape, why: str) -> None:
     outside = (0, 60_000, 0, 0)
     harness = SchedulerHarness(
-        node("n", 4, memory_outside_mib=outside, closed_gpus=frozenset({0})), rules=FIFO
+        node("n", 4, memory_outside_mib=outside, blocked_gpus=frozenset({0})), rules=FIFO
     )
     harness.submit("other", shape=held)
     harness.submit("waits", shape=wanted)
@@ -580,7 +586,9 @@ def test_job_waits_for_a_named_gpu_of_another_tenant() -> None:
 
 @pytest.mark.parametrize("backfills", [True, False])
 def test_job_waiting_for_a_named_gpu_does_not_block_others(backfills: bool) -> None:
-    harness = SchedulerHarness(node("n", 4), node("m", 4), rules=Rules(order=Fifo(), backfills=backfills))
+    harness = SchedulerHarness(
+        node("n", 4), node("m", 4), rules=Rules(order=Fifo(), allows_backfill=backfills)
+    )
     harness.submit("forever", shape=on(0))
     harness.submit("pinned", shape=on(0))
     harness.submit("endless", gpus=3)
@@ -618,7 +626,7 @@ def test_reason_names_the_job_with_the_gpu_reservation() -> None:
     assert harness.started() == ["holds", "other"]
     why = "does not fit on an empty cluster without the GPUs reserved for pinned"
     assert harness.pending("both").reason == why
-    harness.scheduler.ended("other")
+    harness.scheduler.record_end("other")
     assert harness.advance(15.0) == ["pinned", "both"]
 
 
@@ -629,10 +637,10 @@ def test_higher_rank_overrides_a_gpu_reservation() -> None:
     assert harness.started() == ["half"]
     harness.submit("share", shape=Shape(gpus=2, gpu_milli=100), priority=5)
     assert harness.started() == ["share"]
-    harness.scheduler.ended("share")
+    harness.scheduler.record_end("share")
     harness.submit("both", gpus=2, priority=5)
     assert harness.preempted() == ["half"]
-    harness.scheduler.ended("half", requeue=True)
+    harness.scheduler.record_end("half", requeue=True)
     assert harness.started() == ["both"]
     assert harness.pending("pinned").reason == "GPU 0 of n is held by both"
 
@@ -689,7 +697,7 @@ def test_reclaiming_preempts_no_more_than_requested() -> None:
     for _ in range(20):
         harness.advance(harness.now + 1.0)
     assert len([each for each in harness.log if type(each).__name__ == "Preempt"]) <= 1
-    assert len(harness.allocations.held["elastic"].places) == 1
+    assert len(harness.allocations.allocations_by_job["elastic"].places) == 1
 
 
 def test_rest_of_a_reserved_gpu_goes_to_the_reservation_holder() -> None:
@@ -704,7 +712,7 @@ def test_rest_of_a_reserved_gpu_goes_to_the_reservation_holder() -> None:
 
 
 def test_job_behind_a_reservation_has_its_own_reason() -> None:
-    harness = SchedulerHarness(node("n", 2), node("shut", 4, closed="draining"), node("m", 1))
+    harness = SchedulerHarness(node("n", 2), node("shut", 4, blocked_reason="draining"), node("m", 1))
     harness.submit("runs", gpus=2, time_limit_s=50.0, shape=Shape(gpus=2, nodes=frozenset({"n"})))
     harness.submit("other", shape=Shape(gpus=1, nodes=frozenset({"m"})), time_limit_s=60.0)
     harness.started()
@@ -742,7 +750,9 @@ def test_elastic_job_on_a_reserved_gpu_is_not_preempted_again() -> None:
     assert "GPU 1 of n is held by runs" in harness.pending("pinned").reason
     harness.submit("elastic", priority=5, preemptible=True, workers=8, workers_min=2, grace_s=0.0)
     assert harness.started() == ["elastic"]
-    assert len(harness.allocations.held["elastic"].places) == 2, "a third worker would be on borrowed quota"
+    assert len(harness.allocations.allocations_by_job["elastic"].places) == 2, (
+        "a third worker would be on borrowed quota"
+    )
     harness.scheduler.set_node(node("n", 2))
     assert harness.preempted() == []
 
@@ -750,31 +760,33 @@ def test_elastic_job_on_a_reserved_gpu_is_not_preempted_again() -> None:
 def test_job_starts_without_a_pass_if_the_queue_is_empty() -> None:
     harness = SchedulerHarness(node("n", 2))
     first = request_like(harness, "first")
-    start = harness.scheduler.start_now(first, 5.0)
+    start = harness.scheduler.try_start_now(first, 5.0)
     assert start == Start("first", (WorkerPlace("n", (0,)),), "fits: n")
     assert harness.scheduler.is_running("first")
     assert harness.allocations.usage("a").gpu_milli == 1000
     assert harness.decide() == []
-    assert harness.scheduler.start_now(request_like(harness, "large", gpus=2), 5.0) is None
+    assert harness.scheduler.try_start_now(request_like(harness, "large", gpus=2), 5.0) is None
     assert not harness.scheduler.is_running("large"), "nothing has changed"
     assert not harness.scheduler.is_queued("large")
-    harness.scheduler.ended("first")
+    harness.scheduler.record_end("first")
     assert harness.allocations.usage("a").gpu_milli == 0
 
 
 def test_no_start_without_a_pass_past_queue_or_quota() -> None:
     harness = SchedulerHarness(node("n", 2))
     harness.submit("large", 4)
-    assert harness.scheduler.start_now(request_like(harness, "small"), 0.0) is None, "another job has arrived"
+    assert harness.scheduler.try_start_now(request_like(harness, "small"), 0.0) is None, (
+        "another job has arrived"
+    )
     harness.decide()
-    assert harness.scheduler.start_now(request_like(harness, "small"), 0.0) is None, "a job is queued"
+    assert harness.scheduler.try_start_now(request_like(harness, "small"), 0.0) is None, "a job is queued"
     harness.scheduler.withdraw("large")
-    assert harness.scheduler.start_now(request_like(harness, "small"), 0.0) is not None
+    assert harness.scheduler.try_start_now(request_like(harness, "small"), 0.0) is not None
 
-    bound = Rules(quotas=Quotas({"a": Quota(own=gpu_amounts(1))}))
+    bound = Rules(quotas=Quotas({"a": Quota(guaranteed=gpu_amounts(1))}))
     harness = SchedulerHarness(node("n", 2), rules=bound)
-    assert harness.scheduler.start_now(request_like(harness, "one"), 0.0) is not None
-    assert harness.scheduler.start_now(request_like(harness, "two"), 0.0) is None
+    assert harness.scheduler.try_start_now(request_like(harness, "one"), 0.0) is not None
+    assert harness.scheduler.try_start_now(request_like(harness, "two"), 0.0) is None
 
 
 def request_like(harness: SchedulerHarness, name: str, gpus: int = 1) -> JobRequest:

@@ -72,7 +72,9 @@ def test_estimate_respects_quotas() -> None:
 
 
 def test_infeasible_job_has_no_estimate_and_blocks_no_other() -> None:
-    harness = SchedulerHarness(node("n", 1), node("shut", 2, closed="draining"), rules=Rules(order=Fifo()))
+    harness = SchedulerHarness(
+        node("n", 1), node("shut", 2, blocked_reason="draining"), rules=Rules(order=Fifo())
+    )
     harness.submit("runs", time_limit_s=10.0)
     harness.started()
     never = harness.submit("never", gpus=2)
@@ -94,14 +96,14 @@ def test_estimate_considers_named_gpus_in_queue_order() -> None:
 
 
 def test_estimate_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "COST_MAX", 5)
+    monkeypatch.setattr(module, "ESTIMATE_COST_MAX", 5)
     harness, jobs = queue_of(limits=[10.0] * 9)
     found = estimate(harness, jobs[-1])
     assert found == StartEstimate(None, "too many jobs are ahead to estimate the start")
 
 
 def test_estimate_is_bounded_if_no_job_may_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "COST_MAX", 5)
+    monkeypatch.setattr(module, "ESTIMATE_COST_MAX", 5)
     quotas = Quotas({"a": Quota(gpu_amounts(2), gpu_amounts(0))})
     harness = SchedulerHarness(node("n", 16), rules=Rules(order=Fifo(), quotas=quotas))
     harness.submit("own", gpus=2)
@@ -121,10 +123,10 @@ def test_scheduler_starts_jobs_at_the_estimated_times(seed: int) -> None:
     for number in range(rng.randint(5, 20)):
         harness.submit(f"j{number}", tenant=rng.choice("abc"), time_limit_s=float(rng.randint(1, 40)))
     harness.decide()
-    waiting = harness.scheduler.waiting
+    waiting = harness.scheduler.queued_requests
     expected = {job.job_id: estimate(harness, job).starts_at for job in waiting}
     began: dict[str, float] = {}
-    while harness.scheduler.running:
-        at = min(running.ends_at for running in harness.scheduler.running)
+    while harness.scheduler.running_jobs:
+        at = min(running.ends_at for running in harness.scheduler.running_jobs)
         began |= dict.fromkeys(harness.advance(at), at)
     assert began == expected, f"seed {seed}"

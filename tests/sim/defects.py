@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 
 from genie.agent.jobs import NodeJobs
-from genie.controller.connection import CONNECTIONS_OF_TOKEN_MAX
+from genie.controller.connection import CONNECTIONS_PER_TOKEN_MAX
 from genie.controller.controller import Controller
 from genie.controller.jobs.changes import JobChange
 from genie.controller.jobs.index import JobIndex
@@ -41,7 +41,7 @@ from genie.processes import files
 from genie.runtime import wire
 from genie.runtime.rpc import Peer
 from genie.sim.disk import SimDisk
-from genie.sim.processes import SimLauncher, exit_report
+from genie.sim.processes import SimLauncher, make_exit_report
 from tests.sim.run import temporary_directory
 from tests.sim.scenario import run_seed
 
@@ -71,9 +71,10 @@ def _plant_failing_exits(patch: pytest.MonkeyPatch) -> None:
     ) -> list[ExitReport]:
         units = ((report, *parse_worker_unit(report.job_id)) for report in reports)
         exits = (
-            JobChange(job_id, partial(self._exit, node_id, report, rank)) for report, job_id, rank in units
+            JobChange(job_id, partial(self._stage_exit, node_id, report, rank))
+            for report, job_id, rank in units
         )
-        builds = (partial(change.stage, self._ledger.jobs) for change in exits)
+        builds = (partial(change.stage_change, self._ledger.jobs) for change in exits)
         for outcome in await self._ledger.write_each(builds):
             if isinstance(outcome, Exception):
                 raise outcome
@@ -89,7 +90,7 @@ def _plant_rows_that_cannot_be_ended(patch: pytest.MonkeyPatch) -> None:
 
 def _plant_forgotten_requests(patch: pytest.MonkeyPatch) -> None:
     """A repeated submission creates another job."""
-    patch.setattr(JobLifecycle, "find_request", lambda self, tenant, request_id: None)
+    patch.setattr(JobLifecycle, "find_by_request_id", lambda self, tenant, request_id: None)
 
 
 # -- limits -----------------------------------------------------------------------------------------
@@ -122,7 +123,7 @@ def _plant_blocking_reader(patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(Peer, "_read_frames", read)
     patch.setattr(Peer, "run", run)
-    patch.setattr(OpenWaits, "_hold", lambda self, limits: nullcontext(True))
+    patch.setattr(OpenWaits, "_count_while_open", lambda self, limits: nullcontext(True))
 
 
 def _plant_unlimited_requests(patch: pytest.MonkeyPatch) -> None:
@@ -132,7 +133,7 @@ def _plant_unlimited_requests(patch: pytest.MonkeyPatch) -> None:
         return await handle()
 
     patch.setattr(RequestLimits, "charge", lambda self, usage, request, **options: None)
-    patch.setattr(RequestLimits, "run_list", run_list)
+    patch.setattr(RequestLimits, "run_list_request", run_list)
 
 
 def _plant_unlimited_space(patch: pytest.MonkeyPatch) -> None:
@@ -145,23 +146,23 @@ def _plant_unfair_history(patch: pytest.MonkeyPatch) -> None:
     def largest_first(
         index: JobIndex, usage: object, cost: object, skipped: Collection[str]
     ) -> Iterator[Job]:
-        return (job for job in index.oldest_first(FINAL_STATES) if job.job_id not in skipped)
+        return (job for job in index.jobs_oldest_first(FINAL_STATES) if job.job_id not in skipped)
 
-    patch.setattr("genie.controller.jobs.history._largest_first", largest_first)
+    patch.setattr("genie.controller.jobs.history._oldest_of_largest_tenant", largest_first)
 
 
 def _plant_unpinned_blobs(patch: pytest.MonkeyPatch) -> None:
     """A tenant can evict the new blobs of others."""
-    patch.setattr("genie.controller.jobs.blobs.PINNED_S", 0.0)
+    patch.setattr("genie.controller.jobs.blobs.PINNED_AFTER_USE_S", 0.0)
 
 
 def _plant_unlimited_connections(patch: pytest.MonkeyPatch) -> None:
-    patch.setitem(CONNECTIONS_OF_TOKEN_MAX, TokenKind.USER, 1_000_000)
+    patch.setitem(CONNECTIONS_PER_TOKEN_MAX, TokenKind.USER, 1_000_000)
 
 
 def _plant_impatient_confirmations(patch: pytest.MonkeyPatch) -> None:
     """A worker asks again and again whether the others are ready."""
-    patch.setattr("genie.agent.jobs.CONFIRM_WAIT_S", 0.0)
+    patch.setattr("genie.agent.jobs.CONFIRMATION_WAIT_S", 0.0)
     patch.setattr("genie.agent.jobs.RETRY_S_MAX", 0.2)
 
 
@@ -184,7 +185,7 @@ def _plant_lease_not_renewed_while_loading(patch: pytest.MonkeyPatch) -> None:
         try:
             async with asyncio.TaskGroup() as group:
                 term = group.create_task(self._run_term())
-                await self._election.hold()
+                await self._election.hold_leadership()
                 term.cancel()
         finally:
             del self._try_begin_term
@@ -198,19 +199,21 @@ def _plant_outdated_tables(patch: pytest.MonkeyPatch) -> None:
 
     async def load(self: Ledger) -> None:
         async with self._store_lock:
-            await self._load()
+            await self._load_tables_locked()
 
-    patch.setattr(Ledger, "load", load)
-    patch.setattr(Ledger, "unload", lambda self: None)
-    patch.setattr(Ledger, "is_current", property(lambda self: self.is_loaded and self._election.is_leading))
+    patch.setattr(Ledger, "load_tables", load)
+    patch.setattr(Ledger, "mark_outdated", lambda self: None)
+    patch.setattr(
+        Ledger, "is_up_to_date", property(lambda self: self.is_loaded and self._election.is_leading)
+    )
 
 
 def _plant_wall_clock_limits(patch: pytest.MonkeyPatch) -> None:
     def exceeding(self: Agents) -> list[Job]:
         now = self._clock.wall_s()
-        return [job for job in self._jobs.in_states(JobState.RUNNING) if _is_late(job, now)]
+        return [job for job in self._jobs.jobs_in_states(JobState.RUNNING) if _is_late(job, now)]
 
-    patch.setattr(Agents, "exceeding_time_limit", exceeding)
+    patch.setattr(Agents, "jobs_exceeding_time_limit", exceeding)
 
 
 # -- disks and processes ----------------------------------------------------------------------------
@@ -221,8 +224,8 @@ def _plant_disk_on_event_loop(patch: pytest.MonkeyPatch) -> None:
     real = SimDisk.__call__
 
     async def call(self: SimDisk, work: Callable[[], Any], *, writes: bool = False) -> Any:
-        if self.delay_s:
-            self._world.pause(self._host, self.delay_s)
+        if self.access_delay_s:
+            self._world.pause_host(self._host, self.access_delay_s)
         return await real(self, work, writes=writes)
 
     patch.setattr(SimDisk, "__call__", call)
@@ -243,23 +246,29 @@ def _plant_exits_of_lingering_jobs(patch: pytest.MonkeyPatch) -> None:
     """A job ends with its command, although one of its processes still uses the accelerator."""
 
     def exits(self: SimLauncher) -> list[ExitReport]:
-        ended = [one for one in self._mine.values() if not one.alive or one.lingers_until_s is not None]
+        ended = [
+            one
+            for one in self._process_by_job.values()
+            if not one.is_alive or one.lingers_until_s is not None
+        ]
         for process in ended:
-            del self._mine[process.job_id]
-        return [exit_report(process, now_s=self._world.now_s) for process in ended]
+            del self._process_by_job[process.job_id]
+        return [make_exit_report(process, now_s=self._world.now_s) for process in ended]
 
     async def wait_exit(self: SimLauncher) -> None:
         await asyncio.sleep(0.2)
 
-    patch.setattr(SimLauncher, "exits", exits)
+    patch.setattr(SimLauncher, "take_exits", exits)
     patch.setattr(SimLauncher, "wait_exit", wait_exit)
     patch.setattr(NodeJobs, "_accelerator_conflict", lambda self, launch: "")
 
 
 def _plant_full_disk_as_fault_of_the_job(patch: pytest.MonkeyPatch) -> None:
     """A node with a full disk gets launches, and rejects them as if the job were the reason."""
-    patch.setattr("genie.agent.jobs.is_node_fault", lambda error: False)
-    patch.setattr(SimDisk, "space", lambda self, path: DiskSpace(total_bytes=1 << 40, free_bytes=1 << 39))
+    patch.setattr("genie.agent.jobs.is_caused_by_node", lambda error: False)
+    patch.setattr(
+        SimDisk, "measure_space", lambda self, path: DiskSpace(total_bytes=1 << 40, free_bytes=1 << 39)
+    )
 
 
 DEFECTS = {

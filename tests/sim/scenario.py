@@ -23,8 +23,13 @@ from genie.model.messages import GetJob, PutBlob, StatBlob
 from genie.runtime.connection_limits import ConnectionLimits
 from genie.sim import fault_injector, hostile, loop
 from genie.sim.cluster import CONFIG, SimCluster
-from genie.sim.invariants import InnocentChecker, InvariantChecker, LeadershipChecker, RequestRate
-from genie.sim.world import Cpu
+from genie.sim.invariants import (
+    InnocentTenantChecker,
+    InvariantChecker,
+    LeadershipChecker,
+    RequestRateChecker,
+)
+from genie.sim.world import CpuCost
 
 _Reply = TypeVar("_Reply")
 
@@ -58,7 +63,7 @@ _LIMITS = ConnectionLimits(
     owner_reserve=8,
 )
 _CONFIG = replace(CONFIG, blobs_bytes_max=_BLOBS_BYTES_MAX)
-_CPU = Cpu(frame_s=0.0001, sent_byte_s=0.00000008)
+_CPU = CpuCost(received_frame_s=0.0001, sent_byte_s=0.00000008)
 """A small request costs client and controller together 57 us (`python -m tests.sim.measure_cpu`, 2 cores,
 commit ff0e4d4); 100 us also cover TLS or a slower machine. Encoding costs 1 ns/byte; 80 ns/byte is a link of
 100 Mbit/s, on which replies to nodes and to clients queue behind each other."""
@@ -76,7 +81,7 @@ KINDS = {
     "disk": Kind(fault_injector.DISK_FAULTS),
     "time": Kind(fault_injector.TIME_FAULTS, controllers=2),
     "store": Kind(fault_injector.STORE_FAULTS, controllers=2),
-    "hostile": Kind(tuple(hostile.ACTIONS), every_s=5.0),
+    "hostile": Kind(tuple(hostile.HOSTILE_ACTIONS), every_s=5.0),
     "mixed": Kind(
         tuple(
             dict.fromkeys(
@@ -86,7 +91,7 @@ KINDS = {
                     *fault_injector.DISK_FAULTS,
                     *fault_injector.TIME_FAULTS,
                     *fault_injector.STORE_FAULTS,
-                    *hostile.ACTIONS,
+                    *hostile.HOSTILE_ACTIONS,
                 )
             )
         ),
@@ -98,7 +103,7 @@ KINDS = {
 def run_seed(seed: int, kind: str, directory: Path, *, faults: tuple[str, ...] = ()) -> list[str]:
     """Run a seed; `faults` replaces those of the kind. Return the violations."""
     chosen = KINDS[kind]
-    return loop.run(_run(seed, directory, replace(chosen, faults=faults or chosen.faults)))
+    return loop.run_simulated(_run(seed, directory, replace(chosen, faults=faults or chosen.faults)))
 
 
 async def _run(seed: int, directory: Path, kind: Kind) -> list[str]:
@@ -107,30 +112,39 @@ async def _run(seed: int, directory: Path, kind: Kind) -> list[str]:
             seed,
             directory,
             group,
-            nodes=NODES,
-            gpus=GPUS,
-            controllers=kind.controllers,
+            node_count=NODES,
+            gpus_per_node=GPUS,
+            controller_count=kind.controllers,
             store_bytes_max=_STORE_BYTES_MAX,
-            limits=_LIMITS,
+            connection_limits=_LIMITS,
             config=_CONFIG,
         )
         for host in cluster.controller_hosts:
-            cluster.world.set_cpu(host, _CPU)
+            cluster.world.set_cpu_cost(host, _CPU)
         checker = InvariantChecker(
             cluster.world,
             cluster.machines,
-            accepted=lambda node_id, unit: _accepted(cluster, node_id, unit),
+            get_accepted_epoch=lambda node_id, unit: _accepted(cluster, node_id, unit),
             mismatch_s_max=MISMATCH_S_MAX,
         )
-        InnocentChecker(cluster.world, cluster.machines, checker, tenant=INNOCENT, faults=cluster.faults)
+        InnocentTenantChecker(
+            cluster.world, cluster.machines, checker, tenant=INNOCENT, faults=cluster.faults
+        )
         await cluster.start()
         await cluster.wait_for_nodes()
-        cluster.store.on_commit(checker.on_commit)
-        rate = RequestRate(cluster.world, cluster.machines, cluster.node_hosts, workers_max=GPUS)
+        cluster.store.add_commit_listener(checker.on_commit)
+        rate = RequestRateChecker(
+            cluster.world, cluster.machines, cluster.node_hosts, workers_per_node_max=GPUS
+        )
         leadership = LeadershipChecker(cluster)
         watching = [
             group.create_task(each)
-            for each in (checker.run(), rate.run(), leadership.run(), _watch_store(cluster))
+            for each in (
+                checker.check_periodically(),
+                rate.check_periodically(),
+                leadership.check_periodically(),
+                _watch_store(cluster),
+            )
         ]
         with _exceptions_as_violations(cluster.machines.violations):
             running = group.create_task(_run_jobs(cluster, checker, kind))
@@ -138,7 +152,7 @@ async def _run(seed: int, directory: Path, kind: Kind) -> list[str]:
             while not running.done() and not cluster.machines.violations:
                 await asyncio.wait({running}, timeout=1.0)
                 if cluster.world.now_s > end_s:
-                    pending = [job.reason for job in checker.jobs.values() if not job.state.is_final]
+                    pending = [job.reason for job in checker.current_jobs.values() if not job.state.is_final]
                     cluster.machines.report_violation(
                         f"jobs have not ended after {_RUN_S_MAX:g} s: {pending}"
                     )
@@ -154,12 +168,16 @@ async def _run_jobs(cluster: SimCluster, checker: InvariantChecker, kind: Kind) 
     async with asyncio.TaskGroup() as group:
         submitting = group.create_task(_submit_all(cluster))
         await fault_injector.inject_faults(
-            cluster, seconds=FAULTS_S, every_s=kind.every_s, kinds=kind.faults, lasts_s_max=LASTS_S_MAX
+            cluster,
+            duration_s=FAULTS_S,
+            mean_interval_s=kind.every_s,
+            kinds=kind.faults,
+            fault_duration_s_max=LASTS_S_MAX,
         )
-        await fault_injector.restore(cluster)
+        await fault_injector.undo_owner_actions(cluster)
         job_ids = await submitting
     await _wait_settled(cluster, checker, job_ids)
-    stored = {job.job_id for job in checker.ended.values() if job.tenant == INNOCENT}
+    stored = {job.job_id for job in checker.ended_jobs.values() if job.tenant == INNOCENT}
     if stored != set(job_ids):
         cluster.machines.report_violation(f"{len(stored)} jobs for {len(job_ids)} submissions")
 
@@ -180,7 +198,7 @@ async def _be_patient(cluster: SimCluster, request: Awaitable[_Reply]) -> _Reply
 
 def _has_no_fault(cluster: SimCluster) -> bool:
     """Whether no machine has had a fault: all that happened was the hostile tenant."""
-    return all(fault.kind in hostile.ACTIONS for fault in cluster.faults)
+    return all(fault.kind in hostile.HOSTILE_ACTIONS for fault in cluster.faults)
 
 
 async def _watch_store(cluster: SimCluster) -> None:
@@ -196,7 +214,7 @@ async def _submit_all(cluster: SimCluster) -> list[str]:
     """Submit the jobs of the innocent tenant and read them until they have ended; return their IDs."""
     rng, job_ids = random.Random(cluster.seed), []
     digest = hashlib.sha256(_WORKDIR).hexdigest()
-    token = await cluster.token(INNOCENT)
+    token = await cluster.get_user_token(INNOCENT)
     await cluster.send_request(PutBlob(digest=digest, offset=0, data=_WORKDIR, last=True), token=token)
     async with asyncio.TaskGroup() as readers:
         for _ in range(JOBS):
@@ -227,7 +245,7 @@ async def _submit_all(cluster: SimCluster) -> list[str]:
 
 async def _read_until_ended(cluster: SimCluster, job_id: str) -> None:
     """Check that what a client has read or written never disappears."""
-    token = await cluster.token(INNOCENT)
+    token = await cluster.get_user_token(INNOCENT)
     transitions = 0
     while True:
         await asyncio.sleep(_READ_INTERVAL_S)
@@ -249,19 +267,19 @@ async def _read_until_ended(cluster: SimCluster, job_id: str) -> None:
 
 async def _wait_settled(cluster: SimCluster, checker: InvariantChecker, job_ids: list[str]) -> None:
     """Wait until all jobs have ended and nothing is held."""
-    checker.faults_ended = True
+    checker.have_faults_ended = True
     while True:
-        unfinished = [job.job_id for job in checker.jobs.values() if not job.state.is_final]
-        missing = set(job_ids) - checker.ended.keys()
-        held = [hold.job_id for view in await cluster.node_views() for hold in view.node_holds.holds]
-        if not unfinished and not missing and not held and not cluster.machines.alive():
+        unfinished = [job.job_id for job in checker.current_jobs.values() if not job.state.is_final]
+        missing = set(job_ids) - checker.ended_jobs.keys()
+        held = [hold.job_id for view in await cluster.fetch_node_views() for hold in view.node_holds.holds]
+        if not unfinished and not missing and not held and not cluster.machines.live_processes():
             return
         await asyncio.sleep(1.0)
 
 
 def _accepted(cluster: SimCluster, node_id: str, unit: str) -> int:
     host = next(host for host in cluster.node_hosts if cluster.node_id(host) == node_id)
-    record = Journal(cluster.node_dir(host)).record(unit)
+    record = Journal(cluster.node_dir(host)).read_job_record(unit)
     return 0 if record is None else record.epoch
 
 

@@ -12,13 +12,13 @@ from genie.sim.world import World
 from tests.sim.run import try_seed
 
 times = []
-transit = World.transit
+transit = World.simulate_frame_latency
 
 async def record(world):
     times.append(world.now_s)
     await transit(world)
 
-World.transit = record
+World.simulate_frame_latency = record
 violations = try_seed(40, "store").violations
 print(len(times) > 100, hashlib.sha256(repr((times, violations)).encode()).hexdigest())
 """

@@ -34,8 +34,8 @@ async def _wait_settled(cluster: SimCluster) -> dict[str, Job]:
     """Wait until all jobs have ended and return them."""
     end_s = cluster.world.now_s + SETTLE_S
     while True:
-        jobs = await cluster.jobs()
-        held = [hold.job_id for view in await cluster.node_views() for hold in view.node_holds.holds]
+        jobs = await cluster.fetch_jobs()
+        held = [hold.job_id for view in await cluster.fetch_node_views() for hold in view.node_holds.holds]
         unfinished = [job.job_id for job in jobs.values() if not job.state.is_final]
         if not held and not unfinished:
             return jobs
@@ -47,7 +47,7 @@ async def _scenario(
     seed: int, directory: Path, *, kinds: tuple[str, ...] = fault_injector.ALL_FAULTS, controllers: int = 1
 ) -> Outcome:
     async with asyncio.TaskGroup() as group:
-        cluster = SimCluster(seed, directory, group, nodes=2, controllers=controllers)
+        cluster = SimCluster(seed, directory, group, node_count=2, controller_count=controllers)
         await cluster.start()
         world = cluster.world
 
@@ -60,14 +60,14 @@ async def _scenario(
             return ids
 
         submitting = group.create_task(submit_all())
-        await fault_injector.inject_faults(cluster, seconds=80.0, every_s=4.0, kinds=kinds)
+        await fault_injector.inject_faults(cluster, duration_s=80.0, mean_interval_s=4.0, kinds=kinds)
         ids = await submitting
         jobs = await _wait_settled(cluster)
         assert set(jobs) == set(ids), "every request creates exactly one job"
-        assert not cluster.machines.alive(), "no process runs without a job"
+        assert not cluster.machines.live_processes(), "no process runs without a job"
         for job in jobs.values():
             if job.state is JobState.SUCCEEDED:
-                assert cluster.machines.finished.get(job.job_id) == 1, (
+                assert cluster.machines.completed_runs_by_job.get(job.job_id) == 1, (
                     f"{job.job_id} succeeded without completing"
                 )
         await cluster.stop()
@@ -76,23 +76,23 @@ async def _scenario(
 
 @pytest.mark.parametrize("seed", seeds(range(3), long=range(3, 8)))
 def test_faults_cause_no_overallocation_and_no_leaked_holds(seed: int, tmp_path: Path) -> None:
-    assert loop.run(_scenario(seed, tmp_path)).violations == []
+    assert loop.run_simulated(_scenario(seed, tmp_path)).violations == []
 
 
 @pytest.mark.parametrize("seed", seeds([100, 6004], long=[101, 102, 107, 108]))
 def test_faults_with_two_controllers_cause_no_overallocation(seed: int, tmp_path: Path) -> None:
-    assert loop.run(_scenario(seed, tmp_path, controllers=2)).violations == []
+    assert loop.run_simulated(_scenario(seed, tmp_path, controllers=2)).violations == []
 
 
 @pytest.mark.parametrize("seed", seeds([200], long=[201, 202]))
 def test_running_jobs_survive_controller_restarts(seed: int, tmp_path: Path) -> None:
-    outcome = loop.run(_scenario(seed, tmp_path, kinds=fault_injector.CONTROLLER_FAULTS))
+    outcome = loop.run_simulated(_scenario(seed, tmp_path, kinds=fault_injector.CONTROLLER_FAULTS))
     assert {job.state for job in outcome.jobs.values()} == {JobState.SUCCEEDED}
 
 
 def test_equal_seeds_give_equal_runs(tmp_path: Path) -> None:
     def summary(where: str) -> list[tuple[str, str, str, float | None]]:
-        jobs = loop.run(_scenario(7, tmp_path / where)).jobs
+        jobs = loop.run_simulated(_scenario(7, tmp_path / where)).jobs
         return [(job.job_id, job.state, job.reason, job.ended_at) for job in jobs.values()]
 
     assert summary("one") == summary("two")
@@ -101,20 +101,22 @@ def test_equal_seeds_give_equal_runs(tmp_path: Path) -> None:
 def _any_seed_violates(tmp_path: Path, kinds: tuple[str, ...], *, likely: int = 0) -> bool:
     """`likely` is tried first: it is known to violate."""
     several = (likely, *(seed for seed in range(20) if seed != likely))
-    return any(loop.run(_scenario(seed, tmp_path / str(seed), kinds=kinds)).violations for seed in several)
+    return any(
+        loop.run_simulated(_scenario(seed, tmp_path / str(seed), kinds=kinds)).violations for seed in several
+    )
 
 
 def test_simulation_detects_an_agent_that_leaves_orphans(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(SimLauncher, "end_leftovers", lambda self, jobs_dir: 0)
+    monkeypatch.setattr(SimLauncher, "kill_leftovers", lambda self, jobs_dir: 0)
     assert _any_seed_violates(tmp_path, ("crash_node",))
 
 
 def test_simulation_detects_a_dead_man_timer_that_is_too_long(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(heartbeats, "DEADMAN_SHARE", 5.0)
+    monkeypatch.setattr(heartbeats, "LEASE_TTL_SHARE", 5.0)
     monkeypatch.setattr(NodeJobs, "_accelerator_conflict", lambda self, launch: "")
     assert _any_seed_violates(tmp_path, ("cut_node",), likely=9)
 

@@ -8,13 +8,13 @@ import pytest
 
 from genie.scheduler.order import Fifo
 from genie.scheduler.rules import Rules
-from genie.sim.events import SimulatedRun, SimulationPlan, simulate
-from genie.sim.metrics import isolated_completion_s, jain, spread, summarise
-from genie.sim.plots import utilisation_svg, waiting_svg
-from genie.sim.workloads.synthetic import Mix, synthetic_jobs
+from genie.sim.events import SimulatedRun, SimulationParameters, simulate
+from genie.sim.metrics import isolated_completion_s, jain_index, summarise, summarise_values
+from genie.sim.plots import plot_utilisation, plot_wait_times
+from genie.sim.workloads.synthetic import SyntheticJobMix, synthetic_jobs
 from genie.sim.workloads.workload import SimJob, offered_load, uniform_nodes
 
-FIFO = SimulationPlan(Rules(order=Fifo()), "bestfit")
+FIFO = SimulationParameters(Rules(order=Fifo()), "bestfit")
 
 
 def small() -> SimulatedRun:
@@ -75,27 +75,29 @@ def test_isolated_completion_is_first_come_first_served() -> None:
     ("values", "index"), [([1, 1, 1], 1.0), ([3, 0, 0], 1 / 3), ([], 1.0), ([0, 0], 1.0)]
 )
 def test_jain_index(values: list[float], index: float) -> None:
-    assert jain(values) == pytest.approx(index)
+    assert jain_index(values) == pytest.approx(index)
 
 
 def test_spread_of_no_values_is_zero() -> None:
-    assert spread([]).count == 0
-    assert (spread(range(1, 101)).p50, spread(range(1, 101)).p99) == (51, 100)
+    assert summarise_values([]).count == 0
+    assert (summarise_values(range(1, 101)).p50, summarise_values(range(1, 101)).p99) == (51, 100)
 
 
-@pytest.mark.parametrize("draw", [utilisation_svg, waiting_svg])
+@pytest.mark.parametrize("draw", [plot_utilisation, plot_wait_times])
 def test_plots_are_svg(draw) -> None:
     root = ElementTree.fromstring(draw(small()))
     assert root.tag.endswith("svg")
     texts = [each.text for each in root.iter() if each.tag.endswith("text")]
     assert "100%" in texts
     lines = [each for each in root.iter() if each.get("stroke-width")]
-    assert len(lines) == (2 if draw is utilisation_svg else 1)  # there are no large gangs
+    assert len(lines) == (2 if draw is plot_utilisation else 1)  # there are no large gangs
 
 
 def test_synthetic_jobs_have_the_requested_load_and_mix() -> None:
     nodes = uniform_nodes(16)
-    jobs = synthetic_jobs(Mix(jobs=2000, load=0.9, tenants=3, fractions=0.4, gangs=0.1), nodes, seed=4)
+    jobs = synthetic_jobs(
+        SyntheticJobMix(jobs=2000, load=0.9, tenants=3, fractions=0.4, gangs=0.1), nodes, seed=4
+    )
     assert offered_load(jobs, nodes) == pytest.approx(0.9)
     assert sum(job.gpu_milli < 1000 for job in jobs) == pytest.approx(800, rel=0.1)
     assert sum(job.workers > 1 for job in jobs) == pytest.approx(200, rel=0.25)

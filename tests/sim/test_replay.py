@@ -61,18 +61,18 @@ def test_runs_depend_on_the_seed() -> None:
 
 def test_typical_shapes_cover_95_percent_of_requests() -> None:
     rare = TracePod(1, 0, 2, 1000, ("A",))
-    typical = Workload(nodes(1), [ONE] * 16 + [HALF] * 3 + [rare]).typical()
+    typical = Workload(nodes(1), [ONE] * 16 + [HALF] * 3 + [rare]).typical_shapes()
     # Exact: 16 / 19 differs from 0.8 / 0.95 in the last bit.
     assert [(shape.gpu_milli, shape.share) for shape in typical] == [(1000, 0.8 / 0.95), (500, 0.15 / 0.95)]
-    assert len(Workload(nodes(1), [ONE] * 50 + [HALF] * 44 + [rare] * 6).typical()) == 3
+    assert len(Workload(nodes(1), [ONE] * 50 + [HALF] * 44 + [rare] * 6).typical_shapes()) == 3
 
 
 def test_differently_written_models_are_separate_shapes() -> None:
     spellings = [("A",), ("A", "A"), ("B", "A"), ()]
     workload = Workload(nodes(1), [TracePod(0, 0, 1, 1000, models) for models in spellings])
     # Equally frequent, so ordered by the written models; no node has model B.
-    assert [shape.models for shape in workload.typical()] == [1, 1, 1, ANY_MODEL]
-    assert [shape.share for shape in workload.typical()] == [0.25] * 4
+    assert [shape.models for shape in workload.typical_shapes()] == [1, 1, 1, ANY_MODEL]
+    assert [shape.share for shape in workload.typical_shapes()] == [0.25] * 4
 
 
 @dataclass

@@ -24,7 +24,7 @@ from genie.errors import JobRefusedError
 from genie.model.job import Job, JobSpec, JobState, PlacementConstraints, Resources, Spread, Within
 from genie.model.messages import CancelJob
 from genie.scheduler.decisions import Preempt, Start
-from genie.scheduler.request import FULL_MILLI
+from genie.scheduler.request import WHOLE_GPU_MILLI
 from genie.sim import fault_injector, loop
 from genie.sim.cluster import SimCluster
 from genie.sim.invariants import InvariantChecker
@@ -52,7 +52,7 @@ class Outcome:
 def _random_spec(rng: random.Random, node_ids: list[str]) -> tuple[JobSpec, float]:
     """Return a random job and its duration."""
     seconds = rng.uniform(1, 25)
-    gpus, milli, node_id, gpu_ids = rng.choice((1, 1, 2)), FULL_MILLI, "", ()
+    gpus, milli, node_id, gpu_ids = rng.choice((1, 1, 2)), WHOLE_GPU_MILLI, "", ()
     constraints: dict[str, object] = {"grace_s": rng.choice((0.0, 3.0, 15.0))}
     kind = rng.choice(("one", "share", "gang", "elastic", "spread", "within", "pinned", "wide"))
     match kind:
@@ -99,7 +99,7 @@ async def _submit_all(cluster: SimCluster, outcome: Outcome) -> None:
     for _ in range(JOBS):
         await asyncio.sleep(rng.expovariate(1 / 1.5))
         spec, seconds = _random_spec(rng, node_ids)
-        tenant = rng.choice(("", *fault_injector.TENANTS))
+        tenant = rng.choice(("", *fault_injector.QUOTA_TENANTS))
         try:
             job_id = await cluster.submit_spec(spec, seconds=seconds, tenant=tenant)
         except JobRefusedError:
@@ -130,11 +130,11 @@ async def _audit(cluster: SimCluster) -> None:
 
 def _book_mismatches(controller: Controller) -> Iterator[str]:
     planner, jobs = controller._planner, controller._ledger.jobs
-    held = planner._scheduler.allocations.held
+    held = planner._scheduler.allocations.allocations_by_job
     for job in jobs.values():
         if job.state in (JobState.PLACING, JobState.RUNNING):
             there = held[job.job_id].places if job.job_id in held else ()
-            if there != planner._places(job):
+            if there != planner._places_of_running_workers(job):
                 yield f"the book has {there} for {job}"
     for job_id in held:
         if (job := jobs.get(job_id)) is None or job.state.is_final:
@@ -148,13 +148,15 @@ def _planner_state(planner: Planner) -> dict[str, object]:
     scheduler = planner._scheduler
     allocations = scheduler.allocations
     return {
-        "held": {job_id: held.places for job_id, held in allocations.held.items()},
-        "running": sorted(running.request.job_id for running in scheduler.running),
-        "waiting": sorted(request.job_id for request in scheduler.waiting),
-        "free": {facts.node_id: allocations.free_on(facts.node_id) for facts in allocations.nodes},
+        "held": {job_id: held.places for job_id, held in allocations.allocations_by_job.items()},
+        "running": sorted(running.request.job_id for running in scheduler.running_jobs),
+        "waiting": sorted(request.job_id for request in scheduler.queued_requests),
+        "free": {
+            facts.node_id: allocations.free_resources_of_node(facts.node_id) for facts in allocations.nodes
+        },
         "usage": [
             (allocations.usage(each), allocations.nonpreemptible_usage(each))
-            for each in ("default", *fault_injector.TENANTS)
+            for each in ("default", *fault_injector.QUOTA_TENANTS)
         ],
         "capacity": allocations.capacity,
     }
@@ -163,17 +165,19 @@ def _planner_state(planner: Planner) -> dict[str, object]:
 def _planner_difference(controller: Controller) -> str:
     """Return the differences between the planner's book and the ledger; empty if there are none."""
     planner, fresh = controller._planner, controller._build_planner()
-    planner._views.current()
+    planner._node_views.current_snapshots()
     if planner._is_stale:
-        planner._rebuild()
-    fresh._rebuild()
+        planner._rebuild_scheduler()
+    fresh._rebuild_scheduler()
     mine, rebuilt = _planner_state(planner), _planner_state(fresh)
     wrong = [
         f"{name}: {mine[name]}, rebuilt: {rebuilt[name]}" for name in mine if mine[name] != rebuilt[name]
     ]
     for node_id, ledger in controller._ledger.holds.items():
-        free = planner._scheduler.allocations.free_on(node_id)[2]
-        expected = [FULL_MILLI - ledger.gpu_used_milli(gpu_id) for gpu_id in planner._gpu_ids[node_id]]
+        free = planner._scheduler.allocations.free_resources_of_node(node_id)[2]
+        expected = [
+            WHOLE_GPU_MILLI - ledger.gpu_used_milli(gpu_id) for gpu_id in planner._gpu_ids_by_node[node_id]
+        ]
         if [milli for milli, _ in free] != expected:
             wrong.append(f"free on {node_id}: {free}, ledger: {expected}")
     return "; ".join(wrong)
@@ -190,11 +194,11 @@ async def _wait_settled(cluster: SimCluster, *, all_over: bool) -> None:
     end_s = cluster.world.now_s + SETTLE_S
     while True:
         await asyncio.sleep(1.0)
-        jobs = await cluster.jobs()
+        jobs = await cluster.fetch_jobs()
         leader = cluster.leader
         busy = [job.job_id for job in jobs.values() if job.state in (JobState.PLACING, JobState.RUNNING)]
         waits = [job for job in jobs.values() if job.state is JobState.QUEUED]
-        held = [hold.job_id for view in await cluster.node_views() for hold in view.node_holds.holds]
+        held = [hold.job_id for view in await cluster.fetch_node_views() for hold in view.node_holds.holds]
         starts = [] if busy or leader is None or not leader.is_leading else _startable(leader)
         if not busy and not held and leader is not None and not (waits if all_over else starts):
             return
@@ -210,7 +214,7 @@ def _check_ends(cluster: SimCluster, outcome: Outcome) -> Iterator[str]:
         limit_s = spec.constraints.time_limit_s
         units = {(job.unit(rank), job.epoch) for rank in range(len(job.placements))}
         if job.state is JobState.SUCCEEDED:
-            if not units <= cluster.machines.finished_launches:
+            if not units <= cluster.machines.completed_launch_keys:
                 yield f"{job_id} succeeded without completing: {job}"
             if limit_s is not None and seconds > limit_s:
                 yield f"{job_id} succeeded despite its time limit: {job}"
@@ -244,7 +248,7 @@ def _errors_as_violations(violations: list[str]) -> Iterator[None]:
 
 def _accepted(cluster: SimCluster, node_id: str, unit: str) -> int:
     host = next(host for host in cluster.node_hosts if cluster.node_id(host) == node_id)
-    record = Journal(cluster.directory / host / "agents" / node_id).record(unit)
+    record = Journal(cluster.directory / host / "agents" / node_id).read_job_record(unit)
     return 0 if record is None else record.epoch
 
 
@@ -252,22 +256,26 @@ async def _run(
     seed: int, directory: Path, *, kinds: tuple[str, ...] = fault_injector.ALL_EVENTS, controllers: int = 1
 ) -> Outcome:
     async with asyncio.TaskGroup() as group:
-        cluster = SimCluster(seed, directory, group, nodes=NODES, gpus=GPUS, controllers=controllers)
+        cluster = SimCluster(
+            seed, directory, group, node_count=NODES, gpus_per_node=GPUS, controller_count=controllers
+        )
         checker = InvariantChecker(
             cluster.world,
             cluster.machines,
-            accepted=lambda node_id, unit: _accepted(cluster, node_id, unit),
+            get_accepted_epoch=lambda node_id, unit: _accepted(cluster, node_id, unit),
             mismatch_s_max=MISMATCH_S_MAX,
         )
         await cluster.start()
-        cluster.store.on_commit(checker.on_commit)
-        watching = [group.create_task(checker.run()), group.create_task(_audit(cluster))]
+        cluster.store.add_commit_listener(checker.on_commit)
+        watching = [group.create_task(checker.check_periodically()), group.create_task(_audit(cluster))]
         outcome = Outcome(cluster.machines.violations)
         with _errors_as_violations(outcome.violations):
             submitting = group.create_task(_submit_all(cluster, outcome))
-            await fault_injector.inject_faults(cluster, seconds=FAULTS_S, every_s=EVERY_S, kinds=kinds)
+            await fault_injector.inject_faults(
+                cluster, duration_s=FAULTS_S, mean_interval_s=EVERY_S, kinds=kinds
+            )
             await submitting
-            checker.faults_ended = True
+            checker.have_faults_ended = True
             await _settle(cluster, outcome)
         for task in watching:
             task.cancel()
@@ -277,13 +285,13 @@ async def _run(
 
 async def _settle(cluster: SimCluster, outcome: Outcome) -> None:
     await _wait_settled(cluster, all_over=False)
-    await fault_injector.restore(cluster)
+    await fault_injector.undo_owner_actions(cluster)
     await _wait_settled(cluster, all_over=True)
-    outcome.jobs = await cluster.jobs()
+    outcome.jobs = await cluster.fetch_jobs()
     report_violation = outcome.violations.append
     if set(outcome.jobs) != set(outcome.submitted):
         report_violation(f"unexpected or missing jobs: {set(outcome.jobs) ^ set(outcome.submitted)}")
-    if alive := cluster.machines.alive():
+    if alive := cluster.machines.live_processes():
         report_violation(f"still alive: {alive}")
     leader = cluster.leader
     assert leader is not None
@@ -294,18 +302,18 @@ async def _settle(cluster: SimCluster, outcome: Outcome) -> None:
 
 @pytest.mark.parametrize("seed", seeds([1000, 4082], long=[1001, 1005, 1024, 1057, 1100]))
 def test_scheduling_survives_faults(seed: int, tmp_path: Path) -> None:
-    assert loop.run(_run(seed, tmp_path)).violations == []
+    assert loop.run_simulated(_run(seed, tmp_path)).violations == []
 
 
 @pytest.mark.parametrize("seed", seeds([2002], long=[2000, 2001, 2031, 2036]))
 def test_scheduling_survives_faults_with_two_controllers(seed: int, tmp_path: Path) -> None:
-    assert loop.run(_run(seed, tmp_path, controllers=2)).violations == []
+    assert loop.run_simulated(_run(seed, tmp_path, controllers=2)).violations == []
 
 
 @pytest.mark.parametrize("seed", seeds([3000], long=[3001, 3002, 3003]))
 def test_jobs_end_in_the_expected_state_without_node_faults(seed: int, tmp_path: Path) -> None:
     kinds = (*fault_injector.CONTROLLER_FAULTS, "lose_reply", "drain", "quota")
-    outcome = loop.run(_run(seed, tmp_path, kinds=kinds))
+    outcome = loop.run_simulated(_run(seed, tmp_path, kinds=kinds))
     assert outcome.violations == []
     for job_id, job in outcome.jobs.items():
         spec, seconds = outcome.submitted[job_id]
@@ -315,7 +323,7 @@ def test_jobs_end_in_the_expected_state_without_node_faults(seed: int, tmp_path:
 
 
 def _any_seed_violates(tmp_path: Path, text: str) -> bool:
-    several = (loop.run(_run(seed, tmp_path / str(seed))).violations for seed in range(1000, 1010))
+    several = (loop.run_simulated(_run(seed, tmp_path / str(seed))).violations for seed in range(1000, 1010))
     return any(text in violation for violations in several for violation in violations)
 
 

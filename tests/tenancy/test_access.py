@@ -26,13 +26,13 @@ from genie.model.messages import (
 from genie.model.tenant import Identity, TokenKind
 from genie.tenancy.access import (
     NO_PIN,
-    check_allowed,
+    check_request_allowed,
     mark_revoked,
     mark_used,
-    new_record,
     new_token,
+    new_token_record,
     parse_token,
-    verify,
+    verify_token,
 )
 
 TOKEN = new_token(TokenKind.USER, token_id="abcd1234", secret=bytes(range(32)), pin=NO_PIN)
@@ -56,20 +56,20 @@ def test_invalid_token_is_rejected_and_not_repeated(text: str) -> None:
 
 
 def test_secret_is_neither_in_the_repr_nor_in_the_record() -> None:
-    record = new_record(TOKEN, now=0.0, tenant="t")
+    record = new_token_record(TOKEN, now=0.0, tenant="t")
     assert TOKEN.secret not in repr(TOKEN)
     assert TOKEN.secret not in msgspec.json.encode(record).decode()
 
 
 def test_valid_token_has_the_recorded_identity() -> None:
-    record = new_record(TOKEN, now=0.0, tenant="blue", name="ann")
-    assert verify(TOKEN, record, now=1.0) == Identity(
+    record = new_token_record(TOKEN, now=0.0, tenant="blue", name="ann")
+    assert verify_token(TOKEN, record, now=1.0) == Identity(
         token_id="abcd1234", kind=TokenKind.USER, tenant="blue", name="ann"
     )
 
 
 def test_invalid_tokens_are_rejected() -> None:
-    record = new_record(TOKEN, now=0.0, tenant="t", ttl_s=10.0)
+    record = new_token_record(TOKEN, now=0.0, tenant="t", ttl_s=10.0)
     other = new_token(TokenKind.USER, token_id="abcd1234", secret=bytes(32), pin=NO_PIN)
     promoted = replace(TOKEN, kind=TokenKind.OWNER)
     for token, kept, now, words in [
@@ -81,7 +81,7 @@ def test_invalid_tokens_are_rejected() -> None:
         (TOKEN, mark_used(record, now=1.0), 2.0, "was used already"),
     ]:
         with pytest.raises(TokenRefusedError, match=words):
-            verify(token, kept, now=now)
+            verify_token(token, kept, now=now)
 
 
 def test_each_token_kind_may_send_only_its_requests() -> None:
@@ -91,7 +91,7 @@ def test_each_token_kind_may_send_only_its_requests() -> None:
         for request in CONTROLLER_REQUESTS:
             try:
                 # Only the type counts, so no fields are needed.
-                check_allowed(identity, Mock(spec=request))
+                check_request_allowed(identity, Mock(spec=request))
             except PermissionError_:
                 continue
             found.add(request)
@@ -113,7 +113,7 @@ def test_permission_error_describes_the_request() -> None:
         (Leave(node_id="n", incarnation=1), "remove nodes"),
     ):
         with pytest.raises(PermissionError_, match=f"permission denied: user tokens cannot {action}"):
-            check_allowed(user, request)
+            check_request_allowed(user, request)
 
 
 def test_every_request_is_in_exactly_one_list() -> None:

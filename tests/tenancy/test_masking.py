@@ -22,4 +22,4 @@ MINE, OTHER, THIRD = "j-aaaaaaaa", "j-bbbbbbbb", "j-cccc2222"
     ],
 )
 def test_only_visible_jobs_are_named(text: str, shown: str) -> None:
-    assert mask_job_ids(text, is_shown=lambda job_id: job_id == MINE) == shown
+    assert mask_job_ids(text, is_visible=lambda job_id: job_id == MINE) == shown

@@ -81,9 +81,9 @@ def up(
     settings = invocation.load_settings(
         {**given, "controller.tls": tls, **_node_settings(label, rack)}, keep_logs=True
     )
-    from genie.controller.nodes.admission import check_bind
+    from genie.controller.nodes.admission import check_bind_address
 
-    check_bind(settings.controller)
+    check_bind_address(settings.controller)
     if detach:
         from genie.cli import background
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from genie.config import ControllerConfig
     from genie.scheduler.request import NodeFacts
     from genie.scheduler.rules import Rules
-    from genie.sim.events import Failures, SimulationPlan
+    from genie.sim.events import NodeFailures, SimulationParameters
     from genie.sim.metrics import Summary, ValueSpread
     from genie.sim.workloads.workload import SimJob
 
@@ -154,12 +154,12 @@ def run(
     if out is not None:
         _write_results(out, summary, done)
     if as_json:
-        about = {"placer": done.placer, "decisions": done.decisions, "policy_fault": done.fault}
+        about = {"placer": done.placer_kind, "decisions": done.pass_count, "policy_fault": done.policy_fault}
         output.write_json({**about, **_summary_to_json(summary)})
     else:
         output.write_fields(_summary_fields(summary))
-    if done.fault:
-        output.print_message(f"genie: {output.to_one_line(done.fault)}")
+    if done.policy_fault:
+        output.print_message(f"genie: {output.to_one_line(done.policy_fault)}")
         output.print_message(_POLICY_FAULT_HINT)
         raise typer.Exit(1)
 
@@ -230,7 +230,7 @@ def generate(
     seed: _SeedOption = "0",
 ) -> None:
     """Generate synthetic jobs as CSV for 'genie sim run --trace'. --load is relative to --nodes."""
-    from genie.sim.workloads.workload import write_lines, write_workload
+    from genie.sim.workloads.workload import write_csv, write_workload
 
     invocation.load_settings()
     seed_number = parse_integer(seed, what="--seed", low=0, high=_SEED_MAX)
@@ -238,7 +238,7 @@ def generate(
         _parse_nodes(nodes), None, "", jobs=jobs, load=load, limits=limits, seed=seed_number
     )
     if file == "-":
-        write_lines(sys.stdout, made)
+        write_csv(sys.stdout, made)
         sys.stdout.flush()
         return
     write_workload(Path(file), made)
@@ -283,7 +283,7 @@ def _load_or_generate_jobs(
     seed: int,
 ) -> list[SimJob]:
     from genie.sim.workloads import workload
-    from genie.sim.workloads.synthetic import Mix, synthetic_jobs
+    from genie.sim.workloads.synthetic import SyntheticJobMix, synthetic_jobs
 
     most = None if jobs is None else parse_integer(jobs, what="--jobs", low=1, high=_JOBS_MAX)
     factor = parse_number(limits, what="--limits", high=1000)
@@ -295,20 +295,24 @@ def _load_or_generate_jobs(
     if load_target == 0:
         raise UsageError("--load must be more than 0", hint="give a number such as 1.2")
     if trace is None:
-        mix = Mix(jobs=most or Mix.jobs, load=load_target or Mix.load, limit_factor=factor or None)
+        mix = SyntheticJobMix(
+            jobs=most or SyntheticJobMix.jobs,
+            load=load_target or SyntheticJobMix.load,
+            limit_factor=factor or None,
+        )
         return synthetic_jobs(mix, nodes, seed=seed)
     if trace_format == "genie":
         found = workload.read_workload(trace)
     elif trace_format == "philly":
-        found = workload.philly_jobs(
-            trace, gpus_of_node=max((len(node.gpus) for node in nodes), default=8) or 8
+        found = workload.read_philly_jobs(
+            trace, gpus_per_node=max((len(node.gpus) for node in nodes), default=8) or 8
         )
     else:
-        found = workload.openb_jobs(trace, draw_s=Mix().draw_s, seed=seed)
+        found = workload.read_openb_jobs(trace, draw_duration_s=SyntheticJobMix().draw_duration_s, seed=seed)
     found = found[:most]
     if factor:
-        found = workload.with_limits(found, factor=factor, seed=seed)
-    return workload.with_load(found, nodes, load_target) if load_target else found
+        found = workload.add_time_limits(found, factor=factor, seed=seed)
+    return workload.scale_to_load(found, nodes, load_target) if load_target else found
 
 
 def _make_rules(order: str, controller: ControllerConfig, *, backfills: bool, preempts: bool) -> Rules:
@@ -316,32 +320,32 @@ def _make_rules(order: str, controller: ControllerConfig, *, backfills: bool, pr
 
     The budget counts CPU time here, so that other load on the machine does not change the results.
     """
-    from genie.controller.placement.policy import policy_named
+    from genie.controller.placement.policy import create_policy
     from genie.scheduler.rules import Rules
 
     try:
-        policy = policy_named(order, budget_s=controller.policy_budget_s, clock=time.thread_time)
+        policy = create_policy(order, budget_s=controller.policy_budget_s, clock=time.thread_time)
     except UsageError as error:
         raise UsageError(f"--order: {error.message}", hint=error.hint) from error
-    return Rules(backfills=backfills, preempts=preempts).with_order(policy)
+    return Rules(allows_backfill=backfills, allows_preemption=preempts).with_order(policy)
 
 
 def _make_simulation_plan(
-    rules: Rules, placement: str, seed: int, *, failures: Failures | None
-) -> SimulationPlan:
-    from genie.sim.events import SimulationPlan
+    rules: Rules, placement: str, seed: int, *, failures: NodeFailures | None
+) -> SimulationParameters:
+    from genie.sim.events import SimulationParameters
 
     _check_choice(placement, _PLACEMENT_POLICIES, what="--placement")
-    return SimulationPlan(rules, placement, seed, failures)
+    return SimulationParameters(rules, placement, seed, failures)
 
 
-def _parse_failures(fail_every: str | None, repair: str) -> Failures | None:
-    from genie.sim.events import Failures
+def _parse_failures(fail_every: str | None, repair: str) -> NodeFailures | None:
+    from genie.sim.events import NodeFailures
 
     if fail_every is None:
         return None
     every_s = parse_duration(fail_every, what="--fail-every")
-    return Failures(every_s, parse_duration(repair, what="--repair"))
+    return NodeFailures(every_s, parse_duration(repair, what="--repair"))
 
 
 # -- results ----------------------------------------------------------------------------------------
@@ -350,13 +354,13 @@ def _parse_failures(fail_every: str | None, repair: str) -> Failures | None:
 def _write_results(folder: Path, summary: Summary, done: Any) -> None:
     import json
 
-    from genie.sim.plots import utilisation_svg, waiting_svg
+    from genie.sim.plots import plot_utilisation, plot_wait_times
 
     try:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "summary.json").write_text(json.dumps(_summary_to_json(summary), indent=2) + "\n", "utf-8")
-        (folder / "utilisation.svg").write_text(utilisation_svg(done), "utf-8")
-        (folder / "waiting.svg").write_text(waiting_svg(done), "utf-8")
+        (folder / "utilisation.svg").write_text(plot_utilisation(done), "utf-8")
+        (folder / "waiting.svg").write_text(plot_wait_times(done), "utf-8")
     except OSError as error:
         raise UsageError(
             f"could not write to --out {str(folder)!r}: {error.strerror}", hint="give another directory"

@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 
 from genie.processes.clock import Clock
 
-_BACKOFF_S = 0.5
-_DELAY_S = 30.0
+_BACKOFF_S_MIN = 0.5
+_UNPLACEABLE_DELAY_S = 30.0
 _NODE_BACKOFF_S_MAX = 60.0
 
 
-class Cause(enum.Enum):
+class FailureCause(enum.Enum):
     """Why a launch was not confirmed."""
 
     NONE = enum.auto()
@@ -25,14 +25,14 @@ class Cause(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class _Rejections:
-    epoch: int = 0
+    last_epoch: int = 0
     """Of the last rejected launch."""
-    count: int = 0
+    job_fault_count: int = 0
     """Caused by the job, or of unknown cause."""
-    node_count: int = 0
+    node_fault_count: int = 0
     """Caused by nodes."""
     not_before_s: float = 0.0
-    needed_bytes: int = 0
+    needed_disk_bytes: int = 0
     """Free disk space that its working directory needs, if a node had less."""
 
 
@@ -41,48 +41,50 @@ class LaunchBackoff:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._by_job: dict[str, _Rejections] = {}
+        self._rejections_by_job: dict[str, _Rejections] = {}
 
     def not_before_s(self, job_id: str) -> float:
         """Monotonic time before which the job must not be placed; 0.0 if it may be placed now."""
-        return self._by_job.get(job_id, _Rejections()).not_before_s
+        return self._rejections_by_job.get(job_id, _Rejections()).not_before_s
 
-    def record(self, job_id: str, epoch: int) -> int:
+    def record_rejection(self, job_id: str, epoch: int) -> int:
         """Count a rejected launch, once however many workers were rejected; return the count so far."""
-        before = self._by_job.get(job_id, _Rejections())
-        if before.epoch == epoch:
-            return before.count
-        count = before.count + 1
-        not_before_s = self._clock.monotonic_s() + _BACKOFF_S * 2**count
-        self._by_job[job_id] = replace(before, epoch=epoch, count=count, not_before_s=not_before_s)
+        before = self._rejections_by_job.get(job_id, _Rejections())
+        if before.last_epoch == epoch:
+            return before.job_fault_count
+        count = before.job_fault_count + 1
+        not_before_s = self._clock.monotonic_s() + _BACKOFF_S_MIN * 2**count
+        self._rejections_by_job[job_id] = replace(
+            before, last_epoch=epoch, job_fault_count=count, not_before_s=not_before_s
+        )
         return count
 
     def record_node_fault(self, job_id: str, epoch: int) -> None:
         """Count a launch that failed because of a node. The first time there is no delay: the job goes to
         another node."""
-        before = self._by_job.get(job_id, _Rejections())
-        if before.epoch == epoch:
+        before = self._rejections_by_job.get(job_id, _Rejections())
+        if before.last_epoch == epoch:
             return
-        delay_s = min(_BACKOFF_S * 2 ** min(before.node_count, 16), _NODE_BACKOFF_S_MAX)
-        not_before_s = self._clock.monotonic_s() + (delay_s if before.node_count else 0.0)
-        self._by_job[job_id] = replace(
-            before, epoch=epoch, node_count=before.node_count + 1, not_before_s=not_before_s
+        delay_s = min(_BACKOFF_S_MIN * 2 ** min(before.node_fault_count, 16), _NODE_BACKOFF_S_MAX)
+        not_before_s = self._clock.monotonic_s() + (delay_s if before.node_fault_count else 0.0)
+        self._rejections_by_job[job_id] = replace(
+            before, last_epoch=epoch, node_fault_count=before.node_fault_count + 1, not_before_s=not_before_s
         )
 
-    def needed_bytes(self, job_id: str) -> int:
+    def needed_disk_bytes(self, job_id: str) -> int:
         """Free disk space that the job needs on its node; 0 unless a node had less."""
-        return self._by_job.get(job_id, _Rejections()).needed_bytes
+        return self._rejections_by_job.get(job_id, _Rejections()).needed_disk_bytes
 
-    def record_needed_bytes(self, job_id: str, needed_bytes: int) -> None:
-        before = self._by_job.get(job_id, _Rejections())
-        if needed_bytes > before.needed_bytes:
-            self._by_job[job_id] = replace(before, needed_bytes=needed_bytes)
+    def record_needed_disk_bytes(self, job_id: str, needed_disk_bytes: int) -> None:
+        before = self._rejections_by_job.get(job_id, _Rejections())
+        if needed_disk_bytes > before.needed_disk_bytes:
+            self._rejections_by_job[job_id] = replace(before, needed_disk_bytes=needed_disk_bytes)
 
-    def delay(self, job_id: str) -> None:
+    def delay_placement(self, job_id: str) -> None:
         """Delay the next placement of a job that could not be placed, which is not a rejection."""
-        before = self._by_job.get(job_id, _Rejections())
-        not_before_s = self._clock.monotonic_s() + _DELAY_S
-        self._by_job[job_id] = replace(before, not_before_s=not_before_s)
+        before = self._rejections_by_job.get(job_id, _Rejections())
+        not_before_s = self._clock.monotonic_s() + _UNPLACEABLE_DELAY_S
+        self._rejections_by_job[job_id] = replace(before, not_before_s=not_before_s)
 
     def reset(self, job_id: str) -> None:
-        self._by_job.pop(job_id, None)
+        self._rejections_by_job.pop(job_id, None)

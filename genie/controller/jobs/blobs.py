@@ -2,9 +2,9 @@
 
 An upload goes to a partial file; once its digest is verified it is renamed and never changes. When the
 space of a tenant is used up, its own blobs that no unfinished job needs are evicted, least recently used
-first. When the space of all is used up, so are those of other tenants, but not within PINNED_S of their
-upload or last use: a client uploads first and submits later. Blocking: call it from one thread at a time,
-never from the event loop. Packing and unpacking is done by clients and agents.
+first. When the space of all is used up, so are those of other tenants, but not within PINNED_AFTER_USE_S of
+their upload or last use: a client uploads first and submits later. Blocking: call it from one thread at a
+time, never from the event loop. Packing and unpacking is done by clients and agents.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from genie.processes.clock import Clock
 
 _log = logging.getLogger(__name__)
 
-PINNED_S = 600.0
+PINNED_AFTER_USE_S = 600.0
 _PARTIAL_SUFFIX = "+part"
-_READ_BYTES = 1024 * 1024
+_READ_CHUNK_BYTES = 1024 * 1024
 
 
 @dataclass(slots=True)
@@ -35,7 +35,7 @@ class _Upload:
     """The hash of the bytes in the partial file, so that verifying need not read it again."""
 
     size_bytes: int
-    digest: hashlib._Hash
+    hasher: hashlib._Hash
 
 
 class Blobs:
@@ -47,60 +47,62 @@ class Blobs:
         self._tenant_bytes_max = min(tenant_bytes_max, bytes_max)
         self._clock = clock
         self._uploads: dict[str, _Upload] = {}
-        self._sizes: OrderedDict[str, int] = OrderedDict()
+        self._size_by_name: OrderedDict[str, int] = OrderedDict()
         """By file name, least recently used first."""
-        self._used_s: dict[str, float] = {}
+        self._last_used_s: dict[str, float] = {}
         """By file name: when it was last written or used by its tenant."""
         self._total_bytes = 0
-        self._of_tenant: Counter[str] = Counter()
+        self._bytes_by_tenant: Counter[str] = Counter()
         for path in sorted(directory.iterdir(), key=lambda path: path.stat().st_mtime):
             if path.is_file():
                 self._set_size(path.name, path.stat().st_size)
 
-    def stat(self, digest: str, *, tenant: str) -> BlobStatus:
+    def get_status(self, digest: str, *, tenant: str) -> BlobStatus:
         check_digest(digest)
         name = blob_name(digest, tenant)
-        if name in self._sizes:
-            self._touch(name)
-            return BlobStatus(complete=True, received_bytes=self._sizes[name])
-        return BlobStatus(complete=False, received_bytes=self._sizes.get(_partial_name(digest, tenant), 0))
+        if name in self._size_by_name:
+            self._mark_used(name)
+            return BlobStatus(complete=True, received_bytes=self._size_by_name[name])
+        return BlobStatus(
+            complete=False, received_bytes=self._size_by_name.get(_partial_file_name(digest, tenant), 0)
+        )
 
-    def put(
+    def append_chunk(
         self,
         digest: str,
         *,
         tenant: str,
         offset: int,
         data: bytes,
-        last: bool,
+        is_last: bool,
         is_needed: Callable[[str], bool],
     ) -> BlobStatus:
         """Append one chunk. If `offset` is not the current size, nothing is written, and the reply has the
         current size. WorkdirError if the digest does not match; the upload then starts over."""
-        status = self.stat(digest, tenant=tenant)
+        status = self.get_status(digest, tenant=tenant)
         if status.complete or offset != status.received_bytes:
             return status
         if len(data) > CHUNK_BYTES_MAX:
             raise UsageError(f"a chunk has {len(data)} bytes; the maximum is {CHUNK_BYTES_MAX}")
-        name = _partial_name(digest, tenant)
-        self._evict(len(data), tenant=tenant, is_needed=is_needed, keep=name)
-        upload = self._append(name, data)
-        if last:
-            self._finish_upload(name, digest, upload, into=blob_name(digest, tenant))
-        return BlobStatus(complete=last, received_bytes=upload.size_bytes)
+        name = _partial_file_name(digest, tenant)
+        self._make_space(len(data), tenant=tenant, is_needed=is_needed, keep=name)
+        upload = self._append_to_file(name, data)
+        if is_last:
+            self._finish_upload(name, digest, upload, blob_name=blob_name(digest, tenant))
+        return BlobStatus(complete=is_last, received_bytes=upload.size_bytes)
 
-    def read(self, digest: str, offset: int, *, tenant: str) -> BlobChunk:
+    def read_chunk(self, digest: str, offset: int, *, tenant: str) -> BlobChunk:
         """Read one chunk from `offset`."""
         check_digest(digest)
         name = blob_name(digest, tenant)
-        if name not in self._sizes:
+        if name not in self._size_by_name:
             raise WorkdirError(
                 f"the working directory {digest[:12]} is not on the controller", hint="submit the job again"
             )
-        size_bytes = self._sizes[name]
+        size_bytes = self._size_by_name[name]
         if not 0 <= offset <= size_bytes:
             raise UsageError(f"offset {offset} is not within the {size_bytes} bytes of {digest[:12]}")
-        self._touch(name)
+        self._mark_used(name)
         try:
             with (self._directory / name).open("rb") as file:
                 file.seek(offset)
@@ -108,10 +110,10 @@ class Blobs:
         except OSError as error:
             raise StoreError(f"could not read the working directory {digest[:12]}: {error}") from error
 
-    def _append(self, name: str, data: bytes) -> _Upload:
+    def _append_to_file(self, name: str, data: bytes) -> _Upload:
         path = self._directory / name
         try:
-            upload = self._uploads.get(name) or self._resume(path)
+            upload = self._uploads.get(name) or self._resume_upload(path)
             with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab") as file:
                 file.truncate(upload.size_bytes)
                 file.write(data)
@@ -122,67 +124,69 @@ class Blobs:
             raise StoreFullError(
                 f"could not store the working directory: {error}", hint="free disk space on the controller"
             ) from error
-        upload.digest.update(data)
+        upload.hasher.update(data)
         upload.size_bytes += len(data)
         self._uploads[name] = upload
         self._set_size(name, upload.size_bytes)
         return upload
 
-    def _resume(self, path: Path) -> _Upload:
+    def _resume_upload(self, path: Path) -> _Upload:
         digest, size_bytes = hashlib.sha256(), 0
         if path.exists():
             with path.open("rb") as file:
-                while data := file.read(_READ_BYTES):
+                while data := file.read(_READ_CHUNK_BYTES):
                     digest.update(data)
                     size_bytes += len(data)
         return _Upload(size_bytes, digest)
 
-    def _finish_upload(self, name: str, digest: str, upload: _Upload, *, into: str) -> None:
+    def _finish_upload(self, name: str, digest: str, upload: _Upload, *, blob_name: str) -> None:
         path = self._directory / name
         self._uploads.pop(name, None)
-        if upload.digest.hexdigest() != digest:
-            self._remove(name)
+        if upload.hasher.hexdigest() != digest:
+            self._delete_file(name)
             raise WorkdirError(
-                f"the upload of {digest[:12]} has the digest {upload.digest.hexdigest()[:12]}",
+                f"the upload of {digest[:12]} has the digest {upload.hasher.hexdigest()[:12]}",
                 hint="the directory may have changed during the upload; upload it again",
             )
         try:
             with path.open("rb") as file:
                 os.fsync(file.fileno())
-            path.replace(self._directory / into)
+            path.replace(self._directory / blob_name)
             files.sync_directory(self._directory)
         except OSError as error:
             raise StoreFullError(f"could not store the working directory: {error}") from error
-        self._set_size(into, self._forget(name))
+        self._set_size(blob_name, self._remove_from_accounts(name))
 
-    def _evict(self, more_bytes: int, *, tenant: str, is_needed: Callable[[str], bool], keep: str) -> None:
+    def _make_space(
+        self, more_bytes: int, *, tenant: str, is_needed: Callable[[str], bool], keep: str
+    ) -> None:
         """Make space for `more_bytes` of a tenant; StoreFullError if that is not possible."""
-        if self._of_tenant[tenant] + more_bytes > self._tenant_bytes_max:
-            own = [name for name in self._sizes if _tenant_of(name) == tenant and name != keep]
+        if self._bytes_by_tenant[tenant] + more_bytes > self._tenant_bytes_max:
+            own = [name for name in self._size_by_name if _tenant_of_blob(name) == tenant and name != keep]
             for name in own:
-                if self._of_tenant[tenant] + more_bytes <= self._tenant_bytes_max:
+                if self._bytes_by_tenant[tenant] + more_bytes <= self._tenant_bytes_max:
                     break
                 if not is_needed(name):
-                    self._drop(name)
-            if self._of_tenant[tenant] + more_bytes > self._tenant_bytes_max:
+                    self._evict_blob(name)
+            if self._bytes_by_tenant[tenant] + more_bytes > self._tenant_bytes_max:
                 raise StoreFullError(
                     f"working directories of unfinished jobs of tenant {tenant} use all of its "
                     f"{self._tenant_bytes_max} bytes for blobs",
                     hint="wait until jobs end, or increase controller.blobs_tenant_bytes_max",
                 )
         if self._total_bytes + more_bytes > self._bytes_max:
-            self._evict_any(more_bytes, tenant=tenant, is_needed=is_needed, keep=keep)
+            self._evict_blobs_of_all_tenants(more_bytes, tenant=tenant, is_needed=is_needed, keep=keep)
 
-    def _evict_any(
+    def _evict_blobs_of_all_tenants(
         self, more_bytes: int, *, tenant: str, is_needed: Callable[[str], bool], keep: str
     ) -> None:
-        unpinned_s = self._clock.monotonic_s() - PINNED_S
-        for name in list(self._sizes):
+        unpinned_s = self._clock.monotonic_s() - PINNED_AFTER_USE_S
+        for name in list(self._size_by_name):
             if self._total_bytes + more_bytes <= self._bytes_max:
                 return
-            is_pinned = _tenant_of(name) != tenant and self._used_s[name] > unpinned_s
+            is_pinned = _tenant_of_blob(name) != tenant and self._last_used_s[name] > unpinned_s
             if name != keep and not is_pinned and not is_needed(name):
-                self._drop(name)
+                self._evict_blob(name)
         if self._total_bytes + more_bytes > self._bytes_max:
             raise StoreFullError(
                 f"working directories of unfinished jobs and recent uploads use all of the "
@@ -190,32 +194,32 @@ class Blobs:
                 hint="wait until jobs end, or increase controller.blobs_bytes_max",
             )
 
-    def _drop(self, name: str) -> None:
+    def _evict_blob(self, name: str) -> None:
         _log.info("evicting blob %s", name)
-        self._remove(name)
+        self._delete_file(name)
 
-    def _remove(self, name: str) -> None:
+    def _delete_file(self, name: str) -> None:
         self._uploads.pop(name, None)
-        self._forget(name)
+        self._remove_from_accounts(name)
         (self._directory / name).unlink(missing_ok=True)
 
-    def _touch(self, name: str) -> None:
-        self._sizes.move_to_end(name)
-        self._used_s[name] = self._clock.monotonic_s()
+    def _mark_used(self, name: str) -> None:
+        self._size_by_name.move_to_end(name)
+        self._last_used_s[name] = self._clock.monotonic_s()
 
     def _set_size(self, name: str, size_bytes: int) -> None:
-        more_bytes = size_bytes - self._sizes.get(name, 0)
-        self._sizes[name] = size_bytes
+        more_bytes = size_bytes - self._size_by_name.get(name, 0)
+        self._size_by_name[name] = size_bytes
         self._total_bytes += more_bytes
-        self._of_tenant[_tenant_of(name)] += more_bytes
-        self._touch(name)
+        self._bytes_by_tenant[_tenant_of_blob(name)] += more_bytes
+        self._mark_used(name)
 
-    def _forget(self, name: str) -> int:
+    def _remove_from_accounts(self, name: str) -> int:
         """Remove a file from the accounts; return its size."""
-        size_bytes = self._sizes.pop(name, 0)
-        self._used_s.pop(name, None)
+        size_bytes = self._size_by_name.pop(name, 0)
+        self._last_used_s.pop(name, None)
         self._total_bytes -= size_bytes
-        self._of_tenant[_tenant_of(name)] -= size_bytes
+        self._bytes_by_tenant[_tenant_of_blob(name)] -= size_bytes
         return size_bytes
 
 
@@ -224,9 +228,9 @@ def blob_name(digest: str, tenant: str) -> str:
     return f"{digest}+{tenant}"
 
 
-def _tenant_of(name: str) -> str:
+def _tenant_of_blob(name: str) -> str:
     return name.split("+")[1] if "+" in name else ""
 
 
-def _partial_name(digest: str, tenant: str) -> str:
+def _partial_file_name(digest: str, tenant: str) -> str:
     return f"{digest}+{tenant}{_PARTIAL_SUFFIX}"

@@ -24,12 +24,12 @@ _Output_co = TypeVar("_Output_co", covariant=True)
 
 ERRORS_OF_ALL_ROWS = (StoreError, LeadershipError)
 """They concern every row, not only one."""
-_CHANGES_OF_WRITE_MAX = 60
+_CHANGES_PER_WRITE_MAX = 60
 """Each changes the rows of a job and of a node, and the store limits the rows of a transaction."""
 
-_PART_BYTES_MAX = TXN_BYTES_MAX // 2
+_RELEASE_PART_BYTES_MAX = TXN_BYTES_MAX // 2
 """Of the nodes of one part of a release; the rest is for the row of the job."""
-_PART_NODES_MAX = 100
+_RELEASE_PART_NODES_MAX = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class JobChange(Generic[_Output_co]):
     build: Callable[[Job | None, Transaction], _Output_co]
     rank: int | None = None
 
-    def stage(self, jobs: Table[Job], txn: Transaction) -> _Output_co:
+    def stage_change(self, jobs: Table[Job], txn: Transaction) -> _Output_co:
         return self.build(txn.get(jobs, self.job_id), txn)
 
 
@@ -51,23 +51,23 @@ class JobChanges:
 
     async def apply(self, change: JobChange[_Result]) -> _Result:
         """Change one job. If the transaction is too large, release its workers in parts first; if its own
-        row is, change a shrink_oversized_job job."""
+        row is, change a shrunk job."""
         with suppress(RowTooLargeError):
-            return await self._ledger.write(partial(change.stage, self._ledger.jobs))
+            return await self._ledger.write(partial(change.stage_change, self._ledger.jobs))
         with suppress(RowTooLargeError):
             await self._release_in_parts(change)
-            return await self._ledger.write(partial(change.stage, self._ledger.jobs))
-        return await self._ledger.write(partial(self._stage_shrunk, change))
+            return await self._ledger.write(partial(change.stage_change, self._ledger.jobs))
+        return await self._ledger.write(partial(self._stage_with_shrunk_job, change))
 
     async def apply_each(self, changes: Sequence[JobChange[_Result]]) -> list[_Result | Exception]:
         """Change many jobs in few transactions; return the result of each, or the exception of a job that
         cannot be changed, which is quarantined."""
         parts = [
-            changes[start : start + _CHANGES_OF_WRITE_MAX]
-            for start in range(0, len(changes), _CHANGES_OF_WRITE_MAX)
+            changes[start : start + _CHANGES_PER_WRITE_MAX]
+            for start in range(0, len(changes), _CHANGES_PER_WRITE_MAX)
         ]
         written = await self._ledger.write_each(partial(self._stage_all, part) for part in parts)
-        raise_first_of_all_rows(written)
+        raise_first_error_of_all_rows(written)
         outcomes: list[_Result | Exception] = []
         for part, results in zip(parts, written, strict=True):
             if isinstance(results, list):
@@ -78,9 +78,9 @@ class JobChanges:
 
     async def _apply_separately(self, changes: Sequence[JobChange[_Result]]) -> list[_Result | Exception]:
         written = await self._ledger.write_each(
-            partial(change.stage, self._ledger.jobs) for change in changes
+            partial(change.stage_change, self._ledger.jobs) for change in changes
         )
-        raise_first_of_all_rows(written)
+        raise_first_error_of_all_rows(written)
         outcomes: list[_Result | Exception] = []
         for change, result in zip(changes, written, strict=True):
             if isinstance(result, BaseException):
@@ -117,17 +117,19 @@ class JobChanges:
         part_bytes, nodes = 0, 0
         for node_id, ranks in ranks_of_node.items():
             size_bytes = self._ledger.holds.size_bytes(node_id)
-            if part and (part_bytes + size_bytes > _PART_BYTES_MAX or nodes == _PART_NODES_MAX):
-                await self._ledger.write(partial(self._release, job, part))
+            if part and (
+                part_bytes + size_bytes > _RELEASE_PART_BYTES_MAX or nodes == _RELEASE_PART_NODES_MAX
+            ):
+                await self._ledger.write(partial(self._stage_release, job, part))
                 part, part_bytes, nodes = [], 0, 0
             part += ranks
             part_bytes, nodes = part_bytes + size_bytes, nodes + 1
         if part:
-            await self._ledger.write(partial(self._release, job, part))
+            await self._ledger.write(partial(self._stage_release, job, part))
 
-    def _release(self, known: Job, ranks: Sequence[int], txn: Transaction) -> None:
-        job = txn.get(self._ledger.jobs, known.job_id)
-        if job is None or job.state is not JobState.PLACING or job.epoch != known.epoch:
+    def _stage_release(self, job_before: Job, ranks: Sequence[int], txn: Transaction) -> None:
+        job = txn.get(self._ledger.jobs, job_before.job_id)
+        if job is None or job.state is not JobState.PLACING or job.epoch != job_before.epoch:
             return
         placements = list(job.placements)
         for rank in ranks:
@@ -145,14 +147,14 @@ class JobChanges:
         txn.put(self._ledger.jobs, job.job_id, marked)
 
     def _stage_all(self, changes: Sequence[JobChange[_Result]], txn: Transaction) -> list[_Result]:
-        return [change.stage(self._ledger.jobs, txn) for change in changes]
+        return [change.stage_change(self._ledger.jobs, txn) for change in changes]
 
-    def _stage_shrunk(self, change: JobChange[_Result], txn: Transaction) -> _Result:
+    def _stage_with_shrunk_job(self, change: JobChange[_Result], txn: Transaction) -> _Result:
         job = self._ledger.jobs.get(change.job_id)
         return change.build(shrink_oversized_job(job) if job is not None else None, txn)
 
 
-def raise_first_of_all_rows(outcomes: Iterable[object]) -> None:
+def raise_first_error_of_all_rows(outcomes: Iterable[object]) -> None:
     """Raise the first error that concerns every row."""
     for outcome in outcomes:
         if isinstance(outcome, ERRORS_OF_ALL_ROWS):

@@ -23,42 +23,42 @@ class HistoryExcess:
     are not positive if the history is within its limits."""
 
     oldest_at: float
-    jobs: int
+    job_count: int
     size_bytes: int
 
 
-def select_excess(
+def select_jobs_to_delete(
     index: JobIndex,
     excess: HistoryExcess,
     *,
-    bytes_of_tenant: Mapping[str, int],
-    size_bytes: Callable[[str], int],
+    bytes_by_tenant: Mapping[str, int],
+    get_size_bytes: Callable[[str], int],
     limit: int,
 ) -> list[Job]:
-    """Return at most `limit` finished jobs to delete. `bytes_of_tenant`: space of the finished jobs of each
-    tenant; `size_bytes` returns that of a job."""
+    """Return at most `limit` finished jobs to delete. `bytes_by_tenant`: space of the finished jobs of each
+    tenant; `get_size_bytes` returns that of a job."""
     selected: dict[str, Job] = {}
-    for job in islice(index.oldest_first(FINAL_STATES), limit):
+    for job in islice(index.jobs_oldest_first(FINAL_STATES), limit):
         if (job.ended_at or 0.0) >= excess.oldest_at:
             break
         selected[job.job_id] = job
-    jobs_left = excess.jobs - len(selected)
-    bytes_left = excess.size_bytes - sum(map(size_bytes, selected))
+    jobs_left = excess.job_count - len(selected)
+    bytes_left = excess.size_bytes - sum(map(get_size_bytes, selected))
     if bytes_left > 0:
-        usage = Counter(bytes_of_tenant)
+        usage = Counter(bytes_by_tenant)
         for job in selected.values():
-            usage[job.tenant] -= size_bytes(job.job_id)
-        for job in _largest_first(index, usage, lambda job: size_bytes(job.job_id), selected):
+            usage[job.tenant] -= get_size_bytes(job.job_id)
+        for job in _oldest_of_largest_tenant(index, usage, lambda job: get_size_bytes(job.job_id), selected):
             if bytes_left <= 0 or len(selected) >= limit:
                 break
             selected[job.job_id] = job
-            bytes_left -= size_bytes(job.job_id)
+            bytes_left -= get_size_bytes(job.job_id)
             jobs_left -= 1
     if jobs_left > 0:
         counts = Counter(index.finished_counts())
         for job in selected.values():
             counts[job.tenant] -= 1
-        for job in _largest_first(index, counts, lambda job: 1, selected):
+        for job in _oldest_of_largest_tenant(index, counts, lambda job: 1, selected):
             if jobs_left <= 0 or len(selected) >= limit:
                 break
             selected[job.job_id] = job
@@ -66,21 +66,24 @@ def select_excess(
     return list(selected.values())
 
 
-def _largest_first(
-    index: JobIndex, usage: Mapping[str, int], cost: Callable[[Job], int], skipped: Mapping[str, Job]
+def _oldest_of_largest_tenant(
+    index: JobIndex,
+    usage_by_tenant: Mapping[str, int],
+    get_cost: Callable[[Job], int],
+    skipped: Mapping[str, Job],
 ) -> Iterator[Job]:
     """The oldest finished job of the tenant with the highest usage, which then falls by the cost of the job,
     and so on. Jobs in `skipped` are left out."""
-    heap = [(-used, tenant) for tenant, used in usage.items()]
+    heap = [(-used, tenant) for tenant, used in usage_by_tenant.items()]
     heapify(heap)
     iterators: dict[str, Iterator[Job]] = {}
     while heap:
         used, tenant = heap[0]
         if tenant not in iterators:
-            iterators[tenant] = index.oldest_first(FINAL_STATES, tenant=tenant)
+            iterators[tenant] = index.jobs_oldest_first(FINAL_STATES, tenant=tenant)
         job = next((each for each in iterators[tenant] if each.job_id not in skipped), None)
         if job is None:
             heappop(heap)
         else:
-            heapreplace(heap, (used + cost(job), tenant))
+            heapreplace(heap, (used + get_cost(job), tenant))
             yield job

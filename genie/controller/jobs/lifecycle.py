@@ -18,23 +18,23 @@ import msgspec
 
 from genie.config import ControllerConfig
 from genie.controller.change_notifier import ChangeNotifier
-from genie.controller.jobs.backoff import Cause, LaunchBackoff
+from genie.controller.jobs.backoff import FailureCause, LaunchBackoff
 from genie.controller.jobs.changes import (
     ERRORS_OF_ALL_ROWS,
     JobChange,
     JobChanges,
-    raise_first_of_all_rows,
+    raise_first_error_of_all_rows,
 )
-from genie.controller.jobs.history import HistoryExcess, select_excess
+from genie.controller.jobs.history import HistoryExcess, select_jobs_to_delete
 from genie.controller.jobs.index import JobIndex, StagedIndex
 from genie.controller.jobs.outcomes import (
     STOPPING_PREFIX,
-    combined_outcome,
-    has_not_run,
+    can_be_requeued_after_end,
+    failed_because_of_node,
+    final_state_of_job,
+    final_state_of_worker,
     is_current_placement,
-    is_node_fault,
-    stop_reason,
-    worker_outcome,
+    stopping_reason,
 )
 from genie.controller.jobs.space import JobSpace
 from genie.controller.ledger import Ledger, TableRead, Transaction
@@ -72,19 +72,19 @@ LAUNCH_ATTEMPTS_MAX = 5
 CONFIRM_WAIT_S_MAX = 3.0
 JOB_NODES_MAX = 120
 """All holds of a job are written in one transaction, and the store limits the rows of a transaction."""
-HOLDS_OF_TRANSACTION_MAX = 3000
+HOLDS_PER_TRANSACTION_MAX = 3000
 """Of all nodes of a job with several workers, at its start: about half of what a transaction can have."""
-CHANGES_OF_TICK_MAX = 2000
+CHANGES_PER_TICK_MAX = 2000
 """Jobs that one kind of periodic work changes at once; the rest follows with the next tick."""
 _DELETE_BATCH_JOBS = 100
-_DELETE_BATCHES = 20
+_DELETE_BATCHES_MAX = 20
 """Transactions that are written together."""
-_NAMED_SHOWN_MAX = 5
+_SAME_NAME_JOBS_SHOWN_MAX = 5
 _ID_ALPHABET = "abcdefghijklmnopqrstuvwxyz234567"
 _ID_CHARACTER_PAIRS = tuple(first + second for first in _ID_ALPHABET for second in _ID_ALPHABET)
 """Two characters of a job ID for each ten random bits."""
-_OTHER_TENANTS_DIVISOR = 10
-"""1/_OTHER_TENANTS_DIVISOR of the queue is reserved for other tenants."""
+_RESERVED_QUEUE_DIVISOR = 10
+"""1/_RESERVED_QUEUE_DIVISOR of the queue is reserved for other tenants."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ class LostWorker:
     """A worker that its node no longer runs. `is_still_lost` is evaluated in the transaction: the node may
     have reconnected meanwhile."""
 
-    unit: str
+    worker_unit: str
     node_id: str
     epoch: int
     reason: str
@@ -106,7 +106,7 @@ class JobPlacer(Protocol):
         """Place a job that is being submitted; without one, run a scheduling pass."""
         ...
 
-    def settle(self, job_ids: Iterable[str]) -> None:
+    def undo_unrecorded_starts(self, job_ids: Iterable[str]) -> None:
         """Undo the starts of these jobs that were not recorded."""
         ...
 
@@ -138,22 +138,22 @@ class JobLifecycle:
         self._notifier = notifier
         self._wake = wake
         self._placer = placer
-        self._backoff = backoff
+        self._launch_backoff = backoff
         self._changes = JobChanges(ledger)
         self._index = JobIndex()
-        self._staged = StagedIndex()
-        self._loaded = (self._index, self._staged)
+        self._staged_index = StagedIndex()
+        self._loading_indexes = (self._index, self._staged_index)
         """The indexes of the rows that are being loaded."""
         self._pending_reasons: dict[str, str] = {}
-        self._run_notes: dict[str, dict[int, str]] = {}
+        self._unkillable_notes_by_job: dict[str, dict[int, str]] = {}
         """By running job and rank: which of its processes cannot be killed."""
-        self._ready_ranks: dict[str, tuple[int, set[int]]] = {}
+        self._ready_ranks_by_job: dict[str, tuple[int, set[int]]] = {}
         """By job with several workers: the epoch and the ranks that are ready to start."""
         self.space = JobSpace(ledger, config)
-        ledger.jobs.add_loader(self._index_loaded)
+        ledger.jobs.add_loader(self._index_loading_rows)
         ledger.add_load_listener(self._replace_indexes)
-        ledger.jobs.add_index(self._staged.changed)
-        ledger.jobs.add_listener(self._row_changed)
+        ledger.jobs.add_index(self._staged_index.update)
+        ledger.jobs.add_listener(self._on_job_changed)
 
     # -- reading ----------------------------------------------------------------------------
 
@@ -166,7 +166,7 @@ class JobLifecycle:
         if job is not None and can_see(identity, job):
             return job
         tenant = None if identity.kind is TokenKind.OWNER else identity.tenant
-        named, count = self._index.named(key, tenant, limit=_NAMED_SHOWN_MAX)
+        named, count = self._index.find_ids_by_name(key, tenant, limit=_SAME_NAME_JOBS_SHOWN_MAX)
         if count == 1:
             return self._ledger.jobs[named[0]]
         if count:
@@ -192,26 +192,26 @@ class JobLifecycle:
     def visible_to(self, job: Job, identity: Identity) -> Job:
         """Return the job with its pending reason; for users, reasons do not name jobs of other tenants."""
         if identity.kind is TokenKind.OWNER:
-            return _without_ticket(self._with_run_notes(self.with_pending_reason(job)))
+            return _without_ticket(self._with_unkillable_notes(self.with_pending_reason(job)))
         return self.visible_to_tenant(job)
 
     def visible_to_tenant(self, job: Job) -> Job:
         """As `visible_to`, for a user of the job's own tenant."""
-        job = _without_ticket(self._with_run_notes(self.with_pending_reason(job)))
+        job = _without_ticket(self._with_unkillable_notes(self.with_pending_reason(job)))
 
         def is_shown(job_id: str) -> bool:
             other = self.get(job_id)
             return other is not None and other.tenant == job.tenant
 
         steps = (
-            msgspec.structs.replace(step, reason=mask_job_ids(step.reason, is_shown=is_shown))
+            msgspec.structs.replace(step, reason=mask_job_ids(step.reason, is_visible=is_shown))
             for step in job.history
         )
-        reason = mask_job_ids(job.reason, is_shown=is_shown)
+        reason = mask_job_ids(job.reason, is_visible=is_shown)
         return msgspec.structs.replace(job, reason=reason, history=tuple(steps))
 
-    def _with_run_notes(self, job: Job) -> Job:
-        notes = self._run_notes.get(job.job_id)
+    def _with_unkillable_notes(self, job: Job) -> Job:
+        notes = self._unkillable_notes_by_job.get(job.job_id)
         if not notes or job.state is not JobState.RUNNING:
             return job
         rank, note = min(notes.items())
@@ -219,31 +219,31 @@ class JobLifecycle:
         reason = f"{job.reason}; node {job.placements[rank].node_id}: {note}{more}"
         return msgspec.structs.replace(job, reason=truncate_reason(reason))
 
-    def in_states(self, *states: JobState) -> list[Job]:
-        return self._index.in_states(states)
+    def jobs_in_states(self, *states: JobState) -> list[Job]:
+        return self._index.jobs_in_states(states)
 
-    def newest_first(
+    def visible_jobs_newest_first(
         self, states: Iterable[JobState], identity: Identity, *, before: int | None, limit: int
     ) -> list[Job]:
         """The newest jobs in these states (default: all) that this identity may see, at most `limit`."""
         tenant = None if identity.kind is TokenKind.OWNER else identity.tenant
-        found = self._index.newest_first(set(states) or JobState, before=before, tenant=tenant)
+        found = self._index.jobs_newest_first(set(states) or JobState, before=before, tenant=tenant)
         return list(islice(found, limit))
 
-    def counts(self) -> dict[str, int]:
-        return {str(state): self._index.count(state) for state in JobState}
+    def count_by_state(self) -> dict[str, int]:
+        return {str(state): self._index.count_in_state(state) for state in JobState}
 
     def is_blob_needed(self, name: str) -> bool:
         """Whether an unfinished job needs the blob with this name."""
         return self._index.is_blob_needed(name)
 
-    def sessions(self) -> list[Job]:
+    def session_jobs(self) -> list[Job]:
         """All unfinished session jobs."""
-        return self._index.sessions()
+        return self._index.session_jobs()
 
-    def sessions_of(self, tenant: str, client: str) -> list[Job]:
+    def session_jobs_of_client(self, tenant: str, client: str) -> list[Job]:
         """The unfinished session jobs of a client."""
-        return self._index.sessions_of(tenant, client)
+        return self._index.session_jobs_of_client(tenant, client)
 
     def set_pending_reason(self, job_id: str, reason: str) -> None:
         """Keep the pending reason of a queued job, in memory only: it changes often and is derived."""
@@ -251,16 +251,16 @@ class JobLifecycle:
             self._pending_reasons[job_id] = reason
             self._notifier.notify(job_id)
 
-    def set_run_note(self, job: Job, rank: int, note: str) -> None:
+    def set_unkillable_note(self, job: Job, rank: int, note: str) -> None:
         """Keep which processes of a worker cannot be killed, in memory only; empty to clear."""
-        notes = self._run_notes.get(job.job_id, {})
+        notes = self._unkillable_notes_by_job.get(job.job_id, {})
         if notes.get(rank, "") == note:
             return
         others = {key: text for key, text in notes.items() if key != rank}
-        self._run_notes[job.job_id] = {**others, rank: note} if note else others
+        self._unkillable_notes_by_job[job.job_id] = {**others, rank: note} if note else others
         self._notifier.notify(job.job_id)
 
-    def notify(self, job_id: str) -> None:
+    def notify_waiters(self, job_id: str) -> None:
         """Wake up waiters after a change of the job that is not in the ledger."""
         self._notifier.notify(job_id)
 
@@ -289,16 +289,16 @@ class JobLifecycle:
         validate_name(request_id, what="request id")
 
         def build(txn: Transaction) -> Job:
-            again = self.find_request(identity.tenant, request_id)
+            again = self.find_by_request_id(identity.tenant, request_id)
             if again is not None:
                 return again
-            if self._staged.queued >= self._config.queue_max:
+            if self._staged_index.queued_count >= self._config.queue_max:
                 raise QueueFullError(f"the queue is full: {self._config.queue_max} jobs are pending")
-            self._check_tenant_share(identity.tenant)
+            self._check_queue_share(identity.tenant)
             self.space.check_submission(identity.tenant)
             now, reason = self._clock.wall_s(), "submitted"
             job = Job(
-                job_id=self._new_id(),
+                job_id=self._new_job_id(),
                 tenant=identity.tenant,
                 owner=identity.token_id,
                 spec=spec,
@@ -312,18 +312,18 @@ class JobLifecycle:
                 ticket_sha256=ticket_sha256,
             )
             # Only if no other job is queued; earlier jobs of this transaction count as queued.
-            if not self._staged.queued:
+            if not self._staged_index.queued_count:
                 for start in self._placer.place(job):
                     if isinstance(start, Start):
-                        job = self._record_new(txn, job, start)
+                        job = self._record_new_job(txn, job, start)
             if job.state is JobState.QUEUED:
                 txn.put(self._ledger.jobs, job.job_id, job)
             return job
 
         return await self._ledger.write(build)
 
-    def _record_new(self, txn: Transaction, job: Job, start: Start) -> Job:
-        undo = partial(self._placer.settle, (job.job_id,))
+    def _record_new_job(self, txn: Transaction, job: Job, start: Start) -> Job:
+        undo = partial(self._placer.undo_unrecorded_starts, (job.job_id,))
         txn.on_rollback(undo)
         recorded = self._record_start(txn, job, start)
         if recorded is None:
@@ -331,19 +331,20 @@ class JobLifecycle:
             return job
         return recorded
 
-    def _check_tenant_share(self, tenant: str) -> None:
+    def _check_queue_share(self, tenant: str) -> None:
         """Raise QueueFullError if this tenant would fill the queue alone."""
         queue_max = self._config.queue_max
-        share = queue_max - queue_max // _OTHER_TENANTS_DIVISOR
-        own = self._staged.queued_of_tenant[tenant]
+        share = queue_max - queue_max // _RESERVED_QUEUE_DIVISOR
+        own = self._staged_index.queued_count_by_tenant[tenant]
         if own >= share:
             raise QueueFullError(
-                f"{own} jobs of tenant {tenant} are pending; a tenth of the queue is for other tenants"
+                f"{own} jobs of tenant {tenant} are pending; a tenth of the queue is reserved for other "
+                "tenants"
             )
 
-    def find_request(self, tenant: str, request_id: str) -> Job | None:
+    def find_by_request_id(self, tenant: str, request_id: str) -> Job | None:
         """Find the job that a request ID created."""
-        job_id = self._staged.by_request.get((tenant, request_id))
+        job_id = self._staged_index.job_id_by_request.get((tenant, request_id))
         return self.get(job_id) if job_id is not None else None
 
     async def cancel(self, job_id: str, reason: str) -> Job:
@@ -358,43 +359,45 @@ class JobLifecycle:
             if job.state.is_final or job.stop not in (StopReason.NONE, StopReason.PREEMPT):
                 return job
             if job.state is JobState.RUNNING:
-                return self._stop(txn, job, StopReason.CANCEL, reason)
-            return self._end(txn, job, JobState.CANCELLED, f"cancelled: {reason}")
+                return self._stage_stop(txn, job, StopReason.CANCEL, reason)
+            return self._stage_end(txn, job, JobState.CANCELLED, f"cancelled: {reason}")
 
         return await self._changes.apply(JobChange(job_id, build))
 
-    async def stop_each(self, jobs: Iterable[tuple[Job, str]], stop: StopReason) -> list[Job]:
+    async def mark_jobs_stopping(self, jobs: Iterable[tuple[Job, str]], stop_kind: StopReason) -> list[Job]:
         """Mark running jobs, each with a reason, so that their agents end them. Return those that were
         marked: not those whose placement is no longer running."""
 
         def build(epoch: int, reason: str, job: Job | None, txn: Transaction) -> Job | None:
             if job is None or job.state is not JobState.RUNNING or job.epoch != epoch or job.stop:
                 return None
-            return self._stop(txn, job, stop, reason)
+            return self._stage_stop(txn, job, stop_kind, reason)
 
         changes = [JobChange(job.job_id, partial(build, job.epoch, reason)) for job, reason in jobs]
         return [job for job in await self._changes.apply_each(changes) if isinstance(job, Job)]
 
-    async def place(self, starts: Iterable[Start], *, placed: Callable[[Job], None]) -> None:
-        """Record the starts of a scheduling pass; call `placed` with each job once all are durable. Starts
+    async def record_starts(self, starts: Iterable[Start], *, on_placed: Callable[[Job], None]) -> None:
+        """Record the starts of a scheduling pass; call `on_placed` with each job once all are durable. Starts
         whose job or node has changed since the decision are dropped. A start that cannot be recorded delays
         its own job only. Accelerators are given by ID."""
-        loads, starts = self._ledger.loads, list(starts)
-        outcomes = await self._ledger.write_each(partial(self._place, start, loads) for start in starts)
+        loads, starts = self._ledger.load_count, list(starts)
+        outcomes = await self._ledger.write_each(
+            partial(self._record_if_current, start, loads) for start in starts
+        )
         for start, outcome in zip(starts, outcomes, strict=True):
             if isinstance(outcome, Job) and outcome.state is JobState.PLACING:
-                placed(outcome)
+                on_placed(outcome)
             elif isinstance(outcome, Exception) and not isinstance(outcome, ERRORS_OF_ALL_ROWS):
                 _log.error("job %s could not be placed: %s", start.job_id, outcome, exc_info=outcome)
-                self._backoff.delay(start.job_id)
+                self._launch_backoff.delay_placement(start.job_id)
                 self.set_pending_reason(start.job_id, f"could not be placed: {truncate_reason(str(outcome))}")
-        raise_first_of_all_rows(outcomes)
+        raise_first_error_of_all_rows(outcomes)
 
-    def _place(self, start: Start, loads: int, txn: Transaction) -> Job | None:
+    def _record_if_current(self, start: Start, load_count: int, txn: Transaction) -> Job | None:
         job = self.get(start.job_id)
         if job is None or job.state is not JobState.QUEUED:
             return None
-        if self._ledger.loads != loads:
+        if self._ledger.load_count != load_count:
             return None  # an earlier write was committed after all, and may have taken these accelerators
         return self._record_start(txn, job, start)
 
@@ -407,7 +410,7 @@ class JobLifecycle:
             count = len({place.node_id for place in start.places})
             if count > JOB_NODES_MAX:
                 why = f"its workers would need {count} nodes; the maximum is {JOB_NODES_MAX}"
-                return self._end(txn, job, JobState.CANCELLED, f"cancelled: {why}")
+                return self._stage_end(txn, job, JobState.CANCELLED, f"cancelled: {why}")
         if None in nodes:
             return None
         if len(nodes) > 1:
@@ -435,25 +438,25 @@ class JobLifecycle:
         node_ids = {place.node_id for place in start.places}
         held = [self._ledger.holds.get(node_id) for node_id in node_ids]
         count = len(start.places) + sum(len(each.holds) for each in held if each is not None)
-        if count > HOLDS_OF_TRANSACTION_MAX:
+        if count > HOLDS_PER_TRANSACTION_MAX:
             raise RowTooLargeError(
                 f"its {len(node_ids)} nodes would have {count} workers in all; the maximum for a job on "
-                f"several nodes is {HOLDS_OF_TRANSACTION_MAX}"
+                f"several nodes is {HOLDS_PER_TRANSACTION_MAX}"
             )
 
-    async def confirm(
-        self, node_id: str, unit: str, *, epoch: int, incarnation: int, wait_s: float = 0.0
+    async def confirm_launch(
+        self, node_id: str, worker_unit: str, *, epoch: int, incarnation: int, wait_s: float = 0.0
     ) -> None:
         """Confirm the launch of a worker; the job runs when all workers are confirmed. FencedError if the
         launch is no longer valid, WorkersMissingError if other workers are not ready after `wait_s`.
         Idempotent: a reply may be lost."""
-        job_id, rank = parse_worker_unit(unit)
+        job_id, rank = parse_worker_unit(worker_unit)
 
         def require_valid() -> Job:
             job = self.get(job_id)
             is_void = job is None or not is_current_placement(job, rank, node_id, epoch) or bool(job.stop)
             if is_void or job is None or job.placements[rank].incarnation != incarnation:
-                raise FencedError(f"launch {epoch} of job {unit} is no longer valid")
+                raise FencedError(f"launch {epoch} of job {worker_unit} is no longer valid")
             return job
 
         def build(txn: Transaction) -> None:
@@ -475,14 +478,14 @@ class JobLifecycle:
                 await self._notifier.wait_while(job_id, waiting, timeout_s=min(wait_s, CONFIRM_WAIT_S_MAX))
                 self._mark_worker_ready(require_valid(), rank)
         await self._ledger.write(build)
-        self._backoff.reset(job_id)
-        self._ready_ranks.pop(job_id, None)
+        self._launch_backoff.reset(job_id)
+        self._ready_ranks_by_job.pop(job_id, None)
 
     def _waits_for_workers(self, job_id: str, epoch: int) -> bool:
         job = self.get(job_id)
         if job is None or job.state is not JobState.PLACING or job.epoch != epoch:
             return False
-        ready_epoch, ranks = self._ready_ranks.get(job_id, (0, set()))
+        ready_epoch, ranks = self._ready_ranks_by_job.get(job_id, (0, set()))
         return ready_epoch == epoch and len(ranks) < len(job.placements)
 
     def _mark_worker_ready(self, job: Job, rank: int) -> None:
@@ -490,9 +493,9 @@ class JobLifecycle:
         not outlive a leader's term."""
         if job.state is not JobState.PLACING:
             return
-        epoch, ranks = self._ready_ranks.get(job.job_id, (0, set()))
+        epoch, ranks = self._ready_ranks_by_job.get(job.job_id, (0, set()))
         if epoch != job.epoch:
-            epoch, ranks = self._ready_ranks[job.job_id] = (job.epoch, set())
+            epoch, ranks = self._ready_ranks_by_job[job.job_id] = (job.epoch, set())
         ranks.add(rank)
         missing = len(job.placements) - len(ranks)
         if missing:
@@ -506,7 +509,7 @@ class JobLifecycle:
         changes = []
         for report in reports:
             job_id, rank = parse_worker_unit(report.job_id)
-            changes.append(JobChange(job_id, partial(self._exit, node_id, report, rank), rank))
+            changes.append(JobChange(job_id, partial(self._stage_exit, node_id, report, rank), rank))
         outcomes = await self._changes.apply_each(changes)
         return [
             report
@@ -514,36 +517,38 @@ class JobLifecycle:
             if not isinstance(outcome, Exception)
         ]
 
-    def _exit(self, node_id: str, report: ExitReport, rank: int, job: Job | None, txn: Transaction) -> None:
+    def _stage_exit(
+        self, node_id: str, report: ExitReport, rank: int, job: Job | None, txn: Transaction
+    ) -> None:
         if job is None or not is_current_placement(job, rank, node_id, report.epoch):
             return
-        state, reason = worker_outcome(job, report)
-        cause = Cause.NODE if is_node_fault(job, report) else Cause.JOB
+        state, reason = final_state_of_worker(job, report)
+        cause = FailureCause.NODE if failed_because_of_node(job, report) else FailureCause.JOB
         if report.needed_bytes and job.state is JobState.PLACING:
-            cause, reason = self._judge_space(job, report)
+            cause, reason = self._find_cause_of_full_disk(job, report)
         ended = msgspec.structs.replace(
             job.placements[rank],
             outcome=state,
             exit_code=report.exit_code,
             never_started=not report.started,
         )
-        self._end_worker(txn, job, rank, ended, reason=reason, cause=cause)
+        self._stage_worker_end(txn, job, rank, ended, reason=reason, cause=cause)
 
-    def _judge_space(self, job: Job, report: ExitReport) -> tuple[Cause, str]:
+    def _find_cause_of_full_disk(self, job: Job, report: ExitReport) -> tuple[FailureCause, str]:
         """Decide who is to blame for a disk without space for the working directory: the job, if no node has
         that much space."""
         needed_bytes = report.needed_bytes
-        self._backoff.record_needed_bytes(job.job_id, needed_bytes)
+        self._launch_backoff.record_needed_disk_bytes(job.job_id, needed_bytes)
         free_bytes = self._placer.free_disk_bytes_max(job)
         if needed_bytes <= free_bytes:
-            return Cause.NODE, report.reason
-        return Cause.JOB, (
+            return FailureCause.NODE, report.reason
+        return FailureCause.JOB, (
             f"its working directory needs {needed_bytes} bytes of free disk space "
             f"({needed_bytes / 2**30:.2f} GiB), packed and unpacked; the largest free space of a node is "
             f"{free_bytes} bytes ({free_bytes / 2**30:.2f} GiB)"
         )
 
-    def _end_worker(
+    def _stage_worker_end(
         self,
         txn: Transaction,
         job: Job,
@@ -551,9 +556,9 @@ class JobLifecycle:
         ended: Placement,
         *,
         reason: str,
-        cause: Cause = Cause.JOB,
+        cause: FailureCause = FailureCause.JOB,
     ) -> None:
-        self._release(txn, job, rank)
+        self._release_hold(txn, job, rank)
         state, exit_code = ended.outcome, ended.exit_code
         placements = (*job.placements[:rank], ended, *job.placements[rank + 1 :])
         is_first_failure = state is not JobState.SUCCEEDED and not job.stop
@@ -568,55 +573,57 @@ class JobLifecycle:
             self._requeue_rejected(txn, msgspec.structs.replace(job, exit_code=None), full_reason, cause)
         elif any(placement.outcome is None for placement in placements):
             if is_first_failure:
-                self._stop(txn, job, StopReason.WORKER_ENDED, full_reason)
+                self._stage_stop(txn, job, StopReason.WORKER_ENDED, full_reason)
             else:
                 txn.put(self._ledger.jobs, job.job_id, job)
         elif job.stop is StopReason.PREEMPT:
             job = msgspec.structs.replace(job, exit_code=None)
-            self._requeue(txn, job, f"was preempted: {stop_reason(job)}")
-        elif has_not_run(job, placements):
-            why = full_reason if is_first_failure else stop_reason(job)
-            self._requeue_rejected(txn, msgspec.structs.replace(job, exit_code=None), why, Cause.NODE)
+            self._stage_requeue(txn, job, f"was preempted: {stopping_reason(job)}")
+        elif can_be_requeued_after_end(job, placements):
+            why = full_reason if is_first_failure else stopping_reason(job)
+            self._requeue_rejected(txn, msgspec.structs.replace(job, exit_code=None), why, FailureCause.NODE)
         else:
             last = full_reason if is_first_failure or not job.stop else reason
-            reason = stop_reason(job) if job.stop is StopReason.WORKER_ENDED else last
-            self._end(txn, job, combined_outcome(placements), reason)
+            reason = stopping_reason(job) if job.stop is StopReason.WORKER_ENDED else last
+            self._stage_end(txn, job, final_state_of_job(placements), reason)
 
-    async def requeue(self, job_id: str, *, epoch: int, reason: str, cause: Cause = Cause.NONE) -> None:
+    async def requeue_unconfirmed(
+        self, job_id: str, *, epoch: int, reason: str, cause: FailureCause = FailureCause.NONE
+    ) -> None:
         """Queue a job again whose launch is not confirmed. Safe at any time: nothing has started."""
         await self._changes.apply(JobChange(job_id, partial(self._requeue_launch, epoch, reason, cause)))
 
-    async def requeue_each(self, jobs: Iterable[tuple[Job, str]]) -> None:
-        """Like `requeue` for many jobs, each with a reason. One that cannot be changed is quarantined."""
+    async def requeue_unconfirmed_jobs(self, jobs: Iterable[tuple[Job, str]]) -> None:
+        """Like `requeue_unconfirmed` for many jobs. One that cannot be changed is quarantined."""
         await self._changes.apply_each(
             [
-                JobChange(job.job_id, partial(self._requeue_launch, job.epoch, reason, Cause.NONE))
+                JobChange(job.job_id, partial(self._requeue_launch, job.epoch, reason, FailureCause.NONE))
                 for job, reason in jobs
             ]
         )
 
     def _requeue_launch(
-        self, epoch: int, reason: str, cause: Cause, job: Job | None, txn: Transaction
+        self, epoch: int, reason: str, cause: FailureCause, job: Job | None, txn: Transaction
     ) -> None:
         if job is None or job.state is not JobState.PLACING or job.epoch != epoch:
             return  # the launch was void before it was rejected
-        if cause is Cause.NONE:
-            self._requeue(txn, job, reason)
+        if cause is FailureCause.NONE:
+            self._stage_requeue(txn, job, reason)
         else:
             self._requeue_rejected(txn, job, reason, cause)
 
-    def _requeue_rejected(self, txn: Transaction, job: Job, reason: str, cause: Cause) -> None:
+    def _requeue_rejected(self, txn: Transaction, job: Job, reason: str, cause: FailureCause) -> None:
         """Queue a job again after a rejected or failed launch, or fail it after LAUNCH_ATTEMPTS_MAX of
         them that nodes have not caused."""
-        if cause is Cause.NODE:
-            self._backoff.record_node_fault(job.job_id, job.epoch)
-            self._requeue(txn, job, reason)
+        if cause is FailureCause.NODE:
+            self._launch_backoff.record_node_fault(job.job_id, job.epoch)
+            self._stage_requeue(txn, job, reason)
             return
-        count = self._backoff.record(job.job_id, job.epoch)
+        count = self._launch_backoff.record_rejection(job.job_id, job.epoch)
         if count >= LAUNCH_ATTEMPTS_MAX:
-            self._end(txn, job, JobState.FAILED, f"rejected {count} times, most recently: {reason}")
+            self._stage_end(txn, job, JobState.FAILED, f"rejected {count} times, most recently: {reason}")
         else:
-            self._requeue(txn, job, reason)
+            self._stage_requeue(txn, job, reason)
 
     async def record_lost_workers(self, workers: Iterable[LostWorker]) -> int:
         """Record that nodes no longer run these workers: each is lost, or its job is queued again if it had
@@ -624,103 +631,104 @@ class JobLifecycle:
         is quarantined. Return the number of lost workers."""
         changes = []
         for worker in workers:
-            job_id, rank = parse_worker_unit(worker.unit)
-            changes.append(JobChange(job_id, partial(self._lose, worker, rank), rank))
+            job_id, rank = parse_worker_unit(worker.worker_unit)
+            changes.append(JobChange(job_id, partial(self._stage_lost_worker, worker, rank), rank))
         outcomes = await self._changes.apply_each(changes)
         return sum(outcome is True for outcome in outcomes)
 
-    def _lose(self, worker: LostWorker, rank: int, job: Job | None, txn: Transaction) -> bool:
+    def _stage_lost_worker(self, worker: LostWorker, rank: int, job: Job | None, txn: Transaction) -> bool:
         reason = worker.reason
         if not worker.is_still_lost():
             return False
         if job is None:
-            self._release_orphan(txn, worker)
+            self._release_orphaned_hold(txn, worker)
             return True
         if job.epoch != worker.epoch or job.state.is_final:
             return False
         if rank >= len(job.placements) or job.placements[rank].outcome is not None:
             return False
         if job.state is JobState.PLACING:
-            self._requeue(txn, job, reason)
+            self._stage_requeue(txn, job, reason)
             return True
         state = JobState.LOST
         if job.stop is StopReason.CANCEL:
-            state, reason = JobState.CANCELLED, f"cancelled: {stop_reason(job)} ({reason})"
+            state, reason = JobState.CANCELLED, f"cancelled: {stopping_reason(job)} ({reason})"
         elif job.stop is StopReason.TIME_LIMIT:
-            state, reason = JobState.FAILED, f"{stop_reason(job)} ({reason})"
+            state, reason = JobState.FAILED, f"{stopping_reason(job)} ({reason})"
         ended = msgspec.structs.replace(job.placements[rank], outcome=state)
-        self._end_worker(txn, job, rank, ended, reason=reason)
+        self._stage_worker_end(txn, job, rank, ended, reason=reason)
         return True
 
-    async def delete_old(self) -> None:
+    async def delete_old_jobs(self) -> None:
         """Delete finished jobs beyond the limits of the history: age, number and bytes."""
-        while excess := self._excess_history(limit=_DELETE_BATCH_JOBS * _DELETE_BATCHES):
+        while excess := self._excess_jobs(limit=_DELETE_BATCH_JOBS * _DELETE_BATCHES_MAX):
             parts = [
                 excess[start : start + _DELETE_BATCH_JOBS]
                 for start in range(0, len(excess), _DELETE_BATCH_JOBS)
             ]
-            for outcome in await self._ledger.write_each(partial(self._delete, part) for part in parts):
+            for outcome in await self._ledger.write_each(partial(self._delete_jobs, part) for part in parts):
                 if isinstance(outcome, Exception):
                     raise outcome
 
-    def _excess_history(self, *, limit: int) -> list[Job]:
+    def _excess_jobs(self, *, limit: int) -> list[Job]:
         excess = HistoryExcess(
             oldest_at=self._clock.wall_s() - self._config.history_days * 86400,
-            jobs=sum(self._index.count(state) for state in FINAL_STATES) - self._config.jobs_kept,
+            job_count=sum(self._index.count_in_state(state) for state in FINAL_STATES)
+            - self._config.jobs_kept,
             size_bytes=self.space.excess_history_bytes(),
         )
-        return select_excess(
+        return select_jobs_to_delete(
             self._index,
             excess,
-            bytes_of_tenant=self.space.finished_bytes_of_tenant,
-            size_bytes=self.space.size_bytes,
+            bytes_by_tenant=self.space.finished_bytes_by_tenant,
+            get_size_bytes=self.space.job_size_bytes,
             limit=limit,
         )
 
-    def _delete(self, jobs: list[Job], txn: Transaction) -> None:
+    def _delete_jobs(self, jobs: list[Job], txn: Transaction) -> None:
         for job in jobs:
             txn.delete(self._ledger.jobs, job.job_id)
 
     # -- staging ----------------------------------------------------------------------------
 
-    def _end(self, txn: Transaction, job: Job, state: JobState, reason: str) -> Job:
-        self._release_all(txn, job)
+    def _stage_end(self, txn: Transaction, job: Job, state: JobState, reason: str) -> Job:
+        self._release_all_holds(txn, job)
         step = with_state(job, state, reason=reason, at=self._clock.wall_s())
         txn.put(self._ledger.jobs, job.job_id, step)
         return step
 
-    def _stop(self, txn: Transaction, job: Job, stop: StopReason, reason: str) -> Job:
+    def _stage_stop(self, txn: Transaction, job: Job, stop: StopReason, reason: str) -> Job:
         job = msgspec.structs.replace(job, stop=stop, reason=truncate_reason(f"{STOPPING_PREFIX}{reason}"))
         txn.put(self._ledger.jobs, job.job_id, job)
         return job
 
-    def _requeue(self, txn: Transaction, job: Job, reason: str) -> None:
+    def _stage_requeue(self, txn: Transaction, job: Job, reason: str) -> None:
         if is_shrunk_job(job):
             why = f"it cannot run again, because its stored record is too large ({reason})"
-            self._end(txn, job, JobState.FAILED, why)
+            self._stage_end(txn, job, JobState.FAILED, why)
             return
-        self._release_all(txn, job)
+        self._release_all_holds(txn, job)
         step = with_state(job, JobState.QUEUED, reason=reason, at=self._clock.wall_s())
         txn.put(self._ledger.jobs, job.job_id, step)
 
-    def _release_all(self, txn: Transaction, job: Job) -> None:
+    def _release_all_holds(self, txn: Transaction, job: Job) -> None:
         for rank, placement in enumerate(job.placements):
             if placement.outcome is None:
-                self._release(txn, job, rank)
+                self._release_hold(txn, job, rank)
 
-    def _release(self, txn: Transaction, job: Job, rank: int) -> None:
+    def _release_hold(self, txn: Transaction, job: Job, rank: int) -> None:
         node_id = job.placements[rank].node_id
         held = txn.get(self._ledger.holds, node_id)
         if held is not None:
             txn.put(self._ledger.holds, node_id, held.without_job(job.unit(rank)))
 
-    def _release_orphan(self, txn: Transaction, worker: LostWorker) -> None:
+    def _release_orphaned_hold(self, txn: Transaction, worker: LostWorker) -> None:
         held = txn.get(self._ledger.holds, worker.node_id)
-        key = (worker.unit, worker.epoch)
+        key = (worker.worker_unit, worker.epoch)
         if held is not None and any((hold.job_id, hold.epoch) == key for hold in held.holds):
-            txn.put(self._ledger.holds, worker.node_id, held.without_job(worker.unit))
+            txn.put(self._ledger.holds, worker.node_id, held.without_job(worker.worker_unit))
 
-    def _new_id(self) -> str:
+    def _new_job_id(self) -> str:
         while True:
             number = int.from_bytes(self._random_bytes(5))
             job_id = "j-" + "".join(
@@ -731,12 +739,12 @@ class JobLifecycle:
 
     # -- indexes ----------------------------------------------------------------------------
 
-    async def _index_loaded(self, read: TableRead[Job]) -> None:
-        self._loaded = (await JobIndex.build(read.rows.values()), await StagedIndex.build(read.rows))
+    async def _index_loading_rows(self, read: TableRead[Job]) -> None:
+        self._loading_indexes = (await JobIndex.build(read.rows.values()), await StagedIndex.build(read.rows))
 
     def _replace_indexes(self) -> None:
-        self._index, staged = self._loaded
-        self._staged.replace_with(staged)
+        self._index, staged = self._loading_indexes
+        self._staged_index.replace_with(staged)
         jobs = self._ledger.jobs
         self._pending_reasons = {
             job_id: reason
@@ -746,17 +754,17 @@ class JobLifecycle:
         self._notifier.notify_all()
         self._wake()
 
-    def _row_changed(self, job_id: str, before: Job | None, after: Job | None) -> None:
-        self._index.changed(before, after)
+    def _on_job_changed(self, job_id: str, before: Job | None, after: Job | None) -> None:
+        self._index.update(before, after)
         state = None if after is None else after.state
         if state is not _QUEUED:
             self._pending_reasons.pop(job_id, None)
         if state is not _RUNNING:
-            self._run_notes.pop(job_id, None)
+            self._unkillable_notes_by_job.pop(job_id, None)
         if state is not _PLACING:
-            self._ready_ranks.pop(job_id, None)
+            self._ready_ranks_by_job.pop(job_id, None)
         if state is None or state.is_final:
-            self._backoff.reset(job_id)
+            self._launch_backoff.reset(job_id)
         self._notifier.notify(job_id)
         self._wake()
 

@@ -21,24 +21,29 @@ def is_current_placement(job: Job, rank: int, node_id: str, epoch: int) -> bool:
     return placement.node_id == node_id and placement.outcome is None
 
 
-def stop_reason(job: Job) -> str:
+def stopping_reason(job: Job) -> str:
     """Why a running job is being stopped."""
     return job.reason.removeprefix(STOPPING_PREFIX)
 
 
-def is_node_fault(job: Job, report: ExitReport) -> bool:
+def failed_because_of_node(job: Job, report: ExitReport) -> bool:
     """Whether this worker has not started because of its node. A disk that is too small for the working
     directory is no fault: it has space for other jobs."""
-    return report.by_node and not report.needed_bytes and not report.started and not _stop_of_run(job)
+    return (
+        report.by_node
+        and not report.needed_bytes
+        and not report.started
+        and not _stop_reason_of_running_job(job)
+    )
 
 
-def _stop_of_run(job: Job) -> StopReason:
+def _stop_reason_of_running_job(job: Job) -> StopReason:
     """Why the workers are being stopped; of a job that is not running, the mark says that it is being
     released (jobs/changes.py), which ends no worker."""
     return job.stop if job.state is JobState.RUNNING else StopReason.NONE
 
 
-def worker_outcome(job: Job, report: ExitReport) -> tuple[JobState, str]:
+def final_state_of_worker(job: Job, report: ExitReport) -> tuple[JobState, str]:
     """Return the final state of a worker after this exit, and the reason."""
     code = report.exit_code
     if code is None:
@@ -46,11 +51,11 @@ def worker_outcome(job: Job, report: ExitReport) -> tuple[JobState, str]:
     else:
         reason = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
     how = "" if code is None else f" ({reason})"
-    stop = _stop_of_run(job)
+    stop = _stop_reason_of_running_job(job)
     if stop in (StopReason.CANCEL, StopReason.WORKER_ENDED, StopReason.PREEMPT):
-        return JobState.CANCELLED, f"cancelled: {stop_reason(job)}{how}"
+        return JobState.CANCELLED, f"cancelled: {stopping_reason(job)}{how}"
     if stop is StopReason.TIME_LIMIT:
-        return JobState.FAILED, f"{stop_reason(job)}{how}"
+        return JobState.FAILED, f"{stopping_reason(job)}{how}"
     if code == CLIENT_LOST_EXIT_CODE and job.spec.kind is JobKind.SESSION:
         return JobState.CANCELLED, f"cancelled: {report.reason or 'the client did not return'}"
     if code == 0:
@@ -62,16 +67,16 @@ def worker_outcome(job: Job, report: ExitReport) -> tuple[JobState, str]:
     return JobState.FAILED, reason
 
 
-def has_not_run(job: Job, placements: Sequence[Placement]) -> bool:
+def can_be_requeued_after_end(job: Job, placements: Sequence[Placement]) -> bool:
     """Whether a job whose workers have all ended can be queued again: nodes are the cause of its end, and no
     command has run."""
-    is_by_node = combined_outcome(placements) is JobState.LOST
+    is_by_node = final_state_of_job(placements) is JobState.LOST
     is_stopped = job.stop not in (StopReason.NONE, StopReason.WORKER_ENDED)
     has_run = not all(placement.never_started for placement in placements)
     return is_by_node and not is_stopped and not has_run and job.spec.kind is JobKind.COMMAND
 
 
-def combined_outcome(placements: Sequence[Placement]) -> JobState:
+def final_state_of_job(placements: Sequence[Placement]) -> JobState:
     """Return the final state of a job whose workers have all ended."""
     outcomes = {placement.outcome for placement in placements}
     for state in (JobState.FAILED, JobState.LOST, JobState.CANCELLED):

@@ -33,45 +33,45 @@ from genie.processes.tasks import all_of
 from genie.runtime.rpc import Peer
 from genie.tenancy.access import encode_base64url
 
-LEASE_INTERVALS = 3
+LEASE_HEARTBEAT_INTERVALS = 3
 LEASE_S_MIN = 60.0
-LEASE_S_MAX = LEASE_INTERVALS * SESSION_INTERVAL_S_MAX
-CONNECTIONS_OF_CLIENT_MAX = 4
+LEASE_S_MAX = LEASE_HEARTBEAT_INTERVALS * SESSION_INTERVAL_S_MAX
+TRACKED_CONNECTIONS_PER_CLIENT_MAX = 4
 CLIENTS_MAX = 10_000
-CLIENTS_OF_TENANT_MAX = 1000
-CPU_FRACTION_MILLI = 100
+CLIENTS_PER_TENANT_MAX = 1000
+CPU_SESSION_FRACTION_MILLI = 100
 NOTE_CHARS_MAX = 1000
 
 
 @dataclass(slots=True)
 class _Client:
-    renewed_s: float
+    lease_renewed_s: float
     lease_s: float = LEASE_S_MIN
     peers: list[Peer] = field(default_factory=list)
     """The latest connections that sent a heartbeat."""
-    closed_s: float | None = None
+    disconnected_since_s: float | None = None
     """Since when all of them are closed."""
 
     def add_peer(self, peer: Peer) -> None:
         if peer not in self.peers:
-            self.peers = [*self.peers, peer][-CONNECTIONS_OF_CLIENT_MAX:]
-        self.closed_s = None
+            self.peers = [*self.peers, peer][-TRACKED_CONNECTIONS_PER_CLIENT_MAX:]
+        self.disconnected_since_s = None
 
-    def is_gone(self, now_s: float, *, grace_s: float) -> bool:
+    def has_disconnected(self, now_s: float, *, grace_s: float) -> bool:
         """Whether the process of the client has ended, or cannot reach the controller."""
         if not self.peers or not all(peer.is_closed for peer in self.peers):
             return False
-        if self.closed_s is None:
-            self.closed_s = now_s
-        return now_s - self.closed_s >= grace_s
+        if self.disconnected_since_s is None:
+            self.disconnected_since_s = now_s
+        return now_s - self.disconnected_since_s >= grace_s
 
-    def is_expired(self, now_s: float) -> bool:
-        return now_s - self.renewed_s >= self.lease_s
+    def is_lease_expired(self, now_s: float) -> bool:
+        return now_s - self.lease_renewed_s >= self.lease_s
 
 
-def lease_s(interval_s: float) -> float:
+def lease_duration_s(interval_s: float) -> float:
     """Lease of a client that announces this heartbeat interval. Pure."""
-    return min(max(LEASE_INTERVALS * interval_s, LEASE_S_MIN), LEASE_S_MAX)
+    return min(max(LEASE_HEARTBEAT_INTERVALS * interval_s, LEASE_S_MIN), LEASE_S_MAX)
 
 
 class Sessions:
@@ -82,18 +82,18 @@ class Sessions:
         *,
         clock: Clock,
         random_bytes: Callable[[int], bytes],
-        grace_s: float,
+        reconnect_grace_s: float,
     ) -> None:
-        """`grace_s`: time that a disconnected client has to return."""
+        """`reconnect_grace_s`: time that a disconnected client has to return."""
         self._ledger = ledger
         self._jobs = jobs
         self._clock = clock
         self._random_bytes = random_bytes
-        self._grace_s = grace_s
+        self._reconnect_grace_s = reconnect_grace_s
         self._clients: dict[tuple[str, str], _Client] = {}
         self._tickets: dict[str, str] = {}
         self._endpoints: dict[str, tuple[int, Endpoint]] = {}
-        self._notes: dict[str, str] = {}
+        self._executor_notes: dict[str, str] = {}
         """By session job: what its executor does before it listens."""
         self._term_began_s = 0.0
 
@@ -103,9 +103,9 @@ class Sessions:
     def count_clients(self) -> int:
         """Number of clients with a valid lease."""
         now_s = self._clock.monotonic_s()
-        return sum(1 for client in self._clients.values() if not client.is_expired(now_s))
+        return sum(1 for client in self._clients.values() if not client.is_lease_expired(now_s))
 
-    def renew(
+    def renew_lease(
         self, identity: Identity, node_id: str, *, interval_s: float | None = None, peer: Peer | None = None
     ) -> None:
         """Renew the lease of a client. `interval_s` is the heartbeat interval that it announces, `peer` the
@@ -114,15 +114,15 @@ class Sessions:
         client = self._clients.get((identity.tenant, node_id))
         if client is None:
             count = sum(1 for tenant, _ in self._clients if tenant == identity.tenant)
-            if len(self._clients) >= CLIENTS_MAX or count >= CLIENTS_OF_TENANT_MAX:
+            if len(self._clients) >= CLIENTS_MAX or count >= CLIENTS_PER_TENANT_MAX:
                 raise UsageError(
                     f"tenant {identity.tenant} has {count} clients, and no more are allowed",
                     hint="end some sessions first",
                 )
             client = self._clients[identity.tenant, node_id] = _Client(0.0)
-        client.renewed_s = self._clock.monotonic_s()
+        client.lease_renewed_s = self._clock.monotonic_s()
         if interval_s is not None:
-            client.lease_s = lease_s(interval_s)
+            client.lease_s = lease_duration_s(interval_s)
         if peer is not None:
             client.add_peer(peer)
 
@@ -131,10 +131,10 @@ class Sessions:
     ) -> DeviceReply:
         """Create a session job for one accelerator, or return the one of this request ID. `check` raises if
         the job is not allowed."""
-        self.renew(identity, request.session_node_id)
-        job = self._jobs.find_request(identity.tenant, request.request_id)
+        self.renew_lease(identity, request.session_node_id)
+        job = self._jobs.find_by_request_id(identity.tenant, request.request_id)
         if job is None:
-            job = await self._submit(request, identity, check)
+            job = await self._submit_session_job(request, identity, check)
         if job.spec.kind is not JobKind.SESSION:
             raise UsageError(f"request ID {request.request_id!r} was used for another kind of job")
         if job.job_id not in self._tickets and not job.state.is_final:
@@ -142,79 +142,83 @@ class Sessions:
                 f"the ticket of {job.job_id} was lost in a restart of the controller",
                 hint="open the device again with a new request ID",
             )
-        return self.reply(job)
+        return self.make_device_reply(job)
 
-    def reply(self, job: Job) -> DeviceReply:
-        endpoint = self._endpoint(job)
+    def make_device_reply(self, job: Job) -> DeviceReply:
+        endpoint = self._current_endpoint(job)
         visible = self._jobs.visible_to_tenant(job)
-        note = self._notes.get(job.job_id)
+        note = self._executor_notes.get(job.job_id)
         if note and endpoint is None and job.state is JobState.RUNNING:
             visible = msgspec.structs.replace(visible, reason=note)
         return DeviceReply(job=visible, endpoint=endpoint, ticket=self._tickets.get(job.job_id, ""))
 
     async def wait_device(self, job_id: str, identity: Identity, *, wait_s: float) -> DeviceReply:
         """Wait until the executor listens, the job ends, or the timeout expires."""
-        job = self._find(job_id, identity)
-        self.renew(identity, job.session)
+        job = self._find_session_job(job_id, identity)
+        self.renew_lease(identity, job.session)
 
         def is_starting(job: Job) -> bool:
-            return not job.state.is_final and self._endpoint(job) is None
+            return not job.state.is_final and self._current_endpoint(job) is None
 
         await self._jobs.wait_while(job_id, is_starting, timeout_s=wait_s)
-        self.renew(identity, job.session)
-        return self.reply(self._find(job_id, identity))
+        self.renew_lease(identity, job.session)
+        return self.make_device_reply(self._find_session_job(job_id, identity))
 
     def set_endpoint(self, job: Job, epoch: int, endpoint: Endpoint) -> None:
         """Record that the executor of this placement listens."""
         check_endpoint(endpoint)
         self._endpoints[job.job_id] = (epoch, endpoint)
-        self._jobs.notify(job.job_id)
+        self._jobs.notify_waiters(job.job_id)
 
-    def set_note(self, job: Job, note: str) -> None:
+    def set_executor_note(self, job: Job, note: str) -> None:
         """Record what the executor does before it listens; empty to clear."""
         if note:
-            self._notes[job.job_id] = note[:NOTE_CHARS_MAX]
+            self._executor_notes[job.job_id] = note[:NOTE_CHARS_MAX]
         else:
-            self._notes.pop(job.job_id, None)
+            self._executor_notes.pop(job.job_id, None)
 
-    async def end(self, identity: Identity, node_id: str) -> list[Job]:
+    async def cancel_jobs_of_client(self, identity: Identity, node_id: str) -> list[Job]:
         """Cancel the session jobs of a client and return them; the caller kills those that run."""
         self._clients.pop((identity.tenant, node_id), None)
-        own = self._jobs.sessions_of(identity.tenant, node_id)
+        own = self._jobs.session_jobs_of_client(identity.tenant, node_id)
         return await all_of(self._jobs.cancel(job.job_id, "the client ended the session") for job in own)
 
-    async def drop_expired(self) -> list[Job]:
+    async def cancel_expired(self) -> list[Job]:
         """Cancel the session jobs of clients that are gone or whose lease has expired; return them. Delete
         the tickets and endpoints of ended jobs."""
         now_s = self._clock.monotonic_s()
-        expired = {job.job_id: self._why_expired(job, now_s) for job in self._jobs.sessions() if not job.stop}
+        expired = {
+            job.job_id: self._why_expired(job, now_s) for job in self._jobs.session_jobs() if not job.stop
+        }
         cancelled: list[Job] = []
         # Together: scheduling waits for them, and a client may have thousands of sessions.
-        await all_of(self._cancel(job_id, why, cancelled) for job_id, why in expired.items() if why)
-        for key in [key for key, client in self._clients.items() if client.is_expired(now_s)]:
+        await all_of(self._try_cancel(job_id, why, cancelled) for job_id, why in expired.items() if why)
+        for key in [key for key, client in self._clients.items() if client.is_lease_expired(now_s)]:
             del self._clients[key]
         # Listed again: others may have been submitted while the cancellations were written.
-        unfinished = {job.job_id for job in self._jobs.sessions()}
+        unfinished = {job.job_id for job in self._jobs.session_jobs()}
         self._tickets = {key: ticket for key, ticket in self._tickets.items() if key in unfinished}
         self._endpoints = {key: item for key, item in self._endpoints.items() if key in unfinished}
-        self._notes = {key: note for key, note in self._notes.items() if key in unfinished}
+        self._executor_notes = {key: note for key, note in self._executor_notes.items() if key in unfinished}
         return cancelled
 
     def _why_expired(self, job: Job, now_s: float) -> str:
         """Why the client of this session has lost it; empty if it has not."""
         client = self._clients.get((job.tenant, job.session)) or _Client(0.0, LEASE_S_MAX)
-        if client.is_gone(now_s, grace_s=self._grace_s):
-            return f"the client disconnected and did not return within {self._grace_s:g} s"
-        if now_s - max(client.renewed_s, self._term_began_s) >= client.lease_s:
+        if client.has_disconnected(now_s, grace_s=self._reconnect_grace_s):
+            return f"the client disconnected and did not return within {self._reconnect_grace_s:g} s"
+        if now_s - max(client.lease_renewed_s, self._term_began_s) >= client.lease_s:
             return f"the client sent no heartbeat for {client.lease_s:g} s"
         return ""
 
-    async def _cancel(self, job_id: str, reason: str, cancelled: list[Job]) -> None:
-        with self._ledger.quarantine.isolated(self._ledger.jobs.prefix + job_id):
+    async def _try_cancel(self, job_id: str, reason: str, cancelled: list[Job]) -> None:
+        with self._ledger.quarantine.isolate_errors(self._ledger.jobs.prefix + job_id):
             cancelled.append(await self._jobs.cancel(job_id, reason))
 
-    async def _submit(self, request: OpenDevice, identity: Identity, check: Callable[[JobSpec], None]) -> Job:
-        gpu = self._accelerator(request.node_id, request.gpu_id)
+    async def _submit_session_job(
+        self, request: OpenDevice, identity: Identity, check: Callable[[JobSpec], None]
+    ) -> Job:
+        gpu = self._find_accelerator(request.node_id, request.gpu_id)
         is_cpu = gpu.vendor is Vendor.CPU
         spec = JobSpec(
             name=f"session-{request.session_node_id}"[:NAME_CHARS_MAX].rstrip("-"),
@@ -222,7 +226,7 @@ class Sessions:
             kind=JobKind.SESSION,
             resources=Resources(
                 gpus=1,
-                gpu_milli=CPU_FRACTION_MILLI if is_cpu else FULL_MILLI,
+                gpu_milli=CPU_SESSION_FRACTION_MILLI if is_cpu else FULL_MILLI,
                 accelerator=Accelerator.CPU if is_cpu else Accelerator.GPU,
             ),
             node_id=request.node_id,
@@ -241,7 +245,7 @@ class Sessions:
             self._tickets[job.job_id] = ticket
         return job
 
-    def _accelerator(self, node_id: str, gpu_id: int) -> GPUInfo:
+    def _find_accelerator(self, node_id: str, gpu_id: int) -> GPUInfo:
         record = self._ledger.nodes.get(node_id)
         if record is None:
             raise NodeNotFoundError(f"there is no node {node_id[:80]!r}", hint="'genie nodes' lists them")
@@ -256,14 +260,14 @@ class Sessions:
             f"node {node_id} has no accelerator {gpu_id}", hint="'genie nodes' lists the accelerators"
         )
 
-    def _find(self, job_id: str, identity: Identity) -> Job:
+    def _find_session_job(self, job_id: str, identity: Identity) -> Job:
         job = self._jobs.get(job_id)
         # Not even the owner may: the reply contains the ticket of the tenant.
         if job is None or job.spec.kind is not JobKind.SESSION or job.tenant != identity.tenant:
             raise JobNotFoundError(f"there is no session {job_id[:80]!r}")
         return job
 
-    def _endpoint(self, job: Job) -> Endpoint | None:
+    def _current_endpoint(self, job: Job) -> Endpoint | None:
         found = self._endpoints.get(job.job_id)
         if (
             found is None

@@ -17,18 +17,18 @@ from genie.controller.store import Space
 from genie.errors import SpaceQuotaError
 from genie.model.job import Job
 
-ALARM_SHARE = 0.5
+ALARM_SHARE_MIN = 0.5
 """Share of the store from which on there is an alarm, and less history is kept."""
-SUBMIT_SHARE = 0.7
+SUBMISSION_SHARE_MAX = 0.7
 """Share of the store up to which jobs can be submitted."""
-GROWTH_FACTOR = 2.2
+STORE_GROWTH_FACTOR_MAX = 2.2
 """By which a store grows at most per written byte: pages are not full."""
-FRAGMENTED_SHARE = 0.9
+FRAGMENTED_SHARE_MAX = 0.9
 """Share of the store, with free space inside, from which on jobs cannot be submitted."""
-HISTORY_SHARE = 0.1
+HISTORY_SHARE_MAX = 0.1
 """Maximum share of finished jobs, however large `history_bytes_max` is."""
 _HISTORY_DIVISOR_IF_LOW = 4
-_SLICE = 1000
+_JOBS_PER_YIELD = 1000
 _MIB = 1024 * 1024
 
 
@@ -36,17 +36,17 @@ class JobSpace:
     def __init__(self, ledger: Ledger, config: ControllerConfig) -> None:
         self._ledger = ledger
         self._config = config
-        self._sizes: dict[str, int] = {}
-        self._of_tenant: Counter[str] = Counter()
+        self._size_by_job: dict[str, int] = {}
+        self._unfinished_bytes_by_tenant: Counter[str] = Counter()
         """Of unfinished jobs."""
-        self._finished_of_tenant: Counter[str] = Counter()
+        self._finished_bytes_by_tenant: Counter[str] = Counter()
         self._finished_bytes = 0
-        self.bytes_max = 0
+        self.store_bytes_max = 0
         """Maximum size of the store; 0 before it was measured."""
         self._measured_bytes = self._fragmented_bytes = 0
         self._written_at_measurement_bytes = 0
-        ledger.jobs.add_loader(self._load)
-        ledger.jobs.add_listener(self._changed)
+        ledger.jobs.add_loader(self._load_sizes)
+        ledger.jobs.add_listener(self._on_job_changed)
 
     @property
     def used_bytes(self) -> int:
@@ -61,23 +61,28 @@ class JobSpace:
     @property
     def is_low(self) -> bool:
         """Whether the store has little free space."""
-        return self.bytes_max > 0 and self.used_bytes >= ALARM_SHARE * self.bytes_max
+        return self.store_bytes_max > 0 and self.used_bytes >= ALARM_SHARE_MIN * self.store_bytes_max
 
     @property
     def is_fragmented(self) -> bool:
         """Whether the store must be defragmented before it can grow. Small writes use the free space."""
-        return self._measured_bytes + self._fragmented_bytes >= FRAGMENTED_SHARE * self.bytes_max > 0
+        return (
+            self._measured_bytes + self._fragmented_bytes >= FRAGMENTED_SHARE_MAX * self.store_bytes_max > 0
+        )
 
-    def set_measured(self, found: Space, *, bytes_max: int) -> None:
-        self._measured_bytes, self._fragmented_bytes = found.used_bytes, found.fragmented_bytes
-        self.bytes_max = bytes_max
+    def record_measurement(self, measured: Space, *, bytes_max: int) -> None:
+        self._measured_bytes, self._fragmented_bytes = measured.used_bytes, measured.fragmented_bytes
+        self.store_bytes_max = bytes_max
         self._written_at_measurement_bytes = self._ledger.written_bytes
 
     def check_submission(self, tenant: str) -> None:
         """Raise SpaceQuotaError if the tenant or all together use too much of the store."""
-        if not self.bytes_max:
+        if not self.store_bytes_max:
             return
-        own_bytes, own_max = self._of_tenant[tenant], self._config.tenant_store_share * self.bytes_max
+        own_bytes, own_max = (
+            self._unfinished_bytes_by_tenant[tenant],
+            self._config.tenant_store_share * self.store_bytes_max,
+        )
         if own_bytes >= own_max:
             raise SpaceQuotaError(
                 f"the unfinished jobs of tenant {tenant} use {own_bytes / _MIB:.0f} MiB of the store; the "
@@ -85,10 +90,11 @@ class JobSpace:
                 hint="wait until jobs have ended, cancel some, or send files as a working directory instead "
                 "of arguments and environment variables",
             )
-        most_bytes = self._measured_bytes + GROWTH_FACTOR * self.written_bytes
-        if self.is_fragmented or most_bytes >= SUBMIT_SHARE * self.bytes_max:
+        most_bytes = self._measured_bytes + STORE_GROWTH_FACTOR_MAX * self.written_bytes
+        if self.is_fragmented or most_bytes >= SUBMISSION_SHARE_MAX * self.store_bytes_max:
             raise SpaceQuotaError(
-                f"the store is almost full: {self.used_bytes / _MIB:.0f} of {self.bytes_max / _MIB:.0f} MiB "
+                f"the store is almost full: {self.used_bytes / _MIB:.0f} of "
+                f"{self.store_bytes_max / _MIB:.0f} MiB "
                 f"are used{', and it must be defragmented' if self.is_fragmented else ''}",
                 hint="try again later; the cluster's owner finds what to do under 'Store full' in "
                 "docs/USER_GUIDE.md",
@@ -97,51 +103,51 @@ class JobSpace:
     def excess_history_bytes(self) -> int:
         """By how much finished jobs exceed their space."""
         limit_bytes = self._config.history_bytes_max
-        if self.bytes_max:
-            limit_bytes = min(limit_bytes, int(HISTORY_SHARE * self.bytes_max))
+        if self.store_bytes_max:
+            limit_bytes = min(limit_bytes, int(HISTORY_SHARE_MAX * self.store_bytes_max))
         return self._finished_bytes - limit_bytes // (_HISTORY_DIVISOR_IF_LOW if self.is_low else 1)
 
     @property
-    def finished_bytes_of_tenant(self) -> Mapping[str, int]:
+    def finished_bytes_by_tenant(self) -> Mapping[str, int]:
         """Space of the finished jobs of each tenant that has any."""
-        return self._finished_of_tenant
+        return self._finished_bytes_by_tenant
 
-    def size_bytes(self, job_id: str) -> int:
-        return self._sizes.get(job_id, 0)
+    def job_size_bytes(self, job_id: str) -> int:
+        return self._size_by_job.get(job_id, 0)
 
-    async def _load(self, read: TableRead[Job]) -> None:
-        self._sizes, self._of_tenant = {}, Counter()
-        self._finished_of_tenant, self._finished_bytes = Counter(), 0
+    async def _load_sizes(self, read: TableRead[Job]) -> None:
+        self._size_by_job, self._unfinished_bytes_by_tenant = {}, Counter()
+        self._finished_bytes_by_tenant, self._finished_bytes = Counter(), 0
         for count, (job_id, job) in enumerate(read.rows.items()):
-            self._add(job_id, job, read.sizes[job_id])
-            if count % _SLICE == 0:
+            self._add_job(job_id, job, read.row_sizes[job_id])
+            if count % _JOBS_PER_YIELD == 0:
                 await asyncio.sleep(0)
 
-    def _changed(self, job_id: str, before: Job | None, after: Job | None) -> None:
+    def _on_job_changed(self, job_id: str, before: Job | None, after: Job | None) -> None:
         if before is None:
             if after is not None:
-                self._add(job_id, after, self._ledger.jobs.size_bytes(job_id))
+                self._add_job(job_id, after, self._ledger.jobs.size_bytes(job_id))
         elif after is None:
-            self._remove(job_id, before)
+            self._remove_job(job_id, before)
         elif after.state.is_final and not before.state.is_final:
-            size_bytes = self._remove(job_id, before)
-            self._add(job_id, after, size_bytes)
+            size_bytes = self._remove_job(job_id, before)
+            self._add_job(job_id, after, size_bytes)
 
-    def _add(self, job_id: str, job: Job, size_bytes: int) -> None:
-        self._sizes[job_id] = size_bytes
+    def _add_job(self, job_id: str, job: Job, size_bytes: int) -> None:
+        self._size_by_job[job_id] = size_bytes
         if job.state.is_final:
             self._finished_bytes += size_bytes
-        self._counter(job)[job.tenant] += size_bytes
+        self._bytes_counter_for(job)[job.tenant] += size_bytes
 
-    def _remove(self, job_id: str, job: Job) -> int:
-        size_bytes = self._sizes.pop(job_id, 0)
+    def _remove_job(self, job_id: str, job: Job) -> int:
+        size_bytes = self._size_by_job.pop(job_id, 0)
         if job.state.is_final:
             self._finished_bytes -= size_bytes
-        counter = self._counter(job)
+        counter = self._bytes_counter_for(job)
         counter[job.tenant] -= size_bytes
         if counter[job.tenant] <= 0:
             del counter[job.tenant]
         return size_bytes
 
-    def _counter(self, job: Job) -> Counter[str]:
-        return self._finished_of_tenant if job.state.is_final else self._of_tenant
+    def _bytes_counter_for(self, job: Job) -> Counter[str]:
+        return self._finished_bytes_by_tenant if job.state.is_final else self._unfinished_bytes_by_tenant

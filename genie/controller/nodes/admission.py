@@ -36,10 +36,10 @@ from genie.processes import files
 from genie.processes.clock import Clock
 from genie.runtime import tls
 from genie.runtime.credentials import is_wildcard
-from genie.tenancy.access import NO_PIN, mark_revoked, mark_used, parse_token, verify
+from genie.tenancy.access import NO_PIN, mark_revoked, mark_used, parse_token, verify_token
 
 _log = logging.getLogger(__name__)
-_RENEWAL_CHECK_S = 60.0
+_RENEWAL_CHECK_INTERVAL_S = 60.0
 """A sleep of days would not follow the wall clock: it may be set, and the machine may be suspended."""
 
 
@@ -47,20 +47,27 @@ class Certificates:
     """The certificate authority of the cluster; issues nothing when TLS is off."""
 
     def __init__(
-        self, authority: tls.CertificateAuthority | None, *, days: float, grace_days: float, clock: Clock
+        self,
+        authority: tls.CertificateAuthority | None,
+        *,
+        validity_days: float,
+        grace_days: float,
+        clock: Clock,
     ) -> None:
         self._authority = authority
-        self._days = days
+        self._validity_days = validity_days
         self._grace_days = grace_days
         self._clock = clock
 
     @classmethod
     def open(cls, directory: Path, config: ControllerConfig, *, clock: Clock) -> Certificates:
-        check_bind(config)
+        check_bind_address(config)
         authority = None
         if config.tls == "on":
             authority = tls.CertificateAuthority.load_or_create(directory, now=clock.wall_s())
-        return cls(authority, days=config.certificate_days, grace_days=config.node_grace_days, clock=clock)
+        return cls(
+            authority, validity_days=config.certificate_days, grace_days=config.node_grace_days, clock=clock
+        )
 
     @property
     def pin(self) -> str:
@@ -74,11 +81,11 @@ class Certificates:
     def are_enabled(self) -> bool:
         return self._authority is not None
 
-    def issue(self, csr_pem: str, *, name: str) -> str:
+    def sign_request(self, csr_pem: str, *, name: str) -> str:
         """Sign a certificate request; empty when TLS is off."""
         if self._authority is None:
             return ""
-        return self._authority.issue(csr_pem, name=name, days=self._days, now=self._clock.wall_s())
+        return self._authority.issue(csr_pem, name=name, days=self._validity_days, now=self._clock.wall_s())
 
     def check_recoverable(self, certificate_pem: str, *, node_id: str, csr_pem: str) -> None:
         """Raise CertificateExpiredError if this certificate of a node expired too long ago, TlsError if it
@@ -112,7 +119,7 @@ class Certificates:
             certificate_pem = certificate.read_text("utf-8")
             left_s = tls.renewal_due_in_s(certificate_pem, now=self._clock.wall_s())
             if left_s > 0:
-                await self._clock.sleep(min(left_s, _RENEWAL_CHECK_S))
+                await self._clock.sleep(min(left_s, _RENEWAL_CHECK_INTERVAL_S))
                 continue
             try:
                 self._write_controller_certificate(directory)
@@ -121,7 +128,7 @@ class Certificates:
                 _log.info("renewed the controller's certificate")
             except Exception:  # a task boundary: the old certificate is still valid
                 _log.exception("could not renew the controller's certificate")
-                await self._clock.sleep(min(_RENEWAL_CHECK_S, self._days * 86400 / 10))
+                await self._clock.sleep(min(_RENEWAL_CHECK_INTERVAL_S, self._validity_days * 86400 / 10))
 
     def _has_usable_certificate(self, directory: Path) -> bool:
         """Whether the certificate of an earlier start can be used: a new one could not be written to a full
@@ -140,10 +147,10 @@ class Certificates:
         certificate, key = _certificate_paths(directory)
         key_pem, csr_pem = tls.new_key_and_csr()
         files.write_private(key, key_pem)
-        files.write_private(certificate, self.issue(csr_pem, name=tls.CONTROLLER_NAME).encode())
+        files.write_private(certificate, self.sign_request(csr_pem, name=tls.CONTROLLER_NAME).encode())
 
 
-def check_bind(config: ControllerConfig) -> None:
+def check_bind_address(config: ControllerConfig) -> None:
     """Raise ConfigError if TLS is off and the address is not loopback."""
     if config.tls == "off" and not is_loopback(config.bind):
         raise ConfigError(
@@ -166,7 +173,7 @@ def local_host(config: ControllerConfig) -> str:
     return "::1" if ":" in config.bind else "127.0.0.1"
 
 
-def check_times(config: ControllerConfig) -> None:
+def check_failure_timeouts(config: ControllerConfig) -> None:
     """Raise ConfigError for timeouts of the failure detector that contradict each other."""
     if config.node_suspect_s >= config.node_ttl_s:
         raise ConfigError(
@@ -197,7 +204,7 @@ class Admission:
         self._clock = clock
         self._disconnect = disconnect
 
-    async def join(self, request: Join) -> Joined:
+    async def admit_node(self, request: Join) -> Joined:
         """Exchange a join token for the identity of a new node. The token can be used once."""
         requested_id = validate_node_id(request.requested_node_id)
         token = parse_token(request.token)
@@ -210,7 +217,7 @@ class Admission:
         def build(txn: Transaction) -> Joined:
             now = self._clock.wall_s()
             record = self._ledger.tokens.get(token.token_id)
-            verify(token, record, now=now)
+            verify_token(token, record, now=now)
             assert record is not None
             node_id = self._unused_node_id(requested_id)
             if request.exact and node_id != requested_id:
@@ -218,9 +225,11 @@ class Admission:
                     f"node ID {requested_id!r} is already in use", hint=f"choose another, such as {node_id!r}"
                 )
             # Sign before staging: an invalid request must not consume the token.
-            certificate = self._certificates.issue(request.csr_pem, name=tls.node_certificate_name(node_id))
+            certificate = self._certificates.sign_request(
+                request.csr_pem, name=tls.node_certificate_name(node_id)
+            )
             txn.put(self._ledger.tokens, record.token_id, mark_used(record, now=now))
-            node_token, _ = self._tokens.stage(txn, TokenKind.NODE, name=node_id)
+            node_token, _ = self._tokens.stage_token(txn, TokenKind.NODE, name=node_id)
             return Joined(
                 node_id=node_id,
                 token=str(node_token),
@@ -232,11 +241,11 @@ class Admission:
         _log.info("node %s joined", joined.node_id)
         return joined
 
-    async def forget(self, node_id: str) -> None:
+    async def forget_node(self, node_id: str) -> None:
         """Delete a node that holds nothing and revoke its tokens."""
 
         def build(txn: Transaction) -> list[str]:
-            tokens = self._tokens.of_node(node_id)
+            tokens = self._tokens.tokens_of_node(node_id)
             held = self._ledger.holds.get(node_id)
             if node_id not in self._ledger.nodes and not tokens:
                 raise NodeNotFoundError(f"there is no node {node_id[:80]!r}", hint="'genie nodes' lists them")
@@ -252,7 +261,7 @@ class Admission:
             self._disconnect(token_id)
         _log.info("node %s was removed", node_id)
 
-    def check_certificate(self, node_id: str, certificate_name: str) -> None:
+    def check_node_certificate(self, node_id: str, certificate_name: str) -> None:
         """With TLS, raise TlsError unless the connection uses the certificate of this node."""
         if self._certificates.are_enabled and certificate_name != tls.node_certificate_name(node_id):
             raise TlsError(
@@ -260,12 +269,12 @@ class Admission:
                 hint="connect with node.pem of that node, or join again",
             )
 
-    def renew(self, node_id: str, csr_pem: str) -> Certificate:
+    def renew_certificate(self, node_id: str, csr_pem: str) -> Certificate:
         return Certificate(
-            certificate_pem=self._certificates.issue(csr_pem, name=tls.node_certificate_name(node_id))
+            certificate_pem=self._certificates.sign_request(csr_pem, name=tls.node_certificate_name(node_id))
         )
 
-    async def recover(self, request: RecoverCertificate) -> Certificate:
+    async def recover_certificate(self, request: RecoverCertificate) -> Certificate:
         """Issue a new certificate for a node whose certificate has expired, if it still has its token and
         its key."""
         identity = await self._tokens.identify(request.token)
@@ -276,7 +285,7 @@ class Admission:
             request.certificate_pem, node_id=node_id, csr_pem=request.csr_pem
         )
         _log.info("node %s renewed its expired certificate", node_id)
-        return self.renew(node_id, request.csr_pem)
+        return self.renew_certificate(node_id, request.csr_pem)
 
     def sign_executor(self, node_id: str, request: SignExecutor) -> Certificate:
         """Sign a certificate for an executor; only for a session that is placed on that node with that
@@ -287,12 +296,12 @@ class Admission:
         if job.spec.kind is not JobKind.SESSION:
             raise PermissionError_(f"job {request.job_id} is not a session and has no executor")
         name = tls.executor_certificate_name(job.job_id)
-        return Certificate(certificate_pem=self._certificates.issue(request.csr_pem, name=name))
+        return Certificate(certificate_pem=self._certificates.sign_request(request.csr_pem, name=name))
 
     def _unused_node_id(self, requested_id: str) -> str:
         candidate, number = requested_id, 1
         # Revoked tokens do not count: a machine that was removed may join again with its old ID.
-        while candidate in self._ledger.nodes or self._tokens.has_node(candidate):
+        while candidate in self._ledger.nodes or self._tokens.has_node_token(candidate):
             number += 1
             suffix = f"-{number}"
             candidate = requested_id[: NAME_CHARS_MAX - len(suffix)].rstrip("-") + suffix

@@ -19,14 +19,14 @@ from genie.config import ControllerConfig
 from genie.controller.checks import check_node
 from genie.controller.connection import Connection, Handlers
 from genie.controller.election import Election
-from genie.controller.jobs.backoff import Cause
-from genie.controller.jobs.lifecycle import CHANGES_OF_TICK_MAX, JobLifecycle, LostWorker
-from genie.controller.jobs.outcomes import is_current_placement, is_node_fault, stop_reason
+from genie.controller.jobs.backoff import FailureCause
+from genie.controller.jobs.lifecycle import CHANGES_PER_TICK_MAX, JobLifecycle, LostWorker
+from genie.controller.jobs.outcomes import failed_because_of_node, is_current_placement, stopping_reason
 from genie.controller.jobs.sessions import Sessions
 from genie.controller.ledger import Ledger, NodeRecord, Transaction
 from genie.controller.nodes.faults import NodeFaults
 from genie.controller.nodes.membership import Membership
-from genie.controller.nodes.orders import Orders
+from genie.controller.nodes.orders import AgentOrders
 from genie.controller.nodes.run_times import RunTimes
 from genie.errors import (
     FencedError,
@@ -67,12 +67,12 @@ from genie.processes.clock import Clock
 
 _log = logging.getLogger(__name__)
 
-REASON_CHARS_MAX = 200
+DRAIN_REASON_CHARS_MAX = 200
 
 ORDER_TIMEOUT_S = 5.0
 # One heartbeat may have been in flight while the launch was confirmed; two cannot.
-_MISSED_HEARTBEATS = 2
-_SETTLE_TIMEOUT_FRACTION = 0.1
+_UNLISTED_HEARTBEATS_MAX = 2
+_SETTLE_TIMEOUT_TTL_FRACTION = 0.1
 _NODES_NAMED_MAX = 3
 
 
@@ -89,7 +89,7 @@ class Agents:
         sessions: Sessions,
         membership: Membership,
         election: Election,
-        orders: Orders,
+        orders: AgentOrders,
         faults: NodeFaults,
         config: ControllerConfig,
         clock: Clock,
@@ -104,16 +104,16 @@ class Agents:
         self._membership = membership
         self._election = election
         self._orders = orders
-        self._faults = faults
+        self._node_faults = faults
         self._clock = clock
-        self._controllers = controllers
+        self._get_controllers = controllers
         self._refresh_controllers = refresh_controllers
         self._forget_node = forget_node
         self._run_times = RunTimes(clock)
-        self._warned_nodes: set[str] = set()
+        self._unreclaimable_nodes_warned: set[str] = set()
         self._wake = wake
-        self._ttl_s = config.node_ttl_s
-        self._confirm_s = config.node_ttl_s + config.node_reclaim_grace_s
+        self._node_ttl_s = config.node_ttl_s
+        self._confirm_timeout_s = config.node_ttl_s + config.node_reclaim_grace_s
         self._confirm_deadlines_s: dict[str, float] = {}
         """Deadline of each unconfirmed launch, by worker."""
         self._unlisted_counts: dict[str, dict[tuple[str, int], int]] = {}
@@ -124,9 +124,9 @@ class Agents:
             Register: self.register,
             Heartbeat: self.heartbeat,
             Leave: self.leave,
-            RemoveNode: self.remove,
-            DrainNode: self.drain,
-            UndrainNode: self.undrain,
+            RemoveNode: self.remove_node,
+            DrainNode: self.drain_node,
+            UndrainNode: self.undrain_node,
             ConfirmLaunch: self.confirm_launch,
             ExecutorReady: self.executor_ready,
         }
@@ -137,13 +137,13 @@ class Agents:
         node = request.node
         node_id = connection.require_node(node.node_id)
         check_node(node)
-        self._ledger.require_current()
+        self._ledger.require_up_to_date()
         self._check_incarnation(node_id, node.incarnation)
         self._check_holds_readable(node_id)
-        await self._end_earlier_incarnations(node_id, node.incarnation, request.exits)
+        await self._end_jobs_of_earlier_incarnations(node_id, node.incarnation, request.exits)
         await self._refresh_controllers()
         # The reply to this request may get lost; the reply to Hello has certainly been read.
-        record = NodeRecord(info=node, controllers=connection.controllers, ttl_s=self._ttl_s)
+        record = NodeRecord(info=node, controllers=connection.announced_controllers, ttl_s=self._node_ttl_s)
 
         def build(txn: Transaction) -> None:
             self._check_incarnation(node_id, node.incarnation)
@@ -154,8 +154,8 @@ class Agents:
                 txn.put(self._ledger.holds, node_id, NodeHolds(node_id=node_id))
 
         await self._ledger.write(build)
-        replaced = self._membership.attach(
-            node, connection.peer, now_s=self._clock.monotonic_s(), now_at=self._clock.wall_s()
+        replaced = self._membership.register_node(
+            node, connection.peer, now_s=self._clock.monotonic_s(), now_wall_s=self._clock.wall_s()
         )
         self._unlisted_counts.pop(node_id, None)
         if replaced is not None:
@@ -163,27 +163,29 @@ class Agents:
         _log.info("node %s registered, incarnation %d", node_id, node.incarnation)
         self._wake()
         return Registered(
-            leader_token=self._election.token, ttl_s=self._ttl_s, controllers=self._controllers()
+            leader_token=self._election.fencing_token,
+            ttl_s=self._node_ttl_s,
+            controllers=self._get_controllers(),
         )
 
     async def heartbeat(self, connection: Connection, request: Heartbeat) -> HeartbeatAck:
         node_id = connection.require_node(request.node_id)
         member, info = self._membership.get(node_id), request.node
-        if member is not None and member.reported == info:
-            info = member.reported  # unchanged, and already validated
+        if member is not None and member.reported_info == info:
+            info = member.reported_info  # unchanged, and already validated
         else:
             check_node(info)
         is_registered = member is not None and member.peer is connection.peer
-        is_first = member is not None and not member.has_heartbeat
+        is_first = member is not None and not member.has_sent_heartbeat
         if is_registered:
             self._check_incarnation(node_id, request.incarnation, exact=True)
             if (info.node_id, info.incarnation) != (node_id, request.incarnation):
                 info = msgspec.structs.replace(info, node_id=node_id, incarnation=request.incarnation)
             self._membership.record_heartbeat(
-                info, now_s=self._clock.monotonic_s(), now_at=self._clock.wall_s()
+                info, now_s=self._clock.monotonic_s(), now_wall_s=self._clock.wall_s()
             )
-        if not self._ledger.is_current:
-            return HeartbeatAck(leading=False, leader_token=self._election.token)
+        if not self._ledger.is_up_to_date:
+            return HeartbeatAck(leading=False, leader_token=self._election.fencing_token)
         if not is_registered:
             raise FencedError(f"node {node_id} is not registered on this connection", hint="register first")
         settled, kill = await self._reconcile(node_id, request)
@@ -191,7 +193,10 @@ class Agents:
             self._wake()
         leading = self._election.is_leading
         return HeartbeatAck(
-            leading=leading, leader_token=self._election.token, kill=tuple(kill), settled=tuple(settled)
+            leading=leading,
+            leader_token=self._election.fencing_token,
+            kill=tuple(kill),
+            settled=tuple(settled),
         )
 
     async def leave(self, connection: Connection, request: Leave) -> Done:
@@ -208,14 +213,14 @@ class Agents:
                 txn.put(self._ledger.nodes, node_id, msgspec.structs.replace(record, left=True))
 
         await self._ledger.write(build)
-        self._membership.detach(node_id)
+        self._membership.remove_node(node_id)
         self._unlisted_counts.pop(node_id, None)
-        _log.info("node %s has left", node_id)
+        _log.info("node %s has left the cluster", node_id)
         self._wake()
         return Done()
 
     async def confirm_launch(self, connection: Connection, request: ConfirmLaunch) -> Done:
-        await self._jobs.confirm(
+        await self._jobs.confirm_launch(
             connection.identity.name,
             request.job_id,
             epoch=request.epoch,
@@ -223,7 +228,7 @@ class Agents:
             wait_s=request.wait_s,
         )
         self._confirm_deadlines_s.pop(request.job_id, None)
-        self._faults.reset(connection.identity.name)
+        self._node_faults.unblock_node(connection.identity.name)
         return Done()
 
     async def executor_ready(self, connection: Connection, request: ExecutorReady) -> Done:
@@ -235,33 +240,33 @@ class Agents:
 
     # -- requests to agents -----------------------------------------------------------------
 
-    def launch(self, jobs: Iterable[Job]) -> None:
+    def send_launches(self, jobs: Iterable[Job]) -> None:
         """Send the launches of placed jobs; those for one node in one message."""
-        confirm_by_s = self._clock.monotonic_s() + self._confirm_s
+        confirm_by_s = self._clock.monotonic_s() + self._confirm_timeout_s
         by_node: dict[str, list[tuple[Job, int]]] = {}
         for job in jobs:
             for rank, placement in enumerate(job.placements):
                 self._confirm_deadlines_s[job.unit(rank)] = confirm_by_s
                 by_node.setdefault(placement.node_id, []).append((job, rank))
         for node_id, workers in by_node.items():
-            order = self._deliver(node_id, workers)
-            self._orders.send(order, name=f"launches on {node_id}", count=len(workers))
+            order = self._deliver_launches(node_id, workers)
+            self._orders.send(order, name=f"launches on {node_id}", order_count=len(workers))
 
-    def kill(self, job: Job) -> None:
+    def send_kills(self, job: Job) -> None:
         """Send the kill of a job to its agents. Heartbeats repeat it until the job has ended."""
         for rank, placement in enumerate(job.placements):
-            if placement.outcome is None and self._orders.capacity > 0:
-                self._orders.send(self._kill(job, rank), name=f"kill of {job.unit(rank)}")
+            if placement.outcome is None and self._orders.free_capacity > 0:
+                self._orders.send(self._deliver_kill(job, rank), name=f"kill of {job.unit(rank)}")
 
-    async def read_log(self, unit: str, node_id: str, request: ReadLog) -> LogChunk:
+    async def read_log(self, worker_unit: str, node_id: str, request: ReadLog) -> LogChunk:
         """Read a log from the agent that has it."""
-        peer = self._membership.connection(node_id)
+        peer = self._membership.get_connection(node_id)
         if peer is None:
             raise UnreachableError(
-                f"the log of {unit} is on node {node_id}, which is not connected",
+                f"the log of {worker_unit} is on node {node_id}, which is not connected",
                 hint="try again when the node is connected",
             )
-        forwarded = msgspec.structs.replace(request, job_id=unit)
+        forwarded = msgspec.structs.replace(request, job_id=worker_unit)
         return await peer.call(forwarded, timeout_s=request.wait_s + ORDER_TIMEOUT_S)
 
     def find_blob_tenant(self, node_id: str, digest: str) -> str | None:
@@ -272,7 +277,7 @@ class Agents:
         jobs = [(self._jobs.get(job_id), rank) for job_id, rank in units]
         matching = [(job, rank) for job, rank in jobs if job and _needs_blob(job, digest)]
         for job, rank in matching:
-            self._extend_confirmation(job, rank)
+            self._extend_confirmation_deadline(job, rank)
         return matching[0][0].tenant if matching else None
 
     # -- periodic work ----------------------------------------------------------------------
@@ -283,10 +288,10 @@ class Agents:
         node_ids = {placement.node_id for placement in job.placements if placement.outcome is None}
         return any(self._membership.is_in_contact(node_id, now_s) for node_id in node_ids)
 
-    def exceeding_time_limit(self) -> list[Job]:
+    def jobs_exceeding_time_limit(self) -> list[Job]:
         """Running jobs that have reached their time limit, on nodes that send heartbeats."""
-        running = self._jobs.in_states(JobState.RUNNING)
-        return list(filter(self.is_in_contact, self._run_times.exceeding_limit(running)))
+        running = self._jobs.jobs_in_states(JobState.RUNNING)
+        return list(filter(self.is_in_contact, self._run_times.jobs_exceeding_limit(running)))
 
     async def begin_term(self) -> None:
         """Start a term: queue jobs again whose launches were not confirmed in an earlier one."""
@@ -295,39 +300,42 @@ class Agents:
         self._sessions.begin_term(now_s)
         self._run_times.clear()
         self._unlisted_counts.clear()
-        self._faults.clear()
+        self._node_faults.clear()
         self._confirm_deadlines_s.clear()
         reason = "the controller was replaced before the launch was confirmed"
-        await self._jobs.requeue_each((job, reason) for job in self._jobs.in_states(JobState.PLACING))
+        await self._jobs.requeue_unconfirmed_jobs(
+            (job, reason) for job in self._jobs.jobs_in_states(JobState.PLACING)
+        )
 
     async def requeue_unconfirmed(self) -> None:
         now_s = self._clock.monotonic_s()
         unconfirmed: list[tuple[Job, str]] = []
-        for job in self._jobs.in_states(JobState.PLACING):
+        for job in self._jobs.jobs_in_states(JobState.PLACING):
             late = {
                 placement.node_id
                 for rank, placement in enumerate(job.placements)
-                if now_s >= self._confirm_deadlines_s.setdefault(job.unit(rank), now_s + self._confirm_s)
+                if now_s
+                >= self._confirm_deadlines_s.setdefault(job.unit(rank), now_s + self._confirm_timeout_s)
             }
             if job.stop:  # its release was interrupted
-                unconfirmed.append((job, stop_reason(job)))
+                unconfirmed.append((job, stopping_reason(job)))
             elif late:
                 nodes = ", ".join(sorted(late)[:_NODES_NAMED_MAX])
                 unconfirmed.append((job, f"the launch was not confirmed before the timeout on {nodes}"))
-        await self._jobs.requeue_each(unconfirmed[:CHANGES_OF_TICK_MAX])
+        await self._jobs.requeue_unconfirmed_jobs(unconfirmed[:CHANGES_PER_TICK_MAX])
         placing = {
             job.unit(rank)
-            for job in self._jobs.in_states(JobState.PLACING)
+            for job in self._jobs.jobs_in_states(JobState.PLACING)
             for rank in range(len(job.placements))
         }
         self._confirm_deadlines_s = {
             key: by_s for key, by_s in self._confirm_deadlines_s.items() if key in placing
         }
 
-    async def reclaim(self) -> None:
+    async def reclaim_jobs(self) -> None:
         """Reclaim the jobs of nodes without heartbeats, after their dead-man timers have certainly
         expired."""
-        this_controller = self._controllers()[0]
+        this_controller = self._get_controllers()[0]
         lost: list[LostWorker] = []
         for node_id, held in list(self._ledger.holds.items()):
             record = self._ledger.nodes.get(node_id)
@@ -335,8 +343,8 @@ class Agents:
                 continue
             if this_controller not in record.controllers:
                 # Its agent does not know this controller, so it may keep its jobs until a leader is found.
-                if node_id not in self._warned_nodes:
-                    self._warned_nodes.add(node_id)
+                if node_id not in self._unreclaimable_nodes_warned:
+                    self._unreclaimable_nodes_warned.add(node_id)
                     _log.warning(
                         "node %s sends no heartbeats, and its jobs are not reclaimed because it does not "
                         "know the controller at %s; if it is down permanently, run 'genie forget %s'",
@@ -345,103 +353,107 @@ class Agents:
                         node_id,
                     )
                 continue
-            lost += self._lost_workers(record, held)
-        if count := await self._jobs.record_lost_workers(lost[:CHANGES_OF_TICK_MAX]):
-            _log.warning("reclaimed what %d workers held: %s", count, lost[0].reason)
+            lost += self._find_lost_workers(record, held)
+        if count := await self._jobs.record_lost_workers(lost[:CHANGES_PER_TICK_MAX]):
+            _log.warning("released the resources of %d lost workers: %s", count, lost[0].reason)
 
-    async def remove(self, connection: Connection, request: RemoveNode) -> Done:
+    async def remove_node(self, connection: Connection, request: RemoveNode) -> Done:
         """Remove a disconnected node: its jobs are lost and its tokens are revoked."""
         node_id = request.node_id
         record, held = self._ledger.nodes.get(node_id), self._ledger.holds.get(node_id)
         if record is not None and not record.left:
             self._check_removable(record)
             if held is not None:
-                await self._jobs.record_lost_workers(self._lost_workers(record, held))
+                await self._jobs.record_lost_workers(self._find_lost_workers(record, held))
         if self._ledger.holds.is_unreadable(node_id):
-            await self._lose_unreadable(node_id)
+            await self._record_unreadable_workers_lost(node_id)
         await self._forget_node(node_id)
-        self._membership.detach(node_id)
-        self._faults.reset(node_id)
+        self._membership.remove_node(node_id)
+        self._node_faults.unblock_node(node_id)
         return Done()
 
     def _check_removable(self, record: NodeRecord) -> None:
         node_id, now_s = record.info.node_id, self._clock.monotonic_s()
-        if self._membership.connection(node_id) is not None:
+        if self._membership.get_connection(node_id) is not None:
             raise NodeError(
                 f"node {node_id} is connected",
                 hint="stop its agent with 'genie down' on that machine, then try again",
             )
-        left_s = self._membership.reclaimable_in_s(node_id, now_s, granted_s=record.ttl_s)
+        left_s = self._membership.reclaimable_in_s(node_id, now_s, deadman_timeout_s=record.ttl_s)
         if left_s > 0:
-            silence_s = self._membership.silence_s(node_id, now_s)
+            silence_s = self._membership.time_since_heartbeat_s(node_id, now_s)
             raise NodeError(
                 f"node {node_id} is disconnected, but its jobs may still run: {silence_s:.0f} s without a "
                 "heartbeat",
                 hint=f"try again in {math.ceil(left_s)} s",
             )
 
-    async def drain(self, connection: Connection, request: DrainNode) -> Done:
+    async def drain_node(self, connection: Connection, request: DrainNode) -> Done:
         """Drain a node. The latest reason counts; without one, the previous reason stays."""
         reason = request.reason.strip()
-        if len(reason) > REASON_CHARS_MAX or not reason.isprintable():
-            raise UsageError(f"the reason must be one line of at most {REASON_CHARS_MAX} characters")
+        if len(reason) > DRAIN_REASON_CHARS_MAX or not reason.isprintable():
+            raise UsageError(f"the reason must be one line of at most {DRAIN_REASON_CHARS_MAX} characters")
         if reason:
-            await self._set_drained(request.node_id, f"draining: {reason}")
+            await self._set_drain_reason(request.node_id, f"draining: {reason}")
         else:
-            await self._set_drained(request.node_id, "draining", unless_drained=True)
+            await self._set_drain_reason(request.node_id, "draining", unless_drained=True)
         return Done()
 
-    async def undrain(self, connection: Connection, request: UndrainNode) -> Done:
-        await self._set_drained(request.node_id, "")
+    async def undrain_node(self, connection: Connection, request: UndrainNode) -> Done:
+        await self._set_drain_reason(request.node_id, "")
         return Done()
 
-    async def _set_drained(self, node_id: str, drained: str, *, unless_drained: bool = False) -> None:
+    async def _set_drain_reason(
+        self, node_id: str, drain_reason: str, *, unless_drained: bool = False
+    ) -> None:
         def build(txn: Transaction) -> None:
             record = self._ledger.nodes.get(node_id)
             if record is None:
                 raise NodeNotFoundError(f"there is no node {node_id[:80]!r}", hint="'genie nodes' lists them")
             kept = record.drained if unless_drained else ""
-            txn.put(self._ledger.nodes, node_id, msgspec.structs.replace(record, drained=kept or drained))
+            txn.put(
+                self._ledger.nodes, node_id, msgspec.structs.replace(record, drained=kept or drain_reason)
+            )
 
         await self._ledger.write(build)
-        if drained:
-            _log.info("node %s is %s", node_id, drained)
+        if drain_reason:
+            _log.info("node %s is %s", node_id, drain_reason)
         else:
             _log.info("node %s accepts jobs again", node_id)
         self._wake()
 
     def _is_reclaimable(self, record: NodeRecord) -> bool:
         now_s = self._clock.monotonic_s()
-        return self._membership.is_reclaimable(record.info.node_id, now_s, granted_s=record.ttl_s)
+        return self._membership.is_reclaimable(record.info.node_id, now_s, deadman_timeout_s=record.ttl_s)
 
-    def _lost_workers(self, record: NodeRecord, held: NodeHolds) -> list[LostWorker]:
-        node_id = held.node_id
-        silence_s = self._membership.silence_s(node_id, self._clock.monotonic_s())
+    def _find_lost_workers(self, record: NodeRecord, node_holds: NodeHolds) -> list[LostWorker]:
+        node_id = node_holds.node_id
+        silence_s = self._membership.time_since_heartbeat_s(node_id, self._clock.monotonic_s())
         reason = f"node {node_id} sent no heartbeat for {silence_s:.0f} s"
         return [
             LostWorker(hold.job_id, node_id, hold.epoch, reason, lambda: self._is_reclaimable(record))
-            for hold in held.holds
+            for hold in node_holds.holds
         ]
 
-    async def _lose_unreadable(self, node_id: str) -> None:
+    async def _record_unreadable_workers_lost(self, node_id: str) -> None:
         """Lose the jobs of a node whose stored allocations cannot be read, when it has certainly ended
         them."""
         now_s = self._clock.monotonic_s()
-        if not self._membership.is_reclaimable(node_id, now_s, granted_s=self._ttl_s):
+        if not self._membership.is_reclaimable(node_id, now_s, deadman_timeout_s=self._node_ttl_s):
             raise NodeError(f"node {node_id} was connected until recently", hint="try again later")
         reason = f"node {node_id} was removed"
         await self._jobs.record_lost_workers(
             LostWorker(job.unit(rank), node_id, placement.epoch, reason)
-            for job in self._jobs.in_states(JobState.PLACING, JobState.RUNNING)
+            for job in self._jobs.jobs_in_states(JobState.PLACING, JobState.RUNNING)
             for rank, placement in enumerate(job.placements)
             if placement.node_id == node_id and placement.outcome is None
         )
 
-    def disconnect_outdated(self) -> None:
+    def disconnect_outdated_nodes(self) -> None:
         """Close the connections of nodes with an outdated list of controllers: they register again and get
         the current one."""
-        controllers = self._controllers()
-        for member in self._membership.members():
+        controllers = self._get_controllers()
+        for member in self._membership.registered_nodes():
             record = self._ledger.nodes.get(member.info.node_id)
             if record is not None and set(record.controllers) != set(controllers):
                 member.peer.close()
@@ -464,11 +476,13 @@ class Agents:
                 hint=f"run 'genie forget {node_id}' as the owner, then let the node join again",
             )
 
-    def _isolated(self, unit: str) -> AbstractContextManager[None]:
+    def _isolate_errors_of_job(self, worker_unit: str) -> AbstractContextManager[None]:
         """A failed change of this job affects no other job."""
-        return self._ledger.quarantine.isolated(self._ledger.jobs.prefix + parse_worker_unit(unit)[0])
+        return self._ledger.quarantine.isolate_errors(
+            self._ledger.jobs.prefix + parse_worker_unit(worker_unit)[0]
+        )
 
-    async def _end_earlier_incarnations(
+    async def _end_jobs_of_earlier_incarnations(
         self, node_id: str, incarnation: int, exits: Sequence[ExitReport]
     ) -> None:
         await self._jobs.record_exits(node_id, exits)
@@ -485,27 +499,27 @@ class Agents:
         settled: list[JobOrder] = []
         try:
             # The reply must not wait for a slow store: it refreshes the dead-man timers of the node's jobs.
-            async with asyncio.timeout(self._ttl_s * _SETTLE_TIMEOUT_FRACTION):
+            async with asyncio.timeout(self._node_ttl_s * _SETTLE_TIMEOUT_TTL_FRACTION):
                 faults = [report for report in request.exits if self._is_node_fault(node_id, report)]
                 reports = await self._jobs.record_exits(node_id, request.exits)
                 for report in faults:
                     if report in reports:
-                        self._faults.record(node_id, report.reason)
+                        self._node_faults.record_fault(node_id, report.reason)
                 settled += [JobOrder(job_id=report.job_id, epoch=report.epoch) for report in reports]
-                await self._release_missing(node_id, request)
+                await self._release_unlisted_workers(node_id, request)
         except TimeoutError:
             _log.warning("could not store the exits reported by %s in time; the store is slow", node_id)
         except (StoreError, LeadershipError) as error:
             _log.warning("could not store the exits reported by %s: %s", node_id, error)
-        return settled, self._to_kill(node_id, request.running)
+        return settled, self._jobs_to_kill(node_id, request.running)
 
     def _is_node_fault(self, node_id: str, report: ExitReport) -> bool:
         job_id, rank = parse_worker_unit(report.job_id)
         job = self._jobs.get(job_id)
         is_current = job is not None and is_current_placement(job, rank, node_id, report.epoch)
-        return job is not None and is_current and is_node_fault(job, report)
+        return job is not None and is_current and failed_because_of_node(job, report)
 
-    async def _release_missing(self, node_id: str, request: Heartbeat) -> None:
+    async def _release_unlisted_workers(self, node_id: str, request: Heartbeat) -> None:
         reported = {(job.job_id, job.epoch) for job in request.running}
         reported |= {(report.job_id, report.epoch) for report in request.exits}
         held = self._ledger.holds.get(node_id) or NodeHolds(node_id=node_id)
@@ -520,10 +534,10 @@ class Agents:
         await self._jobs.record_lost_workers(
             LostWorker(unit, node_id, epoch, reason)
             for (unit, epoch), count in missing.items()
-            if count >= _MISSED_HEARTBEATS
+            if count >= _UNLISTED_HEARTBEATS_MAX
         )
 
-    def _to_kill(self, node_id: str, running: Sequence[RunningJob]) -> list[JobOrder]:
+    def _jobs_to_kill(self, node_id: str, running: Sequence[RunningJob]) -> list[JobOrder]:
         orders = []
         for item in running:
             job_id, rank = parse_worker_unit(item.job_id)
@@ -535,43 +549,43 @@ class Agents:
                 continue
             self._run_times.record(job, item.elapsed_s)
             if job.state is JobState.RUNNING and (job.stop or job.spec.kind is JobKind.COMMAND):
-                self._jobs.set_run_note(job, rank, item.note)
+                self._jobs.set_unkillable_note(job, rank, item.note)
             if job.stop:
                 orders.append(
                     JobOrder(
                         job_id=item.job_id,
                         epoch=item.epoch,
-                        reason=stop_reason(job),
-                        grace_s=self._grace_s(job),
+                        reason=stopping_reason(job),
+                        grace_s=self._kill_grace_s(job),
                     )
                 )
             elif job.state is JobState.PLACING:
-                self._extend_confirmation(job, rank)
+                self._extend_confirmation_deadline(job, rank)
             elif item.endpoint is not None and job.spec.kind is JobKind.SESSION:
-                with self._isolated(item.job_id):
+                with self._isolate_errors_of_job(item.job_id):
                     self._sessions.set_endpoint(job, item.epoch, item.endpoint)
             elif job.spec.kind is JobKind.SESSION:
-                self._sessions.set_note(job, item.note)
+                self._sessions.set_executor_note(job, item.note)
         return orders
 
-    def _extend_confirmation(self, job: Job, rank: int) -> None:
+    def _extend_confirmation_deadline(self, job: Job, rank: int) -> None:
         if job.state is JobState.PLACING:
-            self._confirm_deadlines_s[job.unit(rank)] = self._clock.monotonic_s() + self._confirm_s
+            self._confirm_deadlines_s[job.unit(rank)] = self._clock.monotonic_s() + self._confirm_timeout_s
 
-    def _grace_s(self, job: Job) -> float | None:
+    def _kill_grace_s(self, job: Job) -> float | None:
         """The job's own grace period if it is preempted, up to its time limit; otherwise None, the
         default."""
         if job.stop is not StopReason.PREEMPT:
             return None
         return min(job.spec.constraints.grace_s, max(self._run_times.remaining_s(job), 0.0))
 
-    def _hosts(self, job: Job) -> tuple[str, ...]:
+    def _worker_hosts(self, job: Job) -> tuple[str, ...]:
         """Addresses at which the workers reach each other, by rank."""
         records = [self._ledger.nodes.get(placement.node_id) for placement in job.placements]
         return tuple(record.info.host if record is not None else "" for record in records)
 
-    async def _deliver(self, node_id: str, workers: Sequence[tuple[Job, int]]) -> None:
-        token = self._election.require_token()
+    async def _deliver_launches(self, node_id: str, workers: Sequence[tuple[Job, int]]) -> None:
+        token = self._election.require_fencing_token()
         orders = [
             Launch(
                 job_id=job.unit(rank),
@@ -581,11 +595,11 @@ class Agents:
                 leader_token=token,
                 ticket_sha256=job.ticket_sha256,
                 rank=rank,
-                hosts=self._hosts(job),
+                hosts=self._worker_hosts(job),
             )
             for job, rank in workers
         ]
-        peer = self._membership.connection(node_id)
+        peer = self._membership.get_connection(node_id)
         outcomes: Sequence[Done | GenieError]
         if peer is not None:
             outcomes = await peer.call_each(orders, timeout_s=ORDER_TIMEOUT_S)
@@ -595,37 +609,37 @@ class Agents:
             if not isinstance(error, GenieError):
                 continue
             try:
-                await self._launch_failed(job, node_id, error)
+                await self._handle_failed_launch(job, node_id, error)
             except GenieError as failure:  # continue with the other launches
                 _log.info("could not record the failed launch of %s: %s", job.unit(rank), failure)
 
-    async def _launch_failed(self, job: Job, node_id: str, error: GenieError) -> None:
+    async def _handle_failed_launch(self, job: Job, node_id: str, error: GenieError) -> None:
         # A ProtocolError has reached the agent: sending it again would not help.
         if isinstance(error, TransportError) and not isinstance(error, ProtocolError):
             reason = f"the launch on node {node_id} could not be delivered: {error}"
-            await self._jobs.requeue(job.job_id, epoch=job.epoch, reason=reason)
+            await self._jobs.requeue_unconfirmed(job.job_id, epoch=job.epoch, reason=reason)
             return
         if isinstance(error, FencedError):
-            await self._election.check()
-        cause = Cause.JOB
+            await self._election.check_still_leading()
+        cause = FailureCause.JOB
         if isinstance(error, NodeUnfitError):
-            cause = Cause.NODE
-            self._faults.record(node_id, error.message)
+            cause = FailureCause.NODE
+            self._node_faults.record_fault(node_id, error.message)
         reason = f"node {node_id} rejected the launch: {error}"
-        await self._jobs.requeue(job.job_id, epoch=job.epoch, reason=reason, cause=cause)
+        await self._jobs.requeue_unconfirmed(job.job_id, epoch=job.epoch, reason=reason, cause=cause)
 
-    async def _kill(self, job: Job, rank: int) -> None:
+    async def _deliver_kill(self, job: Job, rank: int) -> None:
         placement = job.placements[rank]
-        peer = self._membership.connection(placement.node_id)
+        peer = self._membership.get_connection(placement.node_id)
         if peer is None:
             return
-        token = self._election.require_token()
+        token = self._election.require_fencing_token()
         order = Kill(
             job_id=job.unit(rank),
             epoch=placement.epoch,
             leader_token=token,
-            reason=stop_reason(job),
-            grace_s=self._grace_s(job),
+            reason=stopping_reason(job),
+            grace_s=self._kill_grace_s(job),
         )
         await peer.call(order, timeout_s=ORDER_TIMEOUT_S)
 

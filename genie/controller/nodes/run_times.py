@@ -16,7 +16,7 @@ from genie.processes.clock import Clock
 class RunTimes:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._began_s: dict[str, tuple[int, float]] = {}
+        self._start_by_job: dict[str, tuple[int, float]] = {}
         """By job: the epoch, and when its first worker started, in monotonic time of this controller."""
 
     def record(self, job: Job, elapsed_s: float) -> None:
@@ -24,9 +24,12 @@ class RunTimes:
         if job.spec.constraints.time_limit_s is None or not elapsed_s > 0:
             return
         began_s = self._clock.monotonic_s() - elapsed_s
-        epoch, earliest_s = self._began_s.get(job.job_id, (job.epoch, began_s))
+        epoch, earliest_s = self._start_by_job.get(job.job_id, (job.epoch, began_s))
         # The earliest value has the least delay of the network in it.
-        self._began_s[job.job_id] = (job.epoch, min(earliest_s, began_s) if epoch == job.epoch else began_s)
+        self._start_by_job[job.job_id] = (
+            job.epoch,
+            min(earliest_s, began_s) if epoch == job.epoch else began_s,
+        )
 
     def remaining_s(self, job: Job) -> float:
         """The time until the job reaches its time limit: all of it before the first report of a node,
@@ -34,16 +37,16 @@ class RunTimes:
         limit_s = job.spec.constraints.time_limit_s
         if limit_s is None:
             return math.inf
-        epoch, began_s = self._began_s.get(job.job_id, (0, 0.0))
+        epoch, began_s = self._start_by_job.get(job.job_id, (0, 0.0))
         return limit_s if epoch != job.epoch else began_s + limit_s - self._clock.monotonic_s()
 
-    def exceeding_limit(self, running: Iterable[Job]) -> list[Job]:
+    def jobs_exceeding_limit(self, running: Iterable[Job]) -> list[Job]:
         """Those of all running jobs that have reached their time limit and are not being stopped."""
-        known = {job.job_id: job for job in running if job.job_id in self._began_s}
-        if len(known) < len(self._began_s):
-            self._began_s = {job_id: self._began_s[job_id] for job_id in known}
+        known = {job.job_id: job for job in running if job.job_id in self._start_by_job}
+        if len(known) < len(self._start_by_job):
+            self._start_by_job = {job_id: self._start_by_job[job_id] for job_id in known}
         return [job for job in known.values() if not job.stop and self.remaining_s(job) <= 0]
 
     def clear(self) -> None:
         """Forget all jobs, at the start of a term."""
-        self._began_s.clear()
+        self._start_by_job.clear()

@@ -25,92 +25,92 @@ _EXPIRIES_PER_NODE_MAX = 8
 
 @dataclass(frozen=True)
 class NodeSnapshot:
-    """The current state of one node. `closed` is why it accepts no placement; empty when it does."""
+    """The current state of one node. `blocked_reason` is why it accepts no placement; empty when it does."""
 
     info: NodeInfo
-    closed: str = ""
+    blocked_reason: str = ""
 
     @property
     def node_id(self) -> str:
         return self.info.node_id
 
 
-class Views:
+class NodeViews:
     def __init__(self, ledger: Ledger, membership: Membership, faults: NodeFaults, *, clock: Clock) -> None:
         self._ledger = ledger
         self._membership = membership
-        self._faults = faults
+        self._node_faults = faults
         self._clock = clock
-        self._states: dict[str, NodeSnapshot] = {}
+        self._snapshots: dict[str, NodeSnapshot] = {}
         self._valid_until_s: dict[str, float] = {}
-        self._expiries: list[tuple[float, str]] = []
+        self._expiry_heap: list[tuple[float, str]] = []
         """Heap of `_valid_until_s`; also contains earlier values, which are ignored."""
-        self._stale: set[str] = set()
+        self._stale_node_ids: set[str] = set()
         """IDs of nodes whose snapshot must be renewed; bounded by the nodes ever registered."""
         self._listeners: list[Callable[[str, NodeSnapshot | None], None]] = []
         ledger.add_load_listener(self._reset)
-        ledger.nodes.add_listener(self._row_changed)
-        membership.add_listener(self._stale.add)
+        ledger.nodes.add_listener(self._on_node_record_changed)
+        membership.add_listener(self._stale_node_ids.add)
         membership.add_term_listener(self._reset)
-        faults.add_listener(self._stale.add)
+        faults.add_listener(self._stale_node_ids.add)
 
     def add_listener(self, listener: Callable[[str, NodeSnapshot | None], None]) -> None:
         """Call `listener` for each renewed snapshot; with None for a node that is no longer registered."""
         self._listeners.append(listener)
 
-    def current(self) -> Mapping[str, NodeSnapshot]:
+    def current_snapshots(self) -> Mapping[str, NodeSnapshot]:
         """Snapshots of all registered nodes, including blocked ones."""
         now_s = self._clock.monotonic_s()
-        while self._expiries and self._expiries[0][0] <= now_s:
-            _, node_id = heapq.heappop(self._expiries)
+        while self._expiry_heap and self._expiry_heap[0][0] <= now_s:
+            _, node_id = heapq.heappop(self._expiry_heap)
             if self._valid_until_s.get(node_id, math.inf) <= now_s:
-                self._stale.add(node_id)
-        return self.registered()
+                self._stale_node_ids.add(node_id)
+        return self.registered_snapshots()
 
-    def last(self) -> Mapping[str, NodeSnapshot]:
+    def last_snapshots(self) -> Mapping[str, NodeSnapshot]:
         """The snapshots as they were last renewed."""
-        return self._states
+        return self._snapshots
 
-    def registered(self) -> Mapping[str, NodeSnapshot]:
-        """Like `current`, but without checking for missing heartbeats: for the hardware only."""
-        if self._stale:
+    def registered_snapshots(self) -> Mapping[str, NodeSnapshot]:
+        """Like `current_snapshots`, but without checking for missing heartbeats: for the hardware only."""
+        if self._stale_node_ids:
             now_s = self._clock.monotonic_s()
-            for node_id in sorted(self._stale):  # deterministic: placements depend on the order
-                self._renew(node_id, now_s)
+            for node_id in sorted(self._stale_node_ids):  # deterministic: placements depend on the order
+                self._renew_snapshot(node_id, now_s)
                 for listener in self._listeners:
-                    listener(node_id, self._states.get(node_id))
-            self._stale.clear()
-        return self._states
+                    listener(node_id, self._snapshots.get(node_id))
+            self._stale_node_ids.clear()
+        return self._snapshots
 
-    def _renew(self, node_id: str, now_s: float) -> None:
+    def _renew_snapshot(self, node_id: str, now_s: float) -> None:
         record = self._ledger.nodes.get(node_id)
         if record is None:
-            self._states.pop(node_id, None)
+            self._snapshots.pop(node_id, None)
             self._valid_until_s.pop(node_id, None)
             return
         info = self._membership.current_info(record.info, now_s)
-        fault = self._faults.closed_reason(node_id)
+        fault = self._node_faults.blocked_reason(node_id)
         if fault and info.status is NodeStatus.HEALTHY:
             info = msgspec.structs.replace(info, status=NodeStatus.DEGRADED, status_reason=fault)
         blocked = record.drained or self._membership.blocked_reason(info) or fault
         closed = "it has left the cluster" if record.left else blocked
-        self._states[node_id] = NodeSnapshot(info, closed)
-        until_s = self._membership.unchanged_until_s(node_id, now_s)
-        self._set_expiry(node_id, min(until_s, self._faults.unchanged_until_s(node_id)))
+        self._snapshots[node_id] = NodeSnapshot(info, closed)
+        until_s = self._membership.current_info_valid_until_s(node_id, now_s)
+        self._set_expiry(node_id, min(until_s, self._node_faults.blocked_reason_valid_until_s(node_id)))
 
     def _set_expiry(self, node_id: str, until_s: float) -> None:
         self._valid_until_s[node_id] = until_s
-        heapq.heappush(self._expiries, (until_s, node_id))
-        if len(self._expiries) > _EXPIRIES_PER_NODE_MAX * len(self._valid_until_s):
-            self._expiries = [(until_s, node_id) for node_id, until_s in self._valid_until_s.items()]
-            heapq.heapify(self._expiries)
+        heapq.heappush(self._expiry_heap, (until_s, node_id))
+        if len(self._expiry_heap) > _EXPIRIES_PER_NODE_MAX * len(self._valid_until_s):
+            self._expiry_heap = [(until_s, node_id) for node_id, until_s in self._valid_until_s.items()]
+            heapq.heapify(self._expiry_heap)
 
     def _reset(self) -> None:
-        self._states.clear()
+        self._snapshots.clear()
         self._valid_until_s.clear()
-        self._stale.clear()
-        self._stale.update(self._ledger.nodes)
-        self._expiries.clear()
+        self._stale_node_ids.clear()
+        self._stale_node_ids.update(self._ledger.nodes)
+        self._expiry_heap.clear()
 
-    def _row_changed(self, node_id: str, before: object, after: object) -> None:
-        self._stale.add(node_id)
+    def _on_node_record_changed(self, node_id: str, before: object, after: object) -> None:
+        self._stale_node_ids.add(node_id)

@@ -11,7 +11,7 @@ import threading
 from types import FrameType, TracebackType
 
 
-class Alarm:
+class SignalTimeout:
     """A context manager that raises `error` inside its block after `limit_s` seconds. Not reentrant."""
 
     def __init__(self, limit_s: float, error: type[BaseException]) -> None:
@@ -20,7 +20,7 @@ class Alarm:
         self._is_armed = False
         self._is_main_thread = threading.current_thread() is threading.main_thread()
         if self._is_main_thread:
-            signal.signal(signal.SIGALRM, self._expire)
+            signal.signal(signal.SIGALRM, self._raise_error)
 
     def __enter__(self) -> None:
         if self._is_main_thread and threading.current_thread() is threading.main_thread():
@@ -37,7 +37,7 @@ class Alarm:
             self._is_armed = False
             signal.setitimer(signal.ITIMER_REAL, 0.0)
 
-    def _expire(self, number: int, frame: FrameType | None) -> None:
+    def _raise_error(self, number: int, frame: FrameType | None) -> None:
         if self._is_armed:  # the signal may arrive while the block is exiting
             self._is_armed = False
             raise self._error

@@ -5,39 +5,39 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
-from genie.controller.nodes.orders import Orders
+from genie.controller.nodes.orders import AgentOrders
 from genie.model.job import Job
 
 
 class LaunchQueue:
     """Bounded by the orders that can be sent to agents: each worker of a job becomes one."""
 
-    def __init__(self, orders: Orders) -> None:
+    def __init__(self, orders: AgentOrders) -> None:
         self._orders = orders
-        self._jobs: list[Job] = []
-        self._reserved = 0
+        self._placed_jobs: list[Job] = []
+        self._reserved_workers = 0
 
     @property
-    def capacity(self) -> int:
+    def worker_capacity(self) -> int:
         """Number of further workers that may be placed now."""
-        return self._orders.capacity - self._reserved - len(self._jobs)
+        return self._orders.free_capacity - self._reserved_workers - len(self._placed_jobs)
 
     @contextmanager
-    def reserve(self, workers: int) -> Iterator[None]:
+    def reserve_capacity(self, workers: int) -> Iterator[None]:
         """Reserve capacity for workers whose placement is being written."""
-        self._reserved = workers
+        self._reserved_workers = workers
         try:
             yield
         finally:
-            self._reserved = 0
+            self._reserved_workers = 0
 
     @property
     def is_empty(self) -> bool:
-        return not self._jobs
+        return not self._placed_jobs
 
     def add(self, jobs: Iterable[Job]) -> None:
-        self._jobs.extend(jobs)
+        self._placed_jobs.extend(jobs)
 
     def take_all(self) -> list[Job]:
-        jobs, self._jobs = self._jobs, []
+        jobs, self._placed_jobs = self._placed_jobs, []
         return jobs

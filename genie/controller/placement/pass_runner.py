@@ -20,8 +20,8 @@ from genie.scheduler.decisions import Preempt, Start, Wait
 
 _log = logging.getLogger(__name__)
 
-_LOGGED_MAX = 8
-_REFRESHES_MAX = 8
+_LAUNCHES_LOGGED_MAX = 8
+_REFRESHES_PER_PASS_MAX = 8
 """Refreshes after a pass: a large cluster needs several, and the next pass must not wait long for them."""
 
 
@@ -38,11 +38,11 @@ class PassRunner:
         self._planner = planner
         self._jobs = jobs
         self._agents = agents
-        self._launches = launches
-        self._launched: list[Job] = []
+        self._launch_queue = launches
+        self._unlogged_launches: list[Job] = []
         """Not logged yet."""
-        self._policy_fault = ""
-        ledger.jobs.add_listener(self._job_changed)
+        self._logged_policy_fault = ""
+        ledger.jobs.add_listener(self._on_job_changed)
 
     async def run(self) -> None:
         """Run one scheduling pass."""
@@ -53,73 +53,73 @@ class PassRunner:
             if isinstance(decision, Wait):
                 self._jobs.set_pending_reason(decision.job_id, decision.reason)
         try:
-            await self._place(starts)
+            await self._record_starts(starts)
             await self._preempt([each for each in decisions if isinstance(each, Preempt)])
         except Exception:
             self._planner.invalidate()  # decisions that were not carried out must not count
             raise
         finally:
-            self._planner.settle_pass(start.job_id for start in starts)
-        await self._refresh()
+            self._planner.undo_unrecorded_pass_starts(start.job_id for start in starts)
+        await self._refresh_planner_caches()
 
-    async def stop(self, jobs: Iterable[tuple[Job, str]], stop: StopReason) -> None:
+    async def stop_jobs(self, jobs: Iterable[tuple[Job, str]], stop_kind: StopReason) -> None:
         """Mark running jobs, each with a reason, and send the kills to their agents."""
-        for stopped in await self._jobs.stop_each(jobs, stop):
-            self._agents.kill(stopped)
+        for stopped in await self._jobs.mark_jobs_stopping(jobs, stop_kind):
+            self._agents.send_kills(stopped)
 
     def log_launches(self) -> None:
         """Log the jobs that were launched since the last call."""
-        jobs, self._launched = self._launched, []
-        if len(jobs) > _LOGGED_MAX:
+        jobs, self._unlogged_launches = self._unlogged_launches, []
+        if len(jobs) > _LAUNCHES_LOGGED_MAX:
             # One line per job would cost more than placing it.
             _log.info("placed %d jobs", len(jobs))
             return
         for job in jobs:
             _log.info("placed job %s: %s", job.job_id, job.reason)
 
-    async def _refresh(self) -> None:
+    async def _refresh_planner_caches(self) -> None:
         """Refresh the planner's caches; requests are answered between the parts."""
-        for _ in range(_REFRESHES_MAX):
-            if self._planner.refresh():
+        for _ in range(_REFRESHES_PER_PASS_MAX):
+            if self._planner.refresh_caches():
                 return
             await asyncio.sleep(0)
 
-    async def _place(self, starts: list[Start]) -> None:
+    async def _record_starts(self, starts: list[Start]) -> None:
         placed: list[Job] = []
         try:
-            with self._launches.reserve(sum(len(start.places) for start in starts)):
-                await self._jobs.place(starts, placed=placed.append)
+            with self._launch_queue.reserve_capacity(sum(len(start.places) for start in starts)):
+                await self._jobs.record_starts(starts, on_placed=placed.append)
         finally:
             # All starts of the pass together, so that each node gets one message.
-            self._launches.add(placed)
-            self._launch()
+            self._launch_queue.add(placed)
+            self._launch_placed_jobs()
 
     async def _preempt(self, decisions: Sequence[Preempt]) -> None:
         found = [(self._jobs.get(each.job_id), each.reason) for each in decisions]
         jobs = [(job, reason) for job, reason in found if job is not None]
-        for job, reason in jobs[:_LOGGED_MAX]:
+        for job, reason in jobs[:_LAUNCHES_LOGGED_MAX]:
             _log.info("stopping job %s: %s", job.job_id, reason)
-        if len(jobs) > _LOGGED_MAX:
-            _log.info("stopping %d more jobs", len(jobs) - _LOGGED_MAX)
-        await self._jobs.requeue_each(each for each in jobs if each[0].state is JobState.PLACING)
+        if len(jobs) > _LAUNCHES_LOGGED_MAX:
+            _log.info("stopping %d more jobs", len(jobs) - _LAUNCHES_LOGGED_MAX)
+        await self._jobs.requeue_unconfirmed_jobs(each for each in jobs if each[0].state is JobState.PLACING)
         # No effect on a job that was just queued again; but its launch may have been confirmed meanwhile.
-        await self.stop(jobs, StopReason.PREEMPT)
+        await self.stop_jobs(jobs, StopReason.PREEMPT)
         if any(self._ledger.jobs.prefix + job.job_id in self._ledger.quarantined for job, _ in jobs):
             self._planner.invalidate()  # it was not stopped
 
-    def _job_changed(self, job_id: str, before: Job | None, after: Job | None) -> None:
+    def _on_job_changed(self, job_id: str, before: Job | None, after: Job | None) -> None:
         """Launch a job that was placed at its submission, together with the others of its transaction."""
         if before is None and after is not None and after.state is JobState.PLACING:
-            if self._launches.is_empty:
-                asyncio.get_running_loop().call_soon(self._launch)
-            self._launches.add((after,))
+            if self._launch_queue.is_empty:
+                asyncio.get_running_loop().call_soon(self._launch_placed_jobs)
+            self._launch_queue.add((after,))
 
-    def _launch(self) -> None:
-        jobs = self._launches.take_all()
-        self._agents.launch(jobs)
-        self._launched.extend(jobs)
+    def _launch_placed_jobs(self) -> None:
+        jobs = self._launch_queue.take_all()
+        self._agents.send_launches(jobs)
+        self._unlogged_launches.extend(jobs)
 
     def _log_policy_fault(self) -> None:
-        if self._planner.fault != self._policy_fault:
-            self._policy_fault = self._planner.fault
-            _log.error("%s", self._policy_fault)
+        if self._planner.policy_fault != self._logged_policy_fault:
+            self._logged_policy_fault = self._planner.policy_fault
+            _log.error("%s", self._logged_policy_fault)

@@ -17,7 +17,7 @@ MakeSeededPlacer: TypeAlias = Callable[[str, int, Sequence[TypicalShape]], Place
 _BACKGROUND_BUILD_NOTE = "the controller compiles it in the background, once, in about half a minute"
 _SLOW_NOTE = "scheduling for many nodes is slow"
 # Cached because is_built() reads all sources. A process has one build cache.
-_built_caches: set[libraries.BuildCache] = set()
+_caches_with_library: set[libraries.BuildCache] = set()
 
 
 def placer_factory(*, build: bool = True) -> tuple[MakeSeededPlacer, str]:
@@ -25,10 +25,10 @@ def placer_factory(*, build: bool = True) -> tuple[MakeSeededPlacer, str]:
     not built yet and `build` is False."""
     try:
         if not build and not _is_library_built():
-            return _plain, "plain"
+            return _make_plain_placer, "plain"
         libraries.load("genie_scheduler")
     except NativeBuildError:
-        return _plain, "plain"
+        return _make_plain_placer, "plain"
 
     def make(policy: str, seed: int, typical: Sequence[TypicalShape]) -> Placer:
         shapes = [shape.as_tuple() for shape in typical] if policy == "fgd" else []
@@ -39,12 +39,12 @@ def placer_factory(*, build: bool = True) -> tuple[MakeSeededPlacer, str]:
 
 def _is_library_built() -> bool:
     build_cache = libraries.BuildCache.of_this_installation()
-    if build_cache not in _built_caches and build_cache.is_built("genie_scheduler"):
-        _built_caches.add(build_cache)
-    return build_cache in _built_caches
+    if build_cache not in _caches_with_library and build_cache.is_built("genie_scheduler"):
+        _caches_with_library.add(build_cache)
+    return build_cache in _caches_with_library
 
 
-def why_not_native() -> str:
+def why_plain_placers() -> str:
     """Why plain placers are used, the consequence, and the remedy; empty when native ones are used."""
     try:
         if libraries.BuildCache.of_this_installation().is_built("genie_scheduler"):
@@ -57,5 +57,5 @@ def why_not_native() -> str:
     return f"the scheduler's library is not compiled yet; {_BACKGROUND_BUILD_NOTE}; until then {_SLOW_NOTE}"
 
 
-def _plain(policy: str, seed: int, typical: Sequence[TypicalShape]) -> Placer:
-    return PlainPlacer(policy, typical=typical)
+def _make_plain_placer(policy: str, seed: int, typical_shapes: Sequence[TypicalShape]) -> Placer:
+    return PlainPlacer(policy, typical=typical_shapes)

@@ -9,11 +9,11 @@ import importlib
 from collections.abc import Callable
 
 from genie.config import ControllerConfig
-from genie.controller.placement.alarm import Alarm
+from genie.controller.placement.alarm import SignalTimeout
 from genie.errors import ConfigError, UsageError
 from genie.processes.clock import Clock
 from genie.scheduler.order import Order
-from genie.scheduler.policies import BUILT_IN, Policies, PolicyTimeoutError
+from genie.scheduler.policies import BUILT_IN_POLICIES, PolicyRegistry, PolicyTimeoutError
 
 POLICY_CALL_TIMEOUT_S = 1.0
 """Timeout of one call of a custom policy."""
@@ -22,26 +22,26 @@ POLICY_CALL_TIMEOUT_S = 1.0
 def make_policy(config: ControllerConfig, *, clock: Clock) -> Order:
     """Create the configured policy; ConfigError if it is unknown or cannot be created."""
     try:
-        return policy_named(config.policy, budget_s=config.policy_budget_s, clock=clock.monotonic_s)
+        return create_policy(config.policy, budget_s=config.policy_budget_s, clock=clock.monotonic_s)
     except UsageError as error:
         raise ConfigError(f"controller.policy: {error.message}", hint=error.hint) from error
 
 
-def policy_named(name: str, *, budget_s: float, clock: Callable[[], float]) -> Order:
+def create_policy(name: str, *, budget_s: float, clock: Callable[[], float]) -> Order:
     """Create a policy by name; UsageError if it is unknown or cannot be created. One call may take `budget_s`
     seconds of `clock`."""
-    if name in BUILT_IN:
-        return BUILT_IN[name]()
-    policies = Policies()
+    if name in BUILT_IN_POLICIES:
+        return BUILT_IN_POLICIES[name]()
+    policies = PolicyRegistry()
     policies.register(name, _import_policy(name))
-    return policies.make(
-        name, budget_s=budget_s, clock=clock, guard=Alarm(POLICY_CALL_TIMEOUT_S, PolicyTimeoutError)
+    return policies.create(
+        name, budget_s=budget_s, clock=clock, guard=SignalTimeout(POLICY_CALL_TIMEOUT_S, PolicyTimeoutError)
     )
 
 
 def _import_policy(name: str) -> type:
     module_name, _, class_name = name.partition(":")
-    hint = f"use one of {', '.join(sorted(BUILT_IN))}, or MODULE:CLASS"
+    hint = f"use one of {', '.join(sorted(BUILT_IN_POLICIES))}, or MODULE:CLASS"
     if not module_name or not class_name:
         raise UsageError(f"there is no policy {name!r}", hint=hint)
     try:

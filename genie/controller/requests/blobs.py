@@ -29,34 +29,34 @@ class BlobRequests:
         self._blobs = blobs
         self._election = election
         self._offload = offload
-        self._is_needed = is_needed
-        self._find_tenant = find_tenant
+        self._is_blob_needed = is_needed
+        self._find_blob_tenant = find_tenant
 
     def handlers(self) -> Handlers:
         return {StatBlob: self.stat_blob, PutBlob: self.put_blob, GetBlob: self.get_blob}
 
     async def stat_blob(self, connection: Connection, request: StatBlob) -> BlobStatus:
-        stat = partial(self._blobs.stat, request.digest, tenant=connection.identity.tenant)
+        stat = partial(self._blobs.get_status, request.digest, tenant=connection.identity.tenant)
         return await self._offload(stat)
 
     async def put_blob(self, connection: Connection, request: PutBlob) -> BlobStatus:
-        self._election.require_token()
+        self._election.require_fencing_token()
         put = partial(
-            self._blobs.put,
+            self._blobs.append_chunk,
             request.digest,
             tenant=connection.identity.tenant,
             offset=request.offset,
             data=request.data,
-            last=request.last,
-            is_needed=self._is_needed,
+            is_last=request.last,
+            is_needed=self._is_blob_needed,
         )
         return await self._offload(put)
 
     async def get_blob(self, connection: Connection, request: GetBlob) -> BlobChunk:
         """For agents: only blobs of jobs that are placed on their node."""
         node_id = connection.identity.name
-        tenant = self._find_tenant(node_id, request.digest)
+        tenant = self._find_blob_tenant(node_id, request.digest)
         if tenant is None:
             raise PermissionError_(f"permission denied: no job on node {node_id} needs {request.digest[:12]}")
-        read = partial(self._blobs.read, request.digest, request.offset, tenant=tenant)
+        read = partial(self._blobs.read_chunk, request.digest, request.offset, tenant=tenant)
         return await self._offload(read)

@@ -14,8 +14,8 @@ from genie.controller.election import Election
 from genie.controller.jobs.blobs import Blobs
 from genie.controller.jobs.lifecycle import JobLifecycle
 from genie.controller.placement.planner import PENDING_KINDS_MAX, Planner
-from genie.controller.requests.open_waits import OpenWaits, too_many
-from genie.controller.requests.reply_size import fit_in_reply
+from genie.controller.requests.open_waits import OpenWaits, too_many_open_error
+from genie.controller.requests.reply_size import truncate_to_reply
 from genie.errors import JobRefusedError, QueueFullError, WorkdirError
 from genie.model.job import Job, JobSpec, JobState, Workdir
 from genie.model.limits import LIST_MAX
@@ -23,7 +23,7 @@ from genie.model.messages import CancelJob, GetJob, JobReply, JobsReply, ListJob
 from genie.model.tenant import Identity
 from genie.processes.tasks import Offload
 
-_DECISION_WAIT_S = 0.25
+_DECISION_WAIT_S_MAX = 0.25
 
 
 class JobRequests:
@@ -46,9 +46,9 @@ class JobRequests:
         self._planner = planner
         self._blobs = blobs
         self._election = election
-        self._waits = waits
+        self._open_waits = waits
         self._offload = offload
-        self._kill = kill
+        self._send_kills = kill
         self._check_readable = check_readable
 
     def handlers(self) -> Handlers:
@@ -62,9 +62,9 @@ class JobRequests:
     async def submit_job(self, connection: Connection, request: SubmitJob) -> JobReply:
         """The job is durable when this returns; a job that stays queued has its pending reason."""
         jobs, identity = self._jobs, connection.identity
-        spec = connection.checked_spec(request.spec)
-        self._election.require_token()
-        if jobs.find_request(identity.tenant, request.request_id) is None:
+        spec = connection.check_spec_once(request.spec)
+        self._election.require_fencing_token()
+        if jobs.find_by_request_id(identity.tenant, request.request_id) is None:
             await self._check_can_run(spec, identity)
         job = await jobs.submit(spec, identity, request.request_id)
 
@@ -72,26 +72,26 @@ class JobRequests:
             return job.state is JobState.QUEUED and jobs.with_pending_reason(job) is job
 
         if is_undecided(job):
-            await jobs.wait_while(job.job_id, is_undecided, timeout_s=_DECISION_WAIT_S)
+            await jobs.wait_while(job.job_id, is_undecided, timeout_s=_DECISION_WAIT_S_MAX)
         return JobReply(job=jobs.visible_to(jobs.get(job.job_id) or job, identity))
 
     async def _check_can_run(self, spec: JobSpec, identity: Identity) -> None:
-        if reason := self._planner.why_never(spec):
+        if reason := self._planner.why_infeasible(spec):
             raise JobRefusedError(
                 f"job {spec.name!r} can never run here: {reason}",
                 hint="change the request; 'genie nodes' lists the nodes and their hardware",
             )
         check_quota_allows(self._planner, spec, tenant=identity.tenant)
-        if not self._planner.accepts_kind(spec, identity.tenant):
+        if not self._planner.accepts_job_kind(spec, identity.tenant):
             raise QueueFullError(
                 f"{PENDING_KINDS_MAX} different kinds of jobs are pending already",
                 hint="use the same resource request as other jobs, or try again later",
             )
         if spec.workdir is not None:
-            await self._check_uploaded(spec.workdir, spec.name, tenant=identity.tenant)
+            await self._check_workdir_uploaded(spec.workdir, spec.name, tenant=identity.tenant)
 
-    async def _check_uploaded(self, workdir: Workdir, job_name: str, *, tenant: str) -> None:
-        status = await self._offload(partial(self._blobs.stat, workdir.digest, tenant=tenant))
+    async def _check_workdir_uploaded(self, workdir: Workdir, job_name: str, *, tenant: str) -> None:
+        status = await self._offload(partial(self._blobs.get_status, workdir.digest, tenant=tenant))
         if not status.complete or status.received_bytes != workdir.size_bytes:
             raise WorkdirError(
                 f"the working directory {workdir.digest[:12]} of job {job_name!r} has not been uploaded",
@@ -103,9 +103,9 @@ class JobRequests:
         jobs, identity = self._jobs, connection.identity
         job = jobs.find(request.job_id, identity)
         if request.while_state is job.state and (wait_s := clamp_wait_s(request.wait_s)):
-            with self._waits.wait_of(identity.tenant) as is_allowed:
+            with self._open_waits.try_open_wait(identity.tenant) as is_allowed:
                 if not is_allowed:
-                    raise too_many(f"waits of tenant {identity.tenant}")
+                    raise too_many_open_error(f"waits of tenant {identity.tenant}")
                 await jobs.wait_while(
                     job.job_id, lambda now: now.state is request.while_state, timeout_s=wait_s
                 )
@@ -115,21 +115,21 @@ class JobRequests:
         self._check_readable()
         limit = min(max(request.limit, 1), LIST_MAX)
         identity = connection.identity
-        newest = self._jobs.newest_first(
+        newest = self._jobs.visible_jobs_newest_first(
             request.states, identity, before=request.before_sequence, limit=limit + 1
         )
         found = [self._jobs.visible_to(job, identity) for job in newest]
-        fitting, more = fit_in_reply(found[:limit])
+        fitting, more = truncate_to_reply(found[:limit])
         return JobsReply(jobs=fitting, more=more or len(found) > limit)
 
     async def cancel_job(self, connection: Connection, request: CancelJob) -> JobReply:
-        self._election.require_token()
+        self._election.require_fencing_token()
         job = self._jobs.find(request.job_id, connection.identity)
         reason = f"requested with token {connection.identity.token_id}"
         was_placed = bool(job.placements) and not job.state.is_final
         after = await self._jobs.cancel(job.job_id, reason)
         if was_placed:
-            self._kill(after)
+            self._send_kills(after)
         return JobReply(job=self._jobs.visible_to(after, connection.identity))
 
 

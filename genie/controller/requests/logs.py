@@ -13,7 +13,7 @@ import msgspec
 from genie.controller.checks import clamp_wait_s
 from genie.controller.connection import Connection, Handlers
 from genie.controller.jobs.lifecycle import JobLifecycle
-from genie.controller.requests.open_waits import OpenWaits, too_many
+from genie.controller.requests.open_waits import OpenWaits, too_many_open_error
 from genie.errors import JobNotFoundError, UsageError
 from genie.model.job import Job, PastRun, worker_unit_name
 from genie.model.messages import CHUNK_BYTES_MAX, LogChunk, ReadLog
@@ -36,7 +36,7 @@ class LogRequests:
     ) -> None:
         self._jobs = jobs
         self._clock = clock
-        self._waits = waits
+        self._open_waits = waits
         self._read_from_agent = read_from_agent
         self._check_readable = check_readable
 
@@ -48,11 +48,11 @@ class LogRequests:
         self._check_readable()
         jobs, clock, identity = self._jobs, self._clock, connection.identity
         job, rank = jobs.find_worker(request.job_id, identity)
-        _check(request, job)
+        _check_log_request(request, job)
         wait_s = clamp_wait_s(request.wait_s)
         deadline_s = clock.monotonic_s() + wait_s
-        if wait_s and _is_future(job, request.run):
-            job = await self._wait_run(job, request.run, identity, wait_s=wait_s)
+        if wait_s and _is_future_run(job, request.run):
+            job = await self._wait_for_run(job, request.run, identity, wait_s=wait_s)
         run = _find_run(job, request.run)
         if run is None and request.run and not wait_s:
             raise _no_run_error(request, job)
@@ -64,7 +64,7 @@ class LogRequests:
                 f"job {job.job_id} has no worker of rank {rank}: the highest rank is {len(run.nodes) - 1}"
             )
         left_s = max(deadline_s - clock.monotonic_s(), 0.0)
-        chunk = await self._read(
+        chunk = await self._read_from_node(
             worker_unit_name(job.job_id, rank, workers=len(run.nodes)),
             run.nodes[rank],
             msgspec.structs.replace(request, wait_s=left_s, epoch=run.epoch),
@@ -72,31 +72,37 @@ class LogRequests:
         )
         return msgspec.structs.replace(chunk, run=run.number, runs=_run_numbers(job))
 
-    async def _wait_run(self, job: Job, number: int, identity: Identity, *, wait_s: float) -> Job:
+    async def _wait_for_run(self, job: Job, run_number: int, identity: Identity, *, wait_s: float) -> Job:
         """Wait until the run starts or the job ends, and return the job as it is then."""
-        with self._waits.wait_of(identity.tenant) as is_allowed:
+        with self._open_waits.try_open_wait(identity.tenant) as is_allowed:
             if not is_allowed:
-                raise too_many(f"waits of tenant {identity.tenant}")
-            await self._jobs.wait_while(job.job_id, lambda now: _is_future(now, number), timeout_s=wait_s)
+                raise too_many_open_error(f"waits of tenant {identity.tenant}")
+            await self._jobs.wait_while(
+                job.job_id, lambda now: _is_future_run(now, run_number), timeout_s=wait_s
+            )
         return self._jobs.find(job.job_id, identity)
 
-    async def _read(self, unit: str, node_id: str, request: ReadLog, *, tenant: str) -> LogChunk:
+    async def _read_from_node(
+        self, worker_unit: str, node_id: str, request: ReadLog, *, tenant: str
+    ) -> LogChunk:
         """Read from the agent. Above the limit on waits, the reply contains the output that exists."""
-        waits = self._waits
+        waits = self._open_waits
         if request.wait_s:
-            with waits.wait_of(tenant, node_id=node_id) as is_allowed:
+            with waits.try_open_wait(tenant, node_id=node_id) as is_allowed:
                 if is_allowed:
-                    return await self._read_from_agent(unit, node_id, request)
-        with waits.read_of(tenant, node_id=node_id) as is_allowed:
+                    return await self._read_from_agent(worker_unit, node_id, request)
+        with waits.try_open_read(tenant, node_id=node_id) as is_allowed:
             if not is_allowed:
-                raise too_many(f"reads of logs on node {node_id}")
-            chunk = await self._read_from_agent(unit, node_id, msgspec.structs.replace(request, wait_s=0.0))
+                raise too_many_open_error(f"reads of logs on node {node_id}")
+            chunk = await self._read_from_agent(
+                worker_unit, node_id, msgspec.structs.replace(request, wait_s=0.0)
+            )
         if request.wait_s and not chunk.data and not chunk.eof:
-            raise too_many(f"waits for output of node {node_id}")
+            raise too_many_open_error(f"waits for output of node {node_id}")
         return chunk
 
 
-def _check(request: ReadLog, job: Job) -> None:
+def _check_log_request(request: ReadLog, job: Job) -> None:
     if request.offset < 0 or not 1 <= request.bytes_max <= CHUNK_BYTES_MAX:
         raise UsageError(f"offset must be 0 or more and bytes_max from 1 to {CHUNK_BYTES_MAX}")
     is_past = 0 < request.run < job.run
@@ -104,23 +110,23 @@ def _check(request: ReadLog, job: Job) -> None:
         raise _no_run_error(request, job)
 
 
-def _is_future(job: Job, number: int) -> bool:
+def _is_future_run(job: Job, run_number: int) -> bool:
     if job.state.is_final:
         return False
-    if number == 0:
+    if run_number == 0:
         return job.started_at is None and not job.earlier
-    return number > job.run or (number == job.run and job.started_at is None)
+    return run_number > job.run or (run_number == job.run and job.started_at is None)
 
 
-def _find_run(job: Job, number: int) -> PastRun | None:
+def _find_run(job: Job, run_number: int) -> PastRun | None:
     """Find a run that has started, or None. Number 0 is the latest one."""
-    runs = _runs(job)
-    if number == 0:
+    runs = _started_runs(job)
+    if run_number == 0:
         return runs[-1] if runs else None
-    return next((run for run in runs if run.number == number), None)
+    return next((run for run in runs if run.number == run_number), None)
 
 
-def _runs(job: Job) -> tuple[PastRun, ...]:
+def _started_runs(job: Job) -> tuple[PastRun, ...]:
     if job.started_at is None or not job.placements:
         return job.earlier
     last = PastRun(
@@ -134,7 +140,7 @@ def _runs(job: Job) -> tuple[PastRun, ...]:
 
 
 def _run_numbers(job: Job) -> tuple[int, ...]:
-    return tuple(run.number for run in _runs(job))
+    return tuple(run.number for run in _started_runs(job))
 
 
 def _no_run_error(request: ReadLog, job: Job) -> JobNotFoundError:

@@ -15,8 +15,8 @@ from genie.controller.connection import Connection, Handlers
 from genie.controller.election import Election, StoreHealth
 from genie.controller.jobs.space import JobSpace
 from genie.controller.ledger import Ledger
-from genie.controller.nodes.views import NodeSnapshot, Views
-from genie.controller.requests.reply_size import fit_in_reply
+from genie.controller.nodes.views import NodeSnapshot, NodeViews
+from genie.controller.requests.reply_size import truncate_to_reply
 from genie.model.allocation import Hold, NodeHolds
 from genie.model.messages import GetStatus, ListNodes, NodesReply, NodeView, StatusReply
 from genie.model.node import NodeStatus
@@ -29,36 +29,36 @@ _QUARANTINED_SHOWN_MAX = 20
 class NodeList:
     """The nodes as clients see them; nodes that have left the cluster are omitted."""
 
-    def __init__(self, ledger: Ledger, views: Views) -> None:
+    def __init__(self, ledger: Ledger, views: NodeViews) -> None:
         self._ledger = ledger
-        self._views = views
+        self._node_views = views
 
     def snapshots(self) -> list[NodeSnapshot]:
-        nodes = self._views.current().values()
+        nodes = self._node_views.current_snapshots().values()
         return [node for node in nodes if not self._ledger.nodes[node.node_id].left]
 
-    def allocations(self, node_id: str) -> NodeHolds:
+    def holds_of_node(self, node_id: str) -> NodeHolds:
         return self._ledger.holds.get(node_id) or NodeHolds(node_id=node_id)
 
-    def reply(self, identity: Identity, *, after: str = "") -> NodesReply:
-        """List the nodes with IDs greater than `after`, as many as fit into one reply."""
-        nodes = self._views.current()
+    def make_nodes_reply(self, identity: Identity, *, after_node_id: str = "") -> NodesReply:
+        """List the nodes with IDs greater than `after_node_id`, as many as fit into one reply."""
+        nodes = self._node_views.current_snapshots()
         views = (
             NodeView(
                 info=nodes[node_id].info,
-                node_holds=_mask_holds(self.allocations(node_id), identity),
+                node_holds=_mask_holds(self.holds_of_node(node_id), identity),
                 drained=self._ledger.nodes[node_id].drained,
             )
-            for node_id in sorted(node_id for node_id in nodes if node_id > after)
+            for node_id in sorted(node_id for node_id in nodes if node_id > after_node_id)
             if not self._ledger.nodes[node_id].left
         )
-        fitting, more = fit_in_reply(views)
+        fitting, more = truncate_to_reply(views)
         return NodesReply(nodes=fitting, more=more)
 
 
 class NodeRequests:
     def __init__(self, nodes: NodeList, *, check_readable: Callable[[], None]) -> None:
-        self._nodes = nodes
+        self._node_list = nodes
         self._check_readable = check_readable
 
     def handlers(self) -> Handlers:
@@ -66,7 +66,7 @@ class NodeRequests:
 
     async def list_nodes(self, connection: Connection, request: ListNodes) -> NodesReply:
         self._check_readable()
-        return self._nodes.reply(connection.identity, after=request.after)
+        return self._node_list.make_nodes_reply(connection.identity, after_node_id=request.after)
 
 
 class StatusRequests:
@@ -93,50 +93,50 @@ class StatusRequests:
         space: JobSpace,
     ) -> None:
         self._ledger = ledger
-        self._nodes = nodes
+        self._node_list = nodes
         self._election = election
-        self._health = health
+        self._store_health = health
         self._count_jobs = count_jobs
         self._count_clients = count_clients
-        self._policy_fault = policy_fault
+        self._get_policy_fault = policy_fault
         self._policy_name = policy_name
         self._store_name = store_name
         self._started_at = started_at
-        self._alarms = alarms
-        self._space = space
+        self._get_alarms = alarms
+        self._job_space = space
 
     def handlers(self) -> Handlers:
         return {GetStatus: self.get_status}
 
     async def get_status(self, connection: Connection, request: GetStatus) -> StatusReply:
-        nodes, leader = self._nodes.snapshots(), self._election.leader
+        nodes, leader = self._node_list.snapshots(), self._election.leader
         up = [node for node in nodes if node.info.status is not NodeStatus.DISCONNECTED]
         record, is_owner = self._ledger.cluster.get(""), connection.identity.kind is TokenKind.OWNER
         quarantined = self._ledger.quarantined
         return StatusReply(
             cluster_id=record.cluster_id if record else "",
             version=__version__,
-            leading=self._ledger.is_current,
+            leading=self._ledger.is_up_to_date,
             leader=leader.address if leader else "",
             store=self._store_name,
-            store_ok=self._health.ok,
+            store_ok=self._store_health.is_ok,
             started_at=self._started_at,
             nodes=dict(Counter(str(node.info.status) for node in nodes)),
             jobs={state: count for state, count in self._count_jobs().items() if count},
             gpus_total=sum(len(node.info.gpus) for node in up),
-            gpus_free=sum(self._count_free_gpus(node) for node in up if not node.closed),
+            gpus_free=sum(self._count_free_gpus(node) for node in up if not node.blocked_reason),
             clients=self._count_clients(),
             policy=self._policy_name,
-            policy_fault=_visible_fault(self._policy_fault(), connection.identity),
-            alarms=tuple(self._alarms()) if is_owner else (),
+            policy_fault=_visible_policy_fault(self._get_policy_fault(), connection.identity),
+            alarms=tuple(self._get_alarms()) if is_owner else (),
             quarantined=tuple(islice(quarantined.values(), _QUARANTINED_SHOWN_MAX)) if is_owner else (),
             quarantined_count=len(quarantined),
-            store_used_bytes=self._space.used_bytes if is_owner else 0,
-            store_bytes_max=self._space.bytes_max if is_owner else 0,
+            store_used_bytes=self._job_space.used_bytes if is_owner else 0,
+            store_bytes_max=self._job_space.store_bytes_max if is_owner else 0,
         )
 
     def _count_free_gpus(self, node: NodeSnapshot) -> int:
-        used = self._nodes.allocations(node.node_id)
+        used = self._node_list.holds_of_node(node.node_id)
         return sum(gpu.available and used.gpu_used_milli(gpu.gpu_id) == 0 for gpu in node.info.gpus)
 
 
@@ -144,14 +144,16 @@ def _mask_holds(node_holds: NodeHolds, identity: Identity) -> NodeHolds:
     """Remove job IDs and tenants from the holds of other tenants, unless the identity is the owner."""
     if identity.kind is TokenKind.OWNER:
         return node_holds
-    holds = [hold if hold.tenant == identity.tenant else _anonymous(hold) for hold in node_holds.holds]
+    holds = [
+        hold if hold.tenant == identity.tenant else _without_job_and_tenant(hold) for hold in node_holds.holds
+    ]
     return msgspec.structs.replace(node_holds, holds=tuple(holds))
 
 
-def _anonymous(hold: Hold) -> Hold:
+def _without_job_and_tenant(hold: Hold) -> Hold:
     return msgspec.structs.replace(hold, job_id="", tenant="", epoch=0)
 
 
-def _visible_fault(fault: str, identity: Identity) -> str:
+def _visible_policy_fault(fault: str, identity: Identity) -> str:
     """Users see only that the policy is disabled: the message may name jobs of other tenants."""
     return fault if identity.kind is TokenKind.OWNER else fault and "the policy is disabled"

@@ -11,14 +11,14 @@ from contextlib import AbstractContextManager, contextmanager
 
 from genie.errors import OverloadedError
 
-WAITS_OF_TENANT_MAX = 512
-WAITS_OF_NODE_MAX = 192
+WAITS_PER_TENANT_MAX = 512
+WAITS_PER_NODE_MAX = 192
 """Waits for output of one node: far below rpc.TRUSTED_IN_FLIGHT_MAX, because launches and kills use the same
 connection."""
-WAITS_OF_TENANT_ON_NODE_MAX = 64
-READS_OF_NODE_MAX = 128
+WAITS_PER_TENANT_AND_NODE_MAX = 64
+READS_PER_NODE_MAX = 128
 """Reads of logs of one node that do not wait for output."""
-READS_OF_TENANT_ON_NODE_MAX = 32
+READS_PER_TENANT_AND_NODE_MAX = 32
 
 _RETRY_AFTER_S = 1.0
 
@@ -27,39 +27,39 @@ class OpenWaits:
     """Counts open waits. Each context holds one until it ends and yields whether the limits allow it."""
 
     def __init__(self) -> None:
-        self._counts: Counter[tuple[str, ...]] = Counter()
+        self._open_counts: Counter[tuple[str, ...]] = Counter()
 
-    def wait_of(self, tenant: str, *, node_id: str = "") -> AbstractContextManager[bool]:
-        limits: dict[tuple[str, ...], int] = {("wait", tenant): WAITS_OF_TENANT_MAX}
+    def try_open_wait(self, tenant: str, *, node_id: str = "") -> AbstractContextManager[bool]:
+        limits: dict[tuple[str, ...], int] = {("wait", tenant): WAITS_PER_TENANT_MAX}
         if node_id:
             limits |= {
-                ("wait on", node_id): WAITS_OF_NODE_MAX,
-                ("wait on", node_id, tenant): WAITS_OF_TENANT_ON_NODE_MAX,
+                ("wait on", node_id): WAITS_PER_NODE_MAX,
+                ("wait on", node_id, tenant): WAITS_PER_TENANT_AND_NODE_MAX,
             }
-        return self._hold(limits)
+        return self._count_while_open(limits)
 
-    def read_of(self, tenant: str, *, node_id: str) -> AbstractContextManager[bool]:
-        return self._hold(
+    def try_open_read(self, tenant: str, *, node_id: str) -> AbstractContextManager[bool]:
+        return self._count_while_open(
             {
-                ("read", node_id): READS_OF_NODE_MAX,
-                ("read", node_id, tenant): READS_OF_TENANT_ON_NODE_MAX,
+                ("read", node_id): READS_PER_NODE_MAX,
+                ("read", node_id, tenant): READS_PER_TENANT_AND_NODE_MAX,
             }
         )
 
     @contextmanager
-    def _hold(self, limits: dict[tuple[str, ...], int]) -> Iterator[bool]:
-        if any(self._counts[key] >= limit for key, limit in limits.items()):
+    def _count_while_open(self, limits: dict[tuple[str, ...], int]) -> Iterator[bool]:
+        if any(self._open_counts[key] >= limit for key, limit in limits.items()):
             yield False
             return
-        self._counts.update(limits.keys())
+        self._open_counts.update(limits.keys())
         try:
             yield True
         finally:
             for key in limits:
-                self._counts[key] -= 1
-                if not self._counts[key]:
-                    del self._counts[key]
+                self._open_counts[key] -= 1
+                if not self._open_counts[key]:
+                    del self._open_counts[key]
 
 
-def too_many(what: str) -> OverloadedError:
-    return OverloadedError(f"too many {what} are open", retry_after_s=_RETRY_AFTER_S)
+def too_many_open_error(plural_noun: str) -> OverloadedError:
+    return OverloadedError(f"too many {plural_noun} are open", retry_after_s=_RETRY_AFTER_S)

@@ -14,7 +14,7 @@ import msgspec
 
 from genie.controller.connection import Connection, Handler, Handlers
 from genie.controller.jobs.lifecycle import JobLifecycle, can_see
-from genie.controller.requests.reply_size import fit_in_reply
+from genie.controller.requests.reply_size import truncate_to_reply
 from genie.model.job import Job, JobState
 from genie.model.limits import LIST_MAX
 from genie.model.messages import (
@@ -32,7 +32,7 @@ from genie.scheduler.decisions import Wait
 from genie.scheduler.explain import BlockedNodes, Explanation
 from genie.tenancy.masking import mask_job_ids
 
-NODES_NAMED_MAX = 20
+NODES_PER_REASON_MAX = 20
 REASONS_MAX = 64
 
 
@@ -63,19 +63,19 @@ class QueueRequests:
         self._planner = planner
         self._clock = clock
         self._check_readable = check_readable
-        self._one_at_a_time = asyncio.Lock()
+        self._serial_lock = asyncio.Lock()
 
     def handlers(self) -> Handlers:
         return {
-            GetQueue: self._rate_limited(self.get_queue),
-            ExplainJob: self._rate_limited(self.explain_job),
+            GetQueue: self._throttled(self.get_queue),
+            ExplainJob: self._throttled(self.explain_job),
         }
 
-    def _rate_limited(self, handler: Handler) -> Handler:
+    def _throttled(self, handler: Handler) -> Handler:
         """Serialize calls and pause after each for as long as it took, so that heartbeats are not delayed."""
 
         async def handle(connection: Connection, request: Any) -> Message:
-            async with self._one_at_a_time:
+            async with self._serial_lock:
                 began_s = self._clock.monotonic_s()
                 reply = await handler(connection, request)
                 await self._clock.sleep(self._clock.monotonic_s() - began_s)
@@ -86,7 +86,7 @@ class QueueRequests:
     async def get_queue(self, connection: Connection, request: GetQueue) -> QueueReply:
         self._check_readable()
         identity = connection.identity
-        queue = self._queue()
+        queue = self._queued_jobs_in_order()
         limit = min(max(request.limit, 1), LIST_MAX)
         visible = [(at, job, wait) for at, (job, wait) in enumerate(queue, 1) if can_see(identity, job)]
         jobs = [
@@ -98,12 +98,12 @@ class QueueRequests:
                 resources=job.spec.resources,
                 constraints=job.spec.constraints,
                 submitted_at=job.submitted_at,
-                reason=self._mask(wait.reason, identity),
+                reason=self._mask_hidden_job_ids(wait.reason, identity),
                 starts_at=wait.starts_at,
             )
             for position, job, wait in visible[:limit]
         ]
-        fitting, more = fit_in_reply(jobs)
+        fitting, more = truncate_to_reply(jobs)
         return QueueReply(jobs=fitting, waiting=len(queue), more=more or len(visible) > limit)
 
     async def explain_job(self, connection: Connection, request: ExplainJob) -> ExplainReply:
@@ -115,35 +115,35 @@ class QueueRequests:
         if found is None:
             return ExplainReply(job=visible)
         return ExplainReply(
-            job=msgspec.structs.replace(visible, reason=self._mask(found.reason, identity)),
-            ahead=found.ahead,
+            job=msgspec.structs.replace(visible, reason=self._mask_hidden_job_ids(found.reason, identity)),
+            ahead=found.jobs_ahead,
             starts_at=found.starts_at,
-            starts_why=self._mask(found.starts_why, identity),
-            ruled_out=tuple(_shorten(each) for each in found.ruled_out[:REASONS_MAX]),
-            ruled_out_more=sum(len(each.nodes) for each in found.ruled_out[REASONS_MAX:]),
+            starts_why=self._mask_hidden_job_ids(found.starts_at_note, identity),
+            ruled_out=tuple(_to_nodes_ruled_out(each) for each in found.blocked_nodes[:REASONS_MAX]),
+            ruled_out_more=sum(len(each.nodes) for each in found.blocked_nodes[REASONS_MAX:]),
         )
 
-    def _queue(self) -> list[tuple[Job, Wait]]:
+    def _queued_jobs_in_order(self) -> list[tuple[Job, Wait]]:
         """Every queued job in scheduling order; jobs that the planner has not seen yet come last, by age."""
         jobs = self._jobs
-        queued = {job.job_id: job for job in jobs.in_states(JobState.QUEUED)}
+        queued = {job.job_id: job for job in jobs.jobs_in_states(JobState.QUEUED)}
         pending = self._planner.pending_jobs()
         known = [(queued.pop(wait.job_id), wait) for wait in pending if wait.job_id in queued]
         unknown = sorted(queued.values(), key=lambda job: job.sequence)
         return known + [(job, Wait(job.job_id, jobs.with_pending_reason(job).reason)) for job in unknown]
 
-    def _mask(self, text: str, identity: Identity) -> str:
+    def _mask_hidden_job_ids(self, text: str, identity: Identity) -> str:
         def is_shown(job_id: str) -> bool:
             job = self._jobs.get(job_id)
             return job is not None and can_see(identity, job)
 
-        return text if identity.kind is TokenKind.OWNER else mask_job_ids(text, is_shown=is_shown)
+        return text if identity.kind is TokenKind.OWNER else mask_job_ids(text, is_visible=is_shown)
 
 
-def _shorten(group: BlockedNodes) -> NodesRuledOut:
+def _to_nodes_ruled_out(group: BlockedNodes) -> NodesRuledOut:
     return NodesRuledOut(
         reason=group.reason,
         count=len(group.nodes),
-        nodes=group.nodes[:NODES_NAMED_MAX],
+        nodes=group.nodes[:NODES_PER_REASON_MAX],
         is_permanent=group.is_permanent,
     )

@@ -10,12 +10,12 @@ from collections.abc import Callable
 from genie.controller.checks import check_quota
 from genie.controller.connection import Connection, Handlers
 from genie.controller.ledger import Ledger, Transaction
-from genie.controller.requests.reply_size import fit_in_reply
+from genie.controller.requests.reply_size import truncate_to_reply
 from genie.errors import QuotaNotFoundError, UsageError
 from genie.model.messages import Done, ListQuotas, QuotasReply, QuotaView, RemoveQuota, SetQuota
 from genie.model.tenant import Identity, QuotaRecord, TokenKind
 from genie.scheduler.quota import Quota, Quotas, gpu_amounts
-from genie.scheduler.request import FULL_MILLI
+from genie.scheduler.request import WHOLE_GPU_MILLI
 
 QUOTAS_MAX = 2000
 
@@ -26,7 +26,7 @@ class QuotaTable:
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
 
-    async def set(self, quota: QuotaRecord) -> None:
+    async def set_quota(self, quota: QuotaRecord) -> None:
         """Replace the quota of a tenant. Running jobs beyond it continue until their GPUs are reclaimed."""
         check_quota(quota)
 
@@ -38,7 +38,7 @@ class QuotaTable:
 
         await self._ledger.write(build)
 
-    async def remove(self, tenant: str) -> None:
+    async def remove_quota(self, tenant: str) -> None:
         def build(txn: Transaction) -> None:
             if tenant not in self._ledger.quotas:
                 raise QuotaNotFoundError(
@@ -48,25 +48,29 @@ class QuotaTable:
 
         await self._ledger.write(build)
 
-    def views(self, identity: Identity) -> list[QuotaView]:
+    def visible_quotas(self, identity: Identity) -> list[QuotaView]:
         """Quotas by tenant name: for a user its own tenant, for the owner all with a quota or held GPUs."""
-        held = self._held_milli()
+        held = self._held_gpu_milli_by_tenant()
         tenants = {*self._ledger.quotas, *held} if identity.kind is TokenKind.OWNER else {identity.tenant}
         return [
             QuotaView(
                 quota=self._ledger.quotas.get(tenant) or QuotaRecord(tenant=tenant),
-                held_gpus=held.get(tenant, 0) / FULL_MILLI,
+                held_gpus=held.get(tenant, 0) / WHOLE_GPU_MILLI,
             )
             for tenant in sorted(tenants)
         ]
 
-    def rules(self) -> tuple[Quotas, dict[str, float]]:
+    def quotas_and_weights(self) -> tuple[Quotas, dict[str, float]]:
         """Return the quotas and fair-share weights of tenants for the scheduler."""
         rows = self._ledger.quotas.values()
-        by_tenant = {row.tenant: _to_quota(row, own_gpus=row.gpus) for row in rows if row.gpus is not None}
+        by_tenant = {
+            row.tenant: _to_scheduler_quota(row, guaranteed_gpus=row.gpus)
+            for row in rows
+            if row.gpus is not None
+        }
         return Quotas(by_tenant), {row.tenant: row.weight for row in rows}
 
-    def _held_milli(self) -> dict[str, int]:
+    def _held_gpu_milli_by_tenant(self) -> dict[str, int]:
         held: dict[str, int] = {}
         for node in self._ledger.holds.values():
             for hold in node.holds:
@@ -78,7 +82,7 @@ class QuotaRequests:
     """`check_readable` raises NotLeaderError where another controller must respond."""
 
     def __init__(self, table: QuotaTable, *, check_readable: Callable[[], None]) -> None:
-        self._quotas = table
+        self._quota_table = table
         self._check_readable = check_readable
 
     def handlers(self) -> Handlers:
@@ -90,19 +94,19 @@ class QuotaRequests:
 
     async def list_quotas(self, connection: Connection, request: ListQuotas) -> QuotasReply:
         self._check_readable()
-        quotas, more = fit_in_reply(self._quotas.views(connection.identity))
+        quotas, more = truncate_to_reply(self._quota_table.visible_quotas(connection.identity))
         return QuotasReply(quotas=quotas, more=more)
 
     async def set_quota(self, connection: Connection, request: SetQuota) -> Done:
-        await self._quotas.set(request.quota)
+        await self._quota_table.set_quota(request.quota)
         return Done()
 
     async def remove_quota(self, connection: Connection, request: RemoveQuota) -> Done:
-        await self._quotas.remove(request.tenant)
+        await self._quota_table.remove_quota(request.tenant)
         return Done()
 
 
-def _to_quota(row: QuotaRecord, *, own_gpus: float) -> Quota:
+def _to_scheduler_quota(row: QuotaRecord, *, guaranteed_gpus: float) -> Quota:
     if row.borrow_gpus is None:
-        return Quota(gpu_amounts(own_gpus))
-    return Quota(gpu_amounts(own_gpus), gpu_amounts(row.borrow_gpus))
+        return Quota(gpu_amounts(guaranteed_gpus))
+    return Quota(gpu_amounts(guaranteed_gpus), gpu_amounts(row.borrow_gpus))

@@ -13,7 +13,7 @@ _REPLY_BYTES_MAX = FRAME_BYTES_MAX - 64 * 1024
 _Item = TypeVar("_Item", bound=msgspec.Struct)
 
 
-def fit_in_reply(items: Iterable[_Item]) -> tuple[tuple[_Item, ...], bool]:
+def truncate_to_reply(items: Iterable[_Item]) -> tuple[tuple[_Item, ...], bool]:
     """Return the first items that fit into one frame, at least one, and whether some were dropped.
 
     Consumes no items beyond the first one that does not fit.

@@ -15,7 +15,7 @@ from genie.controller.connection import Connection, Connections, Handlers
 from genie.controller.election import Election
 from genie.controller.ledger import Ledger
 from genie.controller.nodes.admission import Admission, Certificates
-from genie.controller.request_limits import LISTS, RequestLimits, TokenUsage
+from genie.controller.request_limits import LIST_REQUESTS, RequestLimits, TokenUsage
 from genie.controller.tokens import Tokens
 from genie.errors import (
     AccessError,
@@ -48,19 +48,19 @@ from genie.model.tenant import Identity, TokenKind
 from genie.processes.clock import Clock
 from genie.runtime.network import Channel
 from genie.runtime.rpc import Peer
-from genie.tenancy.access import check_allowed
+from genie.tenancy.access import check_request_allowed
 from genie.version import __version__
 
 _log = logging.getLogger(__name__)
 
 HELLO_TIMEOUT_S = 10.0
 _READY_TIMEOUT_S = 1.0
-_WHILE_LOADING = (Heartbeat, GetStatus, RenewCertificate)
+_ALLOWED_WHILE_LOADING = (Heartbeat, GetStatus, RenewCertificate)
 """Requests that a new leader answers before it has read the tables; the others would see old ones."""
 _REQUESTS_BEFORE_HELLO_MAX = 16
 
 
-class Service:
+class RequestService:
     """`ready` is set once this controller knows whether it leads; the first Hello waits for it. `handlers`
     are those of all other requests, each type once."""
 
@@ -85,22 +85,22 @@ class Service:
         self._certificates = certificates
         self._connections = connections
         self._clock = clock
-        self._limits = RequestLimits(clock)
-        self._ready = ready
-        self._controllers = controllers
+        self._request_limits = RequestLimits(clock)
+        self._ready_event = ready
+        self._get_controllers = controllers
         self._handlers: Handlers = {
-            Hello: self._hello,
-            FetchTrust: self._fetch_trust,
-            Join: self._join,
-            RecoverCertificate: self._recover,
-            RenewCertificate: self._renew,
-            SignExecutor: self._sign_executor,
+            Hello: self._handle_hello,
+            FetchTrust: self._handle_fetch_trust,
+            Join: self._handle_join,
+            RecoverCertificate: self._handle_recover_certificate,
+            RenewCertificate: self._handle_renew_certificate,
+            SignExecutor: self._handle_sign_executor,
         }
         for more in handlers:
             assert not self._handlers.keys() & more.keys()
             self._handlers.update(more)
 
-    async def accept(self, channel: Channel) -> None:
+    async def serve_connection(self, channel: Channel) -> None:
         """Serve one connection until it is closed."""
         early_requests = 0
 
@@ -116,16 +116,18 @@ class Service:
         self._connections.add(connection)
         try:
             async with asyncio.TaskGroup() as group:
-                timeout = group.create_task(self._close_unauthenticated(connection))
+                timeout = group.create_task(self._close_if_unauthenticated(connection))
                 await connection.peer.run()
                 timeout.cancel()
         finally:
             self._connections.discard(connection)
 
-    async def _close_unauthenticated(self, connection: Connection) -> None:
+    async def _close_if_unauthenticated(self, connection: Connection) -> None:
         await self._clock.sleep(HELLO_TIMEOUT_S)
         if connection.authenticated_as is None:
-            _log.info("closed %s: no Hello within %g s", connection.peer.name, HELLO_TIMEOUT_S)
+            _log.info(
+                "closed the connection of %s: no Hello within %g s", connection.peer.name, HELLO_TIMEOUT_S
+            )
             connection.peer.close()
 
     def _dispatch(self, connection: Connection, request: Message) -> Awaitable[Message]:
@@ -135,64 +137,71 @@ class Service:
                 raise TokenMissingError(
                     "this connection is not authenticated", hint="send Hello with a token first"
                 )
-            if connection.usage is not None:
-                self._charge(connection, connection.usage, request)
-            check_allowed(connection.authenticated_as, request)
-            self._tokens.check_valid(connection.authenticated_as)
-            if not self._ledger.is_current and kind not in _WHILE_LOADING:
+            if connection.token_usage is not None:
+                self._charge_request(connection, connection.token_usage, request)
+            check_request_allowed(connection.authenticated_as, request)
+            self._tokens.check_still_valid(connection.authenticated_as)
+            if not self._ledger.is_up_to_date and kind not in _ALLOWED_WHILE_LOADING:
                 self._check_not_loading()
-        handler, usage = self._handlers[kind], connection.usage
+        handler, usage = self._handlers[kind], connection.token_usage
         if usage is None:
             return handler(connection, request)
         size_bytes = connection.peer.request_bytes
-        if kind not in LISTS:
-            return self._limits.run(usage, handler(connection, request), size_bytes=size_bytes)
-        return self._limits.run(
+        if kind not in LIST_REQUESTS:
+            return self._request_limits.await_charged(
+                usage, handler(connection, request), size_bytes=size_bytes
+            )
+        return self._request_limits.await_charged(
             usage,
-            self._limits.run_list(usage, request, lambda: handler(connection, request)),
+            self._request_limits.run_list_request(usage, request, lambda: handler(connection, request)),
             size_bytes=size_bytes,
         )
 
-    def _charge(self, connection: Connection, usage: TokenUsage, request: Message) -> None:
+    def _charge_request(self, connection: Connection, usage: TokenUsage, request: Message) -> None:
         try:
-            self._limits.charge(usage, request, size_bytes=connection.peer.request_bytes)
+            self._request_limits.charge(usage, request, size_bytes=connection.peer.request_bytes)
         except OverloadedError:
-            if usage.rate.is_exhausted:
-                _log.info("closed %s: it ignores the rate limit of its token", connection.peer.name)
+            if usage.rate_limit.is_exhausted:
+                _log.info(
+                    "closed the connection of %s: it ignores the rate limit of its token",
+                    connection.peer.name,
+                )
                 connection.peer.close()
             raise
 
     def _check_not_loading(self) -> None:
         if self._election.is_leading:
-            self._ledger.require_current()
+            self._ledger.require_up_to_date()
 
-    async def _hello(self, connection: Connection, request: Hello) -> Welcome:
+    async def _handle_hello(self, connection: Connection, request: Hello) -> Welcome:
         if connection.authenticated_as is not None:
             raise ProtocolError("this connection has already sent Hello")
         check_text(request.program, what="program")
         check_text(request.version, what="version")
-        await wait_event(self._ready, clock=self._clock, timeout_s=_READY_TIMEOUT_S)
-        identity = await self._identify(connection, request.token)
-        usage = self._limits.usage(identity)
+        await wait_event(self._ready_event, clock=self._clock, timeout_s=_READY_TIMEOUT_S)
+        identity = await self._verify_identity(connection, request.token)
+        usage = self._request_limits.get_usage(identity)
         if usage is not None:
-            self._limits.charge(usage, request)
-        self._connections.authenticate(connection, identity, controllers=self._controllers())
-        connection.usage = usage
+            self._request_limits.charge(usage, request)
+        self._connections.authenticate(connection, identity, controllers=self._get_controllers())
+        connection.token_usage = usage
         record = self._ledger.cluster.get("")
         return Welcome(
             cluster_id=record.cluster_id if record else "",
             version=__version__,
             tenant=identity.tenant,
             kind=identity.kind,
-            leading=self._ledger.is_current,
-            controllers=connection.controllers,
+            leading=self._ledger.is_up_to_date,
+            controllers=connection.announced_controllers,
         )
 
-    async def _identify(self, connection: Connection, token: str) -> Identity:
+    async def _verify_identity(self, connection: Connection, token: str) -> Identity:
         try:
             identity = await self._tokens.identify(token)
             if identity.kind is TokenKind.NODE:
-                self._admission.check_certificate(identity.name, connection.peer.channel.certificate_name)
+                self._admission.check_node_certificate(
+                    identity.name, connection.peer.channel.certificate_name
+                )
             if identity.kind is TokenKind.JOIN:
                 raise TokenRefusedError("a join token only admits a node", hint="use 'genie join'")
         except AccessError as error:
@@ -207,19 +216,23 @@ class Service:
             ) from error
         return identity
 
-    async def _fetch_trust(self, connection: Connection, request: FetchTrust) -> TrustAnchor:
+    async def _handle_fetch_trust(self, connection: Connection, request: FetchTrust) -> TrustAnchor:
         return TrustAnchor(ca_pem=self._certificates.ca_pem)
 
-    async def _join(self, connection: Connection, request: Join) -> Joined:
-        await wait_event(self._ready, clock=self._clock, timeout_s=_READY_TIMEOUT_S)
-        return await self._admission.join(request)
+    async def _handle_join(self, connection: Connection, request: Join) -> Joined:
+        await wait_event(self._ready_event, clock=self._clock, timeout_s=_READY_TIMEOUT_S)
+        return await self._admission.admit_node(request)
 
-    async def _recover(self, connection: Connection, request: RecoverCertificate) -> Certificate:
-        await wait_event(self._ready, clock=self._clock, timeout_s=_READY_TIMEOUT_S)
-        return await self._admission.recover(request)
+    async def _handle_recover_certificate(
+        self, connection: Connection, request: RecoverCertificate
+    ) -> Certificate:
+        await wait_event(self._ready_event, clock=self._clock, timeout_s=_READY_TIMEOUT_S)
+        return await self._admission.recover_certificate(request)
 
-    async def _renew(self, connection: Connection, request: RenewCertificate) -> Certificate:
-        return self._admission.renew(connection.identity.name, request.csr_pem)
+    async def _handle_renew_certificate(
+        self, connection: Connection, request: RenewCertificate
+    ) -> Certificate:
+        return self._admission.renew_certificate(connection.identity.name, request.csr_pem)
 
-    async def _sign_executor(self, connection: Connection, request: SignExecutor) -> Certificate:
+    async def _handle_sign_executor(self, connection: Connection, request: SignExecutor) -> Certificate:
         return self._admission.sign_executor(connection.identity.name, request)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from genie.controller.checks import check_interval_s, check_node, clamp_wait_s
+from genie.controller.checks import check_heartbeat_interval_s, check_node, clamp_wait_s
 from genie.controller.connection import Connection, Handlers
 from genie.controller.election import Election
 from genie.controller.jobs.sessions import Sessions
 from genie.controller.placement.planner import Planner
 from genie.controller.requests.jobs import check_quota_allows
 from genie.controller.requests.nodes import NodeList
-from genie.controller.requests.open_waits import OpenWaits, too_many
+from genie.controller.requests.open_waits import OpenWaits, too_many_open_error
 from genie.model.job import Job, JobSpec
 from genie.model.messages import (
     DeviceReply,
@@ -39,11 +39,11 @@ class SessionRequests:
         check_readable: Callable[[], None],
     ) -> None:
         self._sessions = sessions
-        self._nodes = nodes
+        self._node_list = nodes
         self._planner = planner
         self._election = election
-        self._waits = waits
-        self._kill = kill
+        self._open_waits = waits
+        self._send_kills = kill
         self._check_readable = check_readable
 
     def handlers(self) -> Handlers:
@@ -56,20 +56,20 @@ class SessionRequests:
 
     async def session_heartbeat(self, connection: Connection, request: SessionHeartbeat) -> NodesReply:
         check_node(request.node)
-        interval_s = check_interval_s(request.interval_s)
-        self._sessions.renew(
+        interval_s = check_heartbeat_interval_s(request.interval_s)
+        self._sessions.renew_lease(
             connection.identity, request.node.node_id, interval_s=interval_s, peer=connection.peer
         )
         self._check_readable()
-        return self._nodes.reply(connection.identity)
+        return self._node_list.make_nodes_reply(connection.identity)
 
     async def session_end(self, connection: Connection, request: SessionEnd) -> Done:
-        for job in await self._sessions.end(connection.identity, request.node_id):
-            self._kill(job)
+        for job in await self._sessions.cancel_jobs_of_client(connection.identity, request.node_id):
+            self._send_kills(job)
         return Done()
 
     async def open_device(self, connection: Connection, request: OpenDevice) -> DeviceReply:
-        self._election.require_token()
+        self._election.require_fencing_token()
         identity = connection.identity
 
         def check(spec: JobSpec) -> None:
@@ -80,7 +80,7 @@ class SessionRequests:
     async def wait_device(self, connection: Connection, request: WaitDevice) -> DeviceReply:
         self._check_readable()
         wait_s, identity = clamp_wait_s(request.wait_s), connection.identity
-        with self._waits.wait_of(identity.tenant) as is_allowed:
+        with self._open_waits.try_open_wait(identity.tenant) as is_allowed:
             if not is_allowed:
-                raise too_many(f"waits of tenant {identity.tenant}")
+                raise too_many_open_error(f"waits of tenant {identity.tenant}")
             return await self._sessions.wait_device(request.job_id, identity, wait_s=wait_s)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import msgspec
 
 from genie.controller.connection import Connection, Handlers
-from genie.controller.requests.reply_size import fit_in_reply
+from genie.controller.requests.reply_size import truncate_to_reply
 from genie.controller.tokens import Tokens
 from genie.model.messages import CreateToken, Done, ListTokens, RevokeToken, TokenCreated, TokensReply
 
@@ -19,7 +19,7 @@ class TokenRequests:
         self, tokens: Tokens, *, disconnect: Callable[[str], None], check_readable: Callable[[], None]
     ) -> None:
         self._tokens = tokens
-        self._disconnect = disconnect
+        self._disconnect_token = disconnect
         self._check_readable = check_readable
 
     def handlers(self) -> Handlers:
@@ -31,16 +31,16 @@ class TokenRequests:
 
     async def list_tokens(self, connection: Connection, request: ListTokens) -> TokensReply:
         self._check_readable()
-        tokens, more = fit_in_reply(self._tokens.after(request.after))
+        tokens, more = truncate_to_reply(self._tokens.list_after(request.after))
         return TokensReply(tokens=tokens, more=more)
 
     async def create_token(self, connection: Connection, request: CreateToken) -> TokenCreated:
-        token, record = await self._tokens.create(
+        token, record = await self._tokens.create_token(
             request.kind, tenant=request.tenant, name=request.name, ttl_s=request.ttl_s
         )
         return TokenCreated(token=str(token), record=msgspec.structs.replace(record, secret_sha256=""))
 
     async def revoke_token(self, connection: Connection, request: RevokeToken) -> Done:
-        await self._tokens.revoke(request.token_id)
-        self._disconnect(request.token_id)
+        await self._tokens.revoke_token(request.token_id)
+        self._disconnect_token(request.token_id)
         return Done()

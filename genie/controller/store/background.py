@@ -14,39 +14,41 @@ from collections.abc import Coroutine
 log = logging.getLogger(__name__)
 
 
-class Background:
+class BackgroundTasks:
     """Child tasks run until they end or `close`. If one fails, all are cancelled and the error is logged."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._group = asyncio.TaskGroup()
         self._started = asyncio.Event()
-        self._root: asyncio.Task[None] | None = None
+        self._group_task: asyncio.Task[None] | None = None
 
     @classmethod
-    async def open(cls, name: str) -> Background:
+    async def open(cls, name: str) -> BackgroundTasks:
         background = cls(name)
         # The only task outside of a group: it holds the group and is awaited in close().
-        background._root = asyncio.get_running_loop().create_task(background._hold(), name=name)
+        background._group_task = asyncio.get_running_loop().create_task(
+            background._keep_group_open(), name=name
+        )
         await background._started.wait()
         return background
 
-    def start(self, work: Coroutine[object, object, None], *, name: str) -> asyncio.Task[None]:
-        return self._group.create_task(work, name=f"{self._name}:{name}")
+    def start_task(self, coroutine: Coroutine[object, object, None], *, name: str) -> asyncio.Task[None]:
+        return self._group.create_task(coroutine, name=f"{self._name}:{name}")
 
     @property
-    def is_over(self) -> bool:
+    def has_ended(self) -> bool:
         """True after close(), or after a child task failed."""
-        return self._root is None or self._root.done()
+        return self._group_task is None or self._group_task.done()
 
     async def close(self) -> None:
         """Cancels the child tasks and waits for them. Idempotent."""
-        if self._root is None:
+        if self._group_task is None:
             return
-        self._root.cancel()
-        await asyncio.wait([self._root])
+        self._group_task.cancel()
+        await asyncio.wait([self._group_task])
 
-    async def _hold(self) -> None:
+    async def _keep_group_open(self) -> None:
         try:
             async with self._group:
                 self._started.set()

@@ -26,7 +26,7 @@ from genie.controller.store.limits import (
     check_transaction,
     check_ttl,
     encode_key,
-    key_span,
+    key_range,
 )
 from genie.controller.store.protocol import (
     RANGE_BYTES_MAX,
@@ -65,7 +65,7 @@ class EtcdStore:
         self._channels = channels
         self._clock = clock
         self._namespace = address.namespace.encode()
-        self._revision_seen = 0
+        self._highest_revision_seen = 0
 
     @classmethod
     async def open(cls, url: str, *, clock: Clock | None = None, timeout_s: float = 5.0) -> EtcdStore:
@@ -76,7 +76,7 @@ class EtcdStore:
         clock = clock or SystemClock()
         channels = EtcdChannels(address, clock=clock)
         try:
-            await channels.ready_member(asyncio.get_running_loop().time() + timeout_s)
+            await channels.get_ready_member(asyncio.get_running_loop().time() + timeout_s)
         except BaseException:
             await channels.close()
             raise
@@ -86,11 +86,11 @@ class EtcdStore:
         self, prefix: str, *, start_after: str = "", limit: int = 1000, timeout_s: float = 5.0
     ) -> RangeResult:
         check_range_limit(limit)
-        first, end = key_span(prefix, start_after=start_after)
+        first, end = key_range(prefix, start_after=start_after)
         deadline_s = asyncio.get_running_loop().time() + timeout_s
         for _ in range(_RANGE_ATTEMPTS_MAX):
             try:
-                return await self._range_pages(
+                return await self._read_range_pages(
                     self._namespace + first, self._namespace + end, limit, deadline_s
                 )
             except CompactedError:
@@ -102,33 +102,39 @@ class EtcdStore:
 
     async def get(self, key: str, *, timeout_s: float = 5.0) -> KeyValue | None:
         request = rpc_pb2.RangeRequest(key=self._namespace + encode_key(key))
-        response = await self._range(request, timeout_s=timeout_s)
-        return self._key_value(response.kvs[0]) if response.kvs else None
+        response = await self._send_range(request, timeout_s=timeout_s)
+        return self._from_etcd_key_value(response.kvs[0]) if response.kvs else None
 
     async def commit(
         self, compares: Sequence[Compare], operations: Sequence[Put | Delete], *, timeout_s: float = 5.0
     ) -> TxnResult:
         check_transaction(compares, operations)
         request = rpc_pb2.TxnRequest(
-            compare=[self._compare(compare) for compare in compares],
-            success=[self._operation(operation) for operation in operations],
+            compare=[self._to_etcd_compare(compare) for compare in compares],
+            success=[self._to_etcd_operation(operation) for operation in operations],
         )
-        before = self._revision_seen
+        before = self._highest_revision_seen
         try:
-            response = await self._channels.unary(
-                lambda member: member.kv.Txn, request, action="commit", timeout_s=timeout_s, idempotent=False
+            response = await self._channels.call_unary(
+                lambda member: member.kv_stub.Txn,
+                request,
+                action="commit",
+                timeout_s=timeout_s,
+                idempotent=False,
             )
         except StoreFullError as error:
-            return await self._resolve_no_space(error, operations, before=before, timeout_s=timeout_s)
-        self._note_revision(response.header)
+            return await self._check_applied_despite_no_space(
+                error, operations, revision_before=before, timeout_s=timeout_s
+            )
+        self._record_revision(response.header)
         return TxnResult(succeeded=response.succeeded, revision=response.header.revision)
 
     async def grant_lease(self, ttl_s: float, *, timeout_s: float = 5.0) -> int:
         check_ttl(ttl_s)
         request = rpc_pb2.LeaseGrantRequest(TTL=math.ceil(ttl_s))
         # Safe to retry: a lease whose response was lost has no keys and expires.
-        response = await self._channels.unary(
-            lambda member: member.lease.LeaseGrant,
+        response = await self._channels.call_unary(
+            lambda member: member.lease_stub.LeaseGrant,
             request,
             action="grant lease",
             timeout_s=timeout_s,
@@ -140,8 +146,8 @@ class EtcdStore:
 
     async def keep_alive(self, lease_id: int, *, timeout_s: float = 5.0) -> None:
         async def send(member: EtcdMember, remaining_s: float) -> int:
-            stream = member.lease.LeaseKeepAlive(
-                None, timeout=remaining_s, metadata=self._channels.metadata()
+            stream = member.lease_stub.LeaseKeepAlive(
+                None, timeout=remaining_s, metadata=self._channels.call_metadata()
             )
             try:
                 await stream.write(rpc_pb2.LeaseKeepAliveRequest(ID=lease_id))
@@ -154,7 +160,7 @@ class EtcdStore:
                 )
             return response.TTL
 
-        ttl_s = await self._channels.call(
+        ttl_s = await self._channels.call_with_retries(
             send, action="keep lease alive", timeout_s=timeout_s, idempotent=True
         )
         if ttl_s <= 0:
@@ -163,8 +169,8 @@ class EtcdStore:
     async def revoke_lease(self, lease_id: int, *, timeout_s: float = 5.0) -> None:
         request = rpc_pb2.LeaseRevokeRequest(ID=lease_id)
         try:
-            await self._channels.unary(
-                lambda member: member.lease.LeaseRevoke,
+            await self._channels.call_unary(
+                lambda member: member.lease_stub.LeaseRevoke,
                 request,
                 action="revoke lease",
                 timeout_s=timeout_s,
@@ -177,8 +183,8 @@ class EtcdStore:
         """Drops the history up to `revision`, also that of other users of this etcd cluster."""
         request = rpc_pb2.CompactionRequest(revision=revision)
         try:
-            await self._channels.unary(
-                lambda member: member.kv.Compact,
+            await self._channels.call_unary(
+                lambda member: member.kv_stub.Compact,
                 request,
                 action="compact",
                 timeout_s=timeout_s,
@@ -188,8 +194,8 @@ class EtcdStore:
             pass
 
     async def space(self, *, timeout_s: float = 5.0) -> Space:
-        status = await self._channels.unary(
-            lambda member: member.maintenance.Status,
+        status = await self._channels.call_unary(
+            lambda member: member.maintenance_stub.Status,
             rpc_pb2.StatusRequest(),
             action="status",
             timeout_s=timeout_s,
@@ -205,10 +211,10 @@ class EtcdStore:
     @asynccontextmanager
     async def watch(self, prefix: str, *, after_revision: int) -> AsyncIterator[AsyncIterator[WatchEvent]]:
         check_after_revision(after_revision)
-        first, end = key_span(prefix)
+        first, end = key_range(prefix)
         watch = EtcdWatch(
             self._channels,
-            span=(self._namespace + first, self._namespace + end),
+            key_range=(self._namespace + first, self._namespace + end),
             namespace_bytes=len(self._namespace),
             after_revision=after_revision,
             clock=self._clock,
@@ -221,8 +227,13 @@ class EtcdStore:
     async def close(self) -> None:
         await self._channels.close()
 
-    async def _resolve_no_space(
-        self, error: StoreFullError, operations: Sequence[Put | Delete], *, before: int, timeout_s: float
+    async def _check_applied_despite_no_space(
+        self,
+        error: StoreFullError,
+        operations: Sequence[Put | Delete],
+        *,
+        revision_before: int,
+        timeout_s: float,
     ) -> TxnResult:
         """Finds out whether a commit that failed with "no space" was applied.
 
@@ -230,16 +241,16 @@ class EtcdStore:
         was applied has a new revision."""
         put = next((operation for operation in operations if isinstance(operation, Put)), None)
         item = await self.get(put.key, timeout_s=timeout_s) if put is not None else None
-        if put is None or item is None or item.mod_revision <= before:
+        if put is None or item is None or item.mod_revision <= revision_before:
             raise error
-        if before and (item.value, item.lease_id) == (put.value, put.lease_id):
+        if revision_before and (item.value, item.lease_id) == (put.value, put.lease_id):
             return TxnResult(succeeded=True, revision=item.mod_revision)
         raise StoreUnavailableError(
             f"etcd is out of space, and {put.key!r} was changed at the same time",
             hint="the write may have been applied: read the key to find out",
         ) from error
 
-    async def _range_pages(self, first: bytes, end: bytes, limit: int, deadline_s: float) -> RangeResult:
+    async def _read_range_pages(self, first: bytes, end: bytes, limit: int, deadline_s: float) -> RangeResult:
         """Reads pages at the revision of the first one, up to `limit` keys or RANGE_BYTES_MAX."""
         items: list[KeyValue] = []
         size_bytes = 0
@@ -247,41 +258,41 @@ class EtcdStore:
         while True:
             request.limit = min(limit - len(items), RANGE_PAGE_KEYS)
             remaining_s = max(0.001, deadline_s - asyncio.get_running_loop().time())
-            response = await self._range(request, timeout_s=remaining_s)
+            response = await self._send_range(request, timeout_s=remaining_s)
             request.revision = request.revision or response.header.revision
             for kv in response.kvs:
                 if size_bytes >= RANGE_BYTES_MAX:
                     return RangeResult(tuple(items), request.revision, more=True)
-                items.append(self._key_value(kv))
+                items.append(self._from_etcd_key_value(kv))
                 size_bytes += len(kv.value)
             if not response.more or len(items) == limit:
                 return RangeResult(tuple(items), request.revision, more=response.more)
             request.key = response.kvs[-1].key + b"\0"
 
-    async def _range(self, request: rpc_pb2.RangeRequest, *, timeout_s: float) -> rpc_pb2.RangeResponse:
-        response = await self._channels.unary(
-            lambda member: member.kv.Range, request, action="range", timeout_s=timeout_s, idempotent=True
+    async def _send_range(self, request: rpc_pb2.RangeRequest, *, timeout_s: float) -> rpc_pb2.RangeResponse:
+        response = await self._channels.call_unary(
+            lambda member: member.kv_stub.Range, request, action="range", timeout_s=timeout_s, idempotent=True
         )
-        self._note_revision(response.header)
+        self._record_revision(response.header)
         return response
 
-    def _note_revision(self, header: rpc_pb2.ResponseHeader) -> None:
-        self._revision_seen = max(self._revision_seen, header.revision)
+    def _record_revision(self, header: rpc_pb2.ResponseHeader) -> None:
+        self._highest_revision_seen = max(self._highest_revision_seen, header.revision)
 
-    def _compare(self, compare: Compare) -> rpc_pb2.Compare:
+    def _to_etcd_compare(self, compare: Compare) -> rpc_pb2.Compare:
         key = self._namespace + encode_key(compare.key)
         if compare.field == "create":
             return rpc_pb2.Compare(key=key, target=rpc_pb2.Compare.CREATE, create_revision=compare.revision)
         return rpc_pb2.Compare(key=key, target=rpc_pb2.Compare.MOD, mod_revision=compare.revision)
 
-    def _operation(self, operation: Put | Delete) -> rpc_pb2.RequestOp:
+    def _to_etcd_operation(self, operation: Put | Delete) -> rpc_pb2.RequestOp:
         key = self._namespace + encode_key(operation.key)
         if isinstance(operation, Delete):
             return rpc_pb2.RequestOp(request_delete_range=rpc_pb2.DeleteRangeRequest(key=key))
         put = rpc_pb2.PutRequest(key=key, value=operation.value, lease=operation.lease_id)
         return rpc_pb2.RequestOp(request_put=put)
 
-    def _key_value(self, kv: kv_pb2.KeyValue) -> KeyValue:
+    def _from_etcd_key_value(self, kv: kv_pb2.KeyValue) -> KeyValue:
         try:
             key = kv.key[len(self._namespace) :].decode()
         except UnicodeDecodeError as error:

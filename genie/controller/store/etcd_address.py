@@ -19,25 +19,25 @@ from genie.model.names import address_text, is_loopback
 DEFAULT_PORT = 2379
 DEFAULT_NAMESPACE = "/genie/"
 NAMESPACE_BYTES_MAX = 128
-_PARAMETERS = ("ca", "cert", "key", "user", "password_file", "namespace")
-_TLS_PARAMETERS = ("ca", "cert", "key")
+_URL_PARAMETERS = ("ca", "cert", "key", "user", "password_file", "namespace")
+_TLS_URL_PARAMETERS = ("ca", "cert", "key")
 
 
 @dataclass(frozen=True, slots=True)
 class EtcdAddress:
-    """`endpoints` are host:port. Without `ca`, servers are verified against the system's CAs."""
+    """`endpoints` are host:port. Without `ca_file`, servers are verified against the system's CAs."""
 
     endpoints: tuple[str, ...]
-    tls: bool = False
-    ca: Path | None = None
-    cert: Path | None = None
-    key: Path | None = None
+    uses_tls: bool = False
+    ca_file: Path | None = None
+    certificate_file: Path | None = None
+    key_file: Path | None = None
     user: str = ""
     password_file: Path | None = None
     namespace: str = DEFAULT_NAMESPACE
 
     def __str__(self) -> str:
-        return f"{'etcds' if self.tls else 'etcd'}://{','.join(self.endpoints)}"
+        return f"{'etcds' if self.uses_tls else 'etcd'}://{','.join(self.endpoints)}"
 
 
 def parse_etcd_url(url: str) -> EtcdAddress:
@@ -56,23 +56,23 @@ def parse_etcd_url(url: str) -> EtcdAddress:
             hint="for a key prefix, use ?namespace=/NAME/",
         )
     tls = parts.scheme == "etcds"
-    endpoints = tuple(_endpoint(text, url) for text in parts.netloc.split(","))
-    given = _parameters(parts.query, url)
-    _check_tls(given, tls=tls, url=url)
-    _check_user(given, tls=tls, endpoints=endpoints, url=url)
+    endpoints = tuple(_parse_endpoint(text, url) for text in parts.netloc.split(","))
+    given = _parse_parameters(parts.query, url)
+    _check_tls_parameters(given, tls=tls, url=url)
+    _check_user_parameters(given, tls=tls, endpoints=endpoints, url=url)
     return EtcdAddress(
         endpoints=endpoints,
-        tls=tls,
-        ca=_path(given, "ca"),
-        cert=_path(given, "cert"),
-        key=_path(given, "key"),
+        uses_tls=tls,
+        ca_file=_path_parameter(given, "ca"),
+        certificate_file=_path_parameter(given, "cert"),
+        key_file=_path_parameter(given, "key"),
         user=given.get("user", ""),
-        password_file=_path(given, "password_file"),
-        namespace=_namespace(given.get("namespace", DEFAULT_NAMESPACE)),
+        password_file=_path_parameter(given, "password_file"),
+        namespace=_parse_namespace(given.get("namespace", DEFAULT_NAMESPACE)),
     )
 
 
-def read_file(path: Path, *, parameter: str) -> bytes:
+def read_parameter_file(path: Path, *, parameter: str) -> bytes:
     """Reads a file that the URL names. Raises ConfigError that names the parameter."""
     try:
         return path.read_bytes()
@@ -82,7 +82,7 @@ def read_file(path: Path, *, parameter: str) -> bytes:
         ) from error
 
 
-def _endpoint(text: str, url: str) -> str:
+def _parse_endpoint(text: str, url: str) -> str:
     try:
         parts = urlsplit(f"//{text}")
         host, port = parts.hostname or "", parts.port
@@ -96,15 +96,15 @@ def _endpoint(text: str, url: str) -> str:
     return address_text(host, port or DEFAULT_PORT)
 
 
-def _parameters(query: str, url: str) -> dict[str, str]:
+def _parse_parameters(query: str, url: str) -> dict[str, str]:
     try:
         pairs = parse_qsl(query, keep_blank_values=True, strict_parsing=bool(query))
     except ValueError as error:
         raise ConfigError(f"store {url!r}: invalid query string: {error}") from None
     for name, value in pairs:
-        if name not in _PARAMETERS:
+        if name not in _URL_PARAMETERS:
             raise ConfigError(
-                f"store {url!r}: unknown parameter {name!r}", hint=f"known: {', '.join(_PARAMETERS)}"
+                f"store {url!r}: unknown parameter {name!r}", hint=f"known: {', '.join(_URL_PARAMETERS)}"
             )
         if not value:
             raise ConfigError(f"store {url!r}: parameter {name!r} is empty")
@@ -113,8 +113,8 @@ def _parameters(query: str, url: str) -> dict[str, str]:
     return dict(pairs)
 
 
-def _check_tls(given: dict[str, str], *, tls: bool, url: str) -> None:
-    named = [name for name in _TLS_PARAMETERS if name in given]
+def _check_tls_parameters(given: dict[str, str], *, tls: bool, url: str) -> None:
+    named = [name for name in _TLS_URL_PARAMETERS if name in given]
     if named and not tls:
         raise ConfigError(
             f"store {url!r}: {', '.join(named)} requires TLS", hint="use etcds:// instead of etcd://"
@@ -123,26 +123,30 @@ def _check_tls(given: dict[str, str], *, tls: bool, url: str) -> None:
         raise ConfigError(f"store {url!r}: cert and key are required together", hint="set both or neither")
 
 
-def _check_user(given: dict[str, str], *, tls: bool, endpoints: tuple[str, ...], url: str) -> None:
+def _check_user_parameters(given: dict[str, str], *, tls: bool, endpoints: tuple[str, ...], url: str) -> None:
     if ("user" in given) != ("password_file" in given):
         raise ConfigError(
             f"store {url!r}: user and password_file are required together", hint="set both or neither"
         )
-    if "user" in given and not tls and not all(is_loopback(_host(endpoint)) for endpoint in endpoints):
+    if (
+        "user" in given
+        and not tls
+        and not all(is_loopback(_host_of_endpoint(endpoint)) for endpoint in endpoints)
+    ):
         raise ConfigError(
             f"store {url!r} would send a password over a network without TLS", hint="use etcds:// instead"
         )
 
 
-def _host(endpoint: str) -> str:
+def _host_of_endpoint(endpoint: str) -> str:
     return endpoint.rpartition(":")[0].strip("[]")
 
 
-def _path(given: dict[str, str], name: str) -> Path | None:
+def _path_parameter(given: dict[str, str], name: str) -> Path | None:
     return Path(given[name]) if name in given else None
 
 
-def _namespace(text: str) -> str:
+def _parse_namespace(text: str) -> str:
     if not text.startswith("/") or not text.endswith("/") or len(text.encode()) > NAMESPACE_BYTES_MAX:
         raise ConfigError(
             f"invalid etcd namespace {text!r}",

@@ -17,13 +17,13 @@ from typing import TypeVar
 import grpc
 import grpc.aio
 
-from genie.controller.store.etcd_address import EtcdAddress, read_file
+from genie.controller.store.etcd_address import EtcdAddress, read_parameter_file
 from genie.controller.store.etcd_errors import (
-    NO_LEADER,
-    check_version,
+    NO_LEADER_MESSAGE,
+    check_etcd_version,
     is_tls_failure,
     is_token_rejected,
-    translate,
+    to_genie_error,
 )
 from genie.controller.store.etcd_proto import rpc_pb2, rpc_pb2_grpc
 from genie.errors import ConfigError, StoreUnavailableError, TlsError
@@ -32,12 +32,12 @@ from genie.processes.clock import Clock
 log = logging.getLogger(__name__)
 
 PROBE_TIMEOUT_S = 1.0
-RETRY_S = 0.05
+RETRY_INTERVAL_S = 0.05
 CLOSE_TIMEOUT_S = 0.5
 RANGE_PAGE_KEYS = 256
-# A page of the largest values that a server accepts by default, plus framing.
+# _GrpcResponse page of the largest values that a server accepts by default, plus framing.
 _RESPONSE_BYTES_MAX = RANGE_PAGE_KEYS * 1600 * 1024
-_OPTIONS: list[tuple[str, int]] = [
+_CHANNEL_OPTIONS: list[tuple[str, int]] = [
     ("grpc.max_receive_message_length", _RESPONSE_BYTES_MAX),
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1000),
@@ -48,10 +48,10 @@ _OPTIONS: list[tuple[str, int]] = [
     ("grpc.use_local_subchannel_pool", 1),
 ]
 
-T = TypeVar("T")
-Q = TypeVar("Q")
-A = TypeVar("A")
-Metadata = tuple[tuple[str, str], ...]
+_Result = TypeVar("_Result")
+_GrpcRequest = TypeVar("_GrpcRequest")
+_GrpcResponse = TypeVar("_GrpcResponse")
+GrpcMetadata = tuple[tuple[str, str], ...]
 
 
 class EtcdMember:
@@ -60,15 +60,15 @@ class EtcdMember:
     def __init__(self, endpoint: str, channel: grpc.aio.Channel) -> None:
         self.endpoint = endpoint
         self.channel = channel
-        self.kv = rpc_pb2_grpc.KVStub(channel)
-        self.lease = rpc_pb2_grpc.LeaseStub(channel)
-        self.watch = rpc_pb2_grpc.WatchStub(channel)
-        self.maintenance = rpc_pb2_grpc.MaintenanceStub(channel)
-        self.auth = rpc_pb2_grpc.AuthStub(channel)
-        self.checked = False
+        self.kv_stub = rpc_pb2_grpc.KVStub(channel)
+        self.lease_stub = rpc_pb2_grpc.LeaseStub(channel)
+        self.watch_stub = rpc_pb2_grpc.WatchStub(channel)
+        self.maintenance_stub = rpc_pb2_grpc.MaintenanceStub(channel)
+        self.auth_stub = rpc_pb2_grpc.AuthStub(channel)
+        self.is_version_checked = False
 
-    def is_ready(self) -> bool:
-        return self.checked and self.channel.get_state() is grpc.ChannelConnectivity.READY
+    def is_checked_and_connected(self) -> bool:
+        return self.is_version_checked and self.channel.get_state() is grpc.ChannelConnectivity.READY
 
 
 class EtcdChannels:
@@ -78,50 +78,51 @@ class EtcdChannels:
         self._address = address
         self._clock = clock
         self._password = _read_password(address)
-        credentials = _credentials(address)
+        credentials = _make_credentials(address)
         self._members = [
-            EtcdMember(endpoint, _channel(endpoint, credentials)) for endpoint in address.endpoints
+            EtcdMember(endpoint, _open_channel(endpoint, credentials)) for endpoint in address.endpoints
         ]
-        self._token = ""
-        self.closed = False
+        self._login_token = ""
+        self.is_closed = False
 
-    def metadata(self) -> Metadata:
+    def call_metadata(self) -> GrpcMetadata:
         # hasleader: a partitioned member fails the request instead of letting it time out.
         always = (("hasleader", "true"),)
-        return (*always, ("token", self._token)) if self._token else always
+        return (*always, ("token", self._login_token)) if self._login_token else always
 
-    async def unary(
+    async def call_unary(
         self,
-        pick: Callable[[EtcdMember], grpc.aio.UnaryUnaryMultiCallable[Q, A]],
-        request: Q,
+        select_stub: Callable[[EtcdMember], grpc.aio.UnaryUnaryMultiCallable[_GrpcRequest, _GrpcResponse]],
+        request: _GrpcRequest,
         *,
         action: str,
         timeout_s: float,
         idempotent: bool,
-    ) -> A:
-        """Sends a unary request on the stub that `pick` selects. Retries and errors as in `call`."""
+    ) -> _GrpcResponse:
+        """Sends a unary request on the stub that `select_stub` selects. Retries and errors as in
+        `call_with_retries`."""
 
-        def send(member: EtcdMember, remaining_s: float) -> Awaitable[A]:
-            return pick(member)(request, timeout=remaining_s, metadata=self.metadata())
+        def send(member: EtcdMember, remaining_s: float) -> Awaitable[_GrpcResponse]:
+            return select_stub(member)(request, timeout=remaining_s, metadata=self.call_metadata())
 
-        return await self.call(send, action=action, timeout_s=timeout_s, idempotent=idempotent)
+        return await self.call_with_retries(send, action=action, timeout_s=timeout_s, idempotent=idempotent)
 
-    async def call(
+    async def call_with_retries(
         self,
-        send: Callable[[EtcdMember, float], Awaitable[T]],
+        send: Callable[[EtcdMember, float], Awaitable[_Result]],
         *,
         action: str,
         timeout_s: float,
         idempotent: bool,
-    ) -> T:
+    ) -> _Result:
         """Calls `send` with a member and a timeout in seconds; retries on other members if `idempotent`."""
         deadline_s = self._now_s() + timeout_s
         login_was_reset = False
         while True:
-            member = await self.ready_member(deadline_s)
+            member = await self.get_ready_member(deadline_s)
             try:
                 return await self._translate_cancellation(
-                    send(member, self._attempt_s(deadline_s, idempotent))
+                    send(member, self._attempt_timeout_s(deadline_s, idempotent))
                 )
             except grpc.aio.AioRpcError as error:
                 if is_token_rejected(error) and not login_was_reset:
@@ -129,11 +130,11 @@ class EtcdChannels:
                     self.forget_login(member)
                     continue
                 may_retry = self._may_retry(error, member, idempotent)
-                if not may_retry or self._now_s() + RETRY_S >= deadline_s:
-                    raise translate(error, action=action, endpoint=member.endpoint) from error
-            await self._clock.sleep(RETRY_S)
+                if not may_retry or self._now_s() + RETRY_INTERVAL_S >= deadline_s:
+                    raise to_genie_error(error, action=action, endpoint=member.endpoint) from error
+            await self._clock.sleep(RETRY_INTERVAL_S)
 
-    async def ready_member(self, deadline_s: float) -> EtcdMember:
+    async def get_ready_member(self, deadline_s: float) -> EtcdMember:
         """Returns a connected member of a supported version; the last one that worked is preferred."""
         while True:
             self.check_open()
@@ -141,22 +142,22 @@ class EtcdChannels:
             for member in list(self._members):
                 try:
                     # In this order: a deprioritized member may still be connected.
-                    if not member.is_ready():
-                        await self._probe(member, deadline_s)
-                    if self._address.user and not self._token:
+                    if not member.is_checked_and_connected():
+                        await self._check_member_version(member, deadline_s)
+                    if self._address.user and not self._login_token:
                         await self._log_in(member, deadline_s)
                     return member
                 except grpc.aio.AioRpcError as error:
                     self.check_open()
                     reasons[member.endpoint] = error.details() or error.code().name
                     self.deprioritize(member)
-            self._raise_if_all_tls(reasons)
-            if self._now_s() + RETRY_S >= deadline_s:
+            self._raise_if_all_failed_on_tls(reasons)
+            if self._now_s() + RETRY_INTERVAL_S >= deadline_s:
                 raise StoreUnavailableError(
-                    f"could not reach any etcd endpoint: {_format_reasons(reasons)}",
+                    f"could not reach any etcd endpoint: {_format_failure_reasons(reasons)}",
                     hint="is etcd running and reachable?",
                 )
-            await self._clock.sleep(RETRY_S)
+            await self._clock.sleep(RETRY_INTERVAL_S)
 
     def deprioritize(self, member: EtcdMember) -> None:
         """Moves the member to the end of the preference order."""
@@ -171,37 +172,37 @@ class EtcdChannels:
                 f"etcd at {member.endpoint} requires a user",
                 hint="add ?user=NAME&password_file=FILE to the store URL",
             )
-        self._token = ""
+        self._login_token = ""
 
     def check_open(self) -> None:
-        if self.closed:
+        if self.is_closed:
             raise StoreUnavailableError(f"the store {self._address} is closed")
 
     async def close(self) -> None:
         """Idempotent. Pending calls fail with StoreUnavailableError."""
-        self.closed = True
+        self.is_closed = True
         # Drop the references: grpc.aio keeps a thread and two sockets while any channel is referenced.
         members, self._members = self._members, []
         for member in members:
             await member.channel.close(None)
         await _wait_for_call_tasks()
 
-    async def _probe(self, member: EtcdMember, deadline_s: float) -> None:
+    async def _check_member_version(self, member: EtcdMember, deadline_s: float) -> None:
         remaining_s = max(0.001, min(PROBE_TIMEOUT_S, deadline_s - self._now_s()))
         status = await self._translate_cancellation(
-            member.maintenance.Status(rpc_pb2.StatusRequest(), timeout=remaining_s)
+            member.maintenance_stub.Status(rpc_pb2.StatusRequest(), timeout=remaining_s)
         )
-        check_version(status.version, endpoint=member.endpoint)
-        if not member.checked:
+        check_etcd_version(status.version, endpoint=member.endpoint)
+        if not member.is_version_checked:
             log.info("store %s: endpoint %s is etcd %s", self._address, member.endpoint, status.version)
-        member.checked = True
+        member.is_version_checked = True
 
     async def _log_in(self, member: EtcdMember, deadline_s: float) -> None:
         request = rpc_pb2.AuthenticateRequest(name=self._address.user, password=self._password)
         remaining_s = max(0.001, deadline_s - self._now_s())
         try:
             response = await self._translate_cancellation(
-                member.auth.Authenticate(request, timeout=remaining_s)
+                member.auth_stub.Authenticate(request, timeout=remaining_s)
             )
         except grpc.aio.AioRpcError as error:
             if error.code() in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.FAILED_PRECONDITION):
@@ -210,15 +211,15 @@ class EtcdChannels:
                     hint=f"check ?user= and the password in {self._address.password_file}",
                 ) from error
             raise
-        self._token = response.token
+        self._login_token = response.token
 
-    async def _translate_cancellation(self, response: Awaitable[T]) -> T:
+    async def _translate_cancellation(self, response: Awaitable[_Result]) -> _Result:
         """Raises StoreUnavailableError instead of the CancelledError that grpc.aio raises on close()."""
         try:
             return await response
         except asyncio.CancelledError:
             task = asyncio.current_task()
-            if self.closed and task is not None and not task.cancelling():
+            if self.is_closed and task is not None and not task.cancelling():
                 self.check_open()
             raise
 
@@ -227,17 +228,17 @@ class EtcdChannels:
         if lost:
             self.deprioritize(member)
         # Without a leader, the member rejects the request before applying it.
-        return lost and (idempotent or error.details() == NO_LEADER)
+        return lost and (idempotent or error.details() == NO_LEADER_MESSAGE)
 
-    def _attempt_s(self, deadline_s: float, idempotent: bool) -> float:
+    def _attempt_timeout_s(self, deadline_s: float, idempotent: bool) -> float:
         remaining_s = max(0.001, deadline_s - self._now_s())
         # Reserve time for another endpoint in case this one does not respond.
         return remaining_s / 2 if idempotent and len(self._members) > 1 else remaining_s
 
-    def _raise_if_all_tls(self, reasons: dict[str, str]) -> None:
+    def _raise_if_all_failed_on_tls(self, reasons: dict[str, str]) -> None:
         if reasons and all(is_tls_failure(reason) for reason in reasons.values()):
             raise TlsError(
-                f"TLS handshake with etcd failed: {_format_reasons(reasons)}",
+                f"TLS handshake with etcd failed: {_format_failure_reasons(reasons)}",
                 hint="check ?ca=, ?cert= and ?key= of the store URL and the server's certificate",
             )
 
@@ -260,31 +261,33 @@ async def _wait_for_call_tasks() -> None:
         await asyncio.wait(ending, timeout=CLOSE_TIMEOUT_S)
 
 
-def _channel(endpoint: str, credentials: grpc.ChannelCredentials | None) -> grpc.aio.Channel:
+def _open_channel(endpoint: str, credentials: grpc.ChannelCredentials | None) -> grpc.aio.Channel:
     if credentials is None:
-        return grpc.aio.insecure_channel(endpoint, options=_OPTIONS)
-    return grpc.aio.secure_channel(endpoint, credentials, options=_OPTIONS)
+        return grpc.aio.insecure_channel(endpoint, options=_CHANNEL_OPTIONS)
+    return grpc.aio.secure_channel(endpoint, credentials, options=_CHANNEL_OPTIONS)
 
 
-def _credentials(address: EtcdAddress) -> grpc.ChannelCredentials | None:
-    if not address.tls:
+def _make_credentials(address: EtcdAddress) -> grpc.ChannelCredentials | None:
+    if not address.uses_tls:
         return None
     return grpc.ssl_channel_credentials(
-        root_certificates=read_file(address.ca, parameter="ca") if address.ca else None,
-        private_key=read_file(address.key, parameter="key") if address.key else None,
-        certificate_chain=read_file(address.cert, parameter="cert") if address.cert else None,
+        root_certificates=read_parameter_file(address.ca_file, parameter="ca") if address.ca_file else None,
+        private_key=read_parameter_file(address.key_file, parameter="key") if address.key_file else None,
+        certificate_chain=read_parameter_file(address.certificate_file, parameter="cert")
+        if address.certificate_file
+        else None,
     )
 
 
 def _read_password(address: EtcdAddress) -> str:
     if address.password_file is None:
         return ""
-    raw = read_file(address.password_file, parameter="password_file")
+    raw = read_parameter_file(address.password_file, parameter="password_file")
     try:
         return raw.decode().strip("\r\n")
     except UnicodeDecodeError:
         raise ConfigError(f"the password file {address.password_file} is not valid UTF-8") from None
 
 
-def _format_reasons(reasons: dict[str, str]) -> str:
+def _format_failure_reasons(reasons: dict[str, str]) -> str:
     return "; ".join(f"{endpoint}: {reason}" for endpoint, reason in reasons.items())

@@ -23,14 +23,19 @@ from genie.errors import (
     UsageError,
 )
 
-NO_LEADER = "etcdserver: no leader"
-_TOKEN_TEXTS = ("invalid auth token", "revision of auth store is old", "user name is empty")
+NO_LEADER_MESSAGE = "etcdserver: no leader"
+_REJECTED_TOKEN_MESSAGES = ("invalid auth token", "revision of auth store is old", "user name is empty")
 # Texts of gRPC itself: TSI is its TLS layer; the last one is about files without a certificate or key.
-_TLS_TEXTS = ("handshake failed", "TSI_", "No match found for server name", "create security handshaker")
+_TLS_FAILURE_MESSAGES = (
+    "handshake failed",
+    "TSI_",
+    "No match found for server name",
+    "create security handshaker",
+)
 _INSTALL_HINT = "install etcd 3.4.22 or later of 3.4, or 3.5.6 or later (Debian: etcd-server)"
 
 
-def translate(error: grpc.aio.AioRpcError, *, action: str, endpoint: str) -> GenieError:
+def to_genie_error(error: grpc.aio.AioRpcError, *, action: str, endpoint: str) -> GenieError:
     code, text = error.code(), error.details() or ""
     message = f"etcd at {endpoint}: {action} failed: {text!r} ({code.name})"
     match code:
@@ -65,19 +70,19 @@ def translate(error: grpc.aio.AioRpcError, *, action: str, endpoint: str) -> Gen
 
 def is_token_rejected(error: grpc.aio.AioRpcError) -> bool:
     """True if the login token is no longer valid. etcd checks it first, so the call can be retried."""
-    return any(known in (error.details() or "") for known in _TOKEN_TEXTS)
+    return any(known in (error.details() or "") for known in _REJECTED_TOKEN_MESSAGES)
 
 
 def is_watch_denied(reason: str) -> bool:
     """True if the watch was denied; etcd 3.4 reports an invalid login in the same way."""
-    return "permission denied" in reason or any(known in reason for known in _TOKEN_TEXTS)
+    return "permission denied" in reason or any(known in reason for known in _REJECTED_TOKEN_MESSAGES)
 
 
 def is_tls_failure(text: str) -> bool:
-    return any(known in text for known in _TLS_TEXTS)
+    return any(known in text for known in _TLS_FAILURE_MESSAGES)
 
 
-def check_version(version: str, *, endpoint: str) -> None:
+def check_etcd_version(version: str, *, endpoint: str) -> None:
     """Raises StoreVersionError for servers that lose data or consistency when they are killed."""
     found = re.match(r"(\d+)\.(\d+)\.(\d+)", version)
     if found is None:

@@ -14,8 +14,8 @@ from collections.abc import AsyncIterator
 import grpc
 import grpc.aio
 
-from genie.controller.store.etcd_channels import RETRY_S, EtcdChannels, EtcdMember
-from genie.controller.store.etcd_errors import is_watch_denied, translate
+from genie.controller.store.etcd_channels import RETRY_INTERVAL_S, EtcdChannels, EtcdMember
+from genie.controller.store.etcd_errors import is_watch_denied, to_genie_error
 from genie.controller.store.etcd_proto import kv_pb2, rpc_pb2
 from genie.controller.store.protocol import WatchEvent
 from genie.errors import CompactedError, GenieError, StoreCorruptError, StoreError, StoreUnavailableError
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 5.0
 # How long a broken stream is retried before the reader gets an error.
-RECONNECT_S = 10.0
+RECONNECT_S_MAX = 10.0
 
 _Stream = grpc.aio.StreamStreamCall[rpc_pb2.WatchRequest, rpc_pb2.WatchResponse]
 
@@ -37,48 +37,49 @@ class EtcdWatch:
         self,
         channels: EtcdChannels,
         *,
-        span: tuple[bytes, bytes],
+        key_range: tuple[bytes, bytes],
         namespace_bytes: int,
         after_revision: int,
         clock: Clock,
     ) -> None:
         self._channels = channels
-        self._span = span
+        self._key_range = key_range
         self._namespace_bytes = namespace_bytes
         self._clock = clock
         self._stream: _Stream | None = None
         self._member: EtcdMember | None = None
-        self._ready: deque[WatchEvent] = deque()
-        # Seen: everything before `_revision`, and of `_revision` itself the first `_seen` changes.
-        # The changes of one transaction can arrive in fragments, with a reconnect between them.
-        self._revision = after_revision
-        self._seen = sys.maxsize
-        self._skip = self._seen
+        self._received_events: deque[WatchEvent] = deque()
+        # Seen: everything before `_last_revision`, and of `_last_revision` itself the first
+        # `_seen_changes_of_revision` changes. The changes of one transaction can arrive in fragments, with a
+        # reconnect between them.
+        self._last_revision = after_revision
+        self._seen_changes_of_revision = sys.maxsize
+        self._changes_to_skip = self._seen_changes_of_revision
         self._broken_since_s: float | None = None
-        self._reauthenticated = False
+        self._has_reauthenticated = False
 
     def __aiter__(self) -> AsyncIterator[WatchEvent]:
         return self
 
     async def __anext__(self) -> WatchEvent:
-        while not self._ready:
-            await self._receive()
-        return self._ready.popleft()
+        while not self._received_events:
+            await self._receive_response()
+        return self._received_events.popleft()
 
-    async def _receive(self) -> None:
+    async def _receive_response(self) -> None:
         """Reads one response, or makes one attempt to reconnect after a transient error."""
         if self._stream is None:
-            self._member = await self._channels.ready_member(self._reconnect_deadline_s())
+            self._member = await self._channels.get_ready_member(self._reconnect_deadline_s())
         fault: GenieError
         try:
             if self._stream is None:
-                response = await self._start()
+                response = await self._open_stream()
             else:
-                response = await self._read(self._stream)
+                response = await self._read_response(self._stream)
             self._handle_response(response)
             return
         except grpc.aio.AioRpcError as error:
-            fault = translate(error, action="watch", endpoint=self._endpoint)
+            fault = to_genie_error(error, action="watch", endpoint=self._endpoint)
         except TimeoutError:
             fault = StoreUnavailableError(f"etcd at {self._endpoint}: starting a watch timed out")
         except StoreUnavailableError as error:
@@ -88,7 +89,7 @@ class EtcdWatch:
             self.close()
             raise
         self.close()
-        await self._back_off(fault)
+        await self._back_off_or_raise(fault)
 
     @property
     def _endpoint(self) -> str:
@@ -99,34 +100,34 @@ class EtcdWatch:
         if stream is not None:
             stream.cancel()
 
-    async def _start(self) -> rpc_pb2.WatchResponse:
+    async def _open_stream(self) -> rpc_pb2.WatchResponse:
         assert self._member is not None
-        self._stream = stream = self._member.watch.Watch(None, metadata=self._channels.metadata())
-        first, end = self._span
+        self._stream = stream = self._member.watch_stub.Watch(None, metadata=self._channels.call_metadata())
+        first, end = self._key_range
         # One revision early, skipping known events: compaction to the revision of a delete can drop that
         # delete from etcd's history, and a watch from exactly there would miss it.
         create = rpc_pb2.WatchCreateRequest(
-            key=first, range_end=end, start_revision=max(1, self._revision), fragment=True
+            key=first, range_end=end, start_revision=max(1, self._last_revision), fragment=True
         )
-        self._skip = self._seen
+        self._changes_to_skip = self._seen_changes_of_revision
         async with asyncio.timeout(START_TIMEOUT_S):
             await stream.write(rpc_pb2.WatchRequest(create_request=create))
-            return await self._read(stream)
+            return await self._read_response(stream)
 
-    async def _read(self, stream: _Stream) -> rpc_pb2.WatchResponse:
+    async def _read_response(self, stream: _Stream) -> rpc_pb2.WatchResponse:
         try:
             response = await stream.read()
         except asyncio.CancelledError:
             task = asyncio.current_task()
-            if self._channels.closed and task is not None and not task.cancelling():
+            if self._channels.is_closed and task is not None and not task.cancelling():
                 self._channels.check_open()
             raise
         if not isinstance(response, rpc_pb2.WatchResponse):
             raise StoreUnavailableError(f"etcd at {self._endpoint} closed a watch stream")
         return response
 
-    async def _back_off(self, fault: GenieError) -> None:
-        """Sleeps before the next attempt; raises `fault` if it is permanent or older than RECONNECT_S."""
+    async def _back_off_or_raise(self, fault: GenieError) -> None:
+        """Sleeps before the next attempt; raises `fault` if it is permanent or older than RECONNECT_S_MAX."""
         self._channels.check_open()
         if self._member is not None:
             self._channels.deprioritize(self._member)
@@ -135,21 +136,21 @@ class EtcdWatch:
         now_s = asyncio.get_running_loop().time()
         if self._broken_since_s is None:
             self._broken_since_s = now_s
-            log.info("watch on %r was interrupted, reconnecting: %s", self._span[0], fault)
-        elif now_s - self._broken_since_s > RECONNECT_S:
+            log.info("watch on %r was interrupted, reconnecting: %s", self._key_range[0], fault)
+        elif now_s - self._broken_since_s > RECONNECT_S_MAX:
             self._broken_since_s = None
             raise fault
-        await self._clock.sleep(RETRY_S)
+        await self._clock.sleep(RETRY_INTERVAL_S)
 
     def _reconnect_deadline_s(self) -> float:
         now_s = asyncio.get_running_loop().time()
         since_s = now_s if self._broken_since_s is None else self._broken_since_s
-        return max(now_s + RETRY_S, since_s + RECONNECT_S)
+        return max(now_s + RETRY_INTERVAL_S, since_s + RECONNECT_S_MAX)
 
     def _handle_response(self, response: rpc_pb2.WatchResponse) -> None:
         if response.compact_revision > 0:
             raise CompactedError(
-                f"cannot watch after revision {self._revision}: etcd is compacted up to revision "
+                f"cannot watch after revision {self._last_revision}: etcd is compacted up to revision "
                 f"{response.compact_revision}",
                 hint="range again and watch from the returned revision",
             )
@@ -159,33 +160,33 @@ class EtcdWatch:
             raise StoreUnavailableError(f"etcd at {self._endpoint} ended a watch: {response.cancel_reason!r}")
         if response.created:
             self._broken_since_s = None
-            self._reauthenticated = False
+            self._has_reauthenticated = False
         for event in response.events:
-            if self._is_new(event.kv.mod_revision):
-                self._ready.append(self._decode(event))
+            if self._is_new_change(event.kv.mod_revision):
+                self._received_events.append(self._decode_event(event))
 
     def _reset_login(self, reason: str) -> None:
-        if self._reauthenticated or self._member is None:
+        if self._has_reauthenticated or self._member is None:
             raise StoreError(
                 f"etcd at {self._endpoint} rejected a watch: {reason!r}",
                 hint="grant the user a role with read and write on the namespace",
             )
-        self._reauthenticated = True
+        self._has_reauthenticated = True
         self._channels.forget_login(self._member)
 
-    def _is_new(self, revision: int) -> bool:
-        if revision < self._revision:
+    def _is_new_change(self, revision: int) -> bool:
+        if revision < self._last_revision:
             return False
-        if revision > self._revision:
-            self._revision, self._seen, self._skip = revision, 1, 0
+        if revision > self._last_revision:
+            self._last_revision, self._seen_changes_of_revision, self._changes_to_skip = revision, 1, 0
             return True
-        if self._skip > 0:
-            self._skip -= 1
+        if self._changes_to_skip > 0:
+            self._changes_to_skip -= 1
             return False
-        self._seen += 1
+        self._seen_changes_of_revision += 1
         return True
 
-    def _decode(self, event: kv_pb2.Event) -> WatchEvent:
+    def _decode_event(self, event: kv_pb2.Event) -> WatchEvent:
         try:
             key = event.kv.key[self._namespace_bytes :].decode()
         except UnicodeDecodeError as error:

@@ -9,7 +9,7 @@ from pathlib import Path
 from genie.errors import StoreError, StoreFullError, StoreUnavailableError
 from genie.processes.files import FileLock, lock_holder
 
-PRIVATE_MODE = 0o600
+PRIVATE_FILE_MODE = 0o600
 
 
 def acquire_lock(path: Path) -> FileLock:
@@ -18,7 +18,7 @@ def acquire_lock(path: Path) -> FileLock:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         lock = FileLock.try_acquire(path)
     except OSError as error:
-        raise _translate(path, error) from error
+        raise _to_store_error(path, error) from error
     if lock is None:
         holder = lock_holder(path)
         raise StoreUnavailableError(
@@ -32,16 +32,16 @@ def acquire_lock(path: Path) -> FileLock:
 def make_private_file(path: Path) -> None:
     """Creates the file if needed and restricts it to its owner."""
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, PRIVATE_MODE)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, PRIVATE_FILE_MODE)
         try:
-            os.fchmod(descriptor, PRIVATE_MODE)
+            os.fchmod(descriptor, PRIVATE_FILE_MODE)
         finally:
             os.close(descriptor)
     except OSError as error:
-        raise _translate(path, error) from error
+        raise _to_store_error(path, error) from error
 
 
-def _translate(path: Path, error: OSError) -> StoreError:
+def _to_store_error(path: Path, error: OSError) -> StoreError:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return StoreFullError(f"no space left for {path}: {error.strerror}", hint="free space on its disk")
     return StoreUnavailableError(f"could not open {path}: {error.strerror}", hint="check its owner and mode")

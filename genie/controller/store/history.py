@@ -13,83 +13,83 @@ from itertools import islice
 from genie.controller.store.protocol import WatchEvent
 from genie.errors import CompactedError, UsageError
 
-PAGE_EVENTS = 500
-PAGE_BYTES = 4 * 1024 * 1024
-BYTES_MAX = 32 * 1024 * 1024
-_CHANGE_BYTES = 150
+PAGE_EVENTS_MAX = 500
+PAGE_BYTES_MAX = 4 * 1024 * 1024
+HISTORY_BYTES_MAX = 32 * 1024 * 1024
+_CHANGE_OVERHEAD_BYTES = 150
 """Approximate overhead of an entry in addition to its key and value."""
 
-Change = tuple[bytes, bytes | None]
+KeyChange = tuple[bytes, bytes | None]
 """A key and its new value; None for a deletion."""
 
 
 @dataclass(frozen=True, slots=True)
 class HistoryPosition:
-    """Where to continue reading: at `revision`, after its first `skipped` changes."""
+    """Where to continue reading: at `revision`, after its first `skipped_changes` changes."""
 
     revision: int
-    skipped: int = 0
+    skipped_changes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class HistoryPage:
     events: tuple[WatchEvent, ...]
-    next: HistoryPosition
-    complete: bool
+    next_position: HistoryPosition
+    is_complete: bool
 
 
 class History:
     def __init__(self, *, revision: int, revisions_max: int) -> None:
         """Starts empty: history up to `revision` is not available."""
-        self.compacted = revision
+        self.compacted_revision = revision
         self._revisions_max = revisions_max
-        self._entries: deque[tuple[Sequence[Change], int]] = deque()
-        """For each revision after `compacted`: its changes and their size in bytes."""
+        self._entries: deque[tuple[Sequence[KeyChange], int]] = deque()
+        """For each revision after `compacted_revision`: its changes and their size in bytes."""
         self._size_bytes = 0
 
-    def add(self, changes: Sequence[Change]) -> None:
+    def append_revision(self, changes: Sequence[KeyChange]) -> None:
         """Appends the next revision. Drops the oldest ones when the limit is exceeded by a tenth."""
-        size_bytes = sum(len(key) + len(value or b"") + _CHANGE_BYTES for key, value in changes)
+        size_bytes = sum(len(key) + len(value or b"") + _CHANGE_OVERHEAD_BYTES for key, value in changes)
         self._entries.append((changes, size_bytes))
         self._size_bytes += size_bytes
         if len(self._entries) > self._revisions_max + max(1, self._revisions_max // 10):
-            self.compact(self.compacted + len(self._entries) - self._revisions_max)
-        while self._size_bytes > BYTES_MAX:
+            self.compact(self.compacted_revision + len(self._entries) - self._revisions_max)
+        while self._size_bytes > HISTORY_BYTES_MAX:
             self._drop_oldest()
 
     def compact(self, revision: int) -> None:
         """Drops the changes up to `revision`."""
-        latest = self.compacted + len(self._entries)
+        latest = self.compacted_revision + len(self._entries)
         if revision > latest:
             raise UsageError(f"cannot compact to revision {revision}; the store is at {latest}")
-        while self.compacted < revision:
+        while self.compacted_revision < revision:
             self._drop_oldest()
 
-    def page(self, span: tuple[bytes, bytes], position: HistoryPosition) -> HistoryPage:
+    def read_page(self, key_range: tuple[bytes, bytes], position: HistoryPosition) -> HistoryPage:
         """Returns one page of changes of keys in the span, from `position` on."""
-        if self.compacted >= position.revision:
+        if self.compacted_revision >= position.revision:
             raise CompactedError(
                 f"cannot watch from revision {position.revision}: history is compacted up to revision "
-                f"{self.compacted}",
+                f"{self.compacted_revision}",
                 hint="range again and watch from the returned revision",
             )
-        first, end = span
+        first, end = key_range
         events: list[WatchEvent] = []
-        remaining_bytes, skipped = PAGE_BYTES, position.skipped
-        start = position.revision - self.compacted - 1
+        remaining_bytes, skipped = PAGE_BYTES_MAX, position.skipped_changes
+        start = position.revision - self.compacted_revision - 1
         for revision, (changes, _) in enumerate(islice(self._entries, start, None), position.revision):
             for number, (key, value) in enumerate(changes[skipped:], skipped + 1):
                 if not first <= key < end:
                     continue
                 events.append(WatchEvent(key.decode(), value, revision))
                 remaining_bytes -= len(value or b"")
-                if len(events) == PAGE_EVENTS or remaining_bytes <= 0:
-                    return HistoryPage(tuple(events), HistoryPosition(revision, number), complete=False)
+                if len(events) == PAGE_EVENTS_MAX or remaining_bytes <= 0:
+                    return HistoryPage(tuple(events), HistoryPosition(revision, number), is_complete=False)
             skipped = 0
-        behind = max(position.revision, self.compacted + len(self._entries) + 1)
-        return HistoryPage(tuple(events), HistoryPosition(behind), complete=True)
+        behind = max(position.revision, self.compacted_revision + len(self._entries) + 1)
+        return HistoryPage(tuple(events), HistoryPosition(behind), is_complete=True)
 
     def _drop_oldest(self) -> None:
         _, size_bytes = self._entries.popleft()
         self._size_bytes -= size_bytes
-        self.compacted += 1
+        self.compacted_revision += 1

@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from genie.controller.store.background import Background
+from genie.controller.store.background import BackgroundTasks
 from genie.errors import LeaseLostError, UsageError
 from genie.processes.clock import Clock
 
@@ -28,14 +28,14 @@ class LeaseTimers:
     """Active leases and their deadlines. `expire` is awaited once for each lease that expires."""
 
     def __init__(
-        self, *, clock: Clock, background: Background, expire: Callable[[int], Awaitable[None]]
+        self, *, clock: Clock, background: BackgroundTasks, expire: Callable[[int], Awaitable[None]]
     ) -> None:
         self._clock = clock
         self._background = background
-        self._expire = expire
+        self._expire_lease = expire
         self._leases: dict[int, _Lease] = {}
 
-    def check_capacity(self) -> None:
+    def check_lease_count(self) -> None:
         if len(self._leases) >= LEASES_MAX:
             raise UsageError(
                 f"the limit of {LEASES_MAX} leases is reached", hint="revoke leases that are not needed"
@@ -44,16 +44,16 @@ class LeaseTimers:
     def start(self, lease_id: int, *, ttl_s: float) -> None:
         lease = _Lease(ttl_s, self._clock.monotonic_s() + ttl_s)
         self._leases[lease_id] = lease
-        lease.timer = self._background.start(self._run_timer(lease_id, lease), name=f"lease-{lease_id}")
+        lease.timer = self._background.start_task(self._run_timer(lease_id, lease), name=f"lease-{lease_id}")
 
     def renew(self, lease_id: int) -> None:
         """Restarts the TTL. Raises LeaseLostError if the lease was revoked or its deadline has passed."""
-        if self.is_lost(lease_id):
+        if self.is_expired_or_revoked(lease_id):
             raise LeaseLostError(f"lease {lease_id} has expired or was revoked", hint="grant a new one")
         lease = self._leases[lease_id]
         lease.deadline_s = self._clock.monotonic_s() + lease.ttl_s
 
-    def is_lost(self, lease_id: int) -> bool:
+    def is_expired_or_revoked(self, lease_id: int) -> bool:
         lease = self._leases.get(lease_id)
         return lease is None or self._clock.monotonic_s() >= lease.deadline_s
 
@@ -67,4 +67,4 @@ class LeaseTimers:
         while (remaining_s := lease.deadline_s - self._clock.monotonic_s()) > 0:
             await self._clock.sleep(remaining_s)
         self._leases.pop(lease_id, None)
-        await self._expire(lease_id)
+        await self._expire_lease(lease_id)

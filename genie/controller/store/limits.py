@@ -21,22 +21,22 @@ from genie.controller.store.protocol import (
 from genie.errors import RowTooLargeError, UsageError
 
 # UTF-8 has no byte 0xff, so prefix + 0xff sorts after every key that starts with the prefix.
-_AFTER_ALL_KEYS = b"\xff"
+_BYTE_AFTER_ALL_KEYS = b"\xff"
 
 
 def encode_key(key: str) -> bytes:
     """Encodes a key as UTF-8. Raises UsageError when it is empty, too long or not valid UTF-8."""
     if not key:
         raise UsageError("a store key is empty", hint="use at least one character")
-    return _encode(key, what="store key")
+    return _encode_utf8(key, text_name="store key")
 
 
-def key_span(prefix: str, *, start_after: str = "") -> tuple[bytes, bytes]:
+def key_range(prefix: str, *, start_after: str = "") -> tuple[bytes, bytes]:
     """(first, end) in byte order: the keys under `prefix` after `start_after` are first <= key < end."""
-    prefix_bytes = _encode(prefix, what="prefix")
-    after = _encode(start_after, what="start_after")
+    prefix_bytes = _encode_utf8(prefix, text_name="prefix")
+    after = _encode_utf8(start_after, text_name="start_after")
     first = max(prefix_bytes, after + b"\0") if after else prefix_bytes
-    return first, prefix_bytes + _AFTER_ALL_KEYS
+    return first, prefix_bytes + _BYTE_AFTER_ALL_KEYS
 
 
 def check_range_limit(limit: int) -> None:
@@ -66,9 +66,9 @@ def check_transaction(
         )
     size_bytes = 0
     for compare in compares:
-        size_bytes += _compare_bytes(compare)
+        size_bytes += _compare_size_bytes(compare)
     for operation in operations:
-        size_bytes += operation_bytes(operation)
+        size_bytes += operation_size_bytes(operation)
     if size_bytes > TXN_BYTES_MAX:
         raise RowTooLargeError(
             f"a transaction has {size_bytes} bytes; the limit is {TXN_BYTES_MAX}", hint="split it"
@@ -78,7 +78,7 @@ def check_transaction(
     return size_bytes
 
 
-def _compare_bytes(compare: Compare) -> int:
+def _compare_size_bytes(compare: Compare) -> int:
     key = compare.key
     if compare.revision < 0:
         raise UsageError(f"compare of {key!r} with revision {compare.revision}; the minimum is 0")
@@ -87,7 +87,7 @@ def _compare_bytes(compare: Compare) -> int:
     return key_bytes if 0 < key_bytes <= KEY_BYTES_MAX and key.isascii() else len(encode_key(key))
 
 
-def operation_bytes(operation: Put | Delete) -> int:
+def operation_size_bytes(operation: Put | Delete) -> int:
     """Size in bytes as counted against TXN_BYTES_MAX. Raises UsageError for an invalid operation."""
     key = operation.key
     key_bytes = len(key)
@@ -105,11 +105,13 @@ def operation_bytes(operation: Put | Delete) -> int:
     return key_bytes + value_bytes
 
 
-def _encode(text: str, *, what: str) -> bytes:
+def _encode_utf8(text: str, *, text_name: str) -> bytes:
     try:
         encoded = text.encode()
     except UnicodeEncodeError as error:
-        raise UsageError(f"{what} {text[:40]!r} is not valid UTF-8: {error.reason}") from None
+        raise UsageError(f"{text_name} {text[:40]!r} is not valid UTF-8: {error.reason}") from None
     if len(encoded) > KEY_BYTES_MAX:
-        raise UsageError(f"{what} {text[:40]!r}... has {len(encoded)} bytes; the limit is {KEY_BYTES_MAX}")
+        raise UsageError(
+            f"{text_name} {text[:40]!r}... has {len(encoded)} bytes; the limit is {KEY_BYTES_MAX}"
+        )
     return encoded

@@ -8,7 +8,7 @@ from genie.controller.store.protocol import Store
 from genie.errors import ConfigError
 from genie.processes.clock import Clock
 
-FILE_NAME = "store.sqlite3"
+SQLITE_FILE_NAME = "store.sqlite3"
 
 
 async def open_store(url: str, *, state_dir: Path, clock: Clock) -> Store:
@@ -32,18 +32,18 @@ async def open_store(url: str, *, state_dir: Path, clock: Clock) -> Store:
             ) from error
 
         return await EtcdStore.open(url, clock=clock)
-    raise _not_allowed(url)
+    raise _invalid_url_error(url)
 
 
-def _sqlite_path(url: str, rest: str, state_dir: Path) -> Path:
+def _sqlite_path(url: str, path_text: str, state_dir: Path) -> Path:
     if url == "sqlite":
-        return state_dir / FILE_NAME
-    if not rest.startswith("/") or rest.startswith("//") or rest.endswith("/"):
-        raise _not_allowed(url)
-    return Path(rest)
+        return state_dir / SQLITE_FILE_NAME
+    if not path_text.startswith("/") or path_text.startswith("//") or path_text.endswith("/"):
+        raise _invalid_url_error(url)
+    return Path(path_text)
 
 
-def _not_allowed(url: str) -> ConfigError:
+def _invalid_url_error(url: str) -> ConfigError:
     return ConfigError(
         f"invalid store URL {url!r}",
         hint="allowed: sqlite, sqlite:/PATH/TO/FILE, etcd://HOST:PORT[,HOST:PORT], etcds://HOST:PORT?ca=FILE",

@@ -24,7 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from genie.controller.store.background import Background
+from genie.controller.store.background import BackgroundTasks
 from genie.controller.store.history import HistoryPosition
 from genie.controller.store.leases import LeaseTimers
 from genie.controller.store.limits import (
@@ -33,7 +33,7 @@ from genie.controller.store.limits import (
     check_transaction,
     check_ttl,
     encode_key,
-    key_span,
+    key_range,
 )
 from genie.controller.store.protocol import (
     Compare,
@@ -51,16 +51,16 @@ from genie.processes.clock import Clock, SystemClock
 
 log = logging.getLogger(__name__)
 
-QUEUE_MAX = 512
+QUEUED_REQUESTS_MAX = 512
 GROUP_REQUESTS_MAX = 128
 GROUP_BYTES_MAX = 8 * 1024 * 1024
-SIZE_BYTES_MAX = 8 * 1024 * 1024 * 1024
+FILE_BYTES_MAX = 8 * 1024 * 1024 * 1024
 HISTORY_REVISIONS = 1000
 """In memory, and only for watches: the leader, the only process with this file open, needs none."""
 WATCH_READ_TIMEOUT_S = 30.0
-EXPIRE_RETRY_S = 1.0
+LEASE_EXPIRY_RETRY_S = 1.0
 
-T = TypeVar("T")
+_Result = TypeVar("_Result")
 
 
 @dataclass(slots=True)
@@ -75,22 +75,24 @@ class SqliteStore:
 
     txn_ops_max = 1024
 
-    def __init__(self, file: SqliteFile, *, thread: ThreadPoolExecutor, background: Background, clock: Clock):
+    def __init__(
+        self, file: SqliteFile, *, thread: ThreadPoolExecutor, background: BackgroundTasks, clock: Clock
+    ):
         self._file = file
         self._thread = thread
         self._background = background
         self._clock = clock
-        self._queue: asyncio.Queue[_Request] = asyncio.Queue(QUEUE_MAX)
-        self._group: list[_Request] = []
+        self._queue: asyncio.Queue[_Request] = asyncio.Queue(QUEUED_REQUESTS_MAX)
+        self._executing_group: list[_Request] = []
         """The requests being executed by the thread."""
-        self._idle = asyncio.Event()
-        self._idle.set()
-        self._leases = LeaseTimers(clock=clock, background=background, expire=self._expire)
-        self._watches: set[_Watch] = set()
-        self._closing = False
-        self._stopped = False
+        self._is_idle = asyncio.Event()
+        self._is_idle.set()
+        self._lease_timers = LeaseTimers(clock=clock, background=background, expire=self._expire_lease)
+        self._watches: set[_SqliteWatch] = set()
+        self._is_closing = False
+        self._is_thread_stopped = False
         """True when the thread accepts nothing but the close of the file."""
-        self._closed = False
+        self._is_closed = False
         self._close_lock = asyncio.Lock()
 
     @classmethod
@@ -100,7 +102,7 @@ class SqliteStore:
         *,
         clock: Clock | None = None,
         history_revisions: int = HISTORY_REVISIONS,
-        size_bytes_max: int = SIZE_BYTES_MAX,
+        size_bytes_max: int = FILE_BYTES_MAX,
     ) -> SqliteStore:
         """Opens the file; creates it (0600) and its directory if missing.
 
@@ -115,7 +117,7 @@ class SqliteStore:
                 SqliteFile.open, path, history_revisions=history_revisions, size_bytes_max=size_bytes_max
             )
             file = await asyncio.get_running_loop().run_in_executor(thread, opening)
-            background = await Background.open(f"store {path}")
+            background = await BackgroundTasks.open(f"store {path}")
         except BaseException:
             thread.shutdown(wait=True)
             raise
@@ -129,7 +131,7 @@ class SqliteStore:
         self, prefix: str, *, start_after: str = "", limit: int = 1000, timeout_s: float = 5.0
     ) -> RangeResult:
         check_range_limit(limit)
-        key_span(prefix, start_after=start_after)
+        key_range(prefix, start_after=start_after)
         return await self._execute(
             lambda file: file.range(prefix, start_after=start_after, limit=limit), timeout_s=timeout_s
         )
@@ -147,7 +149,7 @@ class SqliteStore:
         compares, operations = tuple(compares), tuple(operations)
         size_bytes = check_transaction(compares, operations, ops_max=self.txn_ops_max)
         named = {op.lease_id for op in operations if isinstance(op, Put) and op.lease_id}
-        lost = frozenset(lease_id for lease_id in named if self._leases.is_lost(lease_id))
+        lost = frozenset(lease_id for lease_id in named if self._lease_timers.is_expired_or_revoked(lease_id))
         return await self._execute(
             lambda file: file.commit(compares, operations, lost_leases=lost),
             timeout_s=timeout_s,
@@ -156,19 +158,19 @@ class SqliteStore:
 
     async def grant_lease(self, ttl_s: float, *, timeout_s: float = 5.0) -> int:
         check_ttl(ttl_s)
-        self._leases.check_capacity()
+        self._lease_timers.check_lease_count()
         lease_id = await self._execute(SqliteFile.grant_lease, timeout_s=timeout_s)
-        self._leases.start(lease_id, ttl_s=ttl_s)
+        self._lease_timers.start(lease_id, ttl_s=ttl_s)
         return lease_id
 
     async def keep_alive(self, lease_id: int, *, timeout_s: float = 5.0) -> None:
         # In memory only: a lease does not outlive the process.
-        self._check_open()
-        self._leases.renew(lease_id)
+        self._check_not_closing()
+        self._lease_timers.renew(lease_id)
 
     async def revoke_lease(self, lease_id: int, *, timeout_s: float = 5.0) -> None:
         await self._execute(lambda file: file.revoke_lease(lease_id), timeout_s=timeout_s)
-        self._leases.stop(lease_id)
+        self._lease_timers.stop(lease_id)
 
     async def compact(self, revision: int, *, timeout_s: float = 5.0) -> None:
         """Drops the history up to `revision` now. The store also compacts automatically."""
@@ -177,8 +179,8 @@ class SqliteStore:
     @asynccontextmanager
     async def watch(self, prefix: str, *, after_revision: int) -> AsyncIterator[AsyncIterator[WatchEvent]]:
         check_after_revision(after_revision)
-        self._check_open()
-        watch = _Watch(self, key_span(prefix), after_revision)
+        self._check_not_closing()
+        watch = _SqliteWatch(self, key_range(prefix), after_revision)
         self._watches.add(watch)
         try:
             yield watch
@@ -187,29 +189,31 @@ class SqliteStore:
 
     async def close(self) -> None:
         """Executes queued requests, then releases the file. Call it again if it was cancelled."""
-        self._closing = True
+        self._is_closing = True
         async with self._close_lock:
-            if self._closed:
+            if self._is_closed:
                 return
             for watch in self._watches:
                 watch.wake()
-            while not self._idle.is_set():  # a caller that waited for the queue may come first
-                await self._idle.wait()
-            self._stopped = True
+            while not self._is_idle.is_set():  # a caller that waited for the queue may come first
+                await self._is_idle.wait()
+            self._is_thread_stopped = True
             await self._background.close()
             await asyncio.get_running_loop().run_in_executor(self._thread, self._file.close)
             self._thread.shutdown(wait=True)
-            self._closed = True
+            self._is_closed = True
 
     # -- the queue ----------------------------------------------------------------------------
 
-    async def _execute(self, call: Callable[[SqliteFile], T], *, timeout_s: float, size_bytes: int = 0) -> T:
-        self._check_open()
-        response: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+    async def _execute(
+        self, call: Callable[[SqliteFile], _Result], *, timeout_s: float, size_bytes: int = 0
+    ) -> _Result:
+        self._check_not_closing()
+        response: asyncio.Future[_Result] = asyncio.get_running_loop().create_future()
         try:
             async with asyncio.timeout(timeout_s):
                 await self._queue.put(_Request(call, response, size_bytes))
-                self._check_running()
+                self._check_background_running()
                 self._submit_next_group()
                 return await response
         except TimeoutError:
@@ -218,13 +222,13 @@ class SqliteStore:
                 hint="a write may have been applied: read the key to find out",
             ) from None
 
-    def _check_open(self) -> None:
-        if self._closing:
+    def _check_not_closing(self) -> None:
+        if self._is_closing:
             raise StoreUnavailableError(f"the store {self.path} is closed")
-        self._check_running()
+        self._check_background_running()
 
-    def _check_running(self) -> None:
-        if self._stopped or self._background.is_over:
+    def _check_background_running(self) -> None:
+        if self._is_thread_stopped or self._background.has_ended:
             raise StoreUnavailableError(
                 f"the store {self.path} has stopped", hint="see the log for the cause"
             )
@@ -232,17 +236,19 @@ class SqliteStore:
     def _submit_next_group(self) -> None:
         """Submits the queued requests to the thread unless it is busy. Not a task: on a busy event loop,
         each commit would wait for two more iterations."""
-        if self._group:
+        if self._executing_group:
             return
-        self._group = self._next_group()
-        if not self._group:
-            self._idle.set()
+        self._executing_group = self._take_next_group()
+        if not self._executing_group:
+            self._is_idle.set()
             return
-        self._idle.clear()
-        loop, calls = asyncio.get_running_loop(), [request.call for request in self._group]
-        self._thread.submit(lambda: loop.call_soon_threadsafe(self._deliver, self._run(calls)))
+        self._is_idle.clear()
+        loop, calls = asyncio.get_running_loop(), [request.call for request in self._executing_group]
+        self._thread.submit(
+            lambda: loop.call_soon_threadsafe(self._deliver_results, self._run_in_thread(calls))
+        )
 
-    def _next_group(self) -> list[_Request]:
+    def _take_next_group(self) -> list[_Request]:
         group: list[_Request] = []
         size_bytes = 0
         while not self._queue.empty() and len(group) < GROUP_REQUESTS_MAX and size_bytes <= GROUP_BYTES_MAX:
@@ -253,17 +259,17 @@ class SqliteStore:
                 size_bytes += request.size_bytes
         return group
 
-    def _run(self, calls: Sequence[FileCall]) -> GroupResult | BaseException:
+    def _run_in_thread(self, calls: Sequence[FileCall]) -> GroupResult | BaseException:
         """Runs in the thread."""
         try:
-            return self._file.run(calls)
+            return self._file.run_group(calls)
         # A thread boundary: every error is delivered to the waiting callers; later groups still run.
         except BaseException as error:
             log.exception("store %s: a group of %d requests failed", self.path, len(calls))
             return error
 
-    def _deliver(self, result: GroupResult | BaseException) -> None:
-        group, self._group = self._group, []
+    def _deliver_results(self, result: GroupResult | BaseException) -> None:
+        group, self._executing_group = self._executing_group, []
         if isinstance(result, GroupResult):
             self._notify_watches(result)
         outcomes = (
@@ -288,11 +294,11 @@ class SqliteStore:
 
     def _notify_watches(self, result: GroupResult) -> None:
         for watch in self._watches:
-            watch.notice(result)
+            watch.on_group_result(result)
 
-    async def _expire(self, lease_id: int) -> None:
+    async def _expire_lease(self, lease_id: int) -> None:
         """Retries until it succeeds or the store closes: a full disk must not keep keys of expired leases."""
-        while not self._closing:
+        while not self._is_closing:
             try:
                 await self._execute(lambda file: file.revoke_lease(lease_id), timeout_s=WATCH_READ_TIMEOUT_S)
                 return
@@ -303,58 +309,58 @@ class SqliteStore:
                     lease_id,
                     error,
                 )
-                await self._clock.sleep(EXPIRE_RETRY_S)
+                await self._clock.sleep(LEASE_EXPIRY_RETRY_S)
 
 
-class _Watch:
+class _SqliteWatch:
     """Reads pages of the history. Only the current page is buffered; a reader that is slower than the
     history's compaction gets CompactedError."""
 
-    def __init__(self, store: SqliteStore, span: tuple[bytes, bytes], after_revision: int) -> None:
+    def __init__(self, store: SqliteStore, key_range: tuple[bytes, bytes], after_revision: int) -> None:
         self._store = store
-        self._span = span
-        self._next = HistoryPosition(after_revision + 1)
-        self._page: deque[WatchEvent] = deque()
-        self._changed = asyncio.Event()
-        self._changed.set()
-        self._reading = False
+        self._key_range = key_range
+        self._next_position = HistoryPosition(after_revision + 1)
+        self._page_events: deque[WatchEvent] = deque()
+        self._change_event = asyncio.Event()
+        self._change_event.set()
+        self._is_reading = False
 
     def __aiter__(self) -> AsyncIterator[WatchEvent]:
         return self
 
     async def __anext__(self) -> WatchEvent:
-        while not self._page:
-            await self._changed.wait()
-            await self._read()
-        return self._page.popleft()
+        while not self._page_events:
+            await self._change_event.wait()
+            await self._read_page()
+        return self._page_events.popleft()
 
     def wake(self) -> None:
-        self._changed.set()
+        self._change_event.set()
 
-    def notice(self, result: GroupResult) -> None:
+    def on_group_result(self, result: GroupResult) -> None:
         """Wakes the reader when a key of its span changed. Otherwise advances a reader that is up to
         date, so that it does not depend on history that may be compacted."""
-        first, end = self._span
-        if any(first <= key < end for key in result.changed):
-            self._changed.set()
-        elif not self._reading and not self._changed.is_set():
-            self._next = HistoryPosition(max(self._next.revision, result.revision + 1))
+        first, end = self._key_range
+        if any(first <= key < end for key in result.changed_keys):
+            self._change_event.set()
+        elif not self._is_reading and not self._change_event.is_set():
+            self._next_position = HistoryPosition(max(self._next_position.revision, result.revision + 1))
 
-    async def _read(self) -> None:
-        self._changed.clear()
-        self._reading = True
-        span, position = self._span, self._next
+    async def _read_page(self) -> None:
+        self._change_event.clear()
+        self._is_reading = True
+        span, position = self._key_range, self._next_position
         try:
             page = await self._store._execute(
-                lambda file: file.history(span, position), timeout_s=WATCH_READ_TIMEOUT_S
+                lambda file: file.read_history(span, position), timeout_s=WATCH_READ_TIMEOUT_S
             )
         except BaseException:
             # The reader may read again, and the events it waited for are still unread.
-            self._changed.set()
+            self._change_event.set()
             raise
         finally:
-            self._reading = False
-        self._page.extend(page.events)
-        self._next = page.next
-        if not page.complete:
-            self._changed.set()
+            self._is_reading = False
+        self._page_events.extend(page.events)
+        self._next_position = page.next_position
+        if not page.is_complete:
+            self._change_event.set()

@@ -23,8 +23,8 @@ from typing import Any, TypeVar
 from urllib.parse import quote
 
 from genie.controller.store.file_lock import acquire_lock, make_private_file
-from genie.controller.store.history import Change, History, HistoryPage, HistoryPosition
-from genie.controller.store.limits import encode_key, key_span
+from genie.controller.store.history import History, HistoryPage, HistoryPosition, KeyChange
+from genie.controller.store.limits import encode_key, key_range
 from genie.controller.store.protocol import (
     RANGE_BYTES_MAX,
     Compare,
@@ -48,11 +48,11 @@ from genie.processes.files import FileLock
 
 log = logging.getLogger(__name__)
 
-FORMAT = 2
+FILE_FORMAT = 2
 APPLICATION_ID = 0x47454E45
 # A page that changes often is copied from the log once per checkpoint: 32 MiB of 4 KiB pages.
-CHECKPOINT_PAGES = 8192
-CACHE_KIB = 32 * 1024
+WAL_CHECKPOINT_PAGES = 8192
+PAGE_CACHE_KIB = 32 * 1024
 
 _SCHEMA = """
 CREATE TABLE meta (name TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID;
@@ -68,7 +68,7 @@ FileCall = Callable[["SqliteFile"], object]
 _Item = TypeVar("_Item")
 
 # Rows per statement. SQLite releases the GIL in each statement, and the thread then waits to get it back.
-_BATCH_SIZES = (512, 256, 128, 64, 32, 16, 8, 4, 2, 1)
+_STATEMENT_ROW_COUNTS = (512, 256, 128, 64, 32, 16, 8, 4, 2, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,21 +76,22 @@ class GroupResult:
     """Results of the calls (a value or a GenieError each), the changed keys, and the revision after."""
 
     outcomes: list[object]
-    changed: list[bytes]
+    changed_keys: list[bytes]
     revision: int
 
 
 class SqliteFile:
-    """Only for the thread that opened it. Callers use `run`; the other methods are for the calls it runs."""
+    """Only for the thread that opened it. Callers use `run_group`; the other methods are for the calls it
+    runs."""
 
     def __init__(self, path: Path, *, lock: FileLock, history_revisions: int) -> None:
         self.path = path
         self._lock = lock
         self._history_revisions = history_revisions
-        self._db: sqlite3.Connection
+        self._database: sqlite3.Connection
         self._history: History
         self._revision = 0
-        self._changed: list[Sequence[Change]] = []
+        self._changes_by_revision: list[Sequence[KeyChange]] = []
         """Changes of the last transaction, one entry per revision."""
 
     @classmethod
@@ -100,43 +101,43 @@ class SqliteFile:
         try:
             make_private_file(path)
             file = cls(path, lock=lock, history_revisions=history_revisions)
-            file._connect(size_bytes_max)
+            file._open_database(size_bytes_max)
         except BaseException:
             lock.release()
             raise
         return file
 
     def close(self) -> None:
-        self._db.close()
+        self._database.close()
         self._lock.release()
 
-    def run(self, calls: Sequence[FileCall]) -> GroupResult:
+    def run_group(self, calls: Sequence[FileCall]) -> GroupResult:
         """Runs all calls in one transaction with one sync. If that fails, runs each one separately, so that
         reads still work on a full disk and one large write does not fail small ones."""
-        changed: list[Sequence[Change]] = []
+        changed: list[Sequence[KeyChange]] = []
         outcomes: list[object] = []
         try:
-            outcomes = self._transact(calls)
-            changed += self._changed
+            outcomes = self._run_transaction(calls)
+            changed += self._changes_by_revision
         except Exception:
             if len(calls) > 1:
                 log.info(
                     "store %s: a group of %d requests failed, running each separately", self.path, len(calls)
                 )
             for call in calls:
-                outcomes.append(self._transact_one(call))
-                changed += self._changed
+                outcomes.append(self._run_single_transaction(call))
+                changed += self._changes_by_revision
         return GroupResult(outcomes, [key for changes in changed for key, _ in changes], self._revision)
 
     def get(self, key: str) -> KeyValue | None:
-        row = self._db.execute(
+        row = self._database.execute(
             "SELECT key, value, create_rev, mod_rev, lease FROM kv WHERE key = ?", (encode_key(key),)
         ).fetchone()
-        return None if row is None else self._key_value(row)
+        return None if row is None else self._to_key_value(row)
 
     def range(self, prefix: str, *, start_after: str, limit: int) -> RangeResult:
-        first, end = key_span(prefix, start_after=start_after)
-        rows = self._db.execute(
+        first, end = key_range(prefix, start_after=start_after)
+        rows = self._database.execute(
             "SELECT key, value, create_rev, mod_rev, lease FROM kv"
             " WHERE key >= ? AND key < ? ORDER BY key LIMIT ?",
             (first, end, limit + 1),
@@ -147,7 +148,7 @@ class SqliteFile:
             if len(items) == limit or remaining_bytes <= 0:
                 rows.close()
                 return RangeResult(tuple(items), self._revision, more=True)
-            items.append(self._key_value(row))
+            items.append(self._to_key_value(row))
             remaining_bytes -= len(row[1])
         return RangeResult(tuple(items), self._revision, more=False)
 
@@ -166,28 +167,28 @@ class SqliteFile:
                 raise LeaseLostError(f"lease {lease_id} has expired or was revoked", hint="grant a new one")
         revision = self._revision + 1
         keyed = [(encode_key(op.key), op) for op in operations]
-        deleted = self._delete([key for key, op in keyed if isinstance(op, Delete)])
-        self._put([(key, op.value, op.lease_id) for key, op in keyed if isinstance(op, Put)], revision)
+        deleted = self._delete_existing_keys([key for key, op in keyed if isinstance(op, Delete)])
+        self._put_rows([(key, op.value, op.lease_id) for key, op in keyed if isinstance(op, Put)], revision)
         changes = [
             (key, op.value if isinstance(op, Put) else None)
             for key, op in keyed
             if isinstance(op, Put) or key in deleted
         ]
         if changes:
-            self._record(revision, changes)
+            self._record_revision(revision, changes)
         return TxnResult(succeeded=True, revision=self._revision)
 
     def grant_lease(self) -> int:
-        lease_id = self._db.execute("INSERT INTO lease DEFAULT VALUES").lastrowid
+        lease_id = self._database.execute("INSERT INTO lease DEFAULT VALUES").lastrowid
         assert lease_id is not None
         return lease_id
 
     def revoke_lease(self, lease_id: int) -> None:
-        self._db.execute("DELETE FROM lease WHERE id = ?", (lease_id,))
-        self._delete_keys("lease = ? AND lease != 0", (lease_id,))
+        self._database.execute("DELETE FROM lease WHERE id = ?", (lease_id,))
+        self._delete_keys_where("lease = ? AND lease != 0", (lease_id,))
 
-    def history(self, span: tuple[bytes, bytes], position: HistoryPosition) -> HistoryPage:
-        return self._history.page(span, position)
+    def read_history(self, key_range: tuple[bytes, bytes], position: HistoryPosition) -> HistoryPage:
+        return self._history.read_page(key_range, position)
 
     def compact(self, revision: int) -> None:
         self._history.compact(revision)
@@ -199,110 +200,111 @@ class SqliteFile:
 
     # -- opening ------------------------------------------------------------------------------
 
-    def _connect(self, size_bytes_max: int) -> None:
+    def _open_database(self, size_bytes_max: int) -> None:
         try:
             # mode=rw: the file exists, with the right permissions.
             uri = f"file:{quote(str(self.path))}?mode=rw"
-            self._db = sqlite3.connect(uri, uri=True, isolation_level=None, timeout=0)
+            self._database = sqlite3.connect(uri, uri=True, isolation_level=None, timeout=0)
         except sqlite3.Error as error:
-            raise self._translate(error) from error
+            raise self._to_store_error(error) from error
         try:
-            self._check_identity()
-            self._prepare(size_bytes_max)
+            self._check_is_genie_store()
+            self._prepare_database(size_bytes_max)
         except sqlite3.Error as error:
-            self._db.close()
-            raise self._translate(error) from error
+            self._database.close()
+            raise self._to_store_error(error) from error
         except BaseException:
-            self._db.close()
+            self._database.close()
             raise
 
-    def _check_identity(self) -> None:
+    def _check_is_genie_store(self) -> None:
         """Checks, before any change, that the file is a Genie store, undamaged and of a known format."""
-        self._db.execute("PRAGMA locking_mode = EXCLUSIVE")
-        if self._is_new():
+        self._database.execute("PRAGMA locking_mode = EXCLUSIVE")
+        if self._is_new_file():
             return
         if self._pragma("application_id") != APPLICATION_ID:
-            raise self._corrupt("it is an SQLite file of another program")
+            raise self._corrupt_file_error("it is an SQLite file of another program")
         found = self._pragma("quick_check(1)")
         if found != "ok":
-            raise self._corrupt(str(found))
-        file_format = self._meta("format")
-        if file_format > FORMAT:
+            raise self._corrupt_file_error(str(found))
+        file_format = self._get_meta("format")
+        if file_format > FILE_FORMAT:
             raise StoreVersionError(
-                f"the store file {self.path} has format {file_format}; this Genie supports up to {FORMAT}",
+                f"the store file {self.path} has format {file_format}; this Genie supports up to "
+                f"{FILE_FORMAT}",
                 hint="install the newer Genie that wrote it, or use another state directory",
             )
 
-    def _prepare(self, size_bytes_max: int) -> None:
+    def _prepare_database(self, size_bytes_max: int) -> None:
         if self._pragma("journal_mode = WAL") != "wal":
             raise StoreUnavailableError(f"the file system of {self.path} does not support a write-ahead log")
-        self._db.execute("PRAGMA synchronous = FULL")
-        self._db.execute(f"PRAGMA journal_size_limit = {64 * 1024 * 1024}")
-        self._db.execute(f"PRAGMA wal_autocheckpoint = {CHECKPOINT_PAGES}")
-        self._db.execute(f"PRAGMA cache_size = -{CACHE_KIB}")
+        self._database.execute("PRAGMA synchronous = FULL")
+        self._database.execute(f"PRAGMA journal_size_limit = {64 * 1024 * 1024}")
+        self._database.execute(f"PRAGMA wal_autocheckpoint = {WAL_CHECKPOINT_PAGES}")
+        self._database.execute(f"PRAGMA cache_size = -{PAGE_CACHE_KIB}")
         page_bytes = self._pragma("page_size")
-        self._db.execute(f"PRAGMA max_page_count = {max(1, size_bytes_max // page_bytes)}")
-        is_new = self._is_new()
+        self._database.execute(f"PRAGMA max_page_count = {max(1, size_bytes_max // page_bytes)}")
+        is_new = self._is_new_file()
         if is_new:
             self._make_schema()
-        elif self._meta("format") == 1:
+        elif self._get_meta("format") == 1:
             self._migrate_format_1()
-        self._revision = self._meta("revision")
+        self._revision = self._get_meta("revision")
         known = 0 if is_new else self._revision
         self._history = History(revision=known, revisions_max=self._history_revisions)
         if is_new:
-            self._history.add(())  # the first revision changed nothing
+            self._history.append_revision(())  # the first revision changed nothing
         # Leases ended with the process that had the file open.
-        (cleared,) = self._transact([SqliteFile._revoke_all])
+        (cleared,) = self._run_transaction([SqliteFile._revoke_all_leases])
         if isinstance(cleared, GenieError):
             raise cleared
 
-    def _is_new(self) -> bool:
+    def _is_new_file(self) -> bool:
         # Not "has no pages": a kill between switching to WAL and creating the schema leaves a page.
-        return self._db.execute("SELECT 1 FROM sqlite_master").fetchone() is None
+        return self._database.execute("SELECT 1 FROM sqlite_master").fetchone() is None
 
     def _make_schema(self) -> None:
-        self._db.execute("BEGIN IMMEDIATE")
+        self._database.execute("BEGIN IMMEDIATE")
         for statement in _SCHEMA.split(";"):
-            self._db.execute(statement)
-        first_rows = [("format", FORMAT), ("revision", 1)]
-        self._db.executemany("INSERT INTO meta VALUES (?, ?)", first_rows)
-        self._db.execute(f"PRAGMA application_id = {APPLICATION_ID}")
-        self._db.execute("COMMIT")
+            self._database.execute(statement)
+        first_rows = [("format", FILE_FORMAT), ("revision", 1)]
+        self._database.executemany("INSERT INTO meta VALUES (?, ?)", first_rows)
+        self._database.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+        self._database.execute("COMMIT")
 
     def _migrate_format_1(self) -> None:
         """Migrates a file of format 1, which stored the history in a table."""
-        self._db.execute("BEGIN IMMEDIATE")
-        self._db.execute("DROP TABLE history")
-        self._db.execute("DELETE FROM meta WHERE name = 'compacted'")
-        self._set_meta("format", FORMAT)
-        self._db.execute("COMMIT")
+        self._database.execute("BEGIN IMMEDIATE")
+        self._database.execute("DROP TABLE history")
+        self._database.execute("DELETE FROM meta WHERE name = 'compacted'")
+        self._set_meta("format", FILE_FORMAT)
+        self._database.execute("COMMIT")
 
-    def _revoke_all(self) -> None:
-        self._db.execute("DELETE FROM lease")
-        self._delete_keys("lease != 0", ())
+    def _revoke_all_leases(self) -> None:
+        self._database.execute("DELETE FROM lease")
+        self._delete_keys_where("lease != 0", ())
 
     # -- transactions -------------------------------------------------------------------------
 
-    def _transact(self, calls: Sequence[FileCall]) -> list[object]:
+    def _run_transaction(self, calls: Sequence[FileCall]) -> list[object]:
         """Runs the calls and commits; returns their outcomes. Raises StoreError, with nothing changed."""
         before = self._revision
-        self._changed = []
+        self._changes_by_revision = []
         try:
-            self._db.execute("BEGIN IMMEDIATE")
+            self._database.execute("BEGIN IMMEDIATE")
             outcomes = [self._run_call(call) for call in calls]
             if self._revision != before:
                 self._set_meta("revision", self._revision)
-            self._db.execute("COMMIT")
+            self._database.execute("COMMIT")
         except BaseException as error:
             self._revision = before
-            self._changed = []
+            self._changes_by_revision = []
             self._roll_back()
             if isinstance(error, sqlite3.Error):
-                raise self._translate(error) from error
+                raise self._to_store_error(error) from error
             raise
-        for changes in self._changed:
-            self._history.add(changes)
+        for changes in self._changes_by_revision:
+            self._history.append_revision(changes)
         return outcomes
 
     def _run_call(self, call: FileCall) -> object:
@@ -312,9 +314,9 @@ class SqliteFile:
         except GenieError as error:
             return error
 
-    def _transact_one(self, call: FileCall) -> object:
+    def _run_single_transaction(self, call: FileCall) -> object:
         try:
-            return self._transact([call])[0]
+            return self._run_transaction([call])[0]
         except GenieError as error:
             return error
         except Exception as error:
@@ -324,10 +326,10 @@ class SqliteFile:
 
     def _roll_back(self) -> None:
         # SQLite rolls back automatically after some errors, such as a full disk.
-        if not self._db.in_transaction:
+        if not self._database.in_transaction:
             return
         try:
-            self._db.execute("ROLLBACK")
+            self._database.execute("ROLLBACK")
         except sqlite3.Error:
             log.exception("store %s: rollback failed", self.path)
 
@@ -343,10 +345,10 @@ class SqliteFile:
                 for compare in compares
                 if compare.field == column and compare.revision > 0
             ]
-            for batch in _batches(pairs):
+            for batch in _split_into_batches(pairs):
                 # Counted in SQL: fetching each row would release and reacquire the GIL.
-                row = self._db.execute(
-                    f"WITH wanted (key, rev) AS (VALUES {_value_rows(len(batch), 2)})"  # noqa: S608
+                row = self._database.execute(
+                    f"WITH wanted (key, rev) AS (VALUES {_row_placeholders(len(batch), 2)})"  # noqa: S608
                     " SELECT count(*) FROM wanted CROSS JOIN kv"
                     f" WHERE kv.key = wanted.key AND kv.{column}_rev = wanted.rev",
                     list(chain.from_iterable(batch)),
@@ -358,9 +360,9 @@ class SqliteFile:
     def _existing_keys(self, keys: Sequence[bytes]) -> set[bytes]:
         """Returns those of `keys` that exist."""
         found: set[bytes] = set()
-        for batch in _batches(keys):
+        for batch in _split_into_batches(keys):
             placeholders = _placeholders(len(batch))
-            row = self._db.execute(
+            row = self._database.execute(
                 f"SELECT group_concat(hex(key)) FROM kv WHERE key IN {placeholders}",  # noqa: S608
                 batch,
             ).fetchone()
@@ -368,69 +370,69 @@ class SqliteFile:
         return found
 
     def _has_lease(self, lease_id: int) -> bool:
-        return self._db.execute("SELECT 1 FROM lease WHERE id = ?", (lease_id,)).fetchone() is not None
+        return self._database.execute("SELECT 1 FROM lease WHERE id = ?", (lease_id,)).fetchone() is not None
 
-    def _put(self, rows: Sequence[tuple[bytes, bytes, int]], revision: int) -> None:
-        for batch in _batches(rows):
+    def _put_rows(self, rows: Sequence[tuple[bytes, bytes, int]], revision: int) -> None:
+        for batch in _split_into_batches(rows):
             values = [(key, value, revision, revision, lease_id) for key, value, lease_id in batch]
-            self._db.execute(
-                f"INSERT INTO kv VALUES {_value_rows(len(batch), 5)} ON CONFLICT (key) DO UPDATE"  # noqa: S608
+            self._database.execute(
+                f"INSERT INTO kv VALUES {_row_placeholders(len(batch), 5)} ON CONFLICT (key) DO UPDATE"  # noqa: S608
                 " SET value = excluded.value, mod_rev = excluded.mod_rev, lease = excluded.lease",
                 list(chain.from_iterable(values)),
             )
 
-    def _delete(self, keys: Sequence[bytes]) -> set[bytes]:
+    def _delete_existing_keys(self, keys: Sequence[bytes]) -> set[bytes]:
         """Deletes `keys`; returns those that existed."""
         deleted = self._existing_keys(keys)
-        for batch in _batches(keys):
-            self._db.execute(f"DELETE FROM kv WHERE key IN {_placeholders(len(batch))}", batch)  # noqa: S608
+        for batch in _split_into_batches(keys):
+            self._database.execute(f"DELETE FROM kv WHERE key IN {_placeholders(len(batch))}", batch)  # noqa: S608
         return deleted
 
-    def _delete_keys(self, condition: str, values: tuple[int, ...]) -> None:
+    def _delete_keys_where(self, condition: str, values: tuple[int, ...]) -> None:
         """Deletes matching keys at one revision. `condition` is always a constant of this file."""
-        keys = self._db.execute(f"SELECT key FROM kv WHERE {condition} ORDER BY key", values).fetchall()  # noqa: S608
+        keys = self._database.execute(f"SELECT key FROM kv WHERE {condition} ORDER BY key", values).fetchall()  # noqa: S608
         if not keys:
             return
         revision = self._revision + 1
-        self._delete([key for (key,) in keys])
-        self._record(revision, [(key, None) for (key,) in keys])
+        self._delete_existing_keys([key for (key,) in keys])
+        self._record_revision(revision, [(key, None) for (key,) in keys])
 
-    def _record(self, revision: int, changes: Sequence[Change]) -> None:
-        """The revision is written to the file once per transaction, in _transact."""
-        self._changed.append(changes)
+    def _record_revision(self, revision: int, changes: Sequence[KeyChange]) -> None:
+        """The revision is written to the file once per transaction, in _run_transaction."""
+        self._changes_by_revision.append(changes)
         self._revision = revision
 
     def _set_meta(self, name: str, value: int) -> None:
-        self._db.execute("UPDATE meta SET value = ? WHERE name = ?", (value, name))
+        self._database.execute("UPDATE meta SET value = ? WHERE name = ?", (value, name))
 
-    def _meta(self, name: str) -> int:
-        row = self._db.execute("SELECT value FROM meta WHERE name = ?", (name,)).fetchone()
+    def _get_meta(self, name: str) -> int:
+        row = self._database.execute("SELECT value FROM meta WHERE name = ?", (name,)).fetchone()
         if row is None or not isinstance(row[0], int):
-            raise self._corrupt(f"the row {name!r} of its meta table is missing")
+            raise self._corrupt_file_error(f"the row {name!r} of its meta table is missing")
         return row[0]
 
-    def _key_value(self, row: tuple[bytes, bytes, int, int, int]) -> KeyValue:
+    def _to_key_value(self, row: tuple[bytes, bytes, int, int, int]) -> KeyValue:
         key, value, create_revision, mod_revision, lease_id = row
-        return KeyValue(self._decode(key), value, create_revision, mod_revision, lease_id)
+        return KeyValue(self._decode_key(key), value, create_revision, mod_revision, lease_id)
 
-    def _decode(self, key: bytes) -> str:
+    def _decode_key(self, key: bytes) -> str:
         try:
             return key.decode()
         except UnicodeDecodeError as error:
-            raise self._corrupt(f"a key is not UTF-8: {error}") from error
+            raise self._corrupt_file_error(f"a key is not UTF-8: {error}") from error
 
     def _pragma(self, text: str) -> Any:  # Any: the type depends on the pragma
-        row = self._db.execute(f"PRAGMA {text}").fetchone()
+        row = self._database.execute(f"PRAGMA {text}").fetchone()
         return None if row is None else row[0]
 
-    def _corrupt(self, what: str) -> StoreCorruptError:
+    def _corrupt_file_error(self, problem: str) -> StoreCorruptError:
         return StoreCorruptError(
-            f"the store file {self.path} is damaged: {what}",
+            f"the store file {self.path} is damaged: {problem}",
             hint="stop the controller, restore a backup of the file (without an old -wal file), "
             "or try `sqlite3 FILE .recover`; move the file away to start with an empty store",
         )
 
-    def _translate(self, error: sqlite3.Error) -> StoreError:
+    def _to_store_error(self, error: sqlite3.Error) -> StoreError:
         primary = getattr(error, "sqlite_errorcode", 0) & 0xFF
         name = getattr(error, "sqlite_errorname", "no SQLite code")
         if primary == sqlite3.SQLITE_FULL:
@@ -439,14 +441,14 @@ class SqliteFile:
                 hint="free space on its disk; the store then continues without a restart",
             )
         if primary in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
-            return self._corrupt(str(error))
+            return self._corrupt_file_error(str(error))
         return StoreUnavailableError(f"could not access the store file {self.path}: {error} ({name})")
 
 
-def _batches(rows: Sequence[_Item]) -> Iterator[Sequence[_Item]]:
+def _split_into_batches(rows: Sequence[_Item]) -> Iterator[Sequence[_Item]]:
     """Splits rows into batches of a few fixed sizes, so that each statement is compiled once."""
     start = 0
-    for size in _BATCH_SIZES:
+    for size in _STATEMENT_ROW_COUNTS:
         while len(rows) - start >= size:
             yield rows[start : start + size]
             start += size
@@ -458,5 +460,5 @@ def _placeholders(count: int) -> str:
 
 
 @cache
-def _value_rows(count: int, columns: int) -> str:
+def _row_placeholders(count: int, columns: int) -> str:
     return ", ".join([_placeholders(columns)] * count)

@@ -14,19 +14,19 @@ from typing import TypeVar
 
 from genie.errors import UsageError
 from genie.scheduler.cluster.dry_run import DryRun, FutureClusterState
-from genie.scheduler.cluster.filters import Filter, without_current_state
+from genie.scheduler.cluster.filters import NodeFilter, without_changing_facts
 from genie.scheduler.cluster.placer_group import (
-    Hold,
+    PlacedHold,
     PlacerFactory,
     PlacerGroup,
     PlacerNode,
-    neighbour_filter,
+    make_affinity_filter,
 )
 from genie.scheduler.placement.plain import PlainPlacer
-from genie.scheduler.quota import UNBOUNDED, Claim
-from genie.scheduler.request import Allocation, Amounts, JobRequest, NodeFacts, WorkerPlace, why_not
+from genie.scheduler.quota import UNBOUNDED, ResourceClaim
+from genie.scheduler.request import Allocation, Amounts, JobRequest, NodeFacts, WorkerPlace, why_unsuitable
 
-_Key = TypeVar("_Key", bound=Hashable)
+_CountedKey = TypeVar("_CountedKey", bound=Hashable)
 
 _NO_AMOUNTS = Amounts()
 _PLACE_ATTEMPTS_MAX = 8
@@ -36,122 +36,130 @@ _PLACE_ATTEMPTS_MAX = 8
 class ClusterAllocations:
     """The same calls in the same order return the same results."""
 
-    def __init__(self, make_placer: PlacerFactory, *, policy: str, workers_max: int = UNBOUNDED) -> None:
-        """`workers_max` is the maximum number of workers per node, whatever they hold."""
-        self.workers_max = workers_max
+    def __init__(
+        self, make_placer: PlacerFactory, *, policy: str, workers_per_node_max: int = UNBOUNDED
+    ) -> None:
+        """`workers_per_node_max` is the maximum number of workers per node, whatever they hold."""
+        self.workers_per_node_max = workers_per_node_max
         self.full_nodes_version = 0
         """Grows whenever a node reaches or leaves its maximum number of workers."""
         self.placers = PlacerGroup(make_placer, policy=policy)
         self._nodes = self.placers.nodes
-        self._reserved_gpus: dict[str, set[int]] = {}
-        self._allocations: dict[str, Allocation] = {}
-        self._reduced_holds: dict[tuple[str, WorkerPlace], Hold] = {}
+        self._reserved_gpus_by_node: dict[str, set[int]] = {}
+        self._allocations_by_job: dict[str, Allocation] = {}
+        self._reduced_holds: dict[tuple[str, WorkerPlace], PlacedHold] = {}
         """What remains of the holds of jobs at places that have lost resources."""
-        self._usage: dict[str, Amounts] = {}
+        self._usage_by_tenant: dict[str, Amounts] = {}
         self._nonpreemptible_usage: dict[str, Amounts] = {}
         self.capacity = Amounts()
 
     # -- reading ------------------------------------------------------------------------------
 
     @property
-    def held(self) -> dict[str, Allocation]:
+    def allocations_by_job(self) -> dict[str, Allocation]:
         """The allocations by job. Read only."""
-        return self._allocations
+        return self._allocations_by_job
 
     @property
     def uses_python_placer(self) -> bool:
         """Whether the Python placer is used, which examines every node for each choice."""
-        return isinstance(self.placers.main, PlainPlacer)
+        return isinstance(self.placers.main_placer, PlainPlacer)
 
     @property
     def nodes(self) -> list[NodeFacts]:
         return [node.facts for node in self._nodes.values()]
 
     def usage(self, tenant: str) -> Amounts:
-        return self._usage.get(tenant, _NO_AMOUNTS)
+        return self._usage_by_tenant.get(tenant, _NO_AMOUNTS)
 
     def nonpreemptible_usage(self, tenant: str) -> Amounts:
         """Usage of the tenant's jobs that are not preemptible."""
         return self._nonpreemptible_usage.get(tenant, _NO_AMOUNTS)
 
-    def claims(self, tenant: str) -> list[Claim]:
-        return [(it.request, it.amounts) for it in self._allocations.values() if it.request.tenant == tenant]
+    def claims_of_tenant(self, tenant: str) -> list[ResourceClaim]:
+        return [
+            (it.request, it.amounts)
+            for it in self._allocations_by_job.values()
+            if it.request.tenant == tenant
+        ]
 
-    def facts(self, node_id: str) -> NodeFacts | None:
+    def get_node_facts(self, node_id: str) -> NodeFacts | None:
         node = self._nodes.get(node_id)
         return None if node is None else node.facts
 
-    def jobs_on(self, node_id: str) -> list[str]:
+    def jobs_on_node(self, node_id: str) -> list[str]:
         """The jobs with a worker on the node."""
         node = self._nodes.get(node_id)
-        return [] if node is None else list(node.jobs)
+        return [] if node is None else list(node.workers_by_job)
 
-    def holders(self, node_id: str, gpu: int) -> list[JobRequest]:
+    def jobs_on_gpu(self, node_id: str, gpu: int) -> list[JobRequest]:
         """The jobs that hold the GPU or a fraction of it."""
         return [
             allocation.request
-            for allocation in (self._allocations[job_id] for job_id in self.jobs_on(node_id))
+            for allocation in (self._allocations_by_job[job_id] for job_id in self.jobs_on_node(node_id))
             if any(place.node_id == node_id and gpu in place.gpu_ids for place in allocation.places)
         ]
 
     def reserved_gpus(self, node_id: str) -> frozenset[int]:
-        return frozenset(self._reserved_gpus.get(node_id, ()))
+        return frozenset(self._reserved_gpus_by_node.get(node_id, ()))
 
-    def free_on(self, node_id: str) -> tuple[int, int, tuple[tuple[int, int], ...]]:
+    def free_resources_of_node(self, node_id: str) -> tuple[int, int, tuple[tuple[int, int], ...]]:
         """Free CPU thousandths and memory, and the free fraction and memory of each GPU."""
-        _, cpu_milli, memory_mib, gpus = self.placers.main.node_state(self._nodes[node_id].number)
+        _, cpu_milli, memory_mib, gpus = self.placers.main_placer.node_state(self._nodes[node_id].node_number)
         return cpu_milli, memory_mib, tuple((milli, mib) for milli, mib, _ in gpus)
 
-    def is_open(self, place: WorkerPlace) -> bool:
+    def accepts_placements(self, place: WorkerPlace) -> bool:
         """Whether the node and GPUs accept placements."""
-        if (node := self._nodes.get(place.node_id)) is None or self._is_full(node):
+        if (node := self._nodes.get(place.node_id)) is None or self._is_node_full(node):
             return False
-        return not node.facts.closed and not node.facts.closed_gpus & set(place.gpu_ids)
+        return not node.facts.blocked_reason and not node.facts.blocked_gpus & set(place.gpu_ids)
 
-    def _is_full(self, node: PlacerNode) -> bool:
-        return node.workers >= self.workers_max
+    def _is_node_full(self, node: PlacerNode) -> bool:
+        return node.worker_count >= self.workers_per_node_max
 
     # -- reasons ------------------------------------------------------------------------------
 
-    def why_not(self, request: JobRequest, facts: NodeFacts) -> str:
+    def why_unsuitable(self, request: JobRequest, facts: NodeFacts) -> str:
         """Why the node could not hold one such worker even if it were free; empty if it could."""
-        filters = self.placers.filters
-        return why_not(request.shape, facts) or filters.why_not(filters.kind(request), facts)
+        filters = self.placers.filter_cache
+        return why_unsuitable(request.shape, facts) or filters.why_not_allowed(
+            filters.get_filter_argument(request), facts
+        )
 
-    def why_full(self, facts: NodeFacts) -> str:
+    def why_node_full(self, facts: NodeFacts) -> str:
         """Why the node accepts no further worker; empty if it does."""
-        if not self._is_full(self._nodes[facts.node_id]):
+        if not self._is_node_full(self._nodes[facts.node_id]):
             return ""
-        return f"runs {self.workers_max} workers, the maximum per node (controller.node_workers_max)"
+        return f"runs {self.workers_per_node_max} workers, the maximum per node (controller.node_workers_max)"
 
-    def why_no_neighbour(self, request: JobRequest) -> str:
+    def why_affinity_unsatisfied(self, request: JobRequest) -> str:
         """Why no node meets the `near` and `apart` constraints; empty if one does."""
         if not request.near and not request.apart:
             return ""
-        if any(map(neighbour_filter(request), self._nodes.values())):
+        if any(map(make_affinity_filter(request), self._nodes.values())):
             return ""
         near, apart = (" or ".join(sorted(names)) for names in (request.near, request.apart))
         if not near:
             return f"every node runs a job named {apart}"
-        running = {name for node in self._nodes.values() for name in node.names}
+        running = {name for node in self._nodes.values() for name in node.workers_by_job_name}
         if not any((request.tenant, name) in running for name in request.near):
             return f"no job named {near} is running"
         return f"every node with a job named {near} also runs a job named {apart}"
 
-    def why_not_neighbour(self, request: JobRequest, facts: NodeFacts) -> str:
+    def why_node_violates_affinity(self, request: JobRequest, facts: NodeFacts) -> str:
         """Why the node does not meet the `near` and `apart` constraints; empty if it does."""
         node = self._nodes[facts.node_id]
-        if (not request.near and not request.apart) or neighbour_filter(request)(node):
+        if (not request.near and not request.apart) or make_affinity_filter(request)(node):
             return ""
-        names = {name for tenant, name in node.names if tenant == request.tenant}
+        names = {name for tenant, name in node.workers_by_job_name if tenant == request.tenant}
         if conflicts := sorted(names & request.apart):
             return f"runs a job named {conflicts[0]}"
         return f"runs no job named {' or '.join(sorted(request.near))}"
 
     # -- nodes --------------------------------------------------------------------------------
 
-    def set_filter(self, allowed: Filter | None) -> None:
-        self.placers.set_filter(allowed)
+    def set_node_filter(self, node_filter: NodeFilter | None) -> None:
+        self.placers.set_node_filter(node_filter)
 
     def set_node(self, facts: NodeFacts) -> None:
         """Add or update a node.
@@ -171,127 +179,144 @@ class ClusterAllocations:
         before, node.facts = node.facts, facts
         if is_other:
             placers.node_sets.clear()
-        if is_other or without_current_state(before) != without_current_state(facts):
-            placers.filters.forget(facts.node_id)
-            placers.classes.clear()
+        if is_other or without_changing_facts(before) != without_changing_facts(facts):
+            placers.filter_cache.forget_node(facts.node_id)
+            placers.request_classes.clear()
         if is_other or before.rack != facts.rack:
-            placers.forget_racks()
-        self._set_open(node)
-        self._set_gpus(node)
+            placers.drop_rack_node_sets()
+        self._update_node_open(node)
+        self._update_gpus_open(node)
 
     def remove_node(self, node_id: str) -> None:
         """UsageError if it does not exist or a job runs there."""
-        node = self.placers.node(node_id)
-        if node.jobs:
+        node = self.placers.get_node(node_id)
+        if node.workers_by_job:
             raise UsageError(
-                f"cannot remove node {node_id}: job {next(iter(node.jobs))} runs there",
+                f"cannot remove node {node_id}: job {next(iter(node.workers_by_job))} runs there",
                 hint="stop the jobs on the node first",
             )
         self.placers.drop_node(node)
         del self._nodes[node_id]
-        self._reserved_gpus.pop(node_id, None)
-        self.placers.filters.forget(node_id)
+        self._reserved_gpus_by_node.pop(node_id, None)
+        self.placers.filter_cache.forget_node(node_id)
         self.capacity -= node.facts.amounts
         self.placers.node_sets.clear()
-        self.placers.classes.clear()
-        self.placers.forget_racks()
+        self.placers.request_classes.clear()
+        self.placers.drop_rack_node_sets()
 
-    def set_reserved(self, places: Iterable[WorkerPlace], *, is_reserved: bool) -> None:
+    def set_gpus_reserved(self, places: Iterable[WorkerPlace], *, is_reserved: bool) -> None:
         """Nothing is placed on reserved GPUs; jobs there continue, and `hold` may use them."""
         for place in places:
             if (node := self._nodes.get(place.node_id)) is None:
                 continue
-            reserved, gpus = self._reserved_gpus.pop(place.node_id, set()), set(place.gpu_ids)
+            reserved, gpus = self._reserved_gpus_by_node.pop(place.node_id, set()), set(place.gpu_ids)
             if reserved := reserved | gpus if is_reserved else reserved - gpus:
-                self._reserved_gpus[place.node_id] = reserved
-            self._set_gpus(node)
+                self._reserved_gpus_by_node[place.node_id] = reserved
+            self._update_gpus_open(node)
 
-    def _set_open(self, node: PlacerNode) -> None:
-        self.placers.set_open(node, is_open=not node.facts.closed and not self._is_full(node))
+    def _update_node_open(self, node: PlacerNode) -> None:
+        self.placers.set_node_open(
+            node, is_open=not node.facts.blocked_reason and not self._is_node_full(node)
+        )
 
-    def _set_gpus(self, node: PlacerNode) -> None:
-        self.placers.set_gpus(node, reserved=self._reserved_gpus.get(node.facts.node_id, ()))
+    def _update_gpus_open(self, node: PlacerNode) -> None:
+        self.placers.update_gpus_open(
+            node, reserved_gpus=self._reserved_gpus_by_node.get(node.facts.node_id, ())
+        )
 
     def _replace_node(self, node: PlacerNode, facts: NodeFacts) -> None:
         """Register the node anew with its new resources, and hold what its jobs can keep of them."""
         assert not self.placers.is_projecting, "nodes do not change within a pass"
-        running = [(self._allocations[job_id].request, place) for job_id, place in self._workers_on(node)]
+        running = [
+            (self._allocations_by_job[job_id].request, place) for job_id, place in self._workers_on_node(node)
+        ]
         for request, place in running:
-            self.placers.apply(request.tenant, self.get_hold(request, place), taken=False)
+            self.placers.change_hold(request.tenant, self.get_hold(request, place), is_taken=False)
         for request, place in running:
             self._reduced_holds.pop((request.job_id, place), None)
         self.placers.drop_node(node)
         self.capacity += facts.amounts - node.facts.amounts
-        node.number = self.placers.add_node(facts)
+        node.node_number = self.placers.add_node(facts)
         for (request, place), count in Counter(running).items():
             hold = self._reduce_hold(request, place, facts, count)
             if hold != (request.shape.without_constraints, place):
                 self._reduced_holds[request.job_id, place] = hold
             for _ in range(count):
-                self.placers.apply(request.tenant, hold, taken=True)
+                self.placers.change_hold(request.tenant, hold, is_taken=True)
 
-    def _workers_on(self, node: PlacerNode) -> list[tuple[str, WorkerPlace]]:
+    def _workers_on_node(self, node: PlacerNode) -> list[tuple[str, WorkerPlace]]:
         node_id = node.facts.node_id
         return [
             (job_id, place)
-            for job_id in node.jobs
-            for place in self._allocations[job_id].places
+            for job_id in node.workers_by_job
+            for place in self._allocations_by_job[job_id].places
             if place.node_id == node_id
         ]
 
-    def _reduce_hold(self, request: JobRequest, place: WorkerPlace, facts: NodeFacts, count: int) -> Hold:
-        """Return what each of `count` workers at one place can hold now; all get the same."""
-        cpu_milli, memory_mib, gpus = self.free_on(place.node_id)
+    def _reduce_hold(
+        self, request: JobRequest, place: WorkerPlace, facts: NodeFacts, worker_count: int
+    ) -> PlacedHold:
+        """Return what each of `worker_count` workers at one place can hold now; all get the same."""
+        cpu_milli, memory_mib, gpus = self.free_resources_of_node(place.node_id)
         kept = tuple(gpu for gpu in place.gpu_ids if gpu < len(facts.gpus))
         free_mib = min((gpus[gpu][1] for gpu in kept), default=0)
         whole = request.shape.without_constraints
         shape = replace(
             whole,
             gpus=len(kept),
-            gpu_memory_mib=min(whole.gpu_memory_mib, free_mib // count),
-            cpu_milli=min(whole.cpu_milli, cpu_milli // count),
-            memory_mib=min(whole.memory_mib, memory_mib // count),
+            gpu_memory_mib=min(whole.gpu_memory_mib, free_mib // worker_count),
+            cpu_milli=min(whole.cpu_milli, cpu_milli // worker_count),
+            memory_mib=min(whole.memory_mib, memory_mib // worker_count),
         )
         return (whole, place) if shape == whole else (shape, WorkerPlace(place.node_id, kept))
 
     # -- jobs ---------------------------------------------------------------------------------
 
-    def refresh(self, budget: int) -> bool:
-        """Prepare the next choices, with at most `budget` evaluations; True if nothing is left to prepare."""
-        return self.placers.main.refresh(budget)
+    def prepare_placements(self, evaluations_max: int) -> bool:
+        """Prepare the next choices, with at most `evaluations_max` evaluations; True if nothing is left to
+        prepare."""
+        return self.placers.main_placer.refresh(evaluations_max)
 
-    def observe(self, request: JobRequest) -> None:
+    def record_arrival(self, request: JobRequest) -> None:
         """Record an arrival; policies learn from it."""
-        self.placers.observe(request)
+        self.placers.record_arrival(request)
 
     def place(
-        self, request: JobRequest, workers: int, *, least: int | None = None, avoiding: Collection[str] = ()
+        self,
+        request: JobRequest,
+        workers: int,
+        *,
+        workers_min: int | None = None,
+        excluded_nodes: Collection[str] = (),
     ) -> tuple[WorkerPlace, ...] | None:
-        """Place and hold all workers, or as many as fit if `least` or more do; None if fewer do. Nodes in
-        `avoiding` are not used."""
+        """Place and hold all workers, or as many as fit if `workers_min` or more do; None if fewer do. Nodes
+        in `excluded_nodes` are not used."""
         placers = self.placers
-        places = self._place_within_limits(request, workers, least or workers, set(avoiding))
+        places = self._place_within_limits(request, workers, workers_min or workers, set(excluded_nodes))
         if places is None:
             return None
         for place in places:
-            placers.apply(
-                request.tenant, (request.shape.without_constraints, place), taken=True, skip=placers.main
+            placers.change_hold(
+                request.tenant,
+                (request.shape.without_constraints, place),
+                is_taken=True,
+                skip=placers.main_placer,
             )
-        self._record(request, places)
+        self._record_allocation(request, places)
         return places
 
     def _place_within_limits(
-        self, request: JobRequest, workers: int, least: int, avoided: set[str]
+        self, request: JobRequest, workers: int, workers_min: int, excluded_nodes: set[str]
     ) -> tuple[WorkerPlace, ...] | None:
         """Choose and take places in the main placer without exceeding the workers per node."""
         placers = self.placers
         for _ in range(_PLACE_ATTEMPTS_MAX):
-            places = placers.place(placers.main, request, workers, least, avoided)
+            places = placers.place(placers.main_placer, request, workers, workers_min, excluded_nodes)
             if places is None or not (overfull := self._overfull_nodes(places)):
                 return places
             for place in places:
-                placers.release(placers.main, (request.shape.without_constraints, place))
-            avoided |= overfull
+                placers.release_hold(placers.main_placer, (request.shape.without_constraints, place))
+            excluded_nodes |= overfull
         return None
 
     def _overfull_nodes(self, places: Sequence[WorkerPlace]) -> set[str]:
@@ -299,7 +324,11 @@ class ClusterAllocations:
         if len(places) == 1:  # a full node is not chosen
             return set()
         more = Counter(place.node_id for place in places)
-        return {name for name, count in more.items() if self._nodes[name].workers + count > self.workers_max}
+        return {
+            name
+            for name, count in more.items()
+            if self._nodes[name].worker_count + count > self.workers_per_node_max
+        }
 
     def hold(self, request: JobRequest, places: Sequence[WorkerPlace], *, is_running: bool = False) -> None:
         """Hold exactly these places. UsageError, and no change, if they are not free.
@@ -307,84 +336,86 @@ class ClusterAllocations:
         `is_running`: the job runs there already. It holds what its nodes still have, as in `set_node`.
         """
         if not is_running and self._overfull_nodes(places):
-            raise UsageError(f"a node would run more than {self.workers_max} workers, the maximum per node")
+            raise UsageError(
+                f"a node would run more than {self.workers_per_node_max} workers, the maximum per node"
+            )
         placers = self.placers
         counts = Counter(places) if is_running else {}
-        holds: dict[WorkerPlace, Hold] = {}
-        taken: list[Hold] = []
+        holds: dict[WorkerPlace, PlacedHold] = {}
+        taken: list[PlacedHold] = []
         try:
             for place in sorted(places):  # equal ones together: they get the same
                 if place not in holds:
                     facts, whole = (
-                        placers.node(place.node_id).facts,
+                        placers.get_node(place.node_id).facts,
                         (request.shape.without_constraints, place),
                     )
                     holds[place] = (
                         self._reduce_hold(request, place, facts, counts[place]) if is_running else whole
                     )
-                placers.take(placers.main, request.tenant, holds[place])
+                placers.take_hold(placers.main_placer, request.tenant, holds[place])
                 taken.append(holds[place])
         except UsageError:
             for hold in reversed(taken):
-                placers.release(placers.main, hold)
+                placers.release_hold(placers.main_placer, hold)
             raise
         for hold in taken:
-            placers.apply(request.tenant, hold, taken=True, skip=placers.main)
+            placers.change_hold(request.tenant, hold, is_taken=True, skip=placers.main_placer)
         for place, hold in holds.items():
             if hold != (request.shape.without_constraints, place):
                 self._reduced_holds[request.job_id, place] = hold
-        self._record(request, tuple(places))
+        self._record_allocation(request, tuple(places))
 
     def release(self, job_id: str) -> Allocation:
-        allocation = self._allocations.pop(job_id)
+        allocation = self._allocations_by_job.pop(job_id)
         request = allocation.request
         for place in allocation.places:
-            self.placers.apply(request.tenant, self.get_hold(request, place), taken=False)
+            self.placers.change_hold(request.tenant, self.get_hold(request, place), is_taken=False)
             self._count_worker(request, place, -1)
         if self._reduced_holds:
             for place in allocation.places:
                 self._reduced_holds.pop((job_id, place), None)
-        self._add_usage(request, allocation.amounts.times(-1))
+        self._add_usage(request, allocation.amounts.multiplied_by(-1))
         return allocation
 
-    def get_hold(self, request: JobRequest, place: WorkerPlace) -> Hold:
+    def get_hold(self, request: JobRequest, place: WorkerPlace) -> PlacedHold:
         """Return what a worker of a running job holds at the place."""
         whole = (request.shape.without_constraints, place)
         return self._reduced_holds.get((request.job_id, place), whole) if self._reduced_holds else whole
 
-    def _record(self, request: JobRequest, places: tuple[WorkerPlace, ...]) -> None:
-        allocation = self._allocations[request.job_id] = Allocation(request, places)
+    def _record_allocation(self, request: JobRequest, places: tuple[WorkerPlace, ...]) -> None:
+        allocation = self._allocations_by_job[request.job_id] = Allocation(request, places)
         self._add_usage(request, allocation.amounts)
         for place in places:
             self._count_worker(request, place, 1)
 
-    def _add_usage(self, request: JobRequest, more: Amounts) -> None:
-        self._usage[request.tenant] = self.usage(request.tenant) + more
+    def _add_usage(self, request: JobRequest, change: Amounts) -> None:
+        self._usage_by_tenant[request.tenant] = self.usage(request.tenant) + change
         if not request.preemptible:
-            self._nonpreemptible_usage[request.tenant] = self.nonpreemptible_usage(request.tenant) + more
+            self._nonpreemptible_usage[request.tenant] = self.nonpreemptible_usage(request.tenant) + change
 
-    def _count_worker(self, request: JobRequest, place: WorkerPlace, more: int) -> None:
+    def _count_worker(self, request: JobRequest, place: WorkerPlace, change: int) -> None:
         node = self._nodes[place.node_id]
-        _add_count(node.names, (request.tenant, request.name), more)
-        _add_count(node.jobs, request.job_id, more)
-        before, node.workers = node.workers, node.workers + more
-        if (before >= self.workers_max) is not (node.workers >= self.workers_max):
+        _add_count(node.workers_by_job_name, (request.tenant, request.name), change)
+        _add_count(node.workers_by_job, request.job_id, change)
+        before, node.worker_count = node.worker_count, node.worker_count + change
+        if (before >= self.workers_per_node_max) is not (node.worker_count >= self.workers_per_node_max):
             self.full_nodes_version += 1
-            self._set_open(node)
+            self._update_node_open(node)
 
     # -- dry runs -----------------------------------------------------------------------------
 
     @contextmanager
     def dry_run(self) -> Iterator[DryRun]:
         """Try changes to the current state. One at a time; the real state must not change meanwhile."""
-        trial = DryRun(self.placers, self.placers.trial, self.get_hold)
+        trial = DryRun(self.placers, self.placers.dry_run_placer, self.get_hold)
         try:
             yield trial
         finally:
-            trial.undo()
+            trial.roll_back_to()
 
     @contextmanager
-    def projection(self) -> Iterator[FutureClusterState]:
+    def project_future(self) -> Iterator[FutureClusterState]:
         """Try changes to a later state. One at a time; the real state may change and dry runs may be made."""
         projection = FutureClusterState(self.placers, self.get_hold)
         try:
@@ -393,8 +424,8 @@ class ClusterAllocations:
             projection.close()
 
 
-def _add_count(counts: dict[_Key, int], key: _Key, more: int) -> None:
+def _add_count(counts: dict[_CountedKey, int], key: _CountedKey, change: int) -> None:
     """Counts of 0 are removed."""
-    counts[key] = counts.get(key, 0) + more
+    counts[key] = counts.get(key, 0) + change
     if not counts[key]:
         del counts[key]

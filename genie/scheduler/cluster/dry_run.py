@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 
 from genie.errors import UsageError
-from genie.scheduler.cluster.placer_group import Change, Hold, PlacerGroup
+from genie.scheduler.cluster.placer_group import HoldChange, PlacedHold, PlacerGroup
 from genie.scheduler.placement.protocol import Placer
 from genie.scheduler.request import Allocation, JobRequest, WorkerPlace
 
-GetHold = Callable[[JobRequest, WorkerPlace], Hold]
+GetHold = Callable[[JobRequest, WorkerPlace], PlacedHold]
 """Returns what a worker of a running job holds at a place."""
 
 
@@ -20,17 +20,17 @@ class DryRun:
         self._placers = placers
         self._placer = placer
         self._get_hold = get_hold
-        self._changes: list[Change] = []
+        self._changes: list[HoldChange] = []
 
     def release(self, allocation: Allocation) -> None:
         request = allocation.request
         for place in allocation.places:
-            self._change((False, request.tenant, self._get_hold(request, place)))
+            self._apply_and_record((False, request.tenant, self._get_hold(request, place)))
 
     def place(
-        self, request: JobRequest, workers: int, *, avoiding: Collection[str] = ()
+        self, request: JobRequest, workers: int, *, excluded_nodes: Collection[str] = ()
     ) -> tuple[WorkerPlace, ...] | None:
-        places = self._placers.place(self._placer, request, workers, workers, avoiding)
+        places = self._placers.place(self._placer, request, workers, workers, excluded_nodes)
         self._changes += [
             (True, request.tenant, (request.shape.without_constraints, place)) for place in places or ()
         ]
@@ -38,42 +38,42 @@ class DryRun:
 
     def hold(self, request: JobRequest, places: Sequence[WorkerPlace]) -> bool:
         """Take these places; False, and no change, if one is not free."""
-        mark = self.mark
+        mark = self.savepoint
         try:
             for place in places:
-                self._change((True, request.tenant, (request.shape.without_constraints, place)))
+                self._apply_and_record((True, request.tenant, (request.shape.without_constraints, place)))
         except UsageError:
-            self.undo(mark)
+            self.roll_back_to(mark)
             return False
         return True
 
     @property
-    def mark(self) -> int:
-        """The current position, for `undo`."""
+    def savepoint(self) -> int:
+        """The current position, for `roll_back_to`."""
         return len(self._changes)
 
-    def undo(self, mark: int = 0) -> None:
-        """Revert all changes after `mark`."""
-        while len(self._changes) > mark:
+    def roll_back_to(self, savepoint: int = 0) -> None:
+        """Revert all changes after `savepoint`."""
+        while len(self._changes) > savepoint:
             taken, tenant, hold = self._changes.pop()
-            self._apply((not taken, tenant, hold))
+            self._apply_change((not taken, tenant, hold))
 
-    def fewest_releases(self, request: JobRequest, ends: Sequence[Allocation]) -> int | None:
+    def fewest_releases_to_fit(self, request: JobRequest, ends: Sequence[Allocation]) -> int | None:
         """Return how many of the first allocations must be released so that the request fits; None if all are
         not enough. Leaves exactly those released.
 
         More releases never make a request not fit, so the number is found by doubling and bisection.
         """
-        marks = [self.mark]
+        marks = [self.savepoint]
 
         def fits(count: int) -> bool:
-            self.undo(marks[min(count, len(marks) - 1)])
+            self.roll_back_to(marks[min(count, len(marks) - 1)])
             del marks[count + 1 :]
             for allocation in ends[len(marks) - 1 : count]:
                 self.release(allocation)
-                marks.append(self.mark)
-            places = self.place(request, request.least_workers)
-            self.undo(marks[count])
+                marks.append(self.savepoint)
+            places = self.place(request, request.workers_required)
+            self.roll_back_to(marks[count])
             return places is not None
 
         low, high = 0, min(1, len(ends))
@@ -87,31 +87,31 @@ class DryRun:
         assert fits(high)
         return high
 
-    def _change(self, change: Change) -> None:
-        self._apply(change)
+    def _apply_and_record(self, change: HoldChange) -> None:
+        self._apply_change(change)
         self._changes.append(change)
 
-    def _apply(self, change: Change) -> None:
+    def _apply_change(self, change: HoldChange) -> None:
         taken, tenant, hold = change
         if taken:
-            self._placers.take(self._placer, tenant, hold)
+            self._placers.take_hold(self._placer, tenant, hold)
         else:
-            self._placers.release(self._placer, hold)
+            self._placers.release_hold(self._placer, hold)
 
 
 class FutureClusterState(DryRun):
     """The cluster at a later time. Real changes made meanwhile are deferred until `reset`."""
 
     def __init__(self, placers: PlacerGroup, get_hold: GetHold) -> None:
-        super().__init__(placers, placers.projected, get_hold)
-        self._deferred = placers.begin_projection()
+        super().__init__(placers, placers.projection_placer, get_hold)
+        self._deferred_changes = placers.begin_projection()
 
     def reset(self) -> None:
         """Revert the projection and apply the deferred changes: the state is the current one."""
-        self.undo()
-        for change in self._deferred:
-            self._apply(change)
-        self._deferred.clear()
+        self.roll_back_to()
+        for change in self._deferred_changes:
+            self._apply_change(change)
+        self._deferred_changes.clear()
 
     def close(self) -> None:
         self.reset()

@@ -14,44 +14,45 @@ import msgspec
 
 from genie.scheduler.request import JobRequest, NodeFacts
 
-Filter: TypeAlias = Callable[[JobRequest, NodeFacts], str]
-"""Returns why jobs of this kind may not run on the node; empty if they may. The request is JobRequest.kind,
-without name, times, priority and requested nodes; the node is passed as if it were open."""
+NodeFilter: TypeAlias = Callable[[JobRequest, NodeFacts], str]
+"""Returns why jobs of this kind may not run on the node; empty if they may. The request is
+JobRequest.placement_fields, without name, times, priority and requested nodes; the node is passed as if it
+were open."""
 
-KINDS_MAX = 64
+CACHED_KINDS_MAX = 64
 """Kinds of jobs with cached results; the least recently used is dropped."""
 
 
-class Filters:
-    def __init__(self, allowed: Filter | None = None) -> None:
-        self._allowed = allowed
+class NodeFilterCache:
+    def __init__(self, node_filter: NodeFilter | None = None) -> None:
+        self._node_filter = node_filter
         self._cache: OrderedDict[JobRequest, dict[str, str]] = OrderedDict()
 
-    def kind(self, request: JobRequest) -> JobRequest | None:
+    def get_filter_argument(self, request: JobRequest) -> JobRequest | None:
         """Return the argument of the filter; None without a filter."""
-        if self._allowed is None:
+        if self._node_filter is None:
             return None
         return msgspec.structs.replace(
-            request.kind, shape=replace(request.shape, nodes=frozenset(), gpu_ids=())
+            request.placement_fields, shape=replace(request.shape, nodes=frozenset(), gpu_ids=())
         )
 
-    def why_not(self, kind: JobRequest | None, facts: NodeFacts) -> str:
-        if self._allowed is None or kind is None:
+    def why_not_allowed(self, kind: JobRequest | None, facts: NodeFacts) -> str:
+        if self._node_filter is None or kind is None:
             return ""
         reasons = self._cache.setdefault(kind, {})
         self._cache.move_to_end(kind)
-        if len(self._cache) > KINDS_MAX:
+        if len(self._cache) > CACHED_KINDS_MAX:
             self._cache.popitem(last=False)
         if facts.node_id not in reasons:
-            reasons[facts.node_id] = self._allowed(kind, without_current_state(facts))
+            reasons[facts.node_id] = self._node_filter(kind, without_changing_facts(facts))
         return reasons[facts.node_id]
 
-    def forget(self, node_id: str) -> None:
+    def forget_node(self, node_id: str) -> None:
         """Drop the results for a node that changed or was removed."""
         for reasons in self._cache.values():
             reasons.pop(node_id, None)
 
 
-def without_current_state(facts: NodeFacts) -> NodeFacts:
+def without_changing_facts(facts: NodeFacts) -> NodeFacts:
     """Return the node without what changes from minute to minute."""
-    return replace(facts, closed="", closed_gpus=frozenset(), memory_outside_mib=())
+    return replace(facts, blocked_reason="", blocked_gpus=frozenset(), memory_outside_mib=())

@@ -12,70 +12,86 @@ from typing import TypeAlias
 
 from genie.errors import UsageError
 from genie.model.job import Spread, Within
-from genie.scheduler.cluster.filters import Filter, Filters, without_current_state
+from genie.scheduler.cluster.filters import NodeFilter, NodeFilterCache, without_changing_facts
 from genie.scheduler.cluster.registration_cache import RegistrationCache
 from genie.scheduler.placement.protocol import ANY_MODEL, MODELS_MAX, NODE_GPUS_MAX, Placer
-from genie.scheduler.request import JobRequest, NodeFacts, Shape, WorkerPlace, why_not, why_not_gpus
+from genie.scheduler.request import (
+    JobRequest,
+    NodeFacts,
+    Shape,
+    WorkerPlace,
+    why_gpus_unsuitable,
+    why_unsuitable,
+)
 
 PlacerFactory = Callable[[str], Placer]
 """Returns an empty placer of that policy."""
 
-CLASSES_MAX = 1024
+REQUEST_CLASSES_MAX = 1024
 """Request classes registered at a time."""
 NODE_SETS_MAX = 256
 """Node sets registered at a time."""
 _DRY_RUN_POLICY = "bestfit"
 
-Hold: TypeAlias = tuple[Shape, WorkerPlace]
+PlacedHold: TypeAlias = tuple[Shape, WorkerPlace]
 """What one worker holds, and where."""
 
-Change: TypeAlias = tuple[bool, str, Hold]
+HoldChange: TypeAlias = tuple[bool, str, PlacedHold]
 """Whether the tenant takes (True) or releases the hold."""
 
-_Class: TypeAlias = tuple[Shape, bool, JobRequest | None]
+_RequestClassKey: TypeAlias = tuple[Shape, bool, JobRequest | None]
 """A shape, whether in one island, and the kind of jobs if there is a filter."""
 
-_Register: TypeAlias = Callable[[Placer], int]
+_RegisterWithPlacer: TypeAlias = Callable[[Placer], int]
 
 
 @dataclass
 class PlacerNode:
-    number: int
+    node_number: int
     facts: NodeFacts
-    names: dict[tuple[str, str], int] = field(default_factory=dict)
+    workers_by_job_name: dict[tuple[str, str], int] = field(default_factory=dict)
     """Number of workers by tenant and job name."""
-    jobs: dict[str, int] = field(default_factory=dict)
+    workers_by_job: dict[str, int] = field(default_factory=dict)
     """Number of workers by job."""
-    workers: int = 0
+    worker_count: int = 0
     """Of all jobs, including those without resources."""
 
 
 class PlacerGroup:
     def __init__(self, make_placer: PlacerFactory, *, policy: str) -> None:
-        self.main = make_placer(policy)
-        self.trial, self.projected = make_placer(_DRY_RUN_POLICY), make_placer(_DRY_RUN_POLICY)
-        self.all = (self.main, self.trial, self.projected)
-        self._deferred: list[Change] | None = None
-        """Changes that `projected` gets after the current projection; None without one."""
+        self.main_placer = make_placer(policy)
+        self.dry_run_placer, self.projection_placer = (
+            make_placer(_DRY_RUN_POLICY),
+            make_placer(_DRY_RUN_POLICY),
+        )
+        self.all_placers = (self.main_placer, self.dry_run_placer, self.projection_placer)
+        self._deferred_changes: list[HoldChange] | None = None
+        """Changes that `projection_placer` gets after the current projection; None without one."""
         self.nodes: dict[str, PlacerNode] = {}
         self.node_ids: list[str] = []
-        self.models: dict[str, int] = {}
-        self.filters = Filters()
-        self.classes = RegistrationCache[_Class](
-            self.all, register=self._register_class, drop=_drop_class, count_max=CLASSES_MAX
+        self.model_numbers: dict[str, int] = {}
+        self.filter_cache = NodeFilterCache()
+        self.request_classes = RegistrationCache[_RequestClassKey](
+            self.all_placers,
+            register=self._register_request_class,
+            drop=_drop_request_class,
+            count_max=REQUEST_CLASSES_MAX,
         )
-        self.amounts = RegistrationCache[Shape](
-            self.all, register=_register_amounts, drop=_drop_class, count_max=CLASSES_MAX
+        self.amount_classes = RegistrationCache[Shape](
+            self.all_placers,
+            register=_register_amounts,
+            drop=_drop_request_class,
+            count_max=REQUEST_CLASSES_MAX,
         )
         self.node_sets = RegistrationCache[tuple[frozenset[int], bool]](
-            self.all, register=_register_node_set, drop=_drop_node_set, count_max=NODE_SETS_MAX
+            self.all_placers, register=_register_node_set, drop=_drop_node_set, count_max=NODE_SETS_MAX
         )
-        self._tenants: dict[str, int] = {}
-        self._racks: list[int] | None = None
+        self._tenant_numbers: dict[str, int] = {}
+        self._rack_node_sets: list[int] | None = None
 
     # -- nodes --------------------------------------------------------------------------------
 
-    def node(self, node_id: str) -> PlacerNode:
+    def get_node(self, node_id: str) -> PlacerNode:
         if (node := self.nodes.get(node_id)) is None:
             raise UsageError(f"node {node_id} not found")
         return node
@@ -91,10 +107,10 @@ class PlacerGroup:
                 gpus=len(facts.gpus),
                 gpu_memory_mib=memory_mib,
                 model=model,
-                islands=_renumber([gpu.island for gpu in facts.gpus]),
-                numa=_renumber([gpu.numa for gpu in facts.gpus]),
+                islands=_renumber_from_zero([gpu.island for gpu in facts.gpus]),
+                numa=_renumber_from_zero([gpu.numa for gpu in facts.gpus]),
             )
-            for placer in self.all
+            for placer in self.all_placers
         }
         assert len(numbers) == 1, "placers differ"
         number = numbers.pop()
@@ -102,111 +118,132 @@ class PlacerGroup:
         return number
 
     def drop_node(self, node: PlacerNode) -> None:
-        for placer in self.all:
-            placer.drop_node(node.number)
-        self.node_ids[node.number] = ""
+        for placer in self.all_placers:
+            placer.drop_node(node.node_number)
+        self.node_ids[node.node_number] = ""
 
-    def set_open(self, node: PlacerNode, *, is_open: bool) -> None:
-        for placer in self.all:
-            placer.set_open(node.number, is_open=is_open)
+    def set_node_open(self, node: PlacerNode, *, is_open: bool) -> None:
+        for placer in self.all_placers:
+            placer.set_open(node.node_number, is_open=is_open)
 
-    def set_gpus(self, node: PlacerNode, *, reserved: Collection[int]) -> None:
+    def update_gpus_open(self, node: PlacerNode, *, reserved_gpus: Collection[int]) -> None:
         """Update which GPUs accept placements, and the memory that other processes use."""
         facts = node.facts
         outside_mib = facts.memory_outside_mib or (0,) * len(facts.gpus)
         for gpu, mib in enumerate(outside_mib[: len(facts.gpus)]):
-            is_open = gpu not in facts.closed_gpus and gpu not in reserved
-            for placer in self.all:
-                placer.set_gpu(node.number, gpu, is_open=is_open, memory_outside_mib=mib)
+            is_open = gpu not in facts.blocked_gpus and gpu not in reserved_gpus
+            for placer in self.all_placers:
+                placer.set_gpu(node.node_number, gpu, is_open=is_open, memory_outside_mib=mib)
 
-    def forget_racks(self) -> None:
-        for number in self._racks or ():
-            for placer in self.all:
+    def drop_rack_node_sets(self) -> None:
+        for number in self._rack_node_sets or ():
+            for placer in self.all_placers:
                 placer.drop_node_set(number)
-        self._racks = None
+        self._rack_node_sets = None
 
     def _model_number(self, facts: NodeFacts) -> int:
         """Return the lowest unused number; if all are used, two models share one."""
-        model = _model_of(facts)
-        if model not in self.models:
-            present = {_model_of(node.facts) for node in self.nodes.values()}
-            self.models = {name: number for name, number in self.models.items() if name in present}
-            used = set(self.models.values())
+        model = _gpu_model_of(facts)
+        if model not in self.model_numbers:
+            present = {_gpu_model_of(node.facts) for node in self.nodes.values()}
+            self.model_numbers = {
+                name: number for name, number in self.model_numbers.items() if name in present
+            }
+            used = set(self.model_numbers.values())
             free = (number for number in range(MODELS_MAX) if number not in used)
-            self.models[model] = next(free, len(self.models) % MODELS_MAX)
-        return self.models[model]
+            self.model_numbers[model] = next(free, len(self.model_numbers) % MODELS_MAX)
+        return self.model_numbers[model]
 
     # -- resources ----------------------------------------------------------------------------
 
-    def take(self, placer: Placer, tenant: str, hold: Hold) -> None:
+    def take_hold(self, placer: Placer, tenant: str, hold: PlacedHold) -> None:
         """UsageError if the place is not free."""
         shape, place = hold
-        number = self.node(place.node_id).number
-        placer.take(self.amounts.number(shape), self._tenant(tenant), node=number, gpus=place.gpu_ids)
+        number = self.get_node(place.node_id).node_number
+        placer.take(
+            self.amount_classes.get_number(shape),
+            self._tenant_number(tenant),
+            node=number,
+            gpus=place.gpu_ids,
+        )
 
-    def release(self, placer: Placer, hold: Hold) -> None:
+    def release_hold(self, placer: Placer, hold: PlacedHold) -> None:
         shape, place = hold
-        placer.release(self.amounts.number(shape), node=self.node(place.node_id).number, gpus=place.gpu_ids)
+        placer.release(
+            self.amount_classes.get_number(shape),
+            node=self.get_node(place.node_id).node_number,
+            gpus=place.gpu_ids,
+        )
 
-    def apply(self, tenant: str, hold: Hold, *, taken: bool, skip: Placer | None = None) -> None:
-        """Take or release it in all placers but `skip`; in `projected` after the current projection."""
+    def change_hold(
+        self, tenant: str, hold: PlacedHold, *, is_taken: bool, skip: Placer | None = None
+    ) -> None:
+        """Take or release it in all placers but `skip`; in `projection_placer` after the current
+        projection."""
         shape, place = hold
-        node, number = self.node(place.node_id).number, self.amounts.number(shape)
-        for placer in self.all:
+        node, number = self.get_node(place.node_id).node_number, self.amount_classes.get_number(shape)
+        for placer in self.all_placers:
             if placer is skip:
                 continue
-            if placer is self.projected and self._deferred is not None:
-                self._deferred.append((taken, tenant, hold))
-            elif taken:
-                placer.take(number, self._tenant(tenant), node=node, gpus=place.gpu_ids)
+            if placer is self.projection_placer and self._deferred_changes is not None:
+                self._deferred_changes.append((is_taken, tenant, hold))
+            elif is_taken:
+                placer.take(number, self._tenant_number(tenant), node=node, gpus=place.gpu_ids)
             else:
                 placer.release(number, node=node, gpus=place.gpu_ids)
 
     @property
     def is_projecting(self) -> bool:
-        return self._deferred is not None
+        return self._deferred_changes is not None
 
-    def begin_projection(self) -> list[Change]:
-        """From now on `apply` adds the changes of `projected` to this list instead."""
-        assert self._deferred is None, "one projection at a time"
-        self._deferred = []
-        return self._deferred
+    def begin_projection(self) -> list[HoldChange]:
+        """From now on `change_hold` adds the changes of `projection_placer` to this list instead."""
+        assert self._deferred_changes is None, "one projection at a time"
+        self._deferred_changes = []
+        return self._deferred_changes
 
     def end_projection(self) -> None:
         """The caller has reverted the projection and applied the deferred changes."""
-        assert not self._deferred
-        self._deferred = None
+        assert not self._deferred_changes
+        self._deferred_changes = None
 
-    def set_filter(self, allowed: Filter | None) -> None:
-        self.filters = Filters(allowed)
-        self.classes.clear()
+    def set_node_filter(self, node_filter: NodeFilter | None) -> None:
+        self.filter_cache = NodeFilterCache(node_filter)
+        self.request_classes.clear()
 
-    def observe(self, request: JobRequest) -> None:
-        self.main.observe(self._class(request, request.shape), self._tenant(request.tenant))
+    def record_arrival(self, request: JobRequest) -> None:
+        self.main_placer.observe(
+            self._request_class(request, request.shape), self._tenant_number(request.tenant)
+        )
 
-    def _tenant(self, tenant: str) -> int:
-        return self._tenants.setdefault(tenant, len(self._tenants) + 1)
+    def _tenant_number(self, tenant: str) -> int:
+        return self._tenant_numbers.setdefault(tenant, len(self._tenant_numbers) + 1)
 
     # -- placing ------------------------------------------------------------------------------
 
     def place(
-        self, placer: Placer, request: JobRequest, workers: int, least: int, avoiding: Collection[str] = ()
+        self,
+        placer: Placer,
+        request: JobRequest,
+        workers: int,
+        workers_min: int,
+        excluded_nodes: Collection[str] = (),
     ) -> tuple[WorkerPlace, ...] | None:
-        """Choose and take places in one placer for at most `workers` and at least `least` workers."""
-        among = self._among(request, avoiding)
+        """Choose and take places in one placer for at most `workers` and at least `workers_min` workers."""
+        among = self._candidate_node_set(request, excluded_nodes)
         if request.within in (Within.NODE, Within.ISLAND):
             tries = (
                 self._place_on_one_node(placer, request, count, among)
-                for count in range(workers, least - 1, -1)
+                for count in range(workers, workers_min - 1, -1)
             )
             return next((found for found in tries if found is not None), None)
         found = placer.place_gang(
-            self._class(request, request.shape),
-            self._tenant(request.tenant),
+            self._request_class(request, request.shape),
+            self._tenant_number(request.tenant),
             workers=workers,
-            workers_min=least,
+            workers_min=workers_min,
             spread=request.spread is Spread.SPREAD,
-            domains=self._rack_sets() if request.within is Within.RACK else None,
+            domains=self._get_rack_node_sets() if request.within is Within.RACK else None,
             among=among,
         )
         return (
@@ -214,50 +251,52 @@ class PlacerGroup:
         )
 
     def _place_on_one_node(
-        self, placer: Placer, request: JobRequest, workers: int, among: int | None
+        self, placer: Placer, request: JobRequest, workers: int, node_set: int | None
     ) -> tuple[WorkerPlace, ...] | None:
         """Place all workers as one request of their total size."""
-        shape, each = request.shape.times(workers), request.shape.gpus
+        shape, each = request.shape.multiplied_by(workers), request.shape.gpus
         if shape.gpus > NODE_GPUS_MAX:
             return None
-        number = self._class(request, shape, one_island=request.within is Within.ISLAND)
-        found = placer.choose(number, self._tenant(request.tenant), among=among)
+        number = self._request_class(request, shape, one_island=request.within is Within.ISLAND)
+        found = placer.choose(number, self._tenant_number(request.tenant), among=node_set)
         if found is None:
             return None
         node_id, gpus = self.node_ids[found[0]], found[1]
         places = tuple(WorkerPlace(node_id, gpus[i * each : (i + 1) * each]) for i in range(workers))
         for place in places:
-            self.take(placer, request.tenant, (request.shape.without_constraints, place))
+            self.take_hold(placer, request.tenant, (request.shape.without_constraints, place))
         return places
 
-    def _rack_sets(self) -> list[int]:
+    def _get_rack_node_sets(self) -> list[int]:
         """Node sets of the racks, the same in all placers."""
-        if self._racks is None:
+        if self._rack_node_sets is None:
             racks: dict[str, list[int]] = {}
             for node in self.nodes.values():
-                racks.setdefault(node.facts.rack, []).append(node.number)
-            for placer in self.all:
-                self._racks = [placer.node_set(numbers) for numbers in racks.values()]
-        assert self._racks is not None
-        return self._racks
+                racks.setdefault(node.facts.rack, []).append(node.node_number)
+            for placer in self.all_placers:
+                self._rack_node_sets = [placer.node_set(numbers) for numbers in racks.values()]
+        assert self._rack_node_sets is not None
+        return self._rack_node_sets
 
-    def _among(self, request: JobRequest, avoiding: Collection[str]) -> int | None:
+    def _candidate_node_set(self, request: JobRequest, excluded_nodes: Collection[str]) -> int | None:
         """The set of nodes to choose from; None for all."""
-        if not avoiding and not request.near and not request.apart:
+        if not excluded_nodes and not request.near and not request.apart:
             return None
-        avoided = frozenset(self.nodes[node_id].number for node_id in avoiding)
+        avoided = frozenset(self.nodes[node_id].node_number for node_id in excluded_nodes)
         if not request.near and not request.apart:
-            return self.node_sets.number((avoided, True)) if avoided else None
-        matches = neighbour_filter(request)
-        numbers = frozenset(node.number for node in self.nodes.values() if matches(node))
-        return self.node_sets.number((numbers - avoided, False))
+            return self.node_sets.get_number((avoided, True)) if avoided else None
+        matches = make_affinity_filter(request)
+        numbers = frozenset(node.node_number for node in self.nodes.values() if matches(node))
+        return self.node_sets.get_number((numbers - avoided, False))
 
     # -- request classes ----------------------------------------------------------------------
 
-    def _class(self, request: JobRequest, shape: Shape, *, one_island: bool = False) -> int:
-        return self.classes.number((shape, one_island, self.filters.kind(request)))
+    def _request_class(self, request: JobRequest, shape: Shape, *, one_island: bool = False) -> int:
+        return self.request_classes.get_number(
+            (shape, one_island, self.filter_cache.get_filter_argument(request))
+        )
 
-    def _register_class(self, key: _Class) -> _Register:
+    def _register_request_class(self, key: _RequestClassKey) -> _RegisterWithPlacer:
         """For choosing: amounts, whether in one island, and the suitable nodes and models."""
         shape, one_island, filtered = key
         named = (self.nodes.get(node_id) for node_id in sorted(shape.nodes))
@@ -265,43 +304,46 @@ class PlacerGroup:
         suitable = [
             node
             for node in candidates
-            if not why_not(shape, without_current_state(node.facts))
-            and not self.filters.why_not(filtered, node.facts)
+            if not why_unsuitable(shape, without_changing_facts(node.facts))
+            and not self.filter_cache.why_not_allowed(filtered, node.facts)
         ]
-        allowed = None if len(suitable) == len(self.nodes) else [node.number for node in suitable]
+        allowed = None if len(suitable) == len(self.nodes) else [node.node_number for node in suitable]
         return _register_shape(
-            shape, self._model_set(shape, suitable), nodes=allowed, one_island=one_island and shape.gpus > 0
+            shape,
+            self._suitable_models_mask(shape, suitable),
+            nodes=allowed,
+            one_island=one_island and shape.gpus > 0,
         )
 
-    def _model_set(self, shape: Shape, suitable: Iterable[PlacerNode]) -> int:
+    def _suitable_models_mask(self, shape: Shape, suitable: Iterable[PlacerNode]) -> int:
         """A request for certain GPUs competes only for these models: policies weigh supply by model."""
         if not shape.constrains_gpus:
             return ANY_MODEL
         with_gpus = [node.facts for node in self.nodes.values() if node.facts.gpus]
-        models = {_model_of(facts) for facts in with_gpus if not why_not_gpus(shape, facts.gpus)}
-        models |= {_model_of(node.facts) for node in suitable}
-        if models >= {_model_of(facts) for facts in with_gpus}:
+        models = {_gpu_model_of(facts) for facts in with_gpus if not why_gpus_unsuitable(shape, facts.gpus)}
+        models |= {_gpu_model_of(node.facts) for node in suitable}
+        if models >= {_gpu_model_of(facts) for facts in with_gpus}:
             return ANY_MODEL
-        return sum({1 << self.models[model] for model in models})
+        return sum({1 << self.model_numbers[model] for model in models})
 
 
-def neighbour_filter(request: JobRequest) -> Callable[[PlacerNode], bool]:
+def make_affinity_filter(request: JobRequest) -> Callable[[PlacerNode], bool]:
     """Whether a node runs a job that the request must be near to, and none that it must be apart from."""
 
     def matches(node: PlacerNode) -> bool:
-        names = {name for tenant, name in node.names if tenant == request.tenant}
+        names = {name for tenant, name in node.workers_by_job_name if tenant == request.tenant}
         return (not request.near or bool(names & request.near)) and not names & request.apart
 
     return matches
 
 
-def _register_amounts(shape: Shape) -> _Register:
+def _register_amounts(shape: Shape) -> _RegisterWithPlacer:
     return _register_shape(shape, ANY_MODEL)
 
 
 def _register_shape(
     shape: Shape, models: int, *, nodes: Sequence[int] | None = None, one_island: bool = False
-) -> _Register:
+) -> _RegisterWithPlacer:
     only_gpus = [gpu for gpu in shape.gpu_ids if 0 <= gpu < NODE_GPUS_MAX] if shape.gpu_ids else None
     return lambda placer: placer.register_request_class(
         gpus=shape.gpus,
@@ -316,11 +358,11 @@ def _register_shape(
     )
 
 
-def _drop_class(placer: Placer, number: int) -> None:
+def _drop_request_class(placer: Placer, number: int) -> None:
     placer.drop_class(number)
 
 
-def _register_node_set(nodes: tuple[frozenset[int], bool]) -> _Register:
+def _register_node_set(nodes: tuple[frozenset[int], bool]) -> _RegisterWithPlacer:
     """These nodes, or all but these."""
     numbers = sorted(nodes[0])
     return lambda placer: placer.node_set(numbers, all_but=nodes[1])
@@ -330,12 +372,12 @@ def _drop_node_set(placer: Placer, number: int) -> None:
     placer.drop_node_set(number)
 
 
-def _model_of(facts: NodeFacts) -> str:
+def _gpu_model_of(facts: NodeFacts) -> str:
     """The model of the first GPU; whether the GPUs of a node are suitable is decided per node."""
     return facts.gpus[0].model if facts.gpus else ""
 
 
-def _renumber(numbers: Sequence[int]) -> list[int]:
+def _renumber_from_zero(numbers: Sequence[int]) -> list[int]:
     """Renumber from 0, keeping equal numbers equal."""
     indices = {number: index for index, number in enumerate(dict.fromkeys(numbers))}
     return [indices[number] for number in numbers]

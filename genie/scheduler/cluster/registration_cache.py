@@ -30,21 +30,21 @@ class RegistrationCache(Generic[Key]):
         self._drop = drop
         self._count_max = count_max
         self._numbers: OrderedDict[Key, int] = OrderedDict()
-        self._last: Key | None = None
+        self._last_key: Key | None = None
         """The last key looked up: the same one is often looked up several times in a row."""
         self._last_number = 0
 
     def __len__(self) -> int:
         return len(self._numbers)
 
-    def number(self, key: Key) -> int:
+    def get_number(self, key: Key) -> int:
         """Return the number of the key, valid until the next call."""
-        if key is self._last:
+        if key is self._last_key:
             return self._last_number
         number = self._numbers.get(key)
         if number is not None:
             self._numbers.move_to_end(key)
-            self._last, self._last_number = key, number
+            self._last_key, self._last_number = key, number
             return number
         if len(self._numbers) >= self._count_max:
             self._unregister(self._numbers.popitem(last=False)[1])
@@ -59,6 +59,6 @@ class RegistrationCache(Generic[Key]):
             self._unregister(self._numbers.popitem()[1])
 
     def _unregister(self, number: int) -> None:
-        self._last = None
+        self._last_key = None
         for placer in self._placers:
             self._drop(placer, number)

@@ -15,29 +15,29 @@ from genie.scheduler.placement.gpus import request_capacity
 from genie.scheduler.placement.protocol import (
     ANY_MODEL,
     CLASSES_MAX,
-    FULL_MILLI,
     MODELS_MAX,
     NODE_GPUS_MAX,
     NODE_SETS_MAX,
     UNLIMITED,
+    WHOLE_GPU_MILLI,
     NodeState,
     Place,
     TypicalShape,
 )
 from genie.scheduler.placement.state import (
-    Cost,
     Gpu,
     Node,
     PlacementCluster,
+    PlacementCost,
+    PlacementPolicy,
     PlacementRequest,
-    Policy,
     SlotTable,
 )
 
-HISTORY_LENGTH = 200
+HISTORY_REQUESTS_MAX = 200
 """Number of requests that a policy learns from."""
-FIRST_UPDATE = 25
-UPDATE_EVERY = 200
+FIRST_UPDATE_REQUESTS = 25
+UPDATE_INTERVAL_REQUESTS = 200
 """Requests before the first update of a learning policy, and between later ones."""
 
 
@@ -46,19 +46,19 @@ class PlainPlacer:
 
     def __init__(self, policy: str, *, typical: Sequence[TypicalShape] = (), gamma: float = 0.05) -> None:
         self._cluster = PlacementCluster()
-        self._classes = SlotTable[PlacementRequest](what="request class", count_max=CLASSES_MAX)
-        self._sets = SlotTable[frozenset[int]](what="node set", count_max=NODE_SETS_MAX)
-        factories = baseline_policies.POLICIES | {
+        self._request_classes = SlotTable[PlacementRequest](item_name="request class", count_max=CLASSES_MAX)
+        self._node_sets = SlotTable[frozenset[int]](item_name="node set", count_max=NODE_SETS_MAX)
+        factories = baseline_policies.POLICY_FACTORIES | {
             "supply": lambda _: supply_policy.SupplyPolicy(self._cluster, gamma=gamma)
         }
         if policy not in factories:
             raise UsageError(f"unknown placement policy '{policy}'")
-        self._policy: Policy = factories[policy](typical)
-        self._is_learning = policy == "supply"
-        self._history: deque[PlacementRequest] = deque(maxlen=HISTORY_LENGTH)
-        self._observed = 0
-        self._update_due = FIRST_UPDATE
-        self._is_refreshed = False
+        self._policy: PlacementPolicy = factories[policy](typical)
+        self._policy_learns = policy == "supply"
+        self._recent_requests: deque[PlacementRequest] = deque(maxlen=HISTORY_REQUESTS_MAX)
+        self._observed_requests = 0
+        self._next_update_requests = FIRST_UPDATE_REQUESTS
+        self._was_refresh_called = False
 
     def add_node(
         self,
@@ -76,31 +76,35 @@ class PlainPlacer:
             raise UsageError("a node must have 0 to 16 GPUs and no negative amounts")
         if not 0 <= model < MODELS_MAX:
             raise UsageError("a GPU model must be a number from 0 to 63")
-        number = self._cluster.slots.next_number
-        localities = zip(_check_positions(islands, gpus), _check_positions(numa, gpus), strict=True)
-        devices = [Gpu(FULL_MILLI, gpu_memory_mib, island=island, numa=numa) for island, numa in localities]
+        number = self._cluster.node_slots.next_number
+        localities = zip(
+            _check_locality_numbers(islands, gpus), _check_locality_numbers(numa, gpus), strict=True
+        )
+        devices = [
+            Gpu(WHOLE_GPU_MILLI, gpu_memory_mib, island=island, numa=numa) for island, numa in localities
+        ]
         rank = number if rank < 0 else rank
         node = Node(number, cpu_milli, memory_mib, gpu_memory_mib, model, rank, devices)
-        return self._cluster.slots.add(node)
+        return self._cluster.node_slots.add(node)
 
     def drop_node(self, node: int) -> None:
-        dropped = self._node(node)
+        dropped = self._get_node(node)
         free = (dropped.free_cpu_milli, dropped.free_memory_mib)
-        if free != (dropped.cpu_milli, dropped.memory_mib) or any(dropped.held.values()):
+        if free != (dropped.cpu_milli, dropped.memory_mib) or any(dropped.held_request_counts.values()):
             raise UsageError(f"cannot drop node {node}: resources are held there")
-        self._cluster.slots.drop(node)
-        self._sets.change(lambda nodes: nodes - {node})
-        self._classes.change(
+        self._cluster.node_slots.drop(node)
+        self._node_sets.replace_each(lambda nodes: nodes - {node})
+        self._request_classes.replace_each(
             lambda request: (
                 request if request.nodes is None else replace(request, nodes=request.nodes - {node})
             )
         )
 
     def set_open(self, node: int, *, is_open: bool) -> None:
-        self._node(node).is_open = is_open
+        self._get_node(node).is_open = is_open
 
     def set_gpu(self, node: int, gpu: int, *, is_open: bool, memory_outside_mib: int) -> None:
-        gpus = self._node(node).gpus
+        gpus = self._get_node(node).gpus
         if not 0 <= gpu < len(gpus) or memory_outside_mib < 0:
             raise UsageError(f"node {node} has no GPU {gpu}, or the memory is negative")
         gpus[gpu].is_open, gpus[gpu].memory_outside_mib = is_open, memory_outside_mib
@@ -120,66 +124,66 @@ class PlainPlacer:
     ) -> int:
         if not 0 <= gpus <= NODE_GPUS_MAX:
             raise UsageError("a request must have 0 to 16 GPUs of one node")
-        if gpus > 0 and not 1 <= gpu_milli <= FULL_MILLI:
+        if gpus > 0 and not 1 <= gpu_milli <= WHOLE_GPU_MILLI:
             raise UsageError("the fraction of a GPU must be 1 to 1000 thousandths")
         if gpus == 0 and (gpu_milli or gpu_memory_mib or one_island):
             raise UsageError("a request without GPUs cannot have a GPU fraction, GPU memory or an island")
         if min(gpu_memory_mib, cpu_milli, memory_mib) < 0:
             raise UsageError("a request cannot have negative amounts")
-        allowed = None if nodes is None else self._numbers(nodes)
+        allowed = None if nodes is None else self._check_node_numbers(nodes)
         amounts = (gpus, gpu_milli, gpu_memory_mib, cpu_milli, memory_mib)
-        these = None if only_gpus is None else frozenset(_check_gpus(only_gpus))
-        return self._classes.add(PlacementRequest(*amounts, models, allowed, one_island, these))
+        these = None if only_gpus is None else frozenset(_check_gpu_numbers(only_gpus))
+        return self._request_classes.add(PlacementRequest(*amounts, models, allowed, one_island, these))
 
     def drop_class(self, request_class: int) -> None:
-        self._classes.drop(request_class)
+        self._request_classes.drop(request_class)
 
     def node_set(self, nodes: Sequence[int], *, all_but: bool = False) -> int:
-        these = self._numbers(nodes)
-        return self._sets.add(self._all_of(None) - these if all_but else these)
+        these = self._check_node_numbers(nodes)
+        return self._node_sets.add(self._nodes_of_set(None) - these if all_but else these)
 
     def drop_node_set(self, node_set: int) -> None:
-        self._sets.drop(node_set)
+        self._node_sets.drop(node_set)
 
     def take(self, request_class: int, tenant: int, *, node: int, gpus: Sequence[int]) -> None:
-        request, target = self._get_class(request_class, tenant), self._node(node)
-        chosen = _check_gpus(gpus)
+        request, target = self._get_request_class(request_class, tenant), self._get_node(node)
+        chosen = _check_gpu_numbers(gpus)
         fits = target.has_capacity(request) and len(chosen) == request.gpus
         fits = fits and all(
             g < len(target.gpus) and target.gpus[g].has_capacity(request, tenant) for g in chosen
         )
         if not fits:
             raise UsageError(f"the request does not fit on node {node}")
-        _add_free(target, request, chosen, sign=-1)
+        _change_free_resources(target, request, chosen, sign=-1)
         for number in chosen:
             target.gpus[number].tenant = tenant
 
     def release(self, request_class: int, *, node: int, gpus: Sequence[int]) -> None:
-        request, target = self._classes.get(request_class), self._node(node)
-        chosen = _check_gpus(gpus)
-        if len(chosen) != request.gpus or not _is_taken(target, request, chosen):
+        request, target = self._request_classes.get(request_class), self._get_node(node)
+        chosen = _check_gpu_numbers(gpus)
+        if len(chosen) != request.gpus or not _may_be_held(target, request, chosen):
             raise UsageError(f"no such request is held on node {node}")
-        _add_free(target, request, chosen, sign=1)
+        _change_free_resources(target, request, chosen, sign=1)
         for number in chosen:
-            if target.gpus[number].free_milli == FULL_MILLI:
+            if target.gpus[number].free_milli == WHOLE_GPU_MILLI:
                 target.gpus[number].tenant = 0
 
     def node_state(self, node: int) -> NodeState:
-        found = self._node(node)
+        found = self._get_node(node)
         gpus = tuple((gpu.free_milli, gpu.free_memory_mib, gpu.tenant) for gpu in found.gpus)
         return (found.is_open, found.free_cpu_milli, found.free_memory_mib, gpus)
 
     def observe(self, request_class: int, tenant: int) -> None:
-        request = self._get_class(request_class, tenant)
-        if self._is_learning:
-            self._history.append(request)
-            self._observed += 1
+        request = self._get_request_class(request_class, tenant)
+        if self._policy_learns:
+            self._recent_requests.append(request)
+            self._observed_requests += 1
 
     def choose(self, request_class: int, tenant: int, *, among: int | None = None) -> Place | None:
-        request = self._get_class(request_class, tenant)
-        allowed = self._all_of(among)
+        request = self._get_request_class(request_class, tenant)
+        allowed = self._nodes_of_set(among)
         self._update_if_overdue()
-        return self._best(request, tenant, allowed)
+        return self._find_best_place(request, tenant, allowed)
 
     def place(self, request_class: int, tenant: int, *, among: int | None = None) -> Place | None:
         chosen = self.choose(request_class, tenant, among=among)
@@ -198,18 +202,18 @@ class PlainPlacer:
         domains: Sequence[int] | None = None,
         among: int | None = None,
     ) -> list[Place] | None:
-        request = self._get_class(request_class, tenant)
+        request = self._get_request_class(request_class, tenant)
         if workers < 1 or not 0 <= workers_min <= workers:
             raise UsageError("a gang needs at least 1 worker, and a minimum that is not above its size")
-        allowed = self._all_of(among)
-        sets = [allowed] if domains is None else [self._sets.get(number) & allowed for number in domains]
+        allowed = self._nodes_of_set(among)
+        sets = [allowed] if domains is None else [self._node_sets.get(number) & allowed for number in domains]
         self._update_if_overdue()
         least = workers_min or workers
-        capacities = [self._capacity(request, tenant, nodes, spread=spread) for nodes in sets]
+        capacities = [self._worker_capacity(request, tenant, nodes, spread=spread) for nodes in sets]
         order = sorted((capacity, index) for index, capacity in enumerate(capacities) if capacity >= least)
 
         def fill_domain(index: int, count: int) -> list[Place]:
-            return self._fill(request_class, tenant, sets[index], workers=count, spread=spread)
+            return self._place_workers(request_class, tenant, sets[index], workers=count, spread=spread)
 
         most, where = 0, -1
         enough = [item for item in order if item[0] >= workers]
@@ -226,18 +230,18 @@ class PlainPlacer:
 
     def refresh(self, budget: int = UNLIMITED) -> bool:
         """The budget is ignored."""
-        self._is_refreshed = True
+        self._was_refresh_called = True
         if self._is_update_due():
             self._update_policy()
         return True
 
-    def _fill(
+    def _place_workers(
         self, request_class: int, tenant: int, nodes: frozenset[int], *, workers: int, spread: bool
     ) -> list[Place]:
         """Place as many workers as fit on these nodes, one after the other."""
         found: list[Place] = []
         while len(found) < workers:
-            place = self._best(self._classes.get(request_class), tenant, nodes)
+            place = self._find_best_place(self._request_classes.get(request_class), tenant, nodes)
             if place is None:
                 break
             self.take(request_class, tenant, node=place[0], gpus=place[1])
@@ -250,55 +254,63 @@ class PlainPlacer:
         for node, gpus in reversed(places):
             self.release(request_class, node=node, gpus=gpus)
 
-    def _capacity(
+    def _worker_capacity(
         self, request: PlacementRequest, tenant: int, nodes: frozenset[int], *, spread: bool
     ) -> int:
         """Return an upper bound of the number of workers that fit on these nodes."""
-        fitting = [self._node(number) for number in nodes]
+        fitting = [self._get_node(number) for number in nodes]
         fitting = [node for node in fitting if self._policy.evaluate(node, request, tenant) is not None]
         return len(fitting) if spread else sum(request_capacity(node, request, tenant) for node in fitting)
 
-    def _best(self, request: PlacementRequest, tenant: int, allowed: frozenset[int]) -> Place | None:
-        best: tuple[Cost, int, tuple[int, ...]] | None = None
+    def _find_best_place(
+        self, request: PlacementRequest, tenant: int, allowed_nodes: frozenset[int]
+    ) -> Place | None:
+        best: tuple[PlacementCost, int, tuple[int, ...]] | None = None
         for node in self._cluster.nodes:
-            found = self._policy.evaluate(node, request, tenant) if node.number in allowed else None
+            found = self._policy.evaluate(node, request, tenant) if node.number in allowed_nodes else None
             if found is not None and (best is None or found[0] < best[0]):
                 best = (found[0], node.number, found[1])
         return None if best is None else best[1:]
 
     def _update_if_overdue(self) -> None:
-        if self._observed >= self._update_due + UPDATE_EVERY if self._is_refreshed else self._is_update_due():
+        if (
+            self._observed_requests >= self._next_update_requests + UPDATE_INTERVAL_REQUESTS
+            if self._was_refresh_called
+            else self._is_update_due()
+        ):
             self._update_policy()
 
     def _is_update_due(self) -> bool:
-        return self._is_learning and (self._observed >= self._update_due or self._policy.is_stale())
+        return self._policy_learns and (
+            self._observed_requests >= self._next_update_requests or self._policy.is_stale()
+        )
 
     def _update_policy(self) -> None:
-        if self._observed < self._update_due:
+        if self._observed_requests < self._next_update_requests:
             self._policy.learn(None)
             return
-        while self._update_due <= self._observed:
-            self._update_due += min(self._update_due, UPDATE_EVERY)
-        self._policy.learn(list(self._history))
+        while self._next_update_requests <= self._observed_requests:
+            self._next_update_requests += min(self._next_update_requests, UPDATE_INTERVAL_REQUESTS)
+        self._policy.learn(list(self._recent_requests))
 
-    def _node(self, number: int) -> Node:
-        return self._cluster.slots.get(number)
+    def _get_node(self, number: int) -> Node:
+        return self._cluster.node_slots.get(number)
 
-    def _numbers(self, nodes: Sequence[int]) -> frozenset[int]:
-        return frozenset(self._node(node).number for node in nodes)
+    def _check_node_numbers(self, nodes: Sequence[int]) -> frozenset[int]:
+        return frozenset(self._get_node(node).number for node in nodes)
 
-    def _all_of(self, node_set: int | None) -> frozenset[int]:
+    def _nodes_of_set(self, node_set: int | None) -> frozenset[int]:
         if node_set is not None:
-            return self._sets.get(node_set)
+            return self._node_sets.get(node_set)
         return frozenset(node.number for node in self._cluster.nodes)
 
-    def _get_class(self, request_class: int, tenant: int) -> PlacementRequest:
+    def _get_request_class(self, request_class: int, tenant: int) -> PlacementRequest:
         if tenant < 1:
             raise UsageError("a tenant must be a number from 1")
-        return self._classes.get(request_class)
+        return self._request_classes.get(request_class)
 
 
-def _check_positions(numbers: Sequence[int] | None, gpus: int) -> Sequence[int]:
+def _check_locality_numbers(numbers: Sequence[int] | None, gpus: int) -> Sequence[int]:
     if numbers is None:
         return [0] * gpus
     if len(numbers) != gpus or not all(0 <= number < NODE_GPUS_MAX for number in numbers):
@@ -306,14 +318,16 @@ def _check_positions(numbers: Sequence[int] | None, gpus: int) -> Sequence[int]:
     return numbers
 
 
-def _check_gpus(gpus: Sequence[int]) -> tuple[int, ...]:
+def _check_gpu_numbers(gpus: Sequence[int]) -> tuple[int, ...]:
     if len(set(gpus)) != len(gpus) or not all(0 <= number < NODE_GPUS_MAX for number in gpus):
         raise UsageError("GPUs must be different numbers from 0 to 15")
     return tuple(gpus)
 
 
-def _is_taken(node: Node, request: PlacementRequest, gpus: tuple[int, ...]) -> bool:
-    if request.gpus and not node.held.get(0 if request.is_fraction else request.gpus):
+def _may_be_held(node: Node, request: PlacementRequest, gpus: tuple[int, ...]) -> bool:
+    if request.gpus and not node.held_request_counts.get(
+        0 if request.requests_gpu_fraction else request.gpus
+    ):
         return False
     if node.free_cpu_milli + request.cpu_milli > node.cpu_milli:
         return False
@@ -321,13 +335,15 @@ def _is_taken(node: Node, request: PlacementRequest, gpus: tuple[int, ...]) -> b
         return False
     return all(
         number < len(node.gpus)
-        and node.gpus[number].free_milli + request.gpu_milli <= FULL_MILLI
+        and node.gpus[number].free_milli + request.gpu_milli <= WHOLE_GPU_MILLI
         and node.gpus[number].free_memory_mib + request.gpu_memory_mib <= node.gpu_memory_mib
         for number in gpus
     )
 
 
-def _add_free(node: Node, request: PlacementRequest, gpus: tuple[int, ...], *, sign: int) -> None:
+def _change_free_resources(
+    node: Node, request: PlacementRequest, gpus: tuple[int, ...], *, sign: int
+) -> None:
     """Release (sign 1) or take (sign -1) the resources of the request."""
     node.free_cpu_milli += sign * request.cpu_milli
     node.free_memory_mib += sign * request.memory_mib
@@ -335,5 +351,5 @@ def _add_free(node: Node, request: PlacementRequest, gpus: tuple[int, ...], *, s
         node.gpus[number].free_milli += sign * request.gpu_milli
         node.gpus[number].free_memory_mib += sign * request.gpu_memory_mib
     if request.gpus:
-        kind = 0 if request.is_fraction else request.gpus
-        node.held[kind] = node.held.get(kind, 0) - sign
+        kind = 0 if request.requests_gpu_fraction else request.gpus
+        node.held_request_counts[kind] = node.held_request_counts.get(kind, 0) - sign

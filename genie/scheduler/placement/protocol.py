@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-FULL_MILLI = 1000
+WHOLE_GPU_MILLI = 1000
 NODE_GPUS_MAX = 16
 MODELS_MAX = 64
 ANY_MODEL = 2**64 - 1

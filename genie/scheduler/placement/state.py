@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from genie.errors import UsageError
-from genie.scheduler.placement.protocol import FULL_MILLI
+from genie.scheduler.placement.protocol import WHOLE_GPU_MILLI
 
 Item = TypeVar("Item")
 
@@ -30,12 +30,12 @@ class PlacementRequest:
     only_gpus: frozenset[int] | None
 
     @property
-    def gpu_volume(self) -> int:
+    def total_gpu_milli(self) -> int:
         return self.gpus * self.gpu_milli
 
     @property
-    def is_fraction(self) -> bool:
-        return self.gpus > 0 and self.gpu_milli < FULL_MILLI
+    def requests_gpu_fraction(self) -> bool:
+        return self.gpus > 0 and self.gpu_milli < WHOLE_GPU_MILLI
 
 
 @dataclass
@@ -80,7 +80,7 @@ class Node:
     is_open: bool = True
     free_cpu_milli: int = field(init=False)
     free_memory_mib: int = field(init=False)
-    held: dict[int, int] = field(default_factory=dict)
+    held_request_counts: dict[int, int] = field(default_factory=dict)
     """Number of requests on the node by their number of whole GPUs; 0 for fractions."""
 
     def __post_init__(self) -> None:
@@ -98,7 +98,7 @@ class Node:
     def has_capacity(self, request: PlacementRequest) -> bool:
         return self.free_cpu_milli >= request.cpu_milli and self.free_memory_mib >= request.memory_mib
 
-    def usable(self, request: PlacementRequest, tenant: int) -> list[int]:
+    def usable_gpus(self, request: PlacementRequest, tenant: int) -> list[int]:
         """Return the GPUs that are suitable and free enough."""
         return [
             number
@@ -110,65 +110,65 @@ class Node:
 class SlotTable(Generic[Item]):
     """Items by number. The lowest free number is reused first."""
 
-    def __init__(self, *, what: str, count_max: int) -> None:
+    def __init__(self, *, item_name: str, count_max: int) -> None:
         self._items: list[Item | None] = []
-        self._free: list[int] = []
-        self._what = what
+        self._free_numbers: list[int] = []
+        self._item_name = item_name
         self._count_max = count_max
 
     def add(self, item: Item) -> int:
-        if self._free:
-            number = heapq.heappop(self._free)
+        if self._free_numbers:
+            number = heapq.heappop(self._free_numbers)
             self._items[number] = item
             return number
         if len(self._items) >= self._count_max:
-            raise UsageError(f"{self._what} limit of {self._count_max} reached; drop one first")
+            raise UsageError(f"{self._item_name} limit of {self._count_max} reached; drop one first")
         self._items.append(item)
         return len(self._items) - 1
 
     def get(self, number: int) -> Item:
         item = self._items[number] if 0 <= number < len(self._items) else None
         if item is None:
-            raise UsageError(f"unknown {self._what}: {number}")
+            raise UsageError(f"unknown {self._item_name}: {number}")
         return item
 
     @property
     def next_number(self) -> int:
-        return self._free[0] if self._free else len(self._items)
+        return self._free_numbers[0] if self._free_numbers else len(self._items)
 
     @property
-    def all(self) -> list[Item]:
+    def items(self) -> list[Item]:
         """Ordered by number."""
         return [item for item in self._items if item is not None]
 
     def drop(self, number: int) -> None:
         self.get(number)
         self._items[number] = None
-        heapq.heappush(self._free, number)
+        heapq.heappush(self._free_numbers, number)
 
-    def change(self, change: Callable[[Item], Item]) -> None:
+    def replace_each(self, change: Callable[[Item], Item]) -> None:
         self._items = [None if item is None else change(item) for item in self._items]
 
 
 class PlacementCluster:
     def __init__(self) -> None:
-        self.slots = SlotTable[Node](what="node", count_max=NODES_MAX)
+        self.node_slots = SlotTable[Node](item_name="node", count_max=NODES_MAX)
 
     @property
     def nodes(self) -> list[Node]:
-        return self.slots.all
+        return self.node_slots.items
 
 
-Cost = tuple[float, int]
+PlacementCost = tuple[float, int]
 """Cost and tie break; lower is better."""
 
 
-class Policy:
+class PlacementPolicy:
     """Rates the places on a node."""
 
     def evaluate(
         self, node: Node, request: PlacementRequest, tenant: int
-    ) -> tuple[Cost, tuple[int, ...]] | None:
+    ) -> tuple[PlacementCost, tuple[int, ...]] | None:
         """Return the best place on this node with its cost; None if the request does not fit."""
         raise NotImplementedError
 

@@ -9,18 +9,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from genie.scheduler.placement.gpus import closest_of_equal, tightest_gpus
-from genie.scheduler.placement.protocol import ANY_MODEL, FULL_MILLI, MODELS_MAX
-from genie.scheduler.placement.state import Cost, Node, PlacementCluster, PlacementRequest, Policy
+from genie.scheduler.placement.gpus import choose_closest_gpu, choose_tightest_gpus
+from genie.scheduler.placement.protocol import ANY_MODEL, MODELS_MAX, WHOLE_GPU_MILLI
+from genie.scheduler.placement.state import (
+    Node,
+    PlacementCluster,
+    PlacementCost,
+    PlacementPolicy,
+    PlacementRequest,
+)
 
-SEQUENCES = 32
-DRAWS = 60
+SIMULATED_SEQUENCES = 32
+REQUESTS_PER_SEQUENCE = 60
 # Length of a simulated sequence: SIMULATED_ARRIVALS, and SIMULATED_ARRIVALS_PER_GPU more per free GPU.
 SIMULATED_ARRIVALS = 10
 SIMULATED_ARRIVALS_PER_GPU = 5
 # Additive smoothing: half a request is added to each count. Counts are in halves, to stay integers.
-SMOOTHING = 2
-STALE_DIVISOR = 10
+SMOOTHING_SCALE = 2
+STALE_SUPPLY_DIVISOR = 10
 _UINT64_MASK = 2**64 - 1
 
 
@@ -36,15 +42,15 @@ class FreeResources:
 
     @property
     def whole_gpus(self) -> int:
-        return self.gpu_milli.count(FULL_MILLI)
+        return self.gpu_milli.count(WHOLE_GPU_MILLI)
 
 
 @dataclass(frozen=True)
 class NodeValue:
     """The use of a node's free resources: expected fill in GPU thousandths, and multi-GPU capacity."""
 
-    fill: int
-    capacity: tuple[int, ...]
+    expected_fill_milli: int
+    multi_gpu_capacities: tuple[int, ...]
 
 
 @dataclass
@@ -53,35 +59,37 @@ class DemandGroup:
 
     models: int
     gpus: int
-    volume: int
-    supply: int = 0
+    requested_gpu_milli: int
+    supplied_gpu_milli: int = 0
 
 
-class SupplyPolicy(Policy):
+class SupplyPolicy(PlacementPolicy):
     """`gamma` is the weight of the capacity for multi-GPU requests."""
 
     def __init__(self, cluster: PlacementCluster, *, gamma: float) -> None:
-        self._gamma = gamma
+        self._multi_gpu_weight = gamma
         self._cluster = cluster
         self._learn_history([])
 
     def evaluate(
         self, node: Node, request: PlacementRequest, tenant: int
-    ) -> tuple[Cost, tuple[int, ...]] | None:
+    ) -> tuple[PlacementCost, tuple[int, ...]] | None:
         if not node.fits_except_gpus(request):
             return None
-        usable = node.usable(request, tenant)
-        places = [tightest_gpus(node, request, tenant)]
+        usable = node.usable_gpus(request, tenant)
+        places = [choose_tightest_gpus(node, request, tenant)]
         if request.gpus == 1:
             places = [(number,) for number in usable]
-        before = self._node_worth(_free_resources(node), node.model)
-        best: tuple[Cost, tuple[int, ...]] | None = None
+        before = self._weighted_node_value(_free_resources_of_node(node), node.model)
+        best: tuple[PlacementCost, tuple[int, ...]] | None = None
         for gpus in places:
             if gpus is None:
                 continue
-            cost = before - self._node_worth(_free_resources(node, request, gpus), node.model)
+            cost = before - self._weighted_node_value(
+                _free_resources_of_node(node, request, gpus), node.model
+            )
             if best is None or cost < best[0][0]:
-                best = (cost, _tie_break(node, request)), gpus
+                best = (cost, _tie_break_key(node, request)), gpus
         if best is None or request.gpus != 1:
             return best
         chosen = node.gpus[best[1][0]]
@@ -91,13 +99,14 @@ class SupplyPolicy(Policy):
             if node.gpus[number].free_milli == chosen.free_milli
             and node.gpus[number].usable_memory_mib == chosen.usable_memory_mib
         ]
-        return best[0], closest_of_equal(node, alike)
+        return best[0], choose_closest_gpu(node, alike)
 
     def is_stale(self) -> bool:
-        totals = self._totals()
+        totals = self._node_values_by_model()
         return any(
-            abs(self._supply(group, totals) - group.supply) * STALE_DIVISOR > group.supply
-            for group in self._groups
+            abs(self._supply_for_group(group, totals) - group.supplied_gpu_milli) * STALE_SUPPLY_DIVISOR
+            > group.supplied_gpu_milli
+            for group in self._demand_groups
         )
 
     def learn(self, history: Sequence[PlacementRequest] | None) -> None:
@@ -107,7 +116,7 @@ class SupplyPolicy(Policy):
             self._learn_history(list(history))
 
     def _learn_history(self, history: list[PlacementRequest]) -> None:
-        self._values: dict[FreeResources, NodeValue] = {}
+        self._node_value_cache: dict[FreeResources, NodeValue] = {}
         self._sequences = _draw_sequences([request for request in history if request.gpus])
         self._drawn_requests = list(
             dict.fromkeys(request for sequence in self._sequences for request in sequence)
@@ -124,39 +133,39 @@ class SupplyPolicy(Policy):
 
     def _collect_demand(self, history: list[PlacementRequest]) -> None:
         """Group the demand, in the order of first arrival."""
-        self._groups: list[DemandGroup] = []
+        self._demand_groups: list[DemandGroup] = []
         for request in history:
             if request.gpus:
-                self._add_demand(request.models, request.gpus, SMOOTHING * request.gpu_volume)
+                self._add_demand(request.models, request.gpus, SMOOTHING_SCALE * request.total_gpu_milli)
         if not history:
             return
         models = sorted({node.model for node in self._cluster.nodes if node.gpus})
         for gpus in self._multi_gpu_counts:
             if gpus.bit_count() == 1:
-                self._add_demand(ANY_MODEL, gpus, gpus * FULL_MILLI)
+                self._add_demand(ANY_MODEL, gpus, gpus * WHOLE_GPU_MILLI)
                 for model in models:
-                    self._add_demand(1 << model, gpus, gpus * FULL_MILLI // len(models))
+                    self._add_demand(1 << model, gpus, gpus * WHOLE_GPU_MILLI // len(models))
         shares = [request.gpu_milli for request in history if request.gpus == 1]
         for model in models if shares else ():
             self._add_demand(1 << model, 1, sum(shares) // len(shares))
 
-    def _add_demand(self, models: int, gpus: int, volume: int) -> None:
-        for group in self._groups:
+    def _add_demand(self, models: int, gpus: int, requested_gpu_milli: int) -> None:
+        for group in self._demand_groups:
             if (group.models, group.gpus) == (models, gpus):
-                group.volume += volume
+                group.requested_gpu_milli += requested_gpu_milli
                 return
-        self._groups.append(DemandGroup(models, gpus, volume))
+        self._demand_groups.append(DemandGroup(models, gpus, requested_gpu_milli))
 
     def _update_weights(self) -> None:
         """Compute the pressure on each model: the demand of each group divided by its supply."""
-        totals = self._totals()
+        totals = self._node_values_by_model()
         self._fill_weights = [0.0] * MODELS_MAX
         self._capacity_weights = [[0.0] * len(self._multi_gpu_counts) for _ in range(MODELS_MAX)]
-        for group in self._groups:
-            group.supply = self._supply(group, totals)
-            if group.supply == 0:
+        for group in self._demand_groups:
+            group.supplied_gpu_milli = self._supply_for_group(group, totals)
+            if group.supplied_gpu_milli == 0:
                 continue
-            pressure = group.volume / group.supply
+            pressure = group.requested_gpu_milli / group.supplied_gpu_milli
             for model in range(MODELS_MAX):
                 if not group.models >> model & 1:
                     continue
@@ -165,32 +174,37 @@ class SupplyPolicy(Policy):
                 else:
                     self._fill_weights[model] += pressure
 
-    def _totals(self) -> dict[int, list[NodeValue]]:
+    def _node_values_by_model(self) -> dict[int, list[NodeValue]]:
         totals: dict[int, list[NodeValue]] = {}
         for node in self._cluster.nodes:
             if node.is_open:
-                totals.setdefault(node.model, []).append(self._value(_free_resources(node)))
+                totals.setdefault(node.model, []).append(self._get_node_value(_free_resources_of_node(node)))
         return totals
 
-    def _supply(self, group: DemandGroup, totals: dict[int, list[NodeValue]]) -> int:
-        values = [value for model in totals if group.models >> model & 1 for value in totals[model]]
+    def _supply_for_group(self, group: DemandGroup, values_by_model: dict[int, list[NodeValue]]) -> int:
+        values = [
+            value
+            for model in values_by_model
+            if group.models >> model & 1
+            for value in values_by_model[model]
+        ]
         if group.gpus == 1:
-            return sum(value.fill for value in values)
+            return sum(value.expected_fill_milli for value in values)
         index = self._multi_gpu_counts.index(group.gpus)
-        return sum(value.capacity[index] for value in values)
+        return sum(value.multi_gpu_capacities[index] for value in values)
 
-    def _node_worth(self, free: FreeResources, model: int) -> float:
-        value = self._value(free)
+    def _weighted_node_value(self, free: FreeResources, model: int) -> float:
+        value = self._get_node_value(free)
         capacity = 0.0
-        for weight, amount in zip(self._capacity_weights[model], value.capacity, strict=True):
+        for weight, amount in zip(self._capacity_weights[model], value.multi_gpu_capacities, strict=True):
             capacity += weight * amount
-        return self._fill_weights[model] * value.fill + self._gamma * capacity
+        return self._fill_weights[model] * value.expected_fill_milli + self._multi_gpu_weight * capacity
 
-    def _value(self, free: FreeResources) -> NodeValue:
-        if free not in self._values:
+    def _get_node_value(self, free: FreeResources) -> NodeValue:
+        if free not in self._node_value_cache:
             capacity = tuple(self._multi_gpu_capacity(gpus, free) for gpus in self._multi_gpu_counts)
-            self._values[free] = NodeValue(self._fill(free), capacity)
-        return self._values[free]
+            self._node_value_cache[free] = NodeValue(self._expected_fill_milli(free), capacity)
+        return self._node_value_cache[free]
 
     def _multi_gpu_capacity(self, gpus: int, free: FreeResources) -> int:
         """Return the GPU thousandths that requests for `gpus` GPUs could use now, summed over the history."""
@@ -204,31 +218,31 @@ class SupplyPolicy(Policy):
                 fit = min(fit, free.cpu_milli // request.cpu_milli)
             if request.memory_mib:
                 fit = min(fit, free.memory_mib // request.memory_mib)
-            slots += SMOOTHING * fit
-        return slots * gpus * FULL_MILLI
+            slots += SMOOTHING_SCALE * fit
+        return slots * gpus * WHOLE_GPU_MILLI
 
-    def _fill(self, free: FreeResources) -> int:
+    def _expected_fill_milli(self, free: FreeResources) -> int:
         """Return the GPU thousandths that simulated arrivals fill on such a node, over all sequences."""
         if (free.model, free.gpu_memory_mib) not in self._node_kinds:  # joined after the last update
             return 0
         allowed = [(request, _needed_milli(request, free)) for request in self._drawn_requests]
         needs = {request: need for request, need in allowed if need is not None}
-        least = min(needs.values(), default=FULL_MILLI + 1)
+        least = min(needs.values(), default=WHOLE_GPU_MILLI + 1)
         steps = (
             SIMULATED_ARRIVALS
-            + SIMULATED_ARRIVALS_PER_GPU * sum(m for m in free.gpu_milli if m >= least) // FULL_MILLI
+            + SIMULATED_ARRIVALS_PER_GPU * sum(m for m in free.gpu_milli if m >= least) // WHOLE_GPU_MILLI
         )
         return sum(_simulate_fill(sequence[:steps], needs, free) for sequence in self._sequences)
 
 
-def _tie_break(node: Node, request: PlacementRequest) -> int:
+def _tie_break_key(node: Node, request: PlacementRequest) -> int:
     """Best fit: the least GPU left over, then the least CPU, then the rank."""
-    gpu_left = node.free_gpu_milli - request.gpu_volume
+    gpu_left = node.free_gpu_milli - request.total_gpu_milli
     cpu_left = min((node.free_cpu_milli - request.cpu_milli) // 16, 0xFFFF)
     return gpu_left << 48 | cpu_left << 32 | node.rank
 
 
-def _free_resources(
+def _free_resources_of_node(
     node: Node, request: PlacementRequest | None = None, gpus: tuple[int, ...] = ()
 ) -> FreeResources:
     """Return the free resources of the node, after placing the request on these GPUs if given."""
@@ -237,7 +251,9 @@ def _free_resources(
         milli, memory_mib = gpu.free_milli, gpu.usable_memory_mib
         if request is not None and number in gpus:
             milli, memory_mib = milli - request.gpu_milli, memory_mib - request.gpu_memory_mib
-        left.append(_usable_milli(milli, memory_mib, of_mib=node.gpu_memory_mib) if gpu.is_open else 0)
+        left.append(
+            _usable_milli(milli, memory_mib, gpu_memory_mib=node.gpu_memory_mib) if gpu.is_open else 0
+        )
     return FreeResources(
         model=node.model,
         gpu_memory_mib=node.gpu_memory_mib,
@@ -247,18 +263,18 @@ def _free_resources(
     )
 
 
-def _usable_milli(milli: int, memory_mib: int, *, of_mib: int) -> int:
+def _usable_milli(milli: int, memory_mib: int, *, gpu_memory_mib: int) -> int:
     """The smaller of the free share and the free share of memory."""
-    return min(milli, memory_mib * FULL_MILLI // of_mib) if of_mib else milli
+    return min(milli, memory_mib * WHOLE_GPU_MILLI // gpu_memory_mib) if gpu_memory_mib else milli
 
 
 def _needed_milli(request: PlacementRequest, free: FreeResources) -> int | None:
     """Return the thousandths that it needs of such a GPU, also for memory; None if it is not suitable."""
     if not request.models >> free.model & 1 or request.gpu_memory_mib > free.gpu_memory_mib:
         return None
-    if free.gpu_memory_mib == 0 or not request.is_fraction:
+    if free.gpu_memory_mib == 0 or not request.requests_gpu_fraction:
         return request.gpu_milli
-    by_memory = -(-request.gpu_memory_mib * FULL_MILLI // free.gpu_memory_mib)
+    by_memory = -(-request.gpu_memory_mib * WHOLE_GPU_MILLI // free.gpu_memory_mib)
     return max(request.gpu_milli, by_memory)
 
 
@@ -288,7 +304,7 @@ def _draw_sequences(requests: list[PlacementRequest]) -> list[list[PlacementRequ
     """Draw sequences from repeated shuffles, so that each request of the history occurs equally often."""
     state, requests = 0, list(requests)
     drawn: list[PlacementRequest] = []
-    while requests and len(drawn) < SEQUENCES * DRAWS:
+    while requests and len(drawn) < SIMULATED_SEQUENCES * REQUESTS_PER_SEQUENCE:
         for left in range(len(requests), 1, -1):
             state = (state + 0x9E3779B97F4A7C15) & _UINT64_MASK
             mixed = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _UINT64_MASK
@@ -296,4 +312,11 @@ def _draw_sequences(requests: list[PlacementRequest]) -> list[list[PlacementRequ
             chosen = (mixed ^ (mixed >> 31)) % left
             requests[left - 1], requests[chosen] = requests[chosen], requests[left - 1]
         drawn += requests
-    return [drawn[start : start + DRAWS] for start in range(0, SEQUENCES * DRAWS, DRAWS)] if drawn else []
+    return (
+        [
+            drawn[start : start + REQUESTS_PER_SEQUENCE]
+            for start in range(0, SIMULATED_SEQUENCES * REQUESTS_PER_SEQUENCE, REQUESTS_PER_SEQUENCE)
+        ]
+        if drawn
+        else []
+    )

@@ -23,25 +23,25 @@ NODES_TRIED_MAX = 16
 class Migration:
     """After these jobs move, the queued one fits at these places."""
 
-    moves: tuple[str, ...]
+    moved_job_ids: tuple[str, ...]
     places: tuple[WorkerPlace, ...]
 
 
-def plan(
+def plan_migration(
     request: JobRequest, running: Iterable[StartedJob], *, cluster: ClusterAllocations
 ) -> Migration | None:
     """For a job on one node: return the moves of the least GPU usage among the nodes tried."""
-    if request.least_workers > 1 and request.within is not Within.NODE:
+    if request.workers_required > 1 and request.within is not Within.NODE:
         return None
     movable: dict[str, list[StartedJob]] = {}
     for job in running:
         nodes = {place.node_id for place in job.allocation.places}
         if job.request.preemptible and not job.is_stopping and len(nodes) == 1:
             movable.setdefault(nodes.pop(), []).append(job)
-    suitable = {facts.node_id for facts in cluster.nodes if not cluster.why_not(request, facts)}
+    suitable = {facts.node_id for facts in cluster.nodes if not cluster.why_unsuitable(request, facts)}
     by_usage = sorted(
         (node_id for node_id in movable if node_id in suitable),
-        key=lambda node_id: (_gpu_milli(movable[node_id]), node_id),
+        key=lambda node_id: (_total_gpu_milli(movable[node_id]), node_id),
     )
     plans = (
         _plan_on_node(request, node_id, movable[node_id], cluster) for node_id in by_usage[:NODES_TRIED_MAX]
@@ -50,7 +50,7 @@ def plan(
     return min(found, key=lambda each: (each[0], each[1].places), default=(0, None))[1]
 
 
-def _gpu_milli(jobs: Iterable[StartedJob]) -> int:
+def _total_gpu_milli(jobs: Iterable[StartedJob]) -> int:
     return sum(job.allocation.amounts.gpu_milli for job in jobs)
 
 
@@ -64,11 +64,11 @@ def _plan_on_node(
         for job in sorted(movable, key=lambda job: (job.allocation.amounts.gpu_milli, job.request.sequence)):
             trial.release(job.allocation)
             moved.append(job)
-            places = trial.place(on_node, on_node.least_workers)
+            places = trial.place(on_node, on_node.workers_required)
             if places is None:
                 continue
             if any(trial.place(job.request, len(job.allocation.places)) is None for job in moved):
                 return None
             moves = tuple(job.request.job_id for job in moved)
-            return _gpu_milli(moved), Migration(moves, places)
+            return _total_gpu_milli(moved), Migration(moves, places)
     return None

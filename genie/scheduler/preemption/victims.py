@@ -31,11 +31,11 @@ class StartedJob(msgspec.Struct, frozen=True):
         return self.allocation.request
 
 
-Cost: TypeAlias = Callable[[StartedJob, float], tuple[float, ...]]
+PreemptionCost: TypeAlias = Callable[[StartedJob, float], tuple[float, ...]]
 """Of preempting a job now; the lowest cost is preempted first."""
 
 
-def lost_work(running: StartedJob, now: float) -> tuple[float, ...]:
+def lost_work_cost(running: StartedJob, now: float) -> tuple[float, ...]:
     """The lowest priority first; then the fewest GPU seconds lost."""
     gpus = max(running.allocation.amounts.gpu_milli, 1)
     return (running.request.priority, gpus * (now - running.started_at), -running.request.sequence)
@@ -45,28 +45,30 @@ def lost_work(running: StartedJob, now: float) -> tuple[float, ...]:
 class Eviction:
     """After these jobs stop, the queued one fits at these places."""
 
-    victims: tuple[str, ...]
+    victim_job_ids: tuple[str, ...]
     places: tuple[WorkerPlace, ...]
 
 
-Rank: TypeAlias = tuple[bool, int]
+PreemptionRank: TypeAlias = tuple[bool, int]
 """Whether the job is within its tenant's own quota, and its priority."""
 
 
-def rank(request: JobRequest, *, cluster: ClusterAllocations, quotas: Quotas, workers: int = 0) -> Rank:
+def preemption_rank(
+    request: JobRequest, *, cluster: ClusterAllocations, quotas: Quotas, workers: int = 0
+) -> PreemptionRank:
     """Return the rank of a queued job if it started now with `workers` (0: its minimum)."""
     if request.tenant not in quotas.by_tenant:
         return (True, request.priority)
-    claim = (request, request.amounts(workers or request.least_workers))
-    owned = quotas.owned(request.tenant, [*cluster.claims(request.tenant), claim])
+    claim = (request, request.amounts(workers or request.workers_required))
+    owned = quotas.jobs_within_quota(request.tenant, [*cluster.claims_of_tenant(request.tenant), claim])
     return (request.job_id in owned, request.priority)
 
 
-def preemptible_by(
+def jobs_preemptible_by(
     request: JobRequest, candidates: Iterable[StartedJob], *, cluster: ClusterAllocations, quotas: Quotas
 ) -> list[StartedJob]:
     """Return the preemptible jobs of lower rank that are not stopping yet."""
-    own_rank = rank(request, cluster=cluster, quotas=quotas)
+    own_rank = preemption_rank(request, cluster=cluster, quotas=quotas)
     owned: dict[str, frozenset[str]] = {}
     found = []
     for running in candidates:
@@ -77,13 +79,15 @@ def preemptible_by(
             found.append(running)
             continue
         if other.tenant not in owned:
-            owned[other.tenant] = quotas.owned(other.tenant, cluster.claims(other.tenant))
+            owned[other.tenant] = quotas.jobs_within_quota(
+                other.tenant, cluster.claims_of_tenant(other.tenant)
+            )
         if (other.job_id in owned[other.tenant], other.priority) < own_rank:
             found.append(running)
     return found
 
 
-def on_borrowed_quota(
+def jobs_on_borrowed_quota(
     candidates: Iterable[StartedJob], *, cluster: ClusterAllocations, quotas: Quotas
 ) -> list[StartedJob]:
     """Return the jobs beyond their tenant's own quota, and those that are stopping."""
@@ -92,19 +96,19 @@ def on_borrowed_quota(
     for running in candidates:
         tenant = running.request.tenant
         if tenant not in owned:
-            owned[tenant] = quotas.owned(tenant, cluster.claims(tenant))
+            owned[tenant] = quotas.jobs_within_quota(tenant, cluster.claims_of_tenant(tenant))
         if running.is_stopping or running.request.job_id not in owned[tenant]:
             found.append(running)
     return found
 
 
-def plan(
+def plan_eviction(
     request: JobRequest,
     candidates: Iterable[StartedJob],
     *,
     ending: Sequence[StartedJob],
     cluster: ClusterAllocations,
-    cost: Cost,
+    cost: PreemptionCost,
     now: float,
 ) -> Eviction | None:
     """Select the cheapest sufficient victims; None if all candidates together are not enough.
@@ -113,7 +117,7 @@ def plan(
     turn out not to be needed, the most expensive first.
     """
     by_cost = sorted(candidates, key=lambda running: cost(running, now))
-    chosen = _first_sufficient(request, ending, by_cost, cluster)
+    chosen = _select_sufficient_victims(request, ending, by_cost, cluster)
     if chosen is None:
         return None
     for running in reversed(list(chosen)):
@@ -125,22 +129,22 @@ def plan(
     return Eviction(tuple(running.request.job_id for running in chosen), places)
 
 
-def _first_sufficient(
+def _select_sufficient_victims(
     request: JobRequest,
     ending: Iterable[StartedJob],
-    by_cost: Iterable[StartedJob],
+    candidates_by_cost: Iterable[StartedJob],
     cluster: ClusterAllocations,
 ) -> list[StartedJob] | None:
     chosen: list[StartedJob] = []
     with cluster.dry_run() as trial:
         for running in ending:
             trial.release(running.allocation)
-        if trial.place(request, request.least_workers) is not None:
+        if trial.place(request, request.workers_required) is not None:
             return chosen
-        for running in by_cost:
+        for running in candidates_by_cost:
             trial.release(running.allocation)
             chosen.append(running)
-            if trial.place(request, request.least_workers) is not None:
+            if trial.place(request, request.workers_required) is not None:
                 return chosen
     return None
 
@@ -151,4 +155,4 @@ def _find_places(
     with cluster.dry_run() as trial:
         for running in stopped:
             trial.release(running.allocation)
-        return trial.place(request, request.least_workers)
+        return trial.place(request, request.workers_required)

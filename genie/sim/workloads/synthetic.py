@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from genie.errors import UsageError
 from genie.scheduler.request import NodeFacts
 from genie.sim.workloads.traces import TraceNode, TracePod, Workload
-from genie.sim.workloads.workload import SimJob, gpu_milli_of, with_limits, with_load
+from genie.sim.workloads.workload import SimJob, add_time_limits, scale_to_load, total_gpu_milli_of
 
-_KINDS = (("small", 2, 48000, 200000), ("large", 8, 96000, 400000), ("wide", 8, 128000, 800000))
-_SHAPES = (
+_NODE_KINDS = (("small", 2, 48000, 200000), ("large", 8, 96000, 400000), ("wide", 8, 128000, 800000))
+_REQUEST_SHAPES = (
     # weight, CPU, memory, GPUs, GPU share, models
     (12, 10000, 30000, 0, 0, ()),
     (30, 10000, 30000, 1, 1000, ()),
@@ -38,14 +38,16 @@ def synthetic_workload(*, nodes: int, pods: int, seed: int) -> Workload:
     machines = [
         TraceNode(name=f"{model}-{number}", cpu_milli=cpu, memory_mib=memory, gpus=gpus, model=model)
         for number in range(nodes)
-        for model, gpus, cpu, memory in [_KINDS[number % len(_KINDS)]]
+        for model, gpus, cpu, memory in [_NODE_KINDS[number % len(_NODE_KINDS)]]
     ]
-    shapes = [TracePod(cpu, memory, gpus, milli, models) for _, cpu, memory, gpus, milli, models in _SHAPES]
-    return Workload(machines, rng.choices(shapes, [weight for weight, *_ in _SHAPES], k=pods))
+    shapes = [
+        TracePod(cpu, memory, gpus, milli, models) for _, cpu, memory, gpus, milli, models in _REQUEST_SHAPES
+    ]
+    return Workload(machines, rng.choices(shapes, [weight for weight, *_ in _REQUEST_SHAPES], k=pods))
 
 
 @dataclass(frozen=True)
-class Mix:
+class SyntheticJobMix:
     """Parameters of synthetic jobs. Shares are fractions of the jobs, from 0 to 1."""
 
     jobs: int = 2000
@@ -74,25 +76,25 @@ class Mix:
         if self.jobs < 1 or self.tenants < 1 or self.load <= 0 or (self.limit_factor or 1) < 1:
             raise UsageError("jobs, tenants and limit_factor must be at least 1, and load more than 0")
 
-    def draw_s(self, rng: random.Random) -> float:
+    def draw_duration_s(self, rng: random.Random) -> float:
         """Draw the duration of a job, in seconds."""
         drawn = rng.lognormvariate(math.log(self.median_s), self.sigma)
-        return min(max(drawn, _SHORTEST_S), self.longest_s)
+        return min(max(drawn, _DURATION_S_MIN), self.longest_s)
 
 
-_SHORTEST_S = 30.0
-_FRACTIONS_MILLI = (250, 300, 500, 700)
-_WHOLE = ((50, 1), (15, 2), (15, 4), (20, 8))
-_GANGS = ((40, 2), (30, 4), (20, 8), (10, 16))
+_DURATION_S_MIN = 30.0
+_GPU_FRACTIONS_MILLI = (250, 300, 500, 700)
+_GPU_COUNT_WEIGHTS = ((50, 1), (15, 2), (15, 4), (20, 8))
+_GANG_SIZE_WEIGHTS = ((40, 2), (30, 4), (20, 8), (10, 16))
 """Weight and number of nodes with 8 GPUs."""
-_PRIORITIES = ((70, 0), (20, 1), (10, 2))
-_CPU_OF_GPU_MILLI = (4_000, 8_000, 10_000)
-_MEMORY_OF_GPU_MIB = 65_536
+_PRIORITY_WEIGHTS = ((70, 0), (20, 1), (10, 2))
+_CPU_MILLI_PER_GPU = (4_000, 8_000, 10_000)
+_MEMORY_MIB_PER_GPU = 65_536
 
 
-def synthetic_jobs(mix: Mix, nodes: Sequence[NodeFacts], *, seed: int) -> list[SimJob]:
+def synthetic_jobs(mix: SyntheticJobMix, nodes: Sequence[NodeFacts], *, seed: int) -> list[SimJob]:
     """Generate jobs, sorted by submission time. The load is relative to `nodes`; the seed determines all."""
-    if not gpu_milli_of(nodes):
+    if not total_gpu_milli_of(nodes):
         raise UsageError("synthetic jobs need nodes with GPUs")
     rng = random.Random(f"jobs {seed}")
     weights = [1 / (number + 1) for number in range(mix.tenants)]
@@ -102,38 +104,40 @@ def synthetic_jobs(mix: Mix, nodes: Sequence[NodeFacts], *, seed: int) -> list[S
         for number, at_s in enumerate(times, 1)
     ]
     if mix.limit_factor is not None:
-        jobs = with_limits(jobs, factor=mix.limit_factor, seed=seed)
-    return with_load(jobs, nodes, mix.load)
+        jobs = add_time_limits(jobs, factor=mix.limit_factor, seed=seed)
+    return scale_to_load(jobs, nodes, mix.load)
 
 
-def _random_job(mix: Mix, rng: random.Random, number: int, at_s: float, tenant: int) -> SimJob:
-    workers, gpus, milli = _size(mix, rng)
-    priority = _weighted_choice(rng, _PRIORITIES)
+def _random_job(
+    mix: SyntheticJobMix, rng: random.Random, number: int, submitted_s: float, tenant: int
+) -> SimJob:
+    workers, gpus, milli = _draw_job_size(mix, rng)
+    priority = _weighted_choice(rng, _PRIORITY_WEIGHTS)
     share = max(gpus, 1) * milli / 1000
     return SimJob(
         job_id=f"job-{number}",
-        submitted_s=at_s,
-        duration_s=mix.draw_s(rng),
+        submitted_s=submitted_s,
+        duration_s=mix.draw_duration_s(rng),
         tenant=f"tenant-{tenant + 1}",
         workers=workers,
         gpus=gpus,
         gpu_milli=milli,
-        cpu_milli=round(share * rng.choice(_CPU_OF_GPU_MILLI)),
-        memory_mib=round(share * _MEMORY_OF_GPU_MIB),
+        cpu_milli=round(share * rng.choice(_CPU_MILLI_PER_GPU)),
+        memory_mib=round(share * _MEMORY_MIB_PER_GPU),
         priority=priority,
         preemptible=priority == 0 and rng.random() < mix.preemptible,
         checkpoint_s=mix.checkpoint_s,
     )
 
 
-def _size(mix: Mix, rng: random.Random) -> tuple[int, int, int]:
+def _draw_job_size(mix: SyntheticJobMix, rng: random.Random) -> tuple[int, int, int]:
     """Draw the number of workers, GPUs per worker, and the share of each GPU."""
     kind = rng.random()
     if kind < mix.fractions:
-        return 1, 1, rng.choice(_FRACTIONS_MILLI)
+        return 1, 1, rng.choice(_GPU_FRACTIONS_MILLI)
     if kind < mix.fractions + mix.gangs:
-        return _weighted_choice(rng, _GANGS), 8, 1000
-    return 1, _weighted_choice(rng, _WHOLE), 1000
+        return _weighted_choice(rng, _GANG_SIZE_WEIGHTS), 8, 1000
+    return 1, _weighted_choice(rng, _GPU_COUNT_WEIGHTS), 1000
 
 
 def _weighted_choice(rng: random.Random, choices: Sequence[tuple[int, int]]) -> int:

@@ -16,16 +16,16 @@ from pathlib import Path
 from typing import TypeVar
 
 from genie.errors import UsageError
-from genie.scheduler.conversion import AMOUNT_MAX
+from genie.scheduler.conversion import RESOURCE_AMOUNT_MAX
 from genie.scheduler.placement.protocol import ANY_MODEL, NODE_GPUS_MAX, TypicalShape
-from genie.scheduler.request import FULL_MILLI
+from genie.scheduler.request import WHOLE_GPU_MILLI
 
-NODE_LIST = "openb_node_list_gpu_node.csv"
-POD_LIST_PREFIX = "openb_pod_list_"
-TYPICAL_PCT = 95
+NODE_LIST_FILE = "openb_node_list_gpu_node.csv"
+POD_LIST_FILE_PREFIX = "openb_pod_list_"
+TYPICAL_SHAPES_COVERED_PCT = 95
 
 
-_Read = TypeVar("_Read")
+_ParsedRow = TypeVar("_ParsedRow")
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class TracePod:
     models: tuple[str, ...]
 
     @property
-    def gpu_volume_milli(self) -> int:
+    def total_gpu_milli(self) -> int:
         return self.gpus * self.gpu_milli
 
 
@@ -60,37 +60,38 @@ class Workload:
 
     nodes: Sequence[TraceNode]
     pods: Sequence[TracePod]
-    model_ids: dict[str, int] = field(init=False)
+    model_numbers: dict[str, int] = field(init=False)
 
     def __post_init__(self) -> None:
         if not any(node.gpus for node in self.nodes) or not any(pod.gpus for pod in self.pods):
             raise UsageError("a workload needs nodes with GPUs and requests for them")
         models = sorted({node.model for node in self.nodes})
-        object.__setattr__(self, "model_ids", {model: number for number, model in enumerate(models)})
+        object.__setattr__(self, "model_numbers", {model: number for number, model in enumerate(models)})
 
     @property
-    def gpu_milli(self) -> int:
+    def total_gpu_milli(self) -> int:
         return 1000 * sum(node.gpus for node in self.nodes)
 
-    def model_set(self, pod: TracePod) -> int:
+    def allowed_models_mask(self, pod: TracePod) -> int:
         """Return the allowed models as a bit mask; models that no node has are ignored."""
         if not pod.models:
             return ANY_MODEL
-        return sum(1 << self.model_ids[model] for model in set(pod.models) if model in self.model_ids)
+        return sum(1 << self.model_numbers[model] for model in set(pod.models) if model in self.model_numbers)
 
-    def typical(self, percent: int = TYPICAL_PCT) -> list[TypicalShape]:
-        """Return the most frequent shapes that together cover `percent` of the workload, with their shares.
+    def typical_shapes(self, covered_pct: int = TYPICAL_SHAPES_COVERED_PCT) -> list[TypicalShape]:
+        """Return the most frequent shapes that together cover `covered_pct` of the workload, with their
+        shares.
 
         Some scores of FGD depend on the last bit of a share and on the order of summation, so both are as
         published: differently written model lists are different shapes.
         """
         counts = Counter(
-            (pod.cpu_milli, pod.gpu_milli, pod.gpus, "|".join(pod.models), self.model_set(pod))
+            (pod.cpu_milli, pod.gpu_milli, pod.gpus, "|".join(pod.models), self.allowed_models_mask(pod))
             for pod in self.pods
         )
         order = sorted(counts, key=lambda shape: (counts[shape], shape), reverse=True)
         sums = list(accumulate(counts[shape] for shape in order))
-        needed = sum(1 for total in sums if total * 100 < percent * len(self.pods)) + 1
+        needed = sum(1 for total in sums if total * 100 < covered_pct * len(self.pods)) + 1
         covered = sums[min(needed, len(sums)) - 1] / len(self.pods)
         return [
             TypicalShape(
@@ -115,7 +116,7 @@ class TraceJob:
 
 
 @dataclass(frozen=True)
-class TraceRun:
+class TracePodRun:
     """A request with its times in seconds; None if the trace does not have them."""
 
     pod: TracePod
@@ -125,95 +126,103 @@ class TraceRun:
 
 def read_nodes(path: Path) -> list[TraceNode]:
     """Read an openb node list: `sn, cpu_milli, memory_mib, gpu, model`."""
-    return read_table(path, {"sn", "cpu_milli", "memory_mib", "gpu", "model"}, _node)
+    return read_csv(path, {"sn", "cpu_milli", "memory_mib", "gpu", "model"}, _parse_node)
 
 
 def read_pods(path: Path) -> list[TracePod]:
     """Read an openb pod list: `cpu_milli, memory_mib, num_gpu, gpu_milli`, optionally `gpu_spec`."""
-    return read_table(path, {"cpu_milli", "memory_mib", "num_gpu", "gpu_milli"}, _pod)
+    return read_csv(path, {"cpu_milli", "memory_mib", "num_gpu", "gpu_milli"}, _parse_pod)
 
 
-def read_runs(path: Path) -> list[TraceRun]:
+def read_runs(path: Path) -> list[TracePodRun]:
     """Read an openb pod list with `creation_time`, `scheduled_time` and `deletion_time`, all optional.
 
     The duration is from `scheduled_time` to `deletion_time`.
     """
-    return read_table(path, {"cpu_milli", "memory_mib", "num_gpu", "gpu_milli"}, _run)
+    return read_csv(path, {"cpu_milli", "memory_mib", "num_gpu", "gpu_milli"}, _parse_run)
 
 
 def read_jobs(path: Path) -> list[TraceJob]:
     """Read a Philly job list: `timestamp, duration, num_gpus, cluster`. Timestamps are UTC."""
-    return read_table(path, {"timestamp", "duration", "num_gpus", "cluster"}, _job)
+    return read_csv(path, {"timestamp", "duration", "num_gpus", "cluster"}, _parse_job)
 
 
-def workloads_in(folder: Path) -> dict[str, Path]:
+def find_workloads(folder: Path) -> dict[str, Path]:
     """Return the openb pod lists of a directory, by workload name."""
-    found = sorted(folder.glob(f"{POD_LIST_PREFIX}*.csv"))
-    return {path.stem.removeprefix(POD_LIST_PREFIX): path for path in found}
+    found = sorted(folder.glob(f"{POD_LIST_FILE_PREFIX}*.csv"))
+    return {path.stem.removeprefix(POD_LIST_FILE_PREFIX): path for path in found}
 
 
-class Row:
+class CsvRow:
     """One line of a CSV file. Its methods parse a column and raise errors that name line and column."""
 
-    def __init__(self, where: str, values: dict[str, str]) -> None:
-        self.where = where
+    def __init__(self, file_and_line: str, values: dict[str, str]) -> None:
+        self.file_and_line = file_and_line
         self._values = values
 
-    def text(self, name: str) -> str:
+    def get_text(self, name: str) -> str:
         return (self._values.get(name) or "").strip()
 
-    def integer(self, name: str, *, most: int = AMOUNT_MAX) -> int:
-        text = self.text(name)
-        if not text.isascii() or not text.isdecimal() or int(text) > most:
-            raise self.error(name, f"an integer from 0 to {most}")
+    def parse_integer(self, name: str, *, maximum: int = RESOURCE_AMOUNT_MAX) -> int:
+        text = self.get_text(name)
+        if not text.isascii() or not text.isdecimal() or int(text) > maximum:
+            raise self.make_error(name, f"an integer from 0 to {maximum}")
         return int(text)
 
-    def seconds(self, name: str) -> float:
-        return self.number(name, "a number of seconds >= 0")
+    def parse_seconds(self, name: str) -> float:
+        return self.parse_number(name, "a number of seconds >= 0")
 
-    def number(self, name: str, allowed: str = "a number >= 0") -> float:
+    def parse_number(self, name: str, allowed: str = "a number >= 0") -> float:
         try:
-            value = float(self.text(name))
+            value = float(self.get_text(name))
         except ValueError:
             value = -1.0
         if not 0 <= value < float("inf"):
-            raise self.error(name, allowed)
+            raise self.make_error(name, allowed)
         return value
 
-    def time_s(self, name: str) -> float:
+    def parse_time_s(self, name: str) -> float:
         try:
-            sample = datetime.datetime.fromisoformat(self.text(name))
+            sample = datetime.datetime.fromisoformat(self.get_text(name))
         except ValueError:
-            raise self.error(name, "a time like 2017-09-04 10:30:41") from None
+            raise self.make_error(name, "a time like 2017-09-04 10:30:41") from None
         return sample.replace(tzinfo=sample.tzinfo or datetime.UTC).timestamp()
 
-    def error(self, name: str, allowed: str) -> UsageError:
-        return UsageError(f"{self.where}: {name} is {self.text(name)!r}; it must be {allowed}")
+    def make_error(self, name: str, allowed: str) -> UsageError:
+        return UsageError(f"{self.file_and_line}: {name} is {self.get_text(name)!r}; it must be {allowed}")
 
 
-def read_table(
-    path: Path, columns: set[str], parse: Callable[[Row], _Read], *, known: frozenset[str] = frozenset()
-) -> list[_Read]:
-    """Parse each line of a CSV file that has at least `columns`, and only `known` ones if given."""
+def read_csv(
+    path: Path,
+    required_columns: set[str],
+    parse: Callable[[CsvRow], _ParsedRow],
+    *,
+    known_columns: frozenset[str] = frozenset(),
+) -> list[_ParsedRow]:
+    """Parse each line of a CSV file that has at least `required_columns`, and only `known_columns` ones if
+    given."""
     try:
         with path.open(encoding="utf-8", newline="") as lines:
             reader = csv.DictReader(lines)
-            unknown = [name for name in reader.fieldnames or () if known and name not in known]
+            unknown = [
+                name for name in reader.fieldnames or () if known_columns and name not in known_columns
+            ]
             if unknown:
                 raise UsageError(
-                    f"{path}:1: unknown column {unknown[0]!r}", hint=_suggestion(unknown[0], known)
+                    f"{path}:1: unknown column {unknown[0]!r}",
+                    hint=_suggest_column(unknown[0], known_columns),
                 )
-            return [parse(row) for row in _rows(path, reader, columns)]
+            return [parse(row) for row in _iterate_rows(path, reader, required_columns)]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise _unreadable(path, error) from error
+        raise _unreadable_file_error(path, error) from error
 
 
-def _suggestion(name: str, known: frozenset[str]) -> str:
-    near = difflib.get_close_matches(name, sorted(known), n=1)
-    return f"did you mean {near[0]}?" if near else f"known columns: {', '.join(sorted(known))}"
+def _suggest_column(name: str, known_columns: frozenset[str]) -> str:
+    near = difflib.get_close_matches(name, sorted(known_columns), n=1)
+    return f"did you mean {near[0]}?" if near else f"known columns: {', '.join(sorted(known_columns))}"
 
 
-def _unreadable(path: Path, error: Exception) -> UsageError:
+def _unreadable_file_error(path: Path, error: Exception) -> UsageError:
     match error:
         case FileNotFoundError() | NotADirectoryError():
             hint = "check the path; without --trace, jobs are synthetic"
@@ -229,55 +238,60 @@ def _unreadable(path: Path, error: Exception) -> UsageError:
     return UsageError(f"could not read trace {str(path)!r}: {why}", hint=hint)
 
 
-def _rows(path: Path, reader: csv.DictReader[str], columns: set[str]) -> Iterator[Row]:
+def _iterate_rows(path: Path, reader: csv.DictReader[str], columns: set[str]) -> Iterator[CsvRow]:
     missing = columns - set(reader.fieldnames or ())
     if missing:
         raise UsageError(f"{path}:1: missing column {min(missing)!r}; required: {', '.join(sorted(columns))}")
     for values in reader:
-        row = Row(f"{path}:{reader.line_num}", values)
+        row = CsvRow(f"{path}:{reader.line_num}", values)
         if None in values or None in values.values():
-            raise UsageError(f"{row.where}: wrong number of columns; expected {len(reader.fieldnames or ())}")
+            raise UsageError(
+                f"{row.file_and_line}: wrong number of columns; expected {len(reader.fieldnames or ())}"
+            )
         yield row
 
 
-def _node(row: Row) -> TraceNode:
+def _parse_node(row: CsvRow) -> TraceNode:
     return TraceNode(
-        name=row.text("sn"),
-        cpu_milli=row.integer("cpu_milli"),
-        memory_mib=row.integer("memory_mib"),
-        gpus=row.integer("gpu", most=NODE_GPUS_MAX),
-        model=row.text("model"),
+        name=row.get_text("sn"),
+        cpu_milli=row.parse_integer("cpu_milli"),
+        memory_mib=row.parse_integer("memory_mib"),
+        gpus=row.parse_integer("gpu", maximum=NODE_GPUS_MAX),
+        model=row.get_text("model"),
     )
 
 
-def _pod(row: Row) -> TracePod:
-    gpus, milli = row.integer("num_gpu", most=NODE_GPUS_MAX), row.integer("gpu_milli", most=FULL_MILLI)
+def _parse_pod(row: CsvRow) -> TracePod:
+    gpus, milli = (
+        row.parse_integer("num_gpu", maximum=NODE_GPUS_MAX),
+        row.parse_integer("gpu_milli", maximum=WHOLE_GPU_MILLI),
+    )
     if gpus == 0:
         milli = 0
-    elif milli == 0 or (gpus > 1 and milli < FULL_MILLI):
-        raise row.error("gpu_milli", "1 to 1000 for one GPU, or 1000 for several")
+    elif milli == 0 or (gpus > 1 and milli < WHOLE_GPU_MILLI):
+        raise row.make_error("gpu_milli", "1 to 1000 for one GPU, or 1000 for several")
     return TracePod(
-        cpu_milli=row.integer("cpu_milli"),
-        memory_mib=row.integer("memory_mib"),
+        cpu_milli=row.parse_integer("cpu_milli"),
+        memory_mib=row.parse_integer("memory_mib"),
         gpus=gpus,
         gpu_milli=milli,
-        models=tuple(model for model in row.text("gpu_spec").split("|") if model) if gpus else (),
+        models=tuple(model for model in row.get_text("gpu_spec").split("|") if model) if gpus else (),
     )
 
 
-def _run(row: Row) -> TraceRun:
+def _parse_run(row: CsvRow) -> TracePodRun:
     submitted, began, ended = (
-        row.seconds(name) if row.text(name) else None
+        row.parse_seconds(name) if row.get_text(name) else None
         for name in ("creation_time", "scheduled_time", "deletion_time")
     )
     duration = None if began is None or ended is None or ended <= began else ended - began
-    return TraceRun(_pod(row), submitted, duration)
+    return TracePodRun(_parse_pod(row), submitted, duration)
 
 
-def _job(row: Row) -> TraceJob:
+def _parse_job(row: CsvRow) -> TraceJob:
     return TraceJob(
-        submitted_s=row.time_s("timestamp"),
-        duration_s=row.seconds("duration"),
-        gpus=row.integer("num_gpus"),
-        cluster=row.text("cluster"),
+        submitted_s=row.parse_time_s("timestamp"),
+        duration_s=row.parse_seconds("duration"),
+        gpus=row.parse_integer("num_gpus"),
+        cluster=row.get_text("cluster"),
     )

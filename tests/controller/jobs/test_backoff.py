@@ -12,7 +12,7 @@ async def test_backoff_doubles_with_each_rejected_launch() -> None:
     assert backoff.not_before_s("j") == 0.0
     delays_s = []
     for epoch in (1, 2, 3):
-        assert backoff.record("j", epoch) == epoch
+        assert backoff.record_rejection("j", epoch) == epoch
         delays_s.append(backoff.not_before_s("j") - clock.monotonic_s())
     assert delays_s == [1.0, 2.0, 4.0]
     backoff.reset("j")
@@ -21,4 +21,4 @@ async def test_backoff_doubles_with_each_rejected_launch() -> None:
 
 async def test_rejections_of_one_launch_count_once() -> None:
     backoff = LaunchBackoff(FakeClock())
-    assert [backoff.record("j", 7), backoff.record("j", 7)] == [1, 1]
+    assert [backoff.record_rejection("j", 7), backoff.record_rejection("j", 7)] == [1, 1]

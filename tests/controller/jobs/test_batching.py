@@ -67,7 +67,7 @@ async def queued(one: RunningController, count: int, *, what: str) -> None:
     """Wait until `count` writes are queued behind the current commit."""
     assert one.controller is not None
     ledger = one.controller._ledger
-    await until(lambda: len(ledger._queue) == count, what=what)
+    await until(lambda: len(ledger._write_queue) == count, what=what)
 
 
 async def kept(one: RunningController, job_id: str) -> bytes:
@@ -169,7 +169,7 @@ async def test_placement_counts_before_it_is_durable_and_not_after_rollback(tmp_
         async def failing(*_: object, **__: object) -> object:
             planner.invalidate()  # as after a hardware change of a node
             planner.place()
-            seen.extend(running.request.job_id for running in planner._scheduler.running)
+            seen.extend(running.request.job_id for running in planner._scheduler.running_jobs)
             raise StoreFullError("no space")
 
         one.store.commit = failing  # type: ignore[method-assign, assignment]
@@ -177,7 +177,7 @@ async def test_placement_counts_before_it_is_durable_and_not_after_rollback(tmp_
             await client.submit(gpus=1)
         one.store.commit = commit  # type: ignore[method-assign]
         assert len(seen) == 1, "the placement counts meanwhile"
-        assert planner._scheduler.running == [], "it is released"
+        assert planner._scheduler.running_jobs == [], "it is released"
         job = await client.submit(gpus=1)
         assert (await agent.next_launch()).job_id == job.job_id
 
@@ -189,7 +189,7 @@ async def test_new_job_is_not_placed_on_a_node_that_just_disconnected(tmp_path: 
             planner = one.controller._planner
         job = await client.submit(gpus=1)
         assert job.state is JobState.QUEUED
-        assert planner._scheduler.running == []
+        assert planner._scheduler.running_jobs == []
 
 
 async def test_oldest_finished_jobs_are_deleted_concurrently_with_passes(tmp_path: Path) -> None:
@@ -237,7 +237,7 @@ async def advance_until(one: RunningController, clock: FakeClock, state: JobStat
 
     async def reached() -> bool:
         await clock.advance(1.0)
-        return jobs.counts()[state] == JOBS
+        return jobs.count_by_state()[state] == JOBS
 
     await until(reached, what=f"all jobs are {state}")
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from genie.controller.jobs.blobs import PINNED_S, Blobs, blob_name
+from genie.controller.jobs.blobs import PINNED_AFTER_USE_S, Blobs, blob_name
 from genie.errors import PermissionError_, StoreFullError, UsageError, WorkdirError
 from genie.model.job import JobSpec, Workdir
 from genie.model.messages import BlobStatus, GetBlob, PutBlob, StatBlob
@@ -31,8 +31,8 @@ def _blobs(
 
 
 def _put(blobs: Blobs, data: bytes, *, tenant: str = "t", needed: frozenset[str] = NOBODY) -> None:
-    status = blobs.put(
-        _digest(data), tenant=tenant, offset=0, data=data, last=True, is_needed=needed.__contains__
+    status = blobs.append_chunk(
+        _digest(data), tenant=tenant, offset=0, data=data, is_last=True, is_needed=needed.__contains__
     )
     assert status.complete
 
@@ -43,12 +43,12 @@ def test_blob_of_several_chunks_reads_back(tmp_path: Path) -> None:
     digest = _digest(data)
     for offset in (0, 400, 800):
         part = data[offset : offset + 400]
-        blobs.put(
-            digest, tenant="t", offset=offset, data=part, last=offset == 800, is_needed=NOBODY.__contains__
+        blobs.append_chunk(
+            digest, tenant="t", offset=offset, data=part, is_last=offset == 800, is_needed=NOBODY.__contains__
         )
-    assert blobs.stat(digest, tenant="t").complete
-    assert blobs.read(digest, 100, tenant="t").data == data[100:]
-    assert blobs.read(digest, 1000, tenant="t").data == b""
+    assert blobs.get_status(digest, tenant="t").complete
+    assert blobs.read_chunk(digest, 100, tenant="t").data == data[100:]
+    assert blobs.read_chunk(digest, 1000, tenant="t").data == b""
     assert (tmp_path / "blobs" / blob_name(digest, "t")).stat().st_mode & 0o777 == 0o600
 
 
@@ -56,31 +56,39 @@ def test_upload_resumes_after_a_restart(tmp_path: Path) -> None:
     data = os.urandom(1000)
     digest = _digest(data)
     blobs = _blobs(tmp_path / "blobs", 1 << 20)
-    blobs.put(digest, tenant="t", offset=0, data=data[:300], last=False, is_needed=NOBODY.__contains__)
+    blobs.append_chunk(
+        digest, tenant="t", offset=0, data=data[:300], is_last=False, is_needed=NOBODY.__contains__
+    )
     later = _blobs(tmp_path / "blobs", 1 << 20)
-    assert later.stat(digest, tenant="t").received_bytes == 300
-    wrong_place = later.put(digest, tenant="t", offset=0, data=data, last=True, is_needed=NOBODY.__contains__)
+    assert later.get_status(digest, tenant="t").received_bytes == 300
+    wrong_place = later.append_chunk(
+        digest, tenant="t", offset=0, data=data, is_last=True, is_needed=NOBODY.__contains__
+    )
     assert (wrong_place.complete, wrong_place.received_bytes) == (False, 300)
-    assert later.put(
-        digest, tenant="t", offset=300, data=data[300:], last=True, is_needed=NOBODY.__contains__
+    assert later.append_chunk(
+        digest, tenant="t", offset=300, data=data[300:], is_last=True, is_needed=NOBODY.__contains__
     ).complete
-    assert later.read(digest, 0, tenant="t").data == data
+    assert later.read_chunk(digest, 0, tenant="t").data == data
 
 
 def test_upload_with_another_digest_is_rejected_and_deleted(tmp_path: Path) -> None:
     blobs = _blobs(tmp_path / "blobs", 1 << 20)
     digest = _digest(b"good")
     with pytest.raises(WorkdirError, match="has the digest"):
-        blobs.put(digest, tenant="t", offset=0, data=b"evil", last=True, is_needed=NOBODY.__contains__)
-    assert blobs.stat(digest, tenant="t").received_bytes == 0
+        blobs.append_chunk(
+            digest, tenant="t", offset=0, data=b"evil", is_last=True, is_needed=NOBODY.__contains__
+        )
+    assert blobs.get_status(digest, tenant="t").received_bytes == 0
     _put(blobs, b"good")
 
 
 def test_failed_upload_of_one_tenant_does_not_affect_another(tmp_path: Path) -> None:
     blobs = _blobs(tmp_path / "blobs", 1 << 20)
     digest = _digest(b"good")
-    blobs.put(digest, tenant="evil", offset=0, data=b"go", last=False, is_needed=NOBODY.__contains__)
-    assert blobs.stat(digest, tenant="t").received_bytes == 0
+    blobs.append_chunk(
+        digest, tenant="evil", offset=0, data=b"go", is_last=False, is_needed=NOBODY.__contains__
+    )
+    assert blobs.get_status(digest, tenant="t").received_bytes == 0
     _put(blobs, b"good")
 
 
@@ -88,9 +96,11 @@ def test_failed_upload_of_one_tenant_does_not_affect_another(tmp_path: Path) -> 
 def test_invalid_digest_is_rejected(tmp_path: Path, digest: str) -> None:
     blobs = _blobs(tmp_path / "blobs", 1 << 20)
     for ask in (
-        lambda: blobs.stat(digest, tenant="t"),
-        lambda: blobs.read(digest, 0, tenant="t"),
-        lambda: blobs.put(digest, tenant="t", offset=0, data=b"", last=True, is_needed=NOBODY.__contains__),
+        lambda: blobs.get_status(digest, tenant="t"),
+        lambda: blobs.read_chunk(digest, 0, tenant="t"),
+        lambda: blobs.append_chunk(
+            digest, tenant="t", offset=0, data=b"", is_last=True, is_needed=NOBODY.__contains__
+        ),
     ):
         with pytest.raises(UsageError, match="64 lower-case hexadecimal digits"):
             ask()
@@ -102,11 +112,11 @@ def test_least_recently_used_blob_is_evicted_unless_it_is_needed(tmp_path: Path)
     first, second, third = b"1" * 100, b"2" * 100, b"3" * 100
     for data in (first, second, third):
         _put(blobs, data)
-    blobs.read(_digest(first), 0, tenant="t")
+    blobs.read_chunk(_digest(first), 0, tenant="t")
     _put(blobs, b"4" * 100, needed=frozenset({blob_name(_digest(second), "t")}))
-    assert blobs.stat(_digest(second), tenant="t").complete, "needed, although least recently used"
-    assert not blobs.stat(_digest(third), tenant="t").complete
-    assert blobs.stat(_digest(first), tenant="t").complete, "recently used"
+    assert blobs.get_status(_digest(second), tenant="t").complete, "needed, although least recently used"
+    assert not blobs.get_status(_digest(third), tenant="t").complete
+    assert blobs.get_status(_digest(first), tenant="t").complete, "recently used"
     everything = frozenset(blob_name(_digest(data), "t") for data in (first, second, b"4" * 100))
     with pytest.raises(StoreFullError, match="blobs_tenant_bytes_max"):
         _put(blobs, b"5" * 100, needed=everything)
@@ -115,7 +125,9 @@ def test_least_recently_used_blob_is_evicted_unless_it_is_needed(tmp_path: Path)
 def test_upload_resumes_after_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     blobs = _blobs(tmp_path / "blobs", 1 << 20)
     digest = _digest(b"onetwo")
-    blobs.put(digest, tenant="t", offset=0, data=b"one", last=False, is_needed=NOBODY.__contains__)
+    blobs.append_chunk(
+        digest, tenant="t", offset=0, data=b"one", is_last=False, is_needed=NOBODY.__contains__
+    )
     with monkeypatch.context() as patch:
 
         def full(*_: object) -> int:
@@ -123,10 +135,12 @@ def test_upload_resumes_after_a_full_disk(tmp_path: Path, monkeypatch: pytest.Mo
 
         patch.setattr("os.open", full)
         with pytest.raises(StoreFullError, match="No space left"):
-            blobs.put(digest, tenant="t", offset=3, data=b"two", last=True, is_needed=NOBODY.__contains__)
-    assert blobs.stat(digest, tenant="t").received_bytes == 3
-    assert blobs.put(
-        digest, tenant="t", offset=3, data=b"two", last=True, is_needed=NOBODY.__contains__
+            blobs.append_chunk(
+                digest, tenant="t", offset=3, data=b"two", is_last=True, is_needed=NOBODY.__contains__
+            )
+    assert blobs.get_status(digest, tenant="t").received_bytes == 3
+    assert blobs.append_chunk(
+        digest, tenant="t", offset=3, data=b"two", is_last=True, is_needed=NOBODY.__contains__
     ).complete
 
 
@@ -159,10 +173,12 @@ async def test_job_needs_an_uploaded_workdir_that_only_its_node_may_read(tmp_pat
 def test_blob_is_not_accessible_to_another_tenant(tmp_path: Path) -> None:
     blobs = _blobs(tmp_path / "blobs", 1000)
     _put(blobs, b"secret")
-    assert blobs.stat(_digest(b"secret"), tenant="t").complete
-    assert blobs.stat(_digest(b"secret"), tenant="other") == BlobStatus(complete=False, received_bytes=0)
+    assert blobs.get_status(_digest(b"secret"), tenant="t").complete
+    assert blobs.get_status(_digest(b"secret"), tenant="other") == BlobStatus(
+        complete=False, received_bytes=0
+    )
     with pytest.raises(WorkdirError, match="is not on the controller"):
-        blobs.read(_digest(b"secret"), 0, tenant="other")
+        blobs.read_chunk(_digest(b"secret"), 0, tenant="other")
 
 
 def test_tenant_evicts_no_recent_upload_of_another(tmp_path: Path) -> None:
@@ -172,15 +188,15 @@ def test_tenant_evicts_no_recent_upload_of_another(tmp_path: Path) -> None:
     _put(blobs, blue, tenant="blue")
     for number in range(10):
         _put(blobs, b"%d" % number * 100, tenant="red")
-    assert blobs.stat(_digest(blue), tenant="blue").complete, "red evicts its own blobs"
-    assert blobs.stat(_digest(b"9" * 100), tenant="red").complete
+    assert blobs.get_status(_digest(blue), tenant="blue").complete, "red evicts its own blobs"
+    assert blobs.get_status(_digest(b"9" * 100), tenant="red").complete
     everything = frozenset(blob_name(_digest(b"%d" % number * 100), "red") for number in range(10))
     with pytest.raises(StoreFullError, match="of tenant red use all of its 300 bytes"):
         _put(blobs, b"x" * 100, tenant="red", needed=everything)
     with pytest.raises(StoreFullError, match="recent uploads use all of the 500 bytes"):
         _put(blobs, b"g" * 100, tenant="green")
     _put(blobs, b"c" * 200, tenant="blue")
-    assert not blobs.stat(_digest(blue), tenant="blue").complete, "its own, at any time"
+    assert not blobs.get_status(_digest(blue), tenant="blue").complete, "its own, at any time"
 
 
 def test_other_tenants_evict_what_was_not_used_for_some_time(tmp_path: Path) -> None:
@@ -188,9 +204,9 @@ def test_other_tenants_evict_what_was_not_used_for_some_time(tmp_path: Path) -> 
     blobs = _blobs(tmp_path / "blobs", 300, of_tenant=300, clock=clock)
     _put(blobs, b"b" * 100, tenant="blue")
     _put(blobs, b"c" * 100, tenant="blue")
-    asyncio.run(clock.advance(PINNED_S / 2))
-    assert blobs.stat(_digest(b"b" * 100), tenant="blue").complete, "its client will submit a job"
-    asyncio.run(clock.advance(PINNED_S / 2))
+    asyncio.run(clock.advance(PINNED_AFTER_USE_S / 2))
+    assert blobs.get_status(_digest(b"b" * 100), tenant="blue").complete, "its client will submit a job"
+    asyncio.run(clock.advance(PINNED_AFTER_USE_S / 2))
     _put(blobs, b"r" * 200, tenant="red")
-    assert blobs.stat(_digest(b"b" * 100), tenant="blue").complete
-    assert not blobs.stat(_digest(b"c" * 100), tenant="blue").complete
+    assert blobs.get_status(_digest(b"b" * 100), tenant="blue").complete
+    assert not blobs.get_status(_digest(b"c" * 100), tenant="blue").complete

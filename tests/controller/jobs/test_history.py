@@ -9,7 +9,7 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from genie.controller.jobs.history import HistoryExcess, select_excess
+from genie.controller.jobs.history import HistoryExcess, select_jobs_to_delete
 from genie.controller.jobs.index import JobIndex
 from genie.model.job import Job, JobSpec, JobState
 
@@ -38,41 +38,43 @@ def select(history: Sequence[tuple[str, int]], excess: HistoryExcess, *, limit: 
     index, sizes, usage = JobIndex(), dict[str, int](), Counter[str]()
     for sequence, (tenant, size_bytes) in enumerate(history, 1):
         each = job(sequence, tenant)
-        index.changed(None, each)
+        index.update(None, each)
         sizes[each.job_id] = size_bytes
         usage[tenant] += size_bytes
-    index.changed(None, job(len(history) + 1, "red", JobState.QUEUED))
-    found = select_excess(index, excess, bytes_of_tenant=usage, size_bytes=sizes.__getitem__, limit=limit)
+    index.update(None, job(len(history) + 1, "red", JobState.QUEUED))
+    found = select_jobs_to_delete(
+        index, excess, bytes_by_tenant=usage, get_size_bytes=sizes.__getitem__, limit=limit
+    )
     return [each.sequence - 1 for each in found]
 
 
 def test_tenant_with_large_jobs_loses_them_before_other_tenants_lose_any() -> None:
     history = [("blue", 1)] * 3 + [("red", 100)] * 5
-    excess = HistoryExcess(oldest_at=NEVER, jobs=0, size_bytes=300)
+    excess = HistoryExcess(oldest_at=NEVER, job_count=0, size_bytes=300)
     assert select(history, excess) == [3, 4, 5]
 
 
 def test_tenant_with_many_jobs_loses_them_before_other_tenants_lose_any() -> None:
     history = [("blue", 1000)] * 2 + [("red", 1)] * 10
-    assert select(history, HistoryExcess(oldest_at=NEVER, jobs=6, size_bytes=0)) == [2, 3, 4, 5, 6, 7]
+    assert select(history, HistoryExcess(oldest_at=NEVER, job_count=6, size_bytes=0)) == [2, 3, 4, 5, 6, 7]
 
 
 def test_old_jobs_of_all_tenants_are_deleted() -> None:
     history = [("blue", 1), ("red", 1), ("blue", 1), ("red", 1)]
-    assert select(history, HistoryExcess(oldest_at=3.0, jobs=0, size_bytes=0)) == [0, 1]
+    assert select(history, HistoryExcess(oldest_at=3.0, job_count=0, size_bytes=0)) == [0, 1]
 
 
 def test_nothing_is_deleted_within_the_limits() -> None:
     history = [("blue", 1), ("red", 1)]
-    assert select(history, HistoryExcess(oldest_at=NEVER, jobs=0, size_bytes=0)) == []
+    assert select(history, HistoryExcess(oldest_at=NEVER, job_count=0, size_bytes=0)) == []
 
 
 def test_one_call_selects_no_more_than_its_limit() -> None:
     history = [("red", 1)] * 10
     for excess in (
-        HistoryExcess(oldest_at=100.0, jobs=0, size_bytes=0),
-        HistoryExcess(oldest_at=NEVER, jobs=9, size_bytes=0),
-        HistoryExcess(oldest_at=NEVER, jobs=0, size_bytes=9),
+        HistoryExcess(oldest_at=100.0, job_count=0, size_bytes=0),
+        HistoryExcess(oldest_at=NEVER, job_count=9, size_bytes=0),
+        HistoryExcess(oldest_at=NEVER, job_count=0, size_bytes=9),
     ):
         assert select(history, excess, limit=4) == [0, 1, 2, 3]
 
@@ -81,7 +83,9 @@ def test_one_call_selects_no_more_than_its_limit() -> None:
 def test_deletion_is_sufficient_and_fair(
     history: list[tuple[str, int]], jobs: int, size_bytes: int, aged: int
 ) -> None:
-    selected = select(history, HistoryExcess(oldest_at=float(aged) + 1, jobs=jobs, size_bytes=size_bytes))
+    selected = select(
+        history, HistoryExcess(oldest_at=float(aged) + 1, job_count=jobs, size_bytes=size_bytes)
+    )
     deleted, all_of_them = set(selected), set(range(len(history)))
     assert len(selected) == len(deleted)
     by_age = {position for position in all_of_them if position < aged}
@@ -114,8 +118,8 @@ def check_fair(
 def test_counts_of_finished_jobs_ignore_unfinished_ones() -> None:
     index = JobIndex()
     queued = job(1, "red", JobState.QUEUED)
-    index.changed(None, queued)
-    index.changed(None, job(2, "blue"))
+    index.update(None, queued)
+    index.update(None, job(2, "blue"))
     assert index.finished_counts() == {"red": 0, "blue": 1}
-    index.changed(queued, msgspec.structs.replace(queued, state=JobState.FAILED))
+    index.update(queued, msgspec.structs.replace(queued, state=JobState.FAILED))
     assert index.finished_counts() == {"red": 1, "blue": 1}

@@ -48,11 +48,11 @@ def test_index_lists_what_a_sorted_list_would(steps: list[tuple[int, JobState | 
             jobs[sequence] = new
         if old is None and new is None:
             continue
-        index.changed(old, new)
-        staged.changed(f"j-{sequence}", old, new)
+        index.update(old, new)
+        staged.update(f"j-{sequence}", old, new)
         # A staged change is reverted and made again.
-        staged.changed(f"j-{sequence}", new, old)
-        staged.changed(f"j-{sequence}", old, new)
+        staged.update(f"j-{sequence}", new, old)
+        staged.update(f"j-{sequence}", old, new)
     for tenant in (None, *TENANTS):
         for states in (list(JobState), [JobState.RUNNING], list(FINAL_STATES)):
             expected = [
@@ -61,16 +61,16 @@ def test_index_lists_what_a_sorted_list_would(steps: list[tuple[int, JobState | 
                 if sequence < before and jobs[sequence].state in states
             ]
             visible = [one for one in expected if tenant in (None, one.tenant)]
-            assert list(index.newest_first(states, before=before, tenant=tenant)) == visible
-    assert [one.sequence for one in index.oldest_first(JobState)] == sorted(jobs)
+            assert list(index.jobs_newest_first(states, before=before, tenant=tenant)) == visible
+    assert [one.sequence for one in index.jobs_oldest_first(JobState)] == sorted(jobs)
     queued = [one for one in jobs.values() if one.state is JobState.QUEUED]
-    assert staged.queued == len(queued)
-    assert +staged.queued_of_tenant == _count(queued)
-    assert staged.by_request == {(one.tenant, one.request_id): one.job_id for one in jobs.values()}
+    assert staged.queued_count == len(queued)
+    assert +staged.queued_count_by_tenant == _count(queued)
+    assert staged.job_id_by_request == {(one.tenant, one.request_id): one.job_id for one in jobs.values()}
     for name in ("name-0", "name-1", "name-2"):
         for tenant in (None, *TENANTS):
             ids = {o.job_id for o in jobs.values() if o.spec.name == name and tenant in (None, o.tenant)}
-            found, count = index.named(name, tenant, limit=100)
+            found, count = index.find_ids_by_name(name, tenant, limit=100)
             assert (set(found), count) == (ids, len(ids))
 
 
@@ -84,36 +84,36 @@ def test_blobs_and_sessions_of_unfinished_jobs_are_known() -> None:
     first, second = job(1, workdir=workdir), job(2, workdir=workdir)
     session = job(3, kind=JobKind.SESSION)
     for one in (first, second, session):
-        index.changed(None, one)
+        index.update(None, one)
     name = blob_name("d" * 64, "red")
-    index.changed(first, msgspec.structs.replace(first, state=JobState.CANCELLED))
+    index.update(first, msgspec.structs.replace(first, state=JobState.CANCELLED))
     assert index.is_blob_needed(name)
-    index.changed(second, msgspec.structs.replace(second, state=JobState.RUNNING))
+    index.update(second, msgspec.structs.replace(second, state=JobState.RUNNING))
     assert index.is_blob_needed(name)
-    index.changed(
+    index.update(
         msgspec.structs.replace(second, state=JobState.RUNNING),
         msgspec.structs.replace(second, state=JobState.LOST),
     )
     assert not index.is_blob_needed(name)
-    assert index.sessions() == index.sessions_of("red", "c") == [session]
-    assert index.sessions_of("blue", "c") == []
-    index.changed(session, msgspec.structs.replace(session, state=JobState.LOST))
-    assert index.sessions() == []
+    assert index.session_jobs() == index.session_jobs_of_client("red", "c") == [session]
+    assert index.session_jobs_of_client("blue", "c") == []
+    index.update(session, msgspec.structs.replace(session, state=JobState.LOST))
+    assert index.session_jobs() == []
 
 
 def test_read_costs_what_it_returns() -> None:
     index = JobIndex()
     for sequence in range(10_000):
-        index.changed(None, job(sequence, JobState.QUEUED))
-    index.changed(None, job(10_000, JobState.QUEUED, tenant="blue"))
+        index.update(None, job(sequence, JobState.QUEUED))
+    index.update(None, job(10_000, JobState.QUEUED, tenant="blue"))
     for sequence in range(5_000, 10_000):  # the newest ones end
-        index.changed(job(sequence), job(sequence, JobState.SUCCEEDED))
+        index.update(job(sequence), job(sequence, JobState.SUCCEEDED))
     reads = 100
     for _ in range(reads):
-        page = index.newest_first([JobState.QUEUED], before=None, tenant="red")
+        page = index.jobs_newest_first([JobState.QUEUED], before=None, tenant="red")
         assert [one.sequence for one in islice(page, 10)] == list(range(4_999, 4_989, -1))
-        assert len(list(islice(index.newest_first(JobState, tenant="blue"), 10))) == 1
-    assert index.visited < 6_000 + reads * 20, "removed entries are skipped once, not in every read"
+        assert len(list(islice(index.jobs_newest_first(JobState, tenant="blue"), 10))) == 1
+    assert index.visited_entries < 6_000 + reads * 20, "removed entries are skipped once, not in every read"
 
 
 async def test_listing_jobs_of_one_tenant_does_not_visit_those_of_others(tmp_path: Path) -> None:
@@ -125,18 +125,18 @@ async def test_listing_jobs_of_one_tenant_does_not_visit_those_of_others(tmp_pat
             job = await client.submit()
             assert one.controller is not None
             index = one.controller._jobs._index
-            before = index.visited
+            before = index.visited_entries
             listed = await client.ask(ListJobs())
             assert [each.job_id for each in listed.jobs] == [job.job_id]
-            assert index.visited - before <= 2
+            assert index.visited_entries - before <= 2
 
 
 def test_jobs_that_have_left_a_state_are_not_visited_again() -> None:
     """Most jobs only pass through a state that nobody lists."""
     index, passed = JobIndex(), 10_000
     for sequence in range(1, passed):
-        index.changed(None, job(sequence))
-        index.changed(job(sequence), job(sequence, JobState.PLACING))
-    index.changed(None, job(passed))
-    assert [found.sequence for found in index.newest_first([JobState.QUEUED])] == [passed]
-    assert index.visited < passed / 10
+        index.update(None, job(sequence))
+        index.update(job(sequence), job(sequence, JobState.PLACING))
+    index.update(None, job(passed))
+    assert [found.sequence for found in index.jobs_newest_first([JobState.QUEUED])] == [passed]
+    assert index.visited_entries < passed / 10

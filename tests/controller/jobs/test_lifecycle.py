@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from genie.controller.jobs.backoff import Cause
+from genie.controller.jobs.backoff import FailureCause
 from genie.controller.jobs.lifecycle import LAUNCH_ATTEMPTS_MAX
 from genie.errors import (
     FencedError,
@@ -236,8 +236,10 @@ async def test_rejection_of_a_void_launch_does_not_count(tmp_path: Path) -> None
         jobs = one.controller._jobs
         for _ in range(2 * LAUNCH_ATTEMPTS_MAX):
             epoch = (await agent.next_launch()).placement.epoch
-            await jobs.requeue(job.job_id, epoch=epoch, reason="makes room for another")
-            await jobs.requeue(job.job_id, epoch=epoch, reason="it is refused", cause=Cause.JOB)
+            await jobs.requeue_unconfirmed(job.job_id, epoch=epoch, reason="makes room for another")
+            await jobs.requeue_unconfirmed(
+                job.job_id, epoch=epoch, reason="it is refused", cause=FailureCause.JOB
+            )
         await agent.start_next()
         assert (await owner.job(job.job_id)).state is JobState.RUNNING
 
@@ -334,7 +336,7 @@ async def test_deleting_finished_jobs_does_not_affect_pending_jobs(
         for job_id in ids[:3]:
             await owner.ask(CancelJob(job_id=job_id))
         assert one.controller is not None
-        await one.controller._jobs.delete_old()
+        await one.controller._jobs.delete_old_jobs()
         assert {job.job_id for job in (await owner.ask(ListJobs())).jobs} == set(ids[2:])
         assert withdrawn == ids[:3], "each when it was cancelled, none when it was deleted"
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from genie.config import ControllerConfig
-from genie.controller.jobs.sessions import LEASE_S_MIN, lease_s
+from genie.controller.jobs.sessions import LEASE_S_MIN, lease_duration_s
 from genie.errors import DeviceUnavailableError, GenieError, JobNotFoundError, NodeNotFoundError
 from genie.model.job import CLIENT_LOST_EXIT_CODE, JobState
 from genie.model.messages import (
@@ -147,7 +147,7 @@ async def test_client_without_heartbeats_loses_its_devices_after_a_minute(tmp_pa
     [(0.0, 60.0), (5.0, 60.0), (20.0, 60.0), (30.0, 90.0), (60.0, 180.0), (3600.0, 180.0)],
 )
 def test_lease_is_three_intervals_within_bounds(interval_s: float, allowed_s: float) -> None:
-    assert lease_s(interval_s) == allowed_s
+    assert lease_duration_s(interval_s) == allowed_s
 
 
 async def test_client_with_an_interval_of_a_minute_keeps_its_device(tmp_path: Path) -> None:

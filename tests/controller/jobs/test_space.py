@@ -7,7 +7,12 @@ from pathlib import Path
 import pytest
 
 from genie.config import ControllerConfig
-from genie.controller.jobs.space import ALARM_SHARE, GROWTH_FACTOR, SUBMIT_SHARE, JobSpace
+from genie.controller.jobs.space import (
+    ALARM_SHARE_MIN,
+    STORE_GROWTH_FACTOR_MAX,
+    SUBMISSION_SHARE_MAX,
+    JobSpace,
+)
 from genie.controller.ledger import Ledger
 from genie.controller.store import Space
 from genie.controller.store.etcd import EtcdStore
@@ -147,7 +152,7 @@ async def test_one_tenant_cannot_fill_etcd_with_jobs_or_with_history(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # A quota of 64 MiB instead of 2 GiB is filled in a second.
-    monkeypatch.setattr("genie.controller.controller._HOUSEKEEPING_S", 0.1)
+    monkeypatch.setattr("genie.controller.controller._HOUSEKEEPING_INTERVAL_S", 0.1)
     quota = 64 * MIB
     server = EtcdServer(tmp_path, options=["--quota-backend-bytes", str(quota)])
     server.start()
@@ -157,7 +162,9 @@ async def test_one_tenant_cannot_fill_etcd_with_jobs_or_with_history(
             running_controller(tmp_path / "1", store=store, store_bytes_max=quota, leader_ttl_s=2.0) as one,
             one.client() as owner,
         ):
-            await until(lambda: one.controller is not None and one.controller._jobs.space.bytes_max == quota)
+            await until(
+                lambda: one.controller is not None and one.controller._jobs.space.store_bytes_max == quota
+            )
 
             async def submit() -> Job | None:
                 try:
@@ -186,9 +193,13 @@ def test_store_that_must_be_defragmented_accepts_no_jobs() -> None:
     ledger = Ledger(None, None, None)  # type: ignore[arg-type]  # its tables only
     space = JobSpace(ledger, ControllerConfig())
     space.check_submission("red")
-    space.set_measured(Space(used_bytes=10, bytes_max=100, revision=1, fragmented_bytes=70), bytes_max=100)
+    space.record_measurement(
+        Space(used_bytes=10, bytes_max=100, revision=1, fragmented_bytes=70), bytes_max=100
+    )
     space.check_submission("red")
-    space.set_measured(Space(used_bytes=10, bytes_max=100, revision=1, fragmented_bytes=80), bytes_max=100)
+    space.record_measurement(
+        Space(used_bytes=10, bytes_max=100, revision=1, fragmented_bytes=80), bytes_max=100
+    )
     with pytest.raises(SpaceQuotaError, match="must be defragmented"):
         space.check_submission("red")
 
@@ -204,24 +215,24 @@ def test_reserve_is_kept_however_fast_jobs_are_submitted(quota_bytes: int) -> No
     submissions are all accepted before it counts."""
     ledger = Ledger(None, None, None)  # type: ignore[arg-type]  # its tables only
     space = JobSpace(ledger, ControllerConfig())
-    space.set_measured(Space(used_bytes=0, bytes_max=quota_bytes, revision=1), bytes_max=quota_bytes)
+    space.record_measurement(Space(used_bytes=0, bytes_max=quota_bytes, revision=1), bytes_max=quota_bytes)
     with pytest.raises(SpaceQuotaError, match="almost full"):
         for _ in range(quota_bytes // TXN_BYTES_MAX + 2):
             space.check_submission("red")
             ledger.written_bytes += TXN_BYTES_MAX
-    grown_bytes = GROWTH_FACTOR * ledger.written_bytes
+    grown_bytes = STORE_GROWTH_FACTOR_MAX * ledger.written_bytes
     reserve_bytes = quota_bytes - grown_bytes
-    assert reserve_bytes >= (1 - SUBMIT_SHARE) * quota_bytes - GROWTH_FACTOR * TXN_BYTES_MAX
+    assert reserve_bytes >= (1 - SUBMISSION_SHARE_MAX) * quota_bytes - STORE_GROWTH_FACTOR_MAX * TXN_BYTES_MAX
     assert reserve_bytes > 0.2 * quota_bytes, "for the end of all running jobs, and for elections"
-    assert ALARM_SHARE < SUBMIT_SHARE
+    assert ALARM_SHARE_MIN < SUBMISSION_SHARE_MAX
 
 
 def test_measured_space_replaces_the_estimate() -> None:
     ledger = Ledger(None, None, None)  # type: ignore[arg-type]  # its tables only
     space = JobSpace(ledger, ControllerConfig())
-    space.set_measured(Space(used_bytes=0, bytes_max=100, revision=1), bytes_max=100)
+    space.record_measurement(Space(used_bytes=0, bytes_max=100, revision=1), bytes_max=100)
     ledger.written_bytes += 40
     with pytest.raises(SpaceQuotaError, match="almost full"):
         space.check_submission("red")
-    space.set_measured(Space(used_bytes=45, bytes_max=100, revision=2), bytes_max=100)
+    space.record_measurement(Space(used_bytes=45, bytes_max=100, revision=2), bytes_max=100)
     space.check_submission("red")

@@ -67,9 +67,9 @@ async def test_changed_heartbeat_is_validated_and_unchanged_one_is_reused(tmp_pa
         await agent.beat()
         member = one.controller._membership.get("n1")
         assert member is not None
-        first = member.reported
+        first = member.reported_info
         await agent.beat()
-        assert member.reported is first, "unchanged"
+        assert member.reported_info is first, "unchanged"
         good = agent.info
         agent.info = msgspec.structs.replace(good, memory_total_bytes=-1)
         with pytest.raises(UsageError):

@@ -11,7 +11,7 @@ import pytest
 
 from genie.config import ControllerConfig
 from genie.controller.jobs.lifecycle import LostWorker
-from genie.controller.nodes.admission import check_times
+from genie.controller.nodes.admission import check_failure_timeouts
 from genie.errors import ConfigError, GenieError, NodeError, NodeNotFoundError, TokenRefusedError, UsageError
 from genie.model.job import JobState
 from genie.model.messages import DrainNode, GetStatus, Join, ListNodes, RemoveNode, UndrainNode
@@ -251,7 +251,7 @@ async def test_write_during_a_reload_is_not_lost(tmp_path: Path) -> None:
         ledger = one.controller._ledger
         async with asyncio.TaskGroup() as group:
             for _ in range(20):
-                group.create_task(ledger.load())
+                group.create_task(ledger.load_tables())
             agent.end(launch)
             group.create_task(agent.beat())
         assert (await owner.job(job.job_id)).state is JobState.SUCCEEDED
@@ -261,4 +261,4 @@ async def test_write_during_a_reload_is_not_lost(tmp_path: Path) -> None:
 
 def test_contradicting_timeouts_are_rejected() -> None:
     with pytest.raises(ConfigError, match="node_suspect_s"):
-        check_times(ControllerConfig(node_suspect_s=20.0, node_ttl_s=10.0))
+        check_failure_timeouts(ControllerConfig(node_suspect_s=20.0, node_ttl_s=10.0))

@@ -8,7 +8,7 @@ import msgspec
 
 from genie.controller.jobs.backoff import LaunchBackoff
 from genie.controller.jobs.lifecycle import LAUNCH_ATTEMPTS_MAX
-from genie.controller.nodes.faults import CLOSED_S_MAX, NodeFaults
+from genie.controller.nodes.faults import BLOCKED_S_MAX, NodeFaults
 from genie.errors import NodeUnfitError
 from genie.model.job import JobState
 from genie.model.node import NodeStatus
@@ -26,19 +26,19 @@ def test_time_for_which_a_node_is_closed_doubles_until_it_starts_a_job() -> None
     faults = NodeFaults(clock)
     closed_s = []
     for _ in range(9):
-        faults.record("n1", "disk full")
-        faults.record("n1", "disk full")  # of the same batch of launches
-        assert faults.closed_reason("n1") == "it rejected launches: disk full"
-        closed_s.append(faults.unchanged_until_s("n1") - clock.monotonic_s())
+        faults.record_fault("n1", "disk full")
+        faults.record_fault("n1", "disk full")  # of the same batch of launches
+        assert faults.blocked_reason("n1") == "it rejected launches: disk full"
+        closed_s.append(faults.blocked_reason_valid_until_s("n1") - clock.monotonic_s())
         clock._now_s += closed_s[-1]
-        assert faults.closed_reason("n1") == ""
-    assert closed_s == [1, 2, 4, 8, 16, 32, CLOSED_S_MAX, CLOSED_S_MAX, CLOSED_S_MAX]
-    faults.reset("n1")
-    faults.record("n1", "disk full")
-    assert faults.unchanged_until_s("n1") == clock.monotonic_s() + 1
-    assert faults.closed_reason("n2") == ""
+        assert faults.blocked_reason("n1") == ""
+    assert closed_s == [1, 2, 4, 8, 16, 32, BLOCKED_S_MAX, BLOCKED_S_MAX, BLOCKED_S_MAX]
+    faults.unblock_node("n1")
+    faults.record_fault("n1", "disk full")
+    assert faults.blocked_reason_valid_until_s("n1") == clock.monotonic_s() + 1
+    assert faults.blocked_reason("n2") == ""
     faults.clear()
-    assert faults.closed_reason("n1") == ""
+    assert faults.blocked_reason("n1") == ""
 
 
 def test_job_is_placed_at_once_after_the_first_fault_of_a_node_and_later_after_a_delay() -> None:
@@ -49,7 +49,7 @@ def test_job_is_placed_at_once_after_the_first_fault_of_a_node_and_later_after_a
         backoff.record_node_fault("j", epoch)
         delays_s.append(backoff.not_before_s("j") - clock.monotonic_s())
     assert delays_s == [0, 0, 1, 2, 4]
-    assert backoff.record("j", 5) == 1, "they are not rejections of the job"
+    assert backoff.record_rejection("j", 5) == 1, "they are not rejections of the job"
 
 
 async def test_job_that_nodes_reject_is_not_failed_and_goes_elsewhere(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from genie.config import ControllerConfig
 from genie.controller.ledger import Ledger, NodeRecord, Table
 from genie.controller.nodes.faults import NodeFaults
 from genie.controller.nodes.membership import Membership
-from genie.controller.nodes.views import NodeSnapshot, Views
+from genie.controller.nodes.views import NodeSnapshot, NodeViews
 from genie.model.node import NodeStatus
 from tests.fakes.agent import node_info
 from tests.fakes.clock import FakeClock
@@ -50,50 +50,52 @@ class Cluster:
         self.ledger = Ledger(None, None, None)  # type: ignore[arg-type]  # its tables only
         self.membership = Membership(ControllerConfig())
         self.faults = NodeFaults(self.clock)
-        self.views = Views(self.ledger, self.membership, self.faults, clock=self.clock)
+        self.views = NodeViews(self.ledger, self.membership, self.faults, clock=self.clock)
         self.peers: dict[str, FakePeer] = {}
 
     # Any: rows of every table.
     def commit(self, table: Table[Any], row_id: str, row: Any) -> None:
-        before = table._set(row_id, row)
+        before = table._set_row(row_id, row)
         for listener in table._listeners:
             listener(row_id, before, row)
 
     def register(self, node_id: str) -> None:
         self.commit(self.ledger.nodes, node_id, NodeRecord(info=node_info(node_id)))
         self.peers[node_id] = FakePeer()
-        self.membership.attach(
+        self.membership.register_node(
             node_info(node_id),
             self.peers[node_id],  # type: ignore[arg-type]
             now_s=self.clock.monotonic_s(),
-            now_at=self.clock.wall_s(),
+            now_wall_s=self.clock.wall_s(),
         )
 
     def beat(self, node_id: str, cpus: int) -> None:
         if self.membership.get(node_id) is not None:
             info = node_info(node_id, cpus=float(cpus))
-            self.membership.record_heartbeat(info, now_s=self.clock.monotonic_s(), now_at=self.clock.wall_s())
+            self.membership.record_heartbeat(
+                info, now_s=self.clock.monotonic_s(), now_wall_s=self.clock.wall_s()
+            )
 
     def leave(self, node_id: str) -> None:
         record = self.ledger.nodes.get(node_id)
         if record is not None:
             self.commit(self.ledger.nodes, node_id, msgspec.structs.replace(record, left=True))
-        self.membership.detach(node_id)
+        self.membership.remove_node(node_id)
 
     def forget(self, node_id: str) -> None:
         if node_id in self.ledger.nodes:
             self.commit(self.ledger.nodes, node_id, None)
-        self.membership.detach(node_id)
+        self.membership.remove_node(node_id)
 
     def close(self, node_id: str) -> None:
         if node_id in self.peers:
             self.peers[node_id].close()
 
     def fault(self, node_id: str) -> None:
-        self.faults.record(node_id, "disk full")
+        self.faults.record_fault(node_id, "disk full")
 
     def recover(self, node_id: str) -> None:
-        self.faults.reset(node_id)
+        self.faults.unblock_node(node_id)
 
     def begin_term(self) -> None:
         self.membership.begin_term(self.clock.monotonic_s())
@@ -106,7 +108,7 @@ class Cluster:
         now_s, found = self.clock.monotonic_s(), {}
         for node_id, record in self.ledger.nodes.items():
             info = self.membership.current_info(record.info, now_s)
-            fault = self.faults.closed_reason(node_id)
+            fault = self.faults.blocked_reason(node_id)
             if fault and info.status is NodeStatus.HEALTHY:
                 info = msgspec.structs.replace(info, status=NodeStatus.DEGRADED, status_reason=fault)
             blocked = self.membership.blocked_reason(info) or fault
@@ -147,9 +149,9 @@ def test_incremental_views_equal_views_from_scratch(given_events: list[tuple[Any
             cluster.clock._now_s += arguments[0]
         else:
             getattr(cluster, name)(*arguments)
-        assert cluster.views.current() == cluster.from_scratch(), name
+        assert cluster.views.current_snapshots() == cluster.from_scratch(), name
         assert notified == cluster.from_scratch(), name
-        registered = cluster.views.registered()
+        registered = cluster.views.registered_snapshots()
         assert {key: node.info.gpus for key, node in registered.items()} == {
             key: node.info.gpus for key, node in cluster.from_scratch().items()
         }
@@ -161,9 +163,9 @@ def test_snapshot_is_not_renewed_without_a_change() -> None:
     cluster.beat("n0", 1)
     looks: list[str] = []
     cluster.views.add_listener(lambda node_id, state: looks.append(node_id))
-    cluster.views.current()
+    cluster.views.current_snapshots()
     cluster.clock._now_s += 1.0
-    cluster.views.current()
+    cluster.views.current_snapshots()
     assert looks == ["n0"]
 
 
@@ -173,10 +175,10 @@ def test_current_views_look_only_at_connections_that_have_changed() -> None:
     for number in range(20):
         cluster.register(f"n{number}")
         cluster.beat(f"n{number}", 1)
-    cluster.views.current()
+    cluster.views.current_snapshots()
     before = [peer.looks for peer in cluster.peers.values()]
     cluster.close("n3")
-    assert cluster.views.current()["n3"].closed == "its agent is not connected"
+    assert cluster.views.current_snapshots()["n3"].blocked_reason == "its agent is not connected"
     looks = [peer.looks for peer in cluster.peers.values()]
     assert [now > then for now, then in zip(looks, before, strict=True)].count(True) == 1
 
@@ -188,16 +190,16 @@ def test_disconnected_nodes_are_not_renewed_at_every_look() -> None:
         cluster.register(f"n{number}")
         cluster.beat(f"n{number}", 1)
     cluster.clock._now_s += 30.0
-    cluster.views.current()
+    cluster.views.current_snapshots()
     looks: list[str] = []
     cluster.views.add_listener(lambda node_id, state: looks.append(node_id))
     for _ in range(50):
         cluster.clock._now_s += 0.01
-        cluster.views.current()
+        cluster.views.current_snapshots()
     assert looks == []
     cluster.begin_term()
     cluster.clock._now_s += 60.0
-    cluster.views.current()
+    cluster.views.current_snapshots()
     assert len(looks) == 20
 
 
@@ -206,8 +208,8 @@ def test_memory_for_expiries_is_bounded() -> None:
     for _ in range(100):
         cluster.register("n0")
         cluster.beat("n0", 1)
-        cluster.views.registered()
-    assert len(cluster.views._expiries) < 20
+        cluster.views.registered_snapshots()
+    assert len(cluster.views._expiry_heap) < 20
 
 
 def test_snapshots_are_renewed_in_a_deterministic_order() -> None:
@@ -216,4 +218,4 @@ def test_snapshots_are_renewed_in_a_deterministic_order() -> None:
     names = [f"n{number:02}" for number in range(30)]
     for node_id in reversed(names):
         cluster.register(node_id)
-    assert list(cluster.views.current()) == looked_at == names
+    assert list(cluster.views.current_snapshots()) == looked_at == names

@@ -176,7 +176,7 @@ async def test_release_that_failed_between_parts_is_completed_by_the_next_tick(t
         changes = one.controller._jobs._changes
         ledger = one.controller._ledger
         # Only the first part is written.
-        await ledger.write(lambda txn: changes._release(ledger.jobs[gang.job_id], [0, 1], txn))
+        await ledger.write(lambda txn: changes._stage_release(ledger.jobs[gang.job_id], [0, 1], txn))
 
         def is_released() -> bool:
             steps = ledger.jobs[gang.job_id].history

@@ -95,7 +95,7 @@ async def test_confirmation_waits_for_the_other_workers(tmp_path: Path) -> None:
         second = await b.next_launch()
         waiting = group.create_task(a.confirm(first, wait_s=60.0))
         assert one.controller is not None
-        ready = one.controller._jobs._ready_ranks
+        ready = one.controller._jobs._ready_ranks_by_job
         await until(lambda: job.job_id in ready)
         await b.confirm(second)
         await waiting

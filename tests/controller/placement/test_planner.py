@@ -144,14 +144,14 @@ async def test_job_confirmed_during_its_preemption_is_killed(
     async with running_controller(tmp_path) as one, one.client() as owner, one.agent("a") as a:
         low = await owner.submit_spec(job_spec("low", preemptible=True))
         launch = await a.next_launch()
-        requeue_each = JobLifecycle.requeue_each
+        requeue_each = JobLifecycle.requeue_unconfirmed_jobs
 
         async def too_late(self: JobLifecycle, jobs: Iterable[tuple[Job, str]]) -> None:
             if given := list(jobs):
                 await a.confirm(launch)
                 await requeue_each(self, given)
 
-        monkeypatch.setattr(JobLifecycle, "requeue_each", too_late)
+        monkeypatch.setattr(JobLifecycle, "requeue_unconfirmed_jobs", too_late)
         high = await owner.submit_spec(job_spec("high", priority=10))
         assert (await a.next_kill()).job_id == low.job_id
         a.end(launch, -15)
@@ -171,7 +171,7 @@ async def test_decision_that_was_not_recorded_is_made_again(
             monkeypatch.undo()
             raise AssertionError("broken once")
 
-        monkeypatch.setattr(JobLifecycle, "stop_each", broken)
+        monkeypatch.setattr(JobLifecycle, "mark_jobs_stopping", broken)
         await owner.submit_spec(job_spec("high", priority=10))
         assert (await a.next_kill()).job_id == low.job_id
 
@@ -184,9 +184,9 @@ async def test_start_decided_before_a_reload_is_dropped(tmp_path: Path) -> None:
         jobs, ledger = one.controller._jobs, one.controller._ledger
         start, placed = Start(job.job_id, (WorkerPlace("a", (0,)),), "decided"), list[Job]()
         ledger._needs_reload = True
-        await jobs.place([start], placed=placed.append)
+        await jobs.record_starts([start], on_placed=placed.append)
         assert (placed, (await owner.job(job.job_id)).state) == ([], JobState.QUEUED)
-        await jobs.place([start], placed=placed.append)
+        await jobs.record_starts([start], on_placed=placed.append)
         assert [one.job_id for one in placed] == [job.job_id]
 
 
@@ -265,7 +265,9 @@ async def test_job_over_its_time_limit_fails_even_if_its_node_is_lost(tmp_path: 
         job, launch = await _running(owner, a, time_limit_s=3600.0)
         assert one.controller is not None
         jobs, epoch = one.controller._jobs, launch.placement.epoch
-        await jobs.stop_each([(await owner.job(job.job_id), "its time limit is over")], StopReason.TIME_LIMIT)
+        await jobs.mark_jobs_stopping(
+            [(await owner.job(job.job_id), "its time limit is over")], StopReason.TIME_LIMIT
+        )
         await jobs.record_lost_workers([LostWorker(job.job_id, "a", epoch, "node a was silent")])
         over = await owner.job(job.job_id)
         assert (over.state, over.reason) == (JobState.FAILED, "its time limit is over (node a was silent)")
@@ -397,13 +399,13 @@ async def test_placer_caches_are_refreshed_between_decisions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     budgets: list[int] = []
-    refresh = ClusterAllocations.refresh
+    refresh = ClusterAllocations.prepare_placements
 
     def counted(allocations: ClusterAllocations, budget: int) -> bool:
         budgets.append(budget)
         return refresh(allocations, budget)
 
-    monkeypatch.setattr(ClusterAllocations, "refresh", counted)
+    monkeypatch.setattr(ClusterAllocations, "prepare_placements", counted)
     async with running_controller(tmp_path) as one, one.client() as owner, one.agent("a") as a:
         await owner.submit_spec(job_spec())
         await a.start_next()
@@ -415,7 +417,7 @@ async def test_an_incomplete_refresh_is_continued_in_the_same_pass(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     events: list[str] = []
-    refresh, decide = ClusterAllocations.refresh, Scheduler.decide
+    refresh, decide = ClusterAllocations.prepare_placements, Scheduler.decide
 
     def recorded_refresh(allocations: ClusterAllocations, budget: int) -> bool:
         is_complete = refresh(allocations, budget)
@@ -426,8 +428,8 @@ async def test_an_incomplete_refresh_is_continued_in_the_same_pass(
         events.append("pass")
         return decide(scheduler, now)
 
-    monkeypatch.setattr(planning, "REFRESH_BUDGET", 1)
-    monkeypatch.setattr(ClusterAllocations, "refresh", recorded_refresh)
+    monkeypatch.setattr(planning, "REFRESH_EVALUATIONS_MAX", 1)
+    monkeypatch.setattr(ClusterAllocations, "prepare_placements", recorded_refresh)
     monkeypatch.setattr(Scheduler, "decide", recorded_decide)
     async with running_controller(tmp_path) as one, one.client() as owner, one.agent("a", gpus=8) as a:
         for gpus in (1, 2, 3):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from genie.config import ControllerConfig
-from genie.controller.placement.alarm import Alarm
+from genie.controller.placement.alarm import SignalTimeout
 from genie.controller.placement.policy import make_policy
 from genie.errors import ConfigError
 from genie.model.job import JobSpec, JobState, Resources
@@ -112,7 +112,7 @@ def test_unknown_policy_is_an_error(name: str, message: str) -> None:
 
 
 def test_alarm_interrupts_only_a_call_that_exceeds_its_limit() -> None:
-    alarm = Alarm(0.05, PolicyTimeoutError)
+    alarm = SignalTimeout(0.05, PolicyTimeoutError)
     with pytest.raises(PolicyTimeoutError), alarm:
         time.sleep(60)
     with alarm:
@@ -122,7 +122,7 @@ def test_alarm_interrupts_only_a_call_that_exceeds_its_limit() -> None:
             pass
     order = IsolatedPolicy(_Slow(), budget_s=9.0, clock=time.monotonic, guard=alarm)
     assert order.within(JobRequest("j", "t", 1, Shape())) != (1,)
-    assert "did not return" in order.fault
+    assert "did not return" in order.disabled_reason
 
 
 class _Slow:

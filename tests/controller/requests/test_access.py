@@ -167,7 +167,7 @@ RARE_TICKS = {"node_suspect_s": 120.0, "node_ttl_s": 300.0}
 
 @pytest.fixture
 def rare_ticks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("genie.controller.controller._TICK_S", 30.0)
+    monkeypatch.setattr("genie.controller.controller._TICK_INTERVAL_S_MAX", 30.0)
 
 
 @pytest.mark.usefixtures("rare_ticks")
@@ -264,7 +264,7 @@ async def test_used_join_tokens_and_nodes_do_not_count_as_tokens(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tokens, "TOKENS_MAX", 3)
-    monkeypatch.setattr(tokens, "NODES_MAX", 5)
+    monkeypatch.setattr(tokens, "NODE_TOKENS_MAX", 5)
     async with running_controller(tmp_path) as one:
         for number in range(5):
             await one.join(f"n{number}")
@@ -290,7 +290,7 @@ async def test_join_tokens_are_deleted_an_hour_after_their_use(tmp_path: Path) -
             return used not in rows
 
         await clock.advance(3000.0)
-        await one.controller._tokens.delete_old()
+        await one.controller._tokens.delete_old_tokens()
         assert used in rows
         await until(deleted)
 
@@ -301,9 +301,9 @@ async def test_two_thousand_nodes_join(tmp_path: Path) -> None:
         admission, made = one.controller._admission, one.controller._tokens
 
         async def join() -> str:
-            token, _ = await made.create(TokenKind.JOIN, tenant="", name="", ttl_s=None)
+            token, _ = await made.create_token(TokenKind.JOIN, tenant="", name="", ttl_s=None)
             request = Join(token=str(token), requested_node_id="gpu", csr_pem="")
-            return (await admission.join(request)).node_id
+            return (await admission.admit_node(request)).node_id
 
         joined: set[str] = set()
         for _ in range(20):

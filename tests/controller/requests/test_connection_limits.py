@@ -22,7 +22,7 @@ from tests.waiting import until
 async def test_token_at_its_limit_is_rejected_and_the_owner_can_revoke_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(connections.CONNECTIONS_OF_TOKEN_MAX, TokenKind.USER, 3)
+    monkeypatch.setitem(connections.CONNECTIONS_PER_TOKEN_MAX, TokenKind.USER, 3)
     async with running_controller(tmp_path) as one, AsyncExitStack() as stack:
         red = await one.token(TokenKind.USER, tenant="red")
         opened = [await stack.enter_async_context(one.client(red)) for _ in range(3)]
@@ -59,7 +59,7 @@ async def test_users_leave_connections_to_nodes_and_the_owner(
 async def test_owner_beyond_its_limit_replaces_its_oldest_connection(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, busy: bool
 ) -> None:
-    monkeypatch.setitem(connections.CONNECTIONS_OF_TOKEN_MAX, TokenKind.OWNER, 2)
+    monkeypatch.setitem(connections.CONNECTIONS_PER_TOKEN_MAX, TokenKind.OWNER, 2)
     monkeypatch.setattr("genie.runtime.rpc.Peer.is_idle", not busy)
     async with running_controller(tmp_path) as one:
         assert one.controller is not None
@@ -76,7 +76,7 @@ async def test_owner_beyond_its_limit_uses_what_users_have_left(
 ) -> None:
     """Many processes with an owner token do not replace each other's connections."""
     monkeypatch.setattr(connection_limits, "CONNECTIONS_MAX", 64)
-    monkeypatch.setitem(connections.CONNECTIONS_OF_TOKEN_MAX, TokenKind.OWNER, 2)
+    monkeypatch.setitem(connections.CONNECTIONS_PER_TOKEN_MAX, TokenKind.OWNER, 2)
     async with running_controller(tmp_path) as one, AsyncExitStack() as stack:
         user = await one.token(TokenKind.USER)
         owners = [await stack.enter_async_context(one.client()) for _ in range(2 + 31)]
@@ -95,7 +95,7 @@ async def test_memory_is_returned_only_when_connections_are_no_longer_being_clos
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise those that are still being closed keep it until as many others were closed."""
-    monkeypatch.setattr(connections, "_SHRUNK_CONNECTIONS", 5)
+    monkeypatch.setattr(connections, "_CLOSED_CONNECTIONS_MANY", 5)
     async with running_controller(tmp_path) as one, AsyncExitStack() as stack:
         clients = [await stack.enter_async_context(one.client()) for _ in range(12)]
         assert one.controller is not None
@@ -106,19 +106,19 @@ async def test_memory_is_returned_only_when_connections_are_no_longer_being_clos
             open_now.add(each)
         for each in opened[:6]:
             open_now.discard(each)
-        calls = [open_now.has_shrunk(), open_now.has_shrunk()]
+        calls = [open_now.have_many_closed(), open_now.have_many_closed()]
         open_now.discard(opened[6])
-        calls += [open_now.has_shrunk() for _ in range(3)]
+        calls += [open_now.have_many_closed() for _ in range(3)]
         assert calls == [False, False, False, False, True]
-        open_now.reset_peak()
-        assert not open_now.has_shrunk()
+        open_now.reset_peak_count()
+        assert not open_now.have_many_closed()
 
 
 async def test_memory_is_returned_after_many_connections_were_closed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trims: list[int] = []
-    monkeypatch.setattr(connections, "_SHRUNK_CONNECTIONS", 5)
+    monkeypatch.setattr(connections, "_CLOSED_CONNECTIONS_MANY", 5)
     monkeypatch.setattr(memory, "trim_heap", lambda: trims.append(1))
     async with running_controller(tmp_path) as one:
         async with AsyncExitStack() as stack:

@@ -9,7 +9,7 @@ import msgspec
 from genie.cluster.client import ClusterClient
 from genie.config import WorkdirConfig
 from genie.controller.ledger import Ledger, NodeRecord, Transaction
-from genie.controller.requests.reply_size import fit_in_reply
+from genie.controller.requests.reply_size import truncate_to_reply
 from genie.model.messages import ListTokens
 from genie.model.tenant import TokenKind, TokenRecord
 from genie.runtime.controller_connection import open_controller_connection
@@ -76,6 +76,6 @@ def test_page_reads_no_items_beyond_the_first_that_does_not_fit() -> None:
                 token_id="t", kind=TokenKind.USER, secret_sha256="", name="x" * 100_000, created_at=0.0
             )
 
-    page, more = fit_in_reply(tokens())  # type: ignore[arg-type, var-annotated]
+    page, more = truncate_to_reply(tokens())  # type: ignore[arg-type, var-annotated]
     assert (len(page), more) == (9, True)
     assert len(read) == 10

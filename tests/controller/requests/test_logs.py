@@ -138,7 +138,7 @@ async def test_waits_of_one_tenant_delay_neither_heartbeats_nor_logs_of_others(t
             for client in clients
             for _ in range(200)
         ]
-        limit = open_waits.WAITS_OF_TENANT_ON_NODE_MAX
+        limit = open_waits.WAITS_PER_TENANT_AND_NODE_MAX
         await until(lambda: sum(task.done() for task in flood) == len(flood) - limit)
         rejected = [task.result() for task in flood if task.done()]
         assert {type(error) for error in rejected} == {OverloadedError}
@@ -157,7 +157,7 @@ async def test_waits_of_one_tenant_delay_neither_heartbeats_nor_logs_of_others(t
 async def test_waits_for_a_change_of_a_job_are_limited_per_tenant(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(open_waits, "WAITS_OF_TENANT_MAX", 3)
+    monkeypatch.setattr(open_waits, "WAITS_PER_TENANT_MAX", 3)
     async with running_controller(tmp_path) as one, one.client() as owner, asyncio.TaskGroup() as group:
         job = await owner.submit(gpus=1)
         wait = GetJob(job_id=job.job_id, while_state=JobState.QUEUED, wait_s=30.0)

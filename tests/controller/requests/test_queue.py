@@ -43,13 +43,13 @@ class DeskPlanner:
 
     def decide(self) -> None:
         self._desk.decide()
-        self._told = {each.job_id: each for each in self._desk.scheduler.waits}
+        self._told = {each.job_id: each for each in self._desk.scheduler.pending_decisions}
 
     def pending_jobs(self) -> list[Wait]:
         def ahead(wait: Wait) -> int:
             found = self.explain(wait.job_id)
             assert found is not None
-            return found.ahead
+            return found.jobs_ahead
 
         return sorted(self._told.values(), key=ahead)
 
@@ -106,7 +106,7 @@ class QueueSetup:
         return job
 
     def put(self, job: Job) -> None:
-        before = self.ledger.jobs._set(job.job_id, job)
+        before = self.ledger.jobs._set_row(job.job_id, job)
         for listener in self.ledger.jobs._listeners:
             listener(job.job_id, before, job)
 
@@ -129,7 +129,7 @@ def _connection(who: Identity) -> Connection:
 
 def busy_cluster() -> QueueSetup:
     """One job runs on both GPUs; three are pending, the second of tenant blue."""
-    cluster = QueueSetup(node("n1", 2), node("tiny", 1), node("shut", 2, closed="draining"))
+    cluster = QueueSetup(node("n1", 2), node("tiny", 1), node("shut", 2, blocked_reason="draining"))
     cluster.submit(ONE, "red", 2, time_limit_s=60.0)
     cluster.decide()
     cluster.submit(TWO, "red", 2, time_limit_s=60.0)
@@ -237,7 +237,7 @@ async def test_explanation_names_a_limited_number_of_nodes_and_reasons(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(queue_module, "REASONS_MAX", 2)
-    monkeypatch.setattr(queue_module, "NODES_NAMED_MAX", 2)
+    monkeypatch.setattr(queue_module, "NODES_PER_REASON_MAX", 2)
     cluster = QueueSetup(*(node(f"n{number}", 1) for number in range(4)), *(node(f"m{g}", g) for g in (2, 3)))
     cluster.submit(ONE, "blue", 8)
     cluster.decide()

@@ -149,7 +149,7 @@ def table(*rows: QuotaRecord, holds: dict[str, NodeHolds] | None = None) -> Quot
 
 # Any: rows of every table.
 def _put(into: Table[Any], row_id: str, row: Any) -> None:
-    into._set(row_id, row)
+    into._set_row(row_id, row)
 
 
 def test_rules_contain_set_quotas_and_every_weight() -> None:
@@ -157,13 +157,13 @@ def test_rules_contain_set_quotas_and_every_weight() -> None:
         QuotaRecord(tenant="a", gpus=1.5),
         QuotaRecord(tenant="b", gpus=0.0, borrow_gpus=2.0, weight=0.5),
         QuotaRecord(tenant="c", borrow_gpus=2.0, weight=4.0),
-    ).rules()
+    ).quotas_and_weights()
     assert found.by_tenant == {"a": Quota(gpu_amounts(1.5)), "b": Quota(gpu_amounts(0), gpu_amounts(2.0))}
     assert weights == {"a": 1.0, "b": 0.5, "c": 4.0}
 
 
 def test_scheduler_enforces_the_rules() -> None:
-    found, weights = table(QuotaRecord(tenant="a", gpus=1.0, borrow_gpus=1.0)).rules()
+    found, weights = table(QuotaRecord(tenant="a", gpus=1.0, borrow_gpus=1.0)).quotas_and_weights()
     desk = SchedulerHarness(node("n", 8), rules=Rules(quotas=found, weights=weights))
     for name in ("one", "two"):
         desk.submit(name)
@@ -184,5 +184,5 @@ def test_holds_on_all_nodes_are_counted() -> None:
             "n1": NodeHolds(node_id="n1", holds=(hold("a", 0, 1), hold("b", 2, milli=250))),
             "n2": NodeHolds(node_id="n2", holds=(hold("a", 0, milli=100), hold("c"))),
         }
-    ).views(OWNER)
+    ).visible_quotas(OWNER)
     assert {view.quota.tenant: view.held_gpus for view in found} == {"a": 2.1, "b": 0.25, "c": 0.0}

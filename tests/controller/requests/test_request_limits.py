@@ -34,7 +34,7 @@ async def test_flood_of_one_token_is_rejected_and_others_are_served(tmp_path: Pa
         assert (await blue.job(job.job_id)).job_id == job.job_id
         assert await agent.beat()
         kinds = Counter(type(outcome) for outcome in await flood)
-        assert 0 < kinds[JobsReply] <= request_limits.BURST / 100
+        assert 0 < kinds[JobsReply] <= request_limits.BURST_UNITS / 100
         assert kinds[JobsReply] + kinds[OverloadedError] == 256
         rejected = [error for error in await flood if isinstance(error, OverloadedError)]
         assert all(error.retry_after_s > 0 for error in rejected)
@@ -60,7 +60,7 @@ async def test_rate_limit_refills_after_the_stated_time(tmp_path: Path) -> None:
 async def test_token_that_ignores_rejections_is_disconnected_until_it_pauses(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(request_limits, "BURST", 150.0)
+    monkeypatch.setattr(request_limits, "BURST_UNITS", 150.0)
     clock = FakeClock()
     async with running_controller(tmp_path, clock=clock) as one:
         token = await one.token(TokenKind.USER, tenant="red")
@@ -76,7 +76,7 @@ async def test_token_that_ignores_rejections_is_disconnected_until_it_pauses(
 
 
 async def test_bytes_in_flight_are_limited_per_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(request_limits, "IN_FLIGHT_BYTES_MAX", 250_000)
+    monkeypatch.setattr(request_limits, "REQUEST_BYTES_IN_FLIGHT_MAX", 250_000)
     spec = JobSpec(name="x", command=("true",), env={"X": "x" * 100_000})
     async with (
         running_controller(tmp_path) as one,
@@ -94,7 +94,7 @@ async def test_bytes_in_flight_are_limited_per_token(tmp_path: Path, monkeypatch
 
 
 async def test_forbidden_requests_count_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(request_limits, "BURST", 100.0)
+    monkeypatch.setattr(request_limits, "BURST_UNITS", 100.0)
     async with (
         running_controller(tmp_path, clock=FakeClock()) as one,
         one.client(await one.token(TokenKind.USER, tenant="red")) as red,
@@ -105,7 +105,7 @@ async def test_forbidden_requests_count_too(tmp_path: Path, monkeypatch: pytest.
 
 
 async def test_owner_can_cancel_at_its_rate_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(request_limits, "BURST", 11.0)
+    monkeypatch.setattr(request_limits, "BURST_UNITS", 11.0)
     async with running_controller(tmp_path, clock=FakeClock()) as one, one.client() as owner:
         job = await owner.submit(gpus=1)
         assert isinstance((await _outcomes(owner, 2))[1], OverloadedError)
@@ -116,7 +116,7 @@ async def test_owner_can_cancel_at_its_rate_limit(tmp_path: Path, monkeypatch: p
 
 async def test_lists_take_turns_with_heartbeats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between two lists the controller reads its other connections."""
-    monkeypatch.setattr(request_limits, "LISTS_IN_FLIGHT_MAX", 1000)
+    monkeypatch.setattr(request_limits, "LIST_REQUESTS_IN_FLIGHT_MAX", 1000)
     async with running_controller(tmp_path) as one, one.client() as owner, one.agent("a") as agent:
         await owner.submit(gpus=1)
         flood = asyncio.create_task(_outcomes(owner, 300, limit=1))
@@ -129,8 +129,8 @@ async def test_lists_take_turns_with_heartbeats(tmp_path: Path, monkeypatch: pyt
 async def test_requests_in_flight_are_limited_per_token(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(request_limits, "IN_FLIGHT_MAX", 2)
-    monkeypatch.setattr(request_limits, "LISTS_IN_FLIGHT_MAX", 1)
+    monkeypatch.setattr(request_limits, "REQUESTS_IN_FLIGHT_MAX", 2)
+    monkeypatch.setattr(request_limits, "LIST_REQUESTS_IN_FLIGHT_MAX", 1)
     async with running_controller(tmp_path) as one, one.client() as owner, one.client() as other:
         outcomes = await _outcomes(owner, 5)
         messages = {outcome.message for outcome in outcomes if isinstance(outcome, OverloadedError)}

@@ -11,7 +11,7 @@ import pytest
 
 from genie.controller.store import Compare, Delete, Put, WatchEvent
 from genie.controller.store.etcd import EtcdStore
-from genie.controller.store.etcd_errors import check_version
+from genie.controller.store.etcd_errors import check_etcd_version
 from genie.controller.store.etcd_proto import kv_pb2, rpc_pb2
 from genie.errors import (
     CompactedError,
@@ -51,7 +51,7 @@ async def fake_store(fake: FakeEtcd) -> AsyncIterator[EtcdStore]:
     "version", ["3.4.22", "3.4.23", "3.4.40", "3.5.6", "3.5.21", "3.6.0", "3.6.1+git", "4.0.0"]
 )
 def test_supported_versions_are_accepted(version: str) -> None:
-    check_version(version, endpoint="here:1")
+    check_etcd_version(version, endpoint="here:1")
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_supported_versions_are_accepted(version: str) -> None:
 )
 def test_versions_that_lose_data_are_rejected_with_reason_and_hint(version: str) -> None:
     with pytest.raises(StoreVersionError, match=r"here:1.*3\.4\.22 or later of 3\.4, or 3\.5\.6"):
-        check_version(version, endpoint="here:1")
+        check_etcd_version(version, endpoint="here:1")
 
 
 async def test_server_of_an_unsupported_version_is_not_used(fake: FakeEtcd) -> None:
@@ -156,7 +156,7 @@ class BetweenPages:
     def __init__(self, store: EtcdStore, monkeypatch: pytest.MonkeyPatch) -> None:
         self._todo: list[Callable[[], Awaitable[object]]] = []
         monkeypatch.setattr("genie.controller.store.etcd.RANGE_PAGE_KEYS", 2)
-        read_page = store._range
+        read_page = store._send_range
 
         async def read_and_do(request: rpc_pb2.RangeRequest, *, timeout_s: float) -> rpc_pb2.RangeResponse:
             page = await read_page(request, timeout_s=timeout_s)
@@ -164,7 +164,7 @@ class BetweenPages:
                 await self._todo.pop()()
             return page
 
-        monkeypatch.setattr(store, "_range", read_and_do)
+        monkeypatch.setattr(store, "_send_range", read_and_do)
 
     def do(self, work: Callable[[], Awaitable[object]]) -> None:
         self._todo.append(work)
@@ -333,7 +333,7 @@ async def test_watch_ended_by_the_server_is_resumed(fake: FakeEtcd, fake_store: 
 async def test_watch_raises_when_etcd_stays_unreachable(
     fake: FakeEtcd, fake_store: EtcdStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("genie.controller.store.etcd_watch.RECONNECT_S", 0.2)
+    monkeypatch.setattr("genie.controller.store.etcd_watch.RECONNECT_S_MAX", 0.2)
     fake.fail["Watch"] = [(UNAVAILABLE, "etcdserver: no leader")] * 100
     async with fake_store.watch("", after_revision=5) as events:
         with pytest.raises(StoreUnavailableError, match="no leader"):

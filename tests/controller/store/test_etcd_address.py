@@ -21,10 +21,10 @@ def test_tls_url_has_files_and_user() -> None:
     url = "etcds://one?ca=/c/a.pem&cert=/c/c.pem&key=/c/k%20y.pem&user=genie&password_file=/c/pw&namespace=/prod/"
     assert parse_etcd_url(url) == EtcdAddress(
         ("one:2379",),
-        tls=True,
-        ca=Path("/c/a.pem"),
-        cert=Path("/c/c.pem"),
-        key=Path("/c/k y.pem"),
+        uses_tls=True,
+        ca_file=Path("/c/a.pem"),
+        certificate_file=Path("/c/c.pem"),
+        key_file=Path("/c/k y.pem"),
         user="genie",
         password_file=Path("/c/pw"),
         namespace="/prod/",

@@ -172,9 +172,9 @@ async def _check_users(server: EtcdServer, *, right: Path, wrong: Path) -> None:
     store = await EtcdStore.open(f"{server.url}?user=root&password_file={right}")
     assert (await store.commit([], [Put("a", b"1")])).succeeded
     # As after a restart of etcd, which drops its tokens: the next call logs in again.
-    store._channels._token = "forgotten.1"
+    store._channels._login_token = "forgotten.1"
     assert (await store.commit([], [Put("a", b"2")])).succeeded
-    store._channels._token = "forgotten.2"
+    store._channels._login_token = "forgotten.2"
     async with store.watch("a", after_revision=1) as events:
         assert (await anext(events)).value == b"1"
     await store.close()

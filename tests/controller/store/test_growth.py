@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from genie.controller.jobs.space import GROWTH_FACTOR
+from genie.controller.jobs.space import STORE_GROWTH_FACTOR_MAX
 from genie.controller.store import Put, StoreSpace
 from genie.controller.store.limits import check_transaction
 from tests.controller.store.conftest import Engine
@@ -46,6 +46,6 @@ async def test_store_grows_by_at_most_the_estimate(engine: Engine, row_bytes: in
         """etcd counts the pages that a change has replaced until the next one."""
         await store.commit([], [Put("mark", b"")])
         growth = ((await store.space()).used_bytes - before) / written_bytes
-        return 0.9 < growth <= GROWTH_FACTOR
+        return 0.9 < growth <= STORE_GROWTH_FACTOR_MAX
 
-    await until(has_grown, what=f"a growth of at most {GROWTH_FACTOR} bytes per written byte")
+    await until(has_grown, what=f"a growth of at most {STORE_GROWTH_FACTOR_MAX} bytes per written byte")

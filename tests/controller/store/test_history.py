@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from genie.controller.store import history
-from genie.controller.store.history import Change, History, HistoryPosition
-from genie.controller.store.limits import key_span
+from genie.controller.store.history import History, HistoryPosition, KeyChange
+from genie.controller.store.limits import key_range
 from genie.controller.store.protocol import WatchEvent
 from genie.errors import UsageError
 
@@ -21,12 +21,12 @@ def read(kept: History, span: tuple[bytes, bytes], position: HistoryPosition) ->
     pages: list[list[WatchEvent]] = []
     while True:
         assert len(pages) < 100, "it goes round in circles"
-        page = kept.page(span, position)
+        page = kept.read_page(span, position)
         pages.append(list(page.events))
-        position = page.next
-        if page.complete:
+        position = page.next_position
+        if page.is_complete:
             assert position == HistoryPosition(
-                max(position.revision, kept.compacted + len(kept._entries) + 1)
+                max(position.revision, kept.compacted_revision + len(kept._entries) + 1)
             )
             return pages
 
@@ -34,16 +34,16 @@ def read(kept: History, span: tuple[bytes, bytes], position: HistoryPosition) ->
 @settings(max_examples=200)
 @given(revisions, st.integers(0, 14), st.integers(0, 4))
 def test_pages_contain_every_change_of_the_span_once(
-    entries: list[list[Change]], after: int, compacted: int
+    entries: list[list[KeyChange]], after: int, compacted: int
 ) -> None:
     kept = History(revision=0, revisions_max=100)
     for each in entries:
-        kept.add(each)
+        kept.append_revision(each)
     kept.compact(min(compacted, after, len(entries)))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(history, "PAGE_EVENTS", 4)
-        patch.setattr(history, "PAGE_BYTES", 100)
-        pages = read(kept, key_span("a"), HistoryPosition(after + 1))
+        patch.setattr(history, "PAGE_EVENTS_MAX", 4)
+        patch.setattr(history, "PAGE_BYTES_MAX", 100)
+        pages = read(kept, key_range("a"), HistoryPosition(after + 1))
     wanted = [
         WatchEvent(key.decode(), value, revision)
         for revision, each in enumerate(entries, 1)
@@ -57,12 +57,12 @@ def test_pages_contain_every_change_of_the_span_once(
 
 def test_page_from_a_future_revision_is_empty() -> None:
     kept = History(revision=3, revisions_max=10)
-    assert kept.page(key_span(""), HistoryPosition(9)).next == HistoryPosition(9)
+    assert kept.read_page(key_range(""), HistoryPosition(9)).next_position == HistoryPosition(9)
 
 
 def test_compacting_a_future_revision_is_rejected() -> None:
     kept = History(revision=3, revisions_max=10)
-    kept.add([(b"a", b"1")])
+    kept.append_revision([(b"a", b"1")])
     with pytest.raises(UsageError, match="the store is at 4"):
         kept.compact(5)
-    assert kept.compacted == 3
+    assert kept.compacted_revision == 3

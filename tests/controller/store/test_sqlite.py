@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from genie.controller.store import Compare, Put, WatchEvent
-from genie.controller.store.sqlite import QUEUE_MAX, SqliteStore
+from genie.controller.store.sqlite import QUEUED_REQUESTS_MAX, SqliteStore
 from genie.controller.store.sqlite_file import FileCall, GroupResult, SqliteFile
 from genie.errors import (
     CompactedError,
@@ -240,13 +240,13 @@ async def test_writer_is_one_named_thread_that_ends_with_the_store(path: Path) -
 
 async def test_concurrent_commits_share_a_sync(store: SqliteStore, monkeypatch: pytest.MonkeyPatch) -> None:
     groups: list[int] = []
-    run = SqliteFile.run
+    run = SqliteFile.run_group
 
     def counted(file: SqliteFile, calls: Sequence[FileCall]) -> GroupResult:
         groups.append(len(calls))
         return run(file, calls)
 
-    monkeypatch.setattr(SqliteFile, "run", counted)
+    monkeypatch.setattr(SqliteFile, "run_group", counted)
     results = await asyncio.gather(*(store.commit([], [Put(f"{number:03}", b"")]) for number in range(100)))
     assert sum(groups) == 100
     assert len(groups) < 10
@@ -291,14 +291,16 @@ async def test_a_full_queue_makes_callers_wait_until_their_deadline(
 ) -> None:
     stall = Stall(monkeypatch)
     stalled = await stall.begin(store)
-    queued = [asyncio.ensure_future(store.commit([], [Put(f"q/{n:04}", b"")])) for n in range(QUEUE_MAX)]
+    queued = [
+        asyncio.ensure_future(store.commit([], [Put(f"q/{n:04}", b"")])) for n in range(QUEUED_REQUESTS_MAX)
+    ]
     await until(store._queue.full)
     with pytest.raises(StoreUnavailableError):
         await store.get("a", timeout_s=0.02)
     stall.go_on.set()
     await stalled
     await asyncio.gather(*queued)
-    assert len((await store.range("q/")).items) == QUEUE_MAX
+    assert len((await store.range("q/")).items) == QUEUED_REQUESTS_MAX
 
 
 async def test_store_works_after_a_caller_was_cancelled(
@@ -341,7 +343,7 @@ async def test_close_executes_requests_that_wait_for_the_queue(
     """Even if all earlier requests were cancelled, so that the thread is idle for a moment."""
     stall = Stall(monkeypatch)
     stalled = await stall.begin(store)
-    gone = [asyncio.ensure_future(store.get("a")) for _ in range(QUEUE_MAX)]
+    gone = [asyncio.ensure_future(store.get("a")) for _ in range(QUEUED_REQUESTS_MAX)]
     await until(store._queue.full)
     go_on = threading.Event()
     waiting = [
@@ -410,13 +412,13 @@ async def test_groups_are_bounded(
 ) -> None:
     monkeypatch.setattr(f"genie.controller.store.sqlite.{name}", bound)
     ran: list[int] = []
-    run = SqliteFile.run
+    run = SqliteFile.run_group
 
     def counted(file: SqliteFile, calls: Sequence[FileCall]) -> GroupResult:
         ran.append(len(calls))
         return run(file, calls)
 
-    monkeypatch.setattr(SqliteFile, "run", counted)
+    monkeypatch.setattr(SqliteFile, "run_group", counted)
     stall = Stall(monkeypatch)
     stalled = await stall.begin(store)
     queued = [asyncio.ensure_future(store.commit([], [Put(f"{n}", b"x" * 9)])) for n in range(7)]
@@ -436,7 +438,7 @@ async def test_history_is_bounded_by_revisions(path: Path) -> None:
             await anext(events)
     async with store.watch("a", after_revision=last - 20) as events:
         assert (await anext(events)).revision == last - 19
-    assert 20 <= last - store._file._history.compacted <= 22
+    assert 20 <= last - store._file._history.compacted_revision <= 22
     await store.close()
 
 
@@ -445,16 +447,16 @@ async def test_history_is_small_by_default(path: Path) -> None:
     store = await SqliteStore.open(path)
     for number in range(1200):
         last = (await store.commit([], [Put("a", b"%d" % number)])).revision
-    assert last - store._file._history.compacted <= 1100
+    assert last - store._file._history.compacted_revision <= 1100
     await store.close()
 
 
 async def test_history_is_bounded_by_bytes(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("genie.controller.store.history.BYTES_MAX", 80_000)
+    monkeypatch.setattr("genie.controller.store.history.HISTORY_BYTES_MAX", 80_000)
     store = await SqliteStore.open(path)
     for _ in range(40):
         last = (await store.commit([], [Put("a", b"x" * 10_000)])).revision
-    assert last - store._file._history.compacted == 7
+    assert last - store._file._history.compacted_revision == 7
     await store.close()
 
 
@@ -525,7 +527,7 @@ async def test_store_with_a_failed_background_task_rejects_calls_and_can_be_clos
 ) -> None:
     store = await SqliteStore.open(path, clock=BrokenClock())
     await store.grant_lease(5)
-    await until(lambda: store._background.is_over)
+    await until(lambda: store._background.has_ended)
     with pytest.raises(StoreUnavailableError, match="has stopped"):
         await store.get("a")
     assert "the clock is broken" in caplog.text

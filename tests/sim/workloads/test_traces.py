@@ -107,6 +107,6 @@ def test_unreadable_file_is_named_with_a_hint(tmp_path: Path, name: str, message
 
 
 def test_workloads_in_a_directory(tmp_path: Path) -> None:
-    for name in ("openb_pod_list_b.csv", "openb_pod_list_a10.csv", traces.NODE_LIST, "other.csv"):
+    for name in ("openb_pod_list_b.csv", "openb_pod_list_a10.csv", traces.NODE_LIST_FILE, "other.csv"):
         (tmp_path / name).touch()
-    assert list(traces.workloads_in(tmp_path)) == ["a10", "b"]
+    assert list(traces.find_workloads(tmp_path)) == ["a10", "b"]

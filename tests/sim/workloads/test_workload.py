@@ -11,13 +11,13 @@ from genie.errors import UsageError
 from genie.model.job import Within
 from genie.sim.workloads.workload import (
     SimJob,
+    add_time_limits,
     offered_load,
-    openb_jobs,
-    philly_jobs,
+    read_openb_jobs,
+    read_philly_jobs,
     read_workload,
+    scale_to_load,
     uniform_nodes,
-    with_limits,
-    with_load,
     write_workload,
 )
 
@@ -92,7 +92,7 @@ def test_share_of_several_gpus_is_rejected(csv) -> None:
 
 
 def test_philly_jobs_larger_than_a_node_are_gangs(csv) -> None:
-    jobs = philly_jobs(
+    jobs = read_philly_jobs(
         csv(
             "timestamp,duration,num_gpus,gpu_time,cluster\n"
             "2017-09-04 10:00:00,100,8,800,x\n2017-09-04 10:00:10,50,12,600,y\n2017-09-04 10:00:20,0,32,0,x\n"
@@ -108,7 +108,7 @@ def test_philly_jobs_larger_than_a_node_are_gangs(csv) -> None:
 def test_openb_durations_come_from_the_trace_or_are_drawn(csv) -> None:
     head = "cpu_milli,memory_mib,num_gpu,gpu_milli,gpu_spec,creation_time,deletion_time,scheduled_time\n"
     path = csv(head + "100,5,1,460,A|B,10,200,20\n100,5,0,0,,15,200,\n")
-    jobs = openb_jobs(path, draw_s=lambda rng: 77.0, seed=0)
+    jobs = read_openb_jobs(path, draw_duration_s=lambda rng: 77.0, seed=0)
     assert [(job.submitted_s, job.duration_s, job.gpus, job.gpu_milli) for job in jobs] == [
         (0.0, 180.0, 1, 460),
         (5.0, 77.0, 0, 1000),
@@ -122,7 +122,7 @@ def test_openb_without_times_draws_them_from_the_seed(csv) -> None:
     def draw_s(rng: random.Random) -> float:
         return rng.uniform(10, 20)
 
-    runs = [openb_jobs(path, draw_s=draw_s, seed=seed) for seed in (1, 1, 2)]
+    runs = [read_openb_jobs(path, draw_duration_s=draw_s, seed=seed) for seed in (1, 1, 2)]
     assert runs[0] == runs[1] != runs[2]
     assert len({job.submitted_s for job in runs[0]}) == 20
 
@@ -131,14 +131,14 @@ def test_with_load_scales_submission_times() -> None:
     nodes = uniform_nodes(1, gpus=4)
     jobs = [SimJob("a", 0.0, 100.0, gpus=4), SimJob("b", 400.0, 100.0, gpus=4)]
     assert offered_load(jobs, nodes) == 0.5
-    faster = with_load(jobs, nodes, 2.0)
+    faster = scale_to_load(jobs, nodes, 2.0)
     assert [job.submitted_s for job in faster] == [0.0, 100.0]
     assert offered_load(faster, nodes) == 2.0
 
 
 def test_with_limits_keeps_given_limits_and_covers_the_duration() -> None:
     jobs = [SimJob("a", 0, 10.0, time_limit_s=5.0)] + [SimJob(f"j{n}", 0, 100.0) for n in range(50)]
-    limited = with_limits(jobs, factor=3, seed=0)
+    limited = add_time_limits(jobs, factor=3, seed=0)
     assert limited[0].time_limit_s == 5.0
     assert all(100 <= (job.time_limit_s or 0) <= 300 for job in limited[1:])
-    assert jobs[0].runs_s == 5.0
+    assert jobs[0].limited_duration_s == 5.0
