@@ -67,21 +67,32 @@ async def run(step: str, *command: str) -> str:
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
     )
+    output = bytearray()
+    assert process.stdout is not None
     try:
         async with asyncio.timeout(STEP_S):
-            output, _ = await process.communicate()
+            while data := await process.stdout.read(1 << 16):
+                output += data
+            await process.wait()
     except TimeoutError:
+        log_output(output)
         raise TourError(f"{step}: timed out after {STEP_S:g} s") from None
     finally:
         if process.returncode is None:
             process.kill()
             await process.wait()
-    text = output.decode("utf-8", "replace").rstrip()
     log(f"{step} ({time.monotonic() - start_s:.1f} s)")
-    for line in text.splitlines():
-        log(f"    {line}")
+    text = log_output(output)
     if process.returncode != 0:
         raise TourError(f"{step}: exit code {process.returncode}")
+    return text
+
+
+def log_output(output: bytes | bytearray) -> str:
+    """Prints the output of a step, indented, and returns it."""
+    text = output.decode("utf-8", "replace").rstrip()
+    for line in text.splitlines():
+        log(f"    {line}")
     return text
 
 

@@ -169,7 +169,7 @@ class PlacementOptions:
         str | None,
         typer.Option(
             metavar="DURATION",
-            help="Maximum run time; short jobs can be backfilled (default: none).",
+            help="Maximum run time, such as 90s, 15m or 2h; short jobs can be backfilled (default: none).",
             rich_help_panel=_SCHEDULING_PANEL,
         ),
     ] = None

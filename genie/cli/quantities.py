@@ -70,7 +70,8 @@ def parse_duration(
         most = "ten years" if high_s == TIME_LIMIT_S_MAX else format_duration(high_s)
         why = "is not a duration" if seconds is None else "is out of range"
         raise UsageError(
-            f"{what} {_quote_shortened(text)} {why}", hint=f"write 90s, 15m or 1h, at most {most}"
+            f"{what} {_quote_shortened(text)} {why}",
+            hint=f"write 90s, 15m, 2h, 7d or plain seconds, at most {most}",
         )
     return seconds
 

@@ -128,7 +128,9 @@ def get_cluster_state() -> ClusterState:
     """Returns the state of the session. Raises NotInitializedError without one."""
     run = _current_session.session_run
     if run is None or not run.is_ready:
-        raise NotInitializedError("this process has no session", hint="call 'await genie.init(...)' first")
+        raise NotInitializedError(
+            "this process has no session", hint="call 'await genie.init(...)' or 'genie.connect(...)' first"
+        )
     return run.state
 
 

@@ -167,7 +167,7 @@ def _values_from_file(environ: Mapping[str, str], file: Path | None) -> dict[str
         ) from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(
-            f"settings file {path}: {error}", hint="correct it or unset GENIE_CONFIG"
+            f"settings file {path}: {error}", hint="correct the file or unset GENIE_CONFIG"
         ) from error
     found: dict[str, tuple[object, str]] = {}
     for section, body in tree.items():

@@ -89,7 +89,10 @@ def convert(section: type[Any], name: str, raw: object, *, key: str, source: str
     if problem:
         where = f" ({source})" if source else ""
         shown = "its value" if meta["secret"] else _format_rejected_value(raw)
-        raise ConfigError(f"{key} = {shown}{where} {problem}", hint=_allowed_text(kind, meta))
+        hint = _allowed_text(kind, meta)
+        if raw == "" and kind is str and not meta["allowed"] and not meta["rule"]:
+            hint = "give a value, or leave it out"
+        raise ConfigError(f"{key} = {shown}{where} {problem}", hint=hint)
     return value
 
 

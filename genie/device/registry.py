@@ -249,7 +249,8 @@ def _format_devices(count: int) -> str:
 
 def not_initialized_error() -> NotInitializedError:
     return NotInitializedError(
-        f"{DEVICE_TYPE} needs a session with a cluster", hint="call `await genie.init(...)` first"
+        f"{DEVICE_TYPE} needs a session with a cluster",
+        hint="call 'await genie.init(...)' or 'genie.connect(...)' first",
     )
 
 

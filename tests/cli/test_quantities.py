@@ -147,7 +147,10 @@ def test_duration_is_formatted_rounded(seconds: float, text: str) -> None:
 def test_too_long_duration_names_the_maximum() -> None:
     with pytest.raises(UsageError) as raised:
         parse_duration("2d", what="--grace", high_s=86400.0)
-    assert str(raised.value) == "--grace '2d' is out of range (write 90s, 15m or 1h, at most 1 d)"
+    assert (
+        str(raised.value)
+        == "--grace '2d' is out of range (write 90s, 15m, 2h, 7d or plain seconds, at most 1 d)"
+    )
 
 
 def test_pairs_are_split_at_the_first_sign_and_the_last_value_wins() -> None:

@@ -274,6 +274,16 @@ def test_tour_fails_when_a_step_fails(
     assert re.search(r"the tour failed: .* exit code 1", output.err)
 
 
+async def test_tour_prints_the_output_of_a_step_that_times_out(
+    tour: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tour["run"]
+    monkeypatch.setitem(run.__globals__, "STEP_S", 5.0)
+    with pytest.raises(tour["TourError"], match="a step: timed out after 5 s"):
+        await run("a step", "sh", "-c", "echo compiling; exec sleep 60")
+    assert "    compiling" in capsys.readouterr().out
+
+
 def test_tour_finds_remaining_processes(tour: dict[str, Any], tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)", str(tmp_path)]) as left:
         try:

@@ -315,17 +315,19 @@ async def _show_log(settings: Settings, job_id: str, *, follow: bool, run: int) 
         async for data in client.follow_log(job_id, follow=follow, run=run):
             is_empty = False
             output.write_bytes(data)
-        if is_empty and not follow:
-            await _explain_empty_log(client, job_id)
+        if is_empty:
+            await _explain_empty_log(client, job_id, follow=follow)
 
 
-async def _explain_empty_log(client: ClusterClient, job_id: str) -> None:
-    """Print the state of a job that has not started: without it, no output looks like an error."""
+async def _explain_empty_log(client: ClusterClient, job_id: str, *, follow: bool) -> None:
+    """Print the state of a job that has not started or has failed, which may be why there is no output."""
     from genie.model.job import JobState
 
     job = await _fetch_job_of_worker(client, job_id)
-    if job.state in (JobState.QUEUED, JobState.PLACING):
+    if job.state in (JobState.QUEUED, JobState.PLACING) and not follow:
         output.print_message(f"no output yet: job {job.job_id} is {job.state}; 'genie logs -f' waits for it")
+    elif job.state is JobState.FAILED:
+        output.print_message(f"no output: job {job.job_id} failed: {output.to_one_line(job.reason)}")
 
 
 async def _print_wait_for_start(client: ClusterClient, job_id: str) -> None:

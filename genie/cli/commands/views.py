@@ -124,13 +124,22 @@ def _node_row(view: NodeView, *, now: float) -> tuple[str, ...]:
     info = view.info
     return (
         info.node_id,
-        info.status.value,
+        _format_status(view),
         info.host,
         f"{view.node_holds.cpus_used:g} of {info.cpus:g}",
         f"{format_size(view.node_holds.memory_used_bytes)} of {format_size(info.memory_total_bytes)}",
         f"{format_duration(now - info.last_heartbeat)} ago",
         "; ".join(filter(None, (_format_drain_state(view), info.status_reason))),
     )
+
+
+def _format_status(view: NodeView) -> str:
+    """Format the status; that of a healthy node that accepts no jobs is its drain state."""
+    from genie.model.node import NodeStatus
+
+    if view.info.status is NodeStatus.HEALTHY and view.drained:
+        return _format_drain_state(view).partition(":")[0]
+    return view.info.status.value
 
 
 def _format_drain_state(view: NodeView) -> str:

@@ -339,8 +339,18 @@ def _write_sample_grid_file(path: Path, *, force: bool) -> None:
 
 
 @grid_command("check", group=_config_app, example="grid-cli config check")
-def check(invocation: Invocation, *, as_json: JsonOption = False) -> None:
+def check(
+    invocation: Invocation,
+    *,
+    path: Annotated[
+        Path | None,
+        typer.Argument(metavar="FILE", help="File to check (default: that of --config)."),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
     """Validate the grid file. Errors name the line."""
+    if path is not None:
+        invocation.grid_file = str(path)
     file = load_grid_file(invocation)
     if as_json:
         output.write_json({"file": str(file.path), "nodes": len(file.nodes), "ok": True})

@@ -49,6 +49,7 @@ _READING_TIMEOUT_FRACTION = 0.7
 _CONCURRENT_CONNECTS_MAX = 256
 _REASONS_SHOWN_MAX = 20
 _FRESH_READING_HINT = "read all nodes again: grid-cli health --fresh; choose a node yourself: --node NAME"
+_NO_GPUS_HINT = "add a node with GPUs: grid-cli nodes add NAME; without --gpus, the command runs on any node"
 _CACHE_BYTES_MAX = 64 << 20
 _REASONS_MAX = 64
 _REASON_CHARS_MAX = 300
@@ -243,8 +244,17 @@ def choose_best_node(
     kind = NoNodeReachedError if unreachable else NoNodeError
     raise kind(
         "\n".join(["no node fits", *rejected[:_REASONS_SHOWN_MAX], *more]),
-        hint=_FRESH_READING_HINT if labelled else "list the nodes and their labels: grid-cli nodes list",
+        hint=_no_node_hint(labelled),
     )
+
+
+def _no_node_hint(labelled: Sequence[NodeHealth]) -> str:
+    """What helps if none of the nodes with the requested labels was chosen."""
+    if not labelled:
+        return "list the nodes and their labels: grid-cli nodes list"
+    if all(node.state is HealthState.OK and node.readings and not node.readings.gpus for node in labelled):
+        return _NO_GPUS_HINT
+    return _FRESH_READING_HINT
 
 
 def _rejection_reason(node: NodeHealth, *, gpus: int, labels: Mapping[str, str]) -> str:

@@ -85,7 +85,7 @@ def _start_once(args: OpArgs, blob: bytes, take_gpus: Any) -> OpArgs:
         raise _with_path(error, runs) from None
     cwd = os.path.join(root, os.path.expanduser(args.get("cwd") or ""))
     if not os.path.isdir(cwd):
-        raise OpError("missing", "there is no folder " + cwd)
+        raise OpError("missing", "there is no directory " + cwd)
     if take_gpus is None:
         return _create_and_launch(folder, dict(args, cwd=cwd, root=root, gpu_env={}), [], blob)
     lock = _lock_runs(runs)

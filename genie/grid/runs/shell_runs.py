@@ -84,7 +84,7 @@ _START_SCRIPT = r"""
 if [ -d "$run" ]; then facts; printf -- '--\n'; exit 0; fi
 command -v setsid >/dev/null 2>&1 || refuse "missing neither python3 nor setsid is installed"
 said=$(mkdir -p -m 700 -- "$runs" 2>&1) || refuse "os $said"
-CDPATH= cd -- "$root" && CDPATH= cd -- "$cwd" 2>/dev/null || refuse "missing there is no folder $cwd"
+CDPATH= cd -- "$root" && CDPATH= cd -- "$cwd" 2>/dev/null || refuse "missing there is no directory $cwd"
 # Until the pid of the command is recorded, record our own.
 began=$(process $$ | cut -d ' ' -f 2)
 starting=$(printf '{"boot":"%s","watcher":%s,"watcher_start":%s}' "$boot" $$ "${began:-0}")

@@ -26,7 +26,7 @@ from genie.native import libraries
 
 _log = logging.getLogger(__name__)
 _INDEX_FILES_KEPT = 64
-_SYNC_FOLDER_HINT = "change to the folder of the project, or pass its path"
+_SYNC_FOLDER_HINT = "change to the directory of the project, or pass its path"
 _SHA_OFFSET = tree.RECORD_HEADER.size - len(NO_SHA)
 
 

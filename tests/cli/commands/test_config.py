@@ -115,7 +115,7 @@ def test_error_for_a_given_file_does_not_mention_the_environment(genie, tmp_path
     file = tmp_path / "c.toml"
     file.write_text("[cluster\n")
     ran = genie("config", "check", str(file))
-    assert "hint: correct it\n" in ran.err
+    assert "hint: correct the file\n" in ran.err
     assert "GENIE_CONFIG" not in ran.err
 
 

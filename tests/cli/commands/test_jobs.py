@@ -318,6 +318,15 @@ def test_logs_of_a_pending_job_report_its_state(genie, controller, name) -> None
     assert genie("logs", name) == (0, "", "")
 
 
+@pytest.mark.parametrize("options", [(), ("-f",)])
+def test_empty_log_of_a_failed_job_reports_why_it_failed(genie, controller, options) -> None:
+    controller.replies[ReadLog] = make_log_chunk(b"")
+    failed = make_job(job_id="j1", state=JobState.FAILED, reason="cannot start 'x': no such program")
+    controller.replies[GetJob] = make_job_reply(failed)
+    ran = genie("logs", "j1", *options)
+    assert ran == (0, "", "no output: job j1 failed: cannot start 'x': no such program\n")
+
+
 @pytest.mark.parametrize("options", [(), ("--json",)])
 def test_following_a_pending_job_reports_that_it_waits_and_why(genie, controller, options) -> None:
     controller.replies[ReadLog] = make_log_chunk(b"")

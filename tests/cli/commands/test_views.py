@@ -73,9 +73,11 @@ def test_a_node_is_draining_until_its_last_job_has_ended(genie, controller) -> N
     busy = msgspec.structs.replace(make_node_view(), drained="draining: new fans")
     controller.replies[ListNodes] = NodesReply(nodes=(busy,))
     assert "draining: new fans" in genie("nodes").out
+    assert genie("nodes").out.splitlines()[1].split()[1] == "draining"
     empty = msgspec.structs.replace(busy, node_holds=NodeHolds(node_id="box"))
     controller.replies[ListNodes] = NodesReply(nodes=(empty,))
     assert "drained: new fans" in genie("nodes").out
+    assert genie("nodes").out.splitlines()[1].split()[1] == "drained"
     without_reason = msgspec.structs.replace(empty, drained="draining")
     controller.replies[ListNodes] = NodesReply(nodes=(without_reason,))
     assert genie("nodes").out.splitlines()[1].endswith("  drained")

@@ -32,6 +32,14 @@ def test_init_writes_the_default_grid_file(genie: Cli) -> None:
     assert genie("grid", "config", "check").code == 0
 
 
+def test_check_accepts_a_file(genie: Cli) -> None:
+    Path("mine.yaml").write_text("nodes: [mine]\n")
+    done = genie("grid", "config", "check", "mine.yaml")
+    assert (done.code, done.out) == (0, "mine.yaml: valid, 1 node\n")
+    Path("mine.yaml").write_text("nodes: mine\n")
+    assert "mine.yaml:1: nodes must be a list" in genie("grid", "config", "check", "mine.yaml").err
+
+
 def test_existing_file_is_kept_without_force(genie: Cli) -> None:
     Path("mine.yaml").write_text("nodes: [mine]\n")
     refused = genie("grid", "config", "init", "mine.yaml")

@@ -274,6 +274,9 @@ def test_choose_error_has_a_reason_per_node() -> None:
     assert "b: 1 of 2 GPUs are free, 2 requested" in text
     assert "c: unreachable: no route" in text
     assert "health --fresh" in caught.value.hint
+    with pytest.raises(NoNodeError, match="a: no GPUs") as caught:
+        choose_best_node([make_node_health("a", 1.0, readings=make_readings(gpus=()))], gpus=1)
+    assert "without --gpus" in caught.value.hint and "--fresh" not in caught.value.hint
     with pytest.raises(NoNodeError, match="a: missing label zone=y") as caught:
         choose_best_node(nodes, labels={"zone": "y"})
     assert "grid-cli nodes list" in caught.value.hint

@@ -132,7 +132,7 @@ async def test_run_has_shell_working_directory_and_environment(testbed: SshTestb
     assert rest == b"given"
     assert (await run_to_end(runner, "gpu2", "pwd", cwd="/tmp"))[1] == b"/tmp\n"
     assert (await run_to_end(runner, "gpu2", "pwd", cwd="~"))[1] == b"/root\n"
-    with pytest.raises(NodeRefusedError, match="no folder /root/grid_workspace/nowhere"):
+    with pytest.raises(NodeRefusedError, match="no directory /root/grid_workspace/nowhere"):
         await runner.start("gpu2", "true", cwd="nowhere")
     assert not list(testbed["gpu2"].home.glob("grid_workspace/.grid/runs/.new-*"))
 

@@ -55,7 +55,7 @@ async def test_run_has_exit_code_output_and_environment(runner: Runner) -> None:
     assert (code, out, err) == (3, b"/root/grid_workspace|x y'$(z)|r|w|i\n\xff\x00a", b"no\n")
     assert (await run_to_end(runner, "gpu1", "pwd", cwd="/tmp"))[1] == b"/tmp\n"
     assert (await run_to_end(runner, "gpu1", "kill -TERM $$"))[0] == 128 + 15
-    with pytest.raises(NodeRefusedError, match="no folder nowhere"):
+    with pytest.raises(NodeRefusedError, match="no directory nowhere"):
         await runner.start("gpu1", "true", cwd="nowhere")
 
 
