@@ -296,6 +296,10 @@ class SpaceQuotaError(JobRefusedError):
     code = "job.refused.space"
     retryable = True
 
+    def __init__(self, message: str, *, hint: str = "", retry_after_s: float = 30.0) -> None:
+        super().__init__(message, hint=hint or f"try again in {retry_after_s:g} s")
+        self.retry_after_s = retry_after_s
+
 
 class WorkersMissingError(JobError):
     """Not all workers of a job are ready to start. They start together."""

@@ -14,7 +14,14 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import TypeVar
 
-from genie.errors import ConnectionLostError, DeadlineError, GenieError, NotLeaderError, OverloadedError
+from genie.errors import (
+    ConnectionLostError,
+    DeadlineError,
+    GenieError,
+    NotLeaderError,
+    OverloadedError,
+    StoreUnavailableError,
+)
 from genie.model.messages import Message, Request, Welcome
 from genie.model.names import address_text
 from genie.processes.tasks import unwrapped_task_group
@@ -31,6 +38,7 @@ BACKOFF_S_MAX = 2.0
 """Several attempts fit into the time after which the controller cancels the session of a client that was
 disconnected."""
 _ELECTION_RETRY_INTERVAL_S = 0.1
+_STORE_RETRY_INTERVAL_S = 1.0
 _CONNECT_TIMEOUT_S_MAX = 10.0
 
 ConnectionChangeCallback = Callable[[bool, str], None]
@@ -95,6 +103,11 @@ class ControllerConnection(ControlDataIntegration):
                 if loop.time() + _ELECTION_RETRY_INTERVAL_S >= deadline:
                     raise
                 await asyncio.sleep(_ELECTION_RETRY_INTERVAL_S)
+            except StoreUnavailableError:
+                # A write may have been applied: only an idempotent call may be sent again.
+                if not idempotent or loop.time() + _STORE_RETRY_INTERVAL_S >= deadline:
+                    raise
+                await asyncio.sleep(_STORE_RETRY_INTERVAL_S)
             except OverloadedError as error:
                 wait_s = error.retry_after_s * (1 + self._random() / 2)
                 if loop.time() + wait_s >= deadline:

@@ -10,7 +10,14 @@ from pathlib import Path
 import pytest
 
 from genie.config import ClusterConfig
-from genie.errors import ConnectionLostError, GenieError, NotLeaderError, OverloadedError, UnreachableError
+from genie.errors import (
+    ConnectionLostError,
+    GenieError,
+    NotLeaderError,
+    OverloadedError,
+    StoreUnavailableError,
+    UnreachableError,
+)
 from genie.model.messages import ListNodes, Message
 from genie.model.names import parse_endpoint
 from genie.runtime import rpc
@@ -136,6 +143,30 @@ async def test_call_waits_for_a_leader(
     calls = -1000
     with pytest.raises(NotLeaderError):
         await connection.call(ListNodes(), timeout_s=0.3)
+
+
+async def test_only_an_idempotent_call_is_sent_again_when_the_store_is_unavailable(
+    controller: SmallController, connection: ControllerConnection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer = controller._handle
+    calls = 0
+
+    async def handle(peer: rpc.Peer, request: Message) -> Message:
+        nonlocal calls
+        if isinstance(request, ListNodes):
+            calls += 1
+            if calls == 1:
+                raise StoreUnavailableError("the store does not respond")
+        return await answer(peer, request)
+
+    monkeypatch.setattr(controller, "_handle", handle)
+    connection.disconnect()
+    assert (await connection.call(ListNodes(), timeout_s=20)).nodes
+    assert calls == 2
+    calls = 0
+    with pytest.raises(StoreUnavailableError):
+        await connection.call(ListNodes(), timeout_s=20, idempotent=False)
+    assert calls == 1
 
 
 async def test_error_in_the_context_is_raised_unchanged(controller: SmallController) -> None:

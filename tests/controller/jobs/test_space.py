@@ -54,8 +54,9 @@ async def test_tenant_that_fills_its_share_does_not_stop_others(tmp_path: Path) 
             running = await other.submit(gpus=1)
             launch = await agent.start_next()
             assert 15 <= await fill(hostile) <= 25, "a quarter of 8 MiB in jobs of 100 KiB"
-            with pytest.raises(SpaceQuotaError, match=r"tenant red use 2 MiB of the store"):
+            with pytest.raises(SpaceQuotaError, match=r"tenant red use 2 MiB of the store") as caught:
                 await hostile.submit()
+            assert caught.value.retryable and caught.value.retry_after_s > 0
             assert (await other.submit()).state in (JobState.QUEUED, JobState.PLACING)
             agent.end(launch)
             await agent.beat()
@@ -82,8 +83,9 @@ async def test_submissions_are_rejected_before_the_store_is_full(tmp_path: Path)
                 await fill(owner)
             used = (await store.space()).used_bytes
             assert 0.5 * 8 * MIB < used < 0.75 * 8 * MIB
-            with pytest.raises(SpaceQuotaError, match="the store is almost full"):
+            with pytest.raises(SpaceQuotaError, match="the store is almost full") as caught:
                 await owner.submit()
+            assert caught.value.retryable and caught.value.retry_after_s > 0
             await agent.beat()
             agent.end(launch)
             await agent.beat()
