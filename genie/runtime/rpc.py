@@ -152,6 +152,7 @@ class Peer:
         except (GenieError, TimeoutError) as error:
             if not future.done():
                 future.set_exception(error)
+                future.exception()  # the caller may be cancelled before it awaits this one
             if isinstance(error, ConnectionLostError):
                 # run() may not have noticed it yet; is_closed must be true from now on.
                 self.close()

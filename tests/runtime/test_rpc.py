@@ -309,6 +309,21 @@ async def test_call_each_returns_one_outcome_per_request() -> None:
         assert [type(outcome) for outcome in outcomes] == [ConnectionLostError] * 2
 
 
+async def test_cancelled_call_each_leaves_no_unretrieved_error() -> None:
+    reported: list[object] = []
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(lambda _, context: reported.append(context))
+    async with serving() as (_, port), connect_peer(port) as peer:
+        requests = [ReadLog(job_id="slow"), ReadLog(job_id="x" * (wire.FRAME_BYTES_MAX + 1))]
+        async with asyncio.TaskGroup() as group:
+            call = group.create_task(peer.call_each(requests, timeout_s=60))
+            await until(lambda: sum(future.done() for future in peer._pending_calls.values()) == 1)
+            call.cancel()
+    del call  # its traceback refers to the futures
+    gc.collect()
+    assert reported == []
+
+
 async def test_call_ids_wrap_around() -> None:
     async with serving() as (_, port), connect_peer(port) as peer:
         peer._next_call_id = (1 << 32) - 2
