@@ -399,6 +399,21 @@ async def test_queue_limit_holds_within_one_commit() -> None:
         assert len(one.jobs.jobs_in_states(JobState.QUEUED)) == 3
 
 
+async def test_load_discards_notes_about_jobs_that_another_controller_has_changed() -> None:
+    async with books() as one:
+        queued, ended = [await submit(number)(one) for number in (0, 1)]
+        for job in (queued, ended):
+            one.jobs.set_pending_reason(job.job_id, "waiting for GPUs")
+            one.jobs.set_unkillable_note(job, 0, "process 7 cannot be killed")
+            one.jobs._launch_backoff.delay_placement(job.job_id)
+        await one.store.commit([], [Delete(one.ledger.jobs.prefix + ended.job_id)])
+        await one.ledger.load_tables()
+        assert one.jobs.with_pending_reason(queued).reason == "waiting for GPUs"
+        assert one.jobs.with_pending_reason(ended).reason == "submitted"
+        assert one.jobs._unkillable_notes_by_job == {}, "neither is running"
+        assert one.jobs._launch_backoff.job_ids() == [queued.job_id]
+
+
 async def test_transaction_stays_within_the_row_limit_of_the_store() -> None:
     async with books() as one:
         answers = await all_at_once(*(count_up(60)(one) for _ in range(3)), count_up(100)(one))

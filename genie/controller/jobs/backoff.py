@@ -86,5 +86,9 @@ class LaunchBackoff:
         not_before_s = self._clock.monotonic_s() + _UNPLACEABLE_DELAY_S
         self._rejections_by_job[job_id] = replace(before, not_before_s=not_before_s)
 
+    def job_ids(self) -> list[str]:
+        """The jobs with rejected or delayed launches."""
+        return list(self._rejections_by_job)
+
     def reset(self, job_id: str) -> None:
         self._rejections_by_job.pop(job_id, None)

@@ -738,18 +738,26 @@ class JobLifecycle:
     def _replace_indexes(self) -> None:
         self._index, staged = self._loading_indexes
         self._staged_index.replace_with(staged)
-        jobs = self._ledger.jobs
-        self._pending_reasons = {
-            job_id: reason
-            for job_id, reason in self._pending_reasons.items()
-            if job_id in jobs and jobs[job_id].state is JobState.QUEUED
-        }
+        # Another controller may have changed jobs since the last load.
+        for job_id in {
+            *self._pending_reasons,
+            *self._unkillable_notes_by_job,
+            *self._ready_ranks_by_job,
+            *self._launch_backoff.job_ids(),
+        }:
+            self._discard_outdated_notes(job_id, self.get(job_id))
         self._notifier.notify_all()
         self._wake()
 
     def _on_job_changed(self, job_id: str, before: Job | None, after: Job | None) -> None:
         self._index.update(before, after)
-        state = None if after is None else after.state
+        self._discard_outdated_notes(job_id, after)
+        self._notifier.notify(job_id)
+        self._wake()
+
+    def _discard_outdated_notes(self, job_id: str, job: Job | None) -> None:
+        """Discard what is kept in memory about a job, as far as its state has outdated it."""
+        state = None if job is None else job.state
         if state is not _QUEUED:
             self._pending_reasons.pop(job_id, None)
         if state is not _RUNNING:
@@ -758,8 +766,6 @@ class JobLifecycle:
             self._ready_ranks_by_job.pop(job_id, None)
         if state is None or state.is_final:
             self._launch_backoff.reset(job_id)
-        self._notifier.notify(job_id)
-        self._wake()
 
 
 # Members of an enum are slow to look up, and every change of a job compares them.
