@@ -66,8 +66,13 @@ class StoreMonitor:
         )
 
     async def _measure_and_compact(self) -> None:
+        before_bytes = self._job_space.written_bytes
         found = await self._store.space()
-        self._job_space.record_measurement(found, bytes_max=self._config.store_bytes_max or found.bytes_max)
+        self._job_space.record_measurement(
+            found,
+            bytes_max=self._config.store_bytes_max or found.bytes_max,
+            unmeasured_bytes=self._job_space.written_bytes - before_bytes,
+        )
         now_s = self._clock.monotonic_s()
         if self._config.compact_store and (self._job_space.is_low or now_s >= self._next_compaction_s):
             self._next_compaction_s = now_s + _COMPACTION_INTERVAL_S
@@ -88,8 +93,7 @@ class StoreMonitor:
         elif space.is_low:
             self._alarm = (
                 f"the store uses {space.used_bytes / _MIB:.0f} of {space.store_bytes_max / _MIB:.0f} MiB; "
-                "above "
-                f"{SUBMISSION_SHARE_MAX:.0%} no job can be submitted"
+                f"above {SUBMISSION_SHARE_MAX:.0%} no job can be submitted"
             )
         if self._alarm and not had_alarm:
             _log.warning("%s", self._alarm)

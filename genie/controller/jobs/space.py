@@ -70,10 +70,11 @@ class JobSpace:
             self._measured_bytes + self._fragmented_bytes >= FRAGMENTED_SHARE_MAX * self.store_bytes_max > 0
         )
 
-    def record_measurement(self, measured: Space, *, bytes_max: int) -> None:
+    def record_measurement(self, measured: Space, *, bytes_max: int, unmeasured_bytes: int = 0) -> None:
+        """`unmeasured_bytes`: written during the measurement, which may not include them."""
         self._measured_bytes, self._fragmented_bytes = measured.used_bytes, measured.fragmented_bytes
         self.store_bytes_max = bytes_max
-        self._written_at_measurement_bytes = self._ledger.written_bytes
+        self._written_at_measurement_bytes = self._ledger.written_bytes - unmeasured_bytes
 
     def check_submission(self, tenant: str) -> None:
         """Raise SpaceQuotaError if the tenant or all together use too much of the store."""
@@ -94,8 +95,8 @@ class JobSpace:
         if self.is_fragmented or most_bytes >= SUBMISSION_SHARE_MAX * self.store_bytes_max:
             raise SpaceQuotaError(
                 f"the store is almost full: {self.used_bytes / _MIB:.0f} of "
-                f"{self.store_bytes_max / _MIB:.0f} MiB "
-                f"are used{', and it must be defragmented' if self.is_fragmented else ''}",
+                f"{self.store_bytes_max / _MIB:.0f} MiB are used"
+                + (", and it must be defragmented" if self.is_fragmented else ""),
                 hint="try again later; the cluster's owner finds what to do under 'Store full' in "
                 "docs/USER_GUIDE.md",
             )

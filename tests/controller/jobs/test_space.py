@@ -17,6 +17,7 @@ from genie.controller.ledger import Ledger
 from genie.controller.store import Space
 from genie.controller.store.etcd import EtcdStore
 from genie.controller.store.protocol import TXN_BYTES_MAX
+from genie.controller.store_monitor import StoreMonitor
 from genie.errors import SpaceQuotaError
 from genie.model.job import Job, JobSpec, JobState
 from genie.model.messages import CancelJob, ListJobs
@@ -238,3 +239,22 @@ def test_measured_space_replaces_the_estimate() -> None:
         space.check_submission("red")
     space.record_measurement(Space(used_bytes=45, bytes_max=100, revision=2), bytes_max=100)
     space.check_submission("red")
+
+
+async def test_writes_during_a_measurement_count_as_written_after_it() -> None:
+    store = await MemoryStore.open(clock=FakeClock())
+    ledger = Ledger(store, None, None)  # type: ignore[arg-type]  # its tables only
+    space = JobSpace(ledger, ControllerConfig())
+    measure = store.space
+
+    async def measure_while_writing(*, timeout_s: float = 5.0) -> Space:
+        found = await measure(timeout_s=timeout_s)
+        ledger.written_bytes += 40
+        return found
+
+    store.space = measure_while_writing  # type: ignore[method-assign]
+    monitor = StoreMonitor(store, space, config=ControllerConfig(), clock=FakeClock())
+    ledger.written_bytes += 7
+    await monitor.measure_if_due()
+    assert space.written_bytes == 40
+    await store.close()
