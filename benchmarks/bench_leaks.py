@@ -3,7 +3,7 @@
     python benchmarks/bench_leaks.py [--json] [--operations 300000] [--quick]
 
 operation_mix.py describes the operations and why they are mixed so. After a warm-up, whose growth is
-reported separately, every process is read in regular intervals. The slope is that of Theil and Sen, the
+reported separately, every process is read at regular intervals. The slope is that of Theil and Sen, the
 median over all pairs of readings. Memory may grow by at most 2 bytes per operation, which is the resolution
 of this method; descriptors and threads may not grow at all. `make soak` runs the same mix for hours.
 """

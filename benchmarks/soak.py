@@ -35,7 +35,7 @@ async def soak(seconds: float) -> list[report.Figure]:
 
 
 async def run_until(mix: OperationMix, samples: Samples, *, seconds: float) -> None:
-    """Runs at least three rounds and reads the processes in regular intervals."""
+    """Runs at least three rounds and reads the processes at regular intervals."""
     began_s = reported_s = time.monotonic()
     samples.add(mix.operations, mix.pids)
     read_s, rounds = began_s, 0

@@ -134,8 +134,7 @@ class RequestLimits:
         ):
             raise OverloadedError(
                 f"the limit of {REQUEST_BYTES_IN_FLIGHT_MAX} bytes of requests in flight of token "
-                f"{usage.token_id} "
-                "is reached",
+                f"{usage.token_id} is reached",
                 retry_after_s=_RETRY_AFTER_S,
             )
         if kind in LIST_REQUESTS and usage.list_requests_in_flight >= LIST_REQUESTS_IN_FLIGHT_MAX:

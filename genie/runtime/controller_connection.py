@@ -1,8 +1,8 @@
 """A connection to the controller that reconnects when it is lost; calls wait for the reconnection.
 
-After a reconnection idempotent calls are sent again, within their own timeout; other calls fail. A call that
-the controller rejects because of a limit is sent again after the time that the error states. Does not find
-the cluster (credentials.py).
+Within its timeout, an idempotent call is sent again after a reconnection and while the controller's store is
+unavailable; other calls fail. A call that exceeds a limit on requests (OverloadedError) is sent again after
+the time that the error states. Does not find the cluster (credentials.py).
 """
 
 from __future__ import annotations

@@ -302,7 +302,7 @@ class SimCluster:
         return (await self.send_request(ListNodes())).nodes
 
     async def send_request(self, request: Request[_Reply], *, token: str = "") -> _Reply:
-        """Send a request to the leader, with retries; as the owner unless `get_user_token` is given."""
+        """Send a request to the leader, with retries; as the owner unless `token` is given."""
         while True:
             for host in self.controller_hosts:
                 access = self.make_access(host, token)
@@ -322,7 +322,7 @@ class SimCluster:
         return SimNetwork(self.world, CLIENT_HOST)
 
     def make_access(self, host: str, token: str = "") -> Access:
-        """How to connect to a controller; as the owner unless `get_user_token` is given."""
+        """How to connect to a controller; as the owner unless `token` is given."""
         paths = [self.directory / each / OWNER_TOKEN_FILE for each in self.controller_hosts]
         text = token or next(path for path in paths if path.exists()).read_text("utf-8")
         return Access(host=host, port=CONTROLLER_PORT, token=parse_token(text), tls=None)

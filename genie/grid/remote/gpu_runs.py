@@ -17,7 +17,7 @@ _GPU_QUERY_TIMEOUT_S = 10.0
 
 @register_op("gpu_runs.start")
 def start_with_gpus(args: OpArgs, blob: bytes) -> OpReply:
-    """Like runs.start, with `gpus` free GPUs."""
+    """Like runs.start_run, with `gpus` free GPUs."""
     return runs.start_run(args, blob, lambda held: _take_free_gpus(held, int(args["gpus"])))
 
 
