@@ -192,18 +192,18 @@ class Pair:
                 assert self.call("refresh") is True
             case "slice":
                 # Incomplete: what a policy without learning chooses must not depend on it.
-                self.both[0].refresh(other)
+                self.both[0].precompute(other)
             case "churn":
                 self.churn(node)
 
     def refresh_in_slices(self, chance: random.Random) -> None:
         native, plain = self.both
         for _ in range(SLICES_MAX):
-            if native.refresh(chance.choice([1, 2, 10, 100, 1000])):
+            if native.precompute(chance.choice([1, 2, 10, 100, 1000])):
                 break
         else:
             raise AssertionError("refresh() does not finish")
-        plain.refresh()
+        plain.precompute()
 
     def churn(self, node: int) -> None:
         """More changes of one node than the native placer logs."""
