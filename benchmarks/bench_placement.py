@@ -143,7 +143,7 @@ def measure_latency(policy: str, *, decisions: int) -> Iterator[report.Figure]:
     for pod in workload.pods:
         number = classes[pod]
         placer.observe(number, 1)
-        placer.refresh(20000)
+        placer.precompute(20000)
         start_ns = time.perf_counter_ns()
         place = placer.place(number, 1)
         durations_us.append((time.perf_counter_ns() - start_ns) / 1000)

@@ -26,7 +26,8 @@ _Result = TypeVar("_Result")
 PENDING_CHANGES_MAX = 4096
 STALLED_WRITE_S_MIN = 5.0
 """Below the timeout after which the controller gives up a launch."""
-FREE_SPACE_DIVISOR = 20
+REQUIRED_FREE_MAX_DIVISOR = 20
+"""The free space needed is at most the size of the disk divided by this."""
 _NODE_FAULT_ERRNOS = frozenset(
     {
         errno.ENOSPC,
@@ -68,7 +69,7 @@ class DiskMonitor:
 
     @property
     def _free_bytes_needed(self) -> int:
-        return min(self._free_min_bytes, self.last_reading.total_bytes // FREE_SPACE_DIVISOR)
+        return min(self._free_min_bytes, self.last_reading.total_bytes // REQUIRED_FREE_MAX_DIVISOR)
 
     @property
     def _free_bytes_to_reopen(self) -> int:

@@ -18,7 +18,7 @@ from genie.agent import job_files
 from genie.agent.leftovers import JOB_DIR_VARIABLE
 from genie.errors import LaunchError, WorkdirError
 from genie.hardware import visible_devices_env
-from genie.model.job import JobKind, Workdir, parse_worker_unit
+from genie.model.job import JobKind, Workdir, parse_worker_name
 from genie.model.messages import GetBlob, Launch, Message, Request, SignExecutor
 from genie.model.node import GPUInfo, NodeInfo, Vendor
 from genie.processes import executor_config, files, workdir
@@ -56,7 +56,7 @@ def job_environment(
         env |= _rendezvous_variables(launch)
     env |= launch.spec.env
     env |= _device_variables(launch, node.gpus)
-    env["GENIE_JOB_ID"] = parse_worker_unit(launch.job_id)[0]
+    env["GENIE_JOB_ID"] = parse_worker_name(launch.job_id)[0]
     env["GENIE_JOB_RANK"] = str(launch.rank)
     env["GENIE_JOB_WORKERS"] = str(max(len(launch.hosts), 1))
     env["GENIE_JOB_HOSTS"] = ",".join(launch.hosts)

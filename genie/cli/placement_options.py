@@ -176,7 +176,7 @@ class PlacementOptions:
     deadline: Annotated[
         str | None,
         typer.Option(
-            metavar="WHEN",
+            metavar="DURATION|TIME",
             help="Finish within 2h, or by 2030-01-31T18:00.",
             rich_help_panel=_SCHEDULING_PANEL,
         ),

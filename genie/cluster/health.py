@@ -33,7 +33,7 @@ from genie.model.event import EventType
 from genie.model.node import GPUInfo, NodeInfo, NodeStatus
 from genie.processes.call_thread import CallThread
 from genie.processes.clock import Clock, SystemClock
-from genie.runtime.interfaces import Interface, Throughput
+from genie.runtime.network_interfaces import Interface, Throughput
 
 _log = logging.getLogger(__name__)
 

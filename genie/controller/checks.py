@@ -209,7 +209,7 @@ def _check_contradictions(spec: JobSpec) -> None:
         raise UsageError("GPU constraints require GPUs, but gpus is 0", hint="set gpus")
     if constraints.near and set(constraints.near) <= set(constraints.apart):
         raise UsageError(
-            f"near and apart both name {' or '.join(constraints.near)}", hint="remove one of them"
+            f"near and apart both name job {' or '.join(constraints.near)}", hint="remove one of them"
         )
     if constraints.workers > 1 and spec.gpu_ids:
         raise UsageError(

@@ -43,7 +43,7 @@ def _has_remote_roots(roots: Sequence[Any]) -> bool:
     if len(tensors) < len(roots):
         return True
     library.ensure_loaded()
-    remote, local = genie_device.find_backward_devices(tensors)
+    remote, local = genie_device.find_backward_device_kinds(tensors)
     if remote and local:
         raise OpRefusedError(
             "a backward pass cannot include a local GPU and a remote accelerator",

@@ -12,7 +12,7 @@ FULL_MILLI = 1000
 
 
 class Hold(Record, frozen=True, kw_only=True, gc=False):
-    """What one worker holds on its node. `job_id` is the unit of the worker (`Job.unit`)."""
+    """What one worker holds on its node. `job_id` is the name of the worker (`Job.worker_name`)."""
 
     job_id: str
     tenant: str

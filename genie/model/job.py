@@ -222,22 +222,22 @@ class Job(Record, frozen=True, kw_only=True, gc=False):
         """The epoch of its placement; 0 without one."""
         return self.placements[0].epoch if self.placements else 0
 
-    def unit(self, rank: int) -> str:
+    def worker_name(self, rank: int) -> str:
         """The name of a worker for agents: the job ID, with the rank if there are several workers."""
-        return worker_unit_name(self.job_id, rank, workers=len(self.placements))
+        return make_worker_name(self.job_id, rank, workers=len(self.placements))
 
 
-UNIT_RANK_SEPARATOR = "."
+WORKER_RANK_SEPARATOR = "."
 
 
-def worker_unit_name(job_id: str, rank: int, *, workers: int) -> str:
-    return job_id if workers == 1 else f"{job_id}{UNIT_RANK_SEPARATOR}{rank}"
+def make_worker_name(job_id: str, rank: int, *, workers: int) -> str:
+    return job_id if workers == 1 else f"{job_id}{WORKER_RANK_SEPARATOR}{rank}"
 
 
-def parse_worker_unit(unit: str) -> tuple[str, int]:
+def parse_worker_name(name: str) -> tuple[str, int]:
     """Job ID and rank."""
-    job_id, mark, rank = unit.partition(UNIT_RANK_SEPARATOR)
-    return (job_id, int(rank)) if mark and rank.isdecimal() and len(rank) <= RANK_DIGITS_MAX else (unit, 0)
+    job_id, mark, rank = name.partition(WORKER_RANK_SEPARATOR)
+    return (job_id, int(rank)) if mark and rank.isdecimal() and len(rank) <= RANK_DIGITS_MAX else (name, 0)
 
 
 RANK_DIGITS_MAX = 6

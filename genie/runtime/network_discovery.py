@@ -22,8 +22,14 @@ from typing import Any, TypeVar
 from genie.errors import ConfigError, UnreachableError
 from genie.model.names import address_text
 from genie.runtime.backend_info import BACKEND_PRIORITY, BACKENDS, BackendInfo, get_backend_info
-from genie.runtime.interfaces import Interface, Throughput, compute_throughput, find_interface, read_traffic
 from genie.runtime.network import failure_reason, lookup_hint
+from genie.runtime.network_interfaces import (
+    Interface,
+    Throughput,
+    compute_throughput,
+    find_interface,
+    read_traffic,
+)
 
 _T = TypeVar("_T")
 _SocketAddress = tuple[int, Any]  # address family, and the address for the socket module

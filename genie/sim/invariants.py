@@ -15,7 +15,7 @@ import msgspec
 from genie.controller.controller import Controller
 from genie.controller.store import Delete, Put
 from genie.model.allocation import FULL_MILLI, Hold, NodeHolds
-from genie.model.job import Job, JobState, Placement, Spread, Within, parse_worker_unit
+from genie.model.job import Job, JobState, Placement, Spread, Within, parse_worker_name
 from genie.sim.cluster import FaultWindow, SimCluster
 from genie.sim.processes import SimMachines, SimProcess
 from genie.sim.world import World
@@ -33,7 +33,7 @@ _EXCUSED_AFTER_FAULT_S = 45.0
 _LEADERLESS_S_MAX = 30.0
 """The lease of the previous leader (5 s), nine reads of the store (2 s each in `slow_load`) and a reserve."""
 _RATE_WINDOW_S = 5.0
-_HEARTBEATS_PER_S = 2.0
+_HEARTBEATS_PER_NODE_PER_S_MAX = 2.0
 """One per `heartbeat_s`, which is 1 s, and another one: a change of the node or a connection sends more."""
 _REQUESTS_PER_WORKER_MAX = 6
 """In one window, of a worker that cannot start yet: it pauses for 0.2, 0.4, 0.8, 1.6 and 2 s in between."""
@@ -75,7 +75,7 @@ class InvariantChecker:
         self._mismatched_since_s: dict[tuple[str, int], float] = {}
         self.have_faults_ended = False
         """Holds without a process are checked only after the faults have ended."""
-        machines.spawn_callbacks.append(self._on_process_spawned)
+        machines.spawn_callbacks.append(self._check_spawned_process)
 
     def on_commit(self, operations: Sequence[Put | Delete]) -> None:
         touched: set[str] = set()
@@ -116,8 +116,10 @@ class InvariantChecker:
         if job.state is JobState.RUNNING and was is not JobState.RUNNING:
             self._confirmed_launches.add((job_id, job.epoch))
             for rank, placement in enumerate(job.placements):
-                if self._get_accepted_epoch(placement.node_id, job.unit(rank)) != placement.epoch:
-                    self._report_violation(f"epoch {job.epoch} runs, but {job.unit(rank)} was never accepted")
+                if self._get_accepted_epoch(placement.node_id, job.worker_name(rank)) != placement.epoch:
+                    self._report_violation(
+                        f"epoch {job.epoch} runs, but {job.worker_name(rank)} was never accepted"
+                    )
         if before is not None and before.state.is_final:
             self._report_violation(f"{job_id} was final ({before.reason}) and changed to {job}")
 
@@ -126,11 +128,11 @@ class InvariantChecker:
         self._holds_by_node[node_id] = node_holds
         touched = set()
         for hold in before.holds:
-            job_id = parse_worker_unit(hold.job_id)[0]
+            job_id = parse_worker_name(hold.job_id)[0]
             self._holds_by_job.get(job_id, {}).pop(hold.job_id, None)
             touched.add(job_id)
         for hold in node_holds.holds:
-            job_id = parse_worker_unit(hold.job_id)[0]
+            job_id = parse_worker_name(hold.job_id)[0]
             self._holds_by_job.setdefault(job_id, {})[hold.job_id] = (node_id, hold)
             touched.add(job_id)
         self._check_capacity(node_holds)
@@ -169,15 +171,15 @@ class InvariantChecker:
         """Check that the ledger holds exactly what the placements of the job require."""
         job = self.current_jobs.get(job_id)
         held = {
-            unit: (node_id, hold.epoch, hold.gpu_ids)
-            for unit, (node_id, hold) in self._holds_by_job.get(job_id, {}).items()
+            worker_name: (node_id, hold.epoch, hold.gpu_ids)
+            for worker_name, (node_id, hold) in self._holds_by_job.get(job_id, {}).items()
         }
         if held != ({} if job is None else _expected_holds(job)):
             self._report_violation(f"ledger has {held}, which does not match {job}")
 
     # -- processes ----------------------------------------------------------------------------
 
-    def _on_process_spawned(self, process: SimProcess) -> None:
+    def _check_spawned_process(self, process: SimProcess) -> None:
         if process.launch_key not in self._confirmed_launches:
             self._report_violation(f"{process} started before all workers of its launch were confirmed")
 
@@ -187,12 +189,14 @@ class InvariantChecker:
             (one.job_id, one.epoch): one for one in self._machines.live_processes() if not one.end_reason
         }
         held = {
-            (unit, hold.epoch) for those in self._holds_by_job.values() for unit, (_, hold) in those.items()
+            (worker_name, hold.epoch)
+            for those in self._holds_by_job.values()
+            for worker_name, (_, hold) in those.items()
         }
         placing = {
-            unit
-            for unit, epoch in held
-            if self.current_jobs[parse_worker_unit(unit)[0]].state is JobState.PLACING
+            worker_name
+            for worker_name, epoch in held
+            if self.current_jobs[parse_worker_name(worker_name)[0]].state is JobState.PLACING
         }
         mismatched = {
             key
@@ -236,11 +240,11 @@ class InnocentTenantChecker:
         self._checker = checker
         self._fault_windows = faults
         self._excused_job_ids: set[str] = set()
-        machines.termination_callbacks.append(self._on_process_terminated)
-        checker.end_callbacks.append(self._on_job_ended)
-        checker.delete_callbacks.append(self._on_job_deleted)
+        machines.termination_callbacks.append(self._check_terminated_process)
+        checker.end_callbacks.append(self._check_ended_job)
+        checker.delete_callbacks.append(self._report_deleted_job)
 
-    def _on_job_ended(self, job: Job) -> None:
+    def _check_ended_job(self, job: Job) -> None:
         if (
             job.tenant != self._tenant
             or job.state is JobState.SUCCEEDED
@@ -252,11 +256,11 @@ class InnocentTenantChecker:
                 f"{job.job_id} ended without a fault of its node: {job.state}, {job.reason}"
             )
 
-    def _on_job_deleted(self, job: Job) -> None:
+    def _report_deleted_job(self, job: Job) -> None:
         if job.tenant == self._tenant:
             self._machines.report_violation(f"{job.job_id} was deleted: {job.state}, {job.reason}")
 
-    def _on_process_terminated(self, process: SimProcess) -> None:
+    def _check_terminated_process(self, process: SimProcess) -> None:
         job_id = process.launch_key[0]
         job = self._checker.current_jobs.get(job_id)
         if job is None or job.tenant != self._tenant:
@@ -319,10 +323,10 @@ class RequestRateChecker:
         self._machines = machines
         self._hosts = hosts
         self._requests_allowed_per_window = (
-            _HEARTBEATS_PER_S * _RATE_WINDOW_S + _REQUESTS_PER_WORKER_MAX * workers_per_node_max
+            _HEARTBEATS_PER_NODE_PER_S_MAX * _RATE_WINDOW_S + _REQUESTS_PER_WORKER_MAX * workers_per_node_max
         )
         self._launch_count = 0
-        machines.spawn_callbacks.append(self._on_process_spawned)
+        machines.spawn_callbacks.append(self._count_launch)
 
     async def check_periodically(self) -> None:
         while True:
@@ -334,7 +338,7 @@ class RequestRateChecker:
                 if count > allowed:
                     self._machines.report_violation(f"{host} sent {count} requests in {_RATE_WINDOW_S:g} s")
 
-    def _on_process_spawned(self, process: SimProcess) -> None:
+    def _count_launch(self, process: SimProcess) -> None:
         self._launch_count += 1
 
 
@@ -346,7 +350,7 @@ def _expected_holds(job: Job) -> dict[str, tuple[str, int, tuple[int, ...]]]:
         return placement.node_id, placement.epoch, placement.gpu_ids
 
     return {
-        job.unit(rank): hold_key(placement)
+        job.worker_name(rank): hold_key(placement)
         for rank, placement in enumerate(job.placements)
         if placement.outcome is None
     }

@@ -19,7 +19,7 @@ import msgspec
 from genie.agent.jobs import CONTACT_LOST_REASON
 from genie.agent.launcher import LaunchPlan
 from genie.model.allocation import FULL_MILLI
-from genie.model.job import parse_worker_unit
+from genie.model.job import parse_worker_name
 from genie.model.messages import ExitReport
 from genie.processes import files
 from genie.sim.disk import SimDisk
@@ -59,7 +59,7 @@ class SimProcess:
     @property
     def launch_key(self) -> tuple[str, int]:
         """Job ID and epoch."""
-        return parse_worker_unit(self.job_id)[0], self.epoch
+        return parse_worker_name(self.job_id)[0], self.epoch
 
 
 class SimMachines:

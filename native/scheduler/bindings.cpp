@@ -218,7 +218,7 @@ NB_MODULE(genie_scheduler, module) {
             self.cluster().release(node, number, gpu_mask_from_numbers(gpus));
           },
           "request_class"_a, nb::kw_only(), "node"_a, "gpus"_a)
-      .def("refresh", &Placement::refresh, "budget"_a = INT64_MAX)
+      .def("precompute", &Placement::precompute, "budget"_a = INT64_MAX)
       .def("node_state", &node_state, "node"_a);
 }
 

@@ -42,7 +42,7 @@ Placement::Placement(const std::string& policy, uint64_t seed, std::vector<Typic
 void Placement::observe(int request_class, uint32_t tenant) {
   const RequestClass& request = cluster_.request_class(request_class);
   if (tenant == 0) throw UsageError("a tenant must be a number from 1");
-  if (is_refreshed_) {
+  if (was_precompute_called_) {
     current_state_->cache.add_class(cluster_, request_class, tenant);
     if (next_state_ != nullptr) next_state_->cache.add_class(cluster_, request_class, tenant);
   }
@@ -96,17 +96,17 @@ void Placement::drop_class(int request_class) {
   if (next_state_ != nullptr) next_state_->cache.drop_class(request_class);
 }
 
-// With refresh(), updates are prepared there; if the calls stop, updates must still happen.
+// With precompute(), updates are prepared there; if the calls stop, updates must still happen.
 void Placement::adopt_update_if_overdue() {
-  if (is_refreshed_ ? observed_requests_ < next_update_at_request_ + kUpdateIntervalRequests
+  if (was_precompute_called_ ? observed_requests_ < next_update_at_request_ + kUpdateIntervalRequests
                     : !is_update_due())
     return;
   learn_from_history();
 }
 
-bool Placement::refresh(int64_t units) {
+bool Placement::precompute(int64_t units) {
   if (is_random_) return true;
-  is_refreshed_ = true;
+  was_precompute_called_ = true;
   WorkBudget budget(units);
   return current_state_->cache.refresh(cluster_, *current_state_->policy, budget) && refresh_policy(budget) &&
          free_retired(budget);

@@ -33,7 +33,7 @@ class Placement {
   void drop_class(int request_class);
   // Precomputes what the next choices need; false if the budget is exhausted and something is left. Without
   // changes of the cluster, several small budgets have the same effect as a large one.
-  bool refresh(int64_t budget);
+  bool precompute(int64_t budget);
 
  private:
   // A policy with what it has learned, and its evaluations of the nodes.
@@ -57,10 +57,10 @@ class Placement {
   Cluster cluster_;
   SupplyOptions options_;
   bool is_random_ = false;
-  bool is_refreshed_ = false;  // refresh() is used, so updates are prepared there
+  bool was_precompute_called_ = false;  // precompute() is used, so updates are prepared there
   std::unique_ptr<LearnedState> current_state_;
   std::unique_ptr<LearnedState> next_state_;
-  std::unique_ptr<LearnedState> retired_;  // freed by refresh(): that takes long, too
+  std::unique_ptr<LearnedState> retired_;  // freed by precompute(): that takes long, too
   std::vector<RequestClass> history_;      // a ring buffer, without allowed nodes and GPUs
   uint64_t observed_requests_ = 0;
   uint64_t next_update_at_request_ = 0;

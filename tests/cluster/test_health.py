@@ -33,7 +33,7 @@ from genie.cluster.health import (
 from genie.errors import HardwareError
 from genie.hardware import CpuReading, HostFacts
 from genie.model.node import GPUInfo, NodeInfo, NodeRole, NodeStatus, Vendor
-from genie.runtime.interfaces import Interface, Throughput
+from genie.runtime.network_interfaces import Interface, Throughput
 from tests.fakes.step_clock import StepClock
 from tests.waiting import until
 

@@ -72,7 +72,7 @@ def test_valid_constraints_are_accepted(constraints: PlacementConstraints) -> No
         (PlacementConstraints(workers=2, spread=Spread.SPREAD, within=Within.ISLAND), "within = island"),
         (
             PlacementConstraints(near=("a", "b"), apart=("b", "c", "a")),
-            "near and apart both name a or b",
+            "near and apart both name job a or b",
         ),
     ],
 )

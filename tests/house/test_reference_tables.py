@@ -30,7 +30,7 @@ from genie.grid.runs import run
 from genie.model import event, node
 from genie.model.job import JobSpec, Placement
 from genie.model.messages import Launch
-from genie.runtime import backend_info, data_plane, interfaces, network_discovery
+from genie.runtime import backend_info, data_plane, network_discovery, network_interfaces
 from genie.sim.workloads import workload
 from tests.house.sources import PACKAGE, ROOT, list_functions, parse_file, read_table
 from tests.house.test_docs import commands_of_genie
@@ -49,8 +49,8 @@ TYPES: dict[str, tuple[type, ...]] = {
         data_plane.DataPlaneConfig,
         data_plane.TransportCoordinator,
         network_discovery.DiscoveryResult,
-        interfaces.Interface,
-        interfaces.Throughput,
+        network_interfaces.Interface,
+        network_interfaces.Throughput,
         network_discovery.Probe,
         network_discovery.Recommendation,
         network_discovery.Selection,

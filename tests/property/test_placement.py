@@ -85,8 +85,8 @@ requests = st.one_of(
 numbers = st.integers(0, 63)
 steps = st.one_of(
     st.tuples(st.sampled_from(["place", "place", "among", "gang", "gang", "release"]), numbers, numbers),
-    st.tuples(st.sampled_from(["close", "open", "gpu", "take", "choose", "refresh"]), numbers, numbers),
-    st.tuples(st.sampled_from(["node", "drop", "class", "set", "refresh", "slice"]), numbers, numbers),
+    st.tuples(st.sampled_from(["close", "open", "gpu", "take", "choose", "precompute"]), numbers, numbers),
+    st.tuples(st.sampled_from(["node", "drop", "class", "set", "precompute", "slice"]), numbers, numbers),
 )
 
 
@@ -186,24 +186,24 @@ class Pair:
                 self.call("drop_node_set", self.sets.pop(other % len(self.sets)))
             case "set":
                 self.add_set(one)
-            case "refresh" if self.budgets is not None:
+            case "precompute" if self.budgets is not None:
                 self.refresh_in_slices(self.budgets)
-            case "refresh":
-                assert self.call("refresh") is True
+            case "precompute":
+                assert self.call("precompute") is True
             case "slice":
                 # Incomplete: what a policy without learning chooses must not depend on it.
-                self.both[0].refresh(other)
+                self.both[0].precompute(other)
             case "churn":
                 self.churn(node)
 
     def refresh_in_slices(self, chance: random.Random) -> None:
         native, plain = self.both
         for _ in range(SLICES_MAX):
-            if native.refresh(chance.choice([1, 2, 10, 100, 1000])):
+            if native.precompute(chance.choice([1, 2, 10, 100, 1000])):
                 break
         else:
-            raise AssertionError("refresh() does not finish")
-        plain.refresh()
+            raise AssertionError("precompute() does not finish")
+        plain.precompute()
 
     def churn(self, node: int) -> None:
         """More changes of one node than the native placer logs."""
@@ -285,7 +285,7 @@ def test_native_and_python_placers_learn_the_same(seed: int) -> None:
 @settings(max_examples=30)
 @given(seed=st.integers(0, 2**32))
 def test_refresh_in_slices_changes_no_decision(seed: int) -> None:
-    """Slices of random size on one side, a single unlimited refresh on the other."""
+    """Slices of random size on one side, a single unlimited precompute() on the other."""
     pair = Pair(placers("supply"), budgets=random.Random(seed))
     learn_from_events(pair, random.Random(seed), refresh_share=0.3, churn_weight=3.0)
 
@@ -305,7 +305,7 @@ def learn_from_events(
         method = chance.choices(list(weights), list(weights.values()))[0]
         pair.do((method, chance.randrange(64), chance.randrange(64)))
         if chance.random() < refresh_share:
-            pair.do(("refresh", 0, 0))
+            pair.do(("precompute", 0, 0))
     pair.check_state()
 
 

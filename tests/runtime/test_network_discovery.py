@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 from genie.errors import ConfigError, UnreachableError
 from genie.runtime import network_discovery
 from genie.runtime.backend_info import BACKENDS
-from genie.runtime.interfaces import Interface
 from genie.runtime.network_discovery import (
     DiscoveryResult,
     NetworkDiscovery,
@@ -26,6 +25,7 @@ from genie.runtime.network_discovery import (
     recommend,
     select_backend,
 )
+from genie.runtime.network_interfaces import Interface
 from tests.waiting import until
 
 AVAILABLE = Probe(available=True, reason="there")

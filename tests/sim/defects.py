@@ -34,7 +34,7 @@ from genie.controller.request_limits import RequestLimits, TokenUsage
 from genie.controller.requests.open_waits import OpenWaits
 from genie.errors import StoreFullError
 from genie.hardware.host import DiskSpace
-from genie.model.job import FINAL_STATES, Job, JobState, parse_worker_unit
+from genie.model.job import FINAL_STATES, Job, JobState, parse_worker_name
 from genie.model.messages import ExitReport, Message
 from genie.model.tenant import TokenKind
 from genie.processes import files
@@ -69,10 +69,10 @@ def _plant_failing_exits(patch: pytest.MonkeyPatch) -> None:
     async def record_exits(
         self: JobLifecycle, node_id: str, reports: Sequence[ExitReport]
     ) -> list[ExitReport]:
-        units = ((report, *parse_worker_unit(report.job_id)) for report in reports)
+        workers = ((report, *parse_worker_name(report.job_id)) for report in reports)
         exits = (
             JobChange(job_id, partial(self._stage_exit, node_id, report, rank))
-            for report, job_id, rank in units
+            for report, job_id, rank in workers
         )
         builds = (partial(change.stage_change, self._ledger.jobs) for change in exits)
         for outcome in await self._ledger.write_each(builds):

@@ -212,7 +212,7 @@ def _check_ends(cluster: SimCluster, outcome: Outcome) -> Iterator[str]:
     for job_id, job in outcome.jobs.items():
         spec, seconds = outcome.submitted[job_id]
         limit_s = spec.constraints.time_limit_s
-        units = {(job.unit(rank), job.epoch) for rank in range(len(job.placements))}
+        units = {(job.worker_name(rank), job.epoch) for rank in range(len(job.placements))}
         if job.state is JobState.SUCCEEDED:
             if not units <= cluster.machines.completed_launch_keys:
                 yield f"{job_id} succeeded without completing: {job}"

@@ -42,7 +42,10 @@ def promote(
     ] = None,
     package: Annotated[
         list[str] | None,
-        typer.Option(metavar="REQUIREMENT", help="Additional package to install, such as torch; repeatable."),
+        typer.Option(
+            metavar="REQUIREMENT",
+            help="Additional package to install on the nodes, such as torch; repeatable.",
+        ),
     ] = None,
     wheels: Annotated[
         Path | None,

@@ -60,7 +60,7 @@ def setup(
         ),
     ] = None,
     package: Annotated[
-        list[str] | None, typer.Option(metavar="PACKAGE", help="Package to install; repeatable.")
+        list[str] | None, typer.Option(metavar="PACKAGE", help="Package to install on the nodes; repeatable.")
     ] = None,
     python: Annotated[
         str, typer.Option(metavar="PROGRAM", help="Python on the nodes for creating the environment.")

@@ -35,8 +35,8 @@ from genie.processes.tasks import unwrapped_task_group
 from genie.runtime.controller_connection import ControllerConnection, open_controller_connection
 from genie.runtime.credentials import Access, find_access, find_address
 from genie.runtime.data_plane import DataPlaneConfig, TransportCoordinator
-from genie.runtime.interfaces import InterfaceMeter
 from genie.runtime.network import Network, TcpNetwork, local_address_towards
+from genie.runtime.network_interfaces import InterfaceMeter
 from genie.supervisor.this_machine import add_local_cluster_hint
 from genie.telemetry import log
 

@@ -139,7 +139,7 @@ class JobChanges:
             placements[rank] = msgspec.structs.replace(placement, outcome=JobState.CANCELLED)
             held = txn.get(self._ledger.holds, placement.node_id)
             if held is not None:
-                txn.put(self._ledger.holds, placement.node_id, held.without_job(job.unit(rank)))
+                txn.put(self._ledger.holds, placement.node_id, held.without_job(job.worker_name(rank)))
         reason = f"{STOPPING_PREFIX}its launch is no longer valid"
         marked = msgspec.structs.replace(
             job, placements=tuple(placements), stop=StopReason.PREEMPT, reason=reason

@@ -55,7 +55,7 @@ from genie.model.job import (
     StopReason,
     Transition,
     is_shrunk_job,
-    parse_worker_unit,
+    parse_worker_name,
     truncate_reason,
     with_state,
 )
@@ -90,7 +90,7 @@ class LostWorker:
     """A worker that its node no longer runs. `is_still_lost` is evaluated in the transaction: the node may
     have reconnected meanwhile."""
 
-    worker_unit: str
+    worker_name: str
     node_id: str
     epoch: int
     reason: str
@@ -176,7 +176,7 @@ class JobLifecycle:
 
     def find_worker(self, key: str, identity: Identity) -> tuple[Job, int]:
         """Find the job and rank of JOB.RANK; JOB alone is rank 0."""
-        job_id, rank = parse_worker_unit(key)
+        job_id, rank = parse_worker_name(key)
         has_name = self._index.has_name
         if not has_name(key) and (job_id in self._ledger.jobs or has_name(job_id)):
             return self.find(job_id, identity), rank
@@ -438,18 +438,18 @@ class JobLifecycle:
             )
 
     async def confirm_launch(
-        self, node_id: str, worker_unit: str, *, epoch: int, incarnation: int, wait_s: float = 0.0
+        self, node_id: str, worker_name: str, *, epoch: int, incarnation: int, wait_s: float = 0.0
     ) -> None:
         """Confirm the launch of a worker; the job runs when all workers are confirmed. FencedError if the
         launch is no longer valid, WorkersMissingError if other workers are not ready after `wait_s`.
         Idempotent: a reply may be lost."""
-        job_id, rank = parse_worker_unit(worker_unit)
+        job_id, rank = parse_worker_name(worker_name)
 
         def require_valid() -> Job:
             job = self.get(job_id)
             is_void = job is None or not is_current_placement(job, rank, node_id, epoch) or bool(job.stop)
             if is_void or job is None or job.placements[rank].incarnation != incarnation:
-                raise FencedError(f"launch {epoch} of job {worker_unit} is no longer valid")
+                raise FencedError(f"launch {epoch} of job {worker_name} is no longer valid")
             return job
 
         def build(txn: Transaction) -> None:
@@ -501,7 +501,7 @@ class JobLifecycle:
         changed, which is quarantined."""
         changes = []
         for report in reports:
-            job_id, rank = parse_worker_unit(report.job_id)
+            job_id, rank = parse_worker_name(report.job_id)
             changes.append(JobChange(job_id, partial(self._stage_exit, node_id, report, rank), rank))
         outcomes = await self._changes.apply_each(changes)
         return [
@@ -624,7 +624,7 @@ class JobLifecycle:
         is quarantined. Return the number of lost workers."""
         changes = []
         for worker in workers:
-            job_id, rank = parse_worker_unit(worker.worker_unit)
+            job_id, rank = parse_worker_name(worker.worker_name)
             changes.append(JobChange(job_id, partial(self._stage_lost_worker, worker, rank), rank))
         outcomes = await self._changes.apply_each(changes)
         return sum(outcome is True for outcome in outcomes)
@@ -713,13 +713,13 @@ class JobLifecycle:
         node_id = job.placements[rank].node_id
         held = txn.get(self._ledger.holds, node_id)
         if held is not None:
-            txn.put(self._ledger.holds, node_id, held.without_job(job.unit(rank)))
+            txn.put(self._ledger.holds, node_id, held.without_job(job.worker_name(rank)))
 
     def _release_orphaned_hold(self, txn: Transaction, worker: LostWorker) -> None:
         held = txn.get(self._ledger.holds, worker.node_id)
-        key = (worker.worker_unit, worker.epoch)
+        key = (worker.worker_name, worker.epoch)
         if held is not None and any((hold.job_id, hold.epoch) == key for hold in held.holds):
-            txn.put(self._ledger.holds, worker.node_id, held.without_job(worker.worker_unit))
+            txn.put(self._ledger.holds, worker.node_id, held.without_job(worker.worker_name))
 
     def _new_job_id(self) -> str:
         while True:
@@ -786,7 +786,7 @@ def _hold_of(job: Job, rank: int) -> Hold:
     """Return what a worker holds on its node."""
     resources, placement = job.spec.resources, job.placements[rank]
     return Hold(
-        job_id=job.unit(rank),
+        job_id=job.worker_name(rank),
         tenant=job.tenant,
         epoch=placement.epoch,
         incarnation=placement.incarnation,

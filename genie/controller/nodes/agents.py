@@ -42,7 +42,7 @@ from genie.errors import (
     UsageError,
 )
 from genie.model.allocation import NodeHolds
-from genie.model.job import Job, JobKind, JobState, StopReason, parse_worker_unit
+from genie.model.job import Job, JobKind, JobState, StopReason, parse_worker_name
 from genie.model.messages import (
     ConfirmLaunch,
     Done,
@@ -246,7 +246,7 @@ class Agents:
         by_node: dict[str, list[tuple[Job, int]]] = {}
         for job in jobs:
             for rank, placement in enumerate(job.placements):
-                self._confirm_deadlines_s[job.unit(rank)] = confirm_by_s
+                self._confirm_deadlines_s[job.worker_name(rank)] = confirm_by_s
                 by_node.setdefault(placement.node_id, []).append((job, rank))
         for node_id, workers in by_node.items():
             order = self._deliver_launches(node_id, workers)
@@ -256,25 +256,25 @@ class Agents:
         """Send the kill of a job to its agents. Heartbeats repeat it until the job has ended."""
         for rank, placement in enumerate(job.placements):
             if placement.outcome is None and self._orders.free_capacity > 0:
-                self._orders.send(self._deliver_kill(job, rank), name=f"kill of {job.unit(rank)}")
+                self._orders.send(self._deliver_kill(job, rank), name=f"kill of {job.worker_name(rank)}")
 
-    async def read_log(self, worker_unit: str, node_id: str, request: ReadLog) -> LogChunk:
+    async def read_log(self, worker_name: str, node_id: str, request: ReadLog) -> LogChunk:
         """Read a log from the agent that has it."""
         peer = self._membership.get_connection(node_id)
         if peer is None:
             raise UnreachableError(
-                f"the log of {worker_unit} is on node {node_id}, which is not connected",
+                f"the log of {worker_name} is on node {node_id}, which is not connected",
                 hint="try again when the node is connected",
             )
-        forwarded = msgspec.structs.replace(request, job_id=worker_unit)
+        forwarded = msgspec.structs.replace(request, job_id=worker_name)
         return await peer.call(forwarded, timeout_s=request.wait_s + ORDER_TIMEOUT_S)
 
     def find_blob_tenant(self, node_id: str, digest: str) -> str | None:
         """Find the tenant whose unfinished job on this node needs that blob; extends the job's confirmation
         deadline, because the node is downloading."""
         held = self._ledger.holds.get(node_id)
-        units = [parse_worker_unit(hold.job_id) for hold in held.holds] if held else []
-        jobs = [(self._jobs.get(job_id), rank) for job_id, rank in units]
+        workers = [parse_worker_name(hold.job_id) for hold in held.holds] if held else []
+        jobs = [(self._jobs.get(job_id), rank) for job_id, rank in workers]
         matching = [(job, rank) for job, rank in jobs if job and _needs_blob(job, digest)]
         for job, rank in matching:
             self._extend_confirmation_deadline(job, rank)
@@ -315,7 +315,9 @@ class Agents:
                 placement.node_id
                 for rank, placement in enumerate(job.placements)
                 if now_s
-                >= self._confirm_deadlines_s.setdefault(job.unit(rank), now_s + self._confirm_timeout_s)
+                >= self._confirm_deadlines_s.setdefault(
+                    job.worker_name(rank), now_s + self._confirm_timeout_s
+                )
             }
             if job.stop:  # its release was interrupted
                 unconfirmed.append((job, stopping_reason(job)))
@@ -324,7 +326,7 @@ class Agents:
                 unconfirmed.append((job, f"the launch was not confirmed before the timeout on {nodes}"))
         await self._jobs.requeue_unconfirmed_jobs(unconfirmed[:CHANGES_PER_TICK_MAX])
         placing = {
-            job.unit(rank)
+            job.worker_name(rank)
             for job in self._jobs.jobs_in_states(JobState.PLACING)
             for rank in range(len(job.placements))
         }
@@ -443,7 +445,7 @@ class Agents:
             raise NodeError(f"node {node_id} was connected until recently", hint="try again later")
         reason = f"node {node_id} was removed"
         await self._jobs.record_lost_workers(
-            LostWorker(job.unit(rank), node_id, placement.epoch, reason)
+            LostWorker(job.worker_name(rank), node_id, placement.epoch, reason)
             for job in self._jobs.jobs_in_states(JobState.PLACING, JobState.RUNNING)
             for rank, placement in enumerate(job.placements)
             if placement.node_id == node_id and placement.outcome is None
@@ -476,10 +478,10 @@ class Agents:
                 hint=f"run 'genie forget {node_id}' as the owner, then let the node join again",
             )
 
-    def _isolate_errors_of_job(self, worker_unit: str) -> AbstractContextManager[None]:
+    def _isolate_errors_of_job(self, worker_name: str) -> AbstractContextManager[None]:
         """A failed change of this job affects no other job."""
         return self._ledger.quarantine.isolate_errors(
-            self._ledger.jobs.prefix + parse_worker_unit(worker_unit)[0]
+            self._ledger.jobs.prefix + parse_worker_name(worker_name)[0]
         )
 
     async def _end_jobs_of_earlier_incarnations(
@@ -514,7 +516,7 @@ class Agents:
         return settled, self._jobs_to_kill(node_id, request.running)
 
     def _is_node_fault(self, node_id: str, report: ExitReport) -> bool:
-        job_id, rank = parse_worker_unit(report.job_id)
+        job_id, rank = parse_worker_name(report.job_id)
         job = self._jobs.get(job_id)
         is_current = job is not None and is_current_placement(job, rank, node_id, report.epoch)
         return job is not None and is_current and failed_because_of_node(job, report)
@@ -526,7 +528,7 @@ class Agents:
         before = self._unlisted_counts.get(node_id, {})
         missing: dict[tuple[str, int], int] = {}
         for hold in held.holds:
-            key, job = (hold.job_id, hold.epoch), self._jobs.get(parse_worker_unit(hold.job_id)[0])
+            key, job = (hold.job_id, hold.epoch), self._jobs.get(parse_worker_name(hold.job_id)[0])
             if key not in reported and (job is None or job.state is JobState.RUNNING):
                 missing[key] = before.get(key, 0) + 1
         self._unlisted_counts[node_id] = missing
@@ -540,7 +542,7 @@ class Agents:
     def _jobs_to_kill(self, node_id: str, running: Sequence[RunningJob]) -> list[JobOrder]:
         orders = []
         for item in running:
-            job_id, rank = parse_worker_unit(item.job_id)
+            job_id, rank = parse_worker_name(item.job_id)
             job = self._jobs.get(job_id)
             if job is None and self._ledger.jobs.is_unreadable(job_id):
                 continue  # it may be another version's; its hold stays while it runs
@@ -570,7 +572,9 @@ class Agents:
 
     def _extend_confirmation_deadline(self, job: Job, rank: int) -> None:
         if job.state is JobState.PLACING:
-            self._confirm_deadlines_s[job.unit(rank)] = self._clock.monotonic_s() + self._confirm_timeout_s
+            self._confirm_deadlines_s[job.worker_name(rank)] = (
+                self._clock.monotonic_s() + self._confirm_timeout_s
+            )
 
     def _kill_grace_s(self, job: Job) -> float | None:
         """The job's own grace period if it is preempted, up to its time limit; otherwise None, the
@@ -588,7 +592,7 @@ class Agents:
         token = self._election.require_fencing_token()
         orders = [
             Launch(
-                job_id=job.unit(rank),
+                job_id=job.worker_name(rank),
                 tenant=job.tenant,
                 spec=job.spec,
                 placement=job.placements[rank],
@@ -611,7 +615,7 @@ class Agents:
             try:
                 await self._handle_failed_launch(job, node_id, error)
             except GenieError as failure:  # continue with the other launches
-                _log.info("could not record the failed launch of %s: %s", job.unit(rank), failure)
+                _log.info("could not record the failed launch of %s: %s", job.worker_name(rank), failure)
 
     async def _handle_failed_launch(self, job: Job, node_id: str, error: GenieError) -> None:
         # A ProtocolError has reached the agent: sending it again would not help.
@@ -635,7 +639,7 @@ class Agents:
             return
         token = self._election.require_fencing_token()
         order = Kill(
-            job_id=job.unit(rank),
+            job_id=job.worker_name(rank),
             epoch=placement.epoch,
             leader_token=token,
             reason=stopping_reason(job),

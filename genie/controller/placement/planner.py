@@ -19,7 +19,7 @@ from genie.controller.ledger import Ledger
 from genie.controller.nodes.views import NodeSnapshot, NodeViews
 from genie.errors import UsageError
 from genie.model.allocation import Hold, NodeHolds
-from genie.model.job import Job, JobSpec, JobState, PlacementConstraints, Resources, parse_worker_unit
+from genie.model.job import Job, JobSpec, JobState, PlacementConstraints, Resources, parse_worker_name
 from genie.model.node import NodeInfo, Vendor
 from genie.processes.clock import Clock
 from genie.scheduler import feasibility
@@ -281,7 +281,7 @@ class Planner:
         self._orphaned_workers.clear()
         for node_id, held in self._ledger.holds.items():
             for hold in held.holds:
-                if parse_worker_unit(hold.job_id)[0] not in self._ledger.jobs:
+                if parse_worker_name(hold.job_id)[0] not in self._ledger.jobs:
                     self._account_for_orphaned_hold(node_id, hold)
         for request, places in self._uncommitted_starts.values():
             self._record_start(request, places, self._scheduler_now())

@@ -15,14 +15,14 @@ from genie.controller.connection import Connection, Handlers
 from genie.controller.jobs.lifecycle import JobLifecycle
 from genie.controller.requests.open_waits import OpenWaits, too_many_open_error
 from genie.errors import JobNotFoundError, UsageError
-from genie.model.job import Job, PastRun, worker_unit_name
+from genie.model.job import Job, PastRun, make_worker_name
 from genie.model.messages import CHUNK_BYTES_MAX, LogChunk, ReadLog
 from genie.model.tenant import Identity
 from genie.processes.clock import Clock
 
 
 class LogRequests:
-    """`read_from_agent(unit, node_id, request)` forwards a request to the agent of that node;
+    """`read_from_agent(worker_name, node_id, request)` forwards a request to the agent of that node;
     `check_readable` raises NotLeaderError where another controller must respond."""
 
     def __init__(
@@ -65,7 +65,7 @@ class LogRequests:
             )
         left_s = max(deadline_s - clock.monotonic_s(), 0.0)
         chunk = await self._read_from_node(
-            worker_unit_name(job.job_id, rank, workers=len(run.nodes)),
+            make_worker_name(job.job_id, rank, workers=len(run.nodes)),
             run.nodes[rank],
             msgspec.structs.replace(request, wait_s=left_s, epoch=run.epoch),
             tenant=identity.tenant,
@@ -83,19 +83,19 @@ class LogRequests:
         return self._jobs.find(job.job_id, identity)
 
     async def _read_from_node(
-        self, worker_unit: str, node_id: str, request: ReadLog, *, tenant: str
+        self, worker_name: str, node_id: str, request: ReadLog, *, tenant: str
     ) -> LogChunk:
         """Read from the agent. Above the limit on waits, the reply contains the output that exists."""
         waits = self._open_waits
         if request.wait_s:
             with waits.try_open_wait(tenant, node_id=node_id) as is_allowed:
                 if is_allowed:
-                    return await self._read_from_agent(worker_unit, node_id, request)
+                    return await self._read_from_agent(worker_name, node_id, request)
         with waits.try_open_read(tenant, node_id=node_id) as is_allowed:
             if not is_allowed:
                 raise too_many_open_error(f"reads of logs on node {node_id}")
             chunk = await self._read_from_agent(
-                worker_unit, node_id, msgspec.structs.replace(request, wait_s=0.0)
+                worker_name, node_id, msgspec.structs.replace(request, wait_s=0.0)
             )
         if request.wait_s and not chunk.data and not chunk.eof:
             raise too_many_open_error(f"waits for output of node {node_id}")

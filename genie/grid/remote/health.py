@@ -184,7 +184,7 @@ def read_gpus(timeout_s: float) -> Reading:
         {"gpus": lambda: _read_gpus_by_tool(tool, timeout_s, _NO_THROTTLE_CHECK_C)}, {}, timeout_s
     )
     if "gpus" not in found:
-        raise OpError("gpus", f"GPUs: {found['failed']['gpus']}")
+        raise OpError("gpus", f"could not read the GPUs: {found['failed']['gpus']}")
     return found
 
 

@@ -232,7 +232,7 @@ def _add_folder(error: OSError, folder: str) -> None:
 def compute_digest(engine: tree.PlainEngine, records: bytes) -> bytes:
     import hashlib
 
-    return hashlib.sha256(engine.without_stamps(records)).digest()
+    return hashlib.sha256(engine.records_to_compare(records)).digest()
 
 
 def library_path(folder: str, key: str) -> str:

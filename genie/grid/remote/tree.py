@@ -304,7 +304,7 @@ class PlainEngine:
                 merged[one.path] = bytes(one.data[one.at : one.end])
         return b"".join(merged[path] for path in sorted(merged, key=walk_order_key))
 
-    def without_stamps(self, records: bytes) -> bytes:
+    def records_to_compare(self, records: bytes) -> bytes:
         """Return the records without stamps and excluded paths, which both sides must agree on."""
         return b"".join(one.without_stamp for one in iter_records(records) if one.kind != EXCLUDED)
 
@@ -689,7 +689,7 @@ class CompiledEngine(PlainEngine):
             "genie_merge_records", old, self._to_u64(len(old)), changes, self._to_u64(len(changes))
         )[1]
 
-    def without_stamps(self, records: bytes) -> bytes:
+    def records_to_compare(self, records: bytes) -> bytes:
         return self._call("genie_remove_stamps", records, self._to_u64(len(records)))[1]
 
 

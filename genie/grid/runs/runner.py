@@ -65,7 +65,7 @@ _GPU_START_TIMEOUT_S = 30.0
 _INTERRUPT_TIMEOUT_S = 2.0
 _KILL_TIMEOUT_S = 10.0
 """How long a cancel waits for the end of a killed run, regardless of its grace period."""
-_POLL_INTERVAL_S = 0.1
+_INTERRUPT_POLL_INTERVAL_S = 0.1
 _OUTAGE_MESSAGE_INTERVAL_S = 10.0
 _CANCELLED_STARTS_MAX = 4096
 _CONCURRENT_READS_MAX = 40
@@ -234,7 +234,7 @@ class Runner:
                         reply, _ = await self._request(node, "status", {"id": run_id}, retries=0)
                     if isinstance(reply, dict) and reply.get("state") in ("exited", "lost"):
                         return True
-            await asyncio.sleep(_POLL_INTERVAL_S)
+            await asyncio.sleep(_INTERRUPT_POLL_INTERVAL_S)
         return False
 
     async def wait(

@@ -294,7 +294,10 @@ class SshPool:
             )
             if idle is not None:
                 del self._connection_by_node[idle.name]
-                _log.debug("closing an idle SSH connection", extra={"node": idle.name, "for_node": node.name})
+                _log.debug(
+                    "the pool is full; closing an idle SSH connection",
+                    extra={"node": idle.name, "for_node": node.name},
+                )
                 await idle.close()
                 continue
             await self._slot_freed.wait()

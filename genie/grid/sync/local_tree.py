@@ -116,7 +116,7 @@ class LocalTree:
         """Computes the digest; all files are hashed."""
         if not snapshot.digest:
             records = bytes(snapshot.records)
-            snapshot.digest = hashlib.sha256(self.engine.without_stamps(records)).hexdigest()
+            snapshot.digest = hashlib.sha256(self.engine.records_to_compare(records)).hexdigest()
             snapshot.dirty = []
 
     def write_index_if_changed(self, snapshot: TreeSnapshot) -> None:
@@ -161,7 +161,7 @@ class LocalTree:
         try:
             whole = (
                 magic == STATE_MAGIC
-                and hashlib.sha256(self.engine.without_stamps(records)).digest() == digest
+                and hashlib.sha256(self.engine.records_to_compare(records)).digest() == digest
             )
         except OSError:
             whole = False

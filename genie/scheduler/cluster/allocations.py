@@ -275,7 +275,7 @@ class ClusterAllocations:
     def prepare_placements(self, evaluations_max: int) -> bool:
         """Prepare the next choices, with at most `evaluations_max` evaluations; True if nothing is left to
         prepare."""
-        return self.placers.main_placer.refresh(evaluations_max)
+        return self.placers.main_placer.precompute(evaluations_max)
 
     def record_arrival(self, request: JobRequest) -> None:
         """Record an arrival; policies learn from it."""

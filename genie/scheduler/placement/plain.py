@@ -58,7 +58,7 @@ class PlainPlacer:
         self._recent_requests: deque[PlacementRequest] = deque(maxlen=HISTORY_REQUESTS_MAX)
         self._observed_requests = 0
         self._next_update_requests = FIRST_UPDATE_REQUESTS
-        self._was_refresh_called = False
+        self._was_precompute_called = False
 
     def add_node(
         self,
@@ -148,7 +148,7 @@ class PlainPlacer:
     def take(self, request_class: int, tenant: int, *, node: int, gpus: Sequence[int]) -> None:
         request, target = self._get_request_class(request_class, tenant), self._get_node(node)
         chosen = _check_gpu_numbers(gpus)
-        fits = target.has_capacity(request) and len(chosen) == request.gpus
+        fits = target.has_cpu_and_memory(request) and len(chosen) == request.gpus
         fits = fits and all(
             g < len(target.gpus) and target.gpus[g].has_capacity(request, tenant) for g in chosen
         )
@@ -228,9 +228,9 @@ class PlainPlacer:
                 most, where = len(found), index
         return fill_domain(where, most) if most >= least else None
 
-    def refresh(self, budget: int = UNLIMITED) -> bool:
+    def precompute(self, budget: int = UNLIMITED) -> bool:
         """The budget is ignored."""
-        self._was_refresh_called = True
+        self._was_precompute_called = True
         if self._is_update_due():
             self._update_policy()
         return True
@@ -275,7 +275,7 @@ class PlainPlacer:
     def _update_if_overdue(self) -> None:
         if (
             self._observed_requests >= self._next_update_requests + UPDATE_INTERVAL_REQUESTS
-            if self._was_refresh_called
+            if self._was_precompute_called
             else self._is_update_due()
         ):
             self._update_policy()

@@ -127,8 +127,8 @@ class Placer(PlacementState, Registrations, Protocol):
     """The same calls in the same order return the same results."""
 
     def observe(self, request_class: int, tenant: int) -> None:
-        """Record the arrival of a request, once each. Learning policies learn from it, and refresh() prepares
-        for it."""
+        """Record the arrival of a request, once each. Learning policies learn from it, and precompute()
+        prepares for it."""
         ...
 
     def choose(self, request_class: int, tenant: int, *, among: int | None = None) -> Place | None:
@@ -160,7 +160,7 @@ class Placer(PlacementState, Registrations, Protocol):
         """
         ...
 
-    def refresh(self, budget: int = UNLIMITED) -> bool:
+    def precompute(self, budget: int = UNLIMITED) -> bool:
         """Precompute what the next choices need, with at most `budget` evaluations; True if nothing is left.
 
         Call it between decisions to reduce their latency; results do not depend on it. After the first call,

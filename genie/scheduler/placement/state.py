@@ -93,9 +93,11 @@ class Node:
     def fits_except_gpus(self, request: PlacementRequest) -> bool:
         if not self.is_open or (request.nodes is not None and self.number not in request.nodes):
             return False
-        return self.has_capacity(request) and (request.gpus == 0 or bool(request.models >> self.model & 1))
+        return self.has_cpu_and_memory(request) and (
+            request.gpus == 0 or bool(request.models >> self.model & 1)
+        )
 
-    def has_capacity(self, request: PlacementRequest) -> bool:
+    def has_cpu_and_memory(self, request: PlacementRequest) -> bool:
         return self.free_cpu_milli >= request.cpu_milli and self.free_memory_mib >= request.memory_mib
 
     def usable_gpus(self, request: PlacementRequest, tenant: int) -> list[int]:

@@ -140,8 +140,8 @@ bool keep_local_accelerator() {
 void enter_backward() { backward_depth++; }
 void leave_backward() { backward_depth--; }
 
-BackwardDevices find_backward_devices(const std::vector<at::Tensor>& roots) {
-  BackwardDevices devices;
+BackwardDeviceKinds find_backward_device_kinds(const std::vector<at::Tensor>& roots) {
+  BackwardDeviceKinds devices;
   std::unordered_set<torch::autograd::Node*> seen;
   std::vector<torch::autograd::Node*> next;
   auto visit = [&](torch::autograd::Node* node) {

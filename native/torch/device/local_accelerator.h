@@ -19,10 +19,10 @@ void enter_backward();
 void leave_backward();
 
 // The kinds of devices that a backward pass from these roots would use.
-struct BackwardDevices {
+struct BackwardDeviceKinds {
   bool remote = false;
   bool local = false;  // an accelerator of this machine
 };
-BackwardDevices find_backward_devices(const std::vector<at::Tensor>& roots);
+BackwardDeviceKinds find_backward_device_kinds(const std::vector<at::Tensor>& roots);
 
 }  // namespace genie

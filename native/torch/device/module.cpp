@@ -299,8 +299,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("keep_local_accelerator", &keep_local_accelerator);
   m.def("enter_backward", &enter_backward);
   m.def("leave_backward", &leave_backward);
-  m.def("find_backward_devices", [](const std::vector<at::Tensor>& roots) {
-    BackwardDevices found = find_backward_devices(roots);
+  m.def("find_backward_device_kinds", [](const std::vector<at::Tensor>& roots) {
+    BackwardDeviceKinds found = find_backward_device_kinds(roots);
     return std::make_pair(found.remote, found.local);
   });
   m.def("take_graph_result", &take_graph_result);

@@ -423,14 +423,14 @@ void GraphTable::add_captured_storages(RecordedGraph& graph, const std::unordere
 
 // Whether all storages still have the memory that was captured.
 bool GraphTable::is_capture_valid(RecordedGraph& graph) {
-  if (graph.storage_changes_seen == storages_.graph_storage_changes()) return true;
+  if (graph.storage_changes_seen == storages_.graph_storage_change_count()) return true;
   for (const CapturedStorage& saved : graph.captured_storages) {
     const c10::Storage& now = saved.slot->storage;
     if (saved.is_result && !saved.slot->is_in_use()) continue;
     if (!now || !now.is_alias_of(saved.storage) || now.data() != saved.memory || now.nbytes() != saved.bytes)
       return false;
   }
-  graph.storage_changes_seen = storages_.graph_storage_changes();
+  graph.storage_changes_seen = storages_.graph_storage_change_count();
   return true;
 }
 
@@ -455,7 +455,7 @@ void GraphTable::try_capture(RecordedGraph& graph) {
   add_captured_storages(graph, graph.results, /*are_results=*/true);
   storages_.add_result_bytes(static_cast<int64_t>(captured.pool_bytes));
   graph.captured = std::move(captured);
-  graph.storage_changes_seen = storages_.graph_storage_changes();
+  graph.storage_changes_seen = storages_.graph_storage_change_count();
 }
 
 FailurePtr GraphTable::capture_replay(CapturedGraph& captured, RecordedGraph& graph) {

@@ -102,13 +102,13 @@ class StorageTable {
   }
 
   // Incremented when a slot that graphs use loses or changes its memory.
-  uint64_t graph_storage_changes() const { return graph_storage_changes_; }
+  uint64_t graph_storage_change_count() const { return graph_storage_change_count_; }
 
  private:
   // A new storage with the contents up to the smaller size.
   c10::Storage copy_storage(const StorageSlot& slot, uint64_t bytes) const;
   at::Tensor make_view(const StorageSlot& slot, const TensorMeta& meta, int64_t offset) const;
-  void count_graph_storage_change(const StorageSlot& slot) { graph_storage_changes_ += slot.graph_uses > 0; }
+  void count_graph_storage_change(const StorageSlot& slot) { graph_storage_change_count_ += slot.graph_uses > 0; }
 
   c10::Device device_;
   uint64_t bytes_max_;
@@ -116,7 +116,7 @@ class StorageTable {
   std::vector<std::unique_ptr<StorageSlot[]>> pages_;
   MemoryCounters counters_;
   uint64_t reply_bytes_ = 0;
-  uint64_t graph_storage_changes_ = 0;
+  uint64_t graph_storage_change_count_ = 0;
 };
 
 }  // namespace genie

@@ -24,7 +24,7 @@ from genie.model.job import (
     Spread,
     StopReason,
     Within,
-    parse_worker_unit,
+    parse_worker_name,
 )
 from genie.model.messages import (
     CancelJob,
@@ -145,7 +145,7 @@ async def test_gang_that_does_not_fit_holds_nothing(tmp_path: Path) -> None:
         b.end(launch)
         await b.beat()
         assert (await owner.job(busy.job_id)).state is JobState.SUCCEEDED
-        assert {parse_worker_unit((await agent.next_launch()).job_id)[0] for agent in (a, b)} == {gang.job_id}
+        assert {parse_worker_name((await agent.next_launch()).job_id)[0] for agent in (a, b)} == {gang.job_id}
 
 
 async def test_gang_too_large_for_the_cluster_is_rejected(tmp_path: Path) -> None:

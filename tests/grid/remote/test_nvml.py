@@ -186,9 +186,9 @@ def test_hanging_driver_fails_only_gpu_reading_and_uses_one_thread(hanging: Driv
 
 
 def test_hanging_driver_does_not_block_gpu_choice(hanging: Driver) -> None:
-    with pytest.raises(OpError, match=r"GPUs: took longer than 0\.1 s"):
+    with pytest.raises(OpError, match=r"could not read the GPUs: took longer than 0\.1 s"):
         health.read_gpus(0.1)
-    with pytest.raises(OpError, match="GPUs: a previous reading still hangs"):
+    with pytest.raises(OpError, match="could not read the GPUs: a previous reading still hangs"):
         health.read_gpus(0.1)
 
 

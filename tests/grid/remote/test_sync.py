@@ -64,9 +64,9 @@ def change(before: bytes, folder: Path) -> bytes:
         one = tree.TreeRecord(after, place)
         head = tree.FRAME_HEADER.pack(ord("F"), 0, one.mode, 0, one.size, one.mtime_ns, one.sha)
         frames.append(head + (folder / os.fsdecode(one.path)).read_bytes())
-    base = hashlib.sha256(ENGINE.without_stamps(before)).hexdigest() if before else ""
+    base = hashlib.sha256(ENGINE.records_to_compare(before)).hexdigest() if before else ""
     plan = encode_plan(
-        delta, after, base=base, digest=hashlib.sha256(ENGINE.without_stamps(after)).hexdigest()
+        delta, after, base=base, digest=hashlib.sha256(ENGINE.records_to_compare(after)).hexdigest()
     )
     return b"".join(frames) + b"".join(make_plan_frames(plan))
 

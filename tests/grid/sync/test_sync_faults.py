@@ -322,7 +322,7 @@ def _as_before(data: bytes, shas: dict[bytes, bytes]) -> bytes:
     for one in tree.iter_records(bytes(records)):
         if one.path in shas:
             records[one.at + 24 : one.at + 56] = shas[one.path]
-    digest = hashlib.sha256(tree.PlainEngine().without_stamps(bytes(records))).digest()
+    digest = hashlib.sha256(tree.PlainEngine().records_to_compare(bytes(records))).digest()
     return STATE_HEADER.pack(b"GGTREE1\n", taken_ns + 10**10, digest, rules) + bytes(records)
 
 

@@ -167,7 +167,7 @@ def test_refresh_in_small_steps_equals_one_refresh() -> None:
         places = []
         for number in range(60):
             placer.observe(kinds[number % 3], 1)
-            while not placer.refresh(budget):
+            while not placer.precompute(budget):
                 pass
             places.append(placer.place(kinds[number % 3], 1))
         answers.append(places)

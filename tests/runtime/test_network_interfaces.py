@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from genie.runtime.interfaces import (
+from genie.runtime.network_interfaces import (
     Interface,
     InterfaceMeter,
     Throughput,
