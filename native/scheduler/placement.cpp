@@ -99,7 +99,7 @@ void Placement::drop_class(int request_class) {
 // With precompute(), updates are prepared there; if the calls stop, updates must still happen.
 void Placement::adopt_update_if_overdue() {
   if (was_precompute_called_ ? observed_requests_ < next_update_at_request_ + kUpdateIntervalRequests
-                    : !is_update_due())
+                             : !is_update_due())
     return;
   learn_from_history();
 }

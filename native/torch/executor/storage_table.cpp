@@ -180,7 +180,8 @@ void StorageTable::check_quota(uint64_t more_bytes) const {
 
 void StorageTable::update_size(StorageSlot& slot) {
   uint64_t now = slot.storage.nbytes();
-  if (now != slot.bytes) graph_storage_change_count_++;  // it may share its memory with a slot that graphs use
+  if (now != slot.bytes)
+    graph_storage_change_count_++;  // it may share its memory with a slot that graphs use
   add_result_bytes(static_cast<int64_t>(now) - static_cast<int64_t>(slot.bytes));
   slot.bytes = now;
 }

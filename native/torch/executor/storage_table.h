@@ -108,7 +108,9 @@ class StorageTable {
   // A new storage with the contents up to the smaller size.
   c10::Storage copy_storage(const StorageSlot& slot, uint64_t bytes) const;
   at::Tensor make_view(const StorageSlot& slot, const TensorMeta& meta, int64_t offset) const;
-  void count_graph_storage_change(const StorageSlot& slot) { graph_storage_change_count_ += slot.graph_uses > 0; }
+  void count_graph_storage_change(const StorageSlot& slot) {
+    graph_storage_change_count_ += slot.graph_uses > 0;
+  }
 
   c10::Device device_;
   uint64_t bytes_max_;
