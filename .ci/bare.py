@@ -5,7 +5,7 @@ python3-venv, python3-dev, make, g++ and their dependencies; the user owns the c
 else. Nothing outside the namespace changes, except a temporary folder, which is removed.
 
     .venv/bin/python .ci/bare.py                      the tests that are not long of the files that
-                                                      tests/house/declared.py selects, then its long files
+                                                      tests/house/declared.py selects, after its long files
     .venv/bin/python .ci/bare.py tests/grid -k pool   these arguments of pytest instead
 
 Fails if a test fails, if one is skipped without a declared requirement, if a skipped test was slow, or if no
@@ -51,10 +51,10 @@ def main() -> int:
     if sys.argv[1:]:
         return bare_run(sys.argv[1:])
     files = selected_files()
-    status = bare_run(
+    # Long tests first: all of them may be skipped, and the log should end with the run that executed tests.
+    return bare_run(["-m", "long", *WORKERS, *selected_files("--long")]) or bare_run(
         ["-m", "not long", *WORKERS, *files], folders={str(Path(file).parent) for file in files}
     )
-    return status or bare_run(["-m", "long", *WORKERS, *selected_files("--long")])
 
 
 def bare_run(arguments: list[str], folders: Iterable[str] = ()) -> int:
@@ -220,7 +220,7 @@ def check(report: Path, folders: Iterable[str]) -> int:
         if float(case.get("time") or 0) > SKIP_S_MAX:
             wrong.append(f"{file}::{case.get('name')}: took {case.get('time')} s to be skipped")
     wrong += [f"{folder}: no test passed" for folder in sorted(without_pass)]
-    print(f"bare run: {passed} passed, {skipped} skipped", *wrong, sep="\n  ")
+    print(f"bare: {passed} passed, {len(wrong)} failed, {skipped} skipped", *wrong, sep="\n  ")
     return 1 if wrong else 0
 
 
