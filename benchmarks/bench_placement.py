@@ -181,15 +181,15 @@ def load_workloads(folder: Path | None, wanted: str | None) -> Iterator[tuple[st
         yield "synthetic", synthetic_workload(nodes=60, pods=1000, seed=0)
         return
     openb = folder / "openb" if (folder / "openb").is_dir() else folder
-    nodes = traces.read_nodes(openb / traces.NODE_LIST_FILE)
-    found = traces.find_workloads(openb)
+    nodes = traces.read_openb_nodes(openb / traces.NODE_LIST_FILE)
+    found = traces.find_openb_pod_lists(openb)
     if not found:
         raise UsageError(f"no openb pod list found in {str(openb)!r}")
     if wanted is not None and wanted not in found:
         raise UsageError(f"unknown workload {wanted!r} in {str(openb)!r} (available: {', '.join(found)})")
     for name, path in found.items():
         if wanted in (None, name):
-            yield name, Workload(nodes, traces.read_pods(path))
+            yield name, Workload(nodes, traces.read_openb_pods(path))
 
 
 def parse_seeds(text: str) -> range:

@@ -33,7 +33,7 @@ def simulate_rounds(rounds: int, *, jobs: int, load: float, nodes: int, **rules:
     machines = uniform_nodes(nodes)
     found = []
     for seed in range(rounds):
-        work = synthetic_jobs(SyntheticJobMix(jobs=jobs, load=load), machines, seed=seed)
+        work = synthetic_jobs(SyntheticJobMix(job_count=jobs, load=load), machines, seed=seed)
         found.append(summarise(simulate(machines, work, SimulationParameters(Rules(**rules), seed=seed))))
     return found
 

@@ -19,8 +19,8 @@ FIFO = SimulationParameters(Rules(order=Fifo()), "bestfit")
 
 def small() -> SimulatedRun:
     jobs = [
-        SimJob("a", 0.0, 100.0, "x", gpus=2),
-        SimJob("b", 0.0, 100.0, "y", gpus=4),
+        SimJob("a", 0.0, 100.0, "x", gpus_per_worker=2),
+        SimJob("b", 0.0, 100.0, "y", gpus_per_worker=4),
     ]
     return simulate(uniform_nodes(1, gpus=4), jobs, FIFO)
 
@@ -41,11 +41,11 @@ def test_metrics_of_two_jobs() -> None:
 
 def test_utilization_until_last_arrival_excludes_the_time_after_it() -> None:
     jobs = [
-        SimJob("a", 0.0, 100.0, gpus=4),
-        SimJob("b", 10.0, 100.0, gpus=4),
-        SimJob("c", 50.0, 10.0, gpus=3),
+        SimJob("a", 0.0, 100.0, gpus_per_worker=4),
+        SimJob("b", 10.0, 100.0, gpus_per_worker=4),
+        SimJob("c", 50.0, 10.0, gpus_per_worker=3),
     ]
-    jobs.append(SimJob("d", 60.0, 10.0, gpus=3))
+    jobs.append(SimJob("d", 60.0, 10.0, gpus_per_worker=3))
     it = summarise(simulate(uniform_nodes(1, gpus=4), jobs, FIFO))
     assert it.utilisation_while_arriving == 1.0
     assert it.utilisation_while_waiting < 1.0
@@ -53,8 +53,8 @@ def test_utilization_until_last_arrival_excludes_the_time_after_it() -> None:
 
 def test_lost_work_and_large_gangs_are_counted() -> None:
     jobs = [
-        SimJob("low", 0.0, 3600.0, workers=4, gpus=8, preemptible=True, grace_s=0.0),
-        SimJob("high", 1800.0, 60.0, gpus=8, priority=1),
+        SimJob("low", 0.0, 3600.0, workers=4, gpus_per_worker=8, preemptible=True, grace_s=0.0),
+        SimJob("high", 1800.0, 60.0, gpus_per_worker=8, priority=1),
     ]
     it = summarise(simulate(uniform_nodes(4), jobs, FIFO))
     assert (it.preemptions, it.lost_gpu_hours) == (1, 16.0)
@@ -63,10 +63,10 @@ def test_lost_work_and_large_gangs_are_counted() -> None:
 
 def test_isolated_completion_is_first_come_first_served() -> None:
     jobs = [
-        SimJob("a", 0.0, 10.0, gpus=2),
-        SimJob("b", 0.0, 10.0, gpus=1),
-        SimJob("c", 5.0, 10.0, gpus=1),
-        SimJob("d", 6.0, 10.0, gpus=4),
+        SimJob("a", 0.0, 10.0, gpus_per_worker=2),
+        SimJob("b", 0.0, 10.0, gpus_per_worker=1),
+        SimJob("c", 5.0, 10.0, gpus_per_worker=1),
+        SimJob("d", 6.0, 10.0, gpus_per_worker=4),
     ]
     assert isolated_completion_s(jobs, gpus=2) == [10.0, 20.0, 15.0, 14.0 + 20.0]
 
@@ -96,7 +96,11 @@ def test_plots_are_svg(draw) -> None:
 def test_synthetic_jobs_have_the_requested_load_and_mix() -> None:
     nodes = uniform_nodes(16)
     jobs = synthetic_jobs(
-        SyntheticJobMix(jobs=2000, load=0.9, tenants=3, fractions=0.4, gangs=0.1), nodes, seed=4
+        SyntheticJobMix(
+            job_count=2000, load=0.9, tenant_count=3, gpu_fraction_job_share=0.4, gang_job_share=0.1
+        ),
+        nodes,
+        seed=4,
     )
     assert offered_load(jobs, nodes) == pytest.approx(0.9)
     assert sum(job.gpu_milli < 1000 for job in jobs) == pytest.approx(800, rel=0.1)

@@ -201,7 +201,7 @@ def replay(
     if trace is None or nodes is None:
         workload = synthetic_workload(nodes=60, pods=1000, seed=0)
     else:
-        workload = Workload(traces.read_nodes(nodes), traces.read_pods(trace))
+        workload = Workload(traces.read_openb_nodes(nodes), traces.read_openb_pods(trace))
     make, _ = placer_factory()
     outcome = run_replay(workload, lambda seed, typical: make(placement, seed, typical), seed=seed_number)
     if as_json:
@@ -269,7 +269,7 @@ def _parse_nodes(text: str) -> list[NodeFacts]:
             f"--nodes {text!r} is neither COUNTxGPUS nor a file",
             hint="give COUNTxGPUS such as 128x8, or a node list",
         )
-    return to_node_facts(traces.read_nodes(Path(text)))
+    return to_node_facts(traces.read_openb_nodes(Path(text)))
 
 
 def _load_or_generate_jobs(
@@ -296,9 +296,9 @@ def _load_or_generate_jobs(
         raise UsageError("--load must be more than 0", hint="give a number such as 1.2")
     if trace is None:
         mix = SyntheticJobMix(
-            jobs=most or SyntheticJobMix.jobs,
+            job_count=most or SyntheticJobMix.job_count,
             load=load_target or SyntheticJobMix.load,
-            limit_factor=factor or None,
+            time_limit_factor_max=factor or None,
         )
         return synthetic_jobs(mix, nodes, seed=seed)
     if trace_format == "genie":
