@@ -27,16 +27,16 @@ def small() -> SimulatedRun:
 
 def test_metrics_of_two_jobs() -> None:
     it = summarise(small())
-    assert (it.jobs, it.gpus, it.span_s) == (2, 4, 200.0)
+    assert (it.finished_jobs, it.total_gpus, it.span_s) == (2, 4, 200.0)
     assert it.utilisation == pytest.approx((2 * 100 + 4 * 100) / 800)
-    assert it.utilisation_while_waiting == pytest.approx(0.5)
-    assert it.waiting_share == pytest.approx(0.5)
-    assert (it.wait_s.mean, it.wait_s.most) == (50.0, 100.0)
-    assert (it.completion_s.mean, it.slowdown.most) == (150.0, 2.0)
-    assert it.jain == pytest.approx(1.5**2 / (2 * 1.25))  # x ran all the time, y half of it
+    assert it.utilisation_while_pending == pytest.approx(0.5)
+    assert it.pending_time_share == pytest.approx(0.5)
+    assert (it.wait_s.mean, it.wait_s.maximum) == (50.0, 100.0)
+    assert (it.completion_s.mean, it.slowdown.maximum) == (150.0, 2.0)
+    assert it.jain_index_of_tenants == pytest.approx(1.5**2 / (2 * 1.25))  # x ran all the time, y half of it
     # With 2 private GPUs each, a takes 100 s and b, which needs 4 GPUs, 200 s.
-    assert (it.finish_fairness.mean, it.finish_fairness.most) == (1.0, 1.0)
-    assert (it.preemptions, it.lost_gpu_hours, it.cut_short) == (0, 0.0, 0)
+    assert (it.finish_time_fairness.mean, it.finish_time_fairness.maximum) == (1.0, 1.0)
+    assert (it.preemptions, it.lost_gpu_hours, it.jobs_ended_by_time_limit) == (0, 0.0, 0)
 
 
 def test_utilization_until_last_arrival_excludes_the_time_after_it() -> None:
@@ -47,8 +47,8 @@ def test_utilization_until_last_arrival_excludes_the_time_after_it() -> None:
     ]
     jobs.append(SimJob("d", 60.0, 10.0, gpus_per_worker=3))
     it = summarise(simulate(uniform_nodes(1, gpus=4), jobs, FIFO))
-    assert it.utilisation_while_arriving == 1.0
-    assert it.utilisation_while_waiting < 1.0
+    assert it.utilisation_until_last_arrival == 1.0
+    assert it.utilisation_while_pending < 1.0
 
 
 def test_lost_work_and_large_gangs_are_counted() -> None:
@@ -58,7 +58,7 @@ def test_lost_work_and_large_gangs_are_counted() -> None:
     ]
     it = summarise(simulate(uniform_nodes(4), jobs, FIFO))
     assert (it.preemptions, it.lost_gpu_hours) == (1, 16.0)
-    assert it.wait_large_s.count == 1
+    assert it.large_gang_wait_s.count == 1
 
 
 def test_isolated_completion_is_first_come_first_served() -> None:

@@ -41,6 +41,22 @@ _POLICY_FAULT_HINT = (
 )
 _PLACEMENT_POLICIES = ("supply", "fgd", "bestfit")
 _TRACE_FORMATS = ("genie", "philly", "openb")
+_JSON_NAMES = {
+    "finished_jobs": "jobs",
+    "infeasible_jobs": "impossible",
+    "never_started_jobs": "left_waiting",
+    "jobs_ended_by_time_limit": "cut_short",
+    "total_gpus": "gpus",
+    "utilisation_while_pending": "utilisation_while_waiting",
+    "utilisation_until_last_arrival": "utilisation_while_arriving",
+    "pending_time_share": "waiting_share",
+    "large_gang_wait_s": "wait_large_s",
+    "jain_index_of_tenants": "jain",
+    "finish_time_fairness": "finish_fairness",
+    "jobs_ended_by_node_failure": "failures",
+    "maximum": "most",
+}
+"""Names in summary.json and --json of the metrics that have another name there."""
 _JOBS_MAX = 1_000_000
 _NODES_MAX = 100_000
 _SEED_MAX = 2**31 - 1
@@ -370,30 +386,40 @@ def _write_results(folder: Path, summary: Summary, done: Any) -> None:
 def _summary_to_json(summary: Summary) -> dict[str, Any]:
     from dataclasses import asdict
 
-    return asdict(summary)
+    def to_json_names(fields: list[tuple[str, Any]]) -> dict[str, Any]:
+        return {_JSON_NAMES.get(name, name): value for name, value in fields}
+
+    return asdict(summary, dict_factory=to_json_names)
 
 
 def _summary_fields(it: Summary) -> list[tuple[str, str]]:
-    large = f" (gangs of 32 or more GPUs: {_format_spread(it.wait_large_s)})" if it.wait_large_s.count else ""
-    skipped = f", {it.impossible} skipped: larger than the cluster" if it.impossible else ""
-    if it.left_waiting:
-        skipped += f", {it.left_waiting} never started: the policy rejected all nodes"
+    large = (
+        f" (gangs of 32 or more GPUs: {_format_spread(it.large_gang_wait_s)})"
+        if it.large_gang_wait_s.count
+        else ""
+    )
+    skipped = f", {it.infeasible_jobs} skipped: larger than the cluster" if it.infeasible_jobs else ""
+    if it.never_started_jobs:
+        skipped += f", {it.never_started_jobs} never started: the policy rejected all nodes"
     return [
-        ("jobs", f"{it.jobs}{skipped}, {it.cut_short} ended by their time limit"),
-        ("GPUs", f"{it.gpus}, over {format_duration(it.span_s)}"),
+        ("jobs", f"{it.finished_jobs}{skipped}, {it.jobs_ended_by_time_limit} ended by their time limit"),
+        ("GPUs", f"{it.total_gpus}, over {format_duration(it.span_s)}"),
         ("utilization", f"{it.utilisation:.1%} of GPU time"),
         (
             "utilization while pending",
-            f"{it.utilisation_while_waiting:.1%}, for {it.waiting_share:.0%} of the time",
+            f"{it.utilisation_while_pending:.1%}, for {it.pending_time_share:.0%} of the time",
         ),
-        ("utilization until last arrival", f"{it.utilisation_while_arriving:.1%}"),
+        ("utilization until last arrival", f"{it.utilisation_until_last_arrival:.1%}"),
         ("wait time", _format_spread(it.wait_s) + large),
         ("completion time", _format_spread(it.completion_s)),
         ("slowdown", f"mean {it.slowdown.mean:.2f}, p50 {it.slowdown.p50:.2f}, p99 {it.slowdown.p99:.1f}"),
-        ("tenant fairness (Jain)", f"{it.jain:.3f}"),
-        ("finish-time fairness", f"mean {it.finish_fairness.mean:.2f}, p99 {it.finish_fairness.p99:.2f}"),
+        ("tenant fairness (Jain)", f"{it.jain_index_of_tenants:.3f}"),
+        (
+            "finish-time fairness",
+            f"mean {it.finish_time_fairness.mean:.2f}, p99 {it.finish_time_fairness.p99:.2f}",
+        ),
         ("preemptions", f"{it.preemptions}, {it.lost_gpu_hours:.1f} GPU hours lost"),
-        ("jobs ended by node failures", str(it.failures)),
+        ("jobs ended by node failures", str(it.jobs_ended_by_node_failure)),
         ("fragmentation", f"{it.fragmentation:.1%} of GPUs free but unusable while jobs are pending"),
     ]
 
