@@ -32,7 +32,7 @@ ABLATIONS: dict[str, dict[str, Any]] = {
     "supply": {},
     "supply-no-room": {"gamma": 0.0},
     "supply-one-pressure": {"by_model": False},
-    "supply-one-step": {"draws": 1},
+    "supply-one-step": {"sequence_length_max": 1},
 }
 DISTANCE_MAX_BY_POLICY = {"fgd": 0.2}
 GAIN_GOAL_MIN = 1.6
@@ -58,7 +58,7 @@ class PlacementBenchmark:
         def make_placement(seed: int, typical: Sequence[Any]) -> Any:
             shapes = [shape.as_tuple() for shape in typical]
             kind, options = policy.partition("-")[0], ABLATIONS.get(policy, {})
-            return self._scheduler_library.Placement(kind, seed=seed, typical=shapes, **options)
+            return self._scheduler_library.Placer(kind, seed=seed, typical=shapes, **options)
 
         if (name, policy) not in self._cached_replays:
             runs = [replay(workload, make_placement, seed=seed) for seed in self._seeds]
@@ -122,7 +122,7 @@ def measure_latency(policy: str, *, decisions: int) -> Iterator[report.Figure]:
     from genie.sim.workloads.synthetic import synthetic_workload
 
     workload = synthetic_workload(nodes=LATENCY_NODES, pods=decisions * 4, seed=0)
-    placer = libraries.load("genie_scheduler").Placement(policy)
+    placer = libraries.load("genie_scheduler").Placer(policy)
     for number in range(LATENCY_NODES):
         cpu, memory = ((96000, 400000), (128000, 800000))[number % 2]
         placer.add_node(cpu_milli=cpu, memory_mib=memory, gpus=8, gpu_memory_mib=80000, model=number % 3)

@@ -92,7 +92,7 @@ def _add_nodes(placer: Placer, workload: Workload, ranks: Sequence[int]) -> None
             memory_mib=node.memory_mib,
             gpus=node.gpus,
             model=workload.model_numbers[node.model],
-            rank=rank,
+            tie_break_rank=rank,
         )
 
 
@@ -103,7 +103,7 @@ def _register_classes(placer: Placer, workload: Workload) -> dict[TracePod, int]
             gpu_milli=pod.gpu_milli,
             cpu_milli=pod.cpu_milli,
             memory_mib=pod.memory_mib,
-            models=workload.allowed_models_mask(pod),
+            models_mask=workload.allowed_models_mask(pod),
         )
         for pod in dict.fromkeys(workload.pods)
     }

@@ -99,7 +99,7 @@ class Workload:
                 gpus=shape[2],
                 gpu_milli=shape[1],
                 cpu_milli=shape[0],
-                models=shape[4],
+                models_mask=shape[4],
                 share=counts[shape] / len(self.pods) / covered,
             )
             for shape in order[:needed]
