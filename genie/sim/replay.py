@@ -79,7 +79,8 @@ def _mean_allocated_pct(allocated_by_requested_pct: dict[int, list[float]]) -> f
     ]
     if not found:
         raise UsageError(
-            "cannot measure the allocation at 100% of the GPUs: no arrival brings the requests near 100%",
+            "cannot measure how many GPUs are allocated when 100% are requested: "
+            "no arrival brings the requested total within 1% of that",
             hint="use smaller requests or more nodes",
         )
     return sum(found) / len(found)
