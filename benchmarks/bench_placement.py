@@ -131,7 +131,7 @@ def measure_latency(policy: str, *, decisions: int) -> Iterator[report.Figure]:
         other = {
             "cpu_milli": pod.cpu_milli,
             "memory_mib": pod.memory_mib,
-            "models": workload.allowed_models_mask(pod),
+            "models_mask": workload.allowed_models_mask(pod),
         }
         memory = pod.gpu_milli * 70 if 0 < pod.gpu_milli < 1000 else 0
         classes[pod] = placer.register_request_class(

@@ -74,7 +74,7 @@ class BenchmarkCluster:
         racks = [range(first, min(first + size, nodes)) for first in range(0, nodes, size)]
         self.rack_node_sets = [self.placement.register_node_set(list(rack)) for rack in racks]
         labelled = [[n for n in range(nodes) if self.rng.random() < share] for share in (0.3, 0.7)]
-        self.label_node_sets = [None, None, *map(self.placement.node_set, labelled)]
+        self.label_node_sets = [None, None, *map(self.placement.register_node_set, labelled)]
         self.volumes: dict[int, int] = {}
         self.single_gpu_classes, self.fraction_classes, self.other_classes = self._add_request_classes(
             labelled
