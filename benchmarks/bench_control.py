@@ -34,7 +34,7 @@ from process_readings import read_cpu_s, read_rss_bytes
 from simulated_nodes import SimulatedNodes
 
 from genie.model.node import NodeStatus
-from genie.processes.tasks import tune_for_serving
+from genie.processes.tasks import reduce_garbage_collection
 
 CPU_SHARE = report.value_at_most(0.25)
 NO_LOSSES = report.value_at_most(0.0)
@@ -136,7 +136,7 @@ def measure_scale(given: argparse.Namespace) -> list[report.Figure]:
     heartbeats, jobs = sizes[-1] * 2, sizes[0] * 6
     with ExitStack() as stack:
         clusters = [stack.enter_context(SimulatedNodes.started(size, gpus=GPUS)) for size in sizes]
-        tune_for_serving()
+        reduce_garbage_collection()
         for number in range(given.rounds + 1):
             for cluster in clusters:
                 heartbeat_us = cluster.measure_heartbeats_us(heartbeats)

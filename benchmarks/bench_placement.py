@@ -32,7 +32,7 @@ ABLATIONS: dict[str, dict[str, Any]] = {
     "supply": {},
     "supply-no-room": {"gamma": 0.0},
     "supply-one-pressure": {"by_model": False},
-    "supply-one-step": {"draws": 1},
+    "supply-one-step": {"sequence_length_max": 1},
 }
 DISTANCE_MAX_BY_POLICY = {"fgd": 0.2}
 GAIN_GOAL_MIN = 1.6
@@ -58,7 +58,7 @@ class PlacementBenchmark:
         def make_placement(seed: int, typical: Sequence[Any]) -> Any:
             shapes = [shape.as_tuple() for shape in typical]
             kind, options = policy.partition("-")[0], ABLATIONS.get(policy, {})
-            return self._scheduler_library.Placement(kind, seed=seed, typical=shapes, **options)
+            return self._scheduler_library.Placer(kind, seed=seed, typical=shapes, **options)
 
         if (name, policy) not in self._cached_replays:
             runs = [replay(workload, make_placement, seed=seed) for seed in self._seeds]
@@ -122,7 +122,7 @@ def measure_latency(policy: str, *, decisions: int) -> Iterator[report.Figure]:
     from genie.sim.workloads.synthetic import synthetic_workload
 
     workload = synthetic_workload(nodes=LATENCY_NODES, pods=decisions * 4, seed=0)
-    placer = libraries.load("genie_scheduler").Placement(policy)
+    placer = libraries.load("genie_scheduler").Placer(policy)
     for number in range(LATENCY_NODES):
         cpu, memory = ((96000, 400000), (128000, 800000))[number % 2]
         placer.add_node(cpu_milli=cpu, memory_mib=memory, gpus=8, gpu_memory_mib=80000, model=number % 3)
@@ -131,7 +131,7 @@ def measure_latency(policy: str, *, decisions: int) -> Iterator[report.Figure]:
         other = {
             "cpu_milli": pod.cpu_milli,
             "memory_mib": pod.memory_mib,
-            "models": workload.allowed_models_mask(pod),
+            "models_mask": workload.allowed_models_mask(pod),
         }
         memory = pod.gpu_milli * 70 if 0 < pod.gpu_milli < 1000 else 0
         classes[pod] = placer.register_request_class(
@@ -181,15 +181,15 @@ def load_workloads(folder: Path | None, wanted: str | None) -> Iterator[tuple[st
         yield "synthetic", synthetic_workload(nodes=60, pods=1000, seed=0)
         return
     openb = folder / "openb" if (folder / "openb").is_dir() else folder
-    nodes = traces.read_nodes(openb / traces.NODE_LIST_FILE)
-    found = traces.find_workloads(openb)
+    nodes = traces.read_openb_nodes(openb / traces.NODE_LIST_FILE)
+    found = traces.find_openb_pod_lists(openb)
     if not found:
         raise UsageError(f"no openb pod list found in {str(openb)!r}")
     if wanted is not None and wanted not in found:
         raise UsageError(f"unknown workload {wanted!r} in {str(openb)!r} (available: {', '.join(found)})")
     for name, path in found.items():
         if wanted in (None, name):
-            yield name, Workload(nodes, traces.read_pods(path))
+            yield name, Workload(nodes, traces.read_openb_pods(path))
 
 
 def parse_seeds(text: str) -> range:

@@ -61,7 +61,7 @@ class BenchmarkCluster:
     """A cluster with every kind of node, filled at random from a seed."""
 
     def __init__(self, library: Any, policy: str, nodes: int, *, seed: int, refresh_budget: int) -> None:
-        self.placement = library.Placement(policy)
+        self.placement = library.Placer(policy)
         self.refresh_budget = refresh_budget
         self.rng = random.Random(seed)
         self.nodes = nodes
@@ -72,9 +72,9 @@ class BenchmarkCluster:
             self._add_node(number)
         size = nodes // max(nodes // RACK_NODES, 1)
         racks = [range(first, min(first + size, nodes)) for first in range(0, nodes, size)]
-        self.rack_node_sets = [self.placement.node_set(list(rack)) for rack in racks]
+        self.rack_node_sets = [self.placement.register_node_set(list(rack)) for rack in racks]
         labelled = [[n for n in range(nodes) if self.rng.random() < share] for share in (0.3, 0.7)]
-        self.label_node_sets = [None, None, *map(self.placement.node_set, labelled)]
+        self.label_node_sets = [None, None, *map(self.placement.register_node_set, labelled)]
         self.volumes: dict[int, int] = {}
         self.single_gpu_classes, self.fraction_classes, self.other_classes = self._add_request_classes(
             labelled
@@ -104,7 +104,9 @@ class BenchmarkCluster:
             kind = self.rng.random()
             if kind < 0.01:
                 is_open, outside_mib = kind < 0.005, self.rng.choice([500, 20_000])
-                self.placement.set_gpu(number, gpu, is_open=is_open, memory_outside_mib=outside_mib)
+                self.placement.set_gpu(
+                    number, gpu, is_open=is_open, memory_used_outside_cluster_mib=outside_mib
+                )
 
     def _add_request_classes(
         self, labelled: Sequence[Sequence[int]]
@@ -114,7 +116,7 @@ class BenchmarkCluster:
             {"cpu_milli": 4000, "memory_mib": 30_000},
             {"cpu_milli": 12_000, "memory_mib": 90_000},
         ]
-        limits: list[dict[str, Any]] = [{}, {"models": 0b001}, {"models": 0b011}]
+        limits: list[dict[str, Any]] = [{}, {"models_mask": 0b001}, {"models_mask": 0b011}]
         limits += [{"nodes": nodes} for nodes in labelled]
         singles = [
             self._add_request_class(gpus=1, gpu_milli=1000, **limit, **more)
@@ -265,7 +267,7 @@ def measure_pass(library: Any, rounds: int) -> report.Figure:
 
     values = []
     for _ in range(rounds):
-        allocations = ClusterAllocations(library.Placement, policy="supply")
+        allocations = ClusterAllocations(library.Placer, policy="supply")
         scheduler = Scheduler(allocations, Rules())
         rng = random.Random(0)
         gpus = tuple(GpuFacts("H200", "nvidia", 141_000, (9, 0)) for _ in range(GPUS_PER_NODE))

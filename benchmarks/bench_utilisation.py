@@ -33,7 +33,7 @@ def simulate_rounds(rounds: int, *, jobs: int, load: float, nodes: int, **rules:
     machines = uniform_nodes(nodes)
     found = []
     for seed in range(rounds):
-        work = synthetic_jobs(SyntheticJobMix(jobs=jobs, load=load), machines, seed=seed)
+        work = synthetic_jobs(SyntheticJobMix(job_count=jobs, load=load), machines, seed=seed)
         found.append(summarise(simulate(machines, work, SimulationParameters(Rules(**rules), seed=seed))))
     return found
 
@@ -53,24 +53,24 @@ def measure(rounds: int, *, jobs: int, load: float, nodes: int) -> Iterator[repo
     )
     yield percent_figure(
         f"in_use_while_arriving_{load:g}",
-        [it.utilisation_while_arriving for it in ours],
-        [it.utilisation_while_arriving for it in strict],
+        [it.utilisation_until_last_arrival for it in ours],
+        [it.utilisation_until_last_arrival for it in strict],
         report.value_at_least(UTILISATION_MIN),
     )
     yield percent_figure(
         f"in_use_while_waiting_{load:g}",
-        [it.utilisation_while_waiting for it in ours],
-        [it.utilisation_while_waiting for it in strict],
+        [it.utilisation_while_pending for it in ours],
+        [it.utilisation_while_pending for it in strict],
     )
     fragmentation = [[it.fragmentation for it in each] for each in (ours, strict)]
     yield percent_figure(f"free_but_of_no_use_{load:g}", *fragmentation)
-    for name, of in (("large_gangs", "wait_large_s"), ("all", "wait_s")):
+    for name, of in (("large_gangs", "large_gang_wait_s"), ("all", "wait_s")):
         values, others = ([getattr(it, of).p99 for it in each] for each in (ours, strict))
         baseline = statistics.fmean(others) or None
         yield report.make_figure(
             f"wait_p99_{name}_{load:g}", statistics.fmean(values), samples=values, unit="s", baseline=baseline
         )
-    most = [it.wait_large_s.most for it in ours]
+    most = [it.large_gang_wait_s.maximum for it in ours]
     yield report.make_figure(f"wait_most_large_gangs_{load:g}", max(most), samples=most, unit="s")
     preempted = [float(it.preemptions) for it in ours]
     yield report.make_figure(

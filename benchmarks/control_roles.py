@@ -41,7 +41,7 @@ from genie.model.node import GPUInfo, NodeStatus, Vendor
 from genie.model.tenant import TokenKind
 from genie.processes.clock import SystemClock
 from genie.processes.file_limit import raise_file_limit
-from genie.processes.tasks import file_io_threads, loop_factory, tune_for_serving
+from genie.processes.tasks import file_io_threads, loop_factory, reduce_garbage_collection
 from genie.runtime import wire
 from genie.runtime.credentials import connect_authenticated, find_access
 from genie.runtime.network import Channel, ClientTls, TcpNetwork
@@ -354,7 +354,7 @@ async def run_agents(given: argparse.Namespace) -> None:
             running = [
                 group.create_task(run_node(number, node_id, group)) for number, node_id in enumerate(node_ids)
             ]
-            tune_for_serving()
+            reduce_garbage_collection()
             print("ready", flush=True)
             while await asyncio.to_thread(sys.stdin.readline):
                 print(json.dumps(asdict(network.take_report())), flush=True)

@@ -42,7 +42,7 @@ from genie.model.messages import (
 from genie.model.node import GPUInfo, NodeInfo, NodeRole, NodeStatus, Vendor
 from genie.model.tenant import TokenKind
 from genie.processes.clock import SystemClock
-from genie.processes.tasks import loop_factory, tune_for_serving
+from genie.processes.tasks import loop_factory, reduce_garbage_collection
 from genie.runtime.credentials import connect_authenticated, find_access
 from genie.runtime.network import TcpNetwork
 from genie.runtime.rpc import Peer
@@ -187,7 +187,7 @@ async def run_until_sigterm(work: Coroutine[Any, Any, None], ready: Coroutine[An
     """Runs `work` until SIGTERM; prints `ready` when the coroutine `ready` returns."""
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
-    tune_for_serving()
+    reduce_garbage_collection()
     async with asyncio.TaskGroup() as group:
         running = group.create_task(work)
         await ready

@@ -247,7 +247,7 @@ def test_booleans_have_several_spellings(text: str, value: bool) -> None:
 def test_every_setting_has_a_variable_a_type_and_a_help_text() -> None:
     rows = list_settings()
     assert len({row.env for row in rows}) == len(rows) == len({row.key for row in rows})
-    assert all(row.help and row.kind for row in rows)
+    assert all(row.help and row.type_description for row in rows)
     names = {row.key: row.env for row in rows}
     assert names["cluster.master_addr"] == "GENIE_MASTER_ADDR"
     assert names["controller.port"] == "GENIE_CONTROLLER_PORT"

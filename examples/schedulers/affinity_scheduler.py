@@ -10,7 +10,7 @@ from __future__ import annotations
 from genie.model.job import Within
 from genie.scheduler.cluster.allocations import ClusterAllocations
 from genie.scheduler.decisions import Start
-from genie.scheduler.placement.plain import PlainPlacer
+from genie.scheduler.placement.python_placer import PythonPlacer
 from genie.scheduler.request import GpuFacts, JobRequest, NodeFacts, Shape
 from genie.scheduler.rules import Rules
 from genie.scheduler.scheduler import Scheduler
@@ -19,8 +19,8 @@ GPUS = tuple(GpuFacts("H200", "nvidia", 141_000, (9, 0), island=gpu // 2) for gp
 ONE = Shape(gpus=1)
 REQUESTS = {
     "server": JobRequest("server", "me", 1, ONE, name="server"),
-    "near it": JobRequest("near it", "me", 2, ONE, near=frozenset({"server"})),
-    "apart": JobRequest("apart", "me", 3, ONE, apart=frozenset({"server"})),
+    "near it": JobRequest("near it", "me", 2, ONE, near_job_names=frozenset({"server"})),
+    "apart": JobRequest("apart", "me", 3, ONE, apart_job_names=frozenset({"server"})),
     "pair": JobRequest("pair", "me", 4, ONE, workers=2, within=Within.ISLAND),
     "fast disk": JobRequest("fast disk", "me", 5, Shape(gpus=1, labels=frozenset({("disk", "fast")}))),
     "GPU 1": JobRequest("GPU 1", "me", 6, Shape(gpus=1, nodes=frozenset({"n1"}), gpu_ids=(1,))),
@@ -28,7 +28,7 @@ REQUESTS = {
 
 
 def main() -> None:
-    scheduler = Scheduler(ClusterAllocations(PlainPlacer, policy="bestfit"), Rules())
+    scheduler = Scheduler(ClusterAllocations(PythonPlacer, policy="bestfit"), Rules())
     scheduler.set_node(NodeFacts("n1", 64_000, 256_000, GPUS))
     scheduler.set_node(NodeFacts("n2", 64_000, 256_000, GPUS, labels=frozenset({("disk", "fast")})))
     for request in REQUESTS.values():

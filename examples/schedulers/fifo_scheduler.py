@@ -14,10 +14,10 @@ from genie.sim.events import SimulationParameters, simulate
 from genie.sim.workloads.workload import SimJob, uniform_nodes
 
 JOBS = [
-    SimJob("first", 0.0, 100.0, gpus=3, time_limit_s=100.0),
-    SimJob("large", 1.0, 50.0, gpus=4, time_limit_s=60.0),
-    SimJob("short", 2.0, 60.0, gpus=1, time_limit_s=90.0),
-    SimJob("long", 3.0, 200.0, gpus=1, time_limit_s=300.0),
+    SimJob("first", 0.0, 100.0, gpus_per_worker=3, time_limit_s=100.0),
+    SimJob("large", 1.0, 50.0, gpus_per_worker=4, time_limit_s=60.0),
+    SimJob("short", 2.0, 60.0, gpus_per_worker=1, time_limit_s=90.0),
+    SimJob("long", 3.0, 200.0, gpus_per_worker=1, time_limit_s=300.0),
 ]
 
 

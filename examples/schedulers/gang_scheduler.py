@@ -12,7 +12,7 @@ from __future__ import annotations
 from genie.scheduler.cluster.allocations import ClusterAllocations
 from genie.scheduler.decisions import Start, Wait
 from genie.scheduler.order import Fifo
-from genie.scheduler.placement.plain import PlainPlacer
+from genie.scheduler.placement.python_placer import PythonPlacer
 from genie.scheduler.request import GpuFacts, JobRequest, NodeFacts, Shape
 from genie.scheduler.rules import Rules
 from genie.scheduler.scheduler import Scheduler
@@ -27,7 +27,7 @@ JOBS = [
 
 
 def main() -> None:
-    scheduler = Scheduler(ClusterAllocations(PlainPlacer, policy="bestfit"), Rules(order=Fifo()))
+    scheduler = Scheduler(ClusterAllocations(PythonPlacer, policy="bestfit"), Rules(order=Fifo()))
     for name in ("n1", "n2"):
         scheduler.set_node(NodeFacts(name, 64_000, 256_000, (GpuFacts("H200"),) * 4))
     for job in JOBS:

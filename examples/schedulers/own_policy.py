@@ -12,8 +12,8 @@ from __future__ import annotations
 import time
 
 from genie.scheduler.cluster.allocations import ClusterAllocations
-from genie.scheduler.order import Key, Scales
-from genie.scheduler.placement.plain import PlainPlacer
+from genie.scheduler.order import Key, OrderInputs
+from genie.scheduler.placement.python_placer import PythonPlacer
 from genie.scheduler.policies import PolicyRegistry
 from genie.scheduler.request import GpuFacts, JobRequest, NodeFacts, Shape
 from genie.scheduler.rules import Rules
@@ -24,8 +24,8 @@ class SmallFirst:
     def within(self, request: JobRequest) -> Key:
         return (request.workers * request.shape.gpus, request.sequence)
 
-    def among(self, request: JobRequest, scales: Scales) -> Key:
-        return (scales.dominant_share(request.tenant), *self.within(request))
+    def among(self, request: JobRequest, inputs: OrderInputs) -> Key:
+        return (inputs.dominant_share(request.tenant), *self.within(request))
 
     def allowed(self, request: JobRequest, node: NodeFacts) -> str:
         return "is too large for tests" if request.tenant == "tests" and len(node.gpus) > 4 else ""
@@ -43,7 +43,7 @@ def main() -> None:
     for name in ("fifo", "small-first", "broken"):
         policy = policies.create(name, budget_s=1.0, clock=time.monotonic)
         scheduler = Scheduler(
-            ClusterAllocations(PlainPlacer, policy="bestfit"),
+            ClusterAllocations(PythonPlacer, policy="bestfit"),
             Rules(allows_preemption=False).with_order(policy),
         )
         scheduler.set_node(NodeFacts("large", 64_000, 256_000, (GpuFacts("H200"),) * 8))

@@ -14,10 +14,19 @@ from genie.sim.events import SimulationParameters, simulate
 from genie.sim.workloads.workload import SimJob, uniform_nodes
 
 JOBS = [
-    SimJob("fixed", 0.0, 300.0, gpus=2, priority=0, time_limit_s=300.0),
-    SimJob("batch", 0.0, 400.0, gpus=2, priority=0, preemptible=True, grace_s=30.0, checkpoint_s=60.0),
-    SimJob("plain", 90.0, 50.0, gpus=1, priority=0, time_limit_s=50.0),
-    SimJob("urgent", 100.0, 50.0, gpus=2, priority=10, time_limit_s=50.0),
+    SimJob("fixed", 0.0, 300.0, gpus_per_worker=2, priority=0, time_limit_s=300.0),
+    SimJob(
+        "batch",
+        0.0,
+        400.0,
+        gpus_per_worker=2,
+        priority=0,
+        preemptible=True,
+        grace_s=30.0,
+        checkpoint_interval_s=60.0,
+    ),
+    SimJob("plain", 90.0, 50.0, gpus_per_worker=1, priority=0, time_limit_s=50.0),
+    SimJob("urgent", 100.0, 50.0, gpus_per_worker=2, priority=10, time_limit_s=50.0),
 ]
 
 

@@ -409,7 +409,7 @@ def _wait_for_process(process: subprocess.Popen[bytes], *, timeout_s: float) -> 
         # Left to its dead-man timer; a return code keeps Popen from warning about it.
         process.returncode = 0
     else:
-        process_table.own_children.discard(process.pid)
+        process_table.children_in_own_sessions.discard(process.pid)
 
 
 def _job_id_of_group(path: str) -> str:
@@ -462,7 +462,7 @@ def _spawn_shim(
     path = plan.directory / "shim.json"
     files.write_private(path, json.dumps(config).encode())
     log_fd = os.open(plan.directory / "shim.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(log_fd, "wb") as log, process_table.own_children_lock:
+    with os.fdopen(log_fd, "wb") as log, process_table.children_in_own_sessions_lock:
         process = subprocess.Popen(
             [sys.executable, "-I", "-S", shim.__file__, str(path)],
             stdin=subprocess.DEVNULL,
@@ -473,7 +473,7 @@ def _spawn_shim(
             cwd="/",
             start_new_session=True,
         )
-        process_table.own_children.add(process.pid)
+        process_table.children_in_own_sessions.add(process.pid)
     return process
 
 

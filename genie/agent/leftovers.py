@@ -22,7 +22,7 @@ import psutil
 from genie.agent import job_files
 from genie.errors import StoreFullError
 from genie.processes import cgroups, files, process_table
-from genie.processes.marks import ProcessMark
+from genie.processes.process_identity import ProcessIdentity
 
 _log = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ PROCESSES_SHOWN_MAX = 5
 _RECHECK_S_MIN = 0.02
 _RECHECK_S_MAX = 0.2
 
-JobIdByProcess = dict[ProcessMark, str]
+JobIdByProcess = dict[ProcessIdentity, str]
 """Processes that could not be killed, with the IDs of their jobs."""
 
 
@@ -60,7 +60,7 @@ class JobProcesses:
 
         Blocks. Repeats until none is found, to include processes that start meanwhile.
         """
-        seen: set[ProcessMark] = set()
+        seen: set[ProcessIdentity] = set()
         deadline = time.monotonic() + timeout_s
         step_s = _RECHECK_S_MIN
         while True:
@@ -86,22 +86,22 @@ class JobProcesses:
     def _find_processes(self) -> JobIdByProcess:
         found = self.recorded_processes | _find_by_environment(self.directory) | self.find_orphans()
         for path, job_id in self.control_groups.items():
-            found |= {ProcessMark(pid, start): job_id for pid, start in cgroups.processes(path).items()}
+            found |= {ProcessIdentity(pid, start): job_id for pid, start in cgroups.processes(path).items()}
         # Never this process nor its children: a job can write anything into its start record.
         found = {mark: job_id for mark, job_id in found.items() if mark.pid != os.getpid() and mark.is_alive}
         for mark, job_id in list(found.items()):
-            below = process_table.descendants(mark.pid)
+            below = process_table.descendant_start_marks(mark.pid)
             if os.getpid() not in below:
-                found |= {ProcessMark(pid, start): job_id for pid, start in below.items()}
+                found |= {ProcessIdentity(pid, start): job_id for pid, start in below.items()}
         self.recorded_processes = {mark: job_id for mark, job_id in found.items() if mark.is_alive}
         return self.recorded_processes
 
 
-def read_start_record(path: Path) -> tuple[ProcessMark, ...]:
+def read_start_record(path: Path) -> tuple[ProcessIdentity, ...]:
     """Returns the processes of a start record (shim and command); empty if there is no valid record."""
     try:
         body = json.loads(job_files.read_small_file(path))
-        return tuple(ProcessMark(int(pid), str(start)) for pid, start in body.values())
+        return tuple(ProcessIdentity(int(pid), str(start)) for pid, start in body.values())
     except FileNotFoundError:
         return ()
     except (OSError, ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
@@ -109,34 +109,34 @@ def read_start_record(path: Path) -> tuple[ProcessMark, ...]:
         return ()
 
 
-def parse_survivors(record: bytes) -> tuple[ProcessMark, ...]:
+def parse_survivors(record: bytes) -> tuple[ProcessIdentity, ...]:
     """The processes that a shim could not kill, from its exit record; empty if it is invalid."""
     try:
-        return tuple(ProcessMark(int(pid), str(start)) for pid, start in json.loads(record)["survivors"])
+        return tuple(ProcessIdentity(int(pid), str(start)) for pid, start in json.loads(record)["survivors"])
     except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
         return ()
 
 
-def read_recorded_processes(job_dir: Path) -> tuple[ProcessMark, ...]:
+def read_recorded_processes(job_dir: Path) -> tuple[ProcessIdentity, ...]:
     """All processes that the records in the directory of a job name."""
-    survivors: tuple[ProcessMark, ...] = ()
+    survivors: tuple[ProcessIdentity, ...] = ()
     with contextlib.suppress(OSError):
         survivors = parse_survivors(job_files.read_small_file(job_dir / "exit.json"))
     return read_start_record(job_dir / "started.json") + survivors
 
 
-def find_adopted_orphans() -> list[ProcessMark]:
+def find_adopted_orphans() -> list[ProcessIdentity]:
     """Processes that this process, as a subreaper, has adopted. Reaps those that have ended.
 
     Children that it started itself are in its session, which no orphan of a job can enter, or in
-    `own_children`.
+    `children_in_own_sessions`.
     """
     session, found = os.getsid(0), []
-    with process_table.own_children_lock:
-        adopted = process_table.children(os.getpid())
-        own = set(process_table.own_children)
+    with process_table.children_in_own_sessions_lock:
+        adopted = process_table.child_session_ids(os.getpid())
+        own = set(process_table.children_in_own_sessions)
     for pid, child_session in adopted.items():
-        mark = ProcessMark.of_pid(pid)
+        mark = ProcessIdentity.of_pid(pid)
         if child_session == session or pid in own or mark is None:
             continue
         if mark.is_alive:
@@ -165,7 +165,7 @@ def record_control_groups(record_path: Path, groups: set[str]) -> None:
         _log.warning("could not record the control groups of jobs: %s", error)
 
 
-def describe_survivors(survivors: Iterable[ProcessMark]) -> str:
+def describe_survivors(survivors: Iterable[ProcessIdentity]) -> str:
     """For users: which processes could not be killed, and why."""
     pids = sorted(mark.pid for mark in survivors)
     shown = [
@@ -191,7 +191,7 @@ def _find_by_environment(directory: Path) -> JobIdByProcess:
             continue  # ended, or another user's
         if process.pid == os.getpid() or not f"{job_dir}{os.sep}".startswith(prefix):
             continue
-        mark = ProcessMark.of_pid(process.pid)
+        mark = ProcessIdentity.of_pid(process.pid)
         if mark is not None:
             found[mark] = Path(job_dir).name
     return found

@@ -325,13 +325,13 @@ class Shim:
                 os.killpg(self._command.pid, signal.SIGKILL)
             except (ProcessLookupError, PermissionError):
                 pass
-        for pid, mark in process_table.descendants(os.getpid()).items():
+        for pid, mark in process_table.descendant_start_marks(os.getpid()).items():
             process_table.send_signal(pid, mark, signal.SIGKILL)
         if self._control_group:
             cgroups.kill(self._control_group)
 
     def _find_survivors(self) -> dict[int, str]:
-        survivors = process_table.descendants(os.getpid()) if self._reap_children() else {}
+        survivors = process_table.descendant_start_marks(os.getpid()) if self._reap_children() else {}
         return survivors | (cgroups.processes(self._control_group) if self._control_group else {})
 
     def _end_descendants(self) -> None:

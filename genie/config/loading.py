@@ -65,7 +65,7 @@ class Setting:
 
     key: str
     env: str
-    kind: str
+    type_description: str
     default: str
     help: str
     secret: bool
@@ -77,7 +77,7 @@ def list_settings() -> list[Setting]:
         Setting(
             key=f"{section}.{field.name}",
             env=_env_name(section, field),
-            kind=describe_type(cls, field.name),
+            type_description=describe_type(cls, field.name),
             default=_format_value(default_value(field)),
             help=field.metadata["help"],
             secret=field.metadata["secret"],

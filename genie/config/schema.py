@@ -87,12 +87,12 @@ def convert(section: type[Any], name: str, raw: object, *, key: str, source: str
         if not _is_allowed(value, meta):
             problem = "is not allowed"
     if problem:
-        where = f" ({source})" if source else ""
-        shown = "its value" if meta["secret"] else _format_rejected_value(raw)
+        source_note = f" ({source})" if source else ""
+        shown_value = "its value" if meta["secret"] else _format_rejected_value(raw)
         hint = _allowed_text(kind, meta)
         if raw == "" and kind is str and not meta["allowed"] and not meta["rule"]:
             hint = "give a value, or leave it out"
-        raise ConfigError(f"{key} = {shown}{where} {problem}", hint=hint)
+        raise ConfigError(f"{key} = {shown_value}{source_note} {problem}", hint=hint)
     return value
 
 

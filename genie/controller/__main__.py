@@ -28,7 +28,12 @@ from genie.native.prebuild import build_in_background, prebuild_command
 from genie.processes import files
 from genie.processes.clock import Clock, SystemClock
 from genie.processes.file_limit import raise_file_limit
-from genie.processes.tasks import file_io_threads, loop_factory, tune_for_serving, unwrapped_task_group
+from genie.processes.tasks import (
+    file_io_threads,
+    loop_factory,
+    reduce_garbage_collection,
+    unwrapped_task_group,
+)
 from genie.runtime.connection_limits import CONNECTIONS_MAX, file_limit_for
 from genie.runtime.network import TcpNetwork
 from genie.telemetry import log
@@ -105,7 +110,7 @@ async def _run_until_signal(controller: Controller, *, compile_ahead: bool) -> N
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    tune_for_serving()
+    reduce_garbage_collection()
     async with unwrapped_task_group() as group:
         serving = group.create_task(controller.run())
         compiling = group.create_task(compile_in_background(controller, is_enabled=compile_ahead))

@@ -35,12 +35,12 @@ def inventory(cpu_accelerators: int) -> tuple[GPUInfo, ...]:
 class Inventory:
     """Accelerators that are read repeatedly; the owner closes it. Thread-safe.
 
-    The first read opens the drivers. A missing driver is not an error; `absent_reason` has the reason.
+    The first read opens the drivers. A missing driver is not an error; `no_nvidia_gpu_reason` has the reason.
     """
 
     def __init__(self, cpu_accelerators: int) -> None:
         assert cpu_accelerators >= 0
-        self.absent_reason = ""
+        self.no_nvidia_gpu_reason = ""
         self._cpu_accelerators = cpu_accelerators
         self._lock = threading.Lock()
         self._thread = CallThread("genie-hardware")
@@ -90,13 +90,13 @@ class Inventory:
         try:
             reader = NvidiaReader()
         except HardwareError as error:
-            self.absent_reason = str(error)
+            self.no_nvidia_gpu_reason = str(error)
         else:
             if reader.gpu_count:
                 return reader
-            self.absent_reason = "NVML lists no GPU"
+            self.no_nvidia_gpu_reason = "NVML lists no GPU"
             reader.close()
-        _log.debug("no NVIDIA GPU: %s", self.absent_reason)
+        _log.debug("no NVIDIA GPU: %s", self.no_nvidia_gpu_reason)
         return CpuReader(self._cpu_accelerators)
 
 

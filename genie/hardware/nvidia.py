@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from genie.errors import HardwareError
-from genie.hardware.outside_memory import GpuProcess, bytes_used_outside_cluster, is_descendant
+from genie.hardware.memory_outside_cluster import GpuProcess, bytes_used_outside_cluster, is_descendant
 from genie.hardware.topology import BusAddress, GpuLinks, group_into_islands
 from genie.model.node import GPUInfo, Vendor
 
@@ -295,19 +295,19 @@ class _NvmlSession:
     def _read_links(self, handle: object) -> GpuLinks:
         own = self._call_if_supported("nvmlDeviceGetPciInfo_v3", handle)
         peers: set[BusAddress] = set()
-        is_switched = False
+        has_nvswitch_link = False
         for link in range(_NVLINKS_MAX):
             if not self._call_if_supported("nvmlDeviceGetNvLinkState", handle, link):
                 continue
             kind = self._call_if_supported("nvmlDeviceGetNvLinkRemoteDeviceType", handle, link)
             if kind == _NVLINK_TO_SWITCH:
-                is_switched = True
+                has_nvswitch_link = True
             elif kind != _NVLINK_TO_NPU:
                 other = self._call_if_supported("nvmlDeviceGetNvLinkRemotePciInfo", handle, link)
                 # In a virtual machine the peer of a link may be hidden.
                 if other is not None and any(address := _bus_address(other)):
                     peers.add(address)
-        return GpuLinks(None if own is None else _bus_address(own), frozenset(peers), is_switched)
+        return GpuLinks(None if own is None else _bus_address(own), frozenset(peers), has_nvswitch_link)
 
     def _device_handle(self, index: int) -> object:
         if index not in self._handles:

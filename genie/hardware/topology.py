@@ -15,7 +15,7 @@ class GpuLinks(NamedTuple):
     address: BusAddress | None = None
     peers: frozenset[BusAddress] = frozenset()
     """The peers: GPUs, or switches that are not reported as such."""
-    is_switched: bool = False
+    has_nvswitch_link: bool = False
     """A link leads to an NVSwitch. All switches of a machine are one fabric."""
 
 
@@ -45,6 +45,6 @@ def _link_endpoints(own: GpuLinks) -> set[BusAddress | None]:
     ends: set[BusAddress | None] = set(own.peers)
     if own.address is not None:
         ends.add(own.address)
-    if own.is_switched:
+    if own.has_nvswitch_link:
         ends.add(None)
     return ends

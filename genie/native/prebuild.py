@@ -41,7 +41,7 @@ async def build_in_background(command: Sequence[str], *, what: str, without: str
     except OSError as error:
         _log.warning("could not start compiling %s: %s", what, error)
         return False
-    process_table.own_children.add(process.pid)
+    process_table.children_in_own_sessions.add(process.pid)
     try:
         with contextlib.suppress(OSError):  # the process may have exited
             os.setpriority(os.PRIO_PROCESS, process.pid, _LOWEST_PRIORITY)
@@ -51,7 +51,7 @@ async def build_in_background(command: Sequence[str], *, what: str, without: str
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             await asyncio.shield(process.wait())
-        process_table.own_children.discard(process.pid)
+        process_table.children_in_own_sessions.discard(process.pid)
     if process.returncode != 0:
         reason = " ".join(stderr.decode("utf-8", "replace").split())[-_REASON_CHARACTERS_MAX:]
         _log.warning("%s: %s", without, reason or "no reason was given")

@@ -29,7 +29,7 @@ def start_mark(pid: int) -> str:
     return f"{_boot_id()}:{fields[19].decode()}" if fields else ""
 
 
-def descendants(pid: int) -> dict[int, str]:
+def descendant_start_marks(pid: int) -> dict[int, str]:
     """All descendants of this process with their start marks. Empty where there is no /proc."""
     if not LINUX:
         return {}
@@ -46,7 +46,7 @@ def descendants(pid: int) -> dict[int, str]:
     return {child: start_mark(child) for child in found}
 
 
-def children(pid: int) -> dict[int, int]:
+def child_session_ids(pid: int) -> dict[int, int]:
     """The direct children of this process with their session IDs. Empty where there is no /proc."""
     if not LINUX:
         return {}
@@ -80,12 +80,12 @@ def thread_states(pid: int) -> list[str]:
     return [fields[0].decode() for fields in stats if fields]
 
 
-own_children: set[int] = set()
-"""Children that this process has started in another session; guarded by `own_children_lock`.
+children_in_own_sessions: set[int] = set()
+"""Children that this process has started in another session; guarded by `children_in_own_sessions_lock`.
 
 Other children in another session are orphans that it has adopted.
 """
-own_children_lock = threading.Lock()
+children_in_own_sessions_lock = threading.Lock()
 
 
 def become_subreaper() -> bool:

@@ -26,7 +26,7 @@ def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     return factory
 
 
-def tune_for_serving() -> None:
+def reduce_garbage_collection() -> None:
     """Reduces garbage collection; call it in a server after its modules are loaded.
 
     Tasks and futures of requests are freed by reference counting, and scanning all of them every few hundred

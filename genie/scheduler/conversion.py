@@ -31,7 +31,7 @@ def node_facts(info: NodeInfo, *, blocked_reason: str = "") -> NodeFacts:
         rack=info.rack,
         blocked_reason=blocked_reason,
         blocked_gpus=frozenset(index for index, gpu in enumerate(gpus) if not gpu.available),
-        memory_outside_mib=tuple(_memory_used_outside_mib(gpu) for gpu in gpus),
+        memory_used_outside_cluster_mib=tuple(_memory_used_outside_cluster_mib(gpu) for gpu in gpus),
     )
 
 
@@ -50,7 +50,7 @@ def _round_down_to_mib(size_bytes: int) -> int:
     return min(size_bytes // _MIB, RESOURCE_AMOUNT_MAX)
 
 
-def _memory_used_outside_mib(gpu: GPUInfo) -> int:
+def _memory_used_outside_cluster_mib(gpu: GPUInfo) -> int:
     """Rounded up, at most the memory of the GPU."""
     return min(-(-gpu.memory_outside_bytes // _MIB), _round_down_to_mib(gpu.memory_total_bytes))
 
@@ -91,8 +91,8 @@ def job_request(job: Job, shape: Shape) -> JobRequest:
         workers_min=constraints.workers_min,
         within=constraints.within,
         spread=constraints.spread,
-        near=frozenset(constraints.near),
-        apart=frozenset(constraints.apart),
+        near_job_names=frozenset(constraints.near),
+        apart_job_names=frozenset(constraints.apart),
         name=spec.name,
         priority=constraints.priority,
         preemptible=constraints.preemptible,

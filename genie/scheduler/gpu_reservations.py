@@ -115,7 +115,7 @@ def _why_gpu_busy(
     if facts is None or gpu >= len(gpus):
         return f"{name} does not exist"
     holders = cluster.jobs_on_gpu(node_id, gpu)
-    outside_mib = facts.memory_outside_mib[gpu] if facts.memory_outside_mib else 0
+    outside_mib = facts.memory_used_outside_cluster_mib[gpu] if facts.memory_used_outside_cluster_mib else 0
     free_milli, free_mib = gpus[gpu][0], max(gpus[gpu][1] - outside_mib, 0)
     names = _format_names(holder.job_id for holder in holders)
     if any(holder.tenant != request.tenant for holder in holders) or (holders and free_milli == 0):

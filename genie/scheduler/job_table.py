@@ -14,7 +14,7 @@ import msgspec
 from genie.scheduler.cluster.allocations import ClusterAllocations
 from genie.scheduler.decisions import Wait
 from genie.scheduler.gpu_reservations import GpuReservations, Reservation
-from genie.scheduler.order import GroupKey, JobQueue, Scales
+from genie.scheduler.order import GroupKey, JobQueue, OrderInputs
 from genie.scheduler.preemption.victims import StartedJob
 from genie.scheduler.request import JobRequest
 from genie.scheduler.rules import Rules
@@ -64,13 +64,13 @@ class JobTable:
         """The queued jobs, in groups of one kind and tenant."""
         self.new_arrivals: dict[str, PendingJob] = {}
         """Queued jobs that no pass has considered."""
-        self.queued_affinity_jobs = 0
+        self.queued_affinity_job_count = 0
         """Number of queued jobs with `near` constraints."""
         self.running_jobs: dict[str, StartedJob] = {}
         self.reservation: Reservation | None = None
         self.gpu_reservations = GpuReservations(cluster)
         """GPUs reserved for jobs that request them by number."""
-        self.move_counts: dict[str, int] = {}
+        self.migration_counts: dict[str, int] = {}
         """How often each unfinished job has been moved."""
         self.needs_full_pass = True
         """Whether anything but arrivals changed since the last pass."""
@@ -78,8 +78,8 @@ class JobTable:
         """By kind: why no node is suitable, or empty. Valid while the nodes do not change."""
         self._seen_full_nodes_version = 0
 
-    def scales(self, now: float) -> Scales:
-        return Scales(now, self.cluster.capacity, self.cluster.usage, self.rules.weights)
+    def order_inputs(self, now: float) -> OrderInputs:
+        return OrderInputs(now, self.cluster.capacity, self.cluster.usage, self.rules.weights)
 
     def why_over_quota(self, request: JobRequest, workers: int = 0) -> str:
         """Why the tenant's quota prevents a start with `workers` (0: its minimum); empty if it does not."""
@@ -136,12 +136,12 @@ class JobTable:
         pending = Wait(request.job_id, "waiting for the next scheduling pass")
         job = PendingJob(request, self.kind_numbers.get_number(request), pending)
         self.queued_jobs[request.job_id] = self.new_arrivals[request.job_id] = job
-        self.queued_affinity_jobs += bool(request.near)
+        self.queued_affinity_job_count += bool(request.near_job_names)
         self.queue.add(request, job.group_key)
 
     def dequeue(self, job_id: str) -> None:
         if (job := self.queued_jobs.pop(job_id, None)) is not None:
-            self.queued_affinity_jobs -= bool(job.request.near)
+            self.queued_affinity_job_count -= bool(job.request.near_job_names)
             self.queue.remove(job.request, job.group_key)
         self.new_arrivals.pop(job_id, None)
 
@@ -162,7 +162,7 @@ class JobTable:
         if requeue:
             self.enqueue(running.request)
         else:
-            self.move_counts.pop(job_id, None)
+            self.migration_counts.pop(job_id, None)
 
     def reserve(self, reservation: Reservation) -> None:
         """Replace the only reservation that is not for GPUs by number."""

@@ -20,7 +20,7 @@ Key: TypeAlias = tuple[float, ...]
 
 
 @dataclass(frozen=True)
-class Scales:
+class OrderInputs:
     """The inputs of an order: the time, and usage, weights and capacity."""
 
     now: float
@@ -48,10 +48,14 @@ class Scales:
         return share / self.weights.get(tenant, 1.0)
 
 
+Scales = OrderInputs
+"""Former name of OrderInputs, for custom policies that import it."""
+
+
 class Order(Protocol):
     def within(self, request: JobRequest) -> Key: ...
 
-    def among(self, request: JobRequest, scales: Scales) -> Key: ...
+    def among(self, request: JobRequest, inputs: OrderInputs) -> Key: ...
 
 
 class Fifo:
@@ -60,7 +64,7 @@ class Fifo:
     def within(self, request: JobRequest) -> Key:
         return (request.sequence,)
 
-    def among(self, request: JobRequest, scales: Scales) -> Key:
+    def among(self, request: JobRequest, inputs: OrderInputs) -> Key:
         return (request.sequence,)
 
 
@@ -82,7 +86,7 @@ class Priority:
             submitted_at = min(submitted_at, max(deadline, submitted_at) - self.aging_s)
         return (submitted_at / self.aging_s - request.priority, deadline, request.sequence)
 
-    def among(self, request: JobRequest, scales: Scales) -> Key:
+    def among(self, request: JobRequest, inputs: OrderInputs) -> Key:
         return self.within(request)
 
 
@@ -95,8 +99,8 @@ class FairShare:
     def within(self, request: JobRequest) -> Key:
         return self.order_within_tenant.within(request)
 
-    def among(self, request: JobRequest, scales: Scales) -> Key:
-        return (scales.dominant_share(request.tenant), request.sequence)
+    def among(self, request: JobRequest, inputs: OrderInputs) -> Key:
+        return (inputs.dominant_share(request.tenant), request.sequence)
 
 
 GroupKey: TypeAlias = tuple[int, int]
@@ -135,7 +139,7 @@ class JobQueue:
 
     def iterate(
         self,
-        scales: Scales,
+        inputs: OrderInputs,
         *,
         get_group_skip_reason: Callable[[str, GroupKey], str],
         on_skip: Callable[[str, str], None],
@@ -154,7 +158,7 @@ class JobQueue:
         heads: list[tuple[Key, str, str, int]] = []
         for tenant, groups in by_tenant.items():
             heapq.heapify(groups)
-            heads.append(self._make_heap_entry(groups[0][0], tenant, scales, version))
+            heads.append(self._make_heap_entry(groups[0][0], tenant, inputs, version))
         heapq.heapify(heads)
         while heads:
             key, tenant, job_id, key_version = heapq.heappop(heads)
@@ -166,7 +170,7 @@ class JobQueue:
             if not groups:
                 continue
             if (job_id, key_version) != (groups[0][0][2], version):
-                head = self._make_heap_entry(groups[0][0], tenant, scales, version)
+                head = self._make_heap_entry(groups[0][0], tenant, inputs, version)
                 if head[0] != key:
                     heapq.heappush(heads, head)
                     continue
@@ -179,13 +183,13 @@ class JobQueue:
                 yield request
                 version += 1
             if groups:
-                heapq.heappush(heads, self._make_heap_entry(groups[0][0], tenant, scales, version))
+                heapq.heappush(heads, self._make_heap_entry(groups[0][0], tenant, inputs, version))
 
     def _make_heap_entry(
-        self, entry: _QueueEntry, tenant: str, scales: Scales, version: int
+        self, entry: _QueueEntry, tenant: str, inputs: OrderInputs, version: int
     ) -> tuple[Key, str, str, int]:
-        return (self._key_among_tenants(entry, scales), tenant, entry[2], version)
+        return (self._key_among_tenants(entry, inputs), tenant, entry[2], version)
 
-    def _key_among_tenants(self, entry: _QueueEntry, scales: Scales) -> Key:
+    def _key_among_tenants(self, entry: _QueueEntry, inputs: OrderInputs) -> Key:
         request = self._requests.get(entry[2])
-        return () if request is None else self._order.among(request, scales)
+        return () if request is None else self._order.among(request, inputs)

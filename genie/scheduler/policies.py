@@ -22,7 +22,7 @@ from types import MappingProxyType
 from typing import Any, TypeAlias, TypeVar
 
 from genie.errors import UsageError
-from genie.scheduler.order import FairShare, Fifo, Key, Order, Priority, Scales
+from genie.scheduler.order import FairShare, Fifo, Key, Order, OrderInputs, Priority
 from genie.scheduler.preemption.victims import StartedJob, lost_work_cost
 from genie.scheduler.request import JobRequest, NodeFacts
 
@@ -39,7 +39,7 @@ KEY_LENGTH_MAX = 16
 """Maximum length of a key."""
 _ERROR_CHARS_MAX = 200
 _REQUIRED_METHODS = (
-    "a policy needs within(request) and among(request, scales); see genie/scheduler/policies.py"
+    "a policy needs within(request) and among(request, inputs); see genie/scheduler/policies.py"
 )
 
 BUILT_IN_POLICIES: Mapping[str, PolicyFactory] = MappingProxyType(
@@ -124,13 +124,13 @@ class IsolatedPolicy:
             fallback=lambda: self._fallback.within(request),
         )
 
-    def among(self, request: JobRequest, scales: Scales) -> Key:
+    def among(self, request: JobRequest, inputs: OrderInputs) -> Key:
         return self._call_policy(
             "among",
             f"job {request.job_id}",
-            lambda: self._policy.among(request, scales),
+            lambda: self._policy.among(request, inputs),
             check=_check_key,
-            fallback=lambda: self._fallback.among(request, scales),
+            fallback=lambda: self._fallback.among(request, inputs),
         )
 
     def allowed(self, request: JobRequest, node: NodeFacts) -> str:

@@ -62,12 +62,13 @@ class Quotas:
         if why := self.why_never_within_quota(request):
             return f"cannot start under the current quota: {why}"
         more = request.amounts(workers)
-        used = f"tenant {request.tenant} uses {_format(usage)} of its quota of {_format(quota.guaranteed)}"
+        limit = _format_amounts(quota.guaranteed)
+        used = f"tenant {request.tenant} uses {_format_amounts(usage)} of its quota of {limit}"
         if not request.preemptible and not _is_within_quota(nonpreemptible_usage, more, quota.guaranteed):
             return f"{used}; only preemptible jobs may borrow more"
         if _is_within_quota(usage, more, quota.guaranteed + quota.borrowable):
             return ""
-        return f"{used} and may borrow {_format(quota.borrowable)}"
+        return f"{used} and may borrow {_format_amounts(quota.borrowable)}"
 
     def why_never_within_quota(self, request: JobRequest) -> str:
         """Return why the quota does not allow its minimum of workers even without other jobs; empty if it
@@ -78,10 +79,14 @@ class Quotas:
         requested, most = request.amounts(request.workers_required), quota.guaranteed + quota.borrowable
         if _is_within_quota(Amounts(), requested, most if request.preemptible else quota.guaranteed):
             return ""
-        limit = _format(quota.guaranteed)
-        why = f"requests {_format(requested)}; the quota of tenant {request.tenant} is {limit}"
+        limit = _format_amounts(quota.guaranteed)
+        why = f"requests {_format_amounts(requested)}; the quota of tenant {request.tenant} is {limit}"
         if not _is_within_quota(Amounts(), requested, most):
-            return f"{why} plus {_format(quota.borrowable)} borrowed" if quota.borrowable.gpu_milli else why
+            return (
+                f"{why} plus {_format_amounts(quota.borrowable)} borrowed"
+                if quota.borrowable.gpu_milli
+                else why
+            )
         return f"{why}; only preemptible jobs may borrow more"
 
 
@@ -107,7 +112,7 @@ def fits_within(part: Amounts, whole: Amounts) -> bool:
     )
 
 
-def _format(amounts: Amounts) -> str:
+def _format_amounts(amounts: Amounts) -> str:
     parts = [format_count(amounts.gpu_milli / WHOLE_GPU_MILLI, "GPU")]
     if 0 < amounts.cpu_milli < UNBOUNDED:
         parts.append(format_count(amounts.cpu_milli / 1000, "CPU"))

@@ -123,9 +123,9 @@ class JobRequest(msgspec.Struct, frozen=True, dict=True):
     """Minimum number of workers of an elastic job; 0 for all."""
     within: Within = Within.ANYWHERE
     spread: Spread = Spread.PACK
-    near: frozenset[str] = frozenset()
+    near_job_names: frozenset[str] = frozenset()
     """Only on nodes that run a job of the tenant with one of these names."""
-    apart: frozenset[str] = frozenset()
+    apart_job_names: frozenset[str] = frozenset()
     """Not on nodes that run a job of the tenant with one of these names."""
     name: str = ""
     priority: int = 0
@@ -148,8 +148,8 @@ class JobRequest(msgspec.Struct, frozen=True, dict=True):
             workers_min=self.workers_min,
             within=self.within,
             spread=self.spread,
-            near=self.near,
-            apart=self.apart,
+            near_job_names=self.near_job_names,
+            apart_job_names=self.apart_job_names,
         )
 
     @property
@@ -184,7 +184,7 @@ class NodeFacts:
     blocked_reason: str = ""
     blocked_gpus: frozenset[int] = frozenset()
     """Draining, throttled or unhealthy GPUs, which accept no placements."""
-    memory_outside_mib: tuple[int, ...] = ()
+    memory_used_outside_cluster_mib: tuple[int, ...] = ()
     """Memory of each GPU used by processes outside the cluster; empty for none."""
 
     @property

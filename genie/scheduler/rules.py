@@ -24,7 +24,7 @@ class Rules:
     """Excludes nodes for kinds of jobs."""
     allows_preemption: bool = True
     """Whether jobs are preempted or moved for others."""
-    moves_per_job_max: int = 2
+    migrations_per_job_max: int = 2
     """How often a preemptible job may be moved to defragment nodes; each move restarts it."""
     allows_backfill: bool = True
     assumed_runtime_s: float = 86_400.0

@@ -13,7 +13,7 @@ from genie.scheduler.cluster.allocations import ClusterAllocations
 from genie.scheduler.decisions import Decision, Start, Wait
 from genie.scheduler.gpu_reservations import GpuReservations, Reservation
 from genie.scheduler.job_table import JobTable
-from genie.scheduler.order import GroupKey, Scales
+from genie.scheduler.order import GroupKey, OrderInputs
 from genie.scheduler.policies import IsolatedPolicy
 from genie.scheduler.preemption.victims import StartedJob
 from genie.scheduler.request import Allocation, JobRequest, NodeFacts, WorkerPlace
@@ -85,8 +85,8 @@ class Scheduler:
     def gpu_reservations(self) -> GpuReservations:
         return self.job_table.gpu_reservations
 
-    def scales(self, now: float) -> Scales:
-        return self.job_table.scales(now)
+    def order_inputs(self, now: float) -> OrderInputs:
+        return self.job_table.order_inputs(now)
 
     # -- events -------------------------------------------------------------------------------
 
@@ -139,7 +139,7 @@ class Scheduler:
     def withdraw(self, job_id: str) -> None:
         """Remove a job from the queue; does nothing if it is not queued."""
         self.job_table.dequeue(job_id)
-        self.job_table.move_counts.pop(job_id, None)
+        self.job_table.migration_counts.pop(job_id, None)
         self.job_table.drop_reservation(job_id)
         self.job_table.require_full_pass()
 
@@ -162,7 +162,7 @@ class Scheduler:
         reserved, or the job does not fit. `record_end` reverts it."""
         jobs = self.job_table
         is_idle = not jobs.queued_jobs and jobs.reservation is None and not len(jobs.gpu_reservations)
-        if not is_idle or request.near or isinstance(jobs.rules.order, IsolatedPolicy):
+        if not is_idle or request.near_job_names or isinstance(jobs.rules.order, IsolatedPolicy):
             return None
         start = SchedulingPass(jobs, now).try_start(request, "fits")
         if start is not None:

@@ -68,7 +68,7 @@ class SchedulingPass:
                 jobs.begin_full_pass()
                 considered = self._consider_reservations(future)
                 self._consider_all(jobs.queue, future, skip=considered)
-        if self._decisions and jobs.queued_affinity_jobs:
+        if self._decisions and jobs.queued_affinity_job_count:
             jobs.require_full_pass()
         waits = [wait for wait in self._changed_waits.values() if wait.job_id in jobs.queued_jobs]
         return [*self._decisions, *waits]
@@ -105,9 +105,9 @@ class SchedulingPass:
         self, queue: JobQueue, future: FutureClusterState, *, skip: Collection[str] = ()
     ) -> None:
         queued = self._jobs.queued_jobs
-        scales = self._jobs.scales(self._now)
+        inputs = self._jobs.order_inputs(self._now)
         for request in queue.iterate(
-            scales, get_group_skip_reason=self._group_skip_reason, on_skip=self._record_skipped_job
+            inputs, get_group_skip_reason=self._group_skip_reason, on_skip=self._record_skipped_job
         ):
             if request.job_id not in skip:
                 self._consider_job(queued[request.job_id], future)
@@ -328,13 +328,13 @@ class SchedulingPass:
         return [running[job_id] for job_id in self._cluster.jobs_on_node(min(request.shape.nodes))]
 
     def _plan_migration(self, request: JobRequest) -> victims.Eviction | None:
-        """Select jobs to move to other nodes; each job is moved `moves_per_job_max` times at most."""
-        moves = self._jobs.move_counts
+        """Select jobs to move to other nodes; each job is moved `migrations_per_job_max` times at most."""
+        moves = self._jobs.migration_counts
         movable = [
             running
             for running in self._jobs.running_jobs.values()
             if running.request.preemptible
-            and moves.get(running.request.job_id, 0) < self._rules.moves_per_job_max
+            and moves.get(running.request.job_id, 0) < self._rules.migrations_per_job_max
         ]
         plan = migration.plan_migration(request, movable, cluster=self._cluster) if movable else None
         if plan is None:
@@ -413,8 +413,9 @@ class SchedulingPass:
         why = why or self._cluster.why_affinity_unsatisfied(request)
         if why:
             return why
-        if request.near:
-            return f"not enough free resources on nodes with a job named {' or '.join(sorted(request.near))}"
+        if request.near_job_names:
+            names = " or ".join(sorted(request.near_job_names))
+            return f"not enough free resources on nodes with a job named {names}"
         reserved = f" without the GPUs reserved for {gpu_reservations.format_holders()}"
         return f"does not fit on an empty cluster{reserved if len(gpu_reservations) else ''}"
 

@@ -14,15 +14,15 @@ from dataclasses import dataclass
 
 from genie.scheduler.cluster.dry_run import DryRun
 from genie.scheduler.gpu_reservations import Reservation
-from genie.scheduler.order import GroupKey, JobQueue, Scales
+from genie.scheduler.order import GroupKey, JobQueue, OrderInputs
 from genie.scheduler.preemption.victims import StartedJob
 from genie.scheduler.request import WHOLE_GPU_MILLI, Allocation, Amounts, JobRequest, WorkerPlace
 from genie.scheduler.scheduler import Scheduler
 
-ESTIMATE_COST_MAX = 40_000
+ESTIMATE_COST_IN_ATTEMPTS_MAX = 40_000
 """Maximum cost of an estimate, in placement attempts: some tenths of a second."""
-_JOBS_PER_ATTEMPT = 2
-_NODES_PER_ATTEMPT, _NODES_PER_PLAIN_ATTEMPT = 250, 4
+_QUEUED_JOBS_PER_ATTEMPT = 2
+_NODES_PER_ATTEMPT, _NODES_PER_PYTHON_ATTEMPT = 250, 4
 """Number of jobs or additional nodes to examine at about the cost of one placement attempt."""
 _RUNNING_JOBS_CHECKED_MAX = 500
 
@@ -52,7 +52,7 @@ def estimate_start(scheduler: Scheduler, request: JobRequest, now: float) -> Sta
 
 
 class _CostLimitError(Exception):
-    """The estimate exceeds ESTIMATE_COST_MAX."""
+    """The estimate exceeds ESTIMATE_COST_IN_ATTEMPTS_MAX."""
 
 
 @dataclass
@@ -96,9 +96,9 @@ class _QueueSimulation:
         """Fit keys that do not fit at the current time."""
         self._delaying_groups: set[GroupKey] = set()
         """Groups that would delay the blocked job at the current time, unless they end before."""
-        self._total_cost = 0.0
+        self._cost_in_attempts = 0.0
         nodes_per_attempt = (
-            _NODES_PER_PLAIN_ATTEMPT if self._cluster.uses_python_placer else _NODES_PER_ATTEMPT
+            _NODES_PER_PYTHON_ATTEMPT if self._cluster.uses_python_placer else _NODES_PER_ATTEMPT
         )
         self._attempt_cost = 1 + len(self._cluster.nodes) / nodes_per_attempt
 
@@ -121,17 +121,17 @@ class _QueueSimulation:
 
     def _run_pass(self, target: JobRequest) -> bool:
         """Start what fits at the current time; True as soon as the target starts."""
-        self._add_cost(1 + len(self._queue) / _JOBS_PER_ATTEMPT)
+        self._add_cost(1 + len(self._queue) / _QUEUED_JOBS_PER_ATTEMPT)
         self._fit_keys_without_room.clear()
         self._delaying_groups.clear()
-        scales = Scales(self._now, self._cluster.capacity, self._usage_of, self._scheduler.rules.weights)
+        inputs = OrderInputs(self._now, self._cluster.capacity, self._usage_of, self._scheduler.rules.weights)
         blocked = self._blocked_job
         if blocked is not None and self._try_start(blocked.request):
             self._blocked_job = None
             if blocked.request.job_id == target.job_id:
                 return True
         for request in self._queue.iterate(
-            scales, get_group_skip_reason=self._group_skip_reason, on_skip=lambda *_: None
+            inputs, get_group_skip_reason=self._group_skip_reason, on_skip=lambda *_: None
         ):
             is_blocked = self._blocked_job is not None and self._blocked_job.request is request
             if not is_blocked and self._try_start(request) and request.job_id == target.job_id:
@@ -149,7 +149,7 @@ class _QueueSimulation:
         """Start the job if it fits within quota. The first job that does not fit becomes the blocked one."""
         quotas, tenant = self._scheduler.rules.quotas, request.tenant
         usage, nonpreemptible = self._usage_of(tenant), self._nonpreemptible_usage_of(tenant)
-        self._add_cost(1 / _JOBS_PER_ATTEMPT)
+        self._add_cost(1 / _QUEUED_JOBS_PER_ATTEMPT)
         if quotas.why_over_quota(
             request, request.workers_required, usage=usage, nonpreemptible_usage=nonpreemptible
         ):
@@ -257,8 +257,8 @@ class _QueueSimulation:
         heapq.heappush(self._jobs_with_limit if has_end else self._jobs_without_limit, entry)
 
     def _add_cost(self, attempts: float) -> None:
-        self._total_cost += attempts
-        if self._total_cost > ESTIMATE_COST_MAX:
+        self._cost_in_attempts += attempts
+        if self._cost_in_attempts > ESTIMATE_COST_IN_ATTEMPTS_MAX:
             raise _CostLimitError
 
     def _usage_of(self, tenant: str) -> Amounts:
@@ -279,11 +279,15 @@ def _fit_key(request: JobRequest, *, has_node_filter: bool) -> tuple[object, ...
     """Jobs with equal keys fit alike. Tenants matter only for fractions of GPUs, names and filters."""
     shape = request.shape
     by_tenant = (
-        has_node_filter or request.near or request.apart or (shape.gpus and shape.gpu_milli < WHOLE_GPU_MILLI)
+        has_node_filter
+        or request.near_job_names
+        or request.apart_job_names
+        or (shape.gpus and shape.gpu_milli < WHOLE_GPU_MILLI)
     )
     tenant = request.tenant if by_tenant else ""
     return (
-        shape, tenant, request.workers_required, request.within, request.spread, request.near, request.apart,
+        shape, tenant, request.workers_required, request.within, request.spread,
+        request.near_job_names, request.apart_job_names,
     )  # fmt: skip
 
 

@@ -39,7 +39,7 @@ from genie.tenancy.access import parse_token
 _Reply = TypeVar("_Reply", bound=Message)
 
 CONTROLLER_PORT = 5555
-CONFIG = ControllerConfig(port=CONTROLLER_PORT, tls="off")
+CONTROLLER_CONFIG = ControllerConfig(port=CONTROLLER_PORT, tls="off")
 CLIENT_HOST = "127.0.9.9"
 """Address of the owner and, unless another is given, of the tenants."""
 _CALL_TIMEOUT_S = 5.0
@@ -91,7 +91,7 @@ class SimCluster:
     controller_count: int = 1
     store_bytes_max: int = VALUE_BYTES_TOTAL_MAX
     connection_limits: ConnectionLimits | None = None
-    config: ControllerConfig = CONFIG
+    config: ControllerConfig = CONTROLLER_CONFIG
     world: World = field(init=False)
     machines: SimMachines = field(init=False)
 

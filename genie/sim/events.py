@@ -116,7 +116,15 @@ def _typical_shapes(
     models: dict[str, int] = {}
     for node in nodes:  # same numbering as in the book
         models.setdefault(node.gpus[0].model if node.gpus else "", len(models) % MODELS_MAX)
-    counts = Counter((job.gpus, job.gpu_milli if job.gpus else 0, job.cpu_milli, job.models) for job in jobs)
+    counts = Counter(
+        (
+            job.gpus_per_worker,
+            job.gpu_milli if job.gpus_per_worker else 0,
+            job.cpu_milli_per_worker,
+            job.gpu_models,
+        )
+        for job in jobs
+    )
     common = sorted(counts.items(), key=lambda item: (-item[1], item[0][:3], sorted(item[0][3])))[:shapes_max]
     total = sum(count for _, count in common)
     return [
@@ -286,7 +294,7 @@ class _Simulation:
     def _requeue_from_checkpoint(self, active: _ActiveJob, now: float) -> None:
         """Queue the job again, with the work saved at its last checkpoint."""
         done_s = active.checkpointed_work_s + now - active.running_since_s
-        step_s = active.result.job.checkpoint_s
+        step_s = active.result.job.checkpoint_interval_s
         active.checkpointed_work_s = (
             0.0 if step_s is None else max(active.checkpointed_work_s, done_s - done_s % step_s)
         )

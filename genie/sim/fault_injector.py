@@ -45,14 +45,14 @@ TIME_FAULTS = (
     "restart_controller",
 )
 STORE_FAULTS = ("slow_store", "slow_load", "fail_back", "lose_store", "lose_reply", "restart_controller")
-ENDS_JOBS_ON_NODE = frozenset(
+FAULTS_ENDING_JOBS_ON_NODE = frozenset(
     (
         *("cut_node", "cut_one_way", "pause_node", "freeze_node", "drift"),
         *("crash_node", "power_node", "torn_write", "change_gpus", "change_gpus_on_restart"),
     )
 )
 """Faults that may end the jobs of their node."""
-ENDS_ALL_JOBS = frozenset(("pause_controller",))
+FAULTS_ENDING_ALL_JOBS = frozenset(("pause_controller",))
 OWNER_ACTIONS = ("drain", "change_gpus", "change_gpus_on_restart", "quota")
 """Actions of an owner that invalidate existing placements."""
 ALL_EVENTS = (*ALL_FAULTS, "lose_reply", *OWNER_ACTIONS)
@@ -92,8 +92,8 @@ async def inject_faults(
 
 
 def _record_fault_window(cluster: SimCluster, kind: str, node: str, duration_s: float) -> None:
-    hosts = {node} if kind in ENDS_JOBS_ON_NODE else set()
-    if kind in ENDS_ALL_JOBS:
+    hosts = {node} if kind in FAULTS_ENDING_JOBS_ON_NODE else set()
+    if kind in FAULTS_ENDING_ALL_JOBS:
         hosts = set(cluster.node_hosts)
     now_s = cluster.world.now_s
     # The rate of a clock is changed until another fault changes it again.
@@ -125,7 +125,7 @@ async def _inject(cluster: SimCluster, kind: str, node: str, controller: str, du
             ends = (node, controller) if world.random.random() < 0.5 else (controller, node)
             world.cut_link(*ends, both_directions=kind == "cut_node")
             await asyncio.sleep(duration_s)
-            world.heal_link(*ends, both=kind == "cut_node")
+            world.heal_link(*ends, both_directions=kind == "cut_node")
         case "reorder" | "duplicate":
             await _disturb_network(cluster, kind, duration_s)
         case "slow_disk" | "full_disk" | "torn_write":

@@ -45,12 +45,12 @@ _SUBMIT_TIMEOUT_S = 3.0
 HostileAction = Callable[[SimCluster, str, float], Awaitable[None]]
 
 
-async def oversized_row(cluster: SimCluster, node: str, lasts_s: float) -> None:
+async def submit_oversized_job(cluster: SimCluster, node: str, lasts_s: float) -> None:
     """Submit a job whose row grows sixfold when it is encoded."""
     await _try_submit(cluster, seconds=1.0, env={"X": "\x01" * 120_000})
 
 
-async def stored_oversized_row(cluster: SimCluster, node: str, lasts_s: float) -> None:
+async def store_oversized_job(cluster: SimCluster, node: str, lasts_s: float) -> None:
     """Let a running job have a row that an earlier version accepted: no later state of it fits."""
     controllers = cluster.controller_hosts
     job_id = await _try_submit(cluster, seconds=lasts_s, env={})
@@ -69,30 +69,32 @@ async def stored_oversized_row(cluster: SimCluster, node: str, lasts_s: float) -
         cluster.restart(host)
 
 
-async def log_waits(cluster: SimCluster, node: str, lasts_s: float) -> None:
+async def flood_log_waits(cluster: SimCluster, node: str, lasts_s: float) -> None:
     """Wait for the output of a job on a node, as many times as possible."""
     job_id = await _try_submit(cluster, seconds=lasts_s + _LOG_WAIT_S, env={}, node_id=cluster.node_id(node))
 
     async def send(peer: rpc.Peer) -> None:
         await peer.call(ReadLog(job_id=job_id, wait_s=_LOG_WAIT_S), timeout_s=_CALL_TIMEOUT_S)
 
-    await _flood_with_requests(cluster, send, lasts_s=lasts_s, connections=2, in_flight=_LOG_WAIT_COUNT // 2)
+    await _repeat_request_in_parallel(
+        cluster, send, lasts_s=lasts_s, connections=2, in_flight=_LOG_WAIT_COUNT // 2
+    )
 
 
-async def request_flood(cluster: SimCluster, node: str, lasts_s: float) -> None:
+async def flood_requests(cluster: SimCluster, node: str, lasts_s: float) -> None:
     """List jobs with large rows as often as possible."""
     job_ids = await _submit_large_jobs(cluster, _LISTED_JOBS)
 
     async def send(peer: rpc.Peer) -> None:
         await peer.call(ListJobs(limit=1000), timeout_s=_CALL_TIMEOUT_S)
 
-    await _flood_with_requests(
+    await _repeat_request_in_parallel(
         cluster, send, lasts_s=lasts_s, connections=_FLOOD_CONNECTIONS, in_flight=_FLOOD_REQUESTS_IN_FLIGHT
     )
     await _cancel_jobs(cluster, job_ids)
 
 
-async def connection_flood(cluster: SimCluster, node: str, lasts_s: float) -> None:
+async def flood_connections(cluster: SimCluster, node: str, lasts_s: float) -> None:
     """Keep as many connections open as possible: with one token, and without any."""
     token, world, hosts = (
         await cluster.get_user_token(HOSTILE_TENANT),
@@ -127,7 +129,7 @@ async def fill_store(cluster: SimCluster, node: str, lasts_s: float) -> None:
     await _cancel_jobs(cluster, job_ids)
 
 
-async def unkillable(cluster: SimCluster, node: str, lasts_s: float) -> None:
+async def run_unkillable_job(cluster: SimCluster, node: str, lasts_s: float) -> None:
     """Run a job with a process that survives SIGKILL for a while."""
     await _try_submit(
         cluster, seconds=1.0, env={UNKILLABLE_ENV_VARIABLE: f"{lasts_s:.2f}"}, node_id=cluster.node_id(node)
@@ -155,13 +157,13 @@ async def upload_blobs(cluster: SimCluster, node: str, lasts_s: float) -> None:
 HOSTILE_ACTIONS: dict[str, HostileAction] = {
     action.__name__: action
     for action in (
-        oversized_row,
-        stored_oversized_row,
-        log_waits,
-        request_flood,
-        connection_flood,
+        submit_oversized_job,
+        store_oversized_job,
+        flood_log_waits,
+        flood_requests,
+        flood_connections,
         fill_store,
-        unkillable,
+        run_unkillable_job,
         fill_node_disk,
         upload_blobs,
     )
@@ -212,7 +214,7 @@ async def _cancel_jobs(cluster: SimCluster, job_ids: list[str]) -> None:
             await cluster.send_request(CancelJob(job_id=job_id), token=token)
 
 
-async def _flood_with_requests(
+async def _repeat_request_in_parallel(
     cluster: SimCluster,
     send: Callable[[rpc.Peer], Awaitable[None]],
     *,

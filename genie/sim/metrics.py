@@ -26,47 +26,47 @@ class ValueSpread:
     mean: float
     p50: float
     p99: float
-    most: float
+    maximum: float
 
 
 @dataclass(frozen=True)
 class Summary:
     """Metrics of a run. Times are in seconds, ratios from 0 to 1."""
 
-    jobs: int
-    impossible: int
+    finished_jobs: int
+    infeasible_jobs: int
     """Jobs that do not fit the empty cluster; excluded from all other metrics."""
-    left_waiting: int
+    never_started_jobs: int
     """Jobs that a custom policy rejected on all nodes; excluded from time metrics."""
-    cut_short: int
+    jobs_ended_by_time_limit: int
     """Jobs ended by their time limit."""
-    gpus: int
+    total_gpus: int
     span_s: float
     """From the first submission to the last end."""
     utilisation: float
     """GPU time in use / total GPU time of the span."""
-    utilisation_while_waiting: float
+    utilisation_while_pending: float
     """The same while jobs are pending; 1 if none ever is."""
-    utilisation_while_arriving: float
+    utilisation_until_last_arrival: float
     """The same while jobs are pending, until the last submission; the queue is no mixture after that."""
-    waiting_share: float
+    pending_time_share: float
     """Fraction of the span with pending jobs."""
     wait_s: ValueSpread
     """From submission to the first start."""
-    wait_large_s: ValueSpread
+    large_gang_wait_s: ValueSpread
     """The same for gangs of at least 32 GPUs."""
     completion_s: ValueSpread
     """From submission to the end."""
     slowdown: ValueSpread
     """Completion time / duration, which counts as at least 10 s."""
-    jain: float
+    jain_index_of_tenants: float
     """Jain's index over tenants of used / requested GPU time from submission to the end of their jobs; 1 is
     equal."""
-    finish_fairness: ValueSpread
+    finish_time_fairness: ValueSpread
     """Completion time / that on a private cluster with 1/n of the GPUs per tenant, first come first served;
     at most 1 is no worse."""
     preemptions: int
-    failures: int
+    jobs_ended_by_node_failure: int
     """Job ends caused by node failures."""
     lost_gpu_hours: float
     """Unsaved work."""
@@ -84,30 +84,32 @@ def summarise(run: SimulatedRun) -> Summary:
     whole = _utilisation(run, until_s=math.inf)
     arriving = _utilisation(run, until_s=max((record.job.submitted_s for record in records), default=0.0))
     return Summary(
-        jobs=len(records),
-        impossible=len(run.infeasible_job_ids),
-        left_waiting=len(run.job_results) - len(records),
-        cut_short=sum(record.job.duration_s > record.job.limited_duration_s for record in records),
-        gpus=run.total_gpu_milli // _MILLI_PER_GPU,
+        finished_jobs=len(records),
+        infeasible_jobs=len(run.infeasible_job_ids),
+        never_started_jobs=len(run.job_results) - len(records),
+        jobs_ended_by_time_limit=sum(
+            record.job.duration_s > record.job.limited_duration_s for record in records
+        ),
+        total_gpus=run.total_gpu_milli // _MILLI_PER_GPU,
         span_s=run.usage_samples[-1].time_s - run.usage_samples[0].time_s if run.usage_samples else 0.0,
         utilisation=whole[0],
-        utilisation_while_waiting=whole[1],
-        utilisation_while_arriving=arriving[1],
-        waiting_share=whole[2],
+        utilisation_while_pending=whole[1],
+        utilisation_until_last_arrival=arriving[1],
+        pending_time_share=whole[2],
         wait_s=summarise_values(waits),
-        wait_large_s=summarise_values(
+        large_gang_wait_s=summarise_values(
             [wait for record, wait in zip(records, waits, strict=True) if is_large_gang(record.job)]
         ),
         completion_s=summarise_values([_completion_s(record) for record in records]),
         slowdown=summarise_values(
             [_completion_s(it) / max(it.job.limited_duration_s, SLOWDOWN_DURATION_S_MIN) for it in records]
         ),
-        jain=jain_index(_service_ratios(records)),
-        finish_fairness=summarise_values(
+        jain_index_of_tenants=jain_index(_service_ratios(records)),
+        finish_time_fairness=summarise_values(
             finish_time_fairness(records, gpus=run.total_gpu_milli / _MILLI_PER_GPU)
         ),
         preemptions=sum(record.preemption_count for record in records),
-        failures=sum(record.node_failure_count for record in records),
+        jobs_ended_by_node_failure=sum(record.node_failure_count for record in records),
         lost_gpu_hours=sum(it.lost_work_s * it.job.total_gpu_milli for it in records) / _MILLI_PER_GPU / 3600,
         fragmentation=_fragmentation(run),
     )

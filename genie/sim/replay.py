@@ -79,7 +79,8 @@ def _mean_allocated_pct(allocated_by_requested_pct: dict[int, list[float]]) -> f
     ]
     if not found:
         raise UsageError(
-            "cannot measure the allocation at 100% of the GPUs: no arrival brings the requests near 100%",
+            "cannot measure how many GPUs are allocated when 100% are requested: "
+            "no arrival brings the requested total within 1% of that",
             hint="use smaller requests or more nodes",
         )
     return sum(found) / len(found)
@@ -92,7 +93,7 @@ def _add_nodes(placer: Placer, workload: Workload, ranks: Sequence[int]) -> None
             memory_mib=node.memory_mib,
             gpus=node.gpus,
             model=workload.model_numbers[node.model],
-            rank=rank,
+            tie_break_rank=rank,
         )
 
 
@@ -103,7 +104,7 @@ def _register_classes(placer: Placer, workload: Workload) -> dict[TracePod, int]
             gpu_milli=pod.gpu_milli,
             cpu_milli=pod.cpu_milli,
             memory_mib=pod.memory_mib,
-            models=workload.allowed_models_mask(pod),
+            models_mask=workload.allowed_models_mask(pod),
         )
         for pod in dict.fromkeys(workload.pods)
     }

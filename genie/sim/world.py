@@ -41,8 +41,8 @@ _FRAME_KIND_OFFSET = 4
 class CpuCost:
     """How long the CPU of a host is busy with each frame that arrives, and each byte that is sent."""
 
-    received_frame_s: float
-    sent_byte_s: float
+    cpu_s_per_received_frame: float
+    cpu_s_per_sent_byte: float
 
 
 class World:
@@ -62,7 +62,7 @@ class World:
         """Clock rate by host, the time of its last change, and the clock value at that time."""
         self._frozen_until_s: dict[str, float] = {}
         self._paused_until_s: dict[str, float] = {}
-        self._cuts: Counter[tuple[str, str]] = Counter()
+        self._cut_counts_by_direction: Counter[tuple[str, str]] = Counter()
         """Number of cuts by sender and receiver: faults may overlap."""
         self.listeners: dict[tuple[str, int], _Listener] = {}
         self.channels: dict[_Channel, None] = {}
@@ -115,7 +115,7 @@ class World:
         cpu = self._cpu_cost_by_host.get(host)
         if cpu is None:
             return self.now_s
-        work_s = frames * cpu.received_frame_s + sent_bytes * cpu.sent_byte_s
+        work_s = frames * cpu.cpu_s_per_received_frame + sent_bytes * cpu.cpu_s_per_sent_byte
         done_s = max(self.now_s, self._cpu_busy_until_s.get(host, 0.0)) + work_s
         self._cpu_busy_until_s[host] = done_s
         return done_s
@@ -129,21 +129,25 @@ class World:
 
     def cut_link(self, sender: str, receiver: str, *, both_directions: bool = True) -> None:
         """Cut the link; without `both_directions`, only from sender to receiver."""
-        self._cuts.update(_directions(sender, receiver, both=both_directions))
+        self._cut_counts_by_direction.update(
+            _link_directions(sender, receiver, both_directions=both_directions)
+        )
 
-    def heal_link(self, sender: str, receiver: str, *, both: bool = True) -> None:
+    def heal_link(self, sender: str, receiver: str, *, both_directions: bool = True) -> None:
         """Undo one `cut_link` with the same arguments."""
-        self._cuts.subtract(_directions(sender, receiver, both=both))
+        self._cut_counts_by_direction.subtract(
+            _link_directions(sender, receiver, both_directions=both_directions)
+        )
 
     def heal_links_and_clocks(self) -> None:
         """Heal all links and clocks. Pauses end by themselves."""
-        self._cuts.clear()
+        self._cut_counts_by_direction.clear()
         self.duplicated_frame_share = self.reordered_frame_share = 0.0
         for host in list(self._clock_rates):
             self.set_clock_rate(host, 1.0)
 
     def is_link_cut(self, sender: str, receiver: str) -> bool:
-        return self._cuts[sender, receiver] > 0
+        return self._cut_counts_by_direction[sender, receiver] > 0
 
     def disconnect_host(self, host: str, *, silent: bool) -> None:
         """Close connections and listeners of a host. With `silent` (power outage), peers are not notified."""
@@ -159,8 +163,8 @@ class World:
         await asyncio.sleep(self.random.expovariate(1 / self.frame_delay_s) * (50 if slow else 1))
 
 
-def _directions(sender: str, receiver: str, *, both: bool) -> list[tuple[str, str]]:
-    return [(sender, receiver), (receiver, sender)] if both else [(sender, receiver)]
+def _link_directions(sender: str, receiver: str, *, both_directions: bool) -> list[tuple[str, str]]:
+    return [(sender, receiver), (receiver, sender)] if both_directions else [(sender, receiver)]
 
 
 class SimClock:

@@ -212,4 +212,4 @@ async def _is_listening(host: str, port: int) -> bool:
 
 
 def _log_progress(line: str) -> None:
-    _log.info("%s", line)
+    _log.info("cluster processes of this machine: %s", line)

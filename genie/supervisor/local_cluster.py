@@ -148,8 +148,10 @@ class Supervisor:
             ],
             node_id=self.node_id,
         )
-        await self._wait_registered(node_dir, after=before)
-        node = await self._wait_node_info(access, after=before) if _can_list_nodes(access) else None
+        await self._wait_registered(node_dir, after_incarnation=before)
+        node = (
+            await self._wait_node_info(access, after_incarnation=before) if _can_list_nodes(access) else None
+        )
         self._address_being_joined = ""
         self._progress(
             f"node {self.node_id} has joined the cluster" + (f" with {_format_gpus(node)}" if node else "")
@@ -283,11 +285,11 @@ class Supervisor:
             is_node_id_fixed=self._is_node_id_configured,
         )
 
-    async def _wait_registered(self, node_dir: Path, *, after: int) -> None:
-        """Waits until the agent has registered with an incarnation greater than `after`."""
+    async def _wait_registered(self, node_dir: Path, *, after_incarnation: int) -> None:
+        """Waits until the agent has registered with an incarnation greater than `after_incarnation`."""
         loop = asyncio.get_running_loop()
         progress_at_s = loop.time() + _WAIT_MESSAGE_DELAY_S
-        while _registered_incarnation(node_dir) <= after:
+        while _registered_incarnation(node_dir) <= after_incarnation:
             self._agent.check_alive()
             if loop.time() >= progress_at_s:
                 progress_at_s = float("inf")
@@ -296,14 +298,14 @@ class Supervisor:
                 )
             await asyncio.sleep(_POLL_S)
 
-    async def _wait_node_info(self, access: ClusterConfig, *, after: int) -> NodeInfo:
+    async def _wait_node_info(self, access: ClusterConfig, *, after_incarnation: int) -> NodeInfo:
         poll_s = _POLL_S
         async with self._open_connection(access) as connection:
             while True:
                 self._agent.check_alive()
                 for view in await fetch_nodes(connection, timeout_s=_CALL_TIMEOUT_S):
                     node = view.info
-                    known = node.node_id == self.node_id and node.incarnation > after
+                    known = node.node_id == self.node_id and node.incarnation > after_incarnation
                     if known and node.status not in _NOT_REGISTERED_STATUSES:
                         return node
                 await asyncio.sleep(poll_s)
@@ -320,7 +322,7 @@ class Supervisor:
             yield connection
 
     def _report_crash(self, what: str) -> None:
-        _log.error("%s", what)
+        _log.error("a child process crashed: %s", what)
         self._progress(what)
 
 
@@ -447,7 +449,7 @@ def check_agent_cluster(running: RunningCluster, access: ClusterConfig, *, state
     if running.node_id and not _has_joined(node_dir, access, at_address=True):
         requested = address_text(*_access_address(access))
         raise AgentRunningError(
-            f"this machine runs an agent of another cluster than {requested} {running}",
+            f"cannot join {requested}: this machine runs an agent of another cluster {running}",
             hint=f"stop it with 'genie down', or set GENIE_STATE_DIR to another directory than {state_dir}",
         )
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from genie.errors import NodeError
 from genie.processes import files
-from genie.processes.marks import ProcessMark
+from genie.processes.process_identity import ProcessIdentity
 
 RECORDS_FOLDER = "run"
 LOG_FOLDER = "logs"
@@ -29,7 +29,7 @@ class ProcessRecord:
     """One process of this state directory."""
 
     name: str
-    mark: ProcessMark
+    identity: ProcessIdentity
     ready: bool = False
     """For the supervisor: whether all children have started."""
     node_id: str = ""
@@ -37,16 +37,16 @@ class ProcessRecord:
 
     @property
     def pid(self) -> int:
-        return self.mark.pid
+        return self.identity.pid
 
     @property
     def is_alive(self) -> bool:
-        return self.mark.is_alive
+        return self.identity.is_alive
 
     def write(self, state_dir: Path) -> None:
         body = {
-            "pid": self.mark.pid,
-            "start": self.mark.start,
+            "pid": self.identity.pid,
+            "start": self.identity.start_mark,
             "ready": self.ready,
             "node_id": self.node_id,
         }
@@ -65,17 +65,21 @@ def record_process(
 
 def make_record(name: str, pid: int, *, ready: bool = False, node_id: str = "") -> ProcessRecord | None:
     """The record of a process, not written yet; None if it has already ended."""
-    mark = ProcessMark.of_pid(pid)
-    return None if mark is None else ProcessRecord(name=name, mark=mark, ready=ready, node_id=node_id)
+    identity = ProcessIdentity.of_pid(pid)
+    return (
+        None
+        if identity is None
+        else ProcessRecord(name=name, identity=identity, ready=ready, node_id=node_id)
+    )
 
 
 def read_record(state_dir: Path, name: str) -> ProcessRecord | None:
     """Returns the record of this name if its process is running, else None."""
     try:
         body = json.loads(_record_path(state_dir, name).read_text("utf-8"))
-        mark = ProcessMark(int(body["pid"]), str(body["start"]))
+        identity = ProcessIdentity(int(body["pid"]), str(body["start"]))
         record = ProcessRecord(
-            name=name, mark=mark, ready=bool(body["ready"]), node_id=str(body.get("node_id", ""))
+            name=name, identity=identity, ready=bool(body["ready"]), node_id=str(body.get("node_id", ""))
         )
     except (OSError, ValueError, KeyError, TypeError):
         return None
@@ -106,9 +110,9 @@ def read_last_lines(path: Path, *, count: int = 8, bytes_max: int = 8192, since_
 
 async def end_process(record: ProcessRecord, *, grace_s: float) -> None:
     """Sends SIGTERM, then SIGKILL after `grace_s`. Returns when the process has ended."""
-    if not record.mark.send_signal(signal.SIGTERM) or await _wait_ended(record, grace_s):
+    if not record.identity.send_signal(signal.SIGTERM) or await _wait_ended(record, grace_s):
         return
-    record.mark.send_signal(signal.SIGKILL)
+    record.identity.send_signal(signal.SIGKILL)
     if not await _wait_ended(record, _KILL_TIMEOUT_S):
         raise NodeError(
             f"could not kill process {record.pid} ({record.name})",

@@ -32,7 +32,7 @@ class ScoredPolicy : public Policy {
 class DotProductPolicy final : public ScoredPolicy {
   int score(const Node& node, const RequestClass& request, uint16_t) const override {
     const double cpu = node.free_cpu_milli / kCpuMilliMax * (request.cpu_milli / kCpuMilliMax);
-    const double gpu = node.free_gpu_milli() / kGpuMilliMax * (request.gpu_volume() / kGpuMilliMax);
+    const double gpu = node.free_gpu_milli() / kGpuMilliMax * (request.total_gpu_milli() / kGpuMilliMax);
     return static_cast<int>(kScoreMax * (1 - (cpu + gpu) / 2));
   }
 };
@@ -44,7 +44,7 @@ class ClusteringPolicy final : public ScoredPolicy {
                      static_cast<int>(kGpuMilliMax);
     const auto kinds =
         std::count_if(node.held_requests.begin(), node.held_requests.end(), [](uint16_t n) { return n > 0; });
-    if (node.held_requests[request.is_fraction() ? 0 : request.gpus] > 0) {
+    if (node.held_requests[request.requests_gpu_fraction() ? 0 : request.gpus] > 0) {
       return full + (kinds == 1 ? kScoreMax * 3 / 4 : kScoreMax * 2 / 4);
     }
     return full + (kinds == 0 ? kScoreMax / 4 : 0);
@@ -71,7 +71,7 @@ class PackingPolicy final : public ScoredPolicy {
 class BestFitPolicy final : public ScoredPolicy {
   int score(const Node& node, const RequestClass& request, uint16_t) const override {
     const double cpu = (node.free_cpu_milli - request.cpu_milli) / kCpuMilliMax * 0.5;
-    const double gpu = (node.free_gpu_milli() - request.gpu_volume()) / kGpuMilliMax * 0.5;
+    const double gpu = (node.free_gpu_milli() - request.total_gpu_milli()) / kGpuMilliMax * 0.5;
     return static_cast<int>((1.0 - (cpu + gpu)) * kScoreMax);
   }
 };

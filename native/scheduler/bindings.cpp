@@ -9,7 +9,7 @@
 #include <bit>
 #include <tuple>
 
-#include "placement.h"
+#include "placer.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -21,8 +21,8 @@ using ShapeTuple = std::tuple<int, int, int, uint64_t, double>;
 
 std::vector<TypicalShape> to_typical_shapes(const std::vector<ShapeTuple>& shapes) {
   std::vector<TypicalShape> typical;
-  for (const auto& [gpus, gpu_milli, cpu_milli, models, share] : shapes) {
-    typical.push_back({gpus, gpu_milli, cpu_milli, models, share});
+  for (const auto& [gpus, gpu_milli, cpu_milli, models_mask, share] : shapes) {
+    typical.push_back({gpus, gpu_milli, cpu_milli, models_mask, share});
   }
   return typical;
 }
@@ -67,7 +67,7 @@ nb::object choice_to_python(const std::optional<std::vector<NodeChoice>>& choice
   return nb::steal<nb::object>(places);
 }
 
-NodeSet make_node_set(const Placement& self, const std::vector<int>& numbers) {
+NodeSet make_node_set(const Placer& self, const std::vector<int>& numbers) {
   NodeSet nodes;
   for (int number : numbers) {
     self.cluster().node(number);  // throws if it does not exist
@@ -76,7 +76,7 @@ NodeSet make_node_set(const Placement& self, const std::vector<int>& numbers) {
   return nodes;
 }
 
-NodeSet node_set_except(const Placement& self, const std::vector<int>& numbers) {
+NodeSet node_set_except(const Placer& self, const std::vector<int>& numbers) {
   NodeSet nodes = self.cluster().all_nodes();
   for (int number : numbers) {
     self.cluster().node(number);  // throws if it does not exist
@@ -85,18 +85,18 @@ NodeSet node_set_except(const Placement& self, const std::vector<int>& numbers) 
   return nodes;
 }
 
-void set_group_numbers(std::array<uint8_t, kGpusMax>& positions,
-                       const std::optional<std::vector<int>>& numbers, int gpus) {
+void set_locality_numbers(std::array<uint8_t, kGpusMax>& number_by_gpu,
+                          const std::optional<std::vector<int>>& numbers, int gpus) {
   if (!numbers) return;
   const auto in_range = [](int number) { return number >= 0 && number < kGpusMax; };
   if (static_cast<int>(numbers->size()) != gpus || !std::all_of(numbers->begin(), numbers->end(), in_range)) {
     throw UsageError("islands and numa must have a number from 0 to 15 for each GPU");
   }
-  std::copy(numbers->begin(), numbers->end(), positions.begin());
+  std::copy(numbers->begin(), numbers->end(), number_by_gpu.begin());
 }
 
-int add_node(Placement& self, int cpu_milli, int memory_mib, int gpus, int gpu_memory_mib, int model,
-             int64_t rank, const std::optional<std::vector<int>>& islands,
+int add_node(Placer& self, int cpu_milli, int memory_mib, int gpus, int gpu_memory_mib, int model,
+             int64_t tie_break_rank, const std::optional<std::vector<int>>& islands,
              const std::optional<std::vector<int>>& numa) {
   Node node;
   node.cpu_milli = cpu_milli;
@@ -104,25 +104,26 @@ int add_node(Placement& self, int cpu_milli, int memory_mib, int gpus, int gpu_m
   node.gpu_count = gpus;
   node.gpu_memory_mib = gpu_memory_mib;
   node.model = model;
-  node.rank = static_cast<uint32_t>(rank < 0 ? int64_t{self.cluster().next_node_number()} : rank);
+  node.tie_break_rank =
+      static_cast<uint32_t>(tie_break_rank < 0 ? int64_t{self.cluster().next_node_number()} : tie_break_rank);
   if (gpus >= 0 && gpus <= kGpusMax) {
-    set_group_numbers(node.island_of_gpu, islands, gpus);
-    set_group_numbers(node.numa_node_of_gpu, numa, gpus);
+    set_locality_numbers(node.island_of_gpu, islands, gpus);
+    set_locality_numbers(node.numa_node_of_gpu, numa, gpus);
   }
   return self.cluster().add_node(node);
 }
 
-int register_request_class(Placement& self, int gpus, int gpu_milli, int gpu_memory_mib, int cpu_milli,
-                           int memory_mib, uint64_t models, const std::optional<std::vector<int>>& nodes,
+int register_request_class(Placer& self, int gpus, int gpu_milli, int gpu_memory_mib, int cpu_milli,
+                           int memory_mib, uint64_t models_mask, const std::optional<std::vector<int>>& nodes,
                            bool one_island, const std::optional<std::vector<int>>& only_gpus) {
-  RequestClass request{gpus,   gpu_milli,  gpu_memory_mib, cpu_milli, memory_mib,
-                       models, one_island, 0xffff,         {}};
+  RequestClass request{gpus,        gpu_milli,  gpu_memory_mib, cpu_milli, memory_mib,
+                       models_mask, one_island, 0xffff,         {}};
   if (only_gpus) request.only_gpus = gpu_mask_from_numbers(*only_gpus);
   if (nodes) request.nodes = make_node_set(self, *nodes);
   return self.cluster().add_class(request);
 }
 
-nb::tuple node_state(const Placement& self, int number) {
+nb::tuple node_state(const Placer& self, int number) {
   const Node& node = self.cluster().node(number);
   nb::list gpus;
   for (int g = 0; g < node.gpu_count; ++g) {
@@ -146,60 +147,60 @@ void raise_usage_error(const std::exception_ptr& raised, void*) {
 NB_MODULE(genie_scheduler, module) {
   nb::set_leak_warnings(false);  // placers need not be destroyed before the process exits
   nb::register_exception_translator(raise_usage_error);
-  nb::class_<Placement>(module, "Placement")
+  nb::class_<Placer>(module, "Placer")
       .def(
           "__init__",
-          [](Placement* self, const std::string& policy, uint64_t seed,
-             const std::vector<ShapeTuple>& typical, double gamma, bool by_model, int draws) {
-            new (self)
-                Placement(policy, seed, to_typical_shapes(typical), SupplyOptions{gamma, by_model, draws});
+          [](Placer* self, const std::string& policy, uint64_t seed, const std::vector<ShapeTuple>& typical,
+             double gamma, bool by_model, int sequence_length_max) {
+            new (self) Placer(policy, seed, to_typical_shapes(typical),
+                              SupplyOptions{gamma, by_model, sequence_length_max});
           },
           "policy"_a, nb::kw_only(), "seed"_a = 0, "typical"_a = std::vector<ShapeTuple>{}, "gamma"_a = 0.05,
-          "by_model"_a = true, "draws"_a = 60)
+          "by_model"_a = true, "sequence_length_max"_a = 60)
       .def("add_node", &add_node, nb::kw_only(), "cpu_milli"_a, "memory_mib"_a, "gpus"_a,
-           "gpu_memory_mib"_a = 0, "model"_a = 0, "rank"_a = -1, "islands"_a = nb::none(),
+           "gpu_memory_mib"_a = 0, "model"_a = 0, "tie_break_rank"_a = -1, "islands"_a = nb::none(),
            "numa"_a = nb::none())
       .def(
-          "drop_node", [](Placement& self, int node) { self.cluster().drop_node(node); }, "node"_a)
+          "drop_node", [](Placer& self, int node) { self.cluster().drop_node(node); }, "node"_a)
       .def(
-          "set_open", [](Placement& self, int node, bool open) { self.cluster().set_open(node, open); },
+          "set_open", [](Placer& self, int node, bool open) { self.cluster().set_open(node, open); },
           "node"_a, nb::kw_only(), "is_open"_a)
       .def("register_request_class", &register_request_class, nb::kw_only(), "gpus"_a = 0, "gpu_milli"_a = 0,
-           "gpu_memory_mib"_a = 0, "cpu_milli"_a = 0, "memory_mib"_a = 0, "models"_a = kAnyModel,
+           "gpu_memory_mib"_a = 0, "cpu_milli"_a = 0, "memory_mib"_a = 0, "models_mask"_a = kAnyModel,
            "nodes"_a = nb::none(), "one_island"_a = false, "only_gpus"_a = nb::none())
-      .def("drop_class", &Placement::drop_class, "request_class"_a)
+      .def("drop_class", &Placer::drop_class, "request_class"_a)
       .def(
-          "node_set",
-          [](Placement& self, const std::vector<int>& nodes, bool all_but) {
+          "register_node_set",
+          [](Placer& self, const std::vector<int>& nodes, bool all_but) {
             return self.cluster().add_node_set(all_but ? node_set_except(self, nodes)
                                                        : make_node_set(self, nodes));
           },
           "nodes"_a, nb::kw_only(), "all_but"_a = false)
       .def(
-          "drop_node_set", [](Placement& self, int number) { self.cluster().drop_node_set(number); },
+          "drop_node_set", [](Placer& self, int number) { self.cluster().drop_node_set(number); },
           "node_set"_a)
       .def(
           "set_gpu",
-          [](Placement& self, int node, int gpu, bool open, int memory_outside_mib) {
-            self.cluster().set_gpu(node, gpu, open, memory_outside_mib);
+          [](Placer& self, int node, int gpu, bool open, int memory_used_outside_cluster_mib) {
+            self.cluster().set_gpu(node, gpu, open, memory_used_outside_cluster_mib);
           },
-          "node"_a, "gpu"_a, nb::kw_only(), "is_open"_a, "memory_outside_mib"_a)
-      .def("observe", &Placement::observe, "request_class"_a, "tenant"_a)
+          "node"_a, "gpu"_a, nb::kw_only(), "is_open"_a, "memory_used_outside_cluster_mib"_a)
+      .def("observe", &Placer::observe, "request_class"_a, "tenant"_a)
       .def(
           "choose",
-          [](Placement& self, int number, uint32_t tenant, std::optional<int> among) {
+          [](Placer& self, int number, uint32_t tenant, std::optional<int> among) {
             return choice_to_python(self.choose(number, tenant, among));
           },
           "request_class"_a, "tenant"_a, nb::kw_only(), "among"_a = nb::none())
       .def(
           "place",
-          [](Placement& self, int number, uint32_t tenant, std::optional<int> among) {
+          [](Placer& self, int number, uint32_t tenant, std::optional<int> among) {
             return choice_to_python(self.place(number, tenant, among));
           },
           "request_class"_a, "tenant"_a, nb::kw_only(), "among"_a = nb::none())
       .def(
           "place_gang",
-          [](Placement& self, int number, uint32_t tenant, int workers, int workers_min, bool spread,
+          [](Placer& self, int number, uint32_t tenant, int workers, int workers_min, bool spread,
              const std::optional<std::vector<int>>& domains, std::optional<int> among) {
             return choice_to_python(
                 self.place_gang({number, tenant, workers, workers_min, spread}, domains, among));
@@ -208,17 +209,17 @@ NB_MODULE(genie_scheduler, module) {
           "domains"_a = nb::none(), "among"_a = nb::none())
       .def(
           "take",
-          [](Placement& self, int number, uint32_t tenant, int node, const std::vector<int>& gpus) {
+          [](Placer& self, int number, uint32_t tenant, int node, const std::vector<int>& gpus) {
             self.cluster().take(node, number, tenant, gpu_mask_from_numbers(gpus));
           },
           "request_class"_a, "tenant"_a, nb::kw_only(), "node"_a, "gpus"_a)
       .def(
           "release",
-          [](Placement& self, int number, int node, const std::vector<int>& gpus) {
+          [](Placer& self, int number, int node, const std::vector<int>& gpus) {
             self.cluster().release(node, number, gpu_mask_from_numbers(gpus));
           },
           "request_class"_a, nb::kw_only(), "node"_a, "gpus"_a)
-      .def("precompute", &Placement::precompute, "budget"_a = INT64_MAX)
+      .def("precompute", &Placer::precompute, "evaluations_max"_a = INT64_MAX)
       .def("node_state", &node_state, "node"_a);
 }
 

@@ -52,7 +52,7 @@ int Cluster::add_node(const Node& node) {
   } else {
     nodes_.push_back(added);
   }
-  ++hardware_[hardware_of(added)];
+  ++hardware_counts_[hardware_of(added)];
   record_change(number);
   return number;
 }
@@ -68,8 +68,8 @@ void Cluster::drop_node(int node) {
                  std::all_of(dropped.held_requests.begin(), dropped.held_requests.end(),
                              [](uint16_t count) { return count == 0; });
   if (!is_free) throw UsageError("cannot drop node " + std::to_string(node) + ": resources are held there");
-  const auto hardware = hardware_.find(hardware_of(dropped));
-  if (--hardware->second == 0) hardware_.erase(hardware);
+  const auto hardware = hardware_counts_.find(hardware_of(dropped));
+  if (--hardware->second == 0) hardware_counts_.erase(hardware);
   Node empty;
   empty.model = dropped.model;
   empty.version = dropped.version;
@@ -117,16 +117,18 @@ void Cluster::set_open(int node, bool open) {
   record_change(node);
 }
 
-void Cluster::set_gpu(int node, int gpu, bool open, int memory_outside_mib) {
-  if (gpu < 0 || gpu >= this->node(node).gpu_count || memory_outside_mib < 0) {
+void Cluster::set_gpu(int node, int gpu, bool open, int memory_used_outside_cluster_mib) {
+  if (gpu < 0 || gpu >= this->node(node).gpu_count || memory_used_outside_cluster_mib < 0) {
     throw UsageError("node " + std::to_string(node) + " has no GPU " + std::to_string(gpu) +
                      ", or the memory is negative");
   }
   Node& changed = nodes_[node];
-  if (changed.is_gpu_open(gpu) == open && changed.gpus[gpu].memory_outside_mib == memory_outside_mib) return;
+  if (changed.is_gpu_open(gpu) == open &&
+      changed.gpus[gpu].memory_used_outside_cluster_mib == memory_used_outside_cluster_mib)
+    return;
   const auto bit = static_cast<uint16_t>(1 << gpu);
   changed.open_gpus = static_cast<uint16_t>(open ? changed.open_gpus | bit : changed.open_gpus & ~bit);
-  changed.gpus[gpu].memory_outside_mib = memory_outside_mib;
+  changed.gpus[gpu].memory_used_outside_cluster_mib = memory_used_outside_cluster_mib;
   record_change(node);
 }
 
@@ -149,7 +151,7 @@ void Cluster::take(int node, int request_class, uint32_t tenant, uint16_t gpus) 
     target.gpus[g].free_memory_mib -= request.gpu_memory_mib;
     target.gpus[g].tenant = tenant;
   }
-  if (request.gpus > 0) ++target.held_requests[request.is_fraction() ? 0 : request.gpus];
+  if (request.gpus > 0) ++target.held_requests[request.requests_gpu_fraction() ? 0 : request.gpus];
   record_change(node);
 }
 
@@ -166,7 +168,7 @@ void Cluster::release(int node, int request_class, uint16_t gpus) {
                target.gpus[g].free_memory_mib + request.gpu_memory_mib <= target.gpu_memory_mib);
   }
   uint16_t* held =
-      request.gpus > 0 ? &target.held_requests[request.is_fraction() ? 0 : request.gpus] : nullptr;
+      request.gpus > 0 ? &target.held_requests[request.requests_gpu_fraction() ? 0 : request.gpus] : nullptr;
   if (!is_held || (held != nullptr && *held == 0))
     throw UsageError("no such request is held on node " + std::to_string(node));
   if (held != nullptr) --*held;

@@ -18,9 +18,9 @@ namespace genie {
 struct Gpu {
   int free_milli = kWholeGpuMilli;
   int free_memory_mib = 0;
-  uint32_t tenant = 0;         // of the requests on it; 0: none
-  int memory_outside_mib = 0;  // used by processes outside the cluster
-  int usable_memory_mib() const { return std::max(free_memory_mib - memory_outside_mib, 0); }
+  uint32_t tenant = 0;                      // of the requests on it; 0: none
+  int memory_used_outside_cluster_mib = 0;  // used by processes outside the cluster
+  int usable_memory_mib() const { return std::max(free_memory_mib - memory_used_outside_cluster_mib, 0); }
 };
 
 // Groups of GPUs with something in common; each is a bit mask.
@@ -40,8 +40,8 @@ struct alignas(64) Node {
   int gpu_memory_mib = 0;  // per GPU
   int gpu_count = 0;
   int model = 0;
-  uint32_t rank = 0;     // the lower one wins a tie
-  uint32_t version = 0;  // grows with every change
+  uint32_t tie_break_rank = 0;  // the lower one wins a tie
+  uint32_t version = 0;         // grows with every change
   bool is_open = true;
   bool exists = true;           // false: the number is unused; then it is closed, too
   uint16_t open_gpus = 0xffff;  // bit g: GPU g accepts placements
@@ -87,7 +87,7 @@ class Cluster {
   int add_node_set(const NodeSet& nodes) { return node_sets_.add(nodes); }
   void drop_node_set(int number) { node_sets_.drop(number); }
   void set_open(int node, bool open);
-  void set_gpu(int node, int gpu, bool open, int memory_outside_mib);
+  void set_gpu(int node, int gpu, bool open, int memory_used_outside_cluster_mib);
   // Records resources that are in use. Checks amounts and tenants only, not the other constraints.
   void take(int node, int request_class, uint32_t tenant, uint16_t gpus);
   void release(int node, int request_class, uint16_t gpus);
@@ -96,7 +96,7 @@ class Cluster {
   const std::vector<Node>& nodes() const { return nodes_; }
   const Node& node(int node) const;
   // The number of nodes with each kind of hardware.
-  const std::map<NodeHardware, int>& hardware() const { return hardware_; }
+  const std::map<NodeHardware, int>& hardware_counts() const { return hardware_counts_; }
   const RequestClass& request_class(int number) const { return classes_.get(number); }
   const NodeSet& node_set(int number) const { return node_sets_.get(number); }
   NodeSet all_nodes() const;
@@ -113,7 +113,7 @@ class Cluster {
 
   std::vector<Node> nodes_;
   std::set<int> free_numbers_;
-  std::map<NodeHardware, int> hardware_;
+  std::map<NodeHardware, int> hardware_counts_;
   SlotTable<RequestClass> classes_{"request class", size_t{1} << 16};
   SlotTable<NodeSet> node_sets_{"node set", size_t{1} << 14};
   std::vector<int> change_log_ = std::vector<int>(4096);
@@ -126,7 +126,7 @@ inline bool fits_except_gpus(const Node& node, size_t number, const RequestClass
     return false;
   }
   if (request.gpus == 0) return request.allows_node(number);
-  return request.gpus <= node.gpu_count && (request.models >> node.model & 1) != 0 &&
+  return request.gpus <= node.gpu_count && (request.models_mask >> node.model & 1) != 0 &&
          request.allows_node(number);
 }
 

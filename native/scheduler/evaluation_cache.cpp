@@ -34,7 +34,7 @@ Evaluation ClassEvaluations::best_in_block(int block) const {
 }
 
 // Compares costs first: few nodes are better, so the branch is predicted and tie breakers are rarely read.
-void ClassEvaluations::improve(Evaluation& best, int block, uint64_t among) const {
+void ClassEvaluations::update_best(Evaluation& best, int block, uint64_t among) const {
   const double* costs = cost.data() + static_cast<size_t>(block) * kNodesPerBlock;
   for (; among != 0; among &= among - 1) {
     const int offset = std::countr_zero(among);
@@ -55,7 +55,8 @@ std::optional<NodeChoice> EvaluationCache::find_best(const Cluster& cluster, Pol
   }
   // A block whose best node is better, but not allowed, may have another one.
   for (int block = 0; among != nullptr && block < static_cast<int>(best_by_block.size()); ++block) {
-    if (best_by_block[block].is_better(best)) evaluations.improve(best, block, among->mask_of_block(block));
+    if (best_by_block[block].is_better(best))
+      evaluations.update_best(best, block, among->mask_of_block(block));
   }
   if (!best.fits()) return std::nullopt;
   return NodeChoice{best.node, evaluations.gpus[best.node]};
@@ -106,7 +107,7 @@ void EvaluationCache::add_classes_of(const EvaluationCache& other) {
 ClassEvaluations& EvaluationCache::evaluations_for(const Cluster& cluster, int request_class,
                                                    uint32_t tenant) {
   // The tenant matters only for fractions.
-  const uint32_t seen_as = cluster.request_class(request_class).is_fraction() ? tenant : 1;
+  const uint32_t seen_as = cluster.request_class(request_class).requests_gpu_fraction() ? tenant : 1;
   const uint64_t key = uint64_t{static_cast<uint32_t>(request_class)} << 32 | seen_as;
   auto found = classes_.find(key);
   if (found == classes_.end()) {

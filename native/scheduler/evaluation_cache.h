@@ -50,7 +50,7 @@ struct ClassEvaluations {
   // The best node of a block; one that does not fit if none does.
   Evaluation best_in_block(int block) const;
   // Replaces `best` by the best of these nodes of a block if that is better.
-  void improve(Evaluation& best, int block, uint64_t among) const;
+  void update_best(Evaluation& best, int block, uint64_t among) const;
 };
 
 class EvaluationCache {

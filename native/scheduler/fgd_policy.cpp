@@ -31,7 +31,7 @@ FreeResources free_resources(const Node& node) {
 UnusableReason unusable_reason(const FreeResources& free, const TypicalShape& shape) {
   const bool cpu = free.cpu_milli >= shape.cpu_milli;
   if (shape.gpu_milli == 0) return cpu ? kNoGpu : kNoGpuLacksCpu;
-  if ((shape.models >> free.model & 1) == 0) return kWrongModel;
+  if ((shape.models_mask >> free.model & 1) == 0) return kWrongModel;
   int enough = 0;
   for (int g = 0; g < free.gpu_count; ++g) enough += free.gpu_milli[g] >= shape.gpu_milli;
   if (enough >= shape.gpus) return cpu ? kSatisfied : kLacksCpu;
@@ -47,7 +47,8 @@ class FgdPolicy final : public Policy {
     const Node& node = cluster.nodes()[number];
     if (!fits_except_gpus(node, number, request)) return std::nullopt;
     const FreeResources before = free_resources(node);
-    if (request.gpus == 1 && request.is_fraction()) return choose_best_gpu(node, before, request, tenant);
+    if (request.gpus == 1 && request.requests_gpu_fraction())
+      return choose_best_gpu(node, before, request, tenant);
     const uint16_t gpus = choose_tightest_gpus(node, request, tenant);
     if (request.gpus > 0 && gpus == 0) return std::nullopt;
     return candidate_from_score(score(before, request, gpus, fragmentation(before)), node, gpus);

@@ -81,36 +81,37 @@ struct FillSimulation::LaneState {
   alignas(64) std::array<int32_t, kSimulationLanes> memory_mib;
 };
 
-FillSimulation::FillSimulation(const Cluster& cluster, const std::vector<RequestClass>& history, int draws) {
+FillSimulation::FillSimulation(const Cluster& cluster, const std::vector<RequestClass>& history,
+                               int sequence_length_max) {
   std::vector<const RequestClass*> requests;
   for (const RequestClass& request : history) {
     if (request.gpus > 0) requests.push_back(&request);
   }
   const std::vector<const RequestClass*> drawn =
-      draw_requests(std::move(requests), static_cast<size_t>(draws) * kSimulationLanes);
-  for (const auto& [hardware, count] : cluster.hardware()) {  // sorted
+      draw_requests(std::move(requests), static_cast<size_t>(sequence_length_max) * kSimulationLanes);
+  for (const auto& [hardware, count] : cluster.hardware_counts()) {  // sorted
     const NodeKind kind{hardware.model, hardware.gpu_memory_mib};
     if (arrival_plans_.empty() || arrival_plans_.back().kind != kind)
-      arrival_plans_.push_back(make_arrival_plan(kind, drawn, draws));
+      arrival_plans_.push_back(make_arrival_plan(kind, drawn, sequence_length_max));
   }
 }
 
 FillSimulation::ArrivalPlan FillSimulation::make_arrival_plan(const NodeKind& kind,
                                                               const std::vector<const RequestClass*>& drawn,
-                                                              int draws) {
+                                                              int sequence_length_max) {
   ArrivalPlan plan;
   plan.kind = kind;
   if (drawn.empty()) return plan;
-  plan.steps.resize(draws);
-  for (int t = 0; t < draws; ++t) {
+  plan.steps.resize(sequence_length_max);
+  for (int t = 0; t < sequence_length_max; ++t) {
     ArrivalStep& step = plan.steps[t];
     step.has_multi_gpu = false;
     for (int lane = 0; lane < kSimulationLanes; ++lane) {
-      const RequestClass& request = *drawn[lane * draws + t];
+      const RequestClass& request = *drawn[lane * sequence_length_max + t];
       const bool allowed =
-          (request.models >> kind.model & 1) != 0 && request.gpu_memory_mib <= kind.gpu_memory_mib;
+          (request.models_mask >> kind.model & 1) != 0 && request.gpu_memory_mib <= kind.gpu_memory_mib;
       int64_t need = request.gpu_milli;
-      if (kind.gpu_memory_mib > 0 && request.is_fraction()) {
+      if (kind.gpu_memory_mib > 0 && request.requests_gpu_fraction()) {
         const int64_t mib = kind.gpu_memory_mib;
         need = std::max(need, (int64_t{request.gpu_memory_mib} * kWholeGpuMilli + mib - 1) / mib);
       }

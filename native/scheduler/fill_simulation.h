@@ -37,7 +37,7 @@ FreeState free_state_after(const Node& node, const RequestClass& request, uint16
 class FillSimulation {
  public:
   // Requests without GPUs are ignored.
-  FillSimulation(const Cluster& cluster, const std::vector<RequestClass>& history, int draws);
+  FillSimulation(const Cluster& cluster, const std::vector<RequestClass>& history, int sequence_length_max);
   // The GPU thousandths that the arrivals fill on such a node, over all sequences.
   int64_t total_filled_milli(const FreeState& state) const;
 
@@ -66,7 +66,7 @@ class FillSimulation {
   static constexpr int16_t kNeverFits = 30000;
 
   static ArrivalPlan make_arrival_plan(const NodeKind& kind, const std::vector<const RequestClass*>& drawn,
-                                       int draws);
+                                       int sequence_length_max);
   static void simulate(const ArrivalPlan& plan, size_t steps, int gpus, LaneState& lanes);
 
   std::vector<ArrivalPlan> arrival_plans_;  // one per kind, sorted

@@ -19,15 +19,17 @@ uint64_t hash_free_state(const FreeState& state) {
 
 }  // namespace
 
-NodeValues::NodeValues(const Cluster& cluster, const std::vector<RequestClass>& history, int draws)
-    : fill_simulation_(cluster, history, draws) {
+NodeValues::NodeValues(const Cluster& cluster, const std::vector<RequestClass>& history,
+                       int sequence_length_max)
+    : fill_simulation_(cluster, history, sequence_length_max) {
   if (history.empty()) return;
   int gpus_max = 0;
-  for (const auto& [hardware, count] : cluster.hardware()) gpus_max = std::max(gpus_max, hardware.gpu_count);
+  for (const auto& [hardware, count] : cluster.hardware_counts())
+    gpus_max = std::max(gpus_max, hardware.gpu_count);
   for (int gpus = 2; gpus <= gpus_max; gpus *= 2) multi_gpu_counts_.push_back(gpus);
   for (const RequestClass& request : history) {
     if (request.gpus < 2) continue;
-    multi_gpu_requests_.push_back({request.gpus, request.cpu_milli, request.memory_mib, request.models});
+    multi_gpu_requests_.push_back({request.gpus, request.cpu_milli, request.memory_mib, request.models_mask});
     if (std::find(multi_gpu_counts_.begin(), multi_gpu_counts_.end(), request.gpus) ==
         multi_gpu_counts_.end()) {
       multi_gpu_counts_.push_back(request.gpus);
@@ -61,7 +63,7 @@ int64_t NodeValues::multi_gpu_capacity(int gpus, const FreeState& state) const {
   if (whole < gpus) return 0;
   int64_t slots = std::has_single_bit(static_cast<unsigned>(gpus)) ? whole / gpus : 0;
   for (const MultiGpuRequest& request : multi_gpu_requests_) {
-    if (request.gpus != gpus || (request.models >> state.model & 1) == 0) continue;
+    if (request.gpus != gpus || (request.models_mask >> state.model & 1) == 0) continue;
     int fit = whole / gpus;
     if (request.cpu_milli > 0) fit = std::min(fit, state.cpu_milli / request.cpu_milli);
     if (request.memory_mib > 0) fit = std::min(fit, state.memory_mib / request.memory_mib);

@@ -19,7 +19,7 @@ struct NodeValue {
 class NodeValues {
  public:
   // Learns from the last requests, oldest first.
-  NodeValues(const Cluster& cluster, const std::vector<RequestClass>& history, int draws);
+  NodeValues(const Cluster& cluster, const std::vector<RequestClass>& history, int sequence_length_max);
 
   // The reference is valid until the next call.
   const NodeValue& value_of(const FreeState& state);
@@ -33,7 +33,7 @@ class NodeValues {
     int gpus;
     int cpu_milli;
     int memory_mib;
-    uint64_t models;
+    uint64_t models_mask;
   };
   struct CachedNodeValue {
     FreeState state;

@@ -28,7 +28,7 @@ struct TypicalShape {
   int gpus = 0;
   int gpu_milli = 0;
   int cpu_milli = 0;
-  uint64_t models = kAnyModel;
+  uint64_t models_mask = kAnyModel;
   double share = 0;
 };
 
@@ -38,9 +38,9 @@ std::unique_ptr<Policy> make_packing();
 std::unique_ptr<Policy> make_bestfit();
 std::unique_ptr<Policy> make_fgd(std::vector<TypicalShape> typical);
 
-// Integer scores from 0 to 100, higher is better; the node's rank breaks ties.
+// Integer scores from 0 to 100, higher is better; its tie_break_rank breaks ties.
 inline Candidate candidate_from_score(int score, const Node& node, uint16_t gpus) {
-  return {-static_cast<double>(score), node.rank, gpus};
+  return {-static_cast<double>(score), node.tie_break_rank, gpus};
 }
 
 }  // namespace genie

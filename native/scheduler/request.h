@@ -34,14 +34,15 @@ struct RequestClass {
   int gpu_memory_mib = 0;  // per GPU
   int cpu_milli = 0;
   int memory_mib = 0;
-  uint64_t models = kAnyModel;   // bit m: model m is allowed
-  bool one_island = false;       // all its GPUs in one NVLink island
-  uint16_t only_gpus = 0xffff;   // bit g: GPU g of a node is allowed
-  std::optional<NodeSet> nodes;  // allowed nodes; nullopt: all
-  int64_t gpu_volume() const { return int64_t{gpus} * gpu_milli; }
-  bool is_fraction() const { return gpus > 0 && gpu_milli < kWholeGpuMilli; }
+  uint64_t models_mask = kAnyModel;  // bit m: model m is allowed
+  bool one_island = false;           // all its GPUs in one NVLink island
+  uint16_t only_gpus = 0xffff;       // bit g: GPU g of a node is allowed
+  std::optional<NodeSet> nodes;      // allowed nodes; nullopt: all
+  int64_t total_gpu_milli() const { return int64_t{gpus} * gpu_milli; }
+  bool requests_gpu_fraction() const { return gpus > 0 && gpu_milli < kWholeGpuMilli; }
   RequestClass without_node_constraints() const {
-    return {gpus, gpu_milli, gpu_memory_mib, cpu_milli, memory_mib, models, one_island, 0xffff, std::nullopt};
+    return {gpus,        gpu_milli,  gpu_memory_mib, cpu_milli,   memory_mib,
+            models_mask, one_island, 0xffff,         std::nullopt};
   }
   bool allows_node(size_t node) const { return !nodes || nodes->contains(node); }
 };

@@ -14,7 +14,8 @@ namespace genie {
 template <class Item>
 class SlotTable {
  public:
-  SlotTable(std::string what, size_t count_max) : item_name_(std::move(what)), count_max_(count_max) {}
+  SlotTable(std::string item_name, size_t count_max)
+      : item_name_(std::move(item_name)), count_max_(count_max) {}
 
   int add(Item item) {
     if (!free_numbers_.empty()) {

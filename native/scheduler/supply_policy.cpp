@@ -28,7 +28,8 @@ uint16_t find_interchangeable_gpus(const Node& node, uint16_t gpus, int gpu) {
 
 SupplyPolicy::SupplyPolicy(const Cluster& cluster, const std::vector<RequestClass>& history,
                            const SupplyOptions& options)
-    : options_(options), tracker_(std::make_shared<SupplyTracker>(cluster, history, options.draws)) {
+    : options_(options),
+      tracker_(std::make_shared<SupplyTracker>(cluster, history, options.sequence_length_max)) {
   collect_demand(cluster, history);
 }
 
@@ -51,7 +52,7 @@ std::optional<Candidate> SupplyPolicy::evaluate(const Cluster& cluster, int numb
   const bool is_one = request.gpus == 1;
   uint16_t left = is_one ? usable_gpus(node, request, tenant) : choose_tightest_gpus(node, request, tenant);
   if (request.gpus > 0 && left == 0) return std::nullopt;
-  const double before = node_worth(tracker_->node_value(cluster, number), node.model);
+  const double before = weighted_node_value(tracker_->node_value(cluster, number), node.model);
   if (!is_one) return make_candidate(node, request, left, before);
   std::optional<Candidate> best;
   uint16_t best_equal = 0;
@@ -69,17 +70,18 @@ std::optional<Candidate> SupplyPolicy::evaluate(const Cluster& cluster, int numb
 }
 
 Candidate SupplyPolicy::make_candidate(const Node& node, const RequestClass& request, uint16_t gpus,
-                                       double before) {
+                                       double value_before) {
   const FreeState after = free_state_after(node, request, gpus);
   const double cost =
-      before - (after.gpu_count == 0 ? 0 : node_worth(tracker_->state_value(after), node.model));
+      value_before -
+      (after.gpu_count == 0 ? 0 : weighted_node_value(tracker_->state_value(after), node.model));
   // Ties are broken by best fit: the least GPU left over, then the least CPU.
-  const auto gpu_left = static_cast<uint64_t>(node.free_gpu_milli() - request.gpu_volume());
+  const auto gpu_left = static_cast<uint64_t>(node.free_gpu_milli() - request.total_gpu_milli());
   const auto cpu_left = std::min<uint64_t>((node.free_cpu_milli - request.cpu_milli) / 16, 0xffff);
-  return {cost, gpu_left << 48 | cpu_left << 32 | node.rank, gpus};
+  return {cost, gpu_left << 48 | cpu_left << 32 | node.tie_break_rank, gpus};
 }
 
-double SupplyPolicy::node_worth(const NodeValue& value, int model) const {
+double SupplyPolicy::weighted_node_value(const NodeValue& value, int model) const {
   double capacity = 0;
   for (size_t j = 0; j < tracker_->multi_gpu_counts().size(); ++j) {
     capacity += capacity_weights_[model][j] * static_cast<double>(value.capacity[j]);
@@ -95,44 +97,45 @@ bool SupplyPolicy::is_stale() const {
 
 // Groups the demand, in the order of first arrival.
 void SupplyPolicy::collect_demand(const Cluster& cluster, const std::vector<RequestClass>& history) {
-  int64_t volume = 0;
+  int64_t requested_gpu_milli = 0;
   int64_t count = 0;
   for (const RequestClass& request : history) {
     if (request.gpus == 0) continue;
-    add_demand(request.models, request.gpus, kSmoothing * request.gpu_volume());
+    add_demand(request.models_mask, request.gpus, kSmoothing * request.total_gpu_milli());
     if (request.gpus == 1) {
-      volume += request.gpu_milli;
+      requested_gpu_milli += request.gpu_milli;
       ++count;
     }
   }
   if (history.empty()) return;
-  uint64_t models = 0;
-  for (const auto& [hardware, nodes] : cluster.hardware())
-    models |= uint64_t{hardware.gpu_count > 0} << hardware.model;
+  uint64_t models_mask = 0;
+  for (const auto& [hardware, nodes] : cluster.hardware_counts())
+    models_mask |= uint64_t{hardware.gpu_count > 0} << hardware.model;
   // Smoothing: half a request for each number of GPUs of any model, half a request spread over the models,
   // and half a request for one GPU of each model.
   for (int gpus : tracker_->multi_gpu_counts()) {
     if (!std::has_single_bit(static_cast<unsigned>(gpus))) continue;
     add_demand(kAnyModel, gpus, int64_t{gpus} * kWholeGpuMilli);
     for (int m = 0; m < kModelsMax; ++m) {
-      if ((models >> m & 1) != 0)
-        add_demand(uint64_t{1} << m, gpus, int64_t{gpus} * kWholeGpuMilli / std::popcount(models));
+      if ((models_mask >> m & 1) != 0)
+        add_demand(uint64_t{1} << m, gpus, int64_t{gpus} * kWholeGpuMilli / std::popcount(models_mask));
     }
   }
   for (int m = 0; m < kModelsMax; ++m) {
-    if ((models >> m & 1) != 0 && count > 0) add_demand(uint64_t{1} << m, 1, volume / count);
+    if ((models_mask >> m & 1) != 0 && count > 0)
+      add_demand(uint64_t{1} << m, 1, requested_gpu_milli / count);
   }
 }
 
-void SupplyPolicy::add_demand(uint64_t models, int gpus, int64_t volume) {
-  if (!options_.by_model) models = kAnyModel;
+void SupplyPolicy::add_demand(uint64_t models_mask, int gpus, int64_t requested_gpu_milli) {
+  if (!options_.by_model) models_mask = kAnyModel;
   for (DemandGroup& group : demand_groups_) {
-    if (group.models == models && group.gpus == gpus) {
-      group.volume += volume;
+    if (group.models_mask == models_mask && group.gpus == gpus) {
+      group.requested_gpu_milli += requested_gpu_milli;
       return;
     }
   }
-  demand_groups_.push_back({models, gpus, volume});
+  demand_groups_.push_back({models_mask, gpus, requested_gpu_milli});
 }
 
 // The pressure on a model: over every group that may use it, the demand of the group divided by the supply of
@@ -141,9 +144,10 @@ void SupplyPolicy::compute_weights() {
   for (DemandGroup& group : demand_groups_) {
     group.supply = current_supply(group);
     if (group.supply == 0) continue;
-    const double pressure = static_cast<double>(group.volume) / static_cast<double>(group.supply);
+    const double pressure =
+        static_cast<double>(group.requested_gpu_milli) / static_cast<double>(group.supply);
     for (int m = 0; m < kModelsMax; ++m) {
-      if ((group.models >> m & 1) == 0) continue;
+      if ((group.models_mask >> m & 1) == 0) continue;
       (group.gpus > 1 ? capacity_weights_[m][multi_gpu_count_index(group.gpus)] : fill_weights_[m]) +=
           pressure;
     }
@@ -151,8 +155,9 @@ void SupplyPolicy::compute_weights() {
 }
 
 int64_t SupplyPolicy::current_supply(const DemandGroup& group) const {
-  return group.gpus > 1 ? tracker_->total_capacity(group.models, multi_gpu_count_index(group.gpus))
-                        : tracker_->total_fill(group.models);
+  return group.gpus > 1
+             ? tracker_->total_multi_gpu_capacity(group.models_mask, multi_gpu_count_index(group.gpus))
+             : tracker_->total_fill_milli(group.models_mask);
 }
 
 size_t SupplyPolicy::multi_gpu_count_index(int gpus) const {

@@ -12,9 +12,9 @@
 namespace genie {
 
 struct SupplyOptions {
-  double gamma = 0.05;   // the weight of multi-GPU capacity
-  bool by_model = true;  // false: one pressure for all models, for ablation
-  int draws = 60;        // maximum length of a simulated sequence
+  double gamma = 0.05;           // the weight of multi-GPU capacity
+  bool by_model = true;          // false: one pressure for all models, for ablation
+  int sequence_length_max = 60;  // maximum length of a simulated sequence
 };
 
 class SupplyPolicy final : public Policy {
@@ -39,19 +39,19 @@ class SupplyPolicy final : public Policy {
  private:
   // Requests for a number of GPUs of these models.
   struct DemandGroup {
-    uint64_t models;
+    uint64_t models_mask;
     int gpus;
-    int64_t volume;      // requested GPU thousandths
+    int64_t requested_gpu_milli;
     int64_t supply = 0;  // when the weights were computed
   };
 
   void collect_demand(const Cluster& cluster, const std::vector<RequestClass>& history);
-  void add_demand(uint64_t models, int gpus, int64_t volume);
+  void add_demand(uint64_t models_mask, int gpus, int64_t requested_gpu_milli);
   void compute_weights();
   int64_t current_supply(const DemandGroup& group) const;
   size_t multi_gpu_count_index(int gpus) const;
-  double node_worth(const NodeValue& value, int model) const;
-  Candidate make_candidate(const Node& node, const RequestClass& request, uint16_t gpus, double before);
+  double weighted_node_value(const NodeValue& value, int model) const;
+  Candidate make_candidate(const Node& node, const RequestClass& request, uint16_t gpus, double value_before);
 
   SupplyOptions options_;
   std::shared_ptr<SupplyTracker> tracker_;  // shared with policies of the same demand

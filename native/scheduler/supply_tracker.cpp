@@ -46,17 +46,17 @@ const NodeValue& SupplyTracker::node_value(const Cluster& cluster, int number) {
   return known.value;
 }
 
-int64_t SupplyTracker::total_fill(uint64_t models) const {
+int64_t SupplyTracker::total_fill_milli(uint64_t models_mask) const {
   int64_t total = 0;
-  for (models &= models_of_nodes_; models != 0; models &= models - 1)
-    total += totals_[std::countr_zero(models)].fill_milli;
+  for (models_mask &= models_of_nodes_; models_mask != 0; models_mask &= models_mask - 1)
+    total += totals_[std::countr_zero(models_mask)].fill_milli;
   return total;
 }
 
-int64_t SupplyTracker::total_capacity(uint64_t models, size_t index) const {
+int64_t SupplyTracker::total_multi_gpu_capacity(uint64_t models_mask, size_t count_index) const {
   int64_t total = 0;
-  for (models &= models_of_nodes_; models != 0; models &= models - 1)
-    total += totals_[std::countr_zero(models)].capacity[index];
+  for (models_mask &= models_of_nodes_; models_mask != 0; models_mask &= models_mask - 1)
+    total += totals_[std::countr_zero(models_mask)].capacity[count_index];
   return total;
 }
 

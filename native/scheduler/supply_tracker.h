@@ -13,8 +13,8 @@ namespace genie {
 class SupplyTracker {
  public:
   // Learns from the last requests, oldest first. Knows no node before update().
-  SupplyTracker(const Cluster& cluster, const std::vector<RequestClass>& history, int draws)
-      : values_(cluster, history, draws) {}
+  SupplyTracker(const Cluster& cluster, const std::vector<RequestClass>& history, int sequence_length_max)
+      : values_(cluster, history, sequence_length_max) {}
 
   // Reads the changes of the cluster; false if the budget is exhausted and changes are left.
   bool update(const Cluster& cluster, WorkBudget& budget);
@@ -25,9 +25,9 @@ class SupplyTracker {
   const std::vector<int>& multi_gpu_counts() const { return values_.multi_gpu_counts(); }
   uint64_t simulation_count() const { return values_.simulation_count(); }
   // Over the open nodes of these models, as of the last update: the fill, and the capacity for
-  // multi_gpu_counts()[index].
-  int64_t total_fill(uint64_t models) const;
-  int64_t total_capacity(uint64_t models, size_t index) const;
+  // multi_gpu_counts()[count_index].
+  int64_t total_fill_milli(uint64_t models_mask) const;
+  int64_t total_multi_gpu_capacity(uint64_t models_mask, size_t count_index) const;
 
  private:
   struct TrackedNode {
@@ -42,7 +42,7 @@ class SupplyTracker {
   NodeValues values_;
   std::vector<TrackedNode> tracked_nodes_;
   std::array<NodeValue, kModelsMax> totals_{};
-  uint64_t models_of_nodes_ = 0;      // models of the known nodes
+  uint64_t models_of_nodes_ = 0;      // bit mask of the models of the known nodes
   int read_up_to_node_ = 0;           // nodes below this one were read
   uint64_t change_log_position_ = 0;  // position in the change log of the cluster
 };

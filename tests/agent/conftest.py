@@ -24,7 +24,7 @@ from genie.config import AgentConfig, environment_for_jobs
 from genie.model.node import GPUInfo, Vendor
 from genie.model.tenant import TokenKind
 from genie.processes.clock import SystemClock
-from genie.processes.marks import ProcessMark
+from genie.processes.process_identity import ProcessIdentity
 from genie.runtime.credentials import Access
 from genie.runtime.network import TcpNetwork
 from tests.fakes.controller import HOST, FakeController
@@ -162,13 +162,13 @@ def start_agent(tmp_path: Path, controller: FakeController, nothing_left: None) 
     return start
 
 
-async def job_process(node_dir: Path, job_id: str) -> ProcessMark:
+async def job_process(node_dir: Path, job_id: str) -> ProcessIdentity:
     """Waits for a job that runs WRITE_PID and for its start record; returns its process."""
     directory = node_dir / "jobs" / job_id
     path = directory / "work" / "pid"
     await until(path.exists, what=f"{job_id} writes its process ID")
     await until((directory / "started.json").exists, what=f"the start record of {job_id}")
-    mark = ProcessMark.of_pid(int(path.read_text()))
+    mark = ProcessIdentity.of_pid(int(path.read_text()))
     assert mark is not None, f"{job_id} has ended"
     return mark
 

@@ -13,7 +13,7 @@ import pytest
 from genie.agent.leftovers import read_start_record
 from genie.errors import TokenRefusedError
 from genie.model.tenant import TokenKind
-from genie.processes.marks import ProcessMark
+from genie.processes.process_identity import ProcessIdentity
 from tests.agent.conftest import STAY, WRITE_PID, StartAgent, job_process
 from tests.fakes.controller import FakeController
 from tests.waiting import TIMEOUT_S, until
@@ -193,7 +193,7 @@ async def test_leftover_job_without_start_record_is_found_by_its_environment(
         "sleep", "300", env=os.environ | {"GENIE_JOB_DIR": f"{node_dir}/jobs2/j1"}
     )
     try:
-        mark = ProcessMark.of_pid(other.pid)
+        mark = ProcessIdentity.of_pid(other.pid)
         async with start_agent():
             await until(lambda: controller.registers, what="the agent registers")
             assert await asyncio.wait_for(stray.wait(), TIMEOUT_S) == -signal.SIGKILL

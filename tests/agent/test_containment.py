@@ -22,7 +22,7 @@ from genie.errors import NodeUnfitError
 from genie.model.messages import ExitReport, JobOrder, RunningJob
 from genie.model.node import GPUInfo
 from genie.processes import cgroups
-from genie.processes.marks import ProcessMark
+from genie.processes.process_identity import ProcessIdentity
 from tests.agent.conftest import STAY, RunAgent, StartAgent, job_process
 from tests.fakes.controller import FakeController
 from tests.needs import require_cgroup
@@ -116,10 +116,10 @@ async def _next_exit(launcher: ShimLauncher) -> ExitReport:
     return report
 
 
-async def _escaped(plan: LaunchPlan) -> ProcessMark:
+async def _escaped(plan: LaunchPlan) -> ProcessIdentity:
     path = plan.work_dir / "stray"
     await until(path.exists, what="the job has forked")
-    mark = ProcessMark.of_pid(int(path.read_text()))
+    mark = ProcessIdentity.of_pid(int(path.read_text()))
     assert mark is not None
     return mark
 

@@ -97,9 +97,9 @@ def test_cancelled_start_leaves_no_process(tmp_path: Path, monkeypatch: pytest.M
 
 
 def _record_with_survivor(pid: int) -> bytes:
-    mark = leftovers.ProcessMark.of_pid(pid)
+    mark = leftovers.ProcessIdentity.of_pid(pid)
     assert mark is not None
-    return json.dumps(RECORD | {"survivors": [[mark.pid, mark.start]]}).encode()
+    return json.dumps(RECORD | {"survivors": [[mark.pid, mark.start_mark]]}).encode()
 
 
 def test_exit_is_reported_after_the_end_of_processes_that_the_shim_could_not_kill(
@@ -200,13 +200,13 @@ def test_leftovers_are_all_stopped_before_one_is_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sent: list[int] = []
-    really_send = leftovers.ProcessMark.send_signal
+    really_send = leftovers.ProcessIdentity.send_signal
 
-    def send_signal(mark: leftovers.ProcessMark, number: int) -> bool:
+    def send_signal(mark: leftovers.ProcessIdentity, number: int) -> bool:
         sent.append(number)
         return really_send(mark, number)
 
-    monkeypatch.setattr(leftovers.ProcessMark, "send_signal", send_signal)
+    monkeypatch.setattr(leftovers.ProcessIdentity, "send_signal", send_signal)
     environment = {leftovers.JOB_DIR_VARIABLE: str(tmp_path / "j1")}
     sleepers = [subprocess.Popen(["/bin/sleep", "300"], env=environment) for _ in range(3)]
     try:
@@ -220,7 +220,7 @@ def test_leftovers_are_all_stopped_before_one_is_killed(
 
 
 def test_start_record_cannot_make_the_agent_kill_itself(tmp_path: Path) -> None:
-    own = leftovers.ProcessMark.of_pid(os.getpid())
+    own = leftovers.ProcessIdentity.of_pid(os.getpid())
     assert own is not None
     with subprocess.Popen(["/bin/sleep", "300"]) as child:
         assert leftovers.JobProcesses(tmp_path, recorded_processes={own: "j1"}).kill_all(timeout_s=0.1) == (

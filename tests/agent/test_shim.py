@@ -18,7 +18,7 @@ from genie.agent.launcher import LaunchPlan, ShimLauncher
 from genie.agent.leftovers import read_start_record
 from genie.agent.logs import read_log_chunk
 from genie.model.messages import ExitReport
-from genie.processes.marks import ProcessMark
+from genie.processes.process_identity import ProcessIdentity
 from tests.waiting import until
 
 MakePlan = Callable[..., LaunchPlan]
@@ -40,14 +40,14 @@ def log_of(plan: LaunchPlan) -> str:
     return read_log_chunk(plan.directory, offset=0, bytes_max=1 << 20, is_live=False).data.decode()
 
 
-async def marked(path: Path) -> ProcessMark:
+async def marked(path: Path) -> ProcessIdentity:
     """Waits for the file and returns the process whose ID it contains."""
     return await until(lambda: path.exists() and _mark_in(path), what=f"{path.name} is written")
 
 
-def _mark_in(path: Path) -> ProcessMark | None:
+def _mark_in(path: Path) -> ProcessIdentity | None:
     text = path.read_text().strip()
-    return ProcessMark.of_pid(int(text)) if text else None
+    return ProcessIdentity.of_pid(int(text)) if text else None
 
 
 @pytest.mark.parametrize(
@@ -234,7 +234,7 @@ async def test_background_child_does_not_delay_the_exit(launcher: ShimLauncher, 
     report = await end_of(launcher, plan)
     assert report.exit_code == 0
     assert log_of(plan) == "said\n"
-    assert ProcessMark.of_pid(int((plan.work_dir / "child").read_text())) is None
+    assert ProcessIdentity.of_pid(int((plan.work_dir / "child").read_text())) is None
 
 
 # --- ending -----------------------------------------------------------------------------------
@@ -331,8 +331,8 @@ async def test_job_ends_with_a_killed_shim(launcher: ShimLauncher, make_plan: Ma
     stray = await marked(plan.work_dir / "stray")
     await until((plan.directory / "started.json").exists)
     record = json.loads((plan.directory / "started.json").read_text())
-    job = ProcessMark(*record["command"])
-    assert ProcessMark(*record["shim"]).send_signal(signal.SIGKILL)
+    job = ProcessIdentity(*record["command"])
+    assert ProcessIdentity(*record["shim"]).send_signal(signal.SIGKILL)
     report = await next_end(launcher)
     assert report.exit_code is None
     assert "the shim exited unexpectedly" in report.reason
@@ -388,6 +388,6 @@ async def test_shim_ends_its_job_on_sigterm(launcher: ShimLauncher, make_plan: M
     await launcher.start_job(plan, deadman_expiry_s=time.monotonic() + LONG_S)
     await until((plan.directory / "started.json").exists)
     record = json.loads((plan.directory / "started.json").read_text())
-    assert ProcessMark(*record["shim"]).send_signal(signal.SIGTERM)
+    assert ProcessIdentity(*record["shim"]).send_signal(signal.SIGTERM)
     assert "received SIGTERM" in (await next_end(launcher)).reason
-    assert not ProcessMark(*record["command"]).is_alive
+    assert not ProcessIdentity(*record["command"]).is_alive

@@ -34,7 +34,7 @@ def smi(fields: str) -> list[list[str]]:
 
 def test_real_nvml_passes_the_inventory_contract(opened: Inventory) -> None:
     check_nvidia_inventory(opened.read)
-    assert opened.absent_reason == ""
+    assert opened.no_nvidia_gpu_reason == ""
 
 
 def test_names_ids_and_memory_match_nvidia_smi(opened: Inventory) -> None:

@@ -38,13 +38,13 @@ async def test_async_reads_use_a_named_thread_that_close_ends() -> None:
         second = await opened.read_async(timeout_s=5)
         assert [gpu.gpu_id for gpu in first] == [gpu.gpu_id for gpu in second] == [0]
         assert any(one.name.startswith("genie-hardware") for one in threading.enumerate())
-        assert opened.absent_reason == "NVML: not here (install it)"
+        assert opened.no_nvidia_gpu_reason == "NVML: not here (install it)"
     assert not any(one.name.startswith("genie-hardware") for one in threading.enumerate())
 
 
 @pytest.mark.usefixtures("_no_gpu")
 def test_constructor_opens_no_driver() -> None:
-    assert Inventory(1).absent_reason == ""
+    assert Inventory(1).no_nvidia_gpu_reason == ""
 
 
 def test_package_imports_neither_torch_nor_pynvml() -> None:

@@ -287,13 +287,13 @@ def test_missing_driver_falls_back_to_the_cpu_with_the_reason(fake_nvml: FakeNvm
     fake_nvml.script("count=2", "init=!9")
     (cpu,) = fake_nvml.read()
     assert cpu.vendor is Vendor.CPU
-    assert "Driver Not Loaded" in fake_nvml.absent_reason()
+    assert "Driver Not Loaded" in fake_nvml.no_nvidia_gpu_reason()
 
 
 def test_gpus_that_appear_later_do_not_replace_the_cpu(fake_nvml: FakeNvml) -> None:
     fake_nvml.script("count=0")
     assert fake_nvml.read()[0].vendor is Vendor.CPU
-    assert fake_nvml.absent_reason() == "NVML lists no GPU"
+    assert fake_nvml.no_nvidia_gpu_reason() == "NVML lists no GPU"
     fake_nvml.script("count=1")
     assert fake_nvml.read()[0].vendor is Vendor.CPU
 
@@ -301,7 +301,7 @@ def test_gpus_that_appear_later_do_not_replace_the_cpu(fake_nvml: FakeNvml) -> N
 def test_failing_gpu_count_is_a_reason_and_not_an_exception(fake_nvml: FakeNvml) -> None:
     fake_nvml.script("count=!999")
     assert fake_nvml.read()[0].vendor is Vendor.CPU
-    assert "NVML" in fake_nvml.absent_reason()
+    assert "NVML" in fake_nvml.no_nvidia_gpu_reason()
 
 
 def test_probe_names_the_gpus_and_the_lost_one(fake_nvml: FakeNvml) -> None:

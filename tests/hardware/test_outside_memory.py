@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from genie.hardware.outside_memory import GpuProcess, bytes_used_outside_cluster, is_descendant
+from genie.hardware.memory_outside_cluster import GpuProcess, bytes_used_outside_cluster, is_descendant
 
 ABOVE_ALL_PIDS = 4_194_999
 

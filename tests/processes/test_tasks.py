@@ -12,7 +12,7 @@ from genie.processes.tasks import (
     all_of,
     first_error,
     pause_timeout,
-    tune_for_serving,
+    reduce_garbage_collection,
     unwrapped_task_group,
     wait_first_completed,
 )
@@ -21,7 +21,7 @@ from genie.processes.tasks import (
 def test_tune_for_serving_raises_the_gc_threshold() -> None:
     threshold = gc.get_threshold()
     try:
-        tune_for_serving()
+        reduce_garbage_collection()
         assert gc.get_threshold()[0] > threshold[0]
     finally:
         gc.unfreeze()

@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 
 from genie.errors import UsageError
 from genie.native import libraries
-from genie.scheduler.placement.plain import FIRST_UPDATE_REQUESTS, PlainPlacer
 from genie.scheduler.placement.protocol import ANY_MODEL, Place, Placer, TypicalShape
+from genie.scheduler.placement.python_placer import FIRST_UPDATE_REQUESTS, PythonPlacer
 
 TYPICAL = (
     TypicalShape(1, 500, 4000, share=0.4),
-    TypicalShape(1, 1000, 8000, models=0b01, share=0.3),
+    TypicalShape(1, 1000, 8000, models_mask=0b01, share=0.3),
     TypicalShape(2, 1000, 8000, share=0.2),
     TypicalShape(0, 0, 9000, share=0.1),
 )
@@ -64,7 +64,7 @@ requests = st.one_of(
             "gpus": st.sampled_from([1, 1, 1, 2]),
             "gpu_milli": st.sampled_from([1, 190, 250, 500, 810, 999]),
             "gpu_memory_mib": st.sampled_from([0, 0, 4000, 15999]),
-            "models": models,
+            "models_mask": models,
             "nodes": allowed,
             "one_island": st.booleans(),
             "only_gpus": only,
@@ -75,7 +75,7 @@ requests = st.one_of(
         {
             "gpus": st.sampled_from([1, 1, 2, 3, 8]),
             "gpu_milli": st.just(1000),
-            "models": models,
+            "models_mask": models,
             "one_island": st.booleans(),
             "only_gpus": only,
             **host_needs,
@@ -93,7 +93,7 @@ steps = st.one_of(
 def placers(policy: str) -> tuple[Placer, Placer]:
     library = libraries.load("genie_scheduler")
     typical = [shape.as_tuple() for shape in TYPICAL]
-    return library.Placement(policy, typical=typical), PlainPlacer(policy, typical=TYPICAL)
+    return library.Placer(policy, typical=typical), PythonPlacer(policy, typical=TYPICAL)
 
 
 @dataclass
@@ -146,7 +146,7 @@ class Pair:
 
     def add_set(self, one: int) -> None:
         these = [node for node in self.nodes if one >> node % 6 & 1]
-        self.sets.append(self.call("node_set", these, all_but=one % 2 > 0))
+        self.sets.append(self.call("register_node_set", these, all_but=one % 2 > 0))
 
     def do(self, step: tuple[str, int, int]) -> None:
         method, one, other = step
@@ -178,7 +178,11 @@ class Pair:
                 self.drop_node(node)
             case "gpu":
                 self.call(
-                    "set_gpu", node, other % 5, is_open=one % 3 > 0, memory_outside_mib=other % 3 * 2000
+                    "set_gpu",
+                    node,
+                    other % 5,
+                    is_open=one % 3 > 0,
+                    memory_used_outside_cluster_mib=other % 3 * 2000,
                 )
             case "class":
                 self.replace_class(one % len(self.classes), other)
@@ -331,7 +335,7 @@ def random_request(chance: random.Random) -> dict[str, Any]:
         "gpu_memory_mib": chance.choice([0, 0, 3000]) if 0 < milli < 1000 else 0,
         "cpu_milli": chance.choice([100, 4000, 9000]) * max(gpus, 1),
         "memory_mib": chance.choice([0, 4000, 30000]),
-        "models": chance.choice([ANY_MODEL, ANY_MODEL, 0b001, 0b110]),
+        "models_mask": chance.choice([ANY_MODEL, ANY_MODEL, 0b001, 0b110]),
         "only_gpus": chance.choice([None, None, None, None, [0, 1, 5]]),
     }
 

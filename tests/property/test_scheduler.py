@@ -71,7 +71,7 @@ rules = st.builds(
     ),
     allows_preemption=st.booleans(),
     allows_backfill=st.booleans(),
-    moves_per_job_max=st.integers(0, 2),
+    migrations_per_job_max=st.integers(0, 2),
 )
 steps = st.lists(
     st.one_of(

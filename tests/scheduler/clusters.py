@@ -9,7 +9,7 @@ import msgspec
 
 from genie.scheduler.cluster.allocations import ClusterAllocations
 from genie.scheduler.decisions import Decision, Preempt, Start, Wait
-from genie.scheduler.placement.plain import PlainPlacer
+from genie.scheduler.placement.python_placer import PythonPlacer
 from genie.scheduler.request import GpuFacts, JobRequest, NodeFacts, Shape
 from genie.scheduler.rules import Rules
 from genie.scheduler.scheduler import Scheduler
@@ -30,7 +30,7 @@ class SchedulerHarness:
     """A scheduler with a manual clock."""
 
     def __init__(self, *nodes: NodeFacts, rules: Rules | None = None, policy: str = "bestfit") -> None:
-        self.allocations = ClusterAllocations(PlainPlacer, policy=policy)
+        self.allocations = ClusterAllocations(PythonPlacer, policy=policy)
         self.scheduler = Scheduler(self.allocations, rules or Rules())
         self.now = 0.0
         self._numbers = itertools.count(1)

@@ -53,7 +53,7 @@ def test_node_and_job_fields_are_converted() -> None:
         labels=frozenset({("disk", "ssd"), ("zone", "a")}),
         rack="r7",
         blocked_gpus=frozenset({1}),
-        memory_outside_mib=(0, 3),
+        memory_used_outside_cluster_mib=(0, 3),
     )
     assert node_facts(info) == expected
     assert node_facts(info, blocked_reason="draining") == replace(expected, blocked_reason="draining")
@@ -74,9 +74,14 @@ def test_rounding_never_overcommits(cpus: float, memory: int, total: int, outsid
     assert facts.cpu_milli <= cpus * 1000
     assert facts.memory_mib * MIB <= memory
     assert facts.gpus[0].memory_mib * MIB <= total
-    free_mib = facts.gpus[0].memory_mib - facts.memory_outside_mib[0]
+    free_mib = facts.gpus[0].memory_mib - facts.memory_used_outside_cluster_mib[0]
     assert 0 <= free_mib * MIB <= max(total - outside, 0)
-    counted = (facts.cpu_milli, facts.memory_mib, facts.gpus[0].memory_mib, facts.memory_outside_mib[0])
+    counted = (
+        facts.cpu_milli,
+        facts.memory_mib,
+        facts.gpus[0].memory_mib,
+        facts.memory_used_outside_cluster_mib[0],
+    )
     assert all(0 <= amount <= INT_MAX for amount in counted)
 
 
@@ -85,7 +90,7 @@ def test_whole_amounts_are_not_changed(cpus: int, mib: int) -> None:
     gpu = h200(memory_total_bytes=mib * MIB, memory_outside_bytes=mib // 2 * MIB)
     facts = node_facts(node(gpu, cpus=float(cpus), memory_total_bytes=mib * MIB))
     assert (facts.cpu_milli, facts.memory_mib) == (cpus * 1000, mib)
-    assert (facts.gpus[0].memory_mib, facts.memory_outside_mib[0]) == (mib, mib // 2)
+    assert (facts.gpus[0].memory_mib, facts.memory_used_outside_cluster_mib[0]) == (mib, mib // 2)
 
 
 def test_unhealthy_or_occupied_gpu_is_avoided_until_it_recovers() -> None:

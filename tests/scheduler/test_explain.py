@@ -62,12 +62,12 @@ def test_nodes_are_blocked_by_near_and_apart_constraints() -> None:
     for name, where in (("server", "n1"), ("noisy", "n2")):
         harness.submit(name, shape=Shape(gpus=2, nodes=frozenset({where})), time_limit_s=30.0)
     harness.started()
-    harness.submit("beside", near=frozenset({"server"}))
+    harness.submit("beside", near_job_names=frozenset({"server"}))
     assert explained(harness, "beside").blocked_nodes == (
         BlockedNodes("runs no job named server", ("n2", "n3"), is_permanent=False),
         BlockedNodes("0 of 2 GPUs are free", ("n1",), is_permanent=False),
     )
-    harness.submit("shy", shape=Shape(gpus=2), apart=frozenset({"noisy", "server"}), workers=2)
+    harness.submit("shy", shape=Shape(gpus=2), apart_job_names=frozenset({"noisy", "server"}), workers=2)
     assert {each.reason: each.nodes for each in explained(harness, "shy").blocked_nodes} == {
         "runs a job named noisy": ("n2",),
         "runs a job named server": ("n1",),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from genie.scheduler.order import FairShare, Fifo, JobQueue, Order, Priority, Scales
+from genie.scheduler.order import FairShare, Fifo, JobQueue, Order, OrderInputs, Priority
 from genie.scheduler.request import Amounts, JobRequest, Shape
 
 
@@ -18,10 +18,10 @@ def queue_of(order: Order, *jobs: tuple[str, str, int]) -> tuple[JobQueue, dict[
 def iterate(queue: JobQueue, held: dict[str, Amounts] | None = None, skipped: str = "") -> list[str]:
     notified: list[str] = []
     usage = held if held is not None else {}
-    scales = Scales(0.0, Amounts(8000), lambda tenant: usage.get(tenant, Amounts()), {})
+    inputs = OrderInputs(0.0, Amounts(8000), lambda tenant: usage.get(tenant, Amounts()), {})
     found = []
     for request in queue.iterate(
-        scales,
+        inputs,
         get_group_skip_reason=lambda tenant, _: "no" if tenant == skipped else "",
         on_skip=lambda job, _: notified.append(job),
     ):
@@ -52,9 +52,9 @@ def test_job_removed_during_iteration_is_not_yielded() -> None:
     queue, requests = queue_of(Fifo(), *JOBS)
     queue.remove(requests["a2"], (1, 1))
     assert iterate(queue) == ["a1", "a3", "b1", "b2"]
-    scales = Scales(0.0, Amounts(8000), lambda tenant: Amounts(), {})
+    inputs = OrderInputs(0.0, Amounts(8000), lambda tenant: Amounts(), {})
     found = []
-    for request in queue.iterate(scales, get_group_skip_reason=lambda *_: "", on_skip=lambda *_: None):
+    for request in queue.iterate(inputs, get_group_skip_reason=lambda *_: "", on_skip=lambda *_: None):
         found.append(request.job_id)
         if request.job_id == "a1":
             queue.remove(requests["b1"], (1, 0))

@@ -13,7 +13,7 @@ from genie.errors import UsageError
 from genie.scheduler import policies
 from genie.scheduler.cluster import filters
 from genie.scheduler.explain import explain
-from genie.scheduler.order import FairShare, Fifo, JobQueue, Key, Priority, Scales
+from genie.scheduler.order import FairShare, Fifo, JobQueue, Key, OrderInputs, Priority
 from genie.scheduler.policies import IsolatedPolicy, PolicyRegistry
 from genie.scheduler.preemption.victims import StartedJob
 from genie.scheduler.request import Amounts, JobRequest, NodeFacts, Shape
@@ -27,7 +27,7 @@ class SmallFirst:
     def within(self, request: JobRequest) -> Key:
         return (request.shape.gpus, request.sequence)
 
-    def among(self, request: JobRequest, scales: Scales) -> Key:
+    def among(self, request: JobRequest, inputs: OrderInputs) -> Key:
         return self.within(request)
 
 
@@ -173,7 +173,7 @@ def test_queue_is_reordered_when_a_policy_is_disabled() -> None:
         def within(self, request: JobRequest) -> Key:
             return (-request.sequence,) if request.job_id != "bad" else fail()  # type: ignore[return-value]
 
-        def among(self, request: JobRequest, scales: Scales) -> Key:
+        def among(self, request: JobRequest, inputs: OrderInputs) -> Key:
             return (0,)
 
     harness = harness_with(Last())
@@ -194,22 +194,22 @@ def test_inconsistent_order_yields_every_job_once() -> None:
         def within(self, request: JobRequest) -> Key:
             return (next(numbers) * (-1) ** request.sequence,)
 
-        def among(self, request: JobRequest, scales: Scales) -> Key:
+        def among(self, request: JobRequest, inputs: OrderInputs) -> Key:
             return (next(numbers),)
 
     queue = JobQueue(isolated(Restless()))
     requests = [JobRequest(f"j{number}", "abc"[number % 3], number, Shape(gpus=1)) for number in range(9)]
     for request in requests:
         queue.add(request, (0, 0))
-    scales = Scales(0.0, Amounts(8000), lambda _: Amounts(), {})
+    inputs = OrderInputs(0.0, Amounts(8000), lambda _: Amounts(), {})
     walked = [
         each.job_id
-        for each in queue.iterate(scales, get_group_skip_reason=lambda *_: "", on_skip=lambda *_: None)
+        for each in queue.iterate(inputs, get_group_skip_reason=lambda *_: "", on_skip=lambda *_: None)
     ]
     assert sorted(walked) == [f"j{number}" for number in range(9)]
     for request in requests:
         queue.remove(request, (0, 0))
-    assert list(queue.iterate(scales, get_group_skip_reason=lambda *_: "", on_skip=lambda *_: None)) == []
+    assert list(queue.iterate(inputs, get_group_skip_reason=lambda *_: "", on_skip=lambda *_: None)) == []
 
 
 # --- filters ------------------------------------------------------------------------------------
@@ -257,7 +257,9 @@ def test_filter_is_called_once_per_kind_and_node() -> None:
         harness.started()
     assert sorted(policy.calls) == [("a", "x"), ("a", "y"), ("b", "x"), ("b", "y")]
     harness.scheduler.set_node(labelled("z", "b"))
-    harness.scheduler.set_node(labelled("x", "a", blocked_reason="draining", memory_outside_mib=(5, 5)))
+    harness.scheduler.set_node(
+        labelled("x", "a", blocked_reason="draining", memory_used_outside_cluster_mib=(5, 5))
+    )
     harness.submit("more", tenant="b")
     harness.decide()
     assert sorted(policy.calls[4:]) == [("b", "z")], "only the new node"
@@ -271,11 +273,13 @@ def test_filter_cache_is_bounded() -> None:
     policy = OwnNodes()
     created = filters.NodeFilterCache(policy.allowed)
     facts = labelled("x", "a")
-    several = [JobRequest("j", f"t{number}", 0, Shape()) for number in range(filters.CACHED_KINDS_MAX + 1)]
+    several = [
+        JobRequest("j", f"t{number}", 0, Shape()) for number in range(filters.CACHED_JOB_KINDS_MAX + 1)
+    ]
     for request in (*several, several[-1], several[0]):
-        created.why_not_allowed(created.get_filter_argument(request), facts)
-    assert len(policy.calls) == filters.CACHED_KINDS_MAX + 2, "the first was evicted"
-    assert len(created._cache) == filters.CACHED_KINDS_MAX
+        created.why_not_allowed(created.to_filter_request(request), facts)
+    assert len(policy.calls) == filters.CACHED_JOB_KINDS_MAX + 2, "the first was evicted"
+    assert len(created._cache) == filters.CACHED_JOB_KINDS_MAX
 
 
 @pytest.mark.parametrize("result", [fail, lambda: None, lambda: False])

@@ -124,8 +124,8 @@ def test_within_and_spread_constraints() -> None:
 def test_near_and_apart_constraints() -> None:
     harness = SchedulerHarness(node("n1", 4), node("n2", 4), rules=FIFO)
     harness.submit("server", gpus=2)
-    harness.submit("client", near=frozenset({"server"}))
-    harness.submit("spare", apart=frozenset({"server"}))
+    harness.submit("client", near_job_names=frozenset({"server"}))
+    harness.submit("spare", apart_job_names=frozenset({"server"}))
     places = {each.job_id: each.places[0].node_id for each in harness.decide() if isinstance(each, Start)}
     assert places["client"] == places["server"] != places["spare"]
 
@@ -350,7 +350,7 @@ def test_job_that_fits_nowhere_else_or_is_not_preemptible_does_not_move() -> Non
     assert pinned.preempted() == []
     assert fragmented(preemptible=False).preempted() == []
     still = fragmented()
-    still.scheduler.set_rules(Rules(order=Fifo(), moves_per_job_max=0))
+    still.scheduler.set_rules(Rules(order=Fifo(), migrations_per_job_max=0))
     assert still.preempted() == []
 
 
@@ -435,7 +435,7 @@ def test_displacing_a_start_of_the_same_pass_renews_the_reservation() -> None:
 
 def test_near_job_starts_after_its_neighbour() -> None:
     harness = SchedulerHarness(node("n1"), node("n2"))
-    harness.submit("follower", near=frozenset({"leader"}))
+    harness.submit("follower", near_job_names=frozenset({"leader"}))
     assert harness.started() == []
     harness.submit("leader", tenant="a")
     assert harness.started() == ["leader"]
@@ -567,7 +567,7 @@ def test_job_gets_the_gpu_it_names_or_waits() -> None:
 def test_busy_named_gpu_has_a_reason(held: Shape, wanted: Shape, why: str) -> None:
     outside = (0, 60_000, 0, 0)
     harness = SchedulerHarness(
-        node("n", 4, memory_outside_mib=outside, blocked_gpus=frozenset({0})), rules=FIFO
+        node("n", 4, memory_used_outside_cluster_mib=outside, blocked_gpus=frozenset({0})), rules=FIFO
     )
     harness.submit("other", shape=held)
     harness.submit("waits", shape=wanted)
@@ -718,9 +718,11 @@ def test_job_behind_a_reservation_has_its_own_reason() -> None:
     harness.started()
     harness.submit("first", gpus=2, time_limit_s=50.0)
     harness.submit("drained", gpus=4)
-    harness.submit("lonely", near=frozenset({"nobody"}))
-    harness.submit("shy", apart=frozenset({"runs", "other"}), shape=Shape(gpus=1, labels=frozenset()))
-    harness.submit("torn", near=frozenset({"runs"}), apart=frozenset({"runs", "other"}))
+    harness.submit("lonely", near_job_names=frozenset({"nobody"}))
+    harness.submit(
+        "shy", apart_job_names=frozenset({"runs", "other"}), shape=Shape(gpus=1, labels=frozenset())
+    )
+    harness.submit("torn", near_job_names=frozenset({"runs"}), apart_job_names=frozenset({"runs", "other"}))
     harness.submit("late")
     assert harness.pending("first").reason == "waiting for resources on n (reserved for this job)"
     assert (

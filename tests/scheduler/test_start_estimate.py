@@ -96,14 +96,14 @@ def test_estimate_considers_named_gpus_in_queue_order() -> None:
 
 
 def test_estimate_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "ESTIMATE_COST_MAX", 5)
+    monkeypatch.setattr(module, "ESTIMATE_COST_IN_ATTEMPTS_MAX", 5)
     harness, jobs = queue_of(limits=[10.0] * 9)
     found = estimate(harness, jobs[-1])
     assert found == StartEstimate(None, "too many jobs are ahead to estimate the start")
 
 
 def test_estimate_is_bounded_if_no_job_may_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "ESTIMATE_COST_MAX", 5)
+    monkeypatch.setattr(module, "ESTIMATE_COST_IN_ATTEMPTS_MAX", 5)
     quotas = Quotas({"a": Quota(gpu_amounts(2), gpu_amounts(0))})
     harness = SchedulerHarness(node("n", 16), rules=Rules(order=Fifo(), quotas=quotas))
     harness.submit("own", gpus=2)

@@ -273,24 +273,26 @@ def _plant_full_disk_as_fault_of_the_job(patch: pytest.MonkeyPatch) -> None:
 
 DEFECTS = {
     "failing exits": Defect(
-        _plant_failing_exits, "hostile", ("stored_oversized_row",), (5, 15), "without a fault"
+        _plant_failing_exits, "hostile", ("store_oversized_job",), (5, 15), "without a fault"
     ),
     "rows that cannot be ended": Defect(
-        _plant_rows_that_cannot_be_ended, "hostile", ("stored_oversized_row",), (0,), "held without a process"
+        _plant_rows_that_cannot_be_ended, "hostile", ("store_oversized_job",), (0,), "held without a process"
     ),
     "forgotten requests": Defect(_plant_forgotten_requests, "store", ("lose_reply",), (1,), "submissions"),
     "forgotten requests, duplicated frames": Defect(
         _plant_forgotten_requests, "network", ("duplicate",), (1,), "submissions"
     ),
-    "blocking reader": Defect(_plant_blocking_reader, "hostile", ("log_waits",), (1, 5), "without a fault"),
+    "blocking reader": Defect(
+        _plant_blocking_reader, "hostile", ("flood_log_waits",), (1, 5), "without a fault"
+    ),
     "unlimited requests": Defect(
-        _plant_unlimited_requests, "hostile", ("request_flood",), (5, 7), "without a fault"
+        _plant_unlimited_requests, "hostile", ("flood_requests",), (5, 7), "without a fault"
     ),
     "unlimited space": Defect(_plant_unlimited_space, "hostile", ("fill_store",), (0,), "the store is full"),
     "unfair history": Defect(_plant_unfair_history, "hostile", ("fill_store",), (0,), "was deleted"),
     "unpinned blobs": Defect(_plant_unpinned_blobs, "hostile", ("upload_blobs",), (0,), "was evicted"),
     "unlimited connections": Defect(
-        _plant_unlimited_connections, "hostile", ("connection_flood",), (0,), "a client waited"
+        _plant_unlimited_connections, "hostile", ("flood_connections",), (0,), "a client waited"
     ),
     "impatient confirmations": Defect(
         _plant_impatient_confirmations, "disk", ("slow_disk",), (2, 11), "requests in"
@@ -315,7 +317,7 @@ DEFECTS = {
         _plant_writes_that_are_not_durable, "disk", ("torn_write",), (0,), "could not read"
     ),
     "exits of lingering jobs": Defect(
-        _plant_exits_of_lingering_jobs, "hostile", ("unkillable",), (0,), "overallocated"
+        _plant_exits_of_lingering_jobs, "hostile", ("run_unkillable_job",), (0,), "overallocated"
     ),
 }
 

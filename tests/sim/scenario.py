@@ -22,7 +22,7 @@ from genie.model.job import JobSpec, PlacementConstraints, Resources
 from genie.model.messages import GetJob, PutBlob, StatBlob
 from genie.runtime.connection_limits import ConnectionLimits
 from genie.sim import fault_injector, hostile, loop
-from genie.sim.cluster import CONFIG, SimCluster
+from genie.sim.cluster import CONTROLLER_CONFIG, SimCluster
 from genie.sim.invariants import (
     InnocentTenantChecker,
     InvariantChecker,
@@ -62,8 +62,8 @@ _LIMITS = ConnectionLimits(
     users_max=300,
     owner_reserve=8,
 )
-_CONFIG = replace(CONFIG, blobs_bytes_max=_BLOBS_BYTES_MAX)
-_CPU = CpuCost(received_frame_s=0.0001, sent_byte_s=0.00000008)
+_CONFIG = replace(CONTROLLER_CONFIG, blobs_bytes_max=_BLOBS_BYTES_MAX)
+_CPU = CpuCost(cpu_s_per_received_frame=0.0001, cpu_s_per_sent_byte=0.00000008)
 """A small request costs client and controller together 57 us (`python -m tests.sim.measure_cpu`, 2 cores,
 commit ff0e4d4); 100 us also cover TLS or a slower machine. Encoding costs 1 ns/byte; 80 ns/byte is a link of
 100 Mbit/s, on which replies to nodes and to clients queue behind each other."""

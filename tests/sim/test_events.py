@@ -28,8 +28,8 @@ def times(run: SimulatedRun) -> dict[str, tuple[float | None, float | None]]:
 
 def test_job_waits_for_gpus_and_runs_its_duration_not_its_limit() -> None:
     jobs = [
-        SimJob("a", 0.0, 100.0, gpus=4, time_limit_s=500.0),
-        SimJob("b", 10.0, 50.0, gpus=4, time_limit_s=500.0),
+        SimJob("a", 0.0, 100.0, gpus_per_worker=4, time_limit_s=500.0),
+        SimJob("b", 10.0, 50.0, gpus_per_worker=4, time_limit_s=500.0),
     ]
     run = simulate(uniform_nodes(1, gpus=4), jobs, FIFO)
     assert times(run) == {"a": (0.0, 100.0), "b": (100.0, 150.0)}
@@ -42,7 +42,7 @@ def test_job_waits_for_gpus_and_runs_its_duration_not_its_limit() -> None:
 
 
 def test_usage_counts_all_pending_jobs() -> None:
-    jobs = [SimJob(f"j{number}", float(number), 100.0, gpus=4) for number in range(4)]
+    jobs = [SimJob(f"j{number}", float(number), 100.0, gpus_per_worker=4) for number in range(4)]
     run = simulate(uniform_nodes(1, gpus=4), jobs, FIFO)
     waiting = [(it.time_s, it.pending_jobs) for it in run.usage_samples]
     assert waiting[:4] == [(0.0, 0), (1.0, 1), (2.0, 2), (3.0, 3)]
@@ -63,10 +63,10 @@ def test_simultaneous_events_cause_one_scheduling_pass() -> None:
 
 def test_short_job_is_backfilled_and_long_job_is_not() -> None:
     jobs = [
-        SimJob("runs", 0.0, 100.0, gpus=2, time_limit_s=100.0),
-        SimJob("large", 1.0, 10.0, gpus=4, time_limit_s=10.0),
-        SimJob("long", 2.0, 500.0, gpus=1, time_limit_s=500.0),
-        SimJob("short", 3.0, 50.0, gpus=1, time_limit_s=50.0),
+        SimJob("runs", 0.0, 100.0, gpus_per_worker=2, time_limit_s=100.0),
+        SimJob("large", 1.0, 10.0, gpus_per_worker=4, time_limit_s=10.0),
+        SimJob("long", 2.0, 500.0, gpus_per_worker=1, time_limit_s=500.0),
+        SimJob("short", 3.0, 50.0, gpus_per_worker=1, time_limit_s=50.0),
     ]
     nodes = uniform_nodes(1, gpus=4)
     found = times(simulate(nodes, jobs, FIFO))
@@ -88,8 +88,16 @@ def test_preempted_job_stops_after_grace_period_and_loses_unsaved_work(
     checkpoint_s: float | None, lost_s: float, ended_s: float
 ) -> None:
     jobs = [
-        SimJob("low", 0.0, 100.0, gpus=8, preemptible=True, grace_s=10.0, checkpoint_s=checkpoint_s),
-        SimJob("high", 60.0, 20.0, gpus=8, priority=5),
+        SimJob(
+            "low",
+            0.0,
+            100.0,
+            gpus_per_worker=8,
+            preemptible=True,
+            grace_s=10.0,
+            checkpoint_interval_s=checkpoint_s,
+        ),
+        SimJob("high", 60.0, 20.0, gpus_per_worker=8, priority=5),
     ]
     run = simulate(uniform_nodes(1), jobs, PRIORITY)
     assert times(run) == {"low": (0.0, ended_s), "high": (70.0, 90.0)}
@@ -98,8 +106,8 @@ def test_preempted_job_stops_after_grace_period_and_loses_unsaved_work(
 
 def test_job_that_ends_within_grace_period_loses_nothing() -> None:
     jobs = [
-        SimJob("low", 0.0, 100.0, gpus=8, preemptible=True, grace_s=30.0),
-        SimJob("high", 90.0, 20.0, gpus=8, priority=5),
+        SimJob("low", 0.0, 100.0, gpus_per_worker=8, preemptible=True, grace_s=30.0),
+        SimJob("high", 90.0, 20.0, gpus_per_worker=8, priority=5),
     ]
     run = simulate(uniform_nodes(1), jobs, PRIORITY)
     assert times(run) == {"low": (0.0, 100.0), "high": (100.0, 120.0)}
@@ -108,8 +116,8 @@ def test_job_that_ends_within_grace_period_loses_nothing() -> None:
 
 def test_no_job_is_stopped_when_preemption_is_disabled() -> None:
     jobs = [
-        SimJob("low", 0.0, 100.0, gpus=8, preemptible=True),
-        SimJob("high", 60.0, 20.0, gpus=8, priority=5),
+        SimJob("low", 0.0, 100.0, gpus_per_worker=8, preemptible=True),
+        SimJob("high", 60.0, 20.0, gpus_per_worker=8, priority=5),
     ]
     run = simulate(
         uniform_nodes(1),
@@ -120,7 +128,7 @@ def test_no_job_is_stopped_when_preemption_is_disabled() -> None:
 
 
 def test_node_failure_ends_its_jobs_and_node_is_repaired() -> None:
-    jobs = [SimJob(f"j{number}", 10.0 * number, 200.0, gpus=8) for number in range(60)]
+    jobs = [SimJob(f"j{number}", 10.0 * number, 200.0, gpus_per_worker=8) for number in range(60)]
     run = simulate(
         uniform_nodes(4),
         jobs,
@@ -137,12 +145,12 @@ def test_node_failure_ends_its_jobs_and_node_is_repaired() -> None:
 def test_job_that_does_not_fit_the_empty_cluster_is_skipped() -> None:
     nodes = uniform_nodes(2, gpus=4, nodes_per_rack=1)
     jobs = [
-        SimJob("a", 0.0, 1.0, gpus=8),
-        SimJob("b", 0.0, 1.0, workers=3, gpus=4),
-        SimJob("c", 0.0, 1.0, workers=2, gpus=4, within=Within.RACK),
-        SimJob("d", 0.0, 1.0, workers=2, gpus=3, within=Within.NODE),
-        SimJob("e", 0.0, 1.0, models=frozenset({"A"})),
-        SimJob("fits", 0.0, 1.0, workers=2, gpus=4),
+        SimJob("a", 0.0, 1.0, gpus_per_worker=8),
+        SimJob("b", 0.0, 1.0, workers=3, gpus_per_worker=4),
+        SimJob("c", 0.0, 1.0, workers=2, gpus_per_worker=4, within=Within.RACK),
+        SimJob("d", 0.0, 1.0, workers=2, gpus_per_worker=3, within=Within.NODE),
+        SimJob("e", 0.0, 1.0, gpu_models=frozenset({"A"})),
+        SimJob("fits", 0.0, 1.0, workers=2, gpus_per_worker=4),
     ]
     run = simulate(nodes, jobs, FIFO)
     assert list(run.infeasible_job_ids) == ["a", "b", "c", "d", "e"]
@@ -154,7 +162,7 @@ def test_equal_seeds_give_equal_runs(placement: str) -> None:
     nodes = uniform_nodes(4)
 
     def run(seed: int) -> list[tuple[float | None, float | None, int]]:
-        jobs = synthetic_jobs(SyntheticJobMix(jobs=150, gangs=0.02, load=2.0), nodes, seed=seed)
+        jobs = synthetic_jobs(SyntheticJobMix(job_count=150, gang_job_share=0.02, load=2.0), nodes, seed=seed)
         plan = SimulationParameters(
             placement_policy=placement, seed=seed, node_failures=NodeFailures(50_000.0, 600.0)
         )
@@ -166,7 +174,7 @@ def test_equal_seeds_give_equal_runs(placement: str) -> None:
 
 def test_plain_placer_gives_the_same_run_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     nodes = uniform_nodes(3)
-    jobs = synthetic_jobs(SyntheticJobMix(jobs=60, gangs=0.02, load=2.0), nodes, seed=0)
+    jobs = synthetic_jobs(SyntheticJobMix(job_count=60, gang_job_share=0.02, load=2.0), nodes, seed=0)
     fast = simulate(nodes, jobs, SimulationParameters())
 
     def refuse(name: str) -> None:
@@ -179,8 +187,8 @@ def test_plain_placer_gives_the_same_run_without_a_compiler(monkeypatch: pytest.
 
 
 def test_fragmentation_counts_free_gpus_that_fit_no_worker_of_the_first_job() -> None:
-    jobs = [SimJob(f"one{number}", 0.0, 100.0, gpus=3) for number in range(2)]
-    jobs.append(SimJob("two", 1.0, 10.0, gpus=2))
+    jobs = [SimJob(f"one{number}", 0.0, 100.0, gpus_per_worker=3) for number in range(2)]
+    jobs.append(SimJob("two", 1.0, 10.0, gpus_per_worker=2))
     run = simulate(uniform_nodes(2, gpus=4), jobs, FIFO)
     assert [(it.free_gpu_milli, it.unusable_gpu_milli) for it in run.fragmentation_samples] == [(2000, 2000)]
 

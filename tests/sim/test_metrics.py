@@ -19,54 +19,54 @@ FIFO = SimulationParameters(Rules(order=Fifo()), "bestfit")
 
 def small() -> SimulatedRun:
     jobs = [
-        SimJob("a", 0.0, 100.0, "x", gpus=2),
-        SimJob("b", 0.0, 100.0, "y", gpus=4),
+        SimJob("a", 0.0, 100.0, "x", gpus_per_worker=2),
+        SimJob("b", 0.0, 100.0, "y", gpus_per_worker=4),
     ]
     return simulate(uniform_nodes(1, gpus=4), jobs, FIFO)
 
 
 def test_metrics_of_two_jobs() -> None:
     it = summarise(small())
-    assert (it.jobs, it.gpus, it.span_s) == (2, 4, 200.0)
+    assert (it.finished_jobs, it.total_gpus, it.span_s) == (2, 4, 200.0)
     assert it.utilisation == pytest.approx((2 * 100 + 4 * 100) / 800)
-    assert it.utilisation_while_waiting == pytest.approx(0.5)
-    assert it.waiting_share == pytest.approx(0.5)
-    assert (it.wait_s.mean, it.wait_s.most) == (50.0, 100.0)
-    assert (it.completion_s.mean, it.slowdown.most) == (150.0, 2.0)
-    assert it.jain == pytest.approx(1.5**2 / (2 * 1.25))  # x ran all the time, y half of it
+    assert it.utilisation_while_pending == pytest.approx(0.5)
+    assert it.pending_time_share == pytest.approx(0.5)
+    assert (it.wait_s.mean, it.wait_s.maximum) == (50.0, 100.0)
+    assert (it.completion_s.mean, it.slowdown.maximum) == (150.0, 2.0)
+    assert it.jain_index_of_tenants == pytest.approx(1.5**2 / (2 * 1.25))  # x ran all the time, y half of it
     # With 2 private GPUs each, a takes 100 s and b, which needs 4 GPUs, 200 s.
-    assert (it.finish_fairness.mean, it.finish_fairness.most) == (1.0, 1.0)
-    assert (it.preemptions, it.lost_gpu_hours, it.cut_short) == (0, 0.0, 0)
+    assert (it.finish_time_fairness.mean, it.finish_time_fairness.maximum) == (1.0, 1.0)
+    assert (it.preemptions, it.lost_gpu_hours, it.jobs_ended_by_time_limit) == (0, 0.0, 0)
 
 
 def test_utilization_until_last_arrival_excludes_the_time_after_it() -> None:
     jobs = [
-        SimJob("a", 0.0, 100.0, gpus=4),
-        SimJob("b", 10.0, 100.0, gpus=4),
-        SimJob("c", 50.0, 10.0, gpus=3),
+        SimJob("a", 0.0, 100.0, gpus_per_worker=4),
+        SimJob("b", 10.0, 100.0, gpus_per_worker=4),
+        SimJob("c", 50.0, 10.0, gpus_per_worker=3),
     ]
-    jobs.append(SimJob("d", 60.0, 10.0, gpus=3))
+    jobs.append(SimJob("d", 60.0, 10.0, gpus_per_worker=3))
     it = summarise(simulate(uniform_nodes(1, gpus=4), jobs, FIFO))
-    assert it.utilisation_while_arriving == 1.0
-    assert it.utilisation_while_waiting < 1.0
+    assert it.utilisation_until_last_arrival == 1.0
+    assert it.utilisation_while_pending < 1.0
 
 
 def test_lost_work_and_large_gangs_are_counted() -> None:
     jobs = [
-        SimJob("low", 0.0, 3600.0, workers=4, gpus=8, preemptible=True, grace_s=0.0),
-        SimJob("high", 1800.0, 60.0, gpus=8, priority=1),
+        SimJob("low", 0.0, 3600.0, workers=4, gpus_per_worker=8, preemptible=True, grace_s=0.0),
+        SimJob("high", 1800.0, 60.0, gpus_per_worker=8, priority=1),
     ]
     it = summarise(simulate(uniform_nodes(4), jobs, FIFO))
     assert (it.preemptions, it.lost_gpu_hours) == (1, 16.0)
-    assert it.wait_large_s.count == 1
+    assert it.large_gang_wait_s.count == 1
 
 
 def test_isolated_completion_is_first_come_first_served() -> None:
     jobs = [
-        SimJob("a", 0.0, 10.0, gpus=2),
-        SimJob("b", 0.0, 10.0, gpus=1),
-        SimJob("c", 5.0, 10.0, gpus=1),
-        SimJob("d", 6.0, 10.0, gpus=4),
+        SimJob("a", 0.0, 10.0, gpus_per_worker=2),
+        SimJob("b", 0.0, 10.0, gpus_per_worker=1),
+        SimJob("c", 5.0, 10.0, gpus_per_worker=1),
+        SimJob("d", 6.0, 10.0, gpus_per_worker=4),
     ]
     assert isolated_completion_s(jobs, gpus=2) == [10.0, 20.0, 15.0, 14.0 + 20.0]
 
@@ -96,7 +96,11 @@ def test_plots_are_svg(draw) -> None:
 def test_synthetic_jobs_have_the_requested_load_and_mix() -> None:
     nodes = uniform_nodes(16)
     jobs = synthetic_jobs(
-        SyntheticJobMix(jobs=2000, load=0.9, tenants=3, fractions=0.4, gangs=0.1), nodes, seed=4
+        SyntheticJobMix(
+            job_count=2000, load=0.9, tenant_count=3, gpu_fraction_job_share=0.4, gang_job_share=0.1
+        ),
+        nodes,
+        seed=4,
     )
     assert offered_load(jobs, nodes) == pytest.approx(0.9)
     assert sum(job.gpu_milli < 1000 for job in jobs) == pytest.approx(800, rel=0.1)

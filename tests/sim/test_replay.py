@@ -9,8 +9,8 @@ import pytest
 
 from genie.errors import UsageError
 from genie.native import libraries
-from genie.scheduler.placement.plain import PlainPlacer
 from genie.scheduler.placement.protocol import ANY_MODEL, Placer, TypicalShape
+from genie.scheduler.placement.python_placer import PythonPlacer
 from genie.sim.replay import replay
 from genie.sim.workloads.synthetic import synthetic_workload
 from genie.sim.workloads.traces import TraceNode, TracePod, Workload
@@ -24,7 +24,7 @@ def nodes(count: int, *, gpus: int = 8) -> list[TraceNode]:
 
 
 def plain(seed: int, typical: Sequence[TypicalShape]) -> Placer:
-    return PlainPlacer("bestfit", typical=typical)
+    return PythonPlacer("bestfit", typical=typical)
 
 
 def test_workload_that_fits_fills_the_cluster() -> None:
@@ -71,7 +71,7 @@ def test_differently_written_models_are_separate_shapes() -> None:
     spellings = [("A",), ("A", "A"), ("B", "A"), ()]
     workload = Workload(nodes(1), [TracePod(0, 0, 1, 1000, models) for models in spellings])
     # Equally frequent, so ordered by the written models; no node has model B.
-    assert [shape.models for shape in workload.typical_shapes()] == [1, 1, 1, ANY_MODEL]
+    assert [shape.models_mask for shape in workload.typical_shapes()] == [1, 1, 1, ANY_MODEL]
     assert [shape.share for shape in workload.typical_shapes()] == [0.25] * 4
 
 
@@ -86,8 +86,8 @@ class RecordingPlacer:
     def make(self, seed: int, typical: Sequence[TypicalShape]) -> Placer:
         return self  # type: ignore[return-value]
 
-    def add_node(self, *, rank: int, **_: int) -> int:
-        self.ranks.append(rank)
+    def add_node(self, *, tie_break_rank: int, **_: int) -> int:
+        self.ranks.append(tie_break_rank)
         return len(self.ranks) - 1
 
     def register_request_class(self, **wanted: int) -> int:
@@ -144,7 +144,7 @@ def test_supply_allocates_more_than_fgd() -> None:
 
     def allocated_pct(policy: str) -> float:
         def make(seed: int, typical: Sequence[TypicalShape]) -> Placer:
-            placer: Placer = library.Placement(policy, typical=[shape.as_tuple() for shape in typical])
+            placer: Placer = library.Placer(policy, typical=[shape.as_tuple() for shape in typical])
             return placer
 
         return replay(workload, make, seed=0).allocated_pct
@@ -161,5 +161,5 @@ def test_workload_without_gpus_is_rejected(machines: list[TraceNode], pods: list
 
 
 def test_workload_that_is_too_coarse_is_rejected() -> None:
-    with pytest.raises(UsageError, match="near 100%"):
+    with pytest.raises(UsageError, match="within 1% of that"):
         replay(Workload(nodes(1, gpus=3), [TracePod(0, 0, 2, 1000, ())]), plain, seed=0)

@@ -60,7 +60,9 @@ async def test_worker_does_not_start_a_second_agent(state_dir: Path) -> None:
 
 async def test_worker_rejects_a_machine_of_another_cluster(state_dir: Path) -> None:
     record_joined_node(state_dir, pin=OTHER_PIN)
-    with pytest.raises(AgentRunningError, match=r"another cluster than 10\.0\.0\.1:5555 .*genie down"):
+    with pytest.raises(
+        AgentRunningError, match=r"cannot join 10\.0\.0\.1:5555: .* another cluster .*genie down"
+    ):
         await record_lent_node(state_dir, pin=OWN_PIN)
 
 

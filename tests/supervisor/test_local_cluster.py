@@ -36,7 +36,7 @@ from genie.errors import (
 from genie.model.job import JobState
 from genie.model.node import NodeStatus
 from genie.model.tenant import TokenKind
-from genie.processes.marks import ProcessMark
+from genie.processes.process_identity import ProcessIdentity
 from genie.runtime.credentials import LocalCluster
 from genie.supervisor import local_cluster, process_records
 from genie.tenancy.access import new_token
@@ -51,7 +51,7 @@ def settings(state_dir: Path, **more: object) -> Settings:
 
 def is_alive(pid: int) -> bool:
     """False for a zombie."""
-    mark = ProcessMark.of_pid(pid)
+    mark = ProcessIdentity.of_pid(pid)
     return mark is not None and mark.is_alive
 
 
@@ -419,7 +419,7 @@ async def _check_other_clusters_are_told_apart(
     local_cluster.check_agent_cluster(running, joined.cluster, state_dir=state_dir)
     other = new_token(TokenKind.OWNER, token_id="owner9", secret=b"\x01" * 32, pin="a" * 43)
     elsewhere = replace(joined.cluster, token=str(other))
-    with pytest.raises(AgentRunningError, match=r"another cluster than 127\.0\.0\.1"):
+    with pytest.raises(AgentRunningError, match=r"cannot join 127\.0\.0\.1"):
         local_cluster.check_agent_cluster(running, elsewhere, state_dir=state_dir)
 
 

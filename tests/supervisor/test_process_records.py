@@ -50,7 +50,7 @@ async def test_reused_pid_is_never_signalled(tmp_path: Path, sleeper: Sleeper) -
     path.write_text(json.dumps(body | {"start": body["start"] + "1"}))
     assert process_records.read_record(tmp_path, "agent") is None
     recycled = process_records.ProcessRecord(
-        name="agent", mark=process_records.ProcessMark(record.pid, record.mark.start + "1")
+        name="agent", identity=process_records.ProcessIdentity(record.pid, record.identity.start_mark + "1")
     )
     await process_records.end_process(recycled, grace_s=0)
     assert sleeper.poll() is None
@@ -89,4 +89,4 @@ def test_last_lines_skips_empty_lines(tmp_path: Path) -> None:
 
 
 def test_own_process_is_alive() -> None:
-    assert process_records.ProcessMark.of_pid(os.getpid()) is not None
+    assert process_records.ProcessIdentity.of_pid(os.getpid()) is not None

@@ -139,7 +139,7 @@ def _format_variable_table(items: list[Setting]) -> str:
 
 def _format_variable_row(item: Setting) -> str:
     default = f"`{item.default}`" if item.default else ""
-    words = item.kind.split(" | ")
+    words = item.type_description.split(" | ")
     values = f" Values: {', '.join(words)}." if len(words) > 1 else ""
     secret = " (secret)" if item.secret else ""
     return f"| `{item.env}` | {default} | {_escape_table_cell(item.help)}{values}{secret} |\n"

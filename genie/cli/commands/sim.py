@@ -41,6 +41,22 @@ _POLICY_FAULT_HINT = (
 )
 _PLACEMENT_POLICIES = ("supply", "fgd", "bestfit")
 _TRACE_FORMATS = ("genie", "philly", "openb")
+_JSON_NAMES = {
+    "finished_jobs": "jobs",
+    "infeasible_jobs": "impossible",
+    "never_started_jobs": "left_waiting",
+    "jobs_ended_by_time_limit": "cut_short",
+    "total_gpus": "gpus",
+    "utilisation_while_pending": "utilisation_while_waiting",
+    "utilisation_until_last_arrival": "utilisation_while_arriving",
+    "pending_time_share": "waiting_share",
+    "large_gang_wait_s": "wait_large_s",
+    "jain_index_of_tenants": "jain",
+    "finish_time_fairness": "finish_fairness",
+    "jobs_ended_by_node_failure": "failures",
+    "maximum": "most",
+}
+"""Names in summary.json and --json of the metrics that have another name there."""
 _JOBS_MAX = 1_000_000
 _NODES_MAX = 100_000
 _SEED_MAX = 2**31 - 1
@@ -201,7 +217,7 @@ def replay(
     if trace is None or nodes is None:
         workload = synthetic_workload(nodes=60, pods=1000, seed=0)
     else:
-        workload = Workload(traces.read_nodes(nodes), traces.read_pods(trace))
+        workload = Workload(traces.read_openb_nodes(nodes), traces.read_openb_pods(trace))
     make, _ = placer_factory()
     outcome = run_replay(workload, lambda seed, typical: make(placement, seed, typical), seed=seed_number)
     if as_json:
@@ -269,7 +285,7 @@ def _parse_nodes(text: str) -> list[NodeFacts]:
             f"--nodes {text!r} is neither COUNTxGPUS nor a file",
             hint="give COUNTxGPUS such as 128x8, or a node list",
         )
-    return to_node_facts(traces.read_nodes(Path(text)))
+    return to_node_facts(traces.read_openb_nodes(Path(text)))
 
 
 def _load_or_generate_jobs(
@@ -296,9 +312,9 @@ def _load_or_generate_jobs(
         raise UsageError("--load must be more than 0", hint="give a number such as 1.2")
     if trace is None:
         mix = SyntheticJobMix(
-            jobs=most or SyntheticJobMix.jobs,
+            job_count=most or SyntheticJobMix.job_count,
             load=load_target or SyntheticJobMix.load,
-            limit_factor=factor or None,
+            time_limit_factor_max=factor or None,
         )
         return synthetic_jobs(mix, nodes, seed=seed)
     if trace_format == "genie":
@@ -370,30 +386,40 @@ def _write_results(folder: Path, summary: Summary, done: Any) -> None:
 def _summary_to_json(summary: Summary) -> dict[str, Any]:
     from dataclasses import asdict
 
-    return asdict(summary)
+    def to_json_names(fields: list[tuple[str, Any]]) -> dict[str, Any]:
+        return {_JSON_NAMES.get(name, name): value for name, value in fields}
+
+    return asdict(summary, dict_factory=to_json_names)
 
 
 def _summary_fields(it: Summary) -> list[tuple[str, str]]:
-    large = f" (gangs of 32 or more GPUs: {_format_spread(it.wait_large_s)})" if it.wait_large_s.count else ""
-    skipped = f", {it.impossible} skipped: larger than the cluster" if it.impossible else ""
-    if it.left_waiting:
-        skipped += f", {it.left_waiting} never started: the policy rejected all nodes"
+    large = (
+        f" (gangs of 32 or more GPUs: {_format_spread(it.large_gang_wait_s)})"
+        if it.large_gang_wait_s.count
+        else ""
+    )
+    skipped = f", {it.infeasible_jobs} skipped: larger than the cluster" if it.infeasible_jobs else ""
+    if it.never_started_jobs:
+        skipped += f", {it.never_started_jobs} never started: the policy rejected all nodes"
     return [
-        ("jobs", f"{it.jobs}{skipped}, {it.cut_short} ended by their time limit"),
-        ("GPUs", f"{it.gpus}, over {format_duration(it.span_s)}"),
+        ("jobs", f"{it.finished_jobs}{skipped}, {it.jobs_ended_by_time_limit} ended by their time limit"),
+        ("GPUs", f"{it.total_gpus}, over {format_duration(it.span_s)}"),
         ("utilization", f"{it.utilisation:.1%} of GPU time"),
         (
             "utilization while pending",
-            f"{it.utilisation_while_waiting:.1%}, for {it.waiting_share:.0%} of the time",
+            f"{it.utilisation_while_pending:.1%}, for {it.pending_time_share:.0%} of the time",
         ),
-        ("utilization until last arrival", f"{it.utilisation_while_arriving:.1%}"),
+        ("utilization until last arrival", f"{it.utilisation_until_last_arrival:.1%}"),
         ("wait time", _format_spread(it.wait_s) + large),
         ("completion time", _format_spread(it.completion_s)),
         ("slowdown", f"mean {it.slowdown.mean:.2f}, p50 {it.slowdown.p50:.2f}, p99 {it.slowdown.p99:.1f}"),
-        ("tenant fairness (Jain)", f"{it.jain:.3f}"),
-        ("finish-time fairness", f"mean {it.finish_fairness.mean:.2f}, p99 {it.finish_fairness.p99:.2f}"),
+        ("tenant fairness (Jain)", f"{it.jain_index_of_tenants:.3f}"),
+        (
+            "finish-time fairness",
+            f"mean {it.finish_time_fairness.mean:.2f}, p99 {it.finish_time_fairness.p99:.2f}",
+        ),
         ("preemptions", f"{it.preemptions}, {it.lost_gpu_hours:.1f} GPU hours lost"),
-        ("jobs ended by node failures", str(it.failures)),
+        ("jobs ended by node failures", str(it.jobs_ended_by_node_failure)),
         ("fragmentation", f"{it.fragmentation:.1%} of GPUs free but unusable while jobs are pending"),
     ]
 

@@ -7,8 +7,8 @@ from typing import TypeAlias
 
 from genie.errors import NativeBuildError
 from genie.native import genie_scheduler, libraries
-from genie.scheduler.placement.plain import PlainPlacer
 from genie.scheduler.placement.protocol import Placer, TypicalShape
+from genie.scheduler.placement.python_placer import PythonPlacer
 
 MakeSeededPlacer: TypeAlias = Callable[[str, int, Sequence[TypicalShape]], Placer]
 """Creates a placer from a policy name, a seed and the typical requests."""
@@ -32,7 +32,7 @@ def placer_factory(*, build: bool = True) -> tuple[MakeSeededPlacer, str]:
 
     def make(policy: str, seed: int, typical: Sequence[TypicalShape]) -> Placer:
         shapes = [shape.as_tuple() for shape in typical] if policy == "fgd" else []
-        return genie_scheduler.Placement(policy, seed=seed, typical=shapes)
+        return genie_scheduler.Placer(policy, seed=seed, typical=shapes)
 
     return make, "native"
 
@@ -58,4 +58,4 @@ def why_plain_placers() -> str:
 
 
 def _make_plain_placer(policy: str, seed: int, typical_shapes: Sequence[TypicalShape]) -> Placer:
-    return PlainPlacer(policy, typical=typical_shapes)
+    return PythonPlacer(policy, typical=typical_shapes)

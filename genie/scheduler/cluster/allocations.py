@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from genie.errors import UsageError
 from genie.scheduler.cluster.dry_run import DryRun, FutureClusterState
-from genie.scheduler.cluster.filters import NodeFilter, without_changing_facts
+from genie.scheduler.cluster.filters import NodeFilter, without_volatile_facts
 from genie.scheduler.cluster.placer_group import (
     PlacedHold,
     PlacerFactory,
@@ -22,7 +22,7 @@ from genie.scheduler.cluster.placer_group import (
     PlacerNode,
     make_affinity_filter,
 )
-from genie.scheduler.placement.plain import PlainPlacer
+from genie.scheduler.placement.python_placer import PythonPlacer
 from genie.scheduler.quota import UNBOUNDED, ResourceClaim
 from genie.scheduler.request import Allocation, Amounts, JobRequest, NodeFacts, WorkerPlace, why_unsuitable
 
@@ -63,7 +63,7 @@ class ClusterAllocations:
     @property
     def uses_python_placer(self) -> bool:
         """Whether the Python placer is used, which examines every node for each choice."""
-        return isinstance(self.placers.main_placer, PlainPlacer)
+        return isinstance(self.placers.main_placer, PythonPlacer)
 
     @property
     def nodes(self) -> list[NodeFacts]:
@@ -123,7 +123,7 @@ class ClusterAllocations:
         """Why the node could not hold one such worker even if it were free; empty if it could."""
         filters = self.placers.filter_cache
         return why_unsuitable(request.shape, facts) or filters.why_not_allowed(
-            filters.get_filter_argument(request), facts
+            filters.to_filter_request(request), facts
         )
 
     def why_node_full(self, facts: NodeFacts) -> str:
@@ -134,27 +134,31 @@ class ClusterAllocations:
 
     def why_affinity_unsatisfied(self, request: JobRequest) -> str:
         """Why no node meets the `near` and `apart` constraints; empty if one does."""
-        if not request.near and not request.apart:
+        if not request.near_job_names and not request.apart_job_names:
             return ""
         if any(map(make_affinity_filter(request), self._nodes.values())):
             return ""
-        near, apart = (" or ".join(sorted(names)) for names in (request.near, request.apart))
+        near, apart = (
+            " or ".join(sorted(names)) for names in (request.near_job_names, request.apart_job_names)
+        )
         if not near:
             return f"every node runs a job named {apart}"
         running = {name for node in self._nodes.values() for name in node.workers_by_job_name}
-        if not any((request.tenant, name) in running for name in request.near):
+        if not any((request.tenant, name) in running for name in request.near_job_names):
             return f"no job named {near} is running"
         return f"every node with a job named {near} also runs a job named {apart}"
 
     def why_node_violates_affinity(self, request: JobRequest, facts: NodeFacts) -> str:
         """Why the node does not meet the `near` and `apart` constraints; empty if it does."""
         node = self._nodes[facts.node_id]
-        if (not request.near and not request.apart) or make_affinity_filter(request)(node):
+        if (not request.near_job_names and not request.apart_job_names) or make_affinity_filter(request)(
+            node
+        ):
             return ""
         names = {name for tenant, name in node.workers_by_job_name if tenant == request.tenant}
-        if conflicts := sorted(names & request.apart):
+        if conflicts := sorted(names & request.apart_job_names):
             return f"runs a job named {conflicts[0]}"
-        return f"runs no job named {' or '.join(sorted(request.near))}"
+        return f"runs no job named {' or '.join(sorted(request.near_job_names))}"
 
     # -- nodes --------------------------------------------------------------------------------
 
@@ -179,7 +183,7 @@ class ClusterAllocations:
         before, node.facts = node.facts, facts
         if is_other:
             placers.node_sets.clear()
-        if is_other or without_changing_facts(before) != without_changing_facts(facts):
+        if is_other or without_volatile_facts(before) != without_volatile_facts(facts):
             placers.filter_cache.forget_node(facts.node_id)
             placers.request_classes.clear()
         if is_other or before.rack != facts.rack:
@@ -238,7 +242,7 @@ class ClusterAllocations:
         self.capacity += facts.amounts - node.facts.amounts
         node.node_number = self.placers.add_node(facts)
         for (request, place), count in Counter(running).items():
-            hold = self._reduce_hold(request, place, facts, count)
+            hold = self._reduce_hold_to_free_resources(request, place, facts, count)
             if hold != (request.shape.without_constraints, place):
                 self._reduced_holds[request.job_id, place] = hold
             for _ in range(count):
@@ -253,7 +257,7 @@ class ClusterAllocations:
             if place.node_id == node_id
         ]
 
-    def _reduce_hold(
+    def _reduce_hold_to_free_resources(
         self, request: JobRequest, place: WorkerPlace, facts: NodeFacts, worker_count: int
     ) -> PlacedHold:
         """Return what each of `worker_count` workers at one place can hold now; all get the same."""
@@ -351,7 +355,9 @@ class ClusterAllocations:
                         (request.shape.without_constraints, place),
                     )
                     holds[place] = (
-                        self._reduce_hold(request, place, facts, counts[place]) if is_running else whole
+                        self._reduce_hold_to_free_resources(request, place, facts, counts[place])
+                        if is_running
+                        else whole
                     )
                 placers.take_hold(placers.main_placer, request.tenant, holds[place])
                 taken.append(holds[place])

@@ -19,7 +19,7 @@ NodeFilter: TypeAlias = Callable[[JobRequest, NodeFacts], str]
 JobRequest.placement_fields, without name, times, priority and requested nodes; the node is passed as if it
 were open."""
 
-CACHED_KINDS_MAX = 64
+CACHED_JOB_KINDS_MAX = 64
 """Kinds of jobs with cached results; the least recently used is dropped."""
 
 
@@ -28,7 +28,7 @@ class NodeFilterCache:
         self._node_filter = node_filter
         self._cache: OrderedDict[JobRequest, dict[str, str]] = OrderedDict()
 
-    def get_filter_argument(self, request: JobRequest) -> JobRequest | None:
+    def to_filter_request(self, request: JobRequest) -> JobRequest | None:
         """Return the argument of the filter; None without a filter."""
         if self._node_filter is None:
             return None
@@ -41,10 +41,10 @@ class NodeFilterCache:
             return ""
         reasons = self._cache.setdefault(kind, {})
         self._cache.move_to_end(kind)
-        if len(self._cache) > CACHED_KINDS_MAX:
+        if len(self._cache) > CACHED_JOB_KINDS_MAX:
             self._cache.popitem(last=False)
         if facts.node_id not in reasons:
-            reasons[facts.node_id] = self._node_filter(kind, without_changing_facts(facts))
+            reasons[facts.node_id] = self._node_filter(kind, without_volatile_facts(facts))
         return reasons[facts.node_id]
 
     def forget_node(self, node_id: str) -> None:
@@ -53,6 +53,6 @@ class NodeFilterCache:
             reasons.pop(node_id, None)
 
 
-def without_changing_facts(facts: NodeFacts) -> NodeFacts:
+def without_volatile_facts(facts: NodeFacts) -> NodeFacts:
     """Return the node without what changes from minute to minute."""
-    return replace(facts, blocked_reason="", blocked_gpus=frozenset(), memory_outside_mib=())
+    return replace(facts, blocked_reason="", blocked_gpus=frozenset(), memory_used_outside_cluster_mib=())

@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 from genie.errors import UsageError
 from genie.model.job import Spread, Within
-from genie.scheduler.cluster.filters import NodeFilter, NodeFilterCache, without_changing_facts
+from genie.scheduler.cluster.filters import NodeFilter, NodeFilterCache, without_volatile_facts
 from genie.scheduler.cluster.registration_cache import RegistrationCache
 from genie.scheduler.placement.protocol import ANY_MODEL, MODELS_MAX, NODE_GPUS_MAX, Placer
 from genie.scheduler.request import (
@@ -27,9 +27,9 @@ from genie.scheduler.request import (
 PlacerFactory = Callable[[str], Placer]
 """Returns an empty placer of that policy."""
 
-REQUEST_CLASSES_MAX = 1024
+CACHED_REQUEST_CLASSES_MAX = 1024
 """Request classes registered at a time."""
-NODE_SETS_MAX = 256
+CACHED_NODE_SETS_MAX = 256
 """Node sets registered at a time."""
 _DRY_RUN_POLICY = "bestfit"
 
@@ -75,16 +75,16 @@ class PlacerGroup:
             self.all_placers,
             register=self._register_request_class,
             drop=_drop_request_class,
-            count_max=REQUEST_CLASSES_MAX,
+            count_max=CACHED_REQUEST_CLASSES_MAX,
         )
         self.amount_classes = RegistrationCache[Shape](
             self.all_placers,
             register=_register_amounts,
             drop=_drop_request_class,
-            count_max=REQUEST_CLASSES_MAX,
+            count_max=CACHED_REQUEST_CLASSES_MAX,
         )
         self.node_sets = RegistrationCache[tuple[frozenset[int], bool]](
-            self.all_placers, register=_register_node_set, drop=_drop_node_set, count_max=NODE_SETS_MAX
+            self.all_placers, register=_register_node_set, drop=_drop_node_set, count_max=CACHED_NODE_SETS_MAX
         )
         self._tenant_numbers: dict[str, int] = {}
         self._rack_node_sets: list[int] | None = None
@@ -129,11 +129,11 @@ class PlacerGroup:
     def update_gpus_open(self, node: PlacerNode, *, reserved_gpus: Collection[int]) -> None:
         """Update which GPUs accept placements, and the memory that other processes use."""
         facts = node.facts
-        outside_mib = facts.memory_outside_mib or (0,) * len(facts.gpus)
+        outside_mib = facts.memory_used_outside_cluster_mib or (0,) * len(facts.gpus)
         for gpu, mib in enumerate(outside_mib[: len(facts.gpus)]):
             is_open = gpu not in facts.blocked_gpus and gpu not in reserved_gpus
             for placer in self.all_placers:
-                placer.set_gpu(node.node_number, gpu, is_open=is_open, memory_outside_mib=mib)
+                placer.set_gpu(node.node_number, gpu, is_open=is_open, memory_used_outside_cluster_mib=mib)
 
     def drop_rack_node_sets(self) -> None:
         for number in self._rack_node_sets or ():
@@ -274,16 +274,16 @@ class PlacerGroup:
             for node in self.nodes.values():
                 racks.setdefault(node.facts.rack, []).append(node.node_number)
             for placer in self.all_placers:
-                self._rack_node_sets = [placer.node_set(numbers) for numbers in racks.values()]
+                self._rack_node_sets = [placer.register_node_set(numbers) for numbers in racks.values()]
         assert self._rack_node_sets is not None
         return self._rack_node_sets
 
     def _candidate_node_set(self, request: JobRequest, excluded_nodes: Collection[str]) -> int | None:
         """The set of nodes to choose from; None for all."""
-        if not excluded_nodes and not request.near and not request.apart:
+        if not excluded_nodes and not request.near_job_names and not request.apart_job_names:
             return None
         avoided = frozenset(self.nodes[node_id].node_number for node_id in excluded_nodes)
-        if not request.near and not request.apart:
+        if not request.near_job_names and not request.apart_job_names:
             return self.node_sets.get_number((avoided, True)) if avoided else None
         matches = make_affinity_filter(request)
         numbers = frozenset(node.node_number for node in self.nodes.values() if matches(node))
@@ -293,7 +293,7 @@ class PlacerGroup:
 
     def _request_class(self, request: JobRequest, shape: Shape, *, one_island: bool = False) -> int:
         return self.request_classes.get_number(
-            (shape, one_island, self.filter_cache.get_filter_argument(request))
+            (shape, one_island, self.filter_cache.to_filter_request(request))
         )
 
     def _register_request_class(self, key: _RequestClassKey) -> _RegisterWithPlacer:
@@ -304,7 +304,7 @@ class PlacerGroup:
         suitable = [
             node
             for node in candidates
-            if not why_unsuitable(shape, without_changing_facts(node.facts))
+            if not why_unsuitable(shape, without_volatile_facts(node.facts))
             and not self.filter_cache.why_not_allowed(filtered, node.facts)
         ]
         allowed = None if len(suitable) == len(self.nodes) else [node.node_number for node in suitable]
@@ -332,7 +332,9 @@ def make_affinity_filter(request: JobRequest) -> Callable[[PlacerNode], bool]:
 
     def matches(node: PlacerNode) -> bool:
         names = {name for tenant, name in node.workers_by_job_name if tenant == request.tenant}
-        return (not request.near or bool(names & request.near)) and not names & request.apart
+        return (
+            not request.near_job_names or bool(names & request.near_job_names)
+        ) and not names & request.apart_job_names
 
     return matches
 
@@ -342,7 +344,7 @@ def _register_amounts(shape: Shape) -> _RegisterWithPlacer:
 
 
 def _register_shape(
-    shape: Shape, models: int, *, nodes: Sequence[int] | None = None, one_island: bool = False
+    shape: Shape, models_mask: int, *, nodes: Sequence[int] | None = None, one_island: bool = False
 ) -> _RegisterWithPlacer:
     only_gpus = [gpu for gpu in shape.gpu_ids if 0 <= gpu < NODE_GPUS_MAX] if shape.gpu_ids else None
     return lambda placer: placer.register_request_class(
@@ -351,7 +353,7 @@ def _register_shape(
         gpu_memory_mib=shape.gpu_memory_mib if shape.gpus else 0,
         cpu_milli=shape.cpu_milli,
         memory_mib=shape.memory_mib,
-        models=models,
+        models_mask=models_mask,
         nodes=nodes,
         one_island=one_island,
         only_gpus=only_gpus,
@@ -365,7 +367,7 @@ def _drop_request_class(placer: Placer, number: int) -> None:
 def _register_node_set(nodes: tuple[frozenset[int], bool]) -> _RegisterWithPlacer:
     """These nodes, or all but these."""
     numbers = sorted(nodes[0])
-    return lambda placer: placer.node_set(numbers, all_but=nodes[1])
+    return lambda placer: placer.register_node_set(numbers, all_but=nodes[1])
 
 
 def _drop_node_set(placer: Placer, number: int) -> None:

@@ -33,7 +33,7 @@ class ScoredPolicy(PlacementPolicy):
         gpus = choose_tightest_gpus(node, request, tenant) if node.fits_except_gpus(request) else None
         if gpus is None:
             return None
-        return (-float(self._score(node, request, gpus)), node.rank), gpus
+        return (-float(self._score(node, request, gpus)), node.tie_break_rank), gpus
 
 
 def score_dot_product(node: Node, request: PlacementRequest, gpus: tuple[int, ...]) -> int:
@@ -46,7 +46,7 @@ def score_clustering(node: Node, request: PlacementRequest, gpus: tuple[int, ...
     if request.gpus == 0:
         return 0
     full = int(25 * (8000 - node.free_gpu_milli) / 8000)
-    kinds = [kind for kind, count in node.held_request_counts.items() if count > 0]
+    kinds = [kind for kind, count in node.held_requests_by_gpu_count.items() if count > 0]
     if (0 if request.requests_gpu_fraction else request.gpus) in kinds:
         return full + (75 if len(kinds) == 1 else 50)
     return full + (0 if kinds else 25)
@@ -96,7 +96,7 @@ class FgdPolicy(PlacementPolicy):
             left = self._mean_unusable_gpu_milli(node.model, node.free_cpu_milli - request.cpu_milli, after)
             score = int(1.0 / (1.0 + math.exp(-((before - left) / 1000))) * 100)
             if best is None or -score < best[0][0]:
-                best = (-float(score), node.rank), gpus
+                best = (-float(score), node.tie_break_rank), gpus
         if best is None or not is_single_fraction:
             return best
         return best[0], choose_closest_gpu(
@@ -129,7 +129,7 @@ def _unusable_reason(
     cpu = cpu_milli >= shape.cpu_milli
     if shape.gpu_milli == 0:
         return _NO_GPU if cpu else _NO_GPU_LACKS_CPU
-    if not shape.models >> model & 1:
+    if not shape.models_mask >> model & 1:
         return _WRONG_MODEL
     if sum(milli >= shape.gpu_milli for milli in free_gpu_milli) >= shape.gpus:
         return None if cpu else _LACKS_CPU

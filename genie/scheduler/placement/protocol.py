@@ -12,7 +12,7 @@ MODELS_MAX = 64
 ANY_MODEL = 2**64 - 1
 """A set of models is a bit mask; this one contains all."""
 
-CLASSES_MAX = 2**16
+REQUEST_CLASSES_MAX = 2**16
 NODE_SETS_MAX = 2**14
 """Maximum numbers; a registration beyond them is rejected until another is dropped."""
 
@@ -35,12 +35,12 @@ class TypicalShape:
     gpus: int
     gpu_milli: int
     cpu_milli: int
-    models: int = ANY_MODEL
+    models_mask: int = ANY_MODEL
     share: float = 0.0
 
     def as_tuple(self) -> tuple[int, int, int, int, float]:
         """As the native library expects it."""
-        return (self.gpus, self.gpu_milli, self.cpu_milli, self.models, self.share)
+        return (self.gpus, self.gpu_milli, self.cpu_milli, self.models_mask, self.share)
 
 
 class PlacementState(Protocol):
@@ -54,12 +54,12 @@ class PlacementState(Protocol):
         gpus: int,
         gpu_memory_mib: int = 0,
         model: int = 0,
-        rank: int = -1,
+        tie_break_rank: int = -1,
         islands: Sequence[int] | None = None,
         numa: Sequence[int] | None = None,
     ) -> int:
-        """Return the node's number, from 0; the lowest free number is reused first. The lower rank wins a
-        tie; -1 means the node's number.
+        """Return the node's number, from 0; the lowest free number is reused first. The lower
+        `tie_break_rank` wins a tie; -1 means the node's number.
 
         `islands` and `numa` are the NVLink island and the NUMA node of each GPU, as numbers from 0 to 15;
         None if all GPUs share one.
@@ -75,9 +75,9 @@ class PlacementState(Protocol):
         """Nothing is placed on a closed node; what it holds stays."""
         ...
 
-    def set_gpu(self, node: int, gpu: int, *, is_open: bool, memory_outside_mib: int) -> None:
-        """Nothing is placed on a closed GPU; what it holds stays. `memory_outside_mib`, used by processes
-        outside the cluster, is not free either."""
+    def set_gpu(self, node: int, gpu: int, *, is_open: bool, memory_used_outside_cluster_mib: int) -> None:
+        """Nothing is placed on a closed GPU; what it holds stays. Memory that processes outside the
+        cluster use is not free either."""
         ...
 
     def take(self, request_class: int, tenant: int, *, node: int, gpus: Sequence[int]) -> None:
@@ -102,7 +102,7 @@ class Registrations(Protocol):
         gpu_memory_mib: int = 0,
         cpu_milli: int = 0,
         memory_mib: int = 0,
-        models: int = ANY_MODEL,
+        models_mask: int = ANY_MODEL,
         nodes: Sequence[int] | None = None,
         one_island: bool = False,
         only_gpus: Sequence[int] | None = None,
@@ -116,7 +116,7 @@ class Registrations(Protocol):
         """Unregister it. What it holds, and what policies learned from it, stays."""
         ...
 
-    def node_set(self, nodes: Sequence[int], *, all_but: bool = False) -> int:
+    def register_node_set(self, nodes: Sequence[int], *, all_but: bool = False) -> int:
         """Register a set of nodes to choose from; `all_but`: all current nodes except these."""
         ...
 
@@ -160,8 +160,9 @@ class Placer(PlacementState, Registrations, Protocol):
         """
         ...
 
-    def precompute(self, budget: int = UNLIMITED) -> bool:
-        """Precompute what the next choices need, with at most `budget` evaluations; True if nothing is left.
+    def precompute(self, evaluations_max: int = UNLIMITED) -> bool:
+        """Precompute what the next choices need, with at most `evaluations_max` evaluations; True if
+        nothing is left.
 
         Call it between decisions to reduce their latency; results do not depend on it. After the first call,
         learning happens here and no longer in choose(), so keep calling it.

@@ -24,7 +24,7 @@ class PlacementRequest:
     gpu_memory_mib: int
     cpu_milli: int
     memory_mib: int
-    models: int
+    models_mask: int
     nodes: frozenset[int] | None
     one_island: bool
     only_gpus: frozenset[int] | None
@@ -48,20 +48,20 @@ class Gpu:
     island: int = 0
     numa: int = 0
     is_open: bool = True
-    memory_outside_mib: int = 0
+    memory_used_outside_cluster_mib: int = 0
 
     @property
     def usable_memory_mib(self) -> int:
-        return max(self.free_memory_mib - self.memory_outside_mib, 0)
+        return max(self.free_memory_mib - self.memory_used_outside_cluster_mib, 0)
 
     def fits(self, request: PlacementRequest, tenant: int) -> bool:
         return (
             self.is_open
             and self.usable_memory_mib >= request.gpu_memory_mib
-            and self.has_capacity(request, tenant)
+            and self.has_unallocated_capacity(request, tenant)
         )
 
-    def has_capacity(self, request: PlacementRequest, tenant: int) -> bool:
+    def has_unallocated_capacity(self, request: PlacementRequest, tenant: int) -> bool:
         """By the accounted amounts. Two tenants never share a GPU."""
         if self.free_milli < request.gpu_milli or self.free_memory_mib < request.gpu_memory_mib:
             return False
@@ -75,12 +75,12 @@ class Node:
     memory_mib: int
     gpu_memory_mib: int
     model: int
-    rank: int
+    tie_break_rank: int
     gpus: list[Gpu]
     is_open: bool = True
     free_cpu_milli: int = field(init=False)
     free_memory_mib: int = field(init=False)
-    held_request_counts: dict[int, int] = field(default_factory=dict)
+    held_requests_by_gpu_count: dict[int, int] = field(default_factory=dict)
     """Number of requests on the node by their number of whole GPUs; 0 for fractions."""
 
     def __post_init__(self) -> None:
@@ -94,7 +94,7 @@ class Node:
         if not self.is_open or (request.nodes is not None and self.number not in request.nodes):
             return False
         return self.has_cpu_and_memory(request) and (
-            request.gpus == 0 or bool(request.models >> self.model & 1)
+            request.gpus == 0 or bool(request.models_mask >> self.model & 1)
         )
 
     def has_cpu_and_memory(self, request: PlacementRequest) -> bool:

@@ -21,9 +21,9 @@ from genie.scheduler.placement.state import (
 
 SIMULATED_SEQUENCES = 32
 REQUESTS_PER_SEQUENCE = 60
-# Length of a simulated sequence: SIMULATED_ARRIVALS, and SIMULATED_ARRIVALS_PER_GPU more per free GPU.
-SIMULATED_ARRIVALS = 10
-SIMULATED_ARRIVALS_PER_GPU = 5
+# Length of a simulated sequence: SIMULATED_ARRIVALS_BASE, and SIMULATED_ARRIVALS_PER_FREE_GPU more for each.
+SIMULATED_ARRIVALS_BASE = 10
+SIMULATED_ARRIVALS_PER_FREE_GPU = 5
 # Additive smoothing: half a request is added to each count. Counts are in halves, to stay integers.
 SMOOTHING_SCALE = 2
 STALE_SUPPLY_DIVISOR = 10
@@ -57,7 +57,7 @@ class NodeValue:
 class DemandGroup:
     """Requests for a number of GPUs of these models: their volume, and the supply at the last update."""
 
-    models: int
+    models_mask: int
     gpus: int
     requested_gpu_milli: int
     supplied_gpu_milli: int = 0
@@ -136,7 +136,7 @@ class SupplyPolicy(PlacementPolicy):
         self._demand_groups: list[DemandGroup] = []
         for request in history:
             if request.gpus:
-                self._add_demand(request.models, request.gpus, SMOOTHING_SCALE * request.total_gpu_milli)
+                self._add_demand(request.models_mask, request.gpus, SMOOTHING_SCALE * request.total_gpu_milli)
         if not history:
             return
         models = sorted({node.model for node in self._cluster.nodes if node.gpus})
@@ -149,12 +149,12 @@ class SupplyPolicy(PlacementPolicy):
         for model in models if shares else ():
             self._add_demand(1 << model, 1, sum(shares) // len(shares))
 
-    def _add_demand(self, models: int, gpus: int, requested_gpu_milli: int) -> None:
+    def _add_demand(self, models_mask: int, gpus: int, requested_gpu_milli: int) -> None:
         for group in self._demand_groups:
-            if (group.models, group.gpus) == (models, gpus):
+            if (group.models_mask, group.gpus) == (models_mask, gpus):
                 group.requested_gpu_milli += requested_gpu_milli
                 return
-        self._demand_groups.append(DemandGroup(models, gpus, requested_gpu_milli))
+        self._demand_groups.append(DemandGroup(models_mask, gpus, requested_gpu_milli))
 
     def _update_weights(self) -> None:
         """Compute the pressure on each model: the demand of each group divided by its supply."""
@@ -167,7 +167,7 @@ class SupplyPolicy(PlacementPolicy):
                 continue
             pressure = group.requested_gpu_milli / group.supplied_gpu_milli
             for model in range(MODELS_MAX):
-                if not group.models >> model & 1:
+                if not group.models_mask >> model & 1:
                     continue
                 if group.gpus > 1:
                     self._capacity_weights[model][self._multi_gpu_counts.index(group.gpus)] += pressure
@@ -185,7 +185,7 @@ class SupplyPolicy(PlacementPolicy):
         values = [
             value
             for model in values_by_model
-            if group.models >> model & 1
+            if group.models_mask >> model & 1
             for value in values_by_model[model]
         ]
         if group.gpus == 1:
@@ -211,7 +211,7 @@ class SupplyPolicy(PlacementPolicy):
         whole = free.whole_gpus
         slots = whole // gpus if gpus.bit_count() == 1 else 0
         for request in self._multi_gpu_requests:
-            if request.gpus != gpus or not request.models >> free.model & 1:
+            if request.gpus != gpus or not request.models_mask >> free.model & 1:
                 continue
             fit = whole // gpus
             if request.cpu_milli:
@@ -229,8 +229,10 @@ class SupplyPolicy(PlacementPolicy):
         needs = {request: need for request, need in allowed if need is not None}
         least = min(needs.values(), default=WHOLE_GPU_MILLI + 1)
         steps = (
-            SIMULATED_ARRIVALS
-            + SIMULATED_ARRIVALS_PER_GPU * sum(m for m in free.gpu_milli if m >= least) // WHOLE_GPU_MILLI
+            SIMULATED_ARRIVALS_BASE
+            + SIMULATED_ARRIVALS_PER_FREE_GPU
+            * sum(m for m in free.gpu_milli if m >= least)
+            // WHOLE_GPU_MILLI
         )
         return sum(_simulate_fill(sequence[:steps], needs, free) for sequence in self._sequences)
 
@@ -239,7 +241,7 @@ def _tie_break_key(node: Node, request: PlacementRequest) -> int:
     """Best fit: the least GPU left over, then the least CPU, then the rank."""
     gpu_left = node.free_gpu_milli - request.total_gpu_milli
     cpu_left = min((node.free_cpu_milli - request.cpu_milli) // 16, 0xFFFF)
-    return gpu_left << 48 | cpu_left << 32 | node.rank
+    return gpu_left << 48 | cpu_left << 32 | node.tie_break_rank
 
 
 def _free_resources_of_node(
@@ -270,7 +272,7 @@ def _usable_milli(milli: int, memory_mib: int, *, gpu_memory_mib: int) -> int:
 
 def _needed_milli(request: PlacementRequest, free: FreeResources) -> int | None:
     """Return the thousandths that it needs of such a GPU, also for memory; None if it is not suitable."""
-    if not request.models >> free.model & 1 or request.gpu_memory_mib > free.gpu_memory_mib:
+    if not request.models_mask >> free.model & 1 or request.gpu_memory_mib > free.gpu_memory_mib:
         return None
     if free.gpu_memory_mib == 0 or not request.requests_gpu_fraction:
         return request.gpu_milli

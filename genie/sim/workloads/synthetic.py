@@ -50,36 +50,46 @@ def synthetic_workload(*, nodes: int, pods: int, seed: int) -> Workload:
 class SyntheticJobMix:
     """Parameters of synthetic jobs. Shares are fractions of the jobs, from 0 to 1."""
 
-    jobs: int = 2000
+    job_count: int = 2000
     load: float = 1.2
     """Requested / available GPU time while jobs arrive."""
-    tenants: int = 8
+    tenant_count: int = 8
     """The n-th tenant has a weight of 1/n."""
-    median_s: float = 1800.0
-    sigma: float = 1.2
+    duration_median_s: float = 1800.0
+    duration_log_sigma: float = 1.2
     """Standard deviation of the logarithm of the duration."""
-    longest_s: float = 86_400.0
-    fractions: float = 0.25
-    gangs: float = 0.08
-    preemptible: float = 0.5
+    duration_max_s: float = 86_400.0
+    gpu_fraction_job_share: float = 0.25
+    gang_job_share: float = 0.08
+    preemptible_job_share: float = 0.5
     """Share of the jobs with the lowest priority; other jobs are not preemptible."""
-    checkpoint_s: float | None = 900.0
-    limit_factor: float | None = 3.0
+    checkpoint_interval_s: float | None = 900.0
+    time_limit_factor_max: float | None = 3.0
     """Time limits are the duration times 1 to this; None sets none."""
 
     def __post_init__(self) -> None:
-        shares = {name: getattr(self, name) for name in ("fractions", "gangs", "preemptible")}
+        names = ("gpu_fraction_job_share", "gang_job_share", "preemptible_job_share")
+        shares = {name: getattr(self, name) for name in names}
         if wrong := [name for name, share in shares.items() if not 0 <= share <= 1]:
-            raise UsageError(f"{wrong[0]} is {shares[wrong[0]]:g}; it must be from 0 to 1")
-        if self.fractions + self.gangs > 1:
-            raise UsageError("fractions + gangs must be at most 1")
-        if self.jobs < 1 or self.tenants < 1 or self.load <= 0 or (self.limit_factor or 1) < 1:
-            raise UsageError("jobs, tenants and limit_factor must be at least 1, and load more than 0")
+            raise UsageError(
+                f"{wrong[0]} is {shares[wrong[0]]:g}; it must be a share of the jobs, from 0 to 1"
+            )
+        if self.gpu_fraction_job_share + self.gang_job_share > 1:
+            raise UsageError("gpu_fraction_job_share + gang_job_share must be at most 1")
+        if (
+            self.job_count < 1
+            or self.tenant_count < 1
+            or self.load <= 0
+            or (self.time_limit_factor_max or 1) < 1
+        ):
+            raise UsageError(
+                "job_count, tenant_count and time_limit_factor_max must be at least 1, and load more than 0"
+            )
 
     def draw_duration_s(self, rng: random.Random) -> float:
         """Draw the duration of a job, in seconds."""
-        drawn = rng.lognormvariate(math.log(self.median_s), self.sigma)
-        return min(max(drawn, _DURATION_S_MIN), self.longest_s)
+        drawn = rng.lognormvariate(math.log(self.duration_median_s), self.duration_log_sigma)
+        return min(max(drawn, _DURATION_S_MIN), self.duration_max_s)
 
 
 _DURATION_S_MIN = 30.0
@@ -97,14 +107,14 @@ def synthetic_jobs(mix: SyntheticJobMix, nodes: Sequence[NodeFacts], *, seed: in
     if not total_gpu_milli_of(nodes):
         raise UsageError("synthetic jobs need nodes with GPUs")
     rng = random.Random(f"jobs {seed}")
-    weights = [1 / (number + 1) for number in range(mix.tenants)]
-    times = sorted(rng.random() for _ in range(mix.jobs))
+    weights = [1 / (number + 1) for number in range(mix.tenant_count)]
+    times = sorted(rng.random() for _ in range(mix.job_count))
     jobs = [
-        _random_job(mix, rng, number, at_s, rng.choices(range(mix.tenants), weights)[0])
+        _random_job(mix, rng, number, at_s, rng.choices(range(mix.tenant_count), weights)[0])
         for number, at_s in enumerate(times, 1)
     ]
-    if mix.limit_factor is not None:
-        jobs = add_time_limits(jobs, factor=mix.limit_factor, seed=seed)
+    if mix.time_limit_factor_max is not None:
+        jobs = add_time_limits(jobs, factor=mix.time_limit_factor_max, seed=seed)
     return scale_to_load(jobs, nodes, mix.load)
 
 
@@ -120,22 +130,22 @@ def _random_job(
         duration_s=mix.draw_duration_s(rng),
         tenant=f"tenant-{tenant + 1}",
         workers=workers,
-        gpus=gpus,
+        gpus_per_worker=gpus,
         gpu_milli=milli,
-        cpu_milli=round(share * rng.choice(_CPU_MILLI_PER_GPU)),
-        memory_mib=round(share * _MEMORY_MIB_PER_GPU),
+        cpu_milli_per_worker=round(share * rng.choice(_CPU_MILLI_PER_GPU)),
+        memory_mib_per_worker=round(share * _MEMORY_MIB_PER_GPU),
         priority=priority,
-        preemptible=priority == 0 and rng.random() < mix.preemptible,
-        checkpoint_s=mix.checkpoint_s,
+        preemptible=priority == 0 and rng.random() < mix.preemptible_job_share,
+        checkpoint_interval_s=mix.checkpoint_interval_s,
     )
 
 
 def _draw_job_size(mix: SyntheticJobMix, rng: random.Random) -> tuple[int, int, int]:
     """Draw the number of workers, GPUs per worker, and the share of each GPU."""
     kind = rng.random()
-    if kind < mix.fractions:
+    if kind < mix.gpu_fraction_job_share:
         return 1, 1, rng.choice(_GPU_FRACTIONS_MILLI)
-    if kind < mix.fractions + mix.gangs:
+    if kind < mix.gpu_fraction_job_share + mix.gang_job_share:
         return _weighted_choice(rng, _GANG_SIZE_WEIGHTS), 8, 1000
     return 1, _weighted_choice(rng, _GPU_COUNT_WEIGHTS), 1000
 

@@ -9,10 +9,11 @@ import csv
 import datetime
 import difflib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
+from types import MappingProxyType
 from typing import TypeVar
 
 from genie.errors import UsageError
@@ -98,7 +99,7 @@ class Workload:
                 gpus=shape[2],
                 gpu_milli=shape[1],
                 cpu_milli=shape[0],
-                models=shape[4],
+                models_mask=shape[4],
                 share=counts[shape] / len(self.pods) / covered,
             )
             for shape in order[:needed]
@@ -112,7 +113,7 @@ class TraceJob:
     submitted_s: float
     duration_s: float
     gpus: int
-    cluster: str
+    virtual_cluster: str
 
 
 @dataclass(frozen=True)
@@ -124,30 +125,30 @@ class TracePodRun:
     duration_s: float | None
 
 
-def read_nodes(path: Path) -> list[TraceNode]:
+def read_openb_nodes(path: Path) -> list[TraceNode]:
     """Read an openb node list: `sn, cpu_milli, memory_mib, gpu, model`."""
     return read_csv(path, {"sn", "cpu_milli", "memory_mib", "gpu", "model"}, _parse_node)
 
 
-def read_pods(path: Path) -> list[TracePod]:
+def read_openb_pods(path: Path) -> list[TracePod]:
     """Read an openb pod list: `cpu_milli, memory_mib, num_gpu, gpu_milli`, optionally `gpu_spec`."""
     return read_csv(path, {"cpu_milli", "memory_mib", "num_gpu", "gpu_milli"}, _parse_pod)
 
 
-def read_runs(path: Path) -> list[TracePodRun]:
+def read_openb_pod_runs(path: Path) -> list[TracePodRun]:
     """Read an openb pod list with `creation_time`, `scheduled_time` and `deletion_time`, all optional.
 
     The duration is from `scheduled_time` to `deletion_time`.
     """
-    return read_csv(path, {"cpu_milli", "memory_mib", "num_gpu", "gpu_milli"}, _parse_run)
+    return read_csv(path, {"cpu_milli", "memory_mib", "num_gpu", "gpu_milli"}, _parse_pod_run)
 
 
-def read_jobs(path: Path) -> list[TraceJob]:
+def read_philly_trace(path: Path) -> list[TraceJob]:
     """Read a Philly job list: `timestamp, duration, num_gpus, cluster`. Timestamps are UTC."""
     return read_csv(path, {"timestamp", "duration", "num_gpus", "cluster"}, _parse_job)
 
 
-def find_workloads(folder: Path) -> dict[str, Path]:
+def find_openb_pod_lists(folder: Path) -> dict[str, Path]:
     """Return the openb pod lists of a directory, by workload name."""
     found = sorted(folder.glob(f"{POD_LIST_FILE_PREFIX}*.csv"))
     return {path.stem.removeprefix(POD_LIST_FILE_PREFIX): path for path in found}
@@ -166,7 +167,7 @@ class CsvRow:
     def parse_integer(self, name: str, *, maximum: int = RESOURCE_AMOUNT_MAX) -> int:
         text = self.get_text(name)
         if not text.isascii() or not text.isdecimal() or int(text) > maximum:
-            raise self.make_error(name, f"an integer from 0 to {maximum}")
+            raise self.invalid_value_error(name, f"an integer from 0 to {maximum}")
         return int(text)
 
     def parse_seconds(self, name: str) -> float:
@@ -178,17 +179,17 @@ class CsvRow:
         except ValueError:
             value = -1.0
         if not 0 <= value < float("inf"):
-            raise self.make_error(name, allowed)
+            raise self.invalid_value_error(name, allowed)
         return value
 
     def parse_time_s(self, name: str) -> float:
         try:
             sample = datetime.datetime.fromisoformat(self.get_text(name))
         except ValueError:
-            raise self.make_error(name, "a time like 2017-09-04 10:30:41") from None
+            raise self.invalid_value_error(name, "a time like 2017-09-04 10:30:41") from None
         return sample.replace(tzinfo=sample.tzinfo or datetime.UTC).timestamp()
 
-    def make_error(self, name: str, allowed: str) -> UsageError:
+    def invalid_value_error(self, name: str, allowed: str) -> UsageError:
         return UsageError(f"{self.file_and_line}: {name} is {self.get_text(name)!r}; it must be {allowed}")
 
 
@@ -198,12 +199,14 @@ def read_csv(
     parse: Callable[[CsvRow], _ParsedRow],
     *,
     known_columns: frozenset[str] = frozenset(),
+    new_column_names: Mapping[str, str] = MappingProxyType({}),
 ) -> list[_ParsedRow]:
     """Parse each line of a CSV file that has at least `required_columns`, and only `known_columns` ones if
-    given."""
+    given. Columns with a former name get the one in `new_column_names`."""
     try:
         with path.open(encoding="utf-8", newline="") as lines:
             reader = csv.DictReader(lines)
+            _rename_columns(path, reader, new_column_names)
             unknown = [
                 name for name in reader.fieldnames or () if known_columns and name not in known_columns
             ]
@@ -215,6 +218,17 @@ def read_csv(
             return [parse(row) for row in _iterate_rows(path, reader, required_columns)]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise _unreadable_file_error(path, error) from error
+
+
+def _rename_columns(path: Path, reader: csv.DictReader[str], new_names: Mapping[str, str]) -> None:
+    names = list(reader.fieldnames or ())
+    for old in set(names) & set(new_names):
+        if new_names[old] in names:
+            raise UsageError(
+                f"{path}:1: columns {old!r} and {new_names[old]!r} are the same; give one of them"
+            )
+    if names:
+        reader.fieldnames = [new_names.get(name, name) for name in names]
 
 
 def _suggest_column(name: str, known_columns: frozenset[str]) -> str:
@@ -269,7 +283,10 @@ def _parse_pod(row: CsvRow) -> TracePod:
     if gpus == 0:
         milli = 0
     elif milli == 0 or (gpus > 1 and milli < WHOLE_GPU_MILLI):
-        raise row.make_error("gpu_milli", "1 to 1000 for one GPU, or 1000 for several")
+        raise UsageError(
+            f"{row.file_and_line}: gpu_milli is '{milli}'; it must be 1 to 1000 for one GPU, "
+            "or 1000 for several"
+        )
     return TracePod(
         cpu_milli=row.parse_integer("cpu_milli"),
         memory_mib=row.parse_integer("memory_mib"),
@@ -279,7 +296,7 @@ def _parse_pod(row: CsvRow) -> TracePod:
     )
 
 
-def _parse_run(row: CsvRow) -> TracePodRun:
+def _parse_pod_run(row: CsvRow) -> TracePodRun:
     submitted, began, ended = (
         row.parse_seconds(name) if row.get_text(name) else None
         for name in ("creation_time", "scheduled_time", "deletion_time")
@@ -293,5 +310,5 @@ def _parse_job(row: CsvRow) -> TraceJob:
         submitted_s=row.parse_time_s("timestamp"),
         duration_s=row.parse_seconds("duration"),
         gpus=row.parse_integer("num_gpus"),
-        cluster=row.get_text("cluster"),
+        virtual_cluster=row.get_text("cluster"),
     )

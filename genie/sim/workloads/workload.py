@@ -2,24 +2,25 @@
 
 Our CSV format has one line per job; the first line names the columns, in any order:
 
-    submitted_s   submission time, in seconds from 0 (required)
-    duration_s    run time without interruption, in seconds (required)
-    job_id        unique name (default: job-1, job-2, ...)
-    tenant        tenant (default: `default`)
-    workers       number of workers; a gang starts as a whole (default: 1)
-    gpus          GPUs per worker, from 0 to 16 (default: 1)
-    gpu_share     fraction of each GPU, above 0 up to 1; below 1 only with one GPU (default: 1)
-    cpus          CPUs per worker (default: 0)
-    memory_mib    memory per worker (default: 0)
-    models        allowed GPU models, separated by | (default: all)
-    within        topology constraint: anywhere, rack or node (default: anywhere)
-    priority      integer from 0; higher starts first (default: 0)
-    preemptible   yes or no (default: no)
-    grace_s       grace period on preemption, in seconds (default: 30)
-    checkpoint_s  checkpoint interval, in seconds of run time (default: no checkpoints)
-    time_limit_s  time limit, in seconds (default: none)
+    submitted_s            submission time, in seconds from 0 (required)
+    duration_s             run time without interruption, in seconds (required)
+    job_id                 unique name (default: job-1, job-2, ...)
+    tenant                 tenant (default: `default`)
+    workers                number of workers; a gang starts as a whole (default: 1)
+    gpus_per_worker        from 0 to 16 (default: 1)
+    gpu_share              fraction of each GPU, above 0 up to 1; below 1 only with one GPU (default: 1)
+    cpus_per_worker        (default: 0)
+    memory_mib_per_worker  (default: 0)
+    gpu_models             allowed GPU models, separated by | (default: all)
+    within                 topology constraint: anywhere, rack or node (default: anywhere)
+    priority               integer from 0; higher starts first (default: 0)
+    preemptible            yes or no (default: no)
+    grace_s                grace period on preemption, in seconds (default: 30)
+    checkpoint_interval_s  checkpoint interval, in seconds of run time (default: no checkpoints)
+    time_limit_s           time limit, in seconds (default: none)
 
-All columns except the first two are optional, and their values may be empty.
+All columns except the first two are optional, and their values may be empty. Former column
+names are read too.
 """
 
 from __future__ import annotations
@@ -37,16 +38,25 @@ from genie.errors import UsageError
 from genie.model.job import Within
 from genie.scheduler.placement.protocol import NODE_GPUS_MAX
 from genie.scheduler.request import WHOLE_GPU_MILLI, GpuFacts, JobRequest, NodeFacts, Shape
-from genie.sim.workloads.traces import CsvRow, TraceNode, read_csv, read_jobs, read_runs
+from genie.sim.workloads.traces import CsvRow, TraceNode, read_csv, read_openb_pod_runs, read_philly_trace
 
 DEFAULT_GRACE_S = 30.0
-GPUS_PER_NODE = 8
+DEFAULT_GPUS_PER_NODE = 8
 _WORKERS_MAX = 100_000
 _BOOLEAN_BY_TEXT = {"": False, "no": False, "yes": True}
 WORKLOAD_COLUMNS = (
-    "job_id", "submitted_s", "duration_s", "tenant", "workers", "gpus", "gpu_share", "cpus", "memory_mib",
-    "models", "within", "priority", "preemptible", "grace_s", "checkpoint_s", "time_limit_s",
+    "job_id", "submitted_s", "duration_s", "tenant", "workers", "gpus_per_worker", "gpu_share",
+    "cpus_per_worker", "memory_mib_per_worker", "gpu_models", "within", "priority", "preemptible", "grace_s",
+    "checkpoint_interval_s", "time_limit_s",
 )  # fmt: skip
+_NEW_COLUMN_NAMES = {
+    "gpus": "gpus_per_worker",
+    "cpus": "cpus_per_worker",
+    "memory_mib": "memory_mib_per_worker",
+    "models": "gpu_models",
+    "checkpoint_s": "checkpoint_interval_s",
+}
+"""Former names of columns, which are still read."""
 
 
 @dataclass(frozen=True)
@@ -58,22 +68,22 @@ class SimJob:
     duration_s: float
     tenant: str = "default"
     workers: int = 1
-    gpus: int = 1
+    gpus_per_worker: int = 1
     gpu_milli: int = WHOLE_GPU_MILLI
-    cpu_milli: int = 0
-    memory_mib: int = 0
-    models: frozenset[str] = frozenset()
+    cpu_milli_per_worker: int = 0
+    memory_mib_per_worker: int = 0
+    gpu_models: frozenset[str] = frozenset()
     within: Within = Within.ANYWHERE
     priority: int = 0
     preemptible: bool = False
     grace_s: float = DEFAULT_GRACE_S
-    checkpoint_s: float | None = None
+    checkpoint_interval_s: float | None = None
     time_limit_s: float | None = None
 
     @property
     def total_gpu_milli(self) -> int:
         """Total of all workers."""
-        return self.workers * self.gpus * self.gpu_milli
+        return self.workers * self.gpus_per_worker * self.gpu_milli
 
     @property
     def limited_duration_s(self) -> float:
@@ -82,7 +92,13 @@ class SimJob:
 
     @property
     def shape(self) -> Shape:
-        return _make_shape(self.gpus, self.gpu_milli, self.cpu_milli, self.memory_mib, self.models)
+        return _make_shape(
+            self.gpus_per_worker,
+            self.gpu_milli,
+            self.cpu_milli_per_worker,
+            self.memory_mib_per_worker,
+            self.gpu_models,
+        )
 
     def to_job_request(self, sequence: int) -> JobRequest:
         """Return the request for the scheduler, which does not contain the duration."""
@@ -119,11 +135,17 @@ def read_workload(path: Path) -> list[SimJob]:
     def parse(row: CsvRow) -> SimJob:
         job = _parse_job(row, f"job-{next(numbers)}")
         if job.job_id in seen:
-            raise row.make_error("job_id", "unique")
+            raise UsageError(f"{row.file_and_line}: job_id is {job.job_id!r}; it must be unique")
         seen.add(job.job_id)
         return job
 
-    jobs = read_csv(path, {"submitted_s", "duration_s"}, parse, known_columns=frozenset(WORKLOAD_COLUMNS))
+    jobs = read_csv(
+        path,
+        {"submitted_s", "duration_s"},
+        parse,
+        known_columns=frozenset(WORKLOAD_COLUMNS),
+        new_column_names=_NEW_COLUMN_NAMES,
+    )
     return sorted(jobs, key=lambda job: job.submitted_s)
 
 
@@ -148,11 +170,13 @@ def _format_cells(job: SimJob) -> list[str]:
         "submitted_s": f"{job.submitted_s:.3f}",
         "duration_s": f"{job.duration_s:.3f}",
         "gpu_share": f"{job.gpu_milli / WHOLE_GPU_MILLI:g}",
-        "cpus": f"{job.cpu_milli / 1000:g}",
-        "models": "|".join(sorted(job.models)),
+        "cpus_per_worker": f"{job.cpu_milli_per_worker / 1000:g}",
+        "gpu_models": "|".join(sorted(job.gpu_models)),
         "preemptible": "yes" if job.preemptible else "no",
         "grace_s": f"{job.grace_s:g}",
-        "checkpoint_s": "" if job.checkpoint_s is None else f"{job.checkpoint_s:g}",
+        "checkpoint_interval_s": (
+            "" if job.checkpoint_interval_s is None else f"{job.checkpoint_interval_s:g}"
+        ),
         "time_limit_s": "" if job.time_limit_s is None else f"{job.time_limit_s:.3f}",
     }
     return [values[name] for name in WORKLOAD_COLUMNS]
@@ -161,26 +185,34 @@ def _format_cells(job: SimJob) -> list[str]:
 def _parse_job(row: CsvRow, name: str) -> SimJob:
     within, preemptible = row.get_text("within") or Within.ANYWHERE, row.get_text("preemptible")
     if within not in list(Within):
-        raise row.make_error("within", "one of " + ", ".join(Within))
+        raise UsageError(f"{row.file_and_line}: within is {within!r}; it must be one of {', '.join(Within)}")
     if preemptible not in _BOOLEAN_BY_TEXT:
-        raise row.make_error("preemptible", "yes or no")
-    gpus = row.parse_integer("gpus", maximum=NODE_GPUS_MAX) if row.get_text("gpus") else 1
+        raise UsageError(f"{row.file_and_line}: preemptible is {preemptible!r}; it must be yes or no")
+    gpus = (
+        row.parse_integer("gpus_per_worker", maximum=NODE_GPUS_MAX) if row.get_text("gpus_per_worker") else 1
+    )
     return SimJob(
         job_id=row.get_text("job_id") or name,
         submitted_s=row.parse_seconds("submitted_s"),
         duration_s=_parse_positive(row, "duration_s"),
         tenant=row.get_text("tenant") or "default",
         workers=_parse_workers(row),
-        gpus=gpus,
+        gpus_per_worker=gpus,
         gpu_milli=_parse_gpu_share(row, gpus),
-        cpu_milli=round(1000 * row.parse_number("cpus")) if row.get_text("cpus") else 0,
-        memory_mib=row.parse_integer("memory_mib") if row.get_text("memory_mib") else 0,
-        models=frozenset(model for model in row.get_text("models").split("|") if model),
+        cpu_milli_per_worker=round(1000 * row.parse_number("cpus_per_worker"))
+        if row.get_text("cpus_per_worker")
+        else 0,
+        memory_mib_per_worker=row.parse_integer("memory_mib_per_worker")
+        if row.get_text("memory_mib_per_worker")
+        else 0,
+        gpu_models=frozenset(model for model in row.get_text("gpu_models").split("|") if model),
         within=Within(within),
         priority=row.parse_integer("priority") if row.get_text("priority") else 0,
         preemptible=_BOOLEAN_BY_TEXT[preemptible],
         grace_s=row.parse_seconds("grace_s") if row.get_text("grace_s") else DEFAULT_GRACE_S,
-        checkpoint_s=_parse_positive(row, "checkpoint_s") if row.get_text("checkpoint_s") else None,
+        checkpoint_interval_s=_parse_positive(row, "checkpoint_interval_s")
+        if row.get_text("checkpoint_interval_s")
+        else None,
         time_limit_s=_parse_positive(row, "time_limit_s") if row.get_text("time_limit_s") else None,
     )
 
@@ -188,34 +220,36 @@ def _parse_job(row: CsvRow, name: str) -> SimJob:
 def _parse_workers(row: CsvRow) -> int:
     workers = row.parse_integer("workers", maximum=_WORKERS_MAX) if row.get_text("workers") else 1
     if not workers:
-        raise row.make_error("workers", f"an integer from 1 to {_WORKERS_MAX}")
+        raise UsageError(
+            f"{row.file_and_line}: workers is '0'; it must be an integer from 1 to {_WORKERS_MAX}"
+        )
     return workers
 
 
 def _parse_gpu_share(row: CsvRow, gpus: int) -> int:
     if not row.get_text("gpu_share"):
         return WHOLE_GPU_MILLI
-    milli = round(
-        WHOLE_GPU_MILLI
-        * row.parse_number("gpu_share", allowed := "more than 0 and at most 1, or 1 for several GPUs")
-    )
+    allowed = "more than 0 and at most 1, or 1 for several GPUs"
+    milli = round(WHOLE_GPU_MILLI * row.parse_number("gpu_share", allowed))
     if not 0 < milli <= WHOLE_GPU_MILLI or (gpus > 1 and milli < WHOLE_GPU_MILLI):
-        raise row.make_error("gpu_share", allowed)
+        raise UsageError(
+            f"{row.file_and_line}: gpu_share is {row.get_text('gpu_share')!r}; it must be {allowed}"
+        )
     return milli
 
 
 def _parse_positive(row: CsvRow, name: str) -> float:
     if not (value := row.parse_seconds(name)):
-        raise row.make_error(name, "a number of seconds > 0")
+        raise row.invalid_value_error(name, "a number of seconds > 0")
     return value
 
 
 # -- traces -----------------------------------------------------------------------------------------
 
 
-def read_philly_jobs(path: Path, *, gpus_per_node: int = GPUS_PER_NODE) -> list[SimJob]:
+def read_philly_jobs(path: Path, *, gpus_per_node: int = DEFAULT_GPUS_PER_NODE) -> list[SimJob]:
     """Read a Philly job list. Jobs larger than a node become gangs; virtual clusters become tenants."""
-    jobs = read_jobs(path)
+    jobs = read_philly_trace(path)
     first_s = min((job.submitted_s for job in jobs), default=0.0)
     made = []
     for number, job in enumerate(jobs, 1):
@@ -227,9 +261,9 @@ def read_philly_jobs(path: Path, *, gpus_per_node: int = GPUS_PER_NODE) -> list[
                 job_id=f"job-{number}",
                 submitted_s=job.submitted_s - first_s,
                 duration_s=max(job.duration_s, 1.0),
-                tenant=job.cluster or "default",
+                tenant=job.virtual_cluster or "default",
                 workers=workers,
-                gpus=job.gpus // workers,
+                gpus_per_worker=job.gpus // workers,
             )
         )
     return sorted(made, key=lambda job: job.submitted_s)
@@ -239,7 +273,7 @@ def read_openb_jobs(
     path: Path, *, draw_duration_s: Callable[[random.Random], float], seed: int
 ) -> list[SimJob]:
     """Read an openb pod list. Missing durations and submission times are drawn at random."""
-    runs, rng = read_runs(path), random.Random(f"openb {seed}")
+    runs, rng = read_openb_pod_runs(path), random.Random(f"openb {seed}")
     durations = [draw_duration_s(rng) if run.duration_s is None else run.duration_s for run in runs]
     span_s = sum(durations) / max(len(runs), 1)
     made = [
@@ -247,11 +281,11 @@ def read_openb_jobs(
             job_id=f"job-{number}",
             submitted_s=rng.uniform(0, span_s) if run.submitted_s is None else run.submitted_s,
             duration_s=duration,
-            gpus=run.pod.gpus,
+            gpus_per_worker=run.pod.gpus,
             gpu_milli=run.pod.gpu_milli if run.pod.gpus else WHOLE_GPU_MILLI,
-            cpu_milli=run.pod.cpu_milli,
-            memory_mib=run.pod.memory_mib,
-            models=frozenset(run.pod.models),
+            cpu_milli_per_worker=run.pod.cpu_milli,
+            memory_mib_per_worker=run.pod.memory_mib,
+            gpu_models=frozenset(run.pod.models),
         )
         for number, (run, duration) in enumerate(zip(runs, durations, strict=True), 1)
     ]
@@ -270,7 +304,9 @@ def to_node_facts(trace: Iterable[TraceNode]) -> list[NodeFacts]:
     ]
 
 
-def uniform_nodes(count: int, *, gpus: int = GPUS_PER_NODE, nodes_per_rack: int = 16) -> list[NodeFacts]:
+def uniform_nodes(
+    count: int, *, gpus: int = DEFAULT_GPUS_PER_NODE, nodes_per_rack: int = 16
+) -> list[NodeFacts]:
     """Return `count` equal nodes with 12 CPUs and 96 GiB of memory per GPU."""
     return [
         NodeFacts(

@@ -83,8 +83,8 @@ class FakeNvml:
     def probe(self) -> list[ProbeResult]:
         return msgspec.json.decode(self._send("probe"), type=list[ProbeResult])
 
-    def absent_reason(self) -> str:
-        return msgspec.json.decode(self._send("absent_reason"), type=str)
+    def no_nvidia_gpu_reason(self) -> str:
+        return msgspec.json.decode(self._send("no_nvidia_gpu_reason"), type=str)
 
     def close(self) -> None:
         self._process.communicate(timeout=10)

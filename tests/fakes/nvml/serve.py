@@ -21,8 +21,8 @@ def main() -> None:
                     reply: object = inventory.read([int(gpu_id) for gpu_id in held])
                 case "probe":
                     reply = probe()
-                case "absent_reason":
-                    reply = inventory.absent_reason
+                case "no_nvidia_gpu_reason":
+                    reply = inventory.no_nvidia_gpu_reason
                 case "job_pid":
                     reply = job_pid
                 case _:

@@ -14,7 +14,7 @@ from genie.scheduler.cluster import placer_group
 from genie.scheduler.cluster.allocations import ClusterAllocations
 from genie.scheduler.cluster.registration_cache import RegistrationCache
 from genie.scheduler.conversion import GPU_POSITION_UNKNOWN
-from genie.scheduler.placement.plain import PlainPlacer
+from genie.scheduler.placement.python_placer import PythonPlacer
 from genie.scheduler.request import GpuFacts, JobRequest, Shape, WorkerPlace
 from tests.scheduler.clusters import H200, SchedulerHarness, node
 
@@ -73,7 +73,7 @@ def test_closed_gpu_accepts_nothing_and_keeps_its_jobs() -> None:
 
 def test_memory_used_outside_the_cluster_is_not_free() -> None:
     facts = node("n", 1)
-    harness = SchedulerHarness(replace(facts, memory_outside_mib=(100_000,)))
+    harness = SchedulerHarness(replace(facts, memory_used_outside_cluster_mib=(100_000,)))
     harness.submit("model", shape=Shape(1, 500, gpu_memory_mib=80_000))
     assert harness.started() == []
     harness.scheduler.set_node(facts)
@@ -81,7 +81,7 @@ def test_memory_used_outside_the_cluster_is_not_free() -> None:
 
 
 def test_running_job_can_be_held_on_a_closed_node() -> None:
-    cluster = ClusterAllocations(PlainPlacer, policy="bestfit")
+    cluster = ClusterAllocations(PythonPlacer, policy="bestfit")
     cluster.set_node(node("n", 1, blocked_reason="draining"))
     cluster.hold(request("job"), [WorkerPlace("n", (0,))])
     with pytest.raises(UsageError):
@@ -100,21 +100,21 @@ def test_node_counts_in_its_new_rack() -> None:
 def test_near_combined_with_rack() -> None:
     harness = SchedulerHarness(*(node(f"{rack}{i}", 2, rack=rack) for rack in "xy" for i in range(2)))
     harness.allocations.place(request("server", Shape(nodes=frozenset({"y1"}))), 1)
-    harness.submit("gang", workers=2, within=Within.RACK, near=frozenset({"server"}))
-    harness.submit("other", workers=3, within=Within.RACK, near=frozenset({"server"}))
+    harness.submit("gang", workers=2, within=Within.RACK, near_job_names=frozenset({"server"}))
+    harness.submit("other", workers=3, within=Within.RACK, near_job_names=frozenset({"server"}))
     assert harness.started() == ["gang"]
     assert {place.node_id for place in harness.allocations.allocations_by_job["gang"].places} == {"y1"}
 
 
 def test_avoided_nodes_are_not_chosen_and_share_one_node_set() -> None:
-    cluster = ClusterAllocations(PlainPlacer, policy="bestfit")
+    cluster = ClusterAllocations(PythonPlacer, policy="bestfit")
     for name in ("a", "b", "c"):
         cluster.set_node(node(name, 2))
     cluster.hold(request("server"), [WorkerPlace("b", (0,))])
     places = [cluster.place(request(f"j{n}"), 1, excluded_nodes={"a", "b"}) for n in range(3)]
     assert places == [(WorkerPlace("c", (0,)),), (WorkerPlace("c", (1,)),), None]
     assert len(cluster.placers.node_sets) == 1
-    near = request("near", near=frozenset({"server"}))
+    near = request("near", near_job_names=frozenset({"server"}))
     assert cluster.place(near, 1, excluded_nodes={"b"}) is None
     assert cluster.place(near, 1, excluded_nodes={"a"}) == (WorkerPlace("b", (1,)),)
     cluster.set_node(node("d", 1))
@@ -127,7 +127,7 @@ def test_avoided_nodes_are_not_chosen_and_share_one_node_set() -> None:
     "picky", [{"models": frozenset({"old"})}, {"vendor": "red"}, {"capability_min": (9, 9)}]
 )
 def test_scarce_gpus_are_left_to_requests_that_need_them(picky: dict[str, Any]) -> None:
-    cluster = ClusterAllocations(PlainPlacer, policy="supply")
+    cluster = ClusterAllocations(PythonPlacer, policy="supply")
     kinds = {
         "scarce": GpuFacts("old", "red", 9_000, (9, 9)),
         "common": GpuFacts("new", "green", 9_000, (9, 0)),
@@ -151,15 +151,17 @@ def test_gpu_of_a_mixed_node_is_available_by_number() -> None:
 
 
 def test_registrations_of_shapes_do_not_leak(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(placer_group, "REQUEST_CLASSES_MAX", 3)
-    monkeypatch.setattr(placer_group, "NODE_SETS_MAX", 2)
-    cluster = ClusterAllocations(PlainPlacer, policy="supply")
+    monkeypatch.setattr(placer_group, "CACHED_REQUEST_CLASSES_MAX", 3)
+    monkeypatch.setattr(placer_group, "CACHED_NODE_SETS_MAX", 2)
+    cluster = ClusterAllocations(PythonPlacer, policy="supply")
     for name in ("n", "m"):
         cluster.set_node(node(name, 4))
     before = [cluster.free_resources_of_node(name) for name in ("n", "m")]
     for number in range(1, 20):
         job = request(
-            f"j{number}", Shape(1, 10 * number, cpu_milli=number), apart=frozenset({f"j{number - 4}"})
+            f"j{number}",
+            Shape(1, 10 * number, cpu_milli=number),
+            apart_job_names=frozenset({f"j{number - 4}"}),
         )
         cluster.record_arrival(job)
         assert cluster.place(job, 1) is not None
@@ -172,7 +174,7 @@ def test_registrations_of_shapes_do_not_leak(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_least_recently_used_registration_is_dropped() -> None:
-    placers = [PlainPlacer("bestfit"), PlainPlacer("bestfit")]
+    placers = [PythonPlacer("bestfit"), PythonPlacer("bestfit")]
     numbers = RegistrationCache[int](
         placers,
         register=lambda cpus: lambda placer: placer.register_request_class(cpu_milli=cpus),
@@ -212,7 +214,7 @@ def test_changed_node_keeps_jobs_on_remaining_gpus() -> None:
 
 
 def test_multi_gpu_job_keeps_remaining_gpus() -> None:
-    cluster = ClusterAllocations(PlainPlacer, policy="bestfit")
+    cluster = ClusterAllocations(PythonPlacer, policy="bestfit")
     cluster.set_node(node("n", 4))
     wide = Shape(gpus=4, gpu_memory_mib=100_000, cpu_milli=20_000, memory_mib=9_000)
     cluster.hold(request("wide", wide), [WorkerPlace("n", (0, 1, 2, 3))])
@@ -233,7 +235,7 @@ def test_multi_gpu_job_keeps_remaining_gpus() -> None:
 
 
 def test_workers_at_one_place_share_the_remaining_resources() -> None:
-    cluster = ClusterAllocations(PlainPlacer, policy="bestfit")
+    cluster = ClusterAllocations(PythonPlacer, policy="bestfit")
     cluster.set_node(node("n", 1))
     cluster.hold(request("two", Shape(1, 400, cpu_milli=3_000), workers=2), [WorkerPlace("n", (0,))] * 2)
     cluster.set_node(node("n", 1, cpu_milli=5_000))
@@ -285,7 +287,7 @@ def test_reservation_moves_from_a_removed_node() -> None:
 
 
 def test_registrations_of_nodes_do_not_leak() -> None:
-    cluster = ClusterAllocations(PlainPlacer, policy="supply")
+    cluster = ClusterAllocations(PythonPlacer, policy="supply")
     for number in range(300):
         name = f"n{number}"
         cluster.set_node(node(name, kinds=(replace(H200, model=name, memory_mib=1000 + number),)))
@@ -303,7 +305,7 @@ def test_registrations_of_nodes_do_not_leak() -> None:
 
 
 def test_running_job_holds_what_its_nodes_still_have() -> None:
-    cluster = ClusterAllocations(PlainPlacer, policy="bestfit")
+    cluster = ClusterAllocations(PythonPlacer, policy="bestfit")
     cluster.set_node(node("n", 2))
     cluster.set_node(node("m", 1))
     gone = WorkerPlace("n", (GPU_POSITION_UNKNOWN,))
@@ -326,7 +328,7 @@ def test_running_job_holds_what_its_nodes_still_have() -> None:
 
 
 def test_workers_per_node_are_limited() -> None:
-    cluster = ClusterAllocations(PlainPlacer, policy="bestfit", workers_per_node_max=2)
+    cluster = ClusterAllocations(PythonPlacer, policy="bestfit", workers_per_node_max=2)
     cluster.set_node(node("n", 4))
     for number in range(2):
         assert cluster.place(JobRequest(f"j{number}", "t", number, Shape()), 1) is not None
@@ -342,7 +344,7 @@ def test_workers_per_node_are_limited() -> None:
 
 
 def test_gang_without_resources_respects_the_worker_limit() -> None:
-    cluster = ClusterAllocations(PlainPlacer, policy="bestfit", workers_per_node_max=3)
+    cluster = ClusterAllocations(PythonPlacer, policy="bestfit", workers_per_node_max=3)
     for name in ("a", "b"):
         cluster.set_node(node(name, 4))
     places = cluster.place(JobRequest("two", "t", 1, Shape(), workers=2), 2)

@@ -8,15 +8,15 @@ import pytest
 
 from genie.errors import UsageError
 from genie.native import libraries
-from genie.scheduler.placement.plain import PlainPlacer
 from genie.scheduler.placement.protocol import Placer
+from genie.scheduler.placement.python_placer import PythonPlacer
 
 
 @pytest.fixture(params=["native", "plain"])
 def placer(request: pytest.FixtureRequest) -> Placer:
     if request.param == "plain":
-        return PlainPlacer("bestfit")
-    placement: Placer = libraries.load("genie_scheduler").Placement("bestfit")
+        return PythonPlacer("bestfit")
+    placement: Placer = libraries.load("genie_scheduler").Placer("bestfit")
     return placement
 
 
@@ -62,7 +62,7 @@ def test_spread_gang_has_a_node_for_each_worker(placer: Placer) -> None:
 
 def test_gang_uses_the_smallest_sufficient_rack(placer: Placer) -> None:
     """The other rack has more free in total, but fragmented."""
-    large, small = placer.node_set(nodes(placer, 4)), placer.node_set(nodes(placer, 6))
+    large, small = placer.register_node_set(nodes(placer, 4)), placer.register_node_set(nodes(placer, 6))
     for node in (4, 5, 6, 7):
         placer.take(whole(placer, 1), 1, node=node, gpus=[0])
     assert placer.place_gang(whole(placer, 4), 1, workers=5, domains=[large, small]) is None
@@ -73,7 +73,7 @@ def test_gang_uses_the_smallest_sufficient_rack(placer: Placer) -> None:
 
 
 def test_gang_uses_the_largest_rack_if_none_is_sufficient(placer: Placer) -> None:
-    racks = [placer.node_set(nodes(placer, count)) for count in (1, 3, 2)]
+    racks = [placer.register_node_set(nodes(placer, count)) for count in (1, 3, 2)]
     found = placer.place_gang(whole(placer, 4), 1, workers=5, workers_min=1, domains=racks)
     assert found is not None and [node for node, _ in found] == [1, 2, 3]
     assert placer.place_gang(whole(placer, 4), 1, workers=2, domains=racks, among=racks[0]) is None
@@ -81,7 +81,7 @@ def test_gang_uses_the_largest_rack_if_none_is_sufficient(placer: Placer) -> Non
 
 def test_choice_is_restricted_to_a_node_set(placer: Placer) -> None:
     nodes(placer, 3)
-    some = placer.node_set([1, 2])
+    some = placer.register_node_set([1, 2])
     one = whole(placer, 4)
     assert [placer.place(one, 1, among=some) for _ in range(3)] == [
         (1, (0, 1, 2, 3)),
@@ -89,7 +89,7 @@ def test_choice_is_restricted_to_a_node_set(placer: Placer) -> None:
         None,
     ]
     assert placer.choose(one, 1) == (0, (0, 1, 2, 3))
-    assert placer.choose(one, 1, among=placer.node_set([])) is None
+    assert placer.choose(one, 1, among=placer.register_node_set([])) is None
 
 
 def test_number_of_a_dropped_item_is_reused(placer: Placer) -> None:
@@ -100,20 +100,20 @@ def test_number_of_a_dropped_item_is_reused(placer: Placer) -> None:
     assert whole(placer, 4) == first
     assert placer.choose(first, 1) is None, "it needs four GPUs now, and one is taken"
     assert placer.choose(second, 1) == (0, (1, 2))
-    some = placer.node_set([0])
+    some = placer.register_node_set([0])
     placer.drop_node_set(some)
     for call in (lambda: placer.drop_node_set(some), lambda: placer.choose(second, 1, among=some)):
         with pytest.raises(UsageError, match="unknown node set"):
             call()
-    assert placer.node_set([]) == some
+    assert placer.register_node_set([]) == some
     placer.release(whole(placer, 1), node=0, gpus=[0])  # a class of the same amounts will do
 
 
 def test_take_ignores_placement_constraints(placer: Placer) -> None:
     nodes(placer, 2)
-    picky = whole(placer, 1, nodes=[1], models=0b10)
+    picky = whole(placer, 1, nodes=[1], models_mask=0b10)
     placer.set_open(0, is_open=False)
-    placer.set_gpu(0, 0, is_open=False, memory_outside_mib=100)
+    placer.set_gpu(0, 0, is_open=False, memory_used_outside_cluster_mib=100)
     placer.take(picky, 1, node=0, gpus=[0])
     assert placer.node_state(0)[3][0] == (0, 100, 1)
     with pytest.raises(UsageError):
@@ -125,20 +125,20 @@ def test_closed_gpu_is_not_used(placer: Placer) -> None:
     one = whole(placer, 1)
     placer.take(one, 1, node=0, gpus=[1])
     for gpu in (0, 1):
-        placer.set_gpu(0, gpu, is_open=False, memory_outside_mib=0)
+        placer.set_gpu(0, gpu, is_open=False, memory_used_outside_cluster_mib=0)
     assert [placer.place(one, 1) for _ in range(3)] == [(0, (2,)), (0, (3,)), None]
     placer.release(one, node=0, gpus=[1])
     assert placer.place(one, 1) is None
-    placer.set_gpu(0, 1, is_open=True, memory_outside_mib=0)
+    placer.set_gpu(0, 1, is_open=True, memory_used_outside_cluster_mib=0)
     assert placer.place(one, 1) == (0, (1,))
 
 
 def test_memory_of_other_processes_is_not_free(placer: Placer) -> None:
     nodes(placer, 1, gpus=1)
     half = placer.register_request_class(gpus=1, gpu_milli=100, gpu_memory_mib=50)
-    placer.set_gpu(0, 0, is_open=True, memory_outside_mib=10)
+    placer.set_gpu(0, 0, is_open=True, memory_used_outside_cluster_mib=10)
     assert [placer.place(half, 1), placer.place(half, 1)] == [(0, (0,)), None]
-    placer.set_gpu(0, 0, is_open=True, memory_outside_mib=0)
+    placer.set_gpu(0, 0, is_open=True, memory_used_outside_cluster_mib=0)
     assert placer.place(half, 1) == (0, (0,))
 
 
@@ -172,11 +172,11 @@ def test_invalid_calls_are_rejected_without_changes(placer: Placer) -> None:
     wrong = [
         lambda: nodes(placer, 1, islands=[0]),
         lambda: nodes(placer, 1, numa=[0, 0, 0, 16]),
-        lambda: placer.set_gpu(0, 4, is_open=True, memory_outside_mib=0),
-        lambda: placer.set_gpu(0, 0, is_open=True, memory_outside_mib=-1),
+        lambda: placer.set_gpu(0, 4, is_open=True, memory_used_outside_cluster_mib=0),
+        lambda: placer.set_gpu(0, 0, is_open=True, memory_used_outside_cluster_mib=-1),
         lambda: placer.register_request_class(one_island=True),
-        lambda: placer.node_set([1]),
-        lambda: placer.node_set([1], all_but=True),
+        lambda: placer.register_node_set([1]),
+        lambda: placer.register_node_set([1], all_but=True),
         lambda: placer.drop_class(7),
         lambda: placer.place(one, 1, among=0),
         lambda: placer.place_gang(one, 1, workers=0),
@@ -195,8 +195,8 @@ def test_invalid_calls_are_rejected_without_changes(placer: Placer) -> None:
 
 def test_registrations_are_limited(placer: Placer) -> None:
     for _ in range(2**14):
-        last = placer.node_set([])
+        last = placer.register_node_set([])
     with pytest.raises(UsageError, match="drop one first"):
-        placer.node_set([])
+        placer.register_node_set([])
     placer.drop_node_set(last)
-    assert placer.node_set([]) == last
+    assert placer.register_node_set([]) == last

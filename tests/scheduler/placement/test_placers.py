@@ -6,15 +6,15 @@ import pytest
 
 from genie.errors import UsageError
 from genie.native import libraries
-from genie.scheduler.placement.plain import PlainPlacer
 from genie.scheduler.placement.protocol import Placer
+from genie.scheduler.placement.python_placer import PythonPlacer
 
 
 @pytest.fixture(params=["native", "plain"])
 def placer(request: pytest.FixtureRequest) -> Placer:
     if request.param == "plain":
-        return PlainPlacer("supply")
-    placement: Placer = libraries.load("genie_scheduler").Placement("supply")
+        return PythonPlacer("supply")
+    placement: Placer = libraries.load("genie_scheduler").Placer("supply")
     return placement
 
 
@@ -65,7 +65,7 @@ def test_closed_node_is_not_used_and_keeps_its_holds(placer: Placer) -> None:
     [
         {"gpus": 3, "gpu_milli": 1000},
         {"gpus": 1, "gpu_milli": 1000, "gpu_memory_mib": 101},
-        {"gpus": 1, "gpu_milli": 1000, "models": 0b10},
+        {"gpus": 1, "gpu_milli": 1000, "models_mask": 0b10},
         {"gpus": 1, "gpu_milli": 1000, "only_gpus": [2]},
         {"cpu_milli": 8001},
         {"memory_mib": 8001},
@@ -146,7 +146,7 @@ def test_capacity_for_multi_gpu_requests_is_preserved(placer: Placer) -> None:
 def test_scarce_nodes_are_left_to_requests_that_need_them(placer: Placer) -> None:
     scarce, common = node(placer, model=0), node(placer, model=1, cpu_milli=9000)
     anyone = placer.register_request_class(gpus=1, gpu_milli=1000)
-    picky = placer.register_request_class(gpus=1, gpu_milli=1000, models=0b01)
+    picky = placer.register_request_class(gpus=1, gpu_milli=1000, models_mask=0b01)
     for number in (anyone, picky) * 20:
         placer.observe(number, 1)
     assert [placer.place(anyone, 1) for _ in range(2)] == [(common, (0,)), (common, (1,))]
@@ -157,7 +157,7 @@ def test_refresh_in_small_steps_equals_one_refresh() -> None:
     library = libraries.load("genie_scheduler")
     answers = []
     for budget in (1, 2**40):
-        placer = library.Placement("supply")
+        placer = library.Placer("supply")
         for number in range(20):
             node(placer, model=number % 2)
         kinds = [
@@ -175,6 +175,6 @@ def test_refresh_in_small_steps_equals_one_refresh() -> None:
 
 
 def test_unknown_policy_is_rejected() -> None:
-    for make in (PlainPlacer, libraries.load("genie_scheduler").Placement):
+    for make in (PythonPlacer, libraries.load("genie_scheduler").Placer):
         with pytest.raises(UsageError, match="unknown placement policy 'magic'"):
             make("magic")

@@ -27,14 +27,14 @@ def write(tmp_path: Path) -> Callable[[str], Path]:
 
 
 def test_read_nodes(write: Callable[[str], Path]) -> None:
-    assert traces.read_nodes(write(NODES + "n0,64000,262144,2,P100\n")) == [
+    assert traces.read_openb_nodes(write(NODES + "n0,64000,262144,2,P100\n")) == [
         TraceNode("n0", 64000, 262144, 2, "P100")
     ]
 
 
 def test_read_pods_with_models(write: Callable[[str], Path]) -> None:
     text = PODS + "p0,12000,16384,1,460,\np1,1000,2000,8,1000,T4|A10|T4\np2,500,100,0,1000,T4\n"
-    assert traces.read_pods(write(text)) == [
+    assert traces.read_openb_pods(write(text)) == [
         TracePod(12000, 16384, 1, 460, ()),
         TracePod(1000, 2000, 8, 1000, ("T4", "A10", "T4")),
         TracePod(500, 100, 0, 0, ()),  # no GPU share and no model without GPUs
@@ -43,41 +43,49 @@ def test_read_pods_with_models(write: Callable[[str], Path]) -> None:
 
 def test_read_pods_without_models(write: Callable[[str], Path]) -> None:
     text = "name,cpu_milli,memory_mib,num_gpu,gpu_milli\np0,1,2,1,1000\n"
-    assert traces.read_pods(write(text)) == [TracePod(1, 2, 1, 1000, ())]
+    assert traces.read_openb_pods(write(text)) == [TracePod(1, 2, 1, 1000, ())]
 
 
 def test_read_jobs(write: Callable[[str], Path]) -> None:
     text = JOBS + "1970-01-02 00:00:41,2240.5,8,17924.0,7f04ca\n"
-    assert traces.read_jobs(write(text)) == [TraceJob(86441.0, 2240.5, 8, "7f04ca")]
+    assert traces.read_philly_trace(write(text)) == [TraceJob(86441.0, 2240.5, 8, "7f04ca")]
 
 
 @pytest.mark.parametrize(
     ("read", "text", "message"),
     [
         (
-            "read_pods",
+            "read_openb_pods",
             PODS + "p0,1,2,1,1000,\np1,x,2,1,1000,\n",
             r"csv:3: cpu_milli is 'x'; .* integer from 0",
         ),
-        ("read_pods", PODS + "p0,-1,2,1,1000,\n", "cpu_milli is '-1'"),
-        ("read_pods", PODS + "p0,1,2,17,1000,\n", "num_gpu is '17'; it must be an integer from 0 to 16"),
+        ("read_openb_pods", PODS + "p0,-1,2,1,1000,\n", "cpu_milli is '-1'"),
         (
-            "read_pods",
+            "read_openb_pods",
+            PODS + "p0,1,2,17,1000,\n",
+            "num_gpu is '17'; it must be an integer from 0 to 16",
+        ),
+        (
+            "read_openb_pods",
             PODS + "p0,1,2,1,1001,\n",
             "gpu_milli is '1001'; it must be an integer from 0 to 1000",
         ),
         (
-            "read_pods",
+            "read_openb_pods",
             PODS + "p0,1,2,2,500,\n",
             "gpu_milli is '500'; it must be 1 to 1000 for one GPU, or 1000",
         ),
-        ("read_pods", PODS + "p0,1,2,1,0,\n", "gpu_milli is '0'"),
-        ("read_pods", PODS + "p0,1,2,1\n", "csv:2: wrong number of columns; expected 6"),
-        ("read_pods", PODS + "p0,1,2,1,1000,,more\n", "csv:2: wrong number of columns; expected 6"),
-        ("read_pods", "name,cpu_milli\n", "csv:1: missing column 'gpu_milli'"),
-        ("read_nodes", NODES + "n0,1,2,,P100\n", "csv:2: gpu is ''"),
-        ("read_jobs", JOBS + "yesterday,1,1,1,a\n", "timestamp is 'yesterday'; it must be a time like"),
-        ("read_jobs", JOBS + "2017-09-04 10:30:41,nan,1,1,a\n", "duration is 'nan'; .* seconds >= 0"),
+        ("read_openb_pods", PODS + "p0,1,2,1,0,\n", "gpu_milli is '0'"),
+        ("read_openb_pods", PODS + "p0,1,2,1\n", "csv:2: wrong number of columns; expected 6"),
+        ("read_openb_pods", PODS + "p0,1,2,1,1000,,more\n", "csv:2: wrong number of columns; expected 6"),
+        ("read_openb_pods", "name,cpu_milli\n", "csv:1: missing column 'gpu_milli'"),
+        ("read_openb_nodes", NODES + "n0,1,2,,P100\n", "csv:2: gpu is ''"),
+        (
+            "read_philly_trace",
+            JOBS + "yesterday,1,1,1,a\n",
+            "timestamp is 'yesterday'; it must be a time like",
+        ),
+        ("read_philly_trace", JOBS + "2017-09-04 10:30:41,nan,1,1,a\n", "duration is 'nan'; .* seconds >= 0"),
     ],
 )
 def test_invalid_line_is_named(write: Callable[[str], Path], read: str, text: str, message: str) -> None:
@@ -102,11 +110,11 @@ def test_unreadable_file_is_named_with_a_hint(tmp_path: Path, name: str, message
     (tmp_path / "endless.csv").write_text("x" * 200_000, "utf-8")
     (tmp_path / "loop.csv").symlink_to(tmp_path / "loop.csv")
     with pytest.raises(UsageError, match=message) as caught:
-        traces.read_nodes(tmp_path / name)
+        traces.read_openb_nodes(tmp_path / name)
     assert hint in (caught.value.hint or "")
 
 
 def test_workloads_in_a_directory(tmp_path: Path) -> None:
     for name in ("openb_pod_list_b.csv", "openb_pod_list_a10.csv", traces.NODE_LIST_FILE, "other.csv"):
         (tmp_path / name).touch()
-    assert list(traces.find_workloads(tmp_path)) == ["a10", "b"]
+    assert list(traces.find_openb_pod_lists(tmp_path)) == ["a10", "b"]

@@ -39,12 +39,51 @@ def test_two_columns_are_required(csv) -> None:
 
 def test_written_workload_is_read_back(tmp_path: Path) -> None:
     jobs = [
-        SimJob("a", 0.0, 60.5, "t", workers=4, gpus=8, priority=2, within=Within.RACK, time_limit_s=90.0),
-        SimJob("b", 1.0, 9.0, gpu_milli=250, cpu_milli=1500, memory_mib=10, models=frozenset({"A", "B"})),
-        SimJob("c", 2.0, 9.0, preemptible=True, grace_s=0.0, checkpoint_s=5.0),
+        SimJob(
+            "a",
+            0.0,
+            60.5,
+            "t",
+            workers=4,
+            gpus_per_worker=8,
+            priority=2,
+            within=Within.RACK,
+            time_limit_s=90.0,
+        ),
+        SimJob(
+            "b",
+            1.0,
+            9.0,
+            gpu_milli=250,
+            cpu_milli_per_worker=1500,
+            memory_mib_per_worker=10,
+            gpu_models=frozenset({"A", "B"}),
+        ),
+        SimJob("c", 2.0, 9.0, preemptible=True, grace_s=0.0, checkpoint_interval_s=5.0),
     ]
     write_workload(tmp_path / "w.csv", jobs)
     assert read_workload(tmp_path / "w.csv") == jobs
+
+
+def test_former_column_names_are_read(csv) -> None:
+    header = "submitted_s,duration_s,gpus,cpus,memory_mib,models,checkpoint_s"
+    assert read_workload(csv(header + "\n0,9,2,1.5,10,A|B,5\n")) == [
+        SimJob(
+            "job-1",
+            0.0,
+            9.0,
+            gpus_per_worker=2,
+            cpu_milli_per_worker=1500,
+            memory_mib_per_worker=10,
+            gpu_models=frozenset({"A", "B"}),
+            checkpoint_interval_s=5.0,
+        )
+    ]
+
+
+def test_former_and_new_name_of_a_column_are_rejected(csv) -> None:
+    with pytest.raises(UsageError, match="columns 'gpus' and 'gpus_per_worker' are the same"):
+        read_workload(csv("submitted_s,duration_s,gpus,gpus_per_worker\n0,1,2,2\n"))
 
 
 @pytest.mark.parametrize(
@@ -54,14 +93,14 @@ def test_written_workload_is_read_back(tmp_path: Path) -> None:
         ("duration_s", "0", "seconds > 0"),
         ("duration_s", "-1", "a number of seconds >= 0"),
         ("workers", "0", "from 1 to 100000"),
-        ("gpus", "17", "from 0 to 16"),
+        ("gpus_per_worker", "17", "from 0 to 16"),
         ("gpu_share", "1.5", "at most 1"),
         ("gpu_share", "nan", "at most 1"),
-        ("cpus", "-2", "a number >= 0"),
+        ("cpus_per_worker", "-2", "a number >= 0"),
         ("within", "street", "anywhere, rack, node"),
         ("priority", "high", "an integer from 0"),
         ("preemptible", "perhaps", "yes or no"),
-        ("checkpoint_s", "0", "seconds > 0"),
+        ("checkpoint_interval_s", "0", "seconds > 0"),
         ("time_limit_s", "inf", "a number of seconds >= 0"),
         ("job_id", "one", "unique"),
     ],
@@ -78,7 +117,11 @@ def test_invalid_value_is_reported_with_line_column_and_allowed_values(csv, colu
 
 
 @pytest.mark.parametrize(
-    ("column", "hint"), [("gpuss", "did you mean gpus?"), ("colour", "known columns: checkpoint_s, ")]
+    ("column", "hint"),
+    [
+        ("gpus_per_workers", "did you mean gpus_per_worker?"),
+        ("colour", "known columns: checkpoint_interval_s, "),
+    ],
 )
 def test_unknown_column_is_rejected(csv, column: str, hint: str) -> None:
     with pytest.raises(UsageError, match=f"csv:1: unknown column '{column}'") as caught:
@@ -98,7 +141,9 @@ def test_philly_jobs_larger_than_a_node_are_gangs(csv) -> None:
             "2017-09-04 10:00:00,100,8,800,x\n2017-09-04 10:00:10,50,12,600,y\n2017-09-04 10:00:20,0,32,0,x\n"
         )
     )
-    assert [(job.submitted_s, job.duration_s, job.workers, job.gpus, job.tenant) for job in jobs] == [
+    assert [
+        (job.submitted_s, job.duration_s, job.workers, job.gpus_per_worker, job.tenant) for job in jobs
+    ] == [
         (0.0, 100.0, 1, 8, "x"),
         (10.0, 50.0, 2, 6, "y"),
         (20.0, 1.0, 4, 8, "x"),
@@ -109,11 +154,11 @@ def test_openb_durations_come_from_the_trace_or_are_drawn(csv) -> None:
     head = "cpu_milli,memory_mib,num_gpu,gpu_milli,gpu_spec,creation_time,deletion_time,scheduled_time\n"
     path = csv(head + "100,5,1,460,A|B,10,200,20\n100,5,0,0,,15,200,\n")
     jobs = read_openb_jobs(path, draw_duration_s=lambda rng: 77.0, seed=0)
-    assert [(job.submitted_s, job.duration_s, job.gpus, job.gpu_milli) for job in jobs] == [
+    assert [(job.submitted_s, job.duration_s, job.gpus_per_worker, job.gpu_milli) for job in jobs] == [
         (0.0, 180.0, 1, 460),
         (5.0, 77.0, 0, 1000),
     ]
-    assert jobs[0].models == {"A", "B"}
+    assert jobs[0].gpu_models == {"A", "B"}
 
 
 def test_openb_without_times_draws_them_from_the_seed(csv) -> None:
@@ -129,7 +174,7 @@ def test_openb_without_times_draws_them_from_the_seed(csv) -> None:
 
 def test_with_load_scales_submission_times() -> None:
     nodes = uniform_nodes(1, gpus=4)
-    jobs = [SimJob("a", 0.0, 100.0, gpus=4), SimJob("b", 400.0, 100.0, gpus=4)]
+    jobs = [SimJob("a", 0.0, 100.0, gpus_per_worker=4), SimJob("b", 400.0, 100.0, gpus_per_worker=4)]
     assert offered_load(jobs, nodes) == 0.5
     faster = scale_to_load(jobs, nodes, 2.0)
     assert [job.submitted_s for job in faster] == [0.0, 100.0]

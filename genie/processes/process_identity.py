@@ -8,23 +8,23 @@ from genie.processes import process_table
 
 
 @dataclass(frozen=True, slots=True)
-class ProcessMark:
+class ProcessIdentity:
     """One process; a later process with the same ID has another start mark."""
 
     pid: int
-    start: str
+    start_mark: str
 
     @classmethod
-    def of_pid(cls, pid: int) -> ProcessMark | None:
+    def of_pid(cls, pid: int) -> ProcessIdentity | None:
         start = process_table.start_mark(pid)
         return cls(pid, start) if start else None
 
     @property
     def is_alive(self) -> bool:
         """False for a zombie."""
-        if not self.start or process_table.start_mark(self.pid) != self.start:
+        if not self.start_mark or process_table.start_mark(self.pid) != self.start_mark:
             return False
         return process_table.is_running(self.pid)
 
     def send_signal(self, number: int) -> bool:
-        return process_table.send_signal(self.pid, self.start, number)
+        return process_table.send_signal(self.pid, self.start_mark, number)

@@ -15,10 +15,10 @@
 
 namespace genie {
 
-class Placement {
+class Placer {
  public:
-  Placement(const std::string& policy, uint64_t seed, std::vector<TypicalShape> typical,
-            const SupplyOptions& options);
+  Placer(const std::string& policy, uint64_t seed, std::vector<TypicalShape> typical,
+         const SupplyOptions& options);
 
   Cluster& cluster() { return cluster_; }
   const Cluster& cluster() const { return cluster_; }
@@ -33,7 +33,7 @@ class Placement {
   void drop_class(int request_class);
   // Precomputes what the next choices need; false if the budget is exhausted and something is left. Without
   // changes of the cluster, several small budgets have the same effect as a large one.
-  bool precompute(int64_t budget);
+  bool precompute(int64_t evaluations_max);
 
  private:
   // A policy with what it has learned, and its evaluations of the nodes.
@@ -50,7 +50,7 @@ class Placement {
   void learn_from_history();
   void adopt_update_if_overdue();
   bool refresh_policy(WorkBudget& budget);
-  bool free_retired(WorkBudget& budget);
+  bool free_retired_state(WorkBudget& budget);
   std::optional<NodeChoice> choose_at_random(const RequestClass& request, uint32_t tenant,
                                              const NodeSet* among);
 
@@ -60,8 +60,8 @@ class Placement {
   bool was_precompute_called_ = false;  // precompute() is used, so updates are prepared there
   std::unique_ptr<LearnedState> current_state_;
   std::unique_ptr<LearnedState> next_state_;
-  std::unique_ptr<LearnedState> retired_;  // freed by precompute(): that takes long, too
-  std::vector<RequestClass> history_;      // a ring buffer, without allowed nodes and GPUs
+  std::unique_ptr<LearnedState> retired_state_;  // freed by precompute(): that takes long, too
+  std::vector<RequestClass> history_;            // a ring buffer, without allowed nodes and GPUs
   uint64_t observed_requests_ = 0;
   uint64_t next_update_at_request_ = 0;
   SeededRandom random_;

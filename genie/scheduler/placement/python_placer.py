@@ -14,10 +14,10 @@ from genie.scheduler.placement import baseline_policies, supply_policy
 from genie.scheduler.placement.gpus import request_capacity
 from genie.scheduler.placement.protocol import (
     ANY_MODEL,
-    CLASSES_MAX,
     MODELS_MAX,
     NODE_GPUS_MAX,
     NODE_SETS_MAX,
+    REQUEST_CLASSES_MAX,
     UNLIMITED,
     WHOLE_GPU_MILLI,
     NodeState,
@@ -41,12 +41,14 @@ UPDATE_INTERVAL_REQUESTS = 200
 """Requests before the first update of a learning policy, and between later ones."""
 
 
-class PlainPlacer:
+class PythonPlacer:
     """See protocol.Placer."""
 
     def __init__(self, policy: str, *, typical: Sequence[TypicalShape] = (), gamma: float = 0.05) -> None:
         self._cluster = PlacementCluster()
-        self._request_classes = SlotTable[PlacementRequest](item_name="request class", count_max=CLASSES_MAX)
+        self._request_classes = SlotTable[PlacementRequest](
+            item_name="request class", count_max=REQUEST_CLASSES_MAX
+        )
         self._node_sets = SlotTable[frozenset[int]](item_name="node set", count_max=NODE_SETS_MAX)
         factories = baseline_policies.POLICY_FACTORIES | {
             "supply": lambda _: supply_policy.SupplyPolicy(self._cluster, gamma=gamma)
@@ -68,7 +70,7 @@ class PlainPlacer:
         gpus: int,
         gpu_memory_mib: int = 0,
         model: int = 0,
-        rank: int = -1,
+        tie_break_rank: int = -1,
         islands: Sequence[int] | None = None,
         numa: Sequence[int] | None = None,
     ) -> int:
@@ -83,14 +85,16 @@ class PlainPlacer:
         devices = [
             Gpu(WHOLE_GPU_MILLI, gpu_memory_mib, island=island, numa=numa) for island, numa in localities
         ]
-        rank = number if rank < 0 else rank
+        rank = number if tie_break_rank < 0 else tie_break_rank
         node = Node(number, cpu_milli, memory_mib, gpu_memory_mib, model, rank, devices)
         return self._cluster.node_slots.add(node)
 
     def drop_node(self, node: int) -> None:
         dropped = self._get_node(node)
         free = (dropped.free_cpu_milli, dropped.free_memory_mib)
-        if free != (dropped.cpu_milli, dropped.memory_mib) or any(dropped.held_request_counts.values()):
+        if free != (dropped.cpu_milli, dropped.memory_mib) or any(
+            dropped.held_requests_by_gpu_count.values()
+        ):
             raise UsageError(f"cannot drop node {node}: resources are held there")
         self._cluster.node_slots.drop(node)
         self._node_sets.replace_each(lambda nodes: nodes - {node})
@@ -103,11 +107,14 @@ class PlainPlacer:
     def set_open(self, node: int, *, is_open: bool) -> None:
         self._get_node(node).is_open = is_open
 
-    def set_gpu(self, node: int, gpu: int, *, is_open: bool, memory_outside_mib: int) -> None:
+    def set_gpu(self, node: int, gpu: int, *, is_open: bool, memory_used_outside_cluster_mib: int) -> None:
         gpus = self._get_node(node).gpus
-        if not 0 <= gpu < len(gpus) or memory_outside_mib < 0:
+        if not 0 <= gpu < len(gpus) or memory_used_outside_cluster_mib < 0:
             raise UsageError(f"node {node} has no GPU {gpu}, or the memory is negative")
-        gpus[gpu].is_open, gpus[gpu].memory_outside_mib = is_open, memory_outside_mib
+        gpus[gpu].is_open, gpus[gpu].memory_used_outside_cluster_mib = (
+            is_open,
+            memory_used_outside_cluster_mib,
+        )
 
     def register_request_class(
         self,
@@ -117,7 +124,7 @@ class PlainPlacer:
         gpu_memory_mib: int = 0,
         cpu_milli: int = 0,
         memory_mib: int = 0,
-        models: int = ANY_MODEL,
+        models_mask: int = ANY_MODEL,
         nodes: Sequence[int] | None = None,
         one_island: bool = False,
         only_gpus: Sequence[int] | None = None,
@@ -133,12 +140,12 @@ class PlainPlacer:
         allowed = None if nodes is None else self._check_node_numbers(nodes)
         amounts = (gpus, gpu_milli, gpu_memory_mib, cpu_milli, memory_mib)
         these = None if only_gpus is None else frozenset(_check_gpu_numbers(only_gpus))
-        return self._request_classes.add(PlacementRequest(*amounts, models, allowed, one_island, these))
+        return self._request_classes.add(PlacementRequest(*amounts, models_mask, allowed, one_island, these))
 
     def drop_class(self, request_class: int) -> None:
         self._request_classes.drop(request_class)
 
-    def node_set(self, nodes: Sequence[int], *, all_but: bool = False) -> int:
+    def register_node_set(self, nodes: Sequence[int], *, all_but: bool = False) -> int:
         these = self._check_node_numbers(nodes)
         return self._node_sets.add(self._nodes_of_set(None) - these if all_but else these)
 
@@ -150,7 +157,7 @@ class PlainPlacer:
         chosen = _check_gpu_numbers(gpus)
         fits = target.has_cpu_and_memory(request) and len(chosen) == request.gpus
         fits = fits and all(
-            g < len(target.gpus) and target.gpus[g].has_capacity(request, tenant) for g in chosen
+            g < len(target.gpus) and target.gpus[g].has_unallocated_capacity(request, tenant) for g in chosen
         )
         if not fits:
             raise UsageError(f"the request does not fit on node {node}")
@@ -228,7 +235,7 @@ class PlainPlacer:
                 most, where = len(found), index
         return fill_domain(where, most) if most >= least else None
 
-    def precompute(self, budget: int = UNLIMITED) -> bool:
+    def precompute(self, evaluations_max: int = UNLIMITED) -> bool:
         """The budget is ignored."""
         self._was_precompute_called = True
         if self._is_update_due():
@@ -325,7 +332,7 @@ def _check_gpu_numbers(gpus: Sequence[int]) -> tuple[int, ...]:
 
 
 def _may_be_held(node: Node, request: PlacementRequest, gpus: tuple[int, ...]) -> bool:
-    if request.gpus and not node.held_request_counts.get(
+    if request.gpus and not node.held_requests_by_gpu_count.get(
         0 if request.requests_gpu_fraction else request.gpus
     ):
         return False
@@ -352,4 +359,4 @@ def _change_free_resources(
         node.gpus[number].free_memory_mib += sign * request.gpu_memory_mib
     if request.gpus:
         kind = 0 if request.requests_gpu_fraction else request.gpus
-        node.held_request_counts[kind] = node.held_request_counts.get(kind, 0) - sign
+        node.held_requests_by_gpu_count[kind] = node.held_requests_by_gpu_count.get(kind, 0) - sign

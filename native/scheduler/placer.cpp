@@ -1,4 +1,4 @@
-#include "placement.h"
+#include "placer.h"
 
 #include <algorithm>
 #include <bit>
@@ -16,8 +16,8 @@ constexpr int64_t kLearningWork = 2000;  // of begin_learning(), see WorkBudget
 
 }  // namespace
 
-Placement::Placement(const std::string& policy, uint64_t seed, std::vector<TypicalShape> typical,
-                     const SupplyOptions& options)
+Placer::Placer(const std::string& policy, uint64_t seed, std::vector<TypicalShape> typical,
+               const SupplyOptions& options)
     : options_(options), next_update_at_request_(kFirstUpdateAfterRequests), random_(seed) {
   current_state_ = std::make_unique<LearnedState>();
   if (policy == "dotprod") {
@@ -39,7 +39,7 @@ Placement::Placement(const std::string& policy, uint64_t seed, std::vector<Typic
   }
 }
 
-void Placement::observe(int request_class, uint32_t tenant) {
+void Placer::observe(int request_class, uint32_t tenant) {
   const RequestClass& request = cluster_.request_class(request_class);
   if (tenant == 0) throw UsageError("a tenant must be a number from 1");
   if (was_precompute_called_) {
@@ -53,7 +53,7 @@ void Placement::observe(int request_class, uint32_t tenant) {
   ++observed_requests_;
 }
 
-std::optional<NodeChoice> Placement::choose(int request_class, uint32_t tenant, std::optional<int> among) {
+std::optional<NodeChoice> Placer::choose(int request_class, uint32_t tenant, std::optional<int> among) {
   const RequestClass& request = cluster_.request_class(request_class);
   if (tenant == 0) throw UsageError("a tenant must be a number from 1");
   const NodeSet* allowed = among ? &cluster_.node_set(*among) : nullptr;
@@ -62,15 +62,15 @@ std::optional<NodeChoice> Placement::choose(int request_class, uint32_t tenant, 
   return current_state_->cache.find_best(cluster_, *current_state_->policy, request_class, tenant, allowed);
 }
 
-std::optional<NodeChoice> Placement::place(int request_class, uint32_t tenant, std::optional<int> among) {
+std::optional<NodeChoice> Placer::place(int request_class, uint32_t tenant, std::optional<int> among) {
   const std::optional<NodeChoice> chosen = choose(request_class, tenant, among);
   if (chosen) cluster_.take(chosen->node, request_class, tenant, chosen->gpus);
   return chosen;
 }
 
-std::optional<std::vector<NodeChoice>> Placement::place_gang(const Gang& gang,
-                                                             const std::optional<std::vector<int>>& domains,
-                                                             std::optional<int> among) {
+std::optional<std::vector<NodeChoice>> Placer::place_gang(const Gang& gang,
+                                                          const std::optional<std::vector<int>>& domains,
+                                                          std::optional<int> among) {
   cluster_.request_class(gang.request_class);
   if (gang.tenant == 0) throw UsageError("a tenant must be a number from 1");
   if (gang.workers < 1 || gang.workers_min < 0 || gang.workers_min > gang.workers) {
@@ -90,30 +90,30 @@ std::optional<std::vector<NodeChoice>> Placement::place_gang(const Gang& gang,
   return GangPlacer(cluster_, *current_state_->policy, evaluations, gang).place(sets, allowed);
 }
 
-void Placement::drop_class(int request_class) {
+void Placer::drop_class(int request_class) {
   cluster_.drop_class(request_class);
   current_state_->cache.drop_class(request_class);
   if (next_state_ != nullptr) next_state_->cache.drop_class(request_class);
 }
 
 // With precompute(), updates are prepared there; if the calls stop, updates must still happen.
-void Placement::adopt_update_if_overdue() {
+void Placer::adopt_update_if_overdue() {
   if (was_precompute_called_ ? observed_requests_ < next_update_at_request_ + kUpdateIntervalRequests
                              : !is_update_due())
     return;
   learn_from_history();
 }
 
-bool Placement::precompute(int64_t units) {
+bool Placer::precompute(int64_t evaluations_max) {
   if (is_random_) return true;
   was_precompute_called_ = true;
-  WorkBudget budget(units);
+  WorkBudget budget(evaluations_max);
   return current_state_->cache.refresh(cluster_, *current_state_->policy, budget) && refresh_policy(budget) &&
-         free_retired(budget);
+         free_retired_state(budget);
 }
 
 // The current state is used until the next one is complete.
-bool Placement::refresh_policy(WorkBudget& budget) {
+bool Placer::refresh_policy(WorkBudget& budget) {
   SupplyPolicy* supply = current_state_->supply;
   if (supply == nullptr) return true;
   if (next_state_ == nullptr) {
@@ -128,19 +128,19 @@ bool Placement::refresh_policy(WorkBudget& budget) {
   }
   if (!next_state_->supply->prepare(cluster_, budget)) return false;
   if (!next_state_->cache.refresh(cluster_, *next_state_->policy, budget)) return false;
-  retired_ = std::move(current_state_);
+  retired_state_ = std::move(current_state_);
   current_state_ = std::move(next_state_);
   return true;
 }
 
-bool Placement::free_retired(WorkBudget& budget) {
-  if (retired_ == nullptr) return true;
-  if (!retired_->cache.clear(budget) || budget.is_exhausted()) return false;
-  retired_.reset();
+bool Placer::free_retired_state(WorkBudget& budget) {
+  if (retired_state_ == nullptr) return true;
+  if (!retired_state_->cache.clear(budget) || budget.is_exhausted()) return false;
+  retired_state_.reset();
   return true;
 }
 
-bool Placement::is_update_due() {
+bool Placer::is_update_due() {
   SupplyPolicy* supply = current_state_->supply;
   if (supply == nullptr) return false;
   if (observed_requests_ >= next_update_at_request_) return true;
@@ -149,14 +149,14 @@ bool Placement::is_update_due() {
   return supply->is_stale();
 }
 
-void Placement::learn_from_history() {
+void Placer::learn_from_history() {
   WorkBudget unlimited(kUnlimitedWork);
   current_state_ = begin_learning();
   current_state_->supply->prepare(cluster_, unlimited);
   next_state_.reset();
 }
 
-std::unique_ptr<Placement::LearnedState> Placement::begin_learning() {
+std::unique_ptr<Placer::LearnedState> Placer::begin_learning() {
   auto state = std::make_unique<LearnedState>();
   std::unique_ptr<SupplyPolicy> supply;
   if (current_state_->supply != nullptr && observed_requests_ < next_update_at_request_) {
@@ -174,8 +174,8 @@ std::unique_ptr<Placement::LearnedState> Placement::begin_learning() {
   return state;
 }
 
-std::optional<NodeChoice> Placement::choose_at_random(const RequestClass& request, uint32_t tenant,
-                                                      const NodeSet* among) {
+std::optional<NodeChoice> Placer::choose_at_random(const RequestClass& request, uint32_t tenant,
+                                                   const NodeSet* among) {
   // Reservoir sampling: the n-th node that fits replaces the chosen one with probability 1/n.
   std::optional<NodeChoice> chosen;
   uint64_t seen = 0;
@@ -188,7 +188,7 @@ std::optional<NodeChoice> Placement::choose_at_random(const RequestClass& reques
     if (request.gpus > 0 && gpus == 0) continue;
     if (random_.next() % ++seen == 0) chosen = NodeChoice{number, gpus};
   }
-  if (!chosen || request.gpus != 1 || !request.is_fraction()) return chosen;
+  if (!chosen || request.gpus != 1 || !request.requests_gpu_fraction()) return chosen;
   const Node& node = cluster_.nodes()[chosen->node];
   seen = 0;
   for (int g = 0; g < node.gpu_count; ++g) {
