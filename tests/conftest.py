@@ -21,7 +21,7 @@ import pytest_asyncio
 
 from tests import forkserver, needs
 from tests.durations import Durations
-from tests.fakes.nvml.fake import build
+from tests.fakes.nvml.fake import compile_fake_nvml
 from tests.forkserver import ForkServer
 from tests.interrupts import Interrupts
 from tests.leaks import LeakCheck, end_processes, processes_of_run
@@ -115,7 +115,7 @@ def pytest_configure_node(node: Any) -> None:  # Any: xdist has no public type f
 @pytest.fixture(scope="session")
 def nvml_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The fake NVML library, compiled."""
-    return build(needs.require_program("cc", package="gcc"), tmp_path_factory.mktemp("nvml"))
+    return compile_fake_nvml(needs.require_program("cc", package="gcc"), tmp_path_factory.mktemp("nvml"))
 
 
 @pytest.fixture

@@ -30,7 +30,7 @@ EVERYTHING = (
 )
 
 
-def read(**given: object) -> PlacementConstraints:
+def parse_placement_options(**given: object) -> PlacementConstraints:
     return parse_constraints(PlacementOptions(**given), gpus=1, now=100.0)  # type: ignore[arg-type]
 
 
@@ -72,22 +72,22 @@ def test_spread_option(genie, controller) -> None:
 
 
 def test_defaults_are_an_empty_request() -> None:
-    assert read() == PlacementConstraints()
+    assert parse_placement_options() == PlacementConstraints()
     assert parse_resources(PlacementOptions(), gpus="0", cpus="0", memory=None) == Resources()
 
 
 def test_grace_period_defaults_to_30_seconds() -> None:
-    assert read(preemptible=True) == PlacementConstraints(preemptible=True, grace_s=30.0)
-    assert read(preemptible=True, grace="0").grace_s == 0.0
+    assert parse_placement_options(preemptible=True) == PlacementConstraints(preemptible=True, grace_s=30.0)
+    assert parse_placement_options(preemptible=True, grace="0").grace_s == 0.0
 
 
 def test_deadline_is_relative_to_now() -> None:
-    assert read(deadline="1m").deadline_at == 160.0
+    assert parse_placement_options(deadline="1m").deadline_at == 160.0
 
 
 @pytest.mark.parametrize(("text", "found"), [("8.0", (8, 0)), ("9", (9, 0)), ("12.1", (12, 1))])
 def test_capability_is_parsed(text: str, found: tuple[int, int]) -> None:
-    assert read(capability=text).capability_min == found
+    assert parse_placement_options(capability=text).capability_min == found
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ def test_capability_is_parsed(text: str, found: tuple[int, int]) -> None:
 )
 def test_invalid_option_is_named_with_allowed_values(given: dict[str, object], named: str) -> None:
     with pytest.raises(UsageError) as caught:
-        read(**given)
+        parse_placement_options(**given)
     assert caught.value.message.startswith(named)
     assert caught.value.hint
 

@@ -56,7 +56,7 @@ def make_peer(name: str, status: NodeStatus = NodeStatus.HEALTHY) -> NodeInfo:
     return NodeInfo(node_id=name, hostname=name, role=NodeRole.WORKER, host="127.0.0.1", status=status)
 
 
-def make_result(status: NodeStatus, name: str = "x") -> CheckResult:
+def make_check_result(status: NodeStatus, name: str = "x") -> CheckResult:
     return CheckResult(name=name, status=status, reason="why")
 
 
@@ -193,7 +193,7 @@ STATUSES = st.lists(st.sampled_from(STATUSES_BY_SEVERITY), max_size=8)
 
 @given(STATUSES)
 def test_overall_is_the_worst_status(statuses: list[NodeStatus]) -> None:
-    verdict = worst_status([make_result(status) for status in statuses])
+    verdict = worst_status([make_check_result(status) for status in statuses])
     assert verdict in (statuses or [HEALTHY])
     assert all(
         STATUSES_BY_SEVERITY.index(status) <= STATUSES_BY_SEVERITY.index(verdict) for status in statuses
@@ -204,17 +204,17 @@ def test_overall_is_the_worst_status(statuses: list[NodeStatus]) -> None:
 def test_overall_is_monotonic_and_independent_of_order(
     statuses: list[NodeStatus], more: NodeStatus, chance: object
 ) -> None:
-    before = worst_status([make_result(status) for status in statuses])
+    before = worst_status([make_check_result(status) for status in statuses])
     mixed = [*statuses, more]
     chance.shuffle(mixed)  # type: ignore[attr-defined]
     assert STATUSES_BY_SEVERITY.index(
-        worst_status([make_result(status) for status in mixed])
+        worst_status([make_check_result(status) for status in mixed])
     ) >= STATUSES_BY_SEVERITY.index(before)
 
 
 def test_check_result_rejects_other_statuses() -> None:
     with pytest.raises(AssertionError):
-        make_result(NodeStatus.DISCONNECTED)
+        make_check_result(NodeStatus.DISCONNECTED)
 
 
 # --- checker --------------------------------------------------------------------------------------
@@ -232,7 +232,7 @@ def make_scripted_check(*statuses: NodeStatus, name: str = "x") -> HealthCheck:
     left = list(statuses)
 
     async def check() -> CheckResult:
-        return make_result(left[0] if len(left) == 1 else left.pop(0), name)
+        return make_check_result(left[0] if len(left) == 1 else left.pop(0), name)
 
     return check
 
@@ -303,7 +303,7 @@ async def test_run_checks_immediately_and_then_every_interval() -> None:
 
     async def counted() -> CheckResult:
         rounds.append(1)
-        return make_result(HEALTHY)
+        return make_check_result(HEALTHY)
 
     stopped: list[int] = []
     checker = HealthChecker("n", checks={"x": counted}, clock=clock, on_stop=lambda: stopped.append(1))
@@ -322,7 +322,7 @@ async def test_run_waits_one_interval_if_there_is_a_report() -> None:
 
     async def count() -> CheckResult:
         rounds.append(1)
-        return make_result(HEALTHY)
+        return make_check_result(HEALTHY)
 
     checker = HealthChecker("n", checks={"x": count}, interval_s=30.0, clock=clock)
     await checker.check()

@@ -353,7 +353,7 @@ def test_logs_prints_json(genie, controller) -> None:
     assert json.loads(genie("logs", "j1", "--json").out) == {"job": "j1", "log": "one\n\ufffd"}
 
 
-def make_run_logs_reply(logs: dict[int, bytes]):
+def make_read_log_handler(logs: dict[int, bytes]):
     """Let the controller have these runs; the last one is running."""
 
     def read(request: ReadLog) -> LogChunk:
@@ -372,7 +372,7 @@ def make_run_logs_reply(logs: dict[int, bytes]):
 
 
 def test_logs_of_one_run_and_of_all_runs(genie, controller) -> None:
-    controller.replies[ReadLog] = make_run_logs_reply({3: b"three\n", 4: b"four\n"})
+    controller.replies[ReadLog] = make_read_log_handler({3: b"three\n", 4: b"four\n"})
     assert genie("logs", "j1") == (0, "four\n", "")
     assert genie("logs", "j1", "--run", "3") == (0, "three\n", "")
     assert genie("logs", "j1", "--all-runs") == (0, "three\nfour\n", "run 3:\nrun 4:\n")
@@ -385,7 +385,7 @@ def test_logs_of_one_run_and_of_all_runs(genie, controller) -> None:
 
 
 def test_missing_log_of_a_run_does_not_hide_the_others(genie, controller) -> None:
-    controller.replies[ReadLog] = make_run_logs_reply({3: b"", 4: b"four\n"})
+    controller.replies[ReadLog] = make_read_log_handler({3: b"", 4: b"four\n"})
     ran = genie("logs", "j1", "--all-runs")
     assert (ran.code, ran.out) == (0, "four\n")
     assert "no log of run 3" in ran.err
@@ -399,9 +399,9 @@ def test_invalid_run_options_are_rejected(genie, argv) -> None:
 
 
 def test_follow_continues_with_the_next_run(genie, controller) -> None:
-    controller.replies[ReadLog] = make_run_logs_reply({1: b"one\n", 2: b"two\n"})
+    controller.replies[ReadLog] = make_read_log_handler({1: b"one\n", 2: b"two\n"})
     controller.replies[GetJob] = make_job_reply(make_placed_job(JobState.RUNNING))
-    first = make_run_logs_reply({1: b"one\n"})
+    first = make_read_log_handler({1: b"one\n"})
     read = controller.replies[ReadLog]
     controller.replies[ReadLog] = lambda request: (read if request.run else first)(request)
     assert genie("logs", "-f", "j1").out == "one\ntwo\n"

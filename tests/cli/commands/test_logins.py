@@ -68,7 +68,7 @@ def test_token_may_come_from_standard_input(genie, remote_cluster, address, monk
     assert genie("status").code == 0
 
 
-def type_token(argv: list[str], text: str) -> tuple[int, str]:
+def run_and_type_token(argv: list[str], text: str) -> tuple[int, str]:
     """Run a command on a terminal, type a reply to its prompt, and return exit code and output."""
     parent, child = pty.openpty()
     process = subprocess.Popen(
@@ -97,14 +97,14 @@ def type_token(argv: list[str], text: str) -> tuple[int, str]:
 
 
 def test_token_prompt_does_not_echo(remote_cluster, address, state_dir) -> None:
-    code, shown = type_token(["login", address], str(OWNER_TOKEN))
+    code, shown = run_and_type_token(["login", address], str(OWNER_TOKEN))
     assert code == 0, shown
     assert f"Token for {address}" in shown and OWNER_TOKEN.secret not in shown
     assert [login.token for login in list_logins(state_dir)] == [OWNER_TOKEN]
 
 
 def test_empty_token_is_not_stored(address, state_dir) -> None:
-    code, shown = type_token(["login", address], " ")
+    code, shown = run_and_type_token(["login", address], " ")
     assert code == 1
     assert "no token entered" in shown
     assert list_logins(state_dir) == []

@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parents[3]
 Cli = Callable[..., CommandOutcome]
 
 
-def use_testbed_grid(
+def use_three_nodes_as_grid(
     testbed: SshTestbed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, more: str = ""
 ) -> None:
     more = more or "ssh: {connect_timeout: 10, max_retries: 0}\nhealth_check: {timeout: 10}\n"
@@ -43,13 +43,13 @@ def use_testbed_grid(
 
 @pytest.fixture
 def cli(genie: Cli, testbed: SshTestbed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cli:
-    use_testbed_grid(testbed, tmp_path, monkeypatch)
+    use_three_nodes_as_grid(testbed, tmp_path, monkeypatch)
     return lambda *argv: genie("grid", *argv)
 
 
 @pytest.fixture
 def own_cli(genie: Cli, own_testbed: SshTestbed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cli:
-    use_testbed_grid(own_testbed, tmp_path, monkeypatch)
+    use_three_nodes_as_grid(own_testbed, tmp_path, monkeypatch)
     return lambda *argv: genie("grid", *argv)
 
 
@@ -344,7 +344,7 @@ def test_ps_reports_unreachable_nodes(own_testbed: SshTestbed, own_cli: Cli) -> 
 
 
 @pytest.fixture
-def grid_cli(fork_server: ForkServer) -> Callable[..., ForkedProcess]:
+def start_grid_cli(fork_server: ForkServer) -> Callable[..., ForkedProcess]:
     """Start a command and kill it at the end of the block."""
 
     def start(*argv: str) -> ForkedProcess:
@@ -355,19 +355,19 @@ def grid_cli(fork_server: ForkServer) -> Callable[..., ForkedProcess]:
     return start
 
 
-def first_line(process: ForkedProcess) -> bytes:
+def read_first_line(process: ForkedProcess) -> bytes:
     assert process.stdout is not None
     return process.stdout.readline()
 
 
 def test_first_interrupt_is_forwarded_and_second_kills(
-    own_testbed: SshTestbed, own_cli: Cli, grid_cli: Callable[..., ForkedProcess]
+    own_testbed: SshTestbed, own_cli: Cli, start_grid_cli: Callable[..., ForkedProcess]
 ) -> None:
     stubborn = "trap 'echo interrupted' INT; echo ready; while :; do sleep 0.1; done"
-    with grid_cli("run", stubborn, "--node", "gpu1") as process:
-        assert first_line(process) == b"ready\n"
+    with start_grid_cli("run", stubborn, "--node", "gpu1") as process:
+        assert read_first_line(process) == b"ready\n"
         process.send_signal(signal.SIGINT)
-        assert first_line(process) == b"interrupted\n"
+        assert read_first_line(process) == b"interrupted\n"
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=30)
         assert process.returncode == 128 + 9, err
@@ -411,29 +411,29 @@ def test_attach_reports_the_duration_of_the_run(own_testbed: SshTestbed, own_cli
 
 
 def test_run_survives_a_killed_client(
-    own_testbed: SshTestbed, own_cli: Cli, grid_cli: Callable[..., ForkedProcess]
+    own_testbed: SshTestbed, own_cli: Cli, start_grid_cli: Callable[..., ForkedProcess]
 ) -> None:
     command = "echo begun; while [ ! -e ~/go ]; do sleep 0.05; done; echo ended; exit 6"
-    with grid_cli("run", command, "--node", "gpu1") as process:
-        assert first_line(process) == b"begun\n"
+    with start_grid_cli("run", command, "--node", "gpu1") as process:
+        assert read_first_line(process) == b"begun\n"
         process.kill()
     (own_testbed["gpu1"].home / "go").touch()
     (one,) = json.loads(own_cli("ps", "--all", "--json").out)["runs"]
-    with grid_cli("attach", one["run_id"]) as later:
+    with start_grid_cli("attach", one["run_id"]) as later:
         out, err = later.communicate(timeout=30)
         assert (later.returncode, out) == (6, b"begun\nended\n"), err
 
 
 def test_second_interrupt_exits_if_the_node_is_unreachable(
-    own_testbed: SshTestbed, own_cli: Cli, grid_cli: Callable[..., ForkedProcess]
+    own_testbed: SshTestbed, own_cli: Cli, start_grid_cli: Callable[..., ForkedProcess]
 ) -> None:
-    with grid_cli("run", "echo ready; sleep 7204", "--node", "gpu1") as process:
-        assert first_line(process) == b"ready\n"
+    with start_grid_cli("run", "echo ready; sleep 7204", "--node", "gpu1") as process:
+        assert read_first_line(process) == b"ready\n"
         own_testbed["gpu1"].stop()
         assert process.stderr is not None
-        wait_for(process, b"has been unreachable for")
+        wait_for_stderr_line(process, b"has been unreachable for")
         process.send_signal(signal.SIGINT)
-        wait_for(process, b"could not be signalled")
+        wait_for_stderr_line(process, b"could not be signalled")
         process.send_signal(signal.SIGINT)
         assert process.wait(60) == 255
 
@@ -443,33 +443,35 @@ def test_third_interrupt_exits_at_once(
     own_cli: Cli,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    grid_cli: Callable[..., ForkedProcess],
+    start_grid_cli: Callable[..., ForkedProcess],
 ) -> None:
     run_id = own_cli("run", "echo ready; sleep 7205", "--node", "gpu1", "-d").out.strip()
-    use_testbed_grid(own_testbed, tmp_path, monkeypatch, more="ssh: {connect_timeout: 300, timeout: 300}\n")
-    with grid_cli("attach", run_id) as process:
-        assert first_line(process) == b"ready\n"
+    use_three_nodes_as_grid(
+        own_testbed, tmp_path, monkeypatch, more="ssh: {connect_timeout: 300, timeout: 300}\n"
+    )
+    with start_grid_cli("attach", run_id) as process:
+        assert read_first_line(process) == b"ready\n"
         with own_testbed["gpu1"].suspended():
             for word in (b"interrupting", b"killing", b""):
                 process.send_signal(signal.SIGINT)
                 if word:
-                    wait_for(process, word)
+                    wait_for_stderr_line(process, word)
             _, message = process.communicate(timeout=60)
     assert (process.returncode, b"may still be running" in message) == (130, True)
     assert b"could not be signalled" not in message
 
 
 def test_interrupt_during_a_start_names_the_run(
-    own_testbed: SshTestbed, own_cli: Cli, grid_cli: Callable[..., ForkedProcess]
+    own_testbed: SshTestbed, own_cli: Cli, start_grid_cli: Callable[..., ForkedProcess]
 ) -> None:
-    with own_testbed["gpu1"].suspended(), grid_cli("run", "true", "--node", "gpu1") as process:
+    with own_testbed["gpu1"].suspended(), start_grid_cli("run", "true", "--node", "gpu1") as process:
         wait_until(psutil.Process(process.pid).net_connections, timeout_s=30, what="an attempt to connect")
         process.send_signal(signal.SIGINT)
-        wait_for(process, b"grid-cli cancel r-")
+        wait_for_stderr_line(process, b"grid-cli cancel r-")
         assert process.wait(30) == 130
 
 
-def wait_for(process: subprocess.Popen[bytes], text: bytes) -> None:
+def wait_for_stderr_line(process: subprocess.Popen[bytes], text: bytes) -> None:
     assert process.stderr is not None
     lines = []
     while text not in (lines or [b""])[-1]:
@@ -478,10 +480,10 @@ def wait_for(process: subprocess.Popen[bytes], text: bytes) -> None:
 
 
 def test_closed_pipe_does_not_end_the_run(
-    own_testbed: SshTestbed, own_cli: Cli, grid_cli: Callable[..., ForkedProcess]
+    own_testbed: SshTestbed, own_cli: Cli, start_grid_cli: Callable[..., ForkedProcess]
 ) -> None:
-    with grid_cli("run", "while :; do echo line; sleep 0.02; done", "--node", "gpu1") as process:
-        assert first_line(process) == b"line\n"
+    with start_grid_cli("run", "while :; do echo line; sleep 0.02; done", "--node", "gpu1") as process:
+        assert read_first_line(process) == b"line\n"
         assert process.stdout is not None
         process.stdout.close()
         assert process.wait(30) == 1

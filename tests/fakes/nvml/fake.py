@@ -20,7 +20,7 @@ SOURCE = Path(__file__).with_name("nvml.c")
 ROOT = Path(__file__).parents[3]
 
 
-def build(compiler: str, folder: Path) -> Path:
+def compile_fake_nvml(compiler: str, folder: Path) -> Path:
     """Compiles the library into `folder` with the file name that pynvml loads."""
     library = folder / "libnvidia-ml.so.1"
     subprocess.run(
