@@ -20,7 +20,7 @@ from genie.errors import (
 from genie.model.job import JobState
 from genie.model.messages import CancelJob, DeviceReply, OpenDevice, SessionHeartbeat, WaitDevice
 from genie.model.node import NodeStatus, Vendor
-from tests.cluster.small_controller import SmallController, make_gpu, make_node, session_job
+from tests.cluster.small_controller import SmallController, make_gpu, make_node, make_session_job
 from tests.waiting import wait_until
 
 QUIET_SETTINGS = {"enable_gpu_monitoring": False, "enable_health_checks": False}
@@ -114,7 +114,7 @@ def test_executor_is_lost_when_its_session_job_has_ended(
     )
     wait_until(lambda: controller.count(WaitDevice) >= 2)
     assert lost == [], "the cluster still waits for it"
-    over = session_job("j-1", JobState.LOST, reason="its node is gone")
+    over = make_session_job("j-1", JobState.LOST, reason="its node is gone")
     controller.device = DeviceReply(job=over, endpoint=None)
     wait_until(lambda: lost)
     seen = controller.count(WaitDevice)
@@ -139,7 +139,7 @@ def test_executor_is_lost_when_its_session_job_is_unknown(
 def test_open_waits_until_the_executor_listens(controller: SmallController) -> None:
     genie.connect(**QUIET_SETTINGS)
     ready = controller.device
-    controller.device = DeviceReply(job=session_job("j-1", JobState.PLACING), endpoint=None)
+    controller.device = DeviceReply(job=make_session_job("j-1", JobState.PLACING), endpoint=None)
     got: list[str] = []
     waiting = threading.Thread(target=lambda: got.append(get_broker().open(0).ticket))
     waiting.start()
@@ -151,7 +151,7 @@ def test_open_waits_until_the_executor_listens(controller: SmallController) -> N
 
 def test_open_timeout_reports_the_pending_reason(controller: SmallController) -> None:
     genie.connect(timeout=2.0, **QUIET_SETTINGS)
-    job = session_job("j-9", JobState.QUEUED, reason="accelerator 0 of n1 is held by job j-3")
+    job = make_session_job("j-9", JobState.QUEUED, reason="accelerator 0 of n1 is held by job j-3")
     controller.device = DeviceReply(job=job, endpoint=None)
     with pytest.raises(DeviceUnavailableError, match=r"within 2 s: queued: .* held by job j-3"):
         get_broker().open(0)
@@ -160,7 +160,7 @@ def test_open_timeout_reports_the_pending_reason(controller: SmallController) ->
 
 def test_open_timeout_reports_the_status_of_the_executor(controller: SmallController) -> None:
     genie.connect(timeout=2.0, **QUIET_SETTINGS)
-    job = session_job("j-9", JobState.RUNNING, reason="compiling its library for torch 2.11")
+    job = make_session_job("j-9", JobState.RUNNING, reason="compiling its library for torch 2.11")
     controller.device = DeviceReply(job=job, endpoint=None)
     with pytest.raises(
         DeviceUnavailableError, match=r"node n1.*: compiling its library for torch 2\.11 \(retry in a"
@@ -170,7 +170,7 @@ def test_open_timeout_reports_the_status_of_the_executor(controller: SmallContro
 
 def test_failed_open_cancels_its_session_job(controller: SmallController) -> None:
     genie.connect(**QUIET_SETTINGS)
-    controller.device = DeviceReply(job=session_job("j-9", JobState.QUEUED), endpoint=None)
+    controller.device = DeviceReply(job=make_session_job("j-9", JobState.QUEUED), endpoint=None)
     controller.refusals[WaitDevice] = JobNotFoundError("there is no job j-9")
     with pytest.raises(JobNotFoundError):
         get_broker().open(0)
@@ -201,7 +201,7 @@ def test_rejected_open_is_retried_with_a_new_request_id(controller: SmallControl
 
 def test_open_reports_why_the_executor_ended(controller: SmallController) -> None:
     genie.connect(**QUIET_SETTINGS)
-    job = session_job("j-9", JobState.FAILED, reason="exit code 3")
+    job = make_session_job("j-9", JobState.FAILED, reason="exit code 3")
     controller.device = DeviceReply(job=job, endpoint=None)
     with pytest.raises(DeviceUnavailableError, match=r"exit code 3.*genie logs j-9"):
         get_broker().open(0)
@@ -210,7 +210,7 @@ def test_open_reports_why_the_executor_ended(controller: SmallController) -> Non
 def test_open_fails_when_the_session_ends(controller: SmallController) -> None:
     genie.connect(**QUIET_SETTINGS)
     controller.device = msgspec.structs.replace(
-        controller.device, job=session_job("j-1", JobState.PLACING), endpoint=None
+        controller.device, job=make_session_job("j-1", JobState.PLACING), endpoint=None
     )
     errors: list[BaseException] = []
     holder = get_broker()

@@ -25,14 +25,14 @@ from genie.model.job import JobSpec, JobState, Resources
 from genie.model.tenant import TokenRecord
 from genie.telemetry import log
 from tests.grid.quick_venv import QuickVenv
-from tests.grid.ssh.test_shell_words import NARROW, give_login_shell
+from tests.grid.ssh.test_shell_words import NARROW, set_login_shell
 from tests.grid.testbed import SshNode, SshTestbed
 from tests.integration.running import RunningCluster, StartedCluster
 from tests.waiting import wait_until
 
 
 @pytest.fixture(scope="module")
-def cluster_of_file(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningCluster]:
+def module_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningCluster]:
     """One cluster for all tests. Nodes that a test leaves in it do not respond."""
     state_dir = tmp_path_factory.mktemp("cluster") / "c"
     settings = config.load({"paths.state_dir": state_dir, "controller.port": 0, "cluster.node_id": "here"})
@@ -41,9 +41,9 @@ def cluster_of_file(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runnin
 
 
 @pytest.fixture
-def cluster(cluster_of_file: RunningCluster, monkeypatch: pytest.MonkeyPatch) -> RunningCluster:
-    cluster_of_file.configure_for_this_process(monkeypatch)
-    return cluster_of_file
+def cluster(module_cluster: RunningCluster, monkeypatch: pytest.MonkeyPatch) -> RunningCluster:
+    module_cluster.configure_for_this_process(monkeypatch)
+    return module_cluster
 
 
 @pytest.fixture
@@ -70,14 +70,14 @@ def grid_cli(
     log.reset()
 
 
-def give_environment(node: SshNode) -> None:
+def create_environment(node: SshNode) -> None:
     """Create an environment on the node that uses the dependencies of this machine, without downloads."""
     node.run(f"{node.bin}/python3 -m venv '/root/work space/genie_env'")
     pth = next((node.home / "work space/genie_env/lib").glob("python3*")) / "site-packages" / "here.pth"
     pth.write_text(str(Path(msgspec.__file__).parents[1]))
 
 
-async def run_on(cluster: RunningCluster, node: str) -> JobState:
+async def run_job_on(cluster: RunningCluster, node: str) -> JobState:
     async with open_client(cluster.settings()) as client:
         job = await client.submit(
             JobSpec(name="where", command=("hostname",), resources=Resources(gpus=0), node_id=node)
@@ -90,13 +90,13 @@ def test_node_is_promoted_runs_a_job_and_is_demoted(
     own_testbed: SshTestbed, cluster: RunningCluster, grid_cli: Callable[..., tuple[int, str, str]]
 ) -> None:
     node = own_testbed["gpu1"]
-    give_environment(node)
+    create_environment(node)
     where = f"{cluster.host}:{cluster.port}"
     code, out, err = grid_cli("promote", "gpu1", "--controller", where, "--json")
     assert code == 0, out + err
     assert json.loads(out)["nodes"] == [{"node": "gpu1", "outcome": "promoted", "error": "", "exit_code": 0}]
     assert cluster.token not in err
-    assert asyncio.run(run_on(cluster, "gpu1")) is JobState.SUCCEEDED
+    assert asyncio.run(run_job_on(cluster, "gpu1")) is JobState.SUCCEEDED
     assert '"already promoted"' in grid_cli("promote", "gpu1", "--controller", where, "--json")[1]
 
     code, out, err = grid_cli("demote", "gpu1", "--json")
@@ -106,7 +106,7 @@ def test_node_is_promoted_runs_a_job_and_is_demoted(
     assert not node.processes("genie")
     assert '"not promoted"' in grid_cli("demote", "gpu1", "--json")[1]
 
-    give_environment(node)
+    create_environment(node)
     code, out, err = grid_cli("promote", "gpu1", "--controller", where, "--json")
     assert (code, json.loads(out)["nodes"][0]["outcome"]) == (0, "promoted"), out + err
     assert grid_cli("demote", "gpu1", "--json")[0] == 0  # the cluster is shared with other tests
@@ -116,7 +116,7 @@ def test_demote_works_with_another_login_shell(
     own_testbed: SshTestbed, cluster: RunningCluster, grid_cli: Callable[..., tuple[int, str, str]]
 ) -> None:
     node = own_testbed["gpu1"]
-    give_login_shell(node, NARROW)
+    set_login_shell(node, NARROW)
     node.run("mkdir -p '/root/work space/genie_env'")
     code, out, err = grid_cli("demote", "gpu1", "--json")
     assert (code, json.loads(out)["nodes"][0]["outcome"]) == (0, "not promoted"), out + err
@@ -161,7 +161,7 @@ def test_failed_join_leaves_no_token_and_no_environment(
     assert "could not join the cluster" in result["error"] and "broken" in result["error"]
     assert node.run("ls -A '/root/work space'") == ""
 
-    found = asyncio.run(tokens(cluster))
+    found = asyncio.run(list_gpu1_tokens(cluster))
     assert found and all(token.revoked_at or token.used_at for token in found)
 
 
@@ -189,12 +189,12 @@ def test_ctrl_c_leaves_no_token_and_no_environment(
     assert process.returncode == 130, errors
     assert "gpu1: removing the incomplete installation" in errors
     assert node.run("ls -A '/root/work space'") == ""
-    assert all(token.revoked_at or token.used_at for token in asyncio.run(tokens(cluster)))
+    assert all(token.revoked_at or token.used_at for token in asyncio.run(list_gpu1_tokens(cluster)))
     for pid in node.processes("sleep 5903"):
         os.kill(pid, signal.SIGKILL)
 
 
-async def tokens(cluster: RunningCluster) -> list[TokenRecord]:
+async def list_gpu1_tokens(cluster: RunningCluster) -> list[TokenRecord]:
     async with open_client(cluster.settings()) as client:
         return [token for token in await client.list_tokens() if token.name == "grid-gpu1"]
 

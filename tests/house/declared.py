@@ -34,16 +34,18 @@ class DefinedUnit(NamedTuple):
     name: str
 
 
-def requiring_files() -> list[Path]:
+def list_files_with_requirements() -> list[Path]:
     """Test files that require root or an optional program."""
     requiring = {unit.path for unit in _requiring_units()}
-    return [path for path in _test_files() if path in requiring]
+    return [path for path in _list_test_files() if path in requiring]
 
 
 def files_for_bare_run() -> list[Path]:
     """The files with requirements, and the fastest other file of each folder."""
-    requiring = requiring_files()
-    others = [path for path in _test_files() if path not in requiring and "mark.long" not in path.read_text()]
+    requiring = list_files_with_requirements()
+    others = [
+        path for path in _list_test_files() if path not in requiring and "mark.long" not in path.read_text()
+    ]
     seconds = read_record()
     fastest: dict[Path, Path] = {}
     for path in sorted(others, key=lambda path: (seconds.get(relative_path(path), 0), path.stat().st_size)):
@@ -53,10 +55,10 @@ def files_for_bare_run() -> list[Path]:
 
 def long_files_for_bare_run() -> list[Path]:
     """The files with requirements in which every test is long."""
-    return [path for path in requiring_files() if _ALL_LONG.search(path.read_text("utf-8"))]
+    return [path for path in list_files_with_requirements() if _ALL_LONG.search(path.read_text("utf-8"))]
 
 
-def _test_files() -> list[Path]:
+def _list_test_files() -> list[Path]:
     return [path for path in python_files("tests") if path.name.startswith("test_")]
 
 
@@ -66,11 +68,11 @@ def _requiring_units() -> frozenset[DefinedUnit]:
     files = python_files("tests")
     users: dict[DefinedUnit, list[DefinedUnit]] = {}
     for path in files:
-        imported = _imported(path)
+        imported = _list_imported_units(path)
         folders = [folder for folder in path.parents if folder.is_relative_to(ROOT / "tests")]
         for name, used in _list_units(path):
             for each in used:
-                fixtures = [_fixture(folder / "conftest.py", each) for folder in folders]
+                fixtures = [_find_fixture(folder / "conftest.py", each) for folder in folders]
                 for unit in (imported.get(each, DefinedUnit(path, each)), *fixtures):
                     users.setdefault(unit, []).append(DefinedUnit(path, name))
     todo = [DefinedUnit(path, name) for path in files for name in _declaring_units(path)]
@@ -83,29 +85,31 @@ def _requiring_units() -> frozenset[DefinedUnit]:
     return frozenset(requiring)
 
 
-def _fixture(conftest: Path, name: str) -> DefinedUnit:
+def _find_fixture(conftest: Path, name: str) -> DefinedUnit:
     """The fixture of this name, which the file may import from another one."""
-    return (_imported(conftest) if conftest.is_file() else {}).get(name, DefinedUnit(conftest, name))
+    return (_list_imported_units(conftest) if conftest.is_file() else {}).get(
+        name, DefinedUnit(conftest, name)
+    )
 
 
 def _list_units(path: Path) -> Iterator[tuple[str, set[str]]]:
     """Units with the names that they use. Uses compiled code: walking syntax trees takes seconds."""
     for constant in compile(path.read_text("utf-8"), str(path), "exec").co_consts:
         if isinstance(constant, CodeType):
-            yield constant.co_name, _names(constant)
+            yield constant.co_name, _list_used_names(constant)
 
 
-def _names(code: CodeType) -> set[str]:
+def _list_used_names(code: CodeType) -> set[str]:
     """Globals, attributes and parameters (possible fixtures), including those of nested functions."""
     found = {*code.co_names, *code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]}
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            found |= _names(constant)
+            found |= _list_used_names(constant)
     return found
 
 
 @cache
-def _imported(path: Path) -> dict[str, DefinedUnit]:
+def _list_imported_units(path: Path) -> dict[str, DefinedUnit]:
     """Names that the file imports from tests/, with their units. A module contributes all its units."""
     found: dict[str, DefinedUnit] = {}
     for module, names in _IMPORT.findall(path.read_text("utf-8")):

@@ -139,7 +139,7 @@ IMPORTED = (
 _LINK = re.compile(r"\[[^\]]+\]\(([^)]+)\)")
 
 
-def index_rows() -> dict[str, str]:
+def read_index_rows() -> dict[str, str]:
     """Names of the documents with their entry on the page."""
     return {
         row[0].partition(",")[0].strip("`"): row[1]
@@ -172,16 +172,16 @@ def test_readme_links_the_index() -> None:
 def test_table_has_exactly_the_names_of_the_documents() -> None:
     named = [name for names in NAMES.values() for name in names]
     assert len(named) == len(set(named))
-    assert sorted(index_rows()) == sorted(named)
+    assert sorted(read_index_rows()) == sorted(named)
 
 
-@pytest.mark.parametrize("name", sorted(index_rows()))
+@pytest.mark.parametrize("name", sorted(read_index_rows()))
 def test_name_has_a_link_or_is_marked_as_missing(name: str) -> None:
-    assert is_valid_cell(index_rows()[name])
+    assert is_valid_cell(read_index_rows()[name])
 
 
 def test_name_marked_as_missing_does_not_exist() -> None:
-    absent = [name for name, cell in index_rows().items() if cell.startswith("not ")]
+    absent = [name for name, cell in read_index_rows().items() if cell.startswith("not ")]
     assert [name for name in absent if (ROOT / name).exists()] == []
 
 

@@ -68,7 +68,7 @@ IDENTIFIERS = {
 _WORD = re.compile(r"\b(?:" + "|".join(map(re.escape, IDENTIFIERS)) + r")\b")
 
 
-def class_names() -> dict[str, list[str]]:
+def find_class_names() -> dict[str, list[str]]:
     found: dict[str, list[str]] = defaultdict(list)
     for path in python_files("genie"):
         for node in ast.walk(parse_file(path)):
@@ -78,7 +78,7 @@ def class_names() -> dict[str, list[str]]:
 
 
 def test_no_two_classes_share_a_name() -> None:
-    assert {name: places for name, places in class_names().items() if len(places) > 1} == {}
+    assert {name: places for name, places in find_class_names().items() if len(places) > 1} == {}
 
 
 _NATIVE_TYPE = re.compile(
@@ -89,7 +89,7 @@ _NATIVE_TYPE = re.compile(
 )
 
 
-def native_type_names(texts: dict[str, str]) -> dict[str, list[str]]:
+def find_native_type_names(texts: dict[str, str]) -> dict[str, list[str]]:
     """Definitions of C++ types by name, with their files; equal aliases count as one."""
     found: dict[str, dict[str, str]] = defaultdict(dict)
     for name, text in texts.items():
@@ -100,7 +100,7 @@ def native_type_names(texts: dict[str, str]) -> dict[str, list[str]]:
 
 
 def test_no_two_native_types_share_a_name() -> None:
-    names = native_type_names({relative_path(path): path.read_text("utf-8") for path in native_files()})
+    names = find_native_type_names({relative_path(path): path.read_text("utf-8") for path in native_files()})
     assert len(names) > 150
     assert {name: places for name, places in names.items() if len(places) > 1} == {}
 
@@ -111,7 +111,7 @@ def test_native_types_are_found() -> None:
         "b.h": "struct alignas(64) Frame {\n  struct Outer::Inner {};\n};\nusing Clock = steady_clock;\n",
         "c.cpp": "using Clock = steady_clock;\nusing Kind = int;\ntemplate <class T>\nclass Table {};\n",
     }
-    assert native_type_names(texts) == {
+    assert find_native_type_names(texts) == {
         "Frame": ["a.h", "b.h"],
         "Kind": ["a.h", "c.cpp"],
         "Inner": ["b.h"],
@@ -137,7 +137,7 @@ def test_no_code_uses_an_identifier_that_needs_explaining() -> None:
     hits = [
         f"{relative_path(path)}: {name}: write {IDENTIFIERS[name]}"
         for path in [*python_files("genie"), *native_files()]
-        for name in sorted(set(_WORD.findall(_code(path))))
+        for name in sorted(set(_WORD.findall(_read_identifiers(path))))
     ]
     assert hits == []
 
@@ -163,7 +163,7 @@ def test_glossary_defines_each_term_once() -> None:
     assert sorted(terms) == sorted(set(terms))
 
 
-def _code(path: Path) -> str:
+def _read_identifiers(path: Path) -> str:
     """Identifiers of a file, without strings and comments."""
     if path.suffix != ".py":
         return re.sub(r"//.*|\"(?:[^\"\\]|\\.)*\"", "", path.read_text("utf-8"))
@@ -208,10 +208,10 @@ def test_plain_english_is_allowed(text: str) -> None:
 def test_identifier_is_detected(tmp_path: Path) -> None:
     (tmp_path / "a.py").write_text("def told(x): return x.kDoubt  # Bell\n")
     (tmp_path / "b.cpp").write_text('const double kDoubt = 1; // Bell "Wishes"\n')
-    assert set(_WORD.findall(_code(tmp_path / "a.py"))) == {"told", "kDoubt"}
-    assert set(_WORD.findall(_code(tmp_path / "b.cpp"))) == {"kDoubt"}
+    assert set(_WORD.findall(_read_identifiers(tmp_path / "a.py"))) == {"told", "kDoubt"}
+    assert set(_WORD.findall(_read_identifiers(tmp_path / "b.cpp"))) == {"kDoubt"}
 
 
 def test_class_names_are_found() -> None:
     assert PACKAGE.is_dir()
-    assert len(class_names()) > 300
+    assert len(find_class_names()) > 300

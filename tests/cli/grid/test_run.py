@@ -184,7 +184,7 @@ def test_ps_of_a_rejecting_node_exits_with_1(own_testbed: SshTestbed, own_cli: C
 def test_nodes_with_a_failed_sync_run_nothing(
     cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    synced = parts.install_syncer(monkeypatch, failing=["gpu2"])
+    synced = parts.install_fake_syncer(monkeypatch, failing=["gpu2"])
     done = cli("run", "hostname", "--node", "gpu1", "--node", "gpu2", "--sync", str(tmp_path))
     assert synced == [(tmp_path, ["gpu1", "gpu2"])]
     assert (done.code, done.out) == (1, "gpu1: gpu1\n")
