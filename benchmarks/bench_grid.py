@@ -37,7 +37,7 @@ from genie.grid.grid_file import GridFile, parse_grid_file  # noqa: E402 - the p
 from genie.grid.health.check import HealthState, NodeHealthChecker  # noqa: E402
 from genie.grid.runs.runner import Runner  # noqa: E402
 from genie.grid.ssh.pool import SshPool  # noqa: E402
-from tests.fakes.nvml.fake import compile_fake_nvml  # noqa: E402
+from tests.fakes.nvml.fake_nvml import compile_fake_nvml  # noqa: E402
 from tests.grid.delay_proxy import run_delay_proxy  # noqa: E402
 from tests.grid.testbed import SshTestbed  # noqa: E402
 

@@ -18,7 +18,7 @@ from genie.cli.app import app
 from genie.cli.commands import jobs
 from tests.cli.conftest import CommandOutcome
 from tests.forkserver import ForkServer
-from tests.house.sources import ROOT
+from tests.house.repository_files import ROOT
 
 
 def list_command_paths() -> list[tuple[str, ...]]:

@@ -10,9 +10,9 @@ import pytest_asyncio
 
 from genie.grid.grid_file import GridFile, parse_grid_file
 from genie.grid.ssh.pool import SshPool
-from tests.grid.leases import SshTestbedLease
 from tests.grid.quick_venv import quick_venv
 from tests.grid.testbed import SshTestbed
+from tests.grid.testbed_lease import SshTestbedLease
 from tests.leaks import LeakCheck
 
 __all__ = ["quick_venv"]

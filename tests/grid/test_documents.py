@@ -24,7 +24,7 @@ from tests.grid.quick_venv import QuickVenv
 from tests.grid.ray_testbed import start_ray_testbed
 from tests.grid.small_wheel import make_wheel
 from tests.grid.testbed import SshTestbed
-from tests.house.sources import ROOT
+from tests.house.repository_files import ROOT
 from tests.needs import require_module, require_program
 from tests.ports import free_ports
 

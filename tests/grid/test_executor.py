@@ -19,7 +19,7 @@ from genie.grid.executor import Executor, RunResult
 from genie.grid.runs import runner as runner_module
 from genie.grid.runs.launch import grid_metrics
 from tests.forkserver import ForkServer
-from tests.grid import parts
+from tests.grid import fake_syncer
 from tests.grid.testbed import SshTestbed
 from tests.waiting import wait_until
 
@@ -134,7 +134,7 @@ def test_busy_node_is_skipped(own_testbed: SshTestbed, own_executor: Executor) -
 
 
 def test_folder_is_synced_before_the_run(executor: Executor, monkeypatch: pytest.MonkeyPatch) -> None:
-    synced = parts.install_fake_syncer(monkeypatch)
+    synced = fake_syncer.install_fake_syncer(monkeypatch)
     executor.run_distributed("true", node="gpu1", sync=".")
     assert synced == [(Path.cwd(), ["gpu1"])]
 
@@ -142,7 +142,7 @@ def test_folder_is_synced_before_the_run(executor: Executor, monkeypatch: pytest
 def test_failed_sync_prevents_the_run(
     executor: Executor, monkeypatch: pytest.MonkeyPatch, testbed: SshTestbed
 ) -> None:
-    parts.install_fake_syncer(monkeypatch, failing=["gpu1"])
+    fake_syncer.install_fake_syncer(monkeypatch, failing=["gpu1"])
     with pytest.raises(SyncError, match="gpu1"):
         executor.run_distributed("touch ~/ran-without-its-folder", node="gpu1", sync=".")
     assert not (testbed["gpu1"].home / "ran-without-its-folder").exists()

@@ -20,7 +20,7 @@ from genie.grid import metrics_server
 from genie.grid.metrics import GridMetrics
 from genie.grid.metrics_server import serve_metrics
 from tests.grid.testbed import SshTestbed
-from tests.house.sources import ROOT
+from tests.house.repository_files import ROOT
 from tests.needs import require_program
 from tests.ports import free_port
 from tests.waiting import until, wait_until

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.house.sources import ROOT
+from tests.house.repository_files import ROOT
 
 SHARED = """
 import pytest

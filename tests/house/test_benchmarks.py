@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.house.sources import ROOT, relative_path
+from tests.house.repository_files import ROOT, relative_path
 from tests.needs import require_namespaces, require_program
 from tests.waiting import wait_until
 

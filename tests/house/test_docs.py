@@ -15,7 +15,7 @@ import typer.main
 
 import genie
 from genie.agent import identity
-from tests.house.sources import ROOT, list_pages, relative_path
+from tests.house.repository_files import ROOT, list_pages, relative_path
 
 REQUIRED_PAGES = (
     "README.md",

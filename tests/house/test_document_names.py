@@ -12,7 +12,7 @@ import re
 
 import pytest
 
-from tests.house.sources import ROOT, list_pages, read_table, relative_path
+from tests.house.repository_files import ROOT, list_pages, read_table, relative_path
 
 DOCS = ROOT / "docs"
 INDEX = DOCS / "README.md"

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.house.sources import parse_file, python_files, relative_path
+from tests.house.repository_files import parse_file, python_files, relative_path
 
 # "file: target": the reason.
 ASSIGNED_FROM_OUTSIDE: dict[str, str] = {

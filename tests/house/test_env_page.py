@@ -6,7 +6,7 @@ import ast
 import re
 
 from genie.config import environment_variables, list_settings
-from tests.house.sources import PACKAGE, ROOT, parse_file, python_files, relative_path, text_files
+from tests.house.repository_files import PACKAGE, ROOT, parse_file, python_files, relative_path, text_files
 
 PAGE = ROOT / "docs" / "ENVIRONMENT_VARIABLES.md"
 _NAME = re.compile(r"GENIE_[A-Z0-9_]*[A-Z0-9]")

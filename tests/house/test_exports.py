@@ -9,7 +9,7 @@ import re
 import pytest
 
 import genie
-from tests.house.sources import PACKAGE, ROOT, python_files
+from tests.house.repository_files import PACKAGE, ROOT, python_files
 
 PUBLIC = {
     "__version__",

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.house.sources import (
+from tests.house.repository_files import (
     PACKAGE,
     ROOT,
     list_pages,

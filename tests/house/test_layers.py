@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.house.sources import PACKAGE, ROOT, parse_file, python_files, read_table
+from tests.house.repository_files import PACKAGE, ROOT, parse_file, python_files, read_table
 
 # The layer list, top first; the same as in pyproject.toml. A change needs a page in docs/decisions.
 LAYERS = (

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.house.sources import ROOT, list_pages, python_files, relative_path
+from tests.house.repository_files import ROOT, list_pages, python_files, relative_path
 
 _HINT = re.compile(
     r"pip install ((?:-\S+ )*)(?P<quote>['\"]?)(?P<name>[A-Za-z][\w.-]*)(?:\[(?P<extras>[\w,-]+)\])?"

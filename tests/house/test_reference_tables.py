@@ -32,7 +32,7 @@ from genie.model.job import JobSpec, Placement
 from genie.model.messages import Launch
 from genie.runtime import backend_info, data_plane, network_discovery, network_interfaces
 from genie.sim.workloads import workload
-from tests.house.sources import PACKAGE, ROOT, list_functions, parse_file, read_table
+from tests.house.repository_files import PACKAGE, ROOT, list_functions, parse_file, read_table
 from tests.house.test_docs import list_commands_by_name
 
 SESSION, GRID = "docs/CLUSTER_INITIALIZATION.md", "docs/GRID.md"

@@ -30,8 +30,8 @@ from genie.runtime.backend_info import BACKEND_PRIORITY
 from genie.runtime.logins import store_login
 from genie.supervisor import local_cluster
 from genie.tenancy.access import parse_token
+from tests.house.repository_files import ROOT
 from tests.house.small_suites import make_suite_environment
-from tests.house.sources import ROOT
 from tests.house.test_reference_tables import public_names
 from tests.integration.running import RunningCluster
 

@@ -8,7 +8,7 @@ import pytest
 
 from genie.cli.commands.config import format_environment_page
 from genie.config import list_settings
-from tests.house.sources import ROOT
+from tests.house.repository_files import ROOT
 
 
 def test_environment_page_is_up_to_date(genie) -> None:

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from genie.controller.placement import policy
-from tests.house.sources import ROOT
+from tests.house.repository_files import ROOT
 
 SMALL_CLUSTER_OPTIONS = ("--nodes", "4x8", "--jobs", "40", "--seed", "1")
 

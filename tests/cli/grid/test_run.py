@@ -21,7 +21,7 @@ from genie.grid.runs.run import Run
 from genie.grid.runs.runner import _KILL_TIMEOUT_S, Runner
 from tests.cli.conftest import CommandOutcome
 from tests.forkserver import ForkedProcess, ForkServer
-from tests.grid import parts
+from tests.grid import fake_syncer
 from tests.grid.conftest import testbed
 from tests.grid.testbed import SshTestbed
 from tests.waiting import wait_until
@@ -184,7 +184,7 @@ def test_ps_of_a_rejecting_node_exits_with_1(own_testbed: SshTestbed, own_cli: C
 def test_nodes_with_a_failed_sync_run_nothing(
     cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    synced = parts.install_fake_syncer(monkeypatch, failing=["gpu2"])
+    synced = fake_syncer.install_fake_syncer(monkeypatch, failing=["gpu2"])
     done = cli("run", "hostname", "--node", "gpu1", "--node", "gpu2", "--sync", str(tmp_path))
     assert synced == [(tmp_path, ["gpu1", "gpu2"])]
     assert (done.code, done.out) == (1, "gpu1: gpu1\n")

@@ -15,8 +15,8 @@ import psutil
 import pytest
 
 from genie.grid.remote import health
-from tests.grid.remote.readings import take_readings
-from tests.house.sources import ROOT
+from tests.grid.remote.take_readings import take_readings
+from tests.house.repository_files import ROOT
 from tests.waiting import wait_until
 
 MIB = 1 << 20

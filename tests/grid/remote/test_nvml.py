@@ -12,7 +12,7 @@ import pytest
 
 from genie.grid.remote import health, nvml
 from genie.grid.remote.core import OpError
-from tests.grid.remote.readings import take_readings
+from tests.grid.remote.take_readings import take_readings
 from tests.grid.testbed import convert_to_nvml_state
 from tests.waiting import wait_until
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.forkserver import ForkServer
-from tests.house.sources import ROOT, python_files
+from tests.house.repository_files import ROOT, python_files
 
 # One child per module, so that import order hides nothing; the modules of the command line share one.
 CLIENT_MODULES = (

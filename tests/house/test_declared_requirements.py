@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.house import declared
-from tests.house.sources import ROOT, python_files, relative_path
+from tests.house import declared_requirements
+from tests.house.repository_files import ROOT, python_files, relative_path
 
 REPORT = """<testsuites><testsuite>
 <testcase file="tests/a/test_a.py" name="test_passes" time="60"/>
@@ -51,7 +51,7 @@ Status: install ok installed
 
 @pytest.fixture(scope="module")
 def files_with_requirements() -> set[str]:
-    return set(map(relative_path, declared.list_files_with_requirements()))
+    return set(map(relative_path, declared_requirements.list_files_with_requirements()))
 
 
 @pytest.fixture
@@ -88,7 +88,7 @@ def test_file_that_requires_only_a_compiler_is_not_selected(
 
 
 def test_bare_run_has_a_file_of_every_folder(files_with_requirements: set[str]) -> None:
-    chosen = declared.files_for_bare_run()
+    chosen = declared_requirements.files_for_bare_run()
     tests = [path for path in python_files("tests") if path.name.startswith("test_")]
     assert {path.parent for path in chosen} == {path.parent for path in tests}
     assert files_with_requirements <= set(map(relative_path, chosen))
@@ -96,7 +96,7 @@ def test_bare_run_has_a_file_of_every_folder(files_with_requirements: set[str]) 
 
 
 def test_bare_run_includes_files_in_which_all_tests_are_long(files_with_requirements: set[str]) -> None:
-    chosen = set(map(relative_path, declared.long_files_for_bare_run()))
+    chosen = set(map(relative_path, declared_requirements.long_files_for_bare_run()))
     assert (
         {"tests/grid/test_login_shells.py", "tests/grid/ray/test_cluster.py"}
         <= chosen

@@ -16,8 +16,8 @@ import hypothesis
 import psutil
 import pytest
 
+from tests.house.repository_files import ROOT
 from tests.house.small_suites import WORKERS, SuiteOutcome, run_suite
-from tests.house.sources import ROOT
 from tests.needs import require_program
 from tests.waiting import until, wait_until
 

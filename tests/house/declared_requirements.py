@@ -1,9 +1,9 @@
 """Finds the test files that require root or an optional program.
 
 Reads the sources: a test has the requirements that its fixtures, and the functions and classes of tests/ that
-it uses, declare with `require_...` of tests/needs.py. `python -m tests.house.declared` prints the files that
-.ci/bare.py runs: those files, and the fastest other file of each folder; with `--long`, only those in which
-every test is long.
+it uses, declare with `require_...` of tests/needs.py. `python -m tests.house.declared_requirements` prints
+the files that .ci/bare.py runs: those files, and the fastest other file of each folder; with `--long`, only
+those in which every test is long.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from types import CodeType
 from typing import NamedTuple
 
 from tests.durations import read_record
-from tests.house.sources import ROOT, list_functions, parse_file, python_files, relative_path
+from tests.house.repository_files import ROOT, list_functions, parse_file, python_files, relative_path
 
 # Debian packages that `make test` itself requires.
 _BASE_PACKAGES = {"bash", "coreutils", "dash", "g++", "gcc", "make"}

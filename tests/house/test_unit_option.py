@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.house.sources import ROOT
+from tests.house.repository_files import ROOT
 from tests.unit import UnitTests, unit_files
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.house.sources import ROOT
+from tests.house.repository_files import ROOT
 from tests.needs import require_program
 
 BENCH = """

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.grid.leases import SshTestbedLease
 from tests.grid.testbed import SshNode, SshTestbed
+from tests.grid.testbed_lease import SshTestbedLease
 from tests.waiting import wait_until
 
 

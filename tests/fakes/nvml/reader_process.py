@@ -1,4 +1,4 @@
-"""Reads one command per line and replies with one line of JSON, until the end of input. Used by fake.py."""
+"""Reads a command per line and replies with a line of JSON, until the end of input. Used by fake_nvml.py."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from types import ModuleType
 
 import pytest
 
-from tests.house.sources import ROOT
+from tests.house.repository_files import ROOT
 
 FOLDER = ROOT / "benchmarks" / "peers"
 DRIVER = FOLDER / "bench_peers.py"
