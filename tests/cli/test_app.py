@@ -188,7 +188,7 @@ def test_usage_error_exits_with_2_and_names_the_argument(argv, named, genie) -> 
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_usage_errors_have_the_form_of_all_errors(argv, message, hint, genie) -> None:
+def test_usage_error_is_a_message_and_a_hint(argv, message, hint, genie) -> None:
     ran = genie(*argv)
     assert (ran.code, ran.out) == (2, "")
     first, second = ran.err.splitlines()
@@ -220,7 +220,7 @@ def test_invalid_number_is_a_readable_error(argv, message, genie) -> None:
     assert ran.err.startswith(f"genie: {message}\nhint: ")
 
 
-def test_hint_names_options_when_there_is_no_cluster(genie) -> None:
+def test_missing_cluster_hint_names_the_address_option(genie) -> None:
     ran = genie("status")
     assert "--address HOST[:PORT]" in ran.err
     assert "master_addr" not in ran.err
@@ -311,7 +311,7 @@ def test_invalid_log_level_names_the_allowed_ones(level, genie) -> None:
     assert "log.level" not in ran.err and "argument" not in ran.err
 
 
-def test_completion_can_be_shown(genie, monkeypatch) -> None:
+def test_show_completion_prints_the_shell_script(genie, monkeypatch) -> None:
     monkeypatch.setenv("SHELL", "/bin/bash")
     monkeypatch.setattr("shellingham.detect_shell", lambda *_args: ("bash", "/bin/bash"))
     ran = genie("--show-completion")

@@ -151,7 +151,9 @@ def test_unknown_command_suggests_the_closest(typed: tuple[str, ...]) -> None:
     [(app_module.app, app_module._COMMAND_MODULES), (app_module.grid_app, app_module._GRID_COMMAND_MODULES)],
     ids=["genie", "grid-cli"],
 )
-def test_modules_register_exactly_their_commands(commands: typer.Typer, modules: dict[str, str]) -> None:
+def test_each_command_is_registered_by_its_listed_module(
+    commands: typer.Typer, modules: dict[str, str]
+) -> None:
     for module in modules.values():
         importlib.import_module(f"genie.cli.{module}")
     group: Any = typer.main.get_command(commands)

@@ -50,7 +50,7 @@ def test_wide_terminal_shows_all_columns(write_table_at_width) -> None:
     assert all(cell in lines[1] for cell in ROW)
 
 
-def test_80_columns_break_no_word(write_table_at_width) -> None:
+def test_table_of_80_columns_breaks_no_word(write_table_at_width) -> None:
     lines = write_table_at_width(80, COLUMNS, [ROW, ROW], ("address", "heartbeat"))
     assert max(map(len, lines)) <= 80
     assert set(LONG_REASON.split()) <= set(split_into_words(lines)), (
@@ -76,7 +76,7 @@ def test_widest_column_is_truncated_if_none_is_droppable(write_table_at_width) -
 
 
 @given(st.lists(st.integers(0, 60), min_size=1, max_size=8), st.integers(1, 200))
-def test_columns_fit_or_have_minimum_width(sizes, width) -> None:
+def test_table_fits_or_its_columns_have_minimum_width(sizes, width) -> None:
     cells = ["x" * size for size in sizes]
     kept, widths = output._fit_columns([cells], droppable=list(range(len(cells) - 1))[::2], width=width)
     assert kept[-1] == len(cells) - 1, "the last column is what the table is for"

@@ -26,7 +26,7 @@ def test_argument_that_is_not_utf8_is_named() -> None:
     assert "internal error" not in done.stderr
 
 
-def test_closed_standard_output_is_silent() -> None:
+def test_closed_standard_output_prints_no_error() -> None:
     done = subprocess.run(
         ["sh", "-c", '"$0" -m genie config show >&-', sys.executable],
         text=True,

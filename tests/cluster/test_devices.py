@@ -52,13 +52,13 @@ def test_cpu_accelerators_are_used_only_without_gpus() -> None:
     assert list_accelerator_ids(cpu) == [("a", 0)]
 
 
-def test_disconnected_node_has_no_index() -> None:
+def test_accelerators_of_a_disconnected_node_have_no_index() -> None:
     assert list_accelerator_ids(
         make_node("a", make_gpu(0), status=NodeStatus.DISCONNECTED), make_node("b", make_gpu(0))
     ) == [("b", 0)]
 
 
-def test_new_gpus_get_the_next_indices_and_cpus_none(controller: SmallController) -> None:
+def test_new_gpus_get_the_next_indices_and_new_cpus_get_none(controller: SmallController) -> None:
     nvidia = [make_gpu(number, vendor=Vendor.NVIDIA) for number in range(2)]
     controller.nodes = (make_node("m", *nvidia),)
     genie.connect(**QUIET_SETTINGS)

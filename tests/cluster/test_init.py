@@ -179,7 +179,7 @@ async def test_omitted_argument_comes_from_the_environment(
     assert state.local_node.node_id == "my-laptop"
 
 
-async def test_argument_aliases_of_the_visual_guide_are_accepted(controller: SmallController) -> None:
+async def test_documented_argument_aliases_are_accepted(controller: SmallController) -> None:
     state = await genie.init(enable_gpu_monitor=False, health_interval=3.5)
     assert not state.config.enable_gpu_monitoring
     assert state.config.health_check_interval == 3.5
@@ -265,7 +265,7 @@ async def test_get_cluster_state_requires_a_session() -> None:
 # --- shutdown ---------------------------------------------------------------------------------
 
 
-async def test_shutdown_notifies_the_controller_and_leaves_nothing(controller: SmallController) -> None:
+async def test_shutdown_notifies_the_controller_and_leaves_no_session(controller: SmallController) -> None:
     state = await genie.init()
     await genie.shutdown()
     assert [r.node_id for r in controller.asked if isinstance(r, SessionEnd)] == [state.local_node.node_id]
@@ -307,7 +307,7 @@ async def test_shutdown_during_init_ends_both(controller: SmallController) -> No
     assert_no_session_is_left()
 
 
-async def test_cancelled_init_leaves_nothing(controller: SmallController) -> None:
+async def test_cancelled_init_leaves_no_session(controller: SmallController) -> None:
     controller.answers_hello = False
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.3):
@@ -452,7 +452,7 @@ async def test_time_before_the_phases_counts_against_the_timeout(controller: Sma
     await asyncio.wrap_future(run.finished)
 
 
-async def test_close_timeout_of_a_host_includes_the_grace_period(
+async def test_close_timeout_of_a_worker_includes_the_grace_period(
     controller: SmallController, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("GENIE_AGENT_STOP_GRACE_S", "100")
@@ -737,7 +737,7 @@ async def test_lost_connection_is_restored_and_both_events_are_published(control
     assert state.stats["reconnects"] == 1
 
 
-async def test_connection_lost_during_init_is_counted(
+async def test_reconnect_during_init_is_counted(
     controller: SmallController, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = phases.open_controller_connection
@@ -752,7 +752,7 @@ async def test_connection_lost_during_init_is_counted(
     assert state.stats["reconnects"] == 1
 
 
-async def test_session_ends_without_a_controller(controller: SmallController) -> None:
+async def test_shutdown_works_without_a_controller(controller: SmallController) -> None:
     state = await genie.init(heartbeat_interval=0.1, **QUIET_SETTINGS)
     controller.stop()
     await until(lambda: _has_event(state, EventType.CONNECTION_LOST))

@@ -95,12 +95,12 @@ def test_invalid_bounds_are_rejected(wrong: dict[str, object]) -> None:
         retry(**wrong)  # type: ignore[call-overload]
 
 
-def test_positional_number_is_rejected() -> None:
+def test_positional_retry_count_is_rejected() -> None:
     with pytest.raises(UsageError, match="max_retries=3"):
         retry(3)  # type: ignore[call-overload]
 
 
-def test_exception_type_is_not_used_as_predicate() -> None:
+def test_exception_type_as_condition_selects_retried_errors() -> None:
     calls: list[int] = []
 
     @retry(base_s=0, when=OSError)

@@ -327,7 +327,7 @@ def test_task_5_reads_the_status_of_ray_on_a_node(ray_project: DocumentedProject
 # --- the names ----------------------------------------------------------------------------------
 
 
-def test_best_node_can_be_cached(project: DocumentedProject) -> None:
+def test_documented_caching_of_the_best_node_works(project: DocumentedProject) -> None:
     sample = "from genie.grid import find_best_node\n" + CACHED_CHOICE
     output = project.python(sample + "print(get_best_node(), get_best_node.cache_info().currsize)\n")
     assert re.fullmatch(r"gpu[12] 1\n", output)

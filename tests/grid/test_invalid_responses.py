@@ -92,7 +92,7 @@ async def test_sync_rejects_excessive_record_size(own_testbed: SshTestbed, tmp_p
     assert "invalid size of the records" in report.error.message
 
 
-async def test_run_with_another_id_is_rejected(own_testbed: SshTestbed) -> None:
+async def test_response_with_another_run_id_is_rejected(own_testbed: SshTestbed) -> None:
     tamper_with_responses(
         own_testbed["gpu1"], "if 'id' in answer['ok']: answer['ok']['id'] = 'r-zzzzzzzzzz'\nreturn answer"
     )
@@ -102,7 +102,7 @@ async def test_run_with_another_id_is_rejected(own_testbed: SshTestbed) -> None:
             await Runner(pool, file).start("gpu1", "true")
 
 
-async def test_runs_with_another_prefix_are_ignored(own_testbed: SshTestbed) -> None:
+async def test_listed_runs_without_the_requested_prefix_are_ignored(own_testbed: SshTestbed) -> None:
     run = "dict(id='r-zzzzzzzzzz', command='', state='running', started=1)"
     tamper_with_responses(own_testbed["gpu1"], f"return {{'id': answer['id'], 'ok': {{'runs': [{run}]}}}}")
     file = make_testbed_grid_file(own_testbed)

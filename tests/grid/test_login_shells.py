@@ -184,7 +184,7 @@ async def test_run_has_both_streams_exit_code_and_environment(
     await check_each_node(shell_testbed.nodes, check)
 
 
-async def test_command_behaves_as_with_ssh(
+async def test_command_of_a_run_behaves_as_over_plain_ssh(
     shell_testbed: SshTestbed, shell_pool: SshPool, runner: Runner
 ) -> None:
     async def check(node: SshNode) -> None:

@@ -68,13 +68,15 @@ async def test_scrape_returns_current_metrics(tmp_path: Path) -> None:
         (b"nonsense", b"405"),
     ],
 )
-async def test_other_requests_are_rejected(tmp_path: Path, request_line: bytes, status: bytes) -> None:
+async def test_requests_other_than_get_metrics_are_rejected(
+    tmp_path: Path, request_line: bytes, status: bytes
+) -> None:
     async with serve_metrics(GridMetrics(tmp_path), bind="127.0.0.1", port=0) as address:
         answer = await send_request(address, request_line + b"\r\n\r\n")
     assert answer.startswith(b"HTTP/1.1 " + status)
 
 
-async def test_head_has_no_body(tmp_path: Path) -> None:
+async def test_head_request_gets_no_body(tmp_path: Path) -> None:
     async with serve_metrics(GridMetrics(tmp_path), bind="127.0.0.1", port=0) as address:
         answer = await send_request(address, b"HEAD /metrics HTTP/1.1\r\n\r\n")
     assert answer.endswith(b"\r\n\r\n")

@@ -122,7 +122,7 @@ def test_invalid_file_is_not_edited(text: str) -> None:
         add_node(text, GridNode(name="new"), name="f")
 
 
-def test_edit_with_other_effects_is_rejected() -> None:
+def test_edit_that_would_change_another_setting_is_rejected() -> None:
     # The last node is an alias, whose position is that of its anchor: among the patterns.
     text = "sync: {exclude_patterns: [&last a, z]}\nnodes: [b, *last]\n"
     with pytest.raises(UsageError, match="by hand"):

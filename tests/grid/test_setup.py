@@ -225,7 +225,7 @@ def test_symbolic_link_as_lock_is_not_followed(tmp_path: Path) -> None:
     assert (tmp_path / "precious").read_text() == "unchanged"
 
 
-def test_stamp_is_independent_of_package_order() -> None:
+def test_environment_stamp_is_independent_of_package_order() -> None:
     one, other = EnvironmentSpec(packages=("a", "b")), EnvironmentSpec(packages=("b", "a"))
     assert one.stamp("3.11.7") == other.stamp("3.11.7")
     assert one.stamp("3.11.7") != one.stamp("3.12.0")
@@ -355,7 +355,7 @@ def test_packages_use_a_separate_command_with_require_hashes(tmp_path: Path, mar
 
 
 @pytest.mark.parametrize("blank", [" ", " -", "#", " #", "a[", "\\\n", "--require-hashes"])
-def test_constraints_take_linear_time(blank: str) -> None:
+def test_constraints_are_made_in_linear_time(blank: str) -> None:
     start = time.process_time()
     _make_constraints("a" + blank * 100_000 + "a")
     assert time.process_time() - start < 2

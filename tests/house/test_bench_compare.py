@@ -112,7 +112,7 @@ print(json.dumps(figure | {"ratio": None, "spread": None, "goal": None, "ok": Tr
 """
 
 
-def test_base_imports_its_own_package(repository: BenchmarkRepository) -> None:
+def test_base_revision_imports_its_own_genie(repository: BenchmarkRepository) -> None:
     """The editable install of this environment is an import hook that finds another genie first."""
     (repository.folder / "genie").mkdir()
     for value in (1, 2):

@@ -116,7 +116,9 @@ def test_peer_is_skipped_without_permission_for_namespaces(
 # -- outputs of the peers ----------------------------------------------------------------------------
 
 
-def test_reply_is_parsed_and_filtered_by_interval(peer_modules: dict[str, ModuleType]) -> None:
+def test_placements_of_a_reply_are_parsed_and_filtered_by_interval(
+    peer_modules: dict[str, ModuleType],
+) -> None:
     sandbox = peer_modules["peer_sandbox"]
     reply = sandbox.parse_reply(REPLY.splitlines())
     assert reply.placements == (sandbox.Placement(100.75, 9.819), sandbox.Placement(102.0, 7.2))

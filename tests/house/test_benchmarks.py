@@ -111,7 +111,7 @@ def test_soak_reports_progress_and_ends_with_a_verdict(tmp_path: Path) -> None:
     assert ("soak: passed" if passed else "soak: FAILED") in errors.splitlines()[-1]
 
 
-def test_make_soak_passes_its_hours() -> None:
+def test_make_soak_passes_hours_to_the_script() -> None:
     require_program("make", package="make")
     done = subprocess.run(
         ["make", "--dry-run", "soak", "HOURS=0.05"], cwd=ROOT, capture_output=True, text=True, timeout=60

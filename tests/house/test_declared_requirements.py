@@ -144,7 +144,7 @@ def test_ci_installs_every_program_that_a_test_needs() -> None:
     assert needed - installed <= {"binutils", "dash", "gcc", "make", "no-such-package", "nvidia-smi"}
 
 
-def test_visible_packages_are_the_dependencies_of_essential_ones(
+def test_bare_run_sees_only_essential_packages_and_their_dependencies(
     bare_script_namespace: dict[str, Any],
 ) -> None:
     assert bare_script_namespace["_with_dependencies"](STATUS) == {"base", "libbase", "mawk", "g++", "g++-12"}

@@ -112,7 +112,7 @@ def list_subcommands_by_command() -> dict[str, dict[str, object]]:
 
 
 @pytest.mark.parametrize("name", [*REQUIRED_PAGES, *REQUIRED_EXAMPLES])
-def test_required_file_exists(name: str) -> None:
+def test_required_page_or_example_exists(name: str) -> None:
     assert (ROOT / name).is_file()
 
 

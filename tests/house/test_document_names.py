@@ -169,7 +169,7 @@ def test_readme_links_the_index() -> None:
     assert "(docs/README.md)" in (ROOT / "README.md").read_text("utf-8")
 
 
-def test_table_has_exactly_the_names_of_the_documents() -> None:
+def test_index_table_has_exactly_the_names_of_the_documents() -> None:
     named = [name for names in NAMES.values() for name in names]
     assert len(named) == len(set(named))
     assert sorted(read_index_rows()) == sorted(named)

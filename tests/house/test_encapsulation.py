@@ -110,7 +110,7 @@ def _is_private(name: str) -> bool:
     return name.startswith("_") and not name.startswith("__") and name != "_"
 
 
-def test_no_part_is_assigned_from_outside() -> None:
+def test_attributes_are_assigned_only_by_their_own_object() -> None:
     found = {
         f"{relative_path(path)}: {target}"
         for path in python_files("genie")
@@ -119,7 +119,7 @@ def test_no_part_is_assigned_from_outside() -> None:
     assert found == ASSIGNED_FROM_OUTSIDE.keys()
 
 
-def test_private_names_are_used_in_their_own_module() -> None:
+def test_private_names_are_used_only_in_their_own_module() -> None:
     files = python_files("genie")
     defined: dict[Path, set[str]] = {path: find_private_definitions(parse_file(path)) for path in files}
     anywhere = set().union(*defined.values()) - OF_LIBRARIES.keys()

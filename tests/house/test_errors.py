@@ -33,7 +33,7 @@ def parse_error_diagram() -> dict[str, str]:
     return parents
 
 
-def test_diagram_matches_the_classes() -> None:
+def test_error_diagram_matches_the_classes() -> None:
     real = {cls.__name__: "" if cls is GenieError else cls.__bases__[0].__name__ for cls in all_errors()}
     assert parse_error_diagram() == real
 
@@ -42,7 +42,7 @@ def test_all_errors_are_in_one_module() -> None:
     assert {cls.__module__ for cls in all_errors()} == {"genie.errors"}
 
 
-def test_codes_are_unique() -> None:
+def test_error_codes_are_unique() -> None:
     codes = [cls.code for cls in all_errors()]
     assert len(codes) == len(set(codes))
 

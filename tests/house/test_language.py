@@ -105,7 +105,7 @@ def test_no_two_native_types_share_a_name() -> None:
     assert {name: places for name, places in names.items() if len(places) > 1} == {}
 
 
-def test_native_types_are_found() -> None:
+def test_search_finds_native_types() -> None:
     texts = {
         "a.h": "struct SSL;\nclass Frame final : public Base {\n  enum class Kind : uint8_t { One };\n};\n",
         "b.h": "struct alignas(64) Frame {\n  struct Outer::Inner {};\n};\nusing Clock = steady_clock;\n",
@@ -121,7 +121,7 @@ def test_native_types_are_found() -> None:
 
 
 @pytest.mark.parametrize("pattern", PHRASES)
-def test_no_text_uses(pattern: str) -> None:
+def test_no_text_uses_a_banned_phrase(pattern: str) -> None:
     phrase = re.compile(pattern, re.IGNORECASE)
     hits = [
         f"{relative_path(path)}:{text.count(chr(10), 0, match.start()) + 1}: {' '.join(match[0].split())}"
@@ -133,7 +133,7 @@ def test_no_text_uses(pattern: str) -> None:
     assert hits == [], f"write {PHRASES[pattern]}"
 
 
-def test_no_code_uses_an_identifier_that_needs_explaining() -> None:
+def test_no_code_uses_a_banned_identifier() -> None:
     hits = [
         f"{relative_path(path)}: {name}: write {IDENTIFIERS[name]}"
         for path in [*python_files("genie"), *native_files()]
@@ -143,13 +143,13 @@ def test_no_code_uses_an_identifier_that_needs_explaining() -> None:
 
 
 @pytest.mark.parametrize("page", list_pages(), ids=relative_path)
-def test_lines_of_a_page_fit(page: Path) -> None:
+def test_lines_of_a_page_have_at_most_120_columns(page: Path) -> None:
     lines = enumerate(page.read_text("utf-8").splitlines(), start=1)
     assert [number for number, line in lines if len(line) > COLUMNS_MAX] == []
 
 
 @pytest.mark.parametrize("page", sorted((ROOT / "docs" / "decisions").glob("*.md")), ids=relative_path)
-def test_decision_page_has_the_sections(page: Path) -> None:
+def test_decision_page_has_the_required_sections(page: Path) -> None:
     text = page.read_text("utf-8")
     assert re.match(rf"# {page.name[:4]}: \S", text)
     assert re.findall(r"^## (.+)$", text, re.MULTILINE) == DECISION_SECTIONS
@@ -194,24 +194,24 @@ def _read_identifiers(path: Path) -> str:
         "the node id n1",
     ],
 )
-def test_phrase_is_detected(text: str) -> None:
+def test_banned_phrase_is_detected(text: str) -> None:
     assert any(re.search(pattern, text, re.IGNORECASE) for pattern in PHRASES)
 
 
 @pytest.mark.parametrize(
     "text", ["wait as long as it runs", "so long as the lease is valid", "the node ID n1"]
 )
-def test_plain_english_is_allowed(text: str) -> None:
+def test_phrase_similar_to_a_banned_one_is_allowed(text: str) -> None:
     assert not any(re.search(pattern, text, re.IGNORECASE) for pattern in PHRASES)
 
 
-def test_identifier_is_detected(tmp_path: Path) -> None:
+def test_banned_identifier_is_detected_outside_comments(tmp_path: Path) -> None:
     (tmp_path / "a.py").write_text("def told(x): return x.kDoubt  # Bell\n")
     (tmp_path / "b.cpp").write_text('const double kDoubt = 1; // Bell "Wishes"\n')
     assert set(_WORD.findall(_read_identifiers(tmp_path / "a.py"))) == {"told", "kDoubt"}
     assert set(_WORD.findall(_read_identifiers(tmp_path / "b.cpp"))) == {"kDoubt"}
 
 
-def test_class_names_are_found() -> None:
+def test_search_finds_the_classes_of_the_package() -> None:
     assert PACKAGE.is_dir()
     assert len(find_class_names()) > 300

@@ -43,7 +43,7 @@ def list_top_level_names() -> set[str]:
     return found | {path.stem for path in PACKAGE.glob("*.py") if not path.stem.startswith("__")}
 
 
-def test_imports_keep_the_contracts() -> None:
+def test_import_linter_finds_no_violation() -> None:
     # In a separate process: the linter reconfigures logging.
     run_linter = "import sys; from importlinter.cli import lint_imports_command; lint_imports_command()"
     done = subprocess.run(
@@ -56,7 +56,7 @@ def test_imports_keep_the_contracts() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_linter_has_the_layer_list() -> None:
+def test_import_linter_has_the_same_layers() -> None:
     actual = [
         {name.strip(" ()") for name in layer.split("|")}
         for layer in read_import_contracts()["layers"]["layers"]
@@ -78,7 +78,7 @@ def test_existing_packages_are_not_optional_in_the_linter() -> None:
     assert optional & list_top_level_names() == set(), "remove their parentheses in pyproject.toml"
 
 
-def test_pure_packages_have_forbidden_imports() -> None:
+def test_import_linter_lists_every_pure_package() -> None:
     actual = {name.removeprefix("genie.") for name in read_import_contracts()["forbidden"]["source_modules"]}
     assert actual == PURE & list_top_level_names(), "list them in pyproject.toml"
 

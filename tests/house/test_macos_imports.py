@@ -114,7 +114,7 @@ def test_command_line_lists_its_commands_without_linux(run_code_in_child: RunChi
 
 
 @pytest.mark.parametrize("module", ["genie", "genie.cli"])
-def test_importing_does_not_load_torch(module: str, run_code_in_child: RunChild) -> None:
+def test_importing_genie_does_not_load_torch(module: str, run_code_in_child: RunChild) -> None:
     code = f"import sys, {module}\nprint(sorted({{'torch', 'numpy', 'grpc'}} & set(sys.modules)))"
     assert run_code_in_child(code).strip() == "[]"
 

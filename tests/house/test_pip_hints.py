@@ -32,7 +32,7 @@ def find_wrong_hints(text: str) -> Iterator[str]:
             yield match[0]
 
 
-def test_hints_can_be_installed() -> None:
+def test_pip_install_hints_name_known_packages() -> None:
     files = [*python_files("genie", "examples", "benchmarks"), *list_pages()]
     texts = {relative_path(path): path.read_text("utf-8") for path in files}
     assert sum("pip install" in text for text in texts.values()) > 3
@@ -49,5 +49,5 @@ def test_hints_can_be_installed() -> None:
         ("pip install 'genie-gpu[rays]'", ["pip install 'genie-gpu[rays]"]),
     ],
 )
-def test_wrong_hint_is_detected(text: str, wrong: list[str]) -> None:
+def test_unknown_package_in_a_hint_is_detected(text: str, wrong: list[str]) -> None:
     assert list(find_wrong_hints(text)) == wrong

@@ -86,20 +86,20 @@ def count_lines(path: Path) -> int:
     return len(path.read_text("utf-8").splitlines())
 
 
-def test_files_are_short() -> None:
+def test_source_files_are_within_the_line_limit() -> None:
     files = [*python_files(*CODE), *native_files()]
     long = {relative_path(p): f"{count_lines(p)} lines" for p in files if count_lines(p) > FILE_LINES_MAX}
     assert not describe_violations(long, LONG_FILES), describe_violations(long, LONG_FILES)
 
 
-def test_packages_are_small() -> None:
+def test_packages_are_within_the_module_limit() -> None:
     modules = Counter(
         relative_path(path.parent) for path in python_files("genie") if path.name != "__init__.py"
     )
     assert {package: count for package, count in modules.items() if count > PACKAGE_MODULES_MAX} == {}
 
 
-def test_functions_fit_one_screen() -> None:
+def test_functions_are_within_the_line_limit() -> None:
     long = {}
     for path in python_files(*CODE):
         for name, node in list_functions(parse_file(path)):
@@ -143,7 +143,7 @@ def test_broad_handler_logs_the_traceback_or_raises() -> None:
 @pytest.mark.parametrize(
     ("pattern", "what"), [(LOCAL_PATHS_PATTERN, "a path or index of one machine"), (EMOJI, "an emoji")]
 )
-def test_no_file_names(pattern: re.Pattern[str], what: str) -> None:
+def test_no_file_contains_local_paths_or_emoji(pattern: re.Pattern[str], what: str) -> None:
     hits = [
         f"{relative_path(path)}:{number}: {match[0]}"
         for path in text_files()
@@ -313,13 +313,13 @@ def test_quiet_broad_handler_is_detected(caught: str, body: str, quiet: bool) ->
     assert bool(_find_silent_broad_handlers(tree)) is quiet
 
 
-def test_error_that_is_raised_later_is_allowed() -> None:
+def test_broad_handler_may_store_the_error_and_raise_it_later() -> None:
     kept = "try:\n    work()\nexcept Exception as error:\n    failure = error\n"
     assert _find_silent_broad_handlers(ast.parse(kept))
     assert not _find_silent_broad_handlers(ast.parse(kept + "if failure:\n    raise failure"))
 
 
 @pytest.mark.parametrize("text", ["/wo" + "rk/main", "https://py" + "pi.org/simple"])
-def test_path_of_one_machine_is_detected(text: str) -> None:
+def test_local_path_is_detected(text: str) -> None:
     assert LOCAL_PATHS_PATTERN.search(text)
     assert not LOCAL_PATHS_PATTERN.search("a framework/ or net/work/ is none")

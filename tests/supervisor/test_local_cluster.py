@@ -106,7 +106,7 @@ def _to_settings_arguments(access: config.ClusterConfig) -> dict[str, object]:
     }
 
 
-async def test_up_ends_all_processes_and_a_restart_keeps_the_node(
+async def test_local_cluster_ends_all_processes_and_its_restart_keeps_the_node(
     tmp_path: Path, progress: ProgressLog
 ) -> None:
     for incarnation in (1, 2):
@@ -389,7 +389,7 @@ async def test_agent_rejoins_without_a_token(
             await until(lambda: _is_listed_as_healthy(owner, "w1"), timeout_s=30)
 
 
-async def test_node_is_found_again_without_its_node_id_or_a_token(
+async def test_restarted_agent_needs_neither_node_id_nor_token(
     cluster: local_cluster.Supervisor, tmp_path: Path, progress: ProgressLog
 ) -> None:
     there = tmp_path / "elsewhere"
@@ -484,7 +484,7 @@ async def _is_listed_as_healthy(owner: Settings, node_id: str) -> bool:
     return node_id in views and views[node_id].status is NodeStatus.HEALTHY
 
 
-async def test_node_with_a_numbered_id_is_found_again(
+async def test_restarted_agent_keeps_its_numbered_node_id(
     cluster: local_cluster.Supervisor, tmp_path: Path, progress: ProgressLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of two machines with the same host name, the second gets a number."""

@@ -88,5 +88,5 @@ def test_last_lines_skips_empty_lines(tmp_path: Path) -> None:
     assert process_records.read_last_lines(tmp_path / "none.log") == []
 
 
-def test_own_process_is_alive() -> None:
+def test_running_process_has_a_process_mark() -> None:
     assert process_records.ProcessMark.of_pid(os.getpid()) is not None

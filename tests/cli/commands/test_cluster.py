@@ -45,7 +45,7 @@ JUNK_TOKEN = f"genie.join.abcd.{'s' * 43}.{'p' * 43}"
 
 
 @pytest.mark.parametrize("detach", [[], ["--detach"]])
-def test_public_address_without_tls_is_rejected(genie, state_dir, detach) -> None:
+def test_up_rejects_a_public_address_without_tls(genie, state_dir, detach) -> None:
     ran = genie("up", "--bind", "0.0.0.0", "--tls", "off", *detach)
     assert (ran.code, ran.out) == (2, "")
     assert "tls is off" in ran.err and "hint: " in ran.err
@@ -53,7 +53,7 @@ def test_public_address_without_tls_is_rejected(genie, state_dir, detach) -> Non
 
 
 @pytest.mark.parametrize("detach", [[], ["--detach"]])
-def test_port_in_use_is_named(genie, state_dir, detach) -> None:
+def test_up_error_names_the_port_in_use(genie, state_dir, detach) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         ran = genie("up", "--port", str(port), *detach)
@@ -72,7 +72,7 @@ def test_port_in_use_is_named(genie, state_dir, detach) -> None:
         (["--store", "etcd://"], "etcd"),
     ],
 )
-def test_invalid_option_is_named(genie, argv, named) -> None:
+def test_up_error_names_the_invalid_option(genie, argv, named) -> None:
     ran = genie("up", "--port", "0", *argv)
     assert ran.code in (1, 2)
     assert named in ran.err
@@ -90,7 +90,7 @@ def test_invalid_option_is_named(genie, argv, named) -> None:
         (["127.0.0.1:1"], 1, "token"),
     ],
 )
-def test_invalid_join_fails_immediately(genie, argv, code, named) -> None:
+def test_join_with_invalid_arguments_is_an_error(genie, argv, code, named) -> None:
     ran = genie("join", *argv)
     assert (ran.code, ran.out) == (code, "")
     assert named in ran.err
@@ -194,7 +194,7 @@ def test_up_on_all_interfaces_shows_join_commands(
 
 
 @pytest.mark.parametrize("leader", ["10.0.0.5:5555", ""])
-def test_standby_controller_is_reported(controller, leader, capfd) -> None:
+def test_up_reports_that_its_controller_is_a_standby(controller, leader, capfd) -> None:
     reply = msgspec.structs.replace(make_status_reply(), leading=False, leader=leader)
     controller.replies[GetStatus] = reply
     asyncio.run(_print_summary(load()))
@@ -203,7 +203,7 @@ def test_standby_controller_is_reported(controller, leader, capfd) -> None:
     assert "genie submit" not in message, "nothing can be done here"
 
 
-def test_standby_without_owner_token_is_reported(controller, state_dir, capfd) -> None:
+def test_up_without_owner_token_reports_a_standby(controller, state_dir, capfd) -> None:
     (state_dir / "owner.token").unlink()
     asyncio.run(_print_summary(load()))
     assert "standby" in capfd.readouterr().out
@@ -265,7 +265,7 @@ def test_second_up_reports_the_running_cluster(cluster, run_in_process) -> None:
         assert "already running" in ran.err and "genie down" in ran.err
 
 
-def test_cluster_has_a_node_with_an_accelerator(cluster, run_in_process) -> None:
+def test_up_starts_a_healthy_node_with_an_accelerator(cluster, run_in_process) -> None:
     (view,) = json.loads(run_in_process(cluster, "nodes", "--json").out)["nodes"]
     assert view["info"]["status"] == "healthy"
     assert view["info"]["gpus"]
@@ -321,7 +321,7 @@ def test_revoked_token_is_rejected(cluster, run_in_process) -> None:
     assert "was revoked" in ran.err
 
 
-def test_machine_joins_once_with_a_token(cluster, run_in_process, tmp_path) -> None:
+def test_join_token_admits_one_machine_only(cluster, run_in_process, tmp_path) -> None:
     other = CommandRunner(tmp_path / "other")
     address = json.loads(run_in_process(cluster, "status", "--json").out)["address"]
     token = run_in_process(cluster, "token", "create", "--join").out.strip()

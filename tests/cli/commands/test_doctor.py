@@ -30,7 +30,7 @@ def index_by_name(found) -> dict[str, Check]:
     return {check.name: check for check in found}
 
 
-def test_machine_without_a_cluster_passes(genie, monkeypatch) -> None:
+def test_doctor_passes_without_a_cluster(genie, monkeypatch) -> None:
     monkeypatch.setenv("GENIE_CONTROLLER_PORT", str(free_port()))
     ran = genie("doctor")
     assert ran.code == 0
@@ -244,7 +244,7 @@ def test_clock_before_the_installation_fails(monkeypatch) -> None:
 @pytest.mark.parametrize(
     ("age_days", "verdict"), [(0, Verdict.OK), (6.99, Verdict.WARNING), (8, Verdict.WARNING)]
 )
-def test_certificates_are_checked(state_dir, age_days, verdict) -> None:
+def test_expired_or_expiring_certificate_is_a_warning(state_dir, age_days, verdict) -> None:
     now = time.time()
     authority = CertificateAuthority.create(now=now)
     _, csr = new_key_and_csr()
@@ -268,6 +268,6 @@ def test_missing_control_groups_are_reported_with_a_fix(monkeypatch: pytest.Monk
     assert "Delegate=yes" in found.fix
 
 
-def test_control_groups_are_found() -> None:
+def test_control_group_check_names_the_parent_group() -> None:
     path = require_cgroup("genie-doctor-test", "v2")
     assert index_by_name(checks.check_tools())["control groups"].found == f"below {Path(path).parent}"

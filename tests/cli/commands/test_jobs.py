@@ -224,7 +224,7 @@ def test_ctrl_c_cancels_the_job_and_waits_for_its_end(genie, controller) -> None
     assert sum(isinstance(request, CancelJob) for request in controller.requests) == 1
 
 
-def test_second_ctrl_c_exits(genie, controller) -> None:
+def test_second_ctrl_c_exits_without_waiting_for_the_job(genie, controller) -> None:
     pressed = False
 
     def read(request):
@@ -342,7 +342,7 @@ def test_following_a_pending_job_reports_that_it_waits_and_why(genie, controller
     assert genie("logs", "-f", "j1", *options).err == ""
 
 
-def test_jobs_show_the_exit_code_of_shells_for_a_signal(genie, controller) -> None:
+def test_jobs_shows_128_plus_signal_as_exit_code_of_a_killed_job(genie, controller) -> None:
     killed = make_placed_job(JobState.FAILED, exit_code=-9, reason="killed by signal 9")
     controller.replies[ListJobs] = JobsReply(jobs=(killed,), more=False)
     assert " 137 " in genie("jobs", "--all").out
@@ -371,7 +371,7 @@ def make_read_log_handler(logs: dict[int, bytes]):
     return read
 
 
-def test_logs_of_one_run_and_of_all_runs(genie, controller) -> None:
+def test_logs_prints_the_last_one_or_all_runs(genie, controller) -> None:
     controller.replies[ReadLog] = make_read_log_handler({3: b"three\n", 4: b"four\n"})
     assert genie("logs", "j1") == (0, "four\n", "")
     assert genie("logs", "j1", "--run", "3") == (0, "three\n", "")
@@ -408,7 +408,7 @@ def test_follow_continues_with_the_next_run(genie, controller) -> None:
     assert genie("logs", "-f", "j1", "--run", "1").out == "one\n"
 
 
-def test_logs_of_an_unknown_job(genie, controller) -> None:
+def test_logs_of_an_unknown_job_is_an_error(genie, controller) -> None:
     controller.replies[ReadLog] = JobNotFoundError("no job 'j9'", hint="see 'genie jobs --all'")
     ran = genie("logs", "j9")
     assert (ran.code, ran.out) == (1, "")
@@ -430,6 +430,6 @@ def test_cancel_continues_after_a_failure(genie, controller) -> None:
     assert "no job 'j9'" in ran.err
 
 
-def test_server_errors_keep_their_exit_code(genie, controller) -> None:
+def test_controller_error_exits_with_1(genie, controller) -> None:
     controller.replies[CancelJob] = GenieError("internal error", hint="see the log")
     assert genie("cancel", "j1").code == 1

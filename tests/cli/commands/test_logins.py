@@ -154,7 +154,7 @@ def test_rejected_stored_login_has_a_hint(genie, remote_cluster, address, token_
 @pytest.mark.parametrize(
     "argv", [["login"], ["logout"], ["login", "--address"], ["status", "--address"], ["join"], None]
 )
-def test_token_given_as_address_is_not_resolved(
+def test_token_given_as_address_is_not_sent_to_dns(
     genie, remote_cluster, token_file, argv, form, monkeypatch
 ) -> None:
     def look_up(*_: object, **__: object) -> None:
@@ -244,7 +244,7 @@ def test_login_list_hides_secrets(genie, remote_cluster, address, token_file) ->
         (["logout", "a:0"], "ADDRESS 'a:0': port 0 is not allowed"),
     ],
 )
-def test_usage_error_is_named(genie, argv, message) -> None:
+def test_usage_error_states_the_reason(genie, argv, message) -> None:
     ran = genie(*argv)
     assert ran.code == 2
     assert message in ran.err

@@ -65,7 +65,7 @@ def test_generate_writes_to_standard_output(genie, trace_file, tmp_path, monkeyp
 
 @pytest.mark.parametrize("order", ["fifo", "priority", "fair"])
 @pytest.mark.parametrize("placement", ["supply", "fgd", "bestfit"])
-def test_all_orders_and_placements_run(genie, trace_file, order, placement) -> None:
+def test_every_order_and_placement_can_be_simulated(genie, trace_file, order, placement) -> None:
     options = ("--order", order, "--placement", placement, "--no-backfill", "--no-preempt")
     ran = genie("sim", "run", "--trace", str(trace_file), "--nodes", "4x8", *options, "--json")
     assert (ran.code, json.loads(ran.out)["preemptions"]) == (0, 0)

@@ -90,7 +90,7 @@ def run_grid_command(
     return run
 
 
-def test_table_has_every_command() -> None:
+def test_expected_exit_codes_cover_every_grid_command() -> None:
     of_the_grid = {" ".join(path[1:]) for path in list_command_paths() if path[0] == "grid"}
     assert {
         name
@@ -103,7 +103,7 @@ def test_table_has_every_command() -> None:
 @pytest.mark.parametrize(
     ("line", "none", "some"), EXPECTED_EXIT_CODES, ids=[row[0] for row in EXPECTED_EXIT_CODES]
 )
-def test_exit_codes_with_unreachable_nodes(
+def test_exit_code_depends_on_whether_some_or_all_nodes_are_unreachable(
     partly_stopped_testbed: SshTestbed,
     run_grid_command: Callable[[str, str], CommandOutcome],
     line: str,

@@ -102,7 +102,9 @@ def test_unreachable_node_is_reported_and_others_are_used(testbed: SshTestbed, g
     assert "could not reach" in parse_table_rows(ran.out)["gpu1"][-1]
 
 
-def test_exit_codes_without_usable_or_reachable_nodes(testbed: SshTestbed, genie) -> None:
+def test_health_exits_with_1_without_usable_and_255_without_reachable_nodes(
+    testbed: SshTestbed, genie
+) -> None:
     testbed["gpu1"].restart(before="mount -t tmpfs -o size=1m tmpfs /root")  # full, or as good as
     testbed["gpu2"].stop()
     assert genie("grid", "health", "--json").code == 1

@@ -161,7 +161,7 @@ def test_promote_and_demote_accept_cluster_options(working_folder: Path, genie, 
         ("token revoke", "{ID...}"),
     ],
 )
-def test_arguments_have_one_pair_of_brackets(genie, argv: str, usage: str) -> None:
+def test_usage_line_shows_arguments_in_one_pair_of_brackets(genie, argv: str, usage: str) -> None:
     out = genie(*argv.split(), "--help").out
     assert f" {argv} [OPTIONS] {usage} " in out.replace("\n", " \n")
 
@@ -226,7 +226,7 @@ def test_aborted_prompt_changes_nothing(
     assert testbed.known_hosts.read_text() == before
 
 
-def test_fingerprint_is_compared(testbed: SshTestbed, genie) -> None:
+def test_trust_requires_a_matching_fingerprint(testbed: SshTestbed, genie) -> None:
     testbed.write_known_hosts(without=["gpu1"])
     before = testbed.known_hosts.read_text()
     ran = genie("grid", "nodes", "trust", "gpu1", "--fingerprint", read_host_fingerprint(testbed, "gpu2"))

@@ -228,7 +228,7 @@ def test_passwords_in_pip_output_are_hidden(
     assert "hunter2" not in ran.out + ran.err
 
 
-def test_control_characters_of_a_node_are_removed(
+def test_control_characters_in_node_output_are_removed(
     testbed: SshTestbed, genie: Callable[..., CommandOutcome]
 ) -> None:
     program = testbed["gpu2"].bin / "evil-python"

@@ -73,7 +73,7 @@ def test_unquoted_command_has_a_hint(genie: Cli, argv: list[str]) -> None:
 
 
 @pytest.mark.parametrize("argv", [["ps", "gpu1"], ["ps", "--nodes"], ["sync", "a", "b"]])
-def test_hint_about_dashes_is_shown_only_for_arguments(genie: Cli, argv: list[str]) -> None:
+def test_commands_without_a_remote_command_have_no_hint_about_dashes(genie: Cli, argv: list[str]) -> None:
     done = genie("grid", *argv)
     assert done.code == 2
     assert done.err.splitlines()[1] == f"hint: 'genie grid {argv[0]} --help' lists the options"
@@ -140,7 +140,7 @@ def test_unreachable_node_is_not_chosen(own_testbed: SshTestbed, own_cli: Cli) -
     assert own_cli("run", "hostname").out == "gpu2\n"
 
 
-def test_output_is_unchanged(cli: Cli, tmp_path: Path, fork_server: ForkServer) -> None:
+def test_binary_output_is_unchanged(cli: Cli, tmp_path: Path, fork_server: ForkServer) -> None:
     (tmp_path / "in").write_bytes(bytes(range(256)) * 1000)
     argv = ["-m", "genie", "grid", "run", "cat", "--node", "gpu1", "--stdin", str(tmp_path / "in")]
     done = fork_server.run(argv, timeout=60, text=False)
@@ -246,7 +246,7 @@ def test_unreachable_node_exits_with_255(own_testbed: SshTestbed, own_cli: Cli) 
     assert own_cli("run", "true", "--node", "gpu1").code == 255
 
 
-def test_runs_are_counted(cli: Cli, state_dir: Path) -> None:
+def test_metrics_count_runs_by_status(cli: Cli, state_dir: Path) -> None:
     cli("run", "true", "--node", "gpu1")
     cli("run", "exit 9", "--node", "gpu1")
     text = grid_metrics(state_dir).text()
@@ -254,7 +254,7 @@ def test_runs_are_counted(cli: Cli, state_dir: Path) -> None:
     assert 'grid_tasks_completed_total{status="failed"} 1.0' in text
 
 
-def test_run_is_counted_once(cli: Cli, state_dir: Path) -> None:
+def test_attach_does_not_count_a_run_again(cli: Cli, state_dir: Path) -> None:
     done = cli("run", "true", "--node", "gpu1", "--json")
     run_id = json.loads(done.out)["runs"][0]["run_id"]
     assert cli("attach", run_id).code == 0

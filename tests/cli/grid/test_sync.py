@@ -54,7 +54,7 @@ def test_sync_shows_progress_on_a_terminal(
     assert (code, "sending to 2 nodes: 2 files, 2 B 100%\r\x1b[K" in shown) == (0, True), shown
 
 
-def test_sync_is_counted(run_grid_command, tmp_path: Path) -> None:
+def test_metrics_count_a_sync_per_node(run_grid_command, tmp_path: Path) -> None:
     write_files(tmp_path / "counted", {b"counted": b"1"})
     before = sum(grid_metrics(Path(os.environ["GENIE_STATE_DIR"])).figures().syncs.counts)
     assert run_grid_command("sync", str(tmp_path / "counted")).code == 0

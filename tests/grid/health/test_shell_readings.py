@@ -44,7 +44,7 @@ def test_node_without_gpus_has_other_readings(tmp_path: Path) -> None:
     assert found.load is not None and found.memory_total_bytes and found.disk_total_bytes
 
 
-def test_nvidia_readings_and_xids(tmp_path: Path) -> None:
+def test_nvidia_gpus_and_xid_errors_are_read(tmp_path: Path) -> None:
     write_tool(tmp_path, "nvidia-smi", "echo '0, T4, GPU-a, 100, 50, 5, 33, 0'")
     write_tool(tmp_path, "dmesg", "echo '[ 1.0] NVRM: Xid (PCI:0000:01:00): 79, pid=1, gone'; echo other")
     found = run_readings_script(tmp_path)
@@ -79,7 +79,7 @@ def test_failing_tool_is_reported_with_its_output(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("root", ["~/it's; touch x/y", "/no such/$(touch x)/place"])
-def test_path_is_quoted(tmp_path: Path, root: str) -> None:
+def test_path_with_shell_syntax_is_not_executed(tmp_path: Path, root: str) -> None:
     found = run_readings_script(tmp_path, root=root, home=str(tmp_path))
     assert found.failed == {}
     assert found.disk_total_bytes

@@ -84,7 +84,7 @@ def test_cancel_fails_unsubmitted_tasks_and_does_not_drain_generators() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs psutil elsewhere")
-def test_tasks_are_counted_without_dependencies() -> None:
+def test_metrics_count_tasks_without_third_party_packages() -> None:
     """-S disables site-packages: an environment of `grid-cli setup` has none of Genie's dependencies."""
     program = (
         f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"

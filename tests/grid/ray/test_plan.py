@@ -185,7 +185,7 @@ def test_worker_without_head_is_stray() -> None:
     assert get_state_by_node(found)["gpu2"] == "stray"
 
 
-def test_restarted_node_is_alive() -> None:
+def test_node_listed_as_dead_and_alive_is_alive() -> None:
     records = {"gpu1": make_ray_record("head")}
     assert get_state_by_node(
         build_cluster_view(records, {}, [make_listed_ray_node("gpu1", "DEAD"), make_listed_ray_node("gpu1")])
@@ -241,6 +241,6 @@ def test_job_exit_code_is_that_of_its_command(info: dict[str, Any], code: int) -
     assert exit_code_of(info) == code
 
 
-def test_shell_line_quotes_several_words_only() -> None:
+def test_only_commands_of_several_arguments_are_quoted() -> None:
     assert to_shell_line(["echo a; exit 3"]) == "echo a; exit 3"
     assert to_shell_line(["echo", "a; exit 3"]) == "echo 'a; exit 3'"

@@ -174,7 +174,7 @@ def test_different_contents_have_different_digests(tmp_path: Path) -> None:
     assert len(set(found.values())) == len(found) == len(layouts) + 2
 
 
-def test_size_limits_are_consistent() -> None:
+def test_digest_and_transfer_size_limits_are_consistent() -> None:
     assert tree.SMALL_BYTES_MAX < BLOCK_DIGEST_BYTES_MIN
     assert contents.READ_BYTES <= sync.PIECE_BYTES_MAX
 

@@ -78,7 +78,7 @@ def test_nvidia_smi_query_has_eight_columns(fake_tools, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("nothing", ["[N/A]", "[Not Supported]", "[Unknown Error]", "N/A", "ERR!", ""])
-def test_placeholder_value_is_none(nothing: str) -> None:
+def test_nvidia_smi_placeholder_is_read_as_none(nothing: str) -> None:
     line = f"0, Orin, GPU-a, {nothing}, {nothing}, {nothing}, {nothing}, {nothing}"
     found = health.parse_nvidia_smi(line)
     (gpu,) = found["gpus"]
@@ -126,7 +126,7 @@ def test_hanging_tool_fails_only_its_reading_and_is_killed(fake_tools, tmp_path:
     wait_until(lambda: not list_live_processes(group), what="the end of the tool's process group")
 
 
-def test_hanging_part_is_not_started_again(fake_tools, monkeypatch) -> None:
+def test_hanging_reading_is_not_started_again(fake_tools, monkeypatch) -> None:
     calls = []
     release = health.threading.Event()
 
@@ -160,7 +160,7 @@ class ThreadEndingWhenJoined(threading.Thread):
 @pytest.mark.parametrize(
     ("left_s", "failed"), [(60.0, {}), (-1.0, {"disk": "a previous reading still hangs"})]
 )
-def test_previous_reading_is_joined_until_its_deadline(fake_tools, left_s: float, failed: object) -> None:
+def test_previous_reading_is_awaited_until_its_deadline(fake_tools, left_s: float, failed: object) -> None:
     other = ThreadEndingWhenJoined()
     other.start()
     health._THREAD_BY_PART["disk"] = (other, time.monotonic() + left_s)

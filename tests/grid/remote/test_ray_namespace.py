@@ -40,11 +40,11 @@ def run_with_hooks(folder: Path, program: str, *, hooks: Sequence[str] = ("hook"
     return done.stdout
 
 
-def test_default_applies_only_without_namespace(hook_and_ray_folder: Path) -> None:
+def test_default_namespace_applies_only_if_none_is_given(hook_and_ray_folder: Path) -> None:
     assert run_with_hooks(hook_and_ray_folder, PROGRAM, RAY_NAMESPACE="team") == "team own None ray.deep\n"
 
 
-def test_no_default_without_the_variable(hook_and_ray_folder: Path) -> None:
+def test_no_default_namespace_without_the_variable(hook_and_ray_folder: Path) -> None:
     assert run_with_hooks(hook_and_ray_folder, PROGRAM, RAY_NAMESPACE="") == "None own None ray.deep\n"
 
 
@@ -56,7 +56,7 @@ def test_next_sitecustomize_runs_too(hook_and_ray_folder: Path) -> None:
     )
 
 
-def test_missing_ray_raises_the_usual_error(hook_and_ray_folder: Path) -> None:
+def test_importing_missing_ray_raises_the_usual_error(hook_and_ray_folder: Path) -> None:
     program = "try:\n    import ray\nexcept ModuleNotFoundError as error:\n    print(error.name)"
     (hook_and_ray_folder / "libs/ray").rename(hook_and_ray_folder / "libs/other")
     shown = run_with_hooks(
@@ -101,7 +101,7 @@ def test_hooks_of_two_grids_and_another_sitecustomize_work_together(
     assert shown == "team own None ray.deep\nseen False\n"
 
 
-def test_finder_that_calls_all_others_finds_ray(hook_and_ray_folder: Path) -> None:
+def test_delegating_import_finder_finds_ray(hook_and_ray_folder: Path) -> None:
     delegating = (
         "import sys\nclass Delegating:\n"
         "    def find_spec(name, path=None, target=None):\n"

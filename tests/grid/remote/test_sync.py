@@ -82,7 +82,7 @@ def old_and_new_tree(tmp_path: Path) -> tuple[Path, Path]:
     return old, new
 
 
-def test_change_killed_at_any_step_is_finished_by_the_next(
+def test_tree_change_killed_at_any_step_is_finished_by_the_next_one(
     old_and_new_tree, tmp_path: Path, fork_server: ForkServer
 ) -> None:
     old, new = old_and_new_tree
@@ -109,7 +109,7 @@ def test_change_killed_at_any_step_is_finished_by_the_next(
     assert finished > 10
 
 
-def test_change_for_another_state_is_rejected(old_and_new_tree, tmp_path: Path) -> None:
+def test_tree_change_based_on_another_state_is_rejected(old_and_new_tree, tmp_path: Path) -> None:
     old, new = old_and_new_tree
     root = tmp_path / "node"
     sync.receive_and_apply(make_sync_args(root), make_change_frames(b"", old))

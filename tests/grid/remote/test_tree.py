@@ -66,7 +66,7 @@ def make_path(tmp_path: Path) -> Callable[[str], Path]:
 
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(before=ENTRIES, after=ENTRIES)
-def test_engines_scan_equally(compiled_engine, make_path, before, after) -> None:
+def test_compiled_and_python_engine_scan_equally(compiled_engine, make_path, before, after) -> None:
     root = make_path("tree")
     create_entries(root, before)
     old = scan_tree(PLAIN, root)
@@ -101,7 +101,7 @@ def test_engines_scan_equally(compiled_engine, make_path, before, after) -> None
 
 @settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(entries=ENTRIES)
-def test_engines_place_equally(compiled_engine, make_path, entries) -> None:
+def test_compiled_and_python_engine_write_equal_files(compiled_engine, make_path, entries) -> None:
     root = make_path("tree")
     create_entries(root, entries)
     records, dirty, *_ = scan_tree(PLAIN, root)
@@ -199,7 +199,7 @@ def test_file_written_just_before_the_scan_is_read_again(compiled_engine, tmp_pa
     assert scan_tree(one, tmp_path, records, taken_ns=written_ns + 10**9)[1] == []
 
 
-def test_error_in_decide_callback_is_raised(compiled_engine, tmp_path) -> None:
+def test_error_in_exclude_callback_is_raised(compiled_engine, tmp_path) -> None:
     write_files(tmp_path, {b"a": b"1"})
 
     def refuse(path: bytes, is_folder: bool) -> bool:

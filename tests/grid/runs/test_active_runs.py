@@ -71,7 +71,7 @@ async def test_run_on_a_node_removed_from_the_file_is_unknown(testbed: SshTestbe
     assert (found.active_tasks, found.completed["unknown"]) == (0, 1)
 
 
-def test_run_is_completed_once(tmp_path: Path) -> None:
+def test_metrics_count_the_end_of_a_run_once(tmp_path: Path) -> None:
     metrics = GridMetrics(tmp_path)
     metrics.run_started("r-1", ActiveRun(node="gpu1", grid_file="x", started=0.0))
     metrics.run_ended("r-1", "succeeded", 2.0)
@@ -80,7 +80,7 @@ def test_run_is_completed_once(tmp_path: Path) -> None:
     assert (found.completed["succeeded"], found.completed["failed"]) == (1, 0)
 
 
-def test_active_runs_are_bounded(tmp_path: Path) -> None:
+def test_oldest_active_run_is_dropped_beyond_the_maximum(tmp_path: Path) -> None:
     metrics = GridMetrics(tmp_path)
     figures = metrics.figures()
     figures.runs = {f"r-{n}": ActiveRun(node="n", grid_file="f", started=0.0) for n in range(ACTIVE_RUNS_MAX)}

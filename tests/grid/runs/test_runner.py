@@ -169,7 +169,7 @@ async def test_setup_environment_is_first_in_the_path(testbed: SshTestbed, runne
         (folder / "python").unlink()
 
 
-async def test_hostile_command_is_only_a_command(testbed: SshTestbed, runner: Runner) -> None:
+async def test_shell_syntax_in_a_command_is_passed_unchanged(testbed: SshTestbed, runner: Runner) -> None:
     text = "echo '--help'; echo \"$(echo -oProxyCommand=x)\"; echo '`'; # \\"
     assert (await run_to_end(runner, "gpu4", text))[1] == b"--help\n-oProxyCommand=x\n`\n"
 
@@ -204,7 +204,9 @@ async def test_unknown_node_is_rejected(runner: Runner) -> None:
 
 
 @pytest.mark.parametrize("count", [50, 90], ids=["fifty", "more than a helper answers at a time"])
-async def test_many_concurrent_runs_on_one_node(runner: Runner, count: int) -> None:
+async def test_concurrent_runs_on_one_node_have_their_own_output_and_exit_code(
+    runner: Runner, count: int
+) -> None:
     async with asyncio.TaskGroup() as group:
         tasks = [
             group.create_task(run_to_end(runner, "gpu5", f"sleep 0.5; echo {number}; exit {number}"))

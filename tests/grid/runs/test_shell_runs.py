@@ -195,7 +195,7 @@ async def test_read_only_home_is_reported(own_testbed: SshTestbed, node_without_
 
 
 @pytest.mark.parametrize("shell", ["dash", "bash", "mksh", "zsh"])
-def test_values_are_never_shell_syntax(shell: str) -> None:
+def test_shell_syntax_in_values_is_not_executed(shell: str) -> None:
     hostile = "'; touch /tmp/x; echo '"
     args = {"root": hostile, "id": "r-x", "command": hostile, "cwd": hostile, "env": {"A": hostile}}
     text = shell_runs.make_script("start", args, marker="@m")
@@ -313,7 +313,7 @@ def test_signal_is_sent_only_to_the_recorded_process(tmp_path: Path, change: str
 @pytest.mark.parametrize(
     ("timeout_s", "formatted"), [(None, ""), (5400.0, "5400"), (0.5, "0.5"), (1e-9, "0"), (3e8, "300000000")]
 )
-def test_timeout_is_formatted_for_every_sleep(timeout_s: float | None, formatted: str) -> None:
+def test_timeout_is_formatted_for_every_sleep_implementation(timeout_s: float | None, formatted: str) -> None:
     args = {**RUN, "root": "/r", "timeout_s": timeout_s}
     assert f"\ntimeout_s={formatted or repr('')}\n" in shell_runs.make_script("start", args, marker="@m")
 

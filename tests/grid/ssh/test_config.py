@@ -102,7 +102,7 @@ def test_blocks_of_other_hosts_become_empty_lines() -> None:
     assert strip_other_hosts(text, "GPU2") == text.replace("Host gpu1 x\n  Port 1\n", "\n\n")
 
 
-def test_short_config_is_temporary_and_unused_if_nothing_can_be_stripped(
+def test_stripped_config_is_temporary_and_only_made_if_shorter(
     tmp_path: Path,
 ) -> None:
     whole = tmp_path / "config"

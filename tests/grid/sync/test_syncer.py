@@ -98,7 +98,9 @@ async def test_file_deleted_on_both_sides_is_not_reported_as_kept(project: Synce
     assert (await project.sync()).unchanged
 
 
-async def test_modified_file_is_restored_and_one_deleted_here_is_kept(project: SyncedProject) -> None:
+async def test_file_modified_on_the_node_is_restored_or_kept_if_deleted_locally(
+    project: SyncedProject,
+) -> None:
     write_files(project.root, {b"a": b"ours", b"b": b"ours", b"c": b"ours"})
     await project.sync()
     write_files(project.there, {b"a": b"edit", b"b": b"edited there"})
