@@ -300,7 +300,7 @@ async def test_shutdown_is_idempotent_and_concurrent(controller: SmallController
 async def test_shutdown_during_init_ends_both(controller: SmallController) -> None:
     controller.answers_hello = False
     async with asyncio.TaskGroup() as group:
-        starting = group.create_task(_capture_error(genie.init(**QUIET_SETTINGS)))
+        starting = group.create_task(_await_error(genie.init(**QUIET_SETTINGS)))
         await until(lambda: len(controller.asked) > 0)
         await genie.shutdown()
     assert isinstance(starting.result(), SessionError)
@@ -320,7 +320,7 @@ async def test_cancelling_one_of_two_inits_keeps_the_session(
 ) -> None:
     controller.answers_hello = False
     async with asyncio.TaskGroup() as group:
-        stays = group.create_task(_capture_error(genie.init(timeout=2.0, **QUIET_SETTINGS)))
+        stays = group.create_task(_await_error(genie.init(timeout=2.0, **QUIET_SETTINGS)))
         goes = group.create_task(genie.init(timeout=2.0, **QUIET_SETTINGS))
         await until(lambda: len(controller.asked) > 0)
         goes.cancel()
@@ -390,7 +390,7 @@ def test_open_session_ends_quietly_at_interpreter_exit(
 # --- errors -----------------------------------------------------------------------------------
 
 
-async def _capture_error(work: object) -> BaseException:
+async def _await_error(work: object) -> BaseException:
     with pytest.raises(BaseException) as caught:  # noqa: PT011 - the caller looks at it
         await work  # type: ignore[misc]
     return caught.value
@@ -448,7 +448,7 @@ async def test_waiting_for_the_previous_session_counts_against_the_timeout(
 async def test_time_before_the_phases_counts_against_the_timeout(controller: SmallController) -> None:
     settings = init_module.load_settings((), {"timeout": 5.0, **QUIET_SETTINGS})
     run, _ = init_module.get_or_start_session(settings, began_s=time.monotonic() - 5.0)
-    assert isinstance(await _capture_error(asyncio.wrap_future(run.ready)), DeadlineError)
+    assert isinstance(await _await_error(asyncio.wrap_future(run.ready)), DeadlineError)
     await asyncio.wrap_future(run.finished)
 
 

@@ -65,7 +65,7 @@ def make_monitor(
     *,
     events: EventBus | None = None,
     clock: StepClock | None = None,
-    kept: int = 10,
+    history_max: int = 10,
 ) -> ResourceMonitor:
     return create_resource_monitor(
         NODE,
@@ -73,7 +73,7 @@ def make_monitor(
         source=source,
         clock=clock or StepClock(),
         host=lambda: HOST_FACTS,
-        history_max=kept,
+        history_max=history_max,
     )
 
 
@@ -162,7 +162,7 @@ async def test_repeated_error_after_a_good_reading_is_published_again(events: Ev
 
 async def test_history_is_bounded_and_oldest_first() -> None:
     clock = StepClock()
-    monitor = make_monitor(ScriptedGpuSource((make_gpu(),)), clock=clock, kept=3)
+    monitor = make_monitor(ScriptedGpuSource((make_gpu(),)), clock=clock, history_max=3)
     for at in range(5):
         clock.now_s = float(at)
         await monitor.poll()

@@ -32,7 +32,7 @@ from genie.scheduler.request import WorkerPlace
 from genie.sim.store import MemoryStore
 from tests.fakes.agent import make_node_info
 from tests.fakes.clock import FakeClock
-from tests.fakes.placer import NoPlacement
+from tests.fakes.placer import NoOpPlacer
 from tests.waiting import until
 
 NODES = ("n0", "n1")
@@ -63,7 +63,7 @@ class Books:
             random_bytes=self._bytes,
             notifier=ChangeNotifier(clock),
             wake=lambda: None,
-            placer=self.placer if at_once else NoPlacement(),
+            placer=self.placer if at_once else NoOpPlacer(),
             backoff=LaunchBackoff(clock),
         )
         self.jobs._new_job_id = self._new_id  # type: ignore[method-assign]

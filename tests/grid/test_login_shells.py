@@ -82,7 +82,7 @@ def shell_testbed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SshTestb
             (node.folder / "shells").mkdir()
             (node.folder / "shells" / shell).symlink_to(found[shell])
             if number >= len(LOGINS):
-                install_tools(node.bin, sh, found[sh])
+                install_shell_and_tools(node.bin, sh, found[sh])
         yield testbed
 
 
@@ -94,7 +94,7 @@ def has_python(node: SshNode) -> bool:
     return str(node.bin) != node.path
 
 
-def install_tools(folder: Path, sh: str, program: str) -> None:
+def install_shell_and_tools(folder: Path, sh: str, program: str) -> None:
     if sh == "ash":
         subprocess.run([program, "--install", "-s", str(folder)], check=True, timeout=30)
         return
@@ -244,7 +244,7 @@ async def test_output_is_read_from_any_offset(shell_testbed: SshTestbed, runner:
     await check_each_node(shell_testbed.nodes, check)
 
 
-async def test_tree_is_synced_repeatedly(
+async def test_changed_tree_is_synced_with_every_login_shell(
     shell_testbed: SshTestbed, shell_pool: SshPool, shell_grid_file: GridFile, tmp_path: Path
 ) -> None:
     root = tmp_path / "project"

@@ -47,7 +47,7 @@ def cluster(module_cluster: RunningCluster, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.fixture
-def grid_cli(
+def run_grid_cli(
     own_testbed: SshTestbed,
     quick_venv: QuickVenv,
     tmp_path: Path,
@@ -87,38 +87,38 @@ async def run_job_on(cluster: RunningCluster, node: str) -> JobState:
 
 @pytest.mark.long("Genie is installed on the node twice, and agents start there")
 def test_node_is_promoted_runs_a_job_and_is_demoted(
-    own_testbed: SshTestbed, cluster: RunningCluster, grid_cli: Callable[..., tuple[int, str, str]]
+    own_testbed: SshTestbed, cluster: RunningCluster, run_grid_cli: Callable[..., tuple[int, str, str]]
 ) -> None:
     node = own_testbed["gpu1"]
     create_environment(node)
     where = f"{cluster.host}:{cluster.port}"
-    code, out, err = grid_cli("promote", "gpu1", "--controller", where, "--json")
+    code, out, err = run_grid_cli("promote", "gpu1", "--controller", where, "--json")
     assert code == 0, out + err
     assert json.loads(out)["nodes"] == [{"node": "gpu1", "outcome": "promoted", "error": "", "exit_code": 0}]
     assert cluster.token not in err
     assert asyncio.run(run_job_on(cluster, "gpu1")) is JobState.SUCCEEDED
-    assert '"already promoted"' in grid_cli("promote", "gpu1", "--controller", where, "--json")[1]
+    assert '"already promoted"' in run_grid_cli("promote", "gpu1", "--controller", where, "--json")[1]
 
-    code, out, err = grid_cli("demote", "gpu1", "--json")
+    code, out, err = run_grid_cli("demote", "gpu1", "--json")
     assert code == 0, out + err
     assert json.loads(out)["nodes"][0]["outcome"] == "demoted"
     assert node.run("ls -A '/root/work space'") == ""
     assert not node.processes("genie")
-    assert '"not promoted"' in grid_cli("demote", "gpu1", "--json")[1]
+    assert '"not promoted"' in run_grid_cli("demote", "gpu1", "--json")[1]
 
     create_environment(node)
-    code, out, err = grid_cli("promote", "gpu1", "--controller", where, "--json")
+    code, out, err = run_grid_cli("promote", "gpu1", "--controller", where, "--json")
     assert (code, json.loads(out)["nodes"][0]["outcome"]) == (0, "promoted"), out + err
-    assert grid_cli("demote", "gpu1", "--json")[0] == 0  # the cluster is shared with other tests
+    assert run_grid_cli("demote", "gpu1", "--json")[0] == 0  # the cluster is shared with other tests
 
 
 def test_demote_works_with_another_login_shell(
-    own_testbed: SshTestbed, cluster: RunningCluster, grid_cli: Callable[..., tuple[int, str, str]]
+    own_testbed: SshTestbed, cluster: RunningCluster, run_grid_cli: Callable[..., tuple[int, str, str]]
 ) -> None:
     node = own_testbed["gpu1"]
     set_login_shell(node, NARROW)
     node.run("mkdir -p '/root/work space/genie_env'")
-    code, out, err = grid_cli("demote", "gpu1", "--json")
+    code, out, err = run_grid_cli("demote", "gpu1", "--json")
     assert (code, json.loads(out)["nodes"][0]["outcome"]) == (0, "not promoted"), out + err
     assert node.run("ls -A '/root/work space'") == ""
 
@@ -126,7 +126,7 @@ def test_demote_works_with_another_login_shell(
 def test_incomplete_environment_is_finished(
     own_testbed: SshTestbed,
     cluster: RunningCluster,
-    grid_cli: Callable[..., tuple[int, str, str]],
+    run_grid_cli: Callable[..., tuple[int, str, str]],
     tmp_path: Path,
 ) -> None:
     node = own_testbed["gpu1"]
@@ -134,7 +134,7 @@ def test_incomplete_environment_is_finished(
     (tmp_path / "wheels").mkdir()
     where = f"{cluster.host}:{cluster.port}"
     argv = ("promote", "gpu1", "--controller", where, "--wheels", str(tmp_path / "wheels"), "--json")
-    error = json.loads(grid_cli(*argv)[1])["nodes"][0]["error"]
+    error = json.loads(run_grid_cli(*argv)[1])["nodes"][0]["error"]
     assert "No matching distribution" in error  # printed by pip, so pip is installed
     assert (node.home / "work space/genie_env/bin/pip").exists()
 
@@ -151,12 +151,12 @@ chmod 755 "$3"/bin/*
 
 
 def test_failed_join_leaves_no_token_and_no_environment(
-    own_testbed: SshTestbed, cluster: RunningCluster, grid_cli: Callable[..., tuple[int, str, str]]
+    own_testbed: SshTestbed, cluster: RunningCluster, run_grid_cli: Callable[..., tuple[int, str, str]]
 ) -> None:
     node = own_testbed["gpu1"]
     (node.bin / "python3").write_text(_BROKEN_VENV)
     where = f"{cluster.host}:{cluster.port}"
-    result = json.loads(grid_cli("promote", "gpu1", "--controller", where, "--json")[1])["nodes"][0]
+    result = json.loads(run_grid_cli("promote", "gpu1", "--controller", where, "--json")[1])["nodes"][0]
     assert result["outcome"] == "failed"
     assert "could not join the cluster" in result["error"] and "broken" in result["error"]
     assert node.run("ls -A '/root/work space'") == ""
@@ -167,7 +167,10 @@ def test_failed_join_leaves_no_token_and_no_environment(
 
 @pytest.mark.parametrize("step", ["install", "join"])
 def test_ctrl_c_leaves_no_token_and_no_environment(
-    own_testbed: SshTestbed, cluster: RunningCluster, grid_cli: Callable[..., tuple[int, str, str]], step: str
+    own_testbed: SshTestbed,
+    cluster: RunningCluster,
+    run_grid_cli: Callable[..., tuple[int, str, str]],
+    step: str,
 ) -> None:
     node = own_testbed["gpu1"]
     broken = "echo broken; exit 1"
@@ -202,7 +205,7 @@ async def list_gpu1_tokens(cluster: RunningCluster) -> list[TokenRecord]:
 def test_failed_install_removes_only_what_it_created(
     own_testbed: SshTestbed,
     cluster: RunningCluster,
-    grid_cli: Callable[..., tuple[int, str, str]],
+    run_grid_cli: Callable[..., tuple[int, str, str]],
     tmp_path: Path,
 ) -> None:
     node = own_testbed["gpu1"]
@@ -210,19 +213,19 @@ def test_failed_install_removes_only_what_it_created(
     (tmp_path / "wheels").mkdir()
     where = f"{cluster.host}:{cluster.port}"
     argv = ("promote", "gpu1", "--controller", where, "--wheels", str(tmp_path / "wheels"), "--json")
-    assert "No matching distribution" in json.loads(grid_cli(*argv)[1])["nodes"][0]["error"]
+    assert "No matching distribution" in json.loads(run_grid_cli(*argv)[1])["nodes"][0]["error"]
     assert node.run("cd '/root/work space' && find . -type f").split() == ["./.genie/kept"]
 
 
 def test_each_failing_node_has_its_reason(
-    own_testbed: SshTestbed, cluster: RunningCluster, grid_cli: Callable[..., tuple[int, str, str]]
+    own_testbed: SshTestbed, cluster: RunningCluster, run_grid_cli: Callable[..., tuple[int, str, str]]
 ) -> None:
     own_testbed["gpu1"].stop()
     for name in PYTHON_CANDIDATES:
         (own_testbed["gpu2"].bin / name).write_text("#!/bin/sh\necho 3.8\n")
         (own_testbed["gpu2"].bin / name).chmod(0o755)
     where = f"{cluster.host}:{cluster.port}"
-    code, out, _ = grid_cli("promote", "--all", "--controller", where, "--json")
+    code, out, _ = run_grid_cli("promote", "--all", "--controller", where, "--json")
     assert code == 255
     first, second = json.loads(out)["nodes"]
     assert (first["outcome"], second["outcome"]) == ("unreachable", "failed")
@@ -232,22 +235,26 @@ def test_each_failing_node_has_its_reason(
 
 
 def test_cluster_on_loopback_is_rejected(
-    cluster: RunningCluster, grid_cli: Callable[..., tuple[int, str, str]]
+    cluster: RunningCluster, run_grid_cli: Callable[..., tuple[int, str, str]]
 ) -> None:
-    code, _, err = grid_cli("promote", "gpu1")
+    code, _, err = run_grid_cli("promote", "gpu1")
     assert code == 2
     assert "genie up --bind" in err
 
 
 @pytest.mark.parametrize("argv", [("promote",), ("promote", "gpu1", "--all"), ("demote",)])
-def test_nodes_must_be_selected(argv: tuple[str, ...], grid_cli: Callable[..., tuple[int, str, str]]) -> None:
-    code, _, err = grid_cli(*argv)
+def test_nodes_must_be_selected(
+    argv: tuple[str, ...], run_grid_cli: Callable[..., tuple[int, str, str]]
+) -> None:
+    code, _, err = run_grid_cli(*argv)
     assert code == 2
     assert "--all" in err
 
 
-def test_package_that_looks_like_an_option_is_rejected(grid_cli: Callable[..., tuple[int, str, str]]) -> None:
-    code, _, err = grid_cli("promote", "gpu1", "--package=--index-url=http://127.0.0.1:1")
+def test_package_that_looks_like_an_option_is_rejected(
+    run_grid_cli: Callable[..., tuple[int, str, str]],
+) -> None:
+    code, _, err = run_grid_cli("promote", "gpu1", "--package=--index-url=http://127.0.0.1:1")
     assert (code, "--package '--index-url=http://127.0.0.1:1' is not allowed" in err) == (2, True), err
 
 

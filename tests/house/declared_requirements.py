@@ -27,7 +27,7 @@ _ALL_LONG = re.compile(r"^pytestmark = pytest\.mark\.long\(", re.MULTILINE)
 _IMPORT = re.compile(r"^ *from (tests[\w.]*) import (\([^)]*\)|.*)$", re.MULTILINE)
 
 
-class DefinedUnit(NamedTuple):
+class TopLevelDefinition(NamedTuple):
     """A module-level function or class."""
 
     path: Path
@@ -36,7 +36,7 @@ class DefinedUnit(NamedTuple):
 
 def list_files_with_requirements() -> list[Path]:
     """Test files that require root or an optional program."""
-    requiring = {unit.path for unit in _requiring_units()}
+    requiring = {unit.path for unit in _find_definitions_with_requirements()}
     return [path for path in _list_test_files() if path in requiring]
 
 
@@ -63,20 +63,24 @@ def _list_test_files() -> list[Path]:
 
 
 @cache
-def _requiring_units() -> frozenset[DefinedUnit]:
-    """Units that declare a requirement, and units that use them, transitively."""
+def _find_definitions_with_requirements() -> frozenset[TopLevelDefinition]:
+    """Definitions that declare a requirement, and those that use them, transitively."""
     files = python_files("tests")
-    users: dict[DefinedUnit, list[DefinedUnit]] = {}
+    users: dict[TopLevelDefinition, list[TopLevelDefinition]] = {}
     for path in files:
-        imported = _list_imported_units(path)
+        imported = _list_imported_definitions(path)
         folders = [folder for folder in path.parents if folder.is_relative_to(ROOT / "tests")]
-        for name, used in _list_units(path):
+        for name, used in _list_definitions(path):
             for each in used:
                 fixtures = [_find_fixture(folder / "conftest.py", each) for folder in folders]
-                for unit in (imported.get(each, DefinedUnit(path, each)), *fixtures):
-                    users.setdefault(unit, []).append(DefinedUnit(path, name))
-    todo = [DefinedUnit(path, name) for path in files for name in _declaring_units(path)]
-    requiring: set[DefinedUnit] = set()
+                for unit in (imported.get(each, TopLevelDefinition(path, each)), *fixtures):
+                    users.setdefault(unit, []).append(TopLevelDefinition(path, name))
+    todo = [
+        TopLevelDefinition(path, name)
+        for path in files
+        for name in _list_definitions_declaring_requirements(path)
+    ]
+    requiring: set[TopLevelDefinition] = set()
     while todo:
         unit = todo.pop()
         if unit not in requiring:
@@ -85,15 +89,15 @@ def _requiring_units() -> frozenset[DefinedUnit]:
     return frozenset(requiring)
 
 
-def _find_fixture(conftest: Path, name: str) -> DefinedUnit:
+def _find_fixture(conftest: Path, name: str) -> TopLevelDefinition:
     """The fixture of this name, which the file may import from another one."""
-    return (_list_imported_units(conftest) if conftest.is_file() else {}).get(
-        name, DefinedUnit(conftest, name)
+    return (_list_imported_definitions(conftest) if conftest.is_file() else {}).get(
+        name, TopLevelDefinition(conftest, name)
     )
 
 
-def _list_units(path: Path) -> Iterator[tuple[str, set[str]]]:
-    """Units with the names that they use. Uses compiled code: walking syntax trees takes seconds."""
+def _list_definitions(path: Path) -> Iterator[tuple[str, set[str]]]:
+    """Definitions with the names that they use. Uses compiled code: walking syntax trees takes seconds."""
     for constant in compile(path.read_text("utf-8"), str(path), "exec").co_consts:
         if isinstance(constant, CodeType):
             yield constant.co_name, _list_used_names(constant)
@@ -109,21 +113,21 @@ def _list_used_names(code: CodeType) -> set[str]:
 
 
 @cache
-def _list_imported_units(path: Path) -> dict[str, DefinedUnit]:
-    """Names that the file imports from tests/, with their units. A module contributes all its units."""
-    found: dict[str, DefinedUnit] = {}
+def _list_imported_definitions(path: Path) -> dict[str, TopLevelDefinition]:
+    """Names that the file imports from tests/, with their definitions; for a module, all of its definitions."""
+    found: dict[str, TopLevelDefinition] = {}
     for module, names in _IMPORT.findall(path.read_text("utf-8")):
         folder = ROOT.joinpath(*module.split("."))
         for name in re.findall(r"\w+", names):
             inner = (folder / name).with_suffix(".py")
             if inner.is_file():
-                found |= {unit: DefinedUnit(inner, unit) for unit, _ in _list_units(inner)}
+                found |= {unit: TopLevelDefinition(inner, unit) for unit, _ in _list_definitions(inner)}
             else:
-                found[name] = DefinedUnit(folder.with_suffix(".py"), name)
+                found[name] = TopLevelDefinition(folder.with_suffix(".py"), name)
     return found
 
 
-def _declaring_units(path: Path) -> Iterator[str]:
+def _list_definitions_declaring_requirements(path: Path) -> Iterator[str]:
     if "require_" in path.read_text("utf-8") and path != ROOT / "tests" / "needs.py":
         for name, function in list_functions(parse_file(path)):
             if any(isinstance(node, ast.Call) and _is_requirement(node) for node in ast.walk(function)):

@@ -40,7 +40,7 @@ class SuiteOutcome:
 def run_suite(folder: Path, files: dict[str, str], options: tuple[str, ...], **environ: str) -> SuiteOutcome:
     """Runs these files. The temporary folder of the run is `folder`/b."""
     done = subprocess.run(
-        write_suite(folder, files, options),
+        write_suite_and_make_command(folder, files, options),
         cwd=folder,
         env=make_suite_environment(folder, **environ),
         capture_output=True,
@@ -51,7 +51,7 @@ def run_suite(folder: Path, files: dict[str, str], options: tuple[str, ...], **e
     return SuiteOutcome(done.returncode, done.stdout + done.stderr)
 
 
-def write_suite(folder: Path, files: dict[str, str], options: Iterable[str]) -> list[str]:
+def write_suite_and_make_command(folder: Path, files: dict[str, str], options: Iterable[str]) -> list[str]:
     """Writes the files and returns the command that runs them."""
     for name, code in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)

@@ -147,7 +147,7 @@ def read_index_rows() -> dict[str, str]:
     }
 
 
-def is_valid_cell(cell: str) -> bool:
+def is_link_or_reason_cell(cell: str) -> bool:
     """Whether the cell links to an existing file or states that there is none."""
     targets = _LINK.findall(cell)
     if not all((DOCS / target.partition("#")[0]).exists() for target in targets):
@@ -177,7 +177,7 @@ def test_index_table_has_exactly_the_names_of_the_documents() -> None:
 
 @pytest.mark.parametrize("name", sorted(read_index_rows()))
 def test_name_has_a_link_or_is_marked_as_missing(name: str) -> None:
-    assert is_valid_cell(read_index_rows()[name])
+    assert is_link_or_reason_cell(read_index_rows()[name])
 
 
 def test_name_marked_as_missing_does_not_exist() -> None:
@@ -194,4 +194,4 @@ def test_name_of_the_documents_can_be_imported(name: str) -> None:
 
 @pytest.mark.parametrize("cell", ["", "soon", "[x](no-such-page.md)", "not planned", "not planned: "])
 def test_invalid_cell_is_detected(cell: str) -> None:
-    assert not is_valid_cell(cell)
+    assert not is_link_or_reason_cell(cell)

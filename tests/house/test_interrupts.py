@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.house.small_suites import WORKERS, make_suite_environment, write_suite
+from tests.house.small_suites import WORKERS, make_suite_environment, write_suite_and_make_command
 from tests.leaks import end_processes, processes_of_run
 from tests.needs import require_namespaces, require_program
 from tests.waiting import wait_until
@@ -126,7 +126,7 @@ def running_suite(folder: Path, code: str, options: tuple[str, ...]) -> Iterator
     ready = folder / "ready"
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen(
-            write_suite(folder, {"test_it.py": code}, options),
+            write_suite_and_make_command(folder, {"test_it.py": code}, options),
             cwd=folder,
             env=make_suite_environment(folder, READY=str(ready)),
             stdin=subprocess.DEVNULL,
@@ -158,7 +158,7 @@ def list_started_processes(process: subprocess.Popen[bytes], folder: Path) -> di
     return found
 
 
-def check_no_processes(started: dict[int, str], folder: Path) -> None:
+def check_processes_have_ended(started: dict[int, str], folder: Path) -> None:
     left = {pid: started[pid] for pid in started if is_alive(pid)} | processes_of_run(folder / "b")
     assert left == {}, read_suite_log(folder)
 
@@ -186,7 +186,7 @@ def test_interrupted_run_leaves_no_cluster(tmp_path: Path, method: str, options:
         else:
             process.terminate()
         code = process.wait(60)
-        check_no_processes(started, tmp_path)
+        check_processes_have_ended(started, tmp_path)
     assert code == (2 if method == "ctrl-c" else 143), read_suite_log(tmp_path)
     if not options:  # workers have 10 s to tear fixtures down
         assert "processes still running after the tests" not in read_suite_log(tmp_path)
@@ -205,7 +205,7 @@ def test_second_signal_ends_the_run_and_kills_its_processes(tmp_path: Path, opti
 
         wait_until(ended, timeout_s=30, what="the end of the run")
         wait_until(lambda: not any(map(is_alive, started)), timeout_s=10, what="the end of its processes")
-        check_no_processes(started, tmp_path)
+        check_processes_have_ended(started, tmp_path)
     assert process.returncode == 143, read_suite_log(tmp_path)
     assert len(started) >= 2
 
@@ -218,7 +218,7 @@ def test_workers_end_all_processes_when_the_main_process_is_killed(tmp_path: Pat
         process.kill()
         process.wait(30)
         wait_until(lambda: not any(map(is_alive, started)), timeout_s=30, what="the end of its processes")
-        check_no_processes(started, tmp_path)
+        check_processes_have_ended(started, tmp_path)
 
 
 def test_interrupted_run_leaves_no_grid_node(tmp_path: Path) -> None:
@@ -230,7 +230,7 @@ def test_interrupted_run_leaves_no_grid_node(tmp_path: Path) -> None:
         assert any("sleep 600" in line for line in started.values()), started
         process.terminate()
         assert process.wait(60) == 143, read_suite_log(tmp_path)
-        check_no_processes(started, tmp_path)
+        check_processes_have_ended(started, tmp_path)
 
 
 def test_sigterm_handled_by_a_test_ends_the_run_after_the_test(tmp_path: Path) -> None:
@@ -244,7 +244,7 @@ def test_sigterm_handled_by_a_test_ends_the_run_after_the_test(tmp_path: Path) -
 @both
 def test_run_in_the_background_resets_ignored_signals(tmp_path: Path, options: tuple[str, ...]) -> None:
     """A shell ignores signals in background processes, and so does nohup."""
-    suite = write_suite(tmp_path, {"test_it.py": FORKING}, options)
+    suite = write_suite_and_make_command(tmp_path, {"test_it.py": FORKING}, options)
     done = subprocess.run(
         ["sh", "-c", "trap '' INT QUIT HUP TERM; exec \"$@\"", "sh", *suite],
         cwd=tmp_path,

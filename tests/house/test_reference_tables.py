@@ -70,7 +70,7 @@ def find_names(rows: Iterable[list[str]]) -> list[str]:
     return [name for row in rows for name in _CODE.findall(row[0])]
 
 
-def public_names(kind: type) -> set[str]:
+def list_public_members(kind: type) -> set[str]:
     """Public fields and properties, or the values of an enum."""
     if issubclass(kind, StrEnum):
         return {str(member) for member in kind}
@@ -104,7 +104,9 @@ def format_default(value: object) -> str:
 @pytest.mark.parametrize(("page", "kind"), ALL, ids=lambda value: getattr(value, "__name__", ""))
 def test_table_lists_exactly_the_fields_of_its_type(page: str, kind: type) -> None:
     assert (
-        describe_difference(find_names(read_table(read_page(page), f"`{kind.__name__}`")), public_names(kind))
+        describe_difference(
+            find_names(read_table(read_page(page), f"`{kind.__name__}`")), list_public_members(kind)
+        )
         == ""
     )
 
@@ -262,7 +264,7 @@ def test_missing_field_and_wrong_default_are_detected() -> None:
     page = "| `DataPlaneConfig` | default | meaning |\n|---|---|---|\n| `host`, `port` | `1` | a \\| b |\n"
     rows = read_table(page, "`DataPlaneConfig`")
     assert rows == [["`host`, `port`", "`1`", "a \\| b"]]
-    assert describe_difference(find_names(rows), public_names(data_plane.DataPlaneConfig)) == (
+    assert describe_difference(find_names(rows), list_public_members(data_plane.DataPlaneConfig)) == (
         "not on the page: backend, timeout_s"
     )
     assert describe_difference(["a", "b", "b"], ["a"]) == "does not exist: b; listed twice: b"

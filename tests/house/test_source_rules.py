@@ -217,11 +217,13 @@ def _find_silent_broad_handlers(tree: ast.Module) -> list[ast.AST]:
     }
     handlers = [node for node in ast.walk(tree) if isinstance(node, ast.ExceptHandler)]
     return [
-        node for node in handlers if _is_silent_broad_handler(node) and not _assigned_names(node) & raised
+        node
+        for node in handlers
+        if _is_silent_broad_handler(node) and not _names_assigned_the_error(node) & raised
     ]
 
 
-def _assigned_names(node: ast.ExceptHandler) -> set[str]:
+def _names_assigned_the_error(node: ast.ExceptHandler) -> set[str]:
     """Names to which a handler assigns the error, to raise it after the block."""
     kept = [
         item
@@ -235,7 +237,9 @@ def _is_silent_broad_handler(node: ast.ExceptHandler) -> bool:
     caught = {_get_dotted_name(item) for item in _caught_types(node)}
     if node.type is not None and not caught & {"Exception", "BaseException"}:
         return False
-    return not any(_raises_or_reports(inner) for statement in node.body for inner in ast.walk(statement))
+    return not any(
+        _raises_or_logs_the_error(inner) for statement in node.body for inner in ast.walk(statement)
+    )
 
 
 def _caught_types(node: ast.ExceptHandler) -> Iterator[ast.expr]:
@@ -245,7 +249,7 @@ def _caught_types(node: ast.ExceptHandler) -> Iterator[ast.expr]:
         yield node.type
 
 
-def _raises_or_reports(node: ast.AST) -> bool:
+def _raises_or_logs_the_error(node: ast.AST) -> bool:
     if isinstance(node, ast.Raise):
         return True
     if not isinstance(node, ast.Call):

@@ -32,7 +32,7 @@ from genie.supervisor import local_cluster
 from genie.tenancy.access import parse_token
 from tests.house.repository_files import ROOT
 from tests.house.small_suites import make_suite_environment
-from tests.house.test_reference_tables import public_names
+from tests.house.test_reference_tables import list_public_members
 from tests.integration.running import RunningCluster
 
 HOSTS = ("gpu-server.example.com", "prod-server", "gpu-server", "localhost")
@@ -389,7 +389,7 @@ DIAGRAMS = {
 
 @pytest.mark.parametrize("kind", DIAGRAMS, ids=lambda kind: kind.__name__)
 def test_fields_of_the_diagrams_exist(kind: type) -> None:
-    assert set(DIAGRAMS[kind].split()) - public_names(kind) == set()
+    assert set(DIAGRAMS[kind].split()) - list_public_members(kind) == set()
 
 
 def test_events_and_states_of_the_diagrams_exist() -> None:

@@ -177,7 +177,7 @@ def test_server_rejects_a_name_without_reachable_address(
         hosting._find_bind_address("gpu-box")
 
 
-def test_guide_contains_the_commands_for_other_machines() -> None:
+def test_connection_guide_contains_the_commands_for_other_machines() -> None:
     guide = "\n".join(hosting.format_connection_guide("gpu-box", 6000))
     for command in (
         "genie token create --join > join.token",
@@ -191,14 +191,14 @@ def test_guide_contains_the_commands_for_other_machines() -> None:
     assert "GENIE_CONTROLLER_BIND" in bound and "master_addr" not in bound
 
 
-async def test_guide_mentions_a_configured_loopback_bind(
+async def test_connection_guide_mentions_a_configured_loopback_bind(
     patched_interfaces: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    await host_without_processes(monkeypatch, bind="127.0.0.1", host="10.0.0.7")
+    await run_server_without_processes(monkeypatch, bind="127.0.0.1", host="10.0.0.7")
     assert "set controller.bind (GENIE_CONTROLLER_BIND) to an address" in capsys.readouterr().err
 
 
-async def host_without_processes(
+async def run_server_without_processes(
     monkeypatch: pytest.MonkeyPatch, *, bind: str = "127.0.0.1", host: str | None = None
 ) -> None:
 
@@ -239,7 +239,7 @@ async def host_without_processes(
         ("127.0.0.1", "10.0.0.7", "127.0.0.1:6000: only this machine"),
     ],
 )
-async def test_guide_contains_the_reachable_address_of_a_configured_bind(
+async def test_connection_guide_contains_the_reachable_address_of_a_configured_bind(
     bind: str,
     host: str | None,
     named: str,
@@ -248,7 +248,7 @@ async def test_guide_contains_the_reachable_address_of_a_configured_bind(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(socket, "gethostname", lambda: "gpu-box")
-    await host_without_processes(monkeypatch, bind=bind, host=host)
+    await run_server_without_processes(monkeypatch, bind=bind, host=host)
     assert f"the cluster listens on {named} can connect" in capsys.readouterr().err
 
 
@@ -261,7 +261,7 @@ def test_owner_access_uses_loopback_for_a_wildcard_bind(bind: str, host: str) ->
 
 
 @pytest.mark.parametrize("level", ["warning", "info", None], ids=["warning", "info", "program's own"])
-async def test_guide_is_printed_once_at_any_log_level(
+async def test_connection_guide_is_printed_once_at_any_log_level(
     level: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     logging.getLogger().handlers[:] = []
@@ -270,7 +270,7 @@ async def test_guide_is_printed_once_at_any_log_level(
     else:
         monkeypatch.setenv("GENIE_LOG_LEVEL", level)
     log.configure_session(config.load().log, requested=level is not None)
-    await host_without_processes(monkeypatch)
+    await run_server_without_processes(monkeypatch)
     assert capsys.readouterr().err.count("the cluster listens on 127.0.0.1:6000") == 1
 
 
@@ -278,14 +278,14 @@ async def test_closed_stderr_does_not_end_a_server(monkeypatch: pytest.MonkeyPat
     closed = io.StringIO()
     closed.close()
     monkeypatch.setattr(sys, "stderr", closed)
-    await host_without_processes(monkeypatch)
+    await run_server_without_processes(monkeypatch)
 
 
-async def test_guide_is_not_written_to_stdout_without_stderr(
+async def test_connection_guide_is_not_written_to_stdout_without_stderr(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "stderr", None)
-    await host_without_processes(monkeypatch)
+    await run_server_without_processes(monkeypatch)
     assert capsys.readouterr().out == ""
 
 

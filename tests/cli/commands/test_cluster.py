@@ -212,7 +212,7 @@ def test_up_without_owner_token_reports_a_standby(controller, state_dir, capfd) 
 # --- real processes ---------------------------------------------------------------------------
 
 
-class CommandRunner:
+class GenieProcessRunner:
     """Runs commands as processes, with one state directory."""
 
     def __init__(self, state_dir: Path) -> None:
@@ -235,7 +235,7 @@ def run_in_process(genie: Callable[..., CommandOutcome]) -> Callable[..., Comman
     """Runs a command in this process, on the state directory of `commands`: for those that start nothing,
     and take a fraction of the time that a process takes to start."""
 
-    def run(commands: CommandRunner, *argv: str, **environ: str) -> CommandOutcome:
+    def run(commands: GenieProcessRunner, *argv: str, **environ: str) -> CommandOutcome:
         with pytest.MonkeyPatch.context() as patch:
             for name, value in (commands.settings | environ).items():
                 patch.setenv(name, value)
@@ -245,8 +245,8 @@ def run_in_process(genie: Callable[..., CommandOutcome]) -> Callable[..., Comman
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CommandRunner]:
-    commands = CommandRunner(tmp_path_factory.mktemp("cli") / "state")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GenieProcessRunner]:
+    commands = GenieProcessRunner(tmp_path_factory.mktemp("cli") / "state")
     started = commands("up", "--detach", "--port", "0", "--label", "disk=ssd", "--label=zone=a", "--rack=r7")
     assert started.returncode == 0, started.stderr
     yield commands
@@ -322,7 +322,7 @@ def test_revoked_token_is_rejected(cluster, run_in_process) -> None:
 
 
 def test_join_token_admits_one_machine_only(cluster, run_in_process, tmp_path) -> None:
-    other = CommandRunner(tmp_path / "other")
+    other = GenieProcessRunner(tmp_path / "other")
     address = json.loads(run_in_process(cluster, "status", "--json").out)["address"]
     token = run_in_process(cluster, "token", "create", "--join").out.strip()
     (tmp_path / "token").write_text(token)
@@ -341,14 +341,14 @@ def test_join_token_admits_one_machine_only(cluster, run_in_process, tmp_path) -
     finally:
         run_in_process(other, "down")
     third = run_in_process(
-        CommandRunner(tmp_path / "third"), "join", address, "--node-id", "third", "--token", token
+        GenieProcessRunner(tmp_path / "third"), "join", address, "--node-id", "third", "--token", token
     )
     assert third.code == 1
     assert "was used already" in third.err
 
 
 def test_duplicate_node_id_is_rejected(cluster, run_in_process, tmp_path) -> None:
-    other = CommandRunner(tmp_path / "other")
+    other = GenieProcessRunner(tmp_path / "other")
     address = json.loads(run_in_process(cluster, "status", "--json").out)["address"]
     token = run_in_process(cluster, "token", "create", "--join").out.strip()
     taken = json.loads(run_in_process(cluster, "nodes", "--json").out)["nodes"][0]["info"]["node_id"]
@@ -361,7 +361,7 @@ def test_duplicate_node_id_is_rejected(cluster, run_in_process, tmp_path) -> Non
 
 
 def test_ctrl_c_stops_a_foreground_cluster(run_in_process, tmp_path) -> None:
-    commands = CommandRunner(tmp_path / "state")
+    commands = GenieProcessRunner(tmp_path / "state")
     log = tmp_path / "log"
     with log.open("wb") as file:
         process = subprocess.Popen(
@@ -404,7 +404,7 @@ def test_down_distinguishes_jobs_of_this_machine_from_others(controller, capfd) 
 
 
 def test_down_lists_the_jobs_that_it_terminates(run_in_process, tmp_path) -> None:
-    commands = CommandRunner(tmp_path / "state")
+    commands = GenieProcessRunner(tmp_path / "state")
     assert commands("up", "--detach", "--port", "0").returncode == 0
     try:
         job = run_in_process(commands, "submit", "--name", "train", "--", "sleep", "600").out.strip()
@@ -417,7 +417,7 @@ def test_down_lists_the_jobs_that_it_terminates(run_in_process, tmp_path) -> Non
 
 
 def test_controller_without_agent_has_no_nodes(run_in_process, tmp_path) -> None:
-    commands = CommandRunner(tmp_path / "state")
+    commands = GenieProcessRunner(tmp_path / "state")
     assert commands("up", "--detach", "--port", "0", "--no-agent").returncode == 0
     try:
         assert json.loads(run_in_process(commands, "nodes", "--json").out) == {"nodes": []}

@@ -41,12 +41,12 @@ PLAIN_JOB_ARGUMENTS = {
 }
 
 
-def build_spec_with(**changes):
+def build_job_spec_with(**changes):
     return build_job_spec(**{**PLAIN_JOB_ARGUMENTS, **changes}, options=PlacementOptions(), now=0.0)
 
 
-def make_job_reply(job_after):
-    return JobReply(job=job_after)
+def make_job_reply(job):
+    return JobReply(job=job)
 
 
 def make_log_chunk(data: bytes) -> LogChunk:
@@ -57,7 +57,7 @@ def make_log_chunk(data: bytes) -> LogChunk:
 
 
 def test_options_become_a_job_spec() -> None:
-    spec = build_spec_with(name="n1", gpus="2", cpus="1.5", memory="1GiB", env=["A=1", "B=x=y", "C="])
+    spec = build_job_spec_with(name="n1", gpus="2", cpus="1.5", memory="1GiB", env=["A=1", "B=x=y", "C="])
     assert (spec.name, spec.command) == ("n1", ("python", "train.py"))
     assert (spec.resources.gpus, spec.resources.cpus, spec.resources.memory_bytes) == (2, 1.5, 1 << 30)
     assert spec.env == {"A": "1", "B": "x=y", "C": ""}
@@ -75,7 +75,7 @@ def test_options_become_a_job_spec() -> None:
     ],
 )
 def test_job_name_defaults_to_the_program(program, name) -> None:
-    assert build_spec_with(argv=[program]).name == name
+    assert build_job_spec_with(argv=[program]).name == name
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_job_name_defaults_to_the_program(program, name) -> None:
 )
 def test_invalid_option_is_named(changes, named) -> None:
     with pytest.raises(UsageError) as caught:
-        build_spec_with(**changes)
+        build_job_spec_with(**changes)
     assert named in caught.value.message
     assert caught.value.hint
     assert caught.value.exit_code == 2
@@ -353,19 +353,19 @@ def test_logs_prints_json(genie, controller) -> None:
     assert json.loads(genie("logs", "j1", "--json").out) == {"job": "j1", "log": "one\n\ufffd"}
 
 
-def make_read_log_handler(logs: dict[int, bytes]):
+def make_read_log_handler(log_by_run: dict[int, bytes]):
     """Let the controller have these runs; the last one is running."""
 
     def read(request: ReadLog) -> LogChunk:
-        run = request.run or max(logs)
-        if run > max(logs):
+        run = request.run or max(log_by_run)
+        if run > max(log_by_run):
             return LogChunk(data=b"", start=0, next_offset=0, eof=True)
-        if not logs[run]:
+        if not log_by_run[run]:
             raise JobNotFoundError(f"node box has no log of run {run}")
-        data = logs[run][request.offset :][: request.bytes_max]
+        data = log_by_run[run][request.offset :][: request.bytes_max]
         end = request.offset + len(data)
         return LogChunk(
-            data=data, start=request.offset, next_offset=end, eof=not data, run=run, runs=tuple(logs)
+            data=data, start=request.offset, next_offset=end, eof=not data, run=run, runs=tuple(log_by_run)
         )
 
     return read

@@ -60,7 +60,7 @@ def test_worker_code_runs_without_genie() -> None:
     assert b"['Unprintable: could not format the error', 'CancelledError: ', 'SystemExit: ']" in done.stdout
 
 
-def test_example_task_is_deterministic() -> None:
+def test_batch_gpu_task_is_deterministic() -> None:
     one, again, other = batch_gpu_task(1, 16), batch_gpu_task(1, 16), batch_gpu_task(2, 16)
     assert (one["task_id"], one["size"]) == (1, 16)
     assert one["sum"] == again["sum"] != other["sum"]

@@ -60,7 +60,7 @@ def reference_digest(data: bytes) -> bytes:
     return hashlib.sha512(contents.BLOCK_DIGEST_TAG + struct.pack("<Q", len(data)) + inner).digest()[:32]
 
 
-def write_sparse_or_dense(path: Path, parts: Parts, size: int, *, dense: bool) -> None:
+def write_sparse_or_dense_file(path: Path, parts: Parts, size: int, *, dense: bool) -> None:
     """Write the parts; the rest of the size is a hole. With `dense`, holes are written as zeros."""
     dice = random.Random(3)
     with path.open("wb") as file:
@@ -94,7 +94,7 @@ def hash_files_as_node(root: Path) -> dict[bytes, bytes]:
         os.close(fd)
 
 
-def reject_seek(fd: int, at: int, whence: int) -> int:
+def raise_seek_not_supported(fd: int, at: int, whence: int) -> int:
     raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
 
 
@@ -116,7 +116,7 @@ def test_digest_is_independent_of_storage_and_implementation(
     root = tmp_path / "tree"
     remove_contents(root)
     for name in ("sparse", "dense"):
-        write_sparse_or_dense(root / name, parts, size, dense=name == "dense")
+        write_sparse_or_dense_file(root / name, parts, size, dense=name == "dense")
     data = (root / "dense").read_bytes()
     assert (root / "sparse").read_bytes() == data and len(data) == size
     want = dict.fromkeys((b"dense", b"sparse"), reference_digest(data))
@@ -124,7 +124,7 @@ def test_digest_is_independent_of_storage_and_implementation(
     for each in (tree.PlainEngine(), compiled_engine):
         assert hash_files_with_engine(each, root, tmp_path / "cache") == want
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(contents.os, "lseek", reject_seek)
+        patch.setattr(contents.os, "lseek", raise_seek_not_supported)
         assert hash_files_as_node(root) == want
         assert hash_files_with_engine(compiled_engine, root, tmp_path / "cache") == want
 
@@ -166,7 +166,7 @@ def test_different_contents_have_different_digests(tmp_path: Path) -> None:
         ([("data", 2 * BLOCK_BYTES)], size),
     ]
     for number, (parts, length) in enumerate(layouts):
-        write_sparse_or_dense(tmp_path / f"layout{number}", parts, length, dense=False)
+        write_sparse_or_dense_file(tmp_path / f"layout{number}", parts, length, dense=False)
     inner = hashlib.sha256(struct.pack("<QQ", 0, 1)).digest() + hashlib.sha256(block).digest()
     (tmp_path / "large").write_bytes(block + bytes(size - BLOCK_BYTES))
     (tmp_path / "small").write_bytes(contents.BLOCK_DIGEST_TAG + struct.pack("<Q", size) + inner)

@@ -60,14 +60,14 @@ def scan_tree(
 
 
 @pytest.fixture
-def make_path(tmp_path: Path) -> Callable[[str], Path]:
+def make_temporary_path(tmp_path: Path) -> Callable[[str], Path]:
     return lambda name: tmp_path / name
 
 
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(before=ENTRIES, after=ENTRIES)
-def test_compiled_and_python_engine_scan_equally(compiled_engine, make_path, before, after) -> None:
-    root = make_path("tree")
+def test_compiled_and_python_engine_scan_equally(compiled_engine, make_temporary_path, before, after) -> None:
+    root = make_temporary_path("tree")
     create_entries(root, before)
     old = scan_tree(PLAIN, root)
     assert scan_tree(compiled_engine, root) == old
@@ -101,13 +101,16 @@ def test_compiled_and_python_engine_scan_equally(compiled_engine, make_path, bef
 
 @settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(entries=ENTRIES)
-def test_compiled_and_python_engine_write_equal_files(compiled_engine, make_path, entries) -> None:
-    root = make_path("tree")
+def test_compiled_and_python_engine_write_equal_files(compiled_engine, make_temporary_path, entries) -> None:
+    root = make_temporary_path("tree")
     create_entries(root, entries)
     records, dirty, *_ = scan_tree(PLAIN, root)
     results = []
     for each in (PLAIN, compiled_engine):
-        target, objects = make_path(f"{each.name}-target"), make_path(f"{each.name}-objects")
+        target, objects = (
+            make_temporary_path(f"{each.name}-target"),
+            make_temporary_path(f"{each.name}-objects"),
+        )
         remove_contents(target)
         remove_contents(objects)
         results.append(transfer_files(each, root, records, dirty, target=target, objects=objects))

@@ -32,7 +32,7 @@ class RunnerFailingOnNodeA(Runner):
         return Run(run_id="r-aaaaaaaaaa", node=node, command=command, state=RunState.RUNNING, started=1.0)
 
 
-async def start_after_error_on_node_a(error: GenieError, state_dir: Path) -> str:
+async def start_run_after_error_on_node_a(error: GenieError, state_dir: Path) -> str:
     nodes = [msgspec.structs.replace(make_node_health(name), at=time.time()) for name in ("a", "b")]
     HealthCache(state_dir).write(FILE, nodes)
     async with SshPool(FILE, ssh_config=state_dir) as pool:
@@ -46,7 +46,7 @@ async def start_after_error_on_node_a(error: GenieError, state_dir: Path) -> str
 
 @pytest.mark.parametrize("error", [UnreachableError("gone"), NodeRefusedError("no GPU", reason="busy")])
 async def test_run_that_has_not_started_is_tried_on_the_next_node(error: GenieError, tmp_path: Path) -> None:
-    assert await start_after_error_on_node_a(error, tmp_path) == "b"
+    assert await start_run_after_error_on_node_a(error, tmp_path) == "b"
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ async def test_run_that_may_have_started_or_was_rejected_is_not_repeated(
     error: GenieError, tmp_path: Path
 ) -> None:
     with pytest.raises(type(error), match=error.message):
-        await start_after_error_on_node_a(error, tmp_path)
+        await start_run_after_error_on_node_a(error, tmp_path)
 
 
 async def test_concurrent_launches_choose_different_nodes(

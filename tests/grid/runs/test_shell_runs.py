@@ -59,7 +59,7 @@ async def test_run_has_exit_code_output_and_environment(runner: Runner) -> None:
         await runner.start("gpu1", "true", cwd="nowhere")
 
 
-async def test_environment_does_not_affect_the_surrounding_script(
+async def test_environment_of_a_run_does_not_affect_its_start_script(
     runner: Runner, node_without_python: SshNode
 ) -> None:
     env = {"PATH": "/nowhere", "SHELL": "/bin/false"}

@@ -69,7 +69,7 @@ async def resolve_target_of_gpu1(settings: str, folder: Path) -> SshTarget:
     return await resolve_target(file.nodes[0], file, config, trusted=KnownHostsCache())
 
 
-def get_compared_options(options: asyncssh.SSHClientConnectionOptions) -> dict[str, Any]:
+def get_option_values_to_compare(options: asyncssh.SSHClientConnectionOptions) -> dict[str, Any]:
     pairs = options.client_keys
     shown = {name: getattr(options, name) for name in COMPARED}
     return shown | {"keys": pairs and [pair.public_data for pair in pairs]}
@@ -94,7 +94,7 @@ async def test_connection_options_equal_those_of_asyncssh(home_with_keys: Path, 
     construct = asyncssh.SSHClientConnectionOptions.construct
     plain = await construct(host="gpu1", config=[str(home_with_keys / "config")])
     given = await construct(target.options, host="gpu1", config=None, **target.keys)
-    assert get_compared_options(given) == get_compared_options(plain)
+    assert get_option_values_to_compare(given) == get_option_values_to_compare(plain)
 
 
 async def test_missing_and_invalid_keys_are_skipped(home_with_keys: Path) -> None:
