@@ -114,7 +114,7 @@ def _list_used_names(code: CodeType) -> set[str]:
 
 @cache
 def _list_imported_definitions(path: Path) -> dict[str, TopLevelDefinition]:
-    """Names that the file imports from tests/, with their definitions; for a module, all of its definitions."""
+    """Names that the file imports from tests/, with their definitions; of a module, all definitions."""
     found: dict[str, TopLevelDefinition] = {}
     for module, names in _IMPORT.findall(path.read_text("utf-8")):
         folder = ROOT.joinpath(*module.split("."))
