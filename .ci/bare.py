@@ -5,7 +5,8 @@ python3-venv, python3-dev, make, g++ and their dependencies; the user owns the c
 else. Nothing outside the namespace changes, except a temporary folder, which is removed.
 
     .venv/bin/python .ci/bare.py                      the tests that are not long of the files that
-                                                      tests/house/declared.py selects, after its long files
+                                                      tests/house/declared_requirements.py selects, after
+                                                      its long files
     .venv/bin/python .ci/bare.py tests/grid -k pool   these arguments of pytest instead
 
 Fails if a test fails, if one is skipped without a declared requirement, if a skipped test was slow, or if no
@@ -71,7 +72,7 @@ def bare_run(arguments: list[str], folders: Iterable[str] = ()) -> int:
 
 
 def selected_files(*options: str) -> list[str]:
-    command = [str(ROOT / ".venv" / "bin" / "python"), "-m", "tests.house.declared", *options]
+    command = [str(ROOT / ".venv" / "bin" / "python"), "-m", "tests.house.declared_requirements", *options]
     return subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True).stdout.split()
 
 

@@ -37,7 +37,7 @@ from genie.grid.grid_file import GridFile, parse_grid_file  # noqa: E402 - the p
 from genie.grid.health.check import HealthState, NodeHealthChecker  # noqa: E402
 from genie.grid.runs.runner import Runner  # noqa: E402
 from genie.grid.ssh.pool import SshPool  # noqa: E402
-from tests.fakes.nvml.fake import build  # noqa: E402
+from tests.fakes.nvml.fake_nvml import compile_fake_nvml  # noqa: E402
 from tests.grid.delay_proxy import run_delay_proxy  # noqa: E402
 from tests.grid.testbed import SshTestbed  # noqa: E402
 
@@ -126,7 +126,7 @@ def _open_benchmark(delay_ms: float, *, rounds: int, connections: int) -> Iterat
     with contextlib.ExitStack() as stack:
         # Not below the state directory: the path of a control socket is limited to about 100 characters.
         short = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gb-")))
-        nvml = build("cc", short)
+        nvml = compile_fake_nvml("cc", short)
         testbed = stack.enter_context(SshTestbed(short / "testbed", count=NODE_COUNT, nvml=nvml))
         for node in testbed.nodes:
             node.gpus(GPUS_PER_NODE)

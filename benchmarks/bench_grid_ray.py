@@ -28,7 +28,7 @@ sys.path.insert(0, str(ROOT))
 from genie.grid.ray.cluster import RayCluster  # noqa: E402 - the path comes first
 from genie.grid.ray.jobs import RayJobs  # noqa: E402
 from genie.grid.ssh.pool import SshPool  # noqa: E402
-from tests.grid.ray_testbed import ray_file, ray_testbed  # noqa: E402
+from tests.grid.ray_testbed import start_ray_testbed, write_ray_grid_file  # noqa: E402
 
 BENCHMARK_PARTS = ("local", "nodes")
 DRIVER_SCRIPT = ROOT / "benchmarks" / "grid_ray_driver.py"
@@ -72,9 +72,9 @@ async def _run_driver_on_nodes(state_dir: Path, nodes: int, rounds: int, tasks: 
     """Runs the driver as a job on a Ray cluster with this number of nodes and returns its output."""
     with (
         tempfile.TemporaryDirectory(prefix="gr-") as folder,
-        ray_testbed(Path(folder) / "testbed", count=nodes) as testbed,
+        start_ray_testbed(Path(folder) / "testbed", count=nodes) as testbed,
     ):
-        file = ray_file(testbed, Path(folder) / "grid.yaml")
+        file = write_ray_grid_file(testbed, Path(folder) / "grid.yaml")
         # Ray's start timeout is 30 s; ten nodes that start at once on two cores exceed it.
         file = dataclasses.replace(file, ssh=dataclasses.replace(file.ssh, pool_size=CLUSTER_STARTS))
         async with SshPool(file, ssh_config=testbed.ssh_config) as pool:

@@ -1,7 +1,7 @@
 """Rules for every test: isolated from the user's files, no leaks, every skip is reported.
 
 They hold in one process and with xdist (`-n 2`). With xdist the tests run in workers, and the main process
-collects and reports the results of the whole run. tests/house/test_plumbing.py tests the hooks.
+collects and reports the results of the whole run. tests/house/test_conftest_hooks.py tests the hooks.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import pytest_asyncio
 
 from tests import forkserver, needs
 from tests.durations import Durations
-from tests.fakes.nvml.fake import build
+from tests.fakes.nvml.fake_nvml import compile_fake_nvml
 from tests.forkserver import ForkServer
 from tests.interrupts import Interrupts
 from tests.leaks import LeakCheck, end_processes, processes_of_run
@@ -115,7 +115,7 @@ def pytest_configure_node(node: Any) -> None:  # Any: xdist has no public type f
 @pytest.fixture(scope="session")
 def nvml_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The fake NVML library, compiled."""
-    return build(needs.require_program("cc", package="gcc"), tmp_path_factory.mktemp("nvml"))
+    return compile_fake_nvml(needs.require_program("cc", package="gcc"), tmp_path_factory.mktemp("nvml"))
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ from genie.model.node import Vendor
 from genie.processes import executor_config
 from genie.processes.tasks import run_inline
 from tests.agent.conftest import STAY, WRITE_PID, RunAgent, job_process
-from tests.fakes.agent import node_info
+from tests.fakes.agent import make_node_info
 from tests.fakes.controller import FakeController
 from tests.waiting import until
 
@@ -638,7 +638,7 @@ async def test_endpoint_is_reported_when_the_executor_listens(
 async def test_executor_spins_only_if_cores_are_free(
     vendor: Vendor, cpus: int, looks: bool, tmp_path: Path
 ) -> None:
-    node = node_info("n", gpus=2, vendor=vendor, cpus=cpus)
+    node = make_node_info("n", gpus=2, vendor=vendor, cpus=cpus)
     launch = Launch(
         job_id="s1",
         tenant="default",

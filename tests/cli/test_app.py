@@ -18,44 +18,46 @@ from genie.cli.app import app
 from genie.cli.commands import jobs
 from tests.cli.conftest import CommandOutcome
 from tests.forkserver import ForkServer
-from tests.house.sources import ROOT
+from tests.house.repository_files import ROOT
 
 
-def commands() -> list[tuple[str, ...]]:
+def list_command_paths() -> list[tuple[str, ...]]:
     """Return the path of every command, from the parser."""
-    return list(_below(typer.main.get_command(app), ()))
+    return list(_list_paths_below(typer.main.get_command(app), ()))
 
 
-def _below(group: Any, path: tuple[str, ...]) -> Iterator[tuple[str, ...]]:  # Any: a type of the parser
+def _list_paths_below(
+    group: Any, path: tuple[str, ...]
+) -> Iterator[tuple[str, ...]]:  # Any: a type of the parser
     for name in group.list_commands(None):
         found = group.get_command(None, name)
         if hasattr(found, "list_commands"):
-            yield from _below(found, (*path, name))
+            yield from _list_paths_below(found, (*path, name))
         else:
             yield (*path, name)
 
 
 @pytest.fixture(scope="module")
-def help_texts() -> dict[tuple[str, ...], CommandOutcome]:
+def help_cache() -> dict[tuple[str, ...], CommandOutcome]:
     """Cache of help texts: rendering all of them takes seconds."""
     return {}
 
 
 @pytest.fixture
-def help_of(
-    genie, help_texts: dict[tuple[str, ...], CommandOutcome]
+def get_help(
+    genie, help_cache: dict[tuple[str, ...], CommandOutcome]
 ) -> Callable[[tuple[str, ...]], CommandOutcome]:
     def show(path: tuple[str, ...]) -> CommandOutcome:
-        if path not in help_texts:
-            help_texts[path] = genie(*path, "--help")
-        return help_texts[path]
+        if path not in help_cache:
+            help_cache[path] = genie(*path, "--help")
+        return help_cache[path]
 
     return show
 
 
-@pytest.mark.parametrize("path", commands(), ids=" ".join)
-def test_help_of_every_command_has_an_example(path, help_of) -> None:
-    ran = help_of(path)
+@pytest.mark.parametrize("path", list_command_paths(), ids=" ".join)
+def test_help_of_every_command_has_an_example(path, get_help) -> None:
+    ran = get_help(path)
     assert ran.code == 0
     # Examples of grid commands use grid-cli.
     typed = ("grid-cli", *path[1:]) if path[0] == "grid" else ("genie", *path)
@@ -63,9 +65,9 @@ def test_help_of_every_command_has_an_example(path, help_of) -> None:
     assert re.findall(r"--[a-z].*<(?:bool|str|path|list.*|int.*|float.*)>", ran.out) == []
 
 
-@pytest.mark.parametrize("path", commands(), ids=" ".join)
-def test_parameters_have_a_description_a_metavar_and_at_most_one_default(path, help_of) -> None:
-    text = " ".join(re.sub(r"[^ -~]", " ", help_of(path).out).split())
+@pytest.mark.parametrize("path", list_command_paths(), ids=" ".join)
+def test_parameters_have_a_description_a_metavar_and_at_most_one_default(path, get_help) -> None:
+    text = " ".join(re.sub(r"[^ -~]", " ", get_help(path).out).split())
     assert re.findall(r"\(default: [^)]*\)\. \[default: ", text) == []
     found: Any = typer.main.get_command(app)
     for name in path:
@@ -84,13 +86,13 @@ def test_grid_cli_runs_the_grid_commands(capfd: pytest.CaptureFixture[str]) -> N
 def test_cli_page_lists_exactly_the_commands() -> None:
     page = (ROOT / "docs" / "CLI.md").read_text("utf-8")
     listed = re.findall(r"^\| `genie ([a-z ]+)`", page, re.MULTILINE)
-    assert sorted(listed) == sorted(" ".join(path) for path in commands())
+    assert sorted(listed) == sorted(" ".join(path) for path in list_command_paths())
 
 
-def test_cli_page_marks_the_commands_with_json(help_of) -> None:
+def test_cli_page_marks_the_commands_with_json(get_help) -> None:
     page = (ROOT / "docs" / "CLI.md").read_text("utf-8")
     rows = re.findall(r"^\| `genie ([a-z ]+)` .*\| (yes)? ?\|$", page, re.MULTILINE)
-    has = {" ".join(path) for path in commands() if "--json" in help_of(path).out}
+    has = {" ".join(path) for path in list_command_paths() if "--json" in get_help(path).out}
     assert {name for name, yes in rows if yes} == has
 
 
@@ -186,7 +188,7 @@ def test_usage_error_exits_with_2_and_names_the_argument(argv, named, genie) -> 
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_usage_errors_have_the_form_of_all_errors(argv, message, hint, genie) -> None:
+def test_usage_error_is_a_message_and_a_hint(argv, message, hint, genie) -> None:
     ran = genie(*argv)
     assert (ran.code, ran.out) == (2, "")
     first, second = ran.err.splitlines()
@@ -218,7 +220,7 @@ def test_invalid_number_is_a_readable_error(argv, message, genie) -> None:
     assert ran.err.startswith(f"genie: {message}\nhint: ")
 
 
-def test_hint_names_options_when_there_is_no_cluster(genie) -> None:
+def test_missing_cluster_hint_names_the_address_option(genie) -> None:
     ran = genie("status")
     assert "--address HOST[:PORT]" in ran.err
     assert "master_addr" not in ran.err
@@ -274,12 +276,12 @@ def test_output_without_a_terminal_has_no_escape_sequences(genie) -> None:
 
 
 def test_no_color_is_honoured_on_a_terminal(fork_server: ForkServer) -> None:
-    out = _on_a_terminal(fork_server, ["config", "show"], {"NO_COLOR": "1"})
+    out = _run_on_terminal(fork_server, ["config", "show"], {"NO_COLOR": "1"})
     assert not re.search(r"\x1b\[[0-9;]*3[0-7]", out)
     assert "cluster.master_port" in out
 
 
-def _on_a_terminal(server: ForkServer, argv: list[str], environ: dict[str, str]) -> str:
+def _run_on_terminal(server: ForkServer, argv: list[str], environ: dict[str, str]) -> str:
     parent, child = pty.openpty()
     try:
         process = server.popen(
@@ -309,7 +311,7 @@ def test_invalid_log_level_names_the_allowed_ones(level, genie) -> None:
     assert "log.level" not in ran.err and "argument" not in ran.err
 
 
-def test_completion_can_be_shown(genie, monkeypatch) -> None:
+def test_show_completion_prints_the_shell_script(genie, monkeypatch) -> None:
     monkeypatch.setenv("SHELL", "/bin/bash")
     monkeypatch.setattr("shellingham.detect_shell", lambda *_args: ("bash", "/bin/bash"))
     ran = genie("--show-completion")

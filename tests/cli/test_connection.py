@@ -16,7 +16,7 @@ from tests.ports import free_port
 
 
 @pytest.fixture
-def token(state_dir, monkeypatch) -> str:
+def unknown_token(state_dir, monkeypatch) -> str:
     text = str(make_unknown_token())
     monkeypatch.setenv("GENIE_TOKEN", text)
     return text
@@ -46,7 +46,7 @@ def foreign_server() -> Iterator[dict]:
         thread.join(10)
 
 
-def test_unreachable_cluster_is_a_transport_error(genie, token) -> None:
+def test_unreachable_cluster_is_a_transport_error(genie, unknown_token) -> None:
     ran = genie("status", "--address", f"127.0.0.1:{free_port()}")
     assert (ran.code, ran.out) == (255, "")
     assert "nothing listens there" in ran.err and "hint: " in ran.err
@@ -69,7 +69,7 @@ def test_unresolvable_name_is_a_transport_error(genie, monkeypatch) -> None:
     ],
     ids=["another version", "another program", "silence", "garbage"],
 )
-def test_foreign_server_is_a_transport_error(genie, token, foreign_server, greeting, message) -> None:
+def test_foreign_server_is_a_transport_error(genie, unknown_token, foreign_server, greeting, message) -> None:
     foreign_server["greeting"] = greeting
     ran = genie("status", "--address", foreign_server["address"])
     assert (ran.code, ran.out) == (255, "")
@@ -77,14 +77,14 @@ def test_foreign_server_is_a_transport_error(genie, token, foreign_server, greet
     assert "Traceback" not in ran.err
 
 
-def test_unknown_token_is_rejected_and_not_printed(genie, controller, token) -> None:
+def test_unknown_token_is_rejected_and_not_printed(genie, controller, unknown_token) -> None:
     ran = genie("status")
     assert (ran.code, ran.out) == (1, "")
     assert "unknown here or its secret is wrong" in ran.err
     assert make_unknown_token().secret not in ran.err
 
 
-def test_debug_does_not_print_the_token(genie, controller, token) -> None:
+def test_debug_does_not_print_the_token(genie, controller, unknown_token) -> None:
     ran = genie("--debug", "status")
     assert "Traceback" in ran.err
     assert make_unknown_token().secret not in ran.err

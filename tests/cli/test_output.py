@@ -28,7 +28,7 @@ ROW = (
 
 
 @pytest.fixture
-def terminal(monkeypatch, capfd):
+def write_table_at_width(monkeypatch, capfd):
     """Make standard output a terminal with this width and return the written lines."""
 
     def lines(width: int, *argv) -> list[str]:
@@ -40,39 +40,43 @@ def terminal(monkeypatch, capfd):
     return lines
 
 
-def words(lines: list[str]) -> list[str]:
+def split_into_words(lines: list[str]) -> list[str]:
     return [word for line in lines for word in line.split()]
 
 
-def test_wide_terminal_shows_all_columns(terminal) -> None:
-    lines = terminal(200, COLUMNS, [ROW], ("address", "heartbeat"))
+def test_wide_terminal_shows_all_columns(write_table_at_width) -> None:
+    lines = write_table_at_width(200, COLUMNS, [ROW], ("address", "heartbeat"))
     assert len(lines) == 2
     assert all(cell in lines[1] for cell in ROW)
 
 
-def test_80_columns_break_no_word(terminal) -> None:
-    lines = terminal(80, COLUMNS, [ROW, ROW], ("address", "heartbeat"))
+def test_table_of_80_columns_breaks_no_word(write_table_at_width) -> None:
+    lines = write_table_at_width(80, COLUMNS, [ROW, ROW], ("address", "heartbeat"))
     assert max(map(len, lines)) <= 80
-    assert set(LONG_REASON.split()) <= set(words(lines)), "the last column is wrapped between words"
-    assert {"gpu-box-12", "disconnected"} <= set(words(lines))
+    assert set(LONG_REASON.split()) <= set(split_into_words(lines)), (
+        "the last column is wrapped between words"
+    )
+    assert {"gpu-box-12", "disconnected"} <= set(split_into_words(lines))
 
 
-def test_droppable_columns_are_omitted_in_order_as_needed(terminal) -> None:
-    heads = terminal(100, COLUMNS, [ROW], ("address", "heartbeat"))[0]
+def test_droppable_columns_are_omitted_in_order_as_needed(write_table_at_width) -> None:
+    heads = write_table_at_width(100, COLUMNS, [ROW], ("address", "heartbeat"))[0]
     assert "ADDRESS" not in heads and "HEARTBEAT" in heads
-    heads = terminal(80, COLUMNS, [ROW], ("address", "heartbeat"))[0]
+    heads = write_table_at_width(80, COLUMNS, [ROW], ("address", "heartbeat"))[0]
     assert "HEARTBEAT" not in heads and "MEMORY" in heads
 
 
-def test_widest_column_is_truncated_if_none_is_droppable(terminal) -> None:
+def test_widest_column_is_truncated_if_none_is_droppable(write_table_at_width) -> None:
     name = "NVIDIA RTX 6000 Ada Generation Laptop GPU"
-    lines = terminal(60, ("node", "accelerator", "jobs"), [("gpu-box", name, "j-7k2m4xab (100%)")])
+    lines = write_table_at_width(
+        60, ("node", "accelerator", "jobs"), [("gpu-box", name, "j-7k2m4xab (100%)")]
+    )
     assert max(map(len, lines)) <= 60
     assert "gpu-box" in lines[1] and "…" in lines[1] and "j-7k2m4xab (100%)" in lines[1]
 
 
 @given(st.lists(st.integers(0, 60), min_size=1, max_size=8), st.integers(1, 200))
-def test_columns_fit_or_have_minimum_width(sizes, width) -> None:
+def test_table_fits_or_its_columns_have_minimum_width(sizes, width) -> None:
     cells = ["x" * size for size in sizes]
     kept, widths = output._fit_columns([cells], droppable=list(range(len(cells) - 1))[::2], width=width)
     assert kept[-1] == len(cells) - 1, "the last column is what the table is for"
@@ -104,17 +108,21 @@ def test_json_includes_default_values() -> None:
     assert "exit_code" in shown_job["placements"][0]
 
 
-class _Inner(Struct, omit_defaults=True):
+class _StructWithDefaults(Struct, omit_defaults=True):
     size: int = 0
     parts: tuple[str, ...] = ()
 
 
-class _Outer(Struct, omit_defaults=True):
-    by_name: dict[str, _Inner | list[_Inner]]
+class _StructWithMapping(Struct, omit_defaults=True):
+    by_name: dict[str, _StructWithDefaults | list[_StructWithDefaults]]
 
 
 def test_json_includes_default_values_in_mappings(capsys) -> None:
-    output.write_json(output.struct_to_json(_Outer({"one": _Inner(), "several": [_Inner(2)]})))
+    output.write_json(
+        output.struct_to_json(
+            _StructWithMapping({"one": _StructWithDefaults(), "several": [_StructWithDefaults(2)]})
+        )
+    )
     assert json.loads(capsys.readouterr().out) == {
         "by_name": {"one": {"size": 0, "parts": []}, "several": [{"size": 2, "parts": []}]}
     }

@@ -30,7 +30,7 @@ EVERYTHING = (
 )
 
 
-def read(**given: object) -> PlacementConstraints:
+def parse_placement_options(**given: object) -> PlacementConstraints:
     return parse_constraints(PlacementOptions(**given), gpus=1, now=100.0)  # type: ignore[arg-type]
 
 
@@ -65,29 +65,29 @@ def test_every_option_is_sent_to_the_controller(genie, controller) -> None:
     check_job(spec)
 
 
-def test_spread_option(genie, controller) -> None:
+def test_spread_option_sets_the_spread_constraint(genie, controller) -> None:
     controller.replies[SubmitJob] = JobReply(job=make_job())
     assert genie("submit", "--workers", "2", "--spread", "--", "x").code == 0
     assert controller.requests[0].spec.constraints == PlacementConstraints(workers=2, spread=Spread.SPREAD)
 
 
-def test_defaults_are_an_empty_request() -> None:
-    assert read() == PlacementConstraints()
+def test_without_options_constraints_are_empty() -> None:
+    assert parse_placement_options() == PlacementConstraints()
     assert parse_resources(PlacementOptions(), gpus="0", cpus="0", memory=None) == Resources()
 
 
 def test_grace_period_defaults_to_30_seconds() -> None:
-    assert read(preemptible=True) == PlacementConstraints(preemptible=True, grace_s=30.0)
-    assert read(preemptible=True, grace="0").grace_s == 0.0
+    assert parse_placement_options(preemptible=True) == PlacementConstraints(preemptible=True, grace_s=30.0)
+    assert parse_placement_options(preemptible=True, grace="0").grace_s == 0.0
 
 
 def test_deadline_is_relative_to_now() -> None:
-    assert read(deadline="1m").deadline_at == 160.0
+    assert parse_placement_options(deadline="1m").deadline_at == 160.0
 
 
 @pytest.mark.parametrize(("text", "found"), [("8.0", (8, 0)), ("9", (9, 0)), ("12.1", (12, 1))])
-def test_capability_is_parsed(text: str, found: tuple[int, int]) -> None:
-    assert read(capability=text).capability_min == found
+def test_compute_capability_is_parsed(text: str, found: tuple[int, int]) -> None:
+    assert parse_placement_options(capability=text).capability_min == found
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ def test_capability_is_parsed(text: str, found: tuple[int, int]) -> None:
 )
 def test_invalid_option_is_named_with_allowed_values(given: dict[str, object], named: str) -> None:
     with pytest.raises(UsageError) as caught:
-        read(**given)
+        parse_placement_options(**given)
     assert caught.value.message.startswith(named)
     assert caught.value.hint
 
@@ -180,7 +180,9 @@ def test_gpu_options_require_gpus(genie, argv) -> None:
         (Resources(), PlacementConstraints(workers=3), "3 workers", "3x0"),
     ],
 )
-def test_request_text(resources: Resources, constraints: PlacementConstraints, text: str, short: str) -> None:
+def test_resource_request_is_formatted(
+    resources: Resources, constraints: PlacementConstraints, text: str, short: str
+) -> None:
     assert format_request(resources, constraints) == text
     assert format_gpu_count(resources, constraints) == short
 
@@ -204,7 +206,7 @@ def test_job_list_shows_workers_and_gpus(genie, controller) -> None:
         ([("n1", (3, 0, 1)), ("n1", (6,)), ("n1", (6,))], "n1: 0-1 3 6"),
     ],
 )
-def test_placements_text(places: list[tuple[str, tuple[int, ...]]], text: str) -> None:
+def test_placements_are_formatted_by_node(places: list[tuple[str, tuple[int, ...]]], text: str) -> None:
     placements = [
         Placement(node_id=node_id, incarnation=1, gpu_ids=gpu_ids, epoch=1) for node_id, gpu_ids in places
     ]

@@ -47,7 +47,7 @@ def test_invalid_size_names_the_option(text: str) -> None:
 
 
 @given(st.integers(0, 1 << 60))
-def test_plain_numbers_are_bytes(size_bytes: int) -> None:
+def test_size_without_unit_is_in_bytes(size_bytes: int) -> None:
     assert abs(parse_size(str(size_bytes), what="x") - size_bytes) <= size_bytes // 2**50
 
 
@@ -64,7 +64,7 @@ def test_invalid_duration_names_the_option(text: str) -> None:
         parse_duration(text, what="--ttl")
 
 
-def test_duration_zero_and_maximum() -> None:
+def test_duration_may_be_zero_if_allowed_and_has_a_maximum() -> None:
     assert parse_duration("0s", what="--grace", zero_allowed=True) == 0
     assert parse_duration("1d", what="--grace", high_s=86400.0) == 86400
     with pytest.raises(UsageError, match="--grace") as caught:
@@ -72,7 +72,7 @@ def test_duration_zero_and_maximum() -> None:
     assert caught.value.hint.endswith("at most 1 d")
 
 
-def test_amount_is_checked_against_its_range() -> None:
+def test_number_outside_its_range_is_rejected() -> None:
     assert parse_number("0.01", what="--gpu-share", low=0.01, high=1) == 0.01
     with pytest.raises(UsageError, match="--gpu-share") as caught:
         parse_number("0.009", what="--gpu-share", low=0.01, high=1)
@@ -88,7 +88,7 @@ def test_amount_is_checked_against_its_range() -> None:
         ("1970-01-13 01:00+01:00", 12 * 86400.0),
     ],
 )
-def test_moment_is_a_duration_or_a_time(text: str, moment: float) -> None:
+def test_deadline_may_be_a_duration_or_a_time(text: str, moment: float) -> None:
     assert parse_time(text, what="--deadline", now=1_000_000.0) == moment
 
 
@@ -105,14 +105,14 @@ def test_moment_is_a_duration_or_a_time(text: str, moment: float) -> None:
         ("9999d", "is too far in the future"),
     ],
 )
-def test_invalid_moment_has_the_reason(text: str, why: str) -> None:
+def test_invalid_deadline_error_has_the_reason(text: str, why: str) -> None:
     with pytest.raises(UsageError, match=why) as caught:
         parse_time(text, what="--deadline", now=1_000_000.0)
     assert "--deadline" in caught.value.message
 
 
 @given(st.sampled_from(["box", "10.0.0.5", "::1"]), st.integers(1, 65535))
-def test_address_text_is_parsed_back(host: str, port: int) -> None:
+def test_formatted_address_is_parsed_to_the_same_address(host: str, port: int) -> None:
     assert parse_address(address_text(host, port), what="x") == (host, port)
 
 
@@ -153,7 +153,7 @@ def test_too_long_duration_names_the_maximum() -> None:
     )
 
 
-def test_pairs_are_split_at_the_first_sign_and_the_last_value_wins() -> None:
+def test_pairs_are_split_at_the_first_equals_sign_and_the_last_value_wins() -> None:
     assert parse_pairs(["a=1", "b=x=y", "a="], what="--env") == {"a": "", "b": "x=y"}
     assert parse_pairs(None, what="--env") == {}
 
@@ -178,6 +178,6 @@ def test_invalid_labels_are_rejected(texts: list[str], message: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["zone", "", "=a"])
-def test_invalid_pair_has_a_hint(text: str) -> None:
+def test_invalid_key_value_pair_has_a_hint(text: str) -> None:
     with pytest.raises(UsageError, match="write --label KEY=VALUE"):
         parse_pairs([text], what="--label")

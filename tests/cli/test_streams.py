@@ -15,18 +15,18 @@ from genie.cli import output
 GENIE = [sys.executable, "-m", "genie"]
 
 
-def _genie(*arguments: str | bytes, **how: object) -> subprocess.CompletedProcess[str]:
+def _run_genie(*arguments: str | bytes, **how: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*GENIE, *arguments], text=True, timeout=60, **how)  # type: ignore[call-overload, no-any-return]
 
 
 def test_argument_that_is_not_utf8_is_named() -> None:
-    done = _genie("submit", "--", b"\xff", capture_output=True)
+    done = _run_genie("submit", "--", b"\xff", capture_output=True)
     assert done.returncode == 2
     assert "argument 3 is not UTF-8 text" in done.stderr
     assert "internal error" not in done.stderr
 
 
-def test_closed_standard_output_is_silent() -> None:
+def test_closed_standard_output_prints_no_error() -> None:
     done = subprocess.run(
         ["sh", "-c", '"$0" -m genie config show >&-', sys.executable],
         text=True,
@@ -39,7 +39,7 @@ def test_closed_standard_output_is_silent() -> None:
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full (Linux)")
 def test_full_disk_is_reported() -> None:
     with Path("/dev/full").open("w") as full:
-        done = _genie("config", "show", stdout=full, stderr=subprocess.PIPE)
+        done = _run_genie("config", "show", stdout=full, stderr=subprocess.PIPE)
     assert done.returncode == 1
     assert "could not write the output: No space left" in done.stderr
     assert "internal error" not in done.stderr
@@ -72,7 +72,7 @@ def test_progress_on_a_closed_terminal_does_not_fail(monkeypatch: pytest.MonkeyP
 
 
 def test_long_argument_is_truncated_in_errors() -> None:
-    done = _genie("x" * 100_000, capture_output=True)
+    done = _run_genie("x" * 100_000, capture_output=True)
     assert done.returncode == 2
     assert "no such command 'xxx" in done.stderr
     assert len(done.stderr) < 1000

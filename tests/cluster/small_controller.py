@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from genie.model.node import GPUInfo, NodeInfo, NodeRole, NodeStatus, Vendor
-from tests.fakes.controller import OWNER_TOKEN, ThreadedController, session_job
+from tests.fakes.controller import OWNER_TOKEN, ThreadedController, make_session_job
 
 TOKEN = OWNER_TOKEN
-__all__ = ["TOKEN", "SmallController", "make_gpu", "make_node", "session_job"]
+__all__ = ["TOKEN", "SmallController", "make_gpu", "make_node", "make_session_job"]
 
 
 def make_gpu(gpu_id: int = 0, *, vendor: Vendor = Vendor.CPU, name: str = "Test CPU") -> GPUInfo:

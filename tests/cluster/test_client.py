@@ -21,7 +21,7 @@ async def test_log_error_is_raised_immediately_without_follow(
     controller: SmallController, error: GenieError
 ) -> None:
     controller.refusals[ReadLog] = error
-    async with asyncio.timeout(30), open_client(_settings()) as client:
+    async with asyncio.timeout(30), open_client(_load_settings()) as client:
         with pytest.raises(type(error)):
             [data async for data in client.follow_log("j-1", follow=False)]
     assert controller.count(ReadLog) == 1
@@ -33,11 +33,11 @@ async def test_followed_log_is_retried_until_the_timeout(
 ) -> None:
     monkeypatch.setattr(client_module, "LOG_RETRY_S", 0.5)
     controller.refusals[ReadLog] = error
-    async with asyncio.timeout(30), open_client(_settings()) as client:
+    async with asyncio.timeout(30), open_client(_load_settings()) as client:
         with pytest.raises(type(error)):
             [data async for data in client.follow_log("j-1")]
     assert controller.count(ReadLog) > 1
 
 
-def _settings() -> config.Settings:
+def _load_settings() -> config.Settings:
     return config.load({"paths.state_dir": Path(os.environ["GENIE_STATE_DIR"])})

@@ -42,12 +42,12 @@ def make_node(
     )
 
 
-def console() -> Console:
+def make_console() -> Console:
     return Console(file=io.StringIO(), width=200, force_terminal=False, color_system=None)
 
 
 def render_to_text(what: RenderableType) -> str:
-    target = console()
+    target = make_console()
     target.print(what)
     assert isinstance(target.file, io.StringIO)
     return target.file.getvalue()

@@ -20,17 +20,17 @@ from genie.errors import (
 from genie.model.job import JobState
 from genie.model.messages import CancelJob, DeviceReply, OpenDevice, SessionHeartbeat, WaitDevice
 from genie.model.node import NodeStatus, Vendor
-from tests.cluster.small_controller import SmallController, make_gpu, make_node, session_job
+from tests.cluster.small_controller import SmallController, make_gpu, make_node, make_session_job
 from tests.waiting import wait_until
 
 QUIET_SETTINGS = {"enable_gpu_monitoring": False, "enable_health_checks": False}
 
 
-def names(*nodes: genie.NodeInfo) -> list[tuple[str, int]]:
+def list_accelerator_ids(*nodes: genie.NodeInfo) -> list[tuple[str, int]]:
     return [(ref.node_id, ref.gpu.gpu_id) for ref in list_accelerators(nodes)]
 
 
-def broker() -> DeviceBroker:
+def get_broker() -> DeviceBroker:
     found = genie.get_cluster_state().transport_coordinator
     assert found is not None
     return found
@@ -39,26 +39,30 @@ def broker() -> DeviceBroker:
 def test_accelerators_are_sorted_by_node_and_gpu_id() -> None:
     nvidia = [make_gpu(number, vendor=Vendor.NVIDIA) for number in (1, 0)]
     listed = [make_node("b", *nvidia), make_node("a", *nvidia)]
-    assert names(*listed) == names(*reversed(listed)) == [("a", 0), ("a", 1), ("b", 0), ("b", 1)]
+    assert (
+        list_accelerator_ids(*listed)
+        == list_accelerator_ids(*reversed(listed))
+        == [("a", 0), ("a", 1), ("b", 0), ("b", 1)]
+    )
 
 
 def test_cpu_accelerators_are_used_only_without_gpus() -> None:
     cpu, nvidia = make_node("a", make_gpu(0)), make_node("b", make_gpu(0, vendor=Vendor.NVIDIA))
-    assert names(cpu, nvidia) == [("b", 0)]
-    assert names(cpu) == [("a", 0)]
+    assert list_accelerator_ids(cpu, nvidia) == [("b", 0)]
+    assert list_accelerator_ids(cpu) == [("a", 0)]
 
 
-def test_disconnected_node_has_no_index() -> None:
-    assert names(
+def test_accelerators_of_a_disconnected_node_have_no_index() -> None:
+    assert list_accelerator_ids(
         make_node("a", make_gpu(0), status=NodeStatus.DISCONNECTED), make_node("b", make_gpu(0))
     ) == [("b", 0)]
 
 
-def test_new_gpus_get_the_next_indices_and_cpus_none(controller: SmallController) -> None:
+def test_new_gpus_get_the_next_indices_and_new_cpus_get_none(controller: SmallController) -> None:
     nvidia = [make_gpu(number, vendor=Vendor.NVIDIA) for number in range(2)]
     controller.nodes = (make_node("m", *nvidia),)
     genie.connect(**QUIET_SETTINGS)
-    devices = broker()
+    devices = get_broker()
     disconnected = make_node("m", *nvidia, status=NodeStatus.DISCONNECTED)
     cpu, more = make_node("c", make_gpu(0)), make_node("a", *nvidia)
     assert devices.add_new_accelerators([disconnected, cpu]) == ()
@@ -77,7 +81,7 @@ def test_number_of_indices_is_limited(controller: SmallController) -> None:
     nvidia = [make_gpu(number, vendor=Vendor.NVIDIA) for number in range(100)]
     controller.nodes = (make_node("a", *nvidia),)
     genie.connect(**QUIET_SETTINGS)
-    devices = broker()
+    devices = get_broker()
     assert len(devices.add_new_accelerators([*controller.nodes, make_node("b", *nvidia)])) == 27
     assert devices.add_new_accelerators([*controller.nodes, make_node("b", *nvidia)]) == ()
     assert len(registry.device_slots()) == registry.DEVICES_MAX == 127
@@ -88,7 +92,7 @@ def test_open_requests_the_accelerator_and_returns_the_executor_address(
 ) -> None:
     controller.nodes = (make_node("n1", make_gpu(0), make_gpu(1)),)
     state = genie.connect(**QUIET_SETTINGS)
-    address = broker().open(1)
+    address = get_broker().open(1)
     (asked,) = [request for request in controller.asked if isinstance(request, OpenDevice)]
     assert (asked.node_id, asked.gpu_id, asked.session_node_id) == ("n1", 1, state.local_node.node_id)
     assert (address.port, address.ticket, address.ssl_context) == (1, "the-ticket", None)
@@ -102,15 +106,15 @@ def test_executor_is_lost_when_its_session_job_has_ended(
     monkeypatch.setattr(registry.DeviceSlot, "mark_lost", lambda slot, why: lost.append((slot.index, why)))
     controller.nodes = (make_node("n1", make_gpu(0), make_gpu(1)), make_node("n2", make_gpu(0)))
     genie.connect(heartbeat_interval=0.05, **QUIET_SETTINGS)
-    broker().open(0)
-    broker().open(2)
+    get_broker().open(0)
+    get_broker().open(2)
     controller.nodes = (
         make_node("n1", make_gpu(0), make_gpu(1), status=NodeStatus.DISCONNECTED),
         make_node("n2", make_gpu(0)),
     )
     wait_until(lambda: controller.count(WaitDevice) >= 2)
     assert lost == [], "the cluster still waits for it"
-    over = session_job("j-1", JobState.LOST, reason="its node is gone")
+    over = make_session_job("j-1", JobState.LOST, reason="its node is gone")
     controller.device = DeviceReply(job=over, endpoint=None)
     wait_until(lambda: lost)
     seen = controller.count(WaitDevice)
@@ -125,7 +129,7 @@ def test_executor_is_lost_when_its_session_job_is_unknown(
     lost: list[str] = []
     monkeypatch.setattr(registry.DeviceSlot, "mark_lost", lambda slot, why: lost.append(why))
     genie.connect(heartbeat_interval=0.05, **QUIET_SETTINGS)
-    broker().open(0)
+    get_broker().open(0)
     controller.refusals[WaitDevice] = JobNotFoundError("there is no job j-1")
     controller.nodes = ()
     wait_until(lambda: lost)
@@ -135,9 +139,9 @@ def test_executor_is_lost_when_its_session_job_is_unknown(
 def test_open_waits_until_the_executor_listens(controller: SmallController) -> None:
     genie.connect(**QUIET_SETTINGS)
     ready = controller.device
-    controller.device = DeviceReply(job=session_job("j-1", JobState.PLACING), endpoint=None)
+    controller.device = DeviceReply(job=make_session_job("j-1", JobState.PLACING), endpoint=None)
     got: list[str] = []
-    waiting = threading.Thread(target=lambda: got.append(broker().open(0).ticket))
+    waiting = threading.Thread(target=lambda: got.append(get_broker().open(0).ticket))
     waiting.start()
     wait_until(lambda: controller.count(WaitDevice) >= 1)
     controller.device = ready
@@ -147,29 +151,29 @@ def test_open_waits_until_the_executor_listens(controller: SmallController) -> N
 
 def test_open_timeout_reports_the_pending_reason(controller: SmallController) -> None:
     genie.connect(timeout=2.0, **QUIET_SETTINGS)
-    job = session_job("j-9", JobState.QUEUED, reason="accelerator 0 of n1 is held by job j-3")
+    job = make_session_job("j-9", JobState.QUEUED, reason="accelerator 0 of n1 is held by job j-3")
     controller.device = DeviceReply(job=job, endpoint=None)
     with pytest.raises(DeviceUnavailableError, match=r"within 2 s: queued: .* held by job j-3"):
-        broker().open(0)
+        get_broker().open(0)
     assert controller.count(CancelJob) == 1, "an abandoned request must not take the accelerator later"
 
 
 def test_open_timeout_reports_the_status_of_the_executor(controller: SmallController) -> None:
     genie.connect(timeout=2.0, **QUIET_SETTINGS)
-    job = session_job("j-9", JobState.RUNNING, reason="compiling its library for torch 2.11")
+    job = make_session_job("j-9", JobState.RUNNING, reason="compiling its library for torch 2.11")
     controller.device = DeviceReply(job=job, endpoint=None)
     with pytest.raises(
         DeviceUnavailableError, match=r"node n1.*: compiling its library for torch 2\.11 \(retry in a"
     ):
-        broker().open(0)
+        get_broker().open(0)
 
 
 def test_failed_open_cancels_its_session_job(controller: SmallController) -> None:
     genie.connect(**QUIET_SETTINGS)
-    controller.device = DeviceReply(job=session_job("j-9", JobState.QUEUED), endpoint=None)
+    controller.device = DeviceReply(job=make_session_job("j-9", JobState.QUEUED), endpoint=None)
     controller.refusals[WaitDevice] = JobNotFoundError("there is no job j-9")
     with pytest.raises(JobNotFoundError):
-        broker().open(0)
+        get_broker().open(0)
     assert controller.count(CancelJob) == 1
 
 
@@ -177,10 +181,10 @@ def test_open_without_reply_is_retried_with_the_same_request_id(controller: Smal
     genie.connect(**QUIET_SETTINGS)
     controller.refusals[OpenDevice] = UnreachableError("the node does not answer")
     with pytest.raises(UnreachableError):
-        broker().open(0)
+        get_broker().open(0)
     del controller.refusals[OpenDevice]
-    broker().open(0)
-    broker().open(0)
+    get_broker().open(0)
+    get_broker().open(0)
     ids = [request.request_id for request in controller.asked if isinstance(request, OpenDevice)]
     assert ids[0] == ids[1] != ids[2], "the third is for another executor"
 
@@ -190,27 +194,27 @@ def test_rejected_open_is_retried_with_a_new_request_id(controller: SmallControl
     controller.refusals[OpenDevice] = DeviceUnavailableError("not this one")
     for _ in range(2):
         with pytest.raises(DeviceUnavailableError):
-            broker().open(0)
+            get_broker().open(0)
     ids = [request.request_id for request in controller.asked if isinstance(request, OpenDevice)]
     assert ids[0] != ids[1]
 
 
 def test_open_reports_why_the_executor_ended(controller: SmallController) -> None:
     genie.connect(**QUIET_SETTINGS)
-    job = session_job("j-9", JobState.FAILED, reason="exit code 3")
+    job = make_session_job("j-9", JobState.FAILED, reason="exit code 3")
     controller.device = DeviceReply(job=job, endpoint=None)
     with pytest.raises(DeviceUnavailableError, match=r"exit code 3.*genie logs j-9"):
-        broker().open(0)
+        get_broker().open(0)
 
 
 def test_open_fails_when_the_session_ends(controller: SmallController) -> None:
     genie.connect(**QUIET_SETTINGS)
     controller.device = msgspec.structs.replace(
-        controller.device, job=session_job("j-1", JobState.PLACING), endpoint=None
+        controller.device, job=make_session_job("j-1", JobState.PLACING), endpoint=None
     )
     errors: list[BaseException] = []
-    holder = broker()
-    waiting = threading.Thread(target=lambda: errors.append(_error_of_opening(holder)))
+    holder = get_broker()
+    waiting = threading.Thread(target=lambda: errors.append(_get_open_error(holder)))
     waiting.start()
     wait_until(lambda: controller.count(WaitDevice) >= 1)
     shutdown_blocking()
@@ -218,7 +222,7 @@ def test_open_fails_when_the_session_ends(controller: SmallController) -> None:
     assert [type(error) for error in errors] == [NotInitializedError]
 
 
-def _error_of_opening(holder: DeviceBroker) -> BaseException:
+def _get_open_error(holder: DeviceBroker) -> BaseException:
     with pytest.raises(NotInitializedError) as caught:
         holder.open(0)
     return caught.value

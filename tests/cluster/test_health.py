@@ -56,7 +56,7 @@ def make_peer(name: str, status: NodeStatus = NodeStatus.HEALTHY) -> NodeInfo:
     return NodeInfo(node_id=name, hostname=name, role=NodeRole.WORKER, host="127.0.0.1", status=status)
 
 
-def make_result(status: NodeStatus, name: str = "x") -> CheckResult:
+def make_check_result(status: NodeStatus, name: str = "x") -> CheckResult:
     return CheckResult(name=name, status=status, reason="why")
 
 
@@ -75,7 +75,9 @@ def make_result(status: NodeStatus, name: str = "x") -> CheckResult:
         ([make_gpu(reason="lost"), make_gpu(reason="lost")], CRITICAL),
     ],
 )
-def test_gpus(gpus: list[GPUInfo], status: NodeStatus) -> None:
+def test_gpu_check_status_depends_on_temperature_and_lost_gpus(
+    gpus: list[GPUInfo], status: NodeStatus
+) -> None:
     assert check_gpus(gpus).status is status
 
 
@@ -88,7 +90,9 @@ def test_gpus(gpus: list[GPUInfo], status: NodeStatus) -> None:
         (NetworkReading(connected=False, reason="refused"), UNHEALTHY),
     ],
 )
-def test_network(reading: NetworkReading, status: NodeStatus) -> None:
+def test_network_check_status_depends_on_connection_and_round_trip(
+    reading: NetworkReading, status: NodeStatus
+) -> None:
     assert check_network(reading).status is status
 
 
@@ -135,7 +139,9 @@ def test_saturated_interface_is_degraded(
         (None, 100.0, HEALTHY),
     ],
 )
-def test_cpu(load_1m: float | None, busy_pct: float, status: NodeStatus) -> None:
+def test_cpu_check_status_depends_on_load_per_core(
+    load_1m: float | None, busy_pct: float, status: NodeStatus
+) -> None:
     assert check_cpu(CpuReading(cores=4, load_1m=load_1m, busy_pct=busy_pct)).status is status
 
 
@@ -154,7 +160,9 @@ def test_cpu_check_reports_utilization_and_load() -> None:
     ("unresponsive", "responsive", "status"),
     [(0, 0, HEALTHY), (0, 2, HEALTHY), (1, 1, DEGRADED), (2, 1, DEGRADED), (1, 0, UNHEALTHY)],
 )
-def test_peers(unresponsive: int, responsive: int, status: NodeStatus) -> None:
+def test_peer_check_status_depends_on_disconnected_peers(
+    unresponsive: int, responsive: int, status: NodeStatus
+) -> None:
     disconnected = [make_peer(f"gone-{n}", NodeStatus.DISCONNECTED) for n in range(unresponsive)]
     assert check_peers([*disconnected, *(make_peer(f"here-{n}") for n in range(responsive))]).status is status
 
@@ -162,7 +170,7 @@ def test_peers(unresponsive: int, responsive: int, status: NodeStatus) -> None:
 @pytest.mark.parametrize(
     ("used", "status"), [(0, HEALTHY), (90, HEALTHY), (91, DEGRADED), (96, UNHEALTHY), (99, CRITICAL)]
 )
-def test_memory(used: int, status: NodeStatus) -> None:
+def test_memory_check_status_depends_on_used_memory(used: int, status: NodeStatus) -> None:
     facts = HostFacts(cpus=1.0, memory_total_bytes=100, memory_used_bytes=used, hostname="h")
     assert check_memory(facts).status is status
 
@@ -170,7 +178,7 @@ def test_memory(used: int, status: NodeStatus) -> None:
 @pytest.mark.parametrize(
     ("free", "status"), [(100, HEALTHY), (10, HEALTHY), (9, DEGRADED), (4, UNHEALTHY), (0, CRITICAL)]
 )
-def test_disk(free: int, status: NodeStatus) -> None:
+def test_disk_check_status_depends_on_free_space(free: int, status: NodeStatus) -> None:
     assert check_disk(DiskReading(free_bytes=free, total_bytes=100)).status is status
 
 
@@ -192,8 +200,8 @@ STATUSES = st.lists(st.sampled_from(STATUSES_BY_SEVERITY), max_size=8)
 
 
 @given(STATUSES)
-def test_overall_is_the_worst_status(statuses: list[NodeStatus]) -> None:
-    verdict = worst_status([make_result(status) for status in statuses])
+def test_overall_status_is_the_worst_of_all_checks(statuses: list[NodeStatus]) -> None:
+    verdict = worst_status([make_check_result(status) for status in statuses])
     assert verdict in (statuses or [HEALTHY])
     assert all(
         STATUSES_BY_SEVERITY.index(status) <= STATUSES_BY_SEVERITY.index(verdict) for status in statuses
@@ -201,20 +209,20 @@ def test_overall_is_the_worst_status(statuses: list[NodeStatus]) -> None:
 
 
 @given(STATUSES, st.sampled_from(STATUSES_BY_SEVERITY), st.randoms())
-def test_overall_is_monotonic_and_independent_of_order(
+def test_overall_status_is_monotonic_and_independent_of_order(
     statuses: list[NodeStatus], more: NodeStatus, chance: object
 ) -> None:
-    before = worst_status([make_result(status) for status in statuses])
+    before = worst_status([make_check_result(status) for status in statuses])
     mixed = [*statuses, more]
     chance.shuffle(mixed)  # type: ignore[attr-defined]
     assert STATUSES_BY_SEVERITY.index(
-        worst_status([make_result(status) for status in mixed])
+        worst_status([make_check_result(status) for status in mixed])
     ) >= STATUSES_BY_SEVERITY.index(before)
 
 
-def test_check_result_rejects_other_statuses() -> None:
+def test_check_result_rejects_the_status_disconnected() -> None:
     with pytest.raises(AssertionError):
-        make_result(NodeStatus.DISCONNECTED)
+        make_check_result(NodeStatus.DISCONNECTED)
 
 
 # --- checker --------------------------------------------------------------------------------------
@@ -232,7 +240,7 @@ def make_scripted_check(*statuses: NodeStatus, name: str = "x") -> HealthCheck:
     left = list(statuses)
 
     async def check() -> CheckResult:
-        return make_result(left[0] if len(left) == 1 else left.pop(0), name)
+        return make_check_result(left[0] if len(left) == 1 else left.pop(0), name)
 
     return check
 
@@ -303,7 +311,7 @@ async def test_run_checks_immediately_and_then_every_interval() -> None:
 
     async def counted() -> CheckResult:
         rounds.append(1)
-        return make_result(HEALTHY)
+        return make_check_result(HEALTHY)
 
     stopped: list[int] = []
     checker = HealthChecker("n", checks={"x": counted}, clock=clock, on_stop=lambda: stopped.append(1))
@@ -322,7 +330,7 @@ async def test_run_waits_one_interval_if_there_is_a_report() -> None:
 
     async def count() -> CheckResult:
         rounds.append(1)
-        return make_result(HEALTHY)
+        return make_check_result(HEALTHY)
 
     checker = HealthChecker("n", checks={"x": count}, interval_s=30.0, clock=clock)
     await checker.check()

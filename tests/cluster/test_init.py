@@ -44,13 +44,13 @@ from tests.waiting import until, wait_until
 QUIET_SETTINGS = {"enable_gpu_monitoring": False, "enable_health_checks": False}
 
 
-def session_threads() -> list[str]:
+def list_session_threads() -> list[str]:
     return [t.name for t in threading.enumerate() if t.name.startswith("genie-session")]
 
 
-def assert_nothing_is_left() -> None:
+def assert_no_session_is_left() -> None:
     assert not genie.is_initialized()
-    assert session_threads() == []
+    assert list_session_threads() == []
 
 
 # --- the state that init() returns ------------------------------------------------------------
@@ -179,7 +179,7 @@ async def test_omitted_argument_comes_from_the_environment(
     assert state.local_node.node_id == "my-laptop"
 
 
-async def test_argument_aliases_of_the_visual_guide_are_accepted(controller: SmallController) -> None:
+async def test_documented_argument_aliases_are_accepted(controller: SmallController) -> None:
     state = await genie.init(enable_gpu_monitor=False, health_interval=3.5)
     assert not state.config.enable_gpu_monitoring
     assert state.config.health_check_interval == 3.5
@@ -189,7 +189,7 @@ async def test_argument_aliases_of_the_visual_guide_are_accepted(controller: Sma
 async def test_misspelt_argument_error_suggests_the_nearest_name() -> None:
     with pytest.raises(ConfigError, match=r"heartbeet_interval.*did you mean heartbeat_interval"):
         await genie.init("127.0.0.1", heartbeet_interval=3)
-    assert_nothing_is_left()
+    assert_no_session_is_left()
 
 
 async def test_out_of_range_error_names_the_argument() -> None:
@@ -265,12 +265,12 @@ async def test_get_cluster_state_requires_a_session() -> None:
 # --- shutdown ---------------------------------------------------------------------------------
 
 
-async def test_shutdown_notifies_the_controller_and_leaves_nothing(controller: SmallController) -> None:
+async def test_shutdown_notifies_the_controller_and_leaves_no_session(controller: SmallController) -> None:
     state = await genie.init()
     await genie.shutdown()
     assert [r.node_id for r in controller.asked if isinstance(r, SessionEnd)] == [state.local_node.node_id]
     assert state.events.history()[-1].type is EventType.SHUTDOWN
-    assert_nothing_is_left()
+    assert_no_session_is_left()
 
 
 async def test_sessions_with_the_same_node_id_are_independent(controller: SmallController) -> None:
@@ -294,25 +294,25 @@ async def test_shutdown_is_idempotent_and_concurrent(controller: SmallController
     await asyncio.gather(genie.shutdown(), genie.shutdown())
     await genie.shutdown()
     assert controller.count(SessionEnd) == 1
-    assert_nothing_is_left()
+    assert_no_session_is_left()
 
 
 async def test_shutdown_during_init_ends_both(controller: SmallController) -> None:
     controller.answers_hello = False
     async with asyncio.TaskGroup() as group:
-        starting = group.create_task(_capture_error(genie.init(**QUIET_SETTINGS)))
+        starting = group.create_task(_await_error(genie.init(**QUIET_SETTINGS)))
         await until(lambda: len(controller.asked) > 0)
         await genie.shutdown()
     assert isinstance(starting.result(), SessionError)
-    assert_nothing_is_left()
+    assert_no_session_is_left()
 
 
-async def test_cancelled_init_leaves_nothing(controller: SmallController) -> None:
+async def test_cancelled_init_leaves_no_session(controller: SmallController) -> None:
     controller.answers_hello = False
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.3):
             await genie.init(**QUIET_SETTINGS)
-    assert_nothing_is_left()
+    assert_no_session_is_left()
 
 
 async def test_cancelling_one_of_two_inits_keeps_the_session(
@@ -320,7 +320,7 @@ async def test_cancelling_one_of_two_inits_keeps_the_session(
 ) -> None:
     controller.answers_hello = False
     async with asyncio.TaskGroup() as group:
-        stays = group.create_task(_capture_error(genie.init(timeout=2.0, **QUIET_SETTINGS)))
+        stays = group.create_task(_await_error(genie.init(timeout=2.0, **QUIET_SETTINGS)))
         goes = group.create_task(genie.init(timeout=2.0, **QUIET_SETTINGS))
         await until(lambda: len(controller.asked) > 0)
         goes.cancel()
@@ -390,7 +390,7 @@ def test_open_session_ends_quietly_at_interpreter_exit(
 # --- errors -----------------------------------------------------------------------------------
 
 
-async def _capture_error(work: object) -> BaseException:
+async def _await_error(work: object) -> BaseException:
     with pytest.raises(BaseException) as caught:  # noqa: PT011 - the caller looks at it
         await work  # type: ignore[misc]
     return caught.value
@@ -399,7 +399,7 @@ async def _capture_error(work: object) -> BaseException:
 async def test_unreachable_error_names_the_address(controller: SmallController, unused_tcp_port: int) -> None:
     with pytest.raises(UnreachableError, match=f"127.0.0.1:{unused_tcp_port}.*refused"):
         await genie.init("127.0.0.1", unused_tcp_port)
-    assert_nothing_is_left()
+    assert_no_session_is_left()
 
 
 async def test_progress_gets_all_phases_including_the_failed_one(
@@ -424,7 +424,7 @@ async def test_progress_is_not_compared_between_inits(controller: SmallControlle
 async def test_progress_must_be_callable(controller: SmallController) -> None:
     with pytest.raises(UsageError, match="callable"):
         await genie.init(progress="yes", **QUIET_SETTINGS)
-    assert_nothing_is_left()
+    assert_no_session_is_left()
 
 
 async def test_waiting_for_the_previous_session_counts_against_the_timeout(
@@ -448,11 +448,11 @@ async def test_waiting_for_the_previous_session_counts_against_the_timeout(
 async def test_time_before_the_phases_counts_against_the_timeout(controller: SmallController) -> None:
     settings = init_module.load_settings((), {"timeout": 5.0, **QUIET_SETTINGS})
     run, _ = init_module.get_or_start_session(settings, began_s=time.monotonic() - 5.0)
-    assert isinstance(await _capture_error(asyncio.wrap_future(run.ready)), DeadlineError)
+    assert isinstance(await _await_error(asyncio.wrap_future(run.ready)), DeadlineError)
     await asyncio.wrap_future(run.finished)
 
 
-async def test_close_timeout_of_a_host_includes_the_grace_period(
+async def test_close_timeout_of_a_worker_includes_the_grace_period(
     controller: SmallController, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("GENIE_AGENT_STOP_GRACE_S", "100")
@@ -476,7 +476,7 @@ async def test_failed_phase_is_the_last_event(controller: SmallController, unuse
 async def test_missing_address_is_a_configuration_error() -> None:
     with pytest.raises(ConfigError, match=r"no cluster.*GENIE_MASTER_ADDR"):
         await genie.init()
-    assert_nothing_is_left()
+    assert_no_session_is_left()
 
 
 async def test_port_without_address_must_be_that_of_the_default_cluster(
@@ -486,7 +486,7 @@ async def test_port_without_address_must_be_that_of_the_default_cluster(
     expected = f"master_port = {unused_tcp_port} without master_addr: .* at 127.0.0.1:{controller.port}"
     with pytest.raises(ConfigError, match=expected):
         await genie.init(master_port=unused_tcp_port)
-    assert_nothing_is_left()
+    assert_no_session_is_left()
     await genie.init(master_port=controller.port, **QUIET_SETTINGS)
     await genie.shutdown()
     monkeypatch.setenv("GENIE_MASTER_PORT", str(unused_tcp_port))
@@ -505,7 +505,7 @@ async def test_missing_token_error_explains_how_to_get_one(controller: SmallCont
     (Path(os.environ["GENIE_STATE_DIR"]) / "owner.token").unlink()
     with pytest.raises(TokenMissingError, match="genie token create"):
         await genie.init("127.0.0.1", controller.port)
-    assert_nothing_is_left()
+    assert_no_session_is_left()
 
 
 async def test_rejected_token_is_not_retried(controller: SmallController) -> None:
@@ -513,18 +513,18 @@ async def test_rejected_token_is_not_retried(controller: SmallController) -> Non
     with pytest.raises(TokenRefusedError) as caught:
         await genie.init("127.0.0.1", controller.port, token=wrong)
     assert TOKEN.secret[::-1] not in str(caught.value)
-    assert_nothing_is_left()
+    assert_no_session_is_left()
 
 
 async def test_protocol_mismatch_is_reported(controller: SmallController) -> None:
-    async with await asyncio.start_server(_speak_http, "127.0.0.1", 0) as server:
+    async with await asyncio.start_server(_send_http_error, "127.0.0.1", 0) as server:
         port = server.sockets[0].getsockname()[1]
         with pytest.raises(ProtocolError, match="does not speak the Genie protocol"):
             await genie.init("127.0.0.1", port)
-    assert_nothing_is_left()
+    assert_no_session_is_left()
 
 
-async def _speak_http(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+async def _send_http_error(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
     writer.close()
 
@@ -535,7 +535,7 @@ async def test_timeout_covers_all_phases_and_names_the_current_one(
     controller.answers_hello = False
     with pytest.raises(DeadlineError, match=r"within 2 s.*phase 4 of 5, backend"):
         await genie.init(timeout=2.0)
-    assert_nothing_is_left()
+    assert_no_session_is_left()
 
 
 async def test_timeout_in_the_first_health_check_leaves_no_pending_coroutine(
@@ -548,7 +548,7 @@ async def test_timeout_in_the_first_health_check_leaves_no_pending_coroutine(
         warnings.simplefilter("always")
         with pytest.raises(DeadlineError, match="phase 5 of 5, monitoring"):
             await genie.init(timeout=2.0)
-        assert_nothing_is_left()
+        assert_no_session_is_left()
         gc.collect()
     assert [str(warning.message) for warning in seen] == []
 
@@ -556,13 +556,13 @@ async def test_timeout_in_the_first_health_check_leaves_no_pending_coroutine(
 async def test_unresponsive_server_causes_a_timeout(controller: SmallController) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(DeadlineError, match="phase 4 of 5"):
         await genie.init("127.0.0.1", silent.getsockname()[1], timeout=2.0)
-    assert_nothing_is_left()
+    assert_no_session_is_left()
 
 
 async def test_unavailable_backend_is_rejected_with_the_reason(controller: SmallController) -> None:
     with pytest.raises(ConfigError, match="backend 'rdma'"):
         await genie.init(backend="rdma")
-    assert_nothing_is_left()
+    assert_no_session_is_left()
 
 
 # --- heartbeats and the connection ------------------------------------------------------------
@@ -737,7 +737,7 @@ async def test_lost_connection_is_restored_and_both_events_are_published(control
     assert state.stats["reconnects"] == 1
 
 
-async def test_connection_lost_during_init_is_counted(
+async def test_reconnect_during_init_is_counted(
     controller: SmallController, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = phases.open_controller_connection
@@ -752,12 +752,12 @@ async def test_connection_lost_during_init_is_counted(
     assert state.stats["reconnects"] == 1
 
 
-async def test_session_ends_without_a_controller(controller: SmallController) -> None:
+async def test_shutdown_works_without_a_controller(controller: SmallController) -> None:
     state = await genie.init(heartbeat_interval=0.1, **QUIET_SETTINGS)
     controller.stop()
     await until(lambda: _has_event(state, EventType.CONNECTION_LOST))
     await genie.shutdown()
-    assert_nothing_is_left()
+    assert_no_session_is_left()
 
 
 def _has_event(state: genie.ClusterState, kind: EventType) -> bool:

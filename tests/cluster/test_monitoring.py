@@ -33,7 +33,7 @@ def make_gpu(gpu_id: int = 0, *, reason: str = "", temp: float | None = 40.0) ->
 NODE = NodeInfo(node_id="n1", hostname="box", role=NodeRole.CLIENT, host="127.0.0.1", gpus=(make_gpu(),))
 
 
-class ScriptedSource:
+class ScriptedGpuSource:
     """Returns the readings in order, raises exceptions among them, then repeats the last one."""
 
     def __init__(self, *readings: tuple[GPUInfo, ...] | Exception) -> None:
@@ -61,7 +61,11 @@ def events() -> Iterator[EventBus]:
 
 
 def make_monitor(
-    source: ScriptedSource, *, events: EventBus | None = None, clock: StepClock | None = None, kept: int = 10
+    source: ScriptedGpuSource,
+    *,
+    events: EventBus | None = None,
+    clock: StepClock | None = None,
+    history_max: int = 10,
 ) -> ResourceMonitor:
     return create_resource_monitor(
         NODE,
@@ -69,7 +73,7 @@ def make_monitor(
         source=source,
         clock=clock or StepClock(),
         host=lambda: HOST_FACTS,
-        history_max=kept,
+        history_max=history_max,
     )
 
 
@@ -78,7 +82,7 @@ def list_published_events(events: EventBus) -> list[tuple[EventType, str]]:
 
 
 async def test_poll_updates_snapshot_and_local_node(events: EventBus) -> None:
-    monitor = make_monitor(ScriptedSource((make_gpu(temp=55.0),)), events=events)
+    monitor = make_monitor(ScriptedGpuSource((make_gpu(temp=55.0),)), events=events)
     assert monitor.snapshot() is None
     await monitor.poll()
     snapshot = monitor.snapshot()
@@ -92,7 +96,7 @@ async def test_poll_updates_snapshot_and_local_node(events: EventBus) -> None:
 async def test_events_are_published_only_on_change(events: EventBus) -> None:
     busy = make_gpu(reason="utilisation 97% is above 90%")
     monitor = make_monitor(
-        ScriptedSource((make_gpu(),), (busy,), (busy,), (make_gpu(),), (make_gpu(),)), events=events
+        ScriptedGpuSource((make_gpu(),), (busy,), (busy,), (make_gpu(),), (make_gpu(),)), events=events
     )
     for _ in range(5):
         await monitor.poll()
@@ -104,7 +108,7 @@ async def test_events_are_published_only_on_change(events: EventBus) -> None:
 
 async def test_overheating_is_published_once_until_the_gpu_cooled_down(events: EventBus) -> None:
     hot, cool = make_gpu(temp=86.0), make_gpu(temp=85.0)
-    monitor = make_monitor(ScriptedSource((hot,), (hot,), (cool,), (hot,)), events=events)
+    monitor = make_monitor(ScriptedGpuSource((hot,), (hot,), (cool,), (hot,)), events=events)
     for _ in range(4):
         await monitor.poll()
     assert list_published_events(events) == [(EventType.GPU_OVERHEATED, "GPU 0 (X1): 86 C is above 85 C")] * 2
@@ -133,7 +137,7 @@ async def test_failed_reading_is_published_once_and_polling_continues(
 ) -> None:
     stuck = HardwareError("no response within 10 s")
     monitor = make_monitor(
-        ScriptedSource(stuck, stuck, RuntimeError("odd"), (make_gpu(temp=41.0),)), events=events
+        ScriptedGpuSource(stuck, stuck, RuntimeError("odd"), (make_gpu(temp=41.0),)), events=events
     )
     assert await monitor.poll() is None
     assert monitor.last_error == "no response within 10 s"
@@ -150,7 +154,7 @@ async def test_failed_reading_is_published_once_and_polling_continues(
 
 async def test_repeated_error_after_a_good_reading_is_published_again(events: EventBus) -> None:
     stuck = HardwareError("no answer")
-    monitor = make_monitor(ScriptedSource(stuck, (make_gpu(),), stuck), events=events)
+    monitor = make_monitor(ScriptedGpuSource(stuck, (make_gpu(),), stuck), events=events)
     for _ in range(3):
         await monitor.poll()
     assert [event.type for event in events.history()] == [EventType.MONITOR_ERROR] * 2
@@ -158,7 +162,7 @@ async def test_repeated_error_after_a_good_reading_is_published_again(events: Ev
 
 async def test_history_is_bounded_and_oldest_first() -> None:
     clock = StepClock()
-    monitor = make_monitor(ScriptedSource((make_gpu(),)), clock=clock, kept=3)
+    monitor = make_monitor(ScriptedGpuSource((make_gpu(),)), clock=clock, history_max=3)
     for at in range(5):
         clock.now_s = float(at)
         await monitor.poll()
@@ -167,7 +171,7 @@ async def test_history_is_bounded_and_oldest_first() -> None:
 
 
 async def test_run_reads_immediately_and_then_every_interval() -> None:
-    clock, source = StepClock(), ScriptedSource((make_gpu(),))
+    clock, source = StepClock(), ScriptedGpuSource((make_gpu(),))
     monitor = make_monitor(source, clock=clock)
     async with asyncio.TaskGroup() as group:
         task = group.create_task(monitor.run())
@@ -180,7 +184,7 @@ async def test_run_reads_immediately_and_then_every_interval() -> None:
 
 
 async def test_start_reads_in_the_background_until_stop() -> None:
-    source = ScriptedSource((make_gpu(),))
+    source = ScriptedGpuSource((make_gpu(),))
     monitor = make_monitor(source)
     await monitor.start()
     assert monitor.snapshot() is not None, "the first reading is there"
@@ -192,7 +196,7 @@ async def test_start_reads_in_the_background_until_stop() -> None:
 
 
 async def test_stopped_monitor_can_be_started_again() -> None:
-    source = ScriptedSource((make_gpu(),))
+    source = ScriptedGpuSource((make_gpu(),))
     monitor = make_monitor(source)
     async with monitor:
         assert source.reads == 1
@@ -201,12 +205,12 @@ async def test_stopped_monitor_can_be_started_again() -> None:
 
 
 async def test_start_returns_when_the_first_reading_fails() -> None:
-    async with make_monitor(ScriptedSource(HardwareError("no"))) as monitor:
+    async with make_monitor(ScriptedGpuSource(HardwareError("no"))) as monitor:
         assert (monitor.snapshot(), monitor.last_error) == (None, "no")
 
 
 async def test_start_returns_when_stopped_during_the_first_reading() -> None:
-    class Endless(ScriptedSource):
+    class Endless(ScriptedGpuSource):
         async def read_async(self, *, timeout_s: float) -> tuple[GPUInfo, ...]:
             await asyncio.Event().wait()
             raise AssertionError

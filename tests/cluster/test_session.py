@@ -82,7 +82,7 @@ def test_nested_session_with_other_arguments_is_rejected(controller: SmallContro
         genie.connect(backend="tcp")
 
 
-def test_failed_connect_leaves_nothing(controller: SmallController, unused_tcp_port: int) -> None:
+def test_failed_connect_leaves_no_session(controller: SmallController, unused_tcp_port: int) -> None:
     with pytest.raises(UnreachableError):
         genie.connect("127.0.0.1", unused_tcp_port)
     assert not genie.is_initialized()

@@ -35,7 +35,7 @@ from genie.runtime import rpc, tls
 from genie.runtime.credentials import Access, connect_authenticated, trust
 from genie.runtime.network import TcpNetwork
 from genie.tenancy.access import parse_token
-from tests.fakes.agent import FakeAgent, node_info
+from tests.fakes.agent import FakeAgent, make_node_info
 from tests.fakes.clock import FakeClock
 from tests.waiting import until
 
@@ -174,7 +174,7 @@ class RunningController:
     async def agent(self, node_id: str = "n1", **facts: object) -> AsyncIterator[FakeAgent]:
         """A node that has joined, registered and sent a heartbeat."""
         access = await self.join(node_id)
-        async with FakeAgent(node_info(node_id, **facts)).connected(self.network, access) as agent:  # type: ignore[arg-type]
+        async with FakeAgent(make_node_info(node_id, **facts)).connected(self.network, access) as agent:  # type: ignore[arg-type]
             await agent.register()
             await agent.beat()
             yield agent

@@ -15,7 +15,7 @@ from genie.model.job import Job, JobSpec, JobState, is_shrunk_job
 from genie.model.messages import CancelJob, RemoveNode
 from genie.model.tenant import TokenKind
 from tests.controller.running_controller import RunningController, job_spec, running_controller
-from tests.fakes.agent import FakeAgent, node_info
+from tests.fakes.agent import FakeAgent, make_node_info
 from tests.fakes.clock import FakeClock
 from tests.waiting import until
 
@@ -36,7 +36,7 @@ async def enlarge(one: RunningController, job_id: str) -> None:
 async def test_job_that_fills_its_row_ends_and_so_do_the_other_jobs_of_its_node(tmp_path: Path) -> None:
     async with running_controller(tmp_path) as one:
         access = await one.join("n1")
-        agent = FakeAgent(node_info("n1", gpus=2))
+        agent = FakeAgent(make_node_info("n1", gpus=2))
         async with one.client() as owner, agent.connected(one.network, access):
             await agent.register()
             await agent.beat()
@@ -63,7 +63,7 @@ async def test_job_that_fills_its_row_can_be_cancelled_and_lost(tmp_path: Path, 
     clock = FakeClock()
     async with running_controller(tmp_path, clock=clock) as one:
         access = await one.join("n1")
-        agent = FakeAgent(node_info("n1"))
+        agent = FakeAgent(make_node_info("n1"))
         async with one.client() as owner, agent.connected(one.network, access):
             await agent.register()
             await agent.beat()
@@ -109,7 +109,7 @@ async def test_row_that_cannot_be_read_is_quarantined_and_shown(tmp_path: Path) 
     async with running_controller(tmp_path) as one:
         user = await one.token(TokenKind.USER, tenant="blue")
         access = await one.join("n1")
-        agent = FakeAgent(node_info("n1", gpus=2))
+        agent = FakeAgent(make_node_info("n1", gpus=2))
         async with one.client() as owner, agent.connected(one.network, access):
             await agent.register()
             await agent.beat()
@@ -140,7 +140,7 @@ async def test_node_whose_allocations_cannot_be_read_gets_no_work(tmp_path: Path
     clock = FakeClock()
     async with running_controller(tmp_path, clock=clock) as one:
         access = await one.join("n1")
-        agent = FakeAgent(node_info("n1"))
+        agent = FakeAgent(make_node_info("n1"))
         async with one.client() as owner, agent.connected(one.network, access):
             await agent.register()
             await agent.beat()
@@ -196,7 +196,7 @@ async def test_job_that_cannot_be_placed_waits_and_others_start(tmp_path: Path) 
             large = await owner.submit(gpus=1)
         await enlarge(one, large.job_id)
         await one.restart()
-        agent = FakeAgent(node_info("n1", gpus=2))
+        agent = FakeAgent(make_node_info("n1", gpus=2))
         async with one.client() as owner, agent.connected(one.network, access):
             await agent.register()
             await agent.beat()

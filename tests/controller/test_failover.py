@@ -13,7 +13,7 @@ from genie.model.job import JobState
 from genie.sim.store import MemoryStore
 from tests.controller.running_controller import running_controller
 from tests.controller.store.etcd_server import EtcdServer
-from tests.fakes.agent import FakeAgent, node_info
+from tests.fakes.agent import FakeAgent, make_node_info
 from tests.fakes.clock import FakeClock
 from tests.waiting import until
 
@@ -36,7 +36,7 @@ async def test_standby_takes_over_the_jobs_of_the_leader(etcd: EtcdServer, tmp_p
         assert two.controller is not None
         token = (one.state_dir / "owner.token").read_text()
         access = await one.join("n1")
-        agent = FakeAgent(node_info("n1"))
+        agent = FakeAgent(make_node_info("n1"))
         async with one.client() as owner, agent.connected(one.network, access):
             before = await agent.register()
             assert set(before.controllers) == {one.controller.address, two.controller.address}
@@ -67,7 +67,7 @@ async def test_agents_learn_about_a_new_controller(tmp_path: Path) -> None:
     memory = await MemoryStore.open(clock=clock)
     async with running_controller(tmp_path / "1", store=memory.connect(), clock=clock, name="one") as one:
         access = await one.join("n1")
-        async with FakeAgent(node_info("n1")).connected(one.network, access) as agent:
+        async with FakeAgent(make_node_info("n1")).connected(one.network, access) as agent:
             await agent.register()
             await agent.beat()
             assert agent.peer is not None

@@ -15,7 +15,7 @@ from genie.runtime import rpc
 from genie.runtime.network import TcpNetwork
 from genie.tenancy.access import NO_PIN, new_token
 from tests.controller.running_controller import running_controller
-from tests.fakes.agent import node_info
+from tests.fakes.agent import make_node_info
 from tests.fakes.controller import HOST, OWNER_TOKEN, FakeController
 
 pytestmark = pytest.mark.parametrize("kind", ["real", "fake"])
@@ -26,7 +26,7 @@ CALL_S = 10.0
 async def controller(kind: str, folder: Path) -> AsyncIterator[tuple[rpc.Peer, str]]:
     """A connection that is not authenticated yet, and the owner token."""
     if kind == "fake":
-        fake = FakeController(only_token=OWNER_TOKEN, nodes=(node_info("n1"),))
+        fake = FakeController(only_token=OWNER_TOKEN, nodes=(make_node_info("n1"),))
         async with (
             fake.listening(),
             rpc.dial(TcpNetwork(), HOST, fake.port, tls=None, timeout_s=CALL_S) as peer,
@@ -72,7 +72,7 @@ async def test_client_requests_are_answered(kind: str, tmp_path: Path) -> None:
     async with controller(kind, tmp_path) as (peer, token):
         welcome = await peer.call(hello(token), timeout_s=CALL_S)
         nodes = (await peer.call(ListNodes(), timeout_s=CALL_S)).nodes
-        beat = SessionHeartbeat(node=node_info("laptop"), interval_s=1.0)
+        beat = SessionHeartbeat(node=make_node_info("laptop"), interval_s=1.0)
         assert [view.info.node_id for view in nodes] == ["n1"]
         assert [view.node_holds.holds for view in (await peer.call(beat, timeout_s=CALL_S)).nodes] == [()]
         status = await peer.call(GetStatus(), timeout_s=CALL_S)

@@ -30,9 +30,9 @@ from genie.model.tenant import Identity, TokenKind
 from genie.scheduler.decisions import Decision, Start
 from genie.scheduler.request import WorkerPlace
 from genie.sim.store import MemoryStore
-from tests.fakes.agent import node_info
+from tests.fakes.agent import make_node_info
 from tests.fakes.clock import FakeClock
-from tests.fakes.placer import NoPlacement
+from tests.fakes.placer import NoOpPlacer
 from tests.waiting import until
 
 NODES = ("n0", "n1")
@@ -63,7 +63,7 @@ class Books:
             random_bytes=self._bytes,
             notifier=ChangeNotifier(clock),
             wake=lambda: None,
-            placer=self.placer if at_once else NoPlacement(),
+            placer=self.placer if at_once else NoOpPlacer(),
             backoff=LaunchBackoff(clock),
         )
         self.jobs._new_job_id = self._new_id  # type: ignore[method-assign]
@@ -151,7 +151,7 @@ async def books(*, at_once: bool = False) -> AsyncIterator[Books]:
         writer = group.create_task(one.ledger.run())
         try:
             for node_id in NODES:
-                record = NodeRecord(info=node_info(node_id, gpus=2))
+                record = NodeRecord(info=make_node_info(node_id, gpus=2))
                 await one.ledger.write(partial(_put, one.ledger.nodes, node_id, record))
             with one.watched():
                 yield one
@@ -441,7 +441,7 @@ async def test_job_on_too_many_nodes_is_cancelled() -> None:
     async with books() as one:
         several = tuple(f"many-{number}" for number in range(JOB_NODES_MAX + 1))
         for node_id in several:
-            record = NodeRecord(info=node_info(node_id))
+            record = NodeRecord(info=make_node_info(node_id))
             await one.ledger.write(partial(_put, one.ledger.nodes, node_id, record))
         one.commits = 0
         for number, nodes in enumerate((several[1:], several)):

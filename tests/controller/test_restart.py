@@ -15,7 +15,7 @@ from genie.model.node import NodeStatus
 from genie.runtime.credentials import connect_authenticated
 from genie.sim.store import MemoryStore
 from tests.controller.running_controller import CALL_S, RunningController, running_controller
-from tests.fakes.agent import FakeAgent, node_info
+from tests.fakes.agent import FakeAgent, make_node_info
 from tests.fakes.clock import FakeClock
 from tests.waiting import until
 
@@ -23,7 +23,7 @@ from tests.waiting import until
 async def test_queue_jobs_holds_and_tokens_survive_a_restart(tmp_path: Path) -> None:
     async with running_controller(tmp_path) as one:
         access = await one.join("n1")
-        agent = FakeAgent(node_info("n1"))
+        agent = FakeAgent(make_node_info("n1"))
         async with one.client() as owner, agent.connected(one.network, access):
             first = await agent.register()
             await agent.beat()
@@ -56,7 +56,7 @@ async def test_queue_jobs_holds_and_tokens_survive_a_restart(tmp_path: Path) -> 
 async def test_launch_unconfirmed_before_a_restart_is_void(tmp_path: Path) -> None:
     async with running_controller(tmp_path) as one:
         access = await one.join("n1")
-        agent = FakeAgent(node_info("n1"))
+        agent = FakeAgent(make_node_info("n1"))
         async with one.client() as owner, agent.connected(one.network, access):
             await agent.register()
             await agent.beat()
@@ -75,7 +75,7 @@ async def test_new_term_restarts_the_timeouts_of_all_nodes(tmp_path: Path) -> No
     clock = FakeClock()
     async with running_controller(tmp_path, clock=clock) as one:
         access = await one.join("n1")
-        agent = FakeAgent(node_info("n1"))
+        agent = FakeAgent(make_node_info("n1"))
         async with one.client() as owner, agent.connected(one.network, access):
             await agent.register()
             await agent.beat()
@@ -178,7 +178,7 @@ async def test_nodes_learn_about_a_controller_started_later(tmp_path: Path) -> N
     store = await MemoryStore.open(clock=clock)
     async with running_controller(tmp_path / "a", clock=clock, store=store) as first:
         access = await first.join("n1")
-        agent = FakeAgent(node_info("n1"))
+        agent = FakeAgent(make_node_info("n1"))
         async with agent.connected(first.network, access):
             assert len((await agent.register()).controllers) == 1
             second_store = store.connect()

@@ -65,7 +65,7 @@ def run_example(name: str, *arguments: str, timeout_s: float = 60) -> subprocess
     )
 
 
-def run_with_torch(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+def run_example_with_torch(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Runs an example in a fork of a process that has imported torch."""
     return forkserver.get_shared_server(*PRELOADED).run([str(EXAMPLES / name), *arguments], timeout=100)
 
@@ -107,11 +107,11 @@ def test_server_serves_clients_and_stops_on_ctrl_c(
     with running_example("gpu_server.py", log) as server:
         wait_until(lambda: "clients connect" in log.read_text() or server.poll() is not None, timeout_s=60)
         assert f"clients connect to 127.0.0.1, port {unused_tcp_port}" in log.read_text()
-        done = run_with_torch("basic_client.py", "127.0.0.1")
+        done = run_example_with_torch("basic_client.py", "127.0.0.1")
         assert done.returncode == 0, done.stderr
         assert "(1000, 1000) on remote_accelerator:0" in done.stdout
         assert "healthy, accelerators: 1" in done.stdout
-        trained = run_with_torch("multimodal.py", "--steps", "12")
+        trained = run_example_with_torch("multimodal.py", "--steps", "12")
         assert trained.returncode == 0, trained.stderr
         losses = [float(each) for each in re.findall(r"loss ([0-9.]+)", trained.stdout)]
         assert losses[-1] < losses[0], trained.stdout
@@ -124,7 +124,7 @@ def test_server_serves_clients_and_stops_on_ctrl_c(
 
 
 def test_multimodal_rejects_zero_steps() -> None:
-    done = run_with_torch("multimodal.py", "--steps", "0")
+    done = run_example_with_torch("multimodal.py", "--steps", "0")
     assert done.returncode == 2
     assert "must be at least 1" in done.stderr
 
@@ -171,7 +171,11 @@ def test_error_of_an_example_is_one_line(
     name: str, arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("GENIE_LOG_LEVEL", "ERROR")
-    done = run_with_torch(name, *arguments) if name == "basic_client.py" else run_example(name, *arguments)
+    done = (
+        run_example_with_torch(name, *arguments)
+        if name == "basic_client.py"
+        else run_example(name, *arguments)
+    )
     assert done.returncode == 1
     (line,) = done.stderr.splitlines()
     assert line.startswith(f"{name.removesuffix('.py')}: ") and message in line
@@ -248,14 +252,14 @@ def test_tour_without_compiler_names_the_packages_and_skips_the_device(
 
 
 @pytest.fixture
-def tour(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:  # Any: the names of a script
+def tour_namespace(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:  # Any: the names of a script
     for name in ("GENIE_CONFIG", "GENIE_LOG_LEVEL", "GENIE_MASTER_ADDR", "GENIE_MASTER_PORT"):
         monkeypatch.setenv(name, "")
     return runpy.run_path(str(EXAMPLES / "tour.py"))
 
 
-def test_tour_uses_the_first_python_example_of_the_readme(tour: dict[str, Any]) -> None:
-    lines = tour["readme_example"]()
+def test_tour_uses_the_first_python_example_of_the_readme(tour_namespace: dict[str, Any]) -> None:
+    lines = tour_namespace["readme_example"]()
     compile(lines, "README.md", "exec")
     assert "await genie.init(" in lines
     assert 'device="remote_accelerator:0"' in lines
@@ -263,9 +267,9 @@ def test_tour_uses_the_first_python_example_of_the_readme(tour: dict[str, Any]) 
 
 
 def test_tour_fails_when_a_step_fails(
-    tour: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tour_namespace: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    main = tour["main"]
+    main = tour_namespace["main"]
     monkeypatch.setitem(main.__globals__, "readme_example", lambda: "import sys; sys.exit('no luck')")
     assert main() == 1
     output = capsys.readouterr()
@@ -275,19 +279,19 @@ def test_tour_fails_when_a_step_fails(
 
 
 async def test_tour_prints_the_output_of_a_step_that_times_out(
-    tour: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tour_namespace: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = tour["run"]
+    run = tour_namespace["run"]
     monkeypatch.setitem(run.__globals__, "STEP_S", 5.0)
-    with pytest.raises(tour["TourError"], match="a step: timed out after 5 s"):
+    with pytest.raises(tour_namespace["TourError"], match="a step: timed out after 5 s"):
         await run("a step", "sh", "-c", "echo compiling; exec sleep 60")
     assert "    compiling" in capsys.readouterr().out
 
 
-def test_tour_finds_remaining_processes(tour: dict[str, Any], tmp_path: Path) -> None:
+def test_tour_finds_remaining_processes(tour_namespace: dict[str, Any], tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)", str(tmp_path)]) as left:
         try:
-            wait_until(lambda: len(tour["remaining_processes"](tmp_path)) == 1)
+            wait_until(lambda: len(tour_namespace["remaining_processes"](tmp_path)) == 1)
         finally:
             left.kill()
 

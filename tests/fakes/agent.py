@@ -34,7 +34,7 @@ from genie.runtime.rpc import Peer
 CALL_S = 10.0
 
 
-def node_info(
+def make_node_info(
     node_id: str,
     *,
     gpus: int = 1,

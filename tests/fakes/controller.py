@@ -81,7 +81,7 @@ CLUSTER_ID = "c1"
 OWNER_TOKEN = new_token(TokenKind.OWNER, token_id="owner1", secret=b"\x01" * 32, pin=NO_PIN)
 
 
-def session_job(job_id: str, state: JobState, *, reason: str = "") -> Job:
+def make_session_job(job_id: str, state: JobState, *, reason: str = "") -> Job:
     return Job(
         job_id=job_id,
         tenant=DEFAULT_TENANT,
@@ -94,9 +94,9 @@ def session_job(job_id: str, state: JobState, *, reason: str = "") -> Job:
     )
 
 
-def _running_session() -> DeviceReply:
+def _make_running_session_reply() -> DeviceReply:
     return DeviceReply(
-        job=session_job("j-1", JobState.RUNNING),
+        job=make_session_job("j-1", JobState.RUNNING),
         endpoint=Endpoint(host=HOST, port=1, server_name="j-1.executor.genie.internal"),
         ticket="the-ticket",
     )
@@ -130,7 +130,7 @@ class FakeController:
     """Errors to reply with, by type of request."""
     nodes: tuple[NodeInfo, ...] = ()
     nodes_per_reply: int = 1000
-    device: DeviceReply = field(default_factory=_running_session)
+    device: DeviceReply = field(default_factory=_make_running_session_reply)
 
     asked: list[Message] = field(default_factory=list)
     """All requests."""

@@ -8,7 +8,7 @@ from genie.model.job import Job
 from genie.scheduler.decisions import Decision
 
 
-class NoPlacement:
+class NoOpPlacer:
     """Leaves every submitted job to the scheduling pass."""
 
     def place(self, new_job: Job | None = None) -> Sequence[Decision]:

@@ -23,23 +23,23 @@ from genie.grid import BatchExecutor, TaskFailure
 from genie.grid.metrics import GridMetrics, MetricsSnapshot
 
 
-def halve(number: int) -> float:
+def halve_unless_three(number: int) -> float:
     if number == 3:
         raise ValueError("three is not halved")
     return number / 2
 
 
-def die_at_five(number: int) -> int:
+def exit_process_at_five(number: int) -> int:
     if number == 5:
         os._exit(1)
     return number
 
 
-def unpicklable(number: int) -> Any:
+def return_unpicklable_for_one(number: int) -> Any:
     return threading.Lock() if number == 1 else number
 
 
-def touch_and_wait(folder: str, number: int) -> None:
+def touch_file_and_wait(folder: str, number: int) -> None:
     (Path(folder) / str(number)).touch()
     while not (Path(folder) / "go").exists():
         time.sleep(0.05)
@@ -56,11 +56,11 @@ class CountingMetrics:
         self.found += [status for status, _ in ended]
 
 
-def plain(results: list[Any]) -> list[Any]:
+def make_json_ready(results: list[Any]) -> list[Any]:
     return [[each.index, each.error] if isinstance(each, TaskFailure) else each for each in results]
 
 
-def run_blocked_batches(folder: Path, end: Callable[[BatchExecutor], None]) -> list[Any]:
+def run_batches_until_ended(folder: Path, end: Callable[[BatchExecutor], None]) -> list[Any]:
     """Run two batches that block while the rest is pending, then call `end` in another thread."""
     folder.mkdir()
     executor = BatchExecutor(batch_size=1, num_gpus=0, num_cpus=1, in_flight_max=2)
@@ -68,9 +68,9 @@ def run_blocked_batches(folder: Path, end: Callable[[BatchExecutor], None]) -> l
     def end_when_blocked() -> None:
         while len(list(folder.iterdir())) < 2:
             time.sleep(0.05)
-        while not own_metrics().active_tasks:
+        while not read_grid_metrics().active_tasks:
             time.sleep(0.05)
-        active.append(own_metrics().active_tasks)
+        active.append(read_grid_metrics().active_tasks)
         end(executor)
 
     active: list[int] = []
@@ -79,22 +79,22 @@ def run_blocked_batches(folder: Path, end: Callable[[BatchExecutor], None]) -> l
     other.start()
     try:
         tasks = [(str(folder), number) for number in range(20)]
-        results: Any = plain(executor.submit_batched_tasks(touch_and_wait, tasks))
+        results: Any = make_json_ready(executor.submit_batched_tasks(touch_file_and_wait, tasks))
     except KeyboardInterrupt:
         results = "interrupted"
     other.join()
     while ray.available_resources().get("CPU", 0) < ray.cluster_resources()["CPU"]:
         time.sleep(0.05)  # until no batch blocks a CPU
-    return [results, len(list(folder.iterdir())), *active, own_metrics().active_tasks]
+    return [results, len(list(folder.iterdir())), *active, read_grid_metrics().active_tasks]
 
 
-def own_metrics() -> MetricsSnapshot:
+def read_grid_metrics() -> MetricsSnapshot:
     return GridMetrics(load().paths.state_dir.expanduser()).figures()
 
 
-def error_of(executor: BatchExecutor, tasks: list[int]) -> str:
+def submit_and_get_error(executor: BatchExecutor, tasks: list[int]) -> str:
     try:
-        executor.submit_batched_tasks(halve, tasks)
+        executor.submit_batched_tasks(halve_unless_three, tasks)
     except GenieError as error:
         return error.message
     return ""
@@ -102,7 +102,7 @@ def error_of(executor: BatchExecutor, tasks: list[int]) -> str:
 
 def main() -> None:
     try:
-        BatchExecutor().submit_batched_tasks(halve, [1])
+        BatchExecutor().submit_batched_tasks(halve_unless_three, [1])
     except GenieError as error:
         unconnected = error.message
     ray.init(address="auto", log_to_driver=False)
@@ -110,16 +110,18 @@ def main() -> None:
     small = BatchExecutor(batch_size=4, num_gpus=0, metrics=counted)
     outcomes = {
         "unconnected": unconnected,
-        "halved": plain(small.submit_batched_tasks(halve, range(10))),
+        "halved": make_json_ready(small.submit_batched_tasks(halve_unless_three, range(10))),
         "counted": [*sorted(counted.found), counted.active],
-        "died": plain(small.submit_batched_tasks(die_at_five, range(10))),
-        "unpicklable": plain(small.submit_batched_tasks(unpicklable, range(3))),
-        "empty": small.submit_batched_tasks(halve, []),
-        "raised": error_of(BatchExecutor(batch_size=2, num_gpus=0, raise_on_error=True), [1, 3, 3]),
-        "too_much": error_of(BatchExecutor(num_gpus=1000), [1]),
-        "cancelled": run_blocked_batches(marks / "cancelled", BatchExecutor.cancel),
-        "completed": own_metrics().completed,
-        "interrupted": run_blocked_batches(
+        "died": make_json_ready(small.submit_batched_tasks(exit_process_at_five, range(10))),
+        "unpicklable": make_json_ready(small.submit_batched_tasks(return_unpicklable_for_one, range(3))),
+        "empty": small.submit_batched_tasks(halve_unless_three, []),
+        "raised": submit_and_get_error(
+            BatchExecutor(batch_size=2, num_gpus=0, raise_on_error=True), [1, 3, 3]
+        ),
+        "too_much": submit_and_get_error(BatchExecutor(num_gpus=1000), [1]),
+        "cancelled": run_batches_until_ended(marks / "cancelled", BatchExecutor.cancel),
+        "completed": read_grid_metrics().completed,
+        "interrupted": run_batches_until_ended(
             marks / "interrupted", lambda _: os.kill(os.getpid(), signal.SIGINT)
         ),
     }

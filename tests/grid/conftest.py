@@ -10,9 +10,9 @@ import pytest_asyncio
 
 from genie.grid.grid_file import GridFile, parse_grid_file
 from genie.grid.ssh.pool import SshPool
-from tests.grid.leases import SshTestbedLease
 from tests.grid.quick_venv import quick_venv
 from tests.grid.testbed import SshTestbed
+from tests.grid.testbed_lease import SshTestbedLease
 from tests.leaks import LeakCheck
 
 __all__ = ["quick_venv"]
@@ -51,10 +51,10 @@ def own_testbed(testbed_lease: SshTestbedLease) -> Iterator[SshTestbed]:
 
 @pytest.fixture
 def grid_file(testbed: SshTestbed) -> GridFile:
-    return grid_file_of(testbed)
+    return make_testbed_grid_file(testbed)
 
 
-def grid_file_of(testbed: SshTestbed, *, more: str = "") -> GridFile:
+def make_testbed_grid_file(testbed: SshTestbed, *, more: str = "") -> GridFile:
     """Return a grid file for these nodes, with timeouts for a busy machine."""
     more = more or "ssh: {connect_timeout: 10, max_retries: 1}\n"
     return parse_grid_file(testbed.grid_yaml(more=more), name="grid.yaml")

@@ -35,7 +35,9 @@ def run_delay_proxy(
         process.stdout.close()
 
 
-async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, delay_s: float) -> None:
+async def _forward_delayed(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, delay_s: float
+) -> None:
     loop = asyncio.get_running_loop()
     queue: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(_QUEUE_MAX)
 
@@ -61,7 +63,7 @@ async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, dela
     writer.close()
 
 
-async def _main(delay_ms: float, port: int, target_port: int, addresses: Sequence[str]) -> None:
+async def _serve_proxies(delay_ms: float, port: int, target_port: int, addresses: Sequence[str]) -> None:
     async def serve(address: str) -> asyncio.Server:
         async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             try:
@@ -70,7 +72,9 @@ async def _main(delay_ms: float, port: int, target_port: int, addresses: Sequenc
                 writer.close()
                 return
             delay_s = delay_ms / 1000
-            await asyncio.gather(_pump(reader, target[1], delay_s), _pump(target[0], writer, delay_s))
+            await asyncio.gather(
+                _forward_delayed(reader, target[1], delay_s), _forward_delayed(target[0], writer, delay_s)
+            )
 
         return await asyncio.start_server(connected, address, port, backlog=512)
 
@@ -82,4 +86,4 @@ async def _main(delay_ms: float, port: int, target_port: int, addresses: Sequenc
 
 if __name__ == "__main__":
     with contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(_main(float(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4:]))
+        asyncio.run(_serve_proxies(float(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4:]))

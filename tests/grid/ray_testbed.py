@@ -22,22 +22,24 @@ sys.exit(main())
 
 
 @contextlib.contextmanager
-def ray_testbed(folder: Path, *, count: int) -> Iterator[SshTestbed]:
+def start_ray_testbed(folder: Path, *, count: int) -> Iterator[SshTestbed]:
     with SshTestbed(folder, count=count, kept=[Path(sys.base_prefix)]) as testbed:
         for node in testbed.nodes:
             (node.folder / "ray").mkdir()
             # Ray keeps its sockets in /tmp/ray, and the nodes share a machine.
             node.restart(before=f"mkdir -p /tmp/ray && mount --bind {node.folder}/ray /tmp/ray")
-            install_ray(node, _RAY.format(python=sys.executable))
+            install_ray_program(node, _RAY.format(python=sys.executable))
         yield testbed
 
 
-def install_ray(node: SshNode, text: str) -> None:
+def install_ray_program(node: SshNode, text: str) -> None:
     (node.bin / "ray").write_text(text)
     (node.bin / "ray").chmod(0o755)
 
 
-def ray_file(testbed: SshTestbed, path: Path, *, nodes: list[str] | None = None, more: str = "") -> GridFile:
+def write_ray_grid_file(
+    testbed: SshTestbed, path: Path, *, nodes: list[str] | None = None, more: str = ""
+) -> GridFile:
     """Write a grid file with free ports."""
     redis, dashboard = free_ports(2)
     text = testbed.grid_yaml(

@@ -11,7 +11,7 @@ from genie.grid import retry
 from genie.grid.backoff import backoff_s
 
 
-class Flaky:
+class FlakyFunction:
     """Raises these errors one after the other, then returns the number of calls."""
 
     def __init__(self, *errors: Exception) -> None:
@@ -26,12 +26,12 @@ class Flaky:
 
 
 def test_plain_function_is_retried_after_retryable_errors() -> None:
-    flaky = Flaky(UnreachableError("away"), TimeoutError(), ConnectionResetError())
+    flaky = FlakyFunction(UnreachableError("away"), TimeoutError(), ConnectionResetError())
     assert retry(base_s=0)(flaky)() == 4
 
 
 async def test_async_function_is_retried_and_stays_async() -> None:
-    flaky = Flaky(UnreachableError("away"))
+    flaky = FlakyFunction(UnreachableError("away"))
 
     @retry(base_s=0)
     async def call(word: str) -> str:
@@ -52,7 +52,7 @@ def test_decorator_without_parentheses_uses_defaults() -> None:
 
 @pytest.mark.parametrize("error", [LoginRefusedError("no"), ValueError("no"), KeyboardInterrupt()])
 def test_other_errors_are_not_retried(error: BaseException) -> None:
-    flaky = Flaky(error)  # type: ignore[arg-type]
+    flaky = FlakyFunction(error)  # type: ignore[arg-type]
     with pytest.raises(type(error)):
         retry(base_s=0)(flaky)()
     assert flaky.calls == 1
@@ -60,7 +60,7 @@ def test_other_errors_are_not_retried(error: BaseException) -> None:
 
 def test_last_error_is_raised_after_max_retries() -> None:
     errors = [ValueError(str(number)) for number in range(10)]
-    flaky = Flaky(*errors)
+    flaky = FlakyFunction(*errors)
     calls: list[tuple[str, float]] = []
     decorate = retry(
         max_retries=2, base_s=0, when=(ValueError,), on_retry=lambda error, s: calls.append((str(error), s))
@@ -71,7 +71,7 @@ def test_last_error_is_raised_after_max_retries() -> None:
 
 
 def test_predicate_selects_retried_errors() -> None:
-    flaky = Flaky(ValueError("again"), ValueError("stop"))
+    flaky = FlakyFunction(ValueError("again"), ValueError("stop"))
     with pytest.raises(ValueError, match="stop"):
         retry(base_s=0, when=lambda error: str(error) == "again")(flaky)()
 
@@ -95,12 +95,12 @@ def test_invalid_bounds_are_rejected(wrong: dict[str, object]) -> None:
         retry(**wrong)  # type: ignore[call-overload]
 
 
-def test_positional_number_is_rejected() -> None:
+def test_positional_retry_count_is_rejected() -> None:
     with pytest.raises(UsageError, match="max_retries=3"):
         retry(3)  # type: ignore[call-overload]
 
 
-def test_exception_type_is_not_used_as_predicate() -> None:
+def test_exception_type_as_condition_selects_retried_errors() -> None:
     calls: list[int] = []
 
     @retry(base_s=0, when=OSError)

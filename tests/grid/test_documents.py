@@ -21,10 +21,10 @@ import yaml
 
 from genie.grid.grid_file import parse_grid_file
 from tests.grid.quick_venv import QuickVenv
-from tests.grid.ray_testbed import ray_testbed
+from tests.grid.ray_testbed import start_ray_testbed
 from tests.grid.small_wheel import make_wheel
 from tests.grid.testbed import SshTestbed
-from tests.house.sources import ROOT
+from tests.house.repository_files import ROOT
 from tests.needs import require_module, require_program
 from tests.ports import free_ports
 
@@ -143,13 +143,13 @@ ALERTS = {
 }
 
 
-def adapt(sample: str) -> str:
+def replace_document_modules(sample: str) -> str:
     """Replace the document's modules by genie.grid."""
     return re.sub(r"from (cluster|tasks)\.\w+ import", "from genie.grid import", sample)
 
 
 @dataclass
-class Project:
+class DocumentedProject:
     """A project directory with config/cluster_config.yaml and train.py, and two nodes."""
 
     folder: Path
@@ -184,22 +184,22 @@ class Project:
         return self.run(ssh, "-F", str(self.testbed.ssh_config), "gpu1", command)
 
     def python(self, sample: str) -> str:
-        return self.run(sys.executable, "-c", adapt(sample))
+        return self.run(sys.executable, "-c", replace_document_modules(sample))
 
 
 @pytest.fixture(scope="module")
-def project(quick_venv: QuickVenv, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:
+def project(quick_venv: QuickVenv, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DocumentedProject]:
     """Task 1, "Setup New Cluster", up to the environment on all nodes."""
     folder = tmp_path_factory.mktemp("documents")
     (folder / "project" / "config").mkdir(parents=True)
     (folder / "project" / "train.py").write_text(TRAIN)
     make_wheel(folder / "wheels")
-    with ray_testbed(folder / "nodes", count=2) as testbed:
+    with start_ray_testbed(folder / "nodes", count=2) as testbed:
         testbed["gpu1"].gpus(1)
         for node in testbed.nodes:
             quick_venv.install(node)
         (folder / "project" / "config" / "cluster_config.yaml").write_text(configuration_of_two_nodes())
-        created = Project(folder / "project", testbed)
+        created = DocumentedProject(folder / "project", testbed)
         created.shown["test connectivity"] = created.grid_cli("health")
         # `python scripts/grid_setup_enhanced.py` in the document
         created.grid_cli("setup", "--package", "small-thing", "--wheels", str(folder / "wheels"))
@@ -207,7 +207,7 @@ def project(quick_venv: QuickVenv, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 @pytest.fixture(scope="module")
-def ray_project(project: Project) -> Iterator[Project]:
+def ray_project(project: DocumentedProject) -> Iterator[DocumentedProject]:
     """The rest of task 1: Ray on all nodes."""
     require_module("ray", package="ray")
     project.shown["start Ray cluster"] = project.grid_cli("cluster", "start")
@@ -265,30 +265,30 @@ def test_alert_rules_match_the_document() -> None:
 # --- the tasks ----------------------------------------------------------------------------------
 
 
-def healthy_nodes(shown: str) -> list[str]:
+def parse_healthy_nodes(shown: str) -> list[str]:
     return re.findall(r"^(gpu[12]) +ok ", shown, re.MULTILINE)
 
 
-def test_task_1_tests_the_connections(project: Project) -> None:
+def test_task_1_tests_the_connections(project: DocumentedProject) -> None:
     shown = project.shown["test connectivity"]
-    assert sorted(healthy_nodes(shown)) == ["gpu1", "gpu2"], shown
+    assert sorted(parse_healthy_nodes(shown)) == ["gpu1", "gpu2"], shown
 
 
 @pytest.mark.long("starts Ray on two nodes")
 @pytest.mark.timeout(RAY_S)
-def test_task_1_starts_a_ray_cluster(ray_project: Project) -> None:
+def test_task_1_starts_a_ray_cluster(ray_project: DocumentedProject) -> None:
     shown = ray_project.shown["start Ray cluster"]
     assert len(re.findall(r"^gpu[12] +alive ", shown, re.MULTILINE)) == 2, shown
-    assert len(healthy_nodes(ray_project.shown["verify"])) == 2, ray_project.shown["verify"]
+    assert len(parse_healthy_nodes(ray_project.shown["verify"])) == 2, ray_project.shown["verify"]
 
 
-def test_task_2_runs_a_job_by_command(project: Project) -> None:
+def test_task_2_runs_a_job_by_command(project: DocumentedProject) -> None:
     project.grid_cli("sync")
     output = project.grid_cli("run", "python train.py --epochs 100")
     assert re.search(r"^trained --epochs 100 on gpu[12]$", output, re.MULTILINE), output
 
 
-def test_task_2_runs_a_job_from_python_with_the_working_directory(project: Project) -> None:
+def test_task_2_runs_a_job_from_python_with_the_working_directory(project: DocumentedProject) -> None:
     (project.folder / "train.py").write_text(TRAIN.replace("trained", "trained anew"))
     output = project.python(SINGLE_JOB)
     assert re.search(r"^trained anew --epochs 100 on gpu[12]$", output, re.MULTILINE), output
@@ -296,14 +296,14 @@ def test_task_2_runs_a_job_from_python_with_the_working_directory(project: Proje
 
 @pytest.mark.long("starts Ray on two nodes")
 @pytest.mark.timeout(RAY_S)
-def test_task_3_runs_batches(ray_project: Project) -> None:
-    (ray_project.folder / "batch.py").write_text(adapt(BATCH).replace("2000", "20"))
+def test_task_3_runs_batches(ray_project: DocumentedProject) -> None:
+    (ray_project.folder / "batch.py").write_text(replace_document_modules(BATCH).replace("2000", "20"))
     script = f"{sys.executable} {ray_project.folder / 'batch.py'}"
     output = ray_project.grid_cli("cluster", "submit", "--env", f"PYTHONPATH={ROOT}", "--", script)
     assert "Results: 100 tasks completed" in output
 
 
-def test_task_4_monitors_the_cluster(project: Project) -> None:
+def test_task_4_monitors_the_cluster(project: DocumentedProject) -> None:
     assert "best node: gpu" in project.grid_cli("health")
     text = project.grid_cli("metrics")
     assert [name for name in METRICS if f"# TYPE {name} " not in text] == []
@@ -311,14 +311,14 @@ def test_task_4_monitors_the_cluster(project: Project) -> None:
     assert "DEBUG" in project.grid_cli("run", "echo test", "--log-level", "DEBUG")
 
 
-def test_task_5_reads_load_and_gpus_of_a_node(project: Project) -> None:
+def test_task_5_reads_load_and_gpus_of_a_node(project: DocumentedProject) -> None:
     assert len(project.on_node("cat /proc/loadavg").split()) >= 5
     project.on_node("nvidia-smi")
 
 
 @pytest.mark.long("starts Ray on two nodes")
 @pytest.mark.timeout(RAY_S)
-def test_task_5_reads_the_status_of_ray_on_a_node(ray_project: Project) -> None:
+def test_task_5_reads_the_status_of_ray_on_a_node(ray_project: DocumentedProject) -> None:
     path = f"PATH={ray_project.testbed['gpu1'].bin}:$PATH"  # where the Ray of these nodes is
     output = ray_project.on_node(f"{path}; . ~/grid_workspace/grid_env/bin/activate; ray status")
     assert "Active:" in output
@@ -327,13 +327,13 @@ def test_task_5_reads_the_status_of_ray_on_a_node(ray_project: Project) -> None:
 # --- the names ----------------------------------------------------------------------------------
 
 
-def test_best_node_can_be_cached(project: Project) -> None:
+def test_documented_caching_of_the_best_node_works(project: DocumentedProject) -> None:
     sample = "from genie.grid import find_best_node\n" + CACHED_CHOICE
     output = project.python(sample + "print(get_best_node(), get_best_node.cache_info().currsize)\n")
     assert re.fullmatch(r"gpu[12] 1\n", output)
 
 
-def test_check_all_nodes_sorts_by_score(project: Project) -> None:
+def test_check_all_nodes_sorts_by_score(project: DocumentedProject) -> None:
     sample = """
 import json
 from genie.grid import check_all_nodes
@@ -344,7 +344,7 @@ print(json.dumps([(node.name, node.score) for node in check_all_nodes()]))
     assert [score for _, score in found] == sorted(score for _, score in found)
 
 
-def test_smart_sync_reaches_all_nodes(project: Project) -> None:
+def test_smart_sync_reaches_all_nodes(project: DocumentedProject) -> None:
     (project.folder / "notes.txt").write_text("notes\n")
     project.python("from genie.grid import smart_sync\nsmart_sync()\n")
     arrived = [node.home / "grid_workspace" / "notes.txt" for node in project.testbed.nodes]

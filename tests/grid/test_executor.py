@@ -19,7 +19,7 @@ from genie.grid.executor import Executor, RunResult
 from genie.grid.runs import runner as runner_module
 from genie.grid.runs.launch import grid_metrics
 from tests.forkserver import ForkServer
-from tests.grid import parts
+from tests.grid import fake_syncer
 from tests.grid.testbed import SshTestbed
 from tests.waiting import wait_until
 
@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 ONE = ["gpu1"]
 
 
-def write_file(testbed: SshTestbed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def write_and_use_grid_file(testbed: SshTestbed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path = tmp_path / "grid.yaml"
     more = "ssh: {connect_timeout: 10, max_retries: 0}\nhealth_check: {timeout: 10, refresh_interval: 0}\n"
     path.write_text(testbed.grid_yaml(more=more))
@@ -40,7 +40,7 @@ def write_file(testbed: SshTestbed, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 @pytest.fixture
 def executor(testbed: SshTestbed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Executor]:
-    with Executor(write_file(testbed, tmp_path, monkeypatch)) as executor:
+    with Executor(write_and_use_grid_file(testbed, tmp_path, monkeypatch)) as executor:
         yield executor
 
 
@@ -48,7 +48,7 @@ def executor(testbed: SshTestbed, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def own_executor(
     own_testbed: SshTestbed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Executor]:
-    with Executor(write_file(own_testbed, tmp_path, monkeypatch)) as executor:
+    with Executor(write_and_use_grid_file(own_testbed, tmp_path, monkeypatch)) as executor:
         yield executor
 
 
@@ -66,7 +66,7 @@ def test_result_prints_as_its_output(executor: Executor) -> None:
 def test_run_options_are_applied_on_the_node(
     testbed: SshTestbed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = write_file(testbed, tmp_path, monkeypatch)
+    path = write_and_use_grid_file(testbed, tmp_path, monkeypatch)
     path.write_text(path.read_text().replace("- gpu4\n", "- {name: gpu4, labels: {zone: b}}\n"))
     with Executor(path) as executor:
         result = executor.run_distributed("pwd; echo $A", labels={"zone": "b"}, env={"A": "x y"}, cwd="/usr")
@@ -134,7 +134,7 @@ def test_busy_node_is_skipped(own_testbed: SshTestbed, own_executor: Executor) -
 
 
 def test_folder_is_synced_before_the_run(executor: Executor, monkeypatch: pytest.MonkeyPatch) -> None:
-    synced = parts.install_syncer(monkeypatch)
+    synced = fake_syncer.install_fake_syncer(monkeypatch)
     executor.run_distributed("true", node="gpu1", sync=".")
     assert synced == [(Path.cwd(), ["gpu1"])]
 
@@ -142,7 +142,7 @@ def test_folder_is_synced_before_the_run(executor: Executor, monkeypatch: pytest
 def test_failed_sync_prevents_the_run(
     executor: Executor, monkeypatch: pytest.MonkeyPatch, testbed: SshTestbed
 ) -> None:
-    parts.install_syncer(monkeypatch, failing=["gpu1"])
+    fake_syncer.install_fake_syncer(monkeypatch, failing=["gpu1"])
     with pytest.raises(SyncError, match="gpu1"):
         executor.run_distributed("touch ~/ran-without-its-folder", node="gpu1", sync=".")
     assert not (testbed["gpu1"].home / "ran-without-its-folder").exists()

@@ -123,7 +123,7 @@ def test_error_for_a_label_names_its_line() -> None:
         parse_grid_file(text, name="f.yaml")
 
 
-def test_values_follow_the_rules_of_other_settings() -> None:
+def test_values_are_converted_like_other_settings() -> None:
     text = "nodes: [gpu1]\nssh: {pool_size: '30'}\nray: {log_level: Debug, namespace: 5}\n"
     file = parse_grid_file(text, name="f.yaml")
     assert (file.ssh.pool_size, file.ray.log_level, file.ray.namespace) == (30, "debug", "5")
@@ -160,7 +160,7 @@ def test_parse_node_reads_user_and_port() -> None:
     assert parse_node("bob@gpu1:2200") == GridNode(name="gpu1", user="bob", port=2200)
 
 
-def test_nested_aliases_are_rejected() -> None:
+def test_nested_yaml_aliases_are_rejected() -> None:
     text = "a: &a [x]\n"
     for before, name in zip("abcd", "bcde", strict=True):
         text += f"{name}: &{name} [{', '.join([f'*{before}'] * 500)}]\n"

@@ -11,7 +11,7 @@ from genie.errors import ProtocolError
 from genie.grid.runs.runner import Runner
 from genie.grid.ssh.pool import SshPool
 from genie.grid.sync.syncer import Syncer
-from tests.grid.conftest import grid_file_of
+from tests.grid.conftest import make_testbed_grid_file
 from tests.grid.testbed import SshNode, SshTestbed
 
 _TAMPER = """\
@@ -51,7 +51,7 @@ INVALID = {
 @pytest.mark.parametrize("kind", INVALID)
 async def test_invalid_response_fails_only_that_nodes_runs(own_testbed: SshTestbed, kind: str) -> None:
     tamper_with_responses(own_testbed["gpu1"], INVALID[kind])
-    file = grid_file_of(own_testbed, more="ssh: {timeout: 20, max_retries: 0}\n")
+    file = make_testbed_grid_file(own_testbed, more="ssh: {timeout: 20, max_retries: 0}\n")
     async with SshPool(file, ssh_config=own_testbed.ssh_config) as pool:
         runner = Runner(pool, file)
         with pytest.raises(ProtocolError, match="gpu1"):
@@ -70,7 +70,7 @@ async def test_invalid_response_fails_only_that_nodes_sync(
     tamper_with_responses(own_testbed["gpu1"], INVALID[kind])
     (tmp_path / "tree").mkdir()
     (tmp_path / "tree" / "file").write_text("hello")
-    file = grid_file_of(own_testbed)
+    file = make_testbed_grid_file(own_testbed)
     async with SshPool(file, ssh_config=own_testbed.ssh_config) as pool:
         syncer = Syncer(pool, file, state_dir=tmp_path / "state")
         invalid, valid = await syncer.sync(tmp_path / "tree", ["gpu1", "gpu2"])
@@ -84,7 +84,7 @@ async def test_sync_rejects_excessive_record_size(own_testbed: SshTestbed, tmp_p
     )
     tamper_with_responses(own_testbed["gpu1"], body)
     (tmp_path / "tree").mkdir()
-    file = grid_file_of(own_testbed)
+    file = make_testbed_grid_file(own_testbed)
     async with SshPool(file, ssh_config=own_testbed.ssh_config) as pool:
         syncer = Syncer(pool, file, state_dir=tmp_path / "state")
         (report,) = await syncer.sync(tmp_path / "tree", ["gpu1"])
@@ -92,20 +92,20 @@ async def test_sync_rejects_excessive_record_size(own_testbed: SshTestbed, tmp_p
     assert "invalid size of the records" in report.error.message
 
 
-async def test_run_with_another_id_is_rejected(own_testbed: SshTestbed) -> None:
+async def test_response_with_another_run_id_is_rejected(own_testbed: SshTestbed) -> None:
     tamper_with_responses(
         own_testbed["gpu1"], "if 'id' in answer['ok']: answer['ok']['id'] = 'r-zzzzzzzzzz'\nreturn answer"
     )
-    file = grid_file_of(own_testbed)
+    file = make_testbed_grid_file(own_testbed)
     async with SshPool(file, ssh_config=own_testbed.ssh_config) as pool:
         with pytest.raises(ProtocolError, match="requested run"):
             await Runner(pool, file).start("gpu1", "true")
 
 
-async def test_runs_with_another_prefix_are_ignored(own_testbed: SshTestbed) -> None:
+async def test_listed_runs_without_the_requested_prefix_are_ignored(own_testbed: SshTestbed) -> None:
     run = "dict(id='r-zzzzzzzzzz', command='', state='running', started=1)"
     tamper_with_responses(own_testbed["gpu1"], f"return {{'id': answer['id'], 'ok': {{'runs': [{run}]}}}}")
-    file = grid_file_of(own_testbed)
+    file = make_testbed_grid_file(own_testbed)
     async with SshPool(file, ssh_config=own_testbed.ssh_config) as pool:
         assert await Runner(pool, file).list("gpu1", prefix="r-aaaaaaaaaa") == ()
 
@@ -116,7 +116,7 @@ async def test_invalid_exit_code_is_rejected(own_testbed: SshTestbed, code: int,
     change = f"if 'end' in one: one['exit_code'] = {code}"
     parts = "(answer['ok'], answer['ok'].get('first') or {})"
     tamper_with_responses(own_testbed["gpu1"], f"for one in {parts}:\n  {change}\nreturn answer")
-    file = grid_file_of(own_testbed)
+    file = make_testbed_grid_file(own_testbed)
     async with SshPool(file, ssh_config=own_testbed.ssh_config) as pool:
         runner = Runner(pool, file)
         with pytest.raises(ProtocolError, match="invalid exit code"):
@@ -124,7 +124,7 @@ async def test_invalid_exit_code_is_rejected(own_testbed: SshTestbed, code: int,
 
 
 async def test_command_output_is_limited(own_testbed: SshTestbed) -> None:
-    file = grid_file_of(own_testbed)
+    file = make_testbed_grid_file(own_testbed)
     async with (
         SshPool(file, ssh_config=own_testbed.ssh_config) as pool,
         pool.connect("gpu1", without_helper=True) as link,

@@ -25,7 +25,7 @@ from genie.grid.runs.run import RunState
 from genie.grid.runs.runner import Runner
 from genie.grid.ssh.pool import SshPool
 from genie.grid.sync.syncer import Syncer
-from tests.grid.conftest import grid_file_of
+from tests.grid.conftest import make_testbed_grid_file
 from tests.grid.runs.test_runner import OutputRecorder, run_to_end
 from tests.grid.sync.trees import read_tree, write_files
 from tests.grid.testbed import SshNode, SshTestbed
@@ -67,13 +67,13 @@ COMMANDS = (
 
 
 @pytest.fixture(scope="module")
-def shells(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SshTestbed]:
+def shell_testbed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SshTestbed]:
     """gpu1 to gpu7 are LOGINS with Python, the next seven the same without."""
     programs = [(shell, "busybox" if shell == "ash" else shell) for shell, _ in LOGINS]
     found = {shell: require_program(name, package=name) for shell, name in programs}
     testbed = SshTestbed(tmp_path_factory.mktemp("testbed") / "nodes", count=2 * len(LOGINS))
     for number, node in enumerate(testbed.nodes):
-        node.login_shell = node.folder / "shells" / login_of(node)
+        node.login_shell = node.folder / "shells" / get_login_shell(node)
         if number >= len(LOGINS):
             node.path = str(node.bin)
     with testbed:
@@ -82,11 +82,11 @@ def shells(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SshTestbed]:
             (node.folder / "shells").mkdir()
             (node.folder / "shells" / shell).symlink_to(found[shell])
             if number >= len(LOGINS):
-                fill(node.bin, sh, found[sh])
+                install_shell_and_tools(node.bin, sh, found[sh])
         yield testbed
 
 
-def login_of(node: SshNode) -> str:
+def get_login_shell(node: SshNode) -> str:
     return LOGINS[(int(node.name.removeprefix("gpu")) - 1) % len(LOGINS)][0]
 
 
@@ -94,7 +94,7 @@ def has_python(node: SshNode) -> bool:
     return str(node.bin) != node.path
 
 
-def fill(folder: Path, sh: str, program: str) -> None:
+def install_shell_and_tools(folder: Path, sh: str, program: str) -> None:
     if sh == "ash":
         subprocess.run([program, "--install", "-s", str(folder)], check=True, timeout=30)
         return
@@ -104,26 +104,26 @@ def fill(folder: Path, sh: str, program: str) -> None:
 
 
 @pytest.fixture
-def file(shells: SshTestbed) -> GridFile:
+def shell_grid_file(shell_testbed: SshTestbed) -> GridFile:
     ssh = "ssh: {connect_timeout: 20, pool_size: 20, max_retries: 1}\n"
-    return grid_file_of(shells, more=f"{ssh}health_check: {{timeout: 20}}\n")
+    return make_testbed_grid_file(shell_testbed, more=f"{ssh}health_check: {{timeout: 20}}\n")
 
 
 @pytest_asyncio.fixture
-async def own_pool(shells: SshTestbed, file: GridFile) -> AsyncIterator[SshPool]:
-    async with SshPool(file, ssh_config=shells.ssh_config) as pool:
+async def shell_pool(shell_testbed: SshTestbed, shell_grid_file: GridFile) -> AsyncIterator[SshPool]:
+    async with SshPool(shell_grid_file, ssh_config=shell_testbed.ssh_config) as pool:
         yield pool
 
 
 @pytest.fixture
-def runner(own_pool: SshPool, file: GridFile) -> Runner:
-    return Runner(own_pool, file)
+def runner(shell_pool: SshPool, shell_grid_file: GridFile) -> Runner:
+    return Runner(shell_pool, shell_grid_file)
 
 
 @contextmanager
-def startup(nodes: Sequence[SshNode], text: str) -> Iterator[None]:
+def written_startup_files(nodes: Sequence[SshNode], text: str) -> Iterator[None]:
     """Writes the startup files of the shells."""
-    files = [node.home / STARTUP[login_of(node)] for node in nodes]
+    files = [node.home / STARTUP[get_login_shell(node)] for node in nodes]
     for file in files:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text)
@@ -134,7 +134,7 @@ def startup(nodes: Sequence[SshNode], text: str) -> Iterator[None]:
             file.unlink()
 
 
-async def on_each(nodes: Sequence[SshNode], check: Callable[[SshNode], Awaitable[None]]) -> None:
+async def check_each_node(nodes: Sequence[SshNode], check: Callable[[SshNode], Awaitable[None]]) -> None:
     """Runs `check` on all nodes concurrently; names each node that fails."""
 
     async def one(node: SshNode) -> None:
@@ -142,7 +142,7 @@ async def on_each(nodes: Sequence[SshNode], check: Callable[[SshNode], Awaitable
             await check(node)
         except BaseException as error:
             way = "with" if has_python(node) else "without"
-            error.add_note(f"{node.name}: {login_of(node)}, {way} Python")
+            error.add_note(f"{node.name}: {get_login_shell(node)}, {way} Python")
             raise
 
     failed = [e for e in await asyncio.gather(*map(one, nodes), return_exceptions=True) if e is not None]
@@ -151,9 +151,9 @@ async def on_each(nodes: Sequence[SshNode], check: Callable[[SshNode], Awaitable
 
 
 async def test_shell_reading_and_helper_reading_agree(
-    shells: SshTestbed, own_pool: SshPool, file: GridFile
+    shell_testbed: SshTestbed, shell_pool: SshPool, shell_grid_file: GridFile
 ) -> None:
-    checker = NodeHealthChecker(own_pool, file, clock=time.time)
+    checker = NodeHealthChecker(shell_pool, shell_grid_file, clock=time.time)
     for _ in range(2):
         for found in await checker.check_all(fresh=True):
             assert (found.state, found.note) == (HealthState.OK, ""), found
@@ -161,13 +161,15 @@ async def test_shell_reading_and_helper_reading_agree(
             assert (found.readings.cores, found.readings.vendor) == (os.cpu_count(), "none")
 
     async def check(node: SshNode) -> None:
-        async with own_pool.connect(node.name) as link:
+        async with shell_pool.connect(node.name) as link:
             assert link.has_helper == has_python(node)
 
-    await on_each(shells.nodes, check)
+    await check_each_node(shell_testbed.nodes, check)
 
 
-async def test_run_has_both_streams_exit_code_and_environment(shells: SshTestbed, runner: Runner) -> None:
+async def test_run_has_both_streams_exit_code_and_environment(
+    shell_testbed: SshTestbed, runner: Runner
+) -> None:
     async def check(node: SshNode) -> None:
         command = "sh -c 'printf %s \"$A\"; echo no >&2'; exit 3"
         assert await run_to_end(runner, node.name, command, env={"A": ODD, **UTF8}) == (
@@ -176,26 +178,30 @@ async def test_run_has_both_streams_exit_code_and_environment(shells: SshTestbed
             b"no\n",
         )
         assert (await run_to_end(runner, node.name, "sh -c 'kill -TERM $$'"))[0] == 128 + 15
-        itself = "kill -KILL $fish_pid" if login_of(node) == "fish" else "kill -KILL $$"
+        itself = "kill -KILL $fish_pid" if get_login_shell(node) == "fish" else "kill -KILL $$"
         assert (await run_to_end(runner, node.name, itself))[0] == 128 + 9
 
-    await on_each(shells.nodes, check)
+    await check_each_node(shell_testbed.nodes, check)
 
 
-async def test_command_behaves_as_with_ssh(shells: SshTestbed, own_pool: SshPool, runner: Runner) -> None:
+async def test_command_of_a_run_behaves_as_over_plain_ssh(
+    shell_testbed: SshTestbed, shell_pool: SshPool, runner: Runner
+) -> None:
     async def check(node: SshNode) -> None:
         for command in COMMANDS:
-            async with own_pool.connect(node.name) as link:
+            async with shell_pool.connect(node.name) as link:
                 done = await link.run_command(command, timeout_s=20)
             code, out, _ = await run_to_end(runner, node.name, command)
             assert (code, out) == (done.exit_code, done.stdout), command
             if command == COMMANDS[0]:
                 assert out.decode() == "a  b|c 'd' e|$HOME \\d `x` é|-x|a b|/root|"
 
-    await on_each(shells.nodes, check)
+    await check_each_node(shell_testbed.nodes, check)
 
 
-async def test_standard_input_reaches_the_command_with_python(shells: SshTestbed, runner: Runner) -> None:
+async def test_standard_input_reaches_the_command_with_python(
+    shell_testbed: SshTestbed, runner: Runner
+) -> None:
     async def check(node: SshNode) -> None:
         if has_python(node):
             assert (await run_to_end(runner, node.name, "cat", stdin=b"\0\xff\n x"))[1] == b"\0\xff\n x"
@@ -204,11 +210,11 @@ async def test_standard_input_reaches_the_command_with_python(shells: SshTestbed
                 await runner.start(node.name, "cat", stdin=b"x")
         assert await run_to_end(runner, node.name, "cat") == (0, b"", b"")
 
-    await on_each(shells.nodes, check)
+    await check_each_node(shell_testbed.nodes, check)
 
 
 async def test_runs_can_be_interrupted_cancelled_timed_out_and_listed(
-    shells: SshTestbed, runner: Runner
+    shell_testbed: SshTestbed, runner: Runner
 ) -> None:
     async def check(node: SshNode) -> None:
         for signal, code in (("INT", 2), ("TERM", 15)):
@@ -220,10 +226,10 @@ async def test_runs_can_be_interrupted_cancelled_timed_out_and_listed(
         assert (await run_to_end(runner, node.name, "sleep 7301", timeout_s=1))[0] == 124
         await until(lambda: not node.processes("sleep 7301"), what="the end of its processes")
 
-    await on_each(shells.nodes, check)
+    await check_each_node(shell_testbed.nodes, check)
 
 
-async def test_output_is_read_from_any_offset(shells: SshTestbed, runner: Runner) -> None:
+async def test_output_is_read_from_any_offset(shell_testbed: SshTestbed, runner: Runner) -> None:
     async def check(node: SshNode) -> None:
         command = "printf 'abc\\nd\\377f\\000'; sh -c 'printf 12345 >&2'; sleep 7302"
         run = await runner.start(node.name, command)
@@ -235,38 +241,41 @@ async def test_output_is_read_from_any_offset(shells: SshTestbed, runner: Runner
         chunk = await runner.read(run, out=5, err=0)
         assert (chunk.out, chunk.err, chunk.is_last) == (b"\xfff\0", b"12345", True)
 
-    await on_each(shells.nodes, check)
+    await check_each_node(shell_testbed.nodes, check)
 
 
-async def test_tree_is_synced_repeatedly(
-    shells: SshTestbed, own_pool: SshPool, file: GridFile, tmp_path: Path
+async def test_changed_tree_is_synced_with_every_login_shell(
+    shell_testbed: SshTestbed, shell_pool: SshPool, shell_grid_file: GridFile, tmp_path: Path
 ) -> None:
     root = tmp_path / "project"
     names = [f"d {n % 3}/-f$n'{n}\n".encode() for n in range(12)]
     write_files(root, dict.fromkeys(names, b"1" * 3000))
     (root / "link").symlink_to("/etc/passwd")
-    syncer = Syncer(own_pool, file, state_dir=tmp_path / "state")
+    syncer = Syncer(shell_pool, shell_grid_file, state_dir=tmp_path / "state")
     for changed in (0, 0, 10):
         write_files(root, dict.fromkeys(names[:changed], b"2"))
-        for report in await syncer.sync(root, [node.name for node in shells.nodes]):
+        for report in await syncer.sync(root, [node.name for node in shell_testbed.nodes]):
             assert report.error is None, report
-        for node in shells.nodes:
+        for node in shell_testbed.nodes:
             there = read_tree(node.home / "grid_workspace")
             assert there == read_tree(root), node.name
 
 
 async def test_output_of_startup_files_does_not_disturb_replies(
-    shells: SshTestbed, own_pool: SshPool, file: GridFile, tmp_path: Path
+    shell_testbed: SshTestbed, shell_pool: SshPool, shell_grid_file: GridFile, tmp_path: Path
 ) -> None:
-    runner, checker = Runner(own_pool, file), NodeHealthChecker(own_pool, file, clock=time.time)
-    syncer = Syncer(own_pool, file, state_dir=tmp_path / "state")
-    nodes = [node for node in shells.nodes if login_of(node) in STARTUP]
+    runner, checker = (
+        Runner(shell_pool, shell_grid_file),
+        NodeHealthChecker(shell_pool, shell_grid_file, clock=time.time),
+    )
+    syncer = Syncer(shell_pool, shell_grid_file, state_dir=tmp_path / "state")
+    nodes = [node for node in shell_testbed.nodes if get_login_shell(node) in STARTUP]
 
     async def check(node: SshNode) -> None:
         for _ in range(2):
             found = await checker.check(node.name, fresh=True)
             assert (found.state, found.note) == (HealthState.OK, "")
-        async with own_pool.connect(node.name) as link:
+        async with shell_pool.connect(node.name) as link:
             assert link.has_helper == has_python(node)
             done = await link.run_command("echo; exit 3", timeout_s=20)
         assert (done.exit_code, done.stdout, done.stderr) == (3, b"welcome to here\n", b"and hello")
@@ -284,17 +293,22 @@ async def test_output_of_startup_files_does_not_disturb_replies(
         assert isinstance(report.error, SyncError)
         assert re.fullmatch(rf"node {node.name}: (\./)?in the way is .*", report.error.message)
 
-    with startup(nodes, NOISE):
-        await on_each(nodes, check)
+    with written_startup_files(nodes, NOISE):
+        await check_each_node(nodes, check)
 
 
-async def test_slow_startup_file_is_tolerated(shells: SshTestbed, own_pool: SshPool, file: GridFile) -> None:
-    runner, checker = Runner(own_pool, file), NodeHealthChecker(own_pool, file, clock=time.time)
-    nodes = [node for node in shells.nodes if login_of(node) == "zsh"]
+async def test_slow_startup_file_is_tolerated(
+    shell_testbed: SshTestbed, shell_pool: SshPool, shell_grid_file: GridFile
+) -> None:
+    runner, checker = (
+        Runner(shell_pool, shell_grid_file),
+        NodeHealthChecker(shell_pool, shell_grid_file, clock=time.time),
+    )
+    nodes = [node for node in shell_testbed.nodes if get_login_shell(node) == "zsh"]
 
     async def check(node: SshNode) -> None:
         found, done = await asyncio.gather(checker.check(node.name), run_to_end(runner, node.name, "exit 3"))
         assert (found.state, done) == (HealthState.OK, (3, b"", b""))
 
-    with startup(nodes, "sleep 1\n"):
-        await on_each(nodes, check)
+    with written_startup_files(nodes, "sleep 1\n"):
+        await check_each_node(nodes, check)

@@ -25,7 +25,7 @@ def metrics(tmp_path: Path) -> GridMetrics:
     return GridMetrics(tmp_path)
 
 
-def sample(text: str, name: str) -> str:
+def get_sample_value(text: str, name: str) -> str:
     (found,) = re.findall(rf"^{re.escape(name)} (\S+)$", text, re.MULTILINE)
     return str(found)
 
@@ -39,9 +39,9 @@ def test_text_has_initial_counters_and_passes_promtool(metrics: GridMetrics) -> 
         [promtool, "check", "metrics"], input=text, capture_output=True, text=True, timeout=60
     )
     assert (done.returncode, done.stdout + done.stderr) == (0, "")
-    assert sample(text, 'grid_node_health_score{node="gpu1"}') == "12.5"
-    assert sample(text, 'grid_node_health_score{node="gpu2"}') == "+Inf"
-    assert sample(text, 'grid_tasks_completed_total{status="succeeded"}') == "0.0"
+    assert get_sample_value(text, 'grid_node_health_score{node="gpu1"}') == "12.5"
+    assert get_sample_value(text, 'grid_node_health_score{node="gpu2"}') == "+Inf"
+    assert get_sample_value(text, 'grid_tasks_completed_total{status="succeeded"}') == "0.0"
 
 
 def test_every_documented_metric_has_help_and_type(metrics: GridMetrics) -> None:
@@ -61,12 +61,12 @@ def test_buckets_are_cumulative_and_inclusive(metrics: GridMetrics) -> None:
     for duration_s in (0.01, 10.0, 10.1, 1e9):
         metrics.sync_finished(duration_s)
     text = metrics.text()
-    assert sample(text, 'grid_sync_duration_seconds_bucket{le="0.05"}') == "1.0"
-    assert sample(text, 'grid_sync_duration_seconds_bucket{le="10.0"}') == "2.0"
-    assert sample(text, 'grid_sync_duration_seconds_bucket{le="30.0"}') == "3.0"
-    assert sample(text, 'grid_sync_duration_seconds_bucket{le="+Inf"}') == "4.0"
-    assert sample(text, "grid_sync_duration_seconds_count") == "4.0"
-    assert float(sample(text, "grid_sync_duration_seconds_sum")) == pytest.approx(1e9 + 20.11)
+    assert get_sample_value(text, 'grid_sync_duration_seconds_bucket{le="0.05"}') == "1.0"
+    assert get_sample_value(text, 'grid_sync_duration_seconds_bucket{le="10.0"}') == "2.0"
+    assert get_sample_value(text, 'grid_sync_duration_seconds_bucket{le="30.0"}') == "3.0"
+    assert get_sample_value(text, 'grid_sync_duration_seconds_bucket{le="+Inf"}') == "4.0"
+    assert get_sample_value(text, "grid_sync_duration_seconds_count") == "4.0"
+    assert float(get_sample_value(text, "grid_sync_duration_seconds_sum")) == pytest.approx(1e9 + 20.11)
     assert 10.0 in SYNC_BUCKETS_S, "threshold of the alert rule SlowSync"
     assert sorted(TASK_BUCKETS_S) == list(TASK_BUCKETS_S)
 
@@ -117,7 +117,7 @@ def test_metrics_are_summed_over_processes(tmp_path: Path, fork_server: ForkServ
 
 def test_active_tasks_increase_and_decrease(metrics: GridMetrics) -> None:
     metrics.tasks_changed(started=2)
-    assert sample(metrics.text(), "grid_active_tasks") == "2.0"
+    assert get_sample_value(metrics.text(), "grid_active_tasks") == "2.0"
     metrics.tasks_changed(ended=[("succeeded", 1.0)] * 3)
     assert metrics.figures().active_tasks == 0
 

@@ -20,7 +20,7 @@ from genie.grid import metrics_server
 from genie.grid.metrics import GridMetrics
 from genie.grid.metrics_server import serve_metrics
 from tests.grid.testbed import SshTestbed
-from tests.house.sources import ROOT
+from tests.house.repository_files import ROOT
 from tests.needs import require_program
 from tests.ports import free_port
 from tests.waiting import until, wait_until
@@ -28,7 +28,7 @@ from tests.waiting import until, wait_until
 RULES = ROOT / "docs" / "grid" / "alert_rules.yml"
 
 
-async def ask(address: tuple[str, int], request: bytes) -> bytes:
+async def send_request(address: tuple[str, int], request: bytes) -> bytes:
     reader, writer = await asyncio.open_connection(*address)
     try:
         writer.write(request)
@@ -50,9 +50,9 @@ async def test_scrape_returns_current_metrics(tmp_path: Path) -> None:
     metrics = GridMetrics(tmp_path)
     async with serve_metrics(metrics, bind="127.0.0.1", port=0) as address:
         metrics.tasks_changed(ended=[("failed", 1.0)])
-        head, _, body = (await ask(address, b"GET /metrics?x=1 HTTP/1.1\r\nHost: x\r\n\r\n")).partition(
-            b"\r\n\r\n"
-        )
+        head, _, body = (
+            await send_request(address, b"GET /metrics?x=1 HTTP/1.1\r\nHost: x\r\n\r\n")
+        ).partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 200 OK\r\nContent-Type: text/plain; version=0.0.4; charset=utf-8\r\n")
     assert b"Content-Length: %d\r\n" % len(body) in head + b"\r\n"
     assert body.decode() == metrics.text()
@@ -68,22 +68,24 @@ async def test_scrape_returns_current_metrics(tmp_path: Path) -> None:
         (b"nonsense", b"405"),
     ],
 )
-async def test_other_requests_are_rejected(tmp_path: Path, request_line: bytes, status: bytes) -> None:
+async def test_requests_other_than_get_metrics_are_rejected(
+    tmp_path: Path, request_line: bytes, status: bytes
+) -> None:
     async with serve_metrics(GridMetrics(tmp_path), bind="127.0.0.1", port=0) as address:
-        answer = await ask(address, request_line + b"\r\n\r\n")
+        answer = await send_request(address, request_line + b"\r\n\r\n")
     assert answer.startswith(b"HTTP/1.1 " + status)
 
 
-async def test_head_has_no_body(tmp_path: Path) -> None:
+async def test_head_request_gets_no_body(tmp_path: Path) -> None:
     async with serve_metrics(GridMetrics(tmp_path), bind="127.0.0.1", port=0) as address:
-        answer = await ask(address, b"HEAD /metrics HTTP/1.1\r\n\r\n")
+        answer = await send_request(address, b"HEAD /metrics HTTP/1.1\r\n\r\n")
     assert answer.endswith(b"\r\n\r\n")
 
 
 async def test_oversized_request_is_aborted(tmp_path: Path) -> None:
     async with serve_metrics(GridMetrics(tmp_path), bind="127.0.0.1", port=0) as address:
         try:
-            answer = await ask(address, b"GET /metrics HTTP/1.1\r\n" + b"x" * 100_000)
+            answer = await send_request(address, b"GET /metrics HTTP/1.1\r\n" + b"x" * 100_000)
         except ConnectionResetError:
             answer = b""
     assert answer == b""
@@ -93,7 +95,7 @@ async def test_idle_client_is_disconnected(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(metrics_server, "REQUEST_TIMEOUT_S", 0.05)
     async with serve_metrics(GridMetrics(tmp_path), bind="127.0.0.1", port=0) as address:
         try:
-            assert await ask(address, b"") == b""
+            assert await send_request(address, b"") == b""
         except ConnectionResetError:
             pass
 
@@ -106,7 +108,7 @@ async def test_connections_above_the_limit_are_aborted(tmp_path: Path, monkeypat
 
         async def is_aborted() -> bool:
             try:
-                return await ask(address, b"GET /metrics HTTP/1.1\r\n\r\n") == b""
+                return await send_request(address, b"GET /metrics HTTP/1.1\r\n\r\n") == b""
             except ConnectionResetError:
                 return True
 
@@ -145,7 +147,7 @@ def test_alert_rules_pass_promtool() -> None:
 
 
 @contextmanager
-def process(argv: list[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
+def running_process(argv: list[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
     with log.open("wb") as out:
         started = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=out, stderr=out)
         try:
@@ -160,7 +162,7 @@ def process(argv: list[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
 
 
 @contextmanager
-def prometheus(folder: Path, target: str) -> Iterator[Callable[[str], Any]]:
+def running_prometheus(folder: Path, target: str) -> Iterator[Callable[[str], Any]]:
     """Run a Prometheus with short intervals; yields a function for API queries.
 
     The rules are those of docs/grid with shorter durations, so that the test does not take minutes.
@@ -188,7 +190,7 @@ def prometheus(folder: Path, target: str) -> Iterator[Callable[[str], Any]]:
         except OSError:
             return None
 
-    with process(argv, folder / "prometheus.log"):
+    with running_process(argv, folder / "prometheus.log"):
         yield ask
 
 
@@ -206,10 +208,10 @@ def test_alerts_fire_in_a_real_prometheus(own_testbed: SshTestbed, tmp_path: Pat
     metrics = GridMetrics(state)
     argv = [sys.executable, "-m", "genie", "grid", "metrics", "--serve", "--port", "0", "--json"]
     log = tmp_path / "serve.log"
-    with process(argv, log):
+    with running_process(argv, log):
         wait_until(lambda: b"}" in log.read_bytes(), timeout_s=60, what="the server's address")
         target = re.sub(r"http://(.*)/metrics", r"\1", json.loads(log.read_text())["url"])
-        with prometheus(tmp_path, target) as ask:
+        with running_prometheus(tmp_path, target) as ask:
 
             def firing() -> set[tuple[str, str | None]]:
                 metrics.tasks_changed(ended=[("failed", 1.0)])

@@ -29,7 +29,7 @@ remote_root: /srv  # fast disk
 """
 
 
-def names(text: str) -> list[str]:
+def parse_node_names(text: str) -> list[str]:
     return [node.name for node in parse_grid_file(text, name="f").nodes]
 
 
@@ -68,7 +68,7 @@ def test_node_can_be_added_to_every_list_style(before: str, after: str | None) -
 def test_empty_file_gets_a_header() -> None:
     made = add_node("", GridNode(name="gpu1"), name="f")
     assert made.startswith("# ")
-    assert names(made) == ["gpu1"]
+    assert parse_node_names(made) == ["gpu1"]
 
 
 def test_existing_node_is_not_added_again() -> None:
@@ -122,7 +122,7 @@ def test_invalid_file_is_not_edited(text: str) -> None:
         add_node(text, GridNode(name="new"), name="f")
 
 
-def test_edit_with_other_effects_is_rejected() -> None:
+def test_edit_that_would_change_another_setting_is_rejected() -> None:
     # The last node is an alias, whose position is that of its anchor: among the patterns.
     text = "sync: {exclude_patterns: [&last a, z]}\nnodes: [b, *last]\n"
     with pytest.raises(UsageError, match="by hand"):
@@ -139,7 +139,7 @@ def test_adding_and_removing_a_node_restores_the_text(before: list[str], new: st
     if new in before:
         return
     made = add_node(text, GridNode(name=new), name="f")
-    assert names(made) == [*before, new]
+    assert parse_node_names(made) == [*before, new]
     assert remove_node(made, new, name="f") == text
 
 

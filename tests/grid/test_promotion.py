@@ -25,14 +25,14 @@ from genie.model.job import JobSpec, JobState, Resources
 from genie.model.tenant import TokenRecord
 from genie.telemetry import log
 from tests.grid.quick_venv import QuickVenv
-from tests.grid.ssh.test_shell_words import NARROW, give_login_shell
+from tests.grid.ssh.test_shell_words import NARROW, set_login_shell
 from tests.grid.testbed import SshNode, SshTestbed
 from tests.integration.running import RunningCluster, StartedCluster
 from tests.waiting import wait_until
 
 
 @pytest.fixture(scope="module")
-def cluster_of_file(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningCluster]:
+def module_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningCluster]:
     """One cluster for all tests. Nodes that a test leaves in it do not respond."""
     state_dir = tmp_path_factory.mktemp("cluster") / "c"
     settings = config.load({"paths.state_dir": state_dir, "controller.port": 0, "cluster.node_id": "here"})
@@ -41,13 +41,13 @@ def cluster_of_file(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runnin
 
 
 @pytest.fixture
-def cluster(cluster_of_file: RunningCluster, monkeypatch: pytest.MonkeyPatch) -> RunningCluster:
-    cluster_of_file.configure_for_this_process(monkeypatch)
-    return cluster_of_file
+def cluster(module_cluster: RunningCluster, monkeypatch: pytest.MonkeyPatch) -> RunningCluster:
+    module_cluster.configure_for_this_process(monkeypatch)
+    return module_cluster
 
 
 @pytest.fixture
-def grid_cli(
+def run_grid_cli(
     own_testbed: SshTestbed,
     quick_venv: QuickVenv,
     tmp_path: Path,
@@ -70,14 +70,14 @@ def grid_cli(
     log.reset()
 
 
-def give_environment(node: SshNode) -> None:
+def create_environment(node: SshNode) -> None:
     """Create an environment on the node that uses the dependencies of this machine, without downloads."""
     node.run(f"{node.bin}/python3 -m venv '/root/work space/genie_env'")
     pth = next((node.home / "work space/genie_env/lib").glob("python3*")) / "site-packages" / "here.pth"
     pth.write_text(str(Path(msgspec.__file__).parents[1]))
 
 
-async def run_on(cluster: RunningCluster, node: str) -> JobState:
+async def run_job_on(cluster: RunningCluster, node: str) -> JobState:
     async with open_client(cluster.settings()) as client:
         job = await client.submit(
             JobSpec(name="where", command=("hostname",), resources=Resources(gpus=0), node_id=node)
@@ -87,38 +87,38 @@ async def run_on(cluster: RunningCluster, node: str) -> JobState:
 
 @pytest.mark.long("Genie is installed on the node twice, and agents start there")
 def test_node_is_promoted_runs_a_job_and_is_demoted(
-    own_testbed: SshTestbed, cluster: RunningCluster, grid_cli: Callable[..., tuple[int, str, str]]
+    own_testbed: SshTestbed, cluster: RunningCluster, run_grid_cli: Callable[..., tuple[int, str, str]]
 ) -> None:
     node = own_testbed["gpu1"]
-    give_environment(node)
+    create_environment(node)
     where = f"{cluster.host}:{cluster.port}"
-    code, out, err = grid_cli("promote", "gpu1", "--controller", where, "--json")
+    code, out, err = run_grid_cli("promote", "gpu1", "--controller", where, "--json")
     assert code == 0, out + err
     assert json.loads(out)["nodes"] == [{"node": "gpu1", "outcome": "promoted", "error": "", "exit_code": 0}]
     assert cluster.token not in err
-    assert asyncio.run(run_on(cluster, "gpu1")) is JobState.SUCCEEDED
-    assert '"already promoted"' in grid_cli("promote", "gpu1", "--controller", where, "--json")[1]
+    assert asyncio.run(run_job_on(cluster, "gpu1")) is JobState.SUCCEEDED
+    assert '"already promoted"' in run_grid_cli("promote", "gpu1", "--controller", where, "--json")[1]
 
-    code, out, err = grid_cli("demote", "gpu1", "--json")
+    code, out, err = run_grid_cli("demote", "gpu1", "--json")
     assert code == 0, out + err
     assert json.loads(out)["nodes"][0]["outcome"] == "demoted"
     assert node.run("ls -A '/root/work space'") == ""
     assert not node.processes("genie")
-    assert '"not promoted"' in grid_cli("demote", "gpu1", "--json")[1]
+    assert '"not promoted"' in run_grid_cli("demote", "gpu1", "--json")[1]
 
-    give_environment(node)
-    code, out, err = grid_cli("promote", "gpu1", "--controller", where, "--json")
+    create_environment(node)
+    code, out, err = run_grid_cli("promote", "gpu1", "--controller", where, "--json")
     assert (code, json.loads(out)["nodes"][0]["outcome"]) == (0, "promoted"), out + err
-    assert grid_cli("demote", "gpu1", "--json")[0] == 0  # the cluster is shared with other tests
+    assert run_grid_cli("demote", "gpu1", "--json")[0] == 0  # the cluster is shared with other tests
 
 
 def test_demote_works_with_another_login_shell(
-    own_testbed: SshTestbed, cluster: RunningCluster, grid_cli: Callable[..., tuple[int, str, str]]
+    own_testbed: SshTestbed, cluster: RunningCluster, run_grid_cli: Callable[..., tuple[int, str, str]]
 ) -> None:
     node = own_testbed["gpu1"]
-    give_login_shell(node, NARROW)
+    set_login_shell(node, NARROW)
     node.run("mkdir -p '/root/work space/genie_env'")
-    code, out, err = grid_cli("demote", "gpu1", "--json")
+    code, out, err = run_grid_cli("demote", "gpu1", "--json")
     assert (code, json.loads(out)["nodes"][0]["outcome"]) == (0, "not promoted"), out + err
     assert node.run("ls -A '/root/work space'") == ""
 
@@ -126,7 +126,7 @@ def test_demote_works_with_another_login_shell(
 def test_incomplete_environment_is_finished(
     own_testbed: SshTestbed,
     cluster: RunningCluster,
-    grid_cli: Callable[..., tuple[int, str, str]],
+    run_grid_cli: Callable[..., tuple[int, str, str]],
     tmp_path: Path,
 ) -> None:
     node = own_testbed["gpu1"]
@@ -134,7 +134,7 @@ def test_incomplete_environment_is_finished(
     (tmp_path / "wheels").mkdir()
     where = f"{cluster.host}:{cluster.port}"
     argv = ("promote", "gpu1", "--controller", where, "--wheels", str(tmp_path / "wheels"), "--json")
-    error = json.loads(grid_cli(*argv)[1])["nodes"][0]["error"]
+    error = json.loads(run_grid_cli(*argv)[1])["nodes"][0]["error"]
     assert "No matching distribution" in error  # printed by pip, so pip is installed
     assert (node.home / "work space/genie_env/bin/pip").exists()
 
@@ -151,23 +151,26 @@ chmod 755 "$3"/bin/*
 
 
 def test_failed_join_leaves_no_token_and_no_environment(
-    own_testbed: SshTestbed, cluster: RunningCluster, grid_cli: Callable[..., tuple[int, str, str]]
+    own_testbed: SshTestbed, cluster: RunningCluster, run_grid_cli: Callable[..., tuple[int, str, str]]
 ) -> None:
     node = own_testbed["gpu1"]
     (node.bin / "python3").write_text(_BROKEN_VENV)
     where = f"{cluster.host}:{cluster.port}"
-    result = json.loads(grid_cli("promote", "gpu1", "--controller", where, "--json")[1])["nodes"][0]
+    result = json.loads(run_grid_cli("promote", "gpu1", "--controller", where, "--json")[1])["nodes"][0]
     assert result["outcome"] == "failed"
     assert "could not join the cluster" in result["error"] and "broken" in result["error"]
     assert node.run("ls -A '/root/work space'") == ""
 
-    found = asyncio.run(tokens(cluster))
+    found = asyncio.run(list_gpu1_tokens(cluster))
     assert found and all(token.revoked_at or token.used_at for token in found)
 
 
 @pytest.mark.parametrize("step", ["install", "join"])
 def test_ctrl_c_leaves_no_token_and_no_environment(
-    own_testbed: SshTestbed, cluster: RunningCluster, grid_cli: Callable[..., tuple[int, str, str]], step: str
+    own_testbed: SshTestbed,
+    cluster: RunningCluster,
+    run_grid_cli: Callable[..., tuple[int, str, str]],
+    step: str,
 ) -> None:
     node = own_testbed["gpu1"]
     broken = "echo broken; exit 1"
@@ -189,12 +192,12 @@ def test_ctrl_c_leaves_no_token_and_no_environment(
     assert process.returncode == 130, errors
     assert "gpu1: removing the incomplete installation" in errors
     assert node.run("ls -A '/root/work space'") == ""
-    assert all(token.revoked_at or token.used_at for token in asyncio.run(tokens(cluster)))
+    assert all(token.revoked_at or token.used_at for token in asyncio.run(list_gpu1_tokens(cluster)))
     for pid in node.processes("sleep 5903"):
         os.kill(pid, signal.SIGKILL)
 
 
-async def tokens(cluster: RunningCluster) -> list[TokenRecord]:
+async def list_gpu1_tokens(cluster: RunningCluster) -> list[TokenRecord]:
     async with open_client(cluster.settings()) as client:
         return [token for token in await client.list_tokens() if token.name == "grid-gpu1"]
 
@@ -202,7 +205,7 @@ async def tokens(cluster: RunningCluster) -> list[TokenRecord]:
 def test_failed_install_removes_only_what_it_created(
     own_testbed: SshTestbed,
     cluster: RunningCluster,
-    grid_cli: Callable[..., tuple[int, str, str]],
+    run_grid_cli: Callable[..., tuple[int, str, str]],
     tmp_path: Path,
 ) -> None:
     node = own_testbed["gpu1"]
@@ -210,19 +213,19 @@ def test_failed_install_removes_only_what_it_created(
     (tmp_path / "wheels").mkdir()
     where = f"{cluster.host}:{cluster.port}"
     argv = ("promote", "gpu1", "--controller", where, "--wheels", str(tmp_path / "wheels"), "--json")
-    assert "No matching distribution" in json.loads(grid_cli(*argv)[1])["nodes"][0]["error"]
+    assert "No matching distribution" in json.loads(run_grid_cli(*argv)[1])["nodes"][0]["error"]
     assert node.run("cd '/root/work space' && find . -type f").split() == ["./.genie/kept"]
 
 
 def test_each_failing_node_has_its_reason(
-    own_testbed: SshTestbed, cluster: RunningCluster, grid_cli: Callable[..., tuple[int, str, str]]
+    own_testbed: SshTestbed, cluster: RunningCluster, run_grid_cli: Callable[..., tuple[int, str, str]]
 ) -> None:
     own_testbed["gpu1"].stop()
     for name in PYTHON_CANDIDATES:
         (own_testbed["gpu2"].bin / name).write_text("#!/bin/sh\necho 3.8\n")
         (own_testbed["gpu2"].bin / name).chmod(0o755)
     where = f"{cluster.host}:{cluster.port}"
-    code, out, _ = grid_cli("promote", "--all", "--controller", where, "--json")
+    code, out, _ = run_grid_cli("promote", "--all", "--controller", where, "--json")
     assert code == 255
     first, second = json.loads(out)["nodes"]
     assert (first["outcome"], second["outcome"]) == ("unreachable", "failed")
@@ -232,22 +235,26 @@ def test_each_failing_node_has_its_reason(
 
 
 def test_cluster_on_loopback_is_rejected(
-    cluster: RunningCluster, grid_cli: Callable[..., tuple[int, str, str]]
+    cluster: RunningCluster, run_grid_cli: Callable[..., tuple[int, str, str]]
 ) -> None:
-    code, _, err = grid_cli("promote", "gpu1")
+    code, _, err = run_grid_cli("promote", "gpu1")
     assert code == 2
     assert "genie up --bind" in err
 
 
 @pytest.mark.parametrize("argv", [("promote",), ("promote", "gpu1", "--all"), ("demote",)])
-def test_nodes_must_be_selected(argv: tuple[str, ...], grid_cli: Callable[..., tuple[int, str, str]]) -> None:
-    code, _, err = grid_cli(*argv)
+def test_nodes_must_be_selected(
+    argv: tuple[str, ...], run_grid_cli: Callable[..., tuple[int, str, str]]
+) -> None:
+    code, _, err = run_grid_cli(*argv)
     assert code == 2
     assert "--all" in err
 
 
-def test_package_that_looks_like_an_option_is_rejected(grid_cli: Callable[..., tuple[int, str, str]]) -> None:
-    code, _, err = grid_cli("promote", "gpu1", "--package=--index-url=http://127.0.0.1:1")
+def test_package_that_looks_like_an_option_is_rejected(
+    run_grid_cli: Callable[..., tuple[int, str, str]],
+) -> None:
+    code, _, err = run_grid_cli("promote", "gpu1", "--package=--index-url=http://127.0.0.1:1")
     assert (code, "--package '--index-url=http://127.0.0.1:1' is not allowed" in err) == (2, True), err
 
 

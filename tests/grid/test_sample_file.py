@@ -33,12 +33,12 @@ def test_sample_has_every_key_with_a_comment() -> None:
             assert found and all(" # " in line for line in found), found
 
 
-def test_own_wheel_contains_the_sample() -> None:
+def test_genie_wheel_contains_the_sample_file() -> None:
     with zipfile.ZipFile(io.BytesIO(own_wheel.build_genie_wheel()[1])) as wheel:
         assert wheel.read("genie/grid/config/cluster_config.yaml").decode() == sample_grid_file()
 
 
-def test_documentation_shows_the_same_values() -> None:
+def test_documentation_shows_the_values_of_the_sample() -> None:
     page = (ROOT / "docs/GRID.md").read_text()
     shown = page.partition("```yaml\n")[2].partition("```")[0]
     given = parse_grid_file(shown, name="docs/GRID.md")

@@ -24,7 +24,7 @@ from genie.grid.setup import (
     read_environment_spec,
 )
 from genie.grid.ssh.pool import SshPool
-from tests.grid.conftest import grid_file_of
+from tests.grid.conftest import make_testbed_grid_file
 from tests.grid.quick_venv import QuickVenv
 from tests.grid.small_wheel import make_wheel
 from tests.grid.testbed import SshTestbed
@@ -32,7 +32,7 @@ from tests.waiting import until
 
 
 @pytest.fixture
-def wheels(tmp_path: Path) -> Path:
+def wheel_folder(tmp_path: Path) -> Path:
     make_wheel(tmp_path / "wheels")
     return tmp_path / "wheels"
 
@@ -50,11 +50,11 @@ def quick_testbed(own_testbed: SshTestbed, quick_venv: QuickVenv) -> SshTestbed:
     ["quick_testbed", pytest.param("own_testbed", marks=pytest.mark.long("venv and pip as they are"))],
 )
 async def test_wheels_are_installed_and_repeating_changes_nothing(
-    request: pytest.FixtureRequest, bed_name: str, wheels: Path
+    request: pytest.FixtureRequest, bed_name: str, wheel_folder: Path
 ) -> None:
     own_testbed: SshTestbed = request.getfixturevalue(bed_name)
-    file = grid_file_of(own_testbed)
-    spec = read_environment_spec(requirements=None, packages=["small-thing"], wheels=wheels)
+    file = make_testbed_grid_file(own_testbed)
+    spec = read_environment_spec(requirements=None, packages=["small-thing"], wheels=wheel_folder)
     shown: list[str] = []
     async with SshPool(file, ssh_config=own_testbed.ssh_config) as pool:
         setup = EnvironmentSetup(pool, file)
@@ -75,21 +75,21 @@ async def test_wheels_are_installed_and_repeating_changes_nothing(
         assert own_testbed["gpu1"].run(f". {env}/bin/activate; echo $X") == "ray\n"
         again = await setup.run(spec, on_progress=lambda node, text: None)
         assert [each.state for each in again] == ["unchanged", "unchanged"]
-        make_wheel(wheels, value=2)
-        changed = read_environment_spec(requirements=None, packages=["small-thing"], wheels=wheels)
+        make_wheel(wheel_folder, value=2)
+        changed = read_environment_spec(requirements=None, packages=["small-thing"], wheels=wheel_folder)
         assert [each.state for each in await setup.run(changed, ["gpu1"])] == ["installed"]
 
 
 async def test_failing_node_does_not_stop_others_and_pip_output_is_shown(
-    own_testbed: SshTestbed, quick_venv: QuickVenv, wheels: Path
+    own_testbed: SshTestbed, quick_venv: QuickVenv, wheel_folder: Path
 ) -> None:
     broken = own_testbed["gpu2"]
     (broken.bin / "python3.special").write_text("#!/bin/sh\nexit 3\n")
     (broken.bin / "python3.special").chmod(0o755)
     quick_venv.install(own_testbed["gpu1"], "python3.special")
-    file = grid_file_of(own_testbed)
+    file = make_testbed_grid_file(own_testbed)
     spec = read_environment_spec(
-        requirements=None, packages=["not-there"], wheels=wheels, python="python3.special"
+        requirements=None, packages=["not-there"], wheels=wheel_folder, python="python3.special"
     )
     async with SshPool(file, ssh_config=own_testbed.ssh_config) as pool:
         first, second = await EnvironmentSetup(pool, file).run(spec)
@@ -108,7 +108,7 @@ async def test_missing_venv_has_hint_for_debian(own_testbed: SshTestbed) -> None
     script = f'#!/bin/sh\n{refuse}\nexec /usr/bin/python3 "$@"\n'
     (own_testbed["gpu1"].bin / "python3.bare").write_text(script)
     (own_testbed["gpu1"].bin / "python3.bare").chmod(0o755)
-    file = grid_file_of(own_testbed)
+    file = make_testbed_grid_file(own_testbed)
     async with SshPool(file, ssh_config=own_testbed.ssh_config) as pool:
         (report,) = await EnvironmentSetup(pool, file).run(
             EnvironmentSpec(packages=("x",), python="python3.bare"), ["gpu1"]
@@ -124,7 +124,7 @@ async def test_passwords_in_progress_lines_are_redacted(own_testbed: SshTestbed)
     (node.bin / "python3.slow").write_text(script)
     (node.bin / "python3.slow").chmod(0o755)
     node.run("mkfifo /root/gate")
-    file = grid_file_of(own_testbed)
+    file = make_testbed_grid_file(own_testbed)
     shown: list[str] = []
 
     def on_progress(_node: str, text: str) -> None:
@@ -142,7 +142,7 @@ async def test_passwords_in_progress_lines_are_redacted(own_testbed: SshTestbed)
 
 async def test_full_disk_is_reported(own_testbed: SshTestbed) -> None:
     own_testbed["gpu1"].restart(before="mount -t tmpfs -o size=2m tmpfs /root")
-    file = grid_file_of(own_testbed)
+    file = make_testbed_grid_file(own_testbed)
     async with SshPool(file, ssh_config=own_testbed.ssh_config) as pool:
         (report,) = await EnvironmentSetup(pool, file).run(
             read_environment_spec(requirements=None, packages=["small-thing"], wheels=None), ["gpu1"]
@@ -152,9 +152,9 @@ async def test_full_disk_is_reported(own_testbed: SshTestbed) -> None:
     assert "python3-venv" not in report.hint
 
 
-async def test_concurrent_setups_do_not_interfere(quick_testbed: SshTestbed, wheels: Path) -> None:
-    file = grid_file_of(quick_testbed)
-    spec = read_environment_spec(requirements=None, packages=["small-thing"], wheels=wheels)
+async def test_concurrent_setups_do_not_interfere(quick_testbed: SshTestbed, wheel_folder: Path) -> None:
+    file = make_testbed_grid_file(quick_testbed)
+    spec = read_environment_spec(requirements=None, packages=["small-thing"], wheels=wheel_folder)
     async with SshPool(file, ssh_config=quick_testbed.ssh_config) as pool:
         both = await asyncio.gather(*(EnvironmentSetup(pool, file).run(spec, ["gpu1"]) for _ in range(2)))
     reports = [report for each in both for report in each]
@@ -164,7 +164,7 @@ async def test_concurrent_setups_do_not_interfere(quick_testbed: SshTestbed, whe
 
 
 async def test_setup_continues_after_disconnect_and_releases_its_lock(
-    own_testbed: SshTestbed, quick_venv: QuickVenv, wheels: Path
+    own_testbed: SshTestbed, quick_venv: QuickVenv, wheel_folder: Path
 ) -> None:
     """The program that creates the environment blocks once, on a FIFO."""
     node = own_testbed["gpu1"]
@@ -175,9 +175,9 @@ async def test_setup_continues_after_disconnect_and_releases_its_lock(
     )
     (node.bin / "python3.slow").chmod(0o755)
     node.run("mkfifo /root/gate")
-    file = grid_file_of(own_testbed, more="ssh: {connect_timeout: 20, max_retries: 0}\n")
+    file = make_testbed_grid_file(own_testbed, more="ssh: {connect_timeout: 20, max_retries: 0}\n")
     spec = read_environment_spec(
-        requirements=None, packages=["small-thing"], wheels=wheels, python="python3.slow"
+        requirements=None, packages=["small-thing"], wheels=wheel_folder, python="python3.slow"
     )
     async with SshPool(file, ssh_config=own_testbed.ssh_config) as pool:
         first = asyncio.ensure_future(EnvironmentSetup(pool, file, requester="ann@desk").run(spec, ["gpu1"]))
@@ -225,7 +225,7 @@ def test_symbolic_link_as_lock_is_not_followed(tmp_path: Path) -> None:
     assert (tmp_path / "precious").read_text() == "unchanged"
 
 
-def test_stamp_is_independent_of_package_order() -> None:
+def test_environment_stamp_is_independent_of_package_order() -> None:
     one, other = EnvironmentSpec(packages=("a", "b")), EnvironmentSpec(packages=("b", "a"))
     assert one.stamp("3.11.7") == other.stamp("3.11.7")
     assert one.stamp("3.11.7") != one.stamp("3.12.0")
@@ -295,22 +295,22 @@ def test_requirements_are_size_limited_and_may_come_from_a_pipe() -> None:
 
 
 async def test_packages_can_be_added_to_requirements_with_hashes(
-    quick_testbed: SshTestbed, wheels: Path, tmp_path: Path
+    quick_testbed: SshTestbed, wheel_folder: Path, tmp_path: Path
 ) -> None:
     for version in ("1.0", "2.0"):
-        make_wheel(wheels, name="pinned", version=version)
-    digest = hashlib.sha256((wheels / "pinned-1.0-py3-none-any.whl").read_bytes()).hexdigest()
+        make_wheel(wheel_folder, name="pinned", version=version)
+    digest = hashlib.sha256((wheel_folder / "pinned-1.0-py3-none-any.whl").read_bytes()).hexdigest()
     (tmp_path / "locked.txt").write_text(f"pinned==1.0 \\\n    --hash=sha256:{digest}\n")
     spec = read_environment_spec(
-        requirements=tmp_path / "locked.txt", packages=["small-thing", "pinned"], wheels=wheels
+        requirements=tmp_path / "locked.txt", packages=["small-thing", "pinned"], wheels=wheel_folder
     )
-    file = grid_file_of(quick_testbed)
+    file = make_testbed_grid_file(quick_testbed)
     async with SshPool(file, ssh_config=quick_testbed.ssh_config) as pool:
         reports = [(await EnvironmentSetup(pool, file).run(spec, ["gpu1"]))[0] for _ in range(2)]
         assert [(each.state, each.error) for each in reports] == [("installed", ""), ("unchanged", "")]
         (tmp_path / "locked.txt").write_text(f"pinned==1.0 --hash=sha256:{'0' * 64}\n")
         wrong = read_environment_spec(
-            requirements=tmp_path / "locked.txt", packages=["small-thing"], wheels=wheels
+            requirements=tmp_path / "locked.txt", packages=["small-thing"], wheels=wheel_folder
         )
         env = quick_testbed["gpu1"].home / "grid_workspace/grid_env"
         assert [path.name for path in env.glob("lib/*/site-packages/pinned-*")] == ["pinned-1.0.dist-info"]
@@ -355,7 +355,7 @@ def test_packages_use_a_separate_command_with_require_hashes(tmp_path: Path, mar
 
 
 @pytest.mark.parametrize("blank", [" ", " -", "#", " #", "a[", "\\\n", "--require-hashes"])
-def test_constraints_take_linear_time(blank: str) -> None:
+def test_constraints_are_made_in_linear_time(blank: str) -> None:
     start = time.process_time()
     _make_constraints("a" + blank * 100_000 + "a")
     assert time.process_time() - start < 2

@@ -112,7 +112,7 @@ class SshNode:
         ]
         (self.folder / "gpus.csv").write_text("\n".join([*(lines or default), ""]))
         (self.folder / "reasons.csv").write_text("\n".join([*reasons, ""]))
-        self.nvml_state(nvml_lines(lines or default, reasons))
+        self.nvml_state(convert_to_nvml_state(lines or default, reasons))
         program.write_text(_NVIDIA_SMI.format(folder=self.folder))
         program.chmod(0o755)
 
@@ -324,7 +324,7 @@ class SshTestbed:
         return "nodes:\n" + "".join(f"  - {name}\n" for name in names) + more
 
 
-def nvml_lines(lines: Sequence[str], reasons: Sequence[str] = ()) -> list[str]:
+def convert_to_nvml_state(lines: Sequence[str], reasons: Sequence[str] = ()) -> list[str]:
     """Convert lines of nvidia-smi to the state of the fake NVML. An invalid line becomes a lost GPU."""
     found = [f"count={len(lines)}"]
     for index, line in enumerate(lines):
@@ -334,13 +334,13 @@ def nvml_lines(lines: Sequence[str], reasons: Sequence[str] = ()) -> list[str]:
             continue
         cells += [""] * (1 + len(_NVML_KEYS) - len(cells))
         for key, cell in zip(_NVML_KEYS, cells[1:], strict=True):
-            found.append(f"{index}.{key}={_nvml_value(key, cell)}")
+            found.append(f"{index}.{key}={_convert_to_nvml_value(key, cell)}")
     for index, mask in (line.split(",") for line in reasons):
         found.append(f"{index.strip()}.clocks={int(mask, 16)}")
     return found
 
 
-def _nvml_value(key: str, cell: str) -> str:
+def _convert_to_nvml_value(key: str, cell: str) -> str:
     if cell.isdigit():
         return str(int(cell) << 20) if key.startswith("memory") else cell
     return cell if key in ("name", "uuid") else _NVML_ERRORS.get(cell, _NOT_SUPPORTED)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.fakes.nvml.fake import FakeNvml
+from tests.fakes.nvml.fake_nvml import FakeNvml
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import pytest
 
 from genie.hardware.limits import GOOD_READINGS_MIN
 from genie.model.node import GPUInfo, Vendor
-from tests.fakes.nvml.fake import FakeNvml
+from tests.fakes.nvml.fake_nvml import FakeNvml
 from tests.hardware.inventory_contract import check_nvidia_inventory
 
 GIB = 1024**3

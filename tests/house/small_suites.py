@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.house.sources import ROOT
+from tests.house.repository_files import ROOT
 
 SHARED = """
 import pytest
@@ -23,7 +23,7 @@ WORKERS = ("-n", "2", "--dist", "loadfile", "--no-loadscope-reorder", "--max-wor
 
 
 @dataclass(frozen=True)
-class Outcome:
+class SuiteOutcome:
     status: int
     text: str
 
@@ -37,21 +37,21 @@ class Outcome:
         return sorted(re.findall(rf"^{verdict} \S+::(\w+)", self.text, re.MULTILINE))
 
 
-def run_suite(folder: Path, files: dict[str, str], options: tuple[str, ...], **environ: str) -> Outcome:
+def run_suite(folder: Path, files: dict[str, str], options: tuple[str, ...], **environ: str) -> SuiteOutcome:
     """Runs these files. The temporary folder of the run is `folder`/b."""
     done = subprocess.run(
-        command(folder, files, options),
+        write_suite_and_make_command(folder, files, options),
         cwd=folder,
-        env=environment(folder, **environ),
+        env=make_suite_environment(folder, **environ),
         capture_output=True,
         text=True,
         timeout=60,
         stdin=subprocess.DEVNULL,
     )
-    return Outcome(done.returncode, done.stdout + done.stderr)
+    return SuiteOutcome(done.returncode, done.stdout + done.stderr)
 
 
-def command(folder: Path, files: dict[str, str], options: Iterable[str]) -> list[str]:
+def write_suite_and_make_command(folder: Path, files: dict[str, str], options: Iterable[str]) -> list[str]:
     """Writes the files and returns the command that runs them."""
     for name, code in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -63,7 +63,7 @@ def command(folder: Path, files: dict[str, str], options: Iterable[str]) -> list
     return [*command, f"--basetemp={folder / 'b'}", *files]
 
 
-def environment(folder: Path, **environ: str) -> dict[str, str]:
+def make_suite_environment(folder: Path, **environ: str) -> dict[str, str]:
     """Environment of the child, without the variables of this run."""
     own = ("GENIE_", "COV_", "PYTEST_")
     clean = {name: value for name, value in os.environ.items() if not name.startswith(own)}

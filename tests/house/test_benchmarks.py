@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.house.sources import ROOT, relative_path
+from tests.house.repository_files import ROOT, relative_path
 from tests.needs import require_namespaces, require_program
 from tests.waiting import wait_until
 
@@ -48,7 +48,7 @@ BENCHMARKS = [
 
 
 @pytest.fixture
-def report() -> dict[str, Any]:  # Any: the names of a script
+def report_namespace() -> dict[str, Any]:  # Any: the names of a script
     return runpy.run_path(str(ROOT / "benchmarks" / "report.py"))
 
 
@@ -73,7 +73,7 @@ def test_benchmark_prints_figures_and_exits_with_1_if_a_goal_is_missed(path: Pat
     try:
         out, errors = bench.communicate(timeout=200)
     finally:
-        _end(bench)
+        _end_benchmark(bench)
     figures = [json.loads(line) for line in out.splitlines()]
     assert figures, errors
     assert [list(figure) for figure in figures] == [KEYS] * len(figures)
@@ -100,7 +100,7 @@ def test_soak_reports_progress_and_ends_with_a_verdict(tmp_path: Path) -> None:
     try:
         out, errors = soak.communicate(timeout=200)
     finally:
-        _end(soak)
+        _end_benchmark(soak)
     figures = [json.loads(line) for line in out.splitlines()]
     slopes = {figure["name"] for figure in figures if figure["unit"] == "B/op"}
     processes = ("client", "controller", "agent", "shim", "executor")
@@ -111,7 +111,7 @@ def test_soak_reports_progress_and_ends_with_a_verdict(tmp_path: Path) -> None:
     assert ("soak: passed" if passed else "soak: FAILED") in errors.splitlines()[-1]
 
 
-def test_make_soak_passes_its_hours() -> None:
+def test_make_soak_passes_hours_to_the_script() -> None:
     require_program("make", package="make")
     done = subprocess.run(
         ["make", "--dry-run", "soak", "HOURS=0.05"], cwd=ROOT, capture_output=True, text=True, timeout=60
@@ -139,7 +139,7 @@ def _require_testbed() -> None:
     require_program("cc", package="gcc")
 
 
-def _end(bench: subprocess.Popen[str]) -> None:
+def _end_benchmark(bench: subprocess.Popen[str]) -> None:
     """Sends SIGTERM first, so that the benchmark ends its cluster."""
     if bench.poll() is None:
         bench.terminate()
@@ -162,8 +162,10 @@ def test_benchmark_cleans_up_on_sigterm(tmp_path: Path) -> None:
     try:
         # Written after all servers were started: a signal during the start of one could lose that process.
         wait_until(lambda: [*tmp_path.glob("gb-*/testbed/ssh_config")], timeout_s=60, what="the nodes")
-        wait_until(lambda: len(_servers(tmp_path)) == 20, timeout_s=60, what="an SSH server on every node")
-        nodes = _servers(tmp_path)
+        wait_until(
+            lambda: len(_list_sshd_pids(tmp_path)) == 20, timeout_s=60, what="an SSH server on every node"
+        )
+        nodes = _list_sshd_pids(tmp_path)
         bench.terminate()
         _, errors = bench.communicate(timeout=60)
     finally:
@@ -175,19 +177,19 @@ def test_benchmark_cleans_up_on_sigterm(tmp_path: Path) -> None:
     assert (bench.returncode, left, list(tmp_path.iterdir())) == (143, [], []), errors.decode()
 
 
-def _servers(folder: Path) -> list[int]:
+def _list_sshd_pids(folder: Path) -> list[int]:
     found = [path.read_text().strip() for path in folder.glob("gb-*/testbed/node*/sshd.pid")]
     return [int(pid) for pid in found if pid]
 
 
 def test_temporary_state_removes_its_folder_and_restores_the_sigterm_handler(
-    report: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    report_namespace: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "environ", dict(os.environ))
     received: list[int] = []
     before = signal.signal(signal.SIGTERM, lambda number, _: received.append(number))
     try:
-        with pytest.raises(SystemExit) as left, report["use_temporary_state"](tmp_path) as folder:
+        with pytest.raises(SystemExit) as left, report_namespace["use_temporary_state"](tmp_path) as folder:
             assert list(tmp_path.iterdir()) == [folder]
             try:
                 signal.raise_signal(signal.SIGTERM)
@@ -203,10 +205,10 @@ def test_temporary_state_removes_its_folder_and_restores_the_sigterm_handler(
 
 @pytest.mark.parametrize("rounds", ["0", "-1", "many"])
 def test_rounds_must_be_a_positive_integer(
-    report: dict[str, Any], rounds: str, capsys: pytest.CaptureFixture[str]
+    report_namespace: dict[str, Any], rounds: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit, match="2"):
-        report["make_parser"]("Benchmark.", rounds=1).parse_args(["--rounds", rounds])
+        report_namespace["make_parser"]("Benchmark.", rounds=1).parse_args(["--rounds", rounds])
     assert "not a positive integer" in capsys.readouterr().err
 
 
@@ -226,28 +228,33 @@ def test_rounds_must_be_a_positive_integer(
     ],
 )
 def test_missed_goal_sets_the_exit_code(
-    report: dict[str, Any], rule: str, limit: float, met: bool, capsys: pytest.CaptureFixture[str]
+    report_namespace: dict[str, Any], rule: str, limit: float, met: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    figure = report["make_figure"]("it", 20.0, samples=[10, 20, 30], baseline=10.0, goal=report[rule](limit))
+    figure = report_namespace["make_figure"](
+        "it", 20.0, samples=[10, 20, 30], baseline=10.0, goal=report_namespace[rule](limit)
+    )
     assert figure.ok is met
-    assert report["print_figures"]([figure], as_json=False) == (0 if met else 1)
+    assert report_namespace["print_figures"]([figure], as_json=False) == (0 if met else 1)
     assert ("MISSED" not in capsys.readouterr().out) is met
 
 
-def test_spread_is_the_10th_and_90th_percentile(report: dict[str, Any]) -> None:
-    figure = report["make_figure"]("it", 50.0, samples=list(range(100, 0, -1)))
+def test_spread_is_the_10th_and_90th_percentile(report_namespace: dict[str, Any]) -> None:
+    figure = report_namespace["make_figure"]("it", 50.0, samples=list(range(100, 0, -1)))
     assert (figure.spread, figure.ratio, figure.goal, figure.ok) == ((11, 91), None, None, True)
 
 
 def test_spread_of_a_p99_needs_at_least_200_values(
-    report: dict[str, Any], capsys: pytest.CaptureFixture[str]
+    report_namespace: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     values = [value for worst in range(1, 11) for value in (worst, *[0.5] * 99)]
-    assert report["p99_samples"](values) == list(range(1, 11))
-    assert [len(report["p99_samples"](values * 3)), len(report["p99_samples"](values[:450]))] == [10, 4]
-    few = report["make_figure"]("it", 1.0, samples=report["p99_samples"](values[:199]))
+    assert report_namespace["p99_samples"](values) == list(range(1, 11))
+    assert [
+        len(report_namespace["p99_samples"](values * 3)),
+        len(report_namespace["p99_samples"](values[:450])),
+    ] == [10, 4]
+    few = report_namespace["make_figure"]("it", 1.0, samples=report_namespace["p99_samples"](values[:199]))
     assert few.spread is None and few.ok
-    assert report["print_figures"]([few], as_json=False) == 0
+    assert report_namespace["print_figures"]([few], as_json=False) == 0
     assert "spread" not in capsys.readouterr().out
 
 

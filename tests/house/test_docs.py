@@ -15,7 +15,7 @@ import typer.main
 
 import genie
 from genie.agent import identity
-from tests.house.sources import ROOT, list_pages, relative_path
+from tests.house.repository_files import ROOT, list_pages, relative_path
 
 REQUIRED_PAGES = (
     "README.md",
@@ -37,25 +37,25 @@ _COMMAND = re.compile(
 )
 
 
-def links(page: Path) -> list[str]:
+def list_local_links(page: Path) -> list[str]:
     text = _FENCE.sub("", page.read_text("utf-8"))
     return [target for target in _LINK.findall(text) if not re.match(r"[a-z]+:", target)]
 
 
-def anchors(page: Path) -> set[str]:
+def list_anchors(page: Path) -> set[str]:
     headings = re.findall(r"^#+ (.+)$", _FENCE.sub("", page.read_text("utf-8")), re.MULTILINE)
     plain = [re.sub(r"[^\w\- ]", "", heading.lower()) for heading in headings]
     return {text.strip().replace(" ", "-") for text in plain}
 
 
-def commands_in(page: Path) -> set[tuple[str, str]]:
+def find_commands(page: Path) -> set[tuple[str, str]]:
     text = page.read_text("utf-8")
     blocks = _FENCE.findall(text)
     spans = re.findall(r"`genie [^`]*`", _FENCE.sub("", text))
     return {(first, second) for _, first, second in _COMMAND.findall("\n".join(blocks + spans))}
 
 
-def python_blocks(page: Path) -> list[str]:
+def list_python_blocks(page: Path) -> list[str]:
     blocks = re.findall(r"^ *```python\n(.*?)^ *```", page.read_text("utf-8"), re.MULTILINE | re.DOTALL)
     return [_complete_signature(textwrap.dedent(block)) for block in blocks]
 
@@ -67,7 +67,7 @@ def _complete_signature(block: str) -> str:
     return block.replace("def genie.", "def ", 1).rstrip() + ": ..."
 
 
-def genie_names(tree: ast.Module) -> set[str]:
+def find_genie_names(tree: ast.Module) -> set[str]:
     """All dotted names that start with `genie`, and names imported from genie."""
     names: set[str] = set()
     for node in ast.walk(tree):
@@ -81,7 +81,7 @@ def genie_names(tree: ast.Module) -> set[str]:
     return {name for name in names if re.fullmatch(r"genie(\.\w+)+", name)}
 
 
-def resolves(name: str) -> bool:
+def is_importable(name: str) -> bool:
     """Whether a program can import or access the name."""
     found: object = genie
     known = "genie"
@@ -96,7 +96,7 @@ def resolves(name: str) -> bool:
     return True
 
 
-def commands_of_genie() -> dict[str, Any]:  # Any: Typer has no public type for a command
+def list_commands_by_name() -> dict[str, Any]:  # Any: Typer has no public type for a command
     """All commands of the command line by name."""
     import genie.cli
     from genie.cli.app import app
@@ -106,33 +106,33 @@ def commands_of_genie() -> dict[str, Any]:  # Any: Typer has no public type for 
     return dict(getattr(typer.main.get_command(app), "commands"))  # noqa: B009 - no public type has it
 
 
-def command_tree() -> dict[str, dict[str, object]]:
+def list_subcommands_by_command() -> dict[str, dict[str, object]]:
     """All commands of the command line with their subcommands."""
-    return {name: getattr(command, "commands", {}) for name, command in commands_of_genie().items()}
+    return {name: getattr(command, "commands", {}) for name, command in list_commands_by_name().items()}
 
 
 @pytest.mark.parametrize("name", [*REQUIRED_PAGES, *REQUIRED_EXAMPLES])
-def test_required_file_exists(name: str) -> None:
+def test_required_page_or_example_exists(name: str) -> None:
     assert (ROOT / name).is_file()
 
 
 @pytest.mark.parametrize("page", list_pages(), ids=relative_path)
 def test_links_on_a_page_exist(page: Path) -> None:
     broken = []
-    for target in links(page):
+    for target in list_local_links(page):
         name, _, anchor = target.partition("#")
         file = (page.parent / name).resolve() if name else page
-        if not file.exists() or (anchor and file.suffix == ".md" and anchor not in anchors(file)):
+        if not file.exists() or (anchor and file.suffix == ".md" and anchor not in list_anchors(file)):
             broken.append(target)
     assert broken == []
 
 
 @pytest.mark.parametrize("page", list_pages(), ids=relative_path)
 def test_commands_on_a_page_exist(page: Path) -> None:
-    named = commands_in(page)
+    named = find_commands(page)
     if not named:
         return
-    tree = command_tree()
+    tree = list_subcommands_by_command()
     unknown = {f"genie {first}" for first, _ in named if first not in tree}
     for first, second in named:
         if tree.get(first) and second and second not in tree[first]:
@@ -143,13 +143,13 @@ def test_commands_on_a_page_exist(page: Path) -> None:
 @pytest.mark.parametrize("page", list_pages(), ids=relative_path)
 def test_python_on_a_page_compiles_and_its_names_exist(page: Path) -> None:
     wrong = []
-    for block in python_blocks(page):
+    for block in list_python_blocks(page):
         try:
             tree = ast.parse(block)
         except SyntaxError as error:
             wrong.append(f"{error.msg}: {(error.text or '').strip()}")
             continue
-        wrong += [name for name in sorted(genie_names(tree)) if not resolves(name)]
+        wrong += [name for name in sorted(find_genie_names(tree)) if not is_importable(name)]
     assert wrong == []
 
 
@@ -165,13 +165,13 @@ def test_python_on_a_page_compiles_and_its_names_exist(page: Path) -> None:
 def test_commands_are_found_on_a_page(text: str, found: set[tuple[str, str]], tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(text)
-    assert commands_in(page) == found
+    assert find_commands(page) == found
 
 
 def test_broken_link_is_detected(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("[there](no-such.md) and [away](https://example.org)")
-    assert links(page) == ["no-such.md"]
+    assert list_local_links(page) == ["no-such.md"]
 
 
 @pytest.mark.parametrize(
@@ -187,8 +187,8 @@ def test_broken_link_is_detected(tmp_path: Path) -> None:
 def test_unknown_name_is_detected(code: str, unknown: list[str], tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(f"words\n```python\n{code}\n```\n")
-    (block,) = python_blocks(page)
-    assert [name for name in sorted(genie_names(ast.parse(block))) if not resolves(name)] == unknown
+    (block,) = list_python_blocks(page)
+    assert [name for name in sorted(find_genie_names(ast.parse(block))) if not is_importable(name)] == unknown
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import re
 
 import pytest
 
-from tests.house.sources import ROOT, list_pages, read_table, relative_path
+from tests.house.repository_files import ROOT, list_pages, read_table, relative_path
 
 DOCS = ROOT / "docs"
 INDEX = DOCS / "README.md"
@@ -139,7 +139,7 @@ IMPORTED = (
 _LINK = re.compile(r"\[[^\]]+\]\(([^)]+)\)")
 
 
-def index_rows() -> dict[str, str]:
+def read_index_rows() -> dict[str, str]:
     """Names of the documents with their entry on the page."""
     return {
         row[0].partition(",")[0].strip("`"): row[1]
@@ -147,7 +147,7 @@ def index_rows() -> dict[str, str]:
     }
 
 
-def is_valid_cell(cell: str) -> bool:
+def is_link_or_reason_cell(cell: str) -> bool:
     """Whether the cell links to an existing file or states that there is none."""
     targets = _LINK.findall(cell)
     if not all((DOCS / target.partition("#")[0]).exists() for target in targets):
@@ -169,19 +169,19 @@ def test_readme_links_the_index() -> None:
     assert "(docs/README.md)" in (ROOT / "README.md").read_text("utf-8")
 
 
-def test_table_has_exactly_the_names_of_the_documents() -> None:
+def test_index_table_has_exactly_the_names_of_the_documents() -> None:
     named = [name for names in NAMES.values() for name in names]
     assert len(named) == len(set(named))
-    assert sorted(index_rows()) == sorted(named)
+    assert sorted(read_index_rows()) == sorted(named)
 
 
-@pytest.mark.parametrize("name", sorted(index_rows()))
+@pytest.mark.parametrize("name", sorted(read_index_rows()))
 def test_name_has_a_link_or_is_marked_as_missing(name: str) -> None:
-    assert is_valid_cell(index_rows()[name])
+    assert is_link_or_reason_cell(read_index_rows()[name])
 
 
 def test_name_marked_as_missing_does_not_exist() -> None:
-    absent = [name for name, cell in index_rows().items() if cell.startswith("not ")]
+    absent = [name for name, cell in read_index_rows().items() if cell.startswith("not ")]
     assert [name for name in absent if (ROOT / name).exists()] == []
 
 
@@ -194,4 +194,4 @@ def test_name_of_the_documents_can_be_imported(name: str) -> None:
 
 @pytest.mark.parametrize("cell", ["", "soon", "[x](no-such-page.md)", "not planned", "not planned: "])
 def test_invalid_cell_is_detected(cell: str) -> None:
-    assert not is_valid_cell(cell)
+    assert not is_link_or_reason_cell(cell)

@@ -12,22 +12,22 @@ from tests.durations import RECORD, Durations, read_record, sort_longest_first
 ROOT = RECORD.parent.parent
 
 
-def items_of(*names: str) -> list[Any]:  # Any: fakes with the one attribute in use
+def make_test_items(*names: str) -> list[Any]:  # Any: fakes with the one attribute in use
     return [SimpleNamespace(path=ROOT / name) for name in names]
 
 
-def names_of(items: list[Any]) -> list[str]:
+def list_item_paths(items: list[Any]) -> list[str]:
     return [str(item.path.relative_to(ROOT)) for item in items]
 
 
 def test_unrecorded_files_come_first_then_the_longest() -> None:
-    items = items_of("tests/test_short.py", "tests/test_new.py", "tests/test_long.py")
+    items = make_test_items("tests/test_short.py", "tests/test_new.py", "tests/test_long.py")
     sort_longest_first(items, {"tests/test_short.py": 0.1, "tests/test_long.py": 9}, root=ROOT)
-    assert names_of(items) == ["tests/test_new.py", "tests/test_long.py", "tests/test_short.py"]
+    assert list_item_paths(items) == ["tests/test_new.py", "tests/test_long.py", "tests/test_short.py"]
 
 
 def test_tests_of_one_file_keep_their_order() -> None:
-    items = items_of("tests/test_a.py", "tests/test_b.py", "tests/test_a.py")
+    items = make_test_items("tests/test_a.py", "tests/test_b.py", "tests/test_a.py")
     for number, item in enumerate(items):
         item.number = number
     sort_longest_first(items, {}, root=ROOT)

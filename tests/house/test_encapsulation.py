@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.house.sources import parse_file, python_files, relative_path
+from tests.house.repository_files import parse_file, python_files, relative_path
 
 # "file: target": the reason.
 ASSIGNED_FROM_OUTSIDE: dict[str, str] = {
@@ -24,15 +24,15 @@ ASSIGNED_FROM_OUTSIDE: dict[str, str] = {
 OF_LIBRARIES: dict[str, str] = {"_exit": "os", "_parameters": "torch.nn.Module"}
 
 
-def assigned_from_outside(tree: ast.Module) -> set[str]:
+def find_assignments_from_outside(tree: ast.Module) -> set[str]:
     """Targets `self.part.attribute`: a part is changed by its owner instead of by a method of its class.
 
     Parts whose class is in the same file are allowed.
     """
-    own = _own_parts(tree)
+    own = _find_attributes_of_own_classes(tree)
     found = set()
     for node in ast.walk(tree):
-        for target in _targets(node):
+        for target in _list_assignment_targets(node):
             match target:
                 case ast.Attribute(value=ast.Attribute(value=ast.Name(id="self"), attr=part)):
                     if part not in own:
@@ -40,7 +40,7 @@ def assigned_from_outside(tree: ast.Module) -> set[str]:
     return found
 
 
-def _own_parts(tree: ast.Module) -> set[str]:
+def _find_attributes_of_own_classes(tree: ast.Module) -> set[str]:
     """Attributes that are created from a class of the same file, or are annotated with one."""
     classes = {node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
     parts = set()
@@ -54,11 +54,11 @@ def _own_parts(tree: ast.Module) -> set[str]:
                     for each in (*arguments.args, *arguments.kwonlyargs)
                     if each.annotation is not None and ast.unparse(each.annotation) in classes
                 }
-                parts |= _parts_set_to(node, of_own_class)
+                parts |= _find_attributes_set_to(node, of_own_class)
     return parts
 
 
-def _parts_set_to(function: ast.FunctionDef, names: set[str]) -> set[str]:
+def _find_attributes_set_to(function: ast.FunctionDef, names: set[str]) -> set[str]:
     return {
         target.attr
         for node in ast.walk(function)
@@ -68,7 +68,7 @@ def _parts_set_to(function: ast.FunctionDef, names: set[str]) -> set[str]:
     }
 
 
-def _targets(node: ast.AST) -> Iterator[ast.expr]:
+def _list_assignment_targets(node: ast.AST) -> Iterator[ast.expr]:
     match node:
         case ast.Assign(targets=targets):
             for target in targets:
@@ -77,7 +77,7 @@ def _targets(node: ast.AST) -> Iterator[ast.expr]:
             yield target
 
 
-def private_definitions(tree: ast.Module) -> set[str]:
+def find_private_definitions(tree: ast.Module) -> set[str]:
     """Private names that a file defines: functions, classes, variables and attributes."""
     names = set()
     for node in ast.walk(tree):
@@ -89,9 +89,9 @@ def private_definitions(tree: ast.Module) -> set[str]:
     return {name for name in names if _is_private(name)}
 
 
-def foreign_private_names(tree: ast.Module, defined_elsewhere: set[str]) -> set[str]:
+def find_foreign_private_names(tree: ast.Module, defined_elsewhere: set[str]) -> set[str]:
     """Private names of other files that a file uses: attributes of objects other than self, and imports."""
-    own, found = private_definitions(tree), set()
+    own, found = find_private_definitions(tree), set()
     for node in ast.walk(tree):
         match node:
             case ast.Attribute(value=ast.Name(id="self" | "cls")):
@@ -110,20 +110,20 @@ def _is_private(name: str) -> bool:
     return name.startswith("_") and not name.startswith("__") and name != "_"
 
 
-def test_no_part_is_assigned_from_outside() -> None:
+def test_attributes_are_assigned_only_by_their_own_object() -> None:
     found = {
         f"{relative_path(path)}: {target}"
         for path in python_files("genie")
-        for target in assigned_from_outside(parse_file(path))
+        for target in find_assignments_from_outside(parse_file(path))
     }
     assert found == ASSIGNED_FROM_OUTSIDE.keys()
 
 
-def test_private_names_are_used_in_their_own_module() -> None:
+def test_private_names_are_used_only_in_their_own_module() -> None:
     files = python_files("genie")
-    defined: dict[Path, set[str]] = {path: private_definitions(parse_file(path)) for path in files}
+    defined: dict[Path, set[str]] = {path: find_private_definitions(parse_file(path)) for path in files}
     anywhere = set().union(*defined.values()) - OF_LIBRARIES.keys()
-    found = {relative_path(path): foreign_private_names(parse_file(path), anywhere) for path in files}
+    found = {relative_path(path): find_foreign_private_names(parse_file(path), anywhere) for path in files}
     assert {path: names for path, names in found.items() if names} == {}
 
 
@@ -142,7 +142,7 @@ def test_private_names_are_used_in_their_own_module() -> None:
     ],
 )
 def test_assignment_from_outside_is_detected(code: str, found: set[str]) -> None:
-    assert assigned_from_outside(ast.parse(code)) == found
+    assert find_assignments_from_outside(ast.parse(code)) == found
 
 
 @pytest.mark.parametrize(
@@ -156,4 +156,4 @@ def test_assignment_from_outside_is_detected(code: str, found: set[str]) -> None
     ],
 )
 def test_foreign_private_name_is_detected(code: str, found: set[str]) -> None:
-    assert foreign_private_names(ast.parse(code), {"_x"}) == found
+    assert find_foreign_private_names(ast.parse(code), {"_x"}) == found

@@ -6,7 +6,7 @@ import ast
 import re
 
 from genie.config import environment_variables, list_settings
-from tests.house.sources import PACKAGE, ROOT, parse_file, python_files, relative_path, text_files
+from tests.house.repository_files import PACKAGE, ROOT, parse_file, python_files, relative_path, text_files
 
 PAGE = ROOT / "docs" / "ENVIRONMENT_VARIABLES.md"
 _NAME = re.compile(r"GENIE_[A-Z0-9_]*[A-Z0-9]")
@@ -21,7 +21,7 @@ MAY_READ: dict[str, str] = {
 }
 
 
-def page_rows() -> dict[str, str]:
+def read_variable_rows() -> dict[str, str]:
     """Variables that have a row in a table of the page, with that row."""
     rows = re.findall(r"^\|\s*`(GENIE_\w+)`\s*\|.*$", PAGE.read_text("utf-8"), re.MULTILINE)
     lines = PAGE.read_text("utf-8").splitlines()
@@ -31,11 +31,11 @@ def page_rows() -> dict[str, str]:
 
 
 def test_page_lists_exactly_the_variables_that_are_read() -> None:
-    assert set(page_rows()) == set(environment_variables())
+    assert set(read_variable_rows()) == set(environment_variables())
 
 
 def test_page_shows_the_defaults() -> None:
-    rows = page_rows()
+    rows = read_variable_rows()
     wrong = [
         item.env for item in list_settings() if item.default and f"`{item.default}`" not in rows[item.env]
     ]

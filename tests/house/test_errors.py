@@ -17,7 +17,7 @@ from genie.errors import (
 _ROW = re.compile(r"^(?P<indent>(?:│   |    )*)(?:[├└]── )?(?P<name>[A-Z]\w+)(?:\s{1,}(?P<words>\S.*))?$")
 
 
-def diagram() -> dict[str, str]:
+def parse_error_diagram() -> dict[str, str]:
     """Classes of the diagram with the name of their parent; '' for the root."""
     rows = (errors.__doc__ or "").split("\n\n")[1]
     path: list[str] = []
@@ -33,16 +33,16 @@ def diagram() -> dict[str, str]:
     return parents
 
 
-def test_diagram_matches_the_classes() -> None:
+def test_error_diagram_matches_the_classes() -> None:
     real = {cls.__name__: "" if cls is GenieError else cls.__bases__[0].__name__ for cls in all_errors()}
-    assert diagram() == real
+    assert parse_error_diagram() == real
 
 
 def test_all_errors_are_in_one_module() -> None:
     assert {cls.__module__ for cls in all_errors()} == {"genie.errors"}
 
 
-def test_codes_are_unique() -> None:
+def test_error_codes_are_unique() -> None:
     codes = [cls.code for cls in all_errors()]
     assert len(codes) == len(set(codes))
 

@@ -9,7 +9,7 @@ import re
 import pytest
 
 import genie
-from tests.house.sources import PACKAGE, ROOT, python_files
+from tests.house.repository_files import PACKAGE, ROOT, python_files
 
 PUBLIC = {
     "__version__",
@@ -41,7 +41,7 @@ DOCUMENTED_MODULES = (
 ALIASES = ("backend_info", "network_discovery")  # of genie.runtime, in genie.cluster
 
 
-def modules_with_all() -> list[str]:
+def list_modules_with_all() -> list[str]:
     files = [
         path for path in python_files("genie") if re.search(r"^__all__\b", path.read_text("utf-8"), re.M)
     ]
@@ -57,7 +57,7 @@ def test_dir_shows_the_public_names() -> None:
     assert set(dir(genie)) >= PUBLIC
 
 
-@pytest.mark.parametrize("module", modules_with_all())
+@pytest.mark.parametrize("module", list_modules_with_all())
 def test_every_name_in_all_exists(module: str) -> None:
     loaded = importlib.import_module(module)
     assert [name for name in loaded.__all__ if not hasattr(loaded, name)] == []

@@ -87,7 +87,9 @@ def test_modules_are_preloaded_and_processes_share_no_state(server: ForkServer) 
         ("import atexit, sys; atexit.register(lambda: sys.stderr.write('ended'))", 0, "ended"),
     ],
 )
-def test_exit_is_that_of_an_interpreter(server: ForkServer, code: str, returncode: int, words: str) -> None:
+def test_forked_script_exits_like_a_new_interpreter(
+    server: ForkServer, code: str, returncode: int, words: str
+) -> None:
     done = server.run(["-c", code], timeout=TIMEOUT_S)
     assert done.returncode == returncode
     assert words in done.stderr

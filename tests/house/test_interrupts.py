@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.house.small_suites import WORKERS, command, environment
+from tests.house.small_suites import WORKERS, make_suite_environment, write_suite_and_make_command
 from tests.leaks import end_processes, processes_of_run
 from tests.needs import require_namespaces, require_program
 from tests.waiting import wait_until
@@ -121,14 +121,14 @@ both = pytest.mark.parametrize("options", [(), WORKERS], ids=["one_process", "wo
 
 
 @contextmanager
-def running(folder: Path, code: str, options: tuple[str, ...]) -> Iterator[subprocess.Popen[bytes]]:
+def running_suite(folder: Path, code: str, options: tuple[str, ...]) -> Iterator[subprocess.Popen[bytes]]:
     """Runs the suite in its own process group and yields it when its test is waiting."""
     ready = folder / "ready"
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen(
-            command(folder, {"test_it.py": code}, options),
+            write_suite_and_make_command(folder, {"test_it.py": code}, options),
             cwd=folder,
-            env=environment(folder, READY=str(ready)),
+            env=make_suite_environment(folder, READY=str(ready)),
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
@@ -136,19 +136,19 @@ def running(folder: Path, code: str, options: tuple[str, ...]) -> Iterator[subpr
         )
     try:
         wait_until(lambda: ready.exists() or process.poll() is not None, timeout_s=60, what="the test")
-        assert process.poll() is None, log_of(folder)
+        assert process.poll() is None, read_suite_log(folder)
         yield process
     finally:
-        end_processes(frozenset(started_processes(process, folder)))
+        end_processes(frozenset(list_started_processes(process, folder)))
         process.kill()
         process.wait()
 
 
-def log_of(folder: Path) -> str:
+def read_suite_log(folder: Path) -> str:
     return (folder / "log").read_text()
 
 
-def started_processes(process: subprocess.Popen[bytes], folder: Path) -> dict[int, str]:
+def list_started_processes(process: subprocess.Popen[bytes], folder: Path) -> dict[int, str]:
     """All processes that the suite has started."""
     found = processes_of_run(folder / "b")
     if process.poll() is None:
@@ -158,9 +158,9 @@ def started_processes(process: subprocess.Popen[bytes], folder: Path) -> dict[in
     return found
 
 
-def check_no_processes(started: dict[int, str], folder: Path) -> None:
+def check_processes_have_ended(started: dict[int, str], folder: Path) -> None:
     left = {pid: started[pid] for pid in started if is_alive(pid)} | processes_of_run(folder / "b")
-    assert left == {}, log_of(folder)
+    assert left == {}, read_suite_log(folder)
 
 
 def is_alive(pid: int) -> bool:
@@ -177,8 +177,8 @@ def is_alive(pid: int) -> bool:
     ids=["ctrl-c_workers", "ctrl-c_one_process", "sigterm_workers", "sigterm_one_process"],
 )
 def test_interrupted_run_leaves_no_cluster(tmp_path: Path, method: str, options: tuple[str, ...]) -> None:
-    with running(tmp_path, WAITING, options) as process:
-        started = started_processes(process, tmp_path)
+    with running_suite(tmp_path, WAITING, options) as process:
+        started = list_started_processes(process, tmp_path)
         assert any("genie.controller" in line for line in started.values()), started
         assert any("genie.agent" in line for line in started.values()), started
         if method == "ctrl-c":
@@ -186,16 +186,16 @@ def test_interrupted_run_leaves_no_cluster(tmp_path: Path, method: str, options:
         else:
             process.terminate()
         code = process.wait(60)
-        check_no_processes(started, tmp_path)
-    assert code == (2 if method == "ctrl-c" else 143), log_of(tmp_path)
+        check_processes_have_ended(started, tmp_path)
+    assert code == (2 if method == "ctrl-c" else 143), read_suite_log(tmp_path)
     if not options:  # workers have 10 s to tear fixtures down
-        assert "processes still running after the tests" not in log_of(tmp_path)
+        assert "processes still running after the tests" not in read_suite_log(tmp_path)
 
 
 @both
 def test_second_signal_ends_the_run_and_kills_its_processes(tmp_path: Path, options: tuple[str, ...]) -> None:
-    with running(tmp_path, STUBBORN, options) as process:
-        started = started_processes(process, tmp_path)
+    with running_suite(tmp_path, STUBBORN, options) as process:
+        started = list_started_processes(process, tmp_path)
         process.terminate()
         wait_until((tmp_path / "ready-ending").exists, timeout_s=30, what="the end of the fixture")
 
@@ -205,50 +205,50 @@ def test_second_signal_ends_the_run_and_kills_its_processes(tmp_path: Path, opti
 
         wait_until(ended, timeout_s=30, what="the end of the run")
         wait_until(lambda: not any(map(is_alive, started)), timeout_s=10, what="the end of its processes")
-        check_no_processes(started, tmp_path)
-    assert process.returncode == 143, log_of(tmp_path)
+        check_processes_have_ended(started, tmp_path)
+    assert process.returncode == 143, read_suite_log(tmp_path)
     assert len(started) >= 2
 
 
 @pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs pidfd_open (Linux)")
 def test_workers_end_all_processes_when_the_main_process_is_killed(tmp_path: Path) -> None:
-    with running(tmp_path, STUBBORN, WORKERS) as process:
-        started = started_processes(process, tmp_path)
+    with running_suite(tmp_path, STUBBORN, WORKERS) as process:
+        started = list_started_processes(process, tmp_path)
         assert len(started) >= 4, started  # two workers, the child and the detached process
         process.kill()
         process.wait(30)
         wait_until(lambda: not any(map(is_alive, started)), timeout_s=30, what="the end of its processes")
-        check_no_processes(started, tmp_path)
+        check_processes_have_ended(started, tmp_path)
 
 
 def test_interrupted_run_leaves_no_grid_node(tmp_path: Path) -> None:
     require_namespaces("mount", "uts")
     require_program("sshd", package="openssh-server")
-    with running(tmp_path, NODE, ()) as process:
-        started = started_processes(process, tmp_path)
+    with running_suite(tmp_path, NODE, ()) as process:
+        started = list_started_processes(process, tmp_path)
         assert any("sshd" in line for line in started.values()), started
         assert any("sleep 600" in line for line in started.values()), started
         process.terminate()
-        assert process.wait(60) == 143, log_of(tmp_path)
-        check_no_processes(started, tmp_path)
+        assert process.wait(60) == 143, read_suite_log(tmp_path)
+        check_processes_have_ended(started, tmp_path)
 
 
 def test_sigterm_handled_by_a_test_ends_the_run_after_the_test(tmp_path: Path) -> None:
     """The signal may be meant for the test, so the run ends before the next test."""
-    with running(tmp_path, HANDLES_SIGTERM, ()) as process:
+    with running_suite(tmp_path, HANDLES_SIGTERM, ()) as process:
         process.terminate()
-        assert process.wait(60) == 143, log_of(tmp_path)
-    assert "1 passed" in log_of(tmp_path)
+        assert process.wait(60) == 143, read_suite_log(tmp_path)
+    assert "1 passed" in read_suite_log(tmp_path)
 
 
 @both
 def test_run_in_the_background_resets_ignored_signals(tmp_path: Path, options: tuple[str, ...]) -> None:
     """A shell ignores signals in background processes, and so does nohup."""
-    suite = command(tmp_path, {"test_it.py": FORKING}, options)
+    suite = write_suite_and_make_command(tmp_path, {"test_it.py": FORKING}, options)
     done = subprocess.run(
         ["sh", "-c", "trap '' INT QUIT HUP TERM; exec \"$@\"", "sh", *suite],
         cwd=tmp_path,
-        env=environment(tmp_path),
+        env=make_suite_environment(tmp_path),
         capture_output=True,
         text=True,
         timeout=60,

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.house.sources import (
+from tests.house.repository_files import (
     PACKAGE,
     ROOT,
     list_pages,
@@ -68,7 +68,7 @@ IDENTIFIERS = {
 _WORD = re.compile(r"\b(?:" + "|".join(map(re.escape, IDENTIFIERS)) + r")\b")
 
 
-def class_names() -> dict[str, list[str]]:
+def find_class_names() -> dict[str, list[str]]:
     found: dict[str, list[str]] = defaultdict(list)
     for path in python_files("genie"):
         for node in ast.walk(parse_file(path)):
@@ -78,7 +78,7 @@ def class_names() -> dict[str, list[str]]:
 
 
 def test_no_two_classes_share_a_name() -> None:
-    assert {name: places for name, places in class_names().items() if len(places) > 1} == {}
+    assert {name: places for name, places in find_class_names().items() if len(places) > 1} == {}
 
 
 _NATIVE_TYPE = re.compile(
@@ -89,7 +89,7 @@ _NATIVE_TYPE = re.compile(
 )
 
 
-def native_type_names(texts: dict[str, str]) -> dict[str, list[str]]:
+def find_native_type_names(texts: dict[str, str]) -> dict[str, list[str]]:
     """Definitions of C++ types by name, with their files; equal aliases count as one."""
     found: dict[str, dict[str, str]] = defaultdict(dict)
     for name, text in texts.items():
@@ -100,18 +100,18 @@ def native_type_names(texts: dict[str, str]) -> dict[str, list[str]]:
 
 
 def test_no_two_native_types_share_a_name() -> None:
-    names = native_type_names({relative_path(path): path.read_text("utf-8") for path in native_files()})
+    names = find_native_type_names({relative_path(path): path.read_text("utf-8") for path in native_files()})
     assert len(names) > 150
     assert {name: places for name, places in names.items() if len(places) > 1} == {}
 
 
-def test_native_types_are_found() -> None:
+def test_search_finds_native_types() -> None:
     texts = {
         "a.h": "struct SSL;\nclass Frame final : public Base {\n  enum class Kind : uint8_t { One };\n};\n",
         "b.h": "struct alignas(64) Frame {\n  struct Outer::Inner {};\n};\nusing Clock = steady_clock;\n",
         "c.cpp": "using Clock = steady_clock;\nusing Kind = int;\ntemplate <class T>\nclass Table {};\n",
     }
-    assert native_type_names(texts) == {
+    assert find_native_type_names(texts) == {
         "Frame": ["a.h", "b.h"],
         "Kind": ["a.h", "c.cpp"],
         "Inner": ["b.h"],
@@ -121,7 +121,7 @@ def test_native_types_are_found() -> None:
 
 
 @pytest.mark.parametrize("pattern", PHRASES)
-def test_no_text_uses(pattern: str) -> None:
+def test_no_text_uses_a_banned_phrase(pattern: str) -> None:
     phrase = re.compile(pattern, re.IGNORECASE)
     hits = [
         f"{relative_path(path)}:{text.count(chr(10), 0, match.start()) + 1}: {' '.join(match[0].split())}"
@@ -133,23 +133,23 @@ def test_no_text_uses(pattern: str) -> None:
     assert hits == [], f"write {PHRASES[pattern]}"
 
 
-def test_no_code_uses_an_identifier_that_needs_explaining() -> None:
+def test_no_code_uses_a_banned_identifier() -> None:
     hits = [
         f"{relative_path(path)}: {name}: write {IDENTIFIERS[name]}"
         for path in [*python_files("genie"), *native_files()]
-        for name in sorted(set(_WORD.findall(_code(path))))
+        for name in sorted(set(_WORD.findall(_read_identifiers(path))))
     ]
     assert hits == []
 
 
 @pytest.mark.parametrize("page", list_pages(), ids=relative_path)
-def test_lines_of_a_page_fit(page: Path) -> None:
+def test_lines_of_a_page_have_at_most_120_columns(page: Path) -> None:
     lines = enumerate(page.read_text("utf-8").splitlines(), start=1)
     assert [number for number, line in lines if len(line) > COLUMNS_MAX] == []
 
 
 @pytest.mark.parametrize("page", sorted((ROOT / "docs" / "decisions").glob("*.md")), ids=relative_path)
-def test_decision_page_has_the_sections(page: Path) -> None:
+def test_decision_page_has_the_required_sections(page: Path) -> None:
     text = page.read_text("utf-8")
     assert re.match(rf"# {page.name[:4]}: \S", text)
     assert re.findall(r"^## (.+)$", text, re.MULTILINE) == DECISION_SECTIONS
@@ -163,7 +163,7 @@ def test_glossary_defines_each_term_once() -> None:
     assert sorted(terms) == sorted(set(terms))
 
 
-def _code(path: Path) -> str:
+def _read_identifiers(path: Path) -> str:
     """Identifiers of a file, without strings and comments."""
     if path.suffix != ".py":
         return re.sub(r"//.*|\"(?:[^\"\\]|\\.)*\"", "", path.read_text("utf-8"))
@@ -194,24 +194,24 @@ def _code(path: Path) -> str:
         "the node id n1",
     ],
 )
-def test_phrase_is_detected(text: str) -> None:
+def test_banned_phrase_is_detected(text: str) -> None:
     assert any(re.search(pattern, text, re.IGNORECASE) for pattern in PHRASES)
 
 
 @pytest.mark.parametrize(
     "text", ["wait as long as it runs", "so long as the lease is valid", "the node ID n1"]
 )
-def test_plain_english_is_allowed(text: str) -> None:
+def test_phrase_similar_to_a_banned_one_is_allowed(text: str) -> None:
     assert not any(re.search(pattern, text, re.IGNORECASE) for pattern in PHRASES)
 
 
-def test_identifier_is_detected(tmp_path: Path) -> None:
+def test_banned_identifier_is_detected_outside_comments(tmp_path: Path) -> None:
     (tmp_path / "a.py").write_text("def told(x): return x.kDoubt  # Bell\n")
     (tmp_path / "b.cpp").write_text('const double kDoubt = 1; // Bell "Wishes"\n')
-    assert set(_WORD.findall(_code(tmp_path / "a.py"))) == {"told", "kDoubt"}
-    assert set(_WORD.findall(_code(tmp_path / "b.cpp"))) == {"kDoubt"}
+    assert set(_WORD.findall(_read_identifiers(tmp_path / "a.py"))) == {"told", "kDoubt"}
+    assert set(_WORD.findall(_read_identifiers(tmp_path / "b.cpp"))) == {"kDoubt"}
 
 
-def test_class_names_are_found() -> None:
+def test_search_finds_the_classes_of_the_package() -> None:
     assert PACKAGE.is_dir()
-    assert len(class_names()) > 300
+    assert len(find_class_names()) > 300

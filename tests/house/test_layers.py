@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.house.sources import PACKAGE, ROOT, parse_file, python_files, read_table
+from tests.house.repository_files import PACKAGE, ROOT, parse_file, python_files, read_table
 
 # The layer list, top first; the same as in pyproject.toml. A change needs a page in docs/decisions.
 LAYERS = (
@@ -33,17 +33,17 @@ LAYERS = (
 PURE = {"model", "scheduler", "memory", "tenancy"}
 
 
-def contracts() -> dict[str, dict[str, list[str]]]:
+def read_import_contracts() -> dict[str, dict[str, list[str]]]:
     tool = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["tool"]["importlinter"]
     return {contract["type"]: contract for contract in tool["contracts"]}
 
 
-def names_in_package() -> set[str]:
+def list_top_level_names() -> set[str]:
     found = {path.name for path in PACKAGE.iterdir() if path.is_dir() and path.name != "__pycache__"}
     return found | {path.stem for path in PACKAGE.glob("*.py") if not path.stem.startswith("__")}
 
 
-def test_imports_keep_the_contracts() -> None:
+def test_import_linter_finds_no_violation() -> None:
     # In a separate process: the linter reconfigures logging.
     run_linter = "import sys; from importlinter.cli import lint_imports_command; lint_imports_command()"
     done = subprocess.run(
@@ -56,28 +56,31 @@ def test_imports_keep_the_contracts() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_linter_has_the_layer_list() -> None:
-    actual = [{name.strip(" ()") for name in layer.split("|")} for layer in contracts()["layers"]["layers"]]
+def test_import_linter_has_the_same_layers() -> None:
+    actual = [
+        {name.strip(" ()") for name in layer.split("|")}
+        for layer in read_import_contracts()["layers"]["layers"]
+    ]
     assert actual == list(LAYERS)
 
 
 def test_every_package_has_a_layer() -> None:
-    assert names_in_package() - set().union(*LAYERS) == set()
+    assert list_top_level_names() - set().union(*LAYERS) == set()
 
 
 def test_existing_packages_are_not_optional_in_the_linter() -> None:
     optional = {
         name.strip(" ()")
-        for layer in contracts()["layers"]["layers"]
+        for layer in read_import_contracts()["layers"]["layers"]
         for name in layer.split("|")
         if "(" in name
     }
-    assert optional & names_in_package() == set(), "remove their parentheses in pyproject.toml"
+    assert optional & list_top_level_names() == set(), "remove their parentheses in pyproject.toml"
 
 
-def test_pure_packages_have_forbidden_imports() -> None:
-    actual = {name.removeprefix("genie.") for name in contracts()["forbidden"]["source_modules"]}
-    assert actual == PURE & names_in_package(), "list them in pyproject.toml"
+def test_import_linter_lists_every_pure_package() -> None:
+    actual = {name.removeprefix("genie.") for name in read_import_contracts()["forbidden"]["source_modules"]}
+    assert actual == PURE & list_top_level_names(), "list them in pyproject.toml"
 
 
 # --- import cycles ----------------------------------------------------------------------------
@@ -87,7 +90,7 @@ def module_name(path: Path) -> str:
     return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
-def imported_names(tree: ast.Module) -> set[str]:
+def find_imported_names(tree: ast.Module) -> set[str]:
     """Everything that a file imports anywhere: at the top, in functions and for type checkers."""
     names: set[str] = set()
     for node in ast.walk(tree):
@@ -99,18 +102,18 @@ def imported_names(tree: ast.Module) -> set[str]:
     return names
 
 
-def import_graph(trees: dict[str, ast.Module]) -> dict[str, set[str]]:
+def make_import_graph(trees: dict[str, ast.Module]) -> dict[str, set[str]]:
     """The modules that each module imports. `from package import name` imports the package unless `name` is
     one of its modules."""
     graph: dict[str, set[str]] = {}
     for module, tree in trees.items():
-        found = {name if name in trees else name.rpartition(".")[0] for name in imported_names(tree)}
+        found = {name if name in trees else name.rpartition(".")[0] for name in find_imported_names(tree)}
         graph[module] = found & trees.keys()
     return graph
 
 
 def test_no_import_cycle_between_files() -> None:
-    graph = import_graph({module_name(path): parse_file(path) for path in python_files("genie")})
+    graph = make_import_graph({module_name(path): parse_file(path) for path in python_files("genie")})
     assert len(graph) > 200
     graphlib.TopologicalSorter(graph).prepare()  # CycleError names the files
 
@@ -126,7 +129,7 @@ def test_no_import_cycle_between_files() -> None:
     ],
 )
 def test_import_cycle_is_detected(package: str, module: str, is_cycle: bool) -> None:
-    graph = import_graph({"pkg": ast.parse(package), "pkg.mod": ast.parse(module)})
+    graph = make_import_graph({"pkg": ast.parse(package), "pkg.mod": ast.parse(module)})
     if not is_cycle:
         graphlib.TopologicalSorter(graph).prepare()
         return
@@ -138,7 +141,7 @@ def test_import_cycle_is_detected(package: str, module: str, is_cycle: bool) -> 
 
 
 def existing_layers() -> list[set[str]]:
-    return [here for layer in LAYERS if (here := layer & names_in_package())]
+    return [here for layer in LAYERS if (here := layer & list_top_level_names())]
 
 
 def parse_layers(rows: list[str]) -> list[set[str]]:
@@ -161,7 +164,7 @@ def test_readme_has_a_row_for_every_package() -> None:
     text = (ROOT / "README.md").read_text("utf-8")
     (table,) = re.findall(r"^\| folder \|.*\n((?:\|.*\n)+)", text, re.MULTILINE)
     first_cells = " ".join(row.split("|")[1] for row in table.splitlines())
-    assert set(re.findall(r"`genie/(\w+)(?:/|\.py)`", first_cells)) == names_in_package()
+    assert set(re.findall(r"`genie/(\w+)(?:/|\.py)`", first_cells)) == list_top_level_names()
 
 
 def test_architecture_page_has_a_row_for_every_package() -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.house.sources import ROOT, list_pages, python_files, relative_path
+from tests.house.repository_files import ROOT, list_pages, python_files, relative_path
 
 _HINT = re.compile(
     r"pip install ((?:-\S+ )*)(?P<quote>['\"]?)(?P<name>[A-Za-z][\w.-]*)(?:\[(?P<extras>[\w,-]+)\])?"
@@ -23,7 +23,7 @@ def known_distributions() -> set[str]:
     return {match[0] for each in wanted if (match := _NAME.match(each))} | {PROJECT["name"]}
 
 
-def wrong_hints(text: str) -> Iterator[str]:
+def find_wrong_hints(text: str) -> Iterator[str]:
     """Hints with a distribution that Genie does not use or an extra that does not exist."""
     for match in _HINT.finditer(text):
         extras = set((match["extras"] or "").split(",")) - {""}
@@ -32,11 +32,11 @@ def wrong_hints(text: str) -> Iterator[str]:
             yield match[0]
 
 
-def test_hints_can_be_installed() -> None:
+def test_pip_install_hints_name_known_packages() -> None:
     files = [*python_files("genie", "examples", "benchmarks"), *list_pages()]
     texts = {relative_path(path): path.read_text("utf-8") for path in files}
     assert sum("pip install" in text for text in texts.values()) > 3
-    assert {name: found for name, text in texts.items() if (found := list(wrong_hints(text)))} == {}
+    assert {name: found for name, text in texts.items() if (found := list(find_wrong_hints(text)))} == {}
 
 
 @pytest.mark.parametrize(
@@ -49,5 +49,5 @@ def test_hints_can_be_installed() -> None:
         ("pip install 'genie-gpu[rays]'", ["pip install 'genie-gpu[rays]"]),
     ],
 )
-def test_wrong_hint_is_detected(text: str, wrong: list[str]) -> None:
-    assert list(wrong_hints(text)) == wrong
+def test_unknown_package_in_a_hint_is_detected(text: str, wrong: list[str]) -> None:
+    assert list(find_wrong_hints(text)) == wrong

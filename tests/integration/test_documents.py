@@ -30,9 +30,9 @@ from genie.runtime.backend_info import BACKEND_PRIORITY
 from genie.runtime.logins import store_login
 from genie.supervisor import local_cluster
 from genie.tenancy.access import parse_token
-from tests.house.small_suites import environment
-from tests.house.sources import ROOT
-from tests.house.test_reference_tables import public_names
+from tests.house.repository_files import ROOT
+from tests.house.small_suites import make_suite_environment
+from tests.house.test_reference_tables import list_public_members
 from tests.integration.running import RunningCluster
 
 HOSTS = ("gpu-server.example.com", "prod-server", "gpu-server", "localhost")
@@ -274,7 +274,9 @@ def test_integration_tests_run_on_a_server_after_a_login(
 ) -> None:
     """`GENIE_TEST_SERVER=server pytest tests/integration/ -v`, with one test of the folder."""
     host, port, laptop = shared_cluster.host, shared_cluster.port, tmp_path / "laptop"
-    environ = environment(tmp_path, GENIE_TEST_SERVER=address_text(host, port), GENIE_STATE_DIR=str(laptop))
+    environ = make_suite_environment(
+        tmp_path, GENIE_TEST_SERVER=address_text(host, port), GENIE_STATE_DIR=str(laptop)
+    )
     test = "tests/integration/test_documents.py::test_development_configuration"
     options = ["-p", "no:cacheprovider", f"--basetemp={tmp_path / 'b'}", "-v", test]
 
@@ -387,7 +389,7 @@ DIAGRAMS = {
 
 @pytest.mark.parametrize("kind", DIAGRAMS, ids=lambda kind: kind.__name__)
 def test_fields_of_the_diagrams_exist(kind: type) -> None:
-    assert set(DIAGRAMS[kind].split()) - public_names(kind) == set()
+    assert set(DIAGRAMS[kind].split()) - list_public_members(kind) == set()
 
 
 def test_events_and_states_of_the_diagrams_exist() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.house.sources import ROOT
+from tests.house.repository_files import ROOT
 from tests.integration.running import RunningCluster
 
 TRAIN = """

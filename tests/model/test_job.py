@@ -26,7 +26,7 @@ from genie.model.job import (
 )
 from genie.model.messages import Join, NodesRuledOut, NodeView, QueuedJob
 from genie.model.record import Record
-from tests.fakes.agent import node_info
+from tests.fakes.agent import make_node_info
 
 
 def job(state: JobState = JobState.QUEUED) -> Job:
@@ -140,7 +140,7 @@ CONSTRAINTS = PlacementConstraints(workers=2)
             "wishes",
         ),
         (NodesRuledOut(reason="r", count=1, nodes=("n",), is_permanent=True), "ever"),
-        (NodeView(info=node_info("n"), node_holds=NodeHolds(node_id="n")), "ledger"),
+        (NodeView(info=make_node_info("n"), node_holds=NodeHolds(node_id="n")), "ledger"),
         (Join(token="t", requested_node_id="n", csr_pem=""), "node_id_wish"),
     ],
     ids=lambda value: value if isinstance(value, str) else type(value).__name__,

@@ -23,7 +23,7 @@ from genie.native import libraries
 from genie.native.__main__ import main
 from genie.native.libraries import BuildCache, TorchTarget
 from genie.processes.files import FileLock
-from tests.house.sources import ROOT
+from tests.house.repository_files import ROOT
 from tests.needs import require_program
 
 TORCH_MODULE_SOURCE = """

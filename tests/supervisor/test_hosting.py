@@ -46,7 +46,7 @@ def record_joined_node(state_dir: Path, *, pin: str, controllers: str = '["10.0.
     write_private(state_dir / "agents" / "n1" / "controllers.json", controllers.encode())
 
 
-async def record_lent_node(state_dir: Path, *, pin: str, host: str = "10.0.0.1") -> None:
+async def start_and_stop_worker_agent(state_dir: Path, *, pin: str, host: str = "10.0.0.1") -> None:
     settings = config.load({"paths.state_dir": state_dir})
     access = config.ClusterConfig(master_addr=host, token=make_token(TokenKind.OWNER, pin))
     async with AsyncExitStack() as stack:
@@ -55,7 +55,7 @@ async def record_lent_node(state_dir: Path, *, pin: str, host: str = "10.0.0.1")
 
 async def test_worker_does_not_start_a_second_agent(state_dir: Path) -> None:
     record_joined_node(state_dir, pin=OWN_PIN)
-    await record_lent_node(state_dir, pin=OWN_PIN)
+    await start_and_stop_worker_agent(state_dir, pin=OWN_PIN)
 
 
 async def test_worker_rejects_a_machine_of_another_cluster(state_dir: Path) -> None:
@@ -63,26 +63,26 @@ async def test_worker_rejects_a_machine_of_another_cluster(state_dir: Path) -> N
     with pytest.raises(
         AgentRunningError, match=r"cannot join 10\.0\.0\.1:5555: .* another cluster .*genie down"
     ):
-        await record_lent_node(state_dir, pin=OWN_PIN)
+        await start_and_stop_worker_agent(state_dir, pin=OWN_PIN)
 
 
 async def test_clusters_without_tls_are_compared_by_address(state_dir: Path) -> None:
     record_joined_node(state_dir, pin=NO_PIN, controllers='["127.0.0.1:5555"]')
-    await record_lent_node(state_dir, pin=NO_PIN, host="localhost")
+    await start_and_stop_worker_agent(state_dir, pin=NO_PIN, host="localhost")
     with pytest.raises(AgentRunningError, match="another cluster"):
-        await record_lent_node(state_dir, pin=NO_PIN, host="127.0.0.1:5556")
+        await start_and_stop_worker_agent(state_dir, pin=NO_PIN, host="127.0.0.1:5556")
 
 
 # --- the address that a server listens on -------------------------------------------------------
 
 
-def resolve_to(monkeypatch: pytest.MonkeyPatch, *addresses: str) -> None:
+def patch_name_resolution(monkeypatch: pytest.MonkeyPatch, *addresses: str) -> None:
     found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 0)) for address in addresses]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
 
 
 @pytest.fixture
-def interfaces(monkeypatch: pytest.MonkeyPatch) -> None:
+def patched_interfaces(monkeypatch: pytest.MonkeyPatch) -> None:
     """The addresses of a machine with every kind of address."""
     listed = ("127.0.0.1", "fe80::7%eth0", "2001:db8::7", "10.0.0.7")
     found = {"eth0": [SimpleNamespace(address=address) for address in listed]}
@@ -147,7 +147,7 @@ def test_server_rejects_an_unreachable_address(host: str) -> None:
 
 def test_server_rejects_a_name_that_resolves_to_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in the /etc/hosts of Debian."""
-    resolve_to(monkeypatch, "127.0.1.1")
+    patch_name_resolution(monkeypatch, "127.0.1.1")
     with pytest.raises(ConfigError, match=r"'gpu-box' resolves to 127\.0\.1\.1 here.*or localhost"):
         hosting._find_bind_address("gpu-box")
 
@@ -164,22 +164,22 @@ def test_server_rejects_a_name_that_resolves_to_loopback(monkeypatch: pytest.Mon
     ids=["IPv4 first", "another machine's", "link-local", "loopback", "IPv4-mapped"],
 )
 def test_server_binds_the_address_of_this_machine_among_several(
-    resolved: list[str], bind: str, interfaces: None, monkeypatch: pytest.MonkeyPatch
+    resolved: list[str], bind: str, patched_interfaces: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    resolve_to(monkeypatch, *resolved)
+    patch_name_resolution(monkeypatch, *resolved)
     assert hosting._find_bind_address("gpu-box") == bind
 
 
 @pytest.mark.parametrize("resolved", [["fe80::7"], ["127.0.1.1", "10.0.0.99"]])
 def test_server_rejects_a_name_without_reachable_address(
-    resolved: list[str], interfaces: None, monkeypatch: pytest.MonkeyPatch
+    resolved: list[str], patched_interfaces: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    resolve_to(monkeypatch, *resolved)
+    patch_name_resolution(monkeypatch, *resolved)
     with pytest.raises(ConfigError, match=r"pass an address of this machine \(10\.0\.0\.7, 2001:db8::7\)"):
         hosting._find_bind_address("gpu-box")
 
 
-def test_guide_contains_the_commands_for_other_machines() -> None:
+def test_connection_guide_contains_the_commands_for_other_machines() -> None:
     guide = "\n".join(hosting.format_connection_guide("gpu-box", 6000))
     for command in (
         "genie token create --join > join.token",
@@ -193,14 +193,14 @@ def test_guide_contains_the_commands_for_other_machines() -> None:
     assert "GENIE_CONTROLLER_BIND" in bound and "master_addr" not in bound
 
 
-async def test_guide_mentions_a_configured_loopback_bind(
-    interfaces: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+async def test_connection_guide_mentions_a_configured_loopback_bind(
+    patched_interfaces: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    await host_without_processes(monkeypatch, bind="127.0.0.1", host="10.0.0.7")
+    await run_server_without_processes(monkeypatch, bind="127.0.0.1", host="10.0.0.7")
     assert "set controller.bind (GENIE_CONTROLLER_BIND) to an address" in capsys.readouterr().err
 
 
-async def host_without_processes(
+async def run_server_without_processes(
     monkeypatch: pytest.MonkeyPatch, *, bind: str = "127.0.0.1", host: str | None = None
 ) -> None:
 
@@ -241,16 +241,16 @@ async def host_without_processes(
         ("127.0.0.1", "10.0.0.7", "127.0.0.1:6000: only this machine"),
     ],
 )
-async def test_guide_contains_the_reachable_address_of_a_configured_bind(
+async def test_connection_guide_contains_the_reachable_address_of_a_configured_bind(
     bind: str,
     host: str | None,
     named: str,
-    interfaces: None,
+    patched_interfaces: None,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(socket, "gethostname", lambda: "gpu-box")
-    await host_without_processes(monkeypatch, bind=bind, host=host)
+    await run_server_without_processes(monkeypatch, bind=bind, host=host)
     assert f"the cluster listens on {named} can connect" in capsys.readouterr().err
 
 
@@ -263,7 +263,7 @@ def test_owner_access_uses_loopback_for_a_wildcard_bind(bind: str, host: str) ->
 
 
 @pytest.mark.parametrize("level", ["warning", "info", None], ids=["warning", "info", "program's own"])
-async def test_guide_is_printed_once_at_any_log_level(
+async def test_connection_guide_is_printed_once_at_any_log_level(
     level: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     logging.getLogger().handlers[:] = []
@@ -272,7 +272,7 @@ async def test_guide_is_printed_once_at_any_log_level(
     else:
         monkeypatch.setenv("GENIE_LOG_LEVEL", level)
     log.configure_session(config.load().log, requested=level is not None)
-    await host_without_processes(monkeypatch)
+    await run_server_without_processes(monkeypatch)
     assert capsys.readouterr().err.count("the cluster listens on 127.0.0.1:6000") == 1
 
 
@@ -280,14 +280,14 @@ async def test_closed_stderr_does_not_end_a_server(monkeypatch: pytest.MonkeyPat
     closed = io.StringIO()
     closed.close()
     monkeypatch.setattr(sys, "stderr", closed)
-    await host_without_processes(monkeypatch)
+    await run_server_without_processes(monkeypatch)
 
 
-async def test_guide_is_not_written_to_stdout_without_stderr(
+async def test_connection_guide_is_not_written_to_stdout_without_stderr(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "stderr", None)
-    await host_without_processes(monkeypatch)
+    await run_server_without_processes(monkeypatch)
     assert capsys.readouterr().out == ""
 
 

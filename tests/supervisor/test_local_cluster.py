@@ -44,7 +44,7 @@ from tests.cluster.small_controller import TOKEN, SmallController
 from tests.waiting import until, wait_until
 
 
-def settings(state_dir: Path, **more: object) -> Settings:
+def load_settings(state_dir: Path, **more: object) -> Settings:
     given = {key.replace("__", "."): value for key, value in more.items()}
     return config.load({"paths.state_dir": state_dir, "controller.port": 0, "cluster.node_id": "n1"} | given)
 
@@ -73,7 +73,7 @@ def progress() -> ProgressLog:
 
 @pytest.fixture
 async def cluster(tmp_path: Path, progress: ProgressLog) -> AsyncIterator[local_cluster.Supervisor]:
-    async with local_cluster.run_local_cluster(settings(tmp_path), progress=progress) as running:
+    async with local_cluster.run_local_cluster(load_settings(tmp_path), progress=progress) as running:
         yield running
 
 
@@ -84,7 +84,7 @@ async def test_up_returns_when_the_node_is_registered(
     assert progress.has(f"listens on 127.0.0.1:{cluster.cluster.port}")
     assert progress.has("node n1 has joined the cluster with 1 accelerator")
     access = local_cluster.make_owner_access(tmp_path, cluster.cluster)
-    async with open_client(settings(tmp_path, **_as_arguments(access))) as client:
+    async with open_client(load_settings(tmp_path, **_to_settings_arguments(access))) as client:
         (view,) = await client.nodes()
         assert (view.info.node_id, view.info.status) == ("n1", NodeStatus.HEALTHY)
         joins = [record for record in await client.list_tokens() if record.kind is TokenKind.JOIN]
@@ -98,7 +98,7 @@ async def test_up_returns_when_the_node_is_registered(
     assert "owner." not in command_lines
 
 
-def _as_arguments(access: config.ClusterConfig) -> dict[str, object]:
+def _to_settings_arguments(access: config.ClusterConfig) -> dict[str, object]:
     return {
         "cluster__master_addr": access.master_addr,
         "cluster__master_port": access.master_port,
@@ -106,11 +106,11 @@ def _as_arguments(access: config.ClusterConfig) -> dict[str, object]:
     }
 
 
-async def test_up_ends_all_processes_and_a_restart_keeps_the_node(
+async def test_local_cluster_ends_all_processes_and_its_restart_keeps_the_node(
     tmp_path: Path, progress: ProgressLog
 ) -> None:
     for incarnation in (1, 2):
-        async with local_cluster.run_local_cluster(settings(tmp_path), progress=progress) as running:
+        async with local_cluster.run_local_cluster(load_settings(tmp_path), progress=progress) as running:
             pids = running.pids
             assert running.node_id == "n1"
             assert (tmp_path / "agents" / "n1" / "incarnation").read_text().strip() == str(incarnation)
@@ -133,7 +133,9 @@ async def test_stop_finishes_despite_repeated_cancellation(tmp_path: Path) -> No
             task[0].cancel()
 
     async def host() -> None:
-        async with local_cluster.run_local_cluster(settings(tmp_path), progress=cancel_twice, agent=False):
+        async with local_cluster.run_local_cluster(
+            load_settings(tmp_path), progress=cancel_twice, agent=False
+        ):
             raise AssertionError("it was cancelled before")
 
     async with asyncio.TaskGroup() as group:
@@ -148,7 +150,7 @@ async def test_error_names_the_process_that_holds_the_lock(tmp_path: Path, progr
     """After 'genie down' a server session still holds the lock."""
     expected = f"process {os.getpid()} .*end that program"
     with local_cluster._hold_supervisor_lock(tmp_path), pytest.raises(AgentRunningError, match=expected):
-        async with local_cluster.run_local_cluster(settings(tmp_path), progress=progress):
+        async with local_cluster.run_local_cluster(load_settings(tmp_path), progress=progress):
             pass
 
 
@@ -158,7 +160,7 @@ async def test_second_cluster_in_the_same_state_directory_is_rejected(
     assert cluster.cluster is not None
     where = f"127.0.0.1:{cluster.cluster.port}"
     with pytest.raises(AgentRunningError, match=rf"already running at {where}.*genie down"):
-        async with local_cluster.run_local_cluster(settings(tmp_path), progress=progress):
+        async with local_cluster.run_local_cluster(load_settings(tmp_path), progress=progress):
             pass
     assert all(is_alive(pid) for pid in cluster.pids.values())
 
@@ -168,7 +170,7 @@ async def test_error_names_a_port_in_use(tmp_path: Path, progress: ProgressLog) 
         port = taken.getsockname()[1]
         with pytest.raises(AddressInUseError, match=f"port {port}"):
             async with local_cluster.run_local_cluster(
-                settings(tmp_path, controller__port=port), progress=progress
+                load_settings(tmp_path, controller__port=port), progress=progress
             ):
                 pass
     assert local_cluster.find_running_cluster(tmp_path) is None
@@ -177,7 +179,7 @@ async def test_error_names_a_port_in_use(tmp_path: Path, progress: ProgressLog) 
 async def test_non_loopback_bind_without_tls_is_rejected(tmp_path: Path, progress: ProgressLog) -> None:
     with pytest.raises(ConfigError, match=r"0\.0\.0\.0"):
         async with local_cluster.run_local_cluster(
-            settings(tmp_path, controller__bind="0.0.0.0", controller__tls="off"), progress=progress
+            load_settings(tmp_path, controller__bind="0.0.0.0", controller__tls="off"), progress=progress
         ):
             pass
 
@@ -187,7 +189,7 @@ async def test_setting_that_the_controller_rejects_is_a_config_error(
 ) -> None:
     with pytest.raises(ConfigError, match="invalid store URL 'mysql'") as caught:
         async with local_cluster.run_local_cluster(
-            settings(tmp_path, controller__store="mysql"), progress=progress
+            load_settings(tmp_path, controller__store="mysql"), progress=progress
         ):
             pass
     assert caught.value.exit_code == 2
@@ -200,7 +202,7 @@ async def test_failed_controller_start_quotes_its_log(tmp_path: Path, progress: 
     process_records.log_path(tmp_path, local_cluster.CONTROLLER).parent.mkdir()
     process_records.log_path(tmp_path, local_cluster.CONTROLLER).write_text("error: of an earlier start\n")
     with pytest.raises(LaunchError, match=r"^[^\n]*store[^\n]*$") as caught:
-        async with local_cluster.run_local_cluster(settings(tmp_path), progress=progress):
+        async with local_cluster.run_local_cluster(load_settings(tmp_path), progress=progress):
             pass
     assert "error:" not in str(caught.value), "the error of the child is raised, not quoted"
     assert "earlier start" not in str(caught.value)
@@ -220,7 +222,7 @@ async def test_failed_start_keeps_its_error_if_cleanup_exceeds_the_timeout(
                 if line == "stopping the controller":
                     deadline.reschedule(0)
 
-            async with local_cluster.run_local_cluster(settings(tmp_path), progress=end_the_time):
+            async with local_cluster.run_local_cluster(load_settings(tmp_path), progress=end_the_time):
                 pass
 
     with pytest.raises(LaunchError, match="store"):
@@ -230,7 +232,9 @@ async def test_failed_start_keeps_its_error_if_cleanup_exceeds_the_timeout(
 
 async def test_start_timeout_leaves_no_process(tmp_path: Path, progress: ProgressLog) -> None:
     with pytest.raises(DeadlineError, match=r"within 0\.05 s"):
-        async with local_cluster.run_local_cluster(settings(tmp_path), progress=progress, timeout_s=0.05):
+        async with local_cluster.run_local_cluster(
+            load_settings(tmp_path), progress=progress, timeout_s=0.05
+        ):
             pass
     assert local_cluster.find_running_cluster(tmp_path) is None
 
@@ -241,7 +245,7 @@ async def test_killed_controller_is_restarted_without_ending_the_agent(
     before = cluster.pids
     assert cluster.cluster is not None
     access = local_cluster.make_owner_access(tmp_path, cluster.cluster)
-    async with open_client(settings(tmp_path, **_as_arguments(access))) as client:
+    async with open_client(load_settings(tmp_path, **_to_settings_arguments(access))) as client:
         os.kill(before["controller"], signal.SIGKILL)
         await until(lambda: progress.has("the controller ended with SIGKILL"))
         assert (await client.status()).leading, "on the same port as before"
@@ -254,7 +258,7 @@ async def test_state_directory_may_be_a_relative_path(
     tmp_path: Path, progress: ProgressLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    async with local_cluster.run_local_cluster(settings(Path("here")), progress=progress) as running:
+    async with local_cluster.run_local_cluster(load_settings(Path("here")), progress=progress) as running:
         assert set(running.pids) == {"controller", "agent"}
         assert (tmp_path / "here" / "logs" / "agent.log").exists()
 
@@ -263,12 +267,14 @@ async def test_progress_mentions_a_library_that_is_not_compiled(
     tmp_path: Path, progress: ProgressLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(local_cluster, "why_plain_placers", lambda: "not compiled yet")
-    async with local_cluster.run_local_cluster(settings(tmp_path), progress=progress, agent=False):
+    async with local_cluster.run_local_cluster(load_settings(tmp_path), progress=progress, agent=False):
         assert progress.lines[-1] == "not compiled yet"
 
 
 async def test_up_can_start_only_a_controller(tmp_path: Path, progress: ProgressLog) -> None:
-    async with local_cluster.run_local_cluster(settings(tmp_path), progress=progress, agent=False) as running:
+    async with local_cluster.run_local_cluster(
+        load_settings(tmp_path), progress=progress, agent=False
+    ) as running:
         assert set(running.pids) == {"controller"}
 
 
@@ -290,7 +296,7 @@ SUPERVISOR = """
 
 
 @pytest.fixture
-async def orphans(tmp_path: Path) -> AsyncIterator[dict[str, int]]:
+async def orphaned_processes(tmp_path: Path) -> AsyncIterator[dict[str, int]]:
     """Controller and agent of a process that was killed with SIGKILL."""
     supervisor = subprocess.Popen(  # noqa: ASYNC220
         [sys.executable, "-c", textwrap.dedent(SUPERVISOR), str(tmp_path)], stdin=subprocess.DEVNULL
@@ -307,21 +313,21 @@ async def orphans(tmp_path: Path) -> AsyncIterator[dict[str, int]]:
 
 
 async def test_children_outlive_a_killed_supervisor_and_can_be_stopped(
-    orphans: dict[str, int], tmp_path: Path, progress: ProgressLog
+    orphaned_processes: dict[str, int], tmp_path: Path, progress: ProgressLog
 ) -> None:
-    assert set(orphans) == {"controller", "agent"}
-    assert all(is_alive(pid) for pid in orphans.values())
+    assert set(orphaned_processes) == {"controller", "agent"}
+    assert all(is_alive(pid) for pid in orphaned_processes.values())
     with pytest.raises(AgentRunningError, match="already running"):
-        async with local_cluster.run_local_cluster(settings(tmp_path), progress=progress):
+        async with local_cluster.run_local_cluster(load_settings(tmp_path), progress=progress):
             pass
     stopped = await local_cluster.stop_running_cluster(tmp_path, progress=progress)
     assert stopped is not None
-    assert stopped.pids == orphans
+    assert stopped.pids == orphaned_processes
     assert [line.split(" (")[0] for line in progress.lines] == [
         "stopping the agent",
         "stopping the controller",
     ]
-    assert [pid for pid in orphans.values() if is_alive(pid)] == []
+    assert [pid for pid in orphaned_processes.values() if is_alive(pid)] == []
     assert LocalCluster.read(tmp_path) is None
     assert await local_cluster.stop_running_cluster(tmp_path) is None
 
@@ -350,50 +356,50 @@ def test_find_running_ignores_a_stale_record(tmp_path: Path) -> None:
 
 
 @contextlib.asynccontextmanager
-async def join_token(
+async def create_join_token(
     cluster: local_cluster.Supervisor, state_dir: Path
 ) -> AsyncIterator[tuple[Settings, str]]:
     assert cluster.cluster is not None
     access = local_cluster.make_owner_access(state_dir, cluster.cluster)
-    async with open_client(settings(state_dir, **_as_arguments(access))) as client:
+    async with open_client(load_settings(state_dir, **_to_settings_arguments(access))) as client:
         created = await client.create_token(TokenKind.JOIN)
-        yield settings(state_dir, **_as_arguments(access)), created.token
+        yield load_settings(state_dir, **_to_settings_arguments(access)), created.token
 
 
 async def test_agent_rejoins_without_a_token(
     cluster: local_cluster.Supervisor, tmp_path: Path, progress: ProgressLog
 ) -> None:
-    async with join_token(cluster, tmp_path) as (owner, token):
-        where = _as_arguments(owner.cluster)
+    async with create_join_token(cluster, tmp_path) as (owner, token):
+        where = _to_settings_arguments(owner.cluster)
         there = tmp_path / "elsewhere"
-        first = settings(there, **(where | {"cluster__token": token, "cluster__node_id": "w1"}))
+        first = load_settings(there, **(where | {"cluster__token": token, "cluster__node_id": "w1"}))
         async with local_cluster.run_local_agent(first, first.cluster, progress=progress) as running:
             assert set(running.pids) == {"agent"}
-            assert await _is_listed(owner, "w1"), "up_agent() returns after the registration"
-            await _check_other_clusters_are_told_apart(there, running, first)
+            assert await _is_listed_as_healthy(owner, "w1"), "up_agent() returns after the registration"
+            await _check_other_clusters_are_distinguished(there, running, first)
         with pytest.raises(TokenRefusedError, match="used already"):
-            third = settings(
+            third = load_settings(
                 tmp_path / "third", **(where | {"cluster__token": token, "cluster__node_id": "w2"})
             )
             async with local_cluster.run_local_agent(third, third.cluster, progress=progress):
                 pass
-        again = settings(there, **(where | {"cluster__token": None, "cluster__node_id": "w1"}))
+        again = load_settings(there, **(where | {"cluster__token": None, "cluster__node_id": "w1"}))
         async with local_cluster.run_local_agent(again, again.cluster, progress=progress) as running:
             assert running.node_id == "w1"
-            await until(lambda: _is_listed(owner, "w1"), timeout_s=30)
+            await until(lambda: _is_listed_as_healthy(owner, "w1"), timeout_s=30)
 
 
-async def test_node_is_found_again_without_its_node_id_or_a_token(
+async def test_restarted_agent_needs_neither_node_id_nor_token(
     cluster: local_cluster.Supervisor, tmp_path: Path, progress: ProgressLog
 ) -> None:
     there = tmp_path / "elsewhere"
-    async with join_token(cluster, tmp_path) as (owner, _):
-        where = _as_arguments(owner.cluster)
-    unnamed = settings(there, **(where | {"cluster__token": None, "cluster__node_id": None}))
+    async with create_join_token(cluster, tmp_path) as (owner, _):
+        where = _to_settings_arguments(owner.cluster)
+    unnamed = load_settings(there, **(where | {"cluster__token": None, "cluster__node_id": None}))
 
     async def join(name: str) -> None:
-        async with join_token(cluster, tmp_path) as (_, token):
-            given = settings(there, **(where | {"cluster__token": token, "cluster__node_id": name}))
+        async with create_join_token(cluster, tmp_path) as (_, token):
+            given = load_settings(there, **(where | {"cluster__token": token, "cluster__node_id": name}))
             async with local_cluster.run_local_agent(given, given.cluster, progress=progress):
                 pass
 
@@ -405,12 +411,12 @@ async def test_node_is_found_again_without_its_node_id_or_a_token(
         async with local_cluster.run_local_agent(unnamed, unnamed.cluster, progress=progress):
             pass
     assert "--node-id" in caught.value.hint
-    third = settings(there, **(where | {"cluster__token": None, "cluster__node_id": "trainer-2"}))
+    third = load_settings(there, **(where | {"cluster__token": None, "cluster__node_id": "trainer-2"}))
     async with local_cluster.run_local_agent(third, third.cluster, progress=progress) as running:
         assert running.node_id == "trainer-2"
 
 
-async def _check_other_clusters_are_told_apart(
+async def _check_other_clusters_are_distinguished(
     state_dir: Path, agent: local_cluster.Supervisor, joined: Settings
 ) -> None:
     running = local_cluster.find_running_cluster(state_dir)
@@ -427,7 +433,7 @@ async def test_agent_that_cannot_register_is_stopped_and_the_error_has_the_addre
     tmp_path: Path, progress: ProgressLog, unused_tcp_port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(local_cluster, "_WAIT_MESSAGE_DELAY_S", 0.1)
-    async with local_cluster.run_local_cluster(settings(tmp_path), progress=progress):
+    async with local_cluster.run_local_cluster(load_settings(tmp_path), progress=progress):
         pass
     pids: list[int] = []
 
@@ -439,7 +445,7 @@ async def test_agent_that_cannot_register_is_stopped_and_the_error_has_the_addre
             pids.append(found.pids["agent"])
 
     token = (tmp_path / "owner.token").read_text()
-    there = settings(tmp_path, cluster__master_addr="127.0.0.1", cluster__master_port=unused_tcp_port)
+    there = load_settings(tmp_path, cluster__master_addr="127.0.0.1", cluster__master_port=unused_tcp_port)
     with_token = replace(there.cluster, token=token)
     with pytest.raises(
         UnreachableError, match=rf"node n1 could not register with 127\.0\.0\.1:{unused_tcp_port}"
@@ -461,7 +467,7 @@ async def test_standby_reports_the_leader_and_its_agent_joins_there(
 ) -> None:
     state_dir = Path(os.environ["GENIE_STATE_DIR"])
     here = LocalCluster("127.0.0.1", controller.port, "c1")
-    supervisor = local_cluster.Supervisor(settings(state_dir), progress=progress)
+    supervisor = local_cluster.Supervisor(load_settings(state_dir), progress=progress)
     controller.leader = "10.0.0.7:5555"
     access = await supervisor.find_leader(here)
     assert access is not None
@@ -472,24 +478,24 @@ async def test_standby_reports_the_leader_and_its_agent_joins_there(
     assert progress.has("copy owner.token from the state directory of the first controller to")
 
 
-async def _is_listed(owner: Settings, node_id: str) -> bool:
+async def _is_listed_as_healthy(owner: Settings, node_id: str) -> bool:
     async with open_client(owner) as client:
         views = {view.info.node_id: view.info for view in await client.nodes()}
     return node_id in views and views[node_id].status is NodeStatus.HEALTHY
 
 
-async def test_node_with_a_numbered_id_is_found_again(
+async def test_restarted_agent_keeps_its_numbered_node_id(
     cluster: local_cluster.Supervisor, tmp_path: Path, progress: ProgressLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of two machines with the same host name, the second gets a number."""
     monkeypatch.setattr("genie.supervisor.local_cluster.socket.gethostname", lambda: "n1")
-    async with join_token(cluster, tmp_path) as (owner, _token):
-        chosen = settings(tmp_path / "elsewhere", **_as_arguments(owner.cluster))
+    async with create_join_token(cluster, tmp_path) as (owner, _token):
+        chosen = load_settings(tmp_path / "elsewhere", **_to_settings_arguments(owner.cluster))
         with pytest.raises(UsageError, match="n1' is already in use"):
             async with local_cluster.run_local_agent(chosen, chosen.cluster, progress=progress):
                 pass
-        there = settings(
-            tmp_path / "elsewhere", **(_as_arguments(owner.cluster) | {"cluster__node_id": None})
+        there = load_settings(
+            tmp_path / "elsewhere", **(_to_settings_arguments(owner.cluster) | {"cluster__node_id": None})
         )
         for _ in range(2):
             async with local_cluster.run_local_agent(there, there.cluster, progress=progress) as running:
@@ -500,7 +506,7 @@ async def test_node_with_a_numbered_id_is_found_again(
 
 
 async def test_joining_requires_a_token(tmp_path: Path, progress: ProgressLog) -> None:
-    given = settings(tmp_path, cluster__master_addr="127.0.0.1")
+    given = load_settings(tmp_path, cluster__master_addr="127.0.0.1")
     with pytest.raises(TokenMissingError, match=r"genie token create --join"):
         async with local_cluster.run_local_agent(given, given.cluster, progress=progress):
             pass
@@ -510,7 +516,7 @@ async def test_user_token_error_explains_how_to_get_a_join_token(
     tmp_path: Path, progress: ProgressLog
 ) -> None:
     token = new_token(TokenKind.USER, token_id="abcd", secret=b"\x01" * 32, pin="a" * 43)
-    given = settings(tmp_path, cluster__master_addr="127.0.0.1", cluster__token=str(token))
+    given = load_settings(tmp_path, cluster__master_addr="127.0.0.1", cluster__token=str(token))
     with pytest.raises(PermissionError_, match=r"joining 127\.0\.0\.1:5555 requires a join token.*--join"):
         async with local_cluster.run_local_agent(given, given.cluster, progress=progress):
             pass
@@ -526,16 +532,16 @@ def test_owner_access_requires_the_owner_token(tmp_path: Path) -> None:
 
 def test_invalid_node_id_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(NameInvalidError, match="odd id"):
-        local_cluster.local_node_id(settings(tmp_path, cluster__node_id="odd id"))
+        local_cluster.local_node_id(load_settings(tmp_path, cluster__node_id="odd id"))
 
 
 async def test_running_jobs_end_with_the_cluster(tmp_path: Path, progress: ProgressLog) -> None:
     from tests.integration.running import make_python_job
 
-    async with local_cluster.run_local_cluster(settings(tmp_path), progress=progress) as running:
+    async with local_cluster.run_local_cluster(load_settings(tmp_path), progress=progress) as running:
         assert running.cluster is not None
         access = local_cluster.make_owner_access(tmp_path, running.cluster)
-        async with open_client(settings(tmp_path, **_as_arguments(access))) as client:
+        async with open_client(load_settings(tmp_path, **_to_settings_arguments(access))) as client:
             job = await client.submit(
                 make_python_job("import os, time; print(os.getpid(), flush=True); time.sleep(600)")
             )

@@ -19,14 +19,14 @@ Sleeper = subprocess.Popen[bytes]
 
 
 @pytest.fixture
-def sleeper() -> Iterator[Sleeper]:
+def sleeping_process() -> Iterator[Sleeper]:
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as process:
         yield process
         process.kill()
 
 
-def test_record_is_private_and_round_trips(tmp_path: Path, sleeper: Sleeper) -> None:
-    written = process_records.record_process(tmp_path, "agent", sleeper.pid, ready=True)
+def test_record_is_private_and_round_trips(tmp_path: Path, sleeping_process: Sleeper) -> None:
+    written = process_records.record_process(tmp_path, "agent", sleeping_process.pid, ready=True)
     assert written == process_records.read_record(tmp_path, "agent")
     path = tmp_path / "run" / "agent.json"
     assert path.stat().st_mode & 0o777 == 0o600
@@ -34,16 +34,16 @@ def test_record_is_private_and_round_trips(tmp_path: Path, sleeper: Sleeper) -> 
     assert process_records.read_record(tmp_path, "agent") is None
 
 
-def test_read_record_ignores_an_ended_process(tmp_path: Path, sleeper: Sleeper) -> None:
-    process_records.record_process(tmp_path, "agent", sleeper.pid)
-    sleeper.kill()
+def test_read_record_ignores_an_ended_process(tmp_path: Path, sleeping_process: Sleeper) -> None:
+    process_records.record_process(tmp_path, "agent", sleeping_process.pid)
+    sleeping_process.kill()
     wait_until(lambda: process_records.read_record(tmp_path, "agent") is None)  # still a zombie here
-    sleeper.wait()
-    assert process_records.record_process(tmp_path, "agent", sleeper.pid) is None
+    sleeping_process.wait()
+    assert process_records.record_process(tmp_path, "agent", sleeping_process.pid) is None
 
 
-async def test_reused_pid_is_never_signalled(tmp_path: Path, sleeper: Sleeper) -> None:
-    record = process_records.record_process(tmp_path, "agent", sleeper.pid)
+async def test_reused_pid_is_never_signalled(tmp_path: Path, sleeping_process: Sleeper) -> None:
+    record = process_records.record_process(tmp_path, "agent", sleeping_process.pid)
     assert record is not None
     path = tmp_path / "run" / "agent.json"
     body = json.loads(path.read_text())
@@ -53,7 +53,7 @@ async def test_reused_pid_is_never_signalled(tmp_path: Path, sleeper: Sleeper) -
         name="agent", identity=process_records.ProcessIdentity(record.pid, record.identity.start_mark + "1")
     )
     await process_records.end_process(recycled, grace_s=0)
-    assert sleeper.poll() is None
+    assert sleeping_process.poll() is None
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"pid": "x"}', '{"pid": 1}'])
@@ -74,11 +74,11 @@ async def test_process_that_ignores_sigterm_is_killed_after_the_grace_period(tmp
         assert stubborn.wait(30) == -signal.SIGKILL
 
 
-async def test_process_that_ends_on_sigterm_is_not_killed(tmp_path: Path, sleeper: Sleeper) -> None:
-    record = process_records.record_process(tmp_path, "agent", sleeper.pid)
+async def test_process_that_ends_on_sigterm_is_not_killed(tmp_path: Path, sleeping_process: Sleeper) -> None:
+    record = process_records.record_process(tmp_path, "agent", sleeping_process.pid)
     assert record is not None
     await process_records.end_process(record, grace_s=10)
-    assert sleeper.wait(30) == -signal.SIGTERM
+    assert sleeping_process.wait(30) == -signal.SIGTERM
 
 
 def test_last_lines_skips_empty_lines(tmp_path: Path) -> None:
@@ -88,5 +88,5 @@ def test_last_lines_skips_empty_lines(tmp_path: Path) -> None:
     assert process_records.read_last_lines(tmp_path / "none.log") == []
 
 
-def test_own_process_is_alive() -> None:
+def test_running_process_has_an_identity() -> None:
     assert process_records.ProcessIdentity.of_pid(os.getpid()) is not None

@@ -90,7 +90,7 @@ async def test_missing_token_error_names_the_joined_cluster(
         await genie.init("127.0.0.1", unused_tcp_port)
 
 
-def test_own_addresses_are_reachable_from_other_machines() -> None:
+def test_own_addresses_exclude_loopback_and_link_local() -> None:
     assert all(is_own_address(address) for address in list_own_addresses())
     assert not any(address.startswith(("127.", "169.254.", "fe80")) for address in list_own_addresses())
 

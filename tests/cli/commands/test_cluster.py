@@ -45,7 +45,7 @@ JUNK_TOKEN = f"genie.join.abcd.{'s' * 43}.{'p' * 43}"
 
 
 @pytest.mark.parametrize("detach", [[], ["--detach"]])
-def test_public_address_without_tls_is_rejected(genie, state_dir, detach) -> None:
+def test_up_rejects_a_public_address_without_tls(genie, state_dir, detach) -> None:
     ran = genie("up", "--bind", "0.0.0.0", "--tls", "off", *detach)
     assert (ran.code, ran.out) == (2, "")
     assert "tls is off" in ran.err and "hint: " in ran.err
@@ -53,7 +53,7 @@ def test_public_address_without_tls_is_rejected(genie, state_dir, detach) -> Non
 
 
 @pytest.mark.parametrize("detach", [[], ["--detach"]])
-def test_port_in_use_is_named(genie, state_dir, detach) -> None:
+def test_up_error_names_the_port_in_use(genie, state_dir, detach) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         ran = genie("up", "--port", str(port), *detach)
@@ -72,7 +72,7 @@ def test_port_in_use_is_named(genie, state_dir, detach) -> None:
         (["--store", "etcd://"], "etcd"),
     ],
 )
-def test_invalid_option_is_named(genie, argv, named) -> None:
+def test_up_error_names_the_invalid_option(genie, argv, named) -> None:
     ran = genie("up", "--port", "0", *argv)
     assert ran.code in (1, 2)
     assert named in ran.err
@@ -90,7 +90,7 @@ def test_invalid_option_is_named(genie, argv, named) -> None:
         (["127.0.0.1:1"], 1, "token"),
     ],
 )
-def test_invalid_join_fails_immediately(genie, argv, code, named) -> None:
+def test_join_with_invalid_arguments_is_an_error(genie, argv, code, named) -> None:
     ran = genie("join", *argv)
     assert (ran.code, ran.out) == (code, "")
     assert named in ran.err
@@ -194,7 +194,7 @@ def test_up_on_all_interfaces_shows_join_commands(
 
 
 @pytest.mark.parametrize("leader", ["10.0.0.5:5555", ""])
-def test_standby_controller_is_reported(controller, leader, capfd) -> None:
+def test_up_reports_that_its_controller_is_a_standby(controller, leader, capfd) -> None:
     reply = msgspec.structs.replace(make_status_reply(), leading=False, leader=leader)
     controller.replies[GetStatus] = reply
     asyncio.run(_print_summary(load()))
@@ -203,7 +203,7 @@ def test_standby_controller_is_reported(controller, leader, capfd) -> None:
     assert "genie submit" not in message, "nothing can be done here"
 
 
-def test_standby_without_owner_token_is_reported(controller, state_dir, capfd) -> None:
+def test_up_without_owner_token_reports_a_standby(controller, state_dir, capfd) -> None:
     (state_dir / "owner.token").unlink()
     asyncio.run(_print_summary(load()))
     assert "standby" in capfd.readouterr().out
@@ -212,7 +212,7 @@ def test_standby_without_owner_token_is_reported(controller, state_dir, capfd) -
 # --- real processes ---------------------------------------------------------------------------
 
 
-class CommandRunner:
+class GenieProcessRunner:
     """Runs commands as processes, with one state directory."""
 
     def __init__(self, state_dir: Path) -> None:
@@ -231,11 +231,11 @@ class CommandRunner:
 
 
 @pytest.fixture
-def ask(genie: Callable[..., CommandOutcome]) -> Callable[..., CommandOutcome]:
+def run_in_process(genie: Callable[..., CommandOutcome]) -> Callable[..., CommandOutcome]:
     """Runs a command in this process, on the state directory of `commands`: for those that start nothing,
     and take a fraction of the time that a process takes to start."""
 
-    def run(commands: CommandRunner, *argv: str, **environ: str) -> CommandOutcome:
+    def run(commands: GenieProcessRunner, *argv: str, **environ: str) -> CommandOutcome:
         with pytest.MonkeyPatch.context() as patch:
             for name, value in (commands.settings | environ).items():
                 patch.setenv(name, value)
@@ -245,8 +245,8 @@ def ask(genie: Callable[..., CommandOutcome]) -> Callable[..., CommandOutcome]:
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CommandRunner]:
-    commands = CommandRunner(tmp_path_factory.mktemp("cli") / "state")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GenieProcessRunner]:
+    commands = GenieProcessRunner(tmp_path_factory.mktemp("cli") / "state")
     started = commands("up", "--detach", "--port", "0", "--label", "disk=ssd", "--label=zone=a", "--rack=r7")
     assert started.returncode == 0, started.stderr
     yield commands
@@ -258,21 +258,21 @@ def test_up_creates_a_private_state_directory(cluster) -> None:
     assert stat.S_IMODE((cluster.state_dir / "owner.token").stat().st_mode) == 0o600
 
 
-def test_second_up_reports_the_running_cluster(cluster, ask) -> None:
+def test_second_up_reports_the_running_cluster(cluster, run_in_process) -> None:
     for detach in ([], ["--detach"]):
-        ran = ask(cluster, "up", "--port", "0", *detach)
+        ran = run_in_process(cluster, "up", "--port", "0", *detach)
         assert ran.code == 1
         assert "already running" in ran.err and "genie down" in ran.err
 
 
-def test_cluster_has_a_node_with_an_accelerator(cluster, ask) -> None:
-    (view,) = json.loads(ask(cluster, "nodes", "--json").out)["nodes"]
+def test_up_starts_a_healthy_node_with_an_accelerator(cluster, run_in_process) -> None:
+    (view,) = json.loads(run_in_process(cluster, "nodes", "--json").out)["nodes"]
     assert view["info"]["status"] == "healthy"
     assert view["info"]["gpus"]
 
 
-def test_up_labels_its_node(cluster, ask) -> None:
-    (view,) = json.loads(ask(cluster, "nodes", "--json").out)["nodes"]
+def test_up_labels_its_node(cluster, run_in_process) -> None:
+    (view,) = json.loads(run_in_process(cluster, "nodes", "--json").out)["nodes"]
     assert (view["info"]["labels"], view["info"]["rack"]) == ({"disk": "ssd", "zone": "a"}, "r7")
 
 
@@ -284,15 +284,15 @@ def test_job_runs_in_its_directory_and_returns_its_exit_code(cluster, tmp_path) 
     assert "exit code 7" in ran.stderr
 
 
-def test_impossible_request_is_rejected_and_possible_one_is_queued(cluster, ask) -> None:
-    refused = ask(cluster, "submit", "--gpus", "64", "--", "true")
+def test_impossible_request_is_rejected_and_possible_one_is_queued(cluster, run_in_process) -> None:
+    refused = run_in_process(cluster, "submit", "--gpus", "64", "--", "true")
     assert (refused.code, refused.out) == (1, "")
     assert "can never run here" in refused.err
-    holder = ask(cluster, "submit", "--gpus", "1", "--", "sleep", "600").out.strip()
-    waiting = ask(cluster, "submit", "--gpus", "1", "--", "true")
+    holder = run_in_process(cluster, "submit", "--gpus", "1", "--", "sleep", "600").out.strip()
+    waiting = run_in_process(cluster, "submit", "--gpus", "1", "--", "true")
     assert waiting.code == 0
     assert "queued: " in waiting.err
-    assert ask(cluster, "cancel", holder, waiting.out.strip()).code == 0
+    assert run_in_process(cluster, "cancel", holder, waiting.out.strip()).code == 0
 
 
 def test_up_prints_the_next_commands(cluster) -> None:
@@ -300,66 +300,68 @@ def test_up_prints_the_next_commands(cluster) -> None:
     assert "listens on loopback only" in log and "--token TOKEN" not in log
 
 
-def test_connected_node_cannot_be_forgotten(cluster, ask) -> None:
-    (view,) = json.loads(ask(cluster, "nodes", "--json").out)["nodes"]
-    ran = ask(cluster, "forget", view["info"]["node_id"])
+def test_connected_node_cannot_be_forgotten(cluster, run_in_process) -> None:
+    (view,) = json.loads(run_in_process(cluster, "nodes", "--json").out)["nodes"]
+    ran = run_in_process(cluster, "forget", view["info"]["node_id"])
     assert (ran.code, ran.out) == (1, "")
     assert "is connected" in ran.err
-    unknown = ask(cluster, "token", "revoke", "4f7a2c9d01be")
+    unknown = run_in_process(cluster, "token", "revoke", "4f7a2c9d01be")
     assert (unknown.code, unknown.out) == (1, "")
 
 
-def test_revoked_token_is_rejected(cluster, ask) -> None:
-    token = ask(cluster, "token", "create", "--name", "guest").out.strip()
-    assert ask(cluster, "status", GENIE_TOKEN=token).code == 0
-    listed = ask(cluster, "token", "list", GENIE_TOKEN=token)
+def test_revoked_token_is_rejected(cluster, run_in_process) -> None:
+    token = run_in_process(cluster, "token", "create", "--name", "guest").out.strip()
+    assert run_in_process(cluster, "status", GENIE_TOKEN=token).code == 0
+    listed = run_in_process(cluster, "token", "list", GENIE_TOKEN=token)
     assert listed.code == 1
     assert "user tokens cannot list tokens" in listed.err
-    assert ask(cluster, "token", "revoke", token.split(".")[2]).code == 0
-    ran = ask(cluster, "status", GENIE_TOKEN=token)
+    assert run_in_process(cluster, "token", "revoke", token.split(".")[2]).code == 0
+    ran = run_in_process(cluster, "status", GENIE_TOKEN=token)
     assert ran.code == 1
     assert "was revoked" in ran.err
 
 
-def test_machine_joins_once_with_a_token(cluster, ask, tmp_path) -> None:
-    other = CommandRunner(tmp_path / "other")
-    address = json.loads(ask(cluster, "status", "--json").out)["address"]
-    token = ask(cluster, "token", "create", "--join").out.strip()
+def test_join_token_admits_one_machine_only(cluster, run_in_process, tmp_path) -> None:
+    other = GenieProcessRunner(tmp_path / "other")
+    address = json.loads(run_in_process(cluster, "status", "--json").out)["address"]
+    token = run_in_process(cluster, "token", "create", "--join").out.strip()
     (tmp_path / "token").write_text(token)
     argv = ["join", address, "--node-id", "second", "--label", "disk=hdd", "--rack", "r8", "--detach"]
     try:
         joined = other(*argv, "--token-file", str(tmp_path / "token"))
         assert (joined.returncode, joined.stdout) == (0, f"joined {address} as second\n"), joined.stderr
-        views = json.loads(ask(cluster, "nodes", "--json").out)["nodes"]
+        views = json.loads(run_in_process(cluster, "nodes", "--json").out)["nodes"]
         (second,) = [view["info"] for view in views if view["info"]["node_id"] == "second"]
         assert (second["labels"], second["rack"]) == ({"disk": "hdd"}, "r8")
-        down = ask(other, "down")
+        down = run_in_process(other, "down")
         assert (down.code, down.out) == (0, "stopped\n")
         assert "stopping the agent of node second" in down.err and "cluster" not in down.err
         again = other(*argv)
         assert again.returncode == 0, "it has an identity of its own now: " + again.stderr
     finally:
-        ask(other, "down")
-    third = ask(CommandRunner(tmp_path / "third"), "join", address, "--node-id", "third", "--token", token)
+        run_in_process(other, "down")
+    third = run_in_process(
+        GenieProcessRunner(tmp_path / "third"), "join", address, "--node-id", "third", "--token", token
+    )
     assert third.code == 1
     assert "was used already" in third.err
 
 
-def test_duplicate_node_id_is_rejected(cluster, ask, tmp_path) -> None:
-    other = CommandRunner(tmp_path / "other")
-    address = json.loads(ask(cluster, "status", "--json").out)["address"]
-    token = ask(cluster, "token", "create", "--join").out.strip()
-    taken = json.loads(ask(cluster, "nodes", "--json").out)["nodes"][0]["info"]["node_id"]
+def test_duplicate_node_id_is_rejected(cluster, run_in_process, tmp_path) -> None:
+    other = GenieProcessRunner(tmp_path / "other")
+    address = json.loads(run_in_process(cluster, "status", "--json").out)["address"]
+    token = run_in_process(cluster, "token", "create", "--join").out.strip()
+    taken = json.loads(run_in_process(cluster, "nodes", "--json").out)["nodes"][0]["info"]["node_id"]
     try:
         ran = other("join", address, "--node-id", taken, "--token", token, "--detach")
     finally:
-        ask(other, "down")
+        run_in_process(other, "down")
     assert (ran.returncode, ran.stdout) == (2, "")
     assert f"node ID {taken!r} is already in use" in ran.stderr
 
 
-def test_ctrl_c_stops_a_foreground_cluster(ask, tmp_path) -> None:
-    commands = CommandRunner(tmp_path / "state")
+def test_ctrl_c_stops_a_foreground_cluster(run_in_process, tmp_path) -> None:
+    commands = GenieProcessRunner(tmp_path / "state")
     log = tmp_path / "log"
     with log.open("wb") as file:
         process = subprocess.Popen(
@@ -372,8 +374,8 @@ def test_ctrl_c_stops_a_foreground_cluster(ask, tmp_path) -> None:
         )
     try:
         wait_until(lambda: "press Ctrl-C" in log.read_text() or process.poll(), timeout_s=60)
-        job = ask(commands, "submit", "--", "sleep", "600").out.strip()
-        wait_until(lambda: "running" in ask(commands, "jobs").out)
+        job = run_in_process(commands, "submit", "--", "sleep", "600").out.strip()
+        wait_until(lambda: "running" in run_in_process(commands, "jobs").out)
         process.send_signal(signal.SIGINT)
         assert process.wait(30) == 0, log.read_text()
     finally:
@@ -401,28 +403,28 @@ def test_down_distinguishes_jobs_of_this_machine_from_others(controller, capfd) 
     assert lines[-1].startswith("3 jobs on other machines will continue without this controller")
 
 
-def test_down_lists_the_jobs_that_it_terminates(ask, tmp_path) -> None:
-    commands = CommandRunner(tmp_path / "state")
+def test_down_lists_the_jobs_that_it_terminates(run_in_process, tmp_path) -> None:
+    commands = GenieProcessRunner(tmp_path / "state")
     assert commands("up", "--detach", "--port", "0").returncode == 0
     try:
-        job = ask(commands, "submit", "--name", "train", "--", "sleep", "600").out.strip()
-        wait_until(lambda: "running" in ask(commands, "jobs").out)
+        job = run_in_process(commands, "submit", "--name", "train", "--", "sleep", "600").out.strip()
+        wait_until(lambda: "running" in run_in_process(commands, "jobs").out)
     finally:
-        ran = ask(commands, "down")
+        ran = run_in_process(commands, "down")
     assert (ran.code, ran.out) == (0, "stopped\n")
     assert f"job {job} (train) is running and will be terminated" in ran.err
     assert find_running_cluster(commands.state_dir) is None
 
 
-def test_controller_without_agent_has_no_nodes(ask, tmp_path) -> None:
-    commands = CommandRunner(tmp_path / "state")
+def test_controller_without_agent_has_no_nodes(run_in_process, tmp_path) -> None:
+    commands = GenieProcessRunner(tmp_path / "state")
     assert commands("up", "--detach", "--port", "0", "--no-agent").returncode == 0
     try:
-        assert json.loads(ask(commands, "nodes", "--json").out) == {"nodes": []}
-        ran = ask(commands, "submit", "--gpus", "1", "--", "true")
+        assert json.loads(run_in_process(commands, "nodes", "--json").out) == {"nodes": []}
+        ran = run_in_process(commands, "submit", "--gpus", "1", "--", "true")
         assert ran.code == 0 or "can never run here" in ran.err
     finally:
-        assert ask(commands, "down").code == 0
-    looked = ask(commands, "doctor", "--json", GENIE_CONTROLLER_PORT="0")
+        assert run_in_process(commands, "down").code == 0
+    looked = run_in_process(commands, "doctor", "--json", GENIE_CONTROLLER_PORT="0")
     found = {check["name"]: check["verdict"] for check in json.loads(looked.out)["checks"]}
     assert (looked.code, found["cluster"]) == (0, "absent"), "nothing is left of it"

@@ -8,7 +8,7 @@ import pytest
 
 from genie.cli.commands.config import format_environment_page
 from genie.config import list_settings
-from tests.house.sources import ROOT
+from tests.house.repository_files import ROOT
 
 
 def test_environment_page_is_up_to_date(genie) -> None:
@@ -26,7 +26,7 @@ def test_environment_page_lists_allowed_values() -> None:
 
 
 @pytest.mark.parametrize("item", list_settings(), ids=lambda item: item.key)
-def test_key_is_derived_from_variable_as_the_page_states(item) -> None:
+def test_environment_variable_is_named_after_its_key(item) -> None:
     section, _, name = item.key.partition(".")
     assert item.env.removeprefix("GENIE_").lower().removeprefix(f"{section}_") == name
 
@@ -119,7 +119,7 @@ def test_error_for_a_given_file_does_not_mention_the_environment(genie, tmp_path
     assert "GENIE_CONFIG" not in ran.err
 
 
-def test_limits_are_shown_in_full(genie, monkeypatch) -> None:
+def test_out_of_range_error_shows_the_exact_limits(genie, monkeypatch) -> None:
     monkeypatch.setenv("GENIE_WORKDIR_BYTES_MAX", "1")
     assert "from 1024 to 1099511627776" in genie("config", "check").err
     monkeypatch.delenv("GENIE_WORKDIR_BYTES_MAX")

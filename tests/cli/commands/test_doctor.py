@@ -26,11 +26,11 @@ from tests.needs import require_cgroup
 from tests.ports import free_port
 
 
-def index_by_name(found) -> dict[str, Check]:
+def index_checks_by_name(found) -> dict[str, Check]:
     return {check.name: check for check in found}
 
 
-def test_machine_without_a_cluster_passes(genie, monkeypatch) -> None:
+def test_doctor_passes_without_a_cluster(genie, monkeypatch) -> None:
     monkeypatch.setenv("GENIE_CONTROLLER_PORT", str(free_port()))
     ran = genie("doctor")
     assert ran.code == 0
@@ -67,7 +67,7 @@ def test_compiler_check_uses_the_selected_compiler(monkeypatch) -> None:
     )
 
 
-def test_missing_compiler_has_a_fix(monkeypatch, tmp_path) -> None:
+def test_missing_compiler_is_reported_with_a_fix(monkeypatch, tmp_path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
     found = checks._check_compiler()
@@ -122,7 +122,7 @@ def test_cluster_address_may_contain_the_port(monkeypatch) -> None:
     assert checks._cluster_address(load()) == ("127.0.0.1", 6001)
 
 
-def test_reachable_local_cluster_owns_its_port(genie, controller, monkeypatch) -> None:
+def test_port_of_the_local_cluster_is_reported_as_used_by_it(genie, controller, monkeypatch) -> None:
     monkeypatch.setenv("GENIE_CONTROLLER_PORT", str(controller.port))
     controller.replies[GetStatus] = make_status_reply()
     found = {check["name"]: check for check in json.loads(genie("doctor", "--json").out)["checks"]}
@@ -131,7 +131,7 @@ def test_reachable_local_cluster_owns_its_port(genie, controller, monkeypatch) -
     assert found[f"port {controller.port}"]["found"] == "in use by the local cluster"
 
 
-def test_cluster_of_the_last_login_does_not_own_the_local_port(monkeypatch, state_dir) -> None:
+def test_local_port_is_not_reported_as_used_by_the_cluster_of_the_last_login(monkeypatch, state_dir) -> None:
     async def replies(_settings: object) -> tuple[bool, str, str]:
         return True, "192.0.2.1 answers", ""
 
@@ -140,7 +140,7 @@ def test_cluster_of_the_last_login_does_not_own_the_local_port(monkeypatch, stat
     store_login(state_dir, "192.0.2.1", port, token)
     assert checks._cluster_address(load()) == ("192.0.2.1", port)
     monkeypatch.setattr(checks, "_query_cluster", replies)
-    found = index_by_name(checks.check_cluster(load({"controller.port": port})))
+    found = index_checks_by_name(checks.check_cluster(load({"controller.port": port})))
     assert (found["cluster"].found, found[f"port {port}"].found) == ("192.0.2.1 answers", "free")
 
 
@@ -158,7 +158,7 @@ def test_unreachable_configured_cluster_fails(genie, monkeypatch) -> None:
 def test_port_used_by_another_program_is_a_warning(monkeypatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        found = index_by_name(checks.check_cluster(load({"controller.port": port})))
+        found = index_checks_by_name(checks.check_cluster(load({"controller.port": port})))
     assert found[f"port {port}"].verdict is Verdict.WARNING
     assert "--port" in found[f"port {port}"].fix
 
@@ -168,7 +168,7 @@ def test_exception_in_a_check_is_a_warning_and_other_checks_run(monkeypatch) -> 
         raise ZeroDivisionError("oops")
 
     monkeypatch.setattr(checks, "check_accelerators", broken)
-    found = index_by_name(doctor.run_checks(load({"controller.port": free_port()})))
+    found = index_checks_by_name(doctor.run_checks(load({"controller.port": free_port()})))
     assert found["accelerators"].verdict is Verdict.WARNING
     assert "ZeroDivisionError" in found["accelerators"].found
     assert "clock" in found
@@ -186,7 +186,7 @@ def test_exception_in_a_check_is_a_warning_and_other_checks_run(monkeypatch) -> 
 )
 def test_torch_version_is_checked_without_importing_torch(monkeypatch, version, verdict) -> None:
     monkeypatch.setattr(checks, "_installed_version", lambda name: version if name == "torch" else "1.0")
-    assert index_by_name(checks.check_packages())["torch"].verdict is verdict
+    assert index_checks_by_name(checks.check_packages())["torch"].verdict is verdict
 
 
 @pytest.mark.parametrize(
@@ -196,13 +196,13 @@ def test_torch_version_is_checked_without_importing_torch(monkeypatch, version, 
 def test_etcd_version_that_can_lose_data_is_rejected(monkeypatch, line, verdict) -> None:
     monkeypatch.setattr(checks.shutil, "which", lambda name: f"/usr/bin/{name}")
     monkeypatch.setattr(checks, "_first_output_line", lambda argv: line)
-    assert index_by_name(checks.check_tools())["etcd"].verdict is verdict
+    assert index_checks_by_name(checks.check_tools())["etcd"].verdict is verdict
 
 
 def test_missing_tools_are_reported_with_their_purpose(monkeypatch) -> None:
     monkeypatch.setattr(checks.shutil, "which", lambda name: None)
     monkeypatch.setattr(checks.cgroups, "own_groups", list)
-    found = index_by_name(checks.check_tools())
+    found = index_checks_by_name(checks.check_tools())
     for library in ("device library", "scheduler library"):
         assert found.pop(library).verdict is Verdict.OK, "what is compiled needs no compiler"
     assert {check.verdict for check in found.values()} == {Verdict.ABSENT}
@@ -212,7 +212,7 @@ def test_missing_tools_are_reported_with_their_purpose(monkeypatch) -> None:
 def test_readable_state_directory_is_a_warning(state_dir) -> None:
     state_dir.mkdir(mode=0o755)
     state_dir.chmod(0o755)
-    check = index_by_name(checks.check_state_directory(load()))["state directory"]
+    check = index_checks_by_name(checks.check_state_directory(load()))["state directory"]
     assert check.verdict is Verdict.WARNING
     assert "chmod 700" in check.fix
     assert stat.S_IMODE(state_dir.stat().st_mode) == 0o755, "doctor changes nothing"
@@ -220,7 +220,10 @@ def test_readable_state_directory_is_a_warning(state_dir) -> None:
 
 def test_unwritable_state_directory_fails(monkeypatch) -> None:
     monkeypatch.setattr(checks.os, "access", lambda *_args: False)
-    assert index_by_name(checks.check_state_directory(load()))["state directory"].verdict is Verdict.FAILED
+    assert (
+        index_checks_by_name(checks.check_state_directory(load()))["state directory"].verdict
+        is Verdict.FAILED
+    )
 
 
 @pytest.mark.parametrize(
@@ -232,7 +235,7 @@ def test_low_disk_space_is_reported(monkeypatch, free, verdict) -> None:
 
     Usage.free = free
     monkeypatch.setattr(checks.shutil, "disk_usage", lambda _path: Usage)
-    assert index_by_name(checks.check_state_directory(load()))["disk space"].verdict is verdict
+    assert index_checks_by_name(checks.check_state_directory(load()))["disk space"].verdict is verdict
 
 
 def test_clock_before_the_installation_fails(monkeypatch) -> None:
@@ -244,7 +247,7 @@ def test_clock_before_the_installation_fails(monkeypatch) -> None:
 @pytest.mark.parametrize(
     ("age_days", "verdict"), [(0, Verdict.OK), (6.99, Verdict.WARNING), (8, Verdict.WARNING)]
 )
-def test_certificates_are_checked(state_dir, age_days, verdict) -> None:
+def test_expired_or_expiring_certificate_is_a_warning(state_dir, age_days, verdict) -> None:
     now = time.time()
     authority = CertificateAuthority.create(now=now)
     _, csr = new_key_and_csr()
@@ -252,22 +255,25 @@ def test_certificates_are_checked(state_dir, age_days, verdict) -> None:
     folder = state_dir / "agents" / "box"
     folder.mkdir(parents=True)
     (folder / "node.pem").write_text(pem)
-    assert index_by_name(checks.check_certificates(load()))["certificate box"].verdict is verdict
+    assert index_checks_by_name(checks.check_certificates(load()))["certificate box"].verdict is verdict
 
 
 def test_unreadable_certificate_fails(state_dir) -> None:
     (state_dir / "controller").mkdir(parents=True)
     (state_dir / "controller" / "ca.pem").write_text("junk")
-    assert index_by_name(checks.check_certificates(load()))["certificate ca.pem"].verdict is Verdict.FAILED
+    assert (
+        index_checks_by_name(checks.check_certificates(load()))["certificate ca.pem"].verdict
+        is Verdict.FAILED
+    )
 
 
 def test_missing_control_groups_are_reported_with_a_fix(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks.cgroups, "own_groups", list)
-    found = index_by_name(checks.check_tools())["control groups"]
+    found = index_checks_by_name(checks.check_tools())["control groups"]
     assert found.verdict is Verdict.ABSENT
     assert "Delegate=yes" in found.fix
 
 
-def test_control_groups_are_found() -> None:
+def test_control_group_check_names_the_parent_group() -> None:
     path = require_cgroup("genie-doctor-test", "v2")
-    assert index_by_name(checks.check_tools())["control groups"].found == f"below {Path(path).parent}"
+    assert index_checks_by_name(checks.check_tools())["control groups"].found == f"below {Path(path).parent}"

@@ -41,12 +41,12 @@ PLAIN_JOB_ARGUMENTS = {
 }
 
 
-def build_spec_with(**changes):
+def build_job_spec_with(**changes):
     return build_job_spec(**{**PLAIN_JOB_ARGUMENTS, **changes}, options=PlacementOptions(), now=0.0)
 
 
-def make_job_reply(job_after):
-    return JobReply(job=job_after)
+def make_job_reply(job):
+    return JobReply(job=job)
 
 
 def make_log_chunk(data: bytes) -> LogChunk:
@@ -57,7 +57,7 @@ def make_log_chunk(data: bytes) -> LogChunk:
 
 
 def test_options_become_a_job_spec() -> None:
-    spec = build_spec_with(name="n1", gpus="2", cpus="1.5", memory="1GiB", env=["A=1", "B=x=y", "C="])
+    spec = build_job_spec_with(name="n1", gpus="2", cpus="1.5", memory="1GiB", env=["A=1", "B=x=y", "C="])
     assert (spec.name, spec.command) == ("n1", ("python", "train.py"))
     assert (spec.resources.gpus, spec.resources.cpus, spec.resources.memory_bytes) == (2, 1.5, 1 << 30)
     assert spec.env == {"A": "1", "B": "x=y", "C": ""}
@@ -75,7 +75,7 @@ def test_options_become_a_job_spec() -> None:
     ],
 )
 def test_job_name_defaults_to_the_program(program, name) -> None:
-    assert build_spec_with(argv=[program]).name == name
+    assert build_job_spec_with(argv=[program]).name == name
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_job_name_defaults_to_the_program(program, name) -> None:
 )
 def test_invalid_option_is_named(changes, named) -> None:
     with pytest.raises(UsageError) as caught:
-        build_spec_with(**changes)
+        build_job_spec_with(**changes)
     assert named in caught.value.message
     assert caught.value.hint
     assert caught.value.exit_code == 2
@@ -224,7 +224,7 @@ def test_ctrl_c_cancels_the_job_and_waits_for_its_end(genie, controller) -> None
     assert sum(isinstance(request, CancelJob) for request in controller.requests) == 1
 
 
-def test_second_ctrl_c_exits(genie, controller) -> None:
+def test_second_ctrl_c_exits_without_waiting_for_the_job(genie, controller) -> None:
     pressed = False
 
     def read(request):
@@ -342,7 +342,7 @@ def test_following_a_pending_job_reports_that_it_waits_and_why(genie, controller
     assert genie("logs", "-f", "j1", *options).err == ""
 
 
-def test_jobs_show_the_exit_code_of_shells_for_a_signal(genie, controller) -> None:
+def test_jobs_shows_128_plus_signal_as_exit_code_of_a_killed_job(genie, controller) -> None:
     killed = make_placed_job(JobState.FAILED, exit_code=-9, reason="killed by signal 9")
     controller.replies[ListJobs] = JobsReply(jobs=(killed,), more=False)
     assert " 137 " in genie("jobs", "--all").out
@@ -353,26 +353,26 @@ def test_logs_prints_json(genie, controller) -> None:
     assert json.loads(genie("logs", "j1", "--json").out) == {"job": "j1", "log": "one\n\ufffd"}
 
 
-def make_run_logs_reply(logs: dict[int, bytes]):
+def make_read_log_handler(log_by_run: dict[int, bytes]):
     """Let the controller have these runs; the last one is running."""
 
     def read(request: ReadLog) -> LogChunk:
-        run = request.run or max(logs)
-        if run > max(logs):
+        run = request.run or max(log_by_run)
+        if run > max(log_by_run):
             return LogChunk(data=b"", start=0, next_offset=0, eof=True)
-        if not logs[run]:
+        if not log_by_run[run]:
             raise JobNotFoundError(f"node box has no log of run {run}")
-        data = logs[run][request.offset :][: request.bytes_max]
+        data = log_by_run[run][request.offset :][: request.bytes_max]
         end = request.offset + len(data)
         return LogChunk(
-            data=data, start=request.offset, next_offset=end, eof=not data, run=run, runs=tuple(logs)
+            data=data, start=request.offset, next_offset=end, eof=not data, run=run, runs=tuple(log_by_run)
         )
 
     return read
 
 
-def test_logs_of_one_run_and_of_all_runs(genie, controller) -> None:
-    controller.replies[ReadLog] = make_run_logs_reply({3: b"three\n", 4: b"four\n"})
+def test_logs_prints_the_last_one_or_all_runs(genie, controller) -> None:
+    controller.replies[ReadLog] = make_read_log_handler({3: b"three\n", 4: b"four\n"})
     assert genie("logs", "j1") == (0, "four\n", "")
     assert genie("logs", "j1", "--run", "3") == (0, "three\n", "")
     assert genie("logs", "j1", "--all-runs") == (0, "three\nfour\n", "run 3:\nrun 4:\n")
@@ -385,7 +385,7 @@ def test_logs_of_one_run_and_of_all_runs(genie, controller) -> None:
 
 
 def test_missing_log_of_a_run_does_not_hide_the_others(genie, controller) -> None:
-    controller.replies[ReadLog] = make_run_logs_reply({3: b"", 4: b"four\n"})
+    controller.replies[ReadLog] = make_read_log_handler({3: b"", 4: b"four\n"})
     ran = genie("logs", "j1", "--all-runs")
     assert (ran.code, ran.out) == (0, "four\n")
     assert "no log of run 3" in ran.err
@@ -399,16 +399,16 @@ def test_invalid_run_options_are_rejected(genie, argv) -> None:
 
 
 def test_follow_continues_with_the_next_run(genie, controller) -> None:
-    controller.replies[ReadLog] = make_run_logs_reply({1: b"one\n", 2: b"two\n"})
+    controller.replies[ReadLog] = make_read_log_handler({1: b"one\n", 2: b"two\n"})
     controller.replies[GetJob] = make_job_reply(make_placed_job(JobState.RUNNING))
-    first = make_run_logs_reply({1: b"one\n"})
+    first = make_read_log_handler({1: b"one\n"})
     read = controller.replies[ReadLog]
     controller.replies[ReadLog] = lambda request: (read if request.run else first)(request)
     assert genie("logs", "-f", "j1").out == "one\ntwo\n"
     assert genie("logs", "-f", "j1", "--run", "1").out == "one\n"
 
 
-def test_logs_of_an_unknown_job(genie, controller) -> None:
+def test_logs_of_an_unknown_job_is_an_error(genie, controller) -> None:
     controller.replies[ReadLog] = JobNotFoundError("no job 'j9'", hint="see 'genie jobs --all'")
     ran = genie("logs", "j9")
     assert (ran.code, ran.out) == (1, "")
@@ -430,6 +430,6 @@ def test_cancel_continues_after_a_failure(genie, controller) -> None:
     assert "no job 'j9'" in ran.err
 
 
-def test_server_errors_keep_their_exit_code(genie, controller) -> None:
+def test_controller_error_exits_with_1(genie, controller) -> None:
     controller.replies[CancelJob] = GenieError("internal error", hint="see the log")
     assert genie("cancel", "j1").code == 1

@@ -68,7 +68,7 @@ def test_token_may_come_from_standard_input(genie, remote_cluster, address, monk
     assert genie("status").code == 0
 
 
-def type_token(argv: list[str], text: str) -> tuple[int, str]:
+def run_and_type_token(argv: list[str], text: str) -> tuple[int, str]:
     """Run a command on a terminal, type a reply to its prompt, and return exit code and output."""
     parent, child = pty.openpty()
     process = subprocess.Popen(
@@ -97,14 +97,14 @@ def type_token(argv: list[str], text: str) -> tuple[int, str]:
 
 
 def test_token_prompt_does_not_echo(remote_cluster, address, state_dir) -> None:
-    code, shown = type_token(["login", address], str(OWNER_TOKEN))
+    code, shown = run_and_type_token(["login", address], str(OWNER_TOKEN))
     assert code == 0, shown
     assert f"Token for {address}" in shown and OWNER_TOKEN.secret not in shown
     assert [login.token for login in list_logins(state_dir)] == [OWNER_TOKEN]
 
 
 def test_empty_token_is_not_stored(address, state_dir) -> None:
-    code, shown = type_token(["login", address], " ")
+    code, shown = run_and_type_token(["login", address], " ")
     assert code == 1
     assert "no token entered" in shown
     assert list_logins(state_dir) == []
@@ -154,7 +154,7 @@ def test_rejected_stored_login_has_a_hint(genie, remote_cluster, address, token_
 @pytest.mark.parametrize(
     "argv", [["login"], ["logout"], ["login", "--address"], ["status", "--address"], ["join"], None]
 )
-def test_token_given_as_address_is_not_resolved(
+def test_token_given_as_address_is_not_sent_to_dns(
     genie, remote_cluster, token_file, argv, form, monkeypatch
 ) -> None:
     def look_up(*_: object, **__: object) -> None:
@@ -244,7 +244,7 @@ def test_login_list_hides_secrets(genie, remote_cluster, address, token_file) ->
         (["logout", "a:0"], "ADDRESS 'a:0': port 0 is not allowed"),
     ],
 )
-def test_usage_error_is_named(genie, argv, message) -> None:
+def test_usage_error_states_the_reason(genie, argv, message) -> None:
     ran = genie(*argv)
     assert ran.code == 2
     assert message in ran.err

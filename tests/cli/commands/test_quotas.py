@@ -16,7 +16,7 @@ def make_quota_view(tenant: str = "lab", held_gpus: float = 2.5, **fields: objec
 
 
 @pytest.mark.parametrize("argv", [("quota",), ("quota", "list")])
-def test_quota_without_subcommand_lists(genie, controller, argv) -> None:
+def test_quota_without_subcommand_lists_quotas(genie, controller, argv) -> None:
     controller.replies[ListQuotas] = QuotasReply(
         quotas=(
             make_quota_view(gpus=4.0, borrow_gpus=8.0, weight=2.0),
@@ -67,7 +67,7 @@ def test_quota_help_shows_the_subcommands(genie) -> None:
         (["--gpus", "all", "--weight", "0.5"], QuotaRecord(tenant="lab", weight=0.5)),
     ],
 )
-def test_quota_set(genie, controller, argv, quota) -> None:
+def test_quota_set_sends_the_given_limits(genie, controller, argv, quota) -> None:
     controller.replies[SetQuota] = Done()
     ran = genie("quota", "set", "lab", *argv)
     assert ran.code == 0, ran.err
@@ -94,7 +94,7 @@ def test_invalid_option_is_named(genie, controller, argv, named) -> None:
     assert named in ran.err
 
 
-def test_quota_remove(genie, controller) -> None:
+def test_quota_remove_sends_the_tenant(genie, controller) -> None:
     controller.replies[RemoveQuota] = Done()
     assert genie("quota", "remove", "lab") == (0, "lab: quota removed\n", "")
     assert controller.requests == [RemoveQuota(tenant="lab")]

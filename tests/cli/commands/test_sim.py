@@ -8,13 +8,13 @@ import sys
 import pytest
 
 from genie.controller.placement import policy
-from tests.house.sources import ROOT
+from tests.house.repository_files import ROOT
 
 SMALL_CLUSTER_OPTIONS = ("--nodes", "4x8", "--jobs", "40", "--seed", "1")
 
 
 @pytest.fixture
-def trace(genie, tmp_path):
+def trace_file(genie, tmp_path):
     path = tmp_path / "jobs.csv"
     ran = genie("sim", "generate", *SMALL_CLUSTER_OPTIONS, "--load", "2", str(path))
     assert (ran.code, ran.out, ran.err) == (0, "", f"wrote 40 jobs to {path}\n")
@@ -46,28 +46,28 @@ def test_json_has_all_metrics_and_depends_on_the_seed(genie) -> None:
     assert other != runs[0]
 
 
-def test_generated_jobs_can_be_simulated(genie, trace) -> None:
-    given = json.loads(genie("sim", "run", "--trace", str(trace), "--nodes", "4x8", "--json").out)
+def test_generated_jobs_can_be_simulated(genie, trace_file) -> None:
+    given = json.loads(genie("sim", "run", "--trace", str(trace_file), "--nodes", "4x8", "--json").out)
     made = json.loads(genie("sim", "run", *SMALL_CLUSTER_OPTIONS, "--load", "2", "--json").out)
     assert given["jobs"] == made["jobs"]
     assert given["wait_s"]["mean"] == pytest.approx(made["wait_s"]["mean"], abs=1)
 
 
-def test_generate_writes_to_standard_output(genie, trace, tmp_path, monkeypatch) -> None:
+def test_generate_writes_to_standard_output(genie, trace_file, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert genie("sim", "generate", *SMALL_CLUSTER_OPTIONS, "--load", "2", "-") == (
         0,
-        trace.read_text("utf-8"),
+        trace_file.read_text("utf-8"),
         "",
     )
-    assert [path.name for path in tmp_path.iterdir()] == [trace.name]
+    assert [path.name for path in tmp_path.iterdir()] == [trace_file.name]
 
 
 @pytest.mark.parametrize("order", ["fifo", "priority", "fair"])
 @pytest.mark.parametrize("placement", ["supply", "fgd", "bestfit"])
-def test_all_orders_and_placements_run(genie, trace, order, placement) -> None:
+def test_every_order_and_placement_can_be_simulated(genie, trace_file, order, placement) -> None:
     options = ("--order", order, "--placement", placement, "--no-backfill", "--no-preempt")
-    ran = genie("sim", "run", "--trace", str(trace), "--nodes", "4x8", *options, "--json")
+    ran = genie("sim", "run", "--trace", str(trace_file), "--nodes", "4x8", *options, "--json")
     assert (ran.code, json.loads(ran.out)["preemptions"]) == (0, 0)
 
 
@@ -185,7 +185,7 @@ JOBS_CSV = """submitted_s,duration_s,job_id,tenant,gpus
 
 
 @pytest.fixture
-def run_policy(genie, tmp_path, monkeypatch):
+def simulate_with_policy(genie, tmp_path, monkeypatch):
     """Simulate three jobs, each for the whole cluster, with a policy of this file."""
     (tmp_path / "sim_policies.py").write_text(POLICY_MODULE, "utf-8")
     (tmp_path / "leaves_policies.py").write_text("raise SystemExit(0)", "utf-8")
@@ -200,10 +200,10 @@ def run_policy(genie, tmp_path, monkeypatch):
     return run
 
 
-def test_custom_policy_is_used(run_policy) -> None:
+def test_custom_policy_is_used(simulate_with_policy) -> None:
     waits = {}
     for name in ("fifo", "sim_policies:LastFirst"):
-        ran = run_policy(name, "--json")
+        ran = simulate_with_policy(name, "--json")
         assert (ran.code, ran.err) == (0, "")
         document = json.loads(ran.out)
         assert (document["jobs"], document["policy_fault"]) == (3, "")
@@ -211,13 +211,13 @@ def test_custom_policy_is_used(run_policy) -> None:
     assert waits == {"fifo": (100, 300), "sim_policies:LastFirst": (300, 500)}
 
 
-def test_policy_budget_counts_cpu_time_only(run_policy) -> None:
-    ran = run_policy("sim_policies:HeldUp", "--json")
+def test_policy_budget_counts_cpu_time_only(simulate_with_policy) -> None:
+    ran = simulate_with_policy("sim_policies:HeldUp", "--json")
     assert (ran.code, ran.err) == (0, "")
 
 
-def test_jobs_rejected_by_a_policy_are_counted(run_policy) -> None:
-    ran = run_policy("sim_policies:Picky")
+def test_jobs_rejected_by_a_policy_are_counted(simulate_with_policy) -> None:
+    ran = simulate_with_policy("sim_policies:Picky")
     assert ran.code == 0
     assert "2, 1 never started: the policy rejected all nodes, 0 ended" in ran.out
 
@@ -230,12 +230,12 @@ def test_jobs_rejected_by_a_policy_are_counted(run_policy) -> None:
         ("Slow", "s; the limit is 1e-05 s"),
     ],
 )
-def test_failing_policy_is_disabled_and_reported(run_policy, monkeypatch, name, what) -> None:
+def test_failing_policy_is_disabled_and_reported(simulate_with_policy, monkeypatch, name, what) -> None:
     if name == "Hangs":
         monkeypatch.setattr(policy, "POLICY_CALL_TIMEOUT_S", 0.1)
     if name == "Slow":
         monkeypatch.setenv("GENIE_CONTROLLER_POLICY_BUDGET_S", "0.00001")
-    ran = run_policy(f"sim_policies:{name}", "--json")
+    ran = simulate_with_policy(f"sim_policies:{name}", "--json")
     document = json.loads(ran.out)
     assert (ran.code, document["jobs"]) == (1, 3)
     assert f"genie: {document['policy_fault']}\n" in ran.err and "hint: " in ran.err
@@ -253,8 +253,8 @@ def test_failing_policy_is_disabled_and_reported(run_policy, monkeypatch, name, 
         ("pathlib:PurePath", "has no method within"),
     ],
 )
-def test_unknown_policy_has_the_error_of_the_controller(run_policy, name, message) -> None:
-    ran = run_policy(name)
+def test_unknown_policy_has_the_error_of_the_controller(simulate_with_policy, name, message) -> None:
+    ran = simulate_with_policy(name)
     assert (ran.code, ran.out) == (2, "")
     assert ran.err.startswith("genie: --order: ") and message in ran.err
 
@@ -266,10 +266,10 @@ def test_example_policy_can_be_simulated(genie, monkeypatch) -> None:
     assert json.loads(ran.out)["left_waiting"] == 0
 
 
-def test_invalid_format_and_invalid_line_are_reported(genie, trace) -> None:
-    ran = genie("sim", "run", "--trace", str(trace), "--format", "slurm")
+def test_invalid_format_and_invalid_line_are_reported(genie, trace_file) -> None:
+    ran = genie("sim", "run", "--trace", str(trace_file), "--format", "slurm")
     assert (ran.code, "--format 'slurm' is invalid" in ran.err) == (2, True)
-    trace.write_text("submitted_s,duration_s\n0,never\n", "utf-8")
-    ran = genie("sim", "run", "--trace", str(trace))
+    trace_file.write_text("submitted_s,duration_s\n0,never\n", "utf-8")
+    ran = genie("sim", "run", "--trace", str(trace_file))
     assert ran.code == 2
-    assert f"{trace}:2: duration_s is 'never'; it must be a number of seconds" in ran.err
+    assert f"{trace_file}:2: duration_s is 'never'; it must be a number of seconds" in ran.err

@@ -15,7 +15,9 @@ from tests.grid.testbed import SshTestbed
 CTRL_C = b"\x03"
 
 
-def use_grid(testbed: SshTestbed, folder: Path, monkeypatch: pytest.MonkeyPatch, *, more: str = "") -> Path:
+def use_testbed_as_grid(
+    testbed: SshTestbed, folder: Path, monkeypatch: pytest.MonkeyPatch, *, more: str = ""
+) -> Path:
     """Make the commands of this test use the nodes of the testbed. Returns the grid file."""
     path = folder / "cluster_config.yaml"
     path.write_text(
@@ -26,7 +28,9 @@ def use_grid(testbed: SshTestbed, folder: Path, monkeypatch: pytest.MonkeyPatch,
     return path
 
 
-def run_on_terminal(server: ForkServer, argv: list[str], *, typed: bytes, after: bytes) -> tuple[int, str]:
+def run_grid_cli_on_terminal(
+    server: ForkServer, argv: list[str], *, typed: bytes, after: bytes
+) -> tuple[int, str]:
     """Run grid-cli on a new terminal and type once `after` is shown. Returns exit code and output."""
     ours, theirs = pty.openpty()
     # The first terminal that a session leader opens becomes its controlling terminal.

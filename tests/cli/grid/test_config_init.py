@@ -18,7 +18,7 @@ Cli = Callable[..., CommandOutcome]
 
 
 @pytest.fixture(autouse=True)
-def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _in_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
@@ -32,7 +32,7 @@ def test_init_writes_the_default_grid_file(genie: Cli) -> None:
     assert genie("grid", "config", "check").code == 0
 
 
-def test_check_accepts_a_file(genie: Cli) -> None:
+def test_check_reads_the_given_file(genie: Cli) -> None:
     Path("mine.yaml").write_text("nodes: [mine]\n")
     done = genie("grid", "config", "check", "mine.yaml")
     assert (done.code, done.out) == (0, "mine.yaml: valid, 1 node\n")
@@ -50,7 +50,7 @@ def test_existing_file_is_kept_without_force(genie: Cli) -> None:
     assert Path("mine.yaml").read_text() == sample_grid_file()
 
 
-def test_default_path_comes_from_the_settings(genie: Cli) -> None:
+def test_init_writes_to_the_path_of_the_config_option(genie: Cli) -> None:
     assert genie("grid", "config", "init", "--config", "deep/own.yaml").code == 0
     assert Path("deep/own.yaml").exists()
 

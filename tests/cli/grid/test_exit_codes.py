@@ -11,7 +11,7 @@ from genie.errors import NodeNotFoundError
 from genie.model.messages import ListNodes, NodesReply, RemoveNode
 from tests.cli.conftest import CommandOutcome
 from tests.cli.scripted_controller import ScriptedController
-from tests.cli.test_app import commands
+from tests.cli.test_app import list_command_paths
 from tests.grid.testbed import SshTestbed
 
 USAGE_EXIT_CODE, TRANSPORT_EXIT_CODE = 2, 255
@@ -59,7 +59,7 @@ EXPECTED_EXIT_CODES: list[tuple[str, int, int]] = [
 
 
 @pytest.fixture(scope="module")
-def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SshTestbed]:
+def partly_stopped_testbed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SshTestbed]:
     """gpu1 is reachable; gpu2 and gpu3 are not."""
     with SshTestbed(tmp_path_factory.mktemp("testbed") / "nodes", count=3) as testbed:
         testbed["gpu2"].stop()
@@ -68,8 +68,8 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SshTestbed]:
 
 
 @pytest.fixture
-def grid(
-    nodes: SshTestbed,
+def run_grid_command(
+    partly_stopped_testbed: SshTestbed,
     genie: Callable[..., CommandOutcome],
     controller: ScriptedController,
     tmp_path: Path,
@@ -77,7 +77,7 @@ def grid(
 ) -> Callable[[str, str], CommandOutcome]:
     """Run a grid command in an empty directory, with this grid file."""
     controller.replies = {ListNodes: NodesReply(nodes=()), RemoveNode: NodeNotFoundError("no such node")}
-    monkeypatch.setenv("GENIE_GRID_SSH_CONFIG", str(nodes.ssh_config))
+    monkeypatch.setenv("GENIE_GRID_SSH_CONFIG", str(partly_stopped_testbed.ssh_config))
     file = tmp_path / "grid.yaml"
     folder = tmp_path / "folder"
     folder.mkdir()
@@ -90,8 +90,8 @@ def grid(
     return run
 
 
-def test_table_has_every_command() -> None:
-    of_the_grid = {" ".join(path[1:]) for path in commands() if path[0] == "grid"}
+def test_expected_exit_codes_cover_every_grid_command() -> None:
+    of_the_grid = {" ".join(path[1:]) for path in list_command_paths() if path[0] == "grid"}
     assert {
         name
         for name in of_the_grid
@@ -103,25 +103,34 @@ def test_table_has_every_command() -> None:
 @pytest.mark.parametrize(
     ("line", "none", "some"), EXPECTED_EXIT_CODES, ids=[row[0] for row in EXPECTED_EXIT_CODES]
 )
-def test_exit_codes_with_unreachable_nodes(
-    nodes: SshTestbed, grid: Callable[[str, str], CommandOutcome], line: str, none: int, some: int
+def test_exit_code_depends_on_whether_some_or_all_nodes_are_unreachable(
+    partly_stopped_testbed: SshTestbed,
+    run_grid_command: Callable[[str, str], CommandOutcome],
+    line: str,
+    none: int,
+    some: int,
 ) -> None:
     more = "ssh: {connect_timeout: 20, max_retries: 0}\nhealth_check: {timeout: 20}\n"
-    ran = grid(line, nodes.grid_yaml(nodes=["gpu2", "gpu3"], more=more))
+    ran = run_grid_command(line, partly_stopped_testbed.grid_yaml(nodes=["gpu2", "gpu3"], more=more))
     assert ran.code == none, ran
-    ran = grid(line, nodes.grid_yaml(nodes=["gpu1", "gpu2"], more=more))
+    ran = run_grid_command(line, partly_stopped_testbed.grid_yaml(nodes=["gpu1", "gpu2"], more=more))
     assert ran.code == some, ran
 
 
 @pytest.mark.parametrize("line", ["sync .", "run true --all", "setup --package x", "cluster stop"])
 def test_highest_exit_code_wins_regardless_of_node_order(
-    nodes: SshTestbed, grid: Callable[[str, str], CommandOutcome], line: str
+    partly_stopped_testbed: SshTestbed,
+    run_grid_command: Callable[[str, str], CommandOutcome],
+    line: str,
 ) -> None:
     more = "remote_root: /proc/not-to-be-made\nssh: {connect_timeout: 20, max_retries: 0}\n"
-    refused = grid(line, nodes.grid_yaml(nodes=["gpu1"], more=more))
+    refused = run_grid_command(line, partly_stopped_testbed.grid_yaml(nodes=["gpu1"], more=more))
     assert (refused.code, "Traceback" in refused.err) == (0 if line == "cluster stop" else 1, False), refused
     for names in (["gpu1", "gpu2"], ["gpu2", "gpu1"]):
-        assert grid(line, nodes.grid_yaml(nodes=names, more=more)).code == TRANSPORT_EXIT_CODE
+        assert (
+            run_grid_command(line, partly_stopped_testbed.grid_yaml(nodes=names, more=more)).code
+            == TRANSPORT_EXIT_CODE
+        )
 
 
 @pytest.mark.parametrize(
@@ -132,16 +141,23 @@ def test_highest_exit_code_wins_regardless_of_node_order(
     ],
 )
 def test_missing_key_file_is_a_usage_error(
-    nodes: SshTestbed, grid: Callable[[str, str], CommandOutcome], line: str
+    partly_stopped_testbed: SshTestbed,
+    run_grid_command: Callable[[str, str], CommandOutcome],
+    line: str,
 ) -> None:
-    ran = grid(line, nodes.grid_yaml(nodes=["gpu1"], more="ssh: {key_file: /no/such/key, max_retries: 0}\n"))
+    ran = run_grid_command(
+        line,
+        partly_stopped_testbed.grid_yaml(
+            nodes=["gpu1"], more="ssh: {key_file: /no/such/key, max_retries: 0}\n"
+        ),
+    )
     assert ran.code == USAGE_EXIT_CODE, ran
 
 
 @pytest.mark.parametrize("line", [row[0] for row in EXPECTED_EXIT_CODES])
 def test_grid_file_without_nodes_is_a_usage_error(
-    grid: Callable[[str, str], CommandOutcome], line: str
+    run_grid_command: Callable[[str, str], CommandOutcome], line: str
 ) -> None:
-    ran = grid(line, "nodes: []\n")
+    ran = run_grid_command(line, "nodes: []\n")
     expected = 0 if line.startswith(("nodes add", "config init")) else USAGE_EXIT_CODE
     assert ran.code == expected, ran

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from genie.grid.metrics import GridMetrics
-from tests.cli.grid.loopback_grid import run_on_terminal, use_grid
+from tests.cli.grid.loopback_grid import run_grid_cli_on_terminal, use_testbed_as_grid
 from tests.forkserver import ForkServer
 from tests.grid.testbed import SshTestbed
 from tests.waiting import wait_until
@@ -25,7 +25,7 @@ def testbed(own_testbed: SshTestbed, tmp_path: Path, monkeypatch: pytest.MonkeyP
     own_testbed["gpu1"].gpus(2)
     # Scores depend only on GPUs: the load of this machine may change between two readings.
     more = "ssh: {connect_timeout: 20}\nhealth_check: {timeout: 20, cpu_weight: 0}\n"
-    use_grid(own_testbed, tmp_path, monkeypatch, more=more)
+    use_testbed_as_grid(own_testbed, tmp_path, monkeypatch, more=more)
     return own_testbed
 
 
@@ -82,7 +82,9 @@ def test_fresh_readings_are_not_reported_as_cached(
     testbed: SshTestbed, genie, state_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # nvidia-smi may take two thirds of the timeout: more than 1 s, from which on readings count as cached.
-    use_grid(testbed, tmp_path, monkeypatch, more="ssh: {connect_timeout: 20}\nhealth_check: {timeout: 3}\n")
+    use_testbed_as_grid(
+        testbed, tmp_path, monkeypatch, more="ssh: {connect_timeout: 20}\nhealth_check: {timeout: 3}\n"
+    )
     (testbed["gpu1"].folder / "smi-hangs").touch()
     assert CACHED_READINGS_NOTE not in genie("grid", "health", "--fresh").err
     kept = state_dir / "grid" / "health.json"
@@ -100,7 +102,9 @@ def test_unreachable_node_is_reported_and_others_are_used(testbed: SshTestbed, g
     assert "could not reach" in parse_table_rows(ran.out)["gpu1"][-1]
 
 
-def test_exit_codes_without_usable_or_reachable_nodes(testbed: SshTestbed, genie) -> None:
+def test_health_exits_with_1_without_usable_and_255_without_reachable_nodes(
+    testbed: SshTestbed, genie
+) -> None:
     testbed["gpu1"].restart(before="mount -t tmpfs -o size=1m tmpfs /root")  # full, or as good as
     testbed["gpu2"].stop()
     assert genie("grid", "health", "--json").code == 1
@@ -124,7 +128,9 @@ def test_top_without_a_terminal_prints_once(testbed: SshTestbed, genie) -> None:
 
 
 def test_top_on_a_terminal_runs_until_interrupted(testbed: SshTestbed, fork_server: ForkServer) -> None:
-    code, seen = run_on_terminal(fork_server, ["top", "--interval", "1s"], typed=b"\x03", after=b"HBM3")
+    code, seen = run_grid_cli_on_terminal(
+        fork_server, ["top", "--interval", "1s"], typed=b"\x03", after=b"HBM3"
+    )
     assert code == 0
     assert "\x1b[?1049h" in seen and seen.rstrip().endswith("\x1b[?1049l")
     assert "Ctrl-C to exit" in seen
@@ -134,7 +140,7 @@ def test_top_on_a_terminal_runs_until_interrupted(testbed: SshTestbed, fork_serv
 def test_interrupt_ends_top_with_unreachable_nodes(testbed: SshTestbed, fork_server: ForkServer) -> None:
     for node in testbed.nodes:
         node.stop()
-    code, seen = run_on_terminal(fork_server, ["top"], typed=b"\x03", after=b"gpu2")
+    code, seen = run_grid_cli_on_terminal(fork_server, ["top"], typed=b"\x03", after=b"gpu2")
     assert code == 0
     assert [row.split()[0] for row in re.findall(r"gpu\d +unreachable", seen)] == ["gpu1", "gpu2"]
 

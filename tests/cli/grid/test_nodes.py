@@ -11,19 +11,19 @@ import asyncssh
 import pytest
 
 from genie.cli.grid.nodes import user_at_host
-from tests.cli.grid.loopback_grid import run_on_terminal, use_grid
+from tests.cli.grid.loopback_grid import run_grid_cli_on_terminal, use_testbed_as_grid
 from tests.forkserver import ForkServer
 from tests.grid.testbed import SshTestbed
 
 
 @pytest.fixture
 def testbed(own_testbed: SshTestbed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SshTestbed:
-    use_grid(own_testbed, tmp_path, monkeypatch)
+    use_testbed_as_grid(own_testbed, tmp_path, monkeypatch)
     return own_testbed
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -40,17 +40,17 @@ def read_host_fingerprint(testbed: SshTestbed, name: str) -> str:
 # --- the file ---------------------------------------------------------------------------------
 
 
-def test_add_creates_the_file_and_prints_the_next_command(folder: Path, genie) -> None:
+def test_add_creates_the_file_and_prints_the_next_command(working_folder: Path, genie) -> None:
     ran = genie("grid", "nodes", "add", "gpu1", "bob@gpu2:2222")
     assert ran.code == 0
     assert "grid-cli nodes trust gpu1 gpu2" in ran.err
-    text = (folder / "config/cluster_config.yaml").read_text()
+    text = (working_folder / "config/cluster_config.yaml").read_text()
     assert text.endswith("nodes:\n  - gpu1\n  - bob@gpu2:2222\n")
     assert genie("grid", "config", "check").code == 0
 
 
-def test_add_keeps_comments_and_sets_weight_and_labels(folder: Path, genie) -> None:
-    file = folder / "f.yaml"
+def test_add_keeps_comments_and_sets_weight_and_labels(working_folder: Path, genie) -> None:
+    file = working_folder / "f.yaml"
     file.write_text("nodes:  # ours\n  - gpu1  # first\n")
     argv = ("nodes", "add", "gpu2", "--weight", "2", "--label", "zone=a", "--config", str(file), "--json")
     ran = genie("grid", *argv)
@@ -72,8 +72,10 @@ def test_add_keeps_comments_and_sets_weight_and_labels(folder: Path, genie) -> N
         (["gpu2", "--weight", "0"], "--weight"),
     ],
 )
-def test_failed_add_does_not_change_the_file(folder: Path, genie, argv: list[str], message: str) -> None:
-    file = folder / "config/cluster_config.yaml"
+def test_failed_add_does_not_change_the_file(
+    working_folder: Path, genie, argv: list[str], message: str
+) -> None:
+    file = working_folder / "config/cluster_config.yaml"
     file.parent.mkdir()
     file.write_text("nodes: [gpu1]\n")
     ran = genie("grid", "nodes", "add", *argv)
@@ -82,12 +84,12 @@ def test_failed_add_does_not_change_the_file(folder: Path, genie, argv: list[str
     assert file.read_text() == "nodes: [gpu1]\n"
 
 
-def test_several_nodes_are_added_atomically(folder: Path, genie) -> None:
+def test_several_nodes_are_added_atomically(working_folder: Path, genie) -> None:
     assert genie("grid", "nodes", "add", "gpu1", "a b").code == 2
-    assert not (folder / "config").exists()
+    assert not (working_folder / "config").exists()
 
 
-def test_remove_deletes_nodes(folder: Path, genie) -> None:
+def test_remove_deletes_nodes(working_folder: Path, genie) -> None:
     genie("grid", "nodes", "add", "gpu1", "gpu2", "gpu3")
     ran = genie("grid", "nodes", "remove", "gpu1", "gpu3")
     assert (ran.code, ran.out) == (0, "config/cluster_config.yaml: removed gpu1 gpu3\n")
@@ -114,7 +116,7 @@ def test_list_shows_hosts_resolved_by_openssh(testbed: SshTestbed, genie) -> Non
     assert genie("grid", "nodes", "list").out.splitlines()[1].split()[:2] == ["gpu1", node.address]
 
 
-def complete_words(words: str) -> list[str]:
+def complete_command_line(words: str) -> list[str]:
     from typer.testing import CliRunner
 
     from genie.cli.app import grid_app
@@ -124,23 +126,23 @@ def complete_words(words: str) -> list[str]:
     return CliRunner().invoke(grid_app, [], prog_name="grid-cli", env=environment).output.split()
 
 
-def test_names_are_completed_from_the_file(folder: Path, genie) -> None:
+def test_names_are_completed_from_the_file(working_folder: Path, genie) -> None:
     genie("grid", "nodes", "add", "gpu1", "gpu2", "box")
-    assert complete_words("grid-cli health gp") == ["gpu1", "gpu2"]
-    assert complete_words("grid-cli nodes remove b") == ["box"]
+    assert complete_command_line("grid-cli health gp") == ["gpu1", "gpu2"]
+    assert complete_command_line("grid-cli nodes remove b") == ["box"]
     for words in ("run --node", "ps --node", "sync --node", "setup --node", "cluster start --head", "demote"):
-        assert complete_words(f"grid-cli {words} b") == ["box"], words
+        assert complete_command_line(f"grid-cli {words} b") == ["box"], words
 
 
 @pytest.mark.parametrize("words", ["--config f.yaml nodes trust o", "nodes trust --config f.yaml o"])
-def test_names_are_completed_from_the_given_file(folder: Path, words: str, genie) -> None:
+def test_names_are_completed_from_the_given_file(working_folder: Path, words: str, genie) -> None:
     genie("--version")  # registers the commands
-    (folder / "f.yaml").write_text("nodes: [other]\n")
-    assert complete_words(f"grid-cli {words}") == ["other"]
+    (working_folder / "f.yaml").write_text("nodes: [other]\n")
+    assert complete_command_line(f"grid-cli {words}") == ["other"]
 
 
 @pytest.mark.parametrize("word", ["promote", "demote"])
-def test_promote_and_demote_accept_cluster_options(folder: Path, genie, word: str) -> None:
+def test_promote_and_demote_accept_cluster_options(working_folder: Path, genie, word: str) -> None:
     genie("grid", "nodes", "add", "gpu1")
     assert "give --address" in genie("grid", word, "gpu1").err
     ran = genie("grid", word, "gpu1", "--address", "127.0.0.1:1", "--token-file", "no/file")
@@ -159,16 +161,16 @@ def test_promote_and_demote_accept_cluster_options(folder: Path, genie, word: st
         ("token revoke", "{ID...}"),
     ],
 )
-def test_arguments_have_one_pair_of_brackets(genie, argv: str, usage: str) -> None:
+def test_usage_line_shows_arguments_in_one_pair_of_brackets(genie, argv: str, usage: str) -> None:
     out = genie(*argv.split(), "--help").out
     assert f" {argv} [OPTIONS] {usage} " in out.replace("\n", " \n")
 
 
-def test_unreadable_file_gives_no_completions(folder: Path, genie) -> None:
+def test_unreadable_file_gives_no_completions(working_folder: Path, genie) -> None:
     genie("--version")
-    (folder / "config").mkdir()
-    (folder / "config/cluster_config.yaml").write_text("nodes: {")
-    assert complete_words("grid-cli health g") == []
+    (working_folder / "config").mkdir()
+    (working_folder / "config/cluster_config.yaml").write_text("nodes: {")
+    assert complete_command_line("grid-cli health g") == []
 
 
 # --- trust ------------------------------------------------------------------------------------
@@ -202,7 +204,9 @@ def test_trust_prompts_on_a_terminal(
 ) -> None:
     testbed.write_known_hosts(without=["gpu1"])
     before = testbed.known_hosts.read_text()
-    ended, seen = run_on_terminal(fork_server, ["nodes", "trust", "gpu1"], typed=answer, after=b"[y/N]")
+    ended, seen = run_grid_cli_on_terminal(
+        fork_server, ["nodes", "trust", "gpu1"], typed=answer, after=b"[y/N]"
+    )
     assert ended == code
     assert read_host_fingerprint(testbed, "gpu1") in seen and state in seen
     assert (testbed.known_hosts.read_text() == before) is (code == 1)
@@ -214,13 +218,15 @@ def test_aborted_prompt_changes_nothing(
 ) -> None:
     testbed.write_known_hosts(without=["gpu1"])
     before = testbed.known_hosts.read_text()
-    ended, seen = run_on_terminal(fork_server, ["nodes", "trust", "gpu1"], typed=typed, after=b"[y/N]")
+    ended, seen = run_grid_cli_on_terminal(
+        fork_server, ["nodes", "trust", "gpu1"], typed=typed, after=b"[y/N]"
+    )
     aborted = "genie: aborted: the prompt was not answered" in seen
     assert (ended, aborted) == (code, code == 1), seen
     assert testbed.known_hosts.read_text() == before
 
 
-def test_fingerprint_is_compared(testbed: SshTestbed, genie) -> None:
+def test_trust_requires_a_matching_fingerprint(testbed: SshTestbed, genie) -> None:
     testbed.write_known_hosts(without=["gpu1"])
     before = testbed.known_hosts.read_text()
     ran = genie("grid", "nodes", "trust", "gpu1", "--fingerprint", read_host_fingerprint(testbed, "gpu2"))

@@ -12,8 +12,8 @@ import pytest
 from genie.cli.grid.ray import _last_line
 from tests.cli.conftest import CommandOutcome
 from tests.grid.quick_venv import QuickVenv
-from tests.grid.ray.test_faults import scripted
-from tests.grid.ray_testbed import install_ray
+from tests.grid.ray.test_faults import make_fake_ray_script
+from tests.grid.ray_testbed import install_ray_program
 from tests.grid.small_wheel import make_wheel
 from tests.grid.testbed import SshTestbed
 
@@ -132,8 +132,8 @@ def test_unreachable_nodes_exit_with_255(testbed: SshTestbed, genie: Callable[..
 
 
 def test_rejected_start_lists_the_versions(testbed: SshTestbed, genie: Callable[..., CommandOutcome]) -> None:
-    install_ray(testbed["gpu1"], scripted("exit 0"))
-    install_ray(testbed["gpu2"], scripted("exit 0", version="2.0.0"))
+    install_ray_program(testbed["gpu1"], make_fake_ray_script("exit 0"))
+    install_ray_program(testbed["gpu2"], make_fake_ray_script("exit 0", version="2.0.0"))
     ran = genie("grid", "cluster", "start")
     assert ran.code == 1
     assert "gpu1: Ray 2.60.0" in ran.err and "gpu2: Ray 2.0.0" in ran.err
@@ -142,7 +142,7 @@ def test_rejected_start_lists_the_versions(testbed: SshTestbed, genie: Callable[
 
 def test_head_option_selects_the_head(testbed: SshTestbed, genie: Callable[..., CommandOutcome]) -> None:
     for node in testbed.nodes:
-        install_ray(node, scripted("exit 1"))
+        install_ray_program(node, make_fake_ray_script("exit 1"))
     ran = genie("grid", "cluster", "start", "--head", "gpu2")
     assert (ran.code, "gpu2: starting the head" in ran.err) == (1, True), ran.err
 
@@ -228,7 +228,7 @@ def test_passwords_in_pip_output_are_hidden(
     assert "hunter2" not in ran.out + ran.err
 
 
-def test_control_characters_of_a_node_are_removed(
+def test_control_characters_in_node_output_are_removed(
     testbed: SshTestbed, genie: Callable[..., CommandOutcome]
 ) -> None:
     program = testbed["gpu2"].bin / "evil-python"

@@ -21,7 +21,7 @@ from genie.grid.runs.run import Run
 from genie.grid.runs.runner import _KILL_TIMEOUT_S, Runner
 from tests.cli.conftest import CommandOutcome
 from tests.forkserver import ForkedProcess, ForkServer
-from tests.grid import parts
+from tests.grid import fake_syncer
 from tests.grid.conftest import testbed
 from tests.grid.testbed import SshTestbed
 from tests.waiting import wait_until
@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parents[3]
 Cli = Callable[..., CommandOutcome]
 
 
-def use_testbed_grid(
+def use_three_nodes_as_grid(
     testbed: SshTestbed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, more: str = ""
 ) -> None:
     more = more or "ssh: {connect_timeout: 10, max_retries: 0}\nhealth_check: {timeout: 10}\n"
@@ -43,13 +43,13 @@ def use_testbed_grid(
 
 @pytest.fixture
 def cli(genie: Cli, testbed: SshTestbed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cli:
-    use_testbed_grid(testbed, tmp_path, monkeypatch)
+    use_three_nodes_as_grid(testbed, tmp_path, monkeypatch)
     return lambda *argv: genie("grid", *argv)
 
 
 @pytest.fixture
 def own_cli(genie: Cli, own_testbed: SshTestbed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cli:
-    use_testbed_grid(own_testbed, tmp_path, monkeypatch)
+    use_three_nodes_as_grid(own_testbed, tmp_path, monkeypatch)
     return lambda *argv: genie("grid", *argv)
 
 
@@ -73,7 +73,7 @@ def test_unquoted_command_has_a_hint(genie: Cli, argv: list[str]) -> None:
 
 
 @pytest.mark.parametrize("argv", [["ps", "gpu1"], ["ps", "--nodes"], ["sync", "a", "b"]])
-def test_hint_about_dashes_is_shown_only_for_arguments(genie: Cli, argv: list[str]) -> None:
+def test_commands_without_a_remote_command_have_no_hint_about_dashes(genie: Cli, argv: list[str]) -> None:
     done = genie("grid", *argv)
     assert done.code == 2
     assert done.err.splitlines()[1] == f"hint: 'genie grid {argv[0]} --help' lists the options"
@@ -140,7 +140,7 @@ def test_unreachable_node_is_not_chosen(own_testbed: SshTestbed, own_cli: Cli) -
     assert own_cli("run", "hostname").out == "gpu2\n"
 
 
-def test_output_is_unchanged(cli: Cli, tmp_path: Path, fork_server: ForkServer) -> None:
+def test_binary_output_is_unchanged(cli: Cli, tmp_path: Path, fork_server: ForkServer) -> None:
     (tmp_path / "in").write_bytes(bytes(range(256)) * 1000)
     argv = ["-m", "genie", "grid", "run", "cat", "--node", "gpu1", "--stdin", str(tmp_path / "in")]
     done = fork_server.run(argv, timeout=60, text=False)
@@ -184,7 +184,7 @@ def test_ps_of_a_rejecting_node_exits_with_1(own_testbed: SshTestbed, own_cli: C
 def test_nodes_with_a_failed_sync_run_nothing(
     cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    synced = parts.install_syncer(monkeypatch, failing=["gpu2"])
+    synced = fake_syncer.install_fake_syncer(monkeypatch, failing=["gpu2"])
     done = cli("run", "hostname", "--node", "gpu1", "--node", "gpu2", "--sync", str(tmp_path))
     assert synced == [(tmp_path, ["gpu1", "gpu2"])]
     assert (done.code, done.out) == (1, "gpu1: gpu1\n")
@@ -246,7 +246,7 @@ def test_unreachable_node_exits_with_255(own_testbed: SshTestbed, own_cli: Cli) 
     assert own_cli("run", "true", "--node", "gpu1").code == 255
 
 
-def test_runs_are_counted(cli: Cli, state_dir: Path) -> None:
+def test_metrics_count_runs_by_status(cli: Cli, state_dir: Path) -> None:
     cli("run", "true", "--node", "gpu1")
     cli("run", "exit 9", "--node", "gpu1")
     text = grid_metrics(state_dir).text()
@@ -254,7 +254,7 @@ def test_runs_are_counted(cli: Cli, state_dir: Path) -> None:
     assert 'grid_tasks_completed_total{status="failed"} 1.0' in text
 
 
-def test_run_is_counted_once(cli: Cli, state_dir: Path) -> None:
+def test_attach_does_not_count_a_run_again(cli: Cli, state_dir: Path) -> None:
     done = cli("run", "true", "--node", "gpu1", "--json")
     run_id = json.loads(done.out)["runs"][0]["run_id"]
     assert cli("attach", run_id).code == 0
@@ -344,7 +344,7 @@ def test_ps_reports_unreachable_nodes(own_testbed: SshTestbed, own_cli: Cli) -> 
 
 
 @pytest.fixture
-def grid_cli(fork_server: ForkServer) -> Callable[..., ForkedProcess]:
+def start_grid_cli(fork_server: ForkServer) -> Callable[..., ForkedProcess]:
     """Start a command and kill it at the end of the block."""
 
     def start(*argv: str) -> ForkedProcess:
@@ -355,19 +355,19 @@ def grid_cli(fork_server: ForkServer) -> Callable[..., ForkedProcess]:
     return start
 
 
-def first_line(process: ForkedProcess) -> bytes:
+def read_first_line(process: ForkedProcess) -> bytes:
     assert process.stdout is not None
     return process.stdout.readline()
 
 
 def test_first_interrupt_is_forwarded_and_second_kills(
-    own_testbed: SshTestbed, own_cli: Cli, grid_cli: Callable[..., ForkedProcess]
+    own_testbed: SshTestbed, own_cli: Cli, start_grid_cli: Callable[..., ForkedProcess]
 ) -> None:
     stubborn = "trap 'echo interrupted' INT; echo ready; while :; do sleep 0.1; done"
-    with grid_cli("run", stubborn, "--node", "gpu1") as process:
-        assert first_line(process) == b"ready\n"
+    with start_grid_cli("run", stubborn, "--node", "gpu1") as process:
+        assert read_first_line(process) == b"ready\n"
         process.send_signal(signal.SIGINT)
-        assert first_line(process) == b"interrupted\n"
+        assert read_first_line(process) == b"interrupted\n"
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=30)
         assert process.returncode == 128 + 9, err
@@ -411,29 +411,29 @@ def test_attach_reports_the_duration_of_the_run(own_testbed: SshTestbed, own_cli
 
 
 def test_run_survives_a_killed_client(
-    own_testbed: SshTestbed, own_cli: Cli, grid_cli: Callable[..., ForkedProcess]
+    own_testbed: SshTestbed, own_cli: Cli, start_grid_cli: Callable[..., ForkedProcess]
 ) -> None:
     command = "echo begun; while [ ! -e ~/go ]; do sleep 0.05; done; echo ended; exit 6"
-    with grid_cli("run", command, "--node", "gpu1") as process:
-        assert first_line(process) == b"begun\n"
+    with start_grid_cli("run", command, "--node", "gpu1") as process:
+        assert read_first_line(process) == b"begun\n"
         process.kill()
     (own_testbed["gpu1"].home / "go").touch()
     (one,) = json.loads(own_cli("ps", "--all", "--json").out)["runs"]
-    with grid_cli("attach", one["run_id"]) as later:
+    with start_grid_cli("attach", one["run_id"]) as later:
         out, err = later.communicate(timeout=30)
         assert (later.returncode, out) == (6, b"begun\nended\n"), err
 
 
 def test_second_interrupt_exits_if_the_node_is_unreachable(
-    own_testbed: SshTestbed, own_cli: Cli, grid_cli: Callable[..., ForkedProcess]
+    own_testbed: SshTestbed, own_cli: Cli, start_grid_cli: Callable[..., ForkedProcess]
 ) -> None:
-    with grid_cli("run", "echo ready; sleep 7204", "--node", "gpu1") as process:
-        assert first_line(process) == b"ready\n"
+    with start_grid_cli("run", "echo ready; sleep 7204", "--node", "gpu1") as process:
+        assert read_first_line(process) == b"ready\n"
         own_testbed["gpu1"].stop()
         assert process.stderr is not None
-        wait_for(process, b"has been unreachable for")
+        wait_for_stderr_line(process, b"has been unreachable for")
         process.send_signal(signal.SIGINT)
-        wait_for(process, b"could not be signalled")
+        wait_for_stderr_line(process, b"could not be signalled")
         process.send_signal(signal.SIGINT)
         assert process.wait(60) == 255
 
@@ -443,33 +443,35 @@ def test_third_interrupt_exits_at_once(
     own_cli: Cli,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    grid_cli: Callable[..., ForkedProcess],
+    start_grid_cli: Callable[..., ForkedProcess],
 ) -> None:
     run_id = own_cli("run", "echo ready; sleep 7205", "--node", "gpu1", "-d").out.strip()
-    use_testbed_grid(own_testbed, tmp_path, monkeypatch, more="ssh: {connect_timeout: 300, timeout: 300}\n")
-    with grid_cli("attach", run_id) as process:
-        assert first_line(process) == b"ready\n"
+    use_three_nodes_as_grid(
+        own_testbed, tmp_path, monkeypatch, more="ssh: {connect_timeout: 300, timeout: 300}\n"
+    )
+    with start_grid_cli("attach", run_id) as process:
+        assert read_first_line(process) == b"ready\n"
         with own_testbed["gpu1"].suspended():
             for word in (b"interrupting", b"killing", b""):
                 process.send_signal(signal.SIGINT)
                 if word:
-                    wait_for(process, word)
+                    wait_for_stderr_line(process, word)
             _, message = process.communicate(timeout=60)
     assert (process.returncode, b"may still be running" in message) == (130, True)
     assert b"could not be signalled" not in message
 
 
 def test_interrupt_during_a_start_names_the_run(
-    own_testbed: SshTestbed, own_cli: Cli, grid_cli: Callable[..., ForkedProcess]
+    own_testbed: SshTestbed, own_cli: Cli, start_grid_cli: Callable[..., ForkedProcess]
 ) -> None:
-    with own_testbed["gpu1"].suspended(), grid_cli("run", "true", "--node", "gpu1") as process:
+    with own_testbed["gpu1"].suspended(), start_grid_cli("run", "true", "--node", "gpu1") as process:
         wait_until(psutil.Process(process.pid).net_connections, timeout_s=30, what="an attempt to connect")
         process.send_signal(signal.SIGINT)
-        wait_for(process, b"grid-cli cancel r-")
+        wait_for_stderr_line(process, b"grid-cli cancel r-")
         assert process.wait(30) == 130
 
 
-def wait_for(process: subprocess.Popen[bytes], text: bytes) -> None:
+def wait_for_stderr_line(process: subprocess.Popen[bytes], text: bytes) -> None:
     assert process.stderr is not None
     lines = []
     while text not in (lines or [b""])[-1]:
@@ -478,10 +480,10 @@ def wait_for(process: subprocess.Popen[bytes], text: bytes) -> None:
 
 
 def test_closed_pipe_does_not_end_the_run(
-    own_testbed: SshTestbed, own_cli: Cli, grid_cli: Callable[..., ForkedProcess]
+    own_testbed: SshTestbed, own_cli: Cli, start_grid_cli: Callable[..., ForkedProcess]
 ) -> None:
-    with grid_cli("run", "while :; do echo line; sleep 0.02; done", "--node", "gpu1") as process:
-        assert first_line(process) == b"line\n"
+    with start_grid_cli("run", "while :; do echo line; sleep 0.02; done", "--node", "gpu1") as process:
+        assert read_first_line(process) == b"line\n"
         assert process.stdout is not None
         process.stdout.close()
         assert process.wait(30) == 1

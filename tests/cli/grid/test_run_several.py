@@ -26,7 +26,9 @@ GRID_FILE_LIMITS = "ssh: {connect_timeout: 600, max_retries: 0}\n"
 
 
 @pytest.fixture
-def silent_node(own_testbed: SshTestbed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def unresponsive_node(
+    own_testbed: SshTestbed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[None]:
     """gpu3 accepts TCP connections and never replies; gpu1 and gpu2 work."""
     with socket.create_server(("127.0.77.3", 0)) as server:
         port = server.getsockname()[1]
@@ -48,24 +50,24 @@ def project(tmp_path: Path) -> Path:
     return folder
 
 
-def grid_cli(*argv: str, stdout: int | IO[bytes] = subprocess.PIPE) -> subprocess.Popen[bytes]:
+def start_grid_cli(*argv: str, stdout: int | IO[bytes] = subprocess.PIPE) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "genie", "grid", *argv]
     return subprocess.Popen(command, cwd=ROOT, stdout=stdout, stderr=subprocess.PIPE)
 
 
-def read_lines(process: subprocess.Popen[bytes], count: int) -> list[bytes]:
+def read_sorted_lines(process: subprocess.Popen[bytes], count: int) -> list[bytes]:
     assert process.stdout is not None
     return sorted(process.stdout.readline() for _ in range(count))
 
 
 @pytest.mark.parametrize("synced", [False, True])
 def test_ctrl_c_with_an_unresponsive_node_interrupts_the_other_runs(
-    own_testbed: SshTestbed, silent_node: None, project: Path, synced: bool
+    own_testbed: SshTestbed, unresponsive_node: None, project: Path, synced: bool
 ) -> None:
     more = ["--sync", str(project)] if synced else []
-    with grid_cli("run", "--all", "echo ready; exec sleep 7401", *more) as process:
+    with start_grid_cli("run", "--all", "echo ready; exec sleep 7401", *more) as process:
         try:
-            assert read_lines(process, 2) == [b"gpu1: ready\n", b"gpu2: ready\n"]
+            assert read_sorted_lines(process, 2) == [b"gpu1: ready\n", b"gpu2: ready\n"]
             process.send_signal(signal.SIGINT)
             _, raw = process.communicate(timeout=60)
         finally:
@@ -85,11 +87,11 @@ def test_ctrl_c_with_an_unresponsive_node_interrupts_the_other_runs(
 
 
 def test_ctrl_c_during_a_detached_start_keeps_started_runs(
-    own_testbed: SshTestbed, silent_node: None
+    own_testbed: SshTestbed, unresponsive_node: None
 ) -> None:
-    with grid_cli("run", "--all", "exec sleep 7402", "-d") as process:
+    with start_grid_cli("run", "--all", "exec sleep 7402", "-d") as process:
         try:
-            ids = [line.decode().strip() for line in read_lines(process, 2)]
+            ids = [line.decode().strip() for line in read_sorted_lines(process, 2)]
             process.send_signal(signal.SIGINT)
             _, raw = process.communicate(timeout=60)
         finally:
@@ -120,7 +122,7 @@ sys.exit(grid_main(sys.argv[1:]))
 
 
 def test_ctrl_c_before_the_reply_to_a_start_reports_the_started_run(
-    own_testbed: SshTestbed, silent_node: None
+    own_testbed: SshTestbed, unresponsive_node: None
 ) -> None:
     argv = ["run", "--node", "gpu1", "--node", "gpu2", "exec sleep 7405"]
     with subprocess.Popen(
@@ -142,24 +144,26 @@ def test_ctrl_c_before_the_reply_to_a_start_reports_the_started_run(
         ), stderr
 
 
-def test_cancelled_detached_run_is_not_active(own_testbed: SshTestbed, silent_node: None) -> None:
-    with grid_cli("run", "--node", "gpu1", "exec sleep 7403", "-d") as process:
+def test_cancelled_detached_run_is_not_active(own_testbed: SshTestbed, unresponsive_node: None) -> None:
+    with start_grid_cli("run", "--node", "gpu1", "exec sleep 7403", "-d") as process:
         run_id = process.communicate(timeout=60)[0].decode().strip()
     kept = grid_metrics(Path(os.environ["GENIE_STATE_DIR"]))
     assert kept.figures().active_tasks == 1
-    with grid_cli("cancel", run_id, "--config", os.environ["GENIE_GRID_FILE"]) as process:
+    with start_grid_cli("cancel", run_id, "--config", os.environ["GENIE_GRID_FILE"]) as process:
         assert process.wait(60) == 0
     assert (kept.figures().active_tasks, kept.figures().completed["cancelled"]) == (0, 1)
 
 
 def test_node_with_a_full_disk_runs_nothing_and_delays_no_other(
-    own_testbed: SshTestbed, silent_node: None, project: Path
+    own_testbed: SshTestbed, unresponsive_node: None, project: Path
 ) -> None:
     (own_testbed["gpu2"].home / "grid_workspace").write_text("a file where the folder should be")
     command = "cat name; while [ ! -e ~/go ]; do sleep 0.02; done"
-    with grid_cli("run", "--node", "gpu2", "--node", "gpu1", command, "--sync", str(project)) as process:
+    with start_grid_cli(
+        "run", "--node", "gpu2", "--node", "gpu1", command, "--sync", str(project)
+    ) as process:
         try:
-            assert read_lines(process, 1) == [b"gpu1: the project\n"]
+            assert read_sorted_lines(process, 1) == [b"gpu1: the project\n"]
             (own_testbed["gpu1"].home / "go").touch()
             _, raw = process.communicate(timeout=60)
         finally:
@@ -168,8 +172,10 @@ def test_node_with_a_full_disk_runs_nothing_and_delays_no_other(
     assert b"gpu2: refused" in raw and b"gpu1: exit code 0 after" in raw
 
 
-def test_unreadable_directory_is_one_error_for_all_nodes(own_testbed: SshTestbed, silent_node: None) -> None:
-    with grid_cli("run", "--node", "gpu1", "--node", "gpu2", "true", "--sync", "/") as process:
+def test_unreadable_directory_is_one_error_for_all_nodes(
+    own_testbed: SshTestbed, unresponsive_node: None
+) -> None:
+    with start_grid_cli("run", "--node", "gpu1", "--node", "gpu2", "true", "--sync", "/") as process:
         _, raw = process.communicate(timeout=60)
     assert process.returncode == 2, raw
     assert raw.count(b"could not send /: it is the root of the file system") == 1
@@ -181,10 +187,10 @@ FULL_DEVICE = Path("/dev/full")  # every write fails with ENOSPC
 @pytest.mark.skipif(not FULL_DEVICE.exists(), reason="needs /dev/full (Linux)")
 @pytest.mark.parametrize("command", ["echo a line", "printf unfinished"])
 def test_unwritable_output_is_reported_per_node(
-    own_testbed: SshTestbed, silent_node: None, command: str
+    own_testbed: SshTestbed, unresponsive_node: None, command: str
 ) -> None:
     with FULL_DEVICE.open("wb") as full:
-        process = grid_cli("run", "--node", "gpu1", "--node", "gpu2", command, stdout=full)
+        process = start_grid_cli("run", "--node", "gpu1", "--node", "gpu2", command, stdout=full)
         _, raw = process.communicate(timeout=60)
     assert process.returncode == 1, raw
     for name in (b"gpu1", b"gpu2"):
@@ -193,10 +199,12 @@ def test_unwritable_output_is_reported_per_node(
 
 @pytest.mark.skipif(not FULL_DEVICE.exists(), reason="needs /dev/full (Linux)")
 def test_detached_runs_start_although_output_is_unwritable(
-    own_testbed: SshTestbed, silent_node: None
+    own_testbed: SshTestbed, unresponsive_node: None
 ) -> None:
     with FULL_DEVICE.open("wb") as full:
-        process = grid_cli("run", "--node", "gpu1", "--node", "gpu2", "exec sleep 7404", "-d", stdout=full)
+        process = start_grid_cli(
+            "run", "--node", "gpu1", "--node", "gpu2", "exec sleep 7404", "-d", stdout=full
+        )
         _, raw = process.communicate(timeout=60)
     assert process.returncode == 1, raw
     assert raw.count(b"could not write the output") == 2, raw

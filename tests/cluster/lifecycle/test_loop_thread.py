@@ -32,29 +32,29 @@ class MainCoroutine:
 
 
 @pytest.fixture
-def main() -> MainCoroutine:
+def main_coroutine() -> MainCoroutine:
     return MainCoroutine()
 
 
 @pytest.fixture
-def thread(main: MainCoroutine) -> Iterator[LoopThread]:
+def loop_thread(main_coroutine: MainCoroutine) -> Iterator[LoopThread]:
     made = LoopThread(name="test-loop")
-    made.start(main)
-    assert main.running.wait(20)
+    made.start(main_coroutine)
+    assert main_coroutine.running.wait(20)
     yield made
     made.cancel()
     assert made.join(timeout_s=20)
     assert made.finished.done()
 
 
-def test_submitted_work_runs_on_the_loop(thread: LoopThread) -> None:
+def test_submitted_work_runs_on_the_loop(loop_thread: LoopThread) -> None:
     async def name() -> str:
         return threading.current_thread().name
 
-    assert thread.submit(name).result(20) == "test-loop"
+    assert loop_thread.submit(name).result(20) == "test-loop"
 
 
-def test_error_of_submitted_work_is_set_on_its_future(thread: LoopThread) -> None:
+def test_error_of_submitted_work_is_set_on_its_future(loop_thread: LoopThread) -> None:
     async def fail() -> None:
         raise ZeroDivisionError
 
@@ -62,11 +62,11 @@ def test_error_of_submitted_work_is_set_on_its_future(thread: LoopThread) -> Non
         return 1
 
     with pytest.raises(ZeroDivisionError):
-        thread.submit(fail).result(20)
-    assert thread.submit(work).result(20) == 1
+        loop_thread.submit(fail).result(20)
+    assert loop_thread.submit(work).result(20) == 1
 
 
-def test_running_work_is_cancelled_at_the_end(thread: LoopThread, main: MainCoroutine) -> None:
+def test_running_work_is_cancelled_at_the_end(loop_thread: LoopThread, main_coroutine: MainCoroutine) -> None:
     begun = threading.Event()
 
     async def work() -> None:
@@ -74,30 +74,30 @@ def test_running_work_is_cancelled_at_the_end(thread: LoopThread, main: MainCoro
         try:
             await asyncio.get_running_loop().create_future()
         finally:
-            main.ended.append("work")
+            main_coroutine.ended.append("work")
 
-    future = thread.submit(work)
+    future = loop_thread.submit(work)
     assert begun.wait(20)
-    thread.call_soon(main.stop.set)
+    loop_thread.call_soon(main_coroutine.stop.set)
     with pytest.raises(NotInitializedError, match="ended"):
         future.result(20)
-    thread.finished.result(20)
-    assert main.ended == ["main", "work"]
+    loop_thread.finished.result(20)
+    assert main_coroutine.ended == ["main", "work"]
 
 
-def test_work_submitted_after_the_end_is_rejected(thread: LoopThread) -> None:
-    thread.cancel()
-    thread.finished.result(20)
+def test_work_submitted_after_the_end_is_rejected(loop_thread: LoopThread) -> None:
+    loop_thread.cancel()
+    loop_thread.finished.result(20)
 
     async def work() -> None:
         raise AssertionError("it must not run")
 
     with pytest.raises(NotInitializedError):
-        thread.submit(work).result(0)
-    thread.call_soon(lambda: pytest.fail("it must not run"))
+        loop_thread.submit(work).result(0)
+    loop_thread.call_soon(lambda: pytest.fail("it must not run"))
 
 
-def test_all_futures_complete_when_the_loop_ends(thread: LoopThread) -> None:
+def test_all_futures_complete_when_the_loop_ends(loop_thread: LoopThread) -> None:
     answers: list[str] = []
 
     async def work() -> str:
@@ -106,27 +106,27 @@ def test_all_futures_complete_when_the_loop_ends(thread: LoopThread) -> None:
     def hand_in() -> None:
         for _ in range(50):
             try:
-                answers.append(thread.submit(work).result(20))
+                answers.append(loop_thread.submit(work).result(20))
             except NotInitializedError:
                 answers.append("ended")
 
     users = [threading.Thread(target=hand_in) for _ in range(8)]
     for user in users:
         user.start()
-    thread.cancel()
+    loop_thread.cancel()
     for user in users:
         user.join(60)
     assert len(answers) == 400
     assert set(answers) <= {"done", "ended"}
 
 
-def test_threads_of_blocking_calls_end_with_the_loop(thread: LoopThread) -> None:
+def test_threads_of_blocking_calls_end_with_the_loop(loop_thread: LoopThread) -> None:
     async def block() -> str:
         return await asyncio.to_thread(lambda: threading.current_thread().name)
 
-    name = thread.submit(block).result(20)
-    thread.cancel()
-    thread.finished.result(20)
+    name = loop_thread.submit(block).result(20)
+    loop_thread.cancel()
+    loop_thread.finished.result(20)
     assert name not in [other.name for other in threading.enumerate()]
 
 

@@ -8,7 +8,7 @@ from genie.model.node import NodeStatus
 from tests.cluster.small_controller import make_node
 
 
-def test_new_node_has_joined() -> None:
+def test_new_node_is_reported_as_joined() -> None:
     table = PeerTable(timeout_s=10)
     (change,) = table.update([make_node("a")], now_s=0)
     assert (change.type, change.node_id) == (EventType.NODE_JOINED, "a")
@@ -16,14 +16,14 @@ def test_new_node_has_joined() -> None:
     assert table.update([make_node("a")], now_s=1) == []
 
 
-def test_disconnected_new_node_has_not_joined() -> None:
+def test_disconnected_new_node_is_not_reported_as_joined() -> None:
     table = PeerTable(timeout_s=10)
     assert table.update([make_node("a", status=NodeStatus.DISCONNECTED)], now_s=0) == []
     (back,) = table.update([make_node("a", last_heartbeat=2.0)], now_s=1)
     assert back.type is EventType.NODE_RECOVERED
 
 
-def test_node_that_is_no_longer_listed_is_lost() -> None:
+def test_node_that_is_no_longer_listed_is_reported_as_lost() -> None:
     table = PeerTable(timeout_s=10)
     table.update([make_node("a"), make_node("b")], now_s=0)
     (change,) = table.update([make_node("b")], now_s=1)

@@ -31,7 +31,7 @@ from genie.model.tenant import TokenKind
 from genie.runtime import tls
 from genie.runtime.controller_connection import BACKOFF_S_MAX
 from tests.controller.running_controller import Client, running_controller
-from tests.fakes.agent import FakeAgent, node_info
+from tests.fakes.agent import FakeAgent, make_node_info
 from tests.fakes.clock import FakeClock
 from tests.waiting import until
 
@@ -128,7 +128,7 @@ async def test_client_without_heartbeats_loses_its_devices_after_a_minute(tmp_pa
         for _ in range(10):
             await clock.advance(7.0)
             await agent.beat()
-            await client.ask(SessionHeartbeat(node=node_info("laptop")))
+            await client.ask(SessionHeartbeat(node=make_node_info("laptop")))
         assert not (await client.job(opened.job.job_id)).stop
         assert (await client.status()).clients == 1
 
@@ -153,7 +153,7 @@ def test_lease_is_three_intervals_within_bounds(interval_s: float, allowed_s: fl
 async def test_client_with_an_interval_of_a_minute_keeps_its_device(tmp_path: Path) -> None:
     clock = FakeClock()
     async with running_controller(tmp_path, clock=clock) as one, one.client() as client, one.agent() as agent:
-        beat = SessionHeartbeat(node=node_info("laptop"), interval_s=60.0)
+        beat = SessionHeartbeat(node=make_node_info("laptop"), interval_s=60.0)
         await client.ask(beat)
         opened = await _open(client)
         await agent.start_next()
@@ -178,7 +178,7 @@ async def test_client_with_an_interval_of_a_minute_keeps_its_device(tmp_path: Pa
 async def test_invalid_interval_is_rejected(tmp_path: Path, interval_s: float) -> None:
     async with running_controller(tmp_path) as one, one.client() as client:
         with pytest.raises(GenieError, match="interval_s"):
-            await client.ask(SessionHeartbeat(node=node_info("laptop"), interval_s=interval_s))
+            await client.ask(SessionHeartbeat(node=make_node_info("laptop"), interval_s=interval_s))
 
 
 async def test_devices_survive_a_controller_restart_if_their_client_reconnects(
@@ -187,7 +187,7 @@ async def test_devices_survive_a_controller_restart_if_their_client_reconnects(
     clock = FakeClock()
     async with running_controller(tmp_path, clock=clock) as one:
         access = await one.join("n1")
-        agent = FakeAgent(node_info("n1", gpus=2))
+        agent = FakeAgent(make_node_info("n1", gpus=2))
         async with one.client() as client, agent.connected(one.network, access):
             await agent.register()
             await agent.beat()
@@ -208,7 +208,7 @@ async def test_devices_survive_a_controller_restart_if_their_client_reconnects(
             async def cancelled() -> bool:
                 await clock.advance(7.0)
                 await agent.beat()
-                await client.ask(SessionHeartbeat(node=node_info("laptop")))
+                await client.ask(SessionHeartbeat(node=make_node_info("laptop")))
                 return bool((await client.job(left.job.job_id)).stop)
 
             await until(cancelled)
@@ -264,12 +264,12 @@ async def test_session_of_a_killed_client_is_cancelled_after_the_grace_period(
         one.agent(gpus=1) as agent,
     ):
         async with one.client() as client:
-            await client.ask(SessionHeartbeat(node=node_info("laptop"), interval_s=60.0))
+            await client.ask(SessionHeartbeat(node=make_node_info("laptop"), interval_s=60.0))
             job = (await _open(client)).job
             launch = await agent.start_next()
             await _ready(agent, launch)
             async with one.client() as other:  # the client reconnects
-                await other.ask(SessionHeartbeat(node=node_info("laptop"), interval_s=60.0))
+                await other.ask(SessionHeartbeat(node=make_node_info("laptop"), interval_s=60.0))
         # Both connections are closed without the end of the session, as when its process is killed.
 
         async def is_stopped() -> bool:
@@ -295,7 +295,7 @@ async def test_session_of_a_client_that_reconnects_continues(tmp_path: Path) -> 
     clock = FakeClock()
     async with running_controller(tmp_path, clock=clock) as one, one.agent(gpus=1) as agent:
         async with one.client() as client:
-            await client.ask(SessionHeartbeat(node=node_info("laptop"), interval_s=60.0))
+            await client.ask(SessionHeartbeat(node=make_node_info("laptop"), interval_s=60.0))
             job = (await _open(client)).job
             launch = await agent.start_next()
             await _ready(agent, launch)
@@ -303,7 +303,7 @@ async def test_session_of_a_client_that_reconnects_continues(tmp_path: Path) -> 
             await clock.advance(1.0)
             await agent.beat()
         async with one.client() as client:
-            await client.ask(SessionHeartbeat(node=node_info("laptop"), interval_s=60.0))
+            await client.ask(SessionHeartbeat(node=make_node_info("laptop"), interval_s=60.0))
             for _ in range(2 * int(one.config.session_grace_s)):
                 await clock.advance(1.0)
                 await agent.beat()
@@ -344,7 +344,7 @@ async def test_many_expired_sessions_are_cancelled_together(
     clock = FakeClock()
     async with running_controller(tmp_path, clock=clock) as one, one.client() as owner, one.agent(gpus=1):
         async with one.client() as client:
-            await client.ask(SessionHeartbeat(node=node_info("laptop"), interval_s=60.0))
+            await client.ask(SessionHeartbeat(node=make_node_info("laptop"), interval_s=60.0))
             opened = [await _open(client, request_id=f"d{index}") for index in range(40)]
         assert one.controller is not None
         store, batches = one.controller._store, list[int]()

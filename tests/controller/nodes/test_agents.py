@@ -14,7 +14,7 @@ from genie.model.job import JobSpec, JobState, PlacementConstraints, Resources
 from genie.model.messages import CancelJob, Heartbeat, Launch, ListNodes, RunningJob
 from genie.model.node import GPUInfo, NodeStatus
 from tests.controller.running_controller import Client, RunningController, launched_while, running_controller
-from tests.fakes.agent import FakeAgent, node_info
+from tests.fakes.agent import FakeAgent, make_node_info
 from tests.fakes.clock import FakeClock
 from tests.waiting import until
 
@@ -35,7 +35,7 @@ async def test_registered_node_is_listed_with_its_hardware(tmp_path: Path) -> No
 async def test_node_may_send_requests_only_for_itself(tmp_path: Path) -> None:
     async with running_controller(tmp_path) as one:
         access = await one.join("n1")
-        async with FakeAgent(node_info("other")).connected(one.network, access) as agent:
+        async with FakeAgent(make_node_info("other")).connected(one.network, access) as agent:
             with pytest.raises(PermissionError_):
                 await agent.register()
 
@@ -43,7 +43,7 @@ async def test_node_may_send_requests_only_for_itself(tmp_path: Path) -> None:
 async def test_node_description_is_validated(tmp_path: Path) -> None:
     async with running_controller(tmp_path) as one:
         access = await one.join("n1")
-        info = node_info("n1", gpus=2)
+        info = make_node_info("n1", gpus=2)
         twice = (info.gpus[0], info.gpus[0])
         wrong = [
             msgspec.structs.replace(info, cpus=float("nan")),
@@ -101,7 +101,7 @@ def bad_gpus(gpu: GPUInfo) -> list[GPUInfo]:
 async def test_node_is_listed_with_its_labels_rack_and_gpus(tmp_path: Path) -> None:
     async with running_controller(tmp_path) as one, one.client() as owner:
         access = await one.join("n1")
-        info = node_info("n1", gpus=1)
+        info = make_node_info("n1", gpus=1)
         gpu = msgspec.structs.replace(
             info.gpus[0], capability=(9, 0), island=3, numa=1, memory_outside_bytes=1 << 20
         )
@@ -116,7 +116,7 @@ async def test_node_is_listed_with_its_labels_rack_and_gpus(tmp_path: Path) -> N
 async def test_new_incarnation_ends_the_jobs_of_the_previous_one(tmp_path: Path) -> None:
     async with running_controller(tmp_path) as one, one.client() as owner:
         access = await one.join("n1")
-        async with FakeAgent(node_info("n1", gpus=3)).connected(one.network, access) as agent:
+        async with FakeAgent(make_node_info("n1", gpus=3)).connected(one.network, access) as agent:
             await agent.register()
             await agent.beat()
             reported, unreported, unstarted = [await owner.submit(gpus=1) for _ in range(3)]
@@ -139,7 +139,7 @@ async def test_new_incarnation_ends_the_jobs_of_the_previous_one(tmp_path: Path)
 async def test_older_incarnation_is_rejected_and_a_newer_one_replaces_it(tmp_path: Path) -> None:
     async with running_controller(tmp_path) as one:
         access = await one.join("n1")
-        old = FakeAgent(node_info("n1"))
+        old = FakeAgent(make_node_info("n1"))
         new = old.restarted()
         async with old.connected(one.network, access), new.connected(one.network, access):
             await old.register()
@@ -148,7 +148,7 @@ async def test_older_incarnation_is_rejected_and_a_newer_one_replaces_it(tmp_pat
             await new.beat()
             assert old.peer is not None
             await until(lambda: old.peer.is_closed, what="the older connection is closed")
-            late = FakeAgent(node_info("n1"))
+            late = FakeAgent(make_node_info("n1"))
             async with late.connected(one.network, access):
                 with pytest.raises(FencedError, match="incarnation 1 of node n1 was replaced by 2"):
                     await late.register()
@@ -158,7 +158,7 @@ async def test_older_incarnation_is_rejected_and_a_newer_one_replaces_it(tmp_pat
 async def test_heartbeat_needs_a_registration_on_its_connection(tmp_path: Path) -> None:
     async with running_controller(tmp_path) as one:
         access = await one.join("n1")
-        async with FakeAgent(node_info("n1")).connected(one.network, access) as agent:
+        async with FakeAgent(make_node_info("n1")).connected(one.network, access) as agent:
             with pytest.raises(FencedError, match="not registered on this connection"):
                 await agent.beat()
 
@@ -298,7 +298,7 @@ async def test_job_that_ended_within_its_limit_without_a_leader_succeeds(tmp_pat
     clock = FakeClock()
     async with running_controller(tmp_path, clock=clock) as one:
         access = await one.join("n1")
-        agent = FakeAgent(node_info("n1"))
+        agent = FakeAgent(make_node_info("n1"))
         async with one.client() as owner, agent.connected(one.network, access):
             await agent.register()
             await agent.beat()
@@ -370,7 +370,7 @@ async def test_time_limit_continues_after_a_restart_of_the_controller(tmp_path: 
     clock = FakeClock()
     async with running_controller(tmp_path, clock=clock) as one:
         access = await one.join("n1")
-        agent = FakeAgent(node_info("n1"))
+        agent = FakeAgent(make_node_info("n1"))
         async with one.client() as owner, agent.connected(one.network, access):
             await agent.register()
             await agent.beat()
@@ -440,7 +440,7 @@ async def test_nodes_are_listed_in_pages_within_the_frame_limit(tmp_path: Path) 
         assert one.controller is not None
         ledger = one.controller._ledger
         for index in range(300):
-            access_free = node_info(f"n{index:03}", gpus=32)
+            access_free = make_node_info(f"n{index:03}", gpus=32)
             await ledger.write(
                 lambda txn, info=access_free: txn.put(ledger.nodes, info.node_id, NodeRecord(info=info))
             )

@@ -19,7 +19,7 @@ from genie.model.node import Vendor
 from genie.model.tenant import TokenKind
 from genie.runtime import rpc
 from tests.controller.running_controller import CALL_S, Client, launched_while, running_controller
-from tests.fakes.agent import FakeAgent, node_info
+from tests.fakes.agent import FakeAgent, make_node_info
 from tests.fakes.clock import FakeClock
 from tests.waiting import until
 
@@ -38,7 +38,7 @@ async def test_node_that_left_is_not_listed_or_counted(tmp_path: Path) -> None:
 async def test_node_that_left_may_register_again(tmp_path: Path) -> None:
     async with running_controller(tmp_path) as one, one.client() as owner:
         access = await one.join("n1")
-        async with FakeAgent(node_info("n1")).connected(one.network, access) as agent:
+        async with FakeAgent(make_node_info("n1")).connected(one.network, access) as agent:
             await agent.register()
             await agent.beat()
             await agent.leave()
@@ -62,7 +62,7 @@ async def test_drained_node_gets_no_jobs_until_undrained_even_after_a_restart(
 ) -> None:
     async with running_controller(tmp_path) as one, one.client() as owner:
         access = await one.join("n1")
-        async with FakeAgent(node_info("n1")).connected(one.network, access) as agent:
+        async with FakeAgent(make_node_info("n1")).connected(one.network, access) as agent:
             await agent.register()
             await agent.beat()
             running = await owner.submit("before", gpus=1)
@@ -120,7 +120,7 @@ async def test_removed_node_is_rejected_with_its_old_token(tmp_path: Path) -> No
     clock = FakeClock()
     async with running_controller(tmp_path, clock=clock) as one, one.client() as owner:
         access = await one.join("n1")
-        async with FakeAgent(node_info("n1")).connected(one.network, access) as agent:
+        async with FakeAgent(make_node_info("n1")).connected(one.network, access) as agent:
             await agent.register()
             await agent.beat()
         await clock.advance(3.0)

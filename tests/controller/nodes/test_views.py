@@ -15,7 +15,7 @@ from genie.controller.nodes.faults import NodeFaults
 from genie.controller.nodes.membership import Membership
 from genie.controller.nodes.views import NodeSnapshot, NodeViews
 from genie.model.node import NodeStatus
-from tests.fakes.agent import node_info
+from tests.fakes.agent import make_node_info
 from tests.fakes.clock import FakeClock
 
 NODES = ("n0", "n1", "n2")
@@ -60,10 +60,10 @@ class Cluster:
             listener(row_id, before, row)
 
     def register(self, node_id: str) -> None:
-        self.commit(self.ledger.nodes, node_id, NodeRecord(info=node_info(node_id)))
+        self.commit(self.ledger.nodes, node_id, NodeRecord(info=make_node_info(node_id)))
         self.peers[node_id] = FakePeer()
         self.membership.register_node(
-            node_info(node_id),
+            make_node_info(node_id),
             self.peers[node_id],  # type: ignore[arg-type]
             now_s=self.clock.monotonic_s(),
             now_wall_s=self.clock.wall_s(),
@@ -71,7 +71,7 @@ class Cluster:
 
     def beat(self, node_id: str, cpus: int) -> None:
         if self.membership.get(node_id) is not None:
-            info = node_info(node_id, cpus=float(cpus))
+            info = make_node_info(node_id, cpus=float(cpus))
             self.membership.record_heartbeat(
                 info, now_s=self.clock.monotonic_s(), now_wall_s=self.clock.wall_s()
             )

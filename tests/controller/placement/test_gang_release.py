@@ -22,7 +22,7 @@ from tests.controller.running_controller import (
     job_spec,
     running_controller,
 )
-from tests.fakes.agent import FakeAgent, node_info
+from tests.fakes.agent import FakeAgent, make_node_info
 from tests.waiting import until
 
 NODES = ("a", "b", "c", "d")
@@ -60,7 +60,7 @@ def held_units(one: RunningController) -> list[str]:
 
 
 async def connect_all(one: RunningController, stack: AsyncExitStack) -> list[FakeAgent]:
-    return [await connect_agent(one, node_info(node_id), stack) for node_id in NODES]
+    return [await connect_agent(one, make_node_info(node_id), stack) for node_id in NODES]
 
 
 async def test_cancelled_gang_is_released_in_parts(tmp_path: Path) -> None:

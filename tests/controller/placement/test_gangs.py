@@ -39,7 +39,7 @@ from tests.controller.running_controller import (
     launched_while,
     running_controller,
 )
-from tests.fakes.agent import FakeAgent, node_info
+from tests.fakes.agent import FakeAgent, make_node_info
 from tests.fakes.clock import FakeClock
 from tests.waiting import until
 
@@ -200,7 +200,7 @@ async def test_job_is_lost_when_the_node_of_a_worker_is_lost(tmp_path: Path) -> 
         one.agent("a") as a,
         AsyncExitStack() as stack,
     ):
-        b = await connect_agent(one, node_info("b"), stack)
+        b = await connect_agent(one, make_node_info("b"), stack)
         job = await owner.submit_spec(job_spec(workers=2))
 
         async def launched() -> bool:
@@ -421,7 +421,7 @@ async def test_gang_survives_a_controller_restart(tmp_path: Path) -> None:
             owner = await stack.enter_async_context(one.client())
             a, b = [
                 await stack.enter_async_context(
-                    FakeAgent(node_info(name)).connected(one.network, access[name])
+                    FakeAgent(make_node_info(name)).connected(one.network, access[name])
                 )
                 for name in ("a", "b")
             ]

@@ -48,7 +48,7 @@ from tests.controller.running_controller import (
     job_spec,
     running_controller,
 )
-from tests.fakes.agent import FakeAgent, node_info
+from tests.fakes.agent import FakeAgent, make_node_info
 from tests.fakes.clock import FakeClock
 from tests.waiting import until
 
@@ -67,8 +67,8 @@ from tests.waiting import until
 async def test_job_is_placed_on_gpus_that_satisfy_its_constraints(
     tmp_path: Path, wish: dict[str, object], there: dict[str, object]
 ) -> None:
-    plain = node_info("plain")
-    other = node_info("other")
+    plain = make_node_info("plain")
+    other = make_node_info("other")
     gpu = msgspec.structs.replace(other.gpus[0], **there)
     async with running_controller(tmp_path) as one, one.client() as owner, AsyncExitStack() as stack:
         await connect_agent(one, plain, stack)
@@ -80,7 +80,7 @@ async def test_job_is_placed_on_gpus_that_satisfy_its_constraints(
 
 
 async def test_job_is_placed_on_nodes_with_its_labels(tmp_path: Path) -> None:
-    labelled = msgspec.structs.replace(node_info("b"), labels={"zone": "east", "disk": "nvme"})
+    labelled = msgspec.structs.replace(make_node_info("b"), labels={"zone": "east", "disk": "nvme"})
     async with (
         running_controller(tmp_path) as one,
         one.client() as owner,
@@ -96,7 +96,7 @@ async def test_job_is_placed_on_nodes_with_its_labels(tmp_path: Path) -> None:
 
 async def test_gpu_memory_in_use_outside_is_not_allocated(tmp_path: Path) -> None:
     def with_outside(size_bytes: int) -> NodeInfo:
-        info = node_info("n1")
+        info = make_node_info("n1")
         gpu = msgspec.structs.replace(info.gpus[0], memory_outside_bytes=size_bytes)
         return msgspec.structs.replace(info, gpus=(gpu,))
 
@@ -214,7 +214,7 @@ async def test_job_can_be_cancelled_while_it_is_being_preempted(tmp_path: Path) 
 async def test_preemption_survives_a_controller_restart(tmp_path: Path) -> None:
     async with running_controller(tmp_path) as one:
         access = await one.join("a")
-        agent = FakeAgent(node_info("a", gpus=2))
+        agent = FakeAgent(make_node_info("a", gpus=2))
         async with one.client() as owner, agent.connected(one.network, access):
             await agent.register()
             await agent.beat()
@@ -310,8 +310,8 @@ async def test_setting_the_wall_clock_does_not_change_reservations(tmp_path: Pat
 
 async def test_accelerator_auto_means_cpus_after_the_last_gpu_node_is_removed(tmp_path: Path) -> None:
     async with running_controller(tmp_path) as one, one.client() as owner, AsyncExitStack() as stack:
-        cpu = await connect_agent(one, node_info("c", vendor=Vendor.CPU), stack)
-        gpu = await connect_agent(one, node_info("g"), stack)
+        cpu = await connect_agent(one, make_node_info("c", vendor=Vendor.CPU), stack)
+        gpu = await connect_agent(one, make_node_info("g"), stack)
         job = await owner.submit_spec(job_spec())
         assert (await gpu.next_launch()).job_id == job.job_id
         await owner.ask(CancelJob(job_id=job.job_id))
@@ -339,7 +339,7 @@ async def test_near_and_apart_select_nodes_by_job_names(tmp_path: Path) -> None:
 
 
 async def test_only_the_first_accelerators_of_a_large_node_are_used(tmp_path: Path) -> None:
-    info = node_info("big")
+    info = make_node_info("big")
     gpus = tuple(GPUInfo(gpu_id=n, name="Fake", vendor=Vendor.NVIDIA) for n in range(20))
     async with running_controller(tmp_path) as one, one.client() as owner, AsyncExitStack() as stack:
         agent = await connect_agent(one, msgspec.structs.replace(info, gpus=gpus), stack)

@@ -48,7 +48,7 @@ from genie.runtime.credentials import connect_authenticated
 from genie.runtime.network import TcpNetwork
 from genie.tenancy.access import parse_token
 from tests.controller.running_controller import RunningController, running_controller
-from tests.fakes.agent import FakeAgent, node_info
+from tests.fakes.agent import FakeAgent, make_node_info
 from tests.fakes.clock import FakeClock
 from tests.waiting import until
 
@@ -317,7 +317,7 @@ async def test_two_thousand_nodes_join(tmp_path: Path) -> None:
 async def test_node_needs_its_certificate_and_its_token_with_tls(tmp_path: Path) -> None:
     async with running_controller(tmp_path, tls="on") as one:
         own, other = await one.join("n1"), await one.join("n2")
-        async with FakeAgent(node_info("n1")).connected(one.network, own) as agent:
+        async with FakeAgent(make_node_info("n1")).connected(one.network, own) as agent:
             await agent.register()
             assert (await agent.beat()).leading
         bare = await one.access(str(own.token))

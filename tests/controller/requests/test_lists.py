@@ -14,14 +14,14 @@ from genie.model.messages import ListTokens
 from genie.model.tenant import TokenKind, TokenRecord
 from genie.runtime.controller_connection import open_controller_connection
 from tests.controller.running_controller import running_controller
-from tests.fakes.agent import node_info
+from tests.fakes.agent import make_node_info
 
 NODES = 700
 TOKENS = 2000
 
 
 async def _fill(ledger: Ledger) -> None:
-    info = node_info("n", gpus=8)
+    info = make_node_info("n", gpus=8)
     infos = [msgspec.structs.replace(info, node_id=f"n{number:04}") for number in range(NODES)]
     tokens = [
         TokenRecord(

@@ -19,7 +19,7 @@ from tests.controller.running_controller import (
     connect_agent,
     running_controller,
 )
-from tests.fakes.agent import FakeAgent, node_info
+from tests.fakes.agent import FakeAgent, make_node_info
 from tests.waiting import until
 
 
@@ -127,7 +127,7 @@ async def _running_job(one: RunningController, agent: FakeAgent, tenant: str) ->
 
 async def test_waits_of_one_tenant_delay_neither_heartbeats_nor_logs_of_others(tmp_path: Path) -> None:
     async with running_controller(tmp_path) as one, AsyncExitStack() as stack:
-        agent = await connect_agent(one, node_info("a", gpus=2), stack, kind=_WaitingAgent)
+        agent = await connect_agent(one, make_node_info("a", gpus=2), stack, kind=_WaitingAgent)
         assert isinstance(agent, _WaitingAgent)
         red, job = await _running_job(one, agent, "red")
         blue, other = await _running_job(one, agent, "blue")

@@ -26,7 +26,7 @@ from genie.scheduler.request import NodeFacts
 from genie.scheduler.rules import Rules
 from tests.controller.running_controller import running_controller
 from tests.fakes.clock import FakeClock
-from tests.fakes.placer import NoPlacement
+from tests.fakes.placer import NoOpPlacer
 from tests.scheduler.clusters import SchedulerHarness, node
 
 OWNER = Identity(token_id="o", kind=TokenKind.OWNER, tenant="default")
@@ -75,7 +75,7 @@ class QueueSetup:
             random_bytes=bytes,
             notifier=ChangeNotifier(clock),
             wake=lambda: None,
-            placer=NoPlacement(),
+            placer=NoOpPlacer(),
             backoff=LaunchBackoff(clock),
         )
         self.requests = QueueRequests(

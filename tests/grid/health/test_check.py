@@ -302,7 +302,7 @@ def test_choose_error_truncates_many_reasons() -> None:
 # --- checks of real nodes ---------------------------------------------------------------------
 
 
-class FakeClock:
+class ManualClock:
     def __init__(self) -> None:
         self.now = 1000.0
 
@@ -324,7 +324,7 @@ async def test_check_all_returns_nodes_in_file_order(testbed: SshTestbed) -> Non
     testbed["gpu3"].gpus(2)
     try:
         async with SshPool(make_grid_file(testbed), ssh_config=testbed.ssh_config) as pool:
-            found = await NodeHealthChecker(pool, make_grid_file(testbed), clock=FakeClock()).check_all()
+            found = await NodeHealthChecker(pool, make_grid_file(testbed), clock=ManualClock()).check_all()
     finally:
         testbed["gpu3"].gpus(0)
     assert [node.name for node in found] == [f"gpu{n}" for n in range(1, 11)]
@@ -344,7 +344,7 @@ async def test_hanging_node_costs_only_its_own_timeout(own_testbed: SshTestbed) 
         own_testbed, "ssh: {connect_timeout: 20, pool_size: 1}\nhealth_check: {timeout: 4}\n"
     )
     async with SshPool(file, ssh_config=own_testbed.ssh_config) as pool:
-        checker = NodeHealthChecker(pool, file, clock=FakeClock())
+        checker = NodeHealthChecker(pool, file, clock=ManualClock())
         with own_testbed["gpu1"].suspended():
             first, second = await checker.check_all()
         assert (first.state, second.state) == (HealthState.UNREACHABLE, HealthState.OK)
@@ -355,7 +355,7 @@ async def test_hanging_node_costs_only_its_own_timeout(own_testbed: SshTestbed) 
 async def test_node_hanging_before_login_does_not_delay_others(own_testbed: SshTestbed) -> None:
     file = make_grid_file(own_testbed, "ssh: {pool_size: 1}\nhealth_check: {timeout: 600, max_workers: 1}\n")
     async with SshPool(file, ssh_config=own_testbed.ssh_config) as pool:
-        checker = NodeHealthChecker(pool, file, clock=FakeClock())
+        checker = NodeHealthChecker(pool, file, clock=ManualClock())
         with own_testbed["gpu1"].suspended():
             hanging = asyncio.create_task(checker.check("gpu1"))
             async with asyncio.timeout(60):
@@ -398,7 +398,7 @@ async def test_node_hanging_after_login_is_unreachable(own_testbed: SshTestbed) 
         async with pool.connect("gpu1", timeout_s=20):
             pass
         with own_testbed["gpu1"].suspended():
-            found = await NodeHealthChecker(pool, file, clock=FakeClock()).check("gpu1")
+            found = await NodeHealthChecker(pool, file, clock=ManualClock()).check("gpu1")
     assert (found.state, found.score) == (HealthState.UNREACHABLE, None)
 
 
@@ -424,7 +424,7 @@ async def test_nvml_reading_starts_no_program(own_testbed: SshTestbed, own_pool:
     (node.bin / "nvidia-smi").write_text("#!/bin/sh\nexit 9\n")
     async with own_pool.connect("gpu1"):
         pass  # the first reading of an unused node is taken by the shell script
-    found = await NodeHealthChecker(own_pool, make_grid_file(own_testbed), clock=FakeClock()).check("gpu1")
+    found = await NodeHealthChecker(own_pool, make_grid_file(own_testbed), clock=ManualClock()).check("gpu1")
     assert found.state is HealthState.OK, found
     assert found.readings is not None and len(found.readings.gpus) == 2
 
@@ -436,7 +436,7 @@ async def test_hanging_driver_fails_only_gpu_readings(own_testbed: SshTestbed) -
     async with SshPool(file, ssh_config=own_testbed.ssh_config) as pool:
         async with pool.connect("gpu1", timeout_s=20):
             pass
-        checker = NodeHealthChecker(pool, file, clock=FakeClock())
+        checker = NodeHealthChecker(pool, file, clock=ManualClock())
         found = await checker.check("gpu1")
         again = await checker.check("gpu1", fresh=True)
     assert (found.state, again.state) == (HealthState.DEGRADED, HealthState.DEGRADED)
@@ -454,7 +454,7 @@ async def test_hanging_nvidia_smi_fails_only_gpu_readings(own_testbed: SshTestbe
         for name in ("gpu1", "gpu2"):
             async with pool.connect(name, timeout_s=20):
                 pass  # connecting is not part of the test
-        first, second = await NodeHealthChecker(pool, file, clock=FakeClock()).check_all()
+        first, second = await NodeHealthChecker(pool, file, clock=ManualClock()).check_all()
     assert (first.state, first.score) == (HealthState.DEGRADED, None)
     assert "took longer" in first.note  # the tool, or on a busy machine the whole reading
     assert first.readings is not None and first.readings.load is not None
@@ -476,7 +476,7 @@ async def test_real_nvidia_smi_values_give_expected_state(
     own_testbed: SshTestbed, own_pool: SshPool, line: str, state: HealthState
 ) -> None:
     own_testbed["gpu1"].gpus(1, lines=[line])
-    found = await NodeHealthChecker(own_pool, make_grid_file(own_testbed), clock=FakeClock()).check("gpu1")
+    found = await NodeHealthChecker(own_pool, make_grid_file(own_testbed), clock=ManualClock()).check("gpu1")
     assert found.state is state, found
 
 
@@ -487,7 +487,7 @@ async def test_node_without_python_is_read_by_shell_script(
     node.gpus(2)
     (node.bin / "python3").write_text("#!/bin/sh\nexit 127\n")
     (node.bin / "python3").chmod(0o755)
-    found = await NodeHealthChecker(own_pool, make_grid_file(own_testbed), clock=FakeClock()).check("gpu1")
+    found = await NodeHealthChecker(own_pool, make_grid_file(own_testbed), clock=ManualClock()).check("gpu1")
     assert found.state is HealthState.OK
     assert found.readings is not None
     assert (len(found.readings.gpus), found.readings.failed) == (2, {})
@@ -500,26 +500,26 @@ async def test_xid_in_kernel_log_makes_node_unhealthy(own_testbed: SshTestbed, o
     log = node.folder / "kmsg"
     log.write_text("6,1,1000000,-;booted\n4,2,2000000,-;NVRM: Xid (PCI:0000:3b:00): 79, pid=1, GPU lost\n")
     # The timestamp counts from boot, which may be more than a day ago.
-    log.write_text(log.read_text().replace("2000000", str(_uptime_us())))
+    log.write_text(log.read_text().replace("2000000", str(_read_uptime_us())))
     node.restart(before=f"mount --bind {log} /dev/kmsg")
     (node.bin / "dmesg").write_text(
-        f"#!/bin/sh\necho '[{_uptime_us() / 1e6:.1f}] NVRM: Xid (PCI:0000:3b:00): 79, GPU lost'\n"
+        f"#!/bin/sh\necho '[{_read_uptime_us() / 1e6:.1f}] NVRM: Xid (PCI:0000:3b:00): 79, GPU lost'\n"
     )
     (node.bin / "dmesg").chmod(0o755)
-    checker = NodeHealthChecker(own_pool, make_grid_file(own_testbed), clock=FakeClock())
+    checker = NodeHealthChecker(own_pool, make_grid_file(own_testbed), clock=ManualClock())
     for _ in range(2):  # by the shell script, then by the helper, which reads the log itself
         found = await checker.check("gpu1", fresh=True)
         assert found.state is HealthState.UNHEALTHY
         assert "Xid 79 on PCI:0000:3b:00" in found.note
 
 
-def _uptime_us() -> int:
+def _read_uptime_us() -> int:
     return int(float(Path("/proc/uptime").read_text().split()[0]) * 1e6)
 
 
 async def test_full_disk_makes_node_unhealthy(own_testbed: SshTestbed, own_pool: SshPool) -> None:
     own_testbed["gpu1"].restart(before="mount -t tmpfs -o size=1m tmpfs /root")
-    found = await NodeHealthChecker(own_pool, make_grid_file(own_testbed), clock=FakeClock()).check("gpu1")
+    found = await NodeHealthChecker(own_pool, make_grid_file(own_testbed), clock=ManualClock()).check("gpu1")
     assert found.state is HealthState.UNHEALTHY
     assert found.note.startswith("disk: 0.0 GiB free")
 
@@ -531,13 +531,13 @@ async def test_unwritable_home_makes_node_unhealthy(own_testbed: SshTestbed, fau
         node.restart(before="mount -o remount,bind,ro /root")
     elif fault == "another user's":
         for program in ("sh", "python3"):
-            _run_as_nobody(node, program)
+            _make_program_run_as_nobody(node, program)
     elif fault == "a file in its place":
         (node.home / "ws").write_text("no folder")
     folder = {"none": "", "a file in its place": "/root/ws"}.get(fault, "/root")
     file = make_grid_file(own_testbed, FILE + "remote_root: ~/ws/deeper\n")
     async with SshPool(file, ssh_config=own_testbed.ssh_config) as pool:
-        checker = NodeHealthChecker(pool, file, clock=FakeClock())
+        checker = NodeHealthChecker(pool, file, clock=ManualClock())
         for started in (False, True):  # by the shell script, then by the helper
             found = await checker.check("gpu1", fresh=True)
             assert bool(node.processes("python3 -ISc")) is started
@@ -547,7 +547,7 @@ async def test_unwritable_home_makes_node_unhealthy(own_testbed: SshTestbed, fau
             assert found.note.startswith(f"remote_root: {folder} is not writable" if folder else "")
 
 
-def _run_as_nobody(node: SshNode, program: str) -> None:
+def _make_program_run_as_nobody(node: SshNode, program: str) -> None:
     real = shutil.which(program, path="/usr/local/bin:/usr/bin:/bin")
     path = node.bin / program
     path.write_text(f'#!/bin/sh\nexec setpriv --reuid 65534 --clear-groups {real} "$@"\n')
@@ -558,7 +558,7 @@ async def test_changed_host_key_makes_node_unreachable(own_testbed: SshTestbed, 
     own_testbed["gpu1"].write_host_key()
     own_testbed["gpu1"].restart()
     first, second = await NodeHealthChecker(
-        own_pool, make_grid_file(own_testbed), clock=FakeClock()
+        own_pool, make_grid_file(own_testbed), clock=ManualClock()
     ).check_all()
     assert (first.state, second.state) == (HealthState.UNREACHABLE, HealthState.OK)
     assert "host key of" in first.note and "has changed" in first.note and "ssh-keygen -f" in first.note
@@ -582,7 +582,7 @@ async def test_invalid_readings_make_node_degraded(
         return answer
 
     monkeypatch.setattr("genie.grid.health.check._fetch_readings", invalid)
-    found = await NodeHealthChecker(own_pool, make_grid_file(own_testbed), clock=FakeClock()).check("gpu1")
+    found = await NodeHealthChecker(own_pool, make_grid_file(own_testbed), clock=ManualClock()).check("gpu1")
     assert (found.state, found.score) == (HealthState.DEGRADED, None)
     assert "answer: invalid" in found.note
 
@@ -598,7 +598,7 @@ async def test_duplicate_gpu_index_invalidates_gpu_readings(
         return answer
 
     monkeypatch.setattr("genie.grid.health.check._fetch_readings", twice)
-    found = await NodeHealthChecker(own_pool, make_grid_file(own_testbed), clock=FakeClock()).check("gpu1")
+    found = await NodeHealthChecker(own_pool, make_grid_file(own_testbed), clock=ManualClock()).check("gpu1")
     assert (found.state, found.score) == (HealthState.DEGRADED, None)
     assert "duplicate GPU index" in found.note
     assert found.readings is not None
@@ -610,20 +610,20 @@ async def test_long_reasons_are_truncated(own_testbed: SshTestbed, own_pool: Ssh
         return {"failed": {f"part{number}": "x" * 10_000 for number in range(1000)}}
 
     monkeypatch.setattr("genie.grid.health.check._fetch_readings", long_reasons)
-    found = await NodeHealthChecker(own_pool, make_grid_file(own_testbed), clock=FakeClock()).check("gpu1")
+    found = await NodeHealthChecker(own_pool, make_grid_file(own_testbed), clock=ManualClock()).check("gpu1")
     assert len(found.note) < 20_000
 
 
 async def test_unknown_node_name_raises(own_testbed: SshTestbed, own_pool: SshPool) -> None:
     with pytest.raises(NoNodeError):
-        await NodeHealthChecker(own_pool, make_grid_file(own_testbed), clock=FakeClock()).check("gpu9")
+        await NodeHealthChecker(own_pool, make_grid_file(own_testbed), clock=ManualClock()).check("gpu9")
 
 
 # --- the cache --------------------------------------------------------------------------------
 
 
 async def test_readings_are_valid_for_refresh_interval(own_testbed: SshTestbed, own_pool: SshPool) -> None:
-    clock = FakeClock()
+    clock = ManualClock()
     checker = NodeHealthChecker(own_pool, make_grid_file(own_testbed), clock=clock)
     before = await checker.check_all()
     own_testbed["gpu1"].gpus(1)
@@ -636,7 +636,7 @@ async def test_readings_are_valid_for_refresh_interval(own_testbed: SshTestbed, 
 
 
 async def test_fresh_ignores_previous_readings(own_testbed: SshTestbed, own_pool: SshPool) -> None:
-    checker = NodeHealthChecker(own_pool, make_grid_file(own_testbed), clock=FakeClock())
+    checker = NodeHealthChecker(own_pool, make_grid_file(own_testbed), clock=ManualClock())
     await checker.check_all()
     own_testbed["gpu1"].gpus(1)
     found = await checker.check("gpu1", fresh=True)
@@ -646,7 +646,7 @@ async def test_fresh_ignores_previous_readings(own_testbed: SshTestbed, own_pool
 async def test_another_process_uses_the_cache(
     own_testbed: SshTestbed, own_pool: SshPool, tmp_path: Path
 ) -> None:
-    clock = FakeClock()
+    clock = ManualClock()
     cache = HealthCache(tmp_path)
     first = await NodeHealthChecker(
         own_pool, make_grid_file(own_testbed), clock=clock, cache=cache
@@ -658,14 +658,14 @@ async def test_another_process_uses_the_cache(
     assert (tmp_path / "grid" / "health.json").stat().st_mode & 0o777 == 0o600
 
 
-def write_cache(tmp_path: Path, file: GridFile) -> HealthCache:
+def write_health_cache(tmp_path: Path, file: GridFile) -> HealthCache:
     cache = HealthCache(tmp_path)
     cache.write(file, [make_node_health(node.name) for node in file.nodes])
     return cache
 
 
 def test_cache_is_ignored_after_grid_file_changed(tmp_path: Path) -> None:
-    cache = write_cache(tmp_path, parse_grid_file("nodes: [a, b]", name="f"))
+    cache = write_health_cache(tmp_path, parse_grid_file("nodes: [a, b]", name="f"))
     assert set(cache.read(parse_grid_file("nodes: [a, b] # why", name="f"))) == {"a", "b"}
     assert cache.read(parse_grid_file("nodes: [a, {name: b, weight: 2}]", name="f")) == {}
 
@@ -673,14 +673,14 @@ def test_cache_is_ignored_after_grid_file_changed(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"identity": 1}'])
 def test_damaged_cache_is_ignored(tmp_path: Path, text: str) -> None:
     file = parse_grid_file("nodes: [a, b]", name="f")
-    cache = write_cache(tmp_path, file)
+    cache = write_health_cache(tmp_path, file)
     (tmp_path / "grid" / "health.json").write_text(text)
     assert cache.read(file) == {}
 
 
 def test_cache_write_error_is_not_raised(tmp_path: Path) -> None:
     (tmp_path / "grid").write_text("a file instead of the directory")
-    write_cache(tmp_path, parse_grid_file("nodes: [a]", name="f"))
+    write_health_cache(tmp_path, parse_grid_file("nodes: [a]", name="f"))
 
 
 def test_failed_cache_write_leaves_no_temporary_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -688,7 +688,7 @@ def test_failed_cache_write_leaves_no_temporary_file(tmp_path: Path, monkeypatch
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Path, "replace", full)
-    write_cache(tmp_path, parse_grid_file("nodes: [a]", name="f"))
+    write_health_cache(tmp_path, parse_grid_file("nodes: [a]", name="f"))
     assert list((tmp_path / "grid").iterdir()) == []
 
 
@@ -707,7 +707,7 @@ def test_node_health_round_trips_through_json() -> None:
 async def test_first_check_uses_shell_and_later_ones_the_helper(
     own_testbed: SshTestbed, own_pool: SshPool
 ) -> None:
-    checker = NodeHealthChecker(own_pool, make_grid_file(own_testbed), clock=FakeClock())
+    checker = NodeHealthChecker(own_pool, make_grid_file(own_testbed), clock=ManualClock())
     first = await checker.check("gpu1", fresh=True)
     assert not own_testbed["gpu1"].processes("python3 -ISc")
     second = await checker.check("gpu1", fresh=True)

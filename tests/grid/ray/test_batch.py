@@ -60,7 +60,7 @@ def test_worker_code_runs_without_genie() -> None:
     assert b"['Unprintable: could not format the error', 'CancelledError: ', 'SystemExit: ']" in done.stdout
 
 
-def test_example_task_is_deterministic() -> None:
+def test_batch_gpu_task_is_deterministic() -> None:
     one, again, other = batch_gpu_task(1, 16), batch_gpu_task(1, 16), batch_gpu_task(2, 16)
     assert (one["task_id"], one["size"]) == (1, 16)
     assert one["sum"] == again["sum"] != other["sum"]
@@ -84,7 +84,7 @@ def test_cancel_fails_unsubmitted_tasks_and_does_not_drain_generators() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs psutil elsewhere")
-def test_tasks_are_counted_without_dependencies() -> None:
+def test_metrics_count_tasks_without_third_party_packages() -> None:
     """-S disables site-packages: an environment of `grid-cli setup` has none of Genie's dependencies."""
     program = (
         f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"

@@ -12,7 +12,7 @@ from genie.grid.remote import health, nvml
 
 
 @pytest.fixture
-def tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, str], Path]]:
+def fake_tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, str], Path]]:
     """Write fake tools as shell scripts; PATH contains nothing else."""
     folder = tmp_path / "bin"
     folder.mkdir()

@@ -60,7 +60,7 @@ def reference_digest(data: bytes) -> bytes:
     return hashlib.sha512(contents.BLOCK_DIGEST_TAG + struct.pack("<Q", len(data)) + inner).digest()[:32]
 
 
-def write(path: Path, parts: Parts, size: int, *, dense: bool) -> None:
+def write_sparse_or_dense_file(path: Path, parts: Parts, size: int, *, dense: bool) -> None:
     """Write the parts; the rest of the size is a hole. With `dense`, holes are written as zeros."""
     dice = random.Random(3)
     with path.open("wb") as file:
@@ -78,13 +78,13 @@ def write(path: Path, parts: Parts, size: int, *, dense: bool) -> None:
         file.truncate(size)
 
 
-def by_engine(engine: tree.PlainEngine, root: Path, cache: Path) -> dict[bytes, bytes]:
+def hash_files_with_engine(engine: tree.PlainEngine, root: Path, cache: Path) -> dict[bytes, bytes]:
     snapshot = LocalTree(root, SyncSettings(), cache=cache, engine=engine).scan()
     hash_files(engine, snapshot, snapshot.dirty)
     return {one.path: one.sha for one in tree.iter_records(bytes(snapshot.records))}
 
 
-def by_node(root: Path) -> dict[bytes, bytes]:
+def hash_files_as_node(root: Path) -> dict[bytes, bytes]:
     fd = os.open(root, os.O_RDONLY)
     try:
         return {
@@ -94,12 +94,12 @@ def by_node(root: Path) -> dict[bytes, bytes]:
         os.close(fd)
 
 
-def without_seek_data(fd: int, at: int, whence: int) -> int:
+def raise_seek_not_supported(fd: int, at: int, whence: int) -> int:
     raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
 
 
 @pytest.fixture(scope="module")
-def engine() -> tree.PlainEngine:
+def compiled_engine() -> tree.PlainEngine:
     return load_compiled_engine()
 
 
@@ -111,22 +111,22 @@ def engine() -> tree.PlainEngine:
 )
 @example(parts=[("hole", 17 * BLOCK_BYTES), ("one", 9)], size=17 * BLOCK_BYTES + 9)
 def test_digest_is_independent_of_storage_and_implementation(
-    engine, tmp_path: Path, parts: Parts, size: int
+    compiled_engine, tmp_path: Path, parts: Parts, size: int
 ) -> None:
     root = tmp_path / "tree"
     remove_contents(root)
     for name in ("sparse", "dense"):
-        write(root / name, parts, size, dense=name == "dense")
+        write_sparse_or_dense_file(root / name, parts, size, dense=name == "dense")
     data = (root / "dense").read_bytes()
     assert (root / "sparse").read_bytes() == data and len(data) == size
     want = dict.fromkeys((b"dense", b"sparse"), reference_digest(data))
-    assert by_node(root) == want
-    for each in (tree.PlainEngine(), engine):
-        assert by_engine(each, root, tmp_path / "cache") == want
+    assert hash_files_as_node(root) == want
+    for each in (tree.PlainEngine(), compiled_engine):
+        assert hash_files_with_engine(each, root, tmp_path / "cache") == want
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(contents.os, "lseek", without_seek_data)
-        assert by_node(root) == want
-        assert by_engine(engine, root, tmp_path / "cache") == want
+        patch.setattr(contents.os, "lseek", raise_seek_not_supported)
+        assert hash_files_as_node(root) == want
+        assert hash_files_with_engine(compiled_engine, root, tmp_path / "cache") == want
 
 
 @settings(max_examples=60, deadline=None)
@@ -166,15 +166,15 @@ def test_different_contents_have_different_digests(tmp_path: Path) -> None:
         ([("data", 2 * BLOCK_BYTES)], size),
     ]
     for number, (parts, length) in enumerate(layouts):
-        write(tmp_path / f"layout{number}", parts, length, dense=False)
+        write_sparse_or_dense_file(tmp_path / f"layout{number}", parts, length, dense=False)
     inner = hashlib.sha256(struct.pack("<QQ", 0, 1)).digest() + hashlib.sha256(block).digest()
     (tmp_path / "large").write_bytes(block + bytes(size - BLOCK_BYTES))
     (tmp_path / "small").write_bytes(contents.BLOCK_DIGEST_TAG + struct.pack("<Q", size) + inner)
-    found = by_node(tmp_path)
+    found = hash_files_as_node(tmp_path)
     assert len(set(found.values())) == len(found) == len(layouts) + 2
 
 
-def test_size_limits_are_consistent() -> None:
+def test_digest_and_transfer_size_limits_are_consistent() -> None:
     assert tree.SMALL_BYTES_MAX < BLOCK_DIGEST_BYTES_MIN
     assert contents.READ_BYTES <= sync.PIECE_BYTES_MAX
 
@@ -185,12 +185,12 @@ def test_holes_are_not_read(tmp_path: Path, monkeypatch) -> None:
         file.truncate(1 << 40)
         for at in (0, 1 << 30, (1 << 40) - 5):
             os.pwrite(file.fileno(), b"data!", at)
-    read = count_reads(monkeypatch, limit=1 << 20)
-    assert len(by_node(tmp_path)) == 1
+    read = record_read_sizes(monkeypatch, limit=1 << 20)
+    assert len(hash_files_as_node(tmp_path)) == 1
     assert 15 <= sum(read) <= 3 * BLOCK_BYTES
 
 
-def count_reads(monkeypatch: pytest.MonkeyPatch, *, limit: int) -> list[int]:
+def record_read_sizes(monkeypatch: pytest.MonkeyPatch, *, limit: int) -> list[int]:
     pread, read = os.pread, []
 
     def counted(fd: int, size: int, at: int) -> bytes:
@@ -207,11 +207,11 @@ def test_copy_on_node_keeps_holes(tmp_path: Path, monkeypatch) -> None:
     with (tmp_path / "from").open("wb") as file:
         os.pwrite(file.fileno(), b"x" * 10_000, 1 << 39)
         file.truncate(1 << 40)
-    count_reads(monkeypatch, limit=1 << 20)
+    record_read_sizes(monkeypatch, limit=1 << 20)
     fd = os.open(tmp_path, os.O_RDONLY)
     try:
         sync._copy_file(fd, b"from", fd, b"to")
-        names = by_node(tmp_path)
+        names = hash_files_as_node(tmp_path)
     finally:
         os.close(fd)
     assert names[b"from"] == names[b"to"]

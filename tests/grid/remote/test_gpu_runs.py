@@ -12,7 +12,9 @@ from genie.grid.remote.core import OpError
 MIB = 1 << 20
 
 
-def gpu(index: int, used_mib: int, *, total_mib: int | None = 40_000, busy: float | None = 0.0) -> Any:
+def make_gpu_reading(
+    index: int, used_mib: int, *, total_mib: int | None = 40_000, busy: float | None = 0.0
+) -> Any:
     total = None if total_mib is None else total_mib * MIB
     return {
         "index": index,
@@ -23,13 +25,21 @@ def gpu(index: int, used_mib: int, *, total_mib: int | None = 40_000, busy: floa
 
 
 def test_choose_skips_held_and_used_gpus() -> None:
-    gpus = [gpu(0, 0), gpu(1, 1900), gpu(2, 30_000), gpu(3, 0, busy=50), gpu(4, 900, total_mib=None)]
+    gpus = [
+        make_gpu_reading(0, 0),
+        make_gpu_reading(1, 1900),
+        make_gpu_reading(2, 30_000),
+        make_gpu_reading(3, 0, busy=50),
+        make_gpu_reading(4, 900, total_mib=None),
+    ]
     assert gpu_runs.choose_free_gpus(gpus, {}, 3) == [0, 1, 4]
     assert gpu_runs.choose_free_gpus(gpus, {0: "r-a"}, 1) == [1]
 
 
 def test_choose_error_has_a_reason_per_gpu() -> None:
     with pytest.raises(OpError, match="1 of 3 GPUs are free, 2 requested") as caught:
-        gpu_runs.choose_free_gpus([gpu(0, 0), gpu(1, 0), gpu(2, 9000, busy=7)], {0: "r-a"}, 2)
+        gpu_runs.choose_free_gpus(
+            [make_gpu_reading(0, 0), make_gpu_reading(1, 0), make_gpu_reading(2, 9000, busy=7)], {0: "r-a"}, 2
+        )
     assert caught.value.reason == "busy"
     assert "GPU 0 is held by run r-a; GPU 2 has 9000 MiB in use and 7% utilization" in str(caught.value)

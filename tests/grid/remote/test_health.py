@@ -15,8 +15,8 @@ import psutil
 import pytest
 
 from genie.grid.remote import health
-from tests.grid.remote.readings import read
-from tests.house.sources import ROOT
+from tests.grid.remote.take_readings import take_readings
+from tests.house.repository_files import ROOT
 from tests.waiting import wait_until
 
 MIB = 1 << 20
@@ -39,7 +39,7 @@ AMD = [
 ]
 
 
-def alive(group: int) -> list[int]:
+def list_live_processes(group: int) -> list[int]:
     """Return the processes of a group that are neither ended nor zombies."""
     found = []
     for process in psutil.process_iter():
@@ -54,8 +54,8 @@ def test_source_is_valid_python_3_8() -> None:
     ast.parse(text, feature_version=(3, 8))
 
 
-def test_node_without_gpus_has_other_readings(tools) -> None:
-    found = read(root="~/not/made/yet")
+def test_node_without_gpus_has_other_readings(fake_tools) -> None:
+    found = take_readings(root="~/not/made/yet")
     assert (found["vendor"], found["gpus"], found["failed"]) == ("none", [], {})
     assert found["cores"] == os.cpu_count()
     assert len(found["load"]) == 3
@@ -64,10 +64,10 @@ def test_node_without_gpus_has_other_readings(tools) -> None:
     assert ("xids" in found) == Path("/proc/driver/nvidia").is_dir()
 
 
-def test_nvidia_smi_query_has_eight_columns(tools, tmp_path: Path) -> None:
+def test_nvidia_smi_query_has_eight_columns(fake_tools, tmp_path: Path) -> None:
     arguments = tmp_path / "arguments"
-    tools("nvidia-smi", f'echo "$@" > {arguments}; echo "0, NVIDIA H200, GPU-a, 143771, 1000, 5, 33, 0"')
-    (gpu,) = read()["gpus"]
+    fake_tools("nvidia-smi", f'echo "$@" > {arguments}; echo "0, NVIDIA H200, GPU-a, 143771, 1000, 5, 33, 0"')
+    (gpu,) = take_readings()["gpus"]
     assert arguments.read_text().split()[0] == (
         "--query-gpu=index,name,uuid,memory.total,memory.used,utilization.gpu,temperature.gpu,"
         "ecc.errors.uncorrected.volatile.total"
@@ -78,7 +78,7 @@ def test_nvidia_smi_query_has_eight_columns(tools, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("nothing", ["[N/A]", "[Not Supported]", "[Unknown Error]", "N/A", "ERR!", ""])
-def test_placeholder_value_is_none(nothing: str) -> None:
+def test_nvidia_smi_placeholder_is_read_as_none(nothing: str) -> None:
     line = f"0, Orin, GPU-a, {nothing}, {nothing}, {nothing}, {nothing}, {nothing}"
     found = health.parse_nvidia_smi(line)
     (gpu,) = found["gpus"]
@@ -102,31 +102,31 @@ def test_lost_gpu_is_reported_and_others_are_kept() -> None:
     assert "device handle" in found["failed"]["gpus"]
 
 
-def test_failing_tool_is_reported_with_its_output(tools) -> None:
-    tools("nvidia-smi", "echo 'could not talk to the driver'; exit 9")
-    found = read()
+def test_failing_tool_is_reported_with_its_output(fake_tools) -> None:
+    fake_tools("nvidia-smi", "echo 'could not talk to the driver'; exit 9")
+    found = take_readings()
     assert "nvidia-smi exited with code 9: could not talk to the driver" in found["failed"]["gpus"]
     assert found["cores"]
 
 
-def test_no_devices_found_means_no_gpus(tools) -> None:
-    tools("nvidia-smi", "echo 'No devices were found'; exit 6")
-    found = read()
+def test_no_devices_found_means_no_gpus(fake_tools) -> None:
+    fake_tools("nvidia-smi", "echo 'No devices were found'; exit 6")
+    found = take_readings()
     assert (found["gpus"], found["failed"]) == ([], {})
 
 
-def test_hanging_tool_fails_only_its_reading_and_is_killed(tools, tmp_path: Path) -> None:
-    tools("nvidia-smi", f"cd {tmp_path}; echo $$ > pid.new; mv pid.new pid; sleep 3600 & wait")
-    found = read(timeout_s=2)
+def test_hanging_tool_fails_only_its_reading_and_is_killed(fake_tools, tmp_path: Path) -> None:
+    fake_tools("nvidia-smi", f"cd {tmp_path}; echo $$ > pid.new; mv pid.new pid; sleep 3600 & wait")
+    found = take_readings(timeout_s=2)
     assert list(found["failed"]) == ["gpus"]
     # On a busy machine, the killed tool is reported too late.
     assert found["failed"]["gpus"].removeprefix("nvidia-smi ") == "took longer than 2 s"
     assert found["load"] and found["disk_total_bytes"]
     group = int((tmp_path / "pid").read_text())
-    wait_until(lambda: not alive(group), what="the end of the tool's process group")
+    wait_until(lambda: not list_live_processes(group), what="the end of the tool's process group")
 
 
-def test_hanging_part_is_not_started_again(tools, monkeypatch) -> None:
+def test_hanging_reading_is_not_started_again(fake_tools, monkeypatch) -> None:
     calls = []
     release = health.threading.Event()
 
@@ -137,15 +137,15 @@ def test_hanging_part_is_not_started_again(tools, monkeypatch) -> None:
 
     monkeypatch.setattr(health, "_read_disk", hangs)
     try:
-        assert "longer than 0.05 s" in read(timeout_s=0.05)["failed"]["disk"]
-        assert "still hangs" in read(timeout_s=0.05)["failed"]["disk"]
+        assert "longer than 0.05 s" in take_readings(timeout_s=0.05)["failed"]["disk"]
+        assert "still hangs" in take_readings(timeout_s=0.05)["failed"]["disk"]
         assert len(calls) == 1
     finally:
         release.set()
         health._THREAD_BY_PART["disk"][0].join(10)
 
 
-class EndsWhenJoined(threading.Thread):
+class ThreadEndingWhenJoined(threading.Thread):
     """Ends when it is joined."""
 
     def __init__(self) -> None:
@@ -160,40 +160,40 @@ class EndsWhenJoined(threading.Thread):
 @pytest.mark.parametrize(
     ("left_s", "failed"), [(60.0, {}), (-1.0, {"disk": "a previous reading still hangs"})]
 )
-def test_previous_reading_is_joined_until_its_deadline(tools, left_s: float, failed: object) -> None:
-    other = EndsWhenJoined()
+def test_previous_reading_is_awaited_until_its_deadline(fake_tools, left_s: float, failed: object) -> None:
+    other = ThreadEndingWhenJoined()
     other.start()
     health._THREAD_BY_PART["disk"] = (other, time.monotonic() + left_s)
     try:
-        assert read(timeout_s=60)["failed"] == failed
+        assert take_readings(timeout_s=60)["failed"] == failed
     finally:
         other.join(10)
 
 
-def test_tool_with_excessive_output_is_killed(tools) -> None:
-    tools("nvidia-smi", "exec yes '0, T4, GPU-a, 9, 1, 2, 3, 0'")
-    assert read(timeout_s=60)["failed"] == {"gpus": "nvidia-smi printed more than 1048576 bytes"}
+def test_tool_with_excessive_output_is_killed(fake_tools) -> None:
+    fake_tools("nvidia-smi", "exec yes '0, T4, GPU-a, 9, 1, 2, 3, 0'")
+    assert take_readings(timeout_s=60)["failed"] == {"gpus": "nvidia-smi printed more than 1048576 bytes"}
 
 
-def test_hot_gpu_has_throttle_reasons(tools) -> None:
-    tools(
+def test_hot_gpu_has_throttle_reasons(fake_tools) -> None:
+    fake_tools(
         "nvidia-smi",
         "case $1 in *throttle*) echo '0, 0x0000000000000020'; echo '1, 0x0000000000000001';;"
         "*) echo '0, T4, GPU-a, 9, 1, 2, 85, 0'; echo '1, T4, GPU-b, 9, 1, 2, 30, 0';; esac",
     )
-    assert [gpu["throttled"] for gpu in read()["gpus"]] == [["software thermal slowdown"], []]
+    assert [gpu["throttled"] for gpu in take_readings()["gpus"]] == [["software thermal slowdown"], []]
 
 
-def test_cool_gpu_needs_only_one_query(tools, tmp_path: Path) -> None:
-    tools("nvidia-smi", f"echo x >> {tmp_path}/calls; echo '0, T4, GPU-a, 9, 1, 2, 30, 0'")
-    read()
+def test_cool_gpu_needs_only_one_query(fake_tools, tmp_path: Path) -> None:
+    fake_tools("nvidia-smi", f"echo x >> {tmp_path}/calls; echo '0, T4, GPU-a, 9, 1, 2, 30, 0'")
+    take_readings()
     assert (tmp_path / "calls").read_text() == "x\n"
 
 
-def test_rocm_smi_cards_are_sorted(tools, tmp_path: Path) -> None:
+def test_rocm_smi_cards_are_sorted(fake_tools, tmp_path: Path) -> None:
     (tmp_path / "rocm.json").write_text(ROCM)
-    tools("rocm-smi", f"cat {tmp_path}/rocm.json")
-    found = read()
+    fake_tools("rocm-smi", f"cat {tmp_path}/rocm.json")
+    found = take_readings()
     assert (found["vendor"], found["failed"]) == ("amd", {})
     first, second = found["gpus"]
     assert (first["index"], first["uuid"], first["temperature_c"]) == (0, "0xa", 41.0)
@@ -206,20 +206,20 @@ def test_rocm_smi_cards_are_sorted(tools, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("wrapped", [True, False])
-def test_amd_smi_is_used_without_rocm_smi(tools, tmp_path: Path, wrapped: bool) -> None:
+def test_amd_smi_is_used_without_rocm_smi(fake_tools, tmp_path: Path, wrapped: bool) -> None:
     (tmp_path / "metric").write_text(json.dumps({"gpu_data": AMD} if wrapped else AMD))
     static = [{"gpu": 0, "asic": {"market_name": "MI300A", "asic_serial": "0x1"}}]
     (tmp_path / "static").write_text(json.dumps(static))
-    tools("amd-smi", f"cat {tmp_path}/$1")
-    (gpu,) = read()["gpus"]
+    fake_tools("amd-smi", f"cat {tmp_path}/$1")
+    (gpu,) = take_readings()["gpus"]
     assert (gpu["name"], gpu["uuid"], gpu["utilization_pct"]) == ("MI300A", "0x1", 12)
     assert (gpu["memory_total_bytes"], gpu["memory_used_bytes"]) == (64 << 30, 512 * MIB)
     assert (gpu["temperature_c"], gpu["ecc_uncorrected"]) == (44, 1)
 
 
-def test_output_without_json_fails_the_reading(tools) -> None:
-    tools("rocm-smi", "echo ERROR: GPU not found")
-    assert "no JSON" in read()["failed"]["gpus"]
+def test_output_without_json_fails_the_reading(fake_tools) -> None:
+    fake_tools("rocm-smi", "echo ERROR: GPU not found")
+    assert "no JSON" in take_readings()["failed"]["gpus"]
 
 
 @pytest.mark.parametrize(
@@ -240,9 +240,9 @@ def test_xid_is_parsed_in_every_log_format(line: str, at_s: float | None) -> Non
     assert xid["text"].endswith("fallen off the bus.")
 
 
-def test_unreadable_kernel_log_is_not_a_failure(tools, monkeypatch) -> None:
-    tools("nvidia-smi", "echo '0, T4, GPU-a, 9, 1, 2, 30, 0'")
-    tools("dmesg", "echo 'dmesg: read kernel buffer failed: Operation not permitted' >&2; exit 1")
+def test_unreadable_kernel_log_is_not_a_failure(fake_tools, monkeypatch) -> None:
+    fake_tools("nvidia-smi", "echo '0, T4, GPU-a, 9, 1, 2, 30, 0'")
+    fake_tools("dmesg", "echo 'dmesg: read kernel buffer failed: Operation not permitted' >&2; exit 1")
     opened = []
 
     def refuse(self: object, timeout_s: float) -> list[Any]:
@@ -250,20 +250,20 @@ def test_unreadable_kernel_log_is_not_a_failure(tools, monkeypatch) -> None:
         raise PermissionError(1, "Operation not permitted")
 
     monkeypatch.setattr(health._KernelLog, "read", refuse)
-    found = read()
+    found = take_readings()
     assert (found["xids"], found["xids_unknown"], found["failed"]) == (None, "Operation not permitted", {})
-    read()
+    take_readings()
     assert len(opened) == 1, "must not be retried on this connection"
 
 
-def test_dmesg_is_used_if_kmsg_is_not_readable(tools, monkeypatch) -> None:
-    tools("nvidia-smi", "echo '0, T4, GPU-a, 9, 1, 2, 30, 0'")
-    tools("dmesg", "echo '[    0.500000] NVRM: Xid (PCI:0000:01:00): 48, pid=1, DBE'")
+def test_dmesg_is_used_if_kmsg_is_not_readable(fake_tools, monkeypatch) -> None:
+    fake_tools("nvidia-smi", "echo '0, T4, GPU-a, 9, 1, 2, 30, 0'")
+    fake_tools("dmesg", "echo '[    0.500000] NVRM: Xid (PCI:0000:01:00): 48, pid=1, DBE'")
 
     def refuse(self: object, timeout_s: float) -> list[Any]:
         raise PermissionError(1, "Operation not permitted")
 
     monkeypatch.setattr(health._KernelLog, "read", refuse)
-    (xid,) = read()["xids"]
+    (xid,) = take_readings()["xids"]
     assert (xid["code"], xid["text"]) == (48, "pid=1, DBE")
     assert xid["age_s"] == pytest.approx(time.monotonic() - 0.5, abs=60)

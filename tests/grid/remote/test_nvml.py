@@ -12,15 +12,15 @@ import pytest
 
 from genie.grid.remote import health, nvml
 from genie.grid.remote.core import OpError
-from tests.grid.remote.readings import read
-from tests.grid.testbed import nvml_lines
+from tests.grid.remote.take_readings import take_readings
+from tests.grid.testbed import convert_to_nvml_state
 from tests.waiting import wait_until
 
 MIB = 1 << 20
 T4 = "0, T4, GPU-a, 15360, 300, 5, 33, 0"
 
 
-class Driver:
+class FakeDriver:
     """Fake nvidia-smi and NVML of one machine, which agree unless configured otherwise."""
 
     def __init__(self, folder: Path, write_tool: Callable[[str, str], Path], library: Path) -> None:
@@ -36,7 +36,7 @@ class Driver:
             f"echo x >> {self._folder}/started; case $1 in *throttle*) cat {self._folder}/reasons.csv;; "
             f"*) cat {self._folder}/gpus.csv;; esac",
         )
-        self.nvml(*nvml_lines([line for line in lines if "No devices" not in line], reasons))
+        self.nvml(*convert_to_nvml_state([line for line in lines if "No devices" not in line], reasons))
 
     def nvml(self, *lines: str) -> None:
         fresh = self._folder / "fresh"
@@ -50,14 +50,14 @@ class Driver:
 
 
 @pytest.fixture
-def driver(tools, nvml_library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Driver:
+def driver(fake_tools, nvml_library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
     monkeypatch.setenv("FAKE_NVML_STATE", str(tmp_path / "nvml.state"))
     monkeypatch.setattr(nvml, "LIBRARY_NAME", str(nvml_library))
-    return Driver(tmp_path, tools, nvml_library)
+    return FakeDriver(tmp_path, fake_tools, nvml_library)
 
 
 @pytest.fixture
-def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def opened_libraries(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of opened libraries, in order."""
     names: list[str] = []
     init = nvml._NvmlLibrary.__init__
@@ -71,17 +71,17 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.fixture
-def hanging(driver: Driver) -> Iterator[Driver]:
+def hanging_driver(driver: FakeDriver) -> Iterator[FakeDriver]:
     """A driver whose NVML calls hang until the state is replaced."""
     driver.has(T4)
-    driver.nvml("hangs=1", *nvml_lines([T4]))
+    driver.nvml("hangs=1", *convert_to_nvml_state([T4]))
     yield driver
     driver.has(T4)
     health._THREAD_BY_PART["gpus"][0].join(20)
 
 
-def gpus() -> Any:
-    found = read()
+def read_gpus() -> Any:
+    found = take_readings()
     assert found["failed"] == {}
     return found["vendor"], found["gpus"]
 
@@ -97,101 +97,101 @@ def gpus() -> Any:
     ],
 )
 def test_readings_equal_those_of_nvidia_smi(
-    driver: Driver, monkeypatch, lines: list[str], reasons: list[str]
+    driver: FakeDriver, monkeypatch, lines: list[str], reasons: list[str]
 ) -> None:
     driver.has(*lines, reasons=reasons)
-    by_nvml = gpus()
+    by_nvml = read_gpus()
     assert driver.smi_starts == 0
     nvml.close_library()
     monkeypatch.setattr(nvml, "LIBRARY_NAME", "no-such-library.so")
-    by_smi = gpus()
+    by_smi = read_gpus()
     assert driver.smi_starts > 0
     assert by_nvml == by_smi
 
 
-def test_cool_gpu_has_throttle_reasons(driver: Driver) -> None:
+def test_cool_gpu_has_throttle_reasons(driver: FakeDriver) -> None:
     driver.has("0, T4, GPU-a, 9, 1, 2, 30, 0", reasons=["0, 0x81"])
-    assert gpus()[1][0]["throttled"] == ["power brake"]
+    assert read_gpus()[1][0]["throttled"] == ["power brake"]
 
 
-def test_memory_reserved_by_driver_does_not_count_as_used(driver: Driver) -> None:
+def test_memory_reserved_by_driver_does_not_count_as_used(driver: FakeDriver) -> None:
     driver.has(T4)
-    lines = [*nvml_lines([T4]), f"0.memory_reserved={600 * MIB}"]
+    lines = [*convert_to_nvml_state([T4]), f"0.memory_reserved={600 * MIB}"]
     driver.nvml(*lines)
-    assert gpus()[1][0]["memory_used_bytes"] == 300 * MIB
+    assert read_gpus()[1][0]["memory_used_bytes"] == 300 * MIB
     driver.nvml(*lines, "0.memory_v2=!13")
-    (gpu,) = gpus()[1]
+    (gpu,) = read_gpus()[1]
     assert (gpu["memory_total_bytes"], gpu["memory_used_bytes"]) == (15360 * MIB, 900 * MIB)
     assert driver.smi_starts == 0
 
 
-def test_library_stays_open_and_readings_are_current(driver: Driver, opened: list[str]) -> None:
+def test_library_stays_open_and_readings_are_current(driver: FakeDriver, opened_libraries: list[str]) -> None:
     driver.has(T4)
-    first = gpus()
+    first = read_gpus()
     driver.has(T4.replace("300", "400"))
-    second = gpus()
+    second = read_gpus()
     assert [each[1][0]["memory_used_bytes"] // MIB for each in (first, second)] == [300, 400]
-    assert opened == [str(driver.library)]
+    assert opened_libraries == [str(driver.library)]
 
 
 @pytest.mark.parametrize(
     "error", ["init=!9", "count=!999", "0.handle=!15", "0.temperature=!999", "0.lost=15"]
 )
 def test_error_falls_back_to_nvidia_smi_and_reopens_library(
-    driver: Driver, opened: list[str], error: str
+    driver: FakeDriver, opened_libraries: list[str], error: str
 ) -> None:
     driver.has("Unable to determine the device handle for GPU0000:3B:00.0: Unknown Error")
-    driver.nvml(*nvml_lines([T4]), error)
-    assert "Unable to determine the device handle" in read()["failed"]["gpus"]
+    driver.nvml(*convert_to_nvml_state([T4]), error)
+    assert "Unable to determine the device handle" in take_readings()["failed"]["gpus"]
     driver.has(T4)
-    assert len(gpus()[1]) == 1
-    assert (driver.smi_starts, len(opened)) == (1, 2)
+    assert len(read_gpus()[1]) == 1
+    assert (driver.smi_starts, len(opened_libraries)) == (1, 2)
 
 
 @pytest.mark.parametrize("library", ["no-such-library.so", "libc.so.6"])
 def test_missing_library_or_functions_fall_back_to_nvidia_smi(
-    driver: Driver, monkeypatch, library: str
+    driver: FakeDriver, monkeypatch, library: str
 ) -> None:
     driver.has(T4)
     monkeypatch.setattr(nvml, "LIBRARY_NAME", library)
-    assert gpus()[1][0]["uuid"] == "GPU-a"
+    assert read_gpus()[1][0]["uuid"] == "GPU-a"
     assert driver.smi_starts == 1
 
 
-def test_missing_ctypes_falls_back_to_nvidia_smi(driver: Driver, monkeypatch) -> None:
+def test_missing_ctypes_falls_back_to_nvidia_smi(driver: FakeDriver, monkeypatch) -> None:
     driver.has(T4)
     monkeypatch.setitem(sys.modules, "ctypes", None)
-    assert gpus()[1][0]["uuid"] == "GPU-a"
+    assert read_gpus()[1][0]["uuid"] == "GPU-a"
     assert driver.smi_starts == 1
 
 
-def test_nvml_is_not_used_without_nvidia_smi(driver: Driver, opened: list[str]) -> None:
-    driver.nvml(*nvml_lines([T4]))
-    assert gpus() == ("none", [])
-    assert opened == []
+def test_nvml_is_not_used_without_nvidia_smi(driver: FakeDriver, opened_libraries: list[str]) -> None:
+    driver.nvml(*convert_to_nvml_state([T4]))
+    assert read_gpus() == ("none", [])
+    assert opened_libraries == []
 
 
-def test_hanging_driver_fails_only_gpu_reading_and_uses_one_thread(hanging: Driver) -> None:
+def test_hanging_driver_fails_only_gpu_reading_and_uses_one_thread(hanging_driver: FakeDriver) -> None:
     before = threading.active_count()
-    first = read(timeout_s=1)
+    first = take_readings(timeout_s=1)
     assert first["failed"] == {"gpus": "took longer than 1 s"}
     assert first["load"] and first["disk_total_bytes"]
     for _ in range(3):
-        assert read(timeout_s=1)["failed"] == {"gpus": "a previous reading still hangs"}
+        assert take_readings(timeout_s=1)["failed"] == {"gpus": "a previous reading still hangs"}
     assert threading.active_count() == before + 1
-    assert hanging.smi_starts == 0
-    hanging.has(T4)
+    assert hanging_driver.smi_starts == 0
+    hanging_driver.has(T4)
     wait_until(lambda: not health._THREAD_BY_PART["gpus"][0].is_alive(), what="the end of the call that hung")
-    assert len(gpus()[1]) == 1
+    assert len(read_gpus()[1]) == 1
 
 
-def test_hanging_driver_does_not_block_gpu_choice(hanging: Driver) -> None:
+def test_hanging_driver_does_not_block_gpu_choice(hanging_driver: FakeDriver) -> None:
     with pytest.raises(OpError, match=r"could not read the GPUs: took longer than 0\.1 s"):
         health.read_gpus(0.1)
     with pytest.raises(OpError, match="could not read the GPUs: a previous reading still hangs"):
         health.read_gpus(0.1)
 
 
-def test_other_gpus_can_be_chosen_if_one_is_lost(driver: Driver) -> None:
+def test_other_gpus_can_be_chosen_if_one_is_lost(driver: FakeDriver) -> None:
     driver.has("Unable to determine the device handle for GPU0000:3B:00.0", "1, T4, GPU-b, 9, 1, 2, 3, 0")
     assert [gpu["index"] for gpu in health.read_gpus(20.0)["gpus"]] == [1]

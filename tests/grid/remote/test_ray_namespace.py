@@ -21,7 +21,7 @@ print(ray.init(), ray.init(namespace="own"), ray.init(job_config=named), ray.dee
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def hook_and_ray_folder(tmp_path: Path) -> Path:
     (tmp_path / "hook").mkdir()
     (tmp_path / "hook/sitecustomize.py").write_text(SITECUSTOMIZE)
     (tmp_path / "libs/ray").mkdir(parents=True)
@@ -30,7 +30,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def run(folder: Path, program: str, *, hooks: Sequence[str] = ("hook",), **more: str) -> str:
+def run_with_hooks(folder: Path, program: str, *, hooks: Sequence[str] = ("hook",), **more: str) -> str:
     path = os.pathsep.join(str(folder / name) for name in (*hooks, "libs"))
     env = {**os.environ, "PYTHONPATH": path, **more}
     done = subprocess.run(
@@ -40,62 +40,68 @@ def run(folder: Path, program: str, *, hooks: Sequence[str] = ("hook",), **more:
     return done.stdout
 
 
-def test_default_applies_only_without_namespace(folder: Path) -> None:
-    assert run(folder, PROGRAM, RAY_NAMESPACE="team") == "team own None ray.deep\n"
+def test_default_namespace_applies_only_if_none_is_given(hook_and_ray_folder: Path) -> None:
+    assert run_with_hooks(hook_and_ray_folder, PROGRAM, RAY_NAMESPACE="team") == "team own None ray.deep\n"
 
 
-def test_no_default_without_the_variable(folder: Path) -> None:
-    assert run(folder, PROGRAM, RAY_NAMESPACE="") == "None own None ray.deep\n"
+def test_no_default_namespace_without_the_variable(hook_and_ray_folder: Path) -> None:
+    assert run_with_hooks(hook_and_ray_folder, PROGRAM, RAY_NAMESPACE="") == "None own None ray.deep\n"
 
 
-def test_next_sitecustomize_runs_too(folder: Path) -> None:
-    (folder / "libs/sitecustomize.py").write_text("import sys; sys.own_mark = 'seen'\n")
-    assert run(folder, "import sys; print(sys.own_mark)", RAY_NAMESPACE="team") == "seen\n"
+def test_next_sitecustomize_runs_too(hook_and_ray_folder: Path) -> None:
+    (hook_and_ray_folder / "libs/sitecustomize.py").write_text("import sys; sys.own_mark = 'seen'\n")
+    assert (
+        run_with_hooks(hook_and_ray_folder, "import sys; print(sys.own_mark)", RAY_NAMESPACE="team")
+        == "seen\n"
+    )
 
 
-def test_missing_ray_raises_the_usual_error(folder: Path) -> None:
+def test_importing_missing_ray_raises_the_usual_error(hook_and_ray_folder: Path) -> None:
     program = "try:\n    import ray\nexcept ModuleNotFoundError as error:\n    print(error.name)"
-    (folder / "libs/ray").rename(folder / "libs/other")
-    shown = run(
-        folder,
+    (hook_and_ray_folder / "libs/ray").rename(hook_and_ray_folder / "libs/other")
+    shown = run_with_hooks(
+        hook_and_ray_folder,
         f"import sys; sys.path = [p for p in sys.path if 'packages' not in p]\n{program}",
         RAY_NAMESPACE="x",
     )
     assert shown == "ray\n"
 
 
-def test_find_spec_without_import_changes_nothing(folder: Path) -> None:
+def test_find_spec_without_import_changes_nothing(hook_and_ray_folder: Path) -> None:
     lookup = "from importlib.util import find_spec\nassert find_spec('ray') and find_spec('ray')\n"
-    assert run(folder, lookup + PROGRAM, RAY_NAMESPACE="team") == "team own None ray.deep\n"
+    assert (
+        run_with_hooks(hook_and_ray_folder, lookup + PROGRAM, RAY_NAMESPACE="team")
+        == "team own None ray.deep\n"
+    )
 
 
-def test_failed_import_can_be_repeated_and_success_removes_the_finder(folder: Path) -> None:
+def test_failed_import_can_be_repeated_and_success_removes_the_finder(hook_and_ray_folder: Path) -> None:
     failing = "import sys\nif not hasattr(sys, 'tried'):\n    sys.tried = 1\n    raise ImportError\n"
-    (folder / "libs/ray/__init__.py").write_text(failing + RAY)
+    (hook_and_ray_folder / "libs/ray/__init__.py").write_text(failing + RAY)
     program = (
         "try:\n    import ray\nexcept ImportError:\n    pass\n"
         "import ray, sys\nprint(ray.init(), any('Ray' in repr(finder) for finder in sys.meta_path))"
     )
-    assert run(folder, program, RAY_NAMESPACE="team") == "team False\n"
+    assert run_with_hooks(hook_and_ray_folder, program, RAY_NAMESPACE="team") == "team False\n"
 
 
 @pytest.mark.parametrize(
     "hooks", [("hook", "other"), ("hook", "other", "hook"), ("link", "hook"), ("hook", "link")]
 )
 def test_hooks_of_two_grids_and_another_sitecustomize_work_together(
-    folder: Path, hooks: Sequence[str]
+    hook_and_ray_folder: Path, hooks: Sequence[str]
 ) -> None:
-    (folder / "other").mkdir()
-    (folder / "other/sitecustomize.py").write_text(SITECUSTOMIZE)
-    (folder / "link").symlink_to("hook")
+    (hook_and_ray_folder / "other").mkdir()
+    (hook_and_ray_folder / "other/sitecustomize.py").write_text(SITECUSTOMIZE)
+    (hook_and_ray_folder / "link").symlink_to("hook")
     own = "import sys; sys.own_marks = [*getattr(sys, 'own_marks', []), 'seen']\n"
-    (folder / "libs/sitecustomize.py").write_text(own)
+    (hook_and_ray_folder / "libs/sitecustomize.py").write_text(own)
     program = f"{PROGRAM}\nprint(*sys.own_marks, 'Ray' in repr(sys.meta_path))"
-    shown = run(folder, program, hooks=hooks, RAY_NAMESPACE="team")
+    shown = run_with_hooks(hook_and_ray_folder, program, hooks=hooks, RAY_NAMESPACE="team")
     assert shown == "team own None ray.deep\nseen False\n"
 
 
-def test_finder_that_calls_all_others_finds_ray(folder: Path) -> None:
+def test_delegating_import_finder_finds_ray(hook_and_ray_folder: Path) -> None:
     delegating = (
         "import sys\nclass Delegating:\n"
         "    def find_spec(name, path=None, target=None):\n"
@@ -104,10 +110,13 @@ def test_finder_that_calls_all_others_finds_ray(folder: Path) -> None:
         "        return next((each for each in found if each), None) if name == 'ray' else None\n"
         "sys.meta_path.insert(0, Delegating)\n"
     )
-    assert run(folder, delegating + PROGRAM, RAY_NAMESPACE="team") == "team own None ray.deep\n"
+    assert (
+        run_with_hooks(hook_and_ray_folder, delegating + PROGRAM, RAY_NAMESPACE="team")
+        == "team own None ray.deep\n"
+    )
 
 
-def test_shared_loader_patches_only_ray(folder: Path) -> None:
+def test_shared_loader_patches_only_ray(hook_and_ray_folder: Path) -> None:
     sharing = (
         "import sys\nfrom importlib.machinery import ModuleSpec\nclass Loader:\n"
         "    def create_module(self, spec):\n        return None\n"
@@ -120,4 +129,4 @@ def test_shared_loader_patches_only_ray(folder: Path) -> None:
         "from importlib.util import find_spec\nfind_spec('ray')\n"
         "import gamma, ray\nprint(gamma.init(), ray.init())\n"
     )
-    assert run(folder, sharing, RAY_NAMESPACE="team") == "None team\n"
+    assert run_with_hooks(hook_and_ray_folder, sharing, RAY_NAMESPACE="team") == "None team\n"

@@ -36,7 +36,7 @@ PID = {"boot": "b", "watcher": 10, "watcher_start": 100, "pid": 11, "pid_start":
         ({"code": 0, "ended": 5.0}, PID, "other boot", {}, "exited"),
     ],
 )
-def test_state_is_derived_from_records(
+def test_run_state_is_derived_from_its_records(
     ended: dict[str, object] | None,
     pid: dict[str, object],
     boot: str,
@@ -48,7 +48,7 @@ def test_state_is_derived_from_records(
     assert (found["exit_code"] is None) == (state != "exited")
 
 
-def test_truncated_record_is_none(tmp_path: Path) -> None:
+def test_truncated_record_is_read_as_none(tmp_path: Path) -> None:
     (tmp_path / "exit").write_bytes(b'{"code":3,"en')
     assert runs._read_record(str(tmp_path / "exit")) is None
 
@@ -110,13 +110,13 @@ print(json.dumps(runs._run_command(args, {}, -1, streams)))
 """
 
 
-def test_signal_to_a_recorded_process_reaches_it(fork_server: ForkServer) -> None:
+def test_signal_sent_as_soon_as_the_pid_is_recorded_reaches_the_command(fork_server: ForkServer) -> None:
     """The signal arrives as soon as the PID is recorded, and the child is slow to start."""
     done = fork_server.run(["-c", INTERRUPTED_AT_ITS_RECORD], timeout=60)
     assert json.loads(done.stdout) == {"signal": 2, "code": 130, "timed_out": False}, done.stderr
 
 
-def test_user_variables_take_precedence(tmp_path: Path) -> None:
+def test_variables_of_the_user_take_precedence(tmp_path: Path) -> None:
     args = {
         "id": "r-a",
         "root": str(tmp_path),

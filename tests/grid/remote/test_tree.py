@@ -27,11 +27,11 @@ ENTRIES = st.dictionaries(PATHS, st.tuples(st.sampled_from("fffdl"), CONTENTS), 
 
 
 @pytest.fixture(scope="module")
-def engine() -> tree.PlainEngine:
+def compiled_engine() -> tree.PlainEngine:
     return load_compiled_engine()
 
 
-def build(root: Path, entries: dict[bytes, tuple[str, bytes]]) -> None:
+def create_entries(root: Path, entries: dict[bytes, tuple[str, bytes]]) -> None:
     """Create the entries; skip those that conflict, such as a file below a file."""
     remove_contents(root)
     for path, (kind, data) in sorted(entries.items()):
@@ -48,64 +48,72 @@ def build(root: Path, entries: dict[bytes, tuple[str, bytes]]) -> None:
             continue
 
 
-def is_excluded(path: bytes, is_folder: bool) -> bool:
+def ends_with_x(path: bytes, is_folder: bool) -> bool:
     return path.endswith(b"x")
 
 
-def walk(engine: tree.PlainEngine, root: Path, old: bytes = b"", *, taken_ns: int = 0, reuse: bool = False):
-    walked = engine.walk(str(root), old, taken_ns=taken_ns, reuse=reuse, is_excluded=is_excluded)
+def scan_tree(
+    engine: tree.PlainEngine, root: Path, old: bytes = b"", *, taken_ns: int = 0, reuse: bool = False
+):
+    walked = engine.walk(str(root), old, taken_ns=taken_ns, reuse=reuse, is_excluded=ends_with_x)
     return walked.records, walked.dirty, walked.is_same, walked.rules_changed, walked.skipped
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Callable[[str], Path]:
+def make_temporary_path(tmp_path: Path) -> Callable[[str], Path]:
     return lambda name: tmp_path / name
 
 
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(before=ENTRIES, after=ENTRIES)
-def test_engines_scan_equally(engine, place, before, after) -> None:
-    root = place("tree")
-    build(root, before)
-    old = walk(PLAIN, root)
-    assert walk(engine, root) == old
+def test_compiled_and_python_engine_scan_equally(compiled_engine, make_temporary_path, before, after) -> None:
+    root = make_temporary_path("tree")
+    create_entries(root, before)
+    old = scan_tree(PLAIN, root)
+    assert scan_tree(compiled_engine, root) == old
     later = time.time_ns() + 10**10
-    assert walk(engine, root, old[0], taken_ns=later, reuse=True) == walk(
+    assert scan_tree(compiled_engine, root, old[0], taken_ns=later, reuse=True) == scan_tree(
         PLAIN, root, old[0], taken_ns=later, reuse=True
     )
-    build(root, after)
-    new = walk(PLAIN, root, old[0], taken_ns=later, reuse=True)
-    assert walk(engine, root, old[0], taken_ns=later, reuse=True) == new
+    create_entries(root, after)
+    new = scan_tree(PLAIN, root, old[0], taken_ns=later, reuse=True)
+    assert scan_tree(compiled_engine, root, old[0], taken_ns=later, reuse=True) == new
     fd = os.open(root, os.O_RDONLY)
     try:
-        both = [each.find_mismatches(fd, old[0], taken_ns=later) for each in (PLAIN, engine)]
+        both = [each.find_mismatches(fd, old[0], taken_ns=later) for each in (PLAIN, compiled_engine)]
         assert both[0] == both[1]
         bare = b"".join(one.without_stamp + tree.NO_STAMP for one in tree.iter_records(new[0]))
-        assert PLAIN.fill_in_stamps(fd, bare) == engine.fill_in_stamps(fd, bare)
-        read = [each.read_small_files(fd, new[0], new[1], first=3, room=100_000) for each in (PLAIN, engine)]
+        assert PLAIN.fill_in_stamps(fd, bare) == compiled_engine.fill_in_stamps(fd, bare)
+        read = [
+            each.read_small_files(fd, new[0], new[1], first=3, room=100_000)
+            for each in (PLAIN, compiled_engine)
+        ]
         assert read[0] == read[1]
     finally:
         os.close(fd)
-    assert PLAIN.compare(old[0], new[0]) == engine.compare(old[0], new[0])
-    assert PLAIN.records_to_compare(new[0]) == engine.records_to_compare(new[0])
+    assert PLAIN.compare(old[0], new[0]) == compiled_engine.compare(old[0], new[0])
+    assert PLAIN.records_to_compare(new[0]) == compiled_engine.records_to_compare(new[0])
     changes = b"".join(
         one.without_stamp + tree.NO_STAMP for one in tree.iter_records(new[0]) if one.kind != ord("x")
     )
-    assert PLAIN.merge(old[0], changes) == engine.merge(old[0], changes)
+    assert PLAIN.merge(old[0], changes) == compiled_engine.merge(old[0], changes)
 
 
 @settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(entries=ENTRIES)
-def test_engines_place_equally(engine, place, entries) -> None:
-    root = place("tree")
-    build(root, entries)
-    records, dirty, *_ = walk(PLAIN, root)
+def test_compiled_and_python_engine_write_equal_files(compiled_engine, make_temporary_path, entries) -> None:
+    root = make_temporary_path("tree")
+    create_entries(root, entries)
+    records, dirty, *_ = scan_tree(PLAIN, root)
     results = []
-    for each in (PLAIN, engine):
-        target, objects = place(f"{each.name}-target"), place(f"{each.name}-objects")
+    for each in (PLAIN, compiled_engine):
+        target, objects = (
+            make_temporary_path(f"{each.name}-target"),
+            make_temporary_path(f"{each.name}-objects"),
+        )
         remove_contents(target)
         remove_contents(objects)
-        results.append(transfer(each, root, records, dirty, target=target, objects=objects))
+        results.append(transfer_files(each, root, records, dirty, target=target, objects=objects))
     assert results[0] == results[1]
     included = {one.path for one in tree.iter_records(records) if one.kind in (tree.FILE, tree.FOLDER)}
     want = {
@@ -116,7 +124,7 @@ def test_engines_place_equally(engine, place, entries) -> None:
     assert {path: (kind, data) for path, (kind, _, data) in results[0].items()} == want
 
 
-def transfer(
+def transfer_files(
     engine: tree.PlainEngine, root: Path, records: bytes, dirty: list[int], *, target: Path, objects: Path
 ):
     import hashlib
@@ -153,8 +161,8 @@ def transfer(
 
 
 @pytest.mark.parametrize("kind", ["plain", "compiled"])
-def test_truncated_records_are_rejected(engine, kind) -> None:
-    one = PLAIN if kind == "plain" else engine
+def test_truncated_records_are_rejected(compiled_engine, kind) -> None:
+    one = PLAIN if kind == "plain" else compiled_engine
     whole = tree.pack_record(tree.FILE, b"a") + tree.pack_record(tree.FILE, b"b")
     for data in (whole[:-1], whole[:100], whole[:10]):
         with pytest.raises(OSError) as caught:  # noqa: PT011 - the errno is checked below
@@ -164,8 +172,8 @@ def test_truncated_records_are_rejected(engine, kind) -> None:
 
 @pytest.mark.parametrize("kind", ["plain", "compiled"])
 @pytest.mark.parametrize("path", [b"../out", b"/etc/x", b"a/../../out", b"link/x", b".", b"a//b", b""])
-def test_paths_outside_the_tree_are_rejected(engine, tmp_path, kind, path) -> None:
-    one = PLAIN if kind == "plain" else engine
+def test_paths_outside_the_tree_are_rejected(compiled_engine, tmp_path, kind, path) -> None:
+    one = PLAIN if kind == "plain" else compiled_engine
     root, objects, outside = (tmp_path / name for name in ("root", "objects", "outside"))
     for folder in (root, objects, outside):
         folder.mkdir()
@@ -184,21 +192,21 @@ def test_paths_outside_the_tree_are_rejected(engine, tmp_path, kind, path) -> No
 
 
 @pytest.mark.parametrize("kind", ["plain", "compiled"])
-def test_file_written_just_before_the_scan_is_read_again(engine, tmp_path, kind) -> None:
-    one = PLAIN if kind == "plain" else engine
+def test_file_written_just_before_the_scan_is_read_again(compiled_engine, tmp_path, kind) -> None:
+    one = PLAIN if kind == "plain" else compiled_engine
     write_files(tmp_path, {b"a": b"1"})
-    records, dirty, *_ = walk(one, tmp_path)
+    records, dirty, *_ = scan_tree(one, tmp_path)
     assert dirty == [0]
     written_ns = (tmp_path / "a").stat().st_ctime_ns
-    assert walk(one, tmp_path, records, taken_ns=written_ns + 10**6)[1] == [0]
-    assert walk(one, tmp_path, records, taken_ns=written_ns + 10**9)[1] == []
+    assert scan_tree(one, tmp_path, records, taken_ns=written_ns + 10**6)[1] == [0]
+    assert scan_tree(one, tmp_path, records, taken_ns=written_ns + 10**9)[1] == []
 
 
-def test_error_in_decide_callback_is_raised(engine, tmp_path) -> None:
+def test_error_in_exclude_callback_is_raised(compiled_engine, tmp_path) -> None:
     write_files(tmp_path, {b"a": b"1"})
 
     def refuse(path: bytes, is_folder: bool) -> bool:
         raise KeyError(path)
 
     with pytest.raises(KeyError):
-        engine.walk(str(tmp_path), b"", taken_ns=0, reuse=False, is_excluded=refuse)
+        compiled_engine.walk(str(tmp_path), b"", taken_ns=0, reuse=False, is_excluded=refuse)

@@ -22,13 +22,13 @@ from tests.waiting import until
 NODES = ["gpu1", "gpu2"]
 
 
-def grid_file(testbed: SshTestbed, folder: Path) -> GridFile:
+def write_grid_file(testbed: SshTestbed, folder: Path) -> GridFile:
     path = folder / "grid.yaml"
     path.write_text(testbed.grid_yaml(nodes=NODES, more="ssh: {connect_timeout: 20, max_retries: 0}\n"))
     return read_grid_file(path)
 
 
-async def is_over(runner: Runner, run: Run) -> bool:
+async def has_run_ended(runner: Runner, run: Run) -> bool:
     return (await runner.status(run)).has_ended
 
 
@@ -36,7 +36,7 @@ async def test_detached_run_is_active_until_its_end_is_found(
     own_testbed: SshTestbed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    file, metrics = grid_file(own_testbed, tmp_path), GridMetrics(tmp_path)
+    file, metrics = write_grid_file(own_testbed, tmp_path), GridMetrics(tmp_path)
     relative = dataclasses.replace(file, path=Path("grid.yaml"))
     async with SshPool(file, ssh_config=own_testbed.ssh_config) as pool:
         runner = Runner(pool, file)
@@ -44,13 +44,13 @@ async def test_detached_run_is_active_until_its_end_is_found(
         removed = await runner.start("gpu2", "true")
         for run in (failing, removed):
             track_run(run, state_dir=tmp_path, file=relative)
-        await until(lambda: is_over(runner, removed), what="the end of the short run")
+        await until(lambda: has_run_ended(runner, removed), what="the end of the short run")
         await runner.remove(removed)
         await reconcile_runs(runner, file, metrics, nodes=NODES)
         assert metrics.figures().active_tasks == 1
         for pid in await until(lambda: own_testbed["gpu1"].processes("sleep 7501"), what="the long run"):
             os.kill(pid, signal.SIGKILL)
-        await until(lambda: is_over(runner, failing), what="the end of the long run")
+        await until(lambda: has_run_ended(runner, failing), what="the end of the long run")
         other = dataclasses.replace(file, path=tmp_path / "other.yaml")
         await reconcile_runs(runner, other, metrics, nodes=NODES)  # its gpu1 may be another host
         await reconcile_runs(runner, file, metrics, nodes=["gpu2"])  # gpu1 cannot be reached
@@ -62,7 +62,7 @@ async def test_detached_run_is_active_until_its_end_is_found(
 
 
 async def test_run_on_a_node_removed_from_the_file_is_unknown(testbed: SshTestbed, tmp_path: Path) -> None:
-    file, metrics = grid_file(testbed, tmp_path), GridMetrics(tmp_path)
+    file, metrics = write_grid_file(testbed, tmp_path), GridMetrics(tmp_path)
     entry = ActiveRun(node="removed", grid_file=str(file.path), started=0.0)
     await asyncio.to_thread(metrics.run_started, "r-1", entry)
     async with SshPool(file, ssh_config=testbed.ssh_config) as pool:
@@ -71,7 +71,7 @@ async def test_run_on_a_node_removed_from_the_file_is_unknown(testbed: SshTestbe
     assert (found.active_tasks, found.completed["unknown"]) == (0, 1)
 
 
-def test_run_is_completed_once(tmp_path: Path) -> None:
+def test_metrics_count_the_end_of_a_run_once(tmp_path: Path) -> None:
     metrics = GridMetrics(tmp_path)
     metrics.run_started("r-1", ActiveRun(node="gpu1", grid_file="x", started=0.0))
     metrics.run_ended("r-1", "succeeded", 2.0)
@@ -80,7 +80,7 @@ def test_run_is_completed_once(tmp_path: Path) -> None:
     assert (found.completed["succeeded"], found.completed["failed"]) == (1, 0)
 
 
-def test_active_runs_are_bounded(tmp_path: Path) -> None:
+def test_oldest_active_run_is_dropped_beyond_the_maximum(tmp_path: Path) -> None:
     metrics = GridMetrics(tmp_path)
     figures = metrics.figures()
     figures.runs = {f"r-{n}": ActiveRun(node="n", grid_file="f", started=0.0) for n in range(ACTIVE_RUNS_MAX)}

@@ -21,7 +21,7 @@ from tests.grid.health.test_check import make_node_health
 FILE = parse_grid_file("nodes: [a, b]", name="f")
 
 
-class Failing(Runner):
+class RunnerFailingOnNodeA(Runner):
     """Fails on node a with the given error, and starts everything on node b."""
 
     error: GenieError
@@ -32,11 +32,11 @@ class Failing(Runner):
         return Run(run_id="r-aaaaaaaaaa", node=node, command=command, state=RunState.RUNNING, started=1.0)
 
 
-async def started_on(error: GenieError, state_dir: Path) -> str:
+async def start_run_after_error_on_node_a(error: GenieError, state_dir: Path) -> str:
     nodes = [msgspec.structs.replace(make_node_health(name), at=time.time()) for name in ("a", "b")]
     HealthCache(state_dir).write(FILE, nodes)
     async with SshPool(FILE, ssh_config=state_dir) as pool:
-        runner = Failing(pool, FILE)
+        runner = RunnerFailingOnNodeA(pool, FILE)
         runner.error = error
         run = await RunLauncher(pool, FILE, runner, state_dir=state_dir).start_on_best(
             RunSpec(command="true")
@@ -46,7 +46,7 @@ async def started_on(error: GenieError, state_dir: Path) -> str:
 
 @pytest.mark.parametrize("error", [UnreachableError("gone"), NodeRefusedError("no GPU", reason="busy")])
 async def test_run_that_has_not_started_is_tried_on_the_next_node(error: GenieError, tmp_path: Path) -> None:
-    assert await started_on(error, tmp_path) == "b"
+    assert await start_run_after_error_on_node_a(error, tmp_path) == "b"
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ async def test_run_that_may_have_started_or_was_rejected_is_not_repeated(
     error: GenieError, tmp_path: Path
 ) -> None:
     with pytest.raises(type(error), match=error.message):
-        await started_on(error, tmp_path)
+        await start_run_after_error_on_node_a(error, tmp_path)
 
 
 async def test_concurrent_launches_choose_different_nodes(

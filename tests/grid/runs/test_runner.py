@@ -36,7 +36,7 @@ from genie.grid.runs import runner as runner_module
 from genie.grid.runs.run import Run, RunState, new_run_id
 from genie.grid.runs.runner import CancelledStart, Runner
 from genie.grid.ssh.pool import NodeConnection, SshPool
-from tests.grid.conftest import grid_file_of
+from tests.grid.conftest import make_testbed_grid_file
 from tests.grid.testbed import SshNode, SshTestbed
 from tests.waiting import until
 
@@ -49,8 +49,8 @@ async def runner(pool: SshPool, grid_file: GridFile) -> Runner:
 
 
 @asynccontextmanager
-async def runner_of(testbed: SshTestbed, *, more: str = "") -> AsyncIterator[Runner]:
-    file = grid_file_of(testbed, more=more)
+async def open_runner(testbed: SshTestbed, *, more: str = "") -> AsyncIterator[Runner]:
+    file = make_testbed_grid_file(testbed, more=more)
     async with SshPool(file, ssh_config=testbed.ssh_config) as pool:
         yield Runner(pool, file)
 
@@ -76,7 +76,7 @@ async def run_to_end(runner: Runner, node: str, command: str, **more: object) ->
     return await runner.wait(run, recorder), recorder.out, recorder.err
 
 
-def folder_of(node: SshNode, run: Run) -> Path:
+def get_run_folder(node: SshNode, run: Run) -> Path:
     return node.home / "grid_workspace" / ".grid" / "runs" / run.run_id
 
 
@@ -146,7 +146,7 @@ async def test_environment_values_and_standard_input_are_not_stored_on_the_node(
 ) -> None:
     run = await runner.start("gpu2", "cat", env={"TOKEN": "s3cret-value"}, stdin=b"s3cret-input")
     assert await runner.wait(run, lambda *_: None) == 0
-    folder = folder_of(testbed["gpu2"], run)
+    folder = get_run_folder(testbed["gpu2"], run)
     assert json.loads((folder / "meta.json").read_text())["env"] == ["TOKEN"]
     assert not (folder / "in").exists()
     kept = b"".join(path.read_bytes() for path in folder.iterdir() if path.name != "out")
@@ -169,7 +169,7 @@ async def test_setup_environment_is_first_in_the_path(testbed: SshTestbed, runne
         (folder / "python").unlink()
 
 
-async def test_hostile_command_is_only_a_command(testbed: SshTestbed, runner: Runner) -> None:
+async def test_shell_syntax_in_a_command_is_passed_unchanged(testbed: SshTestbed, runner: Runner) -> None:
     text = "echo '--help'; echo \"$(echo -oProxyCommand=x)\"; echo '`'; # \\"
     assert (await run_to_end(runner, "gpu4", text))[1] == b"--help\n-oProxyCommand=x\n`\n"
 
@@ -204,7 +204,9 @@ async def test_unknown_node_is_rejected(runner: Runner) -> None:
 
 
 @pytest.mark.parametrize("count", [50, 90], ids=["fifty", "more than a helper answers at a time"])
-async def test_many_concurrent_runs_on_one_node(runner: Runner, count: int) -> None:
+async def test_concurrent_runs_on_one_node_have_their_own_output_and_exit_code(
+    runner: Runner, count: int
+) -> None:
     async with asyncio.TaskGroup() as group:
         tasks = [
             group.create_task(run_to_end(runner, "gpu5", f"sleep 0.5; echo {number}; exit {number}"))
@@ -240,7 +242,7 @@ async def test_process_with_a_reused_pid_gets_no_signal(testbed: SshTestbed, run
     """As after a reboot or a pid wrap-around: the pid exists, but is another process."""
     run = await runner.start("gpu6", "sleep 7002")
     await until(lambda: testbed["gpu6"].processes("sleep 7002"), what="the command")
-    folder = folder_of(testbed["gpu6"], run)
+    folder = get_run_folder(testbed["gpu6"], run)
     before = (folder / "pid").read_text()
     record = json.loads(before)
     moved = {name: value - 1 if name.endswith("_start") else value for name, value in record.items()}
@@ -318,7 +320,7 @@ async def test_node_choice_and_gpu_selection_use_the_same_tool(own_testbed: SshT
         f"printf '#!/bin/sh\\necho %s\\n' {shlex.quote(shlex.quote(json.dumps(cards)))} > amd-smi && "
         "chmod 755 amd-smi"
     )
-    file = grid_file_of(own_testbed)
+    file = make_testbed_grid_file(own_testbed)
     async with SshPool(file, ssh_config=own_testbed.ssh_config) as pool:
         checker = NodeHealthChecker(pool, file, clock=time.time)
         for _ in range(2):  # the first reading is by sh, the second by the helper
@@ -338,7 +340,7 @@ async def test_node_without_gpus_rejects_a_gpu_run(runner: Runner) -> None:
 
 async def test_hanging_nodes_do_not_block_others_in_a_small_pool(own_testbed: SshTestbed) -> None:
     more = "ssh: {connect_timeout: 5, max_retries: 0, pool_size: 1}\n"
-    async with runner_of(own_testbed, more=more) as runner:
+    async with open_runner(own_testbed, more=more) as runner:
         with own_testbed["gpu1"].suspended():
             first, second = await runner.list_all()
     assert isinstance(first.error, UnreachableError)
@@ -417,7 +419,7 @@ async def test_the_oldest_ended_runs_are_removed_when_there_are_too_many(
 ) -> None:
     first = await runner.start("gpu10", "true")
     await runner.wait(first, lambda *_: None)
-    folder = folder_of(testbed["gpu10"], first)
+    folder = get_run_folder(testbed["gpu10"], first)
     exit_record = json.loads((folder / "exit").read_text())
     made = []
     for number in range(remote_runs.RUNS_KEPT + 40):
@@ -450,7 +452,7 @@ COUNTED = b"".join(b"line %d\n" % number for number in range(1, 401))
 
 
 async def test_connection_lost_during_output_loses_and_repeats_nothing(own_testbed: SshTestbed) -> None:
-    async with runner_of(own_testbed) as runner:
+    async with open_runner(own_testbed) as runner:
         recorder = OutputRecorder()
         run = await runner.start("gpu1", COUNTING)
         following = asyncio.ensure_future(runner.wait(run, recorder, on_note=recorder.notes.append))
@@ -467,7 +469,7 @@ async def test_connection_lost_during_output_loses_and_repeats_nothing(own_testb
 
 
 async def test_run_is_followed_after_its_node_hung(own_testbed: SshTestbed) -> None:
-    async with runner_of(own_testbed, more=IMPATIENT) as runner:
+    async with open_runner(own_testbed, more=IMPATIENT) as runner:
         recorder = OutputRecorder()
         run = await runner.start("gpu1", COUNTING)
         following = asyncio.ensure_future(runner.wait(run, recorder, on_note=recorder.notes.append))
@@ -479,7 +481,9 @@ async def test_run_is_followed_after_its_node_hung(own_testbed: SshTestbed) -> N
 
 
 async def test_request_times_out_after_ssh_timeout(own_testbed: SshTestbed) -> None:
-    file = grid_file_of(own_testbed, more="ssh: {connect_timeout: 20, timeout: 1.5, max_retries: 0}\n")
+    file = make_testbed_grid_file(
+        own_testbed, more="ssh: {connect_timeout: 20, timeout: 1.5, max_retries: 0}\n"
+    )
     async with SshPool(file, ssh_config=own_testbed.ssh_config) as pool:
         runner = Runner(pool, file)
         run = await runner.start("gpu1", "sleep 7206")
@@ -488,7 +492,7 @@ async def test_request_times_out_after_ssh_timeout(own_testbed: SshTestbed) -> N
 
 
 async def test_runs_are_lost_and_not_failed_when_the_node_goes_down(own_testbed: SshTestbed) -> None:
-    async with runner_of(own_testbed) as runner:
+    async with open_runner(own_testbed) as runner:
         recorder = OutputRecorder()
         run = await runner.start("gpu1", "echo begun; sleep 7005")
         following = asyncio.ensure_future(runner.wait(run, recorder, on_note=recorder.notes.append))
@@ -502,27 +506,29 @@ async def test_runs_are_lost_and_not_failed_when_the_node_goes_down(own_testbed:
 
 
 async def test_helper_that_cannot_fork_is_replaced(own_testbed: SshTestbed) -> None:
-    async with runner_of(own_testbed) as runner:
+    async with open_runner(own_testbed) as runner:
         assert (await run_to_end(runner, "gpu1", "exit 3"))[0] == 3
         # The supervisor of the run is a third process until it exits.
-        helpers = await until(lambda: _pair_of(own_testbed["gpu1"].processes("python3 -ISc")), what="its end")
-        (spawner,) = [pid for pid in helpers if _parent(pid) in helpers]
+        helpers = await until(
+            lambda: _pids_if_two(own_testbed["gpu1"].processes("python3 -ISc")), what="its end"
+        )
+        (spawner,) = [pid for pid in helpers if _read_parent_pid(pid) in helpers]
         os.kill(spawner, 9)
         assert (await run_to_end(runner, "gpu1", "exit 4"))[0] == 4
 
 
-def _pair_of(pids: list[int]) -> list[int] | None:
+def _pids_if_two(pids: list[int]) -> list[int] | None:
     return pids if len(pids) == 2 else None
 
 
-def _parent(pid: int) -> int:
+def _read_parent_pid(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 async def test_run_with_a_killed_supervisor_continues_and_is_then_lost(own_testbed: SshTestbed) -> None:
-    async with runner_of(own_testbed) as runner:
+    async with open_runner(own_testbed) as runner:
         run = await runner.start("gpu1", "sleep 7006")
-        record = json.loads((folder_of(own_testbed["gpu1"], run) / "pid").read_text())
+        record = json.loads((get_run_folder(own_testbed["gpu1"], run) / "pid").read_text())
         os.kill(record["watcher"], 9)
         assert (await runner.status(run)).state is RunState.RUNNING
         os.kill(record["pid"], 9)
@@ -533,7 +539,7 @@ async def _is_lost(runner: Runner, run: Run) -> bool:
     return (await runner.status(run)).state is RunState.LOST
 
 
-class Cutting:
+class ConnectionCutter:
     """Replaces NodeConnection.call: cuts the connection after the first start request was sent."""
 
     def __init__(self, node: SshNode, monkeypatch: pytest.MonkeyPatch, *, answered: bool) -> None:
@@ -561,8 +567,8 @@ async def test_start_with_a_lost_reply_starts_once(
     own_testbed: SshTestbed, monkeypatch: pytest.MonkeyPatch, answered: bool
 ) -> None:
     node = own_testbed["gpu1"]
-    async with runner_of(own_testbed) as runner:
-        cutting = Cutting(node, monkeypatch, answered=answered)
+    async with open_runner(own_testbed) as runner:
+        cutting = ConnectionCutter(node, monkeypatch, answered=answered)
         run = await runner.start("gpu1", "echo begun >> ~/begun")
         assert await runner.wait(run, lambda *_: None) == 0
         assert cutting.cuts == 1
@@ -639,7 +645,7 @@ async def test_cancelled_start_interrupts_the_run(
             await asyncio.sleep(60)
         return answer
 
-    async with runner_of(own_testbed) as runner:
+    async with open_runner(own_testbed) as runner:
         monkeypatch.setattr(NodeConnection, "call", answer_late)
         starting = asyncio.ensure_future(runner.start("gpu1", "sleep 7007"))
         await until(lambda: own_testbed["gpu1"].processes("sleep 7007"), what="the command")
@@ -663,7 +669,7 @@ async def test_start_cancelled_on_a_hanging_node_may_have_started(
         return await call(link, op, *args, **more)
 
     run_id = new_run_id()
-    async with runner_of(own_testbed) as runner:
+    async with open_runner(own_testbed) as runner:
         await runner.list("gpu1")  # connects before the node hangs
         monkeypatch.setattr(NodeConnection, "call", note)
         with own_testbed["gpu1"].suspended():
@@ -693,7 +699,7 @@ async def test_two_starts_with_the_same_id_are_one_run(runner: Runner, testbed: 
 
 async def test_start_that_never_reached_the_node_raises_unreachable(own_testbed: SshTestbed) -> None:
     own_testbed["gpu1"].stop()
-    async with runner_of(own_testbed) as runner:
+    async with open_runner(own_testbed) as runner:
         with pytest.raises(UnreachableError, match="gpu1"):
             await runner.start("gpu1", "true")
 
@@ -707,7 +713,7 @@ async def test_start_with_an_unknown_outcome_raises_connection_lost(
         node.stop()
         raise ConnectionLostError("connection lost")
 
-    async with runner_of(own_testbed) as runner:
+    async with open_runner(own_testbed) as runner:
         monkeypatch.setattr(NodeConnection, "call", lose)
         with pytest.raises(
             ConnectionLostError, match=r"could not determine whether run r-.*grid-cli attach r-"
@@ -716,10 +722,10 @@ async def test_start_with_an_unknown_outcome_raises_connection_lost(
 
 
 async def test_run_continues_without_its_client(own_testbed: SshTestbed) -> None:
-    async with runner_of(own_testbed) as runner:
+    async with open_runner(own_testbed) as runner:
         run = await runner.start("gpu1", "while [ ! -e ~/go ]; do sleep 0.05; done; echo done; exit 6")
     (own_testbed["gpu1"].home / "go").touch()
-    async with runner_of(own_testbed) as later:
+    async with open_runner(own_testbed) as later:
         recorder = OutputRecorder()
         assert await later.wait(await later.find(run.run_id), recorder) == 6
     assert recorder.out == b"done\n"
@@ -729,7 +735,7 @@ async def test_full_disk_is_reported_with_path_and_hint(own_testbed: SshTestbed)
     node = own_testbed["gpu1"]
     node.restart(before="mount -t tmpfs -o size=1m tmpfs /root")
     node.run("head -c 2000000 /dev/zero > /root/fill || true")
-    async with runner_of(own_testbed) as runner:
+    async with open_runner(own_testbed) as runner:
         with pytest.raises(
             NodeRefusedError, match=r"No space left on device: /root/grid_workspace"
         ) as caught:
@@ -740,7 +746,7 @@ async def test_full_disk_is_reported_with_path_and_hint(own_testbed: SshTestbed)
 
 async def test_run_that_fills_the_disk_keeps_its_exit_code(own_testbed: SshTestbed) -> None:
     own_testbed["gpu1"].restart(before="mount -t tmpfs -o size=1m tmpfs /root")
-    async with runner_of(own_testbed) as runner:
+    async with open_runner(own_testbed) as runner:
         recorder = OutputRecorder()
         run = await runner.start("gpu1", "head -c 3000000 /dev/zero; echo code $? >&2; exit 9")
         assert await runner.wait(run, recorder) == 9
@@ -750,7 +756,7 @@ async def test_run_that_fills_the_disk_keeps_its_exit_code(own_testbed: SshTestb
 
 async def test_read_only_home_is_reported_with_path_and_hint(own_testbed: SshTestbed) -> None:
     own_testbed["gpu1"].restart(before="mount -o remount,ro,bind /root")
-    async with runner_of(own_testbed) as runner:
+    async with open_runner(own_testbed) as runner:
         with pytest.raises(NodeRefusedError, match="Read-only file system: /root/grid_workspace") as caught:
             await runner.start("gpu1", "true")
     assert caught.value.reason == "read_only"

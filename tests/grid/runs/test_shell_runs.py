@@ -19,12 +19,12 @@ from genie.grid.runs import shell_runs
 from genie.grid.runs.run import RunState, new_run_id
 from genie.grid.runs.runner import Runner
 from genie.grid.ssh.pool import SshPool
-from tests.grid.conftest import grid_file_of
+from tests.grid.conftest import make_testbed_grid_file
 from tests.grid.runs.test_runner import (
     COUNTED,
     COUNTING,
     OutputRecorder,
-    folder_of,
+    get_run_folder,
     run_to_end,
     without_python,
 )
@@ -34,14 +34,14 @@ from tests.waiting import until
 
 
 @pytest.fixture
-def node(own_testbed: SshTestbed) -> Iterator[SshNode]:
+def node_without_python(own_testbed: SshTestbed) -> Iterator[SshNode]:
     with without_python(own_testbed["gpu1"]):
         yield own_testbed["gpu1"]
 
 
 @pytest_asyncio.fixture
-async def runner(own_testbed: SshTestbed, node: SshNode) -> AsyncIterator[Runner]:
-    file = grid_file_of(own_testbed)
+async def runner(own_testbed: SshTestbed, node_without_python: SshNode) -> AsyncIterator[Runner]:
+    file = make_testbed_grid_file(own_testbed)
     async with SshPool(file, ssh_config=own_testbed.ssh_config) as pool:
         async with pool.connect("gpu1") as link:
             assert not link.has_helper
@@ -59,7 +59,9 @@ async def test_run_has_exit_code_output_and_environment(runner: Runner) -> None:
         await runner.start("gpu1", "true", cwd="nowhere")
 
 
-async def test_environment_does_not_affect_the_surrounding_script(runner: Runner, node: SshNode) -> None:
+async def test_environment_of_a_run_does_not_affect_its_start_script(
+    runner: Runner, node_without_python: SshNode
+) -> None:
     env = {"PATH": "/nowhere", "SHELL": "/bin/false"}
     assert await run_to_end(runner, "gpu1", "echo $PATH $SHELL; exit 3", env=env) == (
         3,
@@ -70,15 +72,19 @@ async def test_environment_does_not_affect_the_surrounding_script(runner: Runner
     assert code == 0 and b"_grid" not in out
 
 
-async def test_invalid_variable_is_named_and_nothing_runs(runner: Runner, node: SshNode) -> None:
-    (node.bin / "sh").symlink_to("/bin/bash")
+async def test_invalid_variable_is_named_and_nothing_runs(
+    runner: Runner, node_without_python: SshNode
+) -> None:
+    (node_without_python.bin / "sh").symlink_to("/bin/bash")
     with pytest.raises(NodeRefusedError, match="UID: readonly variable"):
         await runner.start("gpu1", "true", env={"UID": "7"})
-    assert list((node.home / "grid_workspace/.grid/runs").iterdir()) == []
+    assert list((node_without_python.home / "grid_workspace/.grid/runs").iterdir()) == []
 
 
-async def test_locale_warnings_of_sh_are_not_in_the_output(runner: Runner, node: SshNode) -> None:
-    (node.bin / "sh").symlink_to("/bin/bash")
+async def test_locale_warnings_of_sh_are_not_in_the_output(
+    runner: Runner, node_without_python: SshNode
+) -> None:
+    (node_without_python.bin / "sh").symlink_to("/bin/bash")
     _, _, err = await run_to_end(runner, "gpu1", "true", env={"LC_ALL": "no_NO"})
     assert err.count(b"setlocale") == 1  # by bash, which runs the command
 
@@ -88,7 +94,7 @@ async def test_an_interrupt_reaches_the_command(runner: Runner) -> None:
     assert (await runner.cancel(run, signal="INT")).exit_code == 128 + 2
 
 
-async def test_runs_are_listed_signalled_and_removed(runner: Runner, node: SshNode) -> None:
+async def test_runs_are_listed_signalled_and_removed(runner: Runner, node_without_python: SshNode) -> None:
     ended = await runner.start("gpu1", "exit 4")
     assert await runner.wait(ended, lambda *_: None) == 4
     run = await runner.start("gpu1", "echo 'a -- b'; sleep 7101 & sleep 7101")
@@ -96,41 +102,45 @@ async def test_runs_are_listed_signalled_and_removed(runner: Runner, node: SshNo
     assert states == {ended.run_id: RunState.EXITED, run.run_id: RunState.RUNNING}
     assert (await runner.find(run.run_id[:10])).command == "echo 'a -- b'; sleep 7101 & sleep 7101"
     assert (await runner.cancel(run)).exit_code == 128 + 15
-    await until(lambda: not node.processes("sleep 7101"), what="the end of its group")
+    await until(lambda: not node_without_python.processes("sleep 7101"), what="the end of its group")
     assert not await runner.signal(run, "TERM")
     await runner.remove(run)
     with pytest.raises(RunNotFoundError):
         await runner.status(run)
 
 
-async def test_timeout_ends_the_run_and_leaves_no_process(runner: Runner, node: SshNode) -> None:
+async def test_timeout_ends_the_run_and_leaves_no_process(
+    runner: Runner, node_without_python: SshNode
+) -> None:
     assert (await run_to_end(runner, "gpu1", "sleep 7102", timeout_s=1))[0] == 124
     assert (await run_to_end(runner, "gpu1", "exit 5", timeout_s=7103))[0] == 5
-    await until(lambda: not node.processes("sleep 710"), what="the end of those who waited")
+    await until(lambda: not node_without_python.processes("sleep 710"), what="the end of those who waited")
 
 
-async def test_lost_connection_loses_and_repeats_no_output(runner: Runner, node: SshNode) -> None:
+async def test_lost_connection_loses_and_repeats_no_output(
+    runner: Runner, node_without_python: SshNode
+) -> None:
     recorder = OutputRecorder()
     run = await runner.start("gpu1", COUNTING)
     following = asyncio.ensure_future(runner.wait(run, recorder))
     await until(lambda: len(recorder.out) > 500, what="output")
-    node.kill_connections()
+    node_without_python.kill_connections()
     assert await following == 7
     assert recorder.out == COUNTED
 
 
-async def test_repeated_start_starts_once(runner: Runner, node: SshNode) -> None:
+async def test_repeated_start_starts_once(runner: Runner, node_without_python: SshNode) -> None:
     run_id = new_run_id()
     for _ in range(2):
         run = await runner.start("gpu1", "echo x >> ~/twice", run_id=run_id)
         assert await runner.wait(run, lambda *_: None) == 0
-    assert (node.home / "twice").read_text() == "x\n"
+    assert (node_without_python.home / "twice").read_text() == "x\n"
 
 
-async def test_the_oldest_ended_runs_are_removed(runner: Runner, node: SshNode) -> None:
+async def test_the_oldest_ended_runs_are_removed(runner: Runner, node_without_python: SshNode) -> None:
     first = await runner.start("gpu1", "true")
     assert await runner.wait(first, lambda *_: None) == 0
-    folder = folder_of(node, first)
+    folder = get_run_folder(node_without_python, first)
     for number in range(remote_runs.RUNS_KEPT + 5):
         copy = shutil.copytree(folder, folder.with_name(f"r-{number}"))
         os.utime(copy, (1000 + number, 1000 + number))
@@ -142,22 +152,22 @@ async def test_the_oldest_ended_runs_are_removed(runner: Runner, node: SshNode) 
 
 
 async def test_runs_are_lost_when_the_node_goes_down(
-    runner: Runner, node: SshNode, monkeypatch: pytest.MonkeyPatch
+    runner: Runner, node_without_python: SshNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("genie.grid.runs.runner._READ_WAIT_S", 0.5)
     run = await runner.start("gpu1", "sleep 7104")
-    node.restart()
+    node_without_python.restart()
     with pytest.raises(RunLostError):
         await runner.wait(run, lambda *_: None)
 
 
 async def test_helper_reads_runs_started_by_the_shell(
-    own_testbed: SshTestbed, node: SshNode, runner: Runner
+    own_testbed: SshTestbed, node_without_python: SshNode, runner: Runner
 ) -> None:
     run = await runner.start("gpu1", "echo from a shell; exit 8")
     assert await runner.wait(run, lambda *_: None) == 8
-    (node.bin / "python3").rename(node.bin / "python3.away")
-    file = grid_file_of(own_testbed)
+    (node_without_python.bin / "python3").rename(node_without_python.bin / "python3.away")
+    file = make_testbed_grid_file(own_testbed)
     try:
         async with SshPool(file, ssh_config=own_testbed.ssh_config) as pool, pool.connect("gpu1") as link:
             assert link.has_helper
@@ -165,7 +175,7 @@ async def test_helper_reads_runs_started_by_the_shell(
             assert await Runner(pool, file).wait(run, recorder) == 8
             assert recorder.out == b"from a shell\n"
     finally:
-        (node.bin / "python3.away").rename(node.bin / "python3")
+        (node_without_python.bin / "python3.away").rename(node_without_python.bin / "python3")
 
 
 @pytest.mark.parametrize("more", [{"stdin": b"x"}, {"gpus": 1}])
@@ -174,9 +184,9 @@ async def test_features_that_need_python_are_rejected(runner: Runner, more: dict
         await runner.start("gpu1", "true", **more)  # type: ignore[arg-type]
 
 
-async def test_read_only_home_is_reported(own_testbed: SshTestbed, node: SshNode) -> None:
-    node.restart(before="mount -o remount,ro,bind /root")
-    file = grid_file_of(own_testbed)
+async def test_read_only_home_is_reported(own_testbed: SshTestbed, node_without_python: SshNode) -> None:
+    node_without_python.restart(before="mount -o remount,ro,bind /root")
+    file = make_testbed_grid_file(own_testbed)
     async with SshPool(file, ssh_config=own_testbed.ssh_config) as pool:
         with pytest.raises(NodeRefusedError, match="Read-only file system") as caught:
             await Runner(pool, file).start("gpu1", "true")
@@ -185,7 +195,7 @@ async def test_read_only_home_is_reported(own_testbed: SshTestbed, node: SshNode
 
 
 @pytest.mark.parametrize("shell", ["dash", "bash", "mksh", "zsh"])
-def test_values_are_never_shell_syntax(shell: str) -> None:
+def test_shell_syntax_in_values_is_not_executed(shell: str) -> None:
     hostile = "'; touch /tmp/x; echo '"
     args = {"root": hostile, "id": "r-x", "command": hostile, "cwd": hostile, "env": {"A": hostile}}
     text = shell_runs.make_script("start", args, marker="@m")
@@ -196,7 +206,7 @@ def test_values_are_never_shell_syntax(shell: str) -> None:
     assert all(line.startswith(("root=", "command=", "cwd=", "meta=", "  export A=")) for line in lines)
 
 
-async def test_damaged_run_does_not_hide_others(runner: Runner, node: SshNode) -> None:
+async def test_damaged_run_does_not_hide_others(runner: Runner, node_without_python: SshNode) -> None:
     run = await runner.start("gpu1", "true")
     await runner.wait(run, lambda *_: None)
     damaged = (
@@ -212,7 +222,7 @@ async def test_damaged_run_does_not_hide_others(runner: Runner, node: SshNode) -
         "\x1crun x\x85--\x85refused",
     )
     for number, text in enumerate(damaged):
-        folder = node.home / f"grid_workspace/.grid/runs/r-damaged{number}"
+        folder = node_without_python.home / f"grid_workspace/.grid/runs/r-damaged{number}"
         folder.mkdir()
         (folder / "meta.json").write_text(text)
     assert [each.run_id for each in await runner.list("gpu1")] == [run.run_id]
@@ -234,7 +244,7 @@ def test_run_removed_during_a_listing_is_skipped(tmp_path: Path) -> None:
 RUN = {"id": "r-aaaaaaaaaa", "command": 'echo x >>"$GRID_ROOT/ran"; pwd', "started": 1.0}
 
 
-def run_script(root: Path, name: str, *, bytes_max: int | None = None, **more: object) -> bytes:
+def run_operation_script(root: Path, name: str, *, bytes_max: int | None = None, **more: object) -> bytes:
     """Runs (part of) the script of an operation in sh, with a misleading CDPATH; returns its output."""
     text = shell_runs.make_script(name, {**RUN, "root": str(root), **more}, marker="@m").encode()
     env = {**os.environ, "CDPATH": str(root / "astray")}
@@ -246,7 +256,7 @@ def test_truncated_start_script_starts_nothing(tmp_path: Path) -> None:
     text = shell_runs.make_script("start", {**RUN, "root": str(tmp_path)}, marker="@m").encode()
     end = text.index(shell_runs._COMMON_SCRIPT.encode())
     while (end := text.find(b"\n", end + 1)) < len(text) - 1:
-        run_script(tmp_path, "start", bytes_max=end + 1)
+        run_operation_script(tmp_path, "start", bytes_max=end + 1)
         assert list(tmp_path.iterdir()) == [], text[:end].splitlines()[-1]
 
 
@@ -263,13 +273,15 @@ def test_starting_run_is_not_lost(tmp_path: Path) -> None:
 def test_cdpath_is_ignored(tmp_path: Path) -> None:
     for folder in (tmp_path / "project", tmp_path / "astray/project"):
         folder.mkdir(parents=True)
-    assert b"created" in run_script(tmp_path, "start", cwd="project")
-    _, out = shell_runs._parse_reply("gpu1", "read", run_script(tmp_path, "read", out=0, err=0, wait_s=10))
+    assert b"created" in run_operation_script(tmp_path, "start", cwd="project")
+    _, out = shell_runs._parse_reply(
+        "gpu1", "read", run_operation_script(tmp_path, "read", out=0, err=0, wait_s=10)
+    )
     assert out == b"%s/project\n" % bytes(tmp_path)
 
 
 def test_error_names_an_oversized_environment(tmp_path: Path) -> None:
-    output = run_script(tmp_path, "start", env={"LONG": "x" * 200_000})
+    output = run_operation_script(tmp_path, "start", env={"LONG": "x" * 200_000})
     with pytest.raises(NodeRefusedError, match="environment may be too large"):
         shell_runs._parse_reply("gpu1", "start", output)
     assert list((tmp_path / ".grid/runs").iterdir()) == []
@@ -292,7 +304,7 @@ def test_signal_is_sent_only_to_the_recorded_process(tmp_path: Path, change: str
         else:
             record[change] = "another" if change == "boot" else began + 1
         (folder / "pid").write_text(json.dumps(record, separators=(",", ":")))
-        output = run_script(tmp_path, "signal", signal="KILL")
+        output = run_operation_script(tmp_path, "signal", signal="KILL")
         assert not shell_runs._parse_reply("gpu1", "signal", output)[0]["sent"]
         assert stranger.poll() is None
         stranger.kill()
@@ -301,13 +313,15 @@ def test_signal_is_sent_only_to_the_recorded_process(tmp_path: Path, change: str
 @pytest.mark.parametrize(
     ("timeout_s", "formatted"), [(None, ""), (5400.0, "5400"), (0.5, "0.5"), (1e-9, "0"), (3e8, "300000000")]
 )
-def test_timeout_is_formatted_for_every_sleep(timeout_s: float | None, formatted: str) -> None:
+def test_timeout_is_formatted_for_every_sleep_implementation(timeout_s: float | None, formatted: str) -> None:
     args = {**RUN, "root": "/r", "timeout_s": timeout_s}
     assert f"\ntimeout_s={formatted or repr('')}\n" in shell_runs.make_script("start", args, marker="@m")
 
 
-async def test_sleep_with_integer_seconds_ends_no_run_early(runner: Runner, node: SshNode) -> None:
-    sleep = node.bin / "sleep"
+async def test_sleep_with_integer_seconds_ends_no_run_early(
+    runner: Runner, node_without_python: SshNode
+) -> None:
+    sleep = node_without_python.bin / "sleep"
     sleep.write_text('#!/bin/sh\ncase $1 in *.*) exit 1 ;; esac\nexec /bin/sleep "$@"\n')
     sleep.chmod(0o755)
     assert (await run_to_end(runner, "gpu1", "/bin/sleep 0.2; exit 5", timeout_s=30.5))[0] == 5

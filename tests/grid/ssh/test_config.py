@@ -45,7 +45,7 @@ WRONG = [
 ]
 
 
-def text_of(dice: random.Random) -> str:
+def make_random_config(dice: random.Random) -> str:
     """Mostly valid: after an error, nothing more is read."""
     lines = dice.choices(LINES, k=dice.randrange(3))
     for _ in range(dice.randrange(1, 8)):
@@ -61,7 +61,7 @@ OPTIONS = [
 ]
 
 
-def host_settings(path: Path, host: str) -> object:
+def parse_host_settings(path: Path, host: str) -> object:
     """Returns all settings for a host, or the error."""
     try:
         options = asyncssh.SSHClientConnectionOptions(config=[str(path)], host=host, client_keys=None)
@@ -83,11 +83,14 @@ def test_stripped_config_is_equivalent_for_the_host(
     whole = folder / "config"
     shorter = 0
     for _ in range(150):
-        (folder / "more").write_text(text_of(dice).replace("nclude", "ncluded"), newline="")
-        whole.write_text(text_of(dice), newline="")
+        (folder / "more").write_text(make_random_config(dice).replace("nclude", "ncluded"), newline="")
+        whole.write_text(make_random_config(dice), newline="")
         host = dice.choice(HOSTS)
         with open_config_for_host(host, whole) as short:
-            assert host_settings(short, host) == host_settings(whole, host), (host, whole.read_text())
+            assert parse_host_settings(short, host) == parse_host_settings(whole, host), (
+                host,
+                whole.read_text(),
+            )
             shorter += short != whole
     assert shorter > 20
 
@@ -99,7 +102,7 @@ def test_blocks_of_other_hosts_become_empty_lines() -> None:
     assert strip_other_hosts(text, "GPU2") == text.replace("Host gpu1 x\n  Port 1\n", "\n\n")
 
 
-def test_short_config_is_temporary_and_unused_if_nothing_can_be_stripped(
+def test_stripped_config_is_temporary_and_only_made_if_shorter(
     tmp_path: Path,
 ) -> None:
     whole = tmp_path / "config"

@@ -13,8 +13,8 @@ from genie.grid.runs.runner import Runner
 from genie.grid.setup import EnvironmentSetup, read_environment_spec
 from genie.grid.ssh.pool import SshPool
 from genie.grid.sync.syncer import Syncer
-from tests.grid.conftest import grid_file_of
-from tests.grid.ssh.test_shell_words import give_login_shell
+from tests.grid.conftest import make_testbed_grid_file
+from tests.grid.ssh.test_shell_words import set_login_shell
 from tests.grid.testbed import SshTestbed
 
 
@@ -22,8 +22,8 @@ from tests.grid.testbed import SshTestbed
 async def test_error_names_a_login_shell_that_does_not_run_commands(
     own_testbed: SshTestbed, tmp_path: Path, shell: str, output: str
 ) -> None:
-    give_login_shell(own_testbed["gpu1"], f"#!/bin/sh\nPATH=/usr/sbin:/bin\nexec {shell}\n")
-    file = grid_file_of(own_testbed)
+    set_login_shell(own_testbed["gpu1"], f"#!/bin/sh\nPATH=/usr/sbin:/bin\nexec {shell}\n")
+    file = make_testbed_grid_file(own_testbed)
     project = tmp_path / "project"
     project.mkdir()
     wanted = read_environment_spec(

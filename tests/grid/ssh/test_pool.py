@@ -30,7 +30,7 @@ from genie.grid.grid_file import GridFile, GridNode, parse_grid_file
 from genie.grid.ssh import pool as ssh_pool
 from genie.grid.ssh.pool import AsyncCallback, SshPool
 from genie.grid.ssh.target import format_error
-from tests.grid.conftest import grid_file_of
+from tests.grid.conftest import make_testbed_grid_file
 from tests.grid.testbed import SshTestbed
 from tests.needs import require_program
 from tests.waiting import until, wait_until
@@ -122,23 +122,26 @@ async def test_node_whose_python_exits_early_runs_plain_commands(
         (node.bin / "python3").unlink()
 
 
-async def open_link(testbed: SshTestbed, name: str) -> None:
-    async with SshPool(grid_file_of(testbed), ssh_config=testbed.ssh_config) as pool, pool.connect(name):
+async def connect_once(testbed: SshTestbed, name: str) -> None:
+    async with (
+        SshPool(make_testbed_grid_file(testbed), ssh_config=testbed.ssh_config) as pool,
+        pool.connect(name),
+    ):
         pass
 
 
 async def test_unknown_host_key_is_an_error_with_a_hint(own_testbed: SshTestbed) -> None:
     own_testbed.write_known_hosts(without=["gpu1"])
     with pytest.raises(HostKeyUnknownError, match="grid-cli nodes trust gpu1"):
-        await open_link(own_testbed, "gpu1")
-    await open_link(own_testbed, "gpu2")
+        await connect_once(own_testbed, "gpu1")
+    await connect_once(own_testbed, "gpu2")
 
 
 async def test_changed_host_key_is_an_error(own_testbed: SshTestbed) -> None:
     own_testbed["gpu1"].write_host_key()
     own_testbed["gpu1"].restart()
     with pytest.raises(HostKeyChangedError, match="ssh-keygen -f"):
-        await open_link(own_testbed, "gpu1")
+        await connect_once(own_testbed, "gpu1")
 
 
 async def test_openssh_settings_cannot_disable_host_key_checking(own_testbed: SshTestbed) -> None:
@@ -146,13 +149,13 @@ async def test_openssh_settings_cannot_disable_host_key_checking(own_testbed: Ss
     lax = "UserKnownHostsFile none\n  StrictHostKeyChecking no"
     own_testbed.ssh_config.write_text(text.replace(f"UserKnownHostsFile {own_testbed.known_hosts}", lax))
     with pytest.raises(HostKeyUnknownError):
-        await open_link(own_testbed, "gpu1")
+        await connect_once(own_testbed, "gpu1")
 
 
 async def test_rejected_key_raises_login_refused(own_testbed: SshTestbed) -> None:
     own_testbed.key.write_bytes(asyncssh.generate_private_key("ssh-ed25519").export_private_key())
     with pytest.raises(LoginRefusedError, match="gpu1"):
-        await open_link(own_testbed, "gpu1")
+        await connect_once(own_testbed, "gpu1")
 
 
 async def test_closed_port_raises_unreachable(own_testbed: SshTestbed) -> None:
@@ -160,7 +163,7 @@ async def test_closed_port_raises_unreachable(own_testbed: SshTestbed) -> None:
     with pytest.raises(
         UnreachableError, match=r"gpu1: could not reach \S+ port [0-9]+: Connection refused \("
     ):
-        await open_link(own_testbed, "gpu1")
+        await connect_once(own_testbed, "gpu1")
 
 
 def test_unreachable_addresses_have_readable_errors() -> None:
@@ -204,7 +207,7 @@ async def test_keepalive_detects_an_unresponsive_node(
 ) -> None:
     monkeypatch.setattr(ssh_pool, "_KEEPALIVE_S", 0.5)  # a busy node must respond within three times that
     async with (
-        SshPool(grid_file_of(own_testbed), ssh_config=own_testbed.ssh_config) as pool,
+        SshPool(make_testbed_grid_file(own_testbed), ssh_config=own_testbed.ssh_config) as pool,
         pool.connect("gpu1") as link,
     ):
         with own_testbed["gpu1"].suspended():
@@ -227,7 +230,7 @@ async def test_retry_reaches_a_node_that_recovers(
 
     monkeypatch.setattr(backoff, "backoff_s", note)
     own_testbed["gpu1"].stop()
-    file = grid_file_of(own_testbed, more="ssh: {connect_timeout: 10, max_retries: 3}\n")
+    file = make_testbed_grid_file(own_testbed, more="ssh: {connect_timeout: 10, max_retries: 3}\n")
     async with SshPool(file, ssh_config=own_testbed.ssh_config) as pool:
         async with pool.connect("gpu1") as link:
             assert link.is_open
@@ -240,7 +243,7 @@ async def test_retry_reaches_a_node_that_recovers(
 
 
 async def test_waiting_for_a_concurrent_attempt_counts_against_the_timeout(own_testbed: SshTestbed) -> None:
-    async with SshPool(grid_file_of(own_testbed), ssh_config=own_testbed.ssh_config) as pool:
+    async with SshPool(make_testbed_grid_file(own_testbed), ssh_config=own_testbed.ssh_config) as pool:
 
         async def use(timeout_s: float) -> None:
             async with pool.connect("gpu1", timeout_s=timeout_s, retries=0):
@@ -311,7 +314,7 @@ async def test_jump_host_of_ssh_config_is_used(own_testbed: SshTestbed) -> None:
     text = own_testbed.ssh_config.read_text()
     own_testbed.ssh_config.write_text(text.replace("Host gpu2\n", "Host gpu2\n  ProxyJump gpu1\n"))
     async with (
-        SshPool(grid_file_of(own_testbed), ssh_config=own_testbed.ssh_config) as pool,
+        SshPool(make_testbed_grid_file(own_testbed), ssh_config=own_testbed.ssh_config) as pool,
         pool.connect("gpu2") as link,
     ):
         assert (await link.run_command("hostname", timeout_s=10)).stdout == b"gpu2\n"
@@ -327,7 +330,7 @@ async def test_error_names_a_missing_key_of_a_jump_host(own_testbed: SshTestbed)
     missing = own_testbed.folder / "no-such-key"
     own_testbed.ssh_config.write_text(f"Host gpu1\n  IdentityFile {missing}\n{text}")
     with pytest.raises(GenieError, match=f"node gpu2: could not reach .* through gpu1: .*{missing}"):
-        await open_link(own_testbed, "gpu2")
+        await connect_once(own_testbed, "gpu2")
 
 
 async def test_user_and_port_of_the_grid_file_override_ssh_config(own_testbed: SshTestbed) -> None:
@@ -346,7 +349,7 @@ async def test_error_names_a_key_with_a_passphrase_that_is_not_in_the_agent(own_
     lock = ["ssh-keygen", "-q", "-p", "-N", "secret", "-P", "", "-f", str(own_testbed.key)]
     await asyncio.to_thread(subprocess.run, lock, check=True, timeout=30)
     with pytest.raises(LoginRefusedError, match="ssh-add"):
-        await open_link(own_testbed, "gpu1")
+        await connect_once(own_testbed, "gpu1")
 
 
 @pytest.fixture
@@ -358,7 +361,7 @@ def key_in_agent(own_testbed: SshTestbed, monkeypatch: pytest.MonkeyPatch) -> It
     lock = ["ssh-keygen", "-q", "-p", "-N", "secret", "-P", "", "-f", str(own_testbed.key)]
     with subprocess.Popen(["ssh-agent", "-D", "-a", str(place)], stdout=subprocess.DEVNULL) as agent:
         try:
-            wait_until(lambda: _listens(place), what="the agent")
+            wait_until(lambda: _is_listening(place), what="the agent")
             for argv in (["ssh-add", "-q", str(own_testbed.key)], lock):
                 subprocess.run(argv, check=True, timeout=30)
             yield
@@ -366,7 +369,7 @@ def key_in_agent(own_testbed: SshTestbed, monkeypatch: pytest.MonkeyPatch) -> It
             agent.terminate()
 
 
-def _listens(path: Path) -> bool:
+def _is_listening(path: Path) -> bool:
     with socket.socket(socket.AF_UNIX) as probe, contextlib.suppress(OSError):
         probe.connect(str(path))
         return True
@@ -374,13 +377,13 @@ def _listens(path: Path) -> bool:
 
 
 async def test_key_of_the_agent_is_used(own_testbed: SshTestbed, key_in_agent: None) -> None:
-    await open_link(own_testbed, "gpu1")
+    await connect_once(own_testbed, "gpu1")
 
 
 async def test_missing_identity_file_is_skipped(own_testbed: SshTestbed) -> None:
     text = own_testbed.ssh_config.read_text()
     own_testbed.ssh_config.write_text(f"Host *\n  IdentityFile {own_testbed.folder}/nothing\n{text}")
-    await open_link(own_testbed, "gpu1")
+    await connect_once(own_testbed, "gpu1")
 
 
 async def test_key_file_is_offered_in_addition_to_identity_files(own_testbed: SshTestbed) -> None:
@@ -413,7 +416,7 @@ async def test_hint_has_user_and_port_of_the_grid_file(own_testbed: SshTestbed) 
 
 
 async def test_failed_connection_releases_its_pool_slot(own_testbed: SshTestbed) -> None:
-    file = grid_file_of(own_testbed, more="ssh: {pool_size: 1, max_retries: 0}\n")
+    file = make_testbed_grid_file(own_testbed, more="ssh: {pool_size: 1, max_retries: 0}\n")
     async with SshPool(file, ssh_config=own_testbed.ssh_config) as pool:
 
         async def use(name: str, timeout_s: float) -> bool:
@@ -428,7 +431,7 @@ async def test_failed_connection_releases_its_pool_slot(own_testbed: SshTestbed)
 
 
 async def test_hanging_host_takes_no_pool_slot(own_testbed: SshTestbed) -> None:
-    file = grid_file_of(own_testbed, more="ssh: {pool_size: 1, max_retries: 0}\n")
+    file = make_testbed_grid_file(own_testbed, more="ssh: {pool_size: 1, max_retries: 0}\n")
     async with SshPool(file, ssh_config=own_testbed.ssh_config) as pool:
 
         async def use(name: str) -> bool:
@@ -445,9 +448,9 @@ async def test_hanging_host_takes_no_pool_slot(own_testbed: SshTestbed) -> None:
 
 
 async def test_abandoned_attempt_leaves_nothing_behind(own_testbed: SshTestbed) -> None:
-    file = grid_file_of(own_testbed, more="ssh: {max_retries: 0}\n")
+    file = make_testbed_grid_file(own_testbed, more="ssh: {max_retries: 0}\n")
     gc.collect()
-    before = set(map(id, _connections()))
+    before = set(map(id, _list_live_connections()))
     async with SshPool(file, ssh_config=own_testbed.ssh_config) as pool:
         with (
             own_testbed["gpu1"].suspended(),
@@ -457,15 +460,15 @@ async def test_abandoned_attempt_leaves_nothing_behind(own_testbed: SshTestbed) 
                 raise AssertionError
         await asyncio.sleep(0)
         gc.collect()
-        assert [each for each in _connections() if id(each) not in before] == []
+        assert [each for each in _list_live_connections() if id(each) not in before] == []
 
 
-def _connections() -> list[object]:
+def _list_live_connections() -> list[object]:
     return [each for each in gc.get_objects() if type(each) is asyncssh.SSHClientConnection]
 
 
 async def test_closing_the_pool_wakes_callers_that_wait_for_a_slot(testbed: SshTestbed) -> None:
-    file = grid_file_of(testbed, more="ssh: {pool_size: 1, max_retries: 0}\n")
+    file = make_testbed_grid_file(testbed, more="ssh: {pool_size: 1, max_retries: 0}\n")
 
     async def use(name: str) -> None:
         async with pool.connect(name, timeout_s=600, without_helper=True):
@@ -527,7 +530,7 @@ async def test_cancelled_wait_before_login_returns_the_connection_to_the_pool(
 
 
 async def test_connection_waiting_before_login_counts_and_can_be_evicted(testbed: SshTestbed) -> None:
-    file = grid_file_of(testbed, more="ssh: {pool_size: 1}\n")
+    file = make_testbed_grid_file(testbed, more="ssh: {pool_size: 1}\n")
     asked, leave = asyncio.Event(), asyncio.Event()
 
     async def before_login() -> None:
@@ -581,7 +584,7 @@ async def test_connect_timeout_does_not_include_the_wait_before_login(
 ) -> None:
     with own_testbed.ssh_config.open("a") as config:
         config.write("\nHost *\n  ConnectTimeout 2\n")
-    file = grid_file_of(own_testbed, more="ssh: {max_retries: 0}\n")
+    file = make_testbed_grid_file(own_testbed, more="ssh: {max_retries: 0}\n")
     later = asyncio.Event()
 
     async def before_login() -> None:
@@ -613,7 +616,7 @@ async def test_connection_lost_while_the_helper_starts_is_not_a_missing_python(
         f"touch {begun}; exec sleep 600\n"
     )
     (node.bin / "python3").chmod(0o755)
-    async with SshPool(grid_file_of(own_testbed), ssh_config=own_testbed.ssh_config) as pool:
+    async with SshPool(make_testbed_grid_file(own_testbed), ssh_config=own_testbed.ssh_config) as pool:
 
         async def has_helper() -> bool:
             async with pool.connect("gpu1") as link:
@@ -632,7 +635,7 @@ async def test_connection_lost_before_the_helper_starts_raises_connection_lost(
         raise BrokenPipeError(32, "Broken pipe")
 
     monkeypatch.setattr(asyncssh.SSHClientConnection, "create_session", cut)
-    async with SshPool(grid_file_of(own_testbed), ssh_config=own_testbed.ssh_config) as pool:
+    async with SshPool(make_testbed_grid_file(own_testbed), ssh_config=own_testbed.ssh_config) as pool:
         with pytest.raises(ConnectionLostError, match="gpu1: connection lost: Broken pipe"):
             async with pool.connect("gpu1"):
                 pass

@@ -43,7 +43,7 @@ COMPARED = [
 
 
 @pytest.fixture
-def keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def home_with_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A home with two keys and their certificates; the second key has a passphrase."""
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("SSH_AUTH_SOCK", str(tmp_path / "agent"))
@@ -62,14 +62,14 @@ def keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-async def target_of(settings: str, folder: Path) -> SshTarget:
+async def resolve_target_of_gpu1(settings: str, folder: Path) -> SshTarget:
     config = folder / "config"
     config.write_text(f"Host gpu1\n{settings}")
     file = parse_grid_file("nodes: [gpu1]\n", name="grid.yaml")
     return await resolve_target(file.nodes[0], file, config, trusted=KnownHostsCache())
 
 
-def option_values(options: asyncssh.SSHClientConnectionOptions) -> dict[str, Any]:
+def get_option_values_to_compare(options: asyncssh.SSHClientConnectionOptions) -> dict[str, Any]:
     pairs = options.client_keys
     shown = {name: getattr(options, name) for name in COMPARED}
     return shown | {"keys": pairs and [pair.public_data for pair in pairs]}
@@ -89,64 +89,70 @@ def option_values(options: asyncssh.SSHClientConnectionOptions) -> dict[str, Any
         "  User ada\n",
     ],
 )
-async def test_connection_options_equal_those_of_asyncssh(keys: Path, settings: str) -> None:
-    target = await target_of(settings, keys)
+async def test_connection_options_equal_those_of_asyncssh(home_with_keys: Path, settings: str) -> None:
+    target = await resolve_target_of_gpu1(settings, home_with_keys)
     construct = asyncssh.SSHClientConnectionOptions.construct
-    plain = await construct(host="gpu1", config=[str(keys / "config")])
+    plain = await construct(host="gpu1", config=[str(home_with_keys / "config")])
     given = await construct(target.options, host="gpu1", config=None, **target.keys)
-    assert option_values(given) == option_values(plain)
+    assert get_option_values_to_compare(given) == get_option_values_to_compare(plain)
 
 
-async def test_missing_and_invalid_keys_are_skipped(keys: Path) -> None:
-    (keys / "rubbish").write_text("hunter2")
-    (keys / "folder").mkdir()
+async def test_missing_and_invalid_keys_are_skipped(home_with_keys: Path) -> None:
+    (home_with_keys / "rubbish").write_text("hunter2")
+    (home_with_keys / "folder").mkdir()
     names = ("missing", "rubbish", "folder", "rubbish/below", "one.cert", "one")
     files = "".join(f"  IdentityFile ~/.ssh/{name}\n" for name in names)
-    target = await target_of(f"{files}  CertificateFile ~/.ssh/missing.cert\n", keys)
-    one = asyncssh.read_private_key(keys / "one").public_data
+    target = await resolve_target_of_gpu1(f"{files}  CertificateFile ~/.ssh/missing.cert\n", home_with_keys)
+    one = asyncssh.read_private_key(home_with_keys / "one").public_data
     assert [pair.public_data for pair in target.keys["client_keys"]] == [one]
     assert target.keys["agent_identities"] is None
 
 
 @pytest.mark.parametrize("named", ["~/.ssh/missing", "~/.ssh/two", "none"])
 @pytest.mark.parametrize("more", ["", "  IdentitiesOnly yes\n"])
-async def test_default_keys_are_not_offered_with_identity_file(keys: Path, named: str, more: str) -> None:
-    asyncssh.generate_private_key("ssh-ed25519").write_private_key(keys / "id_ed25519")
-    target = await target_of(f"  IdentityFile {named}\n{more}", keys)
+async def test_default_keys_are_not_offered_with_identity_file(
+    home_with_keys: Path, named: str, more: str
+) -> None:
+    asyncssh.generate_private_key("ssh-ed25519").write_private_key(home_with_keys / "id_ed25519")
+    target = await resolve_target_of_gpu1(f"  IdentityFile {named}\n{more}", home_with_keys)
     given = await asyncssh.SSHClientConnectionOptions.construct(
         target.options, host="gpu1", config=None, **target.keys
     )
     assert given.client_keys == []
-    assert given.agent_path == str(keys.parent / "agent")
+    assert given.agent_path == str(home_with_keys.parent / "agent")
 
 
-async def test_invalid_certificate_does_not_disable_its_key(keys: Path) -> None:
-    asyncssh.read_private_key(keys / "one").write_public_key(keys / "other.pub")
+async def test_invalid_certificate_does_not_disable_its_key(home_with_keys: Path) -> None:
+    asyncssh.read_private_key(home_with_keys / "one").write_public_key(home_with_keys / "other.pub")
     files = "".join(f"  CertificateFile ~/.ssh/{name}\n" for name in ("other.pub", "missing", "one.cert"))
-    target = await target_of(f"  IdentityFile ~/.ssh/one\n{files}", keys)
+    target = await resolve_target_of_gpu1(f"  IdentityFile ~/.ssh/one\n{files}", home_with_keys)
     one, certified = target.keys["client_keys"]
     found = {one.public_data, certified.public_data}
     assert found == {
-        asyncssh.read_private_key(keys / "one").public_data,
-        asyncssh.read_certificate(keys / "one.cert").public_data,
+        asyncssh.read_private_key(home_with_keys / "one").public_data,
+        asyncssh.read_certificate(home_with_keys / "one.cert").public_data,
     }
 
 
-async def test_identities_only_limits_keys_of_the_agent(keys: Path) -> None:
-    two = asyncssh.read_private_key(keys / "two", "word")
-    two.write_public_key(keys / "two.pub")
+async def test_identities_only_limits_keys_of_the_agent(home_with_keys: Path) -> None:
+    two = asyncssh.read_private_key(home_with_keys / "two", "word")
+    two.write_public_key(home_with_keys / "two.pub")
     only = "  IdentitiesOnly yes\n"
     named = "".join(f"  IdentityFile ~/.ssh/{name}\n" for name in ("one", "two", "missing"))
-    target = await target_of(named + only, keys)
-    one = asyncssh.read_private_key(keys / "one")
+    target = await resolve_target_of_gpu1(named + only, home_with_keys)
+    one = asyncssh.read_private_key(home_with_keys / "one")
     assert target.keys["agent_identities"] == [one.public_data, two.public_data]
-    assert (await target_of("  IdentityFile ~/.ssh/missing\n" + only, keys)).keys["agent_identities"] == [b""]
-    (keys / "id_rsa.pub").write_bytes(two.export_public_key())
-    assert (await target_of(only, keys)).keys["agent_identities"] == [two.public_data]
+    assert (await resolve_target_of_gpu1("  IdentityFile ~/.ssh/missing\n" + only, home_with_keys)).keys[
+        "agent_identities"
+    ] == [b""]
+    (home_with_keys / "id_rsa.pub").write_bytes(two.export_public_key())
+    assert (await resolve_target_of_gpu1(only, home_with_keys)).keys["agent_identities"] == [two.public_data]
 
 
-async def test_rsa_keys_are_not_validated_for_every_node(keys: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asyncssh.generate_private_key("ssh-rsa", key_size=2048).write_private_key(keys / "id_rsa")
+async def test_rsa_keys_are_not_validated_for_every_node(
+    home_with_keys: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asyncssh.generate_private_key("ssh-rsa", key_size=2048).write_private_key(home_with_keys / "id_rsa")
     tested: list[bool] = []
     construct = RSAPrivateKey.construct
 
@@ -156,7 +162,7 @@ async def test_rsa_keys_are_not_validated_for_every_node(keys: Path, monkeypatch
         return construct(*numbers)
 
     monkeypatch.setattr(RSAPrivateKey, "construct", counted)
-    target = await target_of("  User ada\n", keys)
+    target = await resolve_target_of_gpu1("  User ada\n", home_with_keys)
     assert len(target.keys["client_keys"]) == 1
     await asyncssh.SSHClientConnectionOptions.construct(
         target.options, host="gpu1", config=None, **target.keys

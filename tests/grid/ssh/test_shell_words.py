@@ -9,7 +9,7 @@ import pytest
 
 from genie.grid.ssh.pool import SshPool
 from genie.grid.ssh.shell_words import make_login_shell_command, quote_path
-from tests.grid.conftest import grid_file_of
+from tests.grid.conftest import make_testbed_grid_file
 from tests.grid.testbed import SshNode, SshTestbed
 
 ODD = 'it\'s "odd" $HOME `id` \\0101 \\n ! !! %s %d ~ \t ü *\nsecond; # line'
@@ -24,7 +24,7 @@ os.execvp("sh", ["sh", "-c", found[1]])
 """
 
 
-def give_login_shell(node: SshNode, text: str) -> None:
+def set_login_shell(node: SshNode, text: str) -> None:
     """Sets the shell of root, on that node only."""
     shell = node.folder / "narrow-shell"
     shell.write_text(text)
@@ -51,9 +51,9 @@ def test_only_a_leading_tilde_is_expanded(path: str, expanded: str) -> None:
 
 
 async def test_other_login_shells_pass_scripts_to_sh(own_testbed: SshTestbed) -> None:
-    give_login_shell(own_testbed["gpu1"], NARROW)
+    set_login_shell(own_testbed["gpu1"], NARROW)
     async with (
-        SshPool(grid_file_of(own_testbed), ssh_config=own_testbed.ssh_config) as pool,
+        SshPool(make_testbed_grid_file(own_testbed), ssh_config=own_testbed.ssh_config) as pool,
         pool.connect("gpu1", without_helper=True) as link,
     ):
         assert (await link.run_command("if [ -x /bin/sh ]; then :; fi", timeout_s=10)).exit_code != 0

@@ -12,7 +12,7 @@ from genie.grid.health.check import HealthState, NodeHealthChecker
 from genie.grid.runs.runner import Runner
 from genie.grid.ssh.pool import SshPool
 from genie.grid.sync.syncer import Syncer
-from tests.grid.conftest import grid_file_of
+from tests.grid.conftest import make_testbed_grid_file
 from tests.grid.delay_proxy import run_delay_proxy
 from tests.grid.sync.trees import read_tree, write_files
 from tests.grid.testbed import SshTestbed
@@ -32,7 +32,9 @@ def delayed_testbed(own_testbed: SshTestbed, unused_tcp_port: int) -> Iterator[S
 
 
 async def test_health_run_and_sync_work_on_a_slow_node(delayed_testbed: SshTestbed, tmp_path: Path) -> None:
-    file = grid_file_of(delayed_testbed, more="ssh: {connect_timeout: 30}\nhealth_check: {timeout: 30}\n")
+    file = make_testbed_grid_file(
+        delayed_testbed, more="ssh: {connect_timeout: 30}\nhealth_check: {timeout: 30}\n"
+    )
     project = tmp_path / "project"
     write_files(project, {b"d%d/f" % number: b"%d" % number * 1000 for number in range(50)})
     output = []

@@ -18,7 +18,7 @@ from genie.grid.ssh import tcp_connection
 from genie.grid.ssh.tcp_connection import TcpTunnel
 
 
-class Owner(asyncio.Protocol):
+class OwnerProtocol(asyncio.Protocol):
     def __init__(self) -> None:
         self.got = bytearray()
         self.transport: asyncio.Transport
@@ -36,7 +36,7 @@ class Owner(asyncio.Protocol):
         self.lost.set()
 
 
-class Host:
+class FakeHost:
     """A server for one connection, controlled by the test."""
 
     def __init__(self) -> None:
@@ -51,8 +51,8 @@ class Host:
 
 
 @pytest_asyncio.fixture
-async def host() -> AsyncIterator[Host]:
-    host = Host()
+async def fake_host() -> AsyncIterator[FakeHost]:
+    host = FakeHost()
     server = await asyncio.start_server(host.took, "127.0.0.1", 0)
     host.port = server.sockets[0].getsockname()[1]
     async with server:
@@ -61,12 +61,14 @@ async def host() -> AsyncIterator[Host]:
             host.writer.close()
 
 
-async def options(config: Path | None = None) -> asyncssh.SSHClientConnectionOptions:
+async def make_options(config: Path | None = None) -> asyncssh.SSHClientConnectionOptions:
     named = [] if config is None else [str(config)]
     return await asyncssh.SSHClientConnectionOptions.construct(host="gpu1", config=named, client_keys=None)
 
 
-async def connected(host: Host, leave: asyncio.Event) -> tuple[asyncio.Task[Owner], asyncio.Event]:
+async def start_connecting(
+    host: FakeHost, leave: asyncio.Event
+) -> tuple[asyncio.Task[OwnerProtocol], asyncio.Event]:
     """Returns the attempt, and an event that is set when on_banner is awaited."""
     asked = asyncio.Event()
 
@@ -74,10 +76,10 @@ async def connected(host: Host, leave: asyncio.Event) -> tuple[asyncio.Task[Owne
         asked.set()
         await leave.wait()
 
-    tunnel = TcpTunnel(await options(), on_banner=on_banner)
+    tunnel = TcpTunnel(await make_options(), on_banner=on_banner)
 
-    async def connect() -> Owner:
-        owner = Owner()
+    async def connect() -> OwnerProtocol:
+        owner = OwnerProtocol()
         _, given = await tunnel.create_connection(lambda: owner, "127.0.0.1", host.port)
         assert given is owner
         return owner
@@ -85,53 +87,55 @@ async def connected(host: Host, leave: asyncio.Event) -> tuple[asyncio.Task[Owne
     return asyncio.create_task(connect()), asked
 
 
-async def test_on_banner_is_awaited_after_the_banner_and_data_reaches_the_owner(host: Host) -> None:
+async def test_on_banner_is_awaited_after_the_banner_and_data_reaches_the_owner(fake_host: FakeHost) -> None:
     leave = asyncio.Event()
     async with asyncio.timeout(30):
-        connecting, asked = await connected(host, leave)
-        await host.called.wait()
-        assert await host.reader.readline() == b"SSH-2.0-ours\r\n"
+        connecting, asked = await start_connecting(fake_host, leave)
+        await fake_host.called.wait()
+        assert await fake_host.reader.readline() == b"SSH-2.0-ours\r\n"
         assert not asked.is_set()
-        host.writer.write(b"SSH-2.0-first\r\n")
+        fake_host.writer.write(b"SSH-2.0-first\r\n")
         await asked.wait()
-        host.writer.write(b"more")
-        await host.writer.drain()
+        fake_host.writer.write(b"more")
+        await fake_host.writer.drain()
         leave.set()
         owner = await connecting
-        host.writer.close()
+        fake_host.writer.close()
         await owner.lost.wait()
     assert bytes(owner.got) == b"SSH-2.0-first\r\nmore"
 
 
-async def test_cancelled_on_banner_closes_the_connection(host: Host) -> None:
+async def test_cancelled_on_banner_closes_the_connection(fake_host: FakeHost) -> None:
     async with asyncio.timeout(30):
-        connecting, asked = await connected(host, asyncio.Event())
-        await host.called.wait()
-        host.writer.write(b"SSH-2.0-first\r\n")
+        connecting, asked = await start_connecting(fake_host, asyncio.Event())
+        await fake_host.called.wait()
+        fake_host.writer.write(b"SSH-2.0-first\r\n")
         await asked.wait()
         connecting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await connecting
-        assert await host.reader.read() == b"SSH-2.0-ours\r\n"
+        assert await fake_host.reader.read() == b"SSH-2.0-ours\r\n"
 
 
-async def test_host_without_a_banner_times_out_after_connect_timeout(host: Host, tmp_path: Path) -> None:
+async def test_host_without_a_banner_times_out_after_connect_timeout(
+    fake_host: FakeHost, tmp_path: Path
+) -> None:
     config = tmp_path / "config"
     config.write_text("Host gpu1\n  ConnectTimeout 1\n")
 
     async def on_banner() -> None:
         raise AssertionError("it has sent nothing")
 
-    tunnel = TcpTunnel(await options(config), on_banner=on_banner)
+    tunnel = TcpTunnel(await make_options(config), on_banner=on_banner)
     async with asyncio.timeout(30):
         with pytest.raises(TimeoutError, match="timed out"):
-            await tunnel.create_connection(Owner, "127.0.0.1", host.port)
-        await host.called.wait()
-        assert await host.reader.read() == b"SSH-2.0-ours\r\n"
+            await tunnel.create_connection(OwnerProtocol, "127.0.0.1", fake_host.port)
+        await fake_host.called.wait()
+        assert await fake_host.reader.read() == b"SSH-2.0-ours\r\n"
 
 
 @pytest.mark.parametrize("way", ["silent", "no leave"])
-async def test_abandoned_connection_logs_no_error(host: Host, way: str) -> None:
+async def test_abandoned_connection_logs_no_error(fake_host: FakeHost, way: str) -> None:
     asked, leave = asyncio.Event(), asyncio.Event()
 
     async def on_banner() -> None:
@@ -140,11 +144,11 @@ async def test_abandoned_connection_logs_no_error(host: Host, way: str) -> None:
         raise UsageError("no leave")
 
     async def connect() -> None:
-        given = await options()
+        given = await make_options()
         given.connect_timeout = 0.05 if way == "silent" else 20
         await asyncssh.connect(
             "127.0.0.1",
-            host.port,
+            fake_host.port,
             tunnel=TcpTunnel(given, on_banner=on_banner),
             config=None,
             known_hosts=None,
@@ -155,20 +159,20 @@ async def test_abandoned_connection_logs_no_error(host: Host, way: str) -> None:
     asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context))
     async with asyncio.timeout(30):
         connecting = asyncio.create_task(connect())
-        await host.called.wait()
+        await fake_host.called.wait()
         if way != "silent":
-            host.writer.write(b"SSH-2.0-first\r\n")
+            fake_host.writer.write(b"SSH-2.0-first\r\n")
             await asked.wait()
         leave.set()
         with pytest.raises((TimeoutError, UsageError)):
             await connecting
-        await host.reader.read()
+        await fake_host.reader.read()
     del connecting
     gc.collect()
     assert complaints == []
 
 
-class Socket:
+class RecordingSocket:
     def __init__(self) -> None:
         self.options: list[tuple[int, int, int]] = []
 
@@ -176,11 +180,11 @@ class Socket:
         self.options.append((level, option, value))
 
 
-class Sink(asyncio.Transport):
+class RecordingTransport(asyncio.Transport):
     """Records writes and their number."""
 
     def __init__(self) -> None:
-        self.socket = Socket()
+        self.socket = RecordingSocket()
         super().__init__({"socket": self.socket})
         self.writes: list[bytes] = []
         self.is_closed = False
@@ -206,7 +210,7 @@ class Sink(asyncio.Transport):
 
 
 async def test_data_before_the_banner_is_limited() -> None:
-    sink, owner = Sink(), Owner()
+    sink, owner = RecordingTransport(), OwnerProtocol()
     buffer = tcp_connection._BannerBuffer(owner)
     buffer.connection_made(sink)
     buffer.data_received(b"x" * tcp_connection._BUFFER_BYTES_MAX)
@@ -221,8 +225,8 @@ async def test_data_before_the_banner_is_limited() -> None:
 
 @pytest.mark.parametrize("before", [b"", b"one line\r\nno SSH- here\n"])
 async def test_banner_is_recognized(before: bytes) -> None:
-    buffer = tcp_connection._BannerBuffer(Owner())
-    buffer.connection_made(Sink())
+    buffer = tcp_connection._BannerBuffer(OwnerProtocol())
+    buffer.connection_made(RecordingTransport())
     for letter in before + b"SSH-":
         assert not buffer.banner_received.is_set()
         buffer.data_received(bytes([letter]))
@@ -230,7 +234,7 @@ async def test_banner_is_recognized(before: bytes) -> None:
 
 
 async def test_first_segments_are_acknowledged_immediately() -> None:
-    sink, owner = Sink(), Owner()
+    sink, owner = RecordingTransport(), OwnerProtocol()
     buffer = tcp_connection._BannerBuffer(owner)
     buffer.connection_made(sink)
     buffer.data_received(b"first")
@@ -247,7 +251,7 @@ async def test_first_segments_are_acknowledged_immediately() -> None:
 async def test_flow_control_and_end_reach_the_owner_through_the_buffer() -> None:
     calls: list[str] = []
 
-    class RecordingOwner(Owner):
+    class RecordingOwner(OwnerProtocol):
         def pause_writing(self) -> None:
             calls.append("pause")
 
@@ -259,7 +263,7 @@ async def test_flow_control_and_end_reach_the_owner_through_the_buffer() -> None
             return True
 
     buffer = tcp_connection._BannerBuffer(RecordingOwner())
-    buffer.connection_made(Sink())
+    buffer.connection_made(RecordingTransport())
     assert buffer.eof_received() is None
     buffer.release()
     buffer.pause_writing()
@@ -269,9 +273,9 @@ async def test_flow_control_and_end_reach_the_owner_through_the_buffer() -> None
 
 
 async def test_disconnect_before_release_reaches_the_owner() -> None:
-    owner = Owner()
+    owner = OwnerProtocol()
     buffer = tcp_connection._BannerBuffer(owner)
-    buffer.connection_made(Sink())
+    buffer.connection_made(RecordingTransport())
     buffer.connection_lost(None)
     await buffer.banner_received.wait()
     assert not owner.lost.is_set()
@@ -280,7 +284,7 @@ async def test_disconnect_before_release_reaches_the_owner() -> None:
 
 
 async def test_writes_of_one_loop_iteration_are_coalesced_in_order() -> None:
-    sink = Sink()
+    sink = RecordingTransport()
     transport = tcp_connection._CoalescingTransport(sink)
     for part in (b"a", b"b", b"c"):
         transport.write(part)
@@ -292,7 +296,7 @@ async def test_writes_of_one_loop_iteration_are_coalesced_in_order() -> None:
 
 
 async def test_uvloop_error_after_a_disconnect_is_ignored() -> None:
-    class Closed(Sink):
+    class Closed(RecordingTransport):
         def write(self, data: bytes | bytearray | memoryview) -> None:
             raise RuntimeError("the handler is closed")
 
@@ -300,14 +304,14 @@ async def test_uvloop_error_after_a_disconnect_is_ignored() -> None:
 
 
 async def test_nothing_is_written_after_a_disconnect() -> None:
-    sink = Sink()
+    sink = RecordingTransport()
     sink.close()
     tcp_connection._CoalescingTransport(sink).write(b"x" * (tcp_connection._BUFFER_BYTES_MAX + 1))
     assert sink.writes == []
 
 
 async def test_large_writes_are_sent_immediately() -> None:
-    sink = Sink()
+    sink = RecordingTransport()
     transport = tcp_connection._CoalescingTransport(sink)
     transport.write(b"x" * tcp_connection._BUFFER_BYTES_MAX)
     transport.write(b"y")
@@ -317,7 +321,7 @@ async def test_large_writes_are_sent_immediately() -> None:
 
 
 async def test_close_flushes_pending_writes() -> None:
-    sink = Sink()
+    sink = RecordingTransport()
     transport = tcp_connection._CoalescingTransport(sink)
     transport.write(b"last words")
     transport.close()
@@ -337,4 +341,4 @@ async def test_close_flushes_pending_writes() -> None:
 async def test_proxied_connections_are_left_to_asyncssh(tmp_path: Path, line: str, straight: bool) -> None:
     config = tmp_path / "config"
     config.write_text(f"Host gpu1\n{line}")
-    assert TcpTunnel.is_direct(await options(config)) is straight
+    assert TcpTunnel.is_direct(await make_options(config)) is straight

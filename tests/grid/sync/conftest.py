@@ -12,11 +12,11 @@ import pytest_asyncio
 from genie.grid.grid_file import GridFile
 from genie.grid.ssh.pool import SshPool
 from genie.grid.sync.syncer import Syncer, SyncReport
-from tests.grid.conftest import grid_file_of
+from tests.grid.conftest import make_testbed_grid_file
 from tests.grid.testbed import SshTestbed
 
 
-class Project:
+class SyncedProject:
     """A local folder and its target on a node."""
 
     def __init__(self, testbed: SshTestbed, syncer: Syncer, root: Path, *, node: str, remote: str) -> None:
@@ -33,11 +33,11 @@ class Project:
         return report
 
 
-Make = Callable[..., Project]
+Make = Callable[..., SyncedProject]
 
 
-def file_for(testbed: SshTestbed, remote: str, more: str = "") -> GridFile:
-    return grid_file_of(
+def make_sync_grid_file(testbed: SshTestbed, remote: str, more: str = "") -> GridFile:
+    return make_testbed_grid_file(
         testbed, more=f"remote_root: ~/{remote}\nssh: {{connect_timeout: 10, max_retries: 1}}\n{more}"
     )
 
@@ -45,13 +45,13 @@ def file_for(testbed: SshTestbed, remote: str, more: str = "") -> GridFile:
 @pytest_asyncio.fixture
 async def project(
     testbed: SshTestbed, tmp_path: Path, request: pytest.FixtureRequest
-) -> AsyncIterator[Project]:
+) -> AsyncIterator[SyncedProject]:
     """On gpu1, in a folder unique to the test."""
     remote = f"ws-{abs(hash(request.node.nodeid))}"
-    file = file_for(testbed, remote)
+    file = make_sync_grid_file(testbed, remote)
     root = tmp_path / "project"
     root.mkdir()
     async with SshPool(file, ssh_config=testbed.ssh_config) as pool:
         syncer = Syncer(pool, file, state_dir=tmp_path / "state")
-        yield Project(testbed, syncer, root, node="gpu1", remote=remote)
+        yield SyncedProject(testbed, syncer, root, node="gpu1", remote=remote)
     await asyncio.sleep(0)

@@ -17,7 +17,7 @@ from genie.grid.remote import contents, tree
 from genie.grid.ssh.pool import SshPool
 from genie.grid.sync import syncer
 from genie.grid.sync.syncer import Syncer, SyncProgress
-from tests.grid.sync.conftest import file_for
+from tests.grid.sync.conftest import make_sync_grid_file
 from tests.grid.sync.trees import load_compiled_engine, read_tree, write_files
 from tests.grid.testbed import SshTestbed
 
@@ -63,7 +63,9 @@ def read_sparse_file(path: Path) -> tuple[int, dict[int, bytes]]:
 
 
 @pytest.fixture
-def bounded(own_testbed: SshTestbed, monkeypatch: pytest.MonkeyPatch) -> SshTestbed:
+def testbed_with_cpu_and_hashing_limits(
+    own_testbed: SshTestbed, monkeypatch: pytest.MonkeyPatch
+) -> SshTestbed:
     """Nodes, and this machine, with limits that a terabyte of zeros would exceed."""
     for name in NODES:
         own_testbed[name].restart(before=f"ulimit -t {ON_NODE_S}")
@@ -92,24 +94,24 @@ def bounded(own_testbed: SshTestbed, monkeypatch: pytest.MonkeyPatch) -> SshTest
 
 @pytest.mark.parametrize("kind", ["plain", "compiled"])
 async def test_sparse_terabyte_is_synced_and_a_second_sync_sends_nothing(
-    bounded: SshTestbed, tmp_path: Path, kind: str
+    testbed_with_cpu_and_hashing_limits: SshTestbed, tmp_path: Path, kind: str
 ) -> None:
     engine = tree.PlainEngine() if kind == "plain" else load_compiled_engine()
-    file, root = file_for(bounded, "ws"), tmp_path / "project"
+    file, root = make_sync_grid_file(testbed_with_cpu_and_hashing_limits, "ws"), tmp_path / "project"
     data = write_sparse_file(root / "huge")
     write_sparse_file(root / "copies/huge")
     data += write_sparse_file(root / "ends in a hole", regions={12_345: 3_000_000}, seed=2)
     data += write_sparse_file(root / "nothing", size=TIB + 1, regions={})
     write_files(root, {b"small": b"1"})
     seen: list[SyncProgress] = []
-    async with SshPool(file, ssh_config=bounded.ssh_config) as pool:
+    async with SshPool(file, ssh_config=testbed_with_cpu_and_hashing_limits.ssh_config) as pool:
         one = Syncer(pool, file, state_dir=tmp_path / "state", engine=engine)
         for report in await one.sync(root, NODES, progress=seen.append):
             assert report.error is None
             assert (report.sent_files, report.sent_bytes) == (5, data + 1)
         for name in NODES:
             for path in ("huge", "copies/huge", "ends in a hole", "nothing", "small"):
-                there = bounded[name].home / "ws" / path
+                there = testbed_with_cpu_and_hashing_limits[name].home / "ws" / path
                 assert read_sparse_file(there) == read_sparse_file(root / path), path
                 assert there.stat().st_blocks * 512 < 8 << 20, "zeros are written"
                 # Its times have changed: the node has to read it.
@@ -122,7 +124,7 @@ async def test_sparse_terabyte_is_synced_and_a_second_sync_sends_nothing(
 
 
 async def test_dry_run_reports_data_bytes_of_sparse_files(own_testbed: SshTestbed, tmp_path: Path) -> None:
-    file, root = file_for(own_testbed, "ws"), tmp_path / "project"
+    file, root = make_sync_grid_file(own_testbed, "ws"), tmp_path / "project"
     data = write_sparse_file(root / "huge")
     async with SshPool(file, ssh_config=own_testbed.ssh_config) as pool:
         (report,) = await Syncer(pool, file, state_dir=tmp_path / "state").sync(root, ["gpu1"], dry_run=True)
@@ -132,7 +134,11 @@ async def test_dry_run_reports_data_bytes_of_sparse_files(own_testbed: SshTestbe
 async def test_connection_lost_within_a_sparse_file_is_retried(
     own_testbed: SshTestbed, tmp_path: Path
 ) -> None:
-    file, root, there = file_for(own_testbed, "ws"), tmp_path / "project", own_testbed["gpu1"].home / "ws"
+    file, root, there = (
+        make_sync_grid_file(own_testbed, "ws"),
+        tmp_path / "project",
+        own_testbed["gpu1"].home / "ws",
+    )
     first = write_sparse_file(root / "a", regions={1 << 39: 6 << 20})
     second = write_sparse_file(root / "b", regions={4096: 1 << 20, 1 << 38: 12 << 20}, seed=2)
     seen: list[object] = []

@@ -26,22 +26,22 @@ from genie.grid.ssh.pool import NodeConnection, SshPool
 from genie.grid.sync import local_tree, pack, stream, syncer, tar_pipe
 from genie.grid.sync.local_tree import LocalTree, TreeSnapshot
 from genie.grid.sync.syncer import Syncer, SyncProgress, tree_name
-from tests.grid.sync.conftest import Project, file_for
+from tests.grid.sync.conftest import SyncedProject, make_sync_grid_file
 from tests.grid.sync.trees import read_tree, write_files
 from tests.grid.testbed import SshTestbed
 from tests.waiting import until
 
 
-def many(root: Path, *, count: int = 200, size: int = 60_000) -> int:
+def write_many_files(root: Path, *, count: int = 200, size: int = 60_000) -> int:
     dice = random.Random(5)
     write_files(root, {b"d%d/f%d" % (n % 7, n): dice.randbytes(size) for n in range(count)})
     return count * size
 
 
 async def test_interrupted_first_sync_is_resumed(own_testbed: SshTestbed, tmp_path: Path) -> None:
-    file = file_for(own_testbed, "ws")
+    file = make_sync_grid_file(own_testbed, "ws")
     root, there = tmp_path / "project", own_testbed["gpu1"].home / "ws"
-    total = many(root)
+    total = write_many_files(root)
     seen: list[dict[bytes, object]] = []
 
     def cut_once(progress: SyncProgress) -> None:
@@ -63,9 +63,9 @@ async def test_hanging_node_fails_only_its_own_sync(
 ) -> None:
     monkeypatch.setattr(syncer, "_STALL_TIMEOUT_S", 3.0)
     monkeypatch.setattr(syncer, "_SYNC_ATTEMPTS", 1)
-    file = file_for(own_testbed, "ws")
+    file = make_sync_grid_file(own_testbed, "ws")
     root = tmp_path / "project"
-    total = many(root, count=400)
+    total = write_many_files(root, count=400)
     with contextlib.ExitStack() as until_then:
 
         def hang(progress: SyncProgress) -> None:
@@ -87,7 +87,7 @@ async def test_full_disk_is_reported_and_leaves_the_tree_unchanged(
     own_testbed: SshTestbed, tmp_path: Path
 ) -> None:
     own_testbed["gpu1"].restart(before="mount -t tmpfs -o size=1m tmpfs /root")
-    file = file_for(own_testbed, "ws")
+    file = make_sync_grid_file(own_testbed, "ws")
     root = tmp_path / "project"
     write_files(root, {b"a": b"first"})
     look = "cd /root/ws && find . -path ./.grid -prune -o -type f -print | sort | xargs md5sum"
@@ -96,7 +96,7 @@ async def test_full_disk_is_reported_and_leaves_the_tree_unchanged(
         assert (await one.sync(root, ["gpu1"]))[0].error is None
         before = own_testbed["gpu1"].run(look)
         write_files(root, {b"a": b"second", b"b": os.urandom(300_000)})
-        many(root, count=40)
+        write_many_files(root, count=40)
         (report,) = await one.sync(root, ["gpu1"])
         assert isinstance(report.error, SyncError) and "disk of the node is full" in str(report.error)
         assert own_testbed["gpu1"].run(look) == before
@@ -118,7 +118,7 @@ async def test_full_disk_leaves_no_partial_library(
     monkeypatch.setattr(syncer, "read_library", lambda: (key, binary if fits else b"", source))
     own_testbed["gpu1"].restart(before="mount -t tmpfs -o size=16k tmpfs /root")
     write_files(tmp_path / "project", {b"a": b"1"})
-    file = file_for(own_testbed, "ws")
+    file = make_sync_grid_file(own_testbed, "ws")
     async with SshPool(file, ssh_config=own_testbed.ssh_config) as pool:
         one = Syncer(pool, file, state_dir=tmp_path / "state")
         (report,) = await one.sync(tmp_path / "project", ["gpu1"])
@@ -126,7 +126,7 @@ async def test_full_disk_leaves_no_partial_library(
     assert own_testbed["gpu1"].run("find /root/ws/.grid/sync -type f") == ""
 
 
-async def test_leftovers_of_killed_library_builds_are_removed_after_an_hour(project: Project) -> None:
+async def test_leftovers_of_killed_library_builds_are_removed_after_an_hour(project: SyncedProject) -> None:
     write_files(project.root, {b"a": b"1"})
     await project.sync()
     folder = project.there / ".grid/sync"
@@ -145,42 +145,44 @@ async def test_leftovers_of_killed_library_builds_are_removed_after_an_hour(proj
 async def test_unwritable_home_is_reported(own_testbed: SshTestbed, tmp_path: Path) -> None:
     own_testbed["gpu1"].restart(before="mount -o remount,bind,ro /root")
     write_files(tmp_path / "project", {b"a": b"1"})
-    file = file_for(own_testbed, "ws")
+    file = make_sync_grid_file(own_testbed, "ws")
     async with SshPool(file, ssh_config=own_testbed.ssh_config) as pool:
         one = Syncer(pool, file, state_dir=tmp_path / "state")
         (report,) = await one.sync(tmp_path / "project", ["gpu1"])
     assert isinstance(report.error, SyncError) and "read-only" in str(report.error)
 
 
-async def test_file_that_changes_during_reading_is_read_again(project: Project, monkeypatch) -> None:
+async def test_file_that_changes_during_reading_is_read_again(project: SyncedProject, monkeypatch) -> None:
     write_files(project.root, {b"log": b"x" * 400_000})
     left = [1]
-    _grow_while_read(project.root / "log", left, monkeypatch)
+    _let_file_grow_while_read(project.root / "log", left, monkeypatch)
     await project.sync()
     assert left == [0]
     assert (project.there / "log").read_bytes() == b"x" * 400_000 + b"more"
 
 
-async def test_sparse_file_that_changes_before_sending_is_read_again(project: Project, monkeypatch) -> None:
+async def test_sparse_file_that_changes_before_sending_is_read_again(
+    project: SyncedProject, monkeypatch
+) -> None:
     with (project.root / "log").open("wb") as file:
         file.truncate(400_000)
     monkeypatch.setattr(syncer, "_SYNC_ATTEMPTS", 1)
     left = [1]
-    _grow_while_read(project.root / "log", left, monkeypatch)
+    _let_file_grow_while_read(project.root / "log", left, monkeypatch)
     await project.sync()
     assert left == [0]
     assert (project.there / "log").read_bytes() == bytes(400_000) + b"more"
 
 
-async def test_error_names_a_file_that_keeps_changing(project: Project, monkeypatch) -> None:
+async def test_error_names_a_file_that_keeps_changing(project: SyncedProject, monkeypatch) -> None:
     write_files(project.root, {b"a": b"1", b"log": b"x" * 400_000})
-    _grow_while_read(project.root / "log", [100], monkeypatch)
+    _let_file_grow_while_read(project.root / "log", [100], monkeypatch)
     with pytest.raises(SyncError, match="project/log kept changing while it was read"):
         await project.sync()
     assert read_tree(project.there) == {}
 
 
-def _grow_while_read(path: Path, left: list[int], monkeypatch) -> None:
+def _let_file_grow_while_read(path: Path, left: list[int], monkeypatch) -> None:
     extents = contents.list_extents
 
     def growing(fd: int, found: os.stat_result):
@@ -193,7 +195,9 @@ def _grow_while_read(path: Path, left: list[int], monkeypatch) -> None:
     monkeypatch.setattr(contents, "list_extents", growing)
 
 
-async def test_file_that_changes_after_the_comparison_is_sent_as_it_is(project: Project, monkeypatch) -> None:
+async def test_file_that_changes_after_the_comparison_is_sent_as_it_is(
+    project: SyncedProject, monkeypatch
+) -> None:
     write_files(project.root, {b"a": b"1", b"b": b"1"})
     await project.sync()
     hash_files = syncer.hash_files
@@ -209,7 +213,9 @@ async def test_file_that_changes_after_the_comparison_is_sent_as_it_is(project: 
     assert (project.there / "a").read_bytes() == b"latest"
 
 
-async def test_file_that_disappears_during_sending_is_not_an_error(project: Project, monkeypatch) -> None:
+async def test_file_that_disappears_during_sending_is_not_an_error(
+    project: SyncedProject, monkeypatch
+) -> None:
     write_files(project.root, {b"a": b"1", b"gone": b"2"})
     scan = LocalTree.scan
 
@@ -225,7 +231,7 @@ async def test_file_that_disappears_during_sending_is_not_an_error(project: Proj
 
 @pytest.mark.parametrize("where", ["gone", "folder"])
 async def test_file_that_becomes_a_link_during_sending_is_not_an_error(
-    project: Project, monkeypatch: pytest.MonkeyPatch, where: str
+    project: SyncedProject, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     write_files(project.root, {b"a": b"1", b"gone": b"2", b"folder/b": b"3"})
     scan = LocalTree.scan
@@ -244,7 +250,7 @@ async def test_file_that_becomes_a_link_during_sending_is_not_an_error(
     assert (project.there / where).is_symlink()
 
 
-async def test_error_names_an_unreadable_file(project: Project, monkeypatch) -> None:
+async def test_error_names_an_unreadable_file(project: SyncedProject, monkeypatch) -> None:
     write_files(project.root, {b"a": b"1"})
 
     def refused(*_: object) -> int:
@@ -257,15 +263,15 @@ async def test_error_names_an_unreadable_file(project: Project, monkeypatch) -> 
         await project.sync()
 
 
-async def test_concurrent_syncs_of_one_tree_succeed(project: Project) -> None:
-    total = many(project.root, count=100)
+async def test_concurrent_syncs_of_one_tree_succeed(project: SyncedProject) -> None:
+    total = write_many_files(project.root, count=100)
     one, two = await asyncio.gather(project.sync(), project.sync())
     assert one.sent_bytes + two.sent_bytes >= total
     assert read_tree(project.there) == read_tree(project.root)
     assert (await project.sync()).unchanged
 
 
-async def test_sync_times_out_waiting_for_another_one(project: Project, monkeypatch) -> None:
+async def test_sync_times_out_waiting_for_another_one(project: SyncedProject, monkeypatch) -> None:
     write_files(project.root, {b"a": b"1"})
     await project.sync()
     monkeypatch.setattr(syncer, "_LOCK_WAIT_S", 0.1)
@@ -276,7 +282,7 @@ async def test_sync_times_out_waiting_for_another_one(project: Project, monkeypa
     assert (await project.sync()).unchanged
 
 
-async def test_damaged_node_state_only_causes_a_full_sync(project: Project) -> None:
+async def test_damaged_node_state_only_causes_a_full_sync(project: SyncedProject) -> None:
     write_files(project.root, {b"a": b"1", b"b": b"2"})
     await project.sync()
     state = project.there / ".grid/sync" / tree_name(project.root) / "state"
@@ -286,7 +292,7 @@ async def test_damaged_node_state_only_causes_a_full_sync(project: Project) -> N
         assert read_tree(project.there) == read_tree(project.root)
 
 
-async def test_damaged_local_index_only_causes_a_full_read(project: Project) -> None:
+async def test_damaged_local_index_only_causes_a_full_read(project: SyncedProject) -> None:
     write_files(project.root, {b"a": b"1", b"b": b"2"})
     await project.sync()
     (index,) = (project.root.parent / "state/grid/sync").glob("*.index")
@@ -296,14 +302,18 @@ async def test_damaged_local_index_only_causes_a_full_read(project: Project) -> 
 
 
 @pytest.mark.parametrize("touched", [False, True])
-async def test_large_files_of_an_older_state_format_are_sent_again(project: Project, touched: bool) -> None:
+async def test_large_files_of_an_older_state_format_are_sent_again(
+    project: SyncedProject, touched: bool
+) -> None:
     """The old format hashed them by plain SHA-256. Its records of other files are still valid."""
     large = random.Random(4).randbytes(contents.BLOCK_DIGEST_BYTES_MIN)
     write_files(project.root, {b"a": b"1", b"gone": b"2", b"large": large})
     await project.sync()
     (index,) = (project.root.parent / "state/grid/sync").glob("*.index")
     for path in (index, project.there / ".grid/sync" / tree_name(project.root) / "state"):
-        path.write_bytes(_as_before(path.read_bytes(), {b"large": hashlib.sha256(large).digest()}))
+        path.write_bytes(
+            _convert_to_first_format(path.read_bytes(), {b"large": hashlib.sha256(large).digest()})
+        )
     if touched:
         times = (10**18, (project.root / "large").stat().st_mtime_ns)
         os.utime(project.there / "large", ns=times)
@@ -315,7 +325,7 @@ async def test_large_files_of_an_older_state_format_are_sent_again(project: Proj
     assert (await project.sync()).unchanged
 
 
-def _as_before(data: bytes, shas: dict[bytes, bytes]) -> bytes:
+def _convert_to_first_format(data: bytes, shas: dict[bytes, bytes]) -> bytes:
     """Rewrites a state or an index to the first format, taken long after the last write."""
     _, taken_ns, _, rules = STATE_HEADER.unpack_from(data)
     records = bytearray(data[STATE_HEADER.size :])
@@ -326,7 +336,7 @@ def _as_before(data: bytes, shas: dict[bytes, bytes]) -> bytes:
     return STATE_HEADER.pack(b"GGTREE1\n", taken_ns + 10**10, digest, rules) + bytes(records)
 
 
-async def test_incompatible_library_is_compiled_on_the_node(project: Project, monkeypatch) -> None:
+async def test_incompatible_library_is_compiled_on_the_node(project: SyncedProject, monkeypatch) -> None:
     key, _, source = local_tree.read_library()
     monkeypatch.setattr(syncer, "read_library", lambda: (key, b"no library", source))
     write_files(project.root, {b"a": b"1"})
@@ -344,7 +354,7 @@ async def test_node_without_python_gets_everything_by_tar(testbed: SshTestbed, t
     write_files(root, {b"a b": b"1", b"d/-x\n": b"2" * 2000, b"n" * 200 + b"/" + b"m" * 200: b"3"})
     (root / "link").symlink_to("/etc/passwd")
     (root / "a b").chmod(0o755)
-    file = file_for(testbed, "ws tar")
+    file = make_sync_grid_file(testbed, "ws tar")
     (node.bin / "python3").write_text("#!/bin/sh\nexit 127\n")
     (node.bin / "python3").chmod(0o755)
     try:
@@ -378,7 +388,7 @@ async def test_link_out_of_the_home_is_rejected_by_runs_and_sync_alike(
     if not has_python:
         (node.bin / "python3").write_text("#!/bin/sh\nexit 127\n")
         (node.bin / "python3").chmod(0o755)
-    file = file_for(own_testbed, "ws")
+    file = make_sync_grid_file(own_testbed, "ws")
     async with SshPool(file, ssh_config=own_testbed.ssh_config) as pool:
         with pytest.raises(NodeRefusedError, match="is a link out of the home directory") as refused:
             await Runner(pool, file).start("gpu1", "true")
@@ -399,7 +409,7 @@ async def test_dangling_link_is_reported_as_such(
     if not has_python:
         (node.bin / "python3").write_text("#!/bin/sh\nexit 127\n")
         (node.bin / "python3").chmod(0o755)
-    file = file_for(own_testbed, "ws")
+    file = make_sync_grid_file(own_testbed, "ws")
     async with SshPool(file, ssh_config=own_testbed.ssh_config) as pool:
         with pytest.raises(NodeRefusedError, match=r"ws/\.grid is a link to a missing directory; remove it"):
             await Runner(pool, file).start("gpu1", "true")
@@ -422,7 +432,7 @@ async def test_slow_connection_to_a_node_without_python_is_not_a_stall(
 
     monkeypatch.setattr(tar_pipe, "_make_archive", slow)
     monkeypatch.setattr(syncer, "_APPLY_TIMEOUT_S", 3.0)  # less than sending takes
-    file = file_for(own_testbed, "ws")
+    file = make_sync_grid_file(own_testbed, "ws")
     async with SshPool(file, ssh_config=own_testbed.ssh_config) as pool:
         (report,) = await Syncer(pool, file, state_dir=tmp_path / "state").sync(root, ["gpu1"])
     assert (report.error, report.sent_files) == (None, 12)
@@ -431,7 +441,7 @@ async def test_slow_connection_to_a_node_without_python_is_not_a_stall(
 async def test_hanging_node_does_not_delay_others(own_testbed: SshTestbed, tmp_path: Path) -> None:
     """It hangs longer than the test may take, and goes down when the other node is synced."""
     file = dataclasses.replace(
-        file_for(own_testbed, "ws"), ssh=SshSettings(connect_timeout=600, max_retries=0)
+        make_sync_grid_file(own_testbed, "ws"), ssh=SshSettings(connect_timeout=600, max_retries=0)
     )
     write_files(tmp_path / "project", {b"a": b"1"})
     sent: list[str] = []
@@ -451,7 +461,9 @@ async def test_hanging_node_does_not_delay_others(own_testbed: SshTestbed, tmp_p
 
 
 async def test_small_pool_syncs_nodes_one_after_the_other(own_testbed: SshTestbed, tmp_path: Path) -> None:
-    file = dataclasses.replace(file_for(own_testbed, "ws"), ssh=SshSettings(pool_size=1, max_retries=0))
+    file = dataclasses.replace(
+        make_sync_grid_file(own_testbed, "ws"), ssh=SshSettings(pool_size=1, max_retries=0)
+    )
     write_files(tmp_path / "project", {b"a": b"1"})
     async with SshPool(file, ssh_config=own_testbed.ssh_config) as pool:
         reports = await Syncer(pool, file, state_dir=tmp_path / "s").sync(
@@ -460,7 +472,7 @@ async def test_small_pool_syncs_nodes_one_after_the_other(own_testbed: SshTestbe
     assert [report.error for report in reports] == [None, None]
 
 
-class Counting(SshPool):
+class ConnectionCountingPool(SshPool):
     """Records the maximum number of nodes in use at the same time."""
 
     now = most = 0
@@ -477,16 +489,16 @@ class Counting(SshPool):
 
 
 async def test_max_parallel_transfers_limits_nodes(testbed: SshTestbed, tmp_path: Path) -> None:
-    file = file_for(testbed, "ws-few", "sync: {max_parallel_transfers: 2}\n")
+    file = make_sync_grid_file(testbed, "ws-few", "sync: {max_parallel_transfers: 2}\n")
     write_files(tmp_path / "project", {b"a": b"1"})
-    async with Counting(file, ssh_config=testbed.ssh_config) as pool:
+    async with ConnectionCountingPool(file, ssh_config=testbed.ssh_config) as pool:
         names = [node.name for node in testbed.nodes[1:7]]
         reports = await Syncer(pool, file, state_dir=tmp_path / "state").sync(tmp_path / "project", names)
     assert ([report.error for report in reports], pool.most) == ([None] * 6, 2)
 
 
 async def test_hanging_node_occupies_one_slot(testbed: SshTestbed, tmp_path: Path) -> None:
-    file = file_for(testbed, "ws-places", "sync: {max_parallel_transfers: 2}\n")
+    file = make_sync_grid_file(testbed, "ws-places", "sync: {max_parallel_transfers: 2}\n")
     file = dataclasses.replace(file, ssh=SshSettings(connect_timeout=120, max_retries=0))
     write_files(tmp_path / "project", {b"a": b"1"})
     names = ["gpu2", "gpu3", "gpu4", "gpu5"]

@@ -15,14 +15,14 @@ from genie.errors import NoNodeError, SyncError, UsageError
 from genie.grid.remote import tree
 from genie.grid.ssh.pool import SshPool
 from genie.grid.sync.syncer import Syncer, SyncProgress
-from tests.grid.conftest import grid_file_of
-from tests.grid.remote.test_tree import ENTRIES, build
-from tests.grid.sync.conftest import Project, file_for
+from tests.grid.conftest import make_testbed_grid_file
+from tests.grid.remote.test_tree import ENTRIES, create_entries
+from tests.grid.sync.conftest import SyncedProject, make_sync_grid_file
 from tests.grid.sync.trees import read_tree, write_files
 from tests.grid.testbed import SshTestbed
 
 
-async def test_first_sync_sends_everything_and_the_second_nothing(project: Project) -> None:
+async def test_first_sync_sends_everything_and_the_second_nothing(project: SyncedProject) -> None:
     write_files(
         project.root,
         {b"a.py": b"1", b"pkg/b.py": b"2" * 5000, b"pkg/__init__.py": b"", b"c/__init__.py": b""},
@@ -39,7 +39,7 @@ async def test_first_sync_sends_everything_and_the_second_nothing(project: Proje
     assert (again.unchanged, again.sent_files, again.sent_bytes) == (True, 0, 0)
 
 
-async def test_only_changes_are_sent(project: Project) -> None:
+async def test_only_changes_are_sent(project: SyncedProject) -> None:
     write_files(project.root, {b"f%d" % n: b"x%d" % n for n in range(50)})
     await project.sync()
     write_files(project.root, {b"f7": b"new", b"g/h": b"added"})
@@ -50,7 +50,7 @@ async def test_only_changes_are_sent(project: Project) -> None:
     assert read_tree(project.there) == read_tree(project.root)
 
 
-async def test_touched_file_is_not_sent_again(project: Project) -> None:
+async def test_touched_file_is_not_sent_again(project: SyncedProject) -> None:
     write_files(project.root, {b"a": b"1"})
     await project.sync()
     os.utime(project.root / "a", ns=(10**18, 10**18))
@@ -61,7 +61,7 @@ async def test_touched_file_is_not_sent_again(project: Project) -> None:
 
 
 async def test_touched_file_is_sent_again_without_checksums(testbed: SshTestbed, tmp_path: Path) -> None:
-    file = file_for(testbed, "ws-nosums", "sync: {use_checksums: false}\n")
+    file = make_sync_grid_file(testbed, "ws-nosums", "sync: {use_checksums: false}\n")
     root = tmp_path / "project"
     write_files(root, {b"a": b"1"})
     async with SshPool(file, ssh_config=testbed.ssh_config) as pool:
@@ -72,7 +72,7 @@ async def test_touched_file_is_sent_again_without_checksums(testbed: SshTestbed,
     assert report.sent_files == 1
 
 
-async def test_files_created_on_the_node_stay(project: Project) -> None:
+async def test_files_created_on_the_node_stay(project: SyncedProject) -> None:
     write_files(project.root, {b"src/a.py": b"1", b"src/b.py": b"2", b"old/c.py": b"3"})
     await project.sync()
     write_files(
@@ -88,7 +88,7 @@ async def test_files_created_on_the_node_stay(project: Project) -> None:
     assert not (project.there / "old/c.py").exists()
 
 
-async def test_file_deleted_on_both_sides_is_not_reported_as_kept(project: Project) -> None:
+async def test_file_deleted_on_both_sides_is_not_reported_as_kept(project: SyncedProject) -> None:
     write_files(project.root, {b"a": b"ours", b"old/b": b"ours", b"old/c": b"ours"})
     await project.sync()
     for root in (project.root, project.there):
@@ -98,7 +98,9 @@ async def test_file_deleted_on_both_sides_is_not_reported_as_kept(project: Proje
     assert (await project.sync()).unchanged
 
 
-async def test_modified_file_is_restored_and_one_deleted_here_is_kept(project: Project) -> None:
+async def test_file_modified_on_the_node_is_restored_or_kept_if_deleted_locally(
+    project: SyncedProject,
+) -> None:
     write_files(project.root, {b"a": b"ours", b"b": b"ours", b"c": b"ours"})
     await project.sync()
     write_files(project.there, {b"a": b"edit", b"b": b"edited there"})
@@ -114,7 +116,7 @@ async def test_modified_file_is_restored_and_one_deleted_here_is_kept(project: P
 
 @pytest.mark.parametrize("more", [{}, {b"b": b"changed"}])
 async def test_file_changed_on_the_node_to_the_local_contents_is_not_sent(
-    project: Project, more: dict[bytes, bytes]
+    project: SyncedProject, more: dict[bytes, bytes]
 ) -> None:
     write_files(project.root, {b"a": b"1", b"b": b"2", b"d/c": b"3"})
     await project.sync()
@@ -132,7 +134,7 @@ async def test_file_changed_on_the_node_to_the_local_contents_is_not_sent(
     assert read_tree(project.there) == read_tree(project.root)
 
 
-async def test_conflicting_file_of_the_node_is_replaced_and_named(project: Project) -> None:
+async def test_conflicting_file_of_the_node_is_replaced_and_named(project: SyncedProject) -> None:
     write_files(project.there, {b"a": b"theirs"})
     write_files(project.root, {b"a": b"ours"})
     report = await project.sync()
@@ -140,7 +142,7 @@ async def test_conflicting_file_of_the_node_is_replaced_and_named(project: Proje
     assert (project.there / "a").read_bytes() == b"ours"
 
 
-async def test_files_folders_and_links_can_replace_each_other(project: Project) -> None:
+async def test_files_folders_and_links_can_replace_each_other(project: SyncedProject) -> None:
     write_files(project.root, {b"a": b"file", b"b/c/d": b"in a folder", b"e": b"file"})
     await project.sync()
     for name in ("a", "e", "b/c/d"):
@@ -153,7 +155,7 @@ async def test_files_folders_and_links_can_replace_each_other(project: Project) 
     assert read_tree(project.there) == read_tree(project.root)
 
 
-async def test_folder_with_files_of_the_node_is_not_replaced_by_a_file(project: Project) -> None:
+async def test_folder_with_files_of_the_node_is_not_replaced_by_a_file(project: SyncedProject) -> None:
     write_files(project.root, {b"b/c": b"1", b"d": b"2"})
     await project.sync()
     write_files(project.there, {b"b/mine": b"mine"})
@@ -169,7 +171,7 @@ async def test_folder_with_files_of_the_node_is_not_replaced_by_a_file(project: 
     assert read_tree(project.there) == read_tree(project.root)
 
 
-async def test_excluded_files_are_neither_sent_nor_deleted(project: Project) -> None:
+async def test_excluded_files_are_neither_sent_nor_deleted(project: SyncedProject) -> None:
     write_files(
         project.root, {b"a.py": b"1", b".env": b"secret", b"x.log": b"log", b".gitignore": b"*.log\n"}
     )
@@ -184,7 +186,7 @@ async def test_excluded_files_are_neither_sent_nor_deleted(project: Project) -> 
     assert set(read_tree(project.there)) == {b"x.log", b".gitignore"}
 
 
-async def test_hostile_names_arrive_unchanged(project: Project) -> None:
+async def test_hostile_names_arrive_unchanged(project: SyncedProject) -> None:
     names = [
         b"-rf",
         b"--delete",
@@ -206,7 +208,7 @@ async def test_hostile_names_arrive_unchanged(project: Project) -> None:
     assert read_tree(project.there) == read_tree(project.root)
 
 
-async def test_link_out_of_the_tree_is_sent_and_not_followed(project: Project) -> None:
+async def test_link_out_of_the_tree_is_sent_and_not_followed(project: SyncedProject) -> None:
     outside = project.root.parent / "outside"
     write_files(outside, {b"secret": b"secret"})
     write_files(project.root, {b"a": b"1"})
@@ -219,7 +221,7 @@ async def test_link_out_of_the_tree_is_sent_and_not_followed(project: Project) -
 
 
 async def test_links_within_the_tree_can_be_followed(testbed: SshTestbed, tmp_path: Path) -> None:
-    file = file_for(testbed, "ws-follow", "sync: {follow_symlinks: true}\n")
+    file = make_sync_grid_file(testbed, "ws-follow", "sync: {follow_symlinks: true}\n")
     root = tmp_path / "project"
     write_files(root, {b"real/a": b"1"})
     write_files(tmp_path / "outside", {b"secret": b"secret"})
@@ -237,7 +239,7 @@ async def test_links_within_the_tree_can_be_followed(testbed: SshTestbed, tmp_pa
     assert (there / "real/loop").is_symlink()
 
 
-async def test_link_planted_on_the_node_is_not_followed(testbed: SshTestbed, project: Project) -> None:
+async def test_link_planted_on_the_node_is_not_followed(testbed: SshTestbed, project: SyncedProject) -> None:
     write_files(project.root, {b"data/a": b"1", b"b": b"2"})
     await project.sync()
     outside = testbed["gpu1"].home / "outside"
@@ -253,7 +255,9 @@ async def test_link_planted_on_the_node_is_not_followed(testbed: SshTestbed, pro
     assert read_tree(project.there) == read_tree(project.root)
 
 
-async def test_error_names_a_conflicting_link_of_the_node(testbed: SshTestbed, project: Project) -> None:
+async def test_error_names_a_conflicting_link_of_the_node(
+    testbed: SshTestbed, project: SyncedProject
+) -> None:
     outside = testbed["gpu1"].home / "disk"
     outside.mkdir()
     write_files(project.there, {b"mine": b"1"})
@@ -265,7 +269,7 @@ async def test_error_names_a_conflicting_link_of_the_node(testbed: SshTestbed, p
     assert set(read_tree(project.there)) == {b"mine", b"data"}
 
 
-async def test_large_file_is_sent_in_pieces_and_stays_sparse(project: Project) -> None:
+async def test_large_file_is_sent_in_pieces_and_stays_sparse(project: SyncedProject) -> None:
     (project.root / "large").write_bytes(random.Random(1).randbytes(3_500_001))
     with (project.root / "sparse").open("wb") as file:
         file.seek(50_000_000)
@@ -281,7 +285,7 @@ async def test_large_file_is_sent_in_pieces_and_stays_sparse(project: Project) -
         assert there.read(20) == bytes(10) + b"end" + bytes(7)
 
 
-async def test_duplicate_contents_are_sent_once(project: Project) -> None:
+async def test_duplicate_contents_are_sent_once(project: SyncedProject) -> None:
     data = random.Random(2).randbytes(300_000)
     write_files(project.root, {b"copy%d" % n: data for n in range(4)})
     write_files(project.root, {b"small%d" % n: b"same" for n in range(4)})
@@ -291,7 +295,7 @@ async def test_duplicate_contents_are_sent_once(project: Project) -> None:
 
 
 async def test_failing_node_does_not_delay_others(own_testbed: SshTestbed, tmp_path: Path) -> None:
-    file = file_for(own_testbed, "ws", "sync: {max_parallel_transfers: 2}\n")
+    file = make_sync_grid_file(own_testbed, "ws", "sync: {max_parallel_transfers: 2}\n")
     root = tmp_path / "project"
     write_files(root, {b"f%d" % n: os.urandom(9000) for n in range(300)})
     seen: list[SyncProgress] = []
@@ -308,7 +312,9 @@ async def test_failing_node_does_not_delay_others(own_testbed: SshTestbed, tmp_p
 
 
 async def test_pool_smaller_than_the_transfer_limit_works(own_testbed: SshTestbed, tmp_path: Path) -> None:
-    file = grid_file_of(own_testbed, more="ssh: {connect_timeout: 20, max_retries: 0, pool_size: 1}\n")
+    file = make_testbed_grid_file(
+        own_testbed, more="ssh: {connect_timeout: 20, max_retries: 0, pool_size: 1}\n"
+    )
     write_files(tmp_path / "project", {b"a": b"1"})
     async with SshPool(file, ssh_config=own_testbed.ssh_config) as pool:
         syncer = Syncer(pool, file, state_dir=tmp_path / "state")
@@ -317,11 +323,11 @@ async def test_pool_smaller_than_the_transfer_limit_works(own_testbed: SshTestbe
 
 
 async def test_second_machine_with_the_same_project_sends_nothing(
-    testbed: SshTestbed, project: Project
+    testbed: SshTestbed, project: SyncedProject
 ) -> None:
     write_files(project.root, {b"a": b"1", b"b/c": b"2"})
     await project.sync()
-    file = file_for(testbed, project.there.name)
+    file = make_sync_grid_file(testbed, project.there.name)
     async with SshPool(file, ssh_config=testbed.ssh_config) as pool:
         (report,) = await Syncer(pool, file, state_dir=project.root.parent / "other").sync(
             project.root, ["gpu1"]
@@ -329,7 +335,7 @@ async def test_second_machine_with_the_same_project_sends_nothing(
     assert report.unchanged
 
 
-async def test_dry_run_reports_files_and_changes_nothing(project: Project) -> None:
+async def test_dry_run_reports_files_and_changes_nothing(project: SyncedProject) -> None:
     write_files(project.root, {b"a": b"1"})
     await project.sync()
     write_files(project.root, {b"a": b"22", b"b": b"3"})
@@ -339,7 +345,7 @@ async def test_dry_run_reports_files_and_changes_nothing(project: Project) -> No
     assert read_tree(project.there) == before
 
 
-async def test_dry_run_names_links_deletions_and_kept_files(project: Project) -> None:
+async def test_dry_run_names_links_deletions_and_kept_files(project: SyncedProject) -> None:
     write_files(project.root, {b"a": b"1", b"b": b"2", b"c": b"3", b"d": b"4"})
     await project.sync()
     for name in ("b", "c", "d"):
@@ -358,7 +364,7 @@ async def test_dry_run_names_links_deletions_and_kept_files(project: Project) ->
     assert (done.kept, done.deleted) == (("c",), 1)
 
 
-async def test_missing_folder_and_unknown_node_are_rejected(project: Project) -> None:
+async def test_missing_folder_and_unknown_node_are_rejected(project: SyncedProject) -> None:
     write_files(project.root, {b"a": b"1"})
     with pytest.raises(UsageError, match="not a folder"):
         await project._syncer.sync(project.root / "a", ["gpu1"])
@@ -373,7 +379,7 @@ async def test_metrics_count_every_sync(testbed: SshTestbed, tmp_path: Path) -> 
 
     metrics = MetricsRecorder()
     write_files(tmp_path / "project", {b"a": b"1"})
-    file = file_for(testbed, "ws-metrics")
+    file = make_sync_grid_file(testbed, "ws-metrics")
     async with SshPool(file, ssh_config=testbed.ssh_config) as pool:
         await Syncer(pool, file, state_dir=tmp_path, metrics=metrics).sync(
             tmp_path / "project", ["gpu1", "gpu2"]
@@ -383,12 +389,14 @@ async def test_metrics_count_every_sync(testbed: SshTestbed, tmp_path: Path) -> 
 
 @settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(states=st.lists(ENTRIES, min_size=2, max_size=3), plain=st.booleans())
-async def test_trees_are_equal_after_random_edits(project: Project, states, plain) -> None:
+async def test_trees_are_equal_after_random_edits(project: SyncedProject, states, plain) -> None:
     if plain:
         project._syncer._engine = tree.PlainEngine()
     mine = {b"node-made": ("f", 0o644, b"mine")}
     write_files(project.there, {b"node-made": b"mine"})
     for entries in states:
-        build(project.root, {path: each for path, each in entries.items() if b".gitignore" not in path})
+        create_entries(
+            project.root, {path: each for path, each in entries.items() if b".gitignore" not in path}
+        )
         await project.sync()
         assert read_tree(project.there) == {**read_tree(project.root), **mine}

@@ -43,11 +43,11 @@ def read_tree(root: Path, *, without: tuple[bytes, ...] = tree.RESERVED_NAMES) -
             path = Path(folder) / name
             inner = path.relative_to(root)
             if os.fsencode(inner.parts[0]) not in without:
-                found[os.fsencode(inner)] = _entry(path)
+                found[os.fsencode(inner)] = _read_entry(path)
     return found
 
 
-def _entry(path: Path) -> Entry:
+def _read_entry(path: Path) -> Entry:
     status = path.lstat()
     if stat.S_ISLNK(status.st_mode):
         return "l", 0, os.fsencode(path.readlink())

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.house.sources import ROOT
+from tests.house.repository_files import ROOT
 from tests.needs import require_program
 
 BENCH = """
@@ -32,7 +32,7 @@ Rows = list[tuple[str, str, str | None, list[float]]]
 
 
 @dataclass(frozen=True)
-class Repository:
+class BenchmarkRepository:
     folder: Path
 
     def commit(self, figures: Rows) -> None:
@@ -51,9 +51,9 @@ class Repository:
 
 
 @pytest.fixture
-def repository(tmp_path: Path) -> Repository:
+def repository(tmp_path: Path) -> BenchmarkRepository:
     require_program("git", package="git")
-    repository = Repository(tmp_path / "repository")
+    repository = BenchmarkRepository(tmp_path / "repository")
     (repository.folder / "benchmarks").mkdir(parents=True)
     for name in ("compare.py", "report.py"):
         shutil.copy(ROOT / "benchmarks" / name, repository.folder / "benchmarks")
@@ -62,7 +62,7 @@ def repository(tmp_path: Path) -> Repository:
     return repository
 
 
-def test_each_figure_has_the_median_ratio_and_its_range(repository: Repository) -> None:
+def test_each_figure_has_the_median_ratio_and_its_range(repository: BenchmarkRepository) -> None:
     repository.commit([("call", "ms", None, [10.0])])
     repository.commit([("call", "ms", None, [10.0, 11.0, 9.0])])
     code, figures, _ = repository.compare("--rounds", "3", "HEAD~1")
@@ -97,7 +97,7 @@ def test_each_figure_has_the_median_ratio_and_its_range(repository: Repository) 
     ],
 )
 def test_slower_figure_sets_the_exit_code(
-    repository: Repository, unit: str, goal: str | None, values: list[float], is_slower: bool
+    repository: BenchmarkRepository, unit: str, goal: str | None, values: list[float], is_slower: bool
 ) -> None:
     repository.commit([("call", unit, goal, [10.0])])
     repository.commit([("call", unit, goal, values)])
@@ -112,7 +112,7 @@ print(json.dumps(figure | {"ratio": None, "spread": None, "goal": None, "ok": Tr
 """
 
 
-def test_base_imports_its_own_package(repository: Repository) -> None:
+def test_base_revision_imports_its_own_genie(repository: BenchmarkRepository) -> None:
     """The editable install of this environment is an import hook that finds another genie first."""
     (repository.folder / "genie").mkdir()
     for value in (1, 2):
@@ -125,14 +125,14 @@ def test_base_imports_its_own_package(repository: Repository) -> None:
     assert (code, figure["baseline"]) == (0, 1), err
 
 
-def test_few_rounds_print_a_warning(repository: Repository) -> None:
+def test_few_rounds_print_a_warning(repository: BenchmarkRepository) -> None:
     repository.commit([("call", "ms", None, [10.0])])
     warning = "a slower figure may be chance"
     assert warning in repository.compare("--rounds", "2", "HEAD")[2]
     assert warning not in repository.compare("HEAD")[2]
 
 
-def test_threshold_is_an_option_and_uncommitted_changes_are_compared(repository: Repository) -> None:
+def test_threshold_is_an_option_and_uncommitted_changes_are_compared(repository: BenchmarkRepository) -> None:
     repository.commit([("call", "ms", None, [10.0])])
     bench = repository.folder / "benchmarks" / "bench_small.py"
     bench.write_text(bench.read_text().replace("10.0", "12.0"))
@@ -140,7 +140,7 @@ def test_threshold_is_an_option_and_uncommitted_changes_are_compared(repository:
     assert repository.compare("--rounds", "1", "--threshold", "1.3", "HEAD")[0] == 0
 
 
-def test_figure_missing_in_base_is_reported_and_zero_has_no_ratio(repository: Repository) -> None:
+def test_figure_missing_in_base_is_reported_and_zero_has_no_ratio(repository: BenchmarkRepository) -> None:
     repository.commit([("zero", "ms", None, [0.0])])
     repository.commit([("zero", "ms", None, [0.0]), ("added", "ms", None, [1.0])])
     code, figures, errors = repository.compare("--rounds", "1", "HEAD~1")
@@ -157,7 +157,7 @@ def test_figure_missing_in_base_is_reported_and_zero_has_no_ratio(repository: Re
     ],
 )
 def test_failed_comparison_is_reported_in_one_line(
-    repository: Repository, arguments: list[str], message: str
+    repository: BenchmarkRepository, arguments: list[str], message: str
 ) -> None:
     repository.commit([("call", "ms", None, [10.0])])
     code, figures, errors = repository.compare("--rounds", "1", *arguments)

@@ -16,8 +16,8 @@ import hypothesis
 import psutil
 import pytest
 
-from tests.house.small_suites import WORKERS, Outcome, run_suite
-from tests.house.sources import ROOT
+from tests.house.repository_files import ROOT
+from tests.house.small_suites import WORKERS, SuiteOutcome, run_suite
 from tests.needs import require_program
 from tests.waiting import until, wait_until
 
@@ -210,7 +210,7 @@ def test_captures(caplog):
 
 
 @pytest.fixture(scope="module", params=[(), WORKERS], ids=["one_process", "workers"])
-def options(request: pytest.FixtureRequest) -> tuple[str, ...]:
+def worker_options(request: pytest.FixtureRequest) -> tuple[str, ...]:
     return tuple(request.param)
 
 
@@ -218,9 +218,9 @@ def options(request: pytest.FixtureRequest) -> tuple[str, ...]:
 
 
 @pytest.fixture(scope="module")
-def leaking(options: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+def leaking_suite(worker_options: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> SuiteOutcome:
     files = {"test_leaking.py": LEAKING, "test_stuck.py": STUCK}
-    return run_suite(tmp_path_factory.mktemp("leaking"), files, options)
+    return run_suite(tmp_path_factory.mktemp("leaking"), files, worker_options)
 
 
 LEAK_MESSAGES = {
@@ -235,18 +235,18 @@ LEAK_MESSAGES = {
 
 
 @pytest.mark.parametrize("test", LEAK_MESSAGES)
-def test_leak_fails_its_test_and_is_described(leaking: Outcome, test: str) -> None:
-    assert LEAK_MESSAGES[test] in leaking.part(f"ERROR at teardown of {test}"), leaking.text
+def test_leak_fails_its_test_and_is_described(leaking_suite: SuiteOutcome, test: str) -> None:
+    assert LEAK_MESSAGES[test] in leaking_suite.part(f"ERROR at teardown of {test}"), leaking_suite.text
 
 
-def test_leak_does_not_fail_later_tests(leaking: Outcome) -> None:
-    assert leaking.status == 1
-    assert leaking.named("ERROR") == sorted(LEAK_MESSAGES), leaking.text
+def test_leak_does_not_fail_later_tests(leaking_suite: SuiteOutcome) -> None:
+    assert leaking_suite.status == 1
+    assert leaking_suite.named("ERROR") == sorted(LEAK_MESSAGES), leaking_suite.text
 
 
-def test_stuck_test_ends_at_its_timeout(leaking: Outcome) -> None:
-    assert "test_stuck" in leaking.named("FAILED"), leaking.text
-    assert "Timeout" in leaking.part("test_stuck")
+def test_stuck_test_ends_at_its_timeout(leaking_suite: SuiteOutcome) -> None:
+    assert "test_stuck" in leaking_suite.named("FAILED"), leaking_suite.text
+    assert "Timeout" in leaking_suite.part("test_stuck")
 
 
 def test_resources_of_session_fixtures_are_not_leaks(session_socket: socket.socket) -> None:
@@ -260,9 +260,9 @@ def session_socket() -> Iterator[socket.socket]:
 
 
 def test_detached_process_is_listed_and_killed_and_fails_the_run(
-    tmp_path: Path, options: tuple[str, ...]
+    tmp_path: Path, worker_options: tuple[str, ...]
 ) -> None:
-    outcome = run_suite(tmp_path, {"test_detaching.py": DETACHING}, options)
+    outcome = run_suite(tmp_path, {"test_detaching.py": DETACHING}, worker_options)
     assert outcome.status == 1, outcome.text
     assert "1 passed" in outcome.text, "the run fails, not the test, which has ended"
     _check_listed_and_killed(outcome, "test_detaching.py::test_starts_a_daemon")
@@ -275,13 +275,13 @@ def test_crashed_worker_ends_the_run_and_its_processes_are_found(tmp_path: Path)
     _check_listed_and_killed(outcome, "test_crashing.py::test_starts_a_daemon")
 
 
-def _check_listed_and_killed(outcome: Outcome, test: str) -> None:
+def _check_listed_and_killed(outcome: SuiteOutcome, test: str) -> None:
     line = outcome.part("processes still running after the tests")
     assert f"(sleep 60), started by {test}" in line, outcome.text
-    wait_until(lambda: not _alive(int(line.split()[1])), what="the end of the process")
+    wait_until(lambda: not _is_alive(int(line.split()[1])), what="the end of the process")
 
 
-def _alive(pid: int) -> bool:
+def _is_alive(pid: int) -> bool:
     """Whether the process exists and is not a zombie."""
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
@@ -293,7 +293,7 @@ def _alive(pid: int) -> bool:
 
 
 @pytest.fixture(scope="module")
-def passing(options: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+def passing_suite(worker_options: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> SuiteOutcome:
     files = {
         "test_far.py": SKIPPED_FILE,
         "test_farther.py": SKIPPED_FILE,
@@ -306,49 +306,49 @@ def passing(options: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) 
     }
     folder = tmp_path_factory.mktemp("passing")
     environ = {"GENIE_MASTER_ADDR": "elsewhere", "XDG_STATE_HOME": "/nowhere"}
-    return run_suite(folder, files, options, RUN_FOLDER=str(folder / "b"), **environ)
+    return run_suite(folder, files, worker_options, RUN_FOLDER=str(folder / "b"), **environ)
 
 
-def test_resources_of_wider_fixtures_are_not_leaks(passing: Outcome) -> None:
-    assert passing.named("ERROR") == []
-    assert passing.status == 0, passing.text
+def test_resources_of_wider_fixtures_are_not_leaks(passing_suite: SuiteOutcome) -> None:
+    assert passing_suite.named("ERROR") == []
+    assert passing_suite.status == 0, passing_suite.text
 
 
-def test_tests_are_isolated_from_the_user(passing: Outcome) -> None:
-    assert {"test_home", "test_home_is_empty"}.isdisjoint(passing.named("FAILED")), passing.text
+def test_tests_are_isolated_from_the_user(passing_suite: SuiteOutcome) -> None:
+    assert {"test_home", "test_home_is_empty"}.isdisjoint(passing_suite.named("FAILED")), passing_suite.text
 
 
-def test_logging_is_restored(passing: Outcome) -> None:
-    assert "test_captures" not in passing.named("FAILED"), passing.text
+def test_logging_is_restored(passing_suite: SuiteOutcome) -> None:
+    assert "test_captures" not in passing_suite.named("FAILED"), passing_suite.text
 
 
-def test_skip_is_listed_with_its_reason(passing: Outcome) -> None:
-    assert passing.part("skipped").splitlines() == [
+def test_skip_is_listed_with_its_reason(passing_suite: SuiteOutcome) -> None:
+    assert passing_suite.part("skipped").splitlines() == [
         "test_far.py: needs another machine",
         "test_farther.py: needs another machine",
         "test_moon.py (4 tests): needs a moon",
         *(f"test_orbit.py::test_on_the_moon[{number}]: needs a moon" for number in range(4)),
         "test_skipping.py::test_module: needs the module no_such_module.part (pip: no-such-wheel)",
         "test_skipping.py::test_program: needs no-such-program (Debian: no-such-package)",
-    ], passing.text
-    assert passing.status == 0, "skips are allowed without GENIE_TEST_REQUIRE_ALL"
+    ], passing_suite.text
+    assert passing_suite.status == 0, "skips are allowed without GENIE_TEST_REQUIRE_ALL"
 
 
 @pytest.mark.parametrize("skipping", [MANY_SKIPS, SKIPPED_FILE], ids=["tests", "file"])
 def test_skip_fails_the_run_when_everything_is_required(
-    tmp_path: Path, options: tuple[str, ...], skipping: str
+    tmp_path: Path, worker_options: tuple[str, ...], skipping: str
 ) -> None:
     files = {"tests/gpu/test_moon.py": MANY_SKIPS, "tests/other/test_it.py": skipping}
-    outcome = run_suite(tmp_path, files, options, GENIE_TEST_REQUIRE_ALL="1")
+    outcome = run_suite(tmp_path, files, worker_options, GENIE_TEST_REQUIRE_ALL="1")
     assert outcome.status == 1, outcome.text
     assert "tests/other/test_it.py" in outcome.part("skipped")
 
 
 def test_gpu_tests_may_be_skipped_when_everything_is_required(
-    tmp_path: Path, options: tuple[str, ...]
+    tmp_path: Path, worker_options: tuple[str, ...]
 ) -> None:
     files = {"tests/gpu/test_far.py": SKIPPED_FILE, "tests/gpu/test_moon.py": MANY_SKIPS}
-    outcome = run_suite(tmp_path, files, options, GENIE_TEST_REQUIRE_ALL="1")
+    outcome = run_suite(tmp_path, files, worker_options, GENIE_TEST_REQUIRE_ALL="1")
     assert outcome.part("skipped").splitlines() == [
         "tests/gpu/test_far.py: needs another machine",
         "tests/gpu/test_moon.py (4 tests): needs a moon",
@@ -361,7 +361,7 @@ def test_property_tests_have_no_deadline() -> None:
     assert hypothesis.settings.default.deadline is None
 
 
-def commands_of_make(*arguments: str) -> str:
+def list_make_commands(*arguments: str) -> str:
     """Commands that make would run."""
     make = require_program("make", package="make")
     # Without the variables of a `make test ARGS=...` that runs this test.
@@ -372,12 +372,12 @@ def commands_of_make(*arguments: str) -> str:
 
 def test_make_uses_workers_only_for_the_whole_suite() -> None:
     for target in ("test", "coverage"):
-        assert " ".join(WORKERS[2:]) in commands_of_make(target)
-        assert "--dist" not in commands_of_make(target, "ARGS=tests/test_config.py -k port")
+        assert " ".join(WORKERS[2:]) in list_make_commands(target)
+        assert "--dist" not in list_make_commands(target, "ARGS=tests/test_config.py -k port")
 
 
 def test_make_run_installs_no_development_tools_and_make_test_does() -> None:
-    run, test = (commands_of_make("--always-make", target) for target in ("run", "test"))
+    run, test = (list_make_commands("--always-make", target) for target in ("run", "test"))
     assert "requirements/run.txt" in run and "requirements/dev.txt" not in run
     assert "requirements/run.txt" in test and "requirements/dev.txt" in test
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.forkserver import ForkServer
-from tests.house.sources import ROOT, python_files
+from tests.house.repository_files import ROOT, python_files
 
 # One child per module, so that import order hides nothing; the modules of the command line share one.
 CLIENT_MODULES = (
@@ -80,7 +80,7 @@ def server() -> Iterator[ForkServer]:
 
 
 @pytest.fixture
-def run_child(server: ForkServer, tmp_path: Path) -> RunChild:
+def run_code_in_child(server: ForkServer, tmp_path: Path) -> RunChild:
     """Runs code in a child with warnings as errors and returns its output."""
     env = {"PYTHONPATH": str(ROOT), "HOME": str(tmp_path), "PATH": "/usr/bin:/bin"}
 
@@ -93,31 +93,31 @@ def run_child(server: ForkServer, tmp_path: Path) -> RunChild:
 
 
 @pytest.mark.parametrize("modules", CLIENT_MODULES, ids=lambda modules: modules.partition(",")[0])
-def test_client_module_imports_without_linux(modules: str, run_child: RunChild) -> None:
-    run_child(f"{SIMULATE_MACOS}\nimport {modules}")
+def test_client_module_imports_without_linux(modules: str, run_code_in_child: RunChild) -> None:
+    run_code_in_child(f"{SIMULATE_MACOS}\nimport {modules}")
 
 
-def test_every_public_name_loads_without_linux(run_child: RunChild) -> None:
-    run_child(f"{SIMULATE_MACOS}\nimport genie\nfor name in genie.__all__: getattr(genie, name)")
+def test_every_public_name_loads_without_linux(run_code_in_child: RunChild) -> None:
+    run_code_in_child(f"{SIMULATE_MACOS}\nimport genie\nfor name in genie.__all__: getattr(genie, name)")
 
 
-def test_torch_device_imports_without_linux(run_child: RunChild) -> None:
+def test_torch_device_imports_without_linux(run_code_in_child: RunChild) -> None:
     """Imports the backend explicitly, which torch loads only on first use."""
-    run_child(f"import torch\n{SIMULATE_MACOS}\nimport genie.device, genie.device.backend")
+    run_code_in_child(f"import torch\n{SIMULATE_MACOS}\nimport genie.device, genie.device.backend")
 
 
-def test_command_line_lists_its_commands_without_linux(run_child: RunChild) -> None:
+def test_command_line_lists_its_commands_without_linux(run_code_in_child: RunChild) -> None:
     code = f"{SIMULATE_MACOS}\nfrom genie.cli import main\nsys.exit(main(['--help']))"
-    output = run_child(code)
+    output = run_code_in_child(code)
     missing = [name for name in ("up", "status", "submit", "logs") if name not in output.split()]
     assert missing == [], output
 
 
 @pytest.mark.parametrize("module", ["genie", "genie.cli"])
-def test_importing_does_not_load_torch(module: str, run_child: RunChild) -> None:
+def test_importing_genie_does_not_load_torch(module: str, run_code_in_child: RunChild) -> None:
     code = f"import sys, {module}\nprint(sorted({{'torch', 'numpy', 'grpc'}} & set(sys.modules)))"
-    assert run_child(code).strip() == "[]"
+    assert run_code_in_child(code).strip() == "[]"
 
 
-def test_simulated_macos_has_no_linux_apis(run_child: RunChild) -> None:
-    run_child(f"{SIMULATE_MACOS}\nassert not hasattr(os, 'eventfd') and not hasattr(select, 'epoll')")
+def test_simulated_macos_has_no_linux_apis(run_code_in_child: RunChild) -> None:
+    run_code_in_child(f"{SIMULATE_MACOS}\nassert not hasattr(os, 'eventfd') and not hasattr(select, 'epoll')")

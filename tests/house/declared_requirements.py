@@ -1,9 +1,9 @@
 """Finds the test files that require root or an optional program.
 
 Reads the sources: a test has the requirements that its fixtures, and the functions and classes of tests/ that
-it uses, declare with `require_...` of tests/needs.py. `python -m tests.house.declared` prints the files that
-.ci/bare.py runs: those files, and the fastest other file of each folder; with `--long`, only those in which
-every test is long.
+it uses, declare with `require_...` of tests/needs.py. `python -m tests.house.declared_requirements` prints
+the files that .ci/bare.py runs: those files, and the fastest other file of each folder; with `--long`, only
+those in which every test is long.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from types import CodeType
 from typing import NamedTuple
 
 from tests.durations import read_record
-from tests.house.sources import ROOT, list_functions, parse_file, python_files, relative_path
+from tests.house.repository_files import ROOT, list_functions, parse_file, python_files, relative_path
 
 # Debian packages that `make test` itself requires.
 _BASE_PACKAGES = {"bash", "coreutils", "dash", "g++", "gcc", "make"}
@@ -27,23 +27,25 @@ _ALL_LONG = re.compile(r"^pytestmark = pytest\.mark\.long\(", re.MULTILINE)
 _IMPORT = re.compile(r"^ *from (tests[\w.]*) import (\([^)]*\)|.*)$", re.MULTILINE)
 
 
-class DefinedUnit(NamedTuple):
+class TopLevelDefinition(NamedTuple):
     """A module-level function or class."""
 
     path: Path
     name: str
 
 
-def requiring_files() -> list[Path]:
+def list_files_with_requirements() -> list[Path]:
     """Test files that require root or an optional program."""
-    requiring = {unit.path for unit in _requiring_units()}
-    return [path for path in _test_files() if path in requiring]
+    requiring = {unit.path for unit in _find_definitions_with_requirements()}
+    return [path for path in _list_test_files() if path in requiring]
 
 
 def files_for_bare_run() -> list[Path]:
     """The files with requirements, and the fastest other file of each folder."""
-    requiring = requiring_files()
-    others = [path for path in _test_files() if path not in requiring and "mark.long" not in path.read_text()]
+    requiring = list_files_with_requirements()
+    others = [
+        path for path in _list_test_files() if path not in requiring and "mark.long" not in path.read_text()
+    ]
     seconds = read_record()
     fastest: dict[Path, Path] = {}
     for path in sorted(others, key=lambda path: (seconds.get(relative_path(path), 0), path.stat().st_size)):
@@ -53,28 +55,32 @@ def files_for_bare_run() -> list[Path]:
 
 def long_files_for_bare_run() -> list[Path]:
     """The files with requirements in which every test is long."""
-    return [path for path in requiring_files() if _ALL_LONG.search(path.read_text("utf-8"))]
+    return [path for path in list_files_with_requirements() if _ALL_LONG.search(path.read_text("utf-8"))]
 
 
-def _test_files() -> list[Path]:
+def _list_test_files() -> list[Path]:
     return [path for path in python_files("tests") if path.name.startswith("test_")]
 
 
 @cache
-def _requiring_units() -> frozenset[DefinedUnit]:
-    """Units that declare a requirement, and units that use them, transitively."""
+def _find_definitions_with_requirements() -> frozenset[TopLevelDefinition]:
+    """Definitions that declare a requirement, and those that use them, transitively."""
     files = python_files("tests")
-    users: dict[DefinedUnit, list[DefinedUnit]] = {}
+    users: dict[TopLevelDefinition, list[TopLevelDefinition]] = {}
     for path in files:
-        imported = _imported(path)
+        imported = _list_imported_definitions(path)
         folders = [folder for folder in path.parents if folder.is_relative_to(ROOT / "tests")]
-        for name, used in _list_units(path):
+        for name, used in _list_definitions(path):
             for each in used:
-                fixtures = [_fixture(folder / "conftest.py", each) for folder in folders]
-                for unit in (imported.get(each, DefinedUnit(path, each)), *fixtures):
-                    users.setdefault(unit, []).append(DefinedUnit(path, name))
-    todo = [DefinedUnit(path, name) for path in files for name in _declaring_units(path)]
-    requiring: set[DefinedUnit] = set()
+                fixtures = [_find_fixture(folder / "conftest.py", each) for folder in folders]
+                for unit in (imported.get(each, TopLevelDefinition(path, each)), *fixtures):
+                    users.setdefault(unit, []).append(TopLevelDefinition(path, name))
+    todo = [
+        TopLevelDefinition(path, name)
+        for path in files
+        for name in _list_definitions_declaring_requirements(path)
+    ]
+    requiring: set[TopLevelDefinition] = set()
     while todo:
         unit = todo.pop()
         if unit not in requiring:
@@ -83,43 +89,45 @@ def _requiring_units() -> frozenset[DefinedUnit]:
     return frozenset(requiring)
 
 
-def _fixture(conftest: Path, name: str) -> DefinedUnit:
+def _find_fixture(conftest: Path, name: str) -> TopLevelDefinition:
     """The fixture of this name, which the file may import from another one."""
-    return (_imported(conftest) if conftest.is_file() else {}).get(name, DefinedUnit(conftest, name))
+    return (_list_imported_definitions(conftest) if conftest.is_file() else {}).get(
+        name, TopLevelDefinition(conftest, name)
+    )
 
 
-def _list_units(path: Path) -> Iterator[tuple[str, set[str]]]:
-    """Units with the names that they use. Uses compiled code: walking syntax trees takes seconds."""
+def _list_definitions(path: Path) -> Iterator[tuple[str, set[str]]]:
+    """Definitions with the names that they use. Uses compiled code: walking syntax trees takes seconds."""
     for constant in compile(path.read_text("utf-8"), str(path), "exec").co_consts:
         if isinstance(constant, CodeType):
-            yield constant.co_name, _names(constant)
+            yield constant.co_name, _list_used_names(constant)
 
 
-def _names(code: CodeType) -> set[str]:
+def _list_used_names(code: CodeType) -> set[str]:
     """Globals, attributes and parameters (possible fixtures), including those of nested functions."""
     found = {*code.co_names, *code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]}
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            found |= _names(constant)
+            found |= _list_used_names(constant)
     return found
 
 
 @cache
-def _imported(path: Path) -> dict[str, DefinedUnit]:
-    """Names that the file imports from tests/, with their units. A module contributes all its units."""
-    found: dict[str, DefinedUnit] = {}
+def _list_imported_definitions(path: Path) -> dict[str, TopLevelDefinition]:
+    """Names that the file imports from tests/, with their definitions; of a module, all definitions."""
+    found: dict[str, TopLevelDefinition] = {}
     for module, names in _IMPORT.findall(path.read_text("utf-8")):
         folder = ROOT.joinpath(*module.split("."))
         for name in re.findall(r"\w+", names):
             inner = (folder / name).with_suffix(".py")
             if inner.is_file():
-                found |= {unit: DefinedUnit(inner, unit) for unit, _ in _list_units(inner)}
+                found |= {unit: TopLevelDefinition(inner, unit) for unit, _ in _list_definitions(inner)}
             else:
-                found[name] = DefinedUnit(folder.with_suffix(".py"), name)
+                found[name] = TopLevelDefinition(folder.with_suffix(".py"), name)
     return found
 
 
-def _declaring_units(path: Path) -> Iterator[str]:
+def _list_definitions_declaring_requirements(path: Path) -> Iterator[str]:
     if "require_" in path.read_text("utf-8") and path != ROOT / "tests" / "needs.py":
         for name, function in list_functions(parse_file(path)):
             if any(isinstance(node, ast.Call) and _is_requirement(node) for node in ast.walk(function)):

@@ -34,12 +34,12 @@ _TEXT = {
 
 def python_files(*folders: str) -> list[Path]:
     """All .py files in these folders of the repository."""
-    return [path for path in _walk(folders) if path.suffix == ".py"]
+    return [path for path in _walk_folders(folders) if path.suffix == ".py"]
 
 
 def native_files() -> list[Path]:
     """All C++ files."""
-    return [path for path in _walk(("native",)) if path.suffix in (".cpp", ".h")]
+    return [path for path in _walk_folders(("native",)) if path.suffix in (".cpp", ".h")]
 
 
 def text_files() -> list[Path]:
@@ -47,7 +47,7 @@ def text_files() -> list[Path]:
     # In a git worktree, .git is a file with a path of the machine.
     ours = [path for path in sorted(ROOT.iterdir()) if path.is_file() and path.name != ".git"]
     top = [path for path in ours if not path.name.startswith(".cov")]
-    return [path for path in [*top, *_walk(_FOLDERS)] if path.suffix in _TEXT]
+    return [path for path in [*top, *_walk_folders(_FOLDERS)] if path.suffix in _TEXT]
 
 
 def list_pages() -> list[Path]:
@@ -65,10 +65,10 @@ def read_table(text: str, heading: str) -> list[list[str]]:
         rf"^\| {re.escape(heading)} \|.*\n\|[-| ]+\|\n((?:\|.*\n)+)", text + "\n", re.MULTILINE
     )
     assert len(found) == 1, f"found {len(found)} tables with the heading {heading!r}, expected 1"
-    return [_cells(line) for line in found[0].splitlines()]
+    return [_split_row(line) for line in found[0].splitlines()]
 
 
-def _cells(line: str) -> list[str]:
+def _split_row(line: str) -> list[str]:
     return [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
 
 
@@ -86,29 +86,31 @@ def parse_file(path: Path) -> ast.Module:
 
 def list_functions(tree: ast.Module) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
     """All functions, including nested ones, with their qualified names."""
-    yield from _functions(tree, "")
+    yield from _list_functions_below(tree, "")
 
 
-def _functions(node: ast.AST, prefix: str) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
+def _list_functions_below(
+    node: ast.AST, prefix: str
+) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
     for child in ast.iter_child_nodes(node):
         if not isinstance(child, _STATEMENTS):
             continue  # expressions contain no function definitions
         if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
             yield prefix + child.name, child
         inner = f"{prefix}{child.name}." if isinstance(child, _NAMED) else prefix
-        yield from _functions(child, inner)
+        yield from _list_functions_below(child, inner)
 
 
 _STATEMENTS = (ast.stmt, ast.ExceptHandler, ast.match_case)
 _NAMED = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
-def _walk(folders: tuple[str, ...]) -> Iterator[Path]:
+def _walk_folders(folders: tuple[str, ...]) -> Iterator[Path]:
     for folder in folders:
-        yield from _files_in(folder)
+        yield from _list_files_in(folder)
 
 
 @cache
-def _files_in(folder: str) -> list[Path]:
+def _list_files_in(folder: str) -> list[Path]:
     found = sorted((ROOT / folder).rglob("*"))
     return [p for p in found if "_pb2" not in p.name and "__pycache__" not in p.parts and p.is_file()]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.house.sources import ROOT
+from tests.house.repository_files import ROOT
 from tests.unit import UnitTests, unit_files
 
 
@@ -23,7 +23,7 @@ def test_most_folders_have_unit_tests() -> None:
     assert {"agent", "cli", "cluster", "controller", "grid", "model", "runtime", "scheduler"} <= folders
 
 
-def test_other_files_are_not_imported() -> None:
+def test_files_missing_in_the_list_are_not_collected() -> None:
     config: Any = SimpleNamespace(rootpath=ROOT)
     hooks = UnitTests()
     assert hooks.pytest_ignore_collect(ROOT / "tests/device/test_opinfo.py", config) is True

@@ -8,7 +8,7 @@ from genie.grid.remote import health  # noqa: F401 - it registers the op
 from genie.grid.remote.core import OPS
 
 
-def read(timeout_s: float = 20.0, root: str = "/") -> dict[str, Any]:
+def take_readings(timeout_s: float = 20.0, root: str = "/") -> dict[str, Any]:
     function, quick = OPS["health.read"]
     assert not quick
     return dict(function({"root": root, "timeout_s": timeout_s, "throttle_check_c": 80.0}, b""))

@@ -25,9 +25,9 @@ class SshTestbedLease:
     def __init__(self, testbed: SshTestbed, *, on_start: Callable[[int], None]) -> None:
         self._bed = testbed
         self._on_start = on_start
-        self._files = dict(_files_of(testbed))
+        self._files = dict(_read_files(testbed))
         self._attributes = [(part, dict(vars(part))) for part in (testbed, *testbed.nodes)]
-        self._mounts = {node.name: _mounts(node) for node in testbed.nodes}
+        self._mounts = {node.name: _read_mounts(node) for node in testbed.nodes}
 
     @contextlib.contextmanager
     def take(self) -> Iterator[SshTestbed]:
@@ -41,12 +41,12 @@ class SshTestbedLease:
         for node in self._bed.nodes:
             if (
                 node._process is not before[node.name]
-                or not _is_running(node)
-                or _mounts(node) != self._mounts[node.name]
+                or not _is_server_running(node)
+                or _read_mounts(node) != self._mounts[node.name]
             ):
                 node.stop()
             else:
-                _end_sessions(node)
+                _kill_session_processes(node)
         for part, attributes in self._attributes:
             running = part._process if isinstance(part, SshNode) else None
             vars(part).clear()
@@ -67,23 +67,23 @@ class SshTestbedLease:
             self._on_start(node._process.pid)
         for node in stopped:
             node.wait_ready()
-            self._mounts[node.name] = _mounts(node)
+            self._mounts[node.name] = _read_mounts(node)
             next(values for part, values in self._attributes if part is node)["_process"] = node._process
 
     def _restore_files(self) -> None:
         for node in self._bed.nodes:
             for entry in os.scandir(os.fsencode(node.home)):
-                _remove(entry.path, is_folder=entry.is_dir(follow_symlinks=False))
-        found = dict(_files_of(self._bed))
+                _remove_file_or_folder(entry.path, is_folder=entry.is_dir(follow_symlinks=False))
+        found = dict(_read_files(self._bed))
         for path in sorted(found.keys() - self._files.keys()):
             if os.path.lexists(path):
-                _remove(os.fsencode(path), is_folder=found[path][0] == "folder")
+                _remove_file_or_folder(os.fsencode(path), is_folder=found[path][0] == "folder")
         for path, known in sorted(self._files.items()):
             if found.get(path) != known:
-                _write(path, *known)
+                _restore_file(path, *known)
 
 
-def _files_of(testbed: SshTestbed) -> Iterator[tuple[Path, tuple[str, int, bytes]]]:
+def _read_files(testbed: SshTestbed) -> Iterator[tuple[Path, tuple[str, int, bytes]]]:
     """Return kind, mode and content of all files of the testbed, except those in home directories."""
     homes = {node.home for node in testbed.nodes}
     folders = [testbed.folder]
@@ -100,9 +100,9 @@ def _files_of(testbed: SshTestbed) -> Iterator[tuple[Path, tuple[str, int, bytes
                 yield path, ("file", mode, path.read_bytes() if path.is_file() else b"\0not a file")
 
 
-def _write(path: Path, kind: str, mode: int, content: bytes) -> None:
+def _restore_file(path: Path, kind: str, mode: int, content: bytes) -> None:
     if os.path.lexists(path) and (path.is_symlink() or kind == "link" or path.is_dir() != (kind == "folder")):
-        _remove(os.fsencode(path), is_folder=path.is_dir() and not path.is_symlink())
+        _remove_file_or_folder(os.fsencode(path), is_folder=path.is_dir() and not path.is_symlink())
     if kind == "link":
         path.symlink_to(os.fsdecode(content))
         return
@@ -113,23 +113,23 @@ def _write(path: Path, kind: str, mode: int, content: bytes) -> None:
     path.chmod(mode)
 
 
-def _remove(path: bytes, *, is_folder: bool) -> None:
+def _remove_file_or_folder(path: bytes, *, is_folder: bool) -> None:
     if is_folder:
         shutil.rmtree(path)
     else:
         os.unlink(path)  # noqa: PTH108 - names that are not valid text
 
 
-def _is_running(node: SshNode) -> bool:
+def _is_server_running(node: SshNode) -> bool:
     return node._process is not None and node._process.poll() is None
 
 
-def _mounts(node: SshNode) -> str:
+def _read_mounts(node: SshNode) -> str:
     assert node._process is not None
     return Path(f"/proc/{node._process.pid}/mountinfo").read_text()
 
 
-def _end_sessions(node: SshNode) -> None:
+def _kill_session_processes(node: SshNode) -> None:
     """Kill all processes but the server, including those started meanwhile."""
     assert node._process is not None
     server = node._process.pid

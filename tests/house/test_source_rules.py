@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.house.sources import (
+from tests.house.repository_files import (
     list_functions,
     native_files,
     parse_file,
@@ -86,20 +86,20 @@ def count_lines(path: Path) -> int:
     return len(path.read_text("utf-8").splitlines())
 
 
-def test_files_are_short() -> None:
+def test_source_files_are_within_the_line_limit() -> None:
     files = [*python_files(*CODE), *native_files()]
     long = {relative_path(p): f"{count_lines(p)} lines" for p in files if count_lines(p) > FILE_LINES_MAX}
     assert not describe_violations(long, LONG_FILES), describe_violations(long, LONG_FILES)
 
 
-def test_packages_are_small() -> None:
+def test_packages_are_within_the_module_limit() -> None:
     modules = Counter(
         relative_path(path.parent) for path in python_files("genie") if path.name != "__init__.py"
     )
     assert {package: count for package, count in modules.items() if count > PACKAGE_MODULES_MAX} == {}
 
 
-def test_functions_fit_one_screen() -> None:
+def test_functions_are_within_the_line_limit() -> None:
     long = {}
     for path in python_files(*CODE):
         for name, node in list_functions(parse_file(path)):
@@ -131,19 +131,19 @@ def test_every_module_has_a_docstring() -> None:
 
 
 def test_tasks_are_in_task_groups() -> None:
-    loose = _found_in_functions(_loose_tasks, "starts a task outside a TaskGroup")
+    loose = _find_by_function(_find_tasks_outside_groups, "starts a task outside a TaskGroup")
     assert not describe_violations(loose, LOOSE_TASKS), describe_violations(loose, LOOSE_TASKS)
 
 
 def test_broad_handler_logs_the_traceback_or_raises() -> None:
-    quiet = _found_in_functions(_quiet_catches, "catches everything and does not report it")
+    quiet = _find_by_function(_find_silent_broad_handlers, "catches everything and does not report it")
     assert not describe_violations(quiet, QUIET_CATCHES), describe_violations(quiet, QUIET_CATCHES)
 
 
 @pytest.mark.parametrize(
     ("pattern", "what"), [(LOCAL_PATHS_PATTERN, "a path or index of one machine"), (EMOJI, "an emoji")]
 )
-def test_no_file_names(pattern: re.Pattern[str], what: str) -> None:
+def test_no_file_contains_local_paths_or_emoji(pattern: re.Pattern[str], what: str) -> None:
     hits = [
         f"{relative_path(path)}:{number}: {match[0]}"
         for path in text_files()
@@ -153,7 +153,7 @@ def test_no_file_names(pattern: re.Pattern[str], what: str) -> None:
     assert hits == [], what
 
 
-def _found_in_functions(find: Callable[[ast.Module], list[ast.AST]], what: str) -> dict[str, str]:
+def _find_by_function(find: Callable[[ast.Module], list[ast.AST]], what: str) -> dict[str, str]:
     found = {}
     for path in python_files("genie"):
         tree = parse_file(path)
@@ -170,10 +170,10 @@ def _found_in_functions(find: Callable[[ast.Module], list[ast.AST]], what: str) 
     return found
 
 
-def _loose_tasks(tree: ast.Module) -> list[ast.AST]:
-    calls = [(node, _dotted(node.func)) for node in ast.walk(tree) if isinstance(node, ast.Call)]
+def _find_tasks_outside_groups(tree: ast.Module) -> list[ast.AST]:
+    calls = [(node, _get_dotted_name(node.func)) for node in ast.walk(tree) if isinstance(node, ast.Call)]
     calls = [(node, called) for node, called in calls if called.endswith(("ensure_future", "create_task"))]
-    groups = _task_groups(tree) if calls else set()
+    groups = _find_task_group_names(tree) if calls else set()
     return [
         node
         for node, called in calls
@@ -181,7 +181,7 @@ def _loose_tasks(tree: ast.Module) -> list[ast.AST]:
     ]
 
 
-def _task_groups(tree: ast.Module) -> set[str]:
+def _find_task_group_names(tree: ast.Module) -> set[str]:
     """Names in this file that refer to a TaskGroup: created here, annotated, or assigned from another name.
 
     Only the last part of a dotted name counts: `self.group` and `listener.group` are both `group`.
@@ -190,41 +190,56 @@ def _task_groups(tree: ast.Module) -> set[str]:
     for node in ast.walk(tree):
         match node:
             case ast.withitem(context_expr=ast.Call(func=made), optional_vars=ast.expr() as name):
-                groups |= {_last_component(_dotted(name))} if _dotted(made).endswith(GROUPS) else set()
+                groups |= (
+                    {_last_component(_get_dotted_name(name))}
+                    if _get_dotted_name(made).endswith(GROUPS)
+                    else set()
+                )
             case ast.arg(arg=name, annotation=ast.expr() as kind) if "TaskGroup" in ast.unparse(kind):
                 groups.add(name)
             case ast.AnnAssign(target=name, annotation=kind) if "TaskGroup" in ast.unparse(kind):
-                groups.add(_last_component(_dotted(name)))
+                groups.add(_last_component(_get_dotted_name(name)))
     groups.discard("")
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign) and (
-            _last_component(_dotted(node.value)) in groups or ast.unparse(node.value).endswith("TaskGroup()")
+            _last_component(_get_dotted_name(node.value)) in groups
+            or ast.unparse(node.value).endswith("TaskGroup()")
         ):
-            groups.update(_last_component(_dotted(target)) for target in node.targets)
+            groups.update(_last_component(_get_dotted_name(target)) for target in node.targets)
     return groups - {""}
 
 
-def _quiet_catches(tree: ast.Module) -> list[ast.AST]:
+def _find_silent_broad_handlers(tree: ast.Module) -> list[ast.AST]:
     raised = {
         node.exc.id
         for node in ast.walk(tree)
         if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Name)
     }
     handlers = [node for node in ast.walk(tree) if isinstance(node, ast.ExceptHandler)]
-    return [node for node in handlers if _catches_quietly(node) and not _assigned_names(node) & raised]
+    return [
+        node
+        for node in handlers
+        if _is_silent_broad_handler(node) and not _names_assigned_the_error(node) & raised
+    ]
 
 
-def _assigned_names(node: ast.ExceptHandler) -> set[str]:
+def _names_assigned_the_error(node: ast.ExceptHandler) -> set[str]:
     """Names to which a handler assigns the error, to raise it after the block."""
-    kept = [item for item in node.body if isinstance(item, ast.Assign) and _dotted(item.value) == node.name]
-    return {_dotted(target) for item in kept for target in item.targets}
+    kept = [
+        item
+        for item in node.body
+        if isinstance(item, ast.Assign) and _get_dotted_name(item.value) == node.name
+    ]
+    return {_get_dotted_name(target) for item in kept for target in item.targets}
 
 
-def _catches_quietly(node: ast.ExceptHandler) -> bool:
-    caught = {_dotted(item) for item in _caught_types(node)}
+def _is_silent_broad_handler(node: ast.ExceptHandler) -> bool:
+    caught = {_get_dotted_name(item) for item in _caught_types(node)}
     if node.type is not None and not caught & {"Exception", "BaseException"}:
         return False
-    return not any(_raises_or_reports(inner) for statement in node.body for inner in ast.walk(statement))
+    return not any(
+        _raises_or_logs_the_error(inner) for statement in node.body for inner in ast.walk(statement)
+    )
 
 
 def _caught_types(node: ast.ExceptHandler) -> Iterator[ast.expr]:
@@ -234,18 +249,18 @@ def _caught_types(node: ast.ExceptHandler) -> Iterator[ast.expr]:
         yield node.type
 
 
-def _raises_or_reports(node: ast.AST) -> bool:
+def _raises_or_logs_the_error(node: ast.AST) -> bool:
     if isinstance(node, ast.Raise):
         return True
     if not isinstance(node, ast.Call):
         return False
-    called = _last_component(_dotted(node.func))
+    called = _last_component(_get_dotted_name(node.func))
     return called in {"exception", "set_exception"} or any(word.arg == "exc_info" for word in node.keywords)
 
 
-def _dotted(node: ast.expr) -> str:
+def _get_dotted_name(node: ast.expr) -> str:
     if isinstance(node, ast.Attribute):
-        return f"{_dotted(node.value)}.{node.attr}"
+        return f"{_get_dotted_name(node.value)}.{node.attr}"
     return node.id if isinstance(node, ast.Name) else ""
 
 
@@ -267,7 +282,7 @@ def _last_component(dotted: str) -> str:
     ],
 )
 def test_task_outside_a_group_is_detected(code: str) -> None:
-    assert _loose_tasks(ast.parse(code))
+    assert _find_tasks_outside_groups(ast.parse(code))
 
 
 @pytest.mark.parametrize(
@@ -282,7 +297,7 @@ def test_task_outside_a_group_is_detected(code: str) -> None:
     ],
 )
 def test_task_in_a_group_is_allowed(code: str) -> None:
-    assert not _loose_tasks(ast.parse(code))
+    assert not _find_tasks_outside_groups(ast.parse(code))
 
 
 @pytest.mark.parametrize(
@@ -299,16 +314,16 @@ def test_task_in_a_group_is_allowed(code: str) -> None:
 )
 def test_quiet_broad_handler_is_detected(caught: str, body: str, quiet: bool) -> None:
     tree = ast.parse(f"try:\n    work()\nexcept {caught}:\n    {body}")
-    assert bool(_quiet_catches(tree)) is quiet
+    assert bool(_find_silent_broad_handlers(tree)) is quiet
 
 
-def test_error_that_is_raised_later_is_allowed() -> None:
+def test_broad_handler_may_store_the_error_and_raise_it_later() -> None:
     kept = "try:\n    work()\nexcept Exception as error:\n    failure = error\n"
-    assert _quiet_catches(ast.parse(kept))
-    assert not _quiet_catches(ast.parse(kept + "if failure:\n    raise failure"))
+    assert _find_silent_broad_handlers(ast.parse(kept))
+    assert not _find_silent_broad_handlers(ast.parse(kept + "if failure:\n    raise failure"))
 
 
 @pytest.mark.parametrize("text", ["/wo" + "rk/main", "https://py" + "pi.org/simple"])
-def test_path_of_one_machine_is_detected(text: str) -> None:
+def test_local_path_is_detected(text: str) -> None:
     assert LOCAL_PATHS_PATTERN.search(text)
     assert not LOCAL_PATHS_PATTERN.search("a framework/ or net/work/ is none")

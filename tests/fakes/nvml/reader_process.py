@@ -1,4 +1,4 @@
-"""Reads one command per line and replies with one line of JSON, until the end of input. Used by fake.py."""
+"""Reads a command per line and replies with a line of JSON, until the end of input. Used by fake_nvml.py."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from genie.hardware import Inventory, probe
 
 
 def main() -> None:
-    with Inventory(cpu_accelerators=1) as inventory, job() as job_pid:
+    with Inventory(cpu_accelerators=1) as inventory, run_job_process() as job_pid:
         for line in sys.stdin:
             command, *held = line.split()
             match command:
@@ -32,7 +32,7 @@ def main() -> None:
 
 
 @contextmanager
-def job() -> Iterator[int]:
+def run_job_process() -> Iterator[int]:
     """A process of a job below a shim below this process. Ends at the end of its input."""
     shim = ["/bin/sh", "-c", "exec 3<&0; cat <&3 & echo $!; exec 3<&-; wait"]
     with subprocess.Popen(shim, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.grid.leases import SshTestbedLease
 from tests.grid.testbed import SshNode, SshTestbed
+from tests.grid.testbed_lease import SshTestbedLease
 from tests.waiting import wait_until
 
 
@@ -19,7 +19,7 @@ def testbed(tmp_path: Path) -> Iterator[SshTestbed]:
         yield testbed
 
 
-def snapshot(testbed: SshTestbed) -> dict[str, tuple[int, str]]:
+def read_testbed_files(testbed: SshTestbed) -> dict[str, tuple[int, str]]:
     """Return all files of the testbed with mode and content, except those that servers write."""
     return {
         str(path.relative_to(testbed.folder)): (
@@ -31,7 +31,7 @@ def snapshot(testbed: SshTestbed) -> dict[str, tuple[int, str]]:
     }
 
 
-def modify(testbed: SshTestbed, node: SshNode) -> None:
+def change_files_and_settings(testbed: SshTestbed, node: SshNode) -> None:
     """Change everything that a test can change without restarting the server."""
     node.gpus(3)
     node.nvml_state(["hangs=1"])
@@ -55,13 +55,13 @@ def modify(testbed: SshTestbed, node: SshNode) -> None:
 def test_files_processes_and_settings_are_restored_without_restart(testbed: SshTestbed) -> None:
     started: list[int] = []
     lease = SshTestbedLease(testbed, on_start=started.append)
-    before, (node,), server = snapshot(testbed), testbed.nodes, testbed.nodes[0]._process
+    before, (node,), server = read_testbed_files(testbed), testbed.nodes, testbed.nodes[0]._process
     public_key, path = node.public_key, node.path
     with lease.take():
         node.run("trap '' TERM; (while :; do sleep 7401; done) >/dev/null 2>&1 & sleep 0")
         wait_until(lambda: node.processes("sleep 7401"), what="a process on the node")
-        modify(testbed, node)
-    assert snapshot(testbed) == before
+        change_files_and_settings(testbed, node)
+    assert read_testbed_files(testbed) == before
     assert list(node.home.iterdir()) == []
     assert node.processes("sleep 7401") == []
     assert (node.public_key, node.path, node.login_shell) == (public_key, path, None)
@@ -76,7 +76,7 @@ def test_files_processes_and_settings_are_restored_without_restart(testbed: SshT
 def test_stopped_or_changed_server_is_restarted(testbed: SshTestbed, how: str) -> None:
     started: list[int] = []
     lease = SshTestbedLease(testbed, on_start=started.append)
-    before, (node,) = snapshot(testbed), testbed.nodes
+    before, (node,) = read_testbed_files(testbed), testbed.nodes
     for _ in range(2):
         with lease.take():
             if how == "stopped":
@@ -91,7 +91,7 @@ def test_stopped_or_changed_server_is_restarted(testbed: SshTestbed, how: str) -
                 node._process.wait(10)
             else:
                 node.run("mkdir /root/mounted && mount -t tmpfs tmpfs /root/mounted && touch /root/mounted/x")
-        assert snapshot(testbed) == before
+        assert read_testbed_files(testbed) == before
         assert node.run("ls -A /root; hostname").split() == ["gpu1"]
     assert len(started) == 2
     assert node._process is not None and started[-1] == node._process.pid

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.house import declared
-from tests.house.sources import ROOT, python_files, relative_path
+from tests.house import declared_requirements
+from tests.house.repository_files import ROOT, python_files, relative_path
 
 REPORT = """<testsuites><testsuite>
 <testcase file="tests/a/test_a.py" name="test_passes" time="60"/>
@@ -50,12 +50,12 @@ Status: install ok installed
 
 
 @pytest.fixture(scope="module")
-def requiring() -> set[str]:
-    return set(map(relative_path, declared.requiring_files()))
+def files_with_requirements() -> set[str]:
+    return set(map(relative_path, declared_requirements.list_files_with_requirements()))
 
 
 @pytest.fixture
-def bare() -> dict[str, Any]:  # Any: the names of a script
+def bare_script_namespace() -> dict[str, Any]:  # Any: the names of a script
     return runpy.run_path(str(ROOT / ".ci" / "bare.py"))
 
 
@@ -72,28 +72,36 @@ def bare() -> dict[str, Any]:  # Any: the names of a script
         "house/test_benchmarks.py",  # a function of the file
     ],
 )
-def test_file_that_requires_root_or_an_optional_program_is_found(requiring: set[str], name: str) -> None:
+def test_file_that_requires_root_or_an_optional_program_is_found(
+    files_with_requirements: set[str], name: str
+) -> None:
     assert (ROOT / "tests" / name).is_file()
-    assert f"tests/{name}" in requiring
+    assert f"tests/{name}" in files_with_requirements
 
 
 @pytest.mark.parametrize("name", ["native/test_libraries.py", "test_config.py", "grid/test_grid_file.py"])
-def test_file_that_requires_only_a_compiler_is_not_selected(requiring: set[str], name: str) -> None:
+def test_file_that_requires_only_a_compiler_is_not_selected(
+    files_with_requirements: set[str], name: str
+) -> None:
     assert (ROOT / "tests" / name).is_file()
-    assert f"tests/{name}" not in requiring
+    assert f"tests/{name}" not in files_with_requirements
 
 
-def test_bare_run_has_a_file_of_every_folder(requiring: set[str]) -> None:
-    chosen = declared.files_for_bare_run()
+def test_bare_run_has_a_file_of_every_folder(files_with_requirements: set[str]) -> None:
+    chosen = declared_requirements.files_for_bare_run()
     tests = [path for path in python_files("tests") if path.name.startswith("test_")]
     assert {path.parent for path in chosen} == {path.parent for path in tests}
-    assert requiring <= set(map(relative_path, chosen))
+    assert files_with_requirements <= set(map(relative_path, chosen))
     assert len(chosen) < len(tests) / 2
 
 
-def test_bare_run_includes_files_in_which_all_tests_are_long(requiring: set[str]) -> None:
-    chosen = set(map(relative_path, declared.long_files_for_bare_run()))
-    assert {"tests/grid/test_login_shells.py", "tests/grid/ray/test_cluster.py"} <= chosen <= requiring
+def test_bare_run_includes_files_in_which_all_tests_are_long(files_with_requirements: set[str]) -> None:
+    chosen = set(map(relative_path, declared_requirements.long_files_for_bare_run()))
+    assert (
+        {"tests/grid/test_login_shells.py", "tests/grid/ray/test_cluster.py"}
+        <= chosen
+        <= files_with_requirements
+    )
 
 
 @pytest.mark.parametrize(
@@ -107,7 +115,7 @@ def test_bare_run_includes_files_in_which_all_tests_are_long(requiring: set[str]
     ],
 )
 def test_bare_run_rejects_undeclared_and_slow_skips(
-    bare: dict[str, Any],
+    bare_script_namespace: dict[str, Any],
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     reason: str,
@@ -116,7 +124,9 @@ def test_bare_run_rejects_undeclared_and_slow_skips(
     words: str,
 ) -> None:
     (tmp_path / "report.xml").write_text(REPORT.format(reason, folder, time))
-    assert bare["check"](tmp_path / "report.xml", ["tests/a", f"tests/{folder}"]) == (1 if words else 0)
+    assert bare_script_namespace["check"](tmp_path / "report.xml", ["tests/a", f"tests/{folder}"]) == (
+        1 if words else 0
+    )
     out = capsys.readouterr().out
     assert out.startswith("bare run: 1 passed, 2 skipped") and words in out
 
@@ -134,5 +144,7 @@ def test_ci_installs_every_program_that_a_test_needs() -> None:
     assert needed - installed <= {"binutils", "dash", "gcc", "make", "no-such-package", "nvidia-smi"}
 
 
-def test_visible_packages_are_the_dependencies_of_essential_ones(bare: dict[str, Any]) -> None:
-    assert bare["_with_dependencies"](STATUS) == {"base", "libbase", "mawk", "g++", "g++-12"}
+def test_bare_run_sees_only_essential_packages_and_their_dependencies(
+    bare_script_namespace: dict[str, Any],
+) -> None:
+    assert bare_script_namespace["_with_dependencies"](STATUS) == {"base", "libbase", "mawk", "g++", "g++-12"}

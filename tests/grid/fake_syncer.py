@@ -12,7 +12,9 @@ from genie.errors import SyncError
 from genie.grid.sync import syncer
 
 
-def install_syncer(patch: pytest.MonkeyPatch, *, failing: Sequence[str] = ()) -> list[tuple[Path, list[str]]]:
+def install_fake_syncer(
+    patch: pytest.MonkeyPatch, *, failing: Sequence[str] = ()
+) -> list[tuple[Path, list[str]]]:
     """Replace Syncer by a fake; returns the list of its calls."""
     calls: list[tuple[Path, list[str]]] = []
 

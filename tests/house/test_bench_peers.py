@@ -17,7 +17,7 @@ from types import ModuleType
 
 import pytest
 
-from tests.house.sources import ROOT
+from tests.house.repository_files import ROOT
 
 FOLDER = ROOT / "benchmarks" / "peers"
 DRIVER = FOLDER / "bench_peers.py"
@@ -35,7 +35,7 @@ for line in sys.stdin:
 
 
 @pytest.fixture
-def peers(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, ModuleType]]:
+def peer_modules(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, ModuleType]]:
     """The modules of the benchmark by name. They are scripts and are unloaded after the test."""
     before = set(sys.modules)
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
@@ -50,11 +50,11 @@ def peers(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, ModuleType]]:
 
 
 @pytest.fixture
-def nothing_installed(tmp_path: Path) -> dict[str, str]:
+def environment_without_programs(tmp_path: Path) -> dict[str, str]:
     return os.environ | {"PATH": str(tmp_path), "GENIE_MASTER_PORT": "none"}
 
 
-def run_driver(*arguments: str, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+def run_peer_benchmark(*arguments: str, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(DRIVER), "--json", "--rounds", "1", *arguments]
     return subprocess.run(
         command, env=environment, capture_output=True, text=True, timeout=80, stdin=subprocess.DEVNULL
@@ -62,8 +62,8 @@ def run_driver(*arguments: str, environment: dict[str, str]) -> subprocess.Compl
 
 
 @pytest.mark.long("runs the benchmark for Genie")
-def test_missing_peers_are_skipped_with_a_reason(nothing_installed: dict[str, str]) -> None:
-    done = run_driver("--ray-python", "no-such-python", environment=nothing_installed)
+def test_missing_peers_are_skipped_with_a_reason(environment_without_programs: dict[str, str]) -> None:
+    done = run_peer_benchmark("--ray-python", "no-such-python", environment=environment_without_programs)
     assert done.returncode == 0, done.stderr
     figures = [json.loads(line) for line in done.stdout.splitlines()]
     names = [figure["name"] for figure in figures]
@@ -74,23 +74,23 @@ def test_missing_peers_are_skipped_with_a_reason(nothing_installed: dict[str, st
     assert "no-such-python has no Ray" in reasons["ray"] and "pip install ray==" in reasons["ray"]
 
 
-def test_benchmark_fails_when_no_system_is_available(nothing_installed: dict[str, str]) -> None:
-    done = run_driver("--only", "slurm", environment=nothing_installed)
+def test_benchmark_fails_when_no_system_is_available(environment_without_programs: dict[str, str]) -> None:
+    done = run_peer_benchmark("--only", "slurm", environment=environment_without_programs)
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.endswith("nothing to measure: no selected system is available\n")
 
 
-def test_other_ray_version_is_rejected(peers: dict[str, ModuleType], tmp_path: Path) -> None:
+def test_other_ray_version_is_rejected(peer_modules: dict[str, ModuleType], tmp_path: Path) -> None:
     python = tmp_path / "python"
     python.write_text("#!/bin/sh\necho 1.0.0\n")
     python.chmod(0o755)
-    assert "has Ray 1.0.0, but 2.60.0 is required" in peers["ray_peer"].unavailable_reason(str(python))
+    assert "has Ray 1.0.0, but 2.60.0 is required" in peer_modules["ray_peer"].unavailable_reason(str(python))
 
 
 def test_slurm_requires_root(
-    peers: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    peer_modules: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    slurm = peers["slurm_peer"]
+    slurm = peer_modules["slurm_peer"]
     for name in slurm.PROGRAMS:
         (tmp_path / name).write_text("#!/bin/sh\n")
         (tmp_path / name).chmod(0o755)
@@ -103,21 +103,23 @@ def test_slurm_requires_root(
 
 
 def test_peer_is_skipped_without_permission_for_namespaces(
-    peers: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch
+    peer_modules: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    driver = peers["bench_peers"]
-    monkeypatch.setattr(peers["slurm_peer"], "unavailable_reason", lambda: None)
-    monkeypatch.setattr(peers["peer_sandbox"], "sandbox_command", lambda *inside: ["false"])
+    driver = peer_modules["bench_peers"]
+    monkeypatch.setattr(peer_modules["slurm_peer"], "unavailable_reason", lambda: None)
+    monkeypatch.setattr(peer_modules["peer_sandbox"], "sandbox_command", lambda *inside: ["false"])
     assert driver.unavailable_reason("slurm", "python") == driver.NO_NAMESPACES_MESSAGE
-    monkeypatch.setattr(peers["peer_sandbox"], "sandbox_command", lambda *inside: list(inside))
+    monkeypatch.setattr(peer_modules["peer_sandbox"], "sandbox_command", lambda *inside: list(inside))
     assert driver.unavailable_reason("slurm", "python") is None
 
 
 # -- outputs of the peers ----------------------------------------------------------------------------
 
 
-def test_reply_is_parsed_and_filtered_by_interval(peers: dict[str, ModuleType]) -> None:
-    sandbox = peers["peer_sandbox"]
+def test_placements_of_a_reply_are_parsed_and_filtered_by_interval(
+    peer_modules: dict[str, ModuleType],
+) -> None:
+    sandbox = peer_modules["peer_sandbox"]
     reply = sandbox.parse_reply(REPLY.splitlines())
     assert reply.placements == (sandbox.Placement(100.75, 9.819), sandbox.Placement(102.0, 7.2))
     assert reply.placements_between(1.0, 5.0) == [sandbox.Placement(102.0, 7.2)]
@@ -135,9 +137,11 @@ def test_reply_is_parsed_and_filtered_by_interval(peers: dict[str, ModuleType]) 
         (["began 1.0", "placed 2.0 soon", "end"], "could not convert"),
     ],
 )
-def test_malformed_reply_is_rejected(peers: dict[str, ModuleType], lines: list[str], message: str) -> None:
+def test_malformed_reply_is_rejected(
+    peer_modules: dict[str, ModuleType], lines: list[str], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
-        peers["peer_sandbox"].parse_reply(lines)
+        peer_modules["peer_sandbox"].parse_reply(lines)
 
 
 @pytest.mark.parametrize(
@@ -150,35 +154,37 @@ def test_malformed_reply_is_rejected(peers: dict[str, ModuleType], lines: list[s
         ("", 0),
     ],
 )
-def test_idle_gpus_are_parsed_from_sinfo(peers: dict[str, ModuleType], output: str, gpus: int) -> None:
-    assert peers["slurm_peer"].count_idle_gpus(output) == gpus
+def test_idle_gpus_are_parsed_from_sinfo(peer_modules: dict[str, ModuleType], output: str, gpus: int) -> None:
+    assert peer_modules["slurm_peer"].count_idle_gpus(output) == gpus
 
 
-def test_gpus_of_dead_ray_nodes_are_not_counted(peers: dict[str, ModuleType]) -> None:
+def test_gpus_of_dead_ray_nodes_are_not_counted(peer_modules: dict[str, ModuleType]) -> None:
     nodes = [
         {"Alive": True, "Resources": {"CPU": 2.0, "GPU": 3.0, "node:127.0.0.2": 1.0}},
         {"Alive": True, "Resources": {"CPU": 2.0}},
         {"Alive": False, "DeathReasonMessage": "received SIGTERM", "Resources": {}},
     ]
-    assert peers["ray_peer"].count_alive_gpus(nodes) == 3
+    assert peer_modules["ray_peer"].count_alive_gpus(nodes) == 3
 
 
-def test_ray_group_is_placed_when_its_bundle_has_a_node(peers: dict[str, ModuleType]) -> None:
+def test_ray_group_is_placed_when_its_bundle_has_a_node(peer_modules: dict[str, ModuleType]) -> None:
     node = "166bbbc054866b4c06370942b7d4ab0bc84c723cf56b28eedbef9ae3"
     created = {"bundles": {0: {"GPU": 1.0}}, "bundles_to_node_id": {0: node}, "state": "CREATED"}
     pending = {"bundles": {0: {"GPU": 5.0}}, "bundles_to_node_id": {0: ""}, "state": "PENDING"}
-    assert peers["ray_peer"].find_placement_node(created) == node
+    assert peer_modules["ray_peer"].find_placement_node(created) == node
     with pytest.raises(ValueError, match="PENDING"):
-        peers["ray_peer"].find_placement_node(pending)
+        peer_modules["ray_peer"].find_placement_node(pending)
 
 
 # -- the sandbox ------------------------------------------------------------------------------------
 
 
-def test_peer_is_measured_and_ends_with_its_sandbox(peers: dict[str, ModuleType], tmp_path: Path) -> None:
-    driver, samples = peers["bench_peers"], peers["bench_peers"].Samples()
+def test_peer_is_measured_and_ends_with_its_sandbox(
+    peer_modules: dict[str, ModuleType], tmp_path: Path
+) -> None:
+    driver, samples = peer_modules["bench_peers"], peer_modules["bench_peers"].Samples()
     command = [sys.executable, "-c", FAKE_PEER]
-    with peers["peer_sandbox"].open_sandbox(command, name="fake", folder=tmp_path) as sandbox:
+    with peer_modules["peer_sandbox"].open_sandbox(command, name="fake", folder=tmp_path) as sandbox:
         driver.measure_in_sandbox(sandbox, samples, workers=4)
     assert samples.latencies_ms == [9.819, 7.2]
     assert (samples.rates_per_s, samples.busy_ms) == ([0.25], [7.2])
@@ -189,30 +195,32 @@ def test_peer_is_measured_and_ends_with_its_sandbox(peers: dict[str, ModuleType]
     [("", "fake: did not start"), ("print('ready', flush=True)", "incomplete")],
 )
 def test_error_contains_the_log_of_a_peer_that_ends(
-    peers: dict[str, ModuleType], tmp_path: Path, ending: str, message: str
+    peer_modules: dict[str, ModuleType], tmp_path: Path, ending: str, message: str
 ) -> None:
     script = f"import sys; sys.stderr.write('end of the log'); {ending}\nsys.stdin.readline()"
     command = [sys.executable, "-c", script if ending else script.replace("sys.stdin.readline()", "")]
     with (
         pytest.raises(SystemExit, match=rf"(?s){message}.*end of the log"),
-        peers["peer_sandbox"].open_sandbox(command, name="fake", folder=tmp_path) as sandbox,
+        peer_modules["peer_sandbox"].open_sandbox(command, name="fake", folder=tmp_path) as sandbox,
     ):
         sandbox.request("quiet", 1, 0)
 
 
-def test_hanging_peer_is_killed_at_the_time_limit(peers: dict[str, ModuleType], tmp_path: Path) -> None:
+def test_hanging_peer_is_killed_at_the_time_limit(
+    peer_modules: dict[str, ModuleType], tmp_path: Path
+) -> None:
     command = [sys.executable, "-c", "import threading; threading.Event().wait()"]
     with (
         pytest.raises(SystemExit, match="fake: did not start"),
-        peers["peer_sandbox"].open_sandbox(command, name="fake", folder=tmp_path, limit_s=0.2),
+        peer_modules["peer_sandbox"].open_sandbox(command, name="fake", folder=tmp_path, limit_s=0.2),
     ):
         raise AssertionError("it was never ready")
 
 
 def test_exception_in_the_sandbox_kills_the_peer(
-    peers: dict[str, ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    peer_modules: dict[str, ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sandbox, ended = peers["peer_sandbox"], []
+    sandbox, ended = peer_modules["peer_sandbox"], []
     end = sandbox._end_peer
 
     def record_end(process: subprocess.Popen[str]) -> None:
@@ -226,8 +234,8 @@ def test_exception_in_the_sandbox_kills_the_peer(
     assert ended == [-signal.SIGKILL]
 
 
-def test_baseline_of_a_peer_is_the_figure_of_genie(peers: dict[str, ModuleType]) -> None:
-    driver = peers["bench_peers"]
+def test_baseline_of_a_peer_is_the_figure_of_genie(peer_modules: dict[str, ModuleType]) -> None:
+    driver = peer_modules["bench_peers"]
     genie = driver.Samples(rates_per_s=[400.0], busy_ms=[5.0], latencies_ms=[2.0])
     slurm = driver.Samples(rates_per_s=[100.0], busy_ms=[10.0], latencies_ms=[1.0])
     found = {figure.name: figure for figure in driver.make_figures({"genie": genie, "slurm": slurm})}

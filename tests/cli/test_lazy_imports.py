@@ -61,7 +61,7 @@ def grid_file(tmp_path: Path) -> Iterator[Path]:
         yield file
 
 
-def run_and_list_modules(tmp_path: Path, *typed: str, code: int) -> set[str]:
+def run_and_list_imported_modules(tmp_path: Path, *typed: str, code: int) -> set[str]:
     """Run a command that exits with `code` and return the imported modules."""
     program, *arguments = typed
     module_list = tmp_path / "modules.json"
@@ -80,7 +80,7 @@ def run_and_list_modules(tmp_path: Path, *typed: str, code: int) -> set[str]:
     return set(names)
 
 
-def command_modules(names: set[str]) -> set[str]:
+def filter_command_modules(names: set[str]) -> set[str]:
     """Return the command modules among the imported ones."""
     modules = {*app_module._COMMAND_MODULES.values(), *app_module._GRID_COMMAND_MODULES.values()} - {"app"}
     return {module for module in modules if f"genie.cli.{module}" in names}
@@ -88,32 +88,34 @@ def command_modules(names: set[str]) -> set[str]:
 
 @pytest.mark.parametrize("program", ["genie", "grid-cli"])
 def test_version_imports_only_the_parser(program: str, tmp_path: Path) -> None:
-    names = run_and_list_modules(tmp_path, program, "--version", code=0)
+    names = run_and_list_imported_modules(tmp_path, program, "--version", code=0)
     assert names.isdisjoint(
         [*HEAVY_MODULES, *SOME_USE, *TABLE_MODULES, *LATER, "genie.grid", "genie.cluster"]
     )
-    assert command_modules(names) == set()
+    assert filter_command_modules(names) == set()
 
 
 @pytest.mark.parametrize("program", ["genie", "grid-cli"])
 def test_help_imports_commands_without_dependencies(program: str, tmp_path: Path) -> None:
-    names = run_and_list_modules(tmp_path, program, "--help", code=0)
+    names = run_and_list_imported_modules(tmp_path, program, "--help", code=0)
     assert names.isdisjoint(
         [*HEAVY_MODULES, *SOME_USE, "yaml", "genie.grid", "genie.cluster", "genie.runtime"]
     )
 
 
 def test_config_check_imports_no_network_code(grid_file: Path, tmp_path: Path) -> None:
-    names = run_and_list_modules(tmp_path, "grid-cli", "--config", str(grid_file), "config", "check", code=0)
+    names = run_and_list_imported_modules(
+        tmp_path, "grid-cli", "--config", str(grid_file), "config", "check", code=0
+    )
     assert names.isdisjoint(
         [*HEAVY_MODULES, *SOME_USE, *TABLE_MODULES, "genie.runtime", "genie.grid.ssh.pool"]
     )
-    assert command_modules(names) == {"grid.nodes"}
+    assert filter_command_modules(names) == {"grid.nodes"}
 
 
 def test_grid_run_imports_only_what_it_needs(grid_file: Path, tmp_path: Path) -> None:
     given = ("--config", str(grid_file), "run", "--node", "127.0.0.1", "hostname")
-    names = run_and_list_modules(tmp_path, "grid-cli", *given, code=255)
+    names = run_and_list_imported_modules(tmp_path, "grid-cli", *given, code=255)
     assert "asyncssh" in names
     unused = [
         *HEAVY_MODULES,
@@ -125,15 +127,15 @@ def test_grid_run_imports_only_what_it_needs(grid_file: Path, tmp_path: Path) ->
         "genie.grid.sync",
     ]
     assert names.isdisjoint(unused)
-    assert command_modules(names) <= {"grid.run", "grid.nodes", "grid.sync"}
+    assert filter_command_modules(names) <= {"grid.run", "grid.nodes", "grid.sync"}
 
 
 def test_cluster_command_imports_no_grid_code(tmp_path: Path) -> None:
-    names = run_and_list_modules(tmp_path, "genie", "nodes", code=2)
+    names = run_and_list_imported_modules(tmp_path, "genie", "nodes", code=2)
     assert names.isdisjoint(
         [*HEAVY_MODULES, *TABLE_MODULES, "asyncssh", "psutil", "pathspec", "yaml", "genie.grid"]
     )
-    assert command_modules(names) == {"commands.views"}
+    assert filter_command_modules(names) == {"commands.views"}
 
 
 @pytest.mark.parametrize("typed", [("nodse",), ("nodse", "run")])
@@ -149,15 +151,17 @@ def test_unknown_command_suggests_the_closest(typed: tuple[str, ...]) -> None:
     [(app_module.app, app_module._COMMAND_MODULES), (app_module.grid_app, app_module._GRID_COMMAND_MODULES)],
     ids=["genie", "grid-cli"],
 )
-def test_modules_register_exactly_their_commands(commands: typer.Typer, modules: dict[str, str]) -> None:
+def test_each_command_is_registered_by_its_listed_module(
+    commands: typer.Typer, modules: dict[str, str]
+) -> None:
     for module in modules.values():
         importlib.import_module(f"genie.cli.{module}")
     group: Any = typer.main.get_command(commands)
-    found = {name: module_of(command) for name, command in group.commands.items()}
+    found = {name: get_registering_module(command) for name, command in group.commands.items()}
     assert found == {name: f"genie.cli.{module}" for name, module in modules.items()}
 
 
-def module_of(command: Any) -> str:
+def get_registering_module(command: Any) -> str:
     """Return the module that registers a command or group."""
     if command.callback is None:
         command = next(iter(command.commands.values()))

@@ -1,6 +1,6 @@
 """Builds and configures the fake NVML library, and reads it through the real pynvml.
 
-The library must be installed before pynvml loads it, so a separate process reads it (serve.py).
+The library must be installed before pynvml loads it, so a separate process reads it (reader_process.py).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SOURCE = Path(__file__).with_name("nvml.c")
 ROOT = Path(__file__).parents[3]
 
 
-def build(compiler: str, folder: Path) -> Path:
+def compile_fake_nvml(compiler: str, folder: Path) -> Path:
     """Compiles the library into `folder` with the file name that pynvml loads."""
     library = folder / "libnvidia-ml.so.1"
     subprocess.run(
@@ -55,7 +55,7 @@ class FakeNvml:
             "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
         }
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.fakes.nvml.serve"],
+            [sys.executable, "-m", "tests.fakes.nvml.reader_process"],
             cwd=ROOT,
             env=environment,
             stdin=subprocess.PIPE,
