@@ -26,7 +26,7 @@ from genie.model.messages import JobOrder, Launch
 from genie.model.node import Vendor
 from genie.processes import executor_config
 from genie.processes.tasks import run_inline
-from tests.agent.conftest import STAY, WRITE_PID, RunAgent, job_process
+from tests.agent.conftest import STAY, WRITE_PID, RunAgent, wait_for_job_process
 from tests.fakes.agent import node_info
 from tests.fakes.controller import FakeController
 from tests.waiting import until
@@ -288,7 +288,7 @@ async def test_kill_ends_the_job_with_its_reason(
 ) -> None:
     async with run_agent():
         order = await controller.launch("j1", *STAY)
-        job = await job_process(node_dir, "j1")
+        job = await wait_for_job_process(node_dir, "j1")
         await controller.order_kill(order, reason="cancelled by its owner")
         end = await controller.end_of("j1")
     assert (end.exit_code, end.reason) == (None, "cancelled by its owner")
@@ -300,7 +300,7 @@ async def test_kill_with_another_epoch_is_ignored(
 ) -> None:
     async with run_agent():
         order = await controller.launch("j1", *STAY, epoch=5)
-        job = await job_process(node_dir, "j1")
+        job = await wait_for_job_process(node_dir, "j1")
         controller.kill.append(JobOrder(job_id="j1", epoch=4))
         await controller.peer()
         assert job.is_alive
@@ -325,7 +325,7 @@ async def test_job_that_is_not_in_the_ledger_is_killed(
 ) -> None:
     async with run_agent():
         order = await controller.launch("j1", *STAY)
-        job = await job_process(node_dir, "j1")
+        job = await wait_for_job_process(node_dir, "j1")
         controller.kill.append(JobOrder(job_id="j1", epoch=order.placement.epoch, reason="not in the ledger"))
         assert (await controller.end_of("j1")).reason == "ended by Genie: not in the ledger"
     assert not job.is_alive
@@ -366,7 +366,7 @@ async def test_stop_ends_the_jobs_and_reports_them(
 ) -> None:
     async with run_agent():
         await controller.launch("j1", *STAY)
-        job = await job_process(node_dir, "j1")
+        job = await wait_for_job_process(node_dir, "j1")
     assert not job.is_alive
     assert controller.exits["j1"].reason == "ended by Genie: the agent was stopped"
 
@@ -377,7 +377,7 @@ async def test_stop_does_not_wait_for_an_unresponsive_controller(
     monkeypatch.setattr(agent, "LEAVE_TIMEOUT_S", 0.1)
     async with run_agent():
         await controller.launch("j1", *STAY)
-        await job_process(node_dir, "j1")
+        await wait_for_job_process(node_dir, "j1")
         controller.silent = True
     assert (node_dir / "jobs" / "j1" / "exit.json").exists()
 
@@ -391,7 +391,7 @@ async def test_network_partition_ends_the_job_in_time(
     controller.ttl_s = 4.0
     async with run_agent():
         await controller.launch("j1", *STAY)
-        job = await job_process(node_dir, "j1")
+        job = await wait_for_job_process(node_dir, "j1")
         controller.silent = True
         await until(lambda: not job.is_alive, what="the job ends")
         controller.silent = False
@@ -430,7 +430,7 @@ async def test_controller_without_leadership_does_not_end_jobs(
     controller.ttl_s = 4.0
     async with run_agent():
         await controller.launch("j1", "/bin/sh", "-c", f"{WRITE_PID}; sleep 4; exit 7")
-        job = await job_process(node_dir, "j1")
+        job = await wait_for_job_process(node_dir, "j1")
         controller.leading = False
         await until(lambda: not job.is_alive, what="the job ends by itself")
         controller.leading = True
@@ -445,7 +445,7 @@ async def test_lease_expires_if_one_controller_does_not_reply(
         controller.more_controllers = (second.address,)
         async with run_agent():
             await controller.launch("j1", *STAY)
-            job = await job_process(node_dir, "j1")
+            job = await wait_for_job_process(node_dir, "j1")
             controller.leading = False
             await until(lambda: not job.is_alive, what="the job ends")
 
@@ -457,7 +457,7 @@ async def test_agent_switches_to_the_new_leader(
         controller.more_controllers = (second.address,)
         async with run_agent():
             await controller.launch("j1", *STAY)
-            job = await job_process(node_dir, "j1")
+            job = await wait_for_job_process(node_dir, "j1")
             controller.leading, second.leading = False, True
             await second.peer()
             assert [one.job_id for one in second.heartbeats[-1].running] == ["j1"]
@@ -501,7 +501,7 @@ async def test_log_of_an_earlier_run_is_read_by_epoch(
         await controller.end_of("j1")
         controller.exits.clear()
         second = await controller.launch("j1", *STAY)
-        await job_process(node_dir, "j1")
+        await wait_for_job_process(node_dir, "j1")
         old = await controller.log("j1", epoch=first.placement.epoch)
         assert old.data == b"one\n"
         end = await controller.log("j1", epoch=first.placement.epoch, offset=4)
@@ -603,7 +603,7 @@ time.sleep(300)
 
 
 @pytest.fixture
-def _other_executor(monkeypatch: pytest.MonkeyPatch) -> None:
+def _replace_executor_by_listener(monkeypatch: pytest.MonkeyPatch) -> None:
     real = preparation.prepare_executor
 
     async def prepare(*args: object, **given: object) -> tuple[str, ...]:
@@ -613,7 +613,7 @@ def _other_executor(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preparation, "prepare_executor", prepare)
 
 
-@pytest.mark.usefixtures("_other_executor")
+@pytest.mark.usefixtures("_replace_executor_by_listener")
 async def test_endpoint_is_reported_when_the_executor_listens(
     controller: FakeController, run_agent: RunAgent, node_dir: Path
 ) -> None:

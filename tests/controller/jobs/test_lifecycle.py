@@ -23,7 +23,7 @@ from genie.errors import (
 from genie.model.job import JobSpec, JobState, Resources, StopReason
 from genie.model.messages import CancelJob, GetJob, ListJobs, ReadLog, SubmitJob
 from genie.scheduler.scheduler import Scheduler
-from tests.controller.running_controller import launched_while, running_controller
+from tests.controller.running_controller import advance_until_launch, running_controller
 from tests.fakes.clock import FakeClock
 from tests.waiting import until
 
@@ -199,7 +199,7 @@ async def test_launch_that_is_not_confirmed_before_the_timeout_is_placed_again(t
         began_s = clock.monotonic_s()
         job = await owner.submit(gpus=1)
         first = await agent.next_launch()
-        second = await launched_while(clock, agent)
+        second = await advance_until_launch(clock, agent)
         assert clock.monotonic_s() - began_s >= 13.0
         assert second.placement.epoch > first.placement.epoch
         with pytest.raises(FencedError):
