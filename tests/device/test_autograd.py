@@ -21,7 +21,7 @@ class PlannedError(Exception):
     pass
 
 
-class Block(nn.Module):
+class TransformerBlock(nn.Module):
     """One layer of a transformer."""
 
     def __init__(self, width: int, heads: int) -> None:
@@ -45,7 +45,7 @@ def mlp() -> nn.Module:
 
 
 def transformer() -> nn.Module:
-    return nn.Sequential(nn.Linear(8, 16), Block(16, 4), nn.LayerNorm(16), nn.Linear(16, 1))
+    return nn.Sequential(nn.Linear(8, 16), TransformerBlock(16, 4), nn.LayerNorm(16), nn.Linear(16, 1))
 
 
 def convnet() -> nn.Module:
@@ -55,7 +55,7 @@ def convnet() -> nn.Module:
     )  # fmt: skip
 
 
-def losses(module: nn.Module, device: str, data: tuple[torch.Tensor, torch.Tensor]) -> list[float]:
+def training_losses(module: nn.Module, device: str, data: tuple[torch.Tensor, torch.Tensor]) -> list[float]:
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
     x, y = (tensor.to(device) for tensor in data)
     seen = []
@@ -84,7 +84,9 @@ def test_training_matches_cpu(make: object, shape: tuple[int, ...], device: str)
         assert mine.grad is not None
         assert str(mine.device) == str(mine.grad.device) == device
         torch.testing.assert_close(mine.grad.cpu(), theirs.grad, rtol=1e-4, atol=1e-5)
-    assert losses(twin, device, data) == pytest.approx(losses(module, "cpu", data), rel=1e-4)
+    assert training_losses(twin, device, data) == pytest.approx(
+        training_losses(module, "cpu", data), rel=1e-4
+    )
 
 
 def test_sgd_with_momentum_on_a_module_created_remotely() -> None:

@@ -44,13 +44,13 @@ def test_other_dimensions_have_separate_recordings() -> None:
     ]
 
 
-class Several(nn.Module):
+class MixedInputsModel(nn.Module):
     def forward(self, x: torch.Tensor, table: torch.Tensor, scale: float, *, mask: torch.Tensor) -> object:
         return {"rows": x @ table * scale, "mask": [~mask], "table": table + 1, "sum": table.sum()}
 
 
 def test_only_batched_tensors_are_padded_and_cut() -> None:
-    captured = capture(Several(), batch_sizes=(4,))
+    captured = capture(MixedInputsModel(), batch_sizes=(4,))
     x, table, mask = torch.randn(3, 2), torch.randn(2, 5), torch.tensor([True, False, True])
     for _ in range(2):
         given = [each.to(D0) for each in (x, table, mask)]

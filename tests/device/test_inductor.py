@@ -19,12 +19,12 @@ from tests.device.conftest import D0, remote_device
 from tests.executor.process import ExecutorProcess, running_executor
 
 # A compiler is started for each kernel; the first graph of an executor takes longest.
-pytestmark = [pytest.mark.usefixtures("own_executor"), pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.usefixtures("own_compiling_executor"), pytest.mark.timeout(400)]
 LONG = pytest.mark.long("compiles with inductor")
 
 
 @pytest.fixture(scope="module")
-def own_executor(
+def own_compiling_executor(
     devices: None, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[ExecutorProcess, Path]]:
     """An executor with a memory limit, and the temporary folder of its user."""
@@ -114,7 +114,7 @@ def test_written_buffers() -> None:
     assert_same_as_local(ModelWithBuffers(), lambda _: (torch.ones(3),))
 
 
-class Viewer(nn.Module):
+class ReturnsViews(nn.Module):
     """Returns several views of one storage, and equal values twice."""
 
     def __init__(self) -> None:
@@ -130,7 +130,7 @@ class Viewer(nn.Module):
 
 @LONG
 def test_results_that_share_memory() -> None:
-    assert_same_as_local(Viewer(), lambda call: random_rows(call, 4, 3))
+    assert_same_as_local(ReturnsViews(), lambda call: random_rows(call, 4, 3))
 
 
 @LONG
@@ -225,9 +225,9 @@ def test_uncompiled_graph_reports_its_replay_kind() -> None:
 
 @pytest.mark.long("compiles with inductor")
 def test_compiler_files_are_private_to_the_executor(
-    own_executor: tuple[ExecutorProcess, Path],
+    own_compiling_executor: tuple[ExecutorProcess, Path],
 ) -> None:
-    executor, shared = own_executor
+    executor, shared = own_compiling_executor
     captured = capture(lambda x: x.sin() * 2, inductor=True)
     for _ in range(2):
         captured(torch.ones(4, device=D0))
@@ -240,7 +240,7 @@ def test_compiler_files_are_private_to_the_executor(
 
 
 def test_graph_is_replayed_without_a_compiler(
-    tmp_path: Path, unattached: None, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, without_shared_devices: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CXX", str(tmp_path / "no-compiler"))
     monkeypatch.setenv("PATH", str(tmp_path))

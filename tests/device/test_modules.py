@@ -9,7 +9,7 @@ import pytest
 
 from tests.device.findings import Summary
 from tests.device.test_opinfo import (
-    compared_whole,
+    compare_database,
     pytestmark,  # noqa: F401 - the same time limit, and as long
     test_failures_are_listed,  # noqa: F401 - with the summary of this file
     test_listed_entries_fail,  # noqa: F401
@@ -20,7 +20,7 @@ INPUTS_MAX = 1
 
 @pytest.fixture(scope="module")
 def summary() -> Summary:
-    return compared_whole("moduleinfo", few=INPUTS_MAX)
+    return compare_database("moduleinfo", few=INPUTS_MAX)
 
 
 def test_every_module_was_compared_forward_and_backward(summary: Summary) -> None:

@@ -6,8 +6,8 @@ import pytest
 
 from tests.device.findings import Summary
 from tests.device.test_opinfo import (
-    compared,
-    in_namespace,
+    compare_ops,
+    is_in_namespace,
     pytestmark,  # noqa: F401 - the same time limit, and as long
     test_failures_are_listed,  # noqa: F401
     test_listed_entries_fail,  # noqa: F401
@@ -19,4 +19,4 @@ from tests.device.test_opinfo import (
 
 @pytest.fixture(scope="module")
 def summary() -> Summary:
-    return compared(in_namespace)
+    return compare_ops(is_in_namespace)

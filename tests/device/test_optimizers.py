@@ -10,7 +10,7 @@ import pytest
 
 from tests.device.findings import Summary
 from tests.device.test_opinfo import (
-    compared_whole,
+    compare_database,
     pytestmark,  # noqa: F401 - the same time limit, and as long
     test_failures_are_listed,  # noqa: F401 - with the summary of this file
     test_listed_entries_fail,  # noqa: F401
@@ -21,7 +21,7 @@ CONFIGURATIONS_MAX = 2
 
 @pytest.fixture(scope="module")
 def summary() -> Summary:
-    return compared_whole("optiminfo", few=CONFIGURATIONS_MAX)
+    return compare_database("optiminfo", few=CONFIGURATIONS_MAX)
 
 
 @pytest.mark.parametrize("way", ["default", "for loop", "foreach", "fused"])

@@ -26,7 +26,7 @@ from tests.device.conftest import D0, D1
 pytestmark = pytest.mark.usefixtures("devices")
 
 
-def remote_counters() -> dict[str, int]:
+def memory_stats_after_gc() -> dict[str, int]:
     gc.collect()  # tracebacks of errors, also of earlier tests, hold tensors
     found: dict[str, int] = torch.remote_accelerator.memory_stats(D0)
     return found
@@ -293,13 +293,17 @@ def test_unknown_index_error_lists_devices() -> None:
 
 def test_save_and_load_tensor() -> None:
     there = torch.arange(6.0, device=D1).view(2, 3).t()
-    for again in (pickle.loads(pickle.dumps(there)), _saved(there), _saved(there, map_location="cpu")):
+    for again in (
+        pickle.loads(pickle.dumps(there)),
+        _save_and_load(there),
+        _save_and_load(there, map_location="cpu"),
+    ):
         assert torch.equal(again.cpu(), there.cpu())
-    assert str(_saved(there).device) == D1
-    assert str(_saved(there, map_location=D0).device) == D0
+    assert str(_save_and_load(there).device) == D1
+    assert str(_save_and_load(there, map_location=D0).device) == D0
 
 
-def _saved(tensor: torch.Tensor, **options: object) -> torch.Tensor:
+def _save_and_load(tensor: torch.Tensor, **options: object) -> torch.Tensor:
     file = io.BytesIO()
     torch.save({"a": tensor}, file)
     file.seek(0)
@@ -325,7 +329,7 @@ def test_unsupported_tensors_are_refused(wrong: object, error: type[Exception]) 
 
 def test_too_large_call_is_refused() -> None:
     kept = torch.ones(2, device=D0)
-    before = remote_counters()["tensors"]
+    before = memory_stats_after_gc()["tensors"]
     with pytest.raises(OpRefusedError, match="too long"):
         torch.ones(70_000, 1, device=D0).repeat([1] * 70_000)
     with pytest.raises(OpRefusedError, match="too long"):
@@ -334,7 +338,7 @@ def test_too_large_call_is_refused() -> None:
         torch.ones([1] * 65, device=D0)
     assert len(torch.ones(50_000, 1, device=D0).unbind()) == 50_000
     assert kept.sum().item() == 2
-    assert remote_counters()["tensors"] == before
+    assert memory_stats_after_gc()["tensors"] == before
 
 
 @pytest.mark.long("sends two million arguments")
@@ -364,14 +368,14 @@ def test_long_lists_with_repeated_tensors() -> None:
 
 
 def test_dead_tensors_are_freed_on_the_executor() -> None:
-    before = remote_counters()
+    before = memory_stats_after_gc()
     tensors = [torch.ones(1000, device=D0) for _ in range(20)]
-    during = remote_counters()
+    during = memory_stats_after_gc()
     assert during["tensors"] - before["tensors"] == 20
     assert during["allocated_bytes.current"] - before["allocated_bytes.current"] == 80_000
     del tensors
     torch.remote_accelerator.empty_cache()
-    after = remote_counters()
+    after = memory_stats_after_gc()
     assert (after["tensors"], after["allocated_bytes.current"]) == (
         before["tensors"],
         before["allocated_bytes.current"],
@@ -382,9 +386,9 @@ def test_dead_tensors_are_freed_on_the_executor() -> None:
 def test_storage_can_be_resized_to_zero_and_back(left: int) -> None:
     weight = torch.ones(1000, device=D0)
     rows, first, last = weight.view(10, 100), weight[: left // 4], weight[500:]
-    before = remote_counters()["allocated_bytes.current"]
+    before = memory_stats_after_gc()["allocated_bytes.current"]
     weight.untyped_storage().resize_(left)
-    assert before - remote_counters()["allocated_bytes.current"] == 4000 - left
+    assert before - memory_stats_after_gc()["allocated_bytes.current"] == 4000 - left
     used = f"resized to {left} bytes"
     for use in (weight.cpu, lambda: rows.sum().item(), lambda: weight.fill_(2).sum().item()):
         with pytest.raises(OpRefusedError, match=used):
@@ -399,7 +403,7 @@ def test_storage_can_be_resized_to_zero_and_back(left: int) -> None:
     weight.untyped_storage().resize_(4000)
     weight.fill_(3)
     assert rows.sum().item() == 3000
-    assert remote_counters()["allocated_bytes.current"] == before
+    assert memory_stats_after_gc()["allocated_bytes.current"] == before
 
 
 def test_captured_model_with_freed_weights_fails_until_restored() -> None:
@@ -421,12 +425,12 @@ def test_captured_model_with_freed_weights_fails_until_restored() -> None:
 
 
 def test_long_computation_does_not_leak() -> None:
-    before = remote_counters()["tensors"]
+    before = memory_stats_after_gc()["tensors"]
     there = torch.ones(10, 10, device=D0)
     for _ in range(50):
         there = (there @ there).relu()[:10].clamp(max=1.0)
     del there
-    assert remote_counters()["tensors"] == before
+    assert memory_stats_after_gc()["tensors"] == before
 
 
 # --- the device module --------------------------------------------------------------------------
