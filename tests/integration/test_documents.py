@@ -133,7 +133,7 @@ def replace_hosts(sample: str, *, host: str = "127.0.0.1") -> str:
 
 
 @pytest.fixture(scope="module")
-def outputs(shared_cluster: RunningCluster) -> dict[str, str]:
+def sample_outputs(shared_cluster: RunningCluster) -> dict[str, str]:
     """Output of each computing sample. One process runs all of them, because importing torch is slow."""
     done = subprocess.run(
         [sys.executable, "-c", DRIVER, str(ROOT / "examples")],
@@ -150,12 +150,12 @@ def outputs(shared_cluster: RunningCluster) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("name", ["summary", "basic client"])
-def test_remote_product_is_returned(outputs: dict[str, str], name: str) -> None:
-    assert outputs[name] == "torch (1000, 1000) cpu False\n"
+def test_remote_product_is_returned(sample_outputs: dict[str, str], name: str) -> None:
+    assert sample_outputs[name] == "torch (1000, 1000) cpu False\n"
 
 
-def test_multimodal_model_returns_a_result(outputs: dict[str, str]) -> None:
-    assert outputs["multi-modal"].startswith("torch (1, 2) remote_accelerator:")
+def test_multimodal_model_returns_a_result(sample_outputs: dict[str, str]) -> None:
+    assert sample_outputs["multi-modal"].startswith("torch (1, 2) remote_accelerator:")
 
 
 # --- samples that connect -----------------------------------------------------------------------

@@ -56,10 +56,10 @@ def test_torch_is_imported_after_init_and_an_open_session_releases_its_executor(
     )
     assert (done.returncode, done.stdout) == (0, "3.0\n"), done.stderr
     assert done.stderr == ""
-    wait_until(lambda: _jobs_of_session("forgetful", cluster) == [], timeout_s=20)
+    wait_until(lambda: _unfinished_jobs_of_session("forgetful", cluster) == [], timeout_s=20)
 
 
-def _jobs_of_session(session: str, cluster: RunningCluster) -> list[str]:
+def _unfinished_jobs_of_session(session: str, cluster: RunningCluster) -> list[str]:
     async def fetch() -> list[str]:
         async with open_client(cluster.settings()) as client:
             jobs, _ = await client.list_jobs(states=(JobState.QUEUED, JobState.PLACING, JobState.RUNNING))

@@ -6,7 +6,7 @@ from genie.scheduler.order import FairShare, Fifo, JobQueue, Order, Priority, Sc
 from genie.scheduler.request import Amounts, JobRequest, Shape
 
 
-def queue_of(order: Order, *jobs: tuple[str, str, int]) -> tuple[JobQueue, dict[str, JobRequest]]:
+def make_queue(order: Order, *jobs: tuple[str, str, int]) -> tuple[JobQueue, dict[str, JobRequest]]:
     """Each a name, a tenant and a priority, in order of arrival."""
     queue, requests = JobQueue(order), {}
     for number, (name, tenant, priority) in enumerate(jobs):
@@ -15,7 +15,7 @@ def queue_of(order: Order, *jobs: tuple[str, str, int]) -> tuple[JobQueue, dict[
     return queue, requests
 
 
-def iterate(queue: JobQueue, held: dict[str, Amounts] | None = None, skipped: str = "") -> list[str]:
+def iteration_order(queue: JobQueue, held: dict[str, Amounts] | None = None, skipped: str = "") -> list[str]:
     notified: list[str] = []
     usage = held if held is not None else {}
     scales = Scales(0.0, Amounts(8000), lambda tenant: usage.get(tenant, Amounts()), {})
@@ -34,24 +34,30 @@ JOBS = (("a1", "a", 0), ("a2", "a", 1), ("a3", "a", 0), ("b1", "b", 0), ("b2", "
 
 
 def test_groups_are_merged_in_one_order() -> None:
-    assert iterate(queue_of(Fifo(), *JOBS)[0]) == ["a1", "a2", "a3", "b1", "b2"]
-    assert iterate(queue_of(Priority(), *JOBS)[0]) == ["b2", "a2", "a1", "a3", "b1"]
+    assert iteration_order(make_queue(Fifo(), *JOBS)[0]) == ["a1", "a2", "a3", "b1", "b2"]
+    assert iteration_order(make_queue(Priority(), *JOBS)[0]) == ["b2", "a2", "a1", "a3", "b1"]
 
 
 def test_start_changes_the_order_of_following_jobs() -> None:
-    assert iterate(queue_of(FairShare(), *JOBS)[0], {"a": Amounts(500)}) == ["b2", "a2", "b1", "a1", "a3"]
+    assert iteration_order(make_queue(FairShare(), *JOBS)[0], {"a": Amounts(500)}) == [
+        "b2",
+        "a2",
+        "b1",
+        "a1",
+        "a3",
+    ]
 
 
 def test_skipped_group_reports_its_jobs() -> None:
-    found = iterate(queue_of(Fifo(), *JOBS)[0], skipped="a")
+    found = iteration_order(make_queue(Fifo(), *JOBS)[0], skipped="a")
     assert found[:2] == ["b1", "b2"]
     assert sorted(found[2:]) == ["not a1", "not a2", "not a3"]
 
 
 def test_job_removed_during_iteration_is_not_yielded() -> None:
-    queue, requests = queue_of(Fifo(), *JOBS)
+    queue, requests = make_queue(Fifo(), *JOBS)
     queue.remove(requests["a2"], (1, 1))
-    assert iterate(queue) == ["a1", "a3", "b1", "b2"]
+    assert iteration_order(queue) == ["a1", "a3", "b1", "b2"]
     scales = Scales(0.0, Amounts(8000), lambda tenant: Amounts(), {})
     found = []
     for request in queue.iterate(scales, get_group_skip_reason=lambda *_: "", on_skip=lambda *_: None):

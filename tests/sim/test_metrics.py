@@ -17,7 +17,7 @@ from genie.sim.workloads.workload import SimJob, offered_load, uniform_nodes
 FIFO = SimulationParameters(Rules(order=Fifo()), "bestfit")
 
 
-def small() -> SimulatedRun:
+def simulate_two_jobs() -> SimulatedRun:
     jobs = [
         SimJob("a", 0.0, 100.0, "x", gpus=2),
         SimJob("b", 0.0, 100.0, "y", gpus=4),
@@ -26,7 +26,7 @@ def small() -> SimulatedRun:
 
 
 def test_metrics_of_two_jobs() -> None:
-    it = summarise(small())
+    it = summarise(simulate_two_jobs())
     assert (it.jobs, it.gpus, it.span_s) == (2, 4, 200.0)
     assert it.utilisation == pytest.approx((2 * 100 + 4 * 100) / 800)
     assert it.utilisation_while_waiting == pytest.approx(0.5)
@@ -85,7 +85,7 @@ def test_spread_of_no_values_is_zero() -> None:
 
 @pytest.mark.parametrize("draw", [plot_utilisation, plot_wait_times])
 def test_plots_are_svg(draw) -> None:
-    root = ElementTree.fromstring(draw(small()))
+    root = ElementTree.fromstring(draw(simulate_two_jobs()))
     assert root.tag.endswith("svg")
     texts = [each.text for each in root.iter() if each.tag.endswith("text")]
     assert "100%" in texts
