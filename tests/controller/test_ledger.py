@@ -125,7 +125,7 @@ class FirstFreeGpu:
         self._ledger = ledger
         self.counted: set[str] = set()
 
-    def place_step(self, new_job: Job | None = None) -> Sequence[Decision]:
+    def place(self, new_job: Job | None = None) -> Sequence[Decision]:
         assert new_job is not None
         for node_id in NODES:
             held = self._ledger.holds.get(node_id) or NodeHolds(node_id=node_id)

@@ -326,13 +326,13 @@ class ReplyReader:
     def one(self, form: str) -> Any:
         return self.unpack(form)[0]
 
-    def encode_text(self) -> str:
+    def text(self) -> str:
         return bytes(self.unpack(f"{self.one('I')}s")[0]).decode()
 
     def error(self) -> ErrorReply:
         return ErrorReply(self.text(), self.text(), self.one("Q"), self.text())
 
-    def encode_output(self) -> Value:
+    def output(self) -> Value:
         match self.one("B"):
             case 0:
                 return None
