@@ -40,7 +40,7 @@ def _poll_hardware_often(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- the decision -------------------------------------------------------------------------------
 
 
-def test_node_closes_below_the_minimum_and_reopens_with_a_margin() -> None:
+def test_node_closes_below_the_minimum_free_space_and_reopens_with_a_margin() -> None:
     monitor = DiskMonitor(GIB)
     assert monitor.blocked_reason(0.0) == "", "not measured yet"
     readings = [(100, ""), (1.1, ""), (0.5, "low"), (1.2, "low"), (1.6, ""), (1.1, "")]
@@ -52,7 +52,7 @@ def test_node_closes_below_the_minimum_and_reopens_with_a_margin() -> None:
         assert monitor.missing_bytes == (int(1.5 * GIB) - int(free_gib * GIB) if expected else 0)
 
 
-def test_minimum_is_at_most_a_twentieth_of_the_disk() -> None:
+def test_minimum_free_space_is_at_most_a_twentieth_of_the_disk() -> None:
     monitor = DiskMonitor(GIB)
     monitor.update(DiskSpace(total_bytes=GIB, free_bytes=GIB // 10))
     assert not monitor.blocked_reason(0.0)
@@ -67,7 +67,7 @@ def test_node_is_closed_while_the_disk_does_not_respond() -> None:
     )
 
 
-def test_faults_of_the_node_are_recognised_in_causes() -> None:
+def test_error_caused_by_the_node_is_recognised_by_its_cause() -> None:
     wrapped = WorkdirError("could not write the working directory")
     wrapped.__cause__ = OSError(errno.ENOSPC, "no space")
     assert (
@@ -78,7 +78,7 @@ def test_faults_of_the_node_are_recognised_in_causes() -> None:
     assert not is_caused_by_node(LaunchError("x")) and not is_caused_by_node(OSError(errno.ENOENT, "missing"))
 
 
-def test_space_of_the_file_system_is_read(tmp_path: Path) -> None:
+def test_free_space_of_the_file_system_is_read(tmp_path: Path) -> None:
     space = disk_space(tmp_path)
     assert 0 <= space.free_bytes <= space.total_bytes and space.total_bytes > 0
 
@@ -131,7 +131,7 @@ def test_oldest_working_directories_are_evicted_first_and_logs_last(
     assert [path.name for path in journal.finished_run_directories(())] == sorted(expected, reverse=True)
 
 
-def test_size_is_measured_once_per_run(journal: Journal) -> None:
+def test_size_of_a_run_directory_is_measured_once(journal: Journal) -> None:
     directory = journal.job_dir("j1")
     first = job_files.try_measure_run(directory, None)
     assert (
@@ -145,7 +145,7 @@ def test_size_is_measured_once_per_run(journal: Journal) -> None:
     assert job_files.try_measure_run(journal.job_dir("none"), None) is None
 
 
-def test_tree_of_any_depth_is_removed(tmp_path: Path) -> None:
+def test_directory_tree_of_any_depth_is_removed(tmp_path: Path) -> None:
     root = tmp_path / "tree"
     (root / "0").mkdir(parents=True)
     (root / "link").symlink_to(tmp_path)
@@ -226,7 +226,7 @@ async def test_low_disk_closes_the_node_and_evicts_finished_jobs(
         assert (await controller.end_of("j2")).exit_code == 0
 
 
-async def test_failure_of_the_node_to_prepare_a_job_is_not_that_of_the_job(
+async def test_job_that_the_node_cannot_prepare_is_reported_as_failure_of_the_node(
     controller: FakeController, run_agent: RunAgent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*ignored: object) -> None:
@@ -257,7 +257,7 @@ async def test_working_directory_that_does_not_fit_is_not_downloaded(
 
 
 @pytest.mark.parametrize(("free_bytes", "needed_bytes"), [(90 * GIB, 0), (10_000, 16_000)])
-async def test_disk_that_a_working_directory_filled_was_too_small_only_if_little_was_free(
+async def test_full_disk_is_reported_with_the_needed_space_only_if_little_was_free(
     controller: FakeController,
     run_agent: RunAgent,
     monkeypatch: pytest.MonkeyPatch,
@@ -289,7 +289,7 @@ async def test_temporary_files_of_a_job_are_removed_when_it_ends(
         assert (node_dir / "jobs" / "j1" / "work").exists()
 
 
-async def test_agent_waits_for_space_for_its_incarnation(
+async def test_agent_waits_for_disk_space_to_store_its_incarnation(
     controller: FakeController, run_agent: RunAgent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(agent_module, "DISK_RETRY_S", 0.05)

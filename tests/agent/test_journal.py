@@ -60,7 +60,7 @@ def test_highest_leader_token_is_stored(journal: Journal) -> None:
 
 
 @pytest.mark.parametrize("name", ["fence.json", "incarnation"])
-def test_damaged_file_raises_and_is_not_replaced(journal: Journal, name: str) -> None:
+def test_damaged_journal_file_raises_and_is_not_replaced(journal: Journal, name: str) -> None:
     journal.begin_incarnation()
     journal.accept_leader_token(3, message_name="an order")
     journal.store_leader_token()
@@ -76,7 +76,7 @@ def test_accepted_job_is_known_after_a_crash(journal: Journal) -> None:
     assert journal.read_job_record("j2") is None
 
 
-def test_next_run_starts_with_an_empty_directory(journal: Journal) -> None:
+def test_next_run_of_a_job_starts_with_an_empty_directory(journal: Journal) -> None:
     directory = journal.record_launch(make_job_record("j1"))
     (directory / "work" / "left").touch()
     journal.write_exit(make_exit_report("j1"))
@@ -113,12 +113,12 @@ def test_only_old_settled_jobs_are_pruned(journal: Journal) -> None:
 
 
 @pytest.mark.parametrize("job_id", ["..", "../x", "/etc", "", "a/b", "a\x00"])
-def test_job_id_cannot_be_another_path(journal: Journal, job_id: str) -> None:
+def test_job_id_that_leads_to_another_path_is_rejected(journal: Journal, job_id: str) -> None:
     with pytest.raises(NameInvalidError):
         journal.job_dir(job_id)
 
 
-def test_exit_reason_mentions_lost_output() -> None:
+def test_exit_reason_mentions_lost_log_output() -> None:
     line = b'{"job_id":"j","epoch":1,"exit_code":0,"reason":"exit code 0","ended_at":1.0,"log_bytes_lost":9}'
     assert parse_exit_record(line).reason == "exit code 0; 9 bytes of its output were lost"
 
@@ -163,7 +163,7 @@ def test_exit_is_settled_in_memory_if_its_directory_cannot_be_moved(
 
 @pytest.mark.parametrize("name", ["exit.json", "job.json"])
 @pytest.mark.parametrize("kind", ["fifo", "directory", "link", "huge", "deep"])
-def test_invalid_record_is_read_as_none(journal: Journal, name: str, kind: str) -> None:
+def test_unreadable_job_or_exit_record_is_ignored(journal: Journal, name: str, kind: str) -> None:
     path = record_ended_job(journal, "j1") / name
     path.unlink()
     match kind:
@@ -209,7 +209,7 @@ def test_write_exit_fails_if_the_directory_became_a_file(journal: Journal) -> No
     assert journal.record_launch(make_job_record("j1", epoch=2)).is_dir()
 
 
-def test_next_run_does_not_wait_for_the_removal_of_the_previous(
+def test_next_run_does_not_wait_for_the_removal_of_the_previous_directory(
     journal: Journal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (journal.record_launch(make_job_record("j1")) / "work" / "left").touch()

@@ -294,7 +294,9 @@ async def test_job_ends_when_dead_man_timer_expires(launcher: ShimLauncher, make
     assert report.reason == "ended by Genie: the node lost contact with the controller"
 
 
-async def test_refreshed_job_keeps_running(launcher: ShimLauncher, make_plan: MakePlan) -> None:
+async def test_job_keeps_running_while_its_dead_man_timer_is_refreshed(
+    launcher: ShimLauncher, make_plan: MakePlan
+) -> None:
     plan = make_plan("/bin/sh", "-c", "sleep 2; exit 9")
     await launcher.start_job(plan, deadman_expiry_s=time.monotonic() + 1.5)
 
@@ -306,7 +308,9 @@ async def test_refreshed_job_keeps_running(launcher: ShimLauncher, make_plan: Ma
     assert report.exit_code == 9
 
 
-async def test_older_refresh_does_not_shorten_the_timer(launcher: ShimLauncher, make_plan: MakePlan) -> None:
+async def test_older_refresh_does_not_shorten_the_dead_man_timer(
+    launcher: ShimLauncher, make_plan: MakePlan
+) -> None:
     plan = make_plan(
         "/bin/sh", "-c", "echo $$ > pid; while [ ! -e go ]; do sleep 0.02; done; sleep 0.3; exit 9"
     )

@@ -89,7 +89,7 @@ async def test_exit_is_reported_while_the_disk_is_blocked(
         await until((node_dir / "jobs" / "j1" / "settled.json").exists, what="the journal has it")
 
 
-async def test_registration_and_heartbeats_do_not_need_space(
+async def test_registration_and_heartbeats_do_not_need_disk_space(
     controller: FakeController, run_agent: RunAgent, node_dir: Path
 ) -> None:
     disk = ControllableDisk()
@@ -223,7 +223,7 @@ async def test_event_loop_uses_no_files_after_the_start(
 # --- the queue ----------------------------------------------------------------------------------
 
 
-async def test_changes_are_done_in_order() -> None:
+async def test_write_queue_runs_changes_in_order() -> None:
     done: list[int] = []
     with file_io_threads("journal") as offload:
         writes = WriteQueue(offload, SystemClock())
@@ -236,7 +236,7 @@ async def test_changes_are_done_in_order() -> None:
     assert done == list(range(50))
 
 
-async def test_failed_change_does_not_stop_the_others(caplog: pytest.LogCaptureFixture) -> None:
+async def test_failed_change_does_not_stop_the_write_queue(caplog: pytest.LogCaptureFixture) -> None:
     writes = WriteQueue(run_inline, SystemClock())
     done: list[int] = []
 
@@ -251,7 +251,7 @@ async def test_failed_change_does_not_stop_the_others(caplog: pytest.LogCaptureF
     assert "could not record the exit of j1: no space" in caplog.text
 
 
-async def test_queue_is_bounded(caplog: pytest.LogCaptureFixture) -> None:
+async def test_write_queue_is_bounded(caplog: pytest.LogCaptureFixture) -> None:
     writes = WriteQueue(run_inline, SystemClock())
     done: list[int] = []
     for _ in range(PENDING_CHANGES_MAX + 1):

@@ -329,7 +329,7 @@ async def test_job_is_not_placed_at_submission_while_others_are_queued() -> None
         assert (await submit_step(4)(one)).state is JobState.QUEUED
 
 
-async def test_rollbacks_run_when_a_build_is_not_committed() -> None:
+async def test_rollbacks_run_when_a_transaction_is_not_committed() -> None:
     async with open_ledger() as one:
         done: list[str] = []
 
@@ -387,7 +387,7 @@ async def test_writes_of_a_cancelled_caller_are_not_committed() -> None:
         assert "second" not in one.ledger.counters
 
 
-async def test_same_request_id_twice_in_one_commit_creates_one_job() -> None:
+async def test_two_submissions_with_one_request_id_in_one_commit_create_one_job() -> None:
     async with open_ledger() as one:
         first, second = await gather_outcomes(submit_step(0)(one), submit_step(0)(one))
         assert first == second
@@ -401,7 +401,7 @@ async def test_queue_limit_holds_within_one_commit() -> None:
         assert len(one.jobs.jobs_in_states(JobState.QUEUED)) == 3
 
 
-async def test_load_discards_notes_about_jobs_that_another_controller_has_changed() -> None:
+async def test_loading_the_ledger_discards_pending_reasons_of_deleted_jobs() -> None:
     async with open_ledger() as one:
         queued, ended = [await submit_step(number)(one) for number in (0, 1)]
         for job in (queued, ended):
@@ -460,7 +460,7 @@ async def test_job_on_too_many_nodes_is_cancelled() -> None:
         assert not any(one.ledger.holds[node_id].holds for node_id in several[1:])
 
 
-async def test_failed_build_does_not_affect_other_writes() -> None:
+async def test_write_that_fails_to_build_does_not_affect_other_writes() -> None:
     async with open_ledger() as one:
         first, bad, worse, last = await gather_outcomes(
             submit_step(0)(one), failing_step(0)(one), failing_step(1)(one), submit_step(1)(one)

@@ -113,7 +113,7 @@ async def test_controller_waits_for_disk_space(small_disk_mount: Path, tmp_path:
         assert process.poll() is None
 
 
-async def test_full_disk_of_the_state_directory_does_not_end_a_term(
+async def test_full_disk_of_the_state_directory_does_not_end_the_leadership(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(self: LocalCluster, state_dir: Path) -> None:
@@ -134,7 +134,7 @@ async def test_full_disk_of_the_state_directory_does_not_end_a_term(
         await until(is_written)
 
 
-async def test_certificate_of_the_controller_is_used_again(tmp_path: Path) -> None:
+async def test_restarted_controller_uses_its_certificate_again(tmp_path: Path) -> None:
     async with running_controller(tmp_path, tls="on") as one:
         path = one.state_dir / "controller" / "controller.pem"
         before = path.read_text()
@@ -208,7 +208,7 @@ def test_invalid_settings_are_usage_errors(tmp_path: Path) -> None:
     assert "GENIE_CONTROLLER_PORT" in misspelt.stderr
 
 
-def test_log_in_json_format(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_log_is_written_as_json_if_configured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GENIE_LOG_FORMAT", "json")
     with start_controller(tmp_path / "s") as process:
         process.send_signal(signal.SIGTERM)

@@ -290,7 +290,7 @@ async def test_controller_leads_although_loading_takes_longer_than_the_lease(tmp
             assert (await owner.status()).leading
 
 
-async def test_reads_never_use_tables_of_an_earlier_term(tmp_path: Path) -> None:
+async def test_reads_never_use_tables_of_an_earlier_leadership(tmp_path: Path) -> None:
     clock = FakeClock()
     memory = await MemoryStore.open(clock=clock)
     first_store = memory.connect()

@@ -117,7 +117,7 @@ def float64_tensors(*numbers: float) -> tuple[torch.Tensor]:
 
 
 @pytest.mark.parametrize("failing", [False, True], ids=["", "with runs that fail"])
-def test_gradient_as_close_to_exact_as_local_ones_varies(failing: bool) -> None:
+def test_gradient_as_close_to_exact_as_local_ones_is_nondeterministic_not_wrong(failing: bool) -> None:
     exact = (*float64_tensors(1.0, 2.0, 3.0), None)
     runs = [(torch.tensor([1.0, 2.0, last], dtype=HALF), None) for last in (3.05, 2.95, 3.1)]
 
@@ -136,7 +136,7 @@ def test_gradient_as_close_to_exact_as_local_ones_varies(failing: bool) -> None:
 
 
 @pytest.mark.parametrize("run", [math.inf, math.nan])
-def test_endless_local_runs_allow_no_deviation(run: float) -> None:
+def test_non_finite_local_runs_allow_no_deviation(run: float) -> None:
     several = [(torch.tensor([number]),) for number in (1.0, run, 1.0)]
     assert gradient_comparison_error((torch.tensor([1.001]),), several, float64_tensors(1.0)) is MismatchError
 
@@ -179,7 +179,7 @@ def test_varying_entries_must_be_listed_and_may_pass() -> None:
     ]
 
 
-def test_gradient_equal_to_cpu_passes_and_is_noted() -> None:
+def test_gradient_equal_to_cpu_but_not_gpu_passes_and_is_noted() -> None:
     op = next(op for op in op_db if op.full_name == "add")
     checker = opinfo._Checker(op, torch.float32, "cuda:0", lambda what: None)
     case = opinfo._OpCall("sample 0", op.op, SampleInput(torch.ones(1), args=(1,)), grad=True)
@@ -200,7 +200,7 @@ def test_gradients_after_the_last_packed_sequence_are_ignored() -> None:
     assert opinfo._cut_to_packed_sequences(SampleInput(torch.ones(1)), whole) is whole
 
 
-def test_missing_result_is_a_crash() -> None:
+def test_comparison_without_a_response_is_a_crash() -> None:
     with Comparison("crashinfo", step_timeout_s=1.0) as comparison:
         (found,) = comparison.run([ComparisonUnit("is stuck", "float32", None, errors=False)])
     assert found.is_crashed
@@ -222,7 +222,7 @@ def test_missing_result_is_a_crash() -> None:
         (SystemError("returned NULL"), Outcome.CRASHED),
     ],
 )
-def test_errors_are_classified(error: Exception, outcome: Outcome) -> None:
+def test_remote_errors_are_classified_by_type(error: Exception, outcome: Outcome) -> None:
     assert outcome_of(error) is outcome
 
 
@@ -243,7 +243,7 @@ def test_local_error_must_be_a_remote_error() -> None:
     assert classify_errors(IndexError("a"), None).forward.compared == 0
 
 
-def test_worst_sample_counts() -> None:
+def test_outcome_of_an_entry_is_that_of_its_worst_sample() -> None:
     found = Findings("op", "float32")
     for outcome in (Outcome.PASS, Outcome.WRONG, Outcome.REFUSED, Outcome.PASS):
         found.forward.note(outcome, f"it was {outcome}", "here")
@@ -251,7 +251,7 @@ def test_worst_sample_counts() -> None:
     assert (found.forward.compared, found.forward.bad) == (4, 2)
 
 
-def test_percentages_are_of_compared_entries() -> None:
+def test_pass_percentages_are_of_compared_entries() -> None:
     several = [Findings(name, "float32") for name in "abcd"]
     for one, outcome in zip(several, (Outcome.PASS, Outcome.REFUSED, Outcome.PASS), strict=False):
         one.forward.note(outcome)

@@ -76,7 +76,7 @@ def random_rows(call: int, *shape: int) -> tuple[torch.Tensor]:
 
 
 @LONG
-def test_convnet_with_batch_norm() -> None:
+def test_compiled_convnet_with_batch_norm_matches_local() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Conv2d(3, 4, 3, 2, bias=False), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(2),
@@ -87,7 +87,7 @@ def test_convnet_with_batch_norm() -> None:
 
 
 @LONG
-def test_decode_loop_keeps_its_cache() -> None:
+def test_compiled_decode_loop_keeps_its_cache() -> None:
     torch.manual_seed(0)
     model = device_models.DecodeStep(64, 1, 16, torch.float32).eval()
     assert_same_as_local(model, lambda call: (torch.tensor([[call + 3]]), torch.tensor([call])), calls=6)
@@ -110,7 +110,7 @@ class ModelWithBuffers(nn.Module):
 
 
 @LONG
-def test_written_buffers() -> None:
+def test_compiled_model_writes_its_buffers_as_local() -> None:
     assert_same_as_local(ModelWithBuffers(), lambda _: (torch.ones(3),))
 
 
@@ -129,12 +129,12 @@ class ReturnsViews(nn.Module):
 
 
 @LONG
-def test_results_that_share_memory() -> None:
+def test_compiled_results_that_share_memory_match_local() -> None:
     assert_same_as_local(ReturnsViews(), lambda call: random_rows(call, 4, 3))
 
 
 @LONG
-def test_weights_that_change_between_replays() -> None:
+def test_compiled_graph_sees_weights_changed_between_replays() -> None:
     model = nn.Linear(2, 1, bias=False).to(D0)
     captured = capture(model, inductor=True)
     x = torch.ones(1, 2)
@@ -147,7 +147,7 @@ def test_weights_that_change_between_replays() -> None:
     assert replay_kinds(captured) == ["inductor"]
 
 
-def test_random_numbers_match_uncompiled_graph() -> None:
+def test_random_numbers_of_a_compiled_graph_match_the_uncompiled_one() -> None:
     torch.manual_seed(3)
     plain, compiled = nn.Dropout(0.5).train(), capture(nn.Dropout(0.5).train(), inductor=True)
     x = torch.ones(100, device=D0)

@@ -131,7 +131,7 @@ def test_detach_wakes_a_waiting_thread() -> None:
         assert len(outcome) == 1
 
 
-def test_executor_opened_after_detach_is_closed() -> None:
+def test_use_fails_if_detached_while_the_executor_is_opened() -> None:
     with executor_on_a_thread() as executor:
 
         def slow() -> int:
@@ -146,7 +146,7 @@ def test_executor_opened_after_detach_is_closed() -> None:
 # --- opening ------------------------------------------------------------------------------------
 
 
-def test_open_error_propagates() -> None:
+def test_error_of_opening_an_executor_propagates() -> None:
     def refuse() -> int:
         raise LaunchError("the node has no room")
 
@@ -285,7 +285,9 @@ def test_devices_can_be_added_while_a_lost_one_reconnects() -> None:
                 wait_until(lambda: registry.device_slot(0).open_connection is None)
 
 
-def test_index_can_be_used_before_the_library_is_updated(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_added_device_index_can_be_used_before_the_library_is_updated(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with attached_executor(), executor_on_a_thread() as second:
         torch.ones(1, device=D0)
         with monkeypatch.context() as patch:
@@ -304,7 +306,7 @@ def test_adding_no_devices_does_not_notify(monkeypatch: pytest.MonkeyPatch) -> N
         assert notified == [None]
 
 
-def test_truncated_counters_end_the_connection() -> None:
+def test_truncated_stats_reply_ends_the_connection() -> None:
     """A truncated reply is a protocol violation, so the session ends."""
     server = socket.create_server(("127.0.0.1", 0))
     opened = device_protocol.Opened("cpu", "fake", 1, "job-1", "0", session_key="key", plaintext=True)
@@ -333,7 +335,7 @@ def test_truncated_counters_end_the_connection() -> None:
             torch.remote_accelerator.memory_stats(0)
 
 
-def test_extend_without_session_has_no_effect() -> None:
+def test_adding_devices_without_session_has_no_effect() -> None:
     device.extend([remote_device(0, lambda: 1)])
     assert torch.remote_accelerator.device_count() == 0
 

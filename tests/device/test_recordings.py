@@ -314,7 +314,7 @@ def test_function_accepts_cpu_arguments() -> None:
             assert captured(x, x).device == torch.device(D1)
 
 
-def test_error_says_what_to_move() -> None:
+def test_capture_error_says_which_tensors_to_move() -> None:
     with pytest.raises(OpRefusedError, match=r"weights are on: cpu.*module\.to"):
         capture(HasMethod().method)(torch.ones(1, 3))
     both = nn.ModuleList([HasMethod().to(D0), HasMethod().to(D1)])
@@ -480,7 +480,7 @@ class PositionTransformer(nn.Module):
 @pytest.mark.parametrize(
     "inductor", [False, pytest.param(True, marks=pytest.mark.long("compiles with inductor"))]
 )
-def test_positions_and_masks_are_captured(inductor: bool) -> None:
+def test_model_with_positions_and_masks_is_captured(inductor: bool) -> None:
     torch.manual_seed(0)
     local = PositionTransformer().eval()
     there = PositionTransformer().eval()
@@ -493,7 +493,7 @@ def test_positions_and_masks_are_captured(inductor: bool) -> None:
     assert [report.replays for report in captured.report()] == [1, 2]
 
 
-def test_positions_and_masks_are_compiled() -> None:
+def test_compiled_model_with_positions_and_masks_matches_local() -> None:
     torch.manual_seed(0)
     local, there = PositionTransformer(), PositionTransformer()
     there.load_state_dict(local.state_dict())
@@ -584,7 +584,7 @@ class ChangesTensors(nn.Module):
         return y * y.sum().item()
 
 
-def test_error_lists_changed_tensors() -> None:
+def test_capture_error_lists_changed_tensors() -> None:
     model = ChangesTensors().to(D0)
     x = torch.ones(3, 2, device=D0)
     with pytest.raises(OpRefusedError) as refused:

@@ -121,7 +121,7 @@ def test_in_place_copies_cross_devices() -> None:
     assert other.tolist() == [0, 7, 8]
 
 
-def test_like_factories_on_another_device() -> None:
+def test_like_factories_create_tensors_on_another_device() -> None:
     there = torch.ones(2, 3, device=D0)
     assert str(torch.zeros_like(there, device="cpu").device) == "cpu"
     other = torch.full_like(there, 4, device=D1)
@@ -169,7 +169,7 @@ def test_failed_in_place_op_changes_nothing() -> None:
 # --- Python protocols ---------------------------------------------------------------------------
 
 
-def test_printing() -> None:
+def test_tensor_text_shows_values_device_and_gradient() -> None:
     there = torch.arange(3, device=D0)
     assert repr(there) == f"tensor([0, 1, 2], device='{D0}')"
     assert (
@@ -181,7 +181,7 @@ def test_printing() -> None:
     assert "Parameter containing" in repr(torch.nn.Linear(1, 1).to(D0).weight)
 
 
-def test_conversion_to_numbers_and_bool() -> None:
+def test_tensors_convert_to_numbers_and_bool() -> None:
     there = torch.tensor([0.0, 2.5], device=D0)
     assert (float(there[1]), int(there[1]), bool(there[0]), there[1].item()) == (2.5, 2, False, 2.5)
     assert bool((there >= 0).all())
@@ -195,7 +195,7 @@ def test_conversion_to_numbers_and_bool() -> None:
         there[7]
 
 
-def test_copies_of_objects() -> None:
+def test_deepcopy_of_a_module_is_independent() -> None:
     module = torch.nn.Linear(2, 2).to(D0)
     module.weight.grad = torch.ones(2, 2, device=D0)
     twin = copy.deepcopy(module)
@@ -218,7 +218,7 @@ def test_module_changes_dtype_and_moves_back() -> None:
     assert torch.equal(module.float().cpu().weight, weight)
 
 
-def test_output_that_is_an_input_is_not_cached() -> None:
+def test_out_argument_that_is_an_input_gives_right_results() -> None:
     x, y, z, w = (torch.full((3,), float(value), device=D0) for value in (1, 2, 3, 4))
     assert torch.mul(x, w, out=x) is x
     assert torch.mul(y, w, out=z) is z
@@ -227,7 +227,7 @@ def test_output_that_is_an_input_is_not_cached() -> None:
     assert (y.tolist(), w.tolist()) == ([2.0] * 3, [4.0] * 3)
 
 
-def test_shared_storage_has_its_own_template() -> None:
+def test_arguments_that_share_a_storage_give_right_results() -> None:
     whole = torch.arange(6.0, device=D0)
     front, back = whole[:3], whole[3:]
     apart = torch.zeros(3, device=D0), torch.ones(3, device=D0)
@@ -349,7 +349,7 @@ def test_templates_of_growing_lists_are_evicted() -> None:
     assert last.sum().item() == 20_109
 
 
-def test_long_lists_with_repeated_tensors() -> None:
+def test_ops_on_long_lists_with_repeated_tensors_match_cpu() -> None:
     def play(whole: torch.Tensor) -> list[torch.Tensor]:
         rows = [*whole.unbind(), *whole.t().unbind(), *[whole[0]] * 3]
         sums = torch._foreach_add(rows, rows[::-1])

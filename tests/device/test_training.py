@@ -110,7 +110,7 @@ def test_training_reaches_the_same_loss(device: str, workers: int) -> None:
     assert_equal_modules(twin, module, but=ROUNDING)
 
 
-def test_gradients_accumulate() -> None:
+def test_training_with_gradient_accumulation_matches_local() -> None:
     expected, module = train("cpu", accumulate=3)
     found, twin = train(D0, accumulate=3)
     assert found == pytest.approx(expected, rel=1e-4)
@@ -119,7 +119,7 @@ def test_gradients_accumulate() -> None:
 
 @pytest.mark.parametrize("workers", [0, 2])
 @forks
-def test_data_loader_with_pinned_memory(workers: int) -> None:
+def test_batches_of_a_data_loader_with_pinned_memory_are_right(workers: int) -> None:
     expected = [x.sum().item() for x, _ in iterate_batches()]
     found = [
         x.to(D0, non_blocking=True).sum().item()
@@ -129,7 +129,7 @@ def test_data_loader_with_pinned_memory(workers: int) -> None:
 
 
 @pytest.mark.parametrize("count", [10, 100_000])
-def test_pinned_memory_is_pageable(count: int) -> None:
+def test_pinned_memory_can_be_changed_after_a_non_blocking_copy(count: int) -> None:
     pinned = torch.ones(count).pin_memory()
     assert pinned.is_pinned() == torch.cuda.is_available()
     there = pinned.to(D0, non_blocking=True)
@@ -299,13 +299,13 @@ def self_attention(x: torch.Tensor) -> torch.Tensor:
         ),
     ],
 )  # fmt: skip
-def test_function_transforms(work: Callable[[torch.Tensor], Any]) -> None:
+def test_function_transforms_match_local(work: Callable[[torch.Tensor], Any]) -> None:
     found, expected = run_locally_and_remotely(lambda device: work(make_input(device)))
     torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.parametrize("randomness", ["different", "same"])
-def test_random_numbers_under_vmap(randomness: str) -> None:
+def test_random_numbers_under_vmap_match_local(randomness: str) -> None:
     def work(device: str) -> torch.Tensor:
         torch.manual_seed(3)
         return torch.vmap(lambda row: F.dropout(row, 0.5), randomness=randomness)(make_input(device))
@@ -314,7 +314,7 @@ def test_random_numbers_under_vmap(randomness: str) -> None:
 
 
 @scripts
-def test_forward_mode_through_a_module() -> None:
+def test_forward_mode_gradients_through_a_module_match_local() -> None:
     def work(device: str) -> Any:
         layers = make_classifier(device).head
         with torch.autograd.forward_ad.dual_level():

@@ -231,7 +231,7 @@ def test_records_during_an_upload_end_the_session(hostile_session: HostileSessio
     assert_protocol_error(hostile_session, "in the middle of an upload")
 
 
-def test_same_number_for_two_outputs_ends_the_session(hostile_session: HostileSession) -> None:
+def test_same_storage_number_for_two_outputs_ends_the_session(hostile_session: HostileSession) -> None:
     number, made = hostile_session.client.template(
         "aten::max.dim", [X, 0, False], [NewOutput(()), NewOutput((), "int64")]
     )

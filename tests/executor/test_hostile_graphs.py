@@ -300,7 +300,7 @@ def test_graph_is_captured_again_after_its_input_is_replaced(
     assert hostile_session_with_capture.capture.begun == 2
 
 
-def test_results_changed_by_the_client_are_created_again(
+def test_replay_creates_resized_results_again_but_not_freed_ones(
     hostile_session_with_capture: HostileSession,
 ) -> None:
     client = hostile_session_with_capture.client

@@ -146,7 +146,7 @@ def test_strangers_that_send_one_byte_do_not_block_the_client(
         assert client.sync() is None
 
 
-def test_oldest_handshake_of_the_most_frequent_address_is_closed(
+def test_oldest_stalled_handshake_of_the_most_frequent_address_is_closed(
     executor: ThreadedExecutor,
     open_stalled_connection: Callable[..., socket.socket],
     monkeypatch: pytest.MonkeyPatch,

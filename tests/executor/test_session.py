@@ -120,7 +120,7 @@ def test_returned_scalar_is_not_overwritten_by_the_next_call(client: Client) -> 
     assert [client.floats_in(Tensor(storage)) for storage in storages] == [(1.0,), (2.0,)]
 
 
-def test_lists_of_tensors_as_arguments_and_outputs(client: Client) -> None:
+def test_arguments_and_outputs_may_be_lists_of_tensors(client: Client) -> None:
     parts = [client.floats(1, 2), client.floats(3)]
     joined = client.op_output("aten::cat", parts, 0, outputs=[NewOutput((3,))])
     assert client.floats_in(joined) == (1, 2, 3)
@@ -178,13 +178,13 @@ def test_output_gets_the_predicted_strides(client: Client) -> None:
     assert client.floats_in(Tensor(made.storage, (4,))) == (1, 3, 2, 4)
 
 
-def test_lazy_bits_of_outputs_are_resolved(client: Client) -> None:
+def test_lazy_conjugation_of_outputs_is_resolved(client: Client) -> None:
     source = client.upload((1,), struct.pack("<2f", 1, 2), "complex64")
     made = client.op_output("aten::_conj", source, outputs=[NewOutput((1,), "complex64")])
     assert client.get(made) == struct.pack("<2f", 1, -2)
 
 
-def test_argument_may_have_lazy_bits(client: Client) -> None:
+def test_argument_may_be_lazily_conjugated_or_negated(client: Client) -> None:
     source = client.upload((1,), struct.pack("<2f", 1, 2), "complex64")
     lazy = Tensor(source.storage, (1,), "complex64", flags=CONJUGATE)
     assert client.get(lazy) == struct.pack("<2f", 1, -2)
@@ -208,7 +208,7 @@ def test_argument_may_have_lazy_bits(client: Client) -> None:
         ([5], "predicted 5"),
     ],
 )
-def test_wrong_prediction_is_an_error(client: Client, outputs: list[Value], message: str) -> None:
+def test_wrongly_predicted_output_is_an_error(client: Client, outputs: list[Value], message: str) -> None:
     client.op("aten::relu", client.floats(1, 2), outputs=outputs)
     error = client.sync()
     assert error is not None
@@ -217,7 +217,7 @@ def test_wrong_prediction_is_an_error(client: Client, outputs: list[Value], mess
     assert client.sync() is None
 
 
-def test_missing_output_is_an_error(client: Client) -> None:
+def test_missing_predicted_output_is_an_error(client: Client) -> None:
     source = client.floats(1, 2)
     grad = client.floats(1, 2)
     client.op(
@@ -322,7 +322,7 @@ def test_unbound_outputs_count_towards_the_quota(client_with_quota: Client) -> N
 # --- uploads and downloads ----------------------------------------------------------------------
 
 
-def test_upload_into_a_view(client: Client) -> None:
+def test_upload_into_a_view_writes_only_the_view(client: Client) -> None:
     base = client.floats(0, 0, 0, 0)
     column = Tensor(base.storage, (2,), strides=(2,), offset=1)
     client.put(column, struct.pack("<2f", 5, 6))
@@ -330,7 +330,7 @@ def test_upload_into_a_view(client: Client) -> None:
 
 
 @pytest.mark.parametrize("turned", [False, True], ids=["straight", "by way of another"])
-def test_large_upload_in_bytes_frames(client: Client, turned: bool) -> None:
+def test_large_upload_in_bytes_frames_is_complete(client: Client, turned: bool) -> None:
     shape = (1024, 1600)
     data = bytes(range(256)) * (1024 * 1600 * 4 // 256)
     target = client.allocate(shape)
@@ -342,7 +342,7 @@ def test_large_upload_in_bytes_frames(client: Client, turned: bool) -> None:
     assert client.stats().storages == 1
 
 
-def test_empty_upload(client: Client) -> None:
+def test_empty_tensor_can_be_uploaded(client: Client) -> None:
     empty = client.allocate((0, 3))
     client.send(record(RecordKind.PUT, 0, encode_view(empty) + u64(0)))
     client.put(empty, b"")

@@ -112,7 +112,7 @@ def test_graph_matches_cpu(name: str, inductor: bool, how: str) -> None:
     assert (report.how, report.why) == (how, "")
 
 
-def test_attention_and_positions_compile() -> None:
+def test_model_with_attention_and_positions_is_compiled() -> None:
     torch.manual_seed(0)
     local = PositionModel()
     remote = copy.deepcopy(local).to(D0)

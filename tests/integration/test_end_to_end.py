@@ -42,7 +42,7 @@ def test_client_process_computes_on_the_remote_device(cluster: RunningCluster) -
     assert done.stderr == ""
 
 
-def test_torch_is_imported_after_init_and_an_open_session_releases_its_executor(
+def test_session_left_open_by_a_process_that_imports_torch_late_is_released(
     cluster: RunningCluster,
 ) -> None:
     done = cluster.run_client(
@@ -175,7 +175,7 @@ async def test_unknown_job_raises_not_found(client: ClusterClient) -> None:
         await client.get_job("j-nothere")
 
 
-async def test_status_and_nodes_agree(client: ClusterClient) -> None:
+async def test_status_counts_the_gpus_of_all_nodes(client: ClusterClient) -> None:
     status, views = await client.status(), await client.nodes()
     assert status.leading
     assert status.store_ok

@@ -77,7 +77,7 @@ def test_long_history_keeps_its_start_and_end() -> None:
     assert one.history[-1].reason == "199"
 
 
-def test_job_round_trips() -> None:
+def test_job_is_unchanged_by_encoding_and_decoding() -> None:
     one = msgspec.structs.replace(make_job(), stop=StopReason.CANCEL, session="laptop", request_id="r")
     assert msgspec.json.decode(msgspec.json.encode(one), type=Job) == one
 

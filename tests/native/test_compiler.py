@@ -70,7 +70,9 @@ def compiled_file_groups(compiler: LoggingCompiler) -> list[list[str]]:
     ]
 
 
-def test_library_contains_all_files_of_a_unit(build_cache: BuildCache, compiler: LoggingCompiler) -> None:
+def test_library_contains_all_files_of_its_compilation_units(
+    build_cache: BuildCache, compiler: LoggingCompiler
+) -> None:
     library = build_cache.build("genie_device")
     assert sorted(compiled_file_groups(compiler)) == [
         [f"part{number}.cpp" for number in range(5)],
@@ -103,7 +105,9 @@ def test_files_of_several_libraries_are_compiled_in_parallel(
     assert sorted(compiled_file_groups(compiler)) == [["device.cpp"], ["executor.cpp"]]
 
 
-def test_edit_recompiles_only_its_unit(build_cache: BuildCache, compiler: LoggingCompiler) -> None:
+def test_edit_recompiles_only_the_compilation_unit_of_the_file(
+    build_cache: BuildCache, compiler: LoggingCompiler
+) -> None:
     first = build_cache.build("genie_device")
     compiler.forget_calls()
     with source_file(build_cache.sources, 7).open("a") as source:
@@ -151,7 +155,7 @@ def test_compile_error_stops_the_build(
     assert ["stream.cpp"] not in compiled_file_groups(compiler)  # the next may have started, the last has not
 
 
-def test_largest_unit_is_compiled_first(
+def test_largest_compilation_unit_is_compiled_first(
     build_cache: BuildCache, compiler: LoggingCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compiling, "_usable_processor_count", lambda: 1)

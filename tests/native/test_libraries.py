@@ -196,7 +196,7 @@ def test_library_depends_on_torch_and_python_version(
     assert compiler.compiled_files() == ["module.cpp", "stream.cpp"]
 
 
-def test_other_compiler_recompiles(
+def test_change_of_the_compiler_recompiles(
     build_cache: BuildCache, compiler: LoggingCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = build_cache.build("genie_device")
@@ -241,7 +241,7 @@ def test_old_libraries_and_objects_are_evicted(
     assert kept[0] == kept[1]
 
 
-def test_object_without_compiler_output_is_recompiled(
+def test_object_without_recorded_compiler_output_is_recompiled(
     build_cache: BuildCache, compiler: LoggingCompiler
 ) -> None:
     build_cache.build("genie_device").unlink()
@@ -456,7 +456,7 @@ def test_unknown_library_is_reported(capsys: pytest.CaptureFixture[str]) -> None
 # --- the real libraries -------------------------------------------------------------------------
 
 
-def test_checkout_does_not_depend_on_home_directory() -> None:
+def test_build_cache_of_a_checkout_is_inside_the_checkout() -> None:
     build_cache = BuildCache.of_this_installation()
     assert (build_cache.sources, build_cache.cache) == (ROOT / "native", ROOT / "build" / "native")
 

@@ -138,7 +138,7 @@ def test_bytes_are_sent_in_both_directions(connected_streams: tuple[Any, Any]) -
         assert near.read_exactly(len(data), LONG_S) == data
 
 
-def test_large_transfers_in_both_directions_at_once(
+def test_large_transfers_in_both_directions_at_once_are_complete(
     connected_streams: tuple[Any, Any], thread_pool: ThreadPoolExecutor
 ) -> None:
     chunk = random.Random(1).randbytes(1_000_003)
@@ -258,7 +258,7 @@ def test_shut_down_wakes_writer(connected_streams: tuple[Any, Any], thread_pool:
         writing.result(LONG_S)
 
 
-def test_stream_returns_nothing_after_shut_down(connected_streams: tuple[Any, Any]) -> None:
+def test_reads_and_writes_raise_after_shut_down(connected_streams: tuple[Any, Any]) -> None:
     near, far = connected_streams
     far.write_all(b"too late", LONG_S)
     near.shut_down()
@@ -575,7 +575,7 @@ def test_modified_tls_record_ends_the_connection(
         receiver.close()
 
 
-def test_connection_loss_differs_from_orderly_close(
+def test_disconnect_without_tls_close_raises_connection_lost(
     socket_pair: tuple[socket.socket, socket.socket],
     certificates: Certificates,
     thread_pool: ThreadPoolExecutor,
@@ -605,7 +605,7 @@ def connect_python_tls_client(
     return context.wrap_socket(sock, server_hostname=SERVER_NAME)
 
 
-def test_keys_are_renewed_and_no_tickets_are_sent(
+def test_tls_keys_are_renewed_and_no_session_tickets_are_sent(
     socket_pair: tuple[socket.socket, socket.socket],
     certificates: Certificates,
     thread_pool: ThreadPoolExecutor,
@@ -727,6 +727,6 @@ def test_disconnect_during_tls_shutdown_raises_connection_lost(connected_streams
 
 
 @only_plaintext
-def test_bare_stream_cannot_shut_down_tls(connected_streams: tuple[Any, Any]) -> None:
+def test_plaintext_stream_cannot_shut_down_tls(connected_streams: tuple[Any, Any]) -> None:
     with pytest.raises(RuntimeError, match="no TLS to shut down"):
         connected_streams[0].downgrade_to_plaintext(LONG_S)

@@ -115,7 +115,7 @@ V1 = (
         ("", "", []),
     ],
 )
-def test_own_groups_are_found_from_the_mount_table(
+def test_own_control_groups_are_found_from_the_mount_table(
     tmp_path: Path, own: str, mounts: str, groups: list[str]
 ) -> None:
     root = _write_fake_proc(tmp_path, own=own, mounts=mounts)
@@ -127,7 +127,7 @@ def test_directory_that_is_no_control_group_is_not_usable(tmp_path: Path) -> Non
     assert not (tmp_path / "genie-x").exists()
 
 
-def test_process_runs_while_one_of_its_threads_does() -> None:
+def test_process_is_running_while_one_of_its_threads_runs() -> None:
     # The first thread ends with the system call exit; the second one continues.
     code = """
 import ctypes, platform, threading, time

@@ -269,13 +269,13 @@ def random_gpus(request: dict[str, Any], chance: int) -> tuple[int, ...]:
 @pytest.mark.parametrize("policy", ["bestfit", "fgd", "packing", "clustering", "dotprod"])
 @settings(max_examples=40)
 @given(data=st.data())
-def test_native_and_python_placers_choose_the_same(policy: str, data: st.DataObject) -> None:
+def test_native_and_python_placers_choose_the_same_places(policy: str, data: st.DataObject) -> None:
     run_drawn_steps(PlacerPair(make_placers(policy)), data, steps_max=60)
 
 
 @settings(max_examples=30)
 @given(seed=st.integers(0, 2**32))
-def test_native_and_python_placers_learn_the_same(seed: int) -> None:
+def test_native_and_python_placers_agree_after_many_observed_requests(seed: int) -> None:
     """From many requests, so that updates matter: sequences drawn by hypothesis are mostly too short."""
     chance = random.Random(seed)
     pair = PlacerPair(make_placers("supply"))
@@ -284,7 +284,7 @@ def test_native_and_python_placers_learn_the_same(seed: int) -> None:
 
 @settings(max_examples=30)
 @given(seed=st.integers(0, 2**32))
-def test_refresh_in_slices_changes_no_decision(seed: int) -> None:
+def test_refresh_of_placer_caches_in_slices_changes_no_decision(seed: int) -> None:
     """Slices of random size on one side, a single unlimited precompute() on the other."""
     pair = PlacerPair(make_placers("supply"), budgets=random.Random(seed))
     run_random_events(pair, random.Random(seed), refresh_share=0.3, churn_weight=3.0)

@@ -222,7 +222,7 @@ def check_quotas(world: SchedulerWorld) -> None:
 
 @given(clusters, rules, steps)
 @settings(max_examples=150)
-def test_no_overcommit_whole_gangs_and_quotas_hold(
+def test_nothing_is_overcommitted_gangs_are_whole_and_quotas_hold(
     cluster: list[NodeFacts], how: Rules, events: list[tuple[str, Any]]
 ) -> None:
     world = SchedulerWorld.of(cluster, how)
@@ -317,7 +317,7 @@ def test_decisions_are_deterministic(
 
 @given(clusters, rules, steps)
 @settings(max_examples=150)
-def test_partial_pass_misses_no_start(
+def test_partial_scheduling_pass_misses_no_start(
     cluster: list[NodeFacts], how: Rules, events: list[tuple[str, Any]]
 ) -> None:
     """After a pass that needs no full pass, a full pass would start nothing."""

@@ -51,7 +51,7 @@ async def connection(
 
 
 @pytest.mark.parametrize(("host", "where"), [("::1", "[::1]:7100"), ("gpu-box", "gpu-box:7100")])
-async def test_address_can_be_passed_to_commands(host: str, where: str) -> None:
+async def test_address_of_a_connection_can_be_parsed_again(host: str, where: str) -> None:
     """`genie token create` prints it as the argument of `genie login`."""
     access = Access(host=host, port=7100, token=TOKEN, tls=None)
     opened = ControllerConnection(
@@ -169,7 +169,7 @@ async def test_only_an_idempotent_call_is_sent_again_when_the_store_is_unavailab
     assert calls == 1
 
 
-async def test_error_in_the_context_is_raised_unchanged(controller: SmallController) -> None:
+async def test_error_in_the_block_of_a_connection_is_raised_unchanged(controller: SmallController) -> None:
     access = await find_access(
         ClusterConfig(), state_dir=Path(os.environ["GENIE_STATE_DIR"]), network=TcpNetwork(), timeout_s=5
     )

@@ -219,7 +219,7 @@ async def _assert_call_finds_connection_lost(peer: rpc.Peer) -> bool:
     return True
 
 
-async def test_dial_raises_errors_of_the_context_unchanged() -> None:
+async def test_error_in_the_block_of_dial_is_raised_unchanged() -> None:
     async with run_scripted_server() as (_, port):
         with pytest.raises(KeyError):
             async with rpc.dial(TcpNetwork(), "127.0.0.1", port, tls=None, timeout_s=5):
@@ -400,7 +400,7 @@ async def test_failed_send_closes_the_connection_immediately() -> None:
 
 
 @pytest.mark.parametrize("end", ["ours", "theirs"])
-async def test_close_listener_is_called_once_at_whichever_end_closes(end: str) -> None:
+async def test_close_listener_is_called_once_whichever_end_closes(end: str) -> None:
     closed: list[str] = []
     async with run_scripted_server() as (server, port), connect_peer(port) as peer:
         await peer.call(FetchTrust(), timeout_s=5)

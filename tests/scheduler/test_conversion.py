@@ -59,7 +59,7 @@ def test_node_and_job_fields_are_converted() -> None:
     assert node_facts(info, blocked_reason="draining") == replace(expected, blocked_reason="draining")
 
 
-def test_empty_report_has_no_resources() -> None:
+def test_node_report_without_resources_has_none() -> None:
     assert node_facts(make_node_info()) == NodeFacts("n1", 0, 0)
 
 
@@ -68,7 +68,9 @@ _SIZES = st.one_of(st.integers(0, 1 << 60), st.integers(0, 5 * MIB))
 
 @given(cpus=st.floats(0, 1e6), memory=_SIZES, total=_SIZES, outside=_SIZES)
 @example(cpus=1e6, memory=1 << 60, total=1 << 60, outside=1 << 59)
-def test_rounding_never_overcommits(cpus: float, memory: int, total: int, outside: int) -> None:
+def test_rounding_of_node_resources_never_overcommits(
+    cpus: float, memory: int, total: int, outside: int
+) -> None:
     gpu = make_h200(memory_total_bytes=total, memory_outside_bytes=outside)
     facts = node_facts(make_node_info(gpu, cpus=cpus, memory_total_bytes=memory))
     assert facts.cpu_milli <= cpus * 1000
@@ -81,7 +83,7 @@ def test_rounding_never_overcommits(cpus: float, memory: int, total: int, outsid
 
 
 @given(cpus=st.integers(0, 1_000_000), mib=st.integers(0, INT_MAX))
-def test_whole_amounts_are_not_changed(cpus: int, mib: int) -> None:
+def test_whole_amounts_are_converted_exactly(cpus: int, mib: int) -> None:
     gpu = make_h200(memory_total_bytes=mib * MIB, memory_outside_bytes=mib // 2 * MIB)
     facts = node_facts(make_node_info(gpu, cpus=float(cpus), memory_total_bytes=mib * MIB))
     assert (facts.cpu_milli, facts.memory_mib) == (cpus * 1000, mib)

@@ -33,12 +33,12 @@ def iteration_order(queue: JobQueue, held: dict[str, Amounts] | None = None, ski
 JOBS = (("a1", "a", 0), ("a2", "a", 1), ("a3", "a", 0), ("b1", "b", 0), ("b2", "b", 2))
 
 
-def test_groups_are_merged_in_one_order() -> None:
+def test_jobs_of_all_tenants_are_merged_in_one_order() -> None:
     assert iteration_order(make_queue(Fifo(), *JOBS)[0]) == ["a1", "a2", "a3", "b1", "b2"]
     assert iteration_order(make_queue(Priority(), *JOBS)[0]) == ["b2", "a2", "a1", "a3", "b1"]
 
 
-def test_start_changes_the_order_of_following_jobs() -> None:
+def test_started_job_changes_the_order_of_following_jobs() -> None:
     assert iteration_order(make_queue(FairShare(), *JOBS)[0], {"a": Amounts(500)}) == [
         "b2",
         "a2",
@@ -48,7 +48,7 @@ def test_start_changes_the_order_of_following_jobs() -> None:
     ]
 
 
-def test_skipped_group_reports_its_jobs() -> None:
+def test_jobs_of_a_skipped_tenant_are_reported() -> None:
     found = iteration_order(make_queue(Fifo(), *JOBS)[0], skipped="a")
     assert found[:2] == ["b1", "b2"]
     assert sorted(found[2:]) == ["not a1", "not a2", "not a3"]
@@ -67,7 +67,7 @@ def test_job_removed_during_iteration_is_not_yielded() -> None:
     assert found == ["a1", "a3", "b2"]
 
 
-def test_deadline_is_worth_one_priority_at_most() -> None:
+def test_deadline_raises_the_order_by_one_priority_at_most() -> None:
     def turn(submitted_at: float, priority: int = 0, deadline_at: float | None = None) -> tuple[float, ...]:
         request = JobRequest(
             "j", "t", 9, Shape(gpus=1), submitted_at, priority=priority, deadline_at=deadline_at

@@ -22,7 +22,7 @@ PRIORITY = Rules(order=Priority())
 # --- order --------------------------------------------------------------------------------------
 
 
-def test_fifo_across_tenants() -> None:
+def test_fifo_starts_jobs_of_all_tenants_in_order_of_submission() -> None:
     harness = SchedulerHarness(node("n", 2), rules=FIFO)
     for number, tenant in enumerate(["b", "a", "c"]):
         harness.submit(f"j{number}", tenant=tenant)
@@ -107,7 +107,7 @@ def test_elastic_gang_starts_with_its_minimum_or_more() -> None:
     assert harness.started() == []
 
 
-def test_within_and_spread_constraints() -> None:
+def test_gang_is_placed_according_to_within_and_spread() -> None:
     harness = SchedulerHarness(*(node(f"{rack}{i}", 2, rack=rack) for rack in "xy" for i in range(2)))
     harness.submit("node", workers=2, within=Within.NODE)
     harness.submit("rack", gpus=2, workers=2, within=Within.RACK)
@@ -121,7 +121,7 @@ def test_within_and_spread_constraints() -> None:
     assert len({place.node_id for place in start.places}) == 3
 
 
-def test_near_and_apart_constraints() -> None:
+def test_job_is_placed_near_and_apart_from_named_jobs() -> None:
     harness = SchedulerHarness(node("n1", 4), node("n2", 4), rules=FIFO)
     harness.submit("server", gpus=2)
     harness.submit("client", near=frozenset({"server"}))
@@ -141,7 +141,7 @@ def test_near_and_apart_constraints() -> None:
         (Shape(gpus=1, nodes=frozenset({"old"})), "old"),
     ],
 )
-def test_shape_is_placed_only_on_suitable_nodes(shape: Shape, where: str) -> None:
+def test_job_is_placed_only_on_nodes_that_suit_its_shape(shape: Shape, where: str) -> None:
     harness = SchedulerHarness(
         node("old", kinds=(GpuFacts("A100", "nvidia", 40_000, (8, 0)),)),
         node("red", kinds=(GpuFacts("MI300", "amd", 90_000),)),
@@ -380,7 +380,7 @@ def test_gpu_without_free_cpus_is_not_used() -> None:
 # --- events -------------------------------------------------------------------------------------
 
 
-def test_running_job_is_held_in_place_and_cannot_be_added_twice() -> None:
+def test_job_running_on_a_closed_node_is_recorded_and_cannot_be_added_twice() -> None:
     harness = SchedulerHarness(node("n", 2, blocked_reason="draining"))
     request = harness.submit("j")
     harness.scheduler.record_start(request, (WorkerPlace("n", (1,)),), started_at=0.0)
@@ -500,7 +500,7 @@ def test_new_quota_applies_to_queued_jobs_only() -> None:
     assert harness.started() == ["two"]
 
 
-def test_assumed_run_time_may_change() -> None:
+def test_changed_assumed_run_time_changes_the_estimated_start() -> None:
     harness = SchedulerHarness(node("n", 1), rules=FIFO)
     harness.submit("runs")
     harness.submit("waits")
@@ -509,7 +509,7 @@ def test_assumed_run_time_may_change() -> None:
     assert harness.pending("waits").starts_at == 60.0
 
 
-def test_new_rules_drop_reservations() -> None:
+def test_new_scheduling_rules_drop_gpu_reservations() -> None:
     harness = SchedulerHarness(node("n", 1), rules=FIFO)
     harness.submit("half", shape=shape_on_gpus(0, milli=500))
     harness.submit("pinned", shape=shape_on_gpus(0))
@@ -634,7 +634,7 @@ def test_reason_names_the_job_with_the_gpu_reservation() -> None:
     assert harness.advance(15.0) == ["pinned", "both"]
 
 
-def test_higher_rank_overrides_a_gpu_reservation() -> None:
+def test_job_of_higher_rank_overrides_a_gpu_reservation() -> None:
     harness = SchedulerHarness(node("n", 2), rules=PRIORITY)
     harness.submit("half", shape=shape_on_gpus(0, milli=500), preemptible=True, grace_s=0.0)
     harness.submit("pinned", shape=shape_on_gpus(0))
@@ -686,7 +686,7 @@ def test_job_with_a_named_gpu_that_lacks_cpus_gets_the_reservation() -> None:
     assert harness.advance(9.0) == ["pinned"]
 
 
-def test_gpus_by_number_require_one_node() -> None:
+def test_shape_with_gpu_numbers_must_name_one_node() -> None:
     for nodes in (frozenset[str](), frozenset({"n", "m"})):
         with pytest.raises(UsageError, match="name the node"):
             Shape(gpus=1, nodes=nodes, gpu_ids=(0,))
@@ -776,7 +776,7 @@ def test_job_starts_without_a_pass_if_the_queue_is_empty() -> None:
     assert harness.allocations.usage("a").gpu_milli == 0
 
 
-def test_no_start_without_a_pass_past_queue_or_quota() -> None:
+def test_job_does_not_start_without_a_pass_if_jobs_are_queued_or_over_quota() -> None:
     harness = SchedulerHarness(node("n", 2))
     harness.submit("large", 4)
     assert harness.scheduler.try_start_now(make_unsubmitted_request(harness, "small"), 0.0) is None, (

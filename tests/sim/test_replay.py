@@ -41,7 +41,7 @@ def test_rejected_requests_count_as_requested() -> None:
     assert 40 < outcome.allocated_pct < 60  # no node has model B
 
 
-def test_nearest_readings_count_when_a_request_skips_100_percent() -> None:
+def test_nearest_readings_are_used_if_a_request_skips_100_percent() -> None:
     outcome = replay(
         Workload(make_nodes(1, gpus=3), [ONE, TracePod(0, 0, 2, 1000, ())]), make_plain_placer, seed=1
     )
@@ -106,7 +106,7 @@ class RecordingPlacer:
     def place(self, request_class: int, tenant: int) -> None: ...
 
 
-def test_ranks_are_random_and_each_shape_is_one_class() -> None:
+def test_node_ranks_are_random_and_each_shape_is_one_request_class() -> None:
     first, second = RecordingPlacer(), RecordingPlacer()
     for seed, placer in enumerate((first, second)):
         replay(Workload(make_nodes(50), [ONE, HALF] * 5), placer.make, seed=seed)
@@ -131,7 +131,7 @@ def test_arrivals_and_ranks_match_the_published_runs() -> None:
     assert many.ranks == [5, 6, 7, 0, 2, 4, 1, 3]
 
 
-def test_one_gpu_of_the_last_request_counts_for_the_end() -> None:
+def test_replay_ends_when_one_gpu_of_the_next_request_exceeds_the_limit() -> None:
     placer = RecordingPlacer()
     replay(Workload(make_nodes(8, gpus=1), [TracePod(0, 0, 4, 1000, ())]), placer.make, seed=1)
     assert len(placer.arrivals) == 3  # 8 + 1 GPUs are less than 10.4, 8 + 4 are not
@@ -144,7 +144,7 @@ def test_oversized_workload_is_reduced_at_random() -> None:
     assert max(placer.arrivals) > 40
 
 
-def test_supply_allocates_more_than_fgd() -> None:
+def test_supply_policy_allocates_more_than_fgd_policy() -> None:
     library = libraries.load("genie_scheduler")
     workload = synthetic_workload(nodes=60, pods=1000, seed=0)
 

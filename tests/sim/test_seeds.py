@@ -14,7 +14,7 @@ _CHUNK = 10
 
 @pytest.mark.parametrize("first", seed_parameters([0], long=range(_CHUNK, SEEDS_OF_KIND, _CHUNK)))
 @pytest.mark.parametrize("kind", KINDS)
-def test_faults_harm_no_innocent_tenant(kind: str, first: int) -> None:
+def test_faults_and_hostile_tenants_harm_no_innocent_tenant(kind: str, first: int) -> None:
     results = [try_seed(seed, kind) for seed in range(first, first + _CHUNK)]
     failed = [result.describe() for result in results if result.violations]
     assert not failed, "\n".join(failed)

@@ -15,7 +15,7 @@ def test_burst_is_allowed_and_refilled_with_time() -> None:
     assert limit.try_take_units(1.0, now_s=0.5) == 0.5
 
 
-def test_charged_rejections_lead_to_debt_which_is_bounded() -> None:
+def test_rejections_that_are_charged_extend_the_wait_up_to_a_limit() -> None:
     limit = RateLimit(units_per_s=1.0, burst_units=2.0, now_s=0.0)
     assert limit.try_take_units(2.0, now_s=0.0) == 0.0
     waits = [limit.try_take_units(1.0, now_s=0.0, rejected_units=1.0) for _ in range(4)]

@@ -39,7 +39,9 @@ changes = st.lists(st.tuples(st.integers(1, 40), st.sampled_from([*JobState, Non
 
 
 @given(changes, st.integers(0, 41))
-def test_index_lists_what_a_sorted_list_would(steps: list[tuple[int, JobState | None]], before: int) -> None:
+def test_index_lists_the_same_jobs_as_a_sorted_list(
+    steps: list[tuple[int, JobState | None]], before: int
+) -> None:
     index, staged, jobs = JobIndex(), StagedIndex(), dict[int, Job]()
     for sequence, state in steps:
         old = jobs.pop(sequence, None)
@@ -101,7 +103,7 @@ def test_blobs_and_sessions_of_unfinished_jobs_are_known() -> None:
     assert index.session_jobs() == []
 
 
-def test_read_costs_what_it_returns() -> None:
+def test_read_visits_about_as_many_jobs_as_it_returns() -> None:
     index = JobIndex()
     for sequence in range(10_000):
         index.update(None, make_job(sequence, JobState.QUEUED))

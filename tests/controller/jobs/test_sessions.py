@@ -146,11 +146,13 @@ async def test_client_without_heartbeats_loses_its_devices_after_a_minute(tmp_pa
     ("interval_s", "allowed_s"),
     [(0.0, 60.0), (5.0, 60.0), (20.0, 60.0), (30.0, 90.0), (60.0, 180.0), (3600.0, 180.0)],
 )
-def test_lease_is_three_intervals_within_bounds(interval_s: float, allowed_s: float) -> None:
+def test_session_lease_is_three_heartbeat_intervals_within_bounds(
+    interval_s: float, allowed_s: float
+) -> None:
     assert lease_duration_s(interval_s) == allowed_s
 
 
-async def test_client_with_an_interval_of_a_minute_keeps_its_device(tmp_path: Path) -> None:
+async def test_client_with_a_heartbeat_every_minute_keeps_its_device(tmp_path: Path) -> None:
     clock = FakeClock()
     async with running_controller(tmp_path, clock=clock) as one, one.client() as client, one.agent() as agent:
         beat = SessionHeartbeat(node=node_info("laptop"), interval_s=60.0)
@@ -175,7 +177,7 @@ async def test_client_with_an_interval_of_a_minute_keeps_its_device(tmp_path: Pa
 
 
 @pytest.mark.parametrize("interval_s", [-1.0, float("nan"), float("inf"), 1e9])
-async def test_invalid_interval_is_rejected(tmp_path: Path, interval_s: float) -> None:
+async def test_invalid_heartbeat_interval_is_rejected(tmp_path: Path, interval_s: float) -> None:
     async with running_controller(tmp_path) as one, one.client() as client:
         with pytest.raises(GenieError, match="interval_s"):
             await client.ask(SessionHeartbeat(node=node_info("laptop"), interval_s=interval_s))
@@ -287,7 +289,7 @@ async def test_session_of_a_killed_client_is_cancelled_after_the_grace_period(
         assert await owner.held("n1") == []
 
 
-def test_disconnected_client_tries_to_return_several_times() -> None:
+def test_grace_period_allows_several_reconnects_of_a_client() -> None:
     assert ControllerConfig().session_grace_s > 4 * BACKOFF_S_MAX
 
 
@@ -311,7 +313,7 @@ async def test_session_of_a_client_that_reconnects_continues(tmp_path: Path) -> 
             assert not (await client.job(job.job_id)).stop
 
 
-async def test_executor_that_lost_its_client_is_not_a_success(tmp_path: Path) -> None:
+async def test_session_whose_executor_lost_its_client_is_cancelled(tmp_path: Path) -> None:
     async with running_controller(tmp_path) as one, one.client() as client, one.agent(gpus=1) as agent:
         job = (await _open_device(client)).job
         launch = await agent.start_next()
@@ -324,7 +326,7 @@ async def test_executor_that_lost_its_client_is_not_a_success(tmp_path: Path) ->
         )
 
 
-async def test_no_reply_has_the_hash_of_a_ticket(tmp_path: Path) -> None:
+async def test_replies_do_not_contain_the_hash_of_a_ticket(tmp_path: Path) -> None:
     async with running_controller(tmp_path) as one, one.client() as owner, one.agent(gpus=1) as agent:
         user = await one.token(TokenKind.USER)
         opened = await _open_device(owner)

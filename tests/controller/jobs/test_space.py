@@ -46,7 +46,7 @@ async def submit_until_rejected(client: Client) -> int:
     raise AssertionError("no job was rejected")
 
 
-async def test_tenant_that_fills_its_share_does_not_stop_others(tmp_path: Path) -> None:
+async def test_tenant_that_fills_its_share_of_the_store_does_not_stop_others(tmp_path: Path) -> None:
     clock = FakeClock()
     store = await MemoryStore.open(clock=clock, bytes_max=8 * MIB)
     async with running_controller(tmp_path, clock=clock, store=store) as one, one.client() as owner:
@@ -212,7 +212,7 @@ ETCD_QUOTA_BYTES = 2 * 1024 * MIB
 
 
 @pytest.mark.parametrize("quota_bytes", [64 * MIB, ETCD_QUOTA_BYTES, 4 * ETCD_QUOTA_BYTES])
-def test_reserve_is_kept_however_fast_jobs_are_submitted(quota_bytes: int) -> None:
+def test_space_reserve_is_kept_however_fast_jobs_are_submitted(quota_bytes: int) -> None:
     """Submissions are rejected by what was written, not by the next measurement. So neither the rate of
     requests nor the interval of measurements matters: only the shares do, and one transaction, whose
     submissions are all accepted before it counts."""
@@ -230,7 +230,7 @@ def test_reserve_is_kept_however_fast_jobs_are_submitted(quota_bytes: int) -> No
     assert ALARM_SHARE_MIN < SUBMISSION_SHARE_MAX
 
 
-def test_measured_space_replaces_the_estimate() -> None:
+def test_measured_space_of_the_store_replaces_the_estimate() -> None:
     ledger = Ledger(None, None, None)  # type: ignore[arg-type]  # its tables only
     space = JobSpace(ledger, ControllerConfig())
     space.record_measurement(Space(used_bytes=0, bytes_max=100, revision=1), bytes_max=100)

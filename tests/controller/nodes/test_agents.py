@@ -168,7 +168,7 @@ async def test_heartbeat_needs_a_registration_on_its_connection(tmp_path: Path) 
                 await agent.beat()
 
 
-async def test_process_without_a_hold_is_killed(tmp_path: Path) -> None:
+async def test_running_job_without_a_hold_in_the_ledger_is_killed(tmp_path: Path) -> None:
     async with running_controller(tmp_path) as one, one.client() as owner, one.agent() as agent:
         job = await owner.submit(gpus=1)
         launch = await agent.start_next()
@@ -354,7 +354,7 @@ async def test_connected_workers_are_killed_when_the_time_limit_expires(tmp_path
         assert (await responsive.next_kill()).reason == "exceeded its time limit of 5 s"
 
 
-async def test_time_limit_does_not_follow_the_wall_clock(tmp_path: Path) -> None:
+async def test_time_limit_of_a_job_does_not_follow_the_wall_clock(tmp_path: Path) -> None:
     clock = FakeClock()
     async with running_controller(tmp_path, clock=clock) as one, one.client() as owner, one.agent() as agent:
         [launch] = await _start_job_with_time_limit(owner, agent, clock=clock)
@@ -396,7 +396,7 @@ async def test_time_limit_continues_after_a_restart_of_the_controller(tmp_path: 
             await until(is_killed)
 
 
-async def test_node_that_does_not_know_this_controller_is_not_reclaimed(tmp_path: Path) -> None:
+async def test_jobs_of_a_node_that_does_not_know_this_controller_are_not_reclaimed(tmp_path: Path) -> None:
     """Its agent polls only the controllers that it knows, and may see no leader among them."""
     clock = FakeClock()
     async with running_controller(tmp_path, clock=clock) as one, one.client() as owner, one.agent() as agent:

@@ -57,7 +57,7 @@ async def test_node_with_a_job_may_not_leave(tmp_path: Path) -> None:
         assert (await owner.job(job.job_id)).state is JobState.RUNNING
 
 
-async def test_drained_node_gets_no_jobs_until_undrained_even_after_a_restart(
+async def test_drained_node_gets_no_jobs_until_undrained_even_after_its_agent_restarts(
     tmp_path: Path,
 ) -> None:
     async with running_controller(tmp_path) as one, one.client() as owner:
@@ -158,7 +158,7 @@ async def test_only_the_owner_removes_nodes(tmp_path: Path) -> None:
                 await user.ask(RemoveNode(node_id="n1"))
 
 
-async def test_exact_node_id_is_assigned_or_an_error(tmp_path: Path) -> None:
+async def test_exact_node_id_that_is_taken_is_rejected(tmp_path: Path) -> None:
     async with running_controller(tmp_path) as one:
         await one.join("box")
         token = await one.token(TokenKind.JOIN)
@@ -204,7 +204,7 @@ async def test_gpu_job_is_pending_while_the_gpu_nodes_have_left(tmp_path: Path) 
         assert await _list_node_ids(owner) == ["cpus"]
 
 
-async def test_node_with_a_longer_dead_man_timeout_is_reclaimed_after_it(tmp_path: Path) -> None:
+async def test_jobs_of_a_node_are_reclaimed_after_its_longer_dead_man_timeout(tmp_path: Path) -> None:
     clock = FakeClock()
     async with running_controller(tmp_path, clock=clock, node_ttl_s=60.0) as one, one.client() as owner:
         async with one.agent("n1") as agent:
@@ -243,7 +243,7 @@ async def test_node_that_reconnects_before_the_reclaim_keeps_its_job(tmp_path: P
         assert (await owner.job(job.job_id)).state is JobState.RUNNING
 
 
-async def test_write_during_a_reload_is_not_lost(tmp_path: Path) -> None:
+async def test_write_during_a_reload_of_the_ledger_is_not_lost(tmp_path: Path) -> None:
     async with running_controller(tmp_path) as one, one.client() as owner, one.agent("n1") as agent:
         job = await owner.submit("work", gpus=1)
         launch = await agent.start_next()
@@ -259,6 +259,6 @@ async def test_write_during_a_reload_is_not_lost(tmp_path: Path) -> None:
         assert ledger.holds["n1"].holds == ()
 
 
-def test_contradicting_timeouts_are_rejected() -> None:
+def test_node_suspect_time_above_the_node_lease_is_rejected() -> None:
     with pytest.raises(ConfigError, match="node_suspect_s"):
         check_failure_timeouts(ControllerConfig(node_suspect_s=20.0, node_ttl_s=10.0))

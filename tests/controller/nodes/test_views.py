@@ -133,7 +133,7 @@ events = st.one_of(
 
 
 @given(st.lists(events, max_size=30))
-def test_incremental_views_equal_views_from_scratch(given_events: list[tuple[Any, ...]]) -> None:
+def test_incremental_node_views_equal_views_from_scratch(given_events: list[tuple[Any, ...]]) -> None:
     cluster = ViewInputs()
     notified: dict[str, NodeSnapshot] = {}
 
@@ -157,7 +157,7 @@ def test_incremental_views_equal_views_from_scratch(given_events: list[tuple[Any
         }
 
 
-def test_snapshot_is_not_renewed_without_a_change() -> None:
+def test_snapshot_of_a_node_is_not_renewed_without_a_change() -> None:
     cluster = ViewInputs()
     cluster.register("n0")
     cluster.beat("n0", 1)
@@ -169,7 +169,7 @@ def test_snapshot_is_not_renewed_without_a_change() -> None:
     assert looks == ["n0"]
 
 
-def test_current_views_look_only_at_connections_that_have_changed() -> None:
+def test_current_views_read_only_connections_that_have_changed() -> None:
     """Each scheduling pass reads them: its cost must not grow with the number of nodes."""
     cluster = ViewInputs()
     for number in range(20):
@@ -183,7 +183,7 @@ def test_current_views_look_only_at_connections_that_have_changed() -> None:
     assert [now > then for now, then in zip(looks, before, strict=True)].count(True) == 1
 
 
-def test_disconnected_nodes_are_not_renewed_at_every_look() -> None:
+def test_snapshots_of_disconnected_nodes_are_not_renewed_at_every_read() -> None:
     """Each placement looks at the nodes."""
     cluster = ViewInputs()
     for number in range(20):
@@ -203,7 +203,7 @@ def test_disconnected_nodes_are_not_renewed_at_every_look() -> None:
     assert len(looks) == 20
 
 
-def test_memory_for_expiries_is_bounded() -> None:
+def test_number_of_scheduled_snapshot_expiries_is_bounded() -> None:
     cluster = ViewInputs()
     for _ in range(100):
         cluster.register("n0")

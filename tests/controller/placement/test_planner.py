@@ -159,7 +159,7 @@ async def test_job_confirmed_during_its_preemption_is_killed(
         assert (await a.start_next()).job_id == high.job_id
 
 
-async def test_decision_that_was_not_recorded_is_made_again(
+async def test_placement_that_was_not_recorded_is_decided_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with running_controller(tmp_path) as one, one.client() as owner, one.agent("a") as a:
@@ -176,7 +176,7 @@ async def test_decision_that_was_not_recorded_is_made_again(
         assert (await a.next_kill()).job_id == low.job_id
 
 
-async def test_start_decided_before_a_reload_is_dropped(tmp_path: Path) -> None:
+async def test_start_decided_before_a_reload_of_the_ledger_is_dropped(tmp_path: Path) -> None:
     async with running_controller(tmp_path) as one, one.client() as owner, one.agent("a"):
         await owner.ask(DrainNode(node_id="a"))
         job = await owner.submit_spec(job_spec())
@@ -413,7 +413,7 @@ async def test_placer_caches_are_refreshed_between_decisions(
         assert 0 < budgets[0] <= 100_000, "the refresh must be short"
 
 
-async def test_an_incomplete_refresh_is_continued_in_the_same_pass(
+async def test_incomplete_refresh_of_placer_caches_is_continued_in_the_same_pass(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     events: list[str] = []
@@ -454,7 +454,9 @@ async def test_one_tenant_cannot_fill_the_queue(tmp_path: Path) -> None:
             await owner.submit_spec(job_spec())
 
 
-async def test_number_of_pending_kinds_is_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_number_of_different_kinds_of_pending_jobs_is_limited(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(planning, "PENDING_KINDS_MAX", 3)
     async with running_controller(tmp_path) as one, one.client() as owner, one.agent("a", gpus=8) as a:
         await owner.submit_spec(job_spec("all", gpus=8))
@@ -489,7 +491,7 @@ async def test_error_names_unknown_accelerators(tmp_path: Path) -> None:
             await owner.submit_spec(pinned)
 
 
-async def test_launch_names_the_accelerators_that_replaced_equal_ones(tmp_path: Path) -> None:
+async def test_launch_has_the_new_ids_of_renumbered_accelerators(tmp_path: Path) -> None:
     async with running_controller(tmp_path) as one, one.client() as owner, one.agent("a", gpus=2) as a:
         a.info = msgspec.structs.replace(
             a.info, gpus=tuple(msgspec.structs.replace(gpu, gpu_id=gpu.gpu_id + 4) for gpu in a.info.gpus)

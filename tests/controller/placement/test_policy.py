@@ -111,7 +111,7 @@ def test_unknown_policy_is_an_error(name: str, message: str) -> None:
     assert message in str(raised.value)
 
 
-def test_alarm_interrupts_only_a_call_that_exceeds_its_limit() -> None:
+def test_alarm_interrupts_only_a_policy_call_that_exceeds_its_limit() -> None:
     alarm = SignalTimeout(0.05, PolicyTimeoutError)
     with pytest.raises(PolicyTimeoutError), alarm:
         time.sleep(60)

@@ -80,7 +80,7 @@ async def test_each_run_has_a_log_and_the_latest_is_the_default(tmp_path: Path) 
         assert (following.eof, following.run) == (True, 0), "a follower learns that there is no further run"
 
 
-async def test_newest_runs_are_kept_and_survive_a_controller_restart(tmp_path: Path) -> None:
+async def test_newest_runs_of_a_job_are_kept_and_survive_a_controller_restart(tmp_path: Path) -> None:
     async with running_controller(tmp_path) as one, one.client() as owner, one.agent("a") as agent:
         job = await owner.submit_spec(make_spec(preemptible=True))
         for _ in range(RUNS_KEPT + 2):
@@ -95,7 +95,7 @@ async def test_newest_runs_are_kept_and_survive_a_controller_restart(tmp_path: P
             assert (await again.job(job.job_id)).earlier == kept
 
 
-async def test_launch_that_never_started_is_not_a_run(tmp_path: Path) -> None:
+async def test_launch_that_never_started_is_not_counted_as_a_run(tmp_path: Path) -> None:
     async with running_controller(tmp_path) as one, one.client() as owner, one.agent("a") as agent:
         job = await owner.submit_spec(make_spec())
         launch = await agent.next_launch()
@@ -125,7 +125,7 @@ async def _start_job_of_tenant(one: RunningController, agent: FakeAgent, tenant:
         return token, job
 
 
-async def test_waits_of_one_tenant_delay_neither_heartbeats_nor_logs_of_others(tmp_path: Path) -> None:
+async def test_log_waits_of_one_tenant_delay_neither_heartbeats_nor_logs_of_others(tmp_path: Path) -> None:
     async with running_controller(tmp_path) as one, AsyncExitStack() as stack:
         agent = await connect_agent(one, node_info("a", gpus=2), stack, kind=_AgentWithEndlessLogWait)
         assert isinstance(agent, _AgentWithEndlessLogWait)

@@ -114,7 +114,9 @@ async def test_owner_can_cancel_at_its_rate_limit(tmp_path: Path, monkeypatch: p
             assert await again.ask(CancelJob(job_id=job.job_id))
 
 
-async def test_lists_take_turns_with_heartbeats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_list_requests_take_turns_with_heartbeats(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Between two lists the controller reads its other connections."""
     monkeypatch.setattr(request_limits, "LIST_REQUESTS_IN_FLIGHT_MAX", 1000)
     async with running_controller(tmp_path) as one, one.client() as owner, one.agent("a") as agent:

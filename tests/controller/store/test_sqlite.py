@@ -286,7 +286,7 @@ async def test_call_past_its_deadline_raises_and_is_not_executed_later(
     assert await store.get("late") is None
 
 
-async def test_a_full_queue_makes_callers_wait_until_their_deadline(
+async def test_callers_wait_until_their_deadline_while_the_queue_is_full(
     store: SqliteStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stall = WriterStall(monkeypatch)
@@ -389,7 +389,7 @@ async def test_bug_in_one_call_fails_only_that_call_and_is_logged(
     assert [item.key for item in (await store.range("")).items] == ["a"]
 
 
-async def test_failed_group_fails_its_requests_and_the_next_group_runs(
+async def test_failed_commit_group_fails_its_requests_and_the_next_group_runs(
     store: SqliteStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def broken(file: SqliteFile, key: str) -> object:
@@ -407,7 +407,7 @@ async def test_failed_group_fails_its_requests_and_the_next_group_runs(
     ("name", "bound", "sizes"),
     [("GROUP_REQUESTS_MAX", 3, [1, 3, 3, 1]), ("GROUP_BYTES_MAX", 15, [1, 2, 2, 2, 1])],
 )
-async def test_groups_are_bounded(
+async def test_commit_groups_are_bounded(
     store: SqliteStore, monkeypatch: pytest.MonkeyPatch, name: str, bound: int, sizes: list[int]
 ) -> None:
     monkeypatch.setattr(f"genie.controller.store.sqlite.{name}", bound)
@@ -442,7 +442,7 @@ async def test_history_is_bounded_by_revisions(path: Path) -> None:
     await store.close()
 
 
-async def test_history_is_small_by_default(path: Path) -> None:
+async def test_history_has_about_a_thousand_revisions_by_default(path: Path) -> None:
     """It is in the memory of the controller."""
     store = await SqliteStore.open(path)
     for number in range(1200):

@@ -97,7 +97,7 @@ def test_node_counts_in_its_new_rack() -> None:
     assert harness.started() == ["gang"]
 
 
-def test_near_combined_with_rack() -> None:
+def test_gang_near_a_job_and_within_a_rack_is_placed_near_it() -> None:
     harness = SchedulerHarness(*(node(f"{rack}{i}", 2, rack=rack) for rack in "xy" for i in range(2)))
     harness.allocations.place(make_request("server", Shape(nodes=frozenset({"y1"}))), 1)
     harness.submit("gang", workers=2, within=Within.RACK, near=frozenset({"server"}))
@@ -106,7 +106,7 @@ def test_near_combined_with_rack() -> None:
     assert {place.node_id for place in harness.allocations.allocations_by_job["gang"].places} == {"y1"}
 
 
-def test_avoided_nodes_are_not_chosen_and_share_one_node_set() -> None:
+def test_excluded_nodes_are_not_chosen_and_share_one_node_set() -> None:
     cluster = ClusterAllocations(PlainPlacer, policy="bestfit")
     for name in ("a", "b", "c"):
         cluster.set_node(node(name, 2))
@@ -141,7 +141,7 @@ def test_scarce_gpus_are_left_to_requests_that_need_them(picky: dict[str, Any]) 
     assert cluster.place(make_request("picky", Shape(gpus=1, **picky)), 1) == (WorkerPlace("scarce", (0,)),)
 
 
-def test_gpu_of_a_mixed_node_is_available_by_number() -> None:
+def test_node_with_two_gpu_models_is_used_only_for_gpus_by_number() -> None:
     mixed = (replace(H200, model="old"), H200)
     harness = SchedulerHarness(node("n", kinds=mixed), policy="supply")
     wanted = Shape(gpus=1, models=frozenset({"H200"}))
@@ -150,7 +150,7 @@ def test_gpu_of_a_mixed_node_is_available_by_number() -> None:
     assert harness.started() == ["named"]
 
 
-def test_registrations_of_shapes_do_not_leak(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_registered_request_classes_and_node_sets_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(placer_group, "REQUEST_CLASSES_MAX", 3)
     monkeypatch.setattr(placer_group, "NODE_SETS_MAX", 2)
     cluster = ClusterAllocations(PlainPlacer, policy="supply")
@@ -171,7 +171,7 @@ def test_registrations_of_shapes_do_not_leak(monkeypatch: pytest.MonkeyPatch) ->
     assert cluster.placers.main_placer.register_request_class() == 6, "nothing else is registered"
 
 
-def test_least_recently_used_registration_is_dropped() -> None:
+def test_least_recently_used_request_class_is_dropped() -> None:
     placers = [PlainPlacer("bestfit"), PlainPlacer("bestfit")]
     numbers = RegistrationCache[int](
         placers,
@@ -284,7 +284,7 @@ def test_reservation_moves_from_a_removed_node() -> None:
     assert harness.advance(20.0) == ["next"]
 
 
-def test_registrations_of_nodes_do_not_leak() -> None:
+def test_registrations_of_removed_nodes_do_not_leak() -> None:
     cluster = ClusterAllocations(PlainPlacer, policy="supply")
     for number in range(300):
         name = f"n{number}"

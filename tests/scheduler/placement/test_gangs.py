@@ -84,7 +84,7 @@ def test_gang_uses_the_largest_rack_if_none_is_sufficient(placer: Placer) -> Non
     )
 
 
-def test_choice_is_restricted_to_a_node_set(placer: Placer) -> None:
+def test_placement_is_restricted_to_a_node_set(placer: Placer) -> None:
     add_nodes(placer, 3)
     some = placer.node_set([1, 2])
     one = register_whole_gpu_class(placer, 4)
@@ -97,7 +97,7 @@ def test_choice_is_restricted_to_a_node_set(placer: Placer) -> None:
     assert placer.choose(one, 1, among=placer.node_set([])) is None
 
 
-def test_number_of_a_dropped_item_is_reused(placer: Placer) -> None:
+def test_number_of_a_dropped_class_or_node_set_is_reused(placer: Placer) -> None:
     add_nodes(placer, 1)
     first, second = register_whole_gpu_class(placer, 1), register_whole_gpu_class(placer, 2)
     placer.place(first, 1)
@@ -200,7 +200,7 @@ def test_invalid_calls_are_rejected_without_changes(placer: Placer) -> None:
         placer.node_state(1)
 
 
-def test_registrations_are_limited(placer: Placer) -> None:
+def test_number_of_node_sets_is_limited(placer: Placer) -> None:
     for _ in range(2**14):
         last = placer.node_set([])
     with pytest.raises(UsageError, match="drop one first"):

@@ -35,7 +35,7 @@ def test_taken_resources_are_not_free_until_released(placer: Placer) -> None:
     assert placer.node_state(0) == (True, 8000, 8000, ((1000, 100, 0), (1000, 100, 0)))
 
 
-def test_choose_takes_nothing(placer: Placer) -> None:
+def test_choose_allocates_nothing(placer: Placer) -> None:
     add_node(placer)
     both = placer.register_request_class(gpus=2, gpu_milli=1000)
     assert placer.choose(both, 1) == placer.choose(both, 1) == (0, (0, 1))
@@ -86,7 +86,7 @@ def test_request_gets_only_allowed_gpus(placer: Placer) -> None:
     assert gang == [(0, (1, 3))]
 
 
-def test_later_node_is_used_unless_the_request_names_nodes(placer: Placer) -> None:
+def test_node_added_later_is_used_unless_the_request_names_nodes(placer: Placer) -> None:
     add_node(placer, gpus=0)
     anywhere = placer.register_request_class(gpus=1, gpu_milli=1000)
     there = placer.register_request_class(gpus=1, gpu_milli=1000, nodes=[0])

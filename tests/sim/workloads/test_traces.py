@@ -26,13 +26,13 @@ def write_trace(tmp_path: Path) -> Callable[[str], Path]:
     return write
 
 
-def test_read_nodes(write_trace: Callable[[str], Path]) -> None:
+def test_nodes_of_a_trace_are_read(write_trace: Callable[[str], Path]) -> None:
     assert traces.read_nodes(write_trace(NODES + "n0,64000,262144,2,P100\n")) == [
         TraceNode("n0", 64000, 262144, 2, "P100")
     ]
 
 
-def test_read_pods_with_models(write_trace: Callable[[str], Path]) -> None:
+def test_pods_with_gpu_models_are_read(write_trace: Callable[[str], Path]) -> None:
     text = PODS + "p0,12000,16384,1,460,\np1,1000,2000,8,1000,T4|A10|T4\np2,500,100,0,1000,T4\n"
     assert traces.read_pods(write_trace(text)) == [
         TracePod(12000, 16384, 1, 460, ()),
@@ -41,12 +41,12 @@ def test_read_pods_with_models(write_trace: Callable[[str], Path]) -> None:
     ]
 
 
-def test_read_pods_without_models(write_trace: Callable[[str], Path]) -> None:
+def test_pods_without_gpu_models_are_read(write_trace: Callable[[str], Path]) -> None:
     text = "name,cpu_milli,memory_mib,num_gpu,gpu_milli\np0,1,2,1,1000\n"
     assert traces.read_pods(write_trace(text)) == [TracePod(1, 2, 1, 1000, ())]
 
 
-def test_read_jobs(write_trace: Callable[[str], Path]) -> None:
+def test_jobs_of_a_trace_are_read(write_trace: Callable[[str], Path]) -> None:
     text = JOBS + "1970-01-02 00:00:41,2240.5,8,17924.0,7f04ca\n"
     assert traces.read_jobs(write_trace(text)) == [TraceJob(86441.0, 2240.5, 8, "7f04ca")]
 
@@ -108,7 +108,7 @@ def test_unreadable_file_is_named_with_a_hint(tmp_path: Path, name: str, message
     assert hint in (caught.value.hint or "")
 
 
-def test_workloads_in_a_directory(tmp_path: Path) -> None:
+def test_workloads_of_a_directory_are_found_by_file_name(tmp_path: Path) -> None:
     for name in ("openb_pod_list_b.csv", "openb_pod_list_a10.csv", traces.NODE_LIST_FILE, "other.csv"):
         (tmp_path / name).touch()
     assert list(traces.find_workloads(tmp_path)) == ["a10", "b"]

@@ -32,7 +32,7 @@ def write_csv(tmp_path: Path):
     return write
 
 
-def test_two_columns_are_required(write_csv) -> None:
+def test_workload_with_only_the_two_required_columns_is_read(write_csv) -> None:
     jobs = read_workload(write_csv("submitted_s,duration_s\n5,60\n1,30\n"))
     assert jobs == [SimJob("job-2", 1.0, 30.0), SimJob("job-1", 5.0, 60.0)]
 
@@ -129,7 +129,7 @@ def test_openb_without_times_draws_them_from_the_seed(write_csv) -> None:
     assert len({job.submitted_s for job in runs[0]}) == 20
 
 
-def test_with_load_scales_submission_times() -> None:
+def test_submission_times_are_scaled_to_the_requested_load() -> None:
     nodes = uniform_nodes(1, gpus=4)
     jobs = [SimJob("a", 0.0, 100.0, gpus=4), SimJob("b", 400.0, 100.0, gpus=4)]
     assert offered_load(jobs, nodes) == 0.5
@@ -138,7 +138,7 @@ def test_with_load_scales_submission_times() -> None:
     assert offered_load(faster, nodes) == 2.0
 
 
-def test_with_limits_keeps_given_limits_and_covers_the_duration() -> None:
+def test_drawn_time_limits_keep_given_limits_and_cover_the_duration() -> None:
     jobs = [SimJob("a", 0, 10.0, time_limit_s=5.0)] + [SimJob(f"j{n}", 0, 100.0) for n in range(50)]
     limited = add_time_limits(jobs, factor=3, seed=0)
     assert limited[0].time_limit_s == 5.0
