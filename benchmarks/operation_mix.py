@@ -61,7 +61,7 @@ MIB = 1024**2
 
 
 @dataclass
-class Samples:
+class ProcessSamples:
     """Readings of each process by the number of operations at that time."""
 
     readings: dict[str, list[tuple[int, Reading]]] = field(default_factory=dict)
@@ -107,7 +107,7 @@ class Samples:
         return ", ".join(f"{name} {each.rss_bytes / MIB:.1f} MiB" for name, each in last.items())
 
 
-def warm_up_figures(before: Samples) -> list[report.Figure]:
+def warm_up_figures(before: ProcessSamples) -> list[report.Figure]:
     """By how much the warm-up, which fills bounded caches, has increased the memory of each process."""
     return [
         report.make_figure(

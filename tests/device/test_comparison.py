@@ -31,7 +31,7 @@ from tests.device.run_classifier import RunClassifier, RunResult, outcome_of
 
 @pytest.mark.timeout(200)
 def test_crash_is_counted_and_comparison_continues() -> None:
-    with Comparison("crashinfo", step_timeout_s=20.0) as comparison:
+    with Comparison("crashing_entries", step_timeout_s=20.0) as comparison:
         names = comparison.describe_entries()["entries"]
         units = [ComparisonUnit(name, "float32", None, errors=False) for name in names if name != "is stuck"]
         found = {one.name: one for one in comparison.run(units)}
@@ -201,7 +201,7 @@ def test_gradients_after_the_last_packed_sequence_are_ignored() -> None:
 
 
 def test_comparison_without_a_response_is_a_crash() -> None:
-    with Comparison("crashinfo", step_timeout_s=1.0) as comparison:
+    with Comparison("crashing_entries", step_timeout_s=1.0) as comparison:
         (found,) = comparison.run([ComparisonUnit("is stuck", "float32", None, errors=False)])
     assert found.is_crashed
     assert "no response" in found.forward.reason
