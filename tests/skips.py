@@ -1,6 +1,7 @@
 """Lists skipped tests and files with their reasons, and optionally fails the run for them.
 
-The plugin SkipReport uses test reports, which xdist forwards to the main process. needs.py decides what to skip.
+The plugin SkipReport uses test reports, which xdist forwards to the main process. needs.py decides what to
+skip.
 """
 
 from __future__ import annotations
