@@ -211,7 +211,7 @@ async def test_leftover_job_without_start_record_is_found_by_its_environment(
             await stray.wait()
 
 
-async def test_agent_with_compiled_library_stops_normally(
+async def test_agent_that_has_compiled_the_library_stops_with_exit_code_zero(
     controller: FakeController, node_dir: Path, start_agent_process: StartAgent
 ) -> None:
     async with start_agent_process(GENIE_AGENT_COMPILE_AHEAD="true") as agent:
@@ -225,7 +225,7 @@ async def test_agent_with_compiled_library_stops_normally(
         assert await agent.wait() == 0
 
 
-async def test_stopping_the_agent_stops_the_compiler(
+async def test_agent_stops_with_exit_code_zero_while_it_compiles_the_library(
     controller: FakeController, node_dir: Path, start_agent_process: StartAgent
 ) -> None:
     async with start_agent_process(GENIE_AGENT_COMPILE_AHEAD="true") as agent:

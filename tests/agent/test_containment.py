@@ -136,7 +136,7 @@ async def test_process_that_escaped_from_its_shim_is_killed_with_the_job(
     assert not stray.is_alive
 
 
-async def test_forged_exit_record_does_not_hide_a_process(
+async def test_process_of_a_job_with_a_forged_exit_record_is_killed(
     launcher_with_cgroup: ShimLauncher, make_plan: MakePlan
 ) -> None:
     record = {"job_id": "job-1", "epoch": 7, "exit_code": 0, "reason": "exit code 0", "ended_at": 1.0}
@@ -167,7 +167,7 @@ async def test_new_agent_kills_a_process_that_escaped_from_an_earlier_one(
     elsewhere.close()
 
 
-async def test_job_that_cannot_enter_its_group_fails_because_of_the_node(
+async def test_job_that_cannot_enter_its_control_group_is_a_failure_of_the_node(
     launcher_with_cgroup: ShimLauncher, make_plan: MakePlan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cgroups, "create", lambda path: None)
@@ -305,7 +305,7 @@ async def test_restarted_agent_withholds_the_accelerator_of_a_process_that_it_ca
         assert not worker.is_alive
 
 
-async def test_agent_process_contains_its_jobs(
+async def test_agent_process_runs_each_job_in_a_control_group(
     controller: FakeController, start_agent_process: StartAgent, node_dir: Path
 ) -> None:
     require_cgroup(f"genie-test-{os.getpid()}", "v2")

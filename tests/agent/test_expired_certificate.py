@@ -62,7 +62,7 @@ def _make_agent(state_dir: Path) -> Agent:
     )
 
 
-async def test_node_returns_within_the_grace_period(tmp_path: Path) -> None:
+async def test_node_with_an_expired_certificate_returns_within_the_grace_period(tmp_path: Path) -> None:
     async with running_controller(tmp_path, tls="on") as one, one.client() as owner:
         node_dir = await _join_with_expired_certificate(one, tmp_path / "node", days=30)
         agent = _make_agent(tmp_path / "node")
@@ -93,7 +93,7 @@ async def test_running_agent_renews_an_expired_certificate(tmp_path: Path) -> No
         assert (await owner.status()).leading
 
 
-async def test_node_that_returns_after_the_grace_period_must_join_again(tmp_path: Path) -> None:
+async def test_node_whose_certificate_expired_beyond_the_grace_period_must_join_again(tmp_path: Path) -> None:
     async with running_controller(tmp_path, tls="on", node_grace_days=20.0) as one:
         await _join_with_expired_certificate(one, tmp_path / "node", days=30)
         with pytest.raises(
@@ -111,7 +111,7 @@ async def _error_of_recovery(one: RunningController, request: RecoverCertificate
     return caught.value
 
 
-async def test_certificate_is_renewed_only_for_its_key_its_node_and_its_token(tmp_path: Path) -> None:
+async def test_expired_certificate_is_renewed_only_for_its_key_its_node_and_its_token(tmp_path: Path) -> None:
     async with running_controller(tmp_path, tls="on") as one, one.client() as owner:
         node_dir = await _join_with_expired_certificate(one, tmp_path / "node", days=30)
         csr_pem = tls.new_csr((node_dir / "node.key").read_bytes())

@@ -90,7 +90,9 @@ async def test_job_that_fills_its_row_can_be_cancelled_and_lost(tmp_path: Path, 
             assert await owner.held("n1") == []
 
 
-async def test_unconfirmed_job_that_fills_its_row_fails_and_a_new_term_begins(tmp_path: Path) -> None:
+async def test_unconfirmed_job_that_fills_its_row_fails_and_the_controller_leads_again(
+    tmp_path: Path,
+) -> None:
     async with running_controller(tmp_path) as one:
         async with one.client() as owner, one.agent() as agent:
             job = await owner.submit(gpus=1)
@@ -182,7 +184,7 @@ async def test_failing_step_of_a_tick_does_not_prevent_scheduling(
         assert alarms == ("reclaiming jobs of lost nodes fails: a bug",)
 
 
-async def test_submission_that_would_grow_in_the_store_is_rejected(tmp_path: Path) -> None:
+async def test_submission_whose_encoding_is_too_large_for_the_store_is_rejected(tmp_path: Path) -> None:
     async with running_controller(tmp_path) as one, one.client() as owner:
         env = {"A": "\x01" * 100_000}
         with pytest.raises(RowTooLargeError, match="working directory"):

@@ -81,7 +81,7 @@ def test_error_names_the_invalid_constraint(constraints: PlacementConstraints, n
         check_job(make_spec(constraints=constraints))
 
 
-def test_island_needs_gpus() -> None:
+def test_constraint_within_an_island_needs_gpus() -> None:
     with pytest.raises(UsageError, match="island requires GPUs"):
         check_job(make_spec(gpus=0, constraints=PlacementConstraints(within=Within.ISLAND)))
 
@@ -107,7 +107,7 @@ def test_gpu_ids_need_a_single_worker() -> None:
         check_job(make_spec(node_id="n1", gpu_ids=(0,), constraints=PlacementConstraints(workers=2)))
 
 
-def test_gpu_memory_is_limited() -> None:
+def test_requested_gpu_memory_out_of_range_is_rejected() -> None:
     check_job(make_spec(resources=Resources(gpus=1, gpu_memory_bytes=1 << 40)))
     with pytest.raises(UsageError, match="gpu_memory_bytes"):
         check_job(make_spec(resources=Resources(gpus=1, gpu_memory_bytes=-1)))

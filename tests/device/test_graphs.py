@@ -208,7 +208,7 @@ def write_batch_norm_statistics(x: torch.Tensor) -> None:
     ids=["in place", "data", "a view", "out", "a list", "batch norm"],
 )
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
-def test_every_write_to_an_argument_is_seen(
+def test_every_kind_of_write_to_an_argument_is_written_back(
     write: Callable[[torch.Tensor], object], mode: Callable[[], AbstractContextManager[None]]
 ) -> None:
     def model(x: torch.Tensor) -> torch.Tensor:
@@ -239,7 +239,7 @@ def test_read_only_arguments_are_not_written_back() -> None:
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["captured", "compiled"])
-def test_inference_mode_can_alternate(compiled: bool) -> None:
+def test_captured_model_can_alternate_between_inference_mode_and_no_grad(compiled: bool) -> None:
     def model(x: torch.Tensor) -> torch.Tensor:
         return x.add_(1) * 2
 
@@ -310,7 +310,7 @@ def test_argument_passed_twice_is_the_same_object_in_the_model() -> None:
     assert [captured(x, x).item(), captured(x, y).item(), captured(y, y).item()] == [1, 2, 1]
 
 
-def test_disjoint_views_need_one_recording() -> None:
+def test_disjoint_views_as_arguments_need_one_recording() -> None:
     captured = capture(lambda x, y: x - y)
     rows = torch.arange(6.0, device=D0).view(6, 1)
     for one, other in ((0, 1), (5, 2), (3, 0)):
@@ -379,7 +379,7 @@ def test_replaced_modules_and_hooks_are_seen() -> None:
 
 
 @pytest.mark.parametrize("method", [False, True])
-def test_mode_of_a_new_module_is_seen(method: bool) -> None:
+def test_training_mode_of_a_replaced_module_is_seen(method: bool) -> None:
     model = nn.Sequential(nn.Linear(2, 8), nn.Dropout(0.9)).to(D0).eval()
     captured = capture(model.forward if method else model)
     x = torch.ones(1, 2, device=D0)
@@ -567,7 +567,7 @@ def test_model_on_two_devices_or_none_is_refused() -> None:
         capture(nn.Linear(2, 2).to(D0))({"a"})
 
 
-def test_method_may_use_part_of_a_module_on_two_devices() -> None:
+def test_method_that_uses_one_device_of_a_module_on_two_is_captured() -> None:
     class Both(nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -185,7 +185,7 @@ def test_wrong_ticket_is_an_error() -> None:
         device.detach()
 
 
-def test_reconnecting_stops_at_its_deadline(
+def test_resuming_a_connection_stops_at_its_timeout(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(connection, "RESUME_TIMEOUT_S", 0.3)

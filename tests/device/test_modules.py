@@ -11,8 +11,8 @@ from tests.device.findings import Summary
 from tests.device.test_opinfo import (
     compare_database,
     pytestmark,  # noqa: F401 - the same time limit, and as long
-    test_failures_are_listed,  # noqa: F401 - with the summary of this file
-    test_listed_entries_fail,  # noqa: F401
+    test_entries_of_the_exception_list_still_fail,  # noqa: F401
+    test_failing_entries_are_in_the_exception_list,  # noqa: F401 - with the summary of this file
 )
 
 INPUTS_MAX = 1

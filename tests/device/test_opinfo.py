@@ -70,19 +70,19 @@ def test_no_entry_is_wrong_or_crashes(summary: Summary) -> None:
     assert not bad, format_problems(bad)
 
 
-def test_failures_are_listed(summary: Summary) -> None:
+def test_failing_entries_are_in_the_exception_list(summary: Summary) -> None:
     unlisted = findings.unlisted_problems(summary.problems, LISTED)
     assert not unlisted, format_problems(unlisted)
 
 
-def test_listed_entries_fail(summary: Summary) -> None:
+def test_entries_of_the_exception_list_still_fail(summary: Summary) -> None:
     stale = [
         f"{line.name} {dtype} {line.direction}" for line, dtype in findings.stale_exceptions(summary, LISTED)
     ]
     assert not stale, "take these off the list:\n" + "\n".join(stale)
 
 
-def test_local_errors_are_remote_errors(summary: Summary) -> None:
+def test_samples_that_raise_locally_raise_remotely(summary: Summary) -> None:
     quiet = {
         name: one.raised.nothing for name, several in summary.by_name.items() for one in several
         if one.raised.nothing
@@ -90,7 +90,7 @@ def test_local_errors_are_remote_errors(summary: Summary) -> None:
     assert quiet == {}
 
 
-def test_whole_database_is_compared(summary: Summary) -> None:
+def test_most_entries_of_the_database_were_compared(summary: Summary) -> None:
     assert len(summary.counted("forward")) > 200
     assert len(summary.counted("backward")) > 150
     assert not [name for name in summary.missing_locally if not name.startswith("jiterator")]

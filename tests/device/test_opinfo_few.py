@@ -11,8 +11,8 @@ from tests.device.findings import ComparisonUnit, Summary
 from tests.device.test_opinfo import (
     sample_count_max,
     select_dtype,
-    test_failures_are_listed,  # noqa: F401
-    test_listed_entries_fail,  # noqa: F401
+    test_entries_of_the_exception_list_still_fail,  # noqa: F401
+    test_failing_entries_are_in_the_exception_list,  # noqa: F401
     test_no_entry_is_wrong_or_crashes,  # noqa: F401 - with the summary of this file
 )
 

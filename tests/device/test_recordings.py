@@ -355,7 +355,7 @@ def test_equal_values_of_other_types_have_separate_recordings(
     assert count_recordings(captured) == len(values)
 
 
-def test_nan_needs_one_recording() -> None:
+def test_nan_argument_needs_one_recording() -> None:
     captured = capture(lambda x, value: x + value)
     for _ in range(3):
         assert captured(torch.ones(2, device=D0), float("nan")).isnan().all().item()

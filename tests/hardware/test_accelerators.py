@@ -43,7 +43,7 @@ async def test_async_reads_use_a_named_thread_that_close_ends() -> None:
 
 
 @pytest.mark.usefixtures("_hide_gpus")
-def test_constructor_opens_no_driver() -> None:
+def test_inventory_constructor_opens_no_driver() -> None:
     assert Inventory(1).absent_reason == ""
 
 

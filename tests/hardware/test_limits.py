@@ -57,7 +57,7 @@ def test_gpu_recovers_after_three_consecutive_good_readings() -> None:
     assert GOOD_READINGS_MIN == 3
 
 
-def test_recovering_gpu_has_its_last_reason_and_others_are_available() -> None:
+def test_recovering_gpu_keeps_its_last_reason_and_other_gpus_are_not_affected() -> None:
     tracker = RecoveryTracker()
     tracker.update(make_gpu(reason="lost"))
     assert tracker.update(make_gpu()).reason == "recovering from: lost"

@@ -100,7 +100,7 @@ async def test_close_works_after_a_cancelled_call(call_thread: CallThread) -> No
 
 
 @pytest.mark.parametrize("turns", range(6))
-async def test_cancellation_that_arrives_with_the_result_is_not_lost(
+async def test_cancellation_of_a_call_that_arrives_with_its_result_is_not_lost(
     call_thread: CallThread, turns: int
 ) -> None:
     """Otherwise a polling loop would never end."""

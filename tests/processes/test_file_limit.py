@@ -40,10 +40,10 @@ def run_python(code: str, *arguments: str) -> list[str]:
 
 
 @pytest.mark.parametrize(("wanted", "found"), [("64", "128"), ("300", "300"), ("4096", "512")])
-def test_limit_is_raised_up_to_the_hard_limit_and_never_lowered(wanted: str, found: str) -> None:
+def test_open_file_limit_is_raised_up_to_the_hard_limit_and_never_lowered(wanted: str, found: str) -> None:
     assert run_python(RAISE_LIMIT_SCRIPT, wanted) == [found, found, "512"]
 
 
-def test_memory_of_freed_objects_is_returned() -> None:
+def test_memory_of_freed_objects_is_returned_to_the_system() -> None:
     trimmed, is_less = run_python(TRIM_HEAP_SCRIPT)
     assert is_less == "True" or trimmed == "False", "the C library cannot trim"

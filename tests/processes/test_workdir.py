@@ -367,7 +367,7 @@ def link_member(name: str, target: str) -> tuple[tarfile.TarInfo, bytes]:
         ([link_member("a", "b" * 5000)], "leads out"),
     ],
 )
-def test_no_name_and_no_link_chain_leads_out(
+def test_no_name_and_no_link_chain_leads_out_of_the_directory(
     tmp_path: Path, members: list[tuple[tarfile.TarInfo, bytes]], words: str
 ) -> None:
     target = tmp_path / "in" / "target"

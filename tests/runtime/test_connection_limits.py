@@ -128,7 +128,7 @@ def test_connection_above_the_rate_replaces_none() -> None:
 
 
 @pytest.mark.parametrize("files", [64, 1024, 4096, 1 << 20])
-def test_limits_follow_from_the_file_limit(files: int) -> None:
+def test_connection_limits_follow_from_the_open_file_limit(files: int) -> None:
     limits = ConnectionLimits.for_file_limit(files)
     assert 0 < limits.connections_max <= CONNECTIONS_MAX
     assert limits.users_max < limits.authenticated_max < limits.connections_max

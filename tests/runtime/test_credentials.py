@@ -79,7 +79,7 @@ async def test_token_is_never_sent_to_another_cluster(tmp_path: Path) -> None:
                 pass
 
 
-async def test_error_names_what_is_missing(tmp_path: Path) -> None:
+async def test_error_names_the_missing_address_or_token(tmp_path: Path) -> None:
     async def find(**settings: object) -> None:
         config = ClusterConfig(**settings)  # type: ignore[arg-type]
         await find_access(config, state_dir=tmp_path, network=NETWORK, timeout_s=5)

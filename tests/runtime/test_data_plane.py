@@ -61,7 +61,7 @@ async def test_backend_given_by_name_is_never_replaced(listening_port: int) -> N
         *({"timeout_s": n} for n in (0, -1, nan, inf)),
     ],
 )
-def test_invalid_values_are_rejected(wrong: dict[str, Any]) -> None:
+def test_invalid_field_of_the_data_plane_config_is_rejected(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(wrong))):
         DataPlaneConfig(**{"host": "127.0.0.1", **wrong})
 

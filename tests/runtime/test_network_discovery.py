@@ -297,7 +297,7 @@ async def test_gpu_direct_needs_gpu_library_and_kernel_module(tmp_path: Path) ->
     assert result.dpdk_available
 
 
-async def test_library_in_a_configured_folder_is_found(tmp_path: Path) -> None:
+async def test_rdma_library_in_a_folder_of_ld_so_conf_is_found(tmp_path: Path) -> None:
     conf, library = "etc/ld.so.conf.d/ofed.conf=/opt/ofed/lib", "opt/ofed/lib/libibverbs.so.1"
     assert (await probe_local_system(write_system_files(tmp_path, *RDMA[:2], conf, library))).rdma_available
 

@@ -226,7 +226,7 @@ async def test_error_in_the_block_of_dial_is_raised_unchanged() -> None:
                 raise KeyError
 
 
-async def test_requests_above_the_limit_are_rejected_and_replies_are_still_read() -> None:
+async def test_requests_above_the_in_flight_limit_are_rejected_and_replies_are_still_read() -> None:
     async def handle(peer: rpc.Peer, request: Message) -> Message:
         await asyncio.Event().wait()
         raise AssertionError

@@ -46,7 +46,7 @@ def test_invalid_ca_files_are_an_error(tmp_path: Path) -> None:
         tls.CertificateAuthority.load_or_create(tmp_path, now=time.time())
 
 
-def test_issuer_sets_the_name() -> None:
+def test_names_in_a_signing_request_are_ignored() -> None:
     authority = tls.CertificateAuthority.create(now=time.time())
     key = ec.generate_private_key(ec.SECP256R1())
     greedy = (

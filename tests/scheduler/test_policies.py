@@ -137,7 +137,9 @@ def exit_process() -> object:
     ],
 )
 @pytest.mark.parametrize("method", ["within", "among"])
-def test_invalid_order_is_disabled(method: str, result: Callable[[], object], what: str) -> None:
+def test_policy_with_an_invalid_order_is_disabled(
+    method: str, result: Callable[[], object], what: str
+) -> None:
     harness = harness_with(policy_with_broken_method(result, method))
     harness.submit("one", gpus=3)
     harness.submit("two", gpus=1)
@@ -187,7 +189,7 @@ def test_queue_is_reordered_when_a_policy_is_disabled() -> None:
     assert harness.advance(25.0) == ["j0", "j2", "bad"]
 
 
-def test_inconsistent_order_yields_every_job_once() -> None:
+def test_queue_with_an_inconsistent_policy_yields_every_job_once() -> None:
     numbers = itertools.count()
 
     class Restless:

@@ -65,7 +65,7 @@ def test_tenant_with_the_smallest_dominant_share_is_next() -> None:
     ]  # fmt: skip
 
 
-def test_reservation_moves_when_a_higher_job_displaces_a_start() -> None:
+def test_job_displaced_by_one_of_higher_priority_gets_a_reservation() -> None:
     harness = SchedulerHarness(node("n", 1), rules=FIFO)
     harness.submit("small", shape=Shape(1, 100), preemptible=True, time_limit_s=1.0)
     harness.submit("next", time_limit_s=1.0)
@@ -345,7 +345,7 @@ def test_preemptible_jobs_move_so_that_a_large_job_fits() -> None:
     ]
 
 
-def test_job_that_fits_nowhere_else_or_is_not_preemptible_does_not_move() -> None:
+def test_job_that_fits_nowhere_else_or_is_not_preemptible_is_not_moved_to_defragment() -> None:
     pinned = fragmented_cluster(shape=Shape(gpus=2, nodes=frozenset({"b"})))
     assert pinned.preempted() == []
     assert fragmented_cluster(preemptible=False).preempted() == []
@@ -357,7 +357,7 @@ def test_job_that_fits_nowhere_else_or_is_not_preemptible_does_not_move() -> Non
 # --- fragmentation ------------------------------------------------------------------------------
 
 
-def test_pending_fraction_starts_when_another_ends() -> None:
+def test_pending_job_for_a_fraction_of_a_gpu_is_not_starved_by_smaller_ones() -> None:
     harness = SchedulerHarness(node("n", 2), rules=FIFO)
     for number in range(4):
         harness.submit(f"half{number}", shape=Shape(gpus=1, gpu_milli=500), time_limit_s=10.0 + number)
@@ -472,7 +472,7 @@ def test_pending_reasons_follow_the_current_reservation() -> None:
 # --- changed rules ------------------------------------------------------------------------------
 
 
-def test_new_order_applies_from_the_next_pass() -> None:
+def test_new_queue_order_applies_from_the_next_pass() -> None:
     harness = SchedulerHarness(node("n", 2), rules=FIFO)
     harness.submit("runs", gpus=2, time_limit_s=10.0)
     harness.submit("low", gpus=2)
@@ -568,7 +568,7 @@ def test_job_gets_the_gpu_it_names_or_waits() -> None:
         ),
     ],
 )
-def test_busy_named_gpu_has_a_reason(held: Shape, wanted: Shape, why: str) -> None:
+def test_pending_reason_states_why_a_requested_gpu_is_not_free(held: Shape, wanted: Shape, why: str) -> None:
     outside = (0, 60_000, 0, 0)
     harness = SchedulerHarness(
         node("n", 4, memory_outside_mib=outside, blocked_gpus=frozenset({0})), rules=FIFO
@@ -621,7 +621,7 @@ def test_named_gpu_is_reserved_for_the_waiting_job() -> None:
     assert harness.advance(10.0) == ["pinned"]
 
 
-def test_reason_names_the_job_with_the_gpu_reservation() -> None:
+def test_pending_reason_names_the_job_with_the_gpu_reservation() -> None:
     harness = SchedulerHarness(node("n", 2), rules=FIFO)
     harness.submit("holds", shape=shape_on_gpus(0), time_limit_s=10.0)
     harness.submit("pinned", shape=shape_on_gpus(0), time_limit_s=5.0)
@@ -704,7 +704,7 @@ def test_reclaiming_preempts_no_more_than_requested() -> None:
     assert len(harness.allocations.allocations_by_job["elastic"].places) == 1
 
 
-def test_rest_of_a_reserved_gpu_goes_to_the_reservation_holder() -> None:
+def test_reserved_gpu_is_shared_by_the_reservation_holder_and_a_later_fraction() -> None:
     harness = SchedulerHarness(node("n", 1), node("m", 1), rules=FIFO)
     harness.submit("other", shape=Shape(gpus=1, nodes=frozenset({"m"})), time_limit_s=50.0)
     harness.submit("most", shape=shape_on_gpus(0, milli=800), time_limit_s=10.0)

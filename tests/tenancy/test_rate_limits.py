@@ -26,7 +26,7 @@ def test_rejections_that_are_charged_extend_the_wait_up_to_a_limit() -> None:
 
 
 @given(st.lists(st.tuples(st.floats(0.0, 2.0), st.floats(0.01, 3.0)), max_size=50))
-def test_rate_never_exceeds_the_burst_plus_the_average(steps: list[tuple[float, float]]) -> None:
+def test_units_taken_never_exceed_the_burst_plus_the_average_rate(steps: list[tuple[float, float]]) -> None:
     limit = RateLimit(units_per_s=2.0, burst_units=3.0, now_s=0.0)
     now_s = taken = 0.0
     for pause_s, units in steps:

@@ -206,7 +206,7 @@ async def test_placements_stay_within_the_launch_capacity(
         assert launched == [first.result().job_id, second.result().job_id]
 
 
-async def test_placement_counts_before_it_is_durable_and_not_after_rollback(tmp_path: Path) -> None:
+async def test_planner_counts_a_placement_during_its_commit_and_not_after_rollback(tmp_path: Path) -> None:
     async with running_controller(tmp_path) as one, one.client() as client, one.agent(gpus=1) as agent:
         assert one.controller is not None
         planner, commit, seen = one.controller._planner, one.store.commit, []

@@ -199,7 +199,7 @@ def test_tenant_evicts_no_recent_upload_of_another(tmp_path: Path) -> None:
     assert not blobs.get_status(_sha256(blue), tenant="blue").complete, "its own, at any time"
 
 
-def test_other_tenants_evict_what_was_not_used_for_some_time(tmp_path: Path) -> None:
+def test_other_tenants_evict_blobs_that_were_not_used_for_some_time(tmp_path: Path) -> None:
     clock = FakeClock()
     blobs = _make_blobs(tmp_path / "blobs", 300, of_tenant=300, clock=clock)
     _upload(blobs, b"b" * 100, tenant="blue")

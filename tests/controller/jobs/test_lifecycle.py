@@ -59,7 +59,7 @@ async def test_job_is_placed_confirmed_and_ends_with_its_exit_code(tmp_path: Pat
         (None, {"started": False}, JobState.FAILED, "said by the node"),
     ],
 )
-async def test_outcome_of_an_exit_report(
+async def test_exit_report_determines_final_state_and_reason(
     tmp_path: Path, code: int | None, how: dict[str, bool], state: JobState, reason: str
 ) -> None:
     async with running_controller(tmp_path) as one, one.client() as owner, one.agent() as agent:
@@ -229,7 +229,7 @@ async def test_job_fails_after_repeated_launch_rejections(refusal: GenieError, t
         assert await owner.held("n1") == []
 
 
-async def test_rejection_of_a_void_launch_does_not_count(tmp_path: Path) -> None:
+async def test_rejection_of_a_void_launch_does_not_count_as_an_attempt(tmp_path: Path) -> None:
     async with running_controller(tmp_path) as one, one.client() as owner, one.agent() as agent:
         job = await owner.submit(gpus=1)
         assert one.controller is not None

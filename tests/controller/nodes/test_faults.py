@@ -52,7 +52,7 @@ def test_job_is_placed_at_once_after_the_first_fault_of_a_node_and_later_after_a
     assert backoff.record_rejection("j", 5) == 1, "they are not rejections of the job"
 
 
-async def test_job_that_nodes_reject_is_not_failed_and_goes_elsewhere(tmp_path: Path) -> None:
+async def test_job_that_a_node_rejects_often_does_not_fail_and_runs_on_another_node(tmp_path: Path) -> None:
     clock = FakeClock()
     async with running_controller(tmp_path, clock=clock) as one, one.client() as owner, one.agent() as full:
         full.refuse = FULL

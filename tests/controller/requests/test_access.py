@@ -171,7 +171,7 @@ def rare_controller_ticks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("rare_controller_ticks")
-async def test_used_tokens_are_deleted_after_a_day(tmp_path: Path) -> None:
+async def test_expired_and_revoked_tokens_are_deleted_after_a_day(tmp_path: Path) -> None:
     clock = FakeClock()
     async with running_controller(tmp_path, clock=clock, **RARE_TICKS) as one, one.client() as owner:
         await one.token(TokenKind.JOIN)
@@ -260,7 +260,7 @@ async def test_taken_node_id_gets_a_number(tmp_path: Path) -> None:
             await _request_unauthenticated(one, Join(token=token, requested_node_id="No Good", csr_pem=""))
 
 
-async def test_used_join_tokens_and_nodes_do_not_count_as_tokens(
+async def test_nodes_and_used_join_tokens_do_not_count_towards_the_token_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tokens, "TOKENS_MAX", 3)

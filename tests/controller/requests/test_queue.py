@@ -168,7 +168,7 @@ async def test_user_sees_its_own_jobs_and_only_the_number_of_others() -> None:
     assert TWO not in str(reply) and "red" not in str(reply)
 
 
-async def test_limit_omits_later_jobs() -> None:
+async def test_queue_listing_with_a_limit_omits_later_jobs() -> None:
     cluster = make_busy_cluster()
     reply = await cluster.queue(OWNER, limit=2)
     assert [each.job_id for each in reply.jobs] == [TWO, THREE]

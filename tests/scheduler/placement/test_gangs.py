@@ -165,7 +165,7 @@ def test_smallest_sufficient_island_is_used(placer: Placer) -> None:
     assert placer.place(four, 1) == (0, (1, 3, 5, 7))
 
 
-def test_one_island_request_does_not_span_two(placer: Placer) -> None:
+def test_request_within_one_island_does_not_span_two_islands(placer: Placer) -> None:
     add_nodes(placer, 1, islands=[0, 0, 1, 1])
     placer.take(register_whole_gpu_class(placer, 1), 1, node=0, gpus=[0])
     assert placer.choose(register_whole_gpu_class(placer, 3), 1) == (0, (1, 2, 3))

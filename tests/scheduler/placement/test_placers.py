@@ -153,7 +153,7 @@ def test_scarce_nodes_are_left_to_requests_that_need_them(placer: Placer) -> Non
     assert placer.place(picky, 1) == (scarce, (0,))
 
 
-def test_refresh_in_small_steps_equals_one_refresh() -> None:
+def test_refresh_of_placer_caches_in_small_steps_equals_one_refresh() -> None:
     library = libraries.load("genie_scheduler")
     answers = []
     for budget in (1, 2**40):
