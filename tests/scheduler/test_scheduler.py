@@ -511,8 +511,8 @@ def test_changed_assumed_run_time_changes_the_estimated_start() -> None:
 
 def test_new_scheduling_rules_drop_gpu_reservations() -> None:
     harness = SchedulerHarness(node("n", 1), rules=FIFO)
-    harness.submit("half", shape=shape_on_gpus(0, milli=500))
-    harness.submit("pinned", shape=shape_on_gpus(0))
+    harness.submit("half", shape=on_gpus(0, milli=500))
+    harness.submit("pinned", shape=on_gpus(0))
     harness.submit("first", shape=Shape(gpus=1, gpu_milli=500), deadline_at=99.0)
     assert harness.started() == ["half"]
     harness.scheduler.set_rules(Rules(order=Priority(), allows_preemption=False))
@@ -522,15 +522,15 @@ def test_new_scheduling_rules_drop_gpu_reservations() -> None:
 # --- GPUs requested by number -------------------------------------------------------------------
 
 
-def shape_on_gpus(*gpu_ids: int, milli: int = 1000, **needs: int) -> Shape:
+def on_gpus(*gpu_ids: int, milli: int = 1000, **needs: int) -> Shape:
     return Shape(gpus=1, gpu_milli=milli, nodes=frozenset({"n"}), gpu_ids=gpu_ids, **needs)
 
 
 def test_job_gets_the_gpu_it_names_or_waits() -> None:
     harness = SchedulerHarness(node("m", 4), node("n", 4), rules=FIFO)
-    harness.submit("first", shape=shape_on_gpus(2), time_limit_s=10.0)
-    harness.submit("second", shape=shape_on_gpus(2))
-    harness.submit("third", shape=shape_on_gpus(1, 2))
+    harness.submit("first", shape=on_gpus(2), time_limit_s=10.0)
+    harness.submit("second", shape=on_gpus(2))
+    harness.submit("third", shape=on_gpus(1, 2))
     assert harness.started() == ["first", "third"]
     assert harness.allocations.allocations_by_job["first"].places == (WorkerPlace("n", (2,)),)
     assert harness.allocations.allocations_by_job["third"].places == (WorkerPlace("n", (1,)),)
@@ -545,25 +545,25 @@ def test_job_gets_the_gpu_it_names_or_waits() -> None:
     ("held", "wanted", "why"),
     [
         (
-            shape_on_gpus(1, milli=700),
-            shape_on_gpus(1, milli=500),
+            on_gpus(1, milli=700),
+            on_gpus(1, milli=500),
             "GPU 1 of n is 0.3 free, the rest is held by other",
         ),
         (
-            shape_on_gpus(1, milli=100),
-            shape_on_gpus(1, milli=500, gpu_memory_mib=90_000),
+            on_gpus(1, milli=100),
+            on_gpus(1, milli=500, gpu_memory_mib=90_000),
             "GPU 1 of n has 79.1 GiB of memory free",
         ),
-        (shape_on_gpus(1, milli=100), shape_on_gpus(5), "no suitable node: n: has no GPU 5"),
-        (shape_on_gpus(1, milli=100), shape_on_gpus(0), "no suitable node: n: GPU 0 accepts no new jobs"),
+        (on_gpus(1, milli=100), on_gpus(5), "no suitable node: n: has no GPU 5"),
+        (on_gpus(1, milli=100), on_gpus(0), "no suitable node: n: GPU 0 accepts no new jobs"),
         (
-            shape_on_gpus(1, milli=100),
-            replace(shape_on_gpus(1), gpus=2),
+            on_gpus(1, milli=100),
+            replace(on_gpus(1), gpus=2),
             "no suitable node: n: 2 GPUs are requested, but 1 by number",
         ),
         (
-            shape_on_gpus(1, milli=100),
-            replace(shape_on_gpus(1), models=frozenset({"A100"})),
+            on_gpus(1, milli=100),
+            replace(on_gpus(1), models=frozenset({"A100"})),
             "no suitable node: n: GPU model is H200",
         ),
     ],
@@ -581,8 +581,8 @@ def test_pending_reason_states_why_a_requested_gpu_is_not_free(held: Shape, want
 
 def test_job_waits_for_a_named_gpu_of_another_tenant() -> None:
     harness = SchedulerHarness(node("n", 2), rules=FIFO)
-    harness.submit("theirs", tenant="b", shape=shape_on_gpus(0, milli=100))
-    harness.submit("mine", shape=shape_on_gpus(0, milli=100))
+    harness.submit("theirs", tenant="b", shape=on_gpus(0, milli=100))
+    harness.submit("mine", shape=on_gpus(0, milli=100))
     assert harness.started() == ["theirs"]
     assert harness.pending("mine").reason == "GPU 0 of n is held by theirs"
     assert harness.pending("mine").starts_at == 86_400.0
@@ -593,8 +593,8 @@ def test_job_waiting_for_a_named_gpu_does_not_block_others(backfills: bool) -> N
     harness = SchedulerHarness(
         node("n", 4), node("m", 4), rules=Rules(order=Fifo(), allows_backfill=backfills)
     )
-    harness.submit("forever", shape=shape_on_gpus(0))
-    harness.submit("pinned", shape=shape_on_gpus(0))
+    harness.submit("forever", shape=on_gpus(0))
+    harness.submit("pinned", shape=on_gpus(0))
     harness.submit("endless", gpus=3)
     harness.submit("runs", gpus=2, time_limit_s=10.0)
     assert harness.started() == ["forever", "endless", "runs"]
@@ -609,13 +609,13 @@ def test_job_waiting_for_a_named_gpu_does_not_block_others(backfills: bool) -> N
 
 def test_named_gpu_is_reserved_for_the_waiting_job() -> None:
     harness = SchedulerHarness(node("n", 2), rules=FIFO)
-    harness.submit("half", shape=shape_on_gpus(0, milli=500), time_limit_s=10.0)
-    harness.submit("pinned", shape=shape_on_gpus(0))
-    harness.submit("whole", shape=shape_on_gpus(1))
+    harness.submit("half", shape=on_gpus(0, milli=500), time_limit_s=10.0)
+    harness.submit("pinned", shape=on_gpus(0))
+    harness.submit("whole", shape=on_gpus(1))
     assert harness.started() == ["half", "whole"]
     for number in range(3):
         harness.submit(f"thief{number}", shape=Shape(gpus=1, gpu_milli=100))
-        harness.submit(f"next{number}", shape=shape_on_gpus(0, milli=100))
+        harness.submit(f"next{number}", shape=on_gpus(0, milli=100))
     assert harness.started() == []
     assert harness.pending("next1").reason == "GPU 0 of n is reserved for pinned"
     assert harness.advance(10.0) == ["pinned"]
@@ -623,8 +623,8 @@ def test_named_gpu_is_reserved_for_the_waiting_job() -> None:
 
 def test_pending_reason_names_the_job_with_the_gpu_reservation() -> None:
     harness = SchedulerHarness(node("n", 2), rules=FIFO)
-    harness.submit("holds", shape=shape_on_gpus(0), time_limit_s=10.0)
-    harness.submit("pinned", shape=shape_on_gpus(0), time_limit_s=5.0)
+    harness.submit("holds", shape=on_gpus(0), time_limit_s=10.0)
+    harness.submit("pinned", shape=on_gpus(0), time_limit_s=5.0)
     harness.submit("both", gpus=2)
     harness.submit("other")
     assert harness.started() == ["holds", "other"]
@@ -636,8 +636,8 @@ def test_pending_reason_names_the_job_with_the_gpu_reservation() -> None:
 
 def test_job_of_higher_rank_overrides_a_gpu_reservation() -> None:
     harness = SchedulerHarness(node("n", 2), rules=PRIORITY)
-    harness.submit("half", shape=shape_on_gpus(0, milli=500), preemptible=True, grace_s=0.0)
-    harness.submit("pinned", shape=shape_on_gpus(0))
+    harness.submit("half", shape=on_gpus(0, milli=500), preemptible=True, grace_s=0.0)
+    harness.submit("pinned", shape=on_gpus(0))
     assert harness.started() == ["half"]
     harness.submit("share", shape=Shape(gpus=2, gpu_milli=100), priority=5)
     assert harness.started() == ["share"]
@@ -651,10 +651,10 @@ def test_job_of_higher_rank_overrides_a_gpu_reservation() -> None:
 
 def test_job_that_names_a_gpu_preempts_a_lower_one() -> None:
     harness = SchedulerHarness(node("n", 2), rules=PRIORITY)
-    harness.submit("low0", shape=shape_on_gpus(0), preemptible=True, grace_s=5.0)
-    harness.submit("low1", shape=shape_on_gpus(1), preemptible=True, grace_s=5.0)
+    harness.submit("low0", shape=on_gpus(0), preemptible=True, grace_s=5.0)
+    harness.submit("low1", shape=on_gpus(1), preemptible=True, grace_s=5.0)
     assert len(harness.started()) == 2
-    harness.submit("high", shape=shape_on_gpus(1), priority=5)
+    harness.submit("high", shape=on_gpus(1), priority=5)
     assert harness.preempted() == ["low1"]
     harness.submit("thief", priority=4)
     assert harness.advance(5.0) == ["high"]
@@ -662,8 +662,8 @@ def test_job_that_names_a_gpu_preempts_a_lower_one() -> None:
 
 def test_gpu_reservation_ends_when_its_job_is_withdrawn() -> None:
     harness = SchedulerHarness(node("n", 1), rules=FIFO)
-    harness.submit("half", shape=shape_on_gpus(0, milli=500))
-    harness.submit("pinned", shape=shape_on_gpus(0))
+    harness.submit("half", shape=on_gpus(0, milli=500))
+    harness.submit("pinned", shape=on_gpus(0))
     assert harness.started() == ["half"]
     harness.submit("other", shape=Shape(gpus=1, gpu_milli=500))
     assert harness.started() == []
@@ -678,7 +678,7 @@ def test_gpu_reservation_ends_when_its_job_is_withdrawn() -> None:
 def test_job_with_a_named_gpu_that_lacks_cpus_gets_the_reservation() -> None:
     harness = SchedulerHarness(node("n", 2), rules=FIFO)
     harness.submit("greedy", shape=Shape(cpu_milli=60_000), time_limit_s=9.0)
-    harness.submit("pinned", shape=shape_on_gpus(0, cpu_milli=9_000))
+    harness.submit("pinned", shape=on_gpus(0, cpu_milli=9_000))
     harness.submit("long", shape=Shape(cpu_milli=2_000))
     harness.submit("more", shape=Shape(cpu_milli=60_000))
     assert harness.started() == ["greedy", "long"]
@@ -707,8 +707,8 @@ def test_reclaiming_preempts_no_more_than_requested() -> None:
 def test_reserved_gpu_is_shared_by_the_reservation_holder_and_a_later_fraction() -> None:
     harness = SchedulerHarness(node("n", 1), node("m", 1), rules=FIFO)
     harness.submit("other", shape=Shape(gpus=1, nodes=frozenset({"m"})), time_limit_s=50.0)
-    harness.submit("most", shape=shape_on_gpus(0, milli=800), time_limit_s=10.0)
-    harness.submit("pinned", shape=shape_on_gpus(0, milli=300))
+    harness.submit("most", shape=on_gpus(0, milli=800), time_limit_s=10.0)
+    harness.submit("pinned", shape=on_gpus(0, milli=300))
     harness.submit("half", shape=Shape(gpus=1, gpu_milli=500))
     assert harness.started() == ["other", "most"]
     assert harness.pending("half").starts_at == 50.0
@@ -763,13 +763,13 @@ def test_elastic_job_on_a_reserved_gpu_is_not_preempted_again() -> None:
 
 def test_job_starts_without_a_pass_if_the_queue_is_empty() -> None:
     harness = SchedulerHarness(node("n", 2))
-    first = make_unsubmitted_request(harness, "first")
+    first = new_request(harness, "first")
     start = harness.scheduler.try_start_now(first, 5.0)
     assert start == Start("first", (WorkerPlace("n", (0,)),), "fits: n")
     assert harness.scheduler.is_running("first")
     assert harness.allocations.usage("a").gpu_milli == 1000
     assert harness.decide() == []
-    assert harness.scheduler.try_start_now(make_unsubmitted_request(harness, "large", gpus=2), 5.0) is None
+    assert harness.scheduler.try_start_now(new_request(harness, "large", gpus=2), 5.0) is None
     assert not harness.scheduler.is_running("large"), "nothing has changed"
     assert not harness.scheduler.is_queued("large")
     harness.scheduler.record_end("first")
@@ -779,23 +779,21 @@ def test_job_starts_without_a_pass_if_the_queue_is_empty() -> None:
 def test_job_does_not_start_without_a_pass_if_jobs_are_queued_or_over_quota() -> None:
     harness = SchedulerHarness(node("n", 2))
     harness.submit("large", 4)
-    assert harness.scheduler.try_start_now(make_unsubmitted_request(harness, "small"), 0.0) is None, (
+    assert harness.scheduler.try_start_now(new_request(harness, "small"), 0.0) is None, (
         "another job has arrived"
     )
     harness.decide()
-    assert harness.scheduler.try_start_now(make_unsubmitted_request(harness, "small"), 0.0) is None, (
-        "a job is queued"
-    )
+    assert harness.scheduler.try_start_now(new_request(harness, "small"), 0.0) is None, "a job is queued"
     harness.scheduler.withdraw("large")
-    assert harness.scheduler.try_start_now(make_unsubmitted_request(harness, "small"), 0.0) is not None
+    assert harness.scheduler.try_start_now(new_request(harness, "small"), 0.0) is not None
 
     bound = Rules(quotas=Quotas({"a": Quota(guaranteed=gpu_amounts(1))}))
     harness = SchedulerHarness(node("n", 2), rules=bound)
-    assert harness.scheduler.try_start_now(make_unsubmitted_request(harness, "one"), 0.0) is not None
-    assert harness.scheduler.try_start_now(make_unsubmitted_request(harness, "two"), 0.0) is None
+    assert harness.scheduler.try_start_now(new_request(harness, "one"), 0.0) is not None
+    assert harness.scheduler.try_start_now(new_request(harness, "two"), 0.0) is None
 
 
-def make_unsubmitted_request(harness: SchedulerHarness, name: str, gpus: int = 1) -> JobRequest:
+def new_request(harness: SchedulerHarness, name: str, gpus: int = 1) -> JobRequest:
     """What the harness would submit, without submitting it."""
     request = harness.submit(name, gpus)
     harness.scheduler.withdraw(name)
