@@ -28,7 +28,9 @@ from tests.controller.running_controller import RunningController, running_contr
 from tests.waiting import until
 
 
-async def _join_with_expired_certificate(one: RunningController, state_dir: Path, *, days: float) -> Path:
+async def _join_with_expired_certificate(
+    one: RunningController, state_dir: Path, *, expired_days: float
+) -> Path:
     """A node whose certificate expired this many days ago."""
     token = await one.token(TokenKind.JOIN)
     node_dir = await join_cluster(
@@ -36,7 +38,7 @@ async def _join_with_expired_certificate(one: RunningController, state_dir: Path
     )
     csr_pem = tls.new_csr((node_dir / "node.key").read_bytes())
     (node_dir / "node.pem").write_text(
-        _issue_node_certificate(one, csr_pem, now=time.time() - (days + 7) * 86400)
+        _issue_node_certificate(one, csr_pem, now=time.time() - (expired_days + 7) * 86400)
     )
     return node_dir
 
@@ -64,7 +66,7 @@ def _make_agent(state_dir: Path) -> Agent:
 
 async def test_node_with_an_expired_certificate_returns_within_the_grace_period(tmp_path: Path) -> None:
     async with running_controller(tmp_path, tls="on") as one, one.client() as owner:
-        node_dir = await _join_with_expired_certificate(one, tmp_path / "node", days=30)
+        node_dir = await _join_with_expired_certificate(one, tmp_path / "node", expired_days=30)
         agent = _make_agent(tmp_path / "node")
         async with asyncio.TaskGroup() as group:
             group.create_task(agent.run())
@@ -80,7 +82,7 @@ async def test_node_with_an_expired_certificate_returns_within_the_grace_period(
 async def test_running_agent_renews_an_expired_certificate(tmp_path: Path) -> None:
     """As after a suspend of the machine: the process is the same."""
     async with running_controller(tmp_path, tls="on") as one, one.client() as owner:
-        node_dir = await _join_with_expired_certificate(one, tmp_path / "node", days=30)
+        node_dir = await _join_with_expired_certificate(one, tmp_path / "node", expired_days=30)
         expired_pem = (node_dir / "node.pem").read_text()
         connection = _make_agent(tmp_path / "node")._connection
         await renew_certificate_if_due(node_dir, connection, now=time.time(), timeout_s=5, offload=run_inline)
@@ -95,7 +97,7 @@ async def test_running_agent_renews_an_expired_certificate(tmp_path: Path) -> No
 
 async def test_node_whose_certificate_expired_beyond_the_grace_period_must_join_again(tmp_path: Path) -> None:
     async with running_controller(tmp_path, tls="on", node_grace_days=20.0) as one:
-        await _join_with_expired_certificate(one, tmp_path / "node", days=30)
+        await _join_with_expired_certificate(one, tmp_path / "node", expired_days=30)
         with pytest.raises(
             CertificateExpiredError, match="expired 30 days ago; the grace period is 20 days"
         ) as caught:
@@ -113,7 +115,7 @@ async def _error_of_recovery(one: RunningController, request: RecoverCertificate
 
 async def test_expired_certificate_is_renewed_only_for_its_key_its_node_and_its_token(tmp_path: Path) -> None:
     async with running_controller(tmp_path, tls="on") as one, one.client() as owner:
-        node_dir = await _join_with_expired_certificate(one, tmp_path / "node", days=30)
+        node_dir = await _join_with_expired_certificate(one, tmp_path / "node", expired_days=30)
         csr_pem = tls.new_csr((node_dir / "node.key").read_bytes())
         own = RecoverCertificate(
             token=(node_dir / "node.token").read_text(),
@@ -138,7 +140,7 @@ async def test_expired_certificate_is_renewed_only_for_its_key_its_node_and_its_
 
 async def test_rejected_certificate_is_not_reported_as_another_program(tmp_path: Path) -> None:
     async with running_controller(tmp_path, tls="on") as one:
-        await _join_with_expired_certificate(one, tmp_path / "node", days=30)
+        await _join_with_expired_certificate(one, tmp_path / "node", expired_days=30)
         access = read_identity(find_node_dir(tmp_path / "node", "n1"))
         with pytest.raises(ConnectionLostError) as caught:
             async with connect_authenticated(TcpNetwork(), access, timeout_s=5, program="agent"):

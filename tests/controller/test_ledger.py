@@ -55,7 +55,7 @@ class LedgerSetup:
         self.store = store
         self.election = Election(store, clock=clock, name="a", ttl_s=60.0, health=StoreHealth())
         self.ledger = Ledger(store, self.election, StoreHealth())
-        self.placer = FirstFreeGpu(self.ledger)
+        self.placer = FirstFreeGpuPlacer(self.ledger)
         self.jobs = JobLifecycle(
             self.ledger,
             config=ControllerConfig(queue_max=3),
@@ -118,7 +118,7 @@ class LedgerSetup:
             store.commit = commit  # type: ignore[method-assign]
 
 
-class FirstFreeGpu:
+class FirstFreeGpuPlacer:
     """Places every job at its submission, on the first free GPU as the builds see it."""
 
     def __init__(self, ledger: Ledger) -> None:

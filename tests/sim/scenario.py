@@ -103,10 +103,10 @@ KINDS = {
 def run_seed(seed: int, kind: str, directory: Path, *, faults: tuple[str, ...] = ()) -> list[str]:
     """Run a seed; `faults` replaces those of the kind. Return the violations."""
     chosen = KINDS[kind]
-    return loop.run_simulated(_run(seed, directory, replace(chosen, faults=faults or chosen.faults)))
+    return loop.run_simulated(_run_scenario(seed, directory, replace(chosen, faults=faults or chosen.faults)))
 
 
-async def _run(seed: int, directory: Path, kind: ScenarioKind) -> list[str]:
+async def _run_scenario(seed: int, directory: Path, kind: ScenarioKind) -> list[str]:
     async with asyncio.TaskGroup() as group:
         cluster = SimCluster(
             seed,
@@ -176,7 +176,7 @@ async def _run_jobs(cluster: SimCluster, checker: InvariantChecker, kind: Scenar
         )
         await fault_injector.undo_owner_actions(cluster)
         job_ids = await submitting
-    await _wait_settled(cluster, checker, job_ids)
+    await _wait_until_nothing_is_held(cluster, checker, job_ids)
     stored = {job.job_id for job in checker.ended_jobs.values() if job.tenant == INNOCENT}
     if stored != set(job_ids):
         cluster.machines.report_violation(f"{len(stored)} jobs for {len(job_ids)} submissions")
@@ -265,7 +265,9 @@ async def _read_until_ended(cluster: SimCluster, job_id: str) -> None:
         transitions = len(job.history)
 
 
-async def _wait_settled(cluster: SimCluster, checker: InvariantChecker, job_ids: list[str]) -> None:
+async def _wait_until_nothing_is_held(
+    cluster: SimCluster, checker: InvariantChecker, job_ids: list[str]
+) -> None:
     """Wait until all jobs have ended and nothing is held."""
     checker.have_faults_ended = True
     while True:

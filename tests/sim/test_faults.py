@@ -30,7 +30,7 @@ class ScenarioOutcome:
     violations: list[str]
 
 
-async def _wait_settled(cluster: SimCluster) -> dict[str, Job]:
+async def _wait_until_nothing_is_held(cluster: SimCluster) -> dict[str, Job]:
     """Wait until all jobs have ended and return them."""
     end_s = cluster.world.now_s + SETTLE_S
     while True:
@@ -62,7 +62,7 @@ async def _run_scenario(
         submitting = group.create_task(submit_all())
         await fault_injector.inject_faults(cluster, duration_s=80.0, mean_interval_s=4.0, kinds=kinds)
         ids = await submitting
-        jobs = await _wait_settled(cluster)
+        jobs = await _wait_until_nothing_is_held(cluster)
         assert set(jobs) == set(ids), "every request creates exactly one job"
         assert not cluster.machines.live_processes(), "no process runs without a job"
         for job in jobs.values():

@@ -189,7 +189,7 @@ def _decisions_of_rebuilt_planner(controller: Controller) -> list[str]:
     return [str(each) for each in decisions if isinstance(each, Start | Preempt)]
 
 
-async def _wait_settled(cluster: SimCluster, *, all_over: bool) -> None:
+async def _wait_until_idle(cluster: SimCluster, *, all_over: bool) -> None:
     """Wait until no job runs and none could start, or with `all_over` until all have ended."""
     end_s = cluster.world.now_s + SETTLE_S
     while True:
@@ -289,9 +289,9 @@ async def _run_scenario(
 
 
 async def _settle_and_check(cluster: SimCluster, outcome: ScenarioOutcome) -> None:
-    await _wait_settled(cluster, all_over=False)
+    await _wait_until_idle(cluster, all_over=False)
     await fault_injector.undo_owner_actions(cluster)
-    await _wait_settled(cluster, all_over=True)
+    await _wait_until_idle(cluster, all_over=True)
     outcome.jobs = await cluster.fetch_jobs()
     report_violation = outcome.violations.append
     if set(outcome.jobs) != set(outcome.submitted):

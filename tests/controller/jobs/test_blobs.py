@@ -25,9 +25,15 @@ def _sha256(data: bytes) -> str:
 
 
 def _make_blobs(
-    directory: Path, bytes_max: int = 1 << 20, *, of_tenant: int = 1 << 30, clock: FakeClock | None = None
+    directory: Path,
+    bytes_max: int = 1 << 20,
+    *,
+    tenant_bytes_max: int = 1 << 30,
+    clock: FakeClock | None = None,
 ) -> Blobs:
-    return Blobs(directory, bytes_max=bytes_max, tenant_bytes_max=of_tenant, clock=clock or FakeClock())
+    return Blobs(
+        directory, bytes_max=bytes_max, tenant_bytes_max=tenant_bytes_max, clock=clock or FakeClock()
+    )
 
 
 def _upload(blobs: Blobs, data: bytes, *, tenant: str = "t", needed: frozenset[str] = NOBODY) -> None:
@@ -183,7 +189,7 @@ def test_blob_is_not_accessible_to_another_tenant(tmp_path: Path) -> None:
 
 def test_tenant_evicts_no_recent_upload_of_another(tmp_path: Path) -> None:
     clock = FakeClock()
-    blobs = _make_blobs(tmp_path / "blobs", 500, of_tenant=300, clock=clock)
+    blobs = _make_blobs(tmp_path / "blobs", 500, tenant_bytes_max=300, clock=clock)
     blue = b"b" * 200
     _upload(blobs, blue, tenant="blue")
     for number in range(10):
@@ -201,7 +207,7 @@ def test_tenant_evicts_no_recent_upload_of_another(tmp_path: Path) -> None:
 
 def test_other_tenants_evict_blobs_that_were_not_used_for_some_time(tmp_path: Path) -> None:
     clock = FakeClock()
-    blobs = _make_blobs(tmp_path / "blobs", 300, of_tenant=300, clock=clock)
+    blobs = _make_blobs(tmp_path / "blobs", 300, tenant_bytes_max=300, clock=clock)
     _upload(blobs, b"b" * 100, tenant="blue")
     _upload(blobs, b"c" * 100, tenant="blue")
     asyncio.run(clock.advance(PINNED_AFTER_USE_S / 2))
