@@ -34,7 +34,7 @@ from dataclasses import dataclass, field
 import psutil
 import report
 import torch
-from process_readings import Reading, read_process, theil_sen_slope
+from process_readings import ProcessReading, read_process, theil_sen_slope
 
 import genie
 from genie import config
@@ -64,7 +64,7 @@ MIB = 1024**2
 class ProcessSamples:
     """Readings of each process by the number of operations at that time."""
 
-    readings: dict[str, list[tuple[int, Reading]]] = field(default_factory=dict)
+    readings: dict[str, list[tuple[int, ProcessReading]]] = field(default_factory=dict)
 
     def add(self, operations: int, pids: dict[str, int]) -> None:
         gc.collect()
