@@ -61,7 +61,7 @@ OWNER_INTERVAL_S = 0.1
 MIB = 1024**2
 
 
-async def find(folder: Path, token: str = "") -> Access:
+async def find_controller_access(folder: Path, token: str = "") -> Access:
     given = {"paths.state_dir": str(folder)} | ({"cluster.token": token} if token else {})
     settings = config.load(given)
     return await find_access(settings.cluster, state_dir=folder, network=TcpNetwork(), timeout_s=CALL_S)
@@ -70,7 +70,7 @@ async def find(folder: Path, token: str = "") -> Access:
 # --- memory -------------------------------------------------------------------------------------
 
 
-async def open_and_close(folder: Path, count: int, pid: int) -> int:
+async def rss_while_connections_are_open(folder: Path, count: int, pid: int) -> int:
     """Returns the memory of the controller while all connections were open."""
     raise_file_limit(FILES_MAX)
     settings = config.load({"paths.state_dir": str(folder)})
@@ -79,7 +79,7 @@ async def open_and_close(folder: Path, count: int, pid: int) -> int:
             (await owner.create_token(TokenKind.USER, tenant="bench")).token
             for _ in range(-(-count // OF_TOKEN))
         ]
-    accesses = [await find(folder, token) for token in tokens]
+    accesses = [await find_controller_access(folder, token) for token in tokens]
     slots, network = asyncio.Semaphore(CONNECTING_MAX), TcpNetwork()
     async with AsyncExitStack() as stack, asyncio.timeout(OPEN_S):
 
@@ -100,12 +100,14 @@ def measure_memory(folder: Path, count: int, *, timeout_s: float) -> list[report
         controller_process(folder) as controller,
         asyncio.Runner(loop_factory=loop_factory()) as runner,
     ):
-        runner.run(open_and_close(folder, 10, controller.pid))  # loads what a connection needs
+        runner.run(
+            rss_while_connections_are_open(folder, 10, controller.pid)
+        )  # loads what a connection needs
         before = read_rss_bytes(controller.pid)
-        largest = runner.run(open_and_close(folder, count, controller.pid))
-        after = wait_for_return(controller.pid, before, timeout_s=timeout_s)
-        runner.run(open_and_close(folder, count, controller.pid))
-        after_again = wait_for_return(controller.pid, after, timeout_s=REPEATED_RETURN_S)
+        largest = runner.run(rss_while_connections_are_open(folder, count, controller.pid))
+        after = wait_for_memory_return(controller.pid, before, timeout_s=timeout_s)
+        runner.run(rss_while_connections_are_open(folder, count, controller.pid))
+        after_again = wait_for_memory_return(controller.pid, after, timeout_s=REPEATED_RETURN_S)
 
     def compare(name: str, rss_bytes: int, baseline_bytes: int) -> report.Figure:
         return report.make_figure(
@@ -119,7 +121,7 @@ def measure_memory(folder: Path, count: int, *, timeout_s: float) -> list[report
     ]
 
 
-def wait_for_return(pid: int, baseline_bytes: int, *, timeout_s: float) -> int:
+def wait_for_memory_return(pid: int, baseline_bytes: int, *, timeout_s: float) -> int:
     """The memory of the process when it is close to the baseline again, or at the timeout."""
     deadline_s = time.monotonic() + timeout_s
     while (rss_bytes := read_rss_bytes(pid)) > RETURNED.limit * baseline_bytes:
@@ -132,7 +134,7 @@ def wait_for_return(pid: int, baseline_bytes: int, *, timeout_s: float) -> int:
 # --- flood --------------------------------------------------------------------------------------
 
 
-async def flood(folder: Path) -> None:
+async def flood_with_handshakes(folder: Path) -> None:
     """Attempts RATE handshakes per second until standard input is closed, then prints their number."""
     raise_file_limit(FILES_MAX)
     local = LocalCluster.read(folder)
@@ -197,7 +199,7 @@ def flood_process(folder: Path) -> Iterator[list[int]]:
 
 async def connect_as_owner(folder: Path, *, seconds: float) -> list[float | None]:
     """The duration in milliseconds of each connection with one request; None if it failed."""
-    access, took_ms = await find(folder), list[float | None]()
+    access, took_ms = await find_controller_access(folder), list[float | None]()
     until_s = time.monotonic() + seconds
     while time.monotonic() < until_s:
         began_s = time.monotonic()
@@ -251,7 +253,7 @@ def main() -> int:
     parser.add_argument("--flood", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.flood is not None:
-        asyncio.run(flood(given.flood))
+        asyncio.run(flood_with_handshakes(given.flood))
         return 0
     connections = given.connections or (300 if given.quick else 5000)
     seconds = given.seconds or (4 if given.quick else 15)

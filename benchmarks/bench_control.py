@@ -50,7 +50,7 @@ QUICK_SIZES = (25, 100, 200)
 
 
 @dataclass
-class Run:
+class HeartbeatRun:
     """What the controller used while the nodes sent heartbeats."""
 
     shares: list[float] = field(default_factory=list)
@@ -63,8 +63,8 @@ class Run:
     latencies_ms: list[float] = field(default_factory=list)
 
 
-def measure_heartbeats(folder: Path, given: argparse.Namespace) -> Run:
-    run = Run()
+def measure_heartbeats(folder: Path, given: argparse.Namespace) -> HeartbeatRun:
+    run = HeartbeatRun()
     with ExitStack() as stack:
         controller = stack.enter_context(controller_process(folder, profile=given.profile))
         empty_bytes = read_rss_bytes(controller.pid)
@@ -89,7 +89,7 @@ def measure_heartbeats(folder: Path, given: argparse.Namespace) -> Run:
     return run
 
 
-def _sample_cpu(run: Run, controller: ControllerProcess, *, seconds: float) -> None:
+def _sample_cpu(run: HeartbeatRun, controller: ControllerProcess, *, seconds: float) -> None:
     began_s, began_cpu_s = time.monotonic(), read_cpu_s(controller.pid)
     at_s, cpu_s = began_s, began_cpu_s
     while (left_s := began_s + seconds - time.monotonic()) > 0:
@@ -101,7 +101,7 @@ def _sample_cpu(run: Run, controller: ControllerProcess, *, seconds: float) -> N
     run.cpu_s, run.elapsed_s = cpu_s - began_cpu_s, at_s - began_s
 
 
-def heartbeat_figures(run: Run) -> list[report.Figure]:
+def heartbeat_figures(run: HeartbeatRun) -> list[report.Figure]:
     figure, latencies_ms = report.make_figure, run.latencies_ms
     if not latencies_ms:
         raise SystemExit("the agents have sent no heartbeat")

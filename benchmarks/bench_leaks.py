@@ -19,7 +19,7 @@ from operation_mix import (
     ROUND_OPERATIONS,
     WARM_UP_ROUNDS,
     OperationMix,
-    Samples,
+    ProcessSamples,
     running_mix,
     warm_up_figures,
 )
@@ -28,7 +28,7 @@ READINGS = 60
 
 
 async def measure(operations: int, *, warm_up_rounds: int) -> list[report.Figure]:
-    warm_up, samples = Samples(), Samples()
+    warm_up, samples = ProcessSamples(), ProcessSamples()
     async with running_mix() as mix:
         warm_up.add(0, mix.pids)
         await run_rounds(mix, warm_up_rounds)

@@ -38,7 +38,7 @@ TENANTS = 10
 
 
 @dataclass
-class Samples:
+class LoadSamples:
     load_s: list[float] = field(default_factory=list)
     gap_shares: list[float] = field(default_factory=list)
     blocked_ms: list[float] = field(default_factory=list)
@@ -113,7 +113,7 @@ def finished_job(number: int) -> Job:
 # -- loading -----------------------------------------------------------------------------------------
 
 
-class Renewals:
+class LeaseRenewals:
     """The times at which the lease of a store was granted and renewed."""
 
     def __init__(self, store: SqliteStore) -> None:
@@ -139,7 +139,7 @@ class Renewals:
 
 
 @asynccontextmanager
-async def measure_blocking(blocked_ms: list[float]) -> AsyncIterator[None]:
+async def measure_loop_blocking(blocked_ms: list[float]) -> AsyncIterator[None]:
     """Appends the longest time for which the event loop ran nothing else."""
     longest_s = 0.0
 
@@ -176,7 +176,7 @@ def memory_max_mib() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
-async def measure(folder: Path, samples: Samples) -> None:
+async def measure(folder: Path, samples: LoadSamples) -> None:
     from genie.config import ControllerConfig
     from genie.controller.controller import Controller
     from genie.controller.store.sqlite import SqliteStore
@@ -190,7 +190,7 @@ async def measure(folder: Path, samples: Samples) -> None:
     before_mib = memory_max_mib()
     clock = SystemClock()
     store = await SqliteStore.open(path, clock=clock)
-    renewals = Renewals(store)
+    renewals = LeaseRenewals(store)
     controller = Controller(
         config, state_dir=folder, store=store, network=TcpNetwork(), clock=clock, name="bench"
     )
@@ -205,7 +205,7 @@ async def measure(folder: Path, samples: Samples) -> None:
         return history_bytes(controller) <= bound
 
     try:
-        async with asyncio.TaskGroup() as group, measure_blocking(samples.blocked_ms):
+        async with asyncio.TaskGroup() as group, measure_loop_blocking(samples.blocked_ms):
             running = group.create_task(controller.run())
             await wait_until(lambda: bool(renewals.at_s), seconds=START_S_MAX, what="elected")
             began_s = renewals.at_s[0]
@@ -230,7 +230,7 @@ def main() -> int:
     )
     parser.add_argument("--dir", type=Path, default=None, help="folder of the files (default: temporary)")
     given = parser.parse_args()
-    samples = Samples()
+    samples = LoadSamples()
     for _ in range(given.rounds):
         with report.use_temporary_state(given.dir) as folder:
             spawn = multiprocessing.get_context("spawn")
@@ -240,10 +240,10 @@ def main() -> int:
             if writer.exitcode != 0:
                 raise SystemExit("could not write the jobs")
             asyncio.run(measure(folder, samples))
-    return report.print_figures(figures(samples), as_json=given.json)
+    return report.print_figures(make_figures(samples), as_json=given.json)
 
 
-def figures(samples: Samples) -> list[report.Figure]:
+def make_figures(samples: LoadSamples) -> list[report.Figure]:
     from genie.config import ControllerConfig
 
     ttl_s = ControllerConfig().leader_ttl_s

@@ -87,7 +87,7 @@ EFFICIENCY = report.ratio_at_least(RECOVERED)
 
 
 @dataclass
-class Outcomes:
+class RequestOutcomes:
     """Of the requests of all clients."""
 
     done_s: list[float] = field(default_factory=list)
@@ -104,7 +104,7 @@ class Outcomes:
 
 
 @dataclass(frozen=True)
-class Sample:
+class ControllerSample:
     at_s: float
     answered: int
     """Requests since the begin of the phase, without refusals."""
@@ -118,7 +118,7 @@ class Sample:
 class Phase:
     """A phase in which clients wait for their replies, with a sample about every second."""
 
-    samples: list[Sample] = field(default_factory=list)
+    samples: list[ControllerSample] = field(default_factory=list)
 
     @property
     def answer_rates(self) -> list[float]:
@@ -130,12 +130,12 @@ class Phase:
     def work_rates(self) -> list[float]:
         """Per second: answered requests, and by how many the pending jobs have become fewer. So every job
         counts when it leaves the queue."""
-        return [_work(before, after) / (after.at_s - before.at_s) for before, after in self._pairs]
+        return [_work_between(before, after) / (after.at_s - before.at_s) for before, after in self._pairs]
 
     @property
     def work_per_cpu_s(self) -> float:
         first, last = self.samples[0], self.samples[-1]
-        return _work(first, last) / max(last.cpu_s - first.cpu_s, CPU_STEP_S)
+        return _work_between(first, last) / max(last.cpu_s - first.cpu_s, CPU_STEP_S)
 
     @property
     def cpu_share(self) -> float:
@@ -143,11 +143,11 @@ class Phase:
         return (last.cpu_s - first.cpu_s) / (last.at_s - first.at_s)
 
     @property
-    def _pairs(self) -> list[tuple[Sample, Sample]]:
+    def _pairs(self) -> list[tuple[ControllerSample, ControllerSample]]:
         return list(itertools.pairwise(self.samples))
 
 
-def _work(before: Sample, after: Sample) -> float:
+def _work_between(before: ControllerSample, after: ControllerSample) -> float:
     return (after.answered - before.answered) - (after.pending - before.pending)
 
 
@@ -161,14 +161,14 @@ class Client:
         self._spec = JobSpec(name="bench", command=("true",), resources=Resources(gpus=1))
         self._unanswered = 0
 
-    async def work(self, outcomes: Outcomes, *, until_s: float) -> None:
+    async def work(self, outcomes: RequestOutcomes, *, until_s: float) -> None:
         """Sends one request after another until `until_s`. After a refusal, waits for its retry time."""
         while (now_s := time.monotonic()) < until_s:
             retry_after_s = await self._send(outcomes)
             if retry_after_s:
                 await asyncio.sleep(min(retry_after_s, until_s - now_s))
 
-    async def flood(self, outcomes: Outcomes, *, rate: float, until_s: float) -> None:
+    async def flood(self, outcomes: RequestOutcomes, *, rate: float, until_s: float) -> None:
         """Sends requests at this rate until `until_s`, whatever the replies are; then waits for them."""
         async with asyncio.TaskGroup() as group:
             due, at_s = 0.0, time.monotonic()
@@ -185,13 +185,13 @@ class Client:
                 outcomes.unanswered_max = max(outcomes.unanswered_max, self._unanswered)
                 await asyncio.sleep(STEP_S)
 
-    async def _send_counted(self, outcomes: Outcomes) -> None:
+    async def _send_counted(self, outcomes: RequestOutcomes) -> None:
         try:
             await self._send(outcomes)
         finally:
             self._unanswered -= 1
 
-    async def _send(self, outcomes: Outcomes) -> float:
+    async def _send(self, outcomes: RequestOutcomes) -> float:
         """Returns the retry time of a refusal, otherwise 0."""
         number = next(self._numbers)
         outcomes.offered += 1
@@ -212,9 +212,9 @@ class Client:
 
 
 @dataclass
-class Run:
+class OverloadRun:
     capacity: Phase = field(default_factory=Phase)
-    overload: Outcomes = field(default_factory=Outcomes)
+    run_overload: RequestOutcomes = field(default_factory=RequestOutcomes)
     seconds: float = 0.0
     rss_bytes: list[int] = field(default_factory=list)
     """Once before the overload, then during it."""
@@ -248,12 +248,14 @@ async def measure_phase(
     clients: list[Client], owner: ClusterClient, controller: ControllerProcess, *, seconds: int
 ) -> Phase:
     """Measures while every client waits for its replies."""
-    outcomes, phase, until_s = Outcomes(), Phase(), time.monotonic() + seconds
+    outcomes, phase, until_s = RequestOutcomes(), Phase(), time.monotonic() + seconds
 
     async def take_samples() -> None:
         while not phase.samples or phase.samples[-1].at_s < until_s:
             pending, answered = await count_pending(owner), len(outcomes.done_s)
-            phase.samples.append(Sample(time.monotonic(), answered, pending, read_cpu_s(controller.pid)))
+            phase.samples.append(
+                ControllerSample(time.monotonic(), answered, pending, read_cpu_s(controller.pid))
+            )
             await asyncio.sleep(SAMPLE_S)
 
     async with asyncio.TaskGroup() as group:
@@ -266,8 +268,13 @@ async def measure_phase(
     return phase
 
 
-async def overload(
-    run: Run, clients: list[Client], owner: ClusterClient, controller: ControllerProcess, *, seconds: float
+async def run_overload(
+    run: OverloadRun,
+    clients: list[Client],
+    owner: ClusterClient,
+    controller: ControllerProcess,
+    *,
+    seconds: float,
 ) -> None:
     rate = OVERLOAD * statistics.median(run.capacity.work_rates) / len(clients)
     run.rss_bytes.append(read_rss_bytes(controller.pid))
@@ -292,8 +299,8 @@ async def overload(
 
 async def measure(
     folder: Path, controller: ControllerProcess, agents: AgentsProcess, given: argparse.Namespace
-) -> Run:
-    run = Run()
+) -> OverloadRun:
+    run = OverloadRun()
     settings = config.load({"paths.state_dir": str(folder)})
     async with open_client(settings, program="bench") as owner, AsyncExitStack() as stack:
         clients = await connect_clients(folder, owner, stack)
@@ -301,7 +308,7 @@ async def measure(
         await measure_phase(clients, owner, controller, seconds=phase_s // 2)  # fills caches
         run.capacity = await measure_phase(clients, owner, controller, seconds=phase_s)
         agents.take_report()
-        await overload(run, clients, owner, controller, seconds=given.seconds)
+        await run_overload(run, clients, owner, controller, seconds=given.seconds)
         run.heartbeats_ms = agents.take_report().latencies_ms
         run.recovery = await measure_phase(clients, owner, controller, seconds=RECOVERY_S)
     run.losses = controller.count_logged(NodeStatus.DISCONNECTED)
@@ -309,7 +316,7 @@ async def measure(
     return run
 
 
-def recovery_s(run: Run, rates: list[float]) -> float:
+def recovery_s(run: OverloadRun, rates: list[float]) -> float:
     """Seconds from the end of the overload until one of these rates of the recovery phase has reached
     RECOVERED of the capacity; those of the whole phase if none has."""
     needed = RECOVERED * statistics.median(run.capacity.work_rates)
@@ -318,7 +325,7 @@ def recovery_s(run: Run, rates: list[float]) -> float:
     return (reached_s or ends_s[-1:])[0] - run.ended_s
 
 
-def figures(run: Run) -> list[report.Figure]:
+def make_figures(run: OverloadRun) -> list[report.Figure]:
     figure, outcomes = report.make_figure, run.overload
     capacity, offered = statistics.median(run.capacity.work_rates), outcomes.offered / run.seconds
     refused, grown = outcomes.refused.total(), [each - run.rss_bytes[0] for each in run.rss_bytes[1:]]
@@ -354,7 +361,7 @@ def figures(run: Run) -> list[report.Figure]:
     ]
 
 
-def recovery_figures(run: Run, capacity: float) -> list[report.Figure]:
+def recovery_figures(run: OverloadRun, capacity: float) -> list[report.Figure]:
     figure, before, after = report.make_figure, run.capacity, run.recovery
     return [
         figure("recovery", recovery_s(run, after.work_rates), unit="s", samples=[], goal=RECOVERY),
@@ -396,7 +403,7 @@ def main() -> int:
         wait_for_nodes(folder, given.nodes)
         with asyncio.Runner(loop_factory=loop_factory()) as runner:
             run = runner.run(measure(folder, controller, agents, given))
-    return report.print_figures(figures(run), as_json=given.json)
+    return report.print_figures(make_figures(run), as_json=given.json)
 
 
 if __name__ == "__main__":

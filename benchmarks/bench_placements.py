@@ -47,7 +47,7 @@ _CLOCK_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 @dataclass
-class Samples:
+class PlacementSamples:
     rates_per_s: list[float] = field(default_factory=list)
     busy_ms: list[float] = field(default_factory=list)
     latencies_ms: list[float] = field(default_factory=list)
@@ -75,7 +75,7 @@ class PlacementClient:
         return (time.perf_counter() - began) * 1000
 
 
-async def measure_under_load(client: PlacementClient, samples: Samples, parts: ProcessIds) -> None:
+async def measure_under_load(client: PlacementClient, samples: PlacementSamples, parts: ProcessIds) -> None:
     """Keeps REQUESTS_IN_FLIGHT requests outstanding for LOAD_S, after a warm-up that is not counted."""
     began_s = time.perf_counter()
     from_s, until_s = began_s + WARM_UP_S, began_s + WARM_UP_S + LOAD_S
@@ -101,7 +101,7 @@ async def measure_under_load(client: PlacementClient, samples: Samples, parts: P
         samples.cpu_us.setdefault(part, []).append((now_s - cpu_s[part]) / len(placed_ms) * 1e6)
 
 
-async def measure_unloaded(client: PlacementClient, samples: Samples) -> None:
+async def measure_unloaded(client: PlacementClient, samples: PlacementSamples) -> None:
     for _ in range(UNLOADED_JOBS):
         samples.latencies_ms.append(await client.measure_placement_ms())
         await asyncio.sleep(UNLOADED_GAP_S)
@@ -148,9 +148,9 @@ def start_role(name: str, folder: Path, *more: str) -> Iterator[int]:
         process.wait(timeout=60)
 
 
-async def measure(folder: Path, *, rounds: int, parts: ProcessIds) -> Samples:
+async def measure(folder: Path, *, rounds: int, parts: ProcessIds) -> PlacementSamples:
     settings = config.load({"paths.state_dir": str(folder)})
-    network, samples = TcpNetwork(), Samples()
+    network, samples = TcpNetwork(), PlacementSamples()
     access = await find_access(settings.cluster, state_dir=folder, network=network, timeout_s=CALL_TIMEOUT_S)
     async with connect_authenticated(network, access, timeout_s=CALL_TIMEOUT_S, program="bench") as (peer, _):
         client = PlacementClient(peer)
@@ -162,7 +162,7 @@ async def measure(folder: Path, *, rounds: int, parts: ProcessIds) -> Samples:
     return samples
 
 
-def make_figures(samples: Samples) -> list[report.Figure]:
+def make_figures(samples: PlacementSamples) -> list[report.Figure]:
     quiet_ms, busy_ms = samples.latencies_ms, samples.busy_ms
     return [
         report.make_figure(

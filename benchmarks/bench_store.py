@@ -33,7 +33,7 @@ PutOne = Callable[[int], Awaitable[object]]
 
 
 @dataclass
-class Samples:
+class CommitSamples:
     """Results of the store or the baseline: latencies of sequential puts, and rates of concurrent puts."""
 
     latencies_ms: list[float] = field(default_factory=list)
@@ -71,8 +71,8 @@ async def concurrent_rate_per_s(put: PutOne, count: int) -> float:
 
 async def measure_alternately(
     put: PutOne, baseline_put: PutOne, *, rounds: int, count: int
-) -> tuple[Samples, Samples]:
-    ours, baseline = Samples(), Samples()
+) -> tuple[CommitSamples, CommitSamples]:
+    ours, baseline = CommitSamples(), CommitSamples()
     for one in (put, baseline_put):
         await sequential_latencies_ms(one, 20)
     for _ in range(rounds):
@@ -82,7 +82,7 @@ async def measure_alternately(
     return ours, baseline
 
 
-def make_figures(name: str, ours: Samples, baseline: Samples) -> list[report.Figure]:
+def make_figures(name: str, ours: CommitSamples, baseline: CommitSamples) -> list[report.Figure]:
     """Without goals: Genie has no requirement for the overhead of a store."""
     return [
         report.make_figure(

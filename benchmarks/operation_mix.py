@@ -34,7 +34,7 @@ from dataclasses import dataclass, field
 import psutil
 import report
 import torch
-from process_readings import Reading, read_process, theil_sen_slope
+from process_readings import ProcessReading, read_process, theil_sen_slope
 
 import genie
 from genie import config
@@ -61,10 +61,10 @@ MIB = 1024**2
 
 
 @dataclass
-class Samples:
+class ProcessSamples:
     """Readings of each process by the number of operations at that time."""
 
-    readings: dict[str, list[tuple[int, Reading]]] = field(default_factory=dict)
+    readings: dict[str, list[tuple[int, ProcessReading]]] = field(default_factory=dict)
 
     def add(self, operations: int, pids: dict[str, int]) -> None:
         gc.collect()
@@ -107,7 +107,7 @@ class Samples:
         return ", ".join(f"{name} {each.rss_bytes / MIB:.1f} MiB" for name, each in last.items())
 
 
-def warm_up_figures(before: Samples) -> list[report.Figure]:
+def warm_up_figures(before: ProcessSamples) -> list[report.Figure]:
     """By how much the warm-up, which fills bounded caches, has increased the memory of each process."""
     return [
         report.make_figure(

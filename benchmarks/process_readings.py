@@ -16,7 +16,7 @@ _PAGE_BYTES = resource.getpagesize()
 
 
 @dataclass(frozen=True)
-class Reading:
+class ProcessReading:
     """One process at one time."""
 
     rss_bytes: int
@@ -24,10 +24,10 @@ class Reading:
     threads: int
 
 
-def read_process(pid: int) -> Reading:
+def read_process(pid: int) -> ProcessReading:
     """Raises FileNotFoundError if the process has ended."""
     proc = Path(f"/proc/{pid}")
-    return Reading(
+    return ProcessReading(
         rss_bytes=read_rss_bytes(pid),
         descriptors=sum(1 for _ in (proc / "fd").iterdir()),
         threads=sum(1 for _ in (proc / "task").iterdir()),

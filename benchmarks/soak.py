@@ -17,7 +17,7 @@ import sys
 import time
 
 import report
-from operation_mix import OperationMix, Samples, running_mix, warm_up_figures
+from operation_mix import OperationMix, ProcessSamples, running_mix, warm_up_figures
 
 READINGS = 400
 """Of each process, over the whole time: the slope takes the square of that."""
@@ -26,7 +26,7 @@ REPORTS_MIN = 5
 
 
 async def soak(seconds: float) -> list[report.Figure]:
-    first_half, second_half = Samples(), Samples()
+    first_half, second_half = ProcessSamples(), ProcessSamples()
     async with running_mix() as mix:
         await run_until(mix, first_half, seconds=seconds / 2)
         await run_until(mix, second_half, seconds=seconds / 2)
@@ -34,7 +34,7 @@ async def soak(seconds: float) -> list[report.Figure]:
     return [*second_half.figures(), *warm_up_figures(first_half)]
 
 
-async def run_until(mix: OperationMix, samples: Samples, *, seconds: float) -> None:
+async def run_until(mix: OperationMix, samples: ProcessSamples, *, seconds: float) -> None:
     """Runs at least three rounds and reads the processes at regular intervals."""
     began_s = reported_s = time.monotonic()
     samples.add(mix.operations, mix.pids)
@@ -51,7 +51,7 @@ async def run_until(mix: OperationMix, samples: Samples, *, seconds: float) -> N
             reported_s = now_s
 
 
-def progress_line(mix: OperationMix, samples: Samples) -> str:
+def progress_line(mix: OperationMix, samples: ProcessSamples) -> str:
     slopes = ", ".join(f"{name} {samples.rss_slope(name):.2f}" for name in samples.readings)
     now = time.strftime("%Y-%m-%d %H:%M:%S")
     return f"{now} {mix.operations} operations: {samples.rss_line()}; bytes per operation: {slopes}"

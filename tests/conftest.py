@@ -20,14 +20,14 @@ import pytest
 import pytest_asyncio
 
 from tests import forkserver, needs
-from tests.durations import Durations
+from tests.durations import DurationRecorder
 from tests.fakes.nvml.fake_nvml import compile_fake_nvml
 from tests.forkserver import ForkServer
-from tests.interrupts import Interrupts
+from tests.interrupts import InterruptHandler
 from tests.leaks import LeakCheck, end_processes, processes_of_run
 from tests.ports import free_port
-from tests.skips import Skips
-from tests.unit import UnitTests
+from tests.skips import SkipReport
+from tests.unit import UnitTestSelection
 
 # Folder of the state directories of the run. Set only in the main process, not in workers.
 _STATE_FOLDER = pytest.StashKey[Path]()
@@ -51,15 +51,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--unit"):
-        config.pluginmanager.register(UnitTests(), "genie-unit")
+        config.pluginmanager.register(UnitTestSelection(), "genie-unit")
     # If the environment sets it, each process of a test would compile Genie again.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     _use_shm_for_temporary_files(config)
-    config.pluginmanager.register(Durations(record=config.getoption("--record-durations")), "genie-durations")
-    config.pluginmanager.register(Skips(required=needs.REQUIRE_ALL), "genie-skips")
+    config.pluginmanager.register(
+        DurationRecorder(record=config.getoption("--record-durations")), "genie-durations"
+    )
+    config.pluginmanager.register(SkipReport(required=needs.REQUIRE_ALL), "genie-skips")
     # A plugin, because the hooks of a conftest.py are not called for session fixtures.
     config.pluginmanager.register(LeakCheck(), "genie-leaks")
-    config.pluginmanager.register(Interrupts(config, lambda: _run_folder(config)), "genie-interrupts")
+    config.pluginmanager.register(InterruptHandler(config, lambda: _run_folder(config)), "genie-interrupts")
     if config.pluginmanager.has_plugin("hypothesispytest"):
         _load_hypothesis_profile()
 
@@ -131,9 +133,7 @@ def fork_server() -> ForkServer:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _isolated_session(
-    pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Path]:
+def _isolate_session(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     workerinput = getattr(pytestconfig, "workerinput", None)
     if workerinput is not None:
         folder = Path(workerinput["state_folder"])
@@ -145,15 +145,15 @@ def _isolated_session(
         for name in list(os.environ):
             if name.startswith(("GENIE_", "XDG_")):
                 patch.delenv(name)
-        _set_home(patch, folder / "0")
+        _set_home_and_state_dir(patch, folder / "0")
         yield folder
-        forkserver.close_shared()
+        forkserver.close_shared_servers()
 
 
 @pytest.fixture(autouse=True)
-def _isolated_test(_isolated_session: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _isolate_test(_isolate_session: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Short names: the path of a Unix socket in the state directory is limited to 107 bytes.
-    _set_home(monkeypatch, _isolated_session / str(next(_TEST_NUMBERS)))
+    _set_home_and_state_dir(monkeypatch, _isolate_session / str(next(_TEST_NUMBERS)))
 
 
 @pytest.fixture(autouse=True)
@@ -168,7 +168,7 @@ def _restore_logging() -> Iterator[None]:
         logger.propagate, logger.disabled, logger.handlers[:] = propagate, disabled, handlers
 
 
-def _set_home(patch: pytest.MonkeyPatch, folder: Path) -> None:
+def _set_home_and_state_dir(patch: pytest.MonkeyPatch, folder: Path) -> None:
     home = folder / "home"
     home.mkdir(parents=True)
     patch.setenv("HOME", str(home))

@@ -15,7 +15,7 @@ import pytest
 RECORD = Path(__file__).with_suffix(".json")
 
 
-class Durations:
+class DurationRecorder:
     """The pytest hooks. With `record`, the main process writes the duration of each file."""
 
     def __init__(self, *, record: bool, path: Path = RECORD) -> None:
@@ -25,7 +25,7 @@ class Durations:
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
-        sort_longest_first(items, read_record(self._path), root=config.rootpath)
+        sort_longest_first(items, read_durations(self._path), root=config.rootpath)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self._seconds[report.nodeid.partition("::")[0]] += report.duration
@@ -35,14 +35,14 @@ class Durations:
             return
         known = {
             file: s
-            for file, s in read_record(self._path).items()
+            for file, s in read_durations(self._path).items()
             if (session.config.rootpath / file).is_file()
         }
         merged = known | {file: round(seconds, 1) for file, seconds in self._seconds.items()}
         self._path.write_text(json.dumps(dict(sorted(merged.items())), indent=1) + "\n", "utf-8")
 
 
-def read_record(path: Path = RECORD) -> dict[str, float]:
+def read_durations(path: Path = RECORD) -> dict[str, float]:
     """Seconds by path relative to the repository; empty if there is no record."""
     return json.loads(path.read_text("utf-8")) if path.is_file() else {}
 

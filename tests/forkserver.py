@@ -246,13 +246,13 @@ _shared: dict[tuple[str, ...], ForkServer] = {}
 
 
 def get_shared_server(*preload: str) -> ForkServer:
-    """The server of the run with these modules, started on first use and closed by close_shared()."""
+    """The server of the run with these modules, started on first use and closed by close_shared_servers()."""
     if preload not in _shared:
         _shared[preload] = ForkServer(preload or _TORCH)
     return _shared[preload]
 
 
-def helper_pids() -> frozenset[int]:
+def fork_server_pids() -> frozenset[int]:
     """PIDs of the shared servers, which remain after the test that started them."""
     return frozenset(server.pid for server in _shared.values())
 
@@ -262,12 +262,12 @@ def control_sockets() -> frozenset[str]:
     return frozenset(f"socket:[{os.fstat(server.fileno()).st_ino}]" for server in _shared.values())
 
 
-def close_shared() -> None:
+def close_shared_servers() -> None:
     while _shared:
         _shared.popitem()[1].close()
 
 
-atexit.register(close_shared)
+atexit.register(close_shared_servers)
 
 
 # --- the helper process ---------------------------------------------------------------------------
@@ -328,7 +328,7 @@ class _Server:
         for fd in fds[1:]:
             os.close(fd)
         self._children[pid] = status
-        _send(status, pid=pid)
+        _send_message(status, pid=pid)
         return False
 
     def _reset_in_child(self) -> None:
@@ -349,7 +349,7 @@ class _Server:
             ended, status = os.waitpid(pid, os.WNOHANG)
             if ended:
                 with self._children.pop(pid) as sock:
-                    _send(sock, returncode=os.waitstatus_to_exitcode(status))
+                    _send_message(sock, returncode=os.waitstatus_to_exitcode(status))
 
     def _kill_children(self) -> None:
         for pid in self._children:
@@ -358,7 +358,7 @@ class _Server:
             os.waitpid(pid, 0)
 
 
-def _send(sock: socket.socket, **message: int) -> None:
+def _send_message(sock: socket.socket, **message: int) -> None:
     try:
         sock.send(json.dumps(message).encode())
     except (BrokenPipeError, ConnectionResetError):

@@ -1,8 +1,9 @@
 """Interrupting a test run: Ctrl-C, SIGTERM and SIGHUP tear fixtures down and end all its processes.
 
-The plugin Interrupts handles SIGTERM and SIGHUP like Ctrl-C: fixtures are torn down, and the exit code is 128
-plus the signal number. A second signal ends the run at once and kills all its processes. With workers, the
-main process forwards the signal; if the main process is killed, the workers kill all processes of the run.
+The plugin InterruptHandler handles SIGTERM and SIGHUP like Ctrl-C: fixtures are torn down, and the exit code
+is 128 plus the signal number. A second signal ends the run at once and kills all its processes. With workers,
+the main process forwards the signal; if the main process is killed, the workers kill all processes of the
+run.
 
 If the run was started with SIGINT ignored (`nohup make test &` in a script), the handler is reset, because
 child processes would inherit it and ignore Ctrl-C.
@@ -29,7 +30,7 @@ from tests.leaks import end_processes, processes_of_run
 _SAME_SIGNAL_S = 1.0
 
 
-class Interrupts:
+class InterruptHandler:
     """The pytest hooks. `run_folder` returns the folder of all files of the run."""
 
     def __init__(self, config: pytest.Config, run_folder: Callable[[], Path | None]) -> None:
@@ -56,7 +57,7 @@ class Interrupts:
         if signal.getsignal(signal.SIGHUP) == signal.SIG_DFL:
             signal.signal(signal.SIGHUP, self._on_signal)
         elif signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
-            signal.signal(signal.SIGHUP, _ignore)  # for nohup; child processes get the default
+            signal.signal(signal.SIGHUP, _ignore_signal)  # for nohup; child processes get the default
         if signal.getsignal(signal.SIGQUIT) == signal.SIG_IGN:
             signal.signal(signal.SIGQUIT, signal.SIG_DFL)
 
@@ -99,7 +100,7 @@ class Interrupts:
         for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(each, signal.SIG_IGN)  # another signal would restart this
         os.write(2, b"\nsecond signal: killing all processes of the tests\n")
-        end_everything(self._run_folder())
+        kill_processes_of_run(self._run_folder())
         os._exit(128 + number)
 
     def _worker_pids(self) -> list[int]:
@@ -107,7 +108,7 @@ class Interrupts:
         return [process.pid for process in processes if process is not None and process.poll() is None]
 
 
-def end_everything(run_folder: Path | None) -> None:
+def kill_processes_of_run(run_folder: Path | None) -> None:
     """Kills all descendants and the detached processes of the run."""
     pids = {child.pid for child in psutil.Process().children(recursive=True)}
     if run_folder is not None:
@@ -123,11 +124,11 @@ def _watch_parent(run_folder: Path) -> None:
         waiting = select.poll()
         waiting.register(parent, select.POLLIN)
         waiting.poll()
-        end_everything(run_folder)
+        kill_processes_of_run(run_folder)
         os._exit(128 + signal.SIGKILL)
 
     threading.Thread(target=watch, name="watch-parent", daemon=True).start()
 
 
-def _ignore(_: int, __: FrameType | None) -> None:
+def _ignore_signal(_: int, __: FrameType | None) -> None:
     pass

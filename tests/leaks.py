@@ -122,7 +122,7 @@ class LeakWatch:
             if not thread.daemon or thread.name.startswith(_OWN_THREADS)
         )
         sockets = _open_sockets() - forkserver.control_sockets()
-        return Snapshot(threads, sockets, self._children() - forkserver.helper_pids())
+        return Snapshot(threads, sockets, self._children() - forkserver.fork_server_pids())
 
     def allow_since(self, before: Snapshot) -> None:
         self.allowed |= self.snapshot() - before
@@ -163,7 +163,7 @@ def processes_of_run(folder: Path) -> dict[int, str]:
     below = f"{folder}{os.sep}"
     for process in psutil.process_iter():
         try:
-            if process.pid == os.getpid() or not _belongs(process, below):
+            if process.pid == os.getpid() or not _belongs_to_run(process, below):
                 continue
             test = process.environ().get("PYTEST_CURRENT_TEST", "a fixture").removesuffix(" (call)")
             found[process.pid] = f"process {process.pid} ({_command_line(process.pid)}), started by {test}"
@@ -172,7 +172,7 @@ def processes_of_run(folder: Path) -> dict[int, str]:
     return found
 
 
-def _belongs(process: psutil.Process, below: str) -> bool:
+def _belongs_to_run(process: psutil.Process, below: str) -> bool:
     if _KEPT_BY_PYTHON in _command_line(process.pid):
         return False
     environ = process.environ()
@@ -243,7 +243,7 @@ def _describe_child(pid: int) -> str:
 def _describe_socket(name: str) -> str:
     if not _LINUX:
         return name
-    fds = [fd for fd in os.listdir("/proc/self/fd") if _link(fd) == name]  # noqa: PTH208
+    fds = [fd for fd in os.listdir("/proc/self/fd") if _read_descriptor_link(fd) == name]  # noqa: PTH208
     for connection in psutil.Process().net_connections(kind="all"):
         if str(connection.fd) in fds:
             there = f" to {connection.raddr}" if connection.raddr else ""
@@ -251,7 +251,7 @@ def _describe_socket(name: str) -> str:
     return name
 
 
-def _link(fd: str) -> str:
+def _read_descriptor_link(fd: str) -> str:
     try:
         return os.readlink(f"/proc/self/fd/{fd}")  # noqa: PTH115
     except OSError:

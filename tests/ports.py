@@ -22,7 +22,7 @@ _NUMBERS = itertools.count(os.getpid())
 
 def free_port() -> int:
     """A port that is free on all addresses. Repeated calls return different ports."""
-    if _kernel_first() <= _LAST:
+    if _first_ephemeral_port() <= _LAST:
         with socket.socket() as probe:
             probe.bind(("0.0.0.0", 0))
             return int(probe.getsockname()[1])
@@ -49,7 +49,7 @@ def _is_free(port: int) -> bool:
     return True
 
 
-def _kernel_first() -> int:
+def _first_ephemeral_port() -> int:
     """The first port that the kernel may choose."""
     try:
         return int(_KERNEL_RANGE.read_text().split()[0])

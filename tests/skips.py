@@ -1,6 +1,7 @@
 """Lists skipped tests and files with their reasons, and optionally fails the run for them.
 
-The plugin Skips uses test reports, which xdist forwards to the main process. needs.py decides what to skip.
+The plugin SkipReport uses test reports, which xdist forwards to the main process. needs.py decides what to
+skip.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ _MAY_BE_SKIPPED = "tests/gpu/"
 _TESTS_LISTED_MAX = 3
 
 
-class Skips:
+class SkipReport:
     """The pytest hooks. With `required`, a skipped test outside of tests/gpu fails the run."""
 
     def __init__(self, *, required: bool) -> None:

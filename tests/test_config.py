@@ -20,26 +20,26 @@ from genie.errors import ConfigError, NameInvalidError, UsageError
 
 
 @pytest.fixture
-def file(tmp_path: Path) -> Path:
+def config_file(tmp_path: Path) -> Path:
     path = tmp_path / "config.toml"
     path.write_text('[cluster]\nmaster_port = 7000\nhealth_interval = 3.5\n[log]\nlevel = "ERROR"\n')
     return path
 
 
-def test_precedence_is_file_then_environment_then_arguments(file: Path) -> None:
+def test_precedence_is_file_then_environment_then_arguments(config_file: Path) -> None:
     assert load(environ={}).cluster.master_port == 5555
-    assert load(environ={}, file=file).cluster.master_port == 7000
+    assert load(environ={}, file=config_file).cluster.master_port == 7000
     environ = {"GENIE_MASTER_PORT": "7001"}
-    assert load(environ=environ, file=file).cluster.master_port == 7001
-    settings = load({"cluster.master_port": 7002}, environ=environ, file=file)
+    assert load(environ=environ, file=config_file).cluster.master_port == 7001
+    settings = load({"cluster.master_port": 7002}, environ=environ, file=config_file)
     assert settings.cluster.master_port == 7002
     assert settings.log.level == "ERROR"
     assert settings.sources["cluster.master_port"] == "argument master_port"
-    assert settings.sources["log.level"] == f"file {file}"
+    assert settings.sources["log.level"] == f"file {config_file}"
     assert settings.sources["cluster.backend"] == "default"
 
 
-def test_type_hints_of_a_section_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_type_hints_of_a_settings_section_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every command loads the settings, and each setting needs its type."""
     read: list[object] = []
     real = typing.get_type_hints
@@ -54,19 +54,19 @@ def test_none_argument_and_empty_variable_count_as_not_given() -> None:
     assert settings.cluster.master_port == 5555
 
 
-def test_aliases_of_the_visual_guide_work(file: Path) -> None:
-    assert load(environ={}, file=file).cluster.health_check_interval == 3.5
+def test_setting_names_of_the_visual_guide_are_accepted(config_file: Path) -> None:
+    assert load(environ={}, file=config_file).cluster.health_check_interval == 3.5
     given = cluster_settings_from_arguments({"enable_gpu_monitor": False, "health_interval": 9})
     settings = load(given, environ={})
     assert settings.cluster.enable_gpu_monitoring is False
     assert settings.cluster.health_check_interval == 9.0
 
 
-def test_file_is_found_by_variable_and_by_default_path(file: Path, tmp_path: Path) -> None:
-    assert load(environ={"GENIE_CONFIG": str(file)}).cluster.master_port == 7000
+def test_file_is_found_by_variable_and_by_default_path(config_file: Path, tmp_path: Path) -> None:
+    assert load(environ={"GENIE_CONFIG": str(config_file)}).cluster.master_port == 7000
     place = tmp_path / "xdg" / "genie"
     place.mkdir(parents=True)
-    (place / "config.toml").write_text(file.read_text())
+    (place / "config.toml").write_text(config_file.read_text())
     assert load(environ={"XDG_CONFIG_HOME": str(tmp_path / "xdg")}).cluster.master_port == 7000
     with pytest.raises(
         ConfigError, match=r"could not read the settings file .*nowhere\.toml: No such file"
@@ -75,7 +75,7 @@ def test_file_is_found_by_variable_and_by_default_path(file: Path, tmp_path: Pat
     assert "Errno" not in str(gone.value)
 
 
-def test_state_directory_follows_its_variables() -> None:
+def test_state_directory_is_taken_from_its_environment_variables() -> None:
     assert load(environ={"XDG_STATE_HOME": "/x"}).paths.state_dir == Path("/x/genie")
     both = {"XDG_STATE_HOME": "/x", "GENIE_STATE_DIR": "/y"}
     assert load(environ=both).paths.state_dir == Path("/y")
@@ -197,7 +197,7 @@ def test_error_for_invalid_labels_states_the_rule(labels: str) -> None:
     assert "1 to 63 letters, digits" in caught.value.hint and "at most 64" in caught.value.hint
 
 
-def test_longest_and_most_labels_are_allowed() -> None:
+def test_labels_of_maximum_length_and_number_are_allowed() -> None:
     many = {f"{number:->63}": "v" * 63 for number in range(64)}
     text = ",".join(f"{key}={value}" for key, value in many.items())
     assert load(environ={"GENIE_AGENT_LABELS": text}).agent.labels == many

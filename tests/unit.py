@@ -14,11 +14,11 @@ LIST = Path(__file__).with_suffix(".txt")
 _STARTS_A_PROCESS = frozenset(("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system"))
 
 
-class UnitTests:
+class UnitTestSelection:
     """The pytest hooks, registered only with --unit."""
 
     def __init__(self) -> None:
-        self._files = frozenset(unit_files())
+        self._files = frozenset(read_unit_files())
         self._is_in_test = False
         sys.addaudithook(self._audit)
 
@@ -41,7 +41,7 @@ class UnitTests:
             )
 
 
-def unit_files() -> list[str]:
+def read_unit_files() -> list[str]:
     """Paths relative to the repository."""
     lines = LIST.read_text("utf-8").splitlines()
     return [line for line in lines if line and not line.startswith("#")]

@@ -28,7 +28,7 @@ async def until(
     limit = asyncio.timeout(timeout_s)
     try:
         async with limit:
-            for step_s in _steps():
+            for step_s in _poll_intervals_s():
                 result = predicate()
                 value = await result if inspect.isawaitable(result) else result
                 if value:
@@ -43,7 +43,7 @@ async def until(
 def wait_until(predicate: Callable[[], _T], *, timeout_s: float = TIMEOUT_S, what: str = "") -> _T:
     """Like until() for synchronous code. Blocks the thread: never call it on an event loop."""
     deadline = time.monotonic() + timeout_s
-    for step_s in _steps():
+    for step_s in _poll_intervals_s():
         value = predicate()
         if value:
             return value
@@ -53,7 +53,7 @@ def wait_until(predicate: Callable[[], _T], *, timeout_s: float = TIMEOUT_S, wha
     pytest.fail(_timeout_message(predicate, timeout_s=timeout_s, what=what), pytrace=True)
 
 
-def _steps() -> Iterator[float]:
+def _poll_intervals_s() -> Iterator[float]:
     step_s = _STEP_S_MIN
     while True:
         yield step_s

@@ -27,7 +27,7 @@ import peer_sandbox
 import ray_peer
 import report
 import slurm_peer
-from bench_placements import Samples
+from bench_placements import PlacementSamples
 
 from genie.processes.tasks import loop_factory
 
@@ -37,7 +37,7 @@ NO_NAMESPACES_MESSAGE = (
 )
 
 
-def measure_genie(samples: Samples) -> None:
+def measure_genie(samples: PlacementSamples) -> None:
     """Measures Genie like bench_placements.py."""
     with report.use_temporary_state() as folder, ExitStack() as stack:
         controller = stack.enter_context(bench_placements.start_role("controller", folder))
@@ -50,7 +50,7 @@ def measure_genie(samples: Samples) -> None:
     samples.busy_ms += found.busy_ms
 
 
-def measure_peer(name: str, samples: Samples, *more: str, python: str, workers: int) -> None:
+def measure_peer(name: str, samples: PlacementSamples, *more: str, python: str, workers: int) -> None:
     script = Path(__file__).with_name(f"{name}_peer.py")
     with report.use_temporary_state() as folder:
         command = peer_sandbox.sandbox_command(python, str(script), str(folder), *more)
@@ -59,7 +59,7 @@ def measure_peer(name: str, samples: Samples, *more: str, python: str, workers: 
     print(f"round: {name} {samples.rates_per_s[-1]:.0f}/s", file=sys.stderr)
 
 
-def measure_in_sandbox(sandbox: peer_sandbox.Sandbox, samples: Samples, *, workers: int) -> None:
+def measure_in_sandbox(sandbox: peer_sandbox.Sandbox, samples: PlacementSamples, *, workers: int) -> None:
     """Uses the number of jobs, durations and pauses of bench_placements.py. The first job is not counted."""
     sandbox.request("quiet", 1, 0)
     quiet = sandbox.request("quiet", bench_placements.UNLOADED_JOBS, bench_placements.UNLOADED_GAP_S)
@@ -79,7 +79,7 @@ def unavailable_reason(name: str, ray_python: str) -> str | None:
     return missing or (None if peer_sandbox.namespaces_allowed() else NO_NAMESPACES_MESSAGE)
 
 
-def summarize(samples: Samples) -> dict[str, tuple[float, str, Sequence[float]]]:
+def summarize(samples: PlacementSamples) -> dict[str, tuple[float, str, Sequence[float]]]:
     quiet_ms, busy_ms = samples.latencies_ms, samples.busy_ms
     return {
         "rate": (statistics.median(samples.rates_per_s), "1/s", samples.rates_per_s),
@@ -90,7 +90,7 @@ def summarize(samples: Samples) -> dict[str, tuple[float, str, Sequence[float]]]
     }
 
 
-def make_figures(measured: dict[str, Samples]) -> list[report.Figure]:
+def make_figures(measured: dict[str, PlacementSamples]) -> list[report.Figure]:
     own = summarize(measured["genie"]) if "genie" in measured else {}
     return [
         report.make_figure(
@@ -114,7 +114,7 @@ def main() -> int:
     parser.add_argument("--ray-nodes", type=int, choices=(1, 2, 4, 8, 20, 40), default=ray_peer.NODE_COUNT)
     given = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # cleans up
-    measures: dict[str, Callable[[Samples], None]] = {
+    measures: dict[str, Callable[[PlacementSamples], None]] = {
         "genie": measure_genie,
         "slurm": lambda samples: measure_peer(
             "slurm", samples, python=sys.executable, workers=slurm_peer.WORKER_COUNT
@@ -123,11 +123,11 @@ def main() -> int:
             "ray", samples, str(given.ray_nodes), python=given.ray_python, workers=ray_peer.WORKER_COUNT
         ),
     }
-    measured: dict[str, Samples] = {}
+    measured: dict[str, PlacementSamples] = {}
     for name in (each for each in PEER_NAMES if each in given.only):
         reason = unavailable_reason(name, given.ray_python)
         if reason is None:
-            measured[name] = Samples()
+            measured[name] = PlacementSamples()
         else:
             print(f"{name}: skipped: {reason}", file=sys.stderr)
     if not measured:

@@ -38,7 +38,7 @@ WRITE_PID = "echo $$ > pid.new; mv pid.new pid"
 STAY = ("/bin/sh", "-c", f"{WRITE_PID}; echo here; exec sleep 300")
 
 
-class TwoGpus:
+class TwoGpuInventory:
     """Two healthy GPUs. A GPU that no job holds has outside memory use."""
 
     async def read_async(self, held: Collection[int] = ()) -> tuple[GPUInfo, ...]:
@@ -55,7 +55,7 @@ class TwoGpus:
 
 
 @pytest.fixture
-def nothing_left(tmp_path: Path) -> Iterator[None]:
+def kill_leftover_job_processes(tmp_path: Path) -> Iterator[None]:
     """Kills processes of jobs that outlive the test, such as children of a killed shim."""
     yield
     JobProcesses(tmp_path).kill_all()
@@ -69,10 +69,10 @@ async def controller(tmp_path: Path) -> AsyncIterator[FakeController]:
 
 @pytest.fixture
 def node_dir(tmp_path: Path, controller: FakeController) -> Path:
-    return make_node(tmp_path / "state", controller)
+    return make_joined_node_dir(tmp_path / "state", controller)
 
 
-def make_node(state_dir: Path, controller: FakeController) -> Path:
+def make_joined_node_dir(state_dir: Path, controller: FakeController) -> Path:
     """A node that has joined a cluster without TLS."""
     directory = state_dir / "agents" / NODE_ID
     write_identity(
@@ -90,7 +90,7 @@ RunAgent = Callable[..., AbstractAsyncContextManager[Agent]]
 
 
 @pytest.fixture
-def run_agent(controller: FakeController, node_dir: Path, nothing_left: None) -> RunAgent:
+def run_agent(controller: FakeController, node_dir: Path, kill_leftover_job_processes: None) -> RunAgent:
     """Runs an agent in this process for the block and stops it at the end."""
 
     @contextlib.asynccontextmanager
@@ -105,7 +105,7 @@ def run_agent(controller: FakeController, node_dir: Path, nothing_left: None) ->
             network=TcpNetwork(),
             clock=SystemClock(),
             rng=random.Random(1),
-            inventory=TwoGpus(),
+            inventory=TwoGpuInventory(),
             launcher=ShimLauncher(group),
             base_env=environment_for_jobs(),
             disk=disk,
@@ -139,7 +139,9 @@ StartAgent = Callable[..., AbstractAsyncContextManager[AgentProcess]]
 
 
 @pytest.fixture
-def start_agent(tmp_path: Path, controller: FakeController, nothing_left: None) -> StartAgent:
+def start_agent_process(
+    tmp_path: Path, controller: FakeController, kill_leftover_job_processes: None
+) -> StartAgent:
     """Runs `python -m genie.agent` for the block; kills it at the end if it still runs."""
 
     @contextlib.asynccontextmanager
@@ -162,7 +164,7 @@ def start_agent(tmp_path: Path, controller: FakeController, nothing_left: None) 
     return start
 
 
-async def job_process(node_dir: Path, job_id: str) -> ProcessIdentity:
+async def wait_for_job_process(node_dir: Path, job_id: str) -> ProcessIdentity:
     """Waits for a job that runs WRITE_PID and for its start record; returns its process."""
     directory = node_dir / "jobs" / job_id
     path = directory / "work" / "pid"
@@ -185,7 +187,7 @@ async def launcher() -> AsyncIterator[ShimLauncher]:
 
 
 @pytest.fixture
-def make_plan(tmp_path: Path, nothing_left: None) -> Callable[..., LaunchPlan]:
+def make_plan(tmp_path: Path, kill_leftover_job_processes: None) -> Callable[..., LaunchPlan]:
     def make(*argv: str, job_id: str = "job-1", **changes: object) -> LaunchPlan:
         directory = tmp_path / "jobs" / job_id
         for name in ("log", "work", "tmp"):

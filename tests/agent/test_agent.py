@@ -26,7 +26,7 @@ from genie.model.messages import JobOrder, Launch
 from genie.model.node import Vendor
 from genie.processes import executor_config
 from genie.processes.tasks import run_inline
-from tests.agent.conftest import STAY, WRITE_PID, RunAgent, job_process
+from tests.agent.conftest import STAY, WRITE_PID, RunAgent, wait_for_job_process
 from tests.fakes.agent import make_node_info
 from tests.fakes.controller import FakeController
 from tests.waiting import until
@@ -69,7 +69,7 @@ async def test_gpu_memory_of_running_jobs_does_not_count_as_outside_use(
         await until(lambda: outside() == [1000, 1000], what="a reading without it")
 
 
-async def test_every_start_increments_the_incarnation(
+async def test_every_agent_start_increments_the_incarnation(
     controller: FakeController, run_agent: RunAgent
 ) -> None:
     for _ in range(3):
@@ -78,7 +78,9 @@ async def test_every_start_increments_the_incarnation(
     assert [request.node.incarnation for request in controller.registers] == [1, 2, 3]
 
 
-async def test_reconnection_keeps_the_incarnation(controller: FakeController, run_agent: RunAgent) -> None:
+async def test_reconnection_of_the_agent_keeps_the_incarnation(
+    controller: FakeController, run_agent: RunAgent
+) -> None:
     async with run_agent():
         (await controller.peer()).close()
         await until(lambda: len(controller.registers) >= 2, what="a second registration")
@@ -95,7 +97,9 @@ async def test_second_agent_on_the_same_node_directory_is_rejected(
             other.open()
 
 
-async def test_fenced_agent_stops(controller: FakeController, run_agent: RunAgent) -> None:
+async def test_agent_stops_when_its_registration_is_fenced(
+    controller: FakeController, run_agent: RunAgent
+) -> None:
     controller.register_error = FencedError("incarnation 1 was replaced by 2")
     with pytest.raises(ExceptionGroup) as caught:
         async with run_agent():
@@ -245,7 +249,9 @@ async def test_launch_with_an_old_epoch_is_rejected(
         await until(lambda: controller.exits["j1"].epoch == 11, what="the later attempt")
 
 
-async def test_leader_token_survives_a_restart(controller: FakeController, run_agent: RunAgent) -> None:
+async def test_agent_rejects_an_older_leader_token_after_its_restart(
+    controller: FakeController, run_agent: RunAgent
+) -> None:
     controller.leader_token = 8
     async with run_agent():
         await controller.peer()
@@ -283,12 +289,12 @@ async def test_unconfirmed_launch_does_not_start(
 # --- exits ------------------------------------------------------------------------------------
 
 
-async def test_kill_ends_the_job_with_its_reason(
+async def test_killed_job_is_reported_with_the_reason_of_the_kill(
     controller: FakeController, run_agent: RunAgent, node_dir: Path
 ) -> None:
     async with run_agent():
         order = await controller.launch("j1", *STAY)
-        job = await job_process(node_dir, "j1")
+        job = await wait_for_job_process(node_dir, "j1")
         await controller.order_kill(order, reason="cancelled by its owner")
         end = await controller.end_of("j1")
     assert (end.exit_code, end.reason) == (None, "cancelled by its owner")
@@ -300,7 +306,7 @@ async def test_kill_with_another_epoch_is_ignored(
 ) -> None:
     async with run_agent():
         order = await controller.launch("j1", *STAY, epoch=5)
-        job = await job_process(node_dir, "j1")
+        job = await wait_for_job_process(node_dir, "j1")
         controller.kill.append(JobOrder(job_id="j1", epoch=4))
         await controller.peer()
         assert job.is_alive
@@ -320,12 +326,12 @@ async def test_kill_during_preparation_prevents_the_start(
     assert not (node_dir / "jobs" / "j1" / "work" / "ran").exists()
 
 
-async def test_job_that_is_not_in_the_ledger_is_killed(
+async def test_job_that_the_controller_does_not_know_is_killed(
     controller: FakeController, run_agent: RunAgent, node_dir: Path
 ) -> None:
     async with run_agent():
         order = await controller.launch("j1", *STAY)
-        job = await job_process(node_dir, "j1")
+        job = await wait_for_job_process(node_dir, "j1")
         controller.kill.append(JobOrder(job_id="j1", epoch=order.placement.epoch, reason="not in the ledger"))
         assert (await controller.end_of("j1")).reason == "ended by Genie: not in the ledger"
     assert not job.is_alive
@@ -347,7 +353,7 @@ async def test_exit_is_reported_until_it_is_settled(
         assert not (node_dir / "jobs" / "j1" / "exit.json").exists()
 
 
-async def test_unsettled_exit_is_reported_after_a_restart(
+async def test_unsettled_exit_is_reported_after_an_agent_restart(
     controller: FakeController, run_agent: RunAgent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(agent, "LEAVE_TIMEOUT_S", 0.1)
@@ -361,23 +367,23 @@ async def test_unsettled_exit_is_reported_after_a_restart(
     assert [(one.job_id, one.exit_code) for one in controller.registers[-1].exits] == [("j1", 6)]
 
 
-async def test_stop_ends_the_jobs_and_reports_them(
+async def test_stopping_the_agent_ends_its_jobs_and_reports_them(
     controller: FakeController, run_agent: RunAgent, node_dir: Path
 ) -> None:
     async with run_agent():
         await controller.launch("j1", *STAY)
-        job = await job_process(node_dir, "j1")
+        job = await wait_for_job_process(node_dir, "j1")
     assert not job.is_alive
     assert controller.exits["j1"].reason == "ended by Genie: the agent was stopped"
 
 
-async def test_stop_does_not_wait_for_an_unresponsive_controller(
+async def test_stopping_the_agent_does_not_wait_for_an_unresponsive_controller(
     controller: FakeController, run_agent: RunAgent, node_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(agent, "LEAVE_TIMEOUT_S", 0.1)
     async with run_agent():
         await controller.launch("j1", *STAY)
-        await job_process(node_dir, "j1")
+        await wait_for_job_process(node_dir, "j1")
         controller.silent = True
     assert (node_dir / "jobs" / "j1" / "exit.json").exists()
 
@@ -391,14 +397,14 @@ async def test_network_partition_ends_the_job_in_time(
     controller.ttl_s = 4.0
     async with run_agent():
         await controller.launch("j1", *STAY)
-        job = await job_process(node_dir, "j1")
+        job = await wait_for_job_process(node_dir, "j1")
         controller.silent = True
         await until(lambda: not job.is_alive, what="the job ends")
         controller.silent = False
         assert "lost contact" in (await controller.end_of("j1")).reason
 
 
-async def test_job_whose_confirmation_was_lost_has_not_failed(
+async def test_job_whose_confirmation_was_lost_is_reported_as_not_started(
     controller: FakeController, run_agent: RunAgent, node_dir: Path
 ) -> None:
     controller.ttl_s = 2.0
@@ -430,14 +436,14 @@ async def test_controller_without_leadership_does_not_end_jobs(
     controller.ttl_s = 4.0
     async with run_agent():
         await controller.launch("j1", "/bin/sh", "-c", f"{WRITE_PID}; sleep 4; exit 7")
-        job = await job_process(node_dir, "j1")
+        job = await wait_for_job_process(node_dir, "j1")
         controller.leading = False
         await until(lambda: not job.is_alive, what="the job ends by itself")
         controller.leading = True
         assert (await controller.end_of("j1")).exit_code == 7
 
 
-async def test_lease_expires_if_one_controller_does_not_reply(
+async def test_job_ends_if_no_known_controller_leads_and_one_does_not_reply(
     controller: FakeController, run_agent: RunAgent, node_dir: Path, tmp_path: Path
 ) -> None:
     controller.ttl_s = 4.0
@@ -445,7 +451,7 @@ async def test_lease_expires_if_one_controller_does_not_reply(
         controller.more_controllers = (second.address,)
         async with run_agent():
             await controller.launch("j1", *STAY)
-            job = await job_process(node_dir, "j1")
+            job = await wait_for_job_process(node_dir, "j1")
             controller.leading = False
             await until(lambda: not job.is_alive, what="the job ends")
 
@@ -457,7 +463,7 @@ async def test_agent_switches_to_the_new_leader(
         controller.more_controllers = (second.address,)
         async with run_agent():
             await controller.launch("j1", *STAY)
-            job = await job_process(node_dir, "j1")
+            job = await wait_for_job_process(node_dir, "j1")
             controller.leading, second.leading = False, True
             await second.peer()
             assert [one.job_id for one in second.heartbeats[-1].running] == ["j1"]
@@ -501,7 +507,7 @@ async def test_log_of_an_earlier_run_is_read_by_epoch(
         await controller.end_of("j1")
         controller.exits.clear()
         second = await controller.launch("j1", *STAY)
-        await job_process(node_dir, "j1")
+        await wait_for_job_process(node_dir, "j1")
         old = await controller.log("j1", epoch=first.placement.epoch)
         assert old.data == b"one\n"
         end = await controller.log("j1", epoch=first.placement.epoch, offset=4)
@@ -603,7 +609,7 @@ time.sleep(300)
 
 
 @pytest.fixture
-def _other_executor(monkeypatch: pytest.MonkeyPatch) -> None:
+def _replace_executor_by_listener(monkeypatch: pytest.MonkeyPatch) -> None:
     real = preparation.prepare_executor
 
     async def prepare(*args: object, **given: object) -> tuple[str, ...]:
@@ -613,7 +619,7 @@ def _other_executor(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preparation, "prepare_executor", prepare)
 
 
-@pytest.mark.usefixtures("_other_executor")
+@pytest.mark.usefixtures("_replace_executor_by_listener")
 async def test_endpoint_is_reported_when_the_executor_listens(
     controller: FakeController, run_agent: RunAgent, node_dir: Path
 ) -> None:
@@ -674,7 +680,7 @@ sys.exit(3)
 """
 
 
-async def test_executor_status_before_listening_is_reported(
+async def test_heartbeats_report_what_an_executor_does_before_it_listens(
     controller: FakeController, run_agent: RunAgent, node_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = preparation.prepare_executor

@@ -23,7 +23,7 @@ from genie.model.messages import ExitReport, JobOrder, RunningJob
 from genie.model.node import GPUInfo
 from genie.processes import cgroups
 from genie.processes.process_identity import ProcessIdentity
-from tests.agent.conftest import STAY, RunAgent, StartAgent, job_process
+from tests.agent.conftest import STAY, RunAgent, StartAgent, wait_for_job_process
 from tests.fakes.controller import FakeController
 from tests.needs import require_cgroup
 from tests.waiting import until, wait_until
@@ -50,7 +50,7 @@ time.sleep(300)
 
 
 @pytest.fixture(params=["v2", "pids"])
-def group(request: pytest.FixtureRequest) -> Iterator[str]:
+def cgroup_path(request: pytest.FixtureRequest) -> Iterator[str]:
     path = require_cgroup(f"genie-test-{os.getpid()}", request.param)
     yield path
     cgroups.kill(path)
@@ -58,8 +58,8 @@ def group(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 @pytest.fixture
-async def contained(group: str, make_plan: MakePlan) -> AsyncIterator[ShimLauncher]:
-    shims = ShimLauncher(group)
+async def launcher_with_cgroup(cgroup_path: str, make_plan: MakePlan) -> AsyncIterator[ShimLauncher]:
+    shims = ShimLauncher(cgroup_path)
     yield shims
     for job_id in shims.running_jobs_and_kill_errors():
         shims.kill_job(job_id, reason="the test is over")
@@ -67,7 +67,7 @@ async def contained(group: str, make_plan: MakePlan) -> AsyncIterator[ShimLaunch
     shims.close()
 
 
-class Freezer:
+class ProcessFreezer:
     """A frozen process stands in for one that is blocked in the kernel: signals do not reach it."""
 
     def __init__(self, path: str) -> None:
@@ -84,16 +84,16 @@ class Freezer:
 
 
 @pytest.fixture
-def freezer() -> Iterator[Freezer]:
+def freezer() -> Iterator[ProcessFreezer]:
     path = require_cgroup(f"genie-test-frozen-{os.getpid()}", "freezer")
-    freezer = Freezer(path)
+    freezer = ProcessFreezer(path)
     yield freezer
     freezer.thaw()
     cgroups.kill(path)
     wait_until(lambda: cgroups.remove(path), what="the control group is empty")
 
 
-def _abandon(launcher: ShimLauncher) -> None:
+def _abandon_shim(launcher: ShimLauncher) -> None:
     """Ends the agent of this launcher abruptly; its shims continue, as children of the test."""
     (shim,) = launcher._shims.values()
     launcher.close()
@@ -105,18 +105,18 @@ _abandoned: list[subprocess.Popen[bytes]] = []
 
 
 @pytest.fixture(autouse=True)
-def _wait_for_abandoned() -> Iterator[None]:
+def _wait_for_abandoned_shims() -> Iterator[None]:
     yield
     while _abandoned:
         _abandoned.pop().wait(timeout=10)
 
 
-async def _next_exit(launcher: ShimLauncher) -> ExitReport:
+async def _wait_for_exit(launcher: ShimLauncher) -> ExitReport:
     (report,) = await until(launcher.take_exits, what="an exit")
     return report
 
 
-async def _escaped(plan: LaunchPlan) -> ProcessIdentity:
+async def _wait_for_escaped_process(plan: LaunchPlan) -> ProcessIdentity:
     path = plan.work_dir / "stray"
     await until(path.exists, what="the job has forked")
     mark = ProcessIdentity.of_pid(int(path.read_text()))
@@ -125,41 +125,41 @@ async def _escaped(plan: LaunchPlan) -> ProcessIdentity:
 
 
 async def test_process_that_escaped_from_its_shim_is_killed_with_the_job(
-    contained: ShimLauncher, make_plan: MakePlan
+    launcher_with_cgroup: ShimLauncher, make_plan: MakePlan
 ) -> None:
     plan = make_plan(sys.executable, "-c", ESCAPE)
-    await contained.start_job(plan, deadman_expiry_s=time.monotonic() + 60)
-    stray = await _escaped(plan)
+    await launcher_with_cgroup.start_job(plan, deadman_expiry_s=time.monotonic() + 60)
+    stray = await _wait_for_escaped_process(plan)
     (plan.work_dir / "go").touch()
-    report = await _next_exit(contained)
+    report = await _wait_for_exit(launcher_with_cgroup)
     assert "the shim exited unexpectedly" in report.reason
     assert not stray.is_alive
 
 
-async def test_forged_exit_record_does_not_hide_a_process(
-    contained: ShimLauncher, make_plan: MakePlan
+async def test_process_of_a_job_with_a_forged_exit_record_is_killed(
+    launcher_with_cgroup: ShimLauncher, make_plan: MakePlan
 ) -> None:
     record = {"job_id": "job-1", "epoch": 7, "exit_code": 0, "reason": "exit code 0", "ended_at": 1.0}
     forge = f"open('../exit.json', 'w').write('''{json.dumps(record)}''')\n"
     plan = make_plan(sys.executable, "-c", ESCAPE.replace("os.kill(shim", f"{forge}os.kill(shim"))
-    await contained.start_job(plan, deadman_expiry_s=time.monotonic() + 60)
-    stray = await _escaped(plan)
+    await launcher_with_cgroup.start_job(plan, deadman_expiry_s=time.monotonic() + 60)
+    stray = await _wait_for_escaped_process(plan)
     (plan.work_dir / "go").touch()
-    assert (await _next_exit(contained)).exit_code == 0
+    assert (await _wait_for_exit(launcher_with_cgroup)).exit_code == 0
     assert not stray.is_alive
 
 
 async def test_new_agent_kills_a_process_that_escaped_from_an_earlier_one(
-    contained: ShimLauncher, group: str, make_plan: MakePlan, tmp_path: Path
+    launcher_with_cgroup: ShimLauncher, cgroup_path: str, make_plan: MakePlan, tmp_path: Path
 ) -> None:
     plan = make_plan(sys.executable, "-c", ESCAPE)
-    earlier = ShimLauncher(group)
+    earlier = ShimLauncher(cgroup_path)
     earlier.kill_leftovers(tmp_path / "jobs")
     await earlier.start_job(plan, deadman_expiry_s=time.monotonic() + 60)
-    stray = await _escaped(plan)
-    _abandon(earlier)
+    stray = await _wait_for_escaped_process(plan)
+    _abandon_shim(earlier)
     (plan.work_dir / "go").touch()
-    await until(lambda: list(cgroups.processes(group)) == [stray.pid], what="only the stray is left")
+    await until(lambda: list(cgroups.processes(cgroup_path)) == [stray.pid], what="only the stray is left")
     elsewhere = ShimLauncher(None)
     assert elsewhere.kill_leftovers(tmp_path / "jobs") >= 1, "the group of the earlier agent is recorded"
     assert not stray.is_alive
@@ -167,12 +167,12 @@ async def test_new_agent_kills_a_process_that_escaped_from_an_earlier_one(
     elsewhere.close()
 
 
-async def test_job_that_cannot_enter_its_group_fails_because_of_the_node(
-    contained: ShimLauncher, make_plan: MakePlan, monkeypatch: pytest.MonkeyPatch
+async def test_job_that_cannot_enter_its_control_group_is_a_failure_of_the_node(
+    launcher_with_cgroup: ShimLauncher, make_plan: MakePlan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cgroups, "create", lambda path: None)
-    await contained.start_job(make_plan("touch", "ran"), deadman_expiry_s=time.monotonic() + 60)
-    report = await _next_exit(contained)
+    await launcher_with_cgroup.start_job(make_plan("touch", "ran"), deadman_expiry_s=time.monotonic() + 60)
+    report = await _wait_for_exit(launcher_with_cgroup)
     assert (report.started, report.by_node) == (False, True)
     assert "could not move the job into the control group" in report.reason
 
@@ -217,37 +217,41 @@ def test_without_control_groups_the_agent_adopts_and_kills_escaped_processes(tmp
 # --- processes that cannot be killed ----------------------------------------------------------
 
 
-def _running(controller: FakeController) -> list[RunningJob]:
+def _jobs_in_last_heartbeat(controller: FakeController) -> list[RunningJob]:
     return list(controller.heartbeats[-1].running)
 
 
-def _gpu(controller: FakeController) -> GPUInfo:
+def _first_gpu_in_last_heartbeat(controller: FakeController) -> GPUInfo:
     return controller.heartbeats[-1].node.gpus[0]
 
 
-@pytest.mark.parametrize("group", ["pids"], indirect=True)
+@pytest.mark.parametrize("cgroup_path", ["pids"], indirect=True)
 async def test_accelerator_is_withheld_until_an_unkillable_process_has_ended(
     controller: FakeController,
     run_agent: RunAgent,
     node_dir: Path,
-    group: str,
-    freezer: Freezer,
+    cgroup_path: str,
+    freezer: ProcessFreezer,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(agent_module, "HARDWARE_POLL_S_MIN", 0.05)
     monkeypatch.setattr(launching, "SHIM_KILL_DELAY_S", 0.0)
     monkeypatch.setattr(launching, "KILL_RETRY_INTERVAL_S", 0.05)
-    async with run_agent(group=group):
+    async with run_agent(group=cgroup_path):
         order = await controller.launch("j1", *STAY, gpu_ids=(0,))
-        worker = await job_process(node_dir, "j1")
+        worker = await wait_for_job_process(node_dir, "j1")
         freezer.freeze(worker.pid)
         controller.kill.append(JobOrder(job_id="j1", epoch=order.placement.epoch, reason="cancelled"))
         note = f"cannot kill process {worker.pid}"
         await until(
-            lambda: any(note in job.note for job in _running(controller)), what="a heartbeat with the reason"
+            lambda: any(note in job.note for job in _jobs_in_last_heartbeat(controller)),
+            what="a heartbeat with the reason",
         )
-        await until(lambda: not _gpu(controller).available)
-        assert _gpu(controller).reason == f"{_running(controller)[0].note} of job j1"
+        await until(lambda: not _first_gpu_in_last_heartbeat(controller).available)
+        assert (
+            _first_gpu_in_last_heartbeat(controller).reason
+            == f"{_jobs_in_last_heartbeat(controller)[0].note} of job j1"
+        )
         assert controller.heartbeats[-1].node.gpus[1].available
         with pytest.raises(NodeUnfitError, match="cannot kill process"):
             await controller.launch("j2", *STAY, gpu_ids=(0,))
@@ -255,18 +259,18 @@ async def test_accelerator_is_withheld_until_an_unkillable_process_has_ended(
         freezer.thaw()
         assert "cancelled" in (await controller.end_of("j1")).reason
         assert not worker.is_alive
-        await until(lambda: _gpu(controller).available)
+        await until(lambda: _first_gpu_in_last_heartbeat(controller).available)
         await controller.launch("j2", "/bin/true", gpu_ids=(0,))
         await controller.end_of("j2")
 
 
-@pytest.mark.parametrize("group", ["v2"], indirect=True)
+@pytest.mark.parametrize("cgroup_path", ["v2"], indirect=True)
 async def test_restarted_agent_withholds_the_accelerator_of_a_process_that_it_cannot_kill(
     controller: FakeController,
     run_agent: RunAgent,
     node_dir: Path,
-    group: str,
-    freezer: Freezer,
+    cgroup_path: str,
+    freezer: ProcessFreezer,
     make_plan: MakePlan,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -279,13 +283,13 @@ async def test_restarted_agent_withholds_the_accelerator_of_a_process_that_it_ca
     plan = make_plan(*STAY, job_id="j1", directory=directory, work_dir=directory / "work")
     record = JobRecord(job_id="j1", epoch=7, incarnation=1, accepted_at=1.0, gpu_ids=(0,))
     (directory / "job.json").write_bytes(msgspec.json.encode(record))
-    earlier = ShimLauncher(group)
+    earlier = ShimLauncher(cgroup_path)
     await earlier.start_job(plan, deadman_expiry_s=time.monotonic() + 60)
-    worker = await job_process(node_dir, "j1")
+    worker = await wait_for_job_process(node_dir, "j1")
     freezer.freeze(worker.pid)
-    _abandon(earlier)
+    _abandon_shim(earlier)
 
-    async with run_agent(group=group):
+    async with run_agent(group=cgroup_path):
         await controller.peer()
         gpus = controller.registers[0].node.gpus
         assert [gpu.available for gpu in gpus] == [False, True]
@@ -294,17 +298,20 @@ async def test_restarted_agent_withholds_the_accelerator_of_a_process_that_it_ca
             with pytest.raises(NodeUnfitError):
                 await controller.launch(job_id, *STAY, epoch=8, gpu_ids=(0,))
         freezer.thaw()
-        await until(lambda: _gpu(controller).available, what="the accelerator is available again")
+        await until(
+            lambda: _first_gpu_in_last_heartbeat(controller).available,
+            what="the accelerator is available again",
+        )
         assert not worker.is_alive
 
 
-async def test_agent_process_contains_its_jobs(
-    controller: FakeController, start_agent: StartAgent, node_dir: Path
+async def test_agent_process_runs_each_job_in_a_control_group(
+    controller: FakeController, start_agent_process: StartAgent, node_dir: Path
 ) -> None:
     require_cgroup(f"genie-test-{os.getpid()}", "v2")
-    async with start_agent() as process:
+    async with start_agent_process() as process:
         await controller.launch("j1", *STAY)
-        worker = await job_process(node_dir, "j1")
+        worker = await wait_for_job_process(node_dir, "j1")
         own = cgroups._read(f"/proc/{worker.pid}/cgroup")
         assert "/genie-n1-" in own
         assert own.rstrip().endswith("/j1.1")

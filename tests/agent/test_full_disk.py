@@ -24,7 +24,7 @@ from genie.hardware import DiskSpace, disk_space
 from genie.model.job import Workdir
 from genie.model.node import NodeStatus
 from genie.processes import files
-from tests.agent.conftest import STAY, RunAgent, job_process, make_node
+from tests.agent.conftest import STAY, RunAgent, make_joined_node_dir, wait_for_job_process
 from tests.fakes.controller import FakeController
 from tests.needs import require_namespaces, require_program
 from tests.waiting import until
@@ -33,14 +33,14 @@ GIB = 1 << 30
 
 
 @pytest.fixture(autouse=True)
-def _frequent_readings(monkeypatch: pytest.MonkeyPatch) -> None:
+def _poll_hardware_often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agent_module, "HARDWARE_POLL_S_MIN", 0.05)
 
 
 # --- the decision -------------------------------------------------------------------------------
 
 
-def test_node_closes_below_the_minimum_and_reopens_with_a_margin() -> None:
+def test_node_closes_below_the_minimum_free_space_and_reopens_with_a_margin() -> None:
     monitor = DiskMonitor(GIB)
     assert monitor.blocked_reason(0.0) == "", "not measured yet"
     readings = [(100, ""), (1.1, ""), (0.5, "low"), (1.2, "low"), (1.6, ""), (1.1, "")]
@@ -52,7 +52,7 @@ def test_node_closes_below_the_minimum_and_reopens_with_a_margin() -> None:
         assert monitor.missing_bytes == (int(1.5 * GIB) - int(free_gib * GIB) if expected else 0)
 
 
-def test_minimum_is_at_most_a_twentieth_of_the_disk() -> None:
+def test_minimum_free_space_is_at_most_a_twentieth_of_the_disk() -> None:
     monitor = DiskMonitor(GIB)
     monitor.update(DiskSpace(total_bytes=GIB, free_bytes=GIB // 10))
     assert not monitor.blocked_reason(0.0)
@@ -67,7 +67,7 @@ def test_node_is_closed_while_the_disk_does_not_respond() -> None:
     )
 
 
-def test_faults_of_the_node_are_recognised_in_causes() -> None:
+def test_error_caused_by_the_node_is_recognised_by_its_cause() -> None:
     wrapped = WorkdirError("could not write the working directory")
     wrapped.__cause__ = OSError(errno.ENOSPC, "no space")
     assert (
@@ -78,7 +78,7 @@ def test_faults_of_the_node_are_recognised_in_causes() -> None:
     assert not is_caused_by_node(LaunchError("x")) and not is_caused_by_node(OSError(errno.ENOENT, "missing"))
 
 
-def test_space_of_the_file_system_is_read(tmp_path: Path) -> None:
+def test_free_space_of_the_file_system_is_read(tmp_path: Path) -> None:
     space = disk_space(tmp_path)
     assert 0 <= space.free_bytes <= space.total_bytes and space.total_bytes > 0
 
@@ -100,12 +100,12 @@ def journal(tmp_path: Path) -> Journal:
     return opened
 
 
-def sizes(journal: Journal) -> dict[Path, RunDirectorySize]:
+def measure_finished_runs(journal: Journal) -> dict[Path, RunDirectorySize]:
     found = {path: job_files.try_measure_run(path, None) for path in journal.finished_run_directories(())}
     return {path: size for path, size in found.items() if size is not None}
 
 
-def left(journal: Journal) -> dict[str, bool]:
+def has_workdir_by_job(journal: Journal) -> dict[str, bool]:
     """Whether each remaining job has its working directory."""
     return {job_id: (journal.job_dir(job_id) / "work").exists() for job_id in journal.list_job_ids()}
 
@@ -123,15 +123,15 @@ def left(journal: Journal) -> dict[str, bool]:
 def test_oldest_working_directories_are_evicted_first_and_logs_last(
     journal: Journal, bytes_max: int, missing_bytes: int, expected: dict[str, bool]
 ) -> None:
-    measured = sizes(journal)
+    measured = measure_finished_runs(journal)
     journal.discard_old_runs(
         kept_count=9, live_job_ids=(), sizes=measured, bytes_max=bytes_max, missing_bytes=missing_bytes
     )
-    assert left(journal) == expected
+    assert has_workdir_by_job(journal) == expected
     assert [path.name for path in journal.finished_run_directories(())] == sorted(expected, reverse=True)
 
 
-def test_size_is_measured_once_per_run(journal: Journal) -> None:
+def test_size_of_a_run_directory_is_measured_once(journal: Journal) -> None:
     directory = journal.job_dir("j1")
     first = job_files.try_measure_run(directory, None)
     assert (
@@ -145,7 +145,7 @@ def test_size_is_measured_once_per_run(journal: Journal) -> None:
     assert job_files.try_measure_run(journal.job_dir("none"), None) is None
 
 
-def test_tree_of_any_depth_is_removed(tmp_path: Path) -> None:
+def test_directory_tree_of_any_depth_is_removed(tmp_path: Path) -> None:
     root = tmp_path / "tree"
     (root / "0").mkdir(parents=True)
     (root / "link").symlink_to(tmp_path)
@@ -185,11 +185,11 @@ def test_small_file_is_overwritten_where_it_cannot_be_replaced(
 # --- the agent ----------------------------------------------------------------------------------
 
 
-def replace_size(workdir: Workdir, size_bytes: int) -> Workdir:
+def with_size(workdir: Workdir, size_bytes: int) -> Workdir:
     return Workdir(digest=workdir.digest, size_bytes=size_bytes)
 
 
-class Space:
+class FakeFreeSpace:
     """The free space that an agent reads."""
 
     def __init__(self) -> None:
@@ -202,13 +202,13 @@ class Space:
 async def test_low_disk_closes_the_node_and_evicts_finished_jobs(
     controller: FakeController, run_agent: RunAgent, node_dir: Path
 ) -> None:
-    space = Space()
+    space = FakeFreeSpace()
     async with run_agent(disk=DiskAccess(measure_space=space)):
         await controller.launch("done", "/bin/sh", "-c", "echo > big")
         await controller.end_of("done")
         await until(lambda: not controller.heartbeats[-1].exits, what="it is settled")
         await controller.launch("j1", *STAY)
-        job = await job_process(node_dir, "j1")
+        job = await wait_for_job_process(node_dir, "j1")
         assert controller.heartbeats[-1].node.closed == ""
         space.free_bytes = GIB // 2
         await until(lambda: controller.heartbeats[-1].node.closed, what="the node is closed")
@@ -226,7 +226,7 @@ async def test_low_disk_closes_the_node_and_evicts_finished_jobs(
         assert (await controller.end_of("j2")).exit_code == 0
 
 
-async def test_failure_of_the_node_to_prepare_a_job_is_not_that_of_the_job(
+async def test_job_that_the_node_cannot_prepare_is_reported_as_failure_of_the_node(
     controller: FakeController, run_agent: RunAgent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*ignored: object) -> None:
@@ -243,10 +243,10 @@ async def test_failure_of_the_node_to_prepare_a_job_is_not_that_of_the_job(
 async def test_working_directory_that_does_not_fit_is_not_downloaded(
     controller: FakeController, run_agent: RunAgent
 ) -> None:
-    space = Space()
+    space = FakeFreeSpace()
     space.free_bytes = 6 * GIB
     async with run_agent(disk=DiskAccess(measure_space=space)):
-        large = replace_size(controller.keep_blob(b"x"), 4 * GIB)
+        large = with_size(controller.keep_blob(b"x"), 4 * GIB)
         await controller.launch("j1", "true", workdir=large)
         end = await controller.end_of("j1")
     assert (end.started, end.by_node, end.needed_bytes) == (False, True, 8 * GIB)
@@ -257,7 +257,7 @@ async def test_working_directory_that_does_not_fit_is_not_downloaded(
 
 
 @pytest.mark.parametrize(("free_bytes", "needed_bytes"), [(90 * GIB, 0), (10_000, 16_000)])
-async def test_disk_that_a_working_directory_filled_was_too_small_only_if_little_was_free(
+async def test_full_disk_is_reported_with_the_needed_space_only_if_little_was_free(
     controller: FakeController,
     run_agent: RunAgent,
     monkeypatch: pytest.MonkeyPatch,
@@ -270,7 +270,7 @@ async def test_disk_that_a_working_directory_filled_was_too_small_only_if_little
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr("genie.agent.preparation._append_to_file", full)
-    space = Space()
+    space = FakeFreeSpace()
     space.free_bytes = free_bytes
     async with run_agent(disk=DiskAccess(measure_space=space), disk_free_min_bytes=0):
         await controller.launch("j1", "true", workdir=controller.keep_blob(b"x" * 2000))
@@ -289,7 +289,7 @@ async def test_temporary_files_of_a_job_are_removed_when_it_ends(
         assert (node_dir / "jobs" / "j1" / "work").exists()
 
 
-async def test_agent_waits_for_space_for_its_incarnation(
+async def test_agent_waits_for_disk_space_to_store_its_incarnation(
     controller: FakeController, run_agent: RunAgent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(agent_module, "DISK_RETRY_S", 0.05)
@@ -312,7 +312,7 @@ async def test_agent_waits_for_space_for_its_incarnation(
 
 
 @asynccontextmanager
-async def small_disk(directory: Path) -> AsyncIterator[int]:
+async def process_on_small_disk(directory: Path) -> AsyncIterator[int]:
     """Mounts 4 MiB at the directory in another mount namespace; yields a process in it."""
     require_namespaces("mount")
     script = 'mount -t tmpfs -o size=4m tmpfs "$0" && echo ready && exec sleep 300'
@@ -329,7 +329,7 @@ async def small_disk(directory: Path) -> AsyncIterator[int]:
         await process.communicate()
 
 
-def fill(directory: Path) -> None:
+def fill_disk(directory: Path) -> None:
     with (directory / "filler").open("ab", buffering=0) as file:
         for size in (1 << 16, 1 << 12):
             try:
@@ -343,9 +343,9 @@ async def test_agent_restarts_on_a_full_disk(tmp_path: Path, controller: FakeCon
     nsenter = require_program("nsenter", package="util-linux")
     state = tmp_path / "small"
     state.mkdir()
-    async with small_disk(state) as pid:
+    async with process_on_small_disk(state) as pid:
         inside = Path(f"/proc/{pid}/root{state}")
-        make_node(inside, controller)
+        make_joined_node_dir(inside, controller)
 
         async def run_until(condition: Callable[[], object], what: str) -> None:
             command = (sys.executable, "-m", "genie.agent", "--state-dir", str(state))
@@ -360,7 +360,7 @@ async def test_agent_restarts_on_a_full_disk(tmp_path: Path, controller: FakeCon
                 await agent.wait()
 
         await run_until(lambda: controller.heartbeats, "a heartbeat")
-        fill(inside)
+        fill_disk(inside)
         assert disk_space(inside).free_bytes == 0
         await run_until(
             lambda: controller.heartbeats[-1].incarnation == 2 and controller.heartbeats[-1].node.closed,

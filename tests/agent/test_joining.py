@@ -30,9 +30,9 @@ from genie.runtime.network import TcpNetwork
 from tests.fakes.controller import HOST, FakeController
 
 
-async def try_join(fake: FakeController, state_dir: Path, *, token: str, wish: str = "n1") -> Path:
+async def try_join(fake: FakeController, state_dir: Path, *, token: str, node_id: str = "n1") -> Path:
     return await join_cluster(
-        HOST, fake.port, token, state_dir=state_dir, requested_node_id=wish, network=TcpNetwork()
+        HOST, fake.port, token, state_dir=state_dir, requested_node_id=node_id, network=TcpNetwork()
     )
 
 
@@ -75,7 +75,9 @@ async def test_invalid_node_id_is_rejected_before_anything_is_sent(
     tmp_path: Path, controller: FakeController
 ) -> None:
     with pytest.raises(NameInvalidError):
-        await try_join(controller, tmp_path / "s", token=str(controller.token(TokenKind.JOIN)), wish="../x")
+        await try_join(
+            controller, tmp_path / "s", token=str(controller.token(TokenKind.JOIN)), node_id="../x"
+        )
     assert controller.joins == []
 
 

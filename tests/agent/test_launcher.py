@@ -25,7 +25,7 @@ from tests.waiting import until
 RECORD = {"job_id": "j-1", "epoch": 3, "exit_code": 0, "reason": "exit code 0", "ended_at": 1.0}
 
 
-def _plan(folder: Path) -> LaunchPlan:
+def _make_plan(folder: Path) -> LaunchPlan:
     return LaunchPlan(
         job_id="j-1",
         epoch=3,
@@ -54,7 +54,7 @@ def test_exit_is_received_if_the_shim_left_a_line_unread(
 
     async def receive_exits() -> list[ExitReport]:
         shims = ShimLauncher()
-        await shims.start_job(_plan(tmp_path), deadman_expiry_s=1.0)
+        await shims.start_job(_make_plan(tmp_path), deadman_expiry_s=1.0)
         await asyncio.sleep(0)
         os.write(ends[0], json.dumps(RECORD).encode() + b"\n")
         shims.extend_deadman_timers(2.0)
@@ -80,7 +80,7 @@ def test_cancelled_start_leaves_no_process(tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(launcher, "_spawn_shim", spawn)
     (tmp_path / "log").mkdir()
-    plan = replace(_plan(tmp_path), argv=(sys.executable, "-c", STUBBORN))
+    plan = replace(_make_plan(tmp_path), argv=(sys.executable, "-c", STUBBORN))
 
     async def start_and_cancel() -> None:
         shims = ShimLauncher()
@@ -96,7 +96,7 @@ def test_cancelled_start_leaves_no_process(tmp_path: Path, monkeypatch: pytest.M
     asyncio.run(start_and_cancel())
 
 
-def _record_with_survivor(pid: int) -> bytes:
+def _exit_record_with_survivor(pid: int) -> bytes:
     mark = leftovers.ProcessIdentity.of_pid(pid)
     assert mark is not None
     return json.dumps(RECORD | {"survivors": [[mark.pid, mark.start_mark]]}).encode()
@@ -115,8 +115,8 @@ def test_exit_is_reported_after_the_end_of_processes_that_the_shim_could_not_kil
 
     async def receive_exit() -> ExitReport:
         shims = ShimLauncher()
-        await shims.start_job(_plan(tmp_path), deadman_expiry_s=1.0)
-        os.write(ends[0], _record_with_survivor(survivor.pid) + b"\n")
+        await shims.start_job(_make_plan(tmp_path), deadman_expiry_s=1.0)
+        os.write(ends[0], _exit_record_with_survivor(survivor.pid) + b"\n")
         os.close(ends[0])
         (report,) = await until(shims.take_exits)
         shims.close()
@@ -138,7 +138,7 @@ def test_new_agent_kills_processes_that_a_shim_could_not_kill(tmp_path: Path) ->
             shims.close()
 
     with subprocess.Popen(["/bin/sleep", "300"], env={}) as survivor:
-        (tmp_path / "jobs" / "j-1" / "exit.json").write_bytes(_record_with_survivor(survivor.pid))
+        (tmp_path / "jobs" / "j-1" / "exit.json").write_bytes(_exit_record_with_survivor(survivor.pid))
         assert asyncio.run(end_leftovers()) == 1
         assert survivor.wait() == -signal.SIGKILL
 
@@ -158,7 +158,7 @@ time.sleep(600)
 
 def test_second_kill_can_shorten_the_grace_period(tmp_path: Path) -> None:
     (tmp_path / "log").mkdir()
-    plan = replace(_plan(tmp_path), argv=(sys.executable, "-c", STUBBORN), grace_s=0.1)
+    plan = replace(_make_plan(tmp_path), argv=(sys.executable, "-c", STUBBORN), grace_s=0.1)
 
     async def ended() -> list[ExitReport]:
         shims = ShimLauncher()

@@ -25,7 +25,7 @@ from tests.waiting import until
 
 
 @dataclass
-class Watched:
+class RecordedConnection:
     """A connection and its recorded callbacks."""
 
     link: LeaderConnection
@@ -41,12 +41,14 @@ class Watched:
             await peer.wait_closed()
 
 
-async def _refuse(peer: rpc.Peer, request: Message) -> Message:
+async def _reject_request(peer: rpc.Peer, request: Message) -> Message:
     raise ProtocolError("not asked in this test")
 
 
 @asynccontextmanager
-async def linked(*fakes: FakeController, ports: tuple[int, ...] = ()) -> AsyncIterator[Watched]:
+async def connect_to_controllers(
+    *fakes: FakeController, ports: tuple[int, ...] = ()
+) -> AsyncIterator[RecordedConnection]:
     every = [*(fake.port for fake in fakes), *ports]
     trusted = None
     if fakes[0].use_tls:
@@ -57,12 +59,12 @@ async def linked(*fakes: FakeController, ports: tuple[int, ...] = ()) -> AsyncIt
         network=TcpNetwork(),
         clock=SystemClock(),
         rng=random.Random(1),
-        handler=_refuse,
+        handler=_reject_request,
         timeout_s=0.3,
         backoff_s_max=0.1,
     )
     link.endpoints = tuple((HOST, port) for port in every)
-    watched = Watched(link)
+    watched = RecordedConnection(link)
     async with asyncio.TaskGroup() as group:
         task = group.create_task(link.serve_leaders(watched.take, watched.no_leader.append))
         try:
@@ -72,17 +74,17 @@ async def linked(*fakes: FakeController, ports: tuple[int, ...] = ()) -> AsyncIt
 
 
 @pytest.fixture
-async def second(tmp_path: Path) -> AsyncIterator[FakeController]:
+async def second_controller(tmp_path: Path) -> AsyncIterator[FakeController]:
     async with FakeController(tmp_path / "second").listening() as fake:
         yield fake
 
 
-async def test_leader_is_found(controller: FakeController, second: FakeController) -> None:
+async def test_leader_is_found(controller: FakeController, second_controller: FakeController) -> None:
     controller.leading = False
-    async with linked(controller, second) as watched:
-        await until(lambda: watched.attended == [second.address])
+    async with connect_to_controllers(controller, second_controller) as watched:
+        await until(lambda: watched.attended == [second_controller.address])
         assert watched.link.is_connected
-        assert watched.link.endpoints[0] == (HOST, second.port)
+        assert watched.link.endpoints[0] == (HOST, second_controller.port)
     assert watched.no_leader == []
 
 
@@ -90,26 +92,26 @@ async def test_refused_connections_and_standbys_show_that_there_is_no_leader(
     controller: FakeController,
 ) -> None:
     controller.leading = False
-    async with linked(controller, ports=(1,)) as watched:
+    async with connect_to_controllers(controller, ports=(1,)) as watched:
         await until(lambda: len(watched.no_leader) >= 2, what="evidence in every round")
         assert watched.no_leader == sorted(watched.no_leader)
 
 
 async def test_unresponsive_controller_may_be_the_leader(
-    controller: FakeController, second: FakeController
+    controller: FakeController, second_controller: FakeController
 ) -> None:
     controller.leading = False
-    second.silent = True
-    async with linked(controller, second) as watched:
+    second_controller.silent = True
+    async with connect_to_controllers(controller, second_controller) as watched:
         await until(lambda: len(controller.hellos) >= 3, what="several rounds")
         assert watched.no_leader == []
-        second.silent, second.leading = False, False
+        second_controller.silent, second_controller.leading = False, False
         await until(lambda: watched.no_leader, what="evidence once it speaks")
 
 
 async def test_call_requires_a_connection(controller: FakeController) -> None:
     controller.leading = False
-    async with linked(controller) as watched:
+    async with connect_to_controllers(controller) as watched:
         await until(lambda: controller.hellos)
         with pytest.raises(ConnectionLostError, match="no connection"):
             await watched.link.call_leader(GetStatus(), timeout_s=1)
@@ -120,7 +122,7 @@ async def test_rejection_is_final_before_the_first_registration(controller: Fake
         raise TokenRefusedError("token x was revoked")
 
     with pytest.raises(ExceptionGroup) as caught:
-        async with linked(controller) as watched:
+        async with connect_to_controllers(controller) as watched:
             watched.attend = refused
             await until(lambda: False)
     assert caught.group_contains(TokenRefusedError)
@@ -130,7 +132,7 @@ async def test_rejection_is_retried_after_the_first_registration(controller: Fak
     async def refused(peer: rpc.Peer) -> None:
         raise TokenRefusedError("token x was revoked")
 
-    async with linked(controller) as watched:
+    async with connect_to_controllers(controller) as watched:
         watched.link.apply_registration(watched.link.endpoints, timeout_s=0.3, backoff_s_max=0.1)
         watched.attend = refused
         await until(lambda: len(watched.attended) >= 3, what="further attempts")
@@ -146,7 +148,7 @@ async def test_controller_with_a_wrong_clock_is_retried(
     fake.write_certificate(now=time.time() + hours * 3600)
     async with fake.listening():
         pass
-    async with linked(fake) as watched:
+    async with connect_to_controllers(fake) as watched:
         async with fake.listening():
             await until(lambda: "by the clock of this machine" in caplog.text)
         fake.write_certificate(now=time.time())
@@ -159,6 +161,6 @@ async def test_controller_that_lost_leadership_is_retried(controller: FakeContro
         controller.leading = False
         raise NotLeaderError("another one leads")
 
-    async with linked(controller) as watched:
+    async with connect_to_controllers(controller) as watched:
         watched.attend = no_longer
         await until(lambda: watched.no_leader, what="evidence from the next round")

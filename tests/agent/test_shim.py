@@ -25,27 +25,27 @@ MakePlan = Callable[..., LaunchPlan]
 LONG_S = 60.0
 
 
-async def end_of(launcher: ShimLauncher, plan: LaunchPlan, *, for_s: float = LONG_S) -> ExitReport:
+async def run_until_exit(launcher: ShimLauncher, plan: LaunchPlan, *, for_s: float = LONG_S) -> ExitReport:
     await launcher.start_job(plan, deadman_expiry_s=time.monotonic() + for_s)
-    return await next_end(launcher)
+    return await wait_for_exit(launcher)
 
 
-async def next_end(launcher: ShimLauncher) -> ExitReport:
+async def wait_for_exit(launcher: ShimLauncher) -> ExitReport:
     ends: list[ExitReport] = []
     await until(lambda: ends.extend(launcher.take_exits()) or ends, what="an end")
     return ends[0]
 
 
-def log_of(plan: LaunchPlan) -> str:
+def read_log(plan: LaunchPlan) -> str:
     return read_log_chunk(plan.directory, offset=0, bytes_max=1 << 20, is_live=False).data.decode()
 
 
-async def marked(path: Path) -> ProcessIdentity:
+async def wait_for_process_in_file(path: Path) -> ProcessIdentity:
     """Waits for the file and returns the process whose ID it contains."""
-    return await until(lambda: path.exists() and _mark_in(path), what=f"{path.name} is written")
+    return await until(lambda: path.exists() and _try_read_process(path), what=f"{path.name} is written")
 
 
-def _mark_in(path: Path) -> ProcessIdentity | None:
+def _try_read_process(path: Path) -> ProcessIdentity | None:
     text = path.read_text().strip()
     return ProcessIdentity.of_pid(int(text)) if text else None
 
@@ -62,7 +62,7 @@ def _mark_in(path: Path) -> ProcessIdentity | None:
 async def test_exit_report_contains_code_and_reason(
     launcher: ShimLauncher, make_plan: MakePlan, script: str, code: int, reason: str
 ) -> None:
-    report = await end_of(launcher, make_plan("/bin/sh", "-c", script))
+    report = await run_until_exit(launcher, make_plan("/bin/sh", "-c", script))
     assert (report.job_id, report.epoch, report.exit_code, report.reason) == ("job-1", 7, code, reason)
     assert launcher.running_jobs_and_kill_errors() == {}
 
@@ -71,19 +71,19 @@ async def test_exit_record_is_on_disk_when_the_exit_is_reported(
     launcher: ShimLauncher, make_plan: MakePlan
 ) -> None:
     plan = make_plan("/bin/sh", "-c", "exit 4")
-    await end_of(launcher, plan)
+    await run_until_exit(launcher, plan)
     record = json.loads((plan.directory / "exit.json").read_text())
     assert (record["job_id"], record["epoch"], record["exit_code"]) == ("job-1", 7, 4)
 
 
 async def test_failed_start_reports_the_reason(launcher: ShimLauncher, make_plan: MakePlan) -> None:
-    report = await end_of(launcher, make_plan("no-such-program"))
+    report = await run_until_exit(launcher, make_plan("no-such-program"))
     assert report.exit_code is None
     assert report.reason == "cannot start 'no-such-program': no such program on this node"
 
 
 async def test_shell_syntax_in_the_program_adds_a_hint(launcher: ShimLauncher, make_plan: MakePlan) -> None:
-    report = await end_of(launcher, make_plan("echo hi | cat"))
+    report = await run_until_exit(launcher, make_plan("echo hi | cat"))
     assert report.reason == (
         "cannot start 'echo hi | cat': no such program on this node; "
         "a command with shell syntax needs sh -c '...'"
@@ -96,7 +96,9 @@ async def test_script_with_missing_interpreter_keeps_the_system_error(
     plan = make_plan("./script")
     (plan.work_dir / "script").write_text("#!/no/such/shell\n")
     (plan.work_dir / "script").chmod(0o755)
-    assert (await end_of(launcher, plan)).reason == "cannot start './script': No such file or directory"
+    assert (
+        await run_until_exit(launcher, plan)
+    ).reason == "cannot start './script': No such file or directory"
 
 
 async def test_shim_files_are_private_and_job_files_use_the_umask(
@@ -105,10 +107,10 @@ async def test_shim_files_are_private_and_job_files_use_the_umask(
     plan = make_plan("/bin/sh", "-c", "umask; touch made; ls -l $GENIE_JOB_DIR/exit.json.new")
     before = os.umask(0o022)
     try:
-        await end_of(launcher, plan)
+        await run_until_exit(launcher, plan)
     finally:
         os.umask(before)
-    assert log_of(plan).startswith("0022\n-rw-------")
+    assert read_log(plan).startswith("0022\n-rw-------")
     assert (plan.work_dir / "made").stat().st_mode & 0o777 == 0o644
     modes = {path.name: path.stat().st_mode & 0o077 for path in plan.directory.rglob("*") if path.is_file()}
     assert {name for name, others in modes.items() if others} == {"made"}
@@ -129,21 +131,21 @@ async def test_replaced_job_files_do_not_block_the_shim(
     launcher: ShimLauncher, make_plan: MakePlan, script: str
 ) -> None:
     plan = make_plan("/bin/sh", "-c", f"cd $GENIE_JOB_DIR; {script}; exit 5")
-    assert (await end_of(launcher, plan)).exit_code == 5
+    assert (await run_until_exit(launcher, plan)).exit_code == 5
     read_start_record(plan.directory / "started.json")
-    log_of(plan)
+    read_log(plan)
 
 
 async def test_arguments_are_not_interpreted_by_a_shell(launcher: ShimLauncher, make_plan: MakePlan) -> None:
     plan = make_plan("echo", "$HOME", ";", "*")
-    await end_of(launcher, plan)
-    assert log_of(plan) == "$HOME ; *\n"
+    await run_until_exit(launcher, plan)
+    assert read_log(plan) == "$HOME ; *\n"
 
 
 async def test_stdout_and_stderr_are_one_stream_in_order(launcher: ShimLauncher, make_plan: MakePlan) -> None:
     plan = make_plan("/bin/sh", "-c", "echo one; echo two >&2; echo three")
-    await end_of(launcher, plan)
-    assert log_of(plan) == "one\ntwo\nthree\n"
+    await run_until_exit(launcher, plan)
+    assert read_log(plan) == "one\ntwo\nthree\n"
 
 
 async def test_job_has_its_own_session_and_inherits_no_descriptors(
@@ -154,16 +156,16 @@ async def test_job_has_its_own_session_and_inherits_no_descriptors(
         "print(os.getsid(0) == os.getpid() == os.getpgid(0), repr(sys.stdin.read()), fds)"
     )
     plan = make_plan(sys.executable, "-c", code)
-    await end_of(launcher, plan)
-    assert log_of(plan) == "True '' [0, 1, 2]\n"
+    await run_until_exit(launcher, plan)
+    assert read_log(plan) == "True '' [0, 1, 2]\n"
 
 
 async def test_job_environment_is_exactly_that_of_the_plan(
     launcher: ShimLauncher, make_plan: MakePlan
 ) -> None:
     plan = make_plan("/usr/bin/env", env={"PATH": "/usr/bin:/bin", "COLOUR": "blue"})
-    await end_of(launcher, plan)
-    assert sorted(log_of(plan).splitlines()) == ["COLOUR=blue", "PATH=/usr/bin:/bin"]
+    await run_until_exit(launcher, plan)
+    assert sorted(read_log(plan).splitlines()) == ["COLOUR=blue", "PATH=/usr/bin:/bin"]
 
 
 async def test_job_ignores_no_signal(launcher: ShimLauncher, make_plan: MakePlan) -> None:
@@ -175,15 +177,15 @@ async def test_job_ignores_no_signal(launcher: ShimLauncher, make_plan: MakePlan
     plan = make_plan(sys.executable, "-c", code)
     before = signal.signal(signal.SIGQUIT, signal.SIG_IGN)
     try:
-        await end_of(launcher, plan)
+        await run_until_exit(launcher, plan)
     finally:
         signal.signal(signal.SIGQUIT, before)
-    assert log_of(plan) == "\n"
+    assert read_log(plan) == "\n"
 
 
 async def test_shim_config_is_removed_from_disk(launcher: ShimLauncher, make_plan: MakePlan) -> None:
     plan = make_plan("true", env={"PATH": "/usr/bin:/bin", "SECRET": "s3cr3t-value"})
-    await end_of(launcher, plan)
+    await run_until_exit(launcher, plan)
     kept = b"".join(path.read_bytes() for path in plan.directory.rglob("*") if path.is_file())
     assert b"s3cr3t-value" not in kept
 
@@ -196,7 +198,7 @@ async def test_rotated_log_is_read_by_offset_across_files(
 ) -> None:
     code = "import sys\nfor i in range(3000): print(f'line {i:06d}')"
     plan = make_plan(sys.executable, "-c", code, log_file_bytes_max=4096, log_files_max=2)
-    await end_of(launcher, plan)
+    await run_until_exit(launcher, plan)
     whole = "".join(f"line {i:06d}\n" for i in range(3000)).encode()
     assert len(list((plan.directory / "log").iterdir())) == 3
     chunk = read_log_chunk(plan.directory, offset=0, bytes_max=1 << 20, is_live=False)
@@ -211,7 +213,7 @@ async def test_rotated_log_is_read_by_offset_across_files(
 async def test_full_disk_neither_ends_nor_blocks_the_job(launcher: ShimLauncher, make_plan: MakePlan) -> None:
     plan = make_plan("/bin/sh", "-c", "head -c 300000 /dev/zero; echo done > finished; exit 5")
     (plan.directory / "log" / f"{0:020d}.log").symlink_to("/dev/full")
-    report = await end_of(launcher, plan)
+    report = await run_until_exit(launcher, plan)
     assert report.exit_code == 5
     assert "300000 bytes of its output were lost" in report.reason
     assert (plan.work_dir / "finished").exists()
@@ -231,9 +233,9 @@ def test_log_notes_lost_output_when_there_is_space_again(tmp_path: Path) -> None
 
 async def test_background_child_does_not_delay_the_exit(launcher: ShimLauncher, make_plan: MakePlan) -> None:
     plan = make_plan("/bin/sh", "-c", "sleep 300 & echo $! > child; echo said")
-    report = await end_of(launcher, plan)
+    report = await run_until_exit(launcher, plan)
     assert report.exit_code == 0
-    assert log_of(plan) == "said\n"
+    assert read_log(plan) == "said\n"
     assert ProcessIdentity.of_pid(int((plan.work_dir / "child").read_text())) is None
 
 
@@ -258,9 +260,9 @@ time.sleep(300)
 async def test_kill_reaches_a_daemonized_grandchild(launcher: ShimLauncher, make_plan: MakePlan) -> None:
     plan = make_plan(sys.executable, "-c", STRAY)
     await launcher.start_job(plan, deadman_expiry_s=time.monotonic() + LONG_S)
-    stray = await marked(plan.work_dir / "stray")
+    stray = await wait_for_process_in_file(plan.work_dir / "stray")
     launcher.kill_job("job-1", reason="enough")
-    report = await next_end(launcher)
+    report = await wait_for_exit(launcher)
     assert (report.exit_code, report.reason) == (None, "enough")
     assert not stray.is_alive
 
@@ -269,10 +271,10 @@ async def test_job_can_exit_within_the_grace_period(launcher: ShimLauncher, make
     script = "trap 'echo tidy; exit 0' TERM; echo $$ > pid; while :; do sleep 0.01; done"
     plan = make_plan("/bin/sh", "-c", script, grace_s=LONG_S)
     await launcher.start_job(plan, deadman_expiry_s=time.monotonic() + LONG_S)
-    await marked(plan.work_dir / "pid")
+    await wait_for_process_in_file(plan.work_dir / "pid")
     launcher.kill_job("job-1", reason="enough")
-    assert (await next_end(launcher)).reason == "enough"
-    assert "tidy" in log_of(plan).splitlines()
+    assert (await wait_for_exit(launcher)).reason == "enough"
+    assert "tidy" in read_log(plan).splitlines()
 
 
 async def test_job_that_ignores_sigterm_is_killed_after_the_grace_period(
@@ -280,19 +282,21 @@ async def test_job_that_ignores_sigterm_is_killed_after_the_grace_period(
 ) -> None:
     plan = make_plan("/bin/sh", "-c", "trap '' TERM; echo $$ > pid; while :; do sleep 0.01; done")
     await launcher.start_job(plan, deadman_expiry_s=time.monotonic() + LONG_S)
-    job = await marked(plan.work_dir / "pid")
+    job = await wait_for_process_in_file(plan.work_dir / "pid")
     launcher.kill_job("job-1", reason="enough")
-    assert (await next_end(launcher)).exit_code is None
+    assert (await wait_for_exit(launcher)).exit_code is None
     assert not job.is_alive
 
 
 async def test_job_ends_when_dead_man_timer_expires(launcher: ShimLauncher, make_plan: MakePlan) -> None:
-    report = await end_of(launcher, make_plan("sleep", "300"), for_s=1.5)
+    report = await run_until_exit(launcher, make_plan("sleep", "300"), for_s=1.5)
     assert report.exit_code is None
     assert report.reason == "ended by Genie: the node lost contact with the controller"
 
 
-async def test_refreshed_job_keeps_running(launcher: ShimLauncher, make_plan: MakePlan) -> None:
+async def test_job_keeps_running_while_its_dead_man_timer_is_refreshed(
+    launcher: ShimLauncher, make_plan: MakePlan
+) -> None:
     plan = make_plan("/bin/sh", "-c", "sleep 2; exit 9")
     await launcher.start_job(plan, deadman_expiry_s=time.monotonic() + 1.5)
 
@@ -304,22 +308,24 @@ async def test_refreshed_job_keeps_running(launcher: ShimLauncher, make_plan: Ma
     assert report.exit_code == 9
 
 
-async def test_older_refresh_does_not_shorten_the_timer(launcher: ShimLauncher, make_plan: MakePlan) -> None:
+async def test_older_refresh_does_not_shorten_the_dead_man_timer(
+    launcher: ShimLauncher, make_plan: MakePlan
+) -> None:
     plan = make_plan(
         "/bin/sh", "-c", "echo $$ > pid; while [ ! -e go ]; do sleep 0.02; done; sleep 0.3; exit 9"
     )
     await launcher.start_job(plan, deadman_expiry_s=time.monotonic() + LONG_S)
-    await marked(plan.work_dir / "pid")
+    await wait_for_process_in_file(plan.work_dir / "pid")
     launcher.extend_deadman_timers(time.monotonic() - 1)
     (plan.work_dir / "go").touch()
-    assert (await next_end(launcher)).exit_code == 9
+    assert (await wait_for_exit(launcher)).exit_code == 9
 
 
 async def test_job_does_not_start_after_the_dead_man_timer_expired(
     launcher: ShimLauncher, make_plan: MakePlan
 ) -> None:
     plan = make_plan("touch", "ran")
-    report = await end_of(launcher, plan, for_s=-1.0)
+    report = await run_until_exit(launcher, plan, for_s=-1.0)
     assert report.exit_code is None
     assert "dead-man timer expired" in report.reason
     assert not (plan.work_dir / "ran").exists()
@@ -328,12 +334,12 @@ async def test_job_does_not_start_after_the_dead_man_timer_expired(
 async def test_job_ends_with_a_killed_shim(launcher: ShimLauncher, make_plan: MakePlan) -> None:
     plan = make_plan(sys.executable, "-c", STRAY.replace("os.environ.clear()", ""))
     await launcher.start_job(plan, deadman_expiry_s=time.monotonic() + LONG_S)
-    stray = await marked(plan.work_dir / "stray")
+    stray = await wait_for_process_in_file(plan.work_dir / "stray")
     await until((plan.directory / "started.json").exists)
     record = json.loads((plan.directory / "started.json").read_text())
     job = ProcessIdentity(*record["command"])
     assert ProcessIdentity(*record["shim"]).send_signal(signal.SIGKILL)
-    report = await next_end(launcher)
+    report = await wait_for_exit(launcher)
     assert report.exit_code is None
     assert "the shim exited unexpectedly" in report.reason
     assert not job.is_alive
@@ -344,9 +350,9 @@ async def test_expired_lease_shortens_the_grace_period(launcher: ShimLauncher, m
     script = "trap '' TERM; echo $$ > pid; while :; do sleep 0.01; done"
     plan = make_plan("/bin/sh", "-c", script, grace_s=LONG_S)
     await launcher.start_job(plan, deadman_expiry_s=time.monotonic() + 1.5)
-    await marked(plan.work_dir / "pid")
+    await wait_for_process_in_file(plan.work_dir / "pid")
     launcher.kill_job("job-1", reason="enough")
-    assert (await next_end(launcher)).reason == "enough"
+    assert (await wait_for_exit(launcher)).reason == "enough"
 
 
 async def test_unresponsive_shim_is_killed_with_its_job(
@@ -355,7 +361,7 @@ async def test_unresponsive_shim_is_killed_with_its_job(
     monkeypatch.setattr(launching, "SHIM_KILL_DELAY_S", 0.0)
     plan = make_plan("/bin/sh", "-c", "echo $$ > pid; sleep 300", grace_s=0.0)
     await launcher.start_job(plan, deadman_expiry_s=time.monotonic() + LONG_S)
-    job = await marked(plan.work_dir / "pid")
+    job = await wait_for_process_in_file(plan.work_dir / "pid")
     await until((plan.directory / "started.json").exists)
     shim_process, _ = read_start_record(plan.directory / "started.json")
     assert shim_process.send_signal(signal.SIGSTOP)
@@ -374,7 +380,7 @@ async def test_job_ends_with_its_shim_when_the_agent_has_ended(
 ) -> None:
     plan = make_plan("/bin/sh", "-c", "echo $$ > pid; sleep 300")
     await launcher.start_job(plan, deadman_expiry_s=time.monotonic() + LONG_S)
-    job = await marked(plan.work_dir / "pid")
+    job = await wait_for_process_in_file(plan.work_dir / "pid")
     await until((plan.directory / "started.json").exists)
     shim_process, _ = read_start_record(plan.directory / "started.json")
     launcher.close()
@@ -389,5 +395,5 @@ async def test_shim_ends_its_job_on_sigterm(launcher: ShimLauncher, make_plan: M
     await until((plan.directory / "started.json").exists)
     record = json.loads((plan.directory / "started.json").read_text())
     assert ProcessIdentity(*record["shim"]).send_signal(signal.SIGTERM)
-    assert "received SIGTERM" in (await next_end(launcher)).reason
+    assert "received SIGTERM" in (await wait_for_exit(launcher)).reason
     assert not ProcessIdentity(*record["command"]).is_alive

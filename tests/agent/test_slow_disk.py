@@ -18,14 +18,14 @@ from genie.errors import NodeUnfitError, StoreFullError
 from genie.model.job import JobKind
 from genie.processes.clock import SystemClock
 from genie.processes.tasks import file_io_threads, run_inline
-from tests.agent.conftest import STAY, RunAgent, job_process
+from tests.agent.conftest import STAY, RunAgent, wait_for_job_process
 from tests.fakes.controller import FakeController
 from tests.waiting import until
 
 _Result = TypeVar("_Result")
 
 
-class Disk:
+class ControllableDisk:
     """An Offload whose calls wait while it is blocked, and whose writes fail while it is full."""
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class Disk:
         return work()
 
 
-async def heartbeats(controller: FakeController, count: int = 3) -> None:
+async def wait_for_heartbeats(controller: FakeController, count: int = 3) -> None:
     before = len(controller.heartbeats)
     await until(lambda: len(controller.heartbeats) >= before + count, what="further heartbeats")
 
@@ -57,30 +57,30 @@ async def heartbeats(controller: FakeController, count: int = 3) -> None:
 async def test_heartbeats_continue_while_the_disk_is_blocked(
     controller: FakeController, run_agent: RunAgent, node_dir: Path
 ) -> None:
-    disk = Disk()
+    disk = ControllableDisk()
     async with run_agent(disk=DiskAccess(run_journal_call=disk, run_bulk_call=disk)):
         await controller.launch("j1", *STAY)
-        job = await job_process(node_dir, "j1")
+        job = await wait_for_job_process(node_dir, "j1")
         peer = await controller.peer()
         disk.block()
         launching = asyncio.ensure_future(peer.call(controller.launch_of("j2", *STAY), timeout_s=20))
         await until(lambda: disk.waiting, what="the agent writes")
-        await heartbeats(controller)
+        await wait_for_heartbeats(controller)
         assert not launching.done()
         assert job.is_alive
         assert {one.job_id for one in controller.heartbeats[-1].running} == {"j1", "j2"}
         disk.release()
         await launching
-        await job_process(node_dir, "j2")
+        await wait_for_job_process(node_dir, "j2")
 
 
 async def test_exit_is_reported_while_the_disk_is_blocked(
     controller: FakeController, run_agent: RunAgent, node_dir: Path
 ) -> None:
-    disk = Disk()
+    disk = ControllableDisk()
     async with run_agent(disk=DiskAccess(run_journal_call=disk, run_bulk_call=disk)):
         order = await controller.launch("j1", *STAY)
-        await job_process(node_dir, "j1")
+        await wait_for_job_process(node_dir, "j1")
         disk.block()
         await controller.order_kill(order)
         await controller.end_of("j1")
@@ -89,18 +89,18 @@ async def test_exit_is_reported_while_the_disk_is_blocked(
         await until((node_dir / "jobs" / "j1" / "settled.json").exists, what="the journal has it")
 
 
-async def test_registration_and_heartbeats_do_not_need_space(
+async def test_registration_and_heartbeats_do_not_need_disk_space(
     controller: FakeController, run_agent: RunAgent, node_dir: Path
 ) -> None:
-    disk = Disk()
+    disk = ControllableDisk()
     async with run_agent(disk=DiskAccess(run_journal_call=disk, run_bulk_call=disk)):
         await controller.launch("j1", *STAY)
-        job = await job_process(node_dir, "j1")
+        job = await wait_for_job_process(node_dir, "j1")
         disk.is_full = True
         controller.leader_token += 1  # a restarted controller
         (await controller.peer()).close()
         await until(lambda: len(controller.registers) >= 2, what="a second registration")
-        await heartbeats(controller)
+        await wait_for_heartbeats(controller)
         assert job.is_alive
         with pytest.raises(NodeUnfitError, match="no space left"):
             await controller.launch("j2", "true")
@@ -120,14 +120,14 @@ async def test_running_jobs_survive_the_loss_of_the_directory_of_jobs(
     monkeypatch.setattr(agent_module, "DISK_RETRY_S", 0.05)
     async with run_agent():
         await controller.launch("j1", *STAY)
-        job = await job_process(node_dir, "j1")
+        job = await wait_for_job_process(node_dir, "j1")
         order = await controller.launch("j2", *STAY)
-        await job_process(node_dir, "j2")
+        await wait_for_job_process(node_dir, "j2")
         (node_dir / "jobs").rename(node_dir / "elsewhere")
         await controller.order_kill(order)
         await controller.end_of("j2")
         await until(lambda: caplog.text.count("could not remove the files of finished jobs") > 1)
-        await heartbeats(controller)
+        await wait_for_heartbeats(controller)
         assert job.is_alive
         (node_dir / "elsewhere").rename(node_dir / "jobs")
         await controller.launch("j3", "true")
@@ -137,7 +137,7 @@ async def test_running_jobs_survive_the_loss_of_the_directory_of_jobs(
 async def test_launch_that_is_cancelled_while_it_is_recorded_is_not_listed(
     controller: FakeController, run_agent: RunAgent
 ) -> None:
-    disk = Disk()
+    disk = ControllableDisk()
     async with run_agent(disk=DiskAccess(run_journal_call=disk, run_bulk_call=disk)):
         peer = await controller.peer()
         disk.block()
@@ -147,7 +147,7 @@ async def test_launch_that_is_cancelled_while_it_is_recorded_is_not_listed(
         await asyncio.wait([launching])
         assert launching.exception() is not None
         await until(lambda: len(controller.registers) >= 2, what="a second registration")
-        await heartbeats(controller)
+        await wait_for_heartbeats(controller)
         assert controller.heartbeats[-1].running == ()
         disk.release()
 
@@ -157,7 +157,7 @@ async def test_node_is_closed_while_its_disk_is_blocked(
 ) -> None:
     monkeypatch.setattr("genie.agent.disk.STALLED_WRITE_S_MIN", 0.2)
     monkeypatch.setattr("genie.agent.agent.HARDWARE_POLL_S_MIN", 0.05)
-    disk = Disk()
+    disk = ControllableDisk()
     async with run_agent(disk=DiskAccess(run_journal_call=disk, run_bulk_call=disk)):
         peer = await controller.peer()
         disk.block()
@@ -178,7 +178,7 @@ _watched: dict[int, tuple[str, list[str]]] = {}
 _is_hooked = threading.Event()
 
 
-def _hook(event: str, arguments: tuple[object, ...]) -> None:
+def _record_file_access(event: str, arguments: tuple[object, ...]) -> None:
     if event in _EVENTS and (watch := _watched.get(threading.get_ident())) is not None:
         prefix, found = watch
         if str(arguments[0]).startswith(prefix):
@@ -186,10 +186,10 @@ def _hook(event: str, arguments: tuple[object, ...]) -> None:
 
 
 @contextmanager
-def files_used_by_this_thread(directory: Path) -> Iterator[list[str]]:
+def record_files_used_by_this_thread(directory: Path) -> Iterator[list[str]]:
     if not _is_hooked.is_set():
         _is_hooked.set()
-        sys.addaudithook(_hook)  # cannot be removed
+        sys.addaudithook(_record_file_access)  # cannot be removed
     found: list[str] = []
     _watched[threading.get_ident()] = (str(directory), found)
     try:
@@ -204,7 +204,7 @@ async def test_event_loop_uses_no_files_after_the_start(
     with file_io_threads("journal") as journal, file_io_threads("files") as bulk:
         async with run_agent(disk=DiskAccess(run_journal_call=journal, run_bulk_call=bulk), jobs_kept=1):
             await controller.peer()
-            with files_used_by_this_thread(node_dir) as found:
+            with record_files_used_by_this_thread(node_dir) as found:
                 await controller.launch("s1", kind=JobKind.SESSION, ticket_sha256="ab" * 32)
                 await controller.launch("j1", "/bin/sh", "-c", "echo one")
                 assert await controller.whole_log("j1") == "one\n"
@@ -223,7 +223,7 @@ async def test_event_loop_uses_no_files_after_the_start(
 # --- the queue ----------------------------------------------------------------------------------
 
 
-async def test_changes_are_done_in_order() -> None:
+async def test_write_queue_runs_changes_in_order() -> None:
     done: list[int] = []
     with file_io_threads("journal") as offload:
         writes = WriteQueue(offload, SystemClock())
@@ -236,7 +236,7 @@ async def test_changes_are_done_in_order() -> None:
     assert done == list(range(50))
 
 
-async def test_failed_change_does_not_stop_the_others(caplog: pytest.LogCaptureFixture) -> None:
+async def test_failed_change_does_not_stop_the_write_queue(caplog: pytest.LogCaptureFixture) -> None:
     writes = WriteQueue(run_inline, SystemClock())
     done: list[int] = []
 
@@ -251,7 +251,7 @@ async def test_failed_change_does_not_stop_the_others(caplog: pytest.LogCaptureF
     assert "could not record the exit of j1: no space" in caplog.text
 
 
-async def test_queue_is_bounded(caplog: pytest.LogCaptureFixture) -> None:
+async def test_write_queue_is_bounded(caplog: pytest.LogCaptureFixture) -> None:
     writes = WriteQueue(run_inline, SystemClock())
     done: list[int] = []
     for _ in range(PENDING_CHANGES_MAX + 1):

@@ -208,7 +208,7 @@ async def running_controller(
         shutil.rmtree(state_dir / "nodes", ignore_errors=True)
 
 
-async def launched_while(clock: FakeClock, *agents: FakeAgent) -> Launch:
+async def advance_until_launch(clock: FakeClock, *agents: FakeAgent) -> Launch:
     """Advance the clock, with heartbeats, until the first of these agents gets a launch."""
 
     async def given() -> bool:

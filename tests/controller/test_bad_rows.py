@@ -20,7 +20,7 @@ from tests.fakes.clock import FakeClock
 from tests.waiting import until
 
 
-async def enlarge(one: RunningController, job_id: str) -> None:
+async def fill_row_of_job(one: RunningController, job_id: str) -> None:
     """Rewrite a stored job so that no byte can be added, as an earlier version might have stored it."""
     key = f"job/{job_id}"
     found = await one.store.get(key)
@@ -42,7 +42,7 @@ async def test_job_that_fills_its_row_ends_and_so_do_the_other_jobs_of_its_node(
             await agent.beat()
             large, other = await owner.submit(gpus=1), await owner.submit(gpus=1)
             launches = [await agent.start_next(), await agent.start_next()]
-        await enlarge(one, large.job_id)
+        await fill_row_of_job(one, large.job_id)
         await one.restart()
         async with one.client() as owner, agent.connected(one.network, access):
             for launch in launches:
@@ -69,7 +69,7 @@ async def test_job_that_fills_its_row_can_be_cancelled_and_lost(tmp_path: Path, 
             await agent.beat()
             job = await owner.submit(gpus=1)
             launch = await agent.start_next()
-        await enlarge(one, job.job_id)
+        await fill_row_of_job(one, job.job_id)
         await one.restart()
         async with one.client() as owner, agent.connected(one.network, access):
             await agent.register()
@@ -90,13 +90,15 @@ async def test_job_that_fills_its_row_can_be_cancelled_and_lost(tmp_path: Path, 
             assert await owner.held("n1") == []
 
 
-async def test_unconfirmed_job_that_fills_its_row_fails_and_a_new_term_begins(tmp_path: Path) -> None:
+async def test_unconfirmed_job_that_fills_its_row_fails_and_the_controller_leads_again(
+    tmp_path: Path,
+) -> None:
     async with running_controller(tmp_path) as one:
         async with one.client() as owner, one.agent() as agent:
             job = await owner.submit(gpus=1)
             await agent.next_launch()
             await agent.beat()  # the launch has been acknowledged
-        await enlarge(one, job.job_id)
+        await fill_row_of_job(one, job.job_id)
         await one.restart()
         async with one.client() as owner:
             failed = await owner.job(job.job_id)
@@ -182,7 +184,7 @@ async def test_failing_step_of_a_tick_does_not_prevent_scheduling(
         assert alarms == ("reclaiming jobs of lost nodes fails: a bug",)
 
 
-async def test_submission_that_would_grow_in_the_store_is_rejected(tmp_path: Path) -> None:
+async def test_submission_whose_encoding_is_too_large_for_the_store_is_rejected(tmp_path: Path) -> None:
     async with running_controller(tmp_path) as one, one.client() as owner:
         env = {"A": "\x01" * 100_000}
         with pytest.raises(RowTooLargeError, match="working directory"):
@@ -194,7 +196,7 @@ async def test_job_that_cannot_be_placed_waits_and_others_start(tmp_path: Path) 
         access = await one.join("n1")
         async with one.client() as owner:
             large = await owner.submit(gpus=1)
-        await enlarge(one, large.job_id)
+        await fill_row_of_job(one, large.job_id)
         await one.restart()
         agent = FakeAgent(make_node_info("n1", gpus=2))
         async with one.client() as owner, agent.connected(one.network, access):

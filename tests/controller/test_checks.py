@@ -12,7 +12,7 @@ from genie.model.job import JobKind, JobSpec, PlacementConstraints, Resources, S
 from genie.model.tenant import QuotaRecord
 
 
-def spec(*, gpus: int = 1, **fields: object) -> JobSpec:
+def make_spec(*, gpus: int = 1, **fields: object) -> JobSpec:
     given: dict[str, object] = {"resources": Resources(gpus=gpus), **fields}
     return JobSpec(name="train", command=("python",), **given)  # type: ignore[arg-type]
 
@@ -33,7 +33,7 @@ def spec(*, gpus: int = 1, **fields: object) -> JobSpec:
     ],
 )
 def test_valid_constraints_are_accepted(constraints: PlacementConstraints) -> None:
-    check_job(spec(constraints=constraints))
+    check_job(make_spec(constraints=constraints))
 
 
 @pytest.mark.parametrize(
@@ -78,12 +78,12 @@ def test_valid_constraints_are_accepted(constraints: PlacementConstraints) -> No
 )
 def test_error_names_the_invalid_constraint(constraints: PlacementConstraints, named: str) -> None:
     with pytest.raises(UsageError, match=named):
-        check_job(spec(constraints=constraints))
+        check_job(make_spec(constraints=constraints))
 
 
-def test_island_needs_gpus() -> None:
+def test_constraint_within_an_island_needs_gpus() -> None:
     with pytest.raises(UsageError, match="island requires GPUs"):
-        check_job(spec(gpus=0, constraints=PlacementConstraints(within=Within.ISLAND)))
+        check_job(make_spec(gpus=0, constraints=PlacementConstraints(within=Within.ISLAND)))
 
 
 @pytest.mark.parametrize(
@@ -96,26 +96,26 @@ def test_island_needs_gpus() -> None:
     ],
 )
 def test_gpu_constraints_need_gpus(constraints: PlacementConstraints) -> None:
-    check_job(spec(gpus=1, constraints=constraints))
+    check_job(make_spec(gpus=1, constraints=constraints))
     with pytest.raises(UsageError, match="GPU constraints require GPUs"):
-        check_job(spec(gpus=0, constraints=constraints))
+        check_job(make_spec(gpus=0, constraints=constraints))
 
 
 def test_gpu_ids_need_a_single_worker() -> None:
-    check_job(spec(node_id="n1", gpu_ids=(0,)))
+    check_job(make_spec(node_id="n1", gpu_ids=(0,)))
     with pytest.raises(UsageError, match="gpu_ids requires a job with one worker"):
-        check_job(spec(node_id="n1", gpu_ids=(0,), constraints=PlacementConstraints(workers=2)))
+        check_job(make_spec(node_id="n1", gpu_ids=(0,), constraints=PlacementConstraints(workers=2)))
 
 
-def test_gpu_memory_is_limited() -> None:
-    check_job(spec(resources=Resources(gpus=1, gpu_memory_bytes=1 << 40)))
+def test_requested_gpu_memory_out_of_range_is_rejected() -> None:
+    check_job(make_spec(resources=Resources(gpus=1, gpu_memory_bytes=1 << 40)))
     with pytest.raises(UsageError, match="gpu_memory_bytes"):
-        check_job(spec(resources=Resources(gpus=1, gpu_memory_bytes=-1)))
+        check_job(make_spec(resources=Resources(gpus=1, gpu_memory_bytes=-1)))
 
 
 def test_session_cannot_be_submitted() -> None:
     with pytest.raises(UsageError, match="OpenDevice"):
-        check_job(spec(kind=JobKind.SESSION, constraints=PlacementConstraints(priority=1000)))
+        check_job(make_spec(kind=JobKind.SESSION, constraints=PlacementConstraints(priority=1000)))
 
 
 @pytest.mark.parametrize(

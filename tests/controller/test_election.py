@@ -17,14 +17,14 @@ from tests.waiting import until
 TTL_S = 6.0
 
 
-def election(store: MemoryStore, clock: FakeClock, name: str) -> Election:
+def make_election(store: MemoryStore, clock: FakeClock, name: str) -> Election:
     return Election(store, clock=clock, name=name, ttl_s=TTL_S, health=StoreHealth())
 
 
 async def test_next_leader_has_a_higher_fencing_token() -> None:
     clock = FakeClock()
     store = await MemoryStore.open(clock=clock)
-    first, second = election(store, clock, "a"), election(store, clock, "b")
+    first, second = make_election(store, clock, "a"), make_election(store, clock, "b")
     assert await first.try_win_election("a:1")
     assert not await second.try_win_election("b:1")
     assert second.leader is not None
@@ -43,7 +43,7 @@ async def test_next_leader_has_a_higher_fencing_token() -> None:
 async def test_leader_that_cannot_renew_steps_down_by_its_own_clock() -> None:
     clock = FakeClock()
     store = await MemoryStore.open(clock=clock)
-    one = election(store, clock, "a")
+    one = make_election(store, clock, "a")
     assert await one.try_win_election("a:1")
     async with asyncio.TaskGroup() as group:
         held = group.create_task(one.hold_leadership())
@@ -65,7 +65,7 @@ async def test_leader_that_cannot_renew_steps_down_by_its_own_clock() -> None:
 async def test_restarted_leader_takes_its_key_at_once() -> None:
     clock = FakeClock()
     store = await MemoryStore.open(clock=clock)
-    before, after = election(store, clock, "same"), election(store, clock, "same")
+    before, after = make_election(store, clock, "same"), make_election(store, clock, "same")
     assert await before.try_win_election("a:1")
     assert await after.try_win_election("a:1")
     assert after.fencing_token > before.fencing_token
@@ -76,7 +76,7 @@ async def test_restarted_leader_takes_its_key_at_once() -> None:
 async def test_replaced_leader_cannot_write_and_steps_down() -> None:
     clock = FakeClock()
     store = await MemoryStore.open(clock=clock)
-    old, new = election(store, clock, "a"), election(store, clock, "a")
+    old, new = make_election(store, clock, "a"), make_election(store, clock, "a")
     assert await old.try_win_election("a:1")
     ledger = Ledger(store, old, StoreHealth())
     await ledger.load_tables()
@@ -98,7 +98,7 @@ async def test_replaced_leader_cannot_write_and_steps_down() -> None:
 async def test_error_names_the_unreadable_row_that_is_needed() -> None:
     clock = FakeClock()
     store = await MemoryStore.open(clock=clock)
-    one = election(store, clock, "a")
+    one = make_election(store, clock, "a")
     assert await one.try_win_election("a:1")
     await store.commit([], [Put("job/j-1", b"{}")])
     ledger = Ledger(store, one, StoreHealth())
@@ -114,7 +114,7 @@ async def test_error_names_the_unreadable_row_that_is_needed() -> None:
 async def test_write_completes_when_its_caller_is_cancelled() -> None:
     clock = FakeClock()
     store = await MemoryStore.open(clock=clock)
-    one = election(store, clock, "a")
+    one = make_election(store, clock, "a")
     assert await one.try_win_election("a:1")
     ledger = Ledger(store, one, StoreHealth())
     await ledger.load_tables()

@@ -23,7 +23,7 @@ CALL_S = 10.0
 
 
 @asynccontextmanager
-async def controller(kind: str, folder: Path) -> AsyncIterator[tuple[rpc.Peer, str]]:
+async def connect_unauthenticated(kind: str, folder: Path) -> AsyncIterator[tuple[rpc.Peer, str]]:
     """A connection that is not authenticated yet, and the owner token."""
     if kind == "fake":
         fake = FakeController(only_token=OWNER_TOKEN, nodes=(make_node_info("n1"),))
@@ -46,7 +46,7 @@ def hello(token: str) -> Hello:
 
 
 async def test_request_before_hello_is_rejected(kind: str, tmp_path: Path) -> None:
-    async with controller(kind, tmp_path) as (peer, _):
+    async with connect_unauthenticated(kind, tmp_path) as (peer, _):
         assert (await peer.call(FetchTrust(), timeout_s=CALL_S)).ca_pem == ""
         with pytest.raises(TokenMissingError):
             await peer.call(ListNodes(), timeout_s=CALL_S)
@@ -54,14 +54,14 @@ async def test_request_before_hello_is_rejected(kind: str, tmp_path: Path) -> No
 
 async def test_hello_with_an_unknown_token_is_rejected(kind: str, tmp_path: Path) -> None:
     unknown = new_token(TokenKind.OWNER, token_id="unknown", secret=b"\x02" * 32, pin=NO_PIN)
-    async with controller(kind, tmp_path) as (peer, _):
+    async with connect_unauthenticated(kind, tmp_path) as (peer, _):
         for token in (str(unknown), "not a token"):
             with pytest.raises(TokenRefusedError):
                 await peer.call(hello(token), timeout_s=CALL_S)
 
 
 async def test_second_hello_is_rejected(kind: str, tmp_path: Path) -> None:
-    async with controller(kind, tmp_path) as (peer, token):
+    async with connect_unauthenticated(kind, tmp_path) as (peer, token):
         welcome = await peer.call(hello(token), timeout_s=CALL_S)
         assert (welcome.kind, welcome.tenant, welcome.leading) == (TokenKind.OWNER, "default", True)
         with pytest.raises(ProtocolError):
@@ -69,7 +69,7 @@ async def test_second_hello_is_rejected(kind: str, tmp_path: Path) -> None:
 
 
 async def test_client_requests_are_answered(kind: str, tmp_path: Path) -> None:
-    async with controller(kind, tmp_path) as (peer, token):
+    async with connect_unauthenticated(kind, tmp_path) as (peer, token):
         welcome = await peer.call(hello(token), timeout_s=CALL_S)
         nodes = (await peer.call(ListNodes(), timeout_s=CALL_S)).nodes
         beat = SessionHeartbeat(node=make_node_info("laptop"), interval_s=1.0)

@@ -48,14 +48,14 @@ def _digest(number: int, count: int) -> bytes:
     return hashlib.sha256(b"%d" % number).digest()[:count]
 
 
-class Books:
+class LedgerSetup:
     """A ledger with jobs. Job IDs derive from the sequence counter, so they are predictable."""
 
     def __init__(self, store: MemoryStore, clock: FakeClock, *, at_once: bool) -> None:
         self.store = store
         self.election = Election(store, clock=clock, name="a", ttl_s=60.0, health=StoreHealth())
         self.ledger = Ledger(store, self.election, StoreHealth())
-        self.placer = FirstFreeGpu(self.ledger)
+        self.placer = FirstFreeGpuPlacer(self.ledger)
         self.jobs = JobLifecycle(
             self.ledger,
             config=ControllerConfig(queue_max=3),
@@ -118,7 +118,7 @@ class Books:
             store.commit = commit  # type: ignore[method-assign]
 
 
-class FirstFreeGpu:
+class FirstFreeGpuPlacer:
     """Places every job at its submission, on the first free GPU as the builds see it."""
 
     def __init__(self, ledger: Ledger) -> None:
@@ -141,10 +141,10 @@ class FirstFreeGpu:
 
 
 @asynccontextmanager
-async def books(*, at_once: bool = False) -> AsyncIterator[Books]:
+async def open_ledger(*, at_once: bool = False) -> AsyncIterator[LedgerSetup]:
     clock = FakeClock()
     store = await MemoryStore.open(clock=clock)
-    one = Books(store, clock, at_once=at_once)
+    one = LedgerSetup(store, clock, at_once=at_once)
     assert await one.election.try_win_election("a:1")
     await one.ledger.load_tables()
     async with asyncio.TaskGroup() as group:
@@ -152,7 +152,7 @@ async def books(*, at_once: bool = False) -> AsyncIterator[Books]:
         try:
             for node_id in NODES:
                 record = NodeRecord(info=make_node_info(node_id, gpus=2))
-                await one.ledger.write(partial(_put, one.ledger.nodes, node_id, record))
+                await one.ledger.write(partial(_stage_put, one.ledger.nodes, node_id, record))
             with one.watched():
                 yield one
         finally:
@@ -161,30 +161,30 @@ async def books(*, at_once: bool = False) -> AsyncIterator[Books]:
     await store.close()
 
 
-def _put(table: Table[Any], row_id: str, row: Any, txn: Transaction) -> None:
+def _stage_put(table: Table[Any], row_id: str, row: Any, txn: Transaction) -> None:
     txn.put(table, row_id, row)
 
 
-async def all_at_once(*writes: Awaitable[Any]) -> list[Any]:
+async def gather_outcomes(*writes: Awaitable[Any]) -> list[Any]:
     return await asyncio.gather(*writes, return_exceptions=True)
 
 
 # --- batched equals sequential -------------------------------------------------------------
 
 # Any: results of every type.
-Step = Callable[[Books], Awaitable[Any]]
+Step = Callable[[LedgerSetup], Awaitable[Any]]
 few, epochs = st.integers(0, 4), st.integers(1, 5)
 
 
-def submit(number: int) -> Step:
+def submit_step(number: int) -> Step:
     spec = JobSpec(name=f"job-{number % 2}", command=("true",), resources=Resources(gpus=1))
     return lambda on: on.jobs.submit(spec, WHO, f"request-{number}")
 
 
-def place(number: int, node: int, gpu: int) -> Step:
+def place_step(number: int, node: int, gpu: int) -> Step:
     decision = Start(job_id(number), (WorkerPlace(NODES[node], (gpu,)),), "because")
 
-    async def step(on: Books) -> list[str]:
+    async def step(on: LedgerSetup) -> list[str]:
         placed: list[str] = []
         await on.jobs.record_starts([decision], on_placed=lambda job: placed.append(job.job_id))
         return placed
@@ -192,32 +192,32 @@ def place(number: int, node: int, gpu: int) -> Step:
     return step
 
 
-def confirm(number: int, node: int, epoch: int) -> Step:
+def confirm_step(number: int, node: int, epoch: int) -> Step:
     return lambda on: on.jobs.confirm_launch(NODES[node], job_id(number), epoch=epoch, incarnation=1)
 
 
-def end(number: int, node: int, epoch: int) -> Step:
+def end_step(number: int, node: int, epoch: int) -> Step:
     report = ExitReport(job_id=job_id(number), epoch=epoch, exit_code=0, reason="", ended_at=0.0)
     return lambda on: on.jobs.record_exits(NODES[node], [report])
 
 
-def cancel(number: int) -> Step:
+def cancel_step(number: int) -> Step:
     return lambda on: on.jobs.cancel(job_id(number), "asked for")
 
 
-def requeue(number: int, epoch: int) -> Step:
+def requeue_step(number: int, epoch: int) -> Step:
     return lambda on: on.jobs.requeue_unconfirmed(job_id(number), epoch=epoch, reason="void")
 
 
-def lose(number: int, epoch: int) -> Step:
+def lose_step(number: int, epoch: int) -> Step:
     return lambda on: on.jobs.record_lost_workers([LostWorker(job_id(number), NODES[0], epoch, "silent")])
 
 
-def drop(number: int) -> Step:
+def delete_step(number: int) -> Step:
     return lambda on: on.ledger.write(lambda txn: txn.delete(on.ledger.jobs, job_id(number)))
 
 
-def count_up(rows: int) -> Step:
+def change_many_rows_step(rows: int) -> Step:
     """Change many rows: a few of these do not fit into one transaction."""
 
     def build(txn: Transaction) -> list[int]:
@@ -226,10 +226,10 @@ def count_up(rows: int) -> Step:
     return lambda on: on.ledger.write(build)
 
 
-def fail(number: int) -> Step:
+def failing_step(number: int) -> Step:
     """Stage rows and fail, in the build or, with an invalid key, when it is added to the batch."""
 
-    async def step(on: Books) -> object:
+    async def step(on: LedgerSetup) -> object:
         def build(txn: Transaction) -> None:
             txn.next_number("sequence")
             txn.delete(on.ledger.jobs, job_id(number))
@@ -243,28 +243,28 @@ def fail(number: int) -> Step:
 
 
 steps = st.one_of(
-    st.builds(submit, few),
-    st.builds(place, few, st.integers(0, 1), st.integers(0, 1)),
-    st.builds(confirm, few, st.integers(0, 1), epochs),
-    st.builds(end, few, st.integers(0, 1), epochs),
-    st.builds(cancel, few),
-    st.builds(requeue, few, epochs),
-    st.builds(lose, few, epochs),
-    st.builds(drop, few),
-    st.builds(count_up, st.sampled_from([1, 2, 60, 120, TXN_OPS_MAX])),
-    st.builds(fail, few),
+    st.builds(submit_step, few),
+    st.builds(place_step, few, st.integers(0, 1), st.integers(0, 1)),
+    st.builds(confirm_step, few, st.integers(0, 1), epochs),
+    st.builds(end_step, few, st.integers(0, 1), epochs),
+    st.builds(cancel_step, few),
+    st.builds(requeue_step, few, epochs),
+    st.builds(lose_step, few, epochs),
+    st.builds(delete_step, few),
+    st.builds(change_many_rows_step, st.sampled_from([1, 2, 60, 120, TXN_OPS_MAX])),
+    st.builds(failing_step, few),
 )
 
 
-def _plain(outcome: object) -> object:
+def _comparable_outcome(outcome: object) -> object:
     return (type(outcome), str(outcome)) if isinstance(outcome, BaseException) else outcome
 
 
 async def run_steps(groups: Sequence[Sequence[Step]], *, at_once: bool) -> tuple[object, ...]:
     """Return the result of each step and the visible state afterwards."""
-    async with books(at_once=at_once) as one:
-        outcomes = [await all_at_once(*(step(one) for step in group)) for group in groups]
-        flat = [_plain(outcome) for group in outcomes for outcome in group]
+    async with open_ledger(at_once=at_once) as one:
+        outcomes = [await gather_outcomes(*(step(one) for step in group)) for group in groups]
+        flat = [_comparable_outcome(outcome) for group in outcomes for outcome in group]
         before = one.shown(), one.indexes()
         placed = {row_id for _, row_id, was, now in one.changes if was is None and is_placing(now)}
         assert one.placer.counted == placed, "placements that are not durable were rolled back"
@@ -280,7 +280,7 @@ def is_placing(row: object) -> bool:
 
 
 @given(st.lists(st.lists(steps, min_size=1, max_size=12), max_size=5), st.booleans())
-@example([[submit(0), confirm(0, 0, 1)]], True)
+@example([[submit_step(0), confirm_step(0, 0, 1)]], True)
 def test_batched_writes_equal_sequential_writes(groups: list[list[Step]], at_once: bool) -> None:
     together = asyncio.run(run_steps(groups, at_once=at_once))
     alone = asyncio.run(run_steps([[step] for group in groups for step in group], at_once=at_once))
@@ -291,11 +291,13 @@ def test_batched_writes_equal_sequential_writes(groups: list[list[Step]], at_onc
 
 
 async def test_queued_writes_share_a_commit_and_a_single_write_does_not_wait() -> None:
-    async with books() as one:
-        await submit(0)(one)
+    async with open_ledger() as one:
+        await submit_step(0)(one)
         assert one.commits == 1
         one.commits = 0
-        ids = await all_at_once(*(one.ledger.write(lambda txn: txn.next_number("epoch")) for _ in range(100)))
+        ids = await gather_outcomes(
+            *(one.ledger.write(lambda txn: txn.next_number("epoch")) for _ in range(100))
+        )
         assert ids == list(range(1, 101))
         assert one.commits == 1
         kept = await one.kept()
@@ -303,8 +305,8 @@ async def test_queued_writes_share_a_commit_and_a_single_write_does_not_wait() -
 
 
 async def test_job_is_placed_at_its_submission() -> None:
-    async with books(at_once=True) as one:
-        job = await submit(0)(one)
+    async with open_ledger(at_once=True) as one:
+        job = await submit_step(0)(one)
         assert one.commits == 1
         assert [step.state for step in job.history] == ["queued", "placing"]
         assert (job.reason, job.placement.gpu_ids) == ("at once", (0,))
@@ -313,22 +315,22 @@ async def test_job_is_placed_at_its_submission() -> None:
 
 
 async def test_job_is_not_placed_at_submission_while_others_are_queued() -> None:
-    async with books(at_once=True) as one:
+    async with open_ledger(at_once=True) as one:
         place = one.placer.place
 
         def place_others(new_job: Job | None = None) -> Sequence[Decision]:
             return () if new_job is not None and new_job.spec.name == "job-1" else place(new_job)
 
         one.placer.place = place_others  # type: ignore[method-assign]
-        before, waits, behind = await all_at_once(*(submit(number)(one) for number in (0, 1, 2)))
+        before, waits, behind = await gather_outcomes(*(submit_step(number)(one) for number in (0, 1, 2)))
         assert one.commits == 1
         states = [job.state for job in (before, waits, behind)]
         assert states == [JobState.PLACING, JobState.QUEUED, JobState.QUEUED]
-        assert (await submit(4)(one)).state is JobState.QUEUED
+        assert (await submit_step(4)(one)).state is JobState.QUEUED
 
 
-async def test_rollbacks_run_when_a_build_is_not_committed() -> None:
-    async with books() as one:
+async def test_rollbacks_run_when_a_transaction_is_not_committed() -> None:
+    async with open_ledger() as one:
         done: list[str] = []
 
         def build(name: str, fails: bool, txn: Transaction) -> None:
@@ -337,7 +339,7 @@ async def test_rollbacks_run_when_a_build_is_not_committed() -> None:
             if fails:
                 raise ZeroDivisionError
 
-        await all_at_once(
+        await gather_outcomes(
             one.ledger.write(partial(build, "good", False)), one.ledger.write(partial(build, "bad", True))
         )
         assert done == ["bad"]
@@ -347,7 +349,7 @@ async def test_rollbacks_run_when_a_build_is_not_committed() -> None:
             raise StoreFullError("no space")
 
         commit, one.store.commit = one.store.commit, full  # type: ignore[method-assign]
-        await all_at_once(*(one.ledger.write(partial(build, name, False)) for name in "ab"))
+        await gather_outcomes(*(one.ledger.write(partial(build, name, False)) for name in "ab"))
         one.store.commit = commit  # type: ignore[method-assign]
         assert done == ["b", "a"], "in reverse order"
         done.clear()
@@ -357,12 +359,12 @@ async def test_rollbacks_run_when_a_build_is_not_committed() -> None:
             for index in range(100):
                 txn.put(one.ledger.counters, f"{number}-{index}", Counter(value=1))
 
-        await all_at_once(*(one.ledger.write(partial(large, number)) for number in range(2)))
+        await gather_outcomes(*(one.ledger.write(partial(large, number)) for number in range(2)))
         assert done == ["1"], "built again for its own transaction"
 
 
 async def test_writes_of_a_cancelled_caller_are_not_committed() -> None:
-    async with books() as one:
+    async with open_ledger() as one:
         held = asyncio.Event()
         commit = one.store.commit
 
@@ -385,23 +387,23 @@ async def test_writes_of_a_cancelled_caller_are_not_committed() -> None:
         assert "second" not in one.ledger.counters
 
 
-async def test_same_request_id_twice_in_one_commit_creates_one_job() -> None:
-    async with books() as one:
-        first, second = await all_at_once(submit(0)(one), submit(0)(one))
+async def test_two_submissions_with_one_request_id_in_one_commit_create_one_job() -> None:
+    async with open_ledger() as one:
+        first, second = await gather_outcomes(submit_step(0)(one), submit_step(0)(one))
         assert first == second
         assert len(one.ledger.jobs) == 1
 
 
 async def test_queue_limit_holds_within_one_commit() -> None:
-    async with books() as one:
-        answers = await all_at_once(*(submit(number)(one) for number in range(5)))
+    async with open_ledger() as one:
+        answers = await gather_outcomes(*(submit_step(number)(one) for number in range(5)))
         assert [isinstance(answer, Exception) for answer in answers] == [False] * 3 + [True] * 2
         assert len(one.jobs.jobs_in_states(JobState.QUEUED)) == 3
 
 
-async def test_load_discards_notes_about_jobs_that_another_controller_has_changed() -> None:
-    async with books() as one:
-        queued, ended = [await submit(number)(one) for number in (0, 1)]
+async def test_loading_the_ledger_discards_pending_reasons_of_deleted_jobs() -> None:
+    async with open_ledger() as one:
+        queued, ended = [await submit_step(number)(one) for number in (0, 1)]
         for job in (queued, ended):
             one.jobs.set_pending_reason(job.job_id, "waiting for GPUs")
             one.jobs.set_unkillable_note(job, 0, "process 7 cannot be killed")
@@ -415,8 +417,10 @@ async def test_load_discards_notes_about_jobs_that_another_controller_has_change
 
 
 async def test_transaction_stays_within_the_row_limit_of_the_store() -> None:
-    async with books() as one:
-        answers = await all_at_once(*(count_up(60)(one) for _ in range(3)), count_up(100)(one))
+    async with open_ledger() as one:
+        answers = await gather_outcomes(
+            *(change_many_rows_step(60)(one) for _ in range(3)), change_many_rows_step(100)(one)
+        )
         assert answers == [[value] * 60 for value in (1, 2, 3)] + [[4] * 60 + [1] * 40]
         assert one.commits == 1, "they share rows"
         one.commits = 0
@@ -425,27 +429,27 @@ async def test_transaction_stays_within_the_row_limit_of_the_store() -> None:
             for index in range(50):
                 txn.put(one.ledger.counters, f"{number}-{index}", Counter(value=1))
 
-        await all_at_once(*(one.ledger.write(partial(build, number)) for number in range(5)))
+        await gather_outcomes(*(one.ledger.write(partial(build, number)) for number in range(5)))
         assert one.commits == 3
 
 
 async def test_transaction_stays_within_the_size_limit_of_the_store() -> None:
     large = JobSpec(name="large", command=("x" * 730_000,))
-    async with books() as one:
-        jobs = await all_at_once(*(one.jobs.submit(large, WHO, f"r{number}") for number in range(3)))
+    async with open_ledger() as one:
+        jobs = await gather_outcomes(*(one.jobs.submit(large, WHO, f"r{number}") for number in range(3)))
         assert [job.sequence for job in jobs] == [1, 2, 3]
         assert one.commits == 3
 
 
 async def test_job_on_too_many_nodes_is_cancelled() -> None:
-    async with books() as one:
+    async with open_ledger() as one:
         several = tuple(f"many-{number}" for number in range(JOB_NODES_MAX + 1))
         for node_id in several:
             record = NodeRecord(info=make_node_info(node_id))
-            await one.ledger.write(partial(_put, one.ledger.nodes, node_id, record))
+            await one.ledger.write(partial(_stage_put, one.ledger.nodes, node_id, record))
         one.commits = 0
         for number, nodes in enumerate((several[1:], several)):
-            await submit(number)(one)
+            await submit_step(number)(one)
             start = Start(job_id(number), tuple(WorkerPlace(node_id, (0,)) for node_id in nodes), "because")
             await one.jobs.record_starts([start], on_placed=lambda job: None)
         held, refused = one.ledger.jobs[job_id(0)], one.ledger.jobs[job_id(1)]
@@ -456,10 +460,10 @@ async def test_job_on_too_many_nodes_is_cancelled() -> None:
         assert not any(one.ledger.holds[node_id].holds for node_id in several[1:])
 
 
-async def test_failed_build_does_not_affect_other_writes() -> None:
-    async with books() as one:
-        first, bad, worse, last = await all_at_once(
-            submit(0)(one), fail(0)(one), fail(1)(one), submit(1)(one)
+async def test_write_that_fails_to_build_does_not_affect_other_writes() -> None:
+    async with open_ledger() as one:
+        first, bad, worse, last = await gather_outcomes(
+            submit_step(0)(one), failing_step(0)(one), failing_step(1)(one), submit_step(1)(one)
         )
         assert isinstance(bad, UsageError)
         assert isinstance(worse, ZeroDivisionError)
@@ -471,9 +475,9 @@ async def test_failed_build_does_not_affect_other_writes() -> None:
 @pytest.mark.parametrize("is_certain", [True, False])
 async def test_failed_commit_fails_all_its_writes(is_certain: bool) -> None:
     """Also one that failed because of changes that the others staged."""
-    async with books() as one:
-        await submit(0)(one)
-        await place(0, 0, 0)(one)
+    async with open_ledger() as one:
+        await submit_step(0)(one)
+        await place_step(0, 0, 0)(one)
         commit = one.store.commit
 
         async def full(*_: object, **__: object) -> TxnResult:
@@ -484,7 +488,7 @@ async def test_failed_commit_fails_all_its_writes(is_certain: bool) -> None:
         else:
             one.store.lose_next_reply()
         wanted = StoreFullError if is_certain else StoreUnavailableError
-        answers = await all_at_once(cancel(0)(one), confirm(0, 0, 1)(one), submit(1)(one))
+        answers = await gather_outcomes(cancel_step(0)(one), confirm_step(0, 0, 1)(one), submit_step(1)(one))
         assert [type(answer) for answer in answers] == [wanted] * 3
         assert len({id(answer) for answer in answers}) == 3, "each caller gets its own exception"
         one.store.commit = commit  # type: ignore[method-assign]
@@ -492,17 +496,17 @@ async def test_failed_commit_fails_all_its_writes(is_certain: bool) -> None:
         assert current.state is JobState.PLACING, "the outcome is unknown"
         # The next write resolves it: nothing or everything was committed.
         if is_certain:
-            await confirm(0, 0, 1)(one)
+            await confirm_step(0, 0, 1)(one)
             assert one.ledger.jobs[job_id(0)].state is JobState.RUNNING
             return
         with pytest.raises(FencedError):
-            await confirm(0, 0, 1)(one)
+            await confirm_step(0, 0, 1)(one)
         assert one.ledger.jobs[job_id(0)].state is JobState.CANCELLED
-        assert (await submit(1)(one)).sequence == 2
+        assert (await submit_step(1)(one)).sequence == 2
 
 
 async def test_cancelled_caller_does_not_affect_other_writes() -> None:
-    async with books() as one:
+    async with open_ledger() as one:
         async with asyncio.TaskGroup() as group:
             gone, stays = (
                 group.create_task(one.ledger.write(lambda txn: txn.next_number("epoch"))) for _ in range(2)

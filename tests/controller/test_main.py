@@ -30,7 +30,7 @@ from tests.needs import require_namespaces
 from tests.waiting import until, wait_until
 
 
-def run(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
+def run_controller(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "genie.controller", *arguments],
         env={**os.environ, **env},
@@ -41,7 +41,7 @@ def run(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
 
 
 @contextmanager
-def started(
+def start_controller(
     state_dir: Path, *arguments: str, stderr: int | IO[bytes] = subprocess.PIPE
 ) -> Iterator[subprocess.Popen[str]]:
     process = subprocess.Popen(
@@ -59,7 +59,7 @@ def started(
         process.communicate(timeout=30)
 
 
-async def status_of(state_dir: Path) -> bool:
+async def is_leading(state_dir: Path) -> bool:
     network = TcpNetwork()
     access = await find_access(ClusterConfig(), state_dir=state_dir, network=network, timeout_s=5)
     assert access.tls is not None
@@ -70,8 +70,8 @@ async def status_of(state_dir: Path) -> bool:
 
 async def test_controller_serves_with_tls_until_sigterm(tmp_path: Path) -> None:
     state_dir = tmp_path / "s"
-    with started(state_dir) as process:
-        assert await status_of(state_dir)
+    with start_controller(state_dir) as process:
+        assert await is_leading(state_dir)
         process.send_signal(signal.SIGTERM)
         out, log = process.communicate(timeout=20)
         assert (process.returncode, out) == (0, "")
@@ -80,7 +80,7 @@ async def test_controller_serves_with_tls_until_sigterm(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
+def small_disk_mount(tmp_path: Path) -> Iterator[Path]:
     require_namespaces("mount")  # the right to create one implies the right to mount
     folder = tmp_path / "disk"
     folder.mkdir()
@@ -91,29 +91,29 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
-async def test_controller_waits_for_disk_space(small_disk: Path, tmp_path: Path) -> None:
+async def test_controller_waits_for_disk_space(small_disk_mount: Path, tmp_path: Path) -> None:
     """It does not exit: its supervisor would wait longer before each restart."""
-    with started(small_disk) as process:
-        assert await status_of(small_disk)
+    with start_controller(small_disk_mount) as process:
+        assert await is_leading(small_disk_mount)
         process.kill()
-    free = os.statvfs(small_disk)
-    (small_disk / "ballast").write_bytes(bytes(free.f_bavail * free.f_frsize))
+    free = os.statvfs(small_disk_mount)
+    (small_disk_mount / "ballast").write_bytes(bytes(free.f_bavail * free.f_frsize))
     log = tmp_path / "log"
-    with log.open("wb") as file, started(small_disk, stderr=file) as process:
+    with log.open("wb") as file, start_controller(small_disk_mount, stderr=file) as process:
         wait_until(lambda: "waiting for disk space" in log.read_text() or process.poll() is not None)
         assert process.poll() is None, log.read_text()
-        (small_disk / "ballast").unlink()
+        (small_disk_mount / "ballast").unlink()
 
         async def leads() -> bool:
             with contextlib.suppress(GenieError):
-                return await status_of(small_disk)
+                return await is_leading(small_disk_mount)
             return False
 
         await until(leads)
         assert process.poll() is None
 
 
-async def test_full_disk_of_the_state_directory_does_not_end_a_term(
+async def test_full_disk_of_the_state_directory_does_not_end_the_leadership(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(self: LocalCluster, state_dir: Path) -> None:
@@ -134,7 +134,7 @@ async def test_full_disk_of_the_state_directory_does_not_end_a_term(
         await until(is_written)
 
 
-async def test_certificate_of_the_controller_is_used_again(tmp_path: Path) -> None:
+async def test_restarted_controller_uses_its_certificate_again(tmp_path: Path) -> None:
     async with running_controller(tmp_path, tls="on") as one:
         path = one.state_dir / "controller" / "controller.pem"
         before = path.read_text()
@@ -149,25 +149,25 @@ async def test_certificate_of_the_controller_is_used_again(tmp_path: Path) -> No
 
 async def test_controller_leads_again_after_sigkill_without_data_loss(tmp_path: Path) -> None:
     state_dir = tmp_path / "s"
-    with started(state_dir) as process:
-        assert await status_of(state_dir)
+    with start_controller(state_dir) as process:
+        assert await is_leading(state_dir)
         before = LocalCluster.read(state_dir)
         token = (state_dir / "owner.token").read_text()
         process.kill()
         process.communicate(timeout=30)
     (state_dir / "local.json").unlink()
-    with started(state_dir):
+    with start_controller(state_dir):
         after = LocalCluster.read(state_dir)
         assert before is not None
         assert after is not None
         assert after.cluster_id == before.cluster_id
         assert (state_dir / "owner.token").read_text() == token
-        await until(lambda: status_of(state_dir), what="it leads")
+        await until(lambda: is_leading(state_dir), what="it leads")
 
 
 def test_second_controller_on_the_same_directory_fails(tmp_path: Path) -> None:
-    with started(tmp_path / "s"):
-        second = run("--port", "0", "--state-dir", str(tmp_path / "s"))
+    with start_controller(tmp_path / "s"):
+        second = run_controller("--port", "0", "--state-dir", str(tmp_path / "s"))
         assert second.returncode == 1
         assert "another controller is using" in second.stderr
         assert "Traceback" not in second.stderr
@@ -175,7 +175,9 @@ def test_second_controller_on_the_same_directory_fails(tmp_path: Path) -> None:
 
 def test_address_reachable_from_other_machines_needs_tls(tmp_path: Path) -> None:
     for bind in ("0.0.0.0", "::", "192.0.2.1"):
-        refused = run("--bind", bind, "--tls", "off", "--port", "0", "--state-dir", str(tmp_path / "s"))
+        refused = run_controller(
+            "--bind", bind, "--tls", "off", "--port", "0", "--state-dir", str(tmp_path / "s")
+        )
         assert refused.returncode == 2
         assert "controller.tls is off" in refused.stderr
         assert "hint: leave TLS on" in refused.stderr
@@ -183,10 +185,10 @@ def test_address_reachable_from_other_machines_needs_tls(tmp_path: Path) -> None
 
 
 def test_port_in_use_is_reported(tmp_path: Path) -> None:
-    with started(tmp_path / "a"):
+    with start_controller(tmp_path / "a"):
         local = LocalCluster.read(tmp_path / "a")
         assert local is not None
-        second = run("--port", str(local.port), "--state-dir", str(tmp_path / "b"))
+        second = run_controller("--port", str(local.port), "--state-dir", str(tmp_path / "b"))
         assert second.returncode == 1
         assert f"port {local.port} on 127.0.0.1 is in use" in second.stderr
         assert "Traceback" not in second.stderr
@@ -198,17 +200,17 @@ def test_invalid_settings_are_usage_errors(tmp_path: Path) -> None:
         (("--port", "70000"), "from 0 to 65535"),
         (("--store", "mysql://x"), "invalid store URL"),
     ]:
-        failed = run(*arguments, "--state-dir", str(tmp_path / "s"))
+        failed = run_controller(*arguments, "--state-dir", str(tmp_path / "s"))
         assert (failed.returncode, "Traceback" in failed.stderr) == (2, False)
         assert words in failed.stderr
-    misspelt = run("--port", "0", GENIE_CONTROLER_PORT="1")
+    misspelt = run_controller("--port", "0", GENIE_CONTROLER_PORT="1")
     assert misspelt.returncode == 2
     assert "GENIE_CONTROLLER_PORT" in misspelt.stderr
 
 
-def test_log_in_json_format(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_log_is_written_as_json_if_configured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GENIE_LOG_FORMAT", "json")
-    with started(tmp_path / "s") as process:
+    with start_controller(tmp_path / "s") as process:
         process.send_signal(signal.SIGTERM)
         _, log = process.communicate(timeout=20)
     messages = [json.loads(line)["message"] for line in log.splitlines()]
@@ -216,7 +218,7 @@ def test_log_in_json_format(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.fixture
-def not_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
+def compile_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
     """Pretend that the scheduler's library is not compiled; return a command that compiles it at once."""
     here = libraries.BuildCache.of_this_installation()
     library = here.build("genie_scheduler")
@@ -227,7 +229,7 @@ def not_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, 
 
 
 async def test_scheduler_library_is_compiled_in_the_background_and_used(
-    tmp_path: Path, not_compiled: tuple[str, ...], caplog: pytest.LogCaptureFixture
+    tmp_path: Path, compile_command: tuple[str, ...], caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
     async with (
@@ -240,7 +242,7 @@ async def test_scheduler_library_is_compiled_in_the_background_and_used(
         first = await owner.submit(gpus=1)
         launch = await agent.start_next()
         assert planner._scheduler.allocations.uses_python_placer, "it starts without the library"
-        await compile_in_background(one.controller, is_enabled=True, command=not_compiled)
+        await compile_in_background(one.controller, is_enabled=True, command=compile_command)
         await owner.submit(gpus=1)
         second = await agent.start_next()
         assert not planner._scheduler.allocations.uses_python_placer
@@ -252,18 +254,18 @@ async def test_scheduler_library_is_compiled_in_the_background_and_used(
 
 
 async def test_log_says_how_to_compile_when_compile_ahead_is_off(
-    tmp_path: Path, not_compiled: tuple[str, ...], caplog: pytest.LogCaptureFixture
+    tmp_path: Path, compile_command: tuple[str, ...], caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
     async with running_controller(tmp_path / "s") as one:
         assert one.controller is not None
-        await compile_in_background(one.controller, is_enabled=False, command=not_compiled)
+        await compile_in_background(one.controller, is_enabled=False, command=compile_command)
         assert "to compile the scheduler library, run: python -m genie.native genie_scheduler" in caplog.text
         assert not one.controller.try_use_compiled_scheduler()
 
 
 def test_missing_compiler_is_explained(
-    not_compiled: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+    compile_command: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert why_plain_placers() == (

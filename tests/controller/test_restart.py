@@ -236,7 +236,7 @@ async def test_standby_names_the_leader(tmp_path: Path) -> None:
         await first.start()
 
 
-def slow_down(store: MemoryStore, clock: FakeClock, seconds: int) -> None:
+def slow_down_job_reads(store: MemoryStore, clock: FakeClock, seconds: int) -> None:
     """Let every read of the jobs take this time."""
     read = store.range
 
@@ -248,7 +248,7 @@ def slow_down(store: MemoryStore, clock: FakeClock, seconds: int) -> None:
     store.range = slow  # type: ignore[method-assign, assignment]
 
 
-async def says_it_leads(one: RunningController) -> bool:
+async def reports_leading(one: RunningController) -> bool:
     access = await one.access()
     async with connect_authenticated(one.network, access, timeout_s=CALL_S, program="test") as (_, welcome):
         return welcome.leading
@@ -262,12 +262,12 @@ async def test_controller_leads_although_loading_takes_longer_than_the_lease(tmp
             job = await owner.submit()
         stopped = one.controller
         await one.stop()
-        slow_down(store, clock, 30)
+        slow_down_job_reads(store, clock, 30)
         async with asyncio.TaskGroup() as group:
             starting = group.create_task(one.start())
             await until(lambda: one.controller not in (None, stopped) and one.controller.port > 0)
             await clock.advance(5.0)
-            asking = group.create_task(says_it_leads(one))
+            asking = group.create_task(reports_leading(one))
 
             async def was_asked() -> bool:
                 await clock.advance(0.05)
@@ -290,7 +290,7 @@ async def test_controller_leads_although_loading_takes_longer_than_the_lease(tmp
             assert (await owner.status()).leading
 
 
-async def test_reads_never_use_tables_of_an_earlier_term(tmp_path: Path) -> None:
+async def test_reads_never_use_tables_of_an_earlier_leadership(tmp_path: Path) -> None:
     clock = FakeClock()
     memory = await MemoryStore.open(clock=clock)
     first_store = memory.connect()
@@ -310,7 +310,7 @@ async def test_reads_never_use_tables_of_an_earlier_term(tmp_path: Path) -> None
                 await until(took_over)
                 async with second.client(token) as other:
                     await other.ask(CancelJob(job_id=job.job_id))
-            slow_down(first_store, clock, 10)
+            slow_down_job_reads(first_store, clock, 10)
             first_store.set_available(True)
             assert first.controller is not None
             election = first.controller._election

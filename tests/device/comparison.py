@@ -20,7 +20,7 @@ from typing import Any
 from unittest import mock
 
 from tests import forkserver
-from tests.device.findings import Findings, Unit
+from tests.device.findings import ComparisonUnit, Findings
 from tests.executor.process import PRELOADED, ExecutorProcess, start_executor
 from tests.forkserver import ForkedProcess
 
@@ -46,7 +46,7 @@ class WorkerEndedError(Exception):
 class Comparison:
     """Runs units one after the other, with a new child and executor after each crash.
 
-    `database` is the module of this folder that defines entries: it has `check` and `dtypes_by_name`.
+    `database` is the module of this folder that defines entries: it has `compare_entry` and `dtypes_by_name`.
     """
 
     def __init__(self, database: str, device: str = "cpu", *, step_timeout_s: float = STEP_TIMEOUT_S) -> None:
@@ -70,7 +70,7 @@ class Comparison:
         """torch's version, the device's name, and the dtypes of every entry."""
         return self._ensure_worker().describe_entries
 
-    def run(self, units: Sequence[Unit]) -> Iterator[Findings]:
+    def run(self, units: Sequence[ComparisonUnit]) -> Iterator[Findings]:
         for unit in units:
             try:
                 findings = self._ensure_worker().compare(unit, self._step_timeout_s)
@@ -108,7 +108,7 @@ class _Worker:
             self.close()
             raise
 
-    def compare(self, unit: Unit, step_timeout_s: float) -> Findings:
+    def compare(self, unit: ComparisonUnit, step_timeout_s: float) -> Findings:
         """WorkerEndedError if there is no reply; the worker is unusable then."""
         self._at = "start"
         assert self._process.stdin is not None
@@ -119,7 +119,7 @@ class _Worker:
             pass  # the reply reports it
         findings = Findings.from_json(self._wait("findings", step_timeout_s))
         if findings.has_problem and self._executor_ended():
-            raise WorkerEndedError(f"the executor ended: {_last_line(self._executor.output())}", self._at)
+            raise WorkerEndedError(f"the executor ended: {_last_lines(self._executor.output())}", self._at)
         return findings
 
     def close(self) -> None:
@@ -177,7 +177,7 @@ class _Worker:
             if not part:
                 code = self._process.wait(START_TIMEOUT_S)
                 output = (self._folder / "worker").read_text(errors="replace")
-                raise WorkerEndedError(f"the client ended with {code}: {_last_line(output)}", self._at)
+                raise WorkerEndedError(f"the client ended with {code}: {_last_lines(output)}", self._at)
             self._text += part
         line, _, self._text = self._text.partition(b"\n")
         return line
@@ -193,5 +193,5 @@ def _end_process(process: ForkedProcess) -> None:
         pass  # unflushed data
 
 
-def _last_line(text: str) -> str:
+def _last_lines(text: str) -> str:
     return " / ".join(line.strip() for line in text.strip().splitlines()[-8:])

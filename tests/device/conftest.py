@@ -72,7 +72,7 @@ class SocketPipe:
 
 
 @pytest.fixture
-def unattached(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def without_shared_devices(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Detaches the shared executors for this test."""
     monkeypatch.setattr(registry._registry, "slots", None)
     library.update_devices()

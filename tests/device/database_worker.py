@@ -24,7 +24,7 @@ import torch
 
 from genie import device
 from tests.device.conftest import D0, remote_device
-from tests.device.findings import Findings, Unit
+from tests.device.findings import ComparisonUnit, Findings
 from tests.device.run_classifier import outcome_of
 
 _PR_SET_PDEATHSIG = 1
@@ -43,15 +43,20 @@ def main(database: str, kind: str, *, port: int, answers: int) -> None:
         _write_answer(out, ready=_describe_entries(entries, local))
         for line in sys.stdin:
             _write_answer(
-                out, findings=dataclasses.asdict(_compare_unit(Unit(**json.loads(line)), entries, local, out))
+                out,
+                findings=dataclasses.asdict(
+                    _compare_unit(ComparisonUnit(**json.loads(line)), entries, local, out)
+                ),
             )
     device.detach()
 
 
-def _compare_unit(unit: Unit, entries: ModuleType, local: str, out: TextIO) -> Findings:
+def _compare_unit(unit: ComparisonUnit, entries: ModuleType, local: str, out: TextIO) -> Findings:
     began = time.monotonic()
     try:
-        findings: Findings = entries.check(unit, local=local, beat=lambda what: _write_answer(out, at=what))
+        findings: Findings = entries.compare_entry(
+            unit, local=local, report_progress=lambda what: _write_answer(out, at=what)
+        )
     except Exception as error:  # an error of the comparison itself is reported, and is not a pass
         findings = Findings(unit.name, unit.dtype)
         for verdict in (findings.forward, findings.backward):

@@ -32,7 +32,7 @@ class Outcome(enum.StrEnum):
 
 
 @dataclass(frozen=True)
-class Unit:
+class ComparisonUnit:
     """The unit of comparison: one entry of a database in one dtype."""
 
     name: str
@@ -62,7 +62,7 @@ class Verdict:
 
 
 @dataclass
-class Raised:
+class RaisedErrors:
     """Remote behaviour of samples that raise locally. `other_type` and `nothing` name them."""
 
     same: int = 0
@@ -78,15 +78,15 @@ class Findings:
     dtype: str
     forward: Verdict = field(default_factory=Verdict)
     backward: Verdict = field(default_factory=Verdict)
-    raised: Raised = field(default_factory=Raised)
+    raised: RaisedErrors = field(default_factory=RaisedErrors)
     as_on_cpu: list[str] = field(default_factory=list)
     """Samples where torch's GPU differs from its CPU, and the remote device gives what the CPU gives."""
     seconds: float = 0.0
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Findings:
-        verdicts = {name: _verdict(values[name]) for name in DIRECTIONS}
-        return cls(**(values | verdicts | {"raised": Raised(**values["raised"])}))
+        verdicts = {name: _verdict_from_json(values[name]) for name in DIRECTIONS}
+        return cls(**(values | verdicts | {"raised": RaisedErrors(**values["raised"])}))
 
     @classmethod
     def crashed(cls, name: str, dtype: str, *, reason: str, sample: str) -> Findings:
@@ -105,7 +105,7 @@ class Findings:
         return (self.forward.outcome, self.backward.outcome) != (Outcome.PASS, Outcome.PASS)
 
 
-def _verdict(values: dict[str, Any]) -> Verdict:
+def _verdict_from_json(values: dict[str, Any]) -> Verdict:
     return Verdict(**(values | {"outcome": Outcome(values["outcome"])}))
 
 
@@ -230,11 +230,13 @@ def exception_lines(problems: Sequence[Problem], device: str) -> list[str]:
     ]
 
 
-def unlisted(problems: Iterable[Problem], listed: Sequence[ListedException]) -> list[Problem]:
+def unlisted_problems(problems: Iterable[Problem], listed: Sequence[ListedException]) -> list[Problem]:
     return [one for one in problems if not any(line.covers(one) for line in listed)]
 
 
-def stale(summary: Summary, listed: Sequence[ListedException]) -> list[tuple[ListedException, str]]:
+def stale_exceptions(
+    summary: Summary, listed: Sequence[ListedException]
+) -> list[tuple[ListedException, str]]:
     """Obsolete lines, with their dtype, among the entries that were run.
 
     Entries that vary are excluded: a single run may pass.

@@ -19,20 +19,20 @@ from torch.testing._internal.common_methods_invocations import op_db
 from torch.testing._internal.opinfo.core import SampleInput
 
 from tests.device.conftest import D0
-from tests.device.findings import Findings, Unit, shorten
+from tests.device.findings import ComparisonUnit, Findings, shorten
 from tests.device.paired_runs import (
-    Copies,
+    DeviceCopier,
     MismatchError,
     NondeterministicError,
-    assert_placed,
     assert_same,
+    assert_same_placement,
     fetch_to_cpu,
     gradients,
-    seed,
-    spread,
+    seed_generators,
+    select_evenly,
     tensors_of,
 )
-from tests.device.run_classifier import Judge, Run, run_and_catch
+from tests.device.run_classifier import RunClassifier, RunResult, run_and_catch
 from tests.device.tolerances import tolerance_of
 
 # Samples to try until the in-place or out= variant has succeeded locally once.
@@ -65,7 +65,7 @@ _FACTORIES = frozenset(("arange", "linspace", "logspace"))
 
 
 @dataclass(frozen=True)
-class _Case:
+class _OpCall:
     """One call; with `grad` its gradients are compared as well."""
 
     label: str
@@ -86,40 +86,46 @@ def dtypes_by_name(local: str) -> dict[str, list[str]]:
     return {op.full_name: sorted(map(_dtype_name, op.supported_dtypes(kind))) for op in op_db}
 
 
-def check(unit: Unit, *, local: str, beat: Callable[[str], None]) -> Findings:
-    """`beat` is called before each call. Errors of sample generators propagate."""
+def compare_entry(unit: ComparisonUnit, *, local: str, report_progress: Callable[[str], None]) -> Findings:
+    """`report_progress` is called before each call. Errors of sample generators propagate."""
     op = next(op for op in op_db if op.full_name == unit.name)
     dtype = getattr(torch, unit.dtype)
     grad = op.supports_autograd and dtype in op.supported_backward_dtypes(local.partition(":")[0])
-    checker = _Checker(op, dtype, local, beat)
-    samples = spread(lambda: op.sample_inputs(local, dtype, requires_grad=grad, set_seed=False), unit.samples)
+    checker = _Checker(op, dtype, local, report_progress)
+    samples = select_evenly(
+        lambda: op.sample_inputs(local, dtype, requires_grad=grad, set_seed=False), unit.samples
+    )
     for number, sample in enumerate(samples):
-        checker.check(_Case(f"sample {number}", op.op, sample, grad))
+        checker.check(_OpCall(f"sample {number}", op.op, sample, grad))
     if samples and all(x.layout is torch.strided for x in tensors_of(_sample_arguments(samples[0]))):
-        checker.check(_Case("not contiguous", op.op, samples[0].noncontiguous(), grad))
+        checker.check(_OpCall("not contiguous", op.op, samples[0].noncontiguous(), grad))
     if dtype.is_complex and op.test_conjugated_samples and samples:
-        checker.check(_Case("conjugated", op.op, samples[0].transform(_conjugated), grad))
+        checker.check(_OpCall("conjugated", op.op, samples[0].transform(_conjugate), grad))
     checker.check_in_place(samples, grad)
     if op.supports_out:
         checker.check_out(samples)
     if unit.errors and op.error_inputs_func is not None:
-        for number, error in enumerate(spread(lambda: op.error_inputs(local, set_seed=False), unit.samples)):
-            checker.check(_Case(f"error {number}", op.op, error.sample_input, grad=False))
+        for number, error in enumerate(
+            select_evenly(lambda: op.error_inputs(local, set_seed=False), unit.samples)
+        ):
+            checker.check(_OpCall(f"error {number}", op.op, error.sample_input, grad=False))
     return checker.findings
 
 
-class _Checker(Judge):
-    def __init__(self, op: Any, dtype: torch.dtype, local: str, beat: Callable[[str], None]) -> None:
-        super().__init__(Findings(op.full_name, _dtype_name(dtype)), beat)
+class _Checker(RunClassifier):
+    def __init__(
+        self, op: Any, dtype: torch.dtype, local: str, report_progress: Callable[[str], None]
+    ) -> None:
+        super().__init__(Findings(op.full_name, _dtype_name(dtype)), report_progress)
         self._op = op
         self._local = local
         self._dtype = dtype
         self._tolerance = tolerance_of(op.decorators, "TestCommon", dtype, local)
         self._values = op.name not in _UNINITIALISED
 
-    def check(self, case: _Case) -> Run:
+    def check(self, case: _OpCall) -> RunResult:
         """Returns the local run."""
-        self.beat(case.label)
+        self.report_progress(case.label)
         here, there = self._run(case, self._local), self._run(case, D0)
         findings = self.findings
         same = self.judge(
@@ -128,7 +134,7 @@ class _Checker(Judge):
         if not case.grad or here.error is not None:
             return here
         if same:
-            self.beat(f"{case.label}, backward")
+            self.report_progress(f"{case.label}, backward")
             self._check_backward(case, here, there)
         else:
             findings.backward.note(findings.forward.outcome, findings.forward.reason, findings.forward.sample)
@@ -139,57 +145,57 @@ class _Checker(Judge):
         if in_place is None:
             return
         candidates = [sample for sample in samples if isinstance(sample.input, torch.Tensor)]
-        self._until_one_works(_Case("in place", in_place, sample, grad=False) for sample in candidates)
+        self._until_one_works(_OpCall("in place", in_place, sample, grad=False) for sample in candidates)
         if grad and self._op.supports_inplace_autograd:
             self._until_one_works(
-                _Case("in place on a copy", lambda x, *a, **k: in_place(x.clone(), *a, **k), sample, True)
+                _OpCall("in place on a copy", lambda x, *a, **k: in_place(x.clone(), *a, **k), sample, True)
                 for sample in candidates
                 if not sample.broadcasts_input
             )
 
     def check_out(self, samples: Sequence[Any]) -> None:
         self._until_one_works(self._into(samples, "out=", _ones_like_output))
-        self._until_one_works(self._into(samples, "out= without elements", _without_elements))
+        self._until_one_works(self._into(samples, "out= without elements", _empty_like_output))
 
     def _into(
         self, samples: Sequence[Any], label: str, make: Callable[[torch.Tensor], torch.Tensor]
-    ) -> Iterator[_Case]:
+    ) -> Iterator[_OpCall]:
         for sample in samples:
-            plain = self._run(_Case(label, self._op.op, sample, grad=False), self._local)
+            plain = self._run(_OpCall(label, self._op.op, sample, grad=False), self._local)
             outputs = plain.outputs
             if plain.error is None and tensors_of(outputs):
                 several = isinstance(outputs, list | tuple)
                 out = tuple(map(make, tensors_of(outputs))) if several else make(outputs)
                 kwargs = {**sample.kwargs, "out": out}
                 into = SampleInput(sample.input, args=sample.args, kwargs=kwargs)
-                yield _Case(label, self._op.op, into, grad=False)
+                yield _OpCall(label, self._op.op, into, grad=False)
 
-    def _until_one_works(self, cases: Iterator[_Case]) -> None:
+    def _until_one_works(self, cases: Iterator[_OpCall]) -> None:
         for case in itertools.islice(cases, _VARIANT_TRIES_MAX):
             if self.check(case).error is None:
                 return
 
-    def _run(self, case: _Case, device: str) -> Run:
-        def work(run: Run) -> None:
+    def _run(self, case: _OpCall, device: str) -> RunResult:
+        def work(run: RunResult) -> None:
             run.arguments = self._copy_sample(case.sample, device)
             first, rest, named = run.arguments
-            seed(device)
+            seed_generators(device)
             with torch.set_grad_enabled(case.grad):
                 run.outputs = case.call(first, *rest, **named)
 
         return run_and_catch(work, device)
 
     def _copy_sample(self, sample: Any, device: str) -> tuple[Any, Any, Any]:
-        move = Copies(self._local, device)
-        move_rest = Copies(self._local, self._local) if self._op.name in _HOST_ARGUMENTS else move
+        move = DeviceCopier(self._local, device)
+        move_rest = DeviceCopier(self._local, self._local) if self._op.name in _HOST_ARGUMENTS else move
         named = sample.kwargs
         if self._op.name in _FACTORIES and not tensors_of(_sample_arguments(sample)):
             named = {"device": self._local} | named
         if "options" in named:
-            named = named | {"options": _resolved_for(named["options"], self._local)}
+            named = named | {"options": _with_device(named["options"], self._local)}
         return move(sample.input), move_rest(sample.args), move_rest(named)
 
-    def _compare_or_arbitrate(self, case: _Case, there: Run, here: Run) -> None:
+    def _compare_or_arbitrate(self, case: _OpCall, there: RunResult, here: RunResult) -> None:
         """A difference between a local GPU and its CPU is torch's, and is noted: the remote device then
         counts as right if it matches the CPU."""
         self._compare_places(there, here)
@@ -203,13 +209,13 @@ class _Checker(Judge):
                 raise
             self.findings.as_on_cpu.append(shorten(str(case)))
 
-    def _compare_places(self, there: Run, here: Run) -> None:
-        assert_placed(there.outputs, here.outputs, local=self._local, remote=D0, what="output")
-        same = _same_objects(there), _same_objects(here)
+    def _compare_places(self, there: RunResult, here: RunResult) -> None:
+        assert_same_placement(there.outputs, here.outputs, local=self._local, remote=D0, what="output")
+        same = _outputs_that_are_inputs(there), _outputs_that_are_inputs(here)
         if same[0] != same[1]:
             raise MismatchError(f"outputs are inputs: {same[0]} instead of {same[1]}")
 
-    def _compare_values(self, there: Run, here: Run) -> None:
+    def _compare_values(self, there: RunResult, here: RunResult) -> None:
         # of the arguments only tensors: device names differ
         pairs = {
             "output": (self._initialised_outputs(there.outputs), self._initialised_outputs(here.outputs)),
@@ -226,7 +232,7 @@ class _Checker(Judge):
 
     def compare_gradients(
         self,
-        case: _Case,
+        case: _OpCall,
         found: Any,
         expected: Any,
         again: Callable[[str], Any],
@@ -252,7 +258,7 @@ class _Checker(Judge):
             truth = exact()
             if truth is None:
                 raise
-            compare(_as_exact(found, [run for run in runs if run is not None], truth))
+            compare(_replace_less_exact(found, [run for run in runs if run is not None], truth))
             raise NondeterministicError("not as in a local run, and as near to the exact gradient") from None
 
     def _initialised_outputs(self, outputs: Any) -> Any:
@@ -260,27 +266,27 @@ class _Checker(Judge):
         return [x for i, x in enumerate(outputs) if i not in nobodys] if nobodys else outputs
 
     def _differentiated(
-        self, case: _Case, forward: Run, device: str, *, drawn: torch.dtype | None = None
-    ) -> Run:
-        def work(run: Run) -> None:
+        self, case: _OpCall, forward: RunResult, device: str, *, drawn: torch.dtype | None = None
+    ) -> RunResult:
+        def work(run: RunResult) -> None:
             outputs = case.sample.output_process_fn_grad(forward.outputs)
             run.outputs = gradients(outputs, forward.arguments, drawn=drawn)
 
         return run_and_catch(work, device)
 
-    def exact_gradients(self, case: _Case) -> Run:
+    def exact_gradients(self, case: _OpCall) -> RunResult:
         """The gradient of the same values in a dtype of higher precision."""
         finer = replace(case, sample=case.sample.transform(_to_finer_dtype))
         return self._differentiated(finer, self._run(finer, "cpu"), "cpu", drawn=self._dtype)
 
-    def _check_backward(self, case: _Case, here: Run, there: Run) -> None:
+    def _check_backward(self, case: _OpCall, here: RunResult, there: RunResult) -> None:
         mine = self._differentiated(case, here, self._local)
         theirs = self._differentiated(case, there, D0)
         if mine.error is None and mine.outputs is None and theirs.outputs is None and theirs.error is None:
             return  # nothing to differentiate
 
-        def written(run: Run) -> Any:
-            return _within_sequences(case.sample, fetch_to_cpu(run.outputs))
+        def written(run: RunResult) -> Any:
+            return _cut_to_packed_sequences(case.sample, fetch_to_cpu(run.outputs))
 
         def again(device: str) -> Any:
             run = self._differentiated(case, self._run(case, device), device)
@@ -291,7 +297,7 @@ class _Checker(Judge):
             return written(run) if run.error is None else None
 
         def compare() -> None:
-            assert_placed(theirs.outputs, mine.outputs, local=self._local, remote=D0, what="gradient")
+            assert_same_placement(theirs.outputs, mine.outputs, local=self._local, remote=D0, what="gradient")
             self.compare_gradients(case, written(theirs), written(mine), again, exact)
 
         self.judge(self.findings.backward, case, mine, theirs, compare)
@@ -305,21 +311,27 @@ def _passes(compare: Callable[[], None]) -> bool:
     return True
 
 
-def _as_exact(found: Sequence[Any], runs: Sequence[Sequence[Any]], exact: Sequence[Any]) -> list[Any]:
+def _replace_less_exact(
+    found: Sequence[Any], runs: Sequence[Sequence[Any]], exact: Sequence[Any]
+) -> list[Any]:
     """Each found tensor, if it is as close to the exact one as those of the runs; else that of the first
     run."""
     alike = [run for run in runs if len(run) == len(found) == len(exact)]
     if not alike:
         return list(runs[0])
     return [
-        mine if _is_as_near(mine, several, truth) else several[0]
+        mine if _is_as_close_to_exact(mine, several, truth) else several[0]
         for mine, truth, *several in zip(found, exact, *alike, strict=True)
     ]
 
 
-def _is_as_near(mine: Any, several: Sequence[Any], exact: Any) -> bool:
+def _is_as_close_to_exact(mine: Any, several: Sequence[Any], exact: Any) -> bool:
     """The mean over all elements: single elements may deviate more than in the local runs."""
-    if len({_shape(x) for x in (mine, *several)}) > 1 or _shape(mine) is None or _shape(exact) is None:
+    if (
+        len({_shape_if_comparable(x) for x in (mine, *several)}) > 1
+        or _shape_if_comparable(mine) is None
+        or _shape_if_comparable(exact) is None
+    ):
         return False
     off = [(_to_real(x) - _to_real(exact)).abs() for x in (mine, *several)]
     worst, mean = ([float(measure(x)) for x in off] for measure in (torch.max, torch.mean))
@@ -335,7 +347,7 @@ def _to_finer_dtype(value: Any) -> Any:
     return _FINER_DTYPES.get(value, value) if isinstance(value, torch.dtype) else value
 
 
-def _shape(x: Any) -> tuple[Any, ...] | None:
+def _shape_if_comparable(x: Any) -> tuple[Any, ...] | None:
     """None for values without a numerical distance."""
     if not isinstance(x, torch.Tensor) or x.layout is not torch.strided or x.numel() == 0:
         return None
@@ -347,7 +359,7 @@ def _to_real(x: torch.Tensor) -> torch.Tensor:
     return (torch.view_as_real(plain) if x.is_complex() else plain).double()
 
 
-def _within_sequences(sample: Any, gradients: Any) -> Any:
+def _cut_to_packed_sequences(sample: Any, gradients: Any) -> Any:
     """Attention over packed sequences: memory after the last one is uninitialized."""
     ends = [sample.kwargs.get(name) for name in ("cu_seqlens_q", "cu_seqlens_k", "cu_seqlens_k")]
     if gradients is None or any(end is None for end in ends):
@@ -365,7 +377,7 @@ def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _resolved_for(options: Any, device: str) -> Any:
+def _with_device(options: Any, device: str) -> Any:
     """linear_cross_entropy selects its algorithm by device type; both runs use the local one."""
     kind = type(options)
 
@@ -376,7 +388,7 @@ def _resolved_for(options: Any, device: str) -> Any:
     return fixed(**{field.name: getattr(options, field.name) for field in dataclasses.fields(options)})
 
 
-def _conjugated(value: Any) -> Any:
+def _conjugate(value: Any) -> Any:
     if not isinstance(value, torch.Tensor) or not value.is_complex():
         return value
     return value.detach().conj().requires_grad_(value.requires_grad)
@@ -386,11 +398,11 @@ def _ones_like_output(output: torch.Tensor) -> torch.Tensor:
     return torch.full_like(output.detach(), 1)
 
 
-def _without_elements(output: torch.Tensor) -> torch.Tensor:
+def _empty_like_output(output: torch.Tensor) -> torch.Tensor:
     return torch.empty(0, dtype=output.dtype, device=output.device)
 
 
-def _same_objects(run: Run) -> list[tuple[int, int]]:
+def _outputs_that_are_inputs(run: RunResult) -> list[tuple[int, int]]:
     """Which outputs are the same objects as which inputs."""
     outputs, inputs = tensors_of(run.outputs), tensors_of(run.arguments)
     return [(i, j) for i, x in enumerate(outputs) for j, y in enumerate(inputs) if x is y]

@@ -29,7 +29,7 @@ if __name__ == "__main__":
 
 from tests.device import findings
 from tests.device.comparison import VENDORS, Comparison
-from tests.device.findings import Outcome, Summary, Unit
+from tests.device.findings import ComparisonUnit, Outcome, Summary
 
 DTYPES = ("float32", "float64", "bfloat16", "int64", "bool", "complex64")
 DATABASES = {"ops": "opinfo", "modules": "moduleinfo", "optimizers": "optiminfo"}
@@ -39,11 +39,11 @@ _PROGRESS_EVERY = 100
 
 
 def main(arguments: Sequence[str]) -> int:
-    options = _options(arguments)
+    options = _parse_arguments(arguments)
     with Comparison(DATABASES[options.database], options.device) as comparison:
         describe_entries = comparison.describe_entries()
-        units = _units(
-            _chosen(describe_entries["entries"], options), options.dtypes.split(","), options.samples
+        units = _make_units(
+            _select_entries(describe_entries["entries"], options), options.dtypes.split(","), options.samples
         )
         found = []
         for number, one in enumerate(comparison.run(units), start=1):
@@ -59,10 +59,10 @@ def main(arguments: Sequence[str]) -> int:
     else:
         _print_table(summary)
     bad = summary.named(Outcome.WRONG) or summary.named(Outcome.CRASHED)
-    return 1 if _tell_of_list(summary, options) or bad else 0
+    return 1 if _report_list_mismatches(summary, options) or bad else 0
 
 
-def _options(arguments: Sequence[str]) -> argparse.Namespace:
+def _parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="torch's databases on a remote device")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--database", choices=list(DATABASES), default="ops")
@@ -79,7 +79,7 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     return options
 
 
-def _chosen(entries: dict[str, list[str]], options: argparse.Namespace) -> dict[str, list[str]]:
+def _select_entries(entries: dict[str, list[str]], options: argparse.Namespace) -> dict[str, list[str]]:
     unknown = set(options.ops or ()) - set(entries)
     if unknown:
         sys.exit(f"not in the database: {', '.join(sorted(unknown))}")
@@ -91,7 +91,9 @@ def _chosen(entries: dict[str, list[str]], options: argparse.Namespace) -> dict[
     return {name: entries[name] for name in names[first::step]}
 
 
-def _units(entries: dict[str, list[str]], dtypes: Sequence[str], samples: int | None) -> list[Unit]:
+def _make_units(
+    entries: dict[str, list[str]], dtypes: Sequence[str], samples: int | None
+) -> list[ComparisonUnit]:
     """Inputs that must raise are added for the first dtype of an op."""
     units = []
     for name, supported in entries.items():
@@ -100,15 +102,15 @@ def _units(entries: dict[str, list[str]], dtypes: Sequence[str], samples: int | 
             count = samples
             if dtype != _ALL_SAMPLES:
                 count = _OTHER_SAMPLES_MAX if samples is None else min(samples, _OTHER_SAMPLES_MAX)
-            units.append(Unit(name, dtype, count, errors=dtype == wanted[0]))
+            units.append(ComparisonUnit(name, dtype, count, errors=dtype == wanted[0]))
     return units
 
 
-def _tell_of_list(summary: Summary, options: argparse.Namespace) -> bool:
+def _report_list_mismatches(summary: Summary, options: argparse.Namespace) -> bool:
     """Whether the list and the results disagree. A line may need more samples than --samples allows."""
     listed = [line for line in findings.read_exceptions() if line.device == options.device]
-    unlisted = findings.unlisted(summary.problems, listed)
-    stale = findings.stale(summary, listed) if options.samples is None else []
+    unlisted = findings.unlisted_problems(summary.problems, listed)
+    stale = findings.stale_exceptions(summary, listed) if options.samples is None else []
     for problem in unlisted:
         print(f"not in the list: {problem.name} {problem.dtype} {problem.direction}", file=sys.stderr)
     for line, dtype in stale:

@@ -15,17 +15,17 @@ import torch
 from torch.testing._internal.common_optimizers import optim_db
 
 from tests.device.conftest import D0
-from tests.device.findings import Findings, Unit
+from tests.device.findings import ComparisonUnit, Findings
 from tests.device.paired_runs import (
     SEED,
-    Copies,
-    assert_placed,
+    DeviceCopier,
     assert_same,
+    assert_same_placement,
     fetch_to_cpu,
-    spread,
+    select_evenly,
     tensors_of,
 )
-from tests.device.run_classifier import Judge, Run, run_and_catch
+from tests.device.run_classifier import RunClassifier, RunResult, run_and_catch
 
 _STEPS = 3
 _IMPLEMENTATIONS: dict[str, dict[str, bool]] = {
@@ -49,40 +49,40 @@ def dtypes_by_name(local: str) -> dict[str, list[str]]:
     }
 
 
-def check(unit: Unit, *, local: str, beat: Callable[[str], None]) -> Findings:
+def compare_entry(unit: ComparisonUnit, *, local: str, report_progress: Callable[[str], None]) -> Findings:
     name, _, way = unit.name.partition(", ")
     info = next(info for info in optim_db if info.name == name)
-    checker = _Checker(Findings(unit.name, unit.dtype), local, beat)
-    for given in spread(lambda: info.optim_inputs_func(local), unit.samples):
+    checker = _Checker(Findings(unit.name, unit.dtype), local, report_progress)
+    for given in select_evenly(lambda: info.optim_inputs_func(local), unit.samples):
         checker.check(info, given.kwargs | _IMPLEMENTATIONS[way], given.desc)
     return checker.findings
 
 
-class _Checker(Judge):
-    def __init__(self, findings: Findings, local: str, beat: Callable[[str], None]) -> None:
-        super().__init__(findings, beat)
+class _Checker(RunClassifier):
+    def __init__(self, findings: Findings, local: str, report_progress: Callable[[str], None]) -> None:
+        super().__init__(findings, report_progress)
         self._local = local
 
     def check(self, info: Any, kwargs: dict[str, Any], label: str) -> None:
-        self.beat(label)
+        self.report_progress(label)
         here, there = (self._trained(info, kwargs, device) for device in (self._local, D0))
         self.judge(
             self.findings.forward, f"{label}: {kwargs}", here, there, lambda: self._compare(there, here)
         )
 
-    def _trained(self, info: Any, kwargs: dict[str, Any], device: str) -> Run:
+    def _trained(self, info: Any, kwargs: dict[str, Any], device: str) -> RunResult:
         """Some steps, then one by each of two optimizers that load the state."""
 
-        def work(run: Run) -> None:
+        def work(run: RunResult) -> None:
             model = _Model(info, self._local, device)
-            options = Copies("cpu", "cpu")(kwargs)
+            options = DeviceCopier("cpu", "cpu")(kwargs)
             optimizer = info.optim_cls(model.parameters, **options)
             for _ in range(_STEPS):
                 model.step(optimizer)
             saved = copy.deepcopy(optimizer.state_dict())
             # an optimizer that loads a state may reuse its tensors
             run.outputs = [copy.deepcopy([model.parameters, saved])]
-            for state in (saved, torch.load(_written(fetch_to_cpu(saved)), weights_only=True)):
+            for state in (saved, torch.load(_save_to_buffer(fetch_to_cpu(saved)), weights_only=True)):
                 following = info.optim_cls(model.parameters, **options)
                 following.load_state_dict(state)
                 model.step(following)
@@ -90,10 +90,10 @@ class _Checker(Judge):
 
         return run_and_catch(work, device)
 
-    def _compare(self, there: Run, here: Run) -> None:
+    def _compare(self, there: RunResult, here: RunResult) -> None:
         # "step" stays in host memory, as with CUDA, unless the optimizer is fused
         found, expected = ([x for x in tensors_of(run.outputs) if x.dim()] for run in (there, here))
-        assert_placed(found, expected, local=self._local, remote=D0, what="state")
+        assert_same_placement(found, expected, local=self._local, remote=D0, what="state")
         assert_same(fetch_to_cpu(there.outputs), fetch_to_cpu(here.outputs), what="state")
 
 
@@ -129,7 +129,7 @@ class _Model:
         return x.square().mean()
 
 
-def _written(value: Any) -> io.BytesIO:
+def _save_to_buffer(value: Any) -> io.BytesIO:
     file = io.BytesIO()
     torch.save(value, file)
     file.seek(0)

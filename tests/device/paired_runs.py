@@ -1,7 +1,7 @@
 """Two runs of the same work, one local and one remote, on copies of the same values.
 
-`Copies` makes the inputs of one run, `fetched` brings its results back, `assert_same` compares them.
-Used by the tests that compare the device with torch's databases.
+`DeviceCopier` makes the inputs of one run, `fetch_to_cpu` brings its results back, `assert_same` compares
+them. Used by the tests that compare the device with torch's databases.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Tolerance:
 DEFAULT = Tolerance()
 
 
-class Copies:
+class DeviceCopier:
     """Copies nested values to another device, or to the same one.
 
     Tensors keep strides, offsets and shared storages. Names of the source device become those of the target.
@@ -127,7 +127,7 @@ def assert_same(
             raise MismatchError(f"{what}: {one!r} instead of {other!r}")
 
 
-def assert_placed(found: Any, expected: Any, *, local: str, remote: str, what: str) -> None:
+def assert_same_placement(found: Any, expected: Any, *, local: str, remote: str, what: str) -> None:
     """MismatchError unless everything that is on `local` in one run is on `remote` in the other."""
     for one, other in zip(tensors_of(found), tensors_of(expected), strict=False):
         wanted = remote if other.device.type == torch.device(local).type else str(other.device)
@@ -160,7 +160,7 @@ def _same_number(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-def seed(device: str) -> None:
+def seed_generators(device: str) -> None:
     """Every generator that a run on `device` may use. torch.manual_seed is slow where CUDA is not in use."""
     torch.default_generator.manual_seed(SEED)
     if device != "cpu":
@@ -183,7 +183,7 @@ def gradients(outputs: Any, inputs: Any, *, drawn: torch.dtype | None = None) ->
     return torch.autograd.grad(ends, starts, cotangents, allow_unused=True)
 
 
-def spread(make: Callable[[], Iterable[Any]], count_max: int | None) -> list[Any]:
+def select_evenly(make: Callable[[], Iterable[Any]], count_max: int | None) -> list[Any]:
     """The items of `make`, deterministic; if there are too many, an even selection."""
     torch.default_generator.manual_seed(SEED)
     random.seed(SEED)

@@ -19,7 +19,7 @@ from tests.device.paired_runs import MismatchError, NondeterministicError
 
 
 @dataclass
-class Run:
+class RunResult:
     """Arguments after the run, and outputs or error."""
 
     arguments: Any = None
@@ -27,9 +27,9 @@ class Run:
     error: Exception | None = None
 
 
-def run_and_catch(work: Callable[[Run], None], device: str) -> Run:
+def run_and_catch(work: Callable[[RunResult], None], device: str) -> RunResult:
     """Runs `work`, which fills in the run, and synchronizes the device."""
-    run = Run()
+    run = RunResult()
 
     def whole() -> None:
         work(run)
@@ -50,15 +50,15 @@ def error_of(work: Callable[[], object]) -> Exception | None:
     return None
 
 
-class Judge:
-    """Adds to `findings`; calls `beat` with what comes next."""
+class RunClassifier:
+    """Adds to `findings`; calls `report_progress` with what comes next."""
 
-    def __init__(self, findings: Findings, beat: Callable[[str], None]) -> None:
+    def __init__(self, findings: Findings, report_progress: Callable[[str], None]) -> None:
         self.findings = findings
-        self.beat = beat
+        self.report_progress = report_progress
 
     def judge(
-        self, verdict: Verdict, label: object, here: Run, there: Run, compare: Callable[[], None]
+        self, verdict: Verdict, label: object, here: RunResult, there: RunResult, compare: Callable[[], None]
     ) -> bool:
         """True if there was something to compare and it was equal. `compare` raises MismatchError."""
         if here.error is not None:
@@ -72,18 +72,18 @@ class Judge:
         if error is None:
             verdict.note(Outcome.PASS)
         else:
-            verdict.note(outcome_of(error), _described(error), str(label))
+            verdict.note(outcome_of(error), _describe_error(error), str(label))
 
-    def _must_raise(self, label: object, error: Exception, there: Run) -> None:
+    def _must_raise(self, label: object, error: Exception, there: RunResult) -> None:
         raised = self.findings.raised
         if there.error is None:
-            raised.nothing.append(shorten(f"{label}: {_described(error)}"))
+            raised.nothing.append(shorten(f"{label}: {_describe_error(error)}"))
         elif outcome_of(there.error) is Outcome.CRASHED and outcome_of(error) is not Outcome.CRASHED:
             self.note(self.findings.forward, label, there.error)
         elif isinstance(there.error, type(error)):
             raised.same += 1
         else:
-            text = f"{label}: {_described(there.error)} instead of {_described(error)}"
+            text = f"{label}: {_describe_error(there.error)} instead of {_describe_error(error)}"
             raised.other_type.append(shorten(text))
 
 
@@ -103,5 +103,5 @@ def outcome_of(error: Exception) -> Outcome:
     return Outcome.FAILED
 
 
-def _described(error: Exception) -> str:
+def _describe_error(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"

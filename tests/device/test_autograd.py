@@ -21,7 +21,7 @@ class PlannedError(Exception):
     pass
 
 
-class Block(nn.Module):
+class TransformerBlock(nn.Module):
     """One layer of a transformer."""
 
     def __init__(self, width: int, heads: int) -> None:
@@ -45,7 +45,7 @@ def mlp() -> nn.Module:
 
 
 def transformer() -> nn.Module:
-    return nn.Sequential(nn.Linear(8, 16), Block(16, 4), nn.LayerNorm(16), nn.Linear(16, 1))
+    return nn.Sequential(nn.Linear(8, 16), TransformerBlock(16, 4), nn.LayerNorm(16), nn.Linear(16, 1))
 
 
 def convnet() -> nn.Module:
@@ -55,7 +55,7 @@ def convnet() -> nn.Module:
     )  # fmt: skip
 
 
-def losses(module: nn.Module, device: str, data: tuple[torch.Tensor, torch.Tensor]) -> list[float]:
+def training_losses(module: nn.Module, device: str, data: tuple[torch.Tensor, torch.Tensor]) -> list[float]:
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
     x, y = (tensor.to(device) for tensor in data)
     seen = []
@@ -84,10 +84,12 @@ def test_training_matches_cpu(make: object, shape: tuple[int, ...], device: str)
         assert mine.grad is not None
         assert str(mine.device) == str(mine.grad.device) == device
         torch.testing.assert_close(mine.grad.cpu(), theirs.grad, rtol=1e-4, atol=1e-5)
-    assert losses(twin, device, data) == pytest.approx(losses(module, "cpu", data), rel=1e-4)
+    assert training_losses(twin, device, data) == pytest.approx(
+        training_losses(module, "cpu", data), rel=1e-4
+    )
 
 
-def test_sgd_with_momentum_on_a_module_created_remotely() -> None:
+def test_sgd_with_momentum_matches_cpu_for_a_module_created_remotely() -> None:
     results = []
     for device in ("cpu", D1):
         torch.manual_seed(3)
@@ -101,7 +103,7 @@ def test_sgd_with_momentum_on_a_module_created_remotely() -> None:
     torch.testing.assert_close(results[1], results[0])
 
 
-def test_transformer_encoder_forward() -> None:
+def test_transformer_encoder_forward_matches_cpu() -> None:
     torch.manual_seed(0)
     encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 2).eval()
     x = torch.randn(2, 3, 16)
@@ -110,7 +112,7 @@ def test_transformer_encoder_forward() -> None:
         torch.testing.assert_close(copy.deepcopy(encoder).to(D1)(x.to(D1)).cpu(), expected)
 
 
-def test_gradients_cross_devices() -> None:
+def test_gradients_flow_between_devices() -> None:
     x = torch.ones(3, requires_grad=True)
     y = (x.to(D0) * 2).to(D1) * 3
     (y.cpu() * torch.arange(3.0)).sum().backward()
@@ -131,7 +133,7 @@ def test_views_and_in_place_ops_are_differentiated() -> None:
     assert grads[0] == grads[1]
 
 
-def test_second_derivatives_and_functional_gradients() -> None:
+def test_second_derivatives_and_functional_gradients_are_right() -> None:
     x = torch.tensor([1.0, 2.0], device=D1, requires_grad=True)
     (first,) = torch.autograd.grad((x**3).sum(), x, create_graph=True)
     (second,) = torch.autograd.grad(first.sum(), x)
@@ -140,7 +142,7 @@ def test_second_derivatives_and_functional_gradients() -> None:
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpointing(reentrant: bool) -> None:
+def test_gradient_through_activation_checkpointing_is_right(reentrant: bool) -> None:
     x = torch.ones(3, device=D0, requires_grad=True)
     checkpoint(lambda t: (t * t).exp().sum(), x, use_reentrant=reentrant).backward()
     assert x.grad is not None

@@ -21,7 +21,7 @@ def small_model() -> nn.Module:
 
 
 @pytest.mark.parametrize("here", [True, False], ids=["from this machine", "on the device"])
-def test_every_batch_size_is_right_with_few_recordings(here: bool) -> None:
+def test_every_batch_size_gives_right_results_with_few_recordings(here: bool) -> None:
     local = small_model()
     captured = capture(copy.deepcopy(local).to(D0), batch_sizes=(8, 1, 4, 2))
     for rows in (1, 2, 3, 4, 5, 6, 7, 8, 3, 5, 1):
@@ -34,7 +34,7 @@ def test_every_batch_size_is_right_with_few_recordings(here: bool) -> None:
     ]
 
 
-def test_other_dimensions_have_separate_recordings() -> None:
+def test_each_size_of_other_dimensions_has_its_own_recording() -> None:
     captured = capture(small_model().to(D0), batch_sizes=(2,))
     for length in (1, 2, 3, 1):
         for rows in (1, 2):
@@ -44,13 +44,13 @@ def test_other_dimensions_have_separate_recordings() -> None:
     ]
 
 
-class Several(nn.Module):
+class MixedInputsModel(nn.Module):
     def forward(self, x: torch.Tensor, table: torch.Tensor, scale: float, *, mask: torch.Tensor) -> object:
         return {"rows": x @ table * scale, "mask": [~mask], "table": table + 1, "sum": table.sum()}
 
 
 def test_only_batched_tensors_are_padded_and_cut() -> None:
-    captured = capture(Several(), batch_sizes=(4,))
+    captured = capture(MixedInputsModel(), batch_sizes=(4,))
     x, table, mask = torch.randn(3, 2), torch.randn(2, 5), torch.tensor([True, False, True])
     for _ in range(2):
         given = [each.to(D0) for each in (x, table, mask)]
@@ -61,7 +61,7 @@ def test_only_batched_tensors_are_padded_and_cut() -> None:
         torch.testing.assert_close(results["sum"].cpu(), table.sum())
 
 
-def test_padding_adds_no_new_values() -> None:
+def test_batch_is_padded_with_copies_of_its_rows() -> None:
     captured = capture(lambda x: 1 / x, batch_sizes=(8,))
     x = torch.full((3, 2), 2.0, device=D0)
     seen: list[torch.Tensor] = []

@@ -16,24 +16,24 @@ from torch.testing._internal.opinfo.core import SampleInput
 from genie.errors import DeviceLostError, OpRefusedError, RemoteOpError
 from tests.device import findings, opinfo, opinfo_report
 from tests.device.comparison import Comparison
-from tests.device.findings import Findings, ListedException, Outcome, Problem, Summary, Unit
+from tests.device.findings import ComparisonUnit, Findings, ListedException, Outcome, Problem, Summary
 from tests.device.paired_runs import (
-    Copies,
+    DeviceCopier,
     MismatchError,
     NondeterministicError,
     Tolerance,
-    assert_placed,
     assert_same,
-    spread,
+    assert_same_placement,
+    select_evenly,
 )
-from tests.device.run_classifier import Judge, Run, outcome_of
+from tests.device.run_classifier import RunClassifier, RunResult, outcome_of
 
 
 @pytest.mark.timeout(200)
 def test_crash_is_counted_and_comparison_continues() -> None:
-    with Comparison("crashinfo", step_timeout_s=20.0) as comparison:
+    with Comparison("crashing_entries", step_timeout_s=20.0) as comparison:
         names = comparison.describe_entries()["entries"]
-        units = [Unit(name, "float32", None, errors=False) for name in names if name != "is stuck"]
+        units = [ComparisonUnit(name, "float32", None, errors=False) for name in names if name != "is stuck"]
         found = {one.name: one for one in comparison.run(units)}
     outcomes = {name: one.forward.outcome for name, one in found.items()}
     assert outcomes == {
@@ -59,10 +59,10 @@ def test_cpu_is_the_reference_where_gpu_and_cpu_differ() -> None:
     op = next(op for op in op_db if op.full_name == "add")
     checker = opinfo._Checker(op, torch.float32, "cuda:0", lambda what: None)
     x, y = torch.ones(3), torch.full((3,), 2.0)
-    case = opinfo._Case("sample 0", op.op, SampleInput(x, args=(y,)), grad=False)
+    case = opinfo._OpCall("sample 0", op.op, SampleInput(x, args=(y,)), grad=False)
 
-    def run(outputs: torch.Tensor) -> Run:
-        return Run(arguments=(x, (y,), {}), outputs=outputs)
+    def run(outputs: torch.Tensor) -> RunResult:
+        return RunResult(arguments=(x, (y,), {}), outputs=outputs)
 
     checker._compare_or_arbitrate(case, run(x + y), run(x - y))
     assert [text.partition(":")[0] for text in checker.findings.as_on_cpu] == ["sample 0"]
@@ -81,23 +81,23 @@ def test_cpu_is_the_reference_where_gpu_and_cpu_differ() -> None:
 def test_wrong_device_is_an_error_regardless_of_cpu(there: torch.Tensor, here: torch.Tensor) -> None:
     op = next(op for op in op_db if op.full_name == "clone")
     checker = opinfo._Checker(op, torch.float32, "cuda:0", lambda what: None)
-    case = opinfo._Case("sample 0", torch.clone, SampleInput(torch.ones(1)), grad=False)
+    case = opinfo._OpCall("sample 0", torch.clone, SampleInput(torch.ones(1)), grad=False)
     with pytest.raises(MismatchError, match=r"outputs are inputs|is on meta"):
         checker._compare_or_arbitrate(
             case,
-            Run(arguments=(there, (), {}), outputs=there),
-            Run(arguments=(here, (), {}), outputs=here.clone()),
+            RunResult(arguments=(there, (), {}), outputs=there),
+            RunResult(arguments=(here, (), {}), outputs=here.clone()),
         )
     assert not checker.findings.as_on_cpu
 
 
-def compared_to_runs(
+def gradient_comparison_error(
     found: Sequence[Any], runs: Sequence[Sequence[Any]], exact: Sequence[Any] | None, failing: bool = False
 ) -> type[BaseException] | None:
     """The error for `found` gradients, where local runs return the others in turn."""
     op = next(op for op in op_db if op.full_name == "add")
     checker = opinfo._Checker(op, torch.float32, "cuda:0", lambda what: None)
-    case = opinfo._Case("sample 0", op.op, SampleInput(torch.ones(1), args=(1,)), grad=True)
+    case = opinfo._OpCall("sample 0", op.op, SampleInput(torch.ones(1), args=(1,)), grad=True)
     turns = itertools.cycle([*runs[1:], *([None] if failing else [])])
     try:
         checker.compare_gradients(
@@ -112,17 +112,17 @@ def compared_to_runs(
 HALF = torch.bfloat16
 
 
-def exactly(*numbers: float) -> tuple[torch.Tensor]:
+def float64_tensors(*numbers: float) -> tuple[torch.Tensor]:
     return (torch.tensor(numbers, dtype=torch.float64),)
 
 
 @pytest.mark.parametrize("failing", [False, True], ids=["", "with runs that fail"])
-def test_gradient_as_close_to_exact_as_local_ones_varies(failing: bool) -> None:
-    exact = (*exactly(1.0, 2.0, 3.0), None)
+def test_gradient_as_close_to_exact_as_local_ones_is_nondeterministic_not_wrong(failing: bool) -> None:
+    exact = (*float64_tensors(1.0, 2.0, 3.0), None)
     runs = [(torch.tensor([1.0, 2.0, last], dtype=HALF), None) for last in (3.05, 2.95, 3.1)]
 
     def outcome(*numbers: float) -> type[BaseException] | None:
-        return compared_to_runs((torch.tensor(numbers, dtype=HALF), None), runs, exact, failing)
+        return gradient_comparison_error((torch.tensor(numbers, dtype=HALF), None), runs, exact, failing)
 
     assert outcome(1.0, 2.0, 3.05) is None
     assert outcome(1.0, 2.1, 3.0) is NondeterministicError
@@ -130,23 +130,23 @@ def test_gradient_as_close_to_exact_as_local_ones_varies(failing: bool) -> None:
     assert outcome(1.0, 2.0, 3.4) is MismatchError
     for never in ([1.0, 2.0, math.nan], [1.0, 2.0, math.inf], [1.0, 2.0]):
         assert outcome(*never) is MismatchError
-    assert compared_to_runs((runs[1][0], torch.ones(1)), runs, exact) is MismatchError
-    assert compared_to_runs((runs[1][0],), runs, exact) is MismatchError
-    assert compared_to_runs((runs[1][0], None), runs, None) is MismatchError
+    assert gradient_comparison_error((runs[1][0], torch.ones(1)), runs, exact) is MismatchError
+    assert gradient_comparison_error((runs[1][0],), runs, exact) is MismatchError
+    assert gradient_comparison_error((runs[1][0], None), runs, None) is MismatchError
 
 
 @pytest.mark.parametrize("run", [math.inf, math.nan])
-def test_endless_local_runs_allow_no_deviation(run: float) -> None:
+def test_non_finite_local_runs_allow_no_deviation(run: float) -> None:
     several = [(torch.tensor([number]),) for number in (1.0, run, 1.0)]
-    assert compared_to_runs((torch.tensor([1.001]),), several, exactly(1.0)) is MismatchError
+    assert gradient_comparison_error((torch.tensor([1.001]),), several, float64_tensors(1.0)) is MismatchError
 
 
 def test_conjugated_gradients_are_compared() -> None:
     exact = (torch.tensor([100 - 1j], dtype=torch.complex128),)
     runs = [(torch.tensor([part + 1j], dtype=torch.complex64).conj(),) for part in (100 - 8e-5, 100 + 1e-4)]
     found = torch.tensor([100 + 1.2e-4 - 1j], dtype=torch.complex64)
-    assert compared_to_runs((found,), runs, exact) is NondeterministicError
-    assert compared_to_runs((found.conj(),), runs, exact) is MismatchError
+    assert gradient_comparison_error((found,), runs, exact) is NondeterministicError
+    assert gradient_comparison_error((found.conj(),), runs, exact) is MismatchError
 
 
 @pytest.mark.parametrize("name", ["nn.functional.interpolate.area", "cummax"])
@@ -154,33 +154,35 @@ def test_exact_gradient_uses_the_same_values_in_higher_precision(name: str) -> N
     op = next(op for op in op_db if op.full_name == name)
     checker = opinfo._Checker(op, HALF, "cpu", lambda what: None)
     sample = next(iter(op.sample_inputs("cpu", HALF, requires_grad=True)))
-    case = opinfo._Case("sample 0", op.op, sample, grad=True)
+    case = opinfo._OpCall("sample 0", op.op, sample, grad=True)
     coarse = checker._differentiated(case, checker._run(case, "cpu"), "cpu").outputs
     fine = checker.exact_gradients(case).outputs
     assert coarse is not None and fine is not None and fine[0].dtype is torch.float64
     assert torch.allclose(coarse[0].double(), fine[0], rtol=0.1, atol=0.1)
     assert not torch.equal(coarse[0].double(), fine[0])
-    assert opinfo._as_exact(coarse, [coarse], fine) == list(coarse)
+    assert opinfo._replace_less_exact(coarse, [coarse], fine) == list(coarse)
 
 
 def test_varying_entries_must_be_listed_and_may_pass() -> None:
     found = Findings("max", "bfloat16")
     found.backward.note(Outcome.VARIES, "any order")
     line = ListedException("max", "cuda", ("bfloat16",), "backward", Outcome.VARIES, "any order")
-    assert [one.name for one in findings.unlisted(Summary([found]).problems, [])] == ["max"]
-    assert findings.unlisted(Summary([found]).problems, [line]) == []
+    assert [one.name for one in findings.unlisted_problems(Summary([found]).problems, [])] == ["max"]
+    assert findings.unlisted_problems(Summary([found]).problems, [line]) == []
     assert Summary([found]).percent("backward") == 100
     quiet = Findings("max", "bfloat16")
     quiet.backward.note(Outcome.PASS)
-    assert findings.stale(Summary([quiet]), [line]) == []
+    assert findings.stale_exceptions(Summary([quiet]), [line]) == []
     found.backward.note(Outcome.WRONG)
-    assert [one.outcome for one in findings.unlisted(Summary([found]).problems, [line])] == [Outcome.WRONG]
+    assert [one.outcome for one in findings.unlisted_problems(Summary([found]).problems, [line])] == [
+        Outcome.WRONG
+    ]
 
 
-def test_gradient_equal_to_cpu_passes_and_is_noted() -> None:
+def test_gradient_equal_to_cpu_but_not_gpu_passes_and_is_noted() -> None:
     op = next(op for op in op_db if op.full_name == "add")
     checker = opinfo._Checker(op, torch.float32, "cuda:0", lambda what: None)
-    case = opinfo._Case("sample 0", op.op, SampleInput(torch.ones(1), args=(1,)), grad=True)
+    case = opinfo._OpCall("sample 0", op.op, SampleInput(torch.ones(1), args=(1,)), grad=True)
     of_cpu, of_gpu = [torch.ones(1)], [torch.full((1,), math.nan)]
     checker.compare_gradients(case, of_cpu, of_gpu, lambda device: of_cpu if device == "cpu" else of_gpu)
     assert len(checker.findings.as_on_cpu) == 1
@@ -192,15 +194,15 @@ def test_gradient_equal_to_cpu_passes_and_is_noted() -> None:
 def test_gradients_after_the_last_packed_sequence_are_ignored() -> None:
     ends = torch.tensor([0, 2], dtype=torch.int32)
     sample = SampleInput(torch.ones(1), kwargs={"cu_seqlens_q": ends, "cu_seqlens_k": ends})
-    cut = opinfo._within_sequences(sample, [torch.ones(1, 3, 2), torch.ones(1, 4, 2), None])
+    cut = opinfo._cut_to_packed_sequences(sample, [torch.ones(1, 3, 2), torch.ones(1, 4, 2), None])
     assert [x if x is None else tuple(x.shape) for x in cut] == [(1, 2, 2), (1, 2, 2), None]
     whole = [torch.ones(1, 3, 2)]
-    assert opinfo._within_sequences(SampleInput(torch.ones(1)), whole) is whole
+    assert opinfo._cut_to_packed_sequences(SampleInput(torch.ones(1)), whole) is whole
 
 
-def test_missing_result_is_a_crash() -> None:
-    with Comparison("crashinfo", step_timeout_s=1.0) as comparison:
-        (found,) = comparison.run([Unit("is stuck", "float32", None, errors=False)])
+def test_comparison_without_a_response_is_a_crash() -> None:
+    with Comparison("crashing_entries", step_timeout_s=1.0) as comparison:
+        (found,) = comparison.run([ComparisonUnit("is stuck", "float32", None, errors=False)])
     assert found.is_crashed
     assert "no response" in found.forward.reason
 
@@ -220,26 +222,28 @@ def test_missing_result_is_a_crash() -> None:
         (SystemError("returned NULL"), Outcome.CRASHED),
     ],
 )
-def test_errors_are_classified(error: Exception, outcome: Outcome) -> None:
+def test_remote_errors_are_classified_by_type(error: Exception, outcome: Outcome) -> None:
     assert outcome_of(error) is outcome
 
 
-def judged(here: Exception | None, there: Exception | None) -> Findings:
-    judge = Judge(Findings("op", "float32"), lambda what: None)
-    judge.judge(judge.findings.forward, "sample 0", Run(error=here), Run(error=there), lambda: None)
+def classify_errors(here: Exception | None, there: Exception | None) -> Findings:
+    judge = RunClassifier(Findings("op", "float32"), lambda what: None)
+    judge.judge(
+        judge.findings.forward, "sample 0", RunResult(error=here), RunResult(error=there), lambda: None
+    )
     return judge.findings
 
 
 def test_local_error_must_be_a_remote_error() -> None:
-    assert judged(ValueError("a"), ValueError("b")).raised.same == 1
-    assert judged(RuntimeError("a"), RemoteOpError("b")).raised.same == 1
-    assert judged(IndexError("a"), RemoteOpError("b")).raised.other_type
-    assert judged(IndexError("a"), None).raised.nothing == ["sample 0: IndexError: a"]
-    assert judged(IndexError("a"), DeviceLostError("b")).forward.outcome is Outcome.CRASHED
-    assert judged(IndexError("a"), None).forward.compared == 0
+    assert classify_errors(ValueError("a"), ValueError("b")).raised.same == 1
+    assert classify_errors(RuntimeError("a"), RemoteOpError("b")).raised.same == 1
+    assert classify_errors(IndexError("a"), RemoteOpError("b")).raised.other_type
+    assert classify_errors(IndexError("a"), None).raised.nothing == ["sample 0: IndexError: a"]
+    assert classify_errors(IndexError("a"), DeviceLostError("b")).forward.outcome is Outcome.CRASHED
+    assert classify_errors(IndexError("a"), None).forward.compared == 0
 
 
-def test_worst_sample_counts() -> None:
+def test_outcome_of_an_entry_is_that_of_its_worst_sample() -> None:
     found = Findings("op", "float32")
     for outcome in (Outcome.PASS, Outcome.WRONG, Outcome.REFUSED, Outcome.PASS):
         found.forward.note(outcome, f"it was {outcome}", "here")
@@ -247,7 +251,7 @@ def test_worst_sample_counts() -> None:
     assert (found.forward.compared, found.forward.bad) == (4, 2)
 
 
-def test_percentages_are_of_compared_entries() -> None:
+def test_pass_percentages_are_of_compared_entries() -> None:
     several = [Findings(name, "float32") for name in "abcd"]
     for one, outcome in zip(several, (Outcome.PASS, Outcome.REFUSED, Outcome.PASS), strict=False):
         one.forward.note(outcome)
@@ -265,13 +269,15 @@ def test_exception_list_covers_only_its_entries() -> None:
     worse = Findings("std", "bool")
     worse.forward.note(Outcome.WRONG)
     summary = Summary([one, worse])
-    assert [problem.dtype for problem in findings.unlisted(summary.problems, [line])] == ["bool"]
-    assert findings.stale(summary, [line]) == [(line, "bool")]
-    assert findings.stale(Summary([one]), [line]) == []
+    assert [problem.dtype for problem in findings.unlisted_problems(summary.problems, [line])] == ["bool"]
+    assert findings.stale_exceptions(summary, [line]) == [(line, "bool")]
+    assert findings.stale_exceptions(Summary([one]), [line]) == []
     one.backward.note(Outcome.REFUSED)
-    assert findings.unlisted(Summary([one]).problems, [line]) == []
+    assert findings.unlisted_problems(Summary([one]).problems, [line]) == []
     backward = replace(line, direction="backward")
-    assert [one.direction for one in findings.unlisted(Summary([one]).problems, [backward])] == ["forward"]
+    assert [one.direction for one in findings.unlisted_problems(Summary([one]).problems, [backward])] == [
+        "forward"
+    ]
 
 
 def test_exception_line_is_parsed() -> None:
@@ -322,16 +328,16 @@ def test_equal_results_are_equal() -> None:
 
 def test_result_on_wrong_device_is_found() -> None:
     meta = torch.ones(2, device="meta")
-    assert_placed([meta], [torch.ones(2)], local="cpu", remote="meta", what="output")
+    assert_same_placement([meta], [torch.ones(2)], local="cpu", remote="meta", what="output")
     with pytest.raises(MismatchError, match="is on cpu, not on meta"):
-        assert_placed([torch.ones(2)], [torch.ones(2)], local="cpu", remote="meta", what="output")
+        assert_same_placement([torch.ones(2)], [torch.ones(2)], local="cpu", remote="meta", what="output")
 
 
 def test_copies_keep_strides_and_shared_memory() -> None:
     base = torch.arange(12.0)
     one, other = base[2:10:2], base.view(3, 4).t()
     leaf = torch.ones(2, requires_grad=True)
-    copied = Copies("cpu", "cpu")({"a": [one, other], "b": (leaf, leaf), "device": "cpu", "number": 3})
+    copied = DeviceCopier("cpu", "cpu")({"a": [one, other], "b": (leaf, leaf), "device": "cpu", "number": 3})
     mine, theirs = copied["a"]
     assert (mine.stride(), mine.storage_offset()) == (one.stride(), one.storage_offset())
     mine.fill_(-1)
@@ -345,21 +351,21 @@ def test_copies_keep_strides_and_shared_memory() -> None:
 
 def test_copies_keep_conjugate_views() -> None:
     value = torch.tensor([1 + 2j, 3 - 1j]).conj()
-    copied = Copies("cpu", "cpu")([value, value.imag])
+    copied = DeviceCopier("cpu", "cpu")([value, value.imag])
     assert copied[0].is_conj()
     assert torch.equal(copied[0], value)
     assert torch.equal(copied[1], value.imag)
 
 
 def test_copies_use_the_other_device() -> None:
-    moved = Copies("cpu", "meta")([torch.ones(2), "cpu", torch.device("cpu"), "sum"])
+    moved = DeviceCopier("cpu", "meta")([torch.ones(2), "cpu", torch.device("cpu"), "sum"])
     assert [str(x.device) if isinstance(x, torch.Tensor) else str(x) for x in moved] == [
         "meta", "meta", "meta", "sum"
     ]  # fmt: skip
 
 
 def test_samples_are_thinned_out_evenly() -> None:
-    assert spread(lambda: range(10), None) == list(range(10))
-    assert spread(lambda: range(10), 4) == [0, 3, 6, 9]
-    assert spread(lambda: range(10), 1) == [0]
-    assert torch.equal(*(spread(lambda: [torch.rand(2)], None)[0] for _ in range(2)))
+    assert select_evenly(lambda: range(10), None) == list(range(10))
+    assert select_evenly(lambda: range(10), 4) == [0, 3, 6, 9]
+    assert select_evenly(lambda: range(10), 1) == [0]
+    assert torch.equal(*(select_evenly(lambda: [torch.rand(2)], None)[0] for _ in range(2)))

@@ -13,7 +13,7 @@ from genie.native import executor_stream
 from genie.runtime import device_protocol
 
 
-class Executor:
+class SlowExecutor:
     """Takes `busy_timeout_s` to reply; records the timeout of the TLS shutdown after that."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, busy_timeout_s: float) -> None:
@@ -43,6 +43,6 @@ LINK = ExecutorAddress(host="127.0.0.1", port=1, server_name="", ticket="ticket"
 def test_open_gives_each_step_the_remaining_time(
     answer_timeout_s: float | None, remaining_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    executor = Executor(monkeypatch, busy_timeout_s=20)
+    executor = SlowExecutor(monkeypatch, busy_timeout_s=20)
     ExecutorLink(LINK, "node-1").open_session(timeout_s=30, answer_timeout_s=answer_timeout_s)
     assert executor.timeouts_s == [remaining_s]

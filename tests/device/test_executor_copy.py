@@ -36,7 +36,7 @@ DTYPES = [
 ]  # fmt: skip
 
 
-def stats(where: str) -> dict[str, int]:
+def stream_stats(where: str) -> dict[str, int]:
     found: dict[str, int] = torch.remote_accelerator.stream_stats(where)  # type: ignore[attr-defined]
     return found
 
@@ -194,10 +194,10 @@ def test_copies_bypass_the_client() -> None:
     target = torch.zeros(16 * MIB, dtype=torch.int32, device=D1)
     synchronize(D0)
     synchronize(D1)
-    before = {where: stats(where) for where in (D0, D1)}
+    before = {where: stream_stats(where) for where in (D0, D1)}
     target.copy_(source)
     synchronize(D1)
-    after = {where: stats(where) for where in (D0, D1)}
+    after = {where: stream_stats(where) for where in (D0, D1)}
     for where in (D0, D1):
         assert after[where]["bytes_sent"] - before[where]["bytes_sent"] < 4096
     assert after[D0]["replies"] == before[D0]["replies"], "nothing was asked of the source"
@@ -257,7 +257,7 @@ def test_copy_between_devices_cannot_be_captured() -> None:
 
 
 @contextmanager
-def attached(*executors: ThreadedExecutor | ExecutorProcess, **settings: Any) -> Iterator[None]:
+def attach_executors(*executors: ThreadedExecutor | ExecutorProcess, **settings: Any) -> Iterator[None]:
     devices = [remote_device(number, lambda port=e.port: port) for number, e in enumerate(executors)]
     device.attach(devices, **settings)
     try:
@@ -267,18 +267,18 @@ def attached(*executors: ThreadedExecutor | ExecutorProcess, **settings: Any) ->
 
 
 @contextmanager
-def executor_with_quota(bytes_max: int, **settings: Any) -> Iterator[None]:
+def attach_with_memory_limit(bytes_max: int, **settings: Any) -> Iterator[None]:
     """Two executors; the first has little memory."""
     with (
         executor_on_a_thread(memory_bytes_max=bytes_max) as one,
         executor_on_a_thread() as other,
-        attached(one, other, **settings),
+        attach_executors(one, other, **settings),
     ):
         yield
 
 
 @contextmanager
-def executor_processes(folder: Path, count: int = 2) -> Iterator[list[ExecutorProcess]]:
+def start_executors(folder: Path, count: int = 2) -> Iterator[list[ExecutorProcess]]:
     with ExitStack() as stack:
         started = [start_executor(folder / str(n), job_id=f"job-{n}") for n in range(count)]
         for executor in started:
@@ -288,7 +288,7 @@ def executor_processes(folder: Path, count: int = 2) -> Iterator[list[ExecutorPr
         yield started
 
 
-@pytest.mark.usefixtures("unattached")
+@pytest.mark.usefixtures("without_shared_devices")
 @pytest.mark.parametrize("plaintext", [True, False], ids=["one machine", "two machines"])
 def test_copies_use_tls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plaintext: bool) -> None:
     if not plaintext:
@@ -342,18 +342,18 @@ def test_copies_use_tls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plainte
         assert torch.equal(there.to(D0).cpu(), here.t())
 
 
-@pytest.mark.usefixtures("unattached")
+@pytest.mark.usefixtures("without_shared_devices")
 def test_launch_blocking_raises_copy_error_at_the_call() -> None:
-    with executor_with_quota(10 * MIB, launch_blocking=True):
+    with attach_with_memory_limit(10 * MIB, launch_blocking=True):
         source = torch.zeros(8 * MIB, dtype=torch.uint8, device=D0)
         with pytest.raises(torch.OutOfMemoryError):
             source.to(D1)
         assert torch.ones(2, device=D0).to(D1).tolist() == [1, 1]
 
 
-@pytest.mark.usefixtures("unattached")
+@pytest.mark.usefixtures("without_shared_devices")
 def test_source_out_of_memory_is_reported_on_both_devices() -> None:
-    with executor_with_quota(10 * MIB):
+    with attach_with_memory_limit(10 * MIB):
         source = torch.zeros(8 * MIB, dtype=torch.uint8, device=D0)
         bystander = torch.ones(3, device=D1)
         arrived = source.to(D1)
@@ -368,9 +368,9 @@ def test_source_out_of_memory_is_reported_on_both_devices() -> None:
         assert source[: 2 * MIB].to(D1).sum().item() == 0
 
 
-@pytest.mark.usefixtures("unattached")
+@pytest.mark.usefixtures("without_shared_devices")
 def test_failed_source_poisons_the_target() -> None:
-    with executor_with_quota(MIB):
+    with attach_with_memory_limit(MIB):
         missing = torch.ones(MIB, device=D0)
         arrived = (missing + 1).to(D1)
         later = arrived * 2
@@ -383,9 +383,9 @@ def test_failed_source_poisons_the_target() -> None:
         assert torch.ones(2, device=D0).to(D1).tolist() == [1, 1]
 
 
-@pytest.mark.usefixtures("unattached")
+@pytest.mark.usefixtures("without_shared_devices")
 def test_copies_survive_loss_of_either_connection() -> None:
-    with executor_on_a_thread() as one, executor_on_a_thread() as other, attached(one, other):
+    with executor_on_a_thread() as one, executor_on_a_thread() as other, attach_executors(one, other):
         value = torch.zeros(200_000, device=D0)
         for step in range(1, 21):
             there = (value + 1).to(D1)
@@ -393,13 +393,13 @@ def test_copies_survive_loss_of_either_connection() -> None:
             value = there.to(D0)
             (other if step % 3 else one).disconnect_client()
             assert value[-1].item() == step
-        assert stats(D0)["resumes"] > 0
-        assert stats(D1)["resumes"] > 0
+        assert stream_stats(D0)["resumes"] > 0
+        assert stream_stats(D1)["resumes"] > 0
 
 
-@pytest.mark.usefixtures("unattached")
+@pytest.mark.usefixtures("without_shared_devices")
 def test_killed_source_is_named_and_target_is_not_stale(tmp_path: Path) -> None:
-    with executor_processes(tmp_path) as (one, other), attached(one, other):
+    with start_executors(tmp_path) as (one, other), attach_executors(one, other):
         source, bystander = torch.ones(3, device=D0), torch.full((3,), 7.0, device=D1)
         target = torch.zeros(3, device=D1)
         synchronize(D0)
@@ -423,9 +423,9 @@ def test_killed_source_is_named_and_target_is_not_stale(tmp_path: Path) -> None:
         assert (bystander + 1).tolist() == [8, 8, 8]
 
 
-@pytest.mark.usefixtures("unattached")
+@pytest.mark.usefixtures("without_shared_devices")
 def test_killed_target_leaves_no_parcel_at_the_source(tmp_path: Path) -> None:
-    with executor_processes(tmp_path) as (one, other), attached(one, other):
+    with start_executors(tmp_path) as (one, other), attach_executors(one, other):
         source, target = torch.ones(MIB, device=D0), torch.zeros(MIB, device=D1)
         synchronize(D1)
         baseline = allocated_bytes(D0)

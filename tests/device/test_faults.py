@@ -22,13 +22,13 @@ from tests.executor.process import start_executor
 from tests.executor.thread import ThreadedExecutor, executor_on_a_thread
 from tests.waiting import wait_until
 
-pytestmark = pytest.mark.usefixtures("devices", "unattached")
+pytestmark = pytest.mark.usefixtures("devices", "without_shared_devices")
 
 CUTS = 12
 
 
 @contextmanager
-def attached(**settings: object) -> Iterator[ThreadedExecutor]:
+def attached_executor(**settings: object) -> Iterator[ThreadedExecutor]:
     with executor_on_a_thread() as executor:
         device.attach([remote_device(0, lambda: executor.port)], **settings)  # type: ignore[arg-type]
         try:
@@ -37,7 +37,7 @@ def attached(**settings: object) -> Iterator[ThreadedExecutor]:
             device.detach()
 
 
-class Cutter:
+class ConnectionCutter:
     """Drops the connection repeatedly from another thread during work."""
 
     def __init__(self, executor: ThreadedExecutor, seed: int) -> None:
@@ -63,7 +63,7 @@ class Cutter:
 @pytest.mark.parametrize("seed", range(4))
 def test_ops_run_exactly_once_across_connection_losses(seed: int) -> None:
     chance = random.Random(seed)
-    with attached() as executor:
+    with attached_executor() as executor:
         count = torch.zeros(8, device=D0, dtype=torch.int64)
         for step in range(1, 401):
             count += 1
@@ -79,7 +79,7 @@ def test_ops_run_exactly_once_across_connection_losses(seed: int) -> None:
 
 def test_idle_connection_is_resumed() -> None:
     """The executor drops the session after a timeout, so the client must not wait for its next op."""
-    with attached() as executor:
+    with attached_executor() as executor:
         there = torch.ones(4, device=D0)
         assert there.sum().item() == 4
         executor.disconnect_client()
@@ -91,7 +91,7 @@ def test_idle_connection_is_resumed() -> None:
 def test_upload_completes_with_early_acknowledgement() -> None:
     """The acknowledgement may arrive before the sending thread has updated its state."""
     sent = torch.ones(2 * 1024 * 1024)
-    with attached(op_timeout_s=5.0):
+    with attached_executor(op_timeout_s=5.0):
         there = torch.zeros_like(sent, device=D0)
         for _ in range(600):
             there.copy_(sent)
@@ -101,7 +101,7 @@ def test_upload_completes_with_early_acknowledgement() -> None:
 def test_connection_loss_during_long_op_is_resumed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A busy executor accepts no connection; it is not lost."""
     monkeypatch.setattr(connection, "RESUME_TIMEOUT_S", 0.1)
-    with attached() as executor:
+    with attached_executor() as executor:
         table = torch.full((1500, 1500), 2, device=D0)  # integers: torch has no fast kernel for them
         torch.remote_accelerator.synchronize()
         before = executor.session.stats()["frames_received"]
@@ -114,9 +114,9 @@ def test_connection_loss_during_long_op_is_resumed(monkeypatch: pytest.MonkeyPat
 
 def test_large_copies_survive_connection_loss() -> None:
     sent = torch.arange(6_000_000, dtype=torch.int32)
-    with attached() as executor:
+    with attached_executor() as executor:
         for seed in range(3):
-            with Cutter(executor, seed):
+            with ConnectionCutter(executor, seed):
                 there = sent.to(D0)
                 back = there.cpu()
             assert torch.equal(back, sent)
@@ -144,13 +144,13 @@ def test_training_with_connection_loss_has_the_same_result() -> None:
             found.append(loss.item())
         return found
 
-    with attached() as executor:
+    with attached_executor() as executor:
         assert losses(executor.disconnect_client) == losses(lambda: None)
         assert torch.remote_accelerator.stream_stats()["resumes"] == 10
 
 
 def test_captured_graph_works_after_connection_loss() -> None:
-    with attached() as executor:
+    with attached_executor() as executor:
         captured = capture(nn.Linear(2, 2).to(D0))
         before = captured(torch.ones(1, 2)).cpu()
         executor.disconnect_client()
@@ -199,7 +199,7 @@ def test_closing_the_session_frees_all_executor_memory() -> None:
 
 
 def test_launch_blocking_raises_at_the_failing_line() -> None:
-    with attached(launch_blocking=True):
+    with attached_executor(launch_blocking=True):
         table = torch.ones(3, 2, device=D0)
         index = torch.tensor([9], device=D0)
         with pytest.raises(IndexError, match="embedding"):

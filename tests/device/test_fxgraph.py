@@ -27,7 +27,7 @@ PROGRAMS = 60
 CPU = torch.device("cpu")
 
 
-def functionalized(traced: fxgraph.TracedGraph) -> Any:
+def compile_functionalized(traced: fxgraph.TracedGraph) -> Any:
     return aot_module_simplified(
         traced.module,
         traced.examples,
@@ -37,8 +37,10 @@ def functionalized(traced: fxgraph.TracedGraph) -> Any:
 
 
 @pytest.fixture
-def attached(unattached: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(inductor, "_compile_fx", functionalized)
+def attached_executor(
+    without_shared_devices: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[None]:
+    monkeypatch.setattr(inductor, "_compile_fx", compile_functionalized)
     # Keep the environment of the tests.
     monkeypatch.setattr(config, "set_compiler_cache_dir", lambda folder: None)
     with executor_on_a_thread(endpoint_path=str(tmp_path / "endpoint")) as executor:
@@ -49,7 +51,7 @@ def attached(unattached: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert not (tmp_path / "inductor").exists()  # removed with the session
 
 
-class Program:
+class RandomProgram:
     """A random function of two inputs and two buffers; the same for the same seed, wherever it runs."""
 
     def __init__(self, seed: int, place: str) -> None:
@@ -61,14 +63,16 @@ class Program:
         values = [x, y, *self.kept]
         for _ in range(14):
             value = chance.choice(values)
-            act = chance.choice((_view, _view, _write, _write, _make))
+            act = chance.choice(
+                (_random_view, _random_view, _write_randomly, _write_randomly, _make_random_tensor)
+            )
             result = act(value, values, chance)
             if result is not None:
                 values.append(result)
         return [*chance.sample(values, 3), values[-1]]
 
 
-def _view(value: torch.Tensor, _: list[torch.Tensor], chance: random.Random) -> torch.Tensor:
+def _random_view(value: torch.Tensor, _: list[torch.Tensor], chance: random.Random) -> torch.Tensor:
     if value.dim() == 0:
         return value.unsqueeze(0).expand(chance.choice((1, 3)))
     dimension = chance.randrange(value.dim())
@@ -96,17 +100,17 @@ def _view(value: torch.Tensor, _: list[torch.Tensor], chance: random.Random) -> 
     return value.unsqueeze(dimension)
 
 
-def _overlaps(value: torch.Tensor) -> bool:
+def _has_overlapping_elements(value: torch.Tensor) -> bool:
     places = torch.arange(4096)  # more than any tensor has elements
     seen = places.as_strided(value.shape, value.stride(), value.storage_offset())
     return seen.unique().numel() < value.numel()
 
 
-def _write(value: torch.Tensor, values: list[torch.Tensor], chance: random.Random) -> None:
+def _write_randomly(value: torch.Tensor, values: list[torch.Tensor], chance: random.Random) -> None:
     kind = chance.randrange(5)
     amount = chance.randint(1, 3)
     other = chance.choice(values)
-    if _overlaps(value):  # torch refuses it, or its result is undefined
+    if _has_overlapping_elements(value):  # torch refuses it, or its result is undefined
         return
     match kind:
         case 0:
@@ -122,7 +126,9 @@ def _write(value: torch.Tensor, values: list[torch.Tensor], chance: random.Rando
             value.index_copy_(0, index, value[-1:].clone() + 1)
 
 
-def _make(value: torch.Tensor, values: list[torch.Tensor], chance: random.Random) -> torch.Tensor:
+def _make_random_tensor(
+    value: torch.Tensor, values: list[torch.Tensor], chance: random.Random
+) -> torch.Tensor:
     match chance.randrange(6):
         case 0:
             return value + 1
@@ -137,11 +143,11 @@ def _make(value: torch.Tensor, values: list[torch.Tensor], chance: random.Random
     return value.contiguous().relu()
 
 
-@pytest.mark.usefixtures("attached")
+@pytest.mark.usefixtures("attached_executor")
 def test_random_programs_are_right_in_every_replay() -> None:
     compiled = 0
     for seed in range(PROGRAMS):
-        here, there = Program(seed, "cpu"), Program(seed, D0)
+        here, there = RandomProgram(seed, "cpu"), RandomProgram(seed, D0)
         captured = capture(there, inductor=True)
         for call in range(3):
             x, y = torch.arange(6.0) + call, torch.arange(12.0).view(3, 4) - call
@@ -158,11 +164,11 @@ def test_random_programs_are_right_in_every_replay() -> None:
 LAYOUT = (torch.float32, (2,), (1,))
 
 
-def traced(*steps: Step, wanted: tuple[int, ...] = (2,)) -> fxgraph.TracedGraph:
+def trace(*steps: Step, wanted: tuple[int, ...] = (2,)) -> fxgraph.TracedGraph:
     return fxgraph.trace_steps(steps, wanted, {1: 8}, CPU)
 
 
-def op(name: str, *arguments: StepArgument, gives: StepOutput = ("new", 2, *LAYOUT)) -> Step:
+def op_step(name: str, *arguments: StepArgument, gives: StepOutput = ("new", 2, *LAYOUT)) -> Step:
     return ("op", f"aten::{name}", "", list(arguments), [gives])
 
 
@@ -170,28 +176,31 @@ X = ("tensor", 1, *LAYOUT, 0, False)
 
 
 def test_string_arguments_are_restricted_to_identifiers() -> None:
-    assert traced(op("gelu", X, ("value", "tanh"))).results[0].storage == 2
+    assert trace(op_step("gelu", X, ("value", "tanh"))).results[0].storage == 2
     for text in ("none\nimport os", "none'", "a" * 33, "*/"):
         with pytest.raises(OpRefusedError, match="string argument"):
-            traced(op("gelu", X, ("value", text)))
+            trace(op_step("gelu", X, ("value", text)))
 
 
 @pytest.mark.parametrize(
     ("steps", "message"),
     [
-        ([op("relu", ("tensor", 7, *LAYOUT, 0, False))], "does not exist"),
-        ([op("relu", ("tensor", 2, *LAYOUT, 0, False))], "does not exist"),
-        ([op("relu", X), ("free", 2), op("neg", ("tensor", 2, *LAYOUT, 0, False))], "does not exist"),
-        ([op("relu", X), ("free", 2)], "never created"),
+        ([op_step("relu", ("tensor", 7, *LAYOUT, 0, False))], "does not exist"),
+        ([op_step("relu", ("tensor", 2, *LAYOUT, 0, False))], "does not exist"),
+        (
+            [op_step("relu", X), ("free", 2), op_step("neg", ("tensor", 2, *LAYOUT, 0, False))],
+            "does not exist",
+        ),
+        ([op_step("relu", X), ("free", 2)], "never created"),
         ([], "never created"),
-        ([op("relu", X, gives=("new", 2, torch.float32, (3,), (1,)))], "another dtype or shape"),
-        ([op("relu", X, gives=("new", 2, torch.float64, (2,), (1,)))], "another dtype or shape"),
+        ([op_step("relu", X, gives=("new", 2, torch.float32, (3,), (1,)))], "another dtype or shape"),
+        ([op_step("relu", X, gives=("new", 2, torch.float64, (2,), (1,)))], "another dtype or shape"),
     ],
     ids=["unknown", "before it is made", "after it is freed", "freed", "nothing", "size", "dtype"],
 )
 def test_inconsistent_steps_are_refused(steps: list[Step], message: str) -> None:
     with pytest.raises(OpRefusedError, match=message):
-        traced(*steps)
+        trace(*steps)
 
 
 def test_too_long_graph_is_not_compiled(tmp_path: Path) -> None:

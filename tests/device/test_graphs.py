@@ -27,7 +27,7 @@ def small_model() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.LayerNorm(8), nn.Linear(8, 2)).eval()
 
 
-def sent_ops(device: str = D0) -> int:
+def count_sent_ops(device: str = D0) -> int:
     return int(torch.remote_accelerator.stream_stats(device)["ops"])
 
 
@@ -44,9 +44,9 @@ def test_replay_sends_one_record_for_any_model() -> None:
     captured = capture(nn.Sequential(*[nn.Linear(4, 4) for _ in range(50)]).to(D0))
     x = torch.ones(1, 4, device=D0)
     captured(x)
-    before = sent_ops()
+    before = count_sent_ops()
     captured(x)
-    assert sent_ops() - before == 3  # the input, the replay, a copy of the output
+    assert count_sent_ops() - before == 3  # the input, the replay, a copy of the output
 
 
 def test_autocast_and_training_mode_have_separate_recordings() -> None:
@@ -163,15 +163,15 @@ def test_tensor_returned_twice_is_two_tensors() -> None:
 
 
 @dataclass
-class Wrapped:
+class UnsupportedResult:
     y: torch.Tensor
 
 
-@pytest.mark.parametrize("wrap", [Wrapped, lambda y: [{y}], lambda y: (1, Wrapped(y))])
+@pytest.mark.parametrize("wrap", [UnsupportedResult, lambda y: [{y}], lambda y: (1, UnsupportedResult(y))])
 def test_unsupported_result_types_are_refused(wrap: Callable[[torch.Tensor], object]) -> None:
     """Such results would change with the next replay."""
     captured = capture(lambda x: wrap(x * 2))
-    with pytest.raises(OpRefusedError, match=r"not a (Wrapped|set)"):
+    with pytest.raises(OpRefusedError, match=r"not a (UnsupportedResult|set)"):
         captured(torch.ones(2, device=D0))
     assert torch.ones(2, device=D0).sum().item() == 2
 
@@ -190,7 +190,7 @@ def test_writes_to_arguments_are_written_back() -> None:
     assert rows[:, 0].tolist() == [1, 2, 3, 4]
 
 
-def norm_(x: torch.Tensor) -> None:
+def write_batch_norm_statistics(x: torch.Tensor) -> None:
     """torch's schema does not declare that the statistics are written."""
     nn.functional.batch_norm(torch.full((3, 2), 9.0, device=x.device), x, x + 1, training=True)
 
@@ -203,12 +203,12 @@ def norm_(x: torch.Tensor) -> None:
         lambda x: x.view(-1)[1:].detach().mul_(3),
         lambda x: torch.add(x, 1, out=x),
         lambda x: torch._foreach_add_([x], 2),
-        norm_,
+        write_batch_norm_statistics,
     ],
     ids=["in place", "data", "a view", "out", "a list", "batch norm"],
 )
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
-def test_every_write_to_an_argument_is_seen(
+def test_every_kind_of_write_to_an_argument_is_written_back(
     write: Callable[[torch.Tensor], object], mode: Callable[[], AbstractContextManager[None]]
 ) -> None:
     def model(x: torch.Tensor) -> torch.Tensor:
@@ -239,7 +239,7 @@ def test_read_only_arguments_are_not_written_back() -> None:
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["captured", "compiled"])
-def test_inference_mode_can_alternate(compiled: bool) -> None:
+def test_captured_model_can_alternate_between_inference_mode_and_no_grad(compiled: bool) -> None:
     def model(x: torch.Tensor) -> torch.Tensor:
         return x.add_(1) * 2
 
@@ -256,7 +256,7 @@ def test_inference_mode_can_alternate(compiled: bool) -> None:
     assert weight.grad.tolist() == [8, 8]
 
 
-class WriteBoth(nn.Module):
+class WritesBothArguments(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(1))
@@ -293,7 +293,7 @@ def test_arguments_that_share_memory_are_written_back(
 ) -> None:
     whole = torch.arange(12.0).view(3, 4)
     here, there = whole.clone(), whole.clone().to(device)
-    eager, captured = WriteBoth().requires_grad_(False), capture(WriteBoth().to(D0))
+    eager, captured = WritesBothArguments().requires_grad_(False), capture(WritesBothArguments().to(D0))
     for _ in range(3):
         torch.testing.assert_close(captured(*two(there)).cpu(), eager(*two(here)))
         assert torch.equal(there.cpu(), here)
@@ -310,7 +310,7 @@ def test_argument_passed_twice_is_the_same_object_in_the_model() -> None:
     assert [captured(x, x).item(), captured(x, y).item(), captured(y, y).item()] == [1, 2, 1]
 
 
-def test_disjoint_views_need_one_recording() -> None:
+def test_disjoint_views_as_arguments_need_one_recording() -> None:
     captured = capture(lambda x, y: x - y)
     rows = torch.arange(6.0, device=D0).view(6, 1)
     for one, other in ((0, 1), (5, 2), (3, 0)):
@@ -318,7 +318,7 @@ def test_disjoint_views_need_one_recording() -> None:
     assert [each.replays for each in captured.report()] == [2]
 
 
-class Holder(nn.Module):
+class AddsBuffer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("kept", torch.zeros(2, device=D0))
@@ -332,7 +332,7 @@ class Holder(nn.Module):
 
 
 def test_argument_that_aliases_model_memory_is_refused_if_written() -> None:
-    model = Holder()
+    model = AddsBuffer()
     captured = capture(model)
     other = torch.zeros(2, device=D0)
     for _ in range(2):
@@ -379,7 +379,7 @@ def test_replaced_modules_and_hooks_are_seen() -> None:
 
 
 @pytest.mark.parametrize("method", [False, True])
-def test_mode_of_a_new_module_is_seen(method: bool) -> None:
+def test_training_mode_of_a_replaced_module_is_seen(method: bool) -> None:
     model = nn.Sequential(nn.Linear(2, 8), nn.Dropout(0.9)).to(D0).eval()
     captured = capture(model.forward if method else model)
     x = torch.ones(1, 2, device=D0)
@@ -425,7 +425,7 @@ def test_global_hooks_and_replaced_forward_are_seen() -> None:
     assert torch.equal(captured(x).cpu(), plain)
 
 
-class Owner:
+class HookOwner:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         model.register_forward_hook(self.hook)
@@ -439,7 +439,7 @@ class Owner:
 def test_reference_cycles_through_hooks_are_collected() -> None:
     gc.collect()
     before = torch.remote_accelerator.memory_stats(D0)["tensors"]
-    owner = Owner(nn.Linear(4, 4).to(D0))
+    owner = HookOwner(nn.Linear(4, 4).to(D0))
     for _ in range(2):
         owner.captured(torch.ones(1, 4, device=D0))
     dead = weakref.ref(owner)
@@ -567,7 +567,7 @@ def test_model_on_two_devices_or_none_is_refused() -> None:
         capture(nn.Linear(2, 2).to(D0))({"a"})
 
 
-def test_method_may_use_part_of_a_module_on_two_devices() -> None:
+def test_method_that_uses_one_device_of_a_module_on_two_is_captured() -> None:
     class Both(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -632,9 +632,9 @@ def test_compiled_model_is_replayed() -> None:
     with torch.no_grad():
         expected = model(x).cpu()
         compiled(x)
-        before = sent_ops()
+        before = count_sent_ops()
         torch.testing.assert_close(compiled(x).cpu(), expected)
-        assert sent_ops() - before < 10
+        assert count_sent_ops() - before < 10
 
 
 def test_compiled_function_handles_changed_numbers_and_shapes() -> None:
@@ -652,13 +652,13 @@ def test_compiled_backward_is_replayed() -> None:
     x = torch.ones(1, 4, device=D0)
     counts = []
     for _ in range(4):
-        before = sent_ops()
+        before = count_sent_ops()
         compiled(x).sum().backward()
-        counts.append(sent_ops() - before)
+        counts.append(count_sent_ops() - before)
     assert counts[-1] == counts[-2]
-    eager = sent_ops()
+    eager = count_sent_ops()
     model(x).sum().backward()
-    assert counts[-1] < (sent_ops() - eager) * 2
+    assert counts[-1] < (count_sent_ops() - eager) * 2
 
 
 def test_local_models_are_not_recorded() -> None:

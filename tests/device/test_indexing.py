@@ -13,7 +13,7 @@ from tests.device.conftest import D0
 pytestmark = pytest.mark.usefixtures("devices")
 
 
-def dynamic_ops() -> int:
+def count_dynamic_ops() -> int:
     return int(torch.remote_accelerator.stream_stats(D0)["dynamic_ops"])
 
 
@@ -36,9 +36,9 @@ def test_integer_indexing_is_asynchronous_and_capturable(name: str) -> None:
     captured = capture(call)
     for numbers in ([0, 3], [4, 4], [-1, 2]):
         index = torch.tensor(numbers)
-        there, before = index.to(D0), dynamic_ops()
+        there, before = index.to(D0), count_dynamic_ops()
         found = call(x, there)
-        assert dynamic_ops() == before
+        assert count_dynamic_ops() == before
         expected = call(local, index)
         assert found.stride() == expected.stride()
         assert torch.equal(found.cpu(), expected)
@@ -47,9 +47,9 @@ def test_integer_indexing_is_asynchronous_and_capturable(name: str) -> None:
 
 def test_cpu_index_is_asynchronous() -> None:
     x = torch.arange(5.0, device=D0)
-    before = dynamic_ops()
+    before = count_dynamic_ops()
     found = [x[[4, 0]], x[torch.tensor([4, 0])], x[torch.tensor([4, 0], dtype=torch.int32)]]
-    assert dynamic_ops() == before
+    assert count_dynamic_ops() == before
     assert [each.tolist() for each in found] == [[4, 0]] * 3
 
 

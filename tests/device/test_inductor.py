@@ -19,12 +19,12 @@ from tests.device.conftest import D0, remote_device
 from tests.executor.process import ExecutorProcess, running_executor
 
 # A compiler is started for each kernel; the first graph of an executor takes longest.
-pytestmark = [pytest.mark.usefixtures("own_executor"), pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.usefixtures("own_compiling_executor"), pytest.mark.timeout(400)]
 LONG = pytest.mark.long("compiles with inductor")
 
 
 @pytest.fixture(scope="module")
-def own_executor(
+def own_compiling_executor(
     devices: None, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[ExecutorProcess, Path]]:
     """An executor with a memory limit, and the temporary folder of its user."""
@@ -76,7 +76,7 @@ def random_rows(call: int, *shape: int) -> tuple[torch.Tensor]:
 
 
 @LONG
-def test_convnet_with_batch_norm() -> None:
+def test_compiled_convnet_with_batch_norm_matches_local() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Conv2d(3, 4, 3, 2, bias=False), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(2),
@@ -87,7 +87,7 @@ def test_convnet_with_batch_norm() -> None:
 
 
 @LONG
-def test_decode_loop_keeps_its_cache() -> None:
+def test_compiled_decode_loop_keeps_its_cache() -> None:
     torch.manual_seed(0)
     model = device_models.DecodeStep(64, 1, 16, torch.float32).eval()
     assert_same_as_local(model, lambda call: (torch.tensor([[call + 3]]), torch.tensor([call])), calls=6)
@@ -110,11 +110,11 @@ class ModelWithBuffers(nn.Module):
 
 
 @LONG
-def test_written_buffers() -> None:
+def test_compiled_model_writes_its_buffers_as_local() -> None:
     assert_same_as_local(ModelWithBuffers(), lambda _: (torch.ones(3),))
 
 
-class Viewer(nn.Module):
+class ReturnsViews(nn.Module):
     """Returns several views of one storage, and equal values twice."""
 
     def __init__(self) -> None:
@@ -129,12 +129,12 @@ class Viewer(nn.Module):
 
 
 @LONG
-def test_results_that_share_memory() -> None:
-    assert_same_as_local(Viewer(), lambda call: random_rows(call, 4, 3))
+def test_compiled_results_that_share_memory_match_local() -> None:
+    assert_same_as_local(ReturnsViews(), lambda call: random_rows(call, 4, 3))
 
 
 @LONG
-def test_weights_that_change_between_replays() -> None:
+def test_compiled_graph_sees_weights_changed_between_replays() -> None:
     model = nn.Linear(2, 1, bias=False).to(D0)
     captured = capture(model, inductor=True)
     x = torch.ones(1, 2)
@@ -147,7 +147,7 @@ def test_weights_that_change_between_replays() -> None:
     assert replay_kinds(captured) == ["inductor"]
 
 
-def test_random_numbers_match_uncompiled_graph() -> None:
+def test_random_numbers_of_a_compiled_graph_match_the_uncompiled_one() -> None:
     torch.manual_seed(3)
     plain, compiled = nn.Dropout(0.5).train(), capture(nn.Dropout(0.5).train(), inductor=True)
     x = torch.ones(100, device=D0)
@@ -225,9 +225,9 @@ def test_uncompiled_graph_reports_its_replay_kind() -> None:
 
 @pytest.mark.long("compiles with inductor")
 def test_compiler_files_are_private_to_the_executor(
-    own_executor: tuple[ExecutorProcess, Path],
+    own_compiling_executor: tuple[ExecutorProcess, Path],
 ) -> None:
-    executor, shared = own_executor
+    executor, shared = own_compiling_executor
     captured = capture(lambda x: x.sin() * 2, inductor=True)
     for _ in range(2):
         captured(torch.ones(4, device=D0))
@@ -240,7 +240,7 @@ def test_compiler_files_are_private_to_the_executor(
 
 
 def test_graph_is_replayed_without_a_compiler(
-    tmp_path: Path, unattached: None, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, without_shared_devices: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CXX", str(tmp_path / "no-compiler"))
     monkeypatch.setenv("PATH", str(tmp_path))

@@ -10,7 +10,7 @@ import pytest
 from tests.device.scripts import run_script
 from tests.executor.process import running_executor
 
-pytestmark = pytest.mark.usefixtures("devices", "unattached")
+pytestmark = pytest.mark.usefixtures("devices", "without_shared_devices")
 
 STOPPED = """
 import os, signal, sys, threading
@@ -45,13 +45,13 @@ def while_stopped(work):
 """
 
 
-def run_beside_executor(folder: Path, code: str) -> None:
+def run_script_with_executor(folder: Path, code: str) -> None:
     with running_executor(folder) as executor:
         run_script(STOPPED + textwrap.dedent(code) + "device.detach()\n", executor.port, executor.process.pid)
 
 
 def test_waits_for_a_silent_executor_are_interruptible_without_leaks(tmp_path: Path) -> None:
-    run_beside_executor(
+    run_script_with_executor(
         tmp_path,
         """
         while_stopped(lambda: x.cpu())
@@ -86,7 +86,7 @@ def test_waits_for_a_silent_executor_are_interruptible_without_leaks(tmp_path: P
 
 
 def test_signal_handler_may_use_the_device_during_a_wait(tmp_path: Path) -> None:
-    run_beside_executor(
+    run_script_with_executor(
         tmp_path,
         """
         seen = []

@@ -40,13 +40,13 @@ from tests.executor.process import TICKET, start_executor
 from tests.executor.thread import ThreadedExecutor, executor_on_a_thread
 from tests.waiting import wait_until
 
-pytestmark = pytest.mark.usefixtures("devices", "unattached")
+pytestmark = pytest.mark.usefixtures("devices", "without_shared_devices")
 
 LONG_S = 10.0
 
 
 @contextmanager
-def attached(**settings: object) -> Iterator[ThreadedExecutor]:
+def attached_executor(**settings: object) -> Iterator[ThreadedExecutor]:
     """A separate executor for this test, as remote_accelerator:0."""
     with executor_on_a_thread(**settings) as executor:
         device.attach([remote_device(0, lambda: executor.port)])
@@ -92,7 +92,7 @@ def test_attach_opens_no_connection() -> None:
 
 
 def test_tensors_are_lost_after_detach() -> None:
-    with attached():
+    with attached_executor():
         left = torch.ones(3, device=D0)
         device.detach()
         device.detach()
@@ -103,9 +103,9 @@ def test_tensors_are_lost_after_detach() -> None:
 
 
 def test_attach_after_detach_starts_new_sessions() -> None:
-    with attached():
+    with attached_executor():
         old = torch.ones(3, device=D0)
-    with attached():
+    with attached_executor():
         new = torch.full((3,), 2.0, device=D0)
         with pytest.raises(DeviceLostError):
             old + new
@@ -131,7 +131,7 @@ def test_detach_wakes_a_waiting_thread() -> None:
         assert len(outcome) == 1
 
 
-def test_executor_opened_after_detach_is_closed() -> None:
+def test_use_fails_if_detached_while_the_executor_is_opened() -> None:
     with executor_on_a_thread() as executor:
 
         def slow() -> int:
@@ -146,7 +146,7 @@ def test_executor_opened_after_detach_is_closed() -> None:
 # --- opening ------------------------------------------------------------------------------------
 
 
-def test_open_error_propagates() -> None:
+def test_error_of_opening_an_executor_propagates() -> None:
     def refuse() -> int:
         raise LaunchError("the node has no room")
 
@@ -185,7 +185,7 @@ def test_wrong_ticket_is_an_error() -> None:
         device.detach()
 
 
-def test_reconnecting_stops_at_its_deadline(
+def test_resuming_a_connection_stops_at_its_timeout(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(connection, "RESUME_TIMEOUT_S", 0.3)
@@ -198,7 +198,7 @@ def test_reconnecting_stops_at_its_deadline(
 
 
 def test_second_client_is_refused() -> None:
-    with attached() as executor:
+    with attached_executor() as executor:
         torch.ones(1, device=D0)
         with pytest.raises(DeviceUnavailableError, match="already serves"):
             ExecutorLink(remote_device(0, lambda: executor.port).open(), "node-0").open_session()
@@ -208,15 +208,15 @@ def test_second_client_is_refused() -> None:
 def test_seed_set_before_first_use_applies() -> None:
     torch.manual_seed(77)
     expected = torch.rand(4, generator=torch.Generator().manual_seed(77))
-    with attached():
+    with attached_executor():
         assert torch.equal(torch.rand(4, device=D0).cpu(), expected)
-    with attached():
+    with attached_executor():
         torch.manual_seed(77)
         assert torch.equal(torch.rand(4, device=D0).cpu(), expected)
 
 
 def test_exceeding_the_quota_raises_out_of_memory() -> None:
-    with attached(memory_bytes_max=1_000_000):
+    with attached_executor(memory_bytes_max=1_000_000):
         with pytest.raises(torch.OutOfMemoryError, match=r"1000000.*memory for a tensor, op 0 on .*node-0"):
             torch.empty(2**50, device=D0).sum().item()
         kept = [torch.zeros(50_000, device=D0) for _ in range(5)]
@@ -228,7 +228,7 @@ def test_exceeding_the_quota_raises_out_of_memory() -> None:
 
 
 def test_torch_accelerator_reports_memory_and_resets_peak() -> None:
-    with attached():
+    with attached_executor():
         kept = torch.zeros(1000, device=D0)
         large = torch.zeros(100_000, device=D0)
         assert torch.accelerator.memory_allocated() == 404_000
@@ -244,7 +244,7 @@ def test_torch_accelerator_reports_memory_and_resets_peak() -> None:
 
 
 def test_added_devices_get_the_next_indices() -> None:
-    with attached() as first, executor_on_a_thread() as second:
+    with attached_executor() as first, executor_on_a_thread() as second:
         kept = torch.ones(3, device=D0, requires_grad=True)
         kept.sum().backward()
         device.extend([remote_device(1, lambda: second.port)])
@@ -285,8 +285,10 @@ def test_devices_can_be_added_while_a_lost_one_reconnects() -> None:
                 wait_until(lambda: registry.device_slot(0).open_connection is None)
 
 
-def test_index_can_be_used_before_the_library_is_updated(monkeypatch: pytest.MonkeyPatch) -> None:
-    with attached(), executor_on_a_thread() as second:
+def test_added_device_index_can_be_used_before_the_library_is_updated(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with attached_executor(), executor_on_a_thread() as second:
         torch.ones(1, device=D0)
         with monkeypatch.context() as patch:
             patch.setattr(registry._registry, "change_callbacks", [])
@@ -295,7 +297,7 @@ def test_index_can_be_used_before_the_library_is_updated(monkeypatch: pytest.Mon
 
 
 def test_adding_no_devices_does_not_notify(monkeypatch: pytest.MonkeyPatch) -> None:
-    with attached():
+    with attached_executor():
         notified: list[None] = []
         monkeypatch.setattr(registry._registry, "change_callbacks", [lambda: notified.append(None)])
         device.extend([])
@@ -304,7 +306,7 @@ def test_adding_no_devices_does_not_notify(monkeypatch: pytest.MonkeyPatch) -> N
         assert notified == [None]
 
 
-def test_truncated_counters_end_the_connection() -> None:
+def test_truncated_stats_reply_ends_the_connection() -> None:
     """A truncated reply is a protocol violation, so the session ends."""
     server = socket.create_server(("127.0.0.1", 0))
     opened = device_protocol.Opened("cpu", "fake", 1, "job-1", "0", session_key="key", plaintext=True)
@@ -333,13 +335,13 @@ def test_truncated_counters_end_the_connection() -> None:
             torch.remote_accelerator.memory_stats(0)
 
 
-def test_extend_without_session_has_no_effect() -> None:
+def test_adding_devices_without_session_has_no_effect() -> None:
     device.extend([remote_device(0, lambda: 1)])
     assert torch.remote_accelerator.device_count() == 0
 
 
 def test_event_synchronize_waits() -> None:
-    with attached():
+    with attached_executor():
         x = torch.ones(3, device=D0)
         event = torch.Event(device=D0)
         event.record()
@@ -368,12 +370,12 @@ def test_backward_works_with_the_maximum_number_of_devices() -> None:
 
 @pytest.mark.parametrize("index", [129, 200, 254])
 def test_index_beyond_the_maximum_is_refused(index: int) -> None:
-    with attached(), pytest.raises(DeviceUnavailableError, match="largest device index is 126"):
+    with attached_executor(), pytest.raises(DeviceUnavailableError, match="largest device index is 126"):
         torch.ones(2, device=f"remote_accelerator:{index}")
 
 
 def test_invalid_rng_state_is_reported() -> None:
-    with attached():
+    with attached_executor():
         torch.remote_accelerator.set_rng_state(torch.zeros(3, dtype=torch.uint8))
         with pytest.raises(RuntimeError, match="set_rng_state, op 0 on remote_accelerator:0"):
             torch.remote_accelerator.synchronize()
@@ -505,7 +507,7 @@ def exit_code_of_child(work: Callable[[], int]) -> int:
 
 
 def test_forked_child_does_not_disturb_the_parent() -> None:
-    with attached():
+    with attached_executor():
         there = torch.ones(3, device=D0)
 
         def use() -> int:
@@ -614,7 +616,7 @@ def test_device_is_registered_and_reports_missing_session(
     imports: str, autoload: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", autoload)
-    with attached():
+    with attached_executor():
         torch.save(torch.ones(2, device=D0), tmp_path / "saved")
     shown = run_python(
         f"""

@@ -9,10 +9,10 @@ import pytest
 
 from tests.device.findings import Summary
 from tests.device.test_opinfo import (
-    compared_whole,
+    compare_database,
     pytestmark,  # noqa: F401 - the same time limit, and as long
-    test_failures_are_listed,  # noqa: F401 - with the summary of this file
-    test_listed_entries_fail,  # noqa: F401
+    test_entries_of_the_exception_list_still_fail,  # noqa: F401
+    test_failing_entries_are_in_the_exception_list,  # noqa: F401 - with the summary of this file
 )
 
 INPUTS_MAX = 1
@@ -20,7 +20,7 @@ INPUTS_MAX = 1
 
 @pytest.fixture(scope="module")
 def summary() -> Summary:
-    return compared_whole("moduleinfo", few=INPUTS_MAX)
+    return compare_database("moduleinfo", few=INPUTS_MAX)
 
 
 def test_every_module_was_compared_forward_and_backward(summary: Summary) -> None:

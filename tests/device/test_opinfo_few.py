@@ -7,12 +7,12 @@ from collections.abc import Callable, Collection
 import pytest
 
 from tests.device.comparison import Comparison
-from tests.device.findings import Summary, Unit
+from tests.device.findings import ComparisonUnit, Summary
 from tests.device.test_opinfo import (
-    dtype_of,
-    samples_of,
-    test_failures_are_listed,  # noqa: F401
-    test_listed_entries_fail,  # noqa: F401
+    sample_count_max,
+    select_dtype,
+    test_entries_of_the_exception_list_still_fail,  # noqa: F401
+    test_failing_entries_are_in_the_exception_list,  # noqa: F401
     test_no_entry_is_wrong_or_crashes,  # noqa: F401 - with the summary of this file
 )
 
@@ -25,11 +25,13 @@ STEPS = {"opinfo": 24, "moduleinfo": 12, "optiminfo": 4}
 @pytest.fixture(scope="module", params=STEPS)
 def summary(request: pytest.FixtureRequest) -> Summary:
     database = request.param
-    dtype: Callable[[Collection[str]], str | None] = dtype_of if database == "opinfo" else lambda _: "float32"
+    dtype: Callable[[Collection[str]], str | None] = (
+        select_dtype if database == "opinfo" else lambda _: "float32"
+    )
     with Comparison(database) as comparison:
         entries = list(comparison.describe_entries()["entries"].items())[:: STEPS[database]]
         units = [
-            Unit(name, chosen, samples_of(name, 1), errors=False)
+            ComparisonUnit(name, chosen, sample_count_max(name, 1), errors=False)
             for name, supported in entries
             if (chosen := dtype(supported)) is not None
         ]

@@ -15,7 +15,7 @@ from tests.device.conftest import D0, D1
 pytestmark = pytest.mark.usefixtures("devices")
 
 
-class Maker:
+class InputMaker:
     """Makes the same inputs for each device, on the CPU, and moves them to the device."""
 
     def __init__(self, name: str, device: str) -> None:
@@ -32,7 +32,7 @@ class Maker:
         return torch.randint(high, shape, generator=self._generator).to(self.device)
 
 
-Call = Callable[[Maker], Any]
+Call = Callable[[InputMaker], Any]
 CALLS: dict[str, Call] = {
     # factories
     "zeros": lambda t: torch.zeros(2, 3, device=t.device),
@@ -185,23 +185,23 @@ CALLS: dict[str, Call] = {
     "dropout off": lambda t: F.dropout(t(4), 0.5, training=False),
     # in place
     "add_": lambda t: t(3).add_(t(3)).mul_(2).sub_(1),
-    "setitem": lambda t: _changed(t(3, 4), lambda x: x.__setitem__((slice(None), 1), 5.0)),
-    "setitem cpu": lambda t: _changed(t(3, 4), lambda x: x.__setitem__(0, torch.arange(4.0))),
-    "setitem mask": lambda t: _changed(t(3, 4), lambda x: x.__setitem__(x > 0, 0.0)),
-    "index_put": lambda t: _changed(t(5), lambda x: x.index_put_((t.integers(2, high=5),), t(2))),
+    "setitem": lambda t: _apply_in_place(t(3, 4), lambda x: x.__setitem__((slice(None), 1), 5.0)),
+    "setitem cpu": lambda t: _apply_in_place(t(3, 4), lambda x: x.__setitem__(0, torch.arange(4.0))),
+    "setitem mask": lambda t: _apply_in_place(t(3, 4), lambda x: x.__setitem__(x > 0, 0.0)),
+    "index_put": lambda t: _apply_in_place(t(5), lambda x: x.index_put_((t.integers(2, high=5),), t(2))),
     "copy_ broadcast": lambda t: torch.zeros(3, 4, device=t.device).copy_(t(4)),
     "fill_ zero_": lambda t: torch.stack([t(2).fill_(3), t(2).zero_()]),
     "t_": lambda t: t(2, 3).t_(),
     "squeeze_": lambda t: t(1, 3).squeeze_(0),
     "resize_": lambda t: t(2, 3).resize_(3, 2),
     "out": lambda t: torch.add(t(3), t(3), out=torch.empty(0, device=t.device)),
-    "set_data": lambda t: _changed(t(3), lambda x: setattr(x, "data", t(4))),
+    "set_data": lambda t: _apply_in_place(t(3), lambda x: setattr(x, "data", t(4))),
     # dtypes
     "complex": lambda t: torch.complex(t(3), t(3)).conj() * 2j,
     "conj real": lambda t: torch.complex(t(3), t(3)).conj().real,
     "conj imag": lambda t: torch.complex(t(3), t(3)).conj().imag + 1,
     "conj view": lambda t: torch.complex(t(2, 3), t(2, 3)).conj()[1, 1:].resolve_conj(),
-    "conj in place": lambda t: _changed(torch.complex(t(3), t(3)), lambda x: x.conj().mul_(2j)),
+    "conj in place": lambda t: _apply_in_place(torch.complex(t(3), t(3)), lambda x: x.conj().mul_(2j)),
     "conj matmul": lambda t: torch.complex(t(3, 3), t(3, 3)).mH @ torch.complex(t(3), t(3)),
     "view_as_real": lambda t: torch.view_as_real(torch.complex(t(3), t(3))),
     "bfloat16": lambda t: t(4, 4).bfloat16() @ t(4, 4).bfloat16(),
@@ -213,20 +213,22 @@ CALLS: dict[str, Call] = {
 }  # fmt: skip
 
 
-def _changed(tensor: torch.Tensor, change: Callable[[torch.Tensor], object]) -> torch.Tensor:
+def _apply_in_place(tensor: torch.Tensor, change: Callable[[torch.Tensor], object]) -> torch.Tensor:
     change(tensor)
     return tensor
 
 
-def flat(value: Any) -> list[torch.Tensor]:
-    return [value] if isinstance(value, torch.Tensor) else [x for item in value for x in flat(item)]
+def flatten_tensors(value: Any) -> list[torch.Tensor]:
+    return (
+        [value] if isinstance(value, torch.Tensor) else [x for item in value for x in flatten_tensors(item)]
+    )
 
 
 @pytest.mark.parametrize("name", CALLS)
 def test_op_matches_cpu(name: str) -> None:
     device = D0 if zlib.crc32(name.encode()) % 4 else D1
-    expected = flat(CALLS[name](Maker(name, "cpu")))
-    found = flat(CALLS[name](Maker(name, device)))
+    expected = flatten_tensors(CALLS[name](InputMaker(name, "cpu")))
+    found = flatten_tensors(CALLS[name](InputMaker(name, device)))
     assert [str(x.device) for x in found] == [device] * len(expected)
     for one, other in zip(found, expected, strict=True):
         assert (one.dtype, one.shape) == (other.dtype, other.shape)

@@ -10,10 +10,10 @@ import pytest
 
 from tests.device.findings import Summary
 from tests.device.test_opinfo import (
-    compared_whole,
+    compare_database,
     pytestmark,  # noqa: F401 - the same time limit, and as long
-    test_failures_are_listed,  # noqa: F401 - with the summary of this file
-    test_listed_entries_fail,  # noqa: F401
+    test_entries_of_the_exception_list_still_fail,  # noqa: F401
+    test_failing_entries_are_in_the_exception_list,  # noqa: F401 - with the summary of this file
 )
 
 CONFIGURATIONS_MAX = 2
@@ -21,9 +21,9 @@ CONFIGURATIONS_MAX = 2
 
 @pytest.fixture(scope="module")
 def summary() -> Summary:
-    return compared_whole("optiminfo", few=CONFIGURATIONS_MAX)
+    return compare_database("optiminfo", few=CONFIGURATIONS_MAX)
 
 
 @pytest.mark.parametrize("way", ["default", "for loop", "foreach", "fused"])
-def test_each_variant_was_compared(summary: Summary, way: str) -> None:
+def test_each_implementation_of_an_optimizer_was_compared(summary: Summary, way: str) -> None:
     assert [name for name in summary.counted("forward") if name.endswith(f", {way}")]

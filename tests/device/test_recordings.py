@@ -19,18 +19,18 @@ from tests.device.conftest import D0, D1
 pytestmark = pytest.mark.usefixtures("devices")
 
 
-def recordings(captured: model_capture.CapturedModel) -> int:
+def count_recordings(captured: model_capture.CapturedModel) -> int:
     return len(captured.report())
 
 
 # --- autocast -----------------------------------------------------------------------------------
 
 
-def in_bfloat16(**options: bool) -> torch.autocast:
+def autocast_to_bfloat16(**options: bool) -> torch.autocast:
     return torch.autocast("remote_accelerator", dtype=torch.bfloat16, **options)
 
 
-class Inside(nn.Module):
+class UsesAutocast(nn.Module):
     """Uses autocast itself, with the cache enabled."""
 
     def __init__(self) -> None:
@@ -38,18 +38,20 @@ class Inside(nn.Module):
         self.part = nn.Linear(4, 4, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        with in_bfloat16(cache_enabled=True):
+        with autocast_to_bfloat16(cache_enabled=True):
             return self.part(x)  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("make", [lambda: nn.Linear(4, 4, bias=False), Inside], ids=["outside", "inside"])
+@pytest.mark.parametrize(
+    "make", [lambda: nn.Linear(4, 4, bias=False), UsesAutocast], ids=["outside", "inside"]
+)
 def test_replays_cast_weights_that_autocast_had_cached(
     make: Callable[[], nn.Module],
 ) -> None:
     model = make().to(D0)
     captured = capture(model)
     one, two = torch.ones(1, 4, device=D0), torch.ones(2, 4, device=D0)
-    with in_bfloat16():
+    with autocast_to_bfloat16():
         model(one)
         for x in (one, two):
             captured(x)
@@ -57,18 +59,20 @@ def test_replays_cast_weights_that_autocast_had_cached(
         for weight in model.parameters():
             weight.mul_(2)
     for x in (one, two):
-        with in_bfloat16():
+        with autocast_to_bfloat16():
             got = captured(x).cpu()
-        with in_bfloat16():
+        with autocast_to_bfloat16():
             assert torch.equal(got, model(x).cpu())
 
 
-@pytest.mark.parametrize("make", [lambda: nn.Linear(4, 4, bias=False), Inside], ids=["outside", "inside"])
+@pytest.mark.parametrize(
+    "make", [lambda: nn.Linear(4, 4, bias=False), UsesAutocast], ids=["outside", "inside"]
+)
 def test_autocast_cache_of_a_recording_is_not_shared(make: Callable[[], nn.Module]) -> None:
     model = make().to(D0)
     captured = capture(model)
     x = torch.ones(1, 4, device=D0)
-    with in_bfloat16():
+    with autocast_to_bfloat16():
         captured(x)
         with torch.no_grad():
             for weight in model.parameters():
@@ -79,7 +83,7 @@ def test_autocast_cache_of_a_recording_is_not_shared(make: Callable[[], nn.Modul
 # --- memory of the weights ----------------------------------------------------------------------
 
 
-class Flat(nn.Module):
+class WeightIsView(nn.Module):
     """Its weight is a view of a larger tensor."""
 
     def __init__(self) -> None:
@@ -91,27 +95,29 @@ class Flat(nn.Module):
         return x @ self.weight
 
 
-def _other_part(model: Flat) -> None:
+def _move_weight(model: WeightIsView) -> None:
     model.weight.data = model.flat[1]
 
 
-def _other_strides(model: Flat) -> None:
+def _transpose_weight(model: WeightIsView) -> None:
     model.weight.data = model.weight.data.t()
 
 
-def _other_shape(model: Flat) -> None:
+def _shrink_weight(model: WeightIsView) -> None:
     model.weight.data = model.flat.view(6, 3)[:3, :2]
 
 
 @pytest.mark.parametrize(
     "change",
-    [_other_part, _other_strides, _other_shape, lambda model: model.weight.t_()],
+    [_move_weight, _transpose_weight, _shrink_weight, lambda model: model.weight.t_()],
     ids=["part", "strides", "shape", "in place"],
 )
 @pytest.mark.parametrize("compiled", [False, True], ids=["captured", "compiled"])
-def test_weight_moved_within_its_storage_is_seen(change: Callable[[Flat], object], compiled: bool) -> None:
+def test_weight_moved_within_its_storage_is_seen(
+    change: Callable[[WeightIsView], object], compiled: bool
+) -> None:
     torch._dynamo.reset()
-    model = Flat()
+    model = WeightIsView()
     made: Any = torch.compile(model, backend="genie") if compiled else capture(model)
     x = torch.arange(3.0, device=D0).view(1, 3)
     with torch.no_grad():
@@ -122,7 +128,7 @@ def test_weight_moved_within_its_storage_is_seen(change: Callable[[Flat], object
             assert torch.equal(made(x).cpu(), model(x).cpu())
 
 
-class Previous(nn.Module):
+class KeepsArgument(nn.Module):
     """Keeps its argument in a buffer until the next call."""
 
     def __init__(self) -> None:
@@ -136,12 +142,12 @@ class Previous(nn.Module):
 
 
 def test_argument_kept_as_a_buffer_is_not_overwritten() -> None:
-    captured = capture(Previous())
+    captured = capture(KeepsArgument())
     got = [captured(torch.full((3,), float(i + 1), device=D0))[0].item() for i in range(5)]
     assert got == [1, 3, 5, 7, 9]
 
 
-class Scaled(nn.Module):
+class UsesCpuScalar(nn.Module):
     """Uses a CPU scalar, which CUDA and remote accelerators accept."""
 
     def __init__(self) -> None:
@@ -156,7 +162,7 @@ class Scaled(nn.Module):
 @pytest.mark.parametrize("compiled", [False, True], ids=["captured", "compiled"])
 def test_changed_cpu_scalar_of_the_model_is_seen(compiled: bool) -> None:
     torch._dynamo.reset()
-    model = Scaled()
+    model = UsesCpuScalar()
     made: Any = torch.compile(model, backend="genie") if compiled else capture(model)
     x = torch.ones(3, device=D0)
     with torch.no_grad():
@@ -280,7 +286,7 @@ def test_compiled_function_runs_on_the_device_of_its_arguments() -> None:
         assert compiled(torch.ones(2, device=device)).device == torch.device(device)
 
 
-class Parts(nn.Module):
+class HasMethod(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.part = nn.Linear(3, 3)
@@ -290,7 +296,7 @@ class Parts(nn.Module):
 
 
 def test_method_accepts_cpu_arguments() -> None:
-    model = Parts().to(D1)
+    model = HasMethod().to(D1)
     captured = capture(model.method)
     x = torch.ones(1, 3)
     for _ in range(2):
@@ -308,10 +314,10 @@ def test_function_accepts_cpu_arguments() -> None:
             assert captured(x, x).device == torch.device(D1)
 
 
-def test_error_says_what_to_move() -> None:
+def test_capture_error_says_which_tensors_to_move() -> None:
     with pytest.raises(OpRefusedError, match=r"weights are on: cpu.*module\.to"):
-        capture(Parts().method)(torch.ones(1, 3))
-    both = nn.ModuleList([Parts().to(D0), Parts().to(D1)])
+        capture(HasMethod().method)(torch.ones(1, 3))
+    both = nn.ModuleList([HasMethod().to(D0), HasMethod().to(D1)])
     both.forward = both[1].method  # type: ignore[method-assign]
     with pytest.raises(OpRefusedError, match=r"weights are on: .*:0, .*:1"):
         capture(both)(torch.ones(1, 3))
@@ -322,14 +328,14 @@ def test_error_says_what_to_move() -> None:
 # --- plain arguments ----------------------------------------------------------------------------
 
 
-def _signed(x: torch.Tensor, value: Any) -> torch.Tensor:
+def _copy_sign(x: torch.Tensor, value: Any) -> torch.Tensor:
     return torch.copysign(x, torch.full_like(x, value))
 
 
 @pytest.mark.parametrize(
     ("model", "values"),
     [
-        (_signed, (0.0, -0.0)),
+        (_copy_sign, (0.0, -0.0)),
         (lambda x, value: x * value.imag.hex().startswith("-"), (0j, complex(0.0, -0.0))),
         (lambda x, value: x * len(str(value)), (frozenset([1]), frozenset([1.0]), frozenset([True]))),
         (lambda x, value: x * len(str(value)), (slice(1), slice(1.0), slice(True))),
@@ -346,21 +352,21 @@ def test_equal_values_of_other_types_have_separate_recordings(
     x = torch.ones(2, device=D0)
     for value in values * 2:
         assert captured(x, value).tolist() == model(x.cpu(), value).tolist()
-    assert recordings(captured) == len(values)
+    assert count_recordings(captured) == len(values)
 
 
-def test_nan_needs_one_recording() -> None:
+def test_nan_argument_needs_one_recording() -> None:
     captured = capture(lambda x, value: x + value)
     for _ in range(3):
         assert captured(torch.ones(2, device=D0), float("nan")).isnan().all().item()
-    assert recordings(captured) == 1
+    assert count_recordings(captured) == 1
 
 
 # --- settings of the process --------------------------------------------------------------------
 
 
 @contextmanager
-def default_dtype() -> Iterator[None]:
+def float64_by_default() -> Iterator[None]:
     torch.set_default_dtype(torch.float64)
     try:
         yield
@@ -369,7 +375,7 @@ def default_dtype() -> Iterator[None]:
 
 
 @contextmanager
-def deterministic() -> Iterator[None]:
+def deterministic_algorithms() -> Iterator[None]:
     torch.use_deterministic_algorithms(True)
     try:
         yield
@@ -378,7 +384,7 @@ def deterministic() -> Iterator[None]:
 
 
 @contextmanager
-def only_warned() -> Iterator[None]:
+def deterministic_with_warnings() -> Iterator[None]:
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         yield
@@ -387,7 +393,7 @@ def only_warned() -> Iterator[None]:
 
 
 @contextmanager
-def precision() -> Iterator[None]:
+def medium_matmul_precision() -> Iterator[None]:
     torch.set_float32_matmul_precision("medium")
     try:
         yield
@@ -396,14 +402,20 @@ def precision() -> Iterator[None]:
 
 
 @contextmanager
-def default_device() -> Iterator[None]:
+def meta_device_by_default() -> Iterator[None]:
     with torch.device("meta"):
         yield
 
 
 @pytest.mark.parametrize(
     "setting",
-    [default_dtype, deterministic, only_warned, precision, default_device],
+    [
+        float64_by_default,
+        deterministic_algorithms,
+        deterministic_with_warnings,
+        medium_matmul_precision,
+        meta_device_by_default,
+    ],
     ids=lambda f: f.__name__,
 )
 def test_torch_settings_have_separate_recordings(
@@ -431,7 +443,7 @@ def test_torch_settings_have_separate_recordings(
         assert captured(x).item() == 0
         with setting():
             assert captured(x).item() == 1
-    assert recordings(captured) == 2
+    assert count_recordings(captured) == 2
 
 
 # --- batch sizes --------------------------------------------------------------------------------
@@ -448,7 +460,7 @@ def test_empty_batch_error_does_not_suggest_a_larger_size() -> None:
 # --- factories ----------------------------------------------------------------------------------
 
 
-class Reads(nn.Module):
+class PositionTransformer(nn.Module):
     """A small transformer: position embeddings and a causal mask."""
 
     def __init__(self) -> None:
@@ -468,10 +480,10 @@ class Reads(nn.Module):
 @pytest.mark.parametrize(
     "inductor", [False, pytest.param(True, marks=pytest.mark.long("compiles with inductor"))]
 )
-def test_positions_and_masks_are_captured(inductor: bool) -> None:
+def test_model_with_positions_and_masks_is_captured(inductor: bool) -> None:
     torch.manual_seed(0)
-    local = Reads().eval()
-    there = Reads().eval()
+    local = PositionTransformer().eval()
+    there = PositionTransformer().eval()
     there.load_state_dict(local.state_dict())
     captured = capture(there.to(D0), inductor=inductor)
     for length in (5, 7, 5, 7, 5):
@@ -481,9 +493,9 @@ def test_positions_and_masks_are_captured(inductor: bool) -> None:
     assert [report.replays for report in captured.report()] == [1, 2]
 
 
-def test_positions_and_masks_are_compiled() -> None:
+def test_compiled_model_with_positions_and_masks_matches_local() -> None:
     torch.manual_seed(0)
-    local, there = Reads(), Reads()
+    local, there = PositionTransformer(), PositionTransformer()
     there.load_state_dict(local.state_dict())
     compiled = torch.compile(there.to(D0), backend="genie")
     for _ in range(3):
@@ -507,7 +519,7 @@ def test_arange_is_captured_as_in_eager_mode(numbers: Any, dtype: torch.dtype | 
         assert found.device == x.device
         assert found.dtype == expected.dtype
         assert torch.equal(found.cpu(), expected)
-    assert recordings(captured) == 1
+    assert count_recordings(captured) == 1
 
 
 def test_arange_has_the_default_dtype_of_the_client() -> None:
@@ -544,7 +556,7 @@ def test_resize_of_a_new_tensor_is_captured(
     for value in range(3):
         x = torch.full((4,), float(value))
         torch.testing.assert_close(captured(x.to(D0)).cpu(), make(x))
-    assert recordings(captured) == 1
+    assert count_recordings(captured) == 1
 
 
 def test_resize_of_an_existing_tensor_is_refused() -> None:
@@ -557,7 +569,7 @@ def test_resize_of_an_existing_tensor_is_refused() -> None:
 # --- refusals -----------------------------------------------------------------------------------
 
 
-class Counts(nn.Module):
+class ChangesTensors(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.BatchNorm1d(2)
@@ -572,8 +584,8 @@ class Counts(nn.Module):
         return y * y.sum().item()
 
 
-def test_error_lists_changed_tensors() -> None:
-    model = Counts().to(D0)
+def test_capture_error_lists_changed_tensors() -> None:
+    model = ChangesTensors().to(D0)
     x = torch.ones(3, 2, device=D0)
     with pytest.raises(OpRefusedError) as refused:
         capture(model)(x, more=False)

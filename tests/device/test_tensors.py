@@ -26,7 +26,7 @@ from tests.device.conftest import D0, D1
 pytestmark = pytest.mark.usefixtures("devices")
 
 
-def remote_counters() -> dict[str, int]:
+def memory_stats_after_gc() -> dict[str, int]:
     gc.collect()  # tracebacks of errors, also of earlier tests, hold tensors
     found: dict[str, int] = torch.remote_accelerator.memory_stats(D0)
     return found
@@ -121,7 +121,7 @@ def test_in_place_copies_cross_devices() -> None:
     assert other.tolist() == [0, 7, 8]
 
 
-def test_like_factories_on_another_device() -> None:
+def test_like_factories_create_tensors_on_another_device() -> None:
     there = torch.ones(2, 3, device=D0)
     assert str(torch.zeros_like(there, device="cpu").device) == "cpu"
     other = torch.full_like(there, 4, device=D1)
@@ -169,7 +169,7 @@ def test_failed_in_place_op_changes_nothing() -> None:
 # --- Python protocols ---------------------------------------------------------------------------
 
 
-def test_printing() -> None:
+def test_tensor_text_shows_values_device_and_gradient() -> None:
     there = torch.arange(3, device=D0)
     assert repr(there) == f"tensor([0, 1, 2], device='{D0}')"
     assert (
@@ -181,7 +181,7 @@ def test_printing() -> None:
     assert "Parameter containing" in repr(torch.nn.Linear(1, 1).to(D0).weight)
 
 
-def test_conversion_to_numbers_and_bool() -> None:
+def test_tensors_convert_to_numbers_and_bool() -> None:
     there = torch.tensor([0.0, 2.5], device=D0)
     assert (float(there[1]), int(there[1]), bool(there[0]), there[1].item()) == (2.5, 2, False, 2.5)
     assert bool((there >= 0).all())
@@ -195,7 +195,7 @@ def test_conversion_to_numbers_and_bool() -> None:
         there[7]
 
 
-def test_copies_of_objects() -> None:
+def test_deepcopy_of_a_module_is_independent() -> None:
     module = torch.nn.Linear(2, 2).to(D0)
     module.weight.grad = torch.ones(2, 2, device=D0)
     twin = copy.deepcopy(module)
@@ -218,7 +218,7 @@ def test_module_changes_dtype_and_moves_back() -> None:
     assert torch.equal(module.float().cpu().weight, weight)
 
 
-def test_output_that_is_an_input_is_not_cached() -> None:
+def test_out_argument_that_is_an_input_gives_right_results() -> None:
     x, y, z, w = (torch.full((3,), float(value), device=D0) for value in (1, 2, 3, 4))
     assert torch.mul(x, w, out=x) is x
     assert torch.mul(y, w, out=z) is z
@@ -227,7 +227,7 @@ def test_output_that_is_an_input_is_not_cached() -> None:
     assert (y.tolist(), w.tolist()) == ([2.0] * 3, [4.0] * 3)
 
 
-def test_shared_storage_has_its_own_template() -> None:
+def test_arguments_that_share_a_storage_give_right_results() -> None:
     whole = torch.arange(6.0, device=D0)
     front, back = whole[:3], whole[3:]
     apart = torch.zeros(3, device=D0), torch.ones(3, device=D0)
@@ -293,13 +293,17 @@ def test_unknown_index_error_lists_devices() -> None:
 
 def test_save_and_load_tensor() -> None:
     there = torch.arange(6.0, device=D1).view(2, 3).t()
-    for again in (pickle.loads(pickle.dumps(there)), _saved(there), _saved(there, map_location="cpu")):
+    for again in (
+        pickle.loads(pickle.dumps(there)),
+        _save_and_load(there),
+        _save_and_load(there, map_location="cpu"),
+    ):
         assert torch.equal(again.cpu(), there.cpu())
-    assert str(_saved(there).device) == D1
-    assert str(_saved(there, map_location=D0).device) == D0
+    assert str(_save_and_load(there).device) == D1
+    assert str(_save_and_load(there, map_location=D0).device) == D0
 
 
-def _saved(tensor: torch.Tensor, **options: object) -> torch.Tensor:
+def _save_and_load(tensor: torch.Tensor, **options: object) -> torch.Tensor:
     file = io.BytesIO()
     torch.save({"a": tensor}, file)
     file.seek(0)
@@ -325,7 +329,7 @@ def test_unsupported_tensors_are_refused(wrong: object, error: type[Exception]) 
 
 def test_too_large_call_is_refused() -> None:
     kept = torch.ones(2, device=D0)
-    before = remote_counters()["tensors"]
+    before = memory_stats_after_gc()["tensors"]
     with pytest.raises(OpRefusedError, match="too long"):
         torch.ones(70_000, 1, device=D0).repeat([1] * 70_000)
     with pytest.raises(OpRefusedError, match="too long"):
@@ -334,7 +338,7 @@ def test_too_large_call_is_refused() -> None:
         torch.ones([1] * 65, device=D0)
     assert len(torch.ones(50_000, 1, device=D0).unbind()) == 50_000
     assert kept.sum().item() == 2
-    assert remote_counters()["tensors"] == before
+    assert memory_stats_after_gc()["tensors"] == before
 
 
 @pytest.mark.long("sends two million arguments")
@@ -345,7 +349,7 @@ def test_templates_of_growing_lists_are_evicted() -> None:
     assert last.sum().item() == 20_109
 
 
-def test_long_lists_with_repeated_tensors() -> None:
+def test_ops_on_long_lists_with_repeated_tensors_match_cpu() -> None:
     def play(whole: torch.Tensor) -> list[torch.Tensor]:
         rows = [*whole.unbind(), *whole.t().unbind(), *[whole[0]] * 3]
         sums = torch._foreach_add(rows, rows[::-1])
@@ -364,14 +368,14 @@ def test_long_lists_with_repeated_tensors() -> None:
 
 
 def test_dead_tensors_are_freed_on_the_executor() -> None:
-    before = remote_counters()
+    before = memory_stats_after_gc()
     tensors = [torch.ones(1000, device=D0) for _ in range(20)]
-    during = remote_counters()
+    during = memory_stats_after_gc()
     assert during["tensors"] - before["tensors"] == 20
     assert during["allocated_bytes.current"] - before["allocated_bytes.current"] == 80_000
     del tensors
     torch.remote_accelerator.empty_cache()
-    after = remote_counters()
+    after = memory_stats_after_gc()
     assert (after["tensors"], after["allocated_bytes.current"]) == (
         before["tensors"],
         before["allocated_bytes.current"],
@@ -382,9 +386,9 @@ def test_dead_tensors_are_freed_on_the_executor() -> None:
 def test_storage_can_be_resized_to_zero_and_back(left: int) -> None:
     weight = torch.ones(1000, device=D0)
     rows, first, last = weight.view(10, 100), weight[: left // 4], weight[500:]
-    before = remote_counters()["allocated_bytes.current"]
+    before = memory_stats_after_gc()["allocated_bytes.current"]
     weight.untyped_storage().resize_(left)
-    assert before - remote_counters()["allocated_bytes.current"] == 4000 - left
+    assert before - memory_stats_after_gc()["allocated_bytes.current"] == 4000 - left
     used = f"resized to {left} bytes"
     for use in (weight.cpu, lambda: rows.sum().item(), lambda: weight.fill_(2).sum().item()):
         with pytest.raises(OpRefusedError, match=used):
@@ -399,7 +403,7 @@ def test_storage_can_be_resized_to_zero_and_back(left: int) -> None:
     weight.untyped_storage().resize_(4000)
     weight.fill_(3)
     assert rows.sum().item() == 3000
-    assert remote_counters()["allocated_bytes.current"] == before
+    assert memory_stats_after_gc()["allocated_bytes.current"] == before
 
 
 def test_captured_model_with_freed_weights_fails_until_restored() -> None:
@@ -421,12 +425,12 @@ def test_captured_model_with_freed_weights_fails_until_restored() -> None:
 
 
 def test_long_computation_does_not_leak() -> None:
-    before = remote_counters()["tensors"]
+    before = memory_stats_after_gc()["tensors"]
     there = torch.ones(10, 10, device=D0)
     for _ in range(50):
         there = (there @ there).relu()[:10].clamp(max=1.0)
     del there
-    assert remote_counters()["tensors"] == before
+    assert memory_stats_after_gc()["tensors"] == before
 
 
 # --- the device module --------------------------------------------------------------------------

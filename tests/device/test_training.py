@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.device.conftest import D0, D1
-from tests.device.test_autograd import Block
+from tests.device.test_autograd import TransformerBlock
 
 pytestmark = pytest.mark.usefixtures("devices")
 
@@ -38,7 +38,7 @@ class Classifier(nn.Module):
             nn.Conv2d(1, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2),
             nn.Conv2d(8, 16, 3, padding=1), nn.GELU(),
         )  # fmt: skip
-        self.mix = Block(16, 4)
+        self.mix = TransformerBlock(16, 4)
         self.drop = nn.Dropout(0.2)
         self.head = nn.Linear(16, 3)
 
@@ -47,23 +47,23 @@ class Classifier(nn.Module):
         return self.head(self.drop(self.mix(positions)).mean(1))
 
 
-def classifier(device: str) -> Classifier:
+def make_classifier(device: str) -> Classifier:
     """The same weights every time, created on the CPU."""
     torch.manual_seed(11)
     return Classifier().to(device)
 
 
-def images() -> TensorDataset:
+def make_images() -> TensorDataset:
     generator = torch.Generator().manual_seed(12)
     return TensorDataset(
         torch.randn(24, 1, 8, 8, generator=generator), torch.randint(3, (24,), generator=generator)
     )
 
 
-def batches(**options: Any) -> Iterator[list[torch.Tensor]]:
+def iterate_batches(**options: Any) -> Iterator[list[torch.Tensor]]:
     """Two epochs over the images, in an order that does not depend on other random numbers."""
     loader = DataLoader(
-        images(), batch_size=8, shuffle=True, generator=torch.Generator().manual_seed(13), **options
+        make_images(), batch_size=8, shuffle=True, generator=torch.Generator().manual_seed(13), **options
     )
     for _ in range(2):
         yield from loader
@@ -75,12 +75,12 @@ ROUNDING = "mix.qkv.bias"
 
 def train(device: str, *, accumulate: int = 1, **options: Any) -> tuple[list[float], nn.Module]:
     """The loss of every batch, and the trained module."""
-    module = classifier(device)
+    module = make_classifier(device)
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2, weight_decay=0.1)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=2e-2, total_steps=6)
     losses = []
     torch.manual_seed(14)
-    for number, (x, y) in enumerate(batches(**options), start=1):
+    for number, (x, y) in enumerate(iterate_batches(**options), start=1):
         loss = F.cross_entropy(module(x.to(device)), y.to(device), label_smoothing=0.1) / accumulate
         loss.backward()
         losses.append(loss.detach())
@@ -110,7 +110,7 @@ def test_training_reaches_the_same_loss(device: str, workers: int) -> None:
     assert_equal_modules(twin, module, but=ROUNDING)
 
 
-def test_gradients_accumulate() -> None:
+def test_training_with_gradient_accumulation_matches_local() -> None:
     expected, module = train("cpu", accumulate=3)
     found, twin = train(D0, accumulate=3)
     assert found == pytest.approx(expected, rel=1e-4)
@@ -119,16 +119,17 @@ def test_gradients_accumulate() -> None:
 
 @pytest.mark.parametrize("workers", [0, 2])
 @forks
-def test_data_loader_with_pinned_memory(workers: int) -> None:
-    expected = [x.sum().item() for x, _ in batches()]
+def test_batches_of_a_data_loader_with_pinned_memory_are_right(workers: int) -> None:
+    expected = [x.sum().item() for x, _ in iterate_batches()]
     found = [
-        x.to(D0, non_blocking=True).sum().item() for x, _ in batches(pin_memory=True, num_workers=workers)
+        x.to(D0, non_blocking=True).sum().item()
+        for x, _ in iterate_batches(pin_memory=True, num_workers=workers)
     ]
     assert found == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize("count", [10, 100_000])
-def test_pinned_memory_is_pageable(count: int) -> None:
+def test_pinned_memory_can_be_changed_after_a_non_blocking_copy(count: int) -> None:
     pinned = torch.ones(count).pin_memory()
     assert pinned.is_pinned() == torch.cuda.is_available()
     there = pinned.to(D0, non_blocking=True)
@@ -144,7 +145,7 @@ def test_pinned_memory_is_pageable(count: int) -> None:
 
 
 def test_state_dict_round_trips() -> None:
-    there, here = classifier(D0), Classifier()
+    there, here = make_classifier(D0), Classifier()
     here.load_state_dict(there.state_dict())
     assert {str(x.device) for x in here.state_dict().values()} == {"cpu"}
     assert_equal_modules(here, there)
@@ -177,7 +178,7 @@ def save_to_buffer(value: Any) -> io.BytesIO:
 
 @pytest.mark.parametrize("place", [None, "cpu", D0, D1, {D0: D1}, "function"])
 def test_remote_checkpoint_is_loaded(place: Any) -> None:
-    state = classifier(D0).state_dict()
+    state = make_classifier(D0).state_dict()
     wanted = {None: D0, "function": "cpu"}.get(place if isinstance(place, str | None) else "", place)
     wanted = D1 if isinstance(wanted, dict) else wanted
     where = (lambda storage, _: storage.cpu()) if place == "function" else place
@@ -188,7 +189,7 @@ def test_remote_checkpoint_is_loaded(place: Any) -> None:
 
 
 def test_local_checkpoint_is_loaded_remotely() -> None:
-    state = classifier("cpu").state_dict()
+    state = make_classifier("cpu").state_dict()
     loaded = torch.load(save_to_buffer(state), map_location=D1, weights_only=True)
     assert {str(x.device) for x in loaded.values()} == {D1}
     assert all(torch.equal(x.cpu(), state[name]) for name, x in loaded.items())
@@ -231,7 +232,7 @@ def test_optimizer_resumes_after_a_restart() -> None:
 
 
 def test_deepcopied_module_is_independent() -> None:
-    module = classifier(D0)
+    module = make_classifier(D0)
     twin = copy.deepcopy(module)
     assert {str(x.device) for x in twin.state_dict().values()} == {D0}
     assert_equal_modules(twin, module)
@@ -269,11 +270,11 @@ def test_checkpointed_dropout_matches(reentrant: bool) -> None:
     torch.testing.assert_close(*run_locally_and_remotely(work))
 
 
-def point(device: str) -> torch.Tensor:
+def make_input(device: str) -> torch.Tensor:
     return torch.linspace(-1, 1, 12).view(4, 3).to(device)
 
 
-def attended(x: torch.Tensor) -> torch.Tensor:
+def self_attention(x: torch.Tensor) -> torch.Tensor:
     return F.scaled_dot_product_attention(x, x + 1, x * 2, is_causal=True)
 
 
@@ -292,30 +293,30 @@ def attended(x: torch.Tensor) -> torch.Tensor:
         lambda x: torch.func.jacfwd(lambda y: y.square())(x[0]),
         lambda x: torch.func.hessian(lambda y: y.pow(3).sum())(x[0]),
         torch.vmap(torch.func.grad(lambda row: row.exp().sum())),
-        torch.func.grad(lambda y: attended(y.view(1, 1, 4, 3)).square().sum()),
+        torch.func.grad(lambda y: self_attention(y.view(1, 1, 4, 3)).square().sum()),
         lambda x: torch.func.functional_call(
             nn.Linear(3, 2), {"weight": x[:2], "bias": x[2, :2]}, (x,)
         ),
     ],
 )  # fmt: skip
-def test_function_transforms(work: Callable[[torch.Tensor], Any]) -> None:
-    found, expected = run_locally_and_remotely(lambda device: work(point(device)))
+def test_function_transforms_match_local(work: Callable[[torch.Tensor], Any]) -> None:
+    found, expected = run_locally_and_remotely(lambda device: work(make_input(device)))
     torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.parametrize("randomness", ["different", "same"])
-def test_random_numbers_under_vmap(randomness: str) -> None:
+def test_random_numbers_under_vmap_match_local(randomness: str) -> None:
     def work(device: str) -> torch.Tensor:
         torch.manual_seed(3)
-        return torch.vmap(lambda row: F.dropout(row, 0.5), randomness=randomness)(point(device))
+        return torch.vmap(lambda row: F.dropout(row, 0.5), randomness=randomness)(make_input(device))
 
     torch.testing.assert_close(*run_locally_and_remotely(work))
 
 
 @scripts
-def test_forward_mode_through_a_module() -> None:
+def test_forward_mode_gradients_through_a_module_match_local() -> None:
     def work(device: str) -> Any:
-        layers = classifier(device).head
+        layers = make_classifier(device).head
         with torch.autograd.forward_ad.dual_level():
             x = torch.autograd.forward_ad.make_dual(
                 torch.ones(2, 16, device=device), torch.full((2, 16), 0.5, device=device)
@@ -328,7 +329,7 @@ def test_forward_mode_through_a_module() -> None:
 def test_module_and_tensor_hooks_match() -> None:
     def work(device: str) -> list[Any]:
         seen: list[Any] = []
-        module = classifier(device).eval()
+        module = make_classifier(device).eval()
         module.head.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
         module.head.register_forward_hook(lambda _, args, output: output * 2)
         module.head.register_full_backward_hook(lambda _, into, out: seen.extend([*into, *out]))
@@ -362,7 +363,7 @@ def test_autocast_bfloat16_matches_local() -> None:
     seen = {}
 
     def work(device: str) -> list[torch.Tensor]:
-        module = classifier(device).eval()
+        module = make_classifier(device).eval()
         with torch.autocast(torch.device(device).type, dtype=torch.bfloat16):
             product = torch.ones(4, 4, device=device) @ torch.ones(4, 4, device=device)
             loss = F.cross_entropy(module(torch.ones(2, 1, 8, 8, device=device)).float(), torch.tensor(
@@ -408,4 +409,4 @@ def test_tensor_repr_shows_values_and_device(make: Callable[[str], torch.Tensor]
 
 def test_scalar_format_and_module_repr() -> None:
     assert f"{torch.tensor(1.5, device=D0):.3f}" == "1.500"
-    assert repr(classifier(D0)) == repr(classifier("cpu"))
+    assert repr(make_classifier(D0)) == repr(make_classifier("cpu"))

@@ -35,7 +35,7 @@ _FRAME = struct.Struct("<IIQQ")
 _REPLY = struct.Struct("<QQQII")
 
 
-class Record(IntEnum):
+class RecordKind(IntEnum):
     OP = 0
     DYNAMIC_OP = 1
     BIND_OUTPUTS = 2
@@ -80,14 +80,14 @@ class Tensor:
     flags: int = 0
 
     def effective_strides(self) -> tuple[int, ...]:
-        return contiguous(self.shape) if self.strides is None else self.strides
+        return contiguous_strides(self.shape) if self.strides is None else self.strides
 
     def size_bytes(self) -> int:
         return math.prod(self.shape) * DTYPES[self.dtype][1]
 
 
 @dataclass(frozen=True)
-class New:
+class NewOutput:
     """A predicted output."""
 
     shape: tuple[int, ...] = ()
@@ -96,7 +96,7 @@ class New:
 
 
 @dataclass(frozen=True)
-class Alias:
+class AliasOutput:
     index: int = 0
 
 
@@ -115,32 +115,32 @@ class Generator:
 
 
 @dataclass(frozen=True)
-class Data:
+class CallNumber:
     """A number that is sent with each call."""
 
     value: int | float
 
 
 @dataclass(frozen=True)
-class Raw:
+class RawBytes:
     """An encoded argument or output, for invalid ones."""
 
     template: bytes
     data: bytes = b""
 
 
-class _PlainKind:
+class _KindOnlyArgument:
     def __init__(self, kind: int) -> None:
         self.kind = kind
 
 
-UNDEFINED = _PlainKind(3)
-DEVICE = _PlainKind(10)
+UNDEFINED = _KindOnlyArgument(3)
+DEVICE = _KindOnlyArgument(10)
 # Any: an argument is whatever an op takes.
 Value = Any
 
 
-def contiguous(shape: Sequence[int]) -> tuple[int, ...]:
+def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
     strides: list[int] = []
     step = 1
     for size in reversed(shape):
@@ -164,7 +164,7 @@ def i64(*values: int) -> bytes:
     return struct.pack(f"<{len(values)}q", *values)
 
 
-def text(value: str) -> bytes:
+def encode_text(value: str) -> bytes:
     data = value.encode()
     return u32(len(data)) + data
 
@@ -184,23 +184,25 @@ def fetch_parcel_record(
     size_bytes: int | None = None,
 ) -> bytes:
     size = tensor.size_bytes() if size_bytes is None else size_bytes
-    address = text(host) + u32(port) + text(server_name) + u64(number) + text(token)
-    return record(Record.FETCH_PARCEL, 0, view(tensor) + u64(size) + address + text("the source"))
+    address = encode_text(host) + u32(port) + encode_text(server_name) + u64(number) + encode_text(token)
+    return record(
+        RecordKind.FETCH_PARCEL, 0, encode_view(tensor) + u64(size) + address + encode_text("the source")
+    )
 
 
 def frame(number: int, payload: bytes, *, kind: int = RECORDS, replies_received: int = 0) -> bytes:
     return _FRAME.pack(len(payload), kind, number, replies_received) + payload
 
 
-def view(tensor: Tensor) -> bytes:
+def encode_view(tensor: Tensor) -> bytes:
     head = struct.pack("<BBBB", DTYPES[tensor.dtype][0], len(tensor.shape), tensor.flags, 0)
     return u32(tensor.storage) + head + i64(tensor.offset, *tensor.shape, *tensor.effective_strides())
 
 
-def argument(value: Value) -> tuple[bytes, bytes]:
+def encode_argument(value: Value) -> tuple[bytes, bytes]:
     """Its part of the template, and the data that is sent with each call."""
     match value:
-        case Raw():
+        case RawBytes():
             return value.template, value.data
         case None:
             return b"\x00", b""
@@ -213,19 +215,19 @@ def argument(value: Value) -> tuple[bytes, bytes]:
             return struct.pack("<BBB", 2, DTYPES[value.dtype][0], value.number), value.data.ljust(16, b"\0")
         case Generator():
             return b"\x0b", u32(value.number)
-        case Data(value=int()):
+        case CallNumber(value=int()):
             return b"\x0c", i64(value.value)
-        case Data():
+        case CallNumber():
             return b"\x0d", struct.pack("<d", value.value)
-        case _PlainKind():
+        case _KindOnlyArgument():
             return bytes([value.kind]), b""
         case list():
-            parts = [argument(item) for item in value]
+            parts = [encode_argument(item) for item in value]
             return b"\x09" + u32(len(parts)) + b"".join(p[0] for p in parts), b"".join(p[1] for p in parts)
-    return _plain(value), b""
+    return _encode_plain_argument(value), b""
 
 
-def _plain(value: bool | int | float | complex | str) -> bytes:
+def _encode_plain_argument(value: bool | int | float | complex | str) -> bytes:
     match value:
         case bool():
             return b"\x05" + bytes([value])
@@ -236,25 +238,25 @@ def _plain(value: bool | int | float | complex | str) -> bytes:
         case complex():
             return b"\x07" + struct.pack("<dd", value.real, value.imag)
         case str():
-            return b"\x08" + text(value)
+            return b"\x08" + encode_text(value)
     raise AssertionError(f"{value!r} cannot be packed")
 
 
-def output(value: Value) -> bytes:
+def encode_output(value: Value) -> bytes:
     match value:
-        case Raw():
+        case RawBytes():
             return value.template
         case None:
             return b"\x00"
-        case New():
-            strides = contiguous(value.shape) if value.strides is None else value.strides
+        case NewOutput():
+            strides = contiguous_strides(value.shape) if value.strides is None else value.strides
             return struct.pack("<BBB", 1, DTYPES[value.dtype][0], len(value.shape)) + i64(
                 *value.shape, *strides
             )
-        case Alias():
+        case AliasOutput():
             return b"\x02" + u32(value.index)
         case list():
-            return b"\x03" + u32(len(value)) + b"".join(output(item) for item in value)
+            return b"\x03" + u32(len(value)) + b"".join(encode_output(item) for item in value)
         case int():
             return b"\x04" + i64(value)
     raise AssertionError(f"{value!r} cannot be predicted")
@@ -262,21 +264,26 @@ def output(value: Value) -> bytes:
 
 def template_body(op: str, args: Sequence[Value], outputs: Sequence[Value] | None) -> bytes:
     name, _, overload = op.partition(".")
-    body = text(name) + text(overload) + u32(len(args)) + b"".join(argument(a)[0] for a in args)
+    body = (
+        encode_text(name)
+        + encode_text(overload)
+        + u32(len(args))
+        + b"".join(encode_argument(a)[0] for a in args)
+    )
     if outputs is None:
         return body + b"\x00"
-    return body + b"\x01" + u32(len(outputs)) + b"".join(output(o) for o in outputs)
+    return body + b"\x01" + u32(len(outputs)) + b"".join(encode_output(o) for o in outputs)
 
 
-def count_new(outputs: Sequence[Value]) -> int:
-    return sum(count_new(o) if isinstance(o, list) else isinstance(o, New) for o in outputs)
+def count_new_outputs(outputs: Sequence[Value]) -> int:
+    return sum(count_new_outputs(o) if isinstance(o, list) else isinstance(o, NewOutput) for o in outputs)
 
 
 # --- unpacking ----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Error:
+class ErrorReply:
     code: str
     op: str
     number: int
@@ -307,7 +314,7 @@ class DynamicResult:
 
 
 @dataclass
-class Scanner:
+class ReplyReader:
     data: bytes
     at: int = 0
 
@@ -322,8 +329,8 @@ class Scanner:
     def text(self) -> str:
         return bytes(self.unpack(f"{self.one('I')}s")[0]).decode()
 
-    def error(self) -> Error:
-        return Error(self.text(), self.text(), self.one("Q"), self.text())
+    def error(self) -> ErrorReply:
+        return ErrorReply(self.text(), self.text(), self.one("Q"), self.text())
 
     def output(self) -> Value:
         match self.one("B"):
@@ -332,9 +339,9 @@ class Scanner:
             case 1:
                 dtype, dimensions = self.unpack("BB")
                 shape, strides = self.unpack(f"{dimensions}q"), self.unpack(f"{dimensions}q")
-                return New(shape, _DTYPE_NAMES[dtype], strides)
+                return NewOutput(shape, _DTYPE_NAMES[dtype], strides)
             case 2:
-                return Alias(self.one("I"))
+                return AliasOutput(self.one("I"))
             case 3:
                 return [self.output() for _ in range(self.one("I"))]
             case 4:
@@ -392,7 +399,7 @@ class Client:
     """All frames, for resending."""
     acknowledged: int = 0
     """Number of the last frame that the executor has acknowledged."""
-    fatal_error: Error | None = None
+    fatal_error: ErrorReply | None = None
     """The error that ended the session."""
     _storages: int = 0
     _templates: int = 0
@@ -415,7 +422,7 @@ class Client:
         for start in range(0, len(data), part):
             self.send(data[start : start + part], kind=BYTES)
 
-    def receive(self) -> Reply | Error:
+    def receive(self) -> Reply | ErrorReply:
         """Return the next reply or the fatal error, after which the executor waits for this side to close."""
         while True:
             size, number, frames, kind, _ = _REPLY.unpack(self.pipe.read_exactly(_REPLY.size, TIMEOUT_S))
@@ -425,18 +432,18 @@ class Client:
                 assert size == 0
                 continue
             if kind == FATAL:
-                self.fatal_error = Scanner(payload).error()
+                self.fatal_error = ReplyReader(payload).error()
                 return self.fatal_error
             assert number == self.replies + 1, f"reply {number} received after {self.replies}"
             self.replies = number
-            return Scanner(payload).error() if kind == ERROR else Reply(number, payload)
+            return ReplyReader(payload).error() if kind == ERROR else Reply(number, payload)
 
     def receive_acknowledgement(self) -> int:
         size, _, frames, kind, _ = _REPLY.unpack(self.pipe.read_exactly(_REPLY.size, TIMEOUT_S))
         assert (size, kind) == (0, ACKNOWLEDGE)
         return int(frames)
 
-    def request(self, *records: bytes) -> Reply | Error:
+    def request(self, *records: bytes) -> Reply | ErrorReply:
         self.send(*records)
         return self.receive()
 
@@ -459,14 +466,14 @@ class Client:
         """Return its number and the record that defines it."""
         self._templates += 1
         body = template_body(op, args, outputs)
-        return self._templates, record(Record.DEFINE_TEMPLATE, self._templates, u32(len(body)) + body)
+        return self._templates, record(RecordKind.DEFINE_TEMPLATE, self._templates, u32(len(body)) + body)
 
     def op(self, op: str, *args: Value, outputs: Sequence[Value] = ()) -> list[Tensor]:
         """Send an op and return its predicted tensors, without waiting."""
         number, made = self.template(op, args, list(outputs))
-        storages = [self.new_storage() for _ in range(count_new(outputs))]
-        data = b"".join(argument(a)[1] for a in args)
-        self.send(made, record(Record.OP, number, data + u32(*storages)))
+        storages = [self.new_storage() for _ in range(count_new_outputs(outputs))]
+        data = b"".join(encode_argument(a)[1] for a in args)
+        self.send(made, record(RecordKind.OP, number, data + u32(*storages)))
         return bind_outputs(outputs, storages)
 
     def op_output(self, op: str, *args: Value, outputs: Sequence[Value]) -> Tensor:
@@ -474,35 +481,41 @@ class Client:
         (tensor,) = self.op(op, *args, outputs=outputs)
         return tensor
 
-    def run_dynamic(self, op: str, *args: Value) -> DynamicResult | Error:
+    def run_dynamic(self, op: str, *args: Value) -> DynamicResult | ErrorReply:
         number, made = self.template(op, args, None)
-        reply = self.request(made, record(Record.DYNAMIC_OP, number, b"".join(argument(a)[1] for a in args)))
-        if isinstance(reply, Error):
+        reply = self.request(
+            made, record(RecordKind.DYNAMIC_OP, number, b"".join(encode_argument(a)[1] for a in args))
+        )
+        if isinstance(reply, ErrorReply):
             return reply
-        scanner = Scanner(reply.payload)
+        scanner = ReplyReader(reply.payload)
         outputs = [scanner.output() for _ in range(scanner.one("I"))]
         changed = [scanner.change() for _ in range(scanner.one("I"))]
         assert scanner.at == len(reply.payload)
-        storages = [self.new_storage() for _ in range(count_new(outputs))]
-        self.send(record(Record.BIND_OUTPUTS, len(storages), u64(reply.number) + u32(*storages)))
+        storages = [self.new_storage() for _ in range(count_new_outputs(outputs))]
+        self.send(record(RecordKind.BIND_OUTPUTS, len(storages), u64(reply.number) + u32(*storages)))
         tensors = iter(bind_outputs(outputs, storages))
-        return DynamicResult([_with_tensors(o, tensors) for o in outputs], changed)
+        return DynamicResult([_replace_new_outputs(o, tensors) for o in outputs], changed)
 
-    def run_refused(self, op: str, *args: Value) -> Error:
+    def run_refused(self, op: str, *args: Value) -> ErrorReply:
         answer = self.run_dynamic(op, *args)
-        assert isinstance(answer, Error), answer
+        assert isinstance(answer, ErrorReply), answer
         return answer
 
     # --- memory
 
     def allocate(self, shape: tuple[int, ...], dtype: str = "float32") -> Tensor:
         tensor = Tensor(self.new_storage(), shape, dtype)
-        self.send(record(Record.ALLOCATE, 0, u32(tensor.storage) + u64(tensor.size_bytes())))
+        self.send(record(RecordKind.ALLOCATE, 0, u32(tensor.storage) + u64(tensor.size_bytes())))
         return tensor
 
     def put(self, tensor: Tensor, data: bytes) -> None:
         is_inline = len(data) <= INLINE_BYTES_MAX
-        self.send(record(Record.PUT, is_inline, view(tensor) + u64(len(data)) + (data if is_inline else b"")))
+        self.send(
+            record(
+                RecordKind.PUT, is_inline, encode_view(tensor) + u64(len(data)) + (data if is_inline else b"")
+            )
+        )
         if not is_inline:
             self.send_bytes(data)
 
@@ -515,10 +528,10 @@ class Client:
         return self.upload((len(values),), struct.pack(f"<{len(values)}f", *values))
 
     def free(self, *tensors: Tensor) -> None:
-        self.send(*(record(Record.FREE, 0, u32(tensor.storage)) for tensor in tensors))
+        self.send(*(record(RecordKind.FREE, 0, u32(tensor.storage)) for tensor in tensors))
 
-    def get(self, tensor: Tensor) -> bytes | Error:
-        reply = self.request(record(Record.GET, 0, view(tensor)))
+    def get(self, tensor: Tensor) -> bytes | ErrorReply:
+        reply = self.request(record(RecordKind.GET, 0, encode_view(tensor)))
         return reply.payload if isinstance(reply, Reply) else reply
 
     def floats_in(self, tensor: Tensor) -> tuple[float, ...]:
@@ -529,29 +542,29 @@ class Client:
     # --- copies between executors
 
     def publish_parcel(self, number: int, tensor: Tensor) -> None:
-        self.send(record(Record.PUBLISH_PARCEL, 0, u64(number) + view(tensor)))
+        self.send(record(RecordKind.PUBLISH_PARCEL, 0, u64(number) + encode_view(tensor)))
 
     def drop_parcel(self, number: int) -> None:
-        self.send(record(Record.DROP_PARCEL, 0, u64(number)))
+        self.send(record(RecordKind.DROP_PARCEL, 0, u64(number)))
 
     def fetch_parcel(self, tensor: Tensor, port: int, number: int, token: str, **more: Any) -> None:
         self.send(fetch_parcel_record(tensor, port, number, token, **more))
 
-    def sync(self) -> Error | None:
-        reply = self.request(record(Record.SYNC))
-        return reply if isinstance(reply, Error) else None
+    def sync(self) -> ErrorReply | None:
+        reply = self.request(record(RecordKind.SYNC))
+        return reply if isinstance(reply, ErrorReply) else None
 
-    def stats(self) -> Stats:
-        reply = self.request(record(Record.STATS))
+    def stats(self) -> SessionStats:
+        reply = self.request(record(RecordKind.STATS))
         assert isinstance(reply, Reply), reply
-        return Stats(*struct.unpack("<5Q", reply.payload))
+        return SessionStats(*struct.unpack("<5Q", reply.payload))
 
     def close_session(self) -> None:
-        self.send(record(Record.CLOSE_SESSION))
+        self.send(record(RecordKind.CLOSE_SESSION))
 
 
 @dataclass(frozen=True)
-class Stats:
+class SessionStats:
     storages: int
     bytes_allocated: int
     bytes_allocated_peak: int
@@ -562,17 +575,17 @@ class Stats:
 def bind_outputs(outputs: Sequence[Value], storages: Sequence[int]) -> list[Tensor]:
     """The new tensors among outputs, in order, on these storages."""
     flat = [item for o in outputs for item in (o if isinstance(o, list) else [o])]
-    news = [item for item in flat if isinstance(item, New)]
+    news = [item for item in flat if isinstance(item, NewOutput)]
     return [
         Tensor(storage, new.shape, new.dtype, new.strides)
         for new, storage in zip(news, storages, strict=True)
     ]
 
 
-def _with_tensors(value: Value, tensors: Iterator[Tensor]) -> Value:
+def _replace_new_outputs(value: Value, tensors: Iterator[Tensor]) -> Value:
     if isinstance(value, list):
-        return [_with_tensors(item, tensors) for item in value]
-    return next(tensors) if isinstance(value, New) else value
+        return [_replace_new_outputs(item, tensors) for item in value]
+    return next(tensors) if isinstance(value, NewOutput) else value
 
 
 # --- connections --------------------------------------------------------------------------------

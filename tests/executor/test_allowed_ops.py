@@ -7,7 +7,7 @@ import re
 import torch
 
 from genie.executor.session import ALLOWED_OPS
-from tests.executor.client import New, served_session
+from tests.executor.client import NewOutput, served_session
 
 NEVER = re.compile(
     r"from_file|_?pin_memory|is_pinned|record_stream|_print|_test_.*|_unsafe_(index|masked).*|_to_cpu|_copy_from.*"
@@ -30,6 +30,6 @@ def test_allowed_ops_exist_in_torch() -> None:
 def test_op_outside_the_allowed_ops_is_refused() -> None:
     with served_session(allowed_ops=["relu"]) as (_, client):
         source = client.floats(-1, 1)
-        assert client.floats_in(client.op_output("aten::relu", source, outputs=[New((2,))])) == (0, 1)
+        assert client.floats_in(client.op_output("aten::relu", source, outputs=[NewOutput((2,))])) == (0, 1)
         error = client.run_refused("aten::neg", source)
         assert (error.code, error.op) == ("device.op_refused", "aten::neg")

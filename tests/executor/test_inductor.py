@@ -19,7 +19,7 @@ from genie.executor.inductor import CompiledGraph, InductorCompiler
 LIMIT_BYTES = 1_000_000
 
 
-class Memory:
+class FakeProcessMemory:
     """Fake memory usage and limit of this process."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,7 +49,7 @@ def test_thread_start_failure_is_reported_and_next_graph_is_tried(
 def test_memory_after_compile_timeout_counts_towards_the_session(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    memory = Memory(monkeypatch)
+    memory = FakeProcessMemory(monkeypatch)
     compiler = InductorCompiler(device="cpu", folder=tmp_path)
     entered, resume = threading.Event(), threading.Event()
     seen: list[BaseException] = []

@@ -15,7 +15,7 @@ from genie.errors import DeviceUnavailableError, TokenRefusedError, TransportErr
 from genie.executor import listener
 from genie.native import libraries
 from genie.runtime import device_protocol, tls
-from tests.executor.client import TIMEOUT_S, Client, Error, Tensor, handshake, open_pipe
+from tests.executor.client import TIMEOUT_S, Client, ErrorReply, Tensor, handshake, open_pipe
 from tests.executor.process import TICKET
 from tests.executor.thread import ThreadedExecutor, executor_on_a_thread
 from tests.waiting import wait_until
@@ -122,7 +122,7 @@ def test_idle_connections_do_not_block_the_client(executor: ThreadedExecutor) ->
 
 
 @pytest.fixture
-def stalled(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., socket.socket]]:
+def open_stalled_connection(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., socket.socket]]:
     """Opens connections that send one byte; no timeout closes them."""
     monkeypatch.setattr(listener, "_FIRST_BYTE_TIMEOUT_S", 600.0)
     monkeypatch.setattr(listener, "_HANDSHAKE_TIMEOUT_S", 600.0)
@@ -138,20 +138,22 @@ def stalled(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., socket.so
 
 
 def test_strangers_that_send_one_byte_do_not_block_the_client(
-    executor: ThreadedExecutor, stalled: Callable[..., socket.socket]
+    executor: ThreadedExecutor, open_stalled_connection: Callable[..., socket.socket]
 ) -> None:
     for _ in range(200):
-        stalled(executor)
+        open_stalled_connection(executor)
     with connected_client(executor) as (client, _):
         assert client.sync() is None
 
 
-def test_oldest_handshake_of_the_most_frequent_address_is_closed(
-    executor: ThreadedExecutor, stalled: Callable[..., socket.socket], monkeypatch: pytest.MonkeyPatch
+def test_oldest_stalled_handshake_of_the_most_frequent_address_is_closed(
+    executor: ThreadedExecutor,
+    open_stalled_connection: Callable[..., socket.socket],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(listener, "_CONCURRENT_HANDSHAKES_MAX", 4)
-    other = stalled(executor, "127.0.0.2")
-    first, *rest = [stalled(executor) for _ in range(4)]
+    other = open_stalled_connection(executor, "127.0.0.2")
+    first, *rest = [open_stalled_connection(executor) for _ in range(4)]
     preface = len(device_protocol.make_preface())
     assert first.recv(64) in (b"", device_protocol.make_preface())
     assert first.recv(64) == b""
@@ -239,7 +241,7 @@ def test_close_session_frees_everything(executor: ThreadedExecutor) -> None:
 def test_corrupt_stream_ends_the_session(executor: ThreadedExecutor) -> None:
     with connected_client(executor) as (client, _):
         client.write(b"\xff" * 100)
-        assert isinstance(client.receive(), Error)
+        assert isinstance(client.receive(), ErrorReply)
         client.close()
         wait_until(lambda: executor.ended)
 
@@ -258,7 +260,7 @@ def test_closing_the_listener_ends_the_session(executor: ThreadedExecutor) -> No
 
 
 @pytest.fixture(scope="module")
-def secured(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, object], bytes]:
+def tls_settings_and_ca(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, object], bytes]:
     """Settings of an executor with a certificate, and the certificate of its CA."""
     folder = tmp_path_factory.mktemp("secured")
     authority = tls.CertificateAuthority.create(now=time.time())
@@ -274,7 +276,7 @@ def secured(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, object]
     return settings, ssl.PEM_cert_to_DER_cert(authority.ca_pem)
 
 
-def tls_pipe(port: int, authority: bytes, name: str) -> object:
+def open_tls_pipe(port: int, authority: bytes, name: str) -> object:
     sock = socket.create_connection(("127.0.0.1", port), timeout=TIMEOUT_S)
     stream = libraries.load("genie_executor").Stream
     return stream.tls_client(sock.detach(), [authority], name, TIMEOUT_S)
@@ -294,11 +296,11 @@ def can_run_ops(client: Client) -> bool:
     ids=["this machine", "another machine", "an unknown machine"],
 )
 def test_op_stream_without_tls_only_within_one_machine(
-    secured: tuple[dict[str, object], bytes], machine: Callable[[], str], plaintext: bool
+    tls_settings_and_ca: tuple[dict[str, object], bytes], machine: Callable[[], str], plaintext: bool
 ) -> None:
-    settings, authority = secured
+    settings, authority = tls_settings_and_ca
     with executor_on_a_thread(**settings) as executor:
-        pipe = tls_pipe(executor.port, authority, str(settings["server_name"]))
+        pipe = open_tls_pipe(executor.port, authority, str(settings["server_name"]))
         opened = handshake(pipe, TICKET, machine=machine())
         assert opened.plaintext is plaintext
         client = Client(pipe.downgrade_to_plaintext(TIMEOUT_S) if plaintext else pipe)  # type: ignore[attr-defined]
@@ -306,7 +308,7 @@ def test_op_stream_without_tls_only_within_one_machine(
         assert can_run_ops(client)
         executor.disconnect_client()
         client.close()
-        again = tls_pipe(executor.port, authority, str(settings["server_name"]))
+        again = open_tls_pipe(executor.port, authority, str(settings["server_name"]))
         resumed = handshake(
             again, TICKET, machine=machine(), session_key=opened.session_key, replies_received=client.replies
         )
@@ -316,16 +318,16 @@ def test_op_stream_without_tls_only_within_one_machine(
         client.close()
 
 
-def test_plain_connection_is_refused_with_tls(secured: tuple[dict[str, object], bytes]) -> None:
-    settings, authority = secured
+def test_plain_connection_is_refused_with_tls(tls_settings_and_ca: tuple[dict[str, object], bytes]) -> None:
+    settings, authority = tls_settings_and_ca
     with executor_on_a_thread(**settings) as executor:
         with pytest.raises(ConnectionError):
-            tls_pipe(executor.port, authority, tls.executor_certificate_name("another-job"))
+            open_tls_pipe(executor.port, authority, tls.executor_certificate_name("another-job"))
         plain = open_pipe(executor.port)
         with pytest.raises(TransportError):
             handshake(plain, TICKET)
         plain.close()
-        pipe = tls_pipe(executor.port, authority, str(settings["server_name"]))
+        pipe = open_tls_pipe(executor.port, authority, str(settings["server_name"]))
         handshake(pipe, TICKET)
         assert can_run_ops(Client(pipe))
         pipe.close()  # type: ignore[attr-defined]

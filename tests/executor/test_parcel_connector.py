@@ -32,7 +32,7 @@ def executor(tmp_path: Path, authority: tls.CertificateAuthority) -> Iterator[Th
         yield executor
 
 
-def connector(tmp_path: Path, ca_pem: str | None) -> ParcelConnector:
+def make_connector(tmp_path: Path, ca_pem: str | None) -> ParcelConnector:
     path = tmp_path / "ca"
     if ca_pem is not None:
         path.write_text(ca_pem)
@@ -44,7 +44,7 @@ def test_connects_to_an_executor_of_the_cluster(
     tmp_path: Path, authority: tls.CertificateAuthority, executor: ThreadedExecutor
 ) -> None:
     with pytest.raises(DeviceUnavailableError, match="no session"):
-        connector(tmp_path, authority.ca_pem)("127.0.0.1", executor.port, NAME, 1, "a token")
+        make_connector(tmp_path, authority.ca_pem)("127.0.0.1", executor.port, NAME, 1, "a token")
 
 
 def test_certificate_of_another_executor_is_rejected(
@@ -52,19 +52,19 @@ def test_certificate_of_another_executor_is_rejected(
 ) -> None:
     for name in (tls.executor_certificate_name("job-3"), ""):
         with pytest.raises(TlsError):
-            connector(tmp_path, authority.ca_pem)("127.0.0.1", executor.port, name, 1, "x")
+            make_connector(tmp_path, authority.ca_pem)("127.0.0.1", executor.port, name, 1, "x")
 
 
 def test_certificate_of_another_cluster_is_rejected(tmp_path: Path, executor: ThreadedExecutor) -> None:
     other = tls.CertificateAuthority.create(now=time.time())
     with pytest.raises(TlsError):
-        connector(tmp_path, other.ca_pem)("127.0.0.1", executor.port, NAME, 1, "x")
+        make_connector(tmp_path, other.ca_pem)("127.0.0.1", executor.port, NAME, 1, "x")
 
 
 @pytest.mark.parametrize("ca_pem", [None, "", "not a certificate", "\u00e4"])
 def test_connection_without_ca_certificate_is_refused(tmp_path: Path, ca_pem: str | None) -> None:
     with pytest.raises(TlsError, match="CA"):
-        connector(tmp_path, ca_pem)("127.0.0.1", 9, NAME, 1, "x")
+        make_connector(tmp_path, ca_pem)("127.0.0.1", 9, NAME, 1, "x")
 
 
 def test_refused_loopback_connection_hints_at_another_machine(tmp_path: Path) -> None:

@@ -16,7 +16,17 @@ from genie.model.job import CLIENT_LOST_EXIT_CODE
 from genie.native import libraries
 from genie.processes import executor_config
 from genie.runtime import device_protocol
-from tests.executor.client import DEVICE, TIMEOUT_S, Client, Error, New, Tensor, Value, handshake, open_pipe
+from tests.executor.client import (
+    DEVICE,
+    TIMEOUT_S,
+    Client,
+    ErrorReply,
+    NewOutput,
+    Tensor,
+    Value,
+    handshake,
+    open_pipe,
+)
 from tests.executor.process import TICKET, ExecutorProcess, start_executor
 
 SOURCES = libraries.BuildCache.of_this_installation().sources
@@ -57,13 +67,13 @@ def client(executors: dict[str, ExecutorProcess]) -> Iterator[Client]:
     pipe.close()
 
 
-def status_of(executor: ExecutorProcess) -> str:
+def read_status(executor: ExecutorProcess) -> str:
     """What the executor reports to the agent."""
     return (executor.folder / "status").read_text()
 
 
 def still_serves(client: Client) -> bool:
-    made = client.op_output("aten::ones", [2], FLOAT32, None, DEVICE, None, outputs=[New((2,))])
+    made = client.op_output("aten::ones", [2], FLOAT32, None, DEVICE, None, outputs=[NewOutput((2,))])
     right = client.floats_in(made) == (1, 1)
     client.free(made)
     return right and client.stats().storages == 0
@@ -121,15 +131,15 @@ def test_idle_connections_do_not_block_the_client(
 @pytest.mark.parametrize(
     ("op", "args", "made"),
     [
-        ("aten::empty.memory_format", [[2**45], FLOAT32, None, DEVICE, None, None], New((2**45,))),
-        ("aten::arange", [2**34, INT64, None, DEVICE, None], New((2**34,), "int64")),
-        ("aten::eye", [2**17, FLOAT32, None, DEVICE, None], New((2**17, 2**17))),
-        ("aten::randperm", [2**36, INT64, None, DEVICE, None], New((2**36,), "int64")),
+        ("aten::empty.memory_format", [[2**45], FLOAT32, None, DEVICE, None, None], NewOutput((2**45,))),
+        ("aten::arange", [2**34, INT64, None, DEVICE, None], NewOutput((2**34,), "int64")),
+        ("aten::eye", [2**17, FLOAT32, None, DEVICE, None], NewOutput((2**17, 2**17))),
+        ("aten::randperm", [2**36, INT64, None, DEVICE, None], NewOutput((2**36,), "int64")),
     ],
     ids=["empty", "arange", "eye", "randperm"],
 )
 def test_excessive_allocation_is_refused_and_executor_continues(
-    client: Client, op: str, args: list[Value], made: New
+    client: Client, op: str, args: list[Value], made: NewOutput
 ) -> None:
     error = client.run_refused(op, *args)
     assert error.code == OUT_OF_MEMORY, error
@@ -142,7 +152,9 @@ def test_excessive_allocation_is_refused_and_executor_continues(
 
 
 def test_temporary_memory_of_an_op_is_limited(client: Client) -> None:
-    made = client.op_output("aten::zeros", [100_000], FLOAT32, None, DEVICE, None, outputs=[New((100_000,))])
+    made = client.op_output(
+        "aten::zeros", [100_000], FLOAT32, None, DEVICE, None, outputs=[NewOutput((100_000,))]
+    )
     column = Tensor(made.storage, (100_000, 1))
     error = client.run_refused("aten::mul.Tensor", made, column)
     assert error.code == OUT_OF_MEMORY
@@ -166,15 +178,15 @@ def test_executor_exits_when_client_does_not_reconnect(executors: dict[str, Exec
     pipe = open_pipe(executor.port)
     handshake(pipe, TICKET)
     client = Client(pipe)
-    assert not isinstance(client.sync(), Error)
+    assert not isinstance(client.sync(), ErrorReply)
     client.close()
     assert executor.wait_end() == CLIENT_LOST_EXIT_CODE
-    assert status_of(executor) == "the client disconnected and did not reconnect within 0.1 s"
+    assert read_status(executor) == "the client disconnected and did not reconnect within 0.1 s"
 
 
 def test_executor_exits_when_no_client_connects(executors: dict[str, ExecutorProcess]) -> None:
     assert executors["idle"].wait_end() == CLIENT_LOST_EXIT_CODE
-    assert status_of(executors["idle"]) == "no client connected within 0.1 s"
+    assert read_status(executors["idle"]) == "no client connected within 0.1 s"
 
 
 def test_executor_fails_when_client_violates_the_protocol(executors: dict[str, ExecutorProcess]) -> None:

@@ -10,20 +10,20 @@ import pytest
 from tests.executor.client import (
     DEVICE,
     FRAME_BYTES_MAX,
-    Alias,
+    AliasOutput,
     Client,
-    Error,
-    New,
-    Record,
+    ErrorReply,
+    NewOutput,
+    RecordKind,
     Reply,
     ServedSession,
     Tensor,
+    encode_view,
     frame,
     record,
     served_session,
     u32,
     u64,
-    view,
 )
 from tests.waiting import wait_until
 
@@ -52,7 +52,7 @@ def resume(session: ServedSession, client: Client, *, received: int | None = Non
 
 
 def add_one(client: Client, tensor: Tensor) -> None:
-    client.op("aten::add_.Scalar", tensor, 1.0, 1, outputs=[Alias()])
+    client.op("aten::add_.Scalar", tensor, 1.0, 1, outputs=[AliasOutput()])
 
 
 def test_session_continues_on_a_new_connection(session: tuple[ServedSession, Client]) -> None:
@@ -79,7 +79,7 @@ def test_resent_frames_are_executed_once(session: tuple[ServedSession, Client]) 
     for data in client.sent:  # all again, as if none had been acknowledged
         client.write(data)
     client.frames += 1
-    client.write(frame(client.frames, record(Record.GET, 0, view(made))))
+    client.write(frame(client.frames, record(RecordKind.GET, 0, encode_view(made))))
     reply = client.receive()
     assert isinstance(reply, Reply)
     assert struct.unpack("<f", reply.payload) == (20,)
@@ -91,8 +91,8 @@ def test_truncated_frame_is_received_after_resend(session: tuple[ServedSession, 
     made = client.floats(0)
     add_one(client, made)
     client.sync()
-    number, template = client.template("aten::add_.Scalar", [made, 1.0, 1], [Alias()])
-    data = frame(client.frames + 1, template + record(Record.OP, number, u32(made.storage)))
+    number, template = client.template("aten::add_.Scalar", [made, 1.0, 1], [AliasOutput()])
+    data = frame(client.frames + 1, template + record(RecordKind.OP, number, u32(made.storage)))
     client.write(data[:at])
     cut_connection(served, client)
     assert served.native.frames_received == client.frames
@@ -105,7 +105,7 @@ def test_truncated_frame_is_received_after_resend(session: tuple[ServedSession, 
 def test_unreceived_reply_is_sent_again(session: tuple[ServedSession, Client]) -> None:
     served, client = session
     made = client.floats(5)
-    client.send(record(Record.GET, 0, view(made)), record(Record.SYNC))
+    client.send(record(RecordKind.GET, 0, encode_view(made)), record(RecordKind.SYNC))
     wait_until(lambda: served.native.frames_received == client.frames)
     cut_connection(served, client)
     resume(served, client)
@@ -121,12 +121,12 @@ def test_unreceived_failure_is_sent_again_once(
 ) -> None:
     served, client = session
     one = client.floats(1)
-    client.op("aten::mm", one, one, outputs=[New((1, 1))])
+    client.op("aten::mm", one, one, outputs=[NewOutput((1, 1))])
     assert client.sync() is not None
     cut_connection(served, client)
     resume(served, client, received=0)
     again = client.receive()
-    assert isinstance(again, Error)
+    assert isinstance(again, ErrorReply)
     assert again.op == "aten::mm"
     assert client.sync() is None
 
@@ -135,18 +135,18 @@ def test_unreceived_failure_is_sent_again_once(
 def test_large_reply_is_sent_again_unchanged(session: tuple[ServedSession, Client], change: str) -> None:
     served, client = session
     size = 3 * MIB
-    made = client.op_output("aten::full", [size], 7.0, 6, None, DEVICE, None, outputs=[New((size,))])
-    client.send(record(Record.GET, 0, view(made)))
+    made = client.op_output("aten::full", [size], 7.0, 6, None, DEVICE, None, outputs=[NewOutput((size,))])
+    client.send(record(RecordKind.GET, 0, encode_view(made)))
     client.pipe.read_exactly(100_000, 10.0)  # only a part: the executor is still sending
     match change:
         case "written":
             send_op_without_reading(client, "aten::fill_.Scalar", made)
         case "uploaded":
-            send_without_reading(client, record(Record.PUT, 0, view(made) + u64(size * 4)))
+            send_without_reading(client, record(RecordKind.PUT, 0, encode_view(made) + u64(size * 4)))
         case "resized":
-            send_without_reading(client, record(Record.RESIZE, 0, u32(made.storage) + u64(4)))
+            send_without_reading(client, record(RecordKind.RESIZE, 0, u32(made.storage) + u64(4)))
         case "freed":
-            send_without_reading(client, record(Record.FREE, 0, u32(made.storage)))
+            send_without_reading(client, record(RecordKind.FREE, 0, u32(made.storage)))
         case "in place":
             send_op_without_reading(client, "aten::zero_", made)
     cut_connection(served, client)
@@ -173,8 +173,8 @@ def send_without_reading(client: Client, *records: bytes) -> None:
 
 def send_op_without_reading(client: Client, op: str, made: Tensor) -> None:
     args = [made, 0.0] if op == "aten::fill_.Scalar" else [made]
-    number, template = client.template(op, args, [Alias()])
-    send_without_reading(client, template, record(Record.OP, number, u32(made.storage)))
+    number, template = client.template(op, args, [AliasOutput()])
+    send_without_reading(client, template, record(RecordKind.OP, number, u32(made.storage)))
 
 
 @pytest.mark.parametrize("op", ["aten::fill_.Scalar", "aten::resize_", "put"])
@@ -184,16 +184,16 @@ def test_unreceived_large_reply_is_not_changed_by_later_ops(
     """The client has read it, but not acknowledged it: the executor may have to send it again."""
     served, client = session
     size = MIB
-    made = client.op_output("aten::full", [size], 7.0, 6, None, DEVICE, None, outputs=[New((size,))])
+    made = client.op_output("aten::full", [size], 7.0, 6, None, DEVICE, None, outputs=[NewOutput((size,))])
     first = client.get(made)
     client.replies = 0  # acknowledges nothing from here on
     if op == "aten::fill_.Scalar":
-        client.op(op, made, 1.0, outputs=[Alias()])
+        client.op(op, made, 1.0, outputs=[AliasOutput()])
     elif op == "put":
         client.put(Tensor(made.storage, (3,)), bytes(12))
     else:
         number, template = client.template(op, [made, [3], None], None)
-        client.send(template, record(Record.DYNAMIC_OP, number, u32(made.storage)))
+        client.send(template, record(RecordKind.DYNAMIC_OP, number, u32(made.storage)))
     wait_until(lambda: served.native.frames_received == client.frames)
     cut_connection(served, client)
     resume(served, client)
@@ -213,9 +213,9 @@ def test_memory_of_unreceived_replies_counts_towards_the_quota() -> None:
         client.free(made)
         refused = client.allocate((90 * MIB,), "uint8")
         client.replies = received  # acknowledges the reply from here on
-        client.send(record(Record.SYNC))
+        client.send(record(RecordKind.SYNC))
         error = client.receive()
-        assert isinstance(error, Error)
+        assert isinstance(error, ErrorReply)
         assert error.code == "device.out_of_memory"
         client.free(refused)
         client.allocate((90 * MIB,), "uint8")
@@ -226,7 +226,7 @@ def test_upload_continues_after_reconnect(session: tuple[ServedSession, Client])
     served, client = session
     data = bytes(range(256)) * (3 * FRAME_BYTES_MAX // 256)
     target = client.allocate((len(data),), "uint8")
-    client.send(record(Record.PUT, 0, view(target) + u64(len(data))))
+    client.send(record(RecordKind.PUT, 0, encode_view(target) + u64(len(data))))
     client.send(data[:FRAME_BYTES_MAX], kind=2)
     part = frame(client.frames + 1, data[FRAME_BYTES_MAX : 2 * FRAME_BYTES_MAX], kind=2)
     client.write(part[:1_000_000])
@@ -243,11 +243,11 @@ def test_dynamic_outputs_can_be_bound_after_reconnect(session: tuple[ServedSessi
     served, client = session
     source = client.floats(0, 3)
     number, made = client.template("aten::nonzero", [source], None)
-    reply = client.request(made, record(Record.DYNAMIC_OP, number, u32(source.storage)))
+    reply = client.request(made, record(RecordKind.DYNAMIC_OP, number, u32(source.storage)))
     assert isinstance(reply, Reply)
     cut_connection(served, client)
     resume(served, client)
-    client.send(record(Record.BIND_OUTPUTS, 1, u64(reply.number) + u32(50)))
+    client.send(record(RecordKind.BIND_OUTPUTS, 1, u64(reply.number) + u32(50)))
     assert client.get(Tensor(50, (1, 1), "int64")) == struct.pack("<q", 1)
 
 
@@ -259,7 +259,7 @@ def test_acknowledging_unsent_replies_ends_the_session(
     cut_connection(served, client)
     client.pipe = served.connect(replies_received=5)
     fatal_error = client.receive()
-    assert isinstance(fatal_error, Error)
+    assert isinstance(fatal_error, ErrorReply)
     assert "never sent" in fatal_error.message
     client.close()
     assert served.wait_end() == "fatal"

@@ -15,24 +15,24 @@ from tests.executor.client import (
     FRAME_BYTES_MAX,
     NEGATIVE,
     UNDEFINED,
-    Alias,
+    AliasOutput,
+    CallNumber,
     Client,
-    Data,
     DynamicResult,
-    Error,
+    ErrorReply,
     Generator,
-    New,
-    Raw,
-    Record,
+    NewOutput,
+    RawBytes,
+    RecordKind,
     Reply,
     Scalar,
     Tensor,
     Value,
+    encode_view,
     record,
     served_session,
     u32,
     u64,
-    view,
 )
 
 MIB = 1024 * 1024
@@ -47,23 +47,25 @@ def client() -> Iterator[Client]:
 
 
 @pytest.fixture
-def limited() -> Iterator[Client]:
+def client_with_quota() -> Iterator[Client]:
     """A quota of 1 MiB of tensors, without a limit on the process."""
     with served_session(memory_bytes_max=MIB) as (_, client):
         yield client
 
 
 def zeros(client: Client, *shape: int) -> Tensor:
-    return client.op_output("aten::zeros", list(shape), FLOAT32, None, DEVICE, None, outputs=[New(shape)])
+    return client.op_output(
+        "aten::zeros", list(shape), FLOAT32, None, DEVICE, None, outputs=[NewOutput(shape)]
+    )
 
 
 def fill_tensor(client: Client, tensor: Tensor, value: float) -> None:
-    client.op("aten::fill_.Scalar", tensor, value, outputs=[Alias()])
+    client.op("aten::fill_.Scalar", tensor, value, outputs=[AliasOutput()])
 
 
 def output_of_failed_op(client: Client, wrong: Tensor) -> Tensor:
     """Return the output of an op that fails: its argument is not a matrix."""
-    return client.op_output("aten::mm", wrong, wrong, outputs=[New((2, 2))])
+    return client.op_output("aten::mm", wrong, wrong, outputs=[NewOutput((2, 2))])
 
 
 # --- ops with predicted outputs -----------------------------------------------------------------
@@ -71,22 +73,22 @@ def output_of_failed_op(client: Client, wrong: Tensor) -> Tensor:
 
 def test_op_runs_and_its_result_can_be_read(client: Client) -> None:
     made = client.op_output(
-        "aten::add.Tensor", client.floats(1, 2), client.floats(10, 20), 2, outputs=[New((2,))]
+        "aten::add.Tensor", client.floats(1, 2), client.floats(10, 20), 2, outputs=[NewOutput((2,))]
     )
     assert client.floats_in(made) == (21.0, 42.0)
 
 
 def test_template_is_used_for_several_calls(client: Client) -> None:
     one, other = client.floats(1, 2), client.floats(3, 4)
-    number, made = client.template("aten::add.Scalar", [one, Data(1.0), 1], [New((2,))])
+    number, made = client.template("aten::add.Scalar", [one, CallNumber(1.0), 1], [NewOutput((2,))])
     client.send(made)
     for source, value, expected in ((one, 5.0, (6, 7)), (other, 0.5, (3.5, 4.5))):
         storage = client.new_storage()
         data = u32(source.storage) + struct.pack("<d", value) + u32(storage)
-        client.send(record(Record.OP, number, data))
+        client.send(record(RecordKind.OP, number, data))
         assert client.floats_in(Tensor(storage, (2,))) == expected
-    client.send(record(Record.DROP_TEMPLATE, number))
-    client.send(client.template("aten::relu", [one], [New((2,))])[1])
+    client.send(record(RecordKind.DROP_TEMPLATE, number))
+    client.send(client.template("aten::relu", [one], [NewOutput((2,))])[1])
 
 
 def test_argument_may_be_any_view_of_a_storage(client: Client) -> None:
@@ -104,25 +106,25 @@ def test_argument_may_be_any_view_of_a_storage(client: Client) -> None:
 @pytest.mark.parametrize(("value", "dtype"), [(3.0, "float64"), (3, "int64")], ids=["float", "integer"])
 def test_scalar_may_be_passed_as_a_tensor(client: Client, value: float, dtype: str) -> None:
     scalar = Scalar(struct.pack("<d" if dtype == "float64" else "<q", value), dtype)
-    made = client.op_output("aten::mul.Tensor", client.floats(1, 2), scalar, outputs=[New((2,))])
+    made = client.op_output("aten::mul.Tensor", client.floats(1, 2), scalar, outputs=[NewOutput((2,))])
     assert client.floats_in(made) == (3.0, 6.0)
 
 
 def test_returned_scalar_is_not_overwritten_by_the_next_call(client: Client) -> None:
-    number, made = client.template("aten::lift_fresh_copy", [Scalar(b"", "float32")], [New(())])
+    number, made = client.template("aten::lift_fresh_copy", [Scalar(b"", "float32")], [NewOutput(())])
     client.send(made)
     storages = [client.new_storage() for _ in range(2)]
     for storage, value in zip(storages, (1.0, 2.0), strict=True):
         data = struct.pack("<f", value).ljust(16, b"\0")
-        client.send(record(Record.OP, number, data + u32(storage)))
+        client.send(record(RecordKind.OP, number, data + u32(storage)))
     assert [client.floats_in(Tensor(storage)) for storage in storages] == [(1.0,), (2.0,)]
 
 
-def test_lists_of_tensors_as_arguments_and_outputs(client: Client) -> None:
+def test_arguments_and_outputs_may_be_lists_of_tensors(client: Client) -> None:
     parts = [client.floats(1, 2), client.floats(3)]
-    joined = client.op_output("aten::cat", parts, 0, outputs=[New((3,))])
+    joined = client.op_output("aten::cat", parts, 0, outputs=[NewOutput((3,))])
     assert client.floats_in(joined) == (1, 2, 3)
-    added = client.op("aten::_foreach_add.Scalar", parts, 1.0, outputs=[[New((2,)), New((1,))]])
+    added = client.op("aten::_foreach_add.Scalar", parts, 1.0, outputs=[[NewOutput((2,)), NewOutput((1,))]])
     assert [client.floats_in(tensor) for tensor in added] == [(2, 3), (4,)]
     client.op("aten::_foreach_mul_.Scalar", parts, 10.0)
     assert client.floats_in(parts[1]) == (30,)
@@ -135,15 +137,15 @@ def test_optional_tensors_and_outputs_may_be_none(client: Client) -> None:
     (made,) = client.op(
         "aten::convolution_backward", grad, image, weight,
         [1], [1, 1], [0, 0], [1, 1], False, [0, 0], 1, [False, True, False],
-        outputs=[None, New((1, 1, 2, 2)), None],
+        outputs=[None, NewOutput((1, 1, 2, 2)), None],
     )  # fmt: skip
     assert client.floats_in(made) == (0, 0, 0, 0)
     out = client.op_output(
         "aten::convolution", image, weight, UNDEFINED, [1, 1], [0, 0], [1, 1], False, [0, 0], 1,
-        outputs=[New((1, 1, 3, 3))],
+        outputs=[NewOutput((1, 1, 3, 3))],
     )  # fmt: skip
     rows, index = client.upload((1, 2), struct.pack("<2f", 5, 6)), client.upload((1,), bytes(8), "int64")
-    picked = client.op_output("aten::index.Tensor", rows, [None, index], outputs=[New((1, 1))])
+    picked = client.op_output("aten::index.Tensor", rows, [None, index], outputs=[NewOutput((1, 1))])
     assert client.floats_in(picked) == (5,)
     assert client.floats_in(out) == (0,) * 9
     assert client.sync() is None
@@ -162,7 +164,7 @@ def test_optional_tensors_and_outputs_may_be_none(client: Client) -> None:
 def test_output_that_is_a_view_is_copied(client: Client, op: str, args: list[Value]) -> None:
     base = client.floats(1, 2, 3, 4)
     shape = {"aten::select.int": (), "aten::slice.Tensor": (2,)}.get(op, (4,))
-    made = client.op_output(op, base, *args, outputs=[New(shape)])
+    made = client.op_output(op, base, *args, outputs=[NewOutput(shape)])
     before = client.floats_in(made)
     fill_tensor(client, base, 9.0)
     assert client.floats_in(made) == before
@@ -171,22 +173,22 @@ def test_output_that_is_a_view_is_copied(client: Client, op: str, args: list[Val
 
 def test_output_gets_the_predicted_strides(client: Client) -> None:
     source = client.upload((2, 2), struct.pack("<4f", 1, 2, 3, 4))
-    made = client.op_output("aten::relu", source, outputs=[New((2, 2), strides=(1, 2))])
+    made = client.op_output("aten::relu", source, outputs=[NewOutput((2, 2), strides=(1, 2))])
     assert made.strides == (1, 2)
     assert client.floats_in(Tensor(made.storage, (4,))) == (1, 3, 2, 4)
 
 
-def test_lazy_bits_of_outputs_are_resolved(client: Client) -> None:
+def test_lazy_conjugation_of_outputs_is_resolved(client: Client) -> None:
     source = client.upload((1,), struct.pack("<2f", 1, 2), "complex64")
-    made = client.op_output("aten::_conj", source, outputs=[New((1,), "complex64")])
+    made = client.op_output("aten::_conj", source, outputs=[NewOutput((1,), "complex64")])
     assert client.get(made) == struct.pack("<2f", 1, -2)
 
 
-def test_argument_may_have_lazy_bits(client: Client) -> None:
+def test_argument_may_be_lazily_conjugated_or_negated(client: Client) -> None:
     source = client.upload((1,), struct.pack("<2f", 1, 2), "complex64")
     lazy = Tensor(source.storage, (1,), "complex64", flags=CONJUGATE)
     assert client.get(lazy) == struct.pack("<2f", 1, -2)
-    made = client.op_output("aten::mul.Tensor", lazy, lazy, outputs=[New((1,), "complex64")])
+    made = client.op_output("aten::mul.Tensor", lazy, lazy, outputs=[NewOutput((1,), "complex64")])
     assert client.get(made) == struct.pack("<2f", -3, -4)
     client.put(lazy, struct.pack("<2f", 5, 6))
     assert client.get(source) == struct.pack("<2f", 5, -6)
@@ -197,16 +199,16 @@ def test_argument_may_have_lazy_bits(client: Client) -> None:
 @pytest.mark.parametrize(
     ("outputs", "message"),
     [
-        ([New((3,))], "predicted Float [3], got Float [2]"),
-        ([New((2,), "float64")], "predicted Double [2], got Float [2]"),
-        ([New((2, 1))], "predicted Float [2, 1]"),
+        ([NewOutput((3,))], "predicted Float [3], got Float [2]"),
+        ([NewOutput((2,), "float64")], "predicted Double [2], got Float [2]"),
+        ([NewOutput((2, 1))], "predicted Float [2, 1]"),
         ([None], "predicted nothing"),
-        ([Alias()], "predicted an input tensor"),
-        ([[New((2,))]], "predicted a list"),
+        ([AliasOutput()], "predicted an input tensor"),
+        ([[NewOutput((2,))]], "predicted a list"),
         ([5], "predicted 5"),
     ],
 )
-def test_wrong_prediction_is_an_error(client: Client, outputs: list[Value], message: str) -> None:
+def test_wrongly_predicted_output_is_an_error(client: Client, outputs: list[Value], message: str) -> None:
     client.op("aten::relu", client.floats(1, 2), outputs=outputs)
     error = client.sync()
     assert error is not None
@@ -215,12 +217,12 @@ def test_wrong_prediction_is_an_error(client: Client, outputs: list[Value], mess
     assert client.sync() is None
 
 
-def test_missing_output_is_an_error(client: Client) -> None:
+def test_missing_predicted_output_is_an_error(client: Client) -> None:
     source = client.floats(1, 2)
     grad = client.floats(1, 2)
     client.op(
         "aten::native_layer_norm_backward", grad, source, [2], client.floats(0), client.floats(1),
-        None, None, [True, False, False], outputs=[New((2,)), New((2,)), None],
+        None, None, [True, False, False], outputs=[NewOutput((2,)), NewOutput((2,)), None],
     )  # fmt: skip
     error = client.sync()
     assert error is not None
@@ -228,7 +230,7 @@ def test_missing_output_is_an_error(client: Client) -> None:
 
 
 def test_wrong_predicted_list_length_is_an_error(client: Client) -> None:
-    client.op("aten::_foreach_neg", [client.floats(1)], outputs=[[New((1,)), New((1,))]])
+    client.op("aten::_foreach_neg", [client.floats(1)], outputs=[[NewOutput((1,)), NewOutput((1,))]])
     error = client.sync()
     assert error is not None
     assert "predicted 2 items, got 1" in error.message
@@ -262,8 +264,8 @@ def test_dynamic_op_keeps_the_structure_of_its_outputs(client: Client) -> None:
 def test_dynamic_op_reports_an_alias_of_its_input(client: Client) -> None:
     one, other = client.floats(1), client.floats(2)
     answer = client.run_dynamic("aten::add_.Tensor", other, one, 1)
-    assert answer == DynamicResult([Alias(0)], [])
-    assert client.run_dynamic("aten::add.out", one, one, 1, other) == DynamicResult([Alias(2)], [])
+    assert answer == DynamicResult([AliasOutput(0)], [])
+    assert client.run_dynamic("aten::add.out", one, one, 1, other) == DynamicResult([AliasOutput(2)], [])
     assert client.floats_in(other) == (2,)
 
 
@@ -300,24 +302,27 @@ def test_tensor_cannot_adopt_the_memory_of_another(client: Client) -> None:
     assert client.floats_in(large) == tuple(range(100))
 
 
-def test_unbound_outputs_count_towards_the_quota(limited: Client) -> None:
-    source = limited.upload((50_000,), bytes(200_000))
-    number, made = limited.template("aten::clone", [source, None], None)
-    limited.send(made)
-    replies = [limited.request(record(Record.DYNAMIC_OP, number, u32(source.storage))) for _ in range(5)]
+def test_unbound_outputs_count_towards_the_quota(client_with_quota: Client) -> None:
+    source = client_with_quota.upload((50_000,), bytes(200_000))
+    number, made = client_with_quota.template("aten::clone", [source, None], None)
+    client_with_quota.send(made)
+    replies = [
+        client_with_quota.request(record(RecordKind.DYNAMIC_OP, number, u32(source.storage)))
+        for _ in range(5)
+    ]
     assert [isinstance(reply, Reply) for reply in replies] == [True] * 4 + [False]
-    assert limited.stats().bytes_allocated == 1_000_000
+    assert client_with_quota.stats().bytes_allocated == 1_000_000
     assert isinstance(replies[0], Reply)
-    storage = limited.new_storage()
-    limited.send(record(Record.BIND_OUTPUTS, 1, u64(replies[0].number) + u32(storage)))
-    limited.free(Tensor(storage))
-    assert limited.stats().bytes_allocated == 800_000
+    storage = client_with_quota.new_storage()
+    client_with_quota.send(record(RecordKind.BIND_OUTPUTS, 1, u64(replies[0].number) + u32(storage)))
+    client_with_quota.free(Tensor(storage))
+    assert client_with_quota.stats().bytes_allocated == 800_000
 
 
 # --- uploads and downloads ----------------------------------------------------------------------
 
 
-def test_upload_into_a_view(client: Client) -> None:
+def test_upload_into_a_view_writes_only_the_view(client: Client) -> None:
     base = client.floats(0, 0, 0, 0)
     column = Tensor(base.storage, (2,), strides=(2,), offset=1)
     client.put(column, struct.pack("<2f", 5, 6))
@@ -325,28 +330,28 @@ def test_upload_into_a_view(client: Client) -> None:
 
 
 @pytest.mark.parametrize("turned", [False, True], ids=["straight", "by way of another"])
-def test_large_upload_in_bytes_frames(client: Client, turned: bool) -> None:
+def test_large_upload_in_bytes_frames_is_complete(client: Client, turned: bool) -> None:
     shape = (1024, 1600)
     data = bytes(range(256)) * (1024 * 1600 * 4 // 256)
     target = client.allocate(shape)
     if turned:
         target = Tensor(target.storage, shape, strides=(1, 1024))
-    client.send(record(Record.PUT, 0, view(target) + u64(len(data))))
+    client.send(record(RecordKind.PUT, 0, encode_view(target) + u64(len(data))))
     client.send_bytes(data, part=FRAME_BYTES_MAX - 12345)
     assert client.get(target) == data
     assert client.stats().storages == 1
 
 
-def test_empty_upload(client: Client) -> None:
+def test_empty_tensor_can_be_uploaded(client: Client) -> None:
     empty = client.allocate((0, 3))
-    client.send(record(Record.PUT, 0, view(empty) + u64(0)))
+    client.send(record(RecordKind.PUT, 0, encode_view(empty) + u64(0)))
     client.put(empty, b"")
     assert client.get(empty) == b""
 
 
 def test_large_tensor_is_read_completely(client: Client) -> None:
     made = client.op_output(
-        "aten::arange", 2 * MIB, INT64, None, DEVICE, None, outputs=[New((2 * MIB,), "int64")]
+        "aten::arange", 2 * MIB, INT64, None, DEVICE, None, outputs=[NewOutput((2 * MIB,), "int64")]
     )
     data = client.get(made)
     assert isinstance(data, bytes)
@@ -355,10 +360,10 @@ def test_large_tensor_is_read_completely(client: Client) -> None:
 
 def test_resize_keeps_contents_up_to_the_smaller_size(client: Client) -> None:
     made = client.floats(1, 2, 3)
-    client.send(record(Record.RESIZE, 0, u32(made.storage) + u64(4000)))
+    client.send(record(RecordKind.RESIZE, 0, u32(made.storage) + u64(4000)))
     assert client.floats_in(made) == (1, 2, 3)
     assert client.stats().bytes_allocated == 4000
-    client.send(record(Record.RESIZE, 0, u32(made.storage) + u64(8)))
+    client.send(record(RecordKind.RESIZE, 0, u32(made.storage) + u64(8)))
     assert client.floats_in(Tensor(made.storage, (2,))) == (1, 2)
     assert client.stats().bytes_allocated == 8
 
@@ -368,7 +373,7 @@ def test_resize_keeps_contents_up_to_the_smaller_size(client: Client) -> None:
 
 def draw_normal(client: Client, generator: Value) -> tuple[float, ...]:
     made = client.op_output(
-        "aten::randn.generator", [100], generator, FLOAT32, None, DEVICE, None, outputs=[New((100,))]
+        "aten::randn.generator", [100], generator, FLOAT32, None, DEVICE, None, outputs=[NewOutput((100,))]
     )
     return client.floats_in(made)
 
@@ -378,31 +383,31 @@ def expected_normal(seed: int) -> tuple[float, ...]:
 
 
 def generator_state(client: Client, generator: int) -> bytes:
-    reply = client.request(record(Record.GENERATOR_STATE, 0, u32(generator)))
+    reply = client.request(record(RecordKind.GENERATOR_STATE, 0, u32(generator)))
     assert isinstance(reply, Reply)
     return reply.payload
 
 
 def test_seed_gives_the_random_numbers_of_torch(client: Client) -> None:
-    client.send(record(Record.SEED, 0, u32(0) + u64(11)))
+    client.send(record(RecordKind.SEED, 0, u32(0) + u64(11)))
     state = generator_state(client, 0)
     made = draw_normal(client, None)
-    client.send(record(Record.SET_GENERATOR, 0, u32(0, len(state)) + state))
+    client.send(record(RecordKind.SET_GENERATOR, 0, u32(0, len(state)) + state))
     assert made == draw_normal(client, None) == expected_normal(11)
 
 
 def test_generators_are_independent(client: Client) -> None:
-    client.send(record(Record.SEED, 0, u32(0) + u64(1)), record(Record.SEED, 0, u32(7) + u64(2)))
+    client.send(record(RecordKind.SEED, 0, u32(0) + u64(1)), record(RecordKind.SEED, 0, u32(7) + u64(2)))
     assert draw_normal(client, Generator(7)) == expected_normal(2)
     assert draw_normal(client, Generator(0)) == expected_normal(1)
-    client.send(record(Record.FREE_GENERATOR, 0, u32(7)))
+    client.send(record(RecordKind.FREE_GENERATOR, 0, u32(7)))
     default_seed = torch.Generator().initial_seed()
     assert draw_normal(client, Generator(7)) == expected_normal(default_seed), "a new one"
 
 
 def test_invalid_generator_state_is_an_error(client: Client) -> None:
     before = generator_state(client, 3)
-    client.send(record(Record.SET_GENERATOR, 0, u32(3, 5) + b"short"))
+    client.send(record(RecordKind.SET_GENERATOR, 0, u32(3, 5) + b"short"))
     assert client.sync() is not None
     assert generator_state(client, 3) == before
 
@@ -472,11 +477,11 @@ X = Tensor(1, (2,))
         ("aten::add.Scalar", [X, X, 1]),
         ("aten::add.Scalar", [X, "1", 1]),
         ("aten::softmax.int", [X, 0.5, None]),
-        ("aten::softmax.int", [X, Data(0.5), None]),
+        ("aten::softmax.int", [X, CallNumber(0.5), None]),
         ("aten::empty.memory_format", [[2], 12, None, DEVICE, None, None]),
         ("aten::empty.memory_format", [[2], 1000, None, DEVICE, None, None]),
         ("aten::empty.memory_format", [[2], -1, None, DEVICE, None, None]),
-        ("aten::empty.memory_format", [[2], Data(6), None, DEVICE, None, None]),
+        ("aten::empty.memory_format", [[2], CallNumber(6), None, DEVICE, None, None]),
         ("aten::empty.memory_format", [[2], None, 5, DEVICE, None, None]),
         ("aten::empty.memory_format", [[2], None, None, "cuda:0", None, None]),
         ("aten::empty.memory_format", [[2], None, None, DEVICE, None, 9]),
@@ -491,11 +496,11 @@ def test_argument_of_wrong_kind_is_refused(client: Client, op: str, args: list[V
     assert client.floats(-1, 1) == X
     error = client.run_refused(op, *args)
     assert (error.code, error.op) == (REFUSED, op), error
-    assert client.floats_in(client.op_output("aten::relu", X, outputs=[New((2,))])) == (0, 1)
+    assert client.floats_in(client.op_output("aten::relu", X, outputs=[NewOutput((2,))])) == (0, 1)
 
 
 def test_prediction_with_too_few_outputs_is_refused(client: Client) -> None:
-    client.op("aten::max.dim", client.floats(1, 2), 0, False, outputs=[New(())])
+    client.op("aten::max.dim", client.floats(1, 2), 0, False, outputs=[NewOutput(())])
     error = client.sync()
     assert error is not None
     assert (error.code, "returns 2 values" in error.message) == (REFUSED, True)
@@ -534,23 +539,23 @@ def test_first_failure_is_reported_once_with_the_next_reply(client: Client) -> N
     good = client.floats(1, 2)
     first, second = output_of_failed_op(client, good), output_of_failed_op(client, good)
     error = client.get(good)
-    assert isinstance(error, Error)
+    assert isinstance(error, ErrorReply)
     assert (error.op, error.number) == ("aten::mm", 1)
     assert client.floats_in(good) == (1, 2), "the session continues"
     assert client.sync() is None
     for poisoned, number in ((first, 1), (second, 2)):
         again = client.get(poisoned)
-        assert isinstance(again, Error)
+        assert isinstance(again, ErrorReply)
         assert (again.code, again.number) == (error.code, number)
 
 
 def test_output_of_an_op_with_poisoned_input_is_poisoned(client: Client) -> None:
     poisoned = output_of_failed_op(client, client.floats(1, 2))
     assert client.sync() is not None
-    further = client.op_output("aten::relu", poisoned, outputs=[New((2, 2))])
+    further = client.op_output("aten::relu", poisoned, outputs=[NewOutput((2, 2))])
     assert client.sync() is None, "nothing new has failed"
-    error = client.get(client.op_output("aten::cat", [further, further], 0, outputs=[New((4, 2))]))
-    assert isinstance(error, Error)
+    error = client.get(client.op_output("aten::cat", [further, further], 0, outputs=[NewOutput((4, 2))]))
+    assert isinstance(error, ErrorReply)
     assert (error.op, error.number) == ("aten::mm", 1)
     asked = client.run_refused("aten::nonzero", further)
     assert (asked.op, asked.number) == ("aten::mm", 1)
@@ -565,7 +570,7 @@ def test_unwritten_tensor_is_reported_when_an_input_is_poisoned(client: Client, 
     assert client.sync() is not None
     healthy = zeros(client, 2, 2)
     args = [healthy, poisoned, 1] if op == "aten::add_.Tensor" else [poisoned, poisoned, healthy]
-    client.op(op, *args, outputs=[Alias(0 if op == "aten::add_.Tensor" else 2)])
+    client.op(op, *args, outputs=[AliasOutput(0 if op == "aten::add_.Tensor" else 2)])
     error = client.sync()
     assert error is not None, "it keeps old values, which must be reported"
     assert error.op == "aten::mm"
@@ -590,11 +595,11 @@ def test_failure_of_a_dynamic_op_is_its_reply(client: Client) -> None:
 def test_failed_op_restores_the_size_of_its_inputs(client: Client) -> None:
     source, target = client.floats(*range(10)), client.floats(*range(10))
     beyond = client.op_output(
-        "aten::full", [1000], 99, INT64, None, DEVICE, None, outputs=[New((1000,), "int64")]
+        "aten::full", [1000], 99, INT64, None, DEVICE, None, outputs=[NewOutput((1000,), "int64")]
     )
     before = client.stats().bytes_allocated
     client.run_refused("aten::index_select.out", source, 0, beyond, target)
-    client.op("aten::index_select.out", source, 0, beyond, target, outputs=[Alias(2)])
+    client.op("aten::index_select.out", source, 0, beyond, target, outputs=[AliasOutput(2)])
     assert client.sync() is not None
     assert client.floats_in(target) is not None
     assert client.stats().bytes_allocated == before
@@ -602,7 +607,7 @@ def test_failed_op_restores_the_size_of_its_inputs(client: Client) -> None:
 
 def test_op_with_predicted_outputs_cannot_resize_inputs(client: Client) -> None:
     wide, target = client.floats(1, 2, 3, 4), client.floats(7)
-    client.op("aten::add.out", wide, wide, 1, target, outputs=[Alias(2)])
+    client.op("aten::add.out", wide, wide, 1, target, outputs=[AliasOutput(2)])
     error = client.sync()
     assert error is not None
     assert "predicted Float [1] to be unchanged" in error.message
@@ -613,7 +618,10 @@ def test_op_with_predicted_outputs_cannot_resize_inputs(client: Client) -> None:
 
 def test_error_message_is_valid_utf8(client: Client) -> None:
     source, index = client.floats(1), client.upload((1,), bytes(8), "int64")
-    for reduce, shown in (("\u00e4" * 2040, "\u00e4" * 1000), (Raw(b"\x08" + u32(3) + b"a\xffb"), "a?b")):
+    for reduce, shown in (
+        ("\u00e4" * 2040, "\u00e4" * 1000),
+        (RawBytes(b"\x08" + u32(3) + b"a\xffb"), "a?b"),
+    ):
         error = client.run_refused("aten::scatter_reduce.two", source, 0, index, source, reduce, True)
         assert shown in error.message
         assert len(error.message.encode()) <= 4000
@@ -627,101 +635,101 @@ def test_error_message_is_valid_utf8(client: Client) -> None:
     ("op", "size"),
     [("aten::empty.memory_format", [2**50]), ("aten::zeros", [2**30, 2**30]), ("aten::full", [MIB])],
 )
-def test_quota_is_checked_before_allocation(limited: Client, op: str, size: list[int]) -> None:
+def test_quota_is_checked_before_allocation(client_with_quota: Client, op: str, size: list[int]) -> None:
     tail = [FLOAT32, None, DEVICE, None, *([None] if "empty" in op else [])]
     args: list[Value] = [size, 1.0, *tail] if op == "aten::full" else [size, *tail]
-    limited.op(op, *args, outputs=[New(tuple(size))])
-    error = limited.sync()
+    client_with_quota.op(op, *args, outputs=[NewOutput(tuple(size))])
+    error = client_with_quota.sync()
     assert error is not None
     assert error.code == OUT_OF_MEMORY
-    assert limited.run_refused(op, *args).code == OUT_OF_MEMORY
-    assert limited.stats().bytes_allocated_peak == 0
+    assert client_with_quota.run_refused(op, *args).code == OUT_OF_MEMORY
+    assert client_with_quota.stats().bytes_allocated_peak == 0
 
 
 @pytest.mark.parametrize("grow", [False, True], ids=["allocate", "resize"])
-def test_storage_beyond_the_quota_is_poisoned(limited: Client, grow: bool) -> None:
+def test_storage_beyond_the_quota_is_poisoned(client_with_quota: Client, grow: bool) -> None:
     shape = (MIB,)
     if grow:
-        made = Tensor(limited.floats(1).storage, shape)
-        limited.send(record(Record.RESIZE, 0, u32(made.storage) + u64(4 * MIB)))
+        made = Tensor(client_with_quota.floats(1).storage, shape)
+        client_with_quota.send(record(RecordKind.RESIZE, 0, u32(made.storage) + u64(4 * MIB)))
     else:
-        made = limited.allocate(shape)
-    error = limited.sync()
+        made = client_with_quota.allocate(shape)
+    error = client_with_quota.sync()
     assert error is not None
     assert error.code == OUT_OF_MEMORY
-    again = limited.get(made)
-    assert isinstance(again, Error)
+    again = client_with_quota.get(made)
+    assert isinstance(again, ErrorReply)
     assert again.code == OUT_OF_MEMORY
-    limited.free(made)
-    assert limited.stats().bytes_allocated == 0
+    client_with_quota.free(made)
+    assert client_with_quota.stats().bytes_allocated == 0
 
 
-def test_result_beyond_the_quota_is_freed(limited: Client) -> None:
-    made = zeros(limited, 1000)
+def test_result_beyond_the_quota_is_freed(client_with_quota: Client) -> None:
+    made = zeros(client_with_quota, 1000)
     column = Tensor(made.storage, (1000, 1))
-    assert limited.run_refused("aten::mul.Tensor", made, column).code == OUT_OF_MEMORY
-    stats = limited.stats()
+    assert client_with_quota.run_refused("aten::mul.Tensor", made, column).code == OUT_OF_MEMORY
+    stats = client_with_quota.stats()
     assert (stats.bytes_allocated, stats.bytes_allocated_peak) == (4000, 4000)
 
 
-def test_in_place_growth_counts_towards_the_quota(limited: Client) -> None:
-    made = zeros(limited, 10)
-    assert isinstance(limited.run_dynamic("aten::resize_", made, [1000], None), DynamicResult)
-    assert limited.stats().bytes_allocated == 4000
-    assert limited.run_refused("aten::resize_", made, [MIB], None).code == OUT_OF_MEMORY
-    assert limited.stats().bytes_allocated == 4000
+def test_in_place_growth_counts_towards_the_quota(client_with_quota: Client) -> None:
+    made = zeros(client_with_quota, 10)
+    assert isinstance(client_with_quota.run_dynamic("aten::resize_", made, [1000], None), DynamicResult)
+    assert client_with_quota.stats().bytes_allocated == 4000
+    assert client_with_quota.run_refused("aten::resize_", made, [MIB], None).code == OUT_OF_MEMORY
+    assert client_with_quota.stats().bytes_allocated == 4000
 
 
 @pytest.mark.parametrize("op", ["aten::add.out", "aten::resize_as_", "aten::arange.out"])
-def test_op_cannot_grow_a_written_tensor_beyond_the_quota(limited: Client, op: str) -> None:
-    small, one = zeros(limited, 10), zeros(limited, 1)
+def test_op_cannot_grow_a_written_tensor_beyond_the_quota(client_with_quota: Client, op: str) -> None:
+    small, one = zeros(client_with_quota, 10), zeros(client_with_quota, 1)
     part = Tensor(small.storage, (3,), strides=(2,), offset=2)
     wide = Tensor(one.storage, (MIB,), strides=(0,))
-    before = limited.stats()
+    before = client_with_quota.stats()
     for target in (small, part):
         args: list[Value] = {
             "aten::add.out": [wide, one, 1, target],
             "aten::resize_as_": [target, wide, None],
             "aten::arange.out": [MIB, target],
         }[op]
-        assert limited.run_refused(op, *args).code == OUT_OF_MEMORY
-        after = limited.stats()
+        assert client_with_quota.run_refused(op, *args).code == OUT_OF_MEMORY
+        after = client_with_quota.stats()
         assert (after.bytes_allocated, after.bytes_allocated_peak) == (
             before.bytes_allocated,
             before.bytes_allocated_peak,
         )
-    fill_tensor(limited, small, 3.0)
-    assert limited.floats_in(small) == (3.0,) * 10
-    assert limited.floats_in(part) == (3.0,) * 3
+    fill_tensor(client_with_quota, small, 3.0)
+    assert client_with_quota.floats_in(small) == (3.0,) * 10
+    assert client_with_quota.floats_in(part) == (3.0,) * 3
 
 
-def test_expanded_tensor_larger_than_the_quota_cannot_be_read_or_written(limited: Client) -> None:
-    wide = Tensor(zeros(limited, 1).storage, (2**28,), strides=(0,))
-    error = limited.get(wide)
-    assert isinstance(error, Error)
+def test_expanded_tensor_larger_than_the_quota_cannot_be_read_or_written(client_with_quota: Client) -> None:
+    wide = Tensor(zeros(client_with_quota, 1).storage, (2**28,), strides=(0,))
+    error = client_with_quota.get(wide)
+    assert isinstance(error, ErrorReply)
     assert error.code == OUT_OF_MEMORY
     middling = Tensor(wide.storage, (MIB,), strides=(0,))
-    limited.send(record(Record.PUT, 0, view(middling) + u64(4 * MIB)))
-    limited.send_bytes(bytes(4 * MIB))
-    put = limited.sync()
+    client_with_quota.send(record(RecordKind.PUT, 0, encode_view(middling) + u64(4 * MIB)))
+    client_with_quota.send_bytes(bytes(4 * MIB))
+    put = client_with_quota.sync()
     assert put is not None
     assert put.code == OUT_OF_MEMORY
-    assert limited.floats_in(Tensor(wide.storage, (1,))) == (0,)
+    assert client_with_quota.floats_in(Tensor(wide.storage, (1,))) == (0,)
 
 
-def test_session_at_its_quota_can_be_read(limited: Client) -> None:
-    made = zeros(limited, MIB // 4)
-    assert limited.floats_in(Tensor(made.storage, (3,))) == (0, 0, 0)
-    data = limited.get(made)
+def test_session_at_its_quota_can_be_read(client_with_quota: Client) -> None:
+    made = zeros(client_with_quota, MIB // 4)
+    assert client_with_quota.floats_in(Tensor(made.storage, (3,))) == (0, 0, 0)
+    data = client_with_quota.get(made)
     assert isinstance(data, bytes)
     assert len(data) == MIB
 
 
-def test_freed_memory_can_be_allocated_again(limited: Client) -> None:
+def test_freed_memory_can_be_allocated_again(client_with_quota: Client) -> None:
     for _ in range(8):
-        limited.free(zeros(limited, MIB // 8))
-    assert limited.sync() is None
-    assert limited.stats().bytes_allocated == 0
+        client_with_quota.free(zeros(client_with_quota, MIB // 8))
+    assert client_with_quota.sync() is None
+    assert client_with_quota.stats().bytes_allocated == 0
 
 
 def test_close_frees_everything() -> None:

@@ -12,8 +12,8 @@ import torch
 from genie import device
 from genie.errors import DeviceLostError, RemoteOpError
 from tests.device.conftest import D0, remote_device
-from tests.device.test_autograd import convnet, losses, mlp, transformer
-from tests.device.test_ops import CALLS, Maker, flat
+from tests.device.test_autograd import convnet, mlp, training_losses, transformer
+from tests.device.test_ops import CALLS, InputMaker, flatten_tensors
 from tests.executor.process import start_executor
 
 GIB = 1024**3
@@ -38,8 +38,8 @@ def cuda_executor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.mark.parametrize("name", [name for name in CALLS if name not in NOT_ON_CUDA])
 def test_op_matches_cpu(name: str) -> None:
-    expected = flat(CALLS[name](Maker(name, "cpu")))
-    found = flat(CALLS[name](Maker(name, D0)))
+    expected = flatten_tensors(CALLS[name](InputMaker(name, "cpu")))
+    found = flatten_tensors(CALLS[name](InputMaker(name, D0)))
     for one, other in zip(found, expected, strict=True):
         assert (one.dtype, one.shape) == (other.dtype, other.shape)
         loose = other.dtype in (torch.bfloat16, torch.float16)
@@ -54,7 +54,7 @@ def test_training_matches_cpu(make: object, shape: tuple[int, ...]) -> None:
     module = make()  # type: ignore[operator]
     data = torch.randn(*shape, 8), torch.randn(*shape, 1)
     twin = copy.deepcopy(module).to(D0)
-    assert losses(twin, D0, data) == pytest.approx(losses(module, "cpu", data), rel=1e-2)
+    assert training_losses(twin, D0, data) == pytest.approx(training_losses(module, "cpu", data), rel=1e-2)
 
 
 def test_seed_matches_local_cuda() -> None:

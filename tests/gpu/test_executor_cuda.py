@@ -15,23 +15,23 @@ from genie.errors import HardwareError
 from tests.executor.client import (
     DEVICE,
     UNDEFINED,
-    Alias,
+    AliasOutput,
+    CallNumber,
     Client,
-    Data,
     DynamicResult,
-    Error,
+    ErrorReply,
     Generator,
-    New,
-    Record,
+    NewOutput,
+    RecordKind,
     Reply,
     Tensor,
+    encode_view,
     frame,
     handshake,
     open_pipe,
     record,
     u32,
     u64,
-    view,
 )
 from tests.executor.process import TICKET, ExecutorProcess, running_executor
 
@@ -49,7 +49,7 @@ def executor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ExecutorProce
         yield executor
 
 
-class Connected:
+class ConnectedClient:
     """The client of the executor, with reconnect."""
 
     def __init__(self, port: int) -> None:
@@ -68,21 +68,23 @@ class Connected:
 
 
 @pytest.fixture(scope="module")
-def connected(executor: ExecutorProcess) -> Iterator[Connected]:
-    connected = Connected(executor.port)
+def connected_client(executor: ExecutorProcess) -> Iterator[ConnectedClient]:
+    connected = ConnectedClient(executor.port)
     assert connected.opened.kind == "cuda"
     yield connected
     connected.client.close()
 
 
 @pytest.fixture
-def client(connected: Connected) -> Iterator[Client]:
-    yield connected.client
-    connected.client.sent.clear()
+def client(connected_client: ConnectedClient) -> Iterator[Client]:
+    yield connected_client.client
+    connected_client.client.sent.clear()
 
 
 def zeros(client: Client, *shape: int) -> Tensor:
-    return client.op_output("aten::zeros", list(shape), FLOAT32, None, DEVICE, None, outputs=[New(shape)])
+    return client.op_output(
+        "aten::zeros", list(shape), FLOAT32, None, DEVICE, None, outputs=[NewOutput(shape)]
+    )
 
 
 def test_ops_are_pipelined_with_uploads(client: Client) -> None:
@@ -90,7 +92,7 @@ def test_ops_are_pipelined_with_uploads(client: Client) -> None:
     part = client.allocate((1000,))
     for step in range(200):
         client.put(part, struct.pack("<f", step) * 1000)
-        client.op("aten::add_.Tensor", total, part, Data(1), outputs=[Alias()])
+        client.op("aten::add_.Tensor", total, part, CallNumber(1), outputs=[AliasOutput()])
     assert client.floats_in(total) == (float(sum(range(200))),) * 1000
 
 
@@ -101,27 +103,29 @@ def test_large_tensors_round_trip(client: Client, turned: bool) -> None:
     target = client.allocate(shape, "int32")
     if turned:
         target = Tensor(target.storage, shape, "int32", strides=(1, 4096))
-    client.send(record(Record.PUT, 0, view(target) + u64(len(data))))
+    client.send(record(RecordKind.PUT, 0, encode_view(target) + u64(len(data))))
     client.send_bytes(data, part=3 * MIB + 4)
     assert client.get(target) == data
     client.free(target)
 
 
 @pytest.mark.leaks_allowed("the connection of the whole module is replaced by another")
-def test_large_reply_is_resent_unchanged(connected: Connected, client: Client) -> None:
+def test_large_reply_is_resent_unchanged(connected_client: ConnectedClient, client: Client) -> None:
     size = 8 * MIB
-    made = client.op_output("aten::full", [size], 7.0, FLOAT32, None, DEVICE, None, outputs=[New((size,))])
+    made = client.op_output(
+        "aten::full", [size], 7.0, FLOAT32, None, DEVICE, None, outputs=[NewOutput((size,))]
+    )
     client.sync()
     client.sent = [b""] * client.frames
-    client.send(record(Record.GET, 0, view(made)))
+    client.send(record(RecordKind.GET, 0, encode_view(made)))
     client.pipe.read_exactly(1000, 10.0)
-    number, template = client.template("aten::zero_", [made], [Alias()])
+    number, template = client.template("aten::zero_", [made], [AliasOutput()])
     client.frames += 1
-    blind = frame(client.frames, template + record(Record.OP, number, u32(made.storage)))
+    blind = frame(client.frames, template + record(RecordKind.OP, number, u32(made.storage)))
     client.sent.append(blind)
     client.write(blind)
     client.close()
-    connected.reconnect()
+    connected_client.reconnect()
     reply = client.receive()
     assert isinstance(reply, Reply)
     assert reply.payload == struct.pack("<f", 7.0) * size
@@ -133,54 +137,59 @@ def test_large_reply_is_resent_unchanged(connected: Connected, client: Client) -
 
 @pytest.mark.leaks_allowed("the connection of the whole module is replaced by another")
 @pytest.mark.parametrize("freed", [False, True], ids=["kept", "freed"])
-def test_large_reply_is_not_changed_by_a_replay(connected: Connected, client: Client, freed: bool) -> None:
+def test_large_reply_is_not_changed_by_a_replay(
+    connected_client: ConnectedClient, client: Client, freed: bool
+) -> None:
     """A CUDA graph writes its results to the same memory each time, even after the client has freed them."""
     size, graph = 8 * MIB, 3
-    x = client.op_output("aten::full", [size], 7.0, FLOAT32, None, DEVICE, None, outputs=[New((size,))])
+    x = client.op_output("aten::full", [size], 7.0, FLOAT32, None, DEVICE, None, outputs=[NewOutput((size,))])
     y = Tensor(client.new_storage(), (size,))
-    negate, first = client.template("aten::neg", [x], [New((size,))])
-    zero, second = client.template("aten::zero_", [x], [Alias()])
-    begin, replay = record(Record.GRAPH_BEGIN, 0, u32(graph)), record(Record.GRAPH_REPLAY, 0, u32(graph))
-    step = record(Record.OP, negate, u32(x.storage, y.storage))
-    client.send(first, second, begin, step, record(Record.GRAPH_END, 1), replay, replay)
-    report = client.request(record(Record.GRAPH_REPORT, 0, u32(graph)))
+    negate, first = client.template("aten::neg", [x], [NewOutput((size,))])
+    zero, second = client.template("aten::zero_", [x], [AliasOutput()])
+    begin, replay = (
+        record(RecordKind.GRAPH_BEGIN, 0, u32(graph)),
+        record(RecordKind.GRAPH_REPLAY, 0, u32(graph)),
+    )
+    step = record(RecordKind.OP, negate, u32(x.storage, y.storage))
+    client.send(first, second, begin, step, record(RecordKind.GRAPH_END, 1), replay, replay)
+    report = client.request(record(RecordKind.GRAPH_REPORT, 0, u32(graph)))
     assert isinstance(report, Reply)
     assert report.payload[0] == 1  # a CUDA graph
     client.sent = [b""] * client.frames
-    client.send(record(Record.GET, 0, view(y)))
+    client.send(record(RecordKind.GET, 0, encode_view(y)))
     client.pipe.read_exactly(1000, 10.0)
-    letting_go = record(Record.FREE, 0, u32(y.storage)) if freed else b""
+    letting_go = record(RecordKind.FREE, 0, u32(y.storage)) if freed else b""
     client.frames += 1
-    blind = frame(client.frames, letting_go + record(Record.OP, zero, u32(x.storage)) + replay)
+    blind = frame(client.frames, letting_go + record(RecordKind.OP, zero, u32(x.storage)) + replay)
     client.sent.append(blind)
     client.write(blind)
     client.close()
-    connected.reconnect()
+    connected_client.reconnect()
     reply = client.receive()
     assert isinstance(reply, Reply)
     assert reply.payload == struct.pack("<f", -7.0) * size
     if not freed:
         assert client.floats_in(Tensor(y.storage, (1,))) == (0.0,)
         client.free(y)
-    client.send(record(Record.GRAPH_FREE, 0, u32(graph)))
+    client.send(record(RecordKind.GRAPH_FREE, 0, u32(graph)))
     client.free(x)
     assert client.sync() is None
 
 
 def test_seed_matches_local_cuda(client: Client) -> None:
     for generator in (0, 5):
-        client.send(record(Record.SEED, 0, u32(generator) + u64(9)))
+        client.send(record(RecordKind.SEED, 0, u32(generator) + u64(9)))
         made = client.op_output(
             "aten::randn.generator", [1000], Generator(generator), FLOAT32, None, DEVICE, None,
-            outputs=[New((1000,))],
+            outputs=[NewOutput((1000,))],
         )  # fmt: skip
         local = torch.Generator("cuda").manual_seed(9)
         expected = torch.randn(1000, device="cuda", generator=local).cpu()
         assert client.floats_in(made) == tuple(expected.tolist())
-    state = client.request(record(Record.GENERATOR_STATE, 0, u32(5)))
+    state = client.request(record(RecordKind.GENERATOR_STATE, 0, u32(5)))
     assert isinstance(state, Reply)
-    client.send(record(Record.SET_GENERATOR, 0, u32(6, len(state.payload)) + state.payload))
-    again = client.request(record(Record.GENERATOR_STATE, 0, u32(6)))
+    client.send(record(RecordKind.SET_GENERATOR, 0, u32(6, len(state.payload)) + state.payload))
+    again = client.request(record(RecordKind.GENERATOR_STATE, 0, u32(6)))
     assert isinstance(again, Reply)
     assert again.payload == state.payload
 
@@ -188,7 +197,9 @@ def test_seed_matches_local_cuda(client: Client) -> None:
 def test_cpu_outputs_of_an_op_stay_on_the_cpu(client: Client) -> None:
     """The dropout seed of attention: its backward reads it from host memory."""
     shape = (1, 2, 16, 32)
-    query = client.op_output("aten::randn", list(shape), FLOAT32, None, DEVICE, None, outputs=[New(shape)])
+    query = client.op_output(
+        "aten::randn", list(shape), FLOAT32, None, DEVICE, None, outputs=[NewOutput(shape)]
+    )
     forward = client.run_dynamic(
         "aten::_scaled_dot_product_efficient_attention", query, query, query, None, True, 0.5, False, None
     )
@@ -222,10 +233,10 @@ def test_device_fault_ends_the_executor_with_a_clear_error(executor: ExecutorPro
     """Runs last: a device fault ends the executor process."""
     source = zeros(client, 4)
     index = client.upload((1,), struct.pack("<q", 99), "int64")
-    client.op("aten::index.Tensor", source, [index], outputs=[New((1,))])
-    client.send(record(Record.SYNC))
+    client.op("aten::index.Tensor", source, [index], outputs=[NewOutput((1,))])
+    client.send(record(RecordKind.SYNC))
     while client.fatal_error is None:
-        assert isinstance(client.receive(), Error)
+        assert isinstance(client.receive(), ErrorReply)
     assert "CUDA" in client.fatal_error.message or "device" in client.fatal_error.message
     client.close()
     assert executor.wait_end() == HardwareError.exit_code, executor.output()

@@ -50,7 +50,7 @@ class ModelWithBuffers(nn.Module):
         return self.table.t() * 2
 
 
-class Positions(nn.Module):
+class PositionModel(nn.Module):
     """Typical parts of models: positions, a causal mask, and attention."""
 
     def __init__(self) -> None:
@@ -85,7 +85,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], tuple[torch.Ten
         lambda: device_models.DecodeStep(64, 2, 16, torch.float32),
         lambda call: (torch.tensor([[call + 3]]), torch.tensor([call])),
     ),
-    "positions": (Positions, lambda call: (torch.full((2, 8, 16), 0.1 * call),)),
+    "positions": (PositionModel, lambda call: (torch.full((2, 8, 16), 0.1 * call),)),
     "buffers": (ModelWithBuffers, lambda _: (torch.ones(3),)),
 }
 
@@ -112,9 +112,9 @@ def test_graph_matches_cpu(name: str, inductor: bool, how: str) -> None:
     assert (report.how, report.why) == (how, "")
 
 
-def test_attention_and_positions_compile() -> None:
+def test_model_with_attention_and_positions_is_compiled() -> None:
     torch.manual_seed(0)
-    local = Positions()
+    local = PositionModel()
     remote = copy.deepcopy(local).to(D0)
     compiled = torch.compile(remote, backend="genie")
     for call in range(3):

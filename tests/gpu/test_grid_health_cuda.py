@@ -17,19 +17,19 @@ _NEAR_C = 10
 
 
 @pytest.fixture(autouse=True)
-def _closed_afterwards():
+def _close_nvml_afterwards():
     yield
     nvml.close_library()
 
 
-def read() -> dict[str, Any]:
+def read_health() -> dict[str, Any]:
     function, _ = OPS["health.read"]
     return dict(function({"root": "~/grid_workspace", "timeout_s": 60.0, "throttle_check_c": 80.0}, b""))
 
 
 def test_gpus_match_torch() -> None:
     torch = require_module("torch", package="torch")
-    found = read()
+    found = read_health()
     assert (found["vendor"], found["failed"]) == ("nvidia", {})
     seen = {gpu["uuid"]: gpu for gpu in found["gpus"]}
     for index in range(torch.cuda.device_count()):
@@ -45,14 +45,14 @@ def test_memory_in_use_is_reported() -> None:
     uuid = f"GPU-{torch.cuda.get_device_properties(0).uuid}"
     held = torch.ones(1 << 30, dtype=torch.uint8, device="cuda:0")
     try:
-        used = next(gpu["memory_used_bytes"] for gpu in read()["gpus"] if gpu["uuid"] == uuid)
+        used = next(gpu["memory_used_bytes"] for gpu in read_health()["gpus"] if gpu["uuid"] == uuid)
     finally:
         del held
     assert used >= 1024 * MIB
 
 
 def test_healthy_gpu_has_all_readings() -> None:
-    for gpu in read()["gpus"]:
+    for gpu in read_health()["gpus"]:
         assert 0 <= gpu["utilization_pct"] <= 100
         assert 0 < gpu["temperature_c"] < 120
         assert gpu["ecc_uncorrected"] in (0, None)
@@ -82,7 +82,7 @@ def test_nvml_readings_match_nvidia_smi() -> None:
 
 def test_driver_supports_throttle_reason_query() -> None:
     program = require_program("nvidia-smi", package="nvidia-smi")
-    gpus = read()["gpus"]
+    gpus = read_health()["gpus"]
     for gpu in gpus:
         gpu["throttled"] = None
     health._add_throttle_reasons(gpus, program, health.time.monotonic() + 60)
@@ -96,5 +96,5 @@ def test_driver_supports_throttle_reason_query() -> None:
 
 
 def test_kernel_log_is_read_or_reported_as_unknown() -> None:
-    found = read()
+    found = read_health()
     assert isinstance(found["xids"], list) or found["xids_unknown"]

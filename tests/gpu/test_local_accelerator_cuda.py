@@ -34,7 +34,7 @@ def small_model() -> nn.Module:
     )
 
 
-def losses(where: str, steps: int = 5) -> list[float]:
+def training_losses(where: str, steps: int = 5) -> list[float]:
     model = small_model().to(where)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     generator = torch.Generator().manual_seed(1)
@@ -50,11 +50,11 @@ def losses(where: str, steps: int = 5) -> list[float]:
 
 
 def test_training_matches_local_gpu() -> None:
-    torch.testing.assert_close(losses(REMOTE), losses("cuda"), rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(training_losses(REMOTE), training_losses("cuda"), rtol=1e-3, atol=1e-4)
 
 
 def test_local_gpu_works_with_a_remote_device() -> None:
-    losses(REMOTE, steps=1)
+    training_losses(REMOTE, steps=1)
     local = nn.Linear(8, 8).cuda()
     local(torch.randn(4, 8).cuda()).sum().backward()
     assert local.weight.grad is not None

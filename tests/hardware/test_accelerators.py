@@ -15,7 +15,7 @@ from genie.model.node import Vendor
 
 
 @pytest.fixture
-def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def _hide_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gives the same results on a machine with GPUs."""
 
     def absent() -> None:
@@ -24,14 +24,14 @@ def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(accelerators, "NvidiaReader", absent)
 
 
-@pytest.mark.usefixtures("_no_gpu")
+@pytest.mark.usefixtures("_hide_gpus")
 @pytest.mark.parametrize("count", [0, 1, 3])
 def test_machine_without_gpu_has_the_configured_cpu_accelerators(count: int) -> None:
     gpus = inventory(count)
     assert [(gpu.gpu_id, gpu.vendor) for gpu in gpus] == [(index, Vendor.CPU) for index in range(count)]
 
 
-@pytest.mark.usefixtures("_no_gpu")
+@pytest.mark.usefixtures("_hide_gpus")
 async def test_async_reads_use_a_named_thread_that_close_ends() -> None:
     with Inventory(1) as opened:
         first = await opened.read_async(timeout_s=5)
@@ -42,8 +42,8 @@ async def test_async_reads_use_a_named_thread_that_close_ends() -> None:
     assert not any(one.name.startswith("genie-hardware") for one in threading.enumerate())
 
 
-@pytest.mark.usefixtures("_no_gpu")
-def test_constructor_opens_no_driver() -> None:
+@pytest.mark.usefixtures("_hide_gpus")
+def test_inventory_constructor_opens_no_driver() -> None:
     assert Inventory(1).no_nvidia_gpu_reason == ""
 
 

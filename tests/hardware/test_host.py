@@ -23,7 +23,7 @@ def write_files(root: Path, files: dict[str, str]) -> Path:
     return root
 
 
-def test_without_proc_and_sys_there_are_no_limits(tmp_path: Path) -> None:
+def test_host_without_proc_and_sys_has_no_limits(tmp_path: Path) -> None:
     facts = host_facts(root=tmp_path)
     assert facts.cpus >= 1
     assert facts.memory_total_bytes == psutil.virtual_memory().total
@@ -31,7 +31,7 @@ def test_without_proc_and_sys_there_are_no_limits(tmp_path: Path) -> None:
     assert facts.hostname
 
 
-def test_facts_unpack_in_the_documented_order(tmp_path: Path) -> None:
+def test_host_facts_unpack_in_the_documented_order(tmp_path: Path) -> None:
     cpus, total, used, hostname = host_facts(root=tmp_path)
     assert isinstance(cpus, float)
     assert total > used

@@ -10,7 +10,7 @@ from genie.hardware.limits import GOOD_READINGS_MIN, RecoveryTracker, with_busy_
 from genie.model.node import GPUInfo, Vendor
 
 
-def gpu(
+def make_gpu(
     *, vendor: Vendor = Vendor.NVIDIA, util: float | None = None, temp: float | None = None, reason: str = ""
 ) -> GPUInfo:
     return GPUInfo(
@@ -26,40 +26,40 @@ def gpu(
 
 @pytest.mark.parametrize(("util", "busy"), [(None, False), (0.0, False), (90.0, False), (90.1, True)])
 def test_gpu_is_busy_above_ninety_percent(util: float | None, busy: bool) -> None:
-    assert is_busy(gpu(util=util)) is busy
-    assert with_busy_status(gpu(util=util)).available is not busy
+    assert is_busy(make_gpu(util=util)) is busy
+    assert with_busy_status(make_gpu(util=util)).available is not busy
 
 
 @pytest.mark.parametrize(("temp", "hot"), [(None, False), (85.0, False), (85.5, True)])
 def test_gpu_is_overheated_above_eighty_five_degrees(temp: float | None, hot: bool) -> None:
-    assert is_overheated(gpu(temp=temp)) is hot
+    assert is_overheated(make_gpu(temp=temp)) is hot
 
 
 def test_overheated_gpu_stays_available() -> None:
-    assert with_busy_status(gpu(temp=99.0)).available
+    assert with_busy_status(make_gpu(temp=99.0)).available
 
 
 def test_cpu_accelerator_of_a_loaded_host_stays_available() -> None:
-    assert with_busy_status(gpu(vendor=Vendor.CPU, util=100.0)).available
+    assert with_busy_status(make_gpu(vendor=Vendor.CPU, util=100.0)).available
 
 
 def test_lost_gpu_keeps_its_reason() -> None:
-    assert with_busy_status(gpu(util=99.0, reason="lost")).reason == "lost"
+    assert with_busy_status(make_gpu(util=99.0, reason="lost")).reason == "lost"
 
 
 def test_gpu_recovers_after_three_consecutive_good_readings() -> None:
     tracker = RecoveryTracker()
-    bad = gpu(reason="too hot")
-    for readings in ([bad], [gpu(), gpu(), bad], [gpu(), gpu()]):
+    bad = make_gpu(reason="too hot")
+    for readings in ([bad], [make_gpu(), make_gpu(), bad], [make_gpu(), make_gpu()]):
         assert not any(tracker.update(reading).available for reading in readings)
-    assert tracker.update(gpu()) == gpu()
-    assert tracker.update(gpu()) == gpu()
+    assert tracker.update(make_gpu()) == make_gpu()
+    assert tracker.update(make_gpu()) == make_gpu()
     assert GOOD_READINGS_MIN == 3
 
 
-def test_recovering_gpu_has_its_last_reason_and_others_are_available() -> None:
+def test_recovering_gpu_keeps_its_last_reason_and_other_gpus_are_not_affected() -> None:
     tracker = RecoveryTracker()
-    tracker.update(gpu(reason="lost"))
-    assert tracker.update(gpu()).reason == "recovering from: lost"
-    other = msgspec.structs.replace(gpu(), gpu_id=1)
+    tracker.update(make_gpu(reason="lost"))
+    assert tracker.update(make_gpu()).reason == "recovering from: lost"
+    other = msgspec.structs.replace(make_gpu(), gpu_id=1)
     assert tracker.update(other) == other

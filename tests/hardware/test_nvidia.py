@@ -183,14 +183,16 @@ def test_memory_of_job_processes_is_not_outside(fake_nvml: FakeNvml, kind: str) 
     assert fake_nvml.read(held=[0])[0].memory_outside_bytes == 30 * GIB, "the job has not begun to use it"
 
 
-def test_process_in_two_lists_is_counted_once(fake_nvml: FakeNvml) -> None:
+def test_process_in_two_nvml_lists_is_counted_once(fake_nvml: FakeNvml) -> None:
     one = f"{fake_nvml.job_pid()}:{2 * GIB}"
     fake_nvml.script("count=1", f"0.memory_used={5 * GIB}", f"0.processes={one}", f"0.graphics={one}")
     assert fake_nvml.read(held=[0])[0].memory_outside_bytes == 3 * GIB
 
 
 @pytest.mark.parametrize("listed", ["", "!3", "{job}:?", "{job}:1000,4194999:1000"])
-def test_without_process_figures_no_memory_of_a_held_gpu_is_outside(fake_nvml: FakeNvml, listed: str) -> None:
+def test_memory_of_a_held_gpu_without_process_figures_is_not_outside(
+    fake_nvml: FakeNvml, listed: str
+) -> None:
     """As in a container. The last PID is above the maximum of Linux."""
     lists = [
         f"0.{kind}={listed.format(job=fake_nvml.job_pid())}" for kind in ("processes", "mps", "graphics")
@@ -298,7 +300,7 @@ def test_gpus_that_appear_later_do_not_replace_the_cpu(fake_nvml: FakeNvml) -> N
     assert fake_nvml.read()[0].vendor is Vendor.CPU
 
 
-def test_failing_gpu_count_is_a_reason_and_not_an_exception(fake_nvml: FakeNvml) -> None:
+def test_failing_gpu_count_is_reported_as_reason_and_not_raised(fake_nvml: FakeNvml) -> None:
     fake_nvml.script("count=!999")
     assert fake_nvml.read()[0].vendor is Vendor.CPU
     assert "NVML" in fake_nvml.no_nvidia_gpu_reason()

@@ -8,12 +8,12 @@ from hypothesis import strategies as st
 from genie.hardware.topology import GpuLinks, group_into_islands
 
 
-def address(gpu_id: int) -> tuple[int, int, int]:
+def pci_address(gpu_id: int) -> tuple[int, int, int]:
     return (0, gpu_id + 1, 0)
 
 
 @st.composite
-def machines(draw: st.DrawFn) -> tuple[int, set[tuple[int, int]], set[int]]:
+def gpu_topologies(draw: st.DrawFn) -> tuple[int, set[tuple[int, int]], set[int]]:
     """Number of GPUs, links (reported by one side only), and GPUs with a switch."""
     count = draw(st.integers(0, 8))
     numbers = st.integers(0, max(count - 1, 0))
@@ -21,15 +21,15 @@ def machines(draw: st.DrawFn) -> tuple[int, set[tuple[int, int]], set[int]]:
     return count, pairs, draw(st.sets(numbers)) if count else set()
 
 
-@given(machines())
+@given(gpu_topologies())
 def test_island_is_a_connected_component_of_links(
     machine: tuple[int, set[tuple[int, int]], set[int]],
 ) -> None:
     count, pairs, switched = machine
     links = {
         gpu_id: GpuLinks(
-            address(gpu_id),
-            frozenset(address(b) for a, b in pairs if a == gpu_id),
+            pci_address(gpu_id),
+            frozenset(pci_address(b) for a, b in pairs if a == gpu_id),
             gpu_id in switched,
         )
         for gpu_id in range(count)
@@ -46,6 +46,11 @@ def test_island_is_a_connected_component_of_links(
 
 
 def test_gpus_with_the_same_unlisted_peer_are_one_island() -> None:
-    lost = frozenset({address(7)})
-    links = {0: GpuLinks(address(0), lost), 1: GpuLinks(address(1)), 2: GpuLinks(None, lost), 3: GpuLinks()}
+    lost = frozenset({pci_address(7)})
+    links = {
+        0: GpuLinks(pci_address(0), lost),
+        1: GpuLinks(pci_address(1)),
+        2: GpuLinks(None, lost),
+        3: GpuLinks(),
+    }
     assert group_into_islands(links) == {0: 0, 1: 1, 2: 0, 3: 3}

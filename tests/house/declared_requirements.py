@@ -17,7 +17,7 @@ from pathlib import Path
 from types import CodeType
 from typing import NamedTuple
 
-from tests.durations import read_record
+from tests.durations import read_durations
 from tests.house.repository_files import ROOT, list_functions, parse_file, python_files, relative_path
 
 # Debian packages that `make test` itself requires.
@@ -46,7 +46,7 @@ def files_for_bare_run() -> list[Path]:
     others = [
         path for path in _list_test_files() if path not in requiring and "mark.long" not in path.read_text()
     ]
-    seconds = read_record()
+    seconds = read_durations()
     fastest: dict[Path, Path] = {}
     for path in sorted(others, key=lambda path: (seconds.get(relative_path(path), 0), path.stat().st_size)):
         fastest.setdefault(path.parent, path)

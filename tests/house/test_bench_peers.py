@@ -182,7 +182,7 @@ def test_ray_group_is_placed_when_its_bundle_has_a_node(peer_modules: dict[str, 
 def test_peer_is_measured_and_ends_with_its_sandbox(
     peer_modules: dict[str, ModuleType], tmp_path: Path
 ) -> None:
-    driver, samples = peer_modules["bench_peers"], peer_modules["bench_peers"].Samples()
+    driver, samples = peer_modules["bench_peers"], peer_modules["bench_peers"].PlacementSamples()
     command = [sys.executable, "-c", FAKE_PEER]
     with peer_modules["peer_sandbox"].open_sandbox(command, name="fake", folder=tmp_path) as sandbox:
         driver.measure_in_sandbox(sandbox, samples, workers=4)
@@ -236,8 +236,8 @@ def test_exception_in_the_sandbox_kills_the_peer(
 
 def test_baseline_of_a_peer_is_the_figure_of_genie(peer_modules: dict[str, ModuleType]) -> None:
     driver = peer_modules["bench_peers"]
-    genie = driver.Samples(rates_per_s=[400.0], busy_ms=[5.0], latencies_ms=[2.0])
-    slurm = driver.Samples(rates_per_s=[100.0], busy_ms=[10.0], latencies_ms=[1.0])
+    genie = driver.PlacementSamples(rates_per_s=[400.0], busy_ms=[5.0], latencies_ms=[2.0])
+    slurm = driver.PlacementSamples(rates_per_s=[100.0], busy_ms=[10.0], latencies_ms=[1.0])
     found = {figure.name: figure for figure in driver.make_figures({"genie": genie, "slurm": slurm})}
     assert (found["genie_rate"].baseline, found["genie_rate"].unit) == (None, "1/s")
     assert (found["slurm_rate"].baseline, found["slurm_rate"].ratio) == (400.0, 0.25)

@@ -7,7 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from tests.durations import RECORD, Durations, read_record, sort_longest_first
+from tests.durations import RECORD, DurationRecorder, read_durations, sort_longest_first
 
 ROOT = RECORD.parent.parent
 
@@ -40,23 +40,23 @@ def test_record_is_updated_and_deleted_files_are_removed(tmp_path: Path) -> None
     path = tmp_path / "durations.json"
     path.write_text(json.dumps({"test_ran.py": 3, "test_other.py": 2, "test_deleted.py": 7}))
     config = SimpleNamespace(rootpath=tmp_path)
-    hooks = Durations(record=True, path=path)
+    hooks = DurationRecorder(record=True, path=path)
     for phase_s in (0.04, 1.31):
         report: Any = SimpleNamespace(nodeid="test_ran.py::test_it", duration=phase_s)
         hooks.pytest_runtest_logreport(report)
     session: Any = SimpleNamespace(config=config)
     hooks.pytest_sessionfinish(session)
-    assert read_record(path) == {"test_ran.py": 1.4, "test_other.py": 2}
+    assert read_durations(path) == {"test_ran.py": 1.4, "test_other.py": 2}
 
 
 def test_plain_run_and_worker_do_not_change_the_record(tmp_path: Path) -> None:
     path = tmp_path / "durations.json"
     plain: Any = SimpleNamespace(config=SimpleNamespace(rootpath=tmp_path))
-    Durations(record=False, path=path).pytest_sessionfinish(plain)
+    DurationRecorder(record=False, path=path).pytest_sessionfinish(plain)
     worker: Any = SimpleNamespace(config=SimpleNamespace(rootpath=tmp_path, workerinput={}))
-    Durations(record=True, path=path).pytest_sessionfinish(worker)
+    DurationRecorder(record=True, path=path).pytest_sessionfinish(worker)
     assert not path.exists()
 
 
 def test_recorded_files_exist() -> None:
-    assert [name for name in read_record() if not (ROOT / name).is_file()] == []
+    assert [name for name in read_durations() if not (ROOT / name).is_file()] == []

@@ -23,13 +23,13 @@ def test_ports_differ_and_are_free() -> None:
 
 @pytest.mark.skipif(not KERNEL.exists(), reason="needs Linux")
 def test_ports_are_not_chosen_by_the_kernel_or_by_another_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    if ports._kernel_first() <= ports._LAST:
+    if ports._first_ephemeral_port() <= ports._LAST:
         pytest.skip("needs a default range of local ports")
     slices = []
     for worker in ("gw0", "gw1"):
         monkeypatch.setenv("PYTEST_XDIST_WORKER", worker)
         slices.append(range(min(found := ports.free_ports(50)), max(found) + 1))
-    assert max(slices[0]) < min(slices[1]) < ports._kernel_first()
+    assert max(slices[0]) < min(slices[1]) < ports._first_ephemeral_port()
 
 
 def test_port_in_use_is_not_returned(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,30 +9,30 @@ from typing import Any
 import pytest
 
 from tests.house.repository_files import ROOT
-from tests.unit import UnitTests, unit_files
+from tests.unit import UnitTestSelection, read_unit_files
 
 
 def test_listed_files_exist_and_are_sorted() -> None:
-    files = unit_files()
+    files = read_unit_files()
     assert [name for name in files if not (ROOT / name).is_file()] == []
     assert files == sorted(set(files))
 
 
 def test_most_folders_have_unit_tests() -> None:
-    folders = {Path(name).parts[1] for name in unit_files()}
+    folders = {Path(name).parts[1] for name in read_unit_files()}
     assert {"agent", "cli", "cluster", "controller", "grid", "model", "runtime", "scheduler"} <= folders
 
 
 def test_files_missing_in_the_list_are_not_collected() -> None:
     config: Any = SimpleNamespace(rootpath=ROOT)
-    hooks = UnitTests()
+    hooks = UnitTestSelection()
     assert hooks.pytest_ignore_collect(ROOT / "tests/device/test_opinfo.py", config) is True
-    for name in (unit_files()[0], "tests/conftest.py", "tests/device"):
+    for name in (read_unit_files()[0], "tests/conftest.py", "tests/device"):
         assert hooks.pytest_ignore_collect(ROOT / name, config) is None
 
 
 def test_unit_test_that_starts_a_process_fails() -> None:
-    hooks = UnitTests()
+    hooks = UnitTestSelection()
     hooks.pytest_runtest_setup()
     with pytest.raises(pytest.fail.Exception, match=r"started a process \(subprocess\.Popen"):
         hooks._audit("subprocess.Popen", ("ls",))

@@ -34,7 +34,7 @@ from tests.integration.running import RunningCluster, StartedCluster
 
 
 @pytest.fixture(autouse=True)
-def _no_session_remains() -> Iterator[None]:
+def _assert_no_session_remains() -> Iterator[None]:
     yield
     assert not genie.is_initialized()
 
@@ -151,7 +151,7 @@ async def test_garbage_does_not_disturb_the_controller(
 
 
 @pytest.fixture
-def plain_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StartedCluster]:
+def cluster_without_tls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StartedCluster]:
     settings = config.load({"paths.state_dir": tmp_path / "c", "controller.port": 0, "controller.tls": "off"})
     with StartedCluster(settings) as started:
         started.running.configure_for_this_process(monkeypatch)
@@ -159,9 +159,9 @@ def plain_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[S
 
 
 def test_cluster_without_tls_on_loopback_requires_a_token(
-    plain_cluster: StartedCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cluster_without_tls: StartedCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    running = plain_cluster.running
+    running = cluster_without_tls.running
     assert parse_token(running.token).pin == NO_PIN
     with genie.session():
         assert torch.ones(3, device="remote_accelerator:0").sum().item() == 3.0

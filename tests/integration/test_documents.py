@@ -133,7 +133,7 @@ def replace_hosts(sample: str, *, host: str = "127.0.0.1") -> str:
 
 
 @pytest.fixture(scope="module")
-def outputs(shared_cluster: RunningCluster) -> dict[str, str]:
+def sample_outputs(shared_cluster: RunningCluster) -> dict[str, str]:
     """Output of each computing sample. One process runs all of them, because importing torch is slow."""
     done = subprocess.run(
         [sys.executable, "-c", DRIVER, str(ROOT / "examples")],
@@ -150,12 +150,12 @@ def outputs(shared_cluster: RunningCluster) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("name", ["summary", "basic client"])
-def test_remote_product_is_returned(outputs: dict[str, str], name: str) -> None:
-    assert outputs[name] == "torch (1000, 1000) cpu False\n"
+def test_documented_sample_returns_a_remote_product(sample_outputs: dict[str, str], name: str) -> None:
+    assert sample_outputs[name] == "torch (1000, 1000) cpu False\n"
 
 
-def test_multimodal_model_returns_a_result(outputs: dict[str, str]) -> None:
-    assert outputs["multi-modal"].startswith("torch (1, 2) remote_accelerator:")
+def test_documented_multimodal_model_returns_a_result(sample_outputs: dict[str, str]) -> None:
+    assert sample_outputs["multi-modal"].startswith("torch (1, 2) remote_accelerator:")
 
 
 # --- samples that connect -----------------------------------------------------------------------
@@ -220,13 +220,13 @@ def _end_session() -> Iterator[None]:
     init.shutdown_blocking()
 
 
-async def test_development_configuration(cluster: RunningCluster) -> None:
+async def test_documented_development_configuration_works(cluster: RunningCluster) -> None:
     await run_cell(replace_hosts(DEVELOPMENT, host=cluster.host))
     state = genie.get_cluster_state()
     assert (state.backend, state.config.heartbeat_interval) == ("tcp", 5.0)
 
 
-async def test_production_configuration(cluster: RunningCluster) -> None:
+async def test_documented_production_configuration_works(cluster: RunningCluster) -> None:
     await run_cell(replace_hosts(PRODUCTION, host=cluster.host))
     state = genie.get_cluster_state()
     assert state.backend in BACKEND_PRIORITY
@@ -235,7 +235,7 @@ async def test_production_configuration(cluster: RunningCluster) -> None:
 
 
 @pytest.mark.usefixtures("_end_session")
-async def test_server_mode(unused_tcp_port: int) -> None:
+async def test_documented_server_mode_works(unused_tcp_port: int) -> None:
     await run_cell(SERVER_MODE.replace("5555", str(unused_tcp_port)))
     state = genie.get_cluster_state()
     assert state.local_node.role is NodeRole.SERVER
@@ -246,7 +246,9 @@ async def test_server_mode(unused_tcp_port: int) -> None:
 
 
 @pytest.mark.usefixtures("_end_session")
-async def test_server_with_monitoring(unused_tcp_port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_documented_server_with_monitoring_works(
+    unused_tcp_port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("GENIE_MASTER_PORT", str(unused_tcp_port))
     names = await run_cell(SERVER_WITH_MONITORING + "await monitor.stop()\n")
     assert names["monitor"].local_node.gpu_count >= 1  # type: ignore[attr-defined]
@@ -254,7 +256,7 @@ async def test_server_with_monitoring(unused_tcp_port: int, monkeypatch: pytest.
     assert local_cluster.find_running_cluster(Path(init.load_settings((), {}).paths.state_dir)) is None
 
 
-async def test_migration_from_manual_setup(cluster: RunningCluster) -> None:
+async def test_documented_migration_from_manual_setup_works(cluster: RunningCluster) -> None:
     constructor = f"TransportCoordinator(DataPlaneConfig(host='{cluster.host}', port={cluster.port}))"
     before = await run_cell(MIGRATION_BEFORE.replace("TransportCoordinator(...)", constructor))
     coordinator = before["coordinator"]
@@ -269,7 +271,7 @@ async def test_migration_from_manual_setup(cluster: RunningCluster) -> None:
 # --- commands -----------------------------------------------------------------------------------
 
 
-def test_integration_tests_run_on_a_server_after_a_login(
+def test_integration_tests_can_run_on_an_external_server_after_a_login(
     shared_cluster: RunningCluster, tmp_path: Path
 ) -> None:
     """`GENIE_TEST_SERVER=server pytest tests/integration/ -v`, with one test of the folder."""
@@ -277,7 +279,7 @@ def test_integration_tests_run_on_a_server_after_a_login(
     environ = make_suite_environment(
         tmp_path, GENIE_TEST_SERVER=address_text(host, port), GENIE_STATE_DIR=str(laptop)
     )
-    test = "tests/integration/test_documents.py::test_development_configuration"
+    test = "tests/integration/test_documents.py::test_documented_development_configuration_works"
     options = ["-p", "no:cacheprovider", f"--basetemp={tmp_path / 'b'}", "-v", test]
 
     def run() -> subprocess.CompletedProcess[str]:

@@ -42,7 +42,7 @@ def test_client_process_computes_on_the_remote_device(cluster: RunningCluster) -
     assert done.stderr == ""
 
 
-def test_torch_is_imported_after_init_and_an_open_session_releases_its_executor(
+def test_session_left_open_by_a_process_that_imports_torch_late_is_released(
     cluster: RunningCluster,
 ) -> None:
     done = cluster.run_client(
@@ -56,10 +56,10 @@ def test_torch_is_imported_after_init_and_an_open_session_releases_its_executor(
     )
     assert (done.returncode, done.stdout) == (0, "3.0\n"), done.stderr
     assert done.stderr == ""
-    wait_until(lambda: _jobs_of_session("forgetful", cluster) == [], timeout_s=20)
+    wait_until(lambda: _unfinished_jobs_of_session("forgetful", cluster) == [], timeout_s=20)
 
 
-def _jobs_of_session(session: str, cluster: RunningCluster) -> list[str]:
+def _unfinished_jobs_of_session(session: str, cluster: RunningCluster) -> list[str]:
     async def fetch() -> list[str]:
         async with open_client(cluster.settings()) as client:
             jobs, _ = await client.list_jobs(states=(JobState.QUEUED, JobState.PLACING, JobState.RUNNING))
@@ -175,7 +175,7 @@ async def test_unknown_job_raises_not_found(client: ClusterClient) -> None:
         await client.get_job("j-nothere")
 
 
-async def test_status_and_nodes_agree(client: ClusterClient) -> None:
+async def test_status_counts_the_gpus_of_all_nodes(client: ClusterClient) -> None:
     status, views = await client.status(), await client.nodes()
     assert status.leading
     assert status.store_ok

@@ -17,7 +17,7 @@ import pytest
 from genie.cluster.client import ClusterClient
 from genie.model.allocation import FULL_MILLI
 from genie.model.job import Job, JobSpec, JobState
-from tests.integration.machine import Machines, run_machines
+from tests.integration.cluster_processes import ClusterProcesses, run_cluster_processes
 from tests.integration.running import make_python_job
 from tests.waiting import until
 
@@ -138,7 +138,7 @@ async def fetch_holds(client: ClusterClient) -> dict[str, list[tuple[str, int]]]
 @pytest.mark.timeout(120)
 async def test_job_of_a_killed_agent_is_lost_and_its_accelerator_is_reclaimed_once(tmp_path: Path) -> None:
     doomed, other, later = (CountingJobOutput(tmp_path / name) for name in ("doomed", "other", "later"))
-    async with run_machines(tmp_path, "a", "b") as cluster, cluster.client() as client:
+    async with run_cluster_processes(tmp_path, "a", "b") as cluster, cluster.client() as client:
         job_a = await client.submit(make_counting_job(doomed.file, node_id="a"))
         job_b = await client.submit(make_counting_job(other.file, node_id="b"))
         await doomed.wait_started()
@@ -174,7 +174,7 @@ async def test_job_of_a_killed_agent_is_lost_and_its_accelerator_is_reclaimed_on
 async def test_restarted_controller_restores_its_state_and_jobs_continue(tmp_path: Path) -> None:
     count, end = CountingJobOutput(tmp_path / "count"), tmp_path / "end"
     async with (
-        run_machines(tmp_path, "a", "b") as cluster,
+        run_cluster_processes(tmp_path, "a", "b") as cluster,
         cluster.client() as client,
         AsyncExitStack() as stack,
     ):
@@ -218,13 +218,13 @@ async def test_restarted_controller_restores_its_state_and_jobs_continue(tmp_pat
         assert numbers == list(range(1, len(numbers) + 1)), "every line arrives exactly once"
 
 
-async def _is_healthy(cluster: Machines, node_id: str) -> bool:
+async def _is_healthy(cluster: ClusterProcesses, node_id: str) -> bool:
     return (await cluster.node(node_id)).status == "healthy"
 
 
 @pytest.mark.timeout(120)
 async def test_submit_interrupted_by_a_controller_crash_is_executed_once(tmp_path: Path) -> None:
-    async with run_machines(tmp_path, "a") as cluster, cluster.client() as client:
+    async with run_cluster_processes(tmp_path, "a") as cluster, cluster.client() as client:
         async with asyncio.TaskGroup() as group:
             submits = [
                 group.create_task(client.submit(make_python_job("pass", name=f"j{i}"))) for i in range(20)
@@ -247,7 +247,7 @@ async def test_upload_resumes_after_a_controller_crash(tmp_path: Path) -> None:
     directory.mkdir()
     (directory / "data").write_bytes(os.urandom(20_000_000))
     sent: list[int] = []
-    async with run_machines(tmp_path, "a") as cluster, cluster.client() as client:
+    async with run_cluster_processes(tmp_path, "a") as cluster, cluster.client() as client:
 
         def progress(what: str, done: int, _total: int) -> None:
             if what == "sending":

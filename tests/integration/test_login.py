@@ -23,7 +23,9 @@ QUIET_SETTINGS = {"enable_gpu_monitoring": False, "enable_health_checks": False}
 
 
 @pytest.fixture(autouse=True)
-def laptop(cluster: RunningCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def laptop_state_dir(
+    cluster: RunningCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Path]:
     """The state directory of a machine without a token."""
     monkeypatch.delenv("GENIE_TOKEN")
     monkeypatch.setenv("GENIE_STATE_DIR", str(tmp_path / "laptop"))
@@ -36,15 +38,15 @@ async def store_login(cluster: RunningCluster, laptop: Path, text: str) -> Welco
     return await log_in(cluster.host, cluster.port, text, state_dir=laptop, network=network, timeout_s=20)
 
 
-async def user_token(client: ClusterClient, *, ttl_s: float | None = None) -> TokenCreated:
+async def create_user_token(client: ClusterClient, *, ttl_s: float | None = None) -> TokenCreated:
     return await client.create_token(TokenKind.USER, tenant="team-a", name="laptop", ttl_s=ttl_s)
 
 
 async def test_init_uses_a_stored_login_until_its_token_is_revoked(
-    client: ClusterClient, cluster: RunningCluster, laptop: Path
+    client: ClusterClient, cluster: RunningCluster, laptop_state_dir: Path
 ) -> None:
-    created = await user_token(client)
-    welcome = await store_login(cluster, laptop, created.token)
+    created = await create_user_token(client)
+    welcome = await store_login(cluster, laptop_state_dir, created.token)
     assert (welcome.kind, welcome.tenant) == (TokenKind.USER, "team-a")
     state = await genie.init(master_addr=cluster.host, master_port=cluster.port, **QUIET_SETTINGS)
     assert state.tenant == "team-a"
@@ -58,9 +60,9 @@ async def test_init_uses_a_stored_login_until_its_token_is_revoked(
 
 
 async def test_expired_login_is_reported(
-    client: ClusterClient, cluster: RunningCluster, laptop: Path
+    client: ClusterClient, cluster: RunningCluster, laptop_state_dir: Path
 ) -> None:
-    await store_login(cluster, laptop, (await user_token(client, ttl_s=5.0)).token)
+    await store_login(cluster, laptop_state_dir, (await create_user_token(client, ttl_s=5.0)).token)
 
     async def login_error() -> str:
         try:
@@ -75,10 +77,10 @@ async def test_expired_login_is_reported(
 
 
 async def test_rejected_token_is_not_stored(
-    client: ClusterClient, cluster: RunningCluster, laptop: Path
+    client: ClusterClient, cluster: RunningCluster, laptop_state_dir: Path
 ) -> None:
-    good = parse_token((await user_token(client)).token)
-    revoked = await user_token(client)
+    good = parse_token((await create_user_token(client)).token)
+    revoked = await create_user_token(client)
     await client.revoke_token(revoked.record.token_id)
     join = await client.create_token(TokenKind.JOIN)
     for text, kind, words in (
@@ -88,6 +90,6 @@ async def test_rejected_token_is_not_stored(
         (join.token, TokenRefusedError, "a join token"),
     ):
         with pytest.raises(kind, match=words) as caught:
-            await store_login(cluster, laptop, text)
+            await store_login(cluster, laptop_state_dir, text)
         assert parse_token(text).secret not in str(caught.value)
-    assert list_logins(laptop) == []
+    assert list_logins(laptop_state_dir) == []

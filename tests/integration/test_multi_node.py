@@ -15,7 +15,7 @@ import torch
 import genie
 from genie.cluster import init
 from genie.model.job import JobState, PlacementConstraints, Spread
-from tests.integration.machine import run_machines
+from tests.integration.cluster_processes import run_cluster_processes
 from tests.integration.running import RunningCluster, make_python_job
 from tests.waiting import wait_until
 
@@ -49,7 +49,7 @@ def test_concurrent_clients_get_their_own_results(cluster: RunningCluster) -> No
 async def test_jobs_run_on_all_nodes_and_each_node_has_a_device_index(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with run_machines(tmp_path, "b", "a") as cluster, cluster.client() as client:
+    async with run_cluster_processes(tmp_path, "b", "a") as cluster, cluster.client() as client:
         jobs = [
             await client.submit(make_python_job("import time; time.sleep(0.5)", gpus=1)) for _ in range(4)
         ]
@@ -88,7 +88,7 @@ async def test_workers_of_a_gang_connect_to_each_other(tmp_path: Path) -> None:
             assert peer.recv(5) == b"hello"
         print("rank", rank, "of", os.environ["GENIE_JOB_ID"])
     """
-    async with run_machines(tmp_path, "b", "a") as cluster, cluster.client() as client:
+    async with run_cluster_processes(tmp_path, "b", "a") as cluster, cluster.client() as client:
         wanted = make_python_job(textwrap.dedent(meet), gpus=1)
         constraints = PlacementConstraints(workers=2, spread=Spread.SPREAD)
         job = await client.submit(msgspec.structs.replace(wanted, constraints=constraints))
@@ -103,7 +103,7 @@ async def test_workers_of_a_gang_connect_to_each_other(tmp_path: Path) -> None:
 @pytest.mark.timeout(120)
 async def test_failed_worker_ends_the_gang(tmp_path: Path) -> None:
     fail = "import os, sys, time; sys.exit(7) if os.environ['RANK'] == '1' else time.sleep(600)"
-    async with run_machines(tmp_path, "b", "a") as cluster, cluster.client() as client:
+    async with run_cluster_processes(tmp_path, "b", "a") as cluster, cluster.client() as client:
         constraints = PlacementConstraints(workers=2, spread=Spread.SPREAD)
         job = await client.submit(
             msgspec.structs.replace(make_python_job(fail, gpus=1), constraints=constraints)
@@ -128,7 +128,7 @@ async def test_preempted_job_saves_its_state_and_resumes(tmp_path: Path) -> None
         print("ready", flush=True)
         time.sleep(600)
     """
-    async with run_machines(tmp_path, "a") as cluster, cluster.client() as client:
+    async with run_cluster_processes(tmp_path, "a") as cluster, cluster.client() as client:
         constraints = PlacementConstraints(preemptible=True, grace_s=20.0)
         low = make_python_job(textwrap.dedent(saving), gpus=1)
         one = await client.submit(msgspec.structs.replace(low, constraints=constraints))
@@ -153,7 +153,7 @@ async def test_node_that_joins_later_gets_the_next_device_index(tmp_path: Path) 
         wait_until(lambda: torch.remote_accelerator.device_count() == 2, timeout_s=60)  # type: ignore[attr-defined]
         return float((here.to("remote_accelerator:1") * 2).sum())
 
-    async with run_machines(tmp_path, "b") as cluster:
+    async with run_cluster_processes(tmp_path, "b") as cluster:
         config = cluster.settings().cluster
         state = await genie.init(
             config.master_addr, config.master_port, token=config.token, heartbeat_interval=0.2
@@ -179,7 +179,7 @@ async def test_tensor_is_copied_directly_between_nodes(tmp_path: Path) -> None:
         sent = torch.remote_accelerator.stream_stats(1)["bytes_sent"]  # type: ignore[attr-defined]
         return torch.equal(back.cpu(), (here + 1) * 2), sent
 
-    async with run_machines(tmp_path, "a", "b") as cluster:
+    async with run_cluster_processes(tmp_path, "a", "b") as cluster:
         config = cluster.settings().cluster
         await genie.init(config.master_addr, config.master_port, token=config.token)
         try:

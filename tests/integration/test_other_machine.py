@@ -61,7 +61,7 @@ ENTER = 'mount --bind "$1" /etc/hosts && shift && exec "$@"'
 
 
 @dataclass(frozen=True)
-class Machine:
+class SimulatedMachine:
     """A simulated machine: its network namespace, address and home folder."""
 
     namespace: str
@@ -90,37 +90,37 @@ class Machine:
         )
 
 
-def ip(*argv: str) -> None:
+def run_ip_command(*argv: str) -> None:
     program = needs.require_program("ip", package="iproute2")
     subprocess.run([program, *argv], check=True, capture_output=True, timeout=30)
 
 
-def remove_leftovers() -> None:
+def remove_leftover_namespaces() -> None:
     """Deletes the namespaces of killed test runs."""
     for name in Path("/run/netns").glob("genie-*-*"):
         if not psutil.pid_exists(int(name.name.split("-")[1])):
-            ip("netns", "delete", name.name)
+            run_ip_command("netns", "delete", name.name)
 
 
 @pytest.fixture(scope="module")
-def hosts(
+def server_and_client_machine(
     tmp_path_factory: pytest.TempPathFactory,
-) -> Iterator[tuple[Machine, Machine]]:
+) -> Iterator[tuple[SimulatedMachine, SimulatedMachine]]:
     """Two machines on one network that resolve the host name of the server."""
     needs.require_program("ip", package="iproute2")  # checked before namespaces
     needs.require_namespaces("net", "mount")
-    remove_leftovers()
+    remove_leftover_namespaces()
     folder = tmp_path_factory.mktemp("m")
     created = []
     with ExitStack() as stack:
         for number, name in enumerate(("server", "client"), 1):
-            machine = Machine(f"genie-{os.getpid()}-{name}", f"10.213.77.{number}", folder / name)
+            machine = SimulatedMachine(f"genie-{os.getpid()}-{name}", f"10.213.77.{number}", folder / name)
             machine.folder.mkdir()
-            ip("netns", "add", machine.namespace)
-            stack.callback(ip, "netns", "delete", machine.namespace)
+            run_ip_command("netns", "add", machine.namespace)
+            stack.callback(run_ip_command, "netns", "delete", machine.namespace)
             created.append(machine)
         server, client = created
-        ip(
+        run_ip_command(
             "-n",
             server.namespace,
             "link",
@@ -134,17 +134,17 @@ def hosts(
             client.namespace,
         )
         for machine in created:
-            ip("-n", machine.namespace, "address", "add", f"{machine.address}/24", "dev", "eth0")
+            run_ip_command("-n", machine.namespace, "address", "add", f"{machine.address}/24", "dev", "eth0")
             for link in ("lo", "eth0"):
-                ip("-n", machine.namespace, "link", "set", link, "up")
+                run_ip_command("-n", machine.namespace, "link", "set", link, "up")
         (folder / "hosts").write_text(f"127.0.0.1 localhost\n{server.address} {HOST}\n")
         yield server, client
 
 
 @pytest.fixture(scope="module")
-def server_log(hosts: tuple[Machine, Machine]) -> Iterator[str]:
+def running_server_log(server_and_client_machine: tuple[SimulatedMachine, SimulatedMachine]) -> Iterator[str]:
     """Starts a session with the role server and yields its standard error."""
-    server, _ = hosts
+    server, _ = server_and_client_machine
     log = server.folder / "log"
     with log.open("w") as file:
         process = subprocess.Popen(
@@ -166,20 +166,20 @@ def server_log(hosts: tuple[Machine, Machine]) -> Iterator[str]:
 
 
 def test_server_listens_on_its_address_and_prints_commands_for_others(
-    hosts: tuple[Machine, Machine], server_log: str
+    server_and_client_machine: tuple[SimulatedMachine, SimulatedMachine], running_server_log: str
 ) -> None:
-    server, _ = hosts
+    server, _ = server_and_client_machine
     status = server.genie("status").stdout.split()
     assert status[:2] == ["address", f"{server.address}:5555"]
-    assert "other machines can connect with a token" in server_log
-    assert f"genie join {HOST}:5555 --token-file join.token" in server_log
-    assert f"genie login {HOST}:5555" in server_log
+    assert "other machines can connect with a token" in running_server_log
+    assert f"genie join {HOST}:5555 --token-file join.token" in running_server_log
+    assert f"genie login {HOST}:5555" in running_server_log
 
 
 def test_client_on_another_machine_logs_in_and_runs_the_documented_sample(
-    hosts: tuple[Machine, Machine], server_log: str
+    server_and_client_machine: tuple[SimulatedMachine, SimulatedMachine], running_server_log: str
 ) -> None:
-    server, client = hosts
+    server, client = server_and_client_machine
     without = client.python(SAMPLE)
     assert without.returncode == 1
     last = without.stderr.strip().splitlines()[-1]
@@ -204,9 +204,11 @@ def test_client_on_another_machine_logs_in_and_runs_the_documented_sample(
     assert client.genie("nodes").returncode == 2
 
 
-def test_machine_joins_with_the_printed_commands(hosts: tuple[Machine, Machine], server_log: str) -> None:
-    server, client = hosts
-    (command,) = re.findall(r"genie (join \S+ --token-file) join\.token", server_log)
+def test_machine_joins_with_the_printed_commands(
+    server_and_client_machine: tuple[SimulatedMachine, SimulatedMachine], running_server_log: str
+) -> None:
+    server, client = server_and_client_machine
+    (command,) = re.findall(r"genie (join \S+ --token-file) join\.token", running_server_log)
     token = server.genie("token", "create", "--join").stdout
     done = client.genie(*command.split(), "-", "--node-id", "second", "--detach", text=token)
     try:
@@ -216,8 +218,10 @@ def test_machine_joins_with_the_printed_commands(hosts: tuple[Machine, Machine],
         assert client.genie("down").returncode == 0
 
 
-def test_join_token_cannot_log_in(hosts: tuple[Machine, Machine], server_log: str) -> None:
-    server, client = hosts
+def test_join_token_cannot_log_in(
+    server_and_client_machine: tuple[SimulatedMachine, SimulatedMachine], running_server_log: str
+) -> None:
+    server, client = server_and_client_machine
     token = server.genie("token", "create", "--join").stdout
     done = client.genie("login", HOST, "--token-file", "-", text=token)
     assert done.returncode == 1

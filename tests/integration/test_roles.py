@@ -46,7 +46,7 @@ async def test_server_runs_a_cluster_until_its_session_ends(unused_tcp_port: int
     assert [pid for pid in running.pids.values() if psutil.pid_exists(pid)] == []
 
 
-async def test_documented_address_works_and_other_clients_can_connect(
+async def test_server_on_localhost_accepts_other_clients(
     unused_tcp_port: int,
 ) -> None:
     state = await genie.init("localhost", unused_tcp_port, node_role="server", node_id="box")

@@ -25,7 +25,7 @@ dist.destroy_process_group()
 """
 
 
-def documented_command() -> list[str]:
+def read_documented_command() -> list[str]:
     page = (ROOT / "docs" / "SCHEDULING.md").read_text("utf-8")
     (block,) = re.findall(r"^```sh\n(genie submit --workers 2 .*?torchrun.*?)^```", page, re.M | re.S)
     small = block.replace("--gpus 8 ", "").replace("--nproc-per-node=8", "--nproc-per-node=1")
@@ -37,7 +37,7 @@ def documented_command() -> list[str]:
 def test_documented_torchrun_command_runs_in_a_gang(cluster: RunningCluster, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(TRAIN)
     done = subprocess.run(
-        [sys.executable, "-m", "genie", *documented_command()],
+        [sys.executable, "-m", "genie", *read_documented_command()],
         cwd=tmp_path,
         env=cluster.environ(),
         capture_output=True,

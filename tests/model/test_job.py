@@ -29,7 +29,7 @@ from genie.model.record import Record
 from tests.fakes.agent import make_node_info
 
 
-def job(state: JobState = JobState.QUEUED) -> Job:
+def make_job(state: JobState = JobState.QUEUED) -> Job:
     return Job(
         job_id="j-1",
         tenant="t",
@@ -46,14 +46,14 @@ def job(state: JobState = JobState.QUEUED) -> Job:
 @pytest.mark.parametrize(("before", "after"), list(itertools.product(JobState, JobState)))
 def test_transition_is_allowed_if_and_only_if_it_is_in_the_table(before: JobState, after: JobState) -> None:
     if after in ALLOWED_TRANSITIONS[before]:
-        step = with_state(job(before), after, reason="because", at=5.0)
+        step = with_state(make_job(before), after, reason="because", at=5.0)
         assert (step.state, step.reason) == (after, "because")
         assert step.history[-1] == Transition(state=after, at=5.0, reason="because")
         assert (step.ended_at == 5.0) == after.is_final
         assert (step.started_at == 5.0) == (after is JobState.RUNNING)
     else:
         with pytest.raises(AssertionError):
-            with_state(job(before), after, reason="because", at=5.0)
+            with_state(make_job(before), after, reason="because", at=5.0)
 
 
 def test_final_states_have_no_transitions() -> None:
@@ -62,13 +62,13 @@ def test_final_states_have_no_transitions() -> None:
 
 def test_requeued_job_has_no_placement() -> None:
     placement = Placement(node_id="n", incarnation=1, gpu_ids=(0,), epoch=1)
-    placing = msgspec.structs.replace(job(JobState.PLACING), placements=(placement,))
+    placing = msgspec.structs.replace(make_job(JobState.PLACING), placements=(placement,))
     assert with_state(placing, JobState.QUEUED, reason="r", at=1.0).placement is None
     assert with_state(placing, JobState.RUNNING, reason="r", at=1.0).placement == placement
 
 
 def test_long_history_keeps_its_start_and_end() -> None:
-    one = job()
+    one = make_job()
     for number in range(200):
         state = JobState.PLACING if one.state is JobState.QUEUED else JobState.QUEUED
         one = with_state(one, state, reason=str(number), at=float(number))
@@ -77,8 +77,8 @@ def test_long_history_keeps_its_start_and_end() -> None:
     assert one.history[-1].reason == "199"
 
 
-def test_job_round_trips() -> None:
-    one = msgspec.structs.replace(job(), stop=StopReason.CANCEL, session="laptop", request_id="r")
+def test_job_is_unchanged_by_encoding_and_decoding() -> None:
+    one = msgspec.structs.replace(make_job(), stop=StopReason.CANCEL, session="laptop", request_id="r")
     assert msgspec.json.decode(msgspec.json.encode(one), type=Job) == one
 
 
@@ -116,7 +116,7 @@ def test_defaults_are_not_encoded_and_are_restored() -> None:
     written = msgspec.json.encode(spec)
     assert written == b'{"name":"n","command":["true"]}'
     assert msgspec.json.decode(written, type=JobSpec) == spec
-    assert msgspec.json.decode(msgspec.json.encode(job()), type=Job) == job()
+    assert msgspec.json.decode(msgspec.json.encode(make_job()), type=Job) == make_job()
 
 
 CONSTRAINTS = PlacementConstraints(workers=2)

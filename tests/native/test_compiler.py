@@ -17,7 +17,7 @@ from tests.needs import require_program
 FILES = 10
 
 
-class FakeCompiler:
+class LoggingCompiler:
     """The real compiler, wrapped by a script that logs the arguments of each call."""
 
     def __init__(self, folder: Path) -> None:
@@ -40,8 +40,8 @@ class FakeCompiler:
 
 
 @pytest.fixture
-def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeCompiler:
-    made = FakeCompiler(tmp_path)
+def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LoggingCompiler:
+    made = LoggingCompiler(tmp_path)
     monkeypatch.setenv("CXX", str(made.path))
     return made
 
@@ -63,14 +63,16 @@ def source_file(sources: Path, number: int) -> Path:
     return sources / "torch" / "device" / f"part{number}.cpp"
 
 
-def compiled_file_groups(compiler: FakeCompiler) -> list[list[str]]:
+def compiled_file_groups(compiler: LoggingCompiler) -> list[list[str]]:
     """The file names of each compilation so far."""
     return [
         [Path(word).name for word in call.split() if word.endswith(".cpp")] for call in compiler.calls("-c")
     ]
 
 
-def test_library_contains_all_files_of_a_unit(build_cache: BuildCache, compiler: FakeCompiler) -> None:
+def test_library_contains_all_files_of_its_compilation_units(
+    build_cache: BuildCache, compiler: LoggingCompiler
+) -> None:
     library = build_cache.build("genie_device")
     assert sorted(compiled_file_groups(compiler)) == [
         [f"part{number}.cpp" for number in range(5)],
@@ -84,7 +86,7 @@ def test_library_contains_all_files_of_a_unit(build_cache: BuildCache, compiler:
 
 
 def test_files_of_several_libraries_are_compiled_in_parallel(
-    build_cache: BuildCache, compiler: FakeCompiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    build_cache: BuildCache, compiler: LoggingCompiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compiling, "_usable_processor_count", lambda: 2)
     for name in ("device", "executor"):
@@ -103,7 +105,9 @@ def test_files_of_several_libraries_are_compiled_in_parallel(
     assert sorted(compiled_file_groups(compiler)) == [["device.cpp"], ["executor.cpp"]]
 
 
-def test_edit_recompiles_only_its_unit(build_cache: BuildCache, compiler: FakeCompiler) -> None:
+def test_edit_recompiles_only_the_compilation_unit_of_the_file(
+    build_cache: BuildCache, compiler: LoggingCompiler
+) -> None:
     first = build_cache.build("genie_device")
     compiler.forget_calls()
     with source_file(build_cache.sources, 7).open("a") as source:
@@ -112,7 +116,7 @@ def test_edit_recompiles_only_its_unit(build_cache: BuildCache, compiler: FakeCo
     assert compiled_file_groups(compiler) == [[f"part{number}.cpp" for number in range(5, 10)]]
 
 
-def test_empty_object_file_is_recompiled(build_cache: BuildCache, compiler: FakeCompiler) -> None:
+def test_empty_object_file_is_recompiled(build_cache: BuildCache, compiler: LoggingCompiler) -> None:
     library = build_cache.build("genie_device")
     library.unlink()
     for path in build_cache.cache.glob("objects/*.o"):
@@ -125,7 +129,7 @@ def test_empty_object_file_is_recompiled(build_cache: BuildCache, compiler: Fake
 
 
 def test_hung_compiler_is_reported_with_its_timeout(
-    build_cache: BuildCache, compiler: FakeCompiler, monkeypatch: pytest.MonkeyPatch
+    build_cache: BuildCache, compiler: LoggingCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compiling, "_COMPILE_TIMEOUT_S", 0.2)
     compiler.replace_script('case " $* " in *" -c "*) exec sleep 20;; esac')
@@ -133,14 +137,14 @@ def test_hung_compiler_is_reported_with_its_timeout(
         build_cache.build("genie_device")
 
 
-def test_compile_error_names_file_and_line(build_cache: BuildCache, compiler: FakeCompiler) -> None:
+def test_compile_error_names_file_and_line(build_cache: BuildCache, compiler: LoggingCompiler) -> None:
     source_file(build_cache.sources, 1).write_text('#include "../common.h"\nint f() { return nothing; }\n')
     with pytest.raises(NativeBuildError, match=r"part1\.cpp:2:\d+: error: .*nothing.* was not declared"):
         build_cache.build("genie_device")
 
 
 def test_compile_error_stops_the_build(
-    build_cache: BuildCache, compiler: FakeCompiler, monkeypatch: pytest.MonkeyPatch
+    build_cache: BuildCache, compiler: LoggingCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compiling, "_usable_processor_count", lambda: 1)
     source_file(build_cache.sources, 1).write_text(
@@ -151,8 +155,8 @@ def test_compile_error_stops_the_build(
     assert ["stream.cpp"] not in compiled_file_groups(compiler)  # the next may have started, the last has not
 
 
-def test_largest_unit_is_compiled_first(
-    build_cache: BuildCache, compiler: FakeCompiler, monkeypatch: pytest.MonkeyPatch
+def test_largest_compilation_unit_is_compiled_first(
+    build_cache: BuildCache, compiler: LoggingCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compiling, "_usable_processor_count", lambda: 1)
     with source_file(build_cache.sources, 7).open("a") as source:
@@ -163,7 +167,7 @@ def test_largest_unit_is_compiled_first(
 
 
 def test_file_changed_during_compilation_is_recompiled(
-    build_cache: BuildCache, compiler: FakeCompiler
+    build_cache: BuildCache, compiler: LoggingCompiler
 ) -> None:
     first = source_file(build_cache.sources, 0)
     compiler.replace_script(f'case "$*" in *part0.cpp*) echo "// edited" >> {first};; esac')
@@ -177,7 +181,7 @@ def test_file_changed_during_compilation_is_recompiled(
 
 def test_progress_is_logged_without_a_terminal(
     build_cache: BuildCache,
-    compiler: FakeCompiler,
+    compiler: LoggingCompiler,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

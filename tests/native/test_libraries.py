@@ -52,7 +52,7 @@ extern "C" __attribute__((visibility("default"))) int value() { return 7; }
 """
 
 
-class FakeCompiler:
+class LoggingCompiler:
     """The real compiler, wrapped by a script that logs the files it compiles."""
 
     def __init__(self, folder: Path) -> None:
@@ -74,8 +74,8 @@ class FakeCompiler:
 
 
 @pytest.fixture
-def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeCompiler:
-    made = FakeCompiler(tmp_path)
+def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LoggingCompiler:
+    made = LoggingCompiler(tmp_path)
     monkeypatch.setenv("CXX", str(made.path))
     return made
 
@@ -101,14 +101,14 @@ def build_cache(tmp_path: Path) -> BuildCache:
     return BuildCache(sources.parent, tmp_path / "cache")
 
 
-def load_value(path: Path) -> int:
+def load_module_value(path: Path) -> int:
     return int(libraries._load_module("genie_device", path).value)
 
 
 # --- cache and incremental builds ---------------------------------------------------------------
 
 
-def test_library_is_compiled_once_and_cached(build_cache: BuildCache, compiler: FakeCompiler) -> None:
+def test_library_is_compiled_once_and_cached(build_cache: BuildCache, compiler: LoggingCompiler) -> None:
     path = build_cache.build("genie_device")
     module = libraries._load_module("genie_device", path)
     assert (module.value, module.stream) == (7, 3)
@@ -117,14 +117,14 @@ def test_library_is_compiled_once_and_cached(build_cache: BuildCache, compiler: 
     assert compiler.compiled_files() == []
 
 
-def test_torch_libraries_share_common_objects(build_cache: BuildCache, compiler: FakeCompiler) -> None:
+def test_torch_libraries_share_common_objects(build_cache: BuildCache, compiler: LoggingCompiler) -> None:
     build_cache.build("genie_device")
     compiler.compiled_files()
     build_cache.build("genie_executor")
     assert compiler.compiled_files() == ["module.cpp"]
 
 
-def test_c_library_is_loadable_by_ctypes(build_cache: BuildCache, compiler: FakeCompiler) -> None:
+def test_c_library_is_loadable_by_ctypes(build_cache: BuildCache, compiler: LoggingCompiler) -> None:
     path = build_cache.build("genie_tree")
     assert ctypes.CDLL(str(path)).value() == 7
     assert compiler.compiled_files() == ["tree.cpp"]
@@ -132,7 +132,7 @@ def test_c_library_is_loadable_by_ctypes(build_cache: BuildCache, compiler: Fake
 
 @pytest.mark.long("compiles nanobind")
 def test_scheduler_library_does_not_need_torch(
-    build_cache: BuildCache, compiler: FakeCompiler, monkeypatch: pytest.MonkeyPatch
+    build_cache: BuildCache, compiler: LoggingCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def absent() -> TorchTarget:
         raise NativeBuildError("there is no torch")
@@ -153,7 +153,7 @@ def test_missing_nanobind_error_says_what_to_install(
         build_cache.build("genie_scheduler")
 
 
-def test_only_changed_file_is_recompiled(build_cache: BuildCache, compiler: FakeCompiler) -> None:
+def test_only_changed_file_is_recompiled(build_cache: BuildCache, compiler: LoggingCompiler) -> None:
     build_cache.build("genie_device")
     compiler.compiled_files()
     (build_cache.sources / "torch" / "stream.cpp").write_text("int stream_value() { return 4; }\n")
@@ -161,15 +161,15 @@ def test_only_changed_file_is_recompiled(build_cache: BuildCache, compiler: Fake
     assert compiler.compiled_files() == ["stream.cpp"]
 
 
-def test_changed_header_recompiles_its_includers(build_cache: BuildCache, compiler: FakeCompiler) -> None:
+def test_changed_header_recompiles_its_includers(build_cache: BuildCache, compiler: LoggingCompiler) -> None:
     build_cache.build("genie_device")
     compiler.compiled_files()
     (build_cache.sources / "torch" / "shared.h").write_text("#define VALUE 8\n")  # included by value.h
-    assert load_value(build_cache.build("genie_device")) == 8
+    assert load_module_value(build_cache.build("genie_device")) == 8
     assert compiler.compiled_files() == ["module.cpp"]
 
 
-def test_reverted_edit_uses_the_cache(build_cache: BuildCache, compiler: FakeCompiler) -> None:
+def test_reverted_edit_uses_the_cache(build_cache: BuildCache, compiler: LoggingCompiler) -> None:
     first = build_cache.build("genie_device")
     (build_cache.sources / "torch" / "shared.h").write_text("#define VALUE 8\n")
     build_cache.build("genie_device")
@@ -183,7 +183,7 @@ def test_reverted_edit_uses_the_cache(build_cache: BuildCache, compiler: FakeCom
 )
 def test_library_depends_on_torch_and_python_version(
     build_cache: BuildCache,
-    compiler: FakeCompiler,
+    compiler: LoggingCompiler,
     monkeypatch: pytest.MonkeyPatch,
     change: dict[str, object],
 ) -> None:
@@ -196,8 +196,8 @@ def test_library_depends_on_torch_and_python_version(
     assert compiler.compiled_files() == ["module.cpp", "stream.cpp"]
 
 
-def test_other_compiler_recompiles(
-    build_cache: BuildCache, compiler: FakeCompiler, monkeypatch: pytest.MonkeyPatch
+def test_change_of_the_compiler_recompiles(
+    build_cache: BuildCache, compiler: LoggingCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = build_cache.build("genie_device")
     path.unlink()
@@ -210,20 +210,20 @@ def test_other_compiler_recompiles(
 
 
 def test_file_changed_during_compilation_is_not_cached(
-    build_cache: BuildCache, compiler: FakeCompiler
+    build_cache: BuildCache, compiler: LoggingCompiler
 ) -> None:
     header = build_cache.sources / "torch" / "shared.h"
     compiler.replace_script(f'{compiler.real} "$@" || exit; echo "#define VALUE 9" > {header}')
     with pytest.raises(NativeBuildError, match=r"module\.cpp or a header of it changed"):
         build_cache.build("genie_device")
     compiler.replace_script(f'exec {compiler.real} "$@"')
-    assert load_value(build_cache.build("genie_device")) == 9
+    assert load_module_value(build_cache.build("genie_device")) == 9
     header.write_text("#define VALUE 7\n")
-    assert load_value(build_cache.build("genie_device")) == 7
+    assert load_module_value(build_cache.build("genie_device")) == 7
 
 
 def test_old_libraries_and_objects_are_evicted(
-    build_cache: BuildCache, compiler: FakeCompiler, monkeypatch: pytest.MonkeyPatch
+    build_cache: BuildCache, compiler: LoggingCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(libraries, "_LIBRARIES_KEPT", 2)
     monkeypatch.setattr(libraries, "_OBJECTS_KEPT", 3)
@@ -241,14 +241,14 @@ def test_old_libraries_and_objects_are_evicted(
     assert kept[0] == kept[1]
 
 
-def test_object_without_compiler_output_is_recompiled(
-    build_cache: BuildCache, compiler: FakeCompiler
+def test_object_without_recorded_compiler_output_is_recompiled(
+    build_cache: BuildCache, compiler: LoggingCompiler
 ) -> None:
     build_cache.build("genie_device").unlink()
     for output in build_cache.cache.glob("objects/*.txt"):
         output.unlink()
     compiler.compiled_files()
-    assert load_value(build_cache.build("genie_device")) == 7
+    assert load_module_value(build_cache.build("genie_device")) == 7
     assert compiler.compiled_files() == ["module.cpp", "stream.cpp"]
 
 
@@ -262,7 +262,7 @@ print(BuildCache(Path(sys.argv[1]), Path(sys.argv[2])).build("genie_device"))
 """
 
 
-def test_two_processes_compile_once(build_cache: BuildCache, compiler: FakeCompiler) -> None:
+def test_two_processes_compile_once(build_cache: BuildCache, compiler: LoggingCompiler) -> None:
     command = [sys.executable, "-c", BUILD_SCRIPT, str(build_cache.sources), str(build_cache.cache)]
     with ThreadPoolExecutor(2) as pool:
         runs = [
@@ -274,7 +274,7 @@ def test_two_processes_compile_once(build_cache: BuildCache, compiler: FakeCompi
     assert compiler.compiled_files() == ["module.cpp", "stream.cpp"]
 
 
-def test_leftovers_of_a_killed_build_are_removed(build_cache: BuildCache, compiler: FakeCompiler) -> None:
+def test_leftovers_of_a_killed_build_are_removed(build_cache: BuildCache, compiler: LoggingCompiler) -> None:
     left = build_cache.cache / "making-left"
     left.mkdir(parents=True)
     (left / "half.o").write_bytes(b"half")
@@ -285,7 +285,7 @@ def test_leftovers_of_a_killed_build_are_removed(build_cache: BuildCache, compil
 # --- errors -------------------------------------------------------------------------------------
 
 
-def test_compiler_error_is_shown_with_log_path(build_cache: BuildCache, compiler: FakeCompiler) -> None:
+def test_compiler_error_is_shown_with_log_path(build_cache: BuildCache, compiler: LoggingCompiler) -> None:
     (build_cache.sources / "torch" / "stream.cpp").write_text("int stream_value() { return nothing; }\n")
     with pytest.raises(
         NativeBuildError, match=r"stream\.cpp:1:\d+: error: .*nothing.* was not declared"
@@ -301,14 +301,14 @@ def test_compiler_error_is_shown_with_log_path(build_cache: BuildCache, compiler
     assert "stream.cpp" in compiler.compiled_files()
 
 
-def test_linker_error_is_shown(build_cache: BuildCache, compiler: FakeCompiler) -> None:
+def test_linker_error_is_shown(build_cache: BuildCache, compiler: LoggingCompiler) -> None:
     refuse = 'case "$*" in *-shared*) echo "ld: error: cannot find -lc10"; exit 1;; esac'
     compiler.replace_script(f'{refuse}; exec {compiler.real} "$@"')
     with pytest.raises(NativeBuildError, match="cannot find -lc10"):
         build_cache.build("genie_device")
 
 
-def test_missing_python_headers_are_reported(build_cache: BuildCache, compiler: FakeCompiler) -> None:
+def test_missing_python_headers_are_reported(build_cache: BuildCache, compiler: LoggingCompiler) -> None:
     source = build_cache.sources / "torch" / "device" / "module.cpp"
     source.write_text(source.read_text().replace("<Python.h>", "<no/such/Python.h>"))
     with pytest.raises(NativeBuildError, match="python3-dev; Fedora: python3-devel"):
@@ -346,7 +346,7 @@ def test_missing_sources_are_an_error(build_cache: BuildCache, tmp_path: Path) -
 
 @pytest.mark.parametrize("in_the_way", ["cache", "cache/objects"])
 def test_unwritable_cache_is_an_error(
-    build_cache: BuildCache, compiler: FakeCompiler, tmp_path: Path, in_the_way: str
+    build_cache: BuildCache, compiler: LoggingCompiler, tmp_path: Path, in_the_way: str
 ) -> None:
     (tmp_path / in_the_way).parent.mkdir(exist_ok=True)
     (tmp_path / in_the_way).write_text("a file is in the way")
@@ -382,7 +382,7 @@ class Terminal(io.StringIO):
 
 def test_build_shows_progress_on_a_terminal(
     build_cache: BuildCache,
-    compiler: FakeCompiler,
+    compiler: LoggingCompiler,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -398,7 +398,7 @@ def test_build_shows_progress_on_a_terminal(
 
 
 def test_build_draws_nothing_without_a_terminal(
-    build_cache: BuildCache, compiler: FakeCompiler, capfd: pytest.CaptureFixture[str]
+    build_cache: BuildCache, compiler: LoggingCompiler, capfd: pytest.CaptureFixture[str]
 ) -> None:
     build_cache.build("genie_device")
     assert capfd.readouterr() == ("", "")
@@ -408,7 +408,7 @@ def test_build_draws_nothing_without_a_terminal(
 @pytest.mark.long("compiles libraries for real")
 def test_command_builds_all_libraries_or_reports_the_reason(
     build_cache: BuildCache,
-    compiler: FakeCompiler,
+    compiler: LoggingCompiler,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     outcome: str,
@@ -430,17 +430,17 @@ def test_interrupted_build_prints_one_line(
     build_cache: BuildCache, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(BuildCache, "of_this_installation", lambda: build_cache)
-    monkeypatch.setattr(compiling.Build, "run", interrupt)
+    monkeypatch.setattr(compiling.Build, "run", raise_keyboard_interrupt)
     assert main(["genie_executor"]) == 130
     assert capsys.readouterr().err.splitlines()[-1] == "interrupted; finished object files are kept"
 
 
-def interrupt(_build: compiling.Build) -> None:
+def raise_keyboard_interrupt(_build: compiling.Build) -> None:
     raise KeyboardInterrupt
 
 
 def test_single_library_can_be_built(
-    build_cache: BuildCache, compiler: FakeCompiler, monkeypatch: pytest.MonkeyPatch
+    build_cache: BuildCache, compiler: LoggingCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(BuildCache, "of_this_installation", lambda: build_cache)
     assert main(["genie_executor"]) == 0
@@ -456,7 +456,7 @@ def test_unknown_library_is_reported(capsys: pytest.CaptureFixture[str]) -> None
 # --- the real libraries -------------------------------------------------------------------------
 
 
-def test_checkout_does_not_depend_on_home_directory() -> None:
+def test_build_cache_of_a_checkout_is_inside_the_checkout() -> None:
     build_cache = BuildCache.of_this_installation()
     assert (build_cache.sources, build_cache.cache) == (ROOT / "native", ROOT / "build" / "native")
 
@@ -497,8 +497,8 @@ def test_installed_package_contains_sources(tmp_path: Path) -> None:
     done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     sources, cache = done.stdout.splitlines()
     assert cache == str(tmp_path / "kept" / "genie" / "native")
-    assert list_names(Path(sources)) == list_names(ROOT / "native")
+    assert list_files(Path(sources)) == list_files(ROOT / "native")
 
 
-def list_names(folder: Path) -> list[str]:
+def list_files(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())

@@ -13,24 +13,24 @@ from genie.native.prebuild import build_in_background, prebuild_command
 from tests.waiting import until
 
 
-async def build(command: Sequence[str]) -> bool:
+async def run_background_build(command: Sequence[str]) -> bool:
     return await build_in_background(command, what="the library", without="it will not work here")
 
 
 async def test_built_library_logs_one_line(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
-    assert await build(prebuild_command("genie_scheduler"))
+    assert await run_background_build(prebuild_command("genie_scheduler"))
     assert caplog.messages == ["the library is compiled"]
 
 
 async def test_failed_build_logs_one_line(caplog: pytest.LogCaptureFixture) -> None:
     code = "import sys; sys.stderr.write('there is no C++ compiler\\n(install one)\\n'); sys.exit(69)"
-    assert not await build((sys.executable, "-c", code))
+    assert not await run_background_build((sys.executable, "-c", code))
     assert caplog.messages == ["it will not work here: there is no C++ compiler (install one)"]
 
 
 async def test_missing_interpreter_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    assert not await build(("/no/such/python", *prebuild_command("genie_scheduler")[1:]))
+    assert not await run_background_build(("/no/such/python", *prebuild_command("genie_scheduler")[1:]))
     assert "could not start compiling the library" in caplog.text
 
 
@@ -47,7 +47,7 @@ async def test_cancellation_kills_the_compilers(tmp_path: Path) -> None:
         "child.wait()\n"
     )
     async with asyncio.TaskGroup() as group:
-        building = group.create_task(build((sys.executable, "-c", code, str(started))))
+        building = group.create_task(run_background_build((sys.executable, "-c", code, str(started))))
         await until(started.exists, timeout_s=60, what="the compiler to run")
         building.cancel()
     pid, priority = map(int, started.read_text().split())

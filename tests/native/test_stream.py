@@ -63,74 +63,74 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
 
 
 @pytest.fixture
-def pool() -> Iterator[ThreadPoolExecutor]:
+def thread_pool() -> Iterator[ThreadPoolExecutor]:
     with ThreadPoolExecutor(8) as threads:
         yield threads
 
 
 @pytest.fixture
-def stack() -> Iterator[ExitStack]:
+def exit_stack() -> Iterator[ExitStack]:
     with ExitStack() as opened:
         yield opened
 
 
 @pytest.fixture
-def sockets(stack: ExitStack) -> tuple[socket.socket, socket.socket]:
+def socket_pair(exit_stack: ExitStack) -> tuple[socket.socket, socket.socket]:
     """Both ends of a TCP connection over loopback."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        near = stack.enter_context(socket.create_connection(listener.getsockname()))
+        near = exit_stack.enter_context(socket.create_connection(listener.getsockname()))
         far, _ = listener.accept()
-        stack.enter_context(far)
+        exit_stack.enter_context(far)
     return near, far
 
 
-def connect_client(
+def open_tls_client_stream(
     sock: socket.socket, certificates: Certificates, *, name: str = SERVER_NAME, wait_s: float = LONG_S
 ) -> Any:
     return Stream.tls_client(sock.detach(), certificates.ca_der, name, wait_s)
 
 
-def accept_client(sock: socket.socket, certificates: Certificates, *, wait_s: float = LONG_S) -> Any:
+def open_tls_server_stream(sock: socket.socket, certificates: Certificates, *, wait_s: float = LONG_S) -> Any:
     return Stream.tls_server(sock.detach(), certificates.certificate, certificates.key, wait_s)
 
 
-def connect_pair(
+def connect_streams(
     kind: str, near: socket.socket, far: socket.socket, certificates: Certificates, pool: ThreadPoolExecutor
 ) -> tuple[Any, Any]:
     if kind == "plaintext":
         return Stream.plaintext(near.detach()), Stream.plaintext(far.detach())
-    accepted = pool.submit(accept_client, far, certificates)
-    return connect_client(near, certificates), accepted.result(LONG_S)
+    accepted = pool.submit(open_tls_server_stream, far, certificates)
+    return open_tls_client_stream(near, certificates), accepted.result(LONG_S)
 
 
 @pytest.fixture(params=["plaintext", "tls"])
-def kind(request: pytest.FixtureRequest) -> str:
+def stream_kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
 @pytest.fixture
-def ends(
-    kind: str,
-    sockets: tuple[socket.socket, socket.socket],
+def connected_streams(
+    stream_kind: str,
+    socket_pair: tuple[socket.socket, socket.socket],
     certificates: Certificates,
-    pool: ThreadPoolExecutor,
-    stack: ExitStack,
+    thread_pool: ThreadPoolExecutor,
+    exit_stack: ExitStack,
 ) -> tuple[Any, Any]:
-    near, far = connect_pair(kind, *sockets, certificates, pool)
+    near, far = connect_streams(stream_kind, *socket_pair, certificates, thread_pool)
     for stream in (near, far):
-        stack.callback(stream.close)
+        exit_stack.callback(stream.close)
     return near, far
 
 
-only_tls = pytest.mark.parametrize("kind", ["tls"], indirect=True)
-only_plaintext = pytest.mark.parametrize("kind", ["plaintext"], indirect=True)
+only_tls = pytest.mark.parametrize("stream_kind", ["tls"], indirect=True)
+only_plaintext = pytest.mark.parametrize("stream_kind", ["plaintext"], indirect=True)
 
 
 # --- the contract, with and without TLS ---------------------------------------------------------
 
 
-def test_bytes_are_sent_in_both_directions(ends: tuple[Any, Any]) -> None:
-    near, far = ends
+def test_bytes_are_sent_in_both_directions(connected_streams: tuple[Any, Any]) -> None:
+    near, far = connected_streams
     for data in (b"x", b"", bytes(range(256)) * 300):
         near.write_all(data, LONG_S)
         assert far.read_exactly(len(data), LONG_S) == data
@@ -138,7 +138,9 @@ def test_bytes_are_sent_in_both_directions(ends: tuple[Any, Any]) -> None:
         assert near.read_exactly(len(data), LONG_S) == data
 
 
-def test_large_transfers_in_both_directions_at_once(ends: tuple[Any, Any], pool: ThreadPoolExecutor) -> None:
+def test_large_transfers_in_both_directions_at_once_are_complete(
+    connected_streams: tuple[Any, Any], thread_pool: ThreadPoolExecutor
+) -> None:
     chunk = random.Random(1).randbytes(1_000_003)
     sent = [chunk[start:] + chunk[:start] for start in (0, 17)]
 
@@ -149,13 +151,18 @@ def test_large_transfers_in_both_directions_at_once(ends: tuple[Any, Any], pool:
     def received(stream: Any, data: bytes) -> bool:
         return stream.read_exactly(100 * len(data), LONG_S) == data * 100
 
-    sends = [pool.submit(send, stream, data) for stream, data in zip(ends, sent, strict=True)]
-    reads = [pool.submit(received, stream, data) for stream, data in zip(reversed(ends), sent, strict=True)]
+    sends = [
+        thread_pool.submit(send, stream, data) for stream, data in zip(connected_streams, sent, strict=True)
+    ]
+    reads = [
+        thread_pool.submit(received, stream, data)
+        for stream, data in zip(reversed(connected_streams), sent, strict=True)
+    ]
     assert [future.result() for future in sends + reads] == [None, None, True, True]
 
 
-def test_reads_and_writes_may_be_split_differently(ends: tuple[Any, Any]) -> None:
-    near, far = ends
+def test_reads_and_writes_may_be_split_differently(connected_streams: tuple[Any, Any]) -> None:
+    near, far = connected_streams
     for piece in (b"a", b"bc", b"def"):
         near.write_all(piece, LONG_S)
     assert far.read_exactly(6, LONG_S) == b"abcdef"
@@ -163,8 +170,8 @@ def test_reads_and_writes_may_be_split_differently(ends: tuple[Any, Any]) -> Non
     assert [near.read_exactly(count, LONG_S) for count in (3, 2, 1)] == [b"abc", b"de", b"f"]
 
 
-def test_read_times_out(ends: tuple[Any, Any]) -> None:
-    near, far = ends
+def test_read_times_out(connected_streams: tuple[Any, Any]) -> None:
+    near, far = connected_streams
     far.write_all(b"abc", LONG_S)
     with pytest.raises(ConnectionLost, match="timeout: the peer sent 3 of 5 bytes"):
         near.read_exactly(5, SHORT_S)
@@ -172,14 +179,14 @@ def test_read_times_out(ends: tuple[Any, Any]) -> None:
         near.read_exactly(1, 0)
 
 
-def test_write_times_out(ends: tuple[Any, Any]) -> None:
-    near, _ = ends
+def test_write_times_out(connected_streams: tuple[Any, Any]) -> None:
+    near, _ = connected_streams
     with pytest.raises(ConnectionLost, match=r"timeout: the peer received \d+ of 67108864 bytes"):
         near.write_all(bytes(64 << 20), SHORT_S)
 
 
-def test_end_of_stream_raises_connection_lost(ends: tuple[Any, Any]) -> None:
-    near, far = ends
+def test_end_of_stream_raises_connection_lost(connected_streams: tuple[Any, Any]) -> None:
+    near, far = connected_streams
     far.write_all(b"last words", LONG_S)
     far.close()
     assert near.read_exactly(10, LONG_S) == b"last words"
@@ -187,24 +194,24 @@ def test_end_of_stream_raises_connection_lost(ends: tuple[Any, Any]) -> None:
         near.read_exactly(1, LONG_S)
 
 
-def test_end_within_a_read_raises_connection_lost(ends: tuple[Any, Any]) -> None:
-    near, far = ends
+def test_end_within_a_read_raises_connection_lost(connected_streams: tuple[Any, Any]) -> None:
+    near, far = connected_streams
     far.write_all(b"abc", LONG_S)
     far.close()
     with pytest.raises(ConnectionLost):
         near.read_exactly(4, LONG_S)
 
 
-def test_write_to_closed_peer_raises_connection_lost(ends: tuple[Any, Any]) -> None:
-    near, far = ends
+def test_write_to_closed_peer_raises_connection_lost(connected_streams: tuple[Any, Any]) -> None:
+    near, far = connected_streams
     far.close()
     with pytest.raises(ConnectionLost, match=r"broke|closed"):
         while True:
             near.write_all(bytes(1 << 20), LONG_S)
 
 
-def test_received_data_is_readable_after_a_failed_write(ends: tuple[Any, Any]) -> None:
-    near, far = ends
+def test_received_data_is_readable_after_a_failed_write(connected_streams: tuple[Any, Any]) -> None:
+    near, far = connected_streams
     near.write_all(b"never read, so that closing breaks the connection", LONG_S)
     far.write_all(b"last words", LONG_S)
     far.close()
@@ -223,17 +230,17 @@ def unread_bytes(sock: socket.socket) -> int:
 
 @pytest.mark.parametrize("end", ["shut_down", "close"])
 def test_shut_down_wakes_reader(
-    kind: str,
+    stream_kind: str,
     end: str,
-    sockets: tuple[socket.socket, socket.socket],
+    socket_pair: tuple[socket.socket, socket.socket],
     certificates: Certificates,
-    pool: ThreadPoolExecutor,
+    thread_pool: ThreadPoolExecutor,
 ) -> None:
-    arriving, far_socket = sockets
-    near, far = connect_pair(kind, arriving.dup(), far_socket, certificates, pool)
+    arriving, far_socket = socket_pair
+    near, far = connect_streams(stream_kind, arriving.dup(), far_socket, certificates, thread_pool)
     far.write_all(b"x", LONG_S)
     wait_until(lambda: unread_bytes(arriving))
-    reading = pool.submit(near.read_exactly, 2, None)
+    reading = thread_pool.submit(near.read_exactly, 2, None)
     wait_until(lambda: not unread_bytes(arriving), what="the first byte is read, and the second waited for")
     getattr(near, end)()
     with pytest.raises(ConnectionLost, match="was closed locally"):
@@ -242,17 +249,17 @@ def test_shut_down_wakes_reader(
     far.close()
 
 
-def test_shut_down_wakes_writer(ends: tuple[Any, Any], pool: ThreadPoolExecutor) -> None:
-    near, far = ends
-    writing = pool.submit(near.write_all, bytes(64 << 20), None)
+def test_shut_down_wakes_writer(connected_streams: tuple[Any, Any], thread_pool: ThreadPoolExecutor) -> None:
+    near, far = connected_streams
+    writing = thread_pool.submit(near.write_all, bytes(64 << 20), None)
     far.read_exactly(1, LONG_S)
     near.shut_down()
     with pytest.raises(ConnectionLost, match="was closed locally"):
         writing.result(LONG_S)
 
 
-def test_stream_returns_nothing_after_shut_down(ends: tuple[Any, Any]) -> None:
-    near, far = ends
+def test_reads_and_writes_raise_after_shut_down(connected_streams: tuple[Any, Any]) -> None:
+    near, far = connected_streams
     far.write_all(b"too late", LONG_S)
     near.shut_down()
     with pytest.raises(ConnectionLost, match="was closed locally"):
@@ -261,8 +268,8 @@ def test_stream_returns_nothing_after_shut_down(ends: tuple[Any, Any]) -> None:
         near.write_all(b"x", LONG_S)
 
 
-def test_closed_stream_raises(ends: tuple[Any, Any]) -> None:
-    near, _ = ends
+def test_closed_stream_raises(connected_streams: tuple[Any, Any]) -> None:
+    near, _ = connected_streams
     near.close()
     near.close()
     near.shut_down()
@@ -272,17 +279,17 @@ def test_closed_stream_raises(ends: tuple[Any, Any]) -> None:
 
 
 @pytest.mark.parametrize("timeout_s", [-1.0, float("nan")])
-def test_timeout_must_be_a_number(ends: tuple[Any, Any], timeout_s: float) -> None:
+def test_timeout_must_be_a_number(connected_streams: tuple[Any, Any], timeout_s: float) -> None:
     with pytest.raises(ValueError, match="timeout_s must be"):
-        ends[0].read_exactly(1, timeout_s)
+        connected_streams[0].read_exactly(1, timeout_s)
 
 
 @pytest.mark.parametrize("forever_s", [None, float("inf"), 1e300])
 def test_infinite_timeout_is_allowed(
-    ends: tuple[Any, Any], pool: ThreadPoolExecutor, forever_s: float | None
+    connected_streams: tuple[Any, Any], thread_pool: ThreadPoolExecutor, forever_s: float | None
 ) -> None:
-    near, far = ends
-    reading = pool.submit(near.read_exactly, 1, forever_s)
+    near, far = connected_streams
+    reading = thread_pool.submit(near.read_exactly, 1, forever_s)
     far.write_all(b"x", forever_s)
     assert reading.result(LONG_S) == b"x"
 
@@ -333,11 +340,11 @@ def test_non_socket_is_rejected() -> None:
 # --- certificate checks -------------------------------------------------------------------------
 
 
-def test_only_tls_stream_is_encrypted(ends: tuple[Any, Any], kind: str) -> None:
-    assert [stream.encrypted for stream in ends] == [kind == "tls"] * 2
+def test_only_tls_stream_is_encrypted(connected_streams: tuple[Any, Any], stream_kind: str) -> None:
+    assert [stream.encrypted for stream in connected_streams] == [stream_kind == "tls"] * 2
 
 
-def handshake_errors(
+def run_handshakes_and_catch(
     sockets: tuple[socket.socket, socket.socket],
     near: Callable[[socket.socket], object],
     far: Callable[[socket.socket], object],
@@ -350,14 +357,17 @@ def handshake_errors(
 
 
 def test_certificate_of_another_ca_is_rejected(
-    sockets: tuple[socket.socket, socket.socket],
+    socket_pair: tuple[socket.socket, socket.socket],
     certificates: Certificates,
-    pool: ThreadPoolExecutor,
+    thread_pool: ThreadPoolExecutor,
     tmp_path: Path,
 ) -> None:
     other = issue_certificates(tmp_path / "other")
-    near, far = handshake_errors(
-        sockets, lambda s: connect_client(s, other), lambda s: accept_client(s, certificates), pool
+    near, far = run_handshakes_and_catch(
+        socket_pair,
+        lambda s: open_tls_client_stream(s, other),
+        lambda s: open_tls_server_stream(s, certificates),
+        thread_pool,
     )
     assert isinstance(near, TlsRefused)
     assert "certificate verification failed" in str(near)
@@ -366,39 +376,44 @@ def test_certificate_of_another_ca_is_rejected(
 
 
 def test_certificate_for_another_name_is_rejected(
-    sockets: tuple[socket.socket, socket.socket], certificates: Certificates, pool: ThreadPoolExecutor
+    socket_pair: tuple[socket.socket, socket.socket],
+    certificates: Certificates,
+    thread_pool: ThreadPoolExecutor,
 ) -> None:
     other = tls.executor_certificate_name("job-2")
-    near, _ = handshake_errors(
-        sockets,
-        lambda s: connect_client(s, certificates, name=other),
-        lambda s: accept_client(s, certificates),
-        pool,
+    near, _ = run_handshakes_and_catch(
+        socket_pair,
+        lambda s: open_tls_client_stream(s, certificates, name=other),
+        lambda s: open_tls_server_stream(s, certificates),
+        thread_pool,
     )
     assert isinstance(near, TlsRefused)
     assert "mismatch" in str(near)
 
 
 def test_expired_certificate_is_rejected(
-    sockets: tuple[socket.socket, socket.socket], pool: ThreadPoolExecutor, tmp_path: Path
+    socket_pair: tuple[socket.socket, socket.socket], thread_pool: ThreadPoolExecutor, tmp_path: Path
 ) -> None:
     old = issue_certificates(tmp_path / "old", now=time.time() - 3 * 86400)
-    near, _ = handshake_errors(
-        sockets, lambda s: connect_client(s, old), lambda s: accept_client(s, old), pool
+    near, _ = run_handshakes_and_catch(
+        socket_pair,
+        lambda s: open_tls_client_stream(s, old),
+        lambda s: open_tls_server_stream(s, old),
+        thread_pool,
     )
     assert isinstance(near, TlsRefused)
     assert "expired" in str(near)
 
 
 def test_several_cas_can_be_trusted(
-    sockets: tuple[socket.socket, socket.socket],
+    socket_pair: tuple[socket.socket, socket.socket],
     certificates: Certificates,
-    pool: ThreadPoolExecutor,
+    thread_pool: ThreadPoolExecutor,
     tmp_path: Path,
 ) -> None:
     both = issue_certificates(tmp_path / "other").ca_der + certificates.ca_der
-    accepted = pool.submit(accept_client, sockets[1], certificates)
-    near = Stream.tls_client(sockets[0].detach(), both, SERVER_NAME, LONG_S)
+    accepted = thread_pool.submit(open_tls_server_stream, socket_pair[1], certificates)
+    near = Stream.tls_client(socket_pair[0].detach(), both, SERVER_NAME, LONG_S)
     near.close()
     accepted.result().close()
 
@@ -413,40 +428,40 @@ def test_several_cas_can_be_trusted(
     ],
 )
 def test_client_without_valid_ca_or_name_does_not_connect(
-    sockets: tuple[socket.socket, socket.socket],
+    socket_pair: tuple[socket.socket, socket.socket],
     certificates: Certificates,
     ca_der: list[bytes] | None,
     name: str,
     words: str,
 ) -> None:
-    near, far = sockets
+    near, far = socket_pair
     with pytest.raises(TlsRefused, match=words):
         Stream.tls_client(near.detach(), certificates.ca_der if ca_der is None else ca_der, name, LONG_S)
     assert far.recv(1) == b""  # nothing was sent, and the descriptor is closed
 
 
 def test_certificate_with_trailing_bytes_is_rejected(
-    sockets: tuple[socket.socket, socket.socket], certificates: Certificates
+    socket_pair: tuple[socket.socket, socket.socket], certificates: Certificates
 ) -> None:
     with pytest.raises(TlsRefused, match="could not parse"):
-        Stream.tls_client(sockets[0].detach(), [certificates.ca_der[0] + b"x"], SERVER_NAME, LONG_S)
+        Stream.tls_client(socket_pair[0].detach(), [certificates.ca_der[0] + b"x"], SERVER_NAME, LONG_S)
 
 
 def test_server_error_names_missing_file(
-    sockets: tuple[socket.socket, socket.socket], certificates: Certificates, tmp_path: Path
+    socket_pair: tuple[socket.socket, socket.socket], certificates: Certificates, tmp_path: Path
 ) -> None:
     with pytest.raises(TlsRefused, match=r"could not use the certificate .*missing\.pem: .*[Nn]o such file"):
-        Stream.tls_server(sockets[0].detach(), str(tmp_path / "missing.pem"), certificates.key, LONG_S)
+        Stream.tls_server(socket_pair[0].detach(), str(tmp_path / "missing.pem"), certificates.key, LONG_S)
     with pytest.raises(TlsRefused, match=r"could not use the key .*"):
-        Stream.tls_server(sockets[1].detach(), certificates.certificate, certificates.certificate, LONG_S)
+        Stream.tls_server(socket_pair[1].detach(), certificates.certificate, certificates.certificate, LONG_S)
 
 
 def test_key_of_another_certificate_is_rejected(
-    sockets: tuple[socket.socket, socket.socket], certificates: Certificates, tmp_path: Path
+    socket_pair: tuple[socket.socket, socket.socket], certificates: Certificates, tmp_path: Path
 ) -> None:
     other = issue_certificates(tmp_path / "other")
     with pytest.raises(TlsRefused, match=r"could not use the key .*: .*mismatch"):
-        Stream.tls_server(sockets[0].detach(), certificates.certificate, other.key, LONG_S)
+        Stream.tls_server(socket_pair[0].detach(), certificates.certificate, other.key, LONG_S)
 
 
 def test_encrypted_key_is_rejected_without_prompt(certificates: Certificates, tmp_path: Path) -> None:
@@ -486,64 +501,70 @@ except library.TlsRefused as error:
 
 @pytest.mark.parametrize("words", [b"GET / HTTP/1.0\r\n\r\n", b"GENIEX\0\2", bytes(range(255, 0, -1))])
 def test_server_rejects_plaintext_client(
-    sockets: tuple[socket.socket, socket.socket], certificates: Certificates, words: bytes
+    socket_pair: tuple[socket.socket, socket.socket], certificates: Certificates, words: bytes
 ) -> None:
-    near, far = sockets
+    near, far = socket_pair
     near.sendall(words)
     with pytest.raises(TlsRefused, match=r"TLS 1\.3 handshake with the peer failed: "):
-        accept_client(far, certificates)
+        open_tls_server_stream(far, certificates)
 
 
 def test_client_rejects_plaintext_server(
-    sockets: tuple[socket.socket, socket.socket], certificates: Certificates
+    socket_pair: tuple[socket.socket, socket.socket], certificates: Certificates
 ) -> None:
-    near, far = sockets
+    near, far = socket_pair
     far.sendall(b"SSH-2.0-OpenSSH_9.2\r\n")
     with pytest.raises(TlsRefused, match=r"TLS 1\.3 handshake with the peer failed: "):
-        connect_client(near, certificates)
+        open_tls_client_stream(near, certificates)
 
 
 def test_older_tls_is_rejected(
-    sockets: tuple[socket.socket, socket.socket], certificates: Certificates, pool: ThreadPoolExecutor
+    socket_pair: tuple[socket.socket, socket.socket],
+    certificates: Certificates,
+    thread_pool: ThreadPoolExecutor,
 ) -> None:
     context = tls.unverified_context()
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.maximum_version = ssl.TLSVersion.TLSv1_2
-    near, far = handshake_errors(sockets, context.wrap_socket, lambda s: accept_client(s, certificates), pool)
+    near, far = run_handshakes_and_catch(
+        socket_pair, context.wrap_socket, lambda s: open_tls_server_stream(s, certificates), thread_pool
+    )
     assert isinstance(near, ssl.SSLError)
     assert isinstance(far, TlsRefused)
     assert "unsupported protocol" in str(far)
 
 
-@pytest.mark.parametrize("side", [connect_client, accept_client])
+@pytest.mark.parametrize("side", [open_tls_client_stream, open_tls_server_stream])
 def test_handshake_with_silent_peer_times_out(
-    sockets: tuple[socket.socket, socket.socket], certificates: Certificates, side: Callable[..., Any]
+    socket_pair: tuple[socket.socket, socket.socket], certificates: Certificates, side: Callable[..., Any]
 ) -> None:
     with pytest.raises(ConnectionLost, match="timeout during the TLS handshake"):
-        side(sockets[0], certificates, wait_s=SHORT_S)
+        side(socket_pair[0], certificates, wait_s=SHORT_S)
 
 
 @pytest.mark.parametrize("data", [b"", b"\x16\x03\x01"])
 def test_disconnect_during_handshake_raises_connection_lost(
-    sockets: tuple[socket.socket, socket.socket], certificates: Certificates, data: bytes
+    socket_pair: tuple[socket.socket, socket.socket], certificates: Certificates, data: bytes
 ) -> None:
-    near, far = sockets
+    near, far = socket_pair
     near.sendall(data)
     near.close()
     with pytest.raises(ConnectionLost, match="closed the connection during the TLS handshake"):
-        accept_client(far, certificates)
+        open_tls_server_stream(far, certificates)
 
 
 # --- TLS ----------------------------------------------------------------------------------------
 
 
 def test_modified_tls_record_ends_the_connection(
-    sockets: tuple[socket.socket, socket.socket], certificates: Certificates, pool: ThreadPoolExecutor
+    socket_pair: tuple[socket.socket, socket.socket],
+    certificates: Certificates,
+    thread_pool: ThreadPoolExecutor,
 ) -> None:
-    near, far = sockets
+    near, far = socket_pair
     with socket.socket(fileno=os.dup(near.fileno())) as between:
-        accepted = pool.submit(accept_client, far, certificates)
-        sender, receiver = connect_client(near, certificates), accepted.result()
+        accepted = thread_pool.submit(open_tls_server_stream, far, certificates)
+        sender, receiver = open_tls_client_stream(near, certificates), accepted.result()
         sender.write_all(b"good", LONG_S)
         assert receiver.read_exactly(4, LONG_S) == b"good"
         between.sendall(b"\x17\x03\x03\x00\x20" + bytes(32))
@@ -554,13 +575,15 @@ def test_modified_tls_record_ends_the_connection(
         receiver.close()
 
 
-def test_connection_loss_differs_from_orderly_close(
-    sockets: tuple[socket.socket, socket.socket], certificates: Certificates, pool: ThreadPoolExecutor
+def test_disconnect_without_tls_close_raises_connection_lost(
+    socket_pair: tuple[socket.socket, socket.socket],
+    certificates: Certificates,
+    thread_pool: ThreadPoolExecutor,
 ) -> None:
-    near, far = sockets
+    near, far = socket_pair
     with socket.socket(fileno=os.dup(near.fileno())) as between:
-        accepted = pool.submit(accept_client, far, certificates)
-        sender, receiver = connect_client(near, certificates), accepted.result()
+        accepted = thread_pool.submit(open_tls_server_stream, far, certificates)
+        sender, receiver = open_tls_client_stream(near, certificates), accepted.result()
         between.shutdown(socket.SHUT_WR)
         with pytest.raises(ConnectionLost, match="disconnected without closing TLS"):
             receiver.read_exactly(1, LONG_S)
@@ -568,7 +591,9 @@ def test_connection_loss_differs_from_orderly_close(
         receiver.close()
 
 
-def python_client(sock: socket.socket, certificates: Certificates, seen: list[str]) -> ssl.SSLSocket:
+def connect_python_tls_client(
+    sock: socket.socket, certificates: Certificates, seen: list[str]
+) -> ssl.SSLSocket:
     """Python's TLS, which reports every handshake message."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.load_verify_locations(cadata=certificates.ca_der[0])
@@ -580,16 +605,18 @@ def python_client(sock: socket.socket, certificates: Certificates, seen: list[st
     return context.wrap_socket(sock, server_hostname=SERVER_NAME)
 
 
-def test_keys_are_renewed_and_no_tickets_are_sent(
-    sockets: tuple[socket.socket, socket.socket], certificates: Certificates, pool: ThreadPoolExecutor
+def test_tls_keys_are_renewed_and_no_session_tickets_are_sent(
+    socket_pair: tuple[socket.socket, socket.socket],
+    certificates: Certificates,
+    thread_pool: ThreadPoolExecutor,
 ) -> None:
     """70 MB are more than 4096 records of 16 KiB; the peer is Python's TLS."""
     seen: list[str] = []
-    accepted = pool.submit(accept_client, sockets[1], certificates)
+    accepted = thread_pool.submit(open_tls_server_stream, socket_pair[1], certificates)
     data = random.Random(2).randbytes(1 << 20)
-    with python_client(sockets[0], certificates, seen) as near:
+    with connect_python_tls_client(socket_pair[0], certificates, seen) as near:
         far = accepted.result()
-        sending = pool.submit(lambda: [far.write_all(data, LONG_S) for _ in range(70)])
+        sending = thread_pool.submit(lambda: [far.write_all(data, LONG_S) for _ in range(70)])
         with near.makefile("rb") as file:
             assert all(file.read(len(data)) == data for _ in range(70))
         sending.result(LONG_S)
@@ -606,8 +633,10 @@ def test_keys_are_renewed_and_no_tickets_are_sent(
 
 @pytest.mark.parametrize("size", [1, 5, 100, 40_000, 20_000_000])
 @only_tls
-def test_data_after_tls_shutdown_arrives(ends: tuple[Any, Any], pool: ThreadPoolExecutor, size: int) -> None:
-    near, far = ends
+def test_data_after_tls_shutdown_arrives(
+    connected_streams: tuple[Any, Any], thread_pool: ThreadPoolExecutor, size: int
+) -> None:
+    near, far = connected_streams
     near.write_all(b"hello", LONG_S)
     assert far.read_exactly(5, LONG_S) == b"hello"
     data = [random.Random(seed).randbytes(size) for seed in range(2)]
@@ -616,20 +645,23 @@ def test_data_after_tls_shutdown_arrives(ends: tuple[Any, Any], pool: ThreadPool
         """Shuts down TLS and writes at once; returns what the other side wrote."""
         plaintext = stream.downgrade_to_plaintext(LONG_S)
         assert not plaintext.encrypted
-        writing = pool.submit(plaintext.write_all, first, LONG_S)
+        writing = thread_pool.submit(plaintext.write_all, first, LONG_S)
         received: bytes = plaintext.read_exactly(size, LONG_S)
         writing.result(LONG_S)
         plaintext.close()
         return received
 
-    changing = [pool.submit(change, stream, first) for stream, first in zip(ends, data, strict=True)]
+    changing = [
+        thread_pool.submit(change, stream, first)
+        for stream, first in zip(connected_streams, data, strict=True)
+    ]
     assert [future.result(LONG_S) for future in changing] == [data[1], data[0]]
-    for stream in ends:
+    for stream in connected_streams:
         with pytest.raises(ConnectionLost, match="closed"):
             stream.read_exactly(1, LONG_S)
 
 
-class PythonPeer:
+class PythonTlsClient:
     """A TLS client whose bytes the test sends itself."""
 
     def __init__(self, sock: socket.socket, certificates: Certificates) -> None:
@@ -652,18 +684,20 @@ class PythonPeer:
 
 
 def test_data_in_the_packet_of_tls_shutdown_is_not_lost(
-    sockets: tuple[socket.socket, socket.socket], certificates: Certificates, pool: ThreadPoolExecutor
+    socket_pair: tuple[socket.socket, socket.socket],
+    certificates: Certificates,
+    thread_pool: ThreadPoolExecutor,
 ) -> None:
-    accepted = pool.submit(accept_client, sockets[1], certificates)
-    peer = PythonPeer(sockets[0], certificates)
+    accepted = thread_pool.submit(open_tls_server_stream, socket_pair[1], certificates)
+    peer = PythonTlsClient(socket_pair[0], certificates)
     far = accepted.result(LONG_S)
     peer.tried(peer.tls.unwrap)
-    sockets[0].sendall(peer.outgoing.read() + b"and now without")
+    socket_pair[0].sendall(peer.outgoing.read() + b"and now without")
     plaintext = far.downgrade_to_plaintext(LONG_S)
     assert plaintext.read_exactly(15, LONG_S) == b"and now without"
     plaintext.write_all(b"reply", LONG_S)
     plaintext.close()
-    with sockets[0].makefile("rb") as file:
+    with socket_pair[0].makefile("rb") as file:
         rest = file.read()
     peer.incoming.write(rest[:-5])
     assert rest[-5:] == b"reply"
@@ -671,28 +705,28 @@ def test_data_in_the_packet_of_tls_shutdown_is_not_lost(
 
 
 @only_tls
-def test_tls_data_during_tls_shutdown_is_an_error(ends: tuple[Any, Any]) -> None:
-    near, far = ends
+def test_tls_data_during_tls_shutdown_is_an_error(connected_streams: tuple[Any, Any]) -> None:
+    near, far = connected_streams
     far.write_all(b"one thing more", LONG_S)
     with pytest.raises(ConnectionLost, match="application data"):
         near.downgrade_to_plaintext(LONG_S)
 
 
 @only_tls
-def test_tls_shutdown_times_out(ends: tuple[Any, Any]) -> None:
+def test_tls_shutdown_times_out(connected_streams: tuple[Any, Any]) -> None:
     with pytest.raises(ConnectionLost, match="did not shut down TLS"):
-        ends[0].downgrade_to_plaintext(SHORT_S)
+        connected_streams[0].downgrade_to_plaintext(SHORT_S)
 
 
 @only_tls
-def test_disconnect_during_tls_shutdown_raises_connection_lost(ends: tuple[Any, Any]) -> None:
-    near, far = ends
+def test_disconnect_during_tls_shutdown_raises_connection_lost(connected_streams: tuple[Any, Any]) -> None:
+    near, far = connected_streams
     far.close()
     with pytest.raises(ConnectionLost, match=r"connection lost|broke"):
         near.downgrade_to_plaintext(LONG_S)
 
 
 @only_plaintext
-def test_bare_stream_cannot_shut_down_tls(ends: tuple[Any, Any]) -> None:
+def test_plaintext_stream_cannot_shut_down_tls(connected_streams: tuple[Any, Any]) -> None:
     with pytest.raises(RuntimeError, match="no TLS to shut down"):
-        ends[0].downgrade_to_plaintext(LONG_S)
+        connected_streams[0].downgrade_to_plaintext(LONG_S)

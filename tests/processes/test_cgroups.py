@@ -27,7 +27,7 @@ os.wait()
 
 
 @pytest.fixture(params=["v2", "freezer", "pids"])
-def group(request: pytest.FixtureRequest) -> Iterator[str]:
+def cgroup_path(request: pytest.FixtureRequest) -> Iterator[str]:
     path = require_cgroup(f"genie-test-{os.getpid()}", request.param)
     cgroups.create(path)
     yield path
@@ -35,37 +35,37 @@ def group(request: pytest.FixtureRequest) -> Iterator[str]:
     wait_until(lambda: cgroups.remove(path), what="the control group is empty")
 
 
-def _run_in(group: str, *argv: str) -> subprocess.Popen[bytes]:
+def _run_in_cgroup(group: str, *argv: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen(argv, preexec_fn=lambda: cgroups.enter(group))  # noqa: PLW1509
 
 
-def test_group_contains_and_kills_a_process_that_left_its_session_and_parent(group: str) -> None:
-    job = f"{group}/job"
+def test_group_contains_and_kills_a_process_that_left_its_session_and_parent(cgroup_path: str) -> None:
+    job = f"{cgroup_path}/job"
     cgroups.create(job)
-    with _run_in(job, sys.executable, "-c", DAEMONIZE) as parent:
+    with _run_in_cgroup(job, sys.executable, "-c", DAEMONIZE) as parent:
         parent.wait()
-        processes = wait_until(lambda: cgroups.processes(group))
+        processes = wait_until(lambda: cgroups.processes(cgroup_path))
         assert parent.pid not in processes
         assert not cgroups.remove(job)
         cgroups.kill(job)
-        wait_until(lambda: not cgroups.processes(group), what="the daemon ends")
-    assert cgroups.children(group) == [job]
+        wait_until(lambda: not cgroups.processes(cgroup_path), what="the daemon ends")
+    assert cgroups.children(cgroup_path) == [job]
     wait_until(lambda: cgroups.remove(job))
     assert cgroups.processes(job) == {}
-    assert not Path(group).exists(), "an empty parent is removed"
+    assert not Path(cgroup_path).exists(), "an empty parent is removed"
 
 
-def test_kill_includes_nested_groups(group: str) -> None:
-    nested = f"{group}/a/b"
+def test_kill_includes_nested_groups(cgroup_path: str) -> None:
+    nested = f"{cgroup_path}/a/b"
     cgroups.create(nested)
-    with _run_in(nested, "/bin/sleep", "300") as process:
-        assert list(cgroups.processes(group)) == [process.pid]
-        cgroups.kill(group)
+    with _run_in_cgroup(nested, "/bin/sleep", "300") as process:
+        assert list(cgroups.processes(cgroup_path)) == [process.pid]
+        cgroups.kill(cgroup_path)
         assert process.wait() == -9
 
 
 def test_group_without_freezer_and_kill_file_is_killed_by_signals(
-    group: str, monkeypatch: pytest.MonkeyPatch
+    cgroup_path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write = cgroups._write
 
@@ -75,21 +75,21 @@ def test_group_without_freezer_and_kill_file_is_killed_by_signals(
         write(path, name, text)
 
     monkeypatch.setattr(cgroups, "_write", refuse)
-    with _run_in(group, "/bin/sleep", "300") as process:
-        cgroups.kill(group)
+    with _run_in_cgroup(cgroup_path, "/bin/sleep", "300") as process:
+        cgroups.kill(cgroup_path)
         assert process.wait() == -9
 
 
-def test_zombie_is_not_a_process_of_the_group(group: str) -> None:
-    process = _run_in(group, "/bin/true")
+def test_zombie_is_not_a_process_of_the_group(cgroup_path: str) -> None:
+    process = _run_in_cgroup(cgroup_path, "/bin/true")
     try:
         wait_until(lambda: process_table.thread_states(process.pid) == ["Z"])
-        assert cgroups.processes(group) == {}
+        assert cgroups.processes(cgroup_path) == {}
     finally:
         process.wait()
 
 
-def _fake_machine(root: Path, *, own: str, mounts: str) -> str:
+def _write_fake_proc(root: Path, *, own: str, mounts: str) -> str:
     (root / "proc" / "self").mkdir(parents=True)
     (root / "proc" / "self" / "cgroup").write_text(own)
     (root / "proc" / "self" / "mountinfo").write_text(mounts)
@@ -115,10 +115,10 @@ V1 = (
         ("", "", []),
     ],
 )
-def test_own_groups_are_found_from_the_mount_table(
+def test_own_control_groups_are_found_from_the_mount_table(
     tmp_path: Path, own: str, mounts: str, groups: list[str]
 ) -> None:
-    root = _fake_machine(tmp_path, own=own, mounts=mounts)
+    root = _write_fake_proc(tmp_path, own=own, mounts=mounts)
     assert cgroups.own_groups(root) == [f"{root}sys/fs/cgroup/{group}" for group in groups]
 
 
@@ -127,7 +127,7 @@ def test_directory_that_is_no_control_group_is_not_usable(tmp_path: Path) -> Non
     assert not (tmp_path / "genie-x").exists()
 
 
-def test_process_runs_while_one_of_its_threads_does() -> None:
+def test_process_is_running_while_one_of_its_threads_runs() -> None:
     # The first thread ends with the system call exit; the second one continues.
     code = """
 import ctypes, platform, threading, time

@@ -34,16 +34,16 @@ print(memory.trim_heap(), peak - resident_bytes() > 20_000_000)
 """
 
 
-def run(code: str, *arguments: str) -> list[str]:
+def run_python(code: str, *arguments: str) -> list[str]:
     command = [sys.executable, "-c", code, *arguments]
     return subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout.split()
 
 
 @pytest.mark.parametrize(("wanted", "found"), [("64", "128"), ("300", "300"), ("4096", "512")])
-def test_limit_is_raised_up_to_the_hard_limit_and_never_lowered(wanted: str, found: str) -> None:
-    assert run(RAISE_LIMIT_SCRIPT, wanted) == [found, found, "512"]
+def test_open_file_limit_is_raised_up_to_the_hard_limit_and_never_lowered(wanted: str, found: str) -> None:
+    assert run_python(RAISE_LIMIT_SCRIPT, wanted) == [found, found, "512"]
 
 
-def test_memory_of_freed_objects_is_returned() -> None:
-    trimmed, is_less = run(TRIM_HEAP_SCRIPT)
+def test_memory_of_freed_objects_is_returned_to_the_system() -> None:
+    trimmed, is_less = run_python(TRIM_HEAP_SCRIPT)
     assert is_less == "True" or trimmed == "False", "the C library cannot trim"

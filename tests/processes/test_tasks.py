@@ -69,7 +69,7 @@ async def test_paused_timeout_continues_with_its_remaining_time() -> None:
     assert first <= later <= loop.time() + 60
 
 
-async def test_either_cancels_the_one_that_has_not_finished() -> None:
+async def test_either_cancels_the_awaitable_that_has_not_finished() -> None:
     ended: list[str] = []
 
     async def blocks(name: str) -> None:
@@ -91,7 +91,7 @@ async def test_either_cancels_the_one_that_has_not_finished() -> None:
     assert ended == ["first", "second", "third"]
 
 
-async def test_either_can_be_cancelled() -> None:
+async def test_call_of_either_can_be_cancelled() -> None:
     waiting = asyncio.create_task(wait_first_completed(asyncio.Event().wait(), asyncio.Event().wait()))
     await asyncio.sleep(0)
     waiting.cancel()

@@ -239,7 +239,7 @@ def test_links_round_trip(tmp_path: Path) -> None:
 # --- unpacking untrusted archives ------------------------------------------------------------
 
 
-def member(
+def tar_member(
     name: str, kind: bytes = tarfile.REGTYPE, *, link: str = "", data: bytes = b""
 ) -> tuple[tarfile.TarInfo, bytes]:
     info = tarfile.TarInfo(name)
@@ -250,17 +250,17 @@ def member(
 @pytest.mark.parametrize(
     ("members", "words"),
     [
-        ([member("/etc/x", data=b"1")], "could be outside"),
-        ([member("../x", data=b"1")], "could be outside"),
-        ([member("a/../../x", data=b"1")], "could be outside"),
-        ([member("x", tarfile.SYMTYPE, link="/etc")], "leads out"),
-        ([member("x", tarfile.SYMTYPE, link="../y")], "leads out"),
-        ([member("x", tarfile.SYMTYPE, link="y"), member("x/z", data=b"1")], "through a link"),
-        ([member("x", tarfile.LNKTYPE, link="y")], "neither a file"),
-        ([member("x", tarfile.CHRTYPE)], "neither a file"),
-        ([member("x", tarfile.FIFOTYPE)], "neither a file"),
-        ([member("x", tarfile.GNUTYPE_SPARSE)], "."),
-        ([member("x"), member("x")], "twice"),
+        ([tar_member("/etc/x", data=b"1")], "could be outside"),
+        ([tar_member("../x", data=b"1")], "could be outside"),
+        ([tar_member("a/../../x", data=b"1")], "could be outside"),
+        ([tar_member("x", tarfile.SYMTYPE, link="/etc")], "leads out"),
+        ([tar_member("x", tarfile.SYMTYPE, link="../y")], "leads out"),
+        ([tar_member("x", tarfile.SYMTYPE, link="y"), tar_member("x/z", data=b"1")], "through a link"),
+        ([tar_member("x", tarfile.LNKTYPE, link="y")], "neither a file"),
+        ([tar_member("x", tarfile.CHRTYPE)], "neither a file"),
+        ([tar_member("x", tarfile.FIFOTYPE)], "neither a file"),
+        ([tar_member("x", tarfile.GNUTYPE_SPARSE)], "."),
+        ([tar_member("x"), tar_member("x")], "twice"),
     ],
 )
 def test_malicious_archive_is_rejected(
@@ -316,7 +316,7 @@ def write_archive(
 
 @pytest.mark.parametrize("form", [tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
 def test_error_for_a_very_long_name_is_short(tmp_path: Path, form: int) -> None:
-    file = write_archive(tmp_path / "file", member("n" * 80_000), form=form)
+    file = write_archive(tmp_path / "file", tar_member("n" * 80_000), form=form)
     with pytest.raises(WorkdirError) as caught:
         unpack(file, tmp_path / "target")
     assert len(str(caught.value)) < 400
@@ -325,7 +325,7 @@ def test_error_for_a_very_long_name_is_short(tmp_path: Path, form: int) -> None:
 @pytest.mark.parametrize("name", ["n" * 256, "/".join("d" * 101), "/".join(["n" * 200] * 21)])
 def test_long_and_deep_names_are_rejected_by_both_sides(tmp_path: Path, name: str) -> None:
     with pytest.raises(WorkdirError, match="too long or too deep"):
-        unpack(write_archive(tmp_path / "file", member(name)), tmp_path / "target")
+        unpack(write_archive(tmp_path / "file", tar_member(name)), tmp_path / "target")
 
 
 def test_directory_that_is_too_deep_is_rejected(tmp_path: Path) -> None:
@@ -338,36 +338,36 @@ def test_write_error_message_is_short(tmp_path: Path) -> None:
     folders = ["d" * 203]
     while len(folders) < 20:
         folders.append(f"{folders[-1]}/{'d' * 203}")
-    file = write_archive(tmp_path / "file", *(member(name, tarfile.DIRTYPE) for name in folders))
+    file = write_archive(tmp_path / "file", *(tar_member(name, tarfile.DIRTYPE) for name in folders))
     with pytest.raises(WorkdirError, match="File name too long") as caught:
         unpack(file, tmp_path / "target")
     assert len(str(caught.value)) < 400
 
 
 def folder_member(name: str) -> tuple[tarfile.TarInfo, bytes]:
-    return member(name, tarfile.DIRTYPE)
+    return tar_member(name, tarfile.DIRTYPE)
 
 
 def link_member(name: str, target: str) -> tuple[tarfile.TarInfo, bytes]:
-    return member(name, tarfile.SYMTYPE, link=target)
+    return tar_member(name, tarfile.SYMTYPE, link=target)
 
 
 @pytest.mark.parametrize(
     ("members", "words"),
     [
-        ([member("./a", data=b"1")], "could be outside"),
-        ([link_member("./a", "."), member("a/x", data=b"1")], "could be outside"),
-        ([member("a//b", data=b"1")], "could be outside"),
+        ([tar_member("./a", data=b"1")], "could be outside"),
+        ([link_member("./a", "."), tar_member("a/x", data=b"1")], "could be outside"),
+        ([tar_member("a//b", data=b"1")], "could be outside"),
         ([folder_member("d"), link_member("d/a", "b/../../.."), link_member("d/b", "c")], "leads out"),
         ([folder_member("d"), link_member("d/up", ".."), link_member("x", "d/up/y")], "through another link"),
         ([folder_member("d"), link_member("x", "d/up/y"), link_member("d/up", "..")], "through another link"),
-        ([link_member("a", "b"), folder_member("b"), member("a/x", data=b"1")], "through a link"),
-        ([member("a/x", data=b"1")], "is not in the archive"),
-        ([member("a", data=b"1"), member("a/x", data=b"1")], "is not in the archive"),
+        ([link_member("a", "b"), folder_member("b"), tar_member("a/x", data=b"1")], "through a link"),
+        ([tar_member("a/x", data=b"1")], "is not in the archive"),
+        ([tar_member("a", data=b"1"), tar_member("a/x", data=b"1")], "is not in the archive"),
         ([link_member("a", "b" * 5000)], "leads out"),
     ],
 )
-def test_no_name_and_no_link_chain_leads_out(
+def test_no_name_and_no_link_chain_leads_out_of_the_directory(
     tmp_path: Path, members: list[tuple[tarfile.TarInfo, bytes]], words: str
 ) -> None:
     target = tmp_path / "in" / "target"
@@ -449,9 +449,9 @@ def test_damaged_archive_is_rejected_or_stays_inside(data: st.DataObject) -> Non
         whole = write_archive(
             Path(place, "file"),
             folder_member("d"),
-            member("d/f", data=b"12"),
+            tar_member("d/f", data=b"12"),
             link_member("l", "d/f"),
-            member("é" * 120),
+            tar_member("é" * 120),
         )
         content = bytearray(whole.read_bytes())
         for _ in range(data.draw(st.integers(1, 3))):

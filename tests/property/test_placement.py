@@ -33,7 +33,7 @@ CHANGES_LOGGED = 4096
 gpu_counts = st.sampled_from([0, 1, 2, 4, 8])
 
 
-def locality_numbers(gpus: int) -> st.SearchStrategy[list[int] | None]:
+def island_or_numa_lists(gpus: int) -> st.SearchStrategy[list[int] | None]:
     return st.none() | st.lists(st.integers(0, 3), min_size=gpus, max_size=gpus)
 
 
@@ -45,8 +45,8 @@ nodes = gpu_counts.flatmap(
             "gpus": st.just(gpus),
             "gpu_memory_mib": st.sampled_from([0, 16000]),
             "model": st.integers(0, 2),
-            "islands": locality_numbers(gpus),
-            "numa": locality_numbers(gpus),
+            "islands": island_or_numa_lists(gpus),
+            "numa": island_or_numa_lists(gpus),
         }
     )
 )
@@ -90,14 +90,14 @@ steps = st.one_of(
 )
 
 
-def placers(policy: str) -> tuple[Placer, Placer]:
+def make_placers(policy: str) -> tuple[Placer, Placer]:
     library = libraries.load("genie_scheduler")
     typical = [shape.as_tuple() for shape in TYPICAL]
     return library.Placer(policy, typical=typical), PythonPlacer(policy, typical=TYPICAL)
 
 
 @dataclass
-class Pair:
+class PlacerPair:
     """Both placers; every result is compared."""
 
     both: tuple[Placer, Placer]
@@ -273,29 +273,29 @@ def random_gpus(request: dict[str, Any], chance: int) -> tuple[int, ...]:
 @pytest.mark.parametrize("policy", ["bestfit", "fgd", "packing", "clustering", "dotprod"])
 @settings(max_examples=40)
 @given(data=st.data())
-def test_native_and_python_placers_choose_the_same(policy: str, data: st.DataObject) -> None:
-    run_steps(Pair(placers(policy)), data, steps_max=60)
+def test_native_and_python_placers_choose_the_same_places(policy: str, data: st.DataObject) -> None:
+    run_drawn_steps(PlacerPair(make_placers(policy)), data, steps_max=60)
 
 
 @settings(max_examples=30)
 @given(seed=st.integers(0, 2**32))
-def test_native_and_python_placers_learn_the_same(seed: int) -> None:
+def test_native_and_python_placers_agree_after_many_observed_requests(seed: int) -> None:
     """From many requests, so that updates matter: sequences drawn by hypothesis are mostly too short."""
     chance = random.Random(seed)
-    pair = Pair(placers("supply"))
-    learn_from_events(pair, chance, refresh_share=0.3 if seed % 3 == 0 else 0.0)
+    pair = PlacerPair(make_placers("supply"))
+    run_random_events(pair, chance, refresh_share=0.3 if seed % 3 == 0 else 0.0)
 
 
 @settings(max_examples=30)
 @given(seed=st.integers(0, 2**32))
-def test_refresh_in_slices_changes_no_decision(seed: int) -> None:
+def test_refresh_of_placer_caches_in_slices_changes_no_decision(seed: int) -> None:
     """Slices of random size on one side, a single unlimited precompute() on the other."""
-    pair = Pair(placers("supply"), budgets=random.Random(seed))
-    learn_from_events(pair, random.Random(seed), refresh_share=0.3, churn_weight=3.0)
+    pair = PlacerPair(make_placers("supply"), budgets=random.Random(seed))
+    run_random_events(pair, random.Random(seed), refresh_share=0.3, churn_weight=3.0)
 
 
-def learn_from_events(
-    pair: Pair, chance: random.Random, *, refresh_share: float, churn_weight: float = 0.0
+def run_random_events(
+    pair: PlacerPair, chance: random.Random, *, refresh_share: float, churn_weight: float = 0.0
 ) -> None:
     for _ in range(chance.randint(3, 8)):
         pair.add_node(random_node(chance))
@@ -340,7 +340,7 @@ def random_request(chance: random.Random) -> dict[str, Any]:
     }
 
 
-def run_steps(pair: Pair, data: st.DataObject, *, steps_max: int) -> None:
+def run_drawn_steps(pair: PlacerPair, data: st.DataObject, *, steps_max: int) -> None:
     for node in data.draw(st.lists(nodes, min_size=1, max_size=5), label="nodes"):
         pair.add_node(node)
     for request in data.draw(st.lists(requests, min_size=1, max_size=6), label="requests"):

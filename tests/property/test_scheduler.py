@@ -91,7 +91,7 @@ steps = st.lists(
 
 
 @dataclass
-class World:
+class SchedulerWorld:
     """A harness and the events applied to it."""
 
     harness: SchedulerHarness
@@ -101,8 +101,8 @@ class World:
     changed: set[str] = field(default_factory=set)
 
     @classmethod
-    def of(cls, cluster: list[NodeFacts], how: Rules) -> World:
-        named = [_named(facts, f"n{number}") for number, facts in enumerate(cluster)]
+    def of(cls, cluster: list[NodeFacts], how: Rules) -> SchedulerWorld:
+        named = [_with_node_id(facts, f"n{number}") for number, facts in enumerate(cluster)]
         return cls(SchedulerHarness(*named, rules=how), named)
 
     def do(self, step: tuple[str, Any]) -> None:
@@ -119,7 +119,7 @@ class World:
             scheduler.withdraw(scheduler.queued_requests[value % len(scheduler.queued_requests)].job_id)
         elif what in ("close", "open"):
             facts = self.nodes[value % len(self.nodes)]
-            scheduler.set_node(facts if what == "open" else _closed(facts))
+            scheduler.set_node(facts if what == "open" else _with_blocked_node(facts))
             self.removed.discard(facts.node_id)
         elif what == "rules":
             scheduler.set_rules(replace(scheduler.rules, order=value))
@@ -156,15 +156,15 @@ class World:
         self.submitted += 1
 
 
-def _named(facts: NodeFacts, name: str) -> NodeFacts:
+def _with_node_id(facts: NodeFacts, name: str) -> NodeFacts:
     return NodeFacts(**(vars(facts) | {"node_id": name}))
 
 
-def _closed(facts: NodeFacts) -> NodeFacts:
+def _with_blocked_node(facts: NodeFacts) -> NodeFacts:
     return NodeFacts(**(vars(facts) | {"blocked_reason": "draining"}))
 
 
-def check_allocations(world: World) -> None:
+def check_allocations(world: SchedulerWorld) -> None:
     """Capacity is never exceeded, gangs are whole, no GPU has two tenants, and the three placers agree."""
     harness = world.harness
     cpus: Counter[str] = Counter()
@@ -201,12 +201,12 @@ def check_allocations(world: World) -> None:
             assert placer.node_state(number) == harness.allocations.placers.main_placer.node_state(number)
 
 
-def islands_of(world: World, held: Allocation) -> set[int]:
+def islands_of(world: SchedulerWorld, held: Allocation) -> set[int]:
     facts = {node.node_id: node for node in world.nodes}
     return {facts[place.node_id].gpus[gpu].island for place in held.places for gpu in place.gpu_ids}
 
 
-def check_quotas(world: World) -> None:
+def check_quotas(world: SchedulerWorld) -> None:
     quotas = world.harness.scheduler.rules.quotas
     for tenant, quota in quotas.by_tenant.items():
         usage = world.harness.allocations.usage(tenant)
@@ -222,10 +222,10 @@ def check_quotas(world: World) -> None:
 
 @given(clusters, rules, steps)
 @settings(max_examples=150)
-def test_no_overcommit_whole_gangs_and_quotas_hold(
+def test_nothing_is_overcommitted_gangs_are_whole_and_quotas_hold(
     cluster: list[NodeFacts], how: Rules, events: list[tuple[str, Any]]
 ) -> None:
-    world = World.of(cluster, how)
+    world = SchedulerWorld.of(cluster, how)
     for event in events:
         world.do(event)
         decisions = world.harness.decide()
@@ -243,10 +243,10 @@ def test_no_overcommit_whole_gangs_and_quotas_hold(
 def test_every_feasible_job_runs_eventually(
     cluster: list[NodeFacts], how: Rules, several: list[dict[str, Any]]
 ) -> None:
-    world = World.of(cluster, how)
+    world = SchedulerWorld.of(cluster, how)
     feasible = set()
     for number, options in enumerate(several):
-        single = World.of(cluster, how)
+        single = SchedulerWorld.of(cluster, how)
         single.submit(options)
         if single.harness.started():
             feasible.add(f"j{number}")
@@ -266,7 +266,7 @@ def test_every_feasible_job_runs_eventually(
 @settings(max_examples=100)
 def test_preemption_terminates(cluster: list[NodeFacts], how: Rules, several: list[dict[str, Any]]) -> None:
     """Without arrivals and ends, starts and preemptions stop."""
-    world = World.of(cluster, how)
+    world = SchedulerWorld.of(cluster, how)
     for options in several:
         world.submit(options | {"time_limit_s": None})
     harness = world.harness
@@ -287,7 +287,7 @@ def test_reservation_is_never_delayed(
     cluster: list[NodeFacts], order: Any, events: list[tuple[str, Any]]
 ) -> None:
     """By later jobs. Without preemption, quotas and closed nodes nothing else can delay it."""
-    world = World.of(cluster, Rules(order=order, allows_preemption=False))
+    world = SchedulerWorld.of(cluster, Rules(order=order, allows_preemption=False))
     last: tuple[str, float] | None = None
     for what, value in events:
         if what in ("close", "open", "remove", "change", "rules"):
@@ -307,7 +307,7 @@ def test_decisions_are_deterministic(
 ) -> None:
     logs = []
     for _ in range(2):
-        world = World.of(cluster, how)
+        world = SchedulerWorld.of(cluster, how)
         for event in events:
             world.do(event)
             world.harness.decide()
@@ -317,11 +317,11 @@ def test_decisions_are_deterministic(
 
 @given(clusters, rules, steps)
 @settings(max_examples=150)
-def test_partial_pass_misses_no_start(
+def test_partial_scheduling_pass_misses_no_start(
     cluster: list[NodeFacts], how: Rules, events: list[tuple[str, Any]]
 ) -> None:
     """After a pass that needs no full pass, a full pass would start nothing."""
-    world = World.of(cluster, how)
+    world = SchedulerWorld.of(cluster, how)
     for event in events:
         world.do(event)
         world.harness.decide()

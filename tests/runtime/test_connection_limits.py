@@ -28,7 +28,9 @@ LIMITS = ConnectionLimits(
 )
 
 
-def accept(limiter: ConnectionLimiter, address: str, closed: list[str], now_s: float = 0.0) -> object:
+def accept_connection(
+    limiter: ConnectionLimiter, address: str, closed: list[str], now_s: float = 0.0
+) -> object:
     return limiter.accept(address, now_s=now_s, close=lambda: closed.append(address))
 
 
@@ -67,59 +69,66 @@ def test_counts_match_the_open_connections(steps: list[tuple[str, str]], step_s:
 def test_stranger_replaces_the_oldest_of_the_address_with_the_most() -> None:
     limiter, closed = ConnectionLimiter(LIMITS), list[str]()
     for address in "aaabbc":
-        assert isinstance(accept(limiter, address, closed), OpenConnection)
-    assert accept(limiter, "d", closed) == "the limit of 6 unauthenticated connections is reached"
-    assert isinstance(accept(limiter, "d", closed, now_s=HANDSHAKE_GRACE_S), OpenConnection)
+        assert isinstance(accept_connection(limiter, address, closed), OpenConnection)
+    assert accept_connection(limiter, "d", closed) == "the limit of 6 unauthenticated connections is reached"
+    assert isinstance(accept_connection(limiter, "d", closed, now_s=HANDSHAKE_GRACE_S), OpenConnection)
     assert closed == ["a"]
     assert limiter.unauthenticated_count == 6
 
 
 def test_address_at_its_limit_is_rejected_and_others_are_not() -> None:
     limiter, closed = ConnectionLimiter(LIMITS), list[str]()
-    kept = [accept(limiter, "a", closed) for _ in range(4)]
-    assert accept(limiter, "a", closed) == "the limit of unauthenticated connections of a is reached"
-    assert isinstance(accept(limiter, "b", closed), OpenConnection)
+    kept = [accept_connection(limiter, "a", closed) for _ in range(4)]
+    assert (
+        accept_connection(limiter, "a", closed) == "the limit of unauthenticated connections of a is reached"
+    )
+    assert isinstance(accept_connection(limiter, "b", closed), OpenConnection)
     assert isinstance(kept[0], OpenConnection)
     kept[0].set_authenticated()
-    assert isinstance(accept(limiter, "a", closed), OpenConnection)
-    assert isinstance(accept(limiter, "a", closed, now_s=HANDSHAKE_GRACE_S), OpenConnection)
+    assert isinstance(accept_connection(limiter, "a", closed), OpenConnection)
+    assert isinstance(accept_connection(limiter, "a", closed, now_s=HANDSHAKE_GRACE_S), OpenConnection)
     assert closed == ["a"], "the oldest one has had enough time"
 
 
 def test_rate_is_limited_per_address() -> None:
     limiter, closed = ConnectionLimiter(replace(LIMITS, handshakes_burst=2.0)), list[str]()
     for _ in range(2):
-        assert isinstance(accept(limiter, "a", closed), OpenConnection)
-    assert "new connections per second" in str(accept(limiter, "a", closed))
-    assert isinstance(accept(limiter, "b", closed), OpenConnection)
-    assert isinstance(accept(limiter, "a", closed, now_s=1.0), OpenConnection)
+        assert isinstance(accept_connection(limiter, "a", closed), OpenConnection)
+    assert "new connections per second" in str(accept_connection(limiter, "a", closed))
+    assert isinstance(accept_connection(limiter, "b", closed), OpenConnection)
+    assert isinstance(accept_connection(limiter, "a", closed, now_s=1.0), OpenConnection)
 
 
 def test_rejected_connections_do_not_use_up_the_rate() -> None:
     limiter, closed = ConnectionLimiter(replace(LIMITS, handshakes_burst=5.0)), list[str]()
-    kept = [accept(limiter, "a", closed) for _ in range(4)]
+    kept = [accept_connection(limiter, "a", closed) for _ in range(4)]
     for _ in range(10):
-        assert accept(limiter, "a", closed) == "the limit of unauthenticated connections of a is reached"
+        assert (
+            accept_connection(limiter, "a", closed)
+            == "the limit of unauthenticated connections of a is reached"
+        )
     assert isinstance(kept[0], OpenConnection)
     kept[0].set_authenticated()
-    assert isinstance(accept(limiter, "a", closed), OpenConnection)
+    assert isinstance(accept_connection(limiter, "a", closed), OpenConnection)
     assert closed == []
 
 
 def test_connection_above_the_rate_replaces_none() -> None:
     limiter, closed = ConnectionLimiter(replace(LIMITS, handshakes_burst=4.0)), list[str]()
     for _ in range(4):
-        accept(limiter, "a", closed)
+        accept_connection(limiter, "a", closed)
     limiter._handshake_rates.get_limit("a", now_s=HANDSHAKE_GRACE_S).try_take_units(
         1.0, now_s=HANDSHAKE_GRACE_S
     )
-    assert "new connections per second" in str(accept(limiter, "a", closed, now_s=HANDSHAKE_GRACE_S))
+    assert "new connections per second" in str(
+        accept_connection(limiter, "a", closed, now_s=HANDSHAKE_GRACE_S)
+    )
     assert closed == []
     assert limiter.unauthenticated_count == 4
 
 
 @pytest.mark.parametrize("files", [64, 1024, 4096, 1 << 20])
-def test_limits_follow_from_the_file_limit(files: int) -> None:
+def test_connection_limits_follow_from_the_open_file_limit(files: int) -> None:
     limits = ConnectionLimits.for_file_limit(files)
     assert 0 < limits.connections_max <= CONNECTIONS_MAX
     assert limits.users_max < limits.authenticated_max < limits.connections_max

@@ -29,13 +29,13 @@ from tests.waiting import until
 
 
 @pytest.fixture
-async def changes() -> list[tuple[bool, str]]:
+async def connection_changes() -> list[tuple[bool, str]]:
     return []
 
 
 @pytest.fixture
 async def connection(
-    controller: SmallController, changes: list[tuple[bool, str]]
+    controller: SmallController, connection_changes: list[tuple[bool, str]]
 ) -> AsyncIterator[ControllerConnection]:
     access = await find_access(
         ClusterConfig(), state_dir=Path(os.environ["GENIE_STATE_DIR"]), network=TcpNetwork(), timeout_s=5
@@ -45,13 +45,13 @@ async def connection(
         network=TcpNetwork(),
         program="test",
         timeout_s=5,
-        on_change=lambda up, why: changes.append((up, why)),
+        on_change=lambda up, why: connection_changes.append((up, why)),
     ) as opened:
         yield opened
 
 
 @pytest.mark.parametrize(("host", "where"), [("::1", "[::1]:7100"), ("gpu-box", "gpu-box:7100")])
-async def test_address_can_be_passed_to_commands(host: str, where: str) -> None:
+async def test_address_of_a_connection_can_be_parsed_again(host: str, where: str) -> None:
     """`genie token create` prints it as the argument of `genie login`."""
     access = Access(host=host, port=7100, token=TOKEN, tls=None)
     opened = ControllerConnection(
@@ -73,14 +73,14 @@ async def test_call_during_an_outage_completes_after_it(
 
 
 async def test_loss_and_reconnection_are_reported_with_the_reason(
-    controller: SmallController, connection: ControllerConnection, changes: list[tuple[bool, str]]
+    controller: SmallController, connection: ControllerConnection, connection_changes: list[tuple[bool, str]]
 ) -> None:
     controller.stop()
-    await until(lambda: len(changes) == 1)
+    await until(lambda: len(connection_changes) == 1)
     controller.start()
-    await until(lambda: len(changes) == 2)
-    assert [up for up, _ in changes] == [False, True]
-    assert all(str(controller.port) in why for _, why in changes)
+    await until(lambda: len(connection_changes) == 2)
+    assert [up for up, _ in connection_changes] == [False, True]
+    assert all(str(controller.port) in why for _, why in connection_changes)
     assert connection.reconnects == 1
 
 
@@ -169,7 +169,7 @@ async def test_only_an_idempotent_call_is_sent_again_when_the_store_is_unavailab
     assert calls == 1
 
 
-async def test_error_in_the_context_is_raised_unchanged(controller: SmallController) -> None:
+async def test_error_in_the_block_of_a_connection_is_raised_unchanged(controller: SmallController) -> None:
     access = await find_access(
         ClusterConfig(), state_dir=Path(os.environ["GENIE_STATE_DIR"]), network=TcpNetwork(), timeout_s=5
     )

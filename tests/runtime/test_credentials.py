@@ -79,7 +79,7 @@ async def test_token_is_never_sent_to_another_cluster(tmp_path: Path) -> None:
                 pass
 
 
-async def test_error_names_what_is_missing(tmp_path: Path) -> None:
+async def test_error_names_the_missing_address_or_token(tmp_path: Path) -> None:
     async def find(**settings: object) -> None:
         config = ClusterConfig(**settings)  # type: ignore[arg-type]
         await find_access(config, state_dir=tmp_path, network=NETWORK, timeout_s=5)
@@ -94,7 +94,7 @@ async def test_error_names_what_is_missing(tmp_path: Path) -> None:
     )
     with pytest.raises(TokenMissingError, match="'genie login box:6000' here"):
         await find(master_addr="box", master_port=6000)
-    store_login(tmp_path, "box", 6001, user_token(1))
+    store_login(tmp_path, "box", 6001, make_user_token(1))
     with pytest.raises(TokenMissingError) as missing:
         await find(master_addr="Box")
     assert missing.value.hint == (
@@ -107,7 +107,7 @@ async def test_error_names_what_is_missing(tmp_path: Path) -> None:
         await find(master_addr="box", token="sesame")
     assert "sesame" not in str(refused.value)
     with pytest.raises(UsageError, match="master_addr: this is a token, not an address"):
-        await find(master_addr=f"{user_token(1)}:5555")
+        await find(master_addr=f"{make_user_token(1)}:5555")
     (tmp_path / "owner.token").write_bytes(b"\xff\xfe\x80")
     with pytest.raises(TokenMissingError, match=r"owner\.token cannot be read"):
         await find(master_addr="box")
@@ -119,12 +119,12 @@ async def test_error_names_what_is_missing(tmp_path: Path) -> None:
 # --- stored logins ------------------------------------------------------------------------------
 
 
-def user_token(number: int) -> Token:
+def make_user_token(number: int) -> Token:
     return new_token(TokenKind.USER, token_id=f"user{number}", secret=bytes([number]) * 32, pin=NO_PIN)
 
 
 async def test_token_precedence_is_given_then_login_then_owner(tmp_path: Path) -> None:
-    given, stored, owners = map(user_token, (1, 2, 3))
+    given, stored, owners = map(make_user_token, (1, 2, 3))
 
     async def find(**settings: object) -> Access:
         config = ClusterConfig(master_addr="127.0.0.1", **settings)  # type: ignore[arg-type]
@@ -159,7 +159,7 @@ async def test_login_of_a_replaced_cluster_error_explains_how_to_remove_it(tmp_p
 
 
 def test_address_precedence_is_given_then_local_then_last_login(tmp_path: Path) -> None:
-    store_login(tmp_path, "gpu-box", 6000, user_token(1))
+    store_login(tmp_path, "gpu-box", 6000, make_user_token(1))
     assert find_address(ClusterConfig(), tmp_path) == ("gpu-box", 6000)
     LocalCluster(host="127.0.0.1", port=7000, cluster_id="c1").write(tmp_path)
     assert find_address(ClusterConfig(), tmp_path) == ("127.0.0.1", 7000)
@@ -168,7 +168,7 @@ def test_address_precedence_is_given_then_local_then_last_login(tmp_path: Path) 
 
 @pytest.mark.parametrize("method", ["address", "local"])
 def test_last_login_is_used_only_with_automatic_discovery(tmp_path: Path, method: str) -> None:
-    store_login(tmp_path, "gpu-box", 6000, user_token(1))
+    store_login(tmp_path, "gpu-box", 6000, make_user_token(1))
     with pytest.raises(ConfigError, match=r"genie login ADDRESS.*stored logins: gpu-box:6000"):
         find_address(ClusterConfig(discovery_method=method), tmp_path)
 
@@ -178,7 +178,7 @@ async def test_local_owner_token_is_not_used_for_another_cluster(
 ) -> None:
     """The address of the other cluster is a name, so that it does not count as local."""
     async with standing(tmp_path / "a", tls="on") as here, standing(tmp_path / "b", tls="on") as other:
-        network = NamedNetwork({"gpu-box": "127.0.0.1"})
+        network = FakeResolverNetwork({"gpu-box": "127.0.0.1"})
 
         async def find(port: int) -> Access:
             config = ClusterConfig(master_addr="gpu-box", master_port=port)
@@ -205,7 +205,7 @@ async def test_local_owner_token_is_not_used_for_another_cluster_on_loopback(tmp
 async def test_program_without_tls_is_not_reported_as_a_missing_token(tmp_path: Path) -> None:
     async with (
         standing(tmp_path, tls="on") as here,
-        await asyncio.start_server(_close, "127.0.0.1", 0) as server,
+        await asyncio.start_server(_reply_with_http_error, "127.0.0.1", 0) as server,
     ):
         port = server.sockets[0].getsockname()[1]
         config = ClusterConfig(master_addr="127.0.0.1", master_port=port)
@@ -215,12 +215,12 @@ async def test_program_without_tls_is_not_reported_as_a_missing_token(tmp_path: 
                 pass
 
 
-async def _close(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+async def _reply_with_http_error(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
     writer.close()
 
 
-class NamedNetwork(TcpNetwork):
+class FakeResolverNetwork(TcpNetwork):
     """Resolves names that the resolver of the system does not know."""
 
     def __init__(self, hosts: dict[str, str]) -> None:
@@ -245,7 +245,7 @@ def test_local_cluster_is_written_and_read(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "local.json").read_text())["port"] == 5555
 
 
-def make_sparse(path: Path) -> None:
+def make_huge_sparse_file(path: Path) -> None:
     with path.open("wb") as file:
         file.truncate(200 << 30)
 
@@ -254,7 +254,7 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
     "pipe": os.mkfifo,
     "directory": Path.mkdir,
     "device": lambda path: path.symlink_to("/dev/zero"),
-    "large": make_sparse,
+    "large": make_huge_sparse_file,
     "nested": lambda path: path.write_text("[" * 60_000),
     "text": lambda path: path.write_text("spoiled"),
     "bytes": lambda path: path.write_bytes(b"\xff\xfe\x80"),

@@ -15,13 +15,13 @@ from genie.runtime.network_discovery import NetworkDiscovery
 
 
 @pytest.fixture
-def port() -> Iterator[int]:
+def listening_port() -> Iterator[int]:
     with socket.create_server(("127.0.0.1", 0)) as server:
         yield server.getsockname()[1]
 
 
-async def test_initialize_probes_the_network_and_selects_a_backend(port: int) -> None:
-    coordinator = TransportCoordinator(DataPlaneConfig(host="127.0.0.1", port=port))
+async def test_initialize_probes_the_network_and_selects_a_backend(listening_port: int) -> None:
+    coordinator = TransportCoordinator(DataPlaneConfig(host="127.0.0.1", port=listening_port))
     assert (coordinator.discovery, coordinator.selection, coordinator.backend) == (None, None, "")
     selection = await coordinator.initialize()
     assert coordinator.discovery is not None
@@ -31,8 +31,8 @@ async def test_initialize_probes_the_network_and_selects_a_backend(port: int) ->
     assert selection.reason
 
 
-async def test_coordinator_is_initialized_once(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    coordinator = TransportCoordinator(DataPlaneConfig(host="127.0.0.1", port=port))
+async def test_coordinator_is_initialized_once(listening_port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    coordinator = TransportCoordinator(DataPlaneConfig(host="127.0.0.1", port=listening_port))
     selection = await coordinator.initialize()
     monkeypatch.delattr(NetworkDiscovery, "discover")
     assert await coordinator.initialize() is selection
@@ -45,8 +45,8 @@ async def test_unreachable_host_is_an_error(unused_tcp_port: int) -> None:
     assert coordinator.backend == ""
 
 
-async def test_backend_given_by_name_is_never_replaced(port: int) -> None:
-    coordinator = TransportCoordinator(DataPlaneConfig(host="127.0.0.1", port=port, backend="rdma"))
+async def test_backend_given_by_name_is_never_replaced(listening_port: int) -> None:
+    coordinator = TransportCoordinator(DataPlaneConfig(host="127.0.0.1", port=listening_port, backend="rdma"))
     with pytest.raises(ConfigError, match="rdma"):
         await coordinator.initialize()
 
@@ -61,7 +61,7 @@ async def test_backend_given_by_name_is_never_replaced(port: int) -> None:
         *({"timeout_s": n} for n in (0, -1, nan, inf)),
     ],
 )
-def test_invalid_values_are_rejected(wrong: dict[str, Any]) -> None:
+def test_invalid_field_of_the_data_plane_config_is_rejected(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(wrong))):
         DataPlaneConfig(**{"host": "127.0.0.1", **wrong})
 

@@ -40,18 +40,18 @@ FACTS = Opened(
 
 
 @pytest.fixture
-def ends() -> Iterator[tuple[SocketPipe, socket.socket]]:
+def pipe_and_peer_socket() -> Iterator[tuple[SocketPipe, socket.socket]]:
     """A pipe, and the raw socket of its peer."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
         yield SocketPipe(ours), theirs
 
 
-def enter(pipe: SocketPipe, timeout_s: float = LONG_S) -> Opened:
+def open_session(pipe: SocketPipe, timeout_s: float = LONG_S) -> Opened:
     return device_protocol.open_session(pipe, Open("secret"), peer="the peer", timeout_s=timeout_s)
 
 
-def receive_open(pipe: SocketPipe, timeout_s: float = LONG_S) -> Open | Fetch:
+def receive_request(pipe: SocketPipe, timeout_s: float = LONG_S) -> Open | Fetch:
     return device_protocol.receive_request(pipe, peer="the peer", timeout_s=timeout_s)
 
 
@@ -75,7 +75,7 @@ def test_open_and_its_reply_arrive_unchanged(request: Open, answer: Opened | Err
 
     def executor() -> None:
         pipe = SocketPipe(theirs)
-        received.append(receive_open(pipe))
+        received.append(receive_request(pipe))
         device_protocol.send_reply(pipe, answer, peer="x", timeout_s=LONG_S)
 
     thread = threading.Thread(target=executor)
@@ -107,18 +107,18 @@ def test_fetch_and_its_reply_arrive_unchanged(request: Fetch, answer: Fetched | 
             assert (
                 device_protocol.request_fetch(SocketPipe(ours), request, peer="x", timeout_s=LONG_S) == answer
             )
-        assert receive_open(SocketPipe(theirs)) == request
+        assert receive_request(SocketPipe(theirs)) == request
 
 
 @pytest.mark.parametrize("answer", [Fetched(True), Opened("cpu", "x", 1, "j", "t")])
 def test_reply_of_another_type_is_rejected(
-    ends: tuple[SocketPipe, socket.socket], answer: Fetched | Opened
+    pipe_and_peer_socket: tuple[SocketPipe, socket.socket], answer: Fetched | Opened
 ) -> None:
-    pipe, peer = ends
+    pipe, peer = pipe_and_peer_socket
     peer.sendall(device_protocol.make_preface() + device_protocol.encode(answer))
     with pytest.raises(ProtocolError):
         if isinstance(answer, Fetched):
-            enter(pipe)
+            open_session(pipe)
         else:
             device_protocol.request_fetch(pipe, Fetch(1, "x"), peer="x", timeout_s=LONG_S)
 
@@ -132,28 +132,28 @@ def test_fetch_token_is_specific_to_parcel_and_key_and_reveals_neither() -> None
 
 @pytest.mark.parametrize("error", [TokenRefusedError, DeviceUnavailableError])
 def test_error_reply_is_raised_with_its_type(
-    ends: tuple[SocketPipe, socket.socket], error: type[Exception]
+    pipe_and_peer_socket: tuple[SocketPipe, socket.socket], error: type[Exception]
 ) -> None:
-    pipe, peer = ends
+    pipe, peer = pipe_and_peer_socket
     peer.sendall(device_protocol.make_preface() + device_protocol.encode(Error(error.code, "because")))  # type: ignore[attr-defined]
     with pytest.raises(error, match="the peer rejected the connection: because"):
-        enter(pipe)
+        open_session(pipe)
 
 
 def test_ticket_is_not_sent_to_a_peer_of_another_protocol(
-    ends: tuple[SocketPipe, socket.socket],
+    pipe_and_peer_socket: tuple[SocketPipe, socket.socket],
 ) -> None:
-    pipe, peer = ends
+    pipe, peer = pipe_and_peer_socket
     peer.sendall(b"SSH-2.0-")
     with pytest.raises(ProtocolError, match="does not speak"):
-        enter(pipe)
+        open_session(pipe)
     assert peer.recv(4096) == device_protocol.make_preface()
 
 
 # --- invalid messages ---------------------------------------------------------------------------
 
 
-def framed(payload: bytes) -> bytes:
+def pack_message(payload: bytes) -> bytes:
     return struct.pack(">I", len(payload)) + payload
 
 
@@ -178,22 +178,25 @@ def framed(payload: bytes) -> bytes:
     ],
 )
 def test_message_outside_the_protocol_is_rejected(
-    ends: tuple[SocketPipe, socket.socket], payload: bytes
+    pipe_and_peer_socket: tuple[SocketPipe, socket.socket], payload: bytes
 ) -> None:
-    pipe, peer = ends
-    peer.sendall(device_protocol.make_preface() + framed(payload))
+    pipe, peer = pipe_and_peer_socket
+    peer.sendall(device_protocol.make_preface() + pack_message(payload))
     with pytest.raises(ProtocolError, match="the peer"):
-        receive_open(pipe)
+        receive_request(pipe)
 
 
 @pytest.mark.parametrize(
     ("side", "cap"),
-    [(receive_open, device_protocol.OPEN_REQUEST_BYTES_MAX), (enter, device_protocol.ANSWER_BYTES_MAX)],
+    [
+        (receive_request, device_protocol.OPEN_REQUEST_BYTES_MAX),
+        (open_session, device_protocol.ANSWER_BYTES_MAX),
+    ],
 )
 def test_oversized_length_allocates_no_memory(
-    ends: tuple[SocketPipe, socket.socket], side: Callable[[SocketPipe], object], cap: int
+    pipe_and_peer_socket: tuple[SocketPipe, socket.socket], side: Callable[[SocketPipe], object], cap: int
 ) -> None:
-    pipe, peer = ends
+    pipe, peer = pipe_and_peer_socket
     for announced in (cap + 1, 2**32 - 1):
         peer.sendall(device_protocol.make_preface() + struct.pack(">I", announced))
         tracemalloc.start()
@@ -207,7 +210,7 @@ def test_oversized_length_allocates_no_memory(
 
 @given(st.binary(max_size=200), st.booleans())
 def test_garbage_raises_a_transport_error(garbage: bytes, polite: bool) -> None:
-    for side in (receive_open, enter):
+    for side in (receive_request, open_session):
         ours, theirs = socket.socketpair()
         with ours, theirs:
             theirs.sendall((device_protocol.make_preface() if polite else b"") + garbage)
@@ -225,7 +228,7 @@ def test_damaged_message_is_rejected_or_decoded(data: st.DataObject) -> None:
         theirs.sendall(device_protocol.make_preface() + bytes(damaged))
         theirs.shutdown(socket.SHUT_WR)
         try:
-            receive_open(SocketPipe(ours))
+            receive_request(SocketPipe(ours))
         except TransportError:
             pass
 
@@ -254,7 +257,7 @@ def test_stream_cut_anywhere_is_a_lost_connection() -> None:
             theirs.sendall(sent[:cut])
             theirs.shutdown(socket.SHUT_WR)
             with pytest.raises(ConnectionLostError):
-                enter(SocketPipe(ours))
+                open_session(SocketPipe(ours))
 
 
 @pytest.mark.parametrize(
@@ -266,17 +269,19 @@ def test_stream_cut_anywhere_is_a_lost_connection() -> None:
     ],
 )
 def test_peer_that_stops_sending_causes_a_timeout(
-    ends: tuple[SocketPipe, socket.socket], sent: bytes
+    pipe_and_peer_socket: tuple[SocketPipe, socket.socket], sent: bytes
 ) -> None:
-    pipe, peer = ends
+    pipe, peer = pipe_and_peer_socket
     peer.sendall(sent)
     with pytest.raises(DeadlineError):
-        enter(pipe, SHORT_S)
+        open_session(pipe, SHORT_S)
 
 
-def test_one_deadline_applies_to_the_whole_handshake(ends: tuple[SocketPipe, socket.socket]) -> None:
+def test_one_deadline_applies_to_the_whole_handshake(
+    pipe_and_peer_socket: tuple[SocketPipe, socket.socket],
+) -> None:
     """A peer that sends single bytes cannot extend the deadline."""
-    pipe, peer = ends
+    pipe, peer = pipe_and_peer_socket
     sent = device_protocol.make_preface() + device_protocol.encode(Open("secret"))
     timeouts: list[float] = []
 

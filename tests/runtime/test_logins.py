@@ -100,7 +100,7 @@ def test_unreadable_login_error_explains_how_to_renew_it(tmp_path: Path) -> None
     assert default_login(tmp_path) is None
 
 
-def test_longest_host_name_has_no_login(tmp_path: Path) -> None:
+def test_host_name_too_long_for_a_file_name_has_no_login(tmp_path: Path) -> None:
     store_login(tmp_path, "a", 5555, FIRST)
     host = ".".join(["a" * 62] * 4)
     assert read_login(tmp_path, host, 5555) is None

@@ -33,15 +33,15 @@ from genie.runtime.network import Channel, ClientTls, TcpChannel, TcpNetwork, ex
 from tests.waiting import until
 
 
-async def _echo(channel: Channel) -> None:
+async def _echo_frames(channel: Channel) -> None:
     while True:
         frame = await channel.receive()
         await channel.send(wire.pack_frame(wire.FrameKind.REPLY, frame.call_id, frame.payload))
 
 
 @asynccontextmanager
-async def serving(
-    accept: object = _echo, *, context: object = None, limits: ConnectionLimits | None = None
+async def run_server(
+    accept: object = _echo_frames, *, context: object = None, limits: ConnectionLimits | None = None
 ) -> AsyncIterator[int]:
     port: asyncio.Future[int] = asyncio.get_running_loop().create_future()
     async with asyncio.TaskGroup() as group:
@@ -53,7 +53,7 @@ async def serving(
 
 
 @asynccontextmanager
-async def plain_server(answer: bytes) -> AsyncIterator[int]:
+async def run_foreign_server(answer: bytes) -> AsyncIterator[int]:
     """Something that is not Genie."""
 
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -67,7 +67,7 @@ async def plain_server(answer: bytes) -> AsyncIterator[int]:
 
 
 async def test_frames_arrive_whole_and_in_order() -> None:
-    async with serving() as port:
+    async with run_server() as port:
         channel = await TcpNetwork().connect("127.0.0.1", port, tls=None, timeout_s=5)
         for number in range(3):
             await channel.send(wire.pack_frame(wire.FrameKind.REQUEST, number, bytes(number)))
@@ -77,7 +77,7 @@ async def test_frames_arrive_whole_and_in_order() -> None:
 
 
 async def test_unauthenticated_peer_may_send_small_frames_only() -> None:
-    async with serving() as port:
+    async with run_server() as port:
         channel = await TcpNetwork().connect("127.0.0.1", port, tls=None, timeout_s=5)
         with pytest.raises(ConnectionLostError):
             await channel.send(
@@ -103,10 +103,10 @@ async def test_failed_connect_error_states_the_cause() -> None:
         await network.connect("no-such-host.invalid", 1, tls=None, timeout_s=5)
     with pytest.raises(TransportError):
         await network.connect("a" * 300, 1, tls=None, timeout_s=5)
-    async with plain_server(b"HTTP/1.1 400 Bad Request\r\n\r\n") as port:
+    async with run_foreign_server(b"HTTP/1.1 400 Bad Request\r\n\r\n") as port:
         with pytest.raises(ProtocolError, match="does not speak the Genie protocol"):
             await network.connect("127.0.0.1", port, tls=None, timeout_s=5)
-    async with plain_server(wire.make_preface(7)) as port:
+    async with run_foreign_server(wire.make_preface(7)) as port:
         with pytest.raises(VersionError, match="uses version 7"):
             await network.connect("127.0.0.1", port, tls=None, timeout_s=5)
 
@@ -150,13 +150,13 @@ async def test_ipv6_address_is_shown_in_brackets(unused_tcp_port: int) -> None:
 
 
 async def test_port_in_use_and_foreign_address_errors_state_the_cause() -> None:
-    async with serving() as port:
+    async with run_server() as port:
         with pytest.raises(AddressInUseError, match=f"port {port} on 127.0.0.1 is in use"):
-            await TcpNetwork().serve("127.0.0.1", port, _echo, tls=None, on_listening=print)
+            await TcpNetwork().serve("127.0.0.1", port, _echo_frames, tls=None, on_listening=print)
     with pytest.raises(
         ConfigError, match=r"cannot listen on 192\.0\.2\.1:0: .* not an address of this machine .*node_role"
     ):
-        await TcpNetwork().serve("192.0.2.1", 0, _echo, tls=None, on_listening=print)
+        await TcpNetwork().serve("192.0.2.1", 0, _echo_frames, tls=None, on_listening=print)
 
 
 async def test_failing_handler_ends_only_its_connection(caplog: pytest.LogCaptureFixture) -> None:
@@ -165,9 +165,9 @@ async def test_failing_handler_ends_only_its_connection(caplog: pytest.LogCaptur
     async def accept(channel: Channel) -> None:
         if broken:
             raise ZeroDivisionError("a bug")
-        await _echo(channel)
+        await _echo_frames(channel)
 
-    async with serving(accept) as port:
+    async with run_server(accept) as port:
         channel = await TcpNetwork().connect("127.0.0.1", port, tls=None, timeout_s=5)
         with pytest.raises(ConnectionLostError):
             await channel.receive()
@@ -189,7 +189,7 @@ async def test_frame_cut_in_the_middle_is_a_lost_connection() -> None:
         except ConnectionLostError as error:
             seen.append(error)
 
-    async with serving(accept) as port:
+    async with run_server(accept) as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         await reader.readexactly(wire.PREFACE_BYTES)
         writer.write(wire.make_preface() + wire.pack_frame(wire.FrameKind.REQUEST, 1, b"123456")[:-2])
@@ -199,7 +199,7 @@ async def test_frame_cut_in_the_middle_is_a_lost_connection() -> None:
         assert "in the middle of a frame" in str(seen[0])
 
 
-class Certified:
+class IssuedCertificates:
     """A CA with certificates of a controller and a node, and a certificate of another CA."""
 
     def __init__(self, folder: Path) -> None:
@@ -224,14 +224,14 @@ class Certified:
 
 
 async def test_tls_authenticates_both_sides(tmp_path: Path) -> None:
-    certified = Certified(tmp_path)
+    certified = IssuedCertificates(tmp_path)
     names: list[str] = []
 
     async def accept(channel: Channel) -> None:
         names.append(channel.certificate_name)
-        await _echo(channel)
+        await _echo_frames(channel)
 
-    async with serving(accept, context=certified.server()) as port:
+    async with run_server(accept, context=certified.server()) as port:
         for shows in (True, False):
             channel = await TcpNetwork().connect(
                 "127.0.0.1", port, tls=certified.client(shows=shows), timeout_s=5
@@ -244,11 +244,11 @@ async def test_tls_authenticates_both_sides(tmp_path: Path) -> None:
 
 async def test_another_ca_and_a_node_impersonating_a_controller_are_rejected(tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
-    certified, other = Certified(tmp_path), Certified(tmp_path / "other")
-    async with serving(context=certified.server()) as port:
+    certified, other = IssuedCertificates(tmp_path), IssuedCertificates(tmp_path / "other")
+    async with run_server(context=certified.server()) as port:
         with pytest.raises(TlsError, match="of another cluster"):
             await TcpNetwork().connect("127.0.0.1", port, tls=other.client(), timeout_s=5)
-    async with serving(context=certified.server("node")) as port:
+    async with run_server(context=certified.server("node")) as port:
         with pytest.raises(TlsError, match="of another cluster"):
             await TcpNetwork().connect("127.0.0.1", port, tls=certified.client(), timeout_s=5)
 
@@ -266,12 +266,12 @@ SMALL_LIMITS = ConnectionLimits(
 
 async def _echo_authenticated(channel: Channel) -> None:
     channel.set_authenticated()
-    await _echo(channel)
+    await _echo_frames(channel)
 
 
 async def test_silent_strangers_do_not_lock_out_a_client(tmp_path: Path) -> None:
-    certified = Certified(tmp_path)
-    async with serving(_echo_authenticated, context=certified.server(), limits=SMALL_LIMITS) as port:
+    certified = IssuedCertificates(tmp_path)
+    async with run_server(_echo_authenticated, context=certified.server(), limits=SMALL_LIMITS) as port:
         strangers = [
             await asyncio.open_connection("127.0.0.1", port, local_addr=(f"127.0.0.{2 + number % 5}", 0))
             for number in range(60)
@@ -292,8 +292,8 @@ async def test_strangers_of_the_same_address_are_rejected_before_the_handshake(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connection_limits, "HANDSHAKE_GRACE_S", 60.0)
-    certified = Certified(tmp_path)
-    async with serving(context=certified.server(), limits=SMALL_LIMITS) as port:
+    certified = IssuedCertificates(tmp_path)
+    async with run_server(context=certified.server(), limits=SMALL_LIMITS) as port:
         strangers = [await asyncio.open_connection("127.0.0.1", port) for _ in range(20)]
         ends = [asyncio.create_task(reader.read(100)) for reader, _ in strangers]
         await until(lambda: sum(task.done() for task in ends) == 12)
@@ -311,21 +311,21 @@ async def test_strangers_of_the_same_address_are_rejected_before_the_handshake(
 
 
 async def test_connect_retries_while_the_rate_limit_rejects_it(tmp_path: Path) -> None:
-    certified = Certified(tmp_path)
+    certified = IssuedCertificates(tmp_path)
     slow = replace(SMALL_LIMITS, handshakes_per_s=2.0, handshakes_burst=2.0)
-    async with serving(_echo_authenticated, context=certified.server(), limits=slow) as port:
+    async with run_server(_echo_authenticated, context=certified.server(), limits=slow) as port:
         for _ in range(4):
             channel = await TcpNetwork().connect("127.0.0.1", port, tls=certified.client(), timeout_s=20)
             channel.close()
 
 
 async def test_tls_on_one_side_only_is_explained(tmp_path: Path) -> None:
-    certified = Certified(tmp_path)
-    async with serving(context=certified.server()) as port:
+    certified = IssuedCertificates(tmp_path)
+    async with run_server(context=certified.server()) as port:
         with pytest.raises((ProtocolError, ConnectionLostError)) as caught:
             await TcpNetwork().connect("127.0.0.1", port, tls=None, timeout_s=20)
         assert "TLS" in caught.value.hint
-    async with serving() as port:
+    async with run_server() as port:
         with pytest.raises((TlsError, ConnectionLostError)) as other:
             await TcpNetwork().connect("127.0.0.1", port, tls=certified.client(), timeout_s=20)
         assert "TLS" in str(other.value)
@@ -336,7 +336,7 @@ async def test_client_rejects_oversized_frames() -> None:
         await channel.send(wire.pack_frame(wire.FrameKind.REPLY, 1, b"12345"))
         await asyncio.Event().wait()
 
-    async with serving(accept) as port:
+    async with run_server(accept) as port:
         channel = await TcpNetwork().connect("127.0.0.1", port, tls=None, timeout_s=5)
         channel.set_frame_limit(4)
         with pytest.raises(FrameTooLargeError):
@@ -357,7 +357,7 @@ async def test_frames_arrive_whole_from_any_segmentation() -> None:
             for start in range(0, len(stream), step):
                 await channel.send(stream[start : start + step])
 
-        async with serving(send_in_steps) as port:
+        async with run_server(send_in_steps) as port:
             channel = await TcpNetwork().connect("127.0.0.1", port, tls=None, timeout_s=5)
             for number, size in enumerate(SIZES):
                 assert await channel.receive() == (wire.FrameKind.REQUEST, number, bytes([number]) * size)
@@ -383,7 +383,7 @@ async def test_unsent_frames_are_bounded_until_the_peer_reads() -> None:
         channel.close()
         assert not channel.try_send_nowait(frame), "not on a connection that is closed"
 
-    async with serving(fill) as port, asyncio.timeout(20):
+    async with run_server(fill) as port, asyncio.timeout(20):
         channel = await TcpNetwork().connect("127.0.0.1", port, tls=None, timeout_s=5)
         await done.wait()
         for _ in range(sent + 1):
@@ -415,7 +415,7 @@ async def test_frames_of_one_iteration_are_one_write_and_survive_close() -> None
         assert channel.try_send_nowait(wire.pack_frame(wire.FrameKind.REPLY, 5, b"last"))
         channel.close()
 
-    async with serving(talk) as port, asyncio.timeout(20):
+    async with run_server(talk) as port, asyncio.timeout(20):
         channel = await TcpNetwork().connect("127.0.0.1", port, tls=None, timeout_s=5)
         assert [(await channel.receive()).call_id for _ in range(6)] == [0, 1, 2, 3, 4, 5]
         channel.close()
@@ -428,7 +428,7 @@ async def test_received_frame_is_available_without_waiting() -> None:
         )
         await channel.receive()
 
-    async with serving(talk) as port, asyncio.timeout(20):
+    async with run_server(talk) as port, asyncio.timeout(20):
         channel = await TcpNetwork().connect("127.0.0.1", port, tls=None, timeout_s=5)
         assert channel.try_receive_nowait() is None
         assert (await channel.receive()).call_id == 0

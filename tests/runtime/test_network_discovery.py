@@ -35,7 +35,7 @@ ALL_BACKENDS_IMPLEMENTED = {
 }
 
 
-def result_of(
+def make_discovery_result(
     *,
     tcp: Probe = AVAILABLE,
     dpdk: Probe = UNAVAILABLE,
@@ -58,7 +58,7 @@ def result_of(
 
 
 @pytest.fixture
-async def server() -> AsyncIterator[tuple[int, list[int]]]:
+async def byte_counting_server() -> AsyncIterator[tuple[int, list[int]]]:
     """A port that accepts connections, and the number of bytes that each connection sent."""
     sent: list[int] = []
 
@@ -94,9 +94,9 @@ def silent_port() -> Iterator[int]:
 
 
 async def test_listening_port_is_reachable_with_a_round_trip_time(
-    server: tuple[int, list[int]], tmp_path: Path
+    byte_counting_server: tuple[int, list[int]], tmp_path: Path
 ) -> None:
-    port, sent = server
+    port, sent = byte_counting_server
     result = await NetworkDiscovery(root=tmp_path, connects=3).discover("127.0.0.1", port, timeout_s=5)
     assert result.tcp_reachable
     assert result.tcp_rtt_ms is not None
@@ -109,13 +109,13 @@ async def test_listening_port_is_reachable_with_a_round_trip_time(
 
 
 async def test_result_contains_the_interface_of_the_connection(
-    server: tuple[int, list[int]], tmp_path: Path
+    byte_counting_server: tuple[int, list[int]], tmp_path: Path
 ) -> None:
     (tmp_path / "sys/class/net/lo").mkdir(parents=True)
     (tmp_path / "sys/class/net/lo/speed").write_text("25000\n")
     (tmp_path / "proc/net").mkdir(parents=True)
     (tmp_path / "proc/net/dev").write_text("lo: 5 1 0 0 0 0 0 0 7 1 0 0 0 0 0 0\n")
-    found = await NetworkDiscovery(root=tmp_path).discover("127.0.0.1", server[0])
+    found = await NetworkDiscovery(root=tmp_path).discover("127.0.0.1", byte_counting_server[0])
     assert found.interface == Interface(name="lo", speed_gbps=25.0)
     assert found.throughput is not None
     assert (found.throughput.received_bytes_per_s, found.throughput.sent_bytes_per_s) == (0.0, 0.0)
@@ -123,8 +123,10 @@ async def test_result_contains_the_interface_of_the_connection(
     assert found.recommendation.est_bandwidth_gbps == 25.0
 
 
-async def test_result_contains_the_throughput_of_the_interface(server: tuple[int, list[int]]) -> None:
-    found = await NetworkDiscovery().discover("127.0.0.1", server[0])
+async def test_result_contains_the_throughput_of_the_interface(
+    byte_counting_server: tuple[int, list[int]],
+) -> None:
+    found = await NetworkDiscovery().discover("127.0.0.1", byte_counting_server[0])
     assert found.interface is not None
     assert found.interface.name == "lo"
     assert found.throughput is not None
@@ -136,8 +138,10 @@ async def test_unreachable_host_has_no_interface(closed_port: int, tmp_path: Pat
     assert (found.interface, found.throughput) == (None, None)
 
 
-async def test_name_lookup_runs_on_a_thread(server: tuple[int, list[int]], tmp_path: Path) -> None:
-    port, sent = server
+async def test_name_lookup_runs_on_a_thread(
+    byte_counting_server: tuple[int, list[int]], tmp_path: Path
+) -> None:
+    port, sent = byte_counting_server
     result = await NetworkDiscovery(root=tmp_path, connects=1).discover("localhost", port, timeout_s=5)
     assert result.tcp_reachable
     await until(lambda: len(sent) == 1)
@@ -186,9 +190,12 @@ async def test_name_server_failure_is_reported_as_such(
 
 
 async def test_unresponsive_address_leaves_time_for_the_next(
-    server: tuple[int, list[int]], silent_port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    byte_counting_server: tuple[int, list[int]],
+    silent_port: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    port, sent = server
+    port, sent = byte_counting_server
     both = [(socket.AF_INET, ("127.0.0.1", silent_port)), (socket.AF_INET, ("127.0.0.1", port))]
     monkeypatch.setattr(network_discovery, "_look_up_addresses", lambda *_, **__: both)
     result = await NetworkDiscovery(root=tmp_path, connects=1).discover("box", 5555, timeout_s=1.0)
@@ -290,7 +297,7 @@ async def test_gpu_direct_needs_gpu_library_and_kernel_module(tmp_path: Path) ->
     assert result.dpdk_available
 
 
-async def test_library_in_a_configured_folder_is_found(tmp_path: Path) -> None:
+async def test_rdma_library_in_a_folder_of_ld_so_conf_is_found(tmp_path: Path) -> None:
     conf, library = "etc/ld.so.conf.d/ofed.conf=/opt/ofed/lib", "opt/ofed/lib/libibverbs.so.1"
     assert (await probe_local_system(write_system_files(tmp_path, *RDMA[:2], conf, library))).rdma_available
 
@@ -324,7 +331,7 @@ async def test_failing_probe_fails_the_discovery(tmp_path: Path, monkeypatch: py
 
 
 def test_auto_selects_tcp_and_reports_what_is_missing() -> None:
-    selection = select_backend("auto", result_of())
+    selection = select_backend("auto", make_discovery_result())
     assert (selection.backend, selection.fallback_from) == ("tcp", None)
     assert "rdma: no device" in selection.reason
 
@@ -341,14 +348,14 @@ def test_auto_selects_tcp_and_reports_what_is_missing() -> None:
 def test_auto_falls_back_to_tcp_from_a_better_backend_without_a_transport(
     there: dict[str, Probe], better: str
 ) -> None:
-    selection = select_backend("auto", result_of(**there))
+    selection = select_backend("auto", make_discovery_result(**there))
     assert (selection.backend, selection.fallback_from) == ("tcp", better)
     assert better in selection.reason
     assert "no transport" in selection.reason
 
 
 def test_backends_with_a_transport_are_selected_in_the_documented_order() -> None:
-    probes = result_of(dpdk=AVAILABLE, gpu_direct=AVAILABLE, rdma=AVAILABLE).probes
+    probes = make_discovery_result(dpdk=AVAILABLE, gpu_direct=AVAILABLE, rdma=AVAILABLE).probes
     advice = recommend(probes, tcp_rtt_ms=0.4, backends=ALL_BACKENDS_IMPLEMENTED)
     assert advice is not None
     assert (advice.backend, advice.fallback_from) == ("dpdk_gpudev", None)
@@ -361,20 +368,20 @@ def test_auto_always_selects_a_working_backend_with_a_transport(
     dpdk: bool, gpu_direct: bool, rdma: bool
 ) -> None:
     picked = {True: AVAILABLE, False: UNAVAILABLE}
-    result = result_of(dpdk=picked[dpdk], gpu_direct=picked[gpu_direct], rdma=picked[rdma])
+    result = make_discovery_result(dpdk=picked[dpdk], gpu_direct=picked[gpu_direct], rdma=picked[rdma])
     selection = select_backend("auto", result)
     assert BACKENDS[selection.backend].implemented
     assert selection.reason
 
 
 def test_requested_tcp_is_selected() -> None:
-    selection = select_backend("tcp", result_of(rdma=AVAILABLE))
+    selection = select_backend("tcp", make_discovery_result(rdma=AVAILABLE))
     assert (selection.backend, selection.fallback_from) == ("tcp", None)
 
 
 def test_requested_backend_that_is_missing_is_an_error_with_reason_and_fix() -> None:
     with pytest.raises(ConfigError) as caught:
-        select_backend("rdma", result_of(), backends=ALL_BACKENDS_IMPLEMENTED)
+        select_backend("rdma", make_discovery_result(), backends=ALL_BACKENDS_IMPLEMENTED)
     assert caught.value.message == "backend 'rdma' does not work on this machine: no device; no library"
     assert caught.value.hint == "buy one, or use backend 'auto'"
 
@@ -384,26 +391,28 @@ def test_requested_backend_without_a_transport_is_an_error() -> None:
         with pytest.raises(
             ConfigError, match=r"no transport for backend 'rdma' \(use backend 'auto' or 'tcp'\)"
         ):
-            select_backend("rdma", result_of(rdma=probe))
+            select_backend("rdma", make_discovery_result(rdma=probe))
 
 
 def test_dpdk_gpudev_needs_both_probes() -> None:
     lacks_gpu = Probe(available=False, reason="no CUDA GPU")
     with pytest.raises(ConfigError, match=r"'dpdk_gpudev' does not work on this machine: no CUDA GPU"):
         select_backend(
-            "dpdk_gpudev", result_of(dpdk=AVAILABLE, gpu_direct=lacks_gpu), backends=ALL_BACKENDS_IMPLEMENTED
+            "dpdk_gpudev",
+            make_discovery_result(dpdk=AVAILABLE, gpu_direct=lacks_gpu),
+            backends=ALL_BACKENDS_IMPLEMENTED,
         )
 
 
 def test_unknown_backend_is_an_error_with_the_allowed_names() -> None:
     with pytest.raises(ConfigError, match=r"no network backend 'smoke'"):
-        select_backend("smoke", result_of())
+        select_backend("smoke", make_discovery_result())
 
 
 @pytest.mark.parametrize("requested", ["auto", "tcp", "rdma"])
 def test_every_selection_needs_a_reachable_host(requested: str) -> None:
     refused = Probe(available=False, reason="connection refused", fix="start it")
     with pytest.raises(UnreachableError) as caught:
-        select_backend(requested, result_of(tcp=refused, rdma=AVAILABLE))
+        select_backend(requested, make_discovery_result(tcp=refused, rdma=AVAILABLE))
     assert caught.value.message == "box:5555 cannot be reached: connection refused"
     assert caught.value.hint == "start it"

@@ -39,7 +39,7 @@ from tests.waiting import until
 REQUESTS = (GetJob, CancelJob, FetchTrust, ReadLog)
 
 
-class Server:
+class ScriptedServer:
     """A scripted server; `peers` are the connected ones."""
 
     def __init__(self) -> None:
@@ -75,8 +75,8 @@ class Server:
 
 
 @asynccontextmanager
-async def serving() -> AsyncIterator[tuple[Server, int]]:
-    server, network = Server(), TcpNetwork()
+async def run_scripted_server() -> AsyncIterator[tuple[ScriptedServer, int]]:
+    server, network = ScriptedServer(), TcpNetwork()
     port: asyncio.Future[int] = asyncio.get_running_loop().create_future()
     async with asyncio.TaskGroup() as group:
         task = group.create_task(
@@ -91,7 +91,7 @@ def connect_peer(port: int) -> AbstractAsyncContextManager[rpc.Peer]:
 
 
 async def test_replies_are_matched_to_calls_in_any_order() -> None:
-    async with serving() as (server, port), connect_peer(port) as peer:
+    async with run_scripted_server() as (server, port), connect_peer(port) as peer:
         async with asyncio.TaskGroup() as group:
             slow = group.create_task(peer.call(ReadLog(job_id="a"), timeout_s=5))
             quick = await peer.call(FetchTrust(), timeout_s=5)
@@ -104,7 +104,7 @@ async def test_replies_are_matched_to_calls_in_any_order() -> None:
 async def test_genie_errors_keep_their_type_and_others_become_internal_errors(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    async with serving() as (_, port), connect_peer(port) as peer:
+    async with run_scripted_server() as (_, port), connect_peer(port) as peer:
         with pytest.raises(JobNotFoundError, match="no x") as caught:
             await peer.call(GetJob(job_id="x"), timeout_s=5)
         assert caught.value.hint == "look elsewhere"
@@ -115,7 +115,7 @@ async def test_genie_errors_keep_their_type_and_others_become_internal_errors(
 
 
 async def test_error_of_a_handler_is_freed_without_the_garbage_collector() -> None:
-    async with serving() as (server, port), connect_peer(port) as peer:
+    async with run_scripted_server() as (server, port), connect_peer(port) as peer:
         gc.disable()
         try:
             with pytest.raises(JobNotFoundError):
@@ -127,7 +127,7 @@ async def test_error_of_a_handler_is_freed_without_the_garbage_collector() -> No
 
 
 async def test_timeout_is_a_deadline_error_and_a_late_reply_is_dropped() -> None:
-    async with serving() as (server, port), connect_peer(port) as peer:
+    async with run_scripted_server() as (server, port), connect_peer(port) as peer:
         with pytest.raises(DeadlineError, match=r"did not reply to ReadLog within 0\.05 s"):
             await peer.call(ReadLog(job_id="a"), timeout_s=0.05)
         server.release.set()
@@ -142,7 +142,7 @@ async def test_server_can_call_the_client() -> None:
         return Done()
 
     async with (
-        serving() as (server, port),
+        run_scripted_server() as (server, port),
         rpc.dial(
             TcpNetwork(), "127.0.0.1", port, tls=None, timeout_s=5, requests=AGENT_REQUESTS, handler=handle
         ),
@@ -154,7 +154,7 @@ async def test_server_can_call_the_client() -> None:
 
 
 async def test_peer_without_a_handler_rejects_requests() -> None:
-    async with serving() as (server, port), connect_peer(port):
+    async with run_scripted_server() as (server, port), connect_peer(port):
         await until(lambda: server.peers)
         with pytest.raises(ProtocolError, match="does not accept requests"):
             await server.peers[0].call(Kill(job_id="j", epoch=1, leader_token=1, reason=""), timeout_s=5)
@@ -187,7 +187,7 @@ async def test_cancellation_while_a_failed_connection_is_closed_is_not_lost() ->
                     await handling.wait()
                     raise ProtocolError("no")
 
-    async with serving() as (server, port), asyncio.TaskGroup() as group:
+    async with run_scripted_server() as (server, port), asyncio.TaskGroup() as group:
         task = group.create_task(reconnect(port))
         await until(lambda: server.peers)
         order = Kill(job_id="j", epoch=1, leader_token=1, reason="r")
@@ -201,9 +201,9 @@ async def test_cancellation_while_a_failed_connection_is_closed_is_not_lost() ->
 
 
 async def test_lost_connection_fails_calls_and_cancels_handlers() -> None:
-    async with serving() as (server, port), connect_peer(port) as peer:
+    async with run_scripted_server() as (server, port), connect_peer(port) as peer:
         async with asyncio.TaskGroup() as group:
-            waiting = group.create_task(_is_closed(peer))
+            waiting = group.create_task(_assert_call_finds_connection_lost(peer))
             await until(lambda: server.peers)
             await asyncio.sleep(0)
             server.peers[0].close()
@@ -213,26 +213,26 @@ async def test_lost_connection_fails_calls_and_cancels_handlers() -> None:
         await until(lambda: server.cancelled <= 1)
 
 
-async def _is_closed(peer: rpc.Peer) -> bool:
+async def _assert_call_finds_connection_lost(peer: rpc.Peer) -> bool:
     with pytest.raises(ConnectionLostError):
         await peer.call(ReadLog(job_id="a"), timeout_s=30)
     return True
 
 
-async def test_dial_raises_errors_of_the_context_unchanged() -> None:
-    async with serving() as (_, port):
+async def test_error_in_the_block_of_dial_is_raised_unchanged() -> None:
+    async with run_scripted_server() as (_, port):
         with pytest.raises(KeyError):
             async with rpc.dial(TcpNetwork(), "127.0.0.1", port, tls=None, timeout_s=5):
                 raise KeyError
 
 
-async def test_requests_above_the_limit_are_rejected_and_replies_are_still_read() -> None:
+async def test_requests_above_the_in_flight_limit_are_rejected_and_replies_are_still_read() -> None:
     async def handle(peer: rpc.Peer, request: Message) -> Message:
         await asyncio.Event().wait()
         raise AssertionError
 
     async with (
-        serving() as (server, port),
+        run_scripted_server() as (server, port),
         rpc.dial(
             TcpNetwork(), "127.0.0.1", port, tls=None, timeout_s=5, requests=AGENT_REQUESTS, handler=handle
         ) as peer,
@@ -257,7 +257,7 @@ async def _reply_or_error(peer: rpc.Peer, request: Request[LogChunk]) -> LogChun
 
 async def test_peer_that_ignores_the_limit_is_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rpc, "CONCURRENT_REJECTIONS_MAX", 5)
-    async with serving() as (server, port), connect_peer(port) as peer:
+    async with run_scripted_server() as (server, port), connect_peer(port) as peer:
         await until(lambda: server.peers)
         server.peers[0].set_in_flight_max(2)
         outcomes = await peer.call_each([ReadLog(job_id="a")] * 20, timeout_s=30)
@@ -267,7 +267,7 @@ async def test_peer_that_ignores_the_limit_is_disconnected(monkeypatch: pytest.M
 
 async def test_peer_that_sends_many_invalid_requests_is_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rpc, "INVALID_REQUESTS_MAX", 3)
-    async with serving() as (server, port), connect_peer(port) as peer:
+    async with run_scripted_server() as (server, port), connect_peer(port) as peer:
         for _ in range(3):
             with pytest.raises(ProtocolError):
                 await peer.call(Kill(job_id="j", epoch=1, leader_token=1, reason=""), timeout_s=5)
@@ -279,7 +279,7 @@ async def test_peer_that_sends_many_invalid_requests_is_disconnected(monkeypatch
 
 async def test_close_does_not_wait_for_a_peer_that_reads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(network, "CLOSE_LINGER_S", 0.05)
-    async with serving() as (server, port):
+    async with run_scripted_server() as (server, port):
         _, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(wire.make_preface())
         await until(lambda: server.peers)
@@ -295,7 +295,7 @@ async def test_close_does_not_wait_for_a_peer_that_reads_nothing(monkeypatch: py
 
 
 async def test_call_each_returns_one_outcome_per_request() -> None:
-    async with serving() as (_, port), connect_peer(port) as peer:
+    async with run_scripted_server() as (_, port), connect_peer(port) as peer:
         good, missing, late = await peer.call_each(
             [FetchTrust(), GetJob(job_id="a"), ReadLog(job_id="a")],  # type: ignore[list-item]
             timeout_s=0.2,
@@ -313,7 +313,7 @@ async def test_cancelled_call_each_leaves_no_unretrieved_error() -> None:
     reported: list[object] = []
     loop = asyncio.get_running_loop()
     loop.set_exception_handler(lambda _, context: reported.append(context))
-    async with serving() as (_, port), connect_peer(port) as peer:
+    async with run_scripted_server() as (_, port), connect_peer(port) as peer:
         requests = [ReadLog(job_id="slow"), ReadLog(job_id="x" * (wire.FRAME_BYTES_MAX + 1))]
         async with asyncio.TaskGroup() as group:
             call = group.create_task(peer.call_each(requests, timeout_s=60))
@@ -325,7 +325,7 @@ async def test_cancelled_call_each_leaves_no_unretrieved_error() -> None:
 
 
 async def test_call_ids_wrap_around() -> None:
-    async with serving() as (_, port), connect_peer(port) as peer:
+    async with run_scripted_server() as (_, port), connect_peer(port) as peer:
         peer._next_call_id = (1 << 32) - 2
         for _ in range(3):
             assert (await peer.call(FetchTrust(), timeout_s=5)).ca_pem == "pem"
@@ -375,7 +375,7 @@ async def test_peer_that_reads_no_replies_uses_bounded_memory_and_is_closed(
 ) -> None:
     monkeypatch.setattr(rpc, "REPLY_TIMEOUT_S", 0.2)
     unread = _NeverReadChannel(requests=50)
-    peer = rpc.Peer(unread, requests=REQUESTS, handler=Server().handle)
+    peer = rpc.Peer(unread, requests=REQUESTS, handler=ScriptedServer().handle)
     async with asyncio.timeout(10):
         await peer.run()
     assert peer.is_closed
@@ -400,9 +400,9 @@ async def test_failed_send_closes_the_connection_immediately() -> None:
 
 
 @pytest.mark.parametrize("end", ["ours", "theirs"])
-async def test_close_listener_is_called_once_at_whichever_end_closes(end: str) -> None:
+async def test_close_listener_is_called_once_whichever_end_closes(end: str) -> None:
     closed: list[str] = []
-    async with serving() as (server, port), connect_peer(port) as peer:
+    async with run_scripted_server() as (server, port), connect_peer(port) as peer:
         await peer.call(FetchTrust(), timeout_s=5)
         theirs = server.peers[0]
         theirs.set_close_listener(lambda: closed.append("replaced"))

@@ -17,7 +17,7 @@ from genie.runtime import tls
 from genie.tenancy.access import NO_PIN, new_token, parse_token
 
 
-def _names(certificate_pem: str) -> list[str]:
+def _certificate_names(certificate_pem: str) -> list[str]:
     certificate = x509.load_pem_x509_certificate(certificate_pem.encode())
     extension = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName)
     return extension.value.get_values_for_type(x509.DNSName)
@@ -46,7 +46,7 @@ def test_invalid_ca_files_are_an_error(tmp_path: Path) -> None:
         tls.CertificateAuthority.load_or_create(tmp_path, now=time.time())
 
 
-def test_issuer_sets_the_name() -> None:
+def test_names_in_a_signing_request_are_ignored() -> None:
     authority = tls.CertificateAuthority.create(now=time.time())
     key = ec.generate_private_key(ec.SECP256R1())
     greedy = (
@@ -58,7 +58,7 @@ def test_issuer_sets_the_name() -> None:
     )
     csr_pem = greedy.public_bytes(serialization.Encoding.PEM).decode()
     issued = authority.issue(csr_pem, name=tls.node_certificate_name("n1"), days=1, now=time.time())
-    assert _names(issued) == ["n1.node.genie.internal"]
+    assert _certificate_names(issued) == ["n1.node.genie.internal"]
     certificate = x509.load_pem_x509_certificate(issued.encode())
     assert not certificate.extensions.get_extension_for_class(x509.BasicConstraints).value.ca
     assert certificate.subject == x509.Name([])
@@ -77,13 +77,13 @@ def test_certificate_is_renewed_after_half_of_its_lifetime() -> None:
     assert tls.renewal_due_in_s(issued, now=start - 1) == 0, "the clock was set back"
 
 
-def _rsa_request() -> str:
+def _rsa_csr() -> str:
     key = rsa.generate_private_key(65537, 2048)
     csr = x509.CertificateSigningRequestBuilder().subject_name(x509.Name([])).sign(key, hashes.SHA256())
     return csr.public_bytes(serialization.Encoding.PEM).decode()
 
 
-def _forged_request() -> str:
+def _csr_with_invalid_signature() -> str:
     """Two valid requests, the key of one with the signature of the other."""
     _, one = tls.new_key_and_csr()
     lines = one.splitlines()
@@ -104,7 +104,7 @@ def test_invalid_signing_request_is_rejected(request_: str) -> None:
 
 def test_signing_request_with_another_key_type_or_a_bad_signature_is_rejected() -> None:
     authority = tls.CertificateAuthority.create(now=time.time())
-    for request in (_rsa_request(), _forged_request()):
+    for request in (_rsa_csr(), _csr_with_invalid_signature()):
         with pytest.raises(TlsError, match="signing request"):
             authority.issue(request, name="x", days=1, now=time.time())
 

@@ -17,12 +17,12 @@ MIB = 1024**2
 INT_MAX = 2**31 - 1  # of C++
 
 
-def node(*gpus: GPUInfo, **fields: object) -> NodeInfo:
+def make_node_info(*gpus: GPUInfo, **fields: object) -> NodeInfo:
     base = NodeInfo(node_id="n1", hostname="n1", role=NodeRole.WORKER, host="10.0.0.1", gpus=gpus)
     return msgspec.structs.replace(base, **fields)
 
 
-def h200(**fields: object) -> GPUInfo:
+def make_h200(**fields: object) -> GPUInfo:
     whole = GPUInfo(
         gpu_id=4,
         name="NVIDIA H200",
@@ -36,9 +36,9 @@ def h200(**fields: object) -> GPUInfo:
 
 
 def test_node_and_job_fields_are_converted() -> None:
-    info = node(
-        h200(),
-        h200(gpu_id=5, available=False, reason="too hot", memory_outside_bytes=3 * MIB),
+    info = make_node_info(
+        make_h200(),
+        make_h200(gpu_id=5, available=False, reason="too hot", memory_outside_bytes=3 * MIB),
         cpus=8.0,
         memory_total_bytes=64 * MIB,
         labels={"disk": "ssd", "zone": "a"},
@@ -59,8 +59,8 @@ def test_node_and_job_fields_are_converted() -> None:
     assert node_facts(info, blocked_reason="draining") == replace(expected, blocked_reason="draining")
 
 
-def test_empty_report_has_no_resources() -> None:
-    assert node_facts(node()) == NodeFacts("n1", 0, 0)
+def test_node_report_without_resources_has_none() -> None:
+    assert node_facts(make_node_info()) == NodeFacts("n1", 0, 0)
 
 
 _SIZES = st.one_of(st.integers(0, 1 << 60), st.integers(0, 5 * MIB))
@@ -68,9 +68,11 @@ _SIZES = st.one_of(st.integers(0, 1 << 60), st.integers(0, 5 * MIB))
 
 @given(cpus=st.floats(0, 1e6), memory=_SIZES, total=_SIZES, outside=_SIZES)
 @example(cpus=1e6, memory=1 << 60, total=1 << 60, outside=1 << 59)
-def test_rounding_never_overcommits(cpus: float, memory: int, total: int, outside: int) -> None:
-    gpu = h200(memory_total_bytes=total, memory_outside_bytes=outside)
-    facts = node_facts(node(gpu, cpus=cpus, memory_total_bytes=memory))
+def test_rounding_of_node_resources_never_overcommits(
+    cpus: float, memory: int, total: int, outside: int
+) -> None:
+    gpu = make_h200(memory_total_bytes=total, memory_outside_bytes=outside)
+    facts = node_facts(make_node_info(gpu, cpus=cpus, memory_total_bytes=memory))
     assert facts.cpu_milli <= cpus * 1000
     assert facts.memory_mib * MIB <= memory
     assert facts.gpus[0].memory_mib * MIB <= total
@@ -86,22 +88,24 @@ def test_rounding_never_overcommits(cpus: float, memory: int, total: int, outsid
 
 
 @given(cpus=st.integers(0, 1_000_000), mib=st.integers(0, INT_MAX))
-def test_whole_amounts_are_not_changed(cpus: int, mib: int) -> None:
-    gpu = h200(memory_total_bytes=mib * MIB, memory_outside_bytes=mib // 2 * MIB)
-    facts = node_facts(node(gpu, cpus=float(cpus), memory_total_bytes=mib * MIB))
+def test_whole_amounts_are_converted_exactly(cpus: int, mib: int) -> None:
+    gpu = make_h200(memory_total_bytes=mib * MIB, memory_outside_bytes=mib // 2 * MIB)
+    facts = node_facts(make_node_info(gpu, cpus=float(cpus), memory_total_bytes=mib * MIB))
     assert (facts.cpu_milli, facts.memory_mib) == (cpus * 1000, mib)
     assert (facts.gpus[0].memory_mib, facts.memory_used_outside_cluster_mib[0]) == (mib, mib // 2)
 
 
 def test_unhealthy_or_occupied_gpu_is_avoided_until_it_recovers() -> None:
     half = Shape(gpus=1, gpu_memory_mib=100_000)
-    busy = h200(memory_outside_bytes=60_000 * MIB)
-    harness = SchedulerHarness(node_facts(node(h200(available=False, reason="too hot"), busy)))
+    busy = make_h200(memory_outside_bytes=60_000 * MIB)
+    harness = SchedulerHarness(node_facts(make_node_info(make_h200(available=False, reason="too hot"), busy)))
     harness.submit("big", shape=half)
     assert harness.started() == []
-    harness.scheduler.set_node(node_facts(node(h200(), busy)))
+    harness.scheduler.set_node(node_facts(make_node_info(make_h200(), busy)))
     assert harness.started() == ["big"]
     harness.submit("next", shape=half)
     assert harness.started() == []
-    harness.scheduler.set_node(node_facts(node(h200(), h200(memory_outside_bytes=41_000 * MIB))))
+    harness.scheduler.set_node(
+        node_facts(make_node_info(make_h200(), make_h200(memory_outside_bytes=41_000 * MIB)))
+    )
     assert harness.started() == ["next"]

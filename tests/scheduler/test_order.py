@@ -6,7 +6,7 @@ from genie.scheduler.order import FairShare, Fifo, JobQueue, Order, OrderInputs,
 from genie.scheduler.request import Amounts, JobRequest, Shape
 
 
-def queue_of(order: Order, *jobs: tuple[str, str, int]) -> tuple[JobQueue, dict[str, JobRequest]]:
+def make_queue(order: Order, *jobs: tuple[str, str, int]) -> tuple[JobQueue, dict[str, JobRequest]]:
     """Each a name, a tenant and a priority, in order of arrival."""
     queue, requests = JobQueue(order), {}
     for number, (name, tenant, priority) in enumerate(jobs):
@@ -15,7 +15,7 @@ def queue_of(order: Order, *jobs: tuple[str, str, int]) -> tuple[JobQueue, dict[
     return queue, requests
 
 
-def iterate(queue: JobQueue, held: dict[str, Amounts] | None = None, skipped: str = "") -> list[str]:
+def iteration_order(queue: JobQueue, held: dict[str, Amounts] | None = None, skipped: str = "") -> list[str]:
     notified: list[str] = []
     usage = held if held is not None else {}
     inputs = OrderInputs(0.0, Amounts(8000), lambda tenant: usage.get(tenant, Amounts()), {})
@@ -33,25 +33,31 @@ def iterate(queue: JobQueue, held: dict[str, Amounts] | None = None, skipped: st
 JOBS = (("a1", "a", 0), ("a2", "a", 1), ("a3", "a", 0), ("b1", "b", 0), ("b2", "b", 2))
 
 
-def test_groups_are_merged_in_one_order() -> None:
-    assert iterate(queue_of(Fifo(), *JOBS)[0]) == ["a1", "a2", "a3", "b1", "b2"]
-    assert iterate(queue_of(Priority(), *JOBS)[0]) == ["b2", "a2", "a1", "a3", "b1"]
+def test_jobs_of_all_tenants_are_merged_in_one_order() -> None:
+    assert iteration_order(make_queue(Fifo(), *JOBS)[0]) == ["a1", "a2", "a3", "b1", "b2"]
+    assert iteration_order(make_queue(Priority(), *JOBS)[0]) == ["b2", "a2", "a1", "a3", "b1"]
 
 
-def test_start_changes_the_order_of_following_jobs() -> None:
-    assert iterate(queue_of(FairShare(), *JOBS)[0], {"a": Amounts(500)}) == ["b2", "a2", "b1", "a1", "a3"]
+def test_started_job_changes_the_order_of_following_jobs() -> None:
+    assert iteration_order(make_queue(FairShare(), *JOBS)[0], {"a": Amounts(500)}) == [
+        "b2",
+        "a2",
+        "b1",
+        "a1",
+        "a3",
+    ]
 
 
-def test_skipped_group_reports_its_jobs() -> None:
-    found = iterate(queue_of(Fifo(), *JOBS)[0], skipped="a")
+def test_jobs_of_a_skipped_tenant_are_reported() -> None:
+    found = iteration_order(make_queue(Fifo(), *JOBS)[0], skipped="a")
     assert found[:2] == ["b1", "b2"]
     assert sorted(found[2:]) == ["not a1", "not a2", "not a3"]
 
 
 def test_job_removed_during_iteration_is_not_yielded() -> None:
-    queue, requests = queue_of(Fifo(), *JOBS)
+    queue, requests = make_queue(Fifo(), *JOBS)
     queue.remove(requests["a2"], (1, 1))
-    assert iterate(queue) == ["a1", "a3", "b1", "b2"]
+    assert iteration_order(queue) == ["a1", "a3", "b1", "b2"]
     inputs = OrderInputs(0.0, Amounts(8000), lambda tenant: Amounts(), {})
     found = []
     for request in queue.iterate(inputs, get_group_skip_reason=lambda *_: "", on_skip=lambda *_: None):
@@ -61,7 +67,7 @@ def test_job_removed_during_iteration_is_not_yielded() -> None:
     assert found == ["a1", "a3", "b2"]
 
 
-def test_deadline_is_worth_one_priority_at_most() -> None:
+def test_deadline_raises_the_order_by_one_priority_at_most() -> None:
     def turn(submitted_at: float, priority: int = 0, deadline_at: float | None = None) -> tuple[float, ...]:
         request = JobRequest(
             "j", "t", 9, Shape(gpus=1), submitted_at, priority=priority, deadline_at=deadline_at

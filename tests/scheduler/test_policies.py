@@ -21,7 +21,7 @@ from genie.scheduler.rules import Rules
 from tests.scheduler.clusters import SchedulerHarness, node
 
 
-class SmallFirst:
+class SmallJobsFirst:
     """A policy written by a user."""
 
     def within(self, request: JobRequest) -> Key:
@@ -31,7 +31,7 @@ class SmallFirst:
         return self.within(request)
 
 
-class Ticking:
+class ManualClock:
     """A clock that a policy advances."""
 
     def __init__(self) -> None:
@@ -41,21 +41,21 @@ class Ticking:
         return self.now
 
 
-def isolated(policy: Any, clock: Callable[[], float] = lambda: 0.0) -> IsolatedPolicy:
+def isolate(policy: Any, clock: Callable[[], float] = lambda: 0.0) -> IsolatedPolicy:
     return IsolatedPolicy(policy, budget_s=0.01, clock=clock)
 
 
 def harness_with(
     policy: Any, *nodes: NodeFacts, clock: Callable[[], float] = lambda: 0.0
 ) -> SchedulerHarness:
-    return SchedulerHarness(*(nodes or (node("n", 4),)), rules=Rules().with_order(isolated(policy, clock)))
+    return SchedulerHarness(*(nodes or (node("n", 4),)), rules=Rules().with_order(isolate(policy, clock)))
 
 
 def test_policies_are_created_by_name() -> None:
     known = PolicyRegistry()
     created = [known.create(name, budget_s=1.0, clock=lambda: 0.0) for name in ("fair", "fifo", "priority")]
     assert [type(each) for each in created] == [FairShare, Fifo, Priority]
-    known.register("small", SmallFirst)
+    known.register("small", SmallJobsFirst)
     assert known.names == ["fair", "fifo", "priority", "small"]
     own = known.create("small", budget_s=1.0, clock=lambda: 0.0)
     assert isinstance(own, IsolatedPolicy)
@@ -65,8 +65,8 @@ def test_policies_are_created_by_name() -> None:
 @pytest.mark.parametrize(
     ("do", "why"),
     [
-        (lambda it: it.register("fifo", SmallFirst), "policy 'fifo' already exists"),
-        (lambda it: it.register("", SmallFirst), "needs a name"),
+        (lambda it: it.register("fifo", SmallJobsFirst), "policy 'fifo' already exists"),
+        (lambda it: it.register("", SmallJobsFirst), "needs a name"),
         (lambda it: it.create("none", budget_s=1.0, clock=float), "known policies: fair, fifo, priority"),
     ],
 )
@@ -86,26 +86,26 @@ def test_policy_with_a_failing_factory_is_rejected() -> None:
     with pytest.raises(UsageError, match="has no method within"):
         known.create("half", budget_s=1.0, clock=lambda: 0.0)
     for number in range(policies.POLICIES_MAX - 5):
-        known.register(f"p{number}", SmallFirst)
+        known.register(f"p{number}", SmallJobsFirst)
     with pytest.raises(UsageError, match="the maximum is 64 policies"):
-        known.register("last", SmallFirst)
+        known.register("last", SmallJobsFirst)
 
 
 def test_user_policy_orders_the_queue() -> None:
-    harness = harness_with(SmallFirst())
+    harness = harness_with(SmallJobsFirst())
     for name, gpus in (("large", 3), ("small", 1), ("middle", 2)):
         harness.submit(name, gpus)
     assert harness.started() == ["small", "middle"]
     assert harness.scheduler.policy_fault == ""
 
 
-def broken(result: Callable[[], object], method: str = "within") -> Any:
-    policy = SmallFirst()
+def policy_with_broken_method(result: Callable[[], object], method: str = "within") -> Any:
+    policy = SmallJobsFirst()
     setattr(policy, method, lambda *_: result())
     return policy
 
 
-def fail() -> object:
+def raise_value_error() -> object:
     raise ValueError("no luck")
 
 
@@ -114,7 +114,7 @@ class UnprintableError(Exception):
         raise RuntimeError
 
 
-def fail_twice() -> object:
+def raise_unprintable_error() -> object:
     raise UnprintableError
 
 
@@ -125,8 +125,8 @@ def exit_process() -> object:
 @pytest.mark.parametrize(
     ("result", "what"),
     [
-        (fail, "raised ValueError: no luck"),
-        (fail_twice, "raised UnprintableError"),
+        (raise_value_error, "raised ValueError: no luck"),
+        (raise_unprintable_error, "raised UnprintableError"),
         (exit_process, "raised SystemExit: 3"),
         (lambda: [1], "returned a list instead of a tuple of numbers"),
         (lambda: None, "returned a NoneType instead of a tuple of numbers"),
@@ -137,20 +137,22 @@ def exit_process() -> object:
     ],
 )
 @pytest.mark.parametrize("method", ["within", "among"])
-def test_invalid_order_is_disabled(method: str, result: Callable[[], object], what: str) -> None:
-    harness = harness_with(broken(result, method))
+def test_policy_with_an_invalid_order_is_disabled(
+    method: str, result: Callable[[], object], what: str
+) -> None:
+    harness = harness_with(policy_with_broken_method(result, method))
     harness.submit("one", gpus=3)
     harness.submit("two", gpus=1)
     assert sorted(harness.started()) == ["one", "two"], "the built-in order replaces it"
     first = "one" if method == "within" else "two"
     assert harness.scheduler.policy_fault.endswith(f"{method}() for job {first} {what}")
-    assert "'SmallFirst' is disabled and replaced by FairShare" in harness.scheduler.policy_fault
+    assert "'SmallJobsFirst' is disabled and replaced by FairShare" in harness.scheduler.policy_fault
 
 
 def test_slow_call_disables_the_policy() -> None:
-    clock = Ticking()
+    clock = ManualClock()
 
-    class Slow(SmallFirst):
+    class Slow(SmallJobsFirst):
         calls = 0
 
         def within(self, request: JobRequest) -> Key:
@@ -169,9 +171,9 @@ def test_slow_call_disables_the_policy() -> None:
 
 
 def test_queue_is_reordered_when_a_policy_is_disabled() -> None:
-    class Last(SmallFirst):
+    class Last(SmallJobsFirst):
         def within(self, request: JobRequest) -> Key:
-            return (-request.sequence,) if request.job_id != "bad" else fail()  # type: ignore[return-value]
+            return (-request.sequence,) if request.job_id != "bad" else raise_value_error()  # type: ignore[return-value]
 
         def among(self, request: JobRequest, inputs: OrderInputs) -> Key:
             return (0,)
@@ -187,7 +189,7 @@ def test_queue_is_reordered_when_a_policy_is_disabled() -> None:
     assert harness.advance(25.0) == ["j0", "j2", "bad"]
 
 
-def test_inconsistent_order_yields_every_job_once() -> None:
+def test_queue_with_an_inconsistent_policy_yields_every_job_once() -> None:
     numbers = itertools.count()
 
     class Restless:
@@ -197,7 +199,7 @@ def test_inconsistent_order_yields_every_job_once() -> None:
         def among(self, request: JobRequest, inputs: OrderInputs) -> Key:
             return (next(numbers),)
 
-    queue = JobQueue(isolated(Restless()))
+    queue = JobQueue(isolate(Restless()))
     requests = [JobRequest(f"j{number}", "abc"[number % 3], number, Shape(gpus=1)) for number in range(9)]
     for request in requests:
         queue.add(request, (0, 0))
@@ -215,7 +217,7 @@ def test_inconsistent_order_yields_every_job_once() -> None:
 # --- filters ------------------------------------------------------------------------------------
 
 
-class OwnNodes(SmallFirst):
+class NodesOfTenantFilter(SmallJobsFirst):
     """Each tenant on nodes with its label."""
 
     def __init__(self) -> None:
@@ -227,12 +229,14 @@ class OwnNodes(SmallFirst):
         return "" if ("for", request.tenant) in node.labels else f"is not for {request.tenant}"
 
 
-def labelled(name: str, tenant: str, **facts: object) -> NodeFacts:
+def node_of_tenant(name: str, tenant: str, **facts: object) -> NodeFacts:
     return node(name, 2, labels=frozenset({("for", tenant)}), **facts)
 
 
 def test_filter_excludes_nodes_with_its_reason() -> None:
-    harness = harness_with(OwnNodes(), labelled("x", "a"), labelled("y", "b"), labelled("z", "b"))
+    harness = harness_with(
+        NodesOfTenantFilter(), node_of_tenant("x", "a"), node_of_tenant("y", "b"), node_of_tenant("z", "b")
+    )
     harness.submit("no", tenant="c")
     assert harness.pending("no").reason == "no suitable node: x, y, z: is not for c"
     for number, tenant in enumerate("aabb"):
@@ -250,29 +254,29 @@ def test_filter_excludes_nodes_with_its_reason() -> None:
 
 
 def test_filter_is_called_once_per_kind_and_node() -> None:
-    policy = OwnNodes()
-    harness = harness_with(policy, labelled("x", "a"), labelled("y", "b"))
+    policy = NodesOfTenantFilter()
+    harness = harness_with(policy, node_of_tenant("x", "a"), node_of_tenant("y", "b"))
     for number in range(4):
         harness.submit(f"j{number}", tenant="ab"[number % 2], priority=number, time_limit_s=1.0)
         harness.started()
     assert sorted(policy.calls) == [("a", "x"), ("a", "y"), ("b", "x"), ("b", "y")]
-    harness.scheduler.set_node(labelled("z", "b"))
+    harness.scheduler.set_node(node_of_tenant("z", "b"))
     harness.scheduler.set_node(
-        labelled("x", "a", blocked_reason="draining", memory_used_outside_cluster_mib=(5, 5))
+        node_of_tenant("x", "a", blocked_reason="draining", memory_used_outside_cluster_mib=(5, 5))
     )
     harness.submit("more", tenant="b")
     harness.decide()
     assert sorted(policy.calls[4:]) == [("b", "z")], "only the new node"
-    harness.scheduler.set_node(labelled("x", "b"))
+    harness.scheduler.set_node(node_of_tenant("x", "b"))
     harness.submit("again", tenant="b")
     harness.decide()
     assert sorted(policy.calls[5:]) == [("b", "x")], "and the changed node"
 
 
 def test_filter_cache_is_bounded() -> None:
-    policy = OwnNodes()
+    policy = NodesOfTenantFilter()
     created = filters.NodeFilterCache(policy.allowed)
-    facts = labelled("x", "a")
+    facts = node_of_tenant("x", "a")
     several = [
         JobRequest("j", f"t{number}", 0, Shape()) for number in range(filters.CACHED_JOB_KINDS_MAX + 1)
     ]
@@ -282,9 +286,9 @@ def test_filter_cache_is_bounded() -> None:
     assert len(created._cache) == filters.CACHED_JOB_KINDS_MAX
 
 
-@pytest.mark.parametrize("result", [fail, lambda: None, lambda: False])
+@pytest.mark.parametrize("result", [raise_value_error, lambda: None, lambda: False])
 def test_invalid_filter_excludes_nothing(result: Callable[[], object]) -> None:
-    class Strict(SmallFirst):
+    class Strict(SmallJobsFirst):
         def allowed(self, request: JobRequest, node: NodeFacts) -> str:
             return "never there" if node.node_id == "x" else result()  # type: ignore[return-value]
 
@@ -300,7 +304,7 @@ def test_invalid_filter_excludes_nothing(result: Callable[[], object]) -> None:
 # --- victims ------------------------------------------------------------------------------------
 
 
-class NewestFirst(SmallFirst):
+class PreemptNewestFirst(SmallJobsFirst):
     def cost(self, running: StartedJob, now: float) -> float:
         return -running.request.sequence
 
@@ -308,10 +312,10 @@ class NewestFirst(SmallFirst):
 @pytest.mark.parametrize(
     ("policy", "victim", "is_out"),
     [
-        (SmallFirst(), "old", False),
-        (NewestFirst(), "new", False),
-        (broken(lambda: "dear", "cost"), "old", True),
-        (broken(fail, "cost"), "old", True),
+        (SmallJobsFirst(), "old", False),
+        (PreemptNewestFirst(), "new", False),
+        (policy_with_broken_method(lambda: "dear", "cost"), "old", True),
+        (policy_with_broken_method(raise_value_error, "cost"), "old", True),
     ],
 )
 def test_victims_are_ordered_by_cost(policy: Any, victim: str, is_out: bool) -> None:
@@ -326,9 +330,9 @@ def test_victims_are_ordered_by_cost(policy: Any, victim: str, is_out: bool) -> 
 
 
 def test_new_policy_replaces_filter_and_cost() -> None:
-    rules = Rules().with_order(isolated(OwnNodes()))
+    rules = Rules().with_order(isolate(NodesOfTenantFilter()))
     assert rules.node_filter is not None
-    harness = SchedulerHarness(labelled("x", "b"), rules=rules)
+    harness = SchedulerHarness(node_of_tenant("x", "b"), rules=rules)
     harness.submit("job")
     assert harness.started() == []
     harness.scheduler.set_rules(rules.with_order(Fifo()))

@@ -22,7 +22,7 @@ PRIORITY = Rules(order=Priority())
 # --- order --------------------------------------------------------------------------------------
 
 
-def test_fifo_across_tenants() -> None:
+def test_fifo_starts_jobs_of_all_tenants_in_order_of_submission() -> None:
     harness = SchedulerHarness(node("n", 2), rules=FIFO)
     for number, tenant in enumerate(["b", "a", "c"]):
         harness.submit(f"j{number}", tenant=tenant)
@@ -65,7 +65,7 @@ def test_tenant_with_the_smallest_dominant_share_is_next() -> None:
     ]  # fmt: skip
 
 
-def test_reservation_moves_when_a_higher_job_displaces_a_start() -> None:
+def test_job_displaced_by_one_of_higher_priority_gets_a_reservation() -> None:
     harness = SchedulerHarness(node("n", 1), rules=FIFO)
     harness.submit("small", shape=Shape(1, 100), preemptible=True, time_limit_s=1.0)
     harness.submit("next", time_limit_s=1.0)
@@ -107,7 +107,7 @@ def test_elastic_gang_starts_with_its_minimum_or_more() -> None:
     assert harness.started() == []
 
 
-def test_within_and_spread_constraints() -> None:
+def test_gang_is_placed_according_to_within_and_spread() -> None:
     harness = SchedulerHarness(*(node(f"{rack}{i}", 2, rack=rack) for rack in "xy" for i in range(2)))
     harness.submit("node", workers=2, within=Within.NODE)
     harness.submit("rack", gpus=2, workers=2, within=Within.RACK)
@@ -121,7 +121,7 @@ def test_within_and_spread_constraints() -> None:
     assert len({place.node_id for place in start.places}) == 3
 
 
-def test_near_and_apart_constraints() -> None:
+def test_job_is_placed_near_and_apart_from_named_jobs() -> None:
     harness = SchedulerHarness(node("n1", 4), node("n2", 4), rules=FIFO)
     harness.submit("server", gpus=2)
     harness.submit("client", near_job_names=frozenset({"server"}))
@@ -141,7 +141,7 @@ def test_near_and_apart_constraints() -> None:
         (Shape(gpus=1, nodes=frozenset({"old"})), "old"),
     ],
 )
-def test_shape_is_placed_only_on_suitable_nodes(shape: Shape, where: str) -> None:
+def test_job_is_placed_only_on_nodes_that_suit_its_shape(shape: Shape, where: str) -> None:
     harness = SchedulerHarness(
         node("old", kinds=(GpuFacts("A100", "nvidia", 40_000, (8, 0)),)),
         node("red", kinds=(GpuFacts("MI300", "amd", 90_000),)),
@@ -321,7 +321,7 @@ def test_preemption_between_two_tenants_terminates() -> None:
 # --- migration ----------------------------------------------------------------------------------
 
 
-def fragmented(**options: object) -> SchedulerHarness:
+def fragmented_cluster(**options: object) -> SchedulerHarness:
     """Two free GPUs on each of two nodes; `moves`, on the second, is preemptible."""
     harness = SchedulerHarness(node("a", 4), node("b", 4), rules=FIFO)
     harness.submit("filler", shape=Shape(gpus=4, nodes=frozenset({"a"})))
@@ -336,7 +336,7 @@ def fragmented(**options: object) -> SchedulerHarness:
 
 
 def test_preemptible_jobs_move_so_that_a_large_job_fits() -> None:
-    harness = fragmented()
+    harness = fragmented_cluster()
     assert harness.preempted() == ["moves"]
     assert harness.advance(3.0) == ["large", "moves"]
     assert [harness.allocations.allocations_by_job[job].places[0].node_id for job in ("large", "moves")] == [
@@ -345,11 +345,11 @@ def test_preemptible_jobs_move_so_that_a_large_job_fits() -> None:
     ]
 
 
-def test_job_that_fits_nowhere_else_or_is_not_preemptible_does_not_move() -> None:
-    pinned = fragmented(shape=Shape(gpus=2, nodes=frozenset({"b"})))
+def test_job_that_fits_nowhere_else_or_is_not_preemptible_is_not_moved_to_defragment() -> None:
+    pinned = fragmented_cluster(shape=Shape(gpus=2, nodes=frozenset({"b"})))
     assert pinned.preempted() == []
-    assert fragmented(preemptible=False).preempted() == []
-    still = fragmented()
+    assert fragmented_cluster(preemptible=False).preempted() == []
+    still = fragmented_cluster()
     still.scheduler.set_rules(Rules(order=Fifo(), migrations_per_job_max=0))
     assert still.preempted() == []
 
@@ -357,7 +357,7 @@ def test_job_that_fits_nowhere_else_or_is_not_preemptible_does_not_move() -> Non
 # --- fragmentation ------------------------------------------------------------------------------
 
 
-def test_pending_fraction_starts_when_another_ends() -> None:
+def test_pending_job_for_a_fraction_of_a_gpu_is_not_starved_by_smaller_ones() -> None:
     harness = SchedulerHarness(node("n", 2), rules=FIFO)
     for number in range(4):
         harness.submit(f"half{number}", shape=Shape(gpus=1, gpu_milli=500), time_limit_s=10.0 + number)
@@ -380,7 +380,7 @@ def test_gpu_without_free_cpus_is_not_used() -> None:
 # --- events -------------------------------------------------------------------------------------
 
 
-def test_running_job_is_held_in_place_and_cannot_be_added_twice() -> None:
+def test_job_running_on_a_closed_node_is_recorded_and_cannot_be_added_twice() -> None:
     harness = SchedulerHarness(node("n", 2, blocked_reason="draining"))
     request = harness.submit("j")
     harness.scheduler.record_start(request, (WorkerPlace("n", (1,)),), started_at=0.0)
@@ -472,7 +472,7 @@ def test_pending_reasons_follow_the_current_reservation() -> None:
 # --- changed rules ------------------------------------------------------------------------------
 
 
-def test_new_order_applies_from_the_next_pass() -> None:
+def test_new_queue_order_applies_from_the_next_pass() -> None:
     harness = SchedulerHarness(node("n", 2), rules=FIFO)
     harness.submit("runs", gpus=2, time_limit_s=10.0)
     harness.submit("low", gpus=2)
@@ -500,7 +500,7 @@ def test_new_quota_applies_to_queued_jobs_only() -> None:
     assert harness.started() == ["two"]
 
 
-def test_assumed_run_time_may_change() -> None:
+def test_changed_assumed_run_time_changes_the_estimated_start() -> None:
     harness = SchedulerHarness(node("n", 1), rules=FIFO)
     harness.submit("runs")
     harness.submit("waits")
@@ -509,10 +509,10 @@ def test_assumed_run_time_may_change() -> None:
     assert harness.pending("waits").starts_at == 60.0
 
 
-def test_new_rules_drop_reservations() -> None:
+def test_new_scheduling_rules_drop_gpu_reservations() -> None:
     harness = SchedulerHarness(node("n", 1), rules=FIFO)
-    harness.submit("half", shape=on(0, milli=500))
-    harness.submit("pinned", shape=on(0))
+    harness.submit("half", shape=on_gpus(0, milli=500))
+    harness.submit("pinned", shape=on_gpus(0))
     harness.submit("first", shape=Shape(gpus=1, gpu_milli=500), deadline_at=99.0)
     assert harness.started() == ["half"]
     harness.scheduler.set_rules(Rules(order=Priority(), allows_preemption=False))
@@ -522,15 +522,15 @@ def test_new_rules_drop_reservations() -> None:
 # --- GPUs requested by number -------------------------------------------------------------------
 
 
-def on(*gpu_ids: int, milli: int = 1000, **needs: int) -> Shape:
+def on_gpus(*gpu_ids: int, milli: int = 1000, **needs: int) -> Shape:
     return Shape(gpus=1, gpu_milli=milli, nodes=frozenset({"n"}), gpu_ids=gpu_ids, **needs)
 
 
 def test_job_gets_the_gpu_it_names_or_waits() -> None:
     harness = SchedulerHarness(node("m", 4), node("n", 4), rules=FIFO)
-    harness.submit("first", shape=on(2), time_limit_s=10.0)
-    harness.submit("second", shape=on(2))
-    harness.submit("third", shape=on(1, 2))
+    harness.submit("first", shape=on_gpus(2), time_limit_s=10.0)
+    harness.submit("second", shape=on_gpus(2))
+    harness.submit("third", shape=on_gpus(1, 2))
     assert harness.started() == ["first", "third"]
     assert harness.allocations.allocations_by_job["first"].places == (WorkerPlace("n", (2,)),)
     assert harness.allocations.allocations_by_job["third"].places == (WorkerPlace("n", (1,)),)
@@ -544,27 +544,31 @@ def test_job_gets_the_gpu_it_names_or_waits() -> None:
 @pytest.mark.parametrize(
     ("held", "wanted", "why"),
     [
-        (on(1, milli=700), on(1, milli=500), "GPU 1 of n is 0.3 free, the rest is held by other"),
         (
-            on(1, milli=100),
-            on(1, milli=500, gpu_memory_mib=90_000),
+            on_gpus(1, milli=700),
+            on_gpus(1, milli=500),
+            "GPU 1 of n is 0.3 free, the rest is held by other",
+        ),
+        (
+            on_gpus(1, milli=100),
+            on_gpus(1, milli=500, gpu_memory_mib=90_000),
             "GPU 1 of n has 79.1 GiB of memory free",
         ),
-        (on(1, milli=100), on(5), "no suitable node: n: has no GPU 5"),
-        (on(1, milli=100), on(0), "no suitable node: n: GPU 0 accepts no new jobs"),
+        (on_gpus(1, milli=100), on_gpus(5), "no suitable node: n: has no GPU 5"),
+        (on_gpus(1, milli=100), on_gpus(0), "no suitable node: n: GPU 0 accepts no new jobs"),
         (
-            on(1, milli=100),
-            replace(on(1), gpus=2),
+            on_gpus(1, milli=100),
+            replace(on_gpus(1), gpus=2),
             "no suitable node: n: 2 GPUs are requested, but 1 by number",
         ),
         (
-            on(1, milli=100),
-            replace(on(1), models=frozenset({"A100"})),
+            on_gpus(1, milli=100),
+            replace(on_gpus(1), models=frozenset({"A100"})),
             "no suitable node: n: GPU model is H200",
         ),
     ],
 )
-def test_busy_named_gpu_has_a_reason(held: Shape, wanted: Shape, why: str) -> None:
+def test_pending_reason_states_why_a_requested_gpu_is_not_free(held: Shape, wanted: Shape, why: str) -> None:
     outside = (0, 60_000, 0, 0)
     harness = SchedulerHarness(
         node("n", 4, memory_used_outside_cluster_mib=outside, blocked_gpus=frozenset({0})), rules=FIFO
@@ -577,8 +581,8 @@ def test_busy_named_gpu_has_a_reason(held: Shape, wanted: Shape, why: str) -> No
 
 def test_job_waits_for_a_named_gpu_of_another_tenant() -> None:
     harness = SchedulerHarness(node("n", 2), rules=FIFO)
-    harness.submit("theirs", tenant="b", shape=on(0, milli=100))
-    harness.submit("mine", shape=on(0, milli=100))
+    harness.submit("theirs", tenant="b", shape=on_gpus(0, milli=100))
+    harness.submit("mine", shape=on_gpus(0, milli=100))
     assert harness.started() == ["theirs"]
     assert harness.pending("mine").reason == "GPU 0 of n is held by theirs"
     assert harness.pending("mine").starts_at == 86_400.0
@@ -589,8 +593,8 @@ def test_job_waiting_for_a_named_gpu_does_not_block_others(backfills: bool) -> N
     harness = SchedulerHarness(
         node("n", 4), node("m", 4), rules=Rules(order=Fifo(), allows_backfill=backfills)
     )
-    harness.submit("forever", shape=on(0))
-    harness.submit("pinned", shape=on(0))
+    harness.submit("forever", shape=on_gpus(0))
+    harness.submit("pinned", shape=on_gpus(0))
     harness.submit("endless", gpus=3)
     harness.submit("runs", gpus=2, time_limit_s=10.0)
     assert harness.started() == ["forever", "endless", "runs"]
@@ -605,22 +609,22 @@ def test_job_waiting_for_a_named_gpu_does_not_block_others(backfills: bool) -> N
 
 def test_named_gpu_is_reserved_for_the_waiting_job() -> None:
     harness = SchedulerHarness(node("n", 2), rules=FIFO)
-    harness.submit("half", shape=on(0, milli=500), time_limit_s=10.0)
-    harness.submit("pinned", shape=on(0))
-    harness.submit("whole", shape=on(1))
+    harness.submit("half", shape=on_gpus(0, milli=500), time_limit_s=10.0)
+    harness.submit("pinned", shape=on_gpus(0))
+    harness.submit("whole", shape=on_gpus(1))
     assert harness.started() == ["half", "whole"]
     for number in range(3):
         harness.submit(f"thief{number}", shape=Shape(gpus=1, gpu_milli=100))
-        harness.submit(f"next{number}", shape=on(0, milli=100))
+        harness.submit(f"next{number}", shape=on_gpus(0, milli=100))
     assert harness.started() == []
     assert harness.pending("next1").reason == "GPU 0 of n is reserved for pinned"
     assert harness.advance(10.0) == ["pinned"]
 
 
-def test_reason_names_the_job_with_the_gpu_reservation() -> None:
+def test_pending_reason_names_the_job_with_the_gpu_reservation() -> None:
     harness = SchedulerHarness(node("n", 2), rules=FIFO)
-    harness.submit("holds", shape=on(0), time_limit_s=10.0)
-    harness.submit("pinned", shape=on(0), time_limit_s=5.0)
+    harness.submit("holds", shape=on_gpus(0), time_limit_s=10.0)
+    harness.submit("pinned", shape=on_gpus(0), time_limit_s=5.0)
     harness.submit("both", gpus=2)
     harness.submit("other")
     assert harness.started() == ["holds", "other"]
@@ -630,10 +634,10 @@ def test_reason_names_the_job_with_the_gpu_reservation() -> None:
     assert harness.advance(15.0) == ["pinned", "both"]
 
 
-def test_higher_rank_overrides_a_gpu_reservation() -> None:
+def test_job_of_higher_rank_overrides_a_gpu_reservation() -> None:
     harness = SchedulerHarness(node("n", 2), rules=PRIORITY)
-    harness.submit("half", shape=on(0, milli=500), preemptible=True, grace_s=0.0)
-    harness.submit("pinned", shape=on(0))
+    harness.submit("half", shape=on_gpus(0, milli=500), preemptible=True, grace_s=0.0)
+    harness.submit("pinned", shape=on_gpus(0))
     assert harness.started() == ["half"]
     harness.submit("share", shape=Shape(gpus=2, gpu_milli=100), priority=5)
     assert harness.started() == ["share"]
@@ -647,10 +651,10 @@ def test_higher_rank_overrides_a_gpu_reservation() -> None:
 
 def test_job_that_names_a_gpu_preempts_a_lower_one() -> None:
     harness = SchedulerHarness(node("n", 2), rules=PRIORITY)
-    harness.submit("low0", shape=on(0), preemptible=True, grace_s=5.0)
-    harness.submit("low1", shape=on(1), preemptible=True, grace_s=5.0)
+    harness.submit("low0", shape=on_gpus(0), preemptible=True, grace_s=5.0)
+    harness.submit("low1", shape=on_gpus(1), preemptible=True, grace_s=5.0)
     assert len(harness.started()) == 2
-    harness.submit("high", shape=on(1), priority=5)
+    harness.submit("high", shape=on_gpus(1), priority=5)
     assert harness.preempted() == ["low1"]
     harness.submit("thief", priority=4)
     assert harness.advance(5.0) == ["high"]
@@ -658,8 +662,8 @@ def test_job_that_names_a_gpu_preempts_a_lower_one() -> None:
 
 def test_gpu_reservation_ends_when_its_job_is_withdrawn() -> None:
     harness = SchedulerHarness(node("n", 1), rules=FIFO)
-    harness.submit("half", shape=on(0, milli=500))
-    harness.submit("pinned", shape=on(0))
+    harness.submit("half", shape=on_gpus(0, milli=500))
+    harness.submit("pinned", shape=on_gpus(0))
     assert harness.started() == ["half"]
     harness.submit("other", shape=Shape(gpus=1, gpu_milli=500))
     assert harness.started() == []
@@ -674,7 +678,7 @@ def test_gpu_reservation_ends_when_its_job_is_withdrawn() -> None:
 def test_job_with_a_named_gpu_that_lacks_cpus_gets_the_reservation() -> None:
     harness = SchedulerHarness(node("n", 2), rules=FIFO)
     harness.submit("greedy", shape=Shape(cpu_milli=60_000), time_limit_s=9.0)
-    harness.submit("pinned", shape=on(0, cpu_milli=9_000))
+    harness.submit("pinned", shape=on_gpus(0, cpu_milli=9_000))
     harness.submit("long", shape=Shape(cpu_milli=2_000))
     harness.submit("more", shape=Shape(cpu_milli=60_000))
     assert harness.started() == ["greedy", "long"]
@@ -682,7 +686,7 @@ def test_job_with_a_named_gpu_that_lacks_cpus_gets_the_reservation() -> None:
     assert harness.advance(9.0) == ["pinned"]
 
 
-def test_gpus_by_number_require_one_node() -> None:
+def test_shape_with_gpu_numbers_must_name_one_node() -> None:
     for nodes in (frozenset[str](), frozenset({"n", "m"})):
         with pytest.raises(UsageError, match="name the node"):
             Shape(gpus=1, nodes=nodes, gpu_ids=(0,))
@@ -700,11 +704,11 @@ def test_reclaiming_preempts_no_more_than_requested() -> None:
     assert len(harness.allocations.allocations_by_job["elastic"].places) == 1
 
 
-def test_rest_of_a_reserved_gpu_goes_to_the_reservation_holder() -> None:
+def test_reserved_gpu_is_shared_by_the_reservation_holder_and_a_later_fraction() -> None:
     harness = SchedulerHarness(node("n", 1), node("m", 1), rules=FIFO)
     harness.submit("other", shape=Shape(gpus=1, nodes=frozenset({"m"})), time_limit_s=50.0)
-    harness.submit("most", shape=on(0, milli=800), time_limit_s=10.0)
-    harness.submit("pinned", shape=on(0, milli=300))
+    harness.submit("most", shape=on_gpus(0, milli=800), time_limit_s=10.0)
+    harness.submit("pinned", shape=on_gpus(0, milli=300))
     harness.submit("half", shape=Shape(gpus=1, gpu_milli=500))
     assert harness.started() == ["other", "most"]
     assert harness.pending("half").starts_at == 50.0
@@ -761,37 +765,37 @@ def test_elastic_job_on_a_reserved_gpu_is_not_preempted_again() -> None:
 
 def test_job_starts_without_a_pass_if_the_queue_is_empty() -> None:
     harness = SchedulerHarness(node("n", 2))
-    first = request_like(harness, "first")
+    first = new_request(harness, "first")
     start = harness.scheduler.try_start_now(first, 5.0)
     assert start == Start("first", (WorkerPlace("n", (0,)),), "fits: n")
     assert harness.scheduler.is_running("first")
     assert harness.allocations.usage("a").gpu_milli == 1000
     assert harness.decide() == []
-    assert harness.scheduler.try_start_now(request_like(harness, "large", gpus=2), 5.0) is None
+    assert harness.scheduler.try_start_now(new_request(harness, "large", gpus=2), 5.0) is None
     assert not harness.scheduler.is_running("large"), "nothing has changed"
     assert not harness.scheduler.is_queued("large")
     harness.scheduler.record_end("first")
     assert harness.allocations.usage("a").gpu_milli == 0
 
 
-def test_no_start_without_a_pass_past_queue_or_quota() -> None:
+def test_job_does_not_start_without_a_pass_if_jobs_are_queued_or_over_quota() -> None:
     harness = SchedulerHarness(node("n", 2))
     harness.submit("large", 4)
-    assert harness.scheduler.try_start_now(request_like(harness, "small"), 0.0) is None, (
+    assert harness.scheduler.try_start_now(new_request(harness, "small"), 0.0) is None, (
         "another job has arrived"
     )
     harness.decide()
-    assert harness.scheduler.try_start_now(request_like(harness, "small"), 0.0) is None, "a job is queued"
+    assert harness.scheduler.try_start_now(new_request(harness, "small"), 0.0) is None, "a job is queued"
     harness.scheduler.withdraw("large")
-    assert harness.scheduler.try_start_now(request_like(harness, "small"), 0.0) is not None
+    assert harness.scheduler.try_start_now(new_request(harness, "small"), 0.0) is not None
 
     bound = Rules(quotas=Quotas({"a": Quota(guaranteed=gpu_amounts(1))}))
     harness = SchedulerHarness(node("n", 2), rules=bound)
-    assert harness.scheduler.try_start_now(request_like(harness, "one"), 0.0) is not None
-    assert harness.scheduler.try_start_now(request_like(harness, "two"), 0.0) is None
+    assert harness.scheduler.try_start_now(new_request(harness, "one"), 0.0) is not None
+    assert harness.scheduler.try_start_now(new_request(harness, "two"), 0.0) is None
 
 
-def request_like(harness: SchedulerHarness, name: str, gpus: int = 1) -> JobRequest:
+def new_request(harness: SchedulerHarness, name: str, gpus: int = 1) -> JobRequest:
     """What the harness would submit, without submitting it."""
     request = harness.submit(name, gpus)
     harness.scheduler.withdraw(name)

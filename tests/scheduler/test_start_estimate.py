@@ -20,7 +20,7 @@ def estimate(harness: SchedulerHarness, request: JobRequest) -> StartEstimate:
     return estimate_start(harness.scheduler, request, harness.now)
 
 
-def queue_of(*, limits: list[float | None]) -> tuple[SchedulerHarness, list[JobRequest]]:
+def queue_with_time_limits(*, limits: list[float | None]) -> tuple[SchedulerHarness, list[JobRequest]]:
     """One job runs on the only GPU, and the others are queued behind it."""
     harness = SchedulerHarness(node("n", 1), rules=Rules(order=Fifo()))
     jobs = [harness.submit(f"j{number}", time_limit_s=limit_s) for number, limit_s in enumerate(limits)]
@@ -29,7 +29,7 @@ def queue_of(*, limits: list[float | None]) -> tuple[SchedulerHarness, list[JobR
 
 
 def test_estimate_adds_up_time_limits_of_jobs_ahead() -> None:
-    harness, jobs = queue_of(limits=[10.0, 20.0, 40.0, None])
+    harness, jobs = queue_with_time_limits(limits=[10.0, 20.0, 40.0, None])
     assert [estimate(harness, job) for job in jobs[1:]] == [
         StartEstimate(10.0),
         StartEstimate(30.0),
@@ -38,14 +38,14 @@ def test_estimate_adds_up_time_limits_of_jobs_ahead() -> None:
 
 
 def test_estimate_names_a_job_without_a_time_limit() -> None:
-    harness, jobs = queue_of(limits=[10.0, None, 5.0, 5.0])
+    harness, jobs = queue_with_time_limits(limits=[10.0, None, 5.0, 5.0])
     assert estimate(harness, jobs[1]) == StartEstimate(10.0)
     why = "j1 has no time limit, and must end first"
     assert estimate(harness, jobs[2]) == estimate(harness, jobs[3]) == StartEstimate(None, why)
 
 
 def test_estimate_of_a_reservation_states_its_assumption() -> None:
-    harness, jobs = queue_of(limits=[None, 5.0, 5.0])
+    harness, jobs = queue_with_time_limits(limits=[None, 5.0, 5.0])
     why = "j0 has no time limit, and must end first"
     held = estimate(harness, jobs[1])
     assert held == StartEstimate(
@@ -97,7 +97,7 @@ def test_estimate_considers_named_gpus_in_queue_order() -> None:
 
 def test_estimate_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "ESTIMATE_COST_IN_ATTEMPTS_MAX", 5)
-    harness, jobs = queue_of(limits=[10.0] * 9)
+    harness, jobs = queue_with_time_limits(limits=[10.0] * 9)
     found = estimate(harness, jobs[-1])
     assert found == StartEstimate(None, "too many jobs are ahead to estimate the start")
 

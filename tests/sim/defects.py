@@ -180,7 +180,7 @@ def _plant_lease_not_renewed_while_loading(patch: pytest.MonkeyPatch) -> None:
         if not await self._try_begin_term():
             await self._election.resign()
             return False
-        patched = partial(_true)
+        patched = partial(_return_true)
         self._try_begin_term = patched  # type: ignore[method-assign]
         try:
             async with asyncio.TaskGroup() as group:
@@ -211,7 +211,7 @@ def _plant_outdated_tables(patch: pytest.MonkeyPatch) -> None:
 def _plant_wall_clock_limits(patch: pytest.MonkeyPatch) -> None:
     def exceeding(self: Agents) -> list[Job]:
         now = self._clock.wall_s()
-        return [job for job in self._jobs.jobs_in_states(JobState.RUNNING) if _is_late(job, now)]
+        return [job for job in self._jobs.jobs_in_states(JobState.RUNNING) if _is_over_time_limit(job, now)]
 
     patch.setattr(Agents, "jobs_exceeding_time_limit", exceeding)
 
@@ -333,11 +333,11 @@ def find_violations(defect: Defect, seed: int, *, planted: bool) -> list[str]:
             return [repr(error)]
 
 
-async def _true() -> bool:
+async def _return_true() -> bool:
     return True
 
 
-def _is_late(job: Job, now: float) -> bool:
+def _is_over_time_limit(job: Job, now: float) -> bool:
     limit_s = job.spec.constraints.time_limit_s
     return limit_s is not None and job.started_at is not None and now > job.started_at + limit_s
 

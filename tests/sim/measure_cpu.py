@@ -20,23 +20,23 @@ _ENV_BYTES = 120_000
 """As in genie/sim/hostile.py."""
 
 
-async def _measure() -> None:
+async def _measure_request_costs() -> None:
     with temporary_directory() as directory:
         async with running_controller(directory) as one, one.client() as owner:
             small = await owner.submit()
-            small_s = await _cpu_s(lambda: owner.ask(GetJob(job_id=small.job_id)), _REQUESTS)
+            small_s = await _cpu_s_per_call(lambda: owner.ask(GetJob(job_id=small.job_id)), _REQUESTS)
             print(f"small request: {1e6 * small_s:.0f} us")
             spec = JobSpec(name="large", command=("true",), env={"X": "x" * _ENV_BYTES})
             for _ in range(_JOBS):
                 await owner.submit_spec(spec)
-            list_s = await _cpu_s(lambda: owner.ask(ListJobs(limit=1000)), _LISTS)
+            list_s = await _cpu_s_per_call(lambda: owner.ask(ListJobs(limit=1000)), _LISTS)
             per_byte_s = (list_s - small_s) / (_JOBS * _ENV_BYTES)
             print(
                 f"list of {_JOBS * _ENV_BYTES} bytes: {1e3 * list_s:.2f} ms, {1e9 * per_byte_s:.2f} ns/byte"
             )
 
 
-async def _cpu_s(send: Callable[[], Awaitable[object]], count: int) -> float:
+async def _cpu_s_per_call(send: Callable[[], Awaitable[object]], count: int) -> float:
     """CPU seconds of one call."""
     start_s = time.process_time()
     for _ in range(count):
@@ -45,4 +45,4 @@ async def _cpu_s(send: Callable[[], Awaitable[object]], count: int) -> float:
 
 
 if __name__ == "__main__":
-    asyncio.run(_measure())
+    asyncio.run(_measure_request_costs())

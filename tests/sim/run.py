@@ -28,7 +28,7 @@ _MEMORY_DIRECTORY = Path("/dev/shm")
 
 
 @dataclass(frozen=True)
-class Result:
+class SeedResult:
     seed: int
     kind: str
     violations: list[str]
@@ -47,13 +47,13 @@ def kind_of_seed(seed: int) -> str:
     return list(KINDS)[seed % len(KINDS)]
 
 
-def try_seed(seed: int, kind: str) -> Result:
+def try_seed(seed: int, kind: str) -> SeedResult:
     """Run a seed in a new directory, in memory if possible. An exception is a violation."""
     with temporary_directory() as directory:
         try:
-            return Result(seed, kind, run_seed(seed, kind, directory))
+            return SeedResult(seed, kind, run_seed(seed, kind, directory))
         except Exception:  # a task boundary: the other seeds must run
-            return Result(seed, kind, [traceback.format_exc()])
+            return SeedResult(seed, kind, [traceback.format_exc()])
 
 
 @contextmanager
@@ -63,7 +63,7 @@ def temporary_directory() -> Iterator[Path]:
         yield Path(directory)
 
 
-def _run_task(task: tuple[int, str]) -> Result:
+def _run_task(task: tuple[int, str]) -> SeedResult:
     return try_seed(*task)
 
 

@@ -70,19 +70,19 @@ commit ff0e4d4); 100 us also cover TLS or a slower machine. Encoding costs 1 ns/
 
 
 @dataclass(frozen=True)
-class Kind:
+class ScenarioKind:
     faults: tuple[str, ...]
     controllers: int = 1
     every_s: float = 2.5
 
 
 KINDS = {
-    "network": Kind(fault_injector.NETWORK_FAULTS, controllers=2),
-    "disk": Kind(fault_injector.DISK_FAULTS),
-    "time": Kind(fault_injector.TIME_FAULTS, controllers=2),
-    "store": Kind(fault_injector.STORE_FAULTS, controllers=2),
-    "hostile": Kind(tuple(hostile.HOSTILE_ACTIONS), every_s=5.0),
-    "mixed": Kind(
+    "network": ScenarioKind(fault_injector.NETWORK_FAULTS, controllers=2),
+    "disk": ScenarioKind(fault_injector.DISK_FAULTS),
+    "time": ScenarioKind(fault_injector.TIME_FAULTS, controllers=2),
+    "store": ScenarioKind(fault_injector.STORE_FAULTS, controllers=2),
+    "hostile": ScenarioKind(tuple(hostile.HOSTILE_ACTIONS), every_s=5.0),
+    "mixed": ScenarioKind(
         tuple(
             dict.fromkeys(
                 (
@@ -103,10 +103,10 @@ KINDS = {
 def run_seed(seed: int, kind: str, directory: Path, *, faults: tuple[str, ...] = ()) -> list[str]:
     """Run a seed; `faults` replaces those of the kind. Return the violations."""
     chosen = KINDS[kind]
-    return loop.run_simulated(_run(seed, directory, replace(chosen, faults=faults or chosen.faults)))
+    return loop.run_simulated(_run_scenario(seed, directory, replace(chosen, faults=faults or chosen.faults)))
 
 
-async def _run(seed: int, directory: Path, kind: Kind) -> list[str]:
+async def _run_scenario(seed: int, directory: Path, kind: ScenarioKind) -> list[str]:
     async with asyncio.TaskGroup() as group:
         cluster = SimCluster(
             seed,
@@ -124,7 +124,7 @@ async def _run(seed: int, directory: Path, kind: Kind) -> list[str]:
         checker = InvariantChecker(
             cluster.world,
             cluster.machines,
-            get_accepted_epoch=lambda node_id, unit: _accepted(cluster, node_id, unit),
+            get_accepted_epoch=lambda node_id, unit: _accepted_epoch(cluster, node_id, unit),
             mismatch_s_max=MISMATCH_S_MAX,
         )
         InnocentTenantChecker(
@@ -146,7 +146,7 @@ async def _run(seed: int, directory: Path, kind: Kind) -> list[str]:
                 _watch_store(cluster),
             )
         ]
-        with _exceptions_as_violations(cluster.machines.violations):
+        with _record_exceptions_as_violations(cluster.machines.violations):
             running = group.create_task(_run_jobs(cluster, checker, kind))
             end_s = cluster.world.now_s + _RUN_S_MAX
             while not running.done() and not cluster.machines.violations:
@@ -164,7 +164,7 @@ async def _run(seed: int, directory: Path, kind: Kind) -> list[str]:
     return cluster.machines.violations
 
 
-async def _run_jobs(cluster: SimCluster, checker: InvariantChecker, kind: Kind) -> None:
+async def _run_jobs(cluster: SimCluster, checker: InvariantChecker, kind: ScenarioKind) -> None:
     async with asyncio.TaskGroup() as group:
         submitting = group.create_task(_submit_all(cluster))
         await fault_injector.inject_faults(
@@ -176,13 +176,13 @@ async def _run_jobs(cluster: SimCluster, checker: InvariantChecker, kind: Kind) 
         )
         await fault_injector.undo_owner_actions(cluster)
         job_ids = await submitting
-    await _wait_settled(cluster, checker, job_ids)
+    await _wait_until_nothing_is_held(cluster, checker, job_ids)
     stored = {job.job_id for job in checker.ended_jobs.values() if job.tenant == INNOCENT}
     if stored != set(job_ids):
         cluster.machines.report_violation(f"{len(stored)} jobs for {len(job_ids)} submissions")
 
 
-async def _be_patient(cluster: SimCluster, request: Awaitable[_Reply]) -> _Reply:
+async def _await_reply_in_time(cluster: SimCluster, request: Awaitable[_Reply]) -> _Reply:
     """Return the reply. Unless a machine has a fault, it must arrive in time."""
 
     def report() -> None:
@@ -228,7 +228,7 @@ async def _submit_all(cluster: SimCluster) -> list[str]:
             )
             try:
                 sent = cluster.submit_spec(spec, seconds=rng.uniform(1, 10), tenant=INNOCENT)
-                job_id = await _be_patient(cluster, sent)
+                job_id = await _await_reply_in_time(cluster, sent)
             except JobRefusedError as error:  # too few accelerators are left for it
                 if not any(fault.kind.startswith(("change_gpus", "quota")) for fault in cluster.faults):
                     cluster.machines.report_violation(f"a job was rejected: {error}")
@@ -251,7 +251,7 @@ async def _read_until_ended(cluster: SimCluster, job_id: str) -> None:
         await asyncio.sleep(_READ_INTERVAL_S)
         try:
             sent = cluster.send_request(GetJob(job_id=job_id), token=token)
-            job = (await _be_patient(cluster, sent)).job
+            job = (await _await_reply_in_time(cluster, sent)).job
         except JobNotFoundError as error:
             cluster.machines.report_violation(f"a submitted job has disappeared: {error}")
             return
@@ -265,7 +265,9 @@ async def _read_until_ended(cluster: SimCluster, job_id: str) -> None:
         transitions = len(job.history)
 
 
-async def _wait_settled(cluster: SimCluster, checker: InvariantChecker, job_ids: list[str]) -> None:
+async def _wait_until_nothing_is_held(
+    cluster: SimCluster, checker: InvariantChecker, job_ids: list[str]
+) -> None:
     """Wait until all jobs have ended and nothing is held."""
     checker.have_faults_ended = True
     while True:
@@ -277,13 +279,13 @@ async def _wait_settled(cluster: SimCluster, checker: InvariantChecker, job_ids:
         await asyncio.sleep(1.0)
 
 
-def _accepted(cluster: SimCluster, node_id: str, unit: str) -> int:
+def _accepted_epoch(cluster: SimCluster, node_id: str, unit: str) -> int:
     host = next(host for host in cluster.node_hosts if cluster.node_id(host) == node_id)
     record = Journal(cluster.node_dir(host)).read_job_record(unit)
     return 0 if record is None else record.epoch
 
 
-class _Exceptions(logging.Handler):
+class _ExceptionRecorder(logging.Handler):
     """Records logged exceptions as violations, except those of isolated rows."""
 
     def __init__(self, violations: list[str]) -> None:
@@ -296,8 +298,8 @@ class _Exceptions(logging.Handler):
 
 
 @contextmanager
-def _exceptions_as_violations(violations: list[str]) -> Iterator[None]:
-    handler, logger = _Exceptions(violations), logging.getLogger("genie")
+def _record_exceptions_as_violations(violations: list[str]) -> Iterator[None]:
+    handler, logger = _ExceptionRecorder(violations), logging.getLogger("genie")
     logger.addHandler(handler)
     try:
         yield

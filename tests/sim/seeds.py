@@ -8,6 +8,6 @@ import pytest
 from _pytest.mark import ParameterSet
 
 
-def seeds(few: Iterable[int], *, long: Iterable[int]) -> list[int | ParameterSet]:
+def seed_parameters(few: Iterable[int], *, long: Iterable[int]) -> list[int | ParameterSet]:
     mark = pytest.mark.long("one more seed of a test that has others in `make test`")
     return [*few, *(pytest.param(seed, marks=mark) for seed in long)]

@@ -18,12 +18,12 @@ FIFO = SimulationParameters(Rules(order=Fifo()), "bestfit")
 PRIORITY = SimulationParameters(Rules(order=Priority()), "bestfit")
 
 
-def results(run: SimulatedRun) -> dict[str, SimJobResult]:
+def results_by_job(run: SimulatedRun) -> dict[str, SimJobResult]:
     return {record.job.job_id: record for record in run.job_results}
 
 
-def times(run: SimulatedRun) -> dict[str, tuple[float | None, float | None]]:
-    return {name: (record.first_started_s, record.ended_s) for name, record in results(run).items()}
+def start_and_end_times(run: SimulatedRun) -> dict[str, tuple[float | None, float | None]]:
+    return {name: (record.first_started_s, record.ended_s) for name, record in results_by_job(run).items()}
 
 
 def test_job_waits_for_gpus_and_runs_its_duration_not_its_limit() -> None:
@@ -32,7 +32,7 @@ def test_job_waits_for_gpus_and_runs_its_duration_not_its_limit() -> None:
         SimJob("b", 10.0, 50.0, gpus_per_worker=4, time_limit_s=500.0),
     ]
     run = simulate(uniform_nodes(1, gpus=4), jobs, FIFO)
-    assert times(run) == {"a": (0.0, 100.0), "b": (100.0, 150.0)}
+    assert start_and_end_times(run) == {"a": (0.0, 100.0), "b": (100.0, 150.0)}
     assert [(it.time_s, it.used_gpu_milli, it.pending_jobs) for it in run.usage_samples] == [
         (0.0, 4000, 0),
         (10.0, 4000, 1),
@@ -51,7 +51,7 @@ def test_usage_counts_all_pending_jobs() -> None:
 
 def test_time_limit_ends_a_job() -> None:
     run = simulate(uniform_nodes(1), [SimJob("a", 0.0, 100.0, time_limit_s=30.0)], FIFO)
-    assert times(run) == {"a": (0.0, 30.0)}
+    assert start_and_end_times(run) == {"a": (0.0, 30.0)}
 
 
 def test_simultaneous_events_cause_one_scheduling_pass() -> None:
@@ -69,11 +69,11 @@ def test_short_job_is_backfilled_and_long_job_is_not() -> None:
         SimJob("short", 3.0, 50.0, gpus_per_worker=1, time_limit_s=50.0),
     ]
     nodes = uniform_nodes(1, gpus=4)
-    found = times(simulate(nodes, jobs, FIFO))
+    found = start_and_end_times(simulate(nodes, jobs, FIFO))
     assert found["large"] == (100.0, 110.0)
     assert found["short"] == (3.0, 53.0)
     assert found["long"] == (110.0, 610.0)
-    strict = times(
+    strict = start_and_end_times(
         simulate(nodes, jobs, SimulationParameters(Rules(order=Fifo(), allows_backfill=False), "bestfit"))
     )
     assert strict["short"] == (110.0, 160.0)
@@ -100,8 +100,11 @@ def test_preempted_job_stops_after_grace_period_and_loses_unsaved_work(
         SimJob("high", 60.0, 20.0, gpus_per_worker=8, priority=5),
     ]
     run = simulate(uniform_nodes(1), jobs, PRIORITY)
-    assert times(run) == {"low": (0.0, ended_s), "high": (70.0, 90.0)}
-    assert (results(run)["low"].preemption_count, results(run)["low"].lost_work_s) == (1, lost_s)
+    assert start_and_end_times(run) == {"low": (0.0, ended_s), "high": (70.0, 90.0)}
+    assert (results_by_job(run)["low"].preemption_count, results_by_job(run)["low"].lost_work_s) == (
+        1,
+        lost_s,
+    )
 
 
 def test_job_that_ends_within_grace_period_loses_nothing() -> None:
@@ -110,8 +113,8 @@ def test_job_that_ends_within_grace_period_loses_nothing() -> None:
         SimJob("high", 90.0, 20.0, gpus_per_worker=8, priority=5),
     ]
     run = simulate(uniform_nodes(1), jobs, PRIORITY)
-    assert times(run) == {"low": (0.0, 100.0), "high": (100.0, 120.0)}
-    assert results(run)["low"].lost_work_s == 0.0
+    assert start_and_end_times(run) == {"low": (0.0, 100.0), "high": (100.0, 120.0)}
+    assert results_by_job(run)["low"].lost_work_s == 0.0
 
 
 def test_no_job_is_stopped_when_preemption_is_disabled() -> None:
@@ -124,7 +127,7 @@ def test_no_job_is_stopped_when_preemption_is_disabled() -> None:
         jobs,
         SimulationParameters(Rules(order=Priority(), allows_preemption=False), "bestfit"),
     )
-    assert times(run) == {"low": (0.0, 100.0), "high": (100.0, 120.0)}
+    assert start_and_end_times(run) == {"low": (0.0, 100.0), "high": (100.0, 120.0)}
 
 
 def test_node_failure_ends_its_jobs_and_node_is_repaired() -> None:
@@ -154,7 +157,7 @@ def test_job_that_does_not_fit_the_empty_cluster_is_skipped() -> None:
     ]
     run = simulate(nodes, jobs, FIFO)
     assert list(run.infeasible_job_ids) == ["a", "b", "c", "d", "e"]
-    assert times(run) == {"fits": (0.0, 1.0)}
+    assert start_and_end_times(run) == {"fits": (0.0, 1.0)}
 
 
 @pytest.mark.parametrize("placement", ["supply", "fgd", "bestfit"])
@@ -183,7 +186,7 @@ def test_plain_placer_gives_the_same_run_without_a_compiler(monkeypatch: pytest.
     monkeypatch.setattr(libraries, "load", refuse)
     slow = simulate(nodes, jobs, SimulationParameters())
     assert (fast.placer_kind, slow.placer_kind) == ("native", "plain")
-    assert times(fast) == times(slow)
+    assert start_and_end_times(fast) == start_and_end_times(slow)
 
 
 def test_fragmentation_counts_free_gpus_that_fit_no_worker_of_the_first_job() -> None:

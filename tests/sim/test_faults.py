@@ -18,19 +18,19 @@ from genie.model.job import Job, JobState
 from genie.sim import fault_injector, loop
 from genie.sim.cluster import SimCluster
 from genie.sim.processes import SimLauncher
-from tests.sim.seeds import seeds
+from tests.sim.seeds import seed_parameters
 
 JOBS = 30
 SETTLE_S = 240.0
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ScenarioOutcome:
     jobs: dict[str, Job]
     violations: list[str]
 
 
-async def _wait_settled(cluster: SimCluster) -> dict[str, Job]:
+async def _wait_until_nothing_is_held(cluster: SimCluster) -> dict[str, Job]:
     """Wait until all jobs have ended and return them."""
     end_s = cluster.world.now_s + SETTLE_S
     while True:
@@ -43,9 +43,9 @@ async def _wait_settled(cluster: SimCluster) -> dict[str, Job]:
         await asyncio.sleep(1.0)
 
 
-async def _scenario(
+async def _run_scenario(
     seed: int, directory: Path, *, kinds: tuple[str, ...] = fault_injector.ALL_FAULTS, controllers: int = 1
-) -> Outcome:
+) -> ScenarioOutcome:
     async with asyncio.TaskGroup() as group:
         cluster = SimCluster(seed, directory, group, node_count=2, controller_count=controllers)
         await cluster.start()
@@ -62,7 +62,7 @@ async def _scenario(
         submitting = group.create_task(submit_all())
         await fault_injector.inject_faults(cluster, duration_s=80.0, mean_interval_s=4.0, kinds=kinds)
         ids = await submitting
-        jobs = await _wait_settled(cluster)
+        jobs = await _wait_until_nothing_is_held(cluster)
         assert set(jobs) == set(ids), "every request creates exactly one job"
         assert not cluster.machines.live_processes(), "no process runs without a job"
         for job in jobs.values():
@@ -71,28 +71,28 @@ async def _scenario(
                     f"{job.job_id} succeeded without completing"
                 )
         await cluster.stop()
-    return Outcome(jobs, cluster.machines.violations)
+    return ScenarioOutcome(jobs, cluster.machines.violations)
 
 
-@pytest.mark.parametrize("seed", seeds(range(3), long=range(3, 8)))
+@pytest.mark.parametrize("seed", seed_parameters(range(3), long=range(3, 8)))
 def test_faults_cause_no_overallocation_and_no_leaked_holds(seed: int, tmp_path: Path) -> None:
-    assert loop.run_simulated(_scenario(seed, tmp_path)).violations == []
+    assert loop.run_simulated(_run_scenario(seed, tmp_path)).violations == []
 
 
-@pytest.mark.parametrize("seed", seeds([100, 6004], long=[101, 102, 107, 108]))
+@pytest.mark.parametrize("seed", seed_parameters([100, 6004], long=[101, 102, 107, 108]))
 def test_faults_with_two_controllers_cause_no_overallocation(seed: int, tmp_path: Path) -> None:
-    assert loop.run_simulated(_scenario(seed, tmp_path, controllers=2)).violations == []
+    assert loop.run_simulated(_run_scenario(seed, tmp_path, controllers=2)).violations == []
 
 
-@pytest.mark.parametrize("seed", seeds([200], long=[201, 202]))
+@pytest.mark.parametrize("seed", seed_parameters([200], long=[201, 202]))
 def test_running_jobs_survive_controller_restarts(seed: int, tmp_path: Path) -> None:
-    outcome = loop.run_simulated(_scenario(seed, tmp_path, kinds=fault_injector.CONTROLLER_FAULTS))
+    outcome = loop.run_simulated(_run_scenario(seed, tmp_path, kinds=fault_injector.CONTROLLER_FAULTS))
     assert {job.state for job in outcome.jobs.values()} == {JobState.SUCCEEDED}
 
 
 def test_equal_seeds_give_equal_runs(tmp_path: Path) -> None:
     def summary(where: str) -> list[tuple[str, str, str, float | None]]:
-        jobs = loop.run_simulated(_scenario(7, tmp_path / where)).jobs
+        jobs = loop.run_simulated(_run_scenario(7, tmp_path / where)).jobs
         return [(job.job_id, job.state, job.reason, job.ended_at) for job in jobs.values()]
 
     assert summary("one") == summary("two")
@@ -102,7 +102,8 @@ def _any_seed_violates(tmp_path: Path, kinds: tuple[str, ...], *, likely: int = 
     """`likely` is tried first: it is known to violate."""
     several = (likely, *(seed for seed in range(20) if seed != likely))
     return any(
-        loop.run_simulated(_scenario(seed, tmp_path / str(seed), kinds=kinds)).violations for seed in several
+        loop.run_simulated(_run_scenario(seed, tmp_path / str(seed), kinds=kinds)).violations
+        for seed in several
     )
 
 

@@ -20,7 +20,7 @@ SLOW_S, SETTLE_S, WINDOW_S = 60.0, 10.0, 30.0
 HEARTBEATS_AT_EDGES = 2
 
 
-def test_each_worker_of_a_waiting_gang_sends_one_request_per_waiting_time(
+def test_each_worker_of_a_waiting_gang_sends_one_request_per_confirmation_wait(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prepare = NodeJobs._prepare_launch

@@ -7,14 +7,14 @@ import pytest
 from genie.sim.go_random import GoRandom
 
 
-def test_below_matches_go() -> None:
+def test_random_below_matches_go() -> None:
     draws = GoRandom(1)
     assert [draws.random_below(100) for _ in range(10)] == [81, 87, 47, 59, 81, 18, 25, 40, 56, 0]
     draws = GoRandom(1)
     assert [draws.random_below(2**31 - 1) for _ in range(2)] == [1298498081, 2019727887]
 
 
-def test_below_masks_for_powers_of_two() -> None:
+def test_random_below_a_power_of_two_uses_the_low_bits() -> None:
     draws, same = GoRandom(7), GoRandom(7)
     assert [draws.random_below(2**30) % 8 for _ in range(20)] == [same.random_below(8) for _ in range(20)]
 
@@ -24,7 +24,7 @@ def test_shuffle_and_permutation_match_go() -> None:
     assert GoRandom(42).permutation(8) == [7, 5, 3, 4, 2, 1, 6, 0]
 
 
-def test_skip_equals_drawing() -> None:
+def test_skipping_outputs_equals_drawing_them() -> None:
     draws, skipped = GoRandom(5), GoRandom(5)
     drawn = [draws.random_below(1000) for _ in range(700)]
     skipped.skip_outputs(690)
@@ -38,7 +38,7 @@ def test_shuffle_and_permutation_keep_all_items(count: int) -> None:
     assert items == list(range(count))
 
 
-def test_streams_depend_on_the_seed_modulo_2_31_minus_1() -> None:
+def test_random_numbers_depend_on_the_seed_modulo_2_31_minus_1() -> None:
     streams = [
         [draws.random_below(10**6) for _ in range(5)] for draws in (GoRandom(0), GoRandom(1), GoRandom(2**31))
     ]

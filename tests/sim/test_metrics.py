@@ -17,7 +17,7 @@ from genie.sim.workloads.workload import SimJob, offered_load, uniform_nodes
 FIFO = SimulationParameters(Rules(order=Fifo()), "bestfit")
 
 
-def small() -> SimulatedRun:
+def simulate_two_jobs() -> SimulatedRun:
     jobs = [
         SimJob("a", 0.0, 100.0, "x", gpus_per_worker=2),
         SimJob("b", 0.0, 100.0, "y", gpus_per_worker=4),
@@ -25,8 +25,8 @@ def small() -> SimulatedRun:
     return simulate(uniform_nodes(1, gpus=4), jobs, FIFO)
 
 
-def test_metrics_of_two_jobs() -> None:
-    it = summarise(small())
+def test_metrics_of_two_jobs_match_those_computed_by_hand() -> None:
+    it = summarise(simulate_two_jobs())
     assert (it.finished_jobs, it.total_gpus, it.span_s) == (2, 4, 200.0)
     assert it.utilisation == pytest.approx((2 * 100 + 4 * 100) / 800)
     assert it.utilisation_while_pending == pytest.approx(0.5)
@@ -61,7 +61,7 @@ def test_lost_work_and_large_gangs_are_counted() -> None:
     assert it.large_gang_wait_s.count == 1
 
 
-def test_isolated_completion_is_first_come_first_served() -> None:
+def test_isolated_completion_time_assumes_first_come_first_served() -> None:
     jobs = [
         SimJob("a", 0.0, 10.0, gpus_per_worker=2),
         SimJob("b", 0.0, 10.0, gpus_per_worker=1),
@@ -74,18 +74,18 @@ def test_isolated_completion_is_first_come_first_served() -> None:
 @pytest.mark.parametrize(
     ("values", "index"), [([1, 1, 1], 1.0), ([3, 0, 0], 1 / 3), ([], 1.0), ([0, 0], 1.0)]
 )
-def test_jain_index(values: list[float], index: float) -> None:
+def test_jain_index_of_known_values(values: list[float], index: float) -> None:
     assert jain_index(values) == pytest.approx(index)
 
 
-def test_spread_of_no_values_is_zero() -> None:
+def test_summary_of_no_values_counts_zero() -> None:
     assert summarise_values([]).count == 0
     assert (summarise_values(range(1, 101)).p50, summarise_values(range(1, 101)).p99) == (51, 100)
 
 
 @pytest.mark.parametrize("draw", [plot_utilisation, plot_wait_times])
-def test_plots_are_svg(draw) -> None:
-    root = ElementTree.fromstring(draw(small()))
+def test_plots_are_written_as_svg(draw) -> None:
+    root = ElementTree.fromstring(draw(simulate_two_jobs()))
     assert root.tag.endswith("svg")
     texts = [each.text for each in root.iter() if each.tag.endswith("text")]
     assert "100%" in texts

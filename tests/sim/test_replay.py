@@ -19,16 +19,16 @@ ONE = TracePod(0, 0, 1, 1000, ())
 HALF = TracePod(0, 0, 1, 500, ())
 
 
-def nodes(count: int, *, gpus: int = 8) -> list[TraceNode]:
+def make_nodes(count: int, *, gpus: int = 8) -> list[TraceNode]:
     return [TraceNode(f"n{number}", 64000, 64000, gpus, "A") for number in range(count)]
 
 
-def plain(seed: int, typical: Sequence[TypicalShape]) -> Placer:
+def make_plain_placer(seed: int, typical: Sequence[TypicalShape]) -> Placer:
     return PythonPlacer("bestfit", typical=typical)
 
 
 def test_workload_that_fits_fills_the_cluster() -> None:
-    outcome = replay(Workload(nodes(10), [HALF] * 20), plain, seed=0)
+    outcome = replay(Workload(make_nodes(10), [HALF] * 20), make_plain_placer, seed=0)
     # 80 GPUs; requests for half GPUs up to 130% of them; 99.5 to 100.5 round to 100%.
     assert (outcome.arrivals, outcome.dropped) == (208, 48)
     assert outcome.allocated_pct == pytest.approx(100.0, abs=0.3)
@@ -36,40 +36,46 @@ def test_workload_that_fits_fills_the_cluster() -> None:
 
 def test_rejected_requests_count_as_requested() -> None:
     pods = [TracePod(0, 0, 1, 1000, ("B",)), ONE]
-    outcome = replay(Workload(nodes(25), pods), plain, seed=3)
+    outcome = replay(Workload(make_nodes(25), pods), make_plain_placer, seed=3)
     assert outcome.dropped > 100
     assert 40 < outcome.allocated_pct < 60  # no node has model B
 
 
-def test_nearest_readings_count_when_a_request_skips_100_percent() -> None:
-    outcome = replay(Workload(nodes(1, gpus=3), [ONE, TracePod(0, 0, 2, 1000, ())]), plain, seed=1)
+def test_nearest_readings_are_used_if_a_request_skips_100_percent() -> None:
+    outcome = replay(
+        Workload(make_nodes(1, gpus=3), [ONE, TracePod(0, 0, 2, 1000, ())]), make_plain_placer, seed=1
+    )
     assert outcome.allocated_pct == 100.0
-    outcome = replay(Workload(nodes(33, gpus=3), [TracePod(0, 0, 2, 1000, ())]), plain, seed=0)
+    outcome = replay(
+        Workload(make_nodes(33, gpus=3), [TracePod(0, 0, 2, 1000, ())]), make_plain_placer, seed=0
+    )
     assert outcome.allocated_pct == pytest.approx(66 / 99 * 100)  # 98 and 100 of 99 GPUs were requested
 
 
 def test_rejected_multi_gpu_requests_are_counted_separately() -> None:
-    outcome = replay(Workload(nodes(100, gpus=4), [TracePod(0, 0, 8, 1000, ()), ONE]), plain, seed=0)
+    outcome = replay(
+        Workload(make_nodes(100, gpus=4), [TracePod(0, 0, 8, 1000, ()), ONE]), make_plain_placer, seed=0
+    )
     assert 0 < outcome.dropped_multi_gpu <= outcome.dropped
 
 
 def test_runs_depend_on_the_seed() -> None:
     workload = synthetic_workload(nodes=60, pods=300, seed=1)
-    runs = [replay(workload, plain, seed=seed) for seed in (5, 5, 6)]
+    runs = [replay(workload, make_plain_placer, seed=seed) for seed in (5, 5, 6)]
     assert runs[0] == runs[1] != runs[2]
 
 
 def test_typical_shapes_cover_95_percent_of_requests() -> None:
     rare = TracePod(1, 0, 2, 1000, ("A",))
-    typical = Workload(nodes(1), [ONE] * 16 + [HALF] * 3 + [rare]).typical_shapes()
+    typical = Workload(make_nodes(1), [ONE] * 16 + [HALF] * 3 + [rare]).typical_shapes()
     # Exact: 16 / 19 differs from 0.8 / 0.95 in the last bit.
     assert [(shape.gpu_milli, shape.share) for shape in typical] == [(1000, 0.8 / 0.95), (500, 0.15 / 0.95)]
-    assert len(Workload(nodes(1), [ONE] * 50 + [HALF] * 44 + [rare] * 6).typical_shapes()) == 3
+    assert len(Workload(make_nodes(1), [ONE] * 50 + [HALF] * 44 + [rare] * 6).typical_shapes()) == 3
 
 
 def test_differently_written_models_are_separate_shapes() -> None:
     spellings = [("A",), ("A", "A"), ("B", "A"), ()]
-    workload = Workload(nodes(1), [TracePod(0, 0, 1, 1000, models) for models in spellings])
+    workload = Workload(make_nodes(1), [TracePod(0, 0, 1, 1000, models) for models in spellings])
     # Equally frequent, so ordered by the written models; no node has model B.
     assert [shape.models_mask for shape in workload.typical_shapes()] == [1, 1, 1, ANY_MODEL]
     assert [shape.share for shape in workload.typical_shapes()] == [0.25] * 4
@@ -100,10 +106,10 @@ class RecordingPlacer:
     def place(self, request_class: int, tenant: int) -> None: ...
 
 
-def test_ranks_are_random_and_each_shape_is_one_class() -> None:
+def test_node_ranks_are_random_and_each_shape_is_one_request_class() -> None:
     first, second = RecordingPlacer(), RecordingPlacer()
     for seed, placer in enumerate((first, second)):
-        replay(Workload(nodes(50), [ONE, HALF] * 5), placer.make, seed=seed)
+        replay(Workload(make_nodes(50), [ONE, HALF] * 5), placer.make, seed=seed)
     assert sorted(first.ranks) == sorted(second.ranks) == list(range(50))
     assert first.ranks != second.ranks
     assert first.classes == [1000, 500]
@@ -113,7 +119,7 @@ def replay_distinct(count: int, *, gpu_milli: int = 1000, seed: int) -> Recordin
     """Replay `count` distinct requests on 8 GPUs and return the calls."""
     placer = RecordingPlacer()
     pods = [TracePod(number, 0, 1, gpu_milli, ()) for number in range(count)]
-    replay(Workload(nodes(8, gpus=1), pods), placer.make, seed=seed)
+    replay(Workload(make_nodes(8, gpus=1), pods), placer.make, seed=seed)
     return placer
 
 
@@ -125,9 +131,9 @@ def test_arrivals_and_ranks_match_the_published_runs() -> None:
     assert many.ranks == [5, 6, 7, 0, 2, 4, 1, 3]
 
 
-def test_one_gpu_of_the_last_request_counts_for_the_end() -> None:
+def test_replay_ends_when_one_gpu_of_the_next_request_exceeds_the_limit() -> None:
     placer = RecordingPlacer()
-    replay(Workload(nodes(8, gpus=1), [TracePod(0, 0, 4, 1000, ())]), placer.make, seed=1)
+    replay(Workload(make_nodes(8, gpus=1), [TracePod(0, 0, 4, 1000, ())]), placer.make, seed=1)
     assert len(placer.arrivals) == 3  # 8 + 1 GPUs are less than 10.4, 8 + 4 are not
 
 
@@ -138,7 +144,7 @@ def test_oversized_workload_is_reduced_at_random() -> None:
     assert max(placer.arrivals) > 40
 
 
-def test_supply_allocates_more_than_fgd() -> None:
+def test_supply_policy_allocates_more_than_fgd_policy() -> None:
     library = libraries.load("genie_scheduler")
     workload = synthetic_workload(nodes=60, pods=1000, seed=0)
 
@@ -153,7 +159,7 @@ def test_supply_allocates_more_than_fgd() -> None:
 
 
 @pytest.mark.parametrize(
-    ("machines", "pods"), [([], [ONE]), (nodes(1), []), (nodes(1), [TracePod(1, 1, 0, 0, ())])]
+    ("machines", "pods"), [([], [ONE]), (make_nodes(1), []), (make_nodes(1), [TracePod(1, 1, 0, 0, ())])]
 )
 def test_workload_without_gpus_is_rejected(machines: list[TraceNode], pods: list[TracePod]) -> None:
     with pytest.raises(UsageError, match="needs nodes with GPUs"):
@@ -162,4 +168,4 @@ def test_workload_without_gpus_is_rejected(machines: list[TraceNode], pods: list
 
 def test_workload_that_is_too_coarse_is_rejected() -> None:
     with pytest.raises(UsageError, match="within 1% of that"):
-        replay(Workload(nodes(1, gpus=3), [TracePod(0, 0, 2, 1000, ())]), plain, seed=0)
+        replay(Workload(make_nodes(1, gpus=3), [TracePod(0, 0, 2, 1000, ())]), make_plain_placer, seed=0)

@@ -10,7 +10,7 @@ import pytest
 
 from tests.sim import run
 from tests.sim.defects import DEFECTS
-from tests.sim.scenario import KINDS, Kind
+from tests.sim.scenario import KINDS, ScenarioKind
 
 ROOT = Path(__file__).parents[2]
 
@@ -59,7 +59,7 @@ def test_replay_prints_the_violations_of_a_seed(
     assert exit_code("--seed", "0", "--kind", "disk") == 0
     assert "disk seed 0 passes" in capsys.readouterr().out
     DEFECTS["full disk as fault of the job"].plant(monkeypatch)
-    monkeypatch.setitem(KINDS, "disk", Kind(("full_disk",)))
+    monkeypatch.setitem(KINDS, "disk", ScenarioKind(("full_disk",)))
     assert exit_code("--seed", "0", "--kind", "disk") == 1
     out = capsys.readouterr().out
     assert "disk seed 0 fails; replay: make sim SEED=0 KIND=disk\n" in out

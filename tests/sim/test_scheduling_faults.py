@@ -28,7 +28,7 @@ from genie.scheduler.request import WHOLE_GPU_MILLI
 from genie.sim import fault_injector, loop
 from genie.sim.cluster import SimCluster
 from genie.sim.invariants import InvariantChecker
-from tests.sim.seeds import seeds
+from tests.sim.seeds import seed_parameters
 
 JOBS = 30
 NODES, GPUS = 3, 4
@@ -41,7 +41,7 @@ MISMATCH_S_MAX = 30.0
 
 
 @dataclass
-class Outcome:
+class ScenarioOutcome:
     violations: list[str]
     jobs: dict[str, Job] = field(default_factory=dict)
     submitted: dict[str, tuple[JobSpec, float]] = field(default_factory=dict)
@@ -93,7 +93,7 @@ def _random_spec(rng: random.Random, node_ids: list[str]) -> tuple[JobSpec, floa
     return spec, seconds
 
 
-async def _submit_all(cluster: SimCluster, outcome: Outcome) -> None:
+async def _submit_all(cluster: SimCluster, outcome: ScenarioOutcome) -> None:
     rng = cluster.world.random
     node_ids = [cluster.node_id(host) for host in cluster.node_hosts]
     for _ in range(JOBS):
@@ -118,17 +118,17 @@ async def _cancel(cluster: SimCluster, job_id: str, *, after_s: float) -> None:
 # -- continuous checks ------------------------------------------------------------------------------
 
 
-async def _audit(cluster: SimCluster) -> None:
+async def _check_planner_continuously(cluster: SimCluster) -> None:
     """Check continuously that the planner's book of the leader matches its ledger."""
     while True:
         await asyncio.sleep(0.3)
         leader = cluster.leader
         if leader is not None and leader._ledger.is_loaded and not leader._planner._is_stale:
-            for wrong in _book_mismatches(leader):
+            for wrong in _placements_unlike_ledger(leader):
                 cluster.machines.report_violation(wrong)
 
 
-def _book_mismatches(controller: Controller) -> Iterator[str]:
+def _placements_unlike_ledger(controller: Controller) -> Iterator[str]:
     planner, jobs = controller._planner, controller._ledger.jobs
     held = planner._scheduler.allocations.allocations_by_job
     for job in jobs.values():
@@ -162,7 +162,7 @@ def _planner_state(planner: Planner) -> dict[str, object]:
     }
 
 
-def _planner_difference(controller: Controller) -> str:
+def _difference_to_rebuilt_planner(controller: Controller) -> str:
     """Return the differences between the planner's book and the ledger; empty if there are none."""
     planner, fresh = controller._planner, controller._build_planner()
     planner._node_views.current_snapshots()
@@ -183,13 +183,13 @@ def _planner_difference(controller: Controller) -> str:
     return "; ".join(wrong)
 
 
-def _startable(controller: Controller) -> list[str]:
+def _decisions_of_rebuilt_planner(controller: Controller) -> list[str]:
     """Return the decisions of a planner that is rebuilt from the ledger."""
     decisions = controller._build_planner().place()
     return [str(each) for each in decisions if isinstance(each, Start | Preempt)]
 
 
-async def _wait_settled(cluster: SimCluster, *, all_over: bool) -> None:
+async def _wait_until_idle(cluster: SimCluster, *, all_over: bool) -> None:
     """Wait until no job runs and none could start, or with `all_over` until all have ended."""
     end_s = cluster.world.now_s + SETTLE_S
     while True:
@@ -199,7 +199,9 @@ async def _wait_settled(cluster: SimCluster, *, all_over: bool) -> None:
         busy = [job.job_id for job in jobs.values() if job.state in (JobState.PLACING, JobState.RUNNING)]
         waits = [job for job in jobs.values() if job.state is JobState.QUEUED]
         held = [hold.job_id for view in await cluster.fetch_node_views() for hold in view.node_holds.holds]
-        starts = [] if busy or leader is None or not leader.is_leading else _startable(leader)
+        starts = (
+            [] if busy or leader is None or not leader.is_leading else _decisions_of_rebuilt_planner(leader)
+        )
         if not busy and not held and leader is not None and not (waits if all_over else starts):
             return
         pending = [(job.job_id, job.reason, str(job.spec.constraints)) for job in waits]
@@ -208,7 +210,7 @@ async def _wait_settled(cluster: SimCluster, *, all_over: bool) -> None:
         )
 
 
-def _check_ends(cluster: SimCluster, outcome: Outcome) -> Iterator[str]:
+def _find_wrong_final_states(cluster: SimCluster, outcome: ScenarioOutcome) -> Iterator[str]:
     for job_id, job in outcome.jobs.items():
         spec, seconds = outcome.submitted[job_id]
         limit_s = spec.constraints.time_limit_s
@@ -225,7 +227,7 @@ def _check_ends(cluster: SimCluster, outcome: Outcome) -> Iterator[str]:
             yield f"{job_id} was ended before its time limit: {job}"
 
 
-class _Errors(logging.Handler):
+class _ErrorRecorder(logging.Handler):
     """Records log messages of level ERROR as violations."""
 
     def __init__(self, violations: list[str]) -> None:
@@ -237,8 +239,8 @@ class _Errors(logging.Handler):
 
 
 @contextmanager
-def _errors_as_violations(violations: list[str]) -> Iterator[None]:
-    handler, logger = _Errors(violations), logging.getLogger("genie")
+def _record_errors_as_violations(violations: list[str]) -> Iterator[None]:
+    handler, logger = _ErrorRecorder(violations), logging.getLogger("genie")
     logger.addHandler(handler)
     try:
         yield
@@ -246,15 +248,15 @@ def _errors_as_violations(violations: list[str]) -> Iterator[None]:
         logger.removeHandler(handler)
 
 
-def _accepted(cluster: SimCluster, node_id: str, unit: str) -> int:
+def _accepted_epoch(cluster: SimCluster, node_id: str, unit: str) -> int:
     host = next(host for host in cluster.node_hosts if cluster.node_id(host) == node_id)
     record = Journal(cluster.directory / host / "agents" / node_id).read_job_record(unit)
     return 0 if record is None else record.epoch
 
 
-async def _run(
+async def _run_scenario(
     seed: int, directory: Path, *, kinds: tuple[str, ...] = fault_injector.ALL_EVENTS, controllers: int = 1
-) -> Outcome:
+) -> ScenarioOutcome:
     async with asyncio.TaskGroup() as group:
         cluster = SimCluster(
             seed, directory, group, node_count=NODES, gpus_per_node=GPUS, controller_count=controllers
@@ -262,31 +264,34 @@ async def _run(
         checker = InvariantChecker(
             cluster.world,
             cluster.machines,
-            get_accepted_epoch=lambda node_id, unit: _accepted(cluster, node_id, unit),
+            get_accepted_epoch=lambda node_id, unit: _accepted_epoch(cluster, node_id, unit),
             mismatch_s_max=MISMATCH_S_MAX,
         )
         await cluster.start()
         cluster.store.add_commit_listener(checker.on_commit)
-        watching = [group.create_task(checker.check_periodically()), group.create_task(_audit(cluster))]
-        outcome = Outcome(cluster.machines.violations)
-        with _errors_as_violations(outcome.violations):
+        watching = [
+            group.create_task(checker.check_periodically()),
+            group.create_task(_check_planner_continuously(cluster)),
+        ]
+        outcome = ScenarioOutcome(cluster.machines.violations)
+        with _record_errors_as_violations(outcome.violations):
             submitting = group.create_task(_submit_all(cluster, outcome))
             await fault_injector.inject_faults(
                 cluster, duration_s=FAULTS_S, mean_interval_s=EVERY_S, kinds=kinds
             )
             await submitting
             checker.have_faults_ended = True
-            await _settle(cluster, outcome)
+            await _settle_and_check(cluster, outcome)
         for task in watching:
             task.cancel()
         await cluster.stop()
     return outcome
 
 
-async def _settle(cluster: SimCluster, outcome: Outcome) -> None:
-    await _wait_settled(cluster, all_over=False)
+async def _settle_and_check(cluster: SimCluster, outcome: ScenarioOutcome) -> None:
+    await _wait_until_idle(cluster, all_over=False)
     await fault_injector.undo_owner_actions(cluster)
-    await _wait_settled(cluster, all_over=True)
+    await _wait_until_idle(cluster, all_over=True)
     outcome.jobs = await cluster.fetch_jobs()
     report_violation = outcome.violations.append
     if set(outcome.jobs) != set(outcome.submitted):
@@ -295,25 +300,25 @@ async def _settle(cluster: SimCluster, outcome: Outcome) -> None:
         report_violation(f"still alive: {alive}")
     leader = cluster.leader
     assert leader is not None
-    if wrong := _planner_difference(leader):
+    if wrong := _difference_to_rebuilt_planner(leader):
         report_violation(wrong)
-    outcome.violations.extend(_check_ends(cluster, outcome))
+    outcome.violations.extend(_find_wrong_final_states(cluster, outcome))
 
 
-@pytest.mark.parametrize("seed", seeds([1000, 4082], long=[1001, 1005, 1024, 1057, 1100]))
+@pytest.mark.parametrize("seed", seed_parameters([1000, 4082], long=[1001, 1005, 1024, 1057, 1100]))
 def test_scheduling_survives_faults(seed: int, tmp_path: Path) -> None:
-    assert loop.run_simulated(_run(seed, tmp_path)).violations == []
+    assert loop.run_simulated(_run_scenario(seed, tmp_path)).violations == []
 
 
-@pytest.mark.parametrize("seed", seeds([2002], long=[2000, 2001, 2031, 2036]))
+@pytest.mark.parametrize("seed", seed_parameters([2002], long=[2000, 2001, 2031, 2036]))
 def test_scheduling_survives_faults_with_two_controllers(seed: int, tmp_path: Path) -> None:
-    assert loop.run_simulated(_run(seed, tmp_path, controllers=2)).violations == []
+    assert loop.run_simulated(_run_scenario(seed, tmp_path, controllers=2)).violations == []
 
 
-@pytest.mark.parametrize("seed", seeds([3000], long=[3001, 3002, 3003]))
+@pytest.mark.parametrize("seed", seed_parameters([3000], long=[3001, 3002, 3003]))
 def test_jobs_end_in_the_expected_state_without_node_faults(seed: int, tmp_path: Path) -> None:
     kinds = (*fault_injector.CONTROLLER_FAULTS, "lose_reply", "drain", "quota")
-    outcome = loop.run_simulated(_run(seed, tmp_path, kinds=kinds))
+    outcome = loop.run_simulated(_run_scenario(seed, tmp_path, kinds=kinds))
     assert outcome.violations == []
     for job_id, job in outcome.jobs.items():
         spec, seconds = outcome.submitted[job_id]
@@ -323,7 +328,9 @@ def test_jobs_end_in_the_expected_state_without_node_faults(seed: int, tmp_path:
 
 
 def _any_seed_violates(tmp_path: Path, text: str) -> bool:
-    several = (loop.run_simulated(_run(seed, tmp_path / str(seed))).violations for seed in range(1000, 1010))
+    several = (
+        loop.run_simulated(_run_scenario(seed, tmp_path / str(seed))).violations for seed in range(1000, 1010)
+    )
     return any(text in violation for violations in several for violation in violations)
 
 

@@ -10,7 +10,7 @@ from genie.sim import loop
 from genie.sim.world import SimClock, World
 
 
-def test_shorter_pause_does_not_shorten_a_longer_one() -> None:
+def test_shorter_pause_of_a_host_does_not_shorten_a_longer_one() -> None:
     async def wake_times() -> dict[str, float]:
         world, at_s = World(0), {}
 
@@ -31,7 +31,7 @@ def test_shorter_pause_does_not_shorten_a_longer_one() -> None:
     assert loop.run_simulated(wake_times()) == {"timer": 20.0, "early": 20.0, "late": 20.0}
 
 
-def test_longest_freeze_wins() -> None:
+def test_longest_freeze_of_a_host_applies() -> None:
     async def frozen() -> list[bool]:
         world = World(0)
         world.freeze_host("host", 2.0)

@@ -39,7 +39,7 @@ def configured_logger(
     return stream, logging.getLogger(name)
 
 
-def json_line(stream: io.StringIO) -> dict[str, object]:
+def parse_single_json_line(stream: io.StringIO) -> dict[str, object]:
     (line,) = stream.getvalue().splitlines()
     found = json.loads(line)
     assert isinstance(found, dict)
@@ -59,7 +59,7 @@ def test_json_line_has_the_same_in_typed_fields() -> None:
     stream, logger = configured_logger(form="json")
     fields = {"exit_code": 3, "ratio": 0.5, "ok": True, "tags": ["a"], "none": None}
     logger.info("job %s ended", "j1", extra=fields)
-    line = json_line(stream)
+    line = parse_single_json_line(stream)
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", str(line.pop("time")))
     assert line == {
         "level": "INFO",
@@ -72,14 +72,14 @@ def test_json_line_has_the_same_in_typed_fields() -> None:
 def test_value_without_a_json_form_is_written_as_text() -> None:
     stream, logger = configured_logger(form="json")
     logger.info("x", extra={"path": Path("/a/b"), "deep": {"inner": {1: Path("/c")}}, "odd": float("nan")})
-    assert (json_line(stream)["path"], json_line(stream)["odd"]) == ("/a/b", "nan")
-    assert json_line(stream)["deep"] == {"inner": {"1": "/c"}}
+    assert (parse_single_json_line(stream)["path"], parse_single_json_line(stream)["odd"]) == ("/a/b", "nan")
+    assert parse_single_json_line(stream)["deep"] == {"inner": {"1": "/c"}}
 
 
 def test_extra_field_does_not_replace_a_standard_field() -> None:
     stream, logger = configured_logger(form="json")
     logger.info("x", extra={"level": "mine", "time": 1})
-    line = json_line(stream)
+    line = parse_single_json_line(stream)
     assert (line["level"], line["extra_level"], line["extra_time"]) == ("INFO", "mine", 1)
 
 
@@ -90,7 +90,7 @@ def test_traceback_is_written_with_the_record(form: str) -> None:
         raise KeyError("lost")
     except KeyError:
         logger.exception("it failed")
-    text = str(json_line(stream)["traceback"]) if form == "json" else stream.getvalue()
+    text = str(parse_single_json_line(stream)["traceback"]) if form == "json" else stream.getvalue()
     assert "Traceback (most recent call last)" in text
     assert "KeyError: 'lost'" in text
 
@@ -223,14 +223,17 @@ def test_secrets_in_message_fields_and_traceback_are_redacted(form: str, line: s
 def test_field_with_a_secret_name_is_redacted(name: str) -> None:
     stream, logger = configured_logger(form="json")
     logger.info("x", extra={name: "plain", "inside": {name: 123}})
-    assert (json_line(stream)[name], json_line(stream)["inside"]) == ("***", {name: "***"})
+    assert (parse_single_json_line(stream)[name], parse_single_json_line(stream)["inside"]) == (
+        "***",
+        {name: "***"},
+    )
 
 
 def test_harmless_fields_are_not_redacted() -> None:
     stream, logger = configured_logger(form="json")
     fields = {"token_id": "abcd1234", "leader_token": 7, "secret_sha256": "beef"}
     logger.info("checked %s", TOKEN, extra=fields)
-    line = json_line(stream)
+    line = parse_single_json_line(stream)
     assert line["message"] == "checked genie.owner.abcd1234.***"
     assert {name: line[name] for name in fields} == fields
     assert log.redact("genie.owner is a kind, genie.cluster.events.EventBus a class") == (

@@ -116,6 +116,6 @@ def test_permission_error_describes_the_request() -> None:
             check_request_allowed(user, request)
 
 
-def test_every_request_is_in_exactly_one_list() -> None:
+def test_every_request_is_allowed_for_exactly_one_kind_of_token() -> None:
     lists = (UNAUTHENTICATED_REQUESTS, NODE_REQUESTS, USER_REQUESTS, OWNER_REQUESTS)
     assert sum(len(group) for group in lists) == len(set(CONTROLLER_REQUESTS)) == len(CONTROLLER_REQUESTS)

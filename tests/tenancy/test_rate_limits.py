@@ -15,7 +15,7 @@ def test_burst_is_allowed_and_refilled_with_time() -> None:
     assert limit.try_take_units(1.0, now_s=0.5) == 0.5
 
 
-def test_charged_rejections_lead_to_debt_which_is_bounded() -> None:
+def test_rejections_that_are_charged_extend_the_wait_up_to_a_limit() -> None:
     limit = RateLimit(units_per_s=1.0, burst_units=2.0, now_s=0.0)
     assert limit.try_take_units(2.0, now_s=0.0) == 0.0
     waits = [limit.try_take_units(1.0, now_s=0.0, rejected_units=1.0) for _ in range(4)]
@@ -26,7 +26,7 @@ def test_charged_rejections_lead_to_debt_which_is_bounded() -> None:
 
 
 @given(st.lists(st.tuples(st.floats(0.0, 2.0), st.floats(0.01, 3.0)), max_size=50))
-def test_rate_never_exceeds_the_burst_plus_the_average(steps: list[tuple[float, float]]) -> None:
+def test_units_taken_never_exceed_the_burst_plus_the_average_rate(steps: list[tuple[float, float]]) -> None:
     limit = RateLimit(units_per_s=2.0, burst_units=3.0, now_s=0.0)
     now_s = taken = 0.0
     for pause_s, units in steps:

@@ -24,7 +24,7 @@ JOBS = 1000
 IN_FLIGHT = 250
 
 
-class Commits:
+class CommitCounter:
     """Counts the transactions of a store."""
 
     def __init__(self, store: Store) -> None:
@@ -38,7 +38,7 @@ class Commits:
         store.commit = counted  # type: ignore[method-assign, assignment]
 
 
-class Gate:
+class CommitGate:
     """Blocks the commits of a store until the test releases them."""
 
     def __init__(self, store: Store) -> None:
@@ -64,14 +64,14 @@ class Gate:
             each.set_result(None)
 
 
-async def queued(one: RunningController, count: int, *, what: str) -> None:
+async def wait_for_queued_writes(one: RunningController, count: int, *, what: str) -> None:
     """Wait until `count` writes are queued behind the current commit."""
     assert one.controller is not None
     ledger = one.controller._ledger
     await until(lambda: len(ledger._write_queue) == count, what=what)
 
 
-async def kept(one: RunningController, job_id: str) -> bytes:
+async def read_stored_job(one: RunningController, job_id: str) -> bytes:
     found = await one.store.get(f"job/{job_id}")
     assert found is not None, "reply before it was durable"
     return found.value
@@ -79,7 +79,7 @@ async def kept(one: RunningController, job_id: str) -> bytes:
 
 async def test_many_jobs_on_one_connection_share_commits(tmp_path: Path) -> None:
     async with running_controller(tmp_path) as one, one.client() as client, one.agent(gpus=MANY) as agent:
-        commits = Commits(one.store)
+        commits = CommitCounter(one.store)
         async with asyncio.TaskGroup() as group:
             asked = [group.create_task(client.submit(gpus=1)) for _ in range(MANY)]
         jobs = [task.result() for task in asked]
@@ -87,7 +87,7 @@ async def test_many_jobs_on_one_connection_share_commits(tmp_path: Path) -> None
         assert {gpu for job in jobs if job.placement for gpu in job.placement.gpu_ids} == set(range(MANY))
         assert commits.count <= MANY // 2, "two state changes per job"
         for job in jobs:
-            assert b'"placing"' in await kept(one, job.job_id)
+            assert b'"placing"' in await read_stored_job(one, job.job_id)
 
         launches = [await agent.next_launch() for _ in jobs]
         commits.count = 0
@@ -103,17 +103,17 @@ async def test_many_jobs_on_one_connection_share_commits(tmp_path: Path) -> None
         assert not agent.exits, "all exits are settled"
         assert commits.count <= 2
         for job in jobs:
-            assert b'"succeeded"' in await kept(one, job.job_id)
+            assert b'"succeeded"' in await read_stored_job(one, job.job_id)
         assert await client.held("n1") == []
 
 
 async def test_job_that_fits_is_submitted_and_placed_in_one_commit(tmp_path: Path) -> None:
     async with running_controller(tmp_path) as one, one.client() as client, one.agent(gpus=1) as agent:
-        commits = Commits(one.store)
+        commits = CommitCounter(one.store)
         job = await client.submit(gpus=1)
         assert (job.state, commits.count) == (JobState.PLACING, 1)
         assert [step.state for step in job.history] == ["queued", "placing"]
-        assert b'"placing"' in await kept(one, job.job_id)
+        assert b'"placing"' in await read_stored_job(one, job.job_id)
         assert (await agent.next_launch()).job_id == job.job_id
         waiting = await client.submit(gpus=1)
         assert waiting.state is JobState.QUEUED
@@ -126,18 +126,18 @@ async def test_pending_job_and_new_job_are_both_launched(tmp_path: Path) -> None
         launch = await agent.start_next()
         waited = await client.submit(gpus=1)
         assert (first.state, waited.state) == (JobState.PLACING, JobState.QUEUED)
-        gate = Gate(one.store)
+        gate = CommitGate(one.store)
         agent.end(launch)
         async with asyncio.TaskGroup() as group:
             group.create_task(agent.beat())
             await gate.reached(1, what="the end of the first job")
             group.create_task(client.ask(CreateToken(kind=TokenKind.USER)))
-            await queued(one, 1, what="the token behind it")
+            await wait_for_queued_writes(one, 1, what="the token behind it")
             gate.open()
             await gate.reached(1, what="the token, while the pass places the pending job")
-            await queued(one, 1, what="the placement of the pending job")
+            await wait_for_queued_writes(one, 1, what="the placement of the pending job")
             submission = group.create_task(client.submit(gpus=1))
-            await queued(one, 2, what="the submission behind it")
+            await wait_for_queued_writes(one, 2, what="the submission behind it")
             gate.open(for_good=True)
         launched = {(await agent.next_launch()).job_id for _ in range(2)}
         assert launched == {waited.job_id, submission.result().job_id}
@@ -156,16 +156,16 @@ async def test_submission_to_a_long_queue_is_answered_before_the_scheduling_pass
         await client.submit(gpus=1)
         launch = await agent.start_next()
         await client.submit(gpus=1)
-        gate = Gate(one.store)
+        gate = CommitGate(one.store)
         agent.end(launch)
         async with asyncio.TaskGroup() as group:
             group.create_task(agent.beat())
             await gate.reached(1, what="the end of the first job")
             submission = group.create_task(client.submit(gpus=1))
-            await queued(one, 1, what="the submission behind it")
+            await wait_for_queued_writes(one, 1, what="the submission behind it")
             gate.open()
             await gate.reached(1, what="the submission")
-            await queued(one, 1, what="the placement of the pending job")
+            await wait_for_queued_writes(one, 1, what="the placement of the pending job")
             gate.open()
             await gate.reached(1, what="the placement, for which the pass waits")
             await until(submission.done, timeout_s=20, what="the reply during the pass")
@@ -176,7 +176,7 @@ async def test_submission_to_a_long_queue_is_answered_before_the_scheduling_pass
 async def test_refusal_by_a_full_queue_does_not_wait_for_a_commit(tmp_path: Path) -> None:
     async with running_controller(tmp_path, queue_max=1) as one, one.client() as client:
         job = await client.submit(request_id="first")
-        gate = Gate(one.store)
+        gate = CommitGate(one.store)
         async with asyncio.TaskGroup() as group:
             group.create_task(client.ask(CreateToken(kind=TokenKind.USER)))
             await gate.reached(1, what="another write")
@@ -193,12 +193,12 @@ async def test_placements_stay_within_the_launch_capacity(
     monkeypatch.setattr(orders, "ORDERS_MAX", 1)
     async with running_controller(tmp_path) as one, one.client() as client, one.agent(gpus=2) as agent:
         agent.hang = asyncio.Event()
-        gate = Gate(one.store)
+        gate = CommitGate(one.store)
         async with asyncio.TaskGroup() as group:
             first = group.create_task(client.submit(gpus=1))
             await gate.reached(1, what="the first job")
             second = group.create_task(client.submit(gpus=1))
-            await queued(one, 1, what="the second job behind it")
+            await wait_for_queued_writes(one, 1, what="the second job behind it")
             gate.open(for_good=True)
         assert (first.result().state, second.result().state) == (JobState.PLACING, JobState.QUEUED)
         agent.hang.set()
@@ -206,7 +206,7 @@ async def test_placements_stay_within_the_launch_capacity(
         assert launched == [first.result().job_id, second.result().job_id]
 
 
-async def test_placement_counts_before_it_is_durable_and_not_after_rollback(tmp_path: Path) -> None:
+async def test_planner_counts_a_placement_during_its_commit_and_not_after_rollback(tmp_path: Path) -> None:
     async with running_controller(tmp_path) as one, one.client() as client, one.agent(gpus=1) as agent:
         assert one.controller is not None
         planner, commit, seen = one.controller._planner, one.store.commit, []
@@ -276,7 +276,7 @@ async def confirm_all(agent: FakeAgent, launches: list[Launch]) -> None:
                 group.create_task(agent.confirm(launch))
 
 
-async def advance_until(one: RunningController, clock: FakeClock, state: JobState) -> None:
+async def advance_until_all_jobs_are(one: RunningController, clock: FakeClock, state: JobState) -> None:
     assert one.controller is not None
     jobs = one.controller._jobs
 
@@ -292,8 +292,8 @@ async def test_jobs_of_a_lost_node_are_lost_in_few_commits(tmp_path: Path) -> No
     async with running_controller(tmp_path, clock=clock) as one, one.client() as client:
         async with one.agent() as agent:
             await confirm_all(agent, await submit_many(client, agent))
-        commits = Commits(one.store)
-        await advance_until(one, clock, JobState.LOST)
+        commits = CommitCounter(one.store)
+        await advance_until_all_jobs_are(one, clock, JobState.LOST)
         assert commits.count < JOBS / 20
         assert await client.held("n1") == []
 
@@ -303,8 +303,8 @@ async def test_unconfirmed_launches_are_queued_again_in_few_commits(tmp_path: Pa
     async with running_controller(tmp_path, clock=clock) as one, one.client() as client:
         async with one.agent() as agent:
             await submit_many(client, agent)
-        commits = Commits(one.store)
-        await advance_until(one, clock, JobState.QUEUED)
+        commits = CommitCounter(one.store)
+        await advance_until_all_jobs_are(one, clock, JobState.QUEUED)
         assert commits.count < JOBS / 20
 
 
@@ -318,7 +318,7 @@ async def test_jobs_over_their_time_limit_are_stopped_in_few_commits(tmp_path: P
         await confirm_all(agent, await submit_many(client, agent, time_limit_s=100.0))
         agent.elapsed_s = 101.0
         await agent.beat()
-        commits = Commits(one.store)
+        commits = CommitCounter(one.store)
 
         async def are_stopped() -> bool:
             await clock.advance(0.5)
@@ -332,7 +332,7 @@ async def test_jobs_that_an_agent_no_longer_runs_are_lost_in_few_commits(tmp_pat
     async with running_controller(tmp_path) as one, one.client() as client, one.agent() as agent:
         await confirm_all(agent, await submit_many(client, agent))
         agent.running.clear()
-        commits = Commits(one.store)
+        commits = CommitCounter(one.store)
         for _ in range(3):
             await agent.beat()
         assert await client.held("n1") == []

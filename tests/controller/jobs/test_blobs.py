@@ -20,27 +20,33 @@ from tests.fakes.clock import FakeClock
 NOBODY: frozenset[str] = frozenset()
 
 
-def _digest(data: bytes) -> str:
+def _sha256(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def _blobs(
-    directory: Path, bytes_max: int = 1 << 20, *, of_tenant: int = 1 << 30, clock: FakeClock | None = None
+def _make_blobs(
+    directory: Path,
+    bytes_max: int = 1 << 20,
+    *,
+    tenant_bytes_max: int = 1 << 30,
+    clock: FakeClock | None = None,
 ) -> Blobs:
-    return Blobs(directory, bytes_max=bytes_max, tenant_bytes_max=of_tenant, clock=clock or FakeClock())
+    return Blobs(
+        directory, bytes_max=bytes_max, tenant_bytes_max=tenant_bytes_max, clock=clock or FakeClock()
+    )
 
 
-def _put(blobs: Blobs, data: bytes, *, tenant: str = "t", needed: frozenset[str] = NOBODY) -> None:
+def _upload(blobs: Blobs, data: bytes, *, tenant: str = "t", needed: frozenset[str] = NOBODY) -> None:
     status = blobs.append_chunk(
-        _digest(data), tenant=tenant, offset=0, data=data, is_last=True, is_needed=needed.__contains__
+        _sha256(data), tenant=tenant, offset=0, data=data, is_last=True, is_needed=needed.__contains__
     )
     assert status.complete
 
 
 def test_blob_of_several_chunks_reads_back(tmp_path: Path) -> None:
-    blobs = _blobs(tmp_path / "blobs", 1 << 20)
+    blobs = _make_blobs(tmp_path / "blobs", 1 << 20)
     data = os.urandom(1000)
-    digest = _digest(data)
+    digest = _sha256(data)
     for offset in (0, 400, 800):
         part = data[offset : offset + 400]
         blobs.append_chunk(
@@ -54,12 +60,12 @@ def test_blob_of_several_chunks_reads_back(tmp_path: Path) -> None:
 
 def test_upload_resumes_after_a_restart(tmp_path: Path) -> None:
     data = os.urandom(1000)
-    digest = _digest(data)
-    blobs = _blobs(tmp_path / "blobs", 1 << 20)
+    digest = _sha256(data)
+    blobs = _make_blobs(tmp_path / "blobs", 1 << 20)
     blobs.append_chunk(
         digest, tenant="t", offset=0, data=data[:300], is_last=False, is_needed=NOBODY.__contains__
     )
-    later = _blobs(tmp_path / "blobs", 1 << 20)
+    later = _make_blobs(tmp_path / "blobs", 1 << 20)
     assert later.get_status(digest, tenant="t").received_bytes == 300
     wrong_place = later.append_chunk(
         digest, tenant="t", offset=0, data=data, is_last=True, is_needed=NOBODY.__contains__
@@ -72,29 +78,29 @@ def test_upload_resumes_after_a_restart(tmp_path: Path) -> None:
 
 
 def test_upload_with_another_digest_is_rejected_and_deleted(tmp_path: Path) -> None:
-    blobs = _blobs(tmp_path / "blobs", 1 << 20)
-    digest = _digest(b"good")
+    blobs = _make_blobs(tmp_path / "blobs", 1 << 20)
+    digest = _sha256(b"good")
     with pytest.raises(WorkdirError, match="has the digest"):
         blobs.append_chunk(
             digest, tenant="t", offset=0, data=b"evil", is_last=True, is_needed=NOBODY.__contains__
         )
     assert blobs.get_status(digest, tenant="t").received_bytes == 0
-    _put(blobs, b"good")
+    _upload(blobs, b"good")
 
 
 def test_failed_upload_of_one_tenant_does_not_affect_another(tmp_path: Path) -> None:
-    blobs = _blobs(tmp_path / "blobs", 1 << 20)
-    digest = _digest(b"good")
+    blobs = _make_blobs(tmp_path / "blobs", 1 << 20)
+    digest = _sha256(b"good")
     blobs.append_chunk(
         digest, tenant="evil", offset=0, data=b"go", is_last=False, is_needed=NOBODY.__contains__
     )
     assert blobs.get_status(digest, tenant="t").received_bytes == 0
-    _put(blobs, b"good")
+    _upload(blobs, b"good")
 
 
 @pytest.mark.parametrize("digest", ["", "../../etc/passwd", "A" * 64, "a" * 63, "a" * 64 + "\n", "g" * 64])
 def test_invalid_digest_is_rejected(tmp_path: Path, digest: str) -> None:
-    blobs = _blobs(tmp_path / "blobs", 1 << 20)
+    blobs = _make_blobs(tmp_path / "blobs", 1 << 20)
     for ask in (
         lambda: blobs.get_status(digest, tenant="t"),
         lambda: blobs.read_chunk(digest, 0, tenant="t"),
@@ -108,23 +114,23 @@ def test_invalid_digest_is_rejected(tmp_path: Path, digest: str) -> None:
 
 
 def test_least_recently_used_blob_is_evicted_unless_it_is_needed(tmp_path: Path) -> None:
-    blobs = _blobs(tmp_path / "blobs", 300)
+    blobs = _make_blobs(tmp_path / "blobs", 300)
     first, second, third = b"1" * 100, b"2" * 100, b"3" * 100
     for data in (first, second, third):
-        _put(blobs, data)
-    blobs.read_chunk(_digest(first), 0, tenant="t")
-    _put(blobs, b"4" * 100, needed=frozenset({blob_name(_digest(second), "t")}))
-    assert blobs.get_status(_digest(second), tenant="t").complete, "needed, although least recently used"
-    assert not blobs.get_status(_digest(third), tenant="t").complete
-    assert blobs.get_status(_digest(first), tenant="t").complete, "recently used"
-    everything = frozenset(blob_name(_digest(data), "t") for data in (first, second, b"4" * 100))
+        _upload(blobs, data)
+    blobs.read_chunk(_sha256(first), 0, tenant="t")
+    _upload(blobs, b"4" * 100, needed=frozenset({blob_name(_sha256(second), "t")}))
+    assert blobs.get_status(_sha256(second), tenant="t").complete, "needed, although least recently used"
+    assert not blobs.get_status(_sha256(third), tenant="t").complete
+    assert blobs.get_status(_sha256(first), tenant="t").complete, "recently used"
+    everything = frozenset(blob_name(_sha256(data), "t") for data in (first, second, b"4" * 100))
     with pytest.raises(StoreFullError, match="blobs_tenant_bytes_max"):
-        _put(blobs, b"5" * 100, needed=everything)
+        _upload(blobs, b"5" * 100, needed=everything)
 
 
 def test_upload_resumes_after_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    blobs = _blobs(tmp_path / "blobs", 1 << 20)
-    digest = _digest(b"onetwo")
+    blobs = _make_blobs(tmp_path / "blobs", 1 << 20)
+    digest = _sha256(b"onetwo")
     blobs.append_chunk(
         digest, tenant="t", offset=0, data=b"one", is_last=False, is_needed=NOBODY.__contains__
     )
@@ -146,7 +152,7 @@ def test_upload_resumes_after_a_full_disk(tmp_path: Path, monkeypatch: pytest.Mo
 
 async def test_job_needs_an_uploaded_workdir_that_only_its_node_may_read(tmp_path: Path) -> None:
     data = os.urandom(5000)
-    digest = _digest(data)
+    digest = _sha256(data)
     spec = JobSpec(name="j", command=("true",), workdir=Workdir(digest=digest, size_bytes=len(data)))
     async with running_controller(tmp_path) as one, one.client() as owner, one.agent("n1") as agent:
         with pytest.raises(WorkdirError, match="has not been uploaded"):
@@ -171,42 +177,42 @@ async def test_job_needs_an_uploaded_workdir_that_only_its_node_may_read(tmp_pat
 
 
 def test_blob_is_not_accessible_to_another_tenant(tmp_path: Path) -> None:
-    blobs = _blobs(tmp_path / "blobs", 1000)
-    _put(blobs, b"secret")
-    assert blobs.get_status(_digest(b"secret"), tenant="t").complete
-    assert blobs.get_status(_digest(b"secret"), tenant="other") == BlobStatus(
+    blobs = _make_blobs(tmp_path / "blobs", 1000)
+    _upload(blobs, b"secret")
+    assert blobs.get_status(_sha256(b"secret"), tenant="t").complete
+    assert blobs.get_status(_sha256(b"secret"), tenant="other") == BlobStatus(
         complete=False, received_bytes=0
     )
     with pytest.raises(WorkdirError, match="is not on the controller"):
-        blobs.read_chunk(_digest(b"secret"), 0, tenant="other")
+        blobs.read_chunk(_sha256(b"secret"), 0, tenant="other")
 
 
 def test_tenant_evicts_no_recent_upload_of_another(tmp_path: Path) -> None:
     clock = FakeClock()
-    blobs = _blobs(tmp_path / "blobs", 500, of_tenant=300, clock=clock)
+    blobs = _make_blobs(tmp_path / "blobs", 500, tenant_bytes_max=300, clock=clock)
     blue = b"b" * 200
-    _put(blobs, blue, tenant="blue")
+    _upload(blobs, blue, tenant="blue")
     for number in range(10):
-        _put(blobs, b"%d" % number * 100, tenant="red")
-    assert blobs.get_status(_digest(blue), tenant="blue").complete, "red evicts its own blobs"
-    assert blobs.get_status(_digest(b"9" * 100), tenant="red").complete
-    everything = frozenset(blob_name(_digest(b"%d" % number * 100), "red") for number in range(10))
+        _upload(blobs, b"%d" % number * 100, tenant="red")
+    assert blobs.get_status(_sha256(blue), tenant="blue").complete, "red evicts its own blobs"
+    assert blobs.get_status(_sha256(b"9" * 100), tenant="red").complete
+    everything = frozenset(blob_name(_sha256(b"%d" % number * 100), "red") for number in range(10))
     with pytest.raises(StoreFullError, match="of tenant red use all of its 300 bytes"):
-        _put(blobs, b"x" * 100, tenant="red", needed=everything)
+        _upload(blobs, b"x" * 100, tenant="red", needed=everything)
     with pytest.raises(StoreFullError, match="recent uploads use all of the 500 bytes"):
-        _put(blobs, b"g" * 100, tenant="green")
-    _put(blobs, b"c" * 200, tenant="blue")
-    assert not blobs.get_status(_digest(blue), tenant="blue").complete, "its own, at any time"
+        _upload(blobs, b"g" * 100, tenant="green")
+    _upload(blobs, b"c" * 200, tenant="blue")
+    assert not blobs.get_status(_sha256(blue), tenant="blue").complete, "its own, at any time"
 
 
-def test_other_tenants_evict_what_was_not_used_for_some_time(tmp_path: Path) -> None:
+def test_other_tenants_evict_blobs_that_were_not_used_for_some_time(tmp_path: Path) -> None:
     clock = FakeClock()
-    blobs = _blobs(tmp_path / "blobs", 300, of_tenant=300, clock=clock)
-    _put(blobs, b"b" * 100, tenant="blue")
-    _put(blobs, b"c" * 100, tenant="blue")
+    blobs = _make_blobs(tmp_path / "blobs", 300, tenant_bytes_max=300, clock=clock)
+    _upload(blobs, b"b" * 100, tenant="blue")
+    _upload(blobs, b"c" * 100, tenant="blue")
     asyncio.run(clock.advance(PINNED_AFTER_USE_S / 2))
-    assert blobs.get_status(_digest(b"b" * 100), tenant="blue").complete, "its client will submit a job"
+    assert blobs.get_status(_sha256(b"b" * 100), tenant="blue").complete, "its client will submit a job"
     asyncio.run(clock.advance(PINNED_AFTER_USE_S / 2))
-    _put(blobs, b"r" * 200, tenant="red")
-    assert blobs.get_status(_digest(b"b" * 100), tenant="blue").complete
-    assert not blobs.get_status(_digest(b"c" * 100), tenant="blue").complete
+    _upload(blobs, b"r" * 200, tenant="red")
+    assert blobs.get_status(_sha256(b"b" * 100), tenant="blue").complete
+    assert not blobs.get_status(_sha256(b"c" * 100), tenant="blue").complete

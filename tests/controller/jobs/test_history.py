@@ -17,7 +17,7 @@ NEVER = 0.0
 histories = st.lists(st.tuples(st.sampled_from(["red", "blue", "green"]), st.integers(1, 50)), max_size=40)
 
 
-def job(sequence: int, tenant: str, state: JobState = JobState.SUCCEEDED) -> Job:
+def make_job(sequence: int, tenant: str, state: JobState = JobState.SUCCEEDED) -> Job:
     return Job(
         job_id=f"j-{sequence}",
         tenant=tenant,
@@ -33,15 +33,17 @@ def job(sequence: int, tenant: str, state: JobState = JobState.SUCCEEDED) -> Job
     )
 
 
-def select(history: Sequence[tuple[str, int]], excess: HistoryExcess, *, limit: int = 1000) -> list[int]:
+def select_deleted_positions(
+    history: Sequence[tuple[str, int]], excess: HistoryExcess, *, limit: int = 1000
+) -> list[int]:
     """Return the positions in `history`, tenants and sizes, oldest first, of the jobs to delete."""
     index, sizes, usage = JobIndex(), dict[str, int](), Counter[str]()
     for sequence, (tenant, size_bytes) in enumerate(history, 1):
-        each = job(sequence, tenant)
+        each = make_job(sequence, tenant)
         index.update(None, each)
         sizes[each.job_id] = size_bytes
         usage[tenant] += size_bytes
-    index.update(None, job(len(history) + 1, "red", JobState.QUEUED))
+    index.update(None, make_job(len(history) + 1, "red", JobState.QUEUED))
     found = select_jobs_to_delete(
         index, excess, bytes_by_tenant=usage, get_size_bytes=sizes.__getitem__, limit=limit
     )
@@ -51,22 +53,32 @@ def select(history: Sequence[tuple[str, int]], excess: HistoryExcess, *, limit: 
 def test_tenant_with_large_jobs_loses_them_before_other_tenants_lose_any() -> None:
     history = [("blue", 1)] * 3 + [("red", 100)] * 5
     excess = HistoryExcess(oldest_at=NEVER, job_count=0, size_bytes=300)
-    assert select(history, excess) == [3, 4, 5]
+    assert select_deleted_positions(history, excess) == [3, 4, 5]
 
 
 def test_tenant_with_many_jobs_loses_them_before_other_tenants_lose_any() -> None:
     history = [("blue", 1000)] * 2 + [("red", 1)] * 10
-    assert select(history, HistoryExcess(oldest_at=NEVER, job_count=6, size_bytes=0)) == [2, 3, 4, 5, 6, 7]
+    assert select_deleted_positions(history, HistoryExcess(oldest_at=NEVER, job_count=6, size_bytes=0)) == [
+        2,
+        3,
+        4,
+        5,
+        6,
+        7,
+    ]
 
 
 def test_old_jobs_of_all_tenants_are_deleted() -> None:
     history = [("blue", 1), ("red", 1), ("blue", 1), ("red", 1)]
-    assert select(history, HistoryExcess(oldest_at=3.0, job_count=0, size_bytes=0)) == [0, 1]
+    assert select_deleted_positions(history, HistoryExcess(oldest_at=3.0, job_count=0, size_bytes=0)) == [
+        0,
+        1,
+    ]
 
 
 def test_nothing_is_deleted_within_the_limits() -> None:
     history = [("blue", 1), ("red", 1)]
-    assert select(history, HistoryExcess(oldest_at=NEVER, job_count=0, size_bytes=0)) == []
+    assert select_deleted_positions(history, HistoryExcess(oldest_at=NEVER, job_count=0, size_bytes=0)) == []
 
 
 def test_one_call_selects_no_more_than_its_limit() -> None:
@@ -76,14 +88,14 @@ def test_one_call_selects_no_more_than_its_limit() -> None:
         HistoryExcess(oldest_at=NEVER, job_count=9, size_bytes=0),
         HistoryExcess(oldest_at=NEVER, job_count=0, size_bytes=9),
     ):
-        assert select(history, excess, limit=4) == [0, 1, 2, 3]
+        assert select_deleted_positions(history, excess, limit=4) == [0, 1, 2, 3]
 
 
 @given(histories, st.integers(-5, 45), st.integers(-5, 1500), st.integers(0, 20))
 def test_deletion_is_sufficient_and_fair(
     history: list[tuple[str, int]], jobs: int, size_bytes: int, aged: int
 ) -> None:
-    selected = select(
+    selected = select_deleted_positions(
         history, HistoryExcess(oldest_at=float(aged) + 1, job_count=jobs, size_bytes=size_bytes)
     )
     deleted, all_of_them = set(selected), set(range(len(history)))
@@ -95,12 +107,12 @@ def test_deletion_is_sufficient_and_fair(
         size_bytes, sum(size for _, size in history)
     )
     if size_bytes <= 0:
-        check_fair(history, deleted, by_age, cost=lambda position: 1)
+        assert_deletion_is_fair(history, deleted, by_age, cost=lambda position: 1)
     if jobs <= 0:
-        check_fair(history, deleted, by_age, cost=lambda position: history[position][1])
+        assert_deletion_is_fair(history, deleted, by_age, cost=lambda position: history[position][1])
 
 
-def check_fair(
+def assert_deletion_is_fair(
     history: list[tuple[str, int]], deleted: set[int], by_age: set[int], cost: Callable[[int], int]
 ) -> None:
     """A tenant that lost a job used at least as much before as any other tenant has left."""
@@ -117,9 +129,9 @@ def check_fair(
 
 def test_counts_of_finished_jobs_ignore_unfinished_ones() -> None:
     index = JobIndex()
-    queued = job(1, "red", JobState.QUEUED)
+    queued = make_job(1, "red", JobState.QUEUED)
     index.update(None, queued)
-    index.update(None, job(2, "blue"))
+    index.update(None, make_job(2, "blue"))
     assert index.finished_counts() == {"red": 0, "blue": 1}
     index.update(queued, msgspec.structs.replace(queued, state=JobState.FAILED))
     assert index.finished_counts() == {"red": 1, "blue": 1}

@@ -19,7 +19,7 @@ from tests.controller.running_controller import running_controller
 TENANTS = ("red", "blue")
 
 
-def job(sequence: int, state: JobState = JobState.QUEUED, *, tenant: str = "red", **spec: object) -> Job:
+def make_job(sequence: int, state: JobState = JobState.QUEUED, *, tenant: str = "red", **spec: object) -> Job:
     fields = {"name": f"name-{sequence % 3}", "command": ("true",), **spec}
     return Job(
         job_id=f"j-{sequence}",
@@ -39,11 +39,13 @@ changes = st.lists(st.tuples(st.integers(1, 40), st.sampled_from([*JobState, Non
 
 
 @given(changes, st.integers(0, 41))
-def test_index_lists_what_a_sorted_list_would(steps: list[tuple[int, JobState | None]], before: int) -> None:
+def test_index_lists_the_same_jobs_as_a_sorted_list(
+    steps: list[tuple[int, JobState | None]], before: int
+) -> None:
     index, staged, jobs = JobIndex(), StagedIndex(), dict[int, Job]()
     for sequence, state in steps:
         old = jobs.pop(sequence, None)
-        new = job(sequence, state, tenant=TENANTS[sequence % 2]) if state is not None else None
+        new = make_job(sequence, state, tenant=TENANTS[sequence % 2]) if state is not None else None
         if new is not None:
             jobs[sequence] = new
         if old is None and new is None:
@@ -65,7 +67,7 @@ def test_index_lists_what_a_sorted_list_would(steps: list[tuple[int, JobState | 
     assert [one.sequence for one in index.jobs_oldest_first(JobState)] == sorted(jobs)
     queued = [one for one in jobs.values() if one.state is JobState.QUEUED]
     assert staged.queued_count == len(queued)
-    assert +staged.queued_count_by_tenant == _count(queued)
+    assert +staged.queued_count_by_tenant == _count_by_tenant(queued)
     assert staged.job_id_by_request == {(one.tenant, one.request_id): one.job_id for one in jobs.values()}
     for name in ("name-0", "name-1", "name-2"):
         for tenant in (None, *TENANTS):
@@ -74,15 +76,15 @@ def test_index_lists_what_a_sorted_list_would(steps: list[tuple[int, JobState | 
             assert (set(found), count) == (ids, len(ids))
 
 
-def _count(jobs: list[Job]) -> dict[str, int]:
+def _count_by_tenant(jobs: list[Job]) -> dict[str, int]:
     return {tenant: n for tenant in TENANTS if (n := sum(job.tenant == tenant for job in jobs))}
 
 
 def test_blobs_and_sessions_of_unfinished_jobs_are_known() -> None:
     index = JobIndex()
     workdir = Workdir(digest="d" * 64, size_bytes=1)
-    first, second = job(1, workdir=workdir), job(2, workdir=workdir)
-    session = job(3, kind=JobKind.SESSION)
+    first, second = make_job(1, workdir=workdir), make_job(2, workdir=workdir)
+    session = make_job(3, kind=JobKind.SESSION)
     for one in (first, second, session):
         index.update(None, one)
     name = blob_name("d" * 64, "red")
@@ -101,13 +103,13 @@ def test_blobs_and_sessions_of_unfinished_jobs_are_known() -> None:
     assert index.session_jobs() == []
 
 
-def test_read_costs_what_it_returns() -> None:
+def test_read_visits_about_as_many_jobs_as_it_returns() -> None:
     index = JobIndex()
     for sequence in range(10_000):
-        index.update(None, job(sequence, JobState.QUEUED))
-    index.update(None, job(10_000, JobState.QUEUED, tenant="blue"))
+        index.update(None, make_job(sequence, JobState.QUEUED))
+    index.update(None, make_job(10_000, JobState.QUEUED, tenant="blue"))
     for sequence in range(5_000, 10_000):  # the newest ones end
-        index.update(job(sequence), job(sequence, JobState.SUCCEEDED))
+        index.update(make_job(sequence), make_job(sequence, JobState.SUCCEEDED))
     reads = 100
     for _ in range(reads):
         page = index.jobs_newest_first([JobState.QUEUED], before=None, tenant="red")
@@ -135,8 +137,8 @@ def test_jobs_that_have_left_a_state_are_not_visited_again() -> None:
     """Most jobs only pass through a state that nobody lists."""
     index, passed = JobIndex(), 10_000
     for sequence in range(1, passed):
-        index.update(None, job(sequence))
-        index.update(job(sequence), job(sequence, JobState.PLACING))
-    index.update(None, job(passed))
+        index.update(None, make_job(sequence))
+        index.update(make_job(sequence), make_job(sequence, JobState.PLACING))
+    index.update(None, make_job(passed))
     assert [found.sequence for found in index.jobs_newest_first([JobState.QUEUED])] == [passed]
     assert index.visited_entries < passed / 10

@@ -23,7 +23,7 @@ from genie.errors import (
 from genie.model.job import JobSpec, JobState, Resources, StopReason
 from genie.model.messages import CancelJob, GetJob, ListJobs, ReadLog, SubmitJob
 from genie.scheduler.scheduler import Scheduler
-from tests.controller.running_controller import launched_while, running_controller
+from tests.controller.running_controller import advance_until_launch, running_controller
 from tests.fakes.clock import FakeClock
 from tests.waiting import until
 
@@ -59,7 +59,7 @@ async def test_job_is_placed_confirmed_and_ends_with_its_exit_code(tmp_path: Pat
         (None, {"started": False}, JobState.FAILED, "said by the node"),
     ],
 )
-async def test_outcome_of_an_exit_report(
+async def test_exit_report_determines_final_state_and_reason(
     tmp_path: Path, code: int | None, how: dict[str, bool], state: JobState, reason: str
 ) -> None:
     async with running_controller(tmp_path) as one, one.client() as owner, one.agent() as agent:
@@ -199,7 +199,7 @@ async def test_launch_that_is_not_confirmed_before_the_timeout_is_placed_again(t
         began_s = clock.monotonic_s()
         job = await owner.submit(gpus=1)
         first = await agent.next_launch()
-        second = await launched_while(clock, agent)
+        second = await advance_until_launch(clock, agent)
         assert clock.monotonic_s() - began_s >= 13.0
         assert second.placement.epoch > first.placement.epoch
         with pytest.raises(FencedError):
@@ -229,7 +229,7 @@ async def test_job_fails_after_repeated_launch_rejections(refusal: GenieError, t
         assert await owner.held("n1") == []
 
 
-async def test_rejection_of_a_void_launch_does_not_count(tmp_path: Path) -> None:
+async def test_rejection_of_a_void_launch_does_not_count_as_an_attempt(tmp_path: Path) -> None:
     async with running_controller(tmp_path) as one, one.client() as owner, one.agent() as agent:
         job = await owner.submit(gpus=1)
         assert one.controller is not None

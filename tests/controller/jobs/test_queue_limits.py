@@ -16,7 +16,7 @@ from tests.fakes.clock import FakeClock
 QUEUE_MAX = 1000
 
 
-class Queue:
+class FullQueue:
     """A full queue, whose jobs leave it and are replaced."""
 
     def __init__(self) -> None:
@@ -24,11 +24,11 @@ class Queue:
         self._pending = StagedIndex()
         self._limits = QueueLimits(ControllerConfig(queue_max=QUEUE_MAX), self._pending, clock=self.clock)
         for number in range(QUEUE_MAX):
-            self._change(None, _job(f"j-{number}", tenant=f"tenant-{number % 10}"))
+            self._change(None, _make_job(f"j-{number}", tenant=f"tenant-{number % 10}"))
 
     def replace_jobs(self, count: int) -> None:
         for number in range(count):
-            job = _job(f"j-{number}", tenant="tenant-0")
+            job = _make_job(f"j-{number}", tenant="tenant-0")
             self._change(job, msgspec.structs.replace(job, state=JobState.PLACING))
             self._change(None, job)
 
@@ -43,7 +43,7 @@ class Queue:
         self._limits.on_job_changed(after.job_id, before, after)
 
 
-def _job(job_id: str, *, tenant: str) -> Job:
+def _make_job(job_id: str, *, tenant: str) -> Job:
     return Job(
         job_id=job_id,
         tenant=tenant,
@@ -57,7 +57,7 @@ def _job(job_id: str, *, tenant: str) -> Job:
 
 
 async def test_retry_time_follows_the_rate_at_which_jobs_leave_the_queue() -> None:
-    queue = Queue()
+    queue = FullQueue()
     assert queue.retry_after_s() == RETRY_AFTER_S_MAX, "no job has left it"
     queue.replace_jobs(20)  # in five seconds: 10 places, a hundredth of the queue, take 2.5 s
     assert queue.retry_after_s() == 2.5
@@ -70,8 +70,8 @@ async def test_retry_time_follows_the_rate_at_which_jobs_leave_the_queue() -> No
 
 
 async def test_jobs_that_stay_in_the_queue_do_not_shorten_the_retry_time() -> None:
-    queue = Queue()
-    job = _job("j-1", tenant="tenant-1")
+    queue = FullQueue()
+    job = _make_job("j-1", tenant="tenant-1")
     for number in range(500):
         queue._change(job, msgspec.structs.replace(job, reason=f"reason {number}"))
     assert queue.retry_after_s() == RETRY_AFTER_S_MAX

@@ -38,7 +38,7 @@ from tests.waiting import until
 ENDPOINT = Endpoint(host="127.0.0.1", port=4242, server_name="x.executor.genie.internal")
 
 
-async def _open(
+async def _open_device(
     client: Client, *, request_id: str = "d1", gpu_id: int = 0, session: str = "laptop"
 ) -> DeviceReply:
     return await client.ask(
@@ -46,7 +46,7 @@ async def _open(
     )
 
 
-async def _ready(agent: FakeAgent, launch: Launch) -> None:
+async def _report_executor_ready(agent: FakeAgent, launch: Launch) -> None:
     assert agent.peer is not None
     ready = ExecutorReady(job_id=launch.job_id, epoch=launch.placement.epoch, endpoint=ENDPOINT)
     await agent.peer.call(ready, timeout_s=5)
@@ -54,7 +54,7 @@ async def _ready(agent: FakeAgent, launch: Launch) -> None:
 
 async def test_device_is_opened_on_the_requested_accelerator(tmp_path: Path) -> None:
     async with running_controller(tmp_path) as one, one.client() as client, one.agent(gpus=2) as agent:
-        opened = await _open(client, gpu_id=1)
+        opened = await _open_device(client, gpu_id=1)
         assert opened.endpoint is None
         launch = await agent.next_launch()
         assert launch.placement.gpu_ids == (1,)
@@ -63,7 +63,7 @@ async def test_device_is_opened_on_the_requested_accelerator(tmp_path: Path) -> 
             wait = WaitDevice(job_id=opened.job.job_id, wait_s=20)
             waiting = group.create_task(client.peer.call(wait, timeout_s=30))
             await agent.confirm(launch)
-            await _ready(agent, launch)
+            await _report_executor_ready(agent, launch)
         assert waiting.result().endpoint == ENDPOINT
         assert waiting.result().ticket == opened.ticket
 
@@ -74,9 +74,9 @@ async def test_session_holds_a_whole_gpu_or_a_tenth_of_a_cpu(
 ) -> None:
     async with running_controller(tmp_path) as one, one.client() as client, one.agent(vendor=vendor) as agent:
         for index in range(at_once):
-            await _open(client, request_id=f"d{index}")
+            await _open_device(client, request_id=f"d{index}")
             assert (await agent.start_next()).spec.resources.gpu_milli == milli
-        waits = await _open(client, request_id="more")
+        waits = await _open_device(client, request_id="more")
         job = waits.job
 
         async def explained() -> bool:
@@ -91,7 +91,7 @@ async def test_session_holds_a_whole_gpu_or_a_tenth_of_a_cpu(
 
 async def test_opening_twice_with_one_request_id_opens_one_device(tmp_path: Path) -> None:
     async with running_controller(tmp_path) as one, one.client() as client, one.agent() as agent:
-        first, second = await _open(client), await _open(client)
+        first, second = await _open_device(client), await _open_device(client)
         assert (first.job.job_id, first.ticket) == (second.job.job_id, second.ticket)
         await agent.start_next()
 
@@ -99,19 +99,19 @@ async def test_opening_twice_with_one_request_id_opens_one_device(tmp_path: Path
 async def test_opening_an_unknown_device_fails(tmp_path: Path) -> None:
     async with running_controller(tmp_path) as one, one.client() as client, one.agent() as agent:
         with pytest.raises(DeviceUnavailableError, match="has no accelerator 7"):
-            await _open(client, gpu_id=7)
+            await _open_device(client, gpu_id=7)
         with pytest.raises(NodeNotFoundError):
             await client.ask(OpenDevice(session_node_id="a", node_id="n9", gpu_id=0, request_id="r"))
         await agent.leave()
         with pytest.raises(DeviceUnavailableError, match="has left the cluster"):
-            await _open(client)
+            await _open_device(client)
 
 
 async def test_session_end_releases_the_devices_of_that_client(tmp_path: Path) -> None:
     async with running_controller(tmp_path) as one, one.client() as client, one.agent(gpus=2) as agent:
-        mine = await _open(client, request_id="a")
+        mine = await _open_device(client, request_id="a")
         await agent.start_next()
-        other = await _open(client, request_id="b", gpu_id=1, session="desktop")
+        other = await _open_device(client, request_id="b", gpu_id=1, session="desktop")
         await agent.start_next()
         await client.ask(SessionEnd(node_id="laptop"))
         assert (await agent.next_kill()).job_id == mine.job.job_id
@@ -123,7 +123,7 @@ async def test_session_end_releases_the_devices_of_that_client(tmp_path: Path) -
 async def test_client_without_heartbeats_loses_its_devices_after_a_minute(tmp_path: Path) -> None:
     clock = FakeClock()
     async with running_controller(tmp_path, clock=clock) as one, one.client() as client, one.agent() as agent:
-        opened = await _open(client)
+        opened = await _open_device(client)
         await agent.start_next()
         for _ in range(10):
             await clock.advance(7.0)
@@ -146,16 +146,18 @@ async def test_client_without_heartbeats_loses_its_devices_after_a_minute(tmp_pa
     ("interval_s", "allowed_s"),
     [(0.0, 60.0), (5.0, 60.0), (20.0, 60.0), (30.0, 90.0), (60.0, 180.0), (3600.0, 180.0)],
 )
-def test_lease_is_three_intervals_within_bounds(interval_s: float, allowed_s: float) -> None:
+def test_session_lease_is_three_heartbeat_intervals_within_bounds(
+    interval_s: float, allowed_s: float
+) -> None:
     assert lease_duration_s(interval_s) == allowed_s
 
 
-async def test_client_with_an_interval_of_a_minute_keeps_its_device(tmp_path: Path) -> None:
+async def test_client_with_a_heartbeat_every_minute_keeps_its_device(tmp_path: Path) -> None:
     clock = FakeClock()
     async with running_controller(tmp_path, clock=clock) as one, one.client() as client, one.agent() as agent:
         beat = SessionHeartbeat(node=make_node_info("laptop"), interval_s=60.0)
         await client.ask(beat)
-        opened = await _open(client)
+        opened = await _open_device(client)
         await agent.start_next()
         for _ in range(3):
             for _ in range(24):  # two minutes, one lost heartbeat
@@ -175,7 +177,7 @@ async def test_client_with_an_interval_of_a_minute_keeps_its_device(tmp_path: Pa
 
 
 @pytest.mark.parametrize("interval_s", [-1.0, float("nan"), float("inf"), 1e9])
-async def test_invalid_interval_is_rejected(tmp_path: Path, interval_s: float) -> None:
+async def test_invalid_heartbeat_interval_is_rejected(tmp_path: Path, interval_s: float) -> None:
     async with running_controller(tmp_path) as one, one.client() as client:
         with pytest.raises(GenieError, match="interval_s"):
             await client.ask(SessionHeartbeat(node=make_node_info("laptop"), interval_s=interval_s))
@@ -191,9 +193,9 @@ async def test_devices_survive_a_controller_restart_if_their_client_reconnects(
         async with one.client() as client, agent.connected(one.network, access):
             await agent.register()
             await agent.beat()
-            kept = await _open(client, request_id="a")
+            kept = await _open_device(client, request_id="a")
             launch = await agent.start_next()
-            left = await _open(client, request_id="b", gpu_id=1, session="gone")
+            left = await _open_device(client, request_id="b", gpu_id=1, session="gone")
             await agent.start_next()
         await one.restart()
         async with one.client() as client, agent.connected(one.network, access):
@@ -220,7 +222,7 @@ async def test_device_is_accessible_only_to_its_tenant(tmp_path: Path) -> None:
     async with running_controller(tmp_path) as one, one.agent() as agent:
         blue, red = [await one.token(TokenKind.USER, tenant=name) for name in ("blue", "red")]
         async with one.client(blue) as ann, one.client(red) as bob, one.client() as owner:
-            opened = await _open(ann)
+            opened = await _open_device(ann)
             await agent.start_next()
             for other in (bob, owner):
                 with pytest.raises(JobNotFoundError):
@@ -231,7 +233,7 @@ async def test_device_is_accessible_only_to_its_tenant(tmp_path: Path) -> None:
 
 async def test_executor_certificate_is_signed_for_its_session(tmp_path: Path) -> None:
     async with running_controller(tmp_path, tls="on") as one, one.client() as client, one.agent() as agent:
-        await _open(client)
+        await _open_device(client)
         launch = await agent.next_launch()
         _, csr_pem = tls.new_key_and_csr()
         assert agent.peer is not None
@@ -242,7 +244,7 @@ async def test_executor_certificate_is_signed_for_its_session(tmp_path: Path) ->
 
 async def test_client_sees_what_its_executor_does_before_it_listens(tmp_path: Path) -> None:
     async with running_controller(tmp_path) as one, one.client() as client, one.agent() as agent:
-        opened = await _open(client)
+        opened = await _open_device(client)
         launch = await agent.start_next()
         for note in ("compiling its library", ""):
             agent.running[launch.job_id] = RunningJob(
@@ -265,9 +267,9 @@ async def test_session_of_a_killed_client_is_cancelled_after_the_grace_period(
     ):
         async with one.client() as client:
             await client.ask(SessionHeartbeat(node=make_node_info("laptop"), interval_s=60.0))
-            job = (await _open(client)).job
+            job = (await _open_device(client)).job
             launch = await agent.start_next()
-            await _ready(agent, launch)
+            await _report_executor_ready(agent, launch)
             async with one.client() as other:  # the client reconnects
                 await other.ask(SessionHeartbeat(node=make_node_info("laptop"), interval_s=60.0))
         # Both connections are closed without the end of the session, as when its process is killed.
@@ -287,7 +289,7 @@ async def test_session_of_a_killed_client_is_cancelled_after_the_grace_period(
         assert await owner.held("n1") == []
 
 
-def test_disconnected_client_tries_to_return_several_times() -> None:
+def test_grace_period_allows_several_reconnects_of_a_client() -> None:
     assert ControllerConfig().session_grace_s > 4 * BACKOFF_S_MAX
 
 
@@ -296,9 +298,9 @@ async def test_session_of_a_client_that_reconnects_continues(tmp_path: Path) -> 
     async with running_controller(tmp_path, clock=clock) as one, one.agent(gpus=1) as agent:
         async with one.client() as client:
             await client.ask(SessionHeartbeat(node=make_node_info("laptop"), interval_s=60.0))
-            job = (await _open(client)).job
+            job = (await _open_device(client)).job
             launch = await agent.start_next()
-            await _ready(agent, launch)
+            await _report_executor_ready(agent, launch)
         for _ in range(int(one.config.session_grace_s) - 2):
             await clock.advance(1.0)
             await agent.beat()
@@ -311,9 +313,9 @@ async def test_session_of_a_client_that_reconnects_continues(tmp_path: Path) -> 
             assert not (await client.job(job.job_id)).stop
 
 
-async def test_executor_that_lost_its_client_is_not_a_success(tmp_path: Path) -> None:
+async def test_session_whose_executor_lost_its_client_is_cancelled(tmp_path: Path) -> None:
     async with running_controller(tmp_path) as one, one.client() as client, one.agent(gpus=1) as agent:
-        job = (await _open(client)).job
+        job = (await _open_device(client)).job
         launch = await agent.start_next()
         agent.end(launch, CLIENT_LOST_EXIT_CODE, reason="the client did not return within 30 s")
         await agent.beat()
@@ -324,10 +326,10 @@ async def test_executor_that_lost_its_client_is_not_a_success(tmp_path: Path) ->
         )
 
 
-async def test_no_reply_has_the_hash_of_a_ticket(tmp_path: Path) -> None:
+async def test_replies_do_not_contain_the_hash_of_a_ticket(tmp_path: Path) -> None:
     async with running_controller(tmp_path) as one, one.client() as owner, one.agent(gpus=1) as agent:
         user = await one.token(TokenKind.USER)
-        opened = await _open(owner)
+        opened = await _open_device(owner)
         launch = await agent.start_next()
         assert launch.ticket_sha256
         async with one.client(user) as client:
@@ -345,7 +347,7 @@ async def test_many_expired_sessions_are_cancelled_together(
     async with running_controller(tmp_path, clock=clock) as one, one.client() as owner, one.agent(gpus=1):
         async with one.client() as client:
             await client.ask(SessionHeartbeat(node=make_node_info("laptop"), interval_s=60.0))
-            opened = [await _open(client, request_id=f"d{index}") for index in range(40)]
+            opened = [await _open_device(client, request_id=f"d{index}") for index in range(40)]
         assert one.controller is not None
         store, batches = one.controller._store, list[int]()
         commit = store.commit

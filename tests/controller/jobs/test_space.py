@@ -32,21 +32,21 @@ MIB = 1024 * 1024
 HOUSEKEEPING_S = 11.0
 
 
-def large(kib: int = 100) -> JobSpec:
+def make_large_spec(kib: int = 100) -> JobSpec:
     return JobSpec(name="large", command=("true",), env={"A": "a" * kib * 1024})
 
 
-async def fill(client: Client) -> int:
+async def submit_until_rejected(client: Client) -> int:
     """Submit large jobs until one is rejected; return how many were accepted."""
     for count in range(1000):
         try:
-            await client.submit_spec(large())
+            await client.submit_spec(make_large_spec())
         except SpaceQuotaError:
             return count
     raise AssertionError("no job was rejected")
 
 
-async def test_tenant_that_fills_its_share_does_not_stop_others(tmp_path: Path) -> None:
+async def test_tenant_that_fills_its_share_of_the_store_does_not_stop_others(tmp_path: Path) -> None:
     clock = FakeClock()
     store = await MemoryStore.open(clock=clock, bytes_max=8 * MIB)
     async with running_controller(tmp_path, clock=clock, store=store) as one, one.client() as owner:
@@ -54,7 +54,7 @@ async def test_tenant_that_fills_its_share_does_not_stop_others(tmp_path: Path) 
         async with one.agent() as agent, one.client(red) as hostile, one.client(blue) as other:
             running = await other.submit(gpus=1)
             launch = await agent.start_next()
-            assert 15 <= await fill(hostile) <= 25, "a quarter of 8 MiB in jobs of 100 KiB"
+            assert 15 <= await submit_until_rejected(hostile) <= 25, "a quarter of 8 MiB in jobs of 100 KiB"
             with pytest.raises(SpaceQuotaError, match=r"tenant red use 2 MiB of the store") as caught:
                 await hostile.submit()
             assert caught.value.retryable and caught.value.retry_after_s > 0
@@ -77,11 +77,11 @@ async def test_submissions_are_rejected_before_the_store_is_full(tmp_path: Path)
         async with one.agent() as agent:
             running = await owner.submit(gpus=1)
             launch = await agent.start_next()
-            await fill(owner)
+            await submit_until_rejected(owner)
             for _ in range(6):  # after each measurement, a part of the rest is accepted
                 await clock.advance(HOUSEKEEPING_S)
                 await agent.beat()
-                await fill(owner)
+                await submit_until_rejected(owner)
             used = (await store.space()).used_bytes
             assert 0.5 * 8 * MIB < used < 0.75 * 8 * MIB
             with pytest.raises(SpaceQuotaError, match="the store is almost full") as caught:
@@ -100,13 +100,13 @@ async def test_submissions_are_rejected_before_the_store_is_full(tmp_path: Path)
             assert (await again.status()).leading, "a new term can begin"
 
 
-async def finish(one: RunningController, owner: Client, count: int, kib: int) -> None:
+async def submit_and_cancel(one: RunningController, owner: Client, count: int, kib: int) -> None:
     for _ in range(count):
-        job = await owner.submit_spec(large(kib))
+        job = await owner.submit_spec(make_large_spec(kib))
         await owner.ask(CancelJob(job_id=job.job_id))
 
 
-async def is_bounded(clock: FakeClock, client: Client) -> bool:
+async def is_history_bounded(clock: FakeClock, client: Client) -> bool:
     """Whether no more than the jobs of 100 KiB that fit into 1 MiB are left, after some time."""
     await clock.advance(2.0)
     return len((await client.ask(ListJobs())).jobs) <= 11
@@ -119,8 +119,8 @@ async def test_history_is_limited_by_bytes_and_by_age(tmp_path: Path) -> None:
         one.client() as owner,
     ):
         queued = await owner.submit()
-        await finish(one, owner, 20, 100)
-        await until(lambda: is_bounded(clock, owner))
+        await submit_and_cancel(one, owner, 20, 100)
+        await until(lambda: is_history_bounded(clock, owner))
         assert len((await owner.ask(ListJobs())).jobs) >= 9, "the newest ones are kept"
         await one.restart()
     async with running_controller(tmp_path, clock=clock, history_days=0.002) as one, one.client() as owner:
@@ -141,13 +141,13 @@ async def test_tenant_with_large_finished_jobs_does_not_displace_those_of_others
         async with one.client(red) as hostile, one.client(blue) as other:
             job = await other.submit()
             await other.ask(CancelJob(job_id=job.job_id))
-            await finish(one, hostile, 20, 100)
-            await until(lambda: is_bounded(clock, hostile))
+            await submit_and_cancel(one, hostile, 20, 100)
+            await until(lambda: is_history_bounded(clock, hostile))
             assert (await other.job(job.job_id)).state is JobState.CANCELLED
         await one.restart()
         async with one.client(red) as hostile, one.client(blue) as other:
-            await finish(one, hostile, 3, 100)
-            await until(lambda: is_bounded(clock, hostile))
+            await submit_and_cancel(one, hostile, 3, 100)
+            await until(lambda: is_history_bounded(clock, hostile))
             assert (await other.job(job.job_id)).state is JobState.CANCELLED
 
 
@@ -171,7 +171,7 @@ async def test_one_tenant_cannot_fill_etcd_with_jobs_or_with_history(
 
             async def submit() -> Job | None:
                 try:
-                    return await owner.submit_spec(large(40))
+                    return await owner.submit_spec(make_large_spec(40))
                 except SpaceQuotaError:
                     return None
 
@@ -212,7 +212,7 @@ ETCD_QUOTA_BYTES = 2 * 1024 * MIB
 
 
 @pytest.mark.parametrize("quota_bytes", [64 * MIB, ETCD_QUOTA_BYTES, 4 * ETCD_QUOTA_BYTES])
-def test_reserve_is_kept_however_fast_jobs_are_submitted(quota_bytes: int) -> None:
+def test_space_reserve_is_kept_however_fast_jobs_are_submitted(quota_bytes: int) -> None:
     """Submissions are rejected by what was written, not by the next measurement. So neither the rate of
     requests nor the interval of measurements matters: only the shares do, and one transaction, whose
     submissions are all accepted before it counts."""
@@ -230,7 +230,7 @@ def test_reserve_is_kept_however_fast_jobs_are_submitted(quota_bytes: int) -> No
     assert ALARM_SHARE_MIN < SUBMISSION_SHARE_MAX
 
 
-def test_measured_space_replaces_the_estimate() -> None:
+def test_measured_space_of_the_store_replaces_the_estimate() -> None:
     ledger = Ledger(None, None, None)  # type: ignore[arg-type]  # its tables only
     space = JobSpace(ledger, ControllerConfig())
     space.record_measurement(Space(used_bytes=0, bytes_max=100, revision=1), bytes_max=100)

@@ -13,7 +13,12 @@ from genie.errors import FencedError, GenieError, PermissionError_, UsageError, 
 from genie.model.job import JobSpec, JobState, PlacementConstraints, Resources
 from genie.model.messages import CancelJob, Heartbeat, Launch, ListNodes, RunningJob
 from genie.model.node import GPUInfo, NodeStatus
-from tests.controller.running_controller import Client, RunningController, launched_while, running_controller
+from tests.controller.running_controller import (
+    Client,
+    RunningController,
+    advance_until_launch,
+    running_controller,
+)
 from tests.fakes.agent import FakeAgent, make_node_info
 from tests.fakes.clock import FakeClock
 from tests.waiting import until
@@ -52,8 +57,8 @@ async def test_node_description_is_validated(tmp_path: Path) -> None:
             msgspec.structs.replace(info, hostname="x" * 5000),
             msgspec.structs.replace(info, last_heartbeat=float("inf")),
             msgspec.structs.replace(info, rack="a b"),
-            *(msgspec.structs.replace(info, labels=labels) for labels in bad_labels()),
-            *(msgspec.structs.replace(info, gpus=(gpu,)) for gpu in bad_gpus(info.gpus[0])),
+            *(msgspec.structs.replace(info, labels=labels) for labels in invalid_label_sets()),
+            *(msgspec.structs.replace(info, gpus=(gpu,)) for gpu in invalid_gpus(info.gpus[0])),
         ]
         for bad in wrong:
             async with FakeAgent(bad).connected(one.network, access) as agent:
@@ -79,12 +84,12 @@ async def test_changed_heartbeat_is_validated_and_unchanged_one_is_reused(tmp_pa
         assert (await owner.node("n1")).cpus == 3.0
 
 
-def bad_labels() -> list[dict[str, str]]:
+def invalid_label_sets() -> list[dict[str, str]]:
     too_many = {f"k{number}": "v" for number in range(65)}
     return [too_many, {"": "v"}, {"k": ""}, {"k" * 64: "v"}, {"k": "v" * 64}, {"a=b": "c"}, {"k": "a\nb"}]
 
 
-def bad_gpus(gpu: GPUInfo) -> list[GPUInfo]:
+def invalid_gpus(gpu: GPUInfo) -> list[GPUInfo]:
     wrong: list[dict[str, object]] = [
         {"memory_outside_bytes": -1},
         {"memory_outside_bytes": 1 << 61},
@@ -163,7 +168,7 @@ async def test_heartbeat_needs_a_registration_on_its_connection(tmp_path: Path) 
                 await agent.beat()
 
 
-async def test_process_without_a_hold_is_killed(tmp_path: Path) -> None:
+async def test_running_job_without_a_hold_in_the_ledger_is_killed(tmp_path: Path) -> None:
     async with running_controller(tmp_path) as one, one.client() as owner, one.agent() as agent:
         job = await owner.submit(gpus=1)
         launch = await agent.start_next()
@@ -210,10 +215,12 @@ async def test_node_without_heartbeats_is_suspect_then_disconnected_until_the_ne
         assert (await owner.status()).gpus_total == 0
         await agent.beat()
         assert (await owner.node("n1")).status is NodeStatus.HEALTHY
-        assert (await launched_while(clock, agent)).job_id == job.job_id
+        assert (await advance_until_launch(clock, agent)).job_id == job.job_id
 
 
-async def _lose_heartbeats(one: RunningController, clock: FakeClock, owner: Client, agent: FakeAgent) -> str:
+async def _run_job_until_node_is_lost(
+    one: RunningController, clock: FakeClock, owner: Client, agent: FakeAgent
+) -> str:
     job = await owner.submit(gpus=1)
     await agent.start_next()
     await clock.advance(12.0)
@@ -230,7 +237,7 @@ async def _lose_heartbeats(one: RunningController, clock: FakeClock, owner: Clie
 async def test_jobs_of_a_disconnected_node_are_reclaimed_once_after_the_grace_period(tmp_path: Path) -> None:
     clock = FakeClock()
     async with running_controller(tmp_path, clock=clock) as one, one.client() as owner, one.agent() as agent:
-        lost_id = await _lose_heartbeats(one, clock, owner, agent)
+        lost_id = await _run_job_until_node_is_lost(one, clock, owner, agent)
         assert "sent no heartbeat for 1" in (await owner.job(lost_id)).reason
         assert await owner.held("n1") == []
         ack = await agent.beat()
@@ -238,7 +245,7 @@ async def test_jobs_of_a_disconnected_node_are_reclaimed_once_after_the_grace_pe
         agent.running.clear()
         await agent.beat()
         job = await owner.submit(gpus=1)
-        launch = await launched_while(clock, agent)
+        launch = await advance_until_launch(clock, agent)
         assert launch.job_id == job.job_id
         assert await owner.held("n1") == [job.job_id]
 
@@ -258,12 +265,12 @@ async def test_cancelled_job_on_a_disconnected_node_ends_as_cancelled(tmp_path: 
         assert (await owner.job(job.job_id)).state is JobState.CANCELLED
 
 
-async def _start_with_limit(owner: Client, *agents: FakeAgent, clock: FakeClock) -> list[Launch]:
+async def _start_job_with_time_limit(owner: Client, *agents: FakeAgent, clock: FakeClock) -> list[Launch]:
     """One worker on each node, with a time limit of 5 s."""
     constraints = PlacementConstraints(workers=len(agents), time_limit_s=5.0)
     spec = JobSpec(name="timed", command=("true",), resources=Resources(gpus=1), constraints=constraints)
     await owner.submit_spec(spec)
-    await until(lambda: _advance(clock, *agents), what="launches")
+    await until(lambda: _advance_and_check_launched(clock, *agents), what="launches")
     launches = [await agent.next_launch() for agent in agents]
     for agent, launch in zip(agents[:-1], launches, strict=False):
         with pytest.raises(WorkersMissingError):
@@ -275,7 +282,7 @@ async def _start_with_limit(owner: Client, *agents: FakeAgent, clock: FakeClock)
     return launches
 
 
-async def _advance(clock: FakeClock, *agents: FakeAgent) -> bool:
+async def _advance_and_check_launched(clock: FakeClock, *agents: FakeAgent) -> bool:
     await clock.advance(0.5)
     for agent in agents:
         await agent.beat()
@@ -285,7 +292,7 @@ async def _advance(clock: FakeClock, *agents: FakeAgent) -> bool:
 async def test_job_that_ended_within_its_limit_on_a_disconnected_node_succeeds(tmp_path: Path) -> None:
     clock = FakeClock()
     async with running_controller(tmp_path, clock=clock) as one, one.client() as owner, one.agent() as agent:
-        [launch] = await _start_with_limit(owner, agent, clock=clock)
+        [launch] = await _start_job_with_time_limit(owner, agent, clock=clock)
         agent.end(launch, 0)
         for _ in range(8):
             await clock.advance(1.0)
@@ -302,7 +309,7 @@ async def test_job_that_ended_within_its_limit_without_a_leader_succeeds(tmp_pat
         async with one.client() as owner, agent.connected(one.network, access):
             await agent.register()
             await agent.beat()
-            [launch] = await _start_with_limit(owner, agent, clock=clock)
+            [launch] = await _start_job_with_time_limit(owner, agent, clock=clock)
         report = agent.end(launch, 0)
         await clock.advance(8.0)
         await one.restart()
@@ -316,7 +323,7 @@ async def test_job_that_ended_within_its_limit_without_a_leader_succeeds(tmp_pat
 async def test_job_over_its_limit_on_a_disconnected_node_is_lost(tmp_path: Path) -> None:
     clock = FakeClock()
     async with running_controller(tmp_path, clock=clock) as one, one.client() as owner, one.agent() as agent:
-        [launch] = await _start_with_limit(owner, agent, clock=clock)
+        [launch] = await _start_job_with_time_limit(owner, agent, clock=clock)
 
         async def over() -> bool:
             await clock.advance(1.0)
@@ -336,7 +343,7 @@ async def test_connected_workers_are_killed_when_the_time_limit_expires(tmp_path
         one.agent("a") as silent,
         one.agent("b") as responsive,
     ):
-        await _start_with_limit(owner, silent, responsive, clock=clock)
+        await _start_job_with_time_limit(owner, silent, responsive, clock=clock)
 
         async def is_killed() -> bool:
             await clock.advance(0.5)
@@ -347,10 +354,10 @@ async def test_connected_workers_are_killed_when_the_time_limit_expires(tmp_path
         assert (await responsive.next_kill()).reason == "exceeded its time limit of 5 s"
 
 
-async def test_time_limit_does_not_follow_the_wall_clock(tmp_path: Path) -> None:
+async def test_time_limit_of_a_job_does_not_follow_the_wall_clock(tmp_path: Path) -> None:
     clock = FakeClock()
     async with running_controller(tmp_path, clock=clock) as one, one.client() as owner, one.agent() as agent:
-        [launch] = await _start_with_limit(owner, agent, clock=clock)
+        [launch] = await _start_job_with_time_limit(owner, agent, clock=clock)
         clock.step_wall(3600.0)
         for _ in range(4):
             await clock.advance(1.0)
@@ -374,7 +381,7 @@ async def test_time_limit_continues_after_a_restart_of_the_controller(tmp_path: 
         async with one.client() as owner, agent.connected(one.network, access):
             await agent.register()
             await agent.beat()
-            await _start_with_limit(owner, agent, clock=clock)
+            await _start_job_with_time_limit(owner, agent, clock=clock)
         clock.step_wall(-3600.0)
         await one.restart()
         async with agent.connected(one.network, access):
@@ -389,7 +396,7 @@ async def test_time_limit_continues_after_a_restart_of_the_controller(tmp_path: 
             await until(is_killed)
 
 
-async def test_node_that_does_not_know_this_controller_is_not_reclaimed(tmp_path: Path) -> None:
+async def test_jobs_of_a_node_that_does_not_know_this_controller_are_not_reclaimed(tmp_path: Path) -> None:
     """Its agent polls only the controllers that it knows, and may see no leader among them."""
     clock = FakeClock()
     async with running_controller(tmp_path, clock=clock) as one, one.client() as owner, one.agent() as agent:

@@ -18,20 +18,20 @@ from genie.model.messages import DrainNode, GetStatus, Join, ListNodes, RemoveNo
 from genie.model.node import Vendor
 from genie.model.tenant import TokenKind
 from genie.runtime import rpc
-from tests.controller.running_controller import CALL_S, Client, launched_while, running_controller
+from tests.controller.running_controller import CALL_S, Client, advance_until_launch, running_controller
 from tests.fakes.agent import FakeAgent, make_node_info
 from tests.fakes.clock import FakeClock
 from tests.waiting import until
 
 
-async def _node_ids(owner: Client) -> list[str]:
+async def _list_node_ids(owner: Client) -> list[str]:
     return [view.info.node_id for view in (await owner.ask(ListNodes())).nodes]
 
 
 async def test_node_that_left_is_not_listed_or_counted(tmp_path: Path) -> None:
     async with running_controller(tmp_path) as one, one.client() as owner, one.agent("n1") as agent:
         await agent.leave()
-        assert await _node_ids(owner) == []
+        assert await _list_node_ids(owner) == []
         assert (await owner.ask(GetStatus())).gpus_total == 0
 
 
@@ -45,7 +45,7 @@ async def test_node_that_left_may_register_again(tmp_path: Path) -> None:
         async with agent.restarted().connected(one.network, access) as again:
             await again.register()
             await again.beat()
-            assert await _node_ids(owner) == ["n1"]
+            assert await _list_node_ids(owner) == ["n1"]
 
 
 async def test_node_with_a_job_may_not_leave(tmp_path: Path) -> None:
@@ -57,7 +57,7 @@ async def test_node_with_a_job_may_not_leave(tmp_path: Path) -> None:
         assert (await owner.job(job.job_id)).state is JobState.RUNNING
 
 
-async def test_drained_node_gets_no_jobs_until_undrained_even_after_a_restart(
+async def test_drained_node_gets_no_jobs_until_undrained_even_after_its_agent_restarts(
     tmp_path: Path,
 ) -> None:
     async with running_controller(tmp_path) as one, one.client() as owner:
@@ -113,7 +113,7 @@ async def test_connected_node_cannot_be_removed(tmp_path: Path) -> None:
     async with running_controller(tmp_path) as one, one.client() as owner, one.agent("n1"):
         with pytest.raises(NodeError, match="is connected"):
             await owner.ask(RemoveNode(node_id="n1"))
-        assert await _node_ids(owner) == ["n1"]
+        assert await _list_node_ids(owner) == ["n1"]
 
 
 async def test_removed_node_is_rejected_with_its_old_token(tmp_path: Path) -> None:
@@ -129,7 +129,7 @@ async def test_removed_node_is_rejected_with_its_old_token(tmp_path: Path) -> No
         assert caught.value.hint == "try again in 10 s"
         await clock.advance(10.0)
         await owner.ask(RemoveNode(node_id="n1"))
-        assert await _node_ids(owner) == []
+        assert await _list_node_ids(owner) == []
         with pytest.raises(TokenRefusedError, match="revoked"):
             async with agent.restarted().connected(one.network, access):
                 pass
@@ -158,7 +158,7 @@ async def test_only_the_owner_removes_nodes(tmp_path: Path) -> None:
                 await user.ask(RemoveNode(node_id="n1"))
 
 
-async def test_exact_node_id_is_assigned_or_an_error(tmp_path: Path) -> None:
+async def test_exact_node_id_that_is_taken_is_rejected(tmp_path: Path) -> None:
     async with running_controller(tmp_path) as one:
         await one.join("box")
         token = await one.token(TokenKind.JOIN)
@@ -176,7 +176,7 @@ async def test_removing_a_node_ends_its_jobs(tmp_path: Path) -> None:
     async with running_controller(tmp_path, clock=clock) as one, one.client() as owner:
         async with one.agent("n1") as agent:
             job = await owner.submit("work", gpus=1)
-            await agent.confirm(await launched_while(clock, agent))
+            await agent.confirm(await advance_until_launch(clock, agent))
         # A controller that the node does not know may not reclaim its jobs.
         assert one.controller is not None
         record = one.controller._ledger.nodes["n1"]
@@ -186,7 +186,7 @@ async def test_removing_a_node_ends_its_jobs(tmp_path: Path) -> None:
         await clock.advance(30.0)
         assert await owner.held("n1") == [job.job_id]
         await owner.ask(RemoveNode(node_id="n1"))
-        assert await _node_ids(owner) == []
+        assert await _list_node_ids(owner) == []
         assert (await owner.job(job.job_id)).state is JobState.LOST
 
 
@@ -201,15 +201,15 @@ async def test_gpu_job_is_pending_while_the_gpu_nodes_have_left(tmp_path: Path) 
         job = await owner.submit("train", gpus=1)
         assert job.state is JobState.QUEUED
         assert "gpus: it has left the cluster" in job.reason
-        assert await _node_ids(owner) == ["cpus"]
+        assert await _list_node_ids(owner) == ["cpus"]
 
 
-async def test_node_with_a_longer_dead_man_timeout_is_reclaimed_after_it(tmp_path: Path) -> None:
+async def test_jobs_of_a_node_are_reclaimed_after_its_longer_dead_man_timeout(tmp_path: Path) -> None:
     clock = FakeClock()
     async with running_controller(tmp_path, clock=clock, node_ttl_s=60.0) as one, one.client() as owner:
         async with one.agent("n1") as agent:
             job = await owner.submit("work", gpus=1)
-            launch = await launched_while(clock, agent)
+            launch = await advance_until_launch(clock, agent)
             await agent.confirm(launch)
         one.config = replace(one.config, node_ttl_s=10.0)
         await one.restart()
@@ -233,7 +233,7 @@ async def test_node_that_reconnects_before_the_reclaim_keeps_its_job(tmp_path: P
         one.agent("n1") as agent,
     ):
         job = await owner.submit("work", gpus=1)
-        launch = await launched_while(clock, agent)
+        launch = await advance_until_launch(clock, agent)
         await agent.confirm(launch)
         assert one.controller is not None
         # The reclaim is decided, and its write is queued behind a heartbeat.
@@ -243,7 +243,7 @@ async def test_node_that_reconnects_before_the_reclaim_keeps_its_job(tmp_path: P
         assert (await owner.job(job.job_id)).state is JobState.RUNNING
 
 
-async def test_write_during_a_reload_is_not_lost(tmp_path: Path) -> None:
+async def test_write_during_a_reload_of_the_ledger_is_not_lost(tmp_path: Path) -> None:
     async with running_controller(tmp_path) as one, one.client() as owner, one.agent("n1") as agent:
         job = await owner.submit("work", gpus=1)
         launch = await agent.start_next()
@@ -259,6 +259,6 @@ async def test_write_during_a_reload_is_not_lost(tmp_path: Path) -> None:
         assert ledger.holds["n1"].holds == ()
 
 
-def test_contradicting_timeouts_are_rejected() -> None:
+def test_node_suspect_time_above_the_node_lease_is_rejected() -> None:
     with pytest.raises(ConfigError, match="node_suspect_s"):
         check_failure_timeouts(ControllerConfig(node_suspect_s=20.0, node_ttl_s=10.0))

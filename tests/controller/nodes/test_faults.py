@@ -12,7 +12,7 @@ from genie.controller.nodes.faults import BLOCKED_S_MAX, NodeFaults
 from genie.errors import NodeUnfitError
 from genie.model.job import JobState
 from genie.model.node import NodeStatus
-from tests.controller.running_controller import Client, launched_while, running_controller
+from tests.controller.running_controller import Client, advance_until_launch, running_controller
 from tests.fakes.agent import FakeAgent
 from tests.fakes.clock import FakeClock
 from tests.waiting import until
@@ -52,7 +52,7 @@ def test_job_is_placed_at_once_after_the_first_fault_of_a_node_and_later_after_a
     assert backoff.record_rejection("j", 5) == 1, "they are not rejections of the job"
 
 
-async def test_job_that_nodes_reject_is_not_failed_and_goes_elsewhere(tmp_path: Path) -> None:
+async def test_job_that_a_node_rejects_often_does_not_fail_and_runs_on_another_node(tmp_path: Path) -> None:
     clock = FakeClock()
     async with running_controller(tmp_path, clock=clock) as one, one.client() as owner, one.agent() as full:
         full.refuse = FULL
@@ -67,7 +67,7 @@ async def test_job_that_nodes_reject_is_not_failed_and_goes_elsewhere(tmp_path: 
         await until(rejected_often)
         assert (await owner.job(job.job_id)).state is not JobState.FAILED
         async with one.agent("n2") as empty:
-            launch = await launched_while(clock, empty, full)
+            launch = await advance_until_launch(clock, empty, full)
             await empty.confirm(launch)
             empty.end(launch)
             await empty.beat()
@@ -104,7 +104,7 @@ async def test_node_that_rejected_a_launch_is_shown_as_degraded(tmp_path: Path) 
         await until(degraded)
         assert (await owner.node("n1")).status_reason == f"it rejected launches: {FULL.message}"
         full.refuse = None
-        launch = await launched_while(clock, full)
+        launch = await advance_until_launch(clock, full)
         await full.confirm(launch)
         assert launch.job_id == job.job_id
         assert (await owner.node("n1")).status is NodeStatus.HEALTHY
@@ -150,21 +150,21 @@ async def test_closed_node_gets_no_jobs(tmp_path: Path) -> None:
         assert (await low.next_launch()).job_id == job.job_id
 
 
-async def lack_space(agent: FakeAgent, *, free_bytes: int, needed_bytes: int) -> None:
+async def report_missing_disk_space(agent: FakeAgent, *, free_bytes: int, needed_bytes: int) -> None:
     """Report for the next launch that its working directory does not fit on the disk."""
     launch = await agent.next_launch()
-    with_disk(agent, free_bytes)
+    set_free_disk_space(agent, free_bytes)
     reason = "not started: the working directory needs more space"
     agent.end(launch, None, reason=reason, started=False, by_node=True, needed_bytes=needed_bytes)
     await agent.beat()
 
 
-def with_disk(agent: FakeAgent, free_bytes: int) -> FakeAgent:
+def set_free_disk_space(agent: FakeAgent, free_bytes: int) -> FakeAgent:
     agent.info = msgspec.structs.replace(agent.info, disk_total_bytes=100 * GIB, disk_free_bytes=free_bytes)
     return agent
 
 
-async def until_launched(clock: FakeClock, *agents: FakeAgent) -> FakeAgent:
+async def advance_until_launched(clock: FakeClock, *agents: FakeAgent) -> FakeAgent:
     async def launched() -> FakeAgent | None:
         await clock.advance(1.0)
         for agent in agents:
@@ -188,13 +188,13 @@ async def test_job_whose_working_directory_fits_on_no_node_fails_and_the_nodes_s
         one.agent("a") as a,
         one.agent("b") as b,
     ):
-        await with_disk(a, 2 * GIB).beat()
-        await with_disk(b, 3 * GIB).beat()
+        await set_free_disk_space(a, 2 * GIB).beat()
+        await set_free_disk_space(b, 3 * GIB).beat()
         job = await owner.submit(gpus=1)
         for _ in range(LAUNCH_ATTEMPTS_MAX):
-            agent = await until_launched(clock, a, b)
+            agent = await advance_until_launched(clock, a, b)
             free_bytes = agent.info.disk_free_bytes
-            await lack_space(agent, free_bytes=free_bytes, needed_bytes=4 * GIB)
+            await report_missing_disk_space(agent, free_bytes=free_bytes, needed_bytes=4 * GIB)
             assert await node_status(owner, agent) is NodeStatus.HEALTHY
         failed = await owner.job(job.job_id)
         assert failed.state is JobState.FAILED
@@ -204,7 +204,7 @@ async def test_job_whose_working_directory_fits_on_no_node_fails_and_the_nodes_s
             f"{3 * GIB} bytes (3.00 GiB)"
         )
         other = await owner.submit(gpus=1)
-        assert (await (await until_launched(clock, a, b)).start_next()).job_id == other.job_id
+        assert (await (await advance_until_launched(clock, a, b)).start_next()).job_id == other.job_id
 
 
 async def test_job_goes_to_the_node_with_space_for_its_working_directory(tmp_path: Path) -> None:
@@ -215,18 +215,18 @@ async def test_job_goes_to_the_node_with_space_for_its_working_directory(tmp_pat
         one.agent("a") as a,
         one.agent("b") as b,
     ):
-        await with_disk(a, 2 * GIB).beat()
-        await with_disk(b, 2 * GIB).beat()
+        await set_free_disk_space(a, 2 * GIB).beat()
+        await set_free_disk_space(b, 2 * GIB).beat()
         job = await owner.submit(gpus=1)
-        small = await until_launched(clock, a, b)
+        small = await advance_until_launched(clock, a, b)
         large = b if small is a else a
-        await with_disk(large, 5 * GIB).beat()
-        await lack_space(small, free_bytes=2 * GIB, needed_bytes=4 * GIB)
+        await set_free_disk_space(large, 5 * GIB).beat()
+        await report_missing_disk_space(small, free_bytes=2 * GIB, needed_bytes=4 * GIB)
         for _ in range(2 * LAUNCH_ATTEMPTS_MAX):
-            assert await until_launched(clock, a, b) is large
-            await lack_space(large, free_bytes=5 * GIB, needed_bytes=4 * GIB)
+            assert await advance_until_launched(clock, a, b) is large
+            await report_missing_disk_space(large, free_bytes=5 * GIB, needed_bytes=4 * GIB)
         assert (await owner.job(job.job_id)).state is not JobState.FAILED, "a node has enough space"
-        await until_launched(clock, a, b)
+        await advance_until_launched(clock, a, b)
         assert (await large.start_next()).job_id == job.job_id
         assert await node_status(owner, small) is NodeStatus.HEALTHY
 
@@ -238,12 +238,12 @@ async def test_job_goes_to_a_new_node_with_space_for_its_working_directory(tmp_p
         one.client() as owner,
         one.agent("a") as a,
     ):
-        await with_disk(a, 2 * GIB).beat()
+        await set_free_disk_space(a, 2 * GIB).beat()
         job = await owner.submit(gpus=1)
-        await until_launched(clock, a)
-        await lack_space(a, free_bytes=2 * GIB, needed_bytes=4 * GIB)
+        await advance_until_launched(clock, a)
+        await report_missing_disk_space(a, free_bytes=2 * GIB, needed_bytes=4 * GIB)
         async with one.agent("b") as b:
-            await with_disk(b, 5 * GIB).beat()
-            while await until_launched(clock, a, b) is a:
-                await lack_space(a, free_bytes=2 * GIB, needed_bytes=4 * GIB)
+            await set_free_disk_space(b, 5 * GIB).beat()
+            while await advance_until_launched(clock, a, b) is a:
+                await report_missing_disk_space(a, free_bytes=2 * GIB, needed_bytes=4 * GIB)
             assert (await b.start_next()).job_id == job.job_id

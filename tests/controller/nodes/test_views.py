@@ -42,7 +42,7 @@ class FakePeer:
         self._listener()
 
 
-class Cluster:
+class ViewInputs:
     """The inputs of the views, changed as the controller changes them."""
 
     def __init__(self) -> None:
@@ -133,8 +133,8 @@ events = st.one_of(
 
 
 @given(st.lists(events, max_size=30))
-def test_incremental_views_equal_views_from_scratch(given_events: list[tuple[Any, ...]]) -> None:
-    cluster = Cluster()
+def test_incremental_node_views_equal_views_from_scratch(given_events: list[tuple[Any, ...]]) -> None:
+    cluster = ViewInputs()
     notified: dict[str, NodeSnapshot] = {}
 
     def look(node_id: str, state: NodeSnapshot | None) -> None:
@@ -157,8 +157,8 @@ def test_incremental_views_equal_views_from_scratch(given_events: list[tuple[Any
         }
 
 
-def test_snapshot_is_not_renewed_without_a_change() -> None:
-    cluster = Cluster()
+def test_snapshot_of_a_node_is_not_renewed_without_a_change() -> None:
+    cluster = ViewInputs()
     cluster.register("n0")
     cluster.beat("n0", 1)
     looks: list[str] = []
@@ -169,9 +169,9 @@ def test_snapshot_is_not_renewed_without_a_change() -> None:
     assert looks == ["n0"]
 
 
-def test_current_views_look_only_at_connections_that_have_changed() -> None:
+def test_current_views_read_only_connections_that_have_changed() -> None:
     """Each scheduling pass reads them: its cost must not grow with the number of nodes."""
-    cluster = Cluster()
+    cluster = ViewInputs()
     for number in range(20):
         cluster.register(f"n{number}")
         cluster.beat(f"n{number}", 1)
@@ -183,9 +183,9 @@ def test_current_views_look_only_at_connections_that_have_changed() -> None:
     assert [now > then for now, then in zip(looks, before, strict=True)].count(True) == 1
 
 
-def test_disconnected_nodes_are_not_renewed_at_every_look() -> None:
+def test_snapshots_of_disconnected_nodes_are_not_renewed_at_every_read() -> None:
     """Each placement looks at the nodes."""
-    cluster = Cluster()
+    cluster = ViewInputs()
     for number in range(20):
         cluster.register(f"n{number}")
         cluster.beat(f"n{number}", 1)
@@ -203,8 +203,8 @@ def test_disconnected_nodes_are_not_renewed_at_every_look() -> None:
     assert len(looks) == 20
 
 
-def test_memory_for_expiries_is_bounded() -> None:
-    cluster = Cluster()
+def test_number_of_scheduled_snapshot_expiries_is_bounded() -> None:
+    cluster = ViewInputs()
     for _ in range(100):
         cluster.register("n0")
         cluster.beat("n0", 1)
@@ -213,7 +213,7 @@ def test_memory_for_expiries_is_bounded() -> None:
 
 
 def test_snapshots_are_renewed_in_a_deterministic_order() -> None:
-    cluster, looked_at = Cluster(), list[str]()
+    cluster, looked_at = ViewInputs(), list[str]()
     cluster.views.add_listener(lambda node_id, state: looked_at.append(node_id))
     names = [f"n{number:02}" for number in range(30)]
     for node_id in reversed(names):

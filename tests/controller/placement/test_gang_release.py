@@ -59,7 +59,7 @@ def held_units(one: RunningController) -> list[str]:
     ]
 
 
-async def connect_all(one: RunningController, stack: AsyncExitStack) -> list[FakeAgent]:
+async def connect_all_agents(one: RunningController, stack: AsyncExitStack) -> list[FakeAgent]:
     return [await connect_agent(one, make_node_info(node_id), stack) for node_id in NODES]
 
 
@@ -69,7 +69,7 @@ async def test_cancelled_gang_is_released_in_parts(tmp_path: Path) -> None:
         one.client() as owner,
         AsyncExitStack() as stack,
     ):
-        agents = await connect_all(one, stack)
+        agents = await connect_all_agents(one, stack)
         gang = await place_gang(one, owner, agents)
         cancelled = (await owner.ask(CancelJob(job_id=gang.job_id))).job
         assert cancelled.state is JobState.CANCELLED
@@ -83,7 +83,7 @@ async def test_gang_with_a_worker_that_cannot_start_is_queued_again_with_the_rea
         one.client() as owner,
         AsyncExitStack() as stack,
     ):
-        agents = await connect_all(one, stack)
+        agents = await connect_all_agents(one, stack)
         gang = await place_gang(one, owner, agents)
         launch = await agents[-1].next_launch()
         agents[-1].end(launch, None, reason="damaged", started=False)
@@ -101,7 +101,7 @@ async def test_rejected_launch_of_a_gang_is_void_on_all_nodes(tmp_path: Path) ->
         one.client() as owner,
         AsyncExitStack() as stack,
     ):
-        agents = await connect_all(one, stack)
+        agents = await connect_all_agents(one, stack)
         agents[0].hang = asyncio.Event()
         agents[0].refuse = LaunchError("not today")
         gang = await owner.submit_spec(job_spec("gang", workers=len(NODES)))
@@ -118,7 +118,7 @@ async def test_rejected_launch_of_a_gang_is_void_on_all_nodes(tmp_path: Path) ->
             await agents[1].confirm(launches[0])
 
 
-class CommitsUntil:
+class BlockCommitsAfter:
     """Lets some commits of a store pass and blocks the next ones, as in a process that was killed."""
 
     def __init__(self, store: Store, count: int) -> None:
@@ -140,9 +140,9 @@ async def test_release_that_a_crash_interrupted_is_completed_by_the_next_term(tm
     async with running_controller(tmp_path) as one:
         async with AsyncExitStack() as stack:
             owner = await stack.enter_async_context(one.client())
-            agents = await connect_all(one, stack)
+            agents = await connect_all_agents(one, stack)
             gang = await place_gang(one, owner, agents)
-            commits = CommitsUntil(one.store, 1)
+            commits = BlockCommitsAfter(one.store, 1)
             cancelling = asyncio.get_running_loop().create_task(owner.ask(CancelJob(job_id=gang.job_id)))
             await asyncio.wait_for(commits.blocked.wait(), 10)
             found = await one.store.get(f"job/{gang.job_id}")
@@ -170,7 +170,7 @@ async def test_release_that_failed_between_parts_is_completed_by_the_next_tick(t
         one.client() as owner,
         AsyncExitStack() as stack,
     ):
-        agents = await connect_all(one, stack)
+        agents = await connect_all_agents(one, stack)
         gang = await place_gang(one, owner, agents)
         assert one.controller is not None
         changes = one.controller._jobs._changes

@@ -34,9 +34,9 @@ from genie.model.messages import (
 )
 from tests.controller.running_controller import (
     Client,
+    advance_until_launch,
     connect_agent,
     job_spec,
-    launched_while,
     running_controller,
 )
 from tests.fakes.agent import FakeAgent, make_node_info
@@ -91,7 +91,7 @@ async def test_confirmation_waits_for_the_other_workers(tmp_path: Path) -> None:
         asyncio.TaskGroup() as group,
     ):
         job = await owner.submit_spec(job_spec(workers=2))
-        first = await launched_while(clock, a, b)
+        first = await advance_until_launch(clock, a, b)
         second = await b.next_launch()
         waiting = group.create_task(a.confirm(first, wait_s=60.0))
         assert one.controller is not None
@@ -112,20 +112,20 @@ async def test_waiting_confirmation_ends_when_the_launch_is_void_or_time_is_over
         asyncio.TaskGroup() as group,
     ):
         job = await owner.submit_spec(job_spec(workers=2))
-        launch = await launched_while(clock, a, b)
+        launch = await advance_until_launch(clock, a, b)
         assert one.controller is not None
         waiters = one.controller._jobs._notifier._waiters
-        waiting = group.create_task(_failure(a.confirm(launch, wait_s=60.0)))
+        waiting = group.create_task(_error_of(a.confirm(launch, wait_s=60.0)))
         await until(lambda: job.job_id in waiters)
         await clock.advance(3.1)
         assert isinstance(await waiting, WorkersMissingError), "the wait is limited"
-        waiting = group.create_task(_failure(a.confirm(launch, wait_s=60.0)))
+        waiting = group.create_task(_error_of(a.confirm(launch, wait_s=60.0)))
         await until(lambda: job.job_id in waiters)
         await owner.ask(CancelJob(job_id=job.job_id))
         assert isinstance(await waiting, FencedError)
 
 
-async def _failure(work: Awaitable[None]) -> Exception:
+async def _error_of(work: Awaitable[None]) -> Exception:
     with pytest.raises(GenieError) as caught:
         await work
     return caught.value
@@ -366,7 +366,7 @@ async def test_gang_with_a_lost_launch_is_queued_again_after_the_timeout(tmp_pat
         one.agent("b") as b,
     ):
         job = await owner.submit_spec(job_spec(workers=2))
-        first = await launched_while(clock, a, b)
+        first = await advance_until_launch(clock, a, b)
         a.running[first.job_id] = RunningJob(job_id=first.job_id, epoch=first.placement.epoch)
 
         async def is_void() -> bool:

@@ -112,7 +112,7 @@ async def test_gpu_memory_in_use_outside_is_not_allocated(tmp_path: Path) -> Non
 # -- preemption and time limits ---------------------------------------------------------------------
 
 
-async def _running(owner: Client, agent: FakeAgent, **constraints: object) -> tuple[Job, Launch]:
+async def _start_low_job(owner: Client, agent: FakeAgent, **constraints: object) -> tuple[Job, Launch]:
     job = await owner.submit_spec(job_spec("low", **constraints))
     return job, await agent.start_next()
 
@@ -121,7 +121,7 @@ async def test_higher_priority_preempts_a_job_which_is_queued_again(
     tmp_path: Path,
 ) -> None:
     async with running_controller(tmp_path) as one, one.client() as owner, one.agent("a") as a:
-        low, launch = await _running(owner, a, preemptible=True, grace_s=5.0)
+        low, launch = await _start_low_job(owner, a, preemptible=True, grace_s=5.0)
         high = await owner.submit_spec(job_spec("high", priority=10))
         assert high.reason == f"waiting for {low.job_id} to stop"
         kill = await a.next_kill()
@@ -159,11 +159,11 @@ async def test_job_confirmed_during_its_preemption_is_killed(
         assert (await a.start_next()).job_id == high.job_id
 
 
-async def test_decision_that_was_not_recorded_is_made_again(
+async def test_placement_that_was_not_recorded_is_decided_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with running_controller(tmp_path) as one, one.client() as owner, one.agent("a") as a:
-        low, _ = await _running(owner, a, preemptible=True)
+        low, _ = await _start_low_job(owner, a, preemptible=True)
 
         async def broken(self: JobLifecycle, jobs: Iterable[tuple[Job, str]], stop: StopReason) -> list[Job]:
             if not list(jobs):
@@ -176,7 +176,7 @@ async def test_decision_that_was_not_recorded_is_made_again(
         assert (await a.next_kill()).job_id == low.job_id
 
 
-async def test_start_decided_before_a_reload_is_dropped(tmp_path: Path) -> None:
+async def test_start_decided_before_a_reload_of_the_ledger_is_dropped(tmp_path: Path) -> None:
     async with running_controller(tmp_path) as one, one.client() as owner, one.agent("a"):
         await owner.ask(DrainNode(node_id="a"))
         job = await owner.submit_spec(job_spec())
@@ -192,7 +192,7 @@ async def test_start_decided_before_a_reload_is_dropped(tmp_path: Path) -> None:
 
 async def test_job_that_is_not_preemptible_is_not_preempted(tmp_path: Path) -> None:
     async with running_controller(tmp_path) as one, one.client() as owner, one.agent("a") as a:
-        low, _ = await _running(owner, a)
+        low, _ = await _start_low_job(owner, a)
         high = await owner.submit_spec(job_spec("high", priority=10))
         assert high.state is JobState.QUEUED
         await a.beat()
@@ -202,7 +202,7 @@ async def test_job_that_is_not_preemptible_is_not_preempted(tmp_path: Path) -> N
 
 async def test_job_can_be_cancelled_while_it_is_being_preempted(tmp_path: Path) -> None:
     async with running_controller(tmp_path) as one, one.client() as owner, one.agent("a") as a:
-        low, launch = await _running(owner, a, preemptible=True)
+        low, launch = await _start_low_job(owner, a, preemptible=True)
         await owner.submit_spec(job_spec("high", priority=10))
         await a.next_kill()
         await owner.ask(CancelJob(job_id=low.job_id))
@@ -218,8 +218,8 @@ async def test_preemption_survives_a_controller_restart(tmp_path: Path) -> None:
         async with one.client() as owner, agent.connected(one.network, access):
             await agent.register()
             await agent.beat()
-            low, _ = await _running(owner, agent, preemptible=True)
-            other, _ = await _running(owner, agent, preemptible=True)
+            low, _ = await _start_low_job(owner, agent, preemptible=True)
+            other, _ = await _start_low_job(owner, agent, preemptible=True)
             await owner.submit_spec(job_spec("high", priority=10))
             victim = (await agent.next_kill()).job_id
         await one.restart()
@@ -262,7 +262,7 @@ async def test_job_ends_at_its_time_limit(tmp_path: Path) -> None:
 
 async def test_job_over_its_time_limit_fails_even_if_its_node_is_lost(tmp_path: Path) -> None:
     async with running_controller(tmp_path) as one, one.client() as owner, one.agent("a") as a:
-        job, launch = await _running(owner, a, time_limit_s=3600.0)
+        job, launch = await _start_low_job(owner, a, time_limit_s=3600.0)
         assert one.controller is not None
         jobs, epoch = one.controller._jobs, launch.placement.epoch
         await jobs.mark_jobs_stopping(
@@ -275,7 +275,7 @@ async def test_job_over_its_time_limit_fails_even_if_its_node_is_lost(tmp_path: 
 
 async def test_small_jobs_with_time_limits_are_backfilled(tmp_path: Path) -> None:
     async with running_controller(tmp_path) as one, one.client() as owner, one.agent("a", gpus=2) as a:
-        await _running(owner, a, time_limit_s=1000.0)
+        await _start_low_job(owner, a, time_limit_s=1000.0)
         large = await owner.submit_spec(job_spec("large", gpus=2))
         assert large.reason == "waiting for resources on a (reserved for this job)"
         long = await owner.submit_spec(job_spec("long"))
@@ -298,7 +298,7 @@ async def test_setting_the_wall_clock_does_not_change_reservations(tmp_path: Pat
         one.client() as owner,
         one.agent("a", gpus=2) as a,
     ):
-        await _running(owner, a, time_limit_s=1000.0)
+        await _start_low_job(owner, a, time_limit_s=1000.0)
         large = await owner.submit_spec(job_spec("large", gpus=2))
         assert large.reason == "waiting for resources on a (reserved for this job)"
         clock.wall_offset_s = 3600.0
@@ -413,7 +413,7 @@ async def test_placer_caches_are_refreshed_between_decisions(
         assert 0 < budgets[0] <= 100_000, "the refresh must be short"
 
 
-async def test_an_incomplete_refresh_is_continued_in_the_same_pass(
+async def test_incomplete_refresh_of_placer_caches_is_continued_in_the_same_pass(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     events: list[str] = []
@@ -454,7 +454,9 @@ async def test_one_tenant_cannot_fill_the_queue(tmp_path: Path) -> None:
             await owner.submit_spec(job_spec())
 
 
-async def test_number_of_pending_kinds_is_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_number_of_different_kinds_of_pending_jobs_is_limited(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(planning, "PENDING_KINDS_MAX", 3)
     async with running_controller(tmp_path) as one, one.client() as owner, one.agent("a", gpus=8) as a:
         await owner.submit_spec(job_spec("all", gpus=8))
@@ -489,7 +491,7 @@ async def test_error_names_unknown_accelerators(tmp_path: Path) -> None:
             await owner.submit_spec(pinned)
 
 
-async def test_launch_names_the_accelerators_that_replaced_equal_ones(tmp_path: Path) -> None:
+async def test_launch_has_the_new_ids_of_renumbered_accelerators(tmp_path: Path) -> None:
     async with running_controller(tmp_path) as one, one.client() as owner, one.agent("a", gpus=2) as a:
         a.info = msgspec.structs.replace(
             a.info, gpus=tuple(msgspec.structs.replace(gpu, gpu_id=gpu.gpu_id + 4) for gpu in a.info.gpus)
@@ -501,7 +503,7 @@ async def test_launch_names_the_accelerators_that_replaced_equal_ones(tmp_path: 
 
 async def test_grace_period_applies_to_preemption_and_not_to_cancelling(tmp_path: Path) -> None:
     async with running_controller(tmp_path) as one, one.client() as owner, one.agent("a") as a:
-        low, _ = await _running(owner, a, preemptible=True, grace_s=86400.0)
+        low, _ = await _start_low_job(owner, a, preemptible=True, grace_s=86400.0)
         await owner.submit_spec(job_spec("high", priority=9))
         assert (await a.next_kill()).grace_s == 86400.0
         assert [order.grace_s for order in (await a.beat()).kill] == [86400.0]

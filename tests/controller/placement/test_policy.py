@@ -49,7 +49,7 @@ thing = LastFirst()
 
 
 @pytest.fixture(autouse=True)
-def own_policies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def custom_policy_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "modules"
     folder.mkdir()
     (folder / "own_policies.py").write_text(POLICIES)
@@ -58,14 +58,14 @@ def own_policies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "own_policies", raising=False)
 
 
-def job(name: str) -> JobSpec:
+def make_spec(name: str) -> JobSpec:
     return JobSpec(name=name, command=("true",), resources=Resources(gpus=1))
 
 
 async def test_custom_policy_orders_the_queue(tmp_path: Path) -> None:
     own = "own_policies:LastFirst"
     async with running_controller(tmp_path, policy=own, policy_budget_s=1.0) as one, one.client() as owner:
-        first, second = [await owner.submit_spec(job(name)) for name in ("first", "second")]
+        first, second = [await owner.submit_spec(make_spec(name)) for name in ("first", "second")]
         async with one.agent() as agent:
             assert (await agent.start_next()).job_id == second.job_id
             assert (await owner.job(first.job_id)).state is JobState.QUEUED
@@ -84,9 +84,9 @@ async def test_policy_that_fails_or_hangs_is_disabled_and_scheduling_continues(
         one.client() as owner,
         one.agent(gpus=2) as agent,
     ):
-        good = await owner.submit_spec(job("good"))
+        good = await owner.submit_spec(make_spec("good"))
         assert (await agent.start_next()).job_id == good.job_id
-        bad = await owner.submit_spec(job("bad"))
+        bad = await owner.submit_spec(make_spec("bad"))
         assert (await agent.start_next()).job_id == bad.job_id
         fault = (await owner.status()).policy_fault
         assert f"policy 'own_policies:{name}' is disabled and replaced by FairShare" in fault
@@ -111,7 +111,7 @@ def test_unknown_policy_is_an_error(name: str, message: str) -> None:
     assert message in str(raised.value)
 
 
-def test_alarm_interrupts_only_a_call_that_exceeds_its_limit() -> None:
+def test_alarm_interrupts_only_a_policy_call_that_exceeds_its_limit() -> None:
     alarm = SignalTimeout(0.05, PolicyTimeoutError)
     with pytest.raises(PolicyTimeoutError), alarm:
         time.sleep(60)
@@ -120,12 +120,12 @@ def test_alarm_interrupts_only_a_call_that_exceeds_its_limit() -> None:
     with pytest.raises(PolicyTimeoutError), alarm:
         while True:
             pass
-    order = IsolatedPolicy(_Slow(), budget_s=9.0, clock=time.monotonic, guard=alarm)
+    order = IsolatedPolicy(_SlowPolicy(), budget_s=9.0, clock=time.monotonic, guard=alarm)
     assert order.within(JobRequest("j", "t", 1, Shape())) != (1,)
     assert "did not return" in order.disabled_reason
 
 
-class _Slow:
+class _SlowPolicy:
     def within(self, request: JobRequest) -> tuple[float, ...]:
         time.sleep(60)
         return (1,)

@@ -166,12 +166,12 @@ RARE_TICKS = {"node_suspect_s": 120.0, "node_ttl_s": 300.0}
 
 
 @pytest.fixture
-def rare_ticks(monkeypatch: pytest.MonkeyPatch) -> None:
+def rare_controller_ticks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("genie.controller.controller._TICK_INTERVAL_S_MAX", 30.0)
 
 
-@pytest.mark.usefixtures("rare_ticks")
-async def test_used_tokens_are_deleted_after_a_day(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("rare_controller_ticks")
+async def test_expired_and_revoked_tokens_are_deleted_after_a_day(tmp_path: Path) -> None:
     clock = FakeClock()
     async with running_controller(tmp_path, clock=clock, **RARE_TICKS) as one, one.client() as owner:
         await one.token(TokenKind.JOIN)
@@ -260,7 +260,7 @@ async def test_taken_node_id_gets_a_number(tmp_path: Path) -> None:
             await _request_unauthenticated(one, Join(token=token, requested_node_id="No Good", csr_pem=""))
 
 
-async def test_used_join_tokens_and_nodes_do_not_count_as_tokens(
+async def test_nodes_and_used_join_tokens_do_not_count_towards_the_token_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tokens, "TOKENS_MAX", 3)
@@ -367,7 +367,7 @@ async def test_controller_with_another_ca_does_not_lead(tmp_path: Path) -> None:
             await one.restart()
 
 
-@pytest.mark.usefixtures("rare_ticks")
+@pytest.mark.usefixtures("rare_controller_ticks")
 async def test_controller_certificate_is_renewed_at_half_of_its_lifetime(tmp_path: Path) -> None:
     clock = FakeClock(
         wall_s=time.time() - 13.5 * 3600
@@ -384,7 +384,7 @@ async def test_controller_certificate_is_renewed_at_half_of_its_lifetime(tmp_pat
             assert (await owner.status()).leading
 
 
-@pytest.mark.usefixtures("rare_ticks")
+@pytest.mark.usefixtures("rare_controller_ticks")
 async def test_controller_certificate_is_renewed_after_a_suspend(tmp_path: Path) -> None:
     """The wall clock advances during a suspend; the monotonic clock, by which tasks sleep, does not."""
     clock = FakeClock(wall_s=time.time() - 13 * 3600)
@@ -449,7 +449,7 @@ async def test_tenants_never_share_an_accelerator(tmp_path: Path) -> None:
 # -- invalid input ----------------------------------------------------------------------------------
 
 
-def _frame(payload: bytes, *, length: int | None = None, kind: int = 1) -> bytes:
+def _pack_frame(payload: bytes, *, length: int | None = None, kind: int = 1) -> bytes:
     return struct.pack(">IBI", len(payload) if length is None else length, kind, 1) + payload
 
 
@@ -459,10 +459,10 @@ def _frame(payload: bytes, *, length: int | None = None, kind: int = 1) -> bytes
         b"GET / HTTP/1.1\r\n\r\n",
         b"\x16\x03\x01\x02\x00\x01\x00",
         wire.make_preface(version=99),
-        wire.make_preface() + _frame(b"", length=0xFFFFFFFF),
-        wire.make_preface() + _frame(b"x" * (wire.UNAUTHENTICATED_FRAME_BYTES_MAX + 1)),
-        wire.make_preface() + _frame(b"half", length=1000),
-        wire.make_preface() + _frame(b"", kind=77),
+        wire.make_preface() + _pack_frame(b"", length=0xFFFFFFFF),
+        wire.make_preface() + _pack_frame(b"x" * (wire.UNAUTHENTICATED_FRAME_BYTES_MAX + 1)),
+        wire.make_preface() + _pack_frame(b"half", length=1000),
+        wire.make_preface() + _pack_frame(b"", kind=77),
         wire.make_preface()[:3],
         wire.make_preface() + b"\x00",
     ],
@@ -485,7 +485,7 @@ async def test_frame_that_is_not_a_request_gets_an_error(tmp_path: Path, payload
     async with running_controller(tmp_path) as one, one.client() as owner:
         network = TcpNetwork()
         channel = await network.connect("127.0.0.1", one.port, tls=None, timeout_s=5)
-        await channel.send(_frame(payload))
+        await channel.send(_pack_frame(payload))
         async with asyncio.timeout(20):
             frame = await channel.receive()
         assert frame.kind is wire.FrameKind.ERROR

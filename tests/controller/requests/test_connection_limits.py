@@ -19,7 +19,7 @@ from tests.controller.running_controller import running_controller
 from tests.waiting import until
 
 
-async def test_token_at_its_limit_is_rejected_and_the_owner_can_revoke_it(
+async def test_token_at_its_connection_limit_is_rejected_and_the_owner_can_revoke_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(connections.CONNECTIONS_PER_TOKEN_MAX, TokenKind.USER, 3)
@@ -40,7 +40,7 @@ async def test_token_at_its_limit_is_rejected_and_the_owner_can_revoke_it(
         await until(lambda: all(client.peer.is_closed for client in opened))
 
 
-async def test_users_leave_connections_to_nodes_and_the_owner(
+async def test_users_can_use_only_half_of_the_connections(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connection_limits, "CONNECTIONS_MAX", 64)
@@ -71,7 +71,7 @@ async def test_owner_beyond_its_limit_replaces_its_oldest_connection(
             assert await second.status()
 
 
-async def test_owner_beyond_its_limit_uses_what_users_have_left(
+async def test_owner_beyond_its_limit_uses_connections_that_users_do_not_use(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Many processes with an owner token do not replace each other's connections."""
@@ -91,7 +91,7 @@ async def test_owner_beyond_its_limit_uses_what_users_have_left(
             await until(lambda: owners[0].peer.is_closed)
 
 
-async def test_memory_is_returned_only_when_connections_are_no_longer_being_closed(
+async def test_memory_is_returned_to_the_system_only_after_a_wave_of_closed_connections(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise those that are still being closed keep it until as many others were closed."""
@@ -114,7 +114,7 @@ async def test_memory_is_returned_only_when_connections_are_no_longer_being_clos
         assert not open_now.have_many_closed()
 
 
-async def test_memory_is_returned_after_many_connections_were_closed(
+async def test_memory_is_returned_to_the_system_after_many_connections_were_closed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trims: list[int] = []

@@ -20,7 +20,7 @@ NODES = 700
 TOKENS = 2000
 
 
-async def _fill(ledger: Ledger) -> None:
+async def _add_nodes_and_tokens(ledger: Ledger) -> None:
     info = make_node_info("n", gpus=8)
     infos = [msgspec.structs.replace(info, node_id=f"n{number:04}") for number in range(NODES)]
     tokens = [
@@ -51,7 +51,7 @@ async def _fill(ledger: Ledger) -> None:
 async def test_client_lists_all_nodes_and_all_tokens(tmp_path: Path) -> None:
     async with running_controller(tmp_path) as one:
         assert one.controller is not None
-        await _fill(one.controller._ledger)
+        await _add_nodes_and_tokens(one.controller._ledger)
         async with open_controller_connection(
             await one.access(), network=one.network, program="test", timeout_s=10
         ) as connection:

@@ -23,11 +23,11 @@ from tests.fakes.agent import FakeAgent, make_node_info
 from tests.waiting import until
 
 
-async def preempted(owner: Client, agent: FakeAgent, job: Job) -> None:
+async def run_and_preempt(owner: Client, agent: FakeAgent, job: Job) -> None:
     """Run the job and preempt it for another one, which ends at once."""
     launch = await agent.start_next()
     assert launch.job_id == job.job_id
-    high = await owner.submit_spec(spec("high", priority=900))
+    high = await owner.submit_spec(make_spec("high", priority=900))
     await agent.next_kill()
     agent.end(launch, 0)
     await agent.beat()
@@ -37,7 +37,7 @@ async def preempted(owner: Client, agent: FakeAgent, job: Job) -> None:
     await agent.beat()
 
 
-def spec(name: str = "low", **constraints: object) -> JobSpec:
+def make_spec(name: str = "low", **constraints: object) -> JobSpec:
     return JobSpec(
         name=name,
         command=("true",),
@@ -46,17 +46,17 @@ def spec(name: str = "low", **constraints: object) -> JobSpec:
     )
 
 
-def logs_of(agent: FakeAgent, job: Job, *, epochs: dict[int, bytes]) -> None:
+def set_logs_by_epoch(agent: FakeAgent, job: Job, *, epochs: dict[int, bytes]) -> None:
     for epoch, data in epochs.items():
         agent.logs[f"{job.job_id}@{epoch}"] = data
 
 
 async def test_each_run_has_a_log_and_the_latest_is_the_default(tmp_path: Path) -> None:
     async with running_controller(tmp_path) as one, one.client() as owner, one.agent("a") as agent:
-        job = await owner.submit_spec(spec(preemptible=True))
-        await preempted(owner, agent, job)
+        job = await owner.submit_spec(make_spec(preemptible=True))
+        await run_and_preempt(owner, agent, job)
         (first,) = (await owner.job(job.job_id)).earlier
-        logs_of(agent, job, epochs={first.epoch: b"one"})
+        set_logs_by_epoch(agent, job, epochs={first.epoch: b"one"})
 
         async def read(run: int = 0, **more: float) -> LogChunk:
             return await owner.ask(ReadLog(job_id=job.job_id, run=run, **more))
@@ -67,7 +67,7 @@ async def test_each_run_has_a_log_and_the_latest_is_the_default(tmp_path: Path) 
             await read(2)
         assert caught.value.hint == "runs with logs: 1"
         launch = await agent.start_next()
-        logs_of(agent, job, epochs={launch.placement.epoch: b"second"})
+        set_logs_by_epoch(agent, job, epochs={launch.placement.epoch: b"second"})
         last = await read()
         assert (last.data, last.run, last.runs) == (b"second", 2, (1, 2))
         assert ((await read(1)).data, (await read(2)).data) == (b"one", b"second")
@@ -80,11 +80,11 @@ async def test_each_run_has_a_log_and_the_latest_is_the_default(tmp_path: Path) 
         assert (following.eof, following.run) == (True, 0), "a follower learns that there is no further run"
 
 
-async def test_newest_runs_are_kept_and_survive_a_controller_restart(tmp_path: Path) -> None:
+async def test_newest_runs_of_a_job_are_kept_and_survive_a_controller_restart(tmp_path: Path) -> None:
     async with running_controller(tmp_path) as one, one.client() as owner, one.agent("a") as agent:
-        job = await owner.submit_spec(spec(preemptible=True))
+        job = await owner.submit_spec(make_spec(preemptible=True))
         for _ in range(RUNS_KEPT + 2):
-            await preempted(owner, agent, job)
+            await run_and_preempt(owner, agent, job)
         kept = (await owner.job(job.job_id)).earlier
         assert [run.number for run in kept] == list(range(3, RUNS_KEPT + 3))
         assert all(run.nodes == ("a",) and run.started_at <= run.ended_at for run in kept)
@@ -95,9 +95,9 @@ async def test_newest_runs_are_kept_and_survive_a_controller_restart(tmp_path: P
             assert (await again.job(job.job_id)).earlier == kept
 
 
-async def test_launch_that_never_started_is_not_a_run(tmp_path: Path) -> None:
+async def test_launch_that_never_started_is_not_counted_as_a_run(tmp_path: Path) -> None:
     async with running_controller(tmp_path) as one, one.client() as owner, one.agent("a") as agent:
-        job = await owner.submit_spec(spec())
+        job = await owner.submit_spec(make_spec())
         launch = await agent.next_launch()
         agent.end(launch, None, reason="not started", started=False)
         await agent.beat()
@@ -105,7 +105,7 @@ async def test_launch_that_never_started_is_not_a_run(tmp_path: Path) -> None:
         assert (again.earlier, again.run) == ((), 1)
 
 
-class _WaitingAgent(FakeAgent):
+class _AgentWithEndlessLogWait(FakeAgent):
     """Waits for output of the log forever, unless a request does not wait."""
 
     waits = 0
@@ -117,7 +117,7 @@ class _WaitingAgent(FakeAgent):
         return LogChunk(data=b"", start=request.offset, next_offset=request.offset, eof=False)
 
 
-async def _running_job(one: RunningController, agent: FakeAgent, tenant: str) -> tuple[str, Job]:
+async def _start_job_of_tenant(one: RunningController, agent: FakeAgent, tenant: str) -> tuple[str, Job]:
     token = await one.token(TokenKind.USER, tenant=tenant)
     async with one.client(token) as client:
         job = await client.submit(gpus=1)
@@ -125,16 +125,16 @@ async def _running_job(one: RunningController, agent: FakeAgent, tenant: str) ->
         return token, job
 
 
-async def test_waits_of_one_tenant_delay_neither_heartbeats_nor_logs_of_others(tmp_path: Path) -> None:
+async def test_log_waits_of_one_tenant_delay_neither_heartbeats_nor_logs_of_others(tmp_path: Path) -> None:
     async with running_controller(tmp_path) as one, AsyncExitStack() as stack:
-        agent = await connect_agent(one, make_node_info("a", gpus=2), stack, kind=_WaitingAgent)
-        assert isinstance(agent, _WaitingAgent)
-        red, job = await _running_job(one, agent, "red")
-        blue, other = await _running_job(one, agent, "blue")
+        agent = await connect_agent(one, make_node_info("a", gpus=2), stack, kind=_AgentWithEndlessLogWait)
+        assert isinstance(agent, _AgentWithEndlessLogWait)
+        red, job = await _start_job_of_tenant(one, agent, "red")
+        blue, other = await _start_job_of_tenant(one, agent, "blue")
         clients = [await stack.enter_async_context(one.client(red)) for _ in range(2)]
         group = await stack.enter_async_context(asyncio.TaskGroup())
         flood = [
-            group.create_task(_outcome(client, ReadLog(job_id=job.job_id, wait_s=30.0)))
+            group.create_task(_reply_or_error(client, ReadLog(job_id=job.job_id, wait_s=30.0)))
             for client in clients
             for _ in range(200)
         ]
@@ -147,7 +147,7 @@ async def test_waits_of_one_tenant_delay_neither_heartbeats_nor_logs_of_others(t
         async with one.client(blue) as client:
             chunk = await client.ask(ReadLog(job_id=other.job_id))
             assert (chunk.data, chunk.eof) == (b"", False)
-            waiting = group.create_task(_outcome(client, ReadLog(job_id=other.job_id, wait_s=30.0)))
+            waiting = group.create_task(_reply_or_error(client, ReadLog(job_id=other.job_id, wait_s=30.0)))
             await until(lambda: agent.waits == limit + 1, what="another tenant may wait")
         for client in clients:
             client.peer.close()
@@ -161,7 +161,7 @@ async def test_waits_for_a_change_of_a_job_are_limited_per_tenant(
     async with running_controller(tmp_path) as one, one.client() as owner, asyncio.TaskGroup() as group:
         job = await owner.submit(gpus=1)
         wait = GetJob(job_id=job.job_id, while_state=JobState.QUEUED, wait_s=30.0)
-        waits = [group.create_task(_outcome(owner, wait)) for _ in range(5)]
+        waits = [group.create_task(_reply_or_error(owner, wait)) for _ in range(5)]
         await until(lambda: sum(task.done() for task in waits) == 2)
         for task in waits:
             assert not task.done() or isinstance(task.result(), OverloadedError)
@@ -171,7 +171,7 @@ async def test_waits_for_a_change_of_a_job_are_limited_per_tenant(
         owner.peer.close()
 
 
-async def _outcome(
+async def _reply_or_error(
     client: Client, request: Request[LogChunk] | Request[JobReply]
 ) -> LogChunk | JobReply | GenieError:
     (outcome,) = await client.peer.call_each([request], timeout_s=60)

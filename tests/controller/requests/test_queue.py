@@ -34,7 +34,7 @@ BLUE = Identity(token_id="b", kind=TokenKind.USER, tenant="blue")
 ONE, TWO, THREE, FOUR = (f"j-{letter * 8}" for letter in "abcd")
 
 
-class DeskPlanner:
+class FakePlanner:
     """Answers from a scheduler."""
 
     def __init__(self, desk: SchedulerHarness) -> None:
@@ -64,7 +64,7 @@ class QueueSetup:
 
     def __init__(self, *nodes: NodeFacts) -> None:
         self.desk = SchedulerHarness(*nodes, rules=Rules(order=Fifo()))
-        self.planner = DeskPlanner(self.desk)
+        self.planner = FakePlanner(self.desk)
         self.ledger = Ledger(None, None, None)  # type: ignore[arg-type]  # its tables only
         self.ledger.is_loaded = True
         clock = FakeClock()
@@ -117,17 +117,17 @@ class QueueSetup:
         self.planner.decide()
 
     async def queue(self, who: Identity, limit: int = 100) -> QueueReply:
-        return await self.requests.get_queue(_connection(who), GetQueue(limit=limit))
+        return await self.requests.get_queue(_make_connection(who), GetQueue(limit=limit))
 
     async def explain(self, who: Identity, job_id: str) -> ExplainReply:
-        return await self.requests.explain_job(_connection(who), ExplainJob(job_id=job_id))
+        return await self.requests.explain_job(_make_connection(who), ExplainJob(job_id=job_id))
 
 
-def _connection(who: Identity) -> Connection:
+def _make_connection(who: Identity) -> Connection:
     return Connection(None, who)  # type: ignore[arg-type]  # nothing is sent over it
 
 
-def busy_cluster() -> QueueSetup:
+def make_busy_cluster() -> QueueSetup:
     """One job runs on both GPUs; three are pending, the second of tenant blue."""
     cluster = QueueSetup(node("n1", 2), node("tiny", 1), node("shut", 2, blocked_reason="draining"))
     cluster.submit(ONE, "red", 2, time_limit_s=60.0)
@@ -140,12 +140,12 @@ def busy_cluster() -> QueueSetup:
 
 
 def test_fake_planner_satisfies_the_protocol() -> None:
-    planner: QueuePlanner = DeskPlanner(SchedulerHarness())
+    planner: QueuePlanner = FakePlanner(SchedulerHarness())
     assert planner.pending_jobs() == []
 
 
 async def test_queue_lists_pending_reasons_in_order() -> None:
-    cluster = busy_cluster()
+    cluster = make_busy_cluster()
     reply = await cluster.queue(OWNER)
     assert [(each.position, each.job_id, each.tenant) for each in reply.jobs] == [
         (1, TWO, "red"),
@@ -160,7 +160,7 @@ async def test_queue_lists_pending_reasons_in_order() -> None:
 
 
 async def test_user_sees_its_own_jobs_and_only_the_number_of_others() -> None:
-    cluster = busy_cluster()
+    cluster = make_busy_cluster()
     reply = await cluster.queue(BLUE)
     (mine,) = reply.jobs
     assert (mine.position, mine.job_id, reply.waiting) == (2, THREE, 3)
@@ -168,8 +168,8 @@ async def test_user_sees_its_own_jobs_and_only_the_number_of_others() -> None:
     assert TWO not in str(reply) and "red" not in str(reply)
 
 
-async def test_limit_omits_later_jobs() -> None:
-    cluster = busy_cluster()
+async def test_queue_listing_with_a_limit_omits_later_jobs() -> None:
+    cluster = make_busy_cluster()
     reply = await cluster.queue(OWNER, limit=2)
     assert [each.job_id for each in reply.jobs] == [TWO, THREE]
     assert (reply.waiting, reply.more) == (3, True)
@@ -177,7 +177,7 @@ async def test_limit_omits_later_jobs() -> None:
 
 
 async def test_job_unknown_to_the_planner_is_listed_last() -> None:
-    cluster = busy_cluster()
+    cluster = make_busy_cluster()
     late = cluster.submit("j-eeeeeeee", "blue", 1, known=False)
     cluster.jobs.set_pending_reason(late.job_id, "its launch was refused")
     last = (await cluster.queue(OWNER)).jobs[-1]
@@ -187,14 +187,14 @@ async def test_job_unknown_to_the_planner_is_listed_last() -> None:
 
 
 async def test_ended_job_is_not_listed() -> None:
-    cluster = busy_cluster()
+    cluster = make_busy_cluster()
     cluster.put(msgspec.structs.replace(cluster.ledger.jobs[TWO], state=JobState.CANCELLED))
     assert [each.job_id for each in (await cluster.queue(OWNER)).jobs] == [THREE, FOUR]
     assert (await cluster.explain(OWNER, TWO)).ahead is None
 
 
 async def test_explanation_has_jobs_ahead_blocked_nodes_and_start_time() -> None:
-    cluster = busy_cluster()
+    cluster = make_busy_cluster()
     reply = await cluster.explain(OWNER, TWO)
     assert (reply.ahead, reply.starts_at, reply.job.reason) == (
         0,
@@ -209,7 +209,7 @@ async def test_explanation_has_jobs_ahead_blocked_nodes_and_start_time() -> None
 
 
 async def test_explanation_by_name_does_not_name_jobs_of_other_tenants() -> None:
-    cluster = busy_cluster()
+    cluster = make_busy_cluster()
     reply = await cluster.explain(BLUE, "name-c")
     assert (reply.job.job_id, reply.ahead) == (THREE, 1)
     assert reply.job.reason == "not enough free resources, and behind another job, which has a reservation"
@@ -218,7 +218,7 @@ async def test_explanation_by_name_does_not_name_jobs_of_other_tenants() -> None
 
 
 async def test_history_does_not_name_jobs_of_other_tenants() -> None:
-    cluster = busy_cluster()
+    cluster = make_busy_cluster()
     steps = (
         Transition(state=JobState.RUNNING, at=1.0, reason="started"),
         Transition(state=JobState.QUEUED, at=2.0, reason=f"makes room for {TWO}"),

@@ -138,22 +138,22 @@ async def test_pending_job_over_a_lowered_quota_is_explained(
             assert (reply.job.state, reply.starts_at) == (JobState.QUEUED, None)
 
 
-def table(*rows: QuotaRecord, holds: dict[str, NodeHolds] | None = None) -> QuotaTable:
+def make_quota_table(*rows: QuotaRecord, holds: dict[str, NodeHolds] | None = None) -> QuotaTable:
     ledger = Ledger(None, None, None)  # type: ignore[arg-type]  # its tables only
     for row in rows:
-        _put(ledger.quotas, row.tenant, row)
+        _set_row(ledger.quotas, row.tenant, row)
     for node_id, held in (holds or {}).items():
-        _put(ledger.holds, node_id, held)
+        _set_row(ledger.holds, node_id, held)
     return QuotaTable(ledger)
 
 
 # Any: rows of every table.
-def _put(into: Table[Any], row_id: str, row: Any) -> None:
+def _set_row(into: Table[Any], row_id: str, row: Any) -> None:
     into._set_row(row_id, row)
 
 
 def test_rules_contain_set_quotas_and_every_weight() -> None:
-    found, weights = table(
+    found, weights = make_quota_table(
         QuotaRecord(tenant="a", gpus=1.5),
         QuotaRecord(tenant="b", gpus=0.0, borrow_gpus=2.0, weight=0.5),
         QuotaRecord(tenant="c", borrow_gpus=2.0, weight=4.0),
@@ -163,7 +163,7 @@ def test_rules_contain_set_quotas_and_every_weight() -> None:
 
 
 def test_scheduler_enforces_the_rules() -> None:
-    found, weights = table(QuotaRecord(tenant="a", gpus=1.0, borrow_gpus=1.0)).quotas_and_weights()
+    found, weights = make_quota_table(QuotaRecord(tenant="a", gpus=1.0, borrow_gpus=1.0)).quotas_and_weights()
     desk = SchedulerHarness(node("n", 8), rules=Rules(quotas=found, weights=weights))
     for name in ("one", "two"):
         desk.submit(name)
@@ -179,7 +179,7 @@ def test_holds_on_all_nodes_are_counted() -> None:
     def hold(tenant: str, *gpu_ids: int, milli: int = 1000) -> Hold:
         return Hold(job_id="j", tenant=tenant, epoch=1, incarnation=1, gpu_ids=gpu_ids, gpu_milli=milli)
 
-    found = table(
+    found = make_quota_table(
         holds={
             "n1": NodeHolds(node_id="n1", holds=(hold("a", 0, 1), hold("b", 2, milli=250))),
             "n2": NodeHolds(node_id="n2", holds=(hold("a", 0, milli=100), hold("c"))),

@@ -18,7 +18,7 @@ from tests.fakes.clock import FakeClock
 from tests.waiting import until
 
 
-async def _outcomes(client: Client, count: int, limit: int = 1000) -> list[JobsReply | GenieError]:
+async def _list_jobs_at_once(client: Client, count: int, limit: int = 1000) -> list[JobsReply | GenieError]:
     return await client.peer.call_each([ListJobs(limit=limit)] * count, timeout_s=30)
 
 
@@ -30,7 +30,7 @@ async def test_flood_of_one_token_is_rejected_and_others_are_served(tmp_path: Pa
         one.agent("a") as agent,
     ):
         job = await blue.submit(gpus=1)
-        flood = asyncio.create_task(_outcomes(red, 256))
+        flood = asyncio.create_task(_list_jobs_at_once(red, 256))
         assert (await blue.job(job.job_id)).job_id == job.job_id
         assert await agent.beat()
         kinds = Counter(type(outcome) for outcome in await flood)
@@ -47,7 +47,7 @@ async def test_rate_limit_refills_after_the_stated_time(tmp_path: Path) -> None:
         token = await one.token(TokenKind.USER, tenant="red")
         async with one.client(token) as red:
             for _ in range(200):
-                (outcome,) = await _outcomes(red, 1)
+                (outcome,) = await _list_jobs_at_once(red, 1)
                 if isinstance(outcome, OverloadedError):
                     break
             assert isinstance(outcome, OverloadedError)
@@ -65,7 +65,7 @@ async def test_token_that_ignores_rejections_is_disconnected_until_it_pauses(
     async with running_controller(tmp_path, clock=clock) as one:
         token = await one.token(TokenKind.USER, tenant="red")
         async with one.client(token) as red:
-            await _outcomes(red, 400)
+            await _list_jobs_at_once(red, 400)
             await until(lambda: red.peer.is_closed)
         with pytest.raises(OverloadedError, match="rate limit of token"):
             async with one.client(token):
@@ -108,18 +108,20 @@ async def test_owner_can_cancel_at_its_rate_limit(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(request_limits, "BURST_UNITS", 11.0)
     async with running_controller(tmp_path, clock=FakeClock()) as one, one.client() as owner:
         job = await owner.submit(gpus=1)
-        assert isinstance((await _outcomes(owner, 2))[1], OverloadedError)
+        assert isinstance((await _list_jobs_at_once(owner, 2))[1], OverloadedError)
         assert await owner.ask(CancelJob(job_id=job.job_id))
         async with one.client() as again:
             assert await again.ask(CancelJob(job_id=job.job_id))
 
 
-async def test_lists_take_turns_with_heartbeats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_list_requests_take_turns_with_heartbeats(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Between two lists the controller reads its other connections."""
     monkeypatch.setattr(request_limits, "LIST_REQUESTS_IN_FLIGHT_MAX", 1000)
     async with running_controller(tmp_path) as one, one.client() as owner, one.agent("a") as agent:
         await owner.submit(gpus=1)
-        flood = asyncio.create_task(_outcomes(owner, 300, limit=1))
+        flood = asyncio.create_task(_list_jobs_at_once(owner, 300, limit=1))
         await until(lambda: owner.peer._pending_calls)
         assert await agent.beat()
         assert not flood.done(), "the heartbeat was served before the lists"
@@ -132,7 +134,7 @@ async def test_requests_in_flight_are_limited_per_token(
     monkeypatch.setattr(request_limits, "REQUESTS_IN_FLIGHT_MAX", 2)
     monkeypatch.setattr(request_limits, "LIST_REQUESTS_IN_FLIGHT_MAX", 1)
     async with running_controller(tmp_path) as one, one.client() as owner, one.client() as other:
-        outcomes = await _outcomes(owner, 5)
+        outcomes = await _list_jobs_at_once(owner, 5)
         messages = {outcome.message for outcome in outcomes if isinstance(outcome, OverloadedError)}
         assert len(messages) == 1
         assert "lists in flight of token" in messages.pop()

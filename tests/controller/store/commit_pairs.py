@@ -16,7 +16,7 @@ from genie.controller.store.sqlite import SqliteStore
 WRITERS = 8
 
 
-def pair(writer: int, number: int) -> list[Put]:
+def make_key_pair_puts(writer: int, number: int) -> list[Put]:
     # Some span several pages, so that a kill can occur between them.
     value = b"%d.%d " % (writer, number) * (1 + number % 7 * 300)
     return [Put(f"pair/{writer}/{number:06}/{half}", value) for half in "ab"]
@@ -28,7 +28,7 @@ async def main(path: Path) -> None:
     async def write(writer: int) -> None:
         number = 0
         while True:
-            await store.commit([], pair(writer, number))
+            await store.commit([], make_key_pair_puts(writer, number))
             os.write(1, b"%d %d\n" % (writer, number))
             number += 1
 

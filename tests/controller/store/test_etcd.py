@@ -32,14 +32,14 @@ UNAVAILABLE = grpc.StatusCode.UNAVAILABLE
 
 
 @pytest.fixture
-async def fake() -> AsyncIterator[FakeEtcd]:
+async def fake_etcd() -> AsyncIterator[FakeEtcd]:
     async with FakeEtcd() as fake:
         yield fake
 
 
 @pytest.fixture
-async def fake_store(fake: FakeEtcd) -> AsyncIterator[EtcdStore]:
-    store = await EtcdStore.open(f"etcd://{fake.endpoint}")
+async def fake_store(fake_etcd: FakeEtcd) -> AsyncIterator[EtcdStore]:
+    store = await EtcdStore.open(f"etcd://{fake_etcd.endpoint}")
     yield store
     await store.close()
 
@@ -63,17 +63,17 @@ def test_versions_that_lose_data_are_rejected_with_reason_and_hint(version: str)
         check_etcd_version(version, endpoint="here:1")
 
 
-async def test_server_of_an_unsupported_version_is_not_used(fake: FakeEtcd) -> None:
-    fake.version = "3.5.3"
+async def test_server_of_an_unsupported_version_is_not_used(fake_etcd: FakeEtcd) -> None:
+    fake_etcd.version = "3.5.3"
     with pytest.raises(StoreVersionError, match=r"3\.5\.3.*killed"):
-        await EtcdStore.open(f"etcd://{fake.endpoint}")
-    assert fake.calls == []
+        await EtcdStore.open(f"etcd://{fake_etcd.endpoint}")
+    assert fake_etcd.calls == []
 
 
-async def test_version_of_another_endpoint_is_checked_before_its_first_use(fake: FakeEtcd) -> None:
+async def test_version_of_another_endpoint_is_checked_before_its_first_use(fake_etcd: FakeEtcd) -> None:
     async with FakeEtcd(version="3.4.3") as old:
-        store = await EtcdStore.open(f"etcd://{fake.endpoint},{old.endpoint}")
-        fake.fail["Range"] = [(UNAVAILABLE, "gone")]
+        store = await EtcdStore.open(f"etcd://{fake_etcd.endpoint},{old.endpoint}")
+        fake_etcd.fail["Range"] = [(UNAVAILABLE, "gone")]
         with pytest.raises(StoreVersionError):
             await store.get("a")
         assert old.calls == []
@@ -127,30 +127,30 @@ async def test_calls_and_watches_fail_over_to_another_endpoint(etcd_server: Etcd
         await store.close()
 
 
-async def test_unresponsive_endpoint_leaves_time_for_another(fake: FakeEtcd) -> None:
-    fake.silent = {"Range"}
+async def test_unresponsive_endpoint_leaves_time_for_another(fake_etcd: FakeEtcd) -> None:
+    fake_etcd.silent = {"Range"}
     async with FakeEtcd() as other:
-        store = await EtcdStore.open(f"etcd://{fake.endpoint},{other.endpoint}")
+        store = await EtcdStore.open(f"etcd://{fake_etcd.endpoint},{other.endpoint}")
         assert await store.get("a", timeout_s=4.0) is None
-        assert (fake.calls, other.calls) == (["Range"], ["Range"])
+        assert (fake_etcd.calls, other.calls) == (["Range"], ["Range"])
         assert await store.get("b") is None
-        assert (fake.calls, other.calls) == (["Range"], ["Range", "Range"])
+        assert (fake_etcd.calls, other.calls) == (["Range"], ["Range", "Range"])
         await store.close()
 
 
-async def test_requests_carry_the_hasleader_metadata(fake: FakeEtcd, fake_store: EtcdStore) -> None:
-    fake.watches = [[answer(change("a", 2))]]
+async def test_requests_carry_the_hasleader_metadata(fake_etcd: FakeEtcd, fake_store: EtcdStore) -> None:
+    fake_etcd.watches = [[make_watch_response(make_event("a", 2))]]
     await fake_store.get("a")
     await fake_store.commit([], [Put("a", b"")])
     async with fake_store.watch("", after_revision=0) as events:
         await anext(events)
-    assert [metadata.get("hasleader") for metadata in fake.metadata] == ["true"] * 3
+    assert [metadata.get("hasleader") for metadata in fake_etcd.metadata] == ["true"] * 3
 
 
 # --- ranges of several pages ------------------------------------------------------------------
 
 
-class BetweenPages:
+class ActionBetweenPages:
     """Runs an action once, after the first page of a range."""
 
     def __init__(self, store: EtcdStore, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,7 +173,7 @@ class BetweenPages:
 async def test_all_pages_of_a_range_have_one_revision(etcd_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     store = await EtcdStore.open(etcd_url)
     before = (await store.commit([], [Put(name, b"old") for name in "abcde"])).revision
-    BetweenPages(store, monkeypatch).do(lambda: store.commit([], [Put("d", b"new"), Delete("e")]))
+    ActionBetweenPages(store, monkeypatch).do(lambda: store.commit([], [Put("d", b"new"), Delete("e")]))
     found = await store.range("")
     assert [(item.key, item.value) for item in found.items] == [(name, b"old") for name in "abcde"]
     assert (found.revision, found.more) == (before, False)
@@ -190,7 +190,7 @@ async def test_range_restarts_when_its_revision_is_compacted(
         await store.commit([], [Put("d", b"new")])
         await store.compact((await store.commit([], [Delete("a")])).revision)
 
-    BetweenPages(store, monkeypatch).do(rewrite_and_compact)
+    ActionBetweenPages(store, monkeypatch).do(rewrite_and_compact)
     found = await store.range("")
     assert {item.key: item.value for item in found.items} == {
         "b": b"old",
@@ -204,27 +204,31 @@ async def test_range_restarts_when_its_revision_is_compacted(
 # --- lost responses ---------------------------------------------------------------------------
 
 
-async def test_read_is_retried(fake: FakeEtcd, fake_store: EtcdStore) -> None:
-    fake.fail["Range"] = [(UNAVAILABLE, "gone"), (UNAVAILABLE, "still gone")]
+async def test_read_is_retried(fake_etcd: FakeEtcd, fake_store: EtcdStore) -> None:
+    fake_etcd.fail["Range"] = [(UNAVAILABLE, "gone"), (UNAVAILABLE, "still gone")]
     assert await fake_store.get("a") is None
-    assert fake.calls == ["Range"] * 3
+    assert fake_etcd.calls == ["Range"] * 3
 
 
-async def test_commit_whose_response_was_lost_is_not_retried(fake: FakeEtcd, fake_store: EtcdStore) -> None:
-    fake.fail["Txn"] = [(UNAVAILABLE, "the connection broke")]
+async def test_commit_whose_response_was_lost_is_not_retried(
+    fake_etcd: FakeEtcd, fake_store: EtcdStore
+) -> None:
+    fake_etcd.fail["Txn"] = [(UNAVAILABLE, "the connection broke")]
     with pytest.raises(StoreUnavailableError, match="may have been applied"):
         await fake_store.commit([Compare("a", 0)], [Put("a", b"")])
-    assert fake.calls == ["Txn"]
+    assert fake_etcd.calls == ["Txn"]
 
 
-async def test_commit_rejected_without_a_leader_is_retried(fake: FakeEtcd, fake_store: EtcdStore) -> None:
-    fake.fail["Txn"] = [(UNAVAILABLE, "etcdserver: no leader")] * 2
+async def test_commit_rejected_without_a_leader_is_retried(
+    fake_etcd: FakeEtcd, fake_store: EtcdStore
+) -> None:
+    fake_etcd.fail["Txn"] = [(UNAVAILABLE, "etcdserver: no leader")] * 2
     assert (await fake_store.commit([], [Put("a", b"")])).succeeded
-    assert fake.calls == ["Txn"] * 3
+    assert fake_etcd.calls == ["Txn"] * 3
 
 
-async def test_retries_end_at_the_deadline(fake: FakeEtcd, fake_store: EtcdStore) -> None:
-    fake.fail["Range"] = [(UNAVAILABLE, "gone")] * 1000
+async def test_retries_end_at_the_deadline(fake_etcd: FakeEtcd, fake_store: EtcdStore) -> None:
+    fake_etcd.fail["Range"] = [(UNAVAILABLE, "gone")] * 1000
     # The deadline may also expire during an attempt.
     with pytest.raises(StoreUnavailableError, match=r"gone|Deadline Exceeded"):
         await fake_store.get("a", timeout_s=0.5)
@@ -249,9 +253,9 @@ async def test_retries_end_at_the_deadline(fake: FakeEtcd, fake_store: EtcdStore
     ],
 )
 async def test_etcd_statuses_are_translated_to_genie_errors(
-    fake: FakeEtcd, fake_store: EtcdStore, code: grpc.StatusCode, text: str, expected: type[StoreError]
+    fake_etcd: FakeEtcd, fake_store: EtcdStore, code: grpc.StatusCode, text: str, expected: type[StoreError]
 ) -> None:
-    fake.fail["Txn"] = [(code, text)]
+    fake_etcd.fail["Txn"] = [(code, text)]
     with pytest.raises(StoreError if expected is not UsageError else UsageError) as caught:
         await fake_store.commit([], [Put("a", b"")])
     assert type(caught.value) is expected
@@ -259,18 +263,18 @@ async def test_etcd_statuses_are_translated_to_genie_errors(
 
 @pytest.mark.parametrize(("ttl_s", "asked"), [(0.2, 1), (1.0, 1), (1.2, 2), (30.0, 30)])
 async def test_lease_ttls_are_rounded_up_to_whole_seconds(
-    fake: FakeEtcd, fake_store: EtcdStore, ttl_s: float, asked: int
+    fake_etcd: FakeEtcd, fake_store: EtcdStore, ttl_s: float, asked: int
 ) -> None:
     await fake_store.grant_lease(ttl_s)
-    assert fake.requests == [rpc_pb2.LeaseGrantRequest(TTL=asked)]
+    assert fake_etcd.requests == [rpc_pb2.LeaseGrantRequest(TTL=asked)]
 
 
 async def test_close_fails_pending_calls_without_cancelling_their_callers(
-    fake: FakeEtcd, fake_store: EtcdStore
+    fake_etcd: FakeEtcd, fake_store: EtcdStore
 ) -> None:
-    fake.silent = {"Range"}
+    fake_etcd.silent = {"Range"}
     waiting = asyncio.ensure_future(fake_store.get("a", timeout_s=30))
-    await until(lambda: fake.calls)
+    await until(lambda: fake_etcd.calls)
     await fake_store.close()
     with pytest.raises(StoreUnavailableError, match="closed"):
         await waiting
@@ -279,23 +283,27 @@ async def test_close_fails_pending_calls_without_cancelling_their_callers(
 # --- watches ----------------------------------------------------------------------------------
 
 
-def change(key: str, revision: int) -> kv_pb2.Event:
+def make_event(key: str, revision: int) -> kv_pb2.Event:
     return kv_pb2.Event(kv=kv_pb2.KeyValue(key=b"/genie/" + key.encode(), value=b"v", mod_revision=revision))
 
 
-def answer(*events: kv_pb2.Event) -> rpc_pb2.WatchResponse:
+def make_watch_response(*events: kv_pb2.Event) -> rpc_pb2.WatchResponse:
     return rpc_pb2.WatchResponse(events=events)
 
 
 async def test_watch_interrupted_within_a_transaction_resumes_there(
-    fake: FakeEtcd, fake_store: EtcdStore
+    fake_etcd: FakeEtcd, fake_store: EtcdStore
 ) -> None:
-    transaction = [change(name, 12) for name in "abcd"]
-    fake.watches = [
-        [answer(change("old", 10), change("w", 11)), answer(*transaction[:1]), None],
-        [answer(*transaction[:3]), None],
+    transaction = [make_event(name, 12) for name in "abcd"]
+    fake_etcd.watches = [
+        [
+            make_watch_response(make_event("old", 10), make_event("w", 11)),
+            make_watch_response(*transaction[:1]),
+            None,
+        ],
+        [make_watch_response(*transaction[:3]), None],
         [None],
-        [answer(*transaction), answer(change("x", 13))],
+        [make_watch_response(*transaction), make_watch_response(make_event("x", 13))],
     ]
     async with fake_store.watch("", after_revision=10) as events:
         seen = [await anext(events) for _ in range(6)]
@@ -306,35 +314,40 @@ async def test_watch_interrupted_within_a_transaction_resumes_there(
     ]
     starts = [
         request.create_request.start_revision
-        for request in fake.requests
+        for request in fake_etcd.requests
         if isinstance(request, rpc_pb2.WatchRequest)
     ]
     assert starts == [10, 12, 12, 12]
 
 
-async def test_watch_after_revision_zero_replays_everything(fake: FakeEtcd, fake_store: EtcdStore) -> None:
-    fake.watches = [[answer(change("a", 2))]]
+async def test_watch_after_revision_zero_replays_everything(
+    fake_etcd: FakeEtcd, fake_store: EtcdStore
+) -> None:
+    fake_etcd.watches = [[make_watch_response(make_event("a", 2))]]
     async with fake_store.watch("", after_revision=0) as events:
         assert (await anext(events)).key == "a"
-    (request,) = fake.requests
+    (request,) = fake_etcd.requests
     assert isinstance(request, rpc_pb2.WatchRequest)
     # For etcd, 0 means "from now on".
     assert request.create_request.start_revision == 1
     assert request.create_request.fragment
 
 
-async def test_watch_ended_by_the_server_is_resumed(fake: FakeEtcd, fake_store: EtcdStore) -> None:
+async def test_watch_ended_by_the_server_is_resumed(fake_etcd: FakeEtcd, fake_store: EtcdStore) -> None:
     ended = rpc_pb2.WatchResponse(canceled=True, cancel_reason="for the test")
-    fake.watches = [[answer(change("a", 6)), ended], [answer(change("a", 6), change("b", 7))]]
+    fake_etcd.watches = [
+        [make_watch_response(make_event("a", 6)), ended],
+        [make_watch_response(make_event("a", 6), make_event("b", 7))],
+    ]
     async with fake_store.watch("", after_revision=5) as events:
         assert [(await anext(events)).key, (await anext(events)).key] == ["a", "b"]
 
 
 async def test_watch_raises_when_etcd_stays_unreachable(
-    fake: FakeEtcd, fake_store: EtcdStore, monkeypatch: pytest.MonkeyPatch
+    fake_etcd: FakeEtcd, fake_store: EtcdStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("genie.controller.store.etcd_watch.RECONNECT_S_MAX", 0.2)
-    fake.fail["Watch"] = [(UNAVAILABLE, "etcdserver: no leader")] * 100
+    fake_etcd.fail["Watch"] = [(UNAVAILABLE, "etcdserver: no leader")] * 100
     async with fake_store.watch("", after_revision=5) as events:
         with pytest.raises(StoreUnavailableError, match="no leader"):
             await anext(events)
@@ -382,34 +395,38 @@ async def test_etcd_over_its_quota_raises_store_full_and_stays_readable(tmp_path
 SPACE = (grpc.StatusCode.RESOURCE_EXHAUSTED, "etcdserver: mvcc: database space exceeded")
 
 
-def stored(value: bytes, *, revision: int) -> kv_pb2.KeyValue:
+def make_key_value(value: bytes, *, revision: int) -> kv_pb2.KeyValue:
     return kv_pb2.KeyValue(key=b"/genie/a", value=value, create_revision=revision, mod_revision=revision)
 
 
-@pytest.mark.parametrize("found", [[], [stored(b"new", revision=7)], [stored(b"old", revision=7)]])
+@pytest.mark.parametrize(
+    "found", [[], [make_key_value(b"new", revision=7)], [make_key_value(b"old", revision=7)]]
+)
 async def test_no_space_without_a_newer_revision_means_nothing_changed(
-    fake: FakeEtcd, fake_store: EtcdStore, found: list[kv_pb2.KeyValue]
+    fake_etcd: FakeEtcd, fake_store: EtcdStore, found: list[kv_pb2.KeyValue]
 ) -> None:
-    fake.stored = found
+    fake_etcd.stored = found
     await fake_store.get("a")
-    fake.fail["Txn"] = [SPACE]
+    fake_etcd.fail["Txn"] = [SPACE]
     with pytest.raises(StoreFullError):
         await fake_store.commit([], [Put("a", b"new")])
 
 
 async def test_commit_that_exceeded_the_quota_and_was_applied_succeeds(
-    fake: FakeEtcd, fake_store: EtcdStore
+    fake_etcd: FakeEtcd, fake_store: EtcdStore
 ) -> None:
     await fake_store.get("a")
-    fake.stored = [stored(b"new", revision=8)]
-    fake.fail["Txn"] = [SPACE]
+    fake_etcd.stored = [make_key_value(b"new", revision=8)]
+    fake_etcd.fail["Txn"] = [SPACE]
     result = await fake_store.commit([], [Delete("b"), Put("a", b"new")])
     assert (result.succeeded, result.revision) == (True, 8)
 
 
-async def test_no_space_with_a_concurrent_change_is_ambiguous(fake: FakeEtcd, fake_store: EtcdStore) -> None:
+async def test_no_space_with_a_concurrent_change_is_ambiguous(
+    fake_etcd: FakeEtcd, fake_store: EtcdStore
+) -> None:
     await fake_store.get("a")
-    fake.stored = [stored(b"another's", revision=8)]
-    fake.fail["Txn"] = [SPACE]
+    fake_etcd.stored = [make_key_value(b"another's", revision=8)]
+    fake_etcd.fail["Txn"] = [SPACE]
     with pytest.raises(StoreUnavailableError, match="may have been applied"):
         await fake_store.commit([], [Put("a", b"new")])

@@ -11,13 +11,13 @@ from genie.controller.store.etcd_address import EtcdAddress, parse_etcd_url
 from genie.errors import ConfigError
 
 
-def test_plaintext_url_lists_endpoints() -> None:
+def test_etcd_plaintext_url_lists_endpoints() -> None:
     assert parse_etcd_url("etcd://one:1,two,[::1]:3,[fe80::1]") == EtcdAddress(
         ("one:1", "two:2379", "[::1]:3", "[fe80::1]:2379")
     )
 
 
-def test_tls_url_has_files_and_user() -> None:
+def test_etcd_tls_url_lists_files_and_user() -> None:
     url = "etcds://one?ca=/c/a.pem&cert=/c/c.pem&key=/c/k%20y.pem&user=genie&password_file=/c/pw&namespace=/prod/"
     assert parse_etcd_url(url) == EtcdAddress(
         ("one:2379",),
@@ -54,7 +54,7 @@ def test_tls_url_has_files_and_user() -> None:
         ("etcd://one?namespace=/" + "x" * 200 + "/", "namespace"),
     ],
 )
-def test_error_names_the_invalid_part(url: str, named: str) -> None:
+def test_error_names_the_invalid_part_of_an_etcd_url(url: str, named: str) -> None:
     with pytest.raises(ConfigError, match=named) as caught:
         parse_etcd_url(url)
     assert "secret" not in str(caught.value)

@@ -79,7 +79,7 @@ class SecureServer:
 
 
 @pytest.fixture(scope="module")
-def secure(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SecureServer]:
+def tls_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SecureServer]:
     folder = tmp_path_factory.mktemp("etcd-tls")
     authority = Authority(folder, "ours")
     cert, key = authority.issue("server")
@@ -96,9 +96,11 @@ def secure(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SecureServer]:
     server.stop()
 
 
-async def test_mutual_tls_works(secure: SecureServer) -> None:
-    cert, key = secure.authority.issue("controller")
-    store = await EtcdStore.open(f"{secure.server.url}?ca={secure.authority.ca}&cert={cert}&key={key}")
+async def test_mutual_tls_works(tls_server: SecureServer) -> None:
+    cert, key = tls_server.authority.issue("controller")
+    store = await EtcdStore.open(
+        f"{tls_server.server.url}?ca={tls_server.authority.ca}&cert={cert}&key={key}"
+    )
     revision = (await store.commit([], [Put("a", b"secret")])).revision
     async with store.watch("a", after_revision=revision - 1) as events:
         assert (await anext(events)).value == b"secret"
@@ -106,43 +108,45 @@ async def test_mutual_tls_works(secure: SecureServer) -> None:
     await store.close()
 
 
-async def test_server_of_an_unknown_ca_is_rejected(secure: SecureServer, tmp_path: Path) -> None:
+async def test_server_of_an_unknown_ca_is_rejected(tls_server: SecureServer, tmp_path: Path) -> None:
     stranger = Authority(tmp_path, "stranger")
-    cert, key = secure.authority.issue("controller")
+    cert, key = tls_server.authority.issue("controller")
     with pytest.raises(TlsError, match=r"\?ca="):
-        await EtcdStore.open(f"{secure.server.url}?ca={stranger.ca}&cert={cert}&key={key}")
+        await EtcdStore.open(f"{tls_server.server.url}?ca={stranger.ca}&cert={cert}&key={key}")
 
 
-async def test_client_without_a_valid_certificate_is_rejected(secure: SecureServer, tmp_path: Path) -> None:
+async def test_client_without_a_valid_certificate_is_rejected(
+    tls_server: SecureServer, tmp_path: Path
+) -> None:
     # A race decides whether the server sends an alert before it closes the connection.
     with pytest.raises((TlsError, StoreUnavailableError)):
-        await EtcdStore.open(f"{secure.server.url}?ca={secure.authority.ca}", timeout_s=1.0)
+        await EtcdStore.open(f"{tls_server.server.url}?ca={tls_server.authority.ca}", timeout_s=1.0)
     cert, key = Authority(tmp_path, "stranger").issue("controller")
-    url = f"{secure.server.url}?ca={secure.authority.ca}&cert={cert}&key={key}"
+    url = f"{tls_server.server.url}?ca={tls_server.authority.ca}&cert={cert}&key={key}"
     with pytest.raises((TlsError, StoreUnavailableError)):
         await EtcdStore.open(url, timeout_s=1.0)
 
 
-async def test_files_without_a_certificate_raise_tls_error(secure: SecureServer) -> None:
-    _, key = secure.authority.issue("controller")
+async def test_files_without_a_certificate_raise_tls_error(tls_server: SecureServer) -> None:
+    _, key = tls_server.authority.issue("controller")
     with pytest.raises(TlsError, match=r"\?ca=, \?cert= and \?key="):
-        await EtcdStore.open(f"{secure.server.url}?ca={key}")
+        await EtcdStore.open(f"{tls_server.server.url}?ca={key}")
 
 
-async def test_plaintext_url_cannot_reach_a_tls_server(secure: SecureServer) -> None:
+async def test_plaintext_url_cannot_reach_a_tls_server(tls_server: SecureServer) -> None:
     with pytest.raises(StoreUnavailableError):
-        await EtcdStore.open(f"etcd://{secure.server.endpoint}", timeout_s=0.5)
+        await EtcdStore.open(f"etcd://{tls_server.server.endpoint}", timeout_s=0.5)
 
 
 # --- users ------------------------------------------------------------------------------------
 
 
-def _text(number: int, value: str) -> bytes:
+def _encode_string_field(number: int, value: str) -> bytes:
     """One string field of a protobuf message, by hand: Genie itself never administers etcd's users."""
     return bytes([number << 3 | 2, len(value)]) + value.encode()
 
 
-async def _administer(endpoint: str, *calls: tuple[str, bytes]) -> None:
+async def _call_auth_service(endpoint: str, *calls: tuple[str, bytes]) -> None:
     async with grpc.aio.insecure_channel(endpoint) as channel:
         for name, request in calls:
             await channel.unary_unary(f"/etcdserverpb.Auth/{name}", None, None)(request, timeout=10)
@@ -155,20 +159,20 @@ async def test_login_requires_the_right_password(tmp_path: Path) -> None:
     right.write_text("pass word\n")
     wrong.write_text("guess")
     try:
-        await _administer(
+        await _call_auth_service(
             server.endpoint,
-            ("UserAdd", _text(1, "root") + _text(2, "pass word")),
-            ("UserAdd", _text(1, "nobody") + _text(2, "pass word")),
-            ("RoleAdd", _text(1, "root")),
-            ("UserGrantRole", _text(1, "root") + _text(2, "root")),
+            ("UserAdd", _encode_string_field(1, "root") + _encode_string_field(2, "pass word")),
+            ("UserAdd", _encode_string_field(1, "nobody") + _encode_string_field(2, "pass word")),
+            ("RoleAdd", _encode_string_field(1, "root")),
+            ("UserGrantRole", _encode_string_field(1, "root") + _encode_string_field(2, "root")),
             ("AuthEnable", b""),
         )
-        await _check_users(server, right=right, wrong=wrong)
+        await _check_passwords(server, right=right, wrong=wrong)
     finally:
         server.stop()
 
 
-async def _check_users(server: EtcdServer, *, right: Path, wrong: Path) -> None:
+async def _check_passwords(server: EtcdServer, *, right: Path, wrong: Path) -> None:
     store = await EtcdStore.open(f"{server.url}?user=root&password_file={right}")
     assert (await store.commit([], [Put("a", b"1")])).succeeded
     # As after a restart of etcd, which drops its tokens: the next call logs in again.

@@ -17,7 +17,7 @@ changes = st.tuples(st.sampled_from([b"a", b"aa", b"b"]), st.sampled_from([None,
 revisions = st.lists(st.lists(changes, max_size=7), max_size=12)
 
 
-def read(kept: History, span: tuple[bytes, bytes], position: HistoryPosition) -> list[list[WatchEvent]]:
+def read_pages(kept: History, span: tuple[bytes, bytes], position: HistoryPosition) -> list[list[WatchEvent]]:
     pages: list[list[WatchEvent]] = []
     while True:
         assert len(pages) < 100, "it goes round in circles"
@@ -43,7 +43,7 @@ def test_pages_contain_every_change_of_the_span_once(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(history, "PAGE_EVENTS_MAX", 4)
         patch.setattr(history, "PAGE_BYTES_MAX", 100)
-        pages = read(kept, key_range("a"), HistoryPosition(after + 1))
+        pages = read_pages(kept, key_range("a"), HistoryPosition(after + 1))
     wanted = [
         WatchEvent(key.decode(), value, revision)
         for revision, each in enumerate(entries, 1)

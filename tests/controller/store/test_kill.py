@@ -15,7 +15,7 @@ from genie.controller.store import Store
 from genie.controller.store.etcd import EtcdStore
 from genie.controller.store.sqlite import SqliteStore
 from genie.errors import StoreUnavailableError
-from tests.controller.store.commit_pairs import WRITERS, pair
+from tests.controller.store.commit_pairs import WRITERS, make_key_pair_puts
 from tests.controller.store.etcd_server import EtcdServer
 
 _ROOT = Path(__file__).parents[3]
@@ -30,7 +30,7 @@ async def stored_pairs(store: Store) -> set[tuple[int, int]]:
         for item in page.items:
             _, writer, number, half = item.key.split("/")
             name = (int(writer), int(number))
-            assert item.value == pair(*name)["ab".index(half)].value
+            assert item.value == make_key_pair_puts(*name)["ab".index(half)].value
             halves[name] = halves.get(name, 0) + 1
         if not page.more:
             break
@@ -123,7 +123,7 @@ async def _write_until_server_is_killed(
         number = first
         while True:
             try:
-                await store.commit([], pair(writer, number), timeout_s=0.5)
+                await store.commit([], make_key_pair_puts(writer, number), timeout_s=0.5)
             except StoreUnavailableError:
                 return
             acknowledged.add((writer, number))

@@ -156,7 +156,7 @@ async def test_error_names_a_path_that_cannot_be_opened(tmp_path: Path) -> None:
         await SqliteStore.open(tmp_path / "folder.sqlite3")
 
 
-async def _write_and_close(path: Path, keys: int = 400) -> None:
+async def _write_keys_and_close(path: Path, keys: int = 400) -> None:
     store = await SqliteStore.open(path)
     for start in range(0, keys, 100):
         await store.commit([], [Put(f"k/{number:04}", b"x" * 200) for number in range(start, start + 100)])
@@ -165,7 +165,7 @@ async def _write_and_close(path: Path, keys: int = 400) -> None:
 
 @pytest.mark.parametrize("damage", ["header", "pages", "last page", "cut", "text"])
 async def test_damaged_file_is_rejected_with_its_path_and_a_hint(path: Path, damage: str) -> None:
-    await _write_and_close(path)
+    await _write_keys_and_close(path)
     content = bytearray(path.read_bytes())
     if damage == "header":
         content[:100] = b"\xa5" * 100
@@ -196,7 +196,7 @@ async def test_sqlite_file_of_another_program_is_rejected_and_unchanged(path: Pa
 
 
 async def test_file_of_a_newer_format_is_rejected_and_unchanged(path: Path) -> None:
-    await _write_and_close(path)
+    await _write_keys_and_close(path)
     with sqlite3.connect(path) as db:
         db.execute("UPDATE meta SET value = 99 WHERE name = 'format'")
     db.close()
@@ -253,7 +253,7 @@ async def test_concurrent_commits_share_a_sync(store: SqliteStore, monkeypatch: 
     assert len({result.revision for result in results}) == 100
 
 
-class Stall:
+class WriterStall:
     """Blocks the writer thread in a read of the key "stall"."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -277,7 +277,7 @@ class Stall:
 async def test_call_past_its_deadline_raises_and_is_not_executed_later(
     store: SqliteStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stall = Stall(monkeypatch)
+    stall = WriterStall(monkeypatch)
     stalled = await stall.begin(store)
     with pytest.raises(StoreUnavailableError, match=r"0\.02 s"):
         await store.commit([], [Put("late", b"")], timeout_s=0.02)
@@ -286,10 +286,10 @@ async def test_call_past_its_deadline_raises_and_is_not_executed_later(
     assert await store.get("late") is None
 
 
-async def test_a_full_queue_makes_callers_wait_until_their_deadline(
+async def test_callers_wait_until_their_deadline_while_the_queue_is_full(
     store: SqliteStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stall = Stall(monkeypatch)
+    stall = WriterStall(monkeypatch)
     stalled = await stall.begin(store)
     queued = [
         asyncio.ensure_future(store.commit([], [Put(f"q/{n:04}", b"")])) for n in range(QUEUED_REQUESTS_MAX)
@@ -306,7 +306,7 @@ async def test_a_full_queue_makes_callers_wait_until_their_deadline(
 async def test_store_works_after_a_caller_was_cancelled(
     store: SqliteStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stall = Stall(monkeypatch)
+    stall = WriterStall(monkeypatch)
     stalled = await stall.begin(store)
     cancelled = asyncio.ensure_future(store.commit([], [Put("cancelled", b"")]))
     waiting = asyncio.ensure_future(store.commit([], [Put("waiting", b"")]))
@@ -321,7 +321,7 @@ async def test_store_works_after_a_caller_was_cancelled(
 async def test_close_executes_queued_requests(
     store: SqliteStore, monkeypatch: pytest.MonkeyPatch, path: Path
 ) -> None:
-    stall = Stall(monkeypatch)
+    stall = WriterStall(monkeypatch)
     stalled = await stall.begin(store)
     queued = [asyncio.ensure_future(store.commit([], [Put(f"q/{n}", b"")])) for n in range(5)]
     await until(lambda: store._queue.qsize() == 5)
@@ -341,7 +341,7 @@ async def test_close_executes_requests_that_wait_for_the_queue(
     store: SqliteStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Even if all earlier requests were cancelled, so that the thread is idle for a moment."""
-    stall = Stall(monkeypatch)
+    stall = WriterStall(monkeypatch)
     stalled = await stall.begin(store)
     gone = [asyncio.ensure_future(store.get("a")) for _ in range(QUEUED_REQUESTS_MAX)]
     await until(store._queue.full)
@@ -389,7 +389,7 @@ async def test_bug_in_one_call_fails_only_that_call_and_is_logged(
     assert [item.key for item in (await store.range("")).items] == ["a"]
 
 
-async def test_failed_group_fails_its_requests_and_the_next_group_runs(
+async def test_failed_commit_group_fails_its_requests_and_the_next_group_runs(
     store: SqliteStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def broken(file: SqliteFile, key: str) -> object:
@@ -407,7 +407,7 @@ async def test_failed_group_fails_its_requests_and_the_next_group_runs(
     ("name", "bound", "sizes"),
     [("GROUP_REQUESTS_MAX", 3, [1, 3, 3, 1]), ("GROUP_BYTES_MAX", 15, [1, 2, 2, 2, 1])],
 )
-async def test_groups_are_bounded(
+async def test_commit_groups_are_bounded(
     store: SqliteStore, monkeypatch: pytest.MonkeyPatch, name: str, bound: int, sizes: list[int]
 ) -> None:
     monkeypatch.setattr(f"genie.controller.store.sqlite.{name}", bound)
@@ -419,7 +419,7 @@ async def test_groups_are_bounded(
         return run(file, calls)
 
     monkeypatch.setattr(SqliteFile, "run_group", counted)
-    stall = Stall(monkeypatch)
+    stall = WriterStall(monkeypatch)
     stalled = await stall.begin(store)
     queued = [asyncio.ensure_future(store.commit([], [Put(f"{n}", b"x" * 9)])) for n in range(7)]
     await until(lambda: store._queue.qsize() == 7)
@@ -442,7 +442,7 @@ async def test_history_is_bounded_by_revisions(path: Path) -> None:
     await store.close()
 
 
-async def test_history_is_small_by_default(path: Path) -> None:
+async def test_history_has_about_a_thousand_revisions_by_default(path: Path) -> None:
     """It is in the memory of the controller."""
     store = await SqliteStore.open(path)
     for number in range(1200):

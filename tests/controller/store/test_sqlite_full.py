@@ -20,41 +20,41 @@ from tests.waiting import until
 
 
 @dataclass
-class Disk:
+class LimitedDisk:
     folder: Path
     size_bytes_max: int = FILE_BYTES_MAX
 
 
 @pytest.fixture(params=["cap", "disk"])
-def disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Disk]:
+def disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[LimitedDisk]:
     if request.param == "cap":
-        yield Disk(tmp_path, size_bytes_max=1024 * 1024)
+        yield LimitedDisk(tmp_path, size_bytes_max=1024 * 1024)
         return
     require_namespaces("mount")  # the right to create one implies the right to mount
     folder = tmp_path / "disk"
     folder.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(folder)], check=True)
     try:
-        yield Disk(folder)
+        yield LimitedDisk(folder)
     finally:
         subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
 @dataclass
-class Small:
+class LimitedStore:
     store: SqliteStore
     clock: FakeClock
 
 
 @pytest.fixture
-async def small(disk: Disk) -> AsyncIterator[Small]:
+async def limited_store(disk: LimitedDisk) -> AsyncIterator[LimitedStore]:
     clock = FakeClock()
     store = await SqliteStore.open(disk.folder / "s.db", clock=clock, size_bytes_max=disk.size_bytes_max)
-    yield Small(store, clock)
+    yield LimitedStore(store, clock)
     await store.close()
 
 
-async def fill(store: SqliteStore) -> list[str]:
+async def fill_store(store: SqliteStore) -> list[str]:
     """Puts keys until there is no space; returns those that were stored."""
     taken: list[str] = []
     for size_bytes in (200_000, 20_000, 1):
@@ -66,16 +66,18 @@ async def fill(store: SqliteStore) -> list[str]:
     return taken
 
 
-async def make_space(store: SqliteStore, disk: Disk) -> None:
+async def make_space(store: SqliteStore, disk: LimitedDisk) -> None:
     if disk.size_bytes_max < FILE_BYTES_MAX:
         await store.commit([], [Delete("fill/200000/0000")])
     else:
         subprocess.run(["mount", "-o", "remount,size=12m", str(disk.folder)], check=True)
 
 
-async def test_store_recovers_from_a_full_disk_without_changes(small: Small, disk: Disk) -> None:
-    store = small.store
-    taken = await fill(store)
+async def test_store_recovers_from_a_full_disk_without_changes(
+    limited_store: LimitedStore, disk: LimitedDisk
+) -> None:
+    store = limited_store.store
+    taken = await fill_store(store)
     before = await store.range("fill/", limit=10_000)
     assert {item.key for item in before.items} == {*taken, *(f"{key}/twin" for key in taken)}
     with pytest.raises(StoreFullError):
@@ -90,16 +92,16 @@ async def test_store_recovers_from_a_full_disk_without_changes(small: Small, dis
 
 
 async def test_lease_that_expires_on_a_full_disk_is_removed_when_there_is_space(
-    small: Small, disk: Disk, monkeypatch: pytest.MonkeyPatch
+    limited_store: LimitedStore, disk: LimitedDisk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = small.store
+    store = limited_store.store
     lease_id = await store.grant_lease(5)
     await store.commit([], [Put("held", b"", lease_id)])
-    await fill(store)
+    await fill_store(store)
     if disk.size_bytes_max < FILE_BYTES_MAX:
         # With a size limit, the log still has space for a delete. A full disk does not.
         monkeypatch.setattr("genie.controller.store.sqlite_file.SqliteFile.revoke_lease", _fail_with_no_space)
-    await small.clock.advance(6)
+    await limited_store.clock.advance(6)
     with pytest.raises(LeaseLostError):
         await store.keep_alive(lease_id)
     assert await store.get("held") is not None
@@ -107,7 +109,7 @@ async def test_lease_that_expires_on_a_full_disk_is_removed_when_there_is_space(
     await make_space(store, disk)
 
     async def is_gone() -> bool:
-        await small.clock.advance(1.5)
+        await limited_store.clock.advance(1.5)
         return await store.get("held") is None
 
     await until(is_gone)
@@ -117,8 +119,8 @@ def _fail_with_no_space(*_: object) -> None:
     raise StoreFullError("no space, says the test")
 
 
-async def test_write_that_does_not_fit_does_not_fail_others(small: Small) -> None:
-    store = small.store
+async def test_write_that_does_not_fit_does_not_fail_others(limited_store: LimitedStore) -> None:
+    store = limited_store.store
     outcomes = await asyncio.gather(
         store.commit([], [Put("small/1", b"x")]),
         *(store.commit([], [Put(f"large/{number}", b"x" * 900_000)]) for number in range(4)),

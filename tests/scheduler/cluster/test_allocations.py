@@ -21,7 +21,7 @@ from tests.scheduler.clusters import H200, SchedulerHarness, node
 PAIRS = tuple(replace(H200, island=10 + gpu // 2, numa=gpu // 2) for gpu in range(4))
 
 
-def request(name: str, shape: Shape | None = None, **options: object) -> JobRequest:
+def make_request(name: str, shape: Shape | None = None, **options: object) -> JobRequest:
     job = JobRequest(name, "a", 0, shape or Shape(gpus=1), name=name)
     return msgspec.structs.replace(job, **options)
 
@@ -42,8 +42,8 @@ def test_workers_within_an_island_share_one_nvlink_island() -> None:
 
 def test_worker_within_an_island_has_all_its_gpus_there() -> None:
     harness = SchedulerHarness(node("n", kinds=PAIRS))
-    harness.scheduler.record_start(request("there"), (WorkerPlace("n", (1,)),), started_at=0.0)
-    harness.scheduler.record_start(request("here"), (WorkerPlace("n", (2,)),), started_at=0.0)
+    harness.scheduler.record_start(make_request("there"), (WorkerPlace("n", (1,)),), started_at=0.0)
+    harness.scheduler.record_start(make_request("here"), (WorkerPlace("n", (2,)),), started_at=0.0)
     harness.submit("pair", gpus=2, within=Within.ISLAND)
     assert harness.started() == []
     harness.scheduler.record_end("here")
@@ -83,9 +83,9 @@ def test_memory_used_outside_the_cluster_is_not_free() -> None:
 def test_running_job_can_be_held_on_a_closed_node() -> None:
     cluster = ClusterAllocations(PythonPlacer, policy="bestfit")
     cluster.set_node(node("n", 1, blocked_reason="draining"))
-    cluster.hold(request("job"), [WorkerPlace("n", (0,))])
+    cluster.hold(make_request("job"), [WorkerPlace("n", (0,))])
     with pytest.raises(UsageError):
-        cluster.hold(request("second"), [WorkerPlace("n", (0,))])
+        cluster.hold(make_request("second"), [WorkerPlace("n", (0,))])
     assert cluster.free_resources_of_node("n")[2] == ((0, 141_000),)
 
 
@@ -97,28 +97,28 @@ def test_node_counts_in_its_new_rack() -> None:
     assert harness.started() == ["gang"]
 
 
-def test_near_combined_with_rack() -> None:
+def test_gang_near_a_job_and_within_a_rack_is_placed_near_it() -> None:
     harness = SchedulerHarness(*(node(f"{rack}{i}", 2, rack=rack) for rack in "xy" for i in range(2)))
-    harness.allocations.place(request("server", Shape(nodes=frozenset({"y1"}))), 1)
+    harness.allocations.place(make_request("server", Shape(nodes=frozenset({"y1"}))), 1)
     harness.submit("gang", workers=2, within=Within.RACK, near_job_names=frozenset({"server"}))
     harness.submit("other", workers=3, within=Within.RACK, near_job_names=frozenset({"server"}))
     assert harness.started() == ["gang"]
     assert {place.node_id for place in harness.allocations.allocations_by_job["gang"].places} == {"y1"}
 
 
-def test_avoided_nodes_are_not_chosen_and_share_one_node_set() -> None:
+def test_excluded_nodes_are_not_chosen_and_share_one_node_set() -> None:
     cluster = ClusterAllocations(PythonPlacer, policy="bestfit")
     for name in ("a", "b", "c"):
         cluster.set_node(node(name, 2))
-    cluster.hold(request("server"), [WorkerPlace("b", (0,))])
-    places = [cluster.place(request(f"j{n}"), 1, excluded_nodes={"a", "b"}) for n in range(3)]
+    cluster.hold(make_request("server"), [WorkerPlace("b", (0,))])
+    places = [cluster.place(make_request(f"j{n}"), 1, excluded_nodes={"a", "b"}) for n in range(3)]
     assert places == [(WorkerPlace("c", (0,)),), (WorkerPlace("c", (1,)),), None]
     assert len(cluster.placers.node_sets) == 1
-    near = request("near", near_job_names=frozenset({"server"}))
+    near = make_request("near", near_job_names=frozenset({"server"}))
     assert cluster.place(near, 1, excluded_nodes={"b"}) is None
     assert cluster.place(near, 1, excluded_nodes={"a"}) == (WorkerPlace("b", (1,)),)
     cluster.set_node(node("d", 1))
-    assert cluster.place(request("last"), 1, excluded_nodes={"a", "b"}) == (WorkerPlace("d", (0,)),), (
+    assert cluster.place(make_request("last"), 1, excluded_nodes={"a", "b"}) == (WorkerPlace("d", (0,)),), (
         "a new node is used"
     )
 
@@ -135,13 +135,13 @@ def test_scarce_gpus_are_left_to_requests_that_need_them(picky: dict[str, Any]) 
     for number, (name, kind) in enumerate(kinds.items()):
         cluster.set_node(node(name, kinds=(kind, kind), cpu_milli=8_000 + 1_000 * number))
     for shape in (Shape(gpus=1), Shape(gpus=1, **picky)) * 20:
-        cluster.record_arrival(request("job", shape))
-    places = [cluster.place(request(f"any{number}"), 1) for number in range(2)]
+        cluster.record_arrival(make_request("job", shape))
+    places = [cluster.place(make_request(f"any{number}"), 1) for number in range(2)]
     assert [place[0].node_id for place in places if place] == ["common", "common"]
-    assert cluster.place(request("picky", Shape(gpus=1, **picky)), 1) == (WorkerPlace("scarce", (0,)),)
+    assert cluster.place(make_request("picky", Shape(gpus=1, **picky)), 1) == (WorkerPlace("scarce", (0,)),)
 
 
-def test_gpu_of_a_mixed_node_is_available_by_number() -> None:
+def test_node_with_two_gpu_models_is_used_only_for_gpus_by_number() -> None:
     mixed = (replace(H200, model="old"), H200)
     harness = SchedulerHarness(node("n", kinds=mixed), policy="supply")
     wanted = Shape(gpus=1, models=frozenset({"H200"}))
@@ -150,7 +150,7 @@ def test_gpu_of_a_mixed_node_is_available_by_number() -> None:
     assert harness.started() == ["named"]
 
 
-def test_registrations_of_shapes_do_not_leak(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_registered_request_classes_and_node_sets_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(placer_group, "CACHED_REQUEST_CLASSES_MAX", 3)
     monkeypatch.setattr(placer_group, "CACHED_NODE_SETS_MAX", 2)
     cluster = ClusterAllocations(PythonPlacer, policy="supply")
@@ -158,7 +158,7 @@ def test_registrations_of_shapes_do_not_leak(monkeypatch: pytest.MonkeyPatch) ->
         cluster.set_node(node(name, 4))
     before = [cluster.free_resources_of_node(name) for name in ("n", "m")]
     for number in range(1, 20):
-        job = request(
+        job = make_request(
             f"j{number}",
             Shape(1, 10 * number, cpu_milli=number),
             apart_job_names=frozenset({f"j{number - 4}"}),
@@ -173,7 +173,7 @@ def test_registrations_of_shapes_do_not_leak(monkeypatch: pytest.MonkeyPatch) ->
     assert cluster.placers.main_placer.register_request_class() == 6, "nothing else is registered"
 
 
-def test_least_recently_used_registration_is_dropped() -> None:
+def test_least_recently_used_request_class_is_dropped() -> None:
     placers = [PythonPlacer("bestfit"), PythonPlacer("bestfit")]
     numbers = RegistrationCache[int](
         placers,
@@ -217,13 +217,13 @@ def test_multi_gpu_job_keeps_remaining_gpus() -> None:
     cluster = ClusterAllocations(PythonPlacer, policy="bestfit")
     cluster.set_node(node("n", 4))
     wide = Shape(gpus=4, gpu_memory_mib=100_000, cpu_milli=20_000, memory_mib=9_000)
-    cluster.hold(request("wide", wide), [WorkerPlace("n", (0, 1, 2, 3))])
+    cluster.hold(make_request("wide", wide), [WorkerPlace("n", (0, 1, 2, 3))])
     small = replace(H200, memory_mib=80_000)
     cluster.set_node(node("n", kinds=(small, small), cpu_milli=10_000, memory_mib=8_000))
     assert cluster.free_resources_of_node("n") == (0, 0, ((0, 0), (0, 0)))
     with cluster.dry_run() as then:
         then.release(cluster.allocations_by_job["wide"])
-        assert then.place(request("two", Shape(gpus=2)), 1) == (WorkerPlace("n", (0, 1)),)
+        assert then.place(make_request("two", Shape(gpus=2)), 1) == (WorkerPlace("n", (0, 1)),)
     cluster.set_node(node("n", 4))
     assert cluster.free_resources_of_node("n") == (44_000, 247_000, ((0, 41_000),) * 4), (
         "the job holds all of it again"
@@ -237,7 +237,7 @@ def test_multi_gpu_job_keeps_remaining_gpus() -> None:
 def test_workers_at_one_place_share_the_remaining_resources() -> None:
     cluster = ClusterAllocations(PythonPlacer, policy="bestfit")
     cluster.set_node(node("n", 1))
-    cluster.hold(request("two", Shape(1, 400, cpu_milli=3_000), workers=2), [WorkerPlace("n", (0,))] * 2)
+    cluster.hold(make_request("two", Shape(1, 400, cpu_milli=3_000), workers=2), [WorkerPlace("n", (0,))] * 2)
     cluster.set_node(node("n", 1, cpu_milli=5_000))
     assert cluster.free_resources_of_node("n") == (0, 256_000, ((200, 141_000),))
     cluster.release("two")
@@ -286,15 +286,15 @@ def test_reservation_moves_from_a_removed_node() -> None:
     assert harness.advance(20.0) == ["next"]
 
 
-def test_registrations_of_nodes_do_not_leak() -> None:
+def test_registrations_of_removed_nodes_do_not_leak() -> None:
     cluster = ClusterAllocations(PythonPlacer, policy="supply")
     for number in range(300):
         name = f"n{number}"
         cluster.set_node(node(name, kinds=(replace(H200, model=name, memory_mib=1000 + number),)))
         cluster.record_arrival(
-            request("job", Shape(gpus=1, nodes=frozenset({name}), models=frozenset({name})))
+            make_request("job", Shape(gpus=1, nodes=frozenset({name}), models=frozenset({name})))
         )
-        cluster.hold(request(name), [WorkerPlace(name, (0,))])
+        cluster.hold(make_request(name), [WorkerPlace(name, (0,))])
         cluster.set_node(node(name, 2))
         if number > 4:
             cluster.release(f"n{number - 4}")
@@ -311,9 +311,9 @@ def test_running_job_holds_what_its_nodes_still_have() -> None:
     gone = WorkerPlace("n", (GPU_POSITION_UNKNOWN,))
     places = (gone, WorkerPlace("m", (0,)), gone, WorkerPlace("n", (1,)))
     with pytest.raises(UsageError):
-        cluster.hold(request("gang", workers=4), places)
+        cluster.hold(make_request("gang", workers=4), places)
     assert cluster.free_resources_of_node("m")[2] == ((1000, 141_000),)
-    cluster.hold(request("gang", workers=4), places, is_running=True)
+    cluster.hold(make_request("gang", workers=4), places, is_running=True)
     assert cluster.free_resources_of_node("m")[2] == ((0, 141_000),)
     assert cluster.free_resources_of_node("n")[2] == ((1000, 141_000), (0, 141_000))
     assert cluster.usage("a").gpu_milli == 4000, "usage is the full request"

@@ -18,14 +18,14 @@ def placer(request: pytest.FixtureRequest) -> Placer:
     return placement
 
 
-def node(placer: Placer, **changes: int) -> int:
+def add_node(placer: Placer, **changes: int) -> int:
     return placer.add_node(
         **{"cpu_milli": 8000, "memory_mib": 8000, "gpus": 2, "gpu_memory_mib": 100} | changes
     )
 
 
 def test_taken_resources_are_not_free_until_released(placer: Placer) -> None:
-    node(placer)
+    add_node(placer)
     half = placer.register_request_class(
         gpus=1, gpu_milli=500, gpu_memory_mib=40, cpu_milli=1000, memory_mib=10
     )
@@ -35,14 +35,14 @@ def test_taken_resources_are_not_free_until_released(placer: Placer) -> None:
     assert placer.node_state(0) == (True, 8000, 8000, ((1000, 100, 0), (1000, 100, 0)))
 
 
-def test_choose_takes_nothing(placer: Placer) -> None:
-    node(placer)
+def test_choose_allocates_nothing(placer: Placer) -> None:
+    add_node(placer)
     both = placer.register_request_class(gpus=2, gpu_milli=1000)
     assert placer.choose(both, 1) == placer.choose(both, 1) == (0, (0, 1))
 
 
 def test_two_tenants_never_share_a_gpu(placer: Placer) -> None:
-    node(placer)
+    add_node(placer)
     small = placer.register_request_class(gpus=1, gpu_milli=100)
     assert [placer.place(small, tenant) for tenant in (1, 2, 1, 3)] == [(0, (0,)), (0, (1,)), (0, (0,)), None]
     placer.release(small, node=0, gpus=(1,))
@@ -50,7 +50,7 @@ def test_two_tenants_never_share_a_gpu(placer: Placer) -> None:
 
 
 def test_closed_node_is_not_used_and_keeps_its_holds(placer: Placer) -> None:
-    node(placer)
+    add_node(placer)
     whole = placer.register_request_class(gpus=1, gpu_milli=1000)
     placer.place(whole, 1)
     placer.set_open(0, is_open=False)
@@ -73,12 +73,12 @@ def test_closed_node_is_not_used_and_keeps_its_holds(placer: Placer) -> None:
     ],
 )
 def test_request_that_fits_nowhere_has_no_place(placer: Placer, request_options: dict[str, int]) -> None:
-    node(placer)
+    add_node(placer)
     assert placer.place(placer.register_request_class(**request_options), 1) is None  # type: ignore[arg-type]
 
 
 def test_request_gets_only_allowed_gpus(placer: Placer) -> None:
-    node(placer, gpus=4)
+    add_node(placer, gpus=4)
     these = placer.register_request_class(gpus=1, gpu_milli=600, only_gpus=[1, 3])
     assert [placer.place(these, 1) for _ in range(3)] == [(0, (1,)), (0, (3,)), None]
     pair = placer.register_request_class(gpus=2, gpu_milli=400, only_gpus=[1, 3])
@@ -86,23 +86,23 @@ def test_request_gets_only_allowed_gpus(placer: Placer) -> None:
     assert gang == [(0, (1, 3))]
 
 
-def test_later_node_is_used_unless_the_request_names_nodes(placer: Placer) -> None:
-    node(placer, gpus=0)
+def test_node_added_later_is_used_unless_the_request_names_nodes(placer: Placer) -> None:
+    add_node(placer, gpus=0)
     anywhere = placer.register_request_class(gpus=1, gpu_milli=1000)
     there = placer.register_request_class(gpus=1, gpu_milli=1000, nodes=[0])
     assert (placer.choose(anywhere, 1), placer.choose(there, 1)) == (None, None)
-    node(placer)
+    add_node(placer)
     assert (placer.choose(anywhere, 1), placer.choose(there, 1)) == ((1, (0,)), None)
 
 
 def test_invalid_calls_are_rejected_without_changes(placer: Placer) -> None:
-    node(placer)
+    add_node(placer)
     whole = placer.register_request_class(gpus=1, gpu_milli=1000)
     nothing = placer.register_request_class(cpu_milli=1)
     wrong = [
-        lambda: node(placer, gpus=17),
-        lambda: node(placer, model=64),
-        lambda: node(placer, cpu_milli=-1),
+        lambda: add_node(placer, gpus=17),
+        lambda: add_node(placer, model=64),
+        lambda: add_node(placer, cpu_milli=-1),
         lambda: placer.register_request_class(gpus=1),
         lambda: placer.register_request_class(gpus=1, gpu_milli=1001),
         lambda: placer.register_request_class(gpu_milli=5),
@@ -131,8 +131,8 @@ def test_invalid_calls_are_rejected_without_changes(placer: Placer) -> None:
 
 def test_capacity_for_multi_gpu_requests_is_preserved(placer: Placer) -> None:
     """A fraction shares a used GPU instead of a free one on another node."""
-    node(placer, gpus=2)
-    node(placer, gpus=2)
+    add_node(placer, gpus=2)
+    add_node(placer, gpus=2)
     half, pair = (
         placer.register_request_class(gpus=1, gpu_milli=500),
         placer.register_request_class(gpus=2, gpu_milli=1000),
@@ -144,7 +144,7 @@ def test_capacity_for_multi_gpu_requests_is_preserved(placer: Placer) -> None:
 
 
 def test_scarce_nodes_are_left_to_requests_that_need_them(placer: Placer) -> None:
-    scarce, common = node(placer, model=0), node(placer, model=1, cpu_milli=9000)
+    scarce, common = add_node(placer, model=0), add_node(placer, model=1, cpu_milli=9000)
     anyone = placer.register_request_class(gpus=1, gpu_milli=1000)
     picky = placer.register_request_class(gpus=1, gpu_milli=1000, models_mask=0b01)
     for number in (anyone, picky) * 20:
@@ -153,13 +153,13 @@ def test_scarce_nodes_are_left_to_requests_that_need_them(placer: Placer) -> Non
     assert placer.place(picky, 1) == (scarce, (0,))
 
 
-def test_refresh_in_small_steps_equals_one_refresh() -> None:
+def test_refresh_of_placer_caches_in_small_steps_equals_one_refresh() -> None:
     library = libraries.load("genie_scheduler")
     answers = []
     for budget in (1, 2**40):
         placer = library.Placer("supply")
         for number in range(20):
-            node(placer, model=number % 2)
+            add_node(placer, model=number % 2)
         kinds = [
             placer.register_request_class(gpus=1, gpu_milli=milli, cpu_milli=500)
             for milli in (1000, 300, 700)

@@ -17,7 +17,7 @@ JOBS = "timestamp,duration,num_gpus,gpu_time,cluster\n"
 
 
 @pytest.fixture
-def write(tmp_path: Path) -> Callable[[str], Path]:
+def write_trace(tmp_path: Path) -> Callable[[str], Path]:
     def write(text: str) -> Path:
         path = tmp_path / "trace.csv"
         path.write_text(text, "utf-8")
@@ -26,29 +26,29 @@ def write(tmp_path: Path) -> Callable[[str], Path]:
     return write
 
 
-def test_read_nodes(write: Callable[[str], Path]) -> None:
-    assert traces.read_openb_nodes(write(NODES + "n0,64000,262144,2,P100\n")) == [
+def test_nodes_of_a_trace_are_read(write_trace: Callable[[str], Path]) -> None:
+    assert traces.read_openb_nodes(write_trace(NODES + "n0,64000,262144,2,P100\n")) == [
         TraceNode("n0", 64000, 262144, 2, "P100")
     ]
 
 
-def test_read_pods_with_models(write: Callable[[str], Path]) -> None:
+def test_pods_with_gpu_models_are_read(write_trace: Callable[[str], Path]) -> None:
     text = PODS + "p0,12000,16384,1,460,\np1,1000,2000,8,1000,T4|A10|T4\np2,500,100,0,1000,T4\n"
-    assert traces.read_openb_pods(write(text)) == [
+    assert traces.read_openb_pods(write_trace(text)) == [
         TracePod(12000, 16384, 1, 460, ()),
         TracePod(1000, 2000, 8, 1000, ("T4", "A10", "T4")),
         TracePod(500, 100, 0, 0, ()),  # no GPU share and no model without GPUs
     ]
 
 
-def test_read_pods_without_models(write: Callable[[str], Path]) -> None:
+def test_pods_without_gpu_models_are_read(write_trace: Callable[[str], Path]) -> None:
     text = "name,cpu_milli,memory_mib,num_gpu,gpu_milli\np0,1,2,1,1000\n"
-    assert traces.read_openb_pods(write(text)) == [TracePod(1, 2, 1, 1000, ())]
+    assert traces.read_openb_pods(write_trace(text)) == [TracePod(1, 2, 1, 1000, ())]
 
 
-def test_read_jobs(write: Callable[[str], Path]) -> None:
+def test_jobs_of_a_trace_are_read(write_trace: Callable[[str], Path]) -> None:
     text = JOBS + "1970-01-02 00:00:41,2240.5,8,17924.0,7f04ca\n"
-    assert traces.read_philly_trace(write(text)) == [TraceJob(86441.0, 2240.5, 8, "7f04ca")]
+    assert traces.read_philly_trace(write_trace(text)) == [TraceJob(86441.0, 2240.5, 8, "7f04ca")]
 
 
 @pytest.mark.parametrize(
@@ -88,9 +88,11 @@ def test_read_jobs(write: Callable[[str], Path]) -> None:
         ("read_philly_trace", JOBS + "2017-09-04 10:30:41,nan,1,1,a\n", "duration is 'nan'; .* seconds >= 0"),
     ],
 )
-def test_invalid_line_is_named(write: Callable[[str], Path], read: str, text: str, message: str) -> None:
+def test_invalid_line_is_named(
+    write_trace: Callable[[str], Path], read: str, text: str, message: str
+) -> None:
     with pytest.raises(UsageError, match=message):
-        getattr(traces, read)(write(text))
+        getattr(traces, read)(write_trace(text))
 
 
 @pytest.mark.parametrize(
@@ -114,7 +116,7 @@ def test_unreadable_file_is_named_with_a_hint(tmp_path: Path, name: str, message
     assert hint in (caught.value.hint or "")
 
 
-def test_workloads_in_a_directory(tmp_path: Path) -> None:
+def test_workloads_of_a_directory_are_found_by_file_name(tmp_path: Path) -> None:
     for name in ("openb_pod_list_b.csv", "openb_pod_list_a10.csv", traces.NODE_LIST_FILE, "other.csv"):
         (tmp_path / name).touch()
     assert list(traces.find_openb_pod_lists(tmp_path)) == ["a10", "b"]

@@ -23,7 +23,7 @@ from genie.sim.workloads.workload import (
 
 
 @pytest.fixture
-def csv(tmp_path: Path):
+def write_csv(tmp_path: Path):
     def write(text: str) -> Path:
         path = tmp_path / "jobs.csv"
         path.write_text(text, encoding="utf-8")
@@ -32,8 +32,8 @@ def csv(tmp_path: Path):
     return write
 
 
-def test_two_columns_are_required(csv) -> None:
-    jobs = read_workload(csv("submitted_s,duration_s\n5,60\n1,30\n"))
+def test_workload_with_only_the_two_required_columns_is_read(write_csv) -> None:
+    jobs = read_workload(write_csv("submitted_s,duration_s\n5,60\n1,30\n"))
     assert jobs == [SimJob("job-2", 1.0, 30.0), SimJob("job-1", 5.0, 60.0)]
 
 
@@ -105,11 +105,13 @@ def test_former_and_new_name_of_a_column_are_rejected(csv) -> None:
         ("job_id", "one", "unique"),
     ],
 )
-def test_invalid_value_is_reported_with_line_column_and_allowed_values(csv, column, value, allowed) -> None:
+def test_invalid_value_is_reported_with_line_column_and_allowed_values(
+    write_csv, column, value, allowed
+) -> None:
     cells = {"job_id": "two", "submitted_s": "0", "duration_s": "1"} | {column: value}
     first = {"job_id": "one", "submitted_s": "0", "duration_s": "1"}
     lines = [",".join(cells), ",".join(first.get(name, "") for name in cells), ",".join(cells.values())]
-    path = csv("\n".join(lines) + "\n")
+    path = write_csv("\n".join(lines) + "\n")
     with pytest.raises(UsageError) as caught:
         read_workload(path)
     assert f"{path}:3: {column} is {value!r}; it must be" in caught.value.message
@@ -123,20 +125,20 @@ def test_invalid_value_is_reported_with_line_column_and_allowed_values(csv, colu
         ("colour", "known columns: checkpoint_interval_s, "),
     ],
 )
-def test_unknown_column_is_rejected(csv, column: str, hint: str) -> None:
+def test_unknown_column_is_rejected(write_csv, column: str, hint: str) -> None:
     with pytest.raises(UsageError, match=f"csv:1: unknown column '{column}'") as caught:
-        read_workload(csv(f"submitted_s,duration_s,{column}\n0,1,2\n"))
+        read_workload(write_csv(f"submitted_s,duration_s,{column}\n0,1,2\n"))
     assert hint in str(caught.value.hint)
 
 
-def test_share_of_several_gpus_is_rejected(csv) -> None:
+def test_share_of_several_gpus_is_rejected(write_csv) -> None:
     with pytest.raises(UsageError, match="1 for several"):
-        read_workload(csv("submitted_s,duration_s,gpus,gpu_share\n0,1,2,0.5\n"))
+        read_workload(write_csv("submitted_s,duration_s,gpus,gpu_share\n0,1,2,0.5\n"))
 
 
-def test_philly_jobs_larger_than_a_node_are_gangs(csv) -> None:
+def test_philly_jobs_larger_than_a_node_are_gangs(write_csv) -> None:
     jobs = read_philly_jobs(
-        csv(
+        write_csv(
             "timestamp,duration,num_gpus,gpu_time,cluster\n"
             "2017-09-04 10:00:00,100,8,800,x\n2017-09-04 10:00:10,50,12,600,y\n2017-09-04 10:00:20,0,32,0,x\n"
         )
@@ -150,9 +152,9 @@ def test_philly_jobs_larger_than_a_node_are_gangs(csv) -> None:
     ]
 
 
-def test_openb_durations_come_from_the_trace_or_are_drawn(csv) -> None:
+def test_openb_durations_come_from_the_trace_or_are_drawn(write_csv) -> None:
     head = "cpu_milli,memory_mib,num_gpu,gpu_milli,gpu_spec,creation_time,deletion_time,scheduled_time\n"
-    path = csv(head + "100,5,1,460,A|B,10,200,20\n100,5,0,0,,15,200,\n")
+    path = write_csv(head + "100,5,1,460,A|B,10,200,20\n100,5,0,0,,15,200,\n")
     jobs = read_openb_jobs(path, draw_duration_s=lambda rng: 77.0, seed=0)
     assert [(job.submitted_s, job.duration_s, job.gpus_per_worker, job.gpu_milli) for job in jobs] == [
         (0.0, 180.0, 1, 460),
@@ -161,8 +163,8 @@ def test_openb_durations_come_from_the_trace_or_are_drawn(csv) -> None:
     assert jobs[0].gpu_models == {"A", "B"}
 
 
-def test_openb_without_times_draws_them_from_the_seed(csv) -> None:
-    path = csv("cpu_milli,memory_mib,num_gpu,gpu_milli\n" + "100,5,1,1000\n" * 20)
+def test_openb_without_times_draws_them_from_the_seed(write_csv) -> None:
+    path = write_csv("cpu_milli,memory_mib,num_gpu,gpu_milli\n" + "100,5,1,1000\n" * 20)
 
     def draw_s(rng: random.Random) -> float:
         return rng.uniform(10, 20)
@@ -172,7 +174,7 @@ def test_openb_without_times_draws_them_from_the_seed(csv) -> None:
     assert len({job.submitted_s for job in runs[0]}) == 20
 
 
-def test_with_load_scales_submission_times() -> None:
+def test_submission_times_are_scaled_to_the_requested_load() -> None:
     nodes = uniform_nodes(1, gpus=4)
     jobs = [SimJob("a", 0.0, 100.0, gpus_per_worker=4), SimJob("b", 400.0, 100.0, gpus_per_worker=4)]
     assert offered_load(jobs, nodes) == 0.5
@@ -181,7 +183,7 @@ def test_with_load_scales_submission_times() -> None:
     assert offered_load(faster, nodes) == 2.0
 
 
-def test_with_limits_keeps_given_limits_and_covers_the_duration() -> None:
+def test_drawn_time_limits_keep_given_limits_and_cover_the_duration() -> None:
     jobs = [SimJob("a", 0, 10.0, time_limit_s=5.0)] + [SimJob(f"j{n}", 0, 100.0) for n in range(50)]
     limited = add_time_limits(jobs, factor=3, seed=0)
     assert limited[0].time_limit_s == 5.0

@@ -28,7 +28,7 @@ from tests.waiting import until
 STOP_TIMEOUT_S = 20.0
 
 
-class Machine:
+class ClusterProcess:
     """A controller or agent process with its arguments."""
 
     def __init__(self, child: Child, arguments: list[str]) -> None:
@@ -61,15 +61,15 @@ class Machine:
         self._child.check_alive()
 
 
-class Machines:
+class ClusterProcesses:
     """A controller and agents by node ID on loopback."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._settings = config.load({"paths.state_dir": folder / "controller"})
-        self.agents: dict[str, Machine] = {}
+        self.agents: dict[str, ClusterProcess] = {}
         state_dir = self._make_state_dir("controller")
-        self.controller = Machine(
+        self.controller = ClusterProcess(
             Child("controller", module="genie.controller", state_dir=state_dir),
             ["--state-dir", str(state_dir), "--bind", "127.0.0.1", "--port", "0"],
         )
@@ -135,7 +135,7 @@ class Machines:
             requested_node_id=node_id,
             network=TcpNetwork(),
         )
-        self.agents[node_id] = Machine(
+        self.agents[node_id] = ClusterProcess(
             Child("agent", module="genie.agent", state_dir=state_dir),
             ["--state-dir", str(state_dir), "--node-id", node_id],
         )
@@ -155,9 +155,9 @@ class Machines:
 
 
 @asynccontextmanager
-async def run_machines(folder: Path, *agents: str) -> AsyncIterator[Machines]:
+async def run_cluster_processes(folder: Path, *agents: str) -> AsyncIterator[ClusterProcesses]:
     """Starts a controller and these agents, each in a separate process; stops them at the end."""
-    cluster = Machines(folder)
+    cluster = ClusterProcesses(folder)
     try:
         await cluster.start_controller()
         for name in agents:

@@ -25,58 +25,68 @@ PAST = st.integers(0, 8)
 
 
 @dataclass(frozen=True)
-class Commit:
+class CommitStep:
     compares: list[tuple[str, int | None, bool]]
     puts: dict[str, tuple[bytes, int | None] | None]
 
 
 @dataclass(frozen=True)
-class Grant:
+class GrantLeaseStep:
     ttl_s: int
 
 
 @dataclass(frozen=True)
-class KeepAlive:
+class KeepAliveStep:
     lease: int
 
 
 @dataclass(frozen=True)
-class Revoke:
+class RevokeLeaseStep:
     lease: int
 
 
 @dataclass(frozen=True)
-class Range:
+class RangeStep:
     prefix: str
     after: str
     limit: int
 
 
 @dataclass(frozen=True)
-class Get:
+class GetStep:
     key: str
 
 
 @dataclass(frozen=True)
-class PassTime:
+class PassTimeStep:
     seconds: float
 
 
 @dataclass(frozen=True)
-class Compact:
+class CompactStep:
     back: int
 
 
 @dataclass(frozen=True)
-class Replay:
+class ReplayWatchStep:
     prefix: str
     back: int
 
 
-Step = Commit | Grant | KeepAlive | Revoke | Range | Get | PassTime | Compact | Replay
+Step = (
+    CommitStep
+    | GrantLeaseStep
+    | KeepAliveStep
+    | RevokeLeaseStep
+    | RangeStep
+    | GetStep
+    | PassTimeStep
+    | CompactStep
+    | ReplayWatchStep
+)
 
 COMMITS = st.builds(
-    Commit,
+    CommitStep,
     compares=st.lists(st.tuples(KEYS, st.none() | PAST, st.booleans()), max_size=2),
     puts=st.dictionaries(KEYS, st.none() | st.tuples(st.binary(max_size=4), st.none() | PAST), max_size=4),
 )
@@ -84,19 +94,19 @@ STEPS = st.one_of(
     COMMITS,
     COMMITS,
     COMMITS,
-    st.builds(Grant, st.integers(1, 5)),
-    st.builds(KeepAlive, PAST),
-    st.builds(Revoke, PAST),
-    st.builds(Range, PREFIXES, st.just("") | KEYS, st.integers(1, 5)),
-    st.builds(Get, KEYS),
-    st.builds(PassTime, st.sampled_from([0.5, 1.0, 2.5])),
-    st.builds(Compact, st.integers(0, 6)),
-    st.builds(Replay, PREFIXES, st.integers(0, 12)),
+    st.builds(GrantLeaseStep, st.integers(1, 5)),
+    st.builds(KeepAliveStep, PAST),
+    st.builds(RevokeLeaseStep, PAST),
+    st.builds(RangeStep, PREFIXES, st.just("") | KEYS, st.integers(1, 5)),
+    st.builds(GetStep, KEYS),
+    st.builds(PassTimeStep, st.sampled_from([0.5, 1.0, 2.5])),
+    st.builds(CompactStep, st.integers(0, 6)),
+    st.builds(ReplayWatchStep, PREFIXES, st.integers(0, 12)),
 )
 
 
 @dataclass
-class Run:
+class EngineRun:
     """One engine, its clock and its results."""
 
     store: ContractStore
@@ -110,26 +120,26 @@ class Run:
 
     async def _do(self, step: Step) -> object:
         match step:
-            case Commit():
+            case CommitStep():
                 result = await self.store.commit(self._compares(step), self._operations(step))
                 self.revision = result.revision
                 return result
-            case Grant(ttl_s):
+            case GrantLeaseStep(ttl_s):
                 self.leases.append(await self.store.grant_lease(ttl_s))
                 return None
-            case KeepAlive(lease):
+            case KeepAliveStep(lease):
                 return await self.store.keep_alive(self._lease(lease))
-            case Revoke(lease):
+            case RevokeLeaseStep(lease):
                 return await self.store.revoke_lease(self._lease(lease))
-            case Range(prefix, after, limit):
+            case RangeStep(prefix, after, limit):
                 return await self.store.range(prefix, start_after=after, limit=limit)
-            case Get(key):
+            case GetStep(key):
                 return await self.store.get(key)
-            case PassTime(seconds):
+            case PassTimeStep(seconds):
                 return await self.clock.advance(seconds)
-            case Compact(back):
+            case CompactStep(back):
                 return await self.store.compact(max(1, self.revision - back))
-            case Replay(prefix, back):
+            case ReplayWatchStep(prefix, back):
                 return await self._replay(prefix, max(0, self.revision - back))
 
     async def _replay(self, prefix: str, after: int) -> list[WatchEvent]:
@@ -142,13 +152,13 @@ class Run:
                 events.append(await anext(watch))
         return events
 
-    def _compares(self, step: Commit) -> list[Compare]:
+    def _compares(self, step: CommitStep) -> list[Compare]:
         return [
             Compare(key, 0 if back is None else max(0, self.revision - back), "create" if create else "mod")
             for key, back, create in step.compares
         ]
 
-    def _operations(self, step: Commit) -> list[Put | Delete]:
+    def _operations(self, step: CommitStep) -> list[Put | Delete]:
         made: list[Put | Delete] = []
         for key, put in step.puts.items():
             if put is None:
@@ -169,10 +179,10 @@ async def answer_or_error(call: Awaitable[object]) -> object:
         return type(error)
 
 
-async def play(steps: list[Step], folder: Path) -> None:
+async def assert_engines_agree(steps: list[Step], folder: Path) -> None:
     one_clock, other_clock = FakeClock(), FakeClock()
-    one = Run(await SqliteStore.open(folder / "s.db", clock=one_clock, history_revisions=15), one_clock)
-    other = Run(await MemoryStore.open(clock=other_clock, history_revisions=15), other_clock)
+    one = EngineRun(await SqliteStore.open(folder / "s.db", clock=one_clock, history_revisions=15), one_clock)
+    other = EngineRun(await MemoryStore.open(clock=other_clock, history_revisions=15), other_clock)
     try:
         for step in steps:
             await one.take(step)
@@ -188,4 +198,4 @@ async def play(steps: list[Step], folder: Path) -> None:
 @given(steps=st.lists(STEPS, min_size=5, max_size=40))
 def test_sqlite_store_behaves_as_the_memory_store(steps: list[Step]) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        asyncio.run(play(steps, Path(folder)))
+        asyncio.run(assert_engines_agree(steps, Path(folder)))
