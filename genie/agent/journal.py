@@ -369,9 +369,9 @@ def _acquire_lock(path: Path) -> files.FileLock:
     return lock
 
 
-def _read_record(path: Path, kind: type[_Struct]) -> _Struct | None:
+def _read_record(path: Path, record_type: type[_Struct]) -> _Struct | None:
     try:
-        return msgspec.json.decode(job_files.read_small_file(path), type=kind)
+        return msgspec.json.decode(job_files.read_small_file(path), type=record_type)
     except FileNotFoundError:
         return None
     except (OSError, ValueError, RecursionError) as error:

@@ -162,7 +162,7 @@ def _plant_unlimited_connections(patch: pytest.MonkeyPatch) -> None:
 
 def _plant_impatient_confirmations(patch: pytest.MonkeyPatch) -> None:
     """A worker asks again and again whether the others are ready."""
-    patch.setattr("genie.agent.jobs.CONFIRMATION_WAIT_S", 0.0)
+    patch.setattr("genie.agent.jobs.CONFIRM_WAIT_FOR_WORKERS_S", 0.0)
     patch.setattr("genie.agent.jobs.RETRY_S_MAX", 0.2)
 
 

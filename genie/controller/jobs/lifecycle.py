@@ -69,7 +69,7 @@ from genie.tenancy.masking import mask_job_ids
 _log = logging.getLogger(__name__)
 
 LAUNCH_ATTEMPTS_MAX = 5
-CONFIRM_WAIT_S_MAX = 3.0
+CONFIRM_WAIT_FOR_WORKERS_S_MAX = 3.0
 JOB_NODES_MAX = 120
 """All holds of a job are written in one transaction, and the store limits the rows of a transaction."""
 HOLDS_PER_TRANSACTION_MAX = 3000
@@ -468,7 +468,7 @@ class JobLifecycle:
                 self._mark_worker_ready(require_valid(), rank)
             except WorkersMissingError:
                 waiting = partial(self._waits_for_workers, job_id, epoch)
-                await self._notifier.wait_while(job_id, waiting, timeout_s=min(wait_s, CONFIRM_WAIT_S_MAX))
+                await self._notifier.wait_while(job_id, waiting, timeout_s=min(wait_s, CONFIRM_WAIT_FOR_WORKERS_S_MAX))
                 self._mark_worker_ready(require_valid(), rank)
         await self._ledger.write(build)
         self._launch_backoff.reset(job_id)
