@@ -404,13 +404,13 @@ async def test_load_discards_notes_about_jobs_that_another_controller_has_change
         queued, ended = [await submit(number)(one) for number in (0, 1)]
         for job in (queued, ended):
             one.jobs.set_pending_reason(job.job_id, "waiting for GPUs")
-            one.jobs.set_unkillable_note(job, 0, "process 7 cannot be killed")
+            one.jobs.set_unkillable_reason(job, 0, "process 7 cannot be killed")
             one.jobs._launch_backoff.delay_placement(job.job_id)
         await one.store.commit([], [Delete(one.ledger.jobs.prefix + ended.job_id)])
         await one.ledger.load_tables()
         assert one.jobs.with_pending_reason(queued).reason == "waiting for GPUs"
         assert one.jobs.with_pending_reason(ended).reason == "submitted"
-        assert one.jobs._unkillable_notes_by_job == {}, "neither is running"
+        assert one.jobs._unkillable_reasons_by_job == {}, "neither is running"
         assert one.jobs._launch_backoff.job_ids() == [queued.job_id]
 
 

@@ -148,7 +148,7 @@ def _plant_unfair_history(patch: pytest.MonkeyPatch) -> None:
     ) -> Iterator[Job]:
         return (job for job in index.jobs_oldest_first(FINAL_STATES) if job.job_id not in skipped)
 
-    patch.setattr("genie.controller.jobs.history._oldest_of_largest_tenant", largest_first)
+    patch.setattr("genie.controller.jobs.history._oldest_jobs_of_largest_tenants", largest_first)
 
 
 def _plant_unpinned_blobs(patch: pytest.MonkeyPatch) -> None:

@@ -205,7 +205,7 @@ async def _watch_store(cluster: SimCluster) -> None:
     """Check that the store has space for the writes of the controllers."""
     while True:
         await asyncio.sleep(1.0)
-        used_bytes = (await cluster.store.space()).used_bytes
+        used_bytes = (await cluster.store.measure_space()).used_bytes
         if used_bytes > _STORE_SHARE_MAX * _STORE_BYTES_MAX:
             cluster.machines.report_violation(f"the store is full: {used_bytes} bytes")
 

@@ -91,7 +91,7 @@ class LogRequests:
             with waits.try_open_wait(tenant, node_id=node_id) as is_allowed:
                 if is_allowed:
                     return await self._read_from_agent(worker_name, node_id, request)
-        with waits.try_open_read(tenant, node_id=node_id) as is_allowed:
+        with waits.try_open_log_read(tenant, node_id=node_id) as is_allowed:
             if not is_allowed:
                 raise too_many_open_error(f"reads of logs on node {node_id}")
             chunk = await self._read_from_agent(

@@ -15,7 +15,7 @@ from genie.controller.connection import Connection, Handlers
 from genie.controller.election import Election, StoreHealth
 from genie.controller.jobs.space import JobSpace
 from genie.controller.ledger import Ledger
-from genie.controller.nodes.views import NodeSnapshot, NodeViews
+from genie.controller.nodes.snapshots import NodeSnapshot, NodeSnapshots
 from genie.controller.requests.reply_size import truncate_to_reply
 from genie.model.allocation import Hold, NodeHolds
 from genie.model.messages import GetStatus, ListNodes, NodesReply, NodeView, StatusReply
@@ -29,12 +29,12 @@ _QUARANTINED_SHOWN_MAX = 20
 class NodeList:
     """The nodes as clients see them; nodes that have left the cluster are omitted."""
 
-    def __init__(self, ledger: Ledger, views: NodeViews) -> None:
+    def __init__(self, ledger: Ledger, snapshots: NodeSnapshots) -> None:
         self._ledger = ledger
-        self._node_views = views
+        self._node_snapshots = snapshots
 
     def snapshots(self) -> list[NodeSnapshot]:
-        nodes = self._node_views.current_snapshots().values()
+        nodes = self._node_snapshots.current_snapshots().values()
         return [node for node in nodes if not self._ledger.nodes[node.node_id].left]
 
     def holds_of_node(self, node_id: str) -> NodeHolds:
@@ -42,7 +42,7 @@ class NodeList:
 
     def make_nodes_reply(self, identity: Identity, *, after_node_id: str = "") -> NodesReply:
         """List the nodes with IDs greater than `after_node_id`, as many as fit into one reply."""
-        nodes = self._node_views.current_snapshots()
+        nodes = self._node_snapshots.current_snapshots()
         views = (
             NodeView(
                 info=nodes[node_id].info,

@@ -52,7 +52,7 @@ async def test_node_with_a_job_may_not_leave(tmp_path: Path) -> None:
     async with running_controller(tmp_path) as one, one.client() as owner, one.agent("n1") as agent:
         job = await owner.submit("work", gpus=1)
         await agent.start_next()
-        with pytest.raises(NodeError, match="still has 1 jobs"):
+        with pytest.raises(NodeError, match="still has 1 workers of jobs"):
             await agent.leave()
         assert (await owner.job(job.job_id)).state is JobState.RUNNING
 

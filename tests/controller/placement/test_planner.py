@@ -428,7 +428,7 @@ async def test_an_incomplete_refresh_is_continued_in_the_same_pass(
         events.append("pass")
         return decide(scheduler, now)
 
-    monkeypatch.setattr(planning, "REFRESH_EVALUATIONS_MAX", 1)
+    monkeypatch.setattr(planning, "CACHE_REFRESH_EVALUATIONS_MAX", 1)
     monkeypatch.setattr(ClusterAllocations, "prepare_placements", recorded_refresh)
     monkeypatch.setattr(Scheduler, "decide", recorded_decide)
     async with running_controller(tmp_path) as one, one.client() as owner, one.agent("a", gpus=8) as a:
@@ -455,7 +455,7 @@ async def test_one_tenant_cannot_fill_the_queue(tmp_path: Path) -> None:
 
 
 async def test_number_of_pending_kinds_is_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planning, "PENDING_KINDS_MAX", 3)
+    monkeypatch.setattr(planning, "PENDING_JOB_KINDS_MAX", 3)
     async with running_controller(tmp_path) as one, one.client() as owner, one.agent("a", gpus=8) as a:
         await owner.submit_spec(job_spec("all", gpus=8))
         await a.start_next()

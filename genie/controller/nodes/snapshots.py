@@ -20,7 +20,7 @@ from genie.controller.nodes.membership import Membership
 from genie.model.node import NodeInfo, NodeStatus
 from genie.processes.clock import Clock
 
-_EXPIRIES_PER_NODE_MAX = 8
+_EXPIRY_HEAP_ENTRIES_PER_NODE_MAX = 8
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class NodeSnapshot:
         return self.info.node_id
 
 
-class NodeViews:
+class NodeSnapshots:
     def __init__(self, ledger: Ledger, membership: Membership, faults: NodeFaults, *, clock: Clock) -> None:
         self._ledger = ledger
         self._membership = membership
@@ -101,7 +101,7 @@ class NodeViews:
     def _set_expiry(self, node_id: str, until_s: float) -> None:
         self._valid_until_s[node_id] = until_s
         heapq.heappush(self._expiry_heap, (until_s, node_id))
-        if len(self._expiry_heap) > _EXPIRIES_PER_NODE_MAX * len(self._valid_until_s):
+        if len(self._expiry_heap) > _EXPIRY_HEAP_ENTRIES_PER_NODE_MAX * len(self._valid_until_s):
             self._expiry_heap = [(until_s, node_id) for node_id, until_s in self._valid_until_s.items()]
             heapq.heapify(self._expiry_heap)
 

@@ -13,7 +13,7 @@ from genie.config import ControllerConfig
 from genie.controller.ledger import Ledger, NodeRecord, Table
 from genie.controller.nodes.faults import NodeFaults
 from genie.controller.nodes.membership import Membership
-from genie.controller.nodes.views import NodeSnapshot, NodeViews
+from genie.controller.nodes.snapshots import NodeSnapshot, NodeSnapshots
 from genie.model.node import NodeStatus
 from tests.fakes.agent import node_info
 from tests.fakes.clock import FakeClock
@@ -50,7 +50,7 @@ class Cluster:
         self.ledger = Ledger(None, None, None)  # type: ignore[arg-type]  # its tables only
         self.membership = Membership(ControllerConfig())
         self.faults = NodeFaults(self.clock)
-        self.views = NodeViews(self.ledger, self.membership, self.faults, clock=self.clock)
+        self.views = NodeSnapshots(self.ledger, self.membership, self.faults, clock=self.clock)
         self.peers: dict[str, FakePeer] = {}
 
     # Any: rows of every table.
