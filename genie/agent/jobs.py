@@ -158,7 +158,7 @@ class NodeJobs:
                 job_id=job_id,
                 epoch=job.epoch,
                 endpoint=job.endpoint,
-                note=(stuck.get(job_id) or job.executor_start_status)[:REASON_CHARS_MAX],
+                status_note=(stuck.get(job_id) or job.executor_start_status)[:REASON_CHARS_MAX],
                 elapsed_s=0.0 if job.started_s is None else now_s - job.started_s,
             )
             for job_id, job in self.live_jobs.items()
@@ -494,8 +494,8 @@ class NodeJobs:
                 reason=reason,
                 ended_at=self._clock.wall_s(),
                 started=False,
-                by_node=is_caused_by_node,
-                needed_bytes=job.needed_disk_bytes,
+                is_caused_by_node=is_caused_by_node,
+                needed_disk_bytes=job.needed_disk_bytes,
             )
         )
 

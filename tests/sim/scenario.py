@@ -215,7 +215,7 @@ async def _submit_all(cluster: SimCluster) -> list[str]:
     rng, job_ids = random.Random(cluster.seed), []
     digest = hashlib.sha256(_WORKDIR).hexdigest()
     token = await cluster.get_user_token(INNOCENT)
-    await cluster.send_request(PutBlob(digest=digest, offset=0, data=_WORKDIR, last=True), token=token)
+    await cluster.send_request(PutBlob(digest=digest, offset=0, data=_WORKDIR, is_last=True), token=token)
     async with asyncio.TaskGroup() as readers:
         for _ in range(JOBS):
             await asyncio.sleep(rng.uniform(0.1, 3.0))

@@ -288,7 +288,7 @@ class JobLifecycle:
         identity: Identity,
         request_id: str,
         *,
-        session: str = "",
+        session_node_id: str = "",
         ticket_sha256: str = "",
     ) -> Job:
         """Create a job, or return the one that this request ID created before. QueueFullError when the queue
@@ -313,7 +313,7 @@ class JobLifecycle:
                 sequence=txn.next_number("sequence"),
                 history=(Transition(state=JobState.QUEUED, at=now, reason=reason),),
                 request_id=request_id,
-                session=session,
+                session=session_node_id,
                 ticket_sha256=ticket_sha256,
             )
             # Only if no other job is queued; earlier jobs of this transaction count as queued.
@@ -523,7 +523,7 @@ class JobLifecycle:
             return
         state, reason = final_state_of_worker(job, report)
         cause = FailureCause.NODE if failed_because_of_node(job, report) else FailureCause.JOB
-        if report.needed_bytes and job.state is JobState.PLACING:
+        if report.needed_disk_bytes and job.state is JobState.PLACING:
             cause, reason = self._find_cause_of_full_disk(job, report)
         ended = msgspec.structs.replace(
             job.placements[rank],
@@ -536,15 +536,15 @@ class JobLifecycle:
     def _find_cause_of_full_disk(self, job: Job, report: ExitReport) -> tuple[FailureCause, str]:
         """Decide who is to blame for a disk without space for the working directory: the job, if no node has
         that much space."""
-        needed_bytes = report.needed_bytes
-        self._launch_backoff.record_needed_disk_bytes(job.job_id, needed_bytes)
+        needed_disk_bytes = report.needed_disk_bytes
+        self._launch_backoff.record_needed_disk_bytes(job.job_id, needed_disk_bytes)
         free_bytes = self._placer.free_disk_bytes_max(job)
-        if needed_bytes <= free_bytes:
+        if needed_disk_bytes <= free_bytes:
             return FailureCause.NODE, report.reason
         return FailureCause.JOB, (
-            f"its working directory needs {needed_bytes} bytes of free disk space "
-            f"({needed_bytes / 2**30:.2f} GiB), packed and unpacked; the largest free space of a node is "
-            f"{free_bytes} bytes ({free_bytes / 2**30:.2f} GiB)"
+            f"its working directory needs {needed_disk_bytes} bytes of free disk space "
+            f"({needed_disk_bytes / 2**30:.2f} GiB), packed and unpacked; the largest free space of a node "
+            f"is {free_bytes} bytes ({free_bytes / 2**30:.2f} GiB)"
         )
 
     def _stage_worker_end(

@@ -250,7 +250,7 @@ class Sessions:
             spec,
             identity,
             request.request_id,
-            session=request.session_node_id,
+            session_node_id=request.session_node_id,
             ticket_sha256=hashlib.sha256(ticket.encode()).hexdigest(),
         )
         if job.ticket_sha256 == hashlib.sha256(ticket.encode()).hexdigest():
@@ -261,7 +261,7 @@ class Sessions:
         record = self._ledger.nodes.get(node_id)
         if record is None:
             raise NodeNotFoundError(f"there is no node {node_id[:80]!r}", hint="'genie nodes' lists them")
-        if record.left:
+        if record.has_left:
             raise DeviceUnavailableError(
                 f"node {node_id} has left the cluster", hint="use another index, or restart its agent"
             )

@@ -220,7 +220,7 @@ class Admission:
             verify_token(token, record, now=now)
             assert record is not None
             node_id = self._unused_node_id(requested_id)
-            if request.exact and node_id != requested_id:
+            if request.must_get_requested_id and node_id != requested_id:
                 raise UsageError(
                     f"node ID {requested_id!r} is already in use", hint=f"choose another, such as {node_id!r}"
                 )

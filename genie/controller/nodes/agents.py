@@ -148,8 +148,8 @@ class Agents:
         def build(txn: Transaction) -> None:
             self._check_incarnation(node_id, node.incarnation)
             before = self._ledger.nodes.get(node_id)
-            drained = before.drained if before is not None else ""
-            txn.put(self._ledger.nodes, node_id, msgspec.structs.replace(record, drained=drained))
+            drain_status = before.drain_status if before is not None else ""
+            txn.put(self._ledger.nodes, node_id, msgspec.structs.replace(record, drain_status=drain_status))
             if node_id not in self._ledger.holds:
                 txn.put(self._ledger.holds, node_id, NodeHolds(node_id=node_id))
 
@@ -195,8 +195,8 @@ class Agents:
         return HeartbeatAck(
             leading=leading,
             leader_token=self._election.fencing_token,
-            kill=tuple(kill),
-            settled=tuple(settled),
+            jobs_to_kill=tuple(kill),
+            settled_exits=tuple(settled),
         )
 
     async def leave(self, connection: Connection, request: Leave) -> Done:
@@ -212,7 +212,7 @@ class Agents:
             record = self._ledger.nodes.get(node_id)
             if record is not None:
                 # The record is kept for its hardware and its last incarnation.
-                txn.put(self._ledger.nodes, node_id, msgspec.structs.replace(record, left=True))
+                txn.put(self._ledger.nodes, node_id, msgspec.structs.replace(record, has_left=True))
 
         await self._ledger.write(build)
         self._membership.remove_node(node_id)
@@ -365,7 +365,7 @@ class Agents:
         """Remove a disconnected node: its jobs are lost and its tokens are revoked."""
         node_id = request.node_id
         record, held = self._ledger.nodes.get(node_id), self._ledger.holds.get(node_id)
-        if record is not None and not record.left:
+        if record is not None and not record.has_left:
             self._check_removable(record)
             if held is not None:
                 await self._jobs.record_lost_workers(self._find_lost_workers(record, held))
@@ -414,9 +414,11 @@ class Agents:
             record = self._ledger.nodes.get(node_id)
             if record is None:
                 raise NodeNotFoundError(f"there is no node {node_id[:80]!r}", hint="'genie nodes' lists them")
-            kept = record.drained if unless_drained else ""
+            kept = record.drain_status if unless_drained else ""
             txn.put(
-                self._ledger.nodes, node_id, msgspec.structs.replace(record, drained=kept or drain_status)
+                self._ledger.nodes,
+                node_id,
+                msgspec.structs.replace(record, drain_status=kept or drain_status),
             )
 
         await self._ledger.write(build)
@@ -557,7 +559,7 @@ class Agents:
                 continue
             self._run_times.record(job, item.elapsed_s)
             if job.state is JobState.RUNNING and (job.stop or job.spec.kind is JobKind.COMMAND):
-                self._jobs.set_unkillable_reason(job, rank, item.note)
+                self._jobs.set_unkillable_reason(job, rank, item.status_note)
             if job.stop:
                 orders.append(
                     JobOrder(
@@ -573,7 +575,7 @@ class Agents:
                 with self._isolate_errors_of_job(item.job_id):
                     self._sessions.set_endpoint(job, item.epoch, item.endpoint)
             elif job.spec.kind is JobKind.SESSION:
-                self._sessions.set_executor_status(job, item.note)
+                self._sessions.set_executor_status(job, item.status_note)
         return orders
 
     def _extend_confirmation_deadline(self, job: Job, rank: int) -> None:

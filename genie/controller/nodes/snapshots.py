@@ -92,8 +92,8 @@ class NodeSnapshots:
         fault = self._node_faults.blocked_reason(node_id)
         if fault and info.status is NodeStatus.HEALTHY:
             info = msgspec.structs.replace(info, status=NodeStatus.DEGRADED, status_reason=fault)
-        blocked = record.drained or self._membership.blocked_reason(info) or fault
-        closed = "it has left the cluster" if record.left else blocked
+        blocked = record.drain_status or self._membership.blocked_reason(info) or fault
+        closed = "it has left the cluster" if record.has_left else blocked
         self._snapshots[node_id] = NodeSnapshot(info, closed)
         until_s = self._membership.current_info_valid_until_s(node_id, now_s)
         self._set_expiry(node_id, min(until_s, self._node_faults.blocked_reason_valid_until_s(node_id)))

@@ -175,7 +175,7 @@ class Planner:
     def _free_disk_bytes_by_node(self) -> Iterator[tuple[str, int]]:
         for node_id, state in self._node_snapshots.last_snapshots().items():
             record = self._ledger.nodes.get(node_id)
-            if record is not None and not record.left:
+            if record is not None and not record.has_left:
                 yield node_id, state.info.disk_free_bytes
 
     def _is_node_suitable(self, shape: Shape, node_id: str) -> bool:

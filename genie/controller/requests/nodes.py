@@ -35,7 +35,7 @@ class NodeList:
 
     def snapshots(self) -> list[NodeSnapshot]:
         nodes = self._node_snapshots.current_snapshots().values()
-        return [node for node in nodes if not self._ledger.nodes[node.node_id].left]
+        return [node for node in nodes if not self._ledger.nodes[node.node_id].has_left]
 
     def holds_of_node(self, node_id: str) -> NodeHolds:
         return self._ledger.holds.get(node_id) or NodeHolds(node_id=node_id)
@@ -47,10 +47,10 @@ class NodeList:
             NodeView(
                 info=nodes[node_id].info,
                 node_holds=_mask_holds(self.holds_of_node(node_id), identity),
-                drained=self._ledger.nodes[node_id].drained,
+                drained=self._ledger.nodes[node_id].drain_status,
             )
             for node_id in sorted(node_id for node_id in nodes if node_id > after_node_id)
-            if not self._ledger.nodes[node_id].left
+            if not self._ledger.nodes[node_id].has_left
         )
         fitting, more = truncate_to_reply(views)
         return NodesReply(nodes=fitting, more=more)
@@ -66,7 +66,7 @@ class NodeRequests:
 
     async def list_nodes(self, connection: Connection, request: ListNodes) -> NodesReply:
         self._check_readable()
-        return self._node_list.make_nodes_reply(connection.identity, after_node_id=request.after)
+        return self._node_list.make_nodes_reply(connection.identity, after_node_id=request.after_node_id)
 
 
 class StatusRequests:

@@ -79,7 +79,7 @@ class Cluster:
     def leave(self, node_id: str) -> None:
         record = self.ledger.nodes.get(node_id)
         if record is not None:
-            self.commit(self.ledger.nodes, node_id, msgspec.structs.replace(record, left=True))
+            self.commit(self.ledger.nodes, node_id, msgspec.structs.replace(record, has_left=True))
         self.membership.remove_node(node_id)
 
     def forget(self, node_id: str) -> None:
@@ -112,7 +112,7 @@ class Cluster:
             if fault and info.status is NodeStatus.HEALTHY:
                 info = msgspec.structs.replace(info, status=NodeStatus.DEGRADED, status_reason=fault)
             blocked = self.membership.blocked_reason(info) or fault
-            closed = "it has left the cluster" if record.left else blocked
+            closed = "it has left the cluster" if record.has_left else blocked
             found[node_id] = NodeSnapshot(info, closed)
         return found
 

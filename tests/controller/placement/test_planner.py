@@ -132,7 +132,11 @@ async def test_higher_priority_preempts_a_job_which_is_queued_again(
         second = await a.start_next()
         assert second.job_id == high.job_id
         waiting = await owner.job(low.job_id)
-        assert (waiting.state, waiting.stop, waiting.exit_code) == (JobState.QUEUED, StopReason.NONE, None)
+        assert (waiting.state, waiting.stop, waiting.exit_code) == (
+            JobState.QUEUED,
+            StopReason.NONE,
+            None,
+        )
         a.end(second)
         await a.beat()
         assert (await a.start_next()).job_id == low.job_id
@@ -226,7 +230,7 @@ async def test_preemption_survives_a_controller_restart(tmp_path: Path) -> None:
         async with one.client() as owner, agent.connected(one.network, access):
             await agent.register()
             ack = await agent.beat()
-            assert [order.job_id for order in ack.kill] == [victim]
+            assert [order.job_id for order in ack.jobs_to_kill] == [victim]
             await owner.submit_spec(job_spec("last"))
             stops = {job.job_id: (await owner.job(job.job_id)).stop for job in (low, other)}
             assert sorted(stops.values()) == ["", "preempt"], "one job is preempted for one placement"
@@ -504,10 +508,10 @@ async def test_grace_period_applies_to_preemption_and_not_to_cancelling(tmp_path
         low, _ = await _running(owner, a, preemptible=True, grace_s=86400.0)
         await owner.submit_spec(job_spec("high", priority=9))
         assert (await a.next_kill()).grace_s == 86400.0
-        assert [order.grace_s for order in (await a.beat()).kill] == [86400.0]
+        assert [order.grace_s for order in (await a.beat()).jobs_to_kill] == [86400.0]
         await owner.ask(CancelJob(job_id=low.job_id))
         assert (await a.next_kill()).grace_s is None
-        assert [order.grace_s for order in (await a.beat()).kill] == [None]
+        assert [order.grace_s for order in (await a.beat()).jobs_to_kill] == [None]
 
 
 async def test_preempted_job_ends_at_its_time_limit_at_the_latest(tmp_path: Path) -> None:
@@ -517,7 +521,7 @@ async def test_preempted_job_ends_at_its_time_limit_at_the_latest(tmp_path: Path
         async def next_grace_s() -> float:
             """The grace period in a later heartbeat reply."""
             await clock.advance(0.25)
-            (order,) = (await a.beat()).kill
+            (order,) = (await a.beat()).jobs_to_kill
             assert order.grace_s is not None
             return order.grace_s
 
