@@ -123,7 +123,7 @@ def _plant_blocking_reader(patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(Peer, "_read_frames", read)
     patch.setattr(Peer, "run", run)
-    patch.setattr(OpenWaits, "_count_while_open", lambda self, limits: nullcontext(True))
+    patch.setattr(OpenWaits, "_count_while_open_if_allowed", lambda self, limits: nullcontext(True))
 
 
 def _plant_unlimited_requests(patch: pytest.MonkeyPatch) -> None:

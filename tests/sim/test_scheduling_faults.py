@@ -165,7 +165,7 @@ def _planner_state(planner: Planner) -> dict[str, object]:
 def _planner_difference(controller: Controller) -> str:
     """Return the differences between the planner's book and the ledger; empty if there are none."""
     planner, fresh = controller._planner, controller._build_planner()
-    planner._node_views.current_snapshots()
+    planner._node_snapshots.current_snapshots()
     if planner._is_scheduler_stale:
         planner._rebuild_scheduler()
     fresh._rebuild_scheduler()

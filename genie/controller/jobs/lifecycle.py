@@ -69,7 +69,7 @@ from genie.tenancy.masking import mask_job_ids
 _log = logging.getLogger(__name__)
 
 LAUNCH_ATTEMPTS_MAX = 5
-CONFIRM_WAIT_FOR_WORKERS_S_MAX = 3.0
+WORKERS_WAIT_S_MAX = 3.0
 JOB_NODES_MAX = 120
 """All holds of a job are written in one transaction, and the store limits the rows of a transaction."""
 HOLDS_PER_TRANSACTION_MAX = 3000
@@ -256,15 +256,13 @@ class JobLifecycle:
             self._pending_reasons[job_id] = reason
             self._notifier.notify(job_id)
 
-    def set_unkillable_reason(self, job: Job, rank: int, unkillable_reason: str) -> None:
+    def set_unkillable_reason(self, job: Job, rank: int, reason: str) -> None:
         """Keep which processes of a worker cannot be killed, in memory only; empty to clear."""
         notes = self._unkillable_reasons_by_job.get(job.job_id, {})
-        if notes.get(rank, "") == unkillable_reason:
+        if notes.get(rank, "") == reason:
             return
         others = {key: text for key, text in notes.items() if key != rank}
-        self._unkillable_reasons_by_job[job.job_id] = (
-            {**others, rank: unkillable_reason} if unkillable_reason else others
-        )
+        self._unkillable_reasons_by_job[job.job_id] = {**others, rank: reason} if reason else others
         self._notifier.notify(job.job_id)
 
     def notify_waiters(self, job_id: str) -> None:
@@ -472,9 +470,7 @@ class JobLifecycle:
                 self._mark_worker_ready(require_valid(), rank)
             except WorkersMissingError:
                 waiting = partial(self._waits_for_workers, job_id, epoch)
-                await self._notifier.wait_while(
-                    job_id, waiting, timeout_s=min(wait_s, CONFIRM_WAIT_FOR_WORKERS_S_MAX)
-                )
+                await self._notifier.wait_while(job_id, waiting, timeout_s=min(wait_s, WORKERS_WAIT_S_MAX))
                 self._mark_worker_ready(require_valid(), rank)
         await self._ledger.write(build)
         self._launch_backoff.reset(job_id)
@@ -569,9 +565,7 @@ class JobLifecycle:
         is_named = len(placements) > 1 and state is not JobState.SUCCEEDED
         full_reason = f"worker {rank} on node {ended.node_id}: {reason}" if is_named else reason
         if job.state is JobState.PLACING:
-            self._stage_requeue_after_rejection(
-                txn, msgspec.structs.replace(job, exit_code=None), full_reason, cause
-            )
+            self._requeue_rejected(txn, msgspec.structs.replace(job, exit_code=None), full_reason, cause)
         elif any(placement.outcome is None for placement in placements):
             if is_first_failure:
                 self._stage_stop(txn, job, StopReason.WORKER_ENDED, full_reason)
@@ -582,9 +576,7 @@ class JobLifecycle:
             self._stage_requeue(txn, job, f"was preempted: {stopping_reason(job)}")
         elif can_be_requeued_after_end(job, placements):
             why = full_reason if is_first_failure else stopping_reason(job)
-            self._stage_requeue_after_rejection(
-                txn, msgspec.structs.replace(job, exit_code=None), why, FailureCause.NODE
-            )
+            self._requeue_rejected(txn, msgspec.structs.replace(job, exit_code=None), why, FailureCause.NODE)
         else:
             last = full_reason if is_first_failure or not job.stop else reason
             reason = stopping_reason(job) if job.stop is StopReason.WORKER_ENDED else last
@@ -594,22 +586,18 @@ class JobLifecycle:
         self, job_id: str, *, epoch: int, reason: str, cause: FailureCause = FailureCause.NONE
     ) -> None:
         """Queue a job again whose launch is not confirmed. Safe at any time: nothing has started."""
-        await self._changes.apply(
-            JobChange(job_id, partial(self._stage_requeue_of_launch, epoch, reason, cause))
-        )
+        await self._changes.apply(JobChange(job_id, partial(self._requeue_launch, epoch, reason, cause)))
 
     async def requeue_unconfirmed_jobs(self, jobs: Iterable[tuple[Job, str]]) -> None:
         """Like `requeue_unconfirmed` for many jobs. One that cannot be changed is quarantined."""
         await self._changes.apply_each(
             [
-                JobChange(
-                    job.job_id, partial(self._stage_requeue_of_launch, job.epoch, reason, FailureCause.NONE)
-                )
+                JobChange(job.job_id, partial(self._requeue_launch, job.epoch, reason, FailureCause.NONE))
                 for job, reason in jobs
             ]
         )
 
-    def _stage_requeue_of_launch(
+    def _requeue_launch(
         self, epoch: int, reason: str, cause: FailureCause, job: Job | None, txn: Transaction
     ) -> None:
         if job is None or job.state is not JobState.PLACING or job.epoch != epoch:
@@ -617,11 +605,9 @@ class JobLifecycle:
         if cause is FailureCause.NONE:
             self._stage_requeue(txn, job, reason)
         else:
-            self._stage_requeue_after_rejection(txn, job, reason, cause)
+            self._requeue_rejected(txn, job, reason, cause)
 
-    def _stage_requeue_after_rejection(
-        self, txn: Transaction, job: Job, reason: str, cause: FailureCause
-    ) -> None:
+    def _requeue_rejected(self, txn: Transaction, job: Job, reason: str, cause: FailureCause) -> None:
         """Queue a job again after a rejected or failed launch, or fail it after LAUNCH_ATTEMPTS_MAX of
         them that nodes have not caused."""
         if cause is FailureCause.NODE:
