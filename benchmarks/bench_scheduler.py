@@ -224,12 +224,14 @@ def time_gangs(cluster: BenchmarkCluster, count: int) -> list[float]:
 
 
 def measure(library: Any, nodes: int, rounds: int) -> Iterator[report.Figure]:
-    from genie.controller.placement.planner import REFRESH_EVALUATIONS_MAX
+    from genie.controller.placement.planner import CACHE_REFRESH_EVALUATIONS_MAX
 
     count, gang_count = DECISIONS_BY_NODE_COUNT[nodes]
     samples: dict[str, list[list[float]]] = {}
     for policy in ("bestfit", "supply"):
-        cluster = BenchmarkCluster(library, policy, nodes, seed=nodes, refresh_budget=REFRESH_EVALUATIONS_MAX)
+        cluster = BenchmarkCluster(
+            library, policy, nodes, seed=nodes, refresh_budget=CACHE_REFRESH_EVALUATIONS_MAX
+        )
         all_classes = cluster.single_gpu_classes + cluster.fraction_classes + cluster.other_classes
         kinds = {"single": cluster.single_gpu_classes, "fraction": cluster.fraction_classes}
         if policy == "supply":

@@ -126,7 +126,7 @@ class SimulatedAgent:
                 exits=exits,
             )
             ack = await peer.call(heartbeat, timeout_s=CALL_TIMEOUT_S)
-            settled = {order.job_id for order in ack.settled}
+            settled = {order.job_id for order in ack.settled_exits}
             exits = tuple(report for report in exits if report.job_id not in settled)
             if not exits:
                 return

@@ -178,7 +178,9 @@ class _Node:
 
     async def join(self, token: str) -> None:
         _, csr_pem = tls.new_key_and_csr()
-        request = Join(token=token, requested_node_id=self._info.node_id, csr_pem=csr_pem, exact=True)
+        request = Join(
+            token=token, requested_node_id=self._info.node_id, csr_pem=csr_pem, must_get_requested_id=True
+        )
         async with rpc.dial(self._network, CONTROLLER, PORT, tls=None, timeout_s=CALL_S) as peer:
             joined = await peer.call(request, timeout_s=CALL_S)
         self._access = Access(host=CONTROLLER, port=PORT, token=parse_token(joined.token), tls=None)

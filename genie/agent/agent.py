@@ -20,7 +20,7 @@ from typing import Protocol, TypeVar
 import msgspec
 
 from genie.agent import job_files
-from genie.agent.disk import DiskAccess, DiskMonitor, WriteQueue
+from genie.agent.disk import DiskAccess, DiskMonitor, JournalWriteQueue
 from genie.agent.heartbeats import NodeLease, actions_from_reply
 from genie.agent.identity import (
     ca_path,
@@ -29,7 +29,7 @@ from genie.agent.identity import (
     renew_certificate_if_due,
     write_controllers,
 )
-from genie.agent.jobs import CONTACT_LOST_REASON, JobEnvironment, NodeJobs
+from genie.agent.jobs import CONTACT_LOST_REASON, JobLaunchContext, NodeJobs
 from genie.agent.journal import Journal
 from genie.agent.launcher import JobLauncher
 from genie.agent.leader_connection import LeaderConnection
@@ -77,7 +77,7 @@ RENEWAL_CHECK_INTERVAL_S = 60.0
 RENEWAL_RETRY_S = 30.0
 CERTIFICATE_RECOVERY_RETRY_S = 1.0
 EXIT_REPORTS_BYTES_MAX = wire.FRAME_BYTES_MAX // 2
-HEARTBEAT_TTL_SHARE_MAX = 0.2
+HEARTBEAT_INTERVAL_TTL_SHARE_MAX = 0.2
 """Maximum heartbeat interval as a fraction of the node's time to live; caps the setting."""
 STOP_TIMEOUT_MARGIN_S = 5.0
 LEAVE_TIMEOUT_S = 2.0
@@ -121,7 +121,7 @@ class Agent:
         self._read_host_facts = facts
         self._disk_access = disk = disk or DiskAccess()
         self._journal = Journal(node_dir)
-        self._journal_writes = WriteQueue(disk.run_journal_call, clock)
+        self._journal_writes = JournalWriteQueue(disk.run_journal_call, clock)
         self._disk_monitor = DiskMonitor(config.disk_free_min_bytes)
         self._lease = NodeLease()
         self._connection = LeaderConnection(
@@ -133,7 +133,7 @@ class Agent:
         self._is_cleanup_due = True
         advertised = config.host or listen_host
         self._node_info = _initial_node_info(config, node_id=node_dir.name, host=advertised)
-        environment = JobEnvironment(
+        launch_context = JobLaunchContext(
             base_env=dict(base_env or {}),
             listen_host=listen_host,
             advertised_host=advertised,
@@ -149,7 +149,7 @@ class Agent:
             writes=self._journal_writes,
             clock=clock,
             call_leader=self._call_leader,
-            environment=environment,
+            launch_context=launch_context,
             on_change=self._wake_event.set,
         )
 
@@ -384,7 +384,7 @@ class Agent:
     def _heartbeat_interval_s(self) -> float:
         if self._lease.ttl_s <= 0:
             return self._config.heartbeat_s
-        return min(self._config.heartbeat_s, HEARTBEAT_TTL_SHARE_MAX * self._lease.ttl_s)
+        return min(self._config.heartbeat_s, HEARTBEAT_INTERVAL_TTL_SHARE_MAX * self._lease.ttl_s)
 
     async def _enforce_lease_periodically(self) -> None:
         while True:
@@ -448,7 +448,7 @@ class Agent:
             for stuck in (self._jobs.unkillable_processes_on(gpu.gpu_id),)
         )
         facts = self._read_host_facts()
-        closed = self._disk_monitor.blocked_reason(self._journal_writes.current_write_s())
+        closed = self._disk_monitor.blocked_reason(self._journal_writes.current_write_elapsed_s())
         bad = [closed] if closed else []
         bad += [f"accelerator {gpu.gpu_id}: {gpu.reason}" for gpu in gpus if not gpu.available]
         self._node_info = msgspec.structs.replace(

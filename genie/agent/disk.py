@@ -64,7 +64,7 @@ class DiskMonitor:
     def update(self, space: DiskSpace) -> None:
         self.last_reading = space
         self._is_space_low = self.last_reading.free_bytes < (
-            self._free_bytes_to_reopen if self._is_space_low else self._free_bytes_needed
+            self._free_bytes_to_unblock if self._is_space_low else self._free_bytes_needed
         )
 
     @property
@@ -72,20 +72,20 @@ class DiskMonitor:
         return min(self._free_min_bytes, self.last_reading.total_bytes // REQUIRED_FREE_MAX_DIVISOR)
 
     @property
-    def _free_bytes_to_reopen(self) -> int:
+    def _free_bytes_to_unblock(self) -> int:
         """More than the minimum, so that the node does not open and close all the time."""
         return self._free_bytes_needed * 3 // 2
 
     @property
     def missing_bytes(self) -> int:
         """How much must be freed until the node accepts work again."""
-        return max(self._free_bytes_to_reopen - self.last_reading.free_bytes, 0) if self._is_space_low else 0
+        return max(self._free_bytes_to_unblock - self.last_reading.free_bytes, 0) if self._is_space_low else 0
 
     def blocked_reason(self, stalled_write_s: float) -> str:
         """Why the node accepts no work; empty if it does. `stalled_write_s`: duration of the current
         write."""
         if self._is_space_low:
-            free, needed = self.last_reading.free_bytes / 2**30, self._free_bytes_to_reopen / 2**30
+            free, needed = self.last_reading.free_bytes / 2**30, self._free_bytes_to_unblock / 2**30
             return f"low disk space: {free:.2f} GiB free, {needed:.2f} GiB needed"
         if stalled_write_s >= STALLED_WRITE_S_MIN:
             return f"the disk does not respond: a write has taken {stalled_write_s:.0f} s"
@@ -111,7 +111,7 @@ def is_caused_by_full_disk(error: BaseException | None) -> bool:
     return False
 
 
-class WriteQueue:
+class JournalWriteQueue:
     """`run` must run concurrently; `finish_pending` replaces it after it was cancelled."""
 
     def __init__(self, offload: Offload, clock: Clock) -> None:
@@ -128,12 +128,16 @@ class WriteQueue:
             try:
                 await self._offload(work, writes=writes)
             except (GenieError, OSError) as error:
-                _log.error("could not %s: %s", action, error)
+                _log.error("disk write failed: could not %s: %s", action, error)
             except Exception:
-                _log.exception("could not %s", action)
+                _log.exception("disk write failed: could not %s", action)
 
         if len(self._pending_work) >= PENDING_CHANGES_MAX:
-            _log.error("could not %s: %d changes of the journal are pending", action, PENDING_CHANGES_MAX)
+            _log.error(
+                "disk write dropped: could not %s: %d changes of the journal are pending",
+                action,
+                PENDING_CHANGES_MAX,
+            )
         else:
             self._append_work(do)
 
@@ -163,7 +167,7 @@ class WriteQueue:
         self._append_work(do)
         return await result
 
-    def current_write_s(self) -> float:
+    def current_write_elapsed_s(self) -> float:
         """How long the current change has taken so far; 0 if there is none."""
         return 0.0 if self._work_started_s is None else self._clock.monotonic_s() - self._work_started_s
 

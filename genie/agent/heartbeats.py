@@ -76,8 +76,10 @@ def actions_from_reply(
         )
     return HeartbeatActions(
         is_leader=True,
-        jobs_to_kill=tuple(order for order in ack.kill if live_epochs.get(order.job_id) == order.epoch),
+        jobs_to_kill=tuple(
+            order for order in ack.jobs_to_kill if live_epochs.get(order.job_id) == order.epoch
+        ),
         settled_job_ids=tuple(
-            order.job_id for order in ack.settled if ended_epochs.get(order.job_id) == order.epoch
+            order.job_id for order in ack.settled_exits if ended_epochs.get(order.job_id) == order.epoch
         ),
     )

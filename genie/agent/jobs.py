@@ -19,7 +19,7 @@ from typing import Protocol, TypeVar
 import msgspec
 
 from genie.agent import job_files, preparation
-from genie.agent.disk import WriteQueue, is_caused_by_full_disk, is_caused_by_node
+from genie.agent.disk import JournalWriteQueue, is_caused_by_full_disk, is_caused_by_node
 from genie.agent.heartbeats import NodeLease
 from genie.agent.job_files import RunDirectorySize
 from genie.agent.journal import REASON_CHARS_MAX, JobRecord, Journal
@@ -48,17 +48,17 @@ _Reply = TypeVar("_Reply", bound=Message)
 
 LIVE_JOBS_MAX = 1024
 PREPARING_JOBS_MAX = 8
-PREPARATION_S_MAX = 900.0
+LEADER_CALL_RETRY_S_MAX = 900.0
 EXECUTOR_START_S_MAX = 90.0
-EXECUTOR_START_WITH_STATUS_S_MAX = 1200.0
+EXECUTOR_START_S_MAX_IF_STATUS_REPORTED = 1200.0
 """For an executor that reports a status: it may be compiling its library."""
-STATUS_READ_TIMEOUT_S = 1.0
+EXECUTOR_STATUS_READ_TIMEOUT_S = 1.0
 RETRY_S, RETRY_S_MAX = 0.2, 2.0
-CONFIRMATION_WAIT_S = 3.0
+CONFIRM_WAIT_FOR_WORKERS_S = 3.0
 """How long a confirmation waits at the controller for the other workers of the job; then it is repeated."""
-WORKDIR_SPACE_FACTOR_MIN = 2
+WORKDIR_DISK_BYTES_PER_ARCHIVE_BYTE_MIN = 2
 """Space for a working directory in relation to its archive: for the archive and, at least, for its files."""
-WORKDIR_SPACE_FACTOR_MAX = 8
+WORKDIR_DISK_BYTES_PER_ARCHIVE_BYTE_MAX = 8
 """The same if all files are small: each takes 1 KiB of the archive, and a block of the file system."""
 CONTACT_LOST_REASON = "ended by Genie: the node lost contact with the controller"
 
@@ -78,7 +78,7 @@ class LocalJob:
     kill_reason: str = ""
     """Why it must not start or must end; empty if neither."""
     endpoint: Endpoint | None = None
-    executor_note: str = ""
+    executor_start_status: str = ""
     """Status of an executor that does not listen yet."""
     needed_disk_bytes: int = 0
     """Free disk space that its working directory needs, if the node has less."""
@@ -93,7 +93,7 @@ class LocalJob:
 
 
 @dataclass(frozen=True, kw_only=True)
-class JobEnvironment:
+class JobLaunchContext:
     """What this node provides for its jobs. Executors get certificates if `ca_path` is set.
 
     `offload` is for the files of jobs, which may be large; the journal has its own.
@@ -115,10 +115,10 @@ class NodeJobs:
         journal: Journal,
         launcher: JobLauncher,
         lease: NodeLease,
-        writes: WriteQueue,
+        writes: JournalWriteQueue,
         clock: Clock,
         call_leader: CallLeader,
-        environment: JobEnvironment,
+        launch_context: JobLaunchContext,
         on_change: Callable[[], None],
     ) -> None:
         self.live_jobs: dict[str, LocalJob] = {}
@@ -130,7 +130,7 @@ class NodeJobs:
         self._journal_writes = writes
         self._clock = clock
         self._call_leader = call_leader
-        self._environment = environment
+        self._launch_context = launch_context
         self._on_change = on_change
         self._unkillable_earlier_jobs: dict[str, JobRecord | None] = {}
         """Jobs of an earlier agent with processes that cannot be killed."""
@@ -158,7 +158,7 @@ class NodeJobs:
                 job_id=job_id,
                 epoch=job.epoch,
                 endpoint=job.endpoint,
-                note=(stuck.get(job_id) or job.executor_note)[:REASON_CHARS_MAX],
+                status_note=(stuck.get(job_id) or job.executor_start_status)[:REASON_CHARS_MAX],
                 elapsed_s=0.0 if job.started_s is None else now_s - job.started_s,
             )
             for job_id, job in self.live_jobs.items()
@@ -236,28 +236,28 @@ class NodeJobs:
         return job
 
     def _check_launch_acceptable(self, launch: Launch) -> None:
-        what, place = f"the launch of {launch.job_id}", launch.placement
-        self.accept_leader_token(launch.leader_token, message_name=what)
-        node_id = self._environment.get_node_info().node_id
+        launch_text, place = f"the launch of {launch.job_id}", launch.placement
+        self.accept_leader_token(launch.leader_token, message_name=launch_text)
+        node_id = self._launch_context.get_node_info().node_id
         if place.node_id != node_id:
-            raise LaunchError(f"{what} is for node {place.node_id}, but this is node {node_id}")
+            raise LaunchError(f"{launch_text} is for node {place.node_id}, but this is node {node_id}")
         if place.incarnation != self._journal.incarnation:
             raise FencedError(
-                f"{what} is for incarnation {place.incarnation} of this node, "
+                f"{launch_text} is for incarnation {place.incarnation} of this node, "
                 f"which is now at {self._journal.incarnation}"
             )
         if launch.job_id in self.live_jobs or self._has_unkillable_processes(launch.job_id):
-            raise NodeUnfitError(f"{what} is rejected: an earlier run has not ended on this node yet")
+            raise NodeUnfitError(f"{launch_text} is rejected: an earlier run has not ended on this node yet")
         if self._rejection_reason:
-            raise NodeUnfitError(f"{what} is rejected: {self._rejection_reason}")
-        if closed := self._environment.get_node_info().closed:
-            raise NodeUnfitError(f"{what} is rejected: {closed}")
+            raise NodeUnfitError(f"{launch_text} is rejected: {self._rejection_reason}")
+        if blocked_reason := self._launch_context.get_node_info().closed:
+            raise NodeUnfitError(f"{launch_text} is rejected: {blocked_reason}")
         if not self._lease.is_valid(self._clock.monotonic_s()):
-            raise NodeUnfitError(f"{what} is rejected: the lease of this node has expired")
+            raise NodeUnfitError(f"{launch_text} is rejected: the lease of this node has expired")
         if conflict := self._accelerator_conflict(launch):
-            raise NodeUnfitError(f"{what} is rejected: {conflict}")
+            raise NodeUnfitError(f"{launch_text} is rejected: {conflict}")
         if len(self.live_jobs) >= LIVE_JOBS_MAX:
-            raise NodeUnfitError(f"{what} is rejected: this node already has {LIVE_JOBS_MAX} jobs")
+            raise NodeUnfitError(f"{launch_text} is rejected: this node already has {LIVE_JOBS_MAX} jobs")
 
     def _has_unkillable_processes(self, job_id: str) -> bool:
         return (
@@ -332,9 +332,9 @@ class NodeJobs:
             await self._report_endpoint(job)
 
     async def _prepare_launch(self, job: LocalJob) -> LaunchPlan:
-        launch, environment = job.launch, self._environment
+        launch, context = job.launch, self._launch_context
         env = preparation.job_environment(
-            launch, base=environment.base_env, node=environment.get_node_info(), directory=job.directory
+            launch, base=context.base_env, node=context.get_node_info(), directory=job.directory
         )
         if launch.spec.workdir is not None:
             await self._fetch_workdir(job, launch.spec.workdir)
@@ -343,11 +343,11 @@ class NodeJobs:
                 self._make_retrying_call(job),
                 launch,
                 directory=job.directory,
-                ca_path=environment.ca_path,
-                listen_host=environment.listen_host,
+                ca_path=context.ca_path,
+                listen_host=context.listen_host,
                 memory_bytes_max=self._config.executor_memory_bytes_max,
-                node=environment.get_node_info(),
-                offload=environment.offload,
+                node=context.get_node_info(),
+                offload=context.offload,
             )
         else:
             argv = preparation.job_command(launch)
@@ -367,8 +367,8 @@ class NodeJobs:
     async def _fetch_workdir(self, job: LocalJob, workdir: Workdir) -> None:
         """Raises NodeUnfitError if the disk has too little space. How much the files need depends on the
         blocks of the file system; that is known only if the disk was filled."""
-        node = self._environment.get_node_info()
-        needed_bytes = workdir.size_bytes * WORKDIR_SPACE_FACTOR_MIN
+        node = self._launch_context.get_node_info()
+        needed_bytes = workdir.size_bytes * WORKDIR_DISK_BYTES_PER_ARCHIVE_BYTE_MIN
         if node.disk_total_bytes and node.disk_free_bytes < needed_bytes:
             job.needed_disk_bytes = needed_bytes
             raise NodeUnfitError(
@@ -377,10 +377,10 @@ class NodeJobs:
             )
         try:
             await preparation.fetch_workdir(
-                self._make_retrying_call(job), workdir, job.directory, offload=self._environment.offload
+                self._make_retrying_call(job), workdir, job.directory, offload=self._launch_context.offload
             )
         except (GenieError, OSError) as error:
-            most_bytes = workdir.size_bytes * WORKDIR_SPACE_FACTOR_MAX
+            most_bytes = workdir.size_bytes * WORKDIR_DISK_BYTES_PER_ARCHIVE_BYTE_MAX
             if is_caused_by_full_disk(error) and node.disk_total_bytes and node.disk_free_bytes < most_bytes:
                 job.needed_disk_bytes = most_bytes
             raise
@@ -393,14 +393,14 @@ class NodeJobs:
             job_id=job.launch.job_id,
             epoch=job.epoch,
             incarnation=self._journal.incarnation,
-            wait_s=CONFIRMATION_WAIT_S,
+            wait_s=CONFIRM_WAIT_FOR_WORKERS_S,
         )
         await self._make_retrying_call(job)(confirmation)
         self._check_not_killed(job)
 
     def _make_retrying_call(self, job: LocalJob) -> preparation.CallController:
         """Retries retryable errors, with backoff, until the timeout or until the job is killed."""
-        deadline_s = self._clock.monotonic_s() + PREPARATION_S_MAX
+        deadline_s = self._clock.monotonic_s() + LEADER_CALL_RETRY_S_MAX
 
         async def call(request: Request[_Reply]) -> _Reply:
             backoff_s = RETRY_S
@@ -435,9 +435,9 @@ class NodeJobs:
             port = await self._wait_for_endpoint(job)
             if port is None:
                 return
-            job.executor_note = ""
+            job.executor_start_status = ""
             job.endpoint = Endpoint(
-                host=self._environment.advertised_host,
+                host=self._launch_context.advertised_host,
                 port=port,
                 server_name=tls.executor_certificate_name(job_id),
             )
@@ -461,17 +461,22 @@ class NodeJobs:
         started_s = self._clock.monotonic_s()
         pause_s = 0.01
         while self.live_jobs.get(job.launch.job_id) is job:
-            port = await self._environment.offload(partial(preparation.read_executor_port, job.directory))
+            port = await self._launch_context.offload(partial(preparation.read_executor_port, job.directory))
             if port is not None:
                 return port
-            status = await self._environment.offload(partial(preparation.read_executor_status, job.directory))
-            note = status[:REASON_CHARS_MAX]
-            if note != job.executor_note:
-                job.executor_note = note
+            status = await self._launch_context.offload(
+                partial(preparation.read_executor_status, job.directory)
+            )
+            start_status = status[:REASON_CHARS_MAX]
+            if start_status != job.executor_start_status:
+                job.executor_start_status = start_status
                 self._on_change()
-            limit_s = EXECUTOR_START_WITH_STATUS_S_MAX if note else EXECUTOR_START_S_MAX
+            limit_s = EXECUTOR_START_S_MAX_IF_STATUS_REPORTED if start_status else EXECUTOR_START_S_MAX
             if self._clock.monotonic_s() > started_s + limit_s:
-                raise LaunchError(f"the executor was not ready within {limit_s:g} s" + (note and f": {note}"))
+                raise LaunchError(
+                    f"the executor was not ready within {limit_s:g} s"
+                    + (start_status and f": {start_status}")
+                )
             await self._clock.sleep(pause_s)
             pause_s = min(pause_s * 1.5, 0.2)
         return None
@@ -489,8 +494,8 @@ class NodeJobs:
                 reason=reason,
                 ended_at=self._clock.wall_s(),
                 started=False,
-                by_node=is_caused_by_node,
-                needed_bytes=job.needed_disk_bytes,
+                is_caused_by_node=is_caused_by_node,
+                needed_disk_bytes=job.needed_disk_bytes,
             )
         )
 
@@ -523,8 +528,8 @@ class NodeJobs:
             return report
         read = partial(preparation.read_executor_status, self._journal.job_dir(report.job_id))
         try:
-            async with asyncio.timeout(STATUS_READ_TIMEOUT_S):
-                status = await self._environment.offload(read)
+            async with asyncio.timeout(EXECUTOR_STATUS_READ_TIMEOUT_S):
+                status = await self._launch_context.offload(read)
         except TimeoutError:
             status = ""
         reason = f"{report.reason}: {status}" if status else report.reason
@@ -533,7 +538,9 @@ class NodeJobs:
     async def discard_old_runs(self, *, missing_bytes: int) -> Collection[Path]:
         """Returns the directories that are to be removed: they no longer belong to a job."""
         live = frozenset(self.live_jobs) | frozenset(self._launcher.running_jobs_and_kill_errors())
-        self._finished_run_sizes = await self._environment.offload(partial(self._measure_finished_runs, live))
+        self._finished_run_sizes = await self._launch_context.offload(
+            partial(self._measure_finished_runs, live)
+        )
         discard = partial(
             self._journal.discard_old_runs,
             kept_count=self._config.jobs_kept,

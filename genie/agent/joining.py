@@ -43,7 +43,10 @@ async def join_cluster(
     key_pem, csr_pem = tls.new_key_and_csr()
     async with rpc.dial(network, host, port, tls=trusted, timeout_s=timeout_s) as peer:
         request = Join(
-            token=str(token), requested_node_id=preferred_id, csr_pem=csr_pem, exact=is_node_id_fixed
+            token=str(token),
+            requested_node_id=preferred_id,
+            csr_pem=csr_pem,
+            must_get_requested_id=is_node_id_fixed,
         )
         joined = await peer.call(request, timeout_s=timeout_s)
     node_id = validate_node_id(joined.node_id, what="the node ID from the controller,")

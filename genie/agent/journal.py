@@ -53,8 +53,8 @@ class _ExitRecord(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
     ended_at: float
     started: bool = True
-    by_node: bool = False
-    needed_bytes: int = 0
+    is_caused_by_node: bool = msgspec.field(default=False, name="by_node")
+    needed_disk_bytes: int = msgspec.field(default=0, name="needed_bytes")
     log_bytes_lost: int = 0
 
 
@@ -337,8 +337,8 @@ def _to_exit_report(record: _ExitRecord) -> ExitReport:
         reason=reason,
         ended_at=record.ended_at,
         started=record.started,
-        by_node=record.by_node,
-        needed_bytes=record.needed_bytes,
+        is_caused_by_node=record.is_caused_by_node,
+        needed_disk_bytes=record.needed_disk_bytes,
     )
 
 
@@ -369,9 +369,9 @@ def _acquire_lock(path: Path) -> files.FileLock:
     return lock
 
 
-def _read_record(path: Path, kind: type[_Struct]) -> _Struct | None:
+def _read_record(path: Path, record_type: type[_Struct]) -> _Struct | None:
     try:
-        return msgspec.json.decode(job_files.read_small_file(path), type=kind)
+        return msgspec.json.decode(job_files.read_small_file(path), type=record_type)
     except FileNotFoundError:
         return None
     except (OSError, ValueError, RecursionError) as error:

@@ -189,7 +189,7 @@ class ShimLauncher:
         try:
             new = await asyncio.shield(starting)
         except asyncio.CancelledError:
-            starting.add_done_callback(_end_cancelled_launch)
+            starting.add_done_callback(_kill_shim_of_cancelled_start)
             raise
         except (OSError, StoreFullError) as error:
             raise NodeUnfitError(f"cannot start the shim of {plan.job_id}: {error}") from error
@@ -201,7 +201,7 @@ class ShimLauncher:
         for running_shim in self._shims.values():
             # A stopped shim that does not read misses this refresh; a later one supersedes it.
             if not running_shim.unsent_bytes:
-                self._send_line(running_shim, line)
+                self._send_command(running_shim, line)
 
     def kill_job(self, job_id: str, *, reason: str, grace_s: float | None = None) -> None:
         running_shim = self._shims.get(job_id)
@@ -214,7 +214,7 @@ class ShimLauncher:
             running_shim.unsent_bytes += b"k %s\n" % json.dumps([reason, grace_s]).encode()
         elif time.monotonic() > running_shim.kill_sent_s + running_shim.kill_grace_s + SHIM_KILL_DELAY_S:
             self._kill_shim_and_job(running_shim)
-        self._send_line(running_shim, b"")
+        self._send_command(running_shim, b"")
 
     def running_jobs_and_kill_errors(self) -> dict[str, str]:
         running = {job_id: running_shim.unkillable_reason for job_id, running_shim in self._shims.items()}
@@ -242,8 +242,8 @@ class ShimLauncher:
         for threads in (self._start_threads, self._end_threads):
             threads.shutdown(cancel_futures=True)
 
-    def _send_line(self, running_shim: _RunningShim, line: bytes) -> None:
-        data = running_shim.unsent_bytes + line
+    def _send_command(self, running_shim: _RunningShim, command_line: bytes) -> None:
+        data = running_shim.unsent_bytes + command_line
         try:
             running_shim.unsent_bytes = data[running_shim.control_socket.send(data) :] if data else b""
         except BlockingIOError:
@@ -293,10 +293,10 @@ class ShimLauncher:
         running_shim.control_socket.close()
         del self._shims[job_id]
         ending = self._ending_jobs[job_id] = _EndingJob(running_shim.processes)
-        self._run_end_on_thread(job_id, ending, partial(_finish_ended_shim, running_shim, ending))
+        self._end_job_on_thread(job_id, ending, partial(_read_exit_and_kill_survivors, running_shim, ending))
 
-    def _run_end_on_thread(self, job_id: str, ending: _EndingJob, work: Callable[[], str]) -> None:
-        """Runs the work on a thread; it returns why the job has not ended, empty if it has."""
+    def _end_job_on_thread(self, job_id: str, ending: _EndingJob, end_job: Callable[[], str]) -> None:
+        """Runs `end_job` on a thread; it returns why the job has not ended, empty if it has."""
 
         def on_done(done: asyncio.Future[str]) -> None:
             if self._is_closed or done.cancelled():
@@ -312,7 +312,7 @@ class ShimLauncher:
                 self._untaken_exits.append(ending.exit_report)
                 self._has_untaken_exits.set()
 
-        asyncio.get_running_loop().run_in_executor(self._end_threads, work).add_done_callback(on_done)
+        asyncio.get_running_loop().run_in_executor(self._end_threads, end_job).add_done_callback(on_done)
 
     def _retry_kill_later(self, job_id: str, ending: _EndingJob, unkillable_reason: str) -> None:
         if ending.unkillable_reason != unkillable_reason:
@@ -321,10 +321,10 @@ class ShimLauncher:
         self._ending_jobs[job_id] = ending
         ending.retry_timer = asyncio.get_running_loop().call_later(
             KILL_RETRY_INTERVAL_S,
-            self._run_end_on_thread,
+            self._end_job_on_thread,
             job_id,
             ending,
-            partial(_kill_job_processes, ending, timeout_s=0.0),
+            partial(_kill_and_describe_survivors, ending, timeout_s=0.0),
         )
 
     def _kill_shim_and_job(self, running_shim: _RunningShim) -> None:
@@ -343,26 +343,26 @@ class ShimLauncher:
         asyncio.get_running_loop().run_in_executor(self._end_threads, work).add_done_callback(on_done)
 
 
-def _finish_ended_shim(ended: _RunningShim, ending: _EndingJob) -> str:
+def _read_exit_and_kill_survivors(ended_shim: _RunningShim, ending: _EndingJob) -> str:
     """Reads the exit record, and kills what the shim has left. Returns why the job has not ended."""
-    _wait_for_process(ended.process, timeout_s=1.0)
+    _wait_for_process(ended_shim.process, timeout_s=1.0)
     try:
-        ending.exit_report = parse_exit_record(ended.received_bytes)
-        survivors = leftovers.parse_survivors(ended.received_bytes)
+        ending.exit_report = parse_exit_record(ended_shim.received_bytes)
+        survivors = leftovers.parse_survivors(ended_shim.received_bytes)
         # A shim that has sent its record has ended all of its descendants but these.
-        if not survivors and not ended.processes.has_process_in_group():
-            ended.processes.remove_control_groups()
+        if not survivors and not ended_shim.processes.has_process_in_group():
+            ended_shim.processes.remove_control_groups()
             return ""
-        ended.processes.recorded_processes |= dict.fromkeys(survivors, ended.job_id)
+        ended_shim.processes.recorded_processes |= dict.fromkeys(survivors, ended_shim.job_id)
     except msgspec.DecodeError:
-        ending.exit_report = _read_exit_report(ended)
-        ended.processes.recorded_processes |= dict.fromkeys(
-            leftovers.read_recorded_processes(ended.plan.directory), ended.job_id
+        ending.exit_report = _read_exit_report(ended_shim)
+        ended_shim.processes.recorded_processes |= dict.fromkeys(
+            leftovers.read_recorded_processes(ended_shim.plan.directory), ended_shim.job_id
         )
-    return _kill_job_processes(ending, timeout_s=SHIM_KILL_TIMEOUT_S)
+    return _kill_and_describe_survivors(ending, timeout_s=SHIM_KILL_TIMEOUT_S)
 
 
-def _kill_job_processes(ending: _EndingJob, *, timeout_s: float) -> str:
+def _kill_and_describe_survivors(ending: _EndingJob, *, timeout_s: float) -> str:
     _, survivors = ending.processes.kill_all(timeout_s=timeout_s)
     if survivors:
         return leftovers.describe_survivors(survivors)
@@ -379,21 +379,21 @@ def _kill_unresponsive_shim(running_shim: _RunningShim) -> str:
     return leftovers.describe_survivors(survivors) if survivors else ""
 
 
-def _read_exit_report(ended: _RunningShim) -> ExitReport:
+def _read_exit_report(ended_shim: _RunningShim) -> ExitReport:
     """The exit record from the file, or one for a shim that has not written any."""
     with contextlib.suppress(OSError, msgspec.DecodeError):
-        return parse_exit_record(job_files.read_small_file(ended.plan.directory / "exit.json"))
-    _log.error("the shim of %s exited without an exit record; killing its job", ended.job_id)
+        return parse_exit_record(job_files.read_small_file(ended_shim.plan.directory / "exit.json"))
+    _log.error("the shim of %s exited without an exit record; killing its job", ended_shim.job_id)
     return ExitReport(
-        job_id=ended.job_id,
-        epoch=ended.plan.epoch,
+        job_id=ended_shim.job_id,
+        epoch=ended_shim.plan.epoch,
         exit_code=None,
-        reason=ended.kill_reason or "ended by Genie: the shim exited unexpectedly",
-        ended_at=_modified_time_s(ended.plan.directory),
+        reason=ended_shim.kill_reason or "ended by Genie: the shim exited unexpectedly",
+        ended_at=_modified_time_s(ended_shim.plan.directory),
     )
 
 
-def _end_cancelled_launch(starting: asyncio.Future[_RunningShim]) -> None:
+def _kill_shim_of_cancelled_start(starting: asyncio.Future[_RunningShim]) -> None:
     """Ends a job that started while its launch was cancelled: its shim has no other agent to refresh it."""
     if not starting.cancelled() and starting.exception() is None:
         new = starting.result()

@@ -56,4 +56,6 @@ def read_log_chunk(directory: Path, *, offset: int, bytes_max: int, is_live: boo
         if len(data) >= bytes_max:
             break
     # The end is reported without data, on the next request.
-    return LogChunk(data=data, start=start, next_offset=start + len(data), eof=not is_live and not data)
+    return LogChunk(
+        data=data, start_offset=start, next_offset=start + len(data), eof=not is_live and not data
+    )

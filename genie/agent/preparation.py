@@ -30,7 +30,7 @@ _Reply = TypeVar("_Reply", bound=Message)
 ENDPOINT_FILE = "endpoint.json"
 STATUS_FILE = "executor.status"
 EXECUTOR_IDLE_TIMEOUT_S = 60.0
-BUSY_WAIT_US = 20_000
+EXECUTOR_BUSY_WAIT_US = 20_000
 """How long an executor with a GPU busy-waits for the next frame of its client."""
 _EXECUTOR_KEY_FILE = "executor.key"
 _EXECUTOR_CONFIG_FILE = "executor.json"
@@ -50,7 +50,7 @@ def job_environment(
 ) -> dict[str, str]:
     """Returns the environment of the job, which cannot override the variables set for it below."""
     env = dict(base)
-    env["PATH"] = _path_for_jobs(base.get("PATH", ""))
+    env["PATH"] = _path_variable_for_jobs(base.get("PATH", ""))
     env["TMPDIR"] = str(directory / "tmp")
     if len(launch.hosts) > 1:
         env |= _rendezvous_variables(launch)
@@ -151,7 +151,7 @@ async def prepare_executor(
         device_index=0,  # the first visible one; its environment hides the others
         memory_bytes_max=memory_bytes_max,
         idle_s=EXECUTOR_IDLE_TIMEOUT_S,
-        spin_us=_busy_wait_us(node, vendor),
+        spin_us=_executor_busy_wait_us(node, vendor),
         threads=_executor_thread_count(launch, node, vendor),
     )
     await offload(partial(executor_config.write, path, config), writes=True)
@@ -202,12 +202,12 @@ def _executor_thread_count(launch: Launch, node: NodeInfo, vendor: Vendor) -> in
     return max(1, int(node.cpus) // max(1, node.gpu_count)) if vendor is Vendor.CPU else 4
 
 
-def _busy_wait_us(node: NodeInfo, vendor: Vendor) -> int:
+def _executor_busy_wait_us(node: NodeInfo, vendor: Vendor) -> int:
     """Busy-waits only if enough cores remain: waking up takes as long as a short GPU step."""
-    return BUSY_WAIT_US if vendor is not Vendor.CPU and node.cpus >= 2 * node.gpu_count + 2 else 0
+    return EXECUTOR_BUSY_WAIT_US if vendor is not Vendor.CPU and node.cpus >= 2 * node.gpu_count + 2 else 0
 
 
-def _path_for_jobs(path: str) -> str:
+def _path_variable_for_jobs(path: str) -> str:
     """Puts the agent's Python environment, which has torch and Genie, first in PATH."""
     own = str(Path(sys.executable).parent)
     rest = [part for part in (path or os.defpath).split(os.pathsep) if part and part != own]

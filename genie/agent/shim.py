@@ -33,7 +33,7 @@ else:  # started as a file, isolated from Genie's own path
 
 OUTPUT_READ_BYTES = 65536
 COMMAND_BYTES_MAX = 65536
-EXIT_RECORD_BYTES = 4096
+EXIT_RECORD_RESERVED_BYTES = 4096
 KILL_INTERVAL_S = 0.05
 KILL_TIMEOUT_S = 10.0
 OUTPUT_DRAIN_TIMEOUT_S = 1.0
@@ -57,17 +57,20 @@ class RotatingJobLog:
         self._offset = 0
         self._file_bytes_left = 0
         self._file_fd = -1
-        self._unreported_bytes = 0
-        self._write_error = ""
+        self._unreported_lost_bytes = 0
+        self._last_write_error = ""
 
     def write(self, data: bytes) -> None:
-        if self._unreported_bytes:
-            note = f"\n[genie: {self._unreported_bytes} bytes of output were lost: {self._write_error}]\n"
+        if self._unreported_lost_bytes:
+            note = (
+                f"\n[genie: {self._unreported_lost_bytes} bytes of output were lost: "
+                f"{self._last_write_error}]\n"
+            )
             if self._write_bytes(note.encode()) == len(note.encode()):
-                self._unreported_bytes = 0
+                self._unreported_lost_bytes = 0
         lost = len(data) - self._write_bytes(data)
         self.lost_bytes += lost
-        self._unreported_bytes += lost
+        self._unreported_lost_bytes += lost
 
     def close(self) -> None:
         if self._file_fd >= 0:
@@ -86,7 +89,7 @@ class RotatingJobLog:
                 self._offset += count
                 self._file_bytes_left -= count
         except OSError as error:
-            self._write_error = error.strerror or str(error)
+            self._last_write_error = error.strerror or str(error)
         return done
 
     def _open_next_file(self) -> None:
@@ -117,7 +120,7 @@ class Shim:
         self._deadman_expiry_s = _monotonic_to_boot_s(float(config["until_s"]))
         self._command: subprocess.Popen[bytes] | None = None
         self._output_fd = -1
-        self._wait_status: int | None = None
+        self._command_wait_status: int | None = None
         self._received_bytes = b""
         self._end_reason = ""
         self._kill_deadline_s = 0.0
@@ -144,7 +147,7 @@ class Shim:
         finally:
             os.close(output)
         self._write_start_record(self._command.pid)
-        while self._wait_status is None:
+        while self._command_wait_status is None:
             self._poll_once()
         self._end_descendants()
         self._drain_output()
@@ -222,7 +225,7 @@ class Shim:
         return self._deadman_expiry_s - _seconds_since_boot()
 
     def _enforce_deadlines(self) -> None:
-        if self._wait_status is not None:
+        if self._command_wait_status is not None:
             return
         if self._deadman_remaining_s() <= 0:  # also while ending: the grace period may be shorter now
             why = (
@@ -238,7 +241,7 @@ class Shim:
             self._kill_deadline_s = min(self._kill_deadline_s, kill_at)
             return
         self._reap_children()
-        if self._wait_status is not None:
+        if self._command_wait_status is not None:
             return  # it ended by itself first; the record will say so
         self._end_reason, self._kill_deadline_s = reason, kill_at
         assert self._command is not None
@@ -304,23 +307,23 @@ class Shim:
             if pid == 0:
                 return True
             if self._command is not None and pid == self._command.pid:
-                self._wait_status = status
+                self._command_wait_status = status
                 self._command.returncode = 0  # reaped here, so that Popen does not wait for it
 
     # --- the end ----------------------------------------------------------------------------
 
     def _exit_status(self) -> tuple[int | None, str]:
-        assert self._wait_status is not None
+        assert self._command_wait_status is not None
         if self._end_reason:
             return None, self._end_reason
-        if os.WIFSIGNALED(self._wait_status):
-            number = os.WTERMSIG(self._wait_status)
+        if os.WIFSIGNALED(self._command_wait_status):
+            number = os.WTERMSIG(self._command_wait_status)
             return -number, f"killed by signal {number}"
-        code = os.WEXITSTATUS(self._wait_status)
+        code = os.WEXITSTATUS(self._command_wait_status)
         return code, f"exit code {code}"
 
     def _kill_descendants(self) -> None:
-        if self._command is not None and self._wait_status is None:
+        if self._command is not None and self._command_wait_status is None:
             try:
                 os.killpg(self._command.pid, signal.SIGKILL)
             except (ProcessLookupError, PermissionError):
@@ -414,7 +417,7 @@ def _reserve_exit_record(path: str) -> int:
     fd = -1
     try:
         fd = os.open(f"{path}.new", os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        os.write(fd, b" " * EXIT_RECORD_BYTES)
+        os.write(fd, b" " * EXIT_RECORD_RESERVED_BYTES)
         os.fsync(fd)
     except OSError:
         pass
@@ -425,7 +428,7 @@ def _write_exit_record(fd: int, path: str, data: bytes) -> None:
     if fd < 0:
         fd = os.open(f"{path}.new", os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
-        os.pwrite(fd, data.ljust(EXIT_RECORD_BYTES), 0)
+        os.pwrite(fd, data.ljust(EXIT_RECORD_RESERVED_BYTES), 0)
         os.fsync(fd)
         if not os.path.samestat(os.fstat(fd), os.lstat(f"{path}.new")):
             raise OSError(errno.EEXIST, "the file was replaced")

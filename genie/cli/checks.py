@@ -159,10 +159,10 @@ def _check_device_library() -> Check:
 
 def _check_scheduler_library() -> Check:
     """Checks that the native scheduler library is compiled."""
-    from genie.controller.placement.placers import why_plain_placers
+    from genie.controller.placement.placers import why_scheduler_not_compiled
 
     name, fix = "scheduler library", "python -m genie.native genie_scheduler"
-    if why := why_plain_placers():
+    if why := why_scheduler_not_compiled():
         return Check(name=name, verdict=Verdict.ABSENT, found=why, fix=fix)
     return Check(name=name, verdict=Verdict.OK, found="compiled")
 

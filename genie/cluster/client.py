@@ -190,7 +190,7 @@ class ClusterClient:
         of a job that was queued again; 0 is the last."""
         wait_s = min(wait_s, WAIT_S_MAX)
         bytes_max = min(bytes_max, CHUNK_BYTES_MAX)
-        request = ReadLog(job_id=job_id, offset=offset, bytes_max=bytes_max, wait_s=wait_s, run=run)
+        request = ReadLog(job_id=job_id, offset=offset, bytes_max=bytes_max, wait_s=wait_s, run_number=run)
         return await self._connection.call(request, timeout_s=wait_s + CALL_TIMEOUT_S)
 
     async def follow_log(
@@ -222,18 +222,18 @@ class ClusterClient:
                     self._connection.disconnect()
                 await asyncio.sleep(_RETRY_INTERVAL_S)
                 continue
-            last_reply_s, requested_run = loop.time(), chunk.run or requested_run
-            if chunk.start > offset:
-                yield f"[genie: {chunk.start - offset} bytes of output were dropped]\n".encode()
+            last_reply_s, requested_run = loop.time(), chunk.run_number or requested_run
+            if chunk.start_offset > offset:
+                yield f"[genie: {chunk.start_offset - offset} bytes of output were dropped]\n".encode()
             if chunk.data:
                 yield chunk.data
             offset = chunk.next_offset
             if not follow and not chunk.data:
                 return
-            if chunk.eof and (run or not chunk.run):
+            if chunk.eof and (run or not chunk.run_number):
                 return
             if chunk.eof:  # it was preempted and may run again
-                requested_run, offset = chunk.run + 1, 0
+                requested_run, offset = chunk.run_number + 1, 0
 
     # --- the cluster --------------------------------------------------------------------------
 
@@ -249,7 +249,7 @@ class ClusterClient:
         reply = await self._connection.call(ListTokens(), timeout_s=CALL_TIMEOUT_S)
         tokens = list(reply.tokens)
         while reply.more and reply.tokens:
-            request = ListTokens(after=tokens[-1].token_id)
+            request = ListTokens(after_token_id=tokens[-1].token_id)
             reply = await self._connection.call(request, timeout_s=CALL_TIMEOUT_S)
             tokens += reply.tokens
         return tuple(sorted(tokens, key=lambda token: (-token.created_at, token.token_id)))
@@ -331,7 +331,7 @@ class ClusterClient:
     async def _upload_chunk(self, packed: PackedWorkdir, offset: int) -> BlobStatus:
         data = await asyncio.to_thread(_read_chunk_at, packed, offset)
         last = offset + len(data) >= packed.size_bytes
-        request = PutBlob(digest=packed.digest, offset=offset, data=data, last=last)
+        request = PutBlob(digest=packed.digest, offset=offset, data=data, is_last=last)
         return await self._connection.call(request, timeout_s=CALL_TIMEOUT_S + _UPLOAD_MARGIN_S)
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from genie import config
 from genie.controller.controller import CONTROLLER_DIRECTORY, Controller
 from genie.controller.nodes.admission import check_bind_address, check_failure_timeouts
-from genie.controller.placement.placers import why_plain_placers
+from genie.controller.placement.placers import why_scheduler_not_compiled
 from genie.controller.store.open import open_store
 from genie.errors import GenieError, LeadershipError, StoreError
 from genie.native.prebuild import build_in_background, prebuild_command
@@ -42,7 +42,7 @@ _log = logging.getLogger("genie.controller")
 
 _FREE_DISK_BYTES_MIN = 1024 * 1024
 _DISK_CHECK_INTERVAL_S = 1.0
-_LOG_INTERVAL_S = 60.0
+_DISK_WARNING_INTERVAL_S = 60.0
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -74,7 +74,7 @@ async def _run(settings: config.Settings) -> None:
             if _has_free_disk_space(settings.paths.state_dir):
                 raise
             if clock.monotonic_s() >= log_at_s:
-                log_at_s = clock.monotonic_s() + _LOG_INTERVAL_S
+                log_at_s = clock.monotonic_s() + _DISK_WARNING_INTERVAL_S
                 _log.error("waiting for disk space: %s", error)
         await clock.sleep(_DISK_CHECK_INTERVAL_S)
 
@@ -124,9 +124,9 @@ async def compile_in_background(
     controller: Controller, *, is_enabled: bool, command: Sequence[str] = prebuild_command("genie_scheduler")
 ) -> None:
     """Compile the scheduler's library if it is not built; plain Python is used meanwhile."""
-    if not (reason := why_plain_placers()):
+    if not (reason := why_scheduler_not_compiled()):
         return
-    _log.warning("%s", reason)
+    _log.warning("scheduling uses the slow Python placer: %s", reason)
     if not is_enabled:
         _log.info(
             "to compile the scheduler library, run: %s",

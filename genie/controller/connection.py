@@ -19,9 +19,9 @@ from genie.runtime.wire import FRAME_BYTES_MAX
 
 CONNECTIONS_PER_TOKEN_MAX = {TokenKind.OWNER: 256, TokenKind.USER: 256, TokenKind.NODE: 4}
 """An owner may have more while the connections of users are below their limit."""
-_RETRY_AFTER_S = 5.0
-_CLOSED_CONNECTIONS_MANY = 256
-_QUIET_CALLS_MIN = 2
+_CONNECTION_RETRY_AFTER_S = 5.0
+_MEMORY_RETURN_CLOSED_CONNECTIONS_MIN = 256
+_MEMORY_RETURN_QUIET_CHECKS_MIN = 2
 
 
 @dataclass(slots=True, eq=False)
@@ -84,8 +84,8 @@ class Connections:
         self._peak_count = 0
         self._closed_count = 0
         """Number of connections that were closed so far."""
-        self._closed_counts_at_calls: deque[int] = deque(maxlen=_QUIET_CALLS_MIN + 1)
-        """That number at the last calls of `have_many_closed`."""
+        self._closed_counts_at_last_checks: deque[int] = deque(maxlen=_MEMORY_RETURN_QUIET_CHECKS_MIN + 1)
+        """That number at the last calls of `is_memory_return_worthwhile`."""
 
     def __len__(self) -> int:
         return len(self._open_connections)
@@ -124,7 +124,7 @@ class Connections:
                 raise OverloadedError(
                     f"the limit of {len(group)} connections with token {identity.token_id} is reached",
                     hint="close some, or use another token",
-                    retry_after_s=_RETRY_AFTER_S,
+                    retry_after_s=_CONNECTION_RETRY_AFTER_S,
                 )
             if identity.kind is TokenKind.NODE or self._user_connection_count >= self._limits.users_max:
                 next((one for one in group if one.peer.is_idle), next(iter(group))).peer.close()
@@ -146,7 +146,7 @@ class Connections:
         if kind is TokenKind.USER and self._user_connection_count >= limits.users_max:
             raise OverloadedError(
                 f"the limit of {limits.users_max} connections of users is reached",
-                retry_after_s=_RETRY_AFTER_S,
+                retry_after_s=_CONNECTION_RETRY_AFTER_S,
             )
         if (
             self._user_connection_count + self._count_by_token_kind[TokenKind.NODE]
@@ -154,7 +154,7 @@ class Connections:
         ):
             raise OverloadedError(
                 f"the limit of {limits.authenticated_max} connections is reached",
-                retry_after_s=_RETRY_AFTER_S,
+                retry_after_s=_CONNECTION_RETRY_AFTER_S,
             )
 
     def close_connections_of_token(self, token_id: str) -> None:
@@ -162,14 +162,20 @@ class Connections:
         for connection in list(self._connections_by_token.get(token_id, ())):
             connection.peer.close()
 
-    def have_many_closed(self) -> bool:
+    def is_memory_return_worthwhile(self) -> bool:
         """Whether many connections were closed since `reset_peak_count`, but hardly any during the last
         calls: a connection keeps its memory for a while after it was closed. Call it every few seconds."""
-        self._closed_counts_at_calls.append(self._closed_count)
-        if len(self._closed_counts_at_calls) <= _QUIET_CALLS_MIN:
+        self._closed_counts_at_last_checks.append(self._closed_count)
+        if len(self._closed_counts_at_last_checks) <= _MEMORY_RETURN_QUIET_CHECKS_MIN:
             return False
-        is_settled = self._closed_count - self._closed_counts_at_calls[0] <= _CLOSED_CONNECTIONS_MANY // 8
-        return is_settled and self._peak_count - len(self._open_connections) >= _CLOSED_CONNECTIONS_MANY
+        is_settled = (
+            self._closed_count - self._closed_counts_at_last_checks[0]
+            <= _MEMORY_RETURN_CLOSED_CONNECTIONS_MIN // 8
+        )
+        return (
+            is_settled
+            and self._peak_count - len(self._open_connections) >= _MEMORY_RETURN_CLOSED_CONNECTIONS_MIN
+        )
 
     def reset_peak_count(self) -> None:
         """Count closed connections from now on."""

@@ -29,12 +29,12 @@ from genie.controller.nodes.agents import Agents
 from genie.controller.nodes.faults import NodeFaults
 from genie.controller.nodes.membership import Membership
 from genie.controller.nodes.orders import AgentOrders
-from genie.controller.nodes.views import NodeViews
+from genie.controller.nodes.snapshots import NodeSnapshots
 from genie.controller.placement.launch_queue import LaunchQueue
 from genie.controller.placement.pass_runner import PassRunner
 from genie.controller.placement.placers import placer_factory
 from genie.controller.placement.planner import Planner
-from genie.controller.placement.policy import make_policy
+from genie.controller.placement.policy import make_configured_policy
 from genie.controller.requests.blobs import BlobRequests
 from genie.controller.requests.jobs import JobRequests
 from genie.controller.requests.logs import LogRequests
@@ -69,8 +69,8 @@ CONTROLLER_DIRECTORY = "controller"
 _TICK_INTERVAL_S_MAX = 0.5
 # Until an agent knows about a new controller, it cannot switch to it when this one fails.
 _HOUSEKEEPING_INTERVAL_S = 2.0
-_RETRY_S = 1.0
-_RETURN_MEMORY_INTERVAL_S = 60.0
+_LEADER_RETRY_S = 1.0
+_MEMORY_RETURN_INTERVAL_S = 60.0
 _PLACEMENT_POLICY = "supply"
 
 
@@ -119,7 +119,7 @@ class Controller:
         files_max = get_file_limit()
         self._open_files_alarm = _file_limit_alarm(files_max)
         self._connections = Connections(ConnectionLimits.for_file_limit(files_max))
-        self._last_memory_return_s = -_RETURN_MEMORY_INTERVAL_S
+        self._last_memory_return_s = -_MEMORY_RETURN_INTERVAL_S
         self._ledger = Ledger(store, self._election, self._store_health, clock=clock)
         self._periodic_steps = PeriodicSteps(clock)
         self._orders = AgentOrders()
@@ -131,9 +131,9 @@ class Controller:
         config, clock = self._config, self._clock
         self._membership = Membership(config)
         self._node_faults = NodeFaults(clock)
-        self._node_views = NodeViews(self._ledger, self._membership, self._node_faults, clock=clock)
+        self._node_snapshots = NodeSnapshots(self._ledger, self._membership, self._node_faults, clock=clock)
         self._quota_table = QuotaTable(self._ledger)
-        self._policy = make_policy(config, clock=clock)
+        self._policy = make_configured_policy(config, clock=clock)
         self._make_placer, _ = placer_factory(build=False)
         self._launch_queue = LaunchQueue(self._orders)
         self._launch_backoff = LaunchBackoff(clock)
@@ -153,7 +153,7 @@ class Controller:
     def _build_planner(self) -> Planner:
         return Planner(
             self._ledger,
-            self._node_views,
+            self._node_snapshots,
             clock=self._clock,
             make_placer=lambda policy: self._make_placer(policy, 0, ()),
             policy=_PLACEMENT_POLICY,
@@ -219,7 +219,7 @@ class Controller:
             tenant_bytes_max=config.blobs_tenant_bytes_max,
             clock=clock,
         )
-        nodes, waits = NodeList(self._ledger, self._node_views), OpenWaits()
+        nodes, waits = NodeList(self._ledger, self._node_snapshots), OpenWaits()
         return [
             self._agents.handlers(),
             JobRequests(
@@ -374,7 +374,7 @@ class Controller:
             self._ready_event.set()
             if self._store_health.is_full:
                 await self._store_monitor.compact_full_store()
-            await self._clock.sleep(min(_RETRY_S, self._config.leader_ttl_s / 4))
+            await self._clock.sleep(min(_LEADER_RETRY_S, self._config.leader_ttl_s / 4))
 
     async def _try_win_election(self) -> bool:
         try:
@@ -502,7 +502,7 @@ class Controller:
                 await self._clock.sleep(self._tick_interval_s)
             except Exception:  # a task boundary: a failed pass must not end the controller
                 _log.exception("scheduling pass failed")
-                await self._clock.sleep(_RETRY_S)
+                await self._clock.sleep(_LEADER_RETRY_S)
             await wait_event(self._wake_event, clock=self._clock, timeout_s=self._tick_interval_s)
 
     async def _run_tick_and_pass(self) -> None:
@@ -555,18 +555,18 @@ class Controller:
                 "reading the list of controllers": self._read_controllers,
                 "disconnecting outdated nodes": self._disconnect_outdated_nodes,
                 "writing the files of this cluster": self._try_write_local_cluster_files,
-                "returning memory": self._return_memory,
+                "returning memory": self._return_freed_memory_to_system,
             }
         )
 
     async def _disconnect_outdated_nodes(self) -> None:
         self._agents.disconnect_outdated_nodes()
 
-    async def _return_memory(self) -> None:
+    async def _return_freed_memory_to_system(self) -> None:
         """Return the memory of many closed connections to the system."""
         now_s = self._clock.monotonic_s()
-        has_shrunk = self._connections.have_many_closed()
-        if not has_shrunk or now_s - self._last_memory_return_s < _RETURN_MEMORY_INTERVAL_S:
+        has_shrunk = self._connections.is_memory_return_worthwhile()
+        if not has_shrunk or now_s - self._last_memory_return_s < _MEMORY_RETURN_INTERVAL_S:
             return
         self._connections.reset_peak_count()
         self._last_memory_return_s = now_s
@@ -574,7 +574,7 @@ class Controller:
         await self._offload(memory.trim_heap)
 
     async def _log_node_statuses(self) -> None:
-        for node in self._node_views.current_snapshots().values():
+        for node in self._node_snapshots.current_snapshots().values():
             self._log_node_status(node.node_id, node.info.status, node.info.status_reason)
 
     def _log_node_status(self, node_id: str, status: NodeStatus, reason: str) -> None:

@@ -62,10 +62,10 @@ class NodeRecord(msgspec.Struct, frozen=True, kw_only=True):
     controllers: tuple[str, ...] = ()
     ttl_s: float = 0.0
     """Dead-man timeout that the agent was given."""
-    left: bool = False
+    has_left: bool = msgspec.field(default=False, name="left")
     """It has left the cluster; it may register again."""
-    drained: str = ""
-    """Why the node is drained; empty when it is not. Survives restarts of the agent."""
+    drain_status: str = msgspec.field(default="", name="drained")
+    """Such as "draining: new fans"; empty when the node is not drained. Survives restarts of the agent."""
 
 
 class Counter(msgspec.Struct, frozen=True, kw_only=True):

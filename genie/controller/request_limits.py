@@ -36,8 +36,8 @@ from genie.model.tenant import Identity, TokenKind
 from genie.processes.clock import Clock
 from genie.tenancy.rate_limits import RateLimit
 
-UNITS_PER_S = 2000.0
-BURST_UNITS = 8000.0
+REQUEST_UNITS_PER_S = 2000.0
+REQUEST_BURST_UNITS = 8000.0
 OWNER_RATE_FACTOR = 10.0
 """By which the rate limit of an owner token is higher."""
 REQUESTS_IN_FLIGHT_MAX = 1024
@@ -45,7 +45,7 @@ REQUEST_BYTES_IN_FLIGHT_MAX = 32 * 1024 * 1024
 """Of all requests in flight of a token: they are in memory until they are handled."""
 LIST_REQUESTS_IN_FLIGHT_MAX = 32
 _TRACKED_TOKENS_MAX = 10_000
-_RETRY_AFTER_S = 0.5
+_OVERLOAD_RETRY_AFTER_S = 0.5
 _REJECTION_COST_UNITS = 1.0
 
 _REQUEST_COST_UNITS: dict[type[Message], float] = {
@@ -99,8 +99,8 @@ class RequestLimits:
             is_owner = identity.kind is TokenKind.OWNER
             factor = OWNER_RATE_FACTOR if is_owner else 1.0
             rate = RateLimit(
-                units_per_s=UNITS_PER_S * factor,
-                burst_units=BURST_UNITS * factor,
+                units_per_s=REQUEST_UNITS_PER_S * factor,
+                burst_units=REQUEST_BURST_UNITS * factor,
                 now_s=self._clock.monotonic_s(),
             )
             found = self._usage_by_token[identity.token_id] = TokenUsage(identity.token_id, is_owner, rate)
@@ -114,8 +114,8 @@ class RequestLimits:
         kind = request.__class__
         if usage.is_owner and kind in _UNLIMITED_FOR_OWNERS:
             return
-        retry_s = usage.rate_limit.try_take_units(
-            _cost_units(request), now_s=self._clock.monotonic_s(), rejected_units=_REJECTION_COST_UNITS
+        retry_s = usage.rate_limit.take_units_or_get_wait_s(
+            _cost_units(request), now_s=self._clock.monotonic_s(), units_if_rejected=_REJECTION_COST_UNITS
         )
         if retry_s:
             raise OverloadedError(
@@ -126,7 +126,7 @@ class RequestLimits:
             raise OverloadedError(
                 f"the limit of {REQUESTS_IN_FLIGHT_MAX} requests in flight of token {usage.token_id} is "
                 "reached",
-                retry_after_s=_RETRY_AFTER_S,
+                retry_after_s=_OVERLOAD_RETRY_AFTER_S,
             )
         if (
             usage.requests_in_flight
@@ -135,16 +135,16 @@ class RequestLimits:
             raise OverloadedError(
                 f"the limit of {REQUEST_BYTES_IN_FLIGHT_MAX} bytes of requests in flight of token "
                 f"{usage.token_id} is reached",
-                retry_after_s=_RETRY_AFTER_S,
+                retry_after_s=_OVERLOAD_RETRY_AFTER_S,
             )
         if kind in LIST_REQUESTS and usage.list_requests_in_flight >= LIST_REQUESTS_IN_FLIGHT_MAX:
             raise OverloadedError(
                 f"the limit of {LIST_REQUESTS_IN_FLIGHT_MAX} lists in flight of token {usage.token_id} is "
                 "reached",
-                retry_after_s=_RETRY_AFTER_S,
+                retry_after_s=_OVERLOAD_RETRY_AFTER_S,
             )
 
-    async def await_charged(
+    async def await_counted_in_flight(
         self, usage: TokenUsage, reply: Awaitable[Message], *, size_bytes: int = 0
     ) -> Message:
         """Await the reply to a request that was charged, and count it as in flight until then."""

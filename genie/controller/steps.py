@@ -11,7 +11,7 @@ from genie.processes.clock import Clock
 
 _log = logging.getLogger(__name__)
 
-_LOG_INTERVAL_S = 60.0
+_FAILURE_LOG_INTERVAL_S = 60.0
 
 PeriodicStep = Callable[[], Awaitable[None]]
 
@@ -43,6 +43,6 @@ class PeriodicSteps:
     def _record_failure(self, name: str, error: Exception) -> None:
         self._error_by_step[name] = truncate_reason(str(error) or type(error).__name__)
         now_s = self._clock.monotonic_s()
-        if now_s - self._last_logged_s.get(name, -_LOG_INTERVAL_S) >= _LOG_INTERVAL_S:
+        if now_s - self._last_logged_s.get(name, -_FAILURE_LOG_INTERVAL_S) >= _FAILURE_LOG_INTERVAL_S:
             self._last_logged_s[name] = now_s
-            _log.error("periodic step failed: %s", name, exc_info=error)
+            _log.error("periodic step of the controller failed: %s", name, exc_info=error)

@@ -8,8 +8,8 @@ from __future__ import annotations
 import logging
 
 from genie.config import ControllerConfig
-from genie.controller.jobs.space import ALARM_SHARE_MIN, SUBMISSION_SHARE_MAX, JobSpace
-from genie.controller.store import Put, Store, StoreSpace
+from genie.controller.jobs.space import ALARM_STORE_SHARE_MIN, SUBMISSION_STORE_SHARE_MAX, JobSpace
+from genie.controller.store import MeasurableStore, Put, Store
 from genie.errors import StoreError
 from genie.processes.clock import Clock
 
@@ -18,7 +18,7 @@ _log = logging.getLogger(__name__)
 COMPACTION_MARK_KEY = "compacted"
 _MEASURE_INTERVAL_S = 10.0
 _COMPACTION_INTERVAL_S = 60.0
-_UNMEASURED_SHARE_MAX = 0.02
+_UNMEASURED_STORE_SHARE_MAX = 0.02
 """Measure early when this share of the store was written since the last time."""
 HISTORY_REVISIONS_KEPT = 10_000
 """None are kept when space is low: each may be as large as a transaction."""
@@ -27,8 +27,8 @@ _MIB = 1024 * 1024
 
 class StoreMonitor:
     def __init__(self, store: Store, space: JobSpace, *, config: ControllerConfig, clock: Clock) -> None:
-        assert isinstance(store, StoreSpace), "every engine can measure its space"
-        self._store: StoreSpace = store
+        assert isinstance(store, MeasurableStore), "every engine can measure its space"
+        self._store: MeasurableStore = store
         self._commit_to_store = store.commit
         self._job_space = space
         self._config = config
@@ -44,15 +44,17 @@ class StoreMonitor:
     async def measure_if_due(self) -> None:
         """Measure and compact if it is time to."""
         now_s, space = self._clock.monotonic_s(), self._job_space
-        has_written = space.written_bytes > _UNMEASURED_SHARE_MAX * space.store_bytes_max
-        if now_s >= self._next_measurement_s or has_written or space.is_low:
+        has_written = (
+            space.bytes_written_since_measurement > _UNMEASURED_STORE_SHARE_MAX * space.store_bytes_max
+        )
+        if now_s >= self._next_measurement_s or has_written or space.is_space_low:
             self._next_measurement_s = now_s + _MEASURE_INTERVAL_S
             await self._measure_and_compact()
 
     async def compact_full_store(self) -> None:
         """Drop the history of a full store: a new leader could not even be elected otherwise."""
         try:
-            found = await self._store.space()
+            found = await self._store.measure_space()
             await self._store.compact(found.revision)
         except StoreError as error:
             _log.warning("could not compact the store: %s", error)
@@ -66,20 +68,20 @@ class StoreMonitor:
         )
 
     async def _measure_and_compact(self) -> None:
-        before_bytes = self._job_space.written_bytes
-        found = await self._store.space()
+        before_bytes = self._job_space.bytes_written_since_measurement
+        found = await self._store.measure_space()
         self._job_space.record_measurement(
             found,
             bytes_max=self._config.store_bytes_max or found.bytes_max,
-            unmeasured_bytes=self._job_space.written_bytes - before_bytes,
+            unmeasured_bytes=self._job_space.bytes_written_since_measurement - before_bytes,
         )
         now_s = self._clock.monotonic_s()
-        if self._config.compact_store and (self._job_space.is_low or now_s >= self._next_compaction_s):
+        if self._config.compact_store and (self._job_space.is_space_low or now_s >= self._next_compaction_s):
             self._next_compaction_s = now_s + _COMPACTION_INTERVAL_S
-            kept = 0 if self._job_space.is_low else HISTORY_REVISIONS_KEPT
+            kept = 0 if self._job_space.is_space_low else HISTORY_REVISIONS_KEPT
             if found.revision > kept:
                 await self._store.compact(found.revision - kept)
-            if self._job_space.is_low:
+            if self._job_space.is_space_low:
                 # etcd counts the pages that a compaction freed as used until the next change.
                 await self._commit_to_store([], [Put(COMPACTION_MARK_KEY, b"")])
         self._is_full_logged = False
@@ -90,12 +92,12 @@ class StoreMonitor:
         self._alarm = ""
         if space.is_fragmented:
             self._alarm = "the store must be defragmented: see 'Store full' in docs/USER_GUIDE.md"
-        elif space.is_low:
+        elif space.is_space_low:
             self._alarm = (
                 f"the store uses {space.used_bytes / _MIB:.0f} of {space.store_bytes_max / _MIB:.0f} MiB; "
-                f"above {SUBMISSION_SHARE_MAX:.0%} no job can be submitted"
+                f"above {SUBMISSION_STORE_SHARE_MAX:.0%} no job can be submitted"
             )
         if self._alarm and not had_alarm:
-            _log.warning("%s", self._alarm)
+            _log.warning("store alarm: %s", self._alarm)
         elif had_alarm and not self._alarm:
-            _log.info("the store uses less than %.0f%% of its space again", 100 * ALARM_SHARE_MIN)
+            _log.info("the store uses less than %.0f%% of its space again", 100 * ALARM_STORE_SHARE_MIN)

@@ -40,8 +40,8 @@ TOKENS_MAX = 2000
 NODE_TOKENS_MAX = 20_000
 _CACHED_RECORDS_MAX = 1024
 _CACHED_RECORD_TTL_S = 5.0
-_REVOKED_RETENTION_S = 86400.0
-_JOIN_RETENTION_S = 3600.0
+_REVOKED_TOKEN_RETENTION_S = 86400.0
+_JOIN_TOKEN_RETENTION_S = 3600.0
 _TOKEN_TTL_S_MAX = 3650 * 86400.0
 
 _NEW_TOKEN_HINT = "get a new token with 'genie token create' and store it with 'genie login'"
@@ -111,7 +111,7 @@ class Tokens:
         ttl_s: float | None = None,
     ) -> tuple[Token, TokenRecord]:
         """Create a token as part of a transaction."""
-        if kind is not TokenKind.NODE and self._token_index.limited_count >= TOKENS_MAX:
+        if kind is not TokenKind.NODE and self._token_index.count_towards_limit >= TOKENS_MAX:
             raise UsageError(f"the maximum of {TOKENS_MAX} tokens is reached", hint="revoke some first")
         if kind is TokenKind.NODE and len(self._token_index.token_ids_by_node) >= NODE_TOKENS_MAX:
             raise UsageError(
@@ -147,14 +147,14 @@ class Tokens:
             owners = [row for row in self._ledger.tokens.values() if _is_permanent_owner_token(row)]
             if owners == [record]:
                 raise UsageError(
-                    f"token {token_id} is the last owner token",
+                    f"cannot revoke token {token_id}: it is the last owner token",
                     hint="without it no token could be created any more",
                 )
             txn.put(self._ledger.tokens, token_id, mark_revoked(record, now=self._clock.wall_s()))
 
         await self._ledger.write(build)
 
-    def list_after(self, token_id: str) -> Iterator[TokenRecord]:
+    def records_after(self, token_id: str) -> Iterator[TokenRecord]:
         """The tokens with greater IDs, by ID, without the hashes of their secrets."""
         tokens = self._ledger.tokens
         for each in sorted(other for other in tokens if other > token_id):
@@ -181,7 +181,7 @@ class Tokens:
         """Delete join tokens an hour after they were used or expired, and any token a day after it was
         revoked."""
         now = self._clock.wall_s()
-        limit, join_limit = now - _REVOKED_RETENTION_S, now - _JOIN_RETENTION_S
+        limit, join_limit = now - _REVOKED_TOKEN_RETENTION_S, now - _JOIN_TOKEN_RETENTION_S
         old = [
             row.token_id
             for row in self._ledger.tokens.values()
@@ -244,18 +244,18 @@ class TokenIndex:
     """What builds of tokens read, so that creating one takes constant time. Reversible."""
 
     def __init__(self) -> None:
-        self.limited_count = 0
+        self.count_towards_limit = 0
         """Tokens that count towards TOKENS_MAX."""
         self.token_ids_by_node: dict[str, set[str]] = {}
         """By node: the IDs of its tokens that are not revoked."""
 
     def rebuild(self, rows: Iterable[TokenRecord]) -> None:
-        self.limited_count, self.token_ids_by_node = 0, {}
+        self.count_towards_limit, self.token_ids_by_node = 0, {}
         for row in rows:
             self.update(row.token_id, None, row)
 
     def update(self, token_id: str, before: TokenRecord | None, after: TokenRecord | None) -> None:
-        self.limited_count += _counts_towards_limit(after) - _counts_towards_limit(before)
+        self.count_towards_limit += _counts_towards_limit(after) - _counts_towards_limit(before)
         if before is not None and _is_unrevoked_node_token(before):
             ids = self.token_ids_by_node[before.name]
             ids.discard(token_id)

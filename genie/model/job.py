@@ -208,7 +208,7 @@ class Job(Record, frozen=True, kw_only=True, gc=False):
     """The latest runs before it was queued again."""
 
     @property
-    def run(self) -> int:
+    def run_number(self) -> int:
         """Number of the current or last run; of a queued job, that of the next."""
         return self.earlier[-1].number + 1 if self.earlier else 1
 
@@ -353,7 +353,7 @@ def _with_current_run(job: Job, at: float) -> tuple[PastRun, ...]:
     if job.started_at is None:
         return job.earlier
     run = PastRun(
-        number=job.run,
+        number=job.run_number,
         epoch=job.epoch,
         nodes=tuple(placement.node_id for placement in job.placements),
         started_at=job.started_at,

@@ -84,7 +84,7 @@ class Join(Request[Joined], frozen=True, kw_only=True):
     token: str
     requested_node_id: str = msgspec.field(name="node_id_wish")
     csr_pem: str
-    exact: bool = False
+    must_get_requested_id: bool = msgspec.field(default=False, name="exact")
     """Fail if the ID is in use, instead of choosing a similar one."""
 
 
@@ -127,12 +127,12 @@ class Endpoint(Record, frozen=True, kw_only=True):
 
 
 class RunningJob(Record, frozen=True, kw_only=True):
-    """`note`: progress of an executor that does not listen yet, or processes that cannot be killed."""
+    """`status_note`: progress of an executor that does not listen yet, or processes that cannot be killed."""
 
     job_id: str
     epoch: int
     endpoint: Endpoint | None = None
-    note: str = ""
+    status_note: str = msgspec.field(default="", name="note")
     elapsed_s: float = 0.0
     """Time since the start of the process, by the monotonic clock of the node."""
 
@@ -146,9 +146,9 @@ class ExitReport(Record, frozen=True, kw_only=True):
     reason: str
     ended_at: float
     started: bool = True
-    by_node: bool = False
+    is_caused_by_node: bool = msgspec.field(default=False, name="by_node")
     """The node, not the job, is the cause: it is shutting down, or its disk is full."""
-    needed_bytes: int = 0
+    needed_disk_bytes: int = msgspec.field(default=0, name="needed_bytes")
     """Free disk space that its working directory needs, if the node has less; otherwise 0."""
 
 
@@ -185,12 +185,12 @@ class JobOrder(Record, frozen=True, kw_only=True):
 
 
 class HeartbeatAck(Message, frozen=True, kw_only=True):
-    """`kill`: jobs that run but are not in the ledger. `settled`: stored exits that can be deleted."""
+    """`jobs_to_kill` run but are not in the ledger. `settled_exits`: stored exits that can be deleted."""
 
     leading: bool
     leader_token: int
-    kill: tuple[JobOrder, ...] = ()
-    settled: tuple[JobOrder, ...] = ()
+    jobs_to_kill: tuple[JobOrder, ...] = msgspec.field(default=(), name="kill")
+    settled_exits: tuple[JobOrder, ...] = msgspec.field(default=(), name="settled")
 
 
 class Heartbeat(Request[HeartbeatAck], frozen=True, kw_only=True):
@@ -350,12 +350,12 @@ class LogChunk(Message, frozen=True, kw_only=True):
     was rotated. `eof`: the run has ended and its log is complete."""
 
     data: bytes
-    start: int
+    start_offset: int = msgspec.field(name="start")
     next_offset: int
     eof: bool
-    run: int = 0
+    run_number: int = msgspec.field(default=0, name="run")
     """Number of the run; 0 if there is no such run yet."""
-    runs: tuple[int, ...] = ()
+    run_numbers: tuple[int, ...] = msgspec.field(default=(), name="runs")
     """The runs that have a log, oldest first."""
 
 
@@ -366,7 +366,7 @@ class ReadLog(Request[LogChunk], frozen=True, kw_only=True):
     offset: int = 0
     bytes_max: int = CHUNK_BYTES_MAX
     wait_s: float = 0.0
-    run: int = 0
+    run_number: int = msgspec.field(default=0, name="run")
     """Number of the run; 0 for the last. One more than the last: the next run."""
     epoch: int = 0
     """Identifies the run for agents; 0 for the last."""
@@ -389,7 +389,7 @@ class PutBlob(Request[BlobStatus], frozen=True, kw_only=True):
     digest: str
     offset: int
     data: bytes
-    last: bool
+    is_last: bool = msgspec.field(name="last")
 
 
 class BlobChunk(Message, frozen=True, kw_only=True):
@@ -422,7 +422,7 @@ class NodesReply(Message, frozen=True, kw_only=True):
 class ListNodes(Request[NodesReply], frozen=True, kw_only=True):
     """Nodes with IDs after `after`."""
 
-    after: str = ""
+    after_node_id: str = msgspec.field(default="", name="after")
 
 
 class RemoveNode(Request[Done], frozen=True, kw_only=True):
@@ -494,7 +494,7 @@ class TokensReply(Message, frozen=True, kw_only=True):
 class ListTokens(Request[TokensReply], frozen=True, kw_only=True):
     """Tokens with IDs after `after`."""
 
-    after: str = ""
+    after_token_id: str = msgspec.field(default="", name="after")
 
 
 class TokenCreated(Message, frozen=True, kw_only=True):

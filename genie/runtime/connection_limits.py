@@ -117,7 +117,7 @@ class ConnectionLimiter:
             if replaced is None:
                 return f"the limit of {limits.unauthenticated_max} unauthenticated connections is reached"
         # Last: a rejected connection costs no handshake. Many nodes behind one address retry at once.
-        if self._handshake_rates.get_limit(address, now_s=now_s).try_take_units(1.0, now_s=now_s):
+        if self._handshake_rates.get_limit(address, now_s=now_s).take_units_or_get_wait_s(1.0, now_s=now_s):
             return (
                 f"the limit of {limits.handshakes_per_s:g} new connections per second of {address} is reached"
             )

@@ -13,6 +13,6 @@ async def fetch_nodes(
     reply = first or await connection.call(ListNodes(), timeout_s=timeout_s)
     views = list(reply.nodes)
     while reply.more and reply.nodes:
-        reply = await connection.call(ListNodes(after=views[-1].info.node_id), timeout_s=timeout_s)
+        reply = await connection.call(ListNodes(after_node_id=views[-1].info.node_id), timeout_s=timeout_s)
         views += reply.nodes
     return tuple(views)

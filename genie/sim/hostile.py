@@ -148,7 +148,7 @@ async def upload_blobs(cluster: SimCluster, node: str, lasts_s: float) -> None:
     token, random = await cluster.get_user_token(HOSTILE_TENANT), cluster.world.random
     for _ in range(2 * cluster.config.blobs_bytes_max // _BLOB_BYTES):
         data = random.randbytes(_BLOB_BYTES)
-        put = PutBlob(digest=hashlib.sha256(data).hexdigest(), offset=0, data=data, last=True)
+        put = PutBlob(digest=hashlib.sha256(data).hexdigest(), offset=0, data=data, is_last=True)
         with suppress(GenieError, TimeoutError):
             async with asyncio.timeout(_SUBMIT_TIMEOUT_S):
                 await cluster.send_request(put, token=token)

@@ -12,7 +12,16 @@ from bisect import bisect_left, insort
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
-from genie.controller.store import Compare, Delete, KeyValue, Put, RangeResult, Space, TxnResult, WatchEvent
+from genie.controller.store import (
+    Compare,
+    Delete,
+    KeyValue,
+    Put,
+    RangeResult,
+    SpaceUsage,
+    TxnResult,
+    WatchEvent,
+)
 from genie.controller.store.background import BackgroundTasks
 from genie.controller.store.leases import LeaseTimers
 from genie.controller.store.limits import (
@@ -131,9 +140,9 @@ class MemoryStore:
         self._memory.compact(revision)
         await self._simulate_latency(0.0)
 
-    async def space(self, *, timeout_s: float = 5.0) -> Space:
+    async def measure_space(self, *, timeout_s: float = 5.0) -> SpaceUsage:
         await self._simulate_latency()
-        return self._memory.space()
+        return self._memory.measure_space()
 
     @asynccontextmanager
     async def watch(self, prefix: str, *, after_revision: int) -> AsyncIterator[AsyncIterator[WatchEvent]]:
@@ -219,8 +228,8 @@ class _SharedMemory:
             listener(operations)
         return TxnResult(succeeded=True, revision=self._revision)
 
-    def space(self) -> Space:
-        return Space(self._used_bytes, self._bytes_max, self._revision)
+    def measure_space(self) -> SpaceUsage:
+        return SpaceUsage(self._used_bytes, self._bytes_max, self._revision)
 
     def _check_space(self, operations: Sequence[Put | Delete]) -> None:
         more_bytes = sum(len(each.value) for each in operations if isinstance(each, Put))

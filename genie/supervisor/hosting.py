@@ -62,7 +62,7 @@ async def host_cluster(
         controller = replace(controller, bind=bind)
     hosted = replace(settings, controller=controller)
     supervisor = await stack.enter_async_context(
-        local_cluster.run_local_cluster(hosted, progress=_log_progress, timeout_s=timeout_s)
+        local_cluster.run_local_cluster(hosted, progress=_log_progress_message, timeout_s=timeout_s)
     )
     assert supervisor.cluster is not None
     is_served = controller.bind == bind or (is_wildcard(controller.bind) and not is_loopback(host))
@@ -146,7 +146,7 @@ async def start_worker_agent(
         _log.info("this machine has already joined the cluster: %s", running)
         return
     await stack.enter_async_context(
-        local_cluster.run_local_agent(settings, access, progress=_log_progress, timeout_s=timeout_s)
+        local_cluster.run_local_agent(settings, access, progress=_log_progress_message, timeout_s=timeout_s)
     )
 
 
@@ -211,5 +211,5 @@ async def _is_listening(host: str, port: int) -> bool:
     return True
 
 
-def _log_progress(line: str) -> None:
-    _log.info("cluster processes of this machine: %s", line)
+def _log_progress_message(message: str) -> None:
+    _log.info("cluster processes of this machine: %s", message)

@@ -26,7 +26,7 @@ from genie.agent.identity import AGENTS_DIR, read_controllers
 from genie.agent.journal import REGISTERED_FILE
 from genie.config import ClusterConfig, Settings
 from genie.controller.nodes.admission import check_bind_address
-from genie.controller.placement.placers import why_plain_placers
+from genie.controller.placement.placers import why_scheduler_not_compiled
 from genie.errors import (
     AddressInUseError,
     AgentRunningError,
@@ -127,7 +127,7 @@ class Supervisor:
         # A port chosen by the system must stay the same after a crash: agents use it.
         self._controller.set_restart_arguments(self._controller_arguments(found.port))
         self._progress(f"the controller listens on {address_text(found.host, found.port)}")
-        if why := why_plain_placers():
+        if why := why_scheduler_not_compiled():
             self._progress(why)
         return found
 

@@ -19,18 +19,20 @@ class RateLimit:
         self._available_units = burst_units
         self._updated_s = now_s
 
-    def try_take_units(self, units: float, *, now_s: float, rejected_units: float = 0.0) -> float:
-        """Take the units and return 0.0; or take `rejected_units` and return the seconds until a retry."""
+    def take_units_or_get_wait_s(
+        self, units: float, *, now_s: float, units_if_rejected: float = 0.0
+    ) -> float:
+        """Take the units and return 0.0; or take `units_if_rejected` and return the seconds until a retry."""
         level = min(self._available_units + (now_s - self._updated_s) * self._units_per_s, self._burst_units)
         self._updated_s = now_s
         if level >= units:
             self._available_units = level - units
             return 0.0
-        self._available_units = max(level - rejected_units, -self._burst_units)
+        self._available_units = max(level - units_if_rejected, -self._burst_units)
         return (units - self._available_units) / self._units_per_s
 
     @property
-    def is_exhausted(self) -> bool:
+    def is_debt_at_max(self) -> bool:
         """Whether the debt is at its maximum: the caller has ignored rejections."""
         return self._available_units <= -self._burst_units
 

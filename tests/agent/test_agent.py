@@ -418,7 +418,7 @@ async def test_job_whose_confirmation_was_lost_is_reported_as_not_started(
         controller.silent = False
         report = await controller.end_of("j1")
     assert "lost contact" in report.reason
-    assert (report.started, report.by_node) == (False, True)
+    assert (report.started, report.is_caused_by_node) == (False, True)
 
 
 async def test_acknowledged_heartbeats_keep_the_job_running(
@@ -494,7 +494,7 @@ async def test_log_can_be_followed_while_the_job_runs(
         assert (first.data, first.eof) == (b"one\n", False)
         (node_dir / "jobs" / "j1" / "work" / "go").touch()
         second = await controller.log("j1", offset=first.next_offset, wait_s=5)
-        assert (second.data, second.start) == (b"two\n", 4)
+        assert (second.data, second.start_offset) == (b"two\n", 4)
         end = await controller.log("j1", offset=second.next_offset, wait_s=5)
         assert (end.data, end.eof) == (b"", True)
 
@@ -693,7 +693,9 @@ async def test_heartbeats_report_what_an_executor_does_before_it_listens(
     async with run_agent():
         await controller.launch("s1", kind=JobKind.SESSION, ticket_sha256="ab" * 32)
         await until(
-            lambda: any(job.note == "compiling its library" for job in controller.heartbeats[-1].running),
+            lambda: any(
+                job.status_note == "compiling its library" for job in controller.heartbeats[-1].running
+            ),
             what="a heartbeat with the note",
         )
         (node_dir / "jobs" / "s1" / f"{preparation.ENDPOINT_FILE}.stop").touch()

@@ -173,7 +173,7 @@ async def test_job_that_cannot_enter_its_control_group_is_a_failure_of_the_node(
     monkeypatch.setattr(cgroups, "create", lambda path: None)
     await launcher_with_cgroup.start_job(make_plan("touch", "ran"), deadman_expiry_s=time.monotonic() + 60)
     report = await _wait_for_exit(launcher_with_cgroup)
-    assert (report.started, report.by_node) == (False, True)
+    assert (report.started, report.is_caused_by_node) == (False, True)
     assert "could not move the job into the control group" in report.reason
 
 
@@ -244,13 +244,13 @@ async def test_accelerator_is_withheld_until_an_unkillable_process_has_ended(
         controller.kill.append(JobOrder(job_id="j1", epoch=order.placement.epoch, reason="cancelled"))
         note = f"cannot kill process {worker.pid}"
         await until(
-            lambda: any(note in job.note for job in _jobs_in_last_heartbeat(controller)),
+            lambda: any(note in job.status_note for job in _jobs_in_last_heartbeat(controller)),
             what="a heartbeat with the reason",
         )
         await until(lambda: not _first_gpu_in_last_heartbeat(controller).available)
         assert (
             _first_gpu_in_last_heartbeat(controller).reason
-            == f"{_jobs_in_last_heartbeat(controller)[0].note} of job j1"
+            == f"{_jobs_in_last_heartbeat(controller)[0].status_note} of job j1"
         )
         assert controller.heartbeats[-1].node.gpus[1].available
         with pytest.raises(NodeUnfitError, match="cannot kill process"):

@@ -236,7 +236,7 @@ async def test_job_that_the_node_cannot_prepare_is_reported_as_failure_of_the_no
     async with run_agent():
         await controller.launch("j1", "true", workdir=controller.keep_blob(b"x" * 2000))
         end = await controller.end_of("j1")
-    assert (end.started, end.by_node) == (False, True)
+    assert (end.started, end.is_caused_by_node) == (False, True)
     assert "No space left on device" in end.reason
 
 
@@ -249,7 +249,7 @@ async def test_working_directory_that_does_not_fit_is_not_downloaded(
         large = with_size(controller.keep_blob(b"x"), 4 * GIB)
         await controller.launch("j1", "true", workdir=large)
         end = await controller.end_of("j1")
-    assert (end.started, end.by_node, end.needed_bytes) == (False, True, 8 * GIB)
+    assert (end.started, end.is_caused_by_node, end.needed_disk_bytes) == (False, True, 8 * GIB)
     assert end.reason == (
         f"not started: the working directory needs {8 * GIB} bytes of free disk space, packed and unpacked; "
         f"{6 * GIB} are free"
@@ -275,7 +275,7 @@ async def test_full_disk_is_reported_with_the_needed_space_only_if_little_was_fr
     async with run_agent(disk=DiskAccess(measure_space=space), disk_free_min_bytes=0):
         await controller.launch("j1", "true", workdir=controller.keep_blob(b"x" * 2000))
         end = await controller.end_of("j1")
-    assert (end.by_node, end.needed_bytes) == (True, needed_bytes)
+    assert (end.is_caused_by_node, end.needed_disk_bytes) == (True, needed_bytes)
 
 
 async def test_temporary_files_of_a_job_are_removed_when_it_ends(

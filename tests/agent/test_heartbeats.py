@@ -66,7 +66,9 @@ def test_grace_period_is_capped_by_the_time_to_live() -> None:
 def make_ack(
     *, leading: bool = True, leader_token: int = 5, kill: list[JobOrder], settled: list[JobOrder]
 ) -> HeartbeatAck:
-    return HeartbeatAck(leading=leading, leader_token=leader_token, kill=tuple(kill), settled=tuple(settled))
+    return HeartbeatAck(
+        leading=leading, leader_token=leader_token, jobs_to_kill=tuple(kill), settled_exits=tuple(settled)
+    )
 
 
 def make_order(job_id: str, epoch: int) -> JobOrder:

@@ -202,11 +202,11 @@ async def test_rotated_log_is_read_by_offset_across_files(
     whole = "".join(f"line {i:06d}\n" for i in range(3000)).encode()
     assert len(list((plan.directory / "log").iterdir())) == 3
     chunk = read_log_chunk(plan.directory, offset=0, bytes_max=1 << 20, is_live=False)
-    assert chunk.start == len(whole) // 4096 * 4096 - 2 * 4096
-    assert chunk.data == whole[chunk.start :]
+    assert chunk.start_offset == len(whole) // 4096 * 4096 - 2 * 4096
+    assert chunk.data == whole[chunk.start_offset :]
     assert chunk.next_offset == len(whole)
-    some = read_log_chunk(plan.directory, offset=chunk.start + 4000, bytes_max=200, is_live=False)
-    assert some.data == whole[chunk.start + 4000 : chunk.start + 4200]
+    some = read_log_chunk(plan.directory, offset=chunk.start_offset + 4000, bytes_max=200, is_live=False)
+    assert some.data == whole[chunk.start_offset + 4000 : chunk.start_offset + 4200]
     assert read_log_chunk(plan.directory, offset=len(whole), bytes_max=100, is_live=False).eof
 
 

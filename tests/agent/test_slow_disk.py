@@ -13,7 +13,7 @@ from typing import TypeVar
 import pytest
 
 from genie.agent import agent as agent_module
-from genie.agent.disk import PENDING_CHANGES_MAX, DiskAccess, WriteQueue
+from genie.agent.disk import PENDING_CHANGES_MAX, DiskAccess, JournalWriteQueue
 from genie.errors import NodeUnfitError, StoreFullError
 from genie.model.job import JobKind
 from genie.processes.clock import SystemClock
@@ -226,7 +226,7 @@ async def test_event_loop_uses_no_files_after_the_start(
 async def test_write_queue_runs_changes_in_order() -> None:
     done: list[int] = []
     with file_io_threads("journal") as offload:
-        writes = WriteQueue(offload, SystemClock())
+        writes = JournalWriteQueue(offload, SystemClock())
         async with asyncio.TaskGroup() as group:
             running = group.create_task(writes.run())
             for number in range(50):
@@ -237,7 +237,7 @@ async def test_write_queue_runs_changes_in_order() -> None:
 
 
 async def test_failed_change_does_not_stop_the_write_queue(caplog: pytest.LogCaptureFixture) -> None:
-    writes = WriteQueue(run_inline, SystemClock())
+    writes = JournalWriteQueue(run_inline, SystemClock())
     done: list[int] = []
 
     def fail() -> None:
@@ -252,7 +252,7 @@ async def test_failed_change_does_not_stop_the_write_queue(caplog: pytest.LogCap
 
 
 async def test_write_queue_is_bounded(caplog: pytest.LogCaptureFixture) -> None:
-    writes = WriteQueue(run_inline, SystemClock())
+    writes = JournalWriteQueue(run_inline, SystemClock())
     done: list[int] = []
     for _ in range(PENDING_CHANGES_MAX + 1):
         writes.add_work(lambda: done.append(1), action="append")

@@ -122,7 +122,7 @@ async def test_row_that_cannot_be_read_is_quarantined_and_shown(tmp_path: Path) 
         await one.restart()
         async with one.client() as owner, one.client(user) as blue, agent.connected(one.network, access):
             await agent.register()
-            assert (await agent.beat()).kill == (), "a job that cannot be read is not killed"
+            assert (await agent.beat()).jobs_to_kill == (), "a job that cannot be read is not killed"
             status = await owner.status()
             assert [row.key for row in status.quarantined] == [key]
             assert "cannot be read" in status.quarantined[0].reason

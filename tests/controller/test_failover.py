@@ -54,7 +54,7 @@ async def test_standby_takes_over_the_jobs_of_the_leader(etcd: EtcdServer, tmp_p
         async with two.client(token) as owner, agent.connected(two.network, elsewhere):
             after = await agent.register()
             assert after.leader_token > before.leader_token
-            assert (await agent.beat()).kill == ()
+            assert (await agent.beat()).jobs_to_kill == ()
             assert (await owner.job(job.job_id)).state is JobState.RUNNING
             agent.end(launch)
             await agent.beat()

@@ -406,13 +406,13 @@ async def test_loading_the_ledger_discards_pending_reasons_of_deleted_jobs() -> 
         queued, ended = [await submit_step(number)(one) for number in (0, 1)]
         for job in (queued, ended):
             one.jobs.set_pending_reason(job.job_id, "waiting for GPUs")
-            one.jobs.set_unkillable_note(job, 0, "process 7 cannot be killed")
+            one.jobs.set_unkillable_reason(job, 0, "process 7 cannot be killed")
             one.jobs._launch_backoff.delay_placement(job.job_id)
         await one.store.commit([], [Delete(one.ledger.jobs.prefix + ended.job_id)])
         await one.ledger.load_tables()
         assert one.jobs.with_pending_reason(queued).reason == "waiting for GPUs"
         assert one.jobs.with_pending_reason(ended).reason == "submitted"
-        assert one.jobs._unkillable_notes_by_job == {}, "neither is running"
+        assert one.jobs._unkillable_reasons_by_job == {}, "neither is running"
         assert one.jobs._launch_backoff.job_ids() == [queued.job_id]
 
 

@@ -17,7 +17,7 @@ import pytest
 
 from genie.config import ClusterConfig
 from genie.controller.__main__ import compile_in_background
-from genie.controller.placement.placers import why_plain_placers
+from genie.controller.placement.placers import why_scheduler_not_compiled
 from genie.errors import GenieError, StoreFullError
 from genie.model.job import JobState
 from genie.model.messages import GetStatus
@@ -268,7 +268,7 @@ def test_missing_compiler_is_explained(
     compile_command: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
-    assert why_plain_placers() == (
+    assert why_scheduler_not_compiled() == (
         "the scheduler's library is not compiled, and CXX names 'no-such-compiler', which was not found; "
         "scheduling for many nodes is slow"
     )

@@ -45,7 +45,7 @@ async def test_queue_jobs_holds_and_tokens_survive_a_restart(tmp_path: Path) -> 
             second = await agent.register()
             assert second.leader_token > first.leader_token
             ack = await agent.beat()
-            assert (ack.leading, ack.kill) == (True, ())
+            assert (ack.leading, ack.jobs_to_kill) == (True, ())
             assert (await owner.job(running.job_id)).state is JobState.RUNNING
             agent.end(launch)
             await agent.beat()
@@ -120,7 +120,7 @@ async def test_reads_and_running_jobs_continue_without_the_store(
         assert (await owner.job(job.job_id)).state is JobState.RUNNING, "reads are answered from memory"
         agent.end(launch)
         ack = await agent.beat()
-        assert (ack.leading, ack.settled) == (False, ())
+        assert (ack.leading, ack.settled_exits) == (False, ())
         for _ in range(20):
             await clock.advance(1.0)
         assert (await owner.job(job.job_id)).state is JobState.RUNNING

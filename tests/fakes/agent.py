@@ -110,7 +110,7 @@ class FakeAgent:
             exits=tuple(self.exits.values()),
         )
         ack = await self._peer.call(msgspec.structs.replace(request, **changes), timeout_s=CALL_S)
-        for order in ack.settled:
+        for order in ack.settled_exits:
             self.exits.pop(order.job_id, None)
         return ack
 
@@ -142,8 +142,8 @@ class FakeAgent:
         *,
         reason: str = "",
         started: bool = True,
-        by_node: bool = False,
-        needed_bytes: int = 0,
+        is_caused_by_node: bool = False,
+        needed_disk_bytes: int = 0,
     ) -> ExitReport:
         """Records the exit of the job; the next heartbeat reports it."""
         self.running.pop(launch.job_id, None)
@@ -154,8 +154,8 @@ class FakeAgent:
             reason=reason,
             ended_at=0.0,
             started=started,
-            by_node=by_node,
-            needed_bytes=needed_bytes,
+            is_caused_by_node=is_caused_by_node,
+            needed_disk_bytes=needed_disk_bytes,
         )
         self.exits[launch.job_id] = report
         return report
@@ -187,4 +187,4 @@ class FakeAgent:
         log = self.logs.get(f"{request.job_id}@{request.epoch}", self.logs.get(request.job_id, b""))
         data = log[request.offset :][: request.bytes_max]
         end = request.offset + len(data)
-        return LogChunk(data=data, start=request.offset, next_offset=end, eof=True)
+        return LogChunk(data=data, start_offset=request.offset, next_offset=end, eof=True)

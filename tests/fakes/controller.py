@@ -251,7 +251,7 @@ class FakeController:
     def _answer_client(self, request: Message) -> Message | None:
         match request:
             case SessionHeartbeat() | ListNodes():
-                after = request.after if isinstance(request, ListNodes) else ""
+                after = request.after_node_id if isinstance(request, ListNodes) else ""
                 views = tuple(
                     NodeView(info=info, node_holds=NodeHolds(node_id=info.node_id))
                     for info in self.nodes
@@ -352,8 +352,8 @@ class FakeController:
         return HeartbeatAck(
             leading=self.leading,
             leader_token=self.leader_token,
-            kill=tuple(self.kill),
-            settled=tuple(settled),
+            jobs_to_kill=tuple(self.kill),
+            settled_exits=tuple(settled),
         )
 
     def _issue(self, csr_pem: str, name: str) -> Certificate:

@@ -48,7 +48,7 @@ QUIET_CATCHES: dict[str, str] = {
     "genie/controller/ledger.py::Ledger._try_add_write": "_resolve_write() sets it on the future",
     "genie/controller/ledger.py::Ledger._commit_batch": "Quarantine.add() logs it",
     "genie/controller/quarantine.py::Quarantine.isolate_errors": "Quarantine.add() logs it",
-    "genie/controller/jobs/changes.py::JobChanges._apply_isolated": "Quarantine.add() logs it",
+    "genie/controller/jobs/changes.py::JobChanges._apply_or_quarantine": "Quarantine.add() logs it",
     "genie/controller/steps.py::PeriodicSteps.run": "_record() logs it",
     "genie/grid/remote/core.py::RequestLoop._execute": (
         "the caller gets it with its traceback; a node has no log"

@@ -117,7 +117,7 @@ def test_connection_above_the_rate_replaces_none() -> None:
     limiter, closed = ConnectionLimiter(replace(LIMITS, handshakes_burst=4.0)), list[str]()
     for _ in range(4):
         accept_connection(limiter, "a", closed)
-    limiter._handshake_rates.get_limit("a", now_s=HANDSHAKE_GRACE_S).try_take_units(
+    limiter._handshake_rates.get_limit("a", now_s=HANDSHAKE_GRACE_S).take_units_or_get_wait_s(
         1.0, now_s=HANDSHAKE_GRACE_S
     )
     assert "new connections per second" in str(

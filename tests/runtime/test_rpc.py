@@ -63,7 +63,7 @@ class ScriptedServer:
             except asyncio.CancelledError:
                 self.cancelled += 1
                 raise
-            return LogChunk(data=b"late", start=0, next_offset=4, eof=True)
+            return LogChunk(data=b"late", start_offset=0, next_offset=4, eof=True)
         return TrustAnchor(ca_pem="pem")
 
     async def accept(self, channel: Channel) -> None:

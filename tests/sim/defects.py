@@ -123,7 +123,7 @@ def _plant_blocking_reader(patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(Peer, "_read_frames", read)
     patch.setattr(Peer, "run", run)
-    patch.setattr(OpenWaits, "_count_while_open", lambda self, limits: nullcontext(True))
+    patch.setattr(OpenWaits, "_count_while_open_if_allowed", lambda self, limits: nullcontext(True))
 
 
 def _plant_unlimited_requests(patch: pytest.MonkeyPatch) -> None:
@@ -148,7 +148,7 @@ def _plant_unfair_history(patch: pytest.MonkeyPatch) -> None:
     ) -> Iterator[Job]:
         return (job for job in index.jobs_oldest_first(FINAL_STATES) if job.job_id not in skipped)
 
-    patch.setattr("genie.controller.jobs.history._oldest_of_largest_tenant", largest_first)
+    patch.setattr("genie.controller.jobs.history._oldest_jobs_of_largest_tenants", largest_first)
 
 
 def _plant_unpinned_blobs(patch: pytest.MonkeyPatch) -> None:
@@ -162,7 +162,7 @@ def _plant_unlimited_connections(patch: pytest.MonkeyPatch) -> None:
 
 def _plant_impatient_confirmations(patch: pytest.MonkeyPatch) -> None:
     """A worker asks again and again whether the others are ready."""
-    patch.setattr("genie.agent.jobs.CONFIRMATION_WAIT_S", 0.0)
+    patch.setattr("genie.agent.jobs.CONFIRM_WAIT_FOR_WORKERS_S", 0.0)
     patch.setattr("genie.agent.jobs.RETRY_S_MAX", 0.2)
 
 

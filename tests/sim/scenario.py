@@ -205,7 +205,7 @@ async def _watch_store(cluster: SimCluster) -> None:
     """Check that the store has space for the writes of the controllers."""
     while True:
         await asyncio.sleep(1.0)
-        used_bytes = (await cluster.store.space()).used_bytes
+        used_bytes = (await cluster.store.measure_space()).used_bytes
         if used_bytes > _STORE_SHARE_MAX * _STORE_BYTES_MAX:
             cluster.machines.report_violation(f"the store is full: {used_bytes} bytes")
 
@@ -215,7 +215,7 @@ async def _submit_all(cluster: SimCluster) -> list[str]:
     rng, job_ids = random.Random(cluster.seed), []
     digest = hashlib.sha256(_WORKDIR).hexdigest()
     token = await cluster.get_user_token(INNOCENT)
-    await cluster.send_request(PutBlob(digest=digest, offset=0, data=_WORKDIR, last=True), token=token)
+    await cluster.send_request(PutBlob(digest=digest, offset=0, data=_WORKDIR, is_last=True), token=token)
     async with asyncio.TaskGroup() as readers:
         for _ in range(JOBS):
             await asyncio.sleep(rng.uniform(0.1, 3.0))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from genie.agent.jobs import CONFIRMATION_WAIT_S, LocalJob, NodeJobs
+from genie.agent.jobs import CONFIRM_WAIT_FOR_WORKERS_S, LocalJob, NodeJobs
 from genie.agent.launcher import LaunchPlan
 from genie.config import AgentConfig
 from genie.model.job import JobSpec, JobState, PlacementConstraints, Resources
@@ -34,7 +34,7 @@ def test_each_worker_of_a_waiting_gang_sends_one_request_per_confirmation_wait(
     requests, states = loop.run_simulated(_count_requests(tmp_path))
     heartbeats = NODES * (WINDOW_S / AgentConfig().heartbeat_s + HEARTBEATS_AT_EDGES)
     assert states == [JobState.PLACING, JobState.RUNNING]
-    assert WORKERS < requests <= heartbeats + WORKERS * WINDOW_S / CONFIRMATION_WAIT_S
+    assert WORKERS < requests <= heartbeats + WORKERS * WINDOW_S / CONFIRM_WAIT_FOR_WORKERS_S
 
 
 async def _count_requests(directory: Path) -> tuple[int, list[JobState]]:

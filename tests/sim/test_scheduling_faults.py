@@ -123,7 +123,7 @@ async def _check_planner_continuously(cluster: SimCluster) -> None:
     while True:
         await asyncio.sleep(0.3)
         leader = cluster.leader
-        if leader is not None and leader._ledger.is_loaded and not leader._planner._is_stale:
+        if leader is not None and leader._ledger.is_loaded and not leader._planner._is_scheduler_stale:
             for wrong in _placements_unlike_ledger(leader):
                 cluster.machines.report_violation(wrong)
 
@@ -165,8 +165,8 @@ def _planner_state(planner: Planner) -> dict[str, object]:
 def _difference_to_rebuilt_planner(controller: Controller) -> str:
     """Return the differences between the planner's book and the ledger; empty if there are none."""
     planner, fresh = controller._planner, controller._build_planner()
-    planner._node_views.current_snapshots()
-    if planner._is_stale:
+    planner._node_snapshots.current_snapshots()
+    if planner._is_scheduler_stale:
         planner._rebuild_scheduler()
     fresh._rebuild_scheduler()
     mine, rebuilt = _planner_state(planner), _planner_state(fresh)

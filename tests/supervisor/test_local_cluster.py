@@ -266,7 +266,7 @@ async def test_state_directory_may_be_a_relative_path(
 async def test_progress_mentions_a_library_that_is_not_compiled(
     tmp_path: Path, progress: ProgressLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(local_cluster, "why_plain_placers", lambda: "not compiled yet")
+    monkeypatch.setattr(local_cluster, "why_scheduler_not_compiled", lambda: "not compiled yet")
     async with local_cluster.run_local_cluster(load_settings(tmp_path), progress=progress, agent=False):
         assert progress.lines[-1] == "not compiled yet"
 

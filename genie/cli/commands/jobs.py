@@ -361,7 +361,7 @@ async def _show_all_runs(settings: Settings, job_id: str, *, as_json: bool) -> N
 
     found = []
     async with open_client(settings) as client:
-        runs = (await client.read_log(job_id, bytes_max=1)).runs
+        runs = (await client.read_log(job_id, bytes_max=1)).run_numbers
         for run in runs:
             if not as_json:
                 output.print_message(f"run {run}:")

@@ -336,11 +336,11 @@ def _make_rules(order: str, controller: ControllerConfig, *, backfills: bool, pr
 
     The budget counts CPU time here, so that other load on the machine does not change the results.
     """
-    from genie.controller.placement.policy import create_policy
+    from genie.controller.placement.policy import create_policy_by_name
     from genie.scheduler.rules import Rules
 
     try:
-        policy = create_policy(order, budget_s=controller.policy_budget_s, clock=time.thread_time)
+        policy = create_policy_by_name(order, budget_s=controller.policy_budget_s, clock=time.thread_time)
     except UsageError as error:
         raise UsageError(f"--order: {error.message}", hint=error.hint) from error
     return Rules(allows_backfill=backfills, allows_preemption=preempts).with_order(policy)

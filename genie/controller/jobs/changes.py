@@ -22,14 +22,14 @@ from genie.model.job import Job, JobState, StopReason, shrink_oversized_job
 _Result = TypeVar("_Result")
 _Output_co = TypeVar("_Output_co", covariant=True)
 
-ERRORS_OF_ALL_ROWS = (StoreError, LeadershipError)
+ERRORS_AFFECTING_ALL_WRITES = (StoreError, LeadershipError)
 """They concern every row, not only one."""
 _CHANGES_PER_WRITE_MAX = 60
 """Each changes the rows of a job and of a node, and the store limits the rows of a transaction."""
 
-_RELEASE_PART_BYTES_MAX = TXN_BYTES_MAX // 2
+_RELEASE_TXN_HOLDS_BYTES_MAX = TXN_BYTES_MAX // 2
 """Of the nodes of one part of a release; the rest is for the row of the job."""
-_RELEASE_PART_NODES_MAX = 100
+_RELEASE_TXN_NODES_MAX = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class JobChanges:
         with suppress(RowTooLargeError):
             return await self._ledger.write(partial(change.stage_change, self._ledger.jobs))
         with suppress(RowTooLargeError):
-            await self._release_in_parts(change)
+            await self._release_workers_in_parts(change)
             return await self._ledger.write(partial(change.stage_change, self._ledger.jobs))
         return await self._ledger.write(partial(self._stage_with_shrunk_job, change))
 
@@ -67,7 +67,7 @@ class JobChanges:
             for start in range(0, len(changes), _CHANGES_PER_WRITE_MAX)
         ]
         written = await self._ledger.write_each(partial(self._stage_all, part) for part in parts)
-        raise_first_error_of_all_rows(written)
+        raise_first_error_affecting_all_writes(written)
         outcomes: list[_Result | Exception] = []
         for part, results in zip(parts, written, strict=True):
             if isinstance(results, list):
@@ -80,25 +80,25 @@ class JobChanges:
         written = await self._ledger.write_each(
             partial(change.stage_change, self._ledger.jobs) for change in changes
         )
-        raise_first_error_of_all_rows(written)
+        raise_first_error_affecting_all_writes(written)
         outcomes: list[_Result | Exception] = []
         for change, result in zip(changes, written, strict=True):
             if isinstance(result, BaseException):
-                outcomes.append(await self._apply_isolated(change))
+                outcomes.append(await self._apply_or_quarantine(change))
             else:
                 outcomes.append(result)
         return outcomes
 
-    async def _apply_isolated(self, change: JobChange[_Result]) -> _Result | Exception:
+    async def _apply_or_quarantine(self, change: JobChange[_Result]) -> _Result | Exception:
         try:
             return await self.apply(change)
-        except ERRORS_OF_ALL_ROWS:
+        except ERRORS_AFFECTING_ALL_WRITES:
             raise
         except Exception as error:  # a task boundary: one bad row must not stop the others
             self._ledger.quarantine.add(self._ledger.jobs.prefix + change.job_id, error)
             return error
 
-    async def _release_in_parts(self, change: JobChange[object]) -> None:
+    async def _release_workers_in_parts(self, change: JobChange[object]) -> None:
         """Release what the workers of an unconfirmed job hold, on some nodes per transaction, except the
         worker that the change concerns.
 
@@ -118,7 +118,7 @@ class JobChanges:
         for node_id, ranks in ranks_of_node.items():
             size_bytes = self._ledger.holds.size_bytes(node_id)
             if part and (
-                part_bytes + size_bytes > _RELEASE_PART_BYTES_MAX or nodes == _RELEASE_PART_NODES_MAX
+                part_bytes + size_bytes > _RELEASE_TXN_HOLDS_BYTES_MAX or nodes == _RELEASE_TXN_NODES_MAX
             ):
                 await self._ledger.write(partial(self._stage_release, job, part))
                 part, part_bytes, nodes = [], 0, 0
@@ -154,8 +154,8 @@ class JobChanges:
         return change.build(shrink_oversized_job(job) if job is not None else None, txn)
 
 
-def raise_first_error_of_all_rows(outcomes: Iterable[object]) -> None:
+def raise_first_error_affecting_all_writes(outcomes: Iterable[object]) -> None:
     """Raise the first error that concerns every row."""
     for outcome in outcomes:
-        if isinstance(outcome, ERRORS_OF_ALL_ROWS):
+        if isinstance(outcome, ERRORS_AFFECTING_ALL_WRITES):
             raise outcome

@@ -19,10 +19,10 @@ from genie.model.job import FINAL_STATES, Job
 
 @dataclass(frozen=True)
 class HistoryExcess:
-    """What must be deleted: all jobs that ended before `oldest_at`, a number of jobs, and bytes. The last two
-    are not positive if the history is within its limits."""
+    """What must be deleted: all jobs that ended before `delete_ended_before`, a number of jobs, and bytes.
+    The last two are not positive if the history is within its limits."""
 
-    oldest_at: float
+    delete_ended_before: float
     job_count: int
     size_bytes: int
 
@@ -39,7 +39,7 @@ def select_jobs_to_delete(
     tenant; `get_size_bytes` returns that of a job."""
     selected: dict[str, Job] = {}
     for job in islice(index.jobs_oldest_first(FINAL_STATES), limit):
-        if (job.ended_at or 0.0) >= excess.oldest_at:
+        if (job.ended_at or 0.0) >= excess.delete_ended_before:
             break
         selected[job.job_id] = job
     jobs_left = excess.job_count - len(selected)
@@ -48,17 +48,19 @@ def select_jobs_to_delete(
         usage = Counter(bytes_by_tenant)
         for job in selected.values():
             usage[job.tenant] -= get_size_bytes(job.job_id)
-        for job in _oldest_of_largest_tenant(index, usage, lambda job: get_size_bytes(job.job_id), selected):
+        for job in _oldest_jobs_of_largest_tenants(
+            index, usage, lambda job: get_size_bytes(job.job_id), selected
+        ):
             if bytes_left <= 0 or len(selected) >= limit:
                 break
             selected[job.job_id] = job
             bytes_left -= get_size_bytes(job.job_id)
             jobs_left -= 1
     if jobs_left > 0:
-        counts = Counter(index.finished_counts())
+        counts = Counter(index.finished_count_by_tenant())
         for job in selected.values():
             counts[job.tenant] -= 1
-        for job in _oldest_of_largest_tenant(index, counts, lambda job: 1, selected):
+        for job in _oldest_jobs_of_largest_tenants(index, counts, lambda job: 1, selected):
             if jobs_left <= 0 or len(selected) >= limit:
                 break
             selected[job.job_id] = job
@@ -66,7 +68,7 @@ def select_jobs_to_delete(
     return list(selected.values())
 
 
-def _oldest_of_largest_tenant(
+def _oldest_jobs_of_largest_tenants(
     index: JobIndex,
     usage_by_tenant: Mapping[str, int],
     get_cost: Callable[[Job], int],

@@ -17,7 +17,7 @@ from operator import attrgetter
 from genie.controller.jobs.blobs import blob_name
 from genie.model.job import Job, JobKind, JobState
 
-_SKIPPED_ENTRIES_MAX = 64
+_REMOVED_ENTRIES_SKIPPED_MAX = 64
 """Removed entries that one read may skip before the list is compacted."""
 # Members of an enum are slow to look up, and every change of a job compares them.
 _QUEUED_STATE, _SESSION_KIND = JobState.QUEUED, JobKind.SESSION
@@ -29,14 +29,14 @@ class SequenceIndex:
     """Jobs in order of their sequence number. Adding the newest one, and removing one, takes constant time on
     average."""
 
-    __slots__ = ("_sorted_sequences", "jobs_by_sequence", "visited_entries")
+    __slots__ = ("_sorted_sequences", "jobs_by_sequence", "visited_entry_count")
 
     def __init__(self) -> None:
         self.jobs_by_sequence: dict[int, Job] = {}
         """By sequence number, in no particular order."""
         self._sorted_sequences: list[int] = []
         """Ascending; also contains removed ones, until it is compacted."""
-        self.visited_entries = 0
+        self.visited_entry_count = 0
         """Number of entries that reads have visited, for tests of their cost."""
 
     def put(self, job: Job) -> None:
@@ -51,7 +51,7 @@ class SequenceIndex:
         jobs[sequence] = job
         count = len(order)
         # Not where jobs are removed, because only additions make the list longer; and not at each of them.
-        if count % _SKIPPED_ENTRIES_MAX == 0 and count > 2 * len(jobs) + _SKIPPED_ENTRIES_MAX:
+        if count % _REMOVED_ENTRIES_SKIPPED_MAX == 0 and count > 2 * len(jobs) + _REMOVED_ENTRIES_SKIPPED_MAX:
             self._compact()
 
     def remove(self, sequence: int) -> None:
@@ -64,13 +64,13 @@ class SequenceIndex:
         for position in range(
             len(order) if before_sequence is None else bisect_left(order, before_sequence), 0, -1
         ):
-            self.visited_entries += 1
+            self.visited_entry_count += 1
             job = jobs.get(order[position - 1])
             if job is not None:
                 yield job
             else:
                 skipped += 1
-                if skipped == _SKIPPED_ENTRIES_MAX:
+                if skipped == _REMOVED_ENTRIES_SKIPPED_MAX:
                     self._compact()  # the next read is cheaper; this one continues on the old list
 
     def jobs_oldest_first(self) -> Iterator[Job]:
@@ -182,7 +182,7 @@ class JobIndex:
         parts = [found[state].jobs_oldest_first() for state in states if state in found]
         return merge(*parts, key=_by_sequence)
 
-    def finished_counts(self) -> dict[str, int]:
+    def finished_count_by_tenant(self) -> dict[str, int]:
         """Number of finished jobs by tenant."""
         return {
             tenant: sum(len(index.jobs_by_sequence) for state, index in of_tenant.items() if state.is_final)
@@ -211,10 +211,10 @@ class JobIndex:
         return list(self._jobs_by_client.get((tenant, client), {}).values())
 
     @property
-    def visited_entries(self) -> int:
+    def visited_entry_count(self) -> int:
         indexes = [*self._jobs_by_state.values()]
         indexes += [index for of_tenant in self._jobs_by_tenant.values() for index in of_tenant.values()]
-        return sum(index.visited_entries for index in indexes)
+        return sum(index.visited_entry_count for index in indexes)
 
 
 class StagedIndex:

@@ -20,10 +20,10 @@ from genie.config import ControllerConfig
 from genie.controller.change_notifier import ChangeNotifier
 from genie.controller.jobs.backoff import FailureCause, LaunchBackoff
 from genie.controller.jobs.changes import (
-    ERRORS_OF_ALL_ROWS,
+    ERRORS_AFFECTING_ALL_WRITES,
     JobChange,
     JobChanges,
-    raise_first_error_of_all_rows,
+    raise_first_error_affecting_all_writes,
 )
 from genie.controller.jobs.history import HistoryExcess, select_jobs_to_delete
 from genie.controller.jobs.index import JobIndex, StagedIndex
@@ -69,7 +69,7 @@ from genie.tenancy.masking import mask_job_ids
 _log = logging.getLogger(__name__)
 
 LAUNCH_ATTEMPTS_MAX = 5
-CONFIRM_WAIT_S_MAX = 3.0
+WORKERS_WAIT_S_MAX = 3.0
 JOB_NODES_MAX = 120
 """All holds of a job are written in one transaction, and the store limits the rows of a transaction."""
 HOLDS_PER_TRANSACTION_MAX = 3000
@@ -143,7 +143,7 @@ class JobLifecycle:
         self._loading_indexes = (self._index, self._staged_index)
         """The indexes of the rows that are being loaded."""
         self._pending_reasons: dict[str, str] = {}
-        self._unkillable_notes_by_job: dict[str, dict[int, str]] = {}
+        self._unkillable_reasons_by_job: dict[str, dict[int, str]] = {}
         """By running job and rank: which of its processes cannot be killed."""
         self._ready_ranks_by_job: dict[str, tuple[int, set[int]]] = {}
         """By job with several workers: the epoch and the ranks that are ready to start."""
@@ -160,27 +160,29 @@ class JobLifecycle:
     def get(self, job_id: str) -> Job | None:
         return self._ledger.jobs.get(job_id)
 
-    def find(self, key: str, identity: Identity) -> Job:
+    def find(self, id_or_name: str, identity: Identity) -> Job:
         """Find a job by ID or by a unique name. Raise JobNotFoundError, also for jobs of other tenants."""
-        job = self.get(key)
+        job = self.get(id_or_name)
         if job is not None and can_see(identity, job):
             return job
         tenant = None if identity.kind is TokenKind.OWNER else identity.tenant
-        named, count = self._index.find_ids_by_name(key, tenant, limit=_SAME_NAME_JOBS_SHOWN_MAX)
+        named, count = self._index.find_ids_by_name(id_or_name, tenant, limit=_SAME_NAME_JOBS_SHOWN_MAX)
         if count == 1:
             return self._ledger.jobs[named[0]]
         if count:
             ids = ", ".join(sorted(named))
-            raise JobNotFoundError(f"{count} jobs are named {key[:80]!r}", hint=f"use a job ID: {ids}")
-        raise JobNotFoundError(f"there is no job {key[:80]!r}", hint="'genie jobs --all' lists all jobs")
+            raise JobNotFoundError(f"{count} jobs are named {id_or_name[:80]!r}", hint=f"use a job ID: {ids}")
+        raise JobNotFoundError(
+            f"there is no job {id_or_name[:80]!r}", hint="'genie jobs --all' lists all jobs"
+        )
 
-    def find_worker(self, key: str, identity: Identity) -> tuple[Job, int]:
+    def find_worker(self, worker_or_job: str, identity: Identity) -> tuple[Job, int]:
         """Find the job and rank of JOB.RANK; JOB alone is rank 0."""
-        job_id, rank = parse_worker_name(key)
+        job_id, rank = parse_worker_name(worker_or_job)
         has_name = self._index.has_name
-        if not has_name(key) and (job_id in self._ledger.jobs or has_name(job_id)):
+        if not has_name(worker_or_job) and (job_id in self._ledger.jobs or has_name(job_id)):
             return self.find(job_id, identity), rank
-        return self.find(key, identity), 0
+        return self.find(worker_or_job, identity), 0
 
     def with_pending_reason(self, job: Job) -> Job:
         """Return the job with its latest pending reason; unchanged if it is not queued or has none yet."""
@@ -192,12 +194,12 @@ class JobLifecycle:
     def visible_to(self, job: Job, identity: Identity) -> Job:
         """Return the job with its pending reason; for users, reasons do not name jobs of other tenants."""
         if identity.kind is TokenKind.OWNER:
-            return _without_ticket(self._with_unkillable_notes(self.with_pending_reason(job)))
+            return _without_ticket(self._with_unkillable_reasons(self.with_pending_reason(job)))
         return self.visible_to_tenant(job)
 
     def visible_to_tenant(self, job: Job) -> Job:
         """As `visible_to`, for a user of the job's own tenant."""
-        job = _without_ticket(self._with_unkillable_notes(self.with_pending_reason(job)))
+        job = _without_ticket(self._with_unkillable_reasons(self.with_pending_reason(job)))
 
         def is_shown(job_id: str) -> bool:
             other = self.get(job_id)
@@ -210,8 +212,8 @@ class JobLifecycle:
         reason = mask_job_ids(job.reason, is_visible=is_shown)
         return msgspec.structs.replace(job, reason=reason, history=tuple(steps))
 
-    def _with_unkillable_notes(self, job: Job) -> Job:
-        notes = self._unkillable_notes_by_job.get(job.job_id)
+    def _with_unkillable_reasons(self, job: Job) -> Job:
+        notes = self._unkillable_reasons_by_job.get(job.job_id)
         if not notes or job.state is not JobState.RUNNING:
             return job
         rank, note = min(notes.items())
@@ -254,13 +256,13 @@ class JobLifecycle:
             self._pending_reasons[job_id] = reason
             self._notifier.notify(job_id)
 
-    def set_unkillable_note(self, job: Job, rank: int, note: str) -> None:
+    def set_unkillable_reason(self, job: Job, rank: int, reason: str) -> None:
         """Keep which processes of a worker cannot be killed, in memory only; empty to clear."""
-        notes = self._unkillable_notes_by_job.get(job.job_id, {})
-        if notes.get(rank, "") == note:
+        notes = self._unkillable_reasons_by_job.get(job.job_id, {})
+        if notes.get(rank, "") == reason:
             return
         others = {key: text for key, text in notes.items() if key != rank}
-        self._unkillable_notes_by_job[job.job_id] = {**others, rank: note} if note else others
+        self._unkillable_reasons_by_job[job.job_id] = {**others, rank: reason} if reason else others
         self._notifier.notify(job.job_id)
 
     def notify_waiters(self, job_id: str) -> None:
@@ -284,7 +286,7 @@ class JobLifecycle:
         identity: Identity,
         request_id: str,
         *,
-        session: str = "",
+        session_node_id: str = "",
         ticket_sha256: str = "",
     ) -> Job:
         """Create a job, or return the one that this request ID created before. QueueFullError when the queue
@@ -309,7 +311,7 @@ class JobLifecycle:
                 sequence=txn.next_number("sequence"),
                 history=(Transition(state=JobState.QUEUED, at=now, reason=reason),),
                 request_id=request_id,
-                session=session,
+                session=session_node_id,
                 ticket_sha256=ticket_sha256,
             )
             # Only if no other job is queued; earlier jobs of this transaction count as queued.
@@ -375,18 +377,18 @@ class JobLifecycle:
         its own job only. Accelerators are given by ID."""
         loads, starts = self._ledger.load_count, list(starts)
         outcomes = await self._ledger.write_each(
-            partial(self._record_if_current, start, loads) for start in starts
+            partial(self._record_start_if_current, start, loads) for start in starts
         )
         for start, outcome in zip(starts, outcomes, strict=True):
             if isinstance(outcome, Job) and outcome.state is JobState.PLACING:
                 on_placed(outcome)
-            elif isinstance(outcome, Exception) and not isinstance(outcome, ERRORS_OF_ALL_ROWS):
+            elif isinstance(outcome, Exception) and not isinstance(outcome, ERRORS_AFFECTING_ALL_WRITES):
                 _log.error("job %s could not be placed: %s", start.job_id, outcome, exc_info=outcome)
                 self._launch_backoff.delay_placement(start.job_id)
                 self.set_pending_reason(start.job_id, f"could not be placed: {truncate_reason(str(outcome))}")
-        raise_first_error_of_all_rows(outcomes)
+        raise_first_error_affecting_all_writes(outcomes)
 
-    def _record_if_current(self, start: Start, load_count: int, txn: Transaction) -> Job | None:
+    def _record_start_if_current(self, start: Start, load_count: int, txn: Transaction) -> Job | None:
         job = self.get(start.job_id)
         if job is None or job.state is not JobState.QUEUED:
             return None
@@ -421,7 +423,7 @@ class JobLifecycle:
         )
         for rank, placement in enumerate(placements):
             held = txn.get(self._ledger.holds, placement.node_id) or NodeHolds(node_id=placement.node_id)
-            txn.put(self._ledger.holds, placement.node_id, held.with_hold(_hold_of(step, rank)))
+            txn.put(self._ledger.holds, placement.node_id, held.with_hold(_make_hold(step, rank)))
         txn.put(self._ledger.jobs, job.job_id, step)
         return step
 
@@ -433,8 +435,8 @@ class JobLifecycle:
         count = len(start.places) + sum(len(each.holds) for each in held if each is not None)
         if count > HOLDS_PER_TRANSACTION_MAX:
             raise RowTooLargeError(
-                f"its {len(node_ids)} nodes would have {count} workers in all; the maximum for a job on "
-                f"several nodes is {HOLDS_PER_TRANSACTION_MAX}"
+                f"the {len(node_ids)} nodes of the job would have {count} workers in all; the maximum for a "
+                f"job on several nodes is {HOLDS_PER_TRANSACTION_MAX}"
             )
 
     async def confirm_launch(
@@ -468,7 +470,7 @@ class JobLifecycle:
                 self._mark_worker_ready(require_valid(), rank)
             except WorkersMissingError:
                 waiting = partial(self._waits_for_workers, job_id, epoch)
-                await self._notifier.wait_while(job_id, waiting, timeout_s=min(wait_s, CONFIRM_WAIT_S_MAX))
+                await self._notifier.wait_while(job_id, waiting, timeout_s=min(wait_s, WORKERS_WAIT_S_MAX))
                 self._mark_worker_ready(require_valid(), rank)
         await self._ledger.write(build)
         self._launch_backoff.reset(job_id)
@@ -517,7 +519,7 @@ class JobLifecycle:
             return
         state, reason = final_state_of_worker(job, report)
         cause = FailureCause.NODE if failed_because_of_node(job, report) else FailureCause.JOB
-        if report.needed_bytes and job.state is JobState.PLACING:
+        if report.needed_disk_bytes and job.state is JobState.PLACING:
             cause, reason = self._find_cause_of_full_disk(job, report)
         ended = msgspec.structs.replace(
             job.placements[rank],
@@ -530,15 +532,15 @@ class JobLifecycle:
     def _find_cause_of_full_disk(self, job: Job, report: ExitReport) -> tuple[FailureCause, str]:
         """Decide who is to blame for a disk without space for the working directory: the job, if no node has
         that much space."""
-        needed_bytes = report.needed_bytes
-        self._launch_backoff.record_needed_disk_bytes(job.job_id, needed_bytes)
+        needed_disk_bytes = report.needed_disk_bytes
+        self._launch_backoff.record_needed_disk_bytes(job.job_id, needed_disk_bytes)
         free_bytes = self._placer.free_disk_bytes_max(job)
-        if needed_bytes <= free_bytes:
+        if needed_disk_bytes <= free_bytes:
             return FailureCause.NODE, report.reason
         return FailureCause.JOB, (
-            f"its working directory needs {needed_bytes} bytes of free disk space "
-            f"({needed_bytes / 2**30:.2f} GiB), packed and unpacked; the largest free space of a node is "
-            f"{free_bytes} bytes ({free_bytes / 2**30:.2f} GiB)"
+            f"its working directory needs {needed_disk_bytes} bytes of free disk space "
+            f"({needed_disk_bytes / 2**30:.2f} GiB), packed and unpacked; the largest free space of a node "
+            f"is {free_bytes} bytes ({free_bytes / 2**30:.2f} GiB)"
         )
 
     def _stage_worker_end(
@@ -654,7 +656,7 @@ class JobLifecycle:
 
     async def delete_old_jobs(self) -> None:
         """Delete finished jobs beyond the limits of the history: age, number and bytes."""
-        while excess := self._excess_jobs(limit=_DELETE_BATCH_JOBS * _DELETE_BATCHES_MAX):
+        while excess := self._find_jobs_to_delete(limit=_DELETE_BATCH_JOBS * _DELETE_BATCHES_MAX):
             parts = [
                 excess[start : start + _DELETE_BATCH_JOBS]
                 for start in range(0, len(excess), _DELETE_BATCH_JOBS)
@@ -663,9 +665,9 @@ class JobLifecycle:
                 if isinstance(outcome, Exception):
                     raise outcome
 
-    def _excess_jobs(self, *, limit: int) -> list[Job]:
+    def _find_jobs_to_delete(self, *, limit: int) -> list[Job]:
         excess = HistoryExcess(
-            oldest_at=self._clock.wall_s() - self._config.history_days * 86400,
+            delete_ended_before=self._clock.wall_s() - self._config.history_days * 86400,
             job_count=sum(self._index.count_in_state(state) for state in FINAL_STATES)
             - self._config.jobs_kept,
             size_bytes=self.space.excess_history_bytes(),
@@ -741,27 +743,27 @@ class JobLifecycle:
         # Another controller may have changed jobs since the last load.
         for job_id in {
             *self._pending_reasons,
-            *self._unkillable_notes_by_job,
+            *self._unkillable_reasons_by_job,
             *self._ready_ranks_by_job,
             *self._launch_backoff.job_ids(),
         }:
-            self._discard_outdated_notes(job_id, self.get(job_id))
+            self._discard_outdated_job_info(job_id, self.get(job_id))
         self._notifier.notify_all()
         self._wake()
 
     def _on_job_changed(self, job_id: str, before: Job | None, after: Job | None) -> None:
         self._index.update(before, after)
-        self._discard_outdated_notes(job_id, after)
+        self._discard_outdated_job_info(job_id, after)
         self._notifier.notify(job_id)
         self._wake()
 
-    def _discard_outdated_notes(self, job_id: str, job: Job | None) -> None:
+    def _discard_outdated_job_info(self, job_id: str, job: Job | None) -> None:
         """Discard what is kept in memory about a job, as far as its state has outdated it."""
         state = None if job is None else job.state
         if state is not _QUEUED:
             self._pending_reasons.pop(job_id, None)
         if state is not _RUNNING:
-            self._unkillable_notes_by_job.pop(job_id, None)
+            self._unkillable_reasons_by_job.pop(job_id, None)
         if state is not _PLACING:
             self._ready_ranks_by_job.pop(job_id, None)
         if state is None or state.is_final:
@@ -782,7 +784,7 @@ def can_see(identity: Identity, job: Job) -> bool:
     return identity.kind is TokenKind.OWNER or identity.tenant == job.tenant
 
 
-def _hold_of(job: Job, rank: int) -> Hold:
+def _make_hold(job: Job, rank: int) -> Hold:
     """Return what a worker holds on its node."""
     resources, placement = job.spec.resources, job.placements[rank]
     return Hold(

@@ -30,8 +30,8 @@ def failed_because_of_node(job: Job, report: ExitReport) -> bool:
     """Whether this worker has not started because of its node. A disk that is too small for the working
     directory is no fault: it has space for other jobs."""
     return (
-        report.by_node
-        and not report.needed_bytes
+        report.is_caused_by_node
+        and not report.needed_disk_bytes
         and not report.started
         and not _stop_reason_of_running_job(job)
     )
@@ -61,7 +61,7 @@ def final_state_of_worker(job: Job, report: ExitReport) -> tuple[JobState, str]:
     if code == 0:
         # A launch that was never confirmed cannot have succeeded.
         return (JobState.SUCCEEDED if job.state is JobState.RUNNING else JobState.FAILED), reason
-    if code is None and (report.started or report.by_node) and job.state is JobState.RUNNING:
+    if code is None and (report.started or report.is_caused_by_node) and job.state is JobState.RUNNING:
         # Not a failure of the job: the node lost its connection or was stopped.
         return JobState.LOST, reason
     return JobState.FAILED, reason

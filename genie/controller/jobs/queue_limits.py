@@ -12,13 +12,13 @@ from genie.processes.clock import Clock
 
 RETRY_AFTER_S_MIN = 0.5
 RETRY_AFTER_S_MAX = 5.0
-_WINDOW_S = 5.0
+_DEPARTURE_RATE_WINDOW_S = 5.0
 """The rate at which jobs leave the queue is an average over this time."""
-_BUCKETS_PER_S = 2
-_FREED_DIVISOR = 100
-"""A refused submission is to be tried again when 1/_FREED_DIVISOR of the queue has become free."""
-_OTHER_TENANTS_DIVISOR = 10
-"""1/_OTHER_TENANTS_DIVISOR of the queue is reserved for other tenants."""
+_DEPARTURE_BUCKETS_PER_S = 2
+_RETRY_FREED_QUEUE_DIVISOR = 100
+"""Retry a refused submission when 1/_RETRY_FREED_QUEUE_DIVISOR of the queue has become free."""
+_QUEUE_FOR_OTHER_TENANTS_DIVISOR = 10
+"""1/_QUEUE_FOR_OTHER_TENANTS_DIVISOR of the queue is reserved for other tenants."""
 
 
 class QueueLimits:
@@ -28,7 +28,9 @@ class QueueLimits:
         self._queue_max = config.queue_max
         self._staged_index = staged_index
         self._clock = clock
-        self._departures: deque[tuple[int, int]] = deque(maxlen=int(_WINDOW_S * _BUCKETS_PER_S))
+        self._departures_by_bucket: deque[tuple[int, int]] = deque(
+            maxlen=int(_DEPARTURE_RATE_WINDOW_S * _DEPARTURE_BUCKETS_PER_S)
+        )
         """Number of the bucket, and jobs that left the queue in it."""
 
     def check_submission(self, tenant: str) -> None:
@@ -38,10 +40,11 @@ class QueueLimits:
             raise QueueFullError(
                 f"the queue is full: {queue_max} jobs are pending", retry_after_s=self._retry_after_s()
             )
-        own = self._staged_index.queued_count_by_tenant[tenant]
-        if own >= queue_max - queue_max // _OTHER_TENANTS_DIVISOR:
+        own_count = self._staged_index.queued_count_by_tenant[tenant]
+        if own_count >= queue_max - queue_max // _QUEUE_FOR_OTHER_TENANTS_DIVISOR:
             raise QueueFullError(
-                f"{own} jobs of tenant {tenant} are pending; a tenth of the queue is for other tenants",
+                f"{own_count} jobs of tenant {tenant} are pending; "
+                "a tenth of the queue is kept for other tenants",
                 retry_after_s=self._retry_after_s(),
             )
 
@@ -52,16 +55,20 @@ class QueueLimits:
         if after is not None and after.state is JobState.QUEUED:
             return
         bucket = self._current_bucket()
-        count = self._departures.pop()[1] if self._departures and self._departures[-1][0] == bucket else 0
-        self._departures.append((bucket, count + 1))
+        count = (
+            self._departures_by_bucket.pop()[1]
+            if self._departures_by_bucket and self._departures_by_bucket[-1][0] == bucket
+            else 0
+        )
+        self._departures_by_bucket.append((bucket, count + 1))
 
     def _retry_after_s(self) -> float:
         """When there will be room, at the rate at which jobs leave the queue now."""
-        first = self._current_bucket() - int(_WINDOW_S * _BUCKETS_PER_S)
-        left = sum(count for bucket, count in self._departures if bucket > first)
-        needed = max(self._queue_max // _FREED_DIVISOR, 1)
-        wait_s = needed * _WINDOW_S / left if left else RETRY_AFTER_S_MAX
+        first = self._current_bucket() - int(_DEPARTURE_RATE_WINDOW_S * _DEPARTURE_BUCKETS_PER_S)
+        left = sum(count for bucket, count in self._departures_by_bucket if bucket > first)
+        needed = max(self._queue_max // _RETRY_FREED_QUEUE_DIVISOR, 1)
+        wait_s = needed * _DEPARTURE_RATE_WINDOW_S / left if left else RETRY_AFTER_S_MAX
         return round(min(max(wait_s, RETRY_AFTER_S_MIN), RETRY_AFTER_S_MAX), 1)
 
     def _current_bucket(self) -> int:
-        return int(self._clock.monotonic_s() * _BUCKETS_PER_S)
+        return int(self._clock.monotonic_s() * _DEPARTURE_BUCKETS_PER_S)

@@ -40,7 +40,7 @@ TRACKED_CONNECTIONS_PER_CLIENT_MAX = 4
 CLIENTS_MAX = 10_000
 CLIENTS_PER_TENANT_MAX = 1000
 CPU_SESSION_FRACTION_MILLI = 100
-NOTE_CHARS_MAX = 1000
+EXECUTOR_STATUS_CHARS_MAX = 1000
 
 
 @dataclass(slots=True)
@@ -91,9 +91,9 @@ class Sessions:
         self._random_bytes = random_bytes
         self._reconnect_grace_s = reconnect_grace_s
         self._clients: dict[tuple[str, str], _Client] = {}
-        self._tickets: dict[str, str] = {}
-        self._endpoints: dict[str, tuple[int, Endpoint]] = {}
-        self._executor_notes: dict[str, str] = {}
+        self._ticket_by_job: dict[str, str] = {}
+        self._endpoint_by_job: dict[str, tuple[int, Endpoint]] = {}
+        self._executor_status_by_job: dict[str, str] = {}
         """By session job: what its executor does before it listens."""
         self._term_began_s = 0.0
 
@@ -106,20 +106,26 @@ class Sessions:
         return sum(1 for client in self._clients.values() if not client.is_lease_expired(now_s))
 
     def renew_lease(
-        self, identity: Identity, node_id: str, *, interval_s: float | None = None, peer: Peer | None = None
+        self,
+        identity: Identity,
+        client_node_id: str,
+        *,
+        interval_s: float | None = None,
+        peer: Peer | None = None,
     ) -> None:
         """Renew the lease of a client. `interval_s` is the heartbeat interval that it announces, `peer` the
         connection of a heartbeat. Clients of different tenants may have the same name."""
-        validate_node_id(node_id)
-        client = self._clients.get((identity.tenant, node_id))
+        validate_node_id(client_node_id)
+        client = self._clients.get((identity.tenant, client_node_id))
         if client is None:
             count = sum(1 for tenant, _ in self._clients if tenant == identity.tenant)
             if len(self._clients) >= CLIENTS_MAX or count >= CLIENTS_PER_TENANT_MAX:
                 raise UsageError(
-                    f"tenant {identity.tenant} has {count} clients, and no more are allowed",
+                    f"tenant {identity.tenant} has {count} clients; a tenant can have "
+                    f"{CLIENTS_PER_TENANT_MAX}, and all tenants together {CLIENTS_MAX}",
                     hint="end some sessions first",
                 )
-            client = self._clients[identity.tenant, node_id] = _Client(0.0)
+            client = self._clients[identity.tenant, client_node_id] = _Client(0.0)
         client.lease_renewed_s = self._clock.monotonic_s()
         if interval_s is not None:
             client.lease_s = lease_duration_s(interval_s)
@@ -127,17 +133,17 @@ class Sessions:
             client.add_peer(peer)
 
     async def open_device(
-        self, request: OpenDevice, identity: Identity, *, check: Callable[[JobSpec], None]
+        self, request: OpenDevice, identity: Identity, *, check_allowed: Callable[[JobSpec], None]
     ) -> DeviceReply:
-        """Create a session job for one accelerator, or return the one of this request ID. `check` raises if
-        the job is not allowed."""
+        """Create a session job for one accelerator, or return the one of this request ID. `check_allowed`
+        raises if the job is not allowed."""
         self.renew_lease(identity, request.session_node_id)
         job = self._jobs.find_by_request_id(identity.tenant, request.request_id)
         if job is None:
-            job = await self._submit_session_job(request, identity, check)
+            job = await self._submit_session_job(request, identity, check_allowed)
         if job.spec.kind is not JobKind.SESSION:
             raise UsageError(f"request ID {request.request_id!r} was used for another kind of job")
-        if job.job_id not in self._tickets and not job.state.is_final:
+        if job.job_id not in self._ticket_by_job and not job.state.is_final:
             raise DeviceUnavailableError(
                 f"the ticket of {job.job_id} was lost in a restart of the controller",
                 hint="open the device again with a new request ID",
@@ -147,10 +153,10 @@ class Sessions:
     def make_device_reply(self, job: Job) -> DeviceReply:
         endpoint = self._current_endpoint(job)
         visible = self._jobs.visible_to_tenant(job)
-        note = self._executor_notes.get(job.job_id)
-        if note and endpoint is None and job.state is JobState.RUNNING:
-            visible = msgspec.structs.replace(visible, reason=note)
-        return DeviceReply(job=visible, endpoint=endpoint, ticket=self._tickets.get(job.job_id, ""))
+        status = self._executor_status_by_job.get(job.job_id)
+        if status and endpoint is None and job.state is JobState.RUNNING:
+            visible = msgspec.structs.replace(visible, reason=status)
+        return DeviceReply(job=visible, endpoint=endpoint, ticket=self._ticket_by_job.get(job.job_id, ""))
 
     async def wait_device(self, job_id: str, identity: Identity, *, wait_s: float) -> DeviceReply:
         """Wait until the executor listens, the job ends, or the timeout expires."""
@@ -167,20 +173,20 @@ class Sessions:
     def set_endpoint(self, job: Job, epoch: int, endpoint: Endpoint) -> None:
         """Record that the executor of this placement listens."""
         check_endpoint(endpoint)
-        self._endpoints[job.job_id] = (epoch, endpoint)
+        self._endpoint_by_job[job.job_id] = (epoch, endpoint)
         self._jobs.notify_waiters(job.job_id)
 
-    def set_executor_note(self, job: Job, note: str) -> None:
+    def set_executor_status(self, job: Job, status: str) -> None:
         """Record what the executor does before it listens; empty to clear."""
-        if note:
-            self._executor_notes[job.job_id] = note[:NOTE_CHARS_MAX]
+        if status:
+            self._executor_status_by_job[job.job_id] = status[:EXECUTOR_STATUS_CHARS_MAX]
         else:
-            self._executor_notes.pop(job.job_id, None)
+            self._executor_status_by_job.pop(job.job_id, None)
 
-    async def cancel_jobs_of_client(self, identity: Identity, node_id: str) -> list[Job]:
+    async def cancel_jobs_of_client(self, identity: Identity, client_node_id: str) -> list[Job]:
         """Cancel the session jobs of a client and return them; the caller kills those that run."""
-        self._clients.pop((identity.tenant, node_id), None)
-        own = self._jobs.session_jobs_of_client(identity.tenant, node_id)
+        self._clients.pop((identity.tenant, client_node_id), None)
+        own = self._jobs.session_jobs_of_client(identity.tenant, client_node_id)
         return await all_of(self._jobs.cancel(job.job_id, "the client ended the session") for job in own)
 
     async def cancel_expired(self) -> list[Job]:
@@ -197,9 +203,15 @@ class Sessions:
             del self._clients[key]
         # Listed again: others may have been submitted while the cancellations were written.
         unfinished = {job.job_id for job in self._jobs.session_jobs()}
-        self._tickets = {key: ticket for key, ticket in self._tickets.items() if key in unfinished}
-        self._endpoints = {key: item for key, item in self._endpoints.items() if key in unfinished}
-        self._executor_notes = {key: note for key, note in self._executor_notes.items() if key in unfinished}
+        self._ticket_by_job = {
+            key: ticket for key, ticket in self._ticket_by_job.items() if key in unfinished
+        }
+        self._endpoint_by_job = {
+            key: item for key, item in self._endpoint_by_job.items() if key in unfinished
+        }
+        self._executor_status_by_job = {
+            key: status for key, status in self._executor_status_by_job.items() if key in unfinished
+        }
         return cancelled
 
     def _why_expired(self, job: Job, now_s: float) -> str:
@@ -216,7 +228,7 @@ class Sessions:
             cancelled.append(await self._jobs.cancel(job_id, reason))
 
     async def _submit_session_job(
-        self, request: OpenDevice, identity: Identity, check: Callable[[JobSpec], None]
+        self, request: OpenDevice, identity: Identity, check_allowed: Callable[[JobSpec], None]
     ) -> Job:
         gpu = self._find_accelerator(request.node_id, request.gpu_id)
         is_cpu = gpu.vendor is Vendor.CPU
@@ -232,24 +244,24 @@ class Sessions:
             node_id=request.node_id,
             gpu_ids=(request.gpu_id,),
         )
-        check(spec)
+        check_allowed(spec)
         ticket = encode_base64url(self._random_bytes(32))
         job = await self._jobs.submit(
             spec,
             identity,
             request.request_id,
-            session=request.session_node_id,
+            session_node_id=request.session_node_id,
             ticket_sha256=hashlib.sha256(ticket.encode()).hexdigest(),
         )
         if job.ticket_sha256 == hashlib.sha256(ticket.encode()).hexdigest():
-            self._tickets[job.job_id] = ticket
+            self._ticket_by_job[job.job_id] = ticket
         return job
 
     def _find_accelerator(self, node_id: str, gpu_id: int) -> GPUInfo:
         record = self._ledger.nodes.get(node_id)
         if record is None:
             raise NodeNotFoundError(f"there is no node {node_id[:80]!r}", hint="'genie nodes' lists them")
-        if record.left:
+        if record.has_left:
             raise DeviceUnavailableError(
                 f"node {node_id} has left the cluster", hint="use another index, or restart its agent"
             )
@@ -268,7 +280,7 @@ class Sessions:
         return job
 
     def _current_endpoint(self, job: Job) -> Endpoint | None:
-        found = self._endpoints.get(job.job_id)
+        found = self._endpoint_by_job.get(job.job_id)
         if (
             found is None
             or job.placement is None

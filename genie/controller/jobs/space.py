@@ -13,21 +13,21 @@ from collections.abc import Mapping
 
 from genie.config import ControllerConfig
 from genie.controller.ledger import Ledger, TableRead
-from genie.controller.store import Space
+from genie.controller.store import SpaceUsage
 from genie.errors import SpaceQuotaError
 from genie.model.job import Job
 
-ALARM_SHARE_MIN = 0.5
+ALARM_STORE_SHARE_MIN = 0.5
 """Share of the store from which on there is an alarm, and less history is kept."""
-SUBMISSION_SHARE_MAX = 0.7
+SUBMISSION_STORE_SHARE_MAX = 0.7
 """Share of the store up to which jobs can be submitted."""
-STORE_GROWTH_FACTOR_MAX = 2.2
+STORE_GROWTH_PER_WRITTEN_BYTE_MAX = 2.2
 """By which a store grows at most per written byte: pages are not full."""
-FRAGMENTED_SHARE_MAX = 0.9
+FRAGMENTED_STORE_SHARE_MAX = 0.9
 """Share of the store, with free space inside, from which on jobs cannot be submitted."""
-HISTORY_SHARE_MAX = 0.1
+HISTORY_STORE_SHARE_MAX = 0.1
 """Maximum share of finished jobs, however large `history_bytes_max` is."""
-_HISTORY_DIVISOR_IF_LOW = 4
+_HISTORY_DIVISOR_IF_SPACE_LOW = 4
 _JOBS_PER_YIELD = 1000
 _MIB = 1024 * 1024
 
@@ -51,26 +51,28 @@ class JobSpace:
     @property
     def used_bytes(self) -> int:
         """Of the store: as measured, plus what was written since."""
-        return self._measured_bytes + self.written_bytes
+        return self._measured_bytes + self.bytes_written_since_measurement
 
     @property
-    def written_bytes(self) -> int:
+    def bytes_written_since_measurement(self) -> int:
         """Bytes written since the last measurement."""
         return self._ledger.written_bytes - self._written_at_measurement_bytes
 
     @property
-    def is_low(self) -> bool:
+    def is_space_low(self) -> bool:
         """Whether the store has little free space."""
-        return self.store_bytes_max > 0 and self.used_bytes >= ALARM_SHARE_MIN * self.store_bytes_max
+        return self.store_bytes_max > 0 and self.used_bytes >= ALARM_STORE_SHARE_MIN * self.store_bytes_max
 
     @property
     def is_fragmented(self) -> bool:
         """Whether the store must be defragmented before it can grow. Small writes use the free space."""
         return (
-            self._measured_bytes + self._fragmented_bytes >= FRAGMENTED_SHARE_MAX * self.store_bytes_max > 0
+            self._measured_bytes + self._fragmented_bytes
+            >= FRAGMENTED_STORE_SHARE_MAX * self.store_bytes_max
+            > 0
         )
 
-    def record_measurement(self, measured: Space, *, bytes_max: int, unmeasured_bytes: int = 0) -> None:
+    def record_measurement(self, measured: SpaceUsage, *, bytes_max: int, unmeasured_bytes: int = 0) -> None:
         """`unmeasured_bytes`: written during the measurement, which may not include them."""
         self._measured_bytes, self._fragmented_bytes = measured.used_bytes, measured.fragmented_bytes
         self.store_bytes_max = bytes_max
@@ -91,8 +93,10 @@ class JobSpace:
                 hint="wait until jobs have ended, cancel some, or send files as a working directory instead "
                 "of arguments and environment variables",
             )
-        most_bytes = self._measured_bytes + STORE_GROWTH_FACTOR_MAX * self.written_bytes
-        if self.is_fragmented or most_bytes >= SUBMISSION_SHARE_MAX * self.store_bytes_max:
+        most_bytes = (
+            self._measured_bytes + STORE_GROWTH_PER_WRITTEN_BYTE_MAX * self.bytes_written_since_measurement
+        )
+        if self.is_fragmented or most_bytes >= SUBMISSION_STORE_SHARE_MAX * self.store_bytes_max:
             raise SpaceQuotaError(
                 f"the store is almost full: {self.used_bytes / _MIB:.0f} of "
                 f"{self.store_bytes_max / _MIB:.0f} MiB are used"
@@ -105,8 +109,10 @@ class JobSpace:
         """By how much finished jobs exceed their space."""
         limit_bytes = self._config.history_bytes_max
         if self.store_bytes_max:
-            limit_bytes = min(limit_bytes, int(HISTORY_SHARE_MAX * self.store_bytes_max))
-        return self._finished_bytes - limit_bytes // (_HISTORY_DIVISOR_IF_LOW if self.is_low else 1)
+            limit_bytes = min(limit_bytes, int(HISTORY_STORE_SHARE_MAX * self.store_bytes_max))
+        return self._finished_bytes - limit_bytes // (
+            _HISTORY_DIVISOR_IF_SPACE_LOW if self.is_space_low else 1
+        )
 
     @property
     def finished_bytes_by_tenant(self) -> Mapping[str, int]:

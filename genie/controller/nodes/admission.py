@@ -220,7 +220,7 @@ class Admission:
             verify_token(token, record, now=now)
             assert record is not None
             node_id = self._unused_node_id(requested_id)
-            if request.exact and node_id != requested_id:
+            if request.must_get_requested_id and node_id != requested_id:
                 raise UsageError(
                     f"node ID {requested_id!r} is already in use", hint=f"choose another, such as {node_id!r}"
                 )
@@ -250,7 +250,10 @@ class Admission:
             if node_id not in self._ledger.nodes and not tokens:
                 raise NodeNotFoundError(f"there is no node {node_id[:80]!r}", hint="'genie nodes' lists them")
             if held is not None and held.holds:
-                raise NodeError(f"node {node_id} still has {len(held.holds)} jobs", hint="try again")
+                raise NodeError(
+                    f"cannot remove node {node_id}: it still has {len(held.holds)} workers of jobs",
+                    hint="try again",
+                )
             txn.delete(self._ledger.nodes, node_id)
             txn.delete(self._ledger.holds, node_id)
             for row in tokens:

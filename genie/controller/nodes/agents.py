@@ -71,9 +71,9 @@ DRAIN_REASON_CHARS_MAX = 200
 
 ORDER_TIMEOUT_S = 5.0
 # One heartbeat may have been in flight while the launch was confirmed; two cannot.
-_UNLISTED_HEARTBEATS_MAX = 2
-_SETTLE_TIMEOUT_TTL_FRACTION = 0.1
-_NODES_NAMED_MAX = 3
+_HEARTBEATS_NOT_LISTING_WORKER_MAX = 2
+_EXITS_WRITE_TIMEOUT_TTL_SHARE = 0.1
+_LATE_NODES_NAMED_MAX = 3
 
 
 class Agents:
@@ -116,7 +116,7 @@ class Agents:
         self._confirm_timeout_s = config.node_ttl_s + config.node_reclaim_grace_s
         self._confirm_deadlines_s: dict[str, float] = {}
         """Deadline of each unconfirmed launch, by worker."""
-        self._unlisted_counts: dict[str, dict[tuple[str, int], int]] = {}
+        self._unlisted_worker_counts_by_node: dict[str, dict[tuple[str, int], int]] = {}
         """By node: heartbeats in a row that did not list a worker which the ledger has there."""
 
     def handlers(self) -> Handlers:
@@ -148,8 +148,8 @@ class Agents:
         def build(txn: Transaction) -> None:
             self._check_incarnation(node_id, node.incarnation)
             before = self._ledger.nodes.get(node_id)
-            drained = before.drained if before is not None else ""
-            txn.put(self._ledger.nodes, node_id, msgspec.structs.replace(record, drained=drained))
+            drain_status = before.drain_status if before is not None else ""
+            txn.put(self._ledger.nodes, node_id, msgspec.structs.replace(record, drain_status=drain_status))
             if node_id not in self._ledger.holds:
                 txn.put(self._ledger.holds, node_id, NodeHolds(node_id=node_id))
 
@@ -157,7 +157,7 @@ class Agents:
         replaced = self._membership.register_node(
             node, connection.peer, now_s=self._clock.monotonic_s(), now_wall_s=self._clock.wall_s()
         )
-        self._unlisted_counts.pop(node_id, None)
+        self._unlisted_worker_counts_by_node.pop(node_id, None)
         if replaced is not None:
             replaced.close()
         _log.info("node %s registered, incarnation %d", node_id, node.incarnation)
@@ -178,7 +178,7 @@ class Agents:
         is_registered = member is not None and member.peer is connection.peer
         is_first = member is not None and not member.has_sent_heartbeat
         if is_registered:
-            self._check_incarnation(node_id, request.incarnation, exact=True)
+            self._check_incarnation(node_id, request.incarnation, must_equal_known=True)
             if (info.node_id, info.incarnation) != (node_id, request.incarnation):
                 info = msgspec.structs.replace(info, node_id=node_id, incarnation=request.incarnation)
             self._membership.record_heartbeat(
@@ -188,33 +188,35 @@ class Agents:
             return HeartbeatAck(leading=False, leader_token=self._election.fencing_token)
         if not is_registered:
             raise FencedError(f"node {node_id} is not registered on this connection", hint="register first")
-        settled, kill = await self._reconcile(node_id, request)
+        settled, kill = await self._settle_exits_and_find_kills(node_id, request)
         if is_first:
             self._wake()
         leading = self._election.is_leading
         return HeartbeatAck(
             leading=leading,
             leader_token=self._election.fencing_token,
-            kill=tuple(kill),
-            settled=tuple(settled),
+            jobs_to_kill=tuple(kill),
+            settled_exits=tuple(settled),
         )
 
     async def leave(self, connection: Connection, request: Leave) -> Done:
         node_id = connection.require_node(request.node_id)
 
         def build(txn: Transaction) -> None:
-            self._check_incarnation(node_id, request.incarnation, exact=True)
+            self._check_incarnation(node_id, request.incarnation, must_equal_known=True)
             held = self._ledger.holds.get(node_id)
             if held is not None and held.holds:
-                raise NodeError(f"node {node_id} still has {len(held.holds)} jobs")
+                raise NodeError(
+                    f"node {node_id} cannot leave: it still has {len(held.holds)} workers of jobs"
+                )
             record = self._ledger.nodes.get(node_id)
             if record is not None:
                 # The record is kept for its hardware and its last incarnation.
-                txn.put(self._ledger.nodes, node_id, msgspec.structs.replace(record, left=True))
+                txn.put(self._ledger.nodes, node_id, msgspec.structs.replace(record, has_left=True))
 
         await self._ledger.write(build)
         self._membership.remove_node(node_id)
-        self._unlisted_counts.pop(node_id, None)
+        self._unlisted_worker_counts_by_node.pop(node_id, None)
         _log.info("node %s has left the cluster", node_id)
         self._wake()
         return Done()
@@ -299,7 +301,7 @@ class Agents:
         self._membership.begin_term(now_s)
         self._sessions.begin_term(now_s)
         self._run_times.clear()
-        self._unlisted_counts.clear()
+        self._unlisted_worker_counts_by_node.clear()
         self._node_faults.clear()
         self._confirm_deadlines_s.clear()
         reason = "the controller was replaced before the launch was confirmed"
@@ -322,7 +324,7 @@ class Agents:
             if job.stop:  # its release was interrupted
                 unconfirmed.append((job, stopping_reason(job)))
             elif late:
-                nodes = ", ".join(sorted(late)[:_NODES_NAMED_MAX])
+                nodes = ", ".join(sorted(late)[:_LATE_NODES_NAMED_MAX])
                 unconfirmed.append((job, f"the launch was not confirmed before the timeout on {nodes}"))
         await self._jobs.requeue_unconfirmed_jobs(unconfirmed[:CHANGES_PER_TICK_MAX])
         placing = {
@@ -363,7 +365,7 @@ class Agents:
         """Remove a disconnected node: its jobs are lost and its tokens are revoked."""
         node_id = request.node_id
         record, held = self._ledger.nodes.get(node_id), self._ledger.holds.get(node_id)
-        if record is not None and not record.left:
+        if record is not None and not record.has_left:
             self._check_removable(record)
             if held is not None:
                 await self._jobs.record_lost_workers(self._find_lost_workers(record, held))
@@ -378,7 +380,7 @@ class Agents:
         node_id, now_s = record.info.node_id, self._clock.monotonic_s()
         if self._membership.get_connection(node_id) is not None:
             raise NodeError(
-                f"node {node_id} is connected",
+                f"cannot remove node {node_id}: it is connected",
                 hint="stop its agent with 'genie down' on that machine, then try again",
             )
         left_s = self._membership.reclaimable_in_s(node_id, now_s, deadman_timeout_s=record.ttl_s)
@@ -396,30 +398,32 @@ class Agents:
         if len(reason) > DRAIN_REASON_CHARS_MAX or not reason.isprintable():
             raise UsageError(f"the reason must be one line of at most {DRAIN_REASON_CHARS_MAX} characters")
         if reason:
-            await self._set_drain_reason(request.node_id, f"draining: {reason}")
+            await self._set_drain_status(request.node_id, f"draining: {reason}")
         else:
-            await self._set_drain_reason(request.node_id, "draining", unless_drained=True)
+            await self._set_drain_status(request.node_id, "draining", unless_drained=True)
         return Done()
 
     async def undrain_node(self, connection: Connection, request: UndrainNode) -> Done:
-        await self._set_drain_reason(request.node_id, "")
+        await self._set_drain_status(request.node_id, "")
         return Done()
 
-    async def _set_drain_reason(
-        self, node_id: str, drain_reason: str, *, unless_drained: bool = False
+    async def _set_drain_status(
+        self, node_id: str, drain_status: str, *, unless_drained: bool = False
     ) -> None:
         def build(txn: Transaction) -> None:
             record = self._ledger.nodes.get(node_id)
             if record is None:
                 raise NodeNotFoundError(f"there is no node {node_id[:80]!r}", hint="'genie nodes' lists them")
-            kept = record.drained if unless_drained else ""
+            kept = record.drain_status if unless_drained else ""
             txn.put(
-                self._ledger.nodes, node_id, msgspec.structs.replace(record, drained=kept or drain_reason)
+                self._ledger.nodes,
+                node_id,
+                msgspec.structs.replace(record, drain_status=kept or drain_status),
             )
 
         await self._ledger.write(build)
-        if drain_reason:
-            _log.info("node %s is %s", node_id, drain_reason)
+        if drain_status:
+            _log.info("node %s is %s", node_id, drain_status)
         else:
             _log.info("node %s accepts jobs again", node_id)
         self._wake()
@@ -442,7 +446,9 @@ class Agents:
         them."""
         now_s = self._clock.monotonic_s()
         if not self._membership.is_reclaimable(node_id, now_s, deadman_timeout_s=self._node_ttl_s):
-            raise NodeError(f"node {node_id} was connected until recently", hint="try again later")
+            raise NodeError(
+                f"cannot remove node {node_id}: it was connected until recently", hint="try again later"
+            )
         reason = f"node {node_id} was removed"
         await self._jobs.record_lost_workers(
             LostWorker(job.worker_name(rank), node_id, placement.epoch, reason)
@@ -462,10 +468,10 @@ class Agents:
 
     # -- details ----------------------------------------------------------------------------
 
-    def _check_incarnation(self, node_id: str, incarnation: int, *, exact: bool = False) -> None:
+    def _check_incarnation(self, node_id: str, incarnation: int, *, must_equal_known: bool = False) -> None:
         record = self._ledger.nodes.get(node_id) if self._ledger.is_loaded else None
         known = record.info.incarnation if record is not None else incarnation
-        if incarnation < known or (exact and incarnation != known):
+        if incarnation < known or (must_equal_known and incarnation != known):
             raise FencedError(
                 f"incarnation {incarnation} of node {node_id} was replaced by {known}",
                 hint="another agent with this node's identity is running",
@@ -495,13 +501,15 @@ class Agents:
             if hold.incarnation < incarnation
         )
 
-    async def _reconcile(self, node_id: str, request: Heartbeat) -> tuple[list[JobOrder], list[JobOrder]]:
+    async def _settle_exits_and_find_kills(
+        self, node_id: str, request: Heartbeat
+    ) -> tuple[list[JobOrder], list[JobOrder]]:
         """Return the settled exits and the jobs to kill. If the store fails nothing is settled, and the agent
         reports the exits again."""
         settled: list[JobOrder] = []
         try:
             # The reply must not wait for a slow store: it refreshes the dead-man timers of the node's jobs.
-            async with asyncio.timeout(self._node_ttl_s * _SETTLE_TIMEOUT_TTL_FRACTION):
+            async with asyncio.timeout(self._node_ttl_s * _EXITS_WRITE_TIMEOUT_TTL_SHARE):
                 faults = [report for report in request.exits if self._is_node_fault(node_id, report)]
                 reports = await self._jobs.record_exits(node_id, request.exits)
                 for report in faults:
@@ -525,18 +533,18 @@ class Agents:
         reported = {(job.job_id, job.epoch) for job in request.running}
         reported |= {(report.job_id, report.epoch) for report in request.exits}
         held = self._ledger.holds.get(node_id) or NodeHolds(node_id=node_id)
-        before = self._unlisted_counts.get(node_id, {})
+        before = self._unlisted_worker_counts_by_node.get(node_id, {})
         missing: dict[tuple[str, int], int] = {}
         for hold in held.holds:
             key, job = (hold.job_id, hold.epoch), self._jobs.get(parse_worker_name(hold.job_id)[0])
             if key not in reported and (job is None or job.state is JobState.RUNNING):
                 missing[key] = before.get(key, 0) + 1
-        self._unlisted_counts[node_id] = missing
+        self._unlisted_worker_counts_by_node[node_id] = missing
         reason = f"the agent of node {node_id} no longer runs it"
         await self._jobs.record_lost_workers(
             LostWorker(unit, node_id, epoch, reason)
             for (unit, epoch), count in missing.items()
-            if count >= _UNLISTED_HEARTBEATS_MAX
+            if count >= _HEARTBEATS_NOT_LISTING_WORKER_MAX
         )
 
     def _jobs_to_kill(self, node_id: str, running: Sequence[RunningJob]) -> list[JobOrder]:
@@ -551,7 +559,7 @@ class Agents:
                 continue
             self._run_times.record(job, item.elapsed_s)
             if job.state is JobState.RUNNING and (job.stop or job.spec.kind is JobKind.COMMAND):
-                self._jobs.set_unkillable_note(job, rank, item.note)
+                self._jobs.set_unkillable_reason(job, rank, item.status_note)
             if job.stop:
                 orders.append(
                     JobOrder(
@@ -567,7 +575,7 @@ class Agents:
                 with self._isolate_errors_of_job(item.job_id):
                     self._sessions.set_endpoint(job, item.epoch, item.endpoint)
             elif job.spec.kind is JobKind.SESSION:
-                self._sessions.set_executor_note(job, item.note)
+                self._sessions.set_executor_status(job, item.status_note)
         return orders
 
     def _extend_confirmation_deadline(self, job: Job, rank: int) -> None:

@@ -44,9 +44,9 @@ class NodeFaults:
         if before is not None and now_s < before.blocked_until_s:
             return
         count = 1 if before is None else before.consecutive_count + 1
-        closed_s = min(BLOCKED_S_MIN * 2 ** min(count - 1, 16), BLOCKED_S_MAX)
-        self._fault_by_node[node_id] = _NodeFault(reason, count, now_s + closed_s)
-        _log.warning("node %s gets no launches for %g s: %s", node_id, closed_s, reason)
+        blocked_s = min(BLOCKED_S_MIN * 2 ** min(count - 1, 16), BLOCKED_S_MAX)
+        self._fault_by_node[node_id] = _NodeFault(reason, count, now_s + blocked_s)
+        _log.warning("node %s is blocked (gets no launches) for %g s: %s", node_id, blocked_s, reason)
         self._notify(node_id)
 
     def unblock_node(self, node_id: str) -> None:

@@ -20,8 +20,8 @@ from genie.scheduler.decisions import Preempt, Start, Wait
 
 _log = logging.getLogger(__name__)
 
-_LAUNCHES_LOGGED_MAX = 8
-_REFRESHES_PER_PASS_MAX = 8
+_JOBS_LOGGED_MAX = 8
+_CACHE_REFRESHES_PER_PASS_MAX = 8
 """Refreshes after a pass: a large cluster needs several, and the next pass must not wait long for them."""
 
 
@@ -70,7 +70,7 @@ class PassRunner:
     def log_launches(self) -> None:
         """Log the jobs that were launched since the last call."""
         jobs, self._unlogged_launches = self._unlogged_launches, []
-        if len(jobs) > _LAUNCHES_LOGGED_MAX:
+        if len(jobs) > _JOBS_LOGGED_MAX:
             # One line per job would cost more than placing it.
             _log.info("placed %d jobs", len(jobs))
             return
@@ -79,7 +79,7 @@ class PassRunner:
 
     async def _refresh_planner_caches(self) -> None:
         """Refresh the planner's caches; requests are answered between the parts."""
-        for _ in range(_REFRESHES_PER_PASS_MAX):
+        for _ in range(_CACHE_REFRESHES_PER_PASS_MAX):
             if self._planner.refresh_caches():
                 return
             await asyncio.sleep(0)
@@ -97,10 +97,10 @@ class PassRunner:
     async def _preempt(self, decisions: Sequence[Preempt]) -> None:
         found = [(self._jobs.get(each.job_id), each.reason) for each in decisions]
         jobs = [(job, reason) for job, reason in found if job is not None]
-        for job, reason in jobs[:_LAUNCHES_LOGGED_MAX]:
+        for job, reason in jobs[:_JOBS_LOGGED_MAX]:
             _log.info("stopping job %s: %s", job.job_id, reason)
-        if len(jobs) > _LAUNCHES_LOGGED_MAX:
-            _log.info("stopping %d more jobs", len(jobs) - _LAUNCHES_LOGGED_MAX)
+        if len(jobs) > _JOBS_LOGGED_MAX:
+            _log.info("stopping %d more jobs", len(jobs) - _JOBS_LOGGED_MAX)
         await self._jobs.requeue_unconfirmed_jobs(each for each in jobs if each[0].state is JobState.PLACING)
         # No effect on a job that was just queued again; but its launch may have been confirmed meanwhile.
         await self.stop_jobs(jobs, StopReason.PREEMPT)
@@ -122,4 +122,4 @@ class PassRunner:
     def _log_policy_fault(self) -> None:
         if self._planner.policy_fault != self._logged_policy_fault:
             self._logged_policy_fault = self._planner.policy_fault
-            _log.error("%s", self._logged_policy_fault)
+            _log.error("custom scheduling policy: %s", self._logged_policy_fault)

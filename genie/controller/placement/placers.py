@@ -14,10 +14,10 @@ MakeSeededPlacer: TypeAlias = Callable[[str, int, Sequence[TypicalShape]], Place
 """Creates a placer from a policy name, a seed and the typical requests."""
 
 
-_BACKGROUND_BUILD_NOTE = "the controller compiles it in the background, once, in about half a minute"
-_SLOW_NOTE = "scheduling for many nodes is slow"
+_BACKGROUND_BUILD_TEXT = "the controller compiles it in the background, once, in about half a minute"
+_SLOW_SCHEDULING_TEXT = "scheduling for many nodes is slow"
 # Cached because is_built() reads all sources. A process has one build cache.
-_caches_with_library: set[libraries.BuildCache] = set()
+_build_caches_with_library: set[libraries.BuildCache] = set()
 
 
 def placer_factory(*, build: bool = True) -> tuple[MakeSeededPlacer, str]:
@@ -39,22 +39,25 @@ def placer_factory(*, build: bool = True) -> tuple[MakeSeededPlacer, str]:
 
 def _is_library_built() -> bool:
     build_cache = libraries.BuildCache.of_this_installation()
-    if build_cache not in _caches_with_library and build_cache.is_built("genie_scheduler"):
-        _caches_with_library.add(build_cache)
-    return build_cache in _caches_with_library
+    if build_cache not in _build_caches_with_library and build_cache.is_built("genie_scheduler"):
+        _build_caches_with_library.add(build_cache)
+    return build_cache in _build_caches_with_library
 
 
-def why_plain_placers() -> str:
+def why_scheduler_not_compiled() -> str:
     """Why plain placers are used, the consequence, and the remedy; empty when native ones are used."""
     try:
         if libraries.BuildCache.of_this_installation().is_built("genie_scheduler"):
             return ""
     except NativeBuildError as error:
-        return f"{error.message}; {_SLOW_NOTE}"
+        return f"{error.message}; {_SLOW_SCHEDULING_TEXT}"
     if libraries.find_compiler() is None:
         why = f"not compiled, and {libraries.missing_compiler_reason()}"
-        return f"the scheduler's library is {why}; {_SLOW_NOTE}"
-    return f"the scheduler's library is not compiled yet; {_BACKGROUND_BUILD_NOTE}; until then {_SLOW_NOTE}"
+        return f"the scheduler's library is {why}; {_SLOW_SCHEDULING_TEXT}"
+    return (
+        f"the scheduler's library is not compiled yet; {_BACKGROUND_BUILD_TEXT}; "
+        f"until then {_SLOW_SCHEDULING_TEXT}"
+    )
 
 
 def _make_plain_placer(policy: str, seed: int, typical_shapes: Sequence[TypicalShape]) -> Placer:

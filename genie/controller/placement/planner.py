@@ -16,7 +16,7 @@ from dataclasses import replace
 import msgspec
 
 from genie.controller.ledger import Ledger
-from genie.controller.nodes.views import NodeSnapshot, NodeViews
+from genie.controller.nodes.snapshots import NodeSnapshot, NodeSnapshots
 from genie.errors import UsageError
 from genie.model.allocation import Hold, NodeHolds
 from genie.model.job import Job, JobSpec, JobState, PlacementConstraints, Resources, parse_worker_name
@@ -36,9 +36,9 @@ from genie.scheduler.scheduler import Scheduler
 
 _log = logging.getLogger(__name__)
 
-PENDING_KINDS_MAX = 1000
+PENDING_JOB_KINDS_MAX = 1000
 """Groups of pending jobs with the same tenant and resource request. Each costs time in every pass."""
-REFRESH_EVALUATIONS_MAX = 20_000
+CACHE_REFRESH_EVALUATIONS_MAX = 20_000
 """Evaluations of a request on a node per refresh: below a millisecond (benchmarks/bench_scheduler.py)."""
 _CACHE_ENTRIES_MAX = 1024
 _PLACED_STATES = (JobState.PLACING, JobState.RUNNING)
@@ -52,7 +52,7 @@ class Planner:
     def __init__(
         self,
         ledger: Ledger,
-        views: NodeViews,
+        snapshots: NodeSnapshots,
         *,
         clock: Clock,
         make_placer: PlacerFactory,
@@ -64,15 +64,15 @@ class Planner:
         needed_bytes: Callable[[str], int] = lambda job_id: 0,
     ) -> None:
         self._ledger = ledger
-        self._node_views = views
+        self._node_snapshots = snapshots
         self._clock = clock
         self._wall_clock_offset_s = clock.wall_s() - clock.monotonic_s()
         self._make_placer = make_placer
         self._placement_policy = policy
         self._make_rules = rules
         self._workers_per_node_max = workers_per_node_max
-        self._launch_capacity = launch_capacity
-        self._not_before_s = not_before_s
+        self._get_launch_capacity = launch_capacity
+        self._get_not_before_s = not_before_s
         self._get_needed_disk_bytes = needed_bytes
         self._jobs_restricted_by_disk: set[str] = set()
         """Jobs that are placed only on the nodes with enough disk space for them."""
@@ -85,29 +85,29 @@ class Planner:
         """Cache: why requests can never run on the registered nodes."""
         self._shape_cache: dict[Resources, tuple[PlacementConstraints, Shape]] = {}
         """Cache for jobs without a fixed node: the latest shape of each resource request."""
-        self._node_inputs: dict[str, tuple[tuple[object, ...], str]] = {}
+        self._facts_inputs_by_node: dict[str, tuple[tuple[object, ...], str]] = {}
         """By node: what the scheduler's facts were derived from."""
         self._uncommitted_starts: dict[str, tuple[JobRequest, tuple[WorkerPlace, ...]]] = {}
         """Jobs placed at a submission that is not durable yet; at most those of one transaction."""
         self._orphaned_workers: set[str] = set()
         """Workers with a hold whose job is not in the ledger, because it cannot be read."""
-        self._jobs_over_capacity: list[str] = []
+        self._jobs_over_launch_capacity: list[str] = []
         """Jobs that the last pass started beyond the launch capacity; `undo_unrecorded_pass_starts` queues
         them again."""
-        self._is_stale = True
+        self._is_scheduler_stale = True
         self._scheduler = self._new_scheduler()
         ledger.add_load_listener(self.invalidate)
         ledger.jobs.add_listener(self._on_job_changed)
         ledger.quotas.add_listener(self._on_quota_changed)
         ledger.holds.add_listener(self._on_holds_changed)
-        views.add_listener(self._on_node_changed)
+        snapshots.add_listener(self._on_node_changed)
 
     # -- reading ----------------------------------------------------------------------------
 
     def why_infeasible(self, spec: JobSpec) -> str:
         """Why a job could not run even if all registered nodes were healthy and free; empty if it could."""
-        self._node_views.registered_snapshots()
-        if self._is_stale:
+        self._node_snapshots.registered_snapshots()
+        if self._is_scheduler_stale:
             self._rebuild_scheduler()
         if missing := self._missing_gpus(spec):
             return f"node {spec.node_id} has no accelerator {min(missing)}"
@@ -125,7 +125,7 @@ class Planner:
 
     def why_over_quota(self, spec: JobSpec, tenant: str) -> str:
         """Why the tenant could not start the job even if it held nothing else; empty if it could."""
-        if self._is_stale:
+        if self._is_scheduler_stale:
             self._rebuild_scheduler()
         quotas = self._scheduler.rules.quotas
         if tenant not in quotas.by_tenant:
@@ -135,8 +135,8 @@ class Planner:
         )
 
     def accepts_job_kind(self, spec: JobSpec, tenant: str) -> bool:
-        """Whether fewer than PENDING_KINDS_MAX kinds of jobs are pending, or one like this is among them."""
-        if self._is_stale or self._scheduler.queued_kind_count < PENDING_KINDS_MAX:
+        """Whether fewer than PENDING_JOB_KINDS_MAX kinds of jobs are pending, or one of them is like this."""
+        if self._is_scheduler_stale or self._scheduler.queued_kind_count < PENDING_JOB_KINDS_MAX:
             return True
         return self._scheduler.is_kind_queued(
             job_request(_hypothetical_job(spec, tenant), self._to_shape(spec))
@@ -173,9 +173,9 @@ class Planner:
         return max(suitable, default=0)
 
     def _free_disk_bytes_by_node(self) -> Iterator[tuple[str, int]]:
-        for node_id, state in self._node_views.last_snapshots().items():
+        for node_id, state in self._node_snapshots.last_snapshots().items():
             record = self._ledger.nodes.get(node_id)
-            if record is not None and not record.left:
+            if record is not None and not record.has_left:
                 yield node_id, state.info.disk_free_bytes
 
     def _is_node_suitable(self, shape: Shape, node_id: str) -> bool:
@@ -197,14 +197,14 @@ class Planner:
         `undo_unrecorded_starts` must follow unless the ledger records it. Starts stay within the launch
         capacity. Accelerators are given by ID.
         """
-        capacity = self._launch_capacity() - len(self._uncommitted_starts)
+        capacity = self._get_launch_capacity() - len(self._uncommitted_starts)
         decisions = self._run_pass() if new_job is None else self._try_start_new_job(new_job, capacity)
         accepted: list[Decision] = []
         for decision in decisions:
             if isinstance(decision, Start):
                 capacity -= len(decision.places)
                 if capacity < 0:
-                    self._jobs_over_capacity.append(decision.job_id)
+                    self._jobs_over_launch_capacity.append(decision.job_id)
                     continue
                 accepted.append(self._to_gpu_ids(decision))
             else:
@@ -212,8 +212,8 @@ class Planner:
         return accepted
 
     def _run_pass(self) -> list[Decision]:
-        self._node_views.current_snapshots()
-        if self._is_stale:
+        self._node_snapshots.current_snapshots()
+        if self._is_scheduler_stale:
             self._rebuild_scheduler()
         self._end_backoffs()
         return self._scheduler.decide(self._scheduler_now())
@@ -222,8 +222,8 @@ class Planner:
         """Start a job without a pass, so that it is submitted and placed in one transaction."""
         if job.spec.constraints.workers > 1 or capacity <= 0:
             return ()
-        self._node_views.current_snapshots()
-        if self._is_stale:
+        self._node_snapshots.current_snapshots()
+        if self._is_scheduler_stale:
             return ()
         request = self._to_job_request(job)
         start = self._scheduler.try_start_now(request, self._scheduler_now())
@@ -235,23 +235,25 @@ class Planner:
     def refresh_caches(self) -> bool:
         """Update the scheduler's caches between two decisions, so that the next one is faster, for at most a
         few milliseconds; True if nothing is left to update."""
-        return self._is_stale or self._scheduler.allocations.prepare_placements(REFRESH_EVALUATIONS_MAX)
+        return self._is_scheduler_stale or self._scheduler.allocations.prepare_placements(
+            CACHE_REFRESH_EVALUATIONS_MAX
+        )
 
     def undo_unrecorded_pass_starts(self, job_ids: Iterable[str]) -> None:
         """Settle the starts of a scheduling pass, and undo those over capacity."""
-        over_capacity, self._jobs_over_capacity = self._jobs_over_capacity, []
+        over_capacity, self._jobs_over_launch_capacity = self._jobs_over_launch_capacity, []
         self.undo_unrecorded_starts((*job_ids, *over_capacity))
 
     def undo_unrecorded_starts(self, job_ids: Iterable[str]) -> None:
         """Undo the starts of these jobs that the ledger has not recorded."""
         for job_id in job_ids:
             self._uncommitted_starts.pop(job_id, None)
-            if not self._is_stale:
+            if not self._is_scheduler_stale:
                 self._sync_with_ledger(job_id, self._ledger.jobs.get(job_id))
 
     def invalidate(self) -> None:
         """Rebuild the scheduler from the ledger before the next decision."""
-        self._is_stale = True
+        self._is_scheduler_stale = True
 
     # -- following the ledger and the nodes -------------------------------------------------
 
@@ -266,12 +268,12 @@ class Planner:
         self._gpu_ids_by_node.clear()
         self._infeasible_reason_cache.clear()
         self._shape_cache.clear()
-        self._node_inputs.clear()
+        self._facts_inputs_by_node.clear()
         self._backoff_until_s.clear()
         self._jobs_restricted_by_disk.clear()
-        states = self._node_views.current_snapshots()
+        states = self._node_snapshots.current_snapshots()
         self._has_gpus = any(_has_gpu(state.info) for state in states.values())
-        self._is_stale = False
+        self._is_scheduler_stale = False
         for node_id, state in states.items():
             self._set_node(node_id, state)
         unfinished = [job for job in self._ledger.jobs.values() if not job.state.is_final]
@@ -287,7 +289,7 @@ class Planner:
             self._record_start(request, places, self._scheduler_now())
 
     def _on_node_changed(self, node_id: str, state: NodeSnapshot | None) -> None:
-        if self._is_stale:
+        if self._is_scheduler_stale:
             return
         if state is not None and not self._has_gpus and _has_gpu(state.info):
             self.invalidate()  # Accelerator.AUTO now means GPUs
@@ -299,9 +301,9 @@ class Planner:
     def _set_node(self, node_id: str, state: NodeSnapshot) -> None:
         info, closed = state.info, state.blocked_reason
         has = (info.gpus, info.cpus, info.memory_total_bytes, info.labels, info.rack)
-        if self._node_inputs.get(node_id) == (has, closed):
+        if self._facts_inputs_by_node.get(node_id) == (has, closed):
             return
-        self._node_inputs[node_id] = (has, closed)
+        self._facts_inputs_by_node[node_id] = (has, closed)
         gpu_ids = tuple(gpu.gpu_id for gpu in info.gpus[:NODE_GPUS_MAX])
         if self._gpu_ids_by_node.setdefault(node_id, gpu_ids) != gpu_ids:
             self.invalidate()  # the positions of its accelerators have changed
@@ -323,7 +325,7 @@ class Planner:
         try:
             self._scheduler.remove_node(node_id)
             self._gpu_ids_by_node.pop(node_id, None)
-            self._node_inputs.pop(node_id, None)
+            self._facts_inputs_by_node.pop(node_id, None)
             self._infeasible_reason_cache.clear()
             if self._jobs_restricted_by_disk:
                 self.invalidate()  # it may have been the only one with enough disk space
@@ -333,13 +335,13 @@ class Planner:
             self.invalidate()
 
     def _on_quota_changed(self, tenant: str, before: object, after: object) -> None:
-        if not self._is_stale:
+        if not self._is_scheduler_stale:
             self._scheduler.set_rules(self._make_rules())
 
     def _on_job_changed(self, job_id: str, before: Job | None, after: Job | None) -> None:
         self._uncommitted_starts.pop(job_id, None)
         is_cleanup = after is None and before is not None and before.state.is_final
-        if not self._is_stale and not is_cleanup:
+        if not self._is_scheduler_stale and not is_cleanup:
             self._sync_with_ledger(job_id, after)
 
     def _sync_with_ledger(self, job_id: str, job: Job | None) -> None:
@@ -359,7 +361,7 @@ class Planner:
                 self._release_ended_workers(job)
             if job.stop and scheduler.is_running(job_id):
                 scheduler.mark_stopping(job_id, self._scheduler_now() + job.spec.constraints.grace_s)
-        elif (not_before_s := self._not_before_s(job_id)) > self._clock.monotonic_s():
+        elif (not_before_s := self._get_not_before_s(job_id)) > self._clock.monotonic_s():
             self._backoff_until_s[job_id] = not_before_s
             if scheduler.is_running(job_id):
                 scheduler.record_end(job_id)

@@ -9,7 +9,7 @@ import importlib
 from collections.abc import Callable
 
 from genie.config import ControllerConfig
-from genie.controller.placement.alarm import SignalTimeout
+from genie.controller.placement.signal_timeout import SignalTimeout
 from genie.errors import ConfigError, UsageError
 from genie.processes.clock import Clock
 from genie.scheduler.order import Order
@@ -19,15 +19,15 @@ POLICY_CALL_TIMEOUT_S = 1.0
 """Timeout of one call of a custom policy."""
 
 
-def make_policy(config: ControllerConfig, *, clock: Clock) -> Order:
+def make_configured_policy(config: ControllerConfig, *, clock: Clock) -> Order:
     """Create the configured policy; ConfigError if it is unknown or cannot be created."""
     try:
-        return create_policy(config.policy, budget_s=config.policy_budget_s, clock=clock.monotonic_s)
+        return create_policy_by_name(config.policy, budget_s=config.policy_budget_s, clock=clock.monotonic_s)
     except UsageError as error:
         raise ConfigError(f"controller.policy: {error.message}", hint=error.hint) from error
 
 
-def create_policy(name: str, *, budget_s: float, clock: Callable[[], float]) -> Order:
+def create_policy_by_name(name: str, *, budget_s: float, clock: Callable[[], float]) -> Order:
     """Create a policy by name; UsageError if it is unknown or cannot be created. One call may take `budget_s`
     seconds of `clock`."""
     if name in BUILT_IN_POLICIES:

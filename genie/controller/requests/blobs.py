@@ -47,7 +47,7 @@ class BlobRequests:
             tenant=connection.identity.tenant,
             offset=request.offset,
             data=request.data,
-            is_last=request.last,
+            is_last=request.is_last,
             is_needed=self._is_blob_needed,
         )
         return await self._offload(put)

@@ -13,7 +13,7 @@ from genie.controller.connection import Connection, Handlers
 from genie.controller.election import Election
 from genie.controller.jobs.blobs import Blobs
 from genie.controller.jobs.lifecycle import JobLifecycle
-from genie.controller.placement.planner import PENDING_KINDS_MAX, Planner
+from genie.controller.placement.planner import PENDING_JOB_KINDS_MAX, Planner
 from genie.controller.requests.open_waits import OpenWaits, too_many_open_error
 from genie.controller.requests.reply_size import truncate_to_reply
 from genie.errors import JobRefusedError, QueueFullError, WorkdirError
@@ -23,7 +23,7 @@ from genie.model.messages import CancelJob, GetJob, JobReply, JobsReply, ListJob
 from genie.model.tenant import Identity
 from genie.processes.tasks import Offload
 
-_DECISION_WAIT_S_MAX = 0.25
+_PLACEMENT_DECISION_WAIT_S_MAX = 0.25
 LONG_QUEUE_JOBS = 1000
 """With more pending jobs, a scheduling pass takes long, and submissions are answered before it."""
 
@@ -75,7 +75,7 @@ class JobRequests:
             return job.state is JobState.QUEUED and jobs.with_pending_reason(job) is job
 
         if is_undecided(job) and jobs.count_pending() <= LONG_QUEUE_JOBS:
-            await jobs.wait_while(job.job_id, is_undecided, timeout_s=_DECISION_WAIT_S_MAX)
+            await jobs.wait_while(job.job_id, is_undecided, timeout_s=_PLACEMENT_DECISION_WAIT_S_MAX)
         return JobReply(job=jobs.visible_to(jobs.get(job.job_id) or job, identity))
 
     async def _check_can_run(self, spec: JobSpec, identity: Identity) -> None:
@@ -87,7 +87,7 @@ class JobRequests:
         check_quota_allows(self._planner, spec, tenant=identity.tenant)
         if not self._planner.accepts_job_kind(spec, identity.tenant):
             raise QueueFullError(
-                f"{PENDING_KINDS_MAX} different kinds of jobs are pending already",
+                f"{PENDING_JOB_KINDS_MAX} different kinds of jobs are pending already",
                 hint="use the same resource request as other jobs, or try again later",
             )
         if spec.workdir is not None:

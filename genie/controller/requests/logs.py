@@ -51,14 +51,16 @@ class LogRequests:
         _check_log_request(request, job)
         wait_s = clamp_wait_s(request.wait_s)
         deadline_s = clock.monotonic_s() + wait_s
-        if wait_s and _is_future_run(job, request.run):
-            job = await self._wait_for_run(job, request.run, identity, wait_s=wait_s)
-        run = _find_run(job, request.run)
-        if run is None and request.run and not wait_s:
+        if wait_s and _is_future_run(job, request.run_number):
+            job = await self._wait_for_run(job, request.run_number, identity, wait_s=wait_s)
+        run = _find_run(job, request.run_number)
+        if run is None and request.run_number and not wait_s:
             raise _no_run_error(request, job)
         if run is None:
             offset, is_final = request.offset, job.state.is_final
-            return LogChunk(data=b"", start=offset, next_offset=offset, eof=is_final, runs=_run_numbers(job))
+            return LogChunk(
+                data=b"", start_offset=offset, next_offset=offset, eof=is_final, run_numbers=_run_numbers(job)
+            )
         if rank >= len(run.nodes):
             raise JobNotFoundError(
                 f"job {job.job_id} has no worker of rank {rank}: the highest rank is {len(run.nodes) - 1}"
@@ -70,7 +72,7 @@ class LogRequests:
             msgspec.structs.replace(request, wait_s=left_s, epoch=run.epoch),
             tenant=identity.tenant,
         )
-        return msgspec.structs.replace(chunk, run=run.number, runs=_run_numbers(job))
+        return msgspec.structs.replace(chunk, run_number=run.number, run_numbers=_run_numbers(job))
 
     async def _wait_for_run(self, job: Job, run_number: int, identity: Identity, *, wait_s: float) -> Job:
         """Wait until the run starts or the job ends, and return the job as it is then."""
@@ -91,7 +93,7 @@ class LogRequests:
             with waits.try_open_wait(tenant, node_id=node_id) as is_allowed:
                 if is_allowed:
                     return await self._read_from_agent(worker_name, node_id, request)
-        with waits.try_open_read(tenant, node_id=node_id) as is_allowed:
+        with waits.try_open_log_read(tenant, node_id=node_id) as is_allowed:
             if not is_allowed:
                 raise too_many_open_error(f"reads of logs on node {node_id}")
             chunk = await self._read_from_agent(
@@ -105,8 +107,10 @@ class LogRequests:
 def _check_log_request(request: ReadLog, job: Job) -> None:
     if request.offset < 0 or not 1 <= request.bytes_max <= CHUNK_BYTES_MAX:
         raise UsageError(f"offset must be 0 or more and bytes_max from 1 to {CHUNK_BYTES_MAX}")
-    is_past = 0 < request.run < job.run
-    if not 0 <= request.run <= job.run + 1 or (is_past and request.run not in _run_numbers(job)):
+    is_past = 0 < request.run_number < job.run_number
+    if not 0 <= request.run_number <= job.run_number + 1 or (
+        is_past and request.run_number not in _run_numbers(job)
+    ):
         raise _no_run_error(request, job)
 
 
@@ -115,7 +119,7 @@ def _is_future_run(job: Job, run_number: int) -> bool:
         return False
     if run_number == 0:
         return job.started_at is None and not job.earlier
-    return run_number > job.run or (run_number == job.run and job.started_at is None)
+    return run_number > job.run_number or (run_number == job.run_number and job.started_at is None)
 
 
 def _find_run(job: Job, run_number: int) -> PastRun | None:
@@ -130,7 +134,7 @@ def _started_runs(job: Job) -> tuple[PastRun, ...]:
     if job.started_at is None or not job.placements:
         return job.earlier
     last = PastRun(
-        number=job.run,
+        number=job.run_number,
         epoch=job.epoch,
         nodes=tuple(placement.node_id for placement in job.placements),
         started_at=job.started_at,
@@ -146,4 +150,4 @@ def _run_numbers(job: Job) -> tuple[int, ...]:
 def _no_run_error(request: ReadLog, job: Job) -> JobNotFoundError:
     numbers = _run_numbers(job)
     hint = f"runs with logs: {', '.join(map(str, numbers))}" if numbers else "the job has not run yet"
-    return JobNotFoundError(f"job {job.job_id} has no log of run {request.run}", hint=hint)
+    return JobNotFoundError(f"job {job.job_id} has no log of run {request.run_number}", hint=hint)

@@ -15,7 +15,7 @@ from genie.controller.connection import Connection, Handlers
 from genie.controller.election import Election, StoreHealth
 from genie.controller.jobs.space import JobSpace
 from genie.controller.ledger import Ledger
-from genie.controller.nodes.views import NodeSnapshot, NodeViews
+from genie.controller.nodes.snapshots import NodeSnapshot, NodeSnapshots
 from genie.controller.requests.reply_size import truncate_to_reply
 from genie.model.allocation import Hold, NodeHolds
 from genie.model.messages import GetStatus, ListNodes, NodesReply, NodeView, StatusReply
@@ -29,28 +29,28 @@ _QUARANTINED_SHOWN_MAX = 20
 class NodeList:
     """The nodes as clients see them; nodes that have left the cluster are omitted."""
 
-    def __init__(self, ledger: Ledger, views: NodeViews) -> None:
+    def __init__(self, ledger: Ledger, snapshots: NodeSnapshots) -> None:
         self._ledger = ledger
-        self._node_views = views
+        self._node_snapshots = snapshots
 
     def snapshots(self) -> list[NodeSnapshot]:
-        nodes = self._node_views.current_snapshots().values()
-        return [node for node in nodes if not self._ledger.nodes[node.node_id].left]
+        nodes = self._node_snapshots.current_snapshots().values()
+        return [node for node in nodes if not self._ledger.nodes[node.node_id].has_left]
 
     def holds_of_node(self, node_id: str) -> NodeHolds:
         return self._ledger.holds.get(node_id) or NodeHolds(node_id=node_id)
 
     def make_nodes_reply(self, identity: Identity, *, after_node_id: str = "") -> NodesReply:
         """List the nodes with IDs greater than `after_node_id`, as many as fit into one reply."""
-        nodes = self._node_views.current_snapshots()
+        nodes = self._node_snapshots.current_snapshots()
         views = (
             NodeView(
                 info=nodes[node_id].info,
                 node_holds=_mask_holds(self.holds_of_node(node_id), identity),
-                drained=self._ledger.nodes[node_id].drained,
+                drained=self._ledger.nodes[node_id].drain_status,
             )
             for node_id in sorted(node_id for node_id in nodes if node_id > after_node_id)
-            if not self._ledger.nodes[node_id].left
+            if not self._ledger.nodes[node_id].has_left
         )
         fitting, more = truncate_to_reply(views)
         return NodesReply(nodes=fitting, more=more)
@@ -66,7 +66,7 @@ class NodeRequests:
 
     async def list_nodes(self, connection: Connection, request: ListNodes) -> NodesReply:
         self._check_readable()
-        return self._node_list.make_nodes_reply(connection.identity, after_node_id=request.after)
+        return self._node_list.make_nodes_reply(connection.identity, after_node_id=request.after_node_id)
 
 
 class StatusRequests:

@@ -16,11 +16,11 @@ WAITS_PER_NODE_MAX = 192
 """Waits for output of one node: far below rpc.TRUSTED_IN_FLIGHT_MAX, because launches and kills use the same
 connection."""
 WAITS_PER_TENANT_AND_NODE_MAX = 64
-READS_PER_NODE_MAX = 128
+LOG_READS_PER_NODE_MAX = 128
 """Reads of logs of one node that do not wait for output."""
-READS_PER_TENANT_AND_NODE_MAX = 32
+LOG_READS_PER_TENANT_AND_NODE_MAX = 32
 
-_RETRY_AFTER_S = 1.0
+_WAIT_RETRY_AFTER_S = 1.0
 
 
 class OpenWaits:
@@ -36,18 +36,18 @@ class OpenWaits:
                 ("wait on", node_id): WAITS_PER_NODE_MAX,
                 ("wait on", node_id, tenant): WAITS_PER_TENANT_AND_NODE_MAX,
             }
-        return self._count_while_open(limits)
+        return self._count_while_open_if_allowed(limits)
 
-    def try_open_read(self, tenant: str, *, node_id: str) -> AbstractContextManager[bool]:
-        return self._count_while_open(
+    def try_open_log_read(self, tenant: str, *, node_id: str) -> AbstractContextManager[bool]:
+        return self._count_while_open_if_allowed(
             {
-                ("read", node_id): READS_PER_NODE_MAX,
-                ("read", node_id, tenant): READS_PER_TENANT_AND_NODE_MAX,
+                ("read", node_id): LOG_READS_PER_NODE_MAX,
+                ("read", node_id, tenant): LOG_READS_PER_TENANT_AND_NODE_MAX,
             }
         )
 
     @contextmanager
-    def _count_while_open(self, limits: dict[tuple[str, ...], int]) -> Iterator[bool]:
+    def _count_while_open_if_allowed(self, limits: dict[tuple[str, ...], int]) -> Iterator[bool]:
         if any(self._open_counts[key] >= limit for key, limit in limits.items()):
             yield False
             return
@@ -62,4 +62,4 @@ class OpenWaits:
 
 
 def too_many_open_error(plural_noun: str) -> OverloadedError:
-    return OverloadedError(f"too many {plural_noun} are open", retry_after_s=_RETRY_AFTER_S)
+    return OverloadedError(f"too many {plural_noun} are open", retry_after_s=_WAIT_RETRY_AFTER_S)

@@ -33,7 +33,7 @@ from genie.scheduler.explain import BlockedNodes, Explanation
 from genie.tenancy.masking import mask_job_ids
 
 NODES_PER_REASON_MAX = 20
-REASONS_MAX = 64
+RULED_OUT_REASONS_MAX = 64
 
 
 class QueuePlanner(Protocol):
@@ -67,11 +67,11 @@ class QueueRequests:
 
     def handlers(self) -> Handlers:
         return {
-            GetQueue: self._throttled(self.get_queue),
-            ExplainJob: self._throttled(self.explain_job),
+            GetQueue: self._serialize_and_throttle(self.get_queue),
+            ExplainJob: self._serialize_and_throttle(self.explain_job),
         }
 
-    def _throttled(self, handler: Handler) -> Handler:
+    def _serialize_and_throttle(self, handler: Handler) -> Handler:
         """Serialize calls and pause after each for as long as it took, so that heartbeats are not delayed."""
 
         async def handle(connection: Connection, request: Any) -> Message:
@@ -119,8 +119,10 @@ class QueueRequests:
             ahead=found.jobs_ahead,
             starts_at=found.starts_at,
             starts_why=self._mask_hidden_job_ids(found.starts_at_note, identity),
-            ruled_out=tuple(_to_nodes_ruled_out(each) for each in found.blocked_nodes[:REASONS_MAX]),
-            ruled_out_more=sum(len(each.nodes) for each in found.blocked_nodes[REASONS_MAX:]),
+            ruled_out=tuple(
+                _to_nodes_ruled_out(each) for each in found.blocked_nodes[:RULED_OUT_REASONS_MAX]
+            ),
+            ruled_out_more=sum(len(each.nodes) for each in found.blocked_nodes[RULED_OUT_REASONS_MAX:]),
         )
 
     def _queued_jobs_in_order(self) -> list[tuple[Job, Wait]]:

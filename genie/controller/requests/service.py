@@ -148,10 +148,10 @@ class RequestService:
             return handler(connection, request)
         size_bytes = connection.peer.request_bytes
         if kind not in LIST_REQUESTS:
-            return self._request_limits.await_charged(
+            return self._request_limits.await_counted_in_flight(
                 usage, handler(connection, request), size_bytes=size_bytes
             )
-        return self._request_limits.await_charged(
+        return self._request_limits.await_counted_in_flight(
             usage,
             self._request_limits.run_list_request(usage, request, lambda: handler(connection, request)),
             size_bytes=size_bytes,
@@ -161,7 +161,7 @@ class RequestService:
         try:
             self._request_limits.charge(usage, request, size_bytes=connection.peer.request_bytes)
         except OverloadedError:
-            if usage.rate_limit.is_exhausted:
+            if usage.rate_limit.is_debt_at_max:
                 _log.info(
                     "closed the connection of %s: it ignores the rate limit of its token",
                     connection.peer.name,

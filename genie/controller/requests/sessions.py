@@ -72,10 +72,10 @@ class SessionRequests:
         self._election.require_fencing_token()
         identity = connection.identity
 
-        def check(spec: JobSpec) -> None:
+        def check_allowed(spec: JobSpec) -> None:
             check_quota_allows(self._planner, spec, tenant=identity.tenant)
 
-        return await self._sessions.open_device(request, identity, check=check)
+        return await self._sessions.open_device(request, identity, check_allowed=check_allowed)
 
     async def wait_device(self, connection: Connection, request: WaitDevice) -> DeviceReply:
         self._check_readable()

@@ -31,7 +31,7 @@ class TokenRequests:
 
     async def list_tokens(self, connection: Connection, request: ListTokens) -> TokensReply:
         self._check_readable()
-        tokens, more = truncate_to_reply(self._tokens.list_after(request.after))
+        tokens, more = truncate_to_reply(self._tokens.records_after(request.after_token_id))
         return TokensReply(tokens=tokens, more=more)
 
     async def create_token(self, connection: Connection, request: CreateToken) -> TokenCreated:

@@ -36,7 +36,7 @@ from genie.controller.store.protocol import (
     KeyValue,
     Put,
     RangeResult,
-    Space,
+    SpaceUsage,
     TxnResult,
     WatchEvent,
 )
@@ -51,7 +51,7 @@ from genie.errors import (
 from genie.processes.clock import Clock, SystemClock
 
 _RANGE_ATTEMPTS_MAX = 3
-SPACE_BYTES_MAX = 2 * 1024**3
+ETCD_DEFAULT_SPACE_BYTES_MAX = 2 * 1024**3
 """Default of `--quota-backend-bytes`; etcd before 3.6 does not report its value."""
 
 
@@ -193,7 +193,7 @@ class EtcdStore:
         except CompactedError:
             pass
 
-    async def space(self, *, timeout_s: float = 5.0) -> Space:
+    async def measure_space(self, *, timeout_s: float = 5.0) -> SpaceUsage:
         status = await self._channels.call_unary(
             lambda member: member.maintenance_stub.Status,
             rpc_pb2.StatusRequest(),
@@ -201,9 +201,9 @@ class EtcdStore:
             timeout_s=timeout_s,
             idempotent=True,
         )
-        return Space(
+        return SpaceUsage(
             used_bytes=status.dbSizeInUse,
-            bytes_max=status.dbSizeQuota or SPACE_BYTES_MAX,
+            bytes_max=status.dbSizeQuota or ETCD_DEFAULT_SPACE_BYTES_MAX,
             revision=status.header.revision,
             fragmented_bytes=status.dbSize - status.dbSizeInUse,
         )

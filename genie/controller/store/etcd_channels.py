@@ -31,7 +31,7 @@ from genie.processes.clock import Clock
 
 log = logging.getLogger(__name__)
 
-PROBE_TIMEOUT_S = 1.0
+MEMBER_PROBE_TIMEOUT_S = 1.0
 RETRY_INTERVAL_S = 0.05
 CLOSE_TIMEOUT_S = 0.5
 RANGE_PAGE_KEYS = 256
@@ -185,10 +185,10 @@ class EtcdChannels:
         members, self._members = self._members, []
         for member in members:
             await member.channel.close(None)
-        await _wait_for_call_tasks()
+        await _wait_for_grpc_call_tasks()
 
     async def _check_member_version(self, member: EtcdMember, deadline_s: float) -> None:
-        remaining_s = max(0.001, min(PROBE_TIMEOUT_S, deadline_s - self._now_s()))
+        remaining_s = max(0.001, min(MEMBER_PROBE_TIMEOUT_S, deadline_s - self._now_s()))
         status = await self._translate_cancellation(
             member.maintenance_stub.Status(rpc_pb2.StatusRequest(), timeout=remaining_s)
         )
@@ -246,7 +246,7 @@ class EtcdChannels:
         return asyncio.get_running_loop().time()
 
 
-async def _wait_for_call_tasks() -> None:
+async def _wait_for_grpc_call_tasks() -> None:
     """Waits for grpc.aio's per-call tasks, which outlive their call for a moment.
 
     There is no handle on them, so they are identified by name; if the name changes, close() only returns

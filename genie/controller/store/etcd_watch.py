@@ -23,9 +23,9 @@ from genie.processes.clock import Clock
 
 log = logging.getLogger(__name__)
 
-START_TIMEOUT_S = 5.0
+WATCH_START_TIMEOUT_S = 5.0
 # How long a broken stream is retried before the reader gets an error.
-RECONNECT_S_MAX = 10.0
+WATCH_RECONNECT_S_MAX = 10.0
 
 _Stream = grpc.aio.StreamStreamCall[rpc_pb2.WatchRequest, rpc_pb2.WatchResponse]
 
@@ -50,11 +50,11 @@ class EtcdWatch:
         self._member: EtcdMember | None = None
         self._received_events: deque[WatchEvent] = deque()
         # Seen: everything before `_last_revision`, and of `_last_revision` itself the first
-        # `_seen_changes_of_revision` changes. The changes of one transaction can arrive in fragments, with a
-        # reconnect between them.
+        # `_seen_changes_of_last_revision` changes. The changes of one transaction can arrive in fragments,
+        # with a reconnect between them.
         self._last_revision = after_revision
-        self._seen_changes_of_revision = sys.maxsize
-        self._changes_to_skip = self._seen_changes_of_revision
+        self._seen_changes_of_last_revision = sys.maxsize
+        self._changes_to_skip = self._seen_changes_of_last_revision
         self._broken_since_s: float | None = None
         self._has_reauthenticated = False
 
@@ -109,8 +109,8 @@ class EtcdWatch:
         create = rpc_pb2.WatchCreateRequest(
             key=first, range_end=end, start_revision=max(1, self._last_revision), fragment=True
         )
-        self._changes_to_skip = self._seen_changes_of_revision
-        async with asyncio.timeout(START_TIMEOUT_S):
+        self._changes_to_skip = self._seen_changes_of_last_revision
+        async with asyncio.timeout(WATCH_START_TIMEOUT_S):
             await stream.write(rpc_pb2.WatchRequest(create_request=create))
             return await self._read_response(stream)
 
@@ -127,7 +127,7 @@ class EtcdWatch:
         return response
 
     async def _back_off_or_raise(self, fault: GenieError) -> None:
-        """Sleeps before the next attempt; raises `fault` if it is permanent or older than RECONNECT_S_MAX."""
+        """Sleeps before the next attempt; raises `fault` if permanent or older than WATCH_RECONNECT_S_MAX."""
         self._channels.check_open()
         if self._member is not None:
             self._channels.deprioritize(self._member)
@@ -137,7 +137,7 @@ class EtcdWatch:
         if self._broken_since_s is None:
             self._broken_since_s = now_s
             log.info("watch on %r was interrupted, reconnecting: %s", self._key_range[0], fault)
-        elif now_s - self._broken_since_s > RECONNECT_S_MAX:
+        elif now_s - self._broken_since_s > WATCH_RECONNECT_S_MAX:
             self._broken_since_s = None
             raise fault
         await self._clock.sleep(RETRY_INTERVAL_S)
@@ -145,7 +145,7 @@ class EtcdWatch:
     def _reconnect_deadline_s(self) -> float:
         now_s = asyncio.get_running_loop().time()
         since_s = now_s if self._broken_since_s is None else self._broken_since_s
-        return max(now_s + RETRY_INTERVAL_S, since_s + RECONNECT_S_MAX)
+        return max(now_s + RETRY_INTERVAL_S, since_s + WATCH_RECONNECT_S_MAX)
 
     def _handle_response(self, response: rpc_pb2.WatchResponse) -> None:
         if response.compact_revision > 0:
@@ -178,12 +178,12 @@ class EtcdWatch:
         if revision < self._last_revision:
             return False
         if revision > self._last_revision:
-            self._last_revision, self._seen_changes_of_revision, self._changes_to_skip = revision, 1, 0
+            self._last_revision, self._seen_changes_of_last_revision, self._changes_to_skip = revision, 1, 0
             return True
         if self._changes_to_skip > 0:
             self._changes_to_skip -= 1
             return False
-        self._seen_changes_of_revision += 1
+        self._seen_changes_of_last_revision += 1
         return True
 
     def _decode_event(self, event: kv_pb2.Event) -> WatchEvent:

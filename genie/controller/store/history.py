@@ -43,27 +43,29 @@ class History:
         """Starts empty: history up to `revision` is not available."""
         self.compacted_revision = revision
         self._revisions_max = revisions_max
-        self._entries: deque[tuple[Sequence[KeyChange], int]] = deque()
+        self._changes_and_size_by_revision: deque[tuple[Sequence[KeyChange], int]] = deque()
         """For each revision after `compacted_revision`: its changes and their size in bytes."""
         self._size_bytes = 0
 
     def append_revision(self, changes: Sequence[KeyChange]) -> None:
         """Appends the next revision. Drops the oldest ones when the limit is exceeded by a tenth."""
         size_bytes = sum(len(key) + len(value or b"") + _CHANGE_OVERHEAD_BYTES for key, value in changes)
-        self._entries.append((changes, size_bytes))
+        self._changes_and_size_by_revision.append((changes, size_bytes))
         self._size_bytes += size_bytes
-        if len(self._entries) > self._revisions_max + max(1, self._revisions_max // 10):
-            self.compact(self.compacted_revision + len(self._entries) - self._revisions_max)
+        if len(self._changes_and_size_by_revision) > self._revisions_max + max(1, self._revisions_max // 10):
+            self.compact(
+                self.compacted_revision + len(self._changes_and_size_by_revision) - self._revisions_max
+            )
         while self._size_bytes > HISTORY_BYTES_MAX:
-            self._drop_oldest()
+            self._drop_oldest_revision()
 
     def compact(self, revision: int) -> None:
         """Drops the changes up to `revision`."""
-        latest = self.compacted_revision + len(self._entries)
+        latest = self.compacted_revision + len(self._changes_and_size_by_revision)
         if revision > latest:
             raise UsageError(f"cannot compact to revision {revision}; the store is at {latest}")
         while self.compacted_revision < revision:
-            self._drop_oldest()
+            self._drop_oldest_revision()
 
     def read_page(self, key_range: tuple[bytes, bytes], position: HistoryPosition) -> HistoryPage:
         """Returns one page of changes of keys in the span, from `position` on."""
@@ -77,7 +79,9 @@ class History:
         events: list[WatchEvent] = []
         remaining_bytes, skipped = PAGE_BYTES_MAX, position.skipped_changes
         start = position.revision - self.compacted_revision - 1
-        for revision, (changes, _) in enumerate(islice(self._entries, start, None), position.revision):
+        for revision, (changes, _) in enumerate(
+            islice(self._changes_and_size_by_revision, start, None), position.revision
+        ):
             for number, (key, value) in enumerate(changes[skipped:], skipped + 1):
                 if not first <= key < end:
                     continue
@@ -86,10 +90,10 @@ class History:
                 if len(events) == PAGE_EVENTS_MAX or remaining_bytes <= 0:
                     return HistoryPage(tuple(events), HistoryPosition(revision, number), is_complete=False)
             skipped = 0
-        behind = max(position.revision, self.compacted_revision + len(self._entries) + 1)
+        behind = max(position.revision, self.compacted_revision + len(self._changes_and_size_by_revision) + 1)
         return HistoryPage(tuple(events), HistoryPosition(behind), is_complete=True)
 
-    def _drop_oldest(self) -> None:
-        _, size_bytes = self._entries.popleft()
+    def _drop_oldest_revision(self) -> None:
+        _, size_bytes = self._changes_and_size_by_revision.popleft()
         self._size_bytes -= size_bytes
         self.compacted_revision += 1

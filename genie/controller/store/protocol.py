@@ -89,7 +89,7 @@ class WatchEvent:
 
 
 @dataclass(frozen=True, slots=True)
-class Space:
+class SpaceUsage:
     """The space that a store uses, including its history, and the most that it can use."""
 
     used_bytes: int
@@ -101,10 +101,10 @@ class Space:
 
 
 @runtime_checkable
-class StoreSpace(Protocol):
+class MeasurableStore(Protocol):
     """What every engine has besides `Store`, to keep it from filling up."""
 
-    async def space(self, *, timeout_s: float = 5.0) -> Space: ...
+    async def measure_space(self, *, timeout_s: float = 5.0) -> SpaceUsage: ...
 
     async def compact(self, revision: int, *, timeout_s: float = 5.0) -> None:
         """Drops the history up to `revision`. Also possible when there is no space."""

@@ -41,7 +41,7 @@ from genie.controller.store.protocol import (
     KeyValue,
     Put,
     RangeResult,
-    Space,
+    SpaceUsage,
     TxnResult,
     WatchEvent,
 )
@@ -140,8 +140,8 @@ class SqliteStore:
         encode_key(key)
         return await self._execute(lambda file: file.get(key), timeout_s=timeout_s)
 
-    async def space(self, *, timeout_s: float = 5.0) -> Space:
-        return await self._execute(lambda file: file.space(), timeout_s=timeout_s)
+    async def measure_space(self, *, timeout_s: float = 5.0) -> SpaceUsage:
+        return await self._execute(lambda file: file.measure_space(), timeout_s=timeout_s)
 
     async def commit(
         self, compares: Sequence[Compare], operations: Sequence[Put | Delete], *, timeout_s: float = 5.0

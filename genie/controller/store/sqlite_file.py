@@ -32,7 +32,7 @@ from genie.controller.store.protocol import (
     KeyValue,
     Put,
     RangeResult,
-    Space,
+    SpaceUsage,
     TxnResult,
 )
 from genie.errors import (
@@ -193,10 +193,12 @@ class SqliteFile:
     def compact(self, revision: int) -> None:
         self._history.compact(revision)
 
-    def space(self) -> Space:
+    def measure_space(self) -> SpaceUsage:
         page_bytes = self._pragma("page_size")
         used_pages = self._pragma("page_count") - self._pragma("freelist_count")
-        return Space(used_pages * page_bytes, self._pragma("max_page_count") * page_bytes, self._revision)
+        return SpaceUsage(
+            used_pages * page_bytes, self._pragma("max_page_count") * page_bytes, self._revision
+        )
 
     # -- opening ------------------------------------------------------------------------------
 

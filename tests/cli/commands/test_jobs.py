@@ -50,7 +50,7 @@ def make_job_reply(job):
 
 
 def make_log_chunk(data: bytes) -> LogChunk:
-    return LogChunk(data=data, start=0, next_offset=len(data), eof=True)
+    return LogChunk(data=data, start_offset=0, next_offset=len(data), eof=True)
 
 
 # --- options ----------------------------------------------------------------------------------
@@ -207,7 +207,7 @@ def test_ctrl_c_cancels_the_job_and_waits_for_its_end(genie, controller) -> None
         if not pressed:
             pressed = True
             press_ctrl_c()
-        return LogChunk(data=b"", start=0, next_offset=0, eof=ended)
+        return LogChunk(data=b"", start_offset=0, next_offset=0, eof=ended)
 
     def cancel(request):
         nonlocal ended
@@ -232,7 +232,7 @@ def test_second_ctrl_c_exits_without_waiting_for_the_job(genie, controller) -> N
         if not pressed:
             pressed = True
             press_ctrl_c()
-        return LogChunk(data=b"", start=0, next_offset=0, eof=False)
+        return LogChunk(data=b"", start_offset=0, next_offset=0, eof=False)
 
     def cancel(request):
         press_ctrl_c()
@@ -357,15 +357,20 @@ def make_read_log_handler(log_by_run: dict[int, bytes]):
     """Let the controller have these runs; the last one is running."""
 
     def read(request: ReadLog) -> LogChunk:
-        run = request.run or max(log_by_run)
+        run = request.run_number or max(log_by_run)
         if run > max(log_by_run):
-            return LogChunk(data=b"", start=0, next_offset=0, eof=True)
+            return LogChunk(data=b"", start_offset=0, next_offset=0, eof=True)
         if not log_by_run[run]:
             raise JobNotFoundError(f"node box has no log of run {run}")
         data = log_by_run[run][request.offset :][: request.bytes_max]
         end = request.offset + len(data)
         return LogChunk(
-            data=data, start=request.offset, next_offset=end, eof=not data, run=run, runs=tuple(log_by_run)
+            data=data,
+            start_offset=request.offset,
+            next_offset=end,
+            eof=not data,
+            run_number=run,
+            run_numbers=tuple(log_by_run),
         )
 
     return read
@@ -403,7 +408,7 @@ def test_follow_continues_with_the_next_run(genie, controller) -> None:
     controller.replies[GetJob] = make_job_reply(make_placed_job(JobState.RUNNING))
     first = make_read_log_handler({1: b"one\n"})
     read = controller.replies[ReadLog]
-    controller.replies[ReadLog] = lambda request: (read if request.run else first)(request)
+    controller.replies[ReadLog] = lambda request: (read if request.run_number else first)(request)
     assert genie("logs", "-f", "j1").out == "one\ntwo\n"
     assert genie("logs", "-f", "j1", "--run", "1").out == "one\n"
 

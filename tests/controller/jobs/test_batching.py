@@ -322,7 +322,7 @@ async def test_jobs_over_their_time_limit_are_stopped_in_few_commits(tmp_path: P
 
         async def are_stopped() -> bool:
             await clock.advance(0.5)
-            return len((await agent.beat()).kill) == JOBS
+            return len((await agent.beat()).jobs_to_kill) == JOBS
 
         await until(are_stopped, what="all jobs are stopped")
         assert commits.count < JOBS / 20

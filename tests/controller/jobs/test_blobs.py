@@ -157,7 +157,7 @@ async def test_job_needs_an_uploaded_workdir_that_only_its_node_may_read(tmp_pat
     async with running_controller(tmp_path) as one, one.client() as owner, one.agent("n1") as agent:
         with pytest.raises(WorkdirError, match="has not been uploaded"):
             await owner.submit_spec(spec)
-        await owner.ask(PutBlob(digest=digest, offset=0, data=data, last=True))
+        await owner.ask(PutBlob(digest=digest, offset=0, data=data, is_last=True))
         assert (await owner.ask(StatBlob(digest=digest))).complete
         assert agent.peer is not None
         with pytest.raises(PermissionError_, match="no job on node n1 needs"):

@@ -52,13 +52,15 @@ def select_deleted_positions(
 
 def test_tenant_with_large_jobs_loses_them_before_other_tenants_lose_any() -> None:
     history = [("blue", 1)] * 3 + [("red", 100)] * 5
-    excess = HistoryExcess(oldest_at=NEVER, job_count=0, size_bytes=300)
+    excess = HistoryExcess(delete_ended_before=NEVER, job_count=0, size_bytes=300)
     assert select_deleted_positions(history, excess) == [3, 4, 5]
 
 
 def test_tenant_with_many_jobs_loses_them_before_other_tenants_lose_any() -> None:
     history = [("blue", 1000)] * 2 + [("red", 1)] * 10
-    assert select_deleted_positions(history, HistoryExcess(oldest_at=NEVER, job_count=6, size_bytes=0)) == [
+    assert select_deleted_positions(
+        history, HistoryExcess(delete_ended_before=NEVER, job_count=6, size_bytes=0)
+    ) == [
         2,
         3,
         4,
@@ -70,7 +72,9 @@ def test_tenant_with_many_jobs_loses_them_before_other_tenants_lose_any() -> Non
 
 def test_old_jobs_of_all_tenants_are_deleted() -> None:
     history = [("blue", 1), ("red", 1), ("blue", 1), ("red", 1)]
-    assert select_deleted_positions(history, HistoryExcess(oldest_at=3.0, job_count=0, size_bytes=0)) == [
+    assert select_deleted_positions(
+        history, HistoryExcess(delete_ended_before=3.0, job_count=0, size_bytes=0)
+    ) == [
         0,
         1,
     ]
@@ -78,15 +82,18 @@ def test_old_jobs_of_all_tenants_are_deleted() -> None:
 
 def test_nothing_is_deleted_within_the_limits() -> None:
     history = [("blue", 1), ("red", 1)]
-    assert select_deleted_positions(history, HistoryExcess(oldest_at=NEVER, job_count=0, size_bytes=0)) == []
+    assert (
+        select_deleted_positions(history, HistoryExcess(delete_ended_before=NEVER, job_count=0, size_bytes=0))
+        == []
+    )
 
 
 def test_one_call_selects_no_more_than_its_limit() -> None:
     history = [("red", 1)] * 10
     for excess in (
-        HistoryExcess(oldest_at=100.0, job_count=0, size_bytes=0),
-        HistoryExcess(oldest_at=NEVER, job_count=9, size_bytes=0),
-        HistoryExcess(oldest_at=NEVER, job_count=0, size_bytes=9),
+        HistoryExcess(delete_ended_before=100.0, job_count=0, size_bytes=0),
+        HistoryExcess(delete_ended_before=NEVER, job_count=9, size_bytes=0),
+        HistoryExcess(delete_ended_before=NEVER, job_count=0, size_bytes=9),
     ):
         assert select_deleted_positions(history, excess, limit=4) == [0, 1, 2, 3]
 
@@ -96,7 +103,7 @@ def test_deletion_is_sufficient_and_fair(
     history: list[tuple[str, int]], jobs: int, size_bytes: int, aged: int
 ) -> None:
     selected = select_deleted_positions(
-        history, HistoryExcess(oldest_at=float(aged) + 1, job_count=jobs, size_bytes=size_bytes)
+        history, HistoryExcess(delete_ended_before=float(aged) + 1, job_count=jobs, size_bytes=size_bytes)
     )
     deleted, all_of_them = set(selected), set(range(len(history)))
     assert len(selected) == len(deleted)
@@ -132,6 +139,6 @@ def test_counts_of_finished_jobs_ignore_unfinished_ones() -> None:
     queued = make_job(1, "red", JobState.QUEUED)
     index.update(None, queued)
     index.update(None, make_job(2, "blue"))
-    assert index.finished_counts() == {"red": 0, "blue": 1}
+    assert index.finished_count_by_tenant() == {"red": 0, "blue": 1}
     index.update(queued, msgspec.structs.replace(queued, state=JobState.FAILED))
-    assert index.finished_counts() == {"red": 1, "blue": 1}
+    assert index.finished_count_by_tenant() == {"red": 1, "blue": 1}

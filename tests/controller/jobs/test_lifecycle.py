@@ -134,7 +134,7 @@ async def test_job_with_a_process_that_cannot_be_killed_shows_it(tmp_path: Path)
         stopping = (await owner.ask(CancelJob(job_id=job.job_id))).job
         running = agent.running[launch.job_id]
         agent.running[launch.job_id] = msgspec.structs.replace(
-            running, note="cannot kill process 7 (uninterruptible)"
+            running, status_note="cannot kill process 7 (uninterruptible)"
         )
         await agent.beat()
         shown = [await owner.job(job.job_id), *(await owner.ask(ListJobs())).jobs]
@@ -155,7 +155,7 @@ async def test_kill_of_a_cancelled_job_is_repeated_until_it_has_ended(tmp_path: 
         assert (await agent.next_kill()).epoch == launch.placement.epoch
         for _ in range(2):
             ack = await agent.beat()
-            assert [order.job_id for order in ack.kill] == [job.job_id]
+            assert [order.job_id for order in ack.jobs_to_kill] == [job.job_id]
         assert await owner.held("n1") == [job.job_id], "held until the process has ended"
         agent.end(launch, None, reason="killed")
         await agent.beat()

@@ -116,7 +116,7 @@ async def test_session_end_releases_the_devices_of_that_client(tmp_path: Path) -
         await client.ask(SessionEnd(node_id="laptop"))
         assert (await agent.next_kill()).job_id == mine.job.job_id
         ack = await agent.beat()
-        assert [order.job_id for order in ack.kill] == [mine.job.job_id]
+        assert [order.job_id for order in ack.jobs_to_kill] == [mine.job.job_id]
         assert not (await client.job(other.job.job_id)).stop
 
 
@@ -248,7 +248,7 @@ async def test_client_sees_what_its_executor_does_before_it_listens(tmp_path: Pa
         launch = await agent.start_next()
         for note in ("compiling its library", ""):
             agent.running[launch.job_id] = RunningJob(
-                job_id=launch.job_id, epoch=launch.placement.epoch, note=note
+                job_id=launch.job_id, epoch=launch.placement.epoch, status_note=note
             )
             await agent.beat()
             reply = await client.ask(WaitDevice(job_id=opened.job.job_id, wait_s=0))
@@ -276,7 +276,7 @@ async def test_session_of_a_killed_client_is_cancelled_after_the_grace_period(
 
         async def is_stopped() -> bool:
             await clock.advance(1.0)
-            return bool((await agent.beat()).kill)
+            return bool((await agent.beat()).jobs_to_kill)
 
         began_s = clock.monotonic_s()
         await until(is_stopped)

@@ -8,13 +8,13 @@ import pytest
 
 from genie.config import ControllerConfig
 from genie.controller.jobs.space import (
-    ALARM_SHARE_MIN,
-    STORE_GROWTH_FACTOR_MAX,
-    SUBMISSION_SHARE_MAX,
+    ALARM_STORE_SHARE_MIN,
+    STORE_GROWTH_PER_WRITTEN_BYTE_MAX,
+    SUBMISSION_STORE_SHARE_MAX,
     JobSpace,
 )
 from genie.controller.ledger import Ledger
-from genie.controller.store import Space
+from genie.controller.store import SpaceUsage
 from genie.controller.store.etcd import EtcdStore
 from genie.controller.store.protocol import TXN_BYTES_MAX
 from genie.controller.store_monitor import StoreMonitor
@@ -82,7 +82,7 @@ async def test_submissions_are_rejected_before_the_store_is_full(tmp_path: Path)
                 await clock.advance(HOUSEKEEPING_S)
                 await agent.beat()
                 await submit_until_rejected(owner)
-            used = (await store.space()).used_bytes
+            used = (await store.measure_space()).used_bytes
             assert 0.5 * 8 * MIB < used < 0.75 * 8 * MIB
             with pytest.raises(SpaceQuotaError, match="the store is almost full") as caught:
                 await owner.submit()
@@ -197,11 +197,11 @@ def test_store_that_must_be_defragmented_accepts_no_jobs() -> None:
     space = JobSpace(ledger, ControllerConfig())
     space.check_submission("red")
     space.record_measurement(
-        Space(used_bytes=10, bytes_max=100, revision=1, fragmented_bytes=70), bytes_max=100
+        SpaceUsage(used_bytes=10, bytes_max=100, revision=1, fragmented_bytes=70), bytes_max=100
     )
     space.check_submission("red")
     space.record_measurement(
-        Space(used_bytes=10, bytes_max=100, revision=1, fragmented_bytes=80), bytes_max=100
+        SpaceUsage(used_bytes=10, bytes_max=100, revision=1, fragmented_bytes=80), bytes_max=100
     )
     with pytest.raises(SpaceQuotaError, match="must be defragmented"):
         space.check_submission("red")
@@ -218,26 +218,31 @@ def test_space_reserve_is_kept_however_fast_jobs_are_submitted(quota_bytes: int)
     submissions are all accepted before it counts."""
     ledger = Ledger(None, None, None)  # type: ignore[arg-type]  # its tables only
     space = JobSpace(ledger, ControllerConfig())
-    space.record_measurement(Space(used_bytes=0, bytes_max=quota_bytes, revision=1), bytes_max=quota_bytes)
+    space.record_measurement(
+        SpaceUsage(used_bytes=0, bytes_max=quota_bytes, revision=1), bytes_max=quota_bytes
+    )
     with pytest.raises(SpaceQuotaError, match="almost full"):
         for _ in range(quota_bytes // TXN_BYTES_MAX + 2):
             space.check_submission("red")
             ledger.written_bytes += TXN_BYTES_MAX
-    grown_bytes = STORE_GROWTH_FACTOR_MAX * ledger.written_bytes
+    grown_bytes = STORE_GROWTH_PER_WRITTEN_BYTE_MAX * ledger.written_bytes
     reserve_bytes = quota_bytes - grown_bytes
-    assert reserve_bytes >= (1 - SUBMISSION_SHARE_MAX) * quota_bytes - STORE_GROWTH_FACTOR_MAX * TXN_BYTES_MAX
+    assert (
+        reserve_bytes
+        >= (1 - SUBMISSION_STORE_SHARE_MAX) * quota_bytes - STORE_GROWTH_PER_WRITTEN_BYTE_MAX * TXN_BYTES_MAX
+    )
     assert reserve_bytes > 0.2 * quota_bytes, "for the end of all running jobs, and for elections"
-    assert ALARM_SHARE_MIN < SUBMISSION_SHARE_MAX
+    assert ALARM_STORE_SHARE_MIN < SUBMISSION_STORE_SHARE_MAX
 
 
 def test_measured_space_of_the_store_replaces_the_estimate() -> None:
     ledger = Ledger(None, None, None)  # type: ignore[arg-type]  # its tables only
     space = JobSpace(ledger, ControllerConfig())
-    space.record_measurement(Space(used_bytes=0, bytes_max=100, revision=1), bytes_max=100)
+    space.record_measurement(SpaceUsage(used_bytes=0, bytes_max=100, revision=1), bytes_max=100)
     ledger.written_bytes += 40
     with pytest.raises(SpaceQuotaError, match="almost full"):
         space.check_submission("red")
-    space.record_measurement(Space(used_bytes=45, bytes_max=100, revision=2), bytes_max=100)
+    space.record_measurement(SpaceUsage(used_bytes=45, bytes_max=100, revision=2), bytes_max=100)
     space.check_submission("red")
 
 
@@ -245,16 +250,16 @@ async def test_writes_during_a_measurement_count_as_written_after_it() -> None:
     store = await MemoryStore.open(clock=FakeClock())
     ledger = Ledger(store, None, None)  # type: ignore[arg-type]  # its tables only
     space = JobSpace(ledger, ControllerConfig())
-    measure = store.space
+    measure = store.measure_space
 
-    async def measure_while_writing(*, timeout_s: float = 5.0) -> Space:
+    async def measure_while_writing(*, timeout_s: float = 5.0) -> SpaceUsage:
         found = await measure(timeout_s=timeout_s)
         ledger.written_bytes += 40
         return found
 
-    store.space = measure_while_writing  # type: ignore[method-assign]
+    store.measure_space = measure_while_writing  # type: ignore[method-assign]
     monitor = StoreMonitor(store, space, config=ControllerConfig(), clock=FakeClock())
     ledger.written_bytes += 7
     await monitor.measure_if_due()
-    assert space.written_bytes == 40
+    assert space.bytes_written_since_measurement == 40
     await store.close()

@@ -175,7 +175,10 @@ async def test_running_job_without_a_hold_in_the_ledger_is_killed(tmp_path: Path
         stray = (RunningJob(job_id="j-unknown", epoch=1), RunningJob(job_id=job.job_id, epoch=99))
         mine = RunningJob(job_id=job.job_id, epoch=launch.placement.epoch)
         ack = await agent.beat(running=(*stray, mine))
-        assert [(order.job_id, order.epoch) for order in ack.kill] == [("j-unknown", 1), (job.job_id, 99)]
+        assert [(order.job_id, order.epoch) for order in ack.jobs_to_kill] == [
+            ("j-unknown", 1),
+            (job.job_id, 99),
+        ]
 
 
 async def test_job_that_its_agent_no_longer_runs_is_lost_and_released_once(tmp_path: Path) -> None:
@@ -193,7 +196,7 @@ async def test_job_that_its_agent_no_longer_runs_is_lost_and_released_once(tmp_p
         await agent.start_next()
         agent.end(launch)  # a late report about the lost one
         ack = await agent.beat()
-        assert [order.job_id for order in ack.settled] == [job.job_id]
+        assert [order.job_id for order in ack.settled_exits] == [job.job_id]
         assert await owner.held("n1") == [other.job_id]
         assert (await owner.job(job.job_id)).state is JobState.LOST
 
@@ -241,7 +244,7 @@ async def test_jobs_of_a_disconnected_node_are_reclaimed_once_after_the_grace_pe
         assert "sent no heartbeat for 1" in (await owner.job(lost_id)).reason
         assert await owner.held("n1") == []
         ack = await agent.beat()
-        assert [order.job_id for order in ack.kill] == [lost_id], "it must not run without a hold"
+        assert [order.job_id for order in ack.jobs_to_kill] == [lost_id], "it must not run without a hold"
         agent.running.clear()
         await agent.beat()
         job = await owner.submit(gpus=1)
@@ -432,7 +435,7 @@ async def test_slow_store_does_not_delay_the_heartbeat_reply(tmp_path: Path) -> 
 
         one.store.commit = slow  # type: ignore[method-assign, assignment]
         ack = await agent.beat()
-        assert (ack.leading, ack.settled) == (True, ())
+        assert (ack.leading, ack.settled_exits) == (True, ())
         free.set()
 
         async def settled() -> bool:
@@ -454,7 +457,7 @@ async def test_nodes_are_listed_in_pages_within_the_frame_limit(tmp_path: Path) 
         found: list[str] = []
         more = True
         while more:
-            page = await owner.ask(ListNodes(after=found[-1] if found else ""))
+            page = await owner.ask(ListNodes(after_node_id=found[-1] if found else ""))
             found += [view.info.node_id for view in page.nodes]
             more = page.more
         assert found == [f"n{index:03}" for index in range(300)]

@@ -52,7 +52,7 @@ async def test_node_with_a_job_may_not_leave(tmp_path: Path) -> None:
     async with running_controller(tmp_path) as one, one.client() as owner, one.agent("n1") as agent:
         job = await owner.submit("work", gpus=1)
         await agent.start_next()
-        with pytest.raises(NodeError, match="still has 1 jobs"):
+        with pytest.raises(NodeError, match="still has 1 workers of jobs"):
             await agent.leave()
         assert (await owner.job(job.job_id)).state is JobState.RUNNING
 
@@ -145,7 +145,7 @@ async def test_removed_node_may_join_again_with_its_id(tmp_path: Path) -> None:
         await clock.advance(14.0)
         await owner.ask(RemoveNode(node_id="n1"))
         token = await one.token(TokenKind.JOIN)
-        wish = Join(token=token, requested_node_id="n1", csr_pem="", exact=True)
+        wish = Join(token=token, requested_node_id="n1", csr_pem="", must_get_requested_id=True)
         async with rpc.dial(one.network, "127.0.0.1", one.port, tls=None, timeout_s=CALL_S) as peer:
             assert (await peer.call(wish, timeout_s=CALL_S)).node_id == "n1"
 
@@ -162,12 +162,12 @@ async def test_exact_node_id_that_is_taken_is_rejected(tmp_path: Path) -> None:
     async with running_controller(tmp_path) as one:
         await one.join("box")
         token = await one.token(TokenKind.JOIN)
-        wish = Join(token=token, requested_node_id="box", csr_pem="", exact=True)
+        wish = Join(token=token, requested_node_id="box", csr_pem="", must_get_requested_id=True)
         async with rpc.dial(one.network, "127.0.0.1", one.port, tls=None, timeout_s=CALL_S) as peer:
             with pytest.raises(UsageError, match="'box' is already in use"):
                 await peer.call(wish, timeout_s=CALL_S)
             # The rejection did not consume the token.
-            free = Join(token=token, requested_node_id="other", csr_pem="", exact=True)
+            free = Join(token=token, requested_node_id="other", csr_pem="", must_get_requested_id=True)
             assert (await peer.call(free, timeout_s=CALL_S)).node_id == "other"
 
 

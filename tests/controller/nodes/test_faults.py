@@ -119,7 +119,9 @@ async def test_job_that_did_not_start_because_of_its_node_is_placed_again(tmp_pa
         job = await owner.submit(gpus=1)
         launch = await full.start_next()
         async with one.agent("b") as empty:
-            full.end(launch, None, reason="cannot start the shim: disk full", started=False, by_node=True)
+            full.end(
+                launch, None, reason="cannot start the shim: disk full", started=False, is_caused_by_node=True
+            )
             await full.beat()
             again = await empty.start_next()
             assert again.placement.epoch > launch.placement.epoch
@@ -155,7 +157,9 @@ async def report_missing_disk_space(agent: FakeAgent, *, free_bytes: int, needed
     launch = await agent.next_launch()
     set_free_disk_space(agent, free_bytes)
     reason = "not started: the working directory needs more space"
-    agent.end(launch, None, reason=reason, started=False, by_node=True, needed_bytes=needed_bytes)
+    agent.end(
+        launch, None, reason=reason, started=False, is_caused_by_node=True, needed_disk_bytes=needed_bytes
+    )
     await agent.beat()
 
 

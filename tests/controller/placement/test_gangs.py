@@ -183,7 +183,7 @@ async def test_failed_worker_ends_the_whole_job(tmp_path: Path) -> None:
         ending = await owner.job(job.job_id)
         assert (ending.state, ending.stop) == (JobState.RUNNING, StopReason.WORKER_ENDED)
         ack = await b.beat()
-        assert [order.job_id for order in ack.kill] == [second.job_id]
+        assert [order.job_id for order in ack.jobs_to_kill] == [second.job_id]
         b.end(second, -15)
         await b.beat()
         over = await owner.job(job.job_id)
@@ -324,12 +324,14 @@ async def test_confirmed_gang_with_a_failing_node_runs_again_only_if_no_worker_h
         ready = [agent for agent in (a, b, c) if await _is_launched(agent, owner, job.job_id)]
         launches = [await agent.next_launch() for agent in ready]
         await confirm_together(*zip(ready, launches, strict=True))
-        ready[0].end(launches[0], None, reason="not started: disk full", started=False, by_node=True)
+        ready[0].end(
+            launches[0], None, reason="not started: disk full", started=False, is_caused_by_node=True
+        )
         await ready[0].beat()
         stopping = await owner.job(job.job_id)
         assert (stopping.state, stopping.stop) == (JobState.RUNNING, StopReason.WORKER_ENDED)
-        assert len((await ready[1].beat()).kill) == 1
-        ready[1].end(launches[1], None, reason="killed", started=has_started, by_node=True)
+        assert len((await ready[1].beat()).jobs_to_kill) == 1
+        ready[1].end(launches[1], None, reason="killed", started=has_started, is_caused_by_node=True)
         await ready[1].beat()
         reason = f"worker {launches[0].rank} on node {ready[0].info.node_id}: not started: disk full"
         after = await owner.job(job.job_id)

@@ -132,7 +132,11 @@ async def test_higher_priority_preempts_a_job_which_is_queued_again(
         second = await a.start_next()
         assert second.job_id == high.job_id
         waiting = await owner.job(low.job_id)
-        assert (waiting.state, waiting.stop, waiting.exit_code) == (JobState.QUEUED, StopReason.NONE, None)
+        assert (waiting.state, waiting.stop, waiting.exit_code) == (
+            JobState.QUEUED,
+            StopReason.NONE,
+            None,
+        )
         a.end(second)
         await a.beat()
         assert (await a.start_next()).job_id == low.job_id
@@ -226,7 +230,7 @@ async def test_preemption_survives_a_controller_restart(tmp_path: Path) -> None:
         async with one.client() as owner, agent.connected(one.network, access):
             await agent.register()
             ack = await agent.beat()
-            assert [order.job_id for order in ack.kill] == [victim]
+            assert [order.job_id for order in ack.jobs_to_kill] == [victim]
             await owner.submit_spec(job_spec("last"))
             stops = {job.job_id: (await owner.job(job.job_id)).stop for job in (low, other)}
             assert sorted(stops.values()) == ["", "preempt"], "one job is preempted for one placement"
@@ -428,7 +432,7 @@ async def test_incomplete_refresh_of_placer_caches_is_continued_in_the_same_pass
         events.append("pass")
         return decide(scheduler, now)
 
-    monkeypatch.setattr(planning, "REFRESH_EVALUATIONS_MAX", 1)
+    monkeypatch.setattr(planning, "CACHE_REFRESH_EVALUATIONS_MAX", 1)
     monkeypatch.setattr(ClusterAllocations, "prepare_placements", recorded_refresh)
     monkeypatch.setattr(Scheduler, "decide", recorded_decide)
     async with running_controller(tmp_path) as one, one.client() as owner, one.agent("a", gpus=8) as a:
@@ -457,7 +461,7 @@ async def test_one_tenant_cannot_fill_the_queue(tmp_path: Path) -> None:
 async def test_number_of_different_kinds_of_pending_jobs_is_limited(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(planning, "PENDING_KINDS_MAX", 3)
+    monkeypatch.setattr(planning, "PENDING_JOB_KINDS_MAX", 3)
     async with running_controller(tmp_path) as one, one.client() as owner, one.agent("a", gpus=8) as a:
         await owner.submit_spec(job_spec("all", gpus=8))
         await a.start_next()
@@ -506,10 +510,10 @@ async def test_grace_period_applies_to_preemption_and_not_to_cancelling(tmp_path
         low, _ = await _start_low_job(owner, a, preemptible=True, grace_s=86400.0)
         await owner.submit_spec(job_spec("high", priority=9))
         assert (await a.next_kill()).grace_s == 86400.0
-        assert [order.grace_s for order in (await a.beat()).kill] == [86400.0]
+        assert [order.grace_s for order in (await a.beat()).jobs_to_kill] == [86400.0]
         await owner.ask(CancelJob(job_id=low.job_id))
         assert (await a.next_kill()).grace_s is None
-        assert [order.grace_s for order in (await a.beat()).kill] == [None]
+        assert [order.grace_s for order in (await a.beat()).jobs_to_kill] == [None]
 
 
 async def test_preempted_job_ends_at_its_time_limit_at_the_latest(tmp_path: Path) -> None:
@@ -519,7 +523,7 @@ async def test_preempted_job_ends_at_its_time_limit_at_the_latest(tmp_path: Path
         async def next_grace_s() -> float:
             """The grace period in a later heartbeat reply."""
             await clock.advance(0.25)
-            (order,) = (await a.beat()).kill
+            (order,) = (await a.beat()).jobs_to_kill
             assert order.grace_s is not None
             return order.grace_s
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from genie.config import ControllerConfig
-from genie.controller.placement.alarm import SignalTimeout
-from genie.controller.placement.policy import make_policy
+from genie.controller.placement.policy import make_configured_policy
+from genie.controller.placement.signal_timeout import SignalTimeout
 from genie.errors import ConfigError
 from genie.model.job import JobSpec, JobState, Resources
 from genie.scheduler.policies import IsolatedPolicy, PolicyTimeoutError
@@ -107,7 +107,7 @@ async def test_policy_that_fails_or_hangs_is_disabled_and_scheduling_continues(
 )
 def test_unknown_policy_is_an_error(name: str, message: str) -> None:
     with pytest.raises(ConfigError, match=r"controller\.policy: ") as raised:
-        make_policy(ControllerConfig(policy=name), clock=FakeClock())
+        make_configured_policy(ControllerConfig(policy=name), clock=FakeClock())
     assert message in str(raised.value)
 
 

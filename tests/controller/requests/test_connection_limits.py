@@ -95,7 +95,7 @@ async def test_memory_is_returned_to_the_system_only_after_a_wave_of_closed_conn
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise those that are still being closed keep it until as many others were closed."""
-    monkeypatch.setattr(connections, "_CLOSED_CONNECTIONS_MANY", 5)
+    monkeypatch.setattr(connections, "_MEMORY_RETURN_CLOSED_CONNECTIONS_MIN", 5)
     async with running_controller(tmp_path) as one, AsyncExitStack() as stack:
         clients = [await stack.enter_async_context(one.client()) for _ in range(12)]
         assert one.controller is not None
@@ -106,19 +106,19 @@ async def test_memory_is_returned_to_the_system_only_after_a_wave_of_closed_conn
             open_now.add(each)
         for each in opened[:6]:
             open_now.discard(each)
-        calls = [open_now.have_many_closed(), open_now.have_many_closed()]
+        calls = [open_now.is_memory_return_worthwhile(), open_now.is_memory_return_worthwhile()]
         open_now.discard(opened[6])
-        calls += [open_now.have_many_closed() for _ in range(3)]
+        calls += [open_now.is_memory_return_worthwhile() for _ in range(3)]
         assert calls == [False, False, False, False, True]
         open_now.reset_peak_count()
-        assert not open_now.have_many_closed()
+        assert not open_now.is_memory_return_worthwhile()
 
 
 async def test_memory_is_returned_to_the_system_after_many_connections_were_closed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trims: list[int] = []
-    monkeypatch.setattr(connections, "_CLOSED_CONNECTIONS_MANY", 5)
+    monkeypatch.setattr(connections, "_MEMORY_RETURN_CLOSED_CONNECTIONS_MIN", 5)
     monkeypatch.setattr(memory, "trim_heap", lambda: trims.append(1))
     async with running_controller(tmp_path) as one:
         async with AsyncExitStack() as stack:

@@ -59,17 +59,17 @@ async def test_each_run_has_a_log_and_the_latest_is_the_default(tmp_path: Path) 
         set_logs_by_epoch(agent, job, epochs={first.epoch: b"one"})
 
         async def read(run: int = 0, **more: float) -> LogChunk:
-            return await owner.ask(ReadLog(job_id=job.job_id, run=run, **more))
+            return await owner.ask(ReadLog(job_id=job.job_id, run_number=run, **more))
 
         waiting = await read()
-        assert (waiting.data, waiting.run, waiting.runs) == (b"one", 1, (1,)), "the latest run"
+        assert (waiting.data, waiting.run_number, waiting.run_numbers) == (b"one", 1, (1,)), "the latest run"
         with pytest.raises(JobNotFoundError, match="no log of run 2") as caught:
             await read(2)
         assert caught.value.hint == "runs with logs: 1"
         launch = await agent.start_next()
         set_logs_by_epoch(agent, job, epochs={launch.placement.epoch: b"second"})
         last = await read()
-        assert (last.data, last.run, last.runs) == (b"second", 2, (1, 2))
+        assert (last.data, last.run_number, last.run_numbers) == (b"second", 2, (1, 2))
         assert ((await read(1)).data, (await read(2)).data) == (b"one", b"second")
         with pytest.raises(JobNotFoundError, match="no log of run 4"):
             await read(4, wait_s=1.0)
@@ -77,7 +77,9 @@ async def test_each_run_has_a_log_and_the_latest_is_the_default(tmp_path: Path) 
         await agent.beat()
         await owner.until_state(job.job_id, JobState.SUCCEEDED)
         following = await read(3, wait_s=1.0)
-        assert (following.eof, following.run) == (True, 0), "a follower learns that there is no further run"
+        assert (following.eof, following.run_number) == (True, 0), (
+            "a follower learns that there is no further run"
+        )
 
 
 async def test_newest_runs_of_a_job_are_kept_and_survive_a_controller_restart(tmp_path: Path) -> None:
@@ -89,7 +91,7 @@ async def test_newest_runs_of_a_job_are_kept_and_survive_a_controller_restart(tm
         assert [run.number for run in kept] == list(range(3, RUNS_KEPT + 3))
         assert all(run.nodes == ("a",) and run.started_at <= run.ended_at for run in kept)
         with pytest.raises(JobNotFoundError, match="no log of run 2"):
-            await owner.ask(ReadLog(job_id=job.job_id, run=2))
+            await owner.ask(ReadLog(job_id=job.job_id, run_number=2))
         await one.restart()
         async with one.client() as again:
             assert (await again.job(job.job_id)).earlier == kept
@@ -102,7 +104,7 @@ async def test_launch_that_never_started_is_not_counted_as_a_run(tmp_path: Path)
         agent.end(launch, None, reason="not started", started=False)
         await agent.beat()
         again = await owner.job(job.job_id)
-        assert (again.earlier, again.run) == ((), 1)
+        assert (again.earlier, again.run_number) == ((), 1)
 
 
 class _AgentWithEndlessLogWait(FakeAgent):
@@ -114,7 +116,7 @@ class _AgentWithEndlessLogWait(FakeAgent):
         if request.wait_s:
             self.waits += 1
             await asyncio.Event().wait()
-        return LogChunk(data=b"", start=request.offset, next_offset=request.offset, eof=False)
+        return LogChunk(data=b"", start_offset=request.offset, next_offset=request.offset, eof=False)
 
 
 async def _start_job_of_tenant(one: RunningController, agent: FakeAgent, tenant: str) -> tuple[str, Job]:

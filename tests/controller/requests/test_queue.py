@@ -236,7 +236,7 @@ async def test_history_does_not_name_jobs_of_other_tenants() -> None:
 async def test_explanation_names_a_limited_number_of_nodes_and_reasons(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(queue_module, "REASONS_MAX", 2)
+    monkeypatch.setattr(queue_module, "RULED_OUT_REASONS_MAX", 2)
     monkeypatch.setattr(queue_module, "NODES_PER_REASON_MAX", 2)
     cluster = QueueSetup(*(node(f"n{number}", 1) for number in range(4)), *(node(f"m{g}", g) for g in (2, 3)))
     cluster.submit(ONE, "blue", 8)

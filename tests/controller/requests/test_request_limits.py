@@ -34,7 +34,7 @@ async def test_flood_of_one_token_is_rejected_and_others_are_served(tmp_path: Pa
         assert (await blue.job(job.job_id)).job_id == job.job_id
         assert await agent.beat()
         kinds = Counter(type(outcome) for outcome in await flood)
-        assert 0 < kinds[JobsReply] <= request_limits.BURST_UNITS / 100
+        assert 0 < kinds[JobsReply] <= request_limits.REQUEST_BURST_UNITS / 100
         assert kinds[JobsReply] + kinds[OverloadedError] == 256
         rejected = [error for error in await flood if isinstance(error, OverloadedError)]
         assert all(error.retry_after_s > 0 for error in rejected)
@@ -60,7 +60,7 @@ async def test_rate_limit_refills_after_the_stated_time(tmp_path: Path) -> None:
 async def test_token_that_ignores_rejections_is_disconnected_until_it_pauses(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(request_limits, "BURST_UNITS", 150.0)
+    monkeypatch.setattr(request_limits, "REQUEST_BURST_UNITS", 150.0)
     clock = FakeClock()
     async with running_controller(tmp_path, clock=clock) as one:
         token = await one.token(TokenKind.USER, tenant="red")
@@ -94,7 +94,7 @@ async def test_bytes_in_flight_are_limited_per_token(tmp_path: Path, monkeypatch
 
 
 async def test_forbidden_requests_count_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(request_limits, "BURST_UNITS", 100.0)
+    monkeypatch.setattr(request_limits, "REQUEST_BURST_UNITS", 100.0)
     async with (
         running_controller(tmp_path, clock=FakeClock()) as one,
         one.client(await one.token(TokenKind.USER, tenant="red")) as red,
@@ -105,7 +105,7 @@ async def test_forbidden_requests_count_too(tmp_path: Path, monkeypatch: pytest.
 
 
 async def test_owner_can_cancel_at_its_rate_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(request_limits, "BURST_UNITS", 11.0)
+    monkeypatch.setattr(request_limits, "REQUEST_BURST_UNITS", 11.0)
     async with running_controller(tmp_path, clock=FakeClock()) as one, one.client() as owner:
         job = await owner.submit(gpus=1)
         assert isinstance((await _list_jobs_at_once(owner, 2))[1], OverloadedError)

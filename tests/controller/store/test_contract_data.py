@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from genie.controller.store import Compare, Delete, KeyValue, Put, Store, StoreSpace
+from genie.controller.store import Compare, Delete, KeyValue, MeasurableStore, Put, Store
 from genie.controller.store.protocol import KEY_BYTES_MAX, TXN_BYTES_MAX, TXN_OPS_MAX, VALUE_BYTES_MAX
 from genie.errors import LeaseLostError, StoreUnavailableError, UsageError
 from tests.controller.store.conftest import ContractStore
@@ -290,16 +290,16 @@ async def test_closed_store_rejects_calls_and_close_is_idempotent(store: Contrac
 
 
 async def test_space_grows_with_values_and_names_its_maximum(store: ContractStore) -> None:
-    assert isinstance(store, StoreSpace)
-    before = await store.space()
+    assert isinstance(store, MeasurableStore)
+    before = await store.measure_space()
     assert 0 <= before.used_bytes < before.bytes_max
     for index in range(8):
         result = await store.commit([], [Put(f"large/{index}", b"x" * 500_000)])
 
     async def has_grown() -> bool:
-        return (await store.space()).used_bytes >= before.used_bytes + 4_000_000
+        return (await store.measure_space()).used_bytes >= before.used_bytes + 4_000_000
 
     await until(has_grown, what="etcd measures after a batch of changes")
-    after = await store.space()
+    after = await store.measure_space()
     assert (after.bytes_max, after.revision >= result.revision) == (before.bytes_max, True)
     await store.compact(after.revision)

@@ -346,7 +346,7 @@ async def test_watch_ended_by_the_server_is_resumed(fake_etcd: FakeEtcd, fake_st
 async def test_watch_raises_when_etcd_stays_unreachable(
     fake_etcd: FakeEtcd, fake_store: EtcdStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("genie.controller.store.etcd_watch.RECONNECT_S_MAX", 0.2)
+    monkeypatch.setattr("genie.controller.store.etcd_watch.WATCH_RECONNECT_S_MAX", 0.2)
     fake_etcd.fail["Watch"] = [(UNAVAILABLE, "etcdserver: no leader")] * 100
     async with fake_store.watch("", after_revision=5) as events:
         with pytest.raises(StoreUnavailableError, match="no leader"):

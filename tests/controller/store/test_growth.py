@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from genie.controller.jobs.space import STORE_GROWTH_FACTOR_MAX
-from genie.controller.store import Put, StoreSpace
+from genie.controller.jobs.space import STORE_GROWTH_PER_WRITTEN_BYTE_MAX
+from genie.controller.store import MeasurableStore, Put
 from genie.controller.store.limits import check_transaction
 from tests.controller.store.conftest import Engine
 from tests.controller.store.etcd_server import EtcdServer
@@ -31,8 +31,8 @@ def etcd_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdServer
 async def test_store_grows_by_at_most_the_estimate(engine: Engine, row_bytes: int) -> None:
     """Rows of half a page need most: only one fits."""
     store = engine.store
-    assert isinstance(store, StoreSpace)
-    before = (await store.space()).used_bytes
+    assert isinstance(store, MeasurableStore)
+    before = (await store.measure_space()).used_bytes
     written_bytes = number = 0
     while written_bytes < WRITTEN_BYTES_MIN:
         batch = []
@@ -45,7 +45,9 @@ async def test_store_grows_by_at_most_the_estimate(engine: Engine, row_bytes: in
     async def has_grown() -> bool:
         """etcd counts the pages that a change has replaced until the next one."""
         await store.commit([], [Put("mark", b"")])
-        growth = ((await store.space()).used_bytes - before) / written_bytes
-        return 0.9 < growth <= STORE_GROWTH_FACTOR_MAX
+        growth = ((await store.measure_space()).used_bytes - before) / written_bytes
+        return 0.9 < growth <= STORE_GROWTH_PER_WRITTEN_BYTE_MAX
 
-    await until(has_grown, what=f"a growth of at most {STORE_GROWTH_FACTOR_MAX} bytes per written byte")
+    await until(
+        has_grown, what=f"a growth of at most {STORE_GROWTH_PER_WRITTEN_BYTE_MAX} bytes per written byte"
+    )

@@ -26,7 +26,7 @@ def read_pages(kept: History, span: tuple[bytes, bytes], position: HistoryPositi
         position = page.next_position
         if page.is_complete:
             assert position == HistoryPosition(
-                max(position.revision, kept.compacted_revision + len(kept._entries) + 1)
+                max(position.revision, kept.compacted_revision + len(kept._changes_and_size_by_revision) + 1)
             )
             return pages
 

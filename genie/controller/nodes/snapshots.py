@@ -20,7 +20,7 @@ from genie.controller.nodes.membership import Membership
 from genie.model.node import NodeInfo, NodeStatus
 from genie.processes.clock import Clock
 
-_EXPIRIES_PER_NODE_MAX = 8
+_EXPIRY_HEAP_ENTRIES_PER_NODE_MAX = 8
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class NodeSnapshot:
         return self.info.node_id
 
 
-class NodeViews:
+class NodeSnapshots:
     def __init__(self, ledger: Ledger, membership: Membership, faults: NodeFaults, *, clock: Clock) -> None:
         self._ledger = ledger
         self._membership = membership
@@ -92,8 +92,8 @@ class NodeViews:
         fault = self._node_faults.blocked_reason(node_id)
         if fault and info.status is NodeStatus.HEALTHY:
             info = msgspec.structs.replace(info, status=NodeStatus.DEGRADED, status_reason=fault)
-        blocked = record.drained or self._membership.blocked_reason(info) or fault
-        closed = "it has left the cluster" if record.left else blocked
+        blocked = record.drain_status or self._membership.blocked_reason(info) or fault
+        closed = "it has left the cluster" if record.has_left else blocked
         self._snapshots[node_id] = NodeSnapshot(info, closed)
         until_s = self._membership.current_info_valid_until_s(node_id, now_s)
         self._set_expiry(node_id, min(until_s, self._node_faults.blocked_reason_valid_until_s(node_id)))
@@ -101,7 +101,7 @@ class NodeViews:
     def _set_expiry(self, node_id: str, until_s: float) -> None:
         self._valid_until_s[node_id] = until_s
         heapq.heappush(self._expiry_heap, (until_s, node_id))
-        if len(self._expiry_heap) > _EXPIRIES_PER_NODE_MAX * len(self._valid_until_s):
+        if len(self._expiry_heap) > _EXPIRY_HEAP_ENTRIES_PER_NODE_MAX * len(self._valid_until_s):
             self._expiry_heap = [(until_s, node_id) for node_id, until_s in self._valid_until_s.items()]
             heapq.heapify(self._expiry_heap)
 

@@ -13,7 +13,7 @@ from genie.config import ControllerConfig
 from genie.controller.ledger import Ledger, NodeRecord, Table
 from genie.controller.nodes.faults import NodeFaults
 from genie.controller.nodes.membership import Membership
-from genie.controller.nodes.views import NodeSnapshot, NodeViews
+from genie.controller.nodes.snapshots import NodeSnapshot, NodeSnapshots
 from genie.model.node import NodeStatus
 from tests.fakes.agent import make_node_info
 from tests.fakes.clock import FakeClock
@@ -50,7 +50,7 @@ class ViewInputs:
         self.ledger = Ledger(None, None, None)  # type: ignore[arg-type]  # its tables only
         self.membership = Membership(ControllerConfig())
         self.faults = NodeFaults(self.clock)
-        self.views = NodeViews(self.ledger, self.membership, self.faults, clock=self.clock)
+        self.views = NodeSnapshots(self.ledger, self.membership, self.faults, clock=self.clock)
         self.peers: dict[str, FakePeer] = {}
 
     # Any: rows of every table.
@@ -79,7 +79,7 @@ class ViewInputs:
     def leave(self, node_id: str) -> None:
         record = self.ledger.nodes.get(node_id)
         if record is not None:
-            self.commit(self.ledger.nodes, node_id, msgspec.structs.replace(record, left=True))
+            self.commit(self.ledger.nodes, node_id, msgspec.structs.replace(record, has_left=True))
         self.membership.remove_node(node_id)
 
     def forget(self, node_id: str) -> None:
@@ -112,7 +112,7 @@ class ViewInputs:
             if fault and info.status is NodeStatus.HEALTHY:
                 info = msgspec.structs.replace(info, status=NodeStatus.DEGRADED, status_reason=fault)
             blocked = self.membership.blocked_reason(info) or fault
-            closed = "it has left the cluster" if record.left else blocked
+            closed = "it has left the cluster" if record.has_left else blocked
             found[node_id] = NodeSnapshot(info, closed)
         return found
 
