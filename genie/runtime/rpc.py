@@ -41,8 +41,8 @@ CONCURRENT_REJECTIONS_MAX = 4096
 """A peer that sends more requests above the limit in a row is disconnected."""
 
 WAITING_REJECTIONS_MAX = 1024
-"""A peer that reads so slowly that more rejections wait to be sent is disconnected. Reading only replies is no
-alternative: they arrive in order with the requests."""
+"""A peer that reads so slowly that more rejections wait to be sent is disconnected. Reading only its replies
+is no alternative: they arrive in order with its requests."""
 
 INVALID_REQUESTS_MAX = 64
 """A peer that sends more requests that cannot be decoded is disconnected."""

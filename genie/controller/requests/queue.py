@@ -63,7 +63,8 @@ class QueueRequests:
         self._planner = planner
         self._clock = clock
         self._check_readable = check_readable
-        self._serial_lock = asyncio.Lock()
+        self._tenants_lock = asyncio.Lock()
+        self._owner_lock = asyncio.Lock()
 
     def handlers(self) -> Handlers:
         return {
@@ -72,10 +73,12 @@ class QueueRequests:
         }
 
     def _serialize_and_throttle(self, handler: Handler) -> Handler:
-        """Serialize calls and pause after each for as long as it took, so that heartbeats are not delayed."""
+        """Serialize calls and pause after each for as long as it took, so that heartbeats are not delayed.
+        Calls of the owner do not wait for those of tenants."""
 
         async def handle(connection: Connection, request: Any) -> Message:
-            async with self._serial_lock:
+            is_owner = connection.identity.kind is TokenKind.OWNER
+            async with self._owner_lock if is_owner else self._tenants_lock:
                 began_s = self._clock.monotonic_s()
                 reply = await handler(connection, request)
                 await self._clock.sleep(self._clock.monotonic_s() - began_s)
