@@ -4,7 +4,7 @@
 scheduler (scheduler/scheduler.py) assumes that its decisions are carried out; the ledger has the truth. So
 every changed job is compared with the scheduler's state, and so is every decision that was not carried out.
 After a load of the ledger the scheduler is rebuilt. Not responsible for writing placements
-(jobs/lifecycle.py) or sending launches (placement/pass_runner.py).
+(jobs/launches.py) or sending launches (placement/pass_runner.py).
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import msgspec
 
 from genie.controller.connection import Connection, Handler, Handlers
-from genie.controller.jobs.lifecycle import JobLifecycle, can_see
+from genie.controller.jobs.catalog import JobCatalog, can_see
 from genie.controller.requests.reply_size import truncate_to_reply
 from genie.model.job import Job, JobState
 from genie.model.limits import LIST_MAX
@@ -53,7 +53,7 @@ class QueueRequests:
 
     def __init__(
         self,
-        jobs: JobLifecycle,
+        jobs: JobCatalog,
         planner: QueuePlanner,
         *,
         clock: Clock,

@@ -8,11 +8,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from genie.config import ControllerConfig
 from genie.controller.change_notifier import ChangeNotifier
 from genie.controller.connection import Connection, Handler
-from genie.controller.jobs.backoff import LaunchBackoff
-from genie.controller.jobs.lifecycle import JobLifecycle
+from genie.controller.jobs.catalog import JobCatalog
 from genie.controller.ledger import Ledger
 from genie.controller.requests import queue as queue_module
 from genie.controller.requests.queue import QueuePlanner, QueueRequests
@@ -27,7 +25,6 @@ from genie.scheduler.request import NodeFacts
 from genie.scheduler.rules import Rules
 from tests.controller.running_controller import running_controller
 from tests.fakes.clock import FakeClock
-from tests.fakes.placer import NoOpPlacer
 from tests.scheduler.clusters import SchedulerHarness, node
 
 OWNER = Identity(token_id="o", kind=TokenKind.OWNER, tenant="default")
@@ -69,16 +66,7 @@ class QueueSetup:
         self.ledger = Ledger(None, None, None)  # type: ignore[arg-type]  # its tables only
         self.ledger.is_loaded = True
         clock = FakeClock()
-        self.jobs = JobLifecycle(
-            self.ledger,
-            config=ControllerConfig(),
-            clock=clock,
-            random_bytes=bytes,
-            notifier=ChangeNotifier(clock),
-            wake=lambda: None,
-            placer=NoOpPlacer(),
-            backoff=LaunchBackoff(clock),
-        )
+        self.jobs = JobCatalog(self.ledger, notifier=ChangeNotifier(clock), wake=lambda: None)
         self.requests = QueueRequests(
             self.jobs, self.planner, clock=clock, check_readable=self.ledger.check_readable
         )
