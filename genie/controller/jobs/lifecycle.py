@@ -69,8 +69,9 @@ class JobLifecycle:
         self._disk_space = disk_space
         self._changes = JobChanges(ledger)
 
-    async def cancel(self, job_id: str, reason: str) -> Job:
+    async def cancel(self, job_id: str, reason: str, *, stop: StopReason = StopReason.CANCEL) -> Job:
         """End a job that has not started; mark a running one, which ends when its agent reports the exit.
+        `stop`: CANCEL, or CLOSED for a session.
 
         The confirmation of a launch that is in progress will be rejected.
         """
@@ -81,7 +82,7 @@ class JobLifecycle:
             if job.state.is_final or job.stop not in (StopReason.NONE, StopReason.PREEMPT):
                 return job
             if job.state is JobState.RUNNING:
-                return self._transitions.stage_stop(txn, job, StopReason.CANCEL, reason)
+                return self._transitions.stage_stop(txn, job, stop, reason)
             return self._transitions.stage_end(txn, job, JobState.CANCELLED, f"cancelled: {reason}")
 
         return await self._changes.apply(JobChange(job_id, build))
@@ -125,7 +126,8 @@ class JobLifecycle:
         ended = msgspec.structs.replace(
             job.placements[rank],
             outcome=state,
-            exit_code=report.exit_code,
+            # A session that its client has closed may have been ended by a signal.
+            exit_code=0 if state is JobState.SUCCEEDED else report.exit_code,
             never_started=not report.started,
         )
         self._stage_worker_end(txn, job, rank, ended, reason=reason, cause=cause)
@@ -252,6 +254,8 @@ class JobLifecycle:
         state = JobState.LOST
         if job.stop is StopReason.CANCEL:
             state, reason = JobState.CANCELLED, f"cancelled: {stopping_reason(job)} ({reason})"
+        elif job.stop is StopReason.CLOSED:
+            state, reason = JobState.SUCCEEDED, f"{stopping_reason(job)} ({reason})"
         elif job.stop is StopReason.TIME_LIMIT:
             state, reason = JobState.FAILED, f"{stopping_reason(job)} ({reason})"
         ended = msgspec.structs.replace(job.placements[rank], outcome=state)

@@ -24,7 +24,7 @@ from genie.controller.jobs.submission import JobSubmission
 from genie.controller.ledger import Ledger
 from genie.errors import DeviceUnavailableError, JobNotFoundError, NodeNotFoundError, UsageError
 from genie.model.allocation import FULL_MILLI
-from genie.model.job import Accelerator, Job, JobKind, JobSpec, JobState, Resources
+from genie.model.job import Accelerator, Job, JobKind, JobSpec, JobState, Resources, StopReason
 from genie.model.limits import NAME_CHARS_MAX
 from genie.model.messages import SESSION_INTERVAL_S_MAX, DeviceReply, Endpoint, OpenDevice
 from genie.model.names import validate_node_id
@@ -189,11 +189,15 @@ class Sessions:
         else:
             self._executor_status_by_job.pop(job.job_id, None)
 
-    async def cancel_jobs_of_client(self, identity: Identity, client_node_id: str) -> list[Job]:
-        """Cancel the session jobs of a client and return them; the caller kills those that run."""
+    async def close_jobs_of_client(self, identity: Identity, client_node_id: str) -> list[Job]:
+        """End the session jobs of a client that closes its session, and return them; the caller kills those
+        that run."""
         self._clients.pop((identity.tenant, client_node_id), None)
         own = self._jobs.session_jobs_of_client(identity.tenant, client_node_id)
-        return await all_of(self._lifecycle.cancel(job.job_id, "the client ended the session") for job in own)
+        return await all_of(
+            self._lifecycle.cancel(job.job_id, "the client closed the session", stop=StopReason.CLOSED)
+            for job in own
+        )
 
     async def cancel_expired(self) -> list[Job]:
         """Cancel the session jobs of clients that are gone or whose lease has expired; return them. Delete
