@@ -308,7 +308,7 @@ class Planner:
         if self._gpu_ids_by_node.setdefault(node_id, gpu_ids) != gpu_ids:
             self.invalidate()  # the positions of its accelerators have changed
             return
-        facts = node_facts(info, blocked_reason=closed)
+        facts = node_facts(info, blocked_reason=closed, has_left=state.has_left)
         known = self._scheduler.allocations.get_node_facts(node_id)
         if known == facts:
             return
