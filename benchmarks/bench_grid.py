@@ -35,7 +35,7 @@ sys.path.insert(0, str(ROOT))
 
 from genie.grid.grid_file import GridFile, parse_grid_file  # noqa: E402 - the path comes first
 from genie.grid.health.check import HealthState, NodeHealthChecker  # noqa: E402
-from genie.grid.runs.runner import Runner  # noqa: E402
+from genie.grid.runs.run_client import Runner  # noqa: E402
 from genie.grid.ssh.pool import SshPool  # noqa: E402
 from tests.fakes.nvml.fake import build  # noqa: E402
 from tests.grid.delay_proxy import run_delay_proxy  # noqa: E402

@@ -24,7 +24,7 @@ from genie.errors import GenieError, RunLostError, UsageError
 from genie.grid.grid_file import GridFile, read_grid_file
 from genie.grid.runs.launch import RunLauncher, RunSpec, track_run
 from genie.grid.runs.run import OutputCollector
-from genie.grid.runs.runner import Runner
+from genie.grid.runs.run_client import Runner
 from genie.grid.ssh.pool import SshPool
 
 if TYPE_CHECKING:

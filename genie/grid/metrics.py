@@ -302,10 +302,10 @@ class GridMetrics:
         try:
             with os.fdopen(os.open(self._path, os.O_RDONLY | _OPEN_FLAGS), "rb") as file:
                 if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                    raise ValueError("not a regular file")
+                    raise ValueError("the metrics file is not a regular file")
                 data = file.read(_FILE_BYTES_MAX + 1)
             if len(data) > _FILE_BYTES_MAX:
-                raise ValueError(f"larger than {_FILE_BYTES_MAX} bytes")
+                raise ValueError(f"the metrics file is larger than {_FILE_BYTES_MAX} bytes")
             figures = _decode_snapshot(data)
         except FileNotFoundError:
             return MetricsSnapshot.empty()
@@ -331,7 +331,7 @@ def _encode_snapshot(figures: MetricsSnapshot) -> bytes:
             excess -= len(json.dumps({oldest: vars(figures.runs.pop(oldest))}))
         data = json.dumps(figures, default=vars, allow_nan=False)
     if len(data) > _FILE_BYTES_MAX:
-        raise ValueError(f"the file would be larger than {_FILE_BYTES_MAX} bytes")
+        raise ValueError(f"the metrics file would be larger than {_FILE_BYTES_MAX} bytes")
     return data.encode()
 
 
@@ -371,14 +371,14 @@ def _require_type(value: Any, *kinds: type) -> Any:  # Any: it is of one of `kin
 def _require_count(value: Any) -> int:
     count: int = _require_type(value, int)
     if not 0 <= count <= _COUNT_MAX:
-        raise ValueError(f"count is not between 0 and {_COUNT_MAX}")
+        raise ValueError(f"invalid count in the metrics file: not between 0 and {_COUNT_MAX}")
     return count
 
 
 def _require_float(value: Any) -> float:
     number = float(_require_type(value, int, float))
     if not math.isfinite(number):
-        raise ValueError(f"{number} is not finite")
+        raise ValueError(f"invalid number in the metrics file: {number} is not finite")
     return number
 
 

@@ -18,7 +18,7 @@ from genie.grid.grid_file import GridFile
 from genie.grid.health.check import HealthState, NodeHealthChecker
 from genie.grid.metrics import GridMetrics
 from genie.grid.runs.launch import reconcile_runs
-from genie.grid.runs.runner import Runner
+from genie.grid.runs.run_client import Runner
 
 _log = logging.getLogger(__name__)
 

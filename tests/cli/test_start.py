@@ -133,7 +133,7 @@ def test_cluster_command_imports_no_grid_code(tmp_path: Path) -> None:
     assert names.isdisjoint(
         [*HEAVY_MODULES, *TABLE_MODULES, "asyncssh", "psutil", "pathspec", "yaml", "genie.grid"]
     )
-    assert command_modules(names) == {"commands.views"}
+    assert command_modules(names) == {"commands.status"}
 
 
 @pytest.mark.parametrize("typed", [("nodse",), ("nodse", "run")])

@@ -22,11 +22,11 @@ from genie.errors import NodeRefusedError, SyncError
 from genie.grid.grid_file import GridFile
 from genie.grid.health.check import HealthState, NodeHealthChecker
 from genie.grid.runs.run import RunState
-from genie.grid.runs.runner import Runner
+from genie.grid.runs.run_client import Runner
 from genie.grid.ssh.pool import SshPool
 from genie.grid.sync.syncer import Syncer
 from tests.grid.conftest import grid_file_of
-from tests.grid.runs.test_runner import OutputRecorder, run_to_end
+from tests.grid.runs.test_run_client import OutputRecorder, run_to_end
 from tests.grid.sync.trees import read_tree, write_files
 from tests.grid.testbed import SshNode, SshTestbed
 from tests.needs import require_program

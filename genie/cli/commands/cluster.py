@@ -322,7 +322,7 @@ def _supervisor_process_record(state_dir: Path) -> Iterator[None]:
 
 async def _print_summary(settings: Settings) -> None:
     """Print nodes, addresses and next commands of a cluster that has just started."""
-    from genie.cli.commands.views import standby_fields, write_node_and_gpu_tables
+    from genie.cli.commands.status import standby_fields, write_node_and_gpu_tables
     from genie.cluster.client import open_client
     from genie.controller.nodes.admission import advertised_host
     from genie.model.names import is_loopback

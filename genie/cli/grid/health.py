@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from genie.grid.grid_file import GridFile
     from genie.grid.health.check import GpuReading, NodeHealth, NodeHealthChecker
     from genie.grid.metrics import GridMetrics
-    from genie.grid.runs.runner import Runner
+    from genie.grid.runs.run_client import Runner
 
 _NODE_COLUMNS = ("node", "state", "score", "cpu load", "gpus", "gpu memory used", "temp", "disk free", "note")
 _NODE_DROPPABLE_COLUMNS = ("disk free", "temp", "gpu memory used")
@@ -149,7 +149,7 @@ async def _open_checker_and_runner(
 ) -> AsyncIterator[tuple[NodeHealthChecker, Runner]]:
     """Yield a health checker and a runner that share connections, for refreshing the metrics."""
     from genie.grid.health.check import HealthCache, NodeHealthChecker
-    from genie.grid.runs.runner import Runner
+    from genie.grid.runs.run_client import Runner
     from genie.grid.ssh.pool import SshPool
 
     async with SshPool(file, ssh_config=settings.grid.ssh_config) as pool:

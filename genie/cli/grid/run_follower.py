@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from genie.grid.grid_file import GridFile
     from genie.grid.runs.run import OutputCollector, Run
-    from genie.grid.runs.runner import Runner
+    from genie.grid.runs.run_client import Runner
 
 TRANSPORT_EXIT_CODE = 255
 _NEXT_CTRL_C_EFFECT = {"INT": "kill", "KILL": "exit at once"}
@@ -225,7 +225,7 @@ class RunFollower:
         return RunOutcome(each.node, each.run, code, abandoned_state="may still be running")
 
     def _abandon_start(self, each: _FollowedNode) -> RunOutcome:
-        from genie.grid.runs.runner import CancelledStart
+        from genie.grid.runs.run_client import CancelledStart
 
         known = self._runner.cancelled_start(each.run_id)
         if known is CancelledStart.UNKNOWN:

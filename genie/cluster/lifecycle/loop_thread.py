@@ -106,7 +106,7 @@ class LoopThread:
         except asyncio.CancelledError:
             pass
         except Exception:
-            _log.exception("%s ended with an error", self._name)
+            _log.exception("event loop thread %s ended with an error", self._name)
         finally:
             with self._lock:
                 self._accepts_work = False

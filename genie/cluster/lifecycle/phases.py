@@ -341,7 +341,7 @@ class Startup:
         try:
             await part
         except Exception as error:
-            _log.exception("the %s of this session failed", name)
+            _log.exception("background task %s of this session failed", name)
             self._publish_event(EventType.MONITOR_ERROR, f"the {name} failed: {error}")
 
     def _publish_event(self, kind: EventType, reason: str) -> None:

@@ -37,7 +37,7 @@ OPS: dict[str, tuple[Op, bool]] = {}
 class OpError(Exception):
     """The op failed. `reason` is an identifier for programs, the text is for people."""
 
-    def __init__(self, reason: str, text: str) -> None:
+    def __init__(self, text: str, *, reason: str) -> None:
         super().__init__(text)
         self.reason = reason
 
@@ -193,7 +193,7 @@ class RequestLoop:
 
 
 def _reject_unknown_op(args: OpArgs, blob: bytes) -> OpReply:
-    raise OpError("unknown", "unknown op")
+    raise OpError("the helper on the node has no such op", reason="unknown")
 
 
 def describe_os_error(error: OSError) -> tuple[str, str]:

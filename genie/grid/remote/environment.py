@@ -60,7 +60,7 @@ def put_wheel(args: OpArgs, blob: bytes) -> OpReply:
         file.truncate()
     if args["last"]:
         if _file_sha256(part) != args["sha256"]:
-            raise OpError("damaged", args["name"] + " was damaged in transfer")
+            raise OpError(args["name"] + " was damaged in transfer", reason="damaged")
         os.replace(part, path)
         with open(path + ".sha256", "w") as file:
             file.write(args["sha256"])
@@ -80,7 +80,7 @@ def install_environment(args: OpArgs, blob: bytes) -> OpReply:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise OpError("locked", _describe_holder(lock)) from None
+            raise OpError(_describe_holder(lock), reason="locked") from None
         holder = {"since": time.time(), "who": str(args.get("who", ""))}
         return _install_locked(args, blob, setup, _SetupLock(lock, holder))
     finally:
@@ -170,18 +170,20 @@ class _CommandRunner:
                 process.kill()
                 tail = _read_log_tail(self._log_path)
                 raise OpError(
-                    "timeout", "the installation timed out; last lines of the log:\n" + tail
+                    "the installation timed out; last lines of the log:\n" + tail, reason="timeout"
                 ) from None
         if code != 0:
             _check_disk_space(self._log_path)
-            raise OpError(reason, _read_log_tail(self._log_path) or f"{command[0]} exited with code {code}")
+            raise OpError(
+                _read_log_tail(self._log_path) or f"{command[0]} exited with code {code}", reason=reason
+            )
 
 
 def _check_disk_space(path: str) -> None:
     """Raise OpError if the disk is full: the failed program may not have been able to log that."""
     found = os.statvfs(os.path.dirname(path))
     if found.f_bavail * found.f_frsize < _DISK_FREE_BYTES_MIN:
-        raise OpError("no_space", "No space left on device: " + os.path.dirname(path))
+        raise OpError("No space left on device: " + os.path.dirname(path), reason="no_space")
 
 
 def _make_venv_command(args: OpArgs, folder: str) -> list[str]:
@@ -293,7 +295,7 @@ def _find_requested_python(args: OpArgs) -> str:
     name = str(args.get("python") or "python3")
     path = shutil.which(os.path.expanduser(name))
     if path is None:
-        raise OpError("missing", "program not found: " + name)
+        raise OpError("program not found: " + name, reason="missing")
     return path
 
 
@@ -311,7 +313,7 @@ def _python_version(python: str, check: bool = True) -> str:
     except (OSError, subprocess.TimeoutExpired):
         text = ""
     if check and not text:
-        raise OpError("python", python + " is not a working Python")
+        raise OpError(python + " is not a working Python", reason="python")
     return text
 
 
@@ -354,7 +356,7 @@ def _remove_stale_parts(folder: str) -> None:
 
 def _validate_file_name(name: str) -> str:
     if os.path.basename(name) != name or name.startswith((".", "-")):
-        raise OpError("name", "invalid file name: " + repr(name))
+        raise OpError("invalid file name: " + repr(name), reason="name")
     return name
 
 

@@ -49,5 +49,5 @@ def choose_free_gpus(gpus: Any, held: OpArgs, count: int) -> list[int]:
             free.append(index)
     if len(free) < count:
         detail = "; ".join(reasons) if gpus else "the node has no GPUs"
-        raise OpError("busy", f"{len(free)} of {len(gpus)} GPUs are free, {count} requested: {detail}")
+        raise OpError(f"{len(free)} of {len(gpus)} GPUs are free, {count} requested: {detail}", reason="busy")
     return free[:count]

@@ -184,7 +184,7 @@ def read_gpus(timeout_s: float) -> Reading:
         {"gpus": lambda: _read_gpus_by_tool(tool, timeout_s, _NO_THROTTLE_CHECK_C)}, {}, timeout_s
     )
     if "gpus" not in found:
-        raise OpError("gpus", f"could not read the GPUs: {found['failed']['gpus']}")
+        raise OpError(f"could not read the GPUs: {found['failed']['gpus']}", reason="gpus")
     return found
 
 
@@ -415,7 +415,7 @@ def _parse_json(text: str) -> Any:
     # The tools print warnings before the JSON.
     start = min((index for index in (text.find("{"), text.find("[")) if index >= 0), default=-1)
     if start < 0:
-        raise OpError("output", f"no JSON in {text.strip()[:80]!r}")
+        raise OpError(f"the output of the GPU tool has no JSON: {text.strip()[:80]!r}", reason="output")
     return json.loads(text[start:])
 
 
@@ -545,12 +545,12 @@ def _run_program(argv: list[str], deadline: float) -> str:
         if process.poll() is None:
             _kill_group(process)
     if data is not None and len(data) >= OUTPUT_BYTES_MAX:
-        raise OpError("output", f"{name} printed more than {OUTPUT_BYTES_MAX} bytes")
+        raise OpError(f"{name} printed more than {OUTPUT_BYTES_MAX} bytes", reason="output")
     if data is None:
-        raise OpError("timeout", f"{name} took longer than {timeout_s:.3g} s")
+        raise OpError(f"{name} took longer than {timeout_s:.3g} s", reason="timeout")
     text = data.decode("utf-8", "replace")
     if code and "no devices were found" not in text.lower():
-        raise OpError("exit", f"{name} exited with code {code}: {' '.join(text.split())[-160:]}")
+        raise OpError(f"{name} exited with code {code}: {' '.join(text.split())[-160:]}", reason="exit")
     return text
 
 

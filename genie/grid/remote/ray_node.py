@@ -113,10 +113,10 @@ def _stop_locked(root: str, args: OpArgs, forget: bool = True) -> OpReply:
     if entry is None:
         return {"was": None, "ended": 0, "killed": 0}
     if args.get("cluster") and args["cluster"] != entry["cluster"]:
-        raise OpError("other", "another cluster is running on this node: " + entry["cluster"])
+        raise OpError("another cluster is running on this node: " + entry["cluster"], reason="other")
     ended, killed, left = _stop_processes(entry, grace_s=float(args["grace_s"]))
     if left:
-        raise OpError("left", "could not stop these processes: " + ", ".join(map(str, left[:20])))
+        raise OpError("could not stop these processes: " + ", ".join(map(str, left[:20])), reason="left")
     if forget:
         _remove_cluster_files(_ray_folder(root), entry)
     return {"was": {"cluster": entry["cluster"], "role": entry["role"]}, "ended": ended, "killed": killed}
@@ -130,7 +130,7 @@ def request_dashboard(args: OpArgs, blob: bytes) -> OpReply:
     root = _remote_root(args)
     entry = _read_record(root)
     if entry is None:
-        raise OpError("missing", "no Ray cluster is recorded on this node")
+        raise OpError("no Ray cluster is recorded on this node", reason="missing")
     with open(os.path.join(_ray_folder(root), "token"), "rb") as file:
         token = file.read(4096).decode().strip()
     link = http.client.HTTPConnection("127.0.0.1", int(entry["dashboard_port"]), timeout=args["timeout_s"])
@@ -140,11 +140,11 @@ def request_dashboard(args: OpArgs, blob: bytes) -> OpReply:
         answer = link.getresponse()
         body = answer.read((8 << 20) + 1)
     except http.client.HTTPException as error:
-        raise OpError("http", "invalid HTTP response from the dashboard: " + repr(error)) from None
+        raise OpError("invalid HTTP response from the dashboard: " + repr(error), reason="http") from None
     finally:
         link.close()
     if len(body) > 8 << 20:
-        raise OpError("large", "the dashboard's response is larger than 8 MiB")
+        raise OpError("the dashboard's response is larger than 8 MiB", reason="large")
     return {"status": answer.status}, body
 
 
@@ -154,7 +154,7 @@ def read_job_log(args: OpArgs, blob: bytes) -> OpReply:
     entry = _read_record(_remote_root(args))
     name = args["job"]
     if entry is None or not name.replace("-", "").replace("_", "").isalnum():
-        raise OpError("missing", "no such job on this node")
+        raise OpError("no such Ray job on this node", reason="missing")
     path = os.path.join(entry["session_dir"], "logs", "job-driver-" + name + ".log")
     deadline = time.monotonic() + min(float(args["wait_s"]), 30.0)
     while True:
@@ -283,7 +283,9 @@ class _RayLock:
             except BlockingIOError:
                 if time.monotonic() >= deadline:
                     os.close(self._descriptor)
-                    raise OpError("busy", "another start or stop is in progress on this node") from None
+                    raise OpError(
+                        "another start or stop is in progress on this node", reason="busy"
+                    ) from None
                 self._while_waiting()
                 time.sleep(_POLL_S)
             else:
@@ -300,7 +302,7 @@ def _check_port_free(host: str, port: int, key: str) -> None:
         try:
             probe.bind((host, port))
         except OSError as error:
-            raise OpError("port", f"cannot bind port {port} ({key}): {error.strerror}") from None
+            raise OpError(f"cannot bind port {port} ({key}): {error.strerror}", reason="port") from None
 
 
 def _claim_record(folder: str, entry: OpArgs) -> None:
@@ -310,7 +312,7 @@ def _claim_record(folder: str, entry: OpArgs) -> None:
         _remove_cluster_files(folder, old)
     if os.path.lexists(path):  # not a race: the lock is held
         raise OpError(
-            "running", "a Ray cluster is already running on this node; stop it: grid-cli cluster stop"
+            "a Ray cluster is already running on this node; stop it: grid-cli cluster stop", reason="running"
         )
     _write_cluster_record(folder, entry)
 
@@ -360,7 +362,7 @@ def _run_ray_start(folder: str, args: OpArgs, entry: OpArgs) -> None:
         code = process.wait(float(args["timeout_s"]))
     except subprocess.TimeoutExpired:
         text = f"'ray start' timed out after {args['timeout_s']:g} s:\n{_read_output_tail(log_path)}"
-        raise OpError("timeout", text) from None
+        raise OpError(text, reason="timeout") from None
     table = _read_process_table()
     members = _find_cluster_processes(entry, table)
     # Record only the daemons; workers are found as their descendants.
@@ -369,7 +371,7 @@ def _run_ray_start(folder: str, args: OpArgs, entry: OpArgs) -> None:
     entry["session_dir"] = _find_session_folder(members)
     _write_cluster_record(folder, entry)
     if code != 0:
-        raise OpError("start", f"'ray start' exited with code {code}:\n{_read_output_tail(log_path)}")
+        raise OpError(f"'ray start' exited with code {code}:\n{_read_output_tail(log_path)}", reason="start")
 
 
 def _make_ray_environment(folder: str, args: OpArgs) -> dict[str, str]:
@@ -440,7 +442,7 @@ def _read_record(root: str) -> OpArgs | None:
     except FileNotFoundError:
         return None
     except ValueError:
-        raise OpError("damaged", "damaged file: " + path) from None
+        raise OpError("damaged file: " + path, reason="damaged") from None
     return entry
 
 

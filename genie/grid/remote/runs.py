@@ -85,7 +85,7 @@ def _start_once(args: OpArgs, blob: bytes, take_gpus: Any) -> OpArgs:
         raise _with_path(error, runs) from None
     cwd = os.path.join(root, os.path.expanduser(args.get("cwd") or ""))
     if not os.path.isdir(cwd):
-        raise OpError("missing", "there is no directory " + cwd)
+        raise OpError("there is no directory " + cwd, reason="missing")
     if take_gpus is None:
         return _create_and_launch(folder, dict(args, cwd=cwd, root=root, gpu_env={}), [], blob)
     lock = _lock_runs(runs)
@@ -128,7 +128,7 @@ def send_signal(args: OpArgs, blob: bytes) -> OpReply:
     folder = _run_folder(args)
     number = getattr(signal, "SIG" + str(args["signal"]), None)
     if not isinstance(number, signal.Signals):
-        raise OpError("usage", "unknown signal " + str(args["signal"]))
+        raise OpError("unknown signal " + str(args["signal"]), reason="usage")
     pid = _read_record(os.path.join(folder, "pid")) or {}
     found = _read_run_state(folder)
     sent = found["state"] == "running" and is_alive(pid, "pid", _read_boot_id(), _process_state_and_start)
@@ -162,7 +162,7 @@ def list_runs(args: OpArgs, blob: bytes) -> OpReply:
 def remove_run(args: OpArgs, blob: bytes) -> OpReply:
     folder = _run_folder(args)
     if _read_run_state(folder)["state"] in ("running", "starting"):
-        raise OpError("running", f"run {args['id']} is still running")
+        raise OpError(f"run {args['id']} is still running", reason="running")
     _remove_run_folder(folder)
     return {}
 
@@ -196,7 +196,7 @@ def _create_and_launch(folder: str, args: OpArgs, gpus: Any, blob: bytes) -> OpA
     if not os.path.isdir(folder):
         _remove_run_folder(new)  # the supervisor cannot start after this, unless it just has
         if not os.path.isdir(folder):
-            raise OpError("start", "the supervisor of the run did not start")
+            raise OpError("the supervisor of the run did not start", reason="start")
     return dict(_read_run_status(folder), created=True)
 
 
@@ -382,11 +382,11 @@ def _read_run_status(folder: str) -> OpArgs:
         with open(os.path.join(folder, "meta.json"), "rb") as file:
             meta = json.loads(file.read(_META_BYTES_MAX).decode())
     except FileNotFoundError:
-        raise OpError("missing", "no run has the ID " + os.path.basename(folder)) from None
+        raise OpError("no run has the ID " + os.path.basename(folder), reason="missing") from None
     except (OSError, ValueError, RecursionError):
         meta = None
     if not is_meta(meta):
-        raise OpError("damaged", folder + "/meta.json is damaged")
+        raise OpError(folder + "/meta.json is damaged", reason="damaged")
     return dict(meta, id=os.path.basename(folder), **_read_run_state(folder))
 
 
@@ -408,7 +408,7 @@ def _read_run_state(folder: str) -> OpArgs:
         ended = _read_record(os.path.join(folder, "exit"), ("code", "ended"))
         pid = _read_record(os.path.join(folder, "pid"), ("boot", "watcher"))
         if pid is None and not os.path.isdir(folder):
-            raise OpError("missing", "no run has the ID " + os.path.basename(folder))
+            raise OpError("no run has the ID " + os.path.basename(folder), reason="missing")
         found = state_of(ended, pid or {}, _read_boot_id(), _process_state_and_start)
         if found["state"] != "lost":
             break
@@ -484,13 +484,13 @@ def _read_chunk(path: str, offset: int) -> bytes:
 def _runs_folder(args: OpArgs) -> str:
     root = os.path.expanduser(str(args["root"]))
     if not os.path.isabs(root) or ".." in root.split("/"):
-        raise OpError("usage", "remote_root must be an absolute path: " + root)
+        raise OpError("remote_root must be an absolute path: " + root, reason="usage")
     return grid_folder(root, "runs")
 
 
 def _run_folder(args: OpArgs) -> str:
     if not _RUN_ID_PATTERN.fullmatch(str(args["id"])):
-        raise OpError("usage", "invalid run ID")
+        raise OpError(f"invalid run ID {str(args['id'])[:80]!r}", reason="usage")
     return os.path.join(_runs_folder(args), str(args["id"]))
 
 
@@ -539,7 +539,7 @@ def _lock_runs(runs: str) -> int:
         except OSError as error:
             if error.errno not in (errno.EAGAIN, errno.EACCES) or time.monotonic() > deadline:
                 os.close(file)
-                raise OpError("busy", "timed out waiting for other GPU runs to start") from None
+                raise OpError("timed out waiting for other GPU runs to start", reason="busy") from None
         time.sleep(0.01)
 
 

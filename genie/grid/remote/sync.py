@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 from genie.grid.remote import contents, core, tree
 from genie.grid.remote.core import OpError, register_op
 from genie.grid.remote.own_folder import grid_folder
-from genie.grid.remote.site import SyncedTree, TreeState, compute_digest, library_path
+from genie.grid.remote.synced_tree import SyncedTree, TreeState, compute_digest, library_path
 from genie.grid.remote.tree import FILE, FOLDER, LINK, REMOVED, DirectoryWalker, TreeRecord
 
 PLAN_PARTS = ("gone", "folders", "added", "changed", "copies", "links", "metas")
@@ -112,7 +112,7 @@ def receive_and_apply(args: Any, blob: bytes) -> Any:
         site.lock(wait_s=args["wait_s"])
         receiver = ChangeReceiver(site)
         if receiver.feed(blob) != len(blob) or not receiver.is_complete:
-            raise OpError("protocol", "truncated change")
+            raise OpError("the received change is incomplete", reason="protocol")
         return receiver.finish()
 
 
@@ -179,7 +179,7 @@ def _receive_stream(receiver: ChangeReceiver, source: int) -> Any:
     while not receiver.is_complete:
         count = os.readv(source, [buffer[end:]])
         if not count:
-            raise OpError("cut", "connection lost")
+            raise OpError("connection lost before all changes were received", reason="cut")
         end += count
         used = receiver.feed(buffer[:end])
         if used:
@@ -233,7 +233,10 @@ class ChangeReceiver:
         begin = at + tree.FRAME_HEADER.size
         if kind in b"DP":
             if size > PIECE_BYTES_MAX:
-                raise OpError("protocol", f"piece of {size} bytes is too large")
+                raise OpError(
+                    f"received a piece of a file of {size} bytes: the limit is {PIECE_BYTES_MAX}",
+                    reason="protocol",
+                )
             if len(view) - begin < size:
                 return 0
             self._add_piece(kind, number, view[begin : begin + size])
@@ -249,14 +252,14 @@ class ChangeReceiver:
         elif kind == ord("Z"):
             self.is_complete = True
         else:
-            raise OpError("protocol", f"unknown frame {chr(kind)!r}")
+            raise OpError(f"received a frame of unknown kind {chr(kind)!r}", reason="protocol")
         return tree.FRAME_HEADER.size
 
     def _add_piece(self, kind: int, number: int, data: memoryview) -> None:
         if kind == ord("D"):
             tree.write_all(self._open_large_file(number), data)
         elif len(self._plan) + len(data) > PLAN_BYTES_MAX:
-            raise OpError("protocol", "plan is too large")
+            raise OpError(f"the received sync plan is larger than {PLAN_BYTES_MAX} bytes", reason="protocol")
         else:
             self._plan += data
 
@@ -293,11 +296,11 @@ def apply_change(site: SyncedTree, objects: int, plan: bytes) -> Any:
     state = site.read_state()
     head, parts = split_plan(plan)
     if head["base"] != state.digest.hex():
-        raise OpError("moved", "another sync has changed this tree meanwhile")
+        raise OpError("another sync has changed the files on the node meanwhile", reason="moved")
     merged = merge_records(site, state, parts)
     digest = compute_digest(site.engine, merged)
     if digest.hex() != head["digest"]:
-        raise OpError("protocol", "the received records do not match their digest")
+        raise OpError("the received records do not match their digest", reason="protocol")
     overwritten = find_conflicts(site, parts)
     try:
         _copy_objects(objects, parts["copies"])
@@ -341,7 +344,9 @@ def split_plan(plan: bytes) -> tuple[Any, dict[str, bytes]]:
         parts[name] = plan[at : at + head[name]]
         at += head[name]
     if at != len(plan):
-        raise OpError("protocol", "truncated plan")
+        raise OpError(
+            "the sync plan is incomplete: its parts do not have the announced sizes", reason="protocol"
+        )
     return head, parts
 
 
@@ -393,7 +398,7 @@ def _check_removable(folders: DirectoryWalker, path: bytes, gone: dict[bytes, in
     for each in inside:
         if gone.get(each) not in (DELETE, REPLACE):
             raise OpError(
-                "conflict", f"{_printable(path)} would become a file, but contains {_printable(each)}"
+                f"{_printable(path)} would become a file, but contains {_printable(each)}", reason="conflict"
             )
         found = folders.try_lstat(each)
         if found is not None and stat.S_ISDIR(found.st_mode):
@@ -403,7 +408,9 @@ def _check_removable(folders: DirectoryWalker, path: bytes, gone: dict[bytes, in
 def _conflict_error(path: bytes, found: os.stat_result) -> OpError:
     kinds = {stat.S_IFDIR: "a directory", stat.S_IFLNK: "a link", stat.S_IFREG: "a file"}
     kind = kinds.get(stat.S_IFMT(found.st_mode), "a special file")
-    return OpError("conflict", f"{_printable(path)} is {kind} on the node that was not created by a sync")
+    return OpError(
+        f"{_printable(path)} is {kind} on the node that was not created by a sync", reason="conflict"
+    )
 
 
 def _printable(path: bytes) -> str:

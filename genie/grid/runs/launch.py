@@ -1,7 +1,7 @@
 """Launches runs: chooses the node, syncs a folder to it, and starts the run.
 
 If the node turns out to be busy or unreachable before the start, the next best one is used. Runs are followed
-by runner.py, nodes are rated by health/check.py.
+by run_client.py, nodes are rated by health/check.py.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from genie.grid.grid_file import GridFile
 from genie.grid.health.check import HealthCache, NodeHealth, NodeHealthChecker, choose_best_node
 from genie.grid.metrics import ActiveRun, GridMetrics
 from genie.grid.runs.run import Run
-from genie.grid.runs.runner import Runner
+from genie.grid.runs.run_client import Runner
 from genie.grid.ssh.pool import SshPool
 
 if TYPE_CHECKING:

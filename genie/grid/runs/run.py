@@ -1,6 +1,6 @@
 """A run: one command on one node, which continues without a connection. Its values, ID and parsing.
 
-Runs are started and followed by runner.py.
+Runs are started and followed by run_client.py.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from pathlib import Path
 from genie.errors import NativeBuildError, SyncError, UsageError
 from genie.grid.grid_file import SyncSettings
 from genie.grid.remote import tree
-from genie.grid.remote.site import STATE_HEADER, STATE_MAGIC
+from genie.grid.remote.synced_tree import STATE_HEADER, STATE_MAGIC
 from genie.grid.remote.tree import NO_SHA, TreeRecord
 from genie.grid.sync.excludes import ExclusionRules, compute_rules_digest
 from genie.native import libraries

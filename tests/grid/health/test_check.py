@@ -32,7 +32,7 @@ from genie.grid.health.check import (
     compute_score,
 )
 from genie.grid.runs.launch import RunLauncher, grid_metrics
-from genie.grid.runs.runner import Runner
+from genie.grid.runs.run_client import Runner
 from genie.grid.ssh.pool import SshPool
 from tests.grid.testbed import SshNode, SshTestbed
 from tests.waiting import until

@@ -12,7 +12,7 @@ import pytest
 
 from genie.grid.remote import sync, tree
 from genie.grid.remote.core import OpError
-from genie.grid.remote.site import SyncedTree
+from genie.grid.remote.synced_tree import SyncedTree
 from tests.forkserver import ForkServer
 from tests.grid.sync.trees import read_tree, write_files
 

@@ -14,7 +14,7 @@ from genie.grid.grid_file import GridFile, read_grid_file
 from genie.grid.metrics import ACTIVE_RUNS_MAX, ActiveRun, GridMetrics
 from genie.grid.runs.launch import reconcile_runs, track_run
 from genie.grid.runs.run import Run
-from genie.grid.runs.runner import Runner
+from genie.grid.runs.run_client import Runner
 from genie.grid.ssh.pool import SshPool
 from tests.grid.testbed import SshTestbed
 from tests.waiting import until

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from genie.grid.health.check import HealthState, NodeHealthChecker
-from genie.grid.runs.runner import Runner
+from genie.grid.runs.run_client import Runner
 from genie.grid.ssh.pool import SshPool
 from genie.grid.sync.syncer import Syncer
 from tests.grid.conftest import grid_file_of

@@ -20,8 +20,8 @@ import pytest
 from genie.errors import NodeRefusedError, SyncError, UnreachableError
 from genie.grid.grid_file import SshSettings
 from genie.grid.remote import contents, tree
-from genie.grid.remote.site import STATE_HEADER, STATE_MAGIC
-from genie.grid.runs.runner import Runner
+from genie.grid.remote.synced_tree import STATE_HEADER, STATE_MAGIC
+from genie.grid.runs.run_client import Runner
 from genie.grid.ssh.pool import NodeConnection, SshPool
 from genie.grid.sync import local_tree, pack, stream, syncer, tar_pipe
 from genie.grid.sync.local_tree import LocalTree, TreeSnapshot

@@ -32,9 +32,9 @@ from genie.errors import (
 from genie.grid.grid_file import GridFile
 from genie.grid.health.check import NodeHealthChecker
 from genie.grid.remote import runs as remote_runs
-from genie.grid.runs import runner as runner_module
+from genie.grid.runs import run_client as runner_module
 from genie.grid.runs.run import Run, RunState, new_run_id
-from genie.grid.runs.runner import CancelledStart, Runner
+from genie.grid.runs.run_client import CancelledStart, Runner
 from genie.grid.ssh.pool import NodeConnection, SshPool
 from tests.grid.conftest import grid_file_of
 from tests.grid.testbed import SshNode, SshTestbed
@@ -363,7 +363,7 @@ async def test_runs_are_listed_and_found_by_prefix(runner: Runner) -> None:
 async def test_short_run_is_complete_in_the_reply_to_its_start(
     runner: Runner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("genie.grid.runs.runner._SHORT_RUN_WAIT_S", 1.0)
+    monkeypatch.setattr("genie.grid.runs.run_client._SHORT_RUN_WAIT_S", 1.0)
     run = await runner.start("gpu10", "echo out; echo err >&2; exit 7")
     assert run.has_ended
     assert run.first_chunk is not None
@@ -387,7 +387,7 @@ async def test_start_of_a_long_run_returns_before_its_end(runner: Runner) -> Non
 async def test_short_run_with_much_output_is_read_in_chunks(
     runner: Runner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("genie.grid.runs.runner._SHORT_RUN_WAIT_S", 1.0)
+    monkeypatch.setattr("genie.grid.runs.run_client._SHORT_RUN_WAIT_S", 1.0)
     run = await runner.start("gpu10", f"head -c {remote_runs.CHUNK_BYTES} /dev/zero")
     recorder = OutputRecorder()
     assert await runner.wait(run, recorder) == 0

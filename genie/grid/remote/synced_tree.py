@@ -44,7 +44,7 @@ class SyncedTree:
     def __init__(self, args: dict[str, str], *, create: bool) -> None:
         """Raises FileNotFoundError if the tree was never synced, unless `create`."""
         if not _TREE_NAME_PATTERN.fullmatch(args["tree"]):
-            raise OpError("usage", "invalid tree name " + repr(args["tree"]))
+            raise OpError("invalid tree name " + repr(args["tree"]), reason="usage")
         path = os.path.expanduser(args["root"])
         if create:
             os.makedirs(path, exist_ok=True)
@@ -186,7 +186,7 @@ class SyncedTree:
                 if error.errno not in (errno.EAGAIN, errno.EACCES):
                     raise
             if time.monotonic() >= deadline:
-                raise OpError("busy", "another sync of this tree is in progress")
+                raise OpError("another sync of this tree is in progress", reason="busy")
             time.sleep(_LOCK_RETRY_INTERVAL_S)
 
     def _open_own_folder(self, root: str, *, create: bool) -> int:
@@ -195,7 +195,7 @@ class SyncedTree:
             return self._open_folder(self.root, GRID_FOLDER_NAME, create=create)
         own = self._track_fd(os.open(os.path.realpath(path), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
         if os.fstat(own).st_dev != os.fstat(self.root).st_dev:
-            raise OpError("link", path + " must be on the same file system as remote_root")
+            raise OpError(path + " must be on the same file system as remote_root", reason="link")
         return own
 
     def _open_folder(self, parent: int, name: str, *, create: bool) -> int:
@@ -237,7 +237,7 @@ def compute_digest(engine: tree.PlainEngine, records: bytes) -> bytes:
 
 def library_path(folder: str, key: str) -> str:
     if not _LIBRARY_KEY_PATTERN.fullmatch(key):
-        raise OpError("usage", "invalid library key")
+        raise OpError(f"invalid key of the compiled engine: {key!r}", reason="usage")
     return os.path.join(folder, "tree-" + key + ".so")
 
 
