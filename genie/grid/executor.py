@@ -275,7 +275,7 @@ class _GridSession:
             self._loop.close()
 
     async def _close_on_loop(self) -> None:
-        self.runner.keep_cancelled_starts()
+        self.runner.stop_interrupting_cancelled_starts()
         waiting = list(self._pending_tasks)
         for task in waiting:
             task.cancel()

@@ -50,7 +50,7 @@ _COUNT_MAX = 2**63 - 1
 _OPEN_FLAGS = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOFOLLOW", 0)  # not on Windows
 ACTIVE_RUNS_MAX = 10_000
 _PID_DIGITS_MAX = 10
-_PROCESS_ENDED_STATUS = "gone"
+_ENDED_PROCESS_START_TIME = "gone"
 _PENDING_UPDATES_MAX = 10_000
 _FLUSH_TIMEOUT_S = 5.0
 _DECODE_ERRORS = (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError)
@@ -154,7 +154,7 @@ class _UpdateWriter:
         except RuntimeError:  # the interpreter is shutting down
             self._apply_pending_updates()
 
-    def wait(self) -> None:
+    def wait_until_applied(self) -> None:
         """Wait until all pending updates are applied, at most _FLUSH_TIMEOUT_S."""
         with self._changed:
             self._changed.wait_for(lambda: not self._is_running, timeout=_FLUSH_TIMEOUT_S)
@@ -237,7 +237,7 @@ class GridMetrics:
             lambda figures: figures.syncs.add(_finite_duration_s(duration_s), SYNC_BUCKETS_S)
         )
 
-    def node_scores(self, scores: Mapping[str, float]) -> None:
+    def set_node_scores(self, scores: Mapping[str, float]) -> None:
         """Replace all scores. Infinity marks a node that must not be chosen."""
         stored = {name: score if math.isfinite(score) else None for name, score in scores.items()}
 
@@ -248,7 +248,7 @@ class GridMetrics:
 
     def figures(self) -> MetricsSnapshot:
         """Return the current metrics, without the tasks of processes that have ended."""
-        _UPDATE_WRITER.wait()
+        _UPDATE_WRITER.wait_until_applied()
         figures = self._read_file()
         _drop_ended_processes(figures)
         return figures
@@ -260,7 +260,7 @@ class GridMetrics:
         try:
             asyncio.get_running_loop()
         except RuntimeError:
-            _UPDATE_WRITER.wait()
+            _UPDATE_WRITER.wait_until_applied()
             self._apply_to_file(change)
         else:
             _UPDATE_WRITER.enqueue(lambda: self._apply_to_file(change))
@@ -403,7 +403,9 @@ def _drop_ended_processes(figures: MetricsSnapshot) -> None:
     for name in list(figures.active):
         pid = name.partition("-")[0]
         is_pid = (
-            pid.isdecimal() and len(pid) <= _PID_DIGITS_MAX and not name.endswith(f"-{_PROCESS_ENDED_STATUS}")
+            pid.isdecimal()
+            and len(pid) <= _PID_DIGITS_MAX
+            and not name.endswith(f"-{_ENDED_PROCESS_START_TIME}")
         )
         if not is_pid or _process_identity(int(pid)) != name:
             del figures.active[name]
@@ -411,7 +413,7 @@ def _drop_ended_processes(figures: MetricsSnapshot) -> None:
 
 def _process_identity(pid: int) -> str:
     """Return the PID with the start time, because PIDs are reused."""
-    return f"{pid}-{_process_start_time(pid) or _PROCESS_ENDED_STATUS}"
+    return f"{pid}-{_process_start_time(pid) or _ENDED_PROCESS_START_TIME}"
 
 
 def _process_start_time(pid: int) -> str:

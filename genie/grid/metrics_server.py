@@ -63,8 +63,8 @@ async def refresh_metrics(
     checker: NodeHealthChecker, runner: Runner, file: GridFile, metrics: GridMetrics, *, fresh: bool = False
 ) -> None:
     """Record the scores of all nodes and the ends of active runs."""
-    nodes = await checker.check_all(fresh=fresh)
-    await asyncio.to_thread(metrics.node_scores, {node.name: node.effective_score for node in nodes})
+    nodes = await checker.check_all_in_file_order(fresh=fresh)
+    await asyncio.to_thread(metrics.set_node_scores, {node.name: node.effective_score for node in nodes})
     reached = [node.name for node in nodes if node.state is not HealthState.UNREACHABLE]
     await reconcile_runs(runner, file, metrics, nodes=reached)
 

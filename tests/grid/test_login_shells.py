@@ -155,7 +155,7 @@ async def test_shell_reading_and_helper_reading_agree(
 ) -> None:
     checker = NodeHealthChecker(own_pool, file, clock=time.time)
     for _ in range(2):
-        for found in await checker.check_all(fresh=True):
+        for found in await checker.check_all_in_file_order(fresh=True):
             assert (found.state, found.note) == (HealthState.OK, ""), found
             assert found.readings is not None
             assert (found.readings.cores, found.readings.vendor) == (os.cpu_count(), "none")

@@ -31,7 +31,7 @@ def sample(text: str, name: str) -> str:
 
 
 def test_text_has_initial_counters_and_passes_promtool(metrics: GridMetrics) -> None:
-    metrics.node_scores({"gpu1": 12.5, "gpu2": math.inf})
+    metrics.set_node_scores({"gpu1": 12.5, "gpu2": math.inf})
     metrics.tasks_changed(ended=[("failed", 0.2)])
     text = metrics.text()
     promtool = require_program("promtool", package="prometheus")
@@ -136,8 +136,8 @@ def test_tasks_of_killed_process_are_not_active(
 
 
 def test_scores_of_removed_nodes_are_dropped(metrics: GridMetrics) -> None:
-    metrics.node_scores({"gpu1": 1.0, "gpu2": 2.0})
-    metrics.node_scores({"gpu2": 3.0})
+    metrics.set_node_scores({"gpu1": 1.0, "gpu2": 2.0})
+    metrics.set_node_scores({"gpu2": 3.0})
     assert metrics.figures().scores == {"gpu2": 3.0}
 
 
@@ -175,7 +175,7 @@ def test_file_with_one_invalid_value_resets_metrics(
 
 
 def test_file_without_runs_and_with_unknown_keys_is_read(tmp_path: Path, metrics: GridMetrics) -> None:
-    metrics.node_scores({"gpu1": 2.0})
+    metrics.set_node_scores({"gpu1": 2.0})
     path = tmp_path / "grid" / "metrics.json"
     figures = json.loads(path.read_text()) | {"scores": {"gpu1": 2, "gpu2": None}, "later": 1}
     del figures["runs"]
@@ -297,7 +297,7 @@ def test_oldest_runs_are_dropped_when_file_would_be_too_large(tmp_path: Path, me
     assert (found.completed["failed"], list(found.runs)[-1]) == (1, "r-2069")
     assert 2000 < len(found.runs) < 2070
     assert (8 << 20) - 5000 < path.stat().st_size <= 8 << 20
-    metrics.node_scores({"x" * (9 << 20): 1.0})
+    metrics.set_node_scores({"x" * (9 << 20): 1.0})
     assert metrics.figures().completed["failed"] == 1, "other metrics are lost"
 
 

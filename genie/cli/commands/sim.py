@@ -136,13 +136,17 @@ def run(
 
     settings = invocation.load_settings()
     seed_number = parse_integer(seed, what="--seed", low=0, high=_SEED_MAX)
-    rules = _make_rules(order, settings.controller, backfills=not no_backfill, preempts=not no_preempt)
+    rules = _make_scheduling_rules(
+        order, settings.controller, backfills=not no_backfill, preempts=not no_preempt
+    )
     machines = _parse_nodes(nodes)
     _check_choice(trace_format, _TRACE_FORMATS, what="--format")
     work = _load_or_generate_jobs(
         machines, trace, trace_format, jobs=jobs, load=load, limits=limits, seed=seed_number
     )
-    plan = _make_simulation_plan(rules, placement, seed_number, failures=_parse_failures(fail_every, repair))
+    plan = _make_simulation_parameters(
+        rules, placement, seed_number, failures=_parse_failures(fail_every, repair)
+    )
     line = output.ProgressLine()
     try:
         done = simulate(
@@ -315,7 +319,9 @@ def _load_or_generate_jobs(
     return workload.scale_to_load(found, nodes, load_target) if load_target else found
 
 
-def _make_rules(order: str, controller: ControllerConfig, *, backfills: bool, preempts: bool) -> Rules:
+def _make_scheduling_rules(
+    order: str, controller: ControllerConfig, *, backfills: bool, preempts: bool
+) -> Rules:
     """Return the scheduling rules for a policy name, with the controller's time budget for custom policies.
 
     The budget counts CPU time here, so that other load on the machine does not change the results.
@@ -330,7 +336,7 @@ def _make_rules(order: str, controller: ControllerConfig, *, backfills: bool, pr
     return Rules(allows_backfill=backfills, allows_preemption=preempts).with_order(policy)
 
 
-def _make_simulation_plan(
+def _make_simulation_parameters(
     rules: Rules, placement: str, seed: int, *, failures: NodeFailures | None
 ) -> SimulationParameters:
     from genie.sim.events import SimulationParameters
@@ -374,7 +380,11 @@ def _summary_to_json(summary: Summary) -> dict[str, Any]:
 
 
 def _summary_fields(it: Summary) -> list[tuple[str, str]]:
-    large = f" (gangs of 32 or more GPUs: {_format_spread(it.wait_large_s)})" if it.wait_large_s.count else ""
+    large = (
+        f" (gangs of 32 or more GPUs: {_format_mean_and_percentiles(it.wait_large_s)})"
+        if it.wait_large_s.count
+        else ""
+    )
     skipped = f", {it.impossible} skipped: larger than the cluster" if it.impossible else ""
     if it.left_waiting:
         skipped += f", {it.left_waiting} never started: the policy rejected all nodes"
@@ -387,8 +397,8 @@ def _summary_fields(it: Summary) -> list[tuple[str, str]]:
             f"{it.utilisation_while_waiting:.1%}, for {it.waiting_share:.0%} of the time",
         ),
         ("utilization until last arrival", f"{it.utilisation_while_arriving:.1%}"),
-        ("wait time", _format_spread(it.wait_s) + large),
-        ("completion time", _format_spread(it.completion_s)),
+        ("wait time", _format_mean_and_percentiles(it.wait_s) + large),
+        ("completion time", _format_mean_and_percentiles(it.completion_s)),
         ("slowdown", f"mean {it.slowdown.mean:.2f}, p50 {it.slowdown.p50:.2f}, p99 {it.slowdown.p99:.1f}"),
         ("tenant fairness (Jain)", f"{it.jain:.3f}"),
         ("finish-time fairness", f"mean {it.finish_fairness.mean:.2f}, p99 {it.finish_fairness.p99:.2f}"),
@@ -398,5 +408,5 @@ def _summary_fields(it: Summary) -> list[tuple[str, str]]:
     ]
 
 
-def _format_spread(it: ValueSpread) -> str:
+def _format_mean_and_percentiles(it: ValueSpread) -> str:
     return f"mean {format_duration(it.mean)}, p50 {format_duration(it.p50)}, p99 {format_duration(it.p99)}"

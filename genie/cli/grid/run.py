@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from genie.grid.runs.run_client import NodeRuns, Runner
     from genie.grid.ssh.pool import SshPool
 
-_RUN_COLUMNS = ("run", "node", "state", "exit code", "gpus", "age", "command")
-_RUN_DROPPABLE_COLUMNS = ("gpus", "exit code", "age")
+_RUN_COLUMNS = ("run", "node", "state", "exit code", "gpu indices", "age", "command")
+_RUN_DROPPABLE_COLUMNS = ("gpu indices", "exit code", "age")
 _SIGNAL_NAMES = ("HUP", "INT", "QUIT", "KILL", "USR1", "USR2", "TERM", "CONT", "STOP")
 _TIMEOUT_EXIT_CODE = 124
 _GRACE_S_MAX = 3600.0

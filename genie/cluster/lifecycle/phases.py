@@ -44,10 +44,10 @@ _log = logging.getLogger(__name__)
 
 PHASES = ("configuration", "local node", "network discovery", "backend", "monitoring")
 _END_SESSION_TIMEOUT_S = 2.0
-_FIRST_CHECK_TIMEOUT_S = 1.0
+_FIRST_HEALTH_CHECK_TIMEOUT_S = 1.0
 # init() has one deadline. Calls get slightly more than the remaining time, so that the error is always the
 # one that names the phase.
-_TIMEOUT_MARGIN_S = 1.0
+_CALL_TIMEOUT_MARGIN_S = 1.0
 
 
 class Startup:
@@ -133,7 +133,7 @@ class Startup:
 
     @property
     def _remaining_s(self) -> float:
-        return max(self._deadline - asyncio.get_running_loop().time(), 0.0) + _TIMEOUT_MARGIN_S
+        return max(self._deadline - asyncio.get_running_loop().time(), 0.0) + _CALL_TIMEOUT_MARGIN_S
 
     # --- 1: configuration ---------------------------------------------------------------------
 
@@ -142,7 +142,7 @@ class Startup:
         sources = self._settings.sources
         requested = sources["log.level"] != "default" or sources["log.format"] != "default"
         log.configure_session(self._settings.log, requested=requested)
-        self._settings = _with_heartbeat_timeout(self._settings)
+        self._settings = _with_default_heartbeat_timeout_raised(self._settings)
         given = {
             key.removeprefix("cluster."): source
             for key, source in sources.items()
@@ -319,7 +319,7 @@ class Startup:
             events=self._events,
         )
         self._stack.callback(checker.close)
-        await checker.check(timeout_s=_FIRST_CHECK_TIMEOUT_S)
+        await checker.check(timeout_s=_FIRST_HEALTH_CHECK_TIMEOUT_S)
         return checker
 
     @asynccontextmanager
@@ -348,7 +348,7 @@ class Startup:
         self._events.publish(kind, node_id=self._node_id, reason=reason)
 
 
-def _with_heartbeat_timeout(settings: Settings) -> Settings:
+def _with_default_heartbeat_timeout_raised(settings: Settings) -> Settings:
     """Increases a default timeout to two intervals: one lost heartbeat must not disconnect a node."""
     config = settings.cluster
     if settings.sources["cluster.heartbeat_timeout"] != "default":

@@ -162,6 +162,6 @@ def _check_exit_code(parts: dict[str, str], part: str, *, program: str) -> None:
 def _parse_xids(parts: dict[str, str]) -> list[dict[str, Any]]:
     found = health.parse_xids(parts["xids"])
     try:
-        return health.with_age(found, float(parts["uptime"].split()[0]))
+        return health.xids_with_age(found, float(parts["uptime"].split()[0]))
     except (KeyError, ValueError, IndexError):
         return [{**{name: xid[name] for name in ("bus", "code", "text")}, "age_s": None} for xid in found]

@@ -28,8 +28,8 @@ _RECORD_BYTES_MAX = 1 << 20
 _OUTPUT_TAIL_BYTES = 4000
 _LOG_BYTES_MAX = 1 << 20
 _COMMAND_TIMEOUT_S = 10.0
-_POLL_S = 0.05
-_KILL_WAIT_S = 5.0
+_POLL_INTERVAL_S = 0.05
+_KILL_TIMEOUT_S = 5.0
 _LOCK_TIMEOUT_S = 5.0  # after a disconnect, the previous helper takes a moment to exit
 _VERSIONS_SCRIPT = (
     "import sys\n"
@@ -83,7 +83,7 @@ def _start_locked(folder: str, args: OpArgs, token: bytes) -> OpReply:
         "processes": [],
         "session_dir": "",
     }
-    _claim_record(folder, entry)
+    _write_new_cluster_record(folder, entry)
     try:
         _write_private_file(os.path.join(folder, "token"), token)
         _write_private_file(os.path.join(folder, "env.sh"), _format_env_script(folder, args).encode())
@@ -104,7 +104,7 @@ def stop_ray(args: OpArgs, blob: bytes) -> OpReply:
     if not os.path.isdir(folder):
         return {"was": None, "ended": 0, "killed": 0}
     # A start in progress is stopped too: it then cleans up and releases the lock.
-    with _RayLock(folder, while_waiting=lambda: _stop_locked(root, args, forget=False)):
+    with _RayLock(folder, on_wait=lambda: _stop_locked(root, args, forget=False)):
         return _stop_locked(root, args)
 
 
@@ -266,10 +266,10 @@ def _find_own_address() -> str:
 class _RayLock:
     """Allows one start or stop at a time on this node; the kernel releases it when the helper exits."""
 
-    def __init__(self, folder: str, while_waiting: Callable[[], object] = lambda: None) -> None:
-        """`while_waiting` is called repeatedly while another process holds the lock."""
+    def __init__(self, folder: str, on_wait: Callable[[], object] = lambda: None) -> None:
+        """`on_wait` is called repeatedly while another process holds the lock."""
         self._path = os.path.join(folder, "lock")
-        self._while_waiting = while_waiting
+        self._on_wait = on_wait
         self._descriptor = -1
 
     def __enter__(self) -> None:
@@ -286,8 +286,8 @@ class _RayLock:
                     raise OpError(
                         "another start or stop is in progress on this node", reason="busy"
                     ) from None
-                self._while_waiting()
-                time.sleep(_POLL_S)
+                self._on_wait()
+                time.sleep(_POLL_INTERVAL_S)
             else:
                 return
 
@@ -305,7 +305,7 @@ def _check_port_free(host: str, port: int, key: str) -> None:
             raise OpError(f"cannot bind port {port} ({key}): {error.strerror}", reason="port") from None
 
 
-def _claim_record(folder: str, entry: OpArgs) -> None:
+def _write_new_cluster_record(folder: str, entry: OpArgs) -> None:
     path = os.path.join(folder, "cluster.json")
     old = _read_record(os.path.dirname(os.path.dirname(folder)))
     if old is not None and not _find_cluster_processes(old, _read_process_table()):
@@ -564,7 +564,7 @@ def _stop_processes(entry: OpArgs, grace_s: float) -> tuple[int, int, list[int]]
     left.update(_find_cluster_processes(entry, _read_process_table()))
     killed = len(left)
     _signal_processes(left, signal.SIGKILL)
-    left = _wait_ended(left, _KILL_WAIT_S)
+    left = _wait_ended(left, _KILL_TIMEOUT_S)
     return total, killed, sorted(left)
 
 
@@ -589,7 +589,7 @@ def _wait_ended(members: dict[int, str], limit_s: float) -> dict[int, str]:
         left = {pid: start for pid, start in members.items() if _is_alive(table, pid, start)}
         if not left or time.monotonic() >= deadline:
             return left
-        time.sleep(_POLL_S)
+        time.sleep(_POLL_INTERVAL_S)
 
 
 def _read_boot_id() -> str:

@@ -16,14 +16,14 @@ import struct
 import time
 
 from genie.grid.remote import tree
-from genie.grid.remote.contents import BLOCK_DIGEST_BYTES_MIN
+from genie.grid.remote.contents import BLOCK_DIGEST_FILE_BYTES_MIN
 from genie.grid.remote.core import OpError
 from genie.grid.remote.own_folder import GRID_FOLDER_NAME, grid_folder
 
 STATE_HEADER = struct.Struct("<8sq32s32s")  # magic, time of the last scan, digest of the plain records, rules
 STATE_MAGIC = b"GGTREE2\n"
 """Includes the format version."""
-_STATE_MAGIC_1 = b"GGTREE1\n"
+_STATE_MAGIC_V1 = b"GGTREE1\n"
 """In this version, large files were also identified by their SHA-256."""
 _TREE_NAME_PATTERN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
 _LIBRARY_KEY_PATTERN = re.compile(r"[0-9a-f]{16,64}")
@@ -63,7 +63,7 @@ class SyncedTree:
                     "sync": grid_folder(path),
                     args["tree"]: grid_folder(path, "sync"),
                 }
-                _add_folder(error, parents.get(str(error.filename), ""))
+                _make_error_path_absolute(error, parents.get(str(error.filename), ""))
             raise
         self.path = grid_folder(path, "sync")
         self._tree_path = os.path.join(self.path, args["tree"])
@@ -79,15 +79,15 @@ class SyncedTree:
         while self._fds:
             os.close(self._fds.pop())
 
-    def open_objects(self) -> int:
+    def open_staging_folder(self) -> int:
         """Open the directory of received files; remove those of an earlier boot, which may be incomplete."""
         name = "objects-" + _read_boot_id()
         for other in os.listdir(self.folder):
             if other.startswith("objects-") and other != name:
-                self._remove_objects(other)
+                self._remove_staging_folder(other)
         return self._open_folder(self.folder, name, create=True)
 
-    def _remove_objects(self, name: str) -> None:
+    def _remove_staging_folder(self, name: str) -> None:
         try:
             self.remove_all_files(self._open_folder(self.folder, name, create=False))
             os.rmdir(name, dir_fd=self.folder)
@@ -113,9 +113,9 @@ class SyncedTree:
         magic, taken_ns, digest, _ = STATE_HEADER.unpack_from(data)
         records = data[STATE_HEADER.size :]
         try:
-            if magic not in (STATE_MAGIC, _STATE_MAGIC_1) or digest != compute_digest(self.engine, records):
+            if magic not in (STATE_MAGIC, _STATE_MAGIC_V1) or digest != compute_digest(self.engine, records):
                 return TreeState()
-            if magic == _STATE_MAGIC_1:
+            if magic == _STATE_MAGIC_V1:
                 records = _clear_large_digests(records)
                 digest = compute_digest(self.engine, records)
         except OSError:
@@ -174,7 +174,7 @@ class SyncedTree:
         try:
             fd = self._track_fd(os.open("lock", flags, 0o600, dir_fd=self.folder))
         except OSError as error:
-            _add_folder(error, self._tree_path)
+            _make_error_path_absolute(error, self._tree_path)
             raise
         deadline = time.monotonic() + wait_s
         while True:
@@ -216,14 +216,14 @@ def _clear_large_digests(records: bytes) -> bytes:
     """Clear the digests of large files, which are then sent again."""
     known = bytearray(records)
     for one in tree.iter_records(records):
-        if one.kind == tree.FILE and one.size >= BLOCK_DIGEST_BYTES_MIN:
+        if one.kind == tree.FILE and one.size >= BLOCK_DIGEST_FILE_BYTES_MIN:
             known[one.at + tree.RECORD_HEADER.size - len(tree.NO_SHA) : one.at + tree.RECORD_HEADER.size] = (
                 tree.NO_SHA
             )
     return bytes(known)
 
 
-def _add_folder(error: OSError, folder: str) -> None:
+def _make_error_path_absolute(error: OSError, folder: str) -> None:
     """Make the file name of an error absolute; it is relative to a directory descriptor."""
     if isinstance(error.filename, str):
         error.filename = os.path.join(folder, error.filename)
@@ -235,7 +235,7 @@ def compute_digest(engine: tree.PlainEngine, records: bytes) -> bytes:
     return hashlib.sha256(engine.records_to_compare(records)).digest()
 
 
-def library_path(folder: str, key: str) -> str:
+def engine_library_path(folder: str, key: str) -> str:
     if not _LIBRARY_KEY_PATTERN.fullmatch(key):
         raise OpError(f"invalid key of the compiled engine: {key!r}", reason="usage")
     return os.path.join(folder, "tree-" + key + ".so")
@@ -244,7 +244,7 @@ def library_path(folder: str, key: str) -> str:
 def load_engine(folder: str, key: str) -> tree.PlainEngine:
     """Return the compiled engine if its library is available, else the Python one."""
     if key not in _ENGINE_BY_PATH:
-        path = library_path(folder, key) if key else ""
+        path = engine_library_path(folder, key) if key else ""
         if not path or not os.path.exists(path):
             return tree.PlainEngine()
         found = tree.load_engine(path)

@@ -107,7 +107,7 @@ class RunLauncher:
     async def check_all_nodes(self, *, fresh: bool = False) -> list[NodeHealth]:
         """The health of all nodes, sorted by score, and recorded in the metrics."""
         nodes = await self._make_checker().check_all_nodes(fresh=fresh)
-        grid_metrics(self._state_dir).node_scores({each.name: each.effective_score for each in nodes})
+        grid_metrics(self._state_dir).set_node_scores({each.name: each.effective_score for each in nodes})
         return nodes
 
     def _make_checker(self) -> NodeHealthChecker:
@@ -121,8 +121,10 @@ class RunLauncher:
         async with self._choice_lock:
             checker = self._make_checker()
             for fresh in (False, True):
-                nodes = await checker.check_all(fresh=fresh)
-                grid_metrics(self._state_dir).node_scores({each.name: each.effective_score for each in nodes})
+                nodes = await checker.check_all_in_file_order(fresh=fresh)
+                grid_metrics(self._state_dir).set_node_scores(
+                    {each.name: each.effective_score for each in nodes}
+                )
                 try:
                     fitting = [each for each in nodes if each.name not in without]
                     name = choose_best_node(fitting, gpus=gpus, labels=labels or {}).name

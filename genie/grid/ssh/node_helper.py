@@ -87,12 +87,12 @@ def read_remote_source(module: str) -> str:
 
 
 @cache
-def list_with_dependencies(module: str) -> tuple[str, ...]:
+def list_module_with_dependencies(module: str) -> tuple[str, ...]:
     """Returns a module of remote/ and the modules it imports, in load order."""
     found: list[str] = []
     for whole, names in _REMOTE_IMPORT.findall(read_remote_source(module)):
         for name in [whole] if whole else names.split(","):
-            found += [each for each in list_with_dependencies(name.strip()) if each not in found]
+            found += [each for each in list_module_with_dependencies(name.strip()) if each not in found]
     return (*found, module)
 
 
@@ -143,7 +143,7 @@ class HelperSession(asyncssh.SSHClientSession[bytes]):
         return bytes(self._shell_output[-400:]).decode(errors="replace").strip()
 
     def _load_modules(self, wanted: str) -> None:
-        for module in (wanted,) if wanted in self._loaded_modules else list_with_dependencies(wanted):
+        for module in (wanted,) if wanted in self._loaded_modules else list_module_with_dependencies(wanted):
             if module not in self._loaded_modules:
                 self._loaded_modules.add(module)
                 text = read_remote_source(module).encode()

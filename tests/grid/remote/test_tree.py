@@ -54,7 +54,7 @@ def is_excluded(path: bytes, is_folder: bool) -> bool:
 
 def walk(engine: tree.PlainEngine, root: Path, old: bytes = b"", *, taken_ns: int = 0, reuse: bool = False):
     walked = engine.walk(str(root), old, taken_ns=taken_ns, reuse=reuse, is_excluded=is_excluded)
-    return walked.records, walked.dirty, walked.is_same, walked.rules_changed, walked.skipped
+    return walked.records, walked.dirty, walked.is_unchanged, walked.rules_changed, walked.skipped
 
 
 @pytest.fixture
@@ -139,7 +139,7 @@ def transfer(
                 once.append(one.without_stamp + tree.NO_STAMP)
                 seen.add(one.sha)
         engine.place_files(fds[2], fds[1], b"".join(once))
-        with tree.DirectoryWalker(fds[2]) as folders:
+        with tree.OpenDirectories(fds[2]) as folders:
             for one in tree.iter_records(bytes(named)):
                 if one.kind == tree.FILE and folders.try_lstat(one.path) is None:
                     parent, name = folders.open_parent(one.path)

@@ -202,7 +202,9 @@ async def test_hanging_node_does_not_delay_others(testbed: SshTestbed, pool: Ssh
 async def test_keepalive_detects_an_unresponsive_node(
     own_testbed: SshTestbed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ssh_pool, "_KEEPALIVE_S", 0.5)  # a busy node must respond within three times that
+    monkeypatch.setattr(
+        ssh_pool, "_KEEPALIVE_INTERVAL_S", 0.5
+    )  # a busy node must respond within three times that
     async with (
         SshPool(grid_file_of(own_testbed), ssh_config=own_testbed.ssh_config) as pool,
         pool.connect("gpu1") as link,

@@ -15,7 +15,7 @@ import pytest_asyncio
 
 from genie.errors import UsageError
 from genie.grid.ssh import tcp_connection
-from genie.grid.ssh.tcp_connection import TcpTunnel
+from genie.grid.ssh.tcp_connection import TcpConnector
 
 
 class Owner(asyncio.Protocol):
@@ -74,7 +74,7 @@ async def connected(host: Host, leave: asyncio.Event) -> tuple[asyncio.Task[Owne
         asked.set()
         await leave.wait()
 
-    tunnel = TcpTunnel(await options(), on_banner=on_banner)
+    tunnel = TcpConnector(await options(), on_banner=on_banner)
 
     async def connect() -> Owner:
         owner = Owner()
@@ -122,7 +122,7 @@ async def test_host_without_a_banner_times_out_after_connect_timeout(host: Host,
     async def on_banner() -> None:
         raise AssertionError("it has sent nothing")
 
-    tunnel = TcpTunnel(await options(config), on_banner=on_banner)
+    tunnel = TcpConnector(await options(config), on_banner=on_banner)
     async with asyncio.timeout(30):
         with pytest.raises(TimeoutError, match="timed out"):
             await tunnel.create_connection(Owner, "127.0.0.1", host.port)
@@ -145,7 +145,7 @@ async def test_abandoned_connection_logs_no_error(host: Host, way: str) -> None:
         await asyncssh.connect(
             "127.0.0.1",
             host.port,
-            tunnel=TcpTunnel(given, on_banner=on_banner),
+            tunnel=TcpConnector(given, on_banner=on_banner),
             config=None,
             known_hosts=None,
             client_keys=None,
@@ -337,4 +337,4 @@ async def test_close_flushes_pending_writes() -> None:
 async def test_proxied_connections_are_left_to_asyncssh(tmp_path: Path, line: str, straight: bool) -> None:
     config = tmp_path / "config"
     config.write_text(f"Host gpu1\n{line}")
-    assert TcpTunnel.is_direct(await options(config)) is straight
+    assert TcpConnector.is_direct(await options(config)) is straight

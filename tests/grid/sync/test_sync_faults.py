@@ -113,9 +113,9 @@ async def test_full_disk_is_reported_and_leaves_the_tree_unchanged(
 async def test_full_disk_leaves_no_partial_library(
     own_testbed: SshTestbed, tmp_path: Path, monkeypatch, fits: bool
 ) -> None:
-    key, binary, source = local_tree.read_library()
+    key, binary, source = local_tree.read_engine_library()
     assert min(len(binary), len(source)) > 20_000
-    monkeypatch.setattr(syncer, "read_library", lambda: (key, binary if fits else b"", source))
+    monkeypatch.setattr(syncer, "read_engine_library", lambda: (key, binary if fits else b"", source))
     own_testbed["gpu1"].restart(before="mount -t tmpfs -o size=16k tmpfs /root")
     write_files(tmp_path / "project", {b"a": b"1"})
     file = file_for(own_testbed, "ws")
@@ -298,7 +298,7 @@ async def test_damaged_local_index_only_causes_a_full_read(project: Project) -> 
 @pytest.mark.parametrize("touched", [False, True])
 async def test_large_files_of_an_older_state_format_are_sent_again(project: Project, touched: bool) -> None:
     """The old format hashed them by plain SHA-256. Its records of other files are still valid."""
-    large = random.Random(4).randbytes(contents.BLOCK_DIGEST_BYTES_MIN)
+    large = random.Random(4).randbytes(contents.BLOCK_DIGEST_FILE_BYTES_MIN)
     write_files(project.root, {b"a": b"1", b"gone": b"2", b"large": large})
     await project.sync()
     (index,) = (project.root.parent / "state/grid/sync").glob("*.index")
@@ -327,8 +327,8 @@ def _as_before(data: bytes, shas: dict[bytes, bytes]) -> bytes:
 
 
 async def test_incompatible_library_is_compiled_on_the_node(project: Project, monkeypatch) -> None:
-    key, _, source = local_tree.read_library()
-    monkeypatch.setattr(syncer, "read_library", lambda: (key, b"no library", source))
+    key, _, source = local_tree.read_engine_library()
+    monkeypatch.setattr(syncer, "read_engine_library", lambda: (key, b"no library", source))
     write_files(project.root, {b"a": b"1"})
     await project.sync()
     made = project.there / ".grid/sync" / f"tree-{key}.so"
