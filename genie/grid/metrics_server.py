@@ -64,7 +64,7 @@ async def refresh_metrics(
 ) -> None:
     """Record the scores of all nodes and the ends of active runs."""
     nodes = await checker.check_all_in_file_order(fresh=fresh)
-    await asyncio.to_thread(metrics.set_node_scores, {node.name: node.effective_score for node in nodes})
+    await asyncio.to_thread(metrics.node_scores, {node.name: node.effective_score for node in nodes})
     reached = [node.name for node in nodes if node.state is not HealthState.UNREACHABLE]
     await reconcile_runs(runner, file, metrics, nodes=reached)
 

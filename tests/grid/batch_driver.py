@@ -89,7 +89,7 @@ def run_blocked_batches(folder: Path, end: Callable[[BatchExecutor], None]) -> l
 
 
 def own_metrics() -> MetricsSnapshot:
-    return GridMetrics(load().paths.state_dir.expanduser()).figures()
+    return GridMetrics(load().paths.state_dir.expanduser()).read_snapshot()
 
 
 def error_of(executor: BatchExecutor, tasks: list[int]) -> str:

@@ -180,7 +180,7 @@ async def _check_nodes(
                 tasks = [group.create_task(checker.check(name, fresh=fresh)) for name in names]
             found = sorted((task.result() for task in tasks), key=lambda node: node.sort_key)
     if not names:
-        _open_metrics(settings).set_node_scores({node.name: node.effective_score for node in found})
+        _open_metrics(settings).node_scores({node.name: node.effective_score for node in found})
     return found
 
 
@@ -231,7 +231,7 @@ def _open_metrics(settings: Settings) -> GridMetrics:
 
 
 def _metrics_to_json(grid_metrics: GridMetrics) -> dict[str, Any]:
-    found = grid_metrics.figures()
+    found = grid_metrics.read_snapshot()
     return {
         "node_health_score": found.scores,
         "tasks_completed": found.completed,

@@ -364,7 +364,7 @@ class Agents:
         node_id = request.node_id
         record, held = self._ledger.nodes.get(node_id), self._ledger.holds.get(node_id)
         if record is not None and not record.left:
-            self._check_folder_removable(record)
+            self._check_removable(record)
             if held is not None:
                 await self._jobs.record_lost_workers(self._find_lost_workers(record, held))
         if self._ledger.holds.is_unreadable(node_id):
@@ -374,7 +374,7 @@ class Agents:
         self._node_faults.unblock_node(node_id)
         return Done()
 
-    def _check_folder_removable(self, record: NodeRecord) -> None:
+    def _check_removable(self, record: NodeRecord) -> None:
         node_id, now_s = record.info.node_id, self._clock.monotonic_s()
         if self._membership.get_connection(node_id) is not None:
             raise NodeError(

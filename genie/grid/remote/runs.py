@@ -415,8 +415,8 @@ def _read_run_state(folder: str) -> OpArgs:
     return found
 
 
-def run_state_from_records(ended: Any, pid: OpArgs, boot: str, look: Any) -> OpArgs:
-    """Return the state of a run from its records. `look` returns a process's state and start time.
+def run_state_from_records(ended: Any, pid: OpArgs, boot: str, read_process: Any) -> OpArgs:
+    """Return the state of a run from its records. `read_process` returns a process's state and start time.
 
     A run is lost if it ended without an exit record, because the node or its supervisor was killed.
     """
@@ -425,16 +425,16 @@ def run_state_from_records(ended: Any, pid: OpArgs, boot: str, look: Any) -> OpA
         code = TIMEOUT_EXIT_CODE if ended.get("timed_out") else ended["code"]
         found.update(state="exited", exit_code=code, ended=ended["ended"])
         found.update(signal=ended.get("signal"), error=ended.get("error", ""))
-    elif is_alive(pid, "pid", boot, look) or is_alive(pid, "watcher", boot, look):
+    elif is_alive(pid, "pid", boot, read_process) or is_alive(pid, "watcher", boot, read_process):
         found["state"] = "running" if "pid" in pid else "starting"
     return found
 
 
-def is_alive(pid: OpArgs, process: str, boot: str, look: Any) -> bool:
+def is_alive(pid: OpArgs, process: str, boot: str, read_process: Any) -> bool:
     """True if the recorded process is alive, and not another one with the same PID."""
     if process not in pid or pid["boot"] != boot:
         return False
-    state, start = look(pid[process])
+    state, start = read_process(pid[process])
     return state not in ("", "Z", "X") and start == pid.get(process + "_start")
 
 

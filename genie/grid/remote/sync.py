@@ -120,7 +120,7 @@ def receive_and_apply(args: Any, blob: bytes) -> Any:
 def store_library(args: Any, blob: bytes) -> Any:
     """Store the compiled library: the uploaded one if it works here, else compile it in the background."""
     with SyncedTree(args, create=True) as site:
-        path = engine_library_path(site.path, args["key"])
+        path = engine_library_path(site.sync_folder_path, args["key"])
         binary, source = blob[: args["binary"]], blob[args["binary"] :]
         if binary and args["machine"] == _machine_type() and _install_library(path, binary):
             return {"how": "given"}
@@ -309,11 +309,11 @@ def apply_change(site: SyncedTree, objects: int, plan: bytes) -> Any:
         # Reserve the space for the state: after the journal is written, nothing should fail.
         if site.free_bytes() < _DISK_FREE_BYTES_MIN + 4 * len(merged):
             site.write_state(merged, taken_ns=0, digest=digest, name="next")
-        site.write("journal", plan)
+        site.write_file("journal", plan)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             site.remove_all_files(objects)
-            site.remove("next")
+            site.remove_file("next")
         raise
     done = execute_plan(site, objects, state, plan, merged=merged)
     done["overwritten"] = overwritten
@@ -322,18 +322,18 @@ def apply_change(site: SyncedTree, objects: int, plan: bytes) -> Any:
 
 def finish_interrupted_change(site: SyncedTree) -> None:
     """Finish a change whose journal was written but that was interrupted."""
-    plan = site.read("journal")
+    plan = site.read_file("journal")
     if plan is None:
         return
     state = site.read_state()
     try:
         head, _ = split_plan(plan)
     except (OpError, ValueError, KeyError, struct.error):
-        site.remove("journal")  # damaged by a power cut: the check finds what is missing
+        site.remove_file("journal")  # damaged by a power cut: the check finds what is missing
         return
     if state.digest.hex() == head["base"]:
         execute_plan(site, site.open_staging_folder(), state, plan)
-    site.remove("journal")
+    site.remove_file("journal")
 
 
 def split_plan(plan: bytes) -> tuple[Any, dict[str, bytes]]:
@@ -371,12 +371,12 @@ def find_conflicts(site: SyncedTree, parts: dict[str, bytes]) -> list[str]:
 
     Raises OpError ('conflict') if a directory would be replaced, or something else by a directory.
     """
-    names = os.listdir(site.root)
+    names = os.listdir(site.root_fd)
     if not any(os.fsencode(name) not in tree.RESERVED_NAMES for name in names):
         return []
     gone = {one.path: one.flags for one in tree.iter_records(parts["gone"])}
     overwritten: list[str] = []
-    with OpenDirectories(site.root) as folders:
+    with OpenDirectories(site.root_fd) as folders:
         for name in ("folders", "added", "copies", "links"):
             for one in tree.iter_records(parts[name]):
                 found = folders.try_lstat(one.path)
@@ -435,10 +435,10 @@ def execute_plan(
     finally:
         # Also after an error: the next check finds what differs from the records.
         taken_ns = time.time_ns()
-        stamped = site.engine.fill_in_stamps(site.root, merged)
-        site.remove("next")
+        stamped = site.engine.fill_in_stamps(site.root_fd, merged)
+        site.remove_file("next")
         site.write_state(stamped, taken_ns=taken_ns, digest=bytes.fromhex(head["digest"]))
-        site.remove("journal")
+        site.remove_file("journal")
     site.remove_all_files(objects)
     return {"deleted": deleted, "kept": kept}
 
@@ -450,7 +450,7 @@ def _delete_unchanged(site: SyncedTree, state: TreeState, gone: bytes) -> tuple[
     flags = {one.path: one.flags for one in tree.iter_records(gone)}
     places = site.engine.compare(state.records, site.engine.merge(state.records, gone))
     deleted = 0
-    with OpenDirectories(site.root) as folders:
+    with OpenDirectories(site.root_fd) as folders:
         changed = (path for path, flag in flags.items() if flag == FORGET)  # changed or missing on the node
         kept = [_printable(path) for path in changed if folders.try_lstat(path) is not None]
         for place, _ in reversed(places):
@@ -507,12 +507,12 @@ def _copy_file(from_folder: int, name: bytes, to_folder: int, new: bytes) -> Non
 def _place_files(site: SyncedTree, objects: int, parts: dict[str, bytes]) -> None:
     try:
         # Copies first: moving an object is the last step for its contents.
-        site.engine.place_files(site.root, objects, parts["folders"])
-        with OpenDirectories(site.root) as folders:
+        site.engine.place_files(site.root_fd, objects, parts["folders"])
+        with OpenDirectories(site.root_fd) as folders:
             for number, one in enumerate(tree.iter_records(parts["copies"])):
                 tree.place_entry(folders, objects, one, b"copy-%d" % number)
-        site.engine.place_files(site.root, objects, parts["added"])
-        site.engine.place_files(site.root, objects, parts["changed"])
+        site.engine.place_files(site.root_fd, objects, parts["added"])
+        site.engine.place_files(site.root_fd, objects, parts["changed"])
     except OSError as error:
         if error.errno != errno.EXDEV:
             raise
@@ -521,7 +521,7 @@ def _place_files(site: SyncedTree, objects: int, parts: dict[str, bytes]) -> Non
 
 def _place_across_file_systems(site: SyncedTree, objects: int, parts: dict[str, bytes]) -> None:
     """Copy files first if a part of the tree is on another file system."""
-    with OpenDirectories(site.root) as folders:
+    with OpenDirectories(site.root_fd) as folders:
         for name in ("copies", "added", "changed"):
             for number, one in enumerate(tree.iter_records(parts[name])):
                 source = b"copy-%d" % number if name == "copies" else tree.object_name(one.sha, one.size)
@@ -537,7 +537,7 @@ def _place_across_file_systems(site: SyncedTree, objects: int, parts: dict[str, 
 
 
 def _make_links(site: SyncedTree, objects: int, links: bytes) -> None:
-    with OpenDirectories(site.root) as folders:
+    with OpenDirectories(site.root_fd) as folders:
         for one in tree.iter_records(links):
             parent, name = folders.open_parent(one.path)
             try:
@@ -557,7 +557,7 @@ def _make_links(site: SyncedTree, objects: int, links: bytes) -> None:
 
 def _set_modes_and_times(site: SyncedTree, metas: bytes) -> None:
     """Set modes and times, the deepest first, because a directory's mode may deny access."""
-    with OpenDirectories(site.root) as folders:
+    with OpenDirectories(site.root_fd) as folders:
         for one in reversed(list(tree.iter_records(metas))):
             parent, name = folders.open_parent(one.path)
             flags = getattr(os, "O_PATH", os.O_RDONLY) | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -579,12 +579,12 @@ def _set_modes_and_times(site: SyncedTree, metas: bytes) -> None:
 
 def find_drift(site: SyncedTree, state: TreeState) -> bytes:
     """Return current records of what differs from the state; if only times differ, update the state."""
-    places = site.engine.find_mismatches(site.root, state.records, taken_ns=state.taken_ns)
+    places = site.engine.find_mismatches(site.root_fd, state.records, taken_ns=state.taken_ns)
     if not places:
         return b""
     taken_ns = time.time_ns()
     drift, touched = [], []
-    with OpenDirectories(site.root) as folders:
+    with OpenDirectories(site.root_fd) as folders:
         for place in places:
             one = TreeRecord(state.records, place)
             now = _current_record(folders, one)
@@ -664,12 +664,12 @@ def _install_library(path: str, binary: bytes) -> bool:
 
 def _remove_stale_library_parts(site: SyncedTree) -> None:
     """Remove leftovers of interrupted compilations, which take minutes at most."""
-    found = [name for name in os.listdir(site.shared) if _LIBRARY_PART_PATTERN.fullmatch(name)]
+    found = [name for name in os.listdir(site.sync_folder_fd) if _LIBRARY_PART_PATTERN.fullmatch(name)]
     for name in found[:_LIBRARY_PARTS_CHECKED_MAX]:
         try:
-            made = os.stat(name, dir_fd=site.shared, follow_symlinks=False).st_mtime
+            made = os.stat(name, dir_fd=site.sync_folder_fd, follow_symlinks=False).st_mtime
             if time.time() - made > _LIBRARY_PART_AGE_S_MAX:
-                os.unlink(name, dir_fd=site.shared)
+                os.unlink(name, dir_fd=site.sync_folder_fd)
         except OSError:  # removed already, or of another user: harmless
             pass
 

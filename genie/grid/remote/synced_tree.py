@@ -51,10 +51,10 @@ class SyncedTree:
         self._fds: list[int] = []
         self._is_locked = False
         try:
-            self.root = self._track_fd(os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+            self.root_fd = self._track_fd(os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
             own = self._open_own_folder(path, create=create)
-            self.shared = self._open_folder(own, "sync", create=create)
-            self.folder = self._open_folder(self.shared, args["tree"], create=create)
+            self.sync_folder_fd = self._open_folder(own, "sync", create=create)
+            self.tree_folder_fd = self._open_folder(self.sync_folder_fd, args["tree"], create=create)
         except BaseException as error:
             self.close()
             if isinstance(error, OSError):
@@ -65,9 +65,9 @@ class SyncedTree:
                 }
                 _make_error_path_absolute(error, parents.get(str(error.filename), ""))
             raise
-        self.path = grid_folder(path, "sync")
-        self._tree_path = os.path.join(self.path, args["tree"])
-        self.engine = load_engine(self.path, args.get("key", ""))
+        self.sync_folder_path = grid_folder(path, "sync")
+        self._tree_path = os.path.join(self.sync_folder_path, args["tree"])
+        self.engine = load_engine(self.sync_folder_path, args.get("key", ""))
 
     def __enter__(self) -> SyncedTree:
         return self
@@ -82,15 +82,15 @@ class SyncedTree:
     def open_staging_folder(self) -> int:
         """Open the directory of received files; remove those of an earlier boot, which may be incomplete."""
         name = "objects-" + _read_boot_id()
-        for other in os.listdir(self.folder):
+        for other in os.listdir(self.tree_folder_fd):
             if other.startswith("objects-") and other != name:
                 self._remove_staging_folder(other)
-        return self._open_folder(self.folder, name, create=True)
+        return self._open_folder(self.tree_folder_fd, name, create=True)
 
     def _remove_staging_folder(self, name: str) -> None:
         try:
-            self.remove_all_files(self._open_folder(self.folder, name, create=False))
-            os.rmdir(name, dir_fd=self.folder)
+            self.remove_all_files(self._open_folder(self.tree_folder_fd, name, create=False))
+            os.rmdir(name, dir_fd=self.tree_folder_fd)
         except OSError as error:  # not a directory, or it contains other files: ignored
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR, errno.ELOOP):
                 raise
@@ -105,9 +105,9 @@ class SyncedTree:
 
     def read_state(self) -> TreeState:
         """Return the stored state; an empty one if it is missing or unreadable."""
-        data = self.read("state")
+        data = self.read_file("state")
         if data is None:
-            data = self.read("state.old")
+            data = self.read_file("state.old")
         if data is None or len(data) < STATE_HEADER.size:
             return TreeState()
         magic, taken_ns, digest, _ = STATE_HEADER.unpack_from(data)
@@ -124,43 +124,43 @@ class SyncedTree:
 
     def write_state(self, records: bytes, *, taken_ns: int, digest: bytes, name: str = "state") -> None:
         data = STATE_HEADER.pack(STATE_MAGIC, taken_ns, digest, bytes(32)) + records
-        self.write(name + ".whole", data)
+        self.write_file(name + ".whole", data)
         # Replacing a file makes file systems flush, so the old state is renamed first; it is the fallback.
         try:
-            os.rename(name, name + ".old", src_dir_fd=self.folder, dst_dir_fd=self.folder)
+            os.rename(name, name + ".old", src_dir_fd=self.tree_folder_fd, dst_dir_fd=self.tree_folder_fd)
         except FileNotFoundError:
             pass
-        os.rename(name + ".whole", name, src_dir_fd=self.folder, dst_dir_fd=self.folder)
+        os.rename(name + ".whole", name, src_dir_fd=self.tree_folder_fd, dst_dir_fd=self.tree_folder_fd)
 
-    def read(self, name: str) -> bytes | None:
+    def read_file(self, name: str) -> bytes | None:
         try:
-            fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self.folder)
+            fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self.tree_folder_fd)
         except FileNotFoundError:
             return None
         with os.fdopen(fd, "rb") as file:
             return file.read()
 
-    def write(self, name: str, data: bytes) -> None:
+    def write_file(self, name: str, data: bytes) -> None:
         """Write a file atomically."""
         part = name + ".part"
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
-        fd = os.open(part, flags, 0o600, dir_fd=self.folder)
+        fd = os.open(part, flags, 0o600, dir_fd=self.tree_folder_fd)
         try:
             tree.write_all(fd, data)
         except OSError:
-            os.unlink(part, dir_fd=self.folder)
+            os.unlink(part, dir_fd=self.tree_folder_fd)
             raise
         finally:
             os.close(fd)
-        os.rename(part, name, src_dir_fd=self.folder, dst_dir_fd=self.folder)
+        os.rename(part, name, src_dir_fd=self.tree_folder_fd, dst_dir_fd=self.tree_folder_fd)
 
     def free_bytes(self) -> int:
-        found = os.fstatvfs(self.folder)
+        found = os.fstatvfs(self.tree_folder_fd)
         return found.f_bavail * found.f_frsize
 
-    def remove(self, name: str) -> None:
+    def remove_file(self, name: str) -> None:
         try:
-            os.unlink(name, dir_fd=self.folder)
+            os.unlink(name, dir_fd=self.tree_folder_fd)
         except FileNotFoundError:
             pass
 
@@ -172,7 +172,7 @@ class SyncedTree:
             return
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
-            fd = self._track_fd(os.open("lock", flags, 0o600, dir_fd=self.folder))
+            fd = self._track_fd(os.open("lock", flags, 0o600, dir_fd=self.tree_folder_fd))
         except OSError as error:
             _make_error_path_absolute(error, self._tree_path)
             raise
@@ -192,9 +192,9 @@ class SyncedTree:
     def _open_own_folder(self, root: str, *, create: bool) -> int:
         path = grid_folder(root)
         if not os.path.islink(path):
-            return self._open_folder(self.root, GRID_FOLDER_NAME, create=create)
+            return self._open_folder(self.root_fd, GRID_FOLDER_NAME, create=create)
         own = self._track_fd(os.open(os.path.realpath(path), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
-        if os.fstat(own).st_dev != os.fstat(self.root).st_dev:
+        if os.fstat(own).st_dev != os.fstat(self.root_fd).st_dev:
             raise OpError(path + " must be on the same file system as remote_root", reason="link")
         return own
 

@@ -107,7 +107,7 @@ class RunLauncher:
     async def check_all_nodes(self, *, fresh: bool = False) -> list[NodeHealth]:
         """The health of all nodes, sorted by score, and recorded in the metrics."""
         nodes = await self._make_checker().check_all_nodes(fresh=fresh)
-        grid_metrics(self._state_dir).set_node_scores({each.name: each.effective_score for each in nodes})
+        grid_metrics(self._state_dir).node_scores({each.name: each.effective_score for each in nodes})
         return nodes
 
     def _make_checker(self) -> NodeHealthChecker:
@@ -122,9 +122,7 @@ class RunLauncher:
             checker = self._make_checker()
             for fresh in (False, True):
                 nodes = await checker.check_all_in_file_order(fresh=fresh)
-                grid_metrics(self._state_dir).set_node_scores(
-                    {each.name: each.effective_score for each in nodes}
-                )
+                grid_metrics(self._state_dir).node_scores({each.name: each.effective_score for each in nodes})
                 try:
                     fitting = [each for each in nodes if each.name not in without]
                     name = choose_best_node(fitting, gpus=gpus, labels=labels or {}).name
@@ -229,7 +227,7 @@ async def reconcile_runs(
     A run that its node no longer lists (nodes delete old ones), or whose node is no longer in the file, is
     counted as unknown. A run on an unreachable node, or on one not in `nodes`, stays active.
     """
-    known = await asyncio.to_thread(metrics.figures)
+    known = await asyncio.to_thread(metrics.read_snapshot)
     own = {run_id: entry for run_id, entry in known.runs.items() if entry.grid_file == _grid_file_path(file)}
     for run_id, entry in own.items():
         if all(node.name != entry.node for node in file.nodes):

@@ -110,7 +110,7 @@ class OutputOrigins {
 OutputSpec output_spec_from_meta_tensor(const Tensor& made, const OutputOrigins& origins) {
   OutputSpec output;
   if (!made.defined()) return output;
-  if (!made.is_valid_metadata() || made.layout() != at::kStrided || !is_supported_dtype(made.scalar_type()))
+  if (!made.is_meta() || made.layout() != at::kStrided || !is_supported_dtype(made.scalar_type()))
     throw InferenceFailed();
   if (const auto* same = origins.find_same_input(made)) {
     output.kind = OutputKind::Alias;

@@ -224,7 +224,7 @@ async def test_runs_are_spread_over_equally_good_nodes(tmp_path: Path) -> None:
     async with SshPool(file, ssh_config=tmp_path) as pool:
         launcher = RunLauncher(pool, file, Runner(pool, file), state_dir=tmp_path)
         assert [await launcher.choose_best_node(without={}) for _ in range(4)] == ["a", "b", "c", "a"]
-    metrics = await asyncio.to_thread(grid_metrics(tmp_path).figures)
+    metrics = await asyncio.to_thread(grid_metrics(tmp_path).read_snapshot)
     assert metrics.scores == {node.name: node.score for node in nodes}
 
 
