@@ -136,17 +136,14 @@ def run(
 
     settings = invocation.load_settings()
     seed_number = parse_integer(seed, what="--seed", low=0, high=_SEED_MAX)
-    rules = _make_scheduling_rules(
-        order, settings.controller, backfills=not no_backfill, preempts=not no_preempt
-    )
+    rules = _make_rules(order, settings.controller, backfills=not no_backfill, preempts=not no_preempt)
     machines = _parse_nodes(nodes)
     _check_choice(trace_format, _TRACE_FORMATS, what="--format")
     work = _load_or_generate_jobs(
         machines, trace, trace_format, jobs=jobs, load=load, limits=limits, seed=seed_number
     )
-    plan = _make_simulation_parameters(
-        rules, placement, seed_number, failures=_parse_failures(fail_every, repair)
-    )
+    failures = _parse_failures(fail_every, repair)
+    plan = _make_simulation_parameters(rules, placement, seed_number, failures=failures)
     line = output.ProgressLine()
     try:
         done = simulate(
@@ -319,9 +316,7 @@ def _load_or_generate_jobs(
     return workload.scale_to_load(found, nodes, load_target) if load_target else found
 
 
-def _make_scheduling_rules(
-    order: str, controller: ControllerConfig, *, backfills: bool, preempts: bool
-) -> Rules:
+def _make_rules(order: str, controller: ControllerConfig, *, backfills: bool, preempts: bool) -> Rules:
     """Return the scheduling rules for a policy name, with the controller's time budget for custom policies.
 
     The budget counts CPU time here, so that other load on the machine does not change the results.
