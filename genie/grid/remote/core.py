@@ -19,10 +19,10 @@ import threading
 import types
 from typing import Any, Callable, NoReturn  # noqa: UP035 - Callable[...] at run time needs Python 3.9
 
-VERSION = 1
+PROTOCOL_VERSION = 1
 MAGIC = b"\0genie-grid-1\0"
 """Precedes the first response; output of a login shell comes before it."""
-HEADER = struct.Struct(">II")
+MESSAGE_HEADER = struct.Struct(">II")
 JSON_BYTES_MAX = 8 << 20
 BLOB_BYTES_MAX = 16 << 20
 THREADS_MAX = 64
@@ -37,7 +37,7 @@ OPS: dict[str, tuple[Op, bool]] = {}
 class OpError(Exception):
     """The op failed. `reason` is an identifier for programs, the text is for people."""
 
-    def __init__(self, reason: str, text: str) -> None:
+    def __init__(self, text: str, *, reason: str) -> None:
         super().__init__(text)
         self.reason = reason
 
@@ -122,10 +122,10 @@ class RequestLoop:
     def run(self) -> NoReturn:
         python = ".".join(map(str, sys.version_info[:3]))
         self._write(MAGIC)
-        self.respond({"id": 0, "ok": {"version": VERSION, "python": python, "pid": os.getpid()}})
+        self.respond({"id": 0, "ok": {"version": PROTOCOL_VERSION, "python": python, "pid": os.getpid()}})
         while True:
-            head = self._read_exactly(HEADER.size)
-            json_bytes, blob_bytes = HEADER.unpack(head)
+            head = self._read_exactly(MESSAGE_HEADER.size)
+            json_bytes, blob_bytes = MESSAGE_HEADER.unpack(head)
             if json_bytes > JSON_BYTES_MAX or blob_bytes > BLOB_BYTES_MAX:
                 os._exit(3)
             request = json.loads(self._read_exactly(json_bytes).decode())
@@ -174,7 +174,7 @@ class RequestLoop:
 
     def respond(self, message: OpArgs, blob: bytes = b"") -> None:
         body = json.dumps(message, separators=(",", ":")).encode()
-        self._write(HEADER.pack(len(body), len(blob)) + body + blob)
+        self._write(MESSAGE_HEADER.pack(len(body), len(blob)) + body + blob)
 
     def _write(self, data: bytes) -> None:
         view = memoryview(data)
@@ -193,7 +193,7 @@ class RequestLoop:
 
 
 def _reject_unknown_op(args: OpArgs, blob: bytes) -> OpReply:
-    raise OpError("unknown", "unknown op")
+    raise OpError("the helper on the node has no such op", reason="unknown")
 
 
 def describe_os_error(error: OSError) -> tuple[str, str]:

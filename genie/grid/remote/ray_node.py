@@ -28,8 +28,8 @@ _RECORD_BYTES_MAX = 1 << 20
 _OUTPUT_TAIL_BYTES = 4000
 _LOG_BYTES_MAX = 1 << 20
 _COMMAND_TIMEOUT_S = 10.0
-_POLL_S = 0.05
-_KILL_WAIT_S = 5.0
+_POLL_INTERVAL_S = 0.05
+_KILL_TIMEOUT_S = 5.0
 _LOCK_TIMEOUT_S = 5.0  # after a disconnect, the previous helper takes a moment to exit
 _VERSIONS_SCRIPT = (
     "import sys\n"
@@ -83,7 +83,7 @@ def _start_locked(folder: str, args: OpArgs, token: bytes) -> OpReply:
         "processes": [],
         "session_dir": "",
     }
-    _claim_record(folder, entry)
+    _write_new_cluster_record(folder, entry)
     try:
         _write_private_file(os.path.join(folder, "token"), token)
         _write_private_file(os.path.join(folder, "env.sh"), _format_env_script(folder, args).encode())
@@ -104,7 +104,7 @@ def stop_ray(args: OpArgs, blob: bytes) -> OpReply:
     if not os.path.isdir(folder):
         return {"was": None, "ended": 0, "killed": 0}
     # A start in progress is stopped too: it then cleans up and releases the lock.
-    with _RayLock(folder, while_waiting=lambda: _stop_locked(root, args, forget=False)):
+    with _RayLock(folder, on_wait=lambda: _stop_locked(root, args, forget=False)):
         return _stop_locked(root, args)
 
 
@@ -113,10 +113,10 @@ def _stop_locked(root: str, args: OpArgs, forget: bool = True) -> OpReply:
     if entry is None:
         return {"was": None, "ended": 0, "killed": 0}
     if args.get("cluster") and args["cluster"] != entry["cluster"]:
-        raise OpError("other", "another cluster is running on this node: " + entry["cluster"])
+        raise OpError("another cluster is running on this node: " + entry["cluster"], reason="other")
     ended, killed, left = _stop_processes(entry, grace_s=float(args["grace_s"]))
     if left:
-        raise OpError("left", "could not stop these processes: " + ", ".join(map(str, left[:20])))
+        raise OpError("could not stop these processes: " + ", ".join(map(str, left[:20])), reason="left")
     if forget:
         _remove_cluster_files(_ray_folder(root), entry)
     return {"was": {"cluster": entry["cluster"], "role": entry["role"]}, "ended": ended, "killed": killed}
@@ -130,7 +130,7 @@ def request_dashboard(args: OpArgs, blob: bytes) -> OpReply:
     root = _remote_root(args)
     entry = _read_record(root)
     if entry is None:
-        raise OpError("missing", "no Ray cluster is recorded on this node")
+        raise OpError("no Ray cluster is recorded on this node", reason="missing")
     with open(os.path.join(_ray_folder(root), "token"), "rb") as file:
         token = file.read(4096).decode().strip()
     link = http.client.HTTPConnection("127.0.0.1", int(entry["dashboard_port"]), timeout=args["timeout_s"])
@@ -140,11 +140,11 @@ def request_dashboard(args: OpArgs, blob: bytes) -> OpReply:
         answer = link.getresponse()
         body = answer.read((8 << 20) + 1)
     except http.client.HTTPException as error:
-        raise OpError("http", "invalid HTTP response from the dashboard: " + repr(error)) from None
+        raise OpError("invalid HTTP response from the dashboard: " + repr(error), reason="http") from None
     finally:
         link.close()
     if len(body) > 8 << 20:
-        raise OpError("large", "the dashboard's response is larger than 8 MiB")
+        raise OpError("the dashboard's response is larger than 8 MiB", reason="large")
     return {"status": answer.status}, body
 
 
@@ -154,7 +154,7 @@ def read_job_log(args: OpArgs, blob: bytes) -> OpReply:
     entry = _read_record(_remote_root(args))
     name = args["job"]
     if entry is None or not name.replace("-", "").replace("_", "").isalnum():
-        raise OpError("missing", "no such job on this node")
+        raise OpError("no such Ray job on this node", reason="missing")
     path = os.path.join(entry["session_dir"], "logs", "job-driver-" + name + ".log")
     deadline = time.monotonic() + min(float(args["wait_s"]), 30.0)
     while True:
@@ -266,10 +266,10 @@ def _find_own_address() -> str:
 class _RayLock:
     """Allows one start or stop at a time on this node; the kernel releases it when the helper exits."""
 
-    def __init__(self, folder: str, while_waiting: Callable[[], object] = lambda: None) -> None:
-        """`while_waiting` is called repeatedly while another process holds the lock."""
+    def __init__(self, folder: str, on_wait: Callable[[], object] = lambda: None) -> None:
+        """`on_wait` is called repeatedly while another process holds the lock."""
         self._path = os.path.join(folder, "lock")
-        self._while_waiting = while_waiting
+        self._on_wait = on_wait
         self._descriptor = -1
 
     def __enter__(self) -> None:
@@ -283,9 +283,11 @@ class _RayLock:
             except BlockingIOError:
                 if time.monotonic() >= deadline:
                     os.close(self._descriptor)
-                    raise OpError("busy", "another start or stop is in progress on this node") from None
-                self._while_waiting()
-                time.sleep(_POLL_S)
+                    raise OpError(
+                        "another start or stop is in progress on this node", reason="busy"
+                    ) from None
+                self._on_wait()
+                time.sleep(_POLL_INTERVAL_S)
             else:
                 return
 
@@ -300,17 +302,17 @@ def _check_port_free(host: str, port: int, key: str) -> None:
         try:
             probe.bind((host, port))
         except OSError as error:
-            raise OpError("port", f"cannot bind port {port} ({key}): {error.strerror}") from None
+            raise OpError(f"cannot bind port {port} ({key}): {error.strerror}", reason="port") from None
 
 
-def _claim_record(folder: str, entry: OpArgs) -> None:
+def _write_new_cluster_record(folder: str, entry: OpArgs) -> None:
     path = os.path.join(folder, "cluster.json")
     old = _read_record(os.path.dirname(os.path.dirname(folder)))
     if old is not None and not _find_cluster_processes(old, _read_process_table()):
         _remove_cluster_files(folder, old)
     if os.path.lexists(path):  # not a race: the lock is held
         raise OpError(
-            "running", "a Ray cluster is already running on this node; stop it: grid-cli cluster stop"
+            "a Ray cluster is already running on this node; stop it: grid-cli cluster stop", reason="running"
         )
     _write_cluster_record(folder, entry)
 
@@ -360,7 +362,7 @@ def _run_ray_start(folder: str, args: OpArgs, entry: OpArgs) -> None:
         code = process.wait(float(args["timeout_s"]))
     except subprocess.TimeoutExpired:
         text = f"'ray start' timed out after {args['timeout_s']:g} s:\n{_read_output_tail(log_path)}"
-        raise OpError("timeout", text) from None
+        raise OpError(text, reason="timeout") from None
     table = _read_process_table()
     members = _find_cluster_processes(entry, table)
     # Record only the daemons; workers are found as their descendants.
@@ -369,7 +371,7 @@ def _run_ray_start(folder: str, args: OpArgs, entry: OpArgs) -> None:
     entry["session_dir"] = _find_session_folder(members)
     _write_cluster_record(folder, entry)
     if code != 0:
-        raise OpError("start", f"'ray start' exited with code {code}:\n{_read_output_tail(log_path)}")
+        raise OpError(f"'ray start' exited with code {code}:\n{_read_output_tail(log_path)}", reason="start")
 
 
 def _make_ray_environment(folder: str, args: OpArgs) -> dict[str, str]:
@@ -440,7 +442,7 @@ def _read_record(root: str) -> OpArgs | None:
     except FileNotFoundError:
         return None
     except ValueError:
-        raise OpError("damaged", "damaged file: " + path) from None
+        raise OpError("damaged file: " + path, reason="damaged") from None
     return entry
 
 
@@ -562,7 +564,7 @@ def _stop_processes(entry: OpArgs, grace_s: float) -> tuple[int, int, list[int]]
     left.update(_find_cluster_processes(entry, _read_process_table()))
     killed = len(left)
     _signal_processes(left, signal.SIGKILL)
-    left = _wait_ended(left, _KILL_WAIT_S)
+    left = _wait_ended(left, _KILL_TIMEOUT_S)
     return total, killed, sorted(left)
 
 
@@ -587,7 +589,7 @@ def _wait_ended(members: dict[int, str], limit_s: float) -> dict[int, str]:
         left = {pid: start for pid, start in members.items() if _is_alive(table, pid, start)}
         if not left or time.monotonic() >= deadline:
             return left
-        time.sleep(_POLL_S)
+        time.sleep(_POLL_INTERVAL_S)
 
 
 def _read_boot_id() -> str:

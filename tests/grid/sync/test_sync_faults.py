@@ -20,8 +20,8 @@ import pytest
 from genie.errors import NodeRefusedError, SyncError, UnreachableError
 from genie.grid.grid_file import SshSettings
 from genie.grid.remote import contents, tree
-from genie.grid.remote.site import STATE_HEADER, STATE_MAGIC
-from genie.grid.runs.runner import Runner
+from genie.grid.remote.synced_tree import STATE_HEADER, STATE_MAGIC
+from genie.grid.runs.run_client import Runner
 from genie.grid.ssh.pool import NodeConnection, SshPool
 from genie.grid.sync import local_tree, pack, stream, syncer, tar_pipe
 from genie.grid.sync.local_tree import LocalTree, TreeSnapshot
@@ -113,9 +113,9 @@ async def test_full_disk_is_reported_and_leaves_the_tree_unchanged(
 async def test_full_disk_leaves_no_partial_library(
     own_testbed: SshTestbed, tmp_path: Path, monkeypatch, fits: bool
 ) -> None:
-    key, binary, source = local_tree.read_library()
+    key, binary, source = local_tree.read_engine_library()
     assert min(len(binary), len(source)) > 20_000
-    monkeypatch.setattr(syncer, "read_library", lambda: (key, binary if fits else b"", source))
+    monkeypatch.setattr(syncer, "read_engine_library", lambda: (key, binary if fits else b"", source))
     own_testbed["gpu1"].restart(before="mount -t tmpfs -o size=16k tmpfs /root")
     write_files(tmp_path / "project", {b"a": b"1"})
     file = make_sync_grid_file(own_testbed, "ws")
@@ -306,7 +306,7 @@ async def test_large_files_of_an_older_state_format_are_sent_again(
     project: SyncedProject, touched: bool
 ) -> None:
     """The old format hashed them by plain SHA-256. Its records of other files are still valid."""
-    large = random.Random(4).randbytes(contents.BLOCK_DIGEST_BYTES_MIN)
+    large = random.Random(4).randbytes(contents.BLOCK_DIGEST_FILE_BYTES_MIN)
     write_files(project.root, {b"a": b"1", b"gone": b"2", b"large": large})
     await project.sync()
     (index,) = (project.root.parent / "state/grid/sync").glob("*.index")
@@ -337,8 +337,8 @@ def _convert_to_first_format(data: bytes, shas: dict[bytes, bytes]) -> bytes:
 
 
 async def test_incompatible_library_is_compiled_on_the_node(project: SyncedProject, monkeypatch) -> None:
-    key, _, source = local_tree.read_library()
-    monkeypatch.setattr(syncer, "read_library", lambda: (key, b"no library", source))
+    key, _, source = local_tree.read_engine_library()
+    monkeypatch.setattr(syncer, "read_engine_library", lambda: (key, b"no library", source))
     write_files(project.root, {b"a": b"1"})
     await project.sync()
     made = project.there / ".grid/sync" / f"tree-{key}.so"
