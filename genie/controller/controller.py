@@ -57,7 +57,11 @@ from genie.processes import files, memory
 from genie.processes.clock import Clock
 from genie.processes.file_limit import get_file_limit
 from genie.processes.tasks import Offload, first_error, run_inline
-from genie.runtime.connection_limits import COMFORTABLE_CONNECTIONS, ConnectionLimits, file_limit_for
+from genie.runtime.connection_limits import (
+    CONNECTIONS_WARNING_THRESHOLD,
+    ConnectionLimits,
+    open_file_limit_for,
+)
 from genie.runtime.credentials import LocalCluster, store_trusted_ca
 from genie.runtime.network import Network
 from genie.scheduler.rules import Rules
@@ -118,7 +122,7 @@ class Controller:
         )
         files_max = get_file_limit()
         self._open_files_alarm = _file_limit_alarm(files_max)
-        self._connections = Connections(ConnectionLimits.for_file_limit(files_max))
+        self._connections = Connections(ConnectionLimits.for_open_file_limit(files_max))
         self._last_memory_return_s = -_MEMORY_RETURN_INTERVAL_S
         self._ledger = Ledger(store, self._election, self._store_health, clock=clock)
         self._periodic_steps = PeriodicSteps(clock)
@@ -584,9 +588,9 @@ class Controller:
 
 
 def _file_limit_alarm(files_max: int) -> str:
-    if files_max >= file_limit_for(COMFORTABLE_CONNECTIONS):
+    if files_max >= open_file_limit_for(CONNECTIONS_WARNING_THRESHOLD):
         return ""
-    connections = ConnectionLimits.for_file_limit(files_max).connections_max
+    connections = ConnectionLimits.for_open_file_limit(files_max).connections_max
     return (
         f"the controller may open {files_max} files, which allows {connections} connections; raise the hard "
         "limit (ulimit -Hn, or LimitNOFILE of systemd) and restart it"

@@ -322,7 +322,7 @@ class SimNetwork:
     def __init__(self, world: World, host: str, limits: ConnectionLimits | None = None) -> None:
         self._world = world
         self._host = host
-        self._limits = limits or ConnectionLimits.for_file_limit(_OPEN_FILES_MAX)
+        self._limits = limits or ConnectionLimits.for_open_file_limit(_OPEN_FILES_MAX)
 
     async def connect(self, host: str, port: int, *, tls: ClientTls | None, timeout_s: float) -> _Channel:
         assert tls is None, "the simulation does not support TLS"

@@ -58,9 +58,9 @@ _TIME_LIMIT_S = 3000.0
 _LIMITS = ConnectionLimits(
     connections_max=320,
     unauthenticated_max=32,
-    unauthenticated_of_address_max=16,
-    users_max=300,
-    owner_reserve=8,
+    unauthenticated_per_address_max=16,
+    user_connections_max=300,
+    owner_connections_reserved=8,
 )
 _CONFIG = replace(CONTROLLER_CONFIG, blobs_bytes_max=_BLOBS_BYTES_MAX)
 _CPU = CpuCost(cpu_s_per_received_frame=0.0001, cpu_s_per_sent_byte=0.00000008)

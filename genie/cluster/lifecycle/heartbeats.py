@@ -111,7 +111,10 @@ class Heartbeats:
             return False
         if not self._state.stats["heartbeats_sent"]:
             return True  # it contains the interval: until then the controller grants the shortest lease
-        return self._connection.reopened.is_set() or self._waited_since_heartbeat_s >= self._interval_s()
+        return (
+            self._connection.reconnected_event.is_set()
+            or self._waited_since_heartbeat_s >= self._interval_s()
+        )
 
     async def _wait_part_of_interval(self) -> None:
         """Waits for a part of the interval, short enough to detect an executor that was opened meanwhile."""
@@ -142,9 +145,9 @@ class Heartbeats:
             self._state.events.publish(change.type, node_id=change.node_id, reason=change.reason)
 
     async def _wait_or_until_reconnected(self, interval_s: float) -> None:
-        self._connection.reopened.clear()
+        self._connection.reconnected_event.clear()
         try:
             async with asyncio.timeout(interval_s):
-                await self._connection.reopened.wait()
+                await self._connection.reconnected_event.wait()
         except TimeoutError:
             pass

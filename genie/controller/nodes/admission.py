@@ -92,7 +92,7 @@ class Certificates:
         does not belong to that node and to the key of the request."""
         if self._authority is None:
             raise TlsError("this cluster does not use TLS; its nodes have no certificates")
-        self._authority.check_issued(
+        self._authority.check_issued_by_this_ca(
             certificate_pem, name=tls.node_certificate_name(node_id), csr_pem=csr_pem
         )
         expired_days = (self._clock.wall_s() - tls.validity_period(certificate_pem)[1]) / 86400
@@ -138,7 +138,9 @@ class Certificates:
         certificate, key = _certificate_paths(directory)
         try:
             certificate_pem, csr_pem = certificate.read_text("utf-8"), tls.new_csr(key.read_bytes())
-            self._authority.check_issued(certificate_pem, name=tls.CONTROLLER_NAME, csr_pem=csr_pem)
+            self._authority.check_issued_by_this_ca(
+                certificate_pem, name=tls.CONTROLLER_NAME, csr_pem=csr_pem
+            )
         except (OSError, UnicodeDecodeError, TlsError):
             return False
         return tls.renewal_due_in_s(certificate_pem, now=self._clock.wall_s()) > 0
