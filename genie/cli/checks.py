@@ -290,16 +290,16 @@ def check_clock() -> Iterator[Check]:
     )
 
 
-def check_certificates(settings: Settings) -> Iterator[Check]:
+def check_certificate_expiry(settings: Settings) -> Iterator[Check]:
     state = settings.paths.state_dir
     paths = [state / "controller" / "ca.pem", state / "controller" / "controller.pem"]
     paths += sorted((state / "agents").glob("*/node.pem"))
     for path in paths:
         if path.exists():
-            yield _check_certificate(path)
+            yield _check_expiry_of_file(path)
 
 
-def _check_certificate(path: Path) -> Check:
+def _check_expiry_of_file(path: Path) -> Check:
     from genie.runtime.tls import validity_period
 
     name = f"certificate {path.name if path.name != 'node.pem' else path.parent.name}"

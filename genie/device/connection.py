@@ -134,8 +134,8 @@ class ExecutorLink:
                 raise ConnectionLostError("the session was shut down")
             backoff_s = min(2 * backoff_s, _RESUME_BACKOFF_S_MAX)
 
-    def stop(self) -> None:
-        """Stop reconnecting, and abort a connection attempt that is in progress. Thread-safe."""
+    def stop_reconnecting(self) -> None:
+        """Also abort a connection attempt that is in progress. Thread-safe."""
         self.reconnect_disabled.set()
         opening = self._stream_in_handshake
         if opening is not None:

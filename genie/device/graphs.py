@@ -131,16 +131,16 @@ class RecordedGraph:
 
     def _written_inputs(self) -> list[int]:
         assert self._graph_number is not None
-        uses = self._connection.graph_storage_uses(self._graph_number, self._input_copies)
+        accesses = self._connection.storage_accesses_in_graph(self._graph_number, self._input_copies)
         written = genie_device.STORAGE_WRITTEN
-        return [i for i, use in zip(self._copied_positions, uses, strict=True) if use == written]
+        return [i for i, access in zip(self._copied_positions, accesses, strict=True) if access == written]
 
     def _describe_side_effects(self, model_tensors: Sequence[tuple[str, torch.Tensor]]) -> str:
         """For the error message: what the model changed before its recording failed."""
         assert self._graph_number is not None
         tensors = [*(tensor for _, tensor in model_tensors), *self._input_copies]
-        uses = self._connection.graph_storage_uses(self._graph_number, tensors)
-        written = [i for i, use in enumerate(uses) if use == genie_device.STORAGE_WRITTEN]
+        accesses = self._connection.storage_accesses_in_graph(self._graph_number, tensors)
+        written = [i for i, access in enumerate(accesses) if access == genie_device.STORAGE_WRITTEN]
         names = [model_tensors[i][0] for i in written if i < len(model_tensors)]
         known = {tensors[i].untyped_storage()._cdata for i in written}
         more = (
@@ -176,12 +176,12 @@ class RecordedGraph:
         if not self._written_storage_count:
             return
         assert self._graph_number is not None
-        uses = self._connection.graph_storage_uses(
+        accesses = self._connection.storage_accesses_in_graph(
             self._graph_number, [inputs[i] for i in self._copied_positions]
         )
-        for i, use in zip(self._copied_positions, uses, strict=True):
-            if use == genie_device.STORAGE_WRITTEN or (
-                use == genie_device.STORAGE_READ and i in self.written_positions
+        for i, access in zip(self._copied_positions, accesses, strict=True):
+            if access == genie_device.STORAGE_WRITTEN or (
+                access == genie_device.STORAGE_READ and i in self.written_positions
             ):
                 raise OpRefusedError(
                     f"the argument {self._descriptions[i]} shares memory with a tensor that the captured "

@@ -112,7 +112,7 @@ class DeviceSlot:
     def close(self) -> None:
         self._closed.set()
         if self._executor_link is not None:
-            self._executor_link.stop()
+            self._executor_link.stop_reconnecting()
         if self._connection is not None:
             self._connection.close(_SHUTDOWN_REASON)
 
@@ -122,7 +122,7 @@ class DeviceSlot:
         with self._lock:
             link, connection = self._executor_link, self._connection
         if link is not None and connection is not None and not connection.is_lost:
-            link.stop()
+            link.stop_reconnecting()
             connection.close(reason)
 
     def forget_after_fork(self) -> None:

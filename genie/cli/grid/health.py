@@ -69,6 +69,8 @@ def health(
 ) -> None:
     """Check load, GPUs and disk of the nodes. The node with the lowest score is chosen for the next run.
 
+    DISK FREE is the free space on the file system of remote_root.
+
     Exits with 1 if no node is usable, with 255 if none is reachable.
     """
     settings, file = load_settings_and_grid_file(invocation)

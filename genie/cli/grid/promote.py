@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from genie.grid.grid_file import GridFile
     from genie.grid.promotion import PromotionResult
 
-_AllNodesOption = Annotated[bool, typer.Option("--all", help="All nodes of the grid file.")]
+_AllNodesOption = Annotated[bool, typer.Option("--all", help="Select all nodes of the grid file.")]
 
 
 @grid_command("promote", example="grid-cli promote gpu1 gpu2 --controller 10.0.0.5", with_cluster=True)

@@ -52,7 +52,7 @@ class Heartbeats:
         """
         config = self._state.config
         while True:
-            await self._wait_part_of_interval()
+            await self._wait_until_next_due_check()
             if not self._is_heartbeat_due:
                 continue
             self._waited_since_heartbeat_s = 0.0
@@ -116,8 +116,8 @@ class Heartbeats:
             or self._waited_since_heartbeat_s >= self._interval_s()
         )
 
-    async def _wait_part_of_interval(self) -> None:
-        """Waits for a part of the interval, short enough to detect an executor that was opened meanwhile."""
+    async def _wait_until_next_due_check(self) -> None:
+        """Waits at most until the next heartbeat; shorter to detect an executor that was opened meanwhile."""
         remaining_s = self._interval_s() - self._waited_since_heartbeat_s
         step_s_max = min(_WAIT_STEP_S_MAX, HEARTBEAT_INTERVAL_WITH_DEVICE_S_MAX)
         step_s = min(remaining_s, step_s_max) if remaining_s > 0 else step_s_max

@@ -429,16 +429,14 @@ class NodeHealthChecker:
         state, reasons = assess_health(readings)
         reasons = tuple(reason[:_REASON_CHARS_MAX] for reason in reasons[:_REASONS_MAX])
         found = compute_score(readings, self._file.health_check, node.weight)
-        _log.debug(
-            "checked the health of a node", extra={"node": node.name, "state": state.value, "score": found}
-        )
+        _log.debug("checked the health of node %s", node.name, extra={"state": state.value, "score": found})
         return NodeHealth(
             node.name, state, found, reasons, self._clock(), round(took_s, 3), readings, dict(node.labels)
         )
 
     def _make_unreachable_result(self, node: GridNode, error: GenieError, *, took_s: float) -> NodeHealth:
         why = error.message.removeprefix(f"node {node.name}: ")
-        _log.info("a node is unreachable", extra={"node": node.name, "why": why})
+        _log.info("node %s is unreachable: %s", node.name, why)
         hint = f"{why} ({error.hint})" if error.hint else why
         return NodeHealth(
             node.name,

@@ -2,7 +2,7 @@
 
 A message consists of two lengths (JSON, blob) and both parts. Requests are {"id", "op", "args"}; responses
 have the ID and either "ok" or "error" (a reason and a text), in any order. Ops that may block run in threads.
-The helper exits when standard input ends; processes started through the spawner, a small process forked
+The helper exits when standard input ends; processes started through the fork server, a small process forked
 before there were threads, continue.
 
 Runs on nodes: standard library only, Python 3.8. Does not define ops.
@@ -66,7 +66,7 @@ def load_module(name: str, text: str) -> None:
     exec(compile(text, name, "exec"), module.__dict__)  # noqa: S102 - our own source, sent by the logged-in user
 
 
-class Spawner:
+class ForkServer:
     """Forks processes that outlive the connection. Serves one request at a time."""
 
     def __init__(self) -> None:
@@ -75,7 +75,7 @@ class Spawner:
         pid = os.fork()
         if pid == 0:
             self._channel.close()
-            _spawner_main(theirs)
+            _fork_server_main(theirs)
         theirs.close()
         self.pid = pid
 
@@ -93,22 +93,22 @@ class Spawner:
                 answer = _receive_message(self._channel)
             except OSError:
                 answer = None
-        if answer is None:  # the spawner was killed: exit, so that the next helper starts a new one
+        if answer is None:  # the fork server was killed: exit, so that the next helper starts a new one
             os._exit(4)
         return answer
 
 
-SPAWNER: Spawner
+FORK_SERVER: ForkServer
 
 
 def main() -> NoReturn:
     """Serve requests until the connection ends; never returns."""
-    global SPAWNER  # noqa: PLW0603 - it must be forked here, before there are threads
+    global FORK_SERVER  # noqa: PLW0603 - it must be forked here, before there are threads
     # Output of ops and of child processes must not mix with the responses.
     answers = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)
     os.set_inheritable(answers.fileno(), False)
-    SPAWNER = Spawner()
+    FORK_SERVER = ForkServer()
     RequestLoop(sys.stdin.buffer, answers).run()
 
 
@@ -134,7 +134,7 @@ class RequestLoop:
     def _dispatch(self, request: OpArgs, blob: bytes) -> None:
         if request["op"] == "load":
             load_module(request["args"]["name"], blob.decode())
-            SPAWNER.load(request["args"]["name"], blob.decode())
+            FORK_SERVER.load(request["args"]["name"], blob.decode())
             return
         function, quick = OPS.get(request["op"], (_reject_unknown_op, True))
         if quick:
@@ -214,8 +214,8 @@ _REASON_BY_ERRNO = {
 """Linux errno numbers that callers distinguish."""
 
 
-def _spawner_main(channel: socket.socket) -> NoReturn:
-    """Main loop of the spawner: serve requests until the helper exits."""
+def _fork_server_main(channel: socket.socket) -> NoReturn:
+    """Main loop of the fork server: serve requests until the helper exits."""
     _detach_stdio()
     while True:
         request = _receive_message(channel)
@@ -229,11 +229,11 @@ def _spawner_main(channel: socket.socket) -> NoReturn:
         pid = os.fork()
         if pid == 0:
             channel.close()
-            _run_spawned(request)
+            _run_forked(request)
         _send_message(channel, {"pid": pid})
 
 
-def _run_spawned(request: OpArgs) -> NoReturn:
+def _run_forked(request: OpArgs) -> NoReturn:
     status = 70
     try:
         os.setsid()

@@ -356,7 +356,7 @@ def _run_ray_start(folder: str, args: OpArgs, entry: OpArgs) -> None:
             close_fds=True,
         )
     entry["session"] = process.pid
-    entry["processes"] = [[process.pid, _read_process_table().get(process.pid, _Process()).start]]
+    entry["processes"] = [[process.pid, _read_process_table().get(process.pid, _Process()).start_ticks]]
     _write_cluster_record(folder, entry)
     try:
         code = process.wait(float(args["timeout_s"]))
@@ -367,7 +367,7 @@ def _run_ray_start(folder: str, args: OpArgs, entry: OpArgs) -> None:
     members = _find_cluster_processes(entry, table)
     # Record only the daemons; workers are found as their descendants.
     daemons = sorted(pid for pid in members if table[pid].parent not in members)
-    entry["processes"] = [[pid, table[pid].start] for pid in daemons]
+    entry["processes"] = [[pid, table[pid].start_ticks] for pid in daemons]
     entry["session_dir"] = _find_session_folder(members)
     _write_cluster_record(folder, entry)
     if code != 0:
@@ -452,7 +452,9 @@ def _with_alive_count(entry: OpArgs | None) -> OpArgs | None:
         return None
     table = _read_process_table()
     same_boot = entry["boot"] == _read_boot_id()
-    alive = [pid for pid, start in entry["processes"] if same_boot and _is_alive(table, pid, start)]
+    alive = [
+        pid for pid, start_ticks in entry["processes"] if same_boot and _is_alive(table, pid, start_ticks)
+    ]
     return {
         "cluster": entry["cluster"],
         "role": entry["role"],
@@ -505,10 +507,10 @@ def _remove_address_file(entry: OpArgs) -> None:
 
 
 class _Process:
-    def __init__(self, parent: int = 0, session: int = 0, start: str = "", state: str = "Z") -> None:
+    def __init__(self, parent: int = 0, session: int = 0, start_ticks: str = "", state: str = "Z") -> None:
         self.parent = parent
         self.session = session
-        self.start = start
+        self.start_ticks = start_ticks
         self.state = state
 
 
@@ -525,19 +527,19 @@ def _read_process_table() -> dict[int, _Process]:
     return found
 
 
-def _is_alive(table: dict[int, _Process], pid: int, start: str) -> bool:
-    return pid in table and table[pid].start == start
+def _is_alive(table: dict[int, _Process], pid: int, start_ticks: str) -> bool:
+    return pid in table and table[pid].start_ticks == start_ticks
 
 
 def _find_cluster_processes(entry: OpArgs, table: dict[int, _Process]) -> dict[int, str]:
-    """Return the start times of the cluster's processes on this node by PID.
+    """Return the start times (in clock ticks since boot) of the cluster's processes on this node by PID.
 
     These are the recorded processes, those with the cluster ID in their environment, their session (Ray
     overwrites the environment of its workers), and all descendants.
     """
     if entry["boot"] != _read_boot_id():
         return {}
-    known = {pid for pid, start in entry["processes"] if _is_alive(table, pid, start)}
+    known = {pid for pid, start_ticks in entry["processes"] if _is_alive(table, pid, start_ticks)}
     mark = (CLUSTER_VARIABLE + "=" + entry["mark"]).encode()
     known |= {pid for pid in table if mark in _read_bytes(f"/proc/{pid}/environ").split(b"\0")}
     if entry["session"] and any(table[pid].session == entry["session"] for pid in known):
@@ -547,7 +549,7 @@ def _find_cluster_processes(entry: OpArgs, table: dict[int, _Process]) -> dict[i
         grown = len(known)
         known |= {pid for pid, process in table.items() if process.parent in known}
     known.discard(os.getpid())
-    return {pid: table[pid].start for pid in known}
+    return {pid: table[pid].start_ticks for pid in known}
 
 
 def _stop_processes(entry: OpArgs, grace_s: float) -> tuple[int, int, list[int]]:
@@ -555,8 +557,10 @@ def _stop_processes(entry: OpArgs, grace_s: float) -> tuple[int, int, list[int]]
     members = _find_cluster_processes(entry, _read_process_table())
     total = len(members)
     # The GCS last: the others deregister with it, and would wait if it had stopped.
-    last = {pid: start for pid, start in members.items() if _read_command_line(pid) == b"gcs_server"}
-    first = {pid: start for pid, start in members.items() if pid not in last}
+    last = {
+        pid: start_ticks for pid, start_ticks in members.items() if _read_command_line(pid) == b"gcs_server"
+    }
+    first = {pid: start_ticks for pid, start_ticks in members.items() if pid not in last}
     left = {}
     for each in (first, last):
         _signal_processes(each, signal.SIGTERM)
@@ -574,8 +578,8 @@ def _read_command_line(pid: int) -> bytes:
 
 def _signal_processes(members: dict[int, str], number: int) -> None:
     table = _read_process_table()
-    for pid, start in members.items():
-        if _is_alive(table, pid, start):
+    for pid, start_ticks in members.items():
+        if _is_alive(table, pid, start_ticks):
             try:
                 os.kill(pid, number)
             except (ProcessLookupError, PermissionError):
@@ -586,7 +590,9 @@ def _wait_ended(members: dict[int, str], limit_s: float) -> dict[int, str]:
     deadline = time.monotonic() + limit_s
     while True:
         table = _read_process_table()
-        left = {pid: start for pid, start in members.items() if _is_alive(table, pid, start)}
+        left = {
+            pid: start_ticks for pid, start_ticks in members.items() if _is_alive(table, pid, start_ticks)
+        }
         if not left or time.monotonic() >= deadline:
             return left
         time.sleep(_POLL_INTERVAL_S)

@@ -179,7 +179,7 @@ def _create_and_launch(folder: str, args: OpArgs, gpus: Any, blob: bytes) -> OpA
         raise _os_error_with_path(error, new) from None
     keys = ("command", "env", "gpu_env", "cwd", "root", "id", "timeout_s")
     passed = {key: args.get(key) for key in keys}
-    watcher = core.SPAWNER.spawn(__name__, "supervise", dict(passed, new=new, folder=folder))
+    watcher = core.FORK_SERVER.spawn(__name__, "supervise", dict(passed, new=new, folder=folder))
     deadline = time.monotonic() + _SUPERVISOR_START_TIMEOUT_S
     pause_s = _SHORT_RUN_POLL_INTERVAL_S
     while time.monotonic() < deadline:

@@ -131,7 +131,7 @@ def store_library(args: Any, blob: bytes) -> Any:
         except OSError:
             _remove_if_exists(source_path)
             raise
-    core.SPAWNER.spawn(__name__, "compile_library", {"source": source_path, "path": path})
+    core.FORK_SERVER.spawn(__name__, "compile_library", {"source": source_path, "path": path})
     return {"how": "compiling"}
 
 

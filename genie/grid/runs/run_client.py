@@ -506,8 +506,13 @@ def _validate_env(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def _validate_cwd(cwd: str | None) -> str:
-    if cwd is not None and ("\0" in cwd or "\n" in cwd or not cwd):
-        raise UsageError(f"invalid working directory {cwd!r}", hint="use a path on the node")
+    if cwd == "":
+        raise UsageError("the path of the working directory is empty", hint="use a path on the node")
+    if cwd is not None and ("\0" in cwd or "\n" in cwd):
+        raise UsageError(
+            f"the working directory {cwd!r} contains a NUL character or a line break",
+            hint="use a path on the node",
+        )
     return cwd or ""
 
 

@@ -2,7 +2,7 @@
 
 The local scan and the checks of the nodes run concurrently; a node that is up to date costs one request. A
 small change is one more request, a large one a stream; nodes that need the same files share reading. An
-interrupted transfer is resumed. Nodes without Python use tar_pipe.py.
+interrupted transfer is resumed. Nodes without Python use sync_without_python.py.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from genie.grid.remote import tree
 from genie.grid.remote.sync import PLAN_BYTES_MAX, REPLY_BYTES_MAX
 from genie.grid.ssh.node_helper import MALFORMED_REPLY_ERRORS
 from genie.grid.ssh.pool import NodeConnection, SshPool
-from genie.grid.sync import tar_pipe
+from genie.grid.sync import sync_without_python
 from genie.grid.sync.delta import (
     TreeDelta,
     compute_delta,
@@ -482,7 +482,7 @@ class _SyncCall:
             await self._report_dry_run(task, snapshot)
             return
         try:
-            files, size = await tar_pipe.send_by_tar(
+            files, size = await sync_without_python.send_by_tar(
                 task.link,
                 snapshot,
                 root=self._file.remote_root,
@@ -493,7 +493,7 @@ class _SyncCall:
             self._report_failure(task.name, error, task.started)
             return
         task.sent_files, task.sent_bytes = files, size
-        self._report_success(task, note=tar_pipe.NO_PYTHON_NOTE)
+        self._report_success(task, note=sync_without_python.NO_PYTHON_NOTE)
 
     def _report_success(
         self, task: _NodeSync, reply: Any = None, *, unchanged: bool = False, note: str = ""

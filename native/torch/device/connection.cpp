@@ -483,8 +483,8 @@ void Connection::check_not_recording(const char* operation) const {
   }
 }
 
-void Connection::track_storage_use_in_graph(uint32_t storage, const c10::Storage& c10_storage,
-                                            bool is_written) {
+void Connection::track_storage_access_in_graph(uint32_t storage, const c10::Storage& c10_storage,
+                                               bool is_written) {
   if (!is_recording_thread()) return;
   std::lock_guard<std::mutex> lock(mutex_);
   if (!recording_graph_) return;
@@ -494,11 +494,11 @@ void Connection::track_storage_use_in_graph(uint32_t storage, const c10::Storage
   if (is_written) recording_graph_->written_storages.insert(storage);
 }
 
-Connection::StorageUse Connection::graph_storage_use(uint32_t graph, uint32_t storage) const {
+Connection::StorageAccess Connection::storage_access_in_graph(uint32_t graph, uint32_t storage) const {
   std::lock_guard<std::mutex> lock(mutex_);
   auto found = graphs_.find(graph);
-  if (found == graphs_.end() || !found->second->used_storages.contains(storage)) return StorageUse::Unused;
-  return found->second->written_storages.contains(storage) ? StorageUse::Written : StorageUse::Read;
+  if (found == graphs_.end() || !found->second->used_storages.contains(storage)) return StorageAccess::Unused;
+  return found->second->written_storages.contains(storage) ? StorageAccess::Written : StorageAccess::Read;
 }
 
 size_t Connection::graph_written_storage_count(uint32_t graph) const {
@@ -524,7 +524,7 @@ uint32_t Connection::begin_graph(const std::string& thread_name, double recorder
   if (free_graph_numbers_.empty()) free_graph_numbers_.push_back(next_graph_number_++);
   recording_graph_number_ = free_graph_numbers_.back();
   free_graph_numbers_.pop_back();
-  auto& made = graphs_[recording_graph_number_] = std::make_unique<GraphStorageUses>();
+  auto& made = graphs_[recording_graph_number_] = std::make_unique<GraphStorages>();
   recording_graph_ = made.get();
   recorder_thread_id_ = std::this_thread::get_id();
   recorder_last_active_at_ = Clock::now();
@@ -600,7 +600,7 @@ void Connection::free_graph(uint32_t graph) noexcept {
 
 // Frees its numbers, and the storages it used: after the lock is released, because freeing takes the lock.
 void Connection::forget_freed_graph(uint32_t graph_number) {
-  std::unique_ptr<GraphStorageUses> graph;
+  std::unique_ptr<GraphStorages> graph;
   std::lock_guard<std::mutex> lock(mutex_);
   auto found = graphs_.find(graph_number);
   if (found == graphs_.end()) return;
@@ -738,7 +738,7 @@ void Connection::close(const std::string& reason) {
     state_changed_.notify_all();
   }
   if (sender_thread_.joinable()) sender_thread_.join();
-  if (graceful) finish_close();
+  if (graceful) flush_and_wait_for_remote_close();
   mark_lost(reason);
   std::scoped_lock all(send_mutex_, read_mutex_);
   std::lock_guard<std::mutex> lock(mutex_);
@@ -752,7 +752,7 @@ void Connection::close(const std::string& reason) {
 
 // The executor closes the connection when it has received CloseSession. Closing earlier could lose data in
 // flight.
-void Connection::finish_close() noexcept {
+void Connection::flush_and_wait_for_remote_close() noexcept {
   auto deadline = Clock::now() + CLOSE_TIMEOUT;
   auto remaining_us = [&] {
     return std::max<int64_t>(

@@ -176,13 +176,13 @@ class Connection final : public c10::intrusive_ptr_target {
   uint32_t copy_graph_result(uint32_t result_storage);
   void free_graph(uint32_t graph) noexcept;
   // Called for each storage that an op uses; `is_written`: it writes to it.
-  void track_storage_use(uint32_t storage, const c10::Storage& c10_storage, bool is_written) {
+  void track_storage_access(uint32_t storage, const c10::Storage& c10_storage, bool is_written) {
     if (is_recording_.load(std::memory_order_relaxed))
-      track_storage_use_in_graph(storage, c10_storage, is_written);
+      track_storage_access_in_graph(storage, c10_storage, is_written);
   }
-  enum class StorageUse : uint8_t { Unused, Read, Written };
-  // How a graph uses a storage that it did not create; during the recording, so far.
-  StorageUse graph_storage_use(uint32_t graph, uint32_t storage) const;
+  enum class StorageAccess : uint8_t { Unused, Read, Written };
+  // How a recorded graph accesses a storage that it did not create; during the recording, so far.
+  StorageAccess storage_access_in_graph(uint32_t graph, uint32_t storage) const;
   // The number of such storages that it writes to.
   size_t graph_written_storage_count(uint32_t graph) const;
   // Whether this thread is recording a graph.
@@ -235,13 +235,13 @@ class Connection final : public c10::intrusive_ptr_target {
     uint64_t bytes;
   };
 
-  struct GraphStorageUses {
+  struct GraphStorages {
     std::vector<uint32_t> freed_storages;                      // created in it and freed since
     std::unordered_map<uint32_t, c10::Storage> used_storages;  // existing before, kept alive
     std::unordered_set<uint32_t> written_storages;             // of those, the ones it writes to
   };
 
-  void track_storage_use_in_graph(uint32_t storage, const c10::Storage& c10_storage, bool is_written);
+  void track_storage_access_in_graph(uint32_t storage, const c10::Storage& c10_storage, bool is_written);
   void complete_fetches(uint64_t frames_received);  // mutex_ held
   static void drop_fetched_parcels(
       const std::vector<PendingFetch>& completed) noexcept;  // no mutex_ held, of any connection
@@ -279,7 +279,7 @@ class Connection final : public c10::intrusive_ptr_target {
   void mark_broken(const std::string& why) noexcept;
   void resume_connection();
   void update_last_received_time();
-  void finish_close() noexcept;
+  void flush_and_wait_for_remote_close() noexcept;
   void mark_lost(const std::string& reason) noexcept;
   [[noreturn]] void raise_reply_error(const PendingReply& reply);
 
@@ -312,12 +312,12 @@ class Connection final : public c10::intrusive_ptr_target {
   bool is_window_full_ = false;
   std::vector<uint32_t> free_storage_numbers_;
   uint32_t next_storage_number_ = 1;
-  std::unordered_map<uint32_t, std::unique_ptr<GraphStorageUses>> graphs_;
-  std::unordered_map<uint32_t, GraphStorageUses*> graph_of_storage_;  // owner of storage numbers
+  std::unordered_map<uint32_t, std::unique_ptr<GraphStorages>> graphs_;
+  std::unordered_map<uint32_t, GraphStorages*> graph_of_storage_;  // owner of storage numbers
   std::vector<uint32_t> free_graph_numbers_;
   std::vector<uint32_t> graphs_to_free_, generators_to_free_;  // freed when the recording has ended
   uint32_t next_graph_number_ = 0;
-  GraphStorageUses* recording_graph_ = nullptr;  // one of graphs_
+  GraphStorages* recording_graph_ = nullptr;  // one of graphs_
   uint32_t recording_graph_number_ = 0;
   std::atomic<bool> is_recording_{false};
   std::atomic<std::thread::id> recorder_thread_id_;

@@ -110,7 +110,7 @@ void add_remote_tensor(OpCall& call, const Tensor& tensor, bool is_written) {
   call.data.write_u32(handle.storage);
   if (offset) call.data.write_i64(offset);
   call.tensors.push_back(&tensor);
-  call.connection->track_storage_use(handle.storage, impl->unsafe_storage(), is_written);
+  call.connection->track_storage_access(handle.storage, impl->unsafe_storage(), is_written);
 }
 
 void add_tensor(OpCall& call, const Tensor& tensor, bool is_written) {

@@ -125,19 +125,20 @@ py::tuple fetch_graph_report(Connection& connection, uint32_t graph) {
   }
 }
 
-// How a graph uses the storage of each tensor: values of Connection::StorageUse.
-std::vector<int> graph_storage_uses(const Connection& connection, uint32_t graph,
-                                    const std::vector<at::Tensor>& tensors) {
-  std::vector<int> uses;
+// How a recorded graph accesses the storage of each tensor: values of Connection::StorageAccess.
+std::vector<int> storage_accesses_in_graph(const Connection& connection, uint32_t graph,
+                                           const std::vector<at::Tensor>& tensors) {
+  std::vector<int> accesses;
   for (const at::Tensor& tensor : tensors) {
-    auto use = Connection::StorageUse::Unused;
+    auto access = Connection::StorageAccess::Unused;
     if (tensor.device().type() == c10::DeviceType::PrivateUse1 && tensor.has_storage()) {
       const StorageHandle& handle = storage_handle_of(tensor);
-      if (handle.connection.get() == &connection) use = connection.graph_storage_use(graph, handle.storage);
+      if (handle.connection.get() == &connection)
+        access = connection.storage_access_in_graph(graph, handle.storage);
     }
-    uses.push_back(static_cast<int>(use));
+    accesses.push_back(static_cast<int>(access));
   }
-  return uses;
+  return accesses;
 }
 
 // The byte range of a tensor in its storage.
@@ -280,7 +281,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
            py::arg("idle_s_max"))
       .def("end_graph", &Connection::end_graph, without_gil)
       .def("fetch_graph_report", &fetch_graph_report)
-      .def("graph_storage_uses", &graph_storage_uses)
+      .def("storage_accesses_in_graph", &storage_accesses_in_graph)
       .def("graph_written_storage_count", &Connection::graph_written_storage_count)
       .def("replay_graph", &Connection::replay_graph, without_gil)
       .def("free_graph", &Connection::free_graph, without_gil)
@@ -289,9 +290,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.attr("GRAPH_DISCARD") = GRAPH_DISCARD;
   m.attr("GRAPH_KEEP") = GRAPH_KEEP;
   m.attr("GRAPH_COMPILE") = GRAPH_COMPILE;
-  m.attr("STORAGE_UNUSED") = static_cast<int>(Connection::StorageUse::Unused);
-  m.attr("STORAGE_READ") = static_cast<int>(Connection::StorageUse::Read);
-  m.attr("STORAGE_WRITTEN") = static_cast<int>(Connection::StorageUse::Written);
+  m.attr("STORAGE_UNUSED") = static_cast<int>(Connection::StorageAccess::Unused);
+  m.attr("STORAGE_READ") = static_cast<int>(Connection::StorageAccess::Read);
+  m.attr("STORAGE_WRITTEN") = static_cast<int>(Connection::StorageAccess::Written);
   for (py::handle each : py::module_::import("genie.errors").attr("all_errors")()) {
     set_error_class(each.attr("code").cast<std::string>(), each.ptr());
   }

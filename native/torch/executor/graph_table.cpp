@@ -132,7 +132,7 @@ FailurePtr GraphTable::share_result(uint32_t result_storage, uint32_t new_storag
   storages_.check_unused(new_storage);
   StorageSlot& slot = storages_.existing_slot(result_storage);
   if (slot.failure) {
-    storages_.poison(new_storage, slot.failure);
+    storages_.add_poisoned_storage(new_storage, slot.failure);
     return nullptr;
   }
   RecordedGraph& graph = *owner->second;
@@ -144,7 +144,7 @@ FailurePtr GraphTable::share_result(uint32_t result_storage, uint32_t new_storag
   } catch (...) {
     FailurePtr failure = failure_from_current_exception("a captured graph", ops_.op_count());
     if (storages_.slot_at(new_storage).is_in_use()) storages_.free(new_storage);
-    storages_.poison(new_storage, failure);
+    storages_.add_poisoned_storage(new_storage, failure);
     return failure;
   }
   // Without a capture the next replay allocates new results, and this storage keeps the old memory.
@@ -307,7 +307,7 @@ FailurePtr GraphTable::run_step(RecordedGraph& graph, GraphStep& step) {
     return nullptr;
   } catch (...) {
     FailurePtr failure = failure_from_current_exception("memory of a captured graph", ops_.op_count());
-    storages_.poison(step.storage, failure);
+    storages_.add_poisoned_storage(step.storage, failure);
     return failure;
   }
 }
@@ -367,7 +367,7 @@ FailurePtr GraphTable::run_compiled(RecordedGraph& graph) {
     failure = failure_from_current_exception("a compiled graph", ops_.op_count());
     for (const StorageView& view : graph.compiled->results) {
       free_previous_result(graph, view.storage);
-      storages_.poison(view.storage, failure);
+      storages_.add_poisoned_storage(view.storage, failure);
     }
   }
   free_results_freed_by_client(graph);
@@ -384,7 +384,7 @@ void GraphTable::store_results(RecordedGraph& graph, const std::vector<at::Tenso
   for (size_t i = 0; i < results.size(); i++) {
     at::Tensor result = copy_result_if_shared(results[i], expected[i].meta, used);
     results[i].reset();
-    storages_.store_tensor(expected[i].storage, std::move(result));
+    storages_.add_storage(expected[i].storage, std::move(result));
   }
 }
 

@@ -137,7 +137,7 @@ FailurePtr OpRunner::run(DecodedTemplate& op_template, WireReader& in) {
     check_input_metadata_unchanged();
     for (size_t i = 0; i < op_template.outputs.size(); i++) collect_output(op_template.outputs[i], stack_[i]);
     for (uint32_t i = 0; i < op_template.new_outputs; i++) {
-      storages_.store_tensor(read_storage_number(new_storages, i), std::move(new_tensors_[i]));
+      storages_.add_storage(read_storage_number(new_storages, i), std::move(new_tensors_[i]));
     }
     release_current_op();
     return nullptr;
@@ -244,7 +244,7 @@ FailurePtr OpRunner::poison_outputs(const DecodedTemplate& op_template, const ui
   restore_resized_written_inputs();
   release_current_op();
   for (uint32_t i = 0; i < op_template.new_outputs; i++)
-    storages_.poison(read_storage_number(new_storages, i), failure);
+    storages_.add_poisoned_storage(read_storage_number(new_storages, i), failure);
   return report ? failure : nullptr;
 }
 
@@ -390,7 +390,7 @@ void OpRunner::bind_outputs(uint64_t reply_number, uint32_t output_count, WireRe
   if (found == unbound_outputs_.end()) return;
   storages_.add_counted_bytes(-static_cast<int64_t>(total_storage_bytes(found->second)));
   for (uint32_t i = 0; i < output_count; i++)
-    storages_.store_tensor(read_storage_number(numbers, i), std::move(found->second[i]));
+    storages_.add_storage(read_storage_number(numbers, i), std::move(found->second[i]));
   unbound_outputs_.erase(found);
 }
 

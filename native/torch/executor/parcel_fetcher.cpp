@@ -125,7 +125,7 @@ std::shared_ptr<Stream> ParcelFetcher::connect_with_retries(const ParcelOrigin& 
 
 void ParcelFetcher::receive_parcel_contents(Stream& stream, uint64_t bytes,
                                             const KeepAliveFunction& keep_alive) {
-  ParcelHeader header;
+  TensorParcelHeader header;
   read_with_keep_alive(stream, &header, sizeof header, std::nullopt, keep_alive);
   if (header.kind == ParcelKind::Failure) throw_parcel_failure(stream, header.bytes, keep_alive);
   if (header.kind != ParcelKind::Contents)

@@ -26,8 +26,8 @@ struct ParcelConnectError : std::runtime_error {
   std::string code;
   bool retryable;
 };
-// Connects and sends the token; a ParcelHeader follows on the stream. ParcelConnectError. The connector may
-// return a stream again that has not been shut down.
+// Connects and sends the token; a TensorParcelHeader follows on the stream. ParcelConnectError. The connector
+// may return a stream again that has not been shut down.
 using ParcelConnector = std::function<std::shared_ptr<Stream>(const ParcelOrigin&)>;
 
 class ParcelFetcher {

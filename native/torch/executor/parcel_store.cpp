@@ -44,7 +44,7 @@ void write_chunks(Stream& stream, const uint8_t* data, size_t bytes) {
 }
 
 void write_parcel_header(Stream& stream, uint64_t bytes, ParcelKind kind) {
-  ParcelHeader header{bytes, kind, 0};
+  TensorParcelHeader header{bytes, kind, 0};
   stream.write_all(&header, sizeof header, STALL_TIMEOUT_US);
 }
 

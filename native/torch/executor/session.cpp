@@ -357,7 +357,7 @@ void Session::handle_allocate(WireReader& in) {
     storages_.allocate(storage, bytes);
   } catch (...) {
     FailurePtr failure = failure_from_current_exception(ALLOCATE_OP_NAME, ops_.op_count());
-    storages_.poison(storage, failure);
+    storages_.add_poisoned_storage(storage, failure);
     keep_first_failure(failure);
   }
 }

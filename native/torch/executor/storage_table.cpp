@@ -86,7 +86,7 @@ at::Tensor StorageTable::make_view(const StorageSlot& slot, const TensorMeta& me
   return view;
 }
 
-void StorageTable::store_tensor(uint32_t number, at::Tensor tensor) {
+void StorageTable::add_storage(uint32_t number, at::Tensor tensor) {
   check_unused(number);
   StorageSlot& slot = slot_at(number);
   slot.storage = tensor.storage();
@@ -97,7 +97,7 @@ void StorageTable::store_tensor(uint32_t number, at::Tensor tensor) {
   add_counted_bytes(static_cast<int64_t>(slot.bytes));
 }
 
-void StorageTable::poison(uint32_t number, FailurePtr failure) {
+void StorageTable::add_poisoned_storage(uint32_t number, FailurePtr failure) {
   check_unused(number);
   slot_at(number).failure = std::move(failure);
   counters_.storages.fetch_add(1, std::memory_order_relaxed);
@@ -106,7 +106,7 @@ void StorageTable::poison(uint32_t number, FailurePtr failure) {
 void StorageTable::allocate(uint32_t number, uint64_t bytes) {
   check_unused(number);
   check_quota(bytes);
-  store_tensor(number, allocate_byte_tensor(bytes));
+  add_storage(number, allocate_byte_tensor(bytes));
 }
 
 void StorageTable::share_memory(uint32_t number, const StorageSlot& source) {

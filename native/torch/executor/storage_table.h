@@ -63,9 +63,10 @@ class StorageTable {
   // call for the same slot.
   const at::Tensor& get_view(StorageSlot& slot, const TensorMeta& meta, int64_t offset);
 
-  // Stores a tensor that is not shared.
-  void store_tensor(uint32_t number, at::Tensor tensor);
-  void poison(uint32_t number, FailurePtr failure);
+  // Adds the storage of a tensor, which is not shared. ProtocolError if the number is in use, as in the next
+  // three functions.
+  void add_storage(uint32_t number, at::Tensor tensor);
+  void add_poisoned_storage(uint32_t number, FailurePtr failure);
   void allocate(uint32_t number, uint64_t bytes);
   // The number refers to the memory of `source`, until unshare_memory().
   void share_memory(uint32_t number, const StorageSlot& source);

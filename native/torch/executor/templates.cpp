@@ -209,7 +209,7 @@ bool is_supported_return(const c10::TypePtr& type) {
   }
 }
 
-void check_schema(const c10::FunctionSchema& schema) {
+void check_schema_types_supported(const c10::FunctionSchema& schema) {
   for (const auto& argument : schema.arguments()) {
     auto type = strip_optional_type(argument.real_type());
     if (is_list_type(type)) type = strip_optional_type(list_element_type(type));
@@ -463,7 +463,7 @@ void TemplateReader::resolve_op(DecodedTemplate& result, const std::string& name
   }
   result.op = c10::Dispatcher::singleton().findSchema({name, overload});
   if (!result.op) throw OpRefused("this version of torch does not have it");
-  check_schema(result.op->schema());
+  check_schema_types_supported(result.op->schema());
   convert_arguments(result);
   set_output_bytes_min(result);
 }

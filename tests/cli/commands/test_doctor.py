@@ -255,14 +255,14 @@ def test_expired_or_expiring_certificate_is_a_warning(state_dir, age_days, verdi
     folder = state_dir / "agents" / "box"
     folder.mkdir(parents=True)
     (folder / "node.pem").write_text(pem)
-    assert index_checks_by_name(checks.check_certificates(load()))["certificate box"].verdict is verdict
+    assert index_checks_by_name(checks.check_certificate_expiry(load()))["certificate box"].verdict is verdict
 
 
 def test_unreadable_certificate_fails(state_dir) -> None:
     (state_dir / "controller").mkdir(parents=True)
     (state_dir / "controller" / "ca.pem").write_text("junk")
     assert (
-        index_checks_by_name(checks.check_certificates(load()))["certificate ca.pem"].verdict
+        index_checks_by_name(checks.check_certificate_expiry(load()))["certificate ca.pem"].verdict
         is Verdict.FAILED
     )
 

@@ -512,8 +512,8 @@ async def test_helper_that_cannot_fork_is_replaced(own_testbed: SshTestbed) -> N
         helpers = await until(
             lambda: _pids_if_two(own_testbed["gpu1"].processes("python3 -ISc")), what="its end"
         )
-        (spawner,) = [pid for pid in helpers if _read_parent_pid(pid) in helpers]
-        os.kill(spawner, 9)
+        (fork_server,) = [pid for pid in helpers if _read_parent_pid(pid) in helpers]
+        os.kill(fork_server, 9)
         assert (await run_to_end(runner, "gpu1", "exit 4"))[0] == 4
 
 

@@ -23,7 +23,7 @@ from genie.grid.remote import contents, tree
 from genie.grid.remote.synced_tree import STATE_HEADER, STATE_MAGIC
 from genie.grid.runs.run_client import Runner
 from genie.grid.ssh.pool import NodeConnection, SshPool
-from genie.grid.sync import local_tree, pack, stream, syncer, tar_pipe
+from genie.grid.sync import local_tree, pack, stream, sync_without_python, syncer
 from genie.grid.sync.local_tree import LocalTree, TreeSnapshot
 from genie.grid.sync.syncer import Syncer, SyncProgress, tree_name
 from tests.grid.sync.conftest import SyncedProject, make_sync_grid_file
@@ -423,14 +423,14 @@ async def test_slow_connection_to_a_node_without_python_is_not_a_stall(
     write_files(root, {str(number).encode(): b"1" for number in range(12)})
     (node.bin / "python3").write_text("#!/bin/sh\nexit 127\n")
     (node.bin / "python3").chmod(0o755)
-    archive = tar_pipe._make_archive
+    archive = sync_without_python._make_archive
 
     def slow(*args: Any) -> Iterator[bytes]:
         for piece in archive(*args):
             time.sleep(0.1)
             yield piece
 
-    monkeypatch.setattr(tar_pipe, "_make_archive", slow)
+    monkeypatch.setattr(sync_without_python, "_make_archive", slow)
     monkeypatch.setattr(syncer, "_APPLY_TIMEOUT_S", 3.0)  # less than sending takes
     file = make_sync_grid_file(own_testbed, "ws")
     async with SshPool(file, ssh_config=own_testbed.ssh_config) as pool:
