@@ -90,8 +90,7 @@ class Election:
             return self._fencing_token
         if not self._store_health.is_ok:
             raise StoreUnavailableError(
-                "the cluster cannot make changes because its store is unavailable: "
-                f"{self._store_health.failure_reason}",
+                f"the store is unavailable: {self._store_health.failure_reason}",
                 hint="running jobs continue; try again when the store is available",
             )
         where = self.leader.address if self.leader and self.leader.name != self._name else ""

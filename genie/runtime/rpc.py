@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import TypeVar
@@ -38,6 +39,10 @@ the maximum number of orders, and of confirmations that wait."""
 
 CONCURRENT_REJECTIONS_MAX = 4096
 """A peer that sends more requests above the limit in a row is disconnected."""
+
+WAITING_REJECTIONS_MAX = 1024
+"""A peer that reads so slowly that more rejections wait to be sent is disconnected. Reading only its replies
+is no alternative: they arrive in order with its requests."""
 
 INVALID_REQUESTS_MAX = 64
 """A peer that sends more requests that cannot be decoded is disconnected."""
@@ -73,6 +78,8 @@ class Peer:
         self._in_flight = 0
         self._rejections = 0
         """Requests above the limit since the last one that was accepted."""
+        self._waiting_rejections: deque[int] = deque()
+        """Call IDs of the rejections that wait to be sent."""
         self._invalid_requests = 0
         self.request_bytes = 0
         """Size of the last request, when the handler is called with it."""
@@ -213,11 +220,28 @@ class Peer:
         self._rejections += 1
         if self._rejections > CONCURRENT_REJECTIONS_MAX:
             raise ProtocolError(f"{self.name} ignores the limit of {self._in_flight_max} requests in flight")
-        error = OverloadedError(
+        if not self._waiting_rejections and self.channel.try_send_nowait(
+            _pack_reply(self._make_rejection(), frame.call_id)
+        ):
+            return
+        if len(self._waiting_rejections) >= WAITING_REJECTIONS_MAX:
+            raise ProtocolError(
+                f"{self.name} has not read the rejections of {WAITING_REJECTIONS_MAX} requests",
+                hint="read replies while sending requests",
+            )
+        self._waiting_rejections.append(frame.call_id)
+        if len(self._waiting_rejections) == 1:
+            tasks.create_task(self._send_waiting_rejections())
+
+    async def _send_waiting_rejections(self) -> None:
+        while self._waiting_rejections and not self.is_closed:
+            await self._send_reply(self._make_rejection(), self._waiting_rejections[0])
+            self._waiting_rejections.popleft()
+
+    def _make_rejection(self) -> OverloadedError:
+        return OverloadedError(
             f"the limit of {self._in_flight_max} requests in flight on one connection is reached"
         )
-        if not self.channel.try_send_nowait(_pack_reply(error, frame.call_id)):
-            tasks.create_task(self._send_reply(error, frame.call_id))
 
     async def _reply_to(self, frame: wire.Frame) -> None:
         try:

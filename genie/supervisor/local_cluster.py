@@ -65,7 +65,7 @@ _AGENT_GRACE_MARGIN_S = 5.0
 _WAIT_MESSAGE_DELAY_S = 2.0
 """A longer wait is reported as progress."""
 _LOCK_FILE = "up.lock"
-CONTROLLER, AGENT, SUPERVISOR = "controller", "agent", "up"
+CONTROLLER, AGENT, SUPERVISOR = "controller", "agent", process_records.SUPERVISOR
 
 ProgressPrinter = Callable[[str], None]
 _NOT_REGISTERED_STATUSES = (NodeStatus.INITIALIZING, NodeStatus.DISCONNECTED)

@@ -28,6 +28,7 @@ from genie.controller.jobs.changes import JobChange
 from genie.controller.jobs.index import JobIndex
 from genie.controller.jobs.lifecycle import JobLifecycle
 from genie.controller.jobs.space import JobSpace
+from genie.controller.jobs.submission import JobSubmission
 from genie.controller.ledger import Ledger
 from genie.controller.nodes.agents import Agents
 from genie.controller.request_limits import RequestLimits, TokenUsage
@@ -90,7 +91,7 @@ def _plant_rows_that_cannot_be_ended(patch: pytest.MonkeyPatch) -> None:
 
 def _plant_forgotten_requests(patch: pytest.MonkeyPatch) -> None:
     """A repeated submission creates another job."""
-    patch.setattr(JobLifecycle, "find_by_request_id", lambda self, tenant, request_id: None)
+    patch.setattr(JobSubmission, "find_by_request_id", lambda self, tenant, request_id: None)
 
 
 # -- limits -----------------------------------------------------------------------------------------

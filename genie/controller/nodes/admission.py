@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from genie.config import ControllerConfig
-from genie.controller.jobs.lifecycle import JobLifecycle
+from genie.controller.jobs.catalog import JobCatalog
 from genie.controller.jobs.outcomes import is_current_placement
 from genie.controller.ledger import Ledger, Transaction
 from genie.controller.tokens import Tokens
@@ -194,7 +194,7 @@ class Admission:
         ledger: Ledger,
         tokens: Tokens,
         certificates: Certificates,
-        jobs: JobLifecycle,
+        jobs: JobCatalog,
         *,
         clock: Clock,
         disconnect: Callable[[str], None],

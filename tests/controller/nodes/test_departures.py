@@ -237,7 +237,7 @@ async def test_node_that_reconnects_before_the_reclaim_keeps_its_job(tmp_path: P
         await agent.confirm(launch)
         assert one.controller is not None
         # The reclaim is decided, and its write is queued behind a heartbeat.
-        await one.controller._jobs.record_lost_workers(
+        await one.controller._jobs.lifecycle.record_lost_workers(
             [LostWorker(job.job_id, "n1", launch.placement.epoch, "silent", lambda: False)]
         )
         assert (await owner.job(job.job_id)).state is JobState.RUNNING

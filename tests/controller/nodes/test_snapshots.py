@@ -113,7 +113,7 @@ class ViewInputs:
                 info = msgspec.structs.replace(info, status=NodeStatus.DEGRADED, status_reason=fault)
             blocked = self.membership.blocked_reason(info) or fault
             closed = "it has left the cluster" if record.has_left else blocked
-            found[node_id] = NodeSnapshot(info, closed)
+            found[node_id] = NodeSnapshot(info, closed, record.has_left)
         return found
 
 
