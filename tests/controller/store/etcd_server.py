@@ -55,6 +55,15 @@ class EtcdServer:
         """Sends SIGKILL, like a crash."""
         self._end(signal.SIGKILL)
 
+    def suspend(self) -> None:
+        """Sends SIGSTOP: connections stay open, but no request is answered."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        assert self._process is not None
+        self._process.send_signal(signal.SIGCONT)
+
     def stop(self) -> None:
         """Idempotent."""
         self._end(signal.SIGTERM)
@@ -63,6 +72,7 @@ class EtcdServer:
         if self._process is None:
             return
         self._process.send_signal(how)
+        self._process.send_signal(signal.SIGCONT)
         try:
             self._process.wait(timeout=10)
         except subprocess.TimeoutExpired:
