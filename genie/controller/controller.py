@@ -399,8 +399,9 @@ class Controller:
 
     def _record_failed_term_start(self, error: GenieError) -> None:
         if isinstance(error, StoreError):
-            self._store_health.record_failure(error)
-        _log.warning("cannot become leader: %s", error)
+            self._store_health.record_failure(error)  # which logs it once
+        else:
+            _log.warning("cannot become leader: %s", error)
 
     async def _register_controller(self) -> None:
         """Store this controller's address before it may lead: agents must know every possible leader."""

@@ -23,7 +23,7 @@ class EtcdServer:
         self._program = require_program("etcd", package="etcd-server")
         self.folder = folder
         self._scheme = scheme
-        self._options = tuple(options)
+        self.options = tuple(options)
         self._process: subprocess.Popen[bytes] | None = None
         self._log_numbers = itertools.count()
         self._choose_ports()
@@ -89,7 +89,7 @@ class EtcdServer:
             *("--listen-client-urls", client, "--advertise-client-urls", client),
             *("--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer),
             *("--initial-cluster", f"one={peer}"),
-            *self._options,
+            *self.options,
         ]
         with log.open("wb") as output:
             # HOME lets the cleanup after an interrupted test run find it.
