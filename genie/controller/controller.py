@@ -50,6 +50,7 @@ from genie.controller.store import Put, Store
 from genie.controller.store_monitor import StoreMonitor
 from genie.controller.tokens import Tokens
 from genie.errors import GenieError, LeadershipError, StoreError, StoreFullError, TlsError
+from genie.model.failover import campaign_interval_s
 from genie.model.job import StopReason
 from genie.model.names import address_text
 from genie.model.node import NodeStatus
@@ -374,7 +375,7 @@ class Controller:
             self._ready_event.set()
             if self._store_health.is_full:
                 await self._store_monitor.compact_full_store()
-            await self._clock.sleep(min(_LEADER_RETRY_S, self._config.leader_ttl_s / 4))
+            await self._clock.sleep(campaign_interval_s(self._config.leader_ttl_s))
 
     async def _try_win_election(self) -> bool:
         try:

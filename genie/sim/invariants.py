@@ -27,11 +27,11 @@ _PLACEMENTS_MAX, _PLACEMENTS_WINDOW_S = 6, 1.0
 """More placements of one job within the window count as a livelock: the second rejection by a node already
 has a pause of 1 s, and a job can be rejected once by each of the nodes."""
 
-_EXCUSED_AFTER_FAULT_S = 45.0
+_EXCUSED_AFTER_FAULT_S = 55.0
 """How long after a fault jobs may still be ended because of it: a leader reclaims the jobs of a node after
-13 s, and there may be no leader for _LEADERLESS_S_MAX."""
+22.5 s, and there may be no leader for _LEADERLESS_S_MAX."""
 _LEADERLESS_S_MAX = 30.0
-"""The lease of the previous leader (5 s), nine reads of the store (2 s each in `slow_load`) and a reserve."""
+"""The lease of the previous leader (3 s), nine reads of the store (2 s each in `slow_load`) and a reserve."""
 _RATE_WINDOW_S = 5.0
 _HEARTBEATS_PER_NODE_PER_S_MAX = 2.0
 """One per `heartbeat_s`, which is 1 s, and another one: a change of the node or a connection sends more."""

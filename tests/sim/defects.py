@@ -303,7 +303,7 @@ DEFECTS = {
     "lease not renewed while loading": Defect(
         _plant_lease_not_renewed_while_loading, "disk", ("slow_load",), (2, 3), "no controller has led"
     ),
-    "outdated tables": Defect(_plant_outdated_tables, "store", ("fail_back",), (1,), "has disappeared"),
+    "outdated tables": Defect(_plant_outdated_tables, "store", ("fail_back",), (0, 2), "has disappeared"),
     "wall clock limits": Defect(
         _plant_wall_clock_limits, "time", ("step_controller",), (0,), "exceeded its time limit"
     ),

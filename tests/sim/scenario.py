@@ -46,9 +46,8 @@ _STORE_SHARE_MAX = 0.95
 """Submissions end at 0.7; a quarter is reserved for the controllers' own writes."""
 _BLOBS_BYTES_MAX = 400_000
 _WORKDIR = b"working directory of the innocent tenant"
-MISMATCH_S_MAX = 30.0
-"""Twice the time until the jobs of a silent node are reclaimed: `node_ttl_s` (10 s), a grace period (3 s) and
-a tick."""
+_SHORT_NODE_TTL_S = 10.0
+"""Most kinds use a short time to live, which jobs survive less easily."""
 _READ_INTERVAL_S = 1.0
 _PATIENCE_S = 10.0
 """Maximum time of a request, with its retries, while nothing fails: a timeout (5 s) and a second attempt."""
@@ -74,6 +73,7 @@ class ScenarioKind:
     faults: tuple[str, ...]
     controllers: int = 1
     every_s: float = 2.5
+    node_ttl_s: float = _SHORT_NODE_TTL_S
 
 
 KINDS = {
@@ -100,6 +100,11 @@ KINDS = {
 }
 
 
+def mismatch_s_max(node_ttl_s: float) -> float:
+    """Twice the time until the jobs of a silent node are reclaimed, and a few ticks."""
+    return 2 * (node_ttl_s + CONTROLLER_CONFIG.node_reclaim_grace_s + 2.0)
+
+
 def run_seed(seed: int, kind: str, directory: Path, *, faults: tuple[str, ...] = ()) -> list[str]:
     """Run a seed; `faults` replaces those of the kind. Return the violations."""
     chosen = KINDS[kind]
@@ -117,7 +122,7 @@ async def _run_scenario(seed: int, directory: Path, kind: ScenarioKind) -> list[
             controller_count=kind.controllers,
             store_bytes_max=_STORE_BYTES_MAX,
             connection_limits=_LIMITS,
-            config=_CONFIG,
+            config=replace(_CONFIG, node_ttl_s=kind.node_ttl_s),
         )
         for host in cluster.controller_hosts:
             cluster.world.set_cpu_cost(host, _CPU)
@@ -125,7 +130,7 @@ async def _run_scenario(seed: int, directory: Path, kind: ScenarioKind) -> list[
             cluster.world,
             cluster.machines,
             get_accepted_epoch=lambda node_id, unit: _accepted_epoch(cluster, node_id, unit),
-            mismatch_s_max=MISMATCH_S_MAX,
+            mismatch_s_max=mismatch_s_max(kind.node_ttl_s),
         )
         InnocentTenantChecker(
             cluster.world, cluster.machines, checker, tenant=INNOCENT, faults=cluster.faults
