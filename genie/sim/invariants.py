@@ -37,6 +37,8 @@ _HEARTBEATS_PER_NODE_PER_S_MAX = 2.0
 """One per `heartbeat_s`, which is 1 s, and another one: a change of the node or a connection sends more."""
 _REQUESTS_PER_WORKER_MAX = 6
 """In one window, of a worker that cannot start yet: it pauses for 0.2, 0.4, 0.8, 1.6 and 2 s in between."""
+_DISCOVERY_ROUNDS_MAX = 8
+"""In one window, of a node without a leader: it pauses for 0.05, 0.1, 0.2, 0.4, 0.8 and 1 s at most."""
 _REQUESTS_PER_LAUNCH_MAX = 4
 """A confirmation and its repetition, and early heartbeats at the start and the end."""
 
@@ -314,16 +316,24 @@ class LeadershipChecker:
 
 class RequestRateChecker:
     """Checks that no node sends more requests than its heartbeats, launches and waiting workers need; it has
-    at most `workers_per_node_max`."""
+    at most `workers_per_node_max`. Each attempt to find the leader is a request to every controller."""
 
     def __init__(
-        self, world: World, machines: SimMachines, hosts: Sequence[str], *, workers_per_node_max: int
+        self,
+        world: World,
+        machines: SimMachines,
+        hosts: Sequence[str],
+        *,
+        workers_per_node_max: int,
+        controller_count: int,
     ) -> None:
         self._world = world
         self._machines = machines
         self._hosts = hosts
         self._requests_allowed_per_window = (
-            _HEARTBEATS_PER_NODE_PER_S_MAX * _RATE_WINDOW_S + _REQUESTS_PER_WORKER_MAX * workers_per_node_max
+            _HEARTBEATS_PER_NODE_PER_S_MAX * _RATE_WINDOW_S
+            + _REQUESTS_PER_WORKER_MAX * workers_per_node_max
+            + _DISCOVERY_ROUNDS_MAX * (controller_count - 1)
         )
         self._launch_count = 0
         machines.spawn_callbacks.append(self._count_launch)

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from genie.controller.store import KeyValue
 from genie.controller.store.etcd import EtcdStore
 from genie.errors import NotLeaderError, StoreUnavailableError
 from genie.model.job import JobState
@@ -32,35 +31,21 @@ def etcd(tmp_path: Path) -> Iterator[EtcdServer]:
     server.stop()
 
 
-class HangingStore(MemoryStore):
-    """Reads take until their timeout while `is_hanging`."""
-
-    is_hanging = False
-
-    async def get(self, key: str, *, timeout_s: float = 5.0) -> KeyValue | None:
-        if self.is_hanging:
-            await asyncio.sleep(timeout_s)
-            raise StoreUnavailableError("the store did not respond")
-        return await super().get(key, timeout_s=timeout_s)
-
-
 async def test_standby_replies_that_it_does_not_lead_while_its_store_hangs(tmp_path: Path) -> None:
     async with running_controller(tmp_path / "1", name="one") as one:
         node = await one.join("n1")
-        memory = await MemoryStore.open(clock=one.clock)
-        hanging = HangingStore(memory._memory)
-        hanging.is_hanging = True
+        hanging = await MemoryStore.open(clock=one.clock)
+        hanging.set_hanging(True)
         starting = RunningController(one.config, tmp_path / "2", one.clock, hanging, name="two")
         async with asyncio.TaskGroup() as group:
             started = group.create_task(starting.start())
             await until(lambda: starting.controller is not None and starting.controller.port)
             with pytest.raises(NotLeaderError, match="does not lead"):
                 await _connect(Access("127.0.0.1", starting.port, node.token, node.tls))
-            hanging.is_hanging = False
+            hanging.set_hanging(False)
             await started
         await starting.stop()
         await hanging.close()
-        await memory.close()
 
 
 async def test_standby_replies_that_it_does_not_lead_while_etcd_is_stopped(

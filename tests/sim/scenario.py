@@ -74,6 +74,8 @@ class ScenarioKind:
     controllers: int = 1
     every_s: float = 2.5
     node_ttl_s: float = _SHORT_NODE_TTL_S
+    faults_s: float = FAULTS_S
+    job_s_max: float = 10.0
 
 
 KINDS = {
@@ -81,6 +83,13 @@ KINDS = {
     "disk": ScenarioKind(fault_injector.DISK_FAULTS),
     "time": ScenarioKind(fault_injector.TIME_FAULTS, controllers=2),
     "store": ScenarioKind(fault_injector.STORE_FAULTS, controllers=2),
+    "power": ScenarioKind(
+        fault_injector.POWER_FAULTS,
+        controllers=3,
+        node_ttl_s=CONTROLLER_CONFIG.node_ttl_s,
+        faults_s=60.0,
+        job_s_max=40.0,
+    ),
     "hostile": ScenarioKind(tuple(hostile.HOSTILE_ACTIONS), every_s=5.0),
     "mixed": ScenarioKind(
         tuple(
@@ -139,7 +148,11 @@ async def _run_scenario(seed: int, directory: Path, kind: ScenarioKind) -> list[
         await cluster.wait_for_nodes()
         cluster.store.add_commit_listener(checker.on_commit)
         rate = RequestRateChecker(
-            cluster.world, cluster.machines, cluster.node_hosts, workers_per_node_max=GPUS
+            cluster.world,
+            cluster.machines,
+            cluster.node_hosts,
+            workers_per_node_max=GPUS,
+            controller_count=kind.controllers,
         )
         leadership = LeadershipChecker(cluster)
         watching = [
@@ -171,10 +184,10 @@ async def _run_scenario(seed: int, directory: Path, kind: ScenarioKind) -> list[
 
 async def _run_jobs(cluster: SimCluster, checker: InvariantChecker, kind: ScenarioKind) -> None:
     async with asyncio.TaskGroup() as group:
-        submitting = group.create_task(_submit_all(cluster))
+        submitting = group.create_task(_submit_all(cluster, kind))
         await fault_injector.inject_faults(
             cluster,
-            duration_s=FAULTS_S,
+            duration_s=kind.faults_s,
             mean_interval_s=kind.every_s,
             kinds=kind.faults,
             fault_duration_s_max=LASTS_S_MAX,
@@ -210,12 +223,12 @@ async def _watch_store(cluster: SimCluster) -> None:
     """Check that the store has space for the writes of the controllers."""
     while True:
         await asyncio.sleep(1.0)
-        used_bytes = (await cluster.store.measure_space()).used_bytes
+        used_bytes = (await cluster.store.measure_space(timeout_s=_RUN_S_MAX)).used_bytes
         if used_bytes > _STORE_SHARE_MAX * _STORE_BYTES_MAX:
             cluster.machines.report_violation(f"the store is full: {used_bytes} bytes")
 
 
-async def _submit_all(cluster: SimCluster) -> list[str]:
+async def _submit_all(cluster: SimCluster, kind: ScenarioKind) -> list[str]:
     """Submit the jobs of the innocent tenant and read them until they have ended; return their IDs."""
     rng, job_ids = random.Random(cluster.seed), []
     digest = hashlib.sha256(_WORKDIR).hexdigest()
@@ -232,7 +245,7 @@ async def _submit_all(cluster: SimCluster) -> list[str]:
                 constraints=PlacementConstraints(workers=workers, time_limit_s=_TIME_LIMIT_S),
             )
             try:
-                sent = cluster.submit_spec(spec, seconds=rng.uniform(1, 10), tenant=INNOCENT)
+                sent = cluster.submit_spec(spec, seconds=rng.uniform(1, kind.job_s_max), tenant=INNOCENT)
                 job_id = await _await_reply_in_time(cluster, sent)
             except JobRefusedError as error:  # too few accelerators are left for it
                 if not any(fault.kind.startswith(("change_gpus", "quota")) for fault in cluster.faults):
