@@ -51,6 +51,7 @@ from genie.controller.store import Put, Store
 from genie.controller.store_monitor import StoreMonitor
 from genie.controller.tokens import Tokens
 from genie.errors import GenieError, LeadershipError, StoreError, StoreFullError, TlsError
+from genie.model.failover import campaign_interval_s
 from genie.model.job import StopReason
 from genie.model.names import address_text
 from genie.model.node import NodeStatus
@@ -400,7 +401,7 @@ class Controller:
             self._ready_event.set()
             if self._store_health.is_full:
                 await self._store_monitor.compact_full_store()
-            await self._clock.sleep(min(_LEADER_RETRY_S, self._config.leader_ttl_s / 4))
+            await self._clock.sleep(campaign_interval_s(self._config.leader_ttl_s))
 
     async def _try_win_election(self) -> bool:
         try:
@@ -425,8 +426,9 @@ class Controller:
 
     def _record_failed_term_start(self, error: GenieError) -> None:
         if isinstance(error, StoreError):
-            self._store_health.record_failure(error)
-        _log.warning("cannot become leader: %s", error)
+            self._store_health.record_failure(error)  # which logs it once
+        else:
+            _log.warning("cannot become leader: %s", error)
 
     async def _register_controller(self) -> None:
         """Store this controller's address before it may lead: agents must know every possible leader."""
