@@ -31,6 +31,7 @@ GenieError
 │       └── LoginRefusedError   the host accepts none of our keys
 ├── StoreError                  the store of the controller
 │   ├── StoreUnavailableError   the database does not respond
+│   ├── StoreAccessError        TLS with the database or the login to it failed
 │   ├── StoreFullError          no space left on the disk
 │   ├── StoreCorruptError       stored data is damaged
 │   ├── StoreVersionError       a version of the database that is known to lose data
@@ -233,6 +234,10 @@ class StoreError(GenieError):
 class StoreUnavailableError(StoreError):
     code = "store.unavailable"
     retryable = True
+
+
+class StoreAccessError(StoreError):
+    code = "store.access"
 
 
 class StoreFullError(StoreError):

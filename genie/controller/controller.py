@@ -51,6 +51,7 @@ from genie.controller.store import Put, Store
 from genie.controller.store_monitor import StoreMonitor
 from genie.controller.tokens import Tokens
 from genie.errors import GenieError, LeadershipError, StoreError, StoreFullError, TlsError
+from genie.model.failover import campaign_interval_s
 from genie.model.job import StopReason
 from genie.model.names import address_text
 from genie.model.node import NodeStatus
@@ -58,7 +59,11 @@ from genie.processes import files, memory
 from genie.processes.clock import Clock
 from genie.processes.file_limit import get_file_limit
 from genie.processes.tasks import Offload, first_error, run_inline
-from genie.runtime.connection_limits import COMFORTABLE_CONNECTIONS, ConnectionLimits, file_limit_for
+from genie.runtime.connection_limits import (
+    CONNECTIONS_WARNING_THRESHOLD,
+    ConnectionLimits,
+    open_file_limit_for,
+)
 from genie.runtime.credentials import LocalCluster, store_trusted_ca
 from genie.runtime.network import Network
 from genie.scheduler.rules import Rules
@@ -119,7 +124,7 @@ class Controller:
         )
         files_max = get_file_limit()
         self._open_files_alarm = _file_limit_alarm(files_max)
-        self._connections = Connections(ConnectionLimits.for_file_limit(files_max))
+        self._connections = Connections(ConnectionLimits.for_open_file_limit(files_max))
         self._last_memory_return_s = -_MEMORY_RETURN_INTERVAL_S
         self._ledger = Ledger(store, self._election, self._store_health, clock=clock)
         self._periodic_steps = PeriodicSteps(clock)
@@ -396,7 +401,7 @@ class Controller:
             self._ready_event.set()
             if self._store_health.is_full:
                 await self._store_monitor.compact_full_store()
-            await self._clock.sleep(min(_LEADER_RETRY_S, self._config.leader_ttl_s / 4))
+            await self._clock.sleep(campaign_interval_s(self._config.leader_ttl_s))
 
     async def _try_win_election(self) -> bool:
         try:
@@ -421,8 +426,9 @@ class Controller:
 
     def _record_failed_term_start(self, error: GenieError) -> None:
         if isinstance(error, StoreError):
-            self._store_health.record_failure(error)
-        _log.warning("cannot become leader: %s", error)
+            self._store_health.record_failure(error)  # which logs it once
+        else:
+            _log.warning("cannot become leader: %s", error)
 
     async def _register_controller(self) -> None:
         """Store this controller's address before it may lead: agents must know every possible leader."""
@@ -606,9 +612,9 @@ class Controller:
 
 
 def _file_limit_alarm(files_max: int) -> str:
-    if files_max >= file_limit_for(COMFORTABLE_CONNECTIONS):
+    if files_max >= open_file_limit_for(CONNECTIONS_WARNING_THRESHOLD):
         return ""
-    connections = ConnectionLimits.for_file_limit(files_max).connections_max
+    connections = ConnectionLimits.for_open_file_limit(files_max).connections_max
     return (
         f"the controller may open {files_max} files, which allows {connections} connections; raise the hard "
         "limit (ulimit -Hn, or LimitNOFILE of systemd) and restart it"

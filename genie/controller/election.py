@@ -43,15 +43,19 @@ class StoreHealth:
         self.is_full = False
         """Whether the last operation failed because the store has no space."""
         self.failure_reason = ""
+        self._logged_failures: set[str] = set()
+        """Codes of the errors that were logged since the last success."""
 
     def record_success(self) -> None:
         if not self.is_ok:
             _log.info("the store is available again")
+            self._logged_failures.clear()
         self.is_ok, self.is_full, self.failure_reason = True, False, ""
 
     def record_failure(self, error: StoreError) -> None:
-        if self.is_ok:
-            _log.warning("the store is unavailable: %s", error)
+        if error.code not in self._logged_failures:
+            self._logged_failures.add(error.code)
+            _log.warning("the store is unavailable, no decisions are made: %s", error)
         self.is_ok, self.is_full, self.failure_reason = False, isinstance(error, StoreFullError), str(error)
 
 

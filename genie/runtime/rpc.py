@@ -33,7 +33,7 @@ _Reply = TypeVar("_Reply", bound=Message)
 IN_FLIGHT_MAX = 512
 """Maximum number of requests in flight from one peer; further ones are rejected with OverloadedError."""
 
-TRUSTED_IN_FLIGHT_MAX = 2048
+CLUSTER_PEER_IN_FLIGHT_MAX = 2048
 """The same for requests of the controller to an agent, and of an authenticated node to the controller: above
 the maximum number of orders, and of confirmations that wait."""
 
@@ -109,7 +109,7 @@ class Peer:
         """Calls `listener` when the connection is closed, instead of an earlier one."""
         self._on_close = listener
 
-    def _set_closed(self) -> None:
+    def _mark_closed_and_notify(self) -> None:
         if not self.is_closed:
             self.is_closed = True
             self._closed.set()
@@ -133,7 +133,7 @@ class Peer:
         futures: list[asyncio.Future[wire.Frame]] = [loop.create_future() for _ in requests]
         self._next_call_id = first + len(futures) - 1
         self._pending_calls.update(enumerate(futures, first))
-        timer = loop.call_at(deadline_s, _fail_with_timeout, futures)
+        timer = loop.call_at(deadline_s, _fail_pending_calls_with_timeout, futures)
         try:
             for call_id, request in enumerate(requests, first):
                 await self._send(call_id, request, deadline_s)
@@ -191,7 +191,7 @@ class Peer:
         except* TransportError as group:
             lost = first_error(group)
         finally:
-            self._set_closed()
+            self._mark_closed_and_notify()
             self.channel.close()
             for future in self._pending_calls.values():
                 if not future.done():
@@ -199,7 +199,7 @@ class Peer:
                     future.exception()
 
     def close(self) -> None:
-        self._set_closed()
+        self._mark_closed_and_notify()
         self.channel.close()
 
     async def _read_frames(self, tasks: asyncio.TaskGroup) -> None:
@@ -286,7 +286,7 @@ class Peer:
             self.close()
 
 
-def _fail_with_timeout(futures: Sequence[asyncio.Future[wire.Frame]]) -> None:
+def _fail_pending_calls_with_timeout(futures: Sequence[asyncio.Future[wire.Frame]]) -> None:
     for future in futures:
         if not future.done():
             future.set_exception(TimeoutError())
@@ -317,7 +317,7 @@ async def dial(
 ) -> AsyncIterator[Peer]:
     """A context with a connected peer. Errors of the body are raised unchanged."""
     channel = await network.connect(host, port, tls=tls, timeout_s=timeout_s)
-    peer = Peer(channel, requests=requests, handler=handler, in_flight_max=TRUSTED_IN_FLIGHT_MAX)
+    peer = Peer(channel, requests=requests, handler=handler, in_flight_max=CLUSTER_PEER_IN_FLIGHT_MAX)
     body_error: Exception | None = None
     async with unwrapped_task_group() as group:
         running = group.create_task(peer.run())

@@ -21,7 +21,7 @@ from genie.controller.jobs.backoff import LaunchBackoff
 from genie.controller.jobs.launches import JOB_NODES_MAX
 from genie.controller.jobs.lifecycle import LostWorker
 from genie.controller.jobs.services import build_job_services
-from genie.controller.ledger import Counter, Ledger, NodeRecord, Table, Transaction
+from genie.controller.ledger import Counter, Ledger, LedgerTable, NodeRecord, Transaction
 from genie.controller.store import Compare, Delete, Put, TxnResult
 from genie.controller.store.protocol import TXN_OPS_MAX
 from genie.errors import FencedError, StoreFullError, StoreUnavailableError, UsageError
@@ -167,7 +167,7 @@ async def open_ledger(*, at_once: bool = False) -> AsyncIterator[LedgerSetup]:
     await store.close()
 
 
-def _stage_put(table: Table[Any], row_id: str, row: Any, txn: Transaction) -> None:
+def _stage_put(table: LedgerTable[Any], row_id: str, row: Any, txn: Transaction) -> None:
     txn.put(table, row_id, row)
 
 

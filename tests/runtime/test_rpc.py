@@ -278,7 +278,7 @@ async def test_peer_that_sends_many_invalid_requests_is_disconnected(monkeypatch
 
 
 async def test_close_does_not_wait_for_a_peer_that_reads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(network, "CLOSE_LINGER_S", 0.05)
+    monkeypatch.setattr(network, "CLOSE_FLUSH_TIMEOUT_S", 0.05)
     async with run_scripted_server() as (server, port):
         _, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(wire.make_preface())

@@ -36,7 +36,7 @@ FAULTS_S, EVERY_S = 80.0, 4.0
 SETTLE_S = 400.0
 FOREVER_S = 300.0
 """Longer than any time limit and any fault."""
-MISMATCH_S_MAX = 30.0
+MISMATCH_S_MAX = 45.0
 """More than heartbeat timeout, grace period, leader election and launch confirmation together."""
 
 

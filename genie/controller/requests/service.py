@@ -27,6 +27,7 @@ from genie.errors import (
     TokenMissingError,
     TokenRefusedError,
 )
+from genie.model.failover import HELLO_READY_TIMEOUT_S
 from genie.model.limits import check_text
 from genie.model.messages import (
     CONTROLLER_REQUESTS,
@@ -180,7 +181,7 @@ class RequestService:
             raise ProtocolError("this connection has already sent Hello")
         check_text(request.program, what="program")
         check_text(request.version, what="version")
-        await wait_event(self._ready_event, clock=self._clock, timeout_s=_READY_TIMEOUT_S)
+        await wait_event(self._ready_event, clock=self._clock, timeout_s=HELLO_READY_TIMEOUT_S)
         identity = await self._verify_identity(connection, request.token)
         usage = self._request_limits.get_usage(identity)
         if usage is not None:

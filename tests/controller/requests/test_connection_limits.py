@@ -64,7 +64,7 @@ async def test_owner_beyond_its_limit_replaces_its_oldest_connection(
     async with running_controller(tmp_path) as one:
         assert one.controller is not None
         open_now = one.controller._connections
-        monkeypatch.setattr(open_now, "_limits", replace(open_now._limits, users_max=0))
+        monkeypatch.setattr(open_now, "_limits", replace(open_now._limits, user_connections_max=0))
         async with one.client() as first, one.client() as second, one.client() as third:
             assert await third.status()
             await until(lambda: first.peer.is_closed)
