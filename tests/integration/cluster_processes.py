@@ -65,16 +65,19 @@ class ClusterProcess:
 
 
 class ClusterProcesses:
-    """A controller and agents by node ID on loopback. `controller_module` runs as the controller."""
+    """A controller and agents by node ID on loopback. `controller_module` runs as the controller; `store` is
+    its store."""
 
-    def __init__(self, folder: Path, *, controller_module: str = "genie.controller") -> None:
+    def __init__(
+        self, folder: Path, *, controller_module: str = "genie.controller", store: str = "sqlite"
+    ) -> None:
         self._folder = folder
         self._settings = config.load({"paths.state_dir": folder / "controller"})
         self.agents: dict[str, ClusterProcess] = {}
         state_dir = self._make_state_dir("controller")
         self.controller = ClusterProcess(
             Child("controller", module=controller_module, state_dir=state_dir),
-            ["--state-dir", str(state_dir), "--bind", "127.0.0.1", "--port", "0"],
+            ["--state-dir", str(state_dir), "--bind", "127.0.0.1", "--port", "0", "--store", store],
         )
         self.address: LocalCluster | None = None
 
