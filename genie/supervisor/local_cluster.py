@@ -318,6 +318,7 @@ class Supervisor:
             network=TcpNetwork(),
             timeout_s=_CONNECT_TIMEOUT_S,
             program="genie up",
+            is_address_fixed=True,
         ) as connection:
             yield connection
 

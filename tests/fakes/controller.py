@@ -246,6 +246,7 @@ class FakeController:
             tenant=DEFAULT_TENANT,
             kind=token.kind,
             leading=self.leading and not self.leader,
+            controllers=(self.address, *self.more_controllers),
         )
 
     def _answer_client(self, request: Message) -> Message | None:
