@@ -417,6 +417,8 @@ class NodesReply(Message, frozen=True, kw_only=True):
 
     nodes: tuple[NodeView, ...]
     more: bool = False
+    leading: bool = True
+    """Of a heartbeat: False if it renewed no lease, because another controller may lead."""
 
 
 class ListNodes(Request[NodesReply], frozen=True, kw_only=True):

@@ -259,7 +259,8 @@ class FakeController:
                     if info.node_id > after
                 )
                 page = views[: self.nodes_per_reply]
-                return NodesReply(nodes=page, more=len(page) < len(views))
+                leading = self.leading or isinstance(request, ListNodes)
+                return NodesReply(nodes=page, more=len(page) < len(views), leading=leading)
             case OpenDevice() | WaitDevice():
                 return self.device
             case CancelJob():

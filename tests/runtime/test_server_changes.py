@@ -162,3 +162,15 @@ async def test_all_announced_controllers_are_listed(one: FakeController, tmp_pat
     one.more_controllers = (f"{HOST}:2", f"{HOST}:1", "no address")
     async with connected(one.port) as connection:
         assert connection.announced_servers == tuple(sorted([(HOST, 1), (HOST, 2), (HOST, one.port)]))
+
+
+async def test_move_to_leader_keeps_the_connection_if_no_other_controller_leads(
+    one: FakeController, two: FakeController
+) -> None:
+    one.more_controllers, two.leading = (two.address,), False
+    async with connected(one.port) as connection:
+        assert not await connection.move_to_leader(timeout_s=5)
+        assert connection.is_open and connection.where == one.address
+        two.leading = True
+        await until(lambda: connection.move_to_leader(timeout_s=5), what="the controller is asked again")
+        await until(lambda: connection.is_open and connection.where == two.address)
