@@ -13,6 +13,7 @@ import asyncio
 import logging
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from genie.config import ControllerConfig
@@ -20,6 +21,7 @@ from genie.controller.change_notifier import ChangeNotifier, wait_event
 from genie.controller.connection import Connections, Handlers
 from genie.controller.election import Election, StoreHealth
 from genie.controller.jobs.backoff import LaunchBackoff
+from genie.controller.jobs.blob_replication import BlobReplication
 from genie.controller.jobs.blobs import Blobs
 from genie.controller.jobs.lifecycle import CHANGES_PER_TICK_MAX, JobLifecycle
 from genie.controller.jobs.sessions import Sessions
@@ -219,6 +221,19 @@ class Controller:
             tenant_bytes_max=config.blobs_tenant_bytes_max,
             clock=clock,
         )
+        replication = self._blob_replication = BlobReplication(
+            blobs,
+            name=self._name,
+            network=self._network,
+            clock=clock,
+            offload=offload,
+            own_address=lambda: self.address,
+            controllers=lambda: self._controller_addresses,
+            needed=jobs.needed_blobs,
+            client_tls=partial(self._certificates.client_tls, self._directory)
+            if self._certificates.are_enabled
+            else None,
+        )
         nodes, waits = NodeList(self._ledger, self._node_snapshots), OpenWaits()
         return [
             self._agents.handlers(),
@@ -226,6 +241,7 @@ class Controller:
                 jobs,
                 planner,
                 blobs,
+                replication,
                 election,
                 waits=waits,
                 offload=offload,
@@ -234,9 +250,10 @@ class Controller:
             ).handlers(),
             BlobRequests(
                 blobs,
+                replication,
                 election,
                 offload=offload,
-                is_needed=jobs.is_blob_needed,
+                is_needed=lambda name: name in jobs.needed_blobs(),
                 find_tenant=self._agents.find_blob_tenant,
             ).handlers(),
             NodeRequests(nodes, check_readable=check_readable).handlers(),
@@ -299,7 +316,12 @@ class Controller:
     def _alarms(self) -> list[str]:
         """What the owner should look at, in words."""
         file_alarms = [alarm for alarm in (self._open_files_alarm, self._local_files_alarm) if alarm]
-        return [*file_alarms, *self._store_monitor.alarms(), *self._periodic_steps.alarms()]
+        return [
+            *file_alarms,
+            *self._store_monitor.alarms(),
+            *self._blob_replication.alarms(),
+            *self._periodic_steps.alarms(),
+        ]
 
     @property
     def address(self) -> str:
@@ -489,6 +511,7 @@ class Controller:
         async with asyncio.TaskGroup() as group:
             group.create_task(self._run_passes_forever(), name="passes")
             group.create_task(self._housekeep_forever(), name="housekeeping")
+            group.create_task(self._blob_replication.run(), name="blob replication")
 
     # -- passes -----------------------------------------------------------------------------
 

@@ -17,10 +17,12 @@ from genie.config import Settings
 from genie.model.job import JobKind, JobState
 from genie.model.names import address_text
 from genie.runtime import logins
-from genie.runtime.credentials import OWNER_TOKEN_FILE
+from genie.runtime.credentials import OWNER_TOKEN_FILE, LocalCluster
+from genie.runtime.known_servers import read_known_servers
 from genie.tenancy.access import parse_token
 from tests.controller.store.etcd_server import EtcdServer
 from tests.integration.cluster_processes import ClusterProcesses
+from tests.integration.running import make_python_job
 from tests.integration.short_lease_controller import LEASE_S
 from tests.waiting import until
 
@@ -88,3 +90,37 @@ async def test_session_and_its_tensors_survive_the_leader(
         assert job.state is JobState.RUNNING and not job.stop
     await genie.shutdown()
     assert (await genie.init()).initialized, "a new session finds it, too"
+
+
+async def test_queued_job_has_its_working_directory_after_the_leader_is_killed(
+    cluster: ClusterProcesses, client_settings: Settings, tmp_path: Path
+) -> None:
+    standby = await cluster.start_standby()
+    await _wait_until_announced(client_settings, standby)
+    workdir = tmp_path / "work"
+    workdir.mkdir()
+    (workdir / "input.txt").write_text("from the working directory")
+    spec = make_python_job("print(open('input.txt').read())")
+    async with asyncio.timeout(30), open_client(client_settings) as client:
+        job = await client.submit(spec, workdir=workdir)
+        assert job.state is JobState.QUEUED, "no node has joined yet"
+    await cluster.controller.kill()
+    cluster.address = standby
+    await cluster.start_agent("n1")
+    async with asyncio.timeout(60), open_client(client_settings) as client:
+        ended = await client.wait_job(job.job_id)
+        assert ended.state is JobState.SUCCEEDED, ended.reason
+        output = b"".join([part async for part in client.follow_log(job.job_id)])
+        assert b"from the working directory" in output
+
+
+async def _wait_until_announced(settings: Settings, standby: LocalCluster) -> None:
+    """Waits until the leader knows the standby, to which it copies blobs."""
+    state_dir, address = settings.paths.state_dir, (standby.host, standby.port)
+    (pin,) = [login.token.pin for login in logins.list_logins(state_dir) if login.token is not None]
+
+    async def is_announced() -> bool:
+        async with open_client(settings):
+            return address in read_known_servers(state_dir, pin)
+
+    await until(is_announced, timeout_s=30)

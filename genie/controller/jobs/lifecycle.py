@@ -8,7 +8,7 @@ so a hold is released exactly once. Not responsible for choosing nodes (schedule
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -238,9 +238,9 @@ class JobLifecycle:
     def count_pending(self) -> int:
         return self._index.count_in_state(JobState.QUEUED)
 
-    def is_blob_needed(self, name: str) -> bool:
-        """Whether an unfinished job needs the blob with this name."""
-        return self._index.is_blob_needed(name)
+    def needed_blobs(self) -> Collection[str]:
+        """The names of the blobs that unfinished jobs need; a view."""
+        return self._index.needed_blobs()
 
     def session_jobs(self) -> list[Job]:
         """All unfinished session jobs."""

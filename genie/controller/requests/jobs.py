@@ -11,7 +11,8 @@ from functools import partial
 from genie.controller.checks import clamp_wait_s
 from genie.controller.connection import Connection, Handlers
 from genie.controller.election import Election
-from genie.controller.jobs.blobs import Blobs
+from genie.controller.jobs.blob_replication import FETCH_WAIT_S_MAX, BlobReplication
+from genie.controller.jobs.blobs import Blobs, blob_name
 from genie.controller.jobs.lifecycle import JobLifecycle
 from genie.controller.placement.planner import PENDING_JOB_KINDS_MAX, Planner
 from genie.controller.requests.open_waits import OpenWaits, too_many_open_error
@@ -37,6 +38,7 @@ class JobRequests:
         jobs: JobLifecycle,
         planner: Planner,
         blobs: Blobs,
+        replication: BlobReplication,
         election: Election,
         *,
         waits: OpenWaits,
@@ -47,6 +49,7 @@ class JobRequests:
         self._jobs = jobs
         self._planner = planner
         self._blobs = blobs
+        self._replication = replication
         self._election = election
         self._open_waits = waits
         self._offload = offload
@@ -94,12 +97,18 @@ class JobRequests:
             await self._check_workdir_uploaded(spec.workdir, spec.name, tenant=identity.tenant)
 
     async def _check_workdir_uploaded(self, workdir: Workdir, job_name: str, *, tenant: str) -> None:
-        status = await self._offload(partial(self._blobs.get_status, workdir.digest, tenant=tenant))
+        name = blob_name(workdir.digest, tenant)
+        stat = partial(self._blobs.get_status, workdir.digest, tenant=tenant)
+        status = await self._offload(stat)
+        if not status.complete:  # perhaps uploaded to an earlier leader
+            await self._replication.fetch(name, timeout_s=FETCH_WAIT_S_MAX)
+            status = await self._offload(stat)
         if not status.complete or status.received_bytes != workdir.size_bytes:
             raise WorkdirError(
                 f"the working directory {workdir.digest[:12]} of job {job_name!r} has not been uploaded",
                 hint="upload it first",
             )
+        await self._replication.wait_for_copy(name)
 
     async def get_job(self, connection: Connection, request: GetJob) -> JobReply:
         self._check_readable()
