@@ -13,8 +13,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from typing import TypeVar
 
@@ -50,6 +50,9 @@ _CONNECT_TIMEOUT_PER_SERVER_S_MAX = 3.0
 _LEADER_SEARCH_INTERVAL_S = 1.0
 """How often each server is asked whether it leads, at most."""
 
+_SILENCE_S_MAX = 3.0
+"""How long a reply may be overdue before another server is asked whether it leads."""
+
 ConnectionChangeCallback = Callable[[bool, str], None]
 """Called when the connection was lost (False) or restored (True), with the reason."""
 
@@ -82,6 +85,7 @@ class ControllerConnection(ControlDataIntegration):
         self._is_connected = asyncio.Event()
         self._is_moving_to_leader = False
         self._is_searching_leader = False
+        self._is_reply_overdue = asyncio.Event()
         self._last_error: GenieError | None = None
         self._first_welcome: asyncio.Future[Welcome] = asyncio.get_running_loop().create_future()
 
@@ -110,7 +114,8 @@ class ControllerConnection(ControlDataIntegration):
         while True:
             peer = await self._wait_for_peer(deadline)
             try:
-                return await peer.call(request, timeout_s=max(deadline - loop.time(), 0.001))
+                with self._look_for_leader_when_overdue(request):
+                    return await peer.call(request, timeout_s=max(deadline - loop.time(), 0.001))
             except ConnectionLostError as error:
                 if not idempotent:
                     raise ConnectionLostError(
@@ -160,6 +165,14 @@ class ControllerConnection(ControlDataIntegration):
         finally:
             self._is_searching_leader = False
         return False
+
+    async def leave_silent_servers(self) -> None:
+        """Moves to another server that leads when a reply is overdue, such as after a power failure of the
+        current one. Runs until cancelled."""
+        while True:
+            await self._is_reply_overdue.wait()
+            self._is_reply_overdue.clear()
+            await self.move_to_leader(timeout_s=_CONNECT_TIMEOUT_S_MAX)
 
     async def run(self, *, first_timeout_s: float) -> None:
         """Connects, and reconnects with backoff until cancelled. Returns if the first attempt fails."""
@@ -237,6 +250,26 @@ class ControllerConnection(ControlDataIntegration):
         self.reopened.set()
         self._on_change(True, f"reconnected to {self.where}")
 
+    @contextmanager
+    def _look_for_leader_when_overdue(self, request: Message) -> Iterator[None]:
+        """While the block waits for a reply: looks for a leader every _SILENCE_S_MAX once it is overdue."""
+        if len(self._servers) == 1:
+            yield
+            return
+        loop = asyncio.get_running_loop()
+        timers: list[asyncio.TimerHandle] = []
+
+        def look() -> None:
+            self._is_reply_overdue.set()
+            timers[:] = [loop.call_later(_SILENCE_S_MAX, look)]
+
+        long_poll_s = float(getattr(request, "wait_s", 0.0))
+        timers.append(loop.call_later(long_poll_s + _SILENCE_S_MAX, look))
+        try:
+            yield
+        finally:
+            timers[0].cancel()
+
     async def _wait_for_leader(
         self, error: NotLeaderError | StoreUnavailableError, deadline: float, *, interval_s: float
     ) -> None:
@@ -292,8 +325,10 @@ async def open_controller_connection(
     connection = ControllerConnection(access, network=network, program=program, on_change=on_change)
     async with unwrapped_task_group() as group:
         task = group.create_task(connection.run(first_timeout_s=timeout_s))
+        watch = group.create_task(connection.leave_silent_servers())
         try:
             await connection.wait_for_first_connection()
             yield connection
         finally:
             task.cancel()
+            watch.cancel()

@@ -12,7 +12,7 @@ import pytest
 from genie.errors import ConnectionLostError, NotLeaderError, StoreUnavailableError
 from genie.model.messages import CreateToken, GetStatus, Hello, ListNodes, Message
 from genie.model.tenant import TokenKind
-from genie.runtime import rpc
+from genie.runtime import controller_connection, rpc
 from genie.runtime.controller_connection import ControllerConnection, open_controller_connection
 from genie.runtime.credentials import Access
 from genie.runtime.network import TcpNetwork
@@ -174,3 +174,19 @@ async def test_move_to_leader_keeps_the_connection_if_no_other_controller_leads(
         two.leading = True
         await until(lambda: connection.move_to_leader(timeout_s=5), what="the controller is asked again")
         await until(lambda: connection.is_open and connection.where == two.address)
+
+
+async def test_call_leaves_a_controller_that_no_longer_responds(
+    one: FakeController, two: FakeController, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after a power failure: no packet says that the connection is lost."""
+    monkeypatch.setattr(controller_connection, "_SILENCE_S_MAX", 0.1)
+    one.more_controllers, two.leading = (two.address,), False
+    async with connected(one.port) as connection:
+        one.silent = True
+        async with asyncio.TaskGroup() as group:
+            call = group.create_task(fetch_node_id(connection, timeout_s=30))
+            await until(lambda: two.count(Hello) > 0, what="the other controller is asked")
+            assert connection.where == one.address, "no other controller leads yet"
+            two.leading = True
+        assert call.result() == "n2"
