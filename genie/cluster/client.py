@@ -54,9 +54,8 @@ from genie.model.messages import (
     UndrainNode,
 )
 from genie.model.tenant import QuotaRecord, TokenKind, TokenRecord
-from genie.runtime.controller_connection import ControllerConnection
+from genie.runtime.controller_connection import ControllerConnection, fetch_nodes
 from genie.runtime.network import Network, TcpNetwork
-from genie.runtime.node_list import fetch_nodes
 from genie.supervisor.connection import open_connection
 
 if TYPE_CHECKING:

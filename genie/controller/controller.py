@@ -221,19 +221,7 @@ class Controller:
             tenant_bytes_max=config.blobs_tenant_bytes_max,
             clock=clock,
         )
-        replication = self._blob_replication = BlobReplication(
-            blobs,
-            name=self._name,
-            network=self._network,
-            clock=clock,
-            offload=offload,
-            own_address=lambda: self.address,
-            controllers=lambda: self._controller_addresses,
-            needed=jobs.needed_blobs,
-            client_tls=partial(self._certificates.client_tls, self._directory)
-            if self._certificates.are_enabled
-            else None,
-        )
+        replication = self._blob_replication = self._build_blob_replication(blobs, offload)
         nodes, waits = NodeList(self._ledger, self._node_snapshots), OpenWaits()
         return [
             self._agents.handlers(),
@@ -282,6 +270,20 @@ class Controller:
             QueueRequests(jobs, planner, clock=clock, check_readable=check_readable).handlers(),
             QuotaRequests(self._quota_table, check_readable=check_readable).handlers(),
         ]
+
+    def _build_blob_replication(self, blobs: Blobs, offload: Offload) -> BlobReplication:
+        client_tls = partial(self._certificates.client_tls, self._directory)
+        return BlobReplication(
+            blobs,
+            name=self._name,
+            network=self._network,
+            clock=self._clock,
+            offload=offload,
+            own_address=lambda: self.address,
+            controllers=lambda: self._controller_addresses,
+            needed=self._jobs.needed_blobs,
+            client_tls=client_tls if self._certificates.are_enabled else None,
+        )
 
     def _build_status_requests(self, nodes: NodeList) -> StatusRequests:
         return StatusRequests(

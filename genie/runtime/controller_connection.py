@@ -26,7 +26,7 @@ from genie.errors import (
     OverloadedError,
     StoreUnavailableError,
 )
-from genie.model.messages import Message, Request, Welcome
+from genie.model.messages import ListNodes, Message, NodesReply, NodeView, Request, Welcome
 from genie.model.names import address_text
 from genie.processes.tasks import unwrapped_task_group
 from genie.runtime import rpc
@@ -332,3 +332,16 @@ async def open_controller_connection(
         finally:
             task.cancel()
             watch.cancel()
+
+
+async def fetch_nodes(
+    connection: ControllerConnection, first: NodesReply | None = None, *, timeout_s: float
+) -> tuple[NodeView, ...]:
+    """Returns all nodes, by ID: those of a large cluster do not fit into one reply. `first`: the first page,
+    if the caller has it. `timeout_s`: of each page."""
+    reply = first or await connection.call(ListNodes(), timeout_s=timeout_s)
+    views = list(reply.nodes)
+    while reply.more and reply.nodes:
+        reply = await connection.call(ListNodes(after_node_id=views[-1].info.node_id), timeout_s=timeout_s)
+        views += reply.nodes
+    return tuple(views)

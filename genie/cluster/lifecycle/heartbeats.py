@@ -20,8 +20,7 @@ from genie.cluster.state import ClusterState
 from genie.errors import DeadlineError, GenieError
 from genie.model.event import EventType
 from genie.model.messages import SESSION_INTERVAL_S_MAX, NodeView, SessionHeartbeat
-from genie.runtime.controller_connection import ControllerConnection
-from genie.runtime.node_list import fetch_nodes
+from genie.runtime.controller_connection import ControllerConnection, fetch_nodes
 
 _log = logging.getLogger(__name__)
 
