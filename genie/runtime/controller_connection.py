@@ -72,7 +72,7 @@ class ControllerConnection(ControlDataIntegration):
         self.access = access
         """With the address of the server in use, or that was used last."""
         self.reconnects = 0
-        self.reopened = asyncio.Event()
+        self.reconnected_event = asyncio.Event()
         """Set at each reconnection; the waiter clears it."""
         self._servers = ServerList(
             (access.host, access.port), access.other_servers, has_tls=access.tls is not None
@@ -247,7 +247,7 @@ class ControllerConnection(ControlDataIntegration):
             self._first_welcome.set_result(welcome)
             return
         self.reconnects += 1
-        self.reopened.set()
+        self.reconnected_event.set()
         self._on_change(True, f"reconnected to {self.where}")
 
     @contextmanager

@@ -13,7 +13,14 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
-from genie.errors import GenieError, NotLeaderError, StoreError, UnreachableError, UsageError
+from genie.errors import (
+    GenieError,
+    NothingListensError,
+    NotLeaderError,
+    StoreError,
+    UnreachableError,
+    UsageError,
+)
 from genie.model.names import address_text, is_loopback, parse_endpoint
 from genie.processes import files
 from genie.tenancy.access import NO_PIN
@@ -119,7 +126,10 @@ class ServerList:
         """`error`, or, if there are several servers, one that names every server that failed."""
         if len(self._servers) == 1 or not self._failures:
             return error
+        failures = [self._failures[server][1] for server in self._servers if server in self._failures]
         kind = type(error) if isinstance(error, NotLeaderError | StoreError) else UnreachableError
+        if all(isinstance(failure, NothingListensError) for failure in failures):
+            kind = NothingListensError
         reasons = "; ".join(
             _name_server(self._failures[server][1].message, server)
             for server in self._servers

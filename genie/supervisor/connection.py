@@ -1,6 +1,8 @@
 """Opens a connection to the cluster of the settings; its errors mention the clusters of this machine.
 
 Stores the addresses of all controllers, so that the next command finds another one if the first is down.
+While the supervisor of this state directory restarts the controller, nothing listens on its port: commands
+wait for it instead of failing.
 """
 
 from __future__ import annotations
@@ -12,14 +14,19 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 from genie.config import Settings
-from genie.errors import StoreFullError
+from genie.errors import GenieError, NothingListensError, StoreFullError
+from genie.model.names import is_loopback
 from genie.runtime.controller_connection import ControllerConnection, open_controller_connection
-from genie.runtime.credentials import find_access, find_address
+from genie.runtime.credentials import LocalCluster, find_access, find_address
 from genie.runtime.known_servers import store_known_servers
 from genie.runtime.network import Network
+from genie.supervisor.process_records import SUPERVISOR, read_record
 from genie.supervisor.this_machine import add_local_cluster_hint
 
 _log = logging.getLogger(__name__)
+
+RESTART_WAIT_S_MAX = 10.0
+_RETRY_INTERVAL_S = 0.2
 
 
 @asynccontextmanager
@@ -36,22 +43,46 @@ async def open_connection(
     With `is_address_fixed`, or if the address was passed as an argument, the first connection is to that
     address only. Otherwise to any controller that this machine knows.
     """
-    state_dir = settings.paths.state_dir
-    host, port = find_address(settings.cluster, state_dir)
+    loop, state_dir = asyncio.get_running_loop(), settings.paths.state_dir
+    deadline_s = loop.time() + RESTART_WAIT_S_MAX
+
+    async def connect(stack: AsyncExitStack) -> ControllerConnection:
+        while True:
+            host, port = find_address(settings.cluster, state_dir)
+            try:
+                async with add_local_cluster_hint(host, port, state_dir=state_dir):
+                    access = await find_access(
+                        settings.cluster,
+                        state_dir=state_dir,
+                        network=network,
+                        timeout_s=timeout_s,
+                        is_address_fixed=is_address_fixed or _is_address_argument(settings),
+                    )
+                    return await stack.enter_async_context(
+                        open_controller_connection(
+                            access, network=network, program=program, timeout_s=timeout_s
+                        )
+                    )
+            except NothingListensError:
+                if loop.time() >= deadline_s or not _is_supervised_controller(host, port, state_dir):
+                    raise
+            await asyncio.sleep(_RETRY_INTERVAL_S)
+
     async with AsyncExitStack() as stack:
-        async with add_local_cluster_hint(host, port, state_dir=state_dir):
-            access = await find_access(
-                settings.cluster,
-                state_dir=state_dir,
-                network=network,
-                timeout_s=timeout_s,
-                is_address_fixed=is_address_fixed or _is_address_argument(settings),
-            )
-            connection = await stack.enter_async_context(
-                open_controller_connection(access, network=network, program=program, timeout_s=timeout_s)
-            )
+        connection = await connect(stack)
         await remember_servers(connection, state_dir)
         yield connection
+
+
+def _is_supervised_controller(host: str, port: int, state_dir: Path) -> bool:
+    """Whether this is the address of the controller that a supervisor of this state directory restarts."""
+    if not is_loopback(host) or read_record(state_dir, SUPERVISOR) is None:
+        return False
+    try:
+        local = LocalCluster.read(state_dir)
+    except GenieError:
+        return False
+    return local is not None and local.port == port
 
 
 async def remember_servers(connection: ControllerConnection, state_dir: Path) -> None:

@@ -53,6 +53,9 @@ class ClusterProcess:
         """Sends SIGKILL and waits for the end of the process."""
         if self._child.exit_code() is None:
             os.kill(self.pid, signal.SIGKILL)
+        await self.wait_ended()
+
+    async def wait_ended(self) -> None:
         await until(lambda: self._child.exit_code() is not None)
 
     async def stop(self) -> None:
@@ -63,7 +66,7 @@ class ClusterProcess:
 
 
 class ClusterProcesses:
-    """A controller and agents by node ID on loopback. `controller_module` replaces `genie.controller`."""
+    """A controller and agents by node ID on loopback. `controller_module` runs as the controller."""
 
     def __init__(
         self, folder: Path, *, store: str = "sqlite", controller_module: str = "genie.controller"
@@ -77,6 +80,11 @@ class ClusterProcesses:
         self.controller = self._make_controller(state_dir)
         self.standby: ClusterProcess | None = None
         self.address: LocalCluster | None = None
+
+    @property
+    def state_dir(self) -> Path:
+        """The state directory of the controller."""
+        return self._settings.paths.state_dir
 
     async def start_controller(self) -> None:
         """Starts the controller; a restart uses the same port."""
@@ -183,9 +191,11 @@ class ClusterProcesses:
 
 
 @asynccontextmanager
-async def run_cluster_processes(folder: Path, *agents: str) -> AsyncIterator[ClusterProcesses]:
+async def run_cluster_processes(
+    folder: Path, *agents: str, controller_module: str = "genie.controller"
+) -> AsyncIterator[ClusterProcesses]:
     """Starts a controller and these agents, each in a separate process; stops them at the end."""
-    cluster = ClusterProcesses(folder)
+    cluster = ClusterProcesses(folder, controller_module=controller_module)
     try:
         await cluster.start_controller()
         for name in agents:

@@ -1,7 +1,7 @@
 """Indexes of jobs, so that the cost of a read is proportional to its result.
 
 `JobIndex` has the durable jobs by state, tenant and name, newest first. `StagedIndex` has what the builds of
-writes need, including changes that are not durable yet. Not responsible for the jobs (jobs/lifecycle.py).
+writes need, including changes that are not durable yet. Not responsible for the jobs (jobs/catalog.py).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from heapq import merge
 from itertools import chain, islice
 from operator import attrgetter
 
-from genie.controller.jobs.blobs import blob_name
+from genie.controller.blobs.storage import blob_name
 from genie.model.job import Job, JobKind, JobState
 
 _REMOVED_ENTRIES_SKIPPED_MAX = 64

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+from genie.controller.blobs.replication import FETCH_WAIT_S_MAX, BlobReplication, FetchOutcome
+from genie.controller.blobs.storage import Blobs, blob_name
 from genie.controller.connection import Connection, Handlers
 from genie.controller.election import Election
-from genie.controller.jobs.blob_replication import FETCH_WAIT_S_MAX, BlobReplication, FetchOutcome
-from genie.controller.jobs.blobs import Blobs, blob_name
 from genie.errors import PermissionError_, StoreUnavailableError, WorkdirError
 from genie.model.messages import (
     BlobChunk,

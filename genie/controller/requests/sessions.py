@@ -67,7 +67,7 @@ class SessionRequests:
         return reply if self._election.is_leading else msgspec.structs.replace(reply, leading=False)
 
     async def session_end(self, connection: Connection, request: SessionEnd) -> Done:
-        for job in await self._sessions.cancel_jobs_of_client(connection.identity, request.node_id):
+        for job in await self._sessions.close_jobs_of_client(connection.identity, request.node_id):
             self._send_kills(job)
         return Done()
 

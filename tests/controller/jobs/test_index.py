@@ -9,7 +9,7 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from genie.controller.jobs.blobs import blob_name
+from genie.controller.blobs.storage import blob_name
 from genie.controller.jobs.index import JobIndex, StagedIndex
 from genie.model.job import FINAL_STATES, Job, JobKind, JobSpec, JobState, Workdir
 from genie.model.messages import ListJobs
@@ -128,7 +128,7 @@ async def test_listing_jobs_of_one_tenant_does_not_visit_those_of_others(tmp_pat
         async with one.client(blue) as client:
             job = await client.submit()
             assert one.controller is not None
-            index = one.controller._jobs._index
+            index = one.controller._jobs.catalog._index
             before = index.visited_entry_count
             listed = await client.ask(ListJobs())
             assert [each.job_id for each in listed.jobs] == [job.job_id]

@@ -18,8 +18,8 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from functools import partial
 
+from genie.controller.blobs.storage import Blobs, split_blob_name
 from genie.controller.change_notifier import ChangeNotifier, wait_event
-from genie.controller.jobs.blobs import Blobs, split_blob_name
 from genie.errors import AccessError, GenieError, LeadershipError, TransportError, WorkdirError
 from genie.model.messages import GetReplica, PutReplica, ServerHello, StatReplica
 from genie.model.names import parse_endpoint
@@ -81,7 +81,7 @@ class _Peer:
 class BlobReplication:
     """`controllers` returns the addresses of all controllers, this one included (`own_address`). `needed`
     returns the names of the blobs that unfinished jobs need. `client_tls` blocks; None when TLS is off. Blobs
-    are named as in blobs.py."""
+    are named as in storage.py."""
 
     def __init__(
         self,

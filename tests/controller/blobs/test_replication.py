@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from genie.controller.jobs.blobs import blob_name
+from genie.controller.blobs.storage import blob_name
 from genie.errors import GenieError, PermissionError_, StoreFullError, TlsError, WorkdirError
 from genie.model.job import Job, JobSpec, JobState, Workdir
 from genie.model.messages import (
