@@ -98,8 +98,7 @@ class Election:
                 hint="running jobs continue; try again when the store is available",
             )
         where = self.leader.address if self.leader and self.leader.name != self._name else ""
-        hint = f"the leader is {where}" if where else "no controller leads yet; try again in a moment"
-        raise NotLeaderError("this controller does not lead", hint=hint)
+        raise NotLeaderError.naming_leader("this controller does not lead", leader=where)
 
     async def try_win_election(self, address: str) -> bool:
         """Acquire the leader key if it is free, or if this controller acquired it before a restart."""
