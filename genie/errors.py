@@ -35,7 +35,9 @@ GenieError
 │   ├── StoreCorruptError       stored data is damaged
 │   ├── StoreVersionError       a version of the database that is known to lose data
 │   ├── LeaseLostError          the lease expired or was revoked
-│   └── CompactedError          the requested revision was compacted
+│   ├── CompactedError          the requested revision was compacted
+│   ├── BackupError             a backup of the store could not be written or read
+│   └── StoreNotEmptyError      a backup cannot be restored into a store that has data
 ├── LeadershipError             leadership of the cluster
 │   ├── NotLeaderError          this controller is not the leader
 │   └── FencedError             the request comes from an earlier leader
@@ -255,6 +257,14 @@ class LeaseLostError(StoreError):
 
 class CompactedError(StoreError):
     code = "store.compacted"
+
+
+class BackupError(StoreError):
+    code = "store.backup"
+
+
+class StoreNotEmptyError(StoreError):
+    code = "store.not_empty"
 
 
 class LeadershipError(GenieError):

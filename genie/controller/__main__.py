@@ -19,10 +19,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from genie import config
-from genie.controller.controller import CONTROLLER_DIRECTORY, Controller
+from genie.controller.controller import Controller
 from genie.controller.nodes.admission import check_bind_address, check_failure_timeouts
 from genie.controller.placement.placers import why_scheduler_not_compiled
-from genie.controller.store.open import open_store
+from genie.controller.store.open import CONTROLLER_DIRECTORY, open_store
 from genie.errors import GenieError, LeadershipError, StoreError
 from genie.native.prebuild import build_in_background, prebuild_command
 from genie.processes import files

@@ -15,15 +15,17 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
+
 from genie.config import ControllerConfig
 from genie.controller.change_notifier import ChangeNotifier, wait_event
 from genie.controller.connection import Connections, Handlers
-from genie.controller.election import Election, StoreHealth
+from genie.controller.election import CONTROLLER_KEY_PREFIX, Election, StoreHealth
 from genie.controller.jobs.backoff import LaunchBackoff
 from genie.controller.jobs.blobs import Blobs
 from genie.controller.jobs.lifecycle import CHANGES_PER_TICK_MAX, JobLifecycle
 from genie.controller.jobs.sessions import Sessions
-from genie.controller.ledger import ClusterRecord, Ledger, Transaction
+from genie.controller.ledger import ClusterRecord, Ledger, Transaction, read_cluster_record
 from genie.controller.nodes.admission import Admission, Certificates, advertised_host, local_host
 from genie.controller.nodes.agents import Agents
 from genie.controller.nodes.faults import NodeFaults
@@ -35,6 +37,7 @@ from genie.controller.placement.pass_runner import PassRunner
 from genie.controller.placement.placers import placer_factory
 from genie.controller.placement.planner import Planner
 from genie.controller.placement.policy import make_configured_policy
+from genie.controller.requests.backups import BackupRequests
 from genie.controller.requests.blobs import BlobRequests
 from genie.controller.requests.jobs import JobRequests
 from genie.controller.requests.logs import LogRequests
@@ -47,6 +50,7 @@ from genie.controller.requests.sessions import SessionRequests
 from genie.controller.requests.tokens import TokenRequests
 from genie.controller.steps import PeriodicSteps
 from genie.controller.store import Put, Store
+from genie.controller.store.open import CONTROLLER_DIRECTORY
 from genie.controller.store_monitor import StoreMonitor
 from genie.controller.tokens import Tokens
 from genie.errors import GenieError, LeadershipError, StoreError, StoreFullError, TlsError
@@ -64,8 +68,6 @@ from genie.scheduler.rules import Rules
 
 _log = logging.getLogger(__name__)
 
-CONTROLLER_KEY_PREFIX = "controller/"
-CONTROLLER_DIRECTORY = "controller"
 _TICK_INTERVAL_S_MAX = 0.5
 # Until an agent knows about a new controller, it cannot switch to it when this one fails.
 _HOUSEKEEPING_INTERVAL_S = 2.0
@@ -220,6 +222,7 @@ class Controller:
             clock=clock,
         )
         nodes, waits = NodeList(self._ledger, self._node_snapshots), OpenWaits()
+        self._backup_requests = BackupRequests(self._store, self._ledger, clock=clock)
         return [
             self._agents.handlers(),
             JobRequests(
@@ -264,6 +267,7 @@ class Controller:
             ).handlers(),
             QueueRequests(jobs, planner, clock=clock, check_readable=check_readable).handlers(),
             QuotaRequests(self._quota_table, check_readable=check_readable).handlers(),
+            self._backup_requests.handlers(),
         ]
 
     def _build_status_requests(self, nodes: NodeList) -> StatusRequests:
@@ -417,9 +421,7 @@ class Controller:
 
     async def _check_ca_matches_cluster(self) -> None:
         """Raise TlsError if this controller's CA is not that of the cluster: nodes would reject it."""
-        table = self._ledger.cluster
-        stored = await self._store.get(table.prefix)
-        record = table.decode("", stored.value) if stored is not None else None
+        record = await read_cluster_record(self._store)
         if (
             record is not None
             and self._certificates.are_enabled
@@ -439,7 +441,7 @@ class Controller:
             record = ClusterRecord(cluster_id=self._random_bytes(8).hex(), ca_pin=pin)
         elif record.ca_pin == pin:
             return
-        record = ClusterRecord(cluster_id=record.cluster_id, ca_pin=pin)
+        record = msgspec.structs.replace(record, ca_pin=pin)
 
         def build(txn: Transaction) -> None:
             txn.put(self._ledger.cluster, "", record)
@@ -555,6 +557,7 @@ class Controller:
                 "reading the list of controllers": self._read_controllers,
                 "disconnecting outdated nodes": self._disconnect_outdated_nodes,
                 "writing the files of this cluster": self._try_write_local_cluster_files,
+                "closing abandoned backups": self._backup_requests.close_if_idle,
                 "returning memory": self._return_freed_memory_to_system,
             }
         )

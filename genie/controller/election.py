@@ -25,6 +25,8 @@ from genie.processes.clock import Clock
 _log = logging.getLogger(__name__)
 
 LEADER_KEY = "leader"
+CONTROLLER_KEY_PREFIX = "controller/"
+"""Prefix of the keys with the addresses of all controllers, by name."""
 _RESIGN_TIMEOUT_S = 2.0
 
 

@@ -75,6 +75,20 @@ class Counter(msgspec.Struct, frozen=True, kw_only=True):
 class ClusterRecord(msgspec.Struct, frozen=True, kw_only=True):
     cluster_id: str
     ca_pin: str
+    generation: int = 0
+    """Raised by each restore of a backup; the high part of fencing tokens."""
+
+
+CLUSTER_KEY = "cluster"
+COUNTER_KEY_PREFIX = "counter/"
+EPOCH_COUNTER = "epoch"
+"""Numbers the placements of all jobs."""
+
+
+async def read_cluster_record(store: Store, *, timeout_s: float = 5.0) -> ClusterRecord | None:
+    """Return the record of the cluster in the store; None in an empty store. Raises StoreCorruptError."""
+    stored = await store.get(CLUSTER_KEY, timeout_s=timeout_s)
+    return None if stored is None else Table(CLUSTER_KEY, ClusterRecord).decode("", stored.value)
 
 
 # Arguments: row ID, row before, row after; None where there is none.
@@ -303,8 +317,8 @@ class Ledger:
         self._store = store
         self._election = election
         self._store_health = health
-        self.cluster = Table("cluster", ClusterRecord)
-        self.counters = Table("counter/", Counter)
+        self.cluster = Table(CLUSTER_KEY, ClusterRecord)
+        self.counters = Table(COUNTER_KEY_PREFIX, Counter)
         self.jobs = Table("job/", Job)
         self.nodes = Table("node/", NodeRecord)
         self.holds = Table("ledger/", NodeHolds)

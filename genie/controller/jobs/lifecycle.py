@@ -38,7 +38,7 @@ from genie.controller.jobs.outcomes import (
 )
 from genie.controller.jobs.queue_limits import QueueLimits
 from genie.controller.jobs.space import JobSpace
-from genie.controller.ledger import Ledger, TableRead, Transaction
+from genie.controller.ledger import EPOCH_COUNTER, Ledger, TableRead, Transaction
 from genie.errors import (
     FencedError,
     JobNotFoundError,
@@ -410,7 +410,7 @@ class JobLifecycle:
             return None
         if len(nodes) > 1:
             self._check_transaction_fits(start)
-        epoch = txn.next_number("epoch")
+        epoch = txn.next_number(EPOCH_COUNTER)
         placements = tuple(
             Placement(
                 node_id=place.node_id, incarnation=node.info.incarnation, gpu_ids=place.gpu_ids, epoch=epoch
