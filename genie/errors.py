@@ -40,6 +40,7 @@ GenieError
 │   └── StoreNotEmptyError      a backup cannot be restored into a store that has data
 ├── LeadershipError             leadership of the cluster
 │   ├── NotLeaderError          this controller is not the leader
+│   │   └── OutdatedLeaderError  the node has seen a later leader
 │   └── FencedError             the request comes from an earlier leader
 ├── JobError                    a job
 │   ├── JobNotFoundError        no job has this ID
@@ -274,6 +275,10 @@ class LeadershipError(GenieError):
 
 class NotLeaderError(LeadershipError):
     code = "leadership.not_leader"
+
+
+class OutdatedLeaderError(NotLeaderError):
+    code = "leadership.not_leader.outdated"
 
 
 class FencedError(LeadershipError):

@@ -19,6 +19,7 @@ from genie.errors import (
     GenieError,
     NothingListensError,
     NotLeaderError,
+    OutdatedLeaderError,
 )
 from genie.model.messages import AGENT_REQUESTS, Message, Request
 from genie.model.names import address_text, parse_endpoint
@@ -66,6 +67,8 @@ class LeaderConnection:
         self._peer: rpc.Peer | None = None
         self._timeout_s = timeout_s
         self._backoff_s_max = backoff_s_max
+        self._rejection_by_endpoint: dict[tuple[str, int], str] = {}
+        """Why controllers that claim to lead were rejected; each reason is logged once."""
         self._has_registered_once = False
         """From then on every error except FencedError is retried."""
 
@@ -142,6 +145,16 @@ class LeaderConnection:
         found = (parse_endpoint(text) for text in controllers[:CONTROLLERS_MAX])
         self.endpoints = tuple(dict.fromkeys((*self.endpoints, *found)))[:CONTROLLERS_MAX]
 
+    def _reject_outdated_leader(self, endpoint: tuple[str, int], error: OutdatedLeaderError) -> None:
+        """Tries the other controllers first from now on: this one would claim to lead every time."""
+        self.endpoints = (*(one for one in self.endpoints if one != endpoint), endpoint)
+        if self._rejection_by_endpoint.get(endpoint) == str(error):
+            return
+        if len(self._rejection_by_endpoint) >= CONTROLLERS_MAX:
+            self._rejection_by_endpoint.clear()
+        self._rejection_by_endpoint[endpoint] = str(error)
+        _log.warning("controller %s is not accepted: %s", address_text(*endpoint), error)
+
     async def _try_endpoint(
         self, endpoint: tuple[str, int], serve: Callable[[rpc.Peer], Awaitable[None]]
     ) -> _AttemptOutcome:
@@ -163,6 +176,9 @@ class LeaderConnection:
                 self.endpoints = (endpoint, *(one for one in self.endpoints if one != endpoint))
                 served = True
                 await serve(peer)
+        except OutdatedLeaderError as error:
+            self._reject_outdated_leader(endpoint, error)
+            return _AttemptOutcome.UNKNOWN
         except (NotLeaderError, NothingListensError) as error:
             _log.debug("no leader at %s: %s", address_text(host, port), error)
             return _AttemptOutcome.SERVED if served else _AttemptOutcome.NOT_LEADING

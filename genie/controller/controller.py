@@ -382,9 +382,11 @@ class Controller:
 
     async def _try_win_election(self) -> bool:
         try:
-            await self._check_ca_matches_cluster()
+            record = await self._read_cluster_record()
             await self._register_controller()
-            return await self._election.try_win_election(self.address)
+            return await self._election.try_win_election(
+                self.address, generation=record.generation if record else 0
+            )
         except (StoreError, LeadershipError) as error:
             self._record_failed_term_start(error)
             return False
@@ -419,8 +421,10 @@ class Controller:
         others = sorted({item.value.decode() for item in found.items} - {self.address})
         self._controller_addresses = (self.address, *others)
 
-    async def _check_ca_matches_cluster(self) -> None:
-        """Raise TlsError if this controller's CA is not that of the cluster: nodes would reject it."""
+    async def _read_cluster_record(self) -> ClusterRecord | None:
+        """Return the record of the cluster; None in an empty store.
+
+        Raise TlsError if this controller's CA is not that of the cluster: nodes would reject it."""
         record = await read_cluster_record(self._store)
         if (
             record is not None
@@ -432,6 +436,7 @@ class Controller:
                 hint=f"copy controller/ca.pem, controller/ca.key and owner.token from the state directory of "
                 f"the first controller to {self._state_dir}",
             )
+        return record
 
     async def _store_cluster_record(self) -> None:
         """Create the cluster's ID in the first term; record the current CA."""

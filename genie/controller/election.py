@@ -1,4 +1,6 @@
-"""Leader election: one key on a lease. Its create revision is the fencing token of every write.
+"""Leader election: one key on a lease. Its create revision fences every write.
+
+The fencing token for agents contains the generation of the cluster as well (model/fencing.py).
 
 A leader steps down by its own clock, one TTL after it sent the last renewal that succeeded. That is an
 optimization: a replaced leader is harmless because its writes and orders carry an older token.
@@ -20,6 +22,7 @@ from genie.errors import (
     StoreFullError,
     StoreUnavailableError,
 )
+from genie.model.fencing import make_fencing_token, revision_of_token
 from genie.processes.clock import Clock
 
 _log = logging.getLogger(__name__)
@@ -100,8 +103,10 @@ class Election:
         hint = f"the leader is {where}" if where else "no controller leads yet; try again in a moment"
         raise NotLeaderError("this controller does not lead", hint=hint)
 
-    async def try_win_election(self, address: str) -> bool:
-        """Acquire the leader key if it is free, or if this controller acquired it before a restart."""
+    async def try_win_election(self, address: str, *, generation: int = 0) -> bool:
+        """Acquire the leader key if it is free, or if this controller acquired it before a restart.
+
+        `generation` is that of the cluster: only a restore changes it, and only in an empty store."""
         self._fencing_token = 0
         self._term_ended.clear()
         try:
@@ -109,7 +114,7 @@ class Election:
             self._store_health.record_success()
             if found is not None and not self._is_own_key(found):
                 return False
-            won = await self._acquire_leadership(address, found)
+            won = await self._acquire_leadership(address, found, generation=generation)
         except StoreError as error:
             self._store_health.record_failure(error)
             return False
@@ -135,7 +140,7 @@ class Election:
     async def check_still_leading(self) -> None:
         """Step down if the key no longer belongs to this term."""
         found = await self._store.get(LEADER_KEY)
-        if found is None or found.create_revision != self._fencing_token:
+        if found is None or found.create_revision != revision_of_token(self._fencing_token):
             self.step_down("another controller has taken over")
 
     async def resign(self) -> None:
@@ -157,7 +162,9 @@ class Election:
             raise StoreCorruptError(f"store key {LEADER_KEY!r} cannot be read: {error}") from error
         return self.leader.name == self._name
 
-    async def _acquire_leadership(self, address: str, leader_key: KeyValue | None) -> bool:
+    async def _acquire_leadership(
+        self, address: str, leader_key: KeyValue | None, *, generation: int
+    ) -> bool:
         sent_s = self._clock.monotonic_s()
         if leader_key is not None:
             await self._store.commit(
@@ -175,7 +182,8 @@ class Election:
         if not result.succeeded:
             await self._revoke_lease(lease_id)
             return False
-        self.leader, self._lease_id, self._fencing_token = record, lease_id, result.revision
+        self.leader, self._lease_id = record, lease_id
+        self._fencing_token = _make_token(generation, result.revision)
         self._lease_deadline_s = sent_s + self._ttl_s
         return True
 
@@ -206,3 +214,10 @@ class Election:
         while (left_s := self._lease_deadline_s - self._clock.monotonic_s()) > 0:
             await self._clock.sleep(left_s)
         self.step_down("the lease could not be renewed before it expired")
+
+
+def _make_token(generation: int, revision: int) -> int:
+    try:
+        return make_fencing_token(generation=generation, revision=revision)
+    except ValueError as error:
+        raise StoreCorruptError(f"cannot lead: {error}", hint="restore a backup into a new store") from error

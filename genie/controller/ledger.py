@@ -32,6 +32,7 @@ from genie.errors import (
     StoreUnavailableError,
 )
 from genie.model.allocation import NodeHolds
+from genie.model.fencing import revision_of_token
 from genie.model.job import Job
 from genie.model.messages import QuarantinedRow
 from genie.model.node import NodeInfo
@@ -80,6 +81,8 @@ class ClusterRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 CLUSTER_KEY = "cluster"
+RESTORE_MARK_KEY = "restoring"
+"""In the store while a backup is being restored into it."""
 COUNTER_KEY_PREFIX = "counter/"
 EPOCH_COUNTER = "epoch"
 """Numbers the placements of all jobs."""
@@ -88,7 +91,14 @@ EPOCH_COUNTER = "epoch"
 async def read_cluster_record(store: Store, *, timeout_s: float = 5.0) -> ClusterRecord | None:
     """Return the record of the cluster in the store; None in an empty store. Raises StoreCorruptError."""
     stored = await store.get(CLUSTER_KEY, timeout_s=timeout_s)
-    return None if stored is None else Table(CLUSTER_KEY, ClusterRecord).decode("", stored.value)
+    if stored is not None:
+        return Table(CLUSTER_KEY, ClusterRecord).decode("", stored.value)
+    if await store.get(RESTORE_MARK_KEY, timeout_s=timeout_s) is not None:
+        raise StoreUnavailableError(
+            "a backup is being restored into the store, or its restore has failed",
+            hint="wait for 'genie store restore', or run it again",
+        )
+    return None
 
 
 # Arguments: row ID, row before, row after; None where there is none.
@@ -266,7 +276,7 @@ class _WriteBatch:
 
     def __init__(self, token: int, ops_max: int) -> None:
         self._ops_max = ops_max
-        self._leadership_check = Compare(LEADER_KEY, token, field="create")
+        self._leadership_check = Compare(LEADER_KEY, revision_of_token(token), field="create")
         self._row_by_key: dict[str, tuple[Table[Any], str]] = {}
         self._operation_by_key: dict[str, Put | Delete] = {}
         self.size_bytes = check_transaction([self._leadership_check], [])

@@ -13,7 +13,13 @@ from pathlib import Path
 import pytest
 
 from genie.agent.leader_connection import LeaderConnection
-from genie.errors import ConnectionLostError, NotLeaderError, ProtocolError, TokenRefusedError
+from genie.errors import (
+    ConnectionLostError,
+    NotLeaderError,
+    OutdatedLeaderError,
+    ProtocolError,
+    TokenRefusedError,
+)
 from genie.model.messages import GetStatus, Message
 from genie.model.tenant import TokenKind
 from genie.processes.clock import SystemClock
@@ -164,3 +170,31 @@ async def test_controller_that_lost_leadership_is_retried(controller: FakeContro
     async with connect_to_controllers(controller) as watched:
         watched.attend = no_longer
         await until(lambda: watched.no_leader, what="evidence from the next round")
+
+
+async def test_rejected_leader_is_logged_once_and_the_other_controllers_are_tried(
+    controller: FakeController, second_controller: FakeController, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Both claim to lead, as when a controller was restored from a backup and the previous one still runs."""
+    rejections = 0
+
+    async def reject_first(peer: rpc.Peer) -> None:
+        nonlocal rejections
+        if peer.name == controller.address:
+            rejections += 1
+            raise OutdatedLeaderError("its leader token is older", hint="genie store restore")
+        if rejections == 1:
+            # Only the outdated one is left for a while.
+            watched.link.endpoints = ((HOST, controller.port), (HOST, second_controller.port))
+            return
+        await peer.wait_closed()
+
+    async with connect_to_controllers(controller, second_controller) as watched:
+        watched.attend = reject_first
+        await until(lambda: rejections == 2 and watched.link.is_connected)
+        assert watched.link.endpoints[-1] == (HOST, controller.port)
+    messages = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert len(messages) == 1
+    assert f"controller {controller.address} is not accepted: its leader token is older" in messages[0]
+    assert "genie store restore" in messages[0]
+    assert watched.no_leader == []

@@ -1,12 +1,13 @@
-"""Commands for the store of the controller: store backup.
+"""Commands for the store of the controller: store backup and restore.
 
-A running controller is read through its API. Without one, the store is opened directly, on the controller's
-machine.
+A backup of a running controller is read through its API. Everything else opens the store directly, on the
+controller's machine, while the controller is stopped.
 """
 
 from __future__ import annotations
 
 import asyncio
+import shlex
 import time
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
@@ -17,18 +18,19 @@ import typer
 
 from genie.cli import output
 from genie.cli.app import Invocation, JsonOption, app, command
-from genie.cli.quantities import format_size
+from genie.cli.quantities import format_size, parse_integer
 from genie.errors import ConfigError, TokenMissingError, UnreachableError, UsageError
 
 if TYPE_CHECKING:
     from genie.config import Settings
     from genie.controller.backups.backup import BackupSource
     from genie.controller.backups.backup_file import BackupHeader
+    from genie.controller.backups.restore import Restored
     from genie.controller.store import Store
 
 store_app = typer.Typer(
     name="store",
-    help="Back up the store of the controller.",
+    help="Back up and restore the store of the controller.",
     no_args_is_help=True,
     rich_markup_mode="rich",
 )
@@ -66,6 +68,104 @@ def backup(
         return
     output.write_line(
         f"{path}: {header.row_count} rows at revision {header.revision} of cluster {header.cluster_id}"
+    )
+
+
+@command(store_app, "restore", example="genie store restore /backups/genie.backup")
+def restore(
+    invocation: Invocation,
+    *,
+    file: FileArgument,
+    store: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL", help="Empty store to restore into, such as etcd://HOST:PORT (default: sqlite)."
+        ),
+    ] = None,
+    generation: Annotated[
+        str | None,
+        typer.Option(metavar="N", help="New generation of the cluster (default: higher than any before)."),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Restore a backup into an empty store. The controller must not be running.
+
+    Raises the generation of the cluster: nodes accept the restored controller and reject the previous one.
+    Running jobs that are not in the backup are ended when their nodes connect.
+    """
+    settings = invocation.load_settings({"controller.store": store})
+    wanted = (
+        None if generation is None else parse_integer(generation, what="--generation", low=1, high=1 << 24)
+    )
+    restored = asyncio.run(_restore(settings, Path(file).expanduser().absolute(), generation=wanted))
+    if as_json:
+        output.write_json(
+            {
+                "header": output.struct_to_json(restored.header),
+                "generation": restored.cluster.generation,
+                "rows": restored.row_count,
+            }
+        )
+        return
+    output.write_line(
+        f"restored {restored.row_count} rows of cluster {restored.cluster.cluster_id}, generation "
+        f"{restored.cluster.generation}"
+    )
+    _print_next_steps(settings, ca_pin=restored.cluster.ca_pin)
+
+
+async def _restore(settings: Settings, path: Path, *, generation: int | None) -> Restored:
+    from genie.controller.backups.backup_file import BackupReader
+    from genie.controller.backups.restore import next_generation, restore_backup
+    from genie.controller.state_directory import lock_controller_directory
+    from genie.controller.store.open import open_store
+    from genie.processes import files
+    from genie.processes.clock import SystemClock
+    from genie.processes.tasks import file_io_threads
+
+    reader, clock = await asyncio.to_thread(BackupReader, path), SystemClock()
+    url, directory = settings.controller.store, _controller_dir(settings)
+    files.make_private_directory(directory)
+    with lock_controller_directory(directory), file_io_threads("genie-restore") as offload:
+        store = await open_store(url, state_dir=directory, clock=clock)
+        try:
+            return await restore_backup(
+                reader,
+                store,
+                store_name=_store_name(settings),
+                generation=generation or next_generation(reader.header.generation, now_s=clock.wall_s()),
+                offload=offload,
+                progress=RowProgress("restoring"),
+            )
+        finally:
+            await store.close()
+
+
+def _store_name(settings: Settings) -> str:
+    """The file of an embedded store, or the URL of etcd."""
+    from genie.controller.store.open import sqlite_store_path
+
+    url = settings.controller.store
+    return str(sqlite_store_path(url, state_dir=_controller_dir(settings)) or url)
+
+
+def _print_next_steps(settings: Settings, *, ca_pin: str) -> None:
+    from genie.runtime import tls
+    from genie.tenancy.access import NO_PIN
+
+    directory = _controller_dir(settings)
+    try:
+        own_pin = tls.fingerprint((directory / "ca.pem").read_text("utf-8"))
+    except OSError:
+        own_pin = ""
+    if ca_pin not in (own_pin, NO_PIN):
+        output.print_message(
+            f"first copy controller/ca.pem and controller/ca.key of the previous controller to {directory}: "
+            "nodes and users trust only that certificate authority"
+        )
+    url = settings.controller.store
+    output.print_message(
+        f"next: genie up --detach{'' if url == 'sqlite' else f' --store {shlex.quote(url)}'}"
     )
 
 

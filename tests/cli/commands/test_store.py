@@ -1,4 +1,4 @@
-"""store backup, without a running controller; tests/integration/test_store_backup.py has one."""
+"""store backup and restore, without a running controller; tests/integration/test_store_backup.py has one."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
+import pytest
 
 from genie.controller.backups.backup_file import BackupReader
 from genie.controller.ledger import ClusterRecord
@@ -24,6 +25,16 @@ def write_store(path: Path, rows: Mapping[str, bytes]) -> None:
         await store.close()
 
     asyncio.run(write())
+
+
+def read_store(path: Path) -> dict[str, bytes]:
+    async def read() -> dict[str, bytes]:
+        store = await SqliteStore.open(path)
+        page = await store.range("")
+        await store.close()
+        return {item.key: item.value for item in page.items}
+
+    return asyncio.run(read())
 
 
 def test_backup_reads_the_store_of_a_stopped_controller(genie, state_dir, tmp_path) -> None:
@@ -53,3 +64,56 @@ def test_backup_without_a_cluster_is_an_error(genie, state_dir, tmp_path) -> Non
     assert "there is no store at" in ran.err
     assert not (state_dir / "controller").exists()
     assert not (tmp_path / "backup").exists()
+
+
+@pytest.fixture
+def backup_file(genie, tmp_path) -> Path:
+    write_store(tmp_path / "old.sqlite3", {"cluster": CLUSTER, "job/j-1": b"1"})
+    ran = genie("store", "backup", str(tmp_path / "backup"), "--store", f"sqlite:{tmp_path}/old.sqlite3")
+    assert ran.code == 0, ran.err
+    return tmp_path / "backup"
+
+
+def test_restore_fills_the_store_of_this_machine_and_prints_the_next_command(
+    genie, state_dir, backup_file
+) -> None:
+    ran = genie("store", "restore", str(backup_file))
+    assert ran.code == 0, ran.err
+    assert "cluster c0ffee" in ran.out
+    assert "next: genie up --detach\n" in ran.err
+    rows = read_store(state_dir / "controller" / "store.sqlite3")
+    assert rows["job/j-1"] == b"1"
+    assert msgspec.json.decode(rows["cluster"], type=ClusterRecord).generation > 0
+
+
+def test_restore_uses_the_given_store_and_generation(genie, backup_file, tmp_path) -> None:
+    url = f"sqlite:{tmp_path}/new.sqlite3"
+    ran = genie("store", "restore", str(backup_file), "--store", url, "--generation", "7", "--json")
+    assert ran.code == 0, ran.err
+    assert json.loads(ran.out)["generation"] == 7
+    ran = genie("store", "restore", str(backup_file), "--store", url)
+    assert ran.code != 0
+    assert "new.sqlite3 is not empty" in ran.err
+
+
+def test_restore_names_the_missing_certificate_authority(genie, state_dir, tmp_path) -> None:
+    record = msgspec.json.encode(ClusterRecord(cluster_id="c0ffee", ca_pin="p" * 43))
+    write_store(tmp_path / "old.sqlite3", {"cluster": record})
+    genie("store", "backup", str(tmp_path / "backup"), "--store", f"sqlite:{tmp_path}/old.sqlite3")
+    ran = genie("store", "restore", str(tmp_path / "backup"))
+    assert ran.code == 0, ran.err
+    assert (
+        f"first copy controller/ca.pem and controller/ca.key of the previous controller to {state_dir}"
+        in ran.err
+    )
+
+
+def test_restore_of_a_missing_or_other_file_is_an_error(genie, state_dir, tmp_path) -> None:
+    ran = genie("store", "restore", str(tmp_path / "missing"))
+    assert ran.code != 0
+    assert "could not read the backup" in ran.err
+    (tmp_path / "other").write_text("other")
+    ran = genie("store", "restore", str(tmp_path / "other"))
+    assert ran.code != 0
+    assert "is not a backup of a store" in ran.err
+    assert not (state_dir / "controller").exists()
