@@ -19,6 +19,7 @@ from genie.model.tenant import TokenKind
 from genie.runtime.credentials import OWNER_TOKEN_FILE, LocalCluster
 from genie.supervisor.child import Child
 from genie.supervisor.local_cluster import make_owner_access
+from tests.controller.store.etcd_server import EtcdServer
 from tests.integration.cluster_processes import ClusterProcess, ClusterProcesses, run_cluster_processes
 from tests.integration.test_faults import (
     CountingJobOutput,
@@ -132,6 +133,46 @@ async def test_nodes_accept_a_restored_controller_and_reject_the_previous_one(tm
         async with run_controller(new_dir, port=cluster.address.port) as address:
             await _check_restored(new_dir, address, jobs)
             await _check_old_controller_is_rejected(tmp_path, cluster, address)
+
+
+async def test_migration_to_etcd_and_back_keeps_running_jobs(tmp_path: Path) -> None:
+    etcd = EtcdServer(tmp_path / "etcd")
+    await asyncio.to_thread(etcd.start)
+    state_dir = tmp_path / "controller"
+    try:
+        async with run_cluster_processes(tmp_path, "n1") as cluster:
+            jobs = _Jobs(tmp_path)
+            await _raise_leader_revision(cluster)
+            async with cluster.client() as client:
+                await jobs.start(client, jobs.kept, gpus=1)
+            code, printed = await run_genie(state_dir, "store", "migrate", "--to", etcd.url)
+            assert code != 0 and "another controller is using" in printed
+            await cluster.controller.stop()
+            assert cluster.address is not None
+            target = f"sqlite:{tmp_path}/returned.sqlite3"
+            for source, url in (("sqlite", etcd.url), (etcd.url, target)):
+                code, printed = await run_genie(state_dir, "store", "migrate", "--from", source, "--to", url)
+                assert code == 0, printed
+                assert f"next: genie up --detach --store {url}" in printed
+                await _check_job_continues(state_dir, jobs, port=cluster.address.port, store=url)
+            code, printed = await run_genie(state_dir, "store", "migrate", "--to", etcd.url)
+            assert code != 0 and f"the store {etcd.url} is not empty" in printed
+    finally:
+        await asyncio.to_thread(etcd.stop)
+
+
+async def _check_job_continues(state_dir: Path, jobs: _Jobs, *, port: int, store: str) -> None:
+    async with (
+        run_controller(state_dir, port=port, store=store) as address,
+        client_of(state_dir, address) as client,
+    ):
+        await _wait_node(client, NodeStatus.HEALTHY)
+        assert (await client.get_job(jobs.ids["kept"])).state is JobState.RUNNING
+        holds = [hold.job_id for view in await client.nodes() for hold in view.node_holds.holds]
+        assert holds == [jobs.ids["kept"]]
+    number = jobs.kept.number
+    await until(lambda: jobs.kept.number > number)
+    assert jobs.kept.pids_seen == 1
 
 
 async def _raise_leader_revision(cluster: ClusterProcesses) -> None:

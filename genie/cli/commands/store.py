@@ -1,4 +1,4 @@
-"""Commands for the store of the controller: store backup and restore.
+"""Commands for the store of the controller: store backup, restore and migrate.
 
 A backup of a running controller is read through its API. Everything else opens the store directly, on the
 controller's machine, while the controller is stopped.
@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import shlex
 import time
-from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -23,14 +23,14 @@ from genie.errors import ConfigError, TokenMissingError, UnreachableError, Usage
 
 if TYPE_CHECKING:
     from genie.config import Settings
-    from genie.controller.backups.backup import BackupSource
-    from genie.controller.backups.backup_file import BackupHeader
+    from genie.controller.backups.backup_file import BackupHeader, BackupReader
     from genie.controller.backups.restore import Restored
     from genie.controller.store import Store
+    from genie.processes.tasks import Offload
 
 store_app = typer.Typer(
     name="store",
-    help="Back up and restore the store of the controller.",
+    help="Back up, restore and migrate the store of the controller.",
     no_args_is_help=True,
     rich_markup_mode="rich",
 )
@@ -116,29 +116,77 @@ def restore(
 
 async def _restore(settings: Settings, path: Path, *, generation: int | None) -> Restored:
     from genie.controller.backups.backup_file import BackupReader
-    from genie.controller.backups.restore import next_generation, restore_backup
     from genie.controller.state_directory import lock_controller_directory
-    from genie.controller.store.open import open_store
     from genie.processes import files
-    from genie.processes.clock import SystemClock
     from genie.processes.tasks import file_io_threads
 
-    reader, clock = await asyncio.to_thread(BackupReader, path), SystemClock()
-    url, directory = settings.controller.store, _controller_dir(settings)
-    files.make_private_directory(directory)
+    reader = await asyncio.to_thread(BackupReader, path)
+    directory = files.make_private_directory(_controller_dir(settings))
     with lock_controller_directory(directory), file_io_threads("genie-restore") as offload:
-        store = await open_store(url, state_dir=directory, clock=clock)
-        try:
-            return await restore_backup(
-                reader,
-                store,
-                store_name=_store_name(settings),
-                generation=generation or next_generation(reader.header.generation, now_s=clock.wall_s()),
-                offload=offload,
-                progress=RowProgress("restoring"),
-            )
-        finally:
-            await store.close()
+        async with _open_store(settings) as store:
+            return await _restore_into(store, settings, reader, generation=generation, offload=offload)
+
+
+async def _restore_into(
+    store: Store, settings: Settings, reader: BackupReader, *, generation: int | None, offload: Offload
+) -> Restored:
+    from genie.controller.backups.restore import next_generation, restore_backup
+
+    return await restore_backup(
+        reader,
+        store,
+        store_name=_store_name(settings),
+        generation=generation or next_generation(reader.header.generation, now_s=time.time()),
+        offload=offload,
+        progress=RowProgress("restoring"),
+    )
+
+
+@command(store_app, "migrate", example="genie store migrate --to etcd://10.0.0.5,10.0.0.6,10.0.0.7")
+def migrate(
+    invocation: Invocation,
+    *,
+    to: Annotated[
+        str, typer.Option(metavar="URL", help="Empty store: etcd://HOST:PORT,..., sqlite or sqlite:/PATH.")
+    ],
+    source: Annotated[
+        str | None,
+        typer.Option("--from", metavar="URL", help="Store to copy (default: that of the settings, sqlite)."),
+    ] = None,
+) -> None:
+    """Copy the store to an empty one, such as from SQLite to etcd. The controller must not be running.
+
+    Keeps a backup in the state directory, reads the copy back, and prints the command that starts the
+    controller with the new store.
+    """
+    settings = invocation.load_settings({"controller.store": source})
+    target = invocation.load_settings({"controller.store": to})
+    path, restored = asyncio.run(_migrate(settings, target))
+    output.write_line(f"copied {restored.row_count} rows of cluster {restored.cluster.cluster_id} to {to}")
+    output.print_message(f"a backup of the previous store is in {path}")
+    _print_next_steps(target, ca_pin=restored.cluster.ca_pin)
+
+
+async def _migrate(settings: Settings, target: Settings) -> tuple[Path, Restored]:
+    """Back up the store of the settings and restore it into that of `target`."""
+    from genie.controller.backups.backup_file import BackupReader
+    from genie.controller.backups.restore import check_store_empty, check_store_unused
+    from genie.controller.state_directory import lock_controller_directory
+    from genie.processes import files
+    from genie.processes.tasks import file_io_threads
+
+    _check_own_store_exists(settings)
+    if _store_name(settings) == _store_name(target):
+        raise UsageError(f"{_store_name(target)} is the store itself", hint="choose another one with --to")
+    directory = files.make_private_directory(_controller_dir(settings))
+    path = directory / f"migration-{time.strftime('%Y%m%d-%H%M%S')}.backup"
+    with lock_controller_directory(directory), file_io_threads("genie-migrate") as offload:
+        async with _open_store(settings) as store, _open_store(target) as target_store:
+            await check_store_unused(store, store_name=_store_name(settings))
+            await check_store_empty(target_store, store_name=_store_name(target))
+            await _write_backup_of(store, path, offload=offload)
+            reader = await offload(lambda: BackupReader(path))
+            return path, await _restore_into(target_store, target, reader, generation=None, offload=offload)
 
 
 def _store_name(settings: Settings) -> str:
@@ -170,38 +218,47 @@ def _print_next_steps(settings: Settings, *, ca_pin: str) -> None:
 
 
 async def _write_backup(settings: Settings, path: Path, *, direct: bool) -> BackupHeader:
+    """Back up the store of the controller, or the store of the settings if `direct` or if no controller is
+    running here."""
+    from genie.cluster.client import open_client
+    from genie.cluster.store_backup import open_controller_source
     from genie.controller.backups.backup import write_backup
     from genie.processes.clock import SystemClock
     from genie.processes.tasks import file_io_threads
 
     async with AsyncExitStack() as stack:
-        open_source = await _enter_source(settings, stack, direct=direct)
-        with file_io_threads("genie-backup") as offload:
-            return await write_backup(
-                open_source, path, clock=SystemClock(), offload=offload, progress=RowProgress("backing up")
-            )
+        offload = stack.enter_context(file_io_threads("genie-backup"))
+        if not direct:
+            try:
+                client = await stack.enter_async_context(open_client(settings))
+            except (UnreachableError, ConfigError, TokenMissingError):
+                if settings.cluster.master_addr is not None or not _has_own_store(settings):
+                    raise
+                output.print_message("no controller is running here: reading the store directly")
+            else:
+                return await write_backup(
+                    lambda: open_controller_source(client),
+                    path,
+                    clock=SystemClock(),
+                    offload=offload,
+                    progress=RowProgress("backing up"),
+                )
+        _check_own_store_exists(settings)
+        store = await stack.enter_async_context(_open_store(settings))
+        return await _write_backup_of(store, path, offload=offload)
 
 
-async def _enter_source(
-    settings: Settings, stack: AsyncExitStack, *, direct: bool
-) -> Callable[[], AbstractAsyncContextManager[BackupSource]]:
-    """Connect to the controller, or open the store if `direct` or if no controller is running here."""
-    from genie.controller.backups.backup import open_store_source
+async def _write_backup_of(store: Store, path: Path, *, offload: Offload) -> BackupHeader:
+    from genie.controller.backups.backup import open_store_source, write_backup
+    from genie.processes.clock import SystemClock
 
-    if not direct:
-        from genie.cluster.client import open_client
-        from genie.cluster.store_backup import open_controller_source
-
-        try:
-            client = await stack.enter_async_context(open_client(settings))
-            return lambda: open_controller_source(client)
-        except (UnreachableError, ConfigError, TokenMissingError):
-            if settings.cluster.master_addr is not None or not _has_own_store(settings):
-                raise
-        output.print_message("no controller is running here: reading the store directly")
-    store = await open_own_store(settings)
-    stack.push_async_callback(store.close)
-    return lambda: open_store_source(store)
+    return await write_backup(
+        lambda: open_store_source(store),
+        path,
+        clock=SystemClock(),
+        offload=offload,
+        progress=RowProgress("backing up"),
+    )
 
 
 def _has_own_store(settings: Settings) -> bool:
@@ -212,19 +269,27 @@ def _has_own_store(settings: Settings) -> bool:
     return path is None or path.exists()
 
 
-async def open_own_store(settings: Settings) -> Store:
-    """Open the store of the settings. The caller closes it."""
-    from genie.controller.store.open import open_store, sqlite_store_path
-    from genie.processes.clock import SystemClock
-
-    directory = _controller_dir(settings)
-    path = sqlite_store_path(settings.controller.store, state_dir=directory)
-    if path is not None and not path.exists():
+def _check_own_store_exists(settings: Settings) -> None:
+    """Raise UsageError if the embedded store of the settings does not exist: opening it would create it."""
+    if not _has_own_store(settings):
         raise UsageError(
-            f"there is no store at {path}",
+            f"there is no store at {_store_name(settings)}",
             hint="run this on the controller's machine, or set GENIE_STATE_DIR",
         )
-    return await open_store(settings.controller.store, state_dir=directory, clock=SystemClock())
+
+
+@asynccontextmanager
+async def _open_store(settings: Settings) -> AsyncIterator[Store]:
+    from genie.controller.store.open import open_store
+    from genie.processes.clock import SystemClock
+
+    store = await open_store(
+        settings.controller.store, state_dir=_controller_dir(settings), clock=SystemClock()
+    )
+    try:
+        yield store
+    finally:
+        await store.close()
 
 
 def _controller_dir(settings: Settings) -> Path:

@@ -91,6 +91,31 @@ async def restore_backup(
     return Restored(reader.header, cluster, rows.row_count + len(_WRITTEN_LAST))
 
 
+async def check_store_unused(store: Store, *, store_name: str) -> None:
+    """Raise StoreNotEmptyError if a controller leads with this store."""
+    leader = await store.get(LEADER_KEY, timeout_s=_TIMEOUT_S)
+    if leader is not None:
+        record = msgspec.json.decode(leader.value, type=LeaderRecord)
+        raise StoreNotEmptyError(
+            f"the controller at {record.address} is using the store {store_name}",
+            hint="stop it with 'genie down' on its machine; the lease of a killed one expires within seconds",
+        )
+
+
+async def check_store_empty(store: Store, *, store_name: str) -> None:
+    """Raise StoreNotEmptyError unless the store is empty or has the mark of a restore that has failed."""
+    await check_store_unused(store, store_name=store_name)
+    mark = await store.get(RESTORE_MARK_KEY, timeout_s=_TIMEOUT_S)
+    if mark is not None and await store.get(CLUSTER_KEY, timeout_s=_TIMEOUT_S) is None:
+        return
+    found = await store.range("", limit=1, timeout_s=_TIMEOUT_S)
+    if found.items:
+        raise StoreNotEmptyError(
+            f"the store {store_name} is not empty: it has the key {found.items[0].key!r}",
+            hint="use an empty store: move the file away (sqlite), or add ?namespace=/NAME/ (etcd)",
+        )
+
+
 class _RestoredRows:
     """The rows of a backup as they are restored, with a digest to compare them with the store."""
 
@@ -134,24 +159,11 @@ def update_digest(digest: hashlib._Hash, row: BackupRow) -> None:
 
 
 async def _prepare_empty_store(store: Store, *, store_name: str) -> None:
-    """Check that the store is empty and mark it; remove the rows of a restore that has failed."""
-    leader = await store.get(LEADER_KEY, timeout_s=_TIMEOUT_S)
-    if leader is not None:
-        record = msgspec.json.decode(leader.value, type=LeaderRecord)
-        raise StoreNotEmptyError(
-            f"the controller at {record.address} is using the store {store_name}",
-            hint="a backup is restored into an empty store, while no controller is running",
-        )
-    mark = await store.get(RESTORE_MARK_KEY, timeout_s=_TIMEOUT_S)
-    if mark is not None and await store.get(CLUSTER_KEY, timeout_s=_TIMEOUT_S) is None:
+    """Mark the store; remove the rows of a restore that has failed."""
+    await check_store_empty(store, store_name=store_name)
+    if await store.get(RESTORE_MARK_KEY, timeout_s=_TIMEOUT_S) is not None:
         await _delete_all_rows(store)
         return
-    found = await store.range("", limit=1, timeout_s=_TIMEOUT_S)
-    if found.items:
-        raise StoreNotEmptyError(
-            f"the store {store_name} is not empty: it has the key {found.items[0].key!r}",
-            hint="use an empty store: move the file away (sqlite), or add ?namespace=/NAME/ (etcd)",
-        )
     await store.commit([Compare(RESTORE_MARK_KEY, 0)], [Put(RESTORE_MARK_KEY, b"")], timeout_s=_TIMEOUT_S)
 
 

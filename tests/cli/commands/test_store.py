@@ -117,3 +117,33 @@ def test_restore_of_a_missing_or_other_file_is_an_error(genie, state_dir, tmp_pa
     assert ran.code != 0
     assert "is not a backup of a store" in ran.err
     assert not (state_dir / "controller").exists()
+
+
+def test_migrate_copies_the_store_and_keeps_a_backup(genie, state_dir, tmp_path) -> None:
+    write_store(state_dir / "controller" / "store.sqlite3", {"cluster": CLUSTER, "job/j-1": b"1"})
+    ran = genie("store", "migrate", "--to", f"sqlite:{tmp_path}/new.sqlite3")
+    assert ran.code == 0, ran.err
+    assert f"next: genie up --detach --store sqlite:{tmp_path}/new.sqlite3" in ran.err
+    assert read_store(tmp_path / "new.sqlite3")["job/j-1"] == b"1"
+    (backup,) = (state_dir / "controller").glob("migration-*.backup")
+    assert str(backup) in ran.err
+    assert dict(BackupReader(backup).rows())["job/j-1"] == b"1"
+
+
+def test_migrate_refuses_a_store_with_data_and_the_store_itself(genie, state_dir, tmp_path) -> None:
+    write_store(state_dir / "controller" / "store.sqlite3", {"cluster": CLUSTER})
+    write_store(tmp_path / "other.sqlite3", {"job/j-1": b"1"})
+    ran = genie("store", "migrate", "--to", f"sqlite:{tmp_path}/other.sqlite3")
+    assert ran.code != 0
+    assert "other.sqlite3 is not empty" in ran.err
+    ran = genie("store", "migrate", "--to", "sqlite")
+    assert ran.code != 0
+    assert "is the store itself" in ran.err
+    assert not list((state_dir / "controller").glob("migration-*"))
+
+
+def test_migrate_without_a_store_is_an_error(genie, state_dir, tmp_path) -> None:
+    ran = genie("store", "migrate", "--to", f"sqlite:{tmp_path}/new.sqlite3")
+    assert ran.code != 0
+    assert "there is no store at" in ran.err
+    assert not (tmp_path / "new.sqlite3").exists()
