@@ -2,6 +2,7 @@
 
 GenieError
 ├── ConfigError                 a setting is unknown, of the wrong type or out of range
+│   └── DuplicateControllerError  the state directory of this controller is a copy of another one
 ├── UsageError                  an argument of a call or a command is invalid
 │   ├── NameInvalidError        a name has characters that are not allowed
 │   └── RowTooLargeError        a record is too large for one row of the store
@@ -107,6 +108,10 @@ class GenieError(Exception):
 class ConfigError(GenieError):
     code = "config"
     exit_code = 2
+
+
+class DuplicateControllerError(ConfigError):
+    code = "config.duplicate_controller"
 
 
 class UsageError(GenieError):

@@ -20,8 +20,13 @@ from genie import config
 from genie.controller.controller import Controller
 from genie.controller.nodes.admission import check_bind_address, check_failure_timeouts
 from genie.controller.placement.placers import why_scheduler_not_compiled
-from genie.controller.state_directory import lock_controller_directory, read_or_create_name
-from genie.controller.store.open import CONTROLLER_DIRECTORY, open_store
+from genie.controller.state_directory import (
+    check_not_copied,
+    controller_instance,
+    lock_controller_directory,
+    read_or_create_name,
+)
+from genie.controller.store.open import CONTROLLER_DIRECTORY, open_store, sqlite_store_path
 from genie.errors import GenieError, StoreError
 from genie.native.prebuild import build_in_background, prebuild_command
 from genie.processes import files
@@ -88,6 +93,8 @@ def _has_free_disk_space(directory: Path) -> bool:
 async def _run_controller(settings: config.Settings, clock: Clock) -> None:
     directory = files.make_private_directory(settings.paths.state_dir / CONTROLLER_DIRECTORY)
     with lock_controller_directory(directory), file_io_threads("genie-blobs") as offload:
+        if sqlite_store_path(settings.controller.store, state_dir=directory) is not None:
+            check_not_copied(directory)
         store = await open_store(settings.controller.store, state_dir=directory, clock=clock)
         try:
             controller = Controller(
@@ -97,6 +104,7 @@ async def _run_controller(settings: config.Settings, clock: Clock) -> None:
                 network=TcpNetwork(),
                 clock=clock,
                 name=read_or_create_name(directory),
+                instance=controller_instance(directory),
                 offload=offload,
             )
             await _run_until_signal(controller, compile_ahead=settings.controller.compile_ahead)

@@ -77,7 +77,8 @@ _PLACEMENT_POLICY = "supply"
 
 
 class Controller:
-    """One controller. `name` stays the same across restarts and is unique among running controllers.
+    """One controller. `name` stays the same across restarts and is unique among running controllers;
+    `instance` tells copies of a controller apart (election.py).
 
     The caller opens and closes `store`. `offload` runs blocking file operations, one at a time.
     """
@@ -91,6 +92,7 @@ class Controller:
         network: Network,
         clock: Clock,
         name: str,
+        instance: str = "",
         random_bytes: Callable[[int], bytes] = os.urandom,
         offload: Offload = run_inline,
     ) -> None:
@@ -116,7 +118,12 @@ class Controller:
         self._certificates = Certificates.open(self._directory, config, clock=clock)
         self._store_health = StoreHealth()
         self._election = Election(
-            store, clock=clock, name=name, ttl_s=config.leader_ttl_s, health=self._store_health
+            store,
+            clock=clock,
+            name=name,
+            ttl_s=config.leader_ttl_s,
+            health=self._store_health,
+            instance=instance,
         )
         files_max = get_file_limit()
         self._open_files_alarm = _file_limit_alarm(files_max)
@@ -383,6 +390,8 @@ class Controller:
     async def _try_win_election(self) -> bool:
         try:
             record = await self._read_cluster_record()
+            if await self._election.has_duplicate():
+                return False  # and do not replace its address
             await self._register_controller()
             return await self._election.try_win_election(
                 self.address, generation=record.generation if record else 0

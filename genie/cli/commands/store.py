@@ -1,4 +1,4 @@
-"""Commands for the store of the controller: store backup, restore and migrate.
+"""Commands for the store of the controller: store backup, restore, migrate and adopt.
 
 A backup of a running controller is read through its API. Everything else opens the store directly, on the
 controller's machine, while the controller is stopped.
@@ -116,7 +116,7 @@ def restore(
 
 async def _restore(settings: Settings, path: Path, *, generation: int | None) -> Restored:
     from genie.controller.backups.backup_file import BackupReader
-    from genie.controller.state_directory import lock_controller_directory
+    from genie.controller.state_directory import lock_controller_directory, record_location
     from genie.processes import files
     from genie.processes.tasks import file_io_threads
 
@@ -124,7 +124,9 @@ async def _restore(settings: Settings, path: Path, *, generation: int | None) ->
     directory = files.make_private_directory(_controller_dir(settings))
     with lock_controller_directory(directory), file_io_threads("genie-restore") as offload:
         async with _open_store(settings) as store:
-            return await _restore_into(store, settings, reader, generation=generation, offload=offload)
+            restored = await _restore_into(store, settings, reader, generation=generation, offload=offload)
+        record_location(directory)
+        return restored
 
 
 async def _restore_into(
@@ -140,6 +142,31 @@ async def _restore_into(
         offload=offload,
         progress=RowProgress("restoring"),
     )
+
+
+@command(store_app, "adopt", example="genie store adopt")
+def adopt(invocation: Invocation) -> None:
+    """Accept a state directory that was moved or copied here, so that its controller starts.
+
+    Raises the generation of the cluster: nodes reject a controller that still runs with the original.
+    """
+    settings = invocation.load_settings()
+    generation = asyncio.run(_adopt(settings))
+    output.write_line(f"{_controller_dir(settings)} belongs to this machine now, generation {generation}")
+    output.print_message("next: genie up --detach")
+
+
+async def _adopt(settings: Settings) -> int:
+    from genie.controller.backups.restore import adopt_store
+    from genie.controller.state_directory import lock_controller_directory, record_location
+
+    _check_own_store_exists(settings)
+    directory = _controller_dir(settings)
+    with lock_controller_directory(directory):
+        async with _open_store(settings) as store:
+            cluster = await adopt_store(store, store_name=_store_name(settings), now_s=time.time())
+        record_location(directory)
+    return cluster.generation if cluster else 0
 
 
 @command(store_app, "migrate", example="genie store migrate --to etcd://10.0.0.5,10.0.0.6,10.0.0.7")

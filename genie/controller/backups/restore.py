@@ -29,6 +29,7 @@ from genie.controller.ledger import (
     RESTORE_MARK_KEY,
     ClusterRecord,
     Counter,
+    read_cluster_record,
 )
 from genie.controller.store import Compare, Delete, Put, Store
 from genie.errors import BackupError, StoreNotEmptyError, StoreUnavailableError
@@ -89,6 +90,22 @@ async def restore_backup(
     await _verify_rows(store, rows, store_name=store_name)
     await _write_last_rows(store, cluster, rows.written_last, store_name=store_name)
     return Restored(reader.header, cluster, rows.row_count + len(_WRITTEN_LAST))
+
+
+async def adopt_store(store: Store, *, store_name: str, now_s: float) -> ClusterRecord | None:
+    """Raise the generation of a store that was moved here, so that nodes reject a controller that still runs
+    with a copy of it. Return the record of the cluster; None if the store has none."""
+    await check_store_unused(store, store_name=store_name)
+    if await read_cluster_record(store, timeout_s=_TIMEOUT_S) is None:
+        return None
+    found = {key: await store.get(key, timeout_s=_TIMEOUT_S) for key in _WRITTEN_LAST}
+    rows = {key: item.value for key, item in found.items() if item is not None}
+    before = msgspec.json.decode(rows[CLUSTER_KEY], type=ClusterRecord)
+    cluster = _raise_generation(rows, next_generation(before.generation, now_s=now_s))
+    await store.commit(
+        [Compare(LEADER_KEY, 0)], [Put(key, value) for key, value in rows.items()], timeout_s=_TIMEOUT_S
+    )
+    return cluster
 
 
 async def check_store_unused(store: Store, *, store_name: str) -> None:
