@@ -10,6 +10,7 @@ from memory, and running jobs continue.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 from collections.abc import Callable
@@ -349,6 +350,8 @@ class Controller:
         except* GenieError as errors:
             raise first_error(errors) from None
         finally:
+            with contextlib.suppress(StoreError):  # it ends with the store
+                await self._backup_requests.close()
             await self._election.resign()
 
     async def _serve(self, listening: asyncio.Event, group: asyncio.TaskGroup) -> None:

@@ -13,6 +13,7 @@ import msgspec
 
 from genie import config
 from genie.cluster.client import ClusterClient, open_client
+from genie.controller.backups.backup_file import BackupReader
 from genie.model.job import JobState, Resources
 from genie.model.node import NodeStatus
 from genie.model.tenant import TokenKind
@@ -170,9 +171,24 @@ async def _check_job_continues(state_dir: Path, jobs: _Jobs, *, port: int, store
         assert (await client.get_job(jobs.ids["kept"])).state is JobState.RUNNING
         holds = [hold.job_id for view in await client.nodes() for hold in view.node_holds.holds]
         assert holds == [jobs.ids["kept"]]
+        await _check_backups_are_equal(state_dir, store=store)
     number = jobs.kept.number
     await until(lambda: jobs.kept.number > number)
     assert jobs.kept.pids_seen == 1
+
+
+async def _check_backups_are_equal(state_dir: Path, *, store: str) -> None:
+    """A backup by the running controller, and for etcd also one that reads the store directly."""
+    rows = []
+    for number, options in enumerate(((), ("--store", store)) if store.startswith("etcd") else ((),)):
+        path = state_dir.parent / f"{number}.backup"
+        code, printed = await run_genie(state_dir, "store", "backup", str(path), *options)
+        assert code == 0, printed
+        reader = BackupReader(path)
+        await asyncio.to_thread(reader.verify)
+        rows.append({key: value for key, value in reader.rows() if not key.startswith("node/")})
+    assert rows[0] == rows[-1]
+    assert "cluster" in rows[0] and "leader" not in rows[0]
 
 
 async def _raise_leader_revision(cluster: ClusterProcesses) -> None:

@@ -100,7 +100,7 @@ class BackupRequests:
 
     async def close_backup(self, connection: Connection, request: CloseBackup) -> Done:
         if self._open is not None and self._open.backup_id == request.backup_id:
-            await self._close()
+            await self.close()
         return Done()
 
     async def close_if_idle(self) -> None:
@@ -108,9 +108,10 @@ class BackupRequests:
         if self._open is None or self._clock.monotonic_s() < self._open.last_used_s + IDLE_TIMEOUT_S:
             return
         _log.warning("closed a backup of the store that was not read for %g s", IDLE_TIMEOUT_S)
-        await self._close()
+        await self.close()
 
-    async def _close(self) -> None:
+    async def close(self) -> None:
+        """Close the open backup, if any. Raises StoreError."""
         found, self._open = self._open, None
         if found is not None:
             await found.stack.aclose()
