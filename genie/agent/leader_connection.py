@@ -1,15 +1,17 @@
 """Finds the leading controller and keeps a connection to it.
 
-Each round tries the known controllers in turn. If every one of them replies that it does not lead, no
-controller can be reclaiming this node's jobs, which extends its lease (heartbeats.py).
+Each round tries the known controllers at the same time, so that one that does not respond does not delay the
+others. If every one of them replies that it does not lead, no controller can be reclaiming this node's jobs,
+which extends its lease (heartbeats.py).
 """
 
 from __future__ import annotations
 
+import asyncio
 import enum
 import logging
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
@@ -24,6 +26,7 @@ from genie.errors import (
 from genie.model.messages import AGENT_REQUESTS, Message, Request
 from genie.model.names import address_text, parse_endpoint
 from genie.processes.clock import Clock
+from genie.processes.tasks import unwrapped_task_group
 from genie.runtime import rpc
 from genie.runtime.credentials import Access, connect_authenticated
 from genie.runtime.network import ClientTls, Network
@@ -68,7 +71,7 @@ class LeaderConnection:
         self._timeout_s = timeout_s
         self._backoff_s_max = backoff_s_max
         self._rejection_by_endpoint: dict[tuple[str, int], str] = {}
-        """Why controllers that claim to lead were rejected; each reason is logged once."""
+        """Why controllers that claim to lead were rejected."""
         self._has_registered_once = False
         """From then on every error except FencedError is retried."""
 
@@ -80,6 +83,7 @@ class LeaderConnection:
         self, endpoints: tuple[tuple[str, int], ...], *, timeout_s: float, backoff_s_max: float
     ) -> None:
         """Applies what the leader returned. `timeout_s` is for connecting and the handshake."""
+        self._rejection_by_endpoint.pop(self.endpoints[0], None)
         self.endpoints = endpoints
         self._timeout_s = timeout_s
         self._backoff_s_max = backoff_s_max
@@ -133,11 +137,40 @@ class LeaderConnection:
             delay_s = min(delay_s * 2, self._backoff_s_max)
 
     async def _try_endpoints(self, serve: Callable[[rpc.Peer], Awaitable[None]]) -> list[_AttemptOutcome]:
-        outcomes: list[_AttemptOutcome] = []
-        for endpoint in self.endpoints:
-            outcomes.append(await self._try_endpoint(endpoint, serve))
-            if outcomes[-1] is _AttemptOutcome.SERVED:
-                break
+        """Tries all known controllers, those that were rejected as outdated only if no other one leads: they
+        would claim to lead every time."""
+        rejected = [one for one in self.endpoints if one in self._rejection_by_endpoint]
+        others = [one for one in self.endpoints if one not in self._rejection_by_endpoint]
+        outcomes = await self._try_together(others, serve)
+        if rejected and _AttemptOutcome.SERVED not in outcomes:
+            outcomes += await self._try_together(rejected, serve)
+        return outcomes
+
+    async def _try_together(
+        self, endpoints: Sequence[tuple[str, int]], serve: Callable[[rpc.Peer], Awaitable[None]]
+    ) -> list[_AttemptOutcome]:
+        """Tries these controllers at the same time, and serves the first one that leads. Raises an error
+        that is final, if no other one leads."""
+        attempts: list[asyncio.Task[_AttemptOutcome | GenieError]] = []
+
+        def claim() -> bool:
+            """Whether the calling attempt is the first one that found a leader. Ends the other attempts."""
+            if self._peer is not None:
+                return False
+            for attempt in attempts:
+                if attempt is not asyncio.current_task():
+                    attempt.cancel()
+            return True
+
+        async with unwrapped_task_group() as group:
+            attempts += [
+                group.create_task(self._try_endpoint(endpoint, serve, claim)) for endpoint in endpoints
+            ]
+        results = [attempt.result() for attempt in attempts if not attempt.cancelled()]
+        outcomes = [result for result in results if isinstance(result, _AttemptOutcome)]
+        final = [result for result in results if isinstance(result, GenieError)]
+        if final and _AttemptOutcome.SERVED not in outcomes:
+            raise final[0]
         return outcomes
 
     def _add_endpoints(self, controllers: tuple[str, ...]) -> None:
@@ -146,8 +179,7 @@ class LeaderConnection:
         self.endpoints = tuple(dict.fromkeys((*self.endpoints, *found)))[:CONTROLLERS_MAX]
 
     def _reject_outdated_leader(self, endpoint: tuple[str, int], error: OutdatedLeaderError) -> None:
-        """Tries the other controllers first from now on: this one would claim to lead every time."""
-        self.endpoints = (*(one for one in self.endpoints if one != endpoint), endpoint)
+        """Logs each reason once."""
         if self._rejection_by_endpoint.get(endpoint) == str(error):
             return
         if len(self._rejection_by_endpoint) >= CONTROLLERS_MAX:
@@ -156,8 +188,12 @@ class LeaderConnection:
         _log.warning("controller %s is not accepted: %s", address_text(*endpoint), error)
 
     async def _try_endpoint(
-        self, endpoint: tuple[str, int], serve: Callable[[rpc.Peer], Awaitable[None]]
-    ) -> _AttemptOutcome:
+        self,
+        endpoint: tuple[str, int],
+        serve: Callable[[rpc.Peer], Awaitable[None]],
+        claim: Callable[[], bool],
+    ) -> _AttemptOutcome | GenieError:
+        """Serves the controller if it leads and `claim` allows it. Returns an error that is final."""
         host, port = endpoint
         served = False
         try:
@@ -172,10 +208,10 @@ class LeaderConnection:
                 self._add_endpoints(welcome.controllers)
                 if not welcome.leading:
                     return _AttemptOutcome.NOT_LEADING
-                self._peer = peer
-                self.endpoints = (endpoint, *(one for one in self.endpoints if one != endpoint))
+                if not claim():
+                    return _AttemptOutcome.UNKNOWN
                 served = True
-                await serve(peer)
+                await self._serve_claimed(endpoint, peer, serve)
         except OutdatedLeaderError as error:
             self._reject_outdated_leader(endpoint, error)
             return _AttemptOutcome.UNKNOWN
@@ -186,9 +222,17 @@ class LeaderConnection:
             raise
         except GenieError as error:
             if not error.retryable and not self._has_registered_once:
-                raise
+                return error
             _log.warning("connection to controller %s failed: %s", address_text(host, port), error)
             return _AttemptOutcome.SERVED if served else _AttemptOutcome.UNKNOWN
+        return _AttemptOutcome.SERVED
+
+    async def _serve_claimed(
+        self, endpoint: tuple[str, int], peer: rpc.Peer, serve: Callable[[rpc.Peer], Awaitable[None]]
+    ) -> None:
+        self._peer = peer
+        self.endpoints = (endpoint, *(one for one in self.endpoints if one != endpoint))
+        try:
+            await serve(peer)
         finally:
             self._peer = None
-        return _AttemptOutcome.SERVED

@@ -478,6 +478,8 @@ class StatusReply(Message, frozen=True, kw_only=True):
     store_used_bytes: int = 0
     """0 if unknown."""
     store_bytes_max: int = 0
+    store_reason: str = ""
+    """Why the store does not respond; only for the owner."""
 
 
 class GetStatus(Request[StatusReply], frozen=True, kw_only=True):

@@ -20,7 +20,7 @@ from genie.errors import (
     ProtocolError,
     TokenRefusedError,
 )
-from genie.model.messages import GetStatus, Message
+from genie.model.messages import GetStatus, Hello, Message
 from genie.model.tenant import TokenKind
 from genie.processes.clock import SystemClock
 from genie.runtime import rpc, tls
@@ -53,7 +53,7 @@ async def _reject_request(peer: rpc.Peer, request: Message) -> Message:
 
 @asynccontextmanager
 async def connect_to_controllers(
-    *fakes: FakeController, ports: tuple[int, ...] = ()
+    *fakes: FakeController, ports: tuple[int, ...] = (), timeout_s: float = 0.3
 ) -> AsyncIterator[RecordedConnection]:
     every = [*(fake.port for fake in fakes), *ports]
     trusted = None
@@ -66,7 +66,7 @@ async def connect_to_controllers(
         clock=SystemClock(),
         rng=random.Random(1),
         handler=_reject_request,
-        timeout_s=0.3,
+        timeout_s=timeout_s,
         backoff_s_max=0.1,
     )
     link.endpoints = tuple((HOST, port) for port in every)
@@ -92,6 +92,25 @@ async def test_leader_is_found(controller: FakeController, second_controller: Fa
         assert watched.link.is_connected
         assert watched.link.endpoints[0] == (HOST, second_controller.port)
     assert watched.no_leader == []
+
+
+async def test_controllers_that_do_not_respond_do_not_delay_the_search(
+    controller: FakeController, second_controller: FakeController
+) -> None:
+    controller.silent = True
+    async with connect_to_controllers(controller, second_controller, timeout_s=3600) as watched:
+        await until(lambda: watched.attended == [second_controller.address])
+        assert watched.link.is_connected
+    assert watched.no_leader == []
+
+
+async def test_leader_is_served_although_another_controller_rejects_the_token(
+    controller: FakeController, second_controller: FakeController
+) -> None:
+    """Before the first registration, a rejection is final unless another controller leads."""
+    controller.refusals[Hello] = TokenRefusedError("token x is unknown")
+    async with connect_to_controllers(controller, second_controller) as watched:
+        await until(lambda: watched.attended == [second_controller.address])
 
 
 async def test_refused_connections_and_standbys_show_that_there_is_no_leader(
@@ -172,27 +191,24 @@ async def test_controller_that_lost_leadership_is_retried(controller: FakeContro
         await until(lambda: watched.no_leader, what="evidence from the next round")
 
 
-async def test_rejected_leader_is_logged_once_and_the_other_controllers_are_tried(
+async def test_rejected_leader_is_logged_once_and_tried_after_the_others(
     controller: FakeController, second_controller: FakeController, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Both claim to lead, as when a controller was restored from a backup and the previous one still runs."""
-    rejections = 0
+    attended: list[str] = []
 
     async def reject_first(peer: rpc.Peer) -> None:
-        nonlocal rejections
+        attended.append(peer.name)
         if peer.name == controller.address:
-            rejections += 1
             raise OutdatedLeaderError("its leader token is older", hint="genie store restore")
-        if rejections == 1:
-            # Only the outdated one is left for a while.
-            watched.link.endpoints = ((HOST, controller.port), (HOST, second_controller.port))
-            return
-        await peer.wait_closed()
 
-    async with connect_to_controllers(controller, second_controller) as watched:
+    async with connect_to_controllers(controller) as watched:
         watched.attend = reject_first
-        await until(lambda: rejections == 2 and watched.link.is_connected)
-        assert watched.link.endpoints[-1] == (HOST, controller.port)
+        await until(lambda: len(attended) >= 2)
+        watched.link.endpoints = ((HOST, controller.port), (HOST, second_controller.port))
+        await until(lambda: attended.count(second_controller.address) >= 5)
+    first = attended.index(second_controller.address)
+    assert controller.address not in attended[first:]
     messages = [record.message for record in caplog.records if record.levelname == "WARNING"]
     assert len(messages) == 1
     assert f"controller {controller.address} is not accepted: its leader token is older" in messages[0]

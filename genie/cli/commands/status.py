@@ -42,7 +42,7 @@ def status(invocation: Invocation, *, as_json: JsonOption = False) -> None:
         ("cluster", reply.cluster_id or "-"),
         ("version", reply.version),
         *([("leader", reply.leader)] if reply.leading else standby_fields(reply)),
-        ("store", f"{reply.store}{'' if reply.store_ok else ' (not responding)'}"),
+        ("store", _format_store(reply)),
         ("uptime", format_duration(time.time() - reply.started_at)),
     ]
     if reply.leading:  # unknown to a standby
@@ -56,6 +56,12 @@ def status(invocation: Invocation, *, as_json: JsonOption = False) -> None:
             *(("quarantined", f"{row.key}: {row.reason}") for row in reply.quarantined),
         ]
     output.write_fields(facts)
+
+
+def _format_store(reply: StatusReply) -> str:
+    if reply.store_ok:
+        return reply.store
+    return f"{reply.store} (not responding{f': {reply.store_reason}' if reply.store_reason else ''})"
 
 
 def standby_fields(reply: StatusReply) -> list[tuple[str, str]]:
