@@ -283,7 +283,24 @@ class LeadershipError(GenieError):
 
 
 class NotLeaderError(LeadershipError):
+    """The request was not carried out. The hint may name the leader."""
+
     code = "leadership.not_leader"
+
+    _LEADER_HINT = "the leader is "
+
+    @classmethod
+    def naming_leader(cls, message: str, *, leader: str) -> NotLeaderError:
+        """`leader`: HOST:PORT, or empty if there is none."""
+        hint = f"{cls._LEADER_HINT}{leader}" if leader else "no controller leads yet; try again in a moment"
+        return cls(message, hint=hint)
+
+    @property
+    def leader(self) -> str:
+        """HOST:PORT of the leader; empty if the hint does not name it."""
+        if not self.hint.startswith(self._LEADER_HINT):
+            return ""
+        return self.hint.removeprefix(self._LEADER_HINT)
 
 
 class OutdatedLeaderError(NotLeaderError):

@@ -61,7 +61,9 @@ class LeaderConnection:
         backoff_s_max: float = 1.0,
     ) -> None:
         self.access = access
-        self.endpoints: tuple[tuple[str, int], ...] = ((access.host, access.port),)
+        self.endpoints: tuple[tuple[str, int], ...] = tuple(
+            dict.fromkeys([(access.host, access.port), *access.other_servers])
+        )[:CONTROLLERS_MAX]
         """All known controllers, the last leader first."""
         self._network = network
         self._clock = clock

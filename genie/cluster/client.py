@@ -59,9 +59,8 @@ from genie.model.messages import (
     UndrainNode,
 )
 from genie.model.tenant import QuotaRecord, TokenKind, TokenRecord
-from genie.runtime.controller_connection import ControllerConnection
+from genie.runtime.controller_connection import ControllerConnection, fetch_nodes
 from genie.runtime.network import Network, TcpNetwork
-from genie.runtime.node_list import fetch_nodes
 from genie.supervisor.connection import open_connection
 
 if TYPE_CHECKING:
@@ -124,6 +123,14 @@ class ClusterClient:
             uploaded = await self._upload_workdir(workdir, progress)
             spec = msgspec.structs.replace(spec, workdir=uploaded)
         request = SubmitJob(spec=spec, request_id=secrets.token_hex(16))
+        try:
+            return (await self._connection.call(request, timeout_s=CALL_TIMEOUT_S)).job
+        except WorkdirError:
+            if workdir is None:
+                raise
+        # The upload went to a controller that was lost before it could copy it to the others.
+        spec = msgspec.structs.replace(spec, workdir=await self._upload_workdir(workdir, progress))
+        request = msgspec.structs.replace(request, spec=spec)
         return (await self._connection.call(request, timeout_s=CALL_TIMEOUT_S)).job
 
     async def get_job(self, job_id: str) -> Job:

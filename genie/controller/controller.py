@@ -14,16 +14,18 @@ import contextlib
 import logging
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import msgspec
 
 from genie.config import ControllerConfig
+from genie.controller.blobs.replication import BlobReplication
+from genie.controller.blobs.storage import Blobs
 from genie.controller.change_notifier import ChangeNotifier, wait_event
 from genie.controller.connection import Connections, Handlers
 from genie.controller.election import CONTROLLER_KEY_PREFIX, Election, StoreHealth
 from genie.controller.jobs.backoff import LaunchBackoff
-from genie.controller.jobs.blobs import Blobs
 from genie.controller.jobs.lifecycle import CHANGES_PER_TICK_MAX
 from genie.controller.jobs.services import build_job_services
 from genie.controller.jobs.sessions import Sessions
@@ -247,6 +249,7 @@ class Controller:
             tenant_bytes_max=config.blobs_tenant_bytes_max,
             clock=clock,
         )
+        replication = self._blob_replication = self._build_blob_replication(blobs, offload)
         nodes, waits = NodeList(self._ledger, self._node_snapshots), OpenWaits()
         self._backup_requests = BackupRequests(self._store, self._ledger, clock=clock)
         return [
@@ -257,6 +260,7 @@ class Controller:
                 jobs.lifecycle,
                 planner,
                 blobs,
+                replication,
                 election,
                 waits=waits,
                 offload=offload,
@@ -265,9 +269,10 @@ class Controller:
             ).handlers(),
             BlobRequests(
                 blobs,
+                replication,
                 election,
                 offload=offload,
-                is_needed=jobs.catalog.is_blob_needed,
+                is_needed=lambda name: name in jobs.catalog.needed_blobs(),
                 find_tenant=self._agents.find_blob_tenant,
             ).handlers(),
             NodeRequests(nodes, check_readable=check_readable).handlers(),
@@ -297,6 +302,20 @@ class Controller:
             QuotaRequests(self._quota_table, check_readable=check_readable).handlers(),
             self._backup_requests.handlers(),
         ]
+
+    def _build_blob_replication(self, blobs: Blobs, offload: Offload) -> BlobReplication:
+        client_tls = partial(self._certificates.client_tls, self._directory)
+        return BlobReplication(
+            blobs,
+            name=self._name,
+            network=self._network,
+            clock=self._clock,
+            offload=offload,
+            own_address=lambda: self.address,
+            controllers=lambda: self._controller_addresses,
+            needed=self._jobs.catalog.needed_blobs,
+            client_tls=client_tls if self._certificates.are_enabled else None,
+        )
 
     def _build_status_requests(self, nodes: NodeList) -> StatusRequests:
         return StatusRequests(
@@ -337,6 +356,7 @@ class Controller:
             *file_alarms,
             *store_alarms,
             *self._store_monitor.alarms(),
+            *self._blob_replication.alarms(),
             *self._periodic_steps.alarms(),
         ]
 
@@ -536,6 +556,7 @@ class Controller:
         async with asyncio.TaskGroup() as group:
             group.create_task(self._run_passes_forever(), name="passes")
             group.create_task(self._housekeep_forever(), name="housekeeping")
+            group.create_task(self._blob_replication.run(), name="blob replication")
 
     # -- passes -----------------------------------------------------------------------------
 

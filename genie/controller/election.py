@@ -123,8 +123,7 @@ class Election:
                 hint="running jobs continue; try again when the store is available",
             )
         where = self.leader.address if self.leader and self.leader.name != self._name else ""
-        hint = f"the leader is {where}" if where else "no controller leads yet; try again in a moment"
-        raise NotLeaderError("this controller does not lead", hint=hint)
+        raise NotLeaderError.naming_leader("this controller does not lead", leader=where)
 
     async def has_duplicate(self) -> bool:
         """Whether another controller with this name holds the key. Raise DuplicateControllerError if it is

@@ -59,6 +59,14 @@ class Hello(Request[Welcome], frozen=True, kw_only=True):
     program: str = ""
 
 
+class ServerHello(Request[Done], frozen=True, kw_only=True):
+    """First request of a connection from another controller. Its certificate authenticates; the fields are
+    for logs."""
+
+    name: str
+    version: str
+
+
 class TrustAnchor(Message, frozen=True, kw_only=True):
     """The CA of the cluster. The client compares its fingerprint with the pin of its token."""
 
@@ -402,6 +410,31 @@ class GetBlob(Request[BlobChunk], frozen=True, kw_only=True):
     offset: int
 
 
+class StatReplica(Request[BlobStatus], frozen=True, kw_only=True):
+    """Between controllers, as StatBlob for any tenant."""
+
+    digest: str
+    tenant: str
+
+
+class PutReplica(Request[BlobStatus], frozen=True, kw_only=True):
+    """Between controllers, as PutBlob for any tenant."""
+
+    digest: str
+    tenant: str
+    offset: int
+    data: bytes
+    is_last: bool
+
+
+class GetReplica(Request[BlobChunk], frozen=True, kw_only=True):
+    """Between controllers, as GetBlob for any tenant."""
+
+    digest: str
+    tenant: str
+    offset: int
+
+
 # --- Cluster ----------------------------------------------------------------------------------
 
 
@@ -417,6 +450,8 @@ class NodesReply(Message, frozen=True, kw_only=True):
 
     nodes: tuple[NodeView, ...]
     more: bool = False
+    leading: bool = True
+    """Of a heartbeat: False if it renewed no lease, because another controller may lead."""
 
 
 class ListNodes(Request[NodesReply], frozen=True, kw_only=True):
@@ -630,7 +665,8 @@ def _reply_type(request: type[Message]) -> type[Message]:
     return typing.cast("type[Message]", answer)
 
 
-UNAUTHENTICATED_REQUESTS = (Hello, FetchTrust, Join, RecoverCertificate)
+UNAUTHENTICATED_REQUESTS = (Hello, ServerHello, FetchTrust, Join, RecoverCertificate)
+SERVER_REQUESTS = (StatReplica, PutReplica, GetReplica)
 NODE_REQUESTS = (
     Register,
     Heartbeat,
@@ -673,5 +709,11 @@ OWNER_REQUESTS = (
     CloseBackup,
 )
 
-CONTROLLER_REQUESTS = (*UNAUTHENTICATED_REQUESTS, *NODE_REQUESTS, *USER_REQUESTS, *OWNER_REQUESTS)
+CONTROLLER_REQUESTS = (
+    *UNAUTHENTICATED_REQUESTS,
+    *SERVER_REQUESTS,
+    *NODE_REQUESTS,
+    *USER_REQUESTS,
+    *OWNER_REQUESTS,
+)
 AGENT_REQUESTS = (Launch, Kill, ReadLog)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from genie.agent.identity import read_identity, write_controllers, write_identity
 from genie.agent.leader_connection import LeaderConnection
 from genie.errors import (
     ConnectionLostError,
@@ -189,6 +190,37 @@ async def test_controller_that_lost_leadership_is_retried(controller: FakeContro
     async with connect_to_controllers(controller) as watched:
         watched.attend = no_longer
         await until(lambda: watched.no_leader, what="evidence from the next round")
+
+
+async def test_restarted_agent_tries_every_stored_controller(
+    controller: FakeController, tmp_path: Path
+) -> None:
+    """The last leader may be down for good."""
+    node_dir = tmp_path / "node"
+    write_identity(
+        node_dir,
+        token=str(controller.token(TokenKind.NODE)),
+        certificate_pem="",
+        key_pem=b"",
+        ca_pem="",
+        controller=(HOST, 1),
+    )
+    write_controllers(node_dir, ((HOST, 1), (HOST, controller.port)))
+    link = LeaderConnection(
+        read_identity(node_dir),
+        network=TcpNetwork(),
+        clock=SystemClock(),
+        rng=random.Random(1),
+        handler=_reject_request,
+        timeout_s=0.3,
+    )
+    watched = RecordedConnection(link)
+    async with asyncio.TaskGroup() as group:
+        task = group.create_task(link.serve_leaders(watched.take, watched.no_leader.append))
+        await until(lambda: watched.attended == [controller.address])
+        task.cancel()
+    given = read_identity(node_dir, controller=(HOST, 2))
+    assert (given.port, given.other_servers) == (2, ((HOST, 1), (HOST, controller.port)))
 
 
 async def test_rejected_leader_is_logged_once_and_tried_after_the_others(
