@@ -25,8 +25,11 @@ from genie.model.limits import LIST_MAX
 from genie.model.messages import (
     CHUNK_BYTES_MAX,
     WAIT_S_MAX,
+    BackupChunk,
+    BackupOpened,
     BlobStatus,
     CancelJob,
+    CloseBackup,
     CreateToken,
     DrainNode,
     ExplainJob,
@@ -39,9 +42,11 @@ from genie.model.messages import (
     ListTokens,
     LogChunk,
     NodeView,
+    OpenBackup,
     PutBlob,
     QueueReply,
     QuotasReply,
+    ReadBackup,
     ReadLog,
     RemoveNode,
     RemoveQuota,
@@ -293,6 +298,17 @@ class ClusterClient:
     async def remove_quota(self, tenant: str) -> None:
         """Removes the quota of the tenant. Not retried: a second request would fail."""
         await self._connection.call(RemoveQuota(tenant=tenant), timeout_s=CALL_TIMEOUT_S, idempotent=False)
+
+    async def open_backup(self) -> BackupOpened:
+        """Begins a backup of the store; one at a time. End it with `close_backup`."""
+        return await self._connection.call(OpenBackup(), timeout_s=CALL_TIMEOUT_S, idempotent=False)
+
+    async def read_backup(self, backup_id: str, *, offset: int) -> BackupChunk:
+        request = ReadBackup(backup_id=backup_id, offset=offset)
+        return await self._connection.call(request, timeout_s=CALL_TIMEOUT_S)
+
+    async def close_backup(self, backup_id: str) -> None:
+        await self._connection.call(CloseBackup(backup_id=backup_id), timeout_s=CALL_TIMEOUT_S)
 
     # --- working directories ------------------------------------------------------------------
 

@@ -552,6 +552,37 @@ class RevokeToken(Request[Done], frozen=True, kw_only=True):
     token_id: str
 
 
+class BackupOpened(Message, frozen=True, kw_only=True):
+    """`revision` is that of the store; the backup contains the rows of that revision."""
+
+    backup_id: str
+    cluster_id: str
+    generation: int
+    revision: int
+
+
+class OpenBackup(Request[BackupOpened], frozen=True, kw_only=True):
+    """Begins a backup of the store. It ends with CloseBackup, or when it is not read for a while."""
+
+
+class BackupChunk(Message, frozen=True, kw_only=True):
+    """The next bytes of the encoded rows; empty at the end. `row_count`: rows in all chunks so far."""
+
+    data: bytes
+    row_count: int
+
+
+class ReadBackup(Request[BackupChunk], frozen=True, kw_only=True):
+    """`offset` is the number of bytes received so far; the last chunk can be requested again."""
+
+    backup_id: str
+    offset: int
+
+
+class CloseBackup(Request[Done], frozen=True, kw_only=True):
+    backup_id: str
+
+
 class QuotaView(Record, frozen=True, kw_only=True):
     """`quota` is unlimited if none was set."""
 
@@ -673,6 +704,9 @@ OWNER_REQUESTS = (
     UndrainNode,
     SetQuota,
     RemoveQuota,
+    OpenBackup,
+    ReadBackup,
+    CloseBackup,
 )
 
 CONTROLLER_REQUESTS = (

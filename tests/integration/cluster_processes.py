@@ -66,7 +66,8 @@ class ClusterProcess:
 
 
 class ClusterProcesses:
-    """A controller and agents by node ID on loopback. `controller_module` runs as the controller."""
+    """A controller and agents by node ID on loopback. `controller_module` runs as the controller; `store` is
+    its store."""
 
     def __init__(
         self, folder: Path, *, store: str = "sqlite", controller_module: str = "genie.controller"
