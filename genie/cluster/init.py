@@ -99,7 +99,7 @@ async def init(*args: Any, **kwargs: Any) -> ClusterState:
         try:
             return run.mark_returned_to_caller(await _wait_for_future(run.ready))
         except BaseException:
-            if run.remove_waiter():
+            if run.remove_waiter_and_end_if_unused():
                 await _wait_for_future(run.finished)
                 run.join(timeout_s=THREAD_JOIN_TIMEOUT_S)
             raise

@@ -63,7 +63,7 @@ def _connect_blocking(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Cl
         try:
             return run.mark_returned_to_caller(run.ready.result()), started_here
         except BaseException:  # a failure, or Ctrl-C while waiting
-            if run.remove_waiter():
+            if run.remove_waiter_and_end_if_unused():
                 run.finished.result()
                 run.join(timeout_s=init.THREAD_JOIN_TIMEOUT_S)
             raise

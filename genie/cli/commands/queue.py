@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _QUEUE_COLUMNS = ("#", "job", "name", "tenant", "request", "priority", "age", "expected start", "reason")
 _QUEUE_DROPPABLE_COLUMNS = ("priority", "age", "name")
 _TENANT_COLUMN_INDEX = _QUEUE_COLUMNS.index("tenant")
-_BLOCKED_COLUMNS = ("count", "nodes", "blocked", "reason")
+_BLOCKED_COLUMNS = ("node count", "nodes", "blocked", "reason")
 _HISTORY_COLUMNS = ("time", "state", "reason")
 _NODE_NAMES_SHOWN_MAX = 3
 

@@ -122,7 +122,7 @@ def store_library(args: Any, blob: bytes) -> Any:
     with SyncedTree(args, create=True) as site:
         path = engine_library_path(site.sync_folder_path, args["key"])
         binary, source = blob[: args["binary"]], blob[args["binary"] :]
-        if binary and args["machine"] == _machine_type() and _install_library(path, binary):
+        if binary and args["machine"] == _machine_type() and _try_install_library(path, binary):
             return {"how": "given"}
         source_path = f"{path[: -len('.so')]}-{os.getpid()}-{threading.get_ident()}.cpp"
         try:
@@ -647,7 +647,7 @@ def _list_complete_objects(site: SyncedTree) -> list[bytes]:
     return found
 
 
-def _install_library(path: str, binary: bytes) -> bool:
+def _try_install_library(path: str, binary: bytes) -> bool:
     """Store the library; False if it cannot be loaded on this node."""
     # A unique name: another process may be loading the library.
     part = f"{path}.{os.getpid()}-{threading.get_ident()}.part"

@@ -245,7 +245,7 @@ class _SyncCall:
         )
         try:
             async with unwrapped_task_group() as group:
-                while checks.start_more(group, self._try_check_node):
+                while checks.start_more_and_check_running(group, self._try_check_node):
                     to_retry += await self._sync_next_ready(checks, is_last_attempt=is_last_attempt)
         finally:
             await checks.close()
@@ -575,7 +575,7 @@ class _NodeChecks:
         self._connections_by_check: dict[asyncio.Task[_CheckedNode], contextlib.AsyncExitStack] = {}
         self._slow_checks: set[asyncio.Task[_CheckedNode]] = set()
 
-    def start_more(
+    def start_more_and_check_running(
         self,
         group: asyncio.TaskGroup,
         check: Callable[[str, contextlib.AsyncExitStack], Coroutine[Any, Any, _CheckedNode]],
