@@ -350,12 +350,12 @@ def _read_amd_names(program: str, deadline: float) -> dict[int, tuple[str, str]]
     try:
         body = _parse_json(_run_program([program, "static", "--asic", "--json"], deadline))
         cards = body.get("gpu_data", []) if isinstance(body, dict) else body
-        return {int(card["gpu"]): _parse_asic(card.get("asic") or {}) for card in cards}
+        return {int(card["gpu"]): _asic_name_and_serial(card.get("asic") or {}) for card in cards}
     except (OpError, OSError, ValueError, KeyError, TypeError, AttributeError):
         return {}
 
 
-def _parse_asic(asic: Any) -> tuple[str, str]:
+def _asic_name_and_serial(asic: Any) -> tuple[str, str]:
     return str(asic.get("market_name", "")), str(asic.get("asic_serial", ""))
 
 

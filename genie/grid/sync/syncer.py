@@ -42,7 +42,7 @@ from genie.grid.sync.delta import (
     count_content_bytes,
     encode_plan,
     list_paths,
-    split_deletions,
+    split_deleted_and_kept_paths,
 )
 from genie.grid.sync.local_tree import (
     LocalTree,
@@ -482,7 +482,7 @@ class _SyncCall:
             await self._report_dry_run(task, snapshot)
             return
         try:
-            files, size = await sync_without_python.send_by_tar(
+            files, size = await sync_without_python.send_by_tar_and_count_files_and_bytes(
                 task.link,
                 snapshot,
                 root=self._file.remote_root,
@@ -526,7 +526,7 @@ class _SyncCall:
             )
         else:
             data = count_content_bytes(ours, offsets)  # a tar archive contains holes as zeros
-        gone, kept = split_deletions(task.delta, drift=task.drift)
+        gone, kept = split_deleted_and_kept_paths(task.delta, drift=task.drift)
         report = SyncReport(
             node=task.name,
             sent_files=len(offsets),
