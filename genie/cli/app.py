@@ -60,6 +60,7 @@ _COMMAND_MODULES = {
     "grid": "app",
     "quota": "commands.quotas",
     "token": "commands.tokens",
+    "store": "commands.store",
     "config": "commands.config",
     "sim": "commands.sim",
 }

@@ -79,7 +79,7 @@ class Tokens:
 
     def check_still_valid(self, identity: Identity) -> None:
         """Raise TokenRefusedError if the token of a connection has been revoked or has expired since."""
-        if not self._ledger.is_loaded:
+        if not self._ledger.is_loaded or identity.kind is TokenKind.SERVER:
             return
         record = self._ledger.tokens.get(identity.token_id)
         if record is None or record.revoked_at is not None:
@@ -92,6 +92,8 @@ class Tokens:
     ) -> tuple[Token, TokenRecord]:
         if kind is TokenKind.NODE:
             raise UsageError("node tokens are created when a node joins", hint="create a join token instead")
+        if kind is TokenKind.SERVER:
+            raise UsageError("controllers have no tokens", hint="they authenticate by their certificate")
         tenant = validate_name(tenant or DEFAULT_TENANT, what="tenant")
         if name:
             validate_name(name, what="token name")

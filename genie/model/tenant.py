@@ -12,12 +12,16 @@ DEFAULT_TENANT = "default"
 
 
 class TokenKind(enum.StrEnum):
-    """OWNER has all permissions; USER has one tenant; JOIN admits one node once; NODE identifies a node."""
+    """OWNER has all permissions; USER has one tenant; JOIN admits one node once; NODE identifies a node.
+
+    SERVER is the identity of another controller, which has a certificate instead of a token.
+    """
 
     OWNER = "owner"
     USER = "user"
     JOIN = "join"
     NODE = "node"
+    SERVER = "server"
 
 
 class TokenRecord(Record, frozen=True, kw_only=True):

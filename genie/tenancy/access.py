@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import msgspec
 
 from genie.errors import PermissionError_, TokenRefusedError
-from genie.model.messages import NODE_REQUESTS, OWNER_REQUESTS, USER_REQUESTS, Message
+from genie.model.messages import NODE_REQUESTS, OWNER_REQUESTS, SERVER_REQUESTS, USER_REQUESTS, Message
 from genie.model.tenant import Identity, TokenKind, TokenRecord
 
 SECRET_BYTES = 32
@@ -30,19 +30,23 @@ _ALLOWED_REQUESTS: dict[TokenKind, frozenset[type[Message]]] = {
     TokenKind.USER: frozenset(USER_REQUESTS),
     TokenKind.NODE: frozenset(NODE_REQUESTS),
     TokenKind.JOIN: frozenset(),
+    TokenKind.SERVER: frozenset(SERVER_REQUESTS),
 }
 # Requests whose name does not describe what they do.
 _REQUEST_DESCRIPTIONS = {
     "ConfirmLaunch": "confirm launches",
     "ExecutorReady": "report executors",
     "GetQueue": "read the queue",
+    "GetReplica": "read replicas",
     "GetStatus": "read the status",
     "Heartbeat": "send heartbeats of nodes",
     "Leave": "remove nodes",
+    "PutReplica": "store replicas",
     "Register": "register nodes",
     "SessionEnd": "end sessions",
     "SessionHeartbeat": "open sessions",
     "SignExecutor": "request certificates of executors",
+    "StatReplica": "read replicas",
     "WaitDevice": "wait for devices",
 }
 

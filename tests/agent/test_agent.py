@@ -262,7 +262,7 @@ async def test_job_with_damaged_working_directory_does_not_start(
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"leader_token": 4}, FencedError, "leader token 4"),
+        ({"leader_token": 4}, FencedError, "leader token, revision 4"),
         ({"incarnation": 9}, FencedError, "incarnation 9"),
         ({"node_id": "n2"}, LaunchError, "for node n2"),
     ],

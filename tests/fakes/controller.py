@@ -250,6 +250,7 @@ class FakeController:
             tenant=DEFAULT_TENANT,
             kind=token.kind,
             leading=self.leading and not self.leader,
+            controllers=(self.address, *self.more_controllers),
         )
 
     def _answer_client(self, request: Message) -> Message | None:
@@ -262,7 +263,8 @@ class FakeController:
                     if info.node_id > after
                 )
                 page = views[: self.nodes_per_reply]
-                return NodesReply(nodes=page, more=len(page) < len(views))
+                leading = self.leading or isinstance(request, ListNodes)
+                return NodesReply(nodes=page, more=len(page) < len(views), leading=leading)
             case OpenDevice() | WaitDevice():
                 return self.device
             case CancelJob():

@@ -8,6 +8,8 @@ from genie.controller.store.protocol import Store
 from genie.errors import ConfigError
 from genie.processes.clock import Clock
 
+CONTROLLER_DIRECTORY = "controller"
+"""Directory of a controller below the state directory."""
 SQLITE_FILE_NAME = "store.sqlite3"
 
 
@@ -33,6 +35,12 @@ async def open_store(url: str, *, state_dir: Path, clock: Clock) -> Store:
 
         return await EtcdStore.open(url, clock=clock)
     raise _invalid_url_error(url)
+
+
+def sqlite_store_path(url: str, *, state_dir: Path) -> Path | None:
+    """The file of an embedded store; None for etcd. Raises ConfigError for an invalid URL."""
+    scheme, _, rest = url.partition(":")
+    return _sqlite_path(url, rest, state_dir) if scheme == "sqlite" else None
 
 
 def _sqlite_path(url: str, path_text: str, state_dir: Path) -> Path:
