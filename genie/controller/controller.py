@@ -241,14 +241,9 @@ class Controller:
         )
 
     def _build_handlers(self, offload: Offload) -> list[Handlers]:
-        config, clock, jobs, planner = self._config, self._clock, self._jobs, self._planner
+        clock, jobs, planner = self._clock, self._jobs, self._planner
         election, kill, check_readable = self._election, self._agents.send_kills, self._ledger.check_readable
-        blobs = Blobs(
-            self._directory / "blobs",
-            bytes_max=config.blobs_bytes_max,
-            tenant_bytes_max=config.blobs_tenant_bytes_max,
-            clock=clock,
-        )
+        blobs = self._open_blobs()
         replication = self._blob_replication = self._build_blob_replication(blobs, offload)
         nodes, waits = NodeList(self._ledger, self._node_snapshots), OpenWaits()
         self._backup_requests = BackupRequests(self._store, self._ledger, clock=clock)
@@ -302,6 +297,14 @@ class Controller:
             QuotaRequests(self._quota_table, check_readable=check_readable).handlers(),
             self._backup_requests.handlers(),
         ]
+
+    def _open_blobs(self) -> Blobs:
+        return Blobs(
+            self._directory / "blobs",
+            bytes_max=self._config.blobs_bytes_max,
+            tenant_bytes_max=self._config.blobs_tenant_bytes_max,
+            clock=self._clock,
+        )
 
     def _build_blob_replication(self, blobs: Blobs, offload: Offload) -> BlobReplication:
         client_tls = partial(self._certificates.client_tls, self._directory)
