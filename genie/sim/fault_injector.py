@@ -177,7 +177,7 @@ async def _inject(cluster: SimCluster, kind: str, node: str, controller: str, du
             quota = QuotaRecord(tenant=world.random.choice(QUOTA_TENANTS), gpus=gpus, weight=duration_s)
             await _try_request(cluster, SetQuota(quota=quota))
         case "change_gpus" | "change_gpus_on_restart":
-            await _change_gpus(cluster, kind, node, duration_s)
+            await _change_gpus(cluster, node, duration_s, on_restart=kind == "change_gpus_on_restart")
         case "crash_node" | "power_node" | "restart_controller":
             host = controller if kind == "restart_controller" else node
             cluster.crash(host, power_off=kind == "power_node")
@@ -185,11 +185,10 @@ async def _inject(cluster: SimCluster, kind: str, node: str, controller: str, du
             cluster.restart(host)
 
 
-async def _change_gpus(cluster: SimCluster, kind: str, node: str, duration_s: float) -> None:
-    """The node has a random part of its accelerators from now on, or after a power outage."""
-    rng, count = cluster.world.random, cluster.gpus_per_node
-    left = rng.sample(range(count), rng.randint(0, count))
-    if kind == "change_gpus_on_restart":
+async def _change_gpus(cluster: SimCluster, node: str, duration_s: float, *, on_restart: bool) -> None:
+    random = cluster.world.random
+    left = random.sample(range(cluster.gpus_per_node), random.randint(0, cluster.gpus_per_node))
+    if on_restart:
         cluster.crash(node, power_off=True)
         await asyncio.sleep(min(duration_s, 8.0))
     cluster.set_gpus(node, left)
