@@ -67,7 +67,9 @@ def create(
             validate_name(value, what=option)
     ttl_s = None if ttl is None else parse_duration(ttl, what="--ttl")
     created, where = asyncio.run(
-        _create_token(invocation.load_settings(), join=join, name=name, tenant=tenant, ttl_s=ttl_s)
+        _create_token_and_get_address(
+            invocation.load_settings(), join=join, name=name, tenant=tenant, ttl_s=ttl_s
+        )
     )
     if as_json:
         output.write_json(
@@ -122,7 +124,7 @@ def revoke(
         raise typer.Exit(max(error.exit_code for error in failed.values()))
 
 
-async def _create_token(
+async def _create_token_and_get_address(
     settings: Settings, *, join: bool, name: str, tenant: str, ttl_s: float | None
 ) -> tuple[TokenCreated, str]:
     from genie.cluster.client import open_client
