@@ -20,6 +20,7 @@ from pathlib import Path
 
 from genie import config
 from genie.controller.controller import CONTROLLER_DIRECTORY, Controller
+from genie.controller.etcd.local_member import LocalMember
 from genie.controller.nodes.admission import check_bind_address, check_failure_timeouts
 from genie.controller.placement.placers import why_scheduler_not_compiled
 from genie.controller.store.open import open_store
@@ -89,7 +90,13 @@ def _has_free_disk_space(directory: Path) -> bool:
 async def _run_controller(settings: config.Settings, clock: Clock) -> None:
     directory = files.make_private_directory(settings.paths.state_dir / CONTROLLER_DIRECTORY)
     with _lock_state_directory(directory), file_io_threads("genie-blobs") as offload:
-        store = await open_store(settings.controller.store, state_dir=directory, clock=clock)
+        member = LocalMember.read(settings.paths.state_dir)
+        store = await open_store(
+            settings.controller.store,
+            state_dir=directory,
+            clock=clock,
+            local_etcd=None if member is None else member.address(settings.paths.state_dir),
+        )
         try:
             controller = Controller(
                 settings.controller,

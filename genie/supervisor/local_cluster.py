@@ -1,4 +1,4 @@
-"""The supervisor: runs controller and agent as child processes, restarts them after a crash, stops them.
+"""The supervisor: runs etcd member, controller and agent as child processes and restarts them after a crash.
 
     async with run_local_cluster(settings, progress=print) as cluster:
         await cluster.wait()
@@ -10,7 +10,6 @@ directory identify them, so that `stop_running_cluster` ends exactly those.
 from __future__ import annotations
 
 import asyncio
-import errno
 import json
 import logging
 import re
@@ -25,10 +24,10 @@ from genie.agent import joining
 from genie.agent.identity import AGENTS_DIR, read_controllers
 from genie.agent.journal import REGISTERED_FILE
 from genie.config import ClusterConfig, Settings
+from genie.controller.etcd.local_member import LocalMember
 from genie.controller.nodes.admission import check_bind_address
 from genie.controller.placement.placers import why_scheduler_not_compiled
 from genie.errors import (
-    AddressInUseError,
     AgentRunningError,
     ConfigError,
     DeadlineError,
@@ -48,9 +47,16 @@ from genie.runtime.controller_connection import ControllerConnection
 from genie.runtime.credentials import LOCAL_CLUSTER_FILE, OWNER_TOKEN_FILE, LocalCluster, read_owner_token
 from genie.runtime.network import TcpNetwork
 from genie.runtime.node_list import fetch_nodes
-from genie.supervisor import process_records
-from genie.supervisor.child import Child
+from genie.supervisor import process_records, this_machine
+from genie.supervisor.child import Child, python_command
 from genie.supervisor.connection import open_connection
+from genie.supervisor.etcd_member import (
+    ETCD,
+    EtcdMemberProcess,
+    new_local_member,
+    uses_local_etcd,
+    with_local_member,
+)
 from genie.tenancy.access import NO_PIN, parse_token
 
 _log = logging.getLogger(__name__)
@@ -61,11 +67,14 @@ _NODE_POLL_S_MAX = 0.5
 _CONNECT_TIMEOUT_S = 10.0
 _CALL_TIMEOUT_S = 20.0
 _CONTROLLER_GRACE_S = 10.0
+_ETCD_GRACE_S = 10.0
 _AGENT_GRACE_MARGIN_S = 5.0
 _WAIT_MESSAGE_DELAY_S = 2.0
 """A longer wait is reported as progress."""
 _LOCK_FILE = "up.lock"
+_PORT_HINT = "stop the program that uses it ('genie down' for Genie), or choose another --port"
 CONTROLLER, AGENT, SUPERVISOR = "controller", "agent", "up"
+_PROCESS_NAMES = (SUPERVISOR, CONTROLLER, AGENT, ETCD)
 
 ProgressPrinter = Callable[[str], None]
 _NOT_REGISTERED_STATUSES = (NodeStatus.INITIALIZING, NodeStatus.DISCONNECTED)
@@ -77,7 +86,7 @@ class RunningCluster:
 
     cluster: LocalCluster | None
     pids: dict[str, int]
-    """By name: up, controller, agent."""
+    """By name: up, controller, agent, etcd."""
     node_id: str = ""
     """Node ID of the agent."""
 
@@ -96,8 +105,13 @@ class Supervisor:
         self._settings = settings
         self._state_dir = settings.paths.state_dir.absolute()
         self._progress = _ignore_write_errors(progress)
-        self._controller = Child(CONTROLLER, module="genie.controller", state_dir=self._state_dir)
-        self._agent = Child(AGENT, module="genie.agent", state_dir=self._state_dir)
+        self._controller = Child(
+            CONTROLLER, command=python_command("genie.controller"), state_dir=self._state_dir
+        )
+        self._agent = Child(AGENT, command=python_command("genie.agent"), state_dir=self._state_dir)
+        self._etcd = EtcdMemberProcess(
+            settings.controller, state_dir=self._state_dir, progress=self._progress
+        )
         self._watch_tasks: list[asyncio.Task[None]] = []
         self._address_being_joined = ""
         """Address of the cluster while the agent has not registered."""
@@ -105,18 +119,32 @@ class Supervisor:
     @property
     def pids(self) -> dict[str, int]:
         """Process IDs of the children, by name."""
-        found = {child.name: child.pid for child in (self._controller, self._agent)}
+        found = {child.name: child.pid for child in self._children}
         return {name: pid for name, pid in found.items() if pid is not None}
+
+    @property
+    def _children(self) -> tuple[Child, ...]:
+        return self._etcd.child, self._controller, self._agent
 
     async def wait(self) -> None:
         """Returns when other processes have stopped all children; restarts crashed ones meanwhile."""
         await asyncio.gather(*(asyncio.shield(task) for task in self._watch_tasks))
 
+    async def start_etcd(self) -> None:
+        """Starts the etcd member of this machine: the one that it has, or the first one of a new cluster."""
+        member = LocalMember.read(self._state_dir)
+        if member is None:
+            member = await asyncio.to_thread(
+                new_local_member, self._settings.controller, name=local_node_id(self._settings)
+            )
+        await self._etcd.start(member)
+        member.write(self._state_dir)
+
     async def start_controller(self) -> LocalCluster:
         """Starts the controller and waits until it listens and knows whether it leads."""
         config = self._settings.controller
         check_bind_address(config)
-        _check_port_free(config.bind, config.port)
+        this_machine.check_port_free(config.bind, config.port, hint=_PORT_HINT)
         (self._state_dir / LOCAL_CLUSTER_FILE).unlink(missing_ok=True)
         self._progress(f"starting the controller on {config.bind}")
         self._controller.start(self._controller_arguments(config.port))
@@ -159,12 +187,12 @@ class Supervisor:
         return node
 
     def watch(self, group: asyncio.TaskGroup) -> None:
-        for child in (self._controller, self._agent):
+        for child in self._children:
             if child.pid is not None:
                 self._watch_tasks.append(group.create_task(child.restart_after_crashes(self._report_crash)))
 
     async def stop(self) -> None:
-        """Stops the agent first, so that its last reports arrive, then the controller."""
+        """Stops the agent first, so that its last reports arrive, then the controller, then its store."""
         for task in self._watch_tasks:
             task.cancel()
         if self._agent.pid is not None:
@@ -174,6 +202,9 @@ class Supervisor:
             self._progress("stopping the controller")
             await self._controller.stop(grace_s=_CONTROLLER_GRACE_S)
             _remove_cluster_file(self._state_dir)
+        if self._etcd.child.pid is not None:
+            self._progress("stopping etcd")
+            await self._etcd.child.stop(grace_s=_ETCD_GRACE_S)
 
     async def find_leader(self, found: LocalCluster) -> ClusterConfig | None:
         """Returns the owner's access to the leader: this controller, or another one if this is a standby.
@@ -337,8 +368,11 @@ async def run_local_cluster(
     Raises AgentRunningError if this state directory has a running cluster, AddressInUseError, and LaunchError
     with the last lines of the log if a child does not start.
     """
+    settings = with_local_member(settings)
     async with _run_supervisor(settings, progress) as (supervisor, group):
         async with _limit_start_time(timeout_s, supervisor, "the cluster"):
+            if uses_local_etcd(settings):
+                await supervisor.start_etcd()
             access = await supervisor.find_leader(await supervisor.start_controller())
             if agent and access is None:
                 raise TokenMissingError(
@@ -413,7 +447,7 @@ async def _finish_uncancelled(work: Coroutine[Any, Any, None]) -> None:
 
 def find_running_cluster(state_dir: Path) -> RunningCluster | None:
     """Returns the running processes of this state directory; None if there are none."""
-    records = [process_records.read_record(state_dir, name) for name in (SUPERVISOR, CONTROLLER, AGENT)]
+    records = [process_records.read_record(state_dir, name) for name in _PROCESS_NAMES]
     pids = {record.name: record.pid for record in records if record is not None}
     if not pids:
         return None
@@ -428,9 +462,10 @@ async def stop_running_cluster(
     progress = _ignore_write_errors(progress)
     found = find_running_cluster(state_dir)
     agent_s = agent_grace_s + _AGENT_GRACE_MARGIN_S
-    # The supervisor first: it stops the other two in order, and would restart them otherwise.
-    graces = {SUPERVISOR: agent_s + _CONTROLLER_GRACE_S + _AGENT_GRACE_MARGIN_S, AGENT: agent_s}
-    for name in (SUPERVISOR, AGENT, CONTROLLER):
+    # The supervisor first: it stops the others in order, and would restart them otherwise.
+    supervisor_s = agent_s + _CONTROLLER_GRACE_S + _ETCD_GRACE_S + _AGENT_GRACE_MARGIN_S
+    graces = {SUPERVISOR: supervisor_s, AGENT: agent_s}
+    for name in (SUPERVISOR, AGENT, CONTROLLER, ETCD):
         record = process_records.read_record(state_dir, name)
         if record is not None:
             progress(
@@ -522,23 +557,6 @@ async def _limit_start_time(timeout_s: float, supervisor: Supervisor, what: str)
             yield
     except TimeoutError:
         raise supervisor.timeout_error(timeout_s, what) from None
-
-
-def _check_port_free(host: str, port: int) -> None:
-    """Raises AddressInUseError here; the controller would only write it to its log."""
-    if port == 0:
-        return
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            if error.errno == errno.EADDRINUSE:
-                raise AddressInUseError(
-                    f"port {port} on {host} is in use",
-                    hint="stop the program that uses it ('genie down' for Genie), or choose another --port",
-                ) from error
 
 
 def _can_list_nodes(access: ClusterConfig) -> bool:

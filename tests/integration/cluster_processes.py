@@ -21,7 +21,7 @@ from genie.model.node import NodeInfo, NodeStatus
 from genie.model.tenant import TokenKind
 from genie.runtime.credentials import OWNER_TOKEN_FILE, LocalCluster
 from genie.runtime.network import TcpNetwork
-from genie.supervisor.child import Child
+from genie.supervisor.child import Child, python_command
 from genie.supervisor.local_cluster import make_owner_access
 from tests.waiting import until
 
@@ -70,7 +70,7 @@ class ClusterProcesses:
         self.agents: dict[str, ClusterProcess] = {}
         state_dir = self._make_state_dir("controller")
         self.controller = ClusterProcess(
-            Child("controller", module="genie.controller", state_dir=state_dir),
+            Child("controller", command=python_command("genie.controller"), state_dir=state_dir),
             ["--state-dir", str(state_dir), "--bind", "127.0.0.1", "--port", "0"],
         )
         self.address: LocalCluster | None = None
@@ -136,7 +136,7 @@ class ClusterProcesses:
             network=TcpNetwork(),
         )
         self.agents[node_id] = ClusterProcess(
-            Child("agent", module="genie.agent", state_dir=state_dir),
+            Child("agent", command=python_command("genie.agent"), state_dir=state_dir),
             ["--state-dir", str(state_dir), "--node-id", node_id],
         )
 

@@ -60,7 +60,9 @@ def up(
     store: Annotated[
         str | None,
         typer.Option(
-            metavar="STORE", help="Store: sqlite, sqlite:/PATH or etcd://HOST:PORT,... (default: sqlite)."
+            metavar="STORE",
+            help="Store: sqlite, sqlite:/PATH, etcd (run by Genie) or etcd://HOST:PORT,... "
+            "(default: sqlite).",
         ),
     ] = None,
     tls: Annotated[

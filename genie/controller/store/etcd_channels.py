@@ -65,6 +65,7 @@ class EtcdMember:
         self.watch_stub = rpc_pb2_grpc.WatchStub(channel)
         self.maintenance_stub = rpc_pb2_grpc.MaintenanceStub(channel)
         self.auth_stub = rpc_pb2_grpc.AuthStub(channel)
+        self.cluster_stub = rpc_pb2_grpc.ClusterStub(channel)
         self.is_version_checked = False
 
     def is_checked_and_connected(self) -> bool:
@@ -78,10 +79,7 @@ class EtcdChannels:
         self._address = address
         self._clock = clock
         self._password = _read_password(address)
-        credentials = _make_credentials(address)
-        self._members = [
-            EtcdMember(endpoint, _open_channel(endpoint, credentials)) for endpoint in address.endpoints
-        ]
+        self._members = _open_members(address)
         self._login_token = ""
         self.is_closed = False
 
@@ -158,6 +156,16 @@ class EtcdChannels:
                     hint="is etcd running and reachable?",
                 )
             await self._clock.sleep(RETRY_INTERVAL_S)
+
+    async def replace_address(self, address: EtcdAddress) -> None:
+        """Connects to these endpoints with the current contents of the certificate files.
+
+        Calls under way get a moment to finish; watches reconnect."""
+        self.check_open()
+        members = _open_members(address)
+        old, self._members, self._address = self._members, members, address
+        for member in old:
+            await member.channel.close(CLOSE_TIMEOUT_S)
 
     def deprioritize(self, member: EtcdMember) -> None:
         """Moves the member to the end of the preference order."""
@@ -261,10 +269,21 @@ async def _wait_for_grpc_call_tasks() -> None:
         await asyncio.wait(ending, timeout=CLOSE_TIMEOUT_S)
 
 
-def _open_channel(endpoint: str, credentials: grpc.ChannelCredentials | None) -> grpc.aio.Channel:
+def _open_members(address: EtcdAddress) -> list[EtcdMember]:
+    credentials = _make_credentials(address)
+    return [
+        EtcdMember(endpoint, _open_channel(endpoint, credentials, server_name=address.server_name))
+        for endpoint in address.endpoints
+    ]
+
+
+def _open_channel(
+    endpoint: str, credentials: grpc.ChannelCredentials | None, *, server_name: str
+) -> grpc.aio.Channel:
     if credentials is None:
         return grpc.aio.insecure_channel(endpoint, options=_CHANNEL_OPTIONS)
-    return grpc.aio.secure_channel(endpoint, credentials, options=_CHANNEL_OPTIONS)
+    name = [("grpc.ssl_target_name_override", server_name)] if server_name else []
+    return grpc.aio.secure_channel(endpoint, credentials, options=[*_CHANNEL_OPTIONS, *name])
 
 
 def _make_credentials(address: EtcdAddress) -> grpc.ChannelCredentials | None:
