@@ -115,6 +115,18 @@ def new_csr(key_pem: bytes) -> str:
     return _to_pem(csr)
 
 
+def is_key_of_certificate(key_pem: str, certificate_pem: str) -> bool:
+    from cryptography import x509
+    from cryptography.hazmat.primitives import serialization
+
+    try:
+        key = serialization.load_pem_private_key(key_pem.encode(), password=None)
+        certificate = x509.load_pem_x509_certificate(certificate_pem.encode())
+    except (ValueError, TypeError) as error:
+        raise TlsError(f"invalid key or certificate: {error}") from error
+    return key.public_key() == certificate.public_key()
+
+
 def validity_period(certificate_pem: str) -> tuple[float, float]:
     """Start and end of the validity period, in seconds since the epoch."""
     from cryptography import x509
@@ -190,6 +202,10 @@ class CertificateAuthority:
             ) from error
         assert isinstance(key, ec.EllipticCurvePrivateKey)
         return cls(certificate, key)
+
+    def private_key_pem(self) -> str:
+        """For a new server only, and encrypted on the way."""
+        return _key_to_pem(self._key).decode()
 
     def issue(
         self, csr_pem: str, *, name: str, days: float, now: float, addresses: Sequence[str] = ()

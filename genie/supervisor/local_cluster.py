@@ -27,6 +27,7 @@ from genie.config import ClusterConfig, Settings
 from genie.controller.etcd.local_member import LocalMember
 from genie.controller.nodes.admission import check_bind_address
 from genie.controller.placement.placers import why_scheduler_not_compiled
+from genie.controller.store.open import LOCAL_ETCD
 from genie.errors import (
     AgentRunningError,
     ConfigError,
@@ -57,11 +58,13 @@ from genie.supervisor.etcd_member import (
     uses_local_etcd,
     with_local_member,
 )
+from genie.supervisor.server_join import ServerJoin, check_not_a_server, parse_server_token
 from genie.tenancy.access import NO_PIN, parse_token
 
 _log = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 30.0
+SERVER_JOIN_TIMEOUT_S = 180.0
 _POLL_S = 0.02
 _NODE_POLL_S_MAX = 0.5
 _CONNECT_TIMEOUT_S = 10.0
@@ -139,6 +142,40 @@ class Supervisor:
             )
         await self._etcd.start(member)
         member.write(self._state_dir)
+
+    async def join_as_server(self, access: ClusterConfig) -> None:
+        """Makes this machine a server of the cluster of `access`: etcd member, controller and agent. Undoes
+        everything if one of them does not start."""
+        if access.token is None:
+            raise TokenMissingError(
+                "joining as a server requires a token",
+                hint="create one with 'genie token create --server' and pass it with --token-file FILE",
+            )
+        token = parse_server_token(access.token)
+        check_not_a_server(self._state_dir)
+        join = ServerJoin(
+            self._settings.controller,
+            self._etcd,
+            state_dir=self._state_dir,
+            network=TcpNetwork(),
+            progress=self._progress,
+        )
+        host, port = _access_address(access)
+        try:
+            await join.run(host, port, token, name=self.node_id)
+            leader = await self.find_leader(await self.start_controller())
+            assert leader is not None, "the join has written an owner token"
+            await self.start_agent(leader)
+        except BaseException:
+            await _finish_uncancelled(self._undo_join(join))
+            raise
+
+    async def _undo_join(self, join: ServerJoin) -> None:
+        try:
+            await join.undo()
+        finally:
+            await self.stop()
+            join.remove_files()
 
     async def start_controller(self) -> LocalCluster:
         """Starts the controller and waits until it listens and knows whether it leads."""
@@ -405,6 +442,26 @@ async def run_local_agent(
 
 
 @asynccontextmanager
+async def run_joining_server(
+    settings: Settings,
+    access: ClusterConfig,
+    *,
+    progress: ProgressPrinter,
+    timeout_s: float = SERVER_JOIN_TIMEOUT_S,
+) -> AsyncIterator[Supervisor]:
+    """Joins the cluster of `access` as a server and runs etcd member, controller and agent for the block.
+
+    A failed join leaves neither an etcd member nor files behind.
+    """
+    settings = replace(settings, controller=replace(settings.controller, store=LOCAL_ETCD))
+    async with _run_supervisor(settings, progress) as (supervisor, group):
+        async with _limit_start_time(timeout_s, supervisor, "the server"):
+            await supervisor.join_as_server(access)
+        supervisor.watch(group)
+        yield supervisor
+
+
+@asynccontextmanager
 async def _run_supervisor(
     settings: Settings, progress: ProgressPrinter
 ) -> AsyncIterator[tuple[Supervisor, asyncio.TaskGroup]]:
@@ -561,7 +618,10 @@ async def _limit_start_time(timeout_s: float, supervisor: Supervisor, what: str)
 
 def _can_list_nodes(access: ClusterConfig) -> bool:
     """False without a token or with a join token, which only admits a node."""
-    return access.token is not None and parse_token(access.token).kind is not TokenKind.JOIN
+    return access.token is not None and parse_token(access.token).kind not in (
+        TokenKind.JOIN,
+        TokenKind.SERVER,
+    )
 
 
 def _access_address(access: ClusterConfig) -> tuple[str, int]:

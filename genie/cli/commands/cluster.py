@@ -43,6 +43,16 @@ LabelsOption = Annotated[
 RackOption = Annotated[
     str | None, typer.Option(metavar="NAME", help="Rack name; nodes of one rack count as close.")
 ]
+ServerOption = Annotated[
+    bool, typer.Option("--server", help="Join as a server: run an etcd member and a controller here, too.")
+]
+ServerBindOption = Annotated[
+    str | None,
+    typer.Option(metavar="ADDRESS", help="With --server: address to listen on (default: 127.0.0.1)."),
+]
+ServerPortOption = Annotated[
+    str | None, typer.Option(metavar="N", help="With --server: port to listen on (default: 5555).")
+]
 DetachOption = Annotated[bool, typer.Option("--detach", "-d", help="Run in the background.")]
 
 
@@ -115,6 +125,9 @@ def join(
             "Visible in the process list; --token-file is not.",
         ),
     ] = None,
+    server: ServerOption = False,
+    bind: ServerBindOption = None,
+    port: ServerPortOption = None,
     node_id: Annotated[str | None, typer.Option(metavar="NAME", help="Node ID (default: host name).")] = None,
     label: LabelsOption = None,
     rack: RackOption = None,
@@ -122,36 +135,39 @@ def join(
 ) -> None:
     """Add this machine and its accelerators to a cluster on another machine.
 
-    The token is needed only the first time; after that, the machine has its own credentials.
+    The token is needed only the first time; after that, the machine has its own credentials. A server is
+    started again with 'genie up'.
     """
-    host, port = parse_address(controller, what="ADDR")
     if token is not None and invocation.token_file is not None:
         raise UsageError("--token and --token-file are mutually exclusive", hint="give one of them")
     text = read_token_file("-", what="--token") if token == "-" else token
-    arguments = {
-        "cluster.discovery_method": "address",
-        "cluster.master_addr": host,
-        "cluster.master_port": port,
-        "cluster.node_id": node_id,
-        **({} if text is None else {"cluster.token": text}),
-        **_node_settings(label, rack),
-    }
-    settings = invocation.load_settings(arguments, keep_logs=True)
+    if not server and (bind is not None or port is not None):
+        raise UsageError("--bind and --port require --server", hint="an agent listens on no fixed port")
+    given = {"controller.bind": bind, "controller.port": port, **_node_settings(label, rack)}
+    given |= _join_settings(controller, token=text, node_id=node_id)
+    settings = invocation.load_settings(given, keep_logs=True)
     _check_join_token(settings)
     from genie.supervisor import local_cluster
 
     if detach:
         from genie.cli import background
 
-        join_command = ["join", controller, *(() if node_id is None else (f"--node-id={node_id}",))]
+        flags = {"--node-id": node_id, "--bind": bind, "--port": port}
+        join_command = ["join", controller, *(("--server",) if server else ())]
+        join_command += [f"{name}={value}" for name, value in flags.items() if value is not None]
         join_command += _node_arguments(label, rack)
         background.start_in_background(
-            join_command, settings=settings, invocation=invocation, token=settings.cluster.token
+            join_command,
+            settings=settings,
+            invocation=invocation,
+            token=settings.cluster.token,
+            more_timeout_s=local_cluster.SERVER_JOIN_TIMEOUT_S if server else 0.0,
         )
         running = local_cluster.find_running_cluster(settings.paths.state_dir)
         output.write_line(_format_joined_message(settings, running.node_id if running else "-"))
         return
-    supervision = local_cluster.run_local_agent(settings, settings.cluster, progress=output.print_message)
+    start = local_cluster.run_joining_server if server else local_cluster.run_local_agent
+    supervision = start(settings, settings.cluster, progress=output.print_message)
     raise typer.Exit(_run_supervisor(supervision, settings))
 
 
@@ -249,6 +265,17 @@ def _node_settings(label: list[str] | None, rack: str | None) -> dict[str, objec
 def _node_arguments(label: list[str] | None, rack: str | None) -> list[str]:
     """Return --label and --rack as command-line arguments, for `--detach`."""
     return [*(f"--label={text}" for text in label or ()), *(() if rack is None else (f"--rack={rack}",))]
+
+
+def _join_settings(controller: str, *, token: str | None, node_id: str | None) -> dict[str, object]:
+    host, port = parse_address(controller, what="ADDR")
+    return {
+        "cluster.discovery_method": "address",
+        "cluster.master_addr": host,
+        "cluster.master_port": port,
+        "cluster.node_id": node_id,
+        **({} if token is None else {"cluster.token": token}),
+    }
 
 
 def _check_join_token(settings: Settings) -> None:

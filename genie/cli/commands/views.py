@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from genie.cli import output
 from genie.cli.app import Invocation, JsonOption, app, command
-from genie.cli.quantities import format_duration, format_size
+from genie.cli.quantities import format_count, format_duration, format_size
 
 if TYPE_CHECKING:
     from genie.config import Settings
@@ -42,7 +42,7 @@ def status(invocation: Invocation, *, as_json: JsonOption = False) -> None:
         ("cluster", reply.cluster_id or "-"),
         ("version", reply.version),
         *([("leader", reply.leader)] if reply.leading else standby_fields(reply)),
-        ("store", f"{reply.store}{'' if reply.store_ok else ' (not responding)'}"),
+        ("store", _format_store(reply)),
         ("uptime", format_duration(time.time() - reply.started_at)),
     ]
     if reply.leading:  # unknown to a standby
@@ -56,6 +56,17 @@ def status(invocation: Invocation, *, as_json: JsonOption = False) -> None:
             *(("quarantined", f"{row.key}: {row.reason}") for row in reply.quarantined),
         ]
     output.write_fields(facts)
+
+
+def _format_store(reply: StatusReply) -> str:
+    members = f" ({format_count(len(reply.store_members), 'member')}: {', '.join(reply.store_members)})"
+    return "".join(
+        (
+            reply.store,
+            members if reply.store_members else "",
+            "" if reply.store_ok else " (not responding)",
+        )
+    )
 
 
 def standby_fields(reply: StatusReply) -> list[tuple[str, str]]:

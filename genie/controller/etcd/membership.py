@@ -49,6 +49,11 @@ class MemberInfo:
     """HOST:PORT for clients; empty until the member has started once."""
     is_learner: bool
 
+    @property
+    def label(self) -> str:
+        """The name, or the ID in hexadecimal digits as etcd prints it."""
+        return self.name or f"{self.member_id:x}"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemberStatus:

@@ -106,6 +106,12 @@ class Certificates:
         )
         files.write_private(certificate, certificate_pem.encode())
 
+    def export_authority(self) -> tuple[str, str]:
+        """Return certificate and private key of the CA, for a new server only."""
+        if self._authority is None:
+            raise TlsError("this cluster does not use TLS; it has no CA")
+        return self._authority.ca_pem, self._authority.private_key_pem()
+
     def check_recoverable(self, certificate_pem: str, *, node_id: str, csr_pem: str) -> None:
         """Raise CertificateExpiredError if this certificate of a node expired too long ago, TlsError if it
         does not belong to that node and to the key of the request."""
