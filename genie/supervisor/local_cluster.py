@@ -116,6 +116,7 @@ class Supervisor:
             settings.controller, state_dir=self._state_dir, progress=self._progress
         )
         self._watch_tasks: list[asyncio.Task[None]] = []
+        self._is_stopped = False
         self._address_being_joined = ""
         """Address of the cluster while the agent has not registered."""
 
@@ -230,6 +231,9 @@ class Supervisor:
 
     async def stop(self) -> None:
         """Stops the agent first, so that its last reports arrive, then the controller, then its store."""
+        if self._is_stopped:
+            return
+        self._is_stopped = True
         for task in self._watch_tasks:
             task.cancel()
         if self._agent.pid is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -60,7 +61,8 @@ class Server:
         self.run(*("up", "--store", "etcd", "--bind", self.host, "--port", str(self.ports[0])), "--detach")
 
     def create_server_token(self, path: Path) -> Path:
-        path.write_text(self.run("token", "create", "--server").stdout.strip())
+        created = self.run("--address", self.leader(), "token", "create", "--server")
+        path.write_text(created.stdout.strip())
         path.chmod(0o600)
         return path
 
@@ -71,13 +73,20 @@ class Server:
             check=check,
         )
 
+    def leader(self) -> str:
+        """Address of the leader as this server knows it; empty without one."""
+        return str(json.loads(self.run("status", "--json").stdout)["leader"])
+
     def try_submit(self, text: str) -> bool:
         """Submits through this server; a standby names the leader."""
-        leader = json.loads(self.run("status", "--json").stdout)["leader"]
+        leader = self.leader()
         if not leader:
             return False
         done = self.run("--address", leader, "submit", "--wait", "--", "echo", text, check=False)
         return done.returncode == 0 and text in done.stdout
+
+    def list_members(self) -> list[dict[str, object]]:
+        return list(json.loads(self.run("etcd", "status", "--json").stdout)["members"])
 
     def kill_everything(self) -> None:
         running = local_cluster.find_running_cluster(self.state_dir)
@@ -125,6 +134,25 @@ def test_three_servers_survive_the_loss_of_the_first(servers: list[Server], tmp_
 
     first.run("up", "--detach")  # store, address and port are those of the member
     assert first.try_submit("after the return")
+    check_replacement_of_a_lost_server(third, first, tmp_path)
+
+
+def check_replacement_of_a_lost_server(lost: Server, other: Server, tmp_path: Path) -> None:
+    assert "is responding" in other.run("etcd", "remove", lost.name, check=False).stderr
+    other.run("etcd", "defrag")
+    lost.kill_everything()
+    assert "does not respond" in other.run("etcd", "defrag", check=False).stderr
+    members = {member["name"]: member for member in other.list_members()}
+    assert len(members) == 3
+    assert not members[lost.name]["healthy"]
+    assert sum(member["is_leader"] for member in members.values()) <= 1
+    other.run("etcd", "remove", lost.name)
+    assert lost.name not in {member["name"] for member in other.list_members()}
+    shutil.rmtree(lost.state_dir)
+    lost.name = "s4"
+    lost.join(other.where, other.create_server_token(tmp_path / "again.token"))
+    assert len(other.list_members()) == 3
+    assert all(member["healthy"] for member in other.list_members())
 
 
 async def test_failed_join_leaves_no_member_and_no_files(servers: list[Server], tmp_path: Path) -> None:

@@ -140,8 +140,12 @@ class EtcdCluster:
                 raise
 
     async def fetch_statuses(self) -> tuple[MemberStatus, ...]:
-        """Status of every member, read from the member itself; the list of members needs a leader."""
-        members = await self.list_members()
+        """Status of every member, read from the member itself. Without a majority, only their addresses are
+        known."""
+        try:
+            members = await self.list_members()
+        except StoreUnavailableError:
+            members = tuple(_unnamed_member(endpoint) for endpoint in self._address.endpoints)
         return tuple(await asyncio.gather(*(self._fetch_status(member) for member in members)))
 
     async def defragment(self, endpoint: str) -> None:
@@ -229,6 +233,10 @@ async def open_etcd_cluster(
         yield EtcdCluster(address, channels, clock)
     finally:
         await channels.close()
+
+
+def _unnamed_member(endpoint: str) -> MemberInfo:
+    return MemberInfo(member_id=0, name=endpoint, peer_url="", endpoint=endpoint, is_learner=False)
 
 
 def _to_member_infos(members: Iterable[rpc_pb2.Member]) -> tuple[MemberInfo, ...]:

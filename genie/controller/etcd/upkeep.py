@@ -16,7 +16,7 @@ from genie.runtime import tls
 
 _log = logging.getLogger(__name__)
 
-_INTERVAL_S = 10.0
+_INTERVAL_S = 5.0
 _DEFRAGMENT_INTERVAL_S = 600.0
 FRAGMENTED_BYTES_MIN = 64 * 1024**2
 """Less is not worth a pause of the member."""
