@@ -244,6 +244,8 @@ class EtcdMemberProcess:
         """Checks program, disk and ports, issues the certificate and starts etcd. An empty `initial_cluster`
         is a cluster of this member only."""
         program = await asyncio.to_thread(self._prepare, member)
+        # The certificate is written at every start, because addresses of this machine may have changed.
+        await asyncio.to_thread(write_certificate, self._config, member, state_dir=self._state_dir)
         self._progress(f"starting etcd member {member.name} on {member.endpoint}")
         arguments = etcd_arguments(
             member,
@@ -255,7 +257,12 @@ class EtcdMemberProcess:
         self.child.start([program, *arguments])
         await self._wait_answering(member)
 
+    async def check(self, member: LocalMember) -> None:
+        """Checks program, disk and ports without starting anything."""
+        await asyncio.to_thread(self._prepare, member)
+
     def _prepare(self, member: LocalMember) -> str:
+        """Returns the path of etcd."""
         program = find_etcd_program()
         directory = files.make_private_directory(data_directory(self._state_dir))
         check_disk(directory, quota_bytes=self.quota_bytes, progress=self._progress)
@@ -265,7 +272,6 @@ class EtcdMemberProcess:
         ):
             hint = "stop the program that uses it (the etcd service: systemctl disable --now etcd)"
             this_machine.check_port_free(member.bind, port, hint=f"{hint}, or set {variable}")
-        write_certificate(self._config, member, state_dir=self._state_dir)
         return program
 
     async def _wait_answering(self, member: LocalMember) -> None:

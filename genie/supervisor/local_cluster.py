@@ -65,6 +65,7 @@ _log = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 30.0
 SERVER_JOIN_TIMEOUT_S = 180.0
+SERVER_START_TIMEOUT_S = 300.0
 _POLL_S = 0.02
 _NODE_POLL_S_MAX = 0.5
 _CONNECT_TIMEOUT_S = 10.0
@@ -186,8 +187,12 @@ class Supervisor:
         (self._state_dir / LOCAL_CLUSTER_FILE).unlink(missing_ok=True)
         self._progress(f"starting the controller on {config.bind}")
         self._controller.start(self._controller_arguments(config.port))
+        progress_at_s = asyncio.get_running_loop().time() + _WAIT_MESSAGE_DELAY_S
         while (found := LocalCluster.read(self._state_dir)) is None:
             self._controller.check_alive()
+            if uses_local_etcd(self._settings) and asyncio.get_running_loop().time() >= progress_at_s:
+                progress_at_s = float("inf")
+                self._progress("waiting for a majority of the etcd members")
             await asyncio.sleep(_POLL_S)
         self.cluster = found
         # A port chosen by the system must stay the same after a crash: agents use it.
@@ -504,6 +509,12 @@ async def _finish_uncancelled(work: Coroutine[Any, Any, None]) -> None:
                 cancelled = error
     if cancelled is not None:
         raise cancelled
+
+
+def start_timeout_s(settings: Settings) -> float:
+    """A server needs a majority of the servers, which may start later than this one."""
+    member = LocalMember.read(settings.paths.state_dir)
+    return START_TIMEOUT_S if member is None or not member.endpoints else SERVER_START_TIMEOUT_S
 
 
 def find_running_cluster(state_dir: Path) -> RunningCluster | None:

@@ -23,7 +23,7 @@ from genie.controller.etcd.membership import EtcdCluster, MemberInfo, open_etcd_
 from genie.controller.server_handover import HandoverClient, ServerCredentials
 from genie.errors import ConfigError, GenieError, NotLeaderError, TokenRefusedError
 from genie.model.messages import ServerJoined
-from genie.model.names import address_text, parse_endpoint
+from genie.model.names import address_text, is_loopback, parse_endpoint
 from genie.model.tenant import TokenKind
 from genie.processes import files
 from genie.runtime import rpc
@@ -124,12 +124,15 @@ class ServerJoin:
     async def run(self, host: str, port: int, token: Token, *, name: str) -> None:
         """Returns when the etcd member of this machine votes."""
         self._progress(f"joining {address_text(host, port)} as a server")
+        # Before the handover, which uses up the token.
+        member = await asyncio.to_thread(new_local_member, self._config, name=name)
+        _check_reachable(member, host)
+        await self._etcd.check(member)
         credentials = await fetch_credentials(
             host, port, token, state_dir=self._state_dir, network=self._network
         )
         self._write_credentials(credentials)
         self._endpoints = credentials.etcd_endpoints
-        member = await asyncio.to_thread(new_local_member, self._config, name=name)
         await asyncio.to_thread(write_certificate, self._config, member, state_dir=self._state_dir)
         async with open_etcd_cluster(make_address(self._endpoints, state_dir=self._state_dir)) as cluster:
             await self._add_member(cluster, member)
@@ -182,6 +185,16 @@ class ServerJoin:
         await cluster.promote_learner(added.member_id, timeout_s=_PROMOTE_TIMEOUT_S)
         endpoints = {each.endpoint for each in existing if each.endpoint}
         member.with_endpoints(endpoints).write(self._state_dir)
+
+
+def _check_reachable(member: LocalMember, host: str) -> None:
+    """Raises ConfigError if the other servers could not reach this one."""
+    if is_loopback(member.host) and not is_loopback(host):
+        raise ConfigError(
+            f"a server of the cluster at {host} must be reachable from the other servers, but this one would "
+            f"listen on {member.host}",
+            hint="give an address of this machine with --bind",
+        )
 
 
 def _check_peer_url_unused(members: tuple[MemberInfo, ...], member: LocalMember) -> None:

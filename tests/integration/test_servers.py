@@ -187,6 +187,8 @@ def test_join_as_a_server_refuses_other_tokens_and_a_machine_with_a_cluster(
     refused = second.join(first.where, join_token, check=False)
     assert "a join token cannot be used to join as a server" in refused.stdout + refused.stderr
     token_file = first.create_server_token(tmp_path / "server.token")
+    refused = second.run("join", "--server", "192.0.2.1", "--token-file", str(token_file), check=False)
+    assert "give an address of this machine with --bind" in refused.stdout + refused.stderr
     refused = second.run("join", first.where, "--token-file", str(token_file), check=False)
     assert "genie join --server" in refused.stdout + refused.stderr
     (second.state_dir / "controller").mkdir()

@@ -94,21 +94,34 @@ def up(
         {**given, "controller.tls": tls, **_node_settings(label, rack)}, keep_logs=True
     )
     from genie.controller.nodes.admission import check_bind_address
+    from genie.supervisor.etcd_member import with_local_member
 
+    settings = with_local_member(settings)
     check_bind_address(settings.controller)
     if detach:
         from genie.cli import background
+        from genie.supervisor.local_cluster import START_TIMEOUT_S, start_timeout_s
 
         flags = {"--bind": bind, "--port": port, "--store": store, "--tls": tls}
         arguments = [f"{name}={value}" for name, value in flags.items() if value is not None]
         arguments += ["--no-agent"] if no_agent else []
         arguments += _node_arguments(label, rack)
-        background.start_in_background(["up", *arguments], settings=settings, invocation=invocation)
+        background.start_in_background(
+            ["up", *arguments],
+            settings=settings,
+            invocation=invocation,
+            more_timeout_s=max(start_timeout_s(settings) - START_TIMEOUT_S, 0.0),
+        )
         asyncio.run(_print_summary(settings))
         return
     from genie.supervisor import local_cluster
 
-    supervision = local_cluster.run_local_cluster(settings, progress=output.print_message, agent=not no_agent)
+    supervision = local_cluster.run_local_cluster(
+        settings,
+        progress=output.print_message,
+        agent=not no_agent,
+        timeout_s=local_cluster.start_timeout_s(settings),
+    )
     raise typer.Exit(_run_supervisor(supervision, settings))
 
 
