@@ -35,7 +35,7 @@ sys.path.insert(0, str(ROOT))
 
 from genie.grid.grid_file import GridFile, parse_grid_file  # noqa: E402 - the path comes first
 from genie.grid.health.check import HealthState, NodeHealthChecker  # noqa: E402
-from genie.grid.runs.runner import Runner  # noqa: E402
+from genie.grid.runs.run_client import Runner  # noqa: E402
 from genie.grid.ssh.pool import SshPool  # noqa: E402
 from tests.fakes.nvml.fake_nvml import compile_fake_nvml  # noqa: E402
 from tests.grid.delay_proxy import run_delay_proxy  # noqa: E402
@@ -199,7 +199,7 @@ def measure_many_cold_connections(bench: GridBenchmark) -> list[report.Figure]:
 async def _check_health_once(bench: GridBenchmark, names: Sequence[str]) -> None:
     file = bench.make_grid_file(names)
     async with SshPool(file, ssh_config=bench.ssh_config_for(names[0])) as pool:
-        reports = await NodeHealthChecker(pool, file, clock=time.time).check_all(fresh=True)
+        reports = await NodeHealthChecker(pool, file, clock=time.time).check_all_in_file_order(fresh=True)
         assert all(node.state is HealthState.OK for node in reports), reports
 
 
@@ -224,8 +224,8 @@ async def measure_warm_connections(bench: GridBenchmark) -> list[report.Figure]:
     with grid_sync_cases.open_control_masters(bench.all_nodes, bench.testbed) as sockets:
         async with SshPool(file, ssh_config=bench.testbed.ssh_config) as pool:
             checker, runner = NodeHealthChecker(pool, file, clock=time.time), Runner(pool, file)
-            await checker.check_all(fresh=True)
-            await checker.check_all(fresh=True)
+            await checker.check_all_in_file_order(fresh=True)
+            await checker.check_all_in_file_order(fresh=True)
 
             def ssh_command(name: str, command: str) -> list[str]:
                 return bench.make_ssh_command(name, command, "-S", str(sockets[name]))
@@ -245,7 +245,7 @@ async def measure_warm_connections(bench: GridBenchmark) -> list[report.Figure]:
                     await asyncio.to_thread(run_in_parallel, [ssh_command("gpu1", COMMAND)])
 
             async def health() -> None:
-                await checker.check_all(fresh=True)
+                await checker.check_all_in_file_order(fresh=True)
 
             async def baseline_health() -> None:
                 await asyncio.to_thread(

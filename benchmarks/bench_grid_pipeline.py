@@ -31,7 +31,7 @@ sys.path.insert(0, str(ROOT))
 from genie.grid.grid_file import read_grid_file  # noqa: E402 - the path comes first
 from genie.grid.runs.launch import RunLauncher, RunSpec  # noqa: E402
 from genie.grid.runs.run import OutputCollector  # noqa: E402
-from genie.grid.runs.runner import Runner  # noqa: E402
+from genie.grid.runs.run_client import Runner  # noqa: E402
 from genie.grid.setup import EnvironmentSetup, EnvironmentSpec, read_environment_spec  # noqa: E402
 from genie.grid.ssh.pool import SshPool  # noqa: E402
 from tests.grid.small_wheel import make_wheel  # noqa: E402

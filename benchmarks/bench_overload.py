@@ -214,7 +214,7 @@ class Client:
 @dataclass
 class OverloadRun:
     capacity: Phase = field(default_factory=Phase)
-    run_overload: RequestOutcomes = field(default_factory=RequestOutcomes)
+    overload: RequestOutcomes = field(default_factory=RequestOutcomes)
     seconds: float = 0.0
     rss_bytes: list[int] = field(default_factory=list)
     """Once before the overload, then during it."""

@@ -31,6 +31,7 @@ GenieError
 │       └── LoginRefusedError   the host accepts none of our keys
 ├── StoreError                  the store of the controller
 │   ├── StoreUnavailableError   the database does not respond
+│   ├── StoreAccessError        TLS with the database or the login to it failed
 │   ├── StoreFullError          no space left on the disk
 │   ├── StoreCorruptError       stored data is damaged
 │   ├── StoreVersionError       a version of the database that is known to lose data
@@ -81,18 +82,20 @@ from typing import ClassVar
 class GenieError(Exception):
     """Base of all errors. `message`: what failed and why; `hint`: what to do.
 
-    `retry_after_s`: how long to wait before a retry; 0 if the peer has not said.
+    `retry_after_s`: how long to wait before a retry; 0 if that is not known. It is the hint if there is no
+    other one.
     """
 
     code: ClassVar[str] = "genie"
     retryable: ClassVar[bool] = False
     exit_code: ClassVar[int] = 1
+    default_retry_after_s: ClassVar[float] = 0.0
 
-    def __init__(self, message: str, *, hint: str = "") -> None:
+    def __init__(self, message: str, *, hint: str = "", retry_after_s: float | None = None) -> None:
         super().__init__(message)
         self.message = message
-        self.hint = hint
-        self.retry_after_s = 0.0
+        self.retry_after_s = self.default_retry_after_s if retry_after_s is None else retry_after_s
+        self.hint = hint or (f"try again in {self.retry_after_s:g} s" if self.retry_after_s else "")
 
     def __str__(self) -> str:
         return f"{self.message} ({self.hint})" if self.hint else self.message
@@ -170,10 +173,7 @@ class OverloadedError(TransportError):
     """A limit on requests, waits or connections is reached. The message names the limit."""
 
     code = "transport.overloaded"
-
-    def __init__(self, message: str, *, hint: str = "", retry_after_s: float = 1.0) -> None:
-        super().__init__(message, hint=hint or f"try again in {retry_after_s:g} s")
-        self.retry_after_s = retry_after_s
+    default_retry_after_s = 1.0
 
 
 class AddressInUseError(TransportError):
@@ -236,6 +236,10 @@ class StoreUnavailableError(StoreError):
     retryable = True
 
 
+class StoreAccessError(StoreError):
+    code = "store.access"
+
+
 class StoreFullError(StoreError):
     code = "store.full"
     retryable = True
@@ -286,19 +290,13 @@ class JobRefusedError(JobError):
 class QueueFullError(JobRefusedError):
     code = "job.refused.queue_full"
     retryable = True
-
-    def __init__(self, message: str, *, hint: str = "", retry_after_s: float = 5.0) -> None:
-        super().__init__(message, hint=hint or f"try again in {retry_after_s:g} s")
-        self.retry_after_s = retry_after_s
+    default_retry_after_s = 5.0
 
 
 class SpaceQuotaError(JobRefusedError):
     code = "job.refused.space"
     retryable = True
-
-    def __init__(self, message: str, *, hint: str = "", retry_after_s: float = 30.0) -> None:
-        super().__init__(message, hint=hint or f"try again in {retry_after_s:g} s")
-        self.retry_after_s = retry_after_s
+    default_retry_after_s = 30.0
 
 
 class WorkersMissingError(JobError):

@@ -126,7 +126,7 @@ async def _run_agent_and_compile(agent: Agent, *, compile_ahead: bool) -> None:
         ahead = build_in_background(
             prebuild_command("genie_executor"),
             what="the executors' library",
-            without="remote_accelerator will not work on this node",
+            consequence="remote_accelerator will not work on this node",
         )
         building = group.create_task(ahead)
         await agent.run()

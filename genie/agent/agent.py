@@ -45,6 +45,7 @@ from genie.errors import (
     StoreFullError,
 )
 from genie.hardware import HostFacts, host_facts
+from genie.model import failover
 from genie.model.job import RUNS_KEPT
 from genie.model.messages import (
     Done,
@@ -77,8 +78,6 @@ RENEWAL_CHECK_INTERVAL_S = 60.0
 RENEWAL_RETRY_S = 30.0
 CERTIFICATE_RECOVERY_RETRY_S = 1.0
 EXIT_REPORTS_BYTES_MAX = wire.FRAME_BYTES_MAX // 2
-HEARTBEAT_INTERVAL_TTL_SHARE_MAX = 0.2
-"""Maximum heartbeat interval as a fraction of the node's time to live; caps the setting."""
 STOP_TIMEOUT_MARGIN_S = 5.0
 LEAVE_TIMEOUT_S = 2.0
 DISK_RETRY_S = 1.0
@@ -276,8 +275,8 @@ class Agent:
         self._journal_writes.add_work(write, action="store the addresses of the controllers")
         self._connection.apply_registration(
             endpoints,
-            timeout_s=max(0.15 * registered.ttl_s, 0.2),
-            backoff_s_max=max(0.1 * registered.ttl_s, 0.05),
+            timeout_s=failover.attempt_timeout_s(registered.ttl_s),
+            backoff_s_max=failover.backoff_s_max(registered.ttl_s),
         )
 
     async def _send_heartbeat(self, peer: rpc.Peer) -> bool:
@@ -292,7 +291,9 @@ class Agent:
         )
         try:
             with self._jobs.delay_confirmations():
-                timeout_s = max(0.2 * self._lease.ttl_s, 2 * self._config.heartbeat_s)
+                timeout_s = failover.heartbeat_timeout_s(
+                    node_ttl_s=self._lease.ttl_s, configured_interval_s=self._config.heartbeat_s
+                )
                 ack = await peer.call(heartbeat, timeout_s=timeout_s)
         except FencedError as error:
             # Registering again shows whether this incarnation has been replaced.
@@ -384,7 +385,7 @@ class Agent:
     def _heartbeat_interval_s(self) -> float:
         if self._lease.ttl_s <= 0:
             return self._config.heartbeat_s
-        return min(self._config.heartbeat_s, HEARTBEAT_INTERVAL_TTL_SHARE_MAX * self._lease.ttl_s)
+        return min(self._config.heartbeat_s, failover.heartbeat_interval_s_max(self._lease.ttl_s))
 
     async def _enforce_lease_periodically(self) -> None:
         while True:

@@ -1,11 +1,11 @@
 """What heartbeats mean for a node: until when its jobs may run, and which orders the reply contains. Pure.
 
 The controller reclaims the jobs of an unresponsive node after the node's time to live plus a grace period,
-so the node must end them earlier: the lease lasts 0.7 of the time to live. It is extended (a) when the
-leader acknowledges a heartbeat, from the time that the heartbeat was sent, and (b) when every controller
-replied that it does not lead, from the time of the first request: only a leader reclaims jobs, and a new
-leader first grants every node its full time to live. So restarting the controller never ends jobs, but a
-network partition does.
+so the node must end them earlier: the lease lasts a fraction of the time to live (model/failover.py). It is
+extended (a) when the leader acknowledges a heartbeat, from the time that the heartbeat was sent, and (b) when
+every controller replied that it does not lead, from the time of the first request: only a leader reclaims
+jobs, and a new leader first grants every node its full time to live. So restarting the controller never ends
+jobs, but a network partition does.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from genie.model.failover import LEASE_TTL_SHARE
 from genie.model.messages import HeartbeatAck, JobOrder
 
-LEASE_TTL_SHARE = 0.7
 DEADMAN_GRACE_TTL_SHARE_MAX = 0.15
 """Maximum grace period after the lease has expired, as a fraction of the time to live."""
 

@@ -16,7 +16,7 @@ from genie.model.names import address_text, is_loopback, parse_endpoint
 from genie.processes import files
 from genie.processes.tasks import Offload
 from genie.runtime import tls
-from genie.runtime.credentials import Access, with_certificate
+from genie.runtime.credentials import Access, with_client_certificate
 from genie.runtime.network import ClientTls
 from genie.tenancy.access import NO_PIN, parse_token
 
@@ -198,7 +198,7 @@ def _finish_interrupted_renewal(node_dir: Path) -> None:
 
 
 def _with_own_certificate(access: Access, node_dir: Path, ca_pem: str) -> Access:
-    return with_certificate(
+    return with_client_certificate(
         access, ca_pem=ca_pem, certificate=node_dir / _CERTIFICATE_FILE, key=node_dir / _KEY_FILE
     )
 

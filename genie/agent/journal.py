@@ -139,7 +139,7 @@ class Journal:
         try:
             return _read_record(self.job_dir(job_id) / "job.json", JobRecord)
         except StoreCorruptError as error:
-            _log.warning("ignoring an unreadable record of job %s: %s", job_id, error)
+            _log.warning("ignoring the unreadable job record of %s: %s", job_id, error)
             return None
 
     def record_launch(self, record: JobRecord) -> Path:
@@ -207,7 +207,7 @@ class Journal:
         try:
             found = _read_record(self.job_dir(job_id) / "exit.json", _ExitRecord)
         except StoreCorruptError as error:
-            _log.warning("ignoring an unreadable record of job %s: %s", job_id, error)
+            _log.warning("ignoring the unreadable exit record of %s: %s", job_id, error)
             return None
         if found is not None and found.job_id != job_id:
             _log.warning("ignoring the exit record of %s, which belongs to another job", job_id)

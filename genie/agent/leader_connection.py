@@ -1,11 +1,13 @@
 """Finds the leading controller and keeps a connection to it.
 
-Each round tries the known controllers in turn. If every one of them replies that it does not lead, no
-controller can be reclaiming this node's jobs, which extends its lease (heartbeats.py).
+Each round tries the known controllers at the same time, so that one that does not respond does not delay the
+others. If every one of them replies that it does not lead, no controller can be reclaiming this node's jobs,
+which extends its lease (heartbeats.py).
 """
 
 from __future__ import annotations
 
+import asyncio
 import enum
 import logging
 import random
@@ -23,6 +25,7 @@ from genie.errors import (
 from genie.model.messages import AGENT_REQUESTS, Message, Request
 from genie.model.names import address_text, parse_endpoint
 from genie.processes.clock import Clock
+from genie.processes.tasks import unwrapped_task_group
 from genie.runtime import rpc
 from genie.runtime.credentials import Access, connect_authenticated
 from genie.runtime.network import ClientTls, Network
@@ -130,11 +133,28 @@ class LeaderConnection:
             delay_s = min(delay_s * 2, self._backoff_s_max)
 
     async def _try_endpoints(self, serve: Callable[[rpc.Peer], Awaitable[None]]) -> list[_AttemptOutcome]:
-        outcomes: list[_AttemptOutcome] = []
-        for endpoint in self.endpoints:
-            outcomes.append(await self._try_endpoint(endpoint, serve))
-            if outcomes[-1] is _AttemptOutcome.SERVED:
-                break
+        """Tries all known controllers at the same time, and serves the first one that leads. Raises an error
+        that is final, if no other controller leads."""
+        attempts: list[asyncio.Task[_AttemptOutcome | GenieError]] = []
+
+        def claim() -> bool:
+            """Whether the calling attempt is the first one that found a leader. Ends the other attempts."""
+            if self._peer is not None:
+                return False
+            for attempt in attempts:
+                if attempt is not asyncio.current_task():
+                    attempt.cancel()
+            return True
+
+        async with unwrapped_task_group() as group:
+            attempts += [
+                group.create_task(self._try_endpoint(endpoint, serve, claim)) for endpoint in self.endpoints
+            ]
+        results = [attempt.result() for attempt in attempts if not attempt.cancelled()]
+        outcomes = [result for result in results if isinstance(result, _AttemptOutcome)]
+        final = [result for result in results if isinstance(result, GenieError)]
+        if final and _AttemptOutcome.SERVED not in outcomes:
+            raise final[0]
         return outcomes
 
     def _add_endpoints(self, controllers: tuple[str, ...]) -> None:
@@ -143,8 +163,12 @@ class LeaderConnection:
         self.endpoints = tuple(dict.fromkeys((*self.endpoints, *found)))[:CONTROLLERS_MAX]
 
     async def _try_endpoint(
-        self, endpoint: tuple[str, int], serve: Callable[[rpc.Peer], Awaitable[None]]
-    ) -> _AttemptOutcome:
+        self,
+        endpoint: tuple[str, int],
+        serve: Callable[[rpc.Peer], Awaitable[None]],
+        claim: Callable[[], bool],
+    ) -> _AttemptOutcome | GenieError:
+        """Serves the controller if it leads and `claim` allows it. Returns an error that is final."""
         host, port = endpoint
         served = False
         try:
@@ -159,10 +183,10 @@ class LeaderConnection:
                 self._add_endpoints(welcome.controllers)
                 if not welcome.leading:
                     return _AttemptOutcome.NOT_LEADING
-                self._peer = peer
-                self.endpoints = (endpoint, *(one for one in self.endpoints if one != endpoint))
+                if not claim():
+                    return _AttemptOutcome.UNKNOWN
                 served = True
-                await serve(peer)
+                await self._serve_claimed(endpoint, peer, serve)
         except (NotLeaderError, NothingListensError) as error:
             _log.debug("no leader at %s: %s", address_text(host, port), error)
             return _AttemptOutcome.SERVED if served else _AttemptOutcome.NOT_LEADING
@@ -170,9 +194,17 @@ class LeaderConnection:
             raise
         except GenieError as error:
             if not error.retryable and not self._has_registered_once:
-                raise
+                return error
             _log.warning("connection to controller %s failed: %s", address_text(host, port), error)
             return _AttemptOutcome.SERVED if served else _AttemptOutcome.UNKNOWN
+        return _AttemptOutcome.SERVED
+
+    async def _serve_claimed(
+        self, endpoint: tuple[str, int], peer: rpc.Peer, serve: Callable[[rpc.Peer], Awaitable[None]]
+    ) -> None:
+        self._peer = peer
+        self.endpoints = (endpoint, *(one for one in self.endpoints if one != endpoint))
+        try:
+            await serve(peer)
         finally:
             self._peer = None
-        return _AttemptOutcome.SERVED

@@ -48,8 +48,8 @@ _COMMAND_MODULES = {
     "forget": "commands.cluster",
     "drain": "commands.cluster",
     "undrain": "commands.cluster",
-    "status": "commands.views",
-    "nodes": "commands.views",
+    "status": "commands.status",
+    "nodes": "commands.status",
     "submit": "commands.jobs",
     "jobs": "commands.jobs",
     "logs": "commands.jobs",
@@ -166,17 +166,17 @@ class Invocation:
                 setattr(self, name, value)
 
     def load_settings(
-        self, arguments: Mapping[str, object] | None = None, *, keep_logs: bool = False
+        self, arguments: Mapping[str, object] | None = None, *, keep_info_logs: bool = False
     ) -> Settings:
         """Load the settings, overridden by `arguments`, and configure logging.
 
-        Without `keep_logs` the default log level is WARNING, so that short commands print no INFO lines.
+        Without `keep_info_logs` the default log level is WARNING, so that short commands print no INFO lines.
         """
         try:
             settings = load({**self._settings_arguments(), **(arguments or {})})
         except ConfigError as error:
-            raise _with_option_name(error) from error
-        explicit = keep_logs or settings.sources["log.level"] != "default"
+            raise _with_option_instead_of_setting(error) from error
+        explicit = keep_info_logs or settings.sources["log.level"] != "default"
         log.configure(settings.log if explicit else dataclasses.replace(settings.log, level="WARNING"))
         return settings
 
@@ -268,9 +268,9 @@ def run_command_line(
     try:
         _check_arguments_are_utf8(sys.argv[1:] if argv is None else argv)
         code = get_command(commands).main(args=argv, prog_name=prog, obj=invocation, standalone_mode=False)
-        return _flush_stdout(code or 0)
+        return _flush_stdout_and_get_exit_code(code or 0)
     except SystemExit as end:
-        return _flush_stdout(end.code if isinstance(end.code, int) else int(bool(end.code)))
+        return _flush_stdout_and_get_exit_code(end.code if isinstance(end.code, int) else int(bool(end.code)))
     except typer.Abort as abort:
         if isinstance(abort.__context__, KeyboardInterrupt):
             return INTERRUPTED_EXIT_CODE
@@ -284,7 +284,7 @@ def run_command_line(
     except KeyboardInterrupt:
         return INTERRUPTED_EXIT_CODE
     except BrokenPipeError:
-        return _flush_stdout(1)
+        return _flush_stdout_and_get_exit_code(1)
     except Exception as error:
         _log.debug("command failed", exc_info=True)
         output.show_error(error, debug=invocation.debug)
@@ -479,7 +479,7 @@ def _read_token_text(path: Path) -> str:
         return file.read(_TOKEN_BYTES_MAX)
 
 
-def _with_option_name(error: ConfigError) -> ConfigError:
+def _with_option_instead_of_setting(error: ConfigError) -> ConfigError:
     """Return the error with the name of the option instead of the setting."""
 
     def replace_setting_name(found: re.Match[str]) -> str:
@@ -512,7 +512,7 @@ def _shared_option_parameters(shared: Mapping[str, tuple[Any, Any]]) -> list[ins
     ]
 
 
-def _flush_stdout(code: int) -> int:
+def _flush_stdout_and_get_exit_code(code: int) -> int:
     """Flush now, so that a closed pipe causes no message when the interpreter exits."""
     try:
         sys.stdout.flush()

@@ -290,16 +290,16 @@ def check_clock() -> Iterator[Check]:
     )
 
 
-def check_certificates(settings: Settings) -> Iterator[Check]:
+def check_certificate_expiry(settings: Settings) -> Iterator[Check]:
     state = settings.paths.state_dir
     paths = [state / "controller" / "ca.pem", state / "controller" / "controller.pem"]
     paths += sorted((state / "agents").glob("*/node.pem"))
     for path in paths:
         if path.exists():
-            yield _check_certificate(path)
+            yield _check_expiry_of_file(path)
 
 
-def _check_certificate(path: Path) -> Check:
+def _check_expiry_of_file(path: Path) -> Check:
     from genie.runtime.tls import validity_period
 
     name = f"certificate {path.name if path.name != 'node.pem' else path.parent.name}"
@@ -334,11 +334,11 @@ def check_cluster(settings: Settings) -> Iterator[Check]:
     """Checks that the port is free or used by the local cluster, and that the cluster accepts the token."""
     from genie.supervisor.this_machine import is_own_address
 
-    answered, found, fix = asyncio.run(_query_cluster(settings))
+    answered, found, fix = asyncio.run(_fetch_reachable_found_and_fix(settings))
     where = _cluster_address(settings)
     local_port = settings.controller.port
-    ours = answered and where is not None and where[1] == local_port and is_own_address(where[0])
-    yield _check_port(settings.controller.bind, local_port, ours=ours)
+    is_local_cluster = answered and where is not None and where[1] == local_port and is_own_address(where[0])
+    yield _check_port(settings.controller.bind, local_port, is_local_cluster=is_local_cluster)
     if where is None:
         yield Check(
             name="cluster",
@@ -350,9 +350,9 @@ def check_cluster(settings: Settings) -> Iterator[Check]:
     yield Check(name="cluster", verdict=Verdict.OK if answered else Verdict.FAILED, found=found, fix=fix)
 
 
-def _check_port(host: str, port: int, *, ours: bool) -> Check:
+def _check_port(host: str, port: int, *, is_local_cluster: bool) -> Check:
     name = f"port {port}"
-    if ours:
+    if is_local_cluster:
         return Check(name=name, verdict=Verdict.OK, found="in use by the local cluster")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
@@ -370,7 +370,7 @@ def _check_port(host: str, port: int, *, ours: bool) -> Check:
     return Check(name=name, verdict=Verdict.OK, found="free")
 
 
-async def _query_cluster(settings: Settings) -> tuple[bool, str, str]:
+async def _fetch_reachable_found_and_fix(settings: Settings) -> tuple[bool, str, str]:
     from genie.cluster.client import open_client
 
     try:

@@ -293,8 +293,8 @@ def _check_combinations(options: PlacementOptions, constraints: PlacementConstra
             "--capability": options.capability,
             "--within island": constraints.within is Within.ISLAND,
         }
-        if useless := next((option for option, given in of_gpus.items() if given), None):
-            raise UsageError(f"{useless} requires GPUs", hint="request some: --gpus 1")
+        if gpu_option := next((option for option, given in of_gpus.items() if given), None):
+            raise UsageError(f"{gpu_option} requires GPUs", hint="request some: --gpus 1")
     if options.grace is not None and not constraints.preemptible:
         raise UsageError(
             "--grace requires --preemptible: other jobs are never preempted",

@@ -20,7 +20,7 @@ _NUMBER_PATTERN = re.compile(r"[+-]?[0-9]{1,18}(?:\.[0-9]{1,18})?|\.[0-9]{1,18}"
 _SIZE_POWER_BY_LETTER = {letter: power for power, letter in enumerate("KMGTP", start=1)}
 _SECONDS_BY_UNIT = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _DURATION_UNITS = (("d", 86400.0), ("h", 3600.0), ("min", 60.0))
-_ROUNDING_TOLERANCE = 0.025
+_ROUNDING_TOLERANCE_UNITS = 0.025
 
 
 def parse_integer(text: str, *, what: str, low: int, high: int) -> int:
@@ -127,7 +127,7 @@ def format_duration(seconds: float) -> str:
     seconds = max(seconds, 0.0)
     for unit, unit_s in _DURATION_UNITS:
         units = seconds / unit_s
-        if units >= 2 - _ROUNDING_TOLERANCE or abs(units - 1) <= _ROUNDING_TOLERANCE:
+        if units >= 2 - _ROUNDING_TOLERANCE_UNITS or abs(units - 1) <= _ROUNDING_TOLERANCE_UNITS:
             return f"{units:.0f} {unit}"
     return f"{seconds:.0f} s"
 

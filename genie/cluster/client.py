@@ -66,8 +66,8 @@ CONNECT_TIMEOUT_S = 10.0
 CALL_TIMEOUT_S = 20.0
 _LONG_POLL_S = 10.0
 """Duration of one long poll; short, to detect a dead connection."""
-_UPLOAD_MARGIN_S = 5.0
-LOG_RETRY_S = 30.0
+_UPLOAD_TIMEOUT_MARGIN_S = 5.0
+LOG_RETRY_TIMEOUT_S = 30.0
 """How long follow_log() retries while the node is unreachable."""
 _RETRY_INTERVAL_S = 0.2
 _UPLOAD_ATTEMPTS = 5
@@ -199,8 +199,8 @@ class ClusterClient:
         """Yields the output from `offset`: up to now or, with `follow`, until the job has ended, including
         later runs. With `run`, only of that run.
 
-        Resumes after a lost connection, and retries for LOG_RETRY_S while the node is unreachable. Yields a
-        note in place of output that rotation has removed.
+        Resumes after a lost connection, and retries for LOG_RETRY_TIMEOUT_S while the node is unreachable.
+        Yields a note in place of output that rotation has removed.
         """
         loop = asyncio.get_running_loop()
         last_reply_s, requested_run = loop.time(), run
@@ -215,7 +215,7 @@ class ClusterClient:
                 last_reply_s = loop.time()
                 continue
             except (DeadlineError, UnreachableError) as error:
-                if not follow or loop.time() - last_reply_s > LOG_RETRY_S:
+                if not follow or loop.time() - last_reply_s > LOG_RETRY_TIMEOUT_S:
                     raise
                 if isinstance(error, DeadlineError):
                     # The connection may be dead; the offset makes a retry safe.
@@ -332,7 +332,7 @@ class ClusterClient:
         data = await asyncio.to_thread(_read_chunk_at, packed, offset)
         last = offset + len(data) >= packed.size_bytes
         request = PutBlob(digest=packed.digest, offset=offset, data=data, is_last=last)
-        return await self._connection.call(request, timeout_s=CALL_TIMEOUT_S + _UPLOAD_MARGIN_S)
+        return await self._connection.call(request, timeout_s=CALL_TIMEOUT_S + _UPLOAD_TIMEOUT_MARGIN_S)
 
 
 def _read_chunk_at(packed: PackedWorkdir, offset: int) -> bytes:

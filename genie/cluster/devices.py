@@ -79,13 +79,13 @@ class DeviceBroker(TransportCoordinator):
         self.discovery, self.selection = transport.discovery, transport.selection
         self.accelerator_refs = refs[:DEVICES_MAX]
         """By index."""
-        self.open_count = 0
+        self.opened_executor_count = 0
         """Executors opened so far in this session."""
         self._connection = connection
         self._session_id = session_id
-        self._request_ids: dict[int, str] = {}
+        self._request_id_by_index: dict[int, str] = {}
         """By index, of requests without a reply: a retry with the same ID returns the same executor."""
-        self._job_ids: dict[int, str] = {}
+        self._session_job_id_by_index: dict[int, str] = {}
         """By index: the session job of the last opened executor."""
         self._submit_to_loop = submit
         if len(refs) > DEVICES_MAX:
@@ -112,7 +112,7 @@ class DeviceBroker(TransportCoordinator):
 
     async def drop_lost_executors(self, nodes: Mapping[str, NodeInfo]) -> None:
         """Marks executors on disconnected nodes as lost once the cluster has ended their session jobs."""
-        for index, job_id in list(self._job_ids.items()):
+        for index, job_id in list(self._session_job_id_by_index.items()):
             node = nodes.get(self.accelerator_refs[index].node_id)
             if node is not None and node.status is not NodeStatus.DISCONNECTED:
                 continue
@@ -123,7 +123,7 @@ class DeviceBroker(TransportCoordinator):
             except JobNotFoundError:
                 reason = "the controller no longer has its session"
             if reason:
-                del self._job_ids[index]
+                del self._session_job_id_by_index[index]
                 _log.warning("lost the executor on %s: %s", self.accelerator_refs[index], reason)
                 await asyncio.to_thread(device_slot(index).mark_lost, reason)
 
@@ -169,8 +169,8 @@ class DeviceBroker(TransportCoordinator):
         except (GenieError, asyncio.CancelledError):
             await self._cancel_session_job(job)
             raise
-        self.open_count += 1
-        self._job_ids[index] = reply.job.job_id
+        self.opened_executor_count += 1
+        self._session_job_id_by_index[index] = reply.job.job_id
         client_tls = self._connection.access.tls
         return ExecutorAddress(
             host=reply.endpoint.host,
@@ -186,16 +186,16 @@ class DeviceBroker(TransportCoordinator):
             session_node_id=self._session_id,
             node_id=ref.node_id,
             gpu_id=ref.gpu.gpu_id,
-            request_id=self._request_ids.setdefault(index, secrets.token_hex(16)),
+            request_id=self._request_id_by_index.setdefault(index, secrets.token_hex(16)),
         )
         try:
             reply = await self._connection.call(request, timeout_s=self.config.timeout_s)
         except TransportError:
             raise
         except GenieError:  # the controller rejected the request
-            del self._request_ids[index]
+            del self._request_id_by_index[index]
             raise
-        del self._request_ids[index]
+        del self._request_id_by_index[index]
         return reply
 
     async def _cancel_session_job(self, job: Job | None) -> None:

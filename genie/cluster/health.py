@@ -348,7 +348,7 @@ class HealthChecker:
         except TimeoutError:
             reason = f"no response within {timeout_s:g} s"
         except Exception as error:  # a failed check must not hide the others
-            _log.warning("the %s check failed", name, exc_info=not isinstance(error, GenieError))
+            _log.warning("the %s health check failed", name, exc_info=not isinstance(error, GenieError))
             reason = f"check failed: {error}"
         return CheckResult(name=name, status=NodeStatus.DEGRADED, reason=reason)
 

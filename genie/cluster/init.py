@@ -46,7 +46,7 @@ __all__ = [
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
-JOIN_TIMEOUT_S = 5.0
+THREAD_JOIN_TIMEOUT_S = 5.0
 
 
 def init_signature(
@@ -97,11 +97,11 @@ async def init(*args: Any, **kwargs: Any) -> ClusterState:
                 raise previous_session_timeout_error(settings) from None
             continue
         try:
-            return run.mark_used(await _wait_for_future(run.ready))
+            return run.mark_returned_to_caller(await _wait_for_future(run.ready))
         except BaseException:
             if run.remove_waiter():
                 await _wait_for_future(run.finished)
-                run.join(timeout_s=JOIN_TIMEOUT_S)
+                run.join(timeout_s=THREAD_JOIN_TIMEOUT_S)
             raise
 
 
@@ -115,7 +115,7 @@ async def shutdown() -> None:
         return
     run.stop()
     await _wait_for_future(run.finished)
-    run.join(timeout_s=JOIN_TIMEOUT_S)
+    run.join(timeout_s=THREAD_JOIN_TIMEOUT_S)
 
 
 def is_initialized() -> bool:
@@ -198,7 +198,7 @@ def shutdown_blocking() -> None:
     if run is not None:
         run.stop()
         run.finished.result()
-        run.join(timeout_s=JOIN_TIMEOUT_S)
+        run.join(timeout_s=THREAD_JOIN_TIMEOUT_S)
 
 
 def _clear_current_session(run: SessionRun) -> None:

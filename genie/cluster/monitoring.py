@@ -204,7 +204,7 @@ class ResourceMonitor:
             self._publish_gpu_change(change)
 
     def _publish_gpu_change(self, change: GpuChange) -> None:
-        _log.info("%s: %s", change.type, change.reason)
+        _log.info("accelerator event %s: %s", change.type, change.reason)
         if self._events is not None:
             facts = {
                 "gpu_id": change.gpu.gpu_id,

@@ -61,9 +61,9 @@ def _connect_blocking(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Cl
                 raise init.previous_session_timeout_error(settings) from None
             continue
         try:
-            return run.mark_used(run.ready.result()), started_here
+            return run.mark_returned_to_caller(run.ready.result()), started_here
         except BaseException:  # a failure, or Ctrl-C while waiting
             if run.remove_waiter():
                 run.finished.result()
-                run.join(timeout_s=init.JOIN_TIMEOUT_S)
+                run.join(timeout_s=init.THREAD_JOIN_TIMEOUT_S)
             raise

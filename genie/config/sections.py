@@ -74,7 +74,7 @@ class ControllerConfig:
     etcd_peer_port: int = setting(2380, "Port for the other members of that etcd cluster.", low=1, high=65535)
     tls: str = setting("on", "Encrypt and authenticate every connection.", allowed=("on", "off"))
     node_ttl_s: float = setting(
-        10.0, "Seconds without a heartbeat after which a node is down.", low=0.5, high=600
+        19.5, "Seconds without a heartbeat after which a node is down.", low=0.5, high=600
     )
     node_suspect_s: float = setting(
         3.0, "Seconds without a heartbeat after which a node is suspect.", low=0.1, high=600
@@ -85,7 +85,10 @@ class ControllerConfig:
         low=0.1,
         high=600,
     )
-    leader_ttl_s: float = setting(5.0, "Lifetime of the leader lease in seconds.", low=1, high=60)
+    leader_ttl_s: float = setting(3.0, "Lifetime of the leader lease in seconds.", low=1, high=60)
+    etcd_election_timeout_s: float = setting(
+        1.0, "Election timeout of etcd in seconds, as its --election-timeout.", low=0.1, high=50
+    )
     certificate_days: float = setting(
         7.0, "Lifetime of node and executor certificates in days.", low=0.0001, high=365
     )

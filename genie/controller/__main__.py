@@ -37,7 +37,7 @@ from genie.processes.tasks import (
     reduce_garbage_collection,
     unwrapped_task_group,
 )
-from genie.runtime.connection_limits import CONNECTIONS_MAX, file_limit_for
+from genie.runtime.connection_limits import CONNECTIONS_MAX, open_file_limit_for
 from genie.runtime.network import TcpNetwork
 from genie.telemetry import log
 
@@ -64,7 +64,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 async def _run(settings: config.Settings) -> None:
-    raise_file_limit(file_limit_for(CONNECTIONS_MAX))
+    raise_file_limit(open_file_limit_for(CONNECTIONS_MAX))
     check_bind_address(settings.controller)
     check_failure_timeouts(settings.controller)
     clock = SystemClock()
@@ -180,7 +180,7 @@ async def compile_in_background(
             shlex.join(("python", *prebuild_command("genie_scheduler")[1:])),
         )
     elif await build_in_background(
-        command, what="the scheduler's library", without="it could not be compiled"
+        command, what="the scheduler's library", consequence="scheduling continues in plain Python"
     ):
         controller.try_use_compiled_scheduler()
 

@@ -14,7 +14,7 @@ from genie.model.job import JobSpec
 from genie.model.messages import Message
 from genie.model.tenant import Identity, TokenKind
 from genie.runtime.connection_limits import ConnectionLimits
-from genie.runtime.rpc import TRUSTED_IN_FLIGHT_MAX, Peer
+from genie.runtime.rpc import CLUSTER_PEER_IN_FLIGHT_MAX, Peer
 from genie.runtime.wire import FRAME_BYTES_MAX
 
 CONNECTIONS_PER_TOKEN_MAX = {TokenKind.OWNER: 256, TokenKind.USER: 256, TokenKind.NODE: 4}
@@ -48,7 +48,7 @@ class Connection:
         self.peer.channel.set_authenticated()
         self.peer.channel.set_frame_limit(FRAME_BYTES_MAX)
         if identity.kind is TokenKind.NODE:
-            self.peer.set_in_flight_max(TRUSTED_IN_FLIGHT_MAX)
+            self.peer.set_in_flight_max(CLUSTER_PEER_IN_FLIGHT_MAX)
 
     def check_spec_once(self, spec: JobSpec) -> JobSpec:
         """Return `spec` after check_job. Equal specs in a row are checked once and share one object."""
@@ -126,7 +126,10 @@ class Connections:
                     hint="close some, or use another token",
                     retry_after_s=_CONNECTION_RETRY_AFTER_S,
                 )
-            if identity.kind is TokenKind.NODE or self._user_connection_count >= self._limits.users_max:
+            if (
+                identity.kind is TokenKind.NODE
+                or self._user_connection_count >= self._limits.user_connections_max
+            ):
                 next((one for one in group if one.peer.is_idle), next(iter(group))).peer.close()
         self._check_total_limit(identity.kind)
         self._excess_owner_connections += _exceeds_owner_limit(identity.kind, len(group))
@@ -143,9 +146,9 @@ class Connections:
         limits = self._limits
         if kind is TokenKind.OWNER:
             return
-        if kind is TokenKind.USER and self._user_connection_count >= limits.users_max:
+        if kind is TokenKind.USER and self._user_connection_count >= limits.user_connections_max:
             raise OverloadedError(
-                f"the limit of {limits.users_max} connections of users is reached",
+                f"the limit of {limits.user_connections_max} connections of users is reached",
                 retry_after_s=_CONNECTION_RETRY_AFTER_S,
             )
         if (

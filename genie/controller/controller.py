@@ -21,7 +21,8 @@ from genie.controller.connection import Connections, Handlers
 from genie.controller.election import Election, StoreHealth
 from genie.controller.jobs.backoff import LaunchBackoff
 from genie.controller.jobs.blobs import Blobs
-from genie.controller.jobs.lifecycle import CHANGES_PER_TICK_MAX, JobLifecycle
+from genie.controller.jobs.lifecycle import CHANGES_PER_TICK_MAX
+from genie.controller.jobs.services import build_job_services
 from genie.controller.jobs.sessions import Sessions
 from genie.controller.ledger import ClusterRecord, Ledger, Transaction
 from genie.controller.nodes.admission import Admission, Certificates, advertised_host, local_host
@@ -51,6 +52,7 @@ from genie.controller.store import Put, Store
 from genie.controller.store_monitor import StoreMonitor
 from genie.controller.tokens import Tokens
 from genie.errors import GenieError, LeadershipError, StoreError, StoreFullError, TlsError
+from genie.model.failover import campaign_interval_s
 from genie.model.job import StopReason
 from genie.model.names import address_text
 from genie.model.node import NodeStatus
@@ -58,7 +60,11 @@ from genie.processes import files, memory
 from genie.processes.clock import Clock
 from genie.processes.file_limit import get_file_limit
 from genie.processes.tasks import Offload, first_error, run_inline
-from genie.runtime.connection_limits import COMFORTABLE_CONNECTIONS, ConnectionLimits, file_limit_for
+from genie.runtime.connection_limits import (
+    CONNECTIONS_WARNING_THRESHOLD,
+    ConnectionLimits,
+    open_file_limit_for,
+)
 from genie.runtime.credentials import LocalCluster, store_trusted_ca
 from genie.runtime.network import Network
 from genie.scheduler.rules import Rules
@@ -122,7 +128,7 @@ class Controller:
         )
         files_max = get_file_limit()
         self._open_files_alarm = _file_limit_alarm(files_max)
-        self._connections = Connections(ConnectionLimits.for_file_limit(files_max))
+        self._connections = Connections(ConnectionLimits.for_open_file_limit(files_max))
         self._last_memory_return_s = -_MEMORY_RETURN_INTERVAL_S
         self._ledger = Ledger(store, self._election, self._store_health, clock=clock)
         self._periodic_steps = PeriodicSteps(clock)
@@ -142,7 +148,7 @@ class Controller:
         self._launch_queue = LaunchQueue(self._orders)
         self._launch_backoff = LaunchBackoff(clock)
         self._planner = self._build_planner()
-        self._jobs = JobLifecycle(
+        self._jobs = build_job_services(
             self._ledger,
             config=config,
             clock=clock,
@@ -184,7 +190,9 @@ class Controller:
         )
         self._sessions = Sessions(
             ledger,
-            jobs,
+            jobs.catalog,
+            jobs.submission,
+            jobs.lifecycle,
             clock=clock,
             random_bytes=self._random_bytes,
             reconnect_grace_s=self._config.session_grace_s,
@@ -193,13 +201,15 @@ class Controller:
             ledger,
             self._tokens,
             self._certificates,
-            jobs,
+            jobs.catalog,
             clock=clock,
             disconnect=self._connections.close_connections_of_token,
         )
         self._agents = Agents(
             ledger=ledger,
-            jobs=jobs,
+            jobs=jobs.catalog,
+            launches=jobs.launches,
+            lifecycle=jobs.lifecycle,
             sessions=self._sessions,
             membership=self._membership,
             election=self._election,
@@ -212,7 +222,15 @@ class Controller:
             forget_node=self._admission.forget_node,
             wake=self._wake_event.set,
         )
-        self._pass_runner = PassRunner(ledger, self._planner, jobs, self._agents, self._launch_queue)
+        self._pass_runner = PassRunner(
+            ledger,
+            self._planner,
+            jobs.catalog,
+            jobs.launches,
+            jobs.lifecycle,
+            self._agents,
+            self._launch_queue,
+        )
 
     def _build_handlers(self, offload: Offload) -> list[Handlers]:
         config, clock, jobs, planner = self._config, self._clock, self._jobs, self._planner
@@ -227,7 +245,9 @@ class Controller:
         return [
             self._agents.handlers(),
             JobRequests(
-                jobs,
+                jobs.catalog,
+                jobs.submission,
+                jobs.lifecycle,
                 planner,
                 blobs,
                 election,
@@ -240,7 +260,7 @@ class Controller:
                 blobs,
                 election,
                 offload=offload,
-                is_needed=jobs.is_blob_needed,
+                is_needed=jobs.catalog.is_blob_needed,
                 find_tenant=self._agents.find_blob_tenant,
             ).handlers(),
             NodeRequests(nodes, check_readable=check_readable).handlers(),
@@ -261,13 +281,13 @@ class Controller:
                 check_readable=check_readable,
             ).handlers(),
             LogRequests(
-                jobs,
+                jobs.catalog,
                 clock=clock,
                 waits=waits,
                 read_from_agent=self._agents.read_log,
                 check_readable=check_readable,
             ).handlers(),
-            QueueRequests(jobs, planner, clock=clock, check_readable=check_readable).handlers(),
+            QueueRequests(jobs.catalog, planner, clock=clock, check_readable=check_readable).handlers(),
             QuotaRequests(self._quota_table, check_readable=check_readable).handlers(),
         ]
 
@@ -286,7 +306,7 @@ class Controller:
             nodes,
             self._election,
             self._store_health,
-            count_jobs=self._jobs.count_by_state,
+            count_jobs=self._jobs.catalog.count_by_state,
             count_clients=self._sessions.count_clients,
             policy_fault=lambda: self._planner.policy_fault,
             policy_name=self._config.policy,
@@ -314,7 +334,14 @@ class Controller:
     def _alarms(self) -> list[str]:
         """What the owner should look at, in words."""
         file_alarms = [alarm for alarm in (self._open_files_alarm, self._local_files_alarm) if alarm]
-        return [*file_alarms, *self._store_monitor.alarms(), *self._periodic_steps.alarms()]
+        health = self._store_health
+        store_alarms = [] if health.is_ok else [f"the store is unavailable: {health.failure_reason}"]
+        return [
+            *file_alarms,
+            *store_alarms,
+            *self._store_monitor.alarms(),
+            *self._periodic_steps.alarms(),
+        ]
 
     @property
     def address(self) -> str:
@@ -389,7 +416,7 @@ class Controller:
             self._ready_event.set()
             if self._store_health.is_full:
                 await self._store_monitor.compact_full_store()
-            await self._clock.sleep(min(_LEADER_RETRY_S, self._config.leader_ttl_s / 4))
+            await self._clock.sleep(campaign_interval_s(self._config.leader_ttl_s))
 
     async def _try_win_election(self) -> bool:
         try:
@@ -414,8 +441,9 @@ class Controller:
 
     def _record_failed_term_start(self, error: GenieError) -> None:
         if isinstance(error, StoreError):
-            self._store_health.record_failure(error)
-        _log.warning("cannot become leader: %s", error)
+            self._store_health.record_failure(error)  # which logs it once
+        else:
+            _log.warning("cannot become leader: %s", error)
 
     async def _register_controller(self) -> None:
         """Store this controller's address before it may lead: agents must know every possible leader."""
@@ -565,7 +593,7 @@ class Controller:
         await self._periodic_steps.run(
             {
                 "measuring the store": self._store_monitor.measure_if_due,
-                "deleting old jobs": self._jobs.delete_old_jobs,
+                "deleting old jobs": self._jobs.history.delete_old_jobs,
                 "deleting old tokens": self._tokens.delete_old_tokens,
                 "reading the list of controllers": self._read_controllers,
                 "disconnecting outdated nodes": self._disconnect_outdated_nodes,
@@ -599,9 +627,9 @@ class Controller:
 
 
 def _file_limit_alarm(files_max: int) -> str:
-    if files_max >= file_limit_for(COMFORTABLE_CONNECTIONS):
+    if files_max >= open_file_limit_for(CONNECTIONS_WARNING_THRESHOLD):
         return ""
-    connections = ConnectionLimits.for_file_limit(files_max).connections_max
+    connections = ConnectionLimits.for_open_file_limit(files_max).connections_max
     return (
         f"the controller may open {files_max} files, which allows {connections} connections; raise the hard "
         "limit (ulimit -Hn, or LimitNOFILE of systemd) and restart it"

@@ -43,15 +43,19 @@ class StoreHealth:
         self.is_full = False
         """Whether the last operation failed because the store has no space."""
         self.failure_reason = ""
+        self._logged_failures: set[str] = set()
+        """Codes of the errors that were logged since the last success."""
 
     def record_success(self) -> None:
         if not self.is_ok:
             _log.info("the store is available again")
+            self._logged_failures.clear()
         self.is_ok, self.is_full, self.failure_reason = True, False, ""
 
     def record_failure(self, error: StoreError) -> None:
-        if self.is_ok:
-            _log.warning("the store is unavailable: %s", error)
+        if error.code not in self._logged_failures:
+            self._logged_failures.add(error.code)
+            _log.warning("the store is unavailable, no decisions are made: %s", error)
         self.is_ok, self.is_full, self.failure_reason = False, isinstance(error, StoreFullError), str(error)
 
 
@@ -90,8 +94,7 @@ class Election:
             return self._fencing_token
         if not self._store_health.is_ok:
             raise StoreUnavailableError(
-                "the cluster cannot make changes because its store is unavailable: "
-                f"{self._store_health.failure_reason}",
+                f"the store is unavailable: {self._store_health.failure_reason}",
                 hint="running jobs continue; try again when the store is available",
             )
         where = self.leader.address if self.leader and self.leader.name != self._name else ""

@@ -95,7 +95,7 @@ class TableRead(Generic[_Row]):
 TableLoader = Callable[[TableRead[_Row]], Awaitable[None]]
 
 
-class Table(Generic[_Row]):
+class LedgerTable(Generic[_Row]):
     """The rows under one key prefix, by ID. Changed by committed transactions only."""
 
     def __init__(self, prefix: str, kind: type[_Row]) -> None:
@@ -193,9 +193,9 @@ class Table(Generic[_Row]):
 class Transaction:
     """Changes that are committed together. Reads see the tables plus the staged changes."""
 
-    def __init__(self, counters: Table[Counter]) -> None:
+    def __init__(self, counters: LedgerTable[Counter]) -> None:
         # Any: tables of every row type share one list of changes.
-        self.staged_changes: dict[str, tuple[Table[Any], str, Any]] = {}
+        self.staged_changes: dict[str, tuple[LedgerTable[Any], str, Any]] = {}
         self.rollback_callbacks: list[Callable[[], None]] = []
         self._counters = counters
 
@@ -204,15 +204,15 @@ class Transaction:
         must not await or raise."""
         self.rollback_callbacks.append(undo)
 
-    def put(self, table: Table[_Row], row_id: str, row: _Row) -> None:
+    def put(self, table: LedgerTable[_Row], row_id: str, row: _Row) -> None:
         self.staged_changes[table.prefix + row_id] = (table, row_id, row)
 
-    def delete(self, table: Table[_Row], row_id: str) -> None:
+    def delete(self, table: LedgerTable[_Row], row_id: str) -> None:
         """Also a row that cannot be read."""
         if row_id in table or table.is_unreadable(row_id):
             self.staged_changes[table.prefix + row_id] = (table, row_id, None)
 
-    def get(self, table: Table[_Row], row_id: str) -> _Row | None:
+    def get(self, table: LedgerTable[_Row], row_id: str) -> _Row | None:
         staged = self.staged_changes.get(table.prefix + row_id)
         if staged is not None:
             row: _Row | None = staged[2]
@@ -227,7 +227,7 @@ class Transaction:
         return value
 
 
-_RowChange = tuple[Table[Any], str, Any]  # Any: rows of every table
+_RowChange = tuple[LedgerTable[Any], str, Any]  # Any: rows of every table
 TransactionBuild = Callable[[Transaction], _Result]
 
 
@@ -253,7 +253,7 @@ class _WriteBatch:
     def __init__(self, token: int, ops_max: int) -> None:
         self._ops_max = ops_max
         self._leadership_check = Compare(LEADER_KEY, token, field="create")
-        self._row_by_key: dict[str, tuple[Table[Any], str]] = {}
+        self._row_by_key: dict[str, tuple[LedgerTable[Any], str]] = {}
         self._operation_by_key: dict[str, Put | Delete] = {}
         self.size_bytes = check_transaction([self._leadership_check], [])
         self.built_writes: list[_BuiltWrite] = []
@@ -263,7 +263,7 @@ class _WriteBatch:
         compares = [Compare(key, table.revision(row_id)) for key, (table, row_id) in self._row_by_key.items()]
         return [self._leadership_check, *compares], list(self._operation_by_key.values())
 
-    def stored_rows(self) -> Iterator[tuple[Table[Any], str, Put | Delete]]:
+    def stored_rows(self) -> Iterator[tuple[LedgerTable[Any], str, Put | Delete]]:
         for key, (table, row_id) in self._row_by_key.items():
             yield table, row_id, self._operation_by_key[key]
 
@@ -303,14 +303,14 @@ class Ledger:
         self._store = store
         self._election = election
         self._store_health = health
-        self.cluster = Table("cluster", ClusterRecord)
-        self.counters = Table("counter/", Counter)
-        self.jobs = Table("job/", Job)
-        self.nodes = Table("node/", NodeRecord)
-        self.holds = Table("ledger/", NodeHolds)
-        self.tokens = Table("token/", TokenRecord)
-        self.quotas = Table("quota/", QuotaRecord)
-        self._tables: tuple[Table[Any], ...] = (
+        self.cluster = LedgerTable("cluster", ClusterRecord)
+        self.counters = LedgerTable("counter/", Counter)
+        self.jobs = LedgerTable("job/", Job)
+        self.nodes = LedgerTable("node/", NodeRecord)
+        self.holds = LedgerTable("ledger/", NodeHolds)
+        self.tokens = LedgerTable("token/", TokenRecord)
+        self.quotas = LedgerTable("quota/", QuotaRecord)
+        self._tables: tuple[LedgerTable[Any], ...] = (
             self.cluster,
             self.counters,
             self.jobs,
@@ -567,7 +567,7 @@ class Ledger:
                 except Exception as error:  # the change is durable: the other writes must not fail
                     self.quarantine.add(table.prefix + row_id, error)
 
-    async def _read_table(self, table: Table[_Row]) -> TableRead[_Row]:
+    async def _read_table(self, table: LedgerTable[_Row]) -> TableRead[_Row]:
         """Read a table. Yields to the event loop: the lease must be renewed and heartbeats answered while
         many rows are decoded."""
         read: TableRead[_Row] = TableRead()
@@ -587,7 +587,7 @@ class Ledger:
             more = page.more
         return read
 
-    def _decode_row_into(self, read: TableRead[_Row], table: Table[_Row], item: KeyValue) -> None:
+    def _decode_row_into(self, read: TableRead[_Row], table: LedgerTable[_Row], item: KeyValue) -> None:
         """Add a row. One that cannot be read is quarantined; StoreCorruptError if nothing could be done
         without it."""
         row_id = item.key.removeprefix(table.prefix)

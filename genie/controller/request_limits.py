@@ -2,8 +2,9 @@
 
 Each request costs units of about 100 us of the controller's time; a token has a rate limit in units, and a
 maximum number of requests in flight. Requests that return lists take turns: between two of them, the event
-loop serves everything else, above all heartbeats. Requests of nodes are not limited. A token that ignores
-rejections is disconnected.
+loop serves everything else, above all heartbeats. Those of the owner, and requests for the status, have turns
+of their own and do not wait behind the lists of tenants. Requests of nodes are not limited. A token that
+ignores rejections is disconnected.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import asyncio
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from enum import Enum, auto
 
 from genie.errors import OverloadedError
 from genie.model.limits import LIST_MAX
@@ -84,11 +86,19 @@ class TokenUsage:
     list_requests_in_flight: int = 0
 
 
+class _Turn(Enum):
+    """Requests of one kind wait for each other only."""
+
+    OWNER = auto()
+    STATUS = auto()
+    LIST = auto()
+
+
 class RequestLimits:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._usage_by_token: OrderedDict[str, TokenUsage] = OrderedDict()
-        self._list_lock = asyncio.Lock()
+        self._locks = {turn: asyncio.Lock() for turn in _Turn}
 
     def get_usage(self, identity: Identity) -> TokenUsage | None:
         """The usage of this token; None for a node, whose requests are not limited."""
@@ -164,12 +174,18 @@ class RequestLimits:
         try:
             if request.__class__ not in _SERIALIZED_REQUESTS:
                 return await handle()
-            async with self._list_lock:
+            async with self._locks[_turn_of(usage, request)]:
                 reply = await handle()
                 await asyncio.sleep(0)
                 return reply
         finally:
             usage.list_requests_in_flight -= 1
+
+
+def _turn_of(usage: TokenUsage, request: Message) -> _Turn:
+    if usage.is_owner:
+        return _Turn.OWNER
+    return _Turn.STATUS if isinstance(request, GetStatus) else _Turn.LIST
 
 
 def _cost_units(request: Message) -> float:

@@ -20,6 +20,7 @@ from genie.controller.server_handover import public_key_of_token
 from genie.controller.store import Store
 from genie.controller.store.open import LOCAL_ETCD
 from genie.errors import AccessError, StoreError, TokenRefusedError, UsageError
+from genie.model.failover import TOKEN_READ_TIMEOUT_S
 from genie.model.names import validate_name
 from genie.model.tenant import DEFAULT_TENANT, Identity, TokenKind, TokenRecord
 from genie.processes import files
@@ -220,9 +221,11 @@ class Tokens:
         if cached is not None and now_s - cached[1] < _CACHED_RECORD_TTL_S:
             return cached[0]
         try:
-            found = await self._store.get(self._ledger.tokens.prefix + token_id)
+            found = await self._store.get(
+                self._ledger.tokens.prefix + token_id, timeout_s=TOKEN_READ_TIMEOUT_S
+            )
         except StoreError:
-            if cached is not None:
+            if cached is not None and cached[0] is not None:
                 return cached[0]
             raise
         record = None if found is None else self._ledger.tokens.decode(token_id, found.value)

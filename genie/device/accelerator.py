@@ -78,7 +78,7 @@ class device:  # noqa: N801 - torch.cuda.device has this name
 
 def synchronize(device: Device = None) -> None:
     """Wait until all ops sent to the device have completed."""
-    _connection_of(device).synchronize()
+    _open_connection_of_device(device).synchronize()
 
 
 def manual_seed(seed: int) -> None:
@@ -92,7 +92,7 @@ def manual_seed_all(seed: int) -> None:
 
 
 def get_rng_state(device: Device = None) -> torch.Tensor:
-    _connection_of(device)
+    _open_connection_of_device(device)
     library.ensure_loaded()
     return genie_device.rng_state(_device_index(device))
 
@@ -100,7 +100,7 @@ def get_rng_state(device: Device = None) -> torch.Tensor:
 def set_rng_state(new_state: torch.Tensor, device: Device = None) -> None:
     if new_state.dtype is not torch.uint8:
         raise UsageError(f"a generator state is a uint8 tensor, not {new_state.dtype}")
-    _connection_of(device)
+    _open_connection_of_device(device)
     library.ensure_loaded()
     genie_device.set_rng_state(_device_index(device), new_state.cpu().contiguous())
 
@@ -123,7 +123,7 @@ def get_device_properties(device: Device = None) -> DeviceProperties:
 
 def memory_stats(device: Device = None) -> dict[str, int]:
     """The executor's counters of this session: bytes of storages, tensors, ops, quota (0: none)."""
-    counters = _connection_of(device).fetch_executor_counters()
+    counters = _open_connection_of_device(device).fetch_executor_counters()
     return {
         "allocated_bytes.current": counters["bytes_allocated"],
         "allocated_bytes.peak": counters["bytes_allocated_peak"],
@@ -135,15 +135,15 @@ def memory_stats(device: Device = None) -> dict[str, int]:
 
 def stream_stats(device: Device = None) -> dict[str, int]:
     """The client's counters: ops, frames and bytes sent, cached templates, resumed connections."""
-    return _connection_of(device).client_counters()
+    return _open_connection_of_device(device).client_counters()
 
 
 def graph_reports(device: Device = None) -> list[GraphReport]:
     """How the graphs of this process on the device are replayed: captured ones and those of torch.compile."""
     from genie.device import graphs  # late: most programs have none
 
-    _connection_of(device)
-    return graphs.reports_of_device(_device_index(device))
+    _open_connection_of_device(device)
+    return graphs.graph_reports_of_device(_device_index(device))
 
 
 def memory_allocated(device: Device = None) -> int:
@@ -156,13 +156,13 @@ def max_memory_allocated(device: Device = None) -> int:
 
 def reset_peak_memory_stats(device: Device = None) -> None:
     """Reset what max_memory_allocated returns to the current value."""
-    _connection_of(device).fetch_executor_counters(reset_peak=True)
+    _open_connection_of_device(device).fetch_executor_counters(reset_peak=True)
 
 
 def empty_cache() -> None:
     """Send pending frees, on every device in use."""
     for slot in registry.device_slots():
-        connection = slot.open_connection
+        connection = slot.connection_if_open
         if connection is not None:
             connection.synchronize()
 
@@ -222,5 +222,5 @@ def _device_index(device: Device) -> int:
     return current_device() if index is None else index
 
 
-def _connection_of(device: Device) -> Connection:
-    return registry.device_slot(_device_index(device)).connection(first_seed=torch.initial_seed())
+def _open_connection_of_device(device: Device) -> Connection:
+    return registry.device_slot(_device_index(device)).get_or_open_connection(first_seed=torch.initial_seed())

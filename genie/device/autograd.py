@@ -24,16 +24,16 @@ class RemoteEngine(torch._C._ImperativeEngine):
     # Any: the parameters are torch's.
     def run_backward(self, tensors: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
         if not registry.is_any_device_used() or (
-            library.keeps_local_accelerator() and not _has_remote_roots(tensors)
+            library.keeps_local_torch_accelerator() and not _has_remote_roots(tensors)
         ):
             return super().run_backward(tensors, *args, **kwargs)
         library.ensure_loaded()
-        genie_device.enter_backward()
+        genie_device.enter_remote_backward()
         try:
             with torch.autograd.set_multithreading_enabled(False):
                 return super().run_backward(tensors, *args, **kwargs)
         finally:
-            genie_device.leave_backward()
+            genie_device.leave_remote_backward()
 
 
 def _has_remote_roots(roots: Sequence[Any]) -> bool:

@@ -89,7 +89,7 @@ class RemoteGraphModule:
             graph.copy_inputs(inputs)
             results = graph.replay()
         library.ensure_loaded()
-        take = genie_device.take_graph_result
+        take = genie_device.copy_graph_result
         return [take(each) if isinstance(each, torch.Tensor) else each for each in results]
 
     def _run(self, inputs: Sequence[Any]) -> Any:

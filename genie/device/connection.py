@@ -55,9 +55,9 @@ class ExecutorLink:
 
     address: ExecutorAddress
     node_id: str
-    busy_timeout_s: float = OPEN_TIMEOUT_S
+    busy_executor_timeout_s: float = OPEN_TIMEOUT_S
     """How long an executor may be busy with one op before it replies to a reconnecting client."""
-    closed: threading.Event = field(default_factory=threading.Event)
+    reconnect_disabled: threading.Event = field(default_factory=threading.Event)
     """Set when the session must not reconnect."""
     _session_key: str = ""
     _fetch_key: str = ""
@@ -80,7 +80,7 @@ class ExecutorLink:
         """
         deadline = time.monotonic() + timeout_s
         self._stream_in_handshake = stream = self._connect(min(CONNECT_TIMEOUT_S, timeout_s))
-        if self.closed.is_set():
+        if self.reconnect_disabled.is_set():
             stream.shut_down()
         try:
             request = device_protocol.Open(
@@ -97,7 +97,7 @@ class ExecutorLink:
                 answer_timeout_s=answer_timeout_s,
             )
             remaining_s = _remaining_s(deadline + (answer_timeout_s or 0.0))
-            stream = executor_stream.apply_tls_decision(
+            stream = executor_stream.downgrade_if_plaintext(
                 stream, plaintext=opened.plaintext, peer=self.peer, timeout_s=remaining_s
             )
         except BaseException:
@@ -121,7 +121,7 @@ class ExecutorLink:
                 stream, opened = self.open_session(
                     replies_received=replies_received,
                     timeout_s=_remaining_s(deadline),
-                    answer_timeout_s=self.busy_timeout_s,
+                    answer_timeout_s=self.busy_executor_timeout_s,
                 )
             except NothingListensError:
                 raise  # the executor has ended: a port that refuses is not a connection loss
@@ -130,20 +130,20 @@ class ExecutorLink:
                     raise
             else:
                 return stream, opened.frames_received
-            if self.closed.wait(min(backoff_s, _remaining_s(deadline))):
+            if self.reconnect_disabled.wait(min(backoff_s, _remaining_s(deadline))):
                 raise ConnectionLostError("the session was shut down")
             backoff_s = min(2 * backoff_s, _RESUME_BACKOFF_S_MAX)
 
-    def stop(self) -> None:
-        """Stop reconnecting, and abort a connection attempt that is in progress. Thread-safe."""
-        self.closed.set()
+    def stop_reconnecting(self) -> None:
+        """Also abort a connection attempt that is in progress. Thread-safe."""
+        self.reconnect_disabled.set()
         opening = self._stream_in_handshake
         if opening is not None:
             opening.shut_down()
 
-    def fetch_token(self, number: int) -> str:
+    def make_fetch_token(self, number: int) -> str:
         """The token with which another executor may fetch the parcel of this number from this executor."""
-        return device_protocol.fetch_token(self._fetch_key, number)
+        return device_protocol.make_fetch_token(self._fetch_key, number)
 
     def _connect(self, timeout_s: float) -> Stream:
         address = self.address
@@ -180,7 +180,7 @@ def open_connection(
         port=link.address.port,
         server_name=link.address.server_name,
         resume=link.resume,
-        token=link.fetch_token,
+        token=link.make_fetch_token,
     )
 
 

@@ -23,13 +23,13 @@ from genie.native import genie_device
 
 GRAPHS_KEPT_MAX = 32
 """Per captured model, one for each combination of shapes. The least recently used one is dropped."""
-RECORDER_IDLE_S_MAX = 10.0
+RECORDING_THREAD_IDLE_S_MAX = 10.0
 """Other threads wait for a recording to end; they raise once its thread has not used the device for this
 long."""
 _DESCRIPTION_CHARACTERS_MAX = 100
-_NAMED_TENSORS_MAX = 8
+_TENSOR_NAMES_IN_ERROR_MAX = 8
 _PLAIN_TYPES = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout)
-_COMPARABLE_TYPES = frozenset(_PLAIN_TYPES) - {float, complex}
+_TYPES_COMPARED_BY_VALUE = frozenset(_PLAIN_TYPES) - {float, complex}
 
 
 @dataclass(frozen=True)
@@ -45,9 +45,11 @@ class GraphReport:
     replays: int
 
 
-def reports_of_device(index: int) -> list[GraphReport]:
+def graph_reports_of_device(index: int) -> list[GraphReport]:
     """Reports of all graphs of this process on a device, including those of torch.compile."""
-    return [graph.report() for graph in list(_live_graphs) if graph.index == index and not graph.is_lost]
+    return [
+        graph.report() for graph in list(_live_graphs) if graph.device_index == index and not graph.is_lost
+    ]
 
 
 class SharedInput(NamedTuple):
@@ -82,7 +84,7 @@ class RecordedGraph:
         """`in_place`: positions of inputs that are used without a copy. `shared`: those of the others that
         share memory. `model_tensors`: tensors of the model, with names for error messages.
         """
-        self.index = index
+        self.device_index = index
         self._descriptions = tuple(map(_describe_input, inputs))
         self._inputs = list(inputs)
         self._copied_positions = [
@@ -92,13 +94,13 @@ class RecordedGraph:
         """For copied inputs with stride 0: the slices that cover each element once."""
         library.ensure_loaded()
         self._copy_inputs_to_device(inputs, shared)
-        self._input_copies = [self._copied_part(self._inputs, i) for i in self._copied_positions]
+        self._input_copies = [self._copied_slice_of_input(self._inputs, i) for i in self._copied_positions]
         self._guard = genie_device.GraphGuard([self._inputs[i] for i in in_place], [], [])
-        self._connection = registry.device_slot(index).connection(first_seed=torch.initial_seed())
+        self._connection = registry.device_slot(index).get_or_open_connection(first_seed=torch.initial_seed())
         if shared:
             self.copy_inputs(inputs)
         self._graph_number: int | None = self._connection.begin_graph(
-            thread=threading.current_thread().name, idle_s_max=RECORDER_IDLE_S_MAX
+            thread=threading.current_thread().name, idle_s_max=RECORDING_THREAD_IDLE_S_MAX
         )
         is_complete = False
         try:
@@ -129,32 +131,35 @@ class RecordedGraph:
 
     def _written_inputs(self) -> list[int]:
         assert self._graph_number is not None
-        uses = self._connection.graph_storage_uses(self._graph_number, self._input_copies)
+        accesses = self._connection.storage_accesses_in_graph(self._graph_number, self._input_copies)
         written = genie_device.STORAGE_WRITTEN
-        return [i for i, use in zip(self._copied_positions, uses, strict=True) if use == written]
+        return [i for i, access in zip(self._copied_positions, accesses, strict=True) if access == written]
 
     def _describe_side_effects(self, model_tensors: Sequence[tuple[str, torch.Tensor]]) -> str:
         """For the error message: what the model changed before its recording failed."""
         assert self._graph_number is not None
         tensors = [*(tensor for _, tensor in model_tensors), *self._input_copies]
-        uses = self._connection.graph_storage_uses(self._graph_number, tensors)
-        written = [i for i, use in enumerate(uses) if use == genie_device.STORAGE_WRITTEN]
+        accesses = self._connection.storage_accesses_in_graph(self._graph_number, tensors)
+        written = [i for i, access in enumerate(accesses) if access == genie_device.STORAGE_WRITTEN]
         names = [model_tensors[i][0] for i in written if i < len(model_tensors)]
         known = {tensors[i].untyped_storage()._cdata for i in written}
         more = (
             self._connection.graph_written_storage_count(self._graph_number)
             - len(known)
-            + len(names[_NAMED_TENSORS_MAX:])
+            + len(names[_TENSOR_NAMES_IN_ERROR_MAX:])
         )
-        listed = [*names[:_NAMED_TENSORS_MAX], *([f"{more} other tensor{'s' * (more > 1)}"] if more else [])]
+        listed = [
+            *names[:_TENSOR_NAMES_IN_ERROR_MAX],
+            *([f"{more} other tensor{'s' * (more > 1)}"] if more else []),
+        ]
         changes = f"it has written to {', '.join(listed)}" if listed else "it has changed no existing tensor"
         return f"; the model ran up to this point: {changes}, and side effects of its Python code remain"
 
     def _copy_inputs_to_device(self, inputs: Sequence[Any], shared: Sequence[SharedInput]) -> None:
         """Copies share memory where the inputs do, and an input that is passed twice is copied once."""
-        copies = _allocate_shared_copies(inputs, shared, self.index)
+        copies = _allocate_shared_copies(inputs, shared, self.device_index)
         for i in self._copied_positions:
-            self._inputs[i] = copies[i] if i in copies else _copy_to_device(inputs[i], self.index)
+            self._inputs[i] = copies[i] if i in copies else _copy_to_device(inputs[i], self.device_index)
         duplicates = {each.position for each in shared if each.same_object_position != each.position}
         self._copied_positions = [i for i in self._copied_positions if i not in duplicates]
         for i in copies.keys() - duplicates:
@@ -162,7 +167,7 @@ class RecordedGraph:
                 dimensions = zip(copies[i].shape, copies[i].stride(), strict=True)
                 self._copied_slices[i] = tuple(slice(0, size if stride else 1) for size, stride in dimensions)
 
-    def _copied_part(self, inputs: Sequence[Any], i: int) -> torch.Tensor:
+    def _copied_slice_of_input(self, inputs: Sequence[Any], i: int) -> torch.Tensor:
         part: torch.Tensor = inputs[i][self._copied_slices[i]] if i in self._copied_slices else inputs[i]
         return part
 
@@ -171,12 +176,12 @@ class RecordedGraph:
         if not self._written_storage_count:
             return
         assert self._graph_number is not None
-        uses = self._connection.graph_storage_uses(
+        accesses = self._connection.storage_accesses_in_graph(
             self._graph_number, [inputs[i] for i in self._copied_positions]
         )
-        for i, use in zip(self._copied_positions, uses, strict=True):
-            if use == genie_device.STORAGE_WRITTEN or (
-                use == genie_device.STORAGE_READ and i in self.written_positions
+        for i, access in zip(self._copied_positions, accesses, strict=True):
+            if access == genie_device.STORAGE_WRITTEN or (
+                access == genie_device.STORAGE_READ and i in self.written_positions
             ):
                 raise OpRefusedError(
                     f"the argument {self._descriptions[i]} shares memory with a tensor that the captured "
@@ -196,7 +201,7 @@ class RecordedGraph:
     def copy_inputs(self, inputs: Sequence[Any]) -> None:
         """Copy the inputs to the graph's own copies, for the next replay."""
         self._connection.copy_inputs(
-            self._input_copies, [self._copied_part(inputs, i) for i in self._copied_positions]
+            self._input_copies, [self._copied_slice_of_input(inputs, i) for i in self._copied_positions]
         )
 
     def replay(self) -> Any:
@@ -209,7 +214,7 @@ class RecordedGraph:
         """Copy the changes of the graph's own copies to the inputs."""
         with torch.no_grad():
             for i in self.written_positions:
-                self._copied_part(inputs, i).copy_(self._copied_part(self._inputs, i))
+                self._copied_slice_of_input(inputs, i).copy_(self._copied_slice_of_input(self._inputs, i))
 
     def report(self) -> GraphReport:
         assert self._graph_number is not None
@@ -232,7 +237,7 @@ def input_key(leaf: Any) -> Hashable:
         if device.type == registry.DEVICE_TYPE:
             return leaf.shape, leaf.dtype, leaf.stride(), device.index
         return leaf.shape, leaf.dtype
-    if type(leaf) in _COMPARABLE_TYPES:
+    if type(leaf) in _TYPES_COMPARED_BY_VALUE:
         return type(leaf), leaf
     try:
         exact = exact_value_key(leaf)

@@ -54,21 +54,21 @@ def has_local_accelerator() -> bool:
     return any(torch.get_device_module(kind).device_count() > 0 for kind in _LOCAL_ACCELERATORS)
 
 
-def keeps_local_accelerator() -> bool:
+def keeps_local_torch_accelerator() -> bool:
     """Whether a local accelerator remains `torch.accelerator` in addition to the remote device."""
-    return _state.keeps_local_accelerator
+    return _state.keeps_local_torch_accelerator
 
 
 def open_connection(index: int) -> genie_device.Connection:
     """The library calls this at the first use of an index, and after its executor was lost."""
-    return registry.device_slot(index).connection(first_seed=torch.initial_seed())
+    return registry.device_slot(index).get_or_open_connection(first_seed=torch.initial_seed())
 
 
 class _LibraryState:
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.is_loaded = False
-        self.keeps_local_accelerator = False
+        self.keeps_local_torch_accelerator = False
 
 
 _state = _LibraryState()
@@ -81,8 +81,8 @@ def _load() -> None:
 
     genie_device.register_kernels()
     if any(torch.get_device_module(kind).is_available() for kind in _LOCAL_ACCELERATORS):
-        _state.keeps_local_accelerator = genie_device.keep_local_accelerator()
-        if not _state.keeps_local_accelerator:
+        _state.keeps_local_torch_accelerator = genie_device.try_keep_local_torch_accelerator()
+        if not _state.keeps_local_torch_accelerator:
             _log.warning("backward passes on this machine's own GPU will fail while Genie is in use")
     _state.is_loaded = True
 

@@ -80,7 +80,7 @@ class CapturedModel:
             keys = tuple(_collect_dict_keys((args, kwargs)))
         inputs_key = (spec, keys, torch.is_inference_mode_enabled(), *map(input_key, leaves))
         library.ensure_loaded()
-        predicted = self._find_likely_graph(inputs_key)
+        predicted = self._find_graph_of_last_call(inputs_key)
         if predicted is not None:
             predicted.copy_inputs(leaves)  # sent while the checks below run, which take as long
         sharing = genie_device.find_shared_inputs(leaves) if len(leaves) > 1 else None
@@ -105,10 +105,10 @@ class CapturedModel:
         if graph.written_positions:
             graph.write_back(leaves)
         if type(results) is torch.Tensor:
-            return genie_device.take_graph_result(results)
-        return pytree.tree_map_only(torch.Tensor, genie_device.take_graph_result, results)
+            return genie_device.copy_graph_result(results)
+        return pytree.tree_map_only(torch.Tensor, genie_device.copy_graph_result, results)
 
-    def _find_likely_graph(self, inputs_key: Hashable) -> RecordedGraph | None:
+    def _find_graph_of_last_call(self, inputs_key: Hashable) -> RecordedGraph | None:
         """The graph of the last call, if the inputs match: inputs sent to a graph that is not replayed do no
         harm.
 
@@ -138,7 +138,7 @@ class CapturedModel:
             self._modules = [] if owner is None else list(owner.modules())  # cached: slow for large models
             self._guard = genie_device.GraphGuard(
                 _parameters_and_buffers(self._modules),
-                _module_dicts(self._modules),
+                _dicts_of_modules(self._modules),
                 [(module.__dict__, "forward") for module in self._modules],
             )
         return (
@@ -207,7 +207,7 @@ class BucketedModel(CapturedModel):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         leaves, spec = pytree.tree_flatten((args, kwargs))
         rows = _batch_size(leaves)
-        size = self._next_batch_size(rows)
+        size = self._smallest_fitting_batch_size(rows)
         padded = [_pad_batch(leaf, rows, size) for leaf in leaves]
         args, kwargs = pytree.tree_unflatten(padded, spec)
         results = super().__call__(*args, **kwargs)
@@ -232,7 +232,7 @@ class BucketedModel(CapturedModel):
             )
         return graph
 
-    def _next_batch_size(self, rows: int) -> int:
+    def _smallest_fitting_batch_size(self, rows: int) -> int:
         for size in self._batch_sizes:
             if 0 < rows <= size:
                 return size
@@ -278,7 +278,7 @@ def _named_tensors(model: object) -> list[tuple[str, torch.Tensor]]:
     return [*parameters, *owner.named_buffers(remove_duplicate=False)]
 
 
-def _module_dicts(modules: Sequence[torch.nn.Module]) -> list[dict[Any, Any]]:
+def _dicts_of_modules(modules: Sequence[torch.nn.Module]) -> list[dict[Any, Any]]:
     """The dicts that define a model: parameters, buffers, submodules, hooks. Any: their types differ."""
     global_hooks = [module_globals._global_forward_hooks, module_globals._global_forward_pre_hooks]
     return global_hooks + [

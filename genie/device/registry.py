@@ -73,7 +73,7 @@ class DeviceSlot:
         self._manual_seed: int | None = None
         self._closed = threading.Event()
 
-    def connection(self, *, first_seed: int) -> Connection:
+    def get_or_open_connection(self, *, first_seed: int) -> Connection:
         """Return the open connection, or open one, seeded with the last manual seed or else with
         `first_seed`."""
         current = self._connection
@@ -92,7 +92,7 @@ class DeviceSlot:
     def seed(self, value: int) -> None:
         """Seed the default generator; without a connection, the next one starts with this seed."""
         self._manual_seed = value
-        current = self.open_connection
+        current = self.connection_if_open
         if current is not None:
             try:
                 current.seed(value)
@@ -104,7 +104,7 @@ class DeviceSlot:
         return self._connection is not None
 
     @property
-    def open_connection(self) -> Connection | None:
+    def connection_if_open(self) -> Connection | None:
         """None if there is no connection or it is lost."""
         current = self._connection
         return None if current is None or current.is_lost else current
@@ -112,7 +112,7 @@ class DeviceSlot:
     def close(self) -> None:
         self._closed.set()
         if self._executor_link is not None:
-            self._executor_link.stop()
+            self._executor_link.stop_reconnecting()
         if self._connection is not None:
             self._connection.close(_SHUTDOWN_REASON)
 
@@ -122,7 +122,7 @@ class DeviceSlot:
         with self._lock:
             link, connection = self._executor_link, self._connection
         if link is not None and connection is not None and not connection.is_lost:
-            link.stop()
+            link.stop_reconnecting()
             connection.close(reason)
 
     def forget_after_fork(self) -> None:
@@ -134,7 +134,7 @@ class DeviceSlot:
 
     def _open(self, first_seed: int) -> Connection:
         self._executor_link = ExecutorLink(
-            self.device.open(), self.device.node_id, busy_timeout_s=self._op_timeout_s
+            self.device.open(), self.device.node_id, busy_executor_timeout_s=self._op_timeout_s
         )
         connection = open_connection(
             self._executor_link,

@@ -38,7 +38,7 @@ def main(arguments: list[str] | None = None) -> int:
     except GenieError as error:
         _log.error("executor failed: %s", error)
         if config is not None:
-            _write_status(config, f"{error.message[:_MESSAGE_CHARS_MAX]} ({error.hint})")
+            _write_status_for_agent(config, f"{error.message[:_MESSAGE_CHARS_MAX]} ({error.hint})")
         return error.exit_code
 
 
@@ -52,7 +52,7 @@ def run(config: ExecutorConfig) -> int:
 
         if not libraries.BuildCache.of_this_installation().is_built("genie_executor"):
             torch_version = libraries.TorchTarget.from_installation().torch_version
-            _write_status(config, f"compiling the executor library for torch {torch_version}")
+            _write_status_for_agent(config, f"compiling the executor library for torch {torch_version}")
         libraries.load("genie_executor")
         opened = accelerator.prepare_accelerator(config)
         session = ClientSession(listener, config)
@@ -60,7 +60,7 @@ def run(config: ExecutorConfig) -> int:
         files.write_private(Path(config.endpoint_path), msgspec.json.encode({"port": listener.port}))
         client = listener.wait_for_client(config.idle_s)
         if client is None:
-            return _end_without_client(config, f"no client connected within {config.idle_s:g} s")
+            return _exit_code_without_client(config, f"no client connected within {config.idle_s:g} s")
         _log.info("serving %s on %s", client.peer, config.device)
         end = session.serve(client)
         if not session.is_freed:
@@ -68,7 +68,7 @@ def run(config: ExecutorConfig) -> int:
             logging.shutdown()
             os._exit(HardwareError.exit_code)
         if end is SessionOutcome.CLIENT_LOST:
-            return _end_without_client(
+            return _exit_code_without_client(
                 config, f"the client disconnected and did not reconnect within {config.resume_s:g} s"
             )
         return 0 if end is SessionOutcome.CLOSED else HardwareError.exit_code
@@ -76,13 +76,13 @@ def run(config: ExecutorConfig) -> int:
         listener.close()
 
 
-def _end_without_client(config: ExecutorConfig, reason: str) -> int:
-    _log.warning("%s", reason)
-    _write_status(config, reason)
+def _exit_code_without_client(config: ExecutorConfig, reason: str) -> int:
+    _log.warning("exiting without a client: %s", reason)
+    _write_status_for_agent(config, reason)
     return CLIENT_LOST_EXIT_CODE
 
 
-def _write_status(config: ExecutorConfig, text: str) -> None:
+def _write_status_for_agent(config: ExecutorConfig, text: str) -> None:
     """For the agent, which forwards it to the client."""
     if config.status_path:
         files.write_private(Path(config.status_path), text.encode())

@@ -25,7 +25,7 @@ from genie.errors import OpRefusedError
 from genie.native.graph_steps import Step, StepArgument, StepOutput, TensorArgument, ViewFields
 
 aten = torch.ops.aten
-_SIMPLE_STRING = re.compile(r"[A-Za-z0-9_]{0,32}")
+_SAFE_STRING = re.compile(r"[A-Za-z0-9_]{0,32}")
 _DIVISION_OPS = frozenset(("div", "divide", "floor_divide", "fmod", "remainder"))
 
 
@@ -50,10 +50,10 @@ class TensorMeta:
         return self.offset + 1 + sum((n - 1) * step for n, step in zip(self.sizes, self.strides, strict=True))
 
     @property
-    def span_bytes(self) -> tuple[int, int]:
+    def byte_range(self) -> tuple[int, int]:
         return self.offset * self.dtype.itemsize, self.end_offset * self.dtype.itemsize
 
-    def dimensions(self) -> list[tuple[int, int, int]]:
+    def nontrivial_dimensions(self) -> list[tuple[int, int, int]]:
         """Stride, size and index of the dimensions that are not trivial, outermost first."""
         real = [
             (step, n, i)
@@ -65,7 +65,7 @@ class TensorMeta:
     def is_dense(self) -> bool:
         """Whether each element of the span occurs exactly once."""
         expected = 1
-        for step, n, _ in reversed(self.dimensions()):
+        for step, n, _ in reversed(self.nontrivial_dimensions()):
             if step != expected:
                 return False
             expected *= n
@@ -73,8 +73,8 @@ class TensorMeta:
 
     def has_same_layout(self, other: TensorMeta) -> bool:
         """Ignores the strides of trivial dimensions."""
-        return (self.dtype, self.sizes, self.offset, self.dimensions()) == (
-            other.dtype, other.sizes, other.offset, other.dimensions()
+        return (self.dtype, self.sizes, self.offset, self.nontrivial_dimensions()) == (
+            other.dtype, other.sizes, other.offset, other.nontrivial_dimensions()
         )  # fmt: skip
 
 
@@ -98,15 +98,18 @@ class TracedGraph:
 
 
 def trace_steps(
-    steps: Sequence[Step], result_storages: Sequence[int], sizes: Mapping[int, int], device: torch.device
+    steps: Sequence[Step],
+    result_storages: Sequence[int],
+    existing_storage_bytes: Mapping[int, int],
+    device: torch.device,
 ) -> TracedGraph:
     """`result_storages`: storages that must be results. OpRefusedError if the steps cannot be converted."""
     written = {
         each[1] for step in steps if step[0] == "op" for each in _iterate_tensor_arguments(step[3]) if each[6]
     }
     builder = _GraphBuilder(device, written)
-    for group in _group_inputs(steps, sizes):
-        builder.add_input_group(group)
+    for group in _group_overlapping_inputs(steps, existing_storage_bytes):
+        builder.add_overlapping_inputs(group)
     for step in steps:
         builder.add_step(step)
     return builder.finish(result_storages)
@@ -116,22 +119,23 @@ def trace_steps(
 
 
 @dataclass
-class _InputGroup:
+class _OverlappingInputs:
     """Views of one storage whose byte ranges overlap."""
 
     storage: int
-    metas: dict[TensorMeta, bool] = field(default_factory=dict)
-    """Whether each is written."""
+    is_written_by_meta: dict[TensorMeta, bool] = field(default_factory=dict)
     end_bytes: int = 0
 
     @property
     def is_written(self) -> bool:
-        return any(self.metas.values())
+        return any(self.is_written_by_meta.values())
 
 
-def _group_inputs(steps: Sequence[Step], sizes: Mapping[int, int]) -> list[_InputGroup]:
+def _group_overlapping_inputs(
+    steps: Sequence[Step], existing_storage_bytes: Mapping[int, int]
+) -> list[_OverlappingInputs]:
     """Groups do not overlap: a write to one does not affect the others."""
-    used: dict[int, dict[TensorMeta, bool]] = {number: {} for number in sizes}
+    used: dict[int, dict[TensorMeta, bool]] = {number: {} for number in existing_storage_bytes}
     for step in steps:
         if step[0] != "op":
             continue
@@ -139,15 +143,15 @@ def _group_inputs(steps: Sequence[Step], sizes: Mapping[int, int]) -> list[_Inpu
             meta = TensorMeta(dtype, size, stride, offset)
             if storage in used and meta.numel > 0:  # an empty tensor is not an input
                 used[storage][meta] = used[storage].get(meta, False) or written
-    groups: list[_InputGroup] = []
+    groups: list[_OverlappingInputs] = []
     for storage, metas in used.items():
-        last: _InputGroup | None = None
-        for meta in sorted(metas, key=lambda each: each.span_bytes):
-            start, end = meta.span_bytes
+        last: _OverlappingInputs | None = None
+        for meta in sorted(metas, key=lambda each: each.byte_range):
+            start, end = meta.byte_range
             if last is None or start >= last.end_bytes:
-                last = _InputGroup(storage)
+                last = _OverlappingInputs(storage)
                 groups.append(last)
-            last.metas[meta] = metas[meta]
+            last.is_written_by_meta[meta] = metas[meta]
             last.end_bytes = max(last.end_bytes, end)
     return groups
 
@@ -192,30 +196,30 @@ class _GraphBuilder:
 
     # --- inputs
 
-    def add_input_group(self, group: _InputGroup) -> None:
+    def add_overlapping_inputs(self, group: _OverlappingInputs) -> None:
         if not group.is_written:
-            for meta in group.metas:
+            for meta in group.is_written_by_meta:
                 self._view_nodes[StorageView(group.storage, meta)] = self._add_placeholder(
                     group.storage, meta
                 )
             return
-        if len({meta.dtype for meta in group.metas}) > 1:
+        if len({meta.dtype for meta in group.is_written_by_meta}) > 1:
             raise OpRefusedError("memory that the graph writes to is read with another dtype")
-        base = self._covering_meta(group)
+        base = self._meta_covering_group(group)
         node = self._add_placeholder(group.storage, base)
-        start, end = base.span_bytes
+        start, end = base.byte_range
         self._base_tensors.setdefault(group.storage, []).append(
             _BaseTensor(group.storage, node, base, start, end)
         )
 
-    def _covering_meta(self, group: _InputGroup) -> TensorMeta:
+    def _meta_covering_group(self, group: _OverlappingInputs) -> TensorMeta:
         """A view that contains all others, preferably one that is written."""
-        first = min(meta.offset for meta in group.metas)
-        end = max(meta.end_offset for meta in group.metas)
-        for meta in sorted(group.metas, key=lambda each: not group.metas[each]):
+        first = min(meta.offset for meta in group.is_written_by_meta)
+        end = max(meta.end_offset for meta in group.is_written_by_meta)
+        for meta in sorted(group.is_written_by_meta, key=lambda each: not group.is_written_by_meta[each]):
             if meta.is_dense() and (meta.offset, meta.end_offset) == (first, end):
                 return meta
-        (dtype,) = {meta.dtype for meta in group.metas}
+        (dtype,) = {meta.dtype for meta in group.is_written_by_meta}
         return TensorMeta(dtype, (end - first,), (1,), first)
 
     def _add_placeholder(self, storage: int, meta: TensorMeta) -> Node:
@@ -234,14 +238,14 @@ class _GraphBuilder:
         if step[0] == "allocate":
             self._allocated_bytes[step[1]] = step[2]
         elif step[0] == "free":
-            self._drop_storage(step[1])
+            self._forget_storage(step[1])
             self._view_nodes = {
                 view: node for view, node in self._view_nodes.items() if view.storage != step[1]
             }
         else:
             self._add_op(*step[1:])
 
-    def _drop_storage(self, storage: int) -> None:
+    def _forget_storage(self, storage: int) -> None:
         """Forget a storage whose number may be reused."""
         for mapping in (self._base_tensors, self._allocated_bytes, self._unusable_storage_reasons):
             mapping.pop(storage, None)
@@ -251,16 +255,16 @@ class _GraphBuilder:
     ) -> None:
         namespace, _, short = name.partition("::")
         op = getattr(getattr(getattr(torch.ops, namespace), short), overload or "default")
-        self._check_random(op, name, arguments)
+        self._check_not_random(op, name, arguments)
         values = [self._argument_value(argument) for argument in arguments]
         node = self._add_call_with_schema(op, values)
-        self._check_division(short, node)
-        used_storages = {_storage_address(each.meta["val"]) for each in node.all_input_nodes}
+        self._check_no_integer_division(short, node)
+        used_storages = {_storage_id(each.meta["val"]) for each in node.all_input_nodes}
         results = [node] if len(outputs) == 1 else [self._add_getitem(node, i) for i in range(len(outputs))]
         for result, output in zip(results, outputs, strict=True):
             self._add_output(name, result, output, used_storages)
 
-    def _check_division(self, name: str, node: Node) -> None:
+    def _check_no_integer_division(self, name: str, node: Node) -> None:
         """Integer division by zero raises in eager mode, but would kill the process in compiled CPU code."""
         found = node.meta["val"]
         if self._device.type != "cpu" or name.rstrip("_") not in _DIVISION_OPS:
@@ -274,7 +278,7 @@ class _GraphBuilder:
                 self._add_output(name, self._add_getitem(node, i), each, used_storages)
         elif output[0] == "new":
             _, storage, dtype, sizes, strides = output
-            self._add_base(name, storage, node, TensorMeta(dtype, sizes, strides), used_storages)
+            self._set_base_from_output(name, storage, node, TensorMeta(dtype, sizes, strides), used_storages)
 
     def _add_getitem(self, node: Node, index: int) -> Node:
         found = node.meta["val"][index]
@@ -282,11 +286,11 @@ class _GraphBuilder:
         item.meta["val"] = found
         return item
 
-    def _add_base(
+    def _set_base_from_output(
         self, name: str, storage: int, node: Node, meta: TensorMeta, used_storages: set[int]
     ) -> None:
         """Copy outputs that are views or have other strides than predicted, as op_runner.cpp does."""
-        self._drop_storage(storage)
+        self._forget_storage(storage)
         found = node.meta["val"]
         if not isinstance(found, torch.Tensor) or (found.dtype, tuple(found.shape)) != (
             meta.dtype, meta.sizes
@@ -295,24 +299,24 @@ class _GraphBuilder:
                 f"{name} returns another dtype or shape for fake tensors than predicted"
             )
             return
-        unshared = found.device == self._device and _storage_address(found) not in used_storages
+        unshared = found.device == self._device and _storage_id(found) not in used_storages
         if not unshared or not meta.has_same_layout(_tensor_meta(found)):
-            node = self._add_copy(node, meta)
-        used_storages.add(_storage_address(node.meta["val"]))  # another output with this memory is shared
+            node = self._add_strided_copy(node, meta)
+        used_storages.add(_storage_id(node.meta["val"]))  # another output with this memory is shared
         self._base_tensors[storage] = [_BaseTensor(storage, node, meta)]
 
-    def _add_copy(self, node: Node, meta: TensorMeta) -> Node:
-        new = self._add_empty(meta)
+    def _add_strided_copy(self, node: Node, meta: TensorMeta) -> Node:
+        new = self._add_empty_tensor(meta)
         self._add_call(aten.copy_.default, new, node)
         return new
 
-    def _add_empty(self, meta: TensorMeta) -> Node:
+    def _add_empty_tensor(self, meta: TensorMeta) -> Node:
         return self._add_call(
             aten.empty_strided.default, list(meta.sizes), list(meta.strides),
             dtype=meta.dtype, device=self._device,
         )  # fmt: skip
 
-    def _check_random(self, op: OpOverload, name: str, arguments: list[StepArgument]) -> None:
+    def _check_not_random(self, op: OpOverload, name: str, arguments: list[StepArgument]) -> None:
         if torch.Tag.nondeterministic_seeded not in op.tags:
             return
         declared = [argument.name for argument in op._schema.arguments]
@@ -334,7 +338,7 @@ class _GraphBuilder:
             case ("list", items):
                 return [self._argument_value(item) for item in items]
             case ("value", value):
-                _check_simple_strings(value)
+                _check_safe_strings(value)
                 return value
         raise OpRefusedError("an op uses its own generator")
 
@@ -344,7 +348,7 @@ class _GraphBuilder:
         if view.storage in self._unusable_storage_reasons:
             raise OpRefusedError(self._unusable_storage_reasons[view.storage])
         if view.meta.numel == 0:
-            node = self._add_empty(view.meta)
+            node = self._add_empty_tensor(view.meta)
         else:
             node = self._add_view(self._find_base(view), view.meta)
         self._view_nodes[view] = node
@@ -352,19 +356,19 @@ class _GraphBuilder:
 
     def _find_base(self, view: StorageView) -> _BaseTensor:
         if view.storage in self._allocated_bytes:
-            self._base_tensors[view.storage] = [self._add_base_on_first_use(view)]
-        start, end = view.meta.span_bytes
+            self._base_tensors[view.storage] = [self._make_base_on_first_use(view)]
+        start, end = view.meta.byte_range
         for base in self._base_tensors.get(view.storage, ()):
             if base.start_bytes <= start and end <= base.end_bytes:
                 return base
         raise OpRefusedError("an op uses memory that does not exist")
 
-    def _add_base_on_first_use(self, view: StorageView) -> _BaseTensor:
+    def _make_base_on_first_use(self, view: StorageView) -> _BaseTensor:
         size = self._allocated_bytes.pop(view.storage)
         meta = view.meta
-        if not meta.is_dense() or meta.span_bytes != (0, size):
+        if not meta.is_dense() or meta.byte_range != (0, size):
             meta = TensorMeta(meta.dtype, (size // meta.dtype.itemsize,), (1,))
-        return _BaseTensor(view.storage, self._add_empty(meta), meta)
+        return _BaseTensor(view.storage, self._add_empty_tensor(meta), meta)
 
     def _add_view(self, base: _BaseTensor, meta: TensorMeta) -> Node:
         if meta.has_same_layout(base.meta):
@@ -377,7 +381,7 @@ class _GraphBuilder:
             found = TensorMeta(meta.dtype, found.sizes, found.strides, found.offset)
         if not found.is_dense():
             raise OpRefusedError("memory with gaps is viewed with other strides")
-        view = self._try_slices_and_permute(node, found, meta)
+        view = self._try_add_slices_and_permute(node, found, meta)
         relative = TensorMeta(meta.dtype, meta.sizes, meta.strides, meta.offset - base.meta.offset)
         if base.storage in self._written_storages:
             # It must be a view of the same memory, or writes would be lost.
@@ -395,7 +399,7 @@ class _GraphBuilder:
 
     def _add_reshape(self, node: Node, found: TensorMeta, shape: tuple[int, ...]) -> Node:
         """View the elements in memory order."""
-        order = [i for _, _, i in found.dimensions()]
+        order = [i for _, _, i in found.nontrivial_dimensions()]
         rest = [i for i in range(len(found.sizes)) if i not in order]
         if (order + rest) != list(range(len(found.sizes))):
             node = self._add_call(aten.permute.default, node, order + rest)
@@ -403,9 +407,9 @@ class _GraphBuilder:
             return node
         return self._add_call(aten.view.default, node, list(shape))
 
-    def _try_slices_and_permute(self, node: Node, found: TensorMeta, meta: TensorMeta) -> Node | None:
+    def _try_add_slices_and_permute(self, node: Node, found: TensorMeta, meta: TensorMeta) -> Node | None:
         """Use view, slice, select, permute and expand, which can be fused; None if as_strided is needed."""
-        sliced = _find_slices(found, meta)
+        sliced = _express_as_slices(found, meta)
         if sliced is None:
             return None
         shape, slices, inner = sliced
@@ -419,7 +423,7 @@ class _GraphBuilder:
 
     def _add_permute(self, node: Node, meta: TensorMeta) -> Node:
         """Permute the dimensions, and insert the trivial ones."""
-        placed = [i for _, _, i in meta.dimensions()]
+        placed = [i for _, _, i in meta.nontrivial_dimensions()]
         order = sorted(range(len(placed)), key=lambda each: placed[each])
         if order != list(range(len(placed))):
             node = self._add_call(aten.permute.default, node, order)
@@ -452,7 +456,7 @@ class _GraphBuilder:
             return [self._replace_scalar_constants(each, as_number) for each in value]
         if not isinstance(value, _ScalarConstant):
             return value
-        if as_number and value.wrapped:
+        if as_number and value.is_wrapped_number:
             return value.value
         return self._add_call(aten.full.default, [], value.value, dtype=value.dtype, device=self._device)
 
@@ -483,13 +487,13 @@ class _ScalarConstant:
 
     value: complex
     dtype: torch.dtype
-    wrapped: bool
+    is_wrapped_number: bool
 
 
-def _check_simple_strings(value: object) -> None:
+def _check_safe_strings(value: object) -> None:
     """Inductor copies strings into generated source code: allow only letters, digits and _."""
     for each in value if isinstance(value, list) else [value]:
-        if isinstance(each, str) and not _SIMPLE_STRING.fullmatch(each):
+        if isinstance(each, str) and not _SAFE_STRING.fullmatch(each):
             raise OpRefusedError("a string argument has characters other than letters, digits and _")
 
 
@@ -497,12 +501,12 @@ def _tensor_meta(tensor: torch.Tensor) -> TensorMeta:
     return TensorMeta(tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset()))
 
 
-def _storage_address(value: object) -> int:
+def _storage_id(value: object) -> int:
     """Identity of the storage of a tensor; 0 for other values."""
     return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else 0
 
 
-def _find_slices(
+def _express_as_slices(
     found: TensorMeta, meta: TensorMeta
 ) -> tuple[tuple[int, ...], list[tuple[int, int]], int | None] | None:
     """How to express `meta` as slices of dense memory: the shape to view it in, the slice of each dimension,
@@ -511,7 +515,7 @@ def _find_slices(
     around, left = found.numel, meta.offset - found.offset
     shape: list[int] = []
     slices: list[tuple[int, int]] = []
-    for step, n, _ in meta.dimensions():
+    for step, n, _ in meta.nontrivial_dimensions():
         if around % step:
             return None
         shape.append(around // step)

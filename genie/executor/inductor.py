@@ -35,7 +35,7 @@ COMPILE_TIMEOUT_S = 480.0
 """Timeout; afterwards the graph is replayed step by step."""
 _KEEP_ALIVE_INTERVAL_S = 1.0
 COMPILED_STEPS_MAX = 20_000
-_COMPILE_MEMORY_BYTES = 4 * 1024**3
+_COMPILE_MEMORY_ALLOWANCE_BYTES = 4 * 1024**3
 _REASON_CHARACTERS_MAX = 300
 
 
@@ -58,7 +58,7 @@ class InductorCompiler:
         self._device = torch.device(device)
         self._folder = folder
         self._last_compilation: Future[CompiledGraph] | None = None
-        self._retained_memory = _RetainedMemory()
+        self._retained_memory = _MemoryRetainedByCompiler()
 
     def compile(
         self,
@@ -77,7 +77,7 @@ class InductorCompiler:
         _log.info("compiling a graph of %d steps with inductor", len(steps))
         started = time.monotonic()
         future = Future[CompiledGraph]()
-        allowance = _MemoryAllowance(self._retained_memory)
+        allowance = _CompilationMemoryAllowance(self._retained_memory)
         threads = torch.get_num_threads()
 
         def work() -> None:
@@ -121,7 +121,7 @@ class InductorCompiler:
         steps: Sequence[Step],
         results: Sequence[int],
         sizes: Mapping[int, int],
-        allowance: _MemoryAllowance,
+        allowance: _CompilationMemoryAllowance,
     ) -> CompiledGraph:
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._folder.chmod(0o700)
@@ -140,23 +140,23 @@ class InductorCompiler:
 
 
 @dataclass
-class _RetainedMemory:
+class _MemoryRetainedByCompiler:
     """Memory of this process that earlier compilations retain, up to the allowance."""
 
     bytes: int = 0
 
 
-class _MemoryAllowance:
+class _CompilationMemoryAllowance:
     """Raises the memory limit for a compilation, whose memory is not the client's.
 
     Entered by the compiling thread while the session waits. When the session stops waiting it ends the
     allowance; later growth counts towards its own limit.
     """
 
-    def __init__(self, retained: _RetainedMemory) -> None:
+    def __init__(self, retained: _MemoryRetainedByCompiler) -> None:
         self._retained_memory = retained
         self._lock = threading.Lock()
-        self._limit: _DataSegmentLimit | None = None
+        self._limit: _DataSegmentRlimit | None = None
         self._bytes_before_compilation = 0
         self._has_ended = False
 
@@ -164,9 +164,11 @@ class _MemoryAllowance:
         with self._lock:
             if self._has_ended:
                 raise OpRefusedError("the compilation timed out")
-            self._limit = _DataSegmentLimit.current(self._retained_memory.bytes)
+            self._limit = _DataSegmentRlimit.current(self._retained_memory.bytes)
             self._bytes_before_compilation = accelerator.data_segment_bytes()
-            self._limit.raise_by(self._retained_memory.bytes + _COMPILE_MEMORY_BYTES)
+            self._limit.set_soft_limit_with_allowance(
+                self._retained_memory.bytes + _COMPILE_MEMORY_ALLOWANCE_BYTES
+            )
 
     def __exit__(self, *_: object) -> None:
         self.end()
@@ -178,28 +180,29 @@ class _MemoryAllowance:
                 retained = self._retained_memory.bytes + max(
                     0, accelerator.data_segment_bytes() - self._bytes_before_compilation
                 )
-                self._retained_memory.bytes = min(retained, _COMPILE_MEMORY_BYTES)
-                self._limit.raise_by(self._retained_memory.bytes)
+                self._retained_memory.bytes = min(retained, _COMPILE_MEMORY_ALLOWANCE_BYTES)
+                self._limit.set_soft_limit_with_allowance(self._retained_memory.bytes)
             self._has_ended = True
 
 
 @dataclass(frozen=True)
-class _DataSegmentLimit:
+class _DataSegmentRlimit:
     """The memory limit of this process without allowances; negative: none."""
 
-    base: int
-    hard: int
+    soft_bytes_without_allowance: int
+    hard_bytes: int
 
     @classmethod
-    def current(cls, allowed_bytes: int) -> _DataSegmentLimit:
+    def current(cls, current_allowance_bytes: int) -> _DataSegmentRlimit:
         soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
-        return cls(soft if soft < 0 else soft - allowed_bytes, hard)
+        return cls(soft if soft < 0 else soft - current_allowance_bytes, hard)
 
-    def raise_by(self, more_bytes: int) -> None:
-        if self.base >= 0:
-            soft = self.base + more_bytes
+    def set_soft_limit_with_allowance(self, allowance_bytes: int) -> None:
+        if self.soft_bytes_without_allowance >= 0:
+            soft = self.soft_bytes_without_allowance + allowance_bytes
             resource.setrlimit(
-                resource.RLIMIT_DATA, (soft if self.hard < 0 else min(soft, self.hard), self.hard)
+                resource.RLIMIT_DATA,
+                (soft if self.hard_bytes < 0 else min(soft, self.hard_bytes), self.hard_bytes),
             )
 
 

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-_CONCURRENT_FETCHES_MAX = 64
+_FETCH_CONNECTIONS_MAX = 64
 """An executor fetches one parcel at a time, so this limits the number of other executors."""
 _CONCURRENT_HANDSHAKES_MAX = 128
 """More than all other executors that may fetch, which can connect at the same time."""
@@ -50,7 +50,7 @@ _FETCH_IDLE_TIMEOUT_S = 10.0
 """Idle timeout of a connection between two fetches."""
 _HANDSHAKE_TIMEOUT_S = 5.0
 _FIRST_BYTE_TIMEOUT_S = 2.0
-_REFUSAL_TIMEOUT_S = 1.0
+_SEND_REFUSAL_TIMEOUT_S = 1.0
 _BACKLOG = 128
 _DISCARD_CHUNK_BYTES = 4096
 
@@ -80,13 +80,13 @@ class ClientListener:
         self._opened_reply: device_protocol.Opened | None = None
         self._stream_type: type[Stream] | None = None
         self._send_parcel: SendParcel | None = None
-        self._fetch_slots = threading.BoundedSemaphore(_CONCURRENT_FETCHES_MAX)
+        self._fetch_slots = threading.BoundedSemaphore(_FETCH_CONNECTIONS_MAX)
         self._sockets_in_handshake: dict[socket.socket, str] = {}
         """Unauthenticated connections with their addresses, oldest first; guarded by `_handshakes_lock`.
 
         Duplicates, because the stream takes the socket itself.
         """
-        self._handshake_threads = 0
+        self._handshake_thread_count = 0
         """Threads of handshakes, also of connections that were closed; guarded by `_handshakes_lock`."""
         self._handshakes_lock = threading.Lock()
         self._state_changed = threading.Condition()
@@ -192,13 +192,13 @@ class ClientListener:
         """Never waits. Drops the connection if the threads of closed connections have not ended yet."""
         try:
             with self._handshakes_lock:
-                if self._handshake_threads >= 2 * _CONCURRENT_HANDSHAKES_MAX:
+                if self._handshake_thread_count >= 2 * _CONCURRENT_HANDSHAKES_MAX:
                     raise OSError(errno.EAGAIN, "too many handshakes")
                 if len(self._sockets_in_handshake) >= _CONCURRENT_HANDSHAKES_MAX:
-                    self._close_one_handshake()
+                    self._close_oldest_handshake()
                 socket_copy = sock.dup()
                 self._sockets_in_handshake[socket_copy] = host
-                self._handshake_threads += 1
+                self._handshake_thread_count += 1
         except OSError as error:  # also: out of file descriptors
             _log.warning("rejected the client %s: %s", peer, error)
             sock.close()
@@ -223,7 +223,7 @@ class ClientListener:
             sock.close()  # has no effect after detach()
             self._end_handshake(socket_copy, has_ended=True)
 
-    def _close_one_handshake(self) -> None:
+    def _close_oldest_handshake(self) -> None:
         """Closes the oldest connection of the address with the most; its thread then ends."""
         (most, _), *_ = Counter(self._sockets_in_handshake.values()).most_common(1)
         oldest = next(socket_copy for socket_copy, host in self._sockets_in_handshake.items() if host == most)
@@ -237,7 +237,7 @@ class ClientListener:
         """The peer is authenticated, or its thread has ended."""
         with self._handshakes_lock:
             self._sockets_in_handshake.pop(socket_copy, None)
-            self._handshake_threads -= has_ended
+            self._handshake_thread_count -= has_ended
         socket_copy.close()
 
     def _wait_first_byte(self, sock: socket.socket, peer: str) -> None:
@@ -255,7 +255,7 @@ class ClientListener:
             same_machine = loopback and machine != "" and request.machine == machine
             plaintext = same_machine or not stream.encrypted
             if isinstance(request, device_protocol.Fetch):
-                self._check_token(request)
+                self._check_fetch_token(request)
                 self._end_handshake(socket_copy)
                 self._start_fetch(stream, request, peer, plaintext=plaintext)
             else:
@@ -274,7 +274,7 @@ class ClientListener:
                 raise DeviceUnavailableError("this executor has no session")
         if not self._fetch_slots.acquire(blocking=False):
             raise DeviceUnavailableError(
-                f"this executor already has {_CONCURRENT_FETCHES_MAX} pending fetches"
+                f"this executor already has {_FETCH_CONNECTIONS_MAX} pending fetches"
             )
         thread = threading.Thread(
             target=self._serve_fetches,
@@ -323,7 +323,7 @@ class ClientListener:
         while self._send_parcel(request.number, stream):
             request = device_protocol.receive_fetch(stream, peer=peer, timeout_s=_FETCH_IDLE_TIMEOUT_S)
             try:
-                self._check_token(request)
+                self._check_fetch_token(request)
             except TokenRefusedError as error:
                 self._send_refusal(stream, error, peer)
                 raise
@@ -351,12 +351,12 @@ class ClientListener:
         if not hmac.compare_digest(digest, self._config.ticket_sha256):
             raise TokenRefusedError("the ticket is not for this executor")
 
-    def _check_token(self, request: device_protocol.Fetch) -> None:
+    def _check_fetch_token(self, request: device_protocol.Fetch) -> None:
         with self._state_changed:
             key = self._fetch_key
         if not key:
             raise DeviceUnavailableError("this executor has no session")
-        expected = device_protocol.fetch_token(key, request.number)
+        expected = device_protocol.make_fetch_token(key, request.number)
         if not hmac.compare_digest(request.token.encode(), expected.encode()):
             raise TokenRefusedError("the token is not valid for this parcel")
 
@@ -392,9 +392,9 @@ class ClientListener:
     def _send_refusal(self, stream: Stream, error: GenieError, peer: str) -> None:
         """Send the error, and close only after the peer has closed or on timeout, so that it arrives."""
         reply = device_protocol.Error(code=error.code, message=str(error)[:1000])
-        deadline = time.monotonic() + _REFUSAL_TIMEOUT_S
+        deadline = time.monotonic() + _SEND_REFUSAL_TIMEOUT_S
         try:
-            device_protocol.send_reply(stream, reply, peer=peer, timeout_s=_REFUSAL_TIMEOUT_S)
+            device_protocol.send_reply(stream, reply, peer=peer, timeout_s=_SEND_REFUSAL_TIMEOUT_S)
             while time.monotonic() < deadline:
                 stream.read_exactly(_DISCARD_CHUNK_BYTES, _remaining_s(deadline))
         except (GenieError, OSError):

@@ -87,7 +87,7 @@ class ParcelConnector:
             raise NothingListensError(error.message, hint=_connection_refused_hint(host)) from error
         try:
             fetched = device_protocol.request_fetch(stream, request, peer=peer, timeout_s=_CONNECT_TIMEOUT_S)
-            return executor_stream.apply_tls_decision(
+            return executor_stream.downgrade_if_plaintext(
                 stream, plaintext=fetched.plaintext, peer=peer, timeout_s=_CONNECT_TIMEOUT_S
             )
         except BaseException:

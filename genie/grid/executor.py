@@ -24,7 +24,7 @@ from genie.errors import GenieError, RunLostError, UsageError
 from genie.grid.grid_file import GridFile, read_grid_file
 from genie.grid.runs.launch import RunLauncher, RunSpec, track_run
 from genie.grid.runs.run import OutputCollector
-from genie.grid.runs.runner import Runner
+from genie.grid.runs.run_client import Runner
 from genie.grid.ssh.pool import SshPool
 
 if TYPE_CHECKING:
@@ -275,7 +275,7 @@ class _GridSession:
             self._loop.close()
 
     async def _close_on_loop(self) -> None:
-        self.runner.keep_cancelled_starts()
+        self.runner.stop_interrupting_cancelled_starts()
         waiting = list(self._pending_tasks)
         for task in waiting:
             task.cancel()

@@ -207,7 +207,7 @@ class _GridFileParser:
             raise ConfigError(
                 f"{self._file_name} is empty", hint="list the names of your SSH hosts under 'nodes:'"
             )
-        self._check_tags(root, seen=set())
+        self._check_yaml_tags_and_depth(root, seen=set())
         entries = self._require_mapping(root, "the file", known=_TOP_LEVEL_KEYS)
         if "nodes" not in entries:
             raise ConfigError(
@@ -323,7 +323,9 @@ class _GridFileParser:
             found[name.value] = value
         return found
 
-    def _check_tags(self, node: yaml.Node, *, seen: set[tuple[int, int]], depth: int = 0) -> None:
+    def _check_yaml_tags_and_depth(
+        self, node: yaml.Node, *, seen: set[tuple[int, int]], depth: int = 0
+    ) -> None:
         """Raises ConfigError for tags that are not plain YAML and for nesting that is too deep.
 
         Checks each node once per depth: with aliases, a small file can expand to an unbounded tree.
@@ -337,7 +339,7 @@ class _GridFileParser:
             raise self._make_error(node, "this value", "is nested too deeply")
         for child in node.value if isinstance(node, yaml.CollectionNode) else ():
             for each in child if isinstance(child, tuple) else (child,):
-                self._check_tags(each, seen=seen, depth=depth + 1)
+                self._check_yaml_tags_and_depth(each, seen=seen, depth=depth + 1)
 
     def _make_error(self, node: yaml.Node | None, what: str, problem: str, *, hint: str = "") -> ConfigError:
         source = self._format_position(node)

@@ -50,7 +50,7 @@ _COUNT_MAX = 2**63 - 1
 _OPEN_FLAGS = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOFOLLOW", 0)  # not on Windows
 ACTIVE_RUNS_MAX = 10_000
 _PID_DIGITS_MAX = 10
-_PROCESS_ENDED_STATUS = "gone"
+_ENDED_PROCESS_START_TIME = "gone"
 _PENDING_UPDATES_MAX = 10_000
 _FLUSH_TIMEOUT_S = 5.0
 _DECODE_ERRORS = (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError)
@@ -150,11 +150,11 @@ class _UpdateWriter:
                 return
             self._is_running = True
         try:
-            threading.Thread(target=self._apply_pending_updates, name="genie-grid-figures").start()
+            threading.Thread(target=self._apply_pending_updates, name="genie-grid-snapshot").start()
         except RuntimeError:  # the interpreter is shutting down
             self._apply_pending_updates()
 
-    def wait(self) -> None:
+    def wait_until_applied(self) -> None:
         """Wait until all pending updates are applied, at most _FLUSH_TIMEOUT_S."""
         with self._changed:
             self._changed.wait_for(lambda: not self._is_running, timeout=_FLUSH_TIMEOUT_S)
@@ -192,7 +192,7 @@ if hasattr(os, "register_at_fork"):
 class GridMetrics:
     """Every method is safe to call from several processes at once, and none raises.
 
-    On an event loop, updates return immediately. `figures` and `text` block until pending updates are
+    On an event loop, updates return immediately. `snapshot` and `text` block until pending updates are
     applied, so event loops call them in a thread.
     """
 
@@ -203,19 +203,19 @@ class GridMetrics:
         """Count the run as active until `run_ended`, whether or not a process waits for it. At most
         ACTIVE_RUNS_MAX are stored; the oldest is dropped first."""
 
-        def change(figures: MetricsSnapshot) -> None:
-            figures.runs[run_id] = run
-            while len(figures.runs) > ACTIVE_RUNS_MAX:
-                del figures.runs[next(iter(figures.runs))]
+        def change(snapshot: MetricsSnapshot) -> None:
+            snapshot.runs[run_id] = run
+            while len(snapshot.runs) > ACTIVE_RUNS_MAX:
+                del snapshot.runs[next(iter(snapshot.runs))]
 
         self._apply_or_enqueue(change)
 
     def run_ended(self, run_id: str, status: str, duration_s: float) -> None:
         """Count an active run as completed. A run that is not active is ignored."""
 
-        def change(figures: MetricsSnapshot) -> None:
-            if figures.runs.pop(run_id, None) is not None:
-                figures.count_completed_task(status, duration_s)
+        def change(snapshot: MetricsSnapshot) -> None:
+            if snapshot.runs.pop(run_id, None) is not None:
+                snapshot.count_completed_task(status, duration_s)
 
         self._apply_or_enqueue(change)
 
@@ -225,42 +225,42 @@ class GridMetrics:
         The active tasks of a process that has ended are dropped.
         """
 
-        def change(figures: MetricsSnapshot) -> None:
-            _add_active_tasks(figures, started - len(ended))
+        def change(snapshot: MetricsSnapshot) -> None:
+            _add_active_tasks(snapshot, started - len(ended))
             for status, duration_s in ended:
-                figures.count_completed_task(status, duration_s)
+                snapshot.count_completed_task(status, duration_s)
 
         self._apply_or_enqueue(change)
 
     def sync_finished(self, duration_s: float) -> None:
         self._apply_or_enqueue(
-            lambda figures: figures.syncs.add(_finite_duration_s(duration_s), SYNC_BUCKETS_S)
+            lambda snapshot: snapshot.syncs.add(_finite_duration_s(duration_s), SYNC_BUCKETS_S)
         )
 
     def node_scores(self, scores: Mapping[str, float]) -> None:
         """Replace all scores. Infinity marks a node that must not be chosen."""
         stored = {name: score if math.isfinite(score) else None for name, score in scores.items()}
 
-        def change(figures: MetricsSnapshot) -> None:
-            figures.scores = stored
+        def change(snapshot: MetricsSnapshot) -> None:
+            snapshot.scores = stored
 
         self._apply_or_enqueue(change)
 
-    def figures(self) -> MetricsSnapshot:
+    def read_snapshot(self) -> MetricsSnapshot:
         """Return the current metrics, without the tasks of processes that have ended."""
-        _UPDATE_WRITER.wait()
-        figures = self._read_file()
-        _drop_ended_processes(figures)
-        return figures
+        _UPDATE_WRITER.wait_until_applied()
+        snapshot = self._read_file()
+        _drop_ended_processes(snapshot)
+        return snapshot
 
     def text(self) -> str:
-        return prometheus_text(self.figures())
+        return prometheus_text(self.read_snapshot())
 
     def _apply_or_enqueue(self, change: Callable[[MetricsSnapshot], None]) -> None:
         try:
             asyncio.get_running_loop()
         except RuntimeError:
-            _UPDATE_WRITER.wait()
+            _UPDATE_WRITER.wait_until_applied()
             self._apply_to_file(change)
         else:
             _UPDATE_WRITER.enqueue(lambda: self._apply_to_file(change))
@@ -269,10 +269,10 @@ class GridMetrics:
         try:
             files.make_private_directory(self._path.parent)
             with self._hold_file_lock():
-                figures = self._read_file()
-                _drop_ended_processes(figures)
-                change(figures)
-                data = _encode_snapshot(figures)
+                snapshot = self._read_file()
+                _drop_ended_processes(snapshot)
+                change(snapshot)
+                data = _encode_snapshot(snapshot)
                 # Renamed without fsync: a power cut may reset counters, which Prometheus handles.
                 temporary = self._path.with_name(".metrics.json.new")
                 temporary.unlink(missing_ok=True)  # a leftover may have any type and mode
@@ -302,11 +302,11 @@ class GridMetrics:
         try:
             with os.fdopen(os.open(self._path, os.O_RDONLY | _OPEN_FLAGS), "rb") as file:
                 if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                    raise ValueError("not a regular file")
+                    raise ValueError("the metrics file is not a regular file")
                 data = file.read(_FILE_BYTES_MAX + 1)
             if len(data) > _FILE_BYTES_MAX:
-                raise ValueError(f"larger than {_FILE_BYTES_MAX} bytes")
-            figures = _decode_snapshot(data)
+                raise ValueError(f"the metrics file is larger than {_FILE_BYTES_MAX} bytes")
+            snapshot = _decode_snapshot(data)
         except FileNotFoundError:
             return MetricsSnapshot.empty()
         except (OSError, *_DECODE_ERRORS) as error:
@@ -315,23 +315,23 @@ class GridMetrics:
                 extra={"file": str(self._path), "why": str(error)},
             )
             return MetricsSnapshot.empty()
-        return figures if figures.has_current_buckets() else MetricsSnapshot.empty()
+        return snapshot if snapshot.has_current_buckets() else MetricsSnapshot.empty()
 
 
-def _encode_snapshot(figures: MetricsSnapshot) -> bytes:
+def _encode_snapshot(snapshot: MetricsSnapshot) -> bytes:
     """Encode as JSON of at most _FILE_BYTES_MAX; the oldest runs are dropped to fit.
 
     Raises ValueError if it still does not fit, or for a number that JSON cannot represent.
     """
-    data = json.dumps(figures, default=vars, allow_nan=False)
+    data = json.dumps(snapshot, default=vars, allow_nan=False)
     excess = len(data) - _FILE_BYTES_MAX
     if excess > 0:
-        while excess > 0 and figures.runs:
-            oldest = next(iter(figures.runs))
-            excess -= len(json.dumps({oldest: vars(figures.runs.pop(oldest))}))
-        data = json.dumps(figures, default=vars, allow_nan=False)
+        while excess > 0 and snapshot.runs:
+            oldest = next(iter(snapshot.runs))
+            excess -= len(json.dumps({oldest: vars(snapshot.runs.pop(oldest))}))
+        data = json.dumps(snapshot, default=vars, allow_nan=False)
     if len(data) > _FILE_BYTES_MAX:
-        raise ValueError(f"the file would be larger than {_FILE_BYTES_MAX} bytes")
+        raise ValueError(f"the metrics file would be larger than {_FILE_BYTES_MAX} bytes")
     return data.encode()
 
 
@@ -371,14 +371,14 @@ def _require_type(value: Any, *kinds: type) -> Any:  # Any: it is of one of `kin
 def _require_count(value: Any) -> int:
     count: int = _require_type(value, int)
     if not 0 <= count <= _COUNT_MAX:
-        raise ValueError(f"count is not between 0 and {_COUNT_MAX}")
+        raise ValueError(f"invalid count in the metrics file: not between 0 and {_COUNT_MAX}")
     return count
 
 
 def _require_float(value: Any) -> float:
     number = float(_require_type(value, int, float))
     if not math.isfinite(number):
-        raise ValueError(f"{number} is not finite")
+        raise ValueError(f"invalid number in the metrics file: {number} is not finite")
     return number
 
 
@@ -392,26 +392,28 @@ def _finite_duration_s(reported_s: float) -> float:
     return max(0.0, reported_s) if math.isfinite(reported_s) else 0.0
 
 
-def _add_active_tasks(figures: MetricsSnapshot, count: int) -> None:
+def _add_active_tasks(snapshot: MetricsSnapshot, count: int) -> None:
     own = _process_identity(os.getpid())
-    remaining = figures.active.pop(own, 0) + count
+    remaining = snapshot.active.pop(own, 0) + count
     if remaining > 0:
-        figures.active[own] = remaining
+        snapshot.active[own] = remaining
 
 
-def _drop_ended_processes(figures: MetricsSnapshot) -> None:
-    for name in list(figures.active):
+def _drop_ended_processes(snapshot: MetricsSnapshot) -> None:
+    for name in list(snapshot.active):
         pid = name.partition("-")[0]
         is_pid = (
-            pid.isdecimal() and len(pid) <= _PID_DIGITS_MAX and not name.endswith(f"-{_PROCESS_ENDED_STATUS}")
+            pid.isdecimal()
+            and len(pid) <= _PID_DIGITS_MAX
+            and not name.endswith(f"-{_ENDED_PROCESS_START_TIME}")
         )
         if not is_pid or _process_identity(int(pid)) != name:
-            del figures.active[name]
+            del snapshot.active[name]
 
 
 def _process_identity(pid: int) -> str:
     """Return the PID with the start time, because PIDs are reused."""
-    return f"{pid}-{_process_start_time(pid) or _PROCESS_ENDED_STATUS}"
+    return f"{pid}-{_process_start_time(pid) or _ENDED_PROCESS_START_TIME}"
 
 
 def _process_start_time(pid: int) -> str:
@@ -432,46 +434,46 @@ def _process_start_time(pid: int) -> str:
 # --- the Prometheus text format ---------------------------------------------------------------
 
 
-def prometheus_text(figures: MetricsSnapshot) -> str:
+def prometheus_text(snapshot: MetricsSnapshot) -> str:
     """Return the metrics in Prometheus text format 0.0.4."""
     # Imported late: it takes 60 ms, and nodes that only count tasks do not have it.
     from prometheus_client import generate_latest
 
-    return generate_latest(_SnapshotCollector(figures)).decode()
+    return generate_latest(_SnapshotCollector(snapshot)).decode()
 
 
 class _SnapshotCollector:
     """A prometheus_client collector of one snapshot."""
 
-    def __init__(self, figures: MetricsSnapshot) -> None:
-        self._figures = figures
+    def __init__(self, snapshot: MetricsSnapshot) -> None:
+        self._snapshot = snapshot
 
     def collect(self) -> Iterator[Metric]:
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-        figures = self._figures
+        snapshot = self._snapshot
         scores = GaugeMetricFamily(
             "grid_node_health_score",
             "Score of a node; the lowest is the best, +Inf is never chosen.",
             labels=["node"],
         )
-        for node, score in sorted(figures.scores.items()):
+        for node, score in sorted(snapshot.scores.items()):
             scores.add_metric([node], math.inf if score is None else score)
         yield scores
         completed = CounterMetricFamily(
             "grid_tasks_completed", "Completed tasks by final status.", labels=["status"]
         )
-        for status, count in sorted(figures.completed.items()):
+        for status, count in sorted(snapshot.completed.items()):
             completed.add_metric([status], count)
         yield completed
         yield _histogram_metric(
-            "grid_task_duration_seconds", "Duration of completed tasks.", figures.tasks, TASK_BUCKETS_S
+            "grid_task_duration_seconds", "Duration of completed tasks.", snapshot.tasks, TASK_BUCKETS_S
         )
         yield _histogram_metric(
-            "grid_sync_duration_seconds", "Duration of a sync to one node.", figures.syncs, SYNC_BUCKETS_S
+            "grid_sync_duration_seconds", "Duration of a sync to one node.", snapshot.syncs, SYNC_BUCKETS_S
         )
         yield GaugeMetricFamily(
-            "grid_active_tasks", "Runs and batch tasks that have not completed.", value=figures.active_tasks
+            "grid_active_tasks", "Runs and batch tasks that have not completed.", value=snapshot.active_tasks
         )
 
 

@@ -18,7 +18,7 @@ from genie.grid.grid_file import GridFile
 from genie.grid.health.check import HealthState, NodeHealthChecker
 from genie.grid.metrics import GridMetrics
 from genie.grid.runs.launch import reconcile_runs
-from genie.grid.runs.runner import Runner
+from genie.grid.runs.run_client import Runner
 
 _log = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ async def refresh_metrics(
     checker: NodeHealthChecker, runner: Runner, file: GridFile, metrics: GridMetrics, *, fresh: bool = False
 ) -> None:
     """Record the scores of all nodes and the ends of active runs."""
-    nodes = await checker.check_all(fresh=fresh)
+    nodes = await checker.check_all_in_file_order(fresh=fresh)
     await asyncio.to_thread(metrics.node_scores, {node.name: node.effective_score for node in nodes})
     reached = [node.name for node in nodes if node.state is not HealthState.UNREACHABLE]
     await reconcile_runs(runner, file, metrics, nodes=reached)

@@ -55,7 +55,7 @@ def remove_node(text: str, node: str, *, name: str) -> str:
     return edited
 
 
-def read_text(path: Path) -> str:
+def read_grid_file_text(path: Path) -> str:
     """Reads the file; '' if it does not exist. Raises ConfigError."""
     try:
         raw = path.expanduser().read_bytes()
@@ -83,7 +83,7 @@ def edit_grid_file(path: Path, change: Callable[[str], str]) -> None:
         raise ConfigError(f"could not write the grid file {path}: {error.strerror}") from error
     try:
         _lock_directory(descriptor, path)
-        write_grid_file(path, change(read_text(path)))
+        write_grid_file(path, change(read_grid_file_text(path)))
     finally:
         os.close(descriptor)
 
@@ -124,7 +124,7 @@ def write_grid_file(path: Path, text: str) -> None:
 def _parse_unless_empty(text: str, name: str) -> GridFile | None:
     """Parses the file; None if it has no nodes yet."""
     root = _compose_yaml(text, name)
-    if isinstance(root, yaml.MappingNode) and _is_empty(_find_nodes_value(root)):
+    if isinstance(root, yaml.MappingNode) and _is_empty_or_null(_find_nodes_value(root)):
         return None
     return parse_grid_file(text, name=name) if root is not None else None
 
@@ -142,7 +142,7 @@ def _find_nodes_value(root: yaml.MappingNode) -> yaml.Node | None:
     return next((value for key, value in root.value if key.value == "nodes"), None)
 
 
-def _is_empty(node: yaml.Node | None) -> bool:
+def _is_empty_or_null(node: yaml.Node | None) -> bool:
     if isinstance(node, yaml.SequenceNode):
         return not node.value
     return node is None or node.tag == "tag:yaml.org,2002:null"

@@ -238,7 +238,7 @@ class Promotion:
     async def _join_cluster(self, link: NodeConnection, places: _NodePaths) -> None:
         created = await self._client.create_token(TokenKind.JOIN, name=f"grid-{link.name}")
         join = (
-            f"{places.state_variable} {places.genie} join {shlex.quote(self._controller)} "
+            f"{places.state_dir_assignment} {places.genie} join {shlex.quote(self._controller)} "
             f"--node-id {shlex.quote(link.name)} --token-file - --detach 2>&1"
         )
         # The token is passed on standard input: other users on the node can read arguments.
@@ -309,7 +309,7 @@ class _NodePaths:
         return f"{self.environment}/bin/genie"
 
     @property
-    def state_variable(self) -> str:
+    def state_dir_assignment(self) -> str:
         return f"GENIE_STATE_DIR={self.state}"
 
 
@@ -321,7 +321,7 @@ def _make_node_paths(root: str) -> _NodePaths:
 
 def _make_stop_command(places: _NodePaths) -> str:
     """A line of sh that stops the agent, if one is installed."""
-    return f"if [ -x {places.genie} ]; then {places.state_variable} {places.genie} down; fi"
+    return f"if [ -x {places.genie} ]; then {places.state_dir_assignment} {places.genie} down; fi"
 
 
 async def _run_shell(

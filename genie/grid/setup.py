@@ -30,7 +30,7 @@ DEFAULT_PACKAGES = ("ray[default]", "torch", "numpy")
 INSTALL_TIMEOUT_S = 3600.0
 _INSPECT_TIMEOUT_S = 60.0
 _UPLOAD_TIMEOUT_S = 120.0
-_REPLY_MARGIN_S = 30.0
+_REPLY_TIMEOUT_MARGIN_S = 30.0
 _PROGRESS_INTERVAL_S = 1.0
 _UPLOAD_PART_BYTES = 4 << 20
 _LOG_PATH = ".grid/setup/setup.log"
@@ -215,7 +215,7 @@ class EnvironmentSetup:
             except GenieError as error:
                 state = "unreachable" if error.exit_code == TransportError.exit_code else "failed"
                 # pip prints URLs of the requirements, which may contain passwords.
-                text, hint = redact(error.message), redact(error.hint or _make_hint(error, name))
+                text, hint = redact(error.message), redact(error.hint or _setup_error_hint(error, name))
                 return SetupReport(name, state, error=text, hint=hint, exit_code=error.exit_code)
 
         return await all_of(map(set_up_node, names))
@@ -286,7 +286,10 @@ class EnvironmentSetup:
             try:
                 blob = spec.requirements.encode()
                 found, _ = await link.call(
-                    "environment.install", request, blob, timeout_s=INSTALL_TIMEOUT_S + _REPLY_MARGIN_S
+                    "environment.install",
+                    request,
+                    blob,
+                    timeout_s=INSTALL_TIMEOUT_S + _REPLY_TIMEOUT_MARGIN_S,
                 )
             finally:
                 progress.cancel()
@@ -305,7 +308,7 @@ class EnvironmentSetup:
                     on_progress(link.name, redact(shown)[:200])
 
 
-def _make_hint(error: GenieError, node: str) -> str:
+def _setup_error_hint(error: GenieError, node: str) -> str:
     text = error.message.lower()
     reason = getattr(error, "reason", "")
     if reason == "locked":

@@ -45,6 +45,8 @@ class StopReason(enum.StrEnum):
 
     NONE = ""
     CANCEL = "cancel"
+    CLOSED = "closed"
+    """Sessions only: the client has closed it, so it has succeeded."""
     PREEMPT = "preempt"
     """Preempted by a job of higher priority; it is queued again."""
     TIME_LIMIT = "limit"

@@ -496,6 +496,8 @@ class StatusReply(Message, frozen=True, kw_only=True):
     store_bytes_max: int = 0
     store_members: tuple[str, ...] = ()
     """Owner only: endpoints of the etcd cluster that Genie manages."""
+    store_reason: str = ""
+    """Why the store does not respond; only for the owner."""
 
 
 class GetStatus(Request[StatusReply], frozen=True, kw_only=True):

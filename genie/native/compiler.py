@@ -31,7 +31,7 @@ INSTALL_HINT = (
 )
 # A compiler that takes longer counts as hung.
 _COMPILE_TIMEOUT_S = 1200.0
-_ERROR_LINES_SHOWN = 6
+_ERROR_LINES_IN_MESSAGE = 6
 # Progress lines in the log of a build without a terminal.
 _PROGRESS_LINES_MAX = 8
 _INCLUDE_DIRECTIVE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"\n]+)"', re.MULTILINE)
@@ -152,7 +152,9 @@ class Build:
             [*unit.compiler_arguments(), "-o", str(output)], self._plans_containing(unit)
         )
         if unit.compute_cache_key() != unit.cache_key:
-            raise NativeBuildError(f"{unit} or a header of it changed during compilation", hint="try again")
+            raise NativeBuildError(
+                f"{unit} or one of its headers changed during compilation", hint="try again"
+            )
         compiler_output_path(into).write_text(printed, "utf-8")
         output.replace(into)
         progress.add_compiled(len(unit.sources))
@@ -282,7 +284,7 @@ def _read_with_includes(source: Path) -> dict[Path, str]:
 def _first_error_lines(text: str) -> str:
     lines = text.splitlines()
     errors = [line for line in lines if "error:" in line or "undefined reference" in line]
-    return "\n".join((errors or lines)[:_ERROR_LINES_SHOWN])
+    return "\n".join((errors or lines)[:_ERROR_LINES_IN_MESSAGE])
 
 
 def _compile_hint(text: str) -> str:

@@ -81,7 +81,7 @@ def connect(
         ) from error
 
 
-def apply_tls_decision(stream: _S, *, plaintext: bool, peer: str, timeout_s: float) -> _S:
+def downgrade_if_plaintext(stream: _S, *, plaintext: bool, peer: str, timeout_s: float) -> _S:
     """The stream to use after the handshake: without TLS if the executor's reply sets `plaintext`."""
     if not plaintext and not stream.encrypted:
         raise ProtocolError(f"{peer} requires an encrypted connection, and this one has no TLS")

@@ -1,15 +1,16 @@
 """The compiled module of native/torch/executor, typed by genie_executor.pyi.
 
-Importing this is cheap: the library is compiled and loaded when one of its names is first used.
+Importing this is cheap: the library is compiled and loaded when one of its names is first used, and so is the
+module that compiles it.
 """
 
 from __future__ import annotations
-
-from genie.native import libraries
 
 
 def __getattr__(name: str) -> object:
     if name.startswith("__"):  # introspection must not start a compiler
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from genie.native import libraries
+
     value = globals()[name] = getattr(libraries.load("genie_executor"), name)
     return value

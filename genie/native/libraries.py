@@ -72,7 +72,7 @@ _LOCK_POLL_INTERVAL_S = 0.1
 _LIBRARIES_KEPT = 4
 _OBJECTS_KEPT = 100
 # Files of a torch library per unit. With more, an edit takes longer, and the first build hardly less.
-_FILES_PER_UNIT = 8
+_FILES_PER_TRANSLATION_UNIT = 8
 
 _log = logging.getLogger(__name__)
 _load_lock = threading.Lock()
@@ -299,10 +299,10 @@ class BuildCache:
         own_flags = (*flags, f"-DTORCH_EXTENSION_NAME={name}")
         shared = [
             TranslationUnit(files, flags, target)
-            for files in _group_files(sorted(folder.glob("stream*.cpp")))
+            for files in _group_files_into_units(sorted(folder.glob("stream*.cpp")))
         ]
         own = _find_sources(folder / name.removeprefix("genie_"), name)
-        return shared + [TranslationUnit(files, own_flags, target) for files in _group_files(own)]
+        return shared + [TranslationUnit(files, own_flags, target) for files in _group_files_into_units(own)]
 
     def _nanobind_units(self, name: Library) -> list[TranslationUnit]:
         target = NanobindTarget.from_installation()
@@ -362,9 +362,9 @@ def _find_sources(folder: Path, name: Library) -> list[Path]:
     return found
 
 
-def _group_files(files: Sequence[Path]) -> list[tuple[Path, ...]]:
+def _group_files_into_units(files: Sequence[Path]) -> list[tuple[Path, ...]]:
     """As few groups as possible, of about equal size."""
-    count = -(-len(files) // _FILES_PER_UNIT)
+    count = -(-len(files) // _FILES_PER_TRANSLATION_UNIT)
     ends = [len(files) * number // count for number in range(1, count + 1)]
     return [tuple(files[start:end]) for start, end in zip([0, *ends], ends, strict=False)]
 

@@ -27,9 +27,11 @@ def prebuild_command(library: Library) -> tuple[str, ...]:
     return (sys.executable, "-m", "genie.native", library)
 
 
-async def build_in_background(command: Sequence[str], *, what: str, without: str) -> bool:
-    """Run the command and return whether it succeeded; cancellation kills the compilers as well. `without`:
-    the log message for a failure, which states its consequence."""
+async def build_in_background(command: Sequence[str], *, what: str, consequence: str) -> bool:
+    """Run the command and return whether it succeeded; cancellation kills the compilers as well.
+
+    `consequence`: what a failure means for the user, for the log.
+    """
     try:
         process = await asyncio.create_subprocess_exec(
             *command,
@@ -54,7 +56,7 @@ async def build_in_background(command: Sequence[str], *, what: str, without: str
         process_table.children_in_own_sessions.discard(process.pid)
     if process.returncode != 0:
         reason = " ".join(stderr.decode("utf-8", "replace").split())[-_REASON_CHARACTERS_MAX:]
-        _log.warning("%s: %s", without, reason or "no reason was given")
+        _log.warning("could not compile %s: %s; %s", what, reason or "no reason was given", consequence)
         return False
     _log.info("%s is compiled", what)
     return True

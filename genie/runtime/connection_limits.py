@@ -15,51 +15,51 @@ from dataclasses import dataclass
 from genie.tenancy.rate_limits import RateLimits
 
 CONNECTIONS_MAX = 16384
-COMFORTABLE_CONNECTIONS = 4096
+CONNECTIONS_WARNING_THRESHOLD = 4096
 """A server that may open fewer connections reports it."""
 _RESERVED_FILE_DESCRIPTORS = 256
 """File descriptors of a server for everything but connections."""
 HANDSHAKES_PER_S = 200.0
 """From one address."""
 HANDSHAKES_BURST = 1000.0
-HANDSHAKE_GRACE_S = 1.0
+UNAUTHENTICATED_GRACE_S = 1.0
 """A connection that is not authenticated after this time may be replaced by a new one."""
 _TRACKED_ADDRESSES_MAX = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class ConnectionLimits:
-    """`unauthenticated_max` connections remain available to new peers and `owner_reserve` to the owner. Nodes
-    and users share the rest; `users_max` is the limit of all users together."""
+    """`unauthenticated_max` connections remain available to new peers and `owner_connections_reserved` to the
+    owner. Nodes and users share the rest; `user_connections_max` is the limit of all users together."""
 
     connections_max: int
     unauthenticated_max: int
-    unauthenticated_of_address_max: int
-    users_max: int
-    owner_reserve: int
+    unauthenticated_per_address_max: int
+    user_connections_max: int
+    owner_connections_reserved: int
     handshakes_per_s: float = HANDSHAKES_PER_S
     handshakes_burst: float = HANDSHAKES_BURST
 
     @classmethod
-    def for_file_limit(cls, files: int) -> ConnectionLimits:
+    def for_open_file_limit(cls, files: int) -> ConnectionLimits:
         """The limits of a process that may open this number of files."""
         connections = max(min(CONNECTIONS_MAX, files - _RESERVED_FILE_DESCRIPTORS), 64)
         unauthenticated = min(1024, connections // 4)
         return cls(
             connections_max=connections,
             unauthenticated_max=unauthenticated,
-            unauthenticated_of_address_max=min(128, unauthenticated // 2),
-            users_max=connections // 2,
-            owner_reserve=min(64, connections // 16),
+            unauthenticated_per_address_max=min(128, unauthenticated // 2),
+            user_connections_max=connections // 2,
+            owner_connections_reserved=min(64, connections // 16),
         )
 
     @property
     def authenticated_max(self) -> int:
         """Of nodes and users together."""
-        return self.connections_max - self.unauthenticated_max - self.owner_reserve
+        return self.connections_max - self.unauthenticated_max - self.owner_connections_reserved
 
 
-def file_limit_for(connections: int) -> int:
+def open_file_limit_for(connections: int) -> int:
     """The limit on open files with which a server can have this number of connections."""
     return connections + _RESERVED_FILE_DESCRIPTORS
 
@@ -101,19 +101,19 @@ class ConnectionLimiter:
 
     def accept(self, host: str, *, now_s: float, close: Callable[[], None]) -> OpenConnection | str:
         """Returns the connection, or why it is rejected. `close` is called when another peer replaces it."""
-        limits, address = self.limits, address_key(host)
+        limits, address = self.limits, address_rate_limit_key(host)
         if self.open_count >= limits.connections_max:
             return f"the limit of {limits.connections_max} open connections is reached"
         replaced: OpenConnection | None = None
-        if len(self._unauthenticated_by_address.get(address, ())) >= limits.unauthenticated_of_address_max:
-            replaced = self._find_replaceable(address, now_s)
+        if len(self._unauthenticated_by_address.get(address, ())) >= limits.unauthenticated_per_address_max:
+            replaced = self._find_replaceable_connection(address, now_s)
             if replaced is None:
                 return f"the limit of unauthenticated connections of {address} is reached"
         elif self.unauthenticated_count >= limits.unauthenticated_max:
             largest = max(
                 self._unauthenticated_by_address, key=lambda each: len(self._unauthenticated_by_address[each])
             )
-            replaced = self._find_replaceable(largest, now_s)
+            replaced = self._find_replaceable_connection(largest, now_s)
             if replaced is None:
                 return f"the limit of {limits.unauthenticated_max} unauthenticated connections is reached"
         # Last: a rejected connection costs no handshake. Many nodes behind one address retry at once.
@@ -142,14 +142,14 @@ class ConnectionLimiter:
         self.remove_unauthenticated(connection)
         self.open_count -= 1
 
-    def _find_replaceable(self, address: str, now_s: float) -> OpenConnection | None:
+    def _find_replaceable_connection(self, address: str, now_s: float) -> OpenConnection | None:
         """The oldest unauthenticated connection of an address, unless it may be in its handshake."""
         oldest = next(iter(self._unauthenticated_by_address[address]))
-        return oldest if now_s - oldest.accepted_at_s >= HANDSHAKE_GRACE_S else None
+        return oldest if now_s - oldest.accepted_at_s >= UNAUTHENTICATED_GRACE_S else None
 
 
 @functools.lru_cache(maxsize=_TRACKED_ADDRESSES_MAX)
-def address_key(host: str) -> str:
+def address_rate_limit_key(host: str) -> str:
     """The address, or for IPv6 its /64 network, which usually belongs to one machine or customer."""
     try:
         address = ipaddress.ip_address(host.partition("%")[0])

@@ -59,7 +59,7 @@ class ControllerConnection(ControlDataIntegration):
     ) -> None:
         self.access = access
         self.reconnects = 0
-        self.reopened = asyncio.Event()
+        self.reconnected_event = asyncio.Event()
         """Set at each reconnection; the waiter clears it."""
         self._network = network
         self._program = program
@@ -160,7 +160,7 @@ class ControllerConnection(ControlDataIntegration):
             self._first_welcome.set_result(welcome)
             return
         self.reconnects += 1
-        self.reopened.set()
+        self.reconnected_event.set()
         self._on_change(True, f"reconnected to {self.where}")
 
     async def _wait_for_peer(self, deadline: float) -> rpc.Peer:

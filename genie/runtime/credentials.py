@@ -90,7 +90,9 @@ async def find_access(
     token, source = found
     # The local owner token is valid at another address only if the same cluster listens there.
     needs_check = source is TokenSource.OWNER_FILE and not _is_local_cluster(host, port, state_dir)
-    if needs_check and not await _is_same_cluster(network, host, port, pin=token.pin, timeout_s=timeout_s):
+    if needs_check and not await _server_has_ca_fingerprint(
+        network, host, port, pin=token.pin, timeout_s=timeout_s
+    ):
         raise _token_missing_error(host, port, state_dir=state_dir)
     try:
         trusted = await trust(network, host, port, pin=token.pin, state_dir=state_dir, timeout_s=timeout_s)
@@ -159,7 +161,7 @@ def store_trusted_ca(ca_pem: str, *, state_dir: Path) -> None:
     files.write_private(state_dir / "trust" / f"{tls.fingerprint(ca_pem)}.pem", ca_pem.encode())
 
 
-def with_certificate(access: Access, *, ca_pem: str, certificate: Path, key: Path) -> Access:
+def with_client_certificate(access: Access, *, ca_pem: str, certificate: Path, key: Path) -> Access:
     """Returns `access` with a client certificate."""
     if access.tls is None:
         return access
@@ -197,7 +199,7 @@ async def connect_authenticated(
             welcome = await peer.call(hello, timeout_s=remaining_s)
         except (TokenRefusedError, TlsError) as error:
             remaining_s = max(deadline - asyncio.get_running_loop().time(), 0.001)
-            explained = await _explain_rejection(error, network, access, timeout_s=remaining_s)
+            explained = await _explain_stored_token_rejection(error, network, access, timeout_s=remaining_s)
             if explained is None:
                 raise
             raise explained from error
@@ -245,14 +247,14 @@ def find_token(
     In order of precedence: the configured token, that of the login, the owner token of the local cluster.
     """
     if config.token is not None:
-        return _parse_configured(config.token), TokenSource.CONFIGURED
+        return _parse_configured_token(config.token), TokenSource.CONFIGURED
     if (token := logins.read_login(state_dir, host, port)) is not None:
         return token, TokenSource.LOGIN
     owner = read_owner_token(state_dir)
     return None if owner is None else (owner, TokenSource.OWNER_FILE)
 
 
-def _parse_configured(text: str) -> Token:
+def _parse_configured_token(text: str) -> Token:
     try:
         return parse_token(text)
     except TokenRefusedError as error:
@@ -311,7 +313,7 @@ def _login_failed_error(host: str, port: int, error: TokenRefusedError | TlsErro
     )
 
 
-async def _explain_rejection(
+async def _explain_stored_token_rejection(
     error: TokenRefusedError | TlsError, network: Network, access: Access, *, timeout_s: float
 ) -> GenieError | None:
     """A clearer error for a stored token, which the user may not be aware of; None if there is none."""
@@ -320,14 +322,18 @@ async def _explain_rejection(
         return _login_failed_error(host, port, error)
     if access.source is TokenSource.OWNER_FILE and isinstance(error, TlsError):
         try:
-            is_same = await _is_same_cluster(network, host, port, pin=access.token.pin, timeout_s=timeout_s)
+            is_same = await _server_has_ca_fingerprint(
+                network, host, port, pin=access.token.pin, timeout_s=timeout_s
+            )
         except GenieError:  # not a cluster: the first error explains that
             return None
         return None if is_same else _token_missing_error(host, port)
     return None
 
 
-async def _is_same_cluster(network: Network, host: str, port: int, *, pin: str, timeout_s: float) -> bool:
+async def _server_has_ca_fingerprint(
+    network: Network, host: str, port: int, *, pin: str, timeout_s: float
+) -> bool:
     """Whether the server presents the CA with this fingerprint."""
     if pin == NO_PIN:
         return False

@@ -32,9 +32,9 @@ from genie.errors import (
 )
 
 VERSION = 4
-OPEN_REQUEST_BYTES_MAX = 4096
+HANDSHAKE_REQUEST_BYTES_MAX = 4096
 """Maximum size of a message from an unauthenticated peer."""
-ANSWER_BYTES_MAX = 64 * 1024
+HANDSHAKE_REPLY_BYTES_MAX = 64 * 1024
 TEXT_CHARACTERS_MAX = 4096
 
 _MAGIC = b"GENIEX"
@@ -85,11 +85,11 @@ class Opened(_Message, frozen=True, tag="opened"):
     frames_received: _NonNegativeInteger = 0
     plaintext: bool = False
     fetch_key: Annotated[str, Meta(max_length=128)] = ""
-    """Secret from which the client derives tokens for other executors (fetch_token)."""
+    """Secret from which the client derives tokens for other executors (make_fetch_token)."""
 
 
 class Fetch(_Message, frozen=True, tag="fetch"):
-    """First message of another executor: it requests the parcel `number`. `token` is its fetch_token()."""
+    """First message of another executor: it requests the parcel `number`. `token`: see make_fetch_token()."""
 
     number: Annotated[int, Meta(ge=1, le=1 << 62)]
     token: Annotated[str, Meta(max_length=128)]
@@ -146,12 +146,12 @@ def receive_request(pipe: Pipe, *, peer: str, timeout_s: float) -> Open | Fetch:
     """The executor's side of the handshake: returns the first message of the peer."""
     handshake = _Handshake(pipe, peer, timeout_s)
     handshake.exchange_prefaces()
-    return handshake.read_message(_request_decoder, OPEN_REQUEST_BYTES_MAX)
+    return handshake.read_message(_request_decoder, HANDSHAKE_REQUEST_BYTES_MAX)
 
 
 def receive_fetch(pipe: Pipe, *, peer: str, timeout_s: float) -> Fetch:
     """Returns the next request of an executor that fetches."""
-    return _Handshake(pipe, peer, timeout_s).read_message(_fetch_decoder, OPEN_REQUEST_BYTES_MAX)
+    return _Handshake(pipe, peer, timeout_s).read_message(_fetch_decoder, HANDSHAKE_REQUEST_BYTES_MAX)
 
 
 def ticket_digest(ticket: str) -> str:
@@ -159,7 +159,7 @@ def ticket_digest(ticket: str) -> str:
     return hashlib.sha256(ticket.encode()).hexdigest()
 
 
-def fetch_token(fetch_key: str, number: int) -> str:
+def make_fetch_token(fetch_key: str, number: int) -> str:
     """The token to fetch the parcel `number` from the executor that sent this key to its client."""
     return hmac.new(fetch_key.encode(), f"ship {number}".encode(), hashlib.sha256).hexdigest()
 
@@ -222,7 +222,7 @@ class _Handshake:
 
     def request(self, request: Open | Fetch, decoder: msgspec.msgpack.Decoder[_Answer | Error]) -> _Answer:
         self.write(encode(request))
-        reply = self.read_message(decoder, ANSWER_BYTES_MAX)
+        reply = self.read_message(decoder, HANDSHAKE_REPLY_BYTES_MAX)
         if isinstance(reply, Error):
             raise error_from_code(reply.code, f"{self._peer} rejected the connection: {reply.message}")
         return reply

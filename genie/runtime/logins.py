@@ -59,12 +59,12 @@ def remove_login(state_dir: Path, host: str, port: int) -> bool:
     name = login_name(host, port)
     path = _login_path(state_dir, name)
     try:
-        if _default_name(state_dir) == name:
+        if _read_default_login_name(state_dir) == name:
             (state_dir / _LOGINS_FOLDER / _DEFAULT_LOGIN_FILE).unlink(missing_ok=True)
         files.remove_unfinished_writes(path)
         path.unlink()
     except OSError as error:
-        if _is_absent(error):
+        if _is_file_missing_error(error):
             return False
         raise StoreFullError(f"cannot remove {path}: {error.strerror}", hint="check permissions") from error
     return True
@@ -77,7 +77,7 @@ def read_login(state_dir: Path, host: str, port: int) -> Token | None:
     try:
         return parse_token(files.read_small_file(path))
     except (OSError, UnicodeDecodeError, GenieError) as error:
-        if isinstance(error, OSError) and _is_absent(error):
+        if isinstance(error, OSError) and _is_file_missing_error(error):
             return None
         raise TokenMissingError(
             f"the stored login {path} cannot be read: {error}", hint=f"run 'genie login {name}' again"
@@ -87,7 +87,7 @@ def read_login(state_dir: Path, host: str, port: int) -> Token | None:
 def default_login(state_dir: Path) -> Address | None:
     """The address of the last login; None if there is none, or after logout."""
     try:
-        host, port = parse_endpoint(_default_name(state_dir))
+        host, port = parse_endpoint(_read_default_login_name(state_dir))
         return (host, port) if _login_path(state_dir, login_name(host, port)).exists() else None
     except (OSError, GenieError):
         return None
@@ -107,7 +107,7 @@ def find_login_on_other_port(state_dir: Path, host: str, port: int) -> str | Non
 
 def list_logins(state_dir: Path) -> list[Login]:
     """Sorted by address."""
-    default = _default_name(state_dir)
+    default = _read_default_login_name(state_dir)
     names = sorted(
         path.name.removesuffix(_TOKEN_FILE_SUFFIX)
         for path in (state_dir / _LOGINS_FOLDER).glob(f"*{_TOKEN_FILE_SUFFIX}")
@@ -122,14 +122,14 @@ def _try_read_token(path: Path) -> Token | None:
         return None
 
 
-def _default_name(state_dir: Path) -> str:
+def _read_default_login_name(state_dir: Path) -> str:
     try:
         return files.read_small_file(state_dir / _LOGINS_FOLDER / _DEFAULT_LOGIN_FILE).strip()
     except (OSError, UnicodeDecodeError):
         return ""
 
 
-def _is_absent(error: OSError) -> bool:
+def _is_file_missing_error(error: OSError) -> bool:
     """Whether the file does not exist; a file with a name that is too long cannot exist."""
     return error.errno in (errno.ENOENT, errno.ENAMETOOLONG)
 

@@ -41,13 +41,13 @@ from genie.runtime.connection_limits import ConnectionLimiter, ConnectionLimits,
 _log = logging.getLogger(__name__)
 
 PREFACE_TIMEOUT_S = 10.0
-CLOSE_LINGER_S = 2.0
+CLOSE_FLUSH_TIMEOUT_S = 2.0
 """How long a closed connection waits for its peer to read what was sent before."""
 _READ_CHUNK_BYTES = 64 * 1024
 _BACKLOG = 512
-_ACCEPT_RETRY_S = 0.1
+_ACCEPT_RETRY_INTERVAL_S = 0.1
 _REJECTION_LOG_INTERVAL_S = 60.0
-_RETRY_AFTER_S = 0.5
+_OVERLOAD_RETRY_INTERVAL_S = 0.5
 # A fatal TLS alert, internal_error: tells a client before the handshake that the server is overloaded.
 _TLS_REJECTION_ALERT = bytes.fromhex("15030300020250")
 _TLS_REJECTION_REASON = "TLSV1_ALERT_INTERNAL_ERROR"
@@ -55,7 +55,7 @@ _TLS_REJECTION_REASON = "TLSV1_ALERT_INTERNAL_ERROR"
 _CERTIFICATE_VALIDITY_ERRORS = {9: "is not valid yet", 10: "has expired"}
 # Dead connections are detected after about two minutes.
 _KEEPALIVE = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 20, "TCP_KEEPCNT": 3}
-SEND_NOW_BYTES_MAX = 64 * 1024
+SEND_BUFFER_BYTES_MAX = 64 * 1024
 """Maximum size of the send buffer before a sender waits; the same as the high-water mark of asyncio."""
 
 
@@ -168,10 +168,10 @@ class TcpChannel:
             raise ConnectionLostError(f"the connection to {self.peer} was lost: {error}") from error
 
     def try_send_nowait(self, frame: bytes) -> bool:
-        if self._unsent_bytes > SEND_NOW_BYTES_MAX:
+        if self._unsent_bytes > SEND_BUFFER_BYTES_MAX:
             self._flush()
         transport = self._transport
-        if transport.is_closing() or transport.get_write_buffer_size() > SEND_NOW_BYTES_MAX:
+        if transport.is_closing() or transport.get_write_buffer_size() > SEND_BUFFER_BYTES_MAX:
             return False
         if not self._unsent_frames:
             self._loop.call_soon(self._flush)
@@ -190,10 +190,10 @@ class TcpChannel:
                 await self._fill_buffer()
             return frame
         except asyncio.IncompleteReadError as error:
-            cut = (
+            mid_frame = (
                 " in the middle of a frame" if error.partial or self._buffer_start < len(self._buffer) else ""
             )
-            raise ConnectionLostError(f"{self.peer} closed the connection{cut}") from None
+            raise ConnectionLostError(f"{self.peer} closed the connection{mid_frame}") from None
         except OSError as error:
             raise ConnectionLostError(f"the connection to {self.peer} was lost: {error}") from error
 
@@ -264,10 +264,10 @@ class TcpChannel:
             return
         self._flush()
         self._writer.close()
-        self._loop.call_later(CLOSE_LINGER_S, self._transport.abort)
+        self._loop.call_later(CLOSE_FLUSH_TIMEOUT_S, self._transport.abort)
 
     async def wait_closed(self) -> None:
-        """Waits until the socket is closed, at most CLOSE_LINGER_S after close()."""
+        """Waits until the socket is closed, at most CLOSE_FLUSH_TIMEOUT_S after close()."""
         with suppress(OSError):
             await self._writer.wait_closed()
 
@@ -310,7 +310,7 @@ class TcpNetwork:
         tls: ssl.SSLContext | None,
         on_listening: Callable[[int], None],
     ) -> None:
-        limits = self._limits or ConnectionLimits.for_file_limit(get_file_limit())
+        limits = self._limits or ConnectionLimits.for_open_file_limit(get_file_limit())
         listeners = await _listen(host, port)
         try:
             server = _Server(ConnectionLimiter(limits), accept, tls)
@@ -364,8 +364,8 @@ class _Server:
             except ConnectionError:
                 continue  # the peer has closed it already
             except OSError as error:  # no file descriptor or memory left
-                self._log_rejection(failure_reason(error))
-                await asyncio.sleep(_ACCEPT_RETRY_S)
+                self._log_rejection(connect_failure_reason(error))
+                await asyncio.sleep(_ACCEPT_RETRY_INTERVAL_S)
                 continue
             found = self._limiter.accept(
                 address[0], now_s=self._loop.time(), close=functools.partial(_shut_down, sock)
@@ -426,7 +426,7 @@ class _Server:
                 sock,
                 ssl=tls,
                 ssl_handshake_timeout=PREFACE_TIMEOUT_S if tls else None,
-                ssl_shutdown_timeout=CLOSE_LINGER_S if tls else None,
+                ssl_shutdown_timeout=CLOSE_FLUSH_TIMEOUT_S if tls else None,
             )
         except OSError as error:
             sock.close()
@@ -477,7 +477,7 @@ def _explain_listen_failure(error: OSError, host: str, port: int) -> GenieError:
             "or master_addr in genie.init(node_role='server')",
         )
     return ConfigError(
-        f"cannot listen on {address_text(host, port)}: {failure_reason(error)}",
+        f"cannot listen on {address_text(host, port)}: {connect_failure_reason(error)}",
         hint="check --bind and --port",
     )
 
@@ -511,7 +511,7 @@ def explain_connect_failure(error: OSError | UnicodeError, where: str) -> GenieE
     if isinstance(error, ssl.SSLError) and error.reason == _TLS_REJECTION_REASON:
         return OverloadedError(
             f"{where} rejects connections for now: a limit on connections is reached",
-            retry_after_s=_RETRY_AFTER_S,
+            retry_after_s=_OVERLOAD_RETRY_INTERVAL_S,
         )
     if isinstance(error, ssl.SSLError):
         return TlsError(
@@ -531,11 +531,11 @@ def explain_connect_failure(error: OSError | UnicodeError, where: str) -> GenieE
         )
     hint = "check the address and the network"
     if isinstance(error, socket.gaierror):
-        hint = lookup_hint(error)
-    return UnreachableError(f"{where} cannot be reached: {failure_reason(error)}", hint=hint)
+        hint = name_lookup_hint(error)
+    return UnreachableError(f"{where} cannot be reached: {connect_failure_reason(error)}", hint=hint)
 
 
-def failure_reason(error: OSError | UnicodeError) -> str:
+def connect_failure_reason(error: OSError | UnicodeError) -> str:
     """Why a connect or bind failed: the text of the errno, of which asyncio only has the number."""
     if isinstance(error, socket.gaierror):
         found = "no such name" if error.errno == socket.EAI_NONAME else "the name lookup failed"
@@ -546,7 +546,7 @@ def failure_reason(error: OSError | UnicodeError) -> str:
     return str(error)
 
 
-def lookup_hint(error: socket.gaierror) -> str:
+def name_lookup_hint(error: socket.gaierror) -> str:
     """The hint for a failed name lookup."""
     if error.errno == socket.EAI_NONAME:
         return "check the spelling of the host name"

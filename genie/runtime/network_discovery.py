@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 from genie.errors import ConfigError, UnreachableError
 from genie.model.names import address_text
 from genie.runtime.backend_info import BACKEND_PRIORITY, BACKENDS, BackendInfo, get_backend_info
-from genie.runtime.network import failure_reason, lookup_hint
+from genie.runtime.network import connect_failure_reason, name_lookup_hint
 from genie.runtime.network_interfaces import (
     Interface,
     Throughput,
@@ -133,7 +133,7 @@ class NetworkDiscovery:
             local = group.create_task(_probe_local(self._root, timeout_s=timeout_s))
         found, probes = tcp.result(), {"tcp": tcp.result().probe, **local.result()}
         left_s = max(timeout_s - (time.perf_counter() - start_s), 0.0)
-        interface = await self._interface_of_route(found, timeout_s=left_s)
+        interface = await self._find_interface_of_connection(found, timeout_s=left_s)
         after = read_traffic(now_s=time.monotonic(), root=self._root)
         name, speed_gbps = (interface.name, interface.speed_gbps) if interface else ("", None)
         return DiscoveryResult(
@@ -147,7 +147,7 @@ class NetworkDiscovery:
             throughput=compute_throughput(before.get(name), after.get(name)),
         )
 
-    async def _interface_of_route(self, found: _TcpResult, *, timeout_s: float) -> Interface | None:
+    async def _find_interface_of_connection(self, found: _TcpResult, *, timeout_s: float) -> Interface | None:
         """Runs on a thread, because a driver may be slow to report the speed."""
         if not found.source:
             return None
@@ -262,7 +262,7 @@ async def _probe_tcp(host: str, port: int, *, connects: int, timeout_s: float) -
     try:
         async with asyncio.timeout(timeout_s):
             addresses = await _resolve_host(host, port)
-            address, (rtt_ms, source) = await _connect_to_first(
+            address, (rtt_ms, source) = await _connect_to_first_reachable(
                 addresses, timeout_each_s=timeout_s / len(addresses)
             )
             destination = str(address[1][0])
@@ -282,14 +282,14 @@ async def _probe_tcp(host: str, port: int, *, connects: int, timeout_s: float) -
 def _describe_tcp_error(error: OSError, *, host: str, port: int, timeout_s: float) -> tuple[str, str]:
     """Reason and hint for a failed connection."""
     if isinstance(error, socket.gaierror):
-        return failure_reason(error), lookup_hint(error)
+        return connect_failure_reason(error), name_lookup_hint(error)
     if isinstance(error, ConnectionRefusedError):
         hint = f"is 'genie up' running there on port {port}, on another machine with --bind ADDRESS?"
         return "connection refused", hint
     if isinstance(error, TimeoutError):
         hint = f"is {host} up, and does a firewall block port {port}?"
         return f"timed out after {timeout_s:g} s", hint
-    return failure_reason(error), "check the network between the two machines"
+    return connect_failure_reason(error), "check the network between the two machines"
 
 
 async def _resolve_host(host: str, port: int) -> list[_SocketAddress]:
@@ -310,7 +310,7 @@ def _look_up_addresses(host: str, port: int, *, numeric: bool) -> list[_SocketAd
     return [(family, address) for family, _, _, _, address in found]
 
 
-async def _connect_to_first(
+async def _connect_to_first_reachable(
     addresses: list[_SocketAddress], *, timeout_each_s: float
 ) -> tuple[_SocketAddress, tuple[float, str]]:
     """Connects to the first address that responds, with a timeout for each."""
@@ -368,12 +368,12 @@ def _missing_for_dpdk(root: Path) -> list[_MissingRequirement]:
     pages = (root / "sys/kernel/mm/hugepages").glob("*/free_hugepages")
     if not any(_read_text(path) not in ("", "0") for path in pages):
         missing.append(("no free huge pages", "set vm.nr_hugepages"))
-    if not _dpdk_bound_cards(root):
+    if not _dpdk_bound_network_cards(root):
         missing.append(("no network card that DPDK can drive", "bind a card to vfio-pci"))
     return missing
 
 
-def _dpdk_bound_cards(root: Path) -> list[str]:
+def _dpdk_bound_network_cards(root: Path) -> list[str]:
     """Cards bound to DPDK drivers, and those that DPDK shares with the kernel (which need no vfio)."""
     given = [
         path.name

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import TypeVar
@@ -32,12 +33,16 @@ _Reply = TypeVar("_Reply", bound=Message)
 IN_FLIGHT_MAX = 512
 """Maximum number of requests in flight from one peer; further ones are rejected with OverloadedError."""
 
-TRUSTED_IN_FLIGHT_MAX = 2048
+CLUSTER_PEER_IN_FLIGHT_MAX = 2048
 """The same for requests of the controller to an agent, and of an authenticated node to the controller: above
 the maximum number of orders, and of confirmations that wait."""
 
 CONCURRENT_REJECTIONS_MAX = 4096
 """A peer that sends more requests above the limit in a row is disconnected."""
+
+WAITING_REJECTIONS_MAX = 1024
+"""A peer that reads so slowly that more rejections wait to be sent is disconnected. Reading only its replies
+is no alternative: they arrive in order with its requests."""
 
 INVALID_REQUESTS_MAX = 64
 """A peer that sends more requests that cannot be decoded is disconnected."""
@@ -73,6 +78,8 @@ class Peer:
         self._in_flight = 0
         self._rejections = 0
         """Requests above the limit since the last one that was accepted."""
+        self._waiting_rejections: deque[int] = deque()
+        """Call IDs of the rejections that wait to be sent."""
         self._invalid_requests = 0
         self.request_bytes = 0
         """Size of the last request, when the handler is called with it."""
@@ -102,7 +109,7 @@ class Peer:
         """Calls `listener` when the connection is closed, instead of an earlier one."""
         self._on_close = listener
 
-    def _set_closed(self) -> None:
+    def _mark_closed_and_notify(self) -> None:
         if not self.is_closed:
             self.is_closed = True
             self._closed.set()
@@ -126,7 +133,7 @@ class Peer:
         futures: list[asyncio.Future[wire.Frame]] = [loop.create_future() for _ in requests]
         self._next_call_id = first + len(futures) - 1
         self._pending_calls.update(enumerate(futures, first))
-        timer = loop.call_at(deadline_s, _fail_with_timeout, futures)
+        timer = loop.call_at(deadline_s, _fail_pending_calls_with_timeout, futures)
         try:
             for call_id, request in enumerate(requests, first):
                 await self._send(call_id, request, deadline_s)
@@ -184,7 +191,7 @@ class Peer:
         except* TransportError as group:
             lost = first_error(group)
         finally:
-            self._set_closed()
+            self._mark_closed_and_notify()
             self.channel.close()
             for future in self._pending_calls.values():
                 if not future.done():
@@ -192,7 +199,7 @@ class Peer:
                     future.exception()
 
     def close(self) -> None:
-        self._set_closed()
+        self._mark_closed_and_notify()
         self.channel.close()
 
     async def _read_frames(self, tasks: asyncio.TaskGroup) -> None:
@@ -213,11 +220,28 @@ class Peer:
         self._rejections += 1
         if self._rejections > CONCURRENT_REJECTIONS_MAX:
             raise ProtocolError(f"{self.name} ignores the limit of {self._in_flight_max} requests in flight")
-        error = OverloadedError(
+        if not self._waiting_rejections and self.channel.try_send_nowait(
+            _pack_reply(self._make_rejection(), frame.call_id)
+        ):
+            return
+        if len(self._waiting_rejections) >= WAITING_REJECTIONS_MAX:
+            raise ProtocolError(
+                f"{self.name} has not read the rejections of {WAITING_REJECTIONS_MAX} requests",
+                hint="read replies while sending requests",
+            )
+        self._waiting_rejections.append(frame.call_id)
+        if len(self._waiting_rejections) == 1:
+            tasks.create_task(self._send_waiting_rejections())
+
+    async def _send_waiting_rejections(self) -> None:
+        while self._waiting_rejections and not self.is_closed:
+            await self._send_reply(self._make_rejection(), self._waiting_rejections[0])
+            self._waiting_rejections.popleft()
+
+    def _make_rejection(self) -> OverloadedError:
+        return OverloadedError(
             f"the limit of {self._in_flight_max} requests in flight on one connection is reached"
         )
-        if not self.channel.try_send_nowait(_pack_reply(error, frame.call_id)):
-            tasks.create_task(self._send_reply(error, frame.call_id))
 
     async def _reply_to(self, frame: wire.Frame) -> None:
         try:
@@ -262,7 +286,7 @@ class Peer:
             self.close()
 
 
-def _fail_with_timeout(futures: Sequence[asyncio.Future[wire.Frame]]) -> None:
+def _fail_pending_calls_with_timeout(futures: Sequence[asyncio.Future[wire.Frame]]) -> None:
     for future in futures:
         if not future.done():
             future.set_exception(TimeoutError())
@@ -293,7 +317,7 @@ async def dial(
 ) -> AsyncIterator[Peer]:
     """A context with a connected peer. Errors of the body are raised unchanged."""
     channel = await network.connect(host, port, tls=tls, timeout_s=timeout_s)
-    peer = Peer(channel, requests=requests, handler=handler, in_flight_max=TRUSTED_IN_FLIGHT_MAX)
+    peer = Peer(channel, requests=requests, handler=handler, in_flight_max=CLUSTER_PEER_IN_FLIGHT_MAX)
     body_error: Exception | None = None
     async with unwrapped_task_group() as group:
         running = group.create_task(peer.run())

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _DOMAIN = "genie.internal"
 CONTROLLER_NAME = f"controller.{_DOMAIN}"
 ETCD_NAME = f"etcd.{_DOMAIN}"
-_CA_DAYS = 3650.0
+_CA_LIFETIME_DAYS = 3650.0
 _CLOCK_SKEW = datetime.timedelta(minutes=5)
 
 
@@ -175,7 +175,13 @@ class CertificateAuthority:
             (x509.NameConstraints([x509.DNSName(_DOMAIN)], None), True),
         ]
         certificate = _sign(
-            name, name, key.public_key(), key, now=now, lifetime_s=_CA_DAYS * 86400, extensions=extensions
+            name,
+            name,
+            key.public_key(),
+            key,
+            now=now,
+            lifetime_s=_CA_LIFETIME_DAYS * 86400,
+            extensions=extensions,
         )
         return cls(certificate, key)
 
@@ -243,7 +249,7 @@ class CertificateAuthority:
         )
         return _to_pem(certificate)
 
-    def check_issued(self, certificate_pem: str, *, name: str, csr_pem: str) -> None:
+    def check_issued_by_this_ca(self, certificate_pem: str, *, name: str, csr_pem: str) -> None:
         """Raises TlsError unless this CA issued the certificate, with this name, for the key of the request.
         The certificate may have expired. `issue` checks that the request is signed with that key."""
         from cryptography import x509

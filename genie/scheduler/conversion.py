@@ -18,7 +18,7 @@ _MIB = 1024**2
 RESOURCE_AMOUNT_MAX = 2**31 - 1
 
 
-def node_facts(info: NodeInfo, *, blocked_reason: str = "") -> NodeFacts:
+def node_facts(info: NodeInfo, *, blocked_reason: str = "", has_left: bool = False) -> NodeFacts:
     """Convert the last report of a node. GPUs are numbered by their position in `info`; only the first
     NODE_GPUS_MAX are used."""
     gpus = info.gpus[:NODE_GPUS_MAX]
@@ -32,6 +32,7 @@ def node_facts(info: NodeInfo, *, blocked_reason: str = "") -> NodeFacts:
         blocked_reason=blocked_reason,
         blocked_gpus=frozenset(index for index, gpu in enumerate(gpus) if not gpu.available),
         memory_used_outside_cluster_mib=tuple(_memory_used_outside_cluster_mib(gpu) for gpu in gpus),
+        has_left=has_left,
     )
 
 

@@ -72,6 +72,8 @@ def queue_order(scheduler: Scheduler, now: float) -> list[JobRequest]:
 def _blocked_nodes(scheduler: Scheduler, request: JobRequest) -> tuple[BlockedNodes, ...]:
     blocked: dict[tuple[str, bool], list[str]] = {}
     for facts in scheduler.allocations.nodes:
+        if facts.has_left and not scheduler.allocations.is_suitable_if_open(request, facts):
+            continue
         if why := scheduler.allocations.why_unsuitable(request, facts):
             blocked.setdefault((why, True), []).append(facts.node_id)
         elif why := _why_blocked_now(scheduler, request, facts):

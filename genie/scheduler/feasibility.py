@@ -38,7 +38,8 @@ def why_infeasible(
         if not reasons[node.node_id]
     ]
     if not capacities:
-        requested, grouped = format_request(request.shape), format_grouped_reasons(reasons)
+        present = {node.node_id: reasons[node.node_id] for node in open_nodes if not node.has_left}
+        requested, grouped = format_request(request.shape), format_grouped_reasons(present or reasons)
         return f"requests {requested} on one node; {grouped}" if requested else grouped
     most, scope = _max_workers_within_topology(request, capacities)
     if most < request.workers_required:

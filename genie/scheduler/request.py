@@ -186,6 +186,8 @@ class NodeFacts:
     """Draining, throttled or unhealthy GPUs, which accept no placements."""
     memory_used_outside_cluster_mib: tuple[int, ...] = ()
     """Memory of each GPU used by processes outside the cluster; empty for none."""
+    has_left: bool = False
+    """It has left the cluster and is blocked; pending reasons name it only if a job needs its return."""
 
     @property
     def amounts(self) -> Amounts:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 
 import msgspec
 
@@ -433,13 +432,14 @@ class SchedulingPass:
         for node in cluster.nodes:
             if not (why := cluster.why_unsuitable(request, node) or cluster.why_node_full(node)):
                 return ""
-            reasons[node.node_id] = why
+            if not node.has_left or cluster.is_suitable_if_open(request, node):
+                reasons[node.node_id] = why
         if not reasons:
-            return "no node has joined the cluster yet"
+            return "no node is connected" if cluster.nodes else "no node has joined the cluster yet"
         closed = frozenset(
             node.node_id
             for node in cluster.nodes
-            if node.blocked_reason and not cluster.why_unsuitable(request, replace(node, blocked_reason=""))
+            if node.blocked_reason and cluster.is_suitable_if_open(request, node)
         )
         return f"no suitable node: {format_grouped_reasons(reasons, nodes_first=closed)}"
 

@@ -23,6 +23,7 @@ from genie.config import AgentConfig, ControllerConfig
 from genie.controller.controller import Controller
 from genie.errors import GenieError
 from genie.hardware.host import HostFacts
+from genie.model.failover import FailoverBounds, etcd_failover_bounds
 from genie.model.job import Job, JobSpec, Resources
 from genie.model.messages import CreateToken, ListJobs, ListNodes, Message, NodeView, Request, SubmitJob
 from genie.model.node import GPUInfo, Vendor
@@ -105,6 +106,8 @@ class SimCluster:
         """Times by host."""
         self.faults: list[FaultWindow] = []
         """Faults that may end jobs, so far."""
+        self.control_plane_fault_count = 0
+        """Current faults of the kind that must not overlap: of the power of a controller, or of the store."""
         self._requests = 0
         self._tokens: dict[str, str] = {}
         """User tokens by tenant."""
@@ -126,6 +129,18 @@ class SimCluster:
 
     def is_up(self, host: str) -> bool:
         return host in self._actors
+
+    @property
+    def is_control_plane_healthy(self) -> bool:
+        return not self.control_plane_fault_count and all(map(self.is_up, self.controller_hosts))
+
+    @property
+    def failover_bounds(self) -> FailoverBounds:
+        return etcd_failover_bounds(
+            node_ttl_s=self.config.node_ttl_s,
+            leader_ttl_s=self.config.leader_ttl_s,
+            etcd_election_timeout_s=self.config.etcd_election_timeout_s,
+        )
 
     def is_leader(self, host: str) -> bool:
         """Return whether this controller considers itself the leader."""
@@ -230,6 +245,7 @@ class SimCluster:
             actor.launcher.is_agent_dead = True
         if power_off:
             self.machines.power_off(host)
+            self.world.set_power(host, is_on=False)
         if host in self._stores:
             # A killed process writes nothing; cancelling its task would write a resignation.
             self._stores[host].set_available(False)
@@ -243,6 +259,7 @@ class SimCluster:
             await asyncio.wait(stopping)
 
     def restart(self, host: str) -> None:
+        self.world.set_power(host, is_on=True)
         if host not in self._actors:
             (self.start_controller if host in self.controller_hosts else self.start_agent)(host)
 

@@ -1,6 +1,10 @@
 """Injects seeded faults into a simulated cluster: partitions, pauses, crashes, power and store outages, slow
 and full disks, clock steps.
 
+`power_leader` takes the power from the machine of the leading controller, `power_leader_and_store` also from
+the leader of the store: connections to it time out. These end no job, and neither does `hang_store`, an
+outage of the store for all controllers.
+
 Each fault ends by itself; after `inject_faults` the network is healed and everything runs. Owner actions
 (removed accelerators, quotas) persist until `undo_owner_actions`. Faults that may end jobs are recorded in
 `SimCluster.faults`. The actions of a hostile tenant are in hostile.py.
@@ -10,7 +14,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 from genie.errors import GenieError
 from genie.model.messages import Done, DrainNode, RemoveQuota, Request, SetQuota, UndrainNode
@@ -20,6 +25,8 @@ from genie.sim.cluster import FaultWindow, SimCluster
 
 _log = logging.getLogger(__name__)
 
+_STORE_OUTAGE_FACTOR = 3.0
+_CONTROLLER_START_S = 2.0
 QUOTA_TENANTS = ("red", "blue")
 """Tenants that get quotas."""
 CONTROLLER_FAULTS = ("restart_controller",)
@@ -44,7 +51,10 @@ TIME_FAULTS = (
     "freeze_node",
     "restart_controller",
 )
-STORE_FAULTS = ("slow_store", "slow_load", "fail_back", "lose_store", "lose_reply", "restart_controller")
+STORE_FAULTS = (
+    *("slow_store", "slow_load", "fail_back", "lose_store", "lose_reply", "restart_controller", "hang_store"),
+)
+POWER_FAULTS = ("power_leader", "power_leader_and_store", "hang_store", "power_node", "crash_node", "drain")
 FAULTS_ENDING_JOBS_ON_NODE = frozenset(
     (
         *("cut_node", "cut_one_way", "pause_node", "freeze_node", "drift"),
@@ -152,6 +162,10 @@ async def _inject(cluster: SimCluster, kind: str, node: str, controller: str, du
             await asyncio.sleep(duration_s)
             if cluster.is_up(controller):
                 cluster.set_store_available(controller, available=True)
+        case "hang_store":
+            await _hang_store(cluster, duration_s)
+        case "power_leader" | "power_leader_and_store":
+            await _power_off_leader(cluster, duration_s, with_store=kind == "power_leader_and_store")
         case "lose_reply":
             cluster.lose_next_commit_reply(controller)
         case "drain":
@@ -176,6 +190,58 @@ async def _inject(cluster: SimCluster, kind: str, node: str, controller: str, du
             cluster.crash(host, power_off=kind == "power_node")
             await asyncio.sleep(duration_s)
             cluster.restart(host)
+
+
+async def _hang_store(cluster: SimCluster, duration_s: float) -> None:
+    """Longer than the dead-man time in most cases."""
+    if not cluster.is_control_plane_healthy:
+        return
+    with _control_plane_fault(cluster):
+        cluster.store.set_hanging(True)
+        await asyncio.sleep(_STORE_OUTAGE_FACTOR * duration_s)
+        cluster.store.set_hanging(False)
+        await asyncio.sleep(cluster.failover_bounds.total_s)
+
+
+@contextmanager
+def _control_plane_fault(cluster: SimCluster) -> Iterator[None]:
+    cluster.control_plane_fault_count += 1
+    try:
+        yield
+    finally:
+        cluster.control_plane_fault_count -= 1
+
+
+async def _power_off_leader(cluster: SimCluster, duration_s: float, *, with_store: bool) -> None:
+    """Power off the machine of the leader, unless there is another fault of the control plane: an agent
+    cannot distinguish two failed controllers from its own isolation. Another controller must lead in time."""
+    leader = next((host for host in cluster.controller_hosts if cluster.is_leader(host)), None)
+    if leader is None or not cluster.is_control_plane_healthy:
+        return
+    with _control_plane_fault(cluster):
+        cluster.crash(leader, power_off=True)
+        bounds = cluster.failover_bounds
+        takeover_s = bounds.campaign_s + cluster.config.leader_ttl_s
+        if with_store:
+            takeover_s = bounds.takeover_s
+            await _elect_store_leader(cluster)
+            takeover_s -= bounds.store_election_s
+        await asyncio.sleep(takeover_s)
+        if cluster.leader is None:
+            cluster.machines.report_violation(f"no controller leads {takeover_s:g} s after a power outage")
+        await asyncio.sleep(bounds.discovery_s + duration_s)
+        cluster.restart(leader)
+        await asyncio.sleep(_CONTROLLER_START_S)
+
+
+async def _elect_store_leader(cluster: SimCluster) -> None:
+    """The store does not respond until it has a leader, which extends all leases."""
+    election_timeout_s = cluster.config.etcd_election_timeout_s
+    election_s = cluster.world.random.uniform(1.0, 2.0) * election_timeout_s
+    cluster.store.extend_leases(by_s=election_s + election_timeout_s)
+    cluster.store.set_hanging(True)
+    await asyncio.sleep(election_s)
+    cluster.store.set_hanging(False)
 
 
 async def _disturb_network(cluster: SimCluster, kind: str, duration_s: float) -> None:

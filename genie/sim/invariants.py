@@ -27,16 +27,18 @@ _PLACEMENTS_MAX, _PLACEMENTS_WINDOW_S = 6, 1.0
 """More placements of one job within the window count as a livelock: the second rejection by a node already
 has a pause of 1 s, and a job can be rejected once by each of the nodes."""
 
-_EXCUSED_AFTER_FAULT_S = 45.0
+_EXCUSED_AFTER_FAULT_S = 55.0
 """How long after a fault jobs may still be ended because of it: a leader reclaims the jobs of a node after
-13 s, and there may be no leader for _LEADERLESS_S_MAX."""
+22.5 s, and there may be no leader for _LEADERLESS_S_MAX."""
 _LEADERLESS_S_MAX = 30.0
-"""The lease of the previous leader (5 s), nine reads of the store (2 s each in `slow_load`) and a reserve."""
+"""The lease of the previous leader (3 s), nine reads of the store (2 s each in `slow_load`) and a reserve."""
 _RATE_WINDOW_S = 5.0
 _HEARTBEATS_PER_NODE_PER_S_MAX = 2.0
 """One per `heartbeat_s`, which is 1 s, and another one: a change of the node or a connection sends more."""
 _REQUESTS_PER_WORKER_MAX = 6
 """In one window, of a worker that cannot start yet: it pauses for 0.2, 0.4, 0.8, 1.6 and 2 s in between."""
+_DISCOVERY_ROUNDS_MAX = 8
+"""In one window, of a node without a leader: it pauses for 0.05, 0.1, 0.2, 0.4, 0.8 and 1 s at most."""
 _REQUESTS_PER_LAUNCH_MAX = 4
 """A confirmation and its repetition, and early heartbeats at the start and the end."""
 
@@ -314,16 +316,24 @@ class LeadershipChecker:
 
 class RequestRateChecker:
     """Checks that no node sends more requests than its heartbeats, launches and waiting workers need; it has
-    at most `workers_per_node_max`."""
+    at most `workers_per_node_max`. Each attempt to find the leader is a request to every controller."""
 
     def __init__(
-        self, world: World, machines: SimMachines, hosts: Sequence[str], *, workers_per_node_max: int
+        self,
+        world: World,
+        machines: SimMachines,
+        hosts: Sequence[str],
+        *,
+        workers_per_node_max: int,
+        controller_count: int,
     ) -> None:
         self._world = world
         self._machines = machines
         self._hosts = hosts
         self._requests_allowed_per_window = (
-            _HEARTBEATS_PER_NODE_PER_S_MAX * _RATE_WINDOW_S + _REQUESTS_PER_WORKER_MAX * workers_per_node_max
+            _HEARTBEATS_PER_NODE_PER_S_MAX * _RATE_WINDOW_S
+            + _REQUESTS_PER_WORKER_MAX * workers_per_node_max
+            + _DISCOVERY_ROUNDS_MAX * (controller_count - 1)
         )
         self._launch_count = 0
         machines.spawn_callbacks.append(self._count_launch)

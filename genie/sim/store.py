@@ -68,12 +68,20 @@ class MemoryStore:
 
     @property
     def is_available(self) -> bool:
-        return self._is_available
+        return self._is_available and not self._memory.is_hanging
 
     def set_available(self, available: bool) -> None:
         """While False, calls and watches of this client raise StoreUnavailableError. Leases still expire."""
         self._is_available = available
         self._memory.wake_watches()
+
+    def set_hanging(self, hanging: bool) -> None:
+        """While True, calls of all clients wait, and fail after their timeout. May be nested."""
+        self._memory.set_hanging(hanging)
+
+    def extend_leases(self, *, by_s: float) -> None:
+        """Restart every lease with its lifetime and `by_s`, as a new leader of etcd does."""
+        self._memory.lease_timers.extend_all(by_s=by_s)
 
     def add_commit_listener(self, listener: Callable[[Sequence[Put | Delete]], None]) -> None:
         """Register a callback for every transaction of any client, called when it takes effect."""
@@ -93,14 +101,14 @@ class MemoryStore:
     ) -> RangeResult:
         check_range_limit(limit)
         first, end = key_range(prefix, start_after=start_after)
-        await self._simulate_latency(self._range_delay_s)
+        await self._simulate_latency(self._range_delay_s, timeout_s=timeout_s)
         result = self._memory.range(first, end, limit)
         await self._simulate_latency(0.0)
         return result
 
     async def get(self, key: str, *, timeout_s: float = 5.0) -> KeyValue | None:
         key_bytes = encode_key(key)
-        await self._simulate_latency()
+        await self._simulate_latency(timeout_s=timeout_s)
         found = self._memory.value_by_key.get(key_bytes)
         await self._simulate_latency(0.0)
         return found
@@ -109,7 +117,7 @@ class MemoryStore:
         self, compares: Sequence[Compare], operations: Sequence[Put | Delete], *, timeout_s: float = 5.0
     ) -> TxnResult:
         check_transaction(compares, operations)
-        await self._simulate_latency()
+        await self._simulate_latency(timeout_s=timeout_s)
         result = self._memory.commit(compares, operations)
         await self._simulate_latency(0.0)
         if self._replies_to_lose:
@@ -119,29 +127,29 @@ class MemoryStore:
 
     async def grant_lease(self, ttl_s: float, *, timeout_s: float = 5.0) -> int:
         check_ttl(ttl_s)
-        await self._simulate_latency()
+        await self._simulate_latency(timeout_s=timeout_s)
         lease_id = self._memory.grant_lease(ttl_s)
         await self._simulate_latency(0.0)
         return lease_id
 
     async def keep_alive(self, lease_id: int, *, timeout_s: float = 5.0) -> None:
-        await self._simulate_latency()
+        await self._simulate_latency(timeout_s=timeout_s)
         self._memory.lease_timers.renew(lease_id)
         await self._simulate_latency(0.0)
 
     async def revoke_lease(self, lease_id: int, *, timeout_s: float = 5.0) -> None:
-        await self._simulate_latency()
+        await self._simulate_latency(timeout_s=timeout_s)
         self._memory.lease_timers.stop(lease_id)
         self._memory.delete_keys_of_lease(lease_id)
         await self._simulate_latency(0.0)
 
     async def compact(self, revision: int, *, timeout_s: float = 5.0) -> None:
-        await self._simulate_latency()
+        await self._simulate_latency(timeout_s=timeout_s)
         self._memory.compact(revision)
         await self._simulate_latency(0.0)
 
     async def measure_space(self, *, timeout_s: float = 5.0) -> SpaceUsage:
-        await self._simulate_latency()
+        await self._simulate_latency(timeout_s=timeout_s)
         return self._memory.measure_space()
 
     @asynccontextmanager
@@ -166,8 +174,11 @@ class MemoryStore:
         if not self._is_available:
             raise StoreUnavailableError("the memory store is unavailable (injected fault)")
 
-    async def _simulate_latency(self, delay_s: float | None = None) -> None:
+    async def _simulate_latency(self, delay_s: float | None = None, *, timeout_s: float = 0.0) -> None:
+        """`timeout_s`: how long to wait for a store that hangs."""
         self.check_reachable()
+        if timeout_s:
+            await self._memory.wait_responding(timeout_s)
         await asyncio.sleep(self._call_delay_s if delay_s is None else delay_s)
         self.check_reachable()
 
@@ -196,6 +207,31 @@ class _SharedMemory:
         self._revision = 1
         self._last_lease_id = 0
         self._change_event = asyncio.Event()
+        self._hang_count = 0
+        self._responding_event = asyncio.Event()
+        self._responding_event.set()
+
+    @property
+    def is_hanging(self) -> bool:
+        return self._hang_count > 0
+
+    def set_hanging(self, hanging: bool) -> None:
+        self._hang_count += 1 if hanging else -1
+        if self._hang_count:
+            self._responding_event.clear()
+        else:
+            self._responding_event.set()
+
+    async def wait_responding(self, timeout_s: float) -> None:
+        if self._responding_event.is_set():
+            return
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._responding_event.wait()
+        except TimeoutError:
+            raise StoreUnavailableError(
+                f"the memory store did not respond within {timeout_s:g} s (injected fault)"
+            ) from None
 
     def range(self, first: bytes, end: bytes, limit: int) -> RangeResult:
         items: list[KeyValue] = []

@@ -62,6 +62,7 @@ class World:
         """Clock rate by host, the time of its last change, and the clock value at that time."""
         self._frozen_until_s: dict[str, float] = {}
         self._paused_until_s: dict[str, float] = {}
+        self._hosts_without_power: set[str] = set()
         self._cut_counts_by_direction: Counter[tuple[str, str]] = Counter()
         """Number of cuts by sender and receiver: faults may overlap."""
         self.listeners: dict[tuple[str, int], _Listener] = {}
@@ -146,8 +147,18 @@ class World:
         for host in list(self._clock_rates):
             self.set_clock_rate(host, 1.0)
 
+    def is_without_power(self, host: str) -> bool:
+        return host in self._hosts_without_power
+
     def is_link_cut(self, sender: str, receiver: str) -> bool:
         return self._cut_counts_by_direction[sender, receiver] > 0
+
+    def set_power(self, host: str, *, is_on: bool) -> None:
+        """Connections to a host without power time out; they are not refused."""
+        if is_on:
+            self._hosts_without_power.discard(host)
+        else:
+            self._hosts_without_power.add(host)
 
     def disconnect_host(self, host: str, *, silent: bool) -> None:
         """Close connections and listeners of a host. With `silent` (power outage), peers are not notified."""
@@ -322,7 +333,7 @@ class SimNetwork:
     def __init__(self, world: World, host: str, limits: ConnectionLimits | None = None) -> None:
         self._world = world
         self._host = host
-        self._limits = limits or ConnectionLimits.for_file_limit(_OPEN_FILES_MAX)
+        self._limits = limits or ConnectionLimits.for_open_file_limit(_OPEN_FILES_MAX)
 
     async def connect(self, host: str, port: int, *, tls: ClientTls | None, timeout_s: float) -> _Channel:
         assert tls is None, "the simulation does not support TLS"
@@ -333,6 +344,7 @@ class SimNetwork:
             world.is_link_cut(self._host, host)
             or world.is_link_cut(host, self._host)
             or world.is_paused(host)
+            or world.is_without_power(host)
         ):
             await asyncio.sleep(timeout_s)
             raise DeadlineError(f"{where} did not respond within {timeout_s:g} s")

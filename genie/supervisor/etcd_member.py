@@ -28,7 +28,13 @@ from genie.controller.etcd.local_member import (
 )
 from genie.controller.nodes.admission import Certificates, advertised_host
 from genie.controller.store.open import LOCAL_ETCD, SQLITE_FILE_NAME
-from genie.errors import ConfigError, StoreFullError, StoreUnavailableError, StoreVersionError, TlsError
+from genie.errors import (
+    ConfigError,
+    StoreAccessError,
+    StoreFullError,
+    StoreUnavailableError,
+    StoreVersionError,
+)
 from genie.model.names import address_text
 from genie.processes import files
 from genie.processes.clock import SystemClock
@@ -286,7 +292,7 @@ class EtcdMemberProcess:
             try:
                 await channels.get_ready_member(loop.time() + _PROBE_TIMEOUT_S)
                 return
-            except (StoreUnavailableError, TlsError):
+            except (StoreUnavailableError, StoreAccessError):
                 await asyncio.sleep(_POLL_S)
             finally:
                 await channels.close()

@@ -77,7 +77,7 @@ _WAIT_MESSAGE_DELAY_S = 2.0
 """A longer wait is reported as progress."""
 _LOCK_FILE = "up.lock"
 _PORT_HINT = "stop the program that uses it ('genie down' for Genie), or choose another --port"
-CONTROLLER, AGENT, SUPERVISOR = "controller", "agent", "up"
+CONTROLLER, AGENT, SUPERVISOR = "controller", "agent", process_records.SUPERVISOR
 _PROCESS_NAMES = (SUPERVISOR, CONTROLLER, AGENT, ETCD)
 
 ProgressPrinter = Callable[[str], None]
@@ -553,7 +553,7 @@ async def stop_running_cluster(
 def check_agent_cluster(running: RunningCluster, access: ClusterConfig, *, state_dir: Path) -> None:
     """Raises AgentRunningError if the running agent belongs to another cluster than that of `access`."""
     node_dir = state_dir / AGENTS_DIR / running.node_id
-    if running.node_id and not _has_joined(node_dir, access, at_address=True):
+    if running.node_id and not _has_joined(node_dir, access, requires_address_if_unpinned=True):
         requested = address_text(*_access_address(access))
         raise AgentRunningError(
             f"cannot join {requested}: this machine runs an agent of another cluster {running}",
@@ -645,17 +645,19 @@ def _access_address(access: ClusterConfig) -> tuple[str, int]:
     return parse_endpoint(access.master_addr, what="master_addr", port=access.master_port)
 
 
-def _has_joined(node_dir: Path, access: ClusterConfig, *, at_address: bool = False) -> bool:
+def _has_joined(node_dir: Path, access: ClusterConfig, *, requires_address_if_unpinned: bool = False) -> bool:
     """Whether this is a node of the cluster of `access`.
 
-    Clusters are compared by the pin of the token. Without a token, and with `at_address` for clusters without
-    TLS, which have no pin, the address must be one that the node has stored.
+    Clusters are compared by the pin of the token. Without a token, the address must be one that the node has
+    stored; with `requires_address_if_unpinned` also in clusters without TLS, whose tokens have no pin.
     """
     pin = parse_token((node_dir / "node.token").read_text("utf-8")).pin
     if access.token is not None:
         same = parse_token(access.token).pin == pin
         return same and (
-            pin != NO_PIN or not at_address or _has_controller_address(node_dir, *_access_address(access))
+            pin != NO_PIN
+            or not requires_address_if_unpinned
+            or _has_controller_address(node_dir, *_access_address(access))
         )
     return _has_controller_address(node_dir, *_access_address(access))
 

@@ -20,6 +20,8 @@ from genie.processes.process_identity import ProcessIdentity
 
 RECORDS_FOLDER = "run"
 LOG_FOLDER = "logs"
+SUPERVISOR = "up"
+"""Name of the record of a supervisor."""
 _POLL_S = 0.02
 _KILL_TIMEOUT_S = 5.0
 

@@ -331,7 +331,7 @@ class TreeWalker {
     struct stat found;
     bool have_stat = false;
     if (type == DT_UNKNOWN) {
-      if (fstatat(fd, name, &found, AT_SYMLINK_NOFOLLOW) < 0) return check_removed(bytes);
+      if (fstatat(fd, name, &found, AT_SYMLINK_NOFOLLOW) < 0) return ignore_if_removed(bytes);
       have_stat = true;
       type = IFTODT(found.st_mode);
     }
@@ -346,7 +346,7 @@ class TreeWalker {
     const int excluded = is_excluded(old, bytes, type == DT_DIR);
     if (excluded < 0) return set_error(output_, -1, path_, bytes);
     if (!excluded || is_gitignore) {
-      if (!have_stat && fstatat(fd, name, &found, AT_SYMLINK_NOFOLLOW) < 0) return check_removed(bytes);
+      if (!have_stat && fstatat(fd, name, &found, AT_SYMLINK_NOFOLLOW) < 0) return ignore_if_removed(bytes);
       if (IFTODT(found.st_mode) != type) return 0;  // just replaced: the next walk finds it
     }
     if (is_gitignore && !(old != nullptr && is_same_stamp(TreeRecord(old).stamp(), stamp_from_stat(found))))
@@ -358,7 +358,9 @@ class TreeWalker {
   }
 
   // Ignores a file that has been removed since it was listed.
-  int check_removed(size_t bytes) { return errno == ENOENT ? 0 : set_error(output_, errno, path_, bytes); }
+  int ignore_if_removed(size_t bytes) {
+    return errno == ENOENT ? 0 : set_error(output_, errno, path_, bytes);
+  }
 
   int is_excluded(const uint8_t* old, size_t bytes, bool is_folder) {
     if (reuse_exclusions_ && old != nullptr) {
@@ -398,7 +400,7 @@ class TreeWalker {
   int add_link(int fd, const char* name, size_t bytes, const struct stat& found) {
     char target[kPathMax];
     const ssize_t count = readlinkat(fd, name, target, sizeof target);
-    if (count < 0) return check_removed(bytes);
+    if (count < 0) return ignore_if_removed(bytes);
     RecordHeader header = {};
     header.kind = 'l';
     header.mode = 0777;
@@ -409,7 +411,7 @@ class TreeWalker {
 
   int add_folder(int fd, const char* name, size_t bytes, const struct stat& found, int depth) {
     const int inner = openat(fd, name, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
-    if (inner < 0) return check_removed(bytes);
+    if (inner < 0) return ignore_if_removed(bytes);
     RecordHeader header = {};
     header.kind = 'd';
     header.mode = found.st_mode & 07777;
@@ -631,16 +633,16 @@ EXPORTED int32_t genie_walk_tree(const char* root, const uint8_t* old, uint64_t 
   return TreeWalker(old, old_bytes, old_taken_ns, reuse != 0, is_excluded, out).run(root);
 }
 
-// Returns frames of the small files at `places`, as many as fit. `numbers` has 0 for a file in the buffer and
-// 1 for one that needs the slow path; `size` is the number of bytes used.
-EXPORTED int32_t genie_read_small_files(int32_t root, const uint8_t* records, const uint64_t* places,
+// Returns frames of the small files at `offsets`, as many as fit. `numbers` has 0 for a file in the buffer
+// and 1 for one that needs the slow path; `size` is the number of bytes used.
+EXPORTED int32_t genie_read_small_files(int32_t root, const uint8_t* records, const uint64_t* offsets,
                                         uint64_t count, uint32_t first_number, uint8_t* into,
                                         uint64_t capacity, CallOutput* out) {
   OpenDirectories folders(root);
   ByteBuffer list;
   uint64_t used = 0;
   for (uint64_t i = 0; i < count; ++i) {
-    const TreeRecord record(records + places[i]);
+    const TreeRecord record(records + offsets[i]);
     const uint32_t number = first_number + static_cast<uint32_t>(i);
     const int status = read_small_file(&folders, record, number, into + used, capacity - used);
     if (status < 0) break;
@@ -682,10 +684,10 @@ EXPORTED int32_t genie_place_entries(int32_t root, int32_t objects, const uint8_
   return 0;
 }
 
-// `numbers` has the offsets of records that do not match the files. With `fill`, only missing stamps are
-// filled in from the files.
+// `numbers` has the offsets of records that do not match the files. With `fill_stamps`, only missing stamps
+// are filled in from the files.
 EXPORTED int32_t genie_check_records(int32_t root, uint8_t* records, uint64_t bytes, int64_t taken_ns,
-                                     int32_t fill, CallOutput* out) {
+                                     int32_t fill_stamps, CallOutput* out) {
   if (!are_records_complete(records, bytes)) return set_error(out, EBADMSG, "", 0);
   OpenDirectories folders(root);
   ByteBuffer list;
@@ -694,7 +696,7 @@ EXPORTED int32_t genie_check_records(int32_t root, uint8_t* records, uint64_t by
     const bool is_new = record.header.kind != 'd' && record.stamp().inode == 0;
     struct stat found;
     bool exists = false;
-    if (fill == 0) {
+    if (fill_stamps == 0) {
       if (!is_unchanged(&folders, record, taken_ns, &found, &exists)) list.add_number(at);
     } else if (is_new) {
       is_unchanged(&folders, record, taken_ns, &found, &exists);

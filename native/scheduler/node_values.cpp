@@ -40,7 +40,7 @@ NodeValues::NodeValues(const Cluster& cluster, const std::vector<RequestClass>& 
 const NodeValue& NodeValues::value_of(const FreeState& state) {
   const uint64_t key = hash_free_state(state);
   Shard& shard = shards_[key >> 55];  // other bits than those of the slot
-  if (shard.values.size() * 2 >= shard.slots.size()) grow_cache(shard);
+  if (shard.values.size() * 2 >= shard.slots.size()) grow_or_clear_cache(shard);
   const size_t mask = shard.slots.size() - 1;
   size_t at = key & mask;
   while (shard.slots[at].is_occupied && !(shard.slots[at].state == state)) at = (at + 1) & mask;
@@ -73,7 +73,7 @@ int64_t NodeValues::multi_gpu_capacity(int gpus, const FreeState& state) const {
 }
 
 // Doubles the shard, or clears it at its maximum size.
-void NodeValues::grow_cache(Shard& shard) {
+void NodeValues::grow_or_clear_cache(Shard& shard) {
   if (shard.slots.size() >= kShardSlotsMax) {
     shard.slots.assign(shard.slots.size(), CachedNodeValue{});
     shard.values.clear();

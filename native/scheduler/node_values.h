@@ -50,7 +50,7 @@ class NodeValues {
   static constexpr size_t kShardSlotsMax = 1024;
 
   int64_t multi_gpu_capacity(int gpus, const FreeState& state) const;
-  static void grow_cache(Shard& shard);
+  static void grow_or_clear_cache(Shard& shard);
 
   FillSimulation fill_simulation_;
   std::vector<int> multi_gpu_counts_;

@@ -30,7 +30,7 @@ SupplyPolicy::SupplyPolicy(const Cluster& cluster, const std::vector<RequestClas
                            const SupplyOptions& options)
     : options_(options),
       tracker_(std::make_shared<SupplyTracker>(cluster, history, options.sequence_length_max)) {
-  collect_demand(cluster, history);
+  estimate_demand(cluster, history);
 }
 
 SupplyPolicy::SupplyPolicy(const SupplyPolicy& other)
@@ -96,7 +96,7 @@ bool SupplyPolicy::is_stale() const {
 }
 
 // Groups the demand, in the order of first arrival.
-void SupplyPolicy::collect_demand(const Cluster& cluster, const std::vector<RequestClass>& history) {
+void SupplyPolicy::estimate_demand(const Cluster& cluster, const std::vector<RequestClass>& history) {
   int64_t requested_gpu_milli = 0;
   int64_t count = 0;
   for (const RequestClass& request : history) {

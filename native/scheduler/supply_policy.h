@@ -45,7 +45,7 @@ class SupplyPolicy final : public Policy {
     int64_t supply = 0;  // when the weights were computed
   };
 
-  void collect_demand(const Cluster& cluster, const std::vector<RequestClass>& history);
+  void estimate_demand(const Cluster& cluster, const std::vector<RequestClass>& history);
   void add_demand(uint64_t models_mask, int gpus, int64_t requested_gpu_milli);
   void compute_weights();
   int64_t current_supply(const DemandGroup& group) const;

@@ -24,7 +24,7 @@ class PlaintextStream final : public Stream {
       ssize_t got = socket_->receive(into, size);
       if (got > 0) return static_cast<size_t>(got);
       if (got == 0) throw ConnectionLost("the peer closed the connection");
-      check_would_block();
+      throw_unless_would_block();
     } while (socket_->wait_ready(POLLIN, deadline));
     return 0;
   }
@@ -33,7 +33,7 @@ class PlaintextStream final : public Stream {
     socket_->check_open();
     ssize_t sent = socket_->send(from, size);
     if (sent >= 0) return static_cast<size_t>(sent);
-    check_would_block();
+    throw_unless_would_block();
     return 0;
   }
 
@@ -51,7 +51,7 @@ class PlaintextStream final : public Stream {
 
  private:
   // After a failed call: returns if it would only have blocked, throws otherwise.
-  void check_would_block() const {
+  void throw_unless_would_block() const {
     int error = errno;
     if (would_block(error)) return;
     socket_->check_open();  // a local shutdown is the better reason

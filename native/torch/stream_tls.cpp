@@ -37,16 +37,16 @@ struct SocketTransport {
   int error = 0;             // errno of the failed call
 
   // Converts the result of receive() or send() for OpenSSL.
-  int to_bio_result(BIO* bio, ssize_t done, int direction) {
-    int failure = done < 0 ? errno : 0;
+  int to_bio_result(BIO* bio, ssize_t transferred_bytes, int retry_flag) {
+    int failure = transferred_bytes < 0 ? errno : 0;
     const OpenSslFunctions& f = functions();
     f.BIO_clear_flags(bio, BIO_FLAGS_READ | BIO_FLAGS_WRITE | BIO_FLAGS_SHOULD_RETRY);
     if (would_block(failure)) {
-      f.BIO_set_flags(bio, direction | BIO_FLAGS_SHOULD_RETRY);
+      f.BIO_set_flags(bio, retry_flag | BIO_FLAGS_SHOULD_RETRY);
     } else {
       error = failure;
     }
-    return static_cast<int>(done);
+    return static_cast<int>(transferred_bytes);
   }
 };
 
@@ -140,13 +140,13 @@ SslContextPtr make_client_context(const std::vector<std::string>& ca_der) {
 }
 
 // Replaces OpenSSL's own, which prompts at the terminal.
-int no_password(char*, int, int, void*) { return 0; }
+int reject_key_password(char*, int, int, void*) { return 0; }
 
 SslContextPtr make_server_context(const std::string& certificate_path, const std::string& key_path) {
   const OpenSslFunctions& f = functions();
   SslContextPtr context = make_context(f.TLS_server_method());
   f.SSL_CTX_set_num_tickets(context.get(), 0);
-  f.SSL_CTX_set_default_passwd_cb(context.get(), no_password);
+  f.SSL_CTX_set_default_passwd_cb(context.get(), reject_key_password);
   if (f.SSL_CTX_use_certificate_chain_file(context.get(), certificate_path.c_str()) != 1) {
     throw_tls_refused("could not use the certificate " + certificate_path);
   }
@@ -206,25 +206,25 @@ class TlsStream final : public Stream {
 
   size_t write_some(const void* from, size_t size) override {
     std::lock_guard lock(ssl_mutex_);
-    check_usable(write_failure_);
+    throw_if_lost(write_failure_);
     size = std::min(size, BYTES_PER_LOCK_MAX);
     size_t done = 0;
     while (done < size) {
-      if (!is_write_retry_) update_key_if_due();
+      if (!is_write_retry_) update_tls_key_if_due();
       size_t count = 0;
       clear_errors();
       int result =
           openssl_.SSL_write_ex(ssl_.get(), static_cast<const char*>(from) + done, size - done, &count);
       is_write_retry_ = result != 1;
       if (is_write_retry_) {
-        if (poll_event_after(result, write_failure_) == POLLIN)
+        if (poll_event_after_ssl_call(result, write_failure_) == POLLIN)
           write_failure_ = "the peer requested renegotiation";
         break;
       }
       records_since_key_update_++;
       done += count;
     }
-    if (done == 0) check_usable(write_failure_);
+    if (done == 0) throw_if_lost(write_failure_);
     return done;
   }
 
@@ -239,7 +239,7 @@ class TlsStream final : public Stream {
   std::unique_ptr<Stream> downgrade_to_plaintext(int64_t timeout_us) override {
     Deadline deadline(timeout_us);
     for (;;) {
-      short wait_for = try_shutdown_once();
+      short wait_for = try_tls_shutdown_once();
       if (wait_for == 0) break;
       if (!socket().wait_ready(wait_for, deadline))
         throw ConnectionLost("timeout: the peer did not shut down TLS");
@@ -291,7 +291,7 @@ class TlsStream final : public Stream {
 
   ReadAttempt try_read_once(char* into, size_t size) {
     std::lock_guard lock(ssl_mutex_);
-    check_usable(read_failure_);
+    throw_if_lost(read_failure_);
     size = std::min(size, BYTES_PER_LOCK_MAX);
     ReadAttempt attempt{0, 0};
     while (attempt.bytes < size) {
@@ -299,28 +299,28 @@ class TlsStream final : public Stream {
       clear_errors();
       int result = openssl_.SSL_read_ex(ssl_.get(), into + attempt.bytes, size - attempt.bytes, &count);
       if (result != 1) {
-        attempt.wait_for = poll_event_after(result, read_failure_);
+        attempt.wait_for = poll_event_after_ssl_call(result, read_failure_);
         break;
       }
       attempt.bytes += count;
     }
-    if (attempt.bytes == 0) check_usable(read_failure_);
+    if (attempt.bytes == 0) throw_if_lost(read_failure_);
     return attempt;
   }
 
   // The poll event to wait for after a call that did nothing; 0 if the connection is lost, with the reason in
-  // `lost`.
-  short poll_event_after(int result, std::string& lost) {
-    switch (openssl_.SSL_get_error(ssl_.get(), result)) {
+  // `loss_reason`.
+  short poll_event_after_ssl_call(int ssl_result, std::string& loss_reason) {
+    switch (openssl_.SSL_get_error(ssl_.get(), ssl_result)) {
       case SSL_ERROR_WANT_READ:
         return POLLIN;
       case SSL_ERROR_WANT_WRITE:
         return POLLOUT;
       case SSL_ERROR_ZERO_RETURN:
-        lost = "the peer closed the connection";
+        loss_reason = "the peer closed the connection";
         return 0;
       default:
-        lost = connection_loss_reason();
+        loss_reason = connection_loss_reason();
         return 0;
     }
   }
@@ -336,22 +336,22 @@ class TlsStream final : public Stream {
     transport_.error = 0;
   }
 
-  void check_usable(const std::string& lost) const {
+  void throw_if_lost(const std::string& loss_reason) const {
     transport_.socket->check_open();
-    if (!lost.empty()) throw ConnectionLost(lost);
+    if (!loss_reason.empty()) throw ConnectionLost(loss_reason);
   }
 
-  void update_key_if_due() {
+  void update_tls_key_if_due() {
     if (records_since_key_update_ < TLS_RECORDS_PER_KEY) return;
     clear_errors();
     if (openssl_.SSL_key_update(ssl_.get(), SSL_KEY_UPDATE_NOT_REQUESTED) == 1) records_since_key_update_ = 0;
   }
 
   // The poll event to wait for; 0 when both sides have shut down TLS.
-  short try_shutdown_once() {
+  short try_tls_shutdown_once() {
     std::lock_guard lock(ssl_mutex_);
-    check_usable(read_failure_);
-    check_usable(write_failure_);
+    throw_if_lost(read_failure_);
+    throw_if_lost(write_failure_);
     clear_errors();
     int result = openssl_.SSL_shutdown(ssl_.get());
     if (result == 0) result = openssl_.SSL_shutdown(ssl_.get());  // ours is sent; now wait for the peer's
@@ -359,8 +359,8 @@ class TlsStream final : public Stream {
       read_failure_ = write_failure_ = "TLS was shut down on this connection";
       return 0;
     }
-    short wait_for = poll_event_after(result, read_failure_);
-    check_usable(read_failure_);
+    short wait_for = poll_event_after_ssl_call(result, read_failure_);
+    throw_if_lost(read_failure_);
     return wait_for;
   }
 

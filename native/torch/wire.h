@@ -66,10 +66,10 @@
 // are Integers; the executor checks every argument against the schema of the op.
 //
 // An executor fetches a parcel from another one over a separate connection, set up as in device_protocol.py.
-// As soon as the parcel exists, the other sends ParcelHeader and `bytes` of contents, or of a RemoteError.
-// The receiver acknowledges it with the byte PARCEL_ACKNOWLEDGED, and the parcel is dropped; without that
-// byte it can be fetched again. An acknowledged parcel is not sent twice. After the byte the receiver may
-// send another Fetch on the same connection.
+// As soon as the parcel exists, the other sends TensorParcelHeader and `bytes` of contents, or of a
+// RemoteError. The receiver acknowledges it with the byte PARCEL_ACKNOWLEDGED, and the parcel is dropped;
+// without that byte it can be fetched again. An acknowledged parcel is not sent twice. After the byte the
+// receiver may send another Fetch on the same connection.
 #pragma once
 
 #include <cstdint>
@@ -140,12 +140,13 @@ static_assert(sizeof(ReplyHeader) == 32);
 
 enum class ParcelKind : uint32_t { Contents = 0, Failure = 1 };
 
-struct ParcelHeader {
+// Precedes the tensor data that one executor sends to another.
+struct TensorParcelHeader {
   uint64_t bytes;
   ParcelKind kind;
   uint32_t reserved;
 };
-static_assert(sizeof(ParcelHeader) == 16);
+static_assert(sizeof(TensorParcelHeader) == 16);
 
 enum class RecordKind : uint8_t {
   Op = 0,

@@ -14,7 +14,7 @@ import pytest
 
 from genie.agent.leader_connection import LeaderConnection
 from genie.errors import ConnectionLostError, NotLeaderError, ProtocolError, TokenRefusedError
-from genie.model.messages import GetStatus, Message
+from genie.model.messages import GetStatus, Hello, Message
 from genie.model.tenant import TokenKind
 from genie.processes.clock import SystemClock
 from genie.runtime import rpc, tls
@@ -47,7 +47,7 @@ async def _reject_request(peer: rpc.Peer, request: Message) -> Message:
 
 @asynccontextmanager
 async def connect_to_controllers(
-    *fakes: FakeController, ports: tuple[int, ...] = ()
+    *fakes: FakeController, ports: tuple[int, ...] = (), timeout_s: float = 0.3
 ) -> AsyncIterator[RecordedConnection]:
     every = [*(fake.port for fake in fakes), *ports]
     trusted = None
@@ -60,7 +60,7 @@ async def connect_to_controllers(
         clock=SystemClock(),
         rng=random.Random(1),
         handler=_reject_request,
-        timeout_s=0.3,
+        timeout_s=timeout_s,
         backoff_s_max=0.1,
     )
     link.endpoints = tuple((HOST, port) for port in every)
@@ -86,6 +86,25 @@ async def test_leader_is_found(controller: FakeController, second_controller: Fa
         assert watched.link.is_connected
         assert watched.link.endpoints[0] == (HOST, second_controller.port)
     assert watched.no_leader == []
+
+
+async def test_controllers_that_do_not_respond_do_not_delay_the_search(
+    controller: FakeController, second_controller: FakeController
+) -> None:
+    controller.silent = True
+    async with connect_to_controllers(controller, second_controller, timeout_s=3600) as watched:
+        await until(lambda: watched.attended == [second_controller.address])
+        assert watched.link.is_connected
+    assert watched.no_leader == []
+
+
+async def test_leader_is_served_although_another_controller_rejects_the_token(
+    controller: FakeController, second_controller: FakeController
+) -> None:
+    """Before the first registration, a rejection is final unless another controller leads."""
+    controller.refusals[Hello] = TokenRefusedError("token x is unknown")
+    async with connect_to_controllers(controller, second_controller) as watched:
+        await until(lambda: watched.attended == [second_controller.address])
 
 
 async def test_refused_connections_and_standbys_show_that_there_is_no_leader(

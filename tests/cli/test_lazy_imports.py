@@ -135,7 +135,7 @@ def test_cluster_command_imports_no_grid_code(tmp_path: Path) -> None:
     assert names.isdisjoint(
         [*HEAVY_MODULES, *TABLE_MODULES, "asyncssh", "psutil", "pathspec", "yaml", "genie.grid"]
     )
-    assert filter_command_modules(names) == {"commands.views"}
+    assert filter_command_modules(names) == {"commands.status"}
 
 
 @pytest.mark.parametrize("typed", [("nodse",), ("nodse", "run")])

@@ -31,7 +31,7 @@ async def test_log_error_is_raised_immediately_without_follow(
 async def test_followed_log_is_retried_until_the_timeout(
     controller: SmallController, error: GenieError, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(client_module, "LOG_RETRY_S", 0.5)
+    monkeypatch.setattr(client_module, "LOG_RETRY_TIMEOUT_S", 0.5)
     controller.refusals[ReadLog] = error
     async with asyncio.timeout(30), open_client(_load_settings()) as client:
         with pytest.raises(type(error)):

@@ -608,7 +608,7 @@ async def test_nodes_are_fetched_once_without_heartbeats(
         rounds.append(interval_s)
         await asyncio.sleep(0)
 
-    monkeypatch.setattr(heartbeats.Heartbeats, "_wait_interval", next_round)
+    monkeypatch.setattr(heartbeats.Heartbeats, "_wait_or_until_reconnected", next_round)
     state = await genie.init(enable_heartbeat=False, **QUIET_SETTINGS)
     assert set(state.nodes) == {"n1"}
     await until(lambda: len(rounds) > 5)
@@ -618,7 +618,7 @@ async def test_nodes_are_fetched_once_without_heartbeats(
 async def test_session_with_an_executor_sends_heartbeats_even_if_disabled(
     controller: SmallController, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(heartbeats, "DEVICE_INTERVAL_S_MAX", 0.02)
+    monkeypatch.setattr(heartbeats, "HEARTBEAT_INTERVAL_WITH_DEVICE_S_MAX", 0.02)
     state = await genie.init(enable_heartbeat=False, **QUIET_SETTINGS)
     assert state.transport_coordinator is not None
     await asyncio.to_thread(state.transport_coordinator.open, 0)
@@ -635,7 +635,7 @@ async def test_first_heartbeat_is_sent_within_the_lease_of_the_first_executor(
         rounds.append((self._state.stats["heartbeats_sent"], step_s))
         await asyncio.sleep(0)
 
-    monkeypatch.setattr(heartbeats.Heartbeats, "_wait_interval", next_round)
+    monkeypatch.setattr(heartbeats.Heartbeats, "_wait_or_until_reconnected", next_round)
     state = await genie.init(enable_heartbeat=False, heartbeat_interval=60.0, **QUIET_SETTINGS)
     assert state.transport_coordinator is not None
     await asyncio.to_thread(state.transport_coordinator.open, 0)
@@ -654,7 +654,7 @@ async def test_long_interval_is_capped_only_while_a_device_is_open(
         steps.append(step_s)
         await asyncio.sleep(0)
 
-    monkeypatch.setattr(heartbeats.Heartbeats, "_wait_interval", next_round)
+    monkeypatch.setattr(heartbeats.Heartbeats, "_wait_or_until_reconnected", next_round)
     caplog.set_level("INFO", logger="genie")
     state = await genie.init(heartbeat_interval=90.0, **QUIET_SETTINGS)
     await until(lambda: len(steps) >= 5)
@@ -683,7 +683,7 @@ async def test_interval_of_a_minute_is_kept_while_a_device_is_open(
         waited.append(step_s)
         await asyncio.sleep(0)
 
-    monkeypatch.setattr(heartbeats.Heartbeats, "_wait_interval", next_round)
+    monkeypatch.setattr(heartbeats.Heartbeats, "_wait_or_until_reconnected", next_round)
     caplog.set_level("INFO", logger="genie")
     state = await genie.init(heartbeat_interval=60.0, **QUIET_SETTINGS)
     assert state.transport_coordinator is not None

@@ -194,12 +194,13 @@ async def running_controller(
     **settings: object,
 ) -> AsyncIterator[RunningController]:
     """Run a controller, by default without TLS and on a free port. The leader lease outlasts simulated
-    time."""
+    time; the time to live of a node is short."""
     clock = clock or SystemClock()
     given: dict[str, object] = {
         "port": 0,
         "tls": "off",
         "leader_ttl_s": 60.0,
+        "node_ttl_s": 10.0,
         "store": store_setting,
         **settings,
     }

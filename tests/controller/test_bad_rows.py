@@ -204,7 +204,7 @@ async def test_job_that_cannot_be_placed_waits_and_others_start(tmp_path: Path) 
             await agent.beat()
 
             assert one.controller is not None
-            jobs = one.controller._jobs
+            jobs = one.controller._jobs.catalog
 
             def is_explained() -> bool:  # too large for a reply, too
                 return (
@@ -222,7 +222,7 @@ async def test_job_that_cannot_be_placed_waits_and_others_start(tmp_path: Path) 
 async def test_gang_on_nodes_with_too_many_workers_waits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("genie.controller.jobs.lifecycle.HOLDS_PER_TRANSACTION_MAX", 3)
+    monkeypatch.setattr("genie.controller.jobs.launches.HOLDS_PER_TRANSACTION_MAX", 3)
     async with running_controller(tmp_path) as one, one.client() as owner, one.agent(gpus=4) as agent:
         small = [await owner.submit(cpus=0.5) for _ in range(2)]
         started = [await agent.start_next() for _ in small]

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from genie.controller.requests.service import STORE_RETRY_AFTER_S
 from genie.controller.store.etcd import EtcdStore
-from genie.errors import GenieError
+from genie.errors import GenieError, NotLeaderError, StoreUnavailableError
 from genie.model.job import JobState
+from genie.model.tenant import TokenKind
 from genie.sim.store import MemoryStore
+from genie.tenancy.access import parse_token
 from tests.controller.running_controller import running_controller
 from tests.controller.store.etcd_server import EtcdServer
 from tests.fakes.agent import FakeAgent, make_node_info
@@ -60,6 +64,43 @@ async def test_standby_takes_over_the_jobs_of_the_leader(etcd: EtcdServer, tmp_p
             await agent.beat()
             assert (await agent.start_next()).job_id == waiting.job_id
             assert await owner.held("n1") == [waiting.job_id]
+
+
+async def test_clients_get_a_retry_time_and_no_address_while_the_store_is_unavailable(
+    etcd: EtcdServer, tmp_path: Path
+) -> None:
+    store = await EtcdStore.open(etcd.url)
+    async with (
+        running_controller(tmp_path / "1", store=store, leader_ttl_s=2.0) as one,
+        one.client() as owner,
+        one.client(token := await one.token(TokenKind.USER, tenant="red")) as user,
+    ):
+        etcd.kill()
+        errors = [await _error_of(user.submit(gpus=1))]
+        await until(lambda: one.controller is not None and not one.controller.is_leading, timeout_s=30)
+        errors.append(await _error_of(user.submit(gpus=1)))
+        assert [type(error) for error in errors] == [StoreUnavailableError] * 2
+        with pytest.raises(NotLeaderError, match="its store is unavailable") as login:
+            async with one.client(_with_other_id(token)):  # the tokens in memory are still accepted
+                pass
+        for error in (*errors, login.value):
+            assert error.retry_after_s == STORE_RETRY_AFTER_S
+            assert "store is unavailable" in error.message and "try again in 5 s" in error.hint
+            assert "127.0.0.1" not in str(error) and "etcd" not in str(error)
+        (alarm,) = (await owner.status()).alarms
+        assert alarm.startswith("the store is unavailable: ") and etcd.endpoint in alarm
+        assert (await user.status()).alarms == ()
+
+
+def _with_other_id(token: str) -> str:
+    known = parse_token(token)
+    return str(replace(known, token_id=known.token_id[::-1]))
+
+
+async def _error_of(call: Coroutine[object, object, object]) -> GenieError:
+    with pytest.raises(GenieError) as caught:
+        await call
+    return caught.value
 
 
 async def test_agents_learn_about_a_new_controller(tmp_path: Path) -> None:

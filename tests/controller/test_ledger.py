@@ -18,8 +18,10 @@ from genie.config import ControllerConfig
 from genie.controller.change_notifier import ChangeNotifier
 from genie.controller.election import Election, StoreHealth
 from genie.controller.jobs.backoff import LaunchBackoff
-from genie.controller.jobs.lifecycle import JOB_NODES_MAX, JobLifecycle, LostWorker
-from genie.controller.ledger import Counter, Ledger, NodeRecord, Table, Transaction
+from genie.controller.jobs.launches import JOB_NODES_MAX
+from genie.controller.jobs.lifecycle import LostWorker
+from genie.controller.jobs.services import build_job_services
+from genie.controller.ledger import Counter, Ledger, LedgerTable, NodeRecord, Transaction
 from genie.controller.store import Compare, Delete, Put, TxnResult
 from genie.controller.store.protocol import TXN_OPS_MAX
 from genie.errors import FencedError, StoreFullError, StoreUnavailableError, UsageError
@@ -56,7 +58,7 @@ class LedgerSetup:
         self.election = Election(store, clock=clock, name="a", ttl_s=60.0, health=StoreHealth())
         self.ledger = Ledger(store, self.election, StoreHealth())
         self.placer = FirstFreeGpuPlacer(self.ledger)
-        self.jobs = JobLifecycle(
+        self.jobs = build_job_services(
             self.ledger,
             config=ControllerConfig(queue_max=3),
             clock=clock,
@@ -66,7 +68,7 @@ class LedgerSetup:
             placer=self.placer if at_once else NoOpPlacer(),
             backoff=LaunchBackoff(clock),
         )
-        self.jobs._new_job_id = self._new_id  # type: ignore[method-assign]
+        self.jobs.submission._new_job_id = self._new_id  # type: ignore[method-assign]
         self.changes: list[tuple[str, str, object, object]] = []
         self.commits = 0
         for table in self.ledger._tables:
@@ -90,7 +92,7 @@ class LedgerSetup:
         return {item.key: item.value for item in found if item.key != "leader"}
 
     def indexes(self) -> object:
-        index, staged = self.jobs._index, self.jobs._staged_index
+        index, staged = self.jobs.catalog._index, self.jobs.submission._staged_index
         states = {state: sorted(job.job_id for job in index.jobs_in_states([state])) for state in JobState}
         return states, index._job_ids_by_name, vars(staged)
 
@@ -106,9 +108,13 @@ class LedgerSetup:
             shown = {key: msgspec.json.encode(row) for key, row in self.shown().items()}
             assert shown == await self.kept(), "only builds may see changes that are not durable"
             states = {row_id: job.state for row_id, job in self.ledger.jobs.items()}
-            indexed = {job.job_id: state for state in JobState for job in self.jobs.jobs_in_states(state)}
+            indexed = {
+                job.job_id: state for state in JobState for job in self.jobs.catalog.jobs_in_states(state)
+            }
             assert indexed == states
-            assert self.jobs._staged_index.queued_count == list(states.values()).count(JobState.QUEUED)
+            assert self.jobs.submission._staged_index.queued_count == list(states.values()).count(
+                JobState.QUEUED
+            )
             return await commit(compares, operations, timeout_s=timeout_s)
 
         store.commit = checked  # type: ignore[method-assign]
@@ -161,7 +167,7 @@ async def open_ledger(*, at_once: bool = False) -> AsyncIterator[LedgerSetup]:
     await store.close()
 
 
-def _stage_put(table: Table[Any], row_id: str, row: Any, txn: Transaction) -> None:
+def _stage_put(table: LedgerTable[Any], row_id: str, row: Any, txn: Transaction) -> None:
     txn.put(table, row_id, row)
 
 
@@ -178,7 +184,7 @@ few, epochs = st.integers(0, 4), st.integers(1, 5)
 
 def submit_step(number: int) -> Step:
     spec = JobSpec(name=f"job-{number % 2}", command=("true",), resources=Resources(gpus=1))
-    return lambda on: on.jobs.submit(spec, WHO, f"request-{number}")
+    return lambda on: on.jobs.submission.submit(spec, WHO, f"request-{number}")
 
 
 def place_step(number: int, node: int, gpu: int) -> Step:
@@ -186,31 +192,33 @@ def place_step(number: int, node: int, gpu: int) -> Step:
 
     async def step(on: LedgerSetup) -> list[str]:
         placed: list[str] = []
-        await on.jobs.record_starts([decision], on_placed=lambda job: placed.append(job.job_id))
+        await on.jobs.launches.record_starts([decision], on_placed=lambda job: placed.append(job.job_id))
         return placed
 
     return step
 
 
 def confirm_step(number: int, node: int, epoch: int) -> Step:
-    return lambda on: on.jobs.confirm_launch(NODES[node], job_id(number), epoch=epoch, incarnation=1)
+    return lambda on: on.jobs.launches.confirm_launch(NODES[node], job_id(number), epoch=epoch, incarnation=1)
 
 
 def end_step(number: int, node: int, epoch: int) -> Step:
     report = ExitReport(job_id=job_id(number), epoch=epoch, exit_code=0, reason="", ended_at=0.0)
-    return lambda on: on.jobs.record_exits(NODES[node], [report])
+    return lambda on: on.jobs.lifecycle.record_exits(NODES[node], [report])
 
 
 def cancel_step(number: int) -> Step:
-    return lambda on: on.jobs.cancel(job_id(number), "asked for")
+    return lambda on: on.jobs.lifecycle.cancel(job_id(number), "asked for")
 
 
 def requeue_step(number: int, epoch: int) -> Step:
-    return lambda on: on.jobs.requeue_unconfirmed(job_id(number), epoch=epoch, reason="void")
+    return lambda on: on.jobs.lifecycle.requeue_unconfirmed(job_id(number), epoch=epoch, reason="void")
 
 
 def lose_step(number: int, epoch: int) -> Step:
-    return lambda on: on.jobs.record_lost_workers([LostWorker(job_id(number), NODES[0], epoch, "silent")])
+    return lambda on: on.jobs.lifecycle.record_lost_workers(
+        [LostWorker(job_id(number), NODES[0], epoch, "silent")]
+    )
 
 
 def delete_step(number: int) -> Step:
@@ -311,7 +319,7 @@ async def test_job_is_placed_at_its_submission() -> None:
         assert [step.state for step in job.history] == ["queued", "placing"]
         assert (job.reason, job.placement.gpu_ids) == ("at once", (0,))
         assert [hold.job_id for hold in one.ledger.holds["n0"].holds] == [job.job_id]
-        assert one.jobs.jobs_in_states(JobState.PLACING) == [job]
+        assert one.jobs.catalog.jobs_in_states(JobState.PLACING) == [job]
 
 
 async def test_job_is_not_placed_at_submission_while_others_are_queued() -> None:
@@ -398,22 +406,22 @@ async def test_queue_limit_holds_within_one_commit() -> None:
     async with open_ledger() as one:
         answers = await gather_outcomes(*(submit_step(number)(one) for number in range(5)))
         assert [isinstance(answer, Exception) for answer in answers] == [False] * 3 + [True] * 2
-        assert len(one.jobs.jobs_in_states(JobState.QUEUED)) == 3
+        assert len(one.jobs.catalog.jobs_in_states(JobState.QUEUED)) == 3
 
 
 async def test_loading_the_ledger_discards_pending_reasons_of_deleted_jobs() -> None:
     async with open_ledger() as one:
         queued, ended = [await submit_step(number)(one) for number in (0, 1)]
         for job in (queued, ended):
-            one.jobs.set_pending_reason(job.job_id, "waiting for GPUs")
-            one.jobs.set_unkillable_reason(job, 0, "process 7 cannot be killed")
-            one.jobs._launch_backoff.delay_placement(job.job_id)
+            one.jobs.catalog.set_pending_reason(job.job_id, "waiting for GPUs")
+            one.jobs.catalog.set_unkillable_reason(job, 0, "process 7 cannot be killed")
+            one.jobs.launches._launch_backoff.delay_placement(job.job_id)
         await one.store.commit([], [Delete(one.ledger.jobs.prefix + ended.job_id)])
         await one.ledger.load_tables()
-        assert one.jobs.with_pending_reason(queued).reason == "waiting for GPUs"
-        assert one.jobs.with_pending_reason(ended).reason == "submitted"
-        assert one.jobs._unkillable_reasons_by_job == {}, "neither is running"
-        assert one.jobs._launch_backoff.job_ids() == [queued.job_id]
+        assert one.jobs.catalog.with_pending_reason(queued).reason == "waiting for GPUs"
+        assert one.jobs.catalog.with_pending_reason(ended).reason == "submitted"
+        assert one.jobs.catalog._unkillable_reasons_by_job == {}, "neither is running"
+        assert one.jobs.launches._launch_backoff.job_ids() == [queued.job_id]
 
 
 async def test_transaction_stays_within_the_row_limit_of_the_store() -> None:
@@ -436,7 +444,9 @@ async def test_transaction_stays_within_the_row_limit_of_the_store() -> None:
 async def test_transaction_stays_within_the_size_limit_of_the_store() -> None:
     large = JobSpec(name="large", command=("x" * 730_000,))
     async with open_ledger() as one:
-        jobs = await gather_outcomes(*(one.jobs.submit(large, WHO, f"r{number}") for number in range(3)))
+        jobs = await gather_outcomes(
+            *(one.jobs.submission.submit(large, WHO, f"r{number}") for number in range(3))
+        )
         assert [job.sequence for job in jobs] == [1, 2, 3]
         assert one.commits == 3
 
@@ -451,12 +461,12 @@ async def test_job_on_too_many_nodes_is_cancelled() -> None:
         for number, nodes in enumerate((several[1:], several)):
             await submit_step(number)(one)
             start = Start(job_id(number), tuple(WorkerPlace(node_id, (0,)) for node_id in nodes), "because")
-            await one.jobs.record_starts([start], on_placed=lambda job: None)
+            await one.jobs.launches.record_starts([start], on_placed=lambda job: None)
         held, refused = one.ledger.jobs[job_id(0)], one.ledger.jobs[job_id(1)]
         assert (held.state, len(held.placements)) == (JobState.PLACING, JOB_NODES_MAX)
         assert refused.state is JobState.CANCELLED
         assert refused.reason == "cancelled: its workers would need 121 nodes; the maximum is 120"
-        await one.jobs.cancel(job_id(0), "asked for")
+        await one.jobs.lifecycle.cancel(job_id(0), "asked for")
         assert not any(one.ledger.holds[node_id].holds for node_id in several[1:])
 
 

@@ -23,7 +23,7 @@ class SlowExecutor:
         monkeypatch.setattr(connection, "time", SimpleNamespace(monotonic=lambda: self.now))
         monkeypatch.setattr(executor_stream, "connect", lambda *_, **__: SimpleNamespace(close=lambda: None))
         monkeypatch.setattr(device_protocol, "open_session", self.enter)
-        monkeypatch.setattr(executor_stream, "apply_tls_decision", self.shut_down_tls)
+        monkeypatch.setattr(executor_stream, "downgrade_if_plaintext", self.shut_down_tls)
 
     def enter(self, *_: Any, **__: Any) -> device_protocol.Opened:
         self.now += self.busy_timeout_s

@@ -26,14 +26,14 @@ x = torch.arange(6.0, device=D0)
 torch.remote_accelerator.synchronize()
 
 def held():
-    connection = registry.device_slot(0).open_connection
+    connection = registry.device_slot(0).connection_if_open
     torch.remote_accelerator.synchronize()
     return connection.fetch_executor_counters()["tensors"], connection.client_counters()["storages"]
 
 before = held()
 
 def while_stopped(work):
-    connection = registry.device_slot(0).open_connection
+    connection = registry.device_slot(0).connection_if_open
     run_interrupted(
         work,
         stop_executor=lambda: os.kill(pid, signal.SIGSTOP),

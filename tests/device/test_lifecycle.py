@@ -282,7 +282,7 @@ def test_devices_can_be_added_while_a_lost_one_reconnects() -> None:
                     stack.callback(thread.join)
                     stack.callback(added.set)
                 executor.stop()
-                wait_until(lambda: registry.device_slot(0).open_connection is None)
+                wait_until(lambda: registry.device_slot(0).connection_if_open is None)
 
 
 def test_added_device_index_can_be_used_before_the_library_is_updated(

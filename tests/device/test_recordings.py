@@ -180,7 +180,7 @@ def test_changed_cpu_scalar_of_the_model_is_seen(compiled: bool) -> None:
 
 @pytest.fixture
 def short_recorder_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graphs, "RECORDER_IDLE_S_MAX", 2.0)
+    monkeypatch.setattr(graphs, "RECORDING_THREAD_IDLE_S_MAX", 2.0)
 
 
 @pytest.mark.usefixtures("short_recorder_timeout")

@@ -608,7 +608,7 @@ class ServedSession:
 
     native: Any
     outcomes: list[str] = field(default_factory=list)
-    _handshake_threads: list[threading.Thread] = field(default_factory=list)
+    _handshake_thread_count: list[threading.Thread] = field(default_factory=list)
 
     def connect(self, *, replies_received: int = 0) -> SocketPipe:
         ours, theirs = socket.socketpair()
@@ -618,16 +618,16 @@ class ServedSession:
             self.outcomes.append(self.native.serve(stream, replies_received))
             stream.close()
 
-        self._handshake_threads.append(threading.Thread(target=serve))
-        self._handshake_threads[-1].start()
+        self._handshake_thread_count.append(threading.Thread(target=serve))
+        self._handshake_thread_count[-1].start()
         return SocketPipe(ours)
 
     def wait_end(self) -> str:
         """Return the outcome of the last connection."""
-        for thread in self._handshake_threads:
+        for thread in self._handshake_thread_count:
             thread.join(TIMEOUT_S)
             assert not thread.is_alive(), "the session did not end with its client"
-        self._handshake_threads.clear()
+        self._handshake_thread_count.clear()
         return self.outcomes[-1]
 
 

@@ -59,7 +59,7 @@ def test_memory_after_compile_timeout_counts_towards_the_session(
         steps: Sequence[object],
         wanted: object,
         sizes: object,
-        allowance: inductor._MemoryAllowance,
+        allowance: inductor._CompilationMemoryAllowance,
     ) -> CompiledGraph:
         with allowance:
             assert memory.limit_bytes > LIMIT_BYTES + 10

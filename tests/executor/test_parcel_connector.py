@@ -73,4 +73,4 @@ def test_refused_loopback_connection_hints_at_another_machine(tmp_path: Path) ->
     config = ExecutorConfig(job_id="job-2", endpoint_path="", ticket_sha256="")
     alone = ParcelConnector(config)
     with pytest.raises(NothingListensError, match="another machine"):
-        alone("127.0.0.1", port, "", 1, device_protocol.fetch_token("x", 1))
+        alone("127.0.0.1", port, "", 1, device_protocol.make_fetch_token("x", 1))

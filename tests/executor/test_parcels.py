@@ -43,7 +43,7 @@ _fetch_keys: dict[int, str] = {}
 
 
 def fetch_token(number: int, port: int) -> str:
-    return device_protocol.fetch_token(_fetch_keys.get(port, ""), number)
+    return device_protocol.make_fetch_token(_fetch_keys.get(port, ""), number)
 
 
 @contextmanager
@@ -289,7 +289,11 @@ def test_token_cannot_be_derived_from_the_digest_of_the_ticket(
     executor, client = executor_a
     client.publish_parcel(1, client.floats(1))
     digest = device_protocol.ticket_digest(TICKET)
-    for token in (digest, device_protocol.fetch_token(digest, 1), device_protocol.fetch_token("", 1)):
+    for token in (
+        digest,
+        device_protocol.make_fetch_token(digest, 1),
+        device_protocol.make_fetch_token("", 1),
+    ):
         with pytest.raises(TokenRefusedError), open_fetch(executor.port, 1, token):
             pass
 
@@ -320,7 +324,7 @@ def test_fetch_without_a_session_is_refused() -> None:
 
 
 def test_number_of_pending_fetches_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(executor_listener, "_CONCURRENT_FETCHES_MAX", 10)
+    monkeypatch.setattr(executor_listener, "_FETCH_CONNECTIONS_MAX", 10)
     with executor_with_client() as (executor, client), ExitStack() as stack:
         for number in range(1, 11):
             stack.enter_context(open_fetch(executor.port, number))

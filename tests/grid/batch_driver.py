@@ -89,7 +89,7 @@ def run_batches_until_ended(folder: Path, end: Callable[[BatchExecutor], None]) 
 
 
 def read_grid_metrics() -> MetricsSnapshot:
-    return GridMetrics(load().paths.state_dir.expanduser()).figures()
+    return GridMetrics(load().paths.state_dir.expanduser()).read_snapshot()
 
 
 def submit_and_get_error(executor: BatchExecutor, tasks: list[int]) -> str:

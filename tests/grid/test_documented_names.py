@@ -60,7 +60,7 @@ def test_check_all_nodes_sorts_by_score(project: Path, own_testbed: SshTestbed, 
     own_testbed["gpu2"].stop()
     first, last = check_all_nodes(fresh=True)
     assert (first.name, last.name, last.state) == ("gpu1", "gpu2", HealthState.UNREACHABLE)
-    assert grid_metrics(tmp_path / "state").figures().scores == {"gpu1": 270.0, "gpu2": None}
+    assert grid_metrics(tmp_path / "state").read_snapshot().scores == {"gpu1": 270.0, "gpu2": None}
 
 
 def test_smart_sync_sends_only_changes(project: Path, own_testbed: SshTestbed) -> None:

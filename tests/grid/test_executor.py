@@ -16,7 +16,7 @@ import pytest
 from genie.errors import ConfigError, NodeRefusedError, SyncError, UnreachableError, UsageError
 from genie.grid import executor as executor_module
 from genie.grid.executor import Executor, RunResult
-from genie.grid.runs import runner as runner_module
+from genie.grid.runs import run_client as runner_module
 from genie.grid.runs.launch import grid_metrics
 from tests.forkserver import ForkServer
 from tests.grid import fake_syncer

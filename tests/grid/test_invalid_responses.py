@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from genie.errors import ProtocolError
-from genie.grid.runs.runner import Runner
+from genie.grid.runs.run_client import Runner
 from genie.grid.ssh.pool import SshPool
 from genie.grid.sync.syncer import Syncer
 from tests.grid.conftest import make_testbed_grid_file

@@ -22,11 +22,11 @@ from genie.errors import NodeRefusedError, SyncError
 from genie.grid.grid_file import GridFile
 from genie.grid.health.check import HealthState, NodeHealthChecker
 from genie.grid.runs.run import RunState
-from genie.grid.runs.runner import Runner
+from genie.grid.runs.run_client import Runner
 from genie.grid.ssh.pool import SshPool
 from genie.grid.sync.syncer import Syncer
 from tests.grid.conftest import make_testbed_grid_file
-from tests.grid.runs.test_runner import OutputRecorder, run_to_end
+from tests.grid.runs.test_run_client import OutputRecorder, run_to_end
 from tests.grid.sync.trees import read_tree, write_files
 from tests.grid.testbed import SshNode, SshTestbed
 from tests.needs import require_program
@@ -155,7 +155,7 @@ async def test_shell_reading_and_helper_reading_agree(
 ) -> None:
     checker = NodeHealthChecker(shell_pool, shell_grid_file, clock=time.time)
     for _ in range(2):
-        for found in await checker.check_all(fresh=True):
+        for found in await checker.check_all_in_file_order(fresh=True):
             assert (found.state, found.note) == (HealthState.OK, ""), found
             assert found.readings is not None
             assert (found.readings.cores, found.readings.vendor) == (os.cpu_count(), "none")

@@ -81,7 +81,7 @@ def test_invalid_duration_loses_no_other_metric(metrics: GridMetrics, duration_s
     metrics.tasks_changed(ended=[("failed", 2.0)])
     metrics.tasks_changed(ended=[("failed", duration_s)])
     metrics.sync_finished(duration_s)
-    figures = metrics.figures()
+    figures = metrics.read_snapshot()
     assert (figures.completed["failed"], figures.tasks.sum_s, sum(figures.syncs.counts)) == (2, 2.0, 1)
 
 
@@ -91,13 +91,13 @@ def test_invalid_process_id_is_dropped(tmp_path: Path, metrics: GridMetrics) -> 
     figures = json.loads(path.read_text())
     figures["active"] |= {"9" * 5000 + "-1": 2, "-1": 2, "x-y": 2, "99999999-gone": 5}
     path.write_text(json.dumps(figures))
-    assert metrics.figures().active_tasks == 3
+    assert metrics.read_snapshot().active_tasks == 3
 
 
 def test_too_many_statuses_count_as_other(metrics: GridMetrics) -> None:
     for number in range(STATUSES_MAX + 10):
         metrics.tasks_changed(ended=[(f"s{number}", 1.0)])
-    completed = metrics.figures().completed
+    completed = metrics.read_snapshot().completed
     assert len(completed) == STATUSES_MAX + 1
     assert completed["other"] == 12
 
@@ -111,7 +111,7 @@ def test_metrics_are_summed_over_processes(tmp_path: Path, fork_server: ForkServ
     )
     started = [fork_server.popen(["-c", code, str(tmp_path)]) for _ in range(3)]
     assert [process.wait(60) for process in started] == [0, 0, 0]
-    found = GridMetrics(tmp_path).figures()
+    found = GridMetrics(tmp_path).read_snapshot()
     assert (found.completed["succeeded"], sum(found.tasks.counts), found.tasks.sum_s) == (60, 60, 60.0)
 
 
@@ -119,7 +119,7 @@ def test_active_tasks_increase_and_decrease(metrics: GridMetrics) -> None:
     metrics.tasks_changed(started=2)
     assert get_sample_value(metrics.text(), "grid_active_tasks") == "2.0"
     metrics.tasks_changed(ended=[("succeeded", 1.0)] * 3)
-    assert metrics.figures().active_tasks == 0
+    assert metrics.read_snapshot().active_tasks == 0
 
 
 def test_tasks_of_killed_process_are_not_active(
@@ -128,17 +128,17 @@ def test_tasks_of_killed_process_are_not_active(
     code = (
         "import os, sys, signal; from pathlib import Path; from genie.grid.metrics import GridMetrics\n"
         "m = GridMetrics(Path(sys.argv[1])); m.tasks_changed(started=1)\n"
-        "assert m.figures().active_tasks == 1\n"
+        "assert m.read_snapshot().active_tasks == 1\n"
         "os.kill(os.getpid(), signal.SIGKILL)"
     )
     assert fork_server.run(["-c", code, str(tmp_path)], timeout=60).returncode == -9
-    assert metrics.figures().active_tasks == 0
+    assert metrics.read_snapshot().active_tasks == 0
 
 
 def test_scores_of_removed_nodes_are_dropped(metrics: GridMetrics) -> None:
     metrics.node_scores({"gpu1": 1.0, "gpu2": 2.0})
     metrics.node_scores({"gpu2": 3.0})
-    assert metrics.figures().scores == {"gpu2": 3.0}
+    assert metrics.read_snapshot().scores == {"gpu2": 3.0}
 
 
 @pytest.mark.parametrize("text", ["", "{", '{"completed": 3}', "\0", "[]", "3", "[" * 100_000, "\udc80"])
@@ -146,7 +146,7 @@ def test_damaged_file_resets_metrics(tmp_path: Path, metrics: GridMetrics, text:
     metrics.tasks_changed(ended=[("failed", 1.0)])
     (tmp_path / "grid" / "metrics.json").write_text(text, errors="surrogateescape")
     metrics.tasks_changed(ended=[("failed", 1.0)])
-    assert metrics.figures().completed["failed"] == 1
+    assert metrics.read_snapshot().completed["failed"] == 1
 
 
 @pytest.mark.parametrize(
@@ -170,7 +170,7 @@ def test_file_with_one_invalid_value_resets_metrics(
     metrics.sync_finished(1.0)
     path = tmp_path / "grid" / "metrics.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
-    assert sum(metrics.figures().syncs.counts) == 0
+    assert sum(metrics.read_snapshot().syncs.counts) == 0
     assert metrics.text()
 
 
@@ -180,13 +180,13 @@ def test_file_without_runs_and_with_unknown_keys_is_read(tmp_path: Path, metrics
     figures = json.loads(path.read_text()) | {"scores": {"gpu1": 2, "gpu2": None}, "later": 1}
     del figures["runs"]
     path.write_text(json.dumps(figures))
-    assert (metrics.figures().scores, metrics.figures().runs) == ({"gpu1": 2.0, "gpu2": None}, {})
+    assert (metrics.read_snapshot().scores, metrics.read_snapshot().runs) == ({"gpu1": 2.0, "gpu2": None}, {})
 
 
 def test_unencodable_value_loses_no_other_metric(metrics: GridMetrics) -> None:
     metrics.run_started("r-1", ActiveRun(node="gpu1", grid_file="/\udc80/grid.yaml", started=0.0))
     metrics.run_started("r-2", ActiveRun(node="gpu1", grid_file="f", started=math.inf))
-    assert {run.grid_file for run in metrics.figures().runs.values()} == {"/\udc80/grid.yaml"}
+    assert {run.grid_file for run in metrics.read_snapshot().runs.values()} == {"/\udc80/grid.yaml"}
 
 
 def test_held_lock_drops_only_that_update(
@@ -201,7 +201,7 @@ def test_held_lock_drops_only_that_update(
     finally:
         held.release()
     assert "could not update the metrics" in caplog.text
-    assert metrics.figures().completed["failed"] == 1
+    assert metrics.read_snapshot().completed["failed"] == 1
 
 
 def test_update_waits_for_busy_processes(
@@ -220,7 +220,7 @@ def test_update_waits_for_busy_processes(
 
     monkeypatch.setattr(metrics_module, "time", SimpleNamespace(monotonic=lambda: now_s, sleep=sleep))
     metrics.tasks_changed(ended=[("failed", 1.0)])
-    assert metrics.figures().completed["failed"] == 1
+    assert metrics.read_snapshot().completed["failed"] == 1
 
 
 async def test_held_lock_does_not_block_the_event_loop(tmp_path: Path, metrics: GridMetrics) -> None:
@@ -229,7 +229,7 @@ async def test_held_lock_does_not_block_the_event_loop(tmp_path: Path, metrics: 
     assert held is not None
     metrics.tasks_changed(ended=[("failed", 1.0)])
     held.release()  # an update that had waited for the lock would have been dropped
-    found = await asyncio.to_thread(GridMetrics(tmp_path).figures)
+    found = await asyncio.to_thread(GridMetrics(tmp_path).read_snapshot)
     assert (found.completed["failed"], found.active_tasks) == (1, 0)
 
 
@@ -242,7 +242,7 @@ def test_exiting_program_writes_its_last_updates(
         "asyncio.run(work())"
     )
     assert fork_server.run(["-c", code, str(tmp_path)], timeout=60).returncode == 0
-    assert sum(metrics.figures().syncs.counts) == 50
+    assert sum(metrics.read_snapshot().syncs.counts) == 50
 
 
 def test_metrics_file_is_private(tmp_path: Path, metrics: GridMetrics) -> None:
@@ -270,18 +270,18 @@ def test_special_file_is_replaced_without_blocking(
         os.mkfifo(tmp_path / "grid" / name)
     else:
         (tmp_path / "grid" / name).symlink_to(tmp_path / "precious")
-    assert metrics.figures().completed["failed"] == 0
+    assert metrics.read_snapshot().completed["failed"] == 0
     metrics.tasks_changed(ended=[("failed", 1.0)])
-    assert metrics.figures().completed["failed"] == 1
+    assert metrics.read_snapshot().completed["failed"] == 1
     assert (tmp_path / "precious").read_text() == "unchanged"
 
 
 def test_oversized_file_is_not_read(tmp_path: Path, metrics: GridMetrics) -> None:
     metrics.tasks_changed(ended=[("failed", 1.0)])
     os.truncate(tmp_path / "grid" / "metrics.json", 300 << 30)
-    assert metrics.figures().completed["failed"] == 0
+    assert metrics.read_snapshot().completed["failed"] == 0
     metrics.tasks_changed(ended=[("failed", 1.0)])
-    assert metrics.figures().completed["failed"] == 1
+    assert metrics.read_snapshot().completed["failed"] == 1
 
 
 def test_oldest_runs_are_dropped_when_file_would_be_too_large(tmp_path: Path, metrics: GridMetrics) -> None:
@@ -293,12 +293,12 @@ def test_oldest_runs_are_dropped_when_file_would_be_too_large(tmp_path: Path, me
     path.write_text(json.dumps(figures))
     for number in range(2050, 2070):
         metrics.run_started(f"r-{number}", ActiveRun(**run))
-    found = metrics.figures()
+    found = metrics.read_snapshot()
     assert (found.completed["failed"], list(found.runs)[-1]) == (1, "r-2069")
     assert 2000 < len(found.runs) < 2070
     assert (8 << 20) - 5000 < path.stat().st_size <= 8 << 20
     metrics.node_scores({"x" * (9 << 20): 1.0})
-    assert metrics.figures().completed["failed"] == 1, "other metrics are lost"
+    assert metrics.read_snapshot().completed["failed"] == 1, "other metrics are lost"
 
 
 def test_child_forked_while_writer_is_busy_writes_its_updates(
@@ -326,7 +326,7 @@ release.set()
 sys.exit(code)
 """
     assert fork_server.run(["-c", code, str(tmp_path)], timeout=60).returncode == 0
-    assert sum(metrics.figures().syncs.counts) == 2
+    assert sum(metrics.read_snapshot().syncs.counts) == 2
 
 
 def test_child_forked_during_a_write_does_not_inherit_the_lock(
@@ -356,4 +356,4 @@ os.close(writer)
 sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
     assert fork_server.run(["-c", code, str(tmp_path)], timeout=60).returncode == 0
-    assert sum(metrics.figures().syncs.counts) == 2
+    assert sum(metrics.read_snapshot().syncs.counts) == 2

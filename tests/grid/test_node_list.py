@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from genie.errors import ConfigError, NoNodeError, UsageError
 from genie.grid.grid_file import GridNode, parse_grid_file
-from genie.grid.node_list import add_node, edit_grid_file, read_text, remove_node
+from genie.grid.node_list import add_node, edit_grid_file, read_grid_file_text, remove_node
 
 BLOCK = """\
 # our boxes
@@ -157,7 +157,7 @@ def test_file_keeps_its_mode_and_its_link(tmp_path: Path) -> None:
 
 def test_parent_folders_are_created_for_a_new_file(tmp_path: Path) -> None:
     path = tmp_path / "config" / "cluster_config.yaml"
-    assert read_text(path) == ""
+    assert read_grid_file_text(path) == ""
     edit_grid_file(path, lambda _: "nodes: [a]\n")
     assert path.read_text() == "nodes: [a]\n"
 
@@ -165,9 +165,9 @@ def test_parent_folders_are_created_for_a_new_file(tmp_path: Path) -> None:
 def test_file_that_is_not_text_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "f").write_bytes(b"\xff\xfe")
     with pytest.raises(ConfigError, match="UTF-8"):
-        read_text(tmp_path / "f")
+        read_grid_file_text(tmp_path / "f")
     with pytest.raises(ConfigError, match="could not read"):
-        read_text(tmp_path)
+        read_grid_file_text(tmp_path)
 
 
 def test_concurrent_edits_are_serialized(tmp_path: Path) -> None:
@@ -179,5 +179,7 @@ def test_concurrent_edits_are_serialized(tmp_path: Path) -> None:
 
     with ThreadPoolExecutor(8) as pool:
         assert len(list(pool.map(added, (f"gpu{number}" for number in range(1, 40))))) == 39
-    assert sorted(read_text(path).split()) == sorted(["nodes:", *["-"] * 40, *(f"gpu{n}" for n in range(40))])
+    assert sorted(read_grid_file_text(path).split()) == sorted(
+        ["nodes:", *["-"] * 40, *(f"gpu{n}" for n in range(40))]
+    )
     assert [each.name for each in tmp_path.iterdir()] == ["grid.yaml"]

@@ -52,6 +52,9 @@ class ClusterProcess:
         """Sends SIGKILL and waits for the end of the process."""
         if self._child.exit_code() is None:
             os.kill(self.pid, signal.SIGKILL)
+        await self.wait_ended()
+
+    async def wait_ended(self) -> None:
         await until(lambda: self._child.exit_code() is not None)
 
     async def stop(self) -> None:
@@ -62,18 +65,23 @@ class ClusterProcess:
 
 
 class ClusterProcesses:
-    """A controller and agents by node ID on loopback."""
+    """A controller and agents by node ID on loopback. `controller_module` runs as the controller."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, controller_module: str = "genie.controller") -> None:
         self._folder = folder
         self._settings = config.load({"paths.state_dir": folder / "controller"})
         self.agents: dict[str, ClusterProcess] = {}
         state_dir = self._make_state_dir("controller")
         self.controller = ClusterProcess(
-            Child("controller", command=python_command("genie.controller"), state_dir=state_dir),
+            Child("controller", command=python_command(controller_module), state_dir=state_dir),
             ["--state-dir", str(state_dir), "--bind", "127.0.0.1", "--port", "0"],
         )
         self.address: LocalCluster | None = None
+
+    @property
+    def state_dir(self) -> Path:
+        """The state directory of the controller."""
+        return self._settings.paths.state_dir
 
     async def start_controller(self) -> None:
         """Starts the controller; a restart uses the same port."""
@@ -155,9 +163,11 @@ class ClusterProcesses:
 
 
 @asynccontextmanager
-async def run_cluster_processes(folder: Path, *agents: str) -> AsyncIterator[ClusterProcesses]:
+async def run_cluster_processes(
+    folder: Path, *agents: str, controller_module: str = "genie.controller"
+) -> AsyncIterator[ClusterProcesses]:
     """Starts a controller and these agents, each in a separate process; stops them at the end."""
-    cluster = ClusterProcesses(folder)
+    cluster = ClusterProcesses(folder, controller_module=controller_module)
     try:
         await cluster.start_controller()
         for name in agents:

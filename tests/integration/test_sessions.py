@@ -50,7 +50,9 @@ async def test_session_and_device_survive_a_controller_crash(own_cluster: Starte
     async with open_client(own_cluster.running.settings()) as client:
         (job,) = [job for job in (await client.list_jobs())[0] if job.spec.kind == "session"]
         assert job.state == "running"
-    await genie.shutdown()
+        await genie.shutdown()
+        ended = await client.wait_job(job.job_id, timeout_s=30)
+        assert (ended.state, ended.reason) == ("succeeded", "the client closed the session")
 
 
 async def test_hanging_controller_does_not_block_the_session(own_cluster: StartedCluster) -> None:

@@ -214,7 +214,7 @@ def test_file_changed_during_compilation_is_not_cached(
 ) -> None:
     header = build_cache.sources / "torch" / "shared.h"
     compiler.replace_script(f'{compiler.real} "$@" || exit; echo "#define VALUE 9" > {header}')
-    with pytest.raises(NativeBuildError, match=r"module\.cpp or a header of it changed"):
+    with pytest.raises(NativeBuildError, match=r"module\.cpp or one of its headers changed"):
         build_cache.build("genie_device")
     compiler.replace_script(f'exec {compiler.real} "$@"')
     assert load_module_value(build_cache.build("genie_device")) == 9

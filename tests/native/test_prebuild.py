@@ -14,7 +14,7 @@ from tests.waiting import until
 
 
 async def run_background_build(command: Sequence[str]) -> bool:
-    return await build_in_background(command, what="the library", without="it will not work here")
+    return await build_in_background(command, what="the library", consequence="it will not work here")
 
 
 async def test_built_library_logs_one_line(caplog: pytest.LogCaptureFixture) -> None:
@@ -26,7 +26,9 @@ async def test_built_library_logs_one_line(caplog: pytest.LogCaptureFixture) -> 
 async def test_failed_build_logs_one_line(caplog: pytest.LogCaptureFixture) -> None:
     code = "import sys; sys.stderr.write('there is no C++ compiler\\n(install one)\\n'); sys.exit(69)"
     assert not await run_background_build((sys.executable, "-c", code))
-    assert caplog.messages == ["it will not work here: there is no C++ compiler (install one)"]
+    assert caplog.messages == [
+        "could not compile the library: there is no C++ compiler (install one); it will not work here"
+    ]
 
 
 async def test_missing_interpreter_is_logged(caplog: pytest.LogCaptureFixture) -> None:

@@ -10,19 +10,19 @@ from hypothesis import strategies as st
 
 from genie.runtime.connection_limits import (
     CONNECTIONS_MAX,
-    HANDSHAKE_GRACE_S,
+    UNAUTHENTICATED_GRACE_S,
     ConnectionLimiter,
     ConnectionLimits,
     OpenConnection,
-    address_key,
+    address_rate_limit_key,
 )
 
 LIMITS = ConnectionLimits(
     connections_max=12,
     unauthenticated_max=6,
-    unauthenticated_of_address_max=4,
-    users_max=6,
-    owner_reserve=1,
+    unauthenticated_per_address_max=4,
+    user_connections_max=6,
+    owner_connections_reserved=1,
     handshakes_per_s=1.0,
     handshakes_burst=1e6,
 )
@@ -36,7 +36,7 @@ def accept_connection(
 
 @given(
     st.lists(st.tuples(st.sampled_from("abcd"), st.sampled_from(["open", "authenticate", "close"]))),
-    st.sampled_from([0.0, HANDSHAKE_GRACE_S]),
+    st.sampled_from([0.0, UNAUTHENTICATED_GRACE_S]),
 )
 def test_counts_match_the_open_connections(steps: list[tuple[str, str]], step_s: float) -> None:
     limiter = ConnectionLimiter(LIMITS)
@@ -71,7 +71,7 @@ def test_stranger_replaces_the_oldest_of_the_address_with_the_most() -> None:
     for address in "aaabbc":
         assert isinstance(accept_connection(limiter, address, closed), OpenConnection)
     assert accept_connection(limiter, "d", closed) == "the limit of 6 unauthenticated connections is reached"
-    assert isinstance(accept_connection(limiter, "d", closed, now_s=HANDSHAKE_GRACE_S), OpenConnection)
+    assert isinstance(accept_connection(limiter, "d", closed, now_s=UNAUTHENTICATED_GRACE_S), OpenConnection)
     assert closed == ["a"]
     assert limiter.unauthenticated_count == 6
 
@@ -86,7 +86,7 @@ def test_address_at_its_limit_is_rejected_and_others_are_not() -> None:
     assert isinstance(kept[0], OpenConnection)
     kept[0].set_authenticated()
     assert isinstance(accept_connection(limiter, "a", closed), OpenConnection)
-    assert isinstance(accept_connection(limiter, "a", closed, now_s=HANDSHAKE_GRACE_S), OpenConnection)
+    assert isinstance(accept_connection(limiter, "a", closed, now_s=UNAUTHENTICATED_GRACE_S), OpenConnection)
     assert closed == ["a"], "the oldest one has had enough time"
 
 
@@ -117,22 +117,23 @@ def test_connection_above_the_rate_replaces_none() -> None:
     limiter, closed = ConnectionLimiter(replace(LIMITS, handshakes_burst=4.0)), list[str]()
     for _ in range(4):
         accept_connection(limiter, "a", closed)
-    limiter._handshake_rates.get_limit("a", now_s=HANDSHAKE_GRACE_S).take_units_or_get_wait_s(
-        1.0, now_s=HANDSHAKE_GRACE_S
+    limiter._handshake_rates.get_limit("a", now_s=UNAUTHENTICATED_GRACE_S).take_units_or_get_wait_s(
+        1.0, now_s=UNAUTHENTICATED_GRACE_S
     )
     assert "new connections per second" in str(
-        accept_connection(limiter, "a", closed, now_s=HANDSHAKE_GRACE_S)
+        accept_connection(limiter, "a", closed, now_s=UNAUTHENTICATED_GRACE_S)
     )
+
     assert closed == []
     assert limiter.unauthenticated_count == 4
 
 
 @pytest.mark.parametrize("files", [64, 1024, 4096, 1 << 20])
 def test_connection_limits_follow_from_the_open_file_limit(files: int) -> None:
-    limits = ConnectionLimits.for_file_limit(files)
+    limits = ConnectionLimits.for_open_file_limit(files)
     assert 0 < limits.connections_max <= CONNECTIONS_MAX
-    assert limits.users_max < limits.authenticated_max < limits.connections_max
-    assert 0 < limits.unauthenticated_of_address_max < limits.unauthenticated_max
+    assert limits.user_connections_max < limits.authenticated_max < limits.connections_max
+    assert 0 < limits.unauthenticated_per_address_max < limits.unauthenticated_max
 
 
 @pytest.mark.parametrize(
@@ -146,4 +147,4 @@ def test_connection_limits_follow_from_the_open_file_limit(files: int) -> None:
     ],
 )
 def test_addresses_of_one_ipv6_network_count_together(host: str, key: str) -> None:
-    assert address_key(host) == key
+    assert address_rate_limit_key(host) == key

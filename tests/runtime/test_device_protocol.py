@@ -124,8 +124,8 @@ def test_reply_of_another_type_is_rejected(
 
 
 def test_fetch_token_is_specific_to_parcel_and_key_and_reveals_neither() -> None:
-    tokens = {device_protocol.fetch_token("key", 1), device_protocol.fetch_token("key", 11)}
-    tokens.add(device_protocol.fetch_token("another", 1))
+    tokens = {device_protocol.make_fetch_token("key", 1), device_protocol.make_fetch_token("key", 11)}
+    tokens.add(device_protocol.make_fetch_token("another", 1))
     assert len(tokens) == 3
     assert all(len(token) == 64 and "key" not in token for token in tokens)
 
@@ -189,8 +189,8 @@ def test_message_outside_the_protocol_is_rejected(
 @pytest.mark.parametrize(
     ("side", "cap"),
     [
-        (receive_request, device_protocol.OPEN_REQUEST_BYTES_MAX),
-        (open_session, device_protocol.ANSWER_BYTES_MAX),
+        (receive_request, device_protocol.HANDSHAKE_REQUEST_BYTES_MAX),
+        (open_session, device_protocol.HANDSHAKE_REPLY_BYTES_MAX),
     ],
 )
 def test_oversized_length_allocates_no_memory(

@@ -256,9 +256,9 @@ async def test_another_ca_and_a_node_impersonating_a_controller_are_rejected(tmp
 SMALL_LIMITS = ConnectionLimits(
     connections_max=40,
     unauthenticated_max=10,
-    unauthenticated_of_address_max=8,
-    users_max=20,
-    owner_reserve=2,
+    unauthenticated_per_address_max=8,
+    user_connections_max=20,
+    owner_connections_reserved=2,
     handshakes_per_s=1000.0,
     handshakes_burst=1000.0,
 )
@@ -291,7 +291,7 @@ async def test_silent_strangers_do_not_lock_out_a_client(tmp_path: Path) -> None
 async def test_strangers_of_the_same_address_are_rejected_before_the_handshake(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connection_limits, "HANDSHAKE_GRACE_S", 60.0)
+    monkeypatch.setattr(connection_limits, "UNAUTHENTICATED_GRACE_S", 60.0)
     certified = IssuedCertificates(tmp_path)
     async with run_server(context=certified.server(), limits=SMALL_LIMITS) as port:
         strangers = [await asyncio.open_connection("127.0.0.1", port) for _ in range(20)]
@@ -301,7 +301,7 @@ async def test_strangers_of_the_same_address_are_rejected_before_the_handshake(
         with pytest.raises(OverloadedError, match="a limit on connections is reached") as caught:
             await TcpNetwork().connect("127.0.0.1", port, tls=certified.client(), timeout_s=0.2)
         assert caught.value.retry_after_s > 0
-        monkeypatch.setattr(connection_limits, "HANDSHAKE_GRACE_S", 0.0)
+        monkeypatch.setattr(connection_limits, "UNAUTHENTICATED_GRACE_S", 0.0)
         channel = await TcpNetwork().connect("127.0.0.1", port, tls=certified.client(), timeout_s=20)
         channel.close()
         assert sum(task.done() for task in ends) == 13, "it has replaced the oldest stranger"

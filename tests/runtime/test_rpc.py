@@ -278,7 +278,7 @@ async def test_peer_that_sends_many_invalid_requests_is_disconnected(monkeypatch
 
 
 async def test_close_does_not_wait_for_a_peer_that_reads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(network, "CLOSE_LINGER_S", 0.05)
+    monkeypatch.setattr(network, "CLOSE_FLUSH_TIMEOUT_S", 0.05)
     async with run_scripted_server() as (server, port):
         _, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(wire.make_preface())
@@ -380,6 +380,48 @@ async def test_peer_that_reads_no_replies_uses_bounded_memory_and_is_closed(
         await peer.run()
     assert peer.is_closed
     assert unread.sent == 1, "the others were never encoded"
+
+
+class _SlowlyReadChannel(_NeverReadChannel):
+    """A channel whose peer sends `burst` requests, reads one reply, and repeats both."""
+
+    def __init__(self, *, burst: int) -> None:
+        super().__init__(requests=0)
+        self._burst = burst
+        self._requests_until_read = burst
+        self._can_send = asyncio.Semaphore(0)
+        self.requests_sent = 0
+
+    async def send(self, frame: bytes) -> None:
+        await self._can_send.acquire()
+        self.sent += 1
+
+    async def receive(self) -> wire.Frame:
+        await asyncio.sleep(0)
+        if self.closed.is_set():
+            raise ConnectionLostError("closed")
+        if not self._requests_until_read:
+            self._requests_until_read = self._burst
+            sent = self.sent
+            self._can_send.release()
+            await until(lambda: self.sent > sent, what="a reply is sent")
+        self._requests_until_read -= 1
+        self.requests_sent += 1
+        return wire.Frame(wire.FrameKind.REQUEST, self.requests_sent, wire.encode_message(FetchTrust()))
+
+
+async def test_rejections_that_a_slow_reader_leaves_unread_are_bounded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The peer reads often enough that its requests are never rejected CONCURRENT_REJECTIONS_MAX times in a
+    row: each reply that it reads lets one more request in."""
+    monkeypatch.setattr(rpc, "CONCURRENT_REJECTIONS_MAX", 8)
+    monkeypatch.setattr(rpc, "WAITING_REJECTIONS_MAX", 16)
+    slow = _SlowlyReadChannel(burst=8)
+    peer = rpc.Peer(slow, requests=REQUESTS, handler=ScriptedServer().handle, in_flight_max=20)
+    async with asyncio.timeout(10):
+        await peer.run()
+    assert slow.requests_sent - slow.sent <= 16 + 20 + 1
 
 
 class _UnwritableChannel(_NeverReadChannel):

@@ -53,6 +53,13 @@ def test_reason_names_the_kind_of_accelerator() -> None:
     assert found == "requests 2 CPUs on one node; n: has 1 CPU"
 
 
+def test_reason_names_nodes_that_have_left_only_if_there_are_no_others() -> None:
+    gone = NodeFacts("gone", 8000, 64_000, ISLANDS, blocked_reason="it has left", has_left=True)
+    request = JobRequest("j", "t", 1, Shape(gpus=5))
+    assert why_infeasible(request, [gone, NODE]) == "requests 5 GPUs on one node; n: has 4 GPUs"
+    assert why_infeasible(request, [gone]) == "requests 5 GPUs on one node; gone: has 4 GPUs"
+
+
 def test_lowered_quota_limits_only_requested_resources() -> None:
     quotas = Quotas({"t": Quota(gpu_amounts(1), gpu_amounts(0))})
     held = Amounts(gpu_milli=2000, cpu_milli=1000)

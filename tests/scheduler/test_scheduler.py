@@ -7,6 +7,7 @@ import pytest
 from genie.errors import UsageError
 from genie.model.job import Spread, Within
 from genie.scheduler.decisions import Start
+from genie.scheduler.explain import explain
 from genie.scheduler.order import FairShare, Fifo, Priority
 from genie.scheduler.quota import Quota, Quotas, gpu_amounts
 from genie.scheduler.request import GpuFacts, JobRequest, Shape, WorkerPlace
@@ -544,3 +545,20 @@ def new_request(harness: SchedulerHarness, name: str, gpus: int = 1) -> JobReque
     request = harness.submit(name, gpus)
     harness.scheduler.withdraw(name)
     return request
+
+
+# --- nodes that have left ---------------------------------------------------------------------
+
+
+def test_pending_reason_names_a_node_that_has_left_only_if_the_job_needs_it() -> None:
+    gone: dict[str, object] = {"blocked_reason": "it has left the cluster", "has_left": True}
+    harness = SchedulerHarness(node("n", 2), node("gone-4", 4, **gone), node("gone-8", 8, **gone))
+    harness.submit("needs-8", 8)
+    harness.submit("needs-16", 16)
+    harness.decide()
+    assert harness.pending("needs-8").reason == (
+        "no suitable node: gone-8: it has left the cluster; n: has 2 GPUs"
+    )
+    assert harness.pending("needs-16").reason == "no suitable node: n: has 2 GPUs"
+    found = explain(harness.scheduler, "needs-8", reason="", now=0.0)
+    assert {name for group in found.blocked_nodes for name in group.nodes} == {"n", "gone-8"}

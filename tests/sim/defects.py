@@ -28,6 +28,7 @@ from genie.controller.jobs.changes import JobChange
 from genie.controller.jobs.index import JobIndex
 from genie.controller.jobs.lifecycle import JobLifecycle
 from genie.controller.jobs.space import JobSpace
+from genie.controller.jobs.submission import JobSubmission
 from genie.controller.ledger import Ledger
 from genie.controller.nodes.agents import Agents
 from genie.controller.request_limits import RequestLimits, TokenUsage
@@ -90,7 +91,7 @@ def _plant_rows_that_cannot_be_ended(patch: pytest.MonkeyPatch) -> None:
 
 def _plant_forgotten_requests(patch: pytest.MonkeyPatch) -> None:
     """A repeated submission creates another job."""
-    patch.setattr(JobLifecycle, "find_by_request_id", lambda self, tenant, request_id: None)
+    patch.setattr(JobSubmission, "find_by_request_id", lambda self, tenant, request_id: None)
 
 
 # -- limits -----------------------------------------------------------------------------------------
@@ -208,6 +209,16 @@ def _plant_outdated_tables(patch: pytest.MonkeyPatch) -> None:
     )
 
 
+def _plant_dead_man_time_below_discovery(patch: pytest.MonkeyPatch) -> None:
+    """Jobs end after 6.8 s without a leader, before their agent can have found the next one."""
+    patch.setattr("genie.agent.heartbeats.LEASE_TTL_SHARE", 0.35)
+
+
+def _plant_standby_that_waits_for_its_store(patch: pytest.MonkeyPatch) -> None:
+    """A standby answers Hello after the timeout of its store, when the agent has given up."""
+    patch.setattr("genie.controller.tokens.TOKEN_READ_TIMEOUT_S", 5.0)
+
+
 def _plant_wall_clock_limits(patch: pytest.MonkeyPatch) -> None:
     def exceeding(self: Agents) -> list[Job]:
         now = self._clock.wall_s()
@@ -303,7 +314,17 @@ DEFECTS = {
     "lease not renewed while loading": Defect(
         _plant_lease_not_renewed_while_loading, "disk", ("slow_load",), (2, 3), "no controller has led"
     ),
-    "outdated tables": Defect(_plant_outdated_tables, "store", ("fail_back",), (1,), "has disappeared"),
+    "outdated tables": Defect(_plant_outdated_tables, "store", ("fail_back",), (0, 2), "has disappeared"),
+    "dead-man time below discovery": Defect(
+        _plant_dead_man_time_below_discovery,
+        "power",
+        ("power_leader_and_store",),
+        (1, 5),
+        "without a fault",
+    ),
+    "standby that waits for its store": Defect(
+        _plant_standby_that_waits_for_its_store, "power", ("hang_store",), (2, 4), "without a fault"
+    ),
     "wall clock limits": Defect(
         _plant_wall_clock_limits, "time", ("step_controller",), (0,), "exceeded its time limit"
     ),

@@ -46,9 +46,8 @@ _STORE_SHARE_MAX = 0.95
 """Submissions end at 0.7; a quarter is reserved for the controllers' own writes."""
 _BLOBS_BYTES_MAX = 400_000
 _WORKDIR = b"working directory of the innocent tenant"
-MISMATCH_S_MAX = 30.0
-"""Twice the time until the jobs of a silent node are reclaimed: `node_ttl_s` (10 s), a grace period (3 s) and
-a tick."""
+_SHORT_NODE_TTL_S = 10.0
+"""Most kinds use a short time to live, which jobs survive less easily."""
 _READ_INTERVAL_S = 1.0
 _PATIENCE_S = 10.0
 """Maximum time of a request, with its retries, while nothing fails: a timeout (5 s) and a second attempt."""
@@ -58,9 +57,9 @@ _TIME_LIMIT_S = 3000.0
 _LIMITS = ConnectionLimits(
     connections_max=320,
     unauthenticated_max=32,
-    unauthenticated_of_address_max=16,
-    users_max=300,
-    owner_reserve=8,
+    unauthenticated_per_address_max=16,
+    user_connections_max=300,
+    owner_connections_reserved=8,
 )
 _CONFIG = replace(CONTROLLER_CONFIG, blobs_bytes_max=_BLOBS_BYTES_MAX)
 _CPU = CpuCost(cpu_s_per_received_frame=0.0001, cpu_s_per_sent_byte=0.00000008)
@@ -74,6 +73,9 @@ class ScenarioKind:
     faults: tuple[str, ...]
     controllers: int = 1
     every_s: float = 2.5
+    node_ttl_s: float = _SHORT_NODE_TTL_S
+    faults_s: float = FAULTS_S
+    job_s_max: float = 10.0
 
 
 KINDS = {
@@ -81,6 +83,13 @@ KINDS = {
     "disk": ScenarioKind(fault_injector.DISK_FAULTS),
     "time": ScenarioKind(fault_injector.TIME_FAULTS, controllers=2),
     "store": ScenarioKind(fault_injector.STORE_FAULTS, controllers=2),
+    "power": ScenarioKind(
+        fault_injector.POWER_FAULTS,
+        controllers=3,
+        node_ttl_s=CONTROLLER_CONFIG.node_ttl_s,
+        faults_s=60.0,
+        job_s_max=40.0,
+    ),
     "hostile": ScenarioKind(tuple(hostile.HOSTILE_ACTIONS), every_s=5.0),
     "mixed": ScenarioKind(
         tuple(
@@ -100,6 +109,11 @@ KINDS = {
 }
 
 
+def mismatch_s_max(node_ttl_s: float) -> float:
+    """Twice the time until the jobs of a silent node are reclaimed, and a few ticks."""
+    return 2 * (node_ttl_s + CONTROLLER_CONFIG.node_reclaim_grace_s + 2.0)
+
+
 def run_seed(seed: int, kind: str, directory: Path, *, faults: tuple[str, ...] = ()) -> list[str]:
     """Run a seed; `faults` replaces those of the kind. Return the violations."""
     chosen = KINDS[kind]
@@ -117,7 +131,7 @@ async def _run_scenario(seed: int, directory: Path, kind: ScenarioKind) -> list[
             controller_count=kind.controllers,
             store_bytes_max=_STORE_BYTES_MAX,
             connection_limits=_LIMITS,
-            config=_CONFIG,
+            config=replace(_CONFIG, node_ttl_s=kind.node_ttl_s),
         )
         for host in cluster.controller_hosts:
             cluster.world.set_cpu_cost(host, _CPU)
@@ -125,7 +139,7 @@ async def _run_scenario(seed: int, directory: Path, kind: ScenarioKind) -> list[
             cluster.world,
             cluster.machines,
             get_accepted_epoch=lambda node_id, unit: _accepted_epoch(cluster, node_id, unit),
-            mismatch_s_max=MISMATCH_S_MAX,
+            mismatch_s_max=mismatch_s_max(kind.node_ttl_s),
         )
         InnocentTenantChecker(
             cluster.world, cluster.machines, checker, tenant=INNOCENT, faults=cluster.faults
@@ -134,7 +148,11 @@ async def _run_scenario(seed: int, directory: Path, kind: ScenarioKind) -> list[
         await cluster.wait_for_nodes()
         cluster.store.add_commit_listener(checker.on_commit)
         rate = RequestRateChecker(
-            cluster.world, cluster.machines, cluster.node_hosts, workers_per_node_max=GPUS
+            cluster.world,
+            cluster.machines,
+            cluster.node_hosts,
+            workers_per_node_max=GPUS,
+            controller_count=kind.controllers,
         )
         leadership = LeadershipChecker(cluster)
         watching = [
@@ -166,10 +184,10 @@ async def _run_scenario(seed: int, directory: Path, kind: ScenarioKind) -> list[
 
 async def _run_jobs(cluster: SimCluster, checker: InvariantChecker, kind: ScenarioKind) -> None:
     async with asyncio.TaskGroup() as group:
-        submitting = group.create_task(_submit_all(cluster))
+        submitting = group.create_task(_submit_all(cluster, kind))
         await fault_injector.inject_faults(
             cluster,
-            duration_s=FAULTS_S,
+            duration_s=kind.faults_s,
             mean_interval_s=kind.every_s,
             kinds=kind.faults,
             fault_duration_s_max=LASTS_S_MAX,
@@ -205,12 +223,12 @@ async def _watch_store(cluster: SimCluster) -> None:
     """Check that the store has space for the writes of the controllers."""
     while True:
         await asyncio.sleep(1.0)
-        used_bytes = (await cluster.store.measure_space()).used_bytes
+        used_bytes = (await cluster.store.measure_space(timeout_s=_RUN_S_MAX)).used_bytes
         if used_bytes > _STORE_SHARE_MAX * _STORE_BYTES_MAX:
             cluster.machines.report_violation(f"the store is full: {used_bytes} bytes")
 
 
-async def _submit_all(cluster: SimCluster) -> list[str]:
+async def _submit_all(cluster: SimCluster, kind: ScenarioKind) -> list[str]:
     """Submit the jobs of the innocent tenant and read them until they have ended; return their IDs."""
     rng, job_ids = random.Random(cluster.seed), []
     digest = hashlib.sha256(_WORKDIR).hexdigest()
@@ -227,7 +245,7 @@ async def _submit_all(cluster: SimCluster) -> list[str]:
                 constraints=PlacementConstraints(workers=workers, time_limit_s=_TIME_LIMIT_S),
             )
             try:
-                sent = cluster.submit_spec(spec, seconds=rng.uniform(1, 10), tenant=INNOCENT)
+                sent = cluster.submit_spec(spec, seconds=rng.uniform(1, kind.job_s_max), tenant=INNOCENT)
                 job_id = await _await_reply_in_time(cluster, sent)
             except JobRefusedError as error:  # too few accelerators are left for it
                 if not any(fault.kind.startswith(("change_gpus", "quota")) for fault in cluster.faults):

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
 import pytest
 
+from genie.errors import DeadlineError, GenieError, NothingListensError
 from genie.sim import loop
-from genie.sim.world import SimClock, World
+from genie.sim.cluster import CLIENT_HOST, CONTROLLER_PORT, SimCluster
+from genie.sim.world import SimClock, SimNetwork, World
 
 
 def test_shorter_pause_of_a_host_does_not_shorten_a_longer_one() -> None:
@@ -43,6 +46,27 @@ def test_longest_freeze_of_a_host_applies() -> None:
         return [*before, world.is_frozen("host"), world.is_paused("host")]
 
     assert loop.run_simulated(frozen()) == [True, True, False, False]
+
+
+@pytest.mark.parametrize(("power_off", "error"), [(True, DeadlineError), (False, NothingListensError)])
+def test_host_without_power_does_not_refuse_connections(
+    power_off: bool, error: type[GenieError], tmp_path: Path
+) -> None:
+    async def connect() -> None:
+        async with asyncio.TaskGroup() as group:
+            cluster = SimCluster(1, tmp_path, group, node_count=0)
+            await cluster.start()
+            host = cluster.controller_hosts[0]
+            network = SimNetwork(cluster.world, CLIENT_HOST)
+            cluster.crash(host, power_off=power_off)
+            with pytest.raises(error):
+                await network.connect(host, CONTROLLER_PORT, tls=None, timeout_s=1.0)
+            cluster.restart(host)
+            await asyncio.sleep(1.0)
+            (await network.connect(host, CONTROLLER_PORT, tls=None, timeout_s=1.0)).close()
+            await cluster.stop()
+
+    loop.run_simulated(connect())
 
 
 def test_livelock_is_detected() -> None:

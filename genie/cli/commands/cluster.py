@@ -91,7 +91,7 @@ def up(
     """
     given = {"controller.bind": bind, "controller.port": port, "controller.store": store}
     settings = invocation.load_settings(
-        {**given, "controller.tls": tls, **_node_settings(label, rack)}, keep_logs=True
+        {**given, "controller.tls": tls, **_label_and_rack_settings(label, rack)}, keep_info_logs=True
     )
     from genie.controller.nodes.admission import check_bind_address
     from genie.supervisor.etcd_member import with_local_member
@@ -105,14 +105,14 @@ def up(
         flags = {"--bind": bind, "--port": port, "--store": store, "--tls": tls}
         arguments = [f"{name}={value}" for name, value in flags.items() if value is not None]
         arguments += ["--no-agent"] if no_agent else []
-        arguments += _node_arguments(label, rack)
+        arguments += _label_and_rack_arguments(label, rack)
         background.start_in_background(
             ["up", *arguments],
             settings=settings,
             invocation=invocation,
             more_timeout_s=max(start_timeout_s(settings) - START_TIMEOUT_S, 0.0),
         )
-        asyncio.run(_print_summary(settings))
+        asyncio.run(_print_started_cluster(settings))
         return
     from genie.supervisor import local_cluster
 
@@ -156,10 +156,10 @@ def join(
     text = read_token_file("-", what="--token") if token == "-" else token
     if not server and (bind is not None or port is not None):
         raise UsageError("--bind and --port require --server", hint="an agent listens on no fixed port")
-    given = {"controller.bind": bind, "controller.port": port, **_node_settings(label, rack)}
+    given = {"controller.bind": bind, "controller.port": port, **_label_and_rack_settings(label, rack)}
     given |= _join_settings(controller, token=text, node_id=node_id)
-    settings = invocation.load_settings(given, keep_logs=True)
-    _check_join_token(settings)
+    settings = invocation.load_settings(given, keep_info_logs=True)
+    _validate_join_arguments(settings)
     from genie.supervisor import local_cluster
 
     if detach:
@@ -168,7 +168,7 @@ def join(
         flags = {"--node-id": node_id, "--bind": bind, "--port": port}
         join_command = ["join", controller, *(("--server",) if server else ())]
         join_command += [f"{name}={value}" for name, value in flags.items() if value is not None]
-        join_command += _node_arguments(label, rack)
+        join_command += _label_and_rack_arguments(label, rack)
         background.start_in_background(
             join_command,
             settings=settings,
@@ -197,7 +197,7 @@ def down(invocation: Invocation) -> None:
     state_dir = settings.paths.state_dir
     progress: Callable[[str], None] = output.print_message
     if local_cluster.CONTROLLER in found.pids:
-        _print_ending_jobs(settings, found.node_id)
+        _print_jobs_to_terminate(settings, found.node_id)
     elif found.node_id:
         progress = _ignore_progress
         output.print_message(f"stopping the agent of node {found.node_id}")
@@ -265,7 +265,7 @@ def _send_node_request(
     asyncio.run(work())
 
 
-def _node_settings(label: list[str] | None, rack: str | None) -> dict[str, object]:
+def _label_and_rack_settings(label: list[str] | None, rack: str | None) -> dict[str, object]:
     """Return --label and --rack as settings; None leaves a setting to its other sources."""
     from genie.config.labels import validate_label
 
@@ -275,7 +275,7 @@ def _node_settings(label: list[str] | None, rack: str | None) -> dict[str, objec
     return {"agent.labels": labels or None, "agent.rack": rack}
 
 
-def _node_arguments(label: list[str] | None, rack: str | None) -> list[str]:
+def _label_and_rack_arguments(label: list[str] | None, rack: str | None) -> list[str]:
     """Return --label and --rack as command-line arguments, for `--detach`."""
     return [*(f"--label={text}" for text in label or ()), *(() if rack is None else (f"--rack={rack}",))]
 
@@ -291,7 +291,7 @@ def _join_settings(controller: str, *, token: str | None, node_id: str | None) -
     }
 
 
-def _check_join_token(settings: Settings) -> None:
+def _validate_join_arguments(settings: Settings) -> None:
     """Reject a malformed token or node ID here instead of in the agent's log."""
     from genie.model.names import validate_node_id
     from genie.tenancy.access import parse_token
@@ -315,7 +315,7 @@ async def _run_until_stopped(supervision: AbstractAsyncContextManager[Supervisor
                 with _supervisor_process_record(settings.paths.state_dir):
                     ready = True
                     if supervisor.cluster is not None:
-                        await _print_summary(settings)
+                        await _print_started_cluster(settings)
                     else:
                         output.write_line(_format_joined_message(settings, supervisor.node_id))
                     output.print_message("running; press Ctrl-C to stop")
@@ -362,9 +362,9 @@ def _supervisor_process_record(state_dir: Path) -> Iterator[None]:
         process_records.remove_record(state_dir, local_cluster.SUPERVISOR)
 
 
-async def _print_summary(settings: Settings) -> None:
+async def _print_started_cluster(settings: Settings) -> None:
     """Print nodes, addresses and next commands of a cluster that has just started."""
-    from genie.cli.commands.views import standby_fields, write_node_and_gpu_tables
+    from genie.cli.commands.status import standby_fields, write_node_and_gpu_tables
     from genie.cluster.client import open_client
     from genie.controller.nodes.admission import advertised_host
     from genie.model.names import is_loopback
@@ -396,13 +396,15 @@ async def _print_summary(settings: Settings) -> None:
             ("token", f"{state_dir / OWNER_TOKEN_FILE} (read by commands on this machine)"),
             ("python", f"await genie.init(master_addr={init_address})"),
             ("job", "genie submit --wait -- echo hello"),
-            *_access_commands(address_text(public_host, found.port), loopback=is_loopback(public_host)),
+            *_join_and_login_commands(
+                address_text(public_host, found.port), loopback=is_loopback(public_host)
+            ),
             ("stop", "genie down"),
         ]
     )
 
 
-def _access_commands(where: str, *, loopback: bool) -> list[tuple[str, str]]:
+def _join_and_login_commands(where: str, *, loopback: bool) -> list[tuple[str, str]]:
     """Return the commands with which other machines join and log in."""
     from genie.supervisor.hosting import JOIN_TOKEN_COMMAND
 
@@ -428,7 +430,7 @@ def _ignore_progress(_line: str) -> None:
     """Progress callback that prints nothing."""
 
 
-def _print_ending_jobs(settings: Settings, node_id: str) -> None:
+def _print_jobs_to_terminate(settings: Settings, node_id: str) -> None:
     """`node_id` is that of the agent on this machine; empty without one."""
     try:
         jobs = asyncio.run(_fetch_running_jobs(settings))

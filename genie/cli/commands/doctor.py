@@ -44,7 +44,7 @@ def run_checks(settings: Settings) -> list[Check]:
         ("network", lambda: checks.check_network_backends(settings)),
         ("state directory", lambda: checks.check_state_directory(settings)),
         ("clock", checks.check_clock),
-        ("certificates", lambda: checks.check_certificates(settings)),
+        ("certificates", lambda: checks.check_certificate_expiry(settings)),
         ("cluster", lambda: checks.check_cluster(settings)),
     ]
     return [check for name, part in parts for check in _run_check_group(name, part)]

@@ -310,7 +310,7 @@ async def _show_log(settings: Settings, job_id: str, *, follow: bool, run: int) 
 
     async with open_client(settings) as client:
         if follow and not run:
-            await _print_wait_for_start(client, job_id)
+            await _print_why_not_started(client, job_id)
         is_empty = True
         async for data in client.follow_log(job_id, follow=follow, run=run):
             is_empty = False
@@ -330,7 +330,7 @@ async def _explain_empty_log(client: ClusterClient, job_id: str, *, follow: bool
         output.print_message(f"no output: job {job.job_id} failed: {output.to_one_line(job.reason)}")
 
 
-async def _print_wait_for_start(client: ClusterClient, job_id: str) -> None:
+async def _print_why_not_started(client: ClusterClient, job_id: str) -> None:
     """Print why a job that has not started is pending: following its log prints nothing until then."""
     from genie.model.job import JobState
 
@@ -351,7 +351,7 @@ async def _fetch_whole_log(settings: Settings, job_id: str, *, follow: bool, run
 
     async with open_client(settings) as client:
         if follow and not run:
-            await _print_wait_for_start(client, job_id)
+            await _print_why_not_started(client, job_id)
         return b"".join([data async for data in client.follow_log(job_id, follow=follow, run=run)])
 
 
@@ -390,7 +390,7 @@ async def _submit_and_wait(settings: Settings, spec: JobSpec, workdir: Path | No
         output.print_message(f"job {job.job_id} ({job.spec.name})")
         _print_pending_reason(job)
         ended = await _follow_until_end(client, job.job_id)
-        return INTERRUPTED_EXIT_CODE if ended is None else _report_failure_and_exit_code(ended)
+        return INTERRUPTED_EXIT_CODE if ended is None else _print_failure_and_get_exit_code(ended)
 
 
 async def _follow_until_end(client: ClusterClient, job_id: str) -> Job | None:
@@ -433,7 +433,7 @@ async def _cancel_on_interrupt(
     follow.cancel()
 
 
-def _report_failure_and_exit_code(job: Job) -> int:
+def _print_failure_and_get_exit_code(job: Job) -> int:
     """Return the exit code of the job, or 1 if it was lost, cancelled or never ran."""
     from genie.model.job import JobState
 

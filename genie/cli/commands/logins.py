@@ -49,7 +49,7 @@ def login(
     if show_list:
         _write_logins(settings, as_json=as_json)
         return
-    host, port = _get_given_address(settings)
+    host, port = _parse_given_address(settings)
     where = address_text(host, port)
     text = invocation.read_token() or _prompt_token(where)
     welcome = asyncio.run(_log_in(settings, host, port, text))
@@ -72,7 +72,9 @@ def logout(invocation: Invocation, *, cluster: ClusterAddressArgument = None) ->
 
     settings = _load_settings(invocation, cluster)
     state_dir = settings.paths.state_dir
-    found = _get_given_address(settings) if settings.cluster.master_addr else logins.default_login(state_dir)
+    found = (
+        _parse_given_address(settings) if settings.cluster.master_addr else logins.default_login(state_dir)
+    )
     if found is None:
         raise UsageError("no address given, and no default login", hint=_format_stored_logins(settings))
     host, port = found
@@ -93,7 +95,7 @@ def _load_settings(invocation: Invocation, cluster: str | None) -> Settings:
     return invocation.load_settings({"cluster.token": None})
 
 
-def _get_given_address(settings: Settings) -> tuple[str, int]:
+def _parse_given_address(settings: Settings) -> tuple[str, int]:
     config = settings.cluster
     if config.master_addr is None:
         raise UsageError("no address given", hint="genie login HOST[:PORT]")

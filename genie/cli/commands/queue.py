@@ -120,7 +120,7 @@ def _without_tenant_cell(cells: tuple[str, ...]) -> tuple[str, ...]:
 def _job_fields(job: Job, *, now: float) -> list[tuple[str, str]]:
     facts = [
         ("job", f"{job.job_id} ({job.spec.name})"),
-        ("state", f"{job.state}{_elapsed_text(job, now=now)}"),
+        ("state", f"{job.state}{_time_in_state_text(job, now=now)}"),
         ("request", format_request(job.spec.resources, job.spec.constraints)),
     ]
     if job.placements:
@@ -154,7 +154,7 @@ def _expected_start_text(reply: ExplainReply, *, now: float) -> str:
     return f"{when}: {why}" if why else f"at the latest {when}, if running jobs use their full time limit"
 
 
-def _elapsed_text(job: Job, *, now: float) -> str:
+def _time_in_state_text(job: Job, *, now: float) -> str:
     if job.ended_at is not None:
         return f", {format_duration(now - job.ended_at)} ago"
     since = job.history[-1].at if job.history else job.submitted_at

@@ -86,8 +86,8 @@ def set_quota(
         raise UsageError("--borrow has no effect with --gpus all", hint="remove --borrow, or give --gpus N")
     quota = QuotaRecord(
         tenant=validate_name(tenant, what="TENANT"),
-        gpus=_parse_limit(gpus, what="--gpus"),
-        borrow_gpus=_parse_limit(borrow or _NO_LIMIT_VALUE, what="--borrow"),
+        gpus=_parse_gpu_limit(gpus, what="--gpus"),
+        borrow_gpus=_parse_gpu_limit(borrow or _NO_LIMIT_VALUE, what="--borrow"),
         weight=parse_number(weight, what="--weight", low=WEIGHT_MIN, high=WEIGHT_MAX),
     )
     asyncio.run(_set_quota(invocation.load_settings(), quota))
@@ -129,7 +129,7 @@ async def _remove_quota(settings: Settings, tenant: str) -> None:
         await client.remove_quota(tenant)
 
 
-def _parse_limit(text: str, *, what: str) -> float | None:
+def _parse_gpu_limit(text: str, *, what: str) -> float | None:
     return None if text == _NO_LIMIT_VALUE else parse_number(text, what=what, high=QUOTA_GPUS_MAX)
 
 

@@ -158,7 +158,8 @@ def run(
     work = _load_or_generate_jobs(
         machines, trace, trace_format, jobs=jobs, load=load, limits=limits, seed=seed_number
     )
-    plan = _make_simulation_plan(rules, placement, seed_number, failures=_parse_failures(fail_every, repair))
+    failures = _parse_failures(fail_every, repair)
+    plan = _make_simulation_parameters(rules, placement, seed_number, failures=failures)
     line = output.ProgressLine()
     try:
         done = simulate(
@@ -346,7 +347,7 @@ def _make_rules(order: str, controller: ControllerConfig, *, backfills: bool, pr
     return Rules(allows_backfill=backfills, allows_preemption=preempts).with_order(policy)
 
 
-def _make_simulation_plan(
+def _make_simulation_parameters(
     rules: Rules, placement: str, seed: int, *, failures: NodeFailures | None
 ) -> SimulationParameters:
     from genie.sim.events import SimulationParameters
@@ -394,7 +395,7 @@ def _summary_to_json(summary: Summary) -> dict[str, Any]:
 
 def _summary_fields(it: Summary) -> list[tuple[str, str]]:
     large = (
-        f" (gangs of 32 or more GPUs: {_format_spread(it.large_gang_wait_s)})"
+        f" (gangs of 32 or more GPUs: {_format_mean_and_percentiles(it.large_gang_wait_s)})"
         if it.large_gang_wait_s.count
         else ""
     )
@@ -410,8 +411,8 @@ def _summary_fields(it: Summary) -> list[tuple[str, str]]:
             f"{it.utilisation_while_pending:.1%}, for {it.pending_time_share:.0%} of the time",
         ),
         ("utilization until last arrival", f"{it.utilisation_until_last_arrival:.1%}"),
-        ("wait time", _format_spread(it.wait_s) + large),
-        ("completion time", _format_spread(it.completion_s)),
+        ("wait time", _format_mean_and_percentiles(it.wait_s) + large),
+        ("completion time", _format_mean_and_percentiles(it.completion_s)),
         ("slowdown", f"mean {it.slowdown.mean:.2f}, p50 {it.slowdown.p50:.2f}, p99 {it.slowdown.p99:.1f}"),
         ("tenant fairness (Jain)", f"{it.jain_index_of_tenants:.3f}"),
         (
@@ -424,5 +425,5 @@ def _summary_fields(it: Summary) -> list[tuple[str, str]]:
     ]
 
 
-def _format_spread(it: ValueSpread) -> str:
+def _format_mean_and_percentiles(it: ValueSpread) -> str:
     return f"mean {format_duration(it.mean)}, p50 {format_duration(it.p50)}, p99 {format_duration(it.p99)}"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from datetime import datetime
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -55,7 +56,8 @@ def create(
         str | None,
         typer.Option(
             metavar="DURATION",
-            help="Lifetime, such as 1h or 30d (default: 1h for join tokens, 15m for server tokens, else "
+            help="Lifetime, such as 1h or 30d; a plain number is in seconds (default: 1h for join tokens, "
+            "15m for server tokens, else "
             "unlimited).",
         ),
     ] = None,
@@ -89,6 +91,7 @@ def create(
         )
         return
     output.write_line(created.token)
+    output.print_message(_format_expiry(created.record))
     _print_token_usage(created, where=where)
 
 
@@ -199,6 +202,15 @@ def _print_token_usage(created: TokenCreated, *, where: str) -> None:
         output.print_message(
             f"note: {where} is reachable only from this machine; for others: genie up --bind ADDRESS"
         )
+
+
+def _format_expiry(record: TokenRecord) -> str:
+    if record.expires_at is None:
+        return f"token {record.token_id} does not expire"
+    at = datetime.fromtimestamp(record.expires_at).astimezone().isoformat(sep=" ", timespec="seconds")
+    return (
+        f"token {record.token_id} expires in {format_duration(record.expires_at - record.created_at)} ({at})"
+    )
 
 
 def _token_state(record: TokenRecord, *, now: float) -> str:

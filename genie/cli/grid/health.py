@@ -26,9 +26,19 @@ if TYPE_CHECKING:
     from genie.grid.grid_file import GridFile
     from genie.grid.health.check import GpuReading, NodeHealth, NodeHealthChecker
     from genie.grid.metrics import GridMetrics
-    from genie.grid.runs.runner import Runner
+    from genie.grid.runs.run_client import Runner
 
-_NODE_COLUMNS = ("node", "state", "score", "cpu load", "gpus", "gpu memory used", "temp", "disk free", "note")
+_NODE_COLUMNS = (
+    "node",
+    "state",
+    "score",
+    "cpu load",
+    "gpus",
+    "gpu memory used",
+    "temp",
+    "disk free",
+    "reason",
+)
 _NODE_DROPPABLE_COLUMNS = ("disk free", "temp", "gpu memory used")
 _GPU_COLUMNS = ("node", "gpu", "name", "gpu memory", "gpu memory used", "utilization", "temp", "ecc errors")
 _CLEAR_SCREEN = "\x1b[H\x1b[2J"
@@ -59,6 +69,8 @@ def health(
 ) -> None:
     """Check load, GPUs and disk of the nodes. The node with the lowest score is chosen for the next run.
 
+    DISK FREE is the free space on the file system of remote_root.
+
     Exits with 1 if no node is usable, with 255 if none is reachable.
     """
     settings, file = load_settings_and_grid_file(invocation)
@@ -75,7 +87,7 @@ def health(
         if age_s >= 1:
             output.print_message(f"cached readings, {format_duration(age_s)} old; use --fresh to read again")
     if best is None:
-        raise typer.Exit(_unreachable_exit_code(found) or 1)
+        raise typer.Exit(_exit_code_if_none_reachable(found) or 1)
 
 
 @grid_command("top", example="grid-cli top --interval 5s")
@@ -100,7 +112,7 @@ def top(
             )
         else:
             _write_node_and_gpu_tables(found)
-        raise typer.Exit(_unreachable_exit_code(found))
+        raise typer.Exit(_exit_code_if_none_reachable(found))
     sys.stdout.write(_ENTER_ALTERNATE_SCREEN)
     try:
         asyncio.run(_redraw_until_interrupted(settings, file, interval_s=interval_s))
@@ -149,7 +161,7 @@ async def _open_checker_and_runner(
 ) -> AsyncIterator[tuple[NodeHealthChecker, Runner]]:
     """Yield a health checker and a runner that share connections, for refreshing the metrics."""
     from genie.grid.health.check import HealthCache, NodeHealthChecker
-    from genie.grid.runs.runner import Runner
+    from genie.grid.runs.run_client import Runner
     from genie.grid.ssh.pool import SshPool
 
     async with SshPool(file, ssh_config=settings.grid.ssh_config) as pool:
@@ -221,7 +233,7 @@ def _open_metrics(settings: Settings) -> GridMetrics:
 
 
 def _metrics_to_json(grid_metrics: GridMetrics) -> dict[str, Any]:
-    found = grid_metrics.figures()
+    found = grid_metrics.read_snapshot()
     return {
         "node_health_score": found.scores,
         "tasks_completed": found.completed,
@@ -239,7 +251,7 @@ def _find_best_node(nodes: Sequence[NodeHealth]) -> str | None:
     return best.name if best.effective_score != float("inf") else None
 
 
-def _unreachable_exit_code(nodes: Sequence[NodeHealth]) -> int:
+def _exit_code_if_none_reachable(nodes: Sequence[NodeHealth]) -> int:
     """Return exit code 255 if no node is reachable, else 0."""
     from genie.grid.health.check import HealthState
 

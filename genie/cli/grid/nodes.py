@@ -73,7 +73,7 @@ _WeightOption = Annotated[
     str,
     typer.Option("--weight", metavar="NUMBER", help="Preference: above 1 is chosen sooner, below 1 later."),
 ]
-_AllNodesOption = Annotated[bool, typer.Option("--all", help="All nodes of the grid file.")]
+_AllNodesOption = Annotated[bool, typer.Option("--all", help="Trust the keys of all nodes of the grid file.")]
 _YesOption = Annotated[bool, typer.Option("--yes", "-y", help="Trust the keys without confirmation.")]
 _FingerprintOption = Annotated[
     str | None,

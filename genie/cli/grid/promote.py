@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from genie.grid.grid_file import GridFile
     from genie.grid.promotion import PromotionResult
 
-_AllNodesOption = Annotated[bool, typer.Option("--all", help="All nodes of the grid file.")]
+_AllNodesOption = Annotated[bool, typer.Option("--all", help="Select all nodes of the grid file.")]
 
 
 @grid_command("promote", example="grid-cli promote gpu1 gpu2 --controller 10.0.0.5", with_cluster=True)
@@ -69,7 +69,9 @@ def promote(
     settings = invocation.load_settings()
     chosen = _select_nodes(settings, names, every=every)
     options = {"controller": controller, "python": python, "packages": packages, "wheels": wheels}
-    _print_results(asyncio.run(_promote_or_demote(settings, chosen, options, forward=True)), as_json=as_json)
+    _print_results_and_exit(
+        asyncio.run(_promote_or_demote(settings, chosen, options, is_promotion=True)), as_json=as_json
+    )
 
 
 @grid_command("demote", example="grid-cli demote gpu1", with_cluster=True)
@@ -86,8 +88,9 @@ def demote(
     """Turn cluster nodes back into grid nodes: stop the agent, leave the cluster, uninstall Genie."""
     settings = invocation.load_settings()
     chosen = _select_nodes(settings, names, every=every)
-    _print_results(
-        asyncio.run(_promote_or_demote(settings, chosen, {"force": force}, forward=False)), as_json=as_json
+    _print_results_and_exit(
+        asyncio.run(_promote_or_demote(settings, chosen, {"force": force}, is_promotion=False)),
+        as_json=as_json,
     )
 
 
@@ -103,7 +106,7 @@ def _select_nodes(settings: Settings, names: list[str] | None, *, every: bool) -
 
 
 async def _promote_or_demote(
-    settings: Settings, chosen: tuple[GridFile, list[str]], options: Mapping[str, Any], *, forward: bool
+    settings: Settings, chosen: tuple[GridFile, list[str]], options: Mapping[str, Any], *, is_promotion: bool
 ) -> list[PromotionResult]:
     from genie.cluster.client import open_client
     from genie.grid.promotion import Promotion
@@ -111,11 +114,13 @@ async def _promote_or_demote(
 
     file, names = chosen
     async with open_client(settings) as client, SshPool(file, ssh_config=settings.grid.ssh_config) as pool:
-        where = options.get("controller") or (_check_not_loopback(client.where) if forward else client.where)
+        where = options.get("controller") or (
+            _check_not_loopback(client.where) if is_promotion else client.where
+        )
         moving = Promotion(
             pool, file, client, on_progress=_print_node_message, **{**options, "controller": where}
         )
-        return await (moving.promote(names) if forward else moving.demote(names))
+        return await (moving.promote(names) if is_promotion else moving.demote(names))
 
 
 def _check_not_loopback(where: str) -> str:
@@ -133,7 +138,7 @@ def _print_node_message(node: str, text: str) -> None:
     output.print_message_lines(f"{node}: {text}")
 
 
-def _print_results(moved: list[PromotionResult], *, as_json: bool) -> None:
+def _print_results_and_exit(moved: list[PromotionResult], *, as_json: bool) -> None:
     if as_json:
         output.write_json({"nodes": [dataclasses.asdict(each) for each in moved]})
     else:

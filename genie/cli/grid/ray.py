@@ -90,7 +90,7 @@ def setup(
     settings, file = load_settings_and_grid_file(invocation)
     if requirements is None and not package:
         requirements = _DEFAULT_REQUIREMENTS_FILE if _DEFAULT_REQUIREMENTS_FILE.is_file() else None
-        package = _default_packages(wheels, requirements)
+        package = _announce_default_packages(wheels, requirements)
     wanted = read_environment_spec(
         requirements=requirements,
         packages=package or [],
@@ -102,7 +102,7 @@ def setup(
     _report_setup(reports, as_json=as_json)
 
 
-def _default_packages(wheels: Path | None, requirements: Path | None) -> list[str]:
+def _announce_default_packages(wheels: Path | None, requirements: Path | None) -> list[str]:
     """Return and print the default packages. Raises UsageError if there are none."""
     from genie.grid.setup import DEFAULT_PACKAGES, default_packages
 

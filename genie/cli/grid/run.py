@@ -31,11 +31,11 @@ if TYPE_CHECKING:
     from genie.grid.grid_file import GridFile
     from genie.grid.runs.launch import RunLauncher, RunSpec
     from genie.grid.runs.run import Run
-    from genie.grid.runs.runner import NodeRuns, Runner
+    from genie.grid.runs.run_client import NodeRuns, Runner
     from genie.grid.ssh.pool import SshPool
 
-_RUN_COLUMNS = ("run", "node", "state", "exit code", "gpus", "age", "command")
-_RUN_DROPPABLE_COLUMNS = ("gpus", "exit code", "age")
+_RUN_COLUMNS = ("run", "node", "state", "exit code", "gpu indices", "age", "command")
+_RUN_DROPPABLE_COLUMNS = ("gpu indices", "exit code", "age")
 _SIGNAL_NAMES = ("HUP", "INT", "QUIT", "KILL", "USR1", "USR2", "TERM", "CONT", "STOP")
 _TIMEOUT_EXIT_CODE = 124
 _GRACE_S_MAX = 3600.0
@@ -238,7 +238,7 @@ def _build_run_spec(command: str, options: RunOptions) -> RunSpec:
 
 
 def _read_stdin(name: str | None) -> bytes:
-    from genie.grid.runs.runner import STDIN_BYTES_MAX
+    from genie.grid.runs.run_client import STDIN_BYTES_MAX
 
     if name is None:
         return b""
@@ -265,7 +265,7 @@ def _read_stdin(name: str | None) -> bytes:
 @contextlib.asynccontextmanager
 async def _open_runner(settings: Settings) -> AsyncIterator[tuple[SshPool, GridFile, Runner]]:
     from genie.grid.grid_file import read_grid_file
-    from genie.grid.runs.runner import Runner
+    from genie.grid.runs.run_client import Runner
     from genie.grid.ssh.pool import SshPool
 
     file = read_grid_file(settings.grid.file)

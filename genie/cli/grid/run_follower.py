@@ -16,7 +16,7 @@ from genie.cli import output
 from genie.cli.app import INTERRUPTED_EXIT_CODE
 from genie.cli.grid.run_output import (
     COLLECTED_BYTES_MAX,
-    PrefixedLines,
+    PrefixedLineWriter,
     StreamWriter,
     output_to_json,
     write_stream,
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from genie.grid.grid_file import GridFile
     from genie.grid.runs.run import OutputCollector, Run
-    from genie.grid.runs.runner import Runner
+    from genie.grid.runs.run_client import Runner
 
 TRANSPORT_EXIT_CODE = 255
 _NEXT_CTRL_C_EFFECT = {"INT": "kill", "KILL": "exit at once"}
@@ -72,7 +72,7 @@ class _FollowedNode:
     task: asyncio.Task[RunOutcome] = field(init=False)
 
     @property
-    def describe(self) -> str:
+    def description(self) -> str:
         return f"{self.run_id} on {self.node}"
 
 
@@ -146,9 +146,9 @@ class RunFollower:
             self._on_start()
         assert each.run is not None
         if self._is_detached:
-            return self._detached_outcome(each.run)
+            return self._announce_detached_run(each.run)
         if each.announces_start:
-            output.print_message(f"run {each.describe}")
+            output.print_message(f"run {each.description}")
         return await self._wait_for_run(each.run, is_new=each.announces_start or not each.run.has_ended)
 
     async def _wait_for_run(self, run: Run, *, is_new: bool) -> RunOutcome:
@@ -179,7 +179,7 @@ class RunFollower:
         assert code is not None
         return RunOutcome(run.node, run, code, error, took_s=time.monotonic() - began)
 
-    def _detached_outcome(self, run: Run) -> RunOutcome:
+    def _announce_detached_run(self, run: Run) -> RunOutcome:
         from genie.grid.runs.launch import track_run
 
         ended = track_run(run, state_dir=self._state_dir, file=self._file)
@@ -208,7 +208,7 @@ class RunFollower:
             self._collectors[node] = OutputCollector(bytes_max=COLLECTED_BYTES_MAX)
             yield self._collectors[node]
         elif self._has_several_nodes:
-            lines = PrefixedLines(node, write_stream)
+            lines = PrefixedLineWriter(node, write_stream)
             try:
                 yield lines
             finally:
@@ -225,16 +225,16 @@ class RunFollower:
         return RunOutcome(each.node, each.run, code, abandoned_state="may still be running")
 
     def _abandon_start(self, each: _FollowedNode) -> RunOutcome:
-        from genie.grid.runs.runner import CancelledStart
+        from genie.grid.runs.run_client import CancelledStart
 
-        known = self._runner.cancelled_start(each.run_id)
+        known = self._runner.cancelled_start_state(each.run_id)
         if known is CancelledStart.UNKNOWN:
             output.print_message(
-                f"run {each.describe} may have started; to cancel it: grid-cli cancel {each.run_id}"
+                f"run {each.description} may have started; to cancel it: grid-cli cancel {each.run_id}"
             )
         elif known is CancelledStart.INTERRUPTED:
             output.print_message(
-                f"run {each.describe} was interrupted; to show its output: grid-cli logs {each.run_id}"
+                f"run {each.description} was interrupted; to show its output: grid-cli logs {each.run_id}"
             )
         return RunOutcome(each.node, None, INTERRUPTED_EXIT_CODE, abandoned_state=known.value)
 
@@ -248,7 +248,7 @@ class RunFollower:
             unfinished = [each for each in followed if not each.task.done()]
             running = [each for each in unfinished if each.run is not None]
             starting = [each for each in unfinished if each.run is None] if name == "INT" else []
-            messages = [f"{verb} {', '.join(each.describe for each in running)}"] if running else []
+            messages = [f"{verb} {', '.join(each.description for each in running)}"] if running else []
             if starting:
                 messages.append(f"cancelled the start on {', '.join(each.node for each in starting)}")
             if running or name == "KILL":
@@ -267,7 +267,7 @@ class RunFollower:
             await self._runner.signal(each.run, name)
         except GenieError as error:
             output.show_error(error, debug=False)
-            output.print_message(f"run {each.describe} could not be signalled")
+            output.print_message(f"run {each.description} could not be signalled")
             if name == "KILL":
                 each.is_unreachable = True
                 each.task.cancel()

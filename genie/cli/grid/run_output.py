@@ -25,7 +25,7 @@ def write_stream(stream: str, data: bytes) -> None:
     file.flush()
 
 
-class PrefixedLines:
+class PrefixedLineWriter:
     """Writes complete lines prefixed with the node name. Lines over LINE_BYTES_MAX are split."""
 
     def __init__(self, name: str, write: StreamWriter) -> None:

@@ -3,7 +3,8 @@
 A heartbeat is sent every interval and immediately after a reconnection, so that a restarted controller knows
 the session before it reclaims its executors. With heartbeats disabled, the first one is sent within
 _WAIT_STEP_S_MAX of opening an executor. Each contains the interval, from which the controller derives the
-lease. While executors are open, the interval is at most DEVICE_INTERVAL_S_MAX, regardless of the setting.
+lease. While executors are open, the interval is at most
+HEARTBEAT_INTERVAL_WITH_DEVICE_S_MAX, regardless of the setting.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from genie.runtime.node_list import fetch_nodes
 
 _log = logging.getLogger(__name__)
 
-DEVICE_INTERVAL_S_MAX = SESSION_INTERVAL_S_MAX
+HEARTBEAT_INTERVAL_WITH_DEVICE_S_MAX = SESSION_INTERVAL_S_MAX
 _WAIT_STEP_S_MAX = 20.0
 """Maximum delay until an opened executor is detected: a third of the shortest lease."""
 _REPLY_TIMEOUT_S_MIN = 1.0
@@ -39,7 +40,7 @@ class Heartbeats:
         self._state = state
         self._connection = connection
         self._peers = PeerTable(timeout_s=state.config.heartbeat_timeout)
-        self._waited_since_last_s = 0.0
+        self._waited_since_heartbeat_s = 0.0
         self._is_interval_cap_logged = False
         state.stats |= {"heartbeats_sent": 0, "heartbeats_failed": 0}
 
@@ -51,10 +52,10 @@ class Heartbeats:
         """
         config = self._state.config
         while True:
-            await self._wait_step()
+            await self._wait_until_next_due_check()
             if not self._is_heartbeat_due:
                 continue
-            self._waited_since_last_s = 0.0
+            self._waited_since_heartbeat_s = 0.0
             try:
                 timeout_s = min(self._interval_s(), config.heartbeat_timeout, _REPLY_TIMEOUT_S_MAX)
                 await self.send_heartbeat(timeout_s=max(timeout_s, _REPLY_TIMEOUT_S_MIN))
@@ -70,7 +71,7 @@ class Heartbeats:
         state = self._state
         node = msgspec.structs.replace(state.local_node, node_id=state.session_id or state.node.node_id)
         began_s = time.monotonic()
-        interval_s = min(state.config.heartbeat_interval, DEVICE_INTERVAL_S_MAX)
+        interval_s = min(state.config.heartbeat_interval, HEARTBEAT_INTERVAL_WITH_DEVICE_S_MAX)
         request = SessionHeartbeat(node=node, interval_s=interval_s)
         reply = await self._connection.call(request, timeout_s=timeout_s)
         state.rtt_ms = 1000.0 * (time.monotonic() - began_s)
@@ -88,21 +89,21 @@ class Heartbeats:
     @property
     def _has_open_executors(self) -> bool:
         devices = self._state.transport_coordinator
-        return devices is not None and devices.open_count > 0
+        return devices is not None and devices.opened_executor_count > 0
 
     def _interval_s(self) -> float:
         """The configured interval, capped while this session has open executors."""
         configured_s = self._state.config.heartbeat_interval
-        if configured_s <= DEVICE_INTERVAL_S_MAX or not self._has_open_executors:
+        if configured_s <= HEARTBEAT_INTERVAL_WITH_DEVICE_S_MAX or not self._has_open_executors:
             return configured_s
         if not self._is_interval_cap_logged:
             self._is_interval_cap_logged = True
             _log.info(
                 "heartbeats are sent every %g s instead of every %g s while a device is open",
-                DEVICE_INTERVAL_S_MAX,
+                HEARTBEAT_INTERVAL_WITH_DEVICE_S_MAX,
                 configured_s,
             )
-        return DEVICE_INTERVAL_S_MAX
+        return HEARTBEAT_INTERVAL_WITH_DEVICE_S_MAX
 
     @property
     def _is_heartbeat_due(self) -> bool:
@@ -110,15 +111,18 @@ class Heartbeats:
             return False
         if not self._state.stats["heartbeats_sent"]:
             return True  # it contains the interval: until then the controller grants the shortest lease
-        return self._connection.reopened.is_set() or self._waited_since_last_s >= self._interval_s()
+        return (
+            self._connection.reconnected_event.is_set()
+            or self._waited_since_heartbeat_s >= self._interval_s()
+        )
 
-    async def _wait_step(self) -> None:
-        """Waits for a part of the interval, short enough to detect an executor that was opened meanwhile."""
-        remaining_s = self._interval_s() - self._waited_since_last_s
-        step_s_max = min(_WAIT_STEP_S_MAX, DEVICE_INTERVAL_S_MAX)
+    async def _wait_until_next_due_check(self) -> None:
+        """Waits at most until the next heartbeat; shorter to detect an executor that was opened meanwhile."""
+        remaining_s = self._interval_s() - self._waited_since_heartbeat_s
+        step_s_max = min(_WAIT_STEP_S_MAX, HEARTBEAT_INTERVAL_WITH_DEVICE_S_MAX)
         step_s = min(remaining_s, step_s_max) if remaining_s > 0 else step_s_max
-        await self._wait_interval(step_s)
-        self._waited_since_last_s += step_s
+        await self._wait_or_until_reconnected(step_s)
+        self._waited_since_heartbeat_s += step_s
 
     def _apply_node_list(self, views: Iterable[NodeView]) -> None:
         """Apply the complete list: a node that it does not contain counts as lost."""
@@ -140,10 +144,10 @@ class Heartbeats:
             _log.log(level, "node %s: %s", change.node_id, change.reason)
             self._state.events.publish(change.type, node_id=change.node_id, reason=change.reason)
 
-    async def _wait_interval(self, interval_s: float) -> None:
-        self._connection.reopened.clear()
+    async def _wait_or_until_reconnected(self, interval_s: float) -> None:
+        self._connection.reconnected_event.clear()
         try:
             async with asyncio.timeout(interval_s):
-                await self._connection.reopened.wait()
+                await self._connection.reconnected_event.wait()
         except TimeoutError:
             pass

@@ -21,8 +21,8 @@ from genie.processes.call_thread import DaemonPool
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
-_BLOCKING_THREADS_MAX = 4
-_EXECUTOR_CLOSE_TIMEOUT_S = 2.0
+_THREAD_POOL_THREADS_MAX = 4
+_THREAD_POOL_CLOSE_TIMEOUT_S = 2.0
 """Blocking calls that take longer, such as a hanging name lookup, are abandoned."""
 
 
@@ -99,20 +99,20 @@ class LoopThread:
             self._main_task.cancel()
 
     def _run_loop(self) -> None:
-        executor = DaemonPool(_BLOCKING_THREADS_MAX, name=f"{self._name}-blocking")
+        executor = DaemonPool(_THREAD_POOL_THREADS_MAX, name=f"{self._name}-blocking")
         self._loop.set_default_executor(executor)
         try:
             self._loop.run_until_complete(self._run_main())
         except asyncio.CancelledError:
             pass
         except Exception:
-            _log.exception("%s ended with an error", self._name)
+            _log.exception("event loop thread %s ended with an error", self._name)
         finally:
             with self._lock:
                 self._accepts_work = False
             self._loop.run_until_complete(self._loop.shutdown_asyncgens())
             self._loop.close()
-            executor.close(timeout_s=_EXECUTOR_CLOSE_TIMEOUT_S)
+            executor.close(timeout_s=_THREAD_POOL_CLOSE_TIMEOUT_S)
             for future in list(self._submitted_futures):
                 if not future.done():
                     future.set_exception(_session_ended_error())

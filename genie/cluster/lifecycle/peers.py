@@ -41,7 +41,7 @@ class PeerTable:
             old = before.get(node_id)
             if (
                 old is None
-                or _heartbeat_identity(old) != _heartbeat_identity(node)
+                or _heartbeat_time_and_incarnation(old) != _heartbeat_time_and_incarnation(node)
                 or node_id not in self._heartbeat_changed_at_s
             ):
                 self._heartbeat_changed_at_s[node_id] = now_s
@@ -89,7 +89,7 @@ class PeerTable:
         return changes
 
 
-def _heartbeat_identity(node: NodeInfo) -> tuple[float, int]:
+def _heartbeat_time_and_incarnation(node: NodeInfo) -> tuple[float, int]:
     return node.last_heartbeat, node.incarnation
 
 

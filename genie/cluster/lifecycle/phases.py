@@ -44,10 +44,10 @@ _log = logging.getLogger(__name__)
 
 PHASES = ("configuration", "local node", "network discovery", "backend", "monitoring")
 _END_SESSION_TIMEOUT_S = 2.0
-_FIRST_CHECK_TIMEOUT_S = 1.0
+_FIRST_HEALTH_CHECK_TIMEOUT_S = 1.0
 # init() has one deadline. Calls get slightly more than the remaining time, so that the error is always the
 # one that names the phase.
-_TIMEOUT_MARGIN_S = 1.0
+_CALL_TIMEOUT_MARGIN_S = 1.0
 
 
 class Startup:
@@ -65,8 +65,8 @@ class Startup:
     ) -> None:
         self._settings = settings
         self._events = events
-        self._stack = stack
-        self._submit = submit
+        self._exit_stack = stack
+        self._submit_to_loop = submit
         self._network = network or TcpNetwork()
         self._began_s = began_s
         elapsed_s = time.monotonic() - began_s
@@ -133,7 +133,7 @@ class Startup:
 
     @property
     def _remaining_s(self) -> float:
-        return max(self._deadline - asyncio.get_running_loop().time(), 0.0) + _TIMEOUT_MARGIN_S
+        return max(self._deadline - asyncio.get_running_loop().time(), 0.0) + _CALL_TIMEOUT_MARGIN_S
 
     # --- 1: configuration ---------------------------------------------------------------------
 
@@ -142,7 +142,7 @@ class Startup:
         sources = self._settings.sources
         requested = sources["log.level"] != "default" or sources["log.format"] != "default"
         log.configure_session(self._settings.log, requested=requested)
-        self._settings = _with_heartbeat_timeout(self._settings)
+        self._settings = _with_default_heartbeat_timeout_raised(self._settings)
         given = {
             key.removeprefix("cluster."): source
             for key, source in sources.items()
@@ -161,7 +161,7 @@ class Startup:
             await self._host_cluster_if_server()
         config = self._settings.cluster
         inventory = Inventory(self._settings.agent.cpu_accelerators if hosts else 0)
-        self._stack.callback(inventory.close)
+        self._exit_stack.callback(inventory.close)
         gpus = await inventory.read_async(timeout_s=self._remaining_s)
         suffix = secrets.token_hex(3)
         node = create_local_node(
@@ -195,7 +195,7 @@ class Startup:
         self._settings = hosting.with_node_id_of_agent(self._settings)
         if self._settings.cluster.node_role == "server":
             self._settings, is_hosted = await hosting.host_cluster(
-                self._settings, self._stack, timeout_s=self._remaining_s
+                self._settings, self._exit_stack, timeout_s=self._remaining_s
             )
         if not is_hosted:
             self._must_start_agent = True
@@ -239,7 +239,7 @@ class Startup:
         )
         state_dir = self._settings.paths.state_dir
         async with add_local_cluster_hint(access.host, access.port, state_dir=state_dir):
-            connection = await self._stack.enter_async_context(opening)
+            connection = await self._exit_stack.enter_async_context(opening)
         welcome = await connection.wait_for_first_connection()
         state.cluster_id, state.tenant = welcome.cluster_id, welcome.tenant
         state.control_integration = connection
@@ -249,7 +249,7 @@ class Startup:
             host=here or state.node.host,
             control_port=access.port if state.node.role is NodeRole.SERVER else 0,
         )
-        self._stack.push_async_callback(_request_session_end, connection, state.session_id)
+        self._exit_stack.push_async_callback(_request_session_end, connection, state.session_id)
         if self._must_start_agent:
             await self._start_agent(access)
         await self._register_devices(state, connection)
@@ -264,7 +264,9 @@ class Startup:
             master_port=access.port,
             token=self._join_token or str(access.token),
         )
-        await hosting.start_worker_agent(self._settings, config, self._stack, timeout_s=self._remaining_s)
+        await hosting.start_worker_agent(
+            self._settings, config, self._exit_stack, timeout_s=self._remaining_s
+        )
 
     async def _register_devices(self, state: ClusterState, connection: ControllerConnection) -> None:
         self._heartbeats = Heartbeats(state, connection)
@@ -277,10 +279,10 @@ class Startup:
             transport=self._transport,
             connection=connection,
             session_id=state.session_id,
-            submit=self._submit,
+            submit=self._submit_to_loop,
         )
         state.transport_coordinator = broker
-        self._stack.enter_context(
+        self._exit_stack.enter_context(
             registered_torch_device(broker, launch_blocking=state.config.launch_blocking)
         )
 
@@ -302,7 +304,7 @@ class Startup:
             work["gpu monitor"] = state.monitor.run()
         if state.health is not None:
             work["health checks"] = state.health.run()
-        state.monitor_tasks = await self._stack.enter_async_context(self._background_tasks(work))
+        state.monitor_tasks = await self._exit_stack.enter_async_context(self._background_tasks(work))
 
     async def _start_health_checks(
         self, state: ClusterState, connection: ControllerConnection
@@ -318,8 +320,8 @@ class Startup:
             interval_s=state.config.health_check_interval,
             events=self._events,
         )
-        self._stack.callback(checker.close)
-        await checker.check(timeout_s=_FIRST_CHECK_TIMEOUT_S)
+        self._exit_stack.callback(checker.close)
+        await checker.check(timeout_s=_FIRST_HEALTH_CHECK_TIMEOUT_S)
         return checker
 
     @asynccontextmanager
@@ -341,14 +343,14 @@ class Startup:
         try:
             await part
         except Exception as error:
-            _log.exception("the %s of this session failed", name)
+            _log.exception("background task %s of this session failed", name)
             self._publish_event(EventType.MONITOR_ERROR, f"the {name} failed: {error}")
 
     def _publish_event(self, kind: EventType, reason: str) -> None:
         self._events.publish(kind, node_id=self._node_id, reason=reason)
 
 
-def _with_heartbeat_timeout(settings: Settings) -> Settings:
+def _with_default_heartbeat_timeout_raised(settings: Settings) -> Settings:
     """Increases a default timeout to two intervals: one lost heartbeat must not disconnect a node."""
     config = settings.cluster
     if settings.sources["cluster.heartbeat_timeout"] != "default":

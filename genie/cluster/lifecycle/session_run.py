@@ -41,7 +41,7 @@ class SessionRun:
         self._failure: BaseException | None = None
         self._stop_event: asyncio.Event | None = None
         self._waiter_count = 1
-        self._is_used = False
+        self._is_returned_to_caller = False
         self._lock = threading.Lock()
 
     @property
@@ -87,15 +87,15 @@ class SessionRun:
         with self._lock:
             self._waiter_count += 1
 
-    def mark_used(self, state: ClusterState) -> ClusterState:
-        self._is_used = True
+    def mark_returned_to_caller(self, state: ClusterState) -> ClusterState:
+        self._is_returned_to_caller = True
         return state
 
     def remove_waiter(self) -> bool:
         """Removes a caller that no longer waits. Ends the session and returns True if it was the last one."""
         with self._lock:
             self._waiter_count -= 1
-            is_unused = self._waiter_count == 0 and not self._is_used
+            is_unused = self._waiter_count == 0 and not self._is_returned_to_caller
         if is_unused or self.finished.done():
             self.stop()
             return True

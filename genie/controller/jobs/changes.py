@@ -14,7 +14,7 @@ from typing import Generic, TypeVar
 import msgspec
 
 from genie.controller.jobs.outcomes import STOPPING_PREFIX
-from genie.controller.ledger import Ledger, Table, Transaction
+from genie.controller.ledger import Ledger, LedgerTable, Transaction
 from genie.controller.store.protocol import TXN_BYTES_MAX
 from genie.errors import LeadershipError, RowTooLargeError, StoreError
 from genie.model.job import Job, JobState, StopReason, shrink_oversized_job
@@ -41,7 +41,7 @@ class JobChange(Generic[_Output_co]):
     build: Callable[[Job | None, Transaction], _Output_co]
     rank: int | None = None
 
-    def stage_change(self, jobs: Table[Job], txn: Transaction) -> _Output_co:
+    def stage_change(self, jobs: LedgerTable[Job], txn: Transaction) -> _Output_co:
         return self.build(txn.get(jobs, self.job_id), txn)
 
 

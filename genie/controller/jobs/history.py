@@ -1,20 +1,85 @@
-"""Selects the finished jobs to delete when the history is full.
+"""Deletes finished jobs when the history is full.
 
 Age applies to all jobs alike. Number and bytes are shared fairly: the tenant that uses most loses its oldest
-jobs first, so that a tenant with less than an equal share loses none. Not responsible for deleting them
-(lifecycle.py).
+jobs first, so that a tenant with less than an equal share loses none.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from heapq import heapify, heappop, heapreplace
 from itertools import islice
+from typing import Protocol
 
-from genie.controller.jobs.index import JobIndex
-from genie.model.job import FINAL_STATES, Job
+from genie.config import ControllerConfig
+from genie.controller.jobs.catalog import JobCatalog
+from genie.controller.jobs.space import JobSpace
+from genie.controller.ledger import Ledger, Transaction
+from genie.model.job import FINAL_STATES, Job, JobState
+from genie.processes.clock import Clock
+
+_DELETE_BATCH_JOBS = 100
+_DELETE_BATCHES_MAX = 20
+"""Transactions that are written together."""
+
+
+class JobHistory:
+    def __init__(
+        self,
+        ledger: Ledger,
+        catalog: JobCatalog,
+        space: JobSpace,
+        *,
+        config: ControllerConfig,
+        clock: Clock,
+    ) -> None:
+        self._ledger = ledger
+        self._catalog = catalog
+        self._space = space
+        self._config = config
+        self._clock = clock
+
+    async def delete_old_jobs(self) -> None:
+        """Delete finished jobs beyond the limits of the history: age, number and bytes."""
+        while excess := self._find_jobs_to_delete(limit=_DELETE_BATCH_JOBS * _DELETE_BATCHES_MAX):
+            parts = [
+                excess[start : start + _DELETE_BATCH_JOBS]
+                for start in range(0, len(excess), _DELETE_BATCH_JOBS)
+            ]
+            for outcome in await self._ledger.write_each(partial(self._delete_jobs, part) for part in parts):
+                if isinstance(outcome, Exception):
+                    raise outcome
+
+    def _find_jobs_to_delete(self, *, limit: int) -> list[Job]:
+        excess = HistoryExcess(
+            delete_ended_before=self._clock.wall_s() - self._config.history_days * 86400,
+            job_count=self._catalog.count_in_states(FINAL_STATES) - self._config.jobs_kept,
+            size_bytes=self._space.excess_history_bytes(),
+        )
+        return select_jobs_to_delete(
+            self._catalog,
+            excess,
+            bytes_by_tenant=self._space.finished_bytes_by_tenant,
+            get_size_bytes=self._space.job_size_bytes,
+            limit=limit,
+        )
+
+    def _delete_jobs(self, jobs: list[Job], txn: Transaction) -> None:
+        for job in jobs:
+            txn.delete(self._ledger.jobs, job.job_id)
+
+
+class FinishedJobs(Protocol):
+    """The finished jobs to select from: JobIndex and JobCatalog."""
+
+    def jobs_oldest_first(
+        self, states: Iterable[JobState], *, tenant: str | None = None
+    ) -> Iterator[Job]: ...
+
+    def finished_count_by_tenant(self) -> Mapping[str, int]: ...
 
 
 @dataclass(frozen=True)
@@ -28,7 +93,7 @@ class HistoryExcess:
 
 
 def select_jobs_to_delete(
-    index: JobIndex,
+    index: FinishedJobs,
     excess: HistoryExcess,
     *,
     bytes_by_tenant: Mapping[str, int],
@@ -69,7 +134,7 @@ def select_jobs_to_delete(
 
 
 def _oldest_jobs_of_largest_tenants(
-    index: JobIndex,
+    index: FinishedJobs,
     usage_by_tenant: Mapping[str, int],
     get_cost: Callable[[Job], int],
     skipped: Mapping[str, Job],

@@ -1,7 +1,7 @@
 """Indexes of jobs, so that the cost of a read is proportional to its result.
 
 `JobIndex` has the durable jobs by state, tenant and name, newest first. `StagedIndex` has what the builds of
-writes need, including changes that are not durable yet. Not responsible for the jobs (jobs/lifecycle.py).
+writes need, including changes that are not durable yet. Not responsible for the jobs (jobs/catalog.py).
 """
 
 from __future__ import annotations

@@ -54,6 +54,8 @@ def final_state_of_worker(job: Job, report: ExitReport) -> tuple[JobState, str]:
     stop = _stop_reason_of_running_job(job)
     if stop in (StopReason.CANCEL, StopReason.WORKER_ENDED, StopReason.PREEMPT):
         return JobState.CANCELLED, f"cancelled: {stopping_reason(job)}{how}"
+    if stop is StopReason.CLOSED:
+        return JobState.SUCCEEDED, stopping_reason(job)
     if stop is StopReason.TIME_LIMIT:
         return JobState.FAILED, f"{stopping_reason(job)}{how}"
     if code == CLIENT_LOST_EXIT_CODE and job.spec.kind is JobKind.SESSION:

@@ -17,12 +17,14 @@ from dataclasses import dataclass, field
 import msgspec
 
 from genie.controller.checks import check_endpoint
+from genie.controller.jobs.catalog import JobCatalog
 from genie.controller.jobs.lifecycle import JobLifecycle
 from genie.controller.jobs.outcomes import is_current_placement
+from genie.controller.jobs.submission import JobSubmission
 from genie.controller.ledger import Ledger
 from genie.errors import DeviceUnavailableError, JobNotFoundError, NodeNotFoundError, UsageError
 from genie.model.allocation import FULL_MILLI
-from genie.model.job import Accelerator, Job, JobKind, JobSpec, JobState, Resources
+from genie.model.job import Accelerator, Job, JobKind, JobSpec, JobState, Resources, StopReason
 from genie.model.limits import NAME_CHARS_MAX
 from genie.model.messages import SESSION_INTERVAL_S_MAX, DeviceReply, Endpoint, OpenDevice
 from genie.model.names import validate_node_id
@@ -78,7 +80,9 @@ class Sessions:
     def __init__(
         self,
         ledger: Ledger,
-        jobs: JobLifecycle,
+        jobs: JobCatalog,
+        submission: JobSubmission,
+        lifecycle: JobLifecycle,
         *,
         clock: Clock,
         random_bytes: Callable[[int], bytes],
@@ -87,6 +91,8 @@ class Sessions:
         """`reconnect_grace_s`: time that a disconnected client has to return."""
         self._ledger = ledger
         self._jobs = jobs
+        self._submission = submission
+        self._lifecycle = lifecycle
         self._clock = clock
         self._random_bytes = random_bytes
         self._reconnect_grace_s = reconnect_grace_s
@@ -138,7 +144,7 @@ class Sessions:
         """Create a session job for one accelerator, or return the one of this request ID. `check_allowed`
         raises if the job is not allowed."""
         self.renew_lease(identity, request.session_node_id)
-        job = self._jobs.find_by_request_id(identity.tenant, request.request_id)
+        job = self._submission.find_by_request_id(identity.tenant, request.request_id)
         if job is None:
             job = await self._submit_session_job(request, identity, check_allowed)
         if job.spec.kind is not JobKind.SESSION:
@@ -183,11 +189,15 @@ class Sessions:
         else:
             self._executor_status_by_job.pop(job.job_id, None)
 
-    async def cancel_jobs_of_client(self, identity: Identity, client_node_id: str) -> list[Job]:
-        """Cancel the session jobs of a client and return them; the caller kills those that run."""
+    async def close_jobs_of_client(self, identity: Identity, client_node_id: str) -> list[Job]:
+        """End the session jobs of a client that closes its session, and return them; the caller kills those
+        that run."""
         self._clients.pop((identity.tenant, client_node_id), None)
         own = self._jobs.session_jobs_of_client(identity.tenant, client_node_id)
-        return await all_of(self._jobs.cancel(job.job_id, "the client ended the session") for job in own)
+        return await all_of(
+            self._lifecycle.cancel(job.job_id, "the client closed the session", stop=StopReason.CLOSED)
+            for job in own
+        )
 
     async def cancel_expired(self) -> list[Job]:
         """Cancel the session jobs of clients that are gone or whose lease has expired; return them. Delete
@@ -225,7 +235,7 @@ class Sessions:
 
     async def _try_cancel(self, job_id: str, reason: str, cancelled: list[Job]) -> None:
         with self._ledger.quarantine.isolate_errors(self._ledger.jobs.prefix + job_id):
-            cancelled.append(await self._jobs.cancel(job_id, reason))
+            cancelled.append(await self._lifecycle.cancel(job_id, reason))
 
     async def _submit_session_job(
         self, request: OpenDevice, identity: Identity, check_allowed: Callable[[JobSpec], None]
@@ -246,7 +256,7 @@ class Sessions:
         )
         check_allowed(spec)
         ticket = encode_base64url(self._random_bytes(32))
-        job = await self._jobs.submit(
+        job = await self._submission.submit(
             spec,
             identity,
             request.request_id,

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from genie.config import ControllerConfig
-from genie.controller.jobs.lifecycle import JobLifecycle
+from genie.controller.jobs.catalog import JobCatalog
 from genie.controller.jobs.outcomes import is_current_placement
 from genie.controller.ledger import Ledger, Transaction
 from genie.controller.tokens import Tokens
@@ -27,6 +27,7 @@ from genie.errors import (
     TokenRefusedError,
     UsageError,
 )
+from genie.model import failover
 from genie.model.job import JobKind
 from genie.model.limits import NAME_CHARS_MAX
 from genie.model.messages import Certificate, Join, Joined, RecoverCertificate, SignExecutor
@@ -117,7 +118,7 @@ class Certificates:
         does not belong to that node and to the key of the request."""
         if self._authority is None:
             raise TlsError("this cluster does not use TLS; its nodes have no certificates")
-        self._authority.check_issued(
+        self._authority.check_issued_by_this_ca(
             certificate_pem, name=tls.node_certificate_name(node_id), csr_pem=csr_pem
         )
         expired_days = (self._clock.wall_s() - tls.validity_period(certificate_pem)[1]) / 86400
@@ -163,7 +164,9 @@ class Certificates:
         certificate, key = _certificate_paths(directory)
         try:
             certificate_pem, csr_pem = certificate.read_text("utf-8"), tls.new_csr(key.read_bytes())
-            self._authority.check_issued(certificate_pem, name=tls.CONTROLLER_NAME, csr_pem=csr_pem)
+            self._authority.check_issued_by_this_ca(
+                certificate_pem, name=tls.CONTROLLER_NAME, csr_pem=csr_pem
+            )
         except (OSError, UnicodeDecodeError, TlsError):
             return False
         return tls.renewal_due_in_s(certificate_pem, now=self._clock.wall_s()) > 0
@@ -206,6 +209,31 @@ def check_failure_timeouts(config: ControllerConfig) -> None:
             f"controller.node_ttl_s = {config.node_ttl_s:g}",
             hint="a node must become suspect before it is disconnected",
         )
+    if config.store.startswith("etcd"):
+        _check_deadman_covers_failover(config)
+
+
+def _check_deadman_covers_failover(config: ControllerConfig) -> None:
+    """Raise ConfigError if agents could end their jobs before they find the next leader."""
+    bounds = failover.etcd_failover_bounds(
+        node_ttl_s=config.node_ttl_s,
+        leader_ttl_s=config.leader_ttl_s,
+        etcd_election_timeout_s=config.etcd_election_timeout_s,
+    )
+    deadman_s = failover.deadman_s(config.node_ttl_s)
+    if deadman_s >= bounds.total_s:
+        return
+    smallest_s = failover.smallest_node_ttl_s(
+        leader_ttl_s=config.leader_ttl_s, etcd_election_timeout_s=config.etcd_election_timeout_s
+    )
+    raise ConfigError(
+        f"controller.node_ttl_s = {config.node_ttl_s:g} is too low: jobs would end {deadman_s:g} s after the "
+        f"last contact to a controller, but a failover takes up to {bounds.total_s:g} s: "
+        f"{bounds.describe()}",
+        hint=f"set controller.node_ttl_s to {smallest_s:g} or more, or lower controller.leader_ttl_s "
+        f"({config.leader_ttl_s:g}) or controller.etcd_election_timeout_s "
+        f"({config.etcd_election_timeout_s:g}, as --election-timeout of etcd)",
+    )
 
 
 class Admission:
@@ -217,7 +245,7 @@ class Admission:
         ledger: Ledger,
         tokens: Tokens,
         certificates: Certificates,
-        jobs: JobLifecycle,
+        jobs: JobCatalog,
         *,
         clock: Clock,
         disconnect: Callable[[str], None],

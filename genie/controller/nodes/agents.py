@@ -20,6 +20,8 @@ from genie.controller.checks import check_node
 from genie.controller.connection import Connection, Handlers
 from genie.controller.election import Election
 from genie.controller.jobs.backoff import FailureCause
+from genie.controller.jobs.catalog import JobCatalog
+from genie.controller.jobs.launches import JobLaunches
 from genie.controller.jobs.lifecycle import CHANGES_PER_TICK_MAX, JobLifecycle, LostWorker
 from genie.controller.jobs.outcomes import failed_because_of_node, is_current_placement, stopping_reason
 from genie.controller.jobs.sessions import Sessions
@@ -85,7 +87,9 @@ class Agents:
         self,
         *,
         ledger: Ledger,
-        jobs: JobLifecycle,
+        jobs: JobCatalog,
+        launches: JobLaunches,
+        lifecycle: JobLifecycle,
         sessions: Sessions,
         membership: Membership,
         election: Election,
@@ -100,6 +104,8 @@ class Agents:
     ) -> None:
         self._ledger = ledger
         self._jobs = jobs
+        self._launches = launches
+        self._lifecycle = lifecycle
         self._sessions = sessions
         self._membership = membership
         self._election = election
@@ -222,7 +228,7 @@ class Agents:
         return Done()
 
     async def confirm_launch(self, connection: Connection, request: ConfirmLaunch) -> Done:
-        await self._jobs.confirm_launch(
+        await self._launches.confirm_launch(
             connection.identity.name,
             request.job_id,
             epoch=request.epoch,
@@ -305,7 +311,7 @@ class Agents:
         self._node_faults.clear()
         self._confirm_deadlines_s.clear()
         reason = "the controller was replaced before the launch was confirmed"
-        await self._jobs.requeue_unconfirmed_jobs(
+        await self._lifecycle.requeue_unconfirmed_jobs(
             (job, reason) for job in self._jobs.jobs_in_states(JobState.PLACING)
         )
 
@@ -326,7 +332,7 @@ class Agents:
             elif late:
                 nodes = ", ".join(sorted(late)[:_LATE_NODES_NAMED_MAX])
                 unconfirmed.append((job, f"the launch was not confirmed before the timeout on {nodes}"))
-        await self._jobs.requeue_unconfirmed_jobs(unconfirmed[:CHANGES_PER_TICK_MAX])
+        await self._lifecycle.requeue_unconfirmed_jobs(unconfirmed[:CHANGES_PER_TICK_MAX])
         placing = {
             job.worker_name(rank)
             for job in self._jobs.jobs_in_states(JobState.PLACING)
@@ -358,7 +364,7 @@ class Agents:
                     )
                 continue
             lost += self._find_lost_workers(record, held)
-        if count := await self._jobs.record_lost_workers(lost[:CHANGES_PER_TICK_MAX]):
+        if count := await self._lifecycle.record_lost_workers(lost[:CHANGES_PER_TICK_MAX]):
             _log.warning("released the resources of %d lost workers: %s", count, lost[0].reason)
 
     async def remove_node(self, connection: Connection, request: RemoveNode) -> Done:
@@ -368,7 +374,7 @@ class Agents:
         if record is not None and not record.has_left:
             self._check_removable(record)
             if held is not None:
-                await self._jobs.record_lost_workers(self._find_lost_workers(record, held))
+                await self._lifecycle.record_lost_workers(self._find_lost_workers(record, held))
         if self._ledger.holds.is_unreadable(node_id):
             await self._record_unreadable_workers_lost(node_id)
         await self._forget_node(node_id)
@@ -450,7 +456,7 @@ class Agents:
                 f"cannot remove node {node_id}: it was connected until recently", hint="try again later"
             )
         reason = f"node {node_id} was removed"
-        await self._jobs.record_lost_workers(
+        await self._lifecycle.record_lost_workers(
             LostWorker(job.worker_name(rank), node_id, placement.epoch, reason)
             for job in self._jobs.jobs_in_states(JobState.PLACING, JobState.RUNNING)
             for rank, placement in enumerate(job.placements)
@@ -493,9 +499,9 @@ class Agents:
     async def _end_jobs_of_earlier_incarnations(
         self, node_id: str, incarnation: int, exits: Sequence[ExitReport]
     ) -> None:
-        await self._jobs.record_exits(node_id, exits)
+        await self._lifecycle.record_exits(node_id, exits)
         held = self._ledger.holds.get(node_id)
-        await self._jobs.record_lost_workers(
+        await self._lifecycle.record_lost_workers(
             LostWorker(hold.job_id, node_id, hold.epoch, f"node {node_id} restarted")
             for hold in (held.holds if held else ())
             if hold.incarnation < incarnation
@@ -511,7 +517,7 @@ class Agents:
             # The reply must not wait for a slow store: it refreshes the dead-man timers of the node's jobs.
             async with asyncio.timeout(self._node_ttl_s * _EXITS_WRITE_TIMEOUT_TTL_SHARE):
                 faults = [report for report in request.exits if self._is_node_fault(node_id, report)]
-                reports = await self._jobs.record_exits(node_id, request.exits)
+                reports = await self._lifecycle.record_exits(node_id, request.exits)
                 for report in faults:
                     if report in reports:
                         self._node_faults.record_fault(node_id, report.reason)
@@ -541,7 +547,7 @@ class Agents:
                 missing[key] = before.get(key, 0) + 1
         self._unlisted_worker_counts_by_node[node_id] = missing
         reason = f"the agent of node {node_id} no longer runs it"
-        await self._jobs.record_lost_workers(
+        await self._lifecycle.record_lost_workers(
             LostWorker(unit, node_id, epoch, reason)
             for (unit, epoch), count in missing.items()
             if count >= _HEARTBEATS_NOT_LISTING_WORKER_MAX
@@ -629,7 +635,7 @@ class Agents:
         # A ProtocolError has reached the agent: sending it again would not help.
         if isinstance(error, TransportError) and not isinstance(error, ProtocolError):
             reason = f"the launch on node {node_id} could not be delivered: {error}"
-            await self._jobs.requeue_unconfirmed(job.job_id, epoch=job.epoch, reason=reason)
+            await self._lifecycle.requeue_unconfirmed(job.job_id, epoch=job.epoch, reason=reason)
             return
         if isinstance(error, FencedError):
             await self._election.check_still_leading()
@@ -638,7 +644,7 @@ class Agents:
             cause = FailureCause.NODE
             self._node_faults.record_fault(node_id, error.message)
         reason = f"node {node_id} rejected the launch: {error}"
-        await self._jobs.requeue_unconfirmed(job.job_id, epoch=job.epoch, reason=reason, cause=cause)
+        await self._lifecycle.requeue_unconfirmed(job.job_id, epoch=job.epoch, reason=reason, cause=cause)
 
     async def _deliver_kill(self, job: Job, rank: int) -> None:
         placement = job.placements[rank]

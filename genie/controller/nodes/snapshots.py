@@ -29,6 +29,7 @@ class NodeSnapshot:
 
     info: NodeInfo
     blocked_reason: str = ""
+    has_left: bool = False
 
     @property
     def node_id(self) -> str:
@@ -94,7 +95,7 @@ class NodeSnapshots:
             info = msgspec.structs.replace(info, status=NodeStatus.DEGRADED, status_reason=fault)
         blocked = record.drain_status or self._membership.blocked_reason(info) or fault
         closed = "it has left the cluster" if record.has_left else blocked
-        self._snapshots[node_id] = NodeSnapshot(info, closed)
+        self._snapshots[node_id] = NodeSnapshot(info, closed, record.has_left)
         until_s = self._membership.current_info_valid_until_s(node_id, now_s)
         self._set_expiry(node_id, min(until_s, self._node_faults.blocked_reason_valid_until_s(node_id)))
 

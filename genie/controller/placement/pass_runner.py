@@ -1,7 +1,7 @@
 """Runs scheduling passes: runs the planner, records its decisions, and launches placed jobs.
 
 Jobs that were placed at their submission are launched here, too. Not responsible for the decisions
-(placement/planner.py) and their transactions (jobs/lifecycle.py).
+(placement/planner.py) and their transactions (jobs/launches.py).
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import asyncio
 import logging
 from collections.abc import Iterable, Sequence
 
+from genie.controller.jobs.catalog import JobCatalog
+from genie.controller.jobs.launches import JobLaunches
 from genie.controller.jobs.lifecycle import JobLifecycle
 from genie.controller.ledger import Ledger
 from genie.controller.nodes.agents import Agents
@@ -30,13 +32,17 @@ class PassRunner:
         self,
         ledger: Ledger,
         planner: Planner,
-        jobs: JobLifecycle,
+        jobs: JobCatalog,
+        job_launches: JobLaunches,
+        lifecycle: JobLifecycle,
         agents: Agents,
         launches: LaunchQueue,
     ) -> None:
         self._ledger = ledger
         self._planner = planner
         self._jobs = jobs
+        self._job_launches = job_launches
+        self._lifecycle = lifecycle
         self._agents = agents
         self._launch_queue = launches
         self._unlogged_launches: list[Job] = []
@@ -64,7 +70,7 @@ class PassRunner:
 
     async def stop_jobs(self, jobs: Iterable[tuple[Job, str]], stop_kind: StopReason) -> None:
         """Mark running jobs, each with a reason, and send the kills to their agents."""
-        for stopped in await self._jobs.mark_jobs_stopping(jobs, stop_kind):
+        for stopped in await self._lifecycle.mark_jobs_stopping(jobs, stop_kind):
             self._agents.send_kills(stopped)
 
     def log_launches(self) -> None:
@@ -88,7 +94,7 @@ class PassRunner:
         placed: list[Job] = []
         try:
             with self._launch_queue.reserve_capacity(sum(len(start.places) for start in starts)):
-                await self._jobs.record_starts(starts, on_placed=placed.append)
+                await self._job_launches.record_starts(starts, on_placed=placed.append)
         finally:
             # All starts of the pass together, so that each node gets one message.
             self._launch_queue.add(placed)
@@ -101,7 +107,9 @@ class PassRunner:
             _log.info("stopping job %s: %s", job.job_id, reason)
         if len(jobs) > _JOBS_LOGGED_MAX:
             _log.info("stopping %d more jobs", len(jobs) - _JOBS_LOGGED_MAX)
-        await self._jobs.requeue_unconfirmed_jobs(each for each in jobs if each[0].state is JobState.PLACING)
+        await self._lifecycle.requeue_unconfirmed_jobs(
+            each for each in jobs if each[0].state is JobState.PLACING
+        )
         # No effect on a job that was just queued again; but its launch may have been confirmed meanwhile.
         await self.stop_jobs(jobs, StopReason.PREEMPT)
         if any(self._ledger.jobs.prefix + job.job_id in self._ledger.quarantined for job, _ in jobs):

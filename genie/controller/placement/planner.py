@@ -4,7 +4,7 @@
 scheduler (scheduler/scheduler.py) assumes that its decisions are carried out; the ledger has the truth. So
 every changed job is compared with the scheduler's state, and so is every decision that was not carried out.
 After a load of the ledger the scheduler is rebuilt. Not responsible for writing placements
-(jobs/lifecycle.py) or sending launches (placement/pass_runner.py).
+(jobs/launches.py) or sending launches (placement/pass_runner.py).
 """
 
 from __future__ import annotations
@@ -308,7 +308,7 @@ class Planner:
         if self._gpu_ids_by_node.setdefault(node_id, gpu_ids) != gpu_ids:
             self.invalidate()  # the positions of its accelerators have changed
             return
-        facts = node_facts(info, blocked_reason=closed)
+        facts = node_facts(info, blocked_reason=closed, has_left=state.has_left)
         known = self._scheduler.allocations.get_node_facts(node_id)
         if known == facts:
             return

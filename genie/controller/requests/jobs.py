@@ -12,7 +12,9 @@ from genie.controller.checks import clamp_wait_s
 from genie.controller.connection import Connection, Handlers
 from genie.controller.election import Election
 from genie.controller.jobs.blobs import Blobs
+from genie.controller.jobs.catalog import JobCatalog
 from genie.controller.jobs.lifecycle import JobLifecycle
+from genie.controller.jobs.submission import JobSubmission
 from genie.controller.placement.planner import PENDING_JOB_KINDS_MAX, Planner
 from genie.controller.requests.open_waits import OpenWaits, too_many_open_error
 from genie.controller.requests.reply_size import truncate_to_reply
@@ -34,7 +36,9 @@ class JobRequests:
 
     def __init__(
         self,
-        jobs: JobLifecycle,
+        jobs: JobCatalog,
+        submission: JobSubmission,
+        lifecycle: JobLifecycle,
         planner: Planner,
         blobs: Blobs,
         election: Election,
@@ -45,6 +49,8 @@ class JobRequests:
         check_readable: Callable[[], None],
     ) -> None:
         self._jobs = jobs
+        self._submission = submission
+        self._lifecycle = lifecycle
         self._planner = planner
         self._blobs = blobs
         self._election = election
@@ -67,9 +73,9 @@ class JobRequests:
         jobs, identity = self._jobs, connection.identity
         spec = connection.check_spec_once(request.spec)
         self._election.require_fencing_token()
-        if jobs.find_by_request_id(identity.tenant, request.request_id) is None:
+        if self._submission.find_by_request_id(identity.tenant, request.request_id) is None:
             await self._check_can_run(spec, identity)
-        job = await jobs.submit(spec, identity, request.request_id)
+        job = await self._submission.submit(spec, identity, request.request_id)
 
         def is_undecided(job: Job) -> bool:
             return job.state is JobState.QUEUED and jobs.with_pending_reason(job) is job
@@ -130,7 +136,7 @@ class JobRequests:
         job = self._jobs.find(request.job_id, connection.identity)
         reason = f"requested with token {connection.identity.token_id}"
         was_placed = bool(job.placements) and not job.state.is_final
-        after = await self._jobs.cancel(job.job_id, reason)
+        after = await self._lifecycle.cancel(job.job_id, reason)
         if was_placed:
             self._send_kills(after)
         return JobReply(job=self._jobs.visible_to(after, connection.identity))

@@ -12,7 +12,7 @@ import msgspec
 
 from genie.controller.checks import clamp_wait_s
 from genie.controller.connection import Connection, Handlers
-from genie.controller.jobs.lifecycle import JobLifecycle
+from genie.controller.jobs.catalog import JobCatalog
 from genie.controller.requests.open_waits import OpenWaits, too_many_open_error
 from genie.errors import JobNotFoundError, UsageError
 from genie.model.job import Job, PastRun, make_worker_name
@@ -27,7 +27,7 @@ class LogRequests:
 
     def __init__(
         self,
-        jobs: JobLifecycle,
+        jobs: JobCatalog,
         *,
         clock: Clock,
         waits: OpenWaits,

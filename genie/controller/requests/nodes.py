@@ -136,6 +136,7 @@ class StatusRequests:
             quarantined_count=len(quarantined),
             store_used_bytes=self._job_space.used_bytes if is_owner else 0,
             store_bytes_max=self._job_space.store_bytes_max if is_owner else 0,
+            store_reason=self._store_health.failure_reason if is_owner else "",
         )
 
     def _count_free_gpus(self, node: NodeSnapshot) -> int:

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import msgspec
 
 from genie.controller.connection import Connection, Handler, Handlers
-from genie.controller.jobs.lifecycle import JobLifecycle, can_see
+from genie.controller.jobs.catalog import JobCatalog, can_see
 from genie.controller.requests.reply_size import truncate_to_reply
 from genie.model.job import Job, JobState
 from genie.model.limits import LIST_MAX
@@ -53,7 +53,7 @@ class QueueRequests:
 
     def __init__(
         self,
-        jobs: JobLifecycle,
+        jobs: JobCatalog,
         planner: QueuePlanner,
         *,
         clock: Clock,
@@ -63,7 +63,8 @@ class QueueRequests:
         self._planner = planner
         self._clock = clock
         self._check_readable = check_readable
-        self._serial_lock = asyncio.Lock()
+        self._tenants_lock = asyncio.Lock()
+        self._owner_lock = asyncio.Lock()
 
     def handlers(self) -> Handlers:
         return {
@@ -72,10 +73,12 @@ class QueueRequests:
         }
 
     def _serialize_and_throttle(self, handler: Handler) -> Handler:
-        """Serialize calls and pause after each for as long as it took, so that heartbeats are not delayed."""
+        """Serialize calls and pause after each for as long as it took, so that heartbeats are not delayed.
+        Calls of the owner do not wait for those of tenants."""
 
         async def handle(connection: Connection, request: Any) -> Message:
-            async with self._serial_lock:
+            is_owner = connection.identity.kind is TokenKind.OWNER
+            async with self._owner_lock if is_owner else self._tenants_lock:
                 began_s = self._clock.monotonic_s()
                 reply = await handler(connection, request)
                 await self._clock.sleep(self._clock.monotonic_s() - began_s)

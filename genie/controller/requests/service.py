@@ -23,9 +23,11 @@ from genie.errors import (
     OverloadedError,
     ProtocolError,
     StoreError,
+    StoreUnavailableError,
     TokenMissingError,
     TokenRefusedError,
 )
+from genie.model.failover import HELLO_READY_TIMEOUT_S
 from genie.model.limits import check_text
 from genie.model.messages import (
     CONTROLLER_REQUESTS,
@@ -54,6 +56,8 @@ from genie.version import __version__
 _log = logging.getLogger(__name__)
 
 HELLO_TIMEOUT_S = 10.0
+STORE_RETRY_AFTER_S = 5.0
+"""Retry time that clients get while the store is unavailable."""
 _READY_TIMEOUT_S = 1.0
 _ALLOWED_WHILE_LOADING = (Heartbeat, GetStatus, RenewCertificate)
 """Requests that a new leader answers before it has read the tables; the others would see old ones."""
@@ -147,14 +151,13 @@ class RequestService:
         if usage is None:
             return handler(connection, request)
         size_bytes = connection.peer.request_bytes
-        if kind not in LIST_REQUESTS:
-            return self._request_limits.await_counted_in_flight(
-                usage, handler(connection, request), size_bytes=size_bytes
-            )
+        reply = (
+            self._request_limits.run_list_request(usage, request, lambda: handler(connection, request))
+            if kind in LIST_REQUESTS
+            else handler(connection, request)
+        )
         return self._request_limits.await_counted_in_flight(
-            usage,
-            self._request_limits.run_list_request(usage, request, lambda: handler(connection, request)),
-            size_bytes=size_bytes,
+            usage, _without_store_details(reply), size_bytes=size_bytes
         )
 
     def _charge_request(self, connection: Connection, usage: TokenUsage, request: Message) -> None:
@@ -178,7 +181,7 @@ class RequestService:
             raise ProtocolError("this connection has already sent Hello")
         check_text(request.program, what="program")
         check_text(request.version, what="version")
-        await wait_event(self._ready_event, clock=self._clock, timeout_s=_READY_TIMEOUT_S)
+        await wait_event(self._ready_event, clock=self._clock, timeout_s=HELLO_READY_TIMEOUT_S)
         identity = await self._verify_identity(connection, request.token)
         usage = self._request_limits.get_usage(identity)
         if usage is not None:
@@ -212,9 +215,10 @@ class RequestService:
         except StoreError as error:
             # Agents must be able to distinguish this from a timeout: a controller that does not lead
             # reclaims nothing.
+            _log.info("cannot check the token of %s: %s", connection.peer.name, error)
             raise NotLeaderError(
-                f"this controller does not lead and cannot check tokens: {error.message}",
-                hint="try again when its store is available",
+                "this controller does not lead and cannot check tokens: its store is unavailable",
+                retry_after_s=STORE_RETRY_AFTER_S,
             ) from error
         return identity
 
@@ -238,3 +242,15 @@ class RequestService:
 
     async def _handle_sign_executor(self, connection: Connection, request: SignExecutor) -> Certificate:
         return self._admission.sign_executor(connection.identity.name, request)
+
+
+async def _without_store_details(reply: Awaitable[Message]) -> Message:
+    """Await a reply to a client. The addresses of the store are for the owner only ('genie status')."""
+    try:
+        return await reply
+    except StoreUnavailableError as error:
+        raise StoreUnavailableError(
+            "the cluster cannot make changes: its store is unavailable",
+            hint=f"running jobs continue; try again in {STORE_RETRY_AFTER_S:g} s",
+            retry_after_s=STORE_RETRY_AFTER_S,
+        ) from error

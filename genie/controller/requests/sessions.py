@@ -64,7 +64,7 @@ class SessionRequests:
         return self._node_list.make_nodes_reply(connection.identity)
 
     async def session_end(self, connection: Connection, request: SessionEnd) -> Done:
-        for job in await self._sessions.cancel_jobs_of_client(connection.identity, request.node_id):
+        for job in await self._sessions.close_jobs_of_client(connection.identity, request.node_id):
             self._send_kills(job)
         return Done()
 

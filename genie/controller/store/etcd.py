@@ -70,8 +70,9 @@ class EtcdStore:
     @classmethod
     async def open(cls, url: str, *, clock: Clock | None = None, timeout_s: float = 5.0) -> EtcdStore:
         """Returns when one endpoint has reported a supported version; the others are checked before
-        their first use. Raises ConfigError for a bad URL or login, TlsError, StoreVersionError, and
-        StoreUnavailableError when no endpoint responds within `timeout_s`."""
+        their first use. Raises ConfigError for a bad URL or an unreadable file, StoreAccessError for a failed
+        login or TLS handshake, StoreVersionError, and StoreUnavailableError when no endpoint responds within
+        `timeout_s`."""
         return await cls.open_address(parse_etcd_url(url), clock=clock, timeout_s=timeout_s)
 
     @classmethod

@@ -1,7 +1,8 @@
 """gRPC channels to the endpoints of one etcd cluster: endpoint selection, login and retries.
 
-An endpoint is used only after its version was checked on this connection. Reads are retried on
-another endpoint. A write is sent once: if its response is lost, it is unknown whether it was
+An endpoint is used only after its version was checked on this connection. If TLS or the login fails, the
+files that the URL names are read again, so that a replaced certificate or password takes effect. Reads are
+retried on another endpoint. A write is sent once: if its response is lost, it is unknown whether it was
 applied, and a retry could conflict with itself.
 
 The calls are in etcd.py, the watch stream in etcd_watch.py.
@@ -12,6 +13,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeVar
 
 import grpc
@@ -26,7 +29,7 @@ from genie.controller.store.etcd_errors import (
     to_genie_error,
 )
 from genie.controller.store.etcd_proto import rpc_pb2, rpc_pb2_grpc
-from genie.errors import ConfigError, StoreUnavailableError, TlsError
+from genie.errors import ConfigError, StoreAccessError, StoreUnavailableError
 from genie.processes.clock import Clock
 
 log = logging.getLogger(__name__)
@@ -34,6 +37,8 @@ log = logging.getLogger(__name__)
 MEMBER_PROBE_TIMEOUT_S = 1.0
 RETRY_INTERVAL_S = 0.05
 CLOSE_TIMEOUT_S = 0.5
+REPLACED_CHANNEL_GRACE_S = 2 * MEMBER_PROBE_TIMEOUT_S
+"""For calls of other tasks on a channel whose credentials were replaced."""
 RANGE_PAGE_KEYS = 256
 # _GrpcResponse page of the largest values that a server accepts by default, plus framing.
 _RESPONSE_BYTES_MAX = RANGE_PAGE_KEYS * 1600 * 1024
@@ -78,8 +83,8 @@ class EtcdChannels:
     def __init__(self, address: EtcdAddress, *, clock: Clock) -> None:
         self._address = address
         self._clock = clock
-        self._password = _read_password(address)
-        self._members = _open_members(address)
+        self._secrets = _read_secrets(address)
+        self._members = self._open_members()
         self._login_token = ""
         self.is_closed = False
 
@@ -149,7 +154,7 @@ class EtcdChannels:
                     self.check_open()
                     reasons[member.endpoint] = error.details() or error.code().name
                     self.deprioritize(member)
-            self._raise_if_all_failed_on_tls(reasons)
+            await self._raise_if_all_failed_on_tls(reasons)
             if self._now_s() + RETRY_INTERVAL_S >= deadline_s:
                 raise StoreUnavailableError(
                     f"could not reach any etcd endpoint: {_format_failure_reasons(reasons)}",
@@ -161,11 +166,10 @@ class EtcdChannels:
         """Connects to these endpoints with the current contents of the certificate files.
 
         Calls under way get a moment to finish; watches reconnect."""
+        secrets = await asyncio.to_thread(_read_secrets, address)
         self.check_open()
-        members = _open_members(address)
-        old, self._members, self._address = self._members, members, address
-        for member in old:
-            await member.channel.close(CLOSE_TIMEOUT_S)
+        self._address, self._secrets, self._login_token = address, secrets, ""
+        await self._replace_members()
 
     def deprioritize(self, member: EtcdMember) -> None:
         """Moves the member to the end of the preference order."""
@@ -174,9 +178,9 @@ class EtcdChannels:
             self._members.append(member)
 
     def forget_login(self, member: EtcdMember) -> None:
-        """Makes the next call log in again. Raises ConfigError when the URL has no user."""
+        """Makes the next call log in again. Raises StoreAccessError when the URL has no user."""
         if not self._address.user:
-            raise ConfigError(
+            raise StoreAccessError(
                 f"etcd at {member.endpoint} requires a user",
                 hint="add ?user=NAME&password_file=FILE to the store URL",
             )
@@ -206,7 +210,7 @@ class EtcdChannels:
         member.is_version_checked = True
 
     async def _log_in(self, member: EtcdMember, deadline_s: float) -> None:
-        request = rpc_pb2.AuthenticateRequest(name=self._address.user, password=self._password)
+        request = rpc_pb2.AuthenticateRequest(name=self._address.user, password=self._secrets.password)
         remaining_s = max(0.001, deadline_s - self._now_s())
         try:
             response = await self._translate_cancellation(
@@ -214,7 +218,8 @@ class EtcdChannels:
             )
         except grpc.aio.AioRpcError as error:
             if error.code() in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.FAILED_PRECONDITION):
-                raise ConfigError(
+                await self._reload_secrets()
+                raise StoreAccessError(
                     f"etcd at {member.endpoint} rejected user {self._address.user!r}: {error.details()}",
                     hint=f"check ?user= and the password in {self._address.password_file}",
                 ) from error
@@ -243,12 +248,40 @@ class EtcdChannels:
         # Reserve time for another endpoint in case this one does not respond.
         return remaining_s / 2 if idempotent and len(self._members) > 1 else remaining_s
 
-    def _raise_if_all_failed_on_tls(self, reasons: dict[str, str]) -> None:
+    async def _raise_if_all_failed_on_tls(self, reasons: dict[str, str]) -> None:
         if reasons and all(is_tls_failure(reason) for reason in reasons.values()):
-            raise TlsError(
+            await self._reload_secrets()
+            raise StoreAccessError(
                 f"TLS handshake with etcd failed: {_format_failure_reasons(reasons)}",
                 hint="check ?ca=, ?cert= and ?key= of the store URL and the server's certificate",
             )
+
+    def _open_members(self) -> list[EtcdMember]:
+        credentials = self._secrets.channel_credentials() if self._address.uses_tls else None
+        return [
+            EtcdMember(endpoint, _open_channel(endpoint, credentials, server_name=self._address.server_name))
+            for endpoint in self._address.endpoints
+        ]
+
+    async def _reload_secrets(self) -> None:
+        """Uses the password and certificates that the files contain now, from the next call on. Files that
+        cannot be read change nothing."""
+        try:
+            secrets = await asyncio.to_thread(_read_secrets, self._address)
+        except ConfigError as error:
+            log.debug("store %s: %s", self._address, error)
+            return
+        self.check_open()
+        if secrets == self._secrets:
+            return
+        log.info("store %s: its certificate or password files have changed", self._address)
+        self._secrets, self._login_token = secrets, ""
+        await self._replace_members()
+
+    async def _replace_members(self) -> None:
+        replaced, self._members = self._members, self._open_members()
+        for member in replaced:
+            await member.channel.close(REPLACED_CHANNEL_GRACE_S)
 
     def _now_s(self) -> float:
         return asyncio.get_running_loop().time()
@@ -269,14 +302,6 @@ async def _wait_for_grpc_call_tasks() -> None:
         await asyncio.wait(ending, timeout=CLOSE_TIMEOUT_S)
 
 
-def _open_members(address: EtcdAddress) -> list[EtcdMember]:
-    credentials = _make_credentials(address)
-    return [
-        EtcdMember(endpoint, _open_channel(endpoint, credentials, server_name=address.server_name))
-        for endpoint in address.endpoints
-    ]
-
-
 def _open_channel(
     endpoint: str, credentials: grpc.ChannelCredentials | None, *, server_name: str
 ) -> grpc.aio.Channel:
@@ -286,26 +311,36 @@ def _open_channel(
     return grpc.aio.secure_channel(endpoint, credentials, options=[*_CHANNEL_OPTIONS, *name])
 
 
-def _make_credentials(address: EtcdAddress) -> grpc.ChannelCredentials | None:
-    if not address.uses_tls:
-        return None
-    return grpc.ssl_channel_credentials(
-        root_certificates=read_parameter_file(address.ca_file, parameter="ca") if address.ca_file else None,
-        private_key=read_parameter_file(address.key_file, parameter="key") if address.key_file else None,
-        certificate_chain=read_parameter_file(address.certificate_file, parameter="cert")
-        if address.certificate_file
-        else None,
-    )
+@dataclass(frozen=True)
+class _Secrets:
+    """The content of the files that the store URL names; None or empty where it names none."""
+
+    ca: bytes | None
+    certificate: bytes | None
+    key: bytes | None
+    password: str
+
+    def channel_credentials(self) -> grpc.ChannelCredentials:
+        return grpc.ssl_channel_credentials(
+            root_certificates=self.ca, private_key=self.key, certificate_chain=self.certificate
+        )
 
 
-def _read_password(address: EtcdAddress) -> str:
-    if address.password_file is None:
-        return ""
-    raw = read_parameter_file(address.password_file, parameter="password_file")
+def _read_secrets(address: EtcdAddress) -> _Secrets:
+    def read(path: Path | None, parameter: str) -> bytes | None:
+        return None if path is None else read_parameter_file(path, parameter=parameter)
+
+    raw_password = read(address.password_file, "password_file") or b""
     try:
-        return raw.decode().strip("\r\n")
+        password = raw_password.decode().strip("\r\n")
     except UnicodeDecodeError:
         raise ConfigError(f"the password file {address.password_file} is not valid UTF-8") from None
+    return _Secrets(
+        ca=read(address.ca_file, "ca"),
+        certificate=read(address.certificate_file, "cert"),
+        key=read(address.key_file, "key"),
+        password=password,
+    )
 
 
 def _format_failure_reasons(reasons: dict[str, str]) -> str:

@@ -53,6 +53,11 @@ class LeaseTimers:
         lease = self._leases[lease_id]
         lease.deadline_s = self._clock.monotonic_s() + lease.ttl_s
 
+    def extend_all(self, *, by_s: float) -> None:
+        """Restarts the TTL of every lease, once with `by_s` more, as a new leader of etcd does."""
+        for lease in self._leases.values():
+            lease.deadline_s = self._clock.monotonic_s() + lease.ttl_s + by_s
+
     def is_expired_or_revoked(self, lease_id: int) -> bool:
         lease = self._leases.get(lease_id)
         return lease is None or self._clock.monotonic_s() >= lease.deadline_s

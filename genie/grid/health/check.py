@@ -39,8 +39,8 @@ _log = logging.getLogger(__name__)
 
 THROTTLE_CHECK_TEMPERATURE_C_MIN = TEMPERATURE_C_MAX - 5.0
 """GPUs throttle before they overheat. From this temperature on, throttle reasons are read by nvidia-smi."""
-DISK_BYTES_MIN = 1 << 30
-DISK_SHARE_MIN = 0.01
+DISK_FREE_BYTES_MIN = 1 << 30
+DISK_FREE_FRACTION_MIN = 0.01
 XID_AGE_S_MAX = 86400.0
 PROGRAM_FAULT_XIDS = frozenset({13, 31, 43, 45, 68, 69})
 """Xid errors caused by programs; all others indicate a fault of the GPU, its driver or its link."""
@@ -90,8 +90,10 @@ class GpuReading(msgspec.Struct, frozen=True):
     throttled: tuple[str, ...] = ()
 
     @property
-    def memory_share(self) -> float | None:
-        return health.gpu_memory_share(self.memory_total_bytes, self.memory_used_bytes, self.utilization_pct)
+    def memory_used_fraction(self) -> float | None:
+        return health.gpu_memory_used_fraction(
+            self.memory_total_bytes, self.memory_used_bytes, self.utilization_pct
+        )
 
     @property
     def is_free(self) -> bool:
@@ -123,7 +125,7 @@ class Readings(msgspec.Struct, frozen=True):
     @property
     def gpu_memory_pct(self) -> float | None:
         """Mean over the GPUs, 0 without GPUs, None if a reading is missing."""
-        shares = [gpu.memory_share for gpu in self.gpus]
+        shares = [gpu.memory_used_fraction for gpu in self.gpus]
         known = [share for share in shares if share is not None]
         if "gpus" in self.failed or len(known) < len(shares):
             return None
@@ -182,7 +184,7 @@ def assess_health(readings: Readings) -> tuple[HealthState, tuple[str, ...]]:
     missing = [f"{part}: {why}" for part, why in readings.failed.items() if part != "xids"]
     if "gpus" not in readings.failed:
         missing += [
-            f"GPU {gpu.index}: no memory reading" for gpu in readings.gpus if gpu.memory_share is None
+            f"GPU {gpu.index}: no memory reading" for gpu in readings.gpus if gpu.memory_used_fraction is None
         ]
     if readings.load_pct is None and "load" not in readings.failed:
         missing.append("load: no reading")
@@ -202,7 +204,11 @@ def _disk_faults(readings: Readings) -> list[str]:
             "or set another remote_root"
         )
     free, total = readings.disk_free_bytes, readings.disk_total_bytes
-    if free is not None and total is not None and free < max(DISK_BYTES_MIN, DISK_SHARE_MIN * total):
+    if (
+        free is not None
+        and total is not None
+        and free < max(DISK_FREE_BYTES_MIN, DISK_FREE_FRACTION_MIN * total)
+    ):
         found.append(f"disk: {free / (1 << 30):.1f} GiB free")
     return found
 
@@ -336,14 +342,14 @@ class NodeHealthChecker:
         self._clock = clock
         self._cache = cache
         self._result_by_node = cache.read(file) if cache is not None else {}
-        self._nodes_read_here: set[str] = set()
+        self._nodes_read_by_this_checker: set[str] = set()
         # At most as many as pool connections, so that no node's timeout passes while it waits for one. A
         # node takes its slot after the SSH banner, so that unreachable nodes do not delay others.
         keys = file.health_check
         self._check_slots = asyncio.Semaphore(min(keys.max_workers, file.ssh.pool_size))
         self._connect_slots = asyncio.Semaphore(_concurrent_connects_max())
 
-    async def check_all(self, *, fresh: bool = False) -> list[NodeHealth]:
+    async def check_all_in_file_order(self, *, fresh: bool = False) -> list[NodeHealth]:
         """Return one result per node in file order. Raises nothing; an unreachable node has that state."""
         stale = [node for node in self._file.nodes if fresh or not self._has_current_result(node.name)]
         async with asyncio.TaskGroup() as group:
@@ -352,8 +358,8 @@ class NodeHealthChecker:
         return [self._result_by_node[node.name] for node in self._file.nodes]
 
     async def check_all_nodes(self, *, fresh: bool = False) -> list[NodeHealth]:
-        """Like check_all, sorted by score: the best node first, nodes that must not be chosen last."""
-        return sorted(await self.check_all(fresh=fresh), key=lambda node: node.sort_key)
+        """Like check_all_in_file_order, but the best node first, nodes that must not be chosen last."""
+        return sorted(await self.check_all_in_file_order(fresh=fresh), key=lambda node: node.sort_key)
 
     async def check(self, name: str, *, fresh: bool = False) -> NodeHealth:
         """Raises NoNodeError for a name that is not in the file."""
@@ -404,12 +410,12 @@ class NodeHealthChecker:
             node.name,
             timeout_s=self._file.health_check.timeout,
             retries=1,
-            without_helper=node.name not in self._nodes_read_here,
+            without_helper=node.name not in self._nodes_read_by_this_checker,
             before_login=slot.acquire,
         ) as link:
             left_s = max(0.05, (limit.when() or 0.0) - asyncio.get_running_loop().time())
             answer = await _fetch_readings(link, self._file.remote_root, left_s=left_s)
-        self._nodes_read_here.add(node.name)
+        self._nodes_read_by_this_checker.add(node.name)
         try:
             readings = msgspec.convert(answer, Readings)
         except msgspec.ValidationError as error:
@@ -423,16 +429,14 @@ class NodeHealthChecker:
         state, reasons = assess_health(readings)
         reasons = tuple(reason[:_REASON_CHARS_MAX] for reason in reasons[:_REASONS_MAX])
         found = compute_score(readings, self._file.health_check, node.weight)
-        _log.debug(
-            "checked the health of a node", extra={"node": node.name, "state": state.value, "score": found}
-        )
+        _log.debug("checked the health of node %s", node.name, extra={"state": state.value, "score": found})
         return NodeHealth(
             node.name, state, found, reasons, self._clock(), round(took_s, 3), readings, dict(node.labels)
         )
 
     def _make_unreachable_result(self, node: GridNode, error: GenieError, *, took_s: float) -> NodeHealth:
         why = error.message.removeprefix(f"node {node.name}: ")
-        _log.info("a node is unreachable", extra={"node": node.name, "why": why})
+        _log.info("node %s is unreachable: %s", node.name, why)
         hint = f"{why} ({error.hint})" if error.hint else why
         return NodeHealth(
             node.name,

@@ -143,23 +143,25 @@ def _parse_gpus(parts: dict[str, str]) -> dict[str, Any]:
         _check_exit_code(parts, "amd", program="amd-smi")
         return health.parse_amd_smi(parts["amd"], {})
     if "none" not in parts:
-        raise OpError("output", "missing in the node's output")
+        raise OpError("the GPUs are missing in the node's output", reason="output")
     return {"vendor": "none", "gpus": []}
 
 
 def _check_exit_code(parts: dict[str, str], part: str, *, program: str) -> None:
     if len(parts[part]) > health.OUTPUT_BYTES_MAX:
-        raise OpError("output", f"{program} printed more than {health.OUTPUT_BYTES_MAX} bytes")
+        raise OpError(f"{program} printed more than {health.OUTPUT_BYTES_MAX} bytes", reason="output")
     code = int(parts[f"{part} code"])
     if code == 137:
-        raise OpError("timeout", f"{program} timed out and was killed")
+        raise OpError(f"{program} timed out and was killed", reason="timeout")
     if code:
-        raise OpError("exit", f"{program} exited with code {code}: {' '.join(parts[part].split())[-160:]}")
+        raise OpError(
+            f"{program} exited with code {code}: {' '.join(parts[part].split())[-160:]}", reason="exit"
+        )
 
 
 def _parse_xids(parts: dict[str, str]) -> list[dict[str, Any]]:
     found = health.parse_xids(parts["xids"])
     try:
-        return health.with_age(found, float(parts["uptime"].split()[0]))
+        return health.xids_with_age(found, float(parts["uptime"].split()[0]))
     except (KeyError, ValueError, IndexError):
         return [{**{name: xid[name] for name in ("bus", "code", "text")}, "age_s": None} for xid in found]

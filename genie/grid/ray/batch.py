@@ -25,8 +25,8 @@ _log = logging.getLogger(__name__)
 
 BATCH_SIZE_MAX = 100_000
 IN_FLIGHT_MAX = 4096
-_BATCHES_PER_SLOT = 2
-_COLLECT_WAIT_S = 0.5
+_BATCHES_IN_FLIGHT_PER_SLOT = 2
+_COLLECT_TIMEOUT_S = 0.5
 _METRICS_FLUSH_INTERVAL_S = 0.5
 _CANCELLED_ERROR = "cancelled"
 
@@ -140,10 +140,13 @@ class BatchExecutor:
         self._cancelled.set()
 
     def _run_batches(self, ray: Any, function: Callable[..., Any], tasks: Iterable[Any]) -> list[Any]:
-        num_gpus, in_flight_max = self._batch_resources(ray)
+        total = ray.cluster_resources()
+        gpus, cpus = float(total.get("GPU", 0)), float(total.get("CPU", 0))
+        self._check_batch_fits(cluster_gpus=gpus, cluster_cpus=cpus)
+        in_flight_max = self._batches_in_flight_max(cluster_gpus=gpus, cluster_cpus=cpus)
         remote = ray.remote(run_batch).options(
             num_cpus=self._num_cpus,
-            num_gpus=num_gpus,
+            num_gpus=self._gpus_per_batch(gpus),
             max_retries=self._max_retries,
             retry_exceptions=False,
             scheduling_strategy="SPREAD",  # batch 0 to the first node, batch 1 to the second, ...
@@ -179,32 +182,39 @@ class BatchExecutor:
             tally.flush(force=True)
         return results
 
-    def _batch_resources(self, ray: Any) -> tuple[float, int]:
-        """Return the GPUs per batch and the maximum number of batches in flight."""
-        total = ray.cluster_resources()
-        gpus, cpus = float(total.get("GPU", 0)), float(total.get("CPU", 0))
-        each = self._num_gpus if self._num_gpus is not None else float(min(gpus, 1))
-        if each > gpus or self._num_cpus > cpus:
+    def _gpus_per_batch(self, cluster_gpus: float) -> float:
+        return self._num_gpus if self._num_gpus is not None else float(min(cluster_gpus, 1))
+
+    def _check_batch_fits(self, *, cluster_gpus: float, cluster_cpus: float) -> None:
+        """Raise RayError if the whole cluster is too small for one batch."""
+        gpus_per_batch = self._gpus_per_batch(cluster_gpus)
+        if gpus_per_batch > cluster_gpus or self._num_cpus > cluster_cpus:
             raise RayError(
-                f"a batch requests {each:g} GPUs and {self._num_cpus:g} CPUs, but the whole cluster has "
-                f"{gpus:g} and {cpus:g}: it would be pending forever",
+                f"a batch requests {gpus_per_batch:g} GPUs and {self._num_cpus:g} CPUs, but the whole "
+                f"cluster has {cluster_gpus:g} and {cluster_cpus:g}: it would be pending forever",
                 hint="lower num_gpus or num_cpus of the BatchExecutor",
             )
-        slots = gpus / each if each else cpus / self._num_cpus if self._num_cpus else cpus
-        wanted = self._in_flight_max or max(2, int(slots * _BATCHES_PER_SLOT))
-        return each, min(wanted, IN_FLIGHT_MAX)
+
+    def _batches_in_flight_max(self, *, cluster_gpus: float, cluster_cpus: float) -> int:
+        gpus_per_batch = self._gpus_per_batch(cluster_gpus)
+        if gpus_per_batch:
+            slots = cluster_gpus / gpus_per_batch
+        else:
+            slots = cluster_cpus / self._num_cpus if self._num_cpus else cluster_cpus
+        wanted = self._in_flight_max or max(2, int(slots * _BATCHES_IN_FLIGHT_PER_SLOT))
+        return min(wanted, IN_FLIGHT_MAX)
 
     def _collect_results(
         self, ray: Any, pending: dict[Any, tuple[int, int]], results: list[Any]
     ) -> list[tuple[str, float]]:
-        """Wait up to _COLLECT_WAIT_S for a batch to end, and store the results of ended batches.
+        """Wait up to _COLLECT_TIMEOUT_S for a batch to end, and store the results of ended batches.
 
         Returns status and duration in seconds of each ended task.
         """
         outcomes: list[tuple[str, float]] = []
         if not pending:
             return outcomes
-        ended, _ = ray.wait(list(pending), num_returns=1, timeout=_COLLECT_WAIT_S)
+        ended, _ = ray.wait(list(pending), num_returns=1, timeout=_COLLECT_TIMEOUT_S)
         for reference in ended:
             start, count = pending[reference]
             found = _fetch_outcomes(ray, reference, count)

@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 from genie.errors import GenieError, NodeRefusedError, RayError, UnreachableError, UsageError
 from genie.grid.grid_file import GridFile, ProgressCallback
 from genie.grid.ray.plan import (
-    NO_PYTHON,
+    NO_PYTHON_REASON,
     ClusterView,
     RayFacts,
     RayRecord,
@@ -45,9 +45,9 @@ START_TIMEOUT_S = 180.0
 JOIN_TIMEOUT_S = 60.0
 STOP_GRACE_S = 8.0
 REQUEST_TIMEOUT_S = 30.0
-_REPLY_MARGIN_S = 20.0
+_REPLY_TIMEOUT_MARGIN_S = 20.0
 _UNDO_TIMEOUT_S = 60.0
-_POLL_S = 0.5
+_POLL_INTERVAL_S = 0.5
 _TOKEN_BYTES = 32
 
 
@@ -196,7 +196,7 @@ class RayCluster:
         blob = json.dumps(body).encode() if body is not None else b""
         args = {"method": method, "path": path, "timeout_s": REQUEST_TIMEOUT_S}
         answer, data = await self.call(
-            head, "request_dashboard", args, blob, timeout_s=REQUEST_TIMEOUT_S + _REPLY_MARGIN_S
+            head, "request_dashboard", args, blob, timeout_s=REQUEST_TIMEOUT_S + _REPLY_TIMEOUT_MARGIN_S
         )
         status = int(answer["status"])
         text = data.decode("utf-8", "replace")
@@ -277,7 +277,7 @@ class RayCluster:
             args = {**order.to_request_args(self._file.ray), "cluster": cluster, "timeout_s": START_TIMEOUT_S}
             started.append(order.node)
             await self.call(
-                order.node, "start", args, token.encode(), timeout_s=START_TIMEOUT_S + _REPLY_MARGIN_S
+                order.node, "start", args, token.encode(), timeout_s=START_TIMEOUT_S + _REPLY_TIMEOUT_MARGIN_S
             )
             on_progress(order.node, f"the {order.role} is running")
 
@@ -305,7 +305,7 @@ class RayCluster:
                         }
                         missing = [name for name in wanted if name not in alive]
                     if missing:
-                        await asyncio.sleep(_POLL_S)
+                        await asyncio.sleep(_POLL_INTERVAL_S)
         except TimeoutError:
             raise RayError(
                 f"{', '.join(missing)} did not join Ray's head on {head} within {JOIN_TIMEOUT_S:g} s",
@@ -344,7 +344,9 @@ class RayCluster:
         args = {"grace_s": STOP_GRACE_S, "cluster": cluster}
         try:
             async with self._query_slots:
-                answer, _ = await self.call(name, "stop", args, timeout_s=STOP_GRACE_S + _REPLY_MARGIN_S)
+                answer, _ = await self.call(
+                    name, "stop", args, timeout_s=STOP_GRACE_S + _REPLY_TIMEOUT_MARGIN_S
+                )
         except GenieError as error:
             return StopReport(name, "", error=error.message, exit_code=error.exit_code)
         was = answer["was"]
@@ -433,5 +435,5 @@ async def _check_has_helper(link: NodeConnection) -> None:
         raise NodeRefusedError(
             f"node {link.name} has no usable python3, which Ray and the grid require",
             hint="install Python 3.9 or newer on the node",
-            reason=NO_PYTHON,
+            reason=NO_PYTHON_REASON,
         )

@@ -19,9 +19,9 @@ from genie.errors import ConnectionLostError, DeadlineError, RayError, Transport
 from genie.grid.ray.cluster import RayCluster
 
 LOG_WAIT_S = 1.0
-_REPLY_MARGIN_S = 20.0
+_REPLY_TIMEOUT_MARGIN_S = 20.0
 _RECONNECTS_MAX = 30
-_RECONNECT_PAUSE_S = 1.0
+_RECONNECT_INTERVAL_S = 1.0
 _UNFINISHED_STATUSES = ("PENDING", "RUNNING")
 FAILED_EXIT_CODE = 1
 STOPPED_EXIT_CODE = 143
@@ -79,7 +79,7 @@ class RayJobs:
             try:
                 info = await self.info(job, head=head)
                 done = str(info.get("status")) not in _UNFINISHED_STATUSES
-                offset, more = await self._read_log(
+                offset, more = await self._read_log_from_head(
                     head, job, offset, on_output, wait_s=0 if done else LOG_WAIT_S
                 )
                 failures = 0
@@ -87,11 +87,11 @@ class RayJobs:
                 failures += 1
                 if failures > _RECONNECTS_MAX:
                     raise
-                await asyncio.sleep(_RECONNECT_PAUSE_S)
+                await asyncio.sleep(_RECONNECT_INTERVAL_S)
                 continue
             if done and not more:
                 if offset == 0:
-                    await self._fetch_log(head, job, on_output)
+                    await self._fetch_log_from_dashboard(head, job, on_output)
                 return RayJobResult(
                     job, str(info["status"]), exit_code_of(info), str(info.get("message") or "")
                 )
@@ -112,16 +112,20 @@ class RayJobs:
         except RayError:
             return None
 
-    async def _read_log(
+    async def _read_log_from_head(
         self, head: str, job: str, offset: int, on_output: Callable[[bytes], None], *, wait_s: float
     ) -> tuple[int, bool]:
         args = {"job": job, "offset": offset, "wait_s": wait_s}
-        answer, data = await self._cluster.call(head, "job_log", args, timeout_s=wait_s + _REPLY_MARGIN_S)
+        answer, data = await self._cluster.call(
+            head, "job_log", args, timeout_s=wait_s + _REPLY_TIMEOUT_MARGIN_S
+        )
         if data:
             on_output(data)
         return int(answer["next"]), bool(data)
 
-    async def _fetch_log(self, head: str, job: str, on_output: Callable[[bytes], None]) -> None:
+    async def _fetch_log_from_dashboard(
+        self, head: str, job: str, on_output: Callable[[bytes], None]
+    ) -> None:
         """Read the log through the Jobs API: the driver ran on another node, or wrote nothing."""
         logs = (await self._cluster.request_dashboard(head, "GET", f"/api/jobs/{job}/logs")).get("logs")
         if logs:

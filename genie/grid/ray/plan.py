@@ -27,7 +27,7 @@ from genie.model.names import address_text
 _LOOPBACK_HOSTS = ("127.0.0.1", "::1", "localhost", "")
 """Hosts that mean another machine on each node. Nodes may share a machine under other loopback addresses."""
 _LOOPBACK_ADDRESS = "127.0.0.1"
-NO_PYTHON = "no_python"
+NO_PYTHON_REASON = "no_python"
 """Error reason of a node on which the helper cannot run."""
 _STATE_BY_ERROR_TYPE: dict[type[GenieError], str] = {
     TransportError: "unreachable",
@@ -299,7 +299,7 @@ def build_cluster_view(
 
 
 def _state_of_error(error: GenieError) -> str:
-    if isinstance(error, NodeRefusedError) and error.reason == NO_PYTHON:
+    if isinstance(error, NodeRefusedError) and error.reason == NO_PYTHON_REASON:
         return "no python"
     return next((state for kind, state in _STATE_BY_ERROR_TYPE.items() if isinstance(error, kind)), "refused")
 

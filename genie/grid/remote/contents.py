@@ -1,11 +1,11 @@
 """Content digests of files, and the data and holes of sparse files.
 
-The digest of a file below BLOCK_DIGEST_BYTES_MIN is its SHA-256. A larger file may be sparse, so its digest
-covers only blocks that are not all zero: SHA-512, truncated to 32 bytes, of BLOCK_DIGEST_TAG, size, SHA-256
-of the ranges of such blocks (first, end, as little-endian 64-bit numbers) and SHA-256 of their bytes. The
-last block may be short. The digest depends only on the bytes of the file, not on whether zeros are stored or
-holes. Large files use a different outer hash function, so that no small file can have the digest of a large
-one.
+The digest of a file below BLOCK_DIGEST_FILE_BYTES_MIN is its SHA-256. A larger file may be sparse, so its
+digest covers only blocks that are not all zero: SHA-512, truncated to 32 bytes, of BLOCK_DIGEST_TAG, size,
+SHA-256 of the ranges of such blocks (first, end, as little-endian 64-bit numbers) and SHA-256 of their bytes.
+The last block may be short. The digest depends only on the bytes of the file, not on whether zeros are stored
+or holes. Large files use a different outer hash function, so that no small file can have the digest of a
+large one.
 
 Runs on nodes and on this machine: standard library only, Python 3.8.
 """
@@ -18,9 +18,9 @@ import struct
 from collections.abc import Iterator
 
 BLOCK_BYTES = 64 << 10
-BLOCK_DIGEST_BYTES_MIN = 1 << 20
-SPARSE_BYTES_MIN = 64 << 10
-READ_BYTES = 1 << 20
+BLOCK_DIGEST_FILE_BYTES_MIN = 1 << 20
+SPARSE_FILE_BYTES_MIN = 64 << 10
+READ_CHUNK_BYTES = 1 << 20
 BLOCK_DIGEST_TAG = b"genie grid contents, blocks of 64 KiB\n"
 _RANGE_STRUCT = struct.Struct("<QQ")
 _SIZE_STRUCT = struct.Struct("<Q")
@@ -56,7 +56,7 @@ class SparseFileDigest:
         self._sha256_of_data = hashlib.sha256()
         self._sha256_of_ranges = hashlib.sha256()
         self._range_start = self._range_end = 0  # the current range of blocks that are not all zero
-        self._next_block = 0  # number of the next block
+        self._next_block_number = 0  # number of the next block
         self._partial_block = b""  # the bytes of that block so far
 
     def add(self, data: bytes) -> None:
@@ -79,14 +79,14 @@ class SparseFileDigest:
             self.add(_ZERO_BLOCK[:filled])
             size -= filled
         if size:
-            self._next_block += size // BLOCK_BYTES
+            self._next_block_number += size // BLOCK_BYTES
             self._partial_block = _ZERO_BLOCK[: size % BLOCK_BYTES]
 
     def digest(self) -> bytes:
         """Return the digest. Call it once, after all data."""
         import hashlib
 
-        size = self._next_block * BLOCK_BYTES + len(self._partial_block)
+        size = self._next_block_number * BLOCK_BYTES + len(self._partial_block)
         if self._partial_block.count(0) < len(self._partial_block):
             self._add_range(self._partial_block, 0, len(self._partial_block))
         self._end_range()
@@ -103,18 +103,18 @@ class SparseFileDigest:
         for at in range(begin, end, BLOCK_BYTES):
             if data.startswith(_ZERO_BLOCK, at):
                 self._add_range(data, begin, at)
-                self._next_block += 1
+                self._next_block_number += 1
                 begin = at + BLOCK_BYTES
         self._add_range(data, begin, end)
 
     def _add_range(self, data: bytes, begin: int, end: int) -> None:
         if begin == end:
             return
-        if self._next_block != self._range_end:
+        if self._next_block_number != self._range_end:
             self._end_range()
-            self._range_start = self._next_block
-        self._next_block += -(-(end - begin) // BLOCK_BYTES)
-        self._range_end = self._next_block
+            self._range_start = self._next_block_number
+        self._next_block_number += -(-(end - begin) // BLOCK_BYTES)
+        self._range_end = self._next_block_number
         self._sha256_of_data.update(memoryview(data)[begin:end])
 
     def _end_range(self) -> None:
@@ -124,7 +124,7 @@ class SparseFileDigest:
 
 def make_digest_for_size(size: int) -> WholeFileDigest | SparseFileDigest:
     """Return an empty digest for a file of this size."""
-    return SparseFileDigest() if size >= BLOCK_DIGEST_BYTES_MIN else WholeFileDigest()
+    return SparseFileDigest() if size >= BLOCK_DIGEST_FILE_BYTES_MIN else WholeFileDigest()
 
 
 def compute_file_digest(fd: int) -> bytes:
@@ -144,7 +144,7 @@ def read_pieces(fd: int, offset: int, size: int) -> Iterator[bytes]:
     """Yield the bytes of a range of a file; fewer if the file has become shorter."""
     end = offset + size
     while offset < end:
-        data = os.pread(fd, min(READ_BYTES, end - offset), offset)
+        data = os.pread(fd, min(READ_CHUNK_BYTES, end - offset), offset)
         if not data:
             return
         yield data
@@ -172,7 +172,7 @@ def list_extents(fd: int, found: os.stat_result) -> Iterator[tuple[bool, int, in
 
 
 def is_sparse(found: os.stat_result) -> bool:
-    return found.st_size >= SPARSE_BYTES_MIN and found.st_blocks * 512 < found.st_size
+    return found.st_size >= SPARSE_FILE_BYTES_MIN and found.st_blocks * 512 < found.st_size
 
 
 def _seek_data_or_hole(fd: int, at: int, whence: int, end: int) -> int:

@@ -2,7 +2,7 @@
 
 A message consists of two lengths (JSON, blob) and both parts. Requests are {"id", "op", "args"}; responses
 have the ID and either "ok" or "error" (a reason and a text), in any order. Ops that may block run in threads.
-The helper exits when standard input ends; processes started through the spawner, a small process forked
+The helper exits when standard input ends; processes started through the fork server, a small process forked
 before there were threads, continue.
 
 Runs on nodes: standard library only, Python 3.8. Does not define ops.
@@ -19,10 +19,10 @@ import threading
 import types
 from typing import Any, Callable, NoReturn  # noqa: UP035 - Callable[...] at run time needs Python 3.9
 
-VERSION = 1
+PROTOCOL_VERSION = 1
 MAGIC = b"\0genie-grid-1\0"
 """Precedes the first response; output of a login shell comes before it."""
-HEADER = struct.Struct(">II")
+MESSAGE_HEADER = struct.Struct(">II")
 JSON_BYTES_MAX = 8 << 20
 BLOB_BYTES_MAX = 16 << 20
 THREADS_MAX = 64
@@ -37,7 +37,7 @@ OPS: dict[str, tuple[Op, bool]] = {}
 class OpError(Exception):
     """The op failed. `reason` is an identifier for programs, the text is for people."""
 
-    def __init__(self, reason: str, text: str) -> None:
+    def __init__(self, text: str, *, reason: str) -> None:
         super().__init__(text)
         self.reason = reason
 
@@ -66,7 +66,7 @@ def load_module(name: str, text: str) -> None:
     exec(compile(text, name, "exec"), module.__dict__)  # noqa: S102 - our own source, sent by the logged-in user
 
 
-class Spawner:
+class ForkServer:
     """Forks processes that outlive the connection. Serves one request at a time."""
 
     def __init__(self) -> None:
@@ -75,7 +75,7 @@ class Spawner:
         pid = os.fork()
         if pid == 0:
             self._channel.close()
-            _spawner_main(theirs)
+            _fork_server_main(theirs)
         theirs.close()
         self.pid = pid
 
@@ -93,22 +93,22 @@ class Spawner:
                 answer = _receive_message(self._channel)
             except OSError:
                 answer = None
-        if answer is None:  # the spawner was killed: exit, so that the next helper starts a new one
+        if answer is None:  # the fork server was killed: exit, so that the next helper starts a new one
             os._exit(4)
         return answer
 
 
-SPAWNER: Spawner
+FORK_SERVER: ForkServer
 
 
 def main() -> NoReturn:
     """Serve requests until the connection ends; never returns."""
-    global SPAWNER  # noqa: PLW0603 - it must be forked here, before there are threads
+    global FORK_SERVER  # noqa: PLW0603 - it must be forked here, before there are threads
     # Output of ops and of child processes must not mix with the responses.
     answers = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)
     os.set_inheritable(answers.fileno(), False)
-    SPAWNER = Spawner()
+    FORK_SERVER = ForkServer()
     RequestLoop(sys.stdin.buffer, answers).run()
 
 
@@ -122,10 +122,10 @@ class RequestLoop:
     def run(self) -> NoReturn:
         python = ".".join(map(str, sys.version_info[:3]))
         self._write(MAGIC)
-        self.respond({"id": 0, "ok": {"version": VERSION, "python": python, "pid": os.getpid()}})
+        self.respond({"id": 0, "ok": {"version": PROTOCOL_VERSION, "python": python, "pid": os.getpid()}})
         while True:
-            head = self._read_exactly(HEADER.size)
-            json_bytes, blob_bytes = HEADER.unpack(head)
+            head = self._read_exactly(MESSAGE_HEADER.size)
+            json_bytes, blob_bytes = MESSAGE_HEADER.unpack(head)
             if json_bytes > JSON_BYTES_MAX or blob_bytes > BLOB_BYTES_MAX:
                 os._exit(3)
             request = json.loads(self._read_exactly(json_bytes).decode())
@@ -134,7 +134,7 @@ class RequestLoop:
     def _dispatch(self, request: OpArgs, blob: bytes) -> None:
         if request["op"] == "load":
             load_module(request["args"]["name"], blob.decode())
-            SPAWNER.load(request["args"]["name"], blob.decode())
+            FORK_SERVER.load(request["args"]["name"], blob.decode())
             return
         function, quick = OPS.get(request["op"], (_reject_unknown_op, True))
         if quick:
@@ -174,7 +174,7 @@ class RequestLoop:
 
     def respond(self, message: OpArgs, blob: bytes = b"") -> None:
         body = json.dumps(message, separators=(",", ":")).encode()
-        self._write(HEADER.pack(len(body), len(blob)) + body + blob)
+        self._write(MESSAGE_HEADER.pack(len(body), len(blob)) + body + blob)
 
     def _write(self, data: bytes) -> None:
         view = memoryview(data)
@@ -193,7 +193,7 @@ class RequestLoop:
 
 
 def _reject_unknown_op(args: OpArgs, blob: bytes) -> OpReply:
-    raise OpError("unknown", "unknown op")
+    raise OpError("the helper on the node has no such op", reason="unknown")
 
 
 def describe_os_error(error: OSError) -> tuple[str, str]:
@@ -214,8 +214,8 @@ _REASON_BY_ERRNO = {
 """Linux errno numbers that callers distinguish."""
 
 
-def _spawner_main(channel: socket.socket) -> NoReturn:
-    """Main loop of the spawner: serve requests until the helper exits."""
+def _fork_server_main(channel: socket.socket) -> NoReturn:
+    """Main loop of the fork server: serve requests until the helper exits."""
     _detach_stdio()
     while True:
         request = _receive_message(channel)
@@ -229,11 +229,11 @@ def _spawner_main(channel: socket.socket) -> NoReturn:
         pid = os.fork()
         if pid == 0:
             channel.close()
-            _run_spawned(request)
+            _run_forked(request)
         _send_message(channel, {"pid": pid})
 
 
-def _run_spawned(request: OpArgs) -> NoReturn:
+def _run_forked(request: OpArgs) -> NoReturn:
     status = 70
     try:
         os.setsid()

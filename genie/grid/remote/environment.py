@@ -24,7 +24,7 @@ _STAMP_FILE_NAME = "genie-grid.json"
 _LOG_TAIL_BYTES = 16000
 _LOG_TAIL_LINES = 25
 _CHUNK_BYTES = 1 << 20
-_STALE_PART_AGE_S = 3600.0
+_STALE_UPLOAD_AGE_S = 3600.0
 _DISK_FREE_BYTES_MIN = 1 << 20
 _ACTIVATE_ADDITION = """
 # Written by grid-cli setup: lets `ray` find the grid's Ray cluster and its token.
@@ -53,14 +53,14 @@ def put_wheel(args: OpArgs, blob: bytes) -> OpReply:
     path = os.path.join(folder, _validate_file_name(args["name"]))
     part = path + "." + _validate_file_name(args["upload"]) + ".part"
     if not args["offset"]:
-        _remove_stale_parts(folder)
+        _remove_stale_uploads(folder)
     with open(part, "r+b" if args["offset"] else "wb") as file:
         file.seek(int(args["offset"]))
         file.write(blob)
         file.truncate()
     if args["last"]:
         if _file_sha256(part) != args["sha256"]:
-            raise OpError("damaged", args["name"] + " was damaged in transfer")
+            raise OpError(args["name"] + " was damaged in transfer", reason="damaged")
         os.replace(part, path)
         with open(path + ".sha256", "w") as file:
             file.write(args["sha256"])
@@ -80,7 +80,7 @@ def install_environment(args: OpArgs, blob: bytes) -> OpReply:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise OpError("locked", _describe_holder(lock)) from None
+            raise OpError(_describe_lock_holder(lock), reason="locked") from None
         holder = {"since": time.time(), "who": str(args.get("who", ""))}
         return _install_locked(args, blob, setup, _SetupLock(lock, holder))
     finally:
@@ -104,7 +104,7 @@ class _SetupLock:
             pass  # full disk: the contents are informational
 
 
-def _describe_holder(lock: int) -> str:
+def _describe_lock_holder(lock: int) -> str:
     text = "another setup is in progress"
     try:
         holder = json.loads(os.pread(lock, 4096, 0).decode())
@@ -129,7 +129,7 @@ def _install_locked(args: OpArgs, requirements: bytes, setup: str, lock: _SetupL
     deadline = time.monotonic() + float(args["timeout_s"])
     with open(log_path, "wb") as log:
         run = _CommandRunner(log, log_path, deadline, lock)
-        if not _is_reusable(folder, args):
+        if not _is_environment_reusable(folder, args):
             shutil.rmtree(folder, ignore_errors=True)
             run(_make_venv_command(args, folder), reason="venv")
         elif _uses_system_packages(folder) != bool(args["system_packages"]):
@@ -137,7 +137,7 @@ def _install_locked(args: OpArgs, requirements: bytes, setup: str, lock: _SetupL
         _remove_stamp(folder)
         for command in _make_pip_commands(args, folder, setup, requirements):
             run(command, reason="pip")
-    _extend_activate(args, folder)
+    _extend_activate_script(args, folder)
     with open(os.path.join(folder, _STAMP_FILE_NAME), "w") as file:
         json.dump(args["stamp"], file)
     return {"packages": len(_list_installed_packages(folder))}
@@ -170,18 +170,20 @@ class _CommandRunner:
                 process.kill()
                 tail = _read_log_tail(self._log_path)
                 raise OpError(
-                    "timeout", "the installation timed out; last lines of the log:\n" + tail
+                    "the installation timed out; last lines of the log:\n" + tail, reason="timeout"
                 ) from None
         if code != 0:
             _check_disk_space(self._log_path)
-            raise OpError(reason, _read_log_tail(self._log_path) or f"{command[0]} exited with code {code}")
+            raise OpError(
+                _read_log_tail(self._log_path) or f"{command[0]} exited with code {code}", reason=reason
+            )
 
 
 def _check_disk_space(path: str) -> None:
     """Raise OpError if the disk is full: the failed program may not have been able to log that."""
     found = os.statvfs(os.path.dirname(path))
     if found.f_bavail * found.f_frsize < _DISK_FREE_BYTES_MIN:
-        raise OpError("no_space", "No space left on device: " + os.path.dirname(path))
+        raise OpError("No space left on device: " + os.path.dirname(path), reason="no_space")
 
 
 def _make_venv_command(args: OpArgs, folder: str) -> list[str]:
@@ -209,7 +211,7 @@ def _make_pip_commands(args: OpArgs, folder: str, setup: str, requirements: byte
 def _make_constraints(requirements: str) -> str:
     """Return the requirements without hashes, extras and plain URLs, which constraints do not allow."""
     lines = []
-    for line in _logical_lines(requirements.lstrip("\ufeff")):
+    for line in _join_continued_lines(requirements.lstrip("\ufeff")):
         text = re.sub(r"(^|\s)#.*", "", line).strip()
         if text.startswith("-"):
             # Remove only the flag: the line may also select an index.
@@ -223,7 +225,7 @@ def _make_constraints(requirements: str) -> str:
     return "\n".join([*lines, ""])
 
 
-def _logical_lines(text: str) -> list[str]:
+def _join_continued_lines(text: str) -> list[str]:
     """Join lines at a backslash like pip: a comment line is not continued, and ends a continued one."""
     lines, parts = [], []
     for line in text.splitlines():
@@ -246,7 +248,7 @@ def _uses_system_packages(folder: str) -> bool:
         return re.search(r"^include-system-site-packages *= *true", file.read(), re.MULTILINE) is not None
 
 
-def _is_reusable(folder: str, args: OpArgs) -> bool:
+def _is_environment_reusable(folder: str, args: OpArgs) -> bool:
     """False for an environment of another Python version or an incomplete one."""
     version = _python_version(os.path.join(folder, "bin", "python"), check=False)
     same = version.split(".")[:2] == str(args["stamp"]["python"]).split(".")[:2]
@@ -254,7 +256,7 @@ def _is_reusable(folder: str, args: OpArgs) -> bool:
     return same and os.path.exists(pip) and os.path.exists(os.path.join(folder, "pyvenv.cfg"))
 
 
-def _extend_activate(args: OpArgs, folder: str) -> None:
+def _extend_activate_script(args: OpArgs, folder: str) -> None:
     """Append _ACTIVATE_ADDITION to bin/activate, once."""
     import shlex
 
@@ -293,7 +295,7 @@ def _find_requested_python(args: OpArgs) -> str:
     name = str(args.get("python") or "python3")
     path = shutil.which(os.path.expanduser(name))
     if path is None:
-        raise OpError("missing", "program not found: " + name)
+        raise OpError("program not found: " + name, reason="missing")
     return path
 
 
@@ -311,7 +313,7 @@ def _python_version(python: str, check: bool = True) -> str:
     except (OSError, subprocess.TimeoutExpired):
         text = ""
     if check and not text:
-        raise OpError("python", python + " is not a working Python")
+        raise OpError(python + " is not a working Python", reason="python")
     return text
 
 
@@ -341,12 +343,12 @@ def _hash_uploaded_wheels(folder: str) -> dict[str, str]:
     return found
 
 
-def _remove_stale_parts(folder: str) -> None:
-    """Remove the parts of interrupted uploads; those of active ones are younger than _STALE_PART_AGE_S."""
+def _remove_stale_uploads(folder: str) -> None:
+    """Remove the parts of interrupted uploads; those of active ones are younger than _STALE_UPLOAD_AGE_S."""
     for name in os.listdir(folder):
         path = os.path.join(folder, name)
         try:
-            if name.endswith(".part") and os.path.getmtime(path) < time.time() - _STALE_PART_AGE_S:
+            if name.endswith(".part") and os.path.getmtime(path) < time.time() - _STALE_UPLOAD_AGE_S:
                 os.unlink(path)
         except OSError:
             pass
@@ -354,7 +356,7 @@ def _remove_stale_parts(folder: str) -> None:
 
 def _validate_file_name(name: str) -> str:
     if os.path.basename(name) != name or name.startswith((".", "-")):
-        raise OpError("name", "invalid file name: " + repr(name))
+        raise OpError("invalid file name: " + repr(name), reason="name")
     return name
 
 

@@ -18,10 +18,10 @@ _GPU_QUERY_TIMEOUT_S = 10.0
 @register_op("gpu_runs.start")
 def start_with_gpus(args: OpArgs, blob: bytes) -> OpReply:
     """Like runs.start_run, with `gpus` free GPUs."""
-    return runs.start_run(args, blob, lambda held: _take_free_gpus(held, int(args["gpus"])))
+    return runs.start_run(args, blob, lambda held: _choose_gpus_and_environment(held, int(args["gpus"])))
 
 
-def _take_free_gpus(held: OpArgs, count: int) -> tuple[list[int], OpArgs]:
+def _choose_gpus_and_environment(held: OpArgs, count: int) -> tuple[list[int], OpArgs]:
     found = health.read_gpus(_GPU_QUERY_TIMEOUT_S)
     gpus = choose_free_gpus(found["gpus"], held, count)
     text = ",".join(map(str, gpus))
@@ -49,5 +49,5 @@ def choose_free_gpus(gpus: Any, held: OpArgs, count: int) -> list[int]:
             free.append(index)
     if len(free) < count:
         detail = "; ".join(reasons) if gpus else "the node has no GPUs"
-        raise OpError("busy", f"{len(free)} of {len(gpus)} GPUs are free, {count} requested: {detail}")
+        raise OpError(f"{len(free)} of {len(gpus)} GPUs are free, {count} requested: {detail}", reason="busy")
     return free[:count]

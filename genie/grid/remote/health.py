@@ -25,8 +25,8 @@ NVIDIA_QUERY = (
 NVIDIA_FORMAT = "csv,noheader,nounits"
 MIB = 1 << 20
 _NO_THROTTLE_CHECK_C = float("inf")
-FREE_GPU_MEMORY_SHARE_MAX = 0.05
-FREE_GPU_MEMORY_BYTES_MAX = 1 << 30
+FREE_GPU_MEMORY_USED_FRACTION_MAX = 0.05
+FREE_GPU_MEMORY_USED_BYTES_MAX = 1 << 30
 FREE_GPU_UTILIZATION_PCT_MAX = 10.0
 OUTPUT_BYTES_MAX = 1 << 20
 """Output limit of one tool."""
@@ -184,11 +184,11 @@ def read_gpus(timeout_s: float) -> Reading:
         {"gpus": lambda: _read_gpus_by_tool(tool, timeout_s, _NO_THROTTLE_CHECK_C)}, {}, timeout_s
     )
     if "gpus" not in found:
-        raise OpError("gpus", f"could not read the GPUs: {found['failed']['gpus']}")
+        raise OpError(f"could not read the GPUs: {found['failed']['gpus']}", reason="gpus")
     return found
 
 
-def gpu_memory_share(total: int | None, used: int | None, utilization: float | None) -> float | None:
+def gpu_memory_used_fraction(total: int | None, used: int | None, utilization: float | None) -> float | None:
     """Fraction of memory in use, 0 to 1. Without memory readings (integrated GPUs), the utilization."""
     if total and used is not None:
         return min(1.0, used / total)
@@ -197,10 +197,10 @@ def gpu_memory_share(total: int | None, used: int | None, utilization: float | N
 
 def is_gpu_free(total: int | None, used: int | None, utilization: float | None) -> bool:
     """True if less than 5% or 1 GiB of memory is in use and utilization is below 10%."""
-    share = gpu_memory_share(total, used, utilization)
-    has_memory = share is not None and share < FREE_GPU_MEMORY_SHARE_MAX
+    share = gpu_memory_used_fraction(total, used, utilization)
+    has_memory = share is not None and share < FREE_GPU_MEMORY_USED_FRACTION_MAX
     if used is not None:
-        has_memory = has_memory or used < FREE_GPU_MEMORY_BYTES_MAX
+        has_memory = has_memory or used < FREE_GPU_MEMORY_USED_BYTES_MAX
     return has_memory and (utilization or 0.0) < FREE_GPU_UTILIZATION_PCT_MAX
 
 
@@ -415,7 +415,7 @@ def _parse_json(text: str) -> Any:
     # The tools print warnings before the JSON.
     start = min((index for index in (text.find("{"), text.find("[")) if index >= 0), default=-1)
     if start < 0:
-        raise OpError("output", f"no JSON in {text.strip()[:80]!r}")
+        raise OpError(f"the output of the GPU tool has no JSON: {text.strip()[:80]!r}", reason="output")
     return json.loads(text[start:])
 
 
@@ -428,12 +428,12 @@ class _KernelLog:
     def __init__(self) -> None:
         self.file_descriptor = -1
         self.xids_seen: list[Reading] = []
-        self.refusal = ""
+        self.access_error = ""
 
     @property
     def is_ready(self) -> bool:
         """True if the next read returns only new records, or none at all."""
-        return self.file_descriptor >= 0 or bool(self.refusal)
+        return self.file_descriptor >= 0 or bool(self.access_error)
 
     def read(self, timeout_s: float) -> list[Reading]:
         deadline = time.monotonic() + timeout_s
@@ -460,10 +460,10 @@ _KERNEL_LOG = _KernelLog()
 def _read_xids(timeout_s: float) -> Reading:
     """Xid errors; None if this user may not read the kernel log, which is not a fault of the node."""
     log = _KERNEL_LOG
-    if log.refusal:
-        return {"xids": None, "xids_unknown": log.refusal}
+    if log.access_error:
+        return {"xids": None, "xids_unknown": log.access_error}
     try:
-        return {"xids": with_age(log.read(timeout_s), time.monotonic())}
+        return {"xids": xids_with_age(log.read(timeout_s), time.monotonic())}
     except OSError as error:
         refused = error.strerror or str(error)
     deadline = time.monotonic() + timeout_s
@@ -472,13 +472,13 @@ def _read_xids(timeout_s: float) -> Reading:
         if program:
             try:
                 return {
-                    "xids": with_age(
+                    "xids": xids_with_age(
                         parse_xids(_run_program([program, *command[1:]], deadline)), time.monotonic()
                     )
                 }
             except (OpError, OSError):
                 continue
-    log.refusal = refused
+    log.access_error = refused
     return {"xids": None, "xids_unknown": refused}
 
 
@@ -494,7 +494,7 @@ def parse_xids(text: str) -> list[Reading]:
     return found[-_XIDS_MAX:]
 
 
-def with_age(xids: list[Reading], now_s: float) -> list[Reading]:
+def xids_with_age(xids: list[Reading], now_s: float) -> list[Reading]:
     """Replace `at_s` by `age_s`. `now_s` is on the same clock: seconds since boot."""
     return [
         {
@@ -535,7 +535,7 @@ def _run_program(argv: list[str], deadline: float) -> str:
     )
     assert process.stdout is not None
     try:
-        data = _read_until(process.stdout.fileno(), deadline)
+        data = _read_until_deadline(process.stdout.fileno(), deadline)
         is_complete = data is not None and len(data) < OUTPUT_BYTES_MAX
         code = process.wait(max(0.05, deadline - time.monotonic())) if is_complete else None
     except subprocess.TimeoutExpired:
@@ -543,18 +543,18 @@ def _run_program(argv: list[str], deadline: float) -> str:
     finally:
         process.stdout.close()
         if process.poll() is None:
-            _kill_group(process)
+            _kill_process_group(process)
     if data is not None and len(data) >= OUTPUT_BYTES_MAX:
-        raise OpError("output", f"{name} printed more than {OUTPUT_BYTES_MAX} bytes")
+        raise OpError(f"{name} printed more than {OUTPUT_BYTES_MAX} bytes", reason="output")
     if data is None:
-        raise OpError("timeout", f"{name} took longer than {timeout_s:.3g} s")
+        raise OpError(f"{name} took longer than {timeout_s:.3g} s", reason="timeout")
     text = data.decode("utf-8", "replace")
     if code and "no devices were found" not in text.lower():
-        raise OpError("exit", f"{name} exited with code {code}: {' '.join(text.split())[-160:]}")
+        raise OpError(f"{name} exited with code {code}: {' '.join(text.split())[-160:]}", reason="exit")
     return text
 
 
-def _read_until(descriptor: int, deadline: float) -> bytes | None:
+def _read_until_deadline(descriptor: int, deadline: float) -> bytes | None:
     """Read to the end or OUTPUT_BYTES_MAX; None if the deadline passes first."""
     import select
 
@@ -570,7 +570,7 @@ def _read_until(descriptor: int, deadline: float) -> bytes | None:
     return data
 
 
-def _kill_group(process: Any) -> None:
+def _kill_process_group(process: Any) -> None:
     """Does not wait long: a process stuck in the kernel survives SIGKILL."""
     import signal
     import subprocess

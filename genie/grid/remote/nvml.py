@@ -15,7 +15,7 @@ LIBRARY_NAME = "libnvidia-ml.so.1"
 _NOT_SUPPORTED = 3
 _FUNCTION_NOT_FOUND = 13
 _WRONG_VERSION = 25
-_TEXT_BYTES = 96
+_TEXT_BUFFER_BYTES = 96
 _GPUS_MAX = 256
 _GPU_SENSOR = 0
 _UNCORRECTED, _VOLATILE = 1, 0
@@ -103,8 +103,8 @@ class _NvmlLibrary:
         return None, None
 
     def _read_text(self, function: str, gpu: Any) -> str:
-        buffer = self._ctypes.create_string_buffer(_TEXT_BYTES)
-        is_supported = self._try_call(function, gpu, buffer, self._ctypes.c_uint(_TEXT_BYTES))
+        buffer = self._ctypes.create_string_buffer(_TEXT_BUFFER_BYTES)
+        is_supported = self._try_call(function, gpu, buffer, self._ctypes.c_uint(_TEXT_BUFFER_BYTES))
         return buffer.value.decode("utf-8", "replace") if is_supported else ""
 
     def _call_or_raise(self, function: str, *args: Any) -> None:

@@ -22,9 +22,9 @@ def grid_folder(root: str, *parts: str) -> str:
         real = os.path.realpath(path)
         places = [os.path.realpath(place).rstrip("/") + "/" for place in (os.path.expanduser("~"), root)]
         if not os.path.isdir(real):
-            raise OpError("link", broken_link_message(path))
+            raise OpError(broken_link_message(path), reason="link")
         if not any(real.startswith(place) for place in places):
-            raise OpError("link", rejected_link_message(path, real))
+            raise OpError(rejected_link_message(path, real), reason="link")
     return os.path.join(path, *parts)
 
 

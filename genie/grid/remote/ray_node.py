@@ -28,8 +28,8 @@ _RECORD_BYTES_MAX = 1 << 20
 _OUTPUT_TAIL_BYTES = 4000
 _LOG_BYTES_MAX = 1 << 20
 _COMMAND_TIMEOUT_S = 10.0
-_POLL_S = 0.05
-_KILL_WAIT_S = 5.0
+_POLL_INTERVAL_S = 0.05
+_KILL_TIMEOUT_S = 5.0
 _LOCK_TIMEOUT_S = 5.0  # after a disconnect, the previous helper takes a moment to exit
 _VERSIONS_SCRIPT = (
     "import sys\n"
@@ -83,7 +83,7 @@ def _start_locked(folder: str, args: OpArgs, token: bytes) -> OpReply:
         "processes": [],
         "session_dir": "",
     }
-    _claim_record(folder, entry)
+    _write_new_cluster_record(folder, entry)
     try:
         _write_private_file(os.path.join(folder, "token"), token)
         _write_private_file(os.path.join(folder, "env.sh"), _format_env_script(folder, args).encode())
@@ -104,7 +104,7 @@ def stop_ray(args: OpArgs, blob: bytes) -> OpReply:
     if not os.path.isdir(folder):
         return {"was": None, "ended": 0, "killed": 0}
     # A start in progress is stopped too: it then cleans up and releases the lock.
-    with _RayLock(folder, while_waiting=lambda: _stop_locked(root, args, forget=False)):
+    with _RayLock(folder, on_wait=lambda: _stop_locked(root, args, forget=False)):
         return _stop_locked(root, args)
 
 
@@ -113,10 +113,10 @@ def _stop_locked(root: str, args: OpArgs, forget: bool = True) -> OpReply:
     if entry is None:
         return {"was": None, "ended": 0, "killed": 0}
     if args.get("cluster") and args["cluster"] != entry["cluster"]:
-        raise OpError("other", "another cluster is running on this node: " + entry["cluster"])
+        raise OpError("another cluster is running on this node: " + entry["cluster"], reason="other")
     ended, killed, left = _stop_processes(entry, grace_s=float(args["grace_s"]))
     if left:
-        raise OpError("left", "could not stop these processes: " + ", ".join(map(str, left[:20])))
+        raise OpError("could not stop these processes: " + ", ".join(map(str, left[:20])), reason="left")
     if forget:
         _remove_cluster_files(_ray_folder(root), entry)
     return {"was": {"cluster": entry["cluster"], "role": entry["role"]}, "ended": ended, "killed": killed}
@@ -130,7 +130,7 @@ def request_dashboard(args: OpArgs, blob: bytes) -> OpReply:
     root = _remote_root(args)
     entry = _read_record(root)
     if entry is None:
-        raise OpError("missing", "no Ray cluster is recorded on this node")
+        raise OpError("no Ray cluster is recorded on this node", reason="missing")
     with open(os.path.join(_ray_folder(root), "token"), "rb") as file:
         token = file.read(4096).decode().strip()
     link = http.client.HTTPConnection("127.0.0.1", int(entry["dashboard_port"]), timeout=args["timeout_s"])
@@ -140,11 +140,11 @@ def request_dashboard(args: OpArgs, blob: bytes) -> OpReply:
         answer = link.getresponse()
         body = answer.read((8 << 20) + 1)
     except http.client.HTTPException as error:
-        raise OpError("http", "invalid HTTP response from the dashboard: " + repr(error)) from None
+        raise OpError("invalid HTTP response from the dashboard: " + repr(error), reason="http") from None
     finally:
         link.close()
     if len(body) > 8 << 20:
-        raise OpError("large", "the dashboard's response is larger than 8 MiB")
+        raise OpError("the dashboard's response is larger than 8 MiB", reason="large")
     return {"status": answer.status}, body
 
 
@@ -154,7 +154,7 @@ def read_job_log(args: OpArgs, blob: bytes) -> OpReply:
     entry = _read_record(_remote_root(args))
     name = args["job"]
     if entry is None or not name.replace("-", "").replace("_", "").isalnum():
-        raise OpError("missing", "no such job on this node")
+        raise OpError("no such Ray job on this node", reason="missing")
     path = os.path.join(entry["session_dir"], "logs", "job-driver-" + name + ".log")
     deadline = time.monotonic() + min(float(args["wait_s"]), 30.0)
     while True:
@@ -266,10 +266,10 @@ def _find_own_address() -> str:
 class _RayLock:
     """Allows one start or stop at a time on this node; the kernel releases it when the helper exits."""
 
-    def __init__(self, folder: str, while_waiting: Callable[[], object] = lambda: None) -> None:
-        """`while_waiting` is called repeatedly while another process holds the lock."""
+    def __init__(self, folder: str, on_wait: Callable[[], object] = lambda: None) -> None:
+        """`on_wait` is called repeatedly while another process holds the lock."""
         self._path = os.path.join(folder, "lock")
-        self._while_waiting = while_waiting
+        self._on_wait = on_wait
         self._descriptor = -1
 
     def __enter__(self) -> None:
@@ -283,9 +283,11 @@ class _RayLock:
             except BlockingIOError:
                 if time.monotonic() >= deadline:
                     os.close(self._descriptor)
-                    raise OpError("busy", "another start or stop is in progress on this node") from None
-                self._while_waiting()
-                time.sleep(_POLL_S)
+                    raise OpError(
+                        "another start or stop is in progress on this node", reason="busy"
+                    ) from None
+                self._on_wait()
+                time.sleep(_POLL_INTERVAL_S)
             else:
                 return
 
@@ -300,17 +302,17 @@ def _check_port_free(host: str, port: int, key: str) -> None:
         try:
             probe.bind((host, port))
         except OSError as error:
-            raise OpError("port", f"cannot bind port {port} ({key}): {error.strerror}") from None
+            raise OpError(f"cannot bind port {port} ({key}): {error.strerror}", reason="port") from None
 
 
-def _claim_record(folder: str, entry: OpArgs) -> None:
+def _write_new_cluster_record(folder: str, entry: OpArgs) -> None:
     path = os.path.join(folder, "cluster.json")
     old = _read_record(os.path.dirname(os.path.dirname(folder)))
     if old is not None and not _find_cluster_processes(old, _read_process_table()):
         _remove_cluster_files(folder, old)
     if os.path.lexists(path):  # not a race: the lock is held
         raise OpError(
-            "running", "a Ray cluster is already running on this node; stop it: grid-cli cluster stop"
+            "a Ray cluster is already running on this node; stop it: grid-cli cluster stop", reason="running"
         )
     _write_cluster_record(folder, entry)
 
@@ -354,22 +356,22 @@ def _run_ray_start(folder: str, args: OpArgs, entry: OpArgs) -> None:
             close_fds=True,
         )
     entry["session"] = process.pid
-    entry["processes"] = [[process.pid, _read_process_table().get(process.pid, _Process()).start]]
+    entry["processes"] = [[process.pid, _read_process_table().get(process.pid, _Process()).start_ticks]]
     _write_cluster_record(folder, entry)
     try:
         code = process.wait(float(args["timeout_s"]))
     except subprocess.TimeoutExpired:
         text = f"'ray start' timed out after {args['timeout_s']:g} s:\n{_read_output_tail(log_path)}"
-        raise OpError("timeout", text) from None
+        raise OpError(text, reason="timeout") from None
     table = _read_process_table()
     members = _find_cluster_processes(entry, table)
     # Record only the daemons; workers are found as their descendants.
     daemons = sorted(pid for pid in members if table[pid].parent not in members)
-    entry["processes"] = [[pid, table[pid].start] for pid in daemons]
+    entry["processes"] = [[pid, table[pid].start_ticks] for pid in daemons]
     entry["session_dir"] = _find_session_folder(members)
     _write_cluster_record(folder, entry)
     if code != 0:
-        raise OpError("start", f"'ray start' exited with code {code}:\n{_read_output_tail(log_path)}")
+        raise OpError(f"'ray start' exited with code {code}:\n{_read_output_tail(log_path)}", reason="start")
 
 
 def _make_ray_environment(folder: str, args: OpArgs) -> dict[str, str]:
@@ -440,7 +442,7 @@ def _read_record(root: str) -> OpArgs | None:
     except FileNotFoundError:
         return None
     except ValueError:
-        raise OpError("damaged", "damaged file: " + path) from None
+        raise OpError("damaged file: " + path, reason="damaged") from None
     return entry
 
 
@@ -450,7 +452,9 @@ def _with_alive_count(entry: OpArgs | None) -> OpArgs | None:
         return None
     table = _read_process_table()
     same_boot = entry["boot"] == _read_boot_id()
-    alive = [pid for pid, start in entry["processes"] if same_boot and _is_alive(table, pid, start)]
+    alive = [
+        pid for pid, start_ticks in entry["processes"] if same_boot and _is_alive(table, pid, start_ticks)
+    ]
     return {
         "cluster": entry["cluster"],
         "role": entry["role"],
@@ -503,10 +507,10 @@ def _remove_address_file(entry: OpArgs) -> None:
 
 
 class _Process:
-    def __init__(self, parent: int = 0, session: int = 0, start: str = "", state: str = "Z") -> None:
+    def __init__(self, parent: int = 0, session: int = 0, start_ticks: str = "", state: str = "Z") -> None:
         self.parent = parent
         self.session = session
-        self.start = start
+        self.start_ticks = start_ticks
         self.state = state
 
 
@@ -523,19 +527,19 @@ def _read_process_table() -> dict[int, _Process]:
     return found
 
 
-def _is_alive(table: dict[int, _Process], pid: int, start: str) -> bool:
-    return pid in table and table[pid].start == start
+def _is_alive(table: dict[int, _Process], pid: int, start_ticks: str) -> bool:
+    return pid in table and table[pid].start_ticks == start_ticks
 
 
 def _find_cluster_processes(entry: OpArgs, table: dict[int, _Process]) -> dict[int, str]:
-    """Return the start times of the cluster's processes on this node by PID.
+    """Return the start times (in clock ticks since boot) of the cluster's processes on this node by PID.
 
     These are the recorded processes, those with the cluster ID in their environment, their session (Ray
     overwrites the environment of its workers), and all descendants.
     """
     if entry["boot"] != _read_boot_id():
         return {}
-    known = {pid for pid, start in entry["processes"] if _is_alive(table, pid, start)}
+    known = {pid for pid, start_ticks in entry["processes"] if _is_alive(table, pid, start_ticks)}
     mark = (CLUSTER_VARIABLE + "=" + entry["mark"]).encode()
     known |= {pid for pid in table if mark in _read_bytes(f"/proc/{pid}/environ").split(b"\0")}
     if entry["session"] and any(table[pid].session == entry["session"] for pid in known):
@@ -545,7 +549,7 @@ def _find_cluster_processes(entry: OpArgs, table: dict[int, _Process]) -> dict[i
         grown = len(known)
         known |= {pid for pid, process in table.items() if process.parent in known}
     known.discard(os.getpid())
-    return {pid: table[pid].start for pid in known}
+    return {pid: table[pid].start_ticks for pid in known}
 
 
 def _stop_processes(entry: OpArgs, grace_s: float) -> tuple[int, int, list[int]]:
@@ -553,8 +557,10 @@ def _stop_processes(entry: OpArgs, grace_s: float) -> tuple[int, int, list[int]]
     members = _find_cluster_processes(entry, _read_process_table())
     total = len(members)
     # The GCS last: the others deregister with it, and would wait if it had stopped.
-    last = {pid: start for pid, start in members.items() if _read_command_line(pid) == b"gcs_server"}
-    first = {pid: start for pid, start in members.items() if pid not in last}
+    last = {
+        pid: start_ticks for pid, start_ticks in members.items() if _read_command_line(pid) == b"gcs_server"
+    }
+    first = {pid: start_ticks for pid, start_ticks in members.items() if pid not in last}
     left = {}
     for each in (first, last):
         _signal_processes(each, signal.SIGTERM)
@@ -562,7 +568,7 @@ def _stop_processes(entry: OpArgs, grace_s: float) -> tuple[int, int, list[int]]
     left.update(_find_cluster_processes(entry, _read_process_table()))
     killed = len(left)
     _signal_processes(left, signal.SIGKILL)
-    left = _wait_ended(left, _KILL_WAIT_S)
+    left = _wait_ended(left, _KILL_TIMEOUT_S)
     return total, killed, sorted(left)
 
 
@@ -572,8 +578,8 @@ def _read_command_line(pid: int) -> bytes:
 
 def _signal_processes(members: dict[int, str], number: int) -> None:
     table = _read_process_table()
-    for pid, start in members.items():
-        if _is_alive(table, pid, start):
+    for pid, start_ticks in members.items():
+        if _is_alive(table, pid, start_ticks):
             try:
                 os.kill(pid, number)
             except (ProcessLookupError, PermissionError):
@@ -584,10 +590,12 @@ def _wait_ended(members: dict[int, str], limit_s: float) -> dict[int, str]:
     deadline = time.monotonic() + limit_s
     while True:
         table = _read_process_table()
-        left = {pid: start for pid, start in members.items() if _is_alive(table, pid, start)}
+        left = {
+            pid: start_ticks for pid, start_ticks in members.items() if _is_alive(table, pid, start_ticks)
+        }
         if not left or time.monotonic() >= deadline:
             return left
-        time.sleep(_POLL_S)
+        time.sleep(_POLL_INTERVAL_S)
 
 
 def _read_boot_id() -> str:

@@ -29,20 +29,20 @@ RUNS_KEPT = 200
 CHUNK_BYTES = 256 << 10
 TIMEOUT_EXIT_CODE = 124
 CANNOT_START_EXIT_CODE = 126
-_PRUNE_EVERY = 32
+_EXCESS_RUNS_MAX = 32
 _EXIT_RECORD_BYTES = 512
-_TIME_S_MAX = 1e11
+_UNIX_TIME_S_MAX = 1e11
 _META_BYTES_MAX = 1 << 20
 _RUNS_LISTED_MAX = 1000
 _COMMAND_CHARS_SHOWN = 400
-_WAIT_S_MAX = 30.0
-_SUPERVISOR_START_S_MAX = 10.0
-_QUICK_WAIT_S_MAX = 1.0
-_QUICK_POLL_S = 0.0005
-_LOCK_S_MAX = 20.0
-_GRACE_S = 10.0
+_READ_WAIT_S_MAX = 30.0
+_SUPERVISOR_START_TIMEOUT_S = 10.0
+_SHORT_RUN_WAIT_S_MAX = 1.0
+_SHORT_RUN_POLL_INTERVAL_S = 0.0005
+_LOCK_TIMEOUT_S = 20.0
+_TIMEOUT_KILL_GRACE_S = 10.0
 _STALE_RUN_AGE_S = 3600.0
-_POLL_S_MAX = 0.1
+_POLL_INTERVAL_S_MAX = 0.1
 _RUN_ID_PATTERN = re.compile(r"[a-z0-9][a-z0-9-]{0,63}")
 _RUN_FILE_NAMES = ("meta.json", "out", "err", "in", "pid", "exit")
 
@@ -63,11 +63,11 @@ def start_run(args: OpArgs, blob: bytes, take_gpus: Any = None) -> OpReply:
     """
     found = _start_once(args, blob, take_gpus)
     folder = _run_folder(args)
-    deadline = time.monotonic() + min(float(args.get("quick_s") or 0), _QUICK_WAIT_S_MAX)
+    deadline = time.monotonic() + min(float(args.get("quick_s") or 0), _SHORT_RUN_WAIT_S_MAX)
     while _read_record(os.path.join(folder, "exit"), ("code", "ended")) is None:
         if time.monotonic() >= deadline:
             return found
-        time.sleep(_QUICK_POLL_S)
+        time.sleep(_SHORT_RUN_POLL_INTERVAL_S)
     first, output = read_output({"root": args["root"], "id": args["id"], "out": 0, "err": 0}, b"")
     return (dict(found, **_read_run_state(folder), first=first), output) if first["end"] else found
 
@@ -82,17 +82,17 @@ def _start_once(args: OpArgs, blob: bytes, take_gpus: Any) -> OpArgs:
         os.makedirs(runs, 0o700, exist_ok=True)
         _remove_old_runs(runs)
     except OSError as error:
-        raise _with_path(error, runs) from None
+        raise _os_error_with_path(error, runs) from None
     cwd = os.path.join(root, os.path.expanduser(args.get("cwd") or ""))
     if not os.path.isdir(cwd):
-        raise OpError("missing", "there is no directory " + cwd)
+        raise OpError("there is no directory " + cwd, reason="missing")
     if take_gpus is None:
         return _create_and_launch(folder, dict(args, cwd=cwd, root=root, gpu_env={}), [], blob)
     lock = _lock_runs(runs)
     try:
         if os.path.isdir(folder):  # a concurrent request started this run, which now holds its GPUs
             return dict(_read_run_status(folder), created=False)
-        gpus, env = take_gpus(_held_gpus(runs))
+        gpus, env = take_gpus(_run_id_by_held_gpu(runs))
         return _create_and_launch(folder, dict(args, cwd=cwd, root=root, gpu_env=env), gpus, blob)
     finally:
         os.close(lock)
@@ -107,7 +107,7 @@ def read_status(args: OpArgs, blob: bytes) -> OpReply:
 def read_output(args: OpArgs, blob: bytes) -> OpReply:
     """Return output from the offsets `out` and `err`; wait up to wait_s for output or the end."""
     folder = _run_folder(args)
-    deadline = time.monotonic() + min(float(args.get("wait_s", 0)), _WAIT_S_MAX)
+    deadline = time.monotonic() + min(float(args.get("wait_s", 0)), _READ_WAIT_S_MAX)
     pause_s = 0.001
     while True:
         found = _read_run_state(folder)  # before the output: an ended run has written everything
@@ -117,7 +117,7 @@ def read_output(args: OpArgs, blob: bytes) -> OpReply:
         if out or err or ended or time.monotonic() >= deadline:
             break
         time.sleep(pause_s)
-        pause_s = min(pause_s * 1.25, _POLL_S_MAX)
+        pause_s = min(pause_s * 1.25, _POLL_INTERVAL_S_MAX)
     end = ended and len(out) < CHUNK_BYTES and len(err) < CHUNK_BYTES
     return dict(found, out=len(out), err=len(err), end=end), out + err
 
@@ -128,7 +128,7 @@ def send_signal(args: OpArgs, blob: bytes) -> OpReply:
     folder = _run_folder(args)
     number = getattr(signal, "SIG" + str(args["signal"]), None)
     if not isinstance(number, signal.Signals):
-        raise OpError("usage", "unknown signal " + str(args["signal"]))
+        raise OpError("unknown signal " + str(args["signal"]), reason="usage")
     pid = _read_record(os.path.join(folder, "pid")) or {}
     found = _read_run_state(folder)
     sent = found["state"] == "running" and is_alive(pid, "pid", _read_boot_id(), _process_state_and_start)
@@ -162,7 +162,7 @@ def list_runs(args: OpArgs, blob: bytes) -> OpReply:
 def remove_run(args: OpArgs, blob: bytes) -> OpReply:
     folder = _run_folder(args)
     if _read_run_state(folder)["state"] in ("running", "starting"):
-        raise OpError("running", f"run {args['id']} is still running")
+        raise OpError(f"run {args['id']} is still running", reason="running")
     _remove_run_folder(folder)
     return {}
 
@@ -175,13 +175,13 @@ def _create_and_launch(folder: str, args: OpArgs, gpus: Any, blob: bytes) -> OpA
     try:
         _write_run_files(new, args, gpus, blob)
     except OSError as error:
-        _remove_files(new)
-        raise _with_path(error, new) from None
+        _remove_run_files(new)
+        raise _os_error_with_path(error, new) from None
     keys = ("command", "env", "gpu_env", "cwd", "root", "id", "timeout_s")
     passed = {key: args.get(key) for key in keys}
-    watcher = core.SPAWNER.spawn(__name__, "supervise", dict(passed, new=new, folder=folder))
-    deadline = time.monotonic() + _SUPERVISOR_START_S_MAX
-    pause_s = _QUICK_POLL_S
+    watcher = core.FORK_SERVER.spawn(__name__, "supervise", dict(passed, new=new, folder=folder))
+    deadline = time.monotonic() + _SUPERVISOR_START_TIMEOUT_S
+    pause_s = _SHORT_RUN_POLL_INTERVAL_S
     while time.monotonic() < deadline:
         exited = _process_state_and_start(watcher)[0] in (
             "",
@@ -196,7 +196,7 @@ def _create_and_launch(folder: str, args: OpArgs, gpus: Any, blob: bytes) -> OpA
     if not os.path.isdir(folder):
         _remove_run_folder(new)  # the supervisor cannot start after this, unless it just has
         if not os.path.isdir(folder):
-            raise OpError("start", "the supervisor of the run did not start")
+            raise OpError("the supervisor of the run did not start", reason="start")
     return dict(_read_run_status(folder), created=True)
 
 
@@ -237,9 +237,9 @@ def _remove_old_runs(runs: str) -> None:
     found = os.listdir(runs)
     for path in [os.path.join(runs, name) for name in found if name.startswith((".new-", ".old-"))]:
         if time.time() - _modified_at(path) > _STALE_RUN_AGE_S:
-            _remove_files(path)
+            _remove_run_files(path)
     names = [name for name in found if _RUN_ID_PATTERN.fullmatch(name)]
-    if len(names) <= RUNS_KEPT + _PRUNE_EVERY:
+    if len(names) <= RUNS_KEPT + _EXCESS_RUNS_MAX:
         return
     ended = []
     for name in names:
@@ -362,7 +362,7 @@ def _wait_for_child(child: int, timeout_s: Any) -> tuple[int, bool]:
     if not timeout_s:
         return os.waitpid(child, 0)[1], False
     deadline = time.monotonic() + float(timeout_s)
-    kills = [(deadline + _GRACE_S, signal.SIGKILL), (deadline, signal.SIGTERM)]
+    kills = [(deadline + _TIMEOUT_KILL_GRACE_S, signal.SIGKILL), (deadline, signal.SIGTERM)]
     pause_s = 0.002
     while True:
         done, code = os.waitpid(child, os.WNOHANG)
@@ -371,7 +371,7 @@ def _wait_for_child(child: int, timeout_s: Any) -> tuple[int, bool]:
         if kills and time.monotonic() >= kills[-1][0]:
             os.killpg(child, kills.pop()[1])
         time.sleep(pause_s)
-        pause_s = min(pause_s * 1.5, _POLL_S_MAX)
+        pause_s = min(pause_s * 1.5, _POLL_INTERVAL_S_MAX)
 
 
 # --- status -----------------------------------------------------------------------------------
@@ -382,21 +382,21 @@ def _read_run_status(folder: str) -> OpArgs:
         with open(os.path.join(folder, "meta.json"), "rb") as file:
             meta = json.loads(file.read(_META_BYTES_MAX).decode())
     except FileNotFoundError:
-        raise OpError("missing", "no run has the ID " + os.path.basename(folder)) from None
+        raise OpError("no run has the ID " + os.path.basename(folder), reason="missing") from None
     except (OSError, ValueError, RecursionError):
         meta = None
-    if not is_meta(meta):
-        raise OpError("damaged", folder + "/meta.json is damaged")
+    if not is_valid_metadata(meta):
+        raise OpError(folder + "/meta.json is damaged", reason="damaged")
     return dict(meta, id=os.path.basename(folder), **_read_run_state(folder))
 
 
-def is_meta(meta: Any) -> bool:
+def is_valid_metadata(meta: Any) -> bool:
     """True for valid metadata. A power cut may leave an empty file."""
     return (
         isinstance(meta, dict)
         and isinstance(meta.get("command"), str)
         and isinstance(meta.get("started"), (int, float))
-        and 0 <= meta["started"] <= _TIME_S_MAX
+        and 0 <= meta["started"] <= _UNIX_TIME_S_MAX
         and isinstance(meta.get("gpus"), list)
         and all(isinstance(gpu, int) for gpu in meta["gpus"])
     )
@@ -408,15 +408,15 @@ def _read_run_state(folder: str) -> OpArgs:
         ended = _read_record(os.path.join(folder, "exit"), ("code", "ended"))
         pid = _read_record(os.path.join(folder, "pid"), ("boot", "watcher"))
         if pid is None and not os.path.isdir(folder):
-            raise OpError("missing", "no run has the ID " + os.path.basename(folder))
-        found = state_of(ended, pid or {}, _read_boot_id(), _process_state_and_start)
+            raise OpError("no run has the ID " + os.path.basename(folder), reason="missing")
+        found = run_state_from_records(ended, pid or {}, _read_boot_id(), _process_state_and_start)
         if found["state"] != "lost":
             break
     return found
 
 
-def state_of(ended: Any, pid: OpArgs, boot: str, look: Any) -> OpArgs:
-    """Return the state of a run from its records. `look` returns a process's state and start time.
+def run_state_from_records(ended: Any, pid: OpArgs, boot: str, read_process: Any) -> OpArgs:
+    """Return the state of a run from its records. `read_process` returns a process's state and start time.
 
     A run is lost if it ended without an exit record, because the node or its supervisor was killed.
     """
@@ -425,16 +425,16 @@ def state_of(ended: Any, pid: OpArgs, boot: str, look: Any) -> OpArgs:
         code = TIMEOUT_EXIT_CODE if ended.get("timed_out") else ended["code"]
         found.update(state="exited", exit_code=code, ended=ended["ended"])
         found.update(signal=ended.get("signal"), error=ended.get("error", ""))
-    elif is_alive(pid, "pid", boot, look) or is_alive(pid, "watcher", boot, look):
+    elif is_alive(pid, "pid", boot, read_process) or is_alive(pid, "watcher", boot, read_process):
         found["state"] = "running" if "pid" in pid else "starting"
     return found
 
 
-def is_alive(pid: OpArgs, process: str, boot: str, look: Any) -> bool:
+def is_alive(pid: OpArgs, process: str, boot: str, read_process: Any) -> bool:
     """True if the recorded process is alive, and not another one with the same PID."""
     if process not in pid or pid["boot"] != boot:
         return False
-    state, start = look(pid[process])
+    state, start = read_process(pid[process])
     return state not in ("", "Z", "X") and start == pid.get(process + "_start")
 
 
@@ -484,13 +484,13 @@ def _read_chunk(path: str, offset: int) -> bytes:
 def _runs_folder(args: OpArgs) -> str:
     root = os.path.expanduser(str(args["root"]))
     if not os.path.isabs(root) or ".." in root.split("/"):
-        raise OpError("usage", "remote_root must be an absolute path: " + root)
+        raise OpError("remote_root must be an absolute path: " + root, reason="usage")
     return grid_folder(root, "runs")
 
 
 def _run_folder(args: OpArgs) -> str:
     if not _RUN_ID_PATTERN.fullmatch(str(args["id"])):
-        raise OpError("usage", "invalid run ID")
+        raise OpError(f"invalid run ID {str(args['id'])[:80]!r}", reason="usage")
     return os.path.join(_runs_folder(args), str(args["id"]))
 
 
@@ -508,10 +508,10 @@ def _remove_run_folder(folder: str) -> None:
         os.rename(folder, old)
     except FileNotFoundError:
         return
-    _remove_files(old)
+    _remove_run_files(old)
 
 
-def _remove_files(folder: str) -> None:
+def _remove_run_files(folder: str) -> None:
     for name in _RUN_FILE_NAMES:
         try:
             os.unlink(os.path.join(folder, name))
@@ -523,7 +523,7 @@ def _remove_files(folder: str) -> None:
         pass
 
 
-def _with_path(error: OSError, path: str) -> OSError:
+def _os_error_with_path(error: OSError, path: str) -> OSError:
     return OSError(error.errno, error.strerror or str(error), error.filename or path)
 
 
@@ -531,7 +531,7 @@ def _lock_runs(runs: str) -> int:
     import fcntl
 
     file = os.open(os.path.join(runs, ".lock"), os.O_RDWR | os.O_CREAT, 0o600)
-    deadline = time.monotonic() + _LOCK_S_MAX
+    deadline = time.monotonic() + _LOCK_TIMEOUT_S
     while True:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -539,11 +539,11 @@ def _lock_runs(runs: str) -> int:
         except OSError as error:
             if error.errno not in (errno.EAGAIN, errno.EACCES) or time.monotonic() > deadline:
                 os.close(file)
-                raise OpError("busy", "timed out waiting for other GPU runs to start") from None
+                raise OpError("timed out waiting for other GPU runs to start", reason="busy") from None
         time.sleep(0.01)
 
 
-def _held_gpus(runs: str) -> OpArgs:
+def _run_id_by_held_gpu(runs: str) -> OpArgs:
     """Return the run ID by held GPU. The caller holds the lock until the new run has its directory."""
     held = {}
     for name in _list_run_ids(runs):

@@ -23,8 +23,8 @@ from typing import Any, NoReturn
 from genie.grid.remote import contents, core, tree
 from genie.grid.remote.core import OpError, register_op
 from genie.grid.remote.own_folder import grid_folder
-from genie.grid.remote.site import SyncedTree, TreeState, compute_digest, library_path
-from genie.grid.remote.tree import FILE, FOLDER, LINK, REMOVED, DirectoryWalker, TreeRecord
+from genie.grid.remote.synced_tree import SyncedTree, TreeState, compute_digest, engine_library_path
+from genie.grid.remote.tree import FILE, FOLDER, LINK, REMOVED, OpenDirectories, TreeRecord
 
 PLAN_PARTS = ("gone", "folders", "added", "changed", "copies", "links", "metas")
 """The parts of a change, each a list of records, in the order in which they are applied."""
@@ -35,9 +35,9 @@ PLAN_BYTES_MAX = 1 << 30
 PIECE_BYTES_MAX = 1 << 20
 """Size limit of a content frame, except for whole small files."""
 REPLY_BYTES_MAX = 8 << 20
-_NAMES_SHOWN = 100
-_FREE_BYTES_MIN = 64 << 20
-_COMPILE_S = 120
+_PATHS_REPORTED_MAX = 100
+_DISK_FREE_BYTES_MIN = 64 << 20
+_COMPILE_TIMEOUT_S = 120
 _COMPILERS = ("c++", "g++", "clang++")
 _COMPILER_FLAGS = (
     "-std=c++17",
@@ -50,15 +50,15 @@ _COMPILER_FLAGS = (
 )
 _OBJECT_NAME_PATTERN = re.compile(r"[0-9a-f]{64}\.[0-9a-f]{1,16}")
 _LIBRARY_PART_PATTERN = re.compile(r"tree-[0-9a-f]+(\.so\.[0-9]+-[0-9]+\.part|-[0-9]+-[0-9]+\.cpp(\.part)?)")
-_PART_AGE_S_MAX = 3600.0
-_PARTS_CHECKED_MAX = 100
-_last_drift: dict[str, bytes] = {}
+_LIBRARY_PART_AGE_S_MAX = 3600.0
+_LIBRARY_PARTS_CHECKED_MAX = 100
+_drift_of_last_check: dict[str, bytes] = {}
 
 
 @register_op("sync.check")
 def check_tree(args: Any, blob: bytes) -> Any:
     """Finish an interrupted change; return the digest of the state, and records that differ from it."""
-    has_library = os.path.exists(library_path(_sync_folder(args), args["key"]))
+    has_library = os.path.exists(engine_library_path(_sync_folder(args), args["key"]))
     answer = {"digest": "", "drift": 0, "objects": 0, "has_library": has_library, "machine": _machine_type()}
     try:
         site = SyncedTree(args, create=False)
@@ -67,12 +67,12 @@ def check_tree(args: Any, blob: bytes) -> Any:
     with site:
         # A disconnected sync may still be writing; its files are complete when it releases the lock.
         site.lock(wait_s=args["wait_s"])
-        finish_interrupted(site)
-        _clear_library_parts(site)
+        finish_interrupted_change(site)
+        _remove_stale_library_parts(site)
         state = site.read_state()
         drift = find_drift(site, state)
-        _last_drift.clear()  # for one tree at a time
-        _last_drift[args["tree"]] = drift
+        _drift_of_last_check.clear()  # for one tree at a time
+        _drift_of_last_check[args["tree"]] = drift
         answer.update(
             digest=state.digest.hex(),
             drift=len(drift),
@@ -85,7 +85,7 @@ def check_tree(args: Any, blob: bytes) -> Any:
 @register_op("sync.drift", quick=True)
 def read_more_drift(args: Any, blob: bytes) -> Any:
     """Return a further piece of the drift that the last check found."""
-    return {}, _last_drift.get(args["tree"], b"")[args["offset"] : args["offset"] + REPLY_BYTES_MAX]
+    return {}, _drift_of_last_check.get(args["tree"], b"")[args["offset"] : args["offset"] + REPLY_BYTES_MAX]
 
 
 @register_op("sync.records")
@@ -112,7 +112,7 @@ def receive_and_apply(args: Any, blob: bytes) -> Any:
         site.lock(wait_s=args["wait_s"])
         receiver = ChangeReceiver(site)
         if receiver.feed(blob) != len(blob) or not receiver.is_complete:
-            raise OpError("protocol", "truncated change")
+            raise OpError("the received change is incomplete", reason="protocol")
         return receiver.finish()
 
 
@@ -120,7 +120,7 @@ def receive_and_apply(args: Any, blob: bytes) -> Any:
 def store_library(args: Any, blob: bytes) -> Any:
     """Store the compiled library: the uploaded one if it works here, else compile it in the background."""
     with SyncedTree(args, create=True) as site:
-        path = library_path(site.path, args["key"])
+        path = engine_library_path(site.sync_folder_path, args["key"])
         binary, source = blob[: args["binary"]], blob[args["binary"] :]
         if binary and args["machine"] == _machine_type() and _install_library(path, binary):
             return {"how": "given"}
@@ -131,7 +131,7 @@ def store_library(args: Any, blob: bytes) -> Any:
         except OSError:
             _remove_if_exists(source_path)
             raise
-    core.SPAWNER.spawn(__name__, "compile_library", {"source": source_path, "path": path})
+    core.FORK_SERVER.spawn(__name__, "compile_library", {"source": source_path, "path": path})
     return {"how": "compiling"}
 
 
@@ -145,7 +145,7 @@ def compile_library(args: Any) -> None:
     try:
         if compiler is not None:
             command = [compiler, *_COMPILER_FLAGS, "-o", part, args["source"]]
-            done = subprocess.run(command, check=False, timeout=_COMPILE_S)
+            done = subprocess.run(command, check=False, timeout=_COMPILE_TIMEOUT_S)
             if done.returncode == 0:
                 os.rename(part, args["path"])
     finally:
@@ -179,7 +179,7 @@ def _receive_stream(receiver: ChangeReceiver, source: int) -> Any:
     while not receiver.is_complete:
         count = os.readv(source, [buffer[end:]])
         if not count:
-            raise OpError("cut", "connection lost")
+            raise OpError("connection lost before all changes were received", reason="cut")
         end += count
         used = receiver.feed(buffer[:end])
         if used:
@@ -192,10 +192,10 @@ class ChangeReceiver:
     """Stages the frames of a change: whole small files, pieces of large files, and the plan."""
 
     def __init__(self, site: SyncedTree) -> None:
-        self._site = site
-        self._objects = site.open_objects()
+        self._synced_tree = site
+        self._objects = site.open_staging_folder()
         self._plan = bytearray()
-        self._large_files: dict[int, int] = {}
+        self._fd_by_large_file: dict[int, int] = {}
         self.is_complete = False
 
     def feed(self, data: Any) -> int:
@@ -205,18 +205,18 @@ class ChangeReceiver:
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 # Free the space: staged files are useless if the rest does not fit.
-                self._site.remove_all_files(self._objects)
+                self._synced_tree.remove_all_files(self._objects)
             raise
 
     def finish(self) -> Any:
-        return apply_change(self._site, self._objects, bytes(self._plan))
+        return apply_change(self._synced_tree, self._objects, bytes(self._plan))
 
     def _feed_frames(self, data: Any) -> int:
         at = 0
         view = memoryview(data)
         while not self.is_complete and len(view) - at >= tree.FRAME_HEADER.size:
             if view[at] == ord("F"):
-                used, _ = self._site.engine.stage_files(self._objects, _engine_input(data, view, at))
+                used, _ = self._synced_tree.engine.stage_files(self._objects, _engine_input(data, view, at))
                 at += used
                 if not used:
                     break
@@ -233,7 +233,10 @@ class ChangeReceiver:
         begin = at + tree.FRAME_HEADER.size
         if kind in b"DP":
             if size > PIECE_BYTES_MAX:
-                raise OpError("protocol", f"piece of {size} bytes is too large")
+                raise OpError(
+                    f"received a piece of a file of {size} bytes: the limit is {PIECE_BYTES_MAX}",
+                    reason="protocol",
+                )
             if len(view) - begin < size:
                 return 0
             self._add_piece(kind, number, view[begin : begin + size])
@@ -244,37 +247,39 @@ class ChangeReceiver:
             self._finish_file(number, size, mode, mtime_ns, sha)
         elif kind == ord("A"):
             os.close(self._open_large_file(number))
-            del self._large_files[number]
-            os.unlink(_part_name(number), dir_fd=self._objects)
+            del self._fd_by_large_file[number]
+            os.unlink(_partial_file_name(number), dir_fd=self._objects)
         elif kind == ord("Z"):
             self.is_complete = True
         else:
-            raise OpError("protocol", f"unknown frame {chr(kind)!r}")
+            raise OpError(f"received a frame of unknown kind {chr(kind)!r}", reason="protocol")
         return tree.FRAME_HEADER.size
 
     def _add_piece(self, kind: int, number: int, data: memoryview) -> None:
         if kind == ord("D"):
             tree.write_all(self._open_large_file(number), data)
         elif len(self._plan) + len(data) > PLAN_BYTES_MAX:
-            raise OpError("protocol", "plan is too large")
+            raise OpError(f"the received sync plan is larger than {PLAN_BYTES_MAX} bytes", reason="protocol")
         else:
             self._plan += data
 
     def _open_large_file(self, number: int) -> int:
-        if number not in self._large_files:
+        if number not in self._fd_by_large_file:
             flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
-            self._large_files[number] = os.open(_part_name(number), flags, 0o600, dir_fd=self._objects)
-        return self._large_files[number]
+            self._fd_by_large_file[number] = os.open(
+                _partial_file_name(number), flags, 0o600, dir_fd=self._objects
+            )
+        return self._fd_by_large_file[number]
 
     def _finish_file(self, number: int, size: int, mode: int, mtime_ns: int, sha: bytes) -> None:
         fd = self._open_large_file(number)
-        del self._large_files[number]
+        del self._fd_by_large_file[number]
         os.ftruncate(fd, size)
         os.fchmod(fd, mode)
         os.utime(fd, ns=(mtime_ns, mtime_ns))
         os.close(fd)
         name = tree.object_name(sha, size)
-        os.rename(_part_name(number), name, src_dir_fd=self._objects, dst_dir_fd=self._objects)
+        os.rename(_partial_file_name(number), name, src_dir_fd=self._objects, dst_dir_fd=self._objects)
 
 
 def _engine_input(data: Any, view: memoryview, at: int) -> Any:
@@ -284,7 +289,7 @@ def _engine_input(data: Any, view: memoryview, at: int) -> Any:
     return view[at:]
 
 
-def _part_name(number: int) -> bytes:
+def _partial_file_name(number: int) -> bytes:
     return b"part-%d" % number
 
 
@@ -293,42 +298,42 @@ def apply_change(site: SyncedTree, objects: int, plan: bytes) -> Any:
     state = site.read_state()
     head, parts = split_plan(plan)
     if head["base"] != state.digest.hex():
-        raise OpError("moved", "another sync has changed this tree meanwhile")
+        raise OpError("another sync has changed the files on the node meanwhile", reason="moved")
     merged = merge_records(site, state, parts)
     digest = compute_digest(site.engine, merged)
     if digest.hex() != head["digest"]:
-        raise OpError("protocol", "the received records do not match their digest")
+        raise OpError("the received records do not match their digest", reason="protocol")
     overwritten = find_conflicts(site, parts)
     try:
         _copy_objects(objects, parts["copies"])
         # Reserve the space for the state: after the journal is written, nothing should fail.
-        if site.free_bytes() < _FREE_BYTES_MIN + 4 * len(merged):
+        if site.free_bytes() < _DISK_FREE_BYTES_MIN + 4 * len(merged):
             site.write_state(merged, taken_ns=0, digest=digest, name="next")
-        site.write("journal", plan)
+        site.write_file("journal", plan)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             site.remove_all_files(objects)
-            site.remove("next")
+            site.remove_file("next")
         raise
     done = execute_plan(site, objects, state, plan, merged=merged)
     done["overwritten"] = overwritten
     return done
 
 
-def finish_interrupted(site: SyncedTree) -> None:
+def finish_interrupted_change(site: SyncedTree) -> None:
     """Finish a change whose journal was written but that was interrupted."""
-    plan = site.read("journal")
+    plan = site.read_file("journal")
     if plan is None:
         return
     state = site.read_state()
     try:
         head, _ = split_plan(plan)
     except (OpError, ValueError, KeyError, struct.error):
-        site.remove("journal")  # damaged by a power cut: the check finds what is missing
+        site.remove_file("journal")  # damaged by a power cut: the check finds what is missing
         return
     if state.digest.hex() == head["base"]:
-        execute_plan(site, site.open_objects(), state, plan)
-    site.remove("journal")
+        execute_plan(site, site.open_staging_folder(), state, plan)
+    site.remove_file("journal")
 
 
 def split_plan(plan: bytes) -> tuple[Any, dict[str, bytes]]:
@@ -341,7 +346,9 @@ def split_plan(plan: bytes) -> tuple[Any, dict[str, bytes]]:
         parts[name] = plan[at : at + head[name]]
         at += head[name]
     if at != len(plan):
-        raise OpError("protocol", "truncated plan")
+        raise OpError(
+            "the sync plan is incomplete: its parts do not have the announced sizes", reason="protocol"
+        )
     return head, parts
 
 
@@ -364,26 +371,26 @@ def find_conflicts(site: SyncedTree, parts: dict[str, bytes]) -> list[str]:
 
     Raises OpError ('conflict') if a directory would be replaced, or something else by a directory.
     """
-    names = os.listdir(site.root)
+    names = os.listdir(site.root_fd)
     if not any(os.fsencode(name) not in tree.RESERVED_NAMES for name in names):
         return []
     gone = {one.path: one.flags for one in tree.iter_records(parts["gone"])}
     overwritten: list[str] = []
-    with DirectoryWalker(site.root) as folders:
+    with OpenDirectories(site.root_fd) as folders:
         for name in ("folders", "added", "copies", "links"):
             for one in tree.iter_records(parts[name]):
                 found = folders.try_lstat(one.path)
                 if found is None or gone.get(one.path) == REPLACE:
                     if found is not None and stat.S_ISDIR(found.st_mode) and one.kind != FOLDER:
-                        _check_removable(folders, one.path, gone)
+                        _check_folder_removable(folders, one.path, gone)
                 elif stat.S_ISDIR(found.st_mode) != (one.kind == FOLDER):
                     raise _conflict_error(one.path, found)
-                elif name == "added" and len(overwritten) < _NAMES_SHOWN:
+                elif name == "added" and len(overwritten) < _PATHS_REPORTED_MAX:
                     overwritten.append(_printable(one.path))
     return overwritten
 
 
-def _check_removable(folders: DirectoryWalker, path: bytes, gone: dict[bytes, int]) -> None:
+def _check_folder_removable(folders: OpenDirectories, path: bytes, gone: dict[bytes, int]) -> None:
     parent, name = folders.open_parent(path)
     fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent)
     try:
@@ -393,17 +400,19 @@ def _check_removable(folders: DirectoryWalker, path: bytes, gone: dict[bytes, in
     for each in inside:
         if gone.get(each) not in (DELETE, REPLACE):
             raise OpError(
-                "conflict", f"{_printable(path)} would become a file, but contains {_printable(each)}"
+                f"{_printable(path)} would become a file, but contains {_printable(each)}", reason="conflict"
             )
         found = folders.try_lstat(each)
         if found is not None and stat.S_ISDIR(found.st_mode):
-            _check_removable(folders, each, gone)
+            _check_folder_removable(folders, each, gone)
 
 
 def _conflict_error(path: bytes, found: os.stat_result) -> OpError:
     kinds = {stat.S_IFDIR: "a directory", stat.S_IFLNK: "a link", stat.S_IFREG: "a file"}
     kind = kinds.get(stat.S_IFMT(found.st_mode), "a special file")
-    return OpError("conflict", f"{_printable(path)} is {kind} on the node that was not created by a sync")
+    return OpError(
+        f"{_printable(path)} is {kind} on the node that was not created by a sync", reason="conflict"
+    )
 
 
 def _printable(path: bytes) -> str:
@@ -426,10 +435,10 @@ def execute_plan(
     finally:
         # Also after an error: the next check finds what differs from the records.
         taken_ns = time.time_ns()
-        stamped = site.engine.fill_in_stamps(site.root, merged)
-        site.remove("next")
+        stamped = site.engine.fill_in_stamps(site.root_fd, merged)
+        site.remove_file("next")
         site.write_state(stamped, taken_ns=taken_ns, digest=bytes.fromhex(head["digest"]))
-        site.remove("journal")
+        site.remove_file("journal")
     site.remove_all_files(objects)
     return {"deleted": deleted, "kept": kept}
 
@@ -441,7 +450,7 @@ def _delete_unchanged(site: SyncedTree, state: TreeState, gone: bytes) -> tuple[
     flags = {one.path: one.flags for one in tree.iter_records(gone)}
     places = site.engine.compare(state.records, site.engine.merge(state.records, gone))
     deleted = 0
-    with DirectoryWalker(site.root) as folders:
+    with OpenDirectories(site.root_fd) as folders:
         changed = (path for path, flag in flags.items() if flag == FORGET)  # changed or missing on the node
         kept = [_printable(path) for path in changed if folders.try_lstat(path) is not None]
         for place, _ in reversed(places):
@@ -457,7 +466,7 @@ def _delete_unchanged(site: SyncedTree, state: TreeState, gone: bytes) -> tuple[
                 deleted += 1
             else:
                 kept.append(_printable(one.path))
-    return deleted, kept[:_NAMES_SHOWN]
+    return deleted, kept[:_PATHS_REPORTED_MAX]
 
 
 def _try_rmdir(parent: int, name: bytes) -> int:
@@ -498,12 +507,12 @@ def _copy_file(from_folder: int, name: bytes, to_folder: int, new: bytes) -> Non
 def _place_files(site: SyncedTree, objects: int, parts: dict[str, bytes]) -> None:
     try:
         # Copies first: moving an object is the last step for its contents.
-        site.engine.place_files(site.root, objects, parts["folders"])
-        with DirectoryWalker(site.root) as folders:
+        site.engine.place_files(site.root_fd, objects, parts["folders"])
+        with OpenDirectories(site.root_fd) as folders:
             for number, one in enumerate(tree.iter_records(parts["copies"])):
                 tree.place_entry(folders, objects, one, b"copy-%d" % number)
-        site.engine.place_files(site.root, objects, parts["added"])
-        site.engine.place_files(site.root, objects, parts["changed"])
+        site.engine.place_files(site.root_fd, objects, parts["added"])
+        site.engine.place_files(site.root_fd, objects, parts["changed"])
     except OSError as error:
         if error.errno != errno.EXDEV:
             raise
@@ -512,7 +521,7 @@ def _place_files(site: SyncedTree, objects: int, parts: dict[str, bytes]) -> Non
 
 def _place_across_file_systems(site: SyncedTree, objects: int, parts: dict[str, bytes]) -> None:
     """Copy files first if a part of the tree is on another file system."""
-    with DirectoryWalker(site.root) as folders:
+    with OpenDirectories(site.root_fd) as folders:
         for name in ("copies", "added", "changed"):
             for number, one in enumerate(tree.iter_records(parts[name])):
                 source = b"copy-%d" % number if name == "copies" else tree.object_name(one.sha, one.size)
@@ -528,7 +537,7 @@ def _place_across_file_systems(site: SyncedTree, objects: int, parts: dict[str, 
 
 
 def _make_links(site: SyncedTree, objects: int, links: bytes) -> None:
-    with DirectoryWalker(site.root) as folders:
+    with OpenDirectories(site.root_fd) as folders:
         for one in tree.iter_records(links):
             parent, name = folders.open_parent(one.path)
             try:
@@ -548,7 +557,7 @@ def _make_links(site: SyncedTree, objects: int, links: bytes) -> None:
 
 def _set_modes_and_times(site: SyncedTree, metas: bytes) -> None:
     """Set modes and times, the deepest first, because a directory's mode may deny access."""
-    with DirectoryWalker(site.root) as folders:
+    with OpenDirectories(site.root_fd) as folders:
         for one in reversed(list(tree.iter_records(metas))):
             parent, name = folders.open_parent(one.path)
             flags = getattr(os, "O_PATH", os.O_RDONLY) | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -570,12 +579,12 @@ def _set_modes_and_times(site: SyncedTree, metas: bytes) -> None:
 
 def find_drift(site: SyncedTree, state: TreeState) -> bytes:
     """Return current records of what differs from the state; if only times differ, update the state."""
-    places = site.engine.find_mismatches(site.root, state.records, taken_ns=state.taken_ns)
+    places = site.engine.find_mismatches(site.root_fd, state.records, taken_ns=state.taken_ns)
     if not places:
         return b""
     taken_ns = time.time_ns()
     drift, touched = [], []
-    with DirectoryWalker(site.root) as folders:
+    with OpenDirectories(site.root_fd) as folders:
         for place in places:
             one = TreeRecord(state.records, place)
             now = _current_record(folders, one)
@@ -590,7 +599,7 @@ def find_drift(site: SyncedTree, state: TreeState) -> bytes:
     return b"".join(drift)
 
 
-def _current_record(folders: DirectoryWalker, one: TreeRecord) -> bytes:
+def _current_record(folders: OpenDirectories, one: TreeRecord) -> bytes:
     found = folders.try_lstat(one.path)
     if found is None:
         return tree.pack_record(REMOVED, one.path)
@@ -624,7 +633,7 @@ def _hash_file(parent: int, name: bytes) -> bytes:
 
 def _list_complete_objects(site: SyncedTree) -> list[bytes]:
     """Return the digests of complete staged files; incomplete ones are removed. Requires the lock."""
-    objects = site.open_objects()
+    objects = site.open_staging_folder()
     found = []
     for name in os.listdir(objects):
         if not _OBJECT_NAME_PATTERN.fullmatch(name):
@@ -653,14 +662,14 @@ def _install_library(path: str, binary: bytes) -> bool:
         _remove_if_exists(part)
 
 
-def _clear_library_parts(site: SyncedTree) -> None:
+def _remove_stale_library_parts(site: SyncedTree) -> None:
     """Remove leftovers of interrupted compilations, which take minutes at most."""
-    found = [name for name in os.listdir(site.shared) if _LIBRARY_PART_PATTERN.fullmatch(name)]
-    for name in found[:_PARTS_CHECKED_MAX]:
+    found = [name for name in os.listdir(site.sync_folder_fd) if _LIBRARY_PART_PATTERN.fullmatch(name)]
+    for name in found[:_LIBRARY_PARTS_CHECKED_MAX]:
         try:
-            made = os.stat(name, dir_fd=site.shared, follow_symlinks=False).st_mtime
-            if time.time() - made > _PART_AGE_S_MAX:
-                os.unlink(name, dir_fd=site.shared)
+            made = os.stat(name, dir_fd=site.sync_folder_fd, follow_symlinks=False).st_mtime
+            if time.time() - made > _LIBRARY_PART_AGE_S_MAX:
+                os.unlink(name, dir_fd=site.sync_folder_fd)
         except OSError:  # removed already, or of another user: harmless
             pass
 

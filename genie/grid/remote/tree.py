@@ -28,10 +28,10 @@ FRAME_HEADER = struct.Struct("<BBHIQq32s")  # kind, 0, mode, number, size, mtime
 FOLDER, FILE, LINK, EXCLUDED, REMOVED = b"dflxr"
 RESERVED_NAMES = (b".grid", b"grid_env")
 """Names at the top of a tree that the grid uses on nodes: neither sent nor changed."""
-NO_RECORD = (1 << 64) - 1
+NO_RECORD_OFFSET = (1 << 64) - 1
 DEPTH_MAX = 256
 PATH_BYTES_MAX = 4095
-SMALL_BYTES_MAX = 256 << 10
+SMALL_FILE_BYTES_MAX = 256 << 10
 """Larger files are sent in pieces."""
 NO_SHA = bytes(32)
 NO_STAMP = bytes(STAMP_STRUCT.size)
@@ -113,7 +113,7 @@ def pack_stamp(found: os.stat_result) -> bytes:
     return STAMP_STRUCT.pack(found.st_ino, found.st_mtime_ns, found.st_ctime_ns)
 
 
-def is_racy(stamp: bytes, taken_ns: int) -> bool:
+def is_too_recent_to_trust(stamp: bytes, taken_ns: int) -> bool:
     """True if the file was written so shortly before the scan that a later write may have the same times."""
     _, mtime_ns, ctime_ns = STAMP_STRUCT.unpack(stamp)
     whole = mtime_ns % _SECOND_NS == 0 and ctime_ns % _SECOND_NS == 0
@@ -143,19 +143,19 @@ class WalkResult:
     """The result of a walk. `dirty` has the offsets of records of files with unknown contents."""
 
     def __init__(
-        self, records: bytes, dirty: list[int], *, is_same: bool, rules_changed: bool, skipped: int
+        self, records: bytes, dirty: list[int], *, is_unchanged: bool, rules_changed: bool, skipped: int
     ) -> None:
         self.records, self.dirty = records, dirty
-        self.is_same, self.rules_changed, self.skipped = is_same, rules_changed, skipped
+        self.is_unchanged, self.rules_changed, self.skipped = is_unchanged, rules_changed, skipped
 
 
-class DirectoryWalker:
+class OpenDirectories:
     """Opens the directory of a path, step by step from the root. Consecutive paths share open directories."""
 
     def __init__(self, root: int) -> None:
         self._open_path = [(b"", root)]
 
-    def __enter__(self) -> DirectoryWalker:
+    def __enter__(self) -> OpenDirectories:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -173,10 +173,10 @@ class DirectoryWalker:
         top = self._open_path[-1][0]
         if folder != top:
             for part in folder[len(top) + 1 if top else 0 :].split(b"/"):
-                self._enter(part, path)
+                self._open_next_component(part, path)
         return self._open_path[-1][1], name
 
-    def _enter(self, name: bytes, path: bytes) -> None:
+    def _open_next_component(self, name: bytes, path: bytes) -> None:
         _check_name(name, path)
         if len(self._open_path) >= DEPTH_MAX:
             raise _os_error(errno.ENAMETOOLONG, path)
@@ -236,12 +236,12 @@ class PlainEngine:
     ) -> tuple[bytearray, list[int]]:
         """Return frames of small files, as many as fit, and per file 0, or 1 if it needs the slow path."""
         frames, states = bytearray(), []
-        with DirectoryWalker(root) as folders:
+        with OpenDirectories(root) as folders:
             for number, place in enumerate(places, first):
                 one = TreeRecord(records, place)
-                if one.size <= SMALL_BYTES_MAX and len(frames) + FRAME_HEADER.size + one.size > room:
+                if one.size <= SMALL_FILE_BYTES_MAX and len(frames) + FRAME_HEADER.size + one.size > room:
                     break
-                data = _read_small_file(folders, one) if one.size <= SMALL_BYTES_MAX else None
+                data = _read_small_file(folders, one) if one.size <= SMALL_FILE_BYTES_MAX else None
                 states.append(int(data is None))
                 if data is not None:
                     frames += FRAME_HEADER.pack(ord("F"), 0, one.mode, number, one.size, one.mtime_ns, NO_SHA)
@@ -262,19 +262,19 @@ class PlainEngine:
 
     def place_files(self, root: int, objects: int, records: bytes) -> None:
         """Create directories and move staged files to the paths of their records. Raises OSError."""
-        with DirectoryWalker(root) as folders:
+        with OpenDirectories(root) as folders:
             for one in iter_records(records):
                 place_entry(folders, objects, one, object_name(one.sha, one.size))
 
     def find_mismatches(self, root: int, records: bytes, *, taken_ns: int) -> list[int]:
         """Return the offsets of records that do not match the files."""
-        with DirectoryWalker(root) as folders:
-            return [one.at for one in iter_records(records) if not _is_untouched(folders, one, taken_ns)]
+        with OpenDirectories(root) as folders:
+            return [one.at for one in iter_records(records) if not _is_unchanged(folders, one, taken_ns)]
 
     def fill_in_stamps(self, root: int, records: bytes) -> bytes:
         """Return the records with missing stamps filled in from the files."""
         parts = []
-        with DirectoryWalker(root) as folders:
+        with OpenDirectories(root) as folders:
             for one in iter_records(records):
                 stamp = one.stamp
                 if one.kind != FOLDER and stamp[:8] == NO_STAMP[:8]:
@@ -284,14 +284,16 @@ class PlainEngine:
         return b"".join(parts)
 
     def compare(self, old: bytes, now: bytes) -> list[tuple[int, int]]:
-        """Return pairs of offsets of records that differ; NONE if one side has no record."""
+        """Return pairs of offsets of records that differ; NO_RECORD_OFFSET if one side has no record."""
         before = {one.path: one for one in iter_records(old) if one.kind != EXCLUDED}
         after = {one.path: one for one in iter_records(now) if one.kind != EXCLUDED}
         found = []
         for path in sorted(before.keys() | after.keys(), key=walk_order_key):
             a, b = before.get(path), after.get(path)
             if a is None or b is None or a.without_stamp != b.without_stamp:
-                found.append((NO_RECORD if a is None else a.at, NO_RECORD if b is None else b.at))
+                found.append(
+                    (NO_RECORD_OFFSET if a is None else a.at, NO_RECORD_OFFSET if b is None else b.at)
+                )
         return found
 
     def merge(self, old: bytes, changes: bytes) -> bytes:
@@ -339,7 +341,7 @@ class _TreeWalk:
         return WalkResult(
             records,
             self._dirty_offsets,
-            is_same=not self._dirty_offsets and records == self._old_bytes,
+            is_unchanged=not self._dirty_offsets and records == self._old_bytes,
             rules_changed=self._rules_changed,
             skipped=self._skipped_count,
         )
@@ -402,7 +404,7 @@ class _TreeWalk:
     def _add_file(self, old: TreeRecord | None, path: bytes, found: os.stat_result) -> None:
         stamp = pack_stamp(found)
         clean = old is not None and old.kind == FILE and old.size == found.st_size and old.stamp == stamp
-        clean = clean and not is_racy(stamp, self._taken_ns)
+        clean = clean and not is_too_recent_to_trust(stamp, self._taken_ns)
         if not clean:
             self._dirty_offsets.append(self._packed_bytes)
         mode = stat.S_IMODE(found.st_mode)
@@ -438,7 +440,7 @@ def _was_gitignore(one: TreeRecord) -> bool:
     return one.kind == FILE or (one.kind == EXCLUDED and one.stamp[:8] != NO_STAMP[:8])
 
 
-def _read_small_file(folders: DirectoryWalker, one: TreeRecord) -> bytes | None:
+def _read_small_file(folders: OpenDirectories, one: TreeRecord) -> bytes | None:
     try:
         parent, name = folders.open_parent(one.path)
         fd = os.open(name, _OPEN_FILE_FLAGS, dir_fd=parent)
@@ -489,7 +491,7 @@ def write_all(fd: int, data: bytes | bytearray | memoryview) -> None:
         view = view[os.write(fd, view) :]
 
 
-def place_entry(folders: DirectoryWalker, objects: int, one: TreeRecord, name_of_object: bytes) -> None:
+def place_entry(folders: OpenDirectories, objects: int, one: TreeRecord, name_of_object: bytes) -> None:
     """Create a directory or move a file; a file that is already in place is kept."""
     fd, name = folders.open_parent(one.path)
     try:
@@ -525,7 +527,7 @@ def _is_placed(found: os.stat_result | None, one: TreeRecord) -> bool:
     return (found.st_size, found.st_mtime_ns) == (one.size, one.mtime_ns)
 
 
-def _is_untouched(folders: DirectoryWalker, one: TreeRecord, taken_ns: int) -> bool:
+def _is_unchanged(folders: OpenDirectories, one: TreeRecord, taken_ns: int) -> bool:
     found = folders.try_lstat(one.path)
     if found is None:
         return False
@@ -537,10 +539,10 @@ def _is_untouched(folders: DirectoryWalker, one: TreeRecord, taken_ns: int) -> b
     if one.kind == LINK:
         return True
     right = found.st_size == one.size and stat.S_IMODE(found.st_mode) == one.mode
-    return right and not is_racy(one.stamp, taken_ns)
+    return right and not is_too_recent_to_trust(one.stamp, taken_ns)
 
 
-_ERROR_PATH_BYTES = 4104
+_ERROR_PATH_BUFFER_BYTES = 4104
 
 
 class CompiledEngine(PlainEngine):
@@ -561,10 +563,10 @@ class CompiledEngine(PlainEngine):
                 ("list", ctypes.POINTER(ctypes.c_uint64)),
                 ("count", ctypes.c_uint64),
                 ("skipped", ctypes.c_uint64),
-                ("is_same", ctypes.c_int32),
+                ("is_unchanged", ctypes.c_int32),
                 ("rules_changed", ctypes.c_int32),
                 ("error", ctypes.c_int32),
-                ("where", ctypes.c_char * _ERROR_PATH_BYTES),
+                ("where", ctypes.c_char * _ERROR_PATH_BUFFER_BYTES),
             )
 
         self._ctypes = ctypes
@@ -628,7 +630,7 @@ class CompiledEngine(PlainEngine):
         return WalkResult(
             records,
             dirty,
-            is_same=bool(out.is_same),
+            is_unchanged=bool(out.is_unchanged),
             rules_changed=bool(out.rules_changed),
             skipped=int(out.skipped),
         )

@@ -1,7 +1,7 @@
 """Launches runs: chooses the node, syncs a folder to it, and starts the run.
 
 If the node turns out to be busy or unreachable before the start, the next best one is used. Runs are followed
-by runner.py, nodes are rated by health/check.py.
+by run_client.py, nodes are rated by health/check.py.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from genie.grid.grid_file import GridFile
 from genie.grid.health.check import HealthCache, NodeHealth, NodeHealthChecker, choose_best_node
 from genie.grid.metrics import ActiveRun, GridMetrics
 from genie.grid.runs.run import Run
-from genie.grid.runs.runner import Runner
+from genie.grid.runs.run_client import Runner
 from genie.grid.ssh.pool import SshPool
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ class RunLauncher:
         async with self._choice_lock:
             checker = self._make_checker()
             for fresh in (False, True):
-                nodes = await checker.check_all(fresh=fresh)
+                nodes = await checker.check_all_in_file_order(fresh=fresh)
                 grid_metrics(self._state_dir).node_scores({each.name: each.effective_score for each in nodes})
                 try:
                     fitting = [each for each in nodes if each.name not in without]
@@ -227,7 +227,7 @@ async def reconcile_runs(
     A run that its node no longer lists (nodes delete old ones), or whose node is no longer in the file, is
     counted as unknown. A run on an unreachable node, or on one not in `nodes`, stays active.
     """
-    known = await asyncio.to_thread(metrics.figures)
+    known = await asyncio.to_thread(metrics.read_snapshot)
     own = {run_id: entry for run_id, entry in known.runs.items() if entry.grid_file == _grid_file_path(file)}
     for run_id, entry in own.items():
         if all(node.name != entry.node for node in file.nodes):

@@ -1,6 +1,6 @@
 """A run: one command on one node, which continues without a connection. Its values, ID and parsing.
 
-Runs are started and followed by runner.py.
+Runs are started and followed by run_client.py.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _ID_RANDOM_CHARS = 10
 _RUN_ID_PATTERN = re.compile(r"r-[a-z2-7]{10}")
 _REPORTED_RUN_ID_PATTERN = re.compile(r"[a-z0-9][a-z0-9-]{0,63}")
 _EXIT_CODE_MAX = 255
-_TIME_S_MAX = 1e11
+_UNIX_TIME_S_MAX = 1e11
 _RUN_ID_PREFIX_PATTERN = re.compile(r"r(-[a-z2-7]{0,10})?")
 
 
@@ -61,7 +61,7 @@ class Run:
     exit_code: int | None = None
     signal: int | None = None
     error: str = ""
-    first_chunk: OutputChunk | None = field(default=None, compare=False, repr=False)
+    output_if_ended: OutputChunk | None = field(default=None, compare=False, repr=False)
     """All output, if the run had ended when the node replied to the start."""
 
     @property
@@ -145,7 +145,7 @@ def _validate_reported_id(value: Any) -> str:
 
 def _validate_time(value: Any) -> float:
     seconds = float(value)
-    if not math.isfinite(seconds) or abs(seconds) > _TIME_S_MAX:
+    if not math.isfinite(seconds) or abs(seconds) > _UNIX_TIME_S_MAX:
         raise ValueError(f"invalid timestamp {seconds} s")
     return seconds
 

@@ -1,8 +1,8 @@
 """Runs on nodes without Python: remote/runs.py in POSIX shell.
 
 `call_by_shell` has the same operations and replies, and both use the same files. The shell only reports
-facts; `state_of` in remote/runs.py interprets them. Scripts are sent to `sh` on standard input, so that the
-login shell does not parse them. There is no GPU selection, and commands have no standard input.
+facts; `run_state_from_records` in remote/runs.py interprets them. Scripts are sent to `sh` on standard input,
+so that the login shell does not parse them. There is no GPU selection, and commands have no standard input.
 """
 
 from __future__ import annotations
@@ -244,7 +244,7 @@ def _parse_reply(node: str, name: str, text: bytes) -> tuple[Any, bytes]:
     lines = [line for line in head.decode(errors="replace").split("\n") if line]
     if lines and lines[-1].startswith("refused "):
         _, reason, why = lines[-1].split(" ", 2)
-        raise NodeRefusedError(f"node {node}: {why.strip()}", reason=_with_no_python_message(reason, why))
+        raise NodeRefusedError(f"node {node}: {why.strip()}", reason=_reason_from_shell_error(reason, why))
     runs_lines = [lines[start:] for start, line in enumerate(lines) if line.startswith("run ")]
     if name == "list":
         return {
@@ -288,7 +288,7 @@ def _parse_run(lines: list[str]) -> dict[str, Any]:
     ended = json.loads(facts["exit"]) if facts.get("exit") else None
     pid_record = json.loads(facts["pid"]) if facts.get("pid") else {}
     meta = json.loads(facts["meta"])
-    if not runs.is_meta(meta):
+    if not runs.is_valid_metadata(meta):
         raise ValueError("meta.json is damaged")
 
     def process_info(pid: int) -> tuple[str, int]:
@@ -297,11 +297,11 @@ def _parse_run(lines: list[str]) -> dict[str, Any]:
     return {
         **meta,
         "id": facts["run"],
-        **runs.state_of(ended, pid_record, facts.get("boot", ""), process_info),
+        **runs.run_state_from_records(ended, pid_record, facts.get("boot", ""), process_info),
     }
 
 
-def _with_no_python_message(reason: str, why: str) -> str:
+def _reason_from_shell_error(reason: str, why: str) -> str:
     if reason != "os":
         return reason
     known = {"No space left": "no_space", "Read-only file": "read_only", "Permission denied": "denied"}

@@ -95,7 +95,7 @@ def check_key_file(named: str) -> None:
         fault = "is not a file" if path.exists() else "does not exist"
         raise UsageError(f"ssh.key_file {named!r} {fault}", hint="set it to a private key, or remove it")
     try:
-        fault = _find_key_fault(_read_limited(path))
+        fault = _find_key_fault(_read_file_limited(path))
     except OSError as error:
         raise UsageError(f"could not read ssh.key_file {named!r}: {error.strerror}") from None
     if fault:
@@ -116,7 +116,7 @@ def _find_key_fault(data: bytes) -> str:
     """Returns what is wrong with a key file; '' for a private key."""
     if not data.strip():
         return "is empty"
-    error = _try_import_key(data)
+    error = _import_key_error(data)
     if error is None or _is_about_passphrase(error):
         return ""
     if _can_import_as(asyncssh.import_public_key, data):
@@ -128,13 +128,13 @@ def _find_key_fault(data: bytes) -> str:
 
 def _has_passphrase(path: Path) -> bool:
     try:
-        error = _try_import_key(_read_limited(path))
+        error = _import_key_error(_read_file_limited(path))
     except OSError:
         return False
     return error is not None and _is_about_passphrase(error)
 
 
-def _try_import_key(data: bytes) -> ValueError | None:
+def _import_key_error(data: bytes) -> ValueError | None:
     try:
         # Validating RSA primes takes a third of a second and is not needed here.
         asyncssh.import_private_key(data, unsafe_skip_rsa_key_validation=True)
@@ -155,6 +155,6 @@ def _can_import_as(kind: Callable[[bytes], object], data: bytes) -> bool:
     return True
 
 
-def _read_limited(path: Path) -> bytes:
+def _read_file_limited(path: Path) -> bytes:
     with path.open("rb") as file:
         return file.read(_FILE_BYTES_MAX)

@@ -87,12 +87,12 @@ def read_remote_source(module: str) -> str:
 
 
 @cache
-def list_with_dependencies(module: str) -> tuple[str, ...]:
+def list_module_with_dependencies(module: str) -> tuple[str, ...]:
     """Returns a module of remote/ and the modules it imports, in load order."""
     found: list[str] = []
     for whole, names in _REMOTE_IMPORT.findall(read_remote_source(module)):
         for name in [whole] if whole else names.split(","):
-            found += [each for each in list_with_dependencies(name.strip()) if each not in found]
+            found += [each for each in list_module_with_dependencies(name.strip()) if each not in found]
     return (*found, module)
 
 
@@ -143,7 +143,7 @@ class HelperSession(asyncssh.SSHClientSession[bytes]):
         return bytes(self._shell_output[-400:]).decode(errors="replace").strip()
 
     def _load_modules(self, wanted: str) -> None:
-        for module in (wanted,) if wanted in self._loaded_modules else list_with_dependencies(wanted):
+        for module in (wanted,) if wanted in self._loaded_modules else list_module_with_dependencies(wanted):
             if module not in self._loaded_modules:
                 self._loaded_modules.add(module)
                 text = read_remote_source(module).encode()
@@ -158,7 +158,7 @@ class HelperSession(asyncssh.SSHClientSession[bytes]):
                 f"the request is too large: {len(body)} bytes of JSON and {len(blob)} bytes of data"
             )
         try:
-            self._channel.write(core.HEADER.pack(len(body), len(blob)) + body + blob)
+            self._channel.write(core.MESSAGE_HEADER.pack(len(body), len(blob)) + body + blob)
         except OSError as error:  # the node has closed it; connection_lost() follows
             raise ConnectionLostError(f"node {self._name}: connection lost: {format_error(error)}") from error
 
@@ -194,18 +194,18 @@ class HelperSession(asyncssh.SSHClientSession[bytes]):
     def _parse_reply(self) -> bool:
         if not self._is_magic_seen:
             return self._skip_shell_output()
-        if len(self._buffer) < core.HEADER.size:
+        if len(self._buffer) < core.MESSAGE_HEADER.size:
             return False
-        json_bytes, blob_bytes = core.HEADER.unpack_from(self._buffer)
+        json_bytes, blob_bytes = core.MESSAGE_HEADER.unpack_from(self._buffer)
         if json_bytes > core.JSON_BYTES_MAX or blob_bytes > core.BLOB_BYTES_MAX:
             raise ProtocolError(
                 f"the reply is too large: {json_bytes} bytes of JSON and {blob_bytes} bytes of data"
             )
-        end = core.HEADER.size + json_bytes + blob_bytes
+        end = core.MESSAGE_HEADER.size + json_bytes + blob_bytes
         if len(self._buffer) < end:
             return False
-        message = json.loads(self._buffer[core.HEADER.size : core.HEADER.size + json_bytes])
-        blob = bytes(self._buffer[core.HEADER.size + json_bytes : end])
+        message = json.loads(self._buffer[core.MESSAGE_HEADER.size : core.MESSAGE_HEADER.size + json_bytes])
+        blob = bytes(self._buffer[core.MESSAGE_HEADER.size + json_bytes : end])
         del self._buffer[:end]
         self._handle_reply(message, blob)
         return True

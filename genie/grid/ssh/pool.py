@@ -39,15 +39,15 @@ from genie.grid.ssh.target import (
     make_connect_error,
     resolve_target,
 )
-from genie.grid.ssh.tcp_connection import TcpTunnel
+from genie.grid.ssh.tcp_connection import TcpConnector
 from genie.processes.tasks import all_of, pause_timeout, wait_first_completed
 
 _log = logging.getLogger(__name__)
 
 _OUTPUT_BYTES_MAX = 64 << 20
 _READ_BYTES = 1 << 16
-_KEEPALIVE_S = 5.0
-_KEEPALIVE_COUNT = 3
+_KEEPALIVE_INTERVAL_S = 5.0
+_KEEPALIVES_MISSED_MAX = 3
 _CLOSE_TIMEOUT_S = 2.0
 
 AsyncCallback = Callable[[], Coroutine[Any, Any, None]]
@@ -154,7 +154,7 @@ class SshPool:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._is_closed = True
-        self._notify_freed()
+        self._notify_slot_freed()
         links, self._connection_by_node = list(self._connection_by_node.values()), {}
         await asyncio.gather(*(link.close() for link in links))
 
@@ -194,7 +194,7 @@ class SshPool:
             yield link
         finally:
             link.user_count -= 1
-            self._notify_freed()
+            self._notify_slot_freed()
 
     async def _acquire_with_retries(
         self,
@@ -232,7 +232,7 @@ class SshPool:
         async def run_before_login() -> None:
             if before_login is not None:
                 with pause_timeout(limit):
-                    await wait_first_completed(before_login(), connect_lock.is_wanted.wait())
+                    await wait_first_completed(before_login(), connect_lock.has_waiters.wait())
 
         try:
             async with limit, connect_lock.hold():
@@ -243,7 +243,7 @@ class SshPool:
                         await link.start_helper()
                 except BaseException:
                     link.user_count -= 1
-                    self._notify_freed()
+                    self._notify_slot_freed()
                     raise
                 return link
         except TimeoutError:
@@ -308,9 +308,9 @@ class SshPool:
             yield
         finally:
             self._opening_count -= 1
-            self._notify_freed()  # the slot of a failed connection is free again
+            self._notify_slot_freed()  # the slot of a failed connection is free again
 
-    def _notify_freed(self) -> None:
+    def _notify_slot_freed(self) -> None:
         """Wakes all current waiters; later ones wait for the next event."""
         self._slot_freed.set()
         self._slot_freed = asyncio.Event()
@@ -322,8 +322,8 @@ class SshPool:
         arguments: dict[str, Any] = {
             "config": None
         }  # parsed already; parsed twice, every key would be offered twice
-        if TcpTunnel.is_direct(target.options):
-            arguments["tunnel"] = TcpTunnel(target.options, on_banner=on_banner)
+        if TcpConnector.is_direct(target.options):
+            arguments["tunnel"] = TcpConnector(target.options, on_banner=on_banner)
             arguments["connect_timeout"] = None  # the tunnel enforces it: `on_banner` may take longer
         else:
             arguments["config"] = target.config  # for the jump hosts
@@ -336,8 +336,8 @@ class SshPool:
                 options=target.options,
                 known_hosts=target.known_hosts,
                 encryption_algs=target.ciphers,
-                keepalive_interval=_KEEPALIVE_S,
-                keepalive_count_max=_KEEPALIVE_COUNT,
+                keepalive_interval=_KEEPALIVE_INTERVAL_S,
+                keepalive_count_max=_KEEPALIVES_MISSED_MAX,
                 login_timeout=0,  # timeout_s is shorter; asyncssh would keep abandoned logins for two minutes
             )
         except (asyncssh.Error, OSError, ValueError) as error:
@@ -349,10 +349,10 @@ def _pool_closed_error() -> UsageError:
 
 
 class _ConnectLock:
-    """Serializes connection attempts to one node. `is_wanted` is set while other callers wait."""
+    """Serializes connection attempts to one node. `has_waiters` is set while other callers wait."""
 
     def __init__(self) -> None:
-        self.is_wanted = asyncio.Event()
+        self.has_waiters = asyncio.Event()
         self._lock = asyncio.Lock()
         self._waiter_count = 0
 
@@ -360,13 +360,13 @@ class _ConnectLock:
     async def hold(self) -> AsyncIterator[None]:
         self._waiter_count += 1
         if self._lock.locked():
-            self.is_wanted.set()
+            self.has_waiters.set()
         try:
             await self._lock.acquire()
         finally:
             self._waiter_count -= 1
             if not self._waiter_count:
-                self.is_wanted.clear()
+                self.has_waiters.clear()
         try:
             yield
         finally:

@@ -26,7 +26,7 @@ _QUICKACK_SEGMENTS_MAX = 32
 """Enough for a login and the start of a command; later, servers do not wait for acknowledgements."""
 
 
-class TcpTunnel:
+class TcpConnector:
     """For one connection. `on_banner` is awaited after the banner, before asyncssh receives it."""
 
     def __init__(

@@ -12,7 +12,7 @@ from typing import Any
 
 from genie.grid.remote import tree
 from genie.grid.remote.sync import DELETE, FORGET, REPLACE, join_plan
-from genie.grid.remote.tree import FILE, FOLDER, NO_RECORD, REMOVED, TreeRecord
+from genie.grid.remote.tree import FILE, FOLDER, NO_RECORD_OFFSET, REMOVED, TreeRecord
 
 
 @dataclass
@@ -46,11 +46,11 @@ def compute_delta(
     actual = engine.merge(theirs, drift) if drift else theirs
     seen_paths: set[bytes] = set()
     for old_at, new_at in engine.compare(actual, ours):
-        if old_at == NO_RECORD and not drift:
+        if old_at == NO_RECORD_OFFSET and not drift:
             _offsets_for_kind(found, ours[new_at]).append(new_at)
             continue
-        old = TreeRecord(actual, old_at) if old_at != NO_RECORD else None
-        if new_at == NO_RECORD:
+        old = TreeRecord(actual, old_at) if old_at != NO_RECORD_OFFSET else None
+        if new_at == NO_RECORD_OFFSET:
             assert old is not None
             flags = FORGET if old.path in drifted else DELETE
             found.deletions.append(tree.pack_record(REMOVED, old.path, flags=flags))
@@ -73,7 +73,7 @@ def _add_equal_records(
 ) -> None:
     """Adds paths that were changed on the node to what they are here: only the node's record is updated."""
     for _, new_at in engine.compare(theirs, ours):
-        if new_at != NO_RECORD:
+        if new_at != NO_RECORD_OFFSET:
             new = TreeRecord(ours, new_at)
             if new.path in paths:
                 (found.metas if new.kind == FILE else _offsets_for_kind(found, new.kind)).append(new_at)

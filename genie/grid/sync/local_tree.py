@@ -19,7 +19,7 @@ from pathlib import Path
 from genie.errors import NativeBuildError, SyncError, UsageError
 from genie.grid.grid_file import SyncSettings
 from genie.grid.remote import tree
-from genie.grid.remote.site import STATE_HEADER, STATE_MAGIC
+from genie.grid.remote.synced_tree import STATE_HEADER, STATE_MAGIC
 from genie.grid.remote.tree import NO_SHA, TreeRecord
 from genie.grid.sync.excludes import ExclusionRules, compute_rules_digest
 from genie.native import libraries
@@ -44,7 +44,7 @@ class TreeSnapshot:
     old_digest: str
     """Digest of the previous scan: nodes are likely to have that state."""
     skipped: int
-    is_same: bool
+    is_unchanged: bool
     digest: str = ""
     """Set when nothing is dirty."""
 
@@ -58,7 +58,7 @@ class TreeSnapshot:
         self.records[offset + _SHA_OFFSET : offset + tree.RECORD_HEADER.size] = sha
 
     def _clear_digest(self) -> None:
-        self.digest, self.is_same = "", False
+        self.digest, self.is_unchanged = "", False
 
     def update_record(self, offset: int, found: os.stat_result) -> None:
         """Updates the record of a file that has changed since the scan."""
@@ -108,8 +108,8 @@ class LocalTree:
             old_records=old,
             old_digest=old_digest,
             skipped=walked.skipped,
-            is_same=walked.is_same and bool(old_digest),
-            digest=old_digest if walked.is_same else "",
+            is_unchanged=walked.is_unchanged and bool(old_digest),
+            digest=old_digest if walked.is_unchanged else "",
         )
 
     def compute_digest(self, snapshot: TreeSnapshot) -> None:
@@ -121,9 +121,9 @@ class LocalTree:
 
     def write_index_if_changed(self, snapshot: TreeSnapshot) -> None:
         """Writes the index if it has changed."""
-        if snapshot.is_same or not snapshot.digest:
+        if snapshot.is_unchanged or not snapshot.digest:
             return
-        snapshot.is_same = True
+        snapshot.is_unchanged = True
         digest = bytes.fromhex(snapshot.digest)
         head = STATE_HEADER.pack(STATE_MAGIC, snapshot.taken_ns, digest, snapshot.rules)
         try:
@@ -228,7 +228,7 @@ def load_local_engine() -> tree.PlainEngine:
 
 
 @functools.cache
-def read_library() -> tuple[str, bytes, bytes]:
+def read_engine_library() -> tuple[str, bytes, bytes]:
     """Returns the library for nodes: its key, the local binary (b'' if not compiled), and its source."""
     build_cache = libraries.BuildCache.of_this_installation()
     source = (build_cache.sources / "grid" / "tree.cpp").read_bytes()

@@ -16,7 +16,7 @@ from pathlib import Path
 from genie.errors import SyncError
 from genie.grid.remote import contents, tree
 from genie.grid.remote.sync import PIECE_BYTES_MAX
-from genie.grid.remote.tree import FRAME_HEADER, NO_SHA, DirectoryWalker, TreeRecord
+from genie.grid.remote.tree import FRAME_HEADER, NO_SHA, OpenDirectories, TreeRecord
 from genie.grid.sync.local_tree import TreeSnapshot
 
 _CHUNK_BYTES = 1 << 20
@@ -121,7 +121,7 @@ class _FilePacker:
                 size = tree.record_size(self._snapshot.records, offset)
                 total += (
                     size
-                    if size < contents.BLOCK_DIGEST_BYTES_MIN
+                    if size < contents.BLOCK_DIGEST_FILE_BYTES_MIN
                     else self._count_data_bytes_of_file(root, offset, size)
                 )
         finally:
@@ -212,7 +212,7 @@ class _FilePacker:
     def _open(self, root: int, path: bytes) -> int:
         flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
         try:
-            with DirectoryWalker(root) as folders:
+            with OpenDirectories(root) as folders:
                 parent, name = folders.open_parent(path)
                 return os.open(name, flags | os.O_NOFOLLOW, dir_fd=parent)
         except FileNotFoundError:

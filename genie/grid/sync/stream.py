@@ -17,7 +17,7 @@ import asyncssh
 
 from genie.errors import ConnectionLostError, DeadlineError, GenieError, NodeRefusedError, ProtocolError
 from genie.grid.remote import core
-from genie.grid.ssh.node_helper import list_with_dependencies, read_remote_source
+from genie.grid.ssh.node_helper import list_module_with_dependencies, read_remote_source
 from genie.grid.ssh.pool import NodeConnection
 from genie.grid.ssh.target import format_error
 
@@ -71,7 +71,7 @@ class SyncStream:
                 f"node {self._name}: the transfer stalled for {self._stall_timeout_s:g} s"
             ) from None
         except (asyncssh.Error, OSError) as error:
-            raise await self._failure_reason(error) from error
+            raise await self._failure_error(error) from error
 
     async def read_reply(self, *, timeout_s: float) -> Any:
         """Waits for the reply of the node after everything was sent."""
@@ -87,7 +87,7 @@ class SyncStream:
     def close(self) -> None:
         self._process.close()
 
-    async def _failure_reason(self, error: Exception) -> GenieError:
+    async def _failure_error(self, error: Exception) -> GenieError:
         try:
             await self.read_reply(timeout_s=min(self._stall_timeout_s, 5.0))
         except GenieError as answered:
@@ -124,7 +124,7 @@ def _encode_boot_source() -> bytes:
         f"m=types.ModuleType({package + '.core'!r});sys.modules[m.__name__]=m",
         f"exec(compile({read_remote_source('core')!r},m.__name__,'exec'),m.__dict__)",
     ]
-    for module in list_with_dependencies("sync"):
+    for module in list_module_with_dependencies("sync"):
         if module != "core":
             lines.append(f"m.load_module({package + '.' + module!r},{read_remote_source(module)!r})")
     lines.append(f"sys.modules[{package + '.sync'!r}].receive_main()")

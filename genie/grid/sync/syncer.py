@@ -2,7 +2,7 @@
 
 The local scan and the checks of the nodes run concurrently; a node that is up to date costs one request. A
 small change is one more request, a large one a stream; nodes that need the same files share reading. An
-interrupted transfer is resumed. Nodes without Python use tar_pipe.py.
+interrupted transfer is resumed. Nodes without Python use sync_without_python.py.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from genie.grid.remote import tree
 from genie.grid.remote.sync import PLAN_BYTES_MAX, REPLY_BYTES_MAX
 from genie.grid.ssh.node_helper import MALFORMED_REPLY_ERRORS
 from genie.grid.ssh.pool import NodeConnection, SshPool
-from genie.grid.sync import tar_pipe
+from genie.grid.sync import sync_without_python
 from genie.grid.sync.delta import (
     TreeDelta,
     compute_delta,
@@ -48,7 +48,7 @@ from genie.grid.sync.local_tree import (
     LocalTree,
     TreeSnapshot,
     load_local_engine,
-    read_library,
+    read_engine_library,
     resolve_local_root,
 )
 from genie.grid.sync.pack import (
@@ -228,15 +228,15 @@ class _SyncCall:
 
     async def run(self, nodes: list[str]) -> list[SyncReport]:
         todo = nodes
-        self._request_args["key"] = (await asyncio.to_thread(read_library))[0]
+        self._request_args["key"] = (await asyncio.to_thread(read_engine_library))[0]
         for attempt in range(_SYNC_ATTEMPTS):
-            final = attempt + 1 == _SYNC_ATTEMPTS
-            todo = await self._sync_once(todo, final=final)
+            is_last_attempt = attempt + 1 == _SYNC_ATTEMPTS
+            todo = await self._sync_once(todo, is_last_attempt=is_last_attempt)
             if not todo:
                 break
         return [self._reports[name] for name in nodes]
 
-    async def _sync_once(self, nodes: list[str], *, final: bool) -> list[str]:
+    async def _sync_once(self, nodes: list[str], *, is_last_attempt: bool) -> list[str]:
         """Syncs the nodes once. Returns those that should be retried."""
         to_retry: list[str] = []
         self._scan_future = None
@@ -246,27 +246,31 @@ class _SyncCall:
         try:
             async with unwrapped_task_group() as group:
                 while checks.start_more(group, self._try_check_node):
-                    to_retry += await self._sync_next_ready(checks, final=final)
+                    to_retry += await self._sync_next_ready(checks, is_last_attempt=is_last_attempt)
         finally:
             await checks.close()
         return to_retry
 
-    async def _sync_next_ready(self, checks: _NodeChecks, *, final: bool) -> list[str]:
+    async def _sync_next_ready(self, checks: _NodeChecks, *, is_last_attempt: bool) -> list[str]:
         await asyncio.sleep(0)  # requests to the nodes first: they check while we scan
         if self._scan_future is None:
             self._scan_future = asyncio.get_running_loop().run_in_executor(None, self._local.scan)
         async with checks.next_ready() as found:
-            return await self._sync_checked(found, await self._scan_future, final=final)
+            return await self._sync_checked(found, await self._scan_future, is_last_attempt=is_last_attempt)
 
     async def _sync_checked(
-        self, found: list[_CheckedNode], snapshot: TreeSnapshot, *, final: bool
+        self, found: list[_CheckedNode], snapshot: TreeSnapshot, *, is_last_attempt: bool
     ) -> list[str]:
         to_retry: list[str] = []
         for name, each, started in found:
             if isinstance(each, GenieError):
-                to_retry += self._retry_or_fail(name, each, started, final=final)
+                to_retry += self._retry_or_fail(name, each, started, is_last_attempt=is_last_attempt)
         tasks = [each for _, each, _ in found if isinstance(each, _NodeSync)]
-        return to_retry + await self._sync_nodes(tasks, snapshot, final=final) if tasks else to_retry
+        return (
+            to_retry + await self._sync_nodes(tasks, snapshot, is_last_attempt=is_last_attempt)
+            if tasks
+            else to_retry
+        )
 
     async def _try_check_node(self, name: str, links: contextlib.AsyncExitStack) -> _CheckedNode:
         started = time.monotonic()
@@ -288,8 +292,8 @@ class _SyncCall:
     async def _fetch_node_state(self, task: _NodeSync) -> None:
         reply, drift = await task.link.call("sync.check", self._request_args, timeout_s=_CHECK_TIMEOUT_S)
         if not reply["has_library"] and not self._dry_run:
-            await self._offer_library(task, reply["machine"])
-        while len(drift) < _validate_size(reply["drift"]):
+            await self._install_engine_library(task, reply["machine"])
+        while len(drift) < _validate_records_size(reply["drift"]):
             args = {**self._request_args, "offset": len(drift)}
             _, piece = await task.link.call("sync.drift", args, timeout_s=_CHECK_TIMEOUT_S)
             if not piece:
@@ -300,15 +304,17 @@ class _SyncCall:
             _, shas = await task.link.call("sync.objects", self._request_args, timeout_s=_CHECK_TIMEOUT_S)
             task.on_node = frozenset(shas[at : at + 32] for at in range(0, len(shas), 32))
 
-    async def _offer_library(self, task: _NodeSync, machine: str) -> None:
-        key, binary, source = read_library()
+    async def _install_engine_library(self, task: _NodeSync, machine: str) -> None:
+        key, binary, source = read_engine_library()
         ours = f"{'linux' if os.uname().sysname == 'Linux' else os.uname().sysname}-{os.uname().machine}"
         binary = binary if machine == ours else b""
         args = {**self._request_args, "key": key, "binary": len(binary), "machine": ours}
         reply, _ = await task.link.call("sync.library", args, binary + source, timeout_s=_CHECK_TIMEOUT_S)
         _log.info("installed the tree engine on a node", extra={"node": task.name, "how": reply["how"]})
 
-    async def _sync_nodes(self, tasks: list[_NodeSync], snapshot: TreeSnapshot, *, final: bool) -> list[str]:
+    async def _sync_nodes(
+        self, tasks: list[_NodeSync], snapshot: TreeSnapshot, *, is_last_attempt: bool
+    ) -> list[str]:
         plain = [task for task in tasks if not task.link.has_helper]
         tasks = [task for task in tasks if task.link.has_helper]
         # On a first sync, files are hashed while they are sent.
@@ -316,11 +322,11 @@ class _SyncCall:
         try:
             if not snapshot.digest and (not snapshot.dirty or not is_first or self._dry_run or not tasks):
                 await asyncio.to_thread(self._hash_dirty_files, snapshot)
-            to_retry = await self._compare_and_send(tasks, snapshot, final=final)
-            if not snapshot.is_same:
+            to_retry = await self._compare_and_send(tasks, snapshot, is_last_attempt=is_last_attempt)
+            if not snapshot.is_unchanged:
                 await asyncio.to_thread(self._local.write_index_if_changed, snapshot)
         except FileVanishedError:
-            if final:
+            if is_last_attempt:
                 raise SyncError(
                     f"could not read {snapshot.root}: files disappear during the sync",
                     hint="sync again when nothing writes to the folder",
@@ -334,7 +340,7 @@ class _SyncCall:
         self._local.compute_digest(snapshot)
 
     async def _compare_and_send(
-        self, tasks: list[_NodeSync], snapshot: TreeSnapshot, *, final: bool
+        self, tasks: list[_NodeSync], snapshot: TreeSnapshot, *, is_last_attempt: bool
     ) -> list[str]:
         to_retry: list[str] = []
         groups: dict[tuple[object, ...], list[_NodeSync]] = {}
@@ -342,7 +348,9 @@ class _SyncCall:
             try:
                 task.delta = await self._compute_delta(task, snapshot)
             except GenieError as error:
-                to_retry += self._retry_or_fail(task.name, error, task.started, final=final)
+                to_retry += self._retry_or_fail(
+                    task.name, error, task.started, is_last_attempt=is_last_attempt
+                )
                 continue
             if not task.delta:
                 self._report_success(task, unchanged=True)
@@ -352,7 +360,7 @@ class _SyncCall:
                 need = (tuple(task.delta.content_offsets), task.on_node)
                 groups.setdefault(need, []).append(task)
         for group in groups.values():
-            to_retry += await self._send_to_group(group, snapshot, final=final)
+            to_retry += await self._send_to_group(group, snapshot, is_last_attempt=is_last_attempt)
         return to_retry
 
     async def _compute_delta(self, task: _NodeSync, snapshot: TreeSnapshot) -> TreeDelta:
@@ -384,11 +392,11 @@ class _SyncCall:
             size += len(piece)
             if reply["digest"] != task.digest:
                 raise NodeRefusedError(f"node {task.name}: another sync is in progress", reason="moved")
-            if size >= _validate_size(reply["size"]) or len(piece) < REPLY_BYTES_MAX:
+            if size >= _validate_records_size(reply["size"]) or len(piece) < REPLY_BYTES_MAX:
                 return b"".join(parts)
 
     async def _send_to_group(
-        self, group: list[_NodeSync], snapshot: TreeSnapshot, *, final: bool
+        self, group: list[_NodeSync], snapshot: TreeSnapshot, *, is_last_attempt: bool
     ) -> list[str]:
         """Sends to nodes that need the same contents; reads them once."""
         ours = bytes(snapshot.records)
@@ -407,7 +415,7 @@ class _SyncCall:
             await self._send_streams(transfer, chunks, snapshot)
         to_retry: list[str] = []
         for name, error in transfer.error_by_node.items():
-            to_retry += self._retry_or_fail(name, error, group[0].started, final=final)
+            to_retry += self._retry_or_fail(name, error, group[0].started, is_last_attempt=is_last_attempt)
         return to_retry
 
     async def _send_inline(
@@ -474,7 +482,7 @@ class _SyncCall:
             await self._report_dry_run(task, snapshot)
             return
         try:
-            files, size = await tar_pipe.send_by_tar(
+            files, size = await sync_without_python.send_by_tar(
                 task.link,
                 snapshot,
                 root=self._file.remote_root,
@@ -485,7 +493,7 @@ class _SyncCall:
             self._report_failure(task.name, error, task.started)
             return
         task.sent_files, task.sent_bytes = files, size
-        self._report_success(task, note=tar_pipe.NO_PYTHON_NOTE)
+        self._report_success(task, note=sync_without_python.NO_PYTHON_NOTE)
 
     def _report_success(
         self, task: _NodeSync, reply: Any = None, *, unchanged: bool = False, note: str = ""
@@ -533,12 +541,14 @@ class _SyncCall:
         )
         self._publish_report(report)
 
-    def _retry_or_fail(self, name: str, error: GenieError, started: float, *, final: bool) -> list[str]:
+    def _retry_or_fail(
+        self, name: str, error: GenieError, started: float, *, is_last_attempt: bool
+    ) -> list[str]:
         """Retries after a lost connection, a stall or a concurrent sync: data that has arrived is kept."""
         is_retryable = isinstance(error, ConnectionLostError | DeadlineError) or (
             isinstance(error, NodeRefusedError) and error.reason == "moved"
         )
-        if is_retryable and not final:
+        if is_retryable and not is_last_attempt:
             _log.info("retrying a sync", extra={"node": name, "why": error.message})
             return [name]
         self._report_failure(name, error, started)
@@ -645,7 +655,7 @@ def _validating_reply(name: str) -> Iterator[None]:
         raise ProtocolError(f"node {name}: invalid reply to a sync request: {error!r}") from None
 
 
-def _validate_size(size: Any) -> int:
+def _validate_records_size(size: Any) -> int:
     if not 0 <= int(size) <= PLAN_BYTES_MAX:
         raise ValueError(f"invalid size of the records: {size} bytes")
     return int(size)

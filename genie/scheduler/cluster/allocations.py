@@ -126,6 +126,10 @@ class ClusterAllocations:
             filters.to_filter_request(request), facts
         )
 
+    def is_suitable_if_open(self, request: JobRequest, facts: NodeFacts) -> bool:
+        """Whether the node could hold one such worker if it were free and not blocked."""
+        return not self.why_unsuitable(request, replace(facts, blocked_reason=""))
+
     def why_node_full(self, facts: NodeFacts) -> str:
         """Why the node accepts no further worker; empty if it does."""
         if not self._is_node_full(self._nodes[facts.node_id]):

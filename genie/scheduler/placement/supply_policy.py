@@ -128,11 +128,11 @@ class SupplyPolicy(PlacementPolicy):
         self._multi_gpu_counts = list(
             dict.fromkeys(powers + [request.gpus for request in self._multi_gpu_requests])
         )
-        self._collect_demand(history)
+        self._estimate_demand(history)
         self._update_weights()
 
-    def _collect_demand(self, history: list[PlacementRequest]) -> None:
-        """Group the demand, in the order of first arrival."""
+    def _estimate_demand(self, history: list[PlacementRequest]) -> None:
+        """Estimate the demand from earlier requests: groups in the order of first arrival."""
         self._demand_groups: list[DemandGroup] = []
         for request in history:
             if request.gpus:

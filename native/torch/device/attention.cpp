@@ -33,27 +33,27 @@ bool is_on_cuda(const Tensor& tensor) { return storage_handle_of(tensor).connect
 
 // The backend that torch selects on the executor. It depends on the GPU and its libraries, so the executor
 // computes it, once per combination of shapes.
-at::SDPBackend choose_backend_on_executor(const Tensor& query, const Tensor& key, const Tensor& value,
-                                          double dropout, bool causal, std::optional<double> scale) {
+at::SDPBackend choose_executor_sdp_backend(const Tensor& query, const Tensor& key, const Tensor& value,
+                                           double dropout, bool causal, std::optional<double> scale) {
   static auto op = c10::Dispatcher::singleton().findSchemaOrThrow("aten::_fused_sdp_choice", "");
   torch::jit::Stack stack{query, key, value, c10::IValue(), dropout, causal, scale, false};
   send_op(op, {}, &stack);
   return static_cast<at::SDPBackend>(stack.back().toInt());
 }
 
-int64_t choose_attention(const Tensor& query, const Tensor& key, const Tensor& value,
-                         const std::optional<Tensor>& mask, double dropout, bool causal,
-                         std::optional<double> scale, bool grouped) {
+int64_t choose_sdp_backend(const Tensor& query, const Tensor& key, const Tensor& value,
+                           const std::optional<Tensor>& mask, double dropout, bool causal,
+                           std::optional<double> scale, bool enable_gqa) {
   // A fake tensor has no executor; the math backend works on all of them.
   if (!has_storage_handle(query)) return static_cast<int64_t>(at::SDPBackend::math);
   bool cuda = is_on_cuda(query);
-  bool use_math = query.dim() != 4 || grouped || query.size(-1) != value.size(-1) || query.numel() == 0 ||
+  bool use_math = query.dim() != 4 || enable_gqa || query.size(-1) != value.size(-1) || query.numel() == 0 ||
                   key.numel() == 0;
   if (mask) use_math |= cuda || mask->requires_grad();
   if (!cuda) use_math |= dropout > 0;
   if (!use_math && cuda) {
-    use_math = choose_backend_on_executor(query.detach(), key.detach(), value.detach(), dropout, causal,
-                                          scale) == at::SDPBackend::math;
+    use_math = choose_executor_sdp_backend(query.detach(), key.detach(), value.detach(), dropout, causal,
+                                           scale) == at::SDPBackend::math;
   }
   return static_cast<int64_t>(use_math ? at::SDPBackend::math : at::SDPBackend::overrideable);
 }
@@ -69,7 +69,7 @@ AttentionResult compute_attention(const Tensor& query, const Tensor& key, const 
         at::_scaled_dot_product_flash_attention_for_cpu(query, key, value, dropout, causal, bias, scale);
     return {output, sums, Tensor(), Tensor(), query.size(2), key.size(2), Tensor(), Tensor(), Tensor()};
   }
-  switch (choose_backend_on_executor(query, key, value, dropout, causal, scale)) {
+  switch (choose_executor_sdp_backend(query, key, value, dropout, causal, scale)) {
     case at::SDPBackend::flash_attention:
       return at::_ops::_scaled_dot_product_flash_attention::call(query, key, value, dropout, causal, false,
                                                                  scale);
@@ -97,32 +97,33 @@ using AttentionGradients = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 
 AttentionGradients attention_backward(const Tensor& gradient, const Tensor& query, const Tensor& key,
                                       const Tensor& value, const Tensor& bias, std::array<bool, 4>,
-                                      const Tensor& output, const Tensor& sums, const Tensor& query_ends,
-                                      const Tensor& key_ends, c10::SymInt query_longest,
-                                      c10::SymInt key_longest, double dropout, bool causal,
+                                      const Tensor& output, const Tensor& logsumexp,
+                                      const Tensor& query_cumulative_lengths,
+                                      const Tensor& key_cumulative_lengths, c10::SymInt query_length_max,
+                                      c10::SymInt key_length_max, double dropout, bool causal,
                                       const Tensor& seed, const Tensor& offset, std::optional<double> scale) {
   if (!is_on_cuda(query)) {
     auto mask = bias.defined() ? std::optional<Tensor>(bias) : std::nullopt;
     auto [q, k, v] = at::_scaled_dot_product_flash_attention_for_cpu_backward(
-        gradient, query, key, value, output, sums, dropout, causal, mask, scale);
+        gradient, query, key, value, output, logsumexp, dropout, causal, mask, scale);
     return {q, k, v, Tensor()};
   }
-  switch (choose_backend_on_executor(query, key, value, dropout, causal, scale)) {
+  switch (choose_executor_sdp_backend(query, key, value, dropout, causal, scale)) {
     case at::SDPBackend::flash_attention: {
       auto [q, k, v] = at::_ops::_scaled_dot_product_flash_attention_backward::call(
-          gradient, query, key, value, output, sums, query_ends, key_ends, query_longest, key_longest,
-          dropout, causal, seed, offset, scale);
+          gradient, query, key, value, output, logsumexp, query_cumulative_lengths, key_cumulative_lengths,
+          query_length_max, key_length_max, dropout, causal, seed, offset, scale);
       return {q, k, v, Tensor()};
     }
     case at::SDPBackend::cudnn_attention: {
       auto [q, k, v] = at::_ops::_scaled_dot_product_cudnn_attention_backward::call(
-          gradient, query, key, value, output, sums, seed, offset, bias, query_ends, key_ends, query_longest,
-          key_longest, dropout, causal, scale);
+          gradient, query, key, value, output, logsumexp, seed, offset, bias, query_cumulative_lengths,
+          key_cumulative_lengths, query_length_max, key_length_max, dropout, causal, scale);
       return {q, k, v, Tensor()};
     }
     default:
       return at::_scaled_dot_product_efficient_attention_backward(gradient, query, key, value, bias, output,
-                                                                  sums, seed, offset, dropout,
+                                                                  logsumexp, seed, offset, dropout,
                                                                   {true, true, true, false}, causal, scale);
   }
 }
@@ -159,7 +160,7 @@ std::tuple<Tensor, Tensor> gru_cell(const Tensor& input_gates, const Tensor& hid
 }  // namespace genie
 
 namespace at::native {
-REGISTER_PRIVATEUSE1_DISPATCH(_fused_sdp_choice_stub, &::genie::choose_attention)
+REGISTER_PRIVATEUSE1_DISPATCH(_fused_sdp_choice_stub, &::genie::choose_sdp_backend)
 }  // namespace at::native
 
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {

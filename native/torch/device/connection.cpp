@@ -70,7 +70,7 @@ Connection::Connection(std::shared_ptr<Stream> stream, ConnectionOptions options
       templates_(CACHED_TEMPLATES_MAX),
       stream_(std::move(stream)),
       read_buffer_(READ_BUFFER_BYTES) {
-  note_received();
+  update_last_received_time();
   records_.append_uninitialized(sizeof(FrameHeader));
   sender_thread_ = std::thread([this] { sender_loop(); });
   std::lock_guard<std::mutex> lock(open_connections().mutex);
@@ -83,7 +83,7 @@ Connection::~Connection() {
   open_connections().connections.erase(this);
 }
 
-void Connection::note_received() { last_received_at_ = Clock::now(); }
+void Connection::update_last_received_time() { last_received_at_ = Clock::now(); }
 
 void Connection::raise_lost() const {
   std::string reason;
@@ -101,12 +101,12 @@ void Connection::raise_lost() const {
 Connection::RecordBatch::RecordBatch(Connection& connection) : connection_(connection) {
   if (connection_.is_lost()) connection_.raise_lost();
   lock_ = std::unique_lock<std::mutex>(connection_.mutex_);
-  if (connection_.is_window_full_) wait_for_window();
-  if (connection_.is_recording_) wait_for_recorder();
+  if (connection_.is_window_full_) wait_for_send_window();
+  if (connection_.is_recording_) wait_for_other_recording_thread();
 }
 
 // The GIL is taken back without the lock, because other threads that hold the GIL may want the lock.
-void Connection::RecordBatch::wait_for_window() {
+void Connection::RecordBatch::wait_for_send_window() {
   while (connection_.is_window_full_) {
     lock_.unlock();
     {
@@ -122,10 +122,10 @@ void Connection::RecordBatch::wait_for_window() {
 // Ops of other threads must not be recorded, so they wait until the recording ends. The recorder may in turn
 // wait for one of them (a lock, or a part of the model that runs there), which would be a deadlock; hence the
 // idle limit.
-void Connection::RecordBatch::wait_for_recorder() {
+void Connection::RecordBatch::wait_for_other_recording_thread() {
   auto started = Clock::now();
-  if (connection_.is_recorder()) connection_.recorder_last_active_at_ = started;
-  while (connection_.is_recording_ && !connection_.is_recorder()) {
+  if (connection_.is_recording_thread()) connection_.recorder_last_active_at_ = started;
+  while (connection_.is_recording_ && !connection_.is_recording_thread()) {
     std::chrono::duration<double> idle =
         Clock::now() - std::max(started, connection_.recorder_last_active_at_.load());
     if (idle.count() > connection_.recorder_idle_s_max_) raise_recording_thread_idle();
@@ -158,7 +158,7 @@ void Connection::RecordBatch::raise_recording_thread_idle() {
 void Connection::RecordBatch::acquire() {
   if (connection_.is_lost()) connection_.raise_lost();
   lock_.lock();
-  if (connection_.is_recording_) wait_for_recorder();
+  if (connection_.is_recording_) wait_for_other_recording_thread();
 }
 
 void Connection::RecordBatch::check_storage_numbers_left(uint64_t count) {
@@ -223,14 +223,14 @@ void Connection::RecordBatch::finish_record() {
   Connection& connection = connection_;
   if (++connection.pending_record_count_ >= connection.options_.ops_per_frame_max ||
       connection.records_.size() >= FRAME_TARGET_BYTES) {
-    return finish_frame();
+    return finish_record_and_send_frame();
   }
   connection.counters_.ops++;
   if (connection.is_sender_asleep_ && !connection.deferred_flushes_) connection.wake_sender();
   lock_.unlock();
 }
 
-void Connection::RecordBatch::finish_frame() {
+void Connection::RecordBatch::finish_record_and_send_frame() {
   Connection& connection = connection_;
   connection.counters_.ops++;
   connection.seal_frame();
@@ -270,7 +270,7 @@ void Connection::free_storage(uint32_t storage) noexcept {
   send_frames_nowait();
 }
 
-bool Connection::exceeds_window() const {
+bool Connection::exceeds_send_window() const {
   return frames_.size() > UNACKNOWLEDGED_FRAMES_MAX || unacknowledged_bytes_ > UNACKNOWLEDGED_BYTES_MAX;
 }
 
@@ -290,28 +290,30 @@ void Connection::seal_frame() {
   pending_record_count_ = 0;
 }
 
-void Connection::queue_frame(FrameKind kind, const uint8_t* payload, uint64_t size, bool external_payload) {
+void Connection::queue_frame(FrameKind kind, const uint8_t* payload, uint64_t payload_bytes,
+                             bool is_external_payload) {
   OutgoingFrame frame;
-  auto& spares = size > SPARE_BUFFER_BYTES_MAX && !external_payload ? large_spare_buffers_ : spare_buffers_;
+  auto& spares =
+      payload_bytes > SPARE_BUFFER_BYTES_MAX && !is_external_payload ? large_spare_buffers_ : spare_buffers_;
   if (!spares.empty()) {
     frame.bytes = std::move(spares.back());
     spares.pop_back();
   }
   frame.number = ++frames_created_;
-  FrameHeader header{static_cast<uint32_t>(size), kind, frame.number,
+  FrameHeader header{static_cast<uint32_t>(payload_bytes), kind, frame.number,
                      replies_received_.load(std::memory_order_relaxed)};
   const auto* start = reinterpret_cast<const uint8_t*>(&header);
   frame.bytes.assign(start, start + sizeof header);
-  if (external_payload) {
+  if (is_external_payload) {
     frame.external_payload = payload;
-    frame.external_bytes = size;
+    frame.external_bytes = payload_bytes;
   } else {
-    frame.bytes.insert(frame.bytes.end(), payload, payload + size);
+    frame.bytes.insert(frame.bytes.end(), payload, payload + payload_bytes);
   }
   unacknowledged_bytes_ += frame.bytes.size();
   counters_.frames++;
   frames_.push_back(std::move(frame));
-  is_window_full_ = exceeds_window();
+  is_window_full_ = exceeds_send_window();
 }
 
 void Connection::send_frames_nowait() noexcept {
@@ -341,7 +343,7 @@ bool Connection::send_queued_frames() {
       count = header ? inside - frame->sent_bytes : frame->size() - frame->sent_bytes;
       frame_being_written_ = frame->number;
     }
-    size_t sent = write_frame(from, count);
+    size_t sent = write_frame_bytes(from, count);
     std::lock_guard<std::mutex> lock(mutex_);
     frame->sent_bytes += sent;
     counters_.bytes_sent += sent;
@@ -355,7 +357,7 @@ bool Connection::send_queued_frames() {
   }
 }
 
-size_t Connection::write_frame(const uint8_t* from, uint64_t count) {
+size_t Connection::write_frame_bytes(const uint8_t* data, uint64_t size_bytes) {
   struct FrameWriteGuard {
     Connection& connection;
     ~FrameWriteGuard() {
@@ -364,18 +366,18 @@ size_t Connection::write_frame(const uint8_t* from, uint64_t count) {
       if (connection.waiting_for_buffers_) connection.state_changed_.notify_all();
     }
   } written{*this};
-  return stream_->write_some(from, count);
+  return stream_->write_some(data, size_bytes);
 }
 
 // Sends on this thread for a while: the sender thread would pause each time the socket is full. What takes
 // longer is left to that thread.
-void Connection::send_frames_up_to(uint64_t last) {
+void Connection::send_frames_up_to(uint64_t last_frame_number) {
   auto sent = [&] {
     std::lock_guard<std::mutex> lock(mutex_);
     return is_broken_ || is_lost_ || first_unsent_frame_ >= frames_.size() ||
-           frames_[first_unsent_frame_].number > last;
+           frames_[first_unsent_frame_].number > last_frame_number;
   };
-  auto until = Clock::now() + std::chrono::microseconds(std::min(spin_duration_us(), SEND_SPIN_US));
+  auto until = Clock::now() + std::chrono::microseconds(std::min(reply_spin_duration_us(), SEND_SPIN_US));
   while (!sent()) {
     if (Clock::now() > until) return send_frames_nowait();
     try {
@@ -404,7 +406,7 @@ void Connection::drop_acknowledged_frames(uint64_t frames_received) {
     frames_.pop_front();
     first_unsent_frame_--;
   }
-  if (is_window_full_) is_window_full_ = exceeds_window();
+  if (is_window_full_) is_window_full_ = exceeds_send_window();
 }
 
 void Connection::flush() {
@@ -415,19 +417,20 @@ void Connection::flush() {
   send_frames_nowait();
 }
 
-void Connection::send_bytes(const std::function<void(WireWriter&)>& record, const void* bytes,
-                            uint64_t size) {
-  const auto* from = static_cast<const uint8_t*>(bytes);
-  bool external_payload = size > COPIED_UPLOAD_BYTES_MAX;
+void Connection::send_bytes(const std::function<void(WireWriter&)>& write_record, const void* data,
+                            uint64_t size_bytes) {
+  const auto* from = static_cast<const uint8_t*>(data);
+  bool external_payload = size_bytes > COPIED_UPLOAD_BYTES_MAX;
   GilRelease release;
   uint64_t first, last;
   {
     RecordBatch batch(*this);
-    record(batch.records());
+    write_record(batch.records());
     seal_frame();
     first = frames_created_ + 1;
-    for (uint64_t at = 0; at < size; at += UPLOAD_FRAME_BYTES) {
-      queue_frame(FrameKind::Bytes, from + at, std::min(UPLOAD_FRAME_BYTES, size - at), external_payload);
+    for (uint64_t at = 0; at < size_bytes; at += UPLOAD_FRAME_BYTES) {
+      queue_frame(FrameKind::Bytes, from + at, std::min(UPLOAD_FRAME_BYTES, size_bytes - at),
+                  external_payload);
     }
     last = frames_created_;
     counters_.ops++;
@@ -439,21 +442,23 @@ void Connection::send_bytes(const std::function<void(WireWriter&)>& record, cons
     wait_until(lock, [&] { return frames_.empty() || frames_.front().number > last; });
   } catch (...) {
     if (lock.owns_lock()) lock.unlock();
-    replace_external_payloads(first, last);
+    replace_external_payloads_with_zeros(first, last);
     throw;
   }
 }
 
 // Replaces external payloads of frames, because their owner stops waiting. The executor expects the announced
 // number of bytes, and gets zeros for the rest.
-void Connection::replace_external_payloads(uint64_t first, uint64_t last) {
+void Connection::replace_external_payloads_with_zeros(uint64_t first_frame_number,
+                                                      uint64_t last_frame_number) {
   static const auto* zeros = new std::vector<uint8_t>(FRAME_BYTES_MAX);
   std::unique_lock<std::mutex> lock(mutex_);
   waiting_for_buffers_++;
   state_changed_.wait(lock, [&] {
     bool all = true;
     for (OutgoingFrame& frame : frames_) {
-      if (!frame.external_payload || frame.number < first || frame.number > last) continue;
+      if (!frame.external_payload || frame.number < first_frame_number || frame.number > last_frame_number)
+        continue;
       if (frame.number != frame_being_written_) frame.external_payload = zeros->data();
       all &= frame.external_payload == zeros->data();
     }
@@ -472,27 +477,28 @@ ConnectionCounters Connection::counters() {
 
 // --- graphs -------------------------------------------------------------------------------------
 
-void Connection::check_not_recording(const char* what) const {
-  if (is_recorder()) {
-    raise("device.op_refused", std::string(what) + " cannot be part of a captured graph");
+void Connection::check_not_recording(const char* operation) const {
+  if (is_recording_thread()) {
+    raise("device.op_refused", std::string(operation) + " cannot be part of a captured graph");
   }
 }
 
-void Connection::track_storage_use_in_graph(uint32_t storage, const c10::Storage& held, bool written) {
-  if (!is_recorder()) return;
+void Connection::track_storage_access_in_graph(uint32_t storage, const c10::Storage& c10_storage,
+                                               bool is_written) {
+  if (!is_recording_thread()) return;
   std::lock_guard<std::mutex> lock(mutex_);
   if (!recording_graph_) return;
   auto owner = graph_of_storage_.find(storage);
   if (owner != graph_of_storage_.end() && owner->second == recording_graph_) return;
-  recording_graph_->used_storages.emplace(storage, held);
-  if (written) recording_graph_->written_storages.insert(storage);
+  recording_graph_->used_storages.emplace(storage, c10_storage);
+  if (is_written) recording_graph_->written_storages.insert(storage);
 }
 
-Connection::StorageUse Connection::graph_storage_use(uint32_t graph, uint32_t storage) const {
+Connection::StorageAccess Connection::storage_access_in_graph(uint32_t graph, uint32_t storage) const {
   std::lock_guard<std::mutex> lock(mutex_);
   auto found = graphs_.find(graph);
-  if (found == graphs_.end() || !found->second->used_storages.contains(storage)) return StorageUse::Unused;
-  return found->second->written_storages.contains(storage) ? StorageUse::Written : StorageUse::Read;
+  if (found == graphs_.end() || !found->second->used_storages.contains(storage)) return StorageAccess::Unused;
+  return found->second->written_storages.contains(storage) ? StorageAccess::Written : StorageAccess::Read;
 }
 
 size_t Connection::graph_written_storage_count(uint32_t graph) const {
@@ -502,13 +508,13 @@ size_t Connection::graph_written_storage_count(uint32_t graph) const {
 }
 
 bool Connection::is_created_by_recording(uint32_t storage) const {
-  if (!is_recorder()) return false;
+  if (!is_recording_thread()) return false;
   std::lock_guard<std::mutex> lock(mutex_);
   auto owner = graph_of_storage_.find(storage);
   return owner != graph_of_storage_.end() && owner->second == recording_graph_;
 }
 
-uint32_t Connection::begin_graph(const std::string& thread, double idle_s_max) {
+uint32_t Connection::begin_graph(const std::string& thread_name, double recorder_idle_s_max) {
   check_not_recording("another graph");
   RecordBatch batch(*this);
   if (free_graph_numbers_.empty() && next_graph_number_ >= GRAPHS_MAX) {
@@ -522,8 +528,8 @@ uint32_t Connection::begin_graph(const std::string& thread, double idle_s_max) {
   recording_graph_ = made.get();
   recorder_thread_id_ = std::this_thread::get_id();
   recorder_last_active_at_ = Clock::now();
-  recorder_name_ = thread;
-  recorder_idle_s_max_ = idle_s_max;
+  recorder_name_ = thread_name;
+  recorder_idle_s_max_ = recorder_idle_s_max;
   is_recording_ = true;
   records_.begin_record(RecordKind::GraphBegin);
   records_.write_u32(recording_graph_number_);
@@ -547,7 +553,7 @@ void Connection::end_graph(uint32_t action) {
     free_unbound_outputs();
     state_changed_.notify_all();
   }
-  if (action == GRAPH_DISCARD) release_graph(number);
+  if (action == GRAPH_DISCARD) forget_freed_graph(number);
   for (uint32_t graph : waiting) free_graph(graph);
 }
 
@@ -557,19 +563,19 @@ void Connection::replay_graph(uint32_t graph) {
   RecordBatch batch(*this);
   records_.begin_record(RecordKind::GraphReplay);
   records_.write_u32(graph);
-  batch.finish_frame();
+  batch.finish_record_and_send_frame();
 }
 
-uint32_t Connection::take_graph_result(uint32_t storage) {
+uint32_t Connection::copy_graph_result(uint32_t result_storage) {
   RecordBatch batch(*this);
-  auto graph = graph_of_storage_.find(storage);
+  auto graph = graph_of_storage_.find(result_storage);
   if (graph == graph_of_storage_.end() || recording_graph_) {
     batch.release();
     return 0;
   }
   uint32_t taken = batch.assign_storage_number();
   records_.begin_record(RecordKind::GraphResult);
-  records_.write_u32(storage);
+  records_.write_u32(result_storage);
   records_.write_u32(taken);
   batch.finish_record();
   return taken;
@@ -589,21 +595,21 @@ void Connection::free_graph(uint32_t graph) noexcept {
       pending_record_count_++;
     }
   }
-  release_graph(graph);
+  forget_freed_graph(graph);
 }
 
 // Frees its numbers, and the storages it used: after the lock is released, because freeing takes the lock.
-void Connection::release_graph(uint32_t number) {
+void Connection::forget_freed_graph(uint32_t graph_number) {
   std::unique_ptr<GraphStorages> graph;
   std::lock_guard<std::mutex> lock(mutex_);
-  auto found = graphs_.find(number);
+  auto found = graphs_.find(graph_number);
   if (found == graphs_.end()) return;
   graph = std::move(found->second);
   graphs_.erase(found);
   std::erase_if(graph_of_storage_, [&](const auto& each) { return each.second == graph.get(); });
   free_storage_numbers_.insert(free_storage_numbers_.end(), graph->freed_storages.begin(),
                                graph->freed_storages.end());
-  free_graph_numbers_.push_back(number);
+  free_graph_numbers_.push_back(graph_number);
 }
 
 // --- the sender thread --------------------------------------------------------------------------
@@ -692,7 +698,7 @@ void Connection::resume_connection() {
   for (OutgoingFrame& frame : frames_) frame.sent_bytes = 0;
   first_unsent_frame_ = 0;
   is_broken_ = false;
-  note_received();
+  update_last_received_time();
   counters_.resumes++;
   if (is_stopping_) stream_->shut_down();
   state_changed_.notify_all();
@@ -712,7 +718,7 @@ void Connection::mark_lost(const std::string& reason) noexcept {
     state_changed_.notify_all();
   }
   if (stream) stream->shut_down();
-  drop_parcels(completed);
+  drop_fetched_parcels(completed);
 }
 
 // --- the end ------------------------------------------------------------------------------------
@@ -732,7 +738,7 @@ void Connection::close(const std::string& reason) {
     state_changed_.notify_all();
   }
   if (sender_thread_.joinable()) sender_thread_.join();
-  if (graceful) finish_close();
+  if (graceful) flush_and_wait_for_remote_close();
   mark_lost(reason);
   std::scoped_lock all(send_mutex_, read_mutex_);
   std::lock_guard<std::mutex> lock(mutex_);
@@ -746,7 +752,7 @@ void Connection::close(const std::string& reason) {
 
 // The executor closes the connection when it has received CloseSession. Closing earlier could lose data in
 // flight.
-void Connection::finish_close() noexcept {
+void Connection::flush_and_wait_for_remote_close() noexcept {
   auto deadline = Clock::now() + CLOSE_TIMEOUT;
   auto remaining_us = [&] {
     return std::max<int64_t>(

@@ -103,13 +103,13 @@ class Connection final : public c10::intrusive_ptr_target {
     // Ends a record. Sends the frame if it is full.
     void finish_record();
     // As finish_record, and sends the frame at once.
-    void finish_frame();
+    void finish_record_and_send_frame();
     // The next record starts a new frame.
     void begin_frame() { connection_.seal_frame(); }
-    // As finish_frame, for a FetchParcel. When the fetch has ended, or this connection is lost, `from` drops
-    // the parcel. Raises if this connection is lost.
-    void finish_fetch_parcel(ConnectionPtr from, uint64_t parcel, uint64_t bytes);
-    // As finish_frame, for a record that requests a reply. Returns the number of the reply.
+    // As finish_record_and_send_frame, for a FetchParcel. When the fetch has ended, or this connection is
+    // lost, `source` drops the parcel. Raises if this connection is lost.
+    void finish_fetch_parcel_record(ConnectionPtr source, uint64_t parcel_number, uint64_t bytes);
+    // As finish_record_and_send_frame, for a record that requests a reply. Returns the number of the reply.
     uint64_t finish_request(PendingReply& reply);
     // Lets other threads write. Not within a record.
     void release() {
@@ -118,8 +118,8 @@ class Connection final : public c10::intrusive_ptr_target {
     void acquire();
 
    private:
-    void wait_for_window();
-    void wait_for_recorder();
+    void wait_for_send_window();
+    void wait_for_other_recording_thread();
     [[noreturn]] void raise_recording_thread_idle();  // lock_ held
 
     Connection& connection_;
@@ -127,18 +127,19 @@ class Connection final : public c10::intrusive_ptr_target {
   };
 
   // Waits for the reply; raises the executor's error, or that it is lost. Releases the GIL.
-  void wait_for_reply(uint64_t number, PendingReply& reply);
+  void wait_for_reply(uint64_t reply_number, PendingReply& reply);
   // Discards the `count` outputs of a DynamicOp whose reply arrived but cannot be used.
-  void discard_outputs(uint64_t number, uint32_t count);
+  void discard_outputs(uint64_t reply_number, uint32_t output_count);
   // Uploads: the record, then the bytes, which the caller owns. Returns when they have arrived. After a
   // signal, bytes that were not sent yet arrive as zeros.
-  void send_bytes(const std::function<void(WireWriter&)>& record, const void* bytes, uint64_t size);
+  void send_bytes(const std::function<void(WireWriter&)>& write_record, const void* data,
+                  uint64_t size_bytes);
   // Waits until this executor may fetch `more_bytes` from others.
   void wait_for_fetch_window(uint64_t more_bytes);
   // Takes the GIL.
-  std::string make_fetch_token(uint64_t parcel) const { return fetch_token_(parcel); }
+  std::string make_fetch_token(uint64_t parcel_number) const { return fetch_token_(parcel_number); }
   // Never waits, never raises. The parcel is no longer needed, fetched or not.
-  void drop_parcel(uint64_t parcel) noexcept;
+  void drop_parcel(uint64_t parcel_number) noexcept;
   // Never waits, never raises.
   void free_storage(uint32_t storage) noexcept;
   void free_generator(uint32_t generator) noexcept;
@@ -165,32 +166,33 @@ class Connection final : public c10::intrusive_ptr_target {
   // The executor records what the calling thread does from begin_graph to end_graph; replay_graph runs it
   // again. Storages that the graph reads stay alive with it, and it owns the numbers of those that it
   // creates. Ops that cannot be part of a graph raise; end_graph must be called in any case. Other threads
-  // wait until the recording has ended; they raise when the recording thread, named `thread`, has not used
-  // the connection for `idle_s_max`, because it may be waiting for them.
-  uint32_t begin_graph(const std::string& thread, double idle_s_max);
+  // wait until the recording has ended; they raise when the recording thread, named `thread_name`, has not
+  // used the connection for `recorder_idle_s_max`, because it may be waiting for them.
+  uint32_t begin_graph(const std::string& thread_name, double recorder_idle_s_max);
   // `action`: GRAPH_DISCARD, GRAPH_KEEP or GRAPH_COMPILE.
   void end_graph(uint32_t action);
   void replay_graph(uint32_t graph);
   // A new storage with the current contents of a graph's result; 0 if the storage is not a graph's result.
-  uint32_t take_graph_result(uint32_t storage);
+  uint32_t copy_graph_result(uint32_t result_storage);
   void free_graph(uint32_t graph) noexcept;
-  // Called for each storage that an op uses; `written`: it writes to it.
-  void track_storage_use(uint32_t storage, const c10::Storage& held, bool written) {
-    if (is_recording_.load(std::memory_order_relaxed)) track_storage_use_in_graph(storage, held, written);
+  // Called for each storage that an op uses; `is_written`: it writes to it.
+  void track_storage_access(uint32_t storage, const c10::Storage& c10_storage, bool is_written) {
+    if (is_recording_.load(std::memory_order_relaxed))
+      track_storage_access_in_graph(storage, c10_storage, is_written);
   }
-  enum class StorageUse : uint8_t { Unused, Read, Written };
-  // How a graph uses a storage that it did not create; during the recording, so far.
-  StorageUse graph_storage_use(uint32_t graph, uint32_t storage) const;
+  enum class StorageAccess : uint8_t { Unused, Read, Written };
+  // How a recorded graph accesses a storage that it did not create; during the recording, so far.
+  StorageAccess storage_access_in_graph(uint32_t graph, uint32_t storage) const;
   // The number of such storages that it writes to.
   size_t graph_written_storage_count(uint32_t graph) const;
   // Whether this thread is recording a graph.
-  bool is_recorder() const {
+  bool is_recording_thread() const {
     return is_recording_ && recorder_thread_id_.load() == std::this_thread::get_id();
   }
   // Whether this thread is recording, and the graph creates the storage.
   bool is_created_by_recording(uint32_t storage) const;
-  // Raises if this thread is recording: `what` cannot be part of a graph.
-  void check_not_recording(const char* what) const;
+  // Raises if this thread is recording: `operation` cannot be part of a graph.
+  void check_not_recording(const char* operation) const;
 
   // The executor violated the protocol: closes the session and raises.
   [[noreturn]] void fail_session(const ProtocolError& error);
@@ -239,45 +241,45 @@ class Connection final : public c10::intrusive_ptr_target {
     std::unordered_set<uint32_t> written_storages;             // of those, the ones it writes to
   };
 
-  void track_storage_use_in_graph(uint32_t storage, const c10::Storage& held, bool written);
+  void track_storage_access_in_graph(uint32_t storage, const c10::Storage& c10_storage, bool is_written);
   void complete_fetches(uint64_t frames_received);  // mutex_ held
-  static void drop_parcels(
+  static void drop_fetched_parcels(
       const std::vector<PendingFetch>& completed) noexcept;  // no mutex_ held, of any connection
-  void release_graph(uint32_t number);
+  void forget_freed_graph(uint32_t graph_number);
   [[noreturn]] void raise_too_many_storages() const;
   uint32_t next_free_storage_number();          // mutex_ held
   void free_generator_now(uint32_t generator);  // mutex_ held
   void seal_frame();                            // mutex_ held
-  void queue_frame(FrameKind kind, const uint8_t* payload, uint64_t size,
-                   bool external_payload);                  // mutex_ held
-  void send_frames_nowait() noexcept;                       // mutex_ not held
-  void send_frames_up_to(uint64_t last);                    // mutex_ not held
-  bool send_queued_frames();                                // send_mutex_ held; false when the socket is full
-  size_t write_frame(const uint8_t* from, uint64_t count);  // likewise
-  static int64_t spin_duration_us();                        // how long to poll before sleeping
-  void wake_sender();                                       // mutex_ held
+  void queue_frame(FrameKind kind, const uint8_t* payload, uint64_t payload_bytes,
+                   bool is_external_payload);          // mutex_ held
+  void send_frames_nowait() noexcept;                  // mutex_ not held
+  void send_frames_up_to(uint64_t last_frame_number);  // mutex_ not held
+  bool send_queued_frames();                           // send_mutex_ held; false when the socket is full
+  size_t write_frame_bytes(const uint8_t* data, uint64_t size_bytes);  // likewise
+  static int64_t reply_spin_duration_us();                             // how long to poll before sleeping
+  void wake_sender();                                                  // mutex_ held
   // Without the GIL; `lock` holds mutex_. Raises when the connection is lost, and what a signal handler
   // raises.
   void wait_until(std::unique_lock<std::mutex>& lock, c10::function_ref<bool()> done);
-  void abandon_wait(std::unique_lock<std::mutex>& lock, uint64_t number, PendingReply& reply);
-  void queue_unbound_reply(uint64_t number, uint32_t count);  // mutex_ held
-  void free_unbound_outputs();                                // mutex_ held
-  void replace_external_payloads(uint64_t first, uint64_t last);
-  bool exceeds_window() const;  // mutex_ held
+  void abandon_wait(std::unique_lock<std::mutex>& lock, uint64_t reply_number, PendingReply& reply);
+  void queue_unbound_reply(uint64_t reply_number, uint32_t output_count);  // mutex_ held
+  void free_unbound_outputs();                                             // mutex_ held
+  void replace_external_payloads_with_zeros(uint64_t first_frame_number, uint64_t last_frame_number);
+  bool exceeds_send_window() const;  // mutex_ held
   void sender_loop();
   bool read_reply(int64_t timeout_us);  // read_mutex_ held; false on timeout
   bool try_read_replies(int64_t timeout_us);
-  bool receive_at_least(size_t need, int64_t timeout_us);   // read_mutex_ held
-  void begin_payload(const ReplyHeader& header);            // likewise
-  bool read_payload(int64_t timeout_us);                    // likewise
-  void handle_fatal_reply();                                // likewise
-  void deliver_reply();                                     // likewise
-  void check_acknowledged(uint64_t frames_received) const;  // mutex_ held
-  void drop_acknowledged_frames(uint64_t frames_received);  // mutex_ held
+  bool receive_at_least(size_t needed_bytes, int64_t timeout_us);       // read_mutex_ held
+  void begin_reply_payload(const ReplyHeader& header);                  // likewise
+  bool read_payload(int64_t timeout_us);                                // likewise
+  void handle_fatal_reply();                                            // likewise
+  void deliver_reply();                                                 // likewise
+  void check_acknowledged_frame_count(uint64_t frames_received) const;  // mutex_ held
+  void drop_acknowledged_frames(uint64_t frames_received);              // mutex_ held
   void mark_broken(const std::string& why) noexcept;
   void resume_connection();
-  void note_received();
-  void finish_close() noexcept;
+  void update_last_received_time();
+  void flush_and_wait_for_remote_close() noexcept;
   void mark_lost(const std::string& reason) noexcept;
   [[noreturn]] void raise_reply_error(const PendingReply& reply);
 

@@ -30,7 +30,7 @@ constexpr size_t OP_CALL_BYTES_MAX = FRAME_BYTES_MAX - (256u << 10);
 constexpr int INFERENCE_ATTEMPTS_MAX = 4;
 
 // Schemas live as long as the process, so their address identifies them.
-const OpTraits& cached_traits(const c10::OperatorHandle& op) {
+const OpTraits& get_cached_op_traits(const c10::OperatorHandle& op) {
   struct TraitsCacheEntry {
     const void* schema = nullptr;
     const OpTraits* traits = nullptr;
@@ -38,13 +38,15 @@ const OpTraits& cached_traits(const c10::OperatorHandle& op) {
   static thread_local TraitsCacheEntry cache[1024];
   const void* schema = &op.schema();
   TraitsCacheEntry& entry = cache[(reinterpret_cast<uintptr_t>(schema) >> 6) & 1023];
-  if (entry.schema != schema) entry = {schema, &traits_for(op)};
+  if (entry.schema != schema) entry = {schema, &get_op_traits(op)};
   return *entry.traits;
 }
 
 // --- the key and the data of a call -------------------------------------------------------------
 
-int64_t make_key_word(ArgumentKind kind, int64_t rest = 0) { return static_cast<int64_t>(kind) | rest << 8; }
+int64_t make_template_key_word(ArgumentKind kind, int64_t kind_specific_bits = 0) {
+  return static_cast<int64_t>(kind) | kind_specific_bits << 8;
+}
 
 [[noreturn]] void raise_different_devices(const Connection& first, const c10::Device& second) {
   TORCH_CHECK(false, "Expected all tensors to be on the same device, but found at least two devices, ",
@@ -52,7 +54,7 @@ int64_t make_key_word(ArgumentKind kind, int64_t rest = 0) { return static_cast<
 }
 
 // The first tensor of the call on the same storage, or -1.
-int64_t find_first_tensor_on_storage(OpCall& call, const c10::StorageImpl* storage) {
+int64_t find_first_tensor_index_on_storage(OpCall& call, const c10::StorageImpl* storage) {
   constexpr size_t FEW = 16;
   if (call.tensors.size() <= FEW) {
     for (size_t i = 0; i < call.tensors.size(); i++) {
@@ -75,13 +77,13 @@ int64_t find_first_tensor_on_storage(OpCall& call, const c10::StorageImpl* stora
 
 // Aliasing of inputs determines which outputs alias inputs, so it is part of the key.
 void add_aliasing_to_key(OpCall& call, const c10::TensorImpl* impl) {
-  int64_t first = find_first_tensor_on_storage(call, impl->unsafe_storage().unsafeGetStorageImpl());
+  int64_t first = find_first_tensor_index_on_storage(call, impl->unsafe_storage().unsafeGetStorageImpl());
   if (first < 0) return;
   bool same = call.tensors[static_cast<size_t>(first)]->unsafeGetTensorImpl() == impl;
   call.key.push_back(-2 * (first + 1) - (same ? 1 : 0));  // no other word at this position is negative
 }
 
-void add_remote_tensor(OpCall& call, const Tensor& tensor, bool written) {
+void add_remote_tensor(OpCall& call, const Tensor& tensor, bool is_written) {
   auto* impl = tensor.unsafeGetTensorImpl();
   StorageHandle& handle = storage_handle_of(*impl);
   if (!call.connection) {
@@ -97,9 +99,9 @@ void add_remote_tensor(OpCall& call, const Tensor& tensor, bool written) {
   check_dimension_count(static_cast<int64_t>(dimensions));
   int64_t flags = (offset ? VIEW_HAS_OFFSET : 0) | (impl->is_conj() ? VIEW_CONJUGATE : 0) |
                   (impl->is_neg() ? VIEW_NEGATIVE : 0);
-  call.key.push_back(make_key_word(ArgumentKind::Tensor, static_cast<int64_t>(impl->dtype().toScalarType()) |
-                                                             flags << 8 |
-                                                             static_cast<int64_t>(dimensions) << 16));
+  call.key.push_back(
+      make_template_key_word(ArgumentKind::Tensor, static_cast<int64_t>(impl->dtype().toScalarType()) |
+                                                       flags << 8 | static_cast<int64_t>(dimensions) << 16));
   size_t at = call.key.size();
   call.key.resize(at + 2 * dimensions);
   std::copy(sizes.begin(), sizes.end(), call.key.begin() + static_cast<ptrdiff_t>(at));
@@ -108,21 +110,21 @@ void add_remote_tensor(OpCall& call, const Tensor& tensor, bool written) {
   call.data.write_u32(handle.storage);
   if (offset) call.data.write_i64(offset);
   call.tensors.push_back(&tensor);
-  call.connection->track_storage_use(handle.storage, impl->unsafe_storage(), written);
+  call.connection->track_storage_access(handle.storage, impl->unsafe_storage(), is_written);
 }
 
-void add_tensor(OpCall& call, const Tensor& tensor, bool written) {
+void add_tensor(OpCall& call, const Tensor& tensor, bool is_written) {
   if (!tensor.defined()) {
-    call.key.push_back(make_key_word(ArgumentKind::Undefined));
+    call.key.push_back(make_template_key_word(ArgumentKind::Undefined));
     return;
   }
   auto* impl = tensor.unsafeGetTensorImpl();
   if (impl->device().type() == DEVICE_TYPE) {
-    add_remote_tensor(call, tensor, written);
-  } else if (impl->device().is_cpu() && impl->dim() == 0 && !written && impl->layout() == at::kStrided) {
-    call.key.push_back(
-        make_key_word(ArgumentKind::ScalarTensor, static_cast<int64_t>(impl->dtype().toScalarType()) |
-                                                      static_cast<int64_t>(impl->is_wrapped_number()) << 8));
+    add_remote_tensor(call, tensor, is_written);
+  } else if (impl->device().is_cpu() && impl->dim() == 0 && !is_written && impl->layout() == at::kStrided) {
+    call.key.push_back(make_template_key_word(ArgumentKind::ScalarTensor,
+                                              static_cast<int64_t>(impl->dtype().toScalarType()) |
+                                                  static_cast<int64_t>(impl->is_wrapped_number()) << 8));
     uint8_t* value = call.data.append_uninitialized(16);
     std::memset(value, 0, 16);
     Tensor plain = tensor.resolve_conj().resolve_neg();
@@ -132,9 +134,9 @@ void add_tensor(OpCall& call, const Tensor& tensor, bool written) {
   }
 }
 
-void add_text(OpCall& call, const std::string& text) {
+void add_text_to_template_key(OpCall& call, const std::string& text) {
   if (text.size() > TEXT_BYTES_MAX) raise("device.op_refused", "a string argument is too long");
-  call.key.push_back(make_key_word(ArgumentKind::Text, static_cast<int64_t>(text.size())));
+  call.key.push_back(make_template_key_word(ArgumentKind::Text, static_cast<int64_t>(text.size())));
   size_t at = call.key.size();
   call.key.resize(at + (text.size() + 7) / 8, 0);
   if (!text.empty()) std::memcpy(&call.key[at], text.data(), text.size());
@@ -147,39 +149,41 @@ int64_t double_to_bits(double value) {
 }
 
 // `number_as_data`: integers of Scalar arguments are sent as data; `float_as_data`: likewise for floats.
-void add_argument(OpCall& call, const IValue& value, bool number_as_data, bool float_as_data, bool written) {
+void add_argument(OpCall& call, const IValue& value, bool number_as_data, bool float_as_data,
+                  bool is_written) {
   if (value.isTensor()) {
-    add_tensor(call, value.toTensor(), written);
+    add_tensor(call, value.toTensor(), is_written);
   } else if (value.isInt()) {
-    call.key.push_back(make_key_word(number_as_data ? ArgumentKind::IntegerData : ArgumentKind::Integer));
+    call.key.push_back(
+        make_template_key_word(number_as_data ? ArgumentKind::IntegerData : ArgumentKind::Integer));
     number_as_data ? call.data.write_i64(value.toInt()) : call.key.push_back(value.toInt());
   } else if (value.isNone()) {
-    call.key.push_back(make_key_word(ArgumentKind::None));
+    call.key.push_back(make_template_key_word(ArgumentKind::None));
   } else if (value.isDouble()) {
-    call.key.push_back(make_key_word(float_as_data ? ArgumentKind::FloatData : ArgumentKind::Float));
+    call.key.push_back(make_template_key_word(float_as_data ? ArgumentKind::FloatData : ArgumentKind::Float));
     float_as_data ? call.data.write_f64(value.toDouble())
                   : call.key.push_back(double_to_bits(value.toDouble()));
   } else if (value.isBool()) {
-    call.key.push_back(make_key_word(ArgumentKind::Boolean, value.toBool()));
+    call.key.push_back(make_template_key_word(ArgumentKind::Boolean, value.toBool()));
   } else if (value.isList()) {
     auto items = value.toListRef();
     if (items.size() > LIST_ITEMS_MAX) raise("device.op_refused", "a list argument is too long");
-    call.key.push_back(make_key_word(ArgumentKind::List, static_cast<int64_t>(items.size())));
-    for (const IValue& item : items) add_argument(call, item, false, false, written);
+    call.key.push_back(make_template_key_word(ArgumentKind::List, static_cast<int64_t>(items.size())));
+    for (const IValue& item : items) add_argument(call, item, false, false, is_written);
   } else if (value.isDevice()) {
-    call.key.push_back(make_key_word(ArgumentKind::Device));
+    call.key.push_back(make_template_key_word(ArgumentKind::Device));
   } else if (value.isString()) {
-    add_text(call, value.toStringRef());
+    add_text_to_template_key(call, value.toStringRef());
   } else if (value.isSymInt()) {
-    call.key.push_back(make_key_word(ArgumentKind::Integer));
+    call.key.push_back(make_template_key_word(ArgumentKind::Integer));
     call.key.push_back(value.toSymInt().guard_int(__FILE__, __LINE__));
   } else if (value.isComplexDouble()) {
     auto number = value.toComplexDouble();
-    call.key.push_back(make_key_word(ArgumentKind::Complex));
+    call.key.push_back(make_template_key_word(ArgumentKind::Complex));
     call.key.push_back(double_to_bits(number.real()));
     call.key.push_back(double_to_bits(number.imag()));
   } else if (value.isGenerator()) {
-    call.key.push_back(make_key_word(ArgumentKind::Generator));
+    call.key.push_back(make_template_key_word(ArgumentKind::Generator));
     call.generator = value.toGenerator();
     call.generator_offset = call.data.size();
     call.data.write_u32(0);  // set when the connection is known
@@ -188,10 +192,12 @@ void add_argument(OpCall& call, const IValue& value, bool number_as_data, bool f
   }
 }
 
-bool is_written_argument(const OpTraits& traits, const Stack& stack, size_t base, size_t i) {
-  if (traits.is_written[i] || !traits.has_undeclared_writes) return traits.is_written[i];
-  return traits.is_batch_norm_statistic[i] &&
-         (!traits.training_argument || stack[base + *traits.training_argument].toBool());
+bool is_written_argument(const OpTraits& traits, const Stack& stack, size_t first_argument,
+                         size_t argument_index) {
+  if (traits.is_written[argument_index] || !traits.has_undeclared_writes)
+    return traits.is_written[argument_index];
+  return traits.is_batch_norm_statistic[argument_index] &&
+         (!traits.training_argument || stack[first_argument + *traits.training_argument].toBool());
 }
 
 // --- a call -------------------------------------------------------------------------------------
@@ -220,13 +226,14 @@ void replace_arguments_with_results(const std::vector<OutputSpec>& outputs, Conn
 }
 
 // Moves CPU tensors (indices) among the arguments to the device.
-void move_cpu_tensors(Stack* stack, size_t base, size_t count, c10::Device device) {
+void move_cpu_tensors_to_device(Stack* stack, size_t first_argument, size_t argument_count,
+                                c10::Device device) {
   auto moved = [&](const IValue& value) -> IValue {
     if (!value.isTensor() || !value.toTensor().defined()) return value;
     const Tensor& tensor = value.toTensor();
     return tensor.device().is_cpu() && tensor.dim() > 0 ? IValue(tensor.to(device)) : value;
   };
-  for (size_t i = base; i < base + count; i++) {
+  for (size_t i = first_argument; i < first_argument + argument_count; i++) {
     IValue& value = (*stack)[i];
     if (value.isTensor()) {
       value = moved(value);
@@ -240,10 +247,11 @@ void move_cpu_tensors(Stack* stack, size_t base, size_t count, c10::Device devic
 }
 
 // For a call without remote tensors: the connection of its device argument.
-ConnectionPtr connection_of_device_argument(const Stack& stack, size_t base, const OpTraits& traits) {
+ConnectionPtr connection_of_device_argument(const Stack& stack, size_t first_argument,
+                                            const OpTraits& traits) {
   int index = -1;
   for (size_t i = 0; i < traits.argument_count; i++) {
-    const IValue& value = stack[base + i];
+    const IValue& value = stack[first_argument + i];
     if (value.isDevice() && value.toDevice().type() == DEVICE_TYPE) index = value.toDevice().index();
   }
   return device_registry().get_or_open_connection(index);
@@ -257,23 +265,23 @@ size_t count_outputs(const std::vector<OutputSpec>& outputs) {
   return count;
 }
 
-uint32_t count_argument_entries(const Stack& stack, size_t base, const OpTraits& traits) {
+uint32_t count_argument_entries(const Stack& stack, size_t first_argument, const OpTraits& traits) {
   size_t count = traits.argument_count;
   for (size_t i = 0; i < traits.argument_count; i++) {
-    const IValue& value = stack[base + i];
+    const IValue& value = stack[first_argument + i];
     if (value.isList()) count += value.toListRef().size();
   }
   return static_cast<uint32_t>(count);
 }
 
 CachedTemplatePtr make_template(const c10::OperatorHandle& op, const OpTraits& traits, const Stack& stack,
-                                size_t base, const OpCall& call, uint64_t hash,
+                                size_t first_argument, const OpCall& call, uint64_t hash,
                                 Connection::RecordBatch& batch, bool& resized) {
   auto made = c10::make_intrusive<CachedTemplate>();
   made->key = call.key;
   made->hash = hash;
   batch.release();
-  InferredOutputs inference = infer_outputs(op, traits, stack, base, call.tensors);
+  InferredOutputs inference = infer_outputs(op, traits, stack, first_argument, call.tensors);
   resized = inference.resized;
   if (resized) return {};
   made->mode = inference.mode;
@@ -281,12 +289,12 @@ CachedTemplatePtr make_template(const c10::OperatorHandle& op, const OpTraits& t
   for (const OutputSpec& output : made->outputs) made->new_storages += count_new_storages(output);
   WireWriter body;
   if (made->mode != OpExecutionMode::Local) {
-    body = encode_template_body(op, traits, stack, base,
+    body = encode_template_body(op, traits, stack, first_argument,
                                 made->mode == OpExecutionMode::Stream ? &made->outputs : nullptr);
     if (body.size() + call.data.size() > OP_CALL_BYTES_MAX) {
       raise("device.op_refused", op.schema().name() + " has too many arguments");
     }
-    made->entry_count = count_argument_entries(stack, base, traits) +
+    made->entry_count = count_argument_entries(stack, first_argument, traits) +
                         static_cast<uint32_t>(count_outputs(made->outputs)) + LEARNED_OUTPUT_ENTRIES;
   }
   batch.acquire();
@@ -296,37 +304,37 @@ CachedTemplatePtr make_template(const c10::OperatorHandle& op, const OpTraits& t
   return made;
 }
 
-void send_predicted_op(const CachedTemplatePtr& known, Connection::RecordBatch& batch, const OpCall& call,
-                       const OpTraits& traits, Stack* stack) {
+void send_predicted_op(const CachedTemplatePtr& cached_template, Connection::RecordBatch& batch,
+                       const OpCall& call, const OpTraits& traits, Stack* stack) {
   Connection& connection = *call.connection;
   uint32_t few[8];
   std::vector<uint32_t> many;
   uint32_t* storages = few;
-  if (known->new_storages > 8) {
-    many.resize(known->new_storages);
+  if (cached_template->new_storages > 8) {
+    many.resize(cached_template->new_storages);
     storages = many.data();
   }
-  if (known->mode == OpExecutionMode::Local) {
+  if (cached_template->mode == OpExecutionMode::Local) {
     batch.release();
   } else {
-    for (uint32_t i = 0; i < known->new_storages; i++) storages[i] = batch.assign_storage_number();
+    for (uint32_t i = 0; i < cached_template->new_storages; i++) storages[i] = batch.assign_storage_number();
     WireWriter& records = batch.records();
-    records.begin_record(RecordKind::Op, known->number);
+    records.begin_record(RecordKind::Op, cached_template->number);
     records.append_bytes(call.data.data(), call.data.size());
-    records.append_bytes(storages, known->new_storages * sizeof(uint32_t));
+    records.append_bytes(storages, cached_template->new_storages * sizeof(uint32_t));
     batch.finish_record();
   }
-  bool wait =
-      connection.options().blocking && known->mode != OpExecutionMode::Local && !connection.is_recorder();
+  bool wait = connection.options().blocking && cached_template->mode != OpExecutionMode::Local &&
+              !connection.is_recording_thread();
   ConnectionPtr kept = wait ? ConnectionPtr::reclaim_copy(&connection) : ConnectionPtr();
-  replace_arguments_with_results(known->outputs, connection, storages, call, traits, stack);
+  replace_arguments_with_results(cached_template->outputs, connection, storages, call, traits, stack);
   if (wait) kept->synchronize();
 }
 
 }  // namespace
 
 void send_op(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
-  const OpTraits& traits = cached_traits(op);
+  const OpTraits& traits = get_cached_op_traits(op);
   size_t base = stack->size() - traits.argument_count;
   static thread_local OpCall scratch;
   for (int attempt = 0; attempt < INFERENCE_ATTEMPTS_MAX; attempt++) {
@@ -346,7 +354,7 @@ void send_op(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
       if (!traits.accepts_cpu_indices || attempt > 0)
         raise_different_devices(*call.connection, call.misplaced_cpu_tensor->device());
       c10::Device there(DEVICE_TYPE, static_cast<c10::DeviceIndex>(call.connection->options().index));
-      move_cpu_tensors(stack, base, traits.argument_count, there);
+      move_cpu_tensors_to_device(stack, base, traits.argument_count, there);
       scratch = std::move(call);
       continue;
     }

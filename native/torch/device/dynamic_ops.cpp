@@ -70,11 +70,11 @@ OutputSpec read_output(WireReader& in, const c10::TypePtr& type, bool in_list = 
   return output;
 }
 
-void check_alias_sources(const OutputSpec& output, size_t inputs) {
-  if (output.kind == OutputKind::Alias && static_cast<size_t>(output.source_input) >= inputs) {
+void check_alias_sources(const OutputSpec& output, size_t input_count) {
+  if (output.kind == OutputKind::Alias && static_cast<size_t>(output.source_input) >= input_count) {
     throw ProtocolError("an output is an alias of an unknown input");
   }
-  for (const OutputSpec& item : output.items) check_alias_sources(item, inputs);
+  for (const OutputSpec& item : output.items) check_alias_sources(item, input_count);
 }
 
 // Applies the new shapes of inputs that the op has resized.
@@ -112,13 +112,13 @@ struct OpReply {
   bool resizes_inputs = false;
 };
 
-OpReply read_op_reply(WireReader& in, const c10::FunctionSchema& schema, size_t inputs) {
+OpReply read_op_reply(WireReader& in, const c10::FunctionSchema& schema, size_t input_count) {
   OpReply op_reply;
   if (in.read_u32() != schema.returns().size())
     throw ProtocolError("a reply has another number of outputs than the op");
   for (const auto& returned : schema.returns()) {
     op_reply.outputs.push_back(read_output(in, returned.type()));
-    check_alias_sources(op_reply.outputs.back(), inputs);
+    check_alias_sources(op_reply.outputs.back(), input_count);
     op_reply.new_outputs += count_new_storages(op_reply.outputs.back());
   }
   op_reply.resizes_inputs = WireReader(in).read_u32() > 0;
@@ -134,37 +134,38 @@ bool returns_only_integers(const OpTraits& traits, const std::vector<OutputSpec>
 }
 
 // From now on the op is streamed, with the outputs of this reply as prediction.
-void cache_outputs(const c10::OperatorHandle& op, const OpTraits& traits, CachedTemplate& known,
+void cache_outputs(const c10::OperatorHandle& op, const OpTraits& traits, CachedTemplate& cached_template,
                    const OpReply& op_reply, Connection::RecordBatch& batch, const Stack& stack) {
-  batch.templates().renumber(known, batch.records());
-  known.outputs = op_reply.outputs;
-  known.new_storages = op_reply.new_outputs;
-  known.mode =
+  batch.templates().assign_new_number(cached_template, batch.records());
+  cached_template.outputs = op_reply.outputs;
+  cached_template.new_storages = op_reply.new_outputs;
+  cached_template.mode =
       returns_only_integers(traits, op_reply.outputs) ? OpExecutionMode::Local : OpExecutionMode::Stream;
-  if (known.mode == OpExecutionMode::Local) return;
+  if (cached_template.mode == OpExecutionMode::Local) return;
   write_define_template(
-      batch.records(), known.number,
+      batch.records(), cached_template.number,
       encode_template_body(op, traits, stack, stack.size() - traits.argument_count, &op_reply.outputs));
 }
 
 // An op that ran as a DynamicOp during a recording becomes a step of the graph, now that its outputs are
 // known.
-void write_graph_step(const CachedTemplate& known, Connection::RecordBatch& batch, const OpCall& call,
-                      const std::vector<uint32_t>& storages) {
-  batch.records().begin_record(RecordKind::GraphStep, known.number);
+void write_graph_step(const CachedTemplate& cached_template, Connection::RecordBatch& batch,
+                      const OpCall& call, const std::vector<uint32_t>& storages) {
+  batch.records().begin_record(RecordKind::GraphStep, cached_template.number);
   batch.records().append_bytes(call.data.data(), call.data.size());
   batch.records().append_bytes(storages.data(), storages.size() * sizeof(uint32_t));
 }
 
 }  // namespace
 
-void run_dynamic_op(const c10::OperatorHandle& op, const OpTraits& traits, const CachedTemplatePtr& known,
-                    Connection::RecordBatch& batch, const OpCall& call, Stack* stack) {
+void run_dynamic_op(const c10::OperatorHandle& op, const OpTraits& traits,
+                    const CachedTemplatePtr& cached_template, Connection::RecordBatch& batch,
+                    const OpCall& call, Stack* stack) {
   Connection& connection = *call.connection;
   std::vector<Tensor> inputs = copy_tensor_references(call.tensors);
   PendingReply reply;
   reply.needs_binding = true;
-  batch.records().begin_record(RecordKind::DynamicOp, known->number);
+  batch.records().begin_record(RecordKind::DynamicOp, cached_template->number);
   batch.records().append_bytes(call.data.data(), call.data.size());
   batch.counters().dynamic_ops++;
   batch.counters().ops++;
@@ -189,13 +190,13 @@ void run_dynamic_op(const c10::OperatorHandle& op, const OpTraits& traits, const
     batch.records().write_u64(number);
     batch.records().append_bytes(storages.data(), storages.size() * sizeof(uint32_t));
     // The template may have been evicted during the wait.
-    bool is_cached = batch.templates().find(known->hash, known->key) == known;
-    if (is_cached && known->mode == OpExecutionMode::Learn &&
+    bool is_cached = batch.templates().find(cached_template->hash, cached_template->key) == cached_template;
+    if (is_cached && cached_template->mode == OpExecutionMode::Learn &&
         has_static_outputs(op_reply.outputs, op_reply.resizes_inputs)) {
-      cache_outputs(op, traits, *known, op_reply, batch, *stack);
+      cache_outputs(op, traits, *cached_template, op_reply, batch, *stack);
     }
-    if (connection.is_recorder() && known->mode == OpExecutionMode::Stream)
-      write_graph_step(*known, batch, call, storages);
+    if (connection.is_recording_thread() && cached_template->mode == OpExecutionMode::Stream)
+      write_graph_step(*cached_template, batch, call, storages);
     batch.release();
     apply_resized_inputs(in, inputs);
   } catch (const ProtocolError& error) {
@@ -205,7 +206,7 @@ void run_dynamic_op(const c10::OperatorHandle& op, const OpTraits& traits, const
   c10::SmallVector<IValue, 4> results;
   for (const OutputSpec& output : op_reply.outputs)
     results.push_back(make_result(output, connection, next, inputs));
-  if (known->mode == OpExecutionMode::Dynamic || known->mode == OpExecutionMode::Learn) {
+  if (cached_template->mode == OpExecutionMode::Dynamic || cached_template->mode == OpExecutionMode::Learn) {
     connection.check_not_recording(op.schema().name().c_str());
   }
   torch::jit::drop(*stack, traits.argument_count);

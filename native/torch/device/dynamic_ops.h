@@ -10,7 +10,8 @@
 namespace genie {
 
 // Pops the arguments from the stack and pushes the outputs. `batch` is held on entry, and released.
-void run_dynamic_op(const c10::OperatorHandle& op, const OpTraits& traits, const CachedTemplatePtr& known,
-                    Connection::RecordBatch& batch, const OpCall& call, torch::jit::Stack* stack);
+void run_dynamic_op(const c10::OperatorHandle& op, const OpTraits& traits,
+                    const CachedTemplatePtr& cached_template, Connection::RecordBatch& batch,
+                    const OpCall& call, torch::jit::Stack* stack);
 
 }  // namespace genie

@@ -18,8 +18,8 @@ std::unordered_map<std::string, PyObject*>& error_classes() {
 }
 
 // torch converts it to the Python class when the call returns to Python.
-struct PythonFailure final : torch::PyTorchError {
-  PythonFailure(std::string code, std::string message)
+struct PythonGenieError final : torch::PyTorchError {
+  PythonGenieError(std::string code, std::string message)
       : torch::PyTorchError(std::move(message)), code(std::move(code)) {}
 
   // Runs no Python: a signal may be pending.
@@ -57,7 +57,7 @@ void set_error_class(const std::string& code, void* python_class) {
   error_classes()[code] = kept;
 }
 
-void raise(const std::string& code, const std::string& message) { throw PythonFailure(code, message); }
+void raise(const std::string& code, const std::string& message) { throw PythonGenieError(code, message); }
 
 void raise_remote_error(const RemoteError& error, const std::string& device_name) {
   const std::string& code = error.code;

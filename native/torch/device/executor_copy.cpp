@@ -24,39 +24,40 @@ uint64_t publish_parcel(Connection& from, const Tensor& source) {
   uint64_t parcel = batch.assign_parcel_number();
   batch.records().begin_record(RecordKind::PublishParcel);
   batch.records().write_u64(parcel);
-  write_view(batch.records(), source);
-  batch.finish_frame();
+  write_storage_view(batch.records(), source);
+  batch.finish_record_and_send_frame();
   return parcel;
 }
 
-void fetch_parcel(Connection& to, const Tensor& target, const ConnectionPtr& from, uint64_t parcel) {
-  std::string token = from->make_fetch_token(parcel);
+void fetch_parcel(Connection& destination, const Tensor& target, const ConnectionPtr& from,
+                  uint64_t parcel_number) {
+  std::string token = from->make_fetch_token(parcel_number);
   uint64_t bytes = target.nbytes();
-  Connection::RecordBatch batch(to);
+  Connection::RecordBatch batch(destination);
   batch.begin_frame();
   WireWriter& records = batch.records();
   records.begin_record(RecordKind::FetchParcel);
-  write_view(records, target);
+  write_storage_view(records, target);
   records.write_u64(bytes);
   const ConnectionOptions& source = from->options();
-  write_parcel_origin(
-      records, {source.host, source.port, source.server_name, parcel, token, executor_description(*from)});
-  batch.finish_fetch_parcel(from, parcel, bytes);
+  write_parcel_origin(records, {source.host, source.port, source.server_name, parcel_number, token,
+                                executor_description(*from)});
+  batch.finish_fetch_parcel_record(from, parcel_number, bytes);
 }
 
 // An error at the source is also one at the target; it is raised once.
-void synchronize(Connection& from, Connection& to) {
+void synchronize(Connection& source, Connection& destination) {
   try {
-    from.synchronize();
+    source.synchronize();
   } catch (...) {
     try {
-      to.synchronize();
+      destination.synchronize();
     } catch (const std::exception&) {
       // the same error
     }
     throw;
   }
-  to.synchronize();
+  destination.synchronize();
 }
 
 // `source` has the target's dtype and sizes.
@@ -64,7 +65,7 @@ void synchronize(Connection& from, Connection& to) {
 // PublishParcel is always written before FetchParcel, which rules out deadlocks between executors: a
 // FetchParcel waits for a PublishParcel that was written earlier, and all records before that one in its
 // stream were written earlier still, so a chain of waits cannot form a cycle.
-void copy_tensor(const Tensor& target, const Tensor& source) {
+void copy_by_parcel(const Tensor& target, const Tensor& source) {
   check_dimension_count(source.dim());
   check_dimension_count(target.dim());
   ConnectionPtr from = storage_handle_of(source).connection, to = storage_handle_of(target).connection;
@@ -86,12 +87,13 @@ void copy_tensor(const Tensor& target, const Tensor& source) {
 void copy_between_executors(const Tensor& target, const Tensor& source) {
   Tensor converted = source.scalar_type() == target.scalar_type() ? source : source.to(target.scalar_type());
   if (converted.numel() == target.numel()) {
-    copy_tensor(target, converted.sizes() == target.sizes() ? converted : converted.expand(target.sizes()));
+    copy_by_parcel(target,
+                   converted.sizes() == target.sizes() ? converted : converted.expand(target.sizes()));
     return;
   }
   // Only the unexpanded elements are sent; the target expands them.
   Tensor staged = at::empty(converted.sizes(), target.options().memory_format(at::MemoryFormat::Contiguous));
-  copy_tensor(staged, converted);
+  copy_by_parcel(staged, converted);
   target.copy_(staged);
 }
 

@@ -40,7 +40,7 @@ class TensorSnapshot {
     sizes_.append(tensor.sizes().begin(), tensor.sizes().end());
     strides_.append(tensor.strides().begin(), tensor.strides().end());
     scalar_value_bytes_ = is_cpu_scalar(tensor) ? tensor.itemsize() : 0;
-    if (scalar_value_bytes_) std::memcpy(scalar_value_, scalar_value_of(tensor), scalar_value_bytes_);
+    if (scalar_value_bytes_) std::memcpy(scalar_value_, scalar_data_ptr(tensor), scalar_value_bytes_);
   }
 
   bool matches(const c10::TensorImpl& tensor) const {
@@ -50,7 +50,7 @@ class TensorSnapshot {
             tensor.is_conj() == conjugate_ && tensor.is_neg() == negative_ &&
             tensor.sizes() == c10::IntArrayRef(sizes_) && tensor.strides() == c10::IntArrayRef(strides_) &&
             (!scalar_value_bytes_ ||
-             std::memcmp(scalar_value_, scalar_value_of(tensor), scalar_value_bytes_) == 0));
+             std::memcmp(scalar_value_, scalar_data_ptr(tensor), scalar_value_bytes_) == 0));
   }
 
  private:
@@ -58,7 +58,7 @@ class TensorSnapshot {
     return tensor.device().is_cpu() && tensor.dim() == 0 && tensor.itemsize() <= SCALAR_VALUE_BYTES_MAX &&
            tensor.unsafe_storage().data();
   }
-  static const void* scalar_value_of(const c10::TensorImpl& tensor) {
+  static const void* scalar_data_ptr(const c10::TensorImpl& tensor) {
     return static_cast<const uint8_t*>(tensor.unsafe_storage().data()) +
            static_cast<size_t>(tensor.storage_offset()) * tensor.itemsize();
   }
@@ -91,7 +91,8 @@ class GraphGuard {
       }
     }
     for (const auto& [part, name] : entries) {
-      dict_entries_.emplace_back(part, name, py::reinterpret_borrow<py::object>(look_up_entry(part, name)));
+      dict_entries_.emplace_back(part, name,
+                                 py::reinterpret_borrow<py::object>(look_up_dict_entry(part, name)));
     }
   }
   // Whether all tensors and dicts are unchanged.
@@ -101,7 +102,7 @@ class GraphGuard {
     for (const auto& [part, size] : dict_sizes_)
       if (part.size() != size) return false;
     for (const auto& [part, name, value] : dict_entries_)
-      if (look_up_entry(part, name) != value.ptr()) return false;
+      if (look_up_dict_entry(part, name) != value.ptr()) return false;
     return true;
   }
 
@@ -109,11 +110,11 @@ class GraphGuard {
     type->ht_type.tp_flags |= Py_TPFLAGS_HAVE_GC;
     type->ht_type.tp_traverse = [](PyObject* self, visitproc visit, void* arg) {
       Py_VISIT(Py_TYPE(self));
-      const GraphGuard* guard = guard_of_python_object(self);
+      const GraphGuard* guard = graph_guard_from_python(self);
       return guard ? guard->traverse(visit, arg) : 0;
     };
     type->ht_type.tp_clear = [](PyObject* self) {
-      GraphGuard* guard = guard_of_python_object(self);
+      GraphGuard* guard = graph_guard_from_python(self);
       // Destructors may call is_unchanged() again, so this object is emptied first.
       if (guard) GraphGuard dying(std::move(*guard));
       return 0;
@@ -124,7 +125,7 @@ class GraphGuard {
   GraphGuard(GraphGuard&&) = default;
 
   // Null while it is being constructed.
-  static GraphGuard* guard_of_python_object(PyObject* self) {
+  static GraphGuard* graph_guard_from_python(PyObject* self) {
     auto* instance = reinterpret_cast<py::detail::instance*>(self);
     auto held = instance->get_value_and_holder();
     return held.holder_constructed() ? held.value_ptr<GraphGuard>() : nullptr;
@@ -132,8 +133,8 @@ class GraphGuard {
   static const c10::TensorImpl& tensor_impl_of(const py::object& tensor) {
     return *THPVariable_Unpack(tensor.ptr()).unsafeGetTensorImpl();
   }
-  static PyObject* look_up_entry(const py::dict& part, const py::object& name) {
-    PyObject* value = PyDict_GetItemWithError(part.ptr(), name.ptr());
+  static PyObject* look_up_dict_entry(const py::dict& module_dict, const py::object& name) {
+    PyObject* value = PyDict_GetItemWithError(module_dict.ptr(), name.ptr());
     if (!value && PyErr_Occurred()) throw py::error_already_set();
     return value;
   }

@@ -77,7 +77,7 @@ Tensor empty_strided(c10::IntArrayRef sizes, c10::IntArrayRef strides, std::opti
     batch.finish_record();
   }
   Tensor made = make_remote_tensor(*connection, storage, output);
-  if (connection->options().blocking && !connection->is_recorder()) connection->synchronize();
+  if (connection->options().blocking && !connection->is_recording_thread()) connection->synchronize();
   return made;
 }
 
@@ -134,7 +134,9 @@ Tensor arange_start_end(const at::Scalar& start, const at::Scalar& end, std::opt
 
 // --- copying ------------------------------------------------------------------------------------
 
-Tensor materialize(const Tensor& tensor) { return tensor.resolve_conj().resolve_neg().contiguous(); }
+Tensor resolve_and_make_contiguous(const Tensor& tensor) {
+  return tensor.resolve_conj().resolve_neg().contiguous();
+}
 
 // `source` is on the CPU, contiguous, of the target's dtype and shape.
 void upload(const Tensor& target, const Tensor& source) {
@@ -143,7 +145,7 @@ void upload(const Tensor& target, const Tensor& source) {
   uint64_t bytes = source.nbytes();
   auto write = [&](WireWriter& records, bool is_inline) {
     records.begin_record(RecordKind::Put, is_inline);
-    write_view(records, target);
+    write_storage_view(records, target);
     records.write_u64(bytes);
   };
   connection.check_not_recording("a copy from this machine");
@@ -174,7 +176,7 @@ void download(const Tensor& source, const Tensor& target) {
   }
   Connection::RecordBatch batch(*connection);
   batch.records().begin_record(RecordKind::Get);
-  write_view(batch.records(), source);
+  write_storage_view(batch.records(), source);
   uint64_t number = batch.finish_request(reply);
   connection->wait_for_reply(number, reply);
 }
@@ -184,14 +186,14 @@ void copy_to_remote(const Tensor& target, const Tensor& source) {
   if (!expands) {
     Tensor same = source.sizes() == target.sizes() ? source : source.expand(target.sizes());
     if (!target.is_conj() && !target.is_neg()) {
-      upload(target, materialize(same.to(target.scalar_type())));
+      upload(target, resolve_and_make_contiguous(same.to(target.scalar_type())));
       return;
     }
   }
   // Only the unexpanded elements are sent; the executor expands them.
   Tensor staged = at::empty(
       source.sizes(), source.options().device(target.device()).memory_format(at::MemoryFormat::Contiguous));
-  upload(staged, materialize(source));
+  upload(staged, resolve_and_make_contiguous(source));
   target.copy_(staged);
 }
 
@@ -288,12 +290,12 @@ Tensor& set_from_tensor(Tensor& self, const Tensor& source) {
 Tensor view(const Tensor& self, c10::IntArrayRef sizes) { return at::native::view(self, sizes); }
 
 // Executors check all indices, so the unchecked variants map to the checked ones.
-Tensor checked_index(const Tensor& self, const c10::List<std::optional<Tensor>>& indices) {
+Tensor unsafe_index_as_index(const Tensor& self, const c10::List<std::optional<Tensor>>& indices) {
   return at::index(self, indices);
 }
 
-Tensor checked_index_put(const Tensor& self, const c10::List<std::optional<Tensor>>& indices,
-                         const Tensor& values, bool accumulate) {
+Tensor unsafe_index_put_as_index_put(const Tensor& self, const c10::List<std::optional<Tensor>>& indices,
+                                     const Tensor& values, bool accumulate) {
   return at::index_put(self, indices, values, accumulate);
 }
 
@@ -334,8 +336,8 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("unfold", at::native::unfold);
   m.impl("view_as_real", at::native::view_as_real);
   m.impl("view_as_complex", at::native::view_as_complex);
-  m.impl("_unsafe_index.Tensor", genie::checked_index);
-  m.impl("_unsafe_index_put", genie::checked_index_put);
+  m.impl("_unsafe_index.Tensor", genie::unsafe_index_as_index);
+  m.impl("_unsafe_index_put", genie::unsafe_index_put_as_index_put);
   m.impl("is_pinned", genie::is_pinned);
   m.impl("_has_compatible_shallow_copy_type", genie::has_compatible_type);
 }

@@ -27,7 +27,7 @@ thread_local int backward_depth = 0;
 #ifdef __GLIBC__  // uses the dynamic linker's data structures
 
 // Replaces c10::is_privateuse1_backend_registered in torch's libraries; at::getAccelerator() calls it.
-bool is_remote_device_accelerator() { return backward_depth > 0; }
+bool is_privateuse1_registered_for_backward() { return backward_depth > 0; }
 
 using PredicateFunction = bool (*)();
 
@@ -102,7 +102,7 @@ int replace_symbol_in_table(const dl_phdr_info& library, const RelocationTables&
     auto* slot = reinterpret_cast<void**>(library.dlpi_addr + entries[i].r_offset);
     replaced += write_relocation_slot(
         library, slot,
-        reinterpret_cast<void*>(static_cast<PredicateFunction>(&is_remote_device_accelerator)));
+        reinterpret_cast<void*>(static_cast<PredicateFunction>(&is_privateuse1_registered_for_backward)));
   }
   return replaced;
 }
@@ -127,7 +127,7 @@ int replace_symbol_in_library(dl_phdr_info* library, size_t, void* data) {
 
 }  // namespace
 
-bool keep_local_accelerator() {
+bool try_keep_local_torch_accelerator() {
 #ifdef __GLIBC__
   SymbolReplacement replacement;
   dl_iterate_phdr(&replace_symbol_in_library, &replacement);
@@ -137,8 +137,8 @@ bool keep_local_accelerator() {
 #endif
 }
 
-void enter_backward() { backward_depth++; }
-void leave_backward() { backward_depth--; }
+void enter_remote_backward() { backward_depth++; }
+void leave_remote_backward() { backward_depth--; }
 
 BackwardDeviceKinds find_backward_device_kinds(const std::vector<at::Tensor>& roots) {
   BackwardDeviceKinds devices;

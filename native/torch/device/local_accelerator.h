@@ -12,11 +12,11 @@ namespace genie {
 
 // Call once, if there is a local accelerator. Returns false, and changes nothing, if torch's libraries are
 // not as expected.
-bool keep_local_accelerator();
+bool try_keep_local_torch_accelerator();
 
 // For the calling thread: a backward pass over remote tensors begins and ends. Calls nest.
-void enter_backward();
-void leave_backward();
+void enter_remote_backward();
+void leave_remote_backward();
 
 // The kinds of devices that a backward pass from these roots would use.
 struct BackwardDeviceKinds {

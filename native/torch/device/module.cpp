@@ -27,7 +27,7 @@ namespace genie {
 namespace {
 
 // Shares a Python callable; the last owner, on any thread, releases it with the GIL.
-std::shared_ptr<py::function> share_callable(py::function callable) {
+std::shared_ptr<py::function> make_shared_callable(py::function callable) {
   return {new py::function(std::move(callable)), [](py::function* held) {
             if (!Py_IsInitialized()) return;
             py::gil_scoped_acquire gil;
@@ -36,12 +36,14 @@ std::shared_ptr<py::function> share_callable(py::function callable) {
 }
 
 ConnectionPtr make_connection(py::handle stream, int index, const std::string& device_name,
-                              const std::string& executor, const std::string& kind, double op_timeout_s,
-                              bool blocking, uint32_t flush_ops, const std::string& host, uint32_t port,
-                              const std::string& server_name, py::function resume, py::function token) {
-  ConnectionOptions options{index,    device_name, executor, kind, op_timeout_s,
-                            blocking, flush_ops,   host,     port, server_name};
-  auto callable = share_callable(std::move(resume));
+                              const std::string& executor_description, const std::string& accelerator_kind,
+                              double op_timeout_s, bool blocking, uint32_t ops_per_frame_max,
+                              const std::string& host, uint32_t port, const std::string& server_name,
+                              py::function resume, py::function make_fetch_token) {
+  ConnectionOptions options{index,        device_name, executor_description, accelerator_kind,
+                            op_timeout_s, blocking,    ops_per_frame_max,    host,
+                            port,         server_name};
+  auto callable = make_shared_callable(std::move(resume));
   ResumeFunction resume_callback = [callable](uint64_t replies_received) {
     py::gil_scoped_acquire gil;
     try {
@@ -51,7 +53,8 @@ ConnectionPtr make_connection(py::handle stream, int index, const std::string& d
       throw std::runtime_error(py::str(error.value()).cast<std::string>());
     }
   };
-  FetchTokenFunction token_for = [callable = share_callable(std::move(token))](uint64_t number) {
+  FetchTokenFunction token_for = [callable =
+                                      make_shared_callable(std::move(make_fetch_token))](uint64_t number) {
     py::gil_scoped_acquire gil;
     return (*callable)(number).cast<std::string>();
   };
@@ -60,7 +63,7 @@ ConnectionPtr make_connection(py::handle stream, int index, const std::string& d
 }
 
 void attach_devices(int count, py::function open) {
-  auto callable = share_callable(std::move(open));
+  auto callable = make_shared_callable(std::move(open));
   remember_main_thread();
   py::gil_scoped_release release;
   device_registry().attach_devices(count, [callable](int index) {
@@ -122,19 +125,20 @@ py::tuple fetch_graph_report(Connection& connection, uint32_t graph) {
   }
 }
 
-// How a graph uses the storage of each tensor: values of Connection::StorageUse.
-std::vector<int> graph_storage_uses(const Connection& connection, uint32_t graph,
-                                    const std::vector<at::Tensor>& tensors) {
-  std::vector<int> uses;
+// How a recorded graph accesses the storage of each tensor: values of Connection::StorageAccess.
+std::vector<int> storage_accesses_in_graph(const Connection& connection, uint32_t graph,
+                                           const std::vector<at::Tensor>& tensors) {
+  std::vector<int> accesses;
   for (const at::Tensor& tensor : tensors) {
-    auto use = Connection::StorageUse::Unused;
+    auto access = Connection::StorageAccess::Unused;
     if (tensor.device().type() == c10::DeviceType::PrivateUse1 && tensor.has_storage()) {
       const StorageHandle& handle = storage_handle_of(tensor);
-      if (handle.connection.get() == &connection) use = connection.graph_storage_use(graph, handle.storage);
+      if (handle.connection.get() == &connection)
+        access = connection.storage_access_in_graph(graph, handle.storage);
     }
-    uses.push_back(static_cast<int>(use));
+    accesses.push_back(static_cast<int>(access));
   }
-  return uses;
+  return accesses;
 }
 
 // The byte range of a tensor in its storage.
@@ -207,19 +211,19 @@ py::object find_shared_inputs(const std::vector<py::object>& values) {
 }
 
 // Sends the inputs of the next replay, without waiting.
-void copy_inputs(Connection& connection, const std::vector<at::Tensor>& into,
-                 const std::vector<at::Tensor>& from) {
+void copy_inputs(Connection& connection, const std::vector<at::Tensor>& graph_copies,
+                 const std::vector<at::Tensor>& inputs) {
   c10::NoGradGuard no_grad;
   Connection::DeferredFlush flush(connection);
-  for (size_t i = 0; i < into.size(); i++) into[i].copy_(from.at(i));
+  for (size_t i = 0; i < graph_copies.size(); i++) graph_copies[i].copy_(inputs.at(i));
 }
 
 // Returns the caller's own copy of a graph's result. A result that fills its storage is copied only if
 // needed.
-at::Tensor take_graph_result(const at::Tensor& result) {
+at::Tensor copy_graph_result(const at::Tensor& result) {
   StorageHandle& handle = storage_handle_of(result);
   bool fills = result.nbytes() == result.storage().nbytes() && !result.is_conj() && !result.is_neg();
-  uint32_t storage = fills ? handle.connection->take_graph_result(handle.storage) : 0;
+  uint32_t storage = fills ? handle.connection->copy_graph_result(handle.storage) : 0;
   if (!storage) return result.clone();
   OutputSpec output;
   output.dtype = result.scalar_type();
@@ -232,12 +236,12 @@ at::Tensor take_graph_result(const at::Tensor& result) {
   return taken;
 }
 
-void seed_default_generator(Connection& connection, uint64_t value) {
+void seed_default_generator(Connection& connection, uint64_t seed) {
   connection.check_not_recording("seeding");
   Connection::RecordBatch batch(connection);
   batch.records().begin_record(RecordKind::Seed);
   batch.records().write_u32(0);
-  batch.records().write_u64(value);
+  batch.records().write_u64(seed);
   batch.finish_record();
 }
 
@@ -277,7 +281,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
            py::arg("idle_s_max"))
       .def("end_graph", &Connection::end_graph, without_gil)
       .def("fetch_graph_report", &fetch_graph_report)
-      .def("graph_storage_uses", &graph_storage_uses)
+      .def("storage_accesses_in_graph", &storage_accesses_in_graph)
       .def("graph_written_storage_count", &Connection::graph_written_storage_count)
       .def("replay_graph", &Connection::replay_graph, without_gil)
       .def("free_graph", &Connection::free_graph, without_gil)
@@ -286,9 +290,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.attr("GRAPH_DISCARD") = GRAPH_DISCARD;
   m.attr("GRAPH_KEEP") = GRAPH_KEEP;
   m.attr("GRAPH_COMPILE") = GRAPH_COMPILE;
-  m.attr("STORAGE_UNUSED") = static_cast<int>(Connection::StorageUse::Unused);
-  m.attr("STORAGE_READ") = static_cast<int>(Connection::StorageUse::Read);
-  m.attr("STORAGE_WRITTEN") = static_cast<int>(Connection::StorageUse::Written);
+  m.attr("STORAGE_UNUSED") = static_cast<int>(Connection::StorageAccess::Unused);
+  m.attr("STORAGE_READ") = static_cast<int>(Connection::StorageAccess::Read);
+  m.attr("STORAGE_WRITTEN") = static_cast<int>(Connection::StorageAccess::Written);
   for (py::handle each : py::module_::import("genie.errors").attr("all_errors")()) {
     set_error_class(each.attr("code").cast<std::string>(), each.ptr());
   }
@@ -296,14 +300,14 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     register_device_guard_and_hooks();
     return register_ops();
   });
-  m.def("keep_local_accelerator", &keep_local_accelerator);
-  m.def("enter_backward", &enter_backward);
-  m.def("leave_backward", &leave_backward);
+  m.def("try_keep_local_torch_accelerator", &try_keep_local_torch_accelerator);
+  m.def("enter_remote_backward", &enter_remote_backward);
+  m.def("leave_remote_backward", &leave_remote_backward);
   m.def("find_backward_device_kinds", [](const std::vector<at::Tensor>& roots) {
     BackwardDeviceKinds found = find_backward_device_kinds(roots);
     return std::make_pair(found.remote, found.local);
   });
-  m.def("take_graph_result", &take_graph_result);
+  m.def("copy_graph_result", &copy_graph_result);
   m.def("find_shared_inputs", &find_shared_inputs);
   m.def("attach_devices", &attach_devices);
   m.def("detach_devices", [] { device_registry().detach_devices(); });

@@ -33,7 +33,7 @@ void find_undeclared_writes(const c10::FunctionSchema& schema, OpTraits& traits)
   }
 }
 
-OpTraits compute_traits(const c10::OperatorHandle& op) {
+OpTraits compute_op_traits(const c10::OperatorHandle& op) {
   const auto& schema = op.schema();
   const std::string& name = schema.name();
   OpTraits traits;
@@ -70,12 +70,12 @@ OpTraits compute_traits(const c10::OperatorHandle& op) {
 }  // namespace
 
 // Schemas live as long as the process, so their address identifies them.
-const OpTraits& traits_for(const c10::OperatorHandle& op) {
+const OpTraits& get_op_traits(const c10::OperatorHandle& op) {
   static std::mutex mutex;
   static auto* all = new std::unordered_map<const void*, OpTraits>();
   std::lock_guard<std::mutex> lock(mutex);
   auto found = all->find(&op.schema());
-  if (found == all->end()) found = all->emplace(&op.schema(), compute_traits(op)).first;
+  if (found == all->end()) found = all->emplace(&op.schema(), compute_op_traits(op)).first;
   return found->second;
 }
 

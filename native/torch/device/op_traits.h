@@ -28,7 +28,7 @@ struct OpTraits {
 };
 
 // Computed once per op, and cached.
-const OpTraits& traits_for(const c10::OperatorHandle& op);
+const OpTraits& get_op_traits(const c10::OperatorHandle& op);
 
 bool contains_any(const std::string& text, std::initializer_list<const char*> parts);
 bool takes_tensor(const c10::Argument& argument);

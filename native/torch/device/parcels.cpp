@@ -4,14 +4,16 @@
 
 namespace genie {
 
-void Connection::RecordBatch::finish_fetch_parcel(ConnectionPtr from, uint64_t parcel, uint64_t bytes) {
+void Connection::RecordBatch::finish_fetch_parcel_record(ConnectionPtr source, uint64_t parcel_number,
+                                                         uint64_t bytes) {
   if (connection_.is_lost_) {
     lock_.unlock();
     connection_.raise_lost();
   }
-  connection_.pending_fetches_.push_back({connection_.frames_created_ + 1, std::move(from), parcel, bytes});
+  connection_.pending_fetches_.push_back(
+      {connection_.frames_created_ + 1, std::move(source), parcel_number, bytes});
   connection_.pending_fetch_bytes_ += bytes;
-  finish_frame();
+  finish_record_and_send_frame();
 }
 
 // The executor acknowledges the frame of a FetchParcel when the fetch has ended, successfully or not.
@@ -23,15 +25,15 @@ void Connection::complete_fetches(uint64_t frames_received) {
   }
 }
 
-void Connection::drop_parcels(const std::vector<PendingFetch>& completed) noexcept {
+void Connection::drop_fetched_parcels(const std::vector<PendingFetch>& completed) noexcept {
   for (const PendingFetch& each : completed) each.source->drop_parcel(each.parcel);
 }
 
-void Connection::drop_parcel(uint64_t parcel) noexcept {
+void Connection::drop_parcel(uint64_t parcel_number) noexcept {
   if (is_abandoned_.load(std::memory_order_acquire) || is_lost()) return;
   std::lock_guard<std::mutex> lock(mutex_);
   records_.begin_record(RecordKind::DropParcel);
-  records_.write_u64(parcel);
+  records_.write_u64(parcel_number);
   pending_record_count_++;
   if (is_sender_asleep_) wake_sender();
 }

@@ -12,7 +12,7 @@ namespace genie {
 namespace {
 
 // Ops that torch composes of others: views, bookkeeping, and those made of empty and copy_.
-const std::set<std::string>& composite_ops() {
+const std::set<std::string>& ops_decomposed_on_client() {
   static const std::set<std::string> names = {
       "aten::detach", "aten::alias", "aten::_to_copy", "aten::empty_like", "aten::lift", "aten::lift_fresh",
       "aten::_unsafe_view", "aten::is_pinned", "aten::_pin_memory", "aten::set_data",
@@ -30,11 +30,11 @@ bool returns_view(const c10::FunctionSchema& schema) {
   return false;
 }
 
-bool is_sent_as_one_op(const c10::OperatorHandle& op) {
+bool is_sent_as_single_op(const c10::OperatorHandle& op) {
   using c10::DispatchKey;
   const auto& schema = op.schema();
   const std::string& name = schema.name();
-  if (op.hasKernelForDispatchKey(DispatchKey::PrivateUse1) || composite_ops().count(name) ||
+  if (op.hasKernelForDispatchKey(DispatchKey::PrivateUse1) || ops_decomposed_on_client().count(name) ||
       op.hasTag(at::Tag::inplace_view)) {
     return false;
   }
@@ -60,7 +60,7 @@ int register_ops() {
   for (const auto& name : dispatcher.getAllOpNames()) {
     if (name.name.rfind("aten::", 0) != 0) continue;
     auto op = dispatcher.findOp(name);
-    if (!op || !op->hasSchema() || !is_sent_as_one_op(*op)) continue;
+    if (!op || !op->hasSchema() || !is_sent_as_single_op(*op)) continue;
     std::string full = name.name.substr(6) + (name.overload_name.empty() ? "" : "." + name.overload_name);
     library->impl(full.c_str(), torch::CppFunction::makeFromBoxedFunction<&send_op>());
     count++;

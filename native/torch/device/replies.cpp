@@ -67,7 +67,7 @@ uint32_t count_reply_outputs(const std::vector<uint8_t>& payload) {
 
 }  // namespace
 
-int64_t Connection::spin_duration_us() {
+int64_t Connection::reply_spin_duration_us() {
   static const int64_t found =
       std::thread::hardware_concurrency() >= REPLY_SPIN_CORES_MIN ? REPLY_SPIN_US : 0;
   return found;
@@ -84,7 +84,7 @@ void Connection::wait_until(std::unique_lock<std::mutex>& lock, c10::function_re
       raise_lost();
     }
     auto now = Clock::now();
-    if (is_recorder()) recorder_last_active_at_ = now;
+    if (is_recording_thread()) recorder_last_active_at_ = now;
     if (now - signals_checked > SIGNAL_CHECK_INTERVAL) {
       lock.unlock();
       check_signals();
@@ -128,14 +128,14 @@ void Connection::wait_for_fetch_window(uint64_t more_bytes) {
   });
 }
 
-void Connection::wait_for_reply(uint64_t number, PendingReply& reply) {
+void Connection::wait_for_reply(uint64_t reply_number, PendingReply& reply) {
   GilRelease release;
   std::unique_lock<std::mutex> lock(mutex_);
   try {
     wait_until(lock, [&] { return reply.is_done; });
   } catch (...) {
     if (!lock.owns_lock()) lock.lock();
-    abandon_wait(lock, number, reply);
+    abandon_wait(lock, reply_number, reply);
     throw;
   }
   lock.unlock();
@@ -144,8 +144,9 @@ void Connection::wait_for_reply(uint64_t number, PendingReply& reply) {
 
 // The wait has ended because of a signal or a lost connection: `reply` and its memory are about to be
 // destroyed. If the reply arrives later, it is read and discarded.
-void Connection::abandon_wait(std::unique_lock<std::mutex>& lock, uint64_t number, PendingReply& reply) {
-  bool due = pending_replies_.erase(number) > 0;
+void Connection::abandon_wait(std::unique_lock<std::mutex>& lock, uint64_t reply_number,
+                              PendingReply& reply) {
+  bool due = pending_replies_.erase(reply_number) > 0;
   waiting_for_buffers_++;
   state_changed_.wait(lock, [&] { return reply_being_filled_ != &reply; });
   waiting_for_buffers_--;
@@ -153,9 +154,9 @@ void Connection::abandon_wait(std::unique_lock<std::mutex>& lock, uint64_t numbe
   std::string error_text;
   try {
     if (due) {
-      abandoned_replies_[number] = {reply.destination_bytes, reply.needs_binding};
+      abandoned_replies_[reply_number] = {reply.destination_bytes, reply.needs_binding};
     } else if (reply.needs_binding && reply.kind == ReplyKind::Reply) {
-      queue_unbound_reply(number, count_reply_outputs(reply.payload));
+      queue_unbound_reply(reply_number, count_reply_outputs(reply.payload));
     }
     if (abandoned_replies_.size() > ABANDONED_REPLIES_MAX) {
       error_text =
@@ -168,13 +169,13 @@ void Connection::abandon_wait(std::unique_lock<std::mutex>& lock, uint64_t numbe
   if (!error_text.empty()) mark_lost(error_text);
 }
 
-void Connection::discard_outputs(uint64_t number, uint32_t count) {
+void Connection::discard_outputs(uint64_t reply_number, uint32_t output_count) {
   std::lock_guard<std::mutex> lock(mutex_);
-  queue_unbound_reply(number, count);
+  queue_unbound_reply(reply_number, output_count);
 }
 
-void Connection::queue_unbound_reply(uint64_t number, uint32_t count) {
-  if (count) unbound_replies_.emplace_back(number, count);
+void Connection::queue_unbound_reply(uint64_t reply_number, uint32_t output_count) {
+  if (output_count) unbound_replies_.emplace_back(reply_number, output_count);
   free_unbound_outputs();
 }
 
@@ -243,24 +244,24 @@ bool Connection::try_read_replies(int64_t timeout_us) {
     completed.swap(completed_fetches_);
     if (received || waiting_readers_ > 0) state_changed_.notify_all();
   }
-  drop_parcels(completed);
+  drop_fetched_parcels(completed);
   return true;
 }
 
-bool Connection::receive_at_least(size_t need, int64_t timeout_us) {
-  while (read_end_ - read_start_ < need) {
+bool Connection::receive_at_least(size_t needed_bytes, int64_t timeout_us) {
+  while (read_end_ - read_start_ < needed_bytes) {
     if (read_start_ == read_end_) read_start_ = read_end_ = 0;
-    if (read_buffer_.size() - read_start_ < need) {
+    if (read_buffer_.size() - read_start_ < needed_bytes) {
       std::memmove(read_buffer_.data(), read_buffer_.data() + read_start_, read_end_ - read_start_);
       read_end_ -= read_start_;
       read_start_ = 0;
     }
     size_t space = read_buffer_.size() - read_end_;
     size_t got =
-        stream_->read_spinning(read_buffer_.data() + read_end_, space, timeout_us, spin_duration_us());
+        stream_->read_spinning(read_buffer_.data() + read_end_, space, timeout_us, reply_spin_duration_us());
     if (got == 0) return false;
     read_end_ += got;
-    note_received();
+    update_last_received_time();
   }
   return true;
 }
@@ -275,11 +276,11 @@ bool Connection::read_reply(int64_t timeout_us) {
     if (header.kind == ReplyKind::Acknowledge) {
       if (header.bytes) throw ProtocolError("an acknowledgement has a payload");
       std::lock_guard<std::mutex> lock(mutex_);
-      check_acknowledged(header.frames_received);
+      check_acknowledged_frame_count(header.frames_received);
       drop_acknowledged_frames(header.frames_received);
       return true;
     }
-    begin_payload(header);
+    begin_reply_payload(header);
   }
   while (incoming_reply_.received_bytes < incoming_reply_.header.bytes) {
     if (!read_payload(timeout_us)) return false;
@@ -293,12 +294,12 @@ bool Connection::read_reply(int64_t timeout_us) {
   return true;
 }
 
-void Connection::check_acknowledged(uint64_t frames_received) const {
+void Connection::check_acknowledged_frame_count(uint64_t frames_received) const {
   if (frames_received > frames_created_)
     throw ProtocolError("acknowledgement of frames that were never sent");
 }
 
-void Connection::begin_payload(const ReplyHeader& header) {
+void Connection::begin_reply_payload(const ReplyHeader& header) {
   if (header.kind != ReplyKind::Fatal && header.kind != ReplyKind::Reply && header.kind != ReplyKind::Error) {
     throw ProtocolError("a reply is of an unknown kind");
   }
@@ -347,11 +348,11 @@ bool Connection::read_payload(int64_t timeout_us) {
     return true;
   }
   size_t got = target ? stream_->read_spinning(target + incoming_reply_.received_bytes, left, timeout_us,
-                                               spin_duration_us())
+                                               reply_spin_duration_us())
                       : stream_->read_some(read_buffer_.data(), std::min<size_t>(left, READ_BUFFER_BYTES),
                                            timeout_us);  // discarded; the buffer is empty
   incoming_reply_.received_bytes += got;
-  if (got) note_received();
+  if (got) update_last_received_time();
   return got > 0;
 }
 
@@ -364,7 +365,7 @@ void Connection::handle_fatal_reply() {
 void Connection::deliver_reply() {
   const ReplyHeader& header = incoming_reply_.header;
   std::lock_guard<std::mutex> lock(mutex_);
-  check_acknowledged(header.frames_received);
+  check_acknowledged_frame_count(header.frames_received);
   drop_acknowledged_frames(header.frames_received);
   if (header.number != replies_received_ + 1) throw ProtocolError("a reply is missing or duplicated");
   replies_received_ = header.number;

@@ -25,22 +25,23 @@ struct MetaTensors {
   std::unordered_map<const c10::TensorImpl*, size_t> positions;  // of the real tensors in `tensors`
   std::vector<std::pair<Tensor, Tensor>> tensors;
 
-  Tensor make_meta_tensor(const Tensor& real) {
-    auto [place, added] = positions.emplace(real.unsafeGetTensorImpl(), tensors.size());
+  Tensor make_meta_tensor(const Tensor& remote_tensor) {
+    auto [place, added] = positions.emplace(remote_tensor.unsafeGetTensorImpl(), tensors.size());
     if (!added) return tensors[place->second].second;
-    const auto* storage = real.storage().unsafeGetStorageImpl();
+    const auto* storage = remote_tensor.storage().unsafeGetStorageImpl();
     auto found = storages.find(storage);
     if (found == storages.end()) {
-      auto bytes = static_cast<int64_t>(real.storage().nbytes());
+      auto bytes = static_cast<int64_t>(remote_tensor.storage().nbytes());
       Tensor whole = at::empty({bytes}, at::TensorOptions().dtype(at::kByte).device(at::kMeta));
       found = storages.emplace(storage, whole.storage()).first;
     }
     Tensor meta = at::detail::make_tensor<c10::TensorImpl>(
-        c10::Storage(found->second), c10::DispatchKeySet(c10::DispatchKey::Meta), real.dtype());
-    meta.unsafeGetTensorImpl()->set_sizes_and_strides(real.sizes(), real.strides(), real.storage_offset());
-    if (real.is_conj()) meta._set_conj(true);
-    if (real.is_neg()) meta._set_neg(true);
-    tensors.emplace_back(real, meta);
+        c10::Storage(found->second), c10::DispatchKeySet(c10::DispatchKey::Meta), remote_tensor.dtype());
+    meta.unsafeGetTensorImpl()->set_sizes_and_strides(remote_tensor.sizes(), remote_tensor.strides(),
+                                                      remote_tensor.storage_offset());
+    if (remote_tensor.is_conj()) meta._set_conj(true);
+    if (remote_tensor.is_neg()) meta._set_neg(true);
+    tensors.emplace_back(remote_tensor, meta);
     return meta;
   }
 
@@ -86,12 +87,12 @@ class OutputOrigins {
   }
 
   // The input that the tensor is, or null.
-  const InputOrigin* find_same_input(const Tensor& made) const {
-    return look_up(tensors_, made.unsafeGetTensorImpl());
+  const InputOrigin* find_same_input(const Tensor& meta_output) const {
+    return look_up(tensors_, meta_output.unsafeGetTensorImpl());
   }
   // The first input that it shares memory with, or null.
-  const InputOrigin* find_shared_memory_input(const Tensor& made) const {
-    return look_up(memory_, made.storage().unsafeGetStorageImpl());
+  const InputOrigin* find_shared_memory_input(const Tensor& meta_output) const {
+    return look_up(memory_, meta_output.storage().unsafeGetStorageImpl());
   }
 
  private:
@@ -107,30 +108,31 @@ class OutputOrigins {
   std::unordered_map<const c10::StorageImpl*, InputOrigin> memory_;
 };
 
-OutputSpec output_spec_from_meta_tensor(const Tensor& made, const OutputOrigins& origins) {
+OutputSpec output_spec_from_meta_tensor(const Tensor& meta_output, const OutputOrigins& origins) {
   OutputSpec output;
-  if (!made.defined()) return output;
-  if (!made.is_meta() || made.layout() != at::kStrided || !is_supported_dtype(made.scalar_type()))
+  if (!meta_output.defined()) return output;
+  if (!meta_output.is_meta() || meta_output.layout() != at::kStrided ||
+      !is_supported_dtype(meta_output.scalar_type()))
     throw InferenceFailed();
-  if (const auto* same = origins.find_same_input(made)) {
+  if (const auto* same = origins.find_same_input(meta_output)) {
     output.kind = OutputKind::Alias;
     output.source_input = same->input;
     return output;
   }
   output.kind = OutputKind::New;
-  output.dtype = made.scalar_type();
-  output.sizes.assign(made.sizes().begin(), made.sizes().end());
-  output.strides.assign(made.strides().begin(), made.strides().end());
-  output.is_contiguous = made.is_contiguous();
-  if (const auto* shared = origins.find_shared_memory_input(made)) {
+  output.dtype = meta_output.scalar_type();
+  output.sizes.assign(meta_output.sizes().begin(), meta_output.sizes().end());
+  output.strides.assign(meta_output.strides().begin(), meta_output.strides().end());
+  output.is_contiguous = meta_output.is_contiguous();
+  if (const auto* shared = origins.find_shared_memory_input(meta_output)) {
     output.is_view = true;
     output.source_input = shared->input;
-    output.offset = made.storage_offset() - shared->offset;
+    output.offset = meta_output.storage_offset() - shared->offset;
     return output;
   }
-  if (made.storage_offset() || made.is_conj() || made.is_neg()) throw InferenceFailed();
-  output.storage_bytes =
-      static_cast<int64_t>(at::detail::computeStorageNbytes(made.sizes(), made.strides(), made.itemsize()));
+  if (meta_output.storage_offset() || meta_output.is_conj() || meta_output.is_neg()) throw InferenceFailed();
+  output.storage_bytes = static_cast<int64_t>(
+      at::detail::computeStorageNbytes(meta_output.sizes(), meta_output.strides(), meta_output.itemsize()));
   return output;
 }
 
@@ -153,7 +155,7 @@ OutputSpec output_spec_from_meta(const IValue& value, const OutputOrigins& origi
 }
 
 // Applies resizes of arguments (`out=`) before the op is sent. Returns whether there was one.
-bool apply_resizes(const MetaTensors& metas) {
+bool apply_inferred_resizes(const MetaTensors& metas) {
   bool any = false;
   for (const auto& [real, meta] : metas.tensors) {
     if (meta.sizes() == real.sizes() && meta.strides() == real.strides()) continue;
@@ -202,22 +204,23 @@ bool has_mask_index(const IValue& indices) {
 }  // namespace
 
 InferredOutputs infer_outputs(const c10::OperatorHandle& op, const OpTraits& traits, const Stack& stack,
-                              size_t base, const std::vector<const Tensor*>& inputs) {
+                              size_t first_argument, const std::vector<const Tensor*>& inputs) {
   InferredOutputs inference;
-  bool by_values =
-      traits.outputs_depend_on_values || (traits.outputs_depend_on_masks && has_mask_index(stack[base + 1]));
+  bool by_values = traits.outputs_depend_on_values ||
+                   (traits.outputs_depend_on_masks && has_mask_index(stack[first_argument + 1]));
   inference.mode = by_values ? OpExecutionMode::Dynamic : OpExecutionMode::Learn;
   if (by_values || !traits.trusts_meta_kernel) return inference;
   MetaTensors metas;
   Stack meta;
   try {
     at::AutoDispatchBelowADInplaceOrView below;
-    for (size_t i = 0; i < traits.argument_count; i++) meta.push_back(metas.to_meta_value(stack[base + i]));
+    for (size_t i = 0; i < traits.argument_count; i++)
+      meta.push_back(metas.to_meta_value(stack[first_argument + i]));
     op.callBoxed(&meta);
   } catch (const std::exception&) {
     return inference;  // the executor reports the error, or supports what the meta device does not
   }
-  if (apply_resizes(metas)) {
+  if (apply_inferred_resizes(metas)) {
     inference.resized = true;
     return inference;
   }

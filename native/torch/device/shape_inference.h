@@ -19,7 +19,7 @@ struct InferredOutputs {
 };
 
 InferredOutputs infer_outputs(const c10::OperatorHandle& op, const OpTraits& traits,
-                              const torch::jit::Stack& stack, size_t base,
+                              const torch::jit::Stack& stack, size_t first_argument,
                               const std::vector<const at::Tensor*>& inputs);
 
 }  // namespace genie

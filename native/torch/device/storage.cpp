@@ -28,7 +28,7 @@ void* make_placeholder_pointer(int index, uint32_t storage) {
                                  static_cast<uint64_t>(index & 0xff) << 40 | static_cast<uint64_t>(storage));
 }
 
-c10::DataPtr data_pointer(Connection& connection, uint32_t storage) {
+c10::DataPtr make_data_ptr(Connection& connection, uint32_t storage) {
   int index = connection.options().index;
   auto* handle = new StorageHandle{ConnectionPtr::reclaim_copy(&connection), storage};
   return {make_placeholder_pointer(index, storage), handle, &free_storage_handle,
@@ -70,7 +70,7 @@ bool has_storage_handle(const at::Tensor& tensor) {
 at::Tensor make_remote_tensor(Connection& connection, uint32_t storage, const OutputSpec& output) {
   auto impl = c10::make_intrusive<c10::StorageImpl>(
       c10::StorageImpl::use_byte_size_t(), c10::SymInt(output.storage_bytes),
-      data_pointer(connection, storage), remote_allocator(), /*resizable=*/true);
+      make_data_ptr(connection, storage), remote_allocator(), /*resizable=*/true);
   at::Tensor tensor = at::detail::make_tensor<c10::TensorImpl>(
       c10::Storage(std::move(impl)), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
       c10::scalarTypeToTypeMeta(output.dtype));
@@ -102,7 +102,7 @@ c10::DataPtr allocate_remote(Connection& connection, uint64_t bytes) {
     batch.records().write_u64(bytes);
     batch.finish_record();
   }
-  return data_pointer(connection, storage);
+  return make_data_ptr(connection, storage);
 }
 
 void resize_storage(c10::StorageImpl& storage, uint64_t bytes) {
@@ -129,7 +129,7 @@ void check_dimension_count(int64_t count) {
                                  " dimensions, not " + std::to_string(count));
 }
 
-void write_view(WireWriter& writer, const at::Tensor& tensor) {
+void write_storage_view(WireWriter& writer, const at::Tensor& tensor) {
   writer.write_u32(storage_handle_of(tensor).storage);
   writer.write_u8(static_cast<uint8_t>(tensor.scalar_type()));
   writer.write_u8(static_cast<uint8_t>(tensor.dim()));

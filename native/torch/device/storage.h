@@ -34,7 +34,7 @@ c10::DataPtr allocate_remote(Connection& connection, uint64_t bytes);
 // Resizes the storage on both sides.
 void resize_storage(c10::StorageImpl& storage, uint64_t bytes);
 
-void write_view(WireWriter& writer, const at::Tensor& tensor);
+void write_storage_view(WireWriter& writer, const at::Tensor& tensor);
 
 // Raises for more than DIMENSIONS_MAX dimensions.
 void check_dimension_count(int64_t count);

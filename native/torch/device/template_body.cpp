@@ -90,13 +90,14 @@ void write_output(WireWriter& out, const OutputSpec& output) {
 }  // namespace
 
 WireWriter encode_template_body(const c10::OperatorHandle& op, const OpTraits& traits, const Stack& stack,
-                                size_t base, const std::vector<OutputSpec>* outputs) {
+                                size_t first_argument, const std::vector<OutputSpec>* outputs) {
   WireWriter body;
   body.write_text(op.schema().name());
   body.write_text(op.schema().overload_name());
   body.write_u32(static_cast<uint32_t>(traits.argument_count));
   for (size_t i = 0; i < traits.argument_count; i++) {
-    write_argument(body, stack[base + i], traits.is_number_argument[i] && traits.sends_numbers_as_data,
+    write_argument(body, stack[first_argument + i],
+                   traits.is_number_argument[i] && traits.sends_numbers_as_data,
                    traits.sends_numbers_as_data);
   }
   body.write_u8(outputs != nullptr);

@@ -12,7 +12,7 @@ namespace genie {
 
 // `outputs`: the predicted ones; null for a DynamicOp.
 WireWriter encode_template_body(const c10::OperatorHandle& op, const OpTraits& traits,
-                                const torch::jit::Stack& stack, size_t base,
+                                const torch::jit::Stack& stack, size_t first_argument,
                                 const std::vector<OutputSpec>* outputs);
 void write_define_template(WireWriter& records, uint32_t number, const WireWriter& body);
 

@@ -89,10 +89,10 @@ class TemplateCache {
   }
 
   // Assigns a new number to the template; the executor drops the old one.
-  void renumber(CachedTemplate& known, WireWriter& records) {
-    records.begin_record(RecordKind::DropTemplate, known.number);
-    uint32_t old = known.number;
-    known.number = assign_number();
+  void assign_new_number(CachedTemplate& cached_template, WireWriter& records) {
+    records.begin_record(RecordKind::DropTemplate, cached_template.number);
+    uint32_t old = cached_template.number;
+    cached_template.number = assign_number();
     free_numbers_.push_back(old);
   }
 

@@ -20,7 +20,7 @@ struct ErrorCodeAndMessage {
 };
 
 // Length of the UTF-8 character at this position; 0 if it is invalid.
-size_t character_bytes(const std::string& text, size_t at) {
+size_t utf8_character_bytes(const std::string& text, size_t at) {
   auto first = static_cast<unsigned char>(text[at]);
   size_t bytes = 0;
   if (first < 0x80) {
@@ -40,10 +40,10 @@ size_t character_bytes(const std::string& text, size_t at) {
 }
 
 // Valid UTF-8 of limited length: a message may quote arbitrary bytes of the client.
-std::string to_valid_text(const std::string& message) {
+std::string to_valid_utf8(const std::string& message) {
   std::string text;
   for (size_t at = 0; at < message.size();) {
-    size_t bytes = character_bytes(message, at);
+    size_t bytes = utf8_character_bytes(message, at);
     if (text.size() + (bytes ? bytes : 1) > MESSAGE_BYTES_MAX) break;
     text += bytes ? message.substr(at, bytes) : "?";
     at += bytes ? bytes : 1;
@@ -85,7 +85,7 @@ ErrorCodeAndMessage classify_current_exception() {
   } catch (const QuotaExceeded& error) {
     return {error_code::OUT_OF_MEMORY, error.what()};
   } catch (const TransferFailed& error) {
-    return {to_valid_text(error.code), error.what()};
+    return {to_valid_utf8(error.code), error.what()};
   } catch (const c10::Error& error) {
     return classify_torch_error(error);
   } catch (const std::bad_alloc&) {
@@ -99,7 +99,7 @@ ErrorCodeAndMessage classify_current_exception() {
 
 }  // namespace
 
-FailurePtr current_failure(const std::string& op, uint64_t number) {
+FailurePtr failure_from_current_exception(const std::string& op, uint64_t op_number) {
   try {
     throw;
   } catch (const PoisonedTensor& error) {
@@ -107,21 +107,21 @@ FailurePtr current_failure(const std::string& op, uint64_t number) {
   } catch (...) {
     ErrorCodeAndMessage current = classify_current_exception();
     return std::make_shared<Failure>(
-        Failure{current.code, to_valid_text(op), number, to_valid_text(current.message)});
+        Failure{current.code, to_valid_utf8(op), op_number, to_valid_utf8(current.message)});
   }
 }
 
-Failure fatal_failure() noexcept {
+Failure fatal_failure_from_current_exception() noexcept {
   try {
     try {
       throw;
     } catch (const ProtocolError& error) {
-      return {PROTOCOL_ERROR_CODE, "", 0, to_valid_text(error.what())};
+      return {PROTOCOL_ERROR_CODE, "", 0, to_valid_utf8(error.what())};
     } catch (...) {
-      return *current_failure("", 0);
+      return *failure_from_current_exception("", 0);
     }
   } catch (const AcceleratorFailed& error) {
-    return {REMOTE_OP, "", 0, to_valid_text(error.what())};
+    return {REMOTE_OP, "", 0, to_valid_utf8(error.what())};
   } catch (...) {
     return {REMOTE_OP, "", 0, ""};
   }

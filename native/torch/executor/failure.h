@@ -49,9 +49,9 @@ struct AcceleratorFailed : std::runtime_error {
 };
 
 // In a catch block: converts the current exception into a Failure. Rethrows what ends the session.
-FailurePtr current_failure(const std::string& op, uint64_t number);
+FailurePtr failure_from_current_exception(const std::string& op, uint64_t op_number);
 
 // In the catch block around a session: converts any current exception into the error that ends it.
-Failure fatal_failure() noexcept;
+Failure fatal_failure_from_current_exception() noexcept;
 
 }  // namespace genie

@@ -14,13 +14,13 @@ constexpr int CAPTURES_PER_GRAPH_MAX = 8;
 constexpr size_t REASON_BYTES_MAX = 1000;
 constexpr const char* HOST_SCALAR_REASON = "a scalar that it reads is in host memory";
 
-uint32_t step_output_storage(const DecodedTemplate& op_template, const std::vector<uint8_t>& record,
-                             uint32_t index) {
-  const uint8_t* position = record.data() + op_template.data_bytes + sizeof(uint32_t) * index;
+uint32_t read_step_output_storage(const DecodedTemplate& op_template, const std::vector<uint8_t>& record,
+                                  uint32_t output_index) {
+  const uint8_t* position = record.data() + op_template.data_bytes + sizeof(uint32_t) * output_index;
   return read_next_value<uint32_t>(position);
 }
 
-std::string format_reason(const Failure& failure) {
+std::string format_failure_reason(const Failure& failure) {
   std::string text = failure.op.empty() ? failure.message : failure.op + ": " + failure.message;
   if (text.size() <= REASON_BYTES_MAX) return text;
   text.resize(REASON_BYTES_MAX);
@@ -32,23 +32,25 @@ std::string format_reason(const Failure& failure) {
 
 // --- recording ----------------------------------------------------------------------------------
 
-void GraphTable::begin_recording(uint32_t number) {
+void GraphTable::begin_recording(uint32_t graph_number) {
   if (is_recording()) throw ProtocolError("a graph is already being recorded");
-  if (number >= GRAPHS_MAX) throw ProtocolError("graph " + std::to_string(number) + " is out of range");
-  if (graphs_.count(number)) throw ProtocolError("graph " + std::to_string(number) + " already exists");
+  if (graph_number >= GRAPHS_MAX)
+    throw ProtocolError("graph " + std::to_string(graph_number) + " is out of range");
+  if (graphs_.count(graph_number))
+    throw ProtocolError("graph " + std::to_string(graph_number) + " already exists");
   recording_graph_ = std::make_unique<RecordedGraph>();
-  recording_number_ = number;
+  recording_number_ = graph_number;
 }
 
-void GraphTable::end_recording(uint32_t mode) {
+void GraphTable::end_recording(uint32_t end_action) {
   if (!is_recording()) throw ProtocolError("no graph is being recorded");
-  if (mode > GRAPH_COMPILE) throw ProtocolError("a GraphEnd has an unknown mode");
+  if (end_action > GRAPH_COMPILE) throw ProtocolError("a GraphEnd has an unknown mode");
   std::unique_ptr<RecordedGraph> graph = std::move(recording_graph_);
-  if (mode == GRAPH_DISCARD) {
+  if (end_action == GRAPH_DISCARD) {
     steps_bytes_ -= graph->bytes;
     return;
   }
-  graph->compile_pending = mode == GRAPH_COMPILE;
+  graph->compile_pending = end_action == GRAPH_COMPILE;
   graph->has_run = true;  // the steps have just run
   for (uint32_t number : graph->input_storages) {
     StorageSlot& slot = storages_.slot_at(number);
@@ -81,8 +83,9 @@ void GraphTable::add_created_storage(uint32_t storage) {
   recording_graph_->results.insert(storage);
 }
 
-void GraphTable::add_input_storages(const std::vector<TemplateArgument>& arguments, const uint8_t* data) {
-  for_each_tensor_argument(arguments, data, [this](const TemplateArgument& argument, uint32_t number) {
+void GraphTable::add_input_storages(const std::vector<TemplateArgument>& arguments,
+                                    const uint8_t* call_data) {
+  for_each_tensor_argument(arguments, call_data, [this](const TemplateArgument& argument, uint32_t number) {
     storages_.slot_at(number);  // checks the number
     if (recording_graph_->created_storages.count(number)) return;
     recording_graph_->input_storages.insert(number);
@@ -95,7 +98,7 @@ void GraphTable::record_op(const std::shared_ptr<DecodedTemplate>& op_template, 
   GraphStep step{RecordKind::Op, op_template, {record, record + bytes}};
   add_input_storages(op_template->arguments, record);
   for (uint32_t i = 0; i < op_template->new_outputs; i++)
-    add_created_storage(step_output_storage(*op_template, step.record, i));
+    add_created_storage(read_step_output_storage(*op_template, step.record, i));
   add_step(std::move(step));
 }
 
@@ -112,77 +115,78 @@ void GraphTable::record_free(uint32_t storage) {
 // --- storages of graphs -------------------------------------------------------------------------
 
 // After a capture the memory of a result belongs to the graph: every replay overwrites it.
-void GraphTable::before_storage_freed(uint32_t number, const StorageSlot& slot) {
+void GraphTable::before_storage_freed(uint32_t storage_number, const StorageSlot& slot) {
   if (!slot.storage || !replies_.has_borrowed_tensors()) return;
   if (slot.graph_uses > 0) {
     for (auto& [_, graph] : graphs_)
-      if (graph->captured.graph && graph->results.count(number))
+      if (graph->captured.graph && graph->results.count(storage_number))
         replies_.before_storage_written(slot.storage);
   }
   replies_.before_storage_freed(slot.storage, slot.bytes);
 }
 
-FailurePtr GraphTable::share_result(uint32_t result, uint32_t number) {
-  auto owner = graph_of_result_.find(result);
+FailurePtr GraphTable::share_result(uint32_t result_storage, uint32_t new_storage) {
+  auto owner = graph_of_result_.find(result_storage);
   if (owner == graph_of_result_.end())
-    throw ProtocolError("storage " + std::to_string(result) + " is not a result of a graph");
-  storages_.check_unused(number);
-  StorageSlot& slot = storages_.existing_slot(result);
+    throw ProtocolError("storage " + std::to_string(result_storage) + " is not a result of a graph");
+  storages_.check_unused(new_storage);
+  StorageSlot& slot = storages_.existing_slot(result_storage);
   if (slot.failure) {
-    storages_.poison(number, slot.failure);
+    storages_.add_poisoned_storage(new_storage, slot.failure);
     return nullptr;
   }
   RecordedGraph& graph = *owner->second;
-  bool first = graph.shared_results.insert(result).second;
+  bool first = graph.shared_results.insert(result_storage).second;
   try {
-    storages_.share_memory(number, slot);
+    storages_.share_memory(new_storage, slot);
     // Two storages with the same result must be writable independently.
-    if (!first) storages_.unshare_memory(storages_.existing_slot(number));
+    if (!first) storages_.unshare_memory(storages_.existing_slot(new_storage));
   } catch (...) {
-    FailurePtr failure = current_failure("a captured graph", ops_.op_count());
-    if (storages_.slot_at(number).is_in_use()) storages_.free(number);
-    storages_.poison(number, failure);
+    FailurePtr failure = failure_from_current_exception("a captured graph", ops_.op_count());
+    if (storages_.slot_at(new_storage).is_in_use()) storages_.free(new_storage);
+    storages_.add_poisoned_storage(new_storage, failure);
     return failure;
   }
   // Without a capture the next replay allocates new results, and this storage keeps the old memory.
-  if (first && graph.captured.graph) graph.storages_sharing_results.insert(number);
+  if (first && graph.captured.graph) graph.storages_sharing_results.insert(new_storage);
   return nullptr;
 }
 
-void GraphTable::on_storage_freed(uint32_t number) {
-  if (storages_.slot_at(number).graph_uses == 0) return;
+void GraphTable::on_storage_freed(uint32_t storage_number) {
+  if (storages_.slot_at(storage_number).graph_uses == 0) return;
   for (auto& [_, graph] : graphs_)
-    if (graph->results.count(number)) graph->freed_results.insert(number);
-  on_storage_moved(number);
+    if (graph->results.count(storage_number)) graph->freed_results.insert(storage_number);
+  on_storage_moved(storage_number);
 }
 
 // Captured storages do not count towards the quota, so they are released as soon as they are unusable.
-void GraphTable::on_storage_moved(uint32_t number) {
-  if (storages_.slot_at(number).graph_uses == 0) return;
+void GraphTable::on_storage_moved(uint32_t storage_number) {
+  if (storages_.slot_at(storage_number).graph_uses == 0) return;
   for (auto& [_, graph] : graphs_)
-    if (graph->input_storages.count(number)) release_capture(*graph);
+    if (graph->input_storages.count(storage_number)) release_capture(*graph);
 }
 
 void GraphTable::release_capture(RecordedGraph& graph) {
-  storages_.add_result_bytes(-static_cast<int64_t>(graph.captured.pool_bytes));
+  storages_.add_counted_bytes(-static_cast<int64_t>(graph.captured.pool_bytes));
   graph.captured = {};
   graph.captured_storages.clear();
 }
 
 // --- replay -------------------------------------------------------------------------------------
 
-GraphTable::RecordedGraph& GraphTable::get_graph(uint32_t number) {
-  auto found = graphs_.find(number);
-  if (found == graphs_.end()) throw ProtocolError("graph " + std::to_string(number) + " does not exist");
+GraphTable::RecordedGraph& GraphTable::get_graph(uint32_t graph_number) {
+  auto found = graphs_.find(graph_number);
+  if (found == graphs_.end())
+    throw ProtocolError("graph " + std::to_string(graph_number) + " does not exist");
   return *found->second;
 }
 
-FailurePtr GraphTable::replay(uint32_t number) {
+FailurePtr GraphTable::replay(uint32_t graph_number) {
   if (is_recording()) throw ProtocolError("a graph is replayed while another is being recorded");
-  RecordedGraph& graph = get_graph(number);
+  RecordedGraph& graph = get_graph(graph_number);
   graph.replay_count++;
   graph.shared_results.clear();
-  if (replies_.has_borrowed_tensors()) copy_borrowed_replies(graph);
+  if (replies_.has_borrowed_tensors()) copy_replies_before_graph_writes(graph);
   if (graph.captured.graph && !is_capture_valid(graph)) release_capture(graph);
   if (!graph.captured.graph) {
     if (!has_valid_inputs(graph)) return run_steps(graph);
@@ -195,7 +199,7 @@ FailurePtr GraphTable::replay(uint32_t number) {
     capture_->replay(graph.captured.graph.get());
     return failure;
   } catch (...) {
-    return current_failure("a captured graph", ops_.op_count());
+    return failure_from_current_exception("a captured graph", ops_.op_count());
   }
 }
 
@@ -213,7 +217,7 @@ FailurePtr GraphTable::unshare_results(RecordedGraph& graph) {
     try {
       storages_.unshare_memory(slot);
     } catch (...) {
-      FailurePtr failure = current_failure("a captured graph", ops_.op_count());
+      FailurePtr failure = failure_from_current_exception("a captured graph", ops_.op_count());
       storages_.free_and_poison(slot, failure);
       if (!first) first = failure;
     }
@@ -233,7 +237,7 @@ bool GraphTable::has_valid_inputs(const RecordedGraph& graph) {
 }
 
 // Unreceived replies must keep their contents. Steps ensure that; compiled and captured graphs do not.
-void GraphTable::copy_borrowed_replies(const RecordedGraph& graph) {
+void GraphTable::copy_replies_before_graph_writes(const RecordedGraph& graph) {
   auto keep = [this](uint32_t number) {
     const StorageSlot& slot = storages_.slot_at(number);
     if (slot.storage) replies_.before_storage_written(slot.storage);
@@ -243,8 +247,8 @@ void GraphTable::copy_borrowed_replies(const RecordedGraph& graph) {
     if (saved.is_result) replies_.before_storage_written(saved.storage);
 }
 
-GraphReport GraphTable::report(uint32_t number) {
-  const RecordedGraph& graph = get_graph(number);
+GraphReport GraphTable::report(uint32_t graph_number) {
+  const RecordedGraph& graph = get_graph(graph_number);
   GraphReport result;
   result.replays = graph.replay_count;
   bool captured = graph.captured.graph != nullptr;
@@ -282,14 +286,14 @@ void GraphTable::free_previous_result(const RecordedGraph& graph, uint32_t stora
   storages_.free(storage);
 }
 
-void GraphTable::free_unused_results(const RecordedGraph& graph) {
+void GraphTable::free_results_freed_by_client(const RecordedGraph& graph) {
   for (uint32_t storage : graph.freed_results) free_previous_result(graph, storage);
 }
 
 FailurePtr GraphTable::run_step(RecordedGraph& graph, GraphStep& step) {
   if (step.kind == RecordKind::Op) {
     for (uint32_t i = 0; i < step.op_template->new_outputs; i++)
-      free_previous_result(graph, step_output_storage(*step.op_template, step.record, i));
+      free_previous_result(graph, read_step_output_storage(*step.op_template, step.record, i));
     WireReader in(step.record.data(), step.record.size());
     return ops_.run(*step.op_template, in);
   }
@@ -302,8 +306,8 @@ FailurePtr GraphTable::run_step(RecordedGraph& graph, GraphStep& step) {
     storages_.allocate(step.storage, step.bytes);
     return nullptr;
   } catch (...) {
-    FailurePtr failure = current_failure("memory of a captured graph", ops_.op_count());
-    storages_.poison(step.storage, failure);
+    FailurePtr failure = failure_from_current_exception("memory of a captured graph", ops_.op_count());
+    storages_.add_poisoned_storage(step.storage, failure);
     return failure;
   }
 }
@@ -314,7 +318,7 @@ FailurePtr GraphTable::run_steps(RecordedGraph& graph) {
     FailurePtr failure = run_step(graph, step);
     if (failure && !first) first = failure;
   }
-  free_unused_results(graph);
+  free_results_freed_by_client(graph);
   return first;
 }
 
@@ -333,7 +337,7 @@ void GraphTable::try_compile(RecordedGraph& graph) {
   for (uint32_t number : graph.input_storages) sizes.emplace(number, storages_.existing_slot(number).bytes);
   try {
     CompiledGraph compiled =
-        compiler_->compile(graph.steps, results, sizes, [this] { replies_.acknowledge(); });
+        compiler_->compile(graph.steps, results, sizes, [this] { replies_.acknowledge_frames(); });
     for (const StorageView& view : compiled.inputs) {
       auto found = sizes.find(view.storage);
       uint64_t end = static_cast<uint64_t>(view.offset) * view.meta.item_bytes + view.meta.span_bytes;
@@ -342,7 +346,7 @@ void GraphTable::try_compile(RecordedGraph& graph) {
     graph.compiled = std::move(compiled);
     graph.has_run = false;
   } catch (...) {
-    graph.why_not_compiled = format_reason(*current_failure("", ops_.op_count()));
+    graph.why_not_compiled = format_failure_reason(*failure_from_current_exception("", ops_.op_count()));
   }
 }
 
@@ -360,13 +364,13 @@ FailurePtr GraphTable::run_compiled(RecordedGraph& graph) {
     store_results(graph, inputs, std::move(results));
     graph.has_run = true;
   } catch (...) {
-    failure = current_failure("a compiled graph", ops_.op_count());
+    failure = failure_from_current_exception("a compiled graph", ops_.op_count());
     for (const StorageView& view : graph.compiled->results) {
       free_previous_result(graph, view.storage);
-      storages_.poison(view.storage, failure);
+      storages_.add_poisoned_storage(view.storage, failure);
     }
   }
-  free_unused_results(graph);
+  free_results_freed_by_client(graph);
   return failure;
 }
 
@@ -380,25 +384,26 @@ void GraphTable::store_results(RecordedGraph& graph, const std::vector<at::Tenso
   for (size_t i = 0; i < results.size(); i++) {
     at::Tensor result = copy_result_if_shared(results[i], expected[i].meta, used);
     results[i].reset();
-    storages_.store_tensor(expected[i].storage, std::move(result));
+    storages_.add_storage(expected[i].storage, std::move(result));
   }
 }
 
 // Compiled functions may return the same memory twice, an input, or other strides.
-at::Tensor GraphTable::copy_result_if_shared(const at::Tensor& found, const TensorMeta& meta,
-                                             std::unordered_set<const c10::StorageImpl*>& used) const {
-  if (!found.defined() || found.scalar_type() != meta.dtype ||
-      found.sizes() != c10::IntArrayRef(meta.sizes)) {
+at::Tensor GraphTable::copy_result_if_shared(
+    const at::Tensor& result, const TensorMeta& expected,
+    std::unordered_set<const c10::StorageImpl*>& used_storages) const {
+  if (!result.defined() || result.scalar_type() != expected.dtype ||
+      result.sizes() != c10::IntArrayRef(expected.sizes)) {
     throw OutputMismatch("a compiled graph returned another tensor than " +
-                         describe_tensor(meta.dtype, meta.sizes));
+                         describe_tensor(expected.dtype, expected.sizes));
   }
-  bool unshared = used.insert(found.storage().unsafeGetStorageImpl()).second &&
-                  storages_.is_ordinary_tensor(found) && meta.matches(found, 0) &&
-                  meta.span_bytes <= found.storage().nbytes();
-  if (unshared) return at::alias(found);  // without the Python object of `found`
-  auto options = at::TensorOptions().dtype(meta.dtype).device(storages_.device());
-  at::Tensor copy = at::empty_strided(meta.sizes, meta.strides, options);
-  copy.copy_(found);
+  bool unshared = used_storages.insert(result.storage().unsafeGetStorageImpl()).second &&
+                  storages_.is_ordinary_tensor(result) && expected.matches(result, 0) &&
+                  expected.span_bytes <= result.storage().nbytes();
+  if (unshared) return at::alias(result);  // without the Python object of `result`
+  auto options = at::TensorOptions().dtype(expected.dtype).device(storages_.device());
+  at::Tensor copy = at::empty_strided(expected.sizes, expected.strides, options);
+  copy.copy_(result);
   return copy;
 }
 
@@ -411,9 +416,10 @@ bool GraphTable::can_capture(RecordedGraph& graph) {
   return graph.why_not_captured.empty();
 }
 
-void GraphTable::add_captured_storages(RecordedGraph& graph, const std::unordered_set<uint32_t>& numbers,
+void GraphTable::add_captured_storages(RecordedGraph& graph,
+                                       const std::unordered_set<uint32_t>& storage_numbers,
                                        bool are_results) {
-  for (uint32_t number : numbers) {
+  for (uint32_t number : storage_numbers) {
     StorageSlot& slot = storages_.slot_at(number);
     if (slot.storage)
       graph.captured_storages.push_back(
@@ -443,22 +449,22 @@ void GraphTable::try_capture(RecordedGraph& graph) {
   try {
     add_captured_storages(graph, graph.input_storages, /*are_results=*/false);
     capture_->begin();
-    failure = capture_replay(captured, graph);
+    failure = run_and_capture(captured, graph);
   } catch (const std::exception&) {
-    failure = current_failure("", ops_.op_count());
+    failure = failure_from_current_exception("", ops_.op_count());
   }
   if (failure) {
-    graph.why_not_captured = format_reason(*failure);
+    graph.why_not_captured = format_failure_reason(*failure);
     graph.captured_storages.clear();
     return;
   }
   add_captured_storages(graph, graph.results, /*are_results=*/true);
-  storages_.add_result_bytes(static_cast<int64_t>(captured.pool_bytes));
+  storages_.add_counted_bytes(static_cast<int64_t>(captured.pool_bytes));
   graph.captured = std::move(captured);
   graph.storage_changes_seen = storages_.graph_storage_change_count();
 }
 
-FailurePtr GraphTable::capture_replay(CapturedGraph& captured, RecordedGraph& graph) {
+FailurePtr GraphTable::run_and_capture(CapturedGraph& captured, RecordedGraph& graph) {
   FailurePtr failure;
   try {
     failure = run_uncaptured(graph);
@@ -487,8 +493,8 @@ void GraphTable::free_created_storages(const RecordedGraph& graph) {
     if (storages_.slot_at(number).is_in_use()) storages_.free(number);
 }
 
-void GraphTable::free_graph(uint32_t number) {
-  RecordedGraph& graph = get_graph(number);
+void GraphTable::free_graph(uint32_t graph_number) {
+  RecordedGraph& graph = get_graph(graph_number);
   release_capture(graph);
   for (uint32_t input : graph.input_storages) storages_.slot_at(input).graph_uses--;
   for (uint32_t result : graph.results) {
@@ -497,7 +503,7 @@ void GraphTable::free_graph(uint32_t number) {
     if (owner != graph_of_result_.end() && owner->second == &graph) graph_of_result_.erase(owner);
   }
   steps_bytes_ -= graph.bytes;
-  graphs_.erase(number);
+  graphs_.erase(graph_number);
 }
 
 void GraphTable::clear() {

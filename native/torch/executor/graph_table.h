@@ -38,7 +38,7 @@ class GraphCapture {
   virtual CapturedGraph end() = 0;
   // Ends the capture after an error. False if the accelerator has failed.
   virtual bool abort() noexcept = 0;
-  virtual void replay(void* graph) = 0;
+  virtual void replay(void* captured_graph) = 0;
 };
 
 struct GraphStep {
@@ -59,13 +59,14 @@ struct CompiledGraph {
 class GraphCompiler {
  public:
   virtual ~GraphCompiler() = default;
-  // `results`: storages created by the steps that the function must return. `sizes`: bytes of the storages
-  // that exist before. Throws if the steps cannot be compiled; they are then replayed one by one.
-  // `keep_alive` is called periodically.
-  virtual CompiledGraph compile(const std::vector<GraphStep>& steps, const std::vector<uint32_t>& results,
-                                const std::unordered_map<uint32_t, uint64_t>& sizes,
+  // `result_storages`: storages created by the steps that the function must return. `storage_bytes`: sizes of
+  // the storages that exist before. Throws if the steps cannot be compiled; they are then replayed one by
+  // one. `keep_alive` is called periodically.
+  virtual CompiledGraph compile(const std::vector<GraphStep>& steps,
+                                const std::vector<uint32_t>& result_storages,
+                                const std::unordered_map<uint32_t, uint64_t>& storage_bytes,
                                 const std::function<void()>& keep_alive) = 0;
-  virtual std::vector<at::Tensor> run(void* function, const std::vector<at::Tensor>& inputs) = 0;
+  virtual std::vector<at::Tensor> run(void* compiled_function, const std::vector<at::Tensor>& inputs) = 0;
 };
 
 // `reason`: why no faster kind is used.
@@ -87,29 +88,30 @@ class GraphTable {
         compiler_(std::move(compiler)) {}
 
   bool is_recording() const { return recording_graph_ != nullptr; }
-  void begin_recording(uint32_t number);
-  // `mode`: an argument of GraphEnd.
-  void end_recording(uint32_t mode);
+  void begin_recording(uint32_t graph_number);
+  // `end_action`: an argument of GraphEnd.
+  void end_recording(uint32_t end_action);
   // While recording, after the record was executed.
   void record_op(const std::shared_ptr<DecodedTemplate>& op_template, const uint8_t* record, size_t bytes);
   void record_allocate(uint32_t storage, uint64_t bytes);
   void record_free(uint32_t storage);
 
   // Call before the client frees or resizes a storage: unreceived replies keep its contents.
-  void before_storage_freed(uint32_t number, const StorageSlot& slot);
+  void before_storage_freed(uint32_t storage_number, const StorageSlot& slot);
   // Call after the client freed a storage while not recording; a graph that returns it stops keeping it.
-  void on_storage_freed(uint32_t number);
+  void on_storage_freed(uint32_t storage_number);
   // Call when a storage gets other memory: captures that use the old memory are released.
-  void on_storage_moved(uint32_t number);
+  void on_storage_moved(uint32_t storage_number);
 
-  // Storage `number` gets the current contents of `result`, a result of a graph. They share memory until a
-  // captured replay is about to overwrite the result; if `number` was freed by then, nothing is copied.
-  FailurePtr share_result(uint32_t result, uint32_t number);
+  // Storage `new_storage` gets the current contents of `result_storage`, a result of a graph. They share
+  // memory until a captured replay is about to overwrite the result; if `new_storage` was freed by then,
+  // nothing is copied.
+  FailurePtr share_result(uint32_t result_storage, uint32_t new_storage);
 
   // Returns the first failure, or null.
-  FailurePtr replay(uint32_t number);
-  GraphReport report(uint32_t number);
-  void free_graph(uint32_t number);
+  FailurePtr replay(uint32_t graph_number);
+  GraphReport report(uint32_t graph_number);
+  void free_graph(uint32_t graph_number);
   void clear();
 
  private:
@@ -143,15 +145,15 @@ class GraphTable {
     int capture_count = 0;
   };
 
-  RecordedGraph& get_graph(uint32_t number);
+  RecordedGraph& get_graph(uint32_t graph_number);
   void add_step(GraphStep step);
   void add_created_storage(uint32_t storage);
-  void add_input_storages(const std::vector<TemplateArgument>& arguments, const uint8_t* data);
+  void add_input_storages(const std::vector<TemplateArgument>& arguments, const uint8_t* call_data);
   void release_capture(RecordedGraph& graph);
 
   bool has_valid_inputs(const RecordedGraph& graph);
   bool reads_host_memory(const RecordedGraph& graph);
-  void copy_borrowed_replies(const RecordedGraph& graph);
+  void copy_replies_before_graph_writes(const RecordedGraph& graph);
   bool is_capture_valid(RecordedGraph& graph);
   void try_compile(RecordedGraph& graph);
   FailurePtr run_uncaptured(RecordedGraph& graph);
@@ -160,15 +162,15 @@ class GraphTable {
   FailurePtr run_compiled(RecordedGraph& graph);
   void store_results(RecordedGraph& graph, const std::vector<at::Tensor>& inputs,
                      std::vector<at::Tensor> results);
-  at::Tensor copy_result_if_shared(const at::Tensor& found, const TensorMeta& meta,
-                                   std::unordered_set<const c10::StorageImpl*>& used) const;
+  at::Tensor copy_result_if_shared(const at::Tensor& result, const TensorMeta& expected,
+                                   std::unordered_set<const c10::StorageImpl*>& used_storages) const;
   void free_previous_result(const RecordedGraph& graph, uint32_t storage);
-  void free_unused_results(const RecordedGraph& graph);
+  void free_results_freed_by_client(const RecordedGraph& graph);
   bool can_capture(RecordedGraph& graph);
   void try_capture(RecordedGraph& graph);
-  FailurePtr capture_replay(CapturedGraph& captured, RecordedGraph& graph);
+  FailurePtr run_and_capture(CapturedGraph& captured, RecordedGraph& graph);
   void free_created_storages(const RecordedGraph& graph);
-  void add_captured_storages(RecordedGraph& graph, const std::unordered_set<uint32_t>& numbers,
+  void add_captured_storages(RecordedGraph& graph, const std::unordered_set<uint32_t>& storage_numbers,
                              bool are_results);
   FailurePtr unshare_results(RecordedGraph& graph);
 

@@ -61,10 +61,10 @@ class PythonCapture final : public GraphCapture {
       return false;
     }
   }
-  void replay(void* graph) override {
+  void replay(void* captured_graph) override {
     py::gil_scoped_acquire gil;
     try {
-      object_.attr("replay")(py::handle(static_cast<PyObject*>(graph)));
+      object_.attr("replay")(py::handle(static_cast<PyObject*>(captured_graph)));
     } catch (const py::error_already_set& error) {
       throw_python_error(error);
     }
@@ -74,13 +74,13 @@ class PythonCapture final : public GraphCapture {
   py::object object_;
 };
 
-bool has_true_attribute(py::handle object, const char* name) {
+bool is_attribute_true(py::handle object, const char* name) {
   return py::hasattr(object, name) && object.attr(name).cast<bool>();
 }
 
 // Wraps a Python function of (host, port, server_name, number, token) that connects to another executor. It
 // returns a stream or raises a GenieError.
-ParcelConnector make_connector(py::object callable) {
+ParcelConnector make_parcel_connector(py::object callable) {
   if (callable.is_none()) return {};
   std::shared_ptr<py::object> kept(new py::object(std::move(callable)), [](py::object* held) {
     py::gil_scoped_acquire gil;
@@ -96,27 +96,28 @@ ParcelConnector make_connector(py::object callable) {
       std::string code = "device.remote_op";
       if (py::hasattr(value, "code")) code = py::str(value.attr("code")).cast<std::string>();
       throw ParcelConnectError(code, py::str(value).cast<std::string>(),
-                               has_true_attribute(value, "retryable"));
+                               is_attribute_true(value, "retryable"));
     }
   };
 }
 
-bool send_parcel(Session& session, uint64_t number, py::handle stream) {
+bool send_parcel(Session& session, uint64_t parcel_number, py::handle stream) {
   auto connection = stream_from_python(stream);
   py::gil_scoped_release release;
-  return session.send_parcel(number, connection);
+  return session.send_parcel(parcel_number, connection);
 }
 
-std::unique_ptr<Session> make_session(const std::string& device, uint64_t bytes_max,
+std::unique_ptr<Session> make_session(const std::string& device, uint64_t memory_quota_bytes,
                                       std::vector<std::string> allowed_ops, int64_t spin_us,
-                                      py::object capture, py::object compiler, py::object connect) {
+                                      py::object capture, py::object compiler,
+                                      py::object connect_for_parcel) {
   std::shared_ptr<GraphCapture> capture_object;
   if (!capture.is_none()) capture_object = std::make_shared<PythonCapture>(std::move(capture));
   std::shared_ptr<GraphCompiler> compiler_object;
   if (!compiler.is_none()) compiler_object = make_python_compiler(std::move(compiler));
-  return std::make_unique<Session>(device, bytes_max, std::move(allowed_ops), spin_us,
+  return std::make_unique<Session>(device, memory_quota_bytes, std::move(allowed_ops), spin_us,
                                    std::move(capture_object), std::move(compiler_object),
-                                   make_connector(std::move(connect)));
+                                   make_parcel_connector(std::move(connect_for_parcel)));
 }
 
 std::string serve(Session& session, py::handle stream, uint64_t replies_received) {

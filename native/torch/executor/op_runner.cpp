@@ -12,8 +12,8 @@ namespace {
 
 using c10::IValue;
 
-uint32_t read_storage_number(const uint8_t* numbers, uint32_t index) {
-  const uint8_t* position = numbers + sizeof(uint32_t) * index;
+uint32_t read_storage_number(const uint8_t* storage_numbers, uint32_t index) {
+  const uint8_t* position = storage_numbers + sizeof(uint32_t) * index;
   return read_next_value<uint32_t>(position);
 }
 
@@ -43,30 +43,30 @@ uint64_t total_storage_bytes(const std::vector<at::Tensor>& tensors) {
 
 // --- calls --------------------------------------------------------------------------------------
 
-void OpRunner::invoke_op(DecodedTemplate& op_template, const uint8_t* data) {
+void OpRunner::invoke_op(DecodedTemplate& op_template, const uint8_t* call_data) {
   if (!op_template.op) throw OpRefused(op_template.refusal_reason);
   storages_.check_quota(std::max(op_template.new_output_bytes, op_template.output_bytes_min));
-  for (TemplateArgument& argument : op_template.arguments) stack_.push_back(to_ivalue(argument, data));
+  for (TemplateArgument& argument : op_template.arguments) stack_.push_back(to_ivalue(argument, call_data));
   if (op_template.size_argument_index >= 0) check_quota_for_outputs(op_template);
   op_template.op->callBoxed(&stack_);
 }
 
-IValue OpRunner::to_ivalue(TemplateArgument& argument, const uint8_t*& data) {
+IValue OpRunner::to_ivalue(TemplateArgument& argument, const uint8_t*& call_data) {
   switch (argument.kind) {
     case ArgumentKind::Tensor:
-      return load_tensor_argument(argument, data);
+      return load_tensor_argument(argument, call_data);
     case ArgumentKind::ScalarTensor:
-      return load_scalar_argument(argument, data);
+      return load_scalar_argument(argument, call_data);
     case ArgumentKind::IntegerData:
-      return read_next_value<int64_t>(data);
+      return read_next_value<int64_t>(call_data);
     case ArgumentKind::FloatData:
-      return read_next_value<double>(data);
+      return read_next_value<double>(call_data);
     case ArgumentKind::Generator:
-      return generators_.get_or_create(read_next_value<uint32_t>(data));
+      return generators_.get_or_create(read_next_value<uint32_t>(call_data));
     case ArgumentKind::List: {
       c10::impl::GenericList list(argument.item_type);
       list.reserve(argument.items.size());
-      for (TemplateArgument& item : argument.items) list.push_back(to_ivalue(item, data));
+      for (TemplateArgument& item : argument.items) list.push_back(to_ivalue(item, call_data));
       return list;
     }
     default:
@@ -74,24 +74,25 @@ IValue OpRunner::to_ivalue(TemplateArgument& argument, const uint8_t*& data) {
   }
 }
 
-const at::Tensor& OpRunner::load_tensor_argument(const TemplateArgument& argument, const uint8_t*& data) {
-  StorageSlot& slot = storages_.existing_slot(read_next_value<uint32_t>(data));
-  int64_t offset = argument.has_offset ? read_next_value<int64_t>(data) : 0;
+const at::Tensor& OpRunner::load_tensor_argument(const TemplateArgument& argument,
+                                                 const uint8_t*& call_data) {
+  StorageSlot& slot = storages_.existing_slot(read_next_value<uint32_t>(call_data));
+  int64_t offset = argument.has_offset ? read_next_value<int64_t>(call_data) : 0;
   inputs_.push_back({{}, &slot, argument.meta.get(), offset, argument.is_written});
   inputs_.back().tensor = storages_.get_view(slot, *argument.meta, offset);
   if (argument.is_written) replies_.before_storage_written(slot.storage);
   return inputs_.back().tensor;
 }
 
-const at::Tensor& OpRunner::load_scalar_argument(TemplateArgument& argument, const uint8_t*& data) {
+const at::Tensor& OpRunner::load_scalar_argument(TemplateArgument& argument, const uint8_t*& call_data) {
   if (argument.scalar.use_count() > 1) {
     // The previous op of this template kept a reference.
     bool wrapped = argument.scalar.unsafeGetTensorImpl()->is_wrapped_number();
     argument.scalar = argument.scalar.clone();
     argument.scalar.unsafeGetTensorImpl()->set_wrapped_number(wrapped);
   }
-  std::memcpy(argument.scalar.mutable_data_ptr(), data, argument.scalar.itemsize());
-  data += SCALAR_TENSOR_BYTES;
+  std::memcpy(argument.scalar.mutable_data_ptr(), call_data, argument.scalar.itemsize());
+  call_data += SCALAR_TENSOR_BYTES;
   return argument.scalar;
 }
 
@@ -101,12 +102,12 @@ bool OpRunner::has_changed_metadata(const OpInput& input) const {
          storage.nbytes() != input.slot->bytes;
 }
 
-void OpRunner::restore_written_inputs() noexcept {
+void OpRunner::restore_resized_written_inputs() noexcept {
   for (OpInput& input : inputs_) {
     if (!input.is_written || !input.tensor.defined()) continue;
     bool changed = has_changed_metadata(input) || input.slot->storage.nbytes() != input.slot->bytes;
     input.tensor.reset();
-    if (changed) storages_.restore_size(*input.slot);
+    if (changed) storages_.restore_size_after_failed_op(*input.slot);
   }
 }
 
@@ -133,10 +134,10 @@ FailurePtr OpRunner::run(DecodedTemplate& op_template, WireReader& in) {
     storages_.check_unused(read_storage_number(new_storages, i));
   try {
     invoke_op(op_template, data);
-    check_inputs_unchanged();
+    check_input_metadata_unchanged();
     for (size_t i = 0; i < op_template.outputs.size(); i++) collect_output(op_template.outputs[i], stack_[i]);
     for (uint32_t i = 0; i < op_template.new_outputs; i++) {
-      storages_.store_tensor(read_storage_number(new_storages, i), std::move(new_tensors_[i]));
+      storages_.add_storage(read_storage_number(new_storages, i), std::move(new_tensors_[i]));
     }
     release_current_op();
     return nullptr;
@@ -145,7 +146,7 @@ FailurePtr OpRunner::run(DecodedTemplate& op_template, WireReader& in) {
   }
 }
 
-void OpRunner::check_inputs_unchanged() const {
+void OpRunner::check_input_metadata_unchanged() const {
   for (const OpInput& input : inputs_) {
     if (input.is_written && has_changed_metadata(input)) {
       throw OutputMismatch("predicted " + describe_tensor(input.meta->dtype, input.meta->sizes) +
@@ -155,30 +156,30 @@ void OpRunner::check_inputs_unchanged() const {
   }
 }
 
-void OpRunner::collect_output(const ExpectedOutput& predicted, const IValue& value) {
+void OpRunner::collect_output(const ExpectedOutput& predicted, const IValue& output) {
   switch (predicted.kind) {
     case OutputKind::New:
-      if (!value.isTensor() || !value.toTensor().defined()) {
+      if (!output.isTensor() || !output.toTensor().defined()) {
         throw OutputMismatch("predicted a tensor, got none");
       }
-      new_tensors_.push_back(to_predicted_layout(value.toTensor(), predicted.meta));
+      new_tensors_.push_back(to_predicted_layout(output.toTensor(), predicted.meta));
       break;
     case OutputKind::None:
-      if (!value.isNone() && !(value.isTensor() && !value.toTensor().defined())) {
-        throw OutputMismatch("predicted nothing, got a " + value.tagKind());
+      if (!output.isNone() && !(output.isTensor() && !output.toTensor().defined())) {
+        throw OutputMismatch("predicted nothing, got a " + output.tagKind());
       }
       break;
     case OutputKind::Alias:
-      check_alias(predicted, value);
+      check_predicted_alias(predicted, output);
       break;
     case OutputKind::Integer:
-      if (!value.isInt() || value.toInt() != predicted.integer) {
+      if (!output.isInt() || output.toInt() != predicted.integer) {
         throw OutputMismatch("predicted " + std::to_string(predicted.integer) + ", got another number");
       }
       break;
     default: {
-      if (!value.isList()) throw OutputMismatch("predicted a list, got a " + value.tagKind());
-      auto items = value.toListRef();
+      if (!output.isList()) throw OutputMismatch("predicted a list, got a " + output.tagKind());
+      auto items = output.toListRef();
       if (items.size() != predicted.items.size()) {
         throw OutputMismatch("predicted " + std::to_string(predicted.items.size()) + " items, got " +
                              std::to_string(items.size()));
@@ -188,60 +189,62 @@ void OpRunner::collect_output(const ExpectedOutput& predicted, const IValue& val
   }
 }
 
-at::Tensor OpRunner::to_predicted_layout(const at::Tensor& found, const TensorMeta& predicted) const {
-  const c10::TensorImpl& impl = *found.unsafeGetTensorImpl();
+at::Tensor OpRunner::to_predicted_layout(const at::Tensor& output, const TensorMeta& predicted) const {
+  const c10::TensorImpl& impl = *output.unsafeGetTensorImpl();
   if (impl.dtype().toScalarType() != predicted.dtype || impl.sizes() != c10::IntArrayRef(predicted.sizes)) {
     throw OutputMismatch("predicted " + describe_tensor(predicted.dtype, predicted.sizes) + ", got " +
-                         describe_tensor(found.scalar_type(), found.sizes()));
+                         describe_tensor(output.scalar_type(), output.sizes()));
   }
-  bool plain =
-      storages_.is_ordinary_tensor(found) || (found.device().is_cpu() && found.dim() == 0 &&
-                                              !found.is_neg() && !found.is_conj() && !found._is_zerotensor());
+  bool plain = storages_.is_ordinary_tensor(output) ||
+               (output.device().is_cpu() && output.dim() == 0 && !output.is_neg() && !output.is_conj() &&
+                !output._is_zerotensor());
   if (plain && impl.storage_offset() == 0 && impl.strides() == c10::IntArrayRef(predicted.strides) &&
-      owns_whole_storage(found) && predicted.span_bytes <= impl.unsafe_storage().nbytes()) {
-    return found;
+      owns_whole_storage(output) && predicted.span_bytes <= impl.unsafe_storage().nbytes()) {
+    return output;
   }
-  check_supported_result(found);
+  check_supported_result(output);
   auto options = at::TensorOptions().dtype(predicted.dtype).device(storages_.device());
   at::Tensor copy = at::empty_strided(predicted.sizes, predicted.strides, options);
-  if (found._is_zerotensor()) {
+  if (output._is_zerotensor()) {
     copy.zero_();
   } else {
-    copy.copy_(found);
+    copy.copy_(output);
   }
   return copy;
 }
 
-void OpRunner::check_alias(const ExpectedOutput& predicted, const IValue& value) const {
+void OpRunner::check_predicted_alias(const ExpectedOutput& predicted, const IValue& output) const {
   const OpInput& input = inputs_[predicted.alias_index];
-  if (value.isTensor() && value.toTensor().is_same(input.tensor)) return;
-  if (value.isTensor() && value.toTensor().defined() && value.toTensor().layout() == c10::kStrided &&
-      value.toTensor().storage().is_alias_of(input.slot->storage) &&
-      input.meta->matches(value.toTensor(), input.offset)) {
+  if (output.isTensor() && output.toTensor().is_same(input.tensor)) return;
+  if (output.isTensor() && output.toTensor().defined() && output.toTensor().layout() == c10::kStrided &&
+      output.toTensor().storage().is_alias_of(input.slot->storage) &&
+      input.meta->matches(output.toTensor(), input.offset)) {
     return;
   }
   throw OutputMismatch("predicted an input tensor, got another tensor");
 }
 
 // Whether the op writes to a tensor that is not poisoned.
-bool OpRunner::writes_usable_tensor(const std::vector<TemplateArgument>& arguments, const uint8_t* data) {
+bool OpRunner::writes_to_unpoisoned_tensor(const std::vector<TemplateArgument>& arguments,
+                                           const uint8_t* call_data) {
   bool found = false;
-  for_each_tensor_argument(arguments, data, [&](const TemplateArgument& argument, uint32_t storage) {
+  for_each_tensor_argument(arguments, call_data, [&](const TemplateArgument& argument, uint32_t storage) {
     const StorageSlot& slot = storages_.existing_slot(storage);
     found = found || (argument.is_written && !slot.failure);
   });
   return found;
 }
 
-FailurePtr OpRunner::poison_outputs(const DecodedTemplate& op_template, const uint8_t* data,
+FailurePtr OpRunner::poison_outputs(const DecodedTemplate& op_template, const uint8_t* call_data,
                                     const uint8_t* new_storages) {
-  FailurePtr failure = current_failure(op_template.name, op_count());
+  FailurePtr failure = failure_from_current_exception(op_template.name, op_count());
   // The original failure was reported, but not that a usable tensor was not written.
-  bool report = failure->number == op_count() || writes_usable_tensor(op_template.arguments, data);
-  restore_written_inputs();
+  bool report =
+      failure->number == op_count() || writes_to_unpoisoned_tensor(op_template.arguments, call_data);
+  restore_resized_written_inputs();
   release_current_op();
   for (uint32_t i = 0; i < op_template.new_outputs; i++)
-    storages_.poison(read_storage_number(new_storages, i), failure);
+    storages_.add_poisoned_storage(read_storage_number(new_storages, i), failure);
   return report ? failure : nullptr;
 }
 
@@ -266,14 +269,14 @@ FailurePtr OpRunner::run_dynamic(DecodedTemplate& op_template, WireReader& in, u
     for (const IValue& value : stack_) encode_output(value, reply);
     encode_resized_inputs(reply);
     if (!new_tensors_.empty()) {
-      storages_.add_result_bytes(static_cast<int64_t>(total_storage_bytes(new_tensors_)));
+      storages_.add_counted_bytes(static_cast<int64_t>(total_storage_bytes(new_tensors_)));
       unbound_outputs_.emplace(reply_number, std::move(new_tensors_));
     }
     release_current_op();
     return nullptr;
   } catch (...) {
-    FailurePtr failure = current_failure(op_template.name, op_count());
-    restore_written_inputs();
+    FailurePtr failure = failure_from_current_exception(op_template.name, op_count());
+    restore_resized_written_inputs();
     release_current_op();
     return failure;
   }
@@ -335,15 +338,15 @@ void OpRunner::encode_tensor(const at::Tensor& tensor, WireWriter& reply) {
   for (int64_t stride : added.strides()) reply.write_i64(stride);
 }
 
-at::Tensor OpRunner::copy_if_shared(const at::Tensor& found) const {
-  check_supported_result(found);
-  bool host_scalar = found.device().is_cpu() && found.dim() == 0;
-  bool on_device = host_scalar || found.device() == storages_.device();
-  bool lazy = found.is_conj() || found.is_neg() || found._is_zerotensor();
-  if (on_device && !lazy && found.storage_offset() == 0 && owns_whole_storage(found)) return found;
-  storages_.check_quota(static_cast<uint64_t>(found.numel()) * found.itemsize());
-  if (found._is_zerotensor()) return at::zeros(found.sizes(), found.options().device(storages_.device()));
-  at::Tensor plain = found.resolve_conj().resolve_neg();
+at::Tensor OpRunner::copy_if_shared(const at::Tensor& output) const {
+  check_supported_result(output);
+  bool host_scalar = output.device().is_cpu() && output.dim() == 0;
+  bool on_device = host_scalar || output.device() == storages_.device();
+  bool lazy = output.is_conj() || output.is_neg() || output._is_zerotensor();
+  if (on_device && !lazy && output.storage_offset() == 0 && owns_whole_storage(output)) return output;
+  storages_.check_quota(static_cast<uint64_t>(output.numel()) * output.itemsize());
+  if (output._is_zerotensor()) return at::zeros(output.sizes(), output.options().device(storages_.device()));
+  at::Tensor plain = output.resolve_conj().resolve_neg();
   plain = on_device ? plain : plain.to(storages_.device());
   return owns_whole_storage(plain) && plain.storage_offset() == 0 ? plain : plain.clone();
 }
@@ -373,21 +376,21 @@ void OpRunner::encode_resized_inputs(WireWriter& reply) {
     reply.write_i64(tensor.storage_offset());
     for (int64_t size : tensor.sizes()) reply.write_i64(size);
     for (int64_t stride : tensor.strides()) reply.write_i64(stride);
-    storages_.update_size(*inputs_[i].slot);
+    storages_.update_size_after_op(*inputs_[i].slot);
   }
 }
 
-void OpRunner::bind_outputs(uint64_t reply_number, uint32_t count, WireReader& in) {
-  const uint8_t* numbers = in.consume(sizeof(uint32_t) * count);
+void OpRunner::bind_outputs(uint64_t reply_number, uint32_t output_count, WireReader& in) {
+  const uint8_t* numbers = in.consume(sizeof(uint32_t) * output_count);
   auto found = unbound_outputs_.find(reply_number);
-  if (found == unbound_outputs_.end() ? count != 0 : count != found->second.size()) {
-    throw ProtocolError("reply " + std::to_string(reply_number) + " does not have " + std::to_string(count) +
-                        " outputs to bind");
+  if (found == unbound_outputs_.end() ? output_count != 0 : output_count != found->second.size()) {
+    throw ProtocolError("reply " + std::to_string(reply_number) + " does not have " +
+                        std::to_string(output_count) + " outputs to bind");
   }
   if (found == unbound_outputs_.end()) return;
-  storages_.add_result_bytes(-static_cast<int64_t>(total_storage_bytes(found->second)));
-  for (uint32_t i = 0; i < count; i++)
-    storages_.store_tensor(read_storage_number(numbers, i), std::move(found->second[i]));
+  storages_.add_counted_bytes(-static_cast<int64_t>(total_storage_bytes(found->second)));
+  for (uint32_t i = 0; i < output_count; i++)
+    storages_.add_storage(read_storage_number(numbers, i), std::move(found->second[i]));
   unbound_outputs_.erase(found);
 }
 

@@ -37,7 +37,7 @@ class OpRunner {
   // Skips a dynamic op, because an earlier failure has to be reported first.
   void skip_dynamic_op(const DecodedTemplate& op_template, WireReader& in);
   // Assigns storage numbers to the outputs of a dynamic op.
-  void bind_outputs(uint64_t reply_number, uint32_t count, WireReader& in);
+  void bind_outputs(uint64_t reply_number, uint32_t output_count, WireReader& in);
   // Releases the tensors of the current op.
   void release_current_op();
   void clear();
@@ -52,25 +52,25 @@ class OpRunner {
     bool is_written;
   };
 
-  void invoke_op(DecodedTemplate& op_template, const uint8_t* data);
-  c10::IValue to_ivalue(TemplateArgument& argument, const uint8_t*& data);
-  const at::Tensor& load_tensor_argument(const TemplateArgument& argument, const uint8_t*& data);
-  const at::Tensor& load_scalar_argument(TemplateArgument& argument, const uint8_t*& data);
+  void invoke_op(DecodedTemplate& op_template, const uint8_t* call_data);
+  c10::IValue to_ivalue(TemplateArgument& argument, const uint8_t*& call_data);
+  const at::Tensor& load_tensor_argument(const TemplateArgument& argument, const uint8_t*& call_data);
+  const at::Tensor& load_scalar_argument(TemplateArgument& argument, const uint8_t*& call_data);
   bool has_changed_metadata(const OpInput& input) const;
-  void restore_written_inputs() noexcept;
+  void restore_resized_written_inputs() noexcept;
 
-  void check_inputs_unchanged() const;
-  void collect_output(const ExpectedOutput& predicted, const c10::IValue& value);
-  at::Tensor to_predicted_layout(const at::Tensor& found, const TensorMeta& predicted) const;
-  void check_alias(const ExpectedOutput& predicted, const c10::IValue& value) const;
-  bool writes_usable_tensor(const std::vector<TemplateArgument>& arguments, const uint8_t* data);
-  FailurePtr poison_outputs(const DecodedTemplate& op_template, const uint8_t* data,
+  void check_input_metadata_unchanged() const;
+  void collect_output(const ExpectedOutput& predicted, const c10::IValue& output);
+  at::Tensor to_predicted_layout(const at::Tensor& output, const TensorMeta& predicted) const;
+  void check_predicted_alias(const ExpectedOutput& predicted, const c10::IValue& output) const;
+  bool writes_to_unpoisoned_tensor(const std::vector<TemplateArgument>& arguments, const uint8_t* call_data);
+  FailurePtr poison_outputs(const DecodedTemplate& op_template, const uint8_t* call_data,
                             const uint8_t* new_storages);
 
   void check_quota_for_outputs(const DecodedTemplate& op_template) const;
   void encode_output(const c10::IValue& value, WireWriter& reply);
   void encode_tensor(const at::Tensor& tensor, WireWriter& reply);
-  at::Tensor copy_if_shared(const at::Tensor& found) const;
+  at::Tensor copy_if_shared(const at::Tensor& output) const;
   void encode_resized_inputs(WireWriter& reply);
 
   StorageTable& storages_;

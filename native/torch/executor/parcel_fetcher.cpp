@@ -31,9 +31,9 @@ struct FetchInterrupted : std::runtime_error {
 using KeepAliveFunction = std::function<void()>;
 
 // `timeout`: maximum time between bytes.
-void read_with_keep_alive(Stream& stream, void* into, size_t size, std::optional<Clock::duration> timeout,
+void read_with_keep_alive(Stream& stream, void* buffer, size_t size, std::optional<Clock::duration> timeout,
                           const KeepAliveFunction& keep_alive) {
-  auto* next = static_cast<uint8_t*>(into);
+  auto* next = static_cast<uint8_t*>(buffer);
   auto last_read = Clock::now();
   for (size_t left = size; left > 0;) {
     size_t got;
@@ -82,17 +82,18 @@ void acknowledge_parcel(Stream& stream) noexcept {
 
 }  // namespace
 
-void ParcelFetcher::fetch(const ParcelOrigin& origin, const at::Tensor& target, const at::Tensor& staged,
-                          uint64_t bytes, const KeepAliveFunction& keep_alive) {
-  struct DiscardUpload {
+void ParcelFetcher::fetch(const ParcelOrigin& origin, const at::Tensor& target,
+                          const at::Tensor& staging_tensor, uint64_t bytes,
+                          const KeepAliveFunction& keep_alive) {
+  struct DiscardUploadGuard {
     Upload& upload;
-    ~DiscardUpload() { upload.discard(); }
+    ~DiscardUploadGuard() { upload.discard(); }
   } discard_upload{upload_};
   for (int reconnects = 0;; reconnects++) {
     std::shared_ptr<Stream> stream = connect_with_retries(origin, keep_alive);
     try {
-      upload_.begin(target, staged, bytes);
-      receive_contents(*stream, bytes, keep_alive);
+      upload_.begin(target, staging_tensor, bytes);
+      receive_parcel_contents(*stream, bytes, keep_alive);
       return acknowledge_parcel(*stream);
     } catch (const FetchInterrupted& error) {
       stream->shut_down();
@@ -122,8 +123,9 @@ std::shared_ptr<Stream> ParcelFetcher::connect_with_retries(const ParcelOrigin& 
   }
 }
 
-void ParcelFetcher::receive_contents(Stream& stream, uint64_t bytes, const KeepAliveFunction& keep_alive) {
-  ParcelHeader header;
+void ParcelFetcher::receive_parcel_contents(Stream& stream, uint64_t bytes,
+                                            const KeepAliveFunction& keep_alive) {
+  TensorParcelHeader header;
   read_with_keep_alive(stream, &header, sizeof header, std::nullopt, keep_alive);
   if (header.kind == ParcelKind::Failure) throw_parcel_failure(stream, header.bytes, keep_alive);
   if (header.kind != ParcelKind::Contents)

@@ -26,8 +26,8 @@ struct ParcelConnectError : std::runtime_error {
   std::string code;
   bool retryable;
 };
-// Connects and sends the token; a ParcelHeader follows on the stream. ParcelConnectError. The connector may
-// return a stream again that has not been shut down.
+// Connects and sends the token; a TensorParcelHeader follows on the stream. ParcelConnectError. The connector
+// may return a stream again that has not been shut down.
 using ParcelConnector = std::function<std::shared_ptr<Stream>(const ParcelOrigin&)>;
 
 class ParcelFetcher {
@@ -36,15 +36,16 @@ class ParcelFetcher {
   ParcelFetcher(StagingBuffers& staging, ParcelConnector connector)
       : upload_(staging), connector_(std::move(connector)) {}
 
-  // `staged` as in Upload::begin. Reconnects a limited number of times, then TransferFailed. `keep_alive` is
-  // called periodically; its exceptions pass through, after which the same parcel may be fetched again.
-  void fetch(const ParcelOrigin& origin, const at::Tensor& target, const at::Tensor& staged, uint64_t bytes,
-             const std::function<void()>& keep_alive);
+  // `staging_tensor` as in Upload::begin. Reconnects a limited number of times, then TransferFailed.
+  // `keep_alive` is called periodically; its exceptions pass through, after which the same parcel may be
+  // fetched again.
+  void fetch(const ParcelOrigin& origin, const at::Tensor& target, const at::Tensor& staging_tensor,
+             uint64_t bytes, const std::function<void()>& keep_alive);
 
  private:
   std::shared_ptr<Stream> connect_with_retries(const ParcelOrigin& origin,
                                                const std::function<void()>& keep_alive);
-  void receive_contents(Stream& stream, uint64_t bytes, const std::function<void()>& keep_alive);
+  void receive_parcel_contents(Stream& stream, uint64_t bytes, const std::function<void()>& keep_alive);
 
   Upload upload_;
   ParcelConnector connector_;

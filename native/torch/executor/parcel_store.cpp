@@ -34,17 +34,17 @@ struct SendingThreadGuards {
   at::AutoDispatchBelowADInplaceOrView below_autograd;
 };
 
-void write_chunks(Stream& stream, const uint8_t* from, size_t bytes) {
+void write_chunks(Stream& stream, const uint8_t* data, size_t bytes) {
   for (size_t left = bytes; left > 0;) {
     size_t part = std::min(left, WRITE_CHUNK_BYTES);
-    stream.write_all(from, part, STALL_TIMEOUT_US);
-    from += part;
+    stream.write_all(data, part, STALL_TIMEOUT_US);
+    data += part;
     left -= part;
   }
 }
 
 void write_parcel_header(Stream& stream, uint64_t bytes, ParcelKind kind) {
-  ParcelHeader header{bytes, kind, 0};
+  TensorParcelHeader header{bytes, kind, 0};
   stream.write_all(&header, sizeof header, STALL_TIMEOUT_US);
 }
 
@@ -78,10 +78,10 @@ ParcelStore::Parcel::~Parcel() {
 
 // --- serving thread -----------------------------------------------------------------------------
 
-void ParcelStore::check_number_increases(uint64_t number) const {
+void ParcelStore::check_parcel_number_increases(uint64_t parcel_number) const {
   std::lock_guard<std::mutex> lock(mutex_);
-  if (number <= last_number_) {
-    throw ProtocolError("parcel " + std::to_string(number) + " was published after parcel " +
+  if (parcel_number <= last_number_) {
+    throw ProtocolError("parcel " + std::to_string(parcel_number) + " was published after parcel " +
                         std::to_string(last_number_));
   }
 }
@@ -92,26 +92,26 @@ void ParcelStore::check_capacity() const {
                   " parcels that other executors have not fetched yet; synchronize first");
 }
 
-void ParcelStore::store(uint64_t number, at::Tensor tensor) {
-  store(number, std::make_shared<Parcel>(storages_, std::move(tensor)));
-  storages_.add_result_bytes(0);  // updates the peak
+void ParcelStore::store(uint64_t parcel_number, at::Tensor tensor) {
+  store(parcel_number, std::make_shared<Parcel>(storages_, std::move(tensor)));
+  storages_.add_counted_bytes(0);  // updates the peak
 }
 
-void ParcelStore::store(uint64_t number, FailurePtr failure) {
-  store(number, std::make_shared<Parcel>(std::move(failure)));
+void ParcelStore::store(uint64_t parcel_number, FailurePtr failure) {
+  store(parcel_number, std::make_shared<Parcel>(std::move(failure)));
 }
 
-void ParcelStore::store(uint64_t number, ParcelPtr parcel) {
+void ParcelStore::store(uint64_t parcel_number, ParcelPtr parcel) {
   std::lock_guard<std::mutex> lock(mutex_);
-  last_number_ = number;
-  if (!is_closed_ && parcels_.size() < PARCELS_MAX) parcels_.emplace(number, std::move(parcel));
+  last_number_ = parcel_number;
+  if (!is_closed_ && parcels_.size() < PARCELS_MAX) parcels_.emplace(parcel_number, std::move(parcel));
   state_changed_.notify_all();
 }
 
-void ParcelStore::drop_parcel(uint64_t number) {
+void ParcelStore::drop_parcel(uint64_t parcel_number) {
   ParcelPtr dropped;  // destroyed after the lock is released: freeing memory may take a while
   std::lock_guard<std::mutex> lock(mutex_);
-  auto found = parcels_.find(number);
+  auto found = parcels_.find(parcel_number);
   if (found == parcels_.end()) return;
   dropped = std::move(found->second);
   parcels_.erase(found);
@@ -139,27 +139,27 @@ void ParcelStore::close() {
 
 // --- sending threads ----------------------------------------------------------------------------
 
-bool ParcelStore::send_parcel(uint64_t number, const std::shared_ptr<Stream>& stream) {
-  if (!register_fetch(number, stream)) return false;
+bool ParcelStore::send_parcel(uint64_t parcel_number, const std::shared_ptr<Stream>& stream) {
+  if (!register_fetch(parcel_number, stream)) return false;
   bool acknowledged = false;
   try {
-    acknowledged = send_until_acknowledged(number, stream);
+    acknowledged = send_until_acknowledged(parcel_number, stream);
   } catch (const ConnectionLost&) {
     // It may be fetched again until it is dropped.
   } catch (const c10::Error&) {
     // An accelerator error; the serving thread gets and reports it, too.
   } catch (...) {
-    unregister_fetch(number, stream);
+    unregister_fetch(parcel_number, stream);
     throw;
   }
-  unregister_fetch(number, stream);
+  unregister_fetch(parcel_number, stream);
   return acknowledged;
 }
 
-bool ParcelStore::register_fetch(uint64_t number, const std::shared_ptr<Stream>& stream) {
+bool ParcelStore::register_fetch(uint64_t parcel_number, const std::shared_ptr<Stream>& stream) {
   std::lock_guard<std::mutex> lock(mutex_);
   if (is_closed_) return false;
-  auto& newest = newest_fetches_[number];
+  auto& newest = newest_fetches_[parcel_number];
   if (newest) newest->shut_down();  // its peer has reconnected
   newest = stream;
   active_fetches_++;
@@ -167,37 +167,38 @@ bool ParcelStore::register_fetch(uint64_t number, const std::shared_ptr<Stream>&
   return true;
 }
 
-void ParcelStore::unregister_fetch(uint64_t number, const std::shared_ptr<Stream>& stream) {
+void ParcelStore::unregister_fetch(uint64_t parcel_number, const std::shared_ptr<Stream>& stream) {
   std::lock_guard<std::mutex> lock(mutex_);
-  auto newest = newest_fetches_.find(number);
+  auto newest = newest_fetches_.find(parcel_number);
   if (newest != newest_fetches_.end() && newest->second == stream) newest_fetches_.erase(newest);
   active_fetches_--;
   state_changed_.notify_all();
 }
 
-ParcelStore::ParcelPtr ParcelStore::wait_for_parcel(uint64_t number, const std::shared_ptr<Stream>& stream) {
+ParcelStore::ParcelPtr ParcelStore::wait_for_parcel(uint64_t parcel_number,
+                                                    const std::shared_ptr<Stream>& stream) {
   std::unique_lock<std::mutex> lock(mutex_);
   auto replaced = [&] {
-    auto newest = newest_fetches_.find(number);
+    auto newest = newest_fetches_.find(parcel_number);
     return is_closed_ || newest == newest_fetches_.end() || newest->second != stream;
   };
   while (!state_changed_.wait_for(lock, PEER_CHECK_INTERVAL,
-                                  [&] { return number <= last_number_ || replaced(); })) {
+                                  [&] { return parcel_number <= last_number_ || replaced(); })) {
     lock.unlock();
     check_peer_connected(*stream);
     lock.lock();
   }
   if (replaced()) throw ConnectionLost("replaced by a newer fetch");
-  auto found = parcels_.find(number);
+  auto found = parcels_.find(parcel_number);
   return found == parcels_.end() ? nullptr : found->second;
 }
 
-bool ParcelStore::send_until_acknowledged(uint64_t number, const std::shared_ptr<Stream>& stream) {
-  ParcelPtr parcel = wait_for_parcel(number, stream);
+bool ParcelStore::send_until_acknowledged(uint64_t parcel_number, const std::shared_ptr<Stream>& stream) {
+  ParcelPtr parcel = wait_for_parcel(parcel_number, stream);
   if (!parcel) {
     write_parcel_failure(*stream,
                          {"device.unavailable", "", 0,
-                          "parcel " + std::to_string(number) +
+                          "parcel " + std::to_string(parcel_number) +
                               " does not exist: it was fetched or dropped, or the parcel store was full"});
     return false;
   }
@@ -205,7 +206,7 @@ bool ParcelStore::send_until_acknowledged(uint64_t number, const std::shared_ptr
   uint8_t acknowledgement = 0;
   stream->read_exactly(&acknowledgement, 1, STALL_TIMEOUT_US);
   if (acknowledgement != PARCEL_ACKNOWLEDGED) return false;
-  drop_parcel(number);
+  drop_parcel(parcel_number);
   return true;
 }
 

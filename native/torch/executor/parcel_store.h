@@ -28,18 +28,18 @@ class ParcelStore {
   ParcelStore(c10::Device device, StorageTable& storages) : device_(device), storages_(storages) {}
 
   // ProtocolError unless the number is larger than all earlier ones.
-  void check_number_increases(uint64_t number) const;
+  void check_parcel_number_increases(uint64_t parcel_number) const;
   // OpRefused if there are PARCELS_MAX already.
   void check_capacity() const;
   // `tensor` is contiguous, not shared, and written on the current stream.
-  void store(uint64_t number, at::Tensor tensor);
+  void store(uint64_t parcel_number, at::Tensor tensor);
   // A parcel that holds an error. Dropped at once if the store is full.
-  void store(uint64_t number, FailurePtr failure);
-  void drop_parcel(uint64_t number);
+  void store(uint64_t parcel_number, FailurePtr failure);
+  void drop_parcel(uint64_t parcel_number);
 
   // Thread-safe; called on one thread per fetch. Waits for the parcel, sends it, and waits for the
   // acknowledgement. A newer fetch of the same number cancels this one. True if it was acknowledged.
-  bool send_parcel(uint64_t number, const std::shared_ptr<Stream>& stream);
+  bool send_parcel(uint64_t parcel_number, const std::shared_ptr<Stream>& stream);
   // Thread-safe.
   size_t parcel_count() const;
   // Thread-safe. Fetches that wait for their parcel or send it.
@@ -63,12 +63,12 @@ class ParcelStore {
   };
   using ParcelPtr = std::shared_ptr<const Parcel>;
 
-  void store(uint64_t number, ParcelPtr parcel);
-  bool register_fetch(uint64_t number, const std::shared_ptr<Stream>& stream);
-  void unregister_fetch(uint64_t number, const std::shared_ptr<Stream>& stream);
+  void store(uint64_t parcel_number, ParcelPtr parcel);
+  bool register_fetch(uint64_t parcel_number, const std::shared_ptr<Stream>& stream);
+  void unregister_fetch(uint64_t parcel_number, const std::shared_ptr<Stream>& stream);
   // Null if it was dropped or never stored.
-  ParcelPtr wait_for_parcel(uint64_t number, const std::shared_ptr<Stream>& stream);
-  bool send_until_acknowledged(uint64_t number, const std::shared_ptr<Stream>& stream);
+  ParcelPtr wait_for_parcel(uint64_t parcel_number, const std::shared_ptr<Stream>& stream);
+  bool send_until_acknowledged(uint64_t parcel_number, const std::shared_ptr<Stream>& stream);
   void write_parcel(const Parcel& parcel, Stream& stream) const;
 
   c10::Device device_;

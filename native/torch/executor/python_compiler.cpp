@@ -57,29 +57,29 @@ class StepConverter {
     return py::make_tuple("op", schema.name(), schema.overload_name(), arguments, outputs);
   }
 
-  py::object convert_argument(const TemplateArgument& argument, const uint8_t*& data,
+  py::object convert_argument(const TemplateArgument& argument, const uint8_t*& call_data,
                               const c10::Type& declared) {
     const c10::Type& type = strip_optional_type_ref(declared);
     switch (argument.kind) {
       case ArgumentKind::Tensor: {
-        auto storage = read_next_value<uint32_t>(data);
-        int64_t offset = argument.has_offset ? read_next_value<int64_t>(data) : 0;
+        auto storage = read_next_value<uint32_t>(call_data);
+        int64_t offset = argument.has_offset ? read_next_value<int64_t>(call_data) : 0;
         return convert_tensor(storage, *argument.meta, offset, argument.is_written);
       }
       case ArgumentKind::ScalarTensor:
-        return convert_scalar(argument, data);
+        return convert_scalar(argument, call_data);
       case ArgumentKind::IntegerData:
-        return py::make_tuple("value", read_next_value<int64_t>(data));
+        return py::make_tuple("value", read_next_value<int64_t>(call_data));
       case ArgumentKind::FloatData:
-        return py::make_tuple("value", read_next_value<double>(data));
+        return py::make_tuple("value", read_next_value<double>(call_data));
       case ArgumentKind::Generator:
-        data += sizeof(uint32_t);
+        call_data += sizeof(uint32_t);
         return py::make_tuple("generator");
       case ArgumentKind::List: {
         py::list items;
         const c10::Type& element = *type.castRaw<c10::ListType>()->getElementType();
         for (const TemplateArgument& item : argument.items)
-          items.append(convert_argument(item, data, element));
+          items.append(convert_argument(item, call_data, element));
         return py::make_tuple("list", items);
       }
       default:
@@ -87,16 +87,16 @@ class StepConverter {
     }
   }
 
-  py::object convert_tensor(uint32_t storage, const TensorMeta& meta, int64_t offset, bool written) {
+  py::object convert_tensor(uint32_t storage, const TensorMeta& meta, int64_t offset, bool is_written) {
     if (meta.flags) throw OpRefused("a tensor has a lazy conjugate or negative bit");
     return py::make_tuple("tensor", storage, py::cast(meta.dtype), to_int_tuple(meta.sizes),
-                          to_int_tuple(meta.strides), offset, written);
+                          to_int_tuple(meta.strides), offset, is_written);
   }
 
-  py::object convert_scalar(const TemplateArgument& argument, const uint8_t*& data) {
+  py::object convert_scalar(const TemplateArgument& argument, const uint8_t*& call_data) {
     at::Tensor filled = argument.scalar.clone();
-    std::memcpy(filled.mutable_data_ptr(), data, filled.itemsize());
-    data += SCALAR_TENSOR_BYTES;
+    std::memcpy(filled.mutable_data_ptr(), call_data, filled.itemsize());
+    call_data += SCALAR_TENSOR_BYTES;
     bool wrapped = argument.scalar.unsafeGetTensorImpl()->is_wrapped_number();
     return py::make_tuple("scalar", py::cast(filled.item()), py::cast(filled.scalar_type()), wrapped);
   }
@@ -176,8 +176,8 @@ class PythonCompiler final : public GraphCompiler {
     object_ = py::object();
   }
 
-  CompiledGraph compile(const std::vector<GraphStep>& steps, const std::vector<uint32_t>& results,
-                        const std::unordered_map<uint32_t, uint64_t>& sizes,
+  CompiledGraph compile(const std::vector<GraphStep>& steps, const std::vector<uint32_t>& result_storages,
+                        const std::unordered_map<uint32_t, uint64_t>& storage_bytes,
                         const std::function<void()>& keep_alive) override {
     py::gil_scoped_acquire gil;
     try {
@@ -186,7 +186,7 @@ class PythonCompiler final : public GraphCompiler {
         keep_alive();
       });
       py::object compiled_function =
-          object_.attr("compile")(StepConverter().convert(steps), results, sizes, callback);
+          object_.attr("compile")(StepConverter().convert(steps), result_storages, storage_bytes, callback);
       CompiledGraph compiled;
       for (py::handle each : compiled_function.attr("inputs"))
         compiled.inputs.push_back(storage_view_from_python(each));
@@ -206,12 +206,12 @@ class PythonCompiler final : public GraphCompiler {
     }
   }
 
-  std::vector<at::Tensor> run(void* function, const std::vector<at::Tensor>& inputs) override {
+  std::vector<at::Tensor> run(void* compiled_function, const std::vector<at::Tensor>& inputs) override {
     py::gil_scoped_acquire gil;
     py::list arguments;
     for (const at::Tensor& input : inputs) arguments.append(py::cast(input));
     try {
-      py::object results = py::handle(static_cast<PyObject*>(function))(arguments);
+      py::object results = py::handle(static_cast<PyObject*>(compiled_function))(arguments);
       return results.cast<std::vector<at::Tensor>>();
     } catch (const py::error_already_set& error) {
       throw_python_error(error);

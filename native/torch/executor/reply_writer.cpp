@@ -16,8 +16,9 @@ constexpr int64_t FATAL_TIMEOUT_US = 1'000'000;
 constexpr uint64_t COPIED_REPLY_BYTES_MAX = 1u << 20;
 constexpr size_t SPARE_FRAMES_MAX = 4;
 
-ReplyHeader make_reply_header(uint64_t bytes, uint64_t number, uint64_t frames_received, ReplyKind kind) {
-  return ReplyHeader{bytes, number, frames_received, kind, 0};
+ReplyHeader make_reply_header(uint64_t payload_bytes, uint64_t reply_number, uint64_t frames_received,
+                              ReplyKind kind) {
+  return ReplyHeader{payload_bytes, reply_number, frames_received, kind, 0};
 }
 
 // Reads until the client closes the connection: closing it first could drop data that was sent last.
@@ -33,24 +34,25 @@ void drain_until_closed(Stream& stream) {
 
 }  // namespace
 
-void ReplyWriter::begin_connection(Stream& stream, uint64_t received) {
+void ReplyWriter::begin_connection(Stream& stream, uint64_t replies_received) {
   stream_ = &stream;
   is_connection_lost_ = is_reply_incomplete_ = false;
-  release_replies(received);
+  release_replies(replies_received);
   for (KeptReply& reply : unreceived_replies_) send(reply);
   unacknowledged_frames_ = 0;  // the handshake reply contained the number
   unacknowledged_bytes_ = 0;
 }
 
-void ReplyWriter::count_received_frame(uint64_t number, size_t bytes) {
-  frames_received_.store(number, std::memory_order_relaxed);
+void ReplyWriter::count_received_frame(uint64_t frame_number, size_t bytes) {
+  frames_received_.store(frame_number, std::memory_order_relaxed);
   unacknowledged_frames_++;
   unacknowledged_bytes_ += bytes;
 }
 
-void ReplyWriter::release_replies(uint64_t number) {
-  if (number > last_number_) throw ProtocolError("the client acknowledged replies that were never sent");
-  while (!unreceived_replies_.empty() && unreceived_replies_.front().number <= number) {
+void ReplyWriter::release_replies(uint64_t last_reply_number) {
+  if (last_reply_number > last_number_)
+    throw ProtocolError("the client acknowledged replies that were never sent");
+  while (!unreceived_replies_.empty() && unreceived_replies_.front().number <= last_reply_number) {
     release_reply(unreceived_replies_.front());
     unreceived_replies_.pop_front();
   }
@@ -105,17 +107,17 @@ void ReplyWriter::send_error_reply(const Failure& failure) {
   send(reply);
 }
 
-void ReplyWriter::send_tensor_reply(at::Tensor contiguous, bool owned) {
-  uint64_t bytes = contiguous.nbytes();
+void ReplyWriter::send_tensor_reply(at::Tensor contiguous_tensor, bool is_owned) {
+  uint64_t bytes = contiguous_tensor.nbytes();
   if (bytes <= COPIED_REPLY_BYTES_MAX) {
     std::vector<uint8_t> frame = new_reply_frame(bytes);  // before add_reply(): reading may fail
-    staging_.copy_to_host(contiguous, frame.data() + sizeof(ReplyHeader));
+    staging_.copy_to_host(contiguous_tensor, frame.data() + sizeof(ReplyHeader));
     send(add_reply(ReplyKind::Reply, std::move(frame)));
     return;
   }
   KeptReply& reply = add_reply(ReplyKind::Reply, new_reply_frame(0));
-  reply.tensor = std::move(contiguous);
-  reply.is_borrowed = !owned;
+  reply.tensor = std::move(contiguous_tensor);
+  reply.is_borrowed = !is_owned;
   if (reply.is_borrowed) {
     borrowing_reply_count_++;
   } else {
@@ -154,8 +156,8 @@ void ReplyWriter::send_header(KeptReply& reply) {
   write_to_stream(reply.frame.data(), reply.frame.size());
 }
 
-void ReplyWriter::write_to_stream(const void* from, size_t bytes) {
-  const auto* next = static_cast<const uint8_t*>(from);
+void ReplyWriter::write_to_stream(const void* data, size_t bytes) {
+  const auto* next = static_cast<const uint8_t*>(data);
   for (size_t left = bytes; left > 0;) {
     size_t part = std::min(left, WRITE_CHUNK_BYTES);
     stream_->write_all(next, part, STALL_TIMEOUT_US, spin_us_);
@@ -164,7 +166,7 @@ void ReplyWriter::write_to_stream(const void* from, size_t bytes) {
   }
 }
 
-void ReplyWriter::acknowledge() {
+void ReplyWriter::acknowledge_frames() {
   if (!stream_) return;
   ReplyHeader header = make_reply_header(0, last_number_, frames_received(), ReplyKind::Acknowledge);
   unacknowledged_frames_ = 0;
@@ -177,13 +179,13 @@ void ReplyWriter::acknowledge() {
   }
 }
 
-void ReplyWriter::acknowledge_if_due() {
+void ReplyWriter::acknowledge_frames_if_due() {
   bool due = unacknowledged_frames_ >= ACKNOWLEDGE_INTERVAL_FRAMES ||
              unacknowledged_bytes_ >= ACKNOWLEDGE_INTERVAL_BYTES;
-  if (due) acknowledge();
+  if (due) acknowledge_frames();
 }
 
-void ReplyWriter::send_fatal(const Failure& failure) {
+void ReplyWriter::send_fatal_error(const Failure& failure) {
   if (!stream_ || is_reply_incomplete_) return;
   WireWriter payload, frame;
   write_remote_error(payload, failure);
@@ -209,7 +211,7 @@ void ReplyWriter::copy_replies_borrowing(const c10::Storage& storage) {
   }
 }
 
-void ReplyWriter::keep_memory_of_replies(const c10::Storage& storage, uint64_t bytes) {
+void ReplyWriter::keep_storage_for_replies(const c10::Storage& storage, uint64_t bytes) {
   for (KeptReply& reply : unreceived_replies_) {
     if (!reply.is_borrowed || reply.is_adopted || !reply.tensor.storage().is_alias_of(storage)) continue;
     reply.is_adopted = true;  // still borrowed: a replay may write to it

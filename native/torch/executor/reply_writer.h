@@ -36,23 +36,23 @@ class ReplyWriter {
 
   uint64_t frames_received() const { return frames_received_.load(std::memory_order_relaxed); }
   // Number of the next reply.
-  uint64_t next_number() const { return last_number_ + 1; }
+  uint64_t next_reply_number() const { return last_number_ + 1; }
 
   // Counts a frame that has arrived completely.
-  void count_received_frame(uint64_t number, size_t bytes);
-  // Drops the replies up to `number`, which the client has. ProtocolError if that was never sent.
-  void release_replies(uint64_t number);
+  void count_received_frame(uint64_t frame_number, size_t bytes);
+  // Drops the replies up to `last_reply_number`, which the client has. ProtocolError if that was never sent.
+  void release_replies(uint64_t last_reply_number);
 
   void send_reply(const WireWriter& payload);
   void send_error_reply(const Failure& failure);
-  // A contiguous tensor without lazy bits. `owned`: its memory is not written to any more.
-  void send_tensor_reply(at::Tensor contiguous, bool owned);
+  // A contiguous tensor without lazy bits. `is_owned`: its memory is not written to any more.
+  void send_tensor_reply(at::Tensor contiguous_tensor, bool is_owned);
 
   bool has_unacknowledged_frames() const { return unacknowledged_frames_ > 0; }
-  void acknowledge();
-  void acknowledge_if_due();
+  void acknowledge_frames();
+  void acknowledge_frames_if_due();
   // Sends the error that ends the session.
-  void send_fatal(const Failure& failure);
+  void send_fatal_error(const Failure& failure);
 
   // Whether unreceived replies use the memory of the client's tensors.
   bool has_borrowed_tensors() const { return borrowing_reply_count_ > 0; }
@@ -62,7 +62,7 @@ class ReplyWriter {
   }
   // Unreceived replies that use this memory keep it; call before the client's storage is freed.
   void before_storage_freed(const c10::Storage& storage, uint64_t bytes) {
-    if (borrowing_reply_count_ > 0) keep_memory_of_replies(storage, bytes);
+    if (borrowing_reply_count_ > 0) keep_storage_for_replies(storage, bytes);
   }
 
  private:
@@ -81,10 +81,10 @@ class ReplyWriter {
   void count_reply_memory(KeptReply& reply, uint64_t bytes);
   void send(KeptReply& reply);
   void send_header(KeptReply& reply);
-  void write_to_stream(const void* from, size_t bytes);
+  void write_to_stream(const void* data, size_t bytes);
   void release_reply(KeptReply& reply);
   void copy_replies_borrowing(const c10::Storage& storage);
-  void keep_memory_of_replies(const c10::Storage& storage, uint64_t bytes);
+  void keep_storage_for_replies(const c10::Storage& storage, uint64_t bytes);
 
   StorageTable& storages_;
   StagingBuffers& staging_;

@@ -24,7 +24,7 @@ constexpr auto KEEP_ALIVE_INTERVAL = std::chrono::seconds(1);
 constexpr const char* COPY_OP_NAME = "copy between devices";
 constexpr const char* ALLOCATE_OP_NAME = "memory for a tensor";
 
-bool is_fetch_parcel(const uint8_t* records, size_t bytes) {
+bool starts_with_fetch_parcel(const uint8_t* records, size_t bytes) {
   return bytes >= sizeof(uint32_t) &&
          WireReader(records, bytes).read_u32() >> 24 == static_cast<uint32_t>(RecordKind::FetchParcel);
 }
@@ -40,11 +40,11 @@ struct ServingThreadGuards {
 
 }  // namespace
 
-Session::Session(const std::string& device, uint64_t bytes_max, std::vector<std::string> allowed_ops,
+Session::Session(const std::string& device, uint64_t memory_quota_bytes, std::vector<std::string> allowed_ops,
                  int64_t spin_us, std::shared_ptr<GraphCapture> capture,
                  std::shared_ptr<GraphCompiler> compiler, ParcelConnector connector)
     : device_(device),
-      storages_(device_, bytes_max),
+      storages_(device_, memory_quota_bytes),
       staging_(device_),
       replies_(storages_, staging_, spin_us),
       generators_(device_),
@@ -66,7 +66,7 @@ ConnectionOutcome Session::serve(std::shared_ptr<Stream> stream, uint64_t replie
   } catch (const ConnectionLost&) {
     outcome = ConnectionOutcome::Lost;
   } catch (...) {
-    replies_.send_fatal(fatal_failure());
+    replies_.send_fatal_error(fatal_failure_from_current_exception());
     outcome = ConnectionOutcome::Fatal;
   }
   replies_.end_connection();
@@ -99,17 +99,17 @@ ConnectionOutcome Session::serve_frames(Stream& stream, uint64_t replies_receive
   replies_.begin_connection(stream, replies_received);
   while (!replies_.is_connection_lost()) {
     if (!handle_frame(frames, read_next_header(frames))) {
-      replies_.acknowledge();
+      replies_.acknowledge_frames();
       return ConnectionOutcome::Closed;
     }
-    replies_.acknowledge_if_due();
+    replies_.acknowledge_frames_if_due();
   }
   return ConnectionOutcome::Lost;
 }
 
 FrameHeader Session::read_next_header(FrameReader& frames) {
   if (replies_.has_unacknowledged_frames() && !frames.wait_for_frame(ACKNOWLEDGE_IDLE_US))
-    replies_.acknowledge();
+    replies_.acknowledge_frames();
   frames.wait_for_frame(NO_TIMEOUT);
   return frames.read_header();
 }
@@ -132,10 +132,10 @@ bool Session::handle_frame(FrameReader& frames, const FrameHeader& header) {
   if (header.kind != FrameKind::Records) throw ProtocolError("a frame has an unknown kind");
   if (upload_.in_progress()) throw ProtocolError("records received in the middle of an upload");
   const uint8_t* records = frames.read_payload(header.bytes);
-  if (is_fetch_parcel(records, header.bytes)) {
+  if (starts_with_fetch_parcel(records, header.bytes)) {
     fetch_parcel(WireReader(records + sizeof(uint32_t), header.bytes - sizeof(uint32_t)), frames);
     replies_.count_received_frame(header.number, header.bytes);
-    replies_.acknowledge();  // the client limits how much is unacknowledged
+    replies_.acknowledge_frames();  // the client limits how much is unacknowledged
     return true;
   }
   replies_.count_received_frame(header.number, header.bytes);
@@ -146,7 +146,8 @@ void Session::handle_upload_frame(FrameReader& frames, const FrameHeader& header
   frames.read_payload_into(upload_.next_destination(header.bytes), header.bytes);
   replies_.count_received_frame(header.number, header.bytes);
   run_without_reply([&] { upload_.finish_write(header.bytes); });
-  if (!upload_.in_progress()) replies_.acknowledge();  // the client may be waiting to release its memory
+  if (!upload_.in_progress())
+    replies_.acknowledge_frames();  // the client may be waiting to release its memory
 }
 
 bool Session::handle_records(const uint8_t* records, size_t bytes) {
@@ -263,7 +264,7 @@ void Session::run_without_reply(Work work, const char* op) {
   } catch (const PoisonedTensor&) {
     // The original failure has been recorded.
   } catch (...) {
-    keep_first_failure(current_failure(op, ops_.op_count()));
+    keep_first_failure(failure_from_current_exception(op, ops_.op_count()));
   }
 }
 
@@ -276,7 +277,7 @@ void Session::run_with_reply(Work work) {
     try {
       return work();
     } catch (...) {
-      failure = current_failure("", ops_.op_count());
+      failure = failure_from_current_exception("", ops_.op_count());
     }
   }
   replies_.send_error_reply(*failure);
@@ -299,24 +300,25 @@ void Session::record_graph_step(const std::shared_ptr<DecodedTemplate>& op_templ
   graphs_.record_op(op_template, in.consume(bytes), bytes);
 }
 
-const std::shared_ptr<DecodedTemplate>& Session::get_template(uint32_t number) {
-  if (number >= templates_.size() || !templates_[number]) {
-    throw ProtocolError("template " + std::to_string(number) + " does not exist");
+const std::shared_ptr<DecodedTemplate>& Session::get_template(uint32_t template_number) {
+  if (template_number >= templates_.size() || !templates_[template_number]) {
+    throw ProtocolError("template " + std::to_string(template_number) + " does not exist");
   }
-  return templates_[number];
+  return templates_[template_number];
 }
 
-void Session::define_template(uint32_t number, WireReader& in) {
-  if (number >= TEMPLATES_MAX) {
-    throw ProtocolError("template " + std::to_string(number) + " is out of range");
+void Session::define_template(uint32_t template_number, WireReader& in) {
+  if (template_number >= TEMPLATES_MAX) {
+    throw ProtocolError("template " + std::to_string(template_number) + " is out of range");
   }
-  if (number >= templates_.size()) templates_.resize(number + 1);
-  if (templates_[number]) throw ProtocolError("template " + std::to_string(number) + " is already defined");
+  if (template_number >= templates_.size()) templates_.resize(template_number + 1);
+  if (templates_[template_number])
+    throw ProtocolError("template " + std::to_string(template_number) + " is already defined");
   uint32_t bytes = in.read_u32();
   WireReader body(in.consume(bytes), bytes);
   auto parsed = template_reader_.read(body);
   *template_entries_ += parsed->entry_count;
-  templates_[number] = std::shared_ptr<DecodedTemplate>(
+  templates_[template_number] = std::shared_ptr<DecodedTemplate>(
       parsed.release(), [nodes = template_entries_](DecodedTemplate* dropped) {
         *nodes -= dropped->entry_count;
         delete dropped;
@@ -324,9 +326,9 @@ void Session::define_template(uint32_t number, WireReader& in) {
   if (*template_entries_ > TEMPLATE_ENTRIES_MAX) throw ProtocolError("the templates exceed the maximum size");
 }
 
-void Session::drop_template(uint32_t number) {
-  get_template(number);
-  templates_[number].reset();
+void Session::drop_template(uint32_t template_number) {
+  get_template(template_number);
+  templates_[template_number].reset();
 }
 
 void Session::run_dynamic_op(DecodedTemplate& op_template, WireReader& in) {
@@ -335,7 +337,7 @@ void Session::run_dynamic_op(DecodedTemplate& op_template, WireReader& in) {
     return run_with_reply([] {});
   }
   WireWriter reply;
-  FailurePtr failure = ops_.run_dynamic(op_template, in, replies_.next_number(), reply);
+  FailurePtr failure = ops_.run_dynamic(op_template, in, replies_.next_reply_number(), reply);
   if (failure) {
     replies_.send_error_reply(*failure);
   } else {
@@ -354,8 +356,8 @@ void Session::handle_allocate(WireReader& in) {
   try {
     storages_.allocate(storage, bytes);
   } catch (...) {
-    FailurePtr failure = current_failure(ALLOCATE_OP_NAME, ops_.op_count());
-    storages_.poison(storage, failure);
+    FailurePtr failure = failure_from_current_exception(ALLOCATE_OP_NAME, ops_.op_count());
+    storages_.add_poisoned_storage(storage, failure);
     keep_first_failure(failure);
   }
 }
@@ -372,7 +374,7 @@ void Session::handle_resize(WireReader& in) {
     storages_.resize(slot, bytes);
   } catch (...) {
     // The client assumes the new size, so the storage cannot be used any more.
-    FailurePtr failure = current_failure(ALLOCATE_OP_NAME, ops_.op_count());
+    FailurePtr failure = failure_from_current_exception(ALLOCATE_OP_NAME, ops_.op_count());
     storages_.free_and_poison(slot, failure);
     keep_first_failure(failure);
   }
@@ -392,7 +394,7 @@ void Session::handle_free(uint32_t storage) {
 // --- uploads ------------------------------------------------------------------------------------
 
 void Session::handle_put(bool is_inline, WireReader& in) {
-  StorageView view = read_view(in);
+  StorageView view = read_storage_view(in);
   uint64_t bytes = in.read_u64();
   if (bytes != view.meta.content_bytes) throw ProtocolError("the size of an upload differs from its tensor");
   if (is_inline && bytes > INLINE_UPLOAD_BYTES_MAX)
@@ -421,8 +423,8 @@ at::Tensor Session::choose_staging_tensor(const at::Tensor& target, const Storag
 
 void Session::publish_parcel(WireReader& in) {
   uint64_t number = in.read_u64();
-  StorageView view = read_view(in);
-  parcels_.check_number_increases(number);
+  StorageView view = read_storage_view(in);
+  parcels_.check_parcel_number_increases(number);
   StorageSlot& slot = storages_.existing_slot(view.storage);
   try {
     parcels_.check_capacity();
@@ -435,7 +437,7 @@ void Session::publish_parcel(WireReader& in) {
   } catch (const PoisonedTensor& poisoned) {
     parcels_.store(number, poisoned.failure);
   } catch (...) {
-    FailurePtr failure = current_failure(COPY_OP_NAME, ops_.op_count());
+    FailurePtr failure = failure_from_current_exception(COPY_OP_NAME, ops_.op_count());
     parcels_.store(number, failure);
     keep_first_failure(failure);
   }
@@ -445,7 +447,7 @@ void Session::publish_parcel(WireReader& in) {
 // frame.
 void Session::fetch_parcel(WireReader in, FrameReader& frames) {
   check_recordable(RecordKind::FetchParcel);
-  StorageView view = read_view(in);
+  StorageView view = read_storage_view(in);
   uint64_t bytes = in.read_u64();
   ParcelOrigin origin = read_parcel_origin(in);
   if (in.remaining() > 0) throw ProtocolError("a FetchParcel is not alone in its frame");
@@ -461,7 +463,7 @@ void Session::fetch_parcel(WireReader in, FrameReader& frames) {
     frames.receive_available();
     if (now < next_keep_alive) return;
     next_keep_alive = now + KEEP_ALIVE_INTERVAL;
-    replies_.acknowledge();
+    replies_.acknowledge_frames();
     if (replies_.is_connection_lost()) throw ConnectionLost("the client disconnected");
   };
   try {
@@ -478,7 +480,7 @@ void Session::fetch_parcel(WireReader in, FrameReader& frames) {
   } catch (const ConnectionLost&) {
     throw;
   } catch (...) {
-    FailurePtr failure = current_failure(COPY_OP_NAME, ops_.op_count());
+    FailurePtr failure = failure_from_current_exception(COPY_OP_NAME, ops_.op_count());
     graphs_.before_storage_freed(view.storage, slot);
     graphs_.on_storage_moved(view.storage);
     storages_.free_and_poison(slot, failure);
@@ -489,7 +491,7 @@ void Session::fetch_parcel(WireReader in, FrameReader& frames) {
 // --- replies ------------------------------------------------------------------------------------
 
 void Session::handle_get(WireReader& in) {
-  StorageView view = read_view(in);
+  StorageView view = read_storage_view(in);
   StorageSlot& slot = storages_.existing_slot(view.storage);
   run_with_reply([&] {
     const at::Tensor& source = storages_.get_view(slot, view.meta, view.offset);

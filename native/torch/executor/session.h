@@ -41,8 +41,8 @@ struct SessionStats {
 
 class Session {
  public:
-  // `bytes_max` of 0 means no quota; `capture` and `compiler` may be null, `connector` empty.
-  Session(const std::string& device, uint64_t bytes_max, std::vector<std::string> allowed_ops,
+  // `memory_quota_bytes` of 0 means no quota; `capture` and `compiler` may be null, `connector` empty.
+  Session(const std::string& device, uint64_t memory_quota_bytes, std::vector<std::string> allowed_ops,
           int64_t spin_us, std::shared_ptr<GraphCapture> capture, std::shared_ptr<GraphCompiler> compiler,
           ParcelConnector connector);
 
@@ -54,8 +54,8 @@ class Session {
   SessionStats stats() const;
   // Thread-safe, but not on the serving thread: sends the parcel to another executor, once it is published.
   // Blocks until the fetch has ended; true if the other executor has acknowledged the parcel.
-  bool send_parcel(uint64_t number, const std::shared_ptr<Stream>& stream) {
-    return parcels_.send_parcel(number, stream);
+  bool send_parcel(uint64_t parcel_number, const std::shared_ptr<Stream>& stream) {
+    return parcels_.send_parcel(parcel_number, stream);
   }
   // Frees everything. Not while serve() runs.
   void close();
@@ -71,12 +71,12 @@ class Session {
   void handle_record(RecordKind kind, uint32_t argument, WireReader& in);
   void handle_graph_record(RecordKind kind, uint32_t argument, WireReader& in);
 
-  const std::shared_ptr<DecodedTemplate>& get_template(uint32_t number);
+  const std::shared_ptr<DecodedTemplate>& get_template(uint32_t template_number);
   void run_op(const std::shared_ptr<DecodedTemplate>& op_template, WireReader& in);
   void record_graph_step(const std::shared_ptr<DecodedTemplate>& op_template, WireReader& in);
   void check_recordable(RecordKind kind) const;
-  void define_template(uint32_t number, WireReader& in);
-  void drop_template(uint32_t number);
+  void define_template(uint32_t template_number, WireReader& in);
+  void drop_template(uint32_t template_number);
   void handle_allocate(WireReader& in);
   void handle_resize(WireReader& in);
   void handle_free(uint32_t storage);

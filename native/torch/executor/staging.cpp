@@ -19,29 +19,31 @@ const uint8_t* host_data(const at::Tensor& tensor) {
   return static_cast<const uint8_t*>(tensor.const_data_ptr());
 }
 
-at::Tensor empty_pinned(uint64_t bytes) {
+at::Tensor empty_pinned_tensor(uint64_t bytes) {
   return at::empty({static_cast<int64_t>(bytes)},
                    at::TensorOptions().dtype(at::kByte).device(c10::kCPU).pinned_memory(true));
 }
 
 }  // namespace
 
-at::Tensor byte_range(const at::Tensor& contiguous, uint64_t start, uint64_t bytes) {
-  uint64_t first = static_cast<uint64_t>(contiguous.storage_offset()) * contiguous.itemsize() + start;
-  auto flat = at::detail::make_tensor<c10::TensorImpl>(
-      c10::Storage(contiguous.storage()), contiguous.key_set(), c10::scalarTypeToTypeMeta(at::kByte));
+at::Tensor byte_range(const at::Tensor& contiguous_tensor, uint64_t start_bytes, uint64_t bytes) {
+  uint64_t first =
+      static_cast<uint64_t>(contiguous_tensor.storage_offset()) * contiguous_tensor.itemsize() + start_bytes;
+  auto flat = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(contiguous_tensor.storage()),
+                                                       contiguous_tensor.key_set(),
+                                                       c10::scalarTypeToTypeMeta(at::kByte));
   int64_t size = static_cast<int64_t>(bytes), stride = 1;
   flat.unsafeGetTensorImpl()->set_sizes_and_strides(c10::IntArrayRef(size), c10::IntArrayRef(stride),
                                                     static_cast<int64_t>(first));
   return flat;
 }
 
-void StagingBuffers::for_each_chunk(const at::Tensor& contiguous,
+void StagingBuffers::for_each_chunk(const at::Tensor& contiguous_tensor,
                                     const std::function<void(const uint8_t*, size_t)>& consume) {
-  uint64_t size = contiguous.nbytes();
+  uint64_t size = contiguous_tensor.nbytes();
   if (size == 0) return;
-  if (contiguous.device().is_cpu()) {
-    consume(host_data(contiguous), size);
+  if (contiguous_tensor.device().is_cpu()) {
+    consume(host_data(contiguous_tensor), size);
     return;
   }
   buffer_being_filled_ = nullptr;
@@ -49,8 +51,8 @@ void StagingBuffers::for_each_chunk(const at::Tensor& contiguous,
     uint64_t bytes = std::min(DOWNLOAD_CHUNK_BYTES, size - start);
     PinnedBuffer& buffer = next_buffer();
     buffer.memory.narrow(0, 0, static_cast<int64_t>(bytes))
-        .copy_(byte_range(contiguous, start, bytes), /*non_blocking=*/true);
-    record_copy_event(buffer);
+        .copy_(byte_range(contiguous_tensor, start, bytes), /*non_blocking=*/true);
+    record_copied_event(buffer);
     return buffer;
   };
   PinnedBuffer* current = &start_copy(0);
@@ -63,21 +65,22 @@ void StagingBuffers::for_each_chunk(const at::Tensor& contiguous,
   }
 }
 
-void StagingBuffers::copy_to_host(const at::Tensor& contiguous, uint8_t* into) {
-  for_each_chunk(contiguous, [&into](const uint8_t* from, size_t bytes) {
-    std::memcpy(into, from, bytes);
-    into += bytes;
+void StagingBuffers::copy_to_host(const at::Tensor& contiguous_tensor, uint8_t* host_buffer) {
+  for_each_chunk(contiguous_tensor, [&host_buffer](const uint8_t* from, size_t bytes) {
+    std::memcpy(host_buffer, from, bytes);
+    host_buffer += bytes;
   });
 }
 
-void StagingBuffers::copy_from_host(const at::Tensor& contiguous, const uint8_t* from, size_t bytes) {
+void StagingBuffers::copy_from_host(const at::Tensor& contiguous_tensor, const uint8_t* host_data,
+                                    size_t bytes) {
   if (bytes == 0) return;
-  if (contiguous.device().is_cpu()) {
-    std::memcpy(contiguous.mutable_data_ptr(), from, bytes);
+  if (contiguous_tensor.device().is_cpu()) {
+    std::memcpy(contiguous_tensor.mutable_data_ptr(), host_data, bytes);
     return;
   }
-  std::memcpy(reserve_upload_bytes(bytes), from, bytes);
-  copy_reserved(contiguous, 0, bytes);
+  std::memcpy(reserve_upload_bytes(bytes), host_data, bytes);
+  copy_reserved_to_tensor(contiguous_tensor, 0, bytes);
 }
 
 uint8_t* StagingBuffers::reserve_upload_bytes(size_t bytes) {
@@ -88,12 +91,13 @@ uint8_t* StagingBuffers::reserve_upload_bytes(size_t bytes) {
   return static_cast<uint8_t*>(buffer_being_filled_->memory.mutable_data_ptr()) + filled_bytes_;
 }
 
-void StagingBuffers::copy_reserved(const at::Tensor& contiguous, uint64_t start, size_t bytes) {
+void StagingBuffers::copy_reserved_to_tensor(const at::Tensor& contiguous_tensor, uint64_t start_bytes,
+                                             size_t bytes) {
   auto from = buffer_being_filled_->memory.narrow(0, static_cast<int64_t>(filled_bytes_),
                                                   static_cast<int64_t>(bytes));
-  byte_range(contiguous, start, bytes).copy_(from, /*non_blocking=*/true);
+  byte_range(contiguous_tensor, start_bytes, bytes).copy_(from, /*non_blocking=*/true);
   filled_bytes_ += bytes;
-  record_copy_event(*buffer_being_filled_);
+  record_copied_event(*buffer_being_filled_);
 }
 
 // Never returns the last one again: the caller may still read it. Waits for a buffer that is in use only if
@@ -105,7 +109,7 @@ StagingBuffers::PinnedBuffer& StagingBuffers::next_buffer() {
   if (grow) {
     next = buffers_.empty() ? 0 : last_buffer_ + 1;
     auto added = std::make_unique<PinnedBuffer>(
-        PinnedBuffer{empty_pinned(STAGING_BUFFER_BYTES), c10::Event(device_.type())});
+        PinnedBuffer{empty_pinned_tensor(STAGING_BUFFER_BYTES), c10::Event(device_.type())});
     buffers_.insert(buffers_.begin() + static_cast<std::ptrdiff_t>(next), std::move(added));
   }
   last_buffer_ = next;
@@ -114,13 +118,13 @@ StagingBuffers::PinnedBuffer& StagingBuffers::next_buffer() {
   return buffer;
 }
 
-void StagingBuffers::record_copy_event(PinnedBuffer& buffer) {
+void StagingBuffers::record_copied_event(PinnedBuffer& buffer) {
   buffer.copied.record(c10::impl::VirtualGuardImpl(device_.type()).getStream(device_));
 }
 
-void Upload::begin(at::Tensor target, at::Tensor staged, uint64_t bytes) {
+void Upload::begin(at::Tensor target, at::Tensor staging_tensor, uint64_t bytes) {
   target_ = std::move(target);
-  staged_ = std::move(staged);
+  staged_ = std::move(staging_tensor);
   remaining_bytes_ = bytes;
   written_bytes_ = 0;
 }
@@ -138,15 +142,16 @@ uint8_t* Upload::next_destination(size_t bytes) {
 
 void Upload::finish_write(size_t bytes) {
   remaining_bytes_ -= bytes;
-  if (target_.defined() && !staged_.device().is_cpu()) staging_.copy_reserved(staged_, written_bytes_, bytes);
+  if (target_.defined() && !staged_.device().is_cpu())
+    staging_.copy_reserved_to_tensor(staged_, written_bytes_, bytes);
   written_bytes_ += bytes;
   if (remaining_bytes_ == 0) finish();
 }
 
-void Upload::write_all_bytes(const uint8_t* from) {
+void Upload::write_all_bytes(const uint8_t* data) {
   uint64_t bytes = remaining_bytes_;
   remaining_bytes_ = 0;
-  if (target_.defined()) staging_.copy_from_host(staged_, from, bytes);
+  if (target_.defined()) staging_.copy_from_host(staged_, data, bytes);
   finish();
 }
 

@@ -24,9 +24,9 @@ void StorageSlot::clear_views() {
   cached_views = next_cached_view = 0;
 }
 
-StorageTable::StorageTable(c10::Device device, uint64_t bytes_max)
+StorageTable::StorageTable(c10::Device device, uint64_t quota_bytes)
     : device_(device),
-      bytes_max_(bytes_max),
+      bytes_max_(quota_bytes),
       device_dispatch_keys_(empty_byte_tensor(device, 0).key_set()),
       cpu_dispatch_keys_(empty_byte_tensor(c10::kCPU, 0).key_set()),
       pages_(STORAGES_MAX / SLOTS_PER_PAGE) {}
@@ -86,7 +86,7 @@ at::Tensor StorageTable::make_view(const StorageSlot& slot, const TensorMeta& me
   return view;
 }
 
-void StorageTable::store_tensor(uint32_t number, at::Tensor tensor) {
+void StorageTable::add_storage(uint32_t number, at::Tensor tensor) {
   check_unused(number);
   StorageSlot& slot = slot_at(number);
   slot.storage = tensor.storage();
@@ -94,10 +94,10 @@ void StorageTable::store_tensor(uint32_t number, at::Tensor tensor) {
   slot.views[0] = std::move(tensor);
   slot.cached_views = 1;
   counters_.storages.fetch_add(1, std::memory_order_relaxed);
-  add_result_bytes(static_cast<int64_t>(slot.bytes));
+  add_counted_bytes(static_cast<int64_t>(slot.bytes));
 }
 
-void StorageTable::poison(uint32_t number, FailurePtr failure) {
+void StorageTable::add_poisoned_storage(uint32_t number, FailurePtr failure) {
   check_unused(number);
   slot_at(number).failure = std::move(failure);
   counters_.storages.fetch_add(1, std::memory_order_relaxed);
@@ -106,18 +106,18 @@ void StorageTable::poison(uint32_t number, FailurePtr failure) {
 void StorageTable::allocate(uint32_t number, uint64_t bytes) {
   check_unused(number);
   check_quota(bytes);
-  store_tensor(number, allocate_byte_tensor(bytes));
+  add_storage(number, allocate_byte_tensor(bytes));
 }
 
-void StorageTable::share_memory(uint32_t number, const StorageSlot& with) {
+void StorageTable::share_memory(uint32_t number, const StorageSlot& source) {
   check_unused(number);
-  check_quota(with.bytes);
+  check_quota(source.bytes);
   StorageSlot& slot = slot_at(number);
-  slot.storage = with.storage;
-  slot.bytes = with.bytes;
-  slot.bytes_before_resize = with.bytes_before_resize;
+  slot.storage = source.storage;
+  slot.bytes = source.bytes;
+  slot.bytes_before_resize = source.bytes_before_resize;
   counters_.storages.fetch_add(1, std::memory_order_relaxed);
-  add_result_bytes(static_cast<int64_t>(slot.bytes));
+  add_counted_bytes(static_cast<int64_t>(slot.bytes));
 }
 
 void StorageTable::unshare_memory(StorageSlot& slot) {
@@ -146,14 +146,14 @@ void StorageTable::resize(StorageSlot& slot, uint64_t bytes) {
   slot.bytes_before_resize = std::max(slot.bytes_before_resize, slot.bytes);
   slot.clear_views();
   count_graph_storage_change(slot);
-  update_size(slot);
+  update_size_after_op(slot);
 }
 
 void StorageTable::free_and_poison(StorageSlot& slot, FailurePtr failure) {
   slot.clear_views();
   count_graph_storage_change(slot);
   slot.storage = c10::Storage();
-  add_result_bytes(-static_cast<int64_t>(slot.bytes));
+  add_counted_bytes(-static_cast<int64_t>(slot.bytes));
   slot.bytes = slot.bytes_before_resize = 0;
   slot.failure = std::move(failure);
 }
@@ -178,15 +178,15 @@ void StorageTable::check_quota(uint64_t more_bytes) const {
                       " of the session's " + std::to_string(bytes_max_) + " bytes are in use");
 }
 
-void StorageTable::update_size(StorageSlot& slot) {
+void StorageTable::update_size_after_op(StorageSlot& slot) {
   uint64_t now = slot.storage.nbytes();
   if (now != slot.bytes)
     graph_storage_change_count_++;  // it may share its memory with a slot that graphs use
-  add_result_bytes(static_cast<int64_t>(now) - static_cast<int64_t>(slot.bytes));
+  add_counted_bytes(static_cast<int64_t>(now) - static_cast<int64_t>(slot.bytes));
   slot.bytes = now;
 }
 
-void StorageTable::restore_size(StorageSlot& slot) noexcept {
+void StorageTable::restore_size_after_failed_op(StorageSlot& slot) noexcept {
   if (!slot.storage) return;
   slot.clear_views();
   count_graph_storage_change(slot);
@@ -206,13 +206,13 @@ uint64_t StorageTable::bytes_in_use() const {
          counters_.parcel_bytes.load(std::memory_order_relaxed);
 }
 
-void StorageTable::add_parcel_bytes(int64_t size_bytes) {
-  counters_.parcel_bytes.fetch_add(static_cast<uint64_t>(size_bytes), std::memory_order_relaxed);
+void StorageTable::add_parcel_bytes(int64_t more_bytes) {
+  counters_.parcel_bytes.fetch_add(static_cast<uint64_t>(more_bytes), std::memory_order_relaxed);
 }
 
 void StorageTable::add_reply_bytes(int64_t more_bytes) { reply_bytes_ += static_cast<uint64_t>(more_bytes); }
 
-void StorageTable::add_result_bytes(int64_t more_bytes) {
+void StorageTable::add_counted_bytes(int64_t more_bytes) {
   // Only the serving thread writes; other threads read.
   uint64_t now = counters_.bytes.load(std::memory_order_relaxed) + static_cast<uint64_t>(more_bytes);
   counters_.bytes.store(now, std::memory_order_relaxed);

@@ -44,8 +44,8 @@ struct MemoryCounters {
 
 class StorageTable {
  public:
-  // `bytes_max` of 0 means no quota.
-  StorageTable(c10::Device device, uint64_t bytes_max);
+  // `quota_bytes` of 0 means no quota.
+  StorageTable(c10::Device device, uint64_t quota_bytes);
 
   c10::Device device() const { return device_; }
   uint64_t bytes_max() const { return bytes_max_; }
@@ -63,12 +63,13 @@ class StorageTable {
   // call for the same slot.
   const at::Tensor& get_view(StorageSlot& slot, const TensorMeta& meta, int64_t offset);
 
-  // Stores a tensor that is not shared.
-  void store_tensor(uint32_t number, at::Tensor tensor);
-  void poison(uint32_t number, FailurePtr failure);
+  // Adds the storage of a tensor, which is not shared. ProtocolError if the number is in use, as in the next
+  // three functions.
+  void add_storage(uint32_t number, at::Tensor tensor);
+  void add_poisoned_storage(uint32_t number, FailurePtr failure);
   void allocate(uint32_t number, uint64_t bytes);
-  // The number refers to the memory of `with`, until unshare_memory().
-  void share_memory(uint32_t number, const StorageSlot& with);
+  // The number refers to the memory of `source`, until unshare_memory().
+  void share_memory(uint32_t number, const StorageSlot& source);
   // Copies the contents to separate memory.
   void unshare_memory(StorageSlot& slot);
   // Replaces the storage, and keeps contents up to the smaller size. Other users of the old storage keep it.
@@ -81,15 +82,15 @@ class StorageTable {
   // QuotaExceeded unless `more_bytes` fit into the quota. Called before memory is allocated.
   void check_quota(uint64_t more_bytes) const;
   // Updates the counters after an op has resized a storage.
-  void update_size(StorageSlot& slot);
+  void update_size_after_op(StorageSlot& slot);
   // Restores the size of a storage after an op that resized it has failed.
-  void restore_size(StorageSlot& slot) noexcept;
+  void restore_size_after_failed_op(StorageSlot& slot) noexcept;
 
-  // Adds memory of results without a number; negative: releases it.
-  void add_result_bytes(int64_t more_bytes);
+  // Counts memory as used by the client; negative: releases it.
+  void add_counted_bytes(int64_t more_bytes);
   void reset_peak();
   // Adds memory of parcels. Thread-safe.
-  void add_parcel_bytes(int64_t size_bytes);
+  void add_parcel_bytes(int64_t more_bytes);
   // Adds memory of unreceived replies; a small amount does not count towards the quota.
   void add_reply_bytes(int64_t more_bytes);
   // Of storages, results without a number, and parcels.

@@ -209,7 +209,7 @@ bool is_supported_return(const c10::TypePtr& type) {
   }
 }
 
-void check_schema(const c10::FunctionSchema& schema) {
+void check_schema_types_supported(const c10::FunctionSchema& schema) {
   for (const auto& argument : schema.arguments()) {
     auto type = strip_optional_type(argument.real_type());
     if (is_list_type(type)) type = strip_optional_type(list_element_type(type));
@@ -232,25 +232,27 @@ bool is_constant(const TemplateArgument& argument) { return argument.kind == Arg
 // Converts each argument to the type in the schema, or throws OpRefused.
 class ArgumentConverter {
  public:
-  // `real` is the type in the schema, `fake` the type that torch uses in IValues (int for SymInt).
-  void convert(TemplateArgument& argument, const c10::TypePtr& real, const c10::TypePtr& fake, bool written) {
-    if (real->kind() == TypeKind::OptionalType && argument.kind == ArgumentKind::None) {
+  // `schema_type` is the type in the schema, `ivalue_type` the type that torch uses in IValues (int for
+  // SymInt).
+  void convert(TemplateArgument& argument, const c10::TypePtr& schema_type, const c10::TypePtr& ivalue_type,
+               bool is_written) {
+    if (schema_type->kind() == TypeKind::OptionalType && argument.kind == ArgumentKind::None) {
       set_constant(argument, IValue());
-    } else if (is_list_type(strip_optional_type(real))) {
-      convert_list(argument, strip_optional_type(real), strip_optional_type(fake), written);
+    } else if (is_list_type(strip_optional_type(schema_type))) {
+      convert_list(argument, strip_optional_type(schema_type), strip_optional_type(ivalue_type), is_written);
     } else {
-      convert_item(argument, *strip_optional_type(real), written);
+      convert_item(argument, *strip_optional_type(schema_type), is_written);
     }
   }
 
  private:
-  void convert_list(TemplateArgument& argument, const c10::TypePtr& real, const c10::TypePtr& fake,
-                    bool written) {
-    if (argument.kind != ArgumentKind::List) throw OpRefused("expected a " + real->str());
-    argument.item_type = list_element_type(fake);
+  void convert_list(TemplateArgument& argument, const c10::TypePtr& schema_type,
+                    const c10::TypePtr& ivalue_type, bool is_written) {
+    if (argument.kind != ArgumentKind::List) throw OpRefused("expected a " + schema_type->str());
+    argument.item_type = list_element_type(ivalue_type);
     bool constant = true;
     for (TemplateArgument& item : argument.items) {
-      convert(item, list_element_type(real), argument.item_type, written);
+      convert(item, list_element_type(schema_type), argument.item_type, is_written);
       constant = constant && is_constant(item);
     }
     if (!constant) return;
@@ -261,14 +263,15 @@ class ArgumentConverter {
     argument.items = std::vector<TemplateArgument>();
   }
 
-  void convert_item(TemplateArgument& argument, const c10::Type& real, bool written) {
-    if (!convert_kind(argument, real, written)) throw OpRefused("expected a " + real.str());
+  void convert_item(TemplateArgument& argument, const c10::Type& schema_type, bool is_written) {
+    if (!convert_by_type(argument, schema_type, is_written))
+      throw OpRefused("expected a " + schema_type.str());
   }
 
-  bool convert_kind(TemplateArgument& argument, const c10::Type& real, bool written) {
-    switch (real.kind()) {
+  bool convert_by_type(TemplateArgument& argument, const c10::Type& schema_type, bool is_written) {
+    switch (schema_type.kind()) {
       case TypeKind::TensorType:
-        return convert_tensor(argument, written);
+        return convert_tensor(argument, is_written);
       case TypeKind::NumberType:
         return convert_number(argument);
       case TypeKind::IntType:
@@ -285,14 +288,14 @@ class ArgumentConverter {
       case TypeKind::GeneratorType:
         return argument.kind == ArgumentKind::Generator;
       case TypeKind::ScalarTypeType:
-        return check_enum(argument, [](int64_t number) {
+        return check_enum_argument(argument, [](int64_t number) {
           return number <= UINT8_MAX && is_supported_dtype(static_cast<c10::ScalarType>(number));
         });
       case TypeKind::LayoutType:
-        return check_enum(argument,
-                          [](int64_t number) { return number == static_cast<int64_t>(c10::kStrided); });
+        return check_enum_argument(
+            argument, [](int64_t number) { return number == static_cast<int64_t>(c10::kStrided); });
       case TypeKind::MemoryFormatType:
-        return check_enum(argument, [](int64_t number) {
+        return check_enum_argument(argument, [](int64_t number) {
           return number <= static_cast<int64_t>(at::MemoryFormat::ChannelsLast3d);
         });
       default:
@@ -300,13 +303,13 @@ class ArgumentConverter {
     }
   }
 
-  bool convert_tensor(TemplateArgument& argument, bool written) {
-    argument.is_written = written;
+  bool convert_tensor(TemplateArgument& argument, bool is_written) {
+    argument.is_written = is_written;
     switch (argument.kind) {
       case ArgumentKind::Tensor:
         return true;
       case ArgumentKind::ScalarTensor:
-        return !written;  // the result of the write would be lost
+        return !is_written;  // the result of the write would be lost
       case ArgumentKind::Undefined:
         set_constant(argument, std::move(argument.constant));
         return true;
@@ -350,16 +353,16 @@ class ArgumentConverter {
   }
 
   template <class Allowed>
-  bool check_enum(TemplateArgument& argument, Allowed allowed) {
+  bool check_enum_argument(TemplateArgument& argument, Allowed is_allowed) {
     if (argument.kind != ArgumentKind::Integer) return false;
     int64_t number = argument.constant.toInt();
-    return number >= 0 && allowed(number);
+    return number >= 0 && is_allowed(number);
   }
 };
 
 // Arguments that the client cannot set: unchecked indices and pinned memory.
-bool is_overridden(const c10::Argument& declared) {
-  return declared.name() == "unsafe" || declared.name() == "pin_memory";
+bool is_argument_fixed_by_executor(const c10::Argument& argument) {
+  return argument.name() == "unsafe" || argument.name() == "pin_memory";
 }
 
 void convert_arguments(DecodedTemplate& result) {
@@ -377,7 +380,7 @@ void convert_arguments(DecodedTemplate& result) {
     } catch (const OpRefused& error) {
       throw OpRefused("argument '" + declared[i].name() + "': " + error.what());
     }
-    if (is_overridden(declared[i]) && is_constant(result.arguments[i])) {
+    if (is_argument_fixed_by_executor(declared[i]) && is_constant(result.arguments[i])) {
       bool optional = declared[i].type()->kind() == TypeKind::OptionalType;
       result.arguments[i].constant = optional ? IValue() : IValue(false);
     }
@@ -403,7 +406,7 @@ int find_size_argument(const c10::FunctionSchema& schema) {
   return -1;
 }
 
-void find_output_bytes_min(DecodedTemplate& result) {
+void set_output_bytes_min(DecodedTemplate& result) {
   result.size_argument_index = find_size_argument(result.op->schema());
   if (result.size_argument_index < 0) return;
   const TemplateArgument& size = result.arguments[static_cast<size_t>(result.size_argument_index)];
@@ -460,9 +463,9 @@ void TemplateReader::resolve_op(DecodedTemplate& result, const std::string& name
   }
   result.op = c10::Dispatcher::singleton().findSchema({name, overload});
   if (!result.op) throw OpRefused("this version of torch does not have it");
-  check_schema(result.op->schema());
+  check_schema_types_supported(result.op->schema());
   convert_arguments(result);
-  find_output_bytes_min(result);
+  set_output_bytes_min(result);
 }
 
 }  // namespace genie

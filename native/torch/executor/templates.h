@@ -34,35 +34,35 @@ struct TemplateArgument {
 
 // Reads the next value from the data of a call, whose size has been checked.
 template <class T>
-T read_next_value(const uint8_t*& data) {
+T read_next_value(const uint8_t*& call_data) {
   T value;
-  std::memcpy(&value, data, sizeof value);
-  data += sizeof value;
+  std::memcpy(&value, call_data, sizeof value);
+  call_data += sizeof value;
   return value;
 }
 
 // Calls `visit(argument, storage)` for every tensor among the arguments, those in lists included.
 template <class Visit>
-void for_each_tensor_argument(const std::vector<TemplateArgument>& arguments, const uint8_t*& data,
+void for_each_tensor_argument(const std::vector<TemplateArgument>& arguments, const uint8_t*& call_data,
                               const Visit& visit) {
   for (const TemplateArgument& argument : arguments) {
     switch (argument.kind) {
       case ArgumentKind::Tensor:
-        visit(argument, read_next_value<uint32_t>(data));
-        data += argument.has_offset ? sizeof(int64_t) : 0;
+        visit(argument, read_next_value<uint32_t>(call_data));
+        call_data += argument.has_offset ? sizeof(int64_t) : 0;
         break;
       case ArgumentKind::ScalarTensor:
-        data += SCALAR_TENSOR_BYTES;
+        call_data += SCALAR_TENSOR_BYTES;
         break;
       case ArgumentKind::IntegerData:
       case ArgumentKind::FloatData:
-        data += sizeof(int64_t);
+        call_data += sizeof(int64_t);
         break;
       case ArgumentKind::Generator:
-        data += sizeof(uint32_t);
+        call_data += sizeof(uint32_t);
         break;
       case ArgumentKind::List:
-        for_each_tensor_argument(argument.items, data, visit);
+        for_each_tensor_argument(argument.items, call_data, visit);
         break;
       default:
         break;

@@ -22,9 +22,9 @@ int64_t multiply_checked(int64_t one, int64_t other) {
   return product;
 }
 
-void read_dimensions(WireReader& in, size_t count, c10::SmallVector<int64_t, 5>& into) {
-  into.resize(count);
-  for (int64_t& number : into) {
+void read_dimensions(WireReader& in, size_t count, c10::SmallVector<int64_t, 5>& dimensions) {
+  dimensions.resize(count);
+  for (int64_t& number : dimensions) {
     number = in.read_i64();
     if (number < 0) throw ProtocolError("a tensor has a negative size or stride");
   }
@@ -66,7 +66,7 @@ TensorMeta read_tensor_meta(WireReader& in, uint8_t dtype, uint8_t dimensions, u
   return meta;
 }
 
-StorageView read_view(WireReader& in) {
+StorageView read_storage_view(WireReader& in) {
   StorageView view;
   view.storage = in.read_u32();
   uint8_t dtype = in.read_u8(), dimensions = in.read_u8(), flags = in.read_u8();

@@ -45,7 +45,7 @@ struct StorageView {
   int64_t offset = 0;
   TensorMeta meta;
 };
-StorageView read_view(WireReader& in);
+StorageView read_storage_view(WireReader& in);
 
 // "Float [2, 3]", for messages.
 std::string describe_tensor(c10::ScalarType dtype, c10::IntArrayRef sizes);

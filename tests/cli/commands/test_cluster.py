@@ -16,7 +16,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from genie.cli.commands.cluster import _access_commands, _print_ending_jobs, _print_summary
+from genie.cli.commands.cluster import (
+    _join_and_login_commands,
+    _print_jobs_to_terminate,
+    _print_started_cluster,
+)
 from genie.config import load
 from genie.errors import NodeError, NodeNotFoundError
 from genie.model.job import JobState, Placement
@@ -175,7 +179,7 @@ def test_forget_accepts_only_node_ids(genie, controller) -> None:
     ],
 )
 def test_up_shows_join_commands_only_if_others_can_connect(loopback, message) -> None:
-    facts = dict(_access_commands("10.0.0.5:6000", loopback=loopback))
+    facts = dict(_join_and_login_commands("10.0.0.5:6000", loopback=loopback))
     assert message in facts["join"]
     assert ("genie login 10.0.0.5:6000" in facts.get("login", "")) is not loopback
 
@@ -187,7 +191,7 @@ def test_up_on_all_interfaces_shows_join_commands(
     controller.replies[GetStatus] = make_status_reply()
     controller.replies[ListNodes] = NodesReply(nodes=())
     monkeypatch.setattr(socket, "gethostname", lambda: "gpu-box")
-    asyncio.run(_print_summary(load({"controller.bind": bind})))
+    asyncio.run(_print_started_cluster(load({"controller.bind": bind})))
     message = capfd.readouterr().out
     assert (f"genie join gpu-box:{controller.port}" in message) is open_to_others
     assert ("listens on loopback only" in message) is not open_to_others
@@ -197,7 +201,7 @@ def test_up_on_all_interfaces_shows_join_commands(
 def test_up_reports_that_its_controller_is_a_standby(controller, leader, capfd) -> None:
     reply = msgspec.structs.replace(make_status_reply(), leading=False, leader=leader)
     controller.replies[GetStatus] = reply
-    asyncio.run(_print_summary(load()))
+    asyncio.run(_print_started_cluster(load()))
     message = capfd.readouterr().out
     assert "standby" in message and (leader or "none elected") in message
     assert "genie submit" not in message, "nothing can be done here"
@@ -205,7 +209,7 @@ def test_up_reports_that_its_controller_is_a_standby(controller, leader, capfd) 
 
 def test_up_without_owner_token_reports_a_standby(controller, state_dir, capfd) -> None:
     (state_dir / "owner.token").unlink()
-    asyncio.run(_print_summary(load()))
+    asyncio.run(_print_started_cluster(load()))
     assert "standby" in capfd.readouterr().out
 
 
@@ -395,7 +399,7 @@ def test_down_distinguishes_jobs_of_this_machine_from_others(controller, capfd) 
         return JobsReply(jobs=(msgspec.structs.replace(job, sequence=newest),), more=newest > 1)
 
     controller.replies[ListJobs] = list_jobs
-    _print_ending_jobs(load(), "here")
+    _print_jobs_to_terminate(load(), "here")
     lines = capfd.readouterr().err.splitlines()
     assert [line for line in lines if "will be terminated" in line] == [
         f"job {job_id} (train) is running and will be terminated" for job_id in ("j5", "j1")

@@ -139,7 +139,7 @@ def test_local_port_is_not_reported_as_used_by_the_cluster_of_the_last_login(mon
     token = new_token(TokenKind.USER, token_id="user1", secret=b"\x01" * 32, pin="p" * 43)
     store_login(state_dir, "192.0.2.1", port, token)
     assert checks._cluster_address(load()) == ("192.0.2.1", port)
-    monkeypatch.setattr(checks, "_query_cluster", replies)
+    monkeypatch.setattr(checks, "_fetch_reachable_found_and_fix", replies)
     found = index_checks_by_name(checks.check_cluster(load({"controller.port": port})))
     assert (found["cluster"].found, found[f"port {port}"].found) == ("192.0.2.1 answers", "free")
 
@@ -255,14 +255,14 @@ def test_expired_or_expiring_certificate_is_a_warning(state_dir, age_days, verdi
     folder = state_dir / "agents" / "box"
     folder.mkdir(parents=True)
     (folder / "node.pem").write_text(pem)
-    assert index_checks_by_name(checks.check_certificates(load()))["certificate box"].verdict is verdict
+    assert index_checks_by_name(checks.check_certificate_expiry(load()))["certificate box"].verdict is verdict
 
 
 def test_unreadable_certificate_fails(state_dir) -> None:
     (state_dir / "controller").mkdir(parents=True)
     (state_dir / "controller" / "ca.pem").write_text("junk")
     assert (
-        index_checks_by_name(checks.check_certificates(load()))["certificate ca.pem"].verdict
+        index_checks_by_name(checks.check_certificate_expiry(load()))["certificate ca.pem"].verdict
         is Verdict.FAILED
     )
 

@@ -36,6 +36,18 @@ def test_create_prints_only_the_token_to_standard_output(genie, controller) -> N
     )
 
 
+@pytest.mark.parametrize(
+    ("expires_at", "message"),
+    [(31.0, "token tok1 expires in 30 s (19"), (None, "token tok1 does not expire\n")],
+)
+def test_create_prints_when_the_token_expires(genie, controller, expires_at, message) -> None:
+    record = make_token_record(expires_at=expires_at)
+    controller.replies[CreateToken] = TokenCreated(token="genie.user.tok1.secret.-", record=record)
+    ran = genie("token", "create", "--ttl", "30")
+    assert message in ran.err
+    assert ran.out == "genie.user.tok1.secret.-\n"
+
+
 def test_join_token_prints_the_join_command(genie, controller) -> None:
     controller.replies[CreateToken] = make_created_token(TokenKind.JOIN)
     ran = genie("token", "create", "--join")

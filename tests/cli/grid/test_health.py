@@ -37,7 +37,7 @@ def test_health_prints_a_row_per_node(testbed: SshTestbed, genie) -> None:
     ran = genie("grid", "health")
     assert ran.code == 0
     heading = " ".join(ran.out.splitlines()[0].split())
-    assert heading == "NODE STATE SCORE CPU LOAD GPUS GPU MEMORY USED TEMP DISK FREE NOTE"
+    assert heading == "NODE STATE SCORE CPU LOAD GPUS GPU MEMORY USED TEMP DISK FREE REASON"
     assert "best node: gpu2\n" in ran.err
     found = parse_table_rows(ran.out)
     assert found["gpu1"][1] == "ok"
@@ -53,7 +53,7 @@ def test_health_json_names_the_best_node(testbed: SshTestbed, genie, state_dir: 
     second = found["nodes"][1]
     assert (second["state"], second["gpus_free"]) == ("ok", 2)
     assert second["readings"]["gpus"][1]["memory_used_bytes"] == 1000 << 20
-    assert set(GridMetrics(state_dir).figures().scores) == {"gpu1", "gpu2"}
+    assert set(GridMetrics(state_dir).read_snapshot().scores) == {"gpu1", "gpu2"}
 
 
 def test_named_nodes_are_sorted_by_score(testbed: SshTestbed, genie) -> None:

@@ -18,7 +18,7 @@ import pytest
 from genie.cli.quantities import parse_duration
 from genie.grid.runs.launch import grid_metrics
 from genie.grid.runs.run import Run
-from genie.grid.runs.runner import _KILL_TIMEOUT_S, Runner
+from genie.grid.runs.run_client import _KILL_TIMEOUT_S, Runner
 from tests.cli.conftest import CommandOutcome
 from tests.forkserver import ForkedProcess, ForkServer
 from tests.grid import fake_syncer

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from genie.cli.grid.run_output import COLLECTED_BYTES_MAX, LINE_BYTES_MAX, PrefixedLines, output_to_json
+from genie.cli.grid.run_output import COLLECTED_BYTES_MAX, LINE_BYTES_MAX, PrefixedLineWriter, output_to_json
 from genie.grid.runs.run import OutputCollector
 
 
@@ -15,7 +15,7 @@ def test_lines_are_reassembled_from_chunks(seed: int) -> None:
     chance = random.Random(seed)
     text = b"one\n\ntwo\r\nthree \xff\x00\nfour\rfive\nlast"
     written: list[bytes] = []
-    lines = PrefixedLines("gpu1", lambda stream, data: written.append(data))
+    lines = PrefixedLineWriter("gpu1", lambda stream, data: written.append(data))
     rest = text
     while rest:
         size = chance.randint(1, 6)
@@ -27,7 +27,7 @@ def test_lines_are_reassembled_from_chunks(seed: int) -> None:
 
 def test_overlong_line_is_split() -> None:
     written: list[bytes] = []
-    lines = PrefixedLines("n", lambda stream, data: written.append(data))
+    lines = PrefixedLineWriter("n", lambda stream, data: written.append(data))
     for _ in range(LINE_BYTES_MAX // 1000 + 1):
         lines("err", b"x" * 1000)
     assert len(written) == 1

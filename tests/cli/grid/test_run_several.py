@@ -100,7 +100,7 @@ def test_ctrl_c_during_a_detached_start_keeps_started_runs(
     assert b"cancelled the start on gpu3\n" in raw and b"gpu3: not started\n" in raw
     for name in ("gpu1", "gpu2"):
         wait_until(lambda name=name: own_testbed[name].processes("sleep 7402"), what="the command")  # type: ignore[misc]
-    assert set(grid_metrics(Path(os.environ["GENIE_STATE_DIR"])).figures().runs) == set(ids)
+    assert set(grid_metrics(Path(os.environ["GENIE_STATE_DIR"])).read_snapshot().runs) == set(ids)
 
 
 LATE_REPLIES_PROGRAM = """
@@ -148,10 +148,10 @@ def test_cancelled_detached_run_is_not_active(own_testbed: SshTestbed, unrespons
     with start_grid_cli("run", "--node", "gpu1", "exec sleep 7403", "-d") as process:
         run_id = process.communicate(timeout=60)[0].decode().strip()
     kept = grid_metrics(Path(os.environ["GENIE_STATE_DIR"]))
-    assert kept.figures().active_tasks == 1
+    assert kept.read_snapshot().active_tasks == 1
     with start_grid_cli("cancel", run_id, "--config", os.environ["GENIE_GRID_FILE"]) as process:
         assert process.wait(60) == 0
-    assert (kept.figures().active_tasks, kept.figures().completed["cancelled"]) == (0, 1)
+    assert (kept.read_snapshot().active_tasks, kept.read_snapshot().completed["cancelled"]) == (0, 1)
 
 
 def test_node_with_a_full_disk_runs_nothing_and_delays_no_other(

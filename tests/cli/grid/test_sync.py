@@ -56,9 +56,9 @@ def test_sync_shows_progress_on_a_terminal(
 
 def test_metrics_count_a_sync_per_node(run_grid_command, tmp_path: Path) -> None:
     write_files(tmp_path / "counted", {b"counted": b"1"})
-    before = sum(grid_metrics(Path(os.environ["GENIE_STATE_DIR"])).figures().syncs.counts)
+    before = sum(grid_metrics(Path(os.environ["GENIE_STATE_DIR"])).read_snapshot().syncs.counts)
     assert run_grid_command("sync", str(tmp_path / "counted")).code == 0
-    assert sum(grid_metrics(Path(os.environ["GENIE_STATE_DIR"])).figures().syncs.counts) == before + 2
+    assert sum(grid_metrics(Path(os.environ["GENIE_STATE_DIR"])).read_snapshot().syncs.counts) == before + 2
 
 
 def test_sync_prints_json(run_grid_command, tmp_path: Path) -> None:

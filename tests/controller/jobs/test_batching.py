@@ -278,7 +278,7 @@ async def confirm_all(agent: FakeAgent, launches: list[Launch]) -> None:
 
 async def advance_until_all_jobs_are(one: RunningController, clock: FakeClock, state: JobState) -> None:
     assert one.controller is not None
-    jobs = one.controller._jobs
+    jobs = one.controller._jobs.catalog
 
     async def reached() -> bool:
         await clock.advance(1.0)

@@ -128,7 +128,7 @@ async def test_listing_jobs_of_one_tenant_does_not_visit_those_of_others(tmp_pat
         async with one.client(blue) as client:
             job = await client.submit()
             assert one.controller is not None
-            index = one.controller._jobs._index
+            index = one.controller._jobs.catalog._index
             before = index.visited_entry_count
             listed = await client.ask(ListJobs())
             assert [each.job_id for each in listed.jobs] == [job.job_id]

@@ -233,7 +233,7 @@ async def test_rejection_of_a_void_launch_does_not_count_as_an_attempt(tmp_path:
     async with running_controller(tmp_path) as one, one.client() as owner, one.agent() as agent:
         job = await owner.submit(gpus=1)
         assert one.controller is not None
-        jobs = one.controller._jobs
+        jobs = one.controller._jobs.lifecycle
         for _ in range(2 * LAUNCH_ATTEMPTS_MAX):
             epoch = (await agent.next_launch()).placement.epoch
             await jobs.requeue_unconfirmed(job.job_id, epoch=epoch, reason="makes room for another")
@@ -336,7 +336,7 @@ async def test_deleting_finished_jobs_does_not_affect_pending_jobs(
         for job_id in ids[:3]:
             await owner.ask(CancelJob(job_id=job_id))
         assert one.controller is not None
-        await one.controller._jobs.delete_old_jobs()
+        await one.controller._jobs.history.delete_old_jobs()
         assert {job.job_id for job in (await owner.ask(ListJobs())).jobs} == set(ids[2:])
         assert withdrawn == ids[:3], "each when it was cancelled, none when it was deleted"
 

@@ -17,20 +17,23 @@ QUEUE_MAX = 1000
 
 
 class FullQueue:
-    """A full queue, whose jobs leave it and are replaced."""
+    """A queue of some tenants, full by default, whose jobs leave it and are replaced."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, tenants: int = 10, jobs: int = QUEUE_MAX) -> None:
         self.clock = FakeClock()
         self._pending = StagedIndex()
         self._limits = QueueLimits(ControllerConfig(queue_max=QUEUE_MAX), self._pending, clock=self.clock)
-        for number in range(QUEUE_MAX):
-            self._change(None, _make_job(f"j-{number}", tenant=f"tenant-{number % 10}"))
+        for number in range(jobs):
+            self._change(None, _make_job(f"j-{number}", tenant=f"tenant-{number % tenants}"))
 
     def replace_jobs(self, count: int) -> None:
         for number in range(count):
             job = _make_job(f"j-{number}", tenant="tenant-0")
             self._change(job, msgspec.structs.replace(job, state=JobState.PLACING))
             self._change(None, job)
+
+    def check_accepted(self, tenant: str) -> None:
+        self._limits.check_submission(tenant)
 
     def retry_after_s(self, tenant: str = "other") -> float:
         with pytest.raises(QueueFullError) as caught:
@@ -67,6 +70,14 @@ async def test_retry_time_follows_the_rate_at_which_jobs_leave_the_queue() -> No
     assert queue.retry_after_s() == RETRY_AFTER_S_MIN, "they left within the last seconds"
     await queue.clock.advance(2.0)
     assert queue.retry_after_s() == RETRY_AFTER_S_MAX, "the queue has stopped moving"
+
+
+async def test_tenant_that_has_used_its_share_of_the_queue_gets_a_retry_time() -> None:
+    queue = FullQueue(tenants=1, jobs=QUEUE_MAX * 9 // 10)
+    queue.check_accepted("other")
+    assert queue.retry_after_s("tenant-0") == RETRY_AFTER_S_MAX
+    queue.replace_jobs(20)
+    assert queue.retry_after_s("tenant-0") == 2.5
 
 
 async def test_jobs_that_stay_in_the_queue_do_not_shorten_the_retry_time() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from genie.config import ControllerConfig
+from genie.controller.jobs.lifecycle import LostWorker
 from genie.controller.jobs.sessions import LEASE_S_MIN, lease_duration_s
 from genie.errors import DeviceUnavailableError, GenieError, JobNotFoundError, NodeNotFoundError
 from genie.model.job import CLIENT_LOST_EXIT_CODE, JobState
@@ -118,6 +119,43 @@ async def test_session_end_releases_the_devices_of_that_client(tmp_path: Path) -
         ack = await agent.beat()
         assert [order.job_id for order in ack.jobs_to_kill] == [mine.job.job_id]
         assert not (await client.job(other.job.job_id)).stop
+
+
+@pytest.mark.parametrize("exit_code", [0, -15])
+async def test_session_that_its_client_has_closed_has_succeeded(tmp_path: Path, exit_code: int) -> None:
+    async with running_controller(tmp_path) as one, one.client() as client, one.agent() as agent:
+        job = (await _open_device(client)).job
+        launch = await agent.start_next()
+        await client.ask(SessionEnd(node_id="laptop"))
+        assert (await client.job(job.job_id)).reason == "being stopped: the client closed the session"
+        agent.end(launch, exit_code)
+        await agent.beat()
+        ended = await client.job(job.job_id)
+        assert (ended.state, ended.reason) == (JobState.SUCCEEDED, "the client closed the session")
+        assert ended.exit_code == 0
+        assert await client.held("n1") == []
+
+
+async def test_closed_session_has_succeeded_even_if_its_node_is_lost(tmp_path: Path) -> None:
+    async with running_controller(tmp_path) as one, one.client() as client, one.agent() as agent:
+        job = (await _open_device(client)).job
+        epoch = (await agent.start_next()).placement.epoch
+        await client.ask(SessionEnd(node_id="laptop"))
+        assert one.controller is not None
+        await one.controller._jobs.lifecycle.record_lost_workers(
+            [LostWorker(job.job_id, "n1", epoch, "node n1 was silent")]
+        )
+        ended = await client.job(job.job_id)
+        assert ended.state is JobState.SUCCEEDED
+        assert ended.reason == "the client closed the session (node n1 was silent)"
+
+
+async def test_session_that_is_closed_before_it_starts_is_cancelled(tmp_path: Path) -> None:
+    async with running_controller(tmp_path) as one, one.client() as client, one.agent() as agent:
+        job = (await _open_device(client)).job
+        await agent.next_launch()
+        await client.ask(SessionEnd(node_id="laptop"))
+        assert (await client.job(job.job_id)).state is JobState.CANCELLED
 
 
 async def test_client_without_heartbeats_loses_its_devices_after_a_minute(tmp_path: Path) -> None:

@@ -237,7 +237,7 @@ async def test_node_that_reconnects_before_the_reclaim_keeps_its_job(tmp_path: P
         await agent.confirm(launch)
         assert one.controller is not None
         # The reclaim is decided, and its write is queued behind a heartbeat.
-        await one.controller._jobs.record_lost_workers(
+        await one.controller._jobs.lifecycle.record_lost_workers(
             [LostWorker(job.job_id, "n1", launch.placement.epoch, "silent", lambda: False)]
         )
         assert (await owner.job(job.job_id)).state is JobState.RUNNING
@@ -262,3 +262,16 @@ async def test_write_during_a_reload_of_the_ledger_is_not_lost(tmp_path: Path) -
 def test_node_suspect_time_above_the_node_lease_is_rejected() -> None:
     with pytest.raises(ConfigError, match="node_suspect_s"):
         check_failure_timeouts(ControllerConfig(node_suspect_s=20.0, node_ttl_s=10.0))
+
+
+def test_dead_man_time_below_the_duration_of_a_failover_is_rejected() -> None:
+    url = "etcd://127.0.0.1:2379"
+    check_failure_timeouts(ControllerConfig(store=url))
+    check_failure_timeouts(ControllerConfig(node_ttl_s=10.0))  # SQLite: there is no other controller
+    with pytest.raises(ConfigError, match="node_ttl_s = 10 is too low") as caught:
+        check_failure_timeouts(ControllerConfig(store=url, node_ttl_s=10.0))
+    assert "leader lease 4.5 s" in caught.value.message
+    assert "controller.node_ttl_s to 19.3 or more" in caught.value.hint
+    with pytest.raises(ConfigError, match="node_ttl_s") as caught:
+        check_failure_timeouts(ControllerConfig(store=url, leader_ttl_s=10.0))
+    assert "lower controller.leader_ttl_s (10)" in caught.value.hint

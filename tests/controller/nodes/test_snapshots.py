@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from genie.config import ControllerConfig
-from genie.controller.ledger import Ledger, NodeRecord, Table
+from genie.controller.ledger import Ledger, LedgerTable, NodeRecord
 from genie.controller.nodes.faults import NodeFaults
 from genie.controller.nodes.membership import Membership
 from genie.controller.nodes.snapshots import NodeSnapshot, NodeSnapshots
@@ -54,7 +54,7 @@ class ViewInputs:
         self.peers: dict[str, FakePeer] = {}
 
     # Any: rows of every table.
-    def commit(self, table: Table[Any], row_id: str, row: Any) -> None:
+    def commit(self, table: LedgerTable[Any], row_id: str, row: Any) -> None:
         before = table._set_row(row_id, row)
         for listener in table._listeners:
             listener(row_id, before, row)
@@ -113,7 +113,7 @@ class ViewInputs:
                 info = msgspec.structs.replace(info, status=NodeStatus.DEGRADED, status_reason=fault)
             blocked = self.membership.blocked_reason(info) or fault
             closed = "it has left the cluster" if record.has_left else blocked
-            found[node_id] = NodeSnapshot(info, closed)
+            found[node_id] = NodeSnapshot(info, closed, record.has_left)
         return found
 
 

@@ -173,7 +173,7 @@ async def test_release_that_failed_between_parts_is_completed_by_the_next_tick(t
         agents = await connect_all_agents(one, stack)
         gang = await place_gang(one, owner, agents)
         assert one.controller is not None
-        changes = one.controller._jobs._changes
+        changes = one.controller._jobs.lifecycle._changes
         ledger = one.controller._ledger
         # Only the first part is written.
         await ledger.write(lambda txn: changes._stage_release(ledger.jobs[gang.job_id], [0, 1], txn))

@@ -95,7 +95,7 @@ async def test_confirmation_waits_for_the_other_workers(tmp_path: Path) -> None:
         second = await b.next_launch()
         waiting = group.create_task(a.confirm(first, wait_s=60.0))
         assert one.controller is not None
-        ready = one.controller._jobs._ready_ranks_by_job
+        ready = one.controller._jobs.launches._ready_ranks_by_job
         await until(lambda: job.job_id in ready)
         await b.confirm(second)
         await waiting
@@ -114,7 +114,7 @@ async def test_waiting_confirmation_ends_when_the_launch_is_void_or_time_is_over
         job = await owner.submit_spec(job_spec(workers=2))
         launch = await advance_until_launch(clock, a, b)
         assert one.controller is not None
-        waiters = one.controller._jobs._notifier._waiters
+        waiters = one.controller._jobs.launches._notifier._waiters
         waiting = group.create_task(_error_of(a.confirm(launch, wait_s=60.0)))
         await until(lambda: job.job_id in waiters)
         await clock.advance(3.1)

@@ -185,7 +185,7 @@ async def test_start_decided_before_a_reload_of_the_ledger_is_dropped(tmp_path: 
         await owner.ask(DrainNode(node_id="a"))
         job = await owner.submit_spec(job_spec())
         assert one.controller is not None
-        jobs, ledger = one.controller._jobs, one.controller._ledger
+        jobs, ledger = one.controller._jobs.launches, one.controller._ledger
         start, placed = Start(job.job_id, (WorkerPlace("a", (0,)),), "decided"), list[Job]()
         ledger._needs_reload = True
         await jobs.record_starts([start], on_placed=placed.append)
@@ -268,7 +268,7 @@ async def test_job_over_its_time_limit_fails_even_if_its_node_is_lost(tmp_path: 
     async with running_controller(tmp_path) as one, one.client() as owner, one.agent("a") as a:
         job, launch = await _start_low_job(owner, a, time_limit_s=3600.0)
         assert one.controller is not None
-        jobs, epoch = one.controller._jobs, launch.placement.epoch
+        jobs, epoch = one.controller._jobs.lifecycle, launch.placement.epoch
         await jobs.mark_jobs_stopping(
             [(await owner.job(job.job_id), "its time limit is over")], StopReason.TIME_LIMIT
         )

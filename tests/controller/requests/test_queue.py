@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from genie.config import ControllerConfig
 from genie.controller.change_notifier import ChangeNotifier
-from genie.controller.connection import Connection
-from genie.controller.jobs.backoff import LaunchBackoff
-from genie.controller.jobs.lifecycle import JobLifecycle
+from genie.controller.connection import Connection, Handler
+from genie.controller.jobs.catalog import JobCatalog
 from genie.controller.ledger import Ledger
 from genie.controller.requests import queue as queue_module
 from genie.controller.requests.queue import QueuePlanner, QueueRequests
 from genie.errors import JobNotFoundError
 from genie.model.job import Job, JobSpec, JobState, PlacementConstraints, Resources, Transition
-from genie.model.messages import ExplainJob, ExplainReply, GetQueue, NodesRuledOut, QueueReply
+from genie.model.messages import ExplainJob, ExplainReply, GetQueue, Message, NodesRuledOut, QueueReply
 from genie.model.tenant import Identity, TokenKind
 from genie.scheduler.decisions import Wait
 from genie.scheduler.explain import Explanation, explain
@@ -26,7 +25,6 @@ from genie.scheduler.request import NodeFacts
 from genie.scheduler.rules import Rules
 from tests.controller.running_controller import running_controller
 from tests.fakes.clock import FakeClock
-from tests.fakes.placer import NoOpPlacer
 from tests.scheduler.clusters import SchedulerHarness, node
 
 OWNER = Identity(token_id="o", kind=TokenKind.OWNER, tenant="default")
@@ -68,16 +66,7 @@ class QueueSetup:
         self.ledger = Ledger(None, None, None)  # type: ignore[arg-type]  # its tables only
         self.ledger.is_loaded = True
         clock = FakeClock()
-        self.jobs = JobLifecycle(
-            self.ledger,
-            config=ControllerConfig(),
-            clock=clock,
-            random_bytes=bytes,
-            notifier=ChangeNotifier(clock),
-            wake=lambda: None,
-            placer=NoOpPlacer(),
-            backoff=LaunchBackoff(clock),
-        )
+        self.jobs = JobCatalog(self.ledger, notifier=ChangeNotifier(clock), wake=lambda: None)
         self.requests = QueueRequests(
             self.jobs, self.planner, clock=clock, check_readable=self.ledger.check_readable
         )
@@ -244,6 +233,19 @@ async def test_explanation_names_a_limited_number_of_nodes_and_reasons(
     reply = await cluster.explain(BLUE, ONE)
     assert [(each.count, each.nodes) for each in reply.ruled_out] == [(4, ("n0", "n1")), (1, ("m2",))]
     assert reply.ruled_out_more == 1
+
+
+async def test_owner_does_not_wait_behind_tenants() -> None:
+    handle = make_busy_cluster().requests.handlers()[GetQueue]
+    async with asyncio.TaskGroup() as group:
+        tenants = [group.create_task(_ask_queue(handle, BLUE)) for _ in range(20)]
+        await asyncio.sleep(0)
+        await _ask_queue(handle, OWNER)
+        assert not all(task.done() for task in tenants)
+
+
+async def _ask_queue(handle: Handler, who: Identity) -> Message:
+    return await handle(_make_connection(who), GetQueue())
 
 
 async def test_queue_is_served_by_a_real_controller(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from genie.controller.ledger import Ledger, Table
+from genie.controller.ledger import Ledger, LedgerTable
 from genie.controller.requests import quotas
 from genie.controller.requests.quotas import QuotaTable
 from genie.errors import JobRefusedError, PermissionError_, QuotaNotFoundError, UsageError
@@ -148,7 +148,7 @@ def make_quota_table(*rows: QuotaRecord, holds: dict[str, NodeHolds] | None = No
 
 
 # Any: rows of every table.
-def _set_row(into: Table[Any], row_id: str, row: Any) -> None:
+def _set_row(into: LedgerTable[Any], row_id: str, row: Any) -> None:
     into._set_row(row_id, row)
 
 

@@ -11,8 +11,18 @@ import pytest
 from genie.controller import request_limits
 from genie.errors import GenieError, OverloadedError, PermissionError_
 from genie.model.job import JobSpec
-from genie.model.messages import CancelJob, JobReply, JobsReply, ListJobs, ListTokens, SubmitJob
-from genie.model.tenant import TokenKind
+from genie.model.messages import (
+    CancelJob,
+    Done,
+    GetStatus,
+    JobReply,
+    JobsReply,
+    ListJobs,
+    ListTokens,
+    Message,
+    SubmitJob,
+)
+from genie.model.tenant import Identity, TokenKind
 from tests.controller.running_controller import Client, running_controller
 from tests.fakes.clock import FakeClock
 from tests.waiting import until
@@ -126,6 +136,55 @@ async def test_list_requests_take_turns_with_heartbeats(
         assert await agent.beat()
         assert not flood.done(), "the heartbeat was served before the lists"
         assert {type(outcome) for outcome in await flood} == {JobsReply}
+
+
+async def test_owner_and_status_do_not_wait_behind_lists_of_tenants(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(request_limits, "LIST_REQUESTS_IN_FLIGHT_MAX", 1000)
+    async with (
+        running_controller(tmp_path, clock=FakeClock()) as one,
+        one.client(await one.token(TokenKind.USER, tenant="red")) as red,
+        one.client(await one.token(TokenKind.USER, tenant="blue")) as blue,
+        one.client() as owner,
+    ):
+        await red.submit(gpus=1)
+        flood = asyncio.create_task(_list_jobs_at_once(red, 300, limit=1))
+        await until(lambda: red.peer._pending_calls)
+        assert await owner.status()
+        assert await owner.ask(ListJobs(limit=1))
+        assert await blue.status()
+        assert not flood.done(), "they were served before the lists"
+        assert {type(outcome) for outcome in await flood} == {JobsReply}
+
+
+@pytest.mark.parametrize(
+    ("kind", "request_"),
+    [(TokenKind.OWNER, ListJobs()), (TokenKind.OWNER, GetStatus()), (TokenKind.USER, GetStatus())],
+)
+async def test_only_lists_of_tenants_wait_for_lists_of_tenants(kind: TokenKind, request_: Message) -> None:
+    limits = request_limits.RequestLimits(FakeClock())
+    red, blue, other = (
+        limits.get_usage(Identity(kind=kind, tenant=name, name=name, token_id=name))
+        for kind, name in ((TokenKind.USER, "red"), (TokenKind.USER, "blue"), (kind, "other"))
+    )
+    assert red and blue and other
+    release = asyncio.Event()
+
+    async def handle_slowly() -> Message:
+        await release.wait()
+        return Done()
+
+    async def handle() -> Message:
+        return Done()
+
+    async with asyncio.timeout(10), asyncio.TaskGroup() as group:
+        group.create_task(limits.run_list_request(red, ListJobs(), handle_slowly))
+        await asyncio.sleep(0)
+        waiting = group.create_task(limits.run_list_request(blue, ListJobs(), handle))
+        assert await limits.run_list_request(other, request_, handle)
+        assert not waiting.done()
+        release.set()
 
 
 async def test_requests_in_flight_are_limited_per_token(

@@ -23,7 +23,7 @@ class EtcdServer:
         self._program = require_program("etcd", package="etcd-server")
         self.folder = folder
         self._scheme = scheme
-        self._options = tuple(options)
+        self.options = tuple(options)
         self._process: subprocess.Popen[bytes] | None = None
         self._log_numbers = itertools.count()
         self._choose_ports()
@@ -55,6 +55,15 @@ class EtcdServer:
         """Sends SIGKILL, like a crash."""
         self._end(signal.SIGKILL)
 
+    def suspend(self) -> None:
+        """Sends SIGSTOP: connections stay open, but no request is answered."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        assert self._process is not None
+        self._process.send_signal(signal.SIGCONT)
+
     def stop(self) -> None:
         """Idempotent."""
         self._end(signal.SIGTERM)
@@ -63,6 +72,7 @@ class EtcdServer:
         if self._process is None:
             return
         self._process.send_signal(how)
+        self._process.send_signal(signal.SIGCONT)
         try:
             self._process.wait(timeout=10)
         except subprocess.TimeoutExpired:
@@ -79,7 +89,7 @@ class EtcdServer:
             *("--listen-client-urls", client, "--advertise-client-urls", client),
             *("--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer),
             *("--initial-cluster", f"one={peer}"),
-            *self._options,
+            *self.options,
         ]
         with log.open("wb") as output:
             # HOME lets the cleanup after an interrupted test run find it.

@@ -2,74 +2,17 @@
 
 from __future__ import annotations
 
-import datetime
-import ipaddress
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import grpc.aio
 import pytest
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from genie.controller.store import Put
 from genie.controller.store.etcd import EtcdStore
-from genie.errors import ConfigError, StoreError, StoreUnavailableError, TlsError
+from genie.errors import StoreAccessError, StoreError, StoreUnavailableError
+from tests.controller.store.etcd_security import Authority, enable_logins
 from tests.controller.store.etcd_server import EtcdServer
-
-
-@dataclass
-class Authority:
-    """A CA. Its files are NAME-ca.pem and a .pem and a .key for each issued certificate."""
-
-    folder: Path
-    name: str
-
-    def __post_init__(self) -> None:
-        self._key = ec.generate_private_key(ec.SECP256R1())
-        self._subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, self.name)])
-        constraints = x509.BasicConstraints(ca=True, path_length=None)
-        certificate = (
-            self._builder(self._subject, self._key.public_key())
-            .add_extension(constraints, critical=True)
-            .sign(self._key, hashes.SHA256())
-        )
-        self.ca = self._write("ca.pem", certificate.public_bytes(serialization.Encoding.PEM))
-
-    def issue(self, who: str) -> tuple[Path, Path]:
-        key = ec.generate_private_key(ec.SECP256R1())
-        subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, who)])
-        usages = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
-        address = x509.IPAddress(ipaddress.ip_address("127.0.0.1"))
-        certificate = (
-            self._builder(subject, key.public_key())
-            .add_extension(x509.SubjectAlternativeName([address]), critical=False)
-            .add_extension(x509.ExtendedKeyUsage(usages), critical=False)
-            .sign(self._key, hashes.SHA256())
-        )
-        pem = serialization.Encoding.PEM
-        plain = key.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
-        return self._write(f"{who}.pem", certificate.public_bytes(pem)), self._write(f"{who}.key", plain)
-
-    def _builder(self, subject: x509.Name, key: ec.EllipticCurvePublicKey) -> x509.CertificateBuilder:
-        now = datetime.datetime.now(datetime.UTC)
-        return (
-            x509.CertificateBuilder()
-            .subject_name(subject)
-            .issuer_name(self._subject)
-            .public_key(key)
-            .serial_number(x509.random_serial_number())
-            .not_valid_before(now - datetime.timedelta(hours=1))
-            .not_valid_after(now + datetime.timedelta(hours=1))
-        )
-
-    def _write(self, name: str, content: bytes) -> Path:
-        path = self.folder / f"{self.name}-{name}"
-        path.write_bytes(content)
-        return path
 
 
 @dataclass
@@ -82,12 +25,11 @@ class SecureServer:
 def tls_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SecureServer]:
     folder = tmp_path_factory.mktemp("etcd-tls")
     authority = Authority(folder, "ours")
-    cert, key = authority.issue("server")
     server = EtcdServer(
         folder,
         scheme="https",
         options=[
-            *("--cert-file", str(cert), "--key-file", str(key)),
+            *authority.server_options(),
             *("--client-cert-auth", "--trusted-ca-file", str(authority.ca)),
         ],
     )
@@ -111,7 +53,7 @@ async def test_mutual_tls_works(tls_server: SecureServer) -> None:
 async def test_server_of_an_unknown_ca_is_rejected(tls_server: SecureServer, tmp_path: Path) -> None:
     stranger = Authority(tmp_path, "stranger")
     cert, key = tls_server.authority.issue("controller")
-    with pytest.raises(TlsError, match=r"\?ca="):
+    with pytest.raises(StoreAccessError, match=r"\?ca="):
         await EtcdStore.open(f"{tls_server.server.url}?ca={stranger.ca}&cert={cert}&key={key}")
 
 
@@ -119,17 +61,17 @@ async def test_client_without_a_valid_certificate_is_rejected(
     tls_server: SecureServer, tmp_path: Path
 ) -> None:
     # A race decides whether the server sends an alert before it closes the connection.
-    with pytest.raises((TlsError, StoreUnavailableError)):
+    with pytest.raises((StoreAccessError, StoreUnavailableError)):
         await EtcdStore.open(f"{tls_server.server.url}?ca={tls_server.authority.ca}", timeout_s=1.0)
     cert, key = Authority(tmp_path, "stranger").issue("controller")
     url = f"{tls_server.server.url}?ca={tls_server.authority.ca}&cert={cert}&key={key}"
-    with pytest.raises((TlsError, StoreUnavailableError)):
+    with pytest.raises((StoreAccessError, StoreUnavailableError)):
         await EtcdStore.open(url, timeout_s=1.0)
 
 
 async def test_files_without_a_certificate_raise_tls_error(tls_server: SecureServer) -> None:
     _, key = tls_server.authority.issue("controller")
-    with pytest.raises(TlsError, match=r"\?ca=, \?cert= and \?key="):
+    with pytest.raises(StoreAccessError, match=r"\?ca=, \?cert= and \?key="):
         await EtcdStore.open(f"{tls_server.server.url}?ca={key}")
 
 
@@ -138,18 +80,31 @@ async def test_plaintext_url_cannot_reach_a_tls_server(tls_server: SecureServer)
         await EtcdStore.open(f"etcd://{tls_server.server.endpoint}", timeout_s=0.5)
 
 
+async def test_replaced_certificate_files_take_effect(tmp_path: Path) -> None:
+    old, new = Authority(tmp_path, "old"), Authority(tmp_path, "new")
+    trusted = tmp_path / "trusted.pem"
+    trusted.write_bytes(old.ca.read_bytes())
+    server = EtcdServer(tmp_path / "etcd", scheme="https", options=old.server_options())
+    server.start()
+    try:
+        store = await EtcdStore.open(f"{server.url}?ca={trusted}")
+        assert (await store.commit([], [Put("a", b"1")])).succeeded
+        server.stop()
+        server.options = new.server_options()
+        server.start()
+        with pytest.raises(StoreAccessError, match="TLS handshake"):
+            await store.get("a")
+        trusted.write_bytes(new.ca.read_bytes())
+        with pytest.raises(StoreAccessError, match="TLS handshake"):
+            await store.get("a")
+        found = await store.get("a")
+        assert found is not None and found.value == b"1"
+        await store.close()
+    finally:
+        server.stop()
+
+
 # --- users ------------------------------------------------------------------------------------
-
-
-def _encode_string_field(number: int, value: str) -> bytes:
-    """One string field of a protobuf message, by hand: Genie itself never administers etcd's users."""
-    return bytes([number << 3 | 2, len(value)]) + value.encode()
-
-
-async def _call_auth_service(endpoint: str, *calls: tuple[str, bytes]) -> None:
-    async with grpc.aio.insecure_channel(endpoint) as channel:
-        for name, request in calls:
-            await channel.unary_unary(f"/etcdserverpb.Auth/{name}", None, None)(request, timeout=10)
 
 
 async def test_login_requires_the_right_password(tmp_path: Path) -> None:
@@ -159,14 +114,7 @@ async def test_login_requires_the_right_password(tmp_path: Path) -> None:
     right.write_text("pass word\n")
     wrong.write_text("guess")
     try:
-        await _call_auth_service(
-            server.endpoint,
-            ("UserAdd", _encode_string_field(1, "root") + _encode_string_field(2, "pass word")),
-            ("UserAdd", _encode_string_field(1, "nobody") + _encode_string_field(2, "pass word")),
-            ("RoleAdd", _encode_string_field(1, "root")),
-            ("UserGrantRole", _encode_string_field(1, "root") + _encode_string_field(2, "root")),
-            ("AuthEnable", b""),
-        )
+        await enable_logins(server, users=("root", "nobody"), password="pass word")
         await _check_passwords(server, right=right, wrong=wrong)
     finally:
         server.stop()
@@ -182,7 +130,7 @@ async def _check_passwords(server: EtcdServer, *, right: Path, wrong: Path) -> N
     async with store.watch("a", after_revision=1) as events:
         assert (await anext(events)).value == b"1"
     await store.close()
-    with pytest.raises(ConfigError, match="rejected user 'root'"):
+    with pytest.raises(StoreAccessError, match="rejected user 'root'"):
         await EtcdStore.open(f"{server.url}?user=root&password_file={wrong}")
     store = await EtcdStore.open(f"{server.url}?user=nobody&password_file={right}")
     with pytest.raises(StoreError, match="permission denied"):
@@ -192,9 +140,9 @@ async def _check_passwords(server: EtcdServer, *, right: Path, wrong: Path) -> N
             await anext(events)
     await store.close()
     store = await EtcdStore.open(server.url)
-    with pytest.raises(ConfigError, match="requires a user"):
+    with pytest.raises(StoreAccessError, match="requires a user"):
         await store.get("a")
     async with store.watch("a", after_revision=1) as events:
-        with pytest.raises(ConfigError, match="requires a user"):
+        with pytest.raises(StoreAccessError, match="requires a user"):
             await anext(events)
     await store.close()

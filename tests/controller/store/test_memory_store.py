@@ -95,3 +95,28 @@ async def test_history_is_bounded_by_revisions(clock: FakeClock) -> None:
     async with store.watch("a", after_revision=last - 20) as events:
         assert (await anext(events)).revision == last - 19
     await store.close()
+
+
+async def test_hanging_store_fails_after_the_timeout_and_then_responds(store: MemoryStore) -> None:
+    other = store.connect()
+    store.set_hanging(True)
+    with pytest.raises(StoreUnavailableError, match="did not respond within"):
+        await other.get("a", timeout_s=0.01)
+    async with asyncio.TaskGroup() as group:
+        waiting = group.create_task(other.commit([], [Put("a", b"1")], timeout_s=60.0))
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        store.set_hanging(False)
+    assert waiting.result().succeeded
+    await other.close()
+
+
+async def test_new_leader_of_the_store_extends_leases(store: MemoryStore, clock: FakeClock) -> None:
+    lease_id = await store.grant_lease(3.0)
+    await store.commit([], [Put("a", b"1", lease_id)])
+    await clock.advance(2.0)
+    store.extend_leases(by_s=1.0)
+    await clock.advance(3.9)
+    assert await store.get("a") is not None
+    await clock.advance(0.2)
+    assert await store.get("a") is None

@@ -32,7 +32,7 @@ from genie.grid.health.check import (
     compute_score,
 )
 from genie.grid.runs.launch import RunLauncher, grid_metrics
-from genie.grid.runs.runner import Runner
+from genie.grid.runs.run_client import Runner
 from genie.grid.ssh.pool import SshPool
 from tests.grid.testbed import SshNode, SshTestbed
 from tests.waiting import until
@@ -224,7 +224,7 @@ async def test_runs_are_spread_over_equally_good_nodes(tmp_path: Path) -> None:
     async with SshPool(file, ssh_config=tmp_path) as pool:
         launcher = RunLauncher(pool, file, Runner(pool, file), state_dir=tmp_path)
         assert [await launcher.choose_best_node(without={}) for _ in range(4)] == ["a", "b", "c", "a"]
-    metrics = await asyncio.to_thread(grid_metrics(tmp_path).figures)
+    metrics = await asyncio.to_thread(grid_metrics(tmp_path).read_snapshot)
     assert metrics.scores == {node.name: node.score for node in nodes}
 
 
@@ -324,7 +324,9 @@ async def test_check_all_returns_nodes_in_file_order(testbed: SshTestbed) -> Non
     testbed["gpu3"].gpus(2)
     try:
         async with SshPool(make_grid_file(testbed), ssh_config=testbed.ssh_config) as pool:
-            found = await NodeHealthChecker(pool, make_grid_file(testbed), clock=ManualClock()).check_all()
+            found = await NodeHealthChecker(
+                pool, make_grid_file(testbed), clock=ManualClock()
+            ).check_all_in_file_order()
     finally:
         testbed["gpu3"].gpus(0)
     assert [node.name for node in found] == [f"gpu{n}" for n in range(1, 11)]
@@ -346,7 +348,7 @@ async def test_hanging_node_costs_only_its_own_timeout(own_testbed: SshTestbed) 
     async with SshPool(file, ssh_config=own_testbed.ssh_config) as pool:
         checker = NodeHealthChecker(pool, file, clock=ManualClock())
         with own_testbed["gpu1"].suspended():
-            first, second = await checker.check_all()
+            first, second = await checker.check_all_in_file_order()
         assert (first.state, second.state) == (HealthState.UNREACHABLE, HealthState.OK)
         assert "within 4 s" in first.note
         assert choose_best_node([first, second]).name == "gpu2"
@@ -454,7 +456,7 @@ async def test_hanging_nvidia_smi_fails_only_gpu_readings(own_testbed: SshTestbe
         for name in ("gpu1", "gpu2"):
             async with pool.connect(name, timeout_s=20):
                 pass  # connecting is not part of the test
-        first, second = await NodeHealthChecker(pool, file, clock=ManualClock()).check_all()
+        first, second = await NodeHealthChecker(pool, file, clock=ManualClock()).check_all_in_file_order()
     assert (first.state, first.score) == (HealthState.DEGRADED, None)
     assert "took longer" in first.note  # the tool, or on a busy machine the whole reading
     assert first.readings is not None and first.readings.load is not None
@@ -559,7 +561,7 @@ async def test_changed_host_key_makes_node_unreachable(own_testbed: SshTestbed, 
     own_testbed["gpu1"].restart()
     first, second = await NodeHealthChecker(
         own_pool, make_grid_file(own_testbed), clock=ManualClock()
-    ).check_all()
+    ).check_all_in_file_order()
     assert (first.state, second.state) == (HealthState.UNREACHABLE, HealthState.OK)
     assert "host key of" in first.note and "has changed" in first.note and "ssh-keygen -f" in first.note
 
@@ -625,19 +627,19 @@ async def test_unknown_node_name_raises(own_testbed: SshTestbed, own_pool: SshPo
 async def test_readings_are_valid_for_refresh_interval(own_testbed: SshTestbed, own_pool: SshPool) -> None:
     clock = ManualClock()
     checker = NodeHealthChecker(own_pool, make_grid_file(own_testbed), clock=clock)
-    before = await checker.check_all()
+    before = await checker.check_all_in_file_order()
     own_testbed["gpu1"].gpus(1)
     clock.now += 59
-    assert await checker.check_all() == before
+    assert await checker.check_all_in_file_order() == before
     assert await checker.check("gpu1") == before[0]
     clock.now += 1
-    after = await checker.check_all()
+    after = await checker.check_all_in_file_order()
     assert after[0].readings is not None and len(after[0].readings.gpus) == 1
 
 
 async def test_fresh_ignores_previous_readings(own_testbed: SshTestbed, own_pool: SshPool) -> None:
     checker = NodeHealthChecker(own_pool, make_grid_file(own_testbed), clock=ManualClock())
-    await checker.check_all()
+    await checker.check_all_in_file_order()
     own_testbed["gpu1"].gpus(1)
     found = await checker.check("gpu1", fresh=True)
     assert found.readings is not None and len(found.readings.gpus) == 1
@@ -650,11 +652,11 @@ async def test_another_process_uses_the_cache(
     cache = HealthCache(tmp_path)
     first = await NodeHealthChecker(
         own_pool, make_grid_file(own_testbed), clock=clock, cache=cache
-    ).check_all()
+    ).check_all_in_file_order()
     for node in own_testbed.nodes:
         node.stop()
     again = NodeHealthChecker(own_pool, make_grid_file(own_testbed), clock=clock, cache=HealthCache(tmp_path))
-    assert await again.check_all() == first
+    assert await again.check_all_in_file_order() == first
     assert (tmp_path / "grid" / "health.json").stat().st_mode & 0o777 == 0o600
 
 

@@ -48,7 +48,7 @@ def test_nvidia_gpus_and_xid_errors_are_read(tmp_path: Path) -> None:
     write_tool(tmp_path, "nvidia-smi", "echo '0, T4, GPU-a, 100, 50, 5, 33, 0'")
     write_tool(tmp_path, "dmesg", "echo '[ 1.0] NVRM: Xid (PCI:0000:01:00): 79, pid=1, gone'; echo other")
     found = run_readings_script(tmp_path)
-    assert (found.vendor, found.gpus[0].name, found.gpus[0].memory_share) == ("nvidia", "T4", 0.5)
+    assert (found.vendor, found.gpus[0].name, found.gpus[0].memory_used_fraction) == ("nvidia", "T4", 0.5)
     assert found.xids is not None
     assert [xid.code for xid in found.xids] == [79]
 

@@ -92,7 +92,7 @@ def test_metrics_count_tasks_without_third_party_packages() -> None:
         "metrics = BatchExecutor()._metrics\n"
         "metrics.tasks_changed(started=3, ended=[('succeeded', 1.0)])\n"
         "assert 'msgspec' not in sys.modules and 'psutil' not in sys.modules\n"
-        "print(metrics.figures().active_tasks, metrics.figures().completed)"
+        "print(metrics.read_snapshot().active_tasks, metrics.read_snapshot().completed)"
     )
     shown = subprocess.check_output([sys.executable, "-S", "-c", program], text=True, timeout=60)
     assert shown == "2 {'succeeded': 1, 'failed': 0}\n"

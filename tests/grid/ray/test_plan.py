@@ -18,7 +18,7 @@ from genie.errors import (
 )
 from genie.grid.grid_file import RaySettings
 from genie.grid.ray.jobs import exit_code_of, to_shell_line
-from genie.grid.ray.plan import NO_PYTHON, RayFacts, RayRecord, build_cluster_view, plan_start
+from genie.grid.ray.plan import NO_PYTHON_REASON, RayFacts, RayRecord, build_cluster_view, plan_start
 
 KEYS = RaySettings(redis_port=7000, dashboard_port=7001)
 
@@ -203,7 +203,7 @@ def test_node_listed_as_dead_and_alive_is_alive() -> None:
         (LoginRefusedError("x"), "login refused", "unknown", 255),
         (HostKeyUnknownError("x"), "host key unknown", "unknown", 255),
         (HostKeyChangedError("x"), "host key changed", "unknown", 255),
-        (NodeRefusedError("x", reason=NO_PYTHON), "no python", "unknown", 1),
+        (NodeRefusedError("x", reason=NO_PYTHON_REASON), "no python", "unknown", 1),
         (NodeRefusedError("x", reason="denied"), "refused", "unknown", 1),
     ],
 )

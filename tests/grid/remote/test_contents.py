@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from genie.grid.grid_file import SyncSettings
 from genie.grid.remote import contents, sync, tree
-from genie.grid.remote.contents import BLOCK_BYTES, BLOCK_DIGEST_BYTES_MIN
+from genie.grid.remote.contents import BLOCK_BYTES, BLOCK_DIGEST_FILE_BYTES_MIN
 from genie.grid.sync.local_tree import LocalTree
 from genie.grid.sync.pack import hash_files
 from tests.grid.sync.trees import load_compiled_engine, remove_contents
@@ -25,11 +25,11 @@ PAGE = 4096
 EDGES = (-1, 0, 1)
 SIZES = st.one_of(
     st.builds(
-        lambda blocks, more: max(BLOCK_DIGEST_BYTES_MIN + blocks * BLOCK_BYTES + more, 0),
+        lambda blocks, more: max(BLOCK_DIGEST_FILE_BYTES_MIN + blocks * BLOCK_BYTES + more, 0),
         st.integers(-1, 3),
         st.sampled_from(EDGES),
     ),
-    st.integers(0, BLOCK_DIGEST_BYTES_MIN + 4 * BLOCK_BYTES),
+    st.integers(0, BLOCK_DIGEST_FILE_BYTES_MIN + 4 * BLOCK_BYTES),
 )
 LENGTHS = st.one_of(
     st.builds(
@@ -44,7 +44,7 @@ Parts = list[tuple[str, int]]
 
 def reference_digest(data: bytes) -> bytes:
     """The definition in the docstring of contents.py, over all bytes at once."""
-    if len(data) < BLOCK_DIGEST_BYTES_MIN:
+    if len(data) < BLOCK_DIGEST_FILE_BYTES_MIN:
         return hashlib.sha256(data).digest()
     blocks = [data[at : at + BLOCK_BYTES] for at in range(0, len(data), BLOCK_BYTES)]
     nonzero = [number for number, block in enumerate(blocks) if any(block)]
@@ -105,9 +105,9 @@ def compiled_engine() -> tree.PlainEngine:
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(parts=PARTS, size=SIZES)
-@example(parts=[], size=BLOCK_DIGEST_BYTES_MIN)
+@example(parts=[], size=BLOCK_DIGEST_FILE_BYTES_MIN)
 @example(
-    parts=[("data", BLOCK_BYTES - 1), ("hole", BLOCK_BYTES), ("one", 2)], size=BLOCK_DIGEST_BYTES_MIN + 1
+    parts=[("data", BLOCK_BYTES - 1), ("hole", BLOCK_BYTES), ("one", 2)], size=BLOCK_DIGEST_FILE_BYTES_MIN + 1
 )
 @example(parts=[("hole", 17 * BLOCK_BYTES), ("one", 9)], size=17 * BLOCK_BYTES + 9)
 def test_digest_is_independent_of_storage_and_implementation(
@@ -132,7 +132,7 @@ def test_digest_is_independent_of_storage_and_implementation(
 @settings(max_examples=60, deadline=None)
 @given(
     parts=PARTS,
-    size=st.integers(BLOCK_DIGEST_BYTES_MIN, BLOCK_DIGEST_BYTES_MIN + 4 * BLOCK_BYTES),
+    size=st.integers(BLOCK_DIGEST_FILE_BYTES_MIN, BLOCK_DIGEST_FILE_BYTES_MIN + 4 * BLOCK_BYTES),
     seed=st.integers(),
 )
 def test_digest_is_independent_of_chunk_sizes(parts: Parts, size: int, seed: int) -> None:
@@ -155,7 +155,7 @@ def test_digest_is_independent_of_chunk_sizes(parts: Parts, size: int, seed: int
 def test_different_contents_have_different_digests(tmp_path: Path) -> None:
     """Also if only offsets or trailing zeros differ, or a small file is the hash input of a large one."""
     block = b"x" * BLOCK_BYTES
-    size = BLOCK_DIGEST_BYTES_MIN
+    size = BLOCK_DIGEST_FILE_BYTES_MIN
     layouts: list[tuple[Parts, int]] = [
         ([], size),
         ([], size + 1),
@@ -175,8 +175,8 @@ def test_different_contents_have_different_digests(tmp_path: Path) -> None:
 
 
 def test_digest_and_transfer_size_limits_are_consistent() -> None:
-    assert tree.SMALL_BYTES_MAX < BLOCK_DIGEST_BYTES_MIN
-    assert contents.READ_BYTES <= sync.PIECE_BYTES_MAX
+    assert tree.SMALL_FILE_BYTES_MAX < BLOCK_DIGEST_FILE_BYTES_MIN
+    assert contents.READ_CHUNK_BYTES <= sync.PIECE_BYTES_MAX
 
 
 def test_holes_are_not_read(tmp_path: Path, monkeypatch) -> None:

@@ -43,7 +43,7 @@ def test_run_state_is_derived_from_its_records(
     processes: dict[int, tuple[str, int]],
     state: str,
 ) -> None:
-    found = runs.state_of(ended, pid, boot, lambda number: processes.get(number, ("", 0)))
+    found = runs.run_state_from_records(ended, pid, boot, lambda number: processes.get(number, ("", 0)))
     assert found["state"] == state
     assert (found["exit_code"] is None) == (state != "exited")
 
@@ -80,7 +80,7 @@ def test_damaged_run_does_not_break_list_or_hold_gpus(
         (folder / name).write_text(text)
     found = runs.list_runs({"root": str(tmp_path)}, b"")["runs"]
     assert [(one["id"], one["state"]) for one in found] == ([("r-damaged", state)] if state else [])
-    assert runs._held_gpus(str(folder.parent)) == {}
+    assert runs._run_id_by_held_gpu(str(folder.parent)) == {}
 
 
 @pytest.mark.parametrize(("length", "shown"), [(400, "c" * 400), (401, "c" * 400 + " ...")])

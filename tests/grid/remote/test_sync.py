@@ -12,7 +12,7 @@ import pytest
 
 from genie.grid.remote import sync, tree
 from genie.grid.remote.core import OpError
-from genie.grid.remote.site import SyncedTree
+from genie.grid.remote.synced_tree import SyncedTree
 from tests.forkserver import ForkServer
 from tests.grid.sync.trees import read_tree, write_files
 
@@ -135,7 +135,7 @@ def test_incomplete_object_is_removed(old_and_new_tree, tmp_path: Path) -> None:
     root = tmp_path / "node"
     sync.receive_and_apply(make_sync_args(root), make_change_frames(b"", old))
     with SyncedTree(make_sync_args(root), create=True) as site:
-        folder = Path(f"/proc/self/fd/{site.open_objects()}").readlink()
+        folder = Path(f"/proc/self/fd/{site.open_staging_folder()}").readlink()
     sha = hashlib.sha256(b"whole").digest()
     (folder / os.fsdecode(tree.object_name(sha, 5))).write_bytes(b"whole")
     (folder / os.fsdecode(tree.object_name(bytes(32), 500))).write_bytes(b"half")
@@ -237,7 +237,7 @@ def test_failing_compiler_leaves_no_files(tmp_path: Path, monkeypatch, ends: str
     compiler.write_text(f'#!/bin/sh\nwhile [ $# -gt 2 ]; do shift; done\necho half > "$1"\n{ends}\n')
     compiler.chmod(0o755)
     monkeypatch.setenv("PATH", f"{compiler.parent}:/usr/bin:/bin")
-    monkeypatch.setattr(sync, "_COMPILE_S", 0.3)
+    monkeypatch.setattr(sync, "_COMPILE_TIMEOUT_S", 0.3)
     source = tmp_path / "made" / "tree-aa-1-1.cpp"
     source.parent.mkdir()
     source.write_text("int x;")

@@ -56,7 +56,7 @@ def scan_tree(
     engine: tree.PlainEngine, root: Path, old: bytes = b"", *, taken_ns: int = 0, reuse: bool = False
 ):
     walked = engine.walk(str(root), old, taken_ns=taken_ns, reuse=reuse, is_excluded=ends_with_x)
-    return walked.records, walked.dirty, walked.is_same, walked.rules_changed, walked.skipped
+    return walked.records, walked.dirty, walked.is_unchanged, walked.rules_changed, walked.skipped
 
 
 @pytest.fixture
@@ -147,7 +147,7 @@ def transfer_files(
                 once.append(one.without_stamp + tree.NO_STAMP)
                 seen.add(one.sha)
         engine.place_files(fds[2], fds[1], b"".join(once))
-        with tree.DirectoryWalker(fds[2]) as folders:
+        with tree.OpenDirectories(fds[2]) as folders:
             for one in tree.iter_records(bytes(named)):
                 if one.kind == tree.FILE and folders.try_lstat(one.path) is None:
                     parent, name = folders.open_parent(one.path)

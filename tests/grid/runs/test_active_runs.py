@@ -14,7 +14,7 @@ from genie.grid.grid_file import GridFile, read_grid_file
 from genie.grid.metrics import ACTIVE_RUNS_MAX, ActiveRun, GridMetrics
 from genie.grid.runs.launch import reconcile_runs, track_run
 from genie.grid.runs.run import Run
-from genie.grid.runs.runner import Runner
+from genie.grid.runs.run_client import Runner
 from genie.grid.ssh.pool import SshPool
 from tests.grid.testbed import SshTestbed
 from tests.waiting import until
@@ -47,16 +47,16 @@ async def test_detached_run_is_active_until_its_end_is_found(
         await until(lambda: has_run_ended(runner, removed), what="the end of the short run")
         await runner.remove(removed)
         await reconcile_runs(runner, file, metrics, nodes=NODES)
-        assert metrics.figures().active_tasks == 1
+        assert metrics.read_snapshot().active_tasks == 1
         for pid in await until(lambda: own_testbed["gpu1"].processes("sleep 7501"), what="the long run"):
             os.kill(pid, signal.SIGKILL)
         await until(lambda: has_run_ended(runner, failing), what="the end of the long run")
         other = dataclasses.replace(file, path=tmp_path / "other.yaml")
         await reconcile_runs(runner, other, metrics, nodes=NODES)  # its gpu1 may be another host
         await reconcile_runs(runner, file, metrics, nodes=["gpu2"])  # gpu1 cannot be reached
-        assert metrics.figures().active_tasks == 1
+        assert metrics.read_snapshot().active_tasks == 1
         await reconcile_runs(runner, file, metrics, nodes=NODES)
-    found = metrics.figures()
+    found = metrics.read_snapshot()
     assert found.active_tasks == 0
     assert found.completed == {"succeeded": 0, "failed": 1, "unknown": 1}
 
@@ -67,7 +67,7 @@ async def test_run_on_a_node_removed_from_the_file_is_unknown(testbed: SshTestbe
     await asyncio.to_thread(metrics.run_started, "r-1", entry)
     async with SshPool(file, ssh_config=testbed.ssh_config) as pool:
         await reconcile_runs(Runner(pool, file), file, metrics, nodes=NODES)
-    found = await asyncio.to_thread(metrics.figures)
+    found = await asyncio.to_thread(metrics.read_snapshot)
     assert (found.active_tasks, found.completed["unknown"]) == (0, 1)
 
 
@@ -76,15 +76,15 @@ def test_metrics_count_the_end_of_a_run_once(tmp_path: Path) -> None:
     metrics.run_started("r-1", ActiveRun(node="gpu1", grid_file="x", started=0.0))
     metrics.run_ended("r-1", "succeeded", 2.0)
     metrics.run_ended("r-1", "failed", 2.0)
-    found = metrics.figures()
+    found = metrics.read_snapshot()
     assert (found.completed["succeeded"], found.completed["failed"]) == (1, 0)
 
 
 def test_oldest_active_run_is_dropped_beyond_the_maximum(tmp_path: Path) -> None:
     metrics = GridMetrics(tmp_path)
-    figures = metrics.figures()
+    figures = metrics.read_snapshot()
     figures.runs = {f"r-{n}": ActiveRun(node="n", grid_file="f", started=0.0) for n in range(ACTIVE_RUNS_MAX)}
     metrics._apply_or_enqueue(lambda kept: setattr(kept, "runs", figures.runs))
     metrics.run_started("r-new", ActiveRun(node="n", grid_file="f", started=0.0))
-    runs = metrics.figures().runs
+    runs = metrics.read_snapshot().runs
     assert len(runs) == ACTIVE_RUNS_MAX and "r-0" not in runs and "r-new" in runs

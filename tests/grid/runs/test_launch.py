@@ -14,7 +14,7 @@ from genie.grid.grid_file import GridNode, parse_grid_file
 from genie.grid.health.check import HealthCache, NodeHealth, NodeHealthChecker
 from genie.grid.runs.launch import RunLauncher, RunSpec
 from genie.grid.runs.run import Run, RunState
-from genie.grid.runs.runner import Runner
+from genie.grid.runs.run_client import Runner
 from genie.grid.ssh.pool import SshPool
 from tests.grid.health.test_check import make_node_health
 

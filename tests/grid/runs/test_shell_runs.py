@@ -17,10 +17,10 @@ from genie.errors import NodeRefusedError, RunLostError, RunNotFoundError
 from genie.grid.remote import runs as remote_runs
 from genie.grid.runs import shell_runs
 from genie.grid.runs.run import RunState, new_run_id
-from genie.grid.runs.runner import Runner
+from genie.grid.runs.run_client import Runner
 from genie.grid.ssh.pool import SshPool
 from tests.grid.conftest import make_testbed_grid_file
-from tests.grid.runs.test_runner import (
+from tests.grid.runs.test_run_client import (
     COUNTED,
     COUNTING,
     OutputRecorder,
@@ -154,7 +154,7 @@ async def test_the_oldest_ended_runs_are_removed(runner: Runner, node_without_py
 async def test_runs_are_lost_when_the_node_goes_down(
     runner: Runner, node_without_python: SshNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("genie.grid.runs.runner._READ_WAIT_S", 0.5)
+    monkeypatch.setattr("genie.grid.runs.run_client._READ_WAIT_S", 0.5)
     run = await runner.start("gpu1", "sleep 7104")
     node_without_python.restart()
     with pytest.raises(RunLostError):

@@ -9,7 +9,7 @@ import pytest
 
 from genie.errors import LoginRefusedError
 from genie.grid.health.check import HealthState, NodeHealthChecker
-from genie.grid.runs.runner import Runner
+from genie.grid.runs.run_client import Runner
 from genie.grid.setup import EnvironmentSetup, read_environment_spec
 from genie.grid.ssh.pool import SshPool
 from genie.grid.sync.syncer import Syncer

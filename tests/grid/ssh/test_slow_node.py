@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from genie.grid.health.check import HealthState, NodeHealthChecker
-from genie.grid.runs.runner import Runner
+from genie.grid.runs.run_client import Runner
 from genie.grid.ssh.pool import SshPool
 from genie.grid.sync.syncer import Syncer
 from tests.grid.conftest import make_testbed_grid_file
@@ -39,7 +39,7 @@ async def test_health_run_and_sync_work_on_a_slow_node(delayed_testbed: SshTestb
     write_files(project, {b"d%d/f" % number: b"%d" % number * 1000 for number in range(50)})
     output = []
     async with SshPool(file, ssh_config=delayed_testbed.ssh_config) as pool:
-        slow, quick = await NodeHealthChecker(pool, file, clock=time.time).check_all()
+        slow, quick = await NodeHealthChecker(pool, file, clock=time.time).check_all_in_file_order()
         assert (slow.state, quick.state) == (HealthState.OK, HealthState.OK)
         assert slow.took_s > 2 * DELAY_MS / 1000  # gpu1 is the delayed one
         runner = Runner(pool, file)

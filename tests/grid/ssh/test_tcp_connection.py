@@ -15,7 +15,7 @@ import pytest_asyncio
 
 from genie.errors import UsageError
 from genie.grid.ssh import tcp_connection
-from genie.grid.ssh.tcp_connection import TcpTunnel
+from genie.grid.ssh.tcp_connection import TcpConnector
 
 
 class OwnerProtocol(asyncio.Protocol):
@@ -76,7 +76,7 @@ async def start_connecting(
         asked.set()
         await leave.wait()
 
-    tunnel = TcpTunnel(await make_options(), on_banner=on_banner)
+    tunnel = TcpConnector(await make_options(), on_banner=on_banner)
 
     async def connect() -> OwnerProtocol:
         owner = OwnerProtocol()
@@ -126,7 +126,7 @@ async def test_host_without_a_banner_times_out_after_connect_timeout(
     async def on_banner() -> None:
         raise AssertionError("it has sent nothing")
 
-    tunnel = TcpTunnel(await make_options(config), on_banner=on_banner)
+    tunnel = TcpConnector(await make_options(config), on_banner=on_banner)
     async with asyncio.timeout(30):
         with pytest.raises(TimeoutError, match="timed out"):
             await tunnel.create_connection(OwnerProtocol, "127.0.0.1", fake_host.port)
@@ -149,7 +149,7 @@ async def test_abandoned_connection_logs_no_error(fake_host: FakeHost, way: str)
         await asyncssh.connect(
             "127.0.0.1",
             fake_host.port,
-            tunnel=TcpTunnel(given, on_banner=on_banner),
+            tunnel=TcpConnector(given, on_banner=on_banner),
             config=None,
             known_hosts=None,
             client_keys=None,
@@ -341,4 +341,4 @@ async def test_close_flushes_pending_writes() -> None:
 async def test_proxied_connections_are_left_to_asyncssh(tmp_path: Path, line: str, straight: bool) -> None:
     config = tmp_path / "config"
     config.write_text(f"Host gpu1\n{line}")
-    assert TcpTunnel.is_direct(await make_options(config)) is straight
+    assert TcpConnector.is_direct(await make_options(config)) is straight

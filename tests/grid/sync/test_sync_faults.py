@@ -20,10 +20,10 @@ import pytest
 from genie.errors import NodeRefusedError, SyncError, UnreachableError
 from genie.grid.grid_file import SshSettings
 from genie.grid.remote import contents, tree
-from genie.grid.remote.site import STATE_HEADER, STATE_MAGIC
-from genie.grid.runs.runner import Runner
+from genie.grid.remote.synced_tree import STATE_HEADER, STATE_MAGIC
+from genie.grid.runs.run_client import Runner
 from genie.grid.ssh.pool import NodeConnection, SshPool
-from genie.grid.sync import local_tree, pack, stream, syncer, tar_pipe
+from genie.grid.sync import local_tree, pack, stream, sync_without_python, syncer
 from genie.grid.sync.local_tree import LocalTree, TreeSnapshot
 from genie.grid.sync.syncer import Syncer, SyncProgress, tree_name
 from tests.grid.sync.conftest import SyncedProject, make_sync_grid_file
@@ -113,9 +113,9 @@ async def test_full_disk_is_reported_and_leaves_the_tree_unchanged(
 async def test_full_disk_leaves_no_partial_library(
     own_testbed: SshTestbed, tmp_path: Path, monkeypatch, fits: bool
 ) -> None:
-    key, binary, source = local_tree.read_library()
+    key, binary, source = local_tree.read_engine_library()
     assert min(len(binary), len(source)) > 20_000
-    monkeypatch.setattr(syncer, "read_library", lambda: (key, binary if fits else b"", source))
+    monkeypatch.setattr(syncer, "read_engine_library", lambda: (key, binary if fits else b"", source))
     own_testbed["gpu1"].restart(before="mount -t tmpfs -o size=16k tmpfs /root")
     write_files(tmp_path / "project", {b"a": b"1"})
     file = make_sync_grid_file(own_testbed, "ws")
@@ -306,7 +306,7 @@ async def test_large_files_of_an_older_state_format_are_sent_again(
     project: SyncedProject, touched: bool
 ) -> None:
     """The old format hashed them by plain SHA-256. Its records of other files are still valid."""
-    large = random.Random(4).randbytes(contents.BLOCK_DIGEST_BYTES_MIN)
+    large = random.Random(4).randbytes(contents.BLOCK_DIGEST_FILE_BYTES_MIN)
     write_files(project.root, {b"a": b"1", b"gone": b"2", b"large": large})
     await project.sync()
     (index,) = (project.root.parent / "state/grid/sync").glob("*.index")
@@ -337,8 +337,8 @@ def _convert_to_first_format(data: bytes, shas: dict[bytes, bytes]) -> bytes:
 
 
 async def test_incompatible_library_is_compiled_on_the_node(project: SyncedProject, monkeypatch) -> None:
-    key, _, source = local_tree.read_library()
-    monkeypatch.setattr(syncer, "read_library", lambda: (key, b"no library", source))
+    key, _, source = local_tree.read_engine_library()
+    monkeypatch.setattr(syncer, "read_engine_library", lambda: (key, b"no library", source))
     write_files(project.root, {b"a": b"1"})
     await project.sync()
     made = project.there / ".grid/sync" / f"tree-{key}.so"
@@ -423,14 +423,14 @@ async def test_slow_connection_to_a_node_without_python_is_not_a_stall(
     write_files(root, {str(number).encode(): b"1" for number in range(12)})
     (node.bin / "python3").write_text("#!/bin/sh\nexit 127\n")
     (node.bin / "python3").chmod(0o755)
-    archive = tar_pipe._make_archive
+    archive = sync_without_python._make_archive
 
     def slow(*args: Any) -> Iterator[bytes]:
         for piece in archive(*args):
             time.sleep(0.1)
             yield piece
 
-    monkeypatch.setattr(tar_pipe, "_make_archive", slow)
+    monkeypatch.setattr(sync_without_python, "_make_archive", slow)
     monkeypatch.setattr(syncer, "_APPLY_TIMEOUT_S", 3.0)  # less than sending takes
     file = make_sync_grid_file(own_testbed, "ws")
     async with SshPool(file, ssh_config=own_testbed.ssh_config) as pool:

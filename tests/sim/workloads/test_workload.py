@@ -61,13 +61,13 @@ def test_written_workload_is_read_back(tmp_path: Path) -> None:
         ),
         SimJob("c", 2.0, 9.0, preemptible=True, grace_s=0.0, checkpoint_interval_s=5.0),
     ]
-    write_workload(tmp_path / "w.csv", jobs)
-    assert read_workload(tmp_path / "w.csv") == jobs
+    write_workload(tmp_path / "w.write_csv", jobs)
+    assert read_workload(tmp_path / "w.write_csv") == jobs
 
 
-def test_former_column_names_are_read(csv) -> None:
+def test_former_column_names_are_read(write_csv) -> None:
     header = "submitted_s,duration_s,gpus,cpus,memory_mib,models,checkpoint_s"
-    assert read_workload(csv(header + "\n0,9,2,1.5,10,A|B,5\n")) == [
+    assert read_workload(write_csv(header + "\n0,9,2,1.5,10,A|B,5\n")) == [
         SimJob(
             "job-1",
             0.0,
@@ -81,9 +81,9 @@ def test_former_column_names_are_read(csv) -> None:
     ]
 
 
-def test_former_and_new_name_of_a_column_are_rejected(csv) -> None:
+def test_former_and_new_name_of_a_column_are_rejected(write_csv) -> None:
     with pytest.raises(UsageError, match="columns 'gpus' and 'gpus_per_worker' are the same"):
-        read_workload(csv("submitted_s,duration_s,gpus,gpus_per_worker\n0,1,2,2\n"))
+        read_workload(write_csv("submitted_s,duration_s,gpus,gpus_per_worker\n0,1,2,2\n"))
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,10 @@ def test_status_shows_a_disabled_policy(genie, controller) -> None:
 def test_status_shows_an_unresponsive_store(genie, controller) -> None:
     controller.replies[GetStatus] = msgspec.structs.replace(make_status_reply(), store_ok=False)
     assert "sqlite (not responding)" in genie("status").out
+    controller.replies[GetStatus] = msgspec.structs.replace(
+        make_status_reply(), store_ok=False, store_reason="etcd rejected user 'genie'"
+    )
+    assert "sqlite (not responding: etcd rejected user 'genie')" in " ".join(genie("status").out.split())
 
 
 @pytest.mark.parametrize(

@@ -16,14 +16,14 @@ import struct
 import time
 
 from genie.grid.remote import tree
-from genie.grid.remote.contents import BLOCK_DIGEST_BYTES_MIN
+from genie.grid.remote.contents import BLOCK_DIGEST_FILE_BYTES_MIN
 from genie.grid.remote.core import OpError
 from genie.grid.remote.own_folder import GRID_FOLDER_NAME, grid_folder
 
 STATE_HEADER = struct.Struct("<8sq32s32s")  # magic, time of the last scan, digest of the plain records, rules
 STATE_MAGIC = b"GGTREE2\n"
 """Includes the format version."""
-_STATE_MAGIC_1 = b"GGTREE1\n"
+_STATE_MAGIC_V1 = b"GGTREE1\n"
 """In this version, large files were also identified by their SHA-256."""
 _TREE_NAME_PATTERN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
 _LIBRARY_KEY_PATTERN = re.compile(r"[0-9a-f]{16,64}")
@@ -44,17 +44,17 @@ class SyncedTree:
     def __init__(self, args: dict[str, str], *, create: bool) -> None:
         """Raises FileNotFoundError if the tree was never synced, unless `create`."""
         if not _TREE_NAME_PATTERN.fullmatch(args["tree"]):
-            raise OpError("usage", "invalid tree name " + repr(args["tree"]))
+            raise OpError("invalid tree name " + repr(args["tree"]), reason="usage")
         path = os.path.expanduser(args["root"])
         if create:
             os.makedirs(path, exist_ok=True)
         self._fds: list[int] = []
         self._is_locked = False
         try:
-            self.root = self._track_fd(os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+            self.root_fd = self._track_fd(os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
             own = self._open_own_folder(path, create=create)
-            self.shared = self._open_folder(own, "sync", create=create)
-            self.folder = self._open_folder(self.shared, args["tree"], create=create)
+            self.sync_folder_fd = self._open_folder(own, "sync", create=create)
+            self.tree_folder_fd = self._open_folder(self.sync_folder_fd, args["tree"], create=create)
         except BaseException as error:
             self.close()
             if isinstance(error, OSError):
@@ -63,11 +63,11 @@ class SyncedTree:
                     "sync": grid_folder(path),
                     args["tree"]: grid_folder(path, "sync"),
                 }
-                _add_folder(error, parents.get(str(error.filename), ""))
+                _make_error_path_absolute(error, parents.get(str(error.filename), ""))
             raise
-        self.path = grid_folder(path, "sync")
-        self._tree_path = os.path.join(self.path, args["tree"])
-        self.engine = load_engine(self.path, args.get("key", ""))
+        self.sync_folder_path = grid_folder(path, "sync")
+        self._tree_path = os.path.join(self.sync_folder_path, args["tree"])
+        self.engine = load_engine(self.sync_folder_path, args.get("key", ""))
 
     def __enter__(self) -> SyncedTree:
         return self
@@ -79,18 +79,18 @@ class SyncedTree:
         while self._fds:
             os.close(self._fds.pop())
 
-    def open_objects(self) -> int:
+    def open_staging_folder(self) -> int:
         """Open the directory of received files; remove those of an earlier boot, which may be incomplete."""
         name = "objects-" + _read_boot_id()
-        for other in os.listdir(self.folder):
+        for other in os.listdir(self.tree_folder_fd):
             if other.startswith("objects-") and other != name:
-                self._remove_objects(other)
-        return self._open_folder(self.folder, name, create=True)
+                self._remove_staging_folder(other)
+        return self._open_folder(self.tree_folder_fd, name, create=True)
 
-    def _remove_objects(self, name: str) -> None:
+    def _remove_staging_folder(self, name: str) -> None:
         try:
-            self.remove_all_files(self._open_folder(self.folder, name, create=False))
-            os.rmdir(name, dir_fd=self.folder)
+            self.remove_all_files(self._open_folder(self.tree_folder_fd, name, create=False))
+            os.rmdir(name, dir_fd=self.tree_folder_fd)
         except OSError as error:  # not a directory, or it contains other files: ignored
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR, errno.ELOOP):
                 raise
@@ -105,17 +105,17 @@ class SyncedTree:
 
     def read_state(self) -> TreeState:
         """Return the stored state; an empty one if it is missing or unreadable."""
-        data = self.read("state")
+        data = self.read_file("state")
         if data is None:
-            data = self.read("state.old")
+            data = self.read_file("state.old")
         if data is None or len(data) < STATE_HEADER.size:
             return TreeState()
         magic, taken_ns, digest, _ = STATE_HEADER.unpack_from(data)
         records = data[STATE_HEADER.size :]
         try:
-            if magic not in (STATE_MAGIC, _STATE_MAGIC_1) or digest != compute_digest(self.engine, records):
+            if magic not in (STATE_MAGIC, _STATE_MAGIC_V1) or digest != compute_digest(self.engine, records):
                 return TreeState()
-            if magic == _STATE_MAGIC_1:
+            if magic == _STATE_MAGIC_V1:
                 records = _clear_large_digests(records)
                 digest = compute_digest(self.engine, records)
         except OSError:
@@ -124,43 +124,43 @@ class SyncedTree:
 
     def write_state(self, records: bytes, *, taken_ns: int, digest: bytes, name: str = "state") -> None:
         data = STATE_HEADER.pack(STATE_MAGIC, taken_ns, digest, bytes(32)) + records
-        self.write(name + ".whole", data)
+        self.write_file(name + ".whole", data)
         # Replacing a file makes file systems flush, so the old state is renamed first; it is the fallback.
         try:
-            os.rename(name, name + ".old", src_dir_fd=self.folder, dst_dir_fd=self.folder)
+            os.rename(name, name + ".old", src_dir_fd=self.tree_folder_fd, dst_dir_fd=self.tree_folder_fd)
         except FileNotFoundError:
             pass
-        os.rename(name + ".whole", name, src_dir_fd=self.folder, dst_dir_fd=self.folder)
+        os.rename(name + ".whole", name, src_dir_fd=self.tree_folder_fd, dst_dir_fd=self.tree_folder_fd)
 
-    def read(self, name: str) -> bytes | None:
+    def read_file(self, name: str) -> bytes | None:
         try:
-            fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self.folder)
+            fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self.tree_folder_fd)
         except FileNotFoundError:
             return None
         with os.fdopen(fd, "rb") as file:
             return file.read()
 
-    def write(self, name: str, data: bytes) -> None:
+    def write_file(self, name: str, data: bytes) -> None:
         """Write a file atomically."""
         part = name + ".part"
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
-        fd = os.open(part, flags, 0o600, dir_fd=self.folder)
+        fd = os.open(part, flags, 0o600, dir_fd=self.tree_folder_fd)
         try:
             tree.write_all(fd, data)
         except OSError:
-            os.unlink(part, dir_fd=self.folder)
+            os.unlink(part, dir_fd=self.tree_folder_fd)
             raise
         finally:
             os.close(fd)
-        os.rename(part, name, src_dir_fd=self.folder, dst_dir_fd=self.folder)
+        os.rename(part, name, src_dir_fd=self.tree_folder_fd, dst_dir_fd=self.tree_folder_fd)
 
     def free_bytes(self) -> int:
-        found = os.fstatvfs(self.folder)
+        found = os.fstatvfs(self.tree_folder_fd)
         return found.f_bavail * found.f_frsize
 
-    def remove(self, name: str) -> None:
+    def remove_file(self, name: str) -> None:
         try:
-            os.unlink(name, dir_fd=self.folder)
+            os.unlink(name, dir_fd=self.tree_folder_fd)
         except FileNotFoundError:
             pass
 
@@ -172,9 +172,9 @@ class SyncedTree:
             return
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
-            fd = self._track_fd(os.open("lock", flags, 0o600, dir_fd=self.folder))
+            fd = self._track_fd(os.open("lock", flags, 0o600, dir_fd=self.tree_folder_fd))
         except OSError as error:
-            _add_folder(error, self._tree_path)
+            _make_error_path_absolute(error, self._tree_path)
             raise
         deadline = time.monotonic() + wait_s
         while True:
@@ -186,16 +186,16 @@ class SyncedTree:
                 if error.errno not in (errno.EAGAIN, errno.EACCES):
                     raise
             if time.monotonic() >= deadline:
-                raise OpError("busy", "another sync of this tree is in progress")
+                raise OpError("another sync of this tree is in progress", reason="busy")
             time.sleep(_LOCK_RETRY_INTERVAL_S)
 
     def _open_own_folder(self, root: str, *, create: bool) -> int:
         path = grid_folder(root)
         if not os.path.islink(path):
-            return self._open_folder(self.root, GRID_FOLDER_NAME, create=create)
+            return self._open_folder(self.root_fd, GRID_FOLDER_NAME, create=create)
         own = self._track_fd(os.open(os.path.realpath(path), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
-        if os.fstat(own).st_dev != os.fstat(self.root).st_dev:
-            raise OpError("link", path + " must be on the same file system as remote_root")
+        if os.fstat(own).st_dev != os.fstat(self.root_fd).st_dev:
+            raise OpError(path + " must be on the same file system as remote_root", reason="link")
         return own
 
     def _open_folder(self, parent: int, name: str, *, create: bool) -> int:
@@ -216,14 +216,14 @@ def _clear_large_digests(records: bytes) -> bytes:
     """Clear the digests of large files, which are then sent again."""
     known = bytearray(records)
     for one in tree.iter_records(records):
-        if one.kind == tree.FILE and one.size >= BLOCK_DIGEST_BYTES_MIN:
+        if one.kind == tree.FILE and one.size >= BLOCK_DIGEST_FILE_BYTES_MIN:
             known[one.at + tree.RECORD_HEADER.size - len(tree.NO_SHA) : one.at + tree.RECORD_HEADER.size] = (
                 tree.NO_SHA
             )
     return bytes(known)
 
 
-def _add_folder(error: OSError, folder: str) -> None:
+def _make_error_path_absolute(error: OSError, folder: str) -> None:
     """Make the file name of an error absolute; it is relative to a directory descriptor."""
     if isinstance(error.filename, str):
         error.filename = os.path.join(folder, error.filename)
@@ -235,16 +235,16 @@ def compute_digest(engine: tree.PlainEngine, records: bytes) -> bytes:
     return hashlib.sha256(engine.records_to_compare(records)).digest()
 
 
-def library_path(folder: str, key: str) -> str:
+def engine_library_path(folder: str, key: str) -> str:
     if not _LIBRARY_KEY_PATTERN.fullmatch(key):
-        raise OpError("usage", "invalid library key")
+        raise OpError(f"invalid key of the compiled engine: {key!r}", reason="usage")
     return os.path.join(folder, "tree-" + key + ".so")
 
 
 def load_engine(folder: str, key: str) -> tree.PlainEngine:
     """Return the compiled engine if its library is available, else the Python one."""
     if key not in _ENGINE_BY_PATH:
-        path = library_path(folder, key) if key else ""
+        path = engine_library_path(folder, key) if key else ""
         if not path or not os.path.exists(path):
             return tree.PlainEngine()
         found = tree.load_engine(path)

@@ -119,7 +119,7 @@ class Runner:
         self._cancelled_starts: dict[str, CancelledStart] = {}
         self._interrupts_cancelled_starts = True
 
-    def keep_cancelled_starts(self) -> None:
+    def stop_interrupting_cancelled_starts(self) -> None:
         """From now on, cancelling a start does not interrupt the run."""
         self._interrupts_cancelled_starts = False
 
@@ -139,7 +139,7 @@ class Runner:
 
         Raises UnreachableError if it has not started, ConnectionLostError if that is unknown, and
         NodeRefusedError with reason 'busy' if too few GPUs are free. If the caller is cancelled, a run that
-        may have started is interrupted, unless `keep_cancelled_starts` was called.
+        may have started is interrupted, unless `stop_interrupting_cancelled_starts` was called.
         """
         args = {
             "id": validate_run_id(run_id or new_run_id()),
@@ -166,7 +166,7 @@ class Runner:
             )
         if reply.get("first") is None:
             return run
-        return dataclasses.replace(run, first_chunk=parse_chunk(node, reply["first"], output))
+        return dataclasses.replace(run, output_if_ended=parse_chunk(node, reply["first"], output))
 
     async def _send_start(self, node: str, args: Mapping[str, Any], stdin: bytes) -> tuple[Any, bytes]:
         run_id = str(args["id"])
@@ -202,21 +202,21 @@ class Runner:
         except asyncio.CancelledError:
             if request_sent:
                 # First: another cancellation may abort the interrupt.
-                self._record_cancelled(run_id, CancelledStart.UNKNOWN)
-                if self._interrupts_cancelled_starts and await self._interrupt_started(node, run_id):
-                    self._record_cancelled(run_id, CancelledStart.INTERRUPTED)
+                self._record_cancelled_start(run_id, CancelledStart.UNKNOWN)
+                if self._interrupts_cancelled_starts and await self._interrupt_cancelled_start(node, run_id):
+                    self._record_cancelled_start(run_id, CancelledStart.INTERRUPTED)
             raise
 
-    def cancelled_start(self, run_id: str) -> CancelledStart:
+    def cancelled_start_state(self, run_id: str) -> CancelledStart:
         """Returns what is known about a run whose start was cancelled."""
         return self._cancelled_starts.get(run_id, CancelledStart.NOT_SENT)
 
-    def _record_cancelled(self, run_id: str, known: CancelledStart) -> None:
+    def _record_cancelled_start(self, run_id: str, known: CancelledStart) -> None:
         self._cancelled_starts[run_id] = known
         if len(self._cancelled_starts) > _CANCELLED_STARTS_MAX:
             del self._cancelled_starts[next(iter(self._cancelled_starts))]
 
-    async def _interrupt_started(self, node: str, run_id: str) -> bool:
+    async def _interrupt_cancelled_start(self, node: str, run_id: str) -> bool:
         """Interrupts a run whose start was cancelled. Returns whether it has ended; it may ignore the signal.
 
         The node may not have processed the start yet, so this retries for _INTERRUPT_TIMEOUT_S.
@@ -246,8 +246,8 @@ class Runner:
         without an exit code, RunNotFoundError for an unknown run, and SshAccessError when the node rejects
         the login.
         """
-        outage = _Outage(run, clock=self._clock, note=on_note or _ignore_message)
-        known = run.first_chunk if out == err == 0 else None
+        outage = _OutageReporter(run, clock=self._clock, note=on_note or _ignore_message)
+        known = run.output_if_ended if out == err == 0 else None
         with self._count_follower(run.node):
             while True:
                 try:
@@ -372,7 +372,7 @@ class Runner:
                 return await link.call(f"{module}.{op}", given, blob, timeout_s=timeout_s)
             return await shell_runs.call_by_shell(link, op, given, blob, timeout_s=timeout_s)
         except NodeRefusedError as error:
-            raise _add_hint(error, op, root=self._file.remote_root) from None
+            raise _with_run_hint(error, op, root=self._file.remote_root) from None
 
     def _read_wait_s(self, node: str) -> float:
         """Wait time per read; short if more runs are followed than can be read concurrently."""
@@ -393,7 +393,7 @@ class Runner:
                 del self._followed_count_by_node[node]
 
 
-class _Outage:
+class _OutageReporter:
     """Status lines and backoff while a node is unreachable."""
 
     def __init__(self, run: Run, *, clock: Callable[[], float], note: OnMessage) -> None:
@@ -466,7 +466,7 @@ def exit_code_of(run: Run, chunk: OutputChunk) -> int:
     return chunk.exit_code
 
 
-def _add_hint(error: NodeRefusedError, op: str, *, root: str) -> GenieError:
+def _with_run_hint(error: NodeRefusedError, op: str, *, root: str) -> GenieError:
     if error.reason == "missing" and op not in ("start", "list"):
         return RunNotFoundError(error.message, hint="'grid-cli ps --all' lists them")
     if error.reason in _DISK_ERROR_REASONS:
@@ -506,8 +506,13 @@ def _validate_env(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def _validate_cwd(cwd: str | None) -> str:
-    if cwd is not None and ("\0" in cwd or "\n" in cwd or not cwd):
-        raise UsageError(f"invalid working directory {cwd!r}", hint="use a path on the node")
+    if cwd == "":
+        raise UsageError("the path of the working directory is empty", hint="use a path on the node")
+    if cwd is not None and ("\0" in cwd or "\n" in cwd):
+        raise UsageError(
+            f"the working directory {cwd!r} contains a NUL character or a line break",
+            hint="use a path on the node",
+        )
     return cwd or ""
 
 

@@ -60,13 +60,10 @@ def status(invocation: Invocation, *, as_json: JsonOption = False) -> None:
 
 def _format_store(reply: StatusReply) -> str:
     members = f" ({format_count(len(reply.store_members), 'member')}: {', '.join(reply.store_members)})"
-    return "".join(
-        (
-            reply.store,
-            members if reply.store_members else "",
-            "" if reply.store_ok else " (not responding)",
-        )
-    )
+    shown = reply.store + (members if reply.store_members else "")
+    if reply.store_ok:
+        return shown
+    return f"{shown} (not responding{f': {reply.store_reason}' if reply.store_reason else ''})"
 
 
 def standby_fields(reply: StatusReply) -> list[tuple[str, str]]:

@@ -32,9 +32,9 @@ from genie.errors import (
 from genie.grid.grid_file import GridFile
 from genie.grid.health.check import NodeHealthChecker
 from genie.grid.remote import runs as remote_runs
-from genie.grid.runs import runner as runner_module
+from genie.grid.runs import run_client as runner_module
 from genie.grid.runs.run import Run, RunState, new_run_id
-from genie.grid.runs.runner import CancelledStart, Runner
+from genie.grid.runs.run_client import CancelledStart, Runner
 from genie.grid.ssh.pool import NodeConnection, SshPool
 from tests.grid.conftest import make_testbed_grid_file
 from tests.grid.testbed import SshNode, SshTestbed
@@ -359,16 +359,16 @@ async def test_runs_are_listed_and_found_by_prefix(runner: Runner) -> None:
     with pytest.raises(RunNotFoundError, match=run.run_id):
         await runner.status(run)
     with pytest.raises(RunNotFoundError):
-        await runner.wait(dataclasses.replace(run, first_chunk=None), lambda *_: None)
+        await runner.wait(dataclasses.replace(run, output_if_ended=None), lambda *_: None)
 
 
 async def test_short_run_is_complete_in_the_reply_to_its_start(
     runner: Runner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("genie.grid.runs.runner._SHORT_RUN_WAIT_S", 1.0)
+    monkeypatch.setattr("genie.grid.runs.run_client._SHORT_RUN_WAIT_S", 1.0)
     run = await runner.start("gpu10", "echo out; echo err >&2; exit 7")
     assert run.has_ended
-    assert run.first_chunk is not None
+    assert run.output_if_ended is not None
 
     async def asked_again(*_: object, **__: object) -> None:
         raise AssertionError
@@ -381,7 +381,7 @@ async def test_short_run_is_complete_in_the_reply_to_its_start(
 
 async def test_start_of_a_long_run_returns_before_its_end(runner: Runner) -> None:
     run = await runner.start("gpu10", "sleep 600")
-    assert (run.has_ended, run.first_chunk) == (False, None)
+    assert (run.has_ended, run.output_if_ended) == (False, None)
     assert await runner.signal(run, "KILL")
     assert await runner.wait(run, lambda *_: None) == 137
 
@@ -389,11 +389,11 @@ async def test_start_of_a_long_run_returns_before_its_end(runner: Runner) -> Non
 async def test_short_run_with_much_output_is_read_in_chunks(
     runner: Runner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("genie.grid.runs.runner._SHORT_RUN_WAIT_S", 1.0)
+    monkeypatch.setattr("genie.grid.runs.run_client._SHORT_RUN_WAIT_S", 1.0)
     run = await runner.start("gpu10", f"head -c {remote_runs.CHUNK_BYTES} /dev/zero")
     recorder = OutputRecorder()
     assert await runner.wait(run, recorder) == 0
-    assert run.first_chunk is None
+    assert run.output_if_ended is None
     assert len(recorder.out) == remote_runs.CHUNK_BYTES
 
 
@@ -512,8 +512,8 @@ async def test_helper_that_cannot_fork_is_replaced(own_testbed: SshTestbed) -> N
         helpers = await until(
             lambda: _pids_if_two(own_testbed["gpu1"].processes("python3 -ISc")), what="its end"
         )
-        (spawner,) = [pid for pid in helpers if _read_parent_pid(pid) in helpers]
-        os.kill(spawner, 9)
+        (fork_server,) = [pid for pid in helpers if _read_parent_pid(pid) in helpers]
+        os.kill(fork_server, 9)
         assert (await run_to_end(runner, "gpu1", "exit 4"))[0] == 4
 
 
@@ -629,7 +629,7 @@ async def test_cancelled_start_is_interrupted_only_when_the_run_has_ended(
         starting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await starting
-    assert runner.cancelled_start(run_id) is known
+    assert runner.cancelled_start_state(run_id) is known
     monkeypatch.undo()
     await runner.cancel(await runner.find(run_id), signal="KILL")
 
@@ -654,7 +654,7 @@ async def test_cancelled_start_interrupts_the_run(
             await starting
         (run,) = await runner.list("gpu1")
         assert await runner.wait(run, lambda *_: None) == 128 + 2
-        assert runner.cancelled_start(run.run_id) is CancelledStart.INTERRUPTED
+        assert runner.cancelled_start_state(run.run_id) is CancelledStart.INTERRUPTED
 
 
 @pytest.mark.parametrize("cancels", [1, 2], ids=["once", "again while the run is interrupted"])
@@ -681,7 +681,7 @@ async def test_start_cancelled_on_a_hanging_node_may_have_started(
                 starting.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await starting
-        assert runner.cancelled_start(run_id) is CancelledStart.UNKNOWN
+        assert runner.cancelled_start_state(run_id) is CancelledStart.UNKNOWN
 
 
 async def test_two_starts_with_the_same_id_are_one_run(runner: Runner, testbed: SshTestbed) -> None:

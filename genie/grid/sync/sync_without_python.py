@@ -90,7 +90,7 @@ async def send_by_tar(
         await check_login_shell(link, timeout_s=stall_s)
         ours = stderr.decode(errors="replace").rpartition(f"{_OUTPUT_MARK}\n")[2]
         text = ours.strip()[-_STDERR_CHARS_MAX:] or f"tar exited with {process.exit_status}"
-        raise NodeRefusedError(f"node {link.name}: {text}", reason=_extract_failure_reason(text))
+        raise NodeRefusedError(f"node {link.name}: {text}", reason=_reason_from_tar_error(text))
     files = [one for one in records if one.kind == tree.FILE]
     return len(files), sum(one.size for one in files)
 
@@ -141,7 +141,7 @@ def _read_exact_size(path: Path, size: int) -> Iterator[bytes]:
     yield bytes(-size % tarfile.BLOCKSIZE)
 
 
-def _extract_failure_reason(text: str) -> str:
+def _reason_from_tar_error(text: str) -> str:
     if "No space left" in text:
         return "no_space"
     if _REJECTED_LINK_TEXT in text:

@@ -1,0 +1,97 @@
+"""Commands on the machine of the cluster while its controller restarts."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from genie.cluster.client import ClusterClient, open_client
+from genie.config import Settings, load
+from genie.errors import NothingListensError
+from genie.processes.clock import SystemClock
+from genie.runtime.network import Channel, ClientTls, TcpNetwork
+from genie.supervisor import connection
+from genie.supervisor.process_records import SUPERVISOR, record_process
+from tests.controller.running_controller import RunningController, running_controller
+from tests.waiting import until
+
+
+class CountingNetwork(TcpNetwork):
+    """Counts the attempts to connect."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attempts = 0
+
+    async def connect(self, host: str, port: int, *, tls: ClientTls | None, timeout_s: float) -> Channel:
+        self.attempts += 1
+        return await super().connect(host, port, tls=tls, timeout_s=timeout_s)
+
+
+def _settings_of(one: RunningController) -> Settings:
+    return load({"paths.state_dir": one.state_dir})
+
+
+async def _fetch_status(settings: Settings, network: TcpNetwork) -> bool:
+    async with open_client(settings, network=network) as client:
+        assert isinstance(client, ClusterClient)
+        return (await client.status()).leading
+
+
+async def test_command_waits_while_the_supervisor_restarts_the_controller(tmp_path: Path) -> None:
+    network = CountingNetwork()
+    async with running_controller(tmp_path, tls="on") as one, asyncio.TaskGroup() as group:
+        assert record_process(one.state_dir, SUPERVISOR, os.getpid(), ready=True)
+        port = one.port
+        await one.stop()
+        asking = group.create_task(_fetch_status(_settings_of(one), network))
+        await until(lambda: network.attempts > 2)
+        assert not asking.done()
+        one.config = replace(one.config, port=port)
+        await one.start()
+        assert await asking
+
+
+async def test_command_fails_at_once_without_a_supervisor(tmp_path: Path) -> None:
+    network = CountingNetwork()
+    async with running_controller(tmp_path, tls="on") as one:
+        settings = _settings_of(one)
+        await one.stop()
+        with pytest.raises(NothingListensError):
+            await _fetch_status(settings, network)
+        assert network.attempts == 1
+        await one.start()
+
+
+async def test_command_for_another_port_fails_at_once(tmp_path: Path, unused_tcp_port: int) -> None:
+    network = CountingNetwork()
+    async with running_controller(tmp_path, tls="on") as one:
+        assert record_process(one.state_dir, SUPERVISOR, os.getpid(), ready=True)
+        token = (one.state_dir / "owner.token").read_text()
+        settings = load(
+            {
+                "paths.state_dir": one.state_dir,
+                "cluster.master_addr": "127.0.0.1",
+                "cluster.master_port": unused_tcp_port,
+                "cluster.token": token,
+            }
+        )
+        with pytest.raises(NothingListensError):
+            await _fetch_status(settings, network)
+        assert network.attempts == 1
+
+
+async def test_command_waits_a_bounded_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "RESTART_WAIT_S_MAX", 0.3)
+    network = CountingNetwork()
+    async with running_controller(tmp_path, tls="on", clock=SystemClock()) as one:
+        assert record_process(one.state_dir, SUPERVISOR, os.getpid(), ready=True)
+        await one.stop()
+        with pytest.raises(NothingListensError):
+            await _fetch_status(_settings_of(one), network)
+        assert network.attempts > 1
+        await one.start()
