@@ -43,6 +43,13 @@ LabelsOption = Annotated[
 RackOption = Annotated[
     str | None, typer.Option(metavar="NAME", help="Rack name; nodes of one rack count as close.")
 ]
+StoreOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="STORE",
+        help="Store: sqlite, sqlite:/PATH, etcd (run by Genie) or etcd://HOST:PORT,... (default: sqlite).",
+    ),
+]
 ServerOption = Annotated[
     bool, typer.Option("--server", help="Join as a server: run an etcd member and a controller here, too.")
 ]
@@ -67,14 +74,7 @@ def up(
     port: Annotated[
         str | None, typer.Option(metavar="N", help="Port to listen on; 0 picks a free port (default: 5555).")
     ] = None,
-    store: Annotated[
-        str | None,
-        typer.Option(
-            metavar="STORE",
-            help="Store: sqlite, sqlite:/PATH, etcd (run by Genie) or etcd://HOST:PORT,... "
-            "(default: sqlite).",
-        ),
-    ] = None,
+    store: StoreOption = None,
     tls: Annotated[
         str | None,
         typer.Option(metavar="on|off", help="Use TLS; off is allowed on loopback only (default: on)."),
