@@ -2,6 +2,7 @@
 
 GenieError
 ├── ConfigError                 a setting is unknown, of the wrong type or out of range
+│   └── DuplicateControllerError  the state directory of this controller is a copy of another one
 ├── UsageError                  an argument of a call or a command is invalid
 │   ├── NameInvalidError        a name has characters that are not allowed
 │   └── RowTooLargeError        a record is too large for one row of the store
@@ -36,9 +37,12 @@ GenieError
 │   ├── StoreCorruptError       stored data is damaged
 │   ├── StoreVersionError       a version of the database that is known to lose data
 │   ├── LeaseLostError          the lease expired or was revoked
-│   └── CompactedError          the requested revision was compacted
+│   ├── CompactedError          the requested revision was compacted
+│   ├── BackupError             a backup of the store could not be written or read
+│   └── StoreNotEmptyError      a backup cannot be restored into a store that has data
 ├── LeadershipError             leadership of the cluster
 │   ├── NotLeaderError          this controller is not the leader
+│   │   └── OutdatedLeaderError  the node has seen a later leader
 │   └── FencedError             the request comes from an earlier leader
 ├── JobError                    a job
 │   ├── JobNotFoundError        no job has this ID
@@ -107,6 +111,10 @@ class GenieError(Exception):
 class ConfigError(GenieError):
     code = "config"
     exit_code = 2
+
+
+class DuplicateControllerError(ConfigError):
+    code = "config.duplicate_controller"
 
 
 class UsageError(GenieError):
@@ -261,13 +269,42 @@ class CompactedError(StoreError):
     code = "store.compacted"
 
 
+class BackupError(StoreError):
+    code = "store.backup"
+
+
+class StoreNotEmptyError(StoreError):
+    code = "store.not_empty"
+
+
 class LeadershipError(GenieError):
     code = "leadership"
     retryable = True
 
 
 class NotLeaderError(LeadershipError):
+    """The request was not carried out. The hint may name the leader."""
+
     code = "leadership.not_leader"
+
+    _LEADER_HINT = "the leader is "
+
+    @classmethod
+    def naming_leader(cls, message: str, *, leader: str) -> NotLeaderError:
+        """`leader`: HOST:PORT, or empty if there is none."""
+        hint = f"{cls._LEADER_HINT}{leader}" if leader else "no controller leads yet; try again in a moment"
+        return cls(message, hint=hint)
+
+    @property
+    def leader(self) -> str:
+        """HOST:PORT of the leader; empty if the hint does not name it."""
+        if not self.hint.startswith(self._LEADER_HINT):
+            return ""
+        return self.hint.removeprefix(self._LEADER_HINT)
+
+
+class OutdatedLeaderError(NotLeaderError):
+    code = "leadership.not_leader.outdated"
 
 
 class FencedError(LeadershipError):

@@ -40,7 +40,7 @@ from genie.errors import (
     GenieError,
     HardwareError,
     JobNotFoundError,
-    NotLeaderError,
+    OutdatedLeaderError,
     ProtocolError,
     StoreFullError,
 )
@@ -267,7 +267,7 @@ class Agent:
             self._jobs.accept_leader_token(registered.leader_token, message_name="a registration")
         except FencedError as error:
             # Not final, unlike FencedError from the controller: another controller leads by now.
-            raise NotLeaderError(error.message) from error
+            raise OutdatedLeaderError(error.message, hint=error.hint) from error
         self._lease.set_ttl(registered.ttl_s)
         known = [self._connection.endpoints[0], *map(parse_endpoint, registered.controllers)]
         endpoints = tuple(dict.fromkeys(known))

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from genie.model.failover import LEASE_TTL_SHARE
+from genie.model.fencing import describe_token
 from genie.model.messages import HeartbeatAck, JobOrder
 
 DEADMAN_GRACE_TTL_SHARE_MAX = 0.15
@@ -72,7 +73,8 @@ def actions_from_reply(
     if ack.leader_token < leader_token_seen:
         return HeartbeatActions(
             is_leader=False,
-            not_leader_reason=f"leader token {ack.leader_token} is older than {leader_token_seen}",
+            not_leader_reason=f"its leader token, {describe_token(ack.leader_token)}, is older than "
+            f"{describe_token(leader_token_seen)}",
         )
     return HeartbeatActions(
         is_leader=True,

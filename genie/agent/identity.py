@@ -61,7 +61,8 @@ def ca_path(node_dir: Path) -> Path:
 
 
 def read_identity(node_dir: Path, *, controller: ControllerAddress | None = None) -> Access:
-    """Returns the access of this node to its cluster. `controller` overrides the stored address."""
+    """Returns the access of this node to its cluster, with all stored controllers. `controller` is tried
+    before those."""
     try:
         token = parse_token((node_dir / _TOKEN_FILE).read_text("utf-8"))
     except FileNotFoundError:
@@ -70,18 +71,21 @@ def read_identity(node_dir: Path, *, controller: ControllerAddress | None = None
         ) from None
     except OSError as error:
         raise TokenMissingError(f"could not read the node token: {error}") from error
-    host, port = controller or read_controllers(node_dir)[0]
+    known = read_controllers(node_dir) if controller is None else _try_read_controllers(node_dir)
+    host, port = controller or known[0]
     if token.pin == NO_PIN:
         if not is_loopback(host):
             raise TlsError(
                 f"the cluster of this node has no TLS, and {host} is not a loopback address",
                 hint="start the cluster with TLS (the default) and join again",
             )
-        return Access(host=host, port=port, token=token, tls=None)
+        known = tuple(server for server in known if is_loopback(server[0]))
+        return Access(host=host, port=port, token=token, tls=None, other_servers=known)
     _finish_interrupted_renewal(node_dir)
     ca_pem = _read_ca_pem(node_dir, pin=token.pin)
     plain = ClientTls(tls.client_context(ca_pem), tls.CONTROLLER_NAME)
-    return _with_own_certificate(Access(host=host, port=port, token=token, tls=plain), node_dir, ca_pem)
+    access = Access(host=host, port=port, token=token, tls=plain, other_servers=known)
+    return _with_own_certificate(access, node_dir, ca_pem)
 
 
 def find_node_dir(state_dir: Path, node_id: str | None) -> Path:
@@ -120,6 +124,14 @@ def read_controllers(node_dir: Path) -> tuple[ControllerAddress, ...]:
             f"could not read {path}: {error}",
             hint="pass the controller's address with --controller HOST:PORT",
         ) from error
+
+
+def _try_read_controllers(node_dir: Path) -> tuple[ControllerAddress, ...]:
+    """As read_controllers(); empty if the file cannot be read, because another address is given."""
+    try:
+        return read_controllers(node_dir)
+    except ConfigError:
+        return ()
 
 
 async def renew_certificate_if_due(

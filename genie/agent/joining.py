@@ -38,7 +38,7 @@ async def join_cluster(
         raise TokenRefusedError(
             f"a {token.kind} token cannot be used to join",
             hint="use 'genie join --server'"
-            if token.kind is TokenKind.SERVER
+            if token.kind is TokenKind.SERVER_JOIN
             else "create one: 'genie token create --join'",
         )
     preferred_id = validate_node_id(requested_node_id)

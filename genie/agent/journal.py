@@ -20,6 +20,7 @@ import msgspec
 from genie.agent import job_files
 from genie.agent.job_files import RunDirectorySize
 from genie.errors import AgentRunningError, FencedError, StoreCorruptError, StoreFullError
+from genie.model.fencing import describe_token
 from genie.model.job import RUNS_KEPT
 from genie.model.messages import ExitReport
 from genie.model.names import validate_name
@@ -115,8 +116,10 @@ class Journal:
         """
         if leader_token < self.leader_token:
             raise FencedError(
-                f"{message_name} rejected: its leader token {leader_token} is older than "
-                f"{self.leader_token}, which this node has seen"
+                f"{message_name} rejected: its leader token, {describe_token(leader_token)}, is older than "
+                f"{describe_token(self.leader_token)}, which this node has seen",
+                hint="another controller has replaced that one, or its store is an older copy; to return to "
+                "an earlier state, use 'genie store restore', which raises the generation",
             )
         is_new = leader_token > self.leader_token
         self.leader_token = leader_token

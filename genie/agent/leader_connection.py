@@ -11,7 +11,7 @@ import asyncio
 import enum
 import logging
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
@@ -21,6 +21,7 @@ from genie.errors import (
     GenieError,
     NothingListensError,
     NotLeaderError,
+    OutdatedLeaderError,
 )
 from genie.model.messages import AGENT_REQUESTS, Message, Request
 from genie.model.names import address_text, parse_endpoint
@@ -60,7 +61,9 @@ class LeaderConnection:
         backoff_s_max: float = 1.0,
     ) -> None:
         self.access = access
-        self.endpoints: tuple[tuple[str, int], ...] = ((access.host, access.port),)
+        self.endpoints: tuple[tuple[str, int], ...] = tuple(
+            dict.fromkeys([(access.host, access.port), *access.other_servers])
+        )[:CONTROLLERS_MAX]
         """All known controllers, the last leader first."""
         self._network = network
         self._clock = clock
@@ -69,6 +72,8 @@ class LeaderConnection:
         self._peer: rpc.Peer | None = None
         self._timeout_s = timeout_s
         self._backoff_s_max = backoff_s_max
+        self._rejection_by_endpoint: dict[tuple[str, int], str] = {}
+        """Why controllers that claim to lead were rejected."""
         self._has_registered_once = False
         """From then on every error except FencedError is retried."""
 
@@ -80,6 +85,7 @@ class LeaderConnection:
         self, endpoints: tuple[tuple[str, int], ...], *, timeout_s: float, backoff_s_max: float
     ) -> None:
         """Applies what the leader returned. `timeout_s` is for connecting and the handshake."""
+        self._rejection_by_endpoint.pop(self.endpoints[0], None)
         self.endpoints = endpoints
         self._timeout_s = timeout_s
         self._backoff_s_max = backoff_s_max
@@ -133,8 +139,20 @@ class LeaderConnection:
             delay_s = min(delay_s * 2, self._backoff_s_max)
 
     async def _try_endpoints(self, serve: Callable[[rpc.Peer], Awaitable[None]]) -> list[_AttemptOutcome]:
-        """Tries all known controllers at the same time, and serves the first one that leads. Raises an error
-        that is final, if no other controller leads."""
+        """Tries all known controllers, those that were rejected as outdated only if no other one leads: they
+        would claim to lead every time."""
+        rejected = [one for one in self.endpoints if one in self._rejection_by_endpoint]
+        others = [one for one in self.endpoints if one not in self._rejection_by_endpoint]
+        outcomes = await self._try_together(others, serve)
+        if rejected and _AttemptOutcome.SERVED not in outcomes:
+            outcomes += await self._try_together(rejected, serve)
+        return outcomes
+
+    async def _try_together(
+        self, endpoints: Sequence[tuple[str, int]], serve: Callable[[rpc.Peer], Awaitable[None]]
+    ) -> list[_AttemptOutcome]:
+        """Tries these controllers at the same time, and serves the first one that leads. Raises an error
+        that is final, if no other one leads."""
         attempts: list[asyncio.Task[_AttemptOutcome | GenieError]] = []
 
         def claim() -> bool:
@@ -148,7 +166,7 @@ class LeaderConnection:
 
         async with unwrapped_task_group() as group:
             attempts += [
-                group.create_task(self._try_endpoint(endpoint, serve, claim)) for endpoint in self.endpoints
+                group.create_task(self._try_endpoint(endpoint, serve, claim)) for endpoint in endpoints
             ]
         results = [attempt.result() for attempt in attempts if not attempt.cancelled()]
         outcomes = [result for result in results if isinstance(result, _AttemptOutcome)]
@@ -161,6 +179,15 @@ class LeaderConnection:
         """Adds the controllers that a controller knows of. Removes none."""
         found = (parse_endpoint(text) for text in controllers[:CONTROLLERS_MAX])
         self.endpoints = tuple(dict.fromkeys((*self.endpoints, *found)))[:CONTROLLERS_MAX]
+
+    def _reject_outdated_leader(self, endpoint: tuple[str, int], error: OutdatedLeaderError) -> None:
+        """Logs each reason once."""
+        if self._rejection_by_endpoint.get(endpoint) == str(error):
+            return
+        if len(self._rejection_by_endpoint) >= CONTROLLERS_MAX:
+            self._rejection_by_endpoint.clear()
+        self._rejection_by_endpoint[endpoint] = str(error)
+        _log.warning("controller %s is not accepted: %s", address_text(*endpoint), error)
 
     async def _try_endpoint(
         self,
@@ -187,6 +214,9 @@ class LeaderConnection:
                     return _AttemptOutcome.UNKNOWN
                 served = True
                 await self._serve_claimed(endpoint, peer, serve)
+        except OutdatedLeaderError as error:
+            self._reject_outdated_leader(endpoint, error)
+            return _AttemptOutcome.UNKNOWN
         except (NotLeaderError, NothingListensError) as error:
             _log.debug("no leader at %s: %s", address_text(host, port), error)
             return _AttemptOutcome.SERVED if served else _AttemptOutcome.NOT_LEADING

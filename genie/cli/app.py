@@ -61,6 +61,7 @@ _COMMAND_MODULES = {
     "etcd": "commands.etcd",
     "quota": "commands.quotas",
     "token": "commands.tokens",
+    "store": "commands.store",
     "config": "commands.config",
     "sim": "commands.sim",
 }

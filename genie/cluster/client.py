@@ -25,8 +25,11 @@ from genie.model.limits import LIST_MAX
 from genie.model.messages import (
     CHUNK_BYTES_MAX,
     WAIT_S_MAX,
+    BackupChunk,
+    BackupOpened,
     BlobStatus,
     CancelJob,
+    CloseBackup,
     CreateToken,
     DrainNode,
     ExplainJob,
@@ -39,9 +42,11 @@ from genie.model.messages import (
     ListTokens,
     LogChunk,
     NodeView,
+    OpenBackup,
     PutBlob,
     QueueReply,
     QuotasReply,
+    ReadBackup,
     ReadLog,
     RemoveNode,
     RemoveQuota,
@@ -54,9 +59,8 @@ from genie.model.messages import (
     UndrainNode,
 )
 from genie.model.tenant import QuotaRecord, TokenKind, TokenRecord
-from genie.runtime.controller_connection import ControllerConnection
+from genie.runtime.controller_connection import ControllerConnection, fetch_nodes
 from genie.runtime.network import Network, TcpNetwork
-from genie.runtime.node_list import fetch_nodes
 from genie.supervisor.connection import open_connection
 
 if TYPE_CHECKING:
@@ -119,6 +123,14 @@ class ClusterClient:
             uploaded = await self._upload_workdir(workdir, progress)
             spec = msgspec.structs.replace(spec, workdir=uploaded)
         request = SubmitJob(spec=spec, request_id=secrets.token_hex(16))
+        try:
+            return (await self._connection.call(request, timeout_s=CALL_TIMEOUT_S)).job
+        except WorkdirError:
+            if workdir is None:
+                raise
+        # The upload went to a controller that was lost before it could copy it to the others.
+        spec = msgspec.structs.replace(spec, workdir=await self._upload_workdir(workdir, progress))
+        request = msgspec.structs.replace(request, spec=spec)
         return (await self._connection.call(request, timeout_s=CALL_TIMEOUT_S)).job
 
     async def get_job(self, job_id: str) -> Job:
@@ -286,6 +298,17 @@ class ClusterClient:
     async def remove_quota(self, tenant: str) -> None:
         """Removes the quota of the tenant. Not retried: a second request would fail."""
         await self._connection.call(RemoveQuota(tenant=tenant), timeout_s=CALL_TIMEOUT_S, idempotent=False)
+
+    async def open_backup(self) -> BackupOpened:
+        """Begins a backup of the store; one at a time. End it with `close_backup`."""
+        return await self._connection.call(OpenBackup(), timeout_s=CALL_TIMEOUT_S, idempotent=False)
+
+    async def read_backup(self, backup_id: str, *, offset: int) -> BackupChunk:
+        request = ReadBackup(backup_id=backup_id, offset=offset)
+        return await self._connection.call(request, timeout_s=CALL_TIMEOUT_S)
+
+    async def close_backup(self, backup_id: str) -> None:
+        await self._connection.call(CloseBackup(backup_id=backup_id), timeout_s=CALL_TIMEOUT_S)
 
     # --- working directories ------------------------------------------------------------------
 

@@ -9,24 +9,28 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
-import os
 import shlex
 import shutil
 import signal
 import sys
-from collections.abc import Callable, Coroutine, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
 from genie import config
-from genie.controller.controller import CONTROLLER_DIRECTORY, Controller
+from genie.controller.controller import Controller
 from genie.controller.etcd.local_member import LocalMember
 from genie.controller.nodes.admission import Certificates, check_bind_address, check_failure_timeouts
 from genie.controller.placement.placers import why_scheduler_not_compiled
+from genie.controller.state_directory import (
+    check_not_copied,
+    controller_instance,
+    lock_controller_directory,
+    read_or_create_name,
+)
 from genie.controller.store import Store
-from genie.controller.store.open import LOCAL_ETCD, open_store
-from genie.errors import GenieError, LeadershipError, StoreError
+from genie.controller.store.open import CONTROLLER_DIRECTORY, LOCAL_ETCD, open_store, sqlite_store_path
+from genie.errors import GenieError, StoreError
 from genie.native.prebuild import build_in_background, prebuild_command
 from genie.processes import files
 from genie.processes.clock import Clock, SystemClock
@@ -91,7 +95,9 @@ def _has_free_disk_space(directory: Path) -> bool:
 
 async def _run_controller(settings: config.Settings, clock: Clock) -> None:
     directory = files.make_private_directory(settings.paths.state_dir / CONTROLLER_DIRECTORY)
-    with _lock_state_directory(directory), file_io_threads("genie-blobs") as offload:
+    with lock_controller_directory(directory), file_io_threads("genie-blobs") as offload:
+        if sqlite_store_path(settings.controller.store, state_dir=directory) is not None:
+            check_not_copied(directory)
         member = LocalMember.read(settings.paths.state_dir)
         store = await open_store(
             settings.controller.store,
@@ -106,7 +112,8 @@ async def _run_controller(settings: config.Settings, clock: Clock) -> None:
                 store=store,
                 network=TcpNetwork(),
                 clock=clock,
-                name=_read_or_create_name(directory),
+                name=read_or_create_name(directory),
+                instance=controller_instance(directory),
                 offload=offload,
                 etcd_endpoints=lambda: _managed_endpoints(settings, store),
             )
@@ -183,29 +190,6 @@ async def compile_in_background(
         command, what="the scheduler's library", consequence="scheduling continues in plain Python"
     ):
         controller.try_use_compiled_scheduler()
-
-
-@contextmanager
-def _lock_state_directory(directory: Path) -> Iterator[None]:
-    """Hold the lock of the state directory: two controllers must not share a name, a CA and a store."""
-    lock = files.FileLock.try_acquire(directory / "controller.lock")
-    if lock is None:
-        raise LeadershipError(
-            f"another controller is using {directory}",
-            hint="stop it with 'genie down', or set GENIE_STATE_DIR to another directory",
-        )
-    try:
-        yield
-    finally:
-        lock.release()
-
-
-def _read_or_create_name(directory: Path) -> str:
-    """Return the name of the controller of this directory; created at the first start."""
-    path = directory / "name"
-    if not path.exists():
-        files.write_private(path, os.urandom(8).hex().encode())
-    return path.read_text("utf-8").strip()
 
 
 def _parse_arguments(arguments: list[str] | None) -> dict[str, object]:

@@ -17,7 +17,12 @@ from genie.runtime.connection_limits import ConnectionLimits
 from genie.runtime.rpc import CLUSTER_PEER_IN_FLIGHT_MAX, Peer
 from genie.runtime.wire import FRAME_BYTES_MAX
 
-CONNECTIONS_PER_TOKEN_MAX = {TokenKind.OWNER: 256, TokenKind.USER: 256, TokenKind.NODE: 4}
+CONNECTIONS_PER_TOKEN_MAX = {
+    TokenKind.OWNER: 256,
+    TokenKind.USER: 256,
+    TokenKind.NODE: 4,
+    TokenKind.SERVER: 4,
+}
 """An owner may have more while the connections of users are below their limit."""
 _CONNECTION_RETRY_AFTER_S = 5.0
 _MEMORY_RETURN_CLOSED_CONNECTIONS_MIN = 256
@@ -112,9 +117,9 @@ class Connections:
     ) -> None:
         """Authenticate a connection; raise OverloadedError if a limit is reached.
 
-        Beyond its limit, a node replaces its oldest connection, preferably an idle one: the older ones are
-        dead. So does an owner, which must be able to connect, but only if the users have used theirs up:
-        clients that replace each other would reconnect again and again.
+        Beyond its limit, a node or controller replaces its oldest connection, preferably an idle one: the
+        older ones are dead. So does an owner, which must be able to connect, but only if the users have used
+        theirs up: clients that replace each other would reconnect again and again.
         """
         if connection not in self._open_connections:
             raise ConnectionLostError("the connection was closed during the handshake")
@@ -126,10 +131,8 @@ class Connections:
                     hint="close some, or use another token",
                     retry_after_s=_CONNECTION_RETRY_AFTER_S,
                 )
-            if (
-                identity.kind is TokenKind.NODE
-                or self._user_connection_count >= self._limits.user_connections_max
-            ):
+            is_machine = identity.kind in (TokenKind.NODE, TokenKind.SERVER)
+            if is_machine or self._user_connection_count >= self._limits.user_connections_max:
                 next((one for one in group if one.peer.is_idle), next(iter(group))).peer.close()
         self._check_total_limit(identity.kind)
         self._excess_owner_connections += _exceeds_owner_limit(identity.kind, len(group))
@@ -144,7 +147,7 @@ class Connections:
 
     def _check_total_limit(self, kind: TokenKind) -> None:
         limits = self._limits
-        if kind is TokenKind.OWNER:
+        if kind in (TokenKind.OWNER, TokenKind.SERVER):
             return
         if kind is TokenKind.USER and self._user_connection_count >= limits.user_connections_max:
             raise OverloadedError(

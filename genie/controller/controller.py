@@ -10,21 +10,26 @@ from memory, and running jobs continue.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
+import msgspec
+
 from genie.config import ControllerConfig
+from genie.controller.blobs.replication import BlobReplication
+from genie.controller.blobs.storage import Blobs
 from genie.controller.change_notifier import ChangeNotifier, wait_event
 from genie.controller.connection import Connections, Handlers
-from genie.controller.election import Election, StoreHealth
+from genie.controller.election import CONTROLLER_KEY_PREFIX, Election, StoreHealth
 from genie.controller.jobs.backoff import LaunchBackoff
-from genie.controller.jobs.blobs import Blobs
 from genie.controller.jobs.lifecycle import CHANGES_PER_TICK_MAX
 from genie.controller.jobs.services import build_job_services
 from genie.controller.jobs.sessions import Sessions
-from genie.controller.ledger import ClusterRecord, Ledger, Transaction
+from genie.controller.ledger import ClusterRecord, Ledger, Transaction, read_cluster_record
 from genie.controller.nodes.admission import Admission, Certificates, advertised_host, local_host
 from genie.controller.nodes.agents import Agents
 from genie.controller.nodes.faults import NodeFaults
@@ -37,6 +42,7 @@ from genie.controller.placement.pass_runner import PassRunner
 from genie.controller.placement.placers import placer_factory
 from genie.controller.placement.planner import Planner
 from genie.controller.placement.policy import make_configured_policy
+from genie.controller.requests.backups import BackupRequests
 from genie.controller.requests.blobs import BlobRequests
 from genie.controller.requests.jobs import JobRequests
 from genie.controller.requests.logs import LogRequests
@@ -49,6 +55,7 @@ from genie.controller.requests.sessions import SessionRequests
 from genie.controller.requests.tokens import TokenRequests
 from genie.controller.steps import PeriodicSteps
 from genie.controller.store import Put, Store
+from genie.controller.store.open import CONTROLLER_DIRECTORY
 from genie.controller.store_monitor import StoreMonitor
 from genie.controller.tokens import Tokens
 from genie.errors import GenieError, LeadershipError, StoreError, StoreFullError, TlsError
@@ -71,8 +78,6 @@ from genie.scheduler.rules import Rules
 
 _log = logging.getLogger(__name__)
 
-CONTROLLER_KEY_PREFIX = "controller/"
-CONTROLLER_DIRECTORY = "controller"
 _TICK_INTERVAL_S_MAX = 0.5
 # Until an agent knows about a new controller, it cannot switch to it when this one fails.
 _HOUSEKEEPING_INTERVAL_S = 2.0
@@ -82,7 +87,8 @@ _PLACEMENT_POLICY = "supply"
 
 
 class Controller:
-    """One controller. `name` stays the same across restarts and is unique among running controllers.
+    """One controller. `name` stays the same across restarts and is unique among running controllers;
+    `instance` tells copies of a controller apart (election.py).
 
     The caller opens and closes `store`. `offload` runs blocking file operations, one at a time.
     `etcd_endpoints` returns the members of an etcd cluster that Genie manages.
@@ -97,6 +103,7 @@ class Controller:
         network: Network,
         clock: Clock,
         name: str,
+        instance: str = "",
         random_bytes: Callable[[int], bytes] = os.urandom,
         offload: Offload = run_inline,
         etcd_endpoints: Callable[[], tuple[str, ...]] = lambda: (),
@@ -124,7 +131,12 @@ class Controller:
         self._certificates = Certificates.open(self._directory, config, clock=clock)
         self._store_health = StoreHealth()
         self._election = Election(
-            store, clock=clock, name=name, ttl_s=config.leader_ttl_s, health=self._store_health
+            store,
+            clock=clock,
+            name=name,
+            ttl_s=config.leader_ttl_s,
+            health=self._store_health,
+            instance=instance,
         )
         files_max = get_file_limit()
         self._open_files_alarm = _file_limit_alarm(files_max)
@@ -241,7 +253,9 @@ class Controller:
             tenant_bytes_max=config.blobs_tenant_bytes_max,
             clock=clock,
         )
+        replication = self._blob_replication = self._build_blob_replication(blobs, offload)
         nodes, waits = NodeList(self._ledger, self._node_snapshots), OpenWaits()
+        self._backup_requests = BackupRequests(self._store, self._ledger, clock=clock)
         return [
             self._agents.handlers(),
             JobRequests(
@@ -250,6 +264,7 @@ class Controller:
                 jobs.lifecycle,
                 planner,
                 blobs,
+                replication,
                 election,
                 waits=waits,
                 offload=offload,
@@ -258,9 +273,10 @@ class Controller:
             ).handlers(),
             BlobRequests(
                 blobs,
+                replication,
                 election,
                 offload=offload,
-                is_needed=jobs.catalog.is_blob_needed,
+                is_needed=lambda name: name in jobs.catalog.needed_blobs(),
                 find_tenant=self._agents.find_blob_tenant,
             ).handlers(),
             NodeRequests(nodes, check_readable=check_readable).handlers(),
@@ -289,6 +305,7 @@ class Controller:
             ).handlers(),
             QueueRequests(jobs.catalog, planner, clock=clock, check_readable=check_readable).handlers(),
             QuotaRequests(self._quota_table, check_readable=check_readable).handlers(),
+            self._backup_requests.handlers(),
         ]
 
     def _build_server_admission(self) -> ServerAdmission:
@@ -298,6 +315,20 @@ class Controller:
             self._certificates,
             clock=self._clock,
             etcd_endpoints=self._get_etcd_endpoints,
+        )
+
+    def _build_blob_replication(self, blobs: Blobs, offload: Offload) -> BlobReplication:
+        client_tls = partial(self._certificates.client_tls, self._directory)
+        return BlobReplication(
+            blobs,
+            name=self._name,
+            network=self._network,
+            clock=self._clock,
+            offload=offload,
+            own_address=lambda: self.address,
+            controllers=lambda: self._controller_addresses,
+            needed=self._jobs.catalog.needed_blobs,
+            client_tls=client_tls if self._certificates.are_enabled else None,
         )
 
     def _build_status_requests(self, nodes: NodeList) -> StatusRequests:
@@ -340,6 +371,7 @@ class Controller:
             *file_alarms,
             *store_alarms,
             *self._store_monitor.alarms(),
+            *self._blob_replication.alarms(),
             *self._periodic_steps.alarms(),
         ]
 
@@ -380,6 +412,8 @@ class Controller:
         except* GenieError as errors:
             raise first_error(errors) from None
         finally:
+            with contextlib.suppress(StoreError):  # it ends with the store
+                await self._backup_requests.close()
             await self._election.resign()
 
     async def _serve(self, listening: asyncio.Event, group: asyncio.TaskGroup) -> None:
@@ -420,9 +454,13 @@ class Controller:
 
     async def _try_win_election(self) -> bool:
         try:
-            await self._check_ca_matches_cluster()
+            record = await self._read_cluster_record()
+            if await self._election.has_duplicate():
+                return False  # and do not replace its address
             await self._register_controller()
-            return await self._election.try_win_election(self.address)
+            return await self._election.try_win_election(
+                self.address, generation=record.generation if record else 0
+            )
         except (StoreError, LeadershipError) as error:
             self._record_failed_term_start(error)
             return False
@@ -458,11 +496,11 @@ class Controller:
         others = sorted({item.value.decode() for item in found.items} - {self.address})
         self._controller_addresses = (self.address, *others)
 
-    async def _check_ca_matches_cluster(self) -> None:
-        """Raise TlsError if this controller's CA is not that of the cluster: nodes would reject it."""
-        table = self._ledger.cluster
-        stored = await self._store.get(table.prefix)
-        record = table.decode("", stored.value) if stored is not None else None
+    async def _read_cluster_record(self) -> ClusterRecord | None:
+        """Return the record of the cluster; None in an empty store.
+
+        Raise TlsError if this controller's CA is not that of the cluster: nodes would reject it."""
+        record = await read_cluster_record(self._store)
         if (
             record is not None
             and self._certificates.are_enabled
@@ -473,6 +511,7 @@ class Controller:
                 hint=f"copy controller/ca.pem, controller/ca.key and owner.token from the state directory of "
                 f"the first controller to {self._state_dir}",
             )
+        return record
 
     async def _store_cluster_record(self) -> None:
         """Create the cluster's ID in the first term; record the current CA."""
@@ -482,7 +521,7 @@ class Controller:
             record = ClusterRecord(cluster_id=self._random_bytes(8).hex(), ca_pin=pin)
         elif record.ca_pin == pin:
             return
-        record = ClusterRecord(cluster_id=record.cluster_id, ca_pin=pin)
+        record = msgspec.structs.replace(record, ca_pin=pin)
 
         def build(txn: Transaction) -> None:
             txn.put(self._ledger.cluster, "", record)
@@ -532,6 +571,7 @@ class Controller:
         async with asyncio.TaskGroup() as group:
             group.create_task(self._run_passes_forever(), name="passes")
             group.create_task(self._housekeep_forever(), name="housekeeping")
+            group.create_task(self._blob_replication.run(), name="blob replication")
 
     # -- passes -----------------------------------------------------------------------------
 
@@ -598,6 +638,7 @@ class Controller:
                 "reading the list of controllers": self._read_controllers,
                 "disconnecting outdated nodes": self._disconnect_outdated_nodes,
                 "writing the files of this cluster": self._try_write_local_cluster_files,
+                "closing abandoned backups": self._backup_requests.close_if_idle,
                 "returning memory": self._return_freed_memory_to_system,
             }
         )

@@ -1,4 +1,6 @@
-"""Leader election: one key on a lease. Its create revision is the fencing token of every write.
+"""Leader election: one key on a lease. Its create revision fences every write.
+
+The fencing token for agents contains the generation of the cluster as well (model/fencing.py).
 
 A leader steps down by its own clock, one TTL after it sent the last renewal that succeeded. That is an
 optimization: a replaced leader is harmless because its writes and orders carry an older token.
@@ -13,6 +15,7 @@ import msgspec
 
 from genie.controller.store import Compare, Delete, KeyValue, Put, Store
 from genie.errors import (
+    DuplicateControllerError,
     LeaseLostError,
     NotLeaderError,
     StoreCorruptError,
@@ -20,12 +23,17 @@ from genie.errors import (
     StoreFullError,
     StoreUnavailableError,
 )
+from genie.model.fencing import make_fencing_token, revision_of_token
 from genie.processes.clock import Clock
 
 _log = logging.getLogger(__name__)
 
 LEADER_KEY = "leader"
+CONTROLLER_KEY_PREFIX = "controller/"
+"""Prefix of the keys with the addresses of all controllers, by name."""
 _RESIGN_TIMEOUT_S = 2.0
+DUPLICATE_TTLS = 2.0
+"""After this number of TTLs, a key that still exists is being renewed by a running controller."""
 
 
 class LeaderRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,6 +41,8 @@ class LeaderRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     address: str
+    instance: str = ""
+    """Machine, boot and directory of the controller; empty if unknown."""
 
 
 class StoreHealth:
@@ -60,12 +70,27 @@ class StoreHealth:
 
 
 class Election:
-    """One candidate. `name` must be unique among the controllers that run at the same time."""
+    """One candidate. `name` must be unique among the controllers that run at the same time.
 
-    def __init__(self, store: Store, *, clock: Clock, name: str, ttl_s: float, health: StoreHealth) -> None:
+    `instance` differs between copies of a controller, which have the same name, but not between restarts.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        clock: Clock,
+        name: str,
+        ttl_s: float,
+        health: StoreHealth,
+        instance: str = "",
+    ) -> None:
         self._store = store
         self._clock = clock
         self._name = name
+        self._instance = instance
+        self._duplicate_seen: tuple[int, float] | None = None
+        """Create revision of the key of another controller with this name, and when it was first seen."""
         self._ttl_s = ttl_s
         self._store_health = health
         self._lease_id = 0
@@ -98,11 +123,22 @@ class Election:
                 hint="running jobs continue; try again when the store is available",
             )
         where = self.leader.address if self.leader and self.leader.name != self._name else ""
-        hint = f"the leader is {where}" if where else "no controller leads yet; try again in a moment"
-        raise NotLeaderError("this controller does not lead", hint=hint)
+        raise NotLeaderError.naming_leader("this controller does not lead", leader=where)
 
-    async def try_win_election(self, address: str) -> bool:
-        """Acquire the leader key if it is free, or if this controller acquired it before a restart."""
+    async def has_duplicate(self) -> bool:
+        """Whether another controller with this name holds the key. Raise DuplicateControllerError if it is
+        still running."""
+        if not self._instance:
+            return False
+        found = await self._store.get(LEADER_KEY)
+        if found is None or self._is_own_key(found):
+            return False
+        return self.leader is not None and self._is_duplicate(self.leader)
+
+    async def try_win_election(self, address: str, *, generation: int = 0) -> bool:
+        """Acquire the leader key if it is free, or if this controller acquired it before a restart.
+
+        `generation` is that of the cluster: only a restore changes it, and only in an empty store."""
         self._fencing_token = 0
         self._term_ended.clear()
         try:
@@ -110,7 +146,7 @@ class Election:
             self._store_health.record_success()
             if found is not None and not self._is_own_key(found):
                 return False
-            won = await self._acquire_leadership(address, found)
+            won = await self._acquire_leadership(address, found, generation=generation)
         except StoreError as error:
             self._store_health.record_failure(error)
             return False
@@ -136,7 +172,7 @@ class Election:
     async def check_still_leading(self) -> None:
         """Step down if the key no longer belongs to this term."""
         found = await self._store.get(LEADER_KEY)
-        if found is None or found.create_revision != self._fencing_token:
+        if found is None or found.create_revision != revision_of_token(self._fencing_token):
             self.step_down("another controller has taken over")
 
     async def resign(self) -> None:
@@ -156,16 +192,41 @@ class Election:
             self.leader = msgspec.json.decode(leader_key.value, type=LeaderRecord)
         except msgspec.DecodeError as error:
             raise StoreCorruptError(f"store key {LEADER_KEY!r} cannot be read: {error}") from error
+        if self._is_duplicate(self.leader):
+            self._check_duplicate_has_ended(leader_key, self.leader)
+            return False
         return self.leader.name == self._name
 
-    async def _acquire_leadership(self, address: str, leader_key: KeyValue | None) -> bool:
+    def _is_duplicate(self, leader: LeaderRecord) -> bool:
+        """Whether this is another controller with the same name."""
+        is_other_instance = self._instance and leader.instance not in ("", self._instance)
+        return leader.name == self._name and bool(is_other_instance)
+
+    def _check_duplicate_has_ended(self, leader_key: KeyValue, record: LeaderRecord) -> None:
+        """Raise DuplicateControllerError if another controller with this name renews its lease.
+
+        The key of one that has ended, such as before its directory was moved here, expires."""
+        now_s = self._clock.monotonic_s()
+        if self._duplicate_seen is None or self._duplicate_seen[0] != leader_key.create_revision:
+            self._duplicate_seen = (leader_key.create_revision, now_s)
+        elif now_s - self._duplicate_seen[1] > DUPLICATE_TTLS * self._ttl_s:
+            raise DuplicateControllerError(
+                f"the controller at {record.address} is running with the name of this one: the state "
+                "directory of one was copied from the other",
+                hint="a further controller needs a state directory of its own, with only controller/ca.pem, "
+                "controller/ca.key and owner.token copied to it; remove controller/name here",
+            )
+
+    async def _acquire_leadership(
+        self, address: str, leader_key: KeyValue | None, *, generation: int
+    ) -> bool:
         sent_s = self._clock.monotonic_s()
         if leader_key is not None:
             await self._store.commit(
                 [Compare(LEADER_KEY, leader_key.create_revision, field="create")], [Delete(LEADER_KEY)]
             )
         lease_id = await self._store.grant_lease(self._ttl_s)
-        record = LeaderRecord(name=self._name, address=address)
+        record = LeaderRecord(name=self._name, address=address, instance=self._instance)
         put = Put(LEADER_KEY, msgspec.json.encode(record), lease_id)
         try:
             result = await self._store.commit([Compare(LEADER_KEY, 0)], [put])
@@ -176,7 +237,8 @@ class Election:
         if not result.succeeded:
             await self._revoke_lease(lease_id)
             return False
-        self.leader, self._lease_id, self._fencing_token = record, lease_id, result.revision
+        self.leader, self._lease_id = record, lease_id
+        self._fencing_token = _make_token(generation, result.revision)
         self._lease_deadline_s = sent_s + self._ttl_s
         return True
 
@@ -207,3 +269,10 @@ class Election:
         while (left_s := self._lease_deadline_s - self._clock.monotonic_s()) > 0:
             await self._clock.sleep(left_s)
         self.step_down("the lease could not be renewed before it expired")
+
+
+def _make_token(generation: int, revision: int) -> int:
+    try:
+        return make_fencing_token(generation=generation, revision=revision)
+    except ValueError as error:
+        raise StoreCorruptError(f"cannot lead: {error}", hint="restore a backup into a new store") from error

@@ -32,6 +32,7 @@ from genie.errors import (
     StoreUnavailableError,
 )
 from genie.model.allocation import NodeHolds
+from genie.model.fencing import revision_of_token
 from genie.model.job import Job
 from genie.model.messages import QuarantinedRow
 from genie.model.node import NodeInfo
@@ -75,6 +76,29 @@ class Counter(msgspec.Struct, frozen=True, kw_only=True):
 class ClusterRecord(msgspec.Struct, frozen=True, kw_only=True):
     cluster_id: str
     ca_pin: str
+    generation: int = 0
+    """Raised by each restore of a backup; the high part of fencing tokens."""
+
+
+CLUSTER_KEY = "cluster"
+RESTORE_MARK_KEY = "restoring"
+"""In the store while a backup is being restored into it."""
+COUNTER_KEY_PREFIX = "counter/"
+EPOCH_COUNTER = "epoch"
+"""Numbers the placements of all jobs."""
+
+
+async def read_cluster_record(store: Store, *, timeout_s: float = 5.0) -> ClusterRecord | None:
+    """Return the record of the cluster in the store; None in an empty store. Raises StoreCorruptError."""
+    stored = await store.get(CLUSTER_KEY, timeout_s=timeout_s)
+    if stored is not None:
+        return LedgerTable(CLUSTER_KEY, ClusterRecord).decode("", stored.value)
+    if await store.get(RESTORE_MARK_KEY, timeout_s=timeout_s) is not None:
+        raise StoreUnavailableError(
+            "a backup is being restored into the store, or its restore has failed",
+            hint="wait for 'genie store restore', or run it again",
+        )
+    return None
 
 
 # Arguments: row ID, row before, row after; None where there is none.
@@ -252,7 +276,7 @@ class _WriteBatch:
 
     def __init__(self, token: int, ops_max: int) -> None:
         self._ops_max = ops_max
-        self._leadership_check = Compare(LEADER_KEY, token, field="create")
+        self._leadership_check = Compare(LEADER_KEY, revision_of_token(token), field="create")
         self._row_by_key: dict[str, tuple[LedgerTable[Any], str]] = {}
         self._operation_by_key: dict[str, Put | Delete] = {}
         self.size_bytes = check_transaction([self._leadership_check], [])
@@ -303,8 +327,8 @@ class Ledger:
         self._store = store
         self._election = election
         self._store_health = health
-        self.cluster = LedgerTable("cluster", ClusterRecord)
-        self.counters = LedgerTable("counter/", Counter)
+        self.cluster = LedgerTable(CLUSTER_KEY, ClusterRecord)
+        self.counters = LedgerTable(COUNTER_KEY_PREFIX, Counter)
         self.jobs = LedgerTable("job/", Job)
         self.nodes = LedgerTable("node/", NodeRecord)
         self.holds = LedgerTable("ledger/", NodeHolds)

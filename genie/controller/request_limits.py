@@ -101,8 +101,8 @@ class RequestLimits:
         self._locks = {turn: asyncio.Lock() for turn in _Turn}
 
     def get_usage(self, identity: Identity) -> TokenUsage | None:
-        """The usage of this token; None for a node, whose requests are not limited."""
-        if identity.kind is TokenKind.NODE:
+        """The usage of this token; None for a node or controller, whose requests are not limited."""
+        if identity.kind in (TokenKind.NODE, TokenKind.SERVER):
             return None
         found = self._usage_by_token.get(identity.token_id)
         if found is None:

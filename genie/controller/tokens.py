@@ -48,7 +48,7 @@ _REVOKED_TOKEN_RETENTION_S = 86400.0
 _JOIN_TOKEN_RETENTION_S = 3600.0
 _TOKEN_TTL_S_MAX = 3650 * 86400.0
 _SERVER_TOKEN_TTL_S = 900.0
-_SINGLE_USE_KINDS = (TokenKind.JOIN, TokenKind.SERVER)
+_SINGLE_USE_KINDS = (TokenKind.JOIN, TokenKind.SERVER_JOIN)
 
 _NEW_TOKEN_HINT = "get a new token with 'genie token create' and store it with 'genie login'"
 
@@ -84,7 +84,7 @@ class Tokens:
 
     def check_still_valid(self, identity: Identity) -> None:
         """Raise TokenRefusedError if the token of a connection has been revoked or has expired since."""
-        if not self._ledger.is_loaded:
+        if not self._ledger.is_loaded or identity.kind is TokenKind.SERVER:
             return
         record = self._ledger.tokens.get(identity.token_id)
         if record is None or record.revoked_at is not None:
@@ -97,7 +97,9 @@ class Tokens:
     ) -> tuple[Token, TokenRecord]:
         if kind is TokenKind.NODE:
             raise UsageError("node tokens are created when a node joins", hint="create a join token instead")
-        if kind is TokenKind.SERVER and (self._config.store != LOCAL_ETCD or self._pin == NO_PIN):
+        if kind is TokenKind.SERVER:
+            raise UsageError("controllers have no tokens", hint="they authenticate by their certificate")
+        if kind is TokenKind.SERVER_JOIN and (self._config.store != LOCAL_ETCD or self._pin == NO_PIN):
             raise UsageError(
                 f"no server can join this cluster: its store is {self._config.store.partition(':')[0]}",
                 hint="start the first server with 'genie up --store etcd'; with an external etcd, start "
@@ -131,7 +133,7 @@ class Tokens:
             )
         token = self._new_token(kind)
         record = new_token_record(token, now=self._clock.wall_s(), tenant=tenant, name=name, ttl_s=ttl_s)
-        if kind is TokenKind.SERVER:
+        if kind is TokenKind.SERVER_JOIN:
             record = msgspec.structs.replace(record, public_key=public_key_of_token(token))
         txn.put(self._ledger.tokens, record.token_id, record)
         return token, record
@@ -251,7 +253,7 @@ class Tokens:
         is_single_use = kind in _SINGLE_USE_KINDS
         if ttl_s is None:
             default_s = min(self._config.join_token_s, _SERVER_TOKEN_TTL_S)
-            if kind is TokenKind.SERVER:
+            if kind is TokenKind.SERVER_JOIN:
                 return default_s
             return self._config.join_token_s if is_single_use else None
         ttl_s_max = self._config.join_token_s if is_single_use else _TOKEN_TTL_S_MAX

@@ -22,9 +22,11 @@ from genie.grid.grid_file import GridFile, ProgressCallback
 from genie.grid.ssh.login_shell import check_login_shell
 from genie.grid.ssh.pool import CommandResult, NodeConnection, SshPool
 from genie.grid.ssh.shell_words import make_login_shell_command, quote_path
+from genie.model.names import address_text, parse_endpoint
 from genie.model.node import NodeStatus
 from genie.model.tenant import TokenKind
 from genie.processes.tasks import all_of
+from genie.runtime.credentials import DEFAULT_PORT
 
 PYTHON_CANDIDATES = ("python3", "python3.12", "python3.11", "python3.13")
 _PYTHON_VERSION_MIN = (3, 11)
@@ -33,6 +35,13 @@ _STATE_DIR = ".genie"
 _INSTALL_TIMEOUT_S = 1800.0
 _JOIN_TIMEOUT_S = 120.0
 _CONNECT_TIMEOUT_S = 60.0
+_CONTROLLER_CHECK_TIMEOUT_S = 10.0
+_CONNECT_PROGRAM = """import socket, sys
+try:
+    socket.create_connection((sys.argv[1], int(sys.argv[2])), timeout=float(sys.argv[3])).close()
+except OSError as error:
+    sys.exit(str(error))
+"""
 _UNDO_TIMEOUT_S = 20.0
 """After Ctrl-C."""
 _POLL_INTERVAL_S = 0.2
@@ -115,6 +124,7 @@ class Promotion:
             places = _make_node_paths(self._file.remote_root)
             self._on_progress(name, "searching for Python")
             python = await self._find_python(link)
+            await self._check_controller_reachable(link, python)
             missing = await self._list_missing_paths(link, places)
             try:
                 await self._install_genie(link, places, python)
@@ -204,6 +214,21 @@ class Promotion:
             f"node {link.name} has no Python {'.'.join(map(str, _PYTHON_VERSION_MIN))} or newer: "
             f"{', '.join(seen)}",
             hint="install one and pass it with --python",
+        )
+
+    async def _check_controller_reachable(self, link: NodeConnection, python: str) -> None:
+        """Raise GridError if the node cannot connect to the controller: an installation would be in vain."""
+        host, port = parse_endpoint(self._controller, what="--controller", port=DEFAULT_PORT)
+        arguments = f"{shlex.quote(host)} {port} {_CONTROLLER_CHECK_TIMEOUT_S:g}"
+        done = await _run_shell(
+            link,
+            f"{shlex.quote(python)} -c {shlex.quote(_CONNECT_PROGRAM)} {arguments} 2>&1",
+            timeout_s=self._file.ssh.timeout + _CONTROLLER_CHECK_TIMEOUT_S,
+        )
+        _check_succeeded(
+            done,
+            f"node {link.name}: could not reach the controller at {address_text(host, port)}",
+            hint="pass its address as seen from the nodes with --controller, and check firewalls",
         )
 
     async def _install_genie(self, link: NodeConnection, places: _NodePaths, python: str) -> None:

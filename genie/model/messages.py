@@ -59,6 +59,14 @@ class Hello(Request[Welcome], frozen=True, kw_only=True):
     program: str = ""
 
 
+class ServerHello(Request[Done], frozen=True, kw_only=True):
+    """First request of a connection from another controller. Its certificate authenticates; the fields are
+    for logs."""
+
+    name: str
+    version: str
+
+
 class TrustAnchor(Message, frozen=True, kw_only=True):
     """The CA of the cluster. The client compares its fingerprint with the pin of its token."""
 
@@ -418,6 +426,31 @@ class GetBlob(Request[BlobChunk], frozen=True, kw_only=True):
     offset: int
 
 
+class StatReplica(Request[BlobStatus], frozen=True, kw_only=True):
+    """Between controllers, as StatBlob for any tenant."""
+
+    digest: str
+    tenant: str
+
+
+class PutReplica(Request[BlobStatus], frozen=True, kw_only=True):
+    """Between controllers, as PutBlob for any tenant."""
+
+    digest: str
+    tenant: str
+    offset: int
+    data: bytes
+    is_last: bool
+
+
+class GetReplica(Request[BlobChunk], frozen=True, kw_only=True):
+    """Between controllers, as GetBlob for any tenant."""
+
+    digest: str
+    tenant: str
+    offset: int
+
+
 # --- Cluster ----------------------------------------------------------------------------------
 
 
@@ -433,6 +466,8 @@ class NodesReply(Message, frozen=True, kw_only=True):
 
     nodes: tuple[NodeView, ...]
     more: bool = False
+    leading: bool = True
+    """Of a heartbeat: False if it renewed no lease, because another controller may lead."""
 
 
 class ListNodes(Request[NodesReply], frozen=True, kw_only=True):
@@ -535,6 +570,37 @@ class RevokeToken(Request[Done], frozen=True, kw_only=True):
     token_id: str
 
 
+class BackupOpened(Message, frozen=True, kw_only=True):
+    """`revision` is that of the store; the backup contains the rows of that revision."""
+
+    backup_id: str
+    cluster_id: str
+    generation: int
+    revision: int
+
+
+class OpenBackup(Request[BackupOpened], frozen=True, kw_only=True):
+    """Begins a backup of the store. It ends with CloseBackup, or when it is not read for a while."""
+
+
+class BackupChunk(Message, frozen=True, kw_only=True):
+    """The next bytes of the encoded rows; empty at the end. `row_count`: rows in all chunks so far."""
+
+    data: bytes
+    row_count: int
+
+
+class ReadBackup(Request[BackupChunk], frozen=True, kw_only=True):
+    """`offset` is the number of bytes received so far; the last chunk can be requested again."""
+
+    backup_id: str
+    offset: int
+
+
+class CloseBackup(Request[Done], frozen=True, kw_only=True):
+    backup_id: str
+
+
 class QuotaView(Record, frozen=True, kw_only=True):
     """`quota` is unlimited if none was set."""
 
@@ -617,7 +683,8 @@ def _reply_type(request: type[Message]) -> type[Message]:
     return typing.cast("type[Message]", answer)
 
 
-UNAUTHENTICATED_REQUESTS = (Hello, FetchTrust, Join, JoinServer, RecoverCertificate)
+UNAUTHENTICATED_REQUESTS = (Hello, ServerHello, FetchTrust, Join, JoinServer, RecoverCertificate)
+SERVER_REQUESTS = (StatReplica, PutReplica, GetReplica)
 NODE_REQUESTS = (
     Register,
     Heartbeat,
@@ -655,7 +722,16 @@ OWNER_REQUESTS = (
     UndrainNode,
     SetQuota,
     RemoveQuota,
+    OpenBackup,
+    ReadBackup,
+    CloseBackup,
 )
 
-CONTROLLER_REQUESTS = (*UNAUTHENTICATED_REQUESTS, *NODE_REQUESTS, *USER_REQUESTS, *OWNER_REQUESTS)
+CONTROLLER_REQUESTS = (
+    *UNAUTHENTICATED_REQUESTS,
+    *SERVER_REQUESTS,
+    *NODE_REQUESTS,
+    *USER_REQUESTS,
+    *OWNER_REQUESTS,
+)
 AGENT_REQUESTS = (Launch, Kill, ReadLog)

@@ -12,14 +12,19 @@ DEFAULT_TENANT = "default"
 
 
 class TokenKind(enum.StrEnum):
-    """OWNER has all permissions; USER has one tenant; JOIN admits one node once; NODE identifies a node;
-    SERVER admits one server once."""
+    """OWNER has all permissions; USER has one tenant; JOIN admits one node once; NODE identifies a node.
+
+
+    SERVER is the identity of another controller, which has a certificate instead of a token.
+    SERVER_JOIN admits one server once.
+    """
 
     OWNER = "owner"
     USER = "user"
     JOIN = "join"
     NODE = "node"
     SERVER = "server"
+    SERVER_JOIN = "server-join"
 
 
 class TokenRecord(Record, frozen=True, kw_only=True):
@@ -32,10 +37,10 @@ class TokenRecord(Record, frozen=True, kw_only=True):
     created_at: float
     expires_at: float | None = None
     used_at: float | None = None
-    """JOIN and SERVER only: when it was used."""
+    """JOIN and SERVER_JOIN only: when it was used."""
     revoked_at: float | None = None
     public_key: str = ""
-    """SERVER only: verifies what was signed with the token."""
+    """SERVER_JOIN only: verifies what was signed with the token."""
 
 
 class QuotaRecord(Record, frozen=True, kw_only=True):

@@ -26,7 +26,7 @@ def start_mark(pid: int) -> str:
         )
         return ps.stdout.strip()
     fields = _read_stat_fields(pid)
-    return f"{_boot_id()}:{fields[19].decode()}" if fields else ""
+    return f"{boot_id()}:{fields[19].decode()}" if fields else ""
 
 
 def descendant_start_marks(pid: int) -> dict[int, str]:
@@ -144,7 +144,8 @@ def _read_stat_file(path: str) -> list[bytes]:
 _boot_id_cache: list[str] = []
 
 
-def _boot_id() -> str:
+def boot_id() -> str:
+    """Identifies the current boot of this machine."""
     if not _boot_id_cache:
         try:
             with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:  # noqa: PTH123

@@ -1,8 +1,11 @@
-"""A connection to the controller that reconnects when it is lost; calls wait for the reconnection.
+"""A connection to the leading controller that reconnects when it is lost; calls wait for the reconnection.
 
-Within its timeout, an idempotent call is sent again after a reconnection and while the controller's store is
-unavailable; other calls fail. A call that exceeds a limit on requests (OverloadedError) is sent again after
-the time that the error states. Does not find the cluster (credentials.py).
+The reply to Hello lists all controllers of the cluster: a lost connection is replaced by one to the next of
+them, and a request that a standby rejects is sent to the leader. Requests that standbys answer, such as the
+status, do not leave the server. Within its timeout, an idempotent call is sent again after a reconnection and
+while the store of the controller is unavailable; other calls only if they certainly were not carried out. A
+call that exceeds a limit on requests (OverloadedError) is sent again after the time that the error states.
+Does not find the cluster (credentials.py).
 """
 
 from __future__ import annotations
@@ -10,8 +13,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import replace
 from typing import TypeVar
 
 from genie.errors import (
@@ -22,12 +26,13 @@ from genie.errors import (
     OverloadedError,
     StoreUnavailableError,
 )
-from genie.model.messages import Message, Request, Welcome
+from genie.model.messages import ListNodes, Message, NodesReply, NodeView, Request, Welcome
 from genie.model.names import address_text
 from genie.processes.tasks import unwrapped_task_group
 from genie.runtime import rpc
 from genie.runtime.control_plane import ControlDataIntegration
 from genie.runtime.credentials import Access, connect_authenticated
+from genie.runtime.known_servers import Address, ServerList
 from genie.runtime.network import Network
 
 _log = logging.getLogger(__name__)
@@ -40,13 +45,20 @@ disconnected."""
 _ELECTION_RETRY_INTERVAL_S = 0.1
 _STORE_RETRY_INTERVAL_S = 1.0
 _CONNECT_TIMEOUT_S_MAX = 10.0
+_CONNECT_TIMEOUT_PER_SERVER_S_MAX = 3.0
+"""With several servers: one that does not respond must not delay the others."""
+_LEADER_SEARCH_INTERVAL_S = 1.0
+"""How often each server is asked whether it leads, at most."""
+
+_SILENCE_S_MAX = 3.0
+"""How long a reply may be overdue before another server is asked whether it leads."""
 
 ConnectionChangeCallback = Callable[[bool, str], None]
 """Called when the connection was lost (False) or restored (True), with the reason."""
 
 
 class ControllerConnection(ControlDataIntegration):
-    """The connection of one process to its controller. Bound to one event loop."""
+    """The connection of one process to its cluster. Bound to one event loop."""
 
     def __init__(
         self,
@@ -58,21 +70,34 @@ class ControllerConnection(ControlDataIntegration):
         chance: Callable[[], float] = random.random,
     ) -> None:
         self.access = access
+        """With the address of the server in use, or that was used last."""
         self.reconnects = 0
         self.reconnected_event = asyncio.Event()
         """Set at each reconnection; the waiter clears it."""
+        self._servers = ServerList(
+            (access.host, access.port), access.other_servers, has_tls=access.tls is not None
+        )
         self._network = network
         self._program = program
         self._on_change = on_change
         self._random = chance
         self._peer: rpc.Peer | None = None
         self._is_connected = asyncio.Event()
+        self._is_moving_to_leader = False
+        self._is_searching_leader = False
+        self._is_reply_overdue = asyncio.Event()
         self._last_error: GenieError | None = None
         self._first_welcome: asyncio.Future[Welcome] = asyncio.get_running_loop().create_future()
 
     @property
     def where(self) -> str:
+        """HOST:PORT of the server in use, or that was used last."""
         return address_text(self.access.host, self.access.port)
+
+    @property
+    def announced_servers(self) -> tuple[Address, ...]:
+        """All controllers of the cluster, as they announced."""
+        return self._servers.announced
 
     @property
     def is_open(self) -> bool:
@@ -89,7 +114,8 @@ class ControllerConnection(ControlDataIntegration):
         while True:
             peer = await self._wait_for_peer(deadline)
             try:
-                return await peer.call(request, timeout_s=max(deadline - loop.time(), 0.001))
+                with self._look_for_leader_when_overdue(request):
+                    return await peer.call(request, timeout_s=max(deadline - loop.time(), 0.001))
             except ConnectionLostError as error:
                 if not idempotent:
                     raise ConnectionLostError(
@@ -98,16 +124,14 @@ class ControllerConnection(ControlDataIntegration):
                     ) from error
                 if peer is self._peer:
                     self._is_connected.clear()
-            except NotLeaderError:
+            except NotLeaderError as error:
                 # Right after a start or a failover there is no leader yet.
-                if loop.time() + _ELECTION_RETRY_INTERVAL_S >= deadline:
-                    raise
-                await asyncio.sleep(_ELECTION_RETRY_INTERVAL_S)
-            except StoreUnavailableError:
+                await self._wait_for_leader(error, deadline, interval_s=_ELECTION_RETRY_INTERVAL_S)
+            except StoreUnavailableError as error:
                 # A write may have been applied: only an idempotent call may be sent again.
-                if not idempotent or loop.time() + _STORE_RETRY_INTERVAL_S >= deadline:
+                if not idempotent:
                     raise
-                await asyncio.sleep(_STORE_RETRY_INTERVAL_S)
+                await self._wait_for_leader(error, deadline, interval_s=_STORE_RETRY_INTERVAL_S)
             except OverloadedError as error:
                 wait_s = error.retry_after_s * (1 + self._random() / 2)
                 if loop.time() + wait_s >= deadline:
@@ -119,10 +143,41 @@ class ControllerConnection(ControlDataIntegration):
         if self._peer is not None:
             self._peer.close()
 
+    async def move_to_leader(self, *, leader: str = "", timeout_s: float) -> bool:
+        """Moves to another server if one says that it leads; False if none does. `leader`: HOST:PORT of the
+        one to ask first. Keeps the current connection until another is known to be better."""
+        if self._is_searching_leader or self._is_moving_to_leader:
+            return False
+        loop, peer = asyncio.get_running_loop(), self._peer
+        deadline = loop.time() + timeout_s
+        self._is_searching_leader = True
+        try:
+            since_s = loop.time() - _LEADER_SEARCH_INTERVAL_S
+            for server in self._servers.list_leader_candidates(leader, failed_before_s=since_s):
+                wait_s = min(deadline - loop.time(), _CONNECT_TIMEOUT_PER_SERVER_S_MAX)
+                if wait_s <= 0 or peer is not self._peer:
+                    break
+                if await self._try_ask_whether_leading(server, timeout_s=wait_s):
+                    self._servers.prefer(server)
+                    self._is_moving_to_leader = True
+                    self.disconnect()
+                    return True
+        finally:
+            self._is_searching_leader = False
+        return False
+
+    async def leave_silent_servers(self) -> None:
+        """Moves to another server that leads when a reply is overdue, such as after a power failure of the
+        current one. Runs until cancelled."""
+        while True:
+            await self._is_reply_overdue.wait()
+            self._is_reply_overdue.clear()
+            await self.move_to_leader(timeout_s=_CONNECT_TIMEOUT_S_MAX)
+
     async def run(self, *, first_timeout_s: float) -> None:
         """Connects, and reconnects with backoff until cancelled. Returns if the first attempt fails."""
         try:
-            await self._run_connection(first_timeout_s)
+            await self._run_connection_to_any(first_timeout_s)
         except GenieError as error:
             if not self._first_welcome.done():
                 self._first_welcome.set_exception(error)
@@ -131,30 +186,62 @@ class ControllerConnection(ControlDataIntegration):
             self._last_error = error
         wait_s = BACKOFF_S_MIN
         while True:
-            await asyncio.sleep(wait_s * (0.5 + self._random() / 2))
+            if not self._is_moving_to_leader:
+                await asyncio.sleep(wait_s * (0.5 + self._random() / 2))
             before = self.reconnects
             try:
-                await self._run_connection(_CONNECT_TIMEOUT_S_MAX)
+                await self._run_connection_to_any(_CONNECT_TIMEOUT_S_MAX)
             except GenieError as error:
-                _log.debug("could not connect to %s: %s", self.where, error)
+                _log.debug("could not connect: %s", error)
                 self._last_error = error
             wait_s = BACKOFF_S_MIN if self.reconnects > before else min(wait_s * 2, BACKOFF_S_MAX)
 
-    async def _run_connection(self, timeout_s: float) -> None:
+    async def _run_connection_to_any(self, timeout_s: float) -> None:
+        """Connects to the first server that can be reached, and returns when the connection is closed.
+        `timeout_s` is for connecting. Raises if no server can be reached, and when the configured server
+        rejects the first connection for good."""
+        loop = asyncio.get_running_loop()
+        deadline, order = loop.time() + timeout_s, self._servers.list_in_order()
+        for number, server in enumerate(order):
+            wait_s = (deadline - loop.time()) / (len(order) - number)
+            if len(order) > 1:
+                wait_s = min(wait_s, _CONNECT_TIMEOUT_PER_SERVER_S_MAX)
+            try:
+                await self._run_connection(server, timeout_s=max(wait_s, 0.001))
+                return
+            except GenieError as error:
+                self._servers.record_failure(server, error, now_s=loop.time())
+                self._is_moving_to_leader = False
+                is_final = not error.retryable and not self._first_welcome.done()
+                if number == len(order) - 1 or (is_final and server == self._servers.given):
+                    raise (error if is_final else self._servers.with_all_failures(error)) from error
+
+    async def _run_connection(self, server: Address, *, timeout_s: float) -> None:
         """Opens one connection and waits until it is closed."""
+        access = replace(self.access, host=server[0], port=server[1])
         async with connect_authenticated(
-            self._network, self.access, timeout_s=timeout_s, program=self._program
+            self._network, access, timeout_s=timeout_s, program=self._program
         ) as found:
             self._peer, welcome = found
-            self._on_connected(welcome)
+            self.access = access
+            self._on_connected(server, welcome)
             try:
                 await self._peer.wait_closed()
             finally:
                 self._is_connected.clear()
         self._last_error = ConnectionLostError(f"the connection to {self.where} was lost")
-        self._on_change(False, str(self._last_error))
+        reason = str(self._last_error)
+        if self._is_moving_to_leader:
+            reason = f"leaving {self.where} for the leader of the cluster"
+        else:
+            now_s = asyncio.get_running_loop().time()
+            self._servers.record_failure(server, self._last_error, now_s=now_s)
+        self._on_change(False, reason)
 
-    def _on_connected(self, welcome: Welcome) -> None:
+    def _on_connected(self, server: Address, welcome: Welcome) -> None:
+        self._servers.add_announced(welcome.controllers)
+        self._servers.record_connected(server)
+        self._is_moving_to_leader = False
         self._is_connected.set()
         if not self._first_welcome.done():
             self._first_welcome.set_result(welcome)
@@ -162,6 +249,54 @@ class ControllerConnection(ControlDataIntegration):
         self.reconnects += 1
         self.reconnected_event.set()
         self._on_change(True, f"reconnected to {self.where}")
+
+    @contextmanager
+    def _look_for_leader_when_overdue(self, request: Message) -> Iterator[None]:
+        """While the block waits for a reply: looks for a leader every _SILENCE_S_MAX once it is overdue."""
+        if len(self._servers) == 1:
+            yield
+            return
+        loop = asyncio.get_running_loop()
+        timers: list[asyncio.TimerHandle] = []
+
+        def look() -> None:
+            self._is_reply_overdue.set()
+            timers[:] = [loop.call_later(_SILENCE_S_MAX, look)]
+
+        long_poll_s = float(getattr(request, "wait_s", 0.0))
+        timers.append(loop.call_later(long_poll_s + _SILENCE_S_MAX, look))
+        try:
+            yield
+        finally:
+            timers[0].cancel()
+
+    async def _wait_for_leader(
+        self, error: NotLeaderError | StoreUnavailableError, deadline: float, *, interval_s: float
+    ) -> None:
+        """Moves to the leader, or waits for one; at the deadline, raises `error` with the other failures."""
+        loop = asyncio.get_running_loop()
+        if loop.time() + interval_s >= deadline:
+            self._servers.record_failure(self._servers.current, error, now_s=loop.time())
+            raise self._servers.with_all_failures(error) from error
+        leader = error.leader if isinstance(error, NotLeaderError) else ""
+        if not await self.move_to_leader(leader=leader, timeout_s=deadline - loop.time()):
+            await asyncio.sleep(min(interval_s, max(deadline - loop.time(), 0.0)))
+
+    async def _try_ask_whether_leading(self, server: Address, *, timeout_s: float) -> bool:
+        access = replace(self.access, host=server[0], port=server[1])
+        loop = asyncio.get_running_loop()
+        try:
+            async with connect_authenticated(
+                self._network, access, timeout_s=timeout_s, program=self._program
+            ) as (_, welcome):
+                self._servers.add_announced(welcome.controllers)
+                if welcome.leading:
+                    return True
+                error: GenieError = NotLeaderError("it does not lead")
+        except GenieError as failure:
+            error = failure
+        self._servers.record_failure(server, error, now_s=loop.time())
+        return False
 
     async def _wait_for_peer(self, deadline: float) -> rpc.Peer:
         try:
@@ -171,7 +306,7 @@ class ControllerConnection(ControlDataIntegration):
                     await self._is_connected.wait()
         except TimeoutError:
             if self._last_error is not None:
-                raise self._last_error from None
+                raise self._servers.with_all_failures(self._last_error) from None
             raise DeadlineError(f"timed out waiting for a connection to {self.where}") from None
         assert self._peer is not None
         return self._peer
@@ -190,8 +325,23 @@ async def open_controller_connection(
     connection = ControllerConnection(access, network=network, program=program, on_change=on_change)
     async with unwrapped_task_group() as group:
         task = group.create_task(connection.run(first_timeout_s=timeout_s))
+        watch = group.create_task(connection.leave_silent_servers())
         try:
             await connection.wait_for_first_connection()
             yield connection
         finally:
             task.cancel()
+            watch.cancel()
+
+
+async def fetch_nodes(
+    connection: ControllerConnection, first: NodesReply | None = None, *, timeout_s: float
+) -> tuple[NodeView, ...]:
+    """Returns all nodes, by ID: those of a large cluster do not fit into one reply. `first`: the first page,
+    if the caller has it. `timeout_s`: of each page."""
+    reply = first or await connection.call(ListNodes(), timeout_s=timeout_s)
+    views = list(reply.nodes)
+    while reply.more and reply.nodes:
+        reply = await connection.call(ListNodes(after_node_id=views[-1].info.node_id), timeout_s=timeout_s)
+        views += reply.nodes
+    return tuple(views)

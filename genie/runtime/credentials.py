@@ -24,6 +24,7 @@ from genie.model.names import address_text, is_loopback, parse_endpoint
 from genie.model.tenant import TokenKind
 from genie.processes import files
 from genie.runtime import logins, rpc, tls
+from genie.runtime.known_servers import read_known_servers
 from genie.runtime.network import ClientTls, Network
 from genie.tenancy.access import NO_PIN, Token, parse_token
 from genie.version import __version__
@@ -49,6 +50,8 @@ class Access:
     token: Token
     tls: ClientTls | None
     source: TokenSource = TokenSource.CONFIGURED
+    other_servers: tuple[tuple[str, int], ...] = ()
+    """Further known controllers of the cluster, used when the first cannot be reached."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +83,17 @@ class LocalCluster:
 
 
 async def find_access(
-    config: ClusterConfig, *, state_dir: Path, network: Network, timeout_s: float
+    config: ClusterConfig,
+    *,
+    state_dir: Path,
+    network: Network,
+    timeout_s: float,
+    is_address_fixed: bool = False,
 ) -> Access:
-    """Returns address, token and trusted CA for this configuration; the error names what is missing."""
+    """Returns address, token and trusted CA for this configuration; the error names what is missing.
+
+    With `is_address_fixed`, without the other controllers that earlier connections have stored.
+    """
     host, port = find_address(config, state_dir)
     found = find_token(config, state_dir, host=host, port=port)
     if found is None:
@@ -100,7 +111,8 @@ async def find_access(
         if source is not TokenSource.LOGIN:
             raise
         raise _login_failed_error(host, port, error) from error
-    return Access(host=host, port=port, token=token, tls=trusted, source=source)
+    others = () if is_address_fixed else read_known_servers(state_dir, token.pin)
+    return Access(host=host, port=port, token=token, tls=trusted, source=source, other_servers=others)
 
 
 async def log_in(

@@ -18,6 +18,7 @@ from genie.controller.store import (
     KeyValue,
     Put,
     RangeResult,
+    Snapshot,
     SpaceUsage,
     TxnResult,
     WatchEvent,
@@ -37,6 +38,7 @@ from genie.errors import CompactedError, LeaseLostError, StoreFullError, StoreUn
 from genie.processes.clock import Clock
 
 VALUE_BYTES_TOTAL_MAX = 1 << 40
+_SNAPSHOT_PAGE_KEYS = 100
 
 
 class MemoryStore:
@@ -158,6 +160,11 @@ class MemoryStore:
         span = key_range(prefix)
         await self._simulate_latency()
         yield self._open_watch(span, after_revision)
+
+    @asynccontextmanager
+    async def snapshot(self, *, timeout_s: float = 5.0) -> AsyncIterator[Snapshot]:
+        await self._simulate_latency()
+        yield _MemorySnapshot(self, self._memory)
 
     async def close(self) -> None:
         if self._is_closed:
@@ -337,6 +344,19 @@ class _SharedMemory:
         if self._revision - self.compacted_revision > self._history_revisions + slack:
             self.compact(self._revision - self._history_revisions)
         self.wake_watches()
+
+
+class _MemorySnapshot:
+    def __init__(self, store: MemoryStore, memory: _SharedMemory) -> None:
+        found = memory.range(*key_range(""), limit=len(memory.value_by_key))
+        self.revision = found.revision
+        self._store = store
+        self._items = [item for item in found.items if item.lease_id == 0]
+
+    async def read_page(self, *, timeout_s: float = 30.0) -> tuple[KeyValue, ...]:
+        self._store.check_reachable()
+        page, self._items = self._items[:_SNAPSHOT_PAGE_KEYS], self._items[_SNAPSHOT_PAGE_KEYS:]
+        return tuple(page)
 
 
 class _MemoryWatch:

@@ -18,7 +18,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from genie.config import ControllerConfig, Settings
-from genie.controller.controller import CONTROLLER_DIRECTORY
 from genie.controller.etcd.local_member import (
     LocalMember,
     ca_path,
@@ -27,7 +26,7 @@ from genie.controller.etcd.local_member import (
     member_directory,
 )
 from genie.controller.nodes.admission import Certificates, advertised_host
-from genie.controller.store.open import LOCAL_ETCD, SQLITE_FILE_NAME
+from genie.controller.store.open import CONTROLLER_DIRECTORY, LOCAL_ETCD, SQLITE_FILE_NAME
 from genie.errors import (
     ConfigError,
     StoreAccessError,

@@ -44,10 +44,9 @@ from genie.model.node import NodeInfo, NodeStatus
 from genie.model.tenant import TokenKind
 from genie.processes import files
 from genie.processes.tasks import unwrapped_task_group
-from genie.runtime.controller_connection import ControllerConnection
+from genie.runtime.controller_connection import ControllerConnection, fetch_nodes
 from genie.runtime.credentials import LOCAL_CLUSTER_FILE, OWNER_TOKEN_FILE, LocalCluster, read_owner_token
 from genie.runtime.network import TcpNetwork
-from genie.runtime.node_list import fetch_nodes
 from genie.supervisor import process_records, this_machine
 from genie.supervisor.child import Child, python_command
 from genie.supervisor.connection import open_connection
@@ -395,6 +394,7 @@ class Supervisor:
             network=TcpNetwork(),
             timeout_s=_CONNECT_TIMEOUT_S,
             program="genie up",
+            is_address_fixed=True,
         ) as connection:
             yield connection
 
@@ -635,7 +635,7 @@ def _can_list_nodes(access: ClusterConfig) -> bool:
     """False without a token or with a join token, which only admits a node."""
     return access.token is not None and parse_token(access.token).kind not in (
         TokenKind.JOIN,
-        TokenKind.SERVER,
+        TokenKind.SERVER_JOIN,
     )
 
 

@@ -17,10 +17,10 @@ from pathlib import Path
 
 from genie.agent.identity import AGENTS_DIR
 from genie.config import ControllerConfig
-from genie.controller.controller import CONTROLLER_DIRECTORY
 from genie.controller.etcd.local_member import LocalMember, ca_path, make_address, member_directory
 from genie.controller.etcd.membership import EtcdCluster, MemberInfo, open_etcd_cluster
 from genie.controller.server_handover import HandoverClient, ServerCredentials
+from genie.controller.store.open import CONTROLLER_DIRECTORY
 from genie.errors import ConfigError, GenieError, NotLeaderError, TokenRefusedError
 from genie.model.messages import ServerJoined
 from genie.model.names import address_text, is_loopback, parse_endpoint
@@ -49,7 +49,7 @@ _LEADER_HINT = re.compile(r"the leader is (\S+)")
 def parse_server_token(text: str) -> Token:
     """Raises TokenRefusedError for another kind of token."""
     token = parse_token(text)
-    if token.kind is not TokenKind.SERVER:
+    if token.kind is not TokenKind.SERVER_JOIN:
         raise TokenRefusedError(
             f"a {token.kind} token cannot be used to join as a server",
             hint="create one on a server of the cluster: 'genie token create --server'",

@@ -16,34 +16,38 @@ from dataclasses import dataclass
 import msgspec
 
 from genie.errors import PermissionError_, TokenRefusedError
-from genie.model.messages import NODE_REQUESTS, OWNER_REQUESTS, USER_REQUESTS, Message
+from genie.model.messages import NODE_REQUESTS, OWNER_REQUESTS, SERVER_REQUESTS, USER_REQUESTS, Message
 from genie.model.tenant import Identity, TokenKind, TokenRecord
 
 SECRET_BYTES = 32
 NO_PIN = "-"
 
 _TOKEN_PATTERN = re.compile(
-    r"genie\.(owner|user|join|node|server)\.([a-z0-9]{4,32})\.([A-Za-z0-9_-]{43})\.([A-Za-z0-9_-]{43}|-)"
+    r"genie\.(owner|user|join|node|server-join)\.([a-z0-9]{4,32})\.([A-Za-z0-9_-]{43})\.([A-Za-z0-9_-]{43}|-)"
 )
 _ALLOWED_REQUESTS: dict[TokenKind, frozenset[type[Message]]] = {
     TokenKind.OWNER: frozenset((*USER_REQUESTS, *OWNER_REQUESTS)),
     TokenKind.USER: frozenset(USER_REQUESTS),
     TokenKind.NODE: frozenset(NODE_REQUESTS),
     TokenKind.JOIN: frozenset(),
-    TokenKind.SERVER: frozenset(),
+    TokenKind.SERVER: frozenset(SERVER_REQUESTS),
+    TokenKind.SERVER_JOIN: frozenset(),
 }
 # Requests whose name does not describe what they do.
 _REQUEST_DESCRIPTIONS = {
     "ConfirmLaunch": "confirm launches",
     "ExecutorReady": "report executors",
     "GetQueue": "read the queue",
+    "GetReplica": "read replicas",
     "GetStatus": "read the status",
     "Heartbeat": "send heartbeats of nodes",
     "Leave": "remove nodes",
+    "PutReplica": "store replicas",
     "Register": "register nodes",
     "SessionEnd": "end sessions",
     "SessionHeartbeat": "open sessions",
     "SignExecutor": "request certificates of executors",
+    "StatReplica": "read replicas",
     "WaitDevice": "wait for devices",
 }
 
@@ -153,7 +157,7 @@ def decode_base64url(text: str) -> bytes:
 
 
 def _new_token_hint(kind: TokenKind) -> str:
-    option = {TokenKind.JOIN: " --join", TokenKind.SERVER: " --server"}.get(kind, "")
+    option = {TokenKind.JOIN: " --join", TokenKind.SERVER_JOIN: " --server"}.get(kind, "")
     command = f"genie token create{option}"
     return f"request a new one: '{command}'"
 

@@ -128,6 +128,8 @@ bool Placer::refresh_policy(WorkBudget& budget) {
   }
   if (!next_state_->supply->prepare(cluster_, budget)) return false;
   if (!next_state_->cache.refresh(cluster_, *next_state_->policy, budget)) return false;
+  // The state that was replaced before may not be freed yet: the assignment would do it at once.
+  if (!free_retired_state(budget)) return false;
   retired_state_ = std::move(current_state_);
   current_state_ = std::move(next_state_);
   return true;

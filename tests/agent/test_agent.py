@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import sys
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from genie.agent import agent, preparation
+from genie.agent import agent, jobs, preparation
 from genie.agent.journal import Journal
 from genie.errors import (
     AgentRunningError,
@@ -22,7 +23,7 @@ from genie.errors import (
     UsageError,
 )
 from genie.model.job import CLIENT_LOST_EXIT_CODE, JobKind, JobSpec, Placement
-from genie.model.messages import JobOrder, Launch
+from genie.model.messages import GetBlob, JobOrder, Launch
 from genie.model.node import Vendor
 from genie.processes import executor_config
 from genie.processes.tasks import run_inline
@@ -204,6 +205,49 @@ async def test_job_runs_in_its_uploaded_working_directory(
         assert await controller.whole_log("j1") == "1200000 big.txt\n"
 
 
+async def test_download_of_a_working_directory_does_not_delay_other_jobs(
+    controller: FakeController, run_agent: RunAgent
+) -> None:
+    async with run_agent():
+        large, small = (controller.keep_blob(_make_archive(size)) for size in (1_200_000, 3))
+        released = controller.held_blobs[large.digest] = asyncio.Event()
+        await controller.launch("j1", "true", workdir=large)
+        await controller.launch("j2", "true", workdir=small)
+        assert (await controller.end_of("j2")).exit_code == 0
+        assert [confirm.job_id for confirm in controller.confirms] == ["j2"]
+        released.set()
+        assert (await controller.end_of("j1")).exit_code == 0
+
+
+async def test_number_of_concurrent_downloads_is_bounded(
+    controller: FakeController, run_agent: RunAgent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jobs, "PREPARING_JOBS_MAX", 1)
+    async with run_agent():
+        first, second = (controller.keep_blob(_make_archive(size)) for size in (3, 4))
+        released = controller.held_blobs[first.digest] = asyncio.Event()
+        await controller.launch("j1", "true", workdir=first)
+        await controller.launch("j2", "true", workdir=second)
+        await until(lambda: len(controller.heartbeats) > 2)
+        assert second.digest not in _requested_blobs(controller)
+        released.set()
+        assert (await controller.end_of("j2")).exit_code == 0
+        assert _requested_blobs(controller) == [first.digest, second.digest]
+
+
+def _requested_blobs(controller: FakeController) -> list[str]:
+    return [request.digest for request in controller.asked if isinstance(request, GetBlob)]
+
+
+def _make_archive(size_bytes: int) -> bytes:
+    file = io.BytesIO()
+    with tarfile.open(fileobj=file, mode="w:") as archive:
+        info = tarfile.TarInfo("data")
+        info.size = size_bytes
+        archive.addfile(info, io.BytesIO(b"a" * size_bytes))
+    return file.getvalue()
+
+
 async def test_job_with_damaged_working_directory_does_not_start(
     controller: FakeController, run_agent: RunAgent
 ) -> None:
@@ -218,7 +262,7 @@ async def test_job_with_damaged_working_directory_does_not_start(
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"leader_token": 4}, FencedError, "leader token 4"),
+        ({"leader_token": 4}, FencedError, "leader token, revision 4"),
         ({"incarnation": 9}, FencedError, "incarnation 9"),
         ({"node_id": "n2"}, LaunchError, "for node n2"),
     ],

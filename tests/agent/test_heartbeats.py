@@ -109,4 +109,4 @@ def test_reply_of_a_replaced_leader_is_ignored() -> None:
     reply = make_ack(leader_token=4, kill=[make_order("a", 1)], settled=[make_order("c", 3)])
     done = actions_from_reply(reply, live_epochs=LIVE, ended_epochs=ENDED, leader_token_seen=5)
     assert (done.is_leader, done.jobs_to_kill, done.settled_job_ids) == (False, (), ())
-    assert "older than 5" in done.not_leader_reason
+    assert "older than revision 5 of generation 0" in done.not_leader_reason

@@ -55,7 +55,7 @@ def test_highest_leader_token_is_stored(journal: Journal) -> None:
     assert journal.accept_leader_token(3, message_name="an order")
     assert not journal.accept_leader_token(3, message_name="an order")
     journal.store_leader_token()
-    with pytest.raises(FencedError, match="an order rejected: its leader token 2"):
+    with pytest.raises(FencedError, match="an order rejected: its leader token, revision 2 of generation 0"):
         reopen(journal).accept_leader_token(2, message_name="an order")
 
 

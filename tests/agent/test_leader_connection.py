@@ -12,8 +12,15 @@ from pathlib import Path
 
 import pytest
 
+from genie.agent.identity import read_identity, write_controllers, write_identity
 from genie.agent.leader_connection import LeaderConnection
-from genie.errors import ConnectionLostError, NotLeaderError, ProtocolError, TokenRefusedError
+from genie.errors import (
+    ConnectionLostError,
+    NotLeaderError,
+    OutdatedLeaderError,
+    ProtocolError,
+    TokenRefusedError,
+)
 from genie.model.messages import GetStatus, Hello, Message
 from genie.model.tenant import TokenKind
 from genie.processes.clock import SystemClock
@@ -183,3 +190,59 @@ async def test_controller_that_lost_leadership_is_retried(controller: FakeContro
     async with connect_to_controllers(controller) as watched:
         watched.attend = no_longer
         await until(lambda: watched.no_leader, what="evidence from the next round")
+
+
+async def test_restarted_agent_tries_every_stored_controller(
+    controller: FakeController, tmp_path: Path
+) -> None:
+    """The last leader may be down for good."""
+    node_dir = tmp_path / "node"
+    write_identity(
+        node_dir,
+        token=str(controller.token(TokenKind.NODE)),
+        certificate_pem="",
+        key_pem=b"",
+        ca_pem="",
+        controller=(HOST, 1),
+    )
+    write_controllers(node_dir, ((HOST, 1), (HOST, controller.port)))
+    link = LeaderConnection(
+        read_identity(node_dir),
+        network=TcpNetwork(),
+        clock=SystemClock(),
+        rng=random.Random(1),
+        handler=_reject_request,
+        timeout_s=0.3,
+    )
+    watched = RecordedConnection(link)
+    async with asyncio.TaskGroup() as group:
+        task = group.create_task(link.serve_leaders(watched.take, watched.no_leader.append))
+        await until(lambda: watched.attended == [controller.address])
+        task.cancel()
+    given = read_identity(node_dir, controller=(HOST, 2))
+    assert (given.port, given.other_servers) == (2, ((HOST, 1), (HOST, controller.port)))
+
+
+async def test_rejected_leader_is_logged_once_and_tried_after_the_others(
+    controller: FakeController, second_controller: FakeController, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Both claim to lead, as when a controller was restored from a backup and the previous one still runs."""
+    attended: list[str] = []
+
+    async def reject_first(peer: rpc.Peer) -> None:
+        attended.append(peer.name)
+        if peer.name == controller.address:
+            raise OutdatedLeaderError("its leader token is older", hint="genie store restore")
+
+    async with connect_to_controllers(controller) as watched:
+        watched.attend = reject_first
+        await until(lambda: len(attended) >= 2)
+        watched.link.endpoints = ((HOST, controller.port), (HOST, second_controller.port))
+        await until(lambda: attended.count(second_controller.address) >= 5)
+    first = attended.index(second_controller.address)
+    assert controller.address not in attended[first:]
+    messages = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert len(messages) == 1
+    assert f"controller {controller.address} is not accepted: its leader token is older" in messages[0]
+    assert "genie store restore" in messages[0]
+    assert watched.no_leader == []

@@ -9,7 +9,7 @@ import pytest
 from genie.controller.election import LEADER_KEY, Election, StoreHealth
 from genie.controller.ledger import Counter, Ledger
 from genie.controller.store import Put
-from genie.errors import NotLeaderError, StoreCorruptError, StoreUnavailableError
+from genie.errors import DuplicateControllerError, NotLeaderError, StoreCorruptError, StoreUnavailableError
 from genie.sim.store import MemoryStore
 from tests.fakes.clock import FakeClock
 from tests.waiting import until
@@ -17,8 +17,8 @@ from tests.waiting import until
 TTL_S = 6.0
 
 
-def make_election(store: MemoryStore, clock: FakeClock, name: str) -> Election:
-    return Election(store, clock=clock, name=name, ttl_s=TTL_S, health=StoreHealth())
+def make_election(store: MemoryStore, clock: FakeClock, name: str, *, instance: str = "") -> Election:
+    return Election(store, clock=clock, name=name, ttl_s=TTL_S, health=StoreHealth(), instance=instance)
 
 
 async def test_next_leader_has_a_higher_fencing_token() -> None:
@@ -69,6 +69,50 @@ async def test_restarted_leader_takes_its_key_at_once() -> None:
     assert await before.try_win_election("a:1")
     assert await after.try_win_election("a:1")
     assert after.fencing_token > before.fencing_token
+    await after.resign()
+    await store.close()
+
+
+async def test_restarted_leader_of_the_same_instance_takes_its_key_at_once() -> None:
+    clock = FakeClock()
+    store = await MemoryStore.open(clock=clock)
+    before = make_election(store, clock, "same", instance="m1")
+    after = make_election(store, clock, "same", instance="m1")
+    assert await before.try_win_election("a:1")
+    assert await after.try_win_election("a:1")
+    await after.resign()
+    await store.close()
+
+
+async def test_a_running_controller_with_the_same_name_is_refused() -> None:
+    clock = FakeClock()
+    store = await MemoryStore.open(clock=clock)
+    one = make_election(store, clock, "same", instance="m1")
+    copy = make_election(store, clock, "same", instance="m2")
+    assert await one.try_win_election("a:1")
+    async with asyncio.TaskGroup() as group:
+        held = group.create_task(one.hold_leadership())
+        with pytest.raises(DuplicateControllerError, match="the controller at a:1 is running") as caught:
+            for _ in range(20):
+                assert not await copy.try_win_election("b:1")
+                await clock.advance(1.0)
+        assert "controller/name" in caught.value.hint
+        assert one.is_leading
+        held.cancel()
+    await one.resign()
+    await store.close()
+
+
+async def test_the_key_of_a_controller_that_ended_elsewhere_is_taken_when_it_expires() -> None:
+    """As after a reboot, or when its directory was moved to another machine."""
+    clock = FakeClock()
+    store = await MemoryStore.open(clock=clock)
+    before = make_election(store, clock, "same", instance="m1")
+    after = make_election(store, clock, "same", instance="m2")
+    assert await before.try_win_election("a:1")
+    assert not await after.try_win_election("a:1")
+    await clock.advance(TTL_S + 0.1)
+    assert await after.try_win_election("a:1")
     await after.resign()
     await store.close()
 

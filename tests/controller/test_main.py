@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,8 +19,10 @@ import pytest
 
 from genie.config import ClusterConfig
 from genie.controller.__main__ import compile_in_background
+from genie.controller.election import CONTROLLER_KEY_PREFIX
 from genie.controller.placement.placers import why_scheduler_not_compiled
-from genie.errors import GenieError, StoreFullError
+from genie.controller.store.etcd import EtcdStore
+from genie.errors import DuplicateControllerError, GenieError, StoreFullError
 from genie.model.job import JobState
 from genie.model.messages import GetStatus
 from genie.native import libraries
@@ -26,6 +30,7 @@ from genie.runtime import tls
 from genie.runtime.credentials import LocalCluster, connect_authenticated, find_access
 from genie.runtime.network import TcpNetwork
 from tests.controller.running_controller import running_controller
+from tests.controller.store.etcd_server import EtcdServer
 from tests.needs import require_namespaces
 from tests.waiting import until, wait_until
 
@@ -272,3 +277,67 @@ def test_missing_compiler_is_explained(
         "the scheduler's library is not compiled, and CXX names 'no-such-compiler', which was not found; "
         "scheduling for many nodes is slow"
     )
+
+
+async def test_a_copied_state_directory_is_refused_until_it_is_adopted(tmp_path: Path) -> None:
+    original, copy = tmp_path / "original", tmp_path / "copy"
+    with start_controller(original) as process:
+        assert await is_leading(original)
+        await asyncio.to_thread(shutil.copytree, original, copy)
+        second = await asyncio.to_thread(run_controller, "--port", "0", "--state-dir", str(copy))
+        assert second.returncode == DuplicateControllerError.exit_code
+        assert f"error: {copy}/controller is a copy" in second.stderr
+        assert "hint: " in second.stderr and "genie store adopt" in second.stderr
+        assert process.poll() is None
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=20)
+    adopted = await asyncio.to_thread(
+        subprocess.run,
+        [sys.executable, "-m", "genie", "store", "adopt"],
+        env={**os.environ, "GENIE_STATE_DIR": str(copy)},
+        timeout=30,
+    )
+    assert adopted.returncode == 0
+    (copy / "local.json").unlink()
+    with start_controller(copy):
+        assert await is_leading(copy)
+
+
+def _address_of(state_dir: Path) -> str:
+    local = LocalCluster.read(state_dir)
+    assert local is not None
+    return f"{local.host}:{local.port}"
+
+
+async def _read_controller_addresses(url: str) -> list[str]:
+    store = await EtcdStore.open(url)
+    try:
+        return [item.value.decode() for item in (await store.range(CONTROLLER_KEY_PREFIX)).items]
+    finally:
+        await store.close()
+
+
+async def test_a_copied_controller_of_an_etcd_cluster_is_refused(tmp_path: Path) -> None:
+    etcd = EtcdServer(tmp_path / "etcd")
+    await asyncio.to_thread(etcd.start)
+    original, copy = tmp_path / "original", tmp_path / "copy"
+    try:
+        with start_controller(original, "--store", etcd.url) as process:
+            assert await is_leading(original)
+            await asyncio.to_thread(shutil.copytree, original, copy)
+            second = await asyncio.to_thread(
+                run_controller,
+                *("--port", "0", "--state-dir", str(copy), "--store", etcd.url),
+                GENIE_CONTROLLER_LEADER_TTL_S="2",
+            )
+            assert second.returncode == DuplicateControllerError.exit_code
+            assert "is running with the name of this one" in second.stderr
+            assert await is_leading(original)
+            assert await _read_controller_addresses(etcd.url) == [_address_of(original)]
+            process.kill()
+            process.communicate(timeout=20)
+        (original / "local.json").unlink()
+        with start_controller(original, "--store", etcd.url):
+            assert await is_leading(original), "the same controller takes its key without waiting"
+    finally:
+        await asyncio.to_thread(etcd.stop)

@@ -30,7 +30,7 @@ CREDENTIALS = ServerCredentials(
 
 
 def make_token(*, token_id: str = "abcd", pin: str = AUTHORITY.fingerprint) -> Token:
-    return new_token(TokenKind.SERVER, token_id=token_id, secret=os.urandom(32), pin=pin)
+    return new_token(TokenKind.SERVER_JOIN, token_id=token_id, secret=os.urandom(32), pin=pin)
 
 
 def hand_over(

@@ -125,6 +125,8 @@ class FakeController:
     settle: bool = True
     kill: list[JobOrder] = field(default_factory=list)
     blobs: dict[str, bytes] = field(default_factory=dict)
+    held_blobs: dict[str, asyncio.Event] = field(default_factory=dict)
+    """By digest: blobs that are not served before the event is set."""
     more_controllers: tuple[str, ...] = ()
     refusals: dict[type[Message], GenieError] = field(default_factory=dict)
     """Errors to reply with, by type of request."""
@@ -217,6 +219,8 @@ class FakeController:
         if self.silent:
             await asyncio.get_running_loop().create_future()
         self.asked.append(request)
+        if isinstance(request, GetBlob) and request.digest in self.held_blobs:
+            await self.held_blobs[request.digest].wait()
         if type(request) in self.refusals:
             raise self.refusals[type(request)]
         if isinstance(request, Hello):
@@ -246,6 +250,7 @@ class FakeController:
             tenant=DEFAULT_TENANT,
             kind=token.kind,
             leading=self.leading and not self.leader,
+            controllers=(self.address, *self.more_controllers),
         )
 
     def _answer_client(self, request: Message) -> Message | None:
@@ -258,7 +263,8 @@ class FakeController:
                     if info.node_id > after
                 )
                 page = views[: self.nodes_per_reply]
-                return NodesReply(nodes=page, more=len(page) < len(views))
+                leading = self.leading or isinstance(request, ListNodes)
+                return NodesReply(nodes=page, more=len(page) < len(views), leading=leading)
             case OpenDevice() | WaitDevice():
                 return self.device
             case CancelJob():

@@ -217,6 +217,22 @@ def test_failed_install_removes_only_what_it_created(
     assert node.run("cd '/root/work space' && find . -type f").split() == ["./.genie/kept"]
 
 
+def test_wrong_address_of_the_controller_is_found_before_the_installation(
+    own_testbed: SshTestbed,
+    cluster: RunningCluster,
+    run_grid_cli: Callable[..., tuple[int, str, str]],
+    unused_tcp_port: int,
+) -> None:
+    where = f"{cluster.host}:{unused_tcp_port}"
+    code, out, err = run_grid_cli("promote", "gpu1", "--controller", where, "--json")
+    (result,) = json.loads(out)["nodes"]
+    assert (code, result["outcome"]) == (1, "failed")
+    assert f"node gpu1: could not reach the controller at {where}" in result["error"]
+    assert "Connection refused" in result["error"] and "--controller" in result["error"]
+    assert "installing" not in err and "uploading" not in err
+    assert own_testbed["gpu1"].run("ls -A '/root/work space' 2>&1 || true").find("genie_env") == -1
+
+
 def test_each_failing_node_has_its_reason(
     own_testbed: SshTestbed, cluster: RunningCluster, run_grid_cli: Callable[..., tuple[int, str, str]]
 ) -> None:

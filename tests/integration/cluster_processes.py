@@ -19,6 +19,7 @@ from genie.config import Settings
 from genie.model.messages import NodeView
 from genie.model.node import NodeInfo, NodeStatus
 from genie.model.tenant import TokenKind
+from genie.processes import files
 from genie.runtime.credentials import OWNER_TOKEN_FILE, LocalCluster
 from genie.runtime.network import TcpNetwork
 from genie.supervisor.child import Child, python_command
@@ -65,17 +66,20 @@ class ClusterProcess:
 
 
 class ClusterProcesses:
-    """A controller and agents by node ID on loopback. `controller_module` runs as the controller."""
+    """A controller and agents by node ID on loopback. `controller_module` runs as the controller; `store` is
+    its store."""
 
-    def __init__(self, folder: Path, *, controller_module: str = "genie.controller") -> None:
+    def __init__(
+        self, folder: Path, *, store: str = "sqlite", controller_module: str = "genie.controller"
+    ) -> None:
         self._folder = folder
+        self._store = store
+        self._controller_module = controller_module
         self._settings = config.load({"paths.state_dir": folder / "controller"})
         self.agents: dict[str, ClusterProcess] = {}
         state_dir = self._make_state_dir("controller")
-        self.controller = ClusterProcess(
-            Child("controller", command=python_command(controller_module), state_dir=state_dir),
-            ["--state-dir", str(state_dir), "--bind", "127.0.0.1", "--port", "0"],
-        )
+        self.controller = self._make_controller(state_dir)
+        self.standby: ClusterProcess | None = None
         self.address: LocalCluster | None = None
 
     @property
@@ -93,6 +97,23 @@ class ClusterProcesses:
             (state_dir / "local.json").unlink(missing_ok=True)
             self.controller.start_with("--state-dir", str(state_dir), *bind)
         self.address = await until(lambda: self._read_address(state_dir), timeout_s=30)
+
+    async def start_standby(self) -> LocalCluster:
+        """Starts a second controller on the same store; returns its address."""
+        first, state_dir = self._settings.paths.state_dir, self._make_state_dir("standby")
+        (state_dir / "controller").mkdir(mode=0o700)
+        for name in ("controller/ca.pem", "controller/ca.key", OWNER_TOKEN_FILE):
+            files.write_private(state_dir / name, (first / name).read_bytes())
+        standby = self.standby = self._make_controller(state_dir)
+        standby.start()
+
+        def read_address() -> LocalCluster | None:
+            standby.check_alive()
+            return LocalCluster.read(state_dir)
+
+        found = await until(read_address, timeout_s=30, what="the standby listens")
+        assert found is not None
+        return found
 
     async def start_agent(self, node_id: str) -> NodeInfo:
         """Starts an agent, which joins on its first start. Returns its registration at the controller."""
@@ -128,7 +149,15 @@ class ClusterProcesses:
     async def stop(self) -> None:
         for agent in self.agents.values():
             await agent.stop()
+        if self.standby is not None:
+            await self.standby.stop()
         await self.controller.stop()
+
+    def _make_controller(self, state_dir: Path) -> ClusterProcess:
+        return ClusterProcess(
+            Child("controller", command=python_command(self._controller_module), state_dir=state_dir),
+            ["--state-dir", str(state_dir), "--bind", "127.0.0.1", "--port", "0", "--store", self._store],
+        )
 
     async def _join(self, node_id: str) -> None:
         assert self.address is not None

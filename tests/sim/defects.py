@@ -154,7 +154,7 @@ def _plant_unfair_history(patch: pytest.MonkeyPatch) -> None:
 
 def _plant_unpinned_blobs(patch: pytest.MonkeyPatch) -> None:
     """A tenant can evict the new blobs of others."""
-    patch.setattr("genie.controller.jobs.blobs.PINNED_AFTER_USE_S", 0.0)
+    patch.setattr("genie.controller.blobs.storage.PINNED_AFTER_USE_S", 0.0)
 
 
 def _plant_unlimited_connections(patch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from genie.model.messages import (
     CONTROLLER_REQUESTS,
     NODE_REQUESTS,
     OWNER_REQUESTS,
+    SERVER_REQUESTS,
     UNAUTHENTICATED_REQUESTS,
     USER_REQUESTS,
     DrainNode,
@@ -40,7 +41,7 @@ TOKEN = new_token(TokenKind.USER, token_id="abcd1234", secret=bytes(range(32)), 
 
 
 @given(
-    kind=st.sampled_from(list(TokenKind)),
+    kind=st.sampled_from([kind for kind in TokenKind if kind is not TokenKind.SERVER]),
     token_id=st.from_regex(r"[a-z0-9]{4,32}", fullmatch=True),
     secret=st.binary(min_size=32, max_size=32),
 )
@@ -89,7 +90,7 @@ def test_record_of_another_kind_is_refused() -> None:
     record = new_token_record(TOKEN, now=0.0, tenant="t")
     assert check_unused(TOKEN.token_id, record, TokenKind.USER, now=1.0) == record
     with pytest.raises(TokenRefusedError, match="unknown here"):
-        check_unused(TOKEN.token_id, record, TokenKind.SERVER, now=1.0)
+        check_unused(TOKEN.token_id, record, TokenKind.SERVER_JOIN, now=1.0)
 
 
 def test_each_token_kind_may_send_only_its_requests() -> None:
@@ -109,6 +110,7 @@ def test_each_token_kind_may_send_only_its_requests() -> None:
     assert allowed(TokenKind.USER) == set(USER_REQUESTS)
     assert allowed(TokenKind.NODE) == set(NODE_REQUESTS)
     assert allowed(TokenKind.JOIN) == set()
+    assert allowed(TokenKind.SERVER) == set(SERVER_REQUESTS)
     assert not {Heartbeat, ListTokens} & allowed(TokenKind.USER)
     assert ListJobs in allowed(TokenKind.USER)
 
@@ -125,5 +127,5 @@ def test_permission_error_describes_the_request() -> None:
 
 
 def test_every_request_is_allowed_for_exactly_one_kind_of_token() -> None:
-    lists = (UNAUTHENTICATED_REQUESTS, NODE_REQUESTS, USER_REQUESTS, OWNER_REQUESTS)
+    lists = (UNAUTHENTICATED_REQUESTS, SERVER_REQUESTS, NODE_REQUESTS, USER_REQUESTS, OWNER_REQUESTS)
     assert sum(len(group) for group in lists) == len(set(CONTROLLER_REQUESTS)) == len(CONTROLLER_REQUESTS)

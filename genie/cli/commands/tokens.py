@@ -142,7 +142,7 @@ def _token_kind(*, join: bool, server: bool) -> TokenKind:
     from genie.model.tenant import TokenKind
 
     if server:
-        return TokenKind.SERVER
+        return TokenKind.SERVER_JOIN
     return TokenKind.JOIN if join else TokenKind.USER
 
 
@@ -186,7 +186,7 @@ def _print_token_usage(created: TokenCreated, *, where: str) -> None:
             "to store a join token in a private file: (umask 077; genie token create --join > join.token)"
         )
         output.print_message(f"on the other machine: genie join {where} --token-file join.token")
-    elif created.record.kind is TokenKind.SERVER:
+    elif created.record.kind is TokenKind.SERVER_JOIN:
         output.print_message(
             "to store a server token in a private file: "
             "(umask 077; genie token create --server > server.token)"

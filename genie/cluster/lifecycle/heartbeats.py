@@ -21,8 +21,7 @@ from genie.cluster.state import ClusterState
 from genie.errors import DeadlineError, GenieError
 from genie.model.event import EventType
 from genie.model.messages import SESSION_INTERVAL_S_MAX, NodeView, SessionHeartbeat
-from genie.runtime.controller_connection import ControllerConnection
-from genie.runtime.node_list import fetch_nodes
+from genie.runtime.controller_connection import ControllerConnection, fetch_nodes
 
 _log = logging.getLogger(__name__)
 
@@ -77,6 +76,9 @@ class Heartbeats:
         state.rtt_ms = 1000.0 * (time.monotonic() - began_s)
         self._state.stats["heartbeats_sent"] += 1
         self._state.node = msgspec.structs.replace(self._state.node, last_heartbeat=time.time())
+        if not reply.leading:
+            # The server has lost its store. Another one may lead, and would end this session.
+            await self._connection.move_to_leader(timeout_s=timeout_s)
         views = await fetch_nodes(self._connection, reply, timeout_s=timeout_s)
         self._apply_node_list(views)
         if (devices := state.transport_coordinator) is not None:

@@ -25,7 +25,7 @@ from genie.cluster.monitoring import create_resource_monitor
 from genie.cluster.node_info import create_local_node, new_session_id
 from genie.cluster.state import ClusterState
 from genie.config import ClusterConfig, Settings
-from genie.errors import ConfigError, DeadlineError, GenieError
+from genie.errors import ConfigError, DeadlineError, GenieError, UnreachableError
 from genie.hardware import CpuMeter, Inventory, host_facts
 from genie.model.event import EventType
 from genie.model.messages import SessionEnd
@@ -36,7 +36,9 @@ from genie.runtime.controller_connection import ControllerConnection, open_contr
 from genie.runtime.credentials import Access, find_access, find_address
 from genie.runtime.data_plane import DataPlaneConfig, TransportCoordinator
 from genie.runtime.network import Network, TcpNetwork, local_address_towards
+from genie.runtime.network_discovery import DiscoveryResult
 from genie.runtime.network_interfaces import InterfaceMeter
+from genie.supervisor.connection import remember_servers
 from genie.supervisor.this_machine import add_local_cluster_hint
 from genie.telemetry import log
 
@@ -208,19 +210,37 @@ class Startup:
         host, port = find_address(config, state_dir)
         _check_master_port_applies(self._settings, host, port)
         _log.info("connecting to the controller at %s", address_text(host, port))
-        self._transport = TransportCoordinator(
-            DataPlaneConfig(host=host, port=port, backend=config.backend, timeout_s=config.timeout)
-        )
         async with add_local_cluster_hint(host, port, state_dir=state_dir):
             access = await find_access(
                 config, state_dir=state_dir, network=self._network, timeout_s=self._remaining_s
             )
-            found = await self._transport.discover(timeout_s=self._remaining_s)
-            found.check_reachable()
+            access, found = await self._discover_reachable_server(access)
         state.discovery, state.rtt_ms = found, found.tcp_rtt_ms
         if found.interface is not None:
             self._interface_meter = InterfaceMeter(found.interface.name)
         return access
+
+    async def _discover_reachable_server(self, access: Access) -> tuple[Access, DiscoveryResult]:
+        """Probes the known controllers in turn; returns the access to the first that can be reached."""
+        servers = list(dict.fromkeys([(access.host, access.port), *access.other_servers]))
+        errors: list[UnreachableError] = []
+        for number, (host, port) in enumerate(servers):
+            config = self._settings.cluster
+            self._transport = TransportCoordinator(
+                DataPlaneConfig(host=host, port=port, backend=config.backend, timeout_s=config.timeout)
+            )
+            found = await self._transport.discover(timeout_s=self._remaining_s / (len(servers) - number))
+            try:
+                found.check_reachable()
+            except UnreachableError as error:
+                errors.append(error)
+                continue
+            others = tuple(server for server in servers if server != (host, port))
+            return replace(access, host=host, port=port, other_servers=others), found
+        if len(errors) == 1:
+            raise errors[0]
+        reasons = "; ".join(error.message for error in errors)
+        raise UnreachableError(f"no controller of the cluster responds: {reasons}", hint=errors[0].hint)
 
     # --- 4: backend ---------------------------------------------------------------------------
 
@@ -241,6 +261,7 @@ class Startup:
         async with add_local_cluster_hint(access.host, access.port, state_dir=state_dir):
             connection = await self._exit_stack.enter_async_context(opening)
         welcome = await connection.wait_for_first_connection()
+        await remember_servers(connection, state_dir)
         state.cluster_id, state.tenant = welcome.cluster_id, welcome.tenant
         state.control_integration = connection
         here = await asyncio.to_thread(local_address_towards, access.host, access.port)

@@ -6,7 +6,7 @@ changing jobs (lifecycle.py, launches.py, submission.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from itertools import islice
 
 import msgspec
@@ -120,9 +120,9 @@ class JobCatalog:
     def count_pending(self) -> int:
         return self._index.count_in_state(JobState.QUEUED)
 
-    def is_blob_needed(self, name: str) -> bool:
-        """Whether an unfinished job needs the blob with this name."""
-        return self._index.is_blob_needed(name)
+    def needed_blobs(self) -> Collection[str]:
+        """The names of the blobs that unfinished jobs need; a view."""
+        return self._index.needed_blobs()
 
     def session_jobs(self) -> list[Job]:
         """All unfinished session jobs."""

@@ -9,12 +9,12 @@ from __future__ import annotations
 import asyncio
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from heapq import merge
 from itertools import chain, islice
 from operator import attrgetter
 
-from genie.controller.jobs.blobs import blob_name
+from genie.controller.blobs.storage import blob_name
 from genie.model.job import Job, JobKind, JobState
 
 _REMOVED_ENTRIES_SKIPPED_MAX = 64
@@ -200,8 +200,9 @@ class JobIndex:
     def has_name(self, name: str) -> bool:
         return name in self._job_ids_by_name
 
-    def is_blob_needed(self, name: str) -> bool:
-        return name in self._job_count_by_blob
+    def needed_blobs(self) -> Collection[str]:
+        """The names of the blobs that unfinished jobs need; a view."""
+        return self._job_count_by_blob.keys()
 
     def session_jobs(self) -> list[Job]:
         """All unfinished session jobs."""

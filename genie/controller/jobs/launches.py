@@ -15,7 +15,7 @@ from genie.controller.jobs.catalog import JobCatalog
 from genie.controller.jobs.changes import ERRORS_AFFECTING_ALL_WRITES, raise_first_error_affecting_all_writes
 from genie.controller.jobs.outcomes import is_current_placement
 from genie.controller.jobs.transitions import JobTransitions
-from genie.controller.ledger import Ledger, Transaction
+from genie.controller.ledger import EPOCH_COUNTER, Ledger, Transaction
 from genie.errors import FencedError, RowTooLargeError, WorkersMissingError
 from genie.model.allocation import Hold, NodeHolds
 from genie.model.job import Job, JobState, Placement, parse_worker_name, truncate_reason, with_state
@@ -93,7 +93,7 @@ class JobLaunches:
             return None
         if len(nodes) > 1:
             self._check_transaction_fits(start)
-        epoch = txn.next_number("epoch")
+        epoch = txn.next_number(EPOCH_COUNTER)
         placements = tuple(
             Placement(
                 node_id=place.node_id, incarnation=node.info.incarnation, gpu_ids=place.gpu_ids, epoch=epoch

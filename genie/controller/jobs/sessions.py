@@ -3,8 +3,8 @@
 Each open device is a session job in the ledger, fixed to one accelerator. It is cancelled when the client
 ends the session, all of its connections have been closed for `session_grace_s`, or its lease expires: three
 of the heartbeat intervals that it announced, within LEASE_S_MIN and LEASE_S_MAX. A client reconnects at once,
-so closed connections mean that its process has ended; a broken network closes none. After a restart of the
-controller every client has LEASE_S_MAX to reconnect. Tickets are kept in memory only; the ledger has their
+so closed connections mean that its process has ended; a broken network closes none. After the start of a term
+every client has LEASE_S_MAX to reach the new leader. Tickets are kept in memory only; the ledger has their
 hash.
 """
 
@@ -104,7 +104,10 @@ class Sessions:
         self._term_began_s = 0.0
 
     def begin_term(self, now_s: float) -> None:
+        """Grant every client LEASE_S_MAX from now. What was known from an earlier term does not count: since
+        then, the clients have been in contact with other leaders."""
         self._term_began_s = now_s
+        self._clients.clear()
 
     def count_clients(self) -> int:
         """Number of clients with a valid lease."""

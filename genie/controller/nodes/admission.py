@@ -37,6 +37,7 @@ from genie.processes import files
 from genie.processes.clock import Clock
 from genie.runtime import tls
 from genie.runtime.credentials import is_wildcard
+from genie.runtime.network import ClientTls
 from genie.tenancy.access import NO_PIN, mark_revoked, mark_used, parse_token, verify_token
 
 _log = logging.getLogger(__name__)
@@ -137,6 +138,13 @@ class Certificates:
         if not self._has_usable_certificate(directory):
             self._write_controller_certificate(directory)
         return tls.server_context(*_certificate_paths(directory), ca_pem=self.ca_pem)
+
+    def client_tls(self, directory: Path) -> ClientTls:
+        """TLS for a connection to another controller, with the certificate of this one. Call it after
+        server_context(), and only when TLS is on."""
+        certificate, key = _certificate_paths(directory)
+        context = tls.client_context(self.ca_pem, certificate=certificate, key=key)
+        return ClientTls(context, tls.CONTROLLER_NAME)
 
     async def renew_forever(self, context: ssl.SSLContext, directory: Path) -> None:
         """Renew the controller's certificate at half of its lifetime, until cancelled."""
@@ -324,6 +332,11 @@ class Admission:
                 f"the token belongs to node {node_id}, but the connection does not use its certificate",
                 hint="connect with node.pem of that node, or join again",
             )
+
+    def check_server_certificate(self, certificate_name: str) -> None:
+        """Raise TlsError unless the connection uses the certificate of a controller of this cluster."""
+        if not self._certificates.are_enabled or certificate_name != tls.CONTROLLER_NAME:
+            raise TlsError("the connection does not use the certificate of a controller of this cluster")
 
     def renew_certificate(self, node_id: str, csr_pem: str) -> Certificate:
         return Certificate(

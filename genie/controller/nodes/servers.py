@@ -53,7 +53,7 @@ class ServerAdmission:
         def build(txn: Transaction) -> ServerJoined:
             now, pin = self._clock.wall_s(), self._certificates.pin
             record = check_unused(
-                request.token_id, self._ledger.tokens.get(request.token_id), TokenKind.SERVER, now=now
+                request.token_id, self._ledger.tokens.get(request.token_id), TokenKind.SERVER_JOIN, now=now
             )
             server_handover.verify_request(request, token_public_key=record.public_key, pin=pin)
             ca_pem, ca_key_pem = self._certificates.export_authority()

@@ -1,15 +1,26 @@
-"""Requests about blobs: clients upload working directories, agents download them."""
+"""Requests about blobs: clients upload working directories, agents download them, controllers copy them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
 
+from genie.controller.blobs.replication import FETCH_WAIT_S_MAX, BlobReplication, FetchOutcome
+from genie.controller.blobs.storage import Blobs, blob_name
 from genie.controller.connection import Connection, Handlers
 from genie.controller.election import Election
-from genie.controller.jobs.blobs import Blobs
-from genie.errors import PermissionError_
-from genie.model.messages import BlobChunk, BlobStatus, GetBlob, PutBlob, StatBlob
+from genie.errors import PermissionError_, StoreUnavailableError, WorkdirError
+from genie.model.messages import (
+    BlobChunk,
+    BlobStatus,
+    GetBlob,
+    GetReplica,
+    PutBlob,
+    PutReplica,
+    StatBlob,
+    StatReplica,
+)
+from genie.model.names import validate_name
 from genie.processes.tasks import Offload
 
 
@@ -20,6 +31,7 @@ class BlobRequests:
     def __init__(
         self,
         blobs: Blobs,
+        replication: BlobReplication,
         election: Election,
         *,
         offload: Offload,
@@ -27,13 +39,21 @@ class BlobRequests:
         find_tenant: Callable[[str, str], str | None],
     ) -> None:
         self._blobs = blobs
+        self._replication = replication
         self._election = election
         self._offload = offload
         self._is_blob_needed = is_needed
         self._find_blob_tenant = find_tenant
 
     def handlers(self) -> Handlers:
-        return {StatBlob: self.stat_blob, PutBlob: self.put_blob, GetBlob: self.get_blob}
+        return {
+            StatBlob: self.stat_blob,
+            PutBlob: self.put_blob,
+            GetBlob: self.get_blob,
+            StatReplica: self.stat_replica,
+            PutReplica: self.put_replica,
+            GetReplica: self.get_replica,
+        }
 
     async def stat_blob(self, connection: Connection, request: StatBlob) -> BlobStatus:
         stat = partial(self._blobs.get_status, request.digest, tenant=connection.identity.tenant)
@@ -50,7 +70,10 @@ class BlobRequests:
             is_last=request.is_last,
             is_needed=self._is_blob_needed,
         )
-        return await self._offload(put)
+        status = await self._offload(put)
+        if status.complete:
+            self._replication.request(blob_name(request.digest, connection.identity.tenant))
+        return status
 
     async def get_blob(self, connection: Connection, request: GetBlob) -> BlobChunk:
         """For agents: only blobs of jobs that are placed on their node."""
@@ -58,5 +81,42 @@ class BlobRequests:
         tenant = self._find_blob_tenant(node_id, request.digest)
         if tenant is None:
             raise PermissionError_(f"permission denied: no job on node {node_id} needs {request.digest[:12]}")
+        read = partial(self._blobs.read_chunk, request.digest, request.offset, tenant=tenant)
+        try:
+            return await self._offload(read)
+        except WorkdirError:
+            await self._fetch_missing(request.digest, tenant)
+            return await self._offload(read)
+
+    async def _fetch_missing(self, digest: str, tenant: str) -> None:
+        """Fetch a blob that was uploaded to an earlier leader. Raises StoreUnavailableError, which the agent
+        retries, while another controller may still have it."""
+        outcome = await self._replication.fetch(blob_name(digest, tenant), timeout_s=FETCH_WAIT_S_MAX)
+        if outcome is FetchOutcome.SEARCHING:
+            raise StoreUnavailableError(
+                f"the working directory {digest[:12]} is not on this controller yet",
+                hint="it is copied from another controller; try again in a moment",
+            )
+
+    # -- from other controllers -------------------------------------------------------------
+
+    async def stat_replica(self, connection: Connection, request: StatReplica) -> BlobStatus:
+        tenant = validate_name(request.tenant, what="tenant")
+        return await self._offload(partial(self._blobs.get_status, request.digest, tenant=tenant))
+
+    async def put_replica(self, connection: Connection, request: PutReplica) -> BlobStatus:
+        put = partial(
+            self._blobs.append_chunk,
+            request.digest,
+            tenant=validate_name(request.tenant, what="tenant"),
+            offset=request.offset,
+            data=request.data,
+            is_last=request.is_last,
+            is_needed=self._is_blob_needed,
+        )
+        return await self._offload(put)
+
+    async def get_replica(self, connection: Connection, request: GetReplica) -> BlobChunk:
+        tenant = validate_name(request.tenant, what="tenant")
         read = partial(self._blobs.read_chunk, request.digest, request.offset, tenant=tenant)
         return await self._offload(read)

@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+from genie.controller.blobs.replication import FETCH_WAIT_S_MAX, BlobReplication
+from genie.controller.blobs.storage import Blobs, blob_name
 from genie.controller.checks import clamp_wait_s
 from genie.controller.connection import Connection, Handlers
 from genie.controller.election import Election
-from genie.controller.jobs.blobs import Blobs
 from genie.controller.jobs.catalog import JobCatalog
 from genie.controller.jobs.lifecycle import JobLifecycle
 from genie.controller.jobs.submission import JobSubmission
@@ -41,6 +42,7 @@ class JobRequests:
         lifecycle: JobLifecycle,
         planner: Planner,
         blobs: Blobs,
+        replication: BlobReplication,
         election: Election,
         *,
         waits: OpenWaits,
@@ -53,6 +55,7 @@ class JobRequests:
         self._lifecycle = lifecycle
         self._planner = planner
         self._blobs = blobs
+        self._replication = replication
         self._election = election
         self._open_waits = waits
         self._offload = offload
@@ -100,12 +103,18 @@ class JobRequests:
             await self._check_workdir_uploaded(spec.workdir, spec.name, tenant=identity.tenant)
 
     async def _check_workdir_uploaded(self, workdir: Workdir, job_name: str, *, tenant: str) -> None:
-        status = await self._offload(partial(self._blobs.get_status, workdir.digest, tenant=tenant))
+        name = blob_name(workdir.digest, tenant)
+        stat = partial(self._blobs.get_status, workdir.digest, tenant=tenant)
+        status = await self._offload(stat)
+        if not status.complete:  # perhaps uploaded to an earlier leader
+            await self._replication.fetch(name, timeout_s=FETCH_WAIT_S_MAX)
+            status = await self._offload(stat)
         if not status.complete or status.received_bytes != workdir.size_bytes:
             raise WorkdirError(
                 f"the working directory {workdir.digest[:12]} of job {job_name!r} has not been uploaded",
                 hint="upload it first",
             )
+        await self._replication.wait_for_copy(name)
 
     async def get_job(self, connection: Connection, request: GetJob) -> JobReply:
         self._check_readable()

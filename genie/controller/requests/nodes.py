@@ -6,7 +6,7 @@ A user sees how much other tenants hold on a node, but not their job IDs and nam
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import islice
 
 import msgspec
@@ -19,11 +19,13 @@ from genie.controller.nodes.snapshots import NodeSnapshot, NodeSnapshots
 from genie.controller.requests.reply_size import truncate_to_reply
 from genie.model.allocation import Hold, NodeHolds
 from genie.model.messages import GetStatus, ListNodes, NodesReply, NodeView, StatusReply
-from genie.model.node import NodeStatus
+from genie.model.node import GPUInfo, NodeStatus
 from genie.model.tenant import Identity, TokenKind
+from genie.scheduler.placement.protocol import NODE_GPUS_MAX
 from genie.version import __version__
 
 _QUARANTINED_SHOWN_MAX = 20
+_UNUSABLE_GPU_ALARMS_MAX = 5
 
 
 class NodeList:
@@ -126,12 +128,12 @@ class StatusRequests:
             started_at=self._started_at,
             nodes=dict(Counter(str(node.info.status) for node in nodes)),
             jobs={state: count for state, count in self._count_jobs().items() if count},
-            gpus_total=sum(len(node.info.gpus) for node in up),
+            gpus_total=sum(len(_usable_gpus(node)) for node in up),
             gpus_free=sum(self._count_free_gpus(node) for node in up if not node.blocked_reason),
             clients=self._count_clients(),
             policy=self._policy_name,
             policy_fault=_visible_policy_fault(self._get_policy_fault(), connection.identity),
-            alarms=tuple(self._get_alarms()) if is_owner else (),
+            alarms=(*self._get_alarms(), *_unusable_gpu_alarms(up)) if is_owner else (),
             quarantined=tuple(islice(quarantined.values(), _QUARANTINED_SHOWN_MAX)) if is_owner else (),
             quarantined_count=len(quarantined),
             store_used_bytes=self._job_space.used_bytes if is_owner else 0,
@@ -141,7 +143,21 @@ class StatusRequests:
 
     def _count_free_gpus(self, node: NodeSnapshot) -> int:
         used = self._node_list.holds_of_node(node.node_id)
-        return sum(gpu.available and used.gpu_used_milli(gpu.gpu_id) == 0 for gpu in node.info.gpus)
+        return sum(gpu.available and used.gpu_used_milli(gpu.gpu_id) == 0 for gpu in _usable_gpus(node))
+
+
+def _usable_gpus(node: NodeSnapshot) -> tuple[GPUInfo, ...]:
+    """The accelerators of a node that jobs can use."""
+    return node.info.gpus[:NODE_GPUS_MAX]
+
+
+def _unusable_gpu_alarms(nodes: Sequence[NodeSnapshot]) -> list[str]:
+    larger = [node for node in nodes if len(node.info.gpus) > NODE_GPUS_MAX]
+    return [
+        f"node {node.node_id} has {len(node.info.gpus)} accelerators; jobs can use only the first "
+        f"{NODE_GPUS_MAX}"
+        for node in larger[:_UNUSABLE_GPU_ALARMS_MAX]
+    ]
 
 
 def _mask_holds(node_holds: NodeHolds, identity: Identity) -> NodeHolds:

@@ -33,6 +33,7 @@ from genie.model.messages import (
     CONTROLLER_REQUESTS,
     UNAUTHENTICATED_REQUESTS,
     Certificate,
+    Done,
     FetchTrust,
     GetStatus,
     Heartbeat,
@@ -42,10 +43,12 @@ from genie.model.messages import (
     Message,
     RecoverCertificate,
     RenewCertificate,
+    ServerHello,
     SignExecutor,
     TrustAnchor,
     Welcome,
 )
+from genie.model.names import validate_name
 from genie.model.tenant import Identity, TokenKind
 from genie.processes.clock import Clock
 from genie.runtime.network import Channel
@@ -94,6 +97,7 @@ class RequestService:
         self._get_controllers = controllers
         self._handlers: Handlers = {
             Hello: self._handle_hello,
+            ServerHello: self._handle_server_hello,
             FetchTrust: self._handle_fetch_trust,
             Join: self._handle_join,
             RecoverCertificate: self._handle_recover_certificate,
@@ -198,6 +202,16 @@ class RequestService:
             controllers=connection.announced_controllers,
         )
 
+    async def _handle_server_hello(self, connection: Connection, request: ServerHello) -> Done:
+        if connection.authenticated_as is not None:
+            raise ProtocolError("this connection has already sent Hello")
+        name = validate_name(request.name, what="controller name")
+        check_text(request.version, what="version")
+        self._admission.check_server_certificate(connection.peer.channel.certificate_name)
+        identity = Identity(token_id=f"server-{name}", kind=TokenKind.SERVER, tenant="", name=name)
+        self._connections.authenticate(connection, identity, controllers=())
+        return Done()
+
     async def _verify_identity(self, connection: Connection, token: str) -> Identity:
         try:
             identity = await self._tokens.identify(token)
@@ -205,7 +219,7 @@ class RequestService:
                 self._admission.check_node_certificate(
                     identity.name, connection.peer.channel.certificate_name
                 )
-            if identity.kind in (TokenKind.JOIN, TokenKind.SERVER):
+            if identity.kind in (TokenKind.JOIN, TokenKind.SERVER_JOIN):
                 raise TokenRefusedError(
                     f"a {identity.kind} token only admits a machine", hint="use 'genie join'"
                 )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import msgspec
+
 from genie.controller.checks import check_heartbeat_interval_s, check_node, clamp_wait_s
 from genie.controller.connection import Connection, Handlers
 from genie.controller.election import Election
@@ -57,11 +59,12 @@ class SessionRequests:
     async def session_heartbeat(self, connection: Connection, request: SessionHeartbeat) -> NodesReply:
         check_node(request.node)
         interval_s = check_heartbeat_interval_s(request.interval_s)
+        self._check_readable()
         self._sessions.renew_lease(
             connection.identity, request.node.node_id, interval_s=interval_s, peer=connection.peer
         )
-        self._check_readable()
-        return self._node_list.make_nodes_reply(connection.identity)
+        reply = self._node_list.make_nodes_reply(connection.identity)
+        return reply if self._election.is_leading else msgspec.structs.replace(reply, leading=False)
 
     async def session_end(self, connection: Connection, request: SessionEnd) -> Done:
         for job in await self._sessions.close_jobs_of_client(connection.identity, request.node_id):

@@ -36,6 +36,7 @@ from genie.controller.store.protocol import (
     KeyValue,
     Put,
     RangeResult,
+    Snapshot,
     SpaceUsage,
     TxnResult,
     WatchEvent,
@@ -51,6 +52,8 @@ from genie.errors import (
 from genie.processes.clock import Clock, SystemClock
 
 _RANGE_ATTEMPTS_MAX = 3
+SNAPSHOT_PAGE_KEYS = 64
+"""Each may be as large as VALUE_BYTES_MAX, and a page is held in memory."""
 ETCD_DEFAULT_SPACE_BYTES_MAX = 2 * 1024**3
 """Default of `--quota-backend-bytes`; etcd before 3.6 does not report its value."""
 
@@ -231,6 +234,21 @@ class EtcdStore:
         finally:
             watch.close()
 
+    @asynccontextmanager
+    async def snapshot(self, *, timeout_s: float = 5.0) -> AsyncIterator[Snapshot]:
+        first, end = key_range("")
+        # Nothing is read: only the current revision is needed.
+        response = await self._send_range(
+            rpc_pb2.RangeRequest(key=self._namespace + b"\0"), timeout_s=timeout_s
+        )
+        request = rpc_pb2.RangeRequest(
+            key=self._namespace + first,
+            range_end=self._namespace + end,
+            limit=SNAPSHOT_PAGE_KEYS,
+            revision=response.header.revision,
+        )
+        yield _EtcdSnapshot(self, request)
+
     async def replace_address(self, address: EtcdAddress) -> None:
         """Uses these endpoints, and the current contents of the certificate files."""
         await self._channels.replace_address(address)
@@ -310,3 +328,24 @@ class EtcdStore:
         except UnicodeDecodeError as error:
             raise StoreCorruptError(f"{self.address} contains a key that is not UTF-8: {error}") from error
         return KeyValue(key, kv.value, kv.create_revision, kv.mod_revision, kv.lease)
+
+
+class _EtcdSnapshot:
+    """Pages of a range at one revision. etcd keeps that revision until it is compacted."""
+
+    def __init__(self, store: EtcdStore, request: rpc_pb2.RangeRequest) -> None:
+        self.revision: int = request.revision
+        self._store = store
+        self._next_request: rpc_pb2.RangeRequest | None = request
+
+    async def read_page(self, *, timeout_s: float = 30.0) -> tuple[KeyValue, ...]:
+        while (request := self._next_request) is not None:
+            response = await self._store._send_range(request, timeout_s=timeout_s)
+            if response.more:
+                request.key = response.kvs[-1].key + b"\0"
+            else:
+                self._next_request = None
+            items = (self._store._from_etcd_key_value(kv) for kv in response.kvs)
+            if page := tuple(item for item in items if item.lease_id == 0):
+                return page
+        return ()

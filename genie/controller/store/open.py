@@ -12,6 +12,8 @@ from genie.processes.clock import Clock
 if TYPE_CHECKING:
     from genie.controller.store.etcd_address import EtcdAddress
 
+CONTROLLER_DIRECTORY = "controller"
+"""Directory of a controller below the state directory."""
 LOCAL_ETCD = "etcd"
 """The store setting for the etcd cluster that Genie starts and supervises."""
 SQLITE_FILE_NAME = "store.sqlite3"
@@ -46,6 +48,12 @@ async def open_store(
             return await EtcdStore.open_address(local_etcd, clock=clock)
         return await EtcdStore.open(url, clock=clock)
     raise _invalid_url_error(url)
+
+
+def sqlite_store_path(url: str, *, state_dir: Path) -> Path | None:
+    """The file of an embedded store; None for etcd. Raises ConfigError for an invalid URL."""
+    scheme, _, rest = url.partition(":")
+    return _sqlite_path(url, rest, state_dir) if scheme == "sqlite" else None
 
 
 def _sqlite_path(url: str, path_text: str, state_dir: Path) -> Path:

@@ -111,6 +111,28 @@ class MeasurableStore(Protocol):
         ...
 
 
+class Snapshot(Protocol):
+    """The keys of a store at one revision, read in pages. Keys on a lease are left out: they belong to the
+    process that holds the lease."""
+
+    revision: int
+
+    async def read_page(self, *, timeout_s: float = 30.0) -> tuple[KeyValue, ...]:
+        """Returns the next keys, ascending; empty at the end. Raises CompactedError when the store no longer
+        has that revision: start over with a new snapshot."""
+        ...
+
+
+@runtime_checkable
+class SnapshotStore(Protocol):
+    """What every engine has besides `Store`, to back it up while it is written to."""
+
+    def snapshot(self, *, timeout_s: float = 5.0) -> AbstractAsyncContextManager[Snapshot]:
+        """Opens a snapshot at the current revision. An engine may allow only one at a time and raises
+        StoreUnavailableError for another."""
+        ...
+
+
 class Store(Protocol):
     """Linearizable. Every method raises StoreUnavailableError after `timeout_s`. A commit that timed
     out may have been applied; the caller has to read to find out."""

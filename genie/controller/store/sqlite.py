@@ -41,6 +41,7 @@ from genie.controller.store.protocol import (
     KeyValue,
     Put,
     RangeResult,
+    Snapshot,
     SpaceUsage,
     TxnResult,
     WatchEvent,
@@ -187,6 +188,19 @@ class SqliteStore:
         finally:
             self._watches.discard(watch)
 
+    @asynccontextmanager
+    async def snapshot(self, *, timeout_s: float = 5.0) -> AsyncIterator[Snapshot]:
+        owner = object()
+        try:
+            revision = await self._execute(lambda file: file.begin_snapshot(owner), timeout_s=timeout_s)
+            yield _SqliteSnapshotReader(self, revision)
+        finally:
+            if not self._is_closing:
+                # Shielded: otherwise each later write would be preserved for a reader that is gone.
+                await asyncio.shield(
+                    self._execute(lambda file: file.end_snapshot(owner), timeout_s=WATCH_READ_TIMEOUT_S)
+                )
+
     async def close(self) -> None:
         """Executes queued requests, then releases the file. Call it again if it was cancelled."""
         self._is_closing = True
@@ -310,6 +324,21 @@ class SqliteStore:
                     error,
                 )
                 await self._clock.sleep(LEASE_EXPIRY_RETRY_S)
+
+
+class _SqliteSnapshotReader:
+    def __init__(self, store: SqliteStore, revision: int) -> None:
+        self.revision = revision
+        self._store = store
+        self._last_key = ""
+
+    async def read_page(self, *, timeout_s: float = 30.0) -> tuple[KeyValue, ...]:
+        after = self._last_key
+        page = await self._store._execute(
+            lambda file: file.read_snapshot(start_after=after), timeout_s=timeout_s
+        )
+        self._last_key = page[-1].key if page else after
+        return page
 
 
 class _SqliteWatch:

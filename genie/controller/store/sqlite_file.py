@@ -35,6 +35,7 @@ from genie.controller.store.protocol import (
     SpaceUsage,
     TxnResult,
 )
+from genie.controller.store.sqlite_snapshot import SqliteSnapshot
 from genie.errors import (
     GenieError,
     LeaseLostError,
@@ -93,6 +94,7 @@ class SqliteFile:
         self._revision = 0
         self._changes_by_revision: list[Sequence[KeyChange]] = []
         """Changes of the last transaction, one entry per revision."""
+        self._snapshot: SqliteSnapshot | None = None
 
     @classmethod
     def open(cls, path: Path, *, history_revisions: int, size_bytes_max: int) -> SqliteFile:
@@ -192,6 +194,24 @@ class SqliteFile:
 
     def compact(self, revision: int) -> None:
         self._history.compact(revision)
+
+    def begin_snapshot(self, owner: object) -> int:
+        """Begins the only snapshot and returns its revision. `owner` identifies the caller."""
+        if self._snapshot is not None and self._snapshot.owner is not owner:
+            raise StoreUnavailableError(
+                f"another backup of the store {self.path} is running", hint="try again when it has finished"
+            )
+        self._snapshot = SqliteSnapshot(self._database, owner=owner, revision=self._revision)
+        return self._revision
+
+    def read_snapshot(self, *, start_after: str) -> tuple[KeyValue, ...]:
+        assert self._snapshot is not None, "no snapshot was begun"
+        return tuple(self._to_key_value((*row, 0)) for row in self._snapshot.read_page(start_after.encode()))
+
+    def end_snapshot(self, owner: object) -> None:
+        if self._snapshot is not None and self._snapshot.owner is owner:
+            self._snapshot.close()
+            self._snapshot = None
 
     def measure_space(self) -> SpaceUsage:
         page_bytes = self._pragma("page_size")
@@ -375,6 +395,8 @@ class SqliteFile:
         return self._database.execute("SELECT 1 FROM lease WHERE id = ?", (lease_id,)).fetchone() is not None
 
     def _put_rows(self, rows: Sequence[tuple[bytes, bytes, int]], revision: int) -> None:
+        if self._snapshot is not None:
+            self._snapshot.preserve_rows([key for key, _, _ in rows])
         for batch in _split_into_batches(rows):
             values = [(key, value, revision, revision, lease_id) for key, value, lease_id in batch]
             self._database.execute(
@@ -385,6 +407,8 @@ class SqliteFile:
 
     def _delete_existing_keys(self, keys: Sequence[bytes]) -> set[bytes]:
         """Deletes `keys`; returns those that existed."""
+        if self._snapshot is not None:
+            self._snapshot.preserve_rows(keys)
         deleted = self._existing_keys(keys)
         for batch in _split_into_batches(keys):
             self._database.execute(f"DELETE FROM kv WHERE key IN {_placeholders(len(batch))}", batch)  # noqa: S608

@@ -9,7 +9,7 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from genie.controller.jobs.blobs import blob_name
+from genie.controller.blobs.storage import blob_name
 from genie.controller.jobs.index import JobIndex, StagedIndex
 from genie.model.job import FINAL_STATES, Job, JobKind, JobSpec, JobState, Workdir
 from genie.model.messages import ListJobs
@@ -89,14 +89,14 @@ def test_blobs_and_sessions_of_unfinished_jobs_are_known() -> None:
         index.update(None, one)
     name = blob_name("d" * 64, "red")
     index.update(first, msgspec.structs.replace(first, state=JobState.CANCELLED))
-    assert index.is_blob_needed(name)
+    assert name in index.needed_blobs()
     index.update(second, msgspec.structs.replace(second, state=JobState.RUNNING))
-    assert index.is_blob_needed(name)
+    assert name in index.needed_blobs()
     index.update(
         msgspec.structs.replace(second, state=JobState.RUNNING),
         msgspec.structs.replace(second, state=JobState.LOST),
     )
-    assert not index.is_blob_needed(name)
+    assert name not in index.needed_blobs()
     assert index.session_jobs() == index.session_jobs_of_client("red", "c") == [session]
     assert index.session_jobs_of_client("blue", "c") == []
     index.update(session, msgspec.structs.replace(session, state=JobState.LOST))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from genie.model.node import Vendor
 from genie.model.tenant import TokenKind
 from genie.runtime import tls
 from genie.runtime.controller_connection import BACKOFF_S_MAX
+from genie.sim.store import MemoryStore
 from tests.controller.running_controller import Client, running_controller
 from tests.fakes.agent import FakeAgent, make_node_info
 from tests.fakes.clock import FakeClock
@@ -254,6 +256,62 @@ async def test_devices_survive_a_controller_restart_if_their_client_reconnects(
             await until(cancelled)
             assert (await client.job(kept.job.job_id)).state is JobState.RUNNING
             assert not (await client.job(kept.job.job_id)).stop
+
+
+async def test_new_term_grants_a_full_lease_to_clients_of_an_earlier_term(tmp_path: Path) -> None:
+    """While another controller led, the client was connected to that one."""
+    clock = FakeClock()
+    store = await MemoryStore.open(clock=clock)
+    async with running_controller(tmp_path, clock=clock, store=store, leader_ttl_s=5.0) as one:
+        access = await one.join("n1")
+        agent = FakeAgent(make_node_info("n1"))
+        async with one.client() as client, agent.connected(one.network, access):
+            await agent.register()
+            await agent.beat()
+            opened = await _open_device(client)
+            await agent.start_next()
+            await client.ask(SessionHeartbeat(node=make_node_info("laptop")))
+        assert one.controller is not None
+        store.set_available(False)
+        await _advance_until(clock, lambda: not one.controller.is_leading)
+        store.set_available(True)
+        await _advance_until(clock, lambda: one.controller.is_leading)
+        async with one.client() as client, agent.connected(one.network, access):
+            await agent.register()
+            for _ in range(35):
+                await clock.advance(5.0)
+                await agent.beat()
+                assert not (await client.job(opened.job.job_id)).stop
+
+            async def cancelled() -> bool:
+                await clock.advance(1.0)
+                await agent.beat()
+                return bool((await client.job(opened.job.job_id)).stop)
+
+            await until(cancelled)
+            assert "no heartbeat for 180 s" in (await client.job(opened.job.job_id)).reason
+
+
+async def test_heartbeat_reply_says_that_the_controller_does_not_lead(tmp_path: Path) -> None:
+    clock = FakeClock()
+    store = await MemoryStore.open(clock=clock)
+    async with (
+        running_controller(tmp_path, clock=clock, store=store, leader_ttl_s=5.0) as one,
+        one.client() as client,
+    ):
+        beat = SessionHeartbeat(node=make_node_info("laptop"))
+        assert (await client.ask(beat)).leading
+        store.set_available(False)
+        await _advance_until(clock, lambda: one.controller is not None and not one.controller.is_leading)
+        assert not (await client.ask(beat)).leading
+
+
+async def _advance_until(clock: FakeClock, predicate: Callable[[], bool]) -> None:
+    async def is_true() -> bool:
+        await clock.advance(0.5)
+        return predicate()
+
+    await until(is_true)
 
 
 async def test_device_is_accessible_only_to_its_tenant(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from genie.errors import FencedError, GenieError, PermissionError_, UsageError, 
 from genie.model.job import JobSpec, JobState, PlacementConstraints, Resources
 from genie.model.messages import CancelJob, Heartbeat, Launch, ListNodes, RunningJob
 from genie.model.node import GPUInfo, NodeStatus
+from genie.model.tenant import TokenKind
 from tests.controller.running_controller import (
     Client,
     RunningController,
@@ -35,6 +36,15 @@ async def test_registered_node_is_listed_with_its_hardware(tmp_path: Path) -> No
         await agent.beat()
         status = await owner.status()
         assert (status.gpus_total, status.gpus_free, status.nodes) == (2, 2, {"healthy": 1})
+
+
+async def test_status_counts_only_accelerators_that_jobs_can_use(tmp_path: Path) -> None:
+    async with running_controller(tmp_path) as one, one.client() as owner, one.agent("n1", gpus=128):
+        status = await owner.status()
+        assert (status.gpus_total, status.gpus_free) == (16, 16)
+        assert status.alarms == ("node n1 has 128 accelerators; jobs can use only the first 16",)
+        async with one.client(await one.token(TokenKind.USER)) as user:
+            assert (await user.status()).alarms == ()
 
 
 async def test_node_may_send_requests_only_for_itself(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ async def join(one: RunningController, token: Token) -> ServerCredentials:
 async def test_server_token_hands_over_the_ca_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
     async with running_controller(tmp_path, **SERVER_CLUSTER) as one:  # type: ignore[arg-type]
-        token = parse_token(await one.token(TokenKind.SERVER))
+        token = parse_token(await one.token(TokenKind.SERVER_JOIN))
         found = await join(one, token)
         ca_key = (one.state_dir / "controller" / "ca.key").read_text()
         assert found.ca_pem == (one.state_dir / "controller" / "ca.pem").read_text()
@@ -54,7 +54,7 @@ async def test_server_token_hands_over_the_ca_once(tmp_path: Path, caplog: pytes
 
 async def test_replayed_request_is_refused(tmp_path: Path) -> None:
     async with running_controller(tmp_path, **SERVER_CLUSTER) as one:  # type: ignore[arg-type]
-        request = HandoverClient.create(parse_token(await one.token(TokenKind.SERVER))).request
+        request = HandoverClient.create(parse_token(await one.token(TokenKind.SERVER_JOIN))).request
         await send(one, request)
         with pytest.raises(TokenRefusedError, match="was used already"):
             await send(one, request)
@@ -62,8 +62,9 @@ async def test_replayed_request_is_refused(tmp_path: Path) -> None:
 
 async def test_failed_attempt_does_not_consume_the_token(tmp_path: Path) -> None:
     async with running_controller(tmp_path, **SERVER_CLUSTER) as one:  # type: ignore[arg-type]
-        token = parse_token(await one.token(TokenKind.SERVER))
-        guessed = new_token(TokenKind.SERVER, token_id=token.token_id, secret=os.urandom(32), pin=token.pin)
+        token = parse_token(await one.token(TokenKind.SERVER_JOIN))
+        secret = os.urandom(32)
+        guessed = new_token(TokenKind.SERVER_JOIN, token_id=token.token_id, secret=secret, pin=token.pin)
         with pytest.raises(TokenRefusedError, match="secret is wrong"):
             await join(one, guessed)
         assert (await join(one, token)).etcd_endpoints == ENDPOINTS
@@ -88,8 +89,8 @@ async def test_expired_and_revoked_server_tokens_are_refused(tmp_path: Path) -> 
         running_controller(tmp_path, clock=clock, **SERVER_CLUSTER) as one,  # type: ignore[arg-type]
         one.client() as owner,
     ):
-        token = parse_token(await one.token(TokenKind.SERVER))
-        revoked = parse_token(await one.token(TokenKind.SERVER))
+        token = parse_token(await one.token(TokenKind.SERVER_JOIN))
+        revoked = parse_token(await one.token(TokenKind.SERVER_JOIN))
         await owner.ask(RevokeToken(token_id=revoked.token_id))
         with pytest.raises(TokenRefusedError, match="was revoked"):
             await join(one, revoked)
@@ -100,8 +101,8 @@ async def test_expired_and_revoked_server_tokens_are_refused(tmp_path: Path) -> 
 
 async def test_server_token_cannot_log_in_or_join_as_a_node(tmp_path: Path) -> None:
     async with running_controller(tmp_path, **SERVER_CLUSTER) as one:  # type: ignore[arg-type]
-        token = await one.token(TokenKind.SERVER)
-        with pytest.raises(TokenRefusedError, match="a server token only admits a machine"):
+        token = await one.token(TokenKind.SERVER_JOIN)
+        with pytest.raises(TokenRefusedError, match="a server-join token only admits a machine"):
             async with one.client(token):
                 pass
 
@@ -111,17 +112,18 @@ async def test_only_the_owner_creates_server_tokens(tmp_path: Path) -> None:
         user = await one.token(TokenKind.USER, tenant="team")
         async with one.client(user) as client:
             with pytest.raises(GenieError, match="user tokens cannot create tokens"):
-                await client.ask(CreateToken(kind=TokenKind.SERVER))
+                await client.ask(CreateToken(kind=TokenKind.SERVER_JOIN))
 
 
 async def test_server_tokens_have_a_short_lifetime(tmp_path: Path) -> None:
     async with running_controller(tmp_path, **SERVER_CLUSTER) as one, one.client() as owner:  # type: ignore[arg-type]
-        await one.token(TokenKind.SERVER)
-        (record,) = [row for row in (await owner.ask(ListTokens())).tokens if row.kind is TokenKind.SERVER]
+        await one.token(TokenKind.SERVER_JOIN)
+        rows = (await owner.ask(ListTokens())).tokens
+        (record,) = [row for row in rows if row.kind is TokenKind.SERVER_JOIN]
         assert record.expires_at is not None
         assert record.expires_at - record.created_at == pytest.approx(900.0)
         with pytest.raises(UsageError, match="not allowed"):
-            await one.token(TokenKind.SERVER, ttl_s=86400.0)
+            await one.token(TokenKind.SERVER_JOIN, ttl_s=86400.0)
 
 
 @pytest.mark.parametrize(
@@ -132,14 +134,14 @@ async def test_cluster_without_its_own_etcd_creates_no_server_tokens(
 ) -> None:
     async with running_controller(tmp_path, **settings) as one:  # type: ignore[arg-type]
         with pytest.raises(UsageError, match="no server can join"):
-            await one.token(TokenKind.SERVER)
+            await one.token(TokenKind.SERVER_JOIN)
         with pytest.raises(UsageError, match="does not run its own etcd"):
             await send(one, HandoverClient.create(_unknown_token()).request)
 
 
 async def test_reply_changed_on_the_way_is_refused(tmp_path: Path) -> None:
     async with running_controller(tmp_path, **SERVER_CLUSTER) as one:  # type: ignore[arg-type]
-        client = HandoverClient.create(parse_token(await one.token(TokenKind.SERVER)))
+        client = HandoverClient.create(parse_token(await one.token(TokenKind.SERVER_JOIN)))
         reply = await send(one, client.request)
         swapped = "B" if reply.sealed[40] == "A" else "A"
         changed = reply.sealed[:40] + swapped + reply.sealed[41:]
@@ -148,4 +150,4 @@ async def test_reply_changed_on_the_way_is_refused(tmp_path: Path) -> None:
 
 
 def _unknown_token() -> Token:
-    return new_token(TokenKind.SERVER, token_id="abcd", secret=os.urandom(32), pin="-")
+    return new_token(TokenKind.SERVER_JOIN, token_id="abcd", secret=os.urandom(32), pin="-")

@@ -11,7 +11,7 @@ from typing import Protocol
 
 import pytest
 
-from genie.controller.store import Store
+from genie.controller.store import SnapshotStore, Store
 from genie.controller.store.etcd import EtcdStore
 from genie.controller.store.sqlite import SqliteStore
 from genie.sim.store import MemoryStore
@@ -21,8 +21,8 @@ from tests.fakes.clock import FakeClock
 _NAMESPACES = itertools.count(1)
 
 
-class ContractStore(Store, Protocol):
-    """A store that can also be compacted on demand, as the contract tests need."""
+class ContractStore(Store, SnapshotStore, Protocol):
+    """A store that also has snapshots and can be compacted on demand, as the contract tests need."""
 
     async def compact(self, revision: int, *, timeout_s: float = 5.0) -> None: ...
 

@@ -6,6 +6,7 @@ import itertools
 import shutil
 import signal
 import subprocess
+import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,6 +15,37 @@ from tests.ports import free_ports
 from tests.waiting import wait_until
 
 _STARTS_MAX = 3
+
+
+class EtcdCluster:
+    """Three members. `find_leader` is for faults that the leader of etcd must have."""
+
+    def __init__(self, folder: Path) -> None:
+        self.members = [EtcdServer(folder / name) for name in ("a", "b", "c")]
+        names = [member.folder.name for member in self.members]
+        peers = ",".join(f"{name}={one.peer_url}" for name, one in zip(names, self.members, strict=True))
+        for name, member in zip(names, self.members, strict=True):
+            member.options = ("--name", name, "--initial-cluster", peers)
+
+    @property
+    def url(self) -> str:
+        return "etcd://" + ",".join(member.endpoint for member in self.members)
+
+    def start(self) -> None:
+        logs = [member.launch() for member in self.members]
+        for member, log in zip(self.members, logs, strict=True):  # ready once there is a majority
+            member.wait_ready(log)
+
+    def stop(self) -> None:
+        for member in self.members:
+            member.stop()
+
+    def find_leader(self) -> EtcdServer:
+        for member in self.members:
+            with urllib.request.urlopen(f"http://{member.endpoint}/metrics", timeout=10) as reply:
+                if b"\netcd_server_is_leader 1\n" in reply.read():
+                    return member
+        raise AssertionError("etcd has no leader")
 
 
 class EtcdServer:
@@ -33,16 +65,18 @@ class EtcdServer:
         return f"127.0.0.1:{self._client_port}"
 
     @property
+    def peer_url(self) -> str:
+        return f"http://127.0.0.1:{self._peer_port}"
+
+    @property
     def url(self) -> str:
         return f"{'etcds' if self._scheme == 'https' else 'etcd'}://{self.endpoint}"
 
     def start(self) -> None:
         fresh = not (self.folder / "data").exists()
         for attempt in range(_STARTS_MAX):
-            log = self.folder / f"etcd-{next(self._log_numbers)}.log"
-            self._launch(log)
-            wait_until(lambda log=log: self._is_decided(log), timeout_s=30, what="etcd to be ready")
-            if self._process is not None and self._process.poll() is None:
+            log = self.launch()
+            if self.wait_ready(log):
                 return
             self._process = None
             # A port was taken between our choice and etcd's bind. Only a new server may use another one.
@@ -80,9 +114,16 @@ class EtcdServer:
             self._process.wait(timeout=10)
         self._process = None
 
-    def _launch(self, log: Path) -> None:
+    def wait_ready(self, log: Path) -> bool:
+        """Waits until it is ready or has ended; returns whether it runs."""
+        wait_until(lambda: self._is_decided(log), timeout_s=30, what="etcd to be ready")
+        return self._process is not None and self._process.poll() is None
+
+    def launch(self) -> Path:
+        """Starts the process; returns its log."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        client, peer = f"{self._scheme}://{self.endpoint}", f"http://127.0.0.1:{self._peer_port}"
+        log = self.folder / f"etcd-{next(self._log_numbers)}.log"
+        client, peer = f"{self._scheme}://{self.endpoint}", self.peer_url
         command = [
             *(["setpriv", "--pdeathsig", "KILL"] if shutil.which("setpriv") else []),
             *(self._program, "--name", "one", "--data-dir", str(self.folder / "data")),
@@ -97,6 +138,7 @@ class EtcdServer:
             self._process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=env
             )
+        return log
 
     def _is_decided(self, log: Path) -> bool:
         assert self._process is not None

@@ -174,6 +174,48 @@ def test_refresh_of_placer_caches_in_small_steps_equals_one_refresh() -> None:
     assert answers[0] == answers[1]
 
 
+_CLASSES = 20
+
+
+def _observe_until_an_update_is_due(placer: Placer, kinds: list[int]) -> None:
+    for number in range(200):
+        placer.observe(kinds[number % _CLASSES], 1)
+
+
+def _count_slices(placer: Placer) -> int:
+    count = 1
+    while not placer.precompute(1):
+        count += 1
+    return count
+
+
+def test_table_that_was_replaced_is_freed_within_the_budget_even_if_the_next_one_is_ready() -> None:
+    """Dropping a class of a replaced table takes one slice each; the last slices of an update do that."""
+    library, unfreed = libraries.load("genie_scheduler"), _CLASSES // 2
+    slices = {}
+    for left_over in (0, unfreed):
+        placer = library.Placer("supply")
+        for number in range(64):
+            add_node(placer, model=number % 2)
+        kinds = [
+            placer.register_request_class(gpus=1, gpu_milli=1000, cpu_milli=100 + number)
+            for number in range(_CLASSES)
+        ]
+        placer.precompute()
+        _observe_until_an_update_is_due(placer, kinds)
+        placer.precompute()
+        _observe_until_an_update_is_due(placer, kinds)
+        if left_over:
+            for _ in range(slices[0][0] - left_over):
+                assert not placer.precompute(1)
+            first = 0
+        else:
+            first = _count_slices(placer)
+        _observe_until_an_update_is_due(placer, kinds)
+        slices[left_over] = (first, _count_slices(placer))
+    assert slices[unfreed][1] >= slices[0][1] + unfreed - 1
+
+
 def test_unknown_policy_is_rejected() -> None:
     for make in (PythonPlacer, libraries.load("genie_scheduler").Placer):
         with pytest.raises(UsageError, match="unknown placement policy 'magic'"):

@@ -228,6 +228,12 @@ def blob_name(digest: str, tenant: str) -> str:
     return f"{digest}+{tenant}"
 
 
+def split_blob_name(name: str) -> tuple[str, str]:
+    """Digest and tenant, the inverse of blob_name."""
+    digest, _, tenant = name.partition("+")
+    return digest, tenant
+
+
 def _tenant_of_blob(name: str) -> str:
     return name.split("+")[1] if "+" in name else ""
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from genie.controller.jobs.blobs import PINNED_AFTER_USE_S, Blobs, blob_name
+from genie.controller.blobs.storage import PINNED_AFTER_USE_S, Blobs, blob_name
 from genie.errors import PermissionError_, StoreFullError, UsageError, WorkdirError
 from genie.model.job import JobSpec, Workdir
 from genie.model.messages import BlobStatus, GetBlob, PutBlob, StatBlob

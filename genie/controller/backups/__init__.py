@@ -1,0 +1,1 @@
+"""Backups of the store: taking, the file format, restoring."""

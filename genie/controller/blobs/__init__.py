@@ -1,0 +1,1 @@
+"""Uploaded working directories: their files on disk, and their copies on other controllers."""

@@ -1,0 +1,172 @@
+"""store backup and restore, without a running controller; tests/integration/test_store_backup.py has one."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from genie.controller.backups.backup_file import BackupReader
+from genie.controller.ledger import ClusterRecord
+from genie.controller.state_directory import check_not_copied
+from genie.controller.store import Put
+from genie.controller.store.sqlite import SqliteStore
+from genie.errors import DuplicateControllerError
+
+CLUSTER = msgspec.json.encode(ClusterRecord(cluster_id="c0ffee", ca_pin="-"))
+
+
+def write_store(path: Path, rows: Mapping[str, bytes]) -> None:
+    async def write() -> None:
+        store = await SqliteStore.open(path)
+        await store.commit([], [Put(key, value) for key, value in rows.items()])
+        await store.close()
+
+    asyncio.run(write())
+
+
+def read_store(path: Path) -> dict[str, bytes]:
+    async def read() -> dict[str, bytes]:
+        store = await SqliteStore.open(path)
+        page = await store.range("")
+        await store.close()
+        return {item.key: item.value for item in page.items}
+
+    return asyncio.run(read())
+
+
+def test_backup_reads_the_store_of_a_stopped_controller(genie, state_dir, tmp_path) -> None:
+    write_store(state_dir / "controller" / "store.sqlite3", {"cluster": CLUSTER, "job/j-1": b"1"})
+    ran = genie("store", "backup", str(tmp_path / "backup"))
+    assert ran.code == 0, ran.err
+    assert "2 rows" in ran.out and "c0ffee" in ran.out
+    assert "reading the store directly" in ran.err
+    assert dict(BackupReader(tmp_path / "backup").rows()) == {"cluster": CLUSTER, "job/j-1": b"1"}
+
+
+def test_backup_reads_the_store_of_the_option(genie, tmp_path) -> None:
+    write_store(tmp_path / "own.sqlite3", {"cluster": CLUSTER})
+    ran = genie(
+        "store", "backup", str(tmp_path / "backup"), "--store", f"sqlite:{tmp_path}/own.sqlite3", "--json"
+    )
+    assert ran.code == 0, ran.err
+    assert json.loads(ran.out)["header"]["cluster_id"] == "c0ffee"
+
+
+def test_backup_without_a_cluster_is_an_error(genie, state_dir, tmp_path) -> None:
+    ran = genie("store", "backup", str(tmp_path / "backup"))
+    assert ran.code != 0
+    assert "genie up" in ran.err or "--address" in ran.err
+    ran = genie("store", "backup", str(tmp_path / "backup"), "--store", "sqlite")
+    assert ran.code != 0
+    assert "there is no store at" in ran.err
+    assert not (state_dir / "controller").exists()
+    assert not (tmp_path / "backup").exists()
+
+
+@pytest.fixture
+def backup_file(genie, tmp_path) -> Path:
+    write_store(tmp_path / "old.sqlite3", {"cluster": CLUSTER, "job/j-1": b"1"})
+    ran = genie("store", "backup", str(tmp_path / "backup"), "--store", f"sqlite:{tmp_path}/old.sqlite3")
+    assert ran.code == 0, ran.err
+    return tmp_path / "backup"
+
+
+def test_restore_fills_the_store_of_this_machine_and_prints_the_next_command(
+    genie, state_dir, backup_file
+) -> None:
+    ran = genie("store", "restore", str(backup_file))
+    assert ran.code == 0, ran.err
+    assert "cluster c0ffee" in ran.out
+    assert "next: genie up --detach\n" in ran.err
+    rows = read_store(state_dir / "controller" / "store.sqlite3")
+    assert rows["job/j-1"] == b"1"
+    assert msgspec.json.decode(rows["cluster"], type=ClusterRecord).generation > 0
+
+
+def test_restore_uses_the_given_store_and_generation(genie, backup_file, tmp_path) -> None:
+    url = f"sqlite:{tmp_path}/new.sqlite3"
+    ran = genie("store", "restore", str(backup_file), "--store", url, "--generation", "7", "--json")
+    assert ran.code == 0, ran.err
+    assert json.loads(ran.out)["generation"] == 7
+    ran = genie("store", "restore", str(backup_file), "--store", url)
+    assert ran.code != 0
+    assert "new.sqlite3 is not empty" in ran.err
+
+
+def test_restore_names_the_missing_certificate_authority(genie, state_dir, tmp_path) -> None:
+    record = msgspec.json.encode(ClusterRecord(cluster_id="c0ffee", ca_pin="p" * 43))
+    write_store(tmp_path / "old.sqlite3", {"cluster": record})
+    genie("store", "backup", str(tmp_path / "backup"), "--store", f"sqlite:{tmp_path}/old.sqlite3")
+    ran = genie("store", "restore", str(tmp_path / "backup"))
+    assert ran.code == 0, ran.err
+    assert (
+        f"first copy controller/ca.pem and controller/ca.key of the previous controller to {state_dir}"
+        in ran.err
+    )
+
+
+def test_restore_of_a_missing_or_other_file_is_an_error(genie, state_dir, tmp_path) -> None:
+    ran = genie("store", "restore", str(tmp_path / "missing"))
+    assert ran.code != 0
+    assert "could not read the backup" in ran.err
+    (tmp_path / "other").write_text("other")
+    ran = genie("store", "restore", str(tmp_path / "other"))
+    assert ran.code != 0
+    assert "is not a backup of a store" in ran.err
+    assert not (state_dir / "controller").exists()
+
+
+def test_migrate_copies_the_store_and_keeps_a_backup(genie, state_dir, tmp_path) -> None:
+    write_store(state_dir / "controller" / "store.sqlite3", {"cluster": CLUSTER, "job/j-1": b"1"})
+    ran = genie("store", "migrate", "--to", f"sqlite:{tmp_path}/new.sqlite3")
+    assert ran.code == 0, ran.err
+    assert f"next: genie up --detach --store sqlite:{tmp_path}/new.sqlite3" in ran.err
+    assert read_store(tmp_path / "new.sqlite3")["job/j-1"] == b"1"
+    (backup,) = (state_dir / "controller").glob("migration-*.backup")
+    assert str(backup) in ran.err
+    assert dict(BackupReader(backup).rows())["job/j-1"] == b"1"
+
+
+def test_migrate_refuses_a_store_with_data_and_the_store_itself(genie, state_dir, tmp_path) -> None:
+    write_store(state_dir / "controller" / "store.sqlite3", {"cluster": CLUSTER})
+    write_store(tmp_path / "other.sqlite3", {"job/j-1": b"1"})
+    ran = genie("store", "migrate", "--to", f"sqlite:{tmp_path}/other.sqlite3")
+    assert ran.code != 0
+    assert "other.sqlite3 is not empty" in ran.err
+    ran = genie("store", "migrate", "--to", "sqlite")
+    assert ran.code != 0
+    assert "is the store itself" in ran.err
+    assert not list((state_dir / "controller").glob("migration-*"))
+
+
+def test_migrate_without_a_store_is_an_error(genie, state_dir, tmp_path) -> None:
+    ran = genie("store", "migrate", "--to", f"sqlite:{tmp_path}/new.sqlite3")
+    assert ran.code != 0
+    assert "there is no store at" in ran.err
+    assert not (tmp_path / "new.sqlite3").exists()
+
+
+def test_adopt_accepts_a_copied_directory_and_raises_the_generation(genie, state_dir, tmp_path) -> None:
+    original = tmp_path / "original"
+    write_store(original / "store.sqlite3", {"cluster": CLUSTER})
+    check_not_copied(original)
+    shutil.copytree(original, state_dir / "controller")
+    with pytest.raises(DuplicateControllerError):
+        check_not_copied(state_dir / "controller")
+    ran = genie("store", "adopt")
+    assert ran.code == 0, ran.err
+    check_not_copied(state_dir / "controller")
+    rows = read_store(state_dir / "controller" / "store.sqlite3")
+    assert msgspec.json.decode(rows["cluster"], type=ClusterRecord).generation > 0
+
+
+def test_adopt_without_a_store_is_an_error(genie) -> None:
+    ran = genie("store", "adopt")
+    assert ran.code != 0
+    assert "there is no store at" in ran.err

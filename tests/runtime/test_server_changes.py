@@ -1,0 +1,192 @@
+"""A client of several controllers: it finds one that responds, and the one that leads."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from genie.errors import ConnectionLostError, NotLeaderError, StoreUnavailableError
+from genie.model.messages import CreateToken, GetStatus, Hello, ListNodes, Message
+from genie.model.tenant import TokenKind
+from genie.runtime import controller_connection, rpc
+from genie.runtime.controller_connection import ControllerConnection, open_controller_connection
+from genie.runtime.credentials import Access
+from genie.runtime.network import TcpNetwork
+from tests.cluster.small_controller import make_gpu, make_node
+from tests.fakes.controller import HOST, OWNER_TOKEN, FakeController
+from tests.ports import free_port
+from tests.waiting import until
+
+
+@pytest.fixture
+async def one() -> AsyncIterator[FakeController]:
+    async with FakeController(nodes=(make_node("n1", make_gpu()),)).listening() as fake:
+        yield fake
+
+
+@pytest.fixture
+async def two() -> AsyncIterator[FakeController]:
+    async with FakeController(nodes=(make_node("n2", make_gpu()),)).listening() as fake:
+        yield fake
+
+
+@asynccontextmanager
+async def connected(*ports: int, timeout_s: float = 5) -> AsyncIterator[ControllerConnection]:
+    others = tuple((HOST, port) for port in ports[1:])
+    access = Access(host=HOST, port=ports[0], token=OWNER_TOKEN, tls=None, other_servers=others)
+    async with open_controller_connection(
+        access, network=TcpNetwork(), program="test", timeout_s=timeout_s
+    ) as connection:
+        yield connection
+
+
+async def fetch_node_id(connection: ControllerConnection, *, timeout_s: float = 10) -> str:
+    return (await connection.call(ListNodes(), timeout_s=timeout_s)).nodes[0].info.node_id
+
+
+async def test_lost_connection_is_replaced_by_one_to_an_announced_controller(two: FakeController) -> None:
+    first = FakeController(more_controllers=(two.address,))
+    async with asyncio.timeout(30):
+        async with first.listening():
+            opened = connected(first.port)
+            connection = await opened.__aenter__()
+        try:
+            assert await fetch_node_id(connection) == "n2"
+            assert connection.where == two.address
+            assert connection.access.port == two.port
+        finally:
+            await opened.__aexit__(None, None, None)
+
+
+async def test_first_connection_is_to_any_known_controller(two: FakeController) -> None:
+    async with connected(free_port(), two.port) as connection:
+        assert connection.where == two.address
+
+
+async def test_failed_first_connection_names_every_address_and_its_failure(one: FakeController) -> None:
+    one.refusals[Hello] = NotLeaderError("this controller cannot check tokens")
+    dead = free_port()
+    with pytest.raises(NotLeaderError) as error:
+        async with connected(dead, one.port):
+            pass
+    assert f"{HOST}:{dead} refused" in error.value.message
+    assert f"{one.address}: this controller cannot check tokens" in error.value.message
+
+
+async def test_unresponsive_first_controller_leaves_time_for_the_others(
+    one: FakeController, two: FakeController
+) -> None:
+    one.silent = True
+    async with connected(one.port, two.port, timeout_s=2) as connection:
+        assert connection.where == two.address
+
+
+async def test_rejected_request_is_sent_to_the_leader_that_the_standby_names(
+    one: FakeController, two: FakeController
+) -> None:
+    one.leading = False
+    one.refusals[ListNodes] = NotLeaderError.naming_leader(
+        "this controller does not lead", leader=two.address
+    )
+    async with connected(one.port) as connection:
+        assert await fetch_node_id(connection) == "n2"
+        assert connection.where == two.address
+
+
+async def test_request_that_a_standby_answers_stays_there(one: FakeController, two: FakeController) -> None:
+    one.leader, one.more_controllers = two.address, (two.address,)
+    async with connected(one.port) as connection:
+        status = await connection.call(GetStatus(), timeout_s=5)
+        assert (status.leading, status.leader, connection.where) == (False, two.address, one.address)
+    assert two.count(GetStatus) == 0
+
+
+async def test_standby_is_kept_while_its_leader_cannot_be_reached(
+    one: FakeController,
+) -> None:
+    one.leading = False
+    dead = f"{HOST}:{free_port()}"
+    one.refusals[ListNodes] = NotLeaderError.naming_leader("it does not lead", leader=dead)
+    async with connected(one.port) as connection:
+        with pytest.raises(NotLeaderError) as error:
+            await connection.call(ListNodes(), timeout_s=1)
+        assert f"{dead} refused" in error.value.message
+        assert f"{one.address}: it does not lead" in error.value.message
+        assert connection.is_open and connection.reconnects == 0
+        del one.refusals[ListNodes]
+        assert await fetch_node_id(connection) == "n1"
+
+
+async def test_idempotent_call_moves_from_a_controller_without_a_store_to_the_leader(
+    one: FakeController, two: FakeController
+) -> None:
+    one.leading, one.more_controllers = False, (two.address,)
+    one.refusals[ListNodes] = StoreUnavailableError("the store does not respond")
+    async with connected(one.port) as connection:
+        assert await fetch_node_id(connection) == "n2"
+
+
+async def test_interrupted_request_that_is_not_idempotent_is_not_sent_to_another_controller(
+    one: FakeController, two: FakeController, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one.more_controllers = (two.address,)
+    answer = one._handle
+
+    async def handle(peer: rpc.Peer, request: Message) -> Message:
+        if isinstance(request, CreateToken):
+            peer.close()
+        return await answer(peer, request)
+
+    monkeypatch.setattr(one, "_handle", handle)
+    async with connected(one.port) as connection:
+        with pytest.raises(ConnectionLostError, match="may have been executed"):
+            await connection.call(CreateToken(kind=TokenKind.USER), timeout_s=10, idempotent=False)
+        await until(lambda: connection.where == two.address, what="the connection moves")
+    assert two.count(CreateToken) == 0
+
+
+async def test_server_on_another_machine_is_not_used_without_tls(
+    one: FakeController, two: FakeController
+) -> None:
+    one.more_controllers = ("10.255.255.1:5555", two.address)
+    async with connected(one.port) as connection:
+        assert await fetch_node_id(connection) == "n1"
+        assert [server for server in connection._servers.list_in_order() if server[0] != HOST] == []
+
+
+async def test_all_announced_controllers_are_listed(one: FakeController, tmp_path: Path) -> None:
+    one.more_controllers = (f"{HOST}:2", f"{HOST}:1", "no address")
+    async with connected(one.port) as connection:
+        assert connection.announced_servers == tuple(sorted([(HOST, 1), (HOST, 2), (HOST, one.port)]))
+
+
+async def test_move_to_leader_keeps_the_connection_if_no_other_controller_leads(
+    one: FakeController, two: FakeController
+) -> None:
+    one.more_controllers, two.leading = (two.address,), False
+    async with connected(one.port) as connection:
+        assert not await connection.move_to_leader(timeout_s=5)
+        assert connection.is_open and connection.where == one.address
+        two.leading = True
+        await until(lambda: connection.move_to_leader(timeout_s=5), what="the controller is asked again")
+        await until(lambda: connection.is_open and connection.where == two.address)
+
+
+async def test_call_leaves_a_controller_that_no_longer_responds(
+    one: FakeController, two: FakeController, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after a power failure: no packet says that the connection is lost."""
+    monkeypatch.setattr(controller_connection, "_SILENCE_S_MAX", 0.1)
+    one.more_controllers, two.leading = (two.address,), False
+    async with connected(one.port) as connection:
+        one.silent = True
+        async with asyncio.TaskGroup() as group:
+            call = group.create_task(fetch_node_id(connection, timeout_s=30))
+            await until(lambda: two.count(Hello) > 0, what="the other controller is asked")
+            assert connection.where == one.address, "no other controller leads yet"
+            two.leading = True
+        assert call.result() == "n2"
