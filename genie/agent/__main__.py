@@ -26,7 +26,7 @@ from genie.agent.leftovers import GROUP_PREFIX
 from genie.config import Settings
 from genie.errors import GenieError, TlsError, TokenMissingError, UsageError
 from genie.model.names import address_text, is_loopback, node_id_from, parse_endpoint
-from genie.native.prebuild import build_in_background, prebuild_command
+from genie.native.prebuild import prebuild_command, try_build_in_background
 from genie.processes import cgroups, process_table
 from genie.processes.clock import SystemClock
 from genie.processes.tasks import file_io_threads, loop_factory, unwrapped_task_group
@@ -123,7 +123,7 @@ async def _run_agent_and_compile(agent: Agent, *, compile_ahead: bool) -> None:
         await agent.run()
         return
     async with unwrapped_task_group() as group:
-        ahead = build_in_background(
+        ahead = try_build_in_background(
             prebuild_command("genie_executor"),
             what="the executors' library",
             consequence="remote_accelerator will not work on this node",

@@ -208,7 +208,7 @@ class NodeJobs:
 
     def accept_leader_token(self, leader_token: int, *, message_name: str) -> None:
         """Raises FencedError for a token lower than the highest one seen."""
-        if self._journal.accept_leader_token(leader_token, message_name=message_name):
+        if self._journal.accept_leader_token_and_check_new(leader_token, message_name=message_name):
             self._journal_writes.add_work(self._journal.store_leader_token, action="store the leader token")
 
     async def accept_launch(self, launch: Launch) -> LocalJob:

@@ -66,7 +66,8 @@ class _Fence(msgspec.Struct, frozen=True, kw_only=True):
 class Journal:
     """The files of one node. `open` locks the directory until `close` or the end of the process.
 
-    Its methods block, except `accept_leader_token`. Those that change files must not run concurrently.
+    Its methods block, except `accept_leader_token_and_check_new`. Those that change files must not run
+    concurrently.
     """
 
     def __init__(self, node_dir: Path) -> None:
@@ -108,7 +109,7 @@ class Journal:
         body = {"incarnation": self.incarnation, "controller": controller, "at": registered_at}
         files.replace_or_overwrite(self.node_dir / REGISTERED_FILE, json.dumps(body).encode())
 
-    def accept_leader_token(self, leader_token: int, *, message_name: str) -> bool:
+    def accept_leader_token_and_check_new(self, leader_token: int, *, message_name: str) -> bool:
         """Remembers the highest leader token, in memory. Raises FencedError for a lower one.
 
         Returns whether it is new; call `store_leader_token` then. A launch is accepted only after that. Until

@@ -88,7 +88,7 @@ async def init(*args: Any, **kwargs: Any) -> ClusterState:
     progress = kwargs.pop("progress", None)
     settings = load_settings(args, kwargs)
     while True:
-        run, _ = get_or_start_session(settings, began_s=began_s, progress=progress)
+        run, _ = get_session_and_is_started_here(settings, began_s=began_s, progress=progress)
         if run.is_stopping:
             try:
                 async with asyncio.timeout(remaining_timeout_s(settings, began_s)):
@@ -99,7 +99,7 @@ async def init(*args: Any, **kwargs: Any) -> ClusterState:
         try:
             return run.mark_returned_to_caller(await _wait_for_future(run.ready))
         except BaseException:
-            if run.remove_waiter():
+            if run.remove_waiter_and_end_if_unused():
                 await _wait_for_future(run.finished)
                 run.join(timeout_s=THREAD_JOIN_TIMEOUT_S)
             raise
@@ -169,7 +169,7 @@ def previous_session_timeout_error(settings: Settings) -> DeadlineError:
     )
 
 
-def get_or_start_session(
+def get_session_and_is_started_here(
     settings: Settings, *, began_s: float, progress: EventHandler | None = None
 ) -> tuple[SessionRun, bool]:
     """Returns the session of this process, which may be ending, and whether this call started it."""

@@ -30,7 +30,7 @@ class ControllerSource:
 
 @asynccontextmanager
 async def open_controller_source(client: ClusterClient) -> AsyncIterator[ControllerSource]:
-    """Raises StoreUnavailableError if another backup is running."""
+    """Raises OverloadedError if another backup is running."""
     opened = await client.open_backup()
     try:
         yield ControllerSource(client, opened)

@@ -31,7 +31,7 @@ from genie.controller.state_directory import (
 from genie.controller.store import Store
 from genie.controller.store.open import CONTROLLER_DIRECTORY, LOCAL_ETCD, open_store, sqlite_store_path
 from genie.errors import GenieError, StoreError
-from genie.native.prebuild import build_in_background, prebuild_command
+from genie.native.prebuild import prebuild_command, try_build_in_background
 from genie.processes import files
 from genie.processes.clock import Clock, SystemClock
 from genie.processes.file_limit import raise_file_limit
@@ -186,7 +186,7 @@ async def compile_in_background(
             "to compile the scheduler library, run: %s",
             shlex.join(("python", *prebuild_command("genie_scheduler")[1:])),
         )
-    elif await build_in_background(
+    elif await try_build_in_background(
         command, what="the scheduler's library", consequence="scheduling continues in plain Python"
     ):
         controller.try_use_compiled_scheduler()

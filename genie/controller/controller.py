@@ -245,14 +245,9 @@ class Controller:
         )
 
     def _build_handlers(self, offload: Offload) -> list[Handlers]:
-        config, clock, jobs, planner = self._config, self._clock, self._jobs, self._planner
+        clock, jobs, planner = self._clock, self._jobs, self._planner
         election, kill, check_readable = self._election, self._agents.send_kills, self._ledger.check_readable
-        blobs = Blobs(
-            self._directory / "blobs",
-            bytes_max=config.blobs_bytes_max,
-            tenant_bytes_max=config.blobs_tenant_bytes_max,
-            clock=clock,
-        )
+        blobs = self._open_blobs()
         replication = self._blob_replication = self._build_blob_replication(blobs, offload)
         nodes, waits = NodeList(self._ledger, self._node_snapshots), OpenWaits()
         self._backup_requests = BackupRequests(self._store, self._ledger, clock=clock)
@@ -317,6 +312,14 @@ class Controller:
             etcd_endpoints=self._get_etcd_endpoints,
         )
 
+    def _open_blobs(self) -> Blobs:
+        return Blobs(
+            self._directory / "blobs",
+            bytes_max=self._config.blobs_bytes_max,
+            tenant_bytes_max=self._config.blobs_tenant_bytes_max,
+            clock=self._clock,
+        )
+
     def _build_blob_replication(self, blobs: Blobs, offload: Offload) -> BlobReplication:
         client_tls = partial(self._certificates.client_tls, self._directory)
         return BlobReplication(
@@ -365,11 +368,8 @@ class Controller:
     def _alarms(self) -> list[str]:
         """What the owner should look at, in words."""
         file_alarms = [alarm for alarm in (self._open_files_alarm, self._local_files_alarm) if alarm]
-        health = self._store_health
-        store_alarms = [] if health.is_ok else [f"the store is unavailable: {health.failure_reason}"]
         return [
             *file_alarms,
-            *store_alarms,
             *self._store_monitor.alarms(),
             *self._blob_replication.alarms(),
             *self._periodic_steps.alarms(),

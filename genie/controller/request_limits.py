@@ -66,10 +66,10 @@ _REQUEST_COST_UNITS: dict[type[Message], float] = {
 }
 _UNITS_PER_LISTED_JOB = 0.1
 # Their handlers do not wait. Requests about the queue take turns among themselves (requests/queue.py).
-_SERIALIZED_REQUESTS: frozenset[type[Message]] = frozenset(
+_REQUESTS_SERIALIZED_ACROSS_TOKENS: frozenset[type[Message]] = frozenset(
     (ListJobs, ListNodes, ListTokens, ListQuotas, GetStatus, SessionHeartbeat)
 )
-LIST_REQUESTS: frozenset[type[Message]] = _SERIALIZED_REQUESTS | {GetQueue, ExplainJob}
+LIST_REQUESTS: frozenset[type[Message]] = _REQUESTS_SERIALIZED_ACROSS_TOKENS | {GetQueue, ExplainJob}
 """Requests whose replies are long or expensive."""
 _UNLIMITED_FOR_OWNERS: frozenset[type[Message]] = frozenset((Hello, CancelJob, RevokeToken))
 
@@ -172,7 +172,7 @@ class RequestLimits:
         """Handle one of LIST_REQUESTS; some take turns."""
         usage.list_requests_in_flight += 1
         try:
-            if request.__class__ not in _SERIALIZED_REQUESTS:
+            if request.__class__ not in _REQUESTS_SERIALIZED_ACROSS_TOKENS:
                 return await handle()
             async with self._locks[_turn_of(usage, request)]:
                 reply = await handle()

@@ -39,7 +39,7 @@ from genie.tenancy.access import (
 
 _log = logging.getLogger(__name__)
 
-TOKENS_MAX = 2000
+NON_NODE_TOKENS_MAX = 2000
 """Owner tokens, user tokens and unused join tokens."""
 NODE_TOKENS_MAX = 20_000
 _CACHED_RECORDS_MAX = 1024
@@ -125,8 +125,10 @@ class Tokens:
         ttl_s: float | None = None,
     ) -> tuple[Token, TokenRecord]:
         """Create a token as part of a transaction."""
-        if kind is not TokenKind.NODE and self._token_index.count_towards_limit >= TOKENS_MAX:
-            raise UsageError(f"the maximum of {TOKENS_MAX} tokens is reached", hint="revoke some first")
+        if kind is not TokenKind.NODE and self._token_index.count_towards_limit >= NON_NODE_TOKENS_MAX:
+            raise UsageError(
+                f"the maximum of {NON_NODE_TOKENS_MAX} tokens is reached", hint="revoke some first"
+            )
         if kind is TokenKind.NODE and len(self._token_index.token_ids_by_node) >= NODE_TOKENS_MAX:
             raise UsageError(
                 f"the maximum of {NODE_TOKENS_MAX} nodes is reached", hint="remove nodes with 'genie forget'"
@@ -267,7 +269,7 @@ class TokenIndex:
 
     def __init__(self) -> None:
         self.count_towards_limit = 0
-        """Tokens that count towards TOKENS_MAX."""
+        """Tokens that count towards NON_NODE_TOKENS_MAX."""
         self.token_ids_by_node: dict[str, set[str]] = {}
         """By node: the IDs of its tokens that are not revoked."""
 

@@ -52,7 +52,7 @@ def graph_reports_of_device(index: int) -> list[GraphReport]:
     ]
 
 
-class SharedInput(NamedTuple):
+class OverlappingInput(NamedTuple):
     """One of several inputs that share memory."""
 
     position: int
@@ -76,7 +76,7 @@ class RecordedGraph:
         inputs: Sequence[Any],
         *,
         index: int,
-        shared: Sequence[SharedInput] = (),
+        shared: Sequence[OverlappingInput] = (),
         in_place: Sequence[int] = (),
         model_tensors: Sequence[tuple[str, torch.Tensor]] = (),
         inductor: bool = False,
@@ -155,7 +155,7 @@ class RecordedGraph:
         changes = f"it has written to {', '.join(listed)}" if listed else "it has changed no existing tensor"
         return f"; the model ran up to this point: {changes}, and side effects of its Python code remain"
 
-    def _copy_inputs_to_device(self, inputs: Sequence[Any], shared: Sequence[SharedInput]) -> None:
+    def _copy_inputs_to_device(self, inputs: Sequence[Any], shared: Sequence[OverlappingInput]) -> None:
         """Copies share memory where the inputs do, and an input that is passed twice is copied once."""
         copies = _allocate_shared_copies(inputs, shared, self.device_index)
         for i in self._copied_positions:
@@ -295,7 +295,7 @@ def _copy_to_device(tensor: torch.Tensor, index: int) -> torch.Tensor:
 
 
 def _allocate_shared_copies(
-    inputs: Sequence[Any], shared: Sequence[SharedInput], index: int
+    inputs: Sequence[Any], shared: Sequence[OverlappingInput], index: int
 ) -> dict[int, torch.Tensor]:
     """Tensors that share memory as the inputs do, by position; their contents are not copied yet."""
     device = torch.device(registry.DEVICE_TYPE, index)

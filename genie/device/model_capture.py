@@ -21,8 +21,8 @@ from genie.device import library, registry
 from genie.device.graphs import (
     GRAPHS_KEPT_MAX,
     GraphReport,
+    OverlappingInput,
     RecordedGraph,
-    SharedInput,
     exact_value_key,
     input_key,
 )
@@ -83,12 +83,12 @@ class CapturedModel:
         predicted = self._find_graph_of_last_call(inputs_key)
         if predicted is not None:
             predicted.copy_inputs(leaves)  # sent while the checks below run, which take as long
-        sharing = genie_device.find_shared_inputs(leaves) if len(leaves) > 1 else None
+        sharing = genie_device.find_overlapping_inputs(leaves) if len(leaves) > 1 else None
         key = (inputs_key, self._model_key(), sharing)
         graph = self._graphs.get(key)
         if graph is None or graph.is_lost:
             self._last_used = None
-            shared = [SharedInput(*each) for each in sharing or ()]
+            shared = [OverlappingInput(*each) for each in sharing or ()]
             graph = self._graphs[key] = self._record(leaves, spec, shared)
             while len(self._graphs) > GRAPHS_KEPT_MAX:
                 self._graphs.popitem(last=False)
@@ -148,7 +148,7 @@ class CapturedModel:
         )
 
     def _record(
-        self, leaves: Sequence[Any], spec: pytree.TreeSpec | None, shared: Sequence[SharedInput]
+        self, leaves: Sequence[Any], spec: pytree.TreeSpec | None, shared: Sequence[OverlappingInput]
     ) -> RecordedGraph:
         """`spec` None: the leaves are the positional arguments."""
         index = self._device_index(leaves)
@@ -216,7 +216,7 @@ class BucketedModel(CapturedModel):
         return pytree.tree_map_only(torch.Tensor, lambda each: _remove_padding(each, rows, size), results)
 
     def _record(
-        self, leaves: Sequence[Any], spec: pytree.TreeSpec | None, shared: Sequence[SharedInput]
+        self, leaves: Sequence[Any], spec: pytree.TreeSpec | None, shared: Sequence[OverlappingInput]
     ) -> RecordedGraph:
         if any(isinstance(each, _BatchNorm) and _uses_batch_statistics(each) for each in self._modules):
             raise OpRefusedError(

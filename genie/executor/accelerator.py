@@ -28,7 +28,9 @@ def prepare_accelerator(config: ExecutorConfig) -> device_protocol.Opened:
     if config.threads:
         torch.set_num_threads(config.threads)
     device = torch.device(config.device)
-    name, memory_bytes = _describe_cpu() if device.type == "cpu" else _describe_gpu(device)
+    name, memory_bytes = (
+        _cpu_name_and_memory_bytes() if device.type == "cpu" else _gpu_name_and_memory_bytes(device)
+    )
     if config.memory_bytes_max:
         _limit_memory(device, config.memory_bytes_max, memory_bytes)
     return device_protocol.Opened(
@@ -40,11 +42,11 @@ def prepare_accelerator(config: ExecutorConfig) -> device_protocol.Opened:
     )
 
 
-def _describe_cpu() -> tuple[str, int]:
+def _cpu_name_and_memory_bytes() -> tuple[str, int]:
     return platform.processor() or platform.machine(), psutil.virtual_memory().total
 
 
-def _describe_gpu(device: torch.device) -> tuple[str, int]:
+def _gpu_name_and_memory_bytes(device: torch.device) -> tuple[str, int]:
     module = torch.get_device_module(device)
     count = module.device_count() if module.is_available() else 0
     if device.index >= count:

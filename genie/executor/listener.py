@@ -274,7 +274,7 @@ class ClientListener:
                 raise DeviceUnavailableError("this executor has no session")
         if not self._fetch_slots.acquire(blocking=False):
             raise DeviceUnavailableError(
-                f"this executor already has {_FETCH_CONNECTIONS_MAX} pending fetches"
+                f"this executor already has {_FETCH_CONNECTIONS_MAX} connections that fetch parcels"
             )
         thread = threading.Thread(
             target=self._serve_fetches,
@@ -286,7 +286,9 @@ class ClientListener:
             thread.start()
         except RuntimeError as error:  # out of threads
             self._fetch_slots.release()
-            raise DeviceUnavailableError(f"this executor could not start another fetch: {error}") from error
+            raise DeviceUnavailableError(
+                f"this executor could not start a thread to send a parcel to {peer}: {error}"
+            ) from error
 
     def _serve_fetches(
         self, stream: Stream, request: device_protocol.Fetch, peer: str, plaintext: bool

@@ -181,7 +181,7 @@ class Promotion:
                 f"node {name}: could not stop the agent",
             )
             self._on_progress(name, "removing the node from the cluster")
-            was_member = await self._forget_node(name)
+            was_member = await self._forget_node_if_member(name)
             remove = f"rm -rf -- {places.environment} {places.state}"
             _check_succeeded(
                 await _run_shell(link, remove, timeout_s=_JOIN_TIMEOUT_S),
@@ -299,7 +299,7 @@ class Promotion:
                 f"node {name} has joined, but is not connected to the cluster after {_CONNECT_TIMEOUT_S:g} s"
             ) from None
 
-    async def _forget_node(self, name: str) -> bool:
+    async def _forget_node_if_member(self, name: str) -> bool:
         """Remove the node from the cluster; False if it is not a member.
 
         Retried, because the controller rejects it until the agent's connection has closed.

@@ -69,10 +69,10 @@ class CpuMeter:
     """Reads load and utilization. The first `busy_pct` covers the time since the construction."""
 
     def __init__(self) -> None:
-        self._previous_cpu_seconds = _cpu_seconds()
+        self._previous_cpu_seconds = _busy_and_total_cpu_s()
 
     def read(self) -> CpuReading:
-        (busy_s, total_s), now = self._previous_cpu_seconds, _cpu_seconds()
+        (busy_s, total_s), now = self._previous_cpu_seconds, _busy_and_total_cpu_s()
         self._previous_cpu_seconds = now
         spent_s = now[1] - total_s
         busy_pct = min(max(100.0 * (now[0] - busy_s) / spent_s, 0.0), 100.0) if spent_s > 0 else None
@@ -83,7 +83,7 @@ class CpuMeter:
         return CpuReading(cores=os.cpu_count() or 1, load_1m=load_1m, busy_pct=busy_pct)
 
 
-def _cpu_seconds() -> tuple[float, float]:
+def _busy_and_total_cpu_s() -> tuple[float, float]:
     """Busy and total time, summed over all cores. Guest time is part of user time."""
     times = psutil.cpu_times()._asdict()
     total_s = sum(spent_s for name, spent_s in times.items() if not name.startswith("guest"))

@@ -39,7 +39,7 @@ _INCLUDE_DIRECTIVE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"\n]+)"', re.MU
 _log = logging.getLogger(__name__)
 
 
-class BuildTarget(Protocol):
+class TargetPlatform(Protocol):
     """The platform that a library is compiled for."""
 
     @property
@@ -58,7 +58,7 @@ class TranslationUnit:
 
     sources: tuple[Path, ...]
     flags: tuple[str, ...]
-    target: BuildTarget
+    target: TargetPlatform
 
     @functools.cached_property
     def cache_key(self) -> str:
@@ -85,7 +85,7 @@ class BuildPlan:
 
     name: str
     display_name: str
-    target: BuildTarget
+    target: TargetPlatform
     units: Sequence[TranslationUnit]
     library_path: Path
 
@@ -261,7 +261,7 @@ def update_last_used_time(path: Path) -> None:
         pass  # the cache of another user, who evicts its files
 
 
-def _translation_unit_key(sources: Sequence[Path], flags: Sequence[str], target: BuildTarget) -> str:
+def _translation_unit_key(sources: Sequence[Path], flags: Sequence[str], target: TargetPlatform) -> str:
     contents = [
         f"{path.name}\0{text}" for source in sources for path, text in _read_with_includes(source).items()
     ]

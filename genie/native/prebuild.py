@@ -27,7 +27,7 @@ def prebuild_command(library: Library) -> tuple[str, ...]:
     return (sys.executable, "-m", "genie.native", library)
 
 
-async def build_in_background(command: Sequence[str], *, what: str, consequence: str) -> bool:
+async def try_build_in_background(command: Sequence[str], *, what: str, consequence: str) -> bool:
     """Run the command and return whether it succeeded; cancellation kills the compilers as well.
 
     `consequence`: what a failure means for the user, for the log.

@@ -92,7 +92,7 @@ def kill(path: str) -> None:
     """Sends SIGKILL to all processes of the group and of those below it. Repeat it until there are none."""
     if _try_write(path, "cgroup.kill", "1"):
         return
-    freezes = _freeze(path)
+    freezes = _try_freeze(path)
     try:
         for number in (signal.SIGKILL,) if freezes else (signal.SIGSTOP, signal.SIGKILL):
             for pid, mark in processes(path).items():
@@ -173,7 +173,7 @@ def _subtree(path: str, depth: int = 0) -> list[str]:
     return found
 
 
-def _freeze(path: str) -> bool:
+def _try_freeze(path: str) -> bool:
     return _try_write(path, "cgroup.freeze", "1") or _try_write(path, "freezer.state", "FROZEN")
 
 

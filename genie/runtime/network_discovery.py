@@ -268,10 +268,10 @@ async def _probe_tcp(host: str, port: int, *, connects: int, timeout_s: float) -
             destination = str(address[1][0])
             rtts_ms.append(rtt_ms)
             while len(rtts_ms) < connects:
-                rtts_ms.append((await _connect(address))[0])
+                rtts_ms.append((await _connect_ms_and_local_ip(address))[0])
     except OSError as error:  # includes TimeoutError and failed lookups
         if not rtts_ms:
-            reason, fix = _describe_tcp_error(error, host=host, port=port, timeout_s=timeout_s)
+            reason, fix = _reason_and_hint_of_tcp_error(error, host=host, port=port, timeout_s=timeout_s)
             return _TcpResult(Probe(available=False, reason=reason, fix=fix, duration_ms=_ms_since(start_s)))
     rtt_ms = statistics.median(rtts_ms)
     found = f"connected in {rtt_ms:.2f} ms"
@@ -279,7 +279,9 @@ async def _probe_tcp(host: str, port: int, *, connects: int, timeout_s: float) -
     return _TcpResult(probe, rtt_ms, source, destination)
 
 
-def _describe_tcp_error(error: OSError, *, host: str, port: int, timeout_s: float) -> tuple[str, str]:
+def _reason_and_hint_of_tcp_error(
+    error: OSError, *, host: str, port: int, timeout_s: float
+) -> tuple[str, str]:
     """Reason and hint for a failed connection."""
     if isinstance(error, socket.gaierror):
         return connect_failure_reason(error), name_lookup_hint(error)
@@ -318,14 +320,14 @@ async def _connect_to_first_reachable(
     for address in addresses:
         try:
             async with asyncio.timeout(timeout_each_s):
-                return address, await _connect(address)
+                return address, await _connect_ms_and_local_ip(address)
         except OSError as error:
             last_error = error
     assert last_error is not None, "getaddrinfo returns at least one address, or raises"
     raise last_error
 
 
-async def _connect(address: _SocketAddress) -> tuple[float, str]:
+async def _connect_ms_and_local_ip(address: _SocketAddress) -> tuple[float, str]:
     """Connect time in milliseconds, which is one round trip, and the local IP address."""
     family, where = address
     with socket.socket(family, socket.SOCK_STREAM) as sock:

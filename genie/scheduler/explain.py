@@ -62,7 +62,7 @@ def queue_order(scheduler: Scheduler, now: float) -> list[JobRequest]:
     for request in scheduler.queued_requests:
         queue.add(request, (0, 0))
     ordered = queue.iterate(
-        scheduler.order_inputs(now), get_group_skip_reason=lambda *_: "", on_skip=lambda *_: None
+        scheduler.order_inputs(now), why_skip_queue_group=lambda *_: "", on_skip=lambda *_: None
     )
     reservation, with_gpus = scheduler.reservation, set(scheduler.gpu_reservations)
     holder = "" if reservation is None else reservation.job_id

@@ -41,7 +41,7 @@ def why_infeasible(
         present = {node.node_id: reasons[node.node_id] for node in open_nodes if not node.has_left}
         requested, grouped = format_request(request.shape), format_grouped_reasons(present or reasons)
         return f"requests {requested} on one node; {grouped}" if requested else grouped
-    most, scope = _max_workers_within_topology(request, capacities)
+    most, scope = _max_workers_and_topology_text(request, capacities)
     if most < request.workers_required:
         return f"requests {request.workers_required} workers {scope}; {most} fit"
     return ""
@@ -95,7 +95,7 @@ def _format_gpus(shape: Shape) -> str:
     return format_count(shape.gpus, "CPU accelerator" if is_cpu else "GPU") + (f" ({text})" if text else "")
 
 
-def _max_workers_within_topology(
+def _max_workers_and_topology_text(
     request: JobRequest, capacities: Sequence[tuple[NodeFacts, int]]
 ) -> tuple[int, str]:
     """Return the maximum number of workers under its topology constraint, and the constraint in words."""

@@ -14,30 +14,30 @@ import msgspec
 from genie.scheduler.cluster.allocations import ClusterAllocations
 from genie.scheduler.decisions import Wait
 from genie.scheduler.gpu_reservations import GpuReservations, Reservation
-from genie.scheduler.order import GroupKey, JobQueue, OrderInputs
+from genie.scheduler.order import JobQueue, OrderInputs, QueueGroupKey
 from genie.scheduler.preemption.victims import StartedJob
 from genie.scheduler.request import JobRequest
 from genie.scheduler.rules import Rules
 
-JOB_KINDS_MAX = 10_000
+JOB_CLASSES_MAX = 10_000
 
 
 @dataclass(slots=True)
 class PendingJob:
-    """Jobs of one kind get the same decisions except for what depends on their time limits."""
+    """Jobs of one job class get the same decisions except for what depends on their time limits."""
 
     request: JobRequest
-    kind_number: int
+    job_class_number: int
     last_decision: Wait
     """The last decision about it."""
 
     @property
-    def group_key(self) -> GroupKey:
-        return (self.kind_number, self.request.priority)
+    def queue_group_key(self) -> QueueGroupKey:
+        return (self.job_class_number, self.request.priority)
 
 
-class _KindNumbers:
-    """Numbers kinds of jobs. At the limit it restarts; equal jobs may then have different numbers."""
+class _JobClassNumbers:
+    """Numbers job classes. At the limit it restarts; equal jobs may then have different numbers."""
 
     def __init__(self) -> None:
         self._numbers: dict[JobRequest, int] = {}
@@ -46,7 +46,7 @@ class _KindNumbers:
     def get_number(self, request: JobRequest) -> int:
         number = self._numbers.get(request.placement_fields)
         if number is None:
-            if len(self._numbers) >= JOB_KINDS_MAX:
+            if len(self._numbers) >= JOB_CLASSES_MAX:
                 self._numbers.clear()
             number = self._numbers[request.placement_fields] = next(self._next_number)
         return number
@@ -58,10 +58,10 @@ class JobTable:
     def __init__(self, cluster: ClusterAllocations, rules: Rules) -> None:
         self.cluster = cluster
         self.rules = rules
-        self.kind_numbers = _KindNumbers()
+        self.job_class_numbers = _JobClassNumbers()
         self.queued_jobs: dict[str, PendingJob] = {}
         self.queue = JobQueue(rules.order)
-        """The queued jobs, in groups of one kind and tenant."""
+        """The queued jobs, in groups of one tenant, job class and priority."""
         self.new_arrivals: dict[str, PendingJob] = {}
         """Queued jobs that no pass has considered."""
         self.queued_affinity_job_count = 0
@@ -74,8 +74,8 @@ class JobTable:
         """How often each unfinished job has been moved."""
         self.needs_full_pass = True
         """Whether anything but arrivals changed since the last pass."""
-        self.unsuitable_reasons: dict[int, str] = {}
-        """By kind: why no node is suitable, or empty. Valid while the nodes do not change."""
+        self.no_suitable_node_reason_by_job_class: dict[int, str] = {}
+        """By job class: why no node is suitable, or empty. Valid while the nodes do not change."""
         self._seen_full_nodes_version = 0
 
     def order_inputs(self, now: float) -> OrderInputs:
@@ -102,10 +102,10 @@ class JobTable:
     def set_rules(self, rules: Rules) -> None:
         """Apply new rules: all reservations are dropped and all queued jobs are considered again."""
         self.rules = rules
-        self.unsuitable_reasons.clear()
+        self.no_suitable_node_reason_by_job_class.clear()
         self.queue = JobQueue(rules.order)
         for job in self.queued_jobs.values():
-            self.queue.add(job.request, job.group_key)
+            self.queue.add(job.request, job.queue_group_key)
         for job_id, running in self.running_jobs.items():
             if running.request.time_limit_s is None and not running.is_stopping:
                 ends_at = running.started_at + rules.assumed_runtime_s
@@ -116,7 +116,7 @@ class JobTable:
         self.require_full_pass()
 
     def on_nodes_changed(self) -> None:
-        self.unsuitable_reasons.clear()
+        self.no_suitable_node_reason_by_job_class.clear()
         self.require_full_pass()
 
     def require_full_pass(self) -> None:
@@ -134,15 +134,15 @@ class JobTable:
 
     def enqueue(self, request: JobRequest) -> None:
         pending = Wait(request.job_id, "waiting for the next scheduling pass")
-        job = PendingJob(request, self.kind_numbers.get_number(request), pending)
+        job = PendingJob(request, self.job_class_numbers.get_number(request), pending)
         self.queued_jobs[request.job_id] = self.new_arrivals[request.job_id] = job
         self.queued_affinity_job_count += bool(request.near_job_names)
-        self.queue.add(request, job.group_key)
+        self.queue.add(request, job.queue_group_key)
 
     def dequeue(self, job_id: str) -> None:
         if (job := self.queued_jobs.pop(job_id, None)) is not None:
             self.queued_affinity_job_count -= bool(job.request.near_job_names)
-            self.queue.remove(job.request, job.group_key)
+            self.queue.remove(job.request, job.queue_group_key)
         self.new_arrivals.pop(job_id, None)
 
     def add_running_job(self, request: JobRequest, started_at: float) -> None:
@@ -179,13 +179,13 @@ class JobTable:
             self.reservation = None
         self.gpu_reservations.drop(job_id)
 
-    def set_unsuitable_reason(self, kind_number: int, reason: str) -> None:
-        if len(self.unsuitable_reasons) >= JOB_KINDS_MAX:
-            self.unsuitable_reasons.clear()
-        self.unsuitable_reasons[kind_number] = reason
+    def set_no_suitable_node_reason(self, job_class_number: int, reason: str) -> None:
+        if len(self.no_suitable_node_reason_by_job_class) >= JOB_CLASSES_MAX:
+            self.no_suitable_node_reason_by_job_class.clear()
+        self.no_suitable_node_reason_by_job_class[job_class_number] = reason
 
-    def drop_stale_unsuitable_reasons(self) -> None:
+    def drop_stale_no_suitable_node_reasons(self) -> None:
         """Forget reasons if a node has reached or left its limit of workers since they were found."""
         if self._seen_full_nodes_version != self.cluster.full_nodes_version:
             self._seen_full_nodes_version = self.cluster.full_nodes_version
-            self.unsuitable_reasons.clear()
+            self.no_suitable_node_reason_by_job_class.clear()

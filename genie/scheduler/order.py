@@ -103,8 +103,8 @@ class FairShare:
         return (inputs.dominant_share(request.tenant), request.sequence)
 
 
-GroupKey: TypeAlias = tuple[int, int]
-"""The kind of a job as a number, and its priority."""
+QueueGroupKey: TypeAlias = tuple[int, int]
+"""The number of a job class, and a priority."""
 
 _QueueEntry: TypeAlias = tuple[Key, int, str]
 
@@ -114,43 +114,43 @@ class JobQueue:
 
     def __init__(self, order: Order) -> None:
         self._order = order
-        self._groups: dict[tuple[str, GroupKey], list[_QueueEntry]] = {}
+        self._entries_by_group: dict[tuple[str, QueueGroupKey], list[_QueueEntry]] = {}
         self._requests: dict[str, JobRequest] = {}
         self._entries: dict[str, _QueueEntry] = {}
         """As stored in the groups: a user's order may return another key at the next call."""
 
     def __len__(self) -> int:
-        return len(self._groups)
+        return len(self._entries_by_group)
 
-    def has_group(self, tenant: str, group: GroupKey) -> bool:
-        return (tenant, group) in self._groups
+    def has_group(self, tenant: str, group: QueueGroupKey) -> bool:
+        return (tenant, group) in self._entries_by_group
 
-    def add(self, request: JobRequest, group: GroupKey) -> None:
+    def add(self, request: JobRequest, group: QueueGroupKey) -> None:
         entry = (self._order.within(request), request.sequence, request.job_id)
         self._requests[request.job_id], self._entries[request.job_id] = request, entry
-        bisect.insort(self._groups.setdefault((request.tenant, group), []), entry)
+        bisect.insort(self._entries_by_group.setdefault((request.tenant, group), []), entry)
 
-    def remove(self, request: JobRequest, group: GroupKey) -> None:
+    def remove(self, request: JobRequest, group: QueueGroupKey) -> None:
         del self._requests[request.job_id]
-        entries = self._groups[request.tenant, group]
+        entries = self._entries_by_group[request.tenant, group]
         del entries[bisect.bisect_left(entries, self._entries.pop(request.job_id))]
         if not entries:
-            del self._groups[request.tenant, group]
+            del self._entries_by_group[request.tenant, group]
 
     def iterate(
         self,
         inputs: OrderInputs,
         *,
-        get_group_skip_reason: Callable[[str, GroupKey], str],
+        why_skip_queue_group: Callable[[str, QueueGroupKey], str],
         on_skip: Callable[[str, str], None],
     ) -> Iterator[JobRequest]:
         """Yield each job once, in order. Starts by the caller affect the order of the following jobs.
 
-        If `get_group_skip_reason` returns why no job of a group can start, `on_skip` is called with that
+        If `why_skip_queue_group` returns why no job of a group can start, `on_skip` is called with that
         reason for each remaining job of the group, and they are not yielded.
         """
-        by_tenant: dict[str, list[tuple[_QueueEntry, GroupKey, Iterator[_QueueEntry]]]] = {}
-        for (tenant, group), entries in self._groups.items():
+        by_tenant: dict[str, list[tuple[_QueueEntry, QueueGroupKey, Iterator[_QueueEntry]]]] = {}
+        for (tenant, group), entries in self._entries_by_group.items():
             rest = iter(tuple(entries))
             by_tenant.setdefault(tenant, []).append((next(rest), group, rest))
         version = 0
@@ -163,7 +163,7 @@ class JobQueue:
         while heads:
             key, tenant, job_id, key_version = heapq.heappop(heads)
             groups = by_tenant[tenant]
-            while groups and (why := get_group_skip_reason(tenant, groups[0][1])):
+            while groups and (why := why_skip_queue_group(tenant, groups[0][1])):
                 first, _, rest = heapq.heappop(groups)
                 for entry in (first, *rest):
                     on_skip(entry[2], why)

@@ -1,7 +1,7 @@
 """Policies by name: the built-in orders, and policies written by users in Python, which are isolated.
 
 A user's policy is any object with the methods `within` and `among` of order.Order. Two methods are optional:
-`allowed(request, node)` is a filter that returns why a kind of jobs may not run on a node, or ""
+`allowed(request, node)` is a filter that returns why jobs of a job class may not run on a node, or ""
 (cluster/filters.py documents its arguments); `cost(running, now)` is the cost of preempting a running job:
 the lowest is preempted first.
 

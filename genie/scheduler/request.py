@@ -138,7 +138,7 @@ class JobRequest(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def placement_fields(self) -> JobRequest:
-        """The fields that determine whether it fits; jobs with equal kinds fit alike."""
+        """The fields that determine whether it fits; jobs for which they are equal form a job class."""
         return JobRequest(
             job_id="",
             tenant=self.tenant,

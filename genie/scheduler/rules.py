@@ -21,7 +21,7 @@ class Rules:
     preemption_cost: victims.PreemptionCost = victims.lost_work_cost
     """Of preempting a job."""
     node_filter: NodeFilter | None = None
-    """Excludes nodes for kinds of jobs."""
+    """Excludes nodes for job classes."""
     allows_preemption: bool = True
     """Whether jobs are preempted or moved for others."""
     migrations_per_job_max: int = 2

@@ -13,7 +13,7 @@ from genie.scheduler.cluster.allocations import ClusterAllocations
 from genie.scheduler.decisions import Decision, Start, Wait
 from genie.scheduler.gpu_reservations import GpuReservations, Reservation
 from genie.scheduler.job_table import JobTable
-from genie.scheduler.order import GroupKey, OrderInputs
+from genie.scheduler.order import OrderInputs, QueueGroupKey
 from genie.scheduler.policies import IsolatedPolicy
 from genie.scheduler.preemption.victims import StartedJob
 from genie.scheduler.request import Allocation, JobRequest, NodeFacts, WorkerPlace
@@ -45,9 +45,9 @@ class Scheduler:
         return [job.request for job in self.job_table.queued_jobs.values()]
 
     @property
-    def queue_groups(self) -> list[tuple[JobRequest, GroupKey]]:
+    def requests_and_queue_groups(self) -> list[tuple[JobRequest, QueueGroupKey]]:
         """The queued jobs, each with the key of its group."""
-        return [(job.request, job.group_key) for job in self.job_table.queued_jobs.values()]
+        return [(job.request, job.queue_group_key) for job in self.job_table.queued_jobs.values()]
 
     @property
     def pending_decisions(self) -> list[Wait]:
@@ -55,14 +55,14 @@ class Scheduler:
         return [job.last_decision for job in self.job_table.queued_jobs.values()]
 
     @property
-    def queued_kind_count(self) -> int:
+    def queue_group_count(self) -> int:
         """Number of groups of equal jobs in the queue; a pass considers each."""
         return len(self.job_table.queue)
 
-    def is_kind_queued(self, request: JobRequest) -> bool:
+    def has_queue_group_of(self, request: JobRequest) -> bool:
         """Whether a job of the same group is queued."""
         return self.job_table.queue.has_group(
-            request.tenant, (self.job_table.kind_numbers.get_number(request), request.priority)
+            request.tenant, (self.job_table.job_class_numbers.get_number(request), request.priority)
         )
 
     def is_queued(self, job_id: str) -> bool:

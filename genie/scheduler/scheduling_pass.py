@@ -24,7 +24,7 @@ from genie.scheduler.decisions import Decision, Preempt, Start, Wait
 from genie.scheduler.feasibility import format_grouped_reasons
 from genie.scheduler.gpu_reservations import Reservation, busy_gpu_reason
 from genie.scheduler.job_table import JobTable, PendingJob
-from genie.scheduler.order import GroupKey, JobQueue
+from genie.scheduler.order import JobQueue, QueueGroupKey
 from genie.scheduler.preemption import migration, victims
 from genie.scheduler.preemption.victims import StartedJob
 from genie.scheduler.request import JobRequest, WorkerPlace
@@ -41,18 +41,18 @@ class SchedulingPass:
         self._decisions: list[Decision] = []
         self._changed_waits: dict[str, Wait] = {}
         """Changed pending reasons, by job."""
-        self._infeasible_reasons: dict[GroupKey, str] = {}
+        self._why_never_fits_by_group: dict[QueueGroupKey, str] = {}
         """Why no job of the group could start even if others ended."""
-        self._no_room_reasons: dict[GroupKey, str] = {}
+        self._why_no_room_by_group: dict[QueueGroupKey, str] = {}
         """Why no job of the group can start now. Further starts do not change that."""
-        self._would_delay_reasons: dict[GroupKey, str] = {}
+        self._why_delaying_by_group: dict[QueueGroupKey, str] = {}
         """The same for jobs that would not end before the reservation starts."""
-        self._unreclaimable_groups: set[GroupKey] = set()
+        self._groups_not_fitting_after_reclaim: set[QueueGroupKey] = set()
         """Groups for which preempting all jobs on borrowed quota is not enough."""
         self._is_projected_to_reservation = False
         """Whether the projection is at the start time of the reservation."""
         self._ignores_gpu_reservations = False
-        jobs.drop_stale_unsuitable_reasons()
+        jobs.drop_stale_no_suitable_node_reasons()
 
     def run(self) -> list[Decision]:
         jobs = self._jobs
@@ -61,7 +61,7 @@ class SchedulingPass:
             if not self._needs_full_pass:
                 queue = JobQueue(self._rules.order)
                 for job in arrivals:
-                    queue.add(job.request, job.group_key)
+                    queue.add(job.request, job.queue_group_key)
                 self._consider_all(queue, future)
             if self._needs_full_pass:
                 jobs.begin_full_pass()
@@ -106,15 +106,15 @@ class SchedulingPass:
         queued = self._jobs.queued_jobs
         inputs = self._jobs.order_inputs(self._now)
         for request in queue.iterate(
-            inputs, get_group_skip_reason=self._group_skip_reason, on_skip=self._record_skipped_job
+            inputs, why_skip_queue_group=self._why_skip_queue_group, on_skip=self._record_skipped_job
         ):
             if request.job_id not in skip:
                 self._consider_job(queued[request.job_id], future)
 
-    def _group_skip_reason(self, tenant: str, group: GroupKey) -> str:
+    def _why_skip_queue_group(self, tenant: str, group: QueueGroupKey) -> str:
         """Why no job of the group can start, regardless of time limits; empty if they must be considered."""
         _, priority = group
-        if why := self._infeasible_reason(group):
+        if why := self._why_group_never_fits(group):
             return why
         holder = self._jobs.reservation_holder
         if holder is None or tenant in self._rules.quotas.by_tenant:
@@ -122,13 +122,15 @@ class SchedulingPass:
         if (True, priority) > self._preemption_rank(holder.request):
             return ""
         return (
-            self._no_room_reasons.get(group, "")
+            self._why_no_room_by_group.get(group, "")
             if self._rules.allows_backfill
             else _behind_reservation_reason(holder.request)
         )
 
-    def _infeasible_reason(self, group: GroupKey) -> str:
-        return self._jobs.unsuitable_reasons.get(group[0], "") or self._infeasible_reasons.get(group, "")
+    def _why_group_never_fits(self, group: QueueGroupKey) -> str:
+        return self._jobs.no_suitable_node_reason_by_job_class.get(
+            group[0], ""
+        ) or self._why_never_fits_by_group.get(group, "")
 
     def _record_skipped_job(self, job_id: str, reason: str) -> None:
         reservation = self._jobs.reservation
@@ -140,7 +142,7 @@ class SchedulingPass:
 
     def _consider_job(self, job: PendingJob, future: FutureClusterState) -> None:
         request, holder = job.request, self._jobs.reservation_holder
-        why = self._infeasible_reason(job.group_key) or self._jobs.why_over_quota(request)
+        why = self._why_group_never_fits(job.queue_group_key) or self._jobs.why_over_quota(request)
         if why:
             return self._keep_pending(request, why)
         if holder is not None and self._preemption_rank(request) <= self._preemption_rank(holder.request):
@@ -151,7 +153,7 @@ class SchedulingPass:
             if self.try_start(request, "fits") is None:
                 self._preempt_or_reserve(job)
                 self._is_projected_to_reservation = False
-                self._would_delay_reasons.clear()
+                self._why_delaying_by_group.clear()
         if holder is not None and self._jobs.reservation_holder is holder:  # its places may be taken now
             self._renew_reservation(holder, future)
         return None
@@ -179,14 +181,14 @@ class SchedulingPass:
                 if start is None and self.try_start(request, "fits") is None:
                     self._preempt_or_reserve(holder)
         self._is_projected_to_reservation = False
-        self._would_delay_reasons.clear()
+        self._why_delaying_by_group.clear()
 
     def _renew_gpu_reservation(self, job: PendingJob, future: FutureClusterState) -> None:
         """Start the job if its GPUs are free, or reserve them again."""
         request, holder = job.request, self._jobs.reservation_holder
         if holder is None or self._preemption_rank(request) > self._preemption_rank(holder.request):
             return self._consider_job(job, future)
-        if why := self._infeasible_reason(job.group_key) or self._jobs.why_over_quota(request):
+        if why := self._why_group_never_fits(job.queue_group_key) or self._jobs.why_over_quota(request):
             return self._keep_pending(request, why)
         with self._override_gpu_reservations(request):
             self._backfill(job, holder.request, future)
@@ -303,7 +305,10 @@ class SchedulingPass:
         """Preempt jobs on borrowed quota for a job within its tenant's quota, even behind a reservation; only
         outside the reserved nodes, so that the reservation is not delayed."""
         request, reservation = job.request, self._jobs.reservation
-        is_possible = self._rules.allows_preemption and job.group_key not in self._unreclaimable_groups
+        is_possible = (
+            self._rules.allows_preemption
+            and job.queue_group_key not in self._groups_not_fitting_after_reclaim
+        )
         if reservation is None or not is_possible or not self._preemption_rank(request)[0]:
             return
         reserved = {place.node_id for place in reservation.places}
@@ -315,7 +320,7 @@ class SchedulingPass:
         ]
         eviction = self._plan_eviction(request, outside)
         if eviction is None or any(place.node_id in reserved for place in eviction.places):
-            self._unreclaimable_groups.add(job.group_key)
+            self._groups_not_fitting_after_reclaim.add(job.queue_group_key)
         else:
             self._preempt(request, eviction)
 
@@ -344,7 +349,9 @@ class SchedulingPass:
 
     def _preempt(self, request: JobRequest, eviction: victims.Eviction) -> None:
         running = self._jobs.running_jobs
-        to_stop = [job_id for job_id in eviction.victim_job_ids if not self._revoke_start(job_id, request)]
+        to_stop = [
+            job_id for job_id in eviction.victim_job_ids if not self._try_displace_start(job_id, request)
+        ]
         # With the planned number of workers: more could be on borrowed quota, and be preempted in turn.
         why = "higher rank than other queued jobs"
         if not to_stop and self._try_start_at_places(request, eviction.places, why) is not None:
@@ -364,14 +371,14 @@ class SchedulingPass:
         ]
         self._keep_pending(request, f"waiting for {', '.join(there) or 'preempted jobs'} to stop", at)
 
-    def _revoke_start(self, job_id: str, request: JobRequest) -> bool:
-        """Revoke a start of this pass; False if the job did not start in it."""
+    def _try_displace_start(self, job_id: str, request: JobRequest) -> bool:
+        """Revoke a start of this pass, in favour of `request`; False if the job did not start in it."""
         starts = [each for each in self._decisions if isinstance(each, Start) and each.job_id == job_id]
         if not starts:
             return False
         self._decisions.remove(starts[0])
         self._jobs.end_job(job_id, requeue=True)
-        self._no_room_reasons.clear()
+        self._why_no_room_by_group.clear()
         self._keep_pending(self._jobs.queued_jobs[job_id].request, f"displaced by {request.job_id}")
         return True
 
@@ -384,7 +391,7 @@ class SchedulingPass:
         with self._cluster.dry_run() as trial:
             count = trial.fewest_releases_to_fit(request, [running.allocation for running in ends])
             if count is None:
-                why = self._infeasible_reasons[job.group_key] = self._why_never_fits(request)
+                why = self._why_never_fits_by_group[job.queue_group_key] = self._why_never_fits(request)
                 return self._keep_pending(request, why)
             places = trial.place(request, request.workers_required)
             assert places is not None
@@ -419,12 +426,14 @@ class SchedulingPass:
         return f"does not fit on an empty cluster{reserved if len(gpu_reservations) else ''}"
 
     def _why_no_node_suitable(self, job: PendingJob) -> str:
-        """Why no node is suitable for jobs of this kind; cached while the nodes do not change."""
+        """Why no node is suitable for jobs of this job class; cached while the nodes do not change."""
         jobs = self._jobs
-        jobs.drop_stale_unsuitable_reasons()
-        if job.kind_number not in jobs.unsuitable_reasons:
-            jobs.set_unsuitable_reason(job.kind_number, self._find_why_no_node_suitable(job.request))
-        return jobs.unsuitable_reasons[job.kind_number]
+        jobs.drop_stale_no_suitable_node_reasons()
+        if job.job_class_number not in jobs.no_suitable_node_reason_by_job_class:
+            jobs.set_no_suitable_node_reason(
+                job.job_class_number, self._find_why_no_node_suitable(job.request)
+            )
+        return jobs.no_suitable_node_reason_by_job_class[job.job_class_number]
 
     def _find_why_no_node_suitable(self, request: JobRequest) -> str:
         cluster = self._cluster
@@ -447,39 +456,39 @@ class SchedulingPass:
 
     def _backfill(self, job: PendingJob, reservation_holder: JobRequest, future: FutureClusterState) -> None:
         """Start the job if that does not delay the reservation."""
-        request, group, cluster = job.request, job.group_key, self._cluster
+        request, group, cluster = job.request, job.queue_group_key, self._cluster
         reservation = self._jobs.reservation
         assert reservation is not None
         limit_s = math.inf if request.time_limit_s is None else request.time_limit_s
         ends_before = self._now + limit_s <= reservation.starts_at
-        why = self._no_room_reasons.get(group, "") or (
-            "" if ends_before else self._would_delay_reasons.get(group, "")
+        why = self._why_no_room_by_group.get(group, "") or (
+            "" if ends_before else self._why_delaying_by_group.get(group, "")
         )
         if why:
             return self._keep_pending(request, why)
         if not ends_before:
             self._project_to_reservation(future)
-        rejected = self._no_room_reasons
+        rejected = self._why_no_room_by_group
         for workers in range(request.workers, request.workers_required - 1, -1):
             if not self._may_start_workers(request, workers):
                 continue
             places = cluster.place(request, workers)
             if places is None:
                 continue
-            if ends_before or future.hold(request, places):
+            if ends_before or future.try_hold(request, places):
                 self._record_start(request, places, "backfilled")
                 return None
             cluster.release(request.job_id)
-            rejected = self._would_delay_reasons
+            rejected = self._why_delaying_by_group
             reserved = {place.node_id for place in reservation.places}
             places = cluster.place(request, workers, excluded_nodes=reserved)
-            if places is not None and future.hold(request, places):
+            if places is not None and future.try_hold(request, places):
                 self._record_start(request, places, "backfilled outside the reserved nodes")
                 return None
             if places is not None:
                 cluster.release(request.job_id)
         why = busy_gpu_reason(cluster, request, self._jobs.gpu_reservations)
-        if not why and rejected is self._no_room_reasons:  # the reservation may not be the cause
+        if not why and rejected is self._why_no_room_by_group:  # the reservation may not be the cause
             why = self._why_no_node_suitable(job) or cluster.why_affinity_unsatisfied(request)
             why = why or f"not enough free resources, and {_behind_reservation_reason(reservation_holder)}"
         rejected[group] = why = why or f"would delay {reservation_holder.job_id}, which has a reservation"
@@ -497,7 +506,7 @@ class SchedulingPass:
         for running in self._jobs.running_jobs.values():
             if running.ends_at <= reservation.starts_at:
                 future.release(running.allocation)
-        is_free = future.hold(holder.request, reservation.places)
+        is_free = future.try_hold(holder.request, reservation.places)
         assert is_free, "reserved places must be free at the start of the reservation"
 
 

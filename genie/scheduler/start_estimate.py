@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from genie.scheduler.cluster.dry_run import DryRun
 from genie.scheduler.gpu_reservations import Reservation
-from genie.scheduler.order import GroupKey, JobQueue, OrderInputs
+from genie.scheduler.order import JobQueue, OrderInputs, QueueGroupKey
 from genie.scheduler.preemption.victims import StartedJob
 from genie.scheduler.request import WHOLE_GPU_MILLI, Allocation, Amounts, JobRequest, WorkerPlace
 from genie.scheduler.scheduler import Scheduler
@@ -71,11 +71,11 @@ class _QueueSimulation:
         self._dry_run = dry_run
         self._now = now
         self._queue = JobQueue(scheduler.rules.order)
-        self._group_by_job: dict[str, GroupKey] = {}
+        self._group_by_job: dict[str, QueueGroupKey] = {}
         """By job."""
-        self._fit_key_by_group: dict[GroupKey, tuple[object, ...]] = {}
+        self._fit_key_by_group: dict[QueueGroupKey, tuple[object, ...]] = {}
         """What determines whether jobs of a group fit."""
-        for request, group in scheduler.queue_groups:
+        for request, group in scheduler.requests_and_queue_groups:
             self._queue.add(request, group)
             self._group_by_job[request.job_id] = group
             if group not in self._fit_key_by_group:
@@ -91,10 +91,10 @@ class _QueueSimulation:
         self._usage_by_tenant: dict[str, Amounts] = {}
         self._nonpreemptible_usage: dict[str, Amounts] = {}
         self._blocked_job = self._find_reservation_holder()
-        self._infeasible_groups: set[GroupKey] = set()
+        self._never_fitting_groups: set[QueueGroupKey] = set()
         self._fit_keys_without_room: set[tuple[object, ...]] = set()
         """Fit keys that do not fit at the current time."""
-        self._delaying_groups: set[GroupKey] = set()
+        self._reservation_delaying_groups: set[QueueGroupKey] = set()
         """Groups that would delay the blocked job at the current time, unless they end before."""
         self._cost_in_attempts = 0.0
         nodes_per_attempt = (
@@ -105,7 +105,7 @@ class _QueueSimulation:
     def estimate_start(self, target: JobRequest) -> StartEstimate:
         last = ""
         try:
-            while not self._run_pass(target):
+            while not self._run_pass_and_check_started(target):
                 if not self._jobs_with_limit and not self._jobs_without_limit:
                     return StartEstimate(None)
                 if not self._jobs_with_limit:
@@ -119,11 +119,11 @@ class _QueueSimulation:
 
     # -- one pass -----------------------------------------------------------------------------
 
-    def _run_pass(self, target: JobRequest) -> bool:
+    def _run_pass_and_check_started(self, target: JobRequest) -> bool:
         """Start what fits at the current time; True as soon as the target starts."""
         self._add_cost(1 + len(self._queue) / _QUEUED_JOBS_PER_ATTEMPT)
         self._fit_keys_without_room.clear()
-        self._delaying_groups.clear()
+        self._reservation_delaying_groups.clear()
         inputs = OrderInputs(self._now, self._cluster.capacity, self._usage_of, self._scheduler.rules.weights)
         blocked = self._blocked_job
         if blocked is not None and self._try_start(blocked.request):
@@ -131,17 +131,17 @@ class _QueueSimulation:
             if blocked.request.job_id == target.job_id:
                 return True
         for request in self._queue.iterate(
-            inputs, get_group_skip_reason=self._group_skip_reason, on_skip=lambda *_: None
+            inputs, why_skip_queue_group=self._why_skip_queue_group, on_skip=lambda *_: None
         ):
             is_blocked = self._blocked_job is not None and self._blocked_job.request is request
             if not is_blocked and self._try_start(request) and request.job_id == target.job_id:
                 return True
         return False
 
-    def _group_skip_reason(self, tenant: str, group: GroupKey) -> str:
+    def _why_skip_queue_group(self, tenant: str, group: QueueGroupKey) -> str:
         is_full = (
             self._fit_key_by_group.get(group) in self._fit_keys_without_room
-            or group in self._infeasible_groups
+            or group in self._never_fitting_groups
         )
         return "not enough free resources" if is_full else ""
 
@@ -161,14 +161,14 @@ class _QueueSimulation:
             self._record_start(request, places)
             return True
         self._fit_keys_without_room.add(self._fit_key_by_group[group])
-        if blocked is None and not request.shape.gpu_ids and not self._reserve_for_blocked_job(request):
-            self._infeasible_groups.add(group)
+        if blocked is None and not request.shape.gpu_ids and not self._try_reserve_for_blocked_job(request):
+            self._never_fitting_groups.add(group)
         return False
 
-    def _try_backfill(self, request: JobRequest, group: GroupKey, blocked: _BlockedJob) -> bool:
+    def _try_backfill(self, request: JobRequest, group: QueueGroupKey, blocked: _BlockedJob) -> bool:
         limit_s = request.time_limit_s
         ends_before = limit_s is not None and self._now + limit_s <= blocked.starts_at
-        if not ends_before and group in self._delaying_groups:
+        if not ends_before and group in self._reservation_delaying_groups:
             return False
         reserved = () if ends_before else {place.node_id for place in blocked.places}
         mark, places = self._dry_run.savepoint, self._place(request, excluded_nodes=reserved)
@@ -176,7 +176,7 @@ class _QueueSimulation:
             places = self._place(request)
             if places is not None and self._may_delay_reservation(blocked):
                 self._dry_run.roll_back_to(mark)
-                self._delaying_groups.add(group)
+                self._reservation_delaying_groups.add(group)
                 return False
         if places is None:
             self._fit_keys_without_room.add(self._fit_key_by_group[group])
@@ -216,11 +216,11 @@ class _QueueSimulation:
         reservation = self._scheduler.reservation
         if reservation is None or not all(map(self._cluster.accepts_placements, reservation.places)):
             return None
-        queued = {request.job_id: request for request, _ in self._scheduler.queue_groups}
+        queued = {request.job_id: request for request, _ in self._scheduler.requests_and_queue_groups}
         request = queued.get(reservation.job_id)
         return None if request is None else _BlockedJob(request, reservation.starts_at, reservation.places)
 
-    def _reserve_for_blocked_job(self, request: JobRequest) -> bool:
+    def _try_reserve_for_blocked_job(self, request: JobRequest) -> bool:
         """Reserve the places that are free first; False if it does not fit even after all jobs end."""
         ends = [running for _, _, running in sorted([*self._jobs_with_limit, *self._jobs_without_limit])]
         mark = self._dry_run.savepoint
@@ -245,7 +245,7 @@ class _QueueSimulation:
         for running in running_jobs:
             if running.ends_at <= blocked.starts_at:
                 self._dry_run.release(running.allocation)
-        is_free = self._dry_run.hold(blocked.request, blocked.places)
+        is_free = self._dry_run.try_hold(blocked.request, blocked.places)
         self._dry_run.roll_back_to(mark)
         return not is_free
 

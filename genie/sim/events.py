@@ -215,7 +215,7 @@ class _Simulation:
             now, changed = events[0][0], False
             while events and events[0][0] == now:
                 _, kind, _, name, epoch = heapq.heappop(events)
-                changed |= self._handle_event(kind, name, epoch, now)
+                changed |= self._handle_event_and_check_pass_needed(kind, name, epoch, now)
             if changed:
                 self._run_scheduling_pass(now)
                 decisions += 1
@@ -234,7 +234,7 @@ class _Simulation:
             policy_fault=self._scheduler.policy_fault,
         )
 
-    def _handle_event(self, kind: int, name: str, epoch: int, now: float) -> bool:
+    def _handle_event_and_check_pass_needed(self, kind: int, name: str, epoch: int, now: float) -> bool:
         """Handle one event and return whether a scheduling pass is needed."""
         if kind in (_END_EVENT, _PREEMPTED_EVENT):
             active = self._running_jobs.get(name)

@@ -177,19 +177,22 @@ async def _inject(cluster: SimCluster, kind: str, node: str, controller: str, du
             quota = QuotaRecord(tenant=world.random.choice(QUOTA_TENANTS), gpus=gpus, weight=duration_s)
             await _try_request(cluster, SetQuota(quota=quota))
         case "change_gpus" | "change_gpus_on_restart":
-            left = world.random.sample(
-                range(cluster.gpus_per_node), world.random.randint(0, cluster.gpus_per_node)
-            )
-            if kind == "change_gpus_on_restart":
-                cluster.crash(node, power_off=True)
-                await asyncio.sleep(min(duration_s, 8.0))
-            cluster.set_gpus(node, left)
-            cluster.restart(node)
+            await _change_gpus(cluster, node, duration_s, on_restart=kind == "change_gpus_on_restart")
         case "crash_node" | "power_node" | "restart_controller":
             host = controller if kind == "restart_controller" else node
             cluster.crash(host, power_off=kind == "power_node")
             await asyncio.sleep(duration_s)
             cluster.restart(host)
+
+
+async def _change_gpus(cluster: SimCluster, node: str, duration_s: float, *, on_restart: bool) -> None:
+    random = cluster.world.random
+    left = random.sample(range(cluster.gpus_per_node), random.randint(0, cluster.gpus_per_node))
+    if on_restart:
+        cluster.crash(node, power_off=True)
+        await asyncio.sleep(min(duration_s, 8.0))
+    cluster.set_gpus(node, left)
+    cluster.restart(node)
 
 
 async def _hang_store(cluster: SimCluster, duration_s: float) -> None:

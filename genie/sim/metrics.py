@@ -81,8 +81,10 @@ def summarise(run: SimulatedRun) -> Summary:
         if record.first_started_s is not None and record.ended_s is not None
     ]
     waits = [_wait_s(record) for record in records]
-    whole = _utilisation(run, until_s=math.inf)
-    arriving = _utilisation(run, until_s=max((record.job.submitted_s for record in records), default=0.0))
+    whole = _utilization_total_and_while_pending(run, until_s=math.inf)
+    arriving = _utilization_total_and_while_pending(
+        run, until_s=max((record.job.submitted_s for record in records), default=0.0)
+    )
     return Summary(
         finished_jobs=len(records),
         infeasible_jobs=len(run.infeasible_job_ids),
@@ -190,7 +192,7 @@ def _completion_s(record: SimJobResult) -> float:
     return record.ended_s - record.job.submitted_s
 
 
-def _utilisation(run: SimulatedRun, *, until_s: float) -> tuple[float, float, float]:
+def _utilization_total_and_while_pending(run: SimulatedRun, *, until_s: float) -> tuple[float, float, float]:
     """Return the utilization, the utilization while jobs are pending, and the fraction of that time."""
     whole = used = whole_waiting = used_waiting = span_s = waiting_s = 0.0
     for sample, following in zip(run.usage_samples, run.usage_samples[1:], strict=False):

@@ -468,7 +468,7 @@ class TreeWalker {
   char path_[kPathMax];
 };
 
-bool read_all(int fd, uint8_t* into, uint64_t size) {
+bool try_read_all(int fd, uint8_t* into, uint64_t size) {
   for (uint64_t done = 0; done < size;) {
     const ssize_t count = read(fd, into + done, size - done);
     if (count < 0 && errno == EINTR) continue;
@@ -478,7 +478,7 @@ bool read_all(int fd, uint8_t* into, uint64_t size) {
   return true;
 }
 
-bool write_all(int fd, const uint8_t* from, uint64_t size) {
+bool try_write_all(int fd, const uint8_t* from, uint64_t size) {
   for (uint64_t done = 0; done < size;) {
     const ssize_t count = write(fd, from + done, size - done);
     if (count < 0 && errno == EINTR) continue;
@@ -509,7 +509,7 @@ int read_small_file(OpenDirectories* folders, const TreeRecord& record, uint32_t
   if (fd < 0) return 1;
   struct stat before, after;
   const bool is_whole = fstat(fd, &before) == 0 && is_as_recorded(before, record) && !is_sparse(before) &&
-                        read_all(fd, into + sizeof(FileFrameHeader), record.header.size) &&
+                        try_read_all(fd, into + sizeof(FileFrameHeader), record.header.size) &&
                         fstat(fd, &after) == 0 && is_as_recorded(after, record);
   close(fd);
   if (!is_whole) return 1;
@@ -537,7 +537,7 @@ int stage_file(int objects, const FileFrameHeader& frame, const uint8_t* data, c
       openat(objects, name, O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, frame.mode & 0777);
   if (fd < 0) return errno == EEXIST ? 0 : errno;
   const timespec times[2] = {{0, UTIME_OMIT}, to_timespec(frame.mtime_ns)};
-  int error = write_all(fd, data, frame.size) && futimens(fd, times) == 0 ? 0 : errno;
+  int error = try_write_all(fd, data, frame.size) && futimens(fd, times) == 0 ? 0 : errno;
   if (close(fd) < 0 && error == 0) error = errno;
   if (error != 0) unlinkat(objects, name, 0);
   return error;

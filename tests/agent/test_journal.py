@@ -52,17 +52,17 @@ def test_journal_is_locked_by_one_agent(journal: Journal) -> None:
 
 
 def test_highest_leader_token_is_stored(journal: Journal) -> None:
-    assert journal.accept_leader_token(3, message_name="an order")
-    assert not journal.accept_leader_token(3, message_name="an order")
+    assert journal.accept_leader_token_and_check_new(3, message_name="an order")
+    assert not journal.accept_leader_token_and_check_new(3, message_name="an order")
     journal.store_leader_token()
     with pytest.raises(FencedError, match="an order rejected: its leader token, revision 2 of generation 0"):
-        reopen(journal).accept_leader_token(2, message_name="an order")
+        reopen(journal).accept_leader_token_and_check_new(2, message_name="an order")
 
 
 @pytest.mark.parametrize("name", ["fence.json", "incarnation"])
 def test_damaged_journal_file_raises_and_is_not_replaced(journal: Journal, name: str) -> None:
     journal.begin_incarnation()
-    journal.accept_leader_token(3, message_name="an order")
+    journal.accept_leader_token_and_check_new(3, message_name="an order")
     journal.store_leader_token()
     (journal.node_dir / name).write_bytes(b"{")
     with pytest.raises(StoreCorruptError, match=name):

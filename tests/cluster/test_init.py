@@ -447,7 +447,7 @@ async def test_waiting_for_the_previous_session_counts_against_the_timeout(
 
 async def test_time_before_the_phases_counts_against_the_timeout(controller: SmallController) -> None:
     settings = init_module.load_settings((), {"timeout": 5.0, **QUIET_SETTINGS})
-    run, _ = init_module.get_or_start_session(settings, began_s=time.monotonic() - 5.0)
+    run, _ = init_module.get_session_and_is_started_here(settings, began_s=time.monotonic() - 5.0)
     assert isinstance(await _await_error(asyncio.wrap_future(run.ready)), DeadlineError)
     await asyncio.wrap_future(run.finished)
 
@@ -463,7 +463,7 @@ async def test_close_timeout_of_a_worker_includes_the_grace_period(
 
 async def test_failed_phase_is_the_last_event(controller: SmallController, unused_tcp_port: int) -> None:
     seen: list[ClusterEvent] = []
-    run, _ = init_module.get_or_start_session(
+    run, _ = init_module.get_session_and_is_started_here(
         init_module.load_settings(("127.0.0.1", unused_tcp_port), QUIET_SETTINGS), began_s=time.monotonic()
     )
     run._events.subscribe(EventType.INIT_PHASE, seen.append)

@@ -87,9 +87,9 @@ async def test_clients_get_a_retry_time_and_no_address_while_the_store_is_unavai
             assert error.retry_after_s == STORE_RETRY_AFTER_S
             assert "store is unavailable" in error.message and "try again in 5 s" in error.hint
             assert "127.0.0.1" not in str(error) and "etcd" not in str(error)
-        (alarm,) = (await owner.status()).alarms
-        assert alarm.startswith("the store is unavailable: ") and etcd.endpoint in alarm
-        assert (await user.status()).alarms == ()
+        assert etcd.endpoint in (await _error_of(owner.submit(gpus=1))).hint
+        assert etcd.endpoint in (await owner.status()).store_reason
+        assert (await user.status()).store_reason == ""
 
 
 def _with_other_id(token: str) -> str:

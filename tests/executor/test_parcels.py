@@ -328,7 +328,10 @@ def test_number_of_pending_fetches_is_limited(monkeypatch: pytest.MonkeyPatch) -
     with executor_with_client() as (executor, client), ExitStack() as stack:
         for number in range(1, 11):
             stack.enter_context(open_fetch(executor.port, number))
-        with pytest.raises(DeviceUnavailableError, match="10 pending fetches"), open_fetch(executor.port, 11):
+        with (
+            pytest.raises(DeviceUnavailableError, match="10 connections that fetch parcels"),
+            open_fetch(executor.port, 11),
+        ):
             pass
         client.publish_parcel(1, client.floats(1))
         assert client.sync() is None

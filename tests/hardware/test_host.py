@@ -144,5 +144,5 @@ def test_load_is_none_if_the_system_has_none(monkeypatch: pytest.MonkeyPatch) ->
         raise OSError("no load average")
 
     monkeypatch.setattr(os, "getloadavg", absent)
-    monkeypatch.setattr(host, "_cpu_seconds", lambda: (1.0, 2.0))
+    monkeypatch.setattr(host, "_busy_and_total_cpu_s", lambda: (1.0, 2.0))
     assert CpuMeter().read() == CpuReading(cores=os.cpu_count() or 1, load_1m=None, busy_pct=None)

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from genie.native.prebuild import build_in_background, prebuild_command
+from genie.native.prebuild import prebuild_command, try_build_in_background
 from tests.waiting import until
 
 
 async def run_background_build(command: Sequence[str]) -> bool:
-    return await build_in_background(command, what="the library", consequence="it will not work here")
+    return await try_build_in_background(command, what="the library", consequence="it will not work here")
 
 
 async def test_built_library_logs_one_line(caplog: pytest.LogCaptureFixture) -> None:

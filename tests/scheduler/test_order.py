@@ -22,7 +22,7 @@ def iteration_order(queue: JobQueue, held: dict[str, Amounts] | None = None, ski
     found = []
     for request in queue.iterate(
         inputs,
-        get_group_skip_reason=lambda tenant, _: "no" if tenant == skipped else "",
+        why_skip_queue_group=lambda tenant, _: "no" if tenant == skipped else "",
         on_skip=lambda job, _: notified.append(job),
     ):
         found.append(request.job_id)
@@ -60,7 +60,7 @@ def test_job_removed_during_iteration_is_not_yielded() -> None:
     assert iteration_order(queue) == ["a1", "a3", "b1", "b2"]
     inputs = OrderInputs(0.0, Amounts(8000), lambda tenant: Amounts(), {})
     found = []
-    for request in queue.iterate(inputs, get_group_skip_reason=lambda *_: "", on_skip=lambda *_: None):
+    for request in queue.iterate(inputs, why_skip_queue_group=lambda *_: "", on_skip=lambda *_: None):
         found.append(request.job_id)
         if request.job_id == "a1":
             queue.remove(requests["b1"], (1, 0))

@@ -206,12 +206,12 @@ def test_queue_with_an_inconsistent_policy_yields_every_job_once() -> None:
     inputs = OrderInputs(0.0, Amounts(8000), lambda _: Amounts(), {})
     walked = [
         each.job_id
-        for each in queue.iterate(inputs, get_group_skip_reason=lambda *_: "", on_skip=lambda *_: None)
+        for each in queue.iterate(inputs, why_skip_queue_group=lambda *_: "", on_skip=lambda *_: None)
     ]
     assert sorted(walked) == [f"j{number}" for number in range(9)]
     for request in requests:
         queue.remove(request, (0, 0))
-    assert list(queue.iterate(inputs, get_group_skip_reason=lambda *_: "", on_skip=lambda *_: None)) == []
+    assert list(queue.iterate(inputs, why_skip_queue_group=lambda *_: "", on_skip=lambda *_: None)) == []
 
 
 # --- filters ------------------------------------------------------------------------------------

@@ -414,7 +414,7 @@ def test_job_that_would_delay_a_reservation_starts_elsewhere() -> None:
     assert harness.allocations.allocations_by_job["short"].places[0].node_id == "n1"
 
 
-def test_displacing_a_start_of_the_same_pass_renews_the_reservation() -> None:
+def test_job_that_displaces_a_start_of_the_same_pass_delays_the_reservation_of_another_job() -> None:
     """The reservation has a lower rank, and its places are taken now."""
     harness = SchedulerHarness(node("n"), rules=Rules(order=FairShare()))
     harness.submit("runs", gpus=2, time_limit_s=100.0)

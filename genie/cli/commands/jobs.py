@@ -122,7 +122,9 @@ def jobs(
     states = _check_states(state or [])
     most = parse_integer(limit, what="--limit", low=1, high=LIST_MAX)
     settings = invocation.load_settings()
-    found, more = asyncio.run(_fetch_jobs(settings, wanted=states, everything=everything, limit=most))
+    found, more = asyncio.run(
+        _fetch_jobs_and_has_more(settings, wanted=states, everything=everything, limit=most)
+    )
     if as_json:
         output.write_json({"jobs": [output.struct_to_json(job) for job in found], "more": more})
         return
@@ -279,7 +281,7 @@ async def _submit_with_progress(client: ClusterClient, spec: JobSpec, workdir: P
         progress.close()
 
 
-async def _fetch_jobs(
+async def _fetch_jobs_and_has_more(
     settings: Settings, *, wanted: list[str], everything: bool, limit: int
 ) -> tuple[list[Job], bool]:
     from genie.cluster.client import open_client

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _QUEUE_COLUMNS = ("#", "job", "name", "tenant", "request", "priority", "age", "expected start", "reason")
 _QUEUE_DROPPABLE_COLUMNS = ("priority", "age", "name")
 _TENANT_COLUMN_INDEX = _QUEUE_COLUMNS.index("tenant")
-_BLOCKED_COLUMNS = ("count", "nodes", "blocked", "reason")
+_BLOCKED_COLUMNS = ("node count", "nodes", "blocked", "reason")
 _HISTORY_COLUMNS = ("time", "state", "reason")
 _NODE_NAMES_SHOWN_MAX = 3
 
@@ -39,7 +39,7 @@ def queue(
 ) -> None:
     """List pending jobs in scheduling order, with the pending reason of each."""
     most = parse_integer(limit, what="--limit", low=1, high=LIST_MAX)
-    reply, is_owner = asyncio.run(_fetch_queue(invocation.load_settings(), limit=most))
+    reply, is_owner = asyncio.run(_fetch_queue_and_is_owner(invocation.load_settings(), limit=most))
     if as_json:
         output.write_json(output.struct_to_json(reply))
         return
@@ -85,7 +85,7 @@ def explain(
     output.write_table(_HISTORY_COLUMNS, steps)
 
 
-async def _fetch_queue(settings: Settings, *, limit: int) -> tuple[QueueReply, bool]:
+async def _fetch_queue_and_is_owner(settings: Settings, *, limit: int) -> tuple[QueueReply, bool]:
     from genie.cluster.client import open_client
 
     async with open_client(settings) as client:

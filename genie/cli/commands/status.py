@@ -22,10 +22,10 @@ _NODE_COLUMNS = (
     "address",
     "cpus allocated",
     "host memory allocated",
-    "heartbeat",
+    "last heartbeat",
     "reason",
 )
-_NODE_DROPPABLE_COLUMNS = ("address", "heartbeat", "cpus allocated")
+_NODE_DROPPABLE_COLUMNS = ("address", "last heartbeat", "cpus allocated")
 _GPU_COLUMNS = ("node", "gpu", "accelerator", "memory total", "memory used", "utilization", "temp", "jobs")
 _GPU_DROPPABLE_COLUMNS = ("temp", "utilization")
 

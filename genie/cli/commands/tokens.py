@@ -77,7 +77,7 @@ def create(
             validate_name(value, what=option)
     ttl_s = None if ttl is None else parse_duration(ttl, what="--ttl")
     created, where = asyncio.run(
-        _create_token(
+        _create_token_and_get_address(
             invocation.load_settings(),
             kind=_token_kind(join=join, server=server),
             name=name,
@@ -146,7 +146,7 @@ def _token_kind(*, join: bool, server: bool) -> TokenKind:
     return TokenKind.JOIN if join else TokenKind.USER
 
 
-async def _create_token(
+async def _create_token_and_get_address(
     settings: Settings, *, kind: TokenKind, name: str, tenant: str, ttl_s: float | None
 ) -> tuple[TokenCreated, str]:
     from genie.cluster.client import open_client

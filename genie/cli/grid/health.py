@@ -35,12 +35,21 @@ _NODE_COLUMNS = (
     "cpu load",
     "gpus",
     "gpu memory used",
-    "temp",
+    "hottest gpu",
     "disk free",
     "reason",
 )
-_NODE_DROPPABLE_COLUMNS = ("disk free", "temp", "gpu memory used")
-_GPU_COLUMNS = ("node", "gpu", "name", "gpu memory", "gpu memory used", "utilization", "temp", "ecc errors")
+_NODE_DROPPABLE_COLUMNS = ("disk free", "hottest gpu", "gpu memory used")
+_GPU_COLUMNS = (
+    "node",
+    "gpu",
+    "name",
+    "gpu memory total",
+    "gpu memory used",
+    "utilization",
+    "temp",
+    "ecc errors",
+)
 _CLEAR_SCREEN = "\x1b[H\x1b[2J"
 _ENTER_ALTERNATE_SCREEN, _LEAVE_ALTERNATE_SCREEN = "\x1b[?1049h", "\x1b[?1049l"
 _INTERVAL_S_MAX = 3600.0
@@ -273,7 +282,7 @@ def _write_node_and_gpu_tables(nodes: Sequence[NodeHealth]) -> None:
     rows = [_gpu_row(node.name, gpu) for node in nodes if node.readings for gpu in node.readings.gpus]
     if rows:
         output.write_line("")
-        output.write_table(_GPU_COLUMNS, rows, droppable=("ecc errors", "gpu memory"))
+        output.write_table(_GPU_COLUMNS, rows, droppable=("ecc errors", "gpu memory total"))
 
 
 def _node_row(node: NodeHealth) -> tuple[str, ...]:

@@ -196,7 +196,7 @@ def stop(invocation: Invocation, *, as_json: JsonOption = False) -> None:
             ]
             for each in reports
         ]
-        output.write_table(("node", "role", "stopped", "killed", "message"), rows)
+        output.write_table(("node", "role", "processes stopped", "processes killed", "message"), rows)
     raise typer.Exit(max(report.exit_code for report in reports))
 
 
@@ -375,5 +375,5 @@ def _write_cluster_view(view: ClusterView) -> None:
         ]
         for each in view.nodes
     ]
-    columns = ("node", "state", "role", "address", "cpus", "gpus", "processes", "message")
-    output.write_table(columns, rows, droppable=("address", "processes"))
+    columns = ("node", "state", "role", "address", "cpus", "gpus", "processes alive", "message")
+    output.write_table(columns, rows, droppable=("address", "processes alive"))

@@ -91,7 +91,7 @@ class SessionRun:
         self._is_returned_to_caller = True
         return state
 
-    def remove_waiter(self) -> bool:
+    def remove_waiter_and_end_if_unused(self) -> bool:
         """Removes a caller that no longer waits. Ends the session and returns True if it was the last one."""
         with self._lock:
             self._waiter_count -= 1

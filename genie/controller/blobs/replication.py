@@ -107,8 +107,9 @@ class BlobReplication:
         self._make_client_tls = client_tls
         self._notifier = ChangeNotifier(clock)
         self._peers: dict[str, _Peer] = {}
-        self._requested: OrderedDict[str, None] = OrderedDict()
-        """Blobs that jobs are about to need."""
+        self._requested: OrderedDict[str, float] = OrderedDict()
+        """By blob that a job is about to need: since when. Older ones are ignored: each check marks a blob as
+        used, and those that no job needs must remain evictable."""
         self._fetched: set[str] = set()
         self._fetching: set[str] = set()
         self._wake = asyncio.Event()
@@ -137,7 +138,7 @@ class BlobReplication:
 
     def request(self, name: str) -> None:
         """Copy a blob, or fetch it, as soon as possible."""
-        self._requested[name] = None
+        self._requested[name] = self._clock.monotonic_s()
         self._requested.move_to_end(name)
         while len(self._requested) > _REQUESTED_NAMES_MAX:
             self._requested.popitem(last=False)
@@ -225,10 +226,12 @@ class BlobReplication:
 
     def _names_to_check(self, peer: _Peer) -> list[str]:
         """Requested blobs first, then needed ones, that were not compared recently."""
+        due_s = self._clock.monotonic_s() - _CHECK_INTERVAL_S
+        while self._requested and next(iter(self._requested.values())) <= due_s:
+            self._requested.popitem(last=False)
         wanted = dict.fromkeys((*reversed(self._requested), *self._get_needed()))
         for name in peer.checked_s.keys() - wanted.keys():
             peer.forget_blob(name)
-        due_s = self._clock.monotonic_s() - _CHECK_INTERVAL_S
         return [name for name in wanted if peer.checked_s.get(name, due_s) <= due_s]
 
     async def _compare_blobs(self, address: str, peer: _Peer, names: list[str]) -> None:

@@ -36,7 +36,7 @@ from genie.scheduler.scheduler import Scheduler
 
 _log = logging.getLogger(__name__)
 
-PENDING_JOB_KINDS_MAX = 1000
+PENDING_QUEUE_GROUPS_MAX = 1000
 """Groups of pending jobs with the same tenant and resource request. Each costs time in every pass."""
 CACHE_REFRESH_EVALUATIONS_MAX = 20_000
 """Evaluations of a request on a node per refresh: below a millisecond (benchmarks/bench_scheduler.py)."""
@@ -134,11 +134,11 @@ class Planner:
             job_request(_hypothetical_job(spec, tenant), self._to_shape(spec))
         )
 
-    def accepts_job_kind(self, spec: JobSpec, tenant: str) -> bool:
-        """Whether fewer than PENDING_JOB_KINDS_MAX kinds of jobs are pending, or one of them is like this."""
-        if self._is_scheduler_stale or self._scheduler.queued_kind_count < PENDING_JOB_KINDS_MAX:
+    def accepts_queue_group_of(self, spec: JobSpec, tenant: str) -> bool:
+        """Whether fewer than PENDING_QUEUE_GROUPS_MAX queue groups are pending, or one is of this job."""
+        if self._is_scheduler_stale or self._scheduler.queue_group_count < PENDING_QUEUE_GROUPS_MAX:
             return True
-        return self._scheduler.is_kind_queued(
+        return self._scheduler.has_queue_group_of(
             job_request(_hypothetical_job(spec, tenant), self._to_shape(spec))
         )
 

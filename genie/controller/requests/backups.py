@@ -16,7 +16,7 @@ from genie.controller.backups.backup import StoreSource, open_store_source
 from genie.controller.connection import Connection, Handlers
 from genie.controller.ledger import Ledger
 from genie.controller.store import Store
-from genie.errors import BackupError, StoreUnavailableError
+from genie.errors import BackupError, OverloadedError
 from genie.model.messages import (
     CHUNK_BYTES_MAX,
     BackupChunk,
@@ -30,6 +30,7 @@ from genie.processes.clock import Clock
 
 _log = logging.getLogger(__name__)
 
+_BUSY_RETRY_AFTER_S = 5.0
 IDLE_TIMEOUT_S = 60.0
 """An open snapshot of the embedded store costs space and time for each write, so it must not stay open."""
 
@@ -66,9 +67,7 @@ class BackupRequests:
     async def _open_backup(self) -> BackupOpened:
         await self.close_if_idle()
         if self._open is not None:
-            raise StoreUnavailableError(
-                "another backup of the store is running", hint="try again when it has finished"
-            )
+            raise OverloadedError("another backup of the store is running", retry_after_s=_BUSY_RETRY_AFTER_S)
         async with AsyncExitStack() as stack:
             source = await stack.enter_async_context(open_store_source(self._store))
             opened = _OpenBackup(secrets.token_hex(8), source, stack.pop_all(), self._clock.monotonic_s())

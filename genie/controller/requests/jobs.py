@@ -16,7 +16,7 @@ from genie.controller.election import Election
 from genie.controller.jobs.catalog import JobCatalog
 from genie.controller.jobs.lifecycle import JobLifecycle
 from genie.controller.jobs.submission import JobSubmission
-from genie.controller.placement.planner import PENDING_JOB_KINDS_MAX, Planner
+from genie.controller.placement.planner import PENDING_QUEUE_GROUPS_MAX, Planner
 from genie.controller.requests.open_waits import OpenWaits, too_many_open_error
 from genie.controller.requests.reply_size import truncate_to_reply
 from genie.errors import JobRefusedError, QueueFullError, WorkdirError
@@ -94,9 +94,9 @@ class JobRequests:
                 hint="change the request; 'genie nodes' lists the nodes and their hardware",
             )
         check_quota_allows(self._planner, spec, tenant=identity.tenant)
-        if not self._planner.accepts_job_kind(spec, identity.tenant):
+        if not self._planner.accepts_queue_group_of(spec, identity.tenant):
             raise QueueFullError(
-                f"{PENDING_JOB_KINDS_MAX} different kinds of jobs are pending already",
+                f"{PENDING_QUEUE_GROUPS_MAX} different kinds of jobs are pending already",
                 hint="use the same resource request as other jobs, or try again later",
             )
         if spec.workdir is not None:

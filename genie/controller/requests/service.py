@@ -161,7 +161,7 @@ class RequestService:
             else handler(connection, request)
         )
         return self._request_limits.await_counted_in_flight(
-            usage, _without_store_details(reply), size_bytes=size_bytes
+            usage, _without_store_details(reply, is_owner=usage.is_owner), size_bytes=size_bytes
         )
 
     def _charge_request(self, connection: Connection, usage: TokenUsage, request: Message) -> None:
@@ -258,13 +258,14 @@ class RequestService:
         return self._admission.sign_executor(connection.identity.name, request)
 
 
-async def _without_store_details(reply: Awaitable[Message]) -> Message:
-    """Await a reply to a client. The addresses of the store are for the owner only ('genie status')."""
+async def _without_store_details(reply: Awaitable[Message], *, is_owner: bool) -> Message:
+    """Await a reply to a client. Only the owner sees the cause of an outage: it contains addresses."""
     try:
         return await reply
     except StoreUnavailableError as error:
         raise StoreUnavailableError(
             "the cluster cannot make changes: its store is unavailable",
-            hint=f"running jobs continue; try again in {STORE_RETRY_AFTER_S:g} s",
+            hint=f"running jobs continue; try again in {STORE_RETRY_AFTER_S:g} s"
+            + (f"; the cause: {error.message}" if is_owner else ""),
             retry_after_s=STORE_RETRY_AFTER_S,
         ) from error

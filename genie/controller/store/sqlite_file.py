@@ -231,7 +231,9 @@ class SqliteFile:
             raise self._to_store_error(error) from error
         try:
             self._check_is_genie_store()
-            self._prepare_database(size_bytes_max)
+            self._set_pragmas(size_bytes_max)
+            self._create_or_migrate_schema()
+            self._revoke_leases_of_last_process()
         except sqlite3.Error as error:
             self._database.close()
             raise self._to_store_error(error) from error
@@ -257,7 +259,7 @@ class SqliteFile:
                 hint="install the newer Genie that wrote it, or use another state directory",
             )
 
-    def _prepare_database(self, size_bytes_max: int) -> None:
+    def _set_pragmas(self, size_bytes_max: int) -> None:
         if self._pragma("journal_mode = WAL") != "wal":
             raise StoreUnavailableError(f"the file system of {self.path} does not support a write-ahead log")
         self._database.execute("PRAGMA synchronous = FULL")
@@ -266,6 +268,9 @@ class SqliteFile:
         self._database.execute(f"PRAGMA cache_size = -{PAGE_CACHE_KIB}")
         page_bytes = self._pragma("page_size")
         self._database.execute(f"PRAGMA max_page_count = {max(1, size_bytes_max // page_bytes)}")
+
+    def _create_or_migrate_schema(self) -> None:
+        """Also reads the revision, and begins the history with it."""
         is_new = self._is_new_file()
         if is_new:
             self._make_schema()
@@ -276,7 +281,8 @@ class SqliteFile:
         self._history = History(revision=known, revisions_max=self._history_revisions)
         if is_new:
             self._history.append_revision(())  # the first revision changed nothing
-        # Leases ended with the process that had the file open.
+
+    def _revoke_leases_of_last_process(self) -> None:
         (cleared,) = self._run_transaction([SqliteFile._revoke_all_leases])
         if isinstance(cleared, GenieError):
             raise cleared

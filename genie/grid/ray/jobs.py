@@ -79,7 +79,7 @@ class RayJobs:
             try:
                 info = await self.info(job, head=head)
                 done = str(info.get("status")) not in _UNFINISHED_STATUSES
-                offset, more = await self._read_log_from_head(
+                offset, more = await self._read_log_from_head_and_get_next_offset(
                     head, job, offset, on_output, wait_s=0 if done else LOG_WAIT_S
                 )
                 failures = 0
@@ -112,7 +112,7 @@ class RayJobs:
         except RayError:
             return None
 
-    async def _read_log_from_head(
+    async def _read_log_from_head_and_get_next_offset(
         self, head: str, job: str, offset: int, on_output: Callable[[bytes], None], *, wait_s: float
     ) -> tuple[int, bool]:
         args = {"job": job, "offset": offset, "wait_s": wait_s}

@@ -158,7 +158,7 @@ class RequestLoop:
         except OpError as error:
             self._respond_with_error(request, error.reason, str(error))
         except OSError as error:
-            self._respond_with_error(request, *describe_os_error(error))
+            self._respond_with_error(request, *reason_and_text_of_os_error(error))
         except Exception as error:
             import traceback
 
@@ -196,7 +196,7 @@ def _reject_unknown_op(args: OpArgs, blob: bytes) -> OpReply:
     raise OpError("the helper on the node has no such op", reason="unknown")
 
 
-def describe_os_error(error: OSError) -> tuple[str, str]:
+def reason_and_text_of_os_error(error: OSError) -> tuple[str, str]:
     """Return the reason for callers to distinguish, and the text."""
     where = ": " + str(error.filename) if error.filename else ""
     return _REASON_BY_ERRNO.get(error.errno or 0, "os"), (error.strerror or str(error)) + where

@@ -95,7 +95,7 @@ def _read_parts(
         _read_part(results, name, part)
     for name, part in threaded.items():
         thread = threading.Thread(target=_read_part, args=(results, name, part), daemon=True)
-        if _start_part_thread(name, thread, deadline):
+        if _try_start_part_thread(name, thread, deadline):
             started[name] = thread
         else:
             failed[name] = "a previous reading still hangs"
@@ -112,7 +112,7 @@ def _read_parts(
     return found
 
 
-def _start_part_thread(name: str, thread: threading.Thread, deadline: float) -> bool:
+def _try_start_part_thread(name: str, thread: threading.Thread, deadline: float) -> bool:
     """Start the thread after any previous one of this part; False if that one is past its deadline."""
     while True:
         with _THREAD_BY_PART_LOCK:
@@ -350,12 +350,12 @@ def _read_amd_names(program: str, deadline: float) -> dict[int, tuple[str, str]]
     try:
         body = _parse_json(_run_program([program, "static", "--asic", "--json"], deadline))
         cards = body.get("gpu_data", []) if isinstance(body, dict) else body
-        return {int(card["gpu"]): _parse_asic(card.get("asic") or {}) for card in cards}
+        return {int(card["gpu"]): _asic_name_and_serial(card.get("asic") or {}) for card in cards}
     except (OpError, OSError, ValueError, KeyError, TypeError, AttributeError):
         return {}
 
 
-def _parse_asic(asic: Any) -> tuple[str, str]:
+def _asic_name_and_serial(asic: Any) -> tuple[str, str]:
     return str(asic.get("market_name", "")), str(asic.get("asic_serial", ""))
 
 

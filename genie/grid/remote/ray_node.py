@@ -43,7 +43,7 @@ def read_facts(args: OpArgs, blob: bytes) -> OpReply:
     """Return the Ray installation, address, number of GPUs and cluster record of this node."""
     root = _remote_root(args)
     program = _find_ray(root)
-    version, python = _read_versions(program) if program else ("", "")
+    version, python = _read_ray_and_python_versions(program) if program else ("", "")
     return {
         "root": root,
         "address": _find_own_address(),
@@ -90,7 +90,7 @@ def _start_locked(folder: str, args: OpArgs, token: bytes) -> OpReply:
         _write_python_modules(folder, args)
         _run_ray_start(folder, args, entry)
     except BaseException:
-        _stop_processes(entry, grace_s=1.0)
+        _stop_processes_and_count_killed(entry, grace_s=1.0)
         _remove_cluster_files(folder, entry)
         raise
     return _with_alive_count(entry)
@@ -114,7 +114,7 @@ def _stop_locked(root: str, args: OpArgs, forget: bool = True) -> OpReply:
         return {"was": None, "ended": 0, "killed": 0}
     if args.get("cluster") and args["cluster"] != entry["cluster"]:
         raise OpError("another cluster is running on this node: " + entry["cluster"], reason="other")
-    ended, killed, left = _stop_processes(entry, grace_s=float(args["grace_s"]))
+    ended, killed, left = _stop_processes_and_count_killed(entry, grace_s=float(args["grace_s"]))
     if left:
         raise OpError("could not stop these processes: " + ", ".join(map(str, left[:20])), reason="left")
     if forget:
@@ -158,13 +158,13 @@ def read_job_log(args: OpArgs, blob: bytes) -> OpReply:
     path = os.path.join(entry["session_dir"], "logs", "job-driver-" + name + ".log")
     deadline = time.monotonic() + min(float(args["wait_s"]), 30.0)
     while True:
-        there, data = _read_file_from(path, int(args["offset"]))
+        there, data = _exists_and_bytes_from(path, int(args["offset"]))
         if data or time.monotonic() >= deadline:
             return {"there": there, "next": int(args["offset"]) + len(data)}, data
         time.sleep(0.1)
 
 
-def _read_file_from(path: str, offset: int) -> tuple[bool, bytes]:
+def _exists_and_bytes_from(path: str, offset: int) -> tuple[bool, bytes]:
     try:
         with open(path, "rb") as file:
             file.seek(offset)
@@ -197,21 +197,21 @@ def _find_on_login_path(program: str) -> str | None:
     if found:
         return found
     shell = os.environ.get("SHELL") or "/bin/sh"
-    code, out = _run_command([shell, "-lc", "command -v " + program])
+    code, out = _run_and_get_exit_code_and_output([shell, "-lc", "command -v " + program])
     lines = out.strip().splitlines()
     path = lines[-1].strip() if code == 0 and lines else ""
     return path if os.path.isabs(path) and os.access(path, os.X_OK) else None
 
 
-def _read_versions(program: str) -> tuple[str, str]:
+def _read_ray_and_python_versions(program: str) -> tuple[str, str]:
     """Return the versions of Ray and of its Python; '' if unknown."""
     python = _read_interpreter(program)
     if python:
-        code, out = _run_command([python, "-c", _VERSIONS_SCRIPT])
+        code, out = _run_and_get_exit_code_and_output([python, "-c", _VERSIONS_SCRIPT])
         parts = out.split()
         if code == 0 and len(parts) == 2:
             return parts[0], parts[1]
-    code, out = _run_command([program, "--version"], timeout_s=60.0)
+    code, out = _run_and_get_exit_code_and_output([program, "--version"], timeout_s=60.0)
     words = out.split()
     return (words[-1] if code == 0 and words else ""), ""
 
@@ -230,7 +230,9 @@ def _read_interpreter(program: str) -> str | None:
     return path if os.path.basename(path).startswith("python") else None
 
 
-def _run_command(command: list[str], timeout_s: float = _COMMAND_TIMEOUT_S) -> tuple[int, str]:
+def _run_and_get_exit_code_and_output(
+    command: list[str], timeout_s: float = _COMMAND_TIMEOUT_S
+) -> tuple[int, str]:
     try:
         done = subprocess.run(
             command,
@@ -250,7 +252,7 @@ def _count_gpus() -> int | None:
     program = shutil.which("nvidia-smi")
     if program is None:
         return None
-    code, out = _run_command([program, "--query-gpu=index", "--format=csv,noheader"])
+    code, out = _run_and_get_exit_code_and_output([program, "--query-gpu=index", "--format=csv,noheader"])
     return len([line for line in out.splitlines() if line.strip()]) if code == 0 else None
 
 
@@ -552,7 +554,7 @@ def _find_cluster_processes(entry: OpArgs, table: dict[int, _Process]) -> dict[i
     return {pid: table[pid].start_ticks for pid in known}
 
 
-def _stop_processes(entry: OpArgs, grace_s: float) -> tuple[int, int, list[int]]:
+def _stop_processes_and_count_killed(entry: OpArgs, grace_s: float) -> tuple[int, int, list[int]]:
     """Send SIGTERM, then SIGKILL. Returns the total, the number killed, and the PIDs that are still alive."""
     members = _find_cluster_processes(entry, _read_process_table())
     total = len(members)

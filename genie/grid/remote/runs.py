@@ -321,7 +321,7 @@ def _run_command(args: OpArgs, pid: OpArgs, pid_file: int, streams: Any) -> OpAr
     except BrokenPipeError:
         pass  # a signal has ended the child already
     os.close(go)
-    code, timed_out = _wait_for_child(child, args.get("timeout_s"))
+    code, timed_out = _wait_for_child_status_and_timeout(child, args.get("timeout_s"))
     if os.WIFSIGNALED(code):
         return {"signal": os.WTERMSIG(code), "code": 128 + os.WTERMSIG(code), "timed_out": timed_out}
     return {"code": os.WEXITSTATUS(code), "timed_out": timed_out}
@@ -358,7 +358,7 @@ def make_command_environment(own: Any, args: OpArgs) -> OpArgs:
     return env
 
 
-def _wait_for_child(child: int, timeout_s: Any) -> tuple[int, bool]:
+def _wait_for_child_status_and_timeout(child: int, timeout_s: Any) -> tuple[int, bool]:
     if not timeout_s:
         return os.waitpid(child, 0)[1], False
     deadline = time.monotonic() + float(timeout_s)

@@ -122,7 +122,7 @@ def store_library(args: Any, blob: bytes) -> Any:
     with SyncedTree(args, create=True) as site:
         path = engine_library_path(site.sync_folder_path, args["key"])
         binary, source = blob[: args["binary"]], blob[args["binary"] :]
-        if binary and args["machine"] == _machine_type() and _install_library(path, binary):
+        if binary and args["machine"] == _machine_type() and _try_install_library(path, binary):
             return {"how": "given"}
         source_path = f"{path[: -len('.so')]}-{os.getpid()}-{threading.get_ident()}.cpp"
         try:
@@ -167,7 +167,7 @@ def receive_main(source: int = 0) -> NoReturn:
     except OpError as error:
         answer = {"error": {"reason": error.reason, "text": str(error)}}
     except OSError as error:
-        reason, text = core.describe_os_error(error)
+        reason, text = core.reason_and_text_of_os_error(error)
         answer = {"error": {"reason": reason, "text": text}}
     os.write(1, core.MAGIC + json.dumps(answer).encode() + b"\n")
     os._exit(0)
@@ -427,7 +427,7 @@ def execute_plan(
     if merged is None:
         merged = merge_records(site, state, parts)
     try:
-        deleted, kept = _delete_unchanged(site, state, parts["gone"])
+        deleted, kept = _delete_unchanged_and_list_kept(site, state, parts["gone"])
         _place_files(site, objects, parts)
         _make_links(site, objects, parts["links"])
         _set_modes_and_times(site, parts["metas"])
@@ -443,7 +443,7 @@ def execute_plan(
     return {"deleted": deleted, "kept": kept}
 
 
-def _delete_unchanged(site: SyncedTree, state: TreeState, gone: bytes) -> tuple[int, list[str]]:
+def _delete_unchanged_and_list_kept(site: SyncedTree, state: TreeState, gone: bytes) -> tuple[int, list[str]]:
     """Delete unchanged files; returns the number of deleted files and the names of those kept."""
     if not gone:
         return 0, []
@@ -460,7 +460,7 @@ def _delete_unchanged(site: SyncedTree, state: TreeState, gone: bytes) -> tuple[
                 continue
             parent, name = folders.open_parent(one.path)
             if stat.S_ISDIR(found.st_mode):
-                deleted += _try_rmdir(parent, name)
+                deleted += _rmdir_and_count(parent, name)
             elif flags.get(one.path) == REPLACE or tree.pack_stamp(found) == one.stamp:
                 os.unlink(name, dir_fd=parent)
                 deleted += 1
@@ -469,7 +469,7 @@ def _delete_unchanged(site: SyncedTree, state: TreeState, gone: bytes) -> tuple[
     return deleted, kept[:_PATHS_REPORTED_MAX]
 
 
-def _try_rmdir(parent: int, name: bytes) -> int:
+def _rmdir_and_count(parent: int, name: bytes) -> int:
     try:
         os.rmdir(name, dir_fd=parent)
     except OSError as error:
@@ -647,7 +647,7 @@ def _list_complete_objects(site: SyncedTree) -> list[bytes]:
     return found
 
 
-def _install_library(path: str, binary: bytes) -> bool:
+def _try_install_library(path: str, binary: bytes) -> bool:
     """Store the library; False if it cannot be loaded on this node."""
     # A unique name: another process may be loading the library.
     part = f"{path}.{os.getpid()}-{threading.get_ident()}.part"

@@ -231,7 +231,7 @@ async def reconcile_runs(
     own = {run_id: entry for run_id, entry in known.runs.items() if entry.grid_file == _grid_file_path(file)}
     for run_id, entry in own.items():
         if all(node.name != entry.node for node in file.nodes):
-            metrics.run_ended(run_id, *_run_end_status(None, entry))
+            metrics.run_ended(run_id, *_run_end_status_and_duration_s(None, entry))
     active = {run_id: entry for run_id, entry in own.items() if entry.node in nodes}
     for found in await runner.list_all(sorted({entry.node for entry in active.values()})):
         if found.error is not None:
@@ -239,7 +239,7 @@ async def reconcile_runs(
         there = {run.run_id: run for run in found.runs}
         for run_id, entry in active.items():
             if entry.node == found.node:
-                status, duration_s = _run_end_status(there.get(run_id), entry)
+                status, duration_s = _run_end_status_and_duration_s(there.get(run_id), entry)
                 if status:
                     metrics.run_ended(run_id, status, duration_s)
 
@@ -249,7 +249,7 @@ def _grid_file_path(file: GridFile) -> str:
     return "" if file.path is None else str(file.path.expanduser().resolve())
 
 
-def _run_end_status(run: Run | None, entry: ActiveRun) -> tuple[str, float]:
+def _run_end_status_and_duration_s(run: Run | None, entry: ActiveRun) -> tuple[str, float]:
     """Returns status and duration of an ended run; '' if it has not ended."""
     if run is None:
         return "unknown", max(0.0, time.time() - entry.started)

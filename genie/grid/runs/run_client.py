@@ -203,7 +203,10 @@ class Runner:
             if request_sent:
                 # First: another cancellation may abort the interrupt.
                 self._record_cancelled_start(run_id, CancelledStart.UNKNOWN)
-                if self._interrupts_cancelled_starts and await self._interrupt_cancelled_start(node, run_id):
+                if (
+                    self._interrupts_cancelled_starts
+                    and await self._interrupt_cancelled_start_and_check_ended(node, run_id)
+                ):
                     self._record_cancelled_start(run_id, CancelledStart.INTERRUPTED)
             raise
 
@@ -216,7 +219,7 @@ class Runner:
         if len(self._cancelled_starts) > _CANCELLED_STARTS_MAX:
             del self._cancelled_starts[next(iter(self._cancelled_starts))]
 
-    async def _interrupt_cancelled_start(self, node: str, run_id: str) -> bool:
+    async def _interrupt_cancelled_start_and_check_ended(self, node: str, run_id: str) -> bool:
         """Interrupts a run whose start was cancelled. Returns whether it has ended; it may ignore the signal.
 
         The node may not have processed the start yet, so this retries for _INTERRUPT_TIMEOUT_S.

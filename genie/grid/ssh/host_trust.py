@@ -55,7 +55,7 @@ async def fetch_host_key(node: GridNode, file: GridFile, ssh_config: Path, *, ti
             f"node {node.name}: {ssh_config} disables the known_hosts file",
             hint="remove 'UserKnownHostsFile none' from it",
         )
-    keys, authorities, revoked = _match_known_hosts(target)
+    keys, authorities, revoked = _known_host_ca_and_revoked_keys(target)
     key = await _fetch_key_of_known_type(target, keys, timeout_s=timeout_s)
     where = target.known_hosts_name
     fingerprint = key.get_fingerprint()
@@ -129,7 +129,7 @@ def _expand_user(path: Path) -> Path:
     return path.expanduser()
 
 
-def _match_known_hosts(
+def _known_host_ca_and_revoked_keys(
     target: SshTarget,
 ) -> tuple[list[asyncssh.SSHKey], list[asyncssh.SSHKey], list[asyncssh.SSHKey]]:
     port = target.port if target.port != _SSH_PORT else None

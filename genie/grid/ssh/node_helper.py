@@ -179,7 +179,7 @@ class HelperSession(asyncssh.SSHClientSession[bytes]):
             return
         self._buffer += data
         try:
-            while self._parse_reply():
+            while self._try_parse_reply():
                 pass
         except (ProtocolError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             self._fail_all_requests(
@@ -191,9 +191,9 @@ class HelperSession(asyncssh.SSHClientSession[bytes]):
         why = format_error(exc) if exc is not None else "the helper has exited"
         self._fail_all_requests(ConnectionLostError(f"node {self._name}: connection lost: {why}"))
 
-    def _parse_reply(self) -> bool:
+    def _try_parse_reply(self) -> bool:
         if not self._is_magic_seen:
-            return self._skip_shell_output()
+            return self._try_skip_shell_output()
         if len(self._buffer) < core.MESSAGE_HEADER.size:
             return False
         json_bytes, blob_bytes = core.MESSAGE_HEADER.unpack_from(self._buffer)
@@ -210,7 +210,7 @@ class HelperSession(asyncssh.SSHClientSession[bytes]):
         self._handle_reply(message, blob)
         return True
 
-    def _skip_shell_output(self) -> bool:
+    def _try_skip_shell_output(self) -> bool:
         start = self._buffer.find(core.MAGIC)
         if start >= 0:
             self._is_magic_seen = True

@@ -125,7 +125,7 @@ def list_paths(ours: bytes, offsets: list[int]) -> list[bytes]:
     return [TreeRecord(ours, offset).path for offset in offsets]
 
 
-def split_deletions(delta: TreeDelta, *, drift: bytes) -> tuple[list[bytes], list[bytes]]:
+def split_deleted_and_kept_paths(delta: TreeDelta, *, drift: bytes) -> tuple[list[bytes], list[bytes]]:
     """Returns the paths that the node will delete, and those it keeps because they were modified there."""
     removed = {one.path for one in tree.iter_records(drift) if one.kind == REMOVED}
     gone = [TreeRecord(one) for one in delta.deletions]

@@ -64,7 +64,7 @@ done' sh {} +
 """.replace("@MARK@", _OUTPUT_MARK)
 
 
-async def send_by_tar(
+async def send_by_tar_and_count_files_and_bytes(
     link: NodeConnection, snapshot: TreeSnapshot, *, root: str, stall_s: float, apply_s: float
 ) -> tuple[int, int]:
     """Returns the number of files and their bytes. `apply_s` limits the time after sending."""

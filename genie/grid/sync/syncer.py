@@ -42,7 +42,7 @@ from genie.grid.sync.delta import (
     count_content_bytes,
     encode_plan,
     list_paths,
-    split_deletions,
+    split_deleted_and_kept_paths,
 )
 from genie.grid.sync.local_tree import (
     LocalTree,
@@ -245,7 +245,7 @@ class _SyncCall:
         )
         try:
             async with unwrapped_task_group() as group:
-                while checks.start_more(group, self._try_check_node):
+                while checks.start_more_and_check_running(group, self._try_check_node):
                     to_retry += await self._sync_next_ready(checks, is_last_attempt=is_last_attempt)
         finally:
             await checks.close()
@@ -482,7 +482,7 @@ class _SyncCall:
             await self._report_dry_run(task, snapshot)
             return
         try:
-            files, size = await sync_without_python.send_by_tar(
+            files, size = await sync_without_python.send_by_tar_and_count_files_and_bytes(
                 task.link,
                 snapshot,
                 root=self._file.remote_root,
@@ -526,7 +526,7 @@ class _SyncCall:
             )
         else:
             data = count_content_bytes(ours, offsets)  # a tar archive contains holes as zeros
-        gone, kept = split_deletions(task.delta, drift=task.drift)
+        gone, kept = split_deleted_and_kept_paths(task.delta, drift=task.drift)
         report = SyncReport(
             node=task.name,
             sent_files=len(offsets),
@@ -575,7 +575,7 @@ class _NodeChecks:
         self._connections_by_check: dict[asyncio.Task[_CheckedNode], contextlib.AsyncExitStack] = {}
         self._slow_checks: set[asyncio.Task[_CheckedNode]] = set()
 
-    def start_more(
+    def start_more_and_check_running(
         self,
         group: asyncio.TaskGroup,
         check: Callable[[str, contextlib.AsyncExitStack], Coroutine[Any, Any, _CheckedNode]],

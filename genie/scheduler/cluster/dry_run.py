@@ -36,7 +36,7 @@ class DryRun:
         ]
         return places
 
-    def hold(self, request: JobRequest, places: Sequence[WorkerPlace]) -> bool:
+    def try_hold(self, request: JobRequest, places: Sequence[WorkerPlace]) -> bool:
         """Take these places; False, and no change, if one is not free."""
         mark = self.savepoint
         try:

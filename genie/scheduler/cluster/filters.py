@@ -1,4 +1,4 @@
-"""Caches the results of a node filter: it is called once for each kind of jobs and node, not in every pass.
+"""Caches the results of a node filter: it is called once for each job class and node, not in every pass.
 
 Does not check what a node lacks (request.py) or guard a user's filter (policies.py).
 """
@@ -15,7 +15,7 @@ import msgspec
 from genie.scheduler.request import JobRequest, NodeFacts
 
 NodeFilter: TypeAlias = Callable[[JobRequest, NodeFacts], str]
-"""Returns why jobs of this kind may not run on the node; empty if they may. The request is
+"""Returns why jobs of this job class may not run on the node; empty if they may. The request is
 JobRequest.placement_fields, without name, times, priority and requested nodes; the node is passed as if it
 were open."""
 
@@ -36,15 +36,15 @@ class NodeFilterCache:
             request.placement_fields, shape=replace(request.shape, nodes=frozenset(), gpu_ids=())
         )
 
-    def why_not_allowed(self, kind: JobRequest | None, facts: NodeFacts) -> str:
-        if self._node_filter is None or kind is None:
+    def why_not_allowed(self, job_class: JobRequest | None, facts: NodeFacts) -> str:
+        if self._node_filter is None or job_class is None:
             return ""
-        reasons = self._cache.setdefault(kind, {})
-        self._cache.move_to_end(kind)
+        reasons = self._cache.setdefault(job_class, {})
+        self._cache.move_to_end(job_class)
         if len(self._cache) > CACHED_JOB_KINDS_MAX:
             self._cache.popitem(last=False)
         if facts.node_id not in reasons:
-            reasons[facts.node_id] = self._node_filter(kind, without_volatile_facts(facts))
+            reasons[facts.node_id] = self._node_filter(job_class, without_volatile_facts(facts))
         return reasons[facts.node_id]
 
     def forget_node(self, node_id: str) -> None:

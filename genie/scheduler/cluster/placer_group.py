@@ -40,7 +40,7 @@ HoldChange: TypeAlias = tuple[bool, str, PlacedHold]
 """Whether the tenant takes (True) or releases the hold."""
 
 _RequestClassKey: TypeAlias = tuple[Shape, bool, JobRequest | None]
-"""A shape, whether in one island, and the kind of jobs if there is a filter."""
+"""A shape, whether in one island, and the job class if there is a filter."""
 
 _RegisterWithPlacer: TypeAlias = Callable[[Placer], int]
 

@@ -121,7 +121,7 @@ def synthetic_jobs(mix: SyntheticJobMix, nodes: Sequence[NodeFacts], *, seed: in
 def _random_job(
     mix: SyntheticJobMix, rng: random.Random, number: int, submitted_s: float, tenant: int
 ) -> SimJob:
-    workers, gpus, milli = _draw_job_size(mix, rng)
+    workers, gpus, milli = _draw_workers_gpus_and_gpu_milli(mix, rng)
     priority = _weighted_choice(rng, _PRIORITY_WEIGHTS)
     share = max(gpus, 1) * milli / 1000
     return SimJob(
@@ -140,7 +140,7 @@ def _random_job(
     )
 
 
-def _draw_job_size(mix: SyntheticJobMix, rng: random.Random) -> tuple[int, int, int]:
+def _draw_workers_gpus_and_gpu_milli(mix: SyntheticJobMix, rng: random.Random) -> tuple[int, int, int]:
     """Draw the number of workers, GPUs per worker, and the share of each GPU."""
     kind = rng.random()
     if kind < mix.gpu_fraction_job_share:

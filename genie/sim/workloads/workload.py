@@ -12,7 +12,7 @@ Our CSV format has one line per job; the first line names the columns, in any or
     cpus_per_worker        (default: 0)
     memory_mib_per_worker  (default: 0)
     gpu_models             allowed GPU models, separated by | (default: all)
-    within                 topology constraint: anywhere, rack or node (default: anywhere)
+    placed_within          topology constraint: anywhere, rack or node (default: anywhere)
     priority               integer from 0; higher starts first (default: 0)
     preemptible            yes or no (default: no)
     grace_s                grace period on preemption, in seconds (default: 30)
@@ -46,14 +46,15 @@ _WORKERS_MAX = 100_000
 _BOOLEAN_BY_TEXT = {"": False, "no": False, "yes": True}
 WORKLOAD_COLUMNS = (
     "job_id", "submitted_s", "duration_s", "tenant", "workers", "gpus_per_worker", "gpu_share",
-    "cpus_per_worker", "memory_mib_per_worker", "gpu_models", "within", "priority", "preemptible", "grace_s",
-    "checkpoint_interval_s", "time_limit_s",
+    "cpus_per_worker", "memory_mib_per_worker", "gpu_models", "placed_within", "priority", "preemptible",
+    "grace_s", "checkpoint_interval_s", "time_limit_s",
 )  # fmt: skip
 _NEW_COLUMN_NAMES = {
     "gpus": "gpus_per_worker",
     "cpus": "cpus_per_worker",
     "memory_mib": "memory_mib_per_worker",
     "models": "gpu_models",
+    "within": "placed_within",
     "checkpoint_s": "checkpoint_interval_s",
 }
 """Former names of columns, which are still read."""
@@ -171,6 +172,7 @@ def _format_cells(job: SimJob) -> list[str]:
         "duration_s": f"{job.duration_s:.3f}",
         "gpu_share": f"{job.gpu_milli / WHOLE_GPU_MILLI:g}",
         "cpus_per_worker": f"{job.cpu_milli_per_worker / 1000:g}",
+        "placed_within": str(job.within),
         "gpu_models": "|".join(sorted(job.gpu_models)),
         "preemptible": "yes" if job.preemptible else "no",
         "grace_s": f"{job.grace_s:g}",
@@ -183,9 +185,11 @@ def _format_cells(job: SimJob) -> list[str]:
 
 
 def _parse_job(row: CsvRow, name: str) -> SimJob:
-    within, preemptible = row.get_text("within") or Within.ANYWHERE, row.get_text("preemptible")
+    within, preemptible = row.get_text("placed_within") or Within.ANYWHERE, row.get_text("preemptible")
     if within not in list(Within):
-        raise UsageError(f"{row.file_and_line}: within is {within!r}; it must be one of {', '.join(Within)}")
+        raise UsageError(
+            f"{row.file_and_line}: placed_within is {within!r}; it must be one of {', '.join(Within)}"
+        )
     if preemptible not in _BOOLEAN_BY_TEXT:
         raise UsageError(f"{row.file_and_line}: preemptible is {preemptible!r}; it must be yes or no")
     gpus = (

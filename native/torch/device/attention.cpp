@@ -27,7 +27,9 @@ namespace {
 
 using at::Tensor;
 
-bool is_on_cuda(const Tensor& tensor) { return storage_handle_of(tensor).connection->is_on_cuda(); }
+bool is_on_cuda_executor(const Tensor& tensor) {
+  return storage_handle_of(tensor).connection->executor_uses_cuda();
+}
 
 // --- attention ----------------------------------------------------------------------------------
 
@@ -46,7 +48,7 @@ int64_t choose_sdp_backend(const Tensor& query, const Tensor& key, const Tensor&
                            std::optional<double> scale, bool enable_gqa) {
   // A fake tensor has no executor; the math backend works on all of them.
   if (!has_storage_handle(query)) return static_cast<int64_t>(at::SDPBackend::math);
-  bool cuda = is_on_cuda(query);
+  bool cuda = is_on_cuda_executor(query);
   bool use_math = query.dim() != 4 || enable_gqa || query.size(-1) != value.size(-1) || query.numel() == 0 ||
                   key.numel() == 0;
   if (mask) use_math |= cuda || mask->requires_grad();
@@ -64,7 +66,7 @@ using AttentionResult =
 AttentionResult compute_attention(const Tensor& query, const Tensor& key, const Tensor& value,
                                   const std::optional<Tensor>& bias, double dropout, bool causal, bool,
                                   std::optional<double> scale) {
-  if (!is_on_cuda(query)) {
+  if (!is_on_cuda_executor(query)) {
     auto [output, sums] =
         at::_scaled_dot_product_flash_attention_for_cpu(query, key, value, dropout, causal, bias, scale);
     return {output, sums, Tensor(), Tensor(), query.size(2), key.size(2), Tensor(), Tensor(), Tensor()};
@@ -102,7 +104,7 @@ AttentionGradients attention_backward(const Tensor& gradient, const Tensor& quer
                                       const Tensor& key_cumulative_lengths, c10::SymInt query_length_max,
                                       c10::SymInt key_length_max, double dropout, bool causal,
                                       const Tensor& seed, const Tensor& offset, std::optional<double> scale) {
-  if (!is_on_cuda(query)) {
+  if (!is_on_cuda_executor(query)) {
     auto mask = bias.defined() ? std::optional<Tensor>(bias) : std::nullopt;
     auto [q, k, v] = at::_scaled_dot_product_flash_attention_for_cpu_backward(
         gradient, query, key, value, output, logsumexp, dropout, causal, mask, scale);

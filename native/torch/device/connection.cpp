@@ -319,7 +319,7 @@ void Connection::queue_frame(FrameKind kind, const uint8_t* payload, uint64_t pa
 void Connection::send_frames_nowait() noexcept {
   std::unique_lock<std::mutex> sending(send_mutex_, std::try_to_lock);
   try {
-    if (sending && send_queued_frames()) return;
+    if (sending && try_send_queued_frames()) return;
   } catch (const std::exception& error) {
     return mark_broken(error.what());
   }
@@ -327,7 +327,7 @@ void Connection::send_frames_nowait() noexcept {
   wake_sender();
 }
 
-bool Connection::send_queued_frames() {
+bool Connection::try_send_queued_frames() {
   for (;;) {
     OutgoingFrame* frame;
     const uint8_t* from;
@@ -383,7 +383,7 @@ void Connection::send_frames_up_to(uint64_t last_frame_number) {
     try {
       std::unique_lock<std::mutex> sending(send_mutex_, std::try_to_lock);
       if (!sending) return send_frames_nowait();
-      send_queued_frames();
+      try_send_queued_frames();
     } catch (const std::exception& error) {
       mark_broken(error.what());
     }
@@ -636,7 +636,7 @@ void Connection::sender_loop() {
       bool full = false;
       try {
         std::lock_guard<std::mutex> sending(send_mutex_);
-        full = !send_queued_frames() && !stream_->wait_writable(SEND_WAIT_US_MAX);
+        full = !try_send_queued_frames() && !stream_->wait_writable(SEND_WAIT_US_MAX);
       } catch (const std::exception& error) {
         mark_broken(error.what());
       }
@@ -760,7 +760,7 @@ void Connection::flush_and_wait_for_remote_close() noexcept {
   };
   try {
     std::lock_guard<std::mutex> sending(send_mutex_);
-    while (!send_queued_frames() && remaining_us()) stream_->wait_writable(remaining_us());
+    while (!try_send_queued_frames() && remaining_us()) stream_->wait_writable(remaining_us());
   } catch (const std::exception&) {
     return;  // the executor closed first
   }

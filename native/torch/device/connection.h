@@ -83,7 +83,7 @@ class Connection final : public c10::intrusive_ptr_target {
   ~Connection() override;
 
   const ConnectionOptions& options() const { return options_; }
-  bool is_on_cuda() const { return options_.accelerator_kind == "cuda"; }
+  bool executor_uses_cuda() const { return options_.accelerator_kind == "cuda"; }
   bool is_lost() const { return is_lost_.load(std::memory_order_acquire); }
   [[noreturn]] void raise_lost() const;
 
@@ -254,7 +254,7 @@ class Connection final : public c10::intrusive_ptr_target {
                    bool is_external_payload);          // mutex_ held
   void send_frames_nowait() noexcept;                  // mutex_ not held
   void send_frames_up_to(uint64_t last_frame_number);  // mutex_ not held
-  bool send_queued_frames();                           // send_mutex_ held; false when the socket is full
+  bool try_send_queued_frames();                       // send_mutex_ held; false when the socket is full
   size_t write_frame_bytes(const uint8_t* data, uint64_t size_bytes);  // likewise
   static int64_t reply_spin_duration_us();                             // how long to poll before sleeping
   void wake_sender();                                                  // mutex_ held

@@ -54,7 +54,7 @@ bool is_in_relro_segment(const dl_phdr_info& library, uintptr_t address) {
   return false;
 }
 
-bool write_relocation_slot(const dl_phdr_info& library, void** slot, void* value) {
+bool try_write_relocation_slot(const dl_phdr_info& library, void** slot, void* value) {
   auto address = reinterpret_cast<uintptr_t>(slot);
   if (!is_in_relro_segment(library, address)) {
     *slot = value;
@@ -100,7 +100,7 @@ int replace_symbol_in_table(const dl_phdr_info& library, const RelocationTables&
     if (symbol == 0 || std::strcmp(tables.names + tables.symbols[symbol].st_name, REPLACED_SYMBOL) != 0)
       continue;
     auto* slot = reinterpret_cast<void**>(library.dlpi_addr + entries[i].r_offset);
-    replaced += write_relocation_slot(
+    replaced += try_write_relocation_slot(
         library, slot,
         reinterpret_cast<void*>(static_cast<PredicateFunction>(&is_privateuse1_registered_for_backward)));
   }

@@ -167,8 +167,9 @@ constexpr int64_t GROUP_ALIGNMENT_BYTES = 16;  // the largest dtype
 
 // For tensors whose memory may overlap, one tuple each: position among the values, position of the first of
 // the group, position of the first that is the same object, offset in bytes from the aligned start of the
-// group, strides, is_conj, is_neg. SharedInput in genie/device/graphs.py.
-py::list describe_shared_group(const std::vector<py::object>& values, std::vector<MemoryExtent> group) {
+// group, strides, is_conj, is_neg. OverlappingInput in genie/device/graphs.py.
+py::list describe_overlapping_tensors(const std::vector<py::object>& values,
+                                      std::vector<MemoryExtent> group) {
   int64_t low = group[0].begin;  // sorted
   low -= low % GROUP_ALIGNMENT_BYTES;
   std::sort(group.begin(), group.end(), [](const auto& a, const auto& b) { return a.position < b.position; });
@@ -186,7 +187,7 @@ py::list describe_shared_group(const std::vector<py::object>& values, std::vecto
 }
 
 // The groups of tensors among the values whose memory may overlap, concatenated; None if there are none.
-py::object find_shared_inputs(const std::vector<py::object>& values) {
+py::object find_overlapping_inputs(const std::vector<py::object>& values) {
   std::vector<MemoryExtent> all = find_memory_extents(values);
   std::sort(all.begin(), all.end(), [](const MemoryExtent& a, const MemoryExtent& b) {
     return std::tie(a.storage, a.begin, a.position) < std::tie(b.storage, b.begin, b.position);
@@ -200,7 +201,7 @@ py::object find_shared_inputs(const std::vector<py::object>& values) {
       end = std::max(end, all[i].end);
     }
     if (group.size() == 1) continue;
-    py::list found = describe_shared_group(values, group);
+    py::list found = describe_overlapping_tensors(values, group);
     groups.emplace(found[0].cast<py::tuple>()[0].cast<size_t>(), found);
   }
   if (groups.empty()) return py::none();
@@ -308,7 +309,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     return std::make_pair(found.remote, found.local);
   });
   m.def("copy_graph_result", &copy_graph_result);
-  m.def("find_shared_inputs", &find_shared_inputs);
+  m.def("find_overlapping_inputs", &find_overlapping_inputs);
   m.def("attach_devices", &attach_devices);
   m.def("detach_devices", [] { device_registry().detach_devices(); });
   m.def("current_device", [] { return device_registry().current_device(); });

@@ -155,7 +155,7 @@ OutputSpec output_spec_from_meta(const IValue& value, const OutputOrigins& origi
 }
 
 // Applies resizes of arguments (`out=`) before the op is sent. Returns whether there was one.
-bool apply_inferred_resizes(const MetaTensors& metas) {
+bool apply_any_inferred_resizes(const MetaTensors& metas) {
   bool any = false;
   for (const auto& [real, meta] : metas.tensors) {
     if (meta.sizes() == real.sizes() && meta.strides() == real.strides()) continue;
@@ -220,7 +220,7 @@ InferredOutputs infer_outputs(const c10::OperatorHandle& op, const OpTraits& tra
   } catch (const std::exception&) {
     return inference;  // the executor reports the error, or supports what the meta device does not
   }
-  if (apply_inferred_resizes(metas)) {
+  if (apply_any_inferred_resizes(metas)) {
     inference.resized = true;
     return inference;
   }

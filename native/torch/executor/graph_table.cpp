@@ -470,16 +470,16 @@ FailurePtr GraphTable::run_and_capture(CapturedGraph& captured, RecordedGraph& g
     failure = run_uncaptured(graph);
   } catch (const AcceleratorFailed& error) {
     // Work that synchronizes cannot be captured; the accelerator is not affected.
-    if (!capture_->abort()) throw;
+    if (!capture_->try_abort()) throw;
     ops_.release_current_op();
     free_created_storages(graph);
     return std::make_shared<Failure>(Failure{"", "", ops_.op_count(), error.what()});
   } catch (...) {
-    capture_->abort();
+    capture_->try_abort();
     throw;
   }
   if (failure) {
-    if (!capture_->abort()) throw AcceleratorFailed(failure->message);
+    if (!capture_->try_abort()) throw AcceleratorFailed(failure->message);
     return failure;
   }
   captured = capture_->end();

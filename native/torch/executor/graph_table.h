@@ -37,7 +37,7 @@ class GraphCapture {
   virtual void begin() = 0;
   virtual CapturedGraph end() = 0;
   // Ends the capture after an error. False if the accelerator has failed.
-  virtual bool abort() noexcept = 0;
+  virtual bool try_abort() noexcept = 0;
   virtual void replay(void* captured_graph) = 0;
 };
 

@@ -52,7 +52,7 @@ class PythonCapture final : public GraphCapture {
                       }};
     return captured;
   }
-  bool abort() noexcept override {
+  bool try_abort() noexcept override {
     try {
       py::gil_scoped_acquire gil;
       object_.attr("abort")();
@@ -101,10 +101,10 @@ ParcelConnector make_parcel_connector(py::object callable) {
   };
 }
 
-bool send_parcel(Session& session, uint64_t parcel_number, py::handle stream) {
+bool try_send_parcel(Session& session, uint64_t parcel_number, py::handle stream) {
   auto connection = stream_from_python(stream);
   py::gil_scoped_release release;
-  return session.send_parcel(parcel_number, connection);
+  return session.try_send_parcel(parcel_number, connection);
 }
 
 std::unique_ptr<Session> make_session(const std::string& device, uint64_t memory_quota_bytes,
@@ -126,7 +126,7 @@ std::string serve(Session& session, py::handle stream, uint64_t replies_received
   return outcome_name(session.serve(std::move(connection), replies_received));
 }
 
-py::dict stats(const Session& session) {
+py::dict session_stats_dict(const Session& session) {
   SessionStats now = session.stats();
   py::dict result;
   result["storages"] = now.storages;
@@ -152,8 +152,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
            py::arg("spin_us") = 0, py::arg("capture") = py::none(), py::arg("compiler") = py::none(),
            py::arg("connect") = py::none())
       .def("serve", &genie::serve, py::arg("stream"), py::arg("replies_received"))
-      .def("send_parcel", &genie::send_parcel, py::arg("number"), py::arg("stream"))
-      .def("stats", &genie::stats)
+      .def("try_send_parcel", &genie::try_send_parcel, py::arg("number"), py::arg("stream"))
+      .def("stats", &genie::session_stats_dict)
       .def("close", &Session::close, py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("frames_received", &Session::frames_received);
 }

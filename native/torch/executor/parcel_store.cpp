@@ -139,11 +139,11 @@ void ParcelStore::close() {
 
 // --- sending threads ----------------------------------------------------------------------------
 
-bool ParcelStore::send_parcel(uint64_t parcel_number, const std::shared_ptr<Stream>& stream) {
-  if (!register_fetch(parcel_number, stream)) return false;
+bool ParcelStore::try_send_parcel(uint64_t parcel_number, const std::shared_ptr<Stream>& stream) {
+  if (!try_register_fetch(parcel_number, stream)) return false;
   bool acknowledged = false;
   try {
-    acknowledged = send_until_acknowledged(parcel_number, stream);
+    acknowledged = try_send_until_acknowledged(parcel_number, stream);
   } catch (const ConnectionLost&) {
     // It may be fetched again until it is dropped.
   } catch (const c10::Error&) {
@@ -156,7 +156,7 @@ bool ParcelStore::send_parcel(uint64_t parcel_number, const std::shared_ptr<Stre
   return acknowledged;
 }
 
-bool ParcelStore::register_fetch(uint64_t parcel_number, const std::shared_ptr<Stream>& stream) {
+bool ParcelStore::try_register_fetch(uint64_t parcel_number, const std::shared_ptr<Stream>& stream) {
   std::lock_guard<std::mutex> lock(mutex_);
   if (is_closed_) return false;
   auto& newest = newest_fetches_[parcel_number];
@@ -193,7 +193,7 @@ ParcelStore::ParcelPtr ParcelStore::wait_for_parcel(uint64_t parcel_number,
   return found == parcels_.end() ? nullptr : found->second;
 }
 
-bool ParcelStore::send_until_acknowledged(uint64_t parcel_number, const std::shared_ptr<Stream>& stream) {
+bool ParcelStore::try_send_until_acknowledged(uint64_t parcel_number, const std::shared_ptr<Stream>& stream) {
   ParcelPtr parcel = wait_for_parcel(parcel_number, stream);
   if (!parcel) {
     write_parcel_failure(*stream,

@@ -26,13 +26,13 @@ const c10::Type& strip_optional_type_ref(const c10::Type& type) {
 }
 
 // Converts steps to Python values; genie/native/graph_steps.py documents the format.
-class StepConverter {
+class PythonStepBuilder {
  public:
-  py::list convert(const std::vector<GraphStep>& steps) {
+  py::list build_step_tuples(const std::vector<GraphStep>& steps) {
     py::list converted;
     for (const GraphStep& step : steps) {
       if (step.kind == RecordKind::Op) {
-        converted.append(convert_op(step));
+        converted.append(build_op_tuple(step));
       } else if (step.kind == RecordKind::Allocate) {
         converted.append(py::make_tuple("allocate", step.storage, step.bytes));
       } else {
@@ -43,31 +43,32 @@ class StepConverter {
   }
 
  private:
-  py::object convert_op(const GraphStep& step) {
+  py::object build_op_tuple(const GraphStep& step) {
     const DecodedTemplate& op_template = *step.op_template;
     if (!op_template.op) throw OpRefused(op_template.refusal_reason);
     const auto& schema = op_template.op->schema();
     const uint8_t* data = step.record.data();
     py::list arguments;
     for (size_t i = 0; i < op_template.arguments.size(); i++)
-      arguments.append(convert_argument(op_template.arguments[i], data, *schema.arguments()[i].real_type()));
+      arguments.append(
+          build_argument_tuple(op_template.arguments[i], data, *schema.arguments()[i].real_type()));
     new_storages_ = step.record.data() + op_template.data_bytes;
     py::list outputs;
-    for (const ExpectedOutput& each : op_template.outputs) outputs.append(convert_output(each));
+    for (const ExpectedOutput& each : op_template.outputs) outputs.append(build_output_tuple(each));
     return py::make_tuple("op", schema.name(), schema.overload_name(), arguments, outputs);
   }
 
-  py::object convert_argument(const TemplateArgument& argument, const uint8_t*& call_data,
-                              const c10::Type& declared) {
+  py::object build_argument_tuple(const TemplateArgument& argument, const uint8_t*& call_data,
+                                  const c10::Type& declared) {
     const c10::Type& type = strip_optional_type_ref(declared);
     switch (argument.kind) {
       case ArgumentKind::Tensor: {
         auto storage = read_next_value<uint32_t>(call_data);
         int64_t offset = argument.has_offset ? read_next_value<int64_t>(call_data) : 0;
-        return convert_tensor(storage, *argument.meta, offset, argument.is_written);
+        return build_tensor_tuple(storage, *argument.meta, offset, argument.is_written);
       }
       case ArgumentKind::ScalarTensor:
-        return convert_scalar(argument, call_data);
+        return build_scalar_tuple(argument, call_data);
       case ArgumentKind::IntegerData:
         return py::make_tuple("value", read_next_value<int64_t>(call_data));
       case ArgumentKind::FloatData:
@@ -79,21 +80,21 @@ class StepConverter {
         py::list items;
         const c10::Type& element = *type.castRaw<c10::ListType>()->getElementType();
         for (const TemplateArgument& item : argument.items)
-          items.append(convert_argument(item, call_data, element));
+          items.append(build_argument_tuple(item, call_data, element));
         return py::make_tuple("list", items);
       }
       default:
-        return py::make_tuple("value", convert_constant(argument.constant, type));
+        return py::make_tuple("value", constant_to_python(argument.constant, type));
     }
   }
 
-  py::object convert_tensor(uint32_t storage, const TensorMeta& meta, int64_t offset, bool is_written) {
+  py::object build_tensor_tuple(uint32_t storage, const TensorMeta& meta, int64_t offset, bool is_written) {
     if (meta.flags) throw OpRefused("a tensor has a lazy conjugate or negative bit");
     return py::make_tuple("tensor", storage, py::cast(meta.dtype), to_int_tuple(meta.sizes),
                           to_int_tuple(meta.strides), offset, is_written);
   }
 
-  py::object convert_scalar(const TemplateArgument& argument, const uint8_t*& call_data) {
+  py::object build_scalar_tuple(const TemplateArgument& argument, const uint8_t*& call_data) {
     at::Tensor filled = argument.scalar.clone();
     std::memcpy(filled.mutable_data_ptr(), call_data, filled.itemsize());
     call_data += SCALAR_TENSOR_BYTES;
@@ -102,12 +103,12 @@ class StepConverter {
   }
 
   // Dtypes, layouts and memory formats are integers in the template; the schema has the type.
-  py::object convert_constant(const IValue& value, const c10::Type& type) {
+  py::object constant_to_python(const IValue& value, const c10::Type& type) {
     if (value.isNone()) return py::none();
     if (value.isList()) {
       py::list items;
       const c10::Type& element = strip_optional_type_ref(*type.castRaw<c10::ListType>()->getElementType());
-      for (const IValue& item : value.toListRef()) items.append(convert_constant(item, element));
+      for (const IValue& item : value.toListRef()) items.append(constant_to_python(item, element));
       return items;
     }
     if (value.isInt()) {
@@ -134,14 +135,14 @@ class StepConverter {
     throw OpRefused("an argument is a " + value.tagKind());
   }
 
-  py::object convert_output(const ExpectedOutput& output) {
+  py::object build_output_tuple(const ExpectedOutput& output) {
     switch (output.kind) {
       case OutputKind::New:
         return py::make_tuple("new", read_next_value<uint32_t>(new_storages_), py::cast(output.meta.dtype),
                               to_int_tuple(output.meta.sizes), to_int_tuple(output.meta.strides));
       case OutputKind::List: {
         py::list items;
-        for (const ExpectedOutput& item : output.items) items.append(convert_output(item));
+        for (const ExpectedOutput& item : output.items) items.append(build_output_tuple(item));
         return py::make_tuple("list", items);
       }
       default:
@@ -185,8 +186,8 @@ class PythonCompiler final : public GraphCompiler {
         py::gil_scoped_release release;
         keep_alive();
       });
-      py::object compiled_function =
-          object_.attr("compile")(StepConverter().convert(steps), result_storages, storage_bytes, callback);
+      py::object compiled_function = object_.attr("compile")(PythonStepBuilder().build_step_tuples(steps),
+                                                             result_storages, storage_bytes, callback);
       CompiledGraph compiled;
       for (py::handle each : compiled_function.attr("inputs"))
         compiled.inputs.push_back(storage_view_from_python(each));

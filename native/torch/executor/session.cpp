@@ -98,7 +98,7 @@ ConnectionOutcome Session::serve_frames(Stream& stream, uint64_t replies_receive
   FrameReader frames(stream, spin_us_);
   replies_.begin_connection(stream, replies_received);
   while (!replies_.is_connection_lost()) {
-    if (!handle_frame(frames, read_next_header(frames))) {
+    if (!handle_frame_and_check_open(frames, read_next_header(frames))) {
       replies_.acknowledge_frames();
       return ConnectionOutcome::Closed;
     }
@@ -114,7 +114,7 @@ FrameHeader Session::read_next_header(FrameReader& frames) {
   return frames.read_header();
 }
 
-bool Session::handle_frame(FrameReader& frames, const FrameHeader& header) {
+bool Session::handle_frame_and_check_open(FrameReader& frames, const FrameHeader& header) {
   uint64_t expected = replies_.frames_received() + 1;
   if (header.number > expected) {
     throw ProtocolError("frame " + std::to_string(header.number) + " received, expected " +
@@ -139,7 +139,7 @@ bool Session::handle_frame(FrameReader& frames, const FrameHeader& header) {
     return true;
   }
   replies_.count_received_frame(header.number, header.bytes);
-  return handle_records(records, header.bytes);
+  return handle_records_and_check_open(records, header.bytes);
 }
 
 void Session::handle_upload_frame(FrameReader& frames, const FrameHeader& header) {
@@ -150,7 +150,7 @@ void Session::handle_upload_frame(FrameReader& frames, const FrameHeader& header
     replies_.acknowledge_frames();  // the client may be waiting to release its memory
 }
 
-bool Session::handle_records(const uint8_t* records, size_t bytes) {
+bool Session::handle_records_and_check_open(const uint8_t* records, size_t bytes) {
   WireReader in(records, bytes);
   while (in.remaining() > 0) {
     uint32_t head = in.read_u32();

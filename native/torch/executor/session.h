@@ -54,8 +54,8 @@ class Session {
   SessionStats stats() const;
   // Thread-safe, but not on the serving thread: sends the parcel to another executor, once it is published.
   // Blocks until the fetch has ended; true if the other executor has acknowledged the parcel.
-  bool send_parcel(uint64_t parcel_number, const std::shared_ptr<Stream>& stream) {
-    return parcels_.send_parcel(parcel_number, stream);
+  bool try_send_parcel(uint64_t parcel_number, const std::shared_ptr<Stream>& stream) {
+    return parcels_.try_send_parcel(parcel_number, stream);
   }
   // Frees everything. Not while serve() runs.
   void close();
@@ -64,9 +64,9 @@ class Session {
   ConnectionOutcome serve_frames(Stream& stream, uint64_t replies_received);
   FrameHeader read_next_header(FrameReader& frames);
   // False after CloseSession.
-  bool handle_frame(FrameReader& frames, const FrameHeader& header);
+  bool handle_frame_and_check_open(FrameReader& frames, const FrameHeader& header);
   void handle_upload_frame(FrameReader& frames, const FrameHeader& header);
-  bool handle_records(const uint8_t* records, size_t bytes);
+  bool handle_records_and_check_open(const uint8_t* records, size_t bytes);
   // All records but Op, which is the most frequent one.
   void handle_record(RecordKind kind, uint32_t argument, WireReader& in);
   void handle_graph_record(RecordKind kind, uint32_t argument, WireReader& in);

@@ -264,27 +264,27 @@ class ArgumentConverter {
   }
 
   void convert_item(TemplateArgument& argument, const c10::Type& schema_type, bool is_written) {
-    if (!convert_by_type(argument, schema_type, is_written))
+    if (!try_convert_by_type(argument, schema_type, is_written))
       throw OpRefused("expected a " + schema_type.str());
   }
 
-  bool convert_by_type(TemplateArgument& argument, const c10::Type& schema_type, bool is_written) {
+  bool try_convert_by_type(TemplateArgument& argument, const c10::Type& schema_type, bool is_written) {
     switch (schema_type.kind()) {
       case TypeKind::TensorType:
-        return convert_tensor(argument, is_written);
+        return try_convert_tensor(argument, is_written);
       case TypeKind::NumberType:
-        return convert_number(argument);
+        return try_convert_number(argument);
       case TypeKind::IntType:
       case TypeKind::SymIntType:
-        return convert_integer(argument);
+        return try_convert_integer(argument);
       case TypeKind::FloatType:
-        return convert_float(argument);
+        return try_convert_float(argument);
       case TypeKind::BoolType:
-        return convert_constant(argument, ArgumentKind::Boolean);
+        return try_convert_constant(argument, ArgumentKind::Boolean);
       case TypeKind::StringType:
-        return convert_constant(argument, ArgumentKind::Text);
+        return try_convert_constant(argument, ArgumentKind::Text);
       case TypeKind::DeviceObjType:
-        return convert_constant(argument, ArgumentKind::Device);
+        return try_convert_constant(argument, ArgumentKind::Device);
       case TypeKind::GeneratorType:
         return argument.kind == ArgumentKind::Generator;
       case TypeKind::ScalarTypeType:
@@ -303,7 +303,7 @@ class ArgumentConverter {
     }
   }
 
-  bool convert_tensor(TemplateArgument& argument, bool is_written) {
+  bool try_convert_tensor(TemplateArgument& argument, bool is_written) {
     argument.is_written = is_written;
     switch (argument.kind) {
       case ArgumentKind::Tensor:
@@ -318,7 +318,7 @@ class ArgumentConverter {
     }
   }
 
-  bool convert_number(TemplateArgument& argument) {
+  bool try_convert_number(TemplateArgument& argument) {
     switch (argument.kind) {
       case ArgumentKind::Integer:
       case ArgumentKind::Boolean:
@@ -331,22 +331,22 @@ class ArgumentConverter {
     }
   }
 
-  bool convert_integer(TemplateArgument& argument) {
+  bool try_convert_integer(TemplateArgument& argument) {
     if (argument.kind == ArgumentKind::Boolean) {
       set_constant(argument, static_cast<int64_t>(argument.constant.toBool()));
     }
     return argument.kind == ArgumentKind::Integer || argument.kind == ArgumentKind::IntegerData;
   }
 
-  bool convert_float(TemplateArgument& argument) {
+  bool try_convert_float(TemplateArgument& argument) {
     if (argument.kind == ArgumentKind::Integer) {
       set_constant(argument, static_cast<double>(argument.constant.toInt()));
       return true;
     }
-    return convert_constant(argument, ArgumentKind::Float) || argument.kind == ArgumentKind::FloatData;
+    return try_convert_constant(argument, ArgumentKind::Float) || argument.kind == ArgumentKind::FloatData;
   }
 
-  bool convert_constant(TemplateArgument& argument, ArgumentKind kind) {
+  bool try_convert_constant(TemplateArgument& argument, ArgumentKind kind) {
     if (argument.kind != kind) return false;
     set_constant(argument, std::move(argument.constant));
     return true;

@@ -22,7 +22,7 @@ from genie.controller.ledger import ClusterRecord
 from genie.controller.requests.backups import IDLE_TIMEOUT_S
 from genie.controller.store import Put
 from genie.controller.store.sqlite import SqliteStore
-from genie.errors import BackupError, CompactedError, PermissionError_, StoreUnavailableError
+from genie.errors import BackupError, CompactedError, OverloadedError, PermissionError_
 from genie.model.messages import CloseBackup, OpenBackup, ReadBackup
 from genie.model.tenant import TokenKind
 from genie.processes.clock import SystemClock
@@ -117,7 +117,7 @@ async def test_a_second_backup_is_rejected_until_the_first_is_closed_or_abandone
     clock = FakeClock()
     async with running_controller(tmp_path, clock=clock) as one, one.client() as owner:
         first = await owner.ask(OpenBackup())
-        with pytest.raises(StoreUnavailableError, match="another backup"):
+        with pytest.raises(OverloadedError, match="another backup"):
             await owner.ask(OpenBackup())
         await owner.ask(CloseBackup(backup_id=first.backup_id))
         await owner.ask(OpenBackup())

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from genie.controller.blobs.storage import blob_name
+from genie.controller.blobs.replication import _CHECK_INTERVAL_S, BlobReplication, _Peer
+from genie.controller.blobs.storage import Blobs, blob_name
 from genie.errors import GenieError, PermissionError_, StoreFullError, TlsError, WorkdirError
 from genie.model.job import Job, JobSpec, JobState, Workdir
 from genie.model.messages import (
@@ -25,10 +26,12 @@ from genie.model.messages import (
 )
 from genie.model.tenant import TokenKind
 from genie.processes.clock import SystemClock
+from genie.processes.tasks import run_inline
 from genie.runtime import rpc, tls
-from genie.runtime.network import ClientTls
+from genie.runtime.network import ClientTls, TcpNetwork
 from genie.sim.store import MemoryStore
 from tests.controller.running_controller import Client, RunningController, running_controller
+from tests.fakes.clock import FakeClock
 from tests.waiting import until
 
 DATA = os.urandom(2 * CHUNK_BYTES_MAX + 1000)
@@ -235,3 +238,27 @@ async def test_received_copy_is_verified(tmp_path: Path) -> None:
         with pytest.raises(GenieError, match="tenant"):
             await put(b"other", tenant="../x")
         assert list(blob_path(one).parent.iterdir()) == []
+
+
+async def test_uploaded_blob_that_no_job_needs_is_not_checked_again(tmp_path: Path) -> None:
+    """Each check marks it as used, which would protect it from eviction forever."""
+    clock = FakeClock()
+    needed = {"needed+t"}
+    replication = BlobReplication(
+        Blobs(tmp_path / "blobs", bytes_max=1024, tenant_bytes_max=1024, clock=clock),
+        name="one",
+        network=TcpNetwork(),
+        clock=clock,
+        offload=run_inline,
+        own_address=lambda: "a:1",
+        controllers=lambda: ("a:1", "b:1"),
+        needed=lambda: needed,
+        client_tls=None,
+    )
+    peer = _Peer()
+    replication.request("uploaded+t")
+    assert replication._names_to_check(peer) == ["uploaded+t", "needed+t"]
+    peer.checked_s = dict.fromkeys(["uploaded+t", "needed+t"], clock.monotonic_s())
+    assert replication._names_to_check(peer) == []
+    await clock.advance(_CHECK_INTERVAL_S)
+    assert replication._names_to_check(peer) == ["needed+t"]

@@ -461,7 +461,7 @@ async def test_one_tenant_cannot_fill_the_queue(tmp_path: Path) -> None:
 async def test_number_of_different_kinds_of_pending_jobs_is_limited(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(planning, "PENDING_JOB_KINDS_MAX", 3)
+    monkeypatch.setattr(planning, "PENDING_QUEUE_GROUPS_MAX", 3)
     async with running_controller(tmp_path) as one, one.client() as owner, one.agent("a", gpus=8) as a:
         await owner.submit_spec(job_spec("all", gpus=8))
         await a.start_next()

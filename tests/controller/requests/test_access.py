@@ -263,7 +263,7 @@ async def test_taken_node_id_gets_a_number(tmp_path: Path) -> None:
 async def test_nodes_and_used_join_tokens_do_not_count_towards_the_token_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tokens, "TOKENS_MAX", 3)
+    monkeypatch.setattr(tokens, "NON_NODE_TOKENS_MAX", 3)
     monkeypatch.setattr(tokens, "NODE_TOKENS_MAX", 5)
     async with running_controller(tmp_path) as one:
         for number in range(5):

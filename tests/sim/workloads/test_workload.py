@@ -66,8 +66,8 @@ def test_written_workload_is_read_back(tmp_path: Path) -> None:
 
 
 def test_former_column_names_are_read(write_csv) -> None:
-    header = "submitted_s,duration_s,gpus,cpus,memory_mib,models,checkpoint_s"
-    assert read_workload(write_csv(header + "\n0,9,2,1.5,10,A|B,5\n")) == [
+    header = "submitted_s,duration_s,gpus,cpus,memory_mib,models,checkpoint_s,within"
+    assert read_workload(write_csv(header + "\n0,9,2,1.5,10,A|B,5,rack\n")) == [
         SimJob(
             "job-1",
             0.0,
@@ -76,6 +76,7 @@ def test_former_column_names_are_read(write_csv) -> None:
             cpu_milli_per_worker=1500,
             memory_mib_per_worker=10,
             gpu_models=frozenset({"A", "B"}),
+            within=Within.RACK,
             checkpoint_interval_s=5.0,
         )
     ]
@@ -97,7 +98,7 @@ def test_former_and_new_name_of_a_column_are_rejected(write_csv) -> None:
         ("gpu_share", "1.5", "at most 1"),
         ("gpu_share", "nan", "at most 1"),
         ("cpus_per_worker", "-2", "a number >= 0"),
-        ("within", "street", "anywhere, rack, node"),
+        ("placed_within", "street", "anywhere, rack, node"),
         ("priority", "high", "an integer from 0"),
         ("preemptible", "perhaps", "yes or no"),
         ("checkpoint_interval_s", "0", "seconds > 0"),
