@@ -101,7 +101,7 @@ class ClientSession:
             connect=self._parcel_connector,
             compiler=self._compiler,
         )
-        listener.set_parcel_sender(self._try_send_parcel)
+        listener.set_parcel_sender(self._send_parcel_until_acknowledged)
 
     def serve(self, client: PendingClient) -> SessionOutcome:
         """Return when the session has ended; its memory is freed if `is_freed`.
@@ -126,8 +126,8 @@ class ClientSession:
         """Memory and counters of the session. Thread-safe."""
         return self._native_session.stats()
 
-    def _try_send_parcel(self, number: int, stream: genie_executor.Stream) -> bool:
-        return self._native_session.try_send_parcel(number, stream)
+    def _send_parcel_until_acknowledged(self, number: int, stream: genie_executor.Stream) -> bool:
+        return self._native_session.send_parcel_until_acknowledged(number, stream)
 
     def _serve_until_closed(self, client: PendingClient) -> str:
         current: PendingClient | None = client

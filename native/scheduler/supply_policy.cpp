@@ -52,7 +52,7 @@ std::optional<Candidate> SupplyPolicy::evaluate(const Cluster& cluster, int numb
   const bool is_one = request.gpus == 1;
   uint16_t left = is_one ? usable_gpus(node, request, tenant) : choose_tightest_gpus(node, request, tenant);
   if (request.gpus > 0 && left == 0) return std::nullopt;
-  const double before = weighted_node_value(tracker_->node_value(cluster, number), node.model);
+  const double before = weighted_node_value(tracker_->expected_node_fill(cluster, number), node.model);
   if (!is_one) return make_candidate(node, request, left, before);
   std::optional<Candidate> best;
   uint16_t best_equal = 0;
@@ -74,19 +74,19 @@ Candidate SupplyPolicy::make_candidate(const Node& node, const RequestClass& req
   const FreeState after = free_state_after(node, request, gpus);
   const double cost =
       value_before -
-      (after.gpu_count == 0 ? 0 : weighted_node_value(tracker_->state_value(after), node.model));
+      (after.gpu_count == 0 ? 0 : weighted_node_value(tracker_->expected_state_fill(after), node.model));
   // Ties are broken by best fit: the least GPU left over, then the least CPU.
   const auto gpu_left = static_cast<uint64_t>(node.free_gpu_milli() - request.total_gpu_milli());
   const auto cpu_left = std::min<uint64_t>((node.free_cpu_milli - request.cpu_milli) / 16, 0xffff);
   return {cost, gpu_left << 48 | cpu_left << 32 | node.tie_break_rank, gpus};
 }
 
-double SupplyPolicy::weighted_node_value(const NodeValue& value, int model) const {
+double SupplyPolicy::weighted_node_value(const ExpectedNodeFill& fill, int model) const {
   double capacity = 0;
   for (size_t j = 0; j < tracker_->multi_gpu_counts().size(); ++j) {
-    capacity += capacity_weights_[model][j] * static_cast<double>(value.capacity[j]);
+    capacity += capacity_weights_[model][j] * static_cast<double>(fill.capacity[j]);
   }
-  return fill_weights_[model] * static_cast<double>(value.fill_milli) + options_.gamma * capacity;
+  return fill_weights_[model] * static_cast<double>(fill.fill_milli) + options_.gamma * capacity;
 }
 
 bool SupplyPolicy::is_stale() const {

@@ -50,7 +50,7 @@ class SupplyPolicy final : public Policy {
   void compute_weights();
   int64_t current_supply(const DemandGroup& group) const;
   size_t multi_gpu_count_index(int gpus) const;
-  double weighted_node_value(const NodeValue& value, int model) const;
+  double weighted_node_value(const ExpectedNodeFill& fill, int model) const;
   Candidate make_candidate(const Node& node, const RequestClass& request, uint16_t gpus, double value_before);
 
   SupplyOptions options_;

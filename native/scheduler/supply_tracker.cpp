@@ -9,7 +9,7 @@ namespace genie {
 bool SupplyTracker::update(const Cluster& cluster, WorkBudget& budget) {
   const auto read = [&](int number) {
     const uint64_t before = simulation_count();
-    node_value(cluster, number);
+    expected_node_fill(cluster, number);
     budget.charge(1 + kSimulationWork * static_cast<int64_t>(simulation_count() - before));
   };
   if (change_log_position_ < cluster.oldest_kept_change())
@@ -29,21 +29,21 @@ bool SupplyTracker::update(const Cluster& cluster, WorkBudget& budget) {
   return true;
 }
 
-const NodeValue& SupplyTracker::node_value(const Cluster& cluster, int number) {
+const ExpectedNodeFill& SupplyTracker::expected_node_fill(const Cluster& cluster, int number) {
   const Node& node = cluster.nodes()[number];
   if (number >= static_cast<int>(tracked_nodes_.size()))
     tracked_nodes_.resize(static_cast<size_t>(number) + 1);
   TrackedNode& known = tracked_nodes_[number];
-  if (known.version == node.version) return known.value;
+  if (known.version == node.version) return known.fill;
   add_to_totals(known, -1);
   const FreeState state = free_state_of(node);
   known.version = node.version;
   known.is_open = node.is_open;
   known.model = node.model;
-  known.value = state.gpu_count == 0 ? NodeValue{} : values_.value_of(state);
+  known.fill = state.gpu_count == 0 ? ExpectedNodeFill{} : fills_.fill_of(state);
   models_of_nodes_ |= uint64_t{1} << node.model;
   add_to_totals(known, 1);
-  return known.value;
+  return known.fill;
 }
 
 int64_t SupplyTracker::total_fill_milli(uint64_t models_mask) const {
@@ -62,9 +62,9 @@ int64_t SupplyTracker::total_multi_gpu_capacity(uint64_t models_mask, size_t cou
 
 void SupplyTracker::add_to_totals(const TrackedNode& known, int sign) {
   if (!known.is_open) return;
-  totals_[known.model].fill_milli += sign * known.value.fill_milli;
+  totals_[known.model].fill_milli += sign * known.fill.fill_milli;
   for (size_t j = 0; j < multi_gpu_counts().size(); ++j) {
-    totals_[known.model].capacity[j] += sign * known.value.capacity[j];
+    totals_[known.model].capacity[j] += sign * known.fill.capacity[j];
   }
 }
 

@@ -78,7 +78,7 @@ class PassRunner:
         jobs, self._unlogged_launches = self._unlogged_launches, []
         if len(jobs) > _JOBS_LOGGED_MAX:
             # One line per job would cost more than placing it.
-            _log.info("placed %d jobs", len(jobs))
+            _log.info("placed %d jobs since the last log of placements", len(jobs))
             return
         for job in jobs:
             _log.info("placed job %s: %s", job.job_id, job.reason)

@@ -242,11 +242,11 @@ class ChangeReceiver:
             self._add_piece(kind, number, view[begin : begin + size])
             return int(tree.FRAME_HEADER.size + size)
         if kind == ord("H"):
-            os.lseek(self._open_large_file(number), size, os.SEEK_CUR)
+            os.lseek(self._get_or_open_large_file(number), size, os.SEEK_CUR)
         elif kind == ord("E"):
             self._finish_file(number, size, mode, mtime_ns, sha)
         elif kind == ord("A"):
-            os.close(self._open_large_file(number))
+            os.close(self._get_or_open_large_file(number))
             del self._fd_by_large_file[number]
             os.unlink(_partial_file_name(number), dir_fd=self._objects)
         elif kind == ord("Z"):
@@ -257,13 +257,13 @@ class ChangeReceiver:
 
     def _add_piece(self, kind: int, number: int, data: memoryview) -> None:
         if kind == ord("D"):
-            tree.write_all(self._open_large_file(number), data)
+            tree.write_all(self._get_or_open_large_file(number), data)
         elif len(self._plan) + len(data) > PLAN_BYTES_MAX:
             raise OpError(f"the received sync plan is larger than {PLAN_BYTES_MAX} bytes", reason="protocol")
         else:
             self._plan += data
 
-    def _open_large_file(self, number: int) -> int:
+    def _get_or_open_large_file(self, number: int) -> int:
         if number not in self._fd_by_large_file:
             flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
             self._fd_by_large_file[number] = os.open(
@@ -272,7 +272,7 @@ class ChangeReceiver:
         return self._fd_by_large_file[number]
 
     def _finish_file(self, number: int, size: int, mode: int, mtime_ns: int, sha: bytes) -> None:
-        fd = self._open_large_file(number)
+        fd = self._get_or_open_large_file(number)
         del self._fd_by_large_file[number]
         os.ftruncate(fd, size)
         os.fchmod(fd, mode)

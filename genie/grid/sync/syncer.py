@@ -297,7 +297,9 @@ class _SyncCall:
             args = {**self._request_args, "offset": len(drift)}
             _, piece = await task.link.call("sync.drift", args, timeout_s=_CHECK_TIMEOUT_S)
             if not piece:
-                raise NodeRefusedError(f"node {task.name}: another sync is in progress", reason="moved")
+                raise NodeRefusedError(
+                    f"node {task.name}: the tree on the node was changed by another sync", reason="moved"
+                )
             drift += piece
         task.digest, task.drift = str(reply["digest"]), drift
         if reply["objects"]:
@@ -391,7 +393,9 @@ class _SyncCall:
             parts.append(piece)
             size += len(piece)
             if reply["digest"] != task.digest:
-                raise NodeRefusedError(f"node {task.name}: another sync is in progress", reason="moved")
+                raise NodeRefusedError(
+                    f"node {task.name}: the tree on the node was changed by another sync", reason="moved"
+                )
             if size >= _validate_records_size(reply["size"]) or len(piece) < REPLY_BYTES_MAX:
                 return b"".join(parts)
 

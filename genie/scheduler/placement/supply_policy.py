@@ -46,8 +46,8 @@ class FreeResources:
 
 
 @dataclass(frozen=True)
-class NodeValue:
-    """The use of a node's free resources: expected fill in GPU thousandths, and multi-GPU capacity."""
+class ExpectedNodeFill:
+    """Expected use of a node's free resources: fill in GPU thousandths, and multi-GPU capacities."""
 
     expected_fill_milli: int
     multi_gpu_capacities: tuple[int, ...]
@@ -102,7 +102,7 @@ class SupplyPolicy(PlacementPolicy):
         return best[0], choose_closest_gpu(node, alike)
 
     def is_stale(self) -> bool:
-        totals = self._node_values_by_model()
+        totals = self._expected_node_fills_by_model()
         return any(
             abs(self._supply_for_group(group, totals) - group.supplied_gpu_milli) * STALE_SUPPLY_DIVISOR
             > group.supplied_gpu_milli
@@ -116,7 +116,7 @@ class SupplyPolicy(PlacementPolicy):
             self._learn_history(list(history))
 
     def _learn_history(self, history: list[PlacementRequest]) -> None:
-        self._node_value_cache: dict[FreeResources, NodeValue] = {}
+        self._expected_node_fill_cache: dict[FreeResources, ExpectedNodeFill] = {}
         self._sequences = _draw_sequences([request for request in history if request.gpus])
         self._drawn_requests = list(
             dict.fromkeys(request for sequence in self._sequences for request in sequence)
@@ -158,7 +158,7 @@ class SupplyPolicy(PlacementPolicy):
 
     def _update_weights(self) -> None:
         """Compute the pressure on each model: the demand of each group divided by its supply."""
-        totals = self._node_values_by_model()
+        totals = self._expected_node_fills_by_model()
         self._fill_weights = [0.0] * MODELS_MAX
         self._capacity_weights = [[0.0] * len(self._multi_gpu_counts) for _ in range(MODELS_MAX)]
         for group in self._demand_groups:
@@ -174,37 +174,39 @@ class SupplyPolicy(PlacementPolicy):
                 else:
                     self._fill_weights[model] += pressure
 
-    def _node_values_by_model(self) -> dict[int, list[NodeValue]]:
-        totals: dict[int, list[NodeValue]] = {}
+    def _expected_node_fills_by_model(self) -> dict[int, list[ExpectedNodeFill]]:
+        totals: dict[int, list[ExpectedNodeFill]] = {}
         for node in self._cluster.nodes:
             if node.is_open:
-                totals.setdefault(node.model, []).append(self._get_node_value(_free_resources_of_node(node)))
+                totals.setdefault(node.model, []).append(
+                    self._get_expected_node_fill(_free_resources_of_node(node))
+                )
         return totals
 
-    def _supply_for_group(self, group: DemandGroup, values_by_model: dict[int, list[NodeValue]]) -> int:
-        values = [
-            value
-            for model in values_by_model
+    def _supply_for_group(self, group: DemandGroup, fills_by_model: dict[int, list[ExpectedNodeFill]]) -> int:
+        fills = [
+            fill
+            for model in fills_by_model
             if group.models_mask >> model & 1
-            for value in values_by_model[model]
+            for fill in fills_by_model[model]
         ]
         if group.gpus == 1:
-            return sum(value.expected_fill_milli for value in values)
+            return sum(fill.expected_fill_milli for fill in fills)
         index = self._multi_gpu_counts.index(group.gpus)
-        return sum(value.multi_gpu_capacities[index] for value in values)
+        return sum(fill.multi_gpu_capacities[index] for fill in fills)
 
     def _weighted_node_value(self, free: FreeResources, model: int) -> float:
-        value = self._get_node_value(free)
+        fill = self._get_expected_node_fill(free)
         capacity = 0.0
-        for weight, amount in zip(self._capacity_weights[model], value.multi_gpu_capacities, strict=True):
+        for weight, amount in zip(self._capacity_weights[model], fill.multi_gpu_capacities, strict=True):
             capacity += weight * amount
-        return self._fill_weights[model] * value.expected_fill_milli + self._multi_gpu_weight * capacity
+        return self._fill_weights[model] * fill.expected_fill_milli + self._multi_gpu_weight * capacity
 
-    def _get_node_value(self, free: FreeResources) -> NodeValue:
-        if free not in self._node_value_cache:
+    def _get_expected_node_fill(self, free: FreeResources) -> ExpectedNodeFill:
+        if free not in self._expected_node_fill_cache:
             capacity = tuple(self._multi_gpu_capacity(gpus, free) for gpus in self._multi_gpu_counts)
-            self._node_value_cache[free] = NodeValue(self._expected_fill_milli(free), capacity)
-        return self._node_value_cache[free]
+            self._expected_node_fill_cache[free] = ExpectedNodeFill(self._expected_fill_milli(free), capacity)
+        return self._expected_node_fill_cache[free]
 
     def _multi_gpu_capacity(self, gpus: int, free: FreeResources) -> int:
         """Return the GPU thousandths that requests for `gpus` GPUs could use now, summed over the history."""

@@ -98,7 +98,7 @@ void Connection::raise_lost() const {
 
 // --- writing records ----------------------------------------------------------------------------
 
-Connection::RecordBatch::RecordBatch(Connection& connection) : connection_(connection) {
+Connection::LockedRecordWriter::LockedRecordWriter(Connection& connection) : connection_(connection) {
   if (connection_.is_lost()) connection_.raise_lost();
   lock_ = std::unique_lock<std::mutex>(connection_.mutex_);
   if (connection_.is_window_full_) wait_for_send_window();
@@ -106,7 +106,7 @@ Connection::RecordBatch::RecordBatch(Connection& connection) : connection_(conne
 }
 
 // The GIL is taken back without the lock, because other threads that hold the GIL may want the lock.
-void Connection::RecordBatch::wait_for_send_window() {
+void Connection::LockedRecordWriter::wait_for_send_window() {
   while (connection_.is_window_full_) {
     lock_.unlock();
     {
@@ -122,7 +122,7 @@ void Connection::RecordBatch::wait_for_send_window() {
 // Ops of other threads must not be recorded, so they wait until the recording ends. The recorder may in turn
 // wait for one of them (a lock, or a part of the model that runs there), which would be a deadlock; hence the
 // idle limit.
-void Connection::RecordBatch::wait_for_other_recording_thread() {
+void Connection::LockedRecordWriter::wait_for_other_recording_thread() {
   auto started = Clock::now();
   if (connection_.is_recording_thread()) connection_.recorder_last_active_at_ = started;
   while (connection_.is_recording_ && !connection_.is_recording_thread()) {
@@ -142,7 +142,7 @@ void Connection::RecordBatch::wait_for_other_recording_thread() {
   }
 }
 
-void Connection::RecordBatch::raise_recording_thread_idle() {
+void Connection::LockedRecordWriter::raise_recording_thread_idle() {
   std::string recorder = connection_.recorder_name_;
   auto seconds = static_cast<int64_t>(connection_.recorder_idle_s_max_);
   lock_.unlock();
@@ -155,19 +155,19 @@ void Connection::RecordBatch::raise_recording_thread_idle() {
                                  "nor wait for a lock of a thread that uses the device");
 }
 
-void Connection::RecordBatch::acquire() {
+void Connection::LockedRecordWriter::acquire() {
   if (connection_.is_lost()) connection_.raise_lost();
   lock_.lock();
   if (connection_.is_recording_) wait_for_other_recording_thread();
 }
 
-void Connection::RecordBatch::check_storage_numbers_left(uint64_t count) {
+void Connection::LockedRecordWriter::check_storage_numbers_left(uint64_t count) {
   if (connection_.free_storage_numbers_.size() + (STORAGES_MAX - connection_.next_storage_number_) >= count)
     return;
   connection_.raise_too_many_storages();
 }
 
-uint32_t Connection::RecordBatch::assign_storage_number() {
+uint32_t Connection::LockedRecordWriter::assign_storage_number() {
   uint32_t storage = connection_.next_free_storage_number();
   if (connection_.recording_graph_) connection_.graph_of_storage_[storage] = connection_.recording_graph_;
   return storage;
@@ -188,7 +188,7 @@ void Connection::raise_too_many_storages() const {
         options_.device_name + ": limit of " + std::to_string(STORAGES_MAX) + " tensors per session reached");
 }
 
-uint32_t Connection::RecordBatch::assign_generator_number() {
+uint32_t Connection::LockedRecordWriter::assign_generator_number() {
   auto& free = connection_.free_generator_numbers_;
   if (!free.empty()) {
     uint32_t generator = free.back();
@@ -219,7 +219,7 @@ void Connection::free_generator_now(uint32_t generator) {
   pending_record_count_++;
 }
 
-void Connection::RecordBatch::finish_record() {
+void Connection::LockedRecordWriter::finish_record() {
   Connection& connection = connection_;
   if (++connection.pending_record_count_ >= connection.options_.ops_per_frame_max ||
       connection.records_.size() >= FRAME_TARGET_BYTES) {
@@ -230,7 +230,7 @@ void Connection::RecordBatch::finish_record() {
   lock_.unlock();
 }
 
-void Connection::RecordBatch::finish_record_and_send_frame() {
+void Connection::LockedRecordWriter::finish_record_and_send_frame() {
   Connection& connection = connection_;
   connection.counters_.ops++;
   connection.seal_frame();
@@ -238,7 +238,7 @@ void Connection::RecordBatch::finish_record_and_send_frame() {
   connection.send_frames_nowait();
 }
 
-uint64_t Connection::RecordBatch::finish_request(PendingReply& reply) {
+uint64_t Connection::LockedRecordWriter::finish_request(PendingReply& reply) {
   Connection& connection = connection_;
   uint64_t number = ++connection.replies_requested_;
   connection.pending_replies_[number] = &reply;
@@ -424,8 +424,8 @@ void Connection::send_bytes(const std::function<void(WireWriter&)>& write_record
   GilRelease release;
   uint64_t first, last;
   {
-    RecordBatch batch(*this);
-    write_record(batch.records());
+    LockedRecordWriter writer(*this);
+    write_record(writer.records());
     seal_frame();
     first = frames_created_ + 1;
     for (uint64_t at = 0; at < size_bytes; at += UPLOAD_FRAME_BYTES) {
@@ -516,7 +516,7 @@ bool Connection::is_created_by_recording(uint32_t storage) const {
 
 uint32_t Connection::begin_graph(const std::string& thread_name, double recorder_idle_s_max) {
   check_not_recording("another graph");
-  RecordBatch batch(*this);
+  LockedRecordWriter writer(*this);
   if (free_graph_numbers_.empty() && next_graph_number_ >= GRAPHS_MAX) {
     raise("device.op_refused",
           options_.device_name + ": limit of " + std::to_string(GRAPHS_MAX) + " graphs reached");
@@ -533,7 +533,7 @@ uint32_t Connection::begin_graph(const std::string& thread_name, double recorder
   is_recording_ = true;
   records_.begin_record(RecordKind::GraphBegin);
   records_.write_u32(recording_graph_number_);
-  batch.finish_record();
+  writer.finish_record();
   return recording_graph_number_;
 }
 
@@ -560,24 +560,24 @@ void Connection::end_graph(uint32_t action) {
 // Sent at once: it is much work for the executor, so batching has no benefit.
 void Connection::replay_graph(uint32_t graph) {
   check_not_recording("a replay");
-  RecordBatch batch(*this);
+  LockedRecordWriter writer(*this);
   records_.begin_record(RecordKind::GraphReplay);
   records_.write_u32(graph);
-  batch.finish_record_and_send_frame();
+  writer.finish_record_and_send_frame();
 }
 
 uint32_t Connection::copy_graph_result(uint32_t result_storage) {
-  RecordBatch batch(*this);
+  LockedRecordWriter writer(*this);
   auto graph = graph_of_storage_.find(result_storage);
   if (graph == graph_of_storage_.end() || recording_graph_) {
-    batch.release();
+    writer.release();
     return 0;
   }
-  uint32_t taken = batch.assign_storage_number();
+  uint32_t taken = writer.assign_storage_number();
   records_.begin_record(RecordKind::GraphResult);
   records_.write_u32(result_storage);
   records_.write_u32(taken);
-  batch.finish_record();
+  writer.finish_record();
   return taken;
 }
 

@@ -89,9 +89,9 @@ class Connection final : public c10::intrusive_ptr_target {
 
   // Holds the lock for writing records. Raises if the connection is lost. Waits first while the window is
   // full, so that a signal cannot interrupt a half-written record.
-  class RecordBatch {
+  class LockedRecordWriter {
    public:
-    explicit RecordBatch(Connection& connection);
+    explicit LockedRecordWriter(Connection& connection);
     WireWriter& records() { return connection_.records_; }
     uint32_t assign_storage_number();
     // Raises unless `count` new storages are available.

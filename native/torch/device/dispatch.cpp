@@ -276,11 +276,11 @@ uint32_t count_argument_entries(const Stack& stack, size_t first_argument, const
 
 CachedTemplatePtr make_template(const c10::OperatorHandle& op, const OpTraits& traits, const Stack& stack,
                                 size_t first_argument, const OpCall& call, uint64_t hash,
-                                Connection::RecordBatch& batch, bool& resized) {
+                                Connection::LockedRecordWriter& writer, bool& resized) {
   auto made = c10::make_intrusive<CachedTemplate>();
   made->key = call.key;
   made->hash = hash;
-  batch.release();
+  writer.release();
   InferredOutputs inference = infer_outputs(op, traits, stack, first_argument, call.tensors);
   resized = inference.resized;
   if (resized) return {};
@@ -297,14 +297,14 @@ CachedTemplatePtr make_template(const c10::OperatorHandle& op, const OpTraits& t
     made->entry_count = count_argument_entries(stack, first_argument, traits) +
                         static_cast<uint32_t>(count_outputs(made->outputs)) + LEARNED_OUTPUT_ENTRIES;
   }
-  batch.acquire();
-  batch.counters().template_misses++;
-  batch.templates().insert(made, batch.records());
-  if (made->mode != OpExecutionMode::Local) write_define_template(batch.records(), made->number, body);
+  writer.acquire();
+  writer.counters().template_misses++;
+  writer.templates().insert(made, writer.records());
+  if (made->mode != OpExecutionMode::Local) write_define_template(writer.records(), made->number, body);
   return made;
 }
 
-void send_predicted_op(const CachedTemplatePtr& cached_template, Connection::RecordBatch& batch,
+void send_predicted_op(const CachedTemplatePtr& cached_template, Connection::LockedRecordWriter& writer,
                        const OpCall& call, const OpTraits& traits, Stack* stack) {
   Connection& connection = *call.connection;
   uint32_t few[8];
@@ -315,14 +315,14 @@ void send_predicted_op(const CachedTemplatePtr& cached_template, Connection::Rec
     storages = many.data();
   }
   if (cached_template->mode == OpExecutionMode::Local) {
-    batch.release();
+    writer.release();
   } else {
-    for (uint32_t i = 0; i < cached_template->new_storages; i++) storages[i] = batch.assign_storage_number();
-    WireWriter& records = batch.records();
+    for (uint32_t i = 0; i < cached_template->new_storages; i++) storages[i] = writer.assign_storage_number();
+    WireWriter& records = writer.records();
     records.begin_record(RecordKind::Op, cached_template->number);
     records.append_bytes(call.data.data(), call.data.size());
     records.append_bytes(storages, cached_template->new_storages * sizeof(uint32_t));
-    batch.finish_record();
+    writer.finish_record();
   }
   bool wait = connection.options().blocking && cached_template->mode != OpExecutionMode::Local &&
               !connection.is_recording_thread();
@@ -362,11 +362,11 @@ void send_op(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
       call.data.overwrite_u32(call.generator_offset, generator_number(call.generator, *call.connection));
     }
     uint64_t hash = hash_template_key(call.key);
-    Connection::RecordBatch batch(*call.connection);
-    CachedTemplatePtr known = batch.templates().find(hash, call.key);
+    Connection::LockedRecordWriter writer(*call.connection);
+    CachedTemplatePtr known = writer.templates().find(hash, call.key);
     if (!known) {
       bool resized = false;
-      known = make_template(op, traits, *stack, base, call, hash, batch, resized);
+      known = make_template(op, traits, *stack, base, call, hash, writer, resized);
       if (resized) {
         scratch = std::move(call);
         continue;
@@ -375,9 +375,9 @@ void send_op(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
     if (known->mode == OpExecutionMode::Dynamic || known->mode == OpExecutionMode::Learn) {
       if (known->mode == OpExecutionMode::Dynamic)
         call.connection->check_not_recording(op.schema().name().c_str());
-      run_dynamic_op(op, traits, known, batch, call, stack);
+      run_dynamic_op(op, traits, known, writer, call, stack);
     } else {
-      send_predicted_op(known, batch, call, traits, stack);
+      send_predicted_op(known, writer, call, traits, stack);
     }
     scratch = std::move(call);
     return;

@@ -135,41 +135,41 @@ bool returns_only_integers(const OpTraits& traits, const std::vector<OutputSpec>
 
 // From now on the op is streamed, with the outputs of this reply as prediction.
 void cache_outputs(const c10::OperatorHandle& op, const OpTraits& traits, CachedTemplate& cached_template,
-                   const OpReply& op_reply, Connection::RecordBatch& batch, const Stack& stack) {
-  batch.templates().assign_new_number(cached_template, batch.records());
+                   const OpReply& op_reply, Connection::LockedRecordWriter& writer, const Stack& stack) {
+  writer.templates().assign_new_number(cached_template, writer.records());
   cached_template.outputs = op_reply.outputs;
   cached_template.new_storages = op_reply.new_outputs;
   cached_template.mode =
       returns_only_integers(traits, op_reply.outputs) ? OpExecutionMode::Local : OpExecutionMode::Stream;
   if (cached_template.mode == OpExecutionMode::Local) return;
   write_define_template(
-      batch.records(), cached_template.number,
+      writer.records(), cached_template.number,
       encode_template_body(op, traits, stack, stack.size() - traits.argument_count, &op_reply.outputs));
 }
 
 // An op that ran as a DynamicOp during a recording becomes a step of the graph, now that its outputs are
 // known.
-void write_graph_step(const CachedTemplate& cached_template, Connection::RecordBatch& batch,
+void write_graph_step(const CachedTemplate& cached_template, Connection::LockedRecordWriter& writer,
                       const OpCall& call, const std::vector<uint32_t>& storages) {
-  batch.records().begin_record(RecordKind::GraphStep, cached_template.number);
-  batch.records().append_bytes(call.data.data(), call.data.size());
-  batch.records().append_bytes(storages.data(), storages.size() * sizeof(uint32_t));
+  writer.records().begin_record(RecordKind::GraphStep, cached_template.number);
+  writer.records().append_bytes(call.data.data(), call.data.size());
+  writer.records().append_bytes(storages.data(), storages.size() * sizeof(uint32_t));
 }
 
 }  // namespace
 
 void run_dynamic_op(const c10::OperatorHandle& op, const OpTraits& traits,
-                    const CachedTemplatePtr& cached_template, Connection::RecordBatch& batch,
+                    const CachedTemplatePtr& cached_template, Connection::LockedRecordWriter& writer,
                     const OpCall& call, Stack* stack) {
   Connection& connection = *call.connection;
   std::vector<Tensor> inputs = copy_tensor_references(call.tensors);
   PendingReply reply;
   reply.needs_binding = true;
-  batch.records().begin_record(RecordKind::DynamicOp, cached_template->number);
-  batch.records().append_bytes(call.data.data(), call.data.size());
-  batch.counters().dynamic_ops++;
-  batch.counters().ops++;
-  uint64_t number = batch.finish_request(reply);
+  writer.records().begin_record(RecordKind::DynamicOp, cached_template->number);
+  writer.records().append_bytes(call.data.data(), call.data.size());
+  writer.counters().dynamic_ops++;
+  writer.counters().ops++;
+  uint64_t number = writer.finish_request(reply);
   connection.wait_for_reply(number, reply);
   WireReader in(reply.payload.data(), reply.payload.size());
   OpReply op_reply;
@@ -177,27 +177,27 @@ void run_dynamic_op(const c10::OperatorHandle& op, const OpTraits& traits,
   try {
     op_reply = read_op_reply(in, op.schema(), inputs.size());
     try {
-      batch.acquire();
-      batch.check_storage_numbers_left(op_reply.new_outputs);
+      writer.acquire();
+      writer.check_storage_numbers_left(op_reply.new_outputs);
     } catch (...) {
-      batch.release();
+      writer.release();
       connection.discard_outputs(number, op_reply.new_outputs);
       throw;
     }
     storages.resize(op_reply.new_outputs);
-    for (uint32_t& storage : storages) storage = batch.assign_storage_number();
-    batch.records().begin_record(RecordKind::BindOutputs, op_reply.new_outputs);
-    batch.records().write_u64(number);
-    batch.records().append_bytes(storages.data(), storages.size() * sizeof(uint32_t));
+    for (uint32_t& storage : storages) storage = writer.assign_storage_number();
+    writer.records().begin_record(RecordKind::BindOutputs, op_reply.new_outputs);
+    writer.records().write_u64(number);
+    writer.records().append_bytes(storages.data(), storages.size() * sizeof(uint32_t));
     // The template may have been evicted during the wait.
-    bool is_cached = batch.templates().find(cached_template->hash, cached_template->key) == cached_template;
+    bool is_cached = writer.templates().find(cached_template->hash, cached_template->key) == cached_template;
     if (is_cached && cached_template->mode == OpExecutionMode::Learn &&
         has_static_outputs(op_reply.outputs, op_reply.resizes_inputs)) {
-      cache_outputs(op, traits, *cached_template, op_reply, batch, *stack);
+      cache_outputs(op, traits, *cached_template, op_reply, writer, *stack);
     }
     if (connection.is_recording_thread() && cached_template->mode == OpExecutionMode::Stream)
-      write_graph_step(*cached_template, batch, call, storages);
-    batch.release();
+      write_graph_step(*cached_template, writer, call, storages);
+    writer.release();
     apply_resized_inputs(in, inputs);
   } catch (const ProtocolError& error) {
     connection.fail_session(error);

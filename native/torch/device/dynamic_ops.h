@@ -9,9 +9,9 @@
 
 namespace genie {
 
-// Pops the arguments from the stack and pushes the outputs. `batch` is held on entry, and released.
+// Pops the arguments from the stack and pushes the outputs. `writer` is held on entry, and released.
 void run_dynamic_op(const c10::OperatorHandle& op, const OpTraits& traits,
-                    const CachedTemplatePtr& cached_template, Connection::RecordBatch& batch,
+                    const CachedTemplatePtr& cached_template, Connection::LockedRecordWriter& writer,
                     const OpCall& call, torch::jit::Stack* stack);
 
 }  // namespace genie

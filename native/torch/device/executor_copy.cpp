@@ -20,12 +20,12 @@ std::string executor_description(const Connection& connection) {
 }
 
 uint64_t publish_parcel(Connection& from, const Tensor& source) {
-  Connection::RecordBatch batch(from);
-  uint64_t parcel = batch.assign_parcel_number();
-  batch.records().begin_record(RecordKind::PublishParcel);
-  batch.records().write_u64(parcel);
-  write_storage_view(batch.records(), source);
-  batch.finish_record_and_send_frame();
+  Connection::LockedRecordWriter writer(from);
+  uint64_t parcel = writer.assign_parcel_number();
+  writer.records().begin_record(RecordKind::PublishParcel);
+  writer.records().write_u64(parcel);
+  write_storage_view(writer.records(), source);
+  writer.finish_record_and_send_frame();
   return parcel;
 }
 
@@ -33,16 +33,16 @@ void fetch_parcel(Connection& destination, const Tensor& target, const Connectio
                   uint64_t parcel_number) {
   std::string token = from->make_fetch_token(parcel_number);
   uint64_t bytes = target.nbytes();
-  Connection::RecordBatch batch(destination);
-  batch.begin_frame();
-  WireWriter& records = batch.records();
+  Connection::LockedRecordWriter writer(destination);
+  writer.begin_frame();
+  WireWriter& records = writer.records();
   records.begin_record(RecordKind::FetchParcel);
   write_storage_view(records, target);
   records.write_u64(bytes);
   const ConnectionOptions& source = from->options();
   write_parcel_origin(records, {source.host, source.port, source.server_name, parcel_number, token,
                                 executor_description(*from)});
-  batch.finish_fetch_parcel_record(from, parcel_number, bytes);
+  writer.finish_fetch_parcel_record(from, parcel_number, bytes);
 }
 
 // An error at the source is also one at the target; it is raised once.

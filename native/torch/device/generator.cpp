@@ -102,10 +102,10 @@ class RemoteGenerator final : public c10::GeneratorImpl {
     ConnectionPtr connection = this->connection();
     connection->check_not_recording("reading a generator state");
     PendingReply reply;
-    Connection::RecordBatch batch(*connection);
-    batch.records().begin_record(RecordKind::GeneratorState);
-    batch.records().write_u32(number_);
-    uint64_t number = batch.finish_request(reply);
+    Connection::LockedRecordWriter writer(*connection);
+    writer.records().begin_record(RecordKind::GeneratorState);
+    writer.records().write_u32(number_);
+    uint64_t number = writer.finish_request(reply);
     connection->wait_for_reply(number, reply);
     return std::move(reply.payload);
   }
@@ -124,9 +124,9 @@ class RemoteGenerator final : public c10::GeneratorImpl {
   void send_record(Write write) {
     ConnectionPtr connection = this->connection();
     connection->check_not_recording("changing a generator");
-    Connection::RecordBatch batch(*connection);
-    write(batch.records());
-    batch.finish_record();
+    Connection::LockedRecordWriter writer(*connection);
+    write(writer.records());
+    writer.finish_record();
   }
 
   RemoteGenerator* clone_impl() const override {
@@ -154,8 +154,8 @@ at::Generator make_generator(int index) {
   ConnectionPtr connection = device_registry().get_or_open_connection(index);
   uint32_t number;
   {
-    Connection::RecordBatch batch(*connection);
-    number = batch.assign_generator_number();
+    Connection::LockedRecordWriter writer(*connection);
+    number = writer.assign_generator_number();
   }
   auto made = at::make_generator<RemoteGenerator>(connection->options().index, connection, number);
   static_cast<RemoteGenerator*>(made.unsafeGetGeneratorImpl())->send_seed(c10::default_rng_seed_val);

@@ -69,12 +69,12 @@ Tensor empty_strided(c10::IntArrayRef sizes, c10::IntArrayRef strides, std::opti
   ConnectionPtr connection = connection_of_device(device);
   uint32_t storage;
   {
-    Connection::RecordBatch batch(*connection);
-    storage = batch.assign_storage_number();
-    batch.records().begin_record(RecordKind::Allocate);
-    batch.records().write_u32(storage);
-    batch.records().write_u64(static_cast<uint64_t>(output.storage_bytes));
-    batch.finish_record();
+    Connection::LockedRecordWriter writer(*connection);
+    storage = writer.assign_storage_number();
+    writer.records().begin_record(RecordKind::Allocate);
+    writer.records().write_u32(storage);
+    writer.records().write_u64(static_cast<uint64_t>(output.storage_bytes));
+    writer.finish_record();
   }
   Tensor made = make_remote_tensor(*connection, storage, output);
   if (connection->options().blocking && !connection->is_recording_thread()) connection->synchronize();
@@ -150,10 +150,10 @@ void upload(const Tensor& target, const Tensor& source) {
   };
   connection.check_not_recording("a copy from this machine");
   if (bytes <= INLINE_UPLOAD_BYTES_MAX) {
-    Connection::RecordBatch batch(connection);
-    write(batch.records(), true);
-    batch.records().append_bytes(source.const_data_ptr(), bytes);
-    batch.finish_record();
+    Connection::LockedRecordWriter writer(connection);
+    write(writer.records(), true);
+    writer.records().append_bytes(source.const_data_ptr(), bytes);
+    writer.finish_record();
   } else {
     connection.send_bytes([&](WireWriter& records) { write(records, false); }, source.const_data_ptr(),
                           bytes);
@@ -174,10 +174,10 @@ void download(const Tensor& source, const Tensor& target) {
     connection->synchronize();
     return;
   }
-  Connection::RecordBatch batch(*connection);
-  batch.records().begin_record(RecordKind::Get);
-  write_storage_view(batch.records(), source);
-  uint64_t number = batch.finish_request(reply);
+  Connection::LockedRecordWriter writer(*connection);
+  writer.records().begin_record(RecordKind::Get);
+  write_storage_view(writer.records(), source);
+  uint64_t number = writer.finish_request(reply);
   connection->wait_for_reply(number, reply);
 }
 

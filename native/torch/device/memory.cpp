@@ -60,9 +60,9 @@ StatsReply fetch_executor_counters(Connection& connection, bool reset_peak) {
   PendingReply reply;
   {
     GilRelease release;
-    Connection::RecordBatch batch(connection);
-    batch.records().begin_record(RecordKind::Stats, reset_peak);
-    uint64_t number = batch.finish_request(reply);
+    Connection::LockedRecordWriter writer(connection);
+    writer.records().begin_record(RecordKind::Stats, reset_peak);
+    uint64_t number = writer.finish_request(reply);
     connection.wait_for_reply(number, reply);
   }
   try {

@@ -108,10 +108,10 @@ py::tuple fetch_graph_report(Connection& connection, uint32_t graph) {
   PendingReply reply;
   {
     py::gil_scoped_release release;
-    Connection::RecordBatch batch(connection);
-    batch.records().begin_record(RecordKind::GraphReport);
-    batch.records().write_u32(graph);
-    uint64_t number = batch.finish_request(reply);
+    Connection::LockedRecordWriter writer(connection);
+    writer.records().begin_record(RecordKind::GraphReport);
+    writer.records().write_u32(graph);
+    uint64_t number = writer.finish_request(reply);
     connection.wait_for_reply(number, reply);
   }
   try {
@@ -239,11 +239,11 @@ at::Tensor copy_graph_result(const at::Tensor& result) {
 
 void seed_default_generator(Connection& connection, uint64_t seed) {
   connection.check_not_recording("seeding");
-  Connection::RecordBatch batch(connection);
-  batch.records().begin_record(RecordKind::Seed);
-  batch.records().write_u32(0);
-  batch.records().write_u64(seed);
-  batch.finish_record();
+  Connection::LockedRecordWriter writer(connection);
+  writer.records().begin_record(RecordKind::Seed);
+  writer.records().write_u32(0);
+  writer.records().write_u64(seed);
+  writer.finish_record();
 }
 
 at::Tensor rng_state(int index) {

@@ -4,8 +4,8 @@
 
 namespace genie {
 
-void Connection::RecordBatch::finish_fetch_parcel_record(ConnectionPtr source, uint64_t parcel_number,
-                                                         uint64_t bytes) {
+void Connection::LockedRecordWriter::finish_fetch_parcel_record(ConnectionPtr source, uint64_t parcel_number,
+                                                                uint64_t bytes) {
   if (connection_.is_lost_) {
     lock_.unlock();
     connection_.raise_lost();

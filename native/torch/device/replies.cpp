@@ -387,9 +387,9 @@ void Connection::deliver_reply() {
 void Connection::synchronize() {
   check_not_recording("synchronizing");
   PendingReply reply;
-  RecordBatch batch(*this);
-  batch.records().begin_record(RecordKind::Sync);
-  uint64_t number = batch.finish_request(reply);
+  LockedRecordWriter writer(*this);
+  writer.records().begin_record(RecordKind::Sync);
+  uint64_t number = writer.finish_request(reply);
   wait_for_reply(number, reply);
 }
 

@@ -95,12 +95,12 @@ at::Tensor make_remote_view(const at::Tensor& source, const OutputSpec& output) 
 c10::DataPtr allocate_remote(Connection& connection, uint64_t bytes) {
   uint32_t storage;
   {
-    Connection::RecordBatch batch(connection);
-    storage = batch.assign_storage_number();
-    batch.records().begin_record(RecordKind::Allocate);
-    batch.records().write_u32(storage);
-    batch.records().write_u64(bytes);
-    batch.finish_record();
+    Connection::LockedRecordWriter writer(connection);
+    storage = writer.assign_storage_number();
+    writer.records().begin_record(RecordKind::Allocate);
+    writer.records().write_u32(storage);
+    writer.records().write_u64(bytes);
+    writer.finish_record();
   }
   return make_data_ptr(connection, storage);
 }
@@ -115,11 +115,11 @@ void resize_storage(c10::StorageImpl& storage, uint64_t bytes) {
     return;
   }
   handle.connection->check_not_recording("resizing a tensor");
-  Connection::RecordBatch batch(*handle.connection);
-  batch.records().begin_record(RecordKind::Resize);
-  batch.records().write_u32(handle.storage);
-  batch.records().write_u64(bytes);
-  batch.finish_record();
+  Connection::LockedRecordWriter writer(*handle.connection);
+  writer.records().begin_record(RecordKind::Resize);
+  writer.records().write_u32(handle.storage);
+  writer.records().write_u64(bytes);
+  writer.finish_record();
   storage.set_nbytes(bytes);
 }
 

@@ -101,10 +101,10 @@ ParcelConnector make_parcel_connector(py::object callable) {
   };
 }
 
-bool try_send_parcel(Session& session, uint64_t parcel_number, py::handle stream) {
+bool send_parcel_until_acknowledged(Session& session, uint64_t parcel_number, py::handle stream) {
   auto connection = stream_from_python(stream);
   py::gil_scoped_release release;
-  return session.try_send_parcel(parcel_number, connection);
+  return session.send_parcel_until_acknowledged(parcel_number, connection);
 }
 
 std::unique_ptr<Session> make_session(const std::string& device, uint64_t memory_quota_bytes,
@@ -152,7 +152,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
            py::arg("spin_us") = 0, py::arg("capture") = py::none(), py::arg("compiler") = py::none(),
            py::arg("connect") = py::none())
       .def("serve", &genie::serve, py::arg("stream"), py::arg("replies_received"))
-      .def("try_send_parcel", &genie::try_send_parcel, py::arg("number"), py::arg("stream"))
+      .def("send_parcel_until_acknowledged", &genie::send_parcel_until_acknowledged, py::arg("number"),
+           py::arg("stream"))
       .def("stats", &genie::session_stats_dict)
       .def("close", &Session::close, py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("frames_received", &Session::frames_received);

@@ -139,11 +139,12 @@ void ParcelStore::close() {
 
 // --- sending threads ----------------------------------------------------------------------------
 
-bool ParcelStore::try_send_parcel(uint64_t parcel_number, const std::shared_ptr<Stream>& stream) {
+bool ParcelStore::send_parcel_until_acknowledged(uint64_t parcel_number,
+                                                 const std::shared_ptr<Stream>& stream) {
   if (!try_register_fetch(parcel_number, stream)) return false;
   bool acknowledged = false;
   try {
-    acknowledged = try_send_until_acknowledged(parcel_number, stream);
+    acknowledged = send_for_registered_fetch(parcel_number, stream);
   } catch (const ConnectionLost&) {
     // It may be fetched again until it is dropped.
   } catch (const c10::Error&) {
@@ -193,7 +194,7 @@ ParcelStore::ParcelPtr ParcelStore::wait_for_parcel(uint64_t parcel_number,
   return found == parcels_.end() ? nullptr : found->second;
 }
 
-bool ParcelStore::try_send_until_acknowledged(uint64_t parcel_number, const std::shared_ptr<Stream>& stream) {
+bool ParcelStore::send_for_registered_fetch(uint64_t parcel_number, const std::shared_ptr<Stream>& stream) {
   ParcelPtr parcel = wait_for_parcel(parcel_number, stream);
   if (!parcel) {
     write_parcel_failure(*stream,

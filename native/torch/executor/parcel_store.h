@@ -39,7 +39,7 @@ class ParcelStore {
 
   // Thread-safe; called on one thread per fetch. Waits for the parcel, sends it, and waits for the
   // acknowledgement. A newer fetch of the same number cancels this one. True if it was acknowledged.
-  bool try_send_parcel(uint64_t parcel_number, const std::shared_ptr<Stream>& stream);
+  bool send_parcel_until_acknowledged(uint64_t parcel_number, const std::shared_ptr<Stream>& stream);
   // Thread-safe.
   size_t parcel_count() const;
   // Thread-safe. Fetches that wait for their parcel or send it.
@@ -68,7 +68,7 @@ class ParcelStore {
   void unregister_fetch(uint64_t parcel_number, const std::shared_ptr<Stream>& stream);
   // Null if it was dropped or never stored.
   ParcelPtr wait_for_parcel(uint64_t parcel_number, const std::shared_ptr<Stream>& stream);
-  bool try_send_until_acknowledged(uint64_t parcel_number, const std::shared_ptr<Stream>& stream);
+  bool send_for_registered_fetch(uint64_t parcel_number, const std::shared_ptr<Stream>& stream);
   void write_parcel(const Parcel& parcel, Stream& stream) const;
 
   c10::Device device_;

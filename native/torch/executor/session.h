@@ -54,8 +54,8 @@ class Session {
   SessionStats stats() const;
   // Thread-safe, but not on the serving thread: sends the parcel to another executor, once it is published.
   // Blocks until the fetch has ended; true if the other executor has acknowledged the parcel.
-  bool try_send_parcel(uint64_t parcel_number, const std::shared_ptr<Stream>& stream) {
-    return parcels_.try_send_parcel(parcel_number, stream);
+  bool send_parcel_until_acknowledged(uint64_t parcel_number, const std::shared_ptr<Stream>& stream) {
+    return parcels_.send_parcel_until_acknowledged(parcel_number, stream);
   }
   // Frees everything. Not while serve() runs.
   void close();

@@ -1,4 +1,4 @@
-#include "node_values.h"
+#include "expected_node_fills.h"
 
 #include <algorithm>
 #include <bit>
@@ -19,8 +19,8 @@ uint64_t hash_free_state(const FreeState& state) {
 
 }  // namespace
 
-NodeValues::NodeValues(const Cluster& cluster, const std::vector<RequestClass>& history,
-                       int sequence_length_max)
+ExpectedNodeFills::ExpectedNodeFills(const Cluster& cluster, const std::vector<RequestClass>& history,
+                                     int sequence_length_max)
     : fill_simulation_(cluster, history, sequence_length_max) {
   if (history.empty()) return;
   int gpus_max = 0;
@@ -37,28 +37,28 @@ NodeValues::NodeValues(const Cluster& cluster, const std::vector<RequestClass>& 
   }
 }
 
-const NodeValue& NodeValues::value_of(const FreeState& state) {
+const ExpectedNodeFill& ExpectedNodeFills::fill_of(const FreeState& state) {
   const uint64_t key = hash_free_state(state);
   Shard& shard = shards_[key >> 55];  // other bits than those of the slot
-  if (shard.values.size() * 2 >= shard.slots.size()) grow_or_clear_cache(shard);
+  if (shard.fills.size() * 2 >= shard.slots.size()) grow_or_clear_cache(shard);
   const size_t mask = shard.slots.size() - 1;
   size_t at = key & mask;
   while (shard.slots[at].is_occupied && !(shard.slots[at].state == state)) at = (at + 1) & mask;
-  CachedNodeValue& slot = shard.slots[at];
+  CachedNodeFill& slot = shard.slots[at];
   if (!slot.is_occupied) {
-    slot = {state, true, static_cast<uint32_t>(shard.values.size())};
-    NodeValue& value = shard.values.emplace_back();
-    value.fill_milli = fill_simulation_.total_filled_milli(state);
+    slot = {state, true, static_cast<uint32_t>(shard.fills.size())};
+    ExpectedNodeFill& fill = shard.fills.emplace_back();
+    fill.fill_milli = fill_simulation_.total_filled_milli(state);
     for (size_t j = 0; j < multi_gpu_counts_.size(); ++j)
-      value.capacity[j] = multi_gpu_capacity(multi_gpu_counts_[j], state);
+      fill.capacity[j] = multi_gpu_capacity(multi_gpu_counts_[j], state);
     ++simulation_count_;
   }
-  return shard.values[slot.value_index];
+  return shard.fills[slot.fill_index];
 }
 
 // The GPU thousandths that requests for `gpus` GPUs could use on the node now, summed over the history. For
 // smoothing, half a request that needs only GPUs is added.
-int64_t NodeValues::multi_gpu_capacity(int gpus, const FreeState& state) const {
+int64_t ExpectedNodeFills::multi_gpu_capacity(int gpus, const FreeState& state) const {
   const int whole = state.count_free_whole_gpus();
   if (whole < gpus) return 0;
   int64_t slots = std::has_single_bit(static_cast<unsigned>(gpus)) ? whole / gpus : 0;
@@ -73,15 +73,15 @@ int64_t NodeValues::multi_gpu_capacity(int gpus, const FreeState& state) const {
 }
 
 // Doubles the shard, or clears it at its maximum size.
-void NodeValues::grow_or_clear_cache(Shard& shard) {
+void ExpectedNodeFills::grow_or_clear_cache(Shard& shard) {
   if (shard.slots.size() >= kShardSlotsMax) {
-    shard.slots.assign(shard.slots.size(), CachedNodeValue{});
-    shard.values.clear();
+    shard.slots.assign(shard.slots.size(), CachedNodeFill{});
+    shard.fills.clear();
     return;
   }
-  std::vector<CachedNodeValue> old(std::max(shard.slots.size() * 2, kShardSlotsMin));
+  std::vector<CachedNodeFill> old(std::max(shard.slots.size() * 2, kShardSlotsMin));
   old.swap(shard.slots);
-  for (const CachedNodeValue& slot : old) {
+  for (const CachedNodeFill& slot : old) {
     if (!slot.is_occupied) continue;
     size_t at = hash_free_state(slot.state) & (shard.slots.size() - 1);
     while (shard.slots[at].is_occupied) at = (at + 1) & (shard.slots.size() - 1);

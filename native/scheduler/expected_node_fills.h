@@ -1,4 +1,4 @@
-// The value of a node's free resources for recent requests, cached by state.
+// How far recent requests are expected to fill a node's free resources, cached by state.
 #pragma once
 
 #include <array>
@@ -11,19 +11,20 @@ namespace genie {
 
 constexpr int kMultiGpuCountsMax = kGpusMax - 1;  // multi-GPU requests have 2 to 16 GPUs
 
-struct NodeValue {
+struct ExpectedNodeFill {
   int64_t fill_milli = 0;                              // see FillSimulation
-  std::array<int64_t, kMultiGpuCountsMax> capacity{};  // for each of NodeValues::multi_gpu_counts()
+  std::array<int64_t, kMultiGpuCountsMax> capacity{};  // for each of ExpectedNodeFills::multi_gpu_counts()
 };
 
-class NodeValues {
+class ExpectedNodeFills {
  public:
   // Learns from the last requests, oldest first.
-  NodeValues(const Cluster& cluster, const std::vector<RequestClass>& history, int sequence_length_max);
+  ExpectedNodeFills(const Cluster& cluster, const std::vector<RequestClass>& history,
+                    int sequence_length_max);
 
   // The reference is valid until the next call.
-  const NodeValue& value_of(const FreeState& state);
-  // The number of values that were computed, not found.
+  const ExpectedNodeFill& fill_of(const FreeState& state);
+  // The number of fills that were computed, not found in the cache.
   uint64_t simulation_count() const { return simulation_count_; }
   // Numbers of GPUs of multi-GPU requests: powers of two, then others in the history.
   const std::vector<int>& multi_gpu_counts() const { return multi_gpu_counts_; }
@@ -35,15 +36,15 @@ class NodeValues {
     int memory_mib;
     uint64_t models_mask;
   };
-  struct CachedNodeValue {
+  struct CachedNodeFill {
     FreeState state;
     bool is_occupied = false;
-    uint32_t value_index = 0;  // in Shard::values
+    uint32_t fill_index = 0;  // in Shard::fills
   };
   // Each part of the hash table grows on its own, so that no call has to copy all of it.
   struct Shard {
-    std::vector<CachedNodeValue> slots;
-    std::vector<NodeValue> values;
+    std::vector<CachedNodeFill> slots;
+    std::vector<ExpectedNodeFill> fills;
   };
   static constexpr size_t kShards = 512;  // 9 bits of the hash
   static constexpr size_t kShardSlotsMin = 16;
