@@ -109,6 +109,7 @@ _FailEveryOption = Annotated[
         help="Mean time between failures per node, such as 30d (default: no failures).",
     ),
 ]
+_NO_ADDRESS_HINT = "the simulator uses no cluster; --nodes describes the simulated one"
 _ORDER_HELP = "Queue order: fifo, priority, fair, or a custom policy MODULE:CLASS."
 _OrderOption = Annotated[str, typer.Option("--order", metavar="ORDER", help=_ORDER_HELP)]
 _PlacementOption = Annotated[
@@ -117,7 +118,10 @@ _PlacementOption = Annotated[
 
 
 @command(
-    sim_app, "run", example="genie sim run --nodes 128x8 --jobs 2000 --order fair --seed 1 --out results"
+    sim_app,
+    "run",
+    example="genie sim run --nodes 128x8 --jobs 2000 --order fair --seed 1 --out results",
+    no_address_hint=_NO_ADDRESS_HINT,
 )
 def run(
     invocation: Invocation,
@@ -181,7 +185,12 @@ def run(
         raise typer.Exit(1)
 
 
-@command(sim_app, "replay", example="genie sim replay --placement supply --seed 3")
+@command(
+    sim_app,
+    "replay",
+    example="genie sim replay --placement supply --seed 3",
+    no_address_hint=_NO_ADDRESS_HINT,
+)
 def replay(
     invocation: Invocation,
     *,
@@ -233,7 +242,12 @@ def replay(
     )
 
 
-@command(sim_app, "generate", example="genie sim generate --jobs 5000 --load 1.1 --seed 7 jobs.csv")
+@command(
+    sim_app,
+    "generate",
+    example="genie sim generate --jobs 5000 --load 1.1 --seed 7 jobs.csv",
+    no_address_hint=_NO_ADDRESS_HINT,
+)
 def generate(
     invocation: Invocation,
     *,
