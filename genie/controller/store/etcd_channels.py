@@ -70,6 +70,7 @@ class EtcdMember:
         self.watch_stub = rpc_pb2_grpc.WatchStub(channel)
         self.maintenance_stub = rpc_pb2_grpc.MaintenanceStub(channel)
         self.auth_stub = rpc_pb2_grpc.AuthStub(channel)
+        self.cluster_stub = rpc_pb2_grpc.ClusterStub(channel)
         self.is_version_checked = False
 
     def is_checked_and_connected(self) -> bool:
@@ -161,6 +162,15 @@ class EtcdChannels:
                 )
             await self._clock.sleep(RETRY_INTERVAL_S)
 
+    async def replace_address(self, address: EtcdAddress) -> None:
+        """Connects to these endpoints with the current contents of the certificate files.
+
+        Calls under way get a moment to finish; watches reconnect."""
+        secrets = await asyncio.to_thread(_read_secrets, address)
+        self.check_open()
+        self._address, self._secrets, self._login_token = address, secrets, ""
+        await self._replace_members()
+
     def deprioritize(self, member: EtcdMember) -> None:
         """Moves the member to the end of the preference order."""
         if member in self._members:
@@ -249,7 +259,8 @@ class EtcdChannels:
     def _open_members(self) -> list[EtcdMember]:
         credentials = self._secrets.channel_credentials() if self._address.uses_tls else None
         return [
-            EtcdMember(endpoint, _open_channel(endpoint, credentials)) for endpoint in self._address.endpoints
+            EtcdMember(endpoint, _open_channel(endpoint, credentials, server_name=self._address.server_name))
+            for endpoint in self._address.endpoints
         ]
 
     async def _reload_secrets(self) -> None:
@@ -265,6 +276,9 @@ class EtcdChannels:
             return
         log.info("store %s: its certificate or password files have changed", self._address)
         self._secrets, self._login_token = secrets, ""
+        await self._replace_members()
+
+    async def _replace_members(self) -> None:
         replaced, self._members = self._members, self._open_members()
         for member in replaced:
             await member.channel.close(REPLACED_CHANNEL_GRACE_S)
@@ -288,10 +302,13 @@ async def _wait_for_grpc_call_tasks() -> None:
         await asyncio.wait(ending, timeout=CLOSE_TIMEOUT_S)
 
 
-def _open_channel(endpoint: str, credentials: grpc.ChannelCredentials | None) -> grpc.aio.Channel:
+def _open_channel(
+    endpoint: str, credentials: grpc.ChannelCredentials | None, *, server_name: str
+) -> grpc.aio.Channel:
     if credentials is None:
         return grpc.aio.insecure_channel(endpoint, options=_CHANNEL_OPTIONS)
-    return grpc.aio.secure_channel(endpoint, credentials, options=_CHANNEL_OPTIONS)
+    name = [("grpc.ssl_target_name_override", server_name)] if server_name else []
+    return grpc.aio.secure_channel(endpoint, credentials, options=[*_CHANNEL_OPTIONS, *name])
 
 
 @dataclass(frozen=True)
