@@ -127,6 +127,21 @@ def test_submit_with_a_missing_directory_is_a_usage_error(genie, tmp_path) -> No
     assert "--workdir" in ran.err
 
 
+@pytest.mark.parametrize(
+    ("folder", "why"),
+    [("/", "it is the root of the file system"), ("user", "home directory"), ("", "contains the home")],
+)
+def test_submit_does_not_upload_the_home_directory_or_its_parents(
+    genie, tmp_path, monkeypatch, folder, why
+) -> None:
+    (tmp_path / "user").mkdir()
+    monkeypatch.setenv("HOME", str(tmp_path / "user"))
+    ran = genie("submit", "--workdir", str(tmp_path / folder), "--", "x")
+    assert ran.code == 2
+    assert why in ran.err
+    assert "--workdir" in ran.err
+
+
 def test_submit_prints_only_the_job_id_to_standard_output(genie, controller) -> None:
     controller.replies[SubmitJob] = make_job_reply(make_job(reason="1 of 1 accelerators is held by j0"))
     ran = genie("submit", "--gpus", "1", "--name", "train", "--", "python", "train.py", "--debug", "-x")
