@@ -184,7 +184,9 @@ def logs(
 def cancel(
     invocation: Invocation,
     *,
-    job_ids: Annotated[list[str], typer.Argument(metavar="JOB...", help="Job IDs or unique job names.")],
+    job_ids: Annotated[
+        list[str], typer.Argument(metavar="JOB...", help="Job IDs, or names that one unfinished job has.")
+    ],
     as_json: JsonOption = False,
 ) -> None:
     """Cancel jobs. Running jobs get SIGTERM, then SIGKILL after a grace period."""
