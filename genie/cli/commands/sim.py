@@ -59,6 +59,7 @@ _JSON_NAMES = {
 """Names in summary.json and --json of the metrics that have another name there."""
 _JOBS_MAX = 1_000_000
 _NODES_MAX = 100_000
+_LOAD_MIN = 0.001
 _SEED_MAX = 2**31 - 1
 
 _TraceOption = Annotated[
@@ -292,8 +293,8 @@ def _parse_nodes(text: str) -> list[NodeFacts]:
     count, by, gpus = text.partition("x")
     if by and count.isdecimal() and gpus.isdecimal():
         return uniform_nodes(
-            parse_integer(count, what="--nodes", low=1, high=_NODES_MAX),
-            gpus=parse_integer(gpus, what="--nodes", low=1, high=16),
+            parse_integer(count, what=f"--nodes {text[:40]}: COUNT", low=1, high=_NODES_MAX),
+            gpus=parse_integer(gpus, what=f"--nodes {text[:40]}: GPUS", low=1, high=16),
         )
     if not Path(text).is_file():
         raise UsageError(
@@ -322,9 +323,7 @@ def _load_or_generate_jobs(
         raise UsageError(
             f"--limits {limits!r} would end jobs before they finish", hint="give 0, or a number >= 1"
         )
-    load_target = None if load is None else parse_number(load, what="--load", high=1000)
-    if load_target == 0:
-        raise UsageError("--load must be more than 0", hint="give a number such as 1.2")
+    load_target = None if load is None else parse_number(load, what="--load", low=_LOAD_MIN, high=1000)
     if trace is None:
         mix = SyntheticJobMix(
             job_count=most or SyntheticJobMix.job_count,
