@@ -84,7 +84,7 @@ def test_job_name_defaults_to_the_program(program, name) -> None:
         ({"argv": []}, "command"),
         ({"argv": ["a\x00b"]}, "NUL"),
         ({"gpus": "-1"}, "--gpus"),
-        ({"gpus": "1000000000"}, "--gpus"),
+        ({"gpus": "17"}, "--gpus"),
         ({"gpus": "one"}, "--gpus"),
         ({"cpus": "-0.5"}, "--cpus"),
         ({"cpus": "nan"}, "--cpus"),
