@@ -342,7 +342,7 @@ def test_interrupt_during_import_prints_no_traceback(entry_point, monkeypatch) -
         (["down"], "on the machine to stop"),
         (["sim", "run"], "uses no cluster"),
         (["sim", "replay"], "uses no cluster"),
-        (["sim", "generate", "jobs.csv"], "uses no cluster"),
+        (["sim", "generate", "-"], "uses no cluster"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
