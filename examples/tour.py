@@ -11,6 +11,7 @@ it is skipped.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import os
 import re
@@ -172,4 +173,6 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    formatter = argparse.RawDescriptionHelpFormatter
+    argparse.ArgumentParser(description=__doc__, formatter_class=formatter).parse_args()
     sys.exit(main())

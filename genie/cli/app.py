@@ -141,6 +141,7 @@ _SHARED_OPTIONS = {
     "address": (_AddressOption, None),
     "token_file": (_TokenFileOption, None),
 }
+_HIDDEN_ADDRESS = (Annotated[str | None, typer.Option("--address", hidden=True)], None)
 _GRID_SHARED_OPTIONS = {
     "debug": _SHARED_OPTIONS["debug"],
     "log_level": _SHARED_OPTIONS["log_level"],
@@ -372,11 +373,15 @@ def command(
     context_settings: dict[str, Any] | None = None,
     shared: Mapping[str, tuple[Any, Any]] = _SHARED_OPTIONS,
     kind: type[_Command] = _Command,
+    no_address_hint: str = "",
 ) -> Callable[[_Function], _Function]:
     """Register a function that takes an Invocation and, by keyword, its options.
 
-    A parameter whose type is a dataclass becomes one option per field.
+    A parameter whose type is a dataclass becomes one option per field. `no_address_hint` is for a command
+    that connects to no cluster: it rejects --address with this hint and does not list the option.
     """
+    if no_address_hint:
+        shared = {**shared, "address": _HIDDEN_ADDRESS}
 
     def register(function: _Function) -> _Function:
         own = inspect.signature(function, eval_str=True)
@@ -392,6 +397,8 @@ def command(
             invocation = context.find_object(Invocation)
             assert invocation is not None
             invocation.update_options({each: given.pop(each) for each in shared})
+            if no_address_hint and invocation.address is not None:
+                raise UsageError(f"'{context.command_path}' takes no --address", hint=no_address_hint)
             for name, group in groups.items():
                 names = [field.name for field in dataclasses.fields(group)]
                 given[name] = group(**{each: given.pop(each) for each in names})

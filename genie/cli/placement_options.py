@@ -26,7 +26,6 @@ from genie.cli.quantities import (
 from genie.errors import UsageError
 from genie.model.limits import (
     CPUS_MAX,
-    GPUS_MAX,
     GRACE_S_MAX,
     JOB_LIST_ENTRIES_MAX,
     PRIORITY_MAX,
@@ -186,12 +185,13 @@ class PlacementOptions:
 def parse_resources(options: PlacementOptions, *, gpus: str, cpus: str, memory: str | None) -> Resources:
     """Parse the resources per worker. Raises UsageError that names the invalid option."""
     from genie.model.job import Resources
+    from genie.scheduler.placement.protocol import NODE_GPUS_MAX
 
     share = 1.0
     if options.gpu_share is not None:
         share = parse_number(options.gpu_share, what="--gpu-share", low=_GPU_SHARE_MIN, high=1)
     return Resources(
-        gpus=parse_integer(gpus, what="--gpus", low=0, high=GPUS_MAX),
+        gpus=parse_integer(gpus, what="--gpus", low=0, high=NODE_GPUS_MAX),
         gpu_milli=round(share * 1000),
         gpu_memory_bytes=_parse_optional_size(options.gpu_memory, what="--gpu-memory"),
         cpus=parse_number(cpus, what="--cpus", high=CPUS_MAX),

@@ -240,7 +240,7 @@ def format_count(count: float, noun: str) -> str:
 def format_memory(memory_mib: int) -> str:
     """`64 GiB`, `0.5 GiB`: one unit, so that the amounts of one message can be compared."""
     memory_gib = memory_mib / 1024
-    return f"{round(memory_gib, 2) or round(memory_gib, 3):g} GiB"
+    return f"{round(memory_gib, 2) or round(memory_gib, 3):.12g} GiB"
 
 
 def _why_named_gpus_unsuitable(shape: Shape, node: NodeFacts) -> str:

@@ -76,7 +76,7 @@ _WAIT_MESSAGE_DELAY_S = 2.0
 """A longer wait is reported as progress."""
 _LOCK_FILE = "up.lock"
 _PORT_HINT = "stop the program that uses it ('genie down' for Genie), or choose another --port"
-CONTROLLER, AGENT, SUPERVISOR = "controller", "agent", process_records.SUPERVISOR
+CONTROLLER, AGENT, SUPERVISOR = process_records.CONTROLLER, "agent", process_records.SUPERVISOR
 _PROCESS_NAMES = (SUPERVISOR, CONTROLLER, AGENT, ETCD)
 
 ProgressPrinter = Callable[[str], None]

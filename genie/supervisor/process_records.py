@@ -22,6 +22,8 @@ RECORDS_FOLDER = "run"
 LOG_FOLDER = "logs"
 SUPERVISOR = "up"
 """Name of the record of a supervisor."""
+CONTROLLER = "controller"
+"""Name of the record of a controller."""
 _POLL_S = 0.02
 _KILL_TIMEOUT_S = 5.0
 

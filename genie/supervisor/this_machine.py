@@ -16,10 +16,18 @@ from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 
-from genie.errors import AddressInUseError, GenieError, HardwareError, TokenMissingError, UnreachableError
+from genie.errors import (
+    AddressInUseError,
+    DeadlineError,
+    GenieError,
+    HardwareError,
+    TokenMissingError,
+    UnreachableError,
+)
 from genie.model.names import address_text, is_loopback
 from genie.processes import files
 from genie.runtime.credentials import OWNER_TOKEN_FILE, LocalCluster, is_wildcard
+from genie.supervisor import process_records
 from genie.tenancy.access import parse_token
 
 HINT_TIMEOUT_S = 2.0
@@ -28,12 +36,18 @@ _IpAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 @asynccontextmanager
 async def add_local_cluster_hint(host: str, port: int, *, state_dir: Path) -> AsyncIterator[None]:
-    """Adds the address of the local cluster to an error about another address of this machine.
+    """Adds the address of the local cluster to an error about another address of this machine, and its
+    process to an error about a controller of this machine that does not respond.
 
     Delays the error by at most HINT_TIMEOUT_S.
     """
     try:
         yield
+    except DeadlineError as error:
+        hint = find_unresponsive_controller_hint(host, port, state_dir=state_dir)
+        if not hint:
+            raise
+        raise DeadlineError(error.message, hint=hint) from error
     except (UnreachableError, TokenMissingError) as error:
         hint = await _find_local_cluster_hint_with_timeout(host, port, state_dir=state_dir)
         if not hint:
@@ -74,6 +88,23 @@ def find_local_cluster_hint(host: str, port: int, *, state_dir: Path) -> str:
         where = address_text(*joined)
         return f"this machine is a node of the cluster at {where}: use master_addr={where!r}"
     return ""
+
+
+def find_unresponsive_controller_hint(host: str, port: int, *, state_dir: Path) -> str:
+    """Returns a hint with the process and the log of the controller of this state directory; empty if it is
+    not running or has another address."""
+    try:
+        local = LocalCluster.read(state_dir)
+    except GenieError:
+        return ""
+    record = process_records.read_record(state_dir, process_records.CONTROLLER)
+    if local is None or record is None or not _is_same_endpoint((local.host, local.port), (host, port)):
+        return ""
+    return (
+        f"the controller on this machine, process {record.pid}, is running but does not respond: see "
+        f"{process_records.log_path(state_dir, process_records.CONTROLLER)}, or restart it: 'genie down', "
+        "then 'genie up'"
+    )
 
 
 def _is_same_endpoint(one: tuple[str, int], other: tuple[str, int]) -> bool:

@@ -33,6 +33,7 @@ _ALLOWED_REQUESTS: dict[TokenKind, frozenset[type[Message]]] = {
     TokenKind.SERVER: frozenset(SERVER_REQUESTS),
     TokenKind.SERVER_JOIN: frozenset(),
 }
+_JOIN_AGAIN_HINT = "to join again, create a join token: 'genie token create --join'"
 # Requests whose name does not describe what they do.
 _REQUEST_DESCRIPTIONS = {
     "ConfirmLaunch": "confirm launches",
@@ -114,7 +115,15 @@ def check_unused(token_id: str, record: TokenRecord | None, kind: TokenKind, *, 
     if record is None or record.kind is not kind:
         raise TokenRefusedError(
             f"token {token_id[:80]} is unknown here or its secret is wrong",
-            hint="run 'genie token list' on the cluster, or create one with 'genie token create'",
+            hint=_JOIN_AGAIN_HINT
+            if kind is TokenKind.NODE
+            else "run 'genie token list' on the cluster, or create one with 'genie token create'",
+        )
+    if record.revoked_at is not None and kind is TokenKind.NODE:
+        raise TokenRefusedError(
+            f"node {record.name} was removed from the cluster (genie forget), or its token {token_id} was "
+            "revoked",
+            hint=_JOIN_AGAIN_HINT,
         )
     if record.revoked_at is not None:
         raise TokenRefusedError(f"token {token_id} was revoked", hint=_new_token_hint(kind))

@@ -332,3 +332,29 @@ def test_interrupt_during_import_prints_no_traceback(entry_point, monkeypatch) -
 
     monkeypatch.setitem(sys.modules, "genie.cli.app", Loading())
     assert entry_point([]) == 130
+
+
+@pytest.mark.parametrize(
+    ("argv", "hint"),
+    [
+        (["up"], "--bind and --port"),
+        (["join", "10.0.0.5"], "genie join ADDR"),
+        (["down"], "on the machine to stop"),
+        (["sim", "run"], "uses no cluster"),
+        (["sim", "replay"], "uses no cluster"),
+        (["sim", "generate", "-"], "uses no cluster"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+@pytest.mark.parametrize("before", [False, True], ids=["after", "before"])
+def test_commands_that_connect_to_no_cluster_reject_an_address(genie, argv, hint, before) -> None:
+    given = ["--address", "192.0.2.1:1"]
+    ran = genie(*given, *argv) if before else genie(*argv, *given)
+    assert ran.code == 2
+    assert "takes no --address" in ran.err
+    assert hint in ran.err
+
+
+@pytest.mark.parametrize("path", [("up",), ("join",), ("down",), ("sim", "run")], ids=" ".join)
+def test_help_does_not_list_an_address_that_is_rejected(path, get_help) -> None:
+    assert "--address" not in get_help(path).out

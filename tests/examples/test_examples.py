@@ -221,6 +221,13 @@ def test_tour_runs_the_readme_example_and_leaves_no_process() -> None:
     assert [step for step in steps if step not in done.stdout] == []
 
 
+def test_tour_prints_help_without_starting_a_cluster() -> None:
+    done = run_example("tour.py", "--help")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "A tour of Genie on this machine" in done.stdout
+    assert "no process is left" not in done.stdout
+
+
 WITHOUT_COMPILER = """
 import runpy, sys
 from pathlib import Path
@@ -228,7 +235,8 @@ from genie.native import libraries
 
 empty = libraries.BuildCache(libraries.BuildCache.of_this_installation().sources, Path(sys.argv[2]))
 libraries.BuildCache.of_this_installation = lambda: empty
-runpy.run_path(sys.argv[1], run_name="__main__")
+sys.argv = sys.argv[1:2]
+runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 

@@ -8,7 +8,7 @@ import pytest
 from genie.model.job import Within
 from genie.scheduler.feasibility import why_infeasible
 from genie.scheduler.quota import Quota, Quotas, gpu_amounts
-from genie.scheduler.request import Amounts, GpuFacts, JobRequest, NodeFacts, Shape
+from genie.scheduler.request import Amounts, GpuFacts, JobRequest, NodeFacts, Shape, format_memory
 
 ISLANDS = tuple(GpuFacts("H200", "nvidia", 1000, island=number // 2) for number in range(4))
 NODE = NodeFacts("n", 8000, 64_000, ISLANDS, blocked_reason="draining")
@@ -103,3 +103,11 @@ def test_workers_without_resources_count_towards_the_node_limit() -> None:
     assert why_infeasible(request, [NODE], workers_per_node_max=9) == ""
     found = why_infeasible(request, [NODE], workers_per_node_max=8)
     assert found == "requests 9 workers in total; 8 fit"
+
+
+@pytest.mark.parametrize(
+    ("memory_mib", "text"),
+    [(999 * 1024**2, "1022976 GiB"), (64 * 1024, "64 GiB"), (100, "0.1 GiB"), (1, "0.001 GiB")],
+)
+def test_memory_is_formatted_without_an_exponent(memory_mib: int, text: str) -> None:
+    assert format_memory(memory_mib) == text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,11 +12,11 @@ import pytest
 
 from genie.cluster.client import ClusterClient, open_client
 from genie.config import Settings, load
-from genie.errors import NothingListensError
+from genie.errors import DeadlineError, NothingListensError
 from genie.processes.clock import SystemClock
 from genie.runtime.network import Channel, ClientTls, TcpNetwork
 from genie.supervisor import connection
-from genie.supervisor.process_records import SUPERVISOR, record_process
+from genie.supervisor.process_records import CONTROLLER, SUPERVISOR, log_path, record_process
 from tests.controller.running_controller import RunningController, running_controller
 from tests.waiting import until
 
@@ -36,8 +37,8 @@ def _settings_of(one: RunningController) -> Settings:
     return load({"paths.state_dir": one.state_dir})
 
 
-async def _fetch_status(settings: Settings, network: TcpNetwork) -> bool:
-    async with open_client(settings, network=network) as client:
+async def _fetch_status(settings: Settings, network: TcpNetwork, *, timeout_s: float = 10.0) -> bool:
+    async with open_client(settings, network=network, timeout_s=timeout_s) as client:
         assert isinstance(client, ClusterClient)
         return (await client.status()).leading
 
@@ -95,3 +96,21 @@ async def test_command_waits_a_bounded_time(tmp_path: Path, monkeypatch: pytest.
             await _fetch_status(_settings_of(one), network)
         assert network.attempts > 1
         await one.start()
+
+
+async def test_hint_names_the_process_of_a_frozen_controller(tmp_path: Path) -> None:
+    async with running_controller(tmp_path, tls="on") as one:
+        port = one.port
+        await one.stop()
+        with socket.create_server(("127.0.0.1", port)):  # accepts connections but never replies
+            settings = load({"paths.state_dir": one.state_dir})
+            with pytest.raises(DeadlineError) as unknown:
+                await _fetch_status(settings, TcpNetwork(), timeout_s=0.2)
+            assert "process" not in str(unknown.value.hint)
+            assert record_process(one.state_dir, CONTROLLER, os.getpid())
+            with pytest.raises(DeadlineError) as frozen:
+                await _fetch_status(settings, TcpNetwork(), timeout_s=0.2)
+    hint = str(frozen.value.hint)
+    assert f"process {os.getpid()}" in hint
+    assert str(log_path(one.state_dir, CONTROLLER)) in hint
+    assert "firewall" not in hint

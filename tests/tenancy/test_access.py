@@ -86,6 +86,18 @@ def test_invalid_tokens_are_rejected() -> None:
             verify_token(token, kept, now=now)
 
 
+def test_removed_node_is_told_how_to_join_again() -> None:
+    token = replace(TOKEN, kind=TokenKind.NODE)
+    record = mark_revoked(new_token_record(token, now=0.0, tenant="t", name="gpu-box-3"), now=1.0)
+    for kept, words in [
+        (record, r"node gpu-box-3 was removed from the cluster \(genie forget\)"),
+        (None, "unknown here"),
+    ]:
+        with pytest.raises(TokenRefusedError, match=words) as refused:
+            verify_token(token, kept, now=2.0)
+        assert "genie token create --join" in refused.value.hint
+
+
 def test_record_of_another_kind_is_refused() -> None:
     record = new_token_record(TOKEN, now=0.0, tenant="t")
     assert check_unused(TOKEN.token_id, record, TokenKind.USER, now=1.0) == record

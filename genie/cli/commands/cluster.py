@@ -63,7 +63,12 @@ ServerPortOption = Annotated[
 DetachOption = Annotated[bool, typer.Option("--detach", "-d", help="Run in the background.")]
 
 
-@command(app, "up", example="genie up --detach")
+@command(
+    app,
+    "up",
+    example="genie up --detach",
+    no_address_hint="it starts a cluster on this machine; to choose where it listens, use --bind and --port",
+)
 def up(
     invocation: Invocation,
     *,
@@ -125,7 +130,12 @@ def up(
     raise typer.Exit(_run_supervisor(supervision, settings))
 
 
-@command(app, "join", example="genie join 10.0.0.5 --token-file join.token --detach")
+@command(
+    app,
+    "join",
+    example="genie join 10.0.0.5 --token-file join.token --detach",
+    no_address_hint="give the address of the controller as an argument: genie join ADDR[:PORT]",
+)
 def join(
     invocation: Invocation,
     *,
@@ -189,7 +199,12 @@ def join(
     raise typer.Exit(_run_supervisor(supervision, settings))
 
 
-@command(app, "down", example="genie down")
+@command(
+    app,
+    "down",
+    example="genie down",
+    no_address_hint="it stops the cluster or agent on this machine; run 'genie down' on the machine to stop",
+)
 def down(invocation: Invocation) -> None:
     """Stop the cluster or agent on this machine. Jobs that run on it are terminated."""
     from genie.supervisor import local_cluster

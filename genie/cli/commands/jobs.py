@@ -94,8 +94,8 @@ def submit(
         options=options,
         now=time.time(),
     )
-    if workdir is not None and not workdir.is_dir():
-        raise UsageError(f"--workdir {str(workdir)!r} is not a directory", hint="give an existing directory")
+    if workdir is not None:
+        _check_workdir(workdir)
     settings = invocation.load_settings()
     if wait:
         raise typer.Exit(asyncio.run(_submit_and_wait(settings, spec, workdir)))
@@ -184,7 +184,9 @@ def logs(
 def cancel(
     invocation: Invocation,
     *,
-    job_ids: Annotated[list[str], typer.Argument(metavar="JOB...", help="Job IDs or unique job names.")],
+    job_ids: Annotated[
+        list[str], typer.Argument(metavar="JOB...", help="Job IDs, or names that one unfinished job has.")
+    ],
     as_json: JsonOption = False,
 ) -> None:
     """Cancel jobs. Running jobs get SIGTERM, then SIGKILL after a grace period."""
@@ -233,6 +235,18 @@ def build_job_spec(
         node_id="" if options.node is None else validate_node_id(options.node, what="--node"),
         constraints=parse_constraints(options, gpus=resources.gpus, now=now),
     )
+
+
+def _check_workdir(workdir: Path) -> None:
+    from genie.processes.project_folder import why_not_sent_as_a_whole
+
+    if not workdir.is_dir():
+        raise UsageError(f"--workdir {str(workdir)!r} is not a directory", hint="give an existing directory")
+    why = why_not_sent_as_a_whole(workdir.resolve())
+    if why:
+        raise UsageError(
+            f"--workdir {str(workdir)!r} is not uploaded: {why}", hint="give the directory of the project"
+        )
 
 
 def _parse_environment(pairs: list[str]) -> dict[str, str]:

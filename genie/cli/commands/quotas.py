@@ -130,7 +130,12 @@ async def _remove_quota(settings: Settings, tenant: str) -> None:
 
 
 def _parse_gpu_limit(text: str, *, what: str) -> float | None:
-    return None if text == _NO_LIMIT_VALUE else parse_number(text, what=what, high=QUOTA_GPUS_MAX)
+    if text == _NO_LIMIT_VALUE:
+        return None
+    try:
+        return parse_number(text, what=what, high=QUOTA_GPUS_MAX)
+    except UsageError as error:
+        raise UsageError(error.message, hint=f"{error.hint}, or '{_NO_LIMIT_VALUE}' for no limit") from None
 
 
 def _quota_row(view: QuotaView) -> tuple[str, ...]:

@@ -59,6 +59,7 @@ _JSON_NAMES = {
 """Names in summary.json and --json of the metrics that have another name there."""
 _JOBS_MAX = 1_000_000
 _NODES_MAX = 100_000
+_LOAD_MIN = 0.001
 _SEED_MAX = 2**31 - 1
 
 _TraceOption = Annotated[
@@ -109,6 +110,7 @@ _FailEveryOption = Annotated[
         help="Mean time between failures per node, such as 30d (default: no failures).",
     ),
 ]
+_NO_ADDRESS_HINT = "the simulator uses no cluster; --nodes describes the simulated one"
 _ORDER_HELP = "Queue order: fifo, priority, fair, or a custom policy MODULE:CLASS."
 _OrderOption = Annotated[str, typer.Option("--order", metavar="ORDER", help=_ORDER_HELP)]
 _PlacementOption = Annotated[
@@ -117,7 +119,10 @@ _PlacementOption = Annotated[
 
 
 @command(
-    sim_app, "run", example="genie sim run --nodes 128x8 --jobs 2000 --order fair --seed 1 --out results"
+    sim_app,
+    "run",
+    example="genie sim run --nodes 128x8 --jobs 2000 --order fair --seed 1 --out results",
+    no_address_hint=_NO_ADDRESS_HINT,
 )
 def run(
     invocation: Invocation,
@@ -181,7 +186,12 @@ def run(
         raise typer.Exit(1)
 
 
-@command(sim_app, "replay", example="genie sim replay --placement supply --seed 3")
+@command(
+    sim_app,
+    "replay",
+    example="genie sim replay --placement supply --seed 3",
+    no_address_hint=_NO_ADDRESS_HINT,
+)
 def replay(
     invocation: Invocation,
     *,
@@ -233,7 +243,12 @@ def replay(
     )
 
 
-@command(sim_app, "generate", example="genie sim generate --jobs 5000 --load 1.1 --seed 7 jobs.csv")
+@command(
+    sim_app,
+    "generate",
+    example="genie sim generate --jobs 5000 --load 1.1 --seed 7 jobs.csv",
+    no_address_hint=_NO_ADDRESS_HINT,
+)
 def generate(
     invocation: Invocation,
     *,
@@ -278,8 +293,8 @@ def _parse_nodes(text: str) -> list[NodeFacts]:
     count, by, gpus = text.partition("x")
     if by and count.isdecimal() and gpus.isdecimal():
         return uniform_nodes(
-            parse_integer(count, what="--nodes", low=1, high=_NODES_MAX),
-            gpus=parse_integer(gpus, what="--nodes", low=1, high=16),
+            parse_integer(count, what=f"--nodes {text[:40]}: COUNT", low=1, high=_NODES_MAX),
+            gpus=parse_integer(gpus, what=f"--nodes {text[:40]}: GPUS", low=1, high=16),
         )
     if not Path(text).is_file():
         raise UsageError(
@@ -308,9 +323,7 @@ def _load_or_generate_jobs(
         raise UsageError(
             f"--limits {limits!r} would end jobs before they finish", hint="give 0, or a number >= 1"
         )
-    load_target = None if load is None else parse_number(load, what="--load", high=1000)
-    if load_target == 0:
-        raise UsageError("--load must be more than 0", hint="give a number such as 1.2")
+    load_target = None if load is None else parse_number(load, what="--load", low=_LOAD_MIN, high=1000)
     if trace is None:
         mix = SyntheticJobMix(
             job_count=most or SyntheticJobMix.job_count,

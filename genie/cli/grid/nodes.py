@@ -178,6 +178,10 @@ def remove(
     from genie.grid import node_list
 
     settings, file = load_settings_and_grid_file(invocation)
+    if len(set(nodes)) > 1 and {node.name for node in file.nodes} <= set(nodes):
+        raise UsageError(
+            f"this would remove all nodes of {file.path}", hint="add another node first, or delete the file"
+        )
 
     def remove_nodes(text: str) -> str:
         for name in nodes:

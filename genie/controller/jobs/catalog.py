@@ -20,6 +20,7 @@ from genie.model.tenant import Identity, TokenKind
 from genie.tenancy.masking import mask_job_ids
 
 _SAME_NAME_JOBS_SHOWN_MAX = 5
+_UNFINISHED_STATES = tuple(state for state in JobState if not state.is_final)
 
 
 class JobCatalog:
@@ -47,16 +48,29 @@ class JobCatalog:
         job = self.get(id_or_name)
         if job is not None and can_see(identity, job):
             return job
-        tenant = None if identity.kind is TokenKind.OWNER else identity.tenant
+        tenant = _tenant_filter(identity)
         named, count = self._index.find_ids_by_name(id_or_name, tenant, limit=_SAME_NAME_JOBS_SHOWN_MAX)
         if count == 1:
             return self._ledger.jobs[named[0]]
         if count:
-            ids = ", ".join(sorted(named))
-            raise JobNotFoundError(f"{count} jobs are named {id_or_name[:80]!r}", hint=f"use a job ID: {ids}")
+            shown = [self._ledger.jobs[job_id] for job_id in sorted(named)]
+            raise _ambiguous_name_error(f"{count} jobs", id_or_name, shown)
         raise JobNotFoundError(
             f"there is no job {id_or_name[:80]!r}", hint="'genie jobs --all' lists all jobs"
         )
+
+    def find_to_cancel(self, id_or_name: str, identity: Identity) -> Job:
+        """Like `find`, but a name has to be unique only among unfinished jobs, if there are any."""
+        job = self.get(id_or_name)
+        if (job is None or not can_see(identity, job)) and self._index.has_name(id_or_name):
+            unfinished = self._index.jobs_newest_first(_UNFINISHED_STATES, tenant=_tenant_filter(identity))
+            named = [job for job in unfinished if job.spec.name == id_or_name]
+            if len(named) == 1:
+                return named[0]
+            if named:
+                shown = named[:_SAME_NAME_JOBS_SHOWN_MAX]
+                raise _ambiguous_name_error(f"{len(named)} unfinished jobs", id_or_name, shown)
+        return self.find(id_or_name, identity)
 
     def find_worker(self, worker_or_job: str, identity: Identity) -> tuple[Job, int]:
         """Find the job and rank of JOB.RANK; JOB alone is rank 0."""
@@ -196,6 +210,16 @@ class JobCatalog:
 
 # Members of an enum are slow to look up, and every change of a job compares them.
 _QUEUED, _RUNNING = JobState.QUEUED, JobState.RUNNING
+
+
+def _tenant_filter(identity: Identity) -> str | None:
+    """The tenant whose jobs this identity sees; None for all tenants."""
+    return None if identity.kind is TokenKind.OWNER else identity.tenant
+
+
+def _ambiguous_name_error(count: str, name: str, jobs: Iterable[Job]) -> JobNotFoundError:
+    ids = ", ".join(f"{job.job_id} ({job.state})" for job in jobs)
+    return JobNotFoundError(f"{count} are named {name[:80]!r}", hint=f"use a job ID: {ids}")
 
 
 def can_see(identity: Identity, job: Job) -> bool:

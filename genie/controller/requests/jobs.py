@@ -142,7 +142,7 @@ class JobRequests:
 
     async def cancel_job(self, connection: Connection, request: CancelJob) -> JobReply:
         self._election.require_fencing_token()
-        job = self._jobs.find(request.job_id, connection.identity)
+        job = self._jobs.find_to_cancel(request.job_id, connection.identity)
         reason = f"requested with token {connection.identity.token_id}"
         was_placed = bool(job.placements) and not job.state.is_final
         after = await self._lifecycle.cancel(job.job_id, reason)

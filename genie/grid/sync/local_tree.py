@@ -7,7 +7,6 @@ files are read once.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
 import logging
@@ -23,6 +22,7 @@ from genie.grid.remote.synced_tree import STATE_HEADER, STATE_MAGIC
 from genie.grid.remote.tree import NO_SHA, TreeRecord
 from genie.grid.sync.excludes import ExclusionRules, compute_rules_digest
 from genie.native import libraries
+from genie.processes.project_folder import why_not_sent_as_a_whole
 
 _log = logging.getLogger(__name__)
 _INDEX_FILES_KEPT = 64
@@ -189,32 +189,10 @@ def resolve_local_root(folder: Path) -> Path:
     except (OSError, RuntimeError, ValueError) as error:  # no such user; a loop of links; a null character
         why = getattr(error, "strerror", None) or error
         raise UsageError(f"could not send {str(folder)!r}: {why}", hint=_SYNC_FOLDER_HINT) from None
-    homes = _list_home_directories()
-    if not root.is_dir():
-        why = "it is not a folder"
-    elif root.parent == root:
-        why = "it is the root of the file system"
-    elif root in homes:
-        why = "it is the home directory"
-    elif any(home.is_relative_to(root) for home in homes):
-        why = "it contains the home directory"
-    else:
-        return root
-    raise UsageError(f"could not send {root}: {why}", hint=_SYNC_FOLDER_HINT)
-
-
-def _list_home_directories() -> list[Path]:
-    """Returns the directories of HOME and of the user database: HOME may be empty, relative or wrong."""
-    found = [os.path.expanduser("~")]  # noqa: PTH111 - Path.home() fails for a user without one
-    with contextlib.suppress(ImportError, KeyError):  # Windows; a user that is not in the database
-        import pwd
-
-        found.append(pwd.getpwuid(os.getuid()).pw_dir)
-    homes = []
-    for path in map(Path, found):
-        with contextlib.suppress(OSError, RuntimeError):  # a loop of links
-            homes += [path.resolve()] if path.is_absolute() else []
-    return homes
+    why = why_not_sent_as_a_whole(root) if root.is_dir() else "it is not a folder"
+    if why:
+        raise UsageError(f"could not send {root}: {why}", hint=_SYNC_FOLDER_HINT)
+    return root
 
 
 @functools.cache

@@ -157,9 +157,16 @@ def find_openb_pod_lists(folder: Path) -> dict[str, Path]:
 class CsvRow:
     """One line of a CSV file. Its methods parse a column and raise errors that name line and column."""
 
-    def __init__(self, file_and_line: str, values: dict[str, str]) -> None:
+    def __init__(
+        self,
+        file_and_line: str,
+        values: dict[str, str],
+        names_in_file: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        """`names_in_file`: columns that have a former name in the file, with that name."""
         self.file_and_line = file_and_line
         self._values = values
+        self._names_in_file = names_in_file
 
     def get_text(self, name: str) -> str:
         return (self._values.get(name) or "").strip()
@@ -190,7 +197,8 @@ class CsvRow:
         return sample.replace(tzinfo=sample.tzinfo or datetime.UTC).timestamp()
 
     def invalid_value_error(self, name: str, allowed: str) -> UsageError:
-        return UsageError(f"{self.file_and_line}: {name} is {self.get_text(name)!r}; it must be {allowed}")
+        shown = self._names_in_file.get(name, name)
+        return UsageError(f"{self.file_and_line}: {shown} is {self.get_text(name)!r}; it must be {allowed}")
 
 
 def read_csv(
@@ -206,7 +214,7 @@ def read_csv(
     try:
         with path.open(encoding="utf-8", newline="") as lines:
             reader = csv.DictReader(lines)
-            _rename_columns(path, reader, new_column_names)
+            names_in_file = _rename_columns(path, reader, new_column_names)
             unknown = [
                 name for name in reader.fieldnames or () if known_columns and name not in known_columns
             ]
@@ -215,12 +223,13 @@ def read_csv(
                     f"{path}:1: unknown column {unknown[0]!r}",
                     hint=_suggest_column(unknown[0], known_columns),
                 )
-            return [parse(row) for row in _iterate_rows(path, reader, required_columns)]
+            return [parse(row) for row in _iterate_rows(path, reader, required_columns, names_in_file)]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise _unreadable_file_error(path, error) from error
 
 
-def _rename_columns(path: Path, reader: csv.DictReader[str], new_names: Mapping[str, str]) -> None:
+def _rename_columns(path: Path, reader: csv.DictReader[str], new_names: Mapping[str, str]) -> dict[str, str]:
+    """Rename the columns of the reader. Return the former names by new name."""
     names = list(reader.fieldnames or ())
     for old in set(names) & set(new_names):
         if new_names[old] in names:
@@ -229,6 +238,7 @@ def _rename_columns(path: Path, reader: csv.DictReader[str], new_names: Mapping[
             )
     if names:
         reader.fieldnames = [new_names.get(name, name) for name in names]
+    return {new_names[old]: old for old in names if old in new_names}
 
 
 def _suggest_column(name: str, known_columns: frozenset[str]) -> str:
@@ -252,12 +262,14 @@ def _unreadable_file_error(path: Path, error: Exception) -> UsageError:
     return UsageError(f"could not read trace {str(path)!r}: {why}", hint=hint)
 
 
-def _iterate_rows(path: Path, reader: csv.DictReader[str], columns: set[str]) -> Iterator[CsvRow]:
+def _iterate_rows(
+    path: Path, reader: csv.DictReader[str], columns: set[str], names_in_file: Mapping[str, str]
+) -> Iterator[CsvRow]:
     missing = columns - set(reader.fieldnames or ())
     if missing:
         raise UsageError(f"{path}:1: missing column {min(missing)!r}; required: {', '.join(sorted(columns))}")
     for values in reader:
-        row = CsvRow(f"{path}:{reader.line_num}", values)
+        row = CsvRow(f"{path}:{reader.line_num}", values, names_in_file)
         if None in values or None in values.values():
             raise UsageError(
                 f"{row.file_and_line}: wrong number of columns; expected {len(reader.fieldnames or ())}"

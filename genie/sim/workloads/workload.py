@@ -187,9 +187,7 @@ def _format_cells(job: SimJob) -> list[str]:
 def _parse_job(row: CsvRow, name: str) -> SimJob:
     within, preemptible = row.get_text("placed_within") or Within.ANYWHERE, row.get_text("preemptible")
     if within not in list(Within):
-        raise UsageError(
-            f"{row.file_and_line}: placed_within is {within!r}; it must be one of {', '.join(Within)}"
-        )
+        raise row.invalid_value_error("placed_within", f"one of {', '.join(Within)}")
     if preemptible not in _BOOLEAN_BY_TEXT:
         raise UsageError(f"{row.file_and_line}: preemptible is {preemptible!r}; it must be yes or no")
     gpus = (
@@ -243,8 +241,9 @@ def _parse_gpu_share(row: CsvRow, gpus: int) -> int:
 
 
 def _parse_positive(row: CsvRow, name: str) -> float:
-    if not (value := row.parse_seconds(name)):
-        raise row.invalid_value_error(name, "a number of seconds > 0")
+    allowed = "a number of seconds > 0"
+    if not (value := row.parse_number(name, allowed)):
+        raise row.invalid_value_error(name, allowed)
     return value
 
 

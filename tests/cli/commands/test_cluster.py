@@ -290,7 +290,7 @@ def test_job_runs_in_its_directory_and_returns_its_exit_code(cluster, tmp_path) 
 
 
 def test_impossible_request_is_rejected_and_possible_one_is_queued(cluster, run_in_process) -> None:
-    refused = run_in_process(cluster, "submit", "--gpus", "64", "--", "true")
+    refused = run_in_process(cluster, "submit", "--gpus", "16", "--", "true")
     assert (refused.code, refused.out) == (1, "")
     assert "can never run here" in refused.err
     holder = run_in_process(cluster, "submit", "--gpus", "1", "--", "sleep", "600").out.strip()

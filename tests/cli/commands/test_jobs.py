@@ -84,7 +84,7 @@ def test_job_name_defaults_to_the_program(program, name) -> None:
         ({"argv": []}, "command"),
         ({"argv": ["a\x00b"]}, "NUL"),
         ({"gpus": "-1"}, "--gpus"),
-        ({"gpus": "1000000000"}, "--gpus"),
+        ({"gpus": "17"}, "--gpus"),
         ({"gpus": "one"}, "--gpus"),
         ({"cpus": "-0.5"}, "--cpus"),
         ({"cpus": "nan"}, "--cpus"),
@@ -124,6 +124,21 @@ def test_submit_without_a_command_is_a_usage_error(genie) -> None:
 def test_submit_with_a_missing_directory_is_a_usage_error(genie, tmp_path) -> None:
     ran = genie("submit", "--workdir", str(tmp_path / "none"), "--", "x")
     assert ran.code == 2
+    assert "--workdir" in ran.err
+
+
+@pytest.mark.parametrize(
+    ("folder", "why"),
+    [("/", "it is the root of the file system"), ("user", "home directory"), ("", "contains the home")],
+)
+def test_submit_does_not_upload_the_home_directory_or_its_parents(
+    genie, tmp_path, monkeypatch, folder, why
+) -> None:
+    (tmp_path / "user").mkdir()
+    monkeypatch.setenv("HOME", str(tmp_path / "user"))
+    ran = genie("submit", "--workdir", str(tmp_path / folder), "--", "x")
+    assert ran.code == 2
+    assert why in ran.err
     assert "--workdir" in ran.err
 
 

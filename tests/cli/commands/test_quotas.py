@@ -94,6 +94,11 @@ def test_invalid_option_is_named(genie, controller, argv, named) -> None:
     assert named in ran.err
 
 
+@pytest.mark.parametrize("argv", [["--gpus", "x"], ["--gpus", "1", "--borrow", "x"]])
+def test_hint_for_an_invalid_limit_mentions_all(genie, controller, argv) -> None:
+    assert "or 'all' for no limit" in genie("quota", "set", "lab", *argv).err
+
+
 def test_quota_remove_sends_the_tenant(genie, controller) -> None:
     controller.replies[RemoveQuota] = Done()
     assert genie("quota", "remove", "lab") == (0, "lab: quota removed\n", "")

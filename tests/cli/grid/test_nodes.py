@@ -91,6 +91,9 @@ def test_several_nodes_are_added_atomically(working_folder: Path, genie) -> None
 
 def test_remove_deletes_nodes(working_folder: Path, genie) -> None:
     genie("grid", "nodes", "add", "gpu1", "gpu2", "gpu3")
+    ran = genie("grid", "nodes", "remove", "gpu1", "gpu2", "gpu3")
+    assert ran.code == 2
+    assert "this would remove all nodes of config/cluster_config.yaml" in ran.err
     ran = genie("grid", "nodes", "remove", "gpu1", "gpu3")
     assert (ran.code, ran.out) == (0, "config/cluster_config.yaml: removed gpu1 gpu3\n")
     assert genie("grid", "nodes", "remove", "gpu9").code == 1

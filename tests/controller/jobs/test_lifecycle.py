@@ -286,6 +286,28 @@ async def test_job_is_found_by_a_unique_name(tmp_path: Path) -> None:
             await owner.job("nothing")
 
 
+async def test_cancel_by_name_takes_the_only_unfinished_job(tmp_path: Path) -> None:
+    async with running_controller(tmp_path) as one, one.client() as owner:
+        finished = await owner.submit(name="again")
+        await owner.ask(CancelJob(job_id="again"))
+        job = await owner.submit(name="again")
+        states = rf"{finished.job_id} \(cancelled\)"
+        with pytest.raises(JobNotFoundError, match=rf"2 jobs are named 'again'.*{states}"):
+            await owner.job("again")
+        after = (await owner.ask(CancelJob(job_id="again"))).job
+        assert (after.job_id, after.state) == (job.job_id, JobState.CANCELLED)
+        with pytest.raises(JobNotFoundError, match="2 jobs are named 'again'"):
+            await owner.ask(CancelJob(job_id="again"))
+
+
+async def test_cancel_by_an_ambiguous_name_shows_the_states(tmp_path: Path) -> None:
+    async with running_controller(tmp_path) as one, one.client() as owner:
+        ids = [(await owner.submit(name="twice")).job_id for _ in range(2)]
+        with pytest.raises(JobNotFoundError, match="2 unfinished jobs are named 'twice'") as found:
+            await owner.ask(CancelJob(job_id="twice"))
+        assert all(f"{job_id} (queued)" in found.value.hint for job_id in ids)
+
+
 async def test_jobs_are_listed_newest_first_in_pages(tmp_path: Path) -> None:
     async with running_controller(tmp_path) as one, one.client() as owner:
         ids = [(await owner.submit(name=f"job{index}")).job_id for index in range(5)]

@@ -92,7 +92,7 @@ def test_former_and_new_name_of_a_column_are_rejected(write_csv) -> None:
     [
         ("submitted_s", "soon", "a number of seconds >= 0"),
         ("duration_s", "0", "seconds > 0"),
-        ("duration_s", "-1", "a number of seconds >= 0"),
+        ("duration_s", "-1", "a number of seconds > 0"),
         ("workers", "0", "from 1 to 100000"),
         ("gpus_per_worker", "17", "from 0 to 16"),
         ("gpu_share", "1.5", "at most 1"),
@@ -102,7 +102,7 @@ def test_former_and_new_name_of_a_column_are_rejected(write_csv) -> None:
         ("priority", "high", "an integer from 0"),
         ("preemptible", "perhaps", "yes or no"),
         ("checkpoint_interval_s", "0", "seconds > 0"),
-        ("time_limit_s", "inf", "a number of seconds >= 0"),
+        ("time_limit_s", "inf", "a number of seconds > 0"),
         ("job_id", "one", "unique"),
     ],
 )
@@ -190,3 +190,10 @@ def test_drawn_time_limits_keep_given_limits_and_cover_the_duration() -> None:
     assert limited[0].time_limit_s == 5.0
     assert all(100 <= (job.time_limit_s or 0) <= 300 for job in limited[1:])
     assert jobs[0].limited_duration_s == 5.0
+
+
+def test_error_names_the_column_as_in_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "jobs.csv"
+    path.write_text("submitted_s,duration_s,gpus\n0,1,x\n", "utf-8")
+    with pytest.raises(UsageError, match=r"jobs.csv:2: gpus is 'x'; it must be an integer from 0 to 16"):
+        read_workload(path)
