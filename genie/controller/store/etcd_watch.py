@@ -111,17 +111,14 @@ class EtcdWatch:
         )
         self._changes_to_skip = self._seen_changes_of_last_revision
         async with asyncio.timeout(WATCH_START_TIMEOUT_S):
-            await stream.write(rpc_pb2.WatchRequest(create_request=create))
+            await self._channels.translate_cancellation(
+                self._member, stream.write(rpc_pb2.WatchRequest(create_request=create))
+            )
             return await self._read_response(stream)
 
     async def _read_response(self, stream: _Stream) -> rpc_pb2.WatchResponse:
-        try:
-            response = await stream.read()
-        except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if self._channels.is_closed and task is not None and not task.cancelling():
-                self._channels.check_open()
-            raise
+        assert self._member is not None
+        response = await self._channels.translate_cancellation(self._member, stream.read())
         if not isinstance(response, rpc_pb2.WatchResponse):
             raise StoreUnavailableError(f"etcd at {self._endpoint} closed a watch stream")
         return response
