@@ -353,8 +353,12 @@ class Controller:
     def _alarms(self) -> list[str]:
         """What the owner should look at, in words."""
         file_alarms = [alarm for alarm in (self._open_files_alarm, self._local_files_alarm) if alarm]
-        return [*file_alarms, *self._store_monitor.alarms(), *self._blob_replication.alarms(),
-            *self._periodic_steps.alarms()]
+        return [
+            *file_alarms,
+            *self._store_monitor.alarms(),
+            *self._blob_replication.alarms(),
+            *self._periodic_steps.alarms(),
+        ]
 
     @property
     def address(self) -> str:
