@@ -18,7 +18,14 @@ from genie.controller.store.etcd_channels import RETRY_INTERVAL_S, EtcdChannels,
 from genie.controller.store.etcd_errors import is_watch_denied, to_genie_error
 from genie.controller.store.etcd_proto import kv_pb2, rpc_pb2
 from genie.controller.store.protocol import WatchEvent
-from genie.errors import CompactedError, GenieError, StoreCorruptError, StoreError, StoreUnavailableError
+from genie.errors import (
+    CompactedError,
+    GenieError,
+    StoreAccessError,
+    StoreCorruptError,
+    StoreError,
+    StoreUnavailableError,
+)
 from genie.processes.clock import Clock
 
 log = logging.getLogger(__name__)
@@ -128,7 +135,7 @@ class EtcdWatch:
         self._channels.check_open()
         if self._member is not None:
             self._channels.deprioritize(self._member)
-        if not isinstance(fault, StoreUnavailableError):
+        if not isinstance(fault, StoreUnavailableError) or isinstance(fault, StoreAccessError):
             raise fault
         now_s = asyncio.get_running_loop().time()
         if self._broken_since_s is None:
