@@ -13,6 +13,7 @@ from genie.cluster.client import ClusterClient, open_client
 from genie.config import Settings, load
 from genie.errors import NothingListensError
 from genie.processes.clock import SystemClock
+from genie.runtime.credentials import LocalCluster
 from genie.runtime.network import Channel, ClientTls, TcpNetwork
 from genie.supervisor import connection
 from genie.supervisor.process_records import SUPERVISOR, record_process
@@ -95,3 +96,20 @@ async def test_command_waits_a_bounded_time(tmp_path: Path, monkeypatch: pytest.
             await _fetch_status(_settings_of(one), network)
         assert network.attempts > 1
         await one.start()
+
+
+@pytest.mark.parametrize(
+    ("bound", "asked", "is_supervised"),
+    [
+        ("10.0.0.5", "10.0.0.5", True),
+        ("10.0.0.5", "10.0.0.6", False),
+        ("10.0.0.5", "127.0.0.1", False),
+        ("127.0.0.1", "localhost", True),
+    ],
+)
+def test_address_is_compared_with_that_of_the_supervised_controller(
+    bound: str, asked: str, is_supervised: bool, tmp_path: Path
+) -> None:
+    assert record_process(tmp_path, SUPERVISOR, os.getpid(), ready=True)
+    LocalCluster(host=bound, port=7100, cluster_id="c").write(tmp_path)
+    assert connection._is_supervised_controller(asked, 7100, tmp_path) is is_supervised
