@@ -36,7 +36,10 @@ async def join_cluster(
     token = parse_token(token_text)
     if token.kind is not TokenKind.JOIN:
         raise TokenRefusedError(
-            f"a {token.kind} token cannot be used to join", hint="create one: 'genie token create --join'"
+            f"a {token.kind} token cannot be used to join",
+            hint="use 'genie join --server'"
+            if token.kind is TokenKind.SERVER_JOIN
+            else "create one: 'genie token create --join'",
         )
     preferred_id = validate_node_id(requested_node_id)
     trusted = await trust(network, host, port, pin=token.pin, state_dir=state_dir, timeout_s=timeout_s)

@@ -58,6 +58,7 @@ _COMMAND_MODULES = {
     "explain": "commands.queue",
     "doctor": "commands.doctor",
     "grid": "app",
+    "etcd": "commands.etcd",
     "quota": "commands.quotas",
     "token": "commands.tokens",
     "store": "commands.store",

@@ -28,11 +28,17 @@ _LOG_BYTES_PRINTED_MAX = 16 * 1024
 
 
 def start_in_background(
-    arguments: list[str], *, settings: Settings, invocation: Invocation, token: str | None = None
+    arguments: list[str],
+    *,
+    settings: Settings,
+    invocation: Invocation,
+    token: str | None = None,
+    more_timeout_s: float = 0.0,
 ) -> None:
     """Start the command and wait until it is ready.
 
-    `token` is sent through a pipe: other users can read command lines.
+    `token` is sent through a pipe: other users can read command lines. `more_timeout_s` is added to the
+    default timeout.
     """
     from genie.processes import files
     from genie.supervisor import local_cluster, process_records
@@ -54,15 +60,18 @@ def start_in_background(
     assert process.stdin is not None
     with process.stdin as pipe:
         pipe.write((token or "").encode())
-    _wait_until_ready(process, state_dir=state_dir, log=log, before=before)
+    timeout_s = _READY_TIMEOUT_S + more_timeout_s
+    _wait_until_ready(process, state_dir=state_dir, log=log, before=before, timeout_s=timeout_s)
     # The process outlives this one on purpose; suppress the ResourceWarning.
     process.returncode = 0
 
 
-def _wait_until_ready(process: subprocess.Popen[bytes], *, state_dir: Path, log: Path, before: int) -> None:
+def _wait_until_ready(
+    process: subprocess.Popen[bytes], *, state_dir: Path, log: Path, before: int, timeout_s: float
+) -> None:
     from genie.supervisor import local_cluster, process_records
 
-    deadline = time.monotonic() + _READY_TIMEOUT_S
+    deadline = time.monotonic() + timeout_s
     while True:
         record = process_records.read_record(state_dir, local_cluster.SUPERVISOR)
         if record is not None and record.pid == process.pid and record.ready:
@@ -76,7 +85,7 @@ def _wait_until_ready(process: subprocess.Popen[bytes], *, state_dir: Path, log:
             process.wait()
             _print_log_from(log, before)
             raise DeadlineError(
-                f"the process was not ready within {_READY_TIMEOUT_S:g} s and was stopped",
+                f"the process was not ready within {timeout_s:g} s and was stopped",
                 hint=f"read the log: {log}",
             )
         time.sleep(_POLL_INTERVAL_S)

@@ -65,7 +65,13 @@ class ControllerConfig:
     advertise: str | None = setting(
         None, "Address under which other machines reach this one, if it is not `bind`."
     )
-    store: str = setting("sqlite", "sqlite, sqlite:PATH, etcd://HOST:PORT[,HOST:PORT] or etcds://...")
+    store: str = setting(
+        "sqlite", "sqlite, sqlite:PATH, etcd (run by Genie), etcd://HOST:PORT or etcds://..."
+    )
+    etcd_client_port: int = setting(
+        2379, "Port for clients of the etcd member that Genie starts.", low=1, high=65535
+    )
+    etcd_peer_port: int = setting(2380, "Port for the other members of that etcd cluster.", low=1, high=65535)
     tls: str = setting("on", "Encrypt and authenticate every connection.", allowed=("on", "off"))
     node_ttl_s: float = setting(
         19.5, "Seconds without a heartbeat after which a node is down.", low=0.5, high=600

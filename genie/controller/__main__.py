@@ -13,12 +13,14 @@ import shlex
 import shutil
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
+from typing import Any
 
 from genie import config
 from genie.controller.controller import Controller
-from genie.controller.nodes.admission import check_bind_address, check_failure_timeouts
+from genie.controller.etcd.local_member import LocalMember
+from genie.controller.nodes.admission import Certificates, check_bind_address, check_failure_timeouts
 from genie.controller.placement.placers import why_scheduler_not_compiled
 from genie.controller.state_directory import (
     check_not_copied,
@@ -26,7 +28,8 @@ from genie.controller.state_directory import (
     lock_controller_directory,
     read_or_create_name,
 )
-from genie.controller.store.open import CONTROLLER_DIRECTORY, open_store, sqlite_store_path
+from genie.controller.store import Store
+from genie.controller.store.open import CONTROLLER_DIRECTORY, LOCAL_ETCD, open_store, sqlite_store_path
 from genie.errors import GenieError, StoreError
 from genie.native.prebuild import prebuild_command, try_build_in_background
 from genie.processes import files
@@ -95,7 +98,13 @@ async def _run_controller(settings: config.Settings, clock: Clock) -> None:
     with lock_controller_directory(directory), file_io_threads("genie-blobs") as offload:
         if sqlite_store_path(settings.controller.store, state_dir=directory) is not None:
             check_not_copied(directory)
-        store = await open_store(settings.controller.store, state_dir=directory, clock=clock)
+        member = LocalMember.read(settings.paths.state_dir)
+        store = await open_store(
+            settings.controller.store,
+            state_dir=directory,
+            clock=clock,
+            local_etcd=None if member is None else member.address(settings.paths.state_dir),
+        )
         try:
             controller = Controller(
                 settings.controller,
@@ -106,13 +115,49 @@ async def _run_controller(settings: config.Settings, clock: Clock) -> None:
                 name=read_or_create_name(directory),
                 instance=controller_instance(directory),
                 offload=offload,
+                etcd_endpoints=lambda: _managed_endpoints(settings, store),
             )
-            await _run_until_signal(controller, compile_ahead=settings.controller.compile_ahead)
+            upkeep = _make_upkeep(settings, store, controller, clock)
+            await _run_until_signal(
+                controller, compile_ahead=settings.controller.compile_ahead, upkeep=upkeep
+            )
         finally:
             await store.close()
 
 
-async def _run_until_signal(controller: Controller, *, compile_ahead: bool) -> None:
+def _managed_endpoints(settings: config.Settings, store: Store) -> tuple[str, ...]:
+    """The members of an etcd cluster that Genie runs; empty for another store."""
+    if settings.controller.store != LOCAL_ETCD:
+        return ()
+    from genie.controller.store.etcd import EtcdStore  # late: needs gRPC
+
+    assert isinstance(store, EtcdStore)
+    return store.address.endpoints
+
+
+def _make_upkeep(
+    settings: config.Settings, store: Store, controller: Controller, clock: Clock
+) -> Callable[[], Coroutine[Any, Any, None]] | None:
+    """Upkeep of this machine's etcd member; None with another store."""
+    if settings.controller.store != LOCAL_ETCD:
+        return None
+    from genie.controller.etcd.upkeep import EtcdUpkeep  # late: needs gRPC
+    from genie.controller.store.etcd import EtcdStore
+
+    assert isinstance(store, EtcdStore)
+    state_dir = settings.paths.state_dir
+    return EtcdUpkeep(
+        store,
+        Certificates.open(state_dir / CONTROLLER_DIRECTORY, settings.controller, clock=clock),
+        state_dir=state_dir,
+        clock=clock,
+        is_leading=lambda: controller.is_leading,
+    ).run
+
+
+async def _run_until_signal(
+    controller: Controller, *, compile_ahead: bool, upkeep: Callable[[], Coroutine[Any, Any, None]] | None
+) -> None:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -121,10 +166,12 @@ async def _run_until_signal(controller: Controller, *, compile_ahead: bool) -> N
     async with unwrapped_task_group() as group:
         serving = group.create_task(controller.run())
         compiling = group.create_task(compile_in_background(controller, is_enabled=compile_ahead))
+        others = [compiling] if upkeep is None else [compiling, group.create_task(upkeep())]
         await stop.wait()
         _log.info("stopping the controller")
         serving.cancel()
-        compiling.cancel()
+        for task in others:
+            task.cancel()
 
 
 async def compile_in_background(
@@ -151,7 +198,7 @@ def _parse_arguments(arguments: list[str] | None) -> dict[str, object]:
     )
     parser.add_argument("--bind", help="Address to listen on.")
     parser.add_argument("--port", help="Port to listen on; 0 selects a free port.")
-    parser.add_argument("--store", help="Store: sqlite, sqlite:/PATH, etcd://... or etcds://...")
+    parser.add_argument("--store", help="Store: sqlite, sqlite:/PATH, etcd, etcd://... or etcds://...")
     parser.add_argument("--state-dir", help="Directory of keys, tokens and the embedded store.")
     parser.add_argument("--tls", choices=("on", "off"), help="TLS; off is allowed on loopback only.")
     given = vars(parser.parse_args(arguments))

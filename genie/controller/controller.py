@@ -35,6 +35,7 @@ from genie.controller.nodes.agents import Agents
 from genie.controller.nodes.faults import NodeFaults
 from genie.controller.nodes.membership import Membership
 from genie.controller.nodes.orders import AgentOrders
+from genie.controller.nodes.servers import ServerAdmission
 from genie.controller.nodes.snapshots import NodeSnapshots
 from genie.controller.placement.launch_queue import LaunchQueue
 from genie.controller.placement.pass_runner import PassRunner
@@ -90,6 +91,7 @@ class Controller:
     `instance` tells copies of a controller apart (election.py).
 
     The caller opens and closes `store`. `offload` runs blocking file operations, one at a time.
+    `etcd_endpoints` returns the members of an etcd cluster that Genie manages.
     """
 
     def __init__(
@@ -104,7 +106,9 @@ class Controller:
         instance: str = "",
         random_bytes: Callable[[int], bytes] = os.urandom,
         offload: Offload = run_inline,
+        etcd_endpoints: Callable[[], tuple[str, ...]] = lambda: (),
     ) -> None:
+        self._get_etcd_endpoints = etcd_endpoints
         self._config = config
         self._state_dir = state_dir
         self._store = store
@@ -281,6 +285,7 @@ class Controller:
                 kill=kill,
                 check_readable=check_readable,
             ).handlers(),
+            self._build_server_admission().handlers(),
             TokenRequests(
                 self._tokens,
                 disconnect=self._connections.close_connections_of_token,
@@ -297,6 +302,15 @@ class Controller:
             QuotaRequests(self._quota_table, check_readable=check_readable).handlers(),
             self._backup_requests.handlers(),
         ]
+
+    def _build_server_admission(self) -> ServerAdmission:
+        return ServerAdmission(
+            self._ledger,
+            self._tokens,
+            self._certificates,
+            clock=self._clock,
+            etcd_endpoints=self._get_etcd_endpoints,
+        )
 
     def _open_blobs(self) -> Blobs:
         return Blobs(
@@ -331,6 +345,7 @@ class Controller:
             policy_fault=lambda: self._planner.policy_fault,
             policy_name=self._config.policy,
             store_name=self._config.store.partition(":")[0],
+            store_members=self._get_etcd_endpoints,
             started_at=self._clock.wall_s(),
             alarms=self._alarms,
             space=self._jobs.space,

@@ -16,7 +16,9 @@ import msgspec
 
 from genie.config import ControllerConfig
 from genie.controller.ledger import Ledger, Transaction
+from genie.controller.server_handover import public_key_of_token
 from genie.controller.store import Store
+from genie.controller.store.open import LOCAL_ETCD
 from genie.errors import AccessError, StoreError, TokenRefusedError, UsageError
 from genie.model.failover import TOKEN_READ_TIMEOUT_S
 from genie.model.names import validate_name
@@ -25,6 +27,7 @@ from genie.processes import files
 from genie.processes.clock import Clock
 from genie.runtime.credentials import OWNER_TOKEN_FILE
 from genie.tenancy.access import (
+    NO_PIN,
     SECRET_BYTES,
     Token,
     mark_revoked,
@@ -46,6 +49,8 @@ _STALE_RECORD_S_MAX = 60.0
 _REVOKED_TOKEN_RETENTION_S = 86400.0
 _JOIN_TOKEN_RETENTION_S = 3600.0
 _TOKEN_TTL_S_MAX = 3650 * 86400.0
+_SERVER_TOKEN_TTL_S = 900.0
+_SINGLE_USE_KINDS = (TokenKind.JOIN, TokenKind.SERVER_JOIN)
 
 _NEW_TOKEN_HINT = "get a new token with 'genie token create' and store it with 'genie login'"
 
@@ -96,6 +101,12 @@ class Tokens:
             raise UsageError("node tokens are created when a node joins", hint="create a join token instead")
         if kind is TokenKind.SERVER:
             raise UsageError("controllers have no tokens", hint="they authenticate by their certificate")
+        if kind is TokenKind.SERVER_JOIN and (self._config.store != LOCAL_ETCD or self._pin == NO_PIN):
+            raise UsageError(
+                f"no server can join this cluster: its store is {self._config.store.partition(':')[0]}",
+                hint="start the first server with 'genie up --store etcd'; with an external etcd, start "
+                "every controller with its URL",
+            )
         tenant = validate_name(tenant or DEFAULT_TENANT, what="tenant")
         if name:
             validate_name(name, what="token name")
@@ -126,6 +137,8 @@ class Tokens:
             )
         token = self._new_token(kind)
         record = new_token_record(token, now=self._clock.wall_s(), tenant=tenant, name=name, ttl_s=ttl_s)
+        if kind is TokenKind.SERVER_JOIN:
+            record = msgspec.structs.replace(record, public_key=public_key_of_token(token))
         txn.put(self._ledger.tokens, record.token_id, record)
         return token, record
 
@@ -185,14 +198,14 @@ class Tokens:
         _log.info("wrote the owner token to %s", path)
 
     async def delete_old_tokens(self) -> None:
-        """Delete join tokens an hour after they were used or expired, and any token a day after it was
-        revoked."""
+        """Delete join and server tokens an hour after they were used or expired, and any token a day after
+        it was revoked."""
         now = self._clock.wall_s()
         limit, join_limit = now - _REVOKED_TOKEN_RETENTION_S, now - _JOIN_TOKEN_RETENTION_S
         old = [
             row.token_id
             for row in self._ledger.tokens.values()
-            if (row.kind is TokenKind.JOIN and min(row.used_at or now, row.expires_at or now) < join_limit)
+            if (row.kind in _SINGLE_USE_KINDS and min(row.used_at or now, row.expires_at or now) < join_limit)
             or (row.revoked_at is not None and row.revoked_at < limit)
         ][:100]
         if not old:
@@ -241,9 +254,13 @@ class Tokens:
         return new_token(kind, token_id=token_id, secret=self._random_bytes(SECRET_BYTES), pin=self._pin)
 
     def _effective_ttl_s(self, kind: TokenKind, ttl_s: float | None) -> float | None:
+        is_single_use = kind in _SINGLE_USE_KINDS
         if ttl_s is None:
-            return self._config.join_token_s if kind is TokenKind.JOIN else None
-        ttl_s_max = self._config.join_token_s if kind is TokenKind.JOIN else _TOKEN_TTL_S_MAX
+            default_s = min(self._config.join_token_s, _SERVER_TOKEN_TTL_S)
+            if kind is TokenKind.SERVER_JOIN:
+                return default_s
+            return self._config.join_token_s if is_single_use else None
+        ttl_s_max = self._config.join_token_s if is_single_use else _TOKEN_TTL_S_MAX
         if not math.isfinite(ttl_s) or not 0 < ttl_s <= ttl_s_max:
             raise UsageError(f"ttl_s = {ttl_s} is not allowed", hint=f"allowed: above 0 to {ttl_s_max:g}")
         return ttl_s

@@ -96,6 +96,22 @@ class Join(Request[Joined], frozen=True, kw_only=True):
     """Fail if the ID is in use, instead of choosing a similar one."""
 
 
+class ServerJoined(Message, frozen=True, kw_only=True):
+    """The CA of the cluster, encrypted for the key of the request. Binary values in base64url."""
+
+    public_key: str
+    sealed: str
+
+
+class JoinServer(Request[ServerJoined], frozen=True, kw_only=True):
+    """Allowed before Hello: it is signed with a single-use server token, whose secret is not sent."""
+
+    token_id: str
+    public_key: str
+    """Ephemeral key of the new server."""
+    signature: str
+
+
 class Certificate(Message, frozen=True, kw_only=True):
     certificate_pem: str
 
@@ -513,6 +529,8 @@ class StatusReply(Message, frozen=True, kw_only=True):
     store_used_bytes: int = 0
     """0 if unknown."""
     store_bytes_max: int = 0
+    store_members: tuple[str, ...] = ()
+    """Owner only: endpoints of the etcd cluster that Genie manages."""
     store_reason: str = ""
     """Why the store does not respond; only for the owner."""
 
@@ -665,7 +683,7 @@ def _reply_type(request: type[Message]) -> type[Message]:
     return typing.cast("type[Message]", answer)
 
 
-UNAUTHENTICATED_REQUESTS = (Hello, ServerHello, FetchTrust, Join, RecoverCertificate)
+UNAUTHENTICATED_REQUESTS = (Hello, ServerHello, FetchTrust, Join, JoinServer, RecoverCertificate)
 SERVER_REQUESTS = (StatReplica, PutReplica, GetReplica)
 NODE_REQUESTS = (
     Register,

@@ -14,7 +14,9 @@ DEFAULT_TENANT = "default"
 class TokenKind(enum.StrEnum):
     """OWNER has all permissions; USER has one tenant; JOIN admits one node once; NODE identifies a node.
 
+
     SERVER is the identity of another controller, which has a certificate instead of a token.
+    SERVER_JOIN admits one server once.
     """
 
     OWNER = "owner"
@@ -22,6 +24,7 @@ class TokenKind(enum.StrEnum):
     JOIN = "join"
     NODE = "node"
     SERVER = "server"
+    SERVER_JOIN = "server-join"
 
 
 class TokenRecord(Record, frozen=True, kw_only=True):
@@ -34,8 +37,10 @@ class TokenRecord(Record, frozen=True, kw_only=True):
     created_at: float
     expires_at: float | None = None
     used_at: float | None = None
-    """JOIN only: when it was used."""
+    """JOIN and SERVER_JOIN only: when it was used."""
     revoked_at: float | None = None
+    public_key: str = ""
+    """SERVER_JOIN only: verifies what was signed with the token."""
 
 
 class QuotaRecord(Record, frozen=True, kw_only=True):

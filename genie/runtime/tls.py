@@ -1,9 +1,9 @@
 """Certificates: the CA of the cluster, the certificates that it issues, and TLS contexts.
 
 Names are roles, not hosts: `controller.genie.internal` for controllers, `ID.node.genie.internal` for nodes,
-`JOB.executor.genie.internal` for executors. A client connects to any address and verifies the role, so
-addresses may change and no node can impersonate a controller. The issuer sets the name in a certificate; the
-name in a signing request is ignored.
+`JOB.executor.genie.internal` for executors, `etcd.genie.internal` for the members of the store. A client
+connects to any address and verifies the role, so addresses may change and no node can impersonate a
+controller. The issuer sets the name in a certificate; the name in a signing request is ignored.
 
 Issuing needs the `cryptography` package, which is imported late: clients only need `ssl`.
 """
@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import datetime
 import hashlib
+import ipaddress
 import ssl
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 
 _DOMAIN = "genie.internal"
 CONTROLLER_NAME = f"controller.{_DOMAIN}"
+ETCD_NAME = f"etcd.{_DOMAIN}"
 _CA_LIFETIME_DAYS = 3650.0
 _CLOCK_SKEW = datetime.timedelta(minutes=5)
 
@@ -112,12 +115,33 @@ def new_csr(key_pem: bytes) -> str:
     return _to_pem(csr)
 
 
+def is_key_of_certificate(key_pem: str, certificate_pem: str) -> bool:
+    from cryptography import x509
+    from cryptography.hazmat.primitives import serialization
+
+    try:
+        key = serialization.load_pem_private_key(key_pem.encode(), password=None)
+        certificate = x509.load_pem_x509_certificate(certificate_pem.encode())
+    except (ValueError, TypeError) as error:
+        raise TlsError(f"invalid key or certificate: {error}") from error
+    return key.public_key() == certificate.public_key()
+
+
 def validity_period(certificate_pem: str) -> tuple[float, float]:
     """Start and end of the validity period, in seconds since the epoch."""
     from cryptography import x509
 
     certificate = x509.load_pem_x509_certificate(certificate_pem.encode())
     return certificate.not_valid_before_utc.timestamp(), certificate.not_valid_after_utc.timestamp()
+
+
+def certificate_addresses(certificate_pem: str) -> list[str]:
+    """The IP addresses in a certificate."""
+    from cryptography import x509
+
+    certificate = x509.load_pem_x509_certificate(certificate_pem.encode())
+    names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    return [str(address) for address in names.get_values_for_type(x509.IPAddress)]
 
 
 def renewal_due_in_s(certificate_pem: str, *, now: float) -> float:
@@ -185,8 +209,14 @@ class CertificateAuthority:
         assert isinstance(key, ec.EllipticCurvePrivateKey)
         return cls(certificate, key)
 
-    def issue(self, csr_pem: str, *, name: str, days: float, now: float) -> str:
-        """Issues a certificate for the key of the request, with the given name."""
+    def private_key_pem(self) -> str:
+        """For a new server only, and encrypted on the way."""
+        return _key_to_pem(self._key).decode()
+
+    def issue(
+        self, csr_pem: str, *, name: str, days: float, now: float, addresses: Sequence[str] = ()
+    ) -> str:
+        """Issues a certificate for the key of the request, with the given name and IP addresses."""
         from cryptography import x509
         from cryptography.hazmat.primitives.asymmetric import ec
         from cryptography.x509.oid import ExtendedKeyUsageOID
@@ -198,9 +228,10 @@ class CertificateAuthority:
             raise TlsError(f"invalid signing request: {error}") from error
         if not is_valid:
             raise TlsError("the signing request is not signed by its own key, or not with an EC key")
+        ip_names = [x509.IPAddress(ipaddress.ip_address(address)) for address in addresses]
         extensions: list[tuple[x509.ExtensionType, bool]] = [
             (x509.BasicConstraints(ca=False, path_length=None), True),
-            (x509.SubjectAlternativeName([x509.DNSName(name)]), True),
+            (x509.SubjectAlternativeName([x509.DNSName(name), *ip_names]), True),
             (
                 x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]),
                 False,

@@ -31,6 +31,12 @@ _POLL_S = 0.1
 _ERROR_PREFIX, _HINT_PREFIX = "error: ", "hint: "
 
 
+def python_command(module: str) -> list[str]:
+    """The command of a Genie program that runs with this interpreter."""
+    # -P: import nothing from the current directory.
+    return [sys.executable, "-P", "-m", module]
+
+
 def restart_backoff_s(crashes: Sequence[float], *, now: float) -> float:
     """Backoff before the next start, given the times of earlier crashes: doubles with every crash within
     CRASH_WINDOW_S. The limit is low: the cause, such as a full disk, may be gone at any time."""
@@ -39,11 +45,11 @@ def restart_backoff_s(crashes: Sequence[float], *, now: float) -> float:
 
 
 class Child:
-    """A Genie program that runs with this interpreter."""
+    """A program of this machine. `command` is followed by the arguments of each start."""
 
-    def __init__(self, name: str, *, module: str, state_dir: Path) -> None:
+    def __init__(self, name: str, *, command: Sequence[str], state_dir: Path) -> None:
         self.name = name
-        self._module = module
+        self._command = list(command)
         self._state_dir = state_dir
         self._arguments: list[str] = []
         self._process: subprocess.Popen[bytes] | None = None
@@ -73,8 +79,7 @@ class Child:
             self.log_path.chmod(0o600)
             self._log_offset_at_start = log.tell()
             self._process = subprocess.Popen(
-                # -P: import nothing from the current directory.
-                [sys.executable, "-P", "-m", self._module, *arguments],
+                [*self._command, *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,

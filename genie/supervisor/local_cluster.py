@@ -1,4 +1,4 @@
-"""The supervisor: runs controller and agent as child processes, restarts them after a crash, stops them.
+"""The supervisor: runs etcd member, controller and agent as child processes and restarts them after a crash.
 
     async with run_local_cluster(settings, progress=print) as cluster:
         await cluster.wait()
@@ -10,7 +10,6 @@ directory identify them, so that `stop_running_cluster` ends exactly those.
 from __future__ import annotations
 
 import asyncio
-import errno
 import json
 import logging
 import re
@@ -25,10 +24,11 @@ from genie.agent import joining
 from genie.agent.identity import AGENTS_DIR, read_controllers
 from genie.agent.journal import REGISTERED_FILE
 from genie.config import ClusterConfig, Settings
+from genie.controller.etcd.local_member import LocalMember
 from genie.controller.nodes.admission import check_bind_address
 from genie.controller.placement.placers import why_scheduler_not_compiled
+from genie.controller.store.open import LOCAL_ETCD
 from genie.errors import (
-    AddressInUseError,
     AgentRunningError,
     ConfigError,
     DeadlineError,
@@ -47,24 +47,37 @@ from genie.processes.tasks import unwrapped_task_group
 from genie.runtime.controller_connection import ControllerConnection, fetch_nodes
 from genie.runtime.credentials import LOCAL_CLUSTER_FILE, OWNER_TOKEN_FILE, LocalCluster, read_owner_token
 from genie.runtime.network import TcpNetwork
-from genie.supervisor import process_records
-from genie.supervisor.child import Child
+from genie.supervisor import process_records, this_machine
+from genie.supervisor.child import Child, python_command
 from genie.supervisor.connection import open_connection
+from genie.supervisor.etcd_member import (
+    ETCD,
+    EtcdMemberProcess,
+    new_local_member,
+    uses_local_etcd,
+    with_local_member,
+)
+from genie.supervisor.server_join import ServerJoin, check_not_a_server, parse_server_token
 from genie.tenancy.access import NO_PIN, parse_token
 
 _log = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 30.0
+SERVER_JOIN_TIMEOUT_S = 180.0
+SERVER_START_TIMEOUT_S = 300.0
 _POLL_S = 0.02
 _NODE_POLL_S_MAX = 0.5
 _CONNECT_TIMEOUT_S = 10.0
 _CALL_TIMEOUT_S = 20.0
 _CONTROLLER_GRACE_S = 10.0
+_ETCD_GRACE_S = 10.0
 _AGENT_GRACE_MARGIN_S = 5.0
 _WAIT_MESSAGE_DELAY_S = 2.0
 """A longer wait is reported as progress."""
 _LOCK_FILE = "up.lock"
+_PORT_HINT = "stop the program that uses it ('genie down' for Genie), or choose another --port"
 CONTROLLER, AGENT, SUPERVISOR = "controller", "agent", process_records.SUPERVISOR
+_PROCESS_NAMES = (SUPERVISOR, CONTROLLER, AGENT, ETCD)
 
 ProgressPrinter = Callable[[str], None]
 _NOT_REGISTERED_STATUSES = (NodeStatus.INITIALIZING, NodeStatus.DISCONNECTED)
@@ -76,7 +89,7 @@ class RunningCluster:
 
     cluster: LocalCluster | None
     pids: dict[str, int]
-    """By name: up, controller, agent."""
+    """By name: up, controller, agent, etcd."""
     node_id: str = ""
     """Node ID of the agent."""
 
@@ -95,32 +108,90 @@ class Supervisor:
         self._settings = settings
         self._state_dir = settings.paths.state_dir.absolute()
         self._progress = _ignore_write_errors(progress)
-        self._controller = Child(CONTROLLER, module="genie.controller", state_dir=self._state_dir)
-        self._agent = Child(AGENT, module="genie.agent", state_dir=self._state_dir)
+        self._controller = Child(
+            CONTROLLER, command=python_command("genie.controller"), state_dir=self._state_dir
+        )
+        self._agent = Child(AGENT, command=python_command("genie.agent"), state_dir=self._state_dir)
+        self._etcd = EtcdMemberProcess(
+            settings.controller, state_dir=self._state_dir, progress=self._progress
+        )
         self._watch_tasks: list[asyncio.Task[None]] = []
+        self._is_stopped = False
         self._address_being_joined = ""
         """Address of the cluster while the agent has not registered."""
 
     @property
     def pids(self) -> dict[str, int]:
         """Process IDs of the children, by name."""
-        found = {child.name: child.pid for child in (self._controller, self._agent)}
+        found = {child.name: child.pid for child in self._children}
         return {name: pid for name, pid in found.items() if pid is not None}
+
+    @property
+    def _children(self) -> tuple[Child, ...]:
+        return self._etcd.child, self._controller, self._agent
 
     async def wait(self) -> None:
         """Returns when other processes have stopped all children; restarts crashed ones meanwhile."""
         await asyncio.gather(*(asyncio.shield(task) for task in self._watch_tasks))
 
+    async def start_etcd(self) -> None:
+        """Starts the etcd member of this machine: the one that it has, or the first one of a new cluster."""
+        member = LocalMember.read(self._state_dir)
+        if member is None:
+            member = await asyncio.to_thread(
+                new_local_member, self._settings.controller, name=local_node_id(self._settings)
+            )
+        await self._etcd.start(member)
+        member.write(self._state_dir)
+
+    async def join_as_server(self, access: ClusterConfig) -> None:
+        """Makes this machine a server of the cluster of `access`: etcd member, controller and agent. Undoes
+        everything if one of them does not start."""
+        if access.token is None:
+            raise TokenMissingError(
+                "joining as a server requires a token",
+                hint="create one with 'genie token create --server' and pass it with --token-file FILE",
+            )
+        token = parse_server_token(access.token)
+        check_not_a_server(self._state_dir)
+        join = ServerJoin(
+            self._settings.controller,
+            self._etcd,
+            state_dir=self._state_dir,
+            network=TcpNetwork(),
+            progress=self._progress,
+        )
+        host, port = _access_address(access)
+        try:
+            await join.run(host, port, token, name=self.node_id)
+            leader = await self.find_leader(await self.start_controller())
+            assert leader is not None, "the join has written an owner token"
+            await self.start_agent(leader)
+        except BaseException:
+            await _finish_uncancelled(self._undo_join(join))
+            raise
+
+    async def _undo_join(self, join: ServerJoin) -> None:
+        try:
+            await join.undo()
+        finally:
+            await self.stop()
+            join.remove_files()
+
     async def start_controller(self) -> LocalCluster:
         """Starts the controller and waits until it listens and knows whether it leads."""
         config = self._settings.controller
         check_bind_address(config)
-        _check_port_free(config.bind, config.port)
+        this_machine.check_port_free(config.bind, config.port, hint=_PORT_HINT)
         (self._state_dir / LOCAL_CLUSTER_FILE).unlink(missing_ok=True)
         self._progress(f"starting the controller on {config.bind}")
         self._controller.start(self._controller_arguments(config.port))
+        progress_at_s = asyncio.get_running_loop().time() + _WAIT_MESSAGE_DELAY_S
         while (found := LocalCluster.read(self._state_dir)) is None:
             self._controller.check_alive()
+            if uses_local_etcd(self._settings) and asyncio.get_running_loop().time() >= progress_at_s:
+                progress_at_s = float("inf")
+                self._progress("waiting for a majority of the etcd members")
             await asyncio.sleep(_POLL_S)
         self.cluster = found
         # A port chosen by the system must stay the same after a crash: agents use it.
@@ -158,12 +229,15 @@ class Supervisor:
         return node
 
     def watch(self, group: asyncio.TaskGroup) -> None:
-        for child in (self._controller, self._agent):
+        for child in self._children:
             if child.pid is not None:
                 self._watch_tasks.append(group.create_task(child.restart_after_crashes(self._report_crash)))
 
     async def stop(self) -> None:
-        """Stops the agent first, so that its last reports arrive, then the controller."""
+        """Stops the agent first, so that its last reports arrive, then the controller, then its store."""
+        if self._is_stopped:
+            return
+        self._is_stopped = True
         for task in self._watch_tasks:
             task.cancel()
         if self._agent.pid is not None:
@@ -173,6 +247,9 @@ class Supervisor:
             self._progress("stopping the controller")
             await self._controller.stop(grace_s=_CONTROLLER_GRACE_S)
             _remove_cluster_file(self._state_dir)
+        if self._etcd.child.pid is not None:
+            self._progress("stopping etcd")
+            await self._etcd.child.stop(grace_s=_ETCD_GRACE_S)
 
     async def find_leader(self, found: LocalCluster) -> ClusterConfig | None:
         """Returns the owner's access to the leader: this controller, or another one if this is a standby.
@@ -337,8 +414,11 @@ async def run_local_cluster(
     Raises AgentRunningError if this state directory has a running cluster, AddressInUseError, and LaunchError
     with the last lines of the log if a child does not start.
     """
+    settings = with_local_member(settings)
     async with _run_supervisor(settings, progress) as (supervisor, group):
         async with _limit_start_time(timeout_s, supervisor, "the cluster"):
+            if uses_local_etcd(settings):
+                await supervisor.start_etcd()
             access = await supervisor.find_leader(await supervisor.start_controller())
             if agent and access is None:
                 raise TokenMissingError(
@@ -366,6 +446,26 @@ async def run_local_agent(
     async with _run_supervisor(settings, progress) as (supervisor, group):
         async with _limit_start_time(timeout_s, supervisor, "the agent"):
             await supervisor.start_agent(access)
+        supervisor.watch(group)
+        yield supervisor
+
+
+@asynccontextmanager
+async def run_joining_server(
+    settings: Settings,
+    access: ClusterConfig,
+    *,
+    progress: ProgressPrinter,
+    timeout_s: float = SERVER_JOIN_TIMEOUT_S,
+) -> AsyncIterator[Supervisor]:
+    """Joins the cluster of `access` as a server and runs etcd member, controller and agent for the block.
+
+    A failed join leaves neither an etcd member nor files behind.
+    """
+    settings = replace(settings, controller=replace(settings.controller, store=LOCAL_ETCD))
+    async with _run_supervisor(settings, progress) as (supervisor, group):
+        async with _limit_start_time(timeout_s, supervisor, "the server"):
+            await supervisor.join_as_server(access)
         supervisor.watch(group)
         yield supervisor
 
@@ -411,9 +511,15 @@ async def _finish_uncancelled(work: Coroutine[Any, Any, None]) -> None:
         raise cancelled
 
 
+def start_timeout_s(settings: Settings) -> float:
+    """A server needs a majority of the servers, which may start later than this one."""
+    member = LocalMember.read(settings.paths.state_dir)
+    return START_TIMEOUT_S if member is None or not member.endpoints else SERVER_START_TIMEOUT_S
+
+
 def find_running_cluster(state_dir: Path) -> RunningCluster | None:
     """Returns the running processes of this state directory; None if there are none."""
-    records = [process_records.read_record(state_dir, name) for name in (SUPERVISOR, CONTROLLER, AGENT)]
+    records = [process_records.read_record(state_dir, name) for name in _PROCESS_NAMES]
     pids = {record.name: record.pid for record in records if record is not None}
     if not pids:
         return None
@@ -428,9 +534,10 @@ async def stop_running_cluster(
     progress = _ignore_write_errors(progress)
     found = find_running_cluster(state_dir)
     agent_s = agent_grace_s + _AGENT_GRACE_MARGIN_S
-    # The supervisor first: it stops the other two in order, and would restart them otherwise.
-    graces = {SUPERVISOR: agent_s + _CONTROLLER_GRACE_S + _AGENT_GRACE_MARGIN_S, AGENT: agent_s}
-    for name in (SUPERVISOR, AGENT, CONTROLLER):
+    # The supervisor first: it stops the others in order, and would restart them otherwise.
+    supervisor_s = agent_s + _CONTROLLER_GRACE_S + _ETCD_GRACE_S + _AGENT_GRACE_MARGIN_S
+    graces = {SUPERVISOR: supervisor_s, AGENT: agent_s}
+    for name in (SUPERVISOR, AGENT, CONTROLLER, ETCD):
         record = process_records.read_record(state_dir, name)
         if record is not None:
             progress(
@@ -524,26 +631,12 @@ async def _limit_start_time(timeout_s: float, supervisor: Supervisor, what: str)
         raise supervisor.timeout_error(timeout_s, what) from None
 
 
-def _check_port_free(host: str, port: int) -> None:
-    """Raises AddressInUseError here; the controller would only write it to its log."""
-    if port == 0:
-        return
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            if error.errno == errno.EADDRINUSE:
-                raise AddressInUseError(
-                    f"port {port} on {host} is in use",
-                    hint="stop the program that uses it ('genie down' for Genie), or choose another --port",
-                ) from error
-
-
 def _can_list_nodes(access: ClusterConfig) -> bool:
     """False without a token or with a join token, which only admits a node."""
-    return access.token is not None and parse_token(access.token).kind is not TokenKind.JOIN
+    return access.token is not None and parse_token(access.token).kind not in (
+        TokenKind.JOIN,
+        TokenKind.SERVER_JOIN,
+    )
 
 
 def _access_address(access: ClusterConfig) -> tuple[str, int]:

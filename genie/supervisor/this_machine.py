@@ -1,4 +1,4 @@
-"""The addresses of this machine, and hints in errors that name the cluster of this machine.
+"""The addresses and ports of this machine, and hints in errors that name the cluster of this machine.
 
     async with add_local_cluster_hint("127.0.0.1", 5555, state_dir=state_dir):
         ...  # the hint of an UnreachableError or TokenMissingError names the right address
@@ -8,6 +8,7 @@ Does not choose the cluster to connect to (runtime/credentials.py).
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import socket
 from collections.abc import AsyncIterator, Iterable
@@ -15,7 +16,7 @@ from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 
-from genie.errors import GenieError, HardwareError, TokenMissingError, UnreachableError
+from genie.errors import AddressInUseError, GenieError, HardwareError, TokenMissingError, UnreachableError
 from genie.model.names import address_text, is_loopback
 from genie.processes import files
 from genie.runtime.credentials import OWNER_TOKEN_FILE, LocalCluster, is_wildcard
@@ -117,6 +118,20 @@ def normalize_ip(text: str) -> str:
     """Removes the zone and unmaps IPv4-mapped addresses. A name is returned unchanged."""
     ip = _try_parse_ip(text)
     return text if ip is None else str(ip)
+
+
+def check_port_free(host: str, port: int, *, hint: str) -> None:
+    """Raises AddressInUseError here; the child would only write it to its log."""
+    if port == 0:
+        return
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise AddressInUseError(f"port {port} on {host} is in use", hint=hint) from error
 
 
 def _interface_addresses() -> list[_IpAddress]:

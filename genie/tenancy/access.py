@@ -23,7 +23,7 @@ SECRET_BYTES = 32
 NO_PIN = "-"
 
 _TOKEN_PATTERN = re.compile(
-    r"genie\.(owner|user|join|node)\.([a-z0-9]{4,32})\.([A-Za-z0-9_-]{43})\.([A-Za-z0-9_-]{43}|-)"
+    r"genie\.(owner|user|join|node|server-join)\.([a-z0-9]{4,32})\.([A-Za-z0-9_-]{43})\.([A-Za-z0-9_-]{43}|-)"
 )
 _ALLOWED_REQUESTS: dict[TokenKind, frozenset[type[Message]]] = {
     TokenKind.OWNER: frozenset((*USER_REQUESTS, *OWNER_REQUESTS)),
@@ -31,6 +31,7 @@ _ALLOWED_REQUESTS: dict[TokenKind, frozenset[type[Message]]] = {
     TokenKind.NODE: frozenset(NODE_REQUESTS),
     TokenKind.JOIN: frozenset(),
     TokenKind.SERVER: frozenset(SERVER_REQUESTS),
+    TokenKind.SERVER_JOIN: frozenset(),
 }
 # Requests whose name does not describe what they do.
 _REQUEST_DESCRIPTIONS = {
@@ -101,18 +102,27 @@ def new_token_record(
 def verify_token(token: Token, record: TokenRecord | None, *, now: float) -> Identity:
     """Returns the identity of this token. Raises TokenRefusedError with the reason."""
     wrong = record is None or not hmac.compare_digest(secret_hash(token.secret), record.secret_sha256)
-    if record is None or wrong or record.kind is not token.kind:
+    record = check_unused(token.token_id, None if wrong else record, token.kind, now=now)
+    return Identity(token_id=record.token_id, kind=record.kind, tenant=record.tenant, name=record.name)
+
+
+def check_unused(token_id: str, record: TokenRecord | None, kind: TokenKind, *, now: float) -> TokenRecord:
+    """Returns the record if it is that of a valid token of this kind. Does not verify the secret.
+
+    Raises TokenRefusedError with the reason.
+    """
+    if record is None or record.kind is not kind:
         raise TokenRefusedError(
-            f"token {token.token_id} is unknown here or its secret is wrong",
+            f"token {token_id[:80]} is unknown here or its secret is wrong",
             hint="run 'genie token list' on the cluster, or create one with 'genie token create'",
         )
     if record.revoked_at is not None:
-        raise TokenRefusedError(f"token {token.token_id} was revoked", hint=_new_token_hint(token.kind))
+        raise TokenRefusedError(f"token {token_id} was revoked", hint=_new_token_hint(kind))
     if record.expires_at is not None and now >= record.expires_at:
-        raise TokenRefusedError(f"token {token.token_id} has expired", hint=_new_token_hint(token.kind))
+        raise TokenRefusedError(f"token {token_id} has expired", hint=_new_token_hint(kind))
     if record.used_at is not None:
-        raise TokenRefusedError(f"token {token.token_id} was used already", hint=_new_token_hint(token.kind))
-    return Identity(token_id=record.token_id, kind=record.kind, tenant=record.tenant, name=record.name)
+        raise TokenRefusedError(f"token {token_id} was used already", hint=_new_token_hint(kind))
+    return record
 
 
 def check_request_allowed(identity: Identity, request: Message) -> None:
@@ -141,8 +151,14 @@ def encode_base64url(raw: bytes) -> str:
     return base64.urlsafe_b64encode(raw).decode().rstrip("=")
 
 
+def decode_base64url(text: str) -> bytes:
+    """The inverse of `encode_base64url`. Raises ValueError."""
+    return base64.b64decode(text + "=" * (-len(text) % 4), altchars=b"-_", validate=True)
+
+
 def _new_token_hint(kind: TokenKind) -> str:
-    command = "genie token create --join" if kind is TokenKind.JOIN else "genie token create"
+    option = {TokenKind.JOIN: " --join", TokenKind.SERVER_JOIN: " --server"}.get(kind, "")
+    command = f"genie token create{option}"
     return f"request a new one: '{command}'"
 
 

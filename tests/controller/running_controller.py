@@ -94,6 +94,7 @@ class RunningController:
     store: Store
     network: TcpNetwork = field(default_factory=TcpNetwork)
     name: str = "one"
+    etcd_endpoints: tuple[str, ...] = ()
     controller: Controller | None = None
     _task: asyncio.Task[None] | None = None
 
@@ -105,6 +106,7 @@ class RunningController:
             network=self.network,
             clock=self.clock,
             name=self.name,
+            etcd_endpoints=lambda: self.etcd_endpoints,
         )
         self._task = asyncio.get_running_loop().create_task(self.controller.run())
         ready = asyncio.get_running_loop().create_task(self.controller.wait_ready())
@@ -187,16 +189,25 @@ async def running_controller(
     clock: Clock | None = None,
     store: Store | None = None,
     name: str = "one",
+    store_setting: str = "sqlite",
+    etcd_endpoints: tuple[str, ...] = (),
     **settings: object,
 ) -> AsyncIterator[RunningController]:
     """Run a controller, by default without TLS and on a free port. The leader lease outlasts simulated
     time; the time to live of a node is short."""
     clock = clock or SystemClock()
-    given: dict[str, object] = {"port": 0, "tls": "off", "leader_ttl_s": 60.0, "node_ttl_s": 10.0, **settings}
+    given: dict[str, object] = {
+        "port": 0,
+        "tls": "off",
+        "leader_ttl_s": 60.0,
+        "node_ttl_s": 10.0,
+        "store": store_setting,
+        **settings,
+    }
     state_dir = folder / "state"
     opened = store or await SqliteStore.open(state_dir / "controller" / "store.sqlite3", clock=clock)
     config = ControllerConfig(**given)  # type: ignore[arg-type]
-    one = RunningController(config, state_dir, clock, opened, name=name)
+    one = RunningController(config, state_dir, clock, opened, name=name, etcd_endpoints=etcd_endpoints)
     try:
         await one.start()
         try:

@@ -53,14 +53,14 @@ def _digest(number: int, count: int) -> bytes:
 class LedgerSetup:
     """A ledger with jobs. Job IDs derive from the sequence counter, so they are predictable."""
 
-    def __init__(self, store: MemoryStore, clock: FakeClock, *, at_once: bool) -> None:
+    def __init__(self, store: MemoryStore, clock: FakeClock, *, at_once: bool, queue_max: int) -> None:
         self.store = store
         self.election = Election(store, clock=clock, name="a", ttl_s=60.0, health=StoreHealth())
         self.ledger = Ledger(store, self.election, StoreHealth())
         self.placer = FirstFreeGpuPlacer(self.ledger)
         self.jobs = build_job_services(
             self.ledger,
-            config=ControllerConfig(queue_max=3),
+            config=ControllerConfig(queue_max=queue_max),
             clock=clock,
             random_bytes=self._bytes,
             notifier=ChangeNotifier(clock),
@@ -147,10 +147,10 @@ class FirstFreeGpuPlacer:
 
 
 @asynccontextmanager
-async def open_ledger(*, at_once: bool = False) -> AsyncIterator[LedgerSetup]:
+async def open_ledger(*, at_once: bool = False, queue_max: int = 3) -> AsyncIterator[LedgerSetup]:
     clock = FakeClock()
     store = await MemoryStore.open(clock=clock)
-    one = LedgerSetup(store, clock, at_once=at_once)
+    one = LedgerSetup(store, clock, at_once=at_once, queue_max=queue_max)
     assert await one.election.try_win_election("a:1")
     await one.ledger.load_tables()
     async with asyncio.TaskGroup() as group:
@@ -270,7 +270,8 @@ def _comparable_outcome(outcome: object) -> object:
 
 async def run_steps(groups: Sequence[Sequence[Step]], *, at_once: bool) -> tuple[object, ...]:
     """Return the result of each step and the visible state afterwards."""
-    async with open_ledger(at_once=at_once) as one:
+    # A full queue refuses a submission at once, before earlier writes of its batch may have made room.
+    async with open_ledger(at_once=at_once, queue_max=1000) as one:
         outcomes = [await gather_outcomes(*(step(one) for step in group)) for group in groups]
         flat = [_comparable_outcome(outcome) for group in outcomes for outcome in group]
         before = one.shown(), one.indexes()

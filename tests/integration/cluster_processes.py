@@ -22,7 +22,7 @@ from genie.model.tenant import TokenKind
 from genie.processes import files
 from genie.runtime.credentials import OWNER_TOKEN_FILE, LocalCluster
 from genie.runtime.network import TcpNetwork
-from genie.supervisor.child import Child
+from genie.supervisor.child import Child, python_command
 from genie.supervisor.local_cluster import make_owner_access
 from tests.waiting import until
 
@@ -155,7 +155,7 @@ class ClusterProcesses:
 
     def _make_controller(self, state_dir: Path) -> ClusterProcess:
         return ClusterProcess(
-            Child("controller", module=self._controller_module, state_dir=state_dir),
+            Child("controller", command=python_command(self._controller_module), state_dir=state_dir),
             ["--state-dir", str(state_dir), "--bind", "127.0.0.1", "--port", "0", "--store", self._store],
         )
 
@@ -173,7 +173,7 @@ class ClusterProcesses:
             network=TcpNetwork(),
         )
         self.agents[node_id] = ClusterProcess(
-            Child("agent", module="genie.agent", state_dir=state_dir),
+            Child("agent", command=python_command("genie.agent"), state_dir=state_dir),
             ["--state-dir", str(state_dir), "--node-id", node_id],
         )
 

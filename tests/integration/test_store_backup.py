@@ -18,7 +18,7 @@ from genie.model.job import JobState, Resources
 from genie.model.node import NodeStatus
 from genie.model.tenant import TokenKind
 from genie.runtime.credentials import OWNER_TOKEN_FILE, LocalCluster
-from genie.supervisor.child import Child
+from genie.supervisor.child import Child, python_command
 from genie.supervisor.local_cluster import make_owner_access
 from tests.controller.store.etcd_server import EtcdServer
 from tests.integration.cluster_processes import ClusterProcess, ClusterProcesses, run_cluster_processes
@@ -56,7 +56,7 @@ def _copy_certificate_authority(source: Path, target: Path) -> None:
 
 @asynccontextmanager
 async def run_controller(state_dir: Path, *, port: int, store: str = "sqlite") -> AsyncIterator[LocalCluster]:
-    child = Child("controller", module="genie.controller", state_dir=state_dir)
+    child = Child("controller", command=python_command("genie.controller"), state_dir=state_dir)
     bind = ["--bind", "127.0.0.1", "--port", str(port), "--store", store]
     process = ClusterProcess(child, ["--state-dir", str(state_dir), *bind])
     (state_dir / "local.json").unlink(missing_ok=True)
@@ -133,7 +133,7 @@ async def test_nodes_accept_a_restored_controller_and_reject_the_previous_one(tm
         assert cluster.address is not None
         async with run_controller(new_dir, port=cluster.address.port) as address:
             await _check_restored(new_dir, address, jobs)
-            await _check_old_controller_is_rejected(tmp_path, cluster, address)
+        await _check_old_controller_is_rejected(tmp_path, cluster)
 
 
 async def test_migration_to_etcd_and_back_keeps_running_jobs(tmp_path: Path) -> None:
@@ -216,22 +216,24 @@ async def _check_restored(new_dir: Path, address: LocalCluster, jobs: _Jobs) -> 
         await jobs.start(client, again)
 
 
-async def _check_old_controller_is_rejected(
-    folder: Path, cluster: ClusterProcesses, address: LocalCluster
-) -> None:
-    """The agent knows only the old controller, which leads in its own store, and then the new one again."""
-    agent = cluster.agents["n1"]
-    own = ["--state-dir", str(folder / "n1"), "--node-id", "n1"]
+async def _check_old_controller_is_rejected(folder: Path, cluster: ClusterProcesses) -> None:
+    """Only the old controller is running, and leads in its own store; then also the new one again."""
+    assert cluster.address is not None
     async with run_controller(folder / "controller", port=0) as old:
+        agent = cluster.agents["n1"]
         await agent.stop()
-        agent.start_with(*own, "--controller", f"127.0.0.1:{old.port}")
+        agent.start_with(
+            *("--state-dir", str(folder / "n1"), "--node-id", "n1", "--controller", f"127.0.0.1:{old.port}")
+        )
         await until(lambda: "genie store restore" in _agent_log(folder), timeout_s=30)
         assert "is not accepted" in _agent_log(folder)
         async with client_of(folder / "controller", old) as client:
             job = await client.submit(make_counting_job(folder / "never"))
-            await agent.stop()
-            agent.start_with(*own, "--controller", f"127.0.0.1:{address.port}")
-            async with client_of(folder / "restored", address) as new_client:
+            new_dir = folder / "restored"
+            async with (
+                run_controller(new_dir, port=cluster.address.port) as address,
+                client_of(new_dir, address) as new_client,
+            ):
                 await _wait_node(new_client, NodeStatus.HEALTHY)
             assert (await client.get_job(job.job_id)).state is JobState.QUEUED
     assert not _has_file(folder / "never")

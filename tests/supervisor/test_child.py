@@ -13,7 +13,13 @@ import pytest
 from genie.errors import LaunchError
 from genie.supervisor import child as children
 from genie.supervisor import process_records
-from genie.supervisor.child import BACKOFF_S_MAX, Child, restart_backoff_s, rotate_log_if_large
+from genie.supervisor.child import (
+    BACKOFF_S_MAX,
+    Child,
+    python_command,
+    restart_backoff_s,
+    rotate_log_if_large,
+)
 from tests.waiting import until
 
 PROGRAM = """
@@ -33,7 +39,7 @@ async def child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
     (tmp_path / "code").mkdir()
     (tmp_path / "code" / "stand_in.py").write_text(PROGRAM)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "code"))
-    made = Child("agent", module="stand_in", state_dir=tmp_path)
+    made = Child("agent", command=python_command("stand_in"), state_dir=tmp_path)
     yield made
     await made.stop(grace_s=5)
 

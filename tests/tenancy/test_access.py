@@ -28,6 +28,7 @@ from genie.model.tenant import Identity, TokenKind
 from genie.tenancy.access import (
     NO_PIN,
     check_request_allowed,
+    check_unused,
     mark_revoked,
     mark_used,
     new_token,
@@ -83,6 +84,13 @@ def test_invalid_tokens_are_rejected() -> None:
     ]:
         with pytest.raises(TokenRefusedError, match=words):
             verify_token(token, kept, now=now)
+
+
+def test_record_of_another_kind_is_refused() -> None:
+    record = new_token_record(TOKEN, now=0.0, tenant="t")
+    assert check_unused(TOKEN.token_id, record, TokenKind.USER, now=1.0) == record
+    with pytest.raises(TokenRefusedError, match="unknown here"):
+        check_unused(TOKEN.token_id, record, TokenKind.SERVER_JOIN, now=1.0)
 
 
 def test_each_token_kind_may_send_only_its_requests() -> None:

@@ -43,6 +43,23 @@ LabelsOption = Annotated[
 RackOption = Annotated[
     str | None, typer.Option(metavar="NAME", help="Rack name; nodes of one rack count as close.")
 ]
+StoreOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="STORE",
+        help="Store: sqlite, sqlite:/PATH, etcd (run by Genie) or etcd://HOST:PORT,... (default: sqlite).",
+    ),
+]
+ServerOption = Annotated[
+    bool, typer.Option("--server", help="Join as a server: run an etcd member and a controller here, too.")
+]
+ServerBindOption = Annotated[
+    str | None,
+    typer.Option(metavar="ADDRESS", help="With --server: address to listen on (default: 127.0.0.1)."),
+]
+ServerPortOption = Annotated[
+    str | None, typer.Option(metavar="N", help="With --server: port to listen on (default: 5555).")
+]
 DetachOption = Annotated[bool, typer.Option("--detach", "-d", help="Run in the background.")]
 
 
@@ -57,12 +74,7 @@ def up(
     port: Annotated[
         str | None, typer.Option(metavar="N", help="Port to listen on; 0 picks a free port (default: 5555).")
     ] = None,
-    store: Annotated[
-        str | None,
-        typer.Option(
-            metavar="STORE", help="Store: sqlite, sqlite:/PATH or etcd://HOST:PORT,... (default: sqlite)."
-        ),
-    ] = None,
+    store: StoreOption = None,
     tls: Annotated[
         str | None,
         typer.Option(metavar="on|off", help="Use TLS; off is allowed on loopback only (default: on)."),
@@ -82,21 +94,34 @@ def up(
         {**given, "controller.tls": tls, **_label_and_rack_settings(label, rack)}, keep_info_logs=True
     )
     from genie.controller.nodes.admission import check_bind_address
+    from genie.supervisor.etcd_member import with_local_member
 
+    settings = with_local_member(settings)
     check_bind_address(settings.controller)
     if detach:
         from genie.cli import background
+        from genie.supervisor.local_cluster import START_TIMEOUT_S, start_timeout_s
 
         flags = {"--bind": bind, "--port": port, "--store": store, "--tls": tls}
         arguments = [f"{name}={value}" for name, value in flags.items() if value is not None]
         arguments += ["--no-agent"] if no_agent else []
         arguments += _label_and_rack_arguments(label, rack)
-        background.start_in_background(["up", *arguments], settings=settings, invocation=invocation)
+        background.start_in_background(
+            ["up", *arguments],
+            settings=settings,
+            invocation=invocation,
+            more_timeout_s=max(start_timeout_s(settings) - START_TIMEOUT_S, 0.0),
+        )
         asyncio.run(_print_started_cluster(settings))
         return
     from genie.supervisor import local_cluster
 
-    supervision = local_cluster.run_local_cluster(settings, progress=output.print_message, agent=not no_agent)
+    supervision = local_cluster.run_local_cluster(
+        settings,
+        progress=output.print_message,
+        agent=not no_agent,
+        timeout_s=local_cluster.start_timeout_s(settings),
+    )
     raise typer.Exit(_run_supervisor(supervision, settings))
 
 
@@ -113,6 +138,9 @@ def join(
             "Visible in the process list; --token-file is not.",
         ),
     ] = None,
+    server: ServerOption = False,
+    bind: ServerBindOption = None,
+    port: ServerPortOption = None,
     node_id: Annotated[str | None, typer.Option(metavar="NAME", help="Node ID (default: host name).")] = None,
     label: LabelsOption = None,
     rack: RackOption = None,
@@ -120,36 +148,39 @@ def join(
 ) -> None:
     """Add this machine and its accelerators to a cluster on another machine.
 
-    The token is needed only the first time; after that, the machine has its own credentials.
+    The token is needed only the first time; after that, the machine has its own credentials. A server is
+    started again with 'genie up'.
     """
-    host, port = parse_address(controller, what="ADDR")
     if token is not None and invocation.token_file is not None:
         raise UsageError("--token and --token-file are mutually exclusive", hint="give one of them")
     text = read_token_file("-", what="--token") if token == "-" else token
-    arguments = {
-        "cluster.discovery_method": "address",
-        "cluster.master_addr": host,
-        "cluster.master_port": port,
-        "cluster.node_id": node_id,
-        **({} if text is None else {"cluster.token": text}),
-        **_label_and_rack_settings(label, rack),
-    }
-    settings = invocation.load_settings(arguments, keep_info_logs=True)
+    if not server and (bind is not None or port is not None):
+        raise UsageError("--bind and --port require --server", hint="an agent listens on no fixed port")
+    given = {"controller.bind": bind, "controller.port": port, **_label_and_rack_settings(label, rack)}
+    given |= _join_settings(controller, token=text, node_id=node_id)
+    settings = invocation.load_settings(given, keep_info_logs=True)
     _validate_join_arguments(settings)
     from genie.supervisor import local_cluster
 
     if detach:
         from genie.cli import background
 
-        join_command = ["join", controller, *(() if node_id is None else (f"--node-id={node_id}",))]
+        flags = {"--node-id": node_id, "--bind": bind, "--port": port}
+        join_command = ["join", controller, *(("--server",) if server else ())]
+        join_command += [f"{name}={value}" for name, value in flags.items() if value is not None]
         join_command += _label_and_rack_arguments(label, rack)
         background.start_in_background(
-            join_command, settings=settings, invocation=invocation, token=settings.cluster.token
+            join_command,
+            settings=settings,
+            invocation=invocation,
+            token=settings.cluster.token,
+            more_timeout_s=local_cluster.SERVER_JOIN_TIMEOUT_S if server else 0.0,
         )
         running = local_cluster.find_running_cluster(settings.paths.state_dir)
         output.write_line(_format_joined_message(settings, running.node_id if running else "-"))
         return
-    supervision = local_cluster.run_local_agent(settings, settings.cluster, progress=output.print_message)
+    start = local_cluster.run_joining_server if server else local_cluster.run_local_agent
+    supervision = start(settings, settings.cluster, progress=output.print_message)
     raise typer.Exit(_run_supervisor(supervision, settings))
 
 
@@ -247,6 +278,17 @@ def _label_and_rack_settings(label: list[str] | None, rack: str | None) -> dict[
 def _label_and_rack_arguments(label: list[str] | None, rack: str | None) -> list[str]:
     """Return --label and --rack as command-line arguments, for `--detach`."""
     return [*(f"--label={text}" for text in label or ()), *(() if rack is None else (f"--rack={rack}",))]
+
+
+def _join_settings(controller: str, *, token: str | None, node_id: str | None) -> dict[str, object]:
+    host, port = parse_address(controller, what="ADDR")
+    return {
+        "cluster.discovery_method": "address",
+        "cluster.master_addr": host,
+        "cluster.master_port": port,
+        "cluster.node_id": node_id,
+        **({} if token is None else {"cluster.token": token}),
+    }
 
 
 def _validate_join_arguments(settings: Settings) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from genie.cli import output
 from genie.cli.app import Invocation, JsonOption, app, command
-from genie.cli.quantities import format_duration, format_size
+from genie.cli.quantities import format_count, format_duration, format_size
 
 if TYPE_CHECKING:
     from genie.config import Settings
@@ -59,9 +59,11 @@ def status(invocation: Invocation, *, as_json: JsonOption = False) -> None:
 
 
 def _format_store(reply: StatusReply) -> str:
+    members = f" ({format_count(len(reply.store_members), 'member')}: {', '.join(reply.store_members)})"
+    shown = reply.store + (members if reply.store_members else "")
     if reply.store_ok:
-        return reply.store
-    return f"{reply.store} (not responding{f': {reply.store_reason}' if reply.store_reason else ''})"
+        return shown
+    return f"{shown} (not responding{f': {reply.store_reason}' if reply.store_reason else ''})"
 
 
 def standby_fields(reply: StatusReply) -> list[tuple[str, str]]:

@@ -307,11 +307,17 @@ def _check_own_store_exists(settings: Settings) -> None:
 
 @asynccontextmanager
 async def _open_store(settings: Settings) -> AsyncIterator[Store]:
+    from genie.controller.etcd.local_member import LocalMember
     from genie.controller.store.open import open_store
     from genie.processes.clock import SystemClock
 
+    state_dir = settings.paths.state_dir
+    member = LocalMember.read(state_dir)
     store = await open_store(
-        settings.controller.store, state_dir=_controller_dir(settings), clock=SystemClock()
+        settings.controller.store,
+        state_dir=_controller_dir(settings),
+        clock=SystemClock(),
+        local_etcd=None if member is None else member.address(state_dir),
     )
     try:
         yield store

@@ -16,13 +16,13 @@ import typer
 from genie.cli import output
 from genie.cli.app import Invocation, JsonOption, app, command
 from genie.cli.quantities import format_duration, parse_duration
-from genie.errors import GenieError
+from genie.errors import GenieError, UsageError
 from genie.model.names import parse_address
 
 if TYPE_CHECKING:
     from genie.config import Settings
     from genie.model.messages import TokenCreated
-    from genie.model.tenant import TokenRecord
+    from genie.model.tenant import TokenKind, TokenRecord
 
 tokens_app = typer.Typer(
     name="token",
@@ -44,6 +44,12 @@ def create(
     join: Annotated[
         bool, typer.Option("--join", help="Create a join token: single use, admits one machine.")
     ] = False,
+    server: Annotated[
+        bool,
+        typer.Option(
+            "--server", help="Create a server token: single use, admits one server (needs --store etcd)."
+        ),
+    ] = False,
     name: Annotated[str, typer.Option(metavar="NAME", help="Name of the token, such as its user.")] = "",
     tenant: Annotated[str, typer.Option(metavar="NAME", help="Tenant of the token.")] = "",
     ttl: Annotated[
@@ -51,24 +57,32 @@ def create(
         typer.Option(
             metavar="DURATION",
             help="Lifetime, such as 1h or 30d; a plain number is in seconds (default: 1h for join tokens, "
-            "else unlimited).",
+            "15m for server tokens, else "
+            "unlimited).",
         ),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Create a token and print it. It cannot be shown again.
 
-    Creates a user token for 'genie login', or with --join a join token for 'genie join'.
+    Creates a user token for 'genie login', with --join a join token for 'genie join', or with --server a
+    server token for 'genie join --server', which hands over the CA of the cluster: keep it secret.
     """
     from genie.model.names import validate_name
 
+    if join and server:
+        raise UsageError("--join and --server are mutually exclusive", hint="give one of them")
     for option, value in (("--name", name), ("--tenant", tenant)):
         if value:
             validate_name(value, what=option)
     ttl_s = None if ttl is None else parse_duration(ttl, what="--ttl")
     created, where = asyncio.run(
         _create_token_and_get_address(
-            invocation.load_settings(), join=join, name=name, tenant=tenant, ttl_s=ttl_s
+            invocation.load_settings(),
+            kind=_token_kind(join=join, server=server),
+            name=name,
+            tenant=tenant,
+            ttl_s=ttl_s,
         )
     )
     if as_json:
@@ -124,14 +138,20 @@ def revoke(
         raise typer.Exit(max(error.exit_code for error in failed.values()))
 
 
-async def _create_token_and_get_address(
-    settings: Settings, *, join: bool, name: str, tenant: str, ttl_s: float | None
-) -> tuple[TokenCreated, str]:
-    from genie.cluster.client import open_client
+def _token_kind(*, join: bool, server: bool) -> TokenKind:
     from genie.model.tenant import TokenKind
 
+    if server:
+        return TokenKind.SERVER_JOIN
+    return TokenKind.JOIN if join else TokenKind.USER
+
+
+async def _create_token_and_get_address(
+    settings: Settings, *, kind: TokenKind, name: str, tenant: str, ttl_s: float | None
+) -> tuple[TokenCreated, str]:
+    from genie.cluster.client import open_client
+
     async with open_client(settings) as client:
-        kind = TokenKind.JOIN if join else TokenKind.USER
         created = await client.create_token(kind, tenant=tenant, name=name, ttl_s=ttl_s)
         return created, client.where
 
@@ -166,6 +186,14 @@ def _print_token_usage(created: TokenCreated, *, where: str) -> None:
             "to store a join token in a private file: (umask 077; genie token create --join > join.token)"
         )
         output.print_message(f"on the other machine: genie join {where} --token-file join.token")
+    elif created.record.kind is TokenKind.SERVER_JOIN:
+        output.print_message(
+            "to store a server token in a private file: "
+            "(umask 077; genie token create --server > server.token)"
+        )
+        output.print_message(
+            f"on the other machine: genie join --server {where} --bind ADDRESS --token-file server.token"
+        )
     else:
         output.print_message(
             f"on the user's machine: genie login {where} (paste the token), or set GENIE_TOKEN to it"

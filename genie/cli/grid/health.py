@@ -35,11 +35,11 @@ _NODE_COLUMNS = (
     "cpu load",
     "gpus",
     "gpu memory used",
-    "hottest gpu",
+    "gpu temp",
     "disk free",
     "reason",
 )
-_NODE_DROPPABLE_COLUMNS = ("disk free", "hottest gpu", "gpu memory used")
+_NODE_DROPPABLE_COLUMNS = ("disk free", "gpu temp", "gpu memory used")
 _GPU_COLUMNS = (
     "node",
     "gpu",

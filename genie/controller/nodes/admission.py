@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import socket
 import ssl
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from genie.config import ControllerConfig
@@ -88,6 +88,31 @@ class Certificates:
         if self._authority is None:
             return ""
         return self._authority.issue(csr_pem, name=name, days=self._validity_days, now=self._clock.wall_s())
+
+    def write_etcd_certificate(self, certificate: Path, key: Path, *, addresses: Sequence[str]) -> None:
+        """Write a certificate of the role `etcd` for this machine's IP addresses. An existing key is kept, so
+        that certificate and key always match."""
+        if self._authority is None:
+            raise ConfigError("store 'etcd' requires TLS", hint="leave controller.tls on (the default)")
+        try:
+            csr_pem = tls.new_csr(key.read_bytes())
+        except FileNotFoundError:
+            key_pem, csr_pem = tls.new_key_and_csr()
+            files.write_private(key, key_pem)
+        certificate_pem = self._authority.issue(
+            csr_pem,
+            name=tls.ETCD_NAME,
+            days=self._validity_days,
+            now=self._clock.wall_s(),
+            addresses=addresses,
+        )
+        files.write_private(certificate, certificate_pem.encode())
+
+    def export_authority(self) -> tuple[str, str]:
+        """Return certificate and private key of the CA, for a new server only."""
+        if self._authority is None:
+            raise TlsError("this cluster does not use TLS; it has no CA")
+        return self._authority.ca_pem, self._authority.private_key_pem()
 
     def check_recoverable(self, certificate_pem: str, *, node_id: str, csr_pem: str) -> None:
         """Raise CertificateExpiredError if this certificate of a node expired too long ago, TlsError if it

@@ -90,6 +90,7 @@ class StatusRequests:
         policy_fault: Callable[[], str],
         policy_name: str,
         store_name: str,
+        store_members: Callable[[], tuple[str, ...]],
         started_at: float,
         alarms: Callable[[], list[str]],
         space: JobSpace,
@@ -103,6 +104,7 @@ class StatusRequests:
         self._get_policy_fault = policy_fault
         self._policy_name = policy_name
         self._store_name = store_name
+        self._get_store_members = store_members
         self._started_at = started_at
         self._get_alarms = alarms
         self._job_space = space
@@ -121,6 +123,7 @@ class StatusRequests:
             leading=self._ledger.is_up_to_date,
             leader=leader.address if leader else "",
             store=self._store_name,
+            store_members=tuple(sorted(self._get_store_members())) if is_owner else (),
             store_ok=self._store_health.is_ok,
             started_at=self._started_at,
             nodes=dict(Counter(str(node.info.status) for node in nodes)),

@@ -224,8 +224,10 @@ class RequestService:
                 self._admission.check_node_certificate(
                     identity.name, connection.peer.channel.certificate_name
                 )
-            if identity.kind is TokenKind.JOIN:
-                raise TokenRefusedError("a join token only admits a node", hint="use 'genie join'")
+            if identity.kind in (TokenKind.JOIN, TokenKind.SERVER_JOIN):
+                raise TokenRefusedError(
+                    f"a {identity.kind} token only admits a machine", hint="use 'genie join'"
+                )
         except AccessError as error:
             _log.info("rejected the login of %s: %s", connection.peer.name, error)
             raise

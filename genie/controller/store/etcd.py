@@ -6,7 +6,7 @@ TTLs are whole seconds, rounded up, and etcd raises short ones to its minimum (2
 history is compacted by the server (`--auto-compaction-retention`) or by `compact`, which the leading
 controller calls.
 
-Does not start etcd servers.
+controller/etcd/ changes the membership; supervisor/etcd_member.py starts etcd servers.
 """
 
 from __future__ import annotations
@@ -76,7 +76,13 @@ class EtcdStore:
         their first use. Raises ConfigError for a bad URL or an unreadable file, StoreAccessError for a failed
         login or TLS handshake, StoreVersionError, and StoreUnavailableError when no endpoint responds within
         `timeout_s`."""
-        address = parse_etcd_url(url)
+        return await cls.open_address(parse_etcd_url(url), clock=clock, timeout_s=timeout_s)
+
+    @classmethod
+    async def open_address(
+        cls, address: EtcdAddress, *, clock: Clock | None = None, timeout_s: float = 5.0
+    ) -> EtcdStore:
+        """As `open`, with a parsed address."""
         clock = clock or SystemClock()
         channels = EtcdChannels(address, clock=clock)
         try:
@@ -242,6 +248,11 @@ class EtcdStore:
             revision=response.header.revision,
         )
         yield _EtcdSnapshot(self, request)
+
+    async def replace_address(self, address: EtcdAddress) -> None:
+        """Uses these endpoints, and the current contents of the certificate files."""
+        await self._channels.replace_address(address)
+        self.address = address
 
     async def close(self) -> None:
         await self._channels.close()

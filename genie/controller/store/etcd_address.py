@@ -35,6 +35,8 @@ class EtcdAddress:
     user: str = ""
     password_file: Path | None = None
     namespace: str = DEFAULT_NAMESPACE
+    server_name: str = ""
+    """Name that the servers' certificates must have; empty: the host of the endpoint."""
 
     def __str__(self) -> str:
         return f"{'etcds' if self.uses_tls else 'etcd'}://{','.join(self.endpoints)}"

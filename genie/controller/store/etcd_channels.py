@@ -40,6 +40,8 @@ log = logging.getLogger(__name__)
 MEMBER_PROBE_TIMEOUT_S = 1.0
 RETRY_INTERVAL_S = 0.05
 CLOSE_TIMEOUT_S = 0.5
+REPLACED_CHANNEL_GRACE_S = 2.0
+"""For calls of other tasks on the channels to endpoints that were replaced."""
 SECRETS_READ_INTERVAL_S = 1.0
 """Minimum time between two reads of the certificate and password files."""
 SECRETS_READ_TIMEOUT_S = 0.25
@@ -75,9 +77,10 @@ class EtcdMember:
         self.watch_stub = rpc_pb2_grpc.WatchStub(channel)
         self.maintenance_stub = rpc_pb2_grpc.MaintenanceStub(channel)
         self.auth_stub = rpc_pb2_grpc.AuthStub(channel)
+        self.cluster_stub = rpc_pb2_grpc.ClusterStub(channel)
         self.is_version_checked = False
         self.is_replaced = False
-        """Its channel is closed, because another one with new certificates replaces it."""
+        """Its channel is closed, because others with new endpoints or certificates replace it."""
 
     def is_checked_and_connected(self) -> bool:
         return self.is_version_checked and self.channel.get_state() is grpc.ChannelConnectivity.READY
@@ -178,6 +181,16 @@ class EtcdChannels:
                 )
             await self._clock.sleep(RETRY_INTERVAL_S)
 
+    async def replace_address(self, address: EtcdAddress) -> None:
+        """Connects to these endpoints with the current contents of the certificate files.
+
+        Calls under way get a moment to finish; watches reconnect."""
+        loop = asyncio.get_running_loop()
+        secrets = await loop.run_in_executor(self._file_threads, _read_secrets, address)
+        self.check_open()
+        self._address, self._secrets, self._login_token = address, secrets, ""
+        await self._replace_members(grace_s=REPLACED_CHANNEL_GRACE_S)
+
     def deprioritize(self, member: EtcdMember) -> None:
         """Moves the member to the end of the preference order."""
         if member in self._members:
@@ -233,8 +246,8 @@ class EtcdChannels:
         self.check_open()
         if member.is_replaced:
             raise StoreUnavailableError(
-                f"etcd at {member.endpoint}: the connection was closed because its certificate files have "
-                "changed"
+                f"etcd at {member.endpoint}: the connection was replaced because the endpoints or the "
+                "certificate files of the store have changed"
             )
 
     async def _check_member_version(self, member: EtcdMember, deadline_s: float) -> None:
@@ -287,7 +300,8 @@ class EtcdChannels:
     def _open_members(self) -> list[EtcdMember]:
         credentials = self._secrets.channel_credentials() if self._address.uses_tls else None
         return [
-            EtcdMember(endpoint, _open_channel(endpoint, credentials)) for endpoint in self._address.endpoints
+            EtcdMember(endpoint, _open_channel(endpoint, credentials, server_name=self._address.server_name))
+            for endpoint in self._address.endpoints
         ]
 
     async def _reload_secrets(self, deadline_s: float) -> None:
@@ -300,13 +314,16 @@ class EtcdChannels:
         log.info("store %s: its certificate or password files have changed", self._address)
         is_only_password = replace(secrets, password=self._secrets.password) == self._secrets
         self._secrets, self._login_token = secrets, ""
-        if is_only_password:
-            return
+        if not is_only_password:
+            # Without a grace period: the caller has a deadline, and the old credentials do not work.
+            await self._replace_members(grace_s=None)
+
+    async def _replace_members(self, *, grace_s: float | None) -> None:
+        """Opens new channels. Calls on the old ones that take longer than `grace_s` fail as unavailable."""
         replaced, self._members = self._members, self._open_members()
         for member in replaced:
             member.is_replaced = True
-        for member in replaced:
-            await member.channel.close(None)
+        await asyncio.gather(*(member.channel.close(grace_s) for member in replaced))
 
     async def _try_read_secrets(self, deadline_s: float) -> _Secrets | None:
         """None if the files were read a moment ago or cannot be read in time."""
@@ -341,10 +358,13 @@ async def _wait_for_grpc_call_tasks() -> None:
         await asyncio.wait(ending, timeout=CLOSE_TIMEOUT_S)
 
 
-def _open_channel(endpoint: str, credentials: grpc.ChannelCredentials | None) -> grpc.aio.Channel:
+def _open_channel(
+    endpoint: str, credentials: grpc.ChannelCredentials | None, *, server_name: str
+) -> grpc.aio.Channel:
     if credentials is None:
         return grpc.aio.insecure_channel(endpoint, options=_CHANNEL_OPTIONS)
-    return grpc.aio.secure_channel(endpoint, credentials, options=_CHANNEL_OPTIONS)
+    name = [("grpc.ssl_target_name_override", server_name)] if server_name else []
+    return grpc.aio.secure_channel(endpoint, credentials, options=[*_CHANNEL_OPTIONS, *name])
 
 
 @dataclass(frozen=True)

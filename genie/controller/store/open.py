@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from genie.controller.store.protocol import Store
 from genie.errors import ConfigError
 from genie.processes.clock import Clock
 
+if TYPE_CHECKING:
+    from genie.controller.store.etcd_address import EtcdAddress
+
 CONTROLLER_DIRECTORY = "controller"
 """Directory of a controller below the state directory."""
+LOCAL_ETCD = "etcd"
+"""The store setting for the etcd cluster that Genie starts and supervises."""
 SQLITE_FILE_NAME = "store.sqlite3"
 
 
-async def open_store(url: str, *, state_dir: Path, clock: Clock) -> Store:
-    """Opens `sqlite` (in `state_dir`), `sqlite:/PATH`, `etcd://…` or `etcds://…`. The caller closes it.
+async def open_store(
+    url: str, *, state_dir: Path, clock: Clock, local_etcd: EtcdAddress | None = None
+) -> Store:
+    """Opens `sqlite` (in `state_dir`), `sqlite:/PATH`, `etcd` (the cluster at `local_etcd`), `etcd://…` or
+    `etcds://…`. The caller closes it.
 
     Raises ConfigError for any other URL, and what the `open` of the engine raises.
     """
@@ -24,7 +33,7 @@ async def open_store(url: str, *, state_dir: Path, clock: Clock) -> Store:
         from genie.controller.store.sqlite import SqliteStore
 
         return await SqliteStore.open(_sqlite_path(url, rest, state_dir), clock=clock)
-    if scheme in ("etcd", "etcds") and rest.startswith("//"):
+    if url == LOCAL_ETCD or (scheme in ("etcd", "etcds") and rest.startswith("//")):
         try:
             from genie.controller.store.etcd import EtcdStore
         except ImportError as error:
@@ -33,6 +42,10 @@ async def open_store(url: str, *, state_dir: Path, clock: Clock) -> Store:
                 hint="pip install 'genie-gpu[etcd]'",
             ) from error
 
+        if url == LOCAL_ETCD:
+            if local_etcd is None:
+                raise _no_local_member_error(state_dir)
+            return await EtcdStore.open_address(local_etcd, clock=clock)
         return await EtcdStore.open(url, clock=clock)
     raise _invalid_url_error(url)
 
@@ -51,8 +64,17 @@ def _sqlite_path(url: str, path_text: str, state_dir: Path) -> Path:
     return Path(path_text)
 
 
+def _no_local_member_error(state_dir: Path) -> ConfigError:
+    return ConfigError(
+        f"store 'etcd': there is no etcd member in {state_dir.parent}",
+        hint="start the first server with 'genie up --store etcd', further ones with 'genie join --server'; "
+        "for an external cluster, use etcd://HOST:PORT",
+    )
+
+
 def _invalid_url_error(url: str) -> ConfigError:
     return ConfigError(
         f"invalid store URL {url!r}",
-        hint="allowed: sqlite, sqlite:/PATH/TO/FILE, etcd://HOST:PORT[,HOST:PORT], etcds://HOST:PORT?ca=FILE",
+        hint="allowed: sqlite, sqlite:/PATH/TO/FILE, etcd, etcd://HOST:PORT[,HOST:PORT], "
+        "etcds://HOST:PORT?ca=FILE",
     )

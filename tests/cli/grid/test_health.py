@@ -37,7 +37,7 @@ def test_health_prints_a_row_per_node(testbed: SshTestbed, genie) -> None:
     ran = genie("grid", "health")
     assert ran.code == 0
     heading = " ".join(ran.out.splitlines()[0].split())
-    assert heading == "NODE STATE SCORE CPU LOAD GPUS GPU MEMORY USED HOTTEST GPU DISK FREE REASON"
+    assert heading == "NODE STATE SCORE CPU LOAD GPUS GPU MEMORY USED GPU TEMP DISK FREE REASON"
     assert "best node: gpu2\n" in ran.err
     found = parse_table_rows(ran.out)
     assert found["gpu1"][1] == "ok"

@@ -43,7 +43,6 @@ async def test_etcd_url_opens_that_server(etcd_url: str, tmp_path: Path) -> None
         "sqlite:store.db",
         "sqlite://x/y",
         "sqlite:/x/",
-        "etcd",
         "etcd:host",
         "redis://x",
     ],

@@ -422,17 +422,39 @@ class MaintenanceStub:
         Args:
             channel: A grpc.Channel.
         """
+        self.Alarm = channel.unary_unary(
+                '/etcdserverpb.Maintenance/Alarm',
+                request_serializer=genie_dot_controller_dot_store_dot_etcd__proto_dot_rpc__pb2.AlarmRequest.SerializeToString,
+                response_deserializer=genie_dot_controller_dot_store_dot_etcd__proto_dot_rpc__pb2.AlarmResponse.FromString,
+                _registered_method=True)
         self.Status = channel.unary_unary(
                 '/etcdserverpb.Maintenance/Status',
                 request_serializer=genie_dot_controller_dot_store_dot_etcd__proto_dot_rpc__pb2.StatusRequest.SerializeToString,
                 response_deserializer=genie_dot_controller_dot_store_dot_etcd__proto_dot_rpc__pb2.StatusResponse.FromString,
+                _registered_method=True)
+        self.Defragment = channel.unary_unary(
+                '/etcdserverpb.Maintenance/Defragment',
+                request_serializer=genie_dot_controller_dot_store_dot_etcd__proto_dot_rpc__pb2.DefragmentRequest.SerializeToString,
+                response_deserializer=genie_dot_controller_dot_store_dot_etcd__proto_dot_rpc__pb2.DefragmentResponse.FromString,
                 _registered_method=True)
 
 
 class MaintenanceServicer:
     """Missing associated documentation comment in .proto file."""
 
+    def Alarm(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Status(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Defragment(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -441,10 +463,20 @@ class MaintenanceServicer:
 
 def add_MaintenanceServicer_to_server(servicer, server):
     rpc_method_handlers = {
+            'Alarm': grpc.unary_unary_rpc_method_handler(
+                    servicer.Alarm,
+                    request_deserializer=genie_dot_controller_dot_store_dot_etcd__proto_dot_rpc__pb2.AlarmRequest.FromString,
+                    response_serializer=genie_dot_controller_dot_store_dot_etcd__proto_dot_rpc__pb2.AlarmResponse.SerializeToString,
+            ),
             'Status': grpc.unary_unary_rpc_method_handler(
                     servicer.Status,
                     request_deserializer=genie_dot_controller_dot_store_dot_etcd__proto_dot_rpc__pb2.StatusRequest.FromString,
                     response_serializer=genie_dot_controller_dot_store_dot_etcd__proto_dot_rpc__pb2.StatusResponse.SerializeToString,
+            ),
+            'Defragment': grpc.unary_unary_rpc_method_handler(
+                    servicer.Defragment,
+                    request_deserializer=genie_dot_controller_dot_store_dot_etcd__proto_dot_rpc__pb2.DefragmentRequest.FromString,
+                    response_serializer=genie_dot_controller_dot_store_dot_etcd__proto_dot_rpc__pb2.DefragmentResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -456,6 +488,33 @@ def add_MaintenanceServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class Maintenance:
     """Missing associated documentation comment in .proto file."""
+
+    @staticmethod
+    def Alarm(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/etcdserverpb.Maintenance/Alarm',
+            genie_dot_controller_dot_store_dot_etcd__proto_dot_rpc__pb2.AlarmRequest.SerializeToString,
+            genie_dot_controller_dot_store_dot_etcd__proto_dot_rpc__pb2.AlarmResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
 
     @staticmethod
     def Status(request,
@@ -474,6 +533,234 @@ class Maintenance:
             '/etcdserverpb.Maintenance/Status',
             genie_dot_controller_dot_store_dot_etcd__proto_dot_rpc__pb2.StatusRequest.SerializeToString,
             genie_dot_controller_dot_store_dot_etcd__proto_dot_rpc__pb2.StatusResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Defragment(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/etcdserverpb.Maintenance/Defragment',
+            genie_dot_controller_dot_store_dot_etcd__proto_dot_rpc__pb2.DefragmentRequest.SerializeToString,
+            genie_dot_controller_dot_store_dot_etcd__proto_dot_rpc__pb2.DefragmentResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+
+class ClusterStub:
+    """Missing associated documentation comment in .proto file."""
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.MemberAdd = channel.unary_unary(
+                '/etcdserverpb.Cluster/MemberAdd',
+                request_serializer=genie_dot_controller_dot_store_dot_etcd__proto_dot_rpc__pb2.MemberAddRequest.SerializeToString,
+                response_deserializer=genie_dot_controller_dot_store_dot_etcd__proto_dot_rpc__pb2.MemberAddResponse.FromString,
+                _registered_method=True)
+        self.MemberRemove = channel.unary_unary(
+                '/etcdserverpb.Cluster/MemberRemove',
+                request_serializer=genie_dot_controller_dot_store_dot_etcd__proto_dot_rpc__pb2.MemberRemoveRequest.SerializeToString,
+                response_deserializer=genie_dot_controller_dot_store_dot_etcd__proto_dot_rpc__pb2.MemberRemoveResponse.FromString,
+                _registered_method=True)
+        self.MemberList = channel.unary_unary(
+                '/etcdserverpb.Cluster/MemberList',
+                request_serializer=genie_dot_controller_dot_store_dot_etcd__proto_dot_rpc__pb2.MemberListRequest.SerializeToString,
+                response_deserializer=genie_dot_controller_dot_store_dot_etcd__proto_dot_rpc__pb2.MemberListResponse.FromString,
+                _registered_method=True)
+        self.MemberPromote = channel.unary_unary(
+                '/etcdserverpb.Cluster/MemberPromote',
+                request_serializer=genie_dot_controller_dot_store_dot_etcd__proto_dot_rpc__pb2.MemberPromoteRequest.SerializeToString,
+                response_deserializer=genie_dot_controller_dot_store_dot_etcd__proto_dot_rpc__pb2.MemberPromoteResponse.FromString,
+                _registered_method=True)
+
+
+class ClusterServicer:
+    """Missing associated documentation comment in .proto file."""
+
+    def MemberAdd(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def MemberRemove(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def MemberList(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def MemberPromote(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_ClusterServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'MemberAdd': grpc.unary_unary_rpc_method_handler(
+                    servicer.MemberAdd,
+                    request_deserializer=genie_dot_controller_dot_store_dot_etcd__proto_dot_rpc__pb2.MemberAddRequest.FromString,
+                    response_serializer=genie_dot_controller_dot_store_dot_etcd__proto_dot_rpc__pb2.MemberAddResponse.SerializeToString,
+            ),
+            'MemberRemove': grpc.unary_unary_rpc_method_handler(
+                    servicer.MemberRemove,
+                    request_deserializer=genie_dot_controller_dot_store_dot_etcd__proto_dot_rpc__pb2.MemberRemoveRequest.FromString,
+                    response_serializer=genie_dot_controller_dot_store_dot_etcd__proto_dot_rpc__pb2.MemberRemoveResponse.SerializeToString,
+            ),
+            'MemberList': grpc.unary_unary_rpc_method_handler(
+                    servicer.MemberList,
+                    request_deserializer=genie_dot_controller_dot_store_dot_etcd__proto_dot_rpc__pb2.MemberListRequest.FromString,
+                    response_serializer=genie_dot_controller_dot_store_dot_etcd__proto_dot_rpc__pb2.MemberListResponse.SerializeToString,
+            ),
+            'MemberPromote': grpc.unary_unary_rpc_method_handler(
+                    servicer.MemberPromote,
+                    request_deserializer=genie_dot_controller_dot_store_dot_etcd__proto_dot_rpc__pb2.MemberPromoteRequest.FromString,
+                    response_serializer=genie_dot_controller_dot_store_dot_etcd__proto_dot_rpc__pb2.MemberPromoteResponse.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'etcdserverpb.Cluster', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('etcdserverpb.Cluster', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class Cluster:
+    """Missing associated documentation comment in .proto file."""
+
+    @staticmethod
+    def MemberAdd(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/etcdserverpb.Cluster/MemberAdd',
+            genie_dot_controller_dot_store_dot_etcd__proto_dot_rpc__pb2.MemberAddRequest.SerializeToString,
+            genie_dot_controller_dot_store_dot_etcd__proto_dot_rpc__pb2.MemberAddResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def MemberRemove(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/etcdserverpb.Cluster/MemberRemove',
+            genie_dot_controller_dot_store_dot_etcd__proto_dot_rpc__pb2.MemberRemoveRequest.SerializeToString,
+            genie_dot_controller_dot_store_dot_etcd__proto_dot_rpc__pb2.MemberRemoveResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def MemberList(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/etcdserverpb.Cluster/MemberList',
+            genie_dot_controller_dot_store_dot_etcd__proto_dot_rpc__pb2.MemberListRequest.SerializeToString,
+            genie_dot_controller_dot_store_dot_etcd__proto_dot_rpc__pb2.MemberListResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def MemberPromote(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/etcdserverpb.Cluster/MemberPromote',
+            genie_dot_controller_dot_store_dot_etcd__proto_dot_rpc__pb2.MemberPromoteRequest.SerializeToString,
+            genie_dot_controller_dot_store_dot_etcd__proto_dot_rpc__pb2.MemberPromoteResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -28,7 +28,18 @@ class LeaseStub:
 
 class MaintenanceStub:
     def __init__(self, channel: grpc.aio.Channel) -> None: ...
+    Alarm: grpc.aio.UnaryUnaryMultiCallable[rpc_pb2.AlarmRequest, rpc_pb2.AlarmResponse]
     Status: grpc.aio.UnaryUnaryMultiCallable[rpc_pb2.StatusRequest, rpc_pb2.StatusResponse]
+    Defragment: grpc.aio.UnaryUnaryMultiCallable[rpc_pb2.DefragmentRequest, rpc_pb2.DefragmentResponse]
+
+class ClusterStub:
+    def __init__(self, channel: grpc.aio.Channel) -> None: ...
+    MemberAdd: grpc.aio.UnaryUnaryMultiCallable[rpc_pb2.MemberAddRequest, rpc_pb2.MemberAddResponse]
+    MemberRemove: grpc.aio.UnaryUnaryMultiCallable[rpc_pb2.MemberRemoveRequest, rpc_pb2.MemberRemoveResponse]
+    MemberList: grpc.aio.UnaryUnaryMultiCallable[rpc_pb2.MemberListRequest, rpc_pb2.MemberListResponse]
+    MemberPromote: grpc.aio.UnaryUnaryMultiCallable[
+        rpc_pb2.MemberPromoteRequest, rpc_pb2.MemberPromoteResponse
+    ]
 
 class AuthStub:
     def __init__(self, channel: grpc.aio.Channel) -> None: ...

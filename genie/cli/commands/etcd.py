@@ -1,0 +1,167 @@
+"""Commands for the etcd cluster that Genie runs: etcd status, remove and defrag. They run on a server.
+
+They connect to etcd with the certificate of this machine's member, not through the controller, so that they
+also work while no controller leads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from genie.cli import output
+from genie.cli.app import Invocation, JsonOption, app, command
+from genie.cli.quantities import format_size
+from genie.errors import ConfigError, StoreError, UsageError
+
+if TYPE_CHECKING:
+    from genie.config import Settings
+    from genie.controller.etcd.membership import EtcdCluster, MemberStatus
+    from genie.controller.store.etcd_address import EtcdAddress
+
+etcd_app = typer.Typer(
+    name="etcd",
+    help="Show and repair the etcd cluster of 'genie up --store etcd'.",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+)
+app.add_typer(etcd_app)
+
+_STATUS_COLUMNS = ("member", "endpoint", "role", "version", "size", "fragmented", "revision", "health")
+_DROPPABLE_COLUMNS = ("version", "revision")
+
+
+@command(etcd_app, "status", example="genie etcd status --json")
+def status(invocation: Invocation, *, as_json: JsonOption = False) -> None:
+    """Show members, leader, health, size and revision of the etcd cluster.
+
+    Without a majority, the members are listed by address.
+    """
+    address = _local_address(invocation.load_settings())
+    statuses = asyncio.run(_fetch_statuses(address))
+    if as_json:
+        output.write_json({"members": [_status_to_json(each) for each in statuses]})
+        return
+    output.write_table(
+        _STATUS_COLUMNS, [_status_row(each) for each in statuses], droppable=_DROPPABLE_COLUMNS
+    )
+
+
+@command(etcd_app, "remove", example="genie etcd remove gpu-box-2")
+def remove(
+    invocation: Invocation,
+    *,
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Member name, as in 'genie etcd status'.")],
+) -> None:
+    """Remove a lost member, so that another server can take its place.
+
+    Fails while the member responds: stop it first with 'genie down'.
+    """
+    address = _local_address(invocation.load_settings())
+    asyncio.run(_remove_member(address, name))
+    output.write_line(f"{name}: removed")
+
+
+@command(etcd_app, "defrag", example="genie etcd defrag")
+def defrag(invocation: Invocation) -> None:
+    """Return free space of every member to the file system, one after another, etcd's leader last.
+
+    A member does not respond meanwhile. Also clears the alarm of a full store. The leading controller
+    defragments by itself when more than half of a file is free.
+    """
+    address = _local_address(invocation.load_settings())
+    for member in asyncio.run(_defragment_members(address)):
+        output.write_line(f"{member}: defragmented")
+
+
+def _local_address(settings: Settings) -> EtcdAddress:
+    from genie.controller.etcd.local_member import LocalMember
+
+    member = LocalMember.read(settings.paths.state_dir)
+    if member is None:
+        raise ConfigError(
+            f"there is no etcd member in {settings.paths.state_dir}",
+            hint="run this on a server of a cluster that was started with 'genie up --store etcd'",
+        )
+    return member.address(settings.paths.state_dir)
+
+
+async def _fetch_statuses(address: EtcdAddress) -> tuple[MemberStatus, ...]:
+    from genie.controller.etcd.membership import open_etcd_cluster
+
+    async with open_etcd_cluster(address) as cluster:
+        return await cluster.fetch_statuses()
+
+
+async def _remove_member(address: EtcdAddress, name: str) -> None:
+    from genie.controller.etcd.membership import open_etcd_cluster
+
+    async with open_etcd_cluster(address) as cluster:
+        statuses = await cluster.fetch_statuses()
+        chosen = [each for each in statuses if each.info.label == name]
+        if len(chosen) != 1:
+            known = ", ".join(each.info.label for each in statuses)
+            problem = "several members have" if chosen else "no member has"
+            raise UsageError(f"{problem} the name {name!r}", hint=f"members: {known}")
+        if not chosen[0].problem:
+            raise UsageError(
+                f"etcd member {name} is responding",
+                hint="only a lost member is removed; stop it with 'genie down' on its machine first",
+            )
+        await cluster.remove_member(chosen[0].info.member_id)
+
+
+async def _defragment_members(address: EtcdAddress) -> list[str]:
+    from genie.controller.etcd.membership import open_etcd_cluster
+
+    async with open_etcd_cluster(address) as cluster:
+        statuses = await cluster.fetch_statuses()
+        _check_all_respond(statuses)
+        for each in sorted(statuses, key=lambda status: status.is_leader):
+            await cluster.defragment(each.info.endpoint)
+        if any(each.alarms for each in statuses):
+            await _clear_alarm(cluster)
+        return [each.info.label for each in statuses]
+
+
+def _check_all_respond(statuses: tuple[MemberStatus, ...]) -> None:
+    silent = [each for each in statuses if each.problem]
+    if silent:
+        raise StoreError(
+            f"cannot defragment: etcd member {silent[0].info.label} does not respond: {silent[0].problem}",
+            hint="a member pauses during defragmentation, so all others must respond; start it again, or "
+            "remove it with 'genie etcd remove'",
+        )
+
+
+async def _clear_alarm(cluster: EtcdCluster) -> None:
+    await cluster.clear_space_alarm()
+    output.print_message("cleared the alarm of the full store")
+
+
+def _status_row(each: MemberStatus) -> tuple[str, ...]:
+    role = "learner" if each.info.is_learner else "leader" if each.is_leader else "follower"
+    health = "; ".join(each.alarms) or "healthy"
+    if each.problem:
+        return (each.info.label, each.info.endpoint or "-", "-", "-", "-", "-", "-", each.problem)
+    return (
+        each.info.label,
+        each.info.endpoint,
+        role,
+        each.version,
+        format_size(each.size_bytes),
+        f"{each.fragmented_bytes / max(each.size_bytes, 1):.0%}",
+        str(each.revision),
+        health,
+    )
+
+
+def _status_to_json(each: MemberStatus) -> dict[str, Any]:
+    values = dataclasses.asdict(each)
+    info: dict[str, Any] = values.pop("info")
+    # 64-bit IDs are hexadecimal, as etcdctl prints them: JSON numbers have 53 bits.
+    info["member_id"] = f"{each.info.member_id:x}"
+    return info | values | {"fragmented_bytes": each.fragmented_bytes, "healthy": not each.problem}

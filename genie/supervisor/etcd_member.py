@@ -1,0 +1,297 @@
+"""The etcd member of this machine: checks before its start, its command line, start and membership.
+
+The process runs with mutual TLS: clients and peers must have a certificate of the role `etcd` from the CA of
+the cluster, which only servers can issue; certificates of nodes and executors are rejected. The record of the
+member is in controller/etcd/local_member.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
+
+from genie.config import ControllerConfig, Settings
+from genie.controller.etcd.local_member import (
+    LocalMember,
+    ca_path,
+    certificate_paths,
+    data_directory,
+    member_directory,
+)
+from genie.controller.nodes.admission import Certificates, advertised_host
+from genie.controller.store.open import CONTROLLER_DIRECTORY, LOCAL_ETCD, SQLITE_FILE_NAME
+from genie.errors import (
+    ConfigError,
+    StoreAccessError,
+    StoreFullError,
+    StoreUnavailableError,
+    StoreVersionError,
+)
+from genie.model.names import address_text
+from genie.processes import files
+from genie.processes.clock import SystemClock
+from genie.runtime import tls
+from genie.runtime.credentials import is_wildcard
+from genie.supervisor import this_machine
+from genie.supervisor.child import Child
+
+ETCD = "etcd"
+DEFAULT_QUOTA_BYTES = 2 * 1024**3
+FREE_BYTES_MIN = 256 * 1024**2
+SLOW_FSYNC_S = 0.02
+_FSYNC_COUNT = 10
+_FSYNC_BYTES = 2048
+_VERSION_TIMEOUT_S = 10.0
+_POLL_S = 0.05
+_PROBE_TIMEOUT_S = 1.0
+_MIB = 1024 * 1024
+
+
+def uses_local_etcd(settings: Settings) -> bool:
+    return settings.controller.store == LOCAL_ETCD
+
+
+def with_local_member(settings: Settings) -> Settings:
+    """Fills in the store and the address of a machine that is already a server, where they are not set.
+
+    Raises ConfigError if another store is set: a second store would split the cluster.
+    """
+    state_dir, config, sources = settings.paths.state_dir, settings.controller, settings.sources
+    member = LocalMember.read(state_dir)
+    if member is None:
+        if uses_local_etcd(settings):
+            _check_no_other_store(state_dir)
+        return settings
+    if sources["controller.store"] == "default":
+        config = replace(config, store=LOCAL_ETCD)
+    if config.store != LOCAL_ETCD:
+        raise ConfigError(
+            f"controller.store is {config.store!r}, but {state_dir} has an etcd member of a cluster",
+            hint="leave the store unset, or choose another GENIE_STATE_DIR",
+        )
+    if sources["controller.bind"] == "default":
+        config = replace(config, bind=member.bind)
+    if sources["controller.port"] == "default" and member.controller_port:
+        config = replace(config, port=member.controller_port)
+    return replace(settings, controller=config)
+
+
+def _check_no_other_store(state_dir: Path) -> None:
+    path = state_dir / CONTROLLER_DIRECTORY / SQLITE_FILE_NAME
+    if path.exists():
+        raise ConfigError(
+            f"this machine has a cluster in the SQLite store {path}, which --store etcd would not contain",
+            hint="start it without --store, or move that file away to start with an empty store",
+        )
+
+
+def find_etcd_program() -> str:
+    """Path of a usable etcd. Raises ConfigError if there is none, StoreVersionError for an unsafe version."""
+    path = shutil.which("etcd")
+    if path is None:
+        raise ConfigError(
+            "store 'etcd' requires the program etcd, which is not on PATH",
+            hint="install etcd 3.4.22 or later of 3.4, or 3.5.6 or later (Debian: apt install etcd-server)",
+        )
+    try:
+        from genie.controller.store.etcd_errors import check_etcd_version
+    except ImportError as error:
+        raise ConfigError(
+            f"store 'etcd' requires the packages of the etcd extra: {error}",
+            hint="pip install 'genie-gpu[etcd]'",
+        ) from error
+    try:
+        output = subprocess.run(
+            [path, "--version"], capture_output=True, text=True, timeout=_VERSION_TIMEOUT_S, check=False
+        ).stdout
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise StoreVersionError(f"could not run {path} --version: {error}") from error
+    first_line = output.partition("\n")[0]
+    check_etcd_version(first_line.rpartition(" ")[2], endpoint=path)
+    return path
+
+
+def check_disk(directory: Path, *, quota_bytes: int, progress: Callable[[str], None]) -> None:
+    """Raises StoreFullError if there is no space for etcd; reports a disk that is small or slow to sync."""
+    free_bytes = shutil.disk_usage(directory).free
+    if free_bytes < FREE_BYTES_MIN:
+        raise StoreFullError(
+            f"{directory} has {free_bytes / _MIB:.0f} MiB of free disk space; etcd needs at least "
+            f"{FREE_BYTES_MIN / _MIB:.0f} MiB",
+            hint="free some space, or set GENIE_STATE_DIR to a directory on another disk",
+        )
+    if free_bytes < quota_bytes:
+        progress(
+            f"warning: {directory} has {free_bytes / _MIB:.0f} MiB of free disk space, less than the "
+            f"{quota_bytes / _MIB:.0f} MiB that the store may use"
+        )
+    sync_s = measure_fsync_s(directory)
+    if sync_s > SLOW_FSYNC_S:
+        progress(
+            f"warning: the disk of {directory} takes {sync_s * 1000:.0f} ms to sync a write; above "
+            f"{SLOW_FSYNC_S * 1000:.0f} ms, etcd may lose its leader under load"
+        )
+
+
+def measure_fsync_s(directory: Path) -> float:
+    """Median duration of a small write with fdatasync, as etcd does for every change. Blocks."""
+    path = directory / "fsync-probe"
+    durations_s = []
+    descriptor = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600)
+    try:
+        for _ in range(_FSYNC_COUNT):
+            began_s = time.monotonic()
+            os.write(descriptor, bytes(_FSYNC_BYTES))
+            os.fdatasync(descriptor)
+            durations_s.append(time.monotonic() - began_s)
+    finally:
+        os.close(descriptor)
+        path.unlink(missing_ok=True)
+    return statistics.median(durations_s)
+
+
+def new_local_member(config: ControllerConfig, *, name: str) -> LocalMember:
+    """The member that this machine would be. May block on a name lookup."""
+    return LocalMember(
+        name=name,
+        host=_find_member_host(config),
+        client_port=config.etcd_client_port,
+        peer_port=config.etcd_peer_port,
+        bind=config.bind,
+        controller_port=config.port,
+    )
+
+
+def _find_member_host(config: ControllerConfig) -> str:
+    """The IP address for other servers: a certificate of the cluster's CA cannot contain a host name."""
+    own = this_machine.list_own_addresses()
+    if is_wildcard(config.bind) and not config.advertise and own:
+        return own[0]
+    name = advertised_host(config)
+    found = [address for address in this_machine.resolve_host(name) if not is_wildcard(address)]
+    if not found:
+        raise ConfigError(
+            f"could not find the IP address of {name}, under which other servers reach this one",
+            hint="set --bind or controller.advertise to an IP address of this machine",
+        )
+    return found[0]
+
+
+def write_certificate(config: ControllerConfig, member: LocalMember, *, state_dir: Path) -> None:
+    """Issues the certificate of the member, for every address that its connections may come from."""
+    directory = files.make_private_directory(state_dir / CONTROLLER_DIRECTORY)
+    certificates = Certificates.open(directory, config, clock=SystemClock())
+    files.make_private_directory(member_directory(state_dir))
+    addresses = {member.host, "127.0.0.1", "::1", *this_machine.list_own_addresses()}
+    certificate, key = certificate_paths(state_dir)
+    certificates.write_etcd_certificate(certificate, key, addresses=sorted(addresses))
+
+
+def format_initial_cluster(members: Iterable[tuple[str, str]]) -> str:
+    """`members` are names and peer URLs."""
+    return ",".join(f"{name}={peer_url}" for name, peer_url in members)
+
+
+def etcd_arguments(
+    member: LocalMember, *, state_dir: Path, quota_bytes: int, initial_cluster: str, is_new_cluster: bool
+) -> list[str]:
+    """etcd ignores the initial cluster once it has data."""
+    certificate, key = certificate_paths(state_dir)
+    ca = ca_path(state_dir)
+    return [
+        *("--name", member.name, "--data-dir", str(data_directory(state_dir))),
+        *("--listen-client-urls", f"https://{address_text(member.bind, member.client_port)}"),
+        *("--advertise-client-urls", member.client_url),
+        *("--listen-peer-urls", f"https://{address_text(member.bind, member.peer_port)}"),
+        *("--initial-advertise-peer-urls", member.peer_url),
+        *("--initial-cluster", initial_cluster),
+        *("--initial-cluster-state", "new" if is_new_cluster else "existing"),
+        *("--initial-cluster-token", "genie"),
+        *("--cert-file", str(certificate), "--key-file", str(key)),
+        *("--trusted-ca-file", str(ca), "--client-cert-auth"),
+        *("--client-cert-allowed-hostname", tls.ETCD_NAME),
+        *("--peer-cert-file", str(certificate), "--peer-key-file", str(key)),
+        *("--peer-trusted-ca-file", str(ca), "--peer-client-cert-auth"),
+        *("--peer-cert-allowed-hostname", tls.ETCD_NAME),
+        *("--quota-backend-bytes", str(quota_bytes)),
+        *("--auto-compaction-retention", "0"),  # the leading controller compacts
+        "--enable-grpc-gateway=false",
+        *("--logger", "zap", "--log-outputs", "stderr"),
+    ]
+
+
+class EtcdMemberProcess:
+    """Starts the member and waits until it answers. `child` restarts and stops it."""
+
+    def __init__(self, config: ControllerConfig, *, state_dir: Path, progress: Callable[[str], None]) -> None:
+        self._config = config
+        self._state_dir = state_dir
+        self._progress = progress
+        # With an empty environment: etcd rejects ETCD_* variables that repeat its arguments, and would use a
+        # proxy. HOME identifies the process in `ps e`.
+        command = ["env", "-i", f"HOME={member_directory(state_dir)}"]
+        self.child = Child(ETCD, command=command, state_dir=state_dir)
+
+    @property
+    def quota_bytes(self) -> int:
+        return self._config.store_bytes_max or DEFAULT_QUOTA_BYTES
+
+    async def start(
+        self, member: LocalMember, *, initial_cluster: str = "", is_new_cluster: bool = True
+    ) -> None:
+        """Checks program, disk and ports, issues the certificate and starts etcd. An empty `initial_cluster`
+        is a cluster of this member only."""
+        program = await asyncio.to_thread(self._prepare, member)
+        # The certificate is written at every start, because addresses of this machine may have changed.
+        await asyncio.to_thread(write_certificate, self._config, member, state_dir=self._state_dir)
+        self._progress(f"starting etcd member {member.name} on {member.endpoint}")
+        arguments = etcd_arguments(
+            member,
+            state_dir=self._state_dir,
+            quota_bytes=self.quota_bytes,
+            initial_cluster=initial_cluster or format_initial_cluster([(member.name, member.peer_url)]),
+            is_new_cluster=is_new_cluster,
+        )
+        self.child.start([program, *arguments])
+        await self._wait_answering(member)
+
+    async def check(self, member: LocalMember) -> None:
+        """Checks program, disk and ports without starting anything."""
+        await asyncio.to_thread(self._prepare, member)
+
+    def _prepare(self, member: LocalMember) -> str:
+        """Returns the path of etcd."""
+        program = find_etcd_program()
+        directory = files.make_private_directory(data_directory(self._state_dir))
+        check_disk(directory, quota_bytes=self.quota_bytes, progress=self._progress)
+        for port, variable in (
+            (member.client_port, "GENIE_CONTROLLER_ETCD_CLIENT_PORT"),
+            (member.peer_port, "GENIE_CONTROLLER_ETCD_PEER_PORT"),
+        ):
+            hint = "stop the program that uses it (the etcd service: systemctl disable --now etcd)"
+            this_machine.check_port_free(member.bind, port, hint=f"{hint}, or set {variable}")
+        return program
+
+    async def _wait_answering(self, member: LocalMember) -> None:
+        """A member without a majority answers, too."""
+        from genie.controller.store.etcd_channels import EtcdChannels
+
+        loop = asyncio.get_running_loop()
+        address = replace(member, endpoints=()).address(self._state_dir)
+        while True:
+            self.child.check_alive()
+            channels = EtcdChannels(address, clock=SystemClock())
+            try:
+                await channels.get_ready_member(loop.time() + _PROBE_TIMEOUT_S)
+                return
+            except (StoreUnavailableError, StoreAccessError):
+                await asyncio.sleep(_POLL_S)
+            finally:
+                await channels.close()

@@ -1,0 +1,215 @@
+"""`genie join --server`: makes this machine a server of an existing cluster.
+
+Fetches the CA of the cluster inside the join, encrypted (controller/server_handover.py), and adds an etcd
+member: first as a learner, which does not vote, and as a voter once it has caught up. `undo` removes the
+member again, `remove_files` the files.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from genie.agent.identity import AGENTS_DIR
+from genie.config import ControllerConfig
+from genie.controller.etcd.local_member import LocalMember, ca_path, make_address, member_directory
+from genie.controller.etcd.membership import EtcdCluster, MemberInfo, open_etcd_cluster
+from genie.controller.server_handover import HandoverClient, ServerCredentials
+from genie.controller.store.open import CONTROLLER_DIRECTORY
+from genie.errors import ConfigError, GenieError, NotLeaderError, TokenRefusedError
+from genie.model.messages import ServerJoined
+from genie.model.names import address_text, is_loopback, parse_endpoint
+from genie.model.tenant import TokenKind
+from genie.processes import files
+from genie.runtime import rpc
+from genie.runtime.credentials import OWNER_TOKEN_FILE, trust
+from genie.runtime.network import Network
+from genie.supervisor.etcd_member import (
+    EtcdMemberProcess,
+    format_initial_cluster,
+    new_local_member,
+    write_certificate,
+)
+from genie.tenancy.access import Token, parse_token
+
+_log = logging.getLogger(__name__)
+
+_CALL_TIMEOUT_S = 15.0
+_ADD_TIMEOUT_S = 60.0
+_PROMOTE_TIMEOUT_S = 60.0
+_REDIRECTS_MAX = 3
+_LEADER_HINT = re.compile(r"the leader is (\S+)")
+
+
+def parse_server_token(text: str) -> Token:
+    """Raises TokenRefusedError for another kind of token."""
+    token = parse_token(text)
+    if token.kind is not TokenKind.SERVER_JOIN:
+        raise TokenRefusedError(
+            f"a {token.kind} token cannot be used to join as a server",
+            hint="create one on a server of the cluster: 'genie token create --server'",
+        )
+    return token
+
+
+def check_not_a_server(state_dir: Path) -> None:
+    """Raises ConfigError if the state directory has files of a cluster that this machine hosts."""
+    # A failed join removes all of them again.
+    for path in (
+        state_dir / CONTROLLER_DIRECTORY,
+        member_directory(state_dir),
+        state_dir / OWNER_TOKEN_FILE,
+    ):
+        if path.exists():
+            raise ConfigError(
+                f"cannot join as a server: this machine already has a cluster of its own ({path})",
+                hint="start that with 'genie up', or set GENIE_STATE_DIR to another directory",
+            )
+
+
+async def fetch_credentials(
+    host: str, port: int, token: Token, *, state_dir: Path, network: Network
+) -> ServerCredentials:
+    """Exchanges a server token for the CA of the cluster. The token can be used once.
+
+    Follows a standby to the leader; each server is verified against the pin of the token.
+    """
+    client = HandoverClient.create(token)
+    for _ in range(_REDIRECTS_MAX):
+        trusted = await trust(
+            network, host, port, pin=token.pin, state_dir=state_dir, timeout_s=_CALL_TIMEOUT_S
+        )
+        try:
+            async with rpc.dial(network, host, port, tls=trusted, timeout_s=_CALL_TIMEOUT_S) as peer:
+                reply: ServerJoined = await peer.call(client.request, timeout_s=_CALL_TIMEOUT_S)
+        except NotLeaderError as error:
+            leader = _LEADER_HINT.search(error.hint or "")
+            if leader is None:
+                raise
+            host, port = parse_endpoint(leader[1])
+            continue
+        return client.decrypt(reply)
+    raise NotLeaderError(
+        f"could not find the leader of the cluster: {address_text(host, port)} does not lead either",
+        hint="try again in a moment",
+    )
+
+
+class ServerJoin:
+    """One attempt of this machine to become a server. The caller starts controller and agent after `run`."""
+
+    def __init__(
+        self,
+        config: ControllerConfig,
+        etcd: EtcdMemberProcess,
+        *,
+        state_dir: Path,
+        network: Network,
+        progress: Callable[[str], None],
+    ) -> None:
+        self._config = config
+        self._etcd = etcd
+        self._state_dir = state_dir
+        self._network = network
+        self._progress = progress
+        self._had_agents = (state_dir / AGENTS_DIR).exists()
+        self._endpoints: tuple[str, ...] = ()
+        self._peer_url = ""
+
+    async def run(self, host: str, port: int, token: Token, *, name: str) -> None:
+        """Returns when the etcd member of this machine votes."""
+        self._progress(f"joining {address_text(host, port)} as a server")
+        # Before the handover, which uses up the token.
+        member = await asyncio.to_thread(new_local_member, self._config, name=name)
+        _check_reachable(member, host)
+        await self._etcd.check(member)
+        credentials = await fetch_credentials(
+            host, port, token, state_dir=self._state_dir, network=self._network
+        )
+        self._write_credentials(credentials)
+        self._endpoints = credentials.etcd_endpoints
+        await asyncio.to_thread(write_certificate, self._config, member, state_dir=self._state_dir)
+        async with open_etcd_cluster(make_address(self._endpoints, state_dir=self._state_dir)) as cluster:
+            await self._add_member(cluster, member)
+
+    async def undo(self) -> None:
+        """Removes the member; best effort, because the cluster may be unreachable. Call it while the etcd of
+        this machine still runs: in a cluster of two, removing one takes both."""
+        if not self._peer_url:
+            return
+        try:
+            async with open_etcd_cluster(make_address(self._endpoints, state_dir=self._state_dir)) as cluster:
+                for member in await cluster.list_members():
+                    if member.peer_url == self._peer_url:
+                        await cluster.remove_member(member.member_id)
+                        self._progress(f"removed etcd member {member.label} again")
+        except GenieError as error:
+            self._progress(
+                f"warning: could not remove the etcd member of this machine again: {error.message}; "
+                "remove it with 'genie etcd remove' on another server"
+            )
+
+    def remove_files(self) -> None:
+        """Removes what the join has written. Call it when the processes have ended."""
+        shutil.rmtree(self._state_dir / CONTROLLER_DIRECTORY, ignore_errors=True)
+        shutil.rmtree(member_directory(self._state_dir), ignore_errors=True)
+        (self._state_dir / OWNER_TOKEN_FILE).unlink(missing_ok=True)
+        if not self._had_agents:
+            shutil.rmtree(self._state_dir / AGENTS_DIR, ignore_errors=True)
+
+    def _write_credentials(self, credentials: ServerCredentials) -> None:
+        files.make_private_directory(self._state_dir / CONTROLLER_DIRECTORY)
+        ca = ca_path(self._state_dir)
+        files.write_private(ca.with_suffix(".key"), credentials.ca_key_pem.encode())
+        files.write_private(ca, credentials.ca_pem.encode())
+        files.write_private(self._state_dir / OWNER_TOKEN_FILE, credentials.owner_token.encode())
+
+    async def _add_member(self, cluster: EtcdCluster, member: LocalMember) -> None:
+        existing = await cluster.list_members()
+        _check_peer_url_unused(existing, member)
+        member = replace(member, name=_unused_name(member.name, existing))
+        self._progress(f"adding etcd member {member.name}")
+        self._peer_url = member.peer_url
+        added, members = await cluster.add_learner(member.peer_url, timeout_s=_ADD_TIMEOUT_S)
+        # etcd compares the URLs; a member that has not started yet has no name.
+        names = {each.member_id: each.label for each in members}
+        names[added.member_id] = member.name
+        peers = [(names[each.member_id], each.peer_url) for each in members]
+        await self._etcd.start(member, initial_cluster=format_initial_cluster(peers), is_new_cluster=False)
+        self._progress("waiting until the etcd member has caught up")
+        await cluster.promote_learner(added.member_id, timeout_s=_PROMOTE_TIMEOUT_S)
+        endpoints = {each.endpoint for each in existing if each.endpoint}
+        member.with_endpoints(endpoints).write(self._state_dir)
+
+
+def _check_reachable(member: LocalMember, host: str) -> None:
+    """Raises ConfigError if the other servers could not reach this one."""
+    if is_loopback(member.host) and not is_loopback(host):
+        raise ConfigError(
+            f"a server of the cluster at {host} must be reachable from the other servers, but this one would "
+            f"listen on {member.host}",
+            hint="give an address of this machine with --bind",
+        )
+
+
+def _check_peer_url_unused(members: tuple[MemberInfo, ...], member: LocalMember) -> None:
+    for each in members:
+        if each.peer_url == member.peer_url:
+            raise ConfigError(
+                f"the cluster already has an etcd member {each.label!r} at {member.peer_url}",
+                hint=f"if that machine was lost, run 'genie etcd remove {each.label}' on another server; "
+                "else choose another --bind or GENIE_CONTROLLER_ETCD_PEER_PORT",
+            )
+
+
+def _unused_name(name: str, members: tuple[MemberInfo, ...]) -> str:
+    used, candidate, number = {member.name for member in members}, name, 1
+    while candidate in used:
+        number += 1
+        candidate = f"{name}-{number}"
+    return candidate

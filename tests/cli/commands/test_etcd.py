@@ -1,0 +1,46 @@
+"""The commands of `genie etcd` without a cluster; tests/integration/test_servers.py runs them on one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from genie.cli import main
+from genie.cli.commands import etcd
+from genie.controller.etcd.membership import MemberInfo, MemberStatus
+
+MEMBER = MemberInfo(
+    member_id=0x23880E7DA931810,
+    name="s1",
+    peer_url="https://10.0.0.1:2380",
+    endpoint="10.0.0.1:2379",
+    is_learner=False,
+)
+
+
+@pytest.mark.parametrize("arguments", [["status"], ["remove", "s1"], ["defrag"]])
+def test_error_without_a_member_names_the_right_machine(
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("GENIE_STATE_DIR", str(tmp_path))
+    assert main(["etcd", *arguments]) != 0
+    shown = capsys.readouterr().err
+    assert f"there is no etcd member in {tmp_path}" in shown
+    assert "genie up --store etcd" in shown
+
+
+def test_status_row_shows_role_size_and_fragmentation() -> None:
+    status = MemberStatus(
+        info=MEMBER, version="3.4.23", is_leader=True, size_bytes=4 << 20, used_bytes=1 << 20, revision=7
+    )
+    assert etcd._status_row(status) == (
+        *("s1", "10.0.0.1:2379", "leader", "3.4.23", "4.0 MiB", "75%", "7", "healthy"),
+    )
+    lost = MemberStatus(info=MEMBER, problem="could not reach it")
+    assert etcd._status_row(lost)[-1] == "could not reach it"
+
+
+def test_member_ids_are_hexadecimal_in_json() -> None:
+    found = etcd._status_to_json(MemberStatus(info=MEMBER))
+    assert (found["member_id"], found["healthy"]) == ("23880e7da931810", True)

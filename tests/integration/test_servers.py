@@ -1,0 +1,198 @@
+"""Three servers with real etcd on loopback addresses: setup by commands, and the loss of one of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from genie.controller.etcd.local_member import LocalMember
+from genie.controller.etcd.membership import open_etcd_cluster
+from genie.supervisor import local_cluster, process_records
+from tests.needs import require_program
+from tests.ports import free_ports
+from tests.waiting import wait_until
+
+_COMMAND_TIMEOUT_S = 120.0
+
+
+@dataclass
+class Server:
+    """One machine of the test: a state directory and an address."""
+
+    name: str
+    host: str
+    state_dir: Path
+    ports: list[int] = field(default_factory=lambda: free_ports(3))
+
+    @property
+    def where(self) -> str:
+        return f"{self.host}:{self.ports[0]}"
+
+    def run(self, *arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
+        environ = {
+            **os.environ,
+            "GENIE_STATE_DIR": str(self.state_dir),
+            "GENIE_CONTROLLER_ETCD_CLIENT_PORT": str(self.ports[1]),
+            "GENIE_CONTROLLER_ETCD_PEER_PORT": str(self.ports[2]),
+            "GENIE_CONTROLLER_LEADER_TTL_S": "2",
+        }
+        done = subprocess.run(
+            [sys.executable, "-m", "genie", *arguments],
+            env=environ,
+            capture_output=True,
+            text=True,
+            timeout=_COMMAND_TIMEOUT_S,
+            stdin=subprocess.DEVNULL,
+        )
+        assert not check or done.returncode == 0, done.stdout + done.stderr
+        return done
+
+    def start_first(self) -> None:
+        self.run(*("up", "--store", "etcd", "--bind", self.host, "--port", str(self.ports[0])), "--detach")
+
+    def create_server_token(self, path: Path) -> Path:
+        created = self.run("--address", self.leader(), "token", "create", "--server")
+        path.write_text(created.stdout.strip())
+        path.chmod(0o600)
+        return path
+
+    def join(self, where: str, token_file: Path, *, check: bool = True) -> subprocess.CompletedProcess[str]:
+        return self.run(
+            *("join", "--server", where, "--bind", self.host, "--port", str(self.ports[0])),
+            *("--node-id", self.name, "--token-file", str(token_file), "--detach"),
+            check=check,
+        )
+
+    def leader(self) -> str:
+        """Address of the leader as this server knows it; empty without one."""
+        return str(json.loads(self.run("status", "--json").stdout)["leader"])
+
+    def try_submit(self, text: str) -> bool:
+        """Submits through this server; a standby names the leader."""
+        leader = self.leader()
+        if not leader:
+            return False
+        done = self.run("--address", leader, "submit", "--wait", "--", "echo", text, check=False)
+        return done.returncode == 0 and text in done.stdout
+
+    def list_members(self) -> list[dict[str, object]]:
+        return list(json.loads(self.run("etcd", "status", "--json").stdout)["members"])
+
+    def kill_everything(self) -> None:
+        running = local_cluster.find_running_cluster(self.state_dir)
+        assert running is not None
+        assert set(running.pids) == {"up", "controller", "agent", "etcd"}
+        for name in ("up", "etcd", "controller", "agent"):
+            os.kill(running.pids[name], signal.SIGKILL)
+
+    def stop(self) -> None:
+        self.run("down", check=False)
+
+
+@pytest.fixture
+def servers(tmp_path: Path) -> Iterator[list[Server]]:
+    require_program("etcd", package="etcd-server")
+    made = [Server(f"s{number}", f"127.0.0.{number + 1}", tmp_path / f"s{number}") for number in (1, 2, 3)]
+    yield made
+    with ThreadPoolExecutor() as pool:  # a majority must still run for the others to leave in time
+        list(pool.map(Server.stop, made))
+
+
+def test_three_servers_survive_the_loss_of_the_first(servers: list[Server], tmp_path: Path) -> None:
+    first, second, third = servers
+    first.start_first()
+    for other in (second, third):
+        other.join(first.where, first.create_server_token(tmp_path / f"{other.name}.token"))
+        assert (other.state_dir / "controller" / "ca.key").stat().st_mode & 0o777 == 0o600
+    for server in servers:
+        assert server.try_submit(f"through {server.name}")
+    status = json.loads(first.run("status", "--json").stdout)
+    assert status["store"] == "etcd"
+    wait_until(
+        lambda: len(json.loads(first.run("status", "--json").stdout)["store_members"]) == 3,
+        timeout_s=60,
+        what="the first controller knows all members",
+    )
+
+    first.kill_everything()
+    wait_until(
+        lambda: second.try_submit("after the loss"),
+        timeout_s=60,
+        what="a job submitted through another server runs",
+    )
+    assert third.try_submit("after the loss, through the third")
+
+    first.run("up", "--detach")  # store, address and port are those of the member
+    assert first.try_submit("after the return")
+    check_replacement_of_a_lost_server(third, first, tmp_path)
+
+
+def check_replacement_of_a_lost_server(lost: Server, other: Server, tmp_path: Path) -> None:
+    assert "is responding" in other.run("etcd", "remove", lost.name, check=False).stderr
+    other.run("etcd", "defrag")
+    lost.kill_everything()
+    assert "does not respond" in other.run("etcd", "defrag", check=False).stderr
+    members = {member["name"]: member for member in other.list_members()}
+    assert len(members) == 3
+    assert not members[lost.name]["healthy"]
+    assert sum(member["is_leader"] for member in members.values()) <= 1
+    other.run("etcd", "remove", lost.name)
+    assert lost.name not in {member["name"] for member in other.list_members()}
+    shutil.rmtree(lost.state_dir)
+    lost.name = "s4"
+    lost.join(other.where, other.create_server_token(tmp_path / "again.token"))
+    assert len(other.list_members()) == 3
+    assert all(member["healthy"] for member in other.list_members())
+
+
+async def test_failed_join_leaves_no_member_and_no_files(servers: list[Server], tmp_path: Path) -> None:
+    first, second, _ = servers
+    first.start_first()
+    token_file = first.create_server_token(tmp_path / "server.token")
+    # The controller cannot start: its port is that of the etcd client, which starts before it.
+    second.ports[0] = second.ports[1]
+    failed = second.join(first.where, token_file, check=False)
+    assert failed.returncode != 0
+    assert "removed etcd member" in failed.stdout + failed.stderr
+    assert not [path for path in ("controller", "etcd", "owner.token") if (second.state_dir / path).exists()]
+    assert process_records.read_record(second.state_dir, "etcd") is None
+    member = LocalMember.read(first.state_dir)
+    assert member is not None
+    async with open_etcd_cluster(member.address(first.state_dir)) as cluster:
+        assert [each.name for each in await cluster.list_members()] == [member.name]
+    assert first.try_submit("still works")
+    # The token was used: another attempt with it is refused before anything is written.
+    again = second.join(first.where, token_file, check=False)
+    assert "was used already" in again.stdout + again.stderr
+    assert not (second.state_dir / "controller").exists()
+
+
+def test_join_as_a_server_refuses_other_tokens_and_a_machine_with_a_cluster(
+    servers: list[Server], tmp_path: Path
+) -> None:
+    first, second, _ = servers
+    first.start_first()
+    join_token = tmp_path / "join.token"
+    join_token.write_text(first.run("token", "create", "--join").stdout.strip())
+    refused = second.join(first.where, join_token, check=False)
+    assert "a join token cannot be used to join as a server" in refused.stdout + refused.stderr
+    token_file = first.create_server_token(tmp_path / "server.token")
+    refused = second.run("join", "--server", "192.0.2.1", "--token-file", str(token_file), check=False)
+    assert "give an address of this machine with --bind" in refused.stdout + refused.stderr
+    refused = second.run("join", first.where, "--token-file", str(token_file), check=False)
+    assert "genie join --server" in refused.stdout + refused.stderr
+    (second.state_dir / "controller").mkdir()
+    (second.state_dir / "controller" / "store.sqlite3").touch()
+    refused = second.join(first.where, token_file, check=False)
+    assert "already has a cluster of its own" in refused.stdout + refused.stderr
+    assert (second.state_dir / "controller" / "store.sqlite3").exists()
