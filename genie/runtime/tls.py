@@ -42,12 +42,26 @@ def executor_certificate_name(job_id: str) -> str:
 
 
 def fingerprint(ca_pem: str) -> str:
-    """SHA-256 of a certificate, as in the pin of a token."""
+    """SHA-256 of a certificate, as in the pin of a token. TlsError if the text is not exactly one."""
+    return encode_base64url(hashlib.sha256(_decode_certificate(ca_pem)).digest())
+
+
+def _decode_certificate(pem: str) -> bytes:
+    """Returns the DER bytes of a text with one certificate and nothing else.
+
+    The decoder of `ssl` ignores everything after the first certificate in most cases, so a second one would be
+    trusted without being part of the fingerprint.
+    """
     try:
-        der = ssl.PEM_cert_to_DER_cert(ca_pem)
+        der = ssl.PEM_cert_to_DER_cert(pem)
     except ValueError as error:
         raise TlsError(f"invalid certificate: {error}") from error
-    return encode_base64url(hashlib.sha256(der).digest())
+    if ssl.DER_cert_to_PEM_cert(der).split() != pem.split():
+        raise TlsError(
+            "invalid certificate: the text is not exactly one certificate",
+            hint="the peer, or a file in the state directory, is not trustworthy; log in or join again",
+        )
+    return der
 
 
 def client_context(
@@ -57,7 +71,7 @@ def client_context(
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     try:
-        context.load_verify_locations(cadata=ca_pem)
+        context.load_verify_locations(cadata=_decode_certificate(ca_pem))
         if certificate is not None:
             context.load_cert_chain(certificate, key)
     except (ssl.SSLError, OSError) as error:
@@ -82,7 +96,7 @@ def server_context(certificate: Path, key: Path, *, ca_pem: str = "") -> ssl.SSL
     try:
         context.load_cert_chain(certificate, key)
         if ca_pem:
-            context.load_verify_locations(cadata=ca_pem)
+            context.load_verify_locations(cadata=_decode_certificate(ca_pem))
             context.verify_mode = ssl.CERT_OPTIONAL
     except (ssl.SSLError, OSError) as error:
         raise TlsError(f"could not load the certificate: {error}") from error

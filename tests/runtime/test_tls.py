@@ -117,12 +117,24 @@ def test_fingerprint_is_the_pin_of_tokens() -> None:
         tls.fingerprint("nonsense")
 
 
+@pytest.mark.parametrize("separator", ["", "\n", "text\n"])
+def test_appended_certificate_is_neither_fingerprinted_nor_trusted(separator: str) -> None:
+    """Several authorities, because base64 padding depends on the length of the certificate."""
+    other = tls.CertificateAuthority.create(now=time.time())
+    for _ in range(8):
+        both = tls.CertificateAuthority.create(now=time.time()).ca_pem + separator + other.ca_pem
+        with pytest.raises(TlsError, match="invalid certificate"):
+            tls.fingerprint(both)
+        with pytest.raises(TlsError, match="invalid certificate"):
+            tls.client_context(both)
+
+
 def test_contexts_require_tls_1_3_and_valid_files(tmp_path: Path) -> None:
     authority = tls.CertificateAuthority.create(now=time.time())
     for context in (tls.client_context(authority.ca_pem), tls.unverified_context()):
         assert context.minimum_version is ssl.TLSVersion.TLSv1_3
     assert tls.client_context(authority.ca_pem).verify_mode is ssl.CERT_REQUIRED
-    with pytest.raises(TlsError, match="could not load the certificate"):
+    with pytest.raises(TlsError, match="invalid certificate"):
         tls.client_context("nonsense")
     with pytest.raises(TlsError, match="could not load the certificate"):
         tls.server_context(tmp_path / "none.pem", tmp_path / "none.key")

@@ -153,6 +153,11 @@ def join(
     """
     if token is not None and invocation.token_file is not None:
         raise UsageError("--token and --token-file are mutually exclusive", hint="give one of them")
+    if server and token not in (None, "-"):
+        raise UsageError(
+            "--token of a server would be visible in the process list, and it hands over the cluster's CA",
+            hint="use --token-file FILE, or --token - to read standard input",
+        )
     text = read_token_file("-", what="--token") if token == "-" else token
     if not server and (bind is not None or port is not None):
         raise UsageError("--bind and --port require --server", hint="an agent listens on no fixed port")

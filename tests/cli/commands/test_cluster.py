@@ -90,6 +90,7 @@ def test_up_error_names_the_invalid_option(genie, argv, named) -> None:
         (["10.0.0.5", "--token", "hunter2"], 1, "not a Genie token"),
         (["10.0.0.5", "--token", JUNK_TOKEN, "--node-id", "Box_1"], 2, "--node-id"),
         (["10.0.0.5", "--token", JUNK_TOKEN, "--token-file", "x"], 2, "are mutually exclusive"),
+        (["10.0.0.5", "--server", "--token", JUNK_TOKEN], 2, "--token-file FILE"),
         (["10.0.0.5", "--token-file", "/nowhere/token"], 2, "/nowhere/token"),
         (["127.0.0.1:1"], 1, "token"),
     ],
