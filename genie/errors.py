@@ -32,8 +32,9 @@ GenieError
 │       └── LoginRefusedError   the host accepts none of our keys
 ├── StoreError                  the store of the controller
 │   ├── StoreUnavailableError   the database does not respond
-│   ├── StoreAccessError        TLS with the database or the login to it failed
+│   │   └── StoreAccessError    TLS with the database or the login to it failed
 │   ├── StoreFullError          no space left on the disk
+│   │   └── BlobSpaceError      the configured space for uploads is used up
 │   ├── StoreCorruptError       stored data is damaged
 │   ├── StoreVersionError       a version of the database that is known to lose data
 │   ├── LeaseLostError          the lease expired or was revoked
@@ -244,13 +245,21 @@ class StoreUnavailableError(StoreError):
     retryable = True
 
 
-class StoreAccessError(StoreError):
-    code = "store.access"
+class StoreAccessError(StoreUnavailableError):
+    """Retryable: the owner replaces the credentials while the controller runs."""
+
+    code = "store.unavailable.access"
 
 
 class StoreFullError(StoreError):
     code = "store.full"
     retryable = True
+
+
+class BlobSpaceError(StoreFullError):
+    """The uploads of a tenant, or of all of them, have reached their configured size."""
+
+    code = "store.full.blobs"
 
 
 class StoreCorruptError(StoreError):

@@ -154,13 +154,16 @@ class LeaderConnection:
         """Tries these controllers at the same time, and serves the first one that leads. Raises an error
         that is final, if no other one leads."""
         attempts: list[asyncio.Task[_AttemptOutcome | GenieError]] = []
+        claimed: list[asyncio.Task[_AttemptOutcome | GenieError]] = []
 
         def claim() -> bool:
             """Whether the calling attempt is the first one that found a leader. Ends the other attempts."""
             if self._peer is not None:
                 return False
             for attempt in attempts:
-                if attempt is not asyncio.current_task():
+                if attempt is asyncio.current_task():
+                    claimed.append(attempt)
+                else:
                     attempt.cancel()
             return True
 
@@ -168,6 +171,8 @@ class LeaderConnection:
             attempts += [
                 group.create_task(self._try_endpoint(endpoint, serve, claim)) for endpoint in endpoints
             ]
+        # The error of a controller that leads is raised rather than that of another one.
+        attempts.sort(key=lambda attempt: attempt not in claimed)
         results = [attempt.result() for attempt in attempts if not attempt.cancelled()]
         outcomes = [result for result in results if isinstance(result, _AttemptOutcome)]
         final = [result for result in results if isinstance(result, GenieError)]

@@ -44,6 +44,8 @@ NON_NODE_TOKENS_MAX = 2000
 NODE_TOKENS_MAX = 20_000
 _CACHED_RECORDS_MAX = 1024
 _CACHED_RECORD_TTL_S = 5.0
+_STALE_RECORD_S_MAX = 60.0
+"""How long a cached token is accepted while the store does not respond: it may have been revoked since."""
 _REVOKED_TOKEN_RETENTION_S = 86400.0
 _JOIN_TOKEN_RETENTION_S = 3600.0
 _TOKEN_TTL_S_MAX = 3650 * 86400.0
@@ -229,7 +231,7 @@ class Tokens:
                 self._ledger.tokens.prefix + token_id, timeout_s=TOKEN_READ_TIMEOUT_S
             )
         except StoreError:
-            if cached is not None and cached[0] is not None:
+            if cached is not None and cached[0] is not None and now_s - cached[1] < _STALE_RECORD_S_MAX:
                 return cached[0]
             raise
         record = None if found is None else self._ledger.tokens.decode(token_id, found.value)

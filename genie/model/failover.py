@@ -27,7 +27,7 @@ _BACKOFF_S_MIN, _BACKOFF_S_MAX = 0.05, 1.0
 _HEARTBEAT_TIMEOUT_S_MAX = 2.0
 _HEARTBEAT_INTERVAL_S_MAX = 1.0
 _CAMPAIGN_INTERVAL_S_MAX = 0.5
-_TTL_DECIMALS = 10
+_TTL_STEPS_PER_S = 10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +91,7 @@ def smallest_node_ttl_s(*, leader_ttl_s: float, etcd_election_timeout_s: float) 
         needed_s = etcd_failover_bounds(
             node_ttl_s=ttl_s, leader_ttl_s=leader_ttl_s, etcd_election_timeout_s=etcd_election_timeout_s
         ).total_s
-        next_ttl_s = math.ceil(_TTL_DECIMALS * needed_s / LEASE_TTL_SHARE - 1e-6) / _TTL_DECIMALS
+        next_ttl_s = math.ceil(_TTL_STEPS_PER_S * needed_s / LEASE_TTL_SHARE - 1e-6) / _TTL_STEPS_PER_S
         if next_ttl_s <= ttl_s:
             return ttl_s
         ttl_s = next_ttl_s

@@ -131,7 +131,8 @@ class ControllerConnection(ControlDataIntegration):
                 # A write may have been applied: only an idempotent call may be sent again.
                 if not idempotent:
                     raise
-                await self._wait_for_leader(error, deadline, interval_s=_STORE_RETRY_INTERVAL_S)
+                interval_s = (error.retry_after_s or _STORE_RETRY_INTERVAL_S) * (1 + self._random() / 2)
+                await self._wait_for_leader(error, deadline, interval_s=interval_s)
             except OverloadedError as error:
                 wait_s = error.retry_after_s * (1 + self._random() / 2)
                 if loop.time() + wait_s >= deadline:
@@ -273,14 +274,17 @@ class ControllerConnection(ControlDataIntegration):
     async def _wait_for_leader(
         self, error: NotLeaderError | StoreUnavailableError, deadline: float, *, interval_s: float
     ) -> None:
-        """Moves to the leader, or waits for one; at the deadline, raises `error` with the other failures."""
+        """Moves to the leader, or waits `interval_s` for one; raises `error` with the other failures if the
+        deadline is earlier."""
         loop = asyncio.get_running_loop()
+        leader = error.leader if isinstance(error, NotLeaderError) else ""
+        remaining_s = deadline - loop.time() - _ELECTION_RETRY_INTERVAL_S
+        if remaining_s > 0 and await self.move_to_leader(leader=leader, timeout_s=remaining_s):
+            return
         if loop.time() + interval_s >= deadline:
             self._servers.record_failure(self._servers.current, error, now_s=loop.time())
             raise self._servers.with_all_failures(error) from error
-        leader = error.leader if isinstance(error, NotLeaderError) else ""
-        if not await self.move_to_leader(leader=leader, timeout_s=deadline - loop.time()):
-            await asyncio.sleep(min(interval_s, max(deadline - loop.time(), 0.0)))
+        await asyncio.sleep(interval_s)
 
     async def _try_ask_whether_leading(self, server: Address, *, timeout_s: float) -> bool:
         access = replace(self.access, host=server[0], port=server[1])

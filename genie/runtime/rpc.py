@@ -34,8 +34,8 @@ IN_FLIGHT_MAX = 512
 """Maximum number of requests in flight from one peer; further ones are rejected with OverloadedError."""
 
 CLUSTER_PEER_IN_FLIGHT_MAX = 2048
-"""The same for requests of the controller to an agent, and of an authenticated node to the controller: above
-the maximum number of orders, and of confirmations that wait."""
+"""Replaces IN_FLIGHT_MAX between the controller and its agents, in both directions. Higher than the number of
+orders to one agent, and of confirmations from one, that can be pending at the same time."""
 
 CONCURRENT_REJECTIONS_MAX = 4096
 """A peer that sends more requests above the limit in a row is disconnected."""

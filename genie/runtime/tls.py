@@ -49,8 +49,8 @@ def fingerprint(ca_pem: str) -> str:
 def _decode_certificate(pem: str) -> bytes:
     """Returns the DER bytes of a text with one certificate and nothing else.
 
-    The decoder of `ssl` ignores everything after the first certificate in most cases, so a second one would be
-    trusted without being part of the fingerprint.
+    The decoder of `ssl` ignores everything after the first certificate in most cases, so a second one would
+    be trusted without being part of the fingerprint.
     """
     try:
         der = ssl.PEM_cert_to_DER_cert(pem)

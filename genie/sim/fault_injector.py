@@ -200,10 +200,18 @@ async def _hang_store(cluster: SimCluster, duration_s: float) -> None:
     if not cluster.is_control_plane_healthy:
         return
     with _control_plane_fault(cluster):
-        cluster.store.set_hanging(True)
-        await asyncio.sleep(_STORE_OUTAGE_FACTOR * duration_s)
-        cluster.store.set_hanging(False)
+        with _hanging_store(cluster):
+            await asyncio.sleep(_STORE_OUTAGE_FACTOR * duration_s)
         await asyncio.sleep(cluster.failover_bounds.total_s)
+
+
+@contextmanager
+def _hanging_store(cluster: SimCluster) -> Iterator[None]:
+    cluster.store.set_hanging(True)
+    try:
+        yield
+    finally:
+        cluster.store.set_hanging(False)
 
 
 @contextmanager
@@ -242,9 +250,8 @@ async def _elect_store_leader(cluster: SimCluster) -> None:
     election_timeout_s = cluster.config.etcd_election_timeout_s
     election_s = cluster.world.random.uniform(1.0, 2.0) * election_timeout_s
     cluster.store.extend_leases(by_s=election_s + election_timeout_s)
-    cluster.store.set_hanging(True)
-    await asyncio.sleep(election_s)
-    cluster.store.set_hanging(False)
+    with _hanging_store(cluster):
+        await asyncio.sleep(election_s)
 
 
 async def _disturb_network(cluster: SimCluster, kind: str, duration_s: float) -> None:

@@ -76,13 +76,15 @@ async def open_connection(
 
 def _is_supervised_controller(host: str, port: int, state_dir: Path) -> bool:
     """Whether this is the address of the controller that a supervisor of this state directory restarts."""
-    if not is_loopback(host) or read_record(state_dir, SUPERVISOR) is None:
+    if read_record(state_dir, SUPERVISOR) is None:
         return False
     try:
         local = LocalCluster.read(state_dir)
     except GenieError:
         return False
-    return local is not None and local.port == port
+    if local is None or local.port != port:
+        return False
+    return host == local.host or (is_loopback(host) and is_loopback(local.host))
 
 
 async def remember_servers(connection: ControllerConnection, state_dir: Path) -> None:

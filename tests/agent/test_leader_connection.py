@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,7 +22,7 @@ from genie.errors import (
     ProtocolError,
     TokenRefusedError,
 )
-from genie.model.messages import GetStatus, Hello, Message
+from genie.model.messages import GetStatus, Hello, Message, Welcome
 from genie.model.tenant import TokenKind
 from genie.processes.clock import SystemClock
 from genie.runtime import rpc, tls
@@ -152,6 +153,34 @@ async def test_rejection_is_final_before_the_first_registration(controller: Fake
             watched.attend = refused
             await until(lambda: False)
     assert caught.group_contains(TokenRefusedError)
+
+
+async def test_final_error_of_the_leader_is_raised_rather_than_that_of_another_controller(
+    controller: FakeController, second_controller: FakeController, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    controller.refusals[Hello] = TokenRefusedError("token x is unknown")
+    is_rejected = asyncio.Event()
+    try_endpoint, reply_to_hello = LeaderConnection._try_endpoint, second_controller._hello
+
+    async def try_and_record(*arguments: Any) -> object:
+        result = await try_endpoint(*arguments)
+        is_rejected.set()
+        return result
+
+    async def reply_after_the_rejection(peer: rpc.Peer, request: Hello) -> Welcome:
+        await is_rejected.wait()
+        return await reply_to_hello(peer, request)
+
+    async def refuse(peer: rpc.Peer) -> None:
+        raise ProtocolError("node n1 has another version")
+
+    monkeypatch.setattr(LeaderConnection, "_try_endpoint", try_and_record)
+    monkeypatch.setattr(second_controller, "_hello", reply_after_the_rejection)
+    with pytest.raises(ExceptionGroup) as caught:
+        async with connect_to_controllers(controller, second_controller, timeout_s=10) as watched:
+            watched.attend = refuse
+            await until(lambda: False)
+    assert caught.group_contains(ProtocolError) and not caught.group_contains(TokenRefusedError)
 
 
 async def test_rejection_is_retried_after_the_first_registration(controller: FakeController) -> None:

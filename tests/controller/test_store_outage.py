@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 
 import pytest
 
 from genie.controller.store.etcd import EtcdStore
-from genie.errors import NotLeaderError, StoreUnavailableError
+from genie.errors import (
+    GenieError,
+    NotLeaderError,
+    StoreAccessError,
+    StoreCorruptError,
+    StoreError,
+    StoreFullError,
+    StoreUnavailableError,
+)
 from genie.model.job import JobState
+from genie.model.messages import Join
+from genie.model.tenant import TokenKind
+from genie.runtime import rpc, tls
 from genie.runtime.credentials import Access, connect_authenticated
 from genie.runtime.network import TcpNetwork
 from genie.sim.store import MemoryStore
@@ -84,6 +95,49 @@ async def test_rejected_login_freezes_decisions_until_it_is_fixed(
             one, owner, job.job_id, reason="rejected user 'root'", fix=lambda: password.write_text("second")
         )
     assert _logged_outages(caplog) == ["StoreAccessError"]
+
+
+@pytest.mark.parametrize("kind", [StoreAccessError, StoreFullError, StoreCorruptError, StoreError])
+async def test_only_the_owner_sees_details_of_the_store(kind: type[StoreError], tmp_path: Path) -> None:
+    async with (
+        running_controller(tmp_path) as one,
+        one.client() as owner,
+        one.client(await one.token(TokenKind.USER, tenant="red")) as user,
+    ):
+        join_token = await one.token(TokenKind.JOIN)
+        commit = one.store.commit
+
+        async def fail(*arguments: object, **settings: object) -> object:
+            raise kind(
+                "etcd at 10.0.0.7:2379 rejected user 'root'", hint="check the password in /secret/file"
+            )
+
+        one.store.commit = fail  # type: ignore[method-assign, assignment]
+        errors = [await _error_of(user.submit()), await _error_of(_join(one, join_token))]
+        of_owner = await _error_of(owner.submit())
+        one.store.commit = commit  # type: ignore[method-assign]
+    for error in errors:
+        assert isinstance(error, StoreUnavailableError if kind is StoreAccessError else kind)
+        assert "its store" in error.message
+        assert not any(detail in str(error) for detail in ("10.0.0.7", "root", "/secret"))
+    assert "10.0.0.7" in str(of_owner)
+
+
+def test_agent_retries_while_the_store_rejects_the_controller() -> None:
+    assert StoreAccessError.retryable
+
+
+async def _join(one: RunningController, token: str) -> None:
+    access = await one.access(token)
+    async with rpc.dial(one.network, access.host, access.port, tls=access.tls, timeout_s=10) as peer:
+        request = Join(token=token, requested_node_id="n9", csr_pem=tls.new_key_and_csr()[1])
+        await peer.call(request, timeout_s=10)
+
+
+async def _error_of(call: Coroutine[object, object, object]) -> GenieError:
+    with pytest.raises(GenieError) as caught:
+        await call
+    return caught.value
 
 
 async def test_failed_tls_handshake_freezes_decisions_until_it_is_fixed(

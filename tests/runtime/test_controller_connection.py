@@ -169,6 +169,24 @@ async def test_only_an_idempotent_call_is_sent_again_when_the_store_is_unavailab
     assert calls == 1
 
 
+async def test_call_waits_as_long_as_the_controller_without_store_says(
+    controller: SmallController, connection: ControllerConnection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer = controller._handle
+    waits_s = [0.01]
+
+    async def handle(peer: rpc.Peer, request: Message) -> Message:
+        if isinstance(request, ListNodes) and waits_s:
+            raise StoreUnavailableError("the store does not respond", retry_after_s=waits_s.pop())
+        return await answer(peer, request)
+
+    monkeypatch.setattr(controller, "_handle", handle)
+    assert (await connection.call(ListNodes(), timeout_s=10)).nodes
+    waits_s.append(60.0)
+    with pytest.raises(StoreUnavailableError):
+        await connection.call(ListNodes(), timeout_s=10)
+
+
 async def test_error_in_the_block_of_a_connection_is_raised_unchanged(controller: SmallController) -> None:
     access = await find_access(
         ClusterConfig(), state_dir=Path(os.environ["GENIE_STATE_DIR"]), network=TcpNetwork(), timeout_s=5

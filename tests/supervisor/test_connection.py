@@ -14,6 +14,7 @@ from genie.cluster.client import ClusterClient, open_client
 from genie.config import Settings, load
 from genie.errors import DeadlineError, NothingListensError
 from genie.processes.clock import SystemClock
+from genie.runtime.credentials import LocalCluster
 from genie.runtime.network import Channel, ClientTls, TcpNetwork
 from genie.supervisor import connection
 from genie.supervisor.process_records import CONTROLLER, SUPERVISOR, log_path, record_process
@@ -114,3 +115,20 @@ async def test_hint_names_the_process_of_a_frozen_controller(tmp_path: Path) -> 
     assert f"process {os.getpid()}" in hint
     assert str(log_path(one.state_dir, CONTROLLER)) in hint
     assert "firewall" not in hint
+
+
+@pytest.mark.parametrize(
+    ("bound", "asked", "is_supervised"),
+    [
+        ("10.0.0.5", "10.0.0.5", True),
+        ("10.0.0.5", "10.0.0.6", False),
+        ("10.0.0.5", "127.0.0.1", False),
+        ("127.0.0.1", "localhost", True),
+    ],
+)
+def test_address_is_compared_with_that_of_the_supervised_controller(
+    bound: str, asked: str, is_supervised: bool, tmp_path: Path
+) -> None:
+    assert record_process(tmp_path, SUPERVISOR, os.getpid(), ready=True)
+    LocalCluster(host=bound, port=7100, cluster_id="c").write(tmp_path)
+    assert connection._is_supervised_controller(asked, 7100, tmp_path) is is_supervised

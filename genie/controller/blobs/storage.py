@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from genie.errors import StoreError, StoreFullError, UsageError, WorkdirError
+from genie.errors import BlobSpaceError, StoreError, StoreFullError, UsageError, WorkdirError
 from genie.model.limits import check_digest
 from genie.model.messages import CHUNK_BYTES_MAX, BlobChunk, BlobStatus
 from genie.processes import files
@@ -160,7 +160,7 @@ class Blobs:
     def _make_space(
         self, more_bytes: int, *, tenant: str, is_needed: Callable[[str], bool], keep: str
     ) -> None:
-        """Make space for `more_bytes` of a tenant; StoreFullError if that is not possible."""
+        """Make space for `more_bytes` of a tenant; BlobSpaceError if that is not possible."""
         if self._bytes_by_tenant[tenant] + more_bytes > self._tenant_bytes_max:
             own = [name for name in self._size_by_name if _tenant_of_blob(name) == tenant and name != keep]
             for name in own:
@@ -169,7 +169,7 @@ class Blobs:
                 if not is_needed(name):
                     self._evict_blob(name)
             if self._bytes_by_tenant[tenant] + more_bytes > self._tenant_bytes_max:
-                raise StoreFullError(
+                raise BlobSpaceError(
                     f"working directories of unfinished jobs of tenant {tenant} use all of its "
                     f"{self._tenant_bytes_max} bytes for blobs",
                     hint="wait until jobs end, or increase controller.blobs_tenant_bytes_max",
@@ -188,7 +188,7 @@ class Blobs:
             if name != keep and not is_pinned and not is_needed(name):
                 self._evict_blob(name)
         if self._total_bytes + more_bytes > self._bytes_max:
-            raise StoreFullError(
+            raise BlobSpaceError(
                 f"working directories of unfinished jobs and recent uploads use all of the "
                 f"{self._bytes_max} bytes for blobs",
                 hint="wait until jobs end, or increase controller.blobs_bytes_max",

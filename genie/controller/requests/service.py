@@ -19,10 +19,12 @@ from genie.controller.request_limits import LIST_REQUESTS, RequestLimits, TokenU
 from genie.controller.tokens import Tokens
 from genie.errors import (
     AccessError,
+    BlobSpaceError,
     NotLeaderError,
     OverloadedError,
     ProtocolError,
     StoreError,
+    StoreFullError,
     StoreUnavailableError,
     TokenMissingError,
     TokenRefusedError,
@@ -153,7 +155,8 @@ class RequestService:
                 self._check_not_loading()
         handler, usage = self._handlers[kind], connection.token_usage
         if usage is None:
-            return handler(connection, request)
+            reply = handler(connection, request)
+            return _without_store_details(reply) if connection.authenticated_as is None else reply
         size_bytes = connection.peer.request_bytes
         reply = (
             self._request_limits.run_list_request(usage, request, lambda: handler(connection, request))
@@ -161,7 +164,9 @@ class RequestService:
             else handler(connection, request)
         )
         return self._request_limits.await_counted_in_flight(
-            usage, _without_store_details(reply, is_owner=usage.is_owner), size_bytes=size_bytes
+            usage,
+            _with_store_cause(reply) if usage.is_owner else _without_store_details(reply),
+            size_bytes=size_bytes,
         )
 
     def _charge_request(self, connection: Connection, usage: TokenUsage, request: Message) -> None:
@@ -258,14 +263,40 @@ class RequestService:
         return self._admission.sign_executor(connection.identity.name, request)
 
 
-async def _without_store_details(reply: Awaitable[Message], *, is_owner: bool) -> Message:
-    """Await a reply to a client. Only the owner sees the cause of an outage: it contains addresses."""
+async def _with_store_cause(reply: Awaitable[Message]) -> Message:
+    """Await a reply to the owner, to whom errors of the store may show addresses and file names."""
     try:
         return await reply
     except StoreUnavailableError as error:
-        raise StoreUnavailableError(
-            "the cluster cannot make changes: its store is unavailable",
-            hint=f"running jobs continue; try again in {STORE_RETRY_AFTER_S:g} s"
-            + (f"; the cause: {error.message}" if is_owner else ""),
-            retry_after_s=STORE_RETRY_AFTER_S,
+        raise _store_unavailable_error(cause=error.message) from error
+
+
+async def _without_store_details(reply: Awaitable[Message]) -> Message:
+    """Await a reply to a peer that is neither the owner nor a node. Errors of the store contain its address,
+    user and files, which are not for this peer."""
+    try:
+        return await reply
+    except StoreUnavailableError as error:
+        raise _store_unavailable_error() from error
+    except BlobSpaceError:
+        raise
+    except StoreFullError as error:
+        raise StoreFullError(
+            "the cluster cannot make changes: its store is full",
+            hint="running jobs continue; the owner must free space",
+            retry_after_s=error.retry_after_s or STORE_RETRY_AFTER_S,
         ) from error
+    except StoreError as error:
+        raise type(error)(
+            "the cluster cannot make changes: its store has failed",
+            hint="running jobs continue; 'genie status' shows the cause to the owner",
+        ) from error
+
+
+def _store_unavailable_error(*, cause: str = "") -> StoreUnavailableError:
+    return StoreUnavailableError(
+        "the cluster cannot make changes: its store is unavailable",
+        hint=f"running jobs continue; try again in {STORE_RETRY_AFTER_S:g} s"
+        + (f"; the cause: {cause}" if cause else ""),
+        retry_after_s=STORE_RETRY_AFTER_S,
+    )

@@ -1,7 +1,8 @@
 """gRPC channels to the endpoints of one etcd cluster: endpoint selection, login and retries.
 
 An endpoint is used only after its version was checked on this connection. If TLS or the login fails, the
-files that the URL names are read again, so that a replaced certificate or password takes effect. Reads are
+files that the URL names are read again, so that a replaced certificate or password takes effect: a password
+from the next login on, certificates on new channels, and pending calls on the old ones fail. Reads are
 retried on another endpoint. A write is sent once: if its response is lost, it is unknown whether it was
 applied, and a retry could conflict with itself.
 
@@ -12,8 +13,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -30,6 +32,7 @@ from genie.controller.store.etcd_errors import (
 )
 from genie.controller.store.etcd_proto import rpc_pb2, rpc_pb2_grpc
 from genie.errors import ConfigError, StoreAccessError, StoreUnavailableError
+from genie.processes.call_thread import DaemonPool
 from genie.processes.clock import Clock
 
 log = logging.getLogger(__name__)
@@ -37,10 +40,14 @@ log = logging.getLogger(__name__)
 MEMBER_PROBE_TIMEOUT_S = 1.0
 RETRY_INTERVAL_S = 0.05
 CLOSE_TIMEOUT_S = 0.5
-REPLACED_CHANNEL_GRACE_S = 2 * MEMBER_PROBE_TIMEOUT_S
-"""For calls of other tasks on a channel whose credentials were replaced."""
+REPLACED_CHANNEL_GRACE_S = 2.0
+"""For calls of other tasks on the channels to endpoints that were replaced."""
+SECRETS_READ_INTERVAL_S = 1.0
+"""Minimum time between two reads of the certificate and password files."""
+SECRETS_READ_TIMEOUT_S = 0.25
+"""The caller has a deadline of its own, and the files may be on a network disk that does not respond."""
 RANGE_PAGE_KEYS = 256
-# _GrpcResponse page of the largest values that a server accepts by default, plus framing.
+# One page of the largest values that a server accepts by default, plus framing.
 _RESPONSE_BYTES_MAX = RANGE_PAGE_KEYS * 1600 * 1024
 _CHANNEL_OPTIONS: list[tuple[str, int]] = [
     ("grpc.max_receive_message_length", _RESPONSE_BYTES_MAX),
@@ -72,6 +79,8 @@ class EtcdMember:
         self.auth_stub = rpc_pb2_grpc.AuthStub(channel)
         self.cluster_stub = rpc_pb2_grpc.ClusterStub(channel)
         self.is_version_checked = False
+        self.is_replaced = False
+        """Its channel is closed, because others with new endpoints or certificates replace it."""
 
     def is_checked_and_connected(self) -> bool:
         return self.is_version_checked and self.channel.get_state() is grpc.ChannelConnectivity.READY
@@ -86,6 +95,8 @@ class EtcdChannels:
         self._secrets = _read_secrets(address)
         self._members = self._open_members()
         self._login_token = ""
+        self._file_threads = DaemonPool(1, name="genie-etcd-files")
+        self._secrets_read_at_s = -math.inf
         self.is_closed = False
 
     def call_metadata(self) -> GrpcMetadata:
@@ -124,9 +135,14 @@ class EtcdChannels:
         while True:
             member = await self.get_ready_member(deadline_s)
             try:
-                return await self._translate_cancellation(
-                    send(member, self._attempt_timeout_s(deadline_s, idempotent))
+                return await self.translate_cancellation(
+                    member, send(member, self._attempt_timeout_s(deadline_s, idempotent))
                 )
+            except StoreUnavailableError:
+                self.check_open()
+                is_overdue = self._now_s() + RETRY_INTERVAL_S >= deadline_s
+                if not (member.is_replaced and idempotent) or is_overdue:
+                    raise
             except grpc.aio.AioRpcError as error:
                 if is_token_rejected(error) and not login_was_reset:
                     login_was_reset = True
@@ -142,19 +158,22 @@ class EtcdChannels:
         while True:
             self.check_open()
             reasons: dict[str, str] = {}
-            for member in list(self._members):
+            members = self._members
+            for member in list(members):
                 try:
-                    # In this order: a deprioritized member may still be connected.
-                    if not member.is_checked_and_connected():
-                        await self._check_member_version(member, deadline_s)
-                    if self._address.user and not self._login_token:
-                        await self._log_in(member, deadline_s)
+                    await self._make_ready(member, deadline_s)
                     return member
                 except grpc.aio.AioRpcError as error:
                     self.check_open()
                     reasons[member.endpoint] = error.details() or error.code().name
                     self.deprioritize(member)
-            await self._raise_if_all_failed_on_tls(reasons)
+                except StoreUnavailableError:
+                    if not member.is_replaced or self.is_closed:
+                        raise
+                if members is not self._members:
+                    break
+            else:
+                await self._raise_if_all_failed_on_tls(reasons, deadline_s)
             if self._now_s() + RETRY_INTERVAL_S >= deadline_s:
                 raise StoreUnavailableError(
                     f"could not reach any etcd endpoint: {_format_failure_reasons(reasons)}",
@@ -166,10 +185,11 @@ class EtcdChannels:
         """Connects to these endpoints with the current contents of the certificate files.
 
         Calls under way get a moment to finish; watches reconnect."""
-        secrets = await asyncio.to_thread(_read_secrets, address)
+        loop = asyncio.get_running_loop()
+        secrets = await loop.run_in_executor(self._file_threads, _read_secrets, address)
         self.check_open()
         self._address, self._secrets, self._login_token = address, secrets, ""
-        await self._replace_members()
+        await self._replace_members(grace_s=REPLACED_CHANNEL_GRACE_S)
 
     def deprioritize(self, member: EtcdMember) -> None:
         """Moves the member to the end of the preference order."""
@@ -190,6 +210,17 @@ class EtcdChannels:
         if self.is_closed:
             raise StoreUnavailableError(f"the store {self._address} is closed")
 
+    async def translate_cancellation(self, member: EtcdMember, response: Awaitable[_Result]) -> _Result:
+        """Raises StoreUnavailableError instead of the CancelledError that grpc.aio raises in a call whose
+        channel is closed by another task."""
+        try:
+            return await response
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is not None and not task.cancelling():
+                self._check_channel_open(member)
+            raise
+
     async def close(self) -> None:
         """Idempotent. Pending calls fail with StoreUnavailableError."""
         self.is_closed = True
@@ -197,12 +228,32 @@ class EtcdChannels:
         members, self._members = self._members, []
         for member in members:
             await member.channel.close(None)
+        self._file_threads.shutdown(wait=False, cancel_futures=True)
         await _wait_for_grpc_call_tasks()
+
+    async def _make_ready(self, member: EtcdMember, deadline_s: float) -> None:
+        # Another task may close the channel during each await; grpc.aio then raises UsageError for new calls.
+        self._check_channel_open(member)
+        # In this order: a deprioritized member may still be connected.
+        if not member.is_checked_and_connected():
+            await self._check_member_version(member, deadline_s)
+            self._check_channel_open(member)
+        if self._address.user and not self._login_token:
+            await self._log_in(member, deadline_s)
+            self._check_channel_open(member)
+
+    def _check_channel_open(self, member: EtcdMember) -> None:
+        self.check_open()
+        if member.is_replaced:
+            raise StoreUnavailableError(
+                f"etcd at {member.endpoint}: the connection was replaced because the endpoints or the "
+                "certificate files of the store have changed"
+            )
 
     async def _check_member_version(self, member: EtcdMember, deadline_s: float) -> None:
         remaining_s = max(0.001, min(MEMBER_PROBE_TIMEOUT_S, deadline_s - self._now_s()))
-        status = await self._translate_cancellation(
-            member.maintenance_stub.Status(rpc_pb2.StatusRequest(), timeout=remaining_s)
+        status = await self.translate_cancellation(
+            member, member.maintenance_stub.Status(rpc_pb2.StatusRequest(), timeout=remaining_s)
         )
         check_etcd_version(status.version, endpoint=member.endpoint)
         if not member.is_version_checked:
@@ -213,28 +264,18 @@ class EtcdChannels:
         request = rpc_pb2.AuthenticateRequest(name=self._address.user, password=self._secrets.password)
         remaining_s = max(0.001, deadline_s - self._now_s())
         try:
-            response = await self._translate_cancellation(
-                member.auth_stub.Authenticate(request, timeout=remaining_s)
+            response = await self.translate_cancellation(
+                member, member.auth_stub.Authenticate(request, timeout=remaining_s)
             )
         except grpc.aio.AioRpcError as error:
             if error.code() in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.FAILED_PRECONDITION):
-                await self._reload_secrets()
+                await self._reload_secrets(deadline_s)
                 raise StoreAccessError(
                     f"etcd at {member.endpoint} rejected user {self._address.user!r}: {error.details()}",
                     hint=f"check ?user= and the password in {self._address.password_file}",
                 ) from error
             raise
         self._login_token = response.token
-
-    async def _translate_cancellation(self, response: Awaitable[_Result]) -> _Result:
-        """Raises StoreUnavailableError instead of the CancelledError that grpc.aio raises on close()."""
-        try:
-            return await response
-        except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if self.is_closed and task is not None and not task.cancelling():
-                self.check_open()
-            raise
 
     def _may_retry(self, error: grpc.aio.AioRpcError, member: EtcdMember, idempotent: bool) -> bool:
         lost = error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
@@ -248,9 +289,9 @@ class EtcdChannels:
         # Reserve time for another endpoint in case this one does not respond.
         return remaining_s / 2 if idempotent and len(self._members) > 1 else remaining_s
 
-    async def _raise_if_all_failed_on_tls(self, reasons: dict[str, str]) -> None:
+    async def _raise_if_all_failed_on_tls(self, reasons: dict[str, str], deadline_s: float) -> None:
         if reasons and all(is_tls_failure(reason) for reason in reasons.values()):
-            await self._reload_secrets()
+            await self._reload_secrets(deadline_s)
             raise StoreAccessError(
                 f"TLS handshake with etcd failed: {_format_failure_reasons(reasons)}",
                 hint="check ?ca=, ?cert= and ?key= of the store URL and the server's certificate",
@@ -263,25 +304,40 @@ class EtcdChannels:
             for endpoint in self._address.endpoints
         ]
 
-    async def _reload_secrets(self) -> None:
+    async def _reload_secrets(self, deadline_s: float) -> None:
         """Uses the password and certificates that the files contain now, from the next call on. Files that
         cannot be read change nothing."""
-        try:
-            secrets = await asyncio.to_thread(_read_secrets, self._address)
-        except ConfigError as error:
-            log.debug("store %s: %s", self._address, error)
-            return
+        secrets = await self._try_read_secrets(deadline_s)
         self.check_open()
-        if secrets == self._secrets:
+        if secrets is None or secrets == self._secrets:
             return
         log.info("store %s: its certificate or password files have changed", self._address)
+        is_only_password = replace(secrets, password=self._secrets.password) == self._secrets
         self._secrets, self._login_token = secrets, ""
-        await self._replace_members()
+        if not is_only_password:
+            # Without a grace period: the caller has a deadline, and the old credentials do not work.
+            await self._replace_members(grace_s=None)
 
-    async def _replace_members(self) -> None:
+    async def _replace_members(self, *, grace_s: float | None) -> None:
+        """Opens new channels. Calls on the old ones that take longer than `grace_s` fail as unavailable."""
         replaced, self._members = self._members, self._open_members()
         for member in replaced:
-            await member.channel.close(REPLACED_CHANNEL_GRACE_S)
+            member.is_replaced = True
+        await asyncio.gather(*(member.channel.close(grace_s) for member in replaced))
+
+    async def _try_read_secrets(self, deadline_s: float) -> _Secrets | None:
+        """None if the files were read a moment ago or cannot be read in time."""
+        now_s = self._now_s()
+        if now_s - self._secrets_read_at_s < SECRETS_READ_INTERVAL_S:
+            return None
+        self._secrets_read_at_s = now_s
+        reading = asyncio.get_running_loop().run_in_executor(self._file_threads, _read_secrets, self._address)
+        try:
+            async with asyncio.timeout(min(SECRETS_READ_TIMEOUT_S, max(0.0, deadline_s - now_s))):
+                return await reading
+        except (ConfigError, TimeoutError) as error:
+            log.debug("store %s: cannot read its certificate and password files: %s", self._address, error)
+            return None
 
     def _now_s(self) -> float:
         return asyncio.get_running_loop().time()

@@ -18,7 +18,14 @@ from genie.controller.store.etcd_channels import RETRY_INTERVAL_S, EtcdChannels,
 from genie.controller.store.etcd_errors import is_watch_denied, to_genie_error
 from genie.controller.store.etcd_proto import kv_pb2, rpc_pb2
 from genie.controller.store.protocol import WatchEvent
-from genie.errors import CompactedError, GenieError, StoreCorruptError, StoreError, StoreUnavailableError
+from genie.errors import (
+    CompactedError,
+    GenieError,
+    StoreAccessError,
+    StoreCorruptError,
+    StoreError,
+    StoreUnavailableError,
+)
 from genie.processes.clock import Clock
 
 log = logging.getLogger(__name__)
@@ -111,17 +118,14 @@ class EtcdWatch:
         )
         self._changes_to_skip = self._seen_changes_of_last_revision
         async with asyncio.timeout(WATCH_START_TIMEOUT_S):
-            await stream.write(rpc_pb2.WatchRequest(create_request=create))
+            await self._channels.translate_cancellation(
+                self._member, stream.write(rpc_pb2.WatchRequest(create_request=create))
+            )
             return await self._read_response(stream)
 
     async def _read_response(self, stream: _Stream) -> rpc_pb2.WatchResponse:
-        try:
-            response = await stream.read()
-        except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if self._channels.is_closed and task is not None and not task.cancelling():
-                self._channels.check_open()
-            raise
+        assert self._member is not None
+        response = await self._channels.translate_cancellation(self._member, stream.read())
         if not isinstance(response, rpc_pb2.WatchResponse):
             raise StoreUnavailableError(f"etcd at {self._endpoint} closed a watch stream")
         return response
@@ -131,7 +135,7 @@ class EtcdWatch:
         self._channels.check_open()
         if self._member is not None:
             self._channels.deprioritize(self._member)
-        if not isinstance(fault, StoreUnavailableError):
+        if not isinstance(fault, StoreUnavailableError) or isinstance(fault, StoreAccessError):
             raise fault
         now_s = asyncio.get_running_loop().time()
         if self._broken_since_s is None:

@@ -2,23 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import asyncio
+import contextlib
+import math
+import threading
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from genie.controller.store import Put
+from genie.controller.store import Put, etcd_channels
 from genie.controller.store.etcd import EtcdStore
-from genie.errors import StoreAccessError, StoreError, StoreUnavailableError
-from tests.controller.store.etcd_security import Authority, enable_logins
+from genie.controller.store.protocol import WatchEvent
+from genie.errors import ConfigError, StoreAccessError, StoreError, StoreUnavailableError
+from tests.controller.store.etcd_security import Authority, change_password, enable_logins
 from tests.controller.store.etcd_server import EtcdServer
+from tests.waiting import TIMEOUT_S, until
 
 
 @dataclass
 class SecureServer:
     server: EtcdServer
     authority: Authority
+
+
+@contextlib.contextmanager
+def running_etcd(folder: Path, *, scheme: str = "http", options: Sequence[str] = ()) -> Iterator[EtcdServer]:
+    server = EtcdServer(folder, scheme=scheme, options=list(options))
+    server.start()
+    try:
+        yield server
+    finally:
+        server.resume()
+        server.stop()
 
 
 @pytest.fixture(scope="module")
@@ -90,15 +107,20 @@ async def test_replaced_certificate_files_take_effect(tmp_path: Path) -> None:
         store = await EtcdStore.open(f"{server.url}?ca={trusted}")
         assert (await store.commit([], [Put("a", b"1")])).succeeded
         server.stop()
-        server.options = new.server_options()
+        server.options = tuple(new.server_options())
         server.start()
         with pytest.raises(StoreAccessError, match="TLS handshake"):
             await store.get("a")
         trusted.write_bytes(new.ca.read_bytes())
-        with pytest.raises(StoreAccessError, match="TLS handshake"):
-            await store.get("a")
-        found = await store.get("a")
-        assert found is not None and found.value == b"1"
+
+        async def is_readable() -> bool:
+            try:
+                found = await store.get("a")
+            except StoreAccessError:
+                return False
+            return found is not None and found.value == b"1"
+
+        await until(is_readable)
         await store.close()
     finally:
         server.stop()
@@ -146,3 +168,112 @@ async def _check_passwords(server: EtcdServer, *, right: Path, wrong: Path) -> N
         with pytest.raises(StoreAccessError, match="requires a user"):
             await anext(events)
     await store.close()
+
+
+# --- replaced files while other tasks use the store ---------------------------------------------
+
+
+async def _reload(store: EtcdStore) -> None:
+    """As in a task whose login or TLS handshake has failed."""
+    store._channels._secrets_read_at_s = -math.inf
+    await store._channels._reload_secrets(asyncio.get_running_loop().time() + 5)
+
+
+def _count_calls(store: EtcdStore) -> int:
+    channels = [vars(member.channel) for member in store._channels._members]
+    return sum(len(channel["_active_calls"]) for channel in channels)
+
+
+async def test_commit_in_flight_survives_a_change_of_the_password(tmp_path: Path) -> None:
+    password = tmp_path / "password"
+    password.write_text("first")
+    with running_etcd(tmp_path / "etcd") as server:
+        await enable_logins(server, users=("root",), password="first")
+        store = await EtcdStore.open(f"{server.url}?user=root&password_file={password}")
+        await store.commit([], [Put("a", b"1")])
+        server.suspend()
+        commit = asyncio.create_task(store.commit([], [Put("a", b"2")], timeout_s=20))
+        await until(lambda: _count_calls(store) == 1, what="commit in flight")
+        password.write_text("second")
+        await _reload(store)
+        assert not commit.done()
+        server.resume()
+        assert (await commit).succeeded
+        await store.close()
+
+
+async def test_commit_in_flight_fails_as_unavailable_when_certificates_change(tmp_path: Path) -> None:
+    authority = Authority(tmp_path, "ours")
+    with running_etcd(tmp_path / "etcd", scheme="https", options=authority.server_options()) as server:
+        store = await EtcdStore.open(f"{server.url}?ca={authority.ca}")
+        await store.commit([], [Put("a", b"1")])
+        async with store.watch("a", after_revision=1) as events:
+            assert (await anext(events)).value == b"1"
+            server.suspend()
+            commit = asyncio.create_task(store.commit([], [Put("a", b"2")], timeout_s=20))
+            read = asyncio.create_task(store.get("a", timeout_s=20))
+            event = asyncio.create_task(_next_value(events))
+            await until(lambda: _count_calls(store) == 3, what="commit, read and watch in flight")
+            authority.ca.write_bytes(authority.ca.read_bytes() + b"\n")
+            await _reload(store)
+            with pytest.raises(StoreUnavailableError, match="was replaced because"):
+                await commit
+            server.resume()
+            assert (await read) is not None
+            await store.commit([], [Put("a", b"3")])
+            assert await event in (b"2", b"3")
+        await store.close()
+
+
+async def _next_value(events: AsyncIterator[WatchEvent]) -> bytes | None:
+    return (await anext(events)).value
+
+
+async def test_two_endpoints_are_read_while_certificates_change(tmp_path: Path) -> None:
+    authority = Authority(tmp_path, "ours")
+    options = authority.server_options()
+    with (
+        running_etcd(tmp_path / "1", scheme="https", options=options) as first,
+        running_etcd(tmp_path / "2", scheme="https", options=options) as second,
+    ):
+        store = await EtcdStore.open(f"{first.url},{second.endpoint}?ca={authority.ca}")
+        first.suspend()  # so that readers are in the middle of a round
+        readers = [asyncio.create_task(_read_often(store)) for _ in range(4)]
+        for _ in range(10):
+            await until(lambda: _count_calls(store) > 0, what="a call of a reader")
+            authority.ca.write_bytes(authority.ca.read_bytes() + b"\n")
+            await _reload(store)
+        first.resume()
+        await asyncio.gather(*readers)
+        await store.close()
+
+
+async def _read_often(store: EtcdStore) -> None:
+    for _ in range(30):
+        with contextlib.suppress(StoreUnavailableError):
+            await store.get("a", timeout_s=2)
+
+
+async def test_files_that_do_not_respond_do_not_delay_a_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    password, is_released = tmp_path / "password", threading.Event()
+    password.write_text("first")
+    with running_etcd(tmp_path / "etcd") as server:
+        await enable_logins(server, users=("root",), password="first")
+        store = await EtcdStore.open(f"{server.url}?user=root&password_file={password}")
+        await store.commit([], [Put("a", b"1")])
+        await change_password(server, user="root", old="first", new="second")
+
+        def read_slowly(address: object) -> object:
+            is_released.wait()
+            raise ConfigError("released")
+
+        monkeypatch.setattr(etcd_channels, "_read_secrets", read_slowly)
+        try:
+            async with asyncio.timeout(TIMEOUT_S):
+                with pytest.raises(StoreAccessError, match="rejected user 'root'"):
+                    await store.get("a")
+        finally:
+            is_released.set()
+        await store.close()
