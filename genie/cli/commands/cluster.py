@@ -161,14 +161,7 @@ def join(
     The token is needed only the first time; after that, the machine has its own credentials. A server is
     started again with 'genie up'.
     """
-    if token is not None and invocation.token_file is not None:
-        raise UsageError("--token and --token-file are mutually exclusive", hint="give one of them")
-    if server and token not in (None, "-"):
-        raise UsageError(
-            "--token of a server would be visible in the process list, and it hands over the cluster's CA",
-            hint="use --token-file FILE, or --token - to read standard input",
-        )
-    text = read_token_file("-", what="--token") if token == "-" else token
+    text = _read_join_token(token, token_file=invocation.token_file, server=server)
     if not server and (bind is not None or port is not None):
         raise UsageError("--bind and --port require --server", hint="an agent listens on no fixed port")
     given = {"controller.bind": bind, "controller.port": port, **_label_and_rack_settings(label, rack)}
@@ -309,6 +302,18 @@ def _join_settings(controller: str, *, token: str | None, node_id: str | None) -
         "cluster.node_id": node_id,
         **({} if token is None else {"cluster.token": token}),
     }
+
+
+def _read_join_token(token: str | None, *, token_file: str | None, server: bool) -> str | None:
+    """Returns --token, or standard input for `-`; None if it is not given."""
+    if token is not None and token_file is not None:
+        raise UsageError("--token and --token-file are mutually exclusive", hint="give one of them")
+    if server and token not in (None, "-"):
+        raise UsageError(
+            "--token of a server would be visible in the process list, and it hands over the cluster's CA",
+            hint="use --token-file FILE, or --token - to read standard input",
+        )
+    return read_token_file("-", what="--token") if token == "-" else token
 
 
 def _validate_join_arguments(settings: Settings) -> None:
