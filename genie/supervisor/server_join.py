@@ -12,13 +12,14 @@ import logging
 import re
 import shutil
 from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from genie.agent.identity import AGENTS_DIR
 from genie.config import ControllerConfig
 from genie.controller.etcd.local_member import LocalMember, ca_path, make_address, member_directory
-from genie.controller.etcd.membership import EtcdCluster, MemberInfo, open_etcd_cluster
 from genie.controller.server_handover import HandoverClient, ServerCredentials
 from genie.controller.store.open import CONTROLLER_DIRECTORY
 from genie.errors import ConfigError, GenieError, NotLeaderError, TokenRefusedError
@@ -36,6 +37,9 @@ from genie.supervisor.etcd_member import (
     write_certificate,
 )
 from genie.tenancy.access import Token, parse_token
+
+if TYPE_CHECKING:
+    from genie.controller.etcd.membership import EtcdCluster, MemberInfo
 
 _log = logging.getLogger(__name__)
 
@@ -134,7 +138,7 @@ class ServerJoin:
         self._write_credentials(credentials)
         self._endpoints = credentials.etcd_endpoints
         await asyncio.to_thread(write_certificate, self._config, member, state_dir=self._state_dir)
-        async with open_etcd_cluster(make_address(self._endpoints, state_dir=self._state_dir)) as cluster:
+        async with self._open_etcd_cluster() as cluster:
             await self._add_member(cluster, member)
 
     async def undo(self) -> None:
@@ -143,7 +147,7 @@ class ServerJoin:
         if not self._peer_url:
             return
         try:
-            async with open_etcd_cluster(make_address(self._endpoints, state_dir=self._state_dir)) as cluster:
+            async with self._open_etcd_cluster() as cluster:
                 for member in await cluster.list_members():
                     if member.peer_url == self._peer_url:
                         await cluster.remove_member(member.member_id)
@@ -168,6 +172,11 @@ class ServerJoin:
         files.write_private(ca.with_suffix(".key"), credentials.ca_key_pem.encode())
         files.write_private(ca, credentials.ca_pem.encode())
         files.write_private(self._state_dir / OWNER_TOKEN_FILE, credentials.owner_token.encode())
+
+    def _open_etcd_cluster(self) -> AbstractAsyncContextManager[EtcdCluster]:
+        from genie.controller.etcd.membership import open_etcd_cluster  # late: needs gRPC
+
+        return open_etcd_cluster(make_address(self._endpoints, state_dir=self._state_dir))
 
     async def _add_member(self, cluster: EtcdCluster, member: LocalMember) -> None:
         existing = await cluster.list_members()

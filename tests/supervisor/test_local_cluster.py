@@ -550,3 +550,10 @@ async def test_running_jobs_end_with_the_cluster(tmp_path: Path, progress: Progr
                 break
             assert (await client.get_job(job.job_id)).state is JobState.RUNNING
     assert not is_alive(pid)
+
+
+def test_clusters_without_etcd_need_no_grpc() -> None:
+    """gRPC is an optional dependency."""
+    modules = "genie.supervisor.local_cluster, genie.supervisor.hosting, genie.controller.__main__"
+    program = f"import sys, {modules}, genie.agent.__main__; sys.exit('grpc' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], timeout=60, check=False).returncode == 0
