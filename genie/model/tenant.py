@@ -14,7 +14,6 @@ DEFAULT_TENANT = "default"
 class TokenKind(enum.StrEnum):
     """OWNER has all permissions; USER has one tenant; JOIN admits one node once; NODE identifies a node.
 
-
     SERVER is the identity of another controller, which has a certificate instead of a token.
     SERVER_JOIN admits one server once.
     """
