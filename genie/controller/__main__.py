@@ -26,7 +26,7 @@ from genie.controller.state_directory import (
     check_not_copied,
     controller_instance,
     lock_controller_directory,
-    read_or_create_name,
+    read_or_create_controller_name,
 )
 from genie.controller.store import Store
 from genie.controller.store.open import CONTROLLER_DIRECTORY, LOCAL_ETCD, open_store, sqlite_store_path
@@ -112,7 +112,7 @@ async def _run_controller(settings: config.Settings, clock: Clock) -> None:
                 store=store,
                 network=TcpNetwork(),
                 clock=clock,
-                name=read_or_create_name(directory),
+                name=read_or_create_controller_name(directory),
                 instance=controller_instance(directory),
                 offload=offload,
                 etcd_endpoints=lambda: _managed_endpoints(settings, store),

@@ -42,7 +42,7 @@ def lock_controller_directory(directory: Path) -> Iterator[None]:
         lock.release()
 
 
-def read_or_create_name(directory: Path) -> str:
+def read_or_create_controller_name(directory: Path) -> str:
     """Return the name of the controller of this directory; created at the first start."""
     path = directory / _NAME_FILE
     if not path.exists():

@@ -393,7 +393,7 @@ def deterministic_with_warnings() -> Iterator[None]:
 
 
 @contextmanager
-def medium_matmul_precision() -> Iterator[None]:
+def use_medium_matmul_precision() -> Iterator[None]:
     torch.set_float32_matmul_precision("medium")
     try:
         yield
@@ -413,7 +413,7 @@ def meta_device_by_default() -> Iterator[None]:
         float64_by_default,
         deterministic_algorithms,
         deterministic_with_warnings,
-        medium_matmul_precision,
+        use_medium_matmul_precision,
         meta_device_by_default,
     ],
     ids=lambda f: f.__name__,

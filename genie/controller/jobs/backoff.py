@@ -12,7 +12,7 @@ _UNPLACEABLE_DELAY_S = 30.0
 _NODE_BACKOFF_S_MAX = 60.0
 
 
-class FailureCause(enum.Enum):
+class LaunchFailureCause(enum.Enum):
     """Why a launch was not confirmed."""
 
     NONE = enum.auto()

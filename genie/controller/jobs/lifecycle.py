@@ -13,7 +13,7 @@ from typing import Protocol
 
 import msgspec
 
-from genie.controller.jobs.backoff import FailureCause, LaunchBackoff
+from genie.controller.jobs.backoff import LaunchBackoff, LaunchFailureCause
 from genie.controller.jobs.changes import JobChange, JobChanges
 from genie.controller.jobs.outcomes import (
     can_be_requeued_after_end,
@@ -120,7 +120,7 @@ class JobLifecycle:
         if job is None or not is_current_placement(job, rank, node_id, report.epoch):
             return
         state, reason = final_state_of_worker(job, report)
-        cause = FailureCause.NODE if failed_because_of_node(job, report) else FailureCause.JOB
+        cause = LaunchFailureCause.NODE if failed_because_of_node(job, report) else LaunchFailureCause.JOB
         if report.needed_disk_bytes and job.state is JobState.PLACING:
             cause, reason = self._find_cause_of_full_disk(job, report)
         ended = msgspec.structs.replace(
@@ -132,15 +132,15 @@ class JobLifecycle:
         )
         self._stage_worker_end(txn, job, rank, ended, reason=reason, cause=cause)
 
-    def _find_cause_of_full_disk(self, job: Job, report: ExitReport) -> tuple[FailureCause, str]:
+    def _find_cause_of_full_disk(self, job: Job, report: ExitReport) -> tuple[LaunchFailureCause, str]:
         """Decide who is to blame for a disk without space for the working directory: the job, if no node has
         that much space."""
         needed_disk_bytes = report.needed_disk_bytes
         self._launch_backoff.record_needed_disk_bytes(job.job_id, needed_disk_bytes)
         free_bytes = self._disk_space.free_disk_bytes_max(job)
         if needed_disk_bytes <= free_bytes:
-            return FailureCause.NODE, report.reason
-        return FailureCause.JOB, (
+            return LaunchFailureCause.NODE, report.reason
+        return LaunchFailureCause.JOB, (
             f"its working directory needs {needed_disk_bytes} bytes of free disk space "
             f"({needed_disk_bytes / 2**30:.2f} GiB), packed and unpacked; the largest free space of a node "
             f"is {free_bytes} bytes ({free_bytes / 2**30:.2f} GiB)"
@@ -154,7 +154,7 @@ class JobLifecycle:
         ended: Placement,
         *,
         reason: str,
-        cause: FailureCause = FailureCause.JOB,
+        cause: LaunchFailureCause = LaunchFailureCause.JOB,
     ) -> None:
         self._transitions.release_hold(txn, job, rank)
         state, exit_code = ended.outcome, ended.exit_code
@@ -179,14 +179,16 @@ class JobLifecycle:
             self._transitions.stage_requeue(txn, job, f"was preempted: {stopping_reason(job)}")
         elif can_be_requeued_after_end(job, placements):
             why = full_reason if is_first_failure else stopping_reason(job)
-            self._requeue_rejected(txn, msgspec.structs.replace(job, exit_code=None), why, FailureCause.NODE)
+            self._requeue_rejected(
+                txn, msgspec.structs.replace(job, exit_code=None), why, LaunchFailureCause.NODE
+            )
         else:
             last = full_reason if is_first_failure or not job.stop else reason
             reason = stopping_reason(job) if job.stop is StopReason.WORKER_ENDED else last
             self._transitions.stage_end(txn, job, final_state_of_job(placements), reason)
 
     async def requeue_unconfirmed(
-        self, job_id: str, *, epoch: int, reason: str, cause: FailureCause = FailureCause.NONE
+        self, job_id: str, *, epoch: int, reason: str, cause: LaunchFailureCause = LaunchFailureCause.NONE
     ) -> None:
         """Queue a job again whose launch is not confirmed. Safe at any time: nothing has started."""
         await self._changes.apply(JobChange(job_id, partial(self._requeue_launch, epoch, reason, cause)))
@@ -195,25 +197,27 @@ class JobLifecycle:
         """Like `requeue_unconfirmed` for many jobs. One that cannot be changed is quarantined."""
         await self._changes.apply_each(
             [
-                JobChange(job.job_id, partial(self._requeue_launch, job.epoch, reason, FailureCause.NONE))
+                JobChange(
+                    job.job_id, partial(self._requeue_launch, job.epoch, reason, LaunchFailureCause.NONE)
+                )
                 for job, reason in jobs
             ]
         )
 
     def _requeue_launch(
-        self, epoch: int, reason: str, cause: FailureCause, job: Job | None, txn: Transaction
+        self, epoch: int, reason: str, cause: LaunchFailureCause, job: Job | None, txn: Transaction
     ) -> None:
         if job is None or job.state is not JobState.PLACING or job.epoch != epoch:
             return  # the launch was void before it was rejected
-        if cause is FailureCause.NONE:
+        if cause is LaunchFailureCause.NONE:
             self._transitions.stage_requeue(txn, job, reason)
         else:
             self._requeue_rejected(txn, job, reason, cause)
 
-    def _requeue_rejected(self, txn: Transaction, job: Job, reason: str, cause: FailureCause) -> None:
+    def _requeue_rejected(self, txn: Transaction, job: Job, reason: str, cause: LaunchFailureCause) -> None:
         """Queue a job again after a rejected or failed launch, or fail it after LAUNCH_ATTEMPTS_MAX of
         them that nodes have not caused."""
-        if cause is FailureCause.NODE:
+        if cause is LaunchFailureCause.NODE:
             self._launch_backoff.record_node_fault(job.job_id, job.epoch)
             self._transitions.stage_requeue(txn, job, reason)
             return

@@ -19,7 +19,7 @@ from genie.config import ControllerConfig
 from genie.controller.checks import check_node
 from genie.controller.connection import Connection, Handlers
 from genie.controller.election import Election
-from genie.controller.jobs.backoff import FailureCause
+from genie.controller.jobs.backoff import LaunchFailureCause
 from genie.controller.jobs.catalog import JobCatalog
 from genie.controller.jobs.launches import JobLaunches
 from genie.controller.jobs.lifecycle import CHANGES_PER_TICK_MAX, JobLifecycle, LostWorker
@@ -639,9 +639,9 @@ class Agents:
             return
         if isinstance(error, FencedError):
             await self._election.check_still_leading()
-        cause = FailureCause.JOB
+        cause = LaunchFailureCause.JOB
         if isinstance(error, NodeUnfitError):
-            cause = FailureCause.NODE
+            cause = LaunchFailureCause.NODE
             self._node_faults.record_fault(node_id, error.message)
         reason = f"node {node_id} rejected the launch: {error}"
         await self._lifecycle.requeue_unconfirmed(job.job_id, epoch=job.epoch, reason=reason, cause=cause)

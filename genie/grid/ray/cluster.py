@@ -27,7 +27,7 @@ from genie.grid.ray.plan import (
     NO_PYTHON_REASON,
     ClusterView,
     RayFacts,
-    RayRecord,
+    RayRecordOfNode,
     StartOrder,
     build_cluster_view,
     plan_start,
@@ -172,7 +172,7 @@ class RayCluster:
         unreachable node."""
         return (await self._find_head_record())[0]
 
-    async def _find_head_record(self) -> tuple[str, RayRecord]:
+    async def _find_head_record(self) -> tuple[str, RayRecordOfNode]:
         last = self._local_files.head()
         if last is not None and any(node.name == last for node in self._file.nodes):
             record = await self._fetch_record(last)
@@ -354,11 +354,11 @@ class RayCluster:
             name, str(was["role"]) if was else "", ended=int(answer["ended"]), killed=int(answer["killed"])
         )
 
-    async def _fetch_record(self, name: str) -> RayRecord | None:
+    async def _fetch_record(self, name: str) -> RayRecordOfNode | None:
         answer, _ = await self.call(name, "record", timeout_s=REQUEST_TIMEOUT_S)
-        return RayRecord.from_reply(answer)
+        return RayRecordOfNode.from_reply(answer)
 
-    async def _fetch_records(self) -> tuple[dict[str, RayRecord | None], dict[str, GenieError]]:
+    async def _fetch_records(self) -> tuple[dict[str, RayRecordOfNode | None], dict[str, GenieError]]:
         names = [node.name for node in self._file.nodes]
         found, failed = await self._query_nodes(names, self._fetch_record)
         return {name: found[name] for name in names if name in found}, {

@@ -38,7 +38,7 @@ _STATE_BY_ERROR_TYPE: dict[type[GenieError], str] = {
 
 
 @dataclass(frozen=True)
-class RayRecord:
+class RayRecordOfNode:
     """A node's record of the Ray processes that were started there, and how many are alive."""
 
     cluster: str
@@ -49,7 +49,7 @@ class RayRecord:
     alive: int
 
     @classmethod
-    def from_reply(cls, answer: Mapping[str, Any] | None) -> RayRecord | None:
+    def from_reply(cls, answer: Mapping[str, Any] | None) -> RayRecordOfNode | None:
         if answer is None:
             return None
         return cls(
@@ -72,7 +72,7 @@ class RayFacts:
     version: str
     python: str
     gpus: int | None
-    record: RayRecord | None
+    record: RayRecordOfNode | None
 
     @classmethod
     def from_reply(cls, node: str, answer: Mapping[str, Any]) -> RayFacts:
@@ -84,7 +84,7 @@ class RayFacts:
             version=str(answer["version"]),
             python=str(answer["python"]),
             gpus=int(gpus) if gpus is not None else None,
-            record=RayRecord.from_reply(answer["record"]),
+            record=RayRecordOfNode.from_reply(answer["record"]),
         )
 
 
@@ -256,7 +256,7 @@ class ClusterView:
 
 
 def build_cluster_view(
-    records: Mapping[str, RayRecord | None],
+    records: Mapping[str, RayRecordOfNode | None],
     failed: Mapping[str, GenieError],
     ray_nodes: Sequence[Mapping[str, Any]] | None,
     *,
@@ -306,7 +306,7 @@ def _state_of_error(error: GenieError) -> str:
 
 def _build_node_row(
     name: str,
-    record: RayRecord | None,
+    record: RayRecordOfNode | None,
     ray_node: Mapping[str, Any] | None,
     *,
     cluster: str | None,

@@ -236,7 +236,7 @@ class SupplyPolicy(PlacementPolicy):
             * sum(m for m in free.gpu_milli if m >= least)
             // WHOLE_GPU_MILLI
         )
-        return sum(_simulate_fill(sequence[:steps], needs, free) for sequence in self._sequences)
+        return sum(_simulate_filled_gpu_milli(sequence[:steps], needs, free) for sequence in self._sequences)
 
 
 def _tie_break_key(node: Node, request: PlacementRequest) -> int:
@@ -282,7 +282,7 @@ def _needed_milli(request: PlacementRequest, free: FreeResources) -> int | None:
     return max(request.gpu_milli, by_memory)
 
 
-def _simulate_fill(
+def _simulate_filled_gpu_milli(
     sequence: list[PlacementRequest], needs: dict[PlacementRequest, int], free: FreeResources
 ) -> int:
     """Place one sequence of arrivals: each on the tightest GPU, multi-GPU requests on the first that fit."""

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from genie.controller.jobs.backoff import FailureCause
+from genie.controller.jobs.backoff import LaunchFailureCause
 from genie.controller.jobs.lifecycle import LAUNCH_ATTEMPTS_MAX
 from genie.errors import (
     FencedError,
@@ -238,7 +238,7 @@ async def test_rejection_of_a_void_launch_does_not_count_as_an_attempt(tmp_path:
             epoch = (await agent.next_launch()).placement.epoch
             await jobs.requeue_unconfirmed(job.job_id, epoch=epoch, reason="makes room for another")
             await jobs.requeue_unconfirmed(
-                job.job_id, epoch=epoch, reason="it is refused", cause=FailureCause.JOB
+                job.job_id, epoch=epoch, reason="it is refused", cause=LaunchFailureCause.JOB
             )
         await agent.start_next()
         assert (await owner.job(job.job_id)).state is JobState.RUNNING

@@ -18,7 +18,7 @@ from genie.errors import (
 )
 from genie.grid.grid_file import RaySettings
 from genie.grid.ray.jobs import exit_code_of, to_shell_line
-from genie.grid.ray.plan import NO_PYTHON_REASON, RayFacts, RayRecord, build_cluster_view, plan_start
+from genie.grid.ray.plan import NO_PYTHON_REASON, RayFacts, RayRecordOfNode, build_cluster_view, plan_start
 
 KEYS = RaySettings(redis_port=7000, dashboard_port=7001)
 
@@ -37,9 +37,9 @@ def make_ray_facts(node: str, **given: Any) -> RayFacts:
     return RayFacts(node, **known)
 
 
-def make_ray_record(role: str = "worker", **given: Any) -> RayRecord:
+def make_ray_record(role: str = "worker", **given: Any) -> RayRecordOfNode:
     known = {"cluster": "c1", "head": "h", "dashboard_port": 7001, "recorded": 2, "alive": 2, **given}
-    return RayRecord(role=role, **known)
+    return RayRecordOfNode(role=role, **known)
 
 
 def test_first_node_is_head_and_others_join_it() -> None:
