@@ -14,7 +14,7 @@ import msgspec
 
 from genie.controller.store import Put
 from genie.controller.store.protocol import VALUE_BYTES_MAX
-from genie.errors import GenieError
+from genie.errors import GenieError, StoreError
 from genie.model.job import Job, JobSpec, JobState, PlacementConstraints, Resources
 from genie.model.messages import CancelJob, ListJobs, PutBlob, ReadLog
 from genie.runtime import rpc
@@ -57,16 +57,22 @@ async def store_oversized_job(cluster: SimCluster, node: str, lasts_s: float) ->
     await asyncio.sleep(1.0)
     for host in controllers:
         cluster.crash(host)
-    stored = await cluster.store.get(f"job/{job_id}")
-    if stored is not None:
-        job = msgspec.json.decode(stored.value, type=Job)
-        missing_bytes = VALUE_BYTES_MAX - len(stored.value) - 60
-        env = {**job.spec.env, "X": "x" * missing_bytes}
-        job = msgspec.structs.replace(job, spec=msgspec.structs.replace(job.spec, env=env))
-        if job.state is JobState.RUNNING:
-            await cluster.store.commit([], [Put(f"job/{job_id}", msgspec.json.encode(job))])
+    with suppress(StoreError):  # another fault may have stopped the store
+        await _fill_stored_row(cluster, job_id)
     for host in controllers:
         cluster.restart(host)
+
+
+async def _fill_stored_row(cluster: SimCluster, job_id: str) -> None:
+    stored = await cluster.store.get(f"job/{job_id}")
+    if stored is None:
+        return
+    job = msgspec.json.decode(stored.value, type=Job)
+    missing_bytes = VALUE_BYTES_MAX - len(stored.value) - 60
+    env = {**job.spec.env, "X": "x" * missing_bytes}
+    job = msgspec.structs.replace(job, spec=msgspec.structs.replace(job.spec, env=env))
+    if job.state is JobState.RUNNING:
+        await cluster.store.commit([], [Put(f"job/{job_id}", msgspec.json.encode(job))])
 
 
 async def flood_log_waits(cluster: SimCluster, node: str, lasts_s: float) -> None:
