@@ -32,9 +32,9 @@ from genie.telemetry import log
 from genie.version import __version__
 
 _log = logging.getLogger(__name__)
-_Function = TypeVar("_Function", bound=Callable[..., None])
+_CommandFunction = TypeVar("_CommandFunction", bound=Callable[..., None])
 # Base class of the parser's usage errors; typer does not export it.
-_ParserError: type[Exception] = typer.BadParameter.__mro__[1]
+_TyperUsageError: type[Exception] = typer.BadParameter.__mro__[1]
 
 INTERRUPTED_EXIT_CODE = 130
 _USAGE_MESSAGE_CHARS_MAX = 400
@@ -127,7 +127,7 @@ _GridFileOption = Annotated[
         rich_help_panel=_GLOBAL_OPTIONS_PANEL,
     ),
 ]
-_ARGUMENT_ERROR_PATTERN = re.compile(r"[a-z_.]+ = (?P<value>.*) \(argument (?P<name>[a-z_]+)\)", re.DOTALL)
+_SETTING_IN_ERROR_PATTERN = re.compile(r"[a-z_.]+ = (?P<value>.*) \(argument (?P<name>[a-z_]+)\)", re.DOTALL)
 _OPTION_BY_SETTING = {
     "level": "--log-level",
     "token": "--token-file",
@@ -141,7 +141,7 @@ _SHARED_OPTIONS = {
     "address": (_AddressOption, None),
     "token_file": (_TokenFileOption, None),
 }
-_HIDDEN_ADDRESS = (Annotated[str | None, typer.Option("--address", hidden=True)], None)
+_HIDDEN_ADDRESS_OPTION = (Annotated[str | None, typer.Option("--address", hidden=True)], None)
 _GRID_SHARED_OPTIONS = {
     "debug": _SHARED_OPTIONS["debug"],
     "log_level": _SHARED_OPTIONS["log_level"],
@@ -159,7 +159,7 @@ class Invocation:
     address: str | None = None
     token_file: str | None = None
     grid_file: str | None = None
-    _token: str | None = None
+    _cached_token: str | None = None
 
     def update_options(self, given: Mapping[str, Any]) -> None:
         for name, value in given.items():
@@ -175,7 +175,7 @@ class Invocation:
         Without `keep_info_logs` the default log level is WARNING, so that short commands print no INFO lines.
         """
         try:
-            settings = load({**self._settings_arguments(), **(arguments or {})})
+            settings = load({**self._shared_options_as_settings(), **(arguments or {})})
         except ConfigError as error:
             raise _with_option_instead_of_setting(error) from error
         explicit = keep_info_logs or settings.sources["log.level"] != "default"
@@ -184,11 +184,11 @@ class Invocation:
 
     def read_token(self) -> str | None:
         """Return the token of --token-file, or None. Reads the file once: it may be standard input."""
-        if self.token_file is not None and self._token is None:
-            self._token = read_token_file(self.token_file, what="--token-file")
-        return self._token
+        if self.token_file is not None and self._cached_token is None:
+            self._cached_token = read_token_file(self.token_file, what="--token-file")
+        return self._cached_token
 
-    def _settings_arguments(self) -> dict[str, object]:
+    def _shared_options_as_settings(self) -> dict[str, object]:
         host, port = (None, None)
         if self.address is not None:
             host, port = parse_address(self.address, what="--address")
@@ -278,7 +278,7 @@ def run_command_line(
             return INTERRUPTED_EXIT_CODE
         output.print_message("genie: aborted: the prompt was not answered")
         return 1
-    except _ParserError as error:
+    except _TyperUsageError as error:
         return _show_usage_error(error, prog=prog, debug=invocation.debug)
     except GenieError as error:
         output.show_error(error, debug=invocation.debug)
@@ -292,7 +292,7 @@ def run_command_line(
         output.show_error(error, debug=invocation.debug)
         return 1
     finally:
-        output.discard_stderr()
+        output.discard_unwritable_stderr()
 
 
 def _show_usage_error(error: Any, *, prog: str, debug: bool) -> int:  # Any: a type of the parser
@@ -309,16 +309,16 @@ def _usage_hints(error: Any) -> Iterator[str]:
     found = error.ctx.command
     unknown_option, missing = hasattr(error, "possibilities"), hasattr(error, "param_type")
     hint = getattr(found, "arguments_hint", "")
-    if hint and (unknown_option or missing or type(error) is _ParserError):
+    if hint and (unknown_option or missing or type(error) is _TyperUsageError):
         yield hint
-    elif unknown_option and not error.possibilities and _command_takes_arguments(found):
+    elif unknown_option and not error.possibilities and _has_positional_arguments(found):
         yield "put arguments that start with '-' after --"
     what = "commands" if hasattr(found, "commands") else "options"
     yield f"'{error.ctx.command_path} --help' lists the {what}"
 
 
-def _command_takes_arguments(kind: Any) -> bool:
-    return any(parameter.param_type_name == "argument" for parameter in kind.params)
+def _has_positional_arguments(command: Any) -> bool:
+    return any(parameter.param_type_name == "argument" for parameter in command.params)
 
 
 def _check_arguments_are_utf8(argv: Sequence[str]) -> None:
@@ -341,18 +341,18 @@ def grid_command(
     context_settings: dict[str, Any] | None = None,
     with_cluster: bool = False,
     arguments_hint: str = "",
-) -> Callable[[_Function], _Function]:
+) -> Callable[[_CommandFunction], _CommandFunction]:
     """Register a grid command; see `command`.
 
     `with_cluster` adds the options for the connection to a controller. `arguments_hint` is the hint for
     missing and surplus arguments and for unknown options.
     """
     shared = _GRID_SHARED_OPTIONS | (_SHARED_OPTIONS if with_cluster else {})
-    kind: type[_Command] = type("_Hinted", (_Command,), {"arguments_hint": arguments_hint})
+    kind: type[_CommandWithHint] = type("_Hinted", (_CommandWithHint,), {"arguments_hint": arguments_hint})
     return command(group, name, example=example, context_settings=context_settings, shared=shared, kind=kind)
 
 
-class _Command(TyperCommand):
+class _CommandWithHint(TyperCommand):
     """A command whose usage errors carry its context. `arguments_hint` is their hint."""
 
     arguments_hint = ""
@@ -360,7 +360,7 @@ class _Command(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:  # Any: a type of the parser
         try:
             return super().parse_args(ctx, args)
-        except _ParserError as error:
+        except _TyperUsageError as error:
             error.ctx = ctx  # type: ignore[attr-defined]  # missing for options without a value
             raise
 
@@ -372,25 +372,25 @@ def command(
     example: str,
     context_settings: dict[str, Any] | None = None,
     shared: Mapping[str, tuple[Any, Any]] = _SHARED_OPTIONS,
-    kind: type[_Command] = _Command,
+    kind: type[_CommandWithHint] = _CommandWithHint,
     no_address_hint: str = "",
-) -> Callable[[_Function], _Function]:
+) -> Callable[[_CommandFunction], _CommandFunction]:
     """Register a function that takes an Invocation and, by keyword, its options.
 
     A parameter whose type is a dataclass becomes one option per field. `no_address_hint` is for a command
     that connects to no cluster: it rejects --address with this hint and does not list the option.
     """
     if no_address_hint:
-        shared = {**shared, "address": _HIDDEN_ADDRESS}
+        shared = {**shared, "address": _HIDDEN_ADDRESS_OPTION}
 
-    def register(function: _Function) -> _Function:
+    def register(function: _CommandFunction) -> _CommandFunction:
         own = inspect.signature(function, eval_str=True)
         _, *named = own.parameters.values()
         # Any: any dataclass.
         groups: dict[str, Any] = {
             each.name: each.annotation for each in named if dataclasses.is_dataclass(each.annotation)
         }
-        parameters = [one for each in named for one in _expand_dataclass(each)]
+        parameters = [one for each in named for one in _expand_dataclass_parameter(each)]
 
         @functools.wraps(function)
         def call(context: typer.Context, **given: Any) -> None:
@@ -425,8 +425,8 @@ def _escape_markup(text: str) -> str:
     return text.replace("[", r"\[")
 
 
-def _print_version_and_exit(wanted: bool) -> None:
-    if wanted:
+def _print_version_and_exit_if_requested(requested: bool) -> None:
+    if requested:
         output.write_line(f"genie {__version__}")
         raise typer.Exit
 
@@ -434,7 +434,10 @@ def _print_version_and_exit(wanted: bool) -> None:
 _VersionOption = Annotated[
     bool,
     typer.Option(
-        "--version", help="Print the version and exit.", is_eager=True, callback=_print_version_and_exit
+        "--version",
+        help="Print the version and exit.",
+        is_eager=True,
+        callback=_print_version_and_exit_if_requested,
     ),
 ]
 
@@ -495,11 +498,11 @@ def _with_option_instead_of_setting(error: ConfigError) -> ConfigError:
         return f"{name} {found['value']}"
 
     return ConfigError(
-        _ARGUMENT_ERROR_PATTERN.sub(replace_setting_name, error.message, count=1), hint=error.hint
+        _SETTING_IN_ERROR_PATTERN.sub(replace_setting_name, error.message, count=1), hint=error.hint
     )
 
 
-def _expand_dataclass(parameter: inspect.Parameter) -> list[inspect.Parameter]:
+def _expand_dataclass_parameter(parameter: inspect.Parameter) -> list[inspect.Parameter]:
     """Return the parameter itself, or one parameter per field of its dataclass."""
     group = parameter.annotation
     if not dataclasses.is_dataclass(group):

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from genie.config import Settings
 
 _READY_TIMEOUT_S = 45.0
-_POLL_INTERVAL_S = 0.05
+_READY_POLL_INTERVAL_S = 0.05
 _LOG_BYTES_PRINTED_MAX = 16 * 1024
 
 
@@ -33,11 +33,11 @@ def start_in_background(
     settings: Settings,
     invocation: Invocation,
     token: str | None = None,
-    more_timeout_s: float = 0.0,
+    extra_timeout_s: float = 0.0,
 ) -> None:
     """Start the command and wait until it is ready.
 
-    `token` is sent through a pipe: other users can read command lines. `more_timeout_s` is added to the
+    `token` is sent through a pipe: other users can read command lines. `extra_timeout_s` is added to the
     default timeout.
     """
     from genie.processes import files
@@ -53,21 +53,23 @@ def start_in_background(
     argv += [] if token is None else ["--token-file", "-"]
     with log.open("ab") as file:
         log.chmod(0o600)
-        before = file.tell()
+        log_offset_bytes = file.tell()
         process = subprocess.Popen(
             argv, stdin=subprocess.PIPE, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
         )
     assert process.stdin is not None
     with process.stdin as pipe:
         pipe.write((token or "").encode())
-    timeout_s = _READY_TIMEOUT_S + more_timeout_s
-    _wait_until_ready(process, state_dir=state_dir, log=log, before=before, timeout_s=timeout_s)
+    timeout_s = _READY_TIMEOUT_S + extra_timeout_s
+    _wait_until_ready(
+        process, state_dir=state_dir, log=log, log_offset_bytes=log_offset_bytes, timeout_s=timeout_s
+    )
     # The process outlives this one on purpose; suppress the ResourceWarning.
     process.returncode = 0
 
 
 def _wait_until_ready(
-    process: subprocess.Popen[bytes], *, state_dir: Path, log: Path, before: int, timeout_s: float
+    process: subprocess.Popen[bytes], *, state_dir: Path, log: Path, log_offset_bytes: int, timeout_s: float
 ) -> None:
     from genie.supervisor import local_cluster, process_records
 
@@ -78,17 +80,17 @@ def _wait_until_ready(
             return
         code = process.poll()
         if code is not None:
-            _print_log_from(log, before)
+            _print_log_from_offset(log, log_offset_bytes)
             raise typer.Exit(code if code > 0 else 1)
         if time.monotonic() >= deadline:
             process.terminate()
             process.wait()
-            _print_log_from(log, before)
+            _print_log_from_offset(log, log_offset_bytes)
             raise DeadlineError(
-                f"the process was not ready within {timeout_s:g} s and was stopped",
+                f"the background process was not ready within {timeout_s:g} s and was stopped",
                 hint=f"read the log: {log}",
             )
-        time.sleep(_POLL_INTERVAL_S)
+        time.sleep(_READY_POLL_INTERVAL_S)
 
 
 def _shared_option_arguments(invocation: Invocation) -> list[str]:
@@ -98,9 +100,9 @@ def _shared_option_arguments(invocation: Invocation) -> list[str]:
     return shared
 
 
-def _print_log_from(log: Path, before: int) -> None:
-    """Print the log from offset `before`: the output of the background process."""
+def _print_log_from_offset(log: Path, offset_bytes: int) -> None:
+    """Print the log from `offset_bytes`: the output of the background process."""
     with log.open("rb") as file:
-        file.seek(before)
+        file.seek(offset_bytes)
         for line in file.read(_LOG_BYTES_PRINTED_MAX).decode("utf-8", "replace").splitlines():
             output.print_message(output.to_one_line(line))

@@ -85,7 +85,7 @@ def _write_stderr(text: str) -> None:
         sys.stderr.flush()
 
 
-def discard_stderr() -> None:
+def discard_unwritable_stderr() -> None:
     """Discard unwritable messages: flushing them at exit would change the exit code."""
     try:
         sys.stderr.flush()
@@ -198,7 +198,7 @@ def _write_terminal_table(lines: list[list[str]], *, droppable: Sequence[int], w
     from rich.table import Table
     from rich.text import Text
 
-    kept, widths = _fit_columns(lines, droppable=droppable, width=width)
+    kept, widths = _columns_and_widths_that_fit(lines, droppable=droppable, width=width)
     table = Table(box=None, pad_edge=False, padding=(0, _COLUMN_GAP_CHARS, 0, 0))
     for column, column_width in zip(kept, widths, strict=True):
         last = column == kept[-1]
@@ -209,7 +209,7 @@ def _write_terminal_table(lines: list[list[str]], *, droppable: Sequence[int], w
     Console(width=width).print(table)
 
 
-def _fit_columns(
+def _columns_and_widths_that_fit(
     lines: list[list[str]], *, droppable: Sequence[int], width: int
 ) -> tuple[list[int], list[int]]:
     """Return the indices and the widths of the columns to show."""

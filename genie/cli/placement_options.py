@@ -17,11 +17,11 @@ from genie.cli.quantities import (
     format_count,
     format_size,
     parse_duration,
+    parse_future_time,
     parse_integer,
     parse_labels,
     parse_number,
     parse_size,
-    parse_time,
 )
 from genie.errors import UsageError
 from genie.model.limits import (
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 _Value = TypeVar("_Value")
 
 _GPU_SHARE_MIN = 0.01
-_CAPABILITY_PATTERN = re.compile(r"([0-9]{1,2})(?:\.([0-9]{1,2}))?")
+_COMPUTE_CAPABILITY_PATTERN = re.compile(r"([0-9]{1,2})(?:\.([0-9]{1,2}))?")
 
 _WORKERS_PANEL = "Workers"
 _GPUS_PANEL = "GPUs"
@@ -213,20 +213,20 @@ def parse_constraints(options: PlacementOptions, *, gpus: int, now: float) -> Pl
         workers_min=0 if workers_min is None else _parse_workers_min(workers_min, workers),
         within=Within(_parse_choice(options.within, what="--within", allowed=list(Within))),
         spread=Spread.SPREAD if options.spread else Spread.PACK,
-        near=_parse_names(options.near, what="--near"),
-        apart=_parse_names(options.apart, what="--apart"),
+        near=_parse_job_names(options.near, what="--near"),
+        apart=_parse_job_names(options.apart, what="--apart"),
         gpu_models=_parse_gpu_models(options.gpu_model),
         vendor=_parse_vendor(options.gpu_vendor),
         gpu_memory_min_bytes=_parse_optional_size(options.gpu_memory_min, what="--gpu-memory-min"),
-        capability_min=_parse_capability(options.capability),
+        capability_min=_parse_compute_capability(options.capability),
         labels=parse_labels(options.label),
         priority=parse_integer(options.priority, what="--priority", low=-PRIORITY_MAX, high=PRIORITY_MAX),
         preemptible=options.preemptible,
         grace_s=_parse_grace_s(options.grace),
         time_limit_s=None if limit is None else parse_duration(limit, what="--time-limit"),
-        deadline_at=None if deadline is None else parse_time(deadline, what="--deadline", now=now),
+        deadline_at=None if deadline is None else parse_future_time(deadline, what="--deadline", now=now),
     )
-    _check_combinations(options, constraints, gpus=gpus)
+    _check_option_combinations(options, constraints, gpus=gpus)
     return constraints
 
 
@@ -254,16 +254,18 @@ def format_placements(placements: Sequence[Placement]) -> str:
     nodes: dict[str, list[Placement]] = {}
     for placement in placements:
         nodes.setdefault(placement.node_id, []).append(placement)
-    return ", ".join(f"{node_id}{_format_node_placements(on_node)}" for node_id, on_node in nodes.items())
+    return ", ".join(
+        f"{node_id}{_format_gpus_or_workers_on_node(on_node)}" for node_id, on_node in nodes.items()
+    )
 
 
-def _format_node_placements(on_node: Sequence[Placement]) -> str:
+def _format_gpus_or_workers_on_node(on_node: Sequence[Placement]) -> str:
     if gpu_ids := sorted({gpu_id for placement in on_node for gpu_id in placement.gpu_ids}):
-        return f": {_format_ranges(gpu_ids)}"
+        return f": {_format_number_ranges(gpu_ids)}"
     return f" ({len(on_node)} workers)" if len(on_node) > 1 else ""
 
 
-def _format_ranges(numbers: Sequence[int]) -> str:
+def _format_number_ranges(numbers: Sequence[int]) -> str:
     """Format 0, 1, 2, 3 and 6 as `0-3 6`."""
     parts: list[list[int]] = []
     for number in numbers:
@@ -280,7 +282,9 @@ def format_gpu_count(resources: Resources, constraints: PlacementConstraints) ->
     return each if constraints.workers == 1 else f"{constraints.workers}x{each}"
 
 
-def _check_combinations(options: PlacementOptions, constraints: PlacementConstraints, *, gpus: int) -> None:
+def _check_option_combinations(
+    options: PlacementOptions, constraints: PlacementConstraints, *, gpus: int
+) -> None:
     from genie.model.job import Within
 
     if not gpus:
@@ -334,17 +338,17 @@ def _parse_vendor(text: str | None) -> str:
     return "" if text is None else _parse_choice(text.lower(), what="--gpu-vendor", allowed=list(Vendor))
 
 
-def _parse_names(given: list[str] | None, *, what: str) -> tuple[str, ...]:
+def _parse_job_names(given: list[str] | None, *, what: str) -> tuple[str, ...]:
     from genie.model.names import validate_name
 
-    return tuple(_parse_each(given, lambda name: validate_name(name, what=what), what=what))
+    return tuple(_parse_repeated_option(given, lambda name: validate_name(name, what=what), what=what))
 
 
 def _parse_gpu_models(given: list[str] | None) -> tuple[str, ...]:
-    return tuple(_parse_each(given, _parse_gpu_model, what="--gpu-model"))
+    return tuple(_parse_repeated_option(given, _validate_gpu_model, what="--gpu-model"))
 
 
-def _parse_gpu_model(name: str) -> str:
+def _validate_gpu_model(name: str) -> str:
     if not name.strip() or not name.isprintable() or len(name) > TEXT_CHARS_MAX:
         raise UsageError(
             f"--gpu-model {name[:80]!r} is not a GPU model", hint="use a name listed by 'genie nodes'"
@@ -352,10 +356,10 @@ def _parse_gpu_model(name: str) -> str:
     return name
 
 
-def _parse_capability(text: str | None) -> tuple[int, int]:
+def _parse_compute_capability(text: str | None) -> tuple[int, int]:
     if text is None:
         return (0, 0)
-    found = _CAPABILITY_PATTERN.fullmatch(text.strip())
+    found = _COMPUTE_CAPABILITY_PATTERN.fullmatch(text.strip())
     if found is None:
         raise UsageError(
             f"--capability {text[:80]!r} is not a compute capability",
@@ -364,7 +368,9 @@ def _parse_capability(text: str | None) -> tuple[int, int]:
     return int(found[1]), int(found[2] or 0)
 
 
-def _parse_each(given: list[str] | None, read: Callable[[str], _Value], *, what: str) -> list[_Value]:
+def _parse_repeated_option(
+    given: list[str] | None, read: Callable[[str], _Value], *, what: str
+) -> list[_Value]:
     if given is not None and len(given) > JOB_LIST_ENTRIES_MAX:
         raise UsageError(f"{what} is given {len(given)} times", hint=f"at most {JOB_LIST_ENTRIES_MAX} times")
     return [read(text) for text in given or ()]

@@ -18,8 +18,8 @@ _DURATION_PATTERN = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(s|m|h|d|)")
 _INTEGER_PATTERN = re.compile(r"[+-]?[0-9]{1,18}")
 _NUMBER_PATTERN = re.compile(r"[+-]?[0-9]{1,18}(?:\.[0-9]{1,18})?|\.[0-9]{1,18}")
 _SIZE_POWER_BY_LETTER = {letter: power for power, letter in enumerate("KMGTP", start=1)}
-_SECONDS_BY_UNIT = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
-_DURATION_UNITS = (("d", 86400.0), ("h", 3600.0), ("min", 60.0))
+_SECONDS_BY_DURATION_SUFFIX = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+_DURATION_DISPLAY_UNITS = (("d", 86400.0), ("h", 3600.0), ("min", 60.0))
 _ROUNDING_TOLERANCE_UNITS = 0.025
 
 
@@ -76,7 +76,7 @@ def parse_duration(
     return seconds
 
 
-def parse_time(text: str, *, what: str, now: float) -> float:
+def parse_future_time(text: str, *, what: str, now: float) -> float:
     """Parse a future time, as seconds since the epoch: a duration from now, or a local date and time."""
     seconds = _try_parse_duration_s(text)
     moment = _try_parse_iso_time(text) if seconds is None else now + seconds
@@ -125,7 +125,7 @@ def format_duration(seconds: float) -> str:
     A unit is used from two of it, or for nearly exactly one: 95 s stays 95 s.
     """
     seconds = max(seconds, 0.0)
-    for unit, unit_s in _DURATION_UNITS:
+    for unit, unit_s in _DURATION_DISPLAY_UNITS:
         units = seconds / unit_s
         if units >= 2 - _ROUNDING_TOLERANCE_UNITS or abs(units - 1) <= _ROUNDING_TOLERANCE_UNITS:
             return f"{units:.0f} {unit}"
@@ -146,7 +146,7 @@ def _parse_pair(text: str, *, what: str) -> tuple[str, str]:
 
 def _try_parse_duration_s(text: str) -> float | None:
     match = _DURATION_PATTERN.fullmatch(text.strip())
-    return float(match[1]) * _SECONDS_BY_UNIT[match[2]] if match else None
+    return float(match[1]) * _SECONDS_BY_DURATION_SUFFIX[match[2]] if match else None
 
 
 def _try_parse_iso_time(text: str) -> float | None:

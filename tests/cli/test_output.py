@@ -78,7 +78,9 @@ def test_widest_column_is_truncated_if_none_is_droppable(write_table_at_width) -
 @given(st.lists(st.integers(0, 60), min_size=1, max_size=8), st.integers(1, 200))
 def test_table_fits_or_its_columns_have_minimum_width(sizes, width) -> None:
     cells = ["x" * size for size in sizes]
-    kept, widths = output._fit_columns([cells], droppable=list(range(len(cells) - 1))[::2], width=width)
+    kept, widths = output._columns_and_widths_that_fit(
+        [cells], droppable=list(range(len(cells) - 1))[::2], width=width
+    )
     assert kept[-1] == len(cells) - 1, "the last column is what the table is for"
     taken = sum(widths) + 2 * (len(widths) - 1)
     assert taken <= width or all(size <= 6 for size in widths[:-1])

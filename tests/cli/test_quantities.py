@@ -12,11 +12,11 @@ from genie.cli.quantities import (
     format_duration,
     format_size,
     parse_duration,
+    parse_future_time,
     parse_labels,
     parse_number,
     parse_pairs,
     parse_size,
-    parse_time,
 )
 from genie.errors import UsageError
 from genie.model.names import address_text, parse_address
@@ -89,7 +89,7 @@ def test_number_outside_its_range_is_rejected() -> None:
     ],
 )
 def test_deadline_may_be_a_duration_or_a_time(text: str, moment: float) -> None:
-    assert parse_time(text, what="--deadline", now=1_000_000.0) == moment
+    assert parse_future_time(text, what="--deadline", now=1_000_000.0) == moment
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ def test_deadline_may_be_a_duration_or_a_time(text: str, moment: float) -> None:
 )
 def test_invalid_deadline_error_has_the_reason(text: str, why: str) -> None:
     with pytest.raises(UsageError, match=why) as caught:
-        parse_time(text, what="--deadline", now=1_000_000.0)
+        parse_future_time(text, what="--deadline", now=1_000_000.0)
     assert "--deadline" in caught.value.message
 
 

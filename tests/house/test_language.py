@@ -57,7 +57,7 @@ IDENTIFIERS = {
     "Wishes": "PlacementConstraints",
     "Convalescence": "RecoveryTracker",
     "kDoubt": "kSmoothing",
-    "leave_unsaid": "discard_stderr",
+    "leave_unsaid": "discard_unwritable_stderr",
     "heard": "received",
     "said": "the noun: output, reason, message",
     "wishes": "constraints",

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from genie.supervisor.local_cluster import Supervisor
 
 _LIST_JOBS_TIMEOUT_S = 3.0
-_JOBS_SHOWN_MAX = 100
+_TERMINATED_JOBS_SHOWN_MAX = 100
 
 NodeIdArgument = Annotated[str, typer.Argument(metavar="NODE", help="Node ID, as listed by 'genie nodes'.")]
 LabelsOption = Annotated[
@@ -115,7 +115,7 @@ def up(
             ["up", *arguments],
             settings=settings,
             invocation=invocation,
-            more_timeout_s=max(start_timeout_s(settings) - START_TIMEOUT_S, 0.0),
+            extra_timeout_s=max(start_timeout_s(settings) - START_TIMEOUT_S, 0.0),
         )
         asyncio.run(_print_started_cluster(settings))
         return
@@ -127,7 +127,7 @@ def up(
         agent=not no_agent,
         timeout_s=local_cluster.start_timeout_s(settings),
     )
-    raise typer.Exit(_run_supervisor(supervision, settings))
+    raise typer.Exit(_run_supervisor_and_get_exit_code(supervision, settings))
 
 
 @command(
@@ -167,7 +167,7 @@ def join(
     given = {"controller.bind": bind, "controller.port": port, **_label_and_rack_settings(label, rack)}
     given |= _join_settings(controller, token=text, node_id=node_id)
     settings = invocation.load_settings(given, keep_info_logs=True)
-    _validate_join_arguments(settings)
+    _validate_token_and_node_id(settings)
     from genie.supervisor import local_cluster
 
     if detach:
@@ -182,14 +182,14 @@ def join(
             settings=settings,
             invocation=invocation,
             token=settings.cluster.token,
-            more_timeout_s=local_cluster.SERVER_JOIN_TIMEOUT_S if server else 0.0,
+            extra_timeout_s=local_cluster.SERVER_JOIN_TIMEOUT_S if server else 0.0,
         )
         running = local_cluster.find_running_cluster(settings.paths.state_dir)
         output.write_line(_format_joined_message(settings, running.node_id if running else "-"))
         return
     start = local_cluster.run_joining_server if server else local_cluster.run_local_agent
     supervision = start(settings, settings.cluster, progress=output.print_message)
-    raise typer.Exit(_run_supervisor(supervision, settings))
+    raise typer.Exit(_run_supervisor_and_get_exit_code(supervision, settings))
 
 
 @command(
@@ -316,7 +316,7 @@ def _read_join_token(token: str | None, *, token_file: str | None, server: bool)
     return read_token_file("-", what="--token") if token == "-" else token
 
 
-def _validate_join_arguments(settings: Settings) -> None:
+def _validate_token_and_node_id(settings: Settings) -> None:
     """Reject a malformed token or node ID here instead of in the agent's log."""
     from genie.model.names import validate_node_id
     from genie.tenancy.access import parse_token
@@ -327,14 +327,18 @@ def _validate_join_arguments(settings: Settings) -> None:
         parse_token(settings.cluster.token)
 
 
-def _run_supervisor(supervision: AbstractAsyncContextManager[Supervisor], settings: Settings) -> int:
-    return asyncio.run(_run_until_stopped(supervision, settings))
+def _run_supervisor_and_get_exit_code(
+    supervision: AbstractAsyncContextManager[Supervisor], settings: Settings
+) -> int:
+    return asyncio.run(_supervise_until_signal_or_exit(supervision, settings))
 
 
-async def _run_until_stopped(supervision: AbstractAsyncContextManager[Supervisor], settings: Settings) -> int:
+async def _supervise_until_signal_or_exit(
+    supervision: AbstractAsyncContextManager[Supervisor], settings: Settings
+) -> int:
     """Start the processes and wait for Ctrl-C, SIGTERM or their exit. Return the exit code."""
     ready = False
-    with _cancel_on_stop_signal() as stopped:
+    with _cancel_current_task_on_stop_signal() as stopped:
         try:
             async with supervision as supervisor:
                 with _supervisor_process_record(settings.paths.state_dir):
@@ -353,7 +357,7 @@ async def _run_until_stopped(supervision: AbstractAsyncContextManager[Supervisor
 
 
 @contextlib.contextmanager
-def _cancel_on_stop_signal() -> Iterator[list[int]]:
+def _cancel_current_task_on_stop_signal() -> Iterator[list[int]]:
     """Cancel the current task at the first Ctrl-C or SIGTERM; ignore further ones."""
     loop = asyncio.get_running_loop()
     task = asyncio.current_task()
@@ -465,9 +469,9 @@ def _print_jobs_to_terminate(settings: Settings, node_id: str) -> None:
         )
         return
     ending = [job for job in jobs if any(place.node_id == node_id for place in job.placements)]
-    for job in ending[:_JOBS_SHOWN_MAX]:
+    for job in ending[:_TERMINATED_JOBS_SHOWN_MAX]:
         output.print_message(f"job {job.job_id} ({job.spec.name}) is {job.state} and will be terminated")
-    if (more := len(ending) - _JOBS_SHOWN_MAX) > 0:
+    if (more := len(ending) - _TERMINATED_JOBS_SHOWN_MAX) > 0:
         output.print_message(f"{format_count(more, 'more job')} on this machine will be terminated")
     if elsewhere := len(jobs) - len(ending):
         output.print_message(

@@ -13,7 +13,7 @@ import typer
 
 from genie.cli import checks, output
 from genie.cli.app import Invocation, JsonOption, app, command
-from genie.cli.checks import Check, Verdict
+from genie.cli.checks import CheckOutcome, CheckVerdict
 from genie.config import Settings
 
 _log = logging.getLogger(__name__)
@@ -24,7 +24,7 @@ def doctor(invocation: Invocation, *, as_json: JsonOption = False) -> None:
     """Check software, hardware, network and cluster, and suggest fixes."""
     settings = invocation.load_settings()
     found = run_checks(settings)
-    failed = any(check.verdict is Verdict.FAILED for check in found)
+    failed = any(check.verdict is CheckVerdict.FAILED for check in found)
     if as_json:
         output.write_json({"ok": not failed, "checks": [dataclasses.asdict(check) for check in found]})
     else:
@@ -35,22 +35,22 @@ def doctor(invocation: Invocation, *, as_json: JsonOption = False) -> None:
         raise typer.Exit(1)
 
 
-def run_checks(settings: Settings) -> list[Check]:
-    parts: list[tuple[str, Callable[[], Iterable[Check]]]] = [
-        ("python", checks.check_python),
+def run_checks(settings: Settings) -> list[CheckOutcome]:
+    parts: list[tuple[str, Callable[[], Iterable[CheckOutcome]]]] = [
+        ("python", checks.check_python_and_system),
         ("packages", checks.check_packages),
-        ("tools", checks.check_tools),
+        ("tools", checks.check_libraries_and_system_tools),
         ("accelerators", checks.check_accelerators),
         ("network", lambda: checks.check_network_backends(settings)),
         ("state directory", lambda: checks.check_state_directory(settings)),
         ("clock", checks.check_clock),
         ("certificates", lambda: checks.check_certificate_expiry(settings)),
-        ("cluster", lambda: checks.check_cluster(settings)),
+        ("cluster", lambda: checks.check_port_and_cluster(settings)),
     ]
     return [check for name, part in parts for check in _run_check_group(name, part)]
 
 
-def _run_check_group(name: str, part: Callable[[], Iterable[Check]]) -> list[Check]:
+def _run_check_group(name: str, part: Callable[[], Iterable[CheckOutcome]]) -> list[CheckOutcome]:
     """Run one part. An exception becomes a warning, so that the other parts still run."""
     try:
         return list(part())
@@ -58,21 +58,21 @@ def _run_check_group(name: str, part: Callable[[], Iterable[Check]]) -> list[Che
         _log.debug("check %s raised an exception", name, exc_info=True)
         found = f"internal error in the check: {type(error).__name__}: {error}"
         return [
-            Check(
+            CheckOutcome(
                 name=name,
-                verdict=Verdict.WARNING,
+                verdict=CheckVerdict.WARNING,
                 found=found,
                 fix="run genie doctor --debug and report the output",
             )
         ]
 
 
-def _format_check_details(check: Check, *, debug: bool) -> str:
+def _format_check_details(check: CheckOutcome, *, debug: bool) -> str:
     return f"{check.found} ({check.detail})" if debug and check.detail else check.found
 
 
-def _write_fixes(found: list[Check]) -> None:
-    fixes = [(c.name, c.fix) for c in found if c.fix and c.verdict is not Verdict.OK]
+def _write_fixes(found: list[CheckOutcome]) -> None:
+    fixes = [(c.name, c.fix) for c in found if c.fix and c.verdict is not CheckVerdict.OK]
     if not fixes:
         return
     output.write_line("")

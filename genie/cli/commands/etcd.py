@@ -31,7 +31,7 @@ etcd_app = typer.Typer(
 app.add_typer(etcd_app)
 
 _STATUS_COLUMNS = ("member", "endpoint", "role", "version", "size", "fragmented", "revision", "health")
-_DROPPABLE_COLUMNS = ("version", "revision")
+_STATUS_COLUMNS_DROPPED_IF_NARROW = ("version", "revision")
 
 
 @command(etcd_app, "status", example="genie etcd status --json")
@@ -40,13 +40,15 @@ def status(invocation: Invocation, *, as_json: JsonOption = False) -> None:
 
     Without a majority, the members are listed by address.
     """
-    address = _local_address(invocation.load_settings())
-    statuses = asyncio.run(_fetch_statuses(address))
+    address = _etcd_address_of_local_member(invocation.load_settings())
+    statuses = asyncio.run(_fetch_member_statuses(address))
     if as_json:
-        output.write_json({"members": [_status_to_json(each) for each in statuses]})
+        output.write_json({"members": [_member_status_to_json(each) for each in statuses]})
         return
     output.write_table(
-        _STATUS_COLUMNS, [_status_row(each) for each in statuses], droppable=_DROPPABLE_COLUMNS
+        _STATUS_COLUMNS,
+        [_member_status_row(each) for each in statuses],
+        droppable=_STATUS_COLUMNS_DROPPED_IF_NARROW,
     )
 
 
@@ -60,7 +62,7 @@ def remove(
 
     Fails while the member responds: stop it first with 'genie down'.
     """
-    address = _local_address(invocation.load_settings())
+    address = _etcd_address_of_local_member(invocation.load_settings())
     asyncio.run(_remove_member(address, name))
     output.write_line(f"{name}: removed")
 
@@ -72,12 +74,12 @@ def defrag(invocation: Invocation) -> None:
     A member does not respond meanwhile. Also clears the alarm of a full store. The leading controller
     defragments by itself when more than half of a file is free.
     """
-    address = _local_address(invocation.load_settings())
-    for member in asyncio.run(_defragment_members(address)):
+    address = _etcd_address_of_local_member(invocation.load_settings())
+    for member in asyncio.run(_defragment_members_and_get_names(address)):
         output.write_line(f"{member}: defragmented")
 
 
-def _local_address(settings: Settings) -> EtcdAddress:
+def _etcd_address_of_local_member(settings: Settings) -> EtcdAddress:
     from genie.controller.etcd.local_member import LocalMember
 
     member = LocalMember.read(settings.paths.state_dir)
@@ -89,7 +91,7 @@ def _local_address(settings: Settings) -> EtcdAddress:
     return member.address(settings.paths.state_dir)
 
 
-async def _fetch_statuses(address: EtcdAddress) -> tuple[MemberStatus, ...]:
+async def _fetch_member_statuses(address: EtcdAddress) -> tuple[MemberStatus, ...]:
     from genie.controller.etcd.membership import open_etcd_cluster
 
     async with open_etcd_cluster(address) as cluster:
@@ -114,20 +116,20 @@ async def _remove_member(address: EtcdAddress, name: str) -> None:
         await cluster.remove_member(chosen[0].info.member_id)
 
 
-async def _defragment_members(address: EtcdAddress) -> list[str]:
+async def _defragment_members_and_get_names(address: EtcdAddress) -> list[str]:
     from genie.controller.etcd.membership import open_etcd_cluster
 
     async with open_etcd_cluster(address) as cluster:
         statuses = await cluster.fetch_statuses()
-        _check_all_respond(statuses)
+        _check_all_members_respond(statuses)
         for each in sorted(statuses, key=lambda status: status.is_leader):
             await cluster.defragment(each.info.endpoint)
         if any(each.alarms for each in statuses):
-            await _clear_alarm(cluster)
+            await _clear_space_alarm_and_print(cluster)
         return [each.info.label for each in statuses]
 
 
-def _check_all_respond(statuses: tuple[MemberStatus, ...]) -> None:
+def _check_all_members_respond(statuses: tuple[MemberStatus, ...]) -> None:
     silent = [each for each in statuses if each.problem]
     if silent:
         raise StoreError(
@@ -137,12 +139,12 @@ def _check_all_respond(statuses: tuple[MemberStatus, ...]) -> None:
         )
 
 
-async def _clear_alarm(cluster: EtcdCluster) -> None:
+async def _clear_space_alarm_and_print(cluster: EtcdCluster) -> None:
     await cluster.clear_space_alarm()
     output.print_message("cleared the alarm of the full store")
 
 
-def _status_row(each: MemberStatus) -> tuple[str, ...]:
+def _member_status_row(each: MemberStatus) -> tuple[str, ...]:
     role = "learner" if each.info.is_learner else "leader" if each.is_leader else "follower"
     health = "; ".join(each.alarms) or "healthy"
     if each.problem:
@@ -159,7 +161,7 @@ def _status_row(each: MemberStatus) -> tuple[str, ...]:
     )
 
 
-def _status_to_json(each: MemberStatus) -> dict[str, Any]:
+def _member_status_to_json(each: MemberStatus) -> dict[str, Any]:
     values = dataclasses.asdict(each)
     info: dict[str, Any] = values.pop("info")
     # 64-bit IDs are hexadecimal, as etcdctl prints them: JSON numbers have 53 bits.

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 _JOB_COLUMNS = ("job", "name", "state", "gpus", "node", "age", "exit code", "reason")
 _JOB_STATES = ("queued", "placing", "running", "succeeded", "failed", "cancelled", "lost")
-_JOB_DROPPABLE_COLUMNS = ("age", "gpus", "exit code")
+_JOB_COLUMNS_DROPPED_IF_NARROW = ("age", "gpus", "exit code")
 _RUN_NUMBER_MAX = 1_000_000
 
 
@@ -95,10 +95,10 @@ def submit(
         now=time.time(),
     )
     if workdir is not None:
-        _check_workdir(workdir)
+        _check_workdir_can_be_uploaded(workdir)
     settings = invocation.load_settings()
     if wait:
-        raise typer.Exit(asyncio.run(_submit_and_wait(settings, spec, workdir)))
+        raise typer.Exit(asyncio.run(_submit_wait_and_get_exit_code(settings, spec, workdir)))
     job = asyncio.run(_submit_job(settings, spec, workdir))
     if as_json:
         output.write_json(output.struct_to_json(job))
@@ -119,7 +119,7 @@ def jobs(
     as_json: JsonOption = False,
 ) -> None:
     """List queued and running jobs, newest first."""
-    states = _check_states(state or [])
+    states = _validate_job_states(state or [])
     most = parse_integer(limit, what="--limit", low=1, high=LIST_MAX)
     settings = invocation.load_settings()
     found, more = asyncio.run(
@@ -134,7 +134,7 @@ def jobs(
         return
     now = time.time()
     output.write_table(
-        _JOB_COLUMNS, [_job_row(job, now=now) for job in found], droppable=_JOB_DROPPABLE_COLUMNS
+        _JOB_COLUMNS, [_job_row(job, now=now) for job in found], droppable=_JOB_COLUMNS_DROPPED_IF_NARROW
     )
     if more:
         output.print_message(f"showing the newest {most}; use --limit N for more")
@@ -172,9 +172,9 @@ def logs(
         raise UsageError("--all-runs cannot be combined with --run or --follow", hint="give one of them")
     settings = invocation.load_settings()
     if all_runs:
-        asyncio.run(_show_all_runs(settings, job_id, as_json=as_json))
+        asyncio.run(_print_logs_of_all_runs(settings, job_id, as_json=as_json))
     elif not as_json:
-        asyncio.run(_show_log(settings, job_id, follow=follow, run=number))
+        asyncio.run(_print_log(settings, job_id, follow=follow, run=number))
     else:
         log = asyncio.run(_fetch_whole_log(settings, job_id, follow=follow, run=number))
         output.write_json({"job": job_id, "log": _decode_log(log)})
@@ -231,13 +231,13 @@ def build_job_spec(
         name=validate_name(name, what="--name") if name is not None else _default_job_name(argv[0]),
         command=tuple(argv),
         resources=resources,
-        env=_parse_environment(env),
+        env=_parse_env_options(env),
         node_id="" if options.node is None else validate_node_id(options.node, what="--node"),
         constraints=parse_constraints(options, gpus=resources.gpus, now=now),
     )
 
 
-def _check_workdir(workdir: Path) -> None:
+def _check_workdir_can_be_uploaded(workdir: Path) -> None:
     from genie.processes.project_folder import why_not_sent_as_a_whole
 
     if not workdir.is_dir():
@@ -249,7 +249,7 @@ def _check_workdir(workdir: Path) -> None:
         )
 
 
-def _parse_environment(pairs: list[str]) -> dict[str, str]:
+def _parse_env_options(pairs: list[str]) -> dict[str, str]:
     from genie.model.names import validate_env_key
 
     found: dict[str, str] = {}
@@ -271,7 +271,7 @@ def _default_job_name(program: str) -> str:
     return kept.strip("-")[:NAME_CHARS_MAX].strip("-") or "job"
 
 
-def _check_states(states: list[str]) -> list[str]:
+def _validate_job_states(states: list[str]) -> list[str]:
     for state in states:
         if state not in _JOB_STATES:
             raise UsageError(
@@ -321,7 +321,7 @@ async def _cancel_jobs(settings: Settings, job_ids: list[str]) -> tuple[list[Job
     return cancelled, failed
 
 
-async def _show_log(settings: Settings, job_id: str, *, follow: bool, run: int) -> None:
+async def _print_log(settings: Settings, job_id: str, *, follow: bool, run: int) -> None:
     from genie.cluster.client import open_client
 
     async with open_client(settings) as client:
@@ -332,10 +332,10 @@ async def _show_log(settings: Settings, job_id: str, *, follow: bool, run: int) 
             is_empty = False
             output.write_bytes(data)
         if is_empty:
-            await _explain_empty_log(client, job_id, follow=follow)
+            await _print_why_log_is_empty(client, job_id, follow=follow)
 
 
-async def _explain_empty_log(client: ClusterClient, job_id: str, *, follow: bool) -> None:
+async def _print_why_log_is_empty(client: ClusterClient, job_id: str, *, follow: bool) -> None:
     """Print the state of a job that has not started or has failed, which may be why there is no output."""
     from genie.model.job import JobState
 
@@ -371,7 +371,7 @@ async def _fetch_whole_log(settings: Settings, job_id: str, *, follow: bool, run
         return b"".join([data async for data in client.follow_log(job_id, follow=follow, run=run)])
 
 
-async def _show_all_runs(settings: Settings, job_id: str, *, as_json: bool) -> None:
+async def _print_logs_of_all_runs(settings: Settings, job_id: str, *, as_json: bool) -> None:
     """Print all retained runs. A run whose log is gone is reported; the others are still printed."""
     from genie.cluster.client import open_client
 
@@ -398,23 +398,23 @@ def _decode_log(log: bytes) -> str:
     return log.decode("utf-8", errors="replace")
 
 
-async def _submit_and_wait(settings: Settings, spec: JobSpec, workdir: Path | None) -> int:
+async def _submit_wait_and_get_exit_code(settings: Settings, spec: JobSpec, workdir: Path | None) -> int:
     from genie.cluster.client import open_client
 
     async with open_client(settings) as client:
         job = await _submit_with_progress(client, spec, workdir)
         output.print_message(f"job {job.job_id} ({job.spec.name})")
         _print_pending_reason(job)
-        ended = await _follow_until_end(client, job.job_id)
+        ended = await _follow_job_until_end(client, job.job_id)
         return INTERRUPTED_EXIT_CODE if ended is None else _print_failure_and_get_exit_code(ended)
 
 
-async def _follow_until_end(client: ClusterClient, job_id: str) -> Job | None:
+async def _follow_job_until_end(client: ClusterClient, job_id: str) -> Job | None:
     """Print the output and return the finished job, or None after a second Ctrl-C."""
     with catch_interrupts() as interrupts:
         async with asyncio.TaskGroup() as group:
-            follow = group.create_task(_print_log_until_end(client, job_id))
-            watch = group.create_task(_cancel_on_interrupt(client, job_id, interrupts, follow))
+            follow = group.create_task(_print_log_and_get_ended_job_or_error(client, job_id))
+            watch = group.create_task(_cancel_job_on_interrupt(client, job_id, interrupts, follow))
             await asyncio.wait([follow])
             watch.cancel()
     if follow.cancelled():
@@ -425,7 +425,9 @@ async def _follow_until_end(client: ClusterClient, job_id: str) -> Job | None:
     return outcome
 
 
-async def _print_log_until_end(client: ClusterClient, job_id: str) -> Job | GenieError | OSError:
+async def _print_log_and_get_ended_job_or_error(
+    client: ClusterClient, job_id: str
+) -> Job | GenieError | OSError:
     """Return errors instead of raising them: a TaskGroup would wrap them."""
     try:
         async for data in client.follow_log(job_id, follow=True):
@@ -435,7 +437,7 @@ async def _print_log_until_end(client: ClusterClient, job_id: str) -> Job | Geni
         return error
 
 
-async def _cancel_on_interrupt(
+async def _cancel_job_on_interrupt(
     client: ClusterClient, job_id: str, interrupts: asyncio.Queue[None], follow: asyncio.Task[object]
 ) -> None:
     """Cancel the job at the first Ctrl-C and keep printing its output; exit at the second."""
@@ -458,11 +460,11 @@ def _print_failure_and_get_exit_code(job: Job) -> int:
     reason = output.to_one_line(job.reason).removeprefix(f"{job.state}: ")
     output.print_message(f"genie: job {job.job_id} {job.state}: {reason}")
     if job.state is JobState.FAILED and job.exit_code is not None:
-        return _shell_exit_code(job.exit_code)
+        return _to_shell_exit_code(job.exit_code)
     return 1
 
 
-def _shell_exit_code(exit_code: int) -> int:
+def _to_shell_exit_code(exit_code: int) -> int:
     """A negative exit code means that a signal ended the job; shells report 128 + signal."""
     return exit_code if exit_code >= 0 else 128 - exit_code
 
@@ -482,6 +484,6 @@ def _job_row(job: Job, *, now: float) -> tuple[str, ...]:
         format_gpu_count(job.spec.resources, job.spec.constraints),
         format_placements(job.placements) or "-",
         format_duration(now - job.submitted_at),
-        "-" if job.exit_code is None else str(_shell_exit_code(job.exit_code)),
+        "-" if job.exit_code is None else str(_to_shell_exit_code(job.exit_code)),
         job.reason,
     )

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from genie.config import Settings
     from genie.model.messages import Welcome
 
-_CONNECT_TIMEOUT_S = 10.0
+_LOGIN_TIMEOUT_S = 10.0
 
 ClusterAddressArgument = Annotated[
     str | None,
@@ -45,14 +45,14 @@ def login(
 
     The owner of the cluster creates a token with 'genie token create'.
     """
-    settings = _load_settings(invocation, cluster)
+    settings = _load_settings_without_token(invocation, cluster)
     if show_list:
-        _write_logins(settings, as_json=as_json)
+        _list_stored_logins(settings, as_json=as_json)
         return
     host, port = _parse_given_address(settings)
     where = address_text(host, port)
     text = invocation.read_token() or _prompt_token(where)
-    welcome = asyncio.run(_log_in(settings, host, port, text))
+    welcome = asyncio.run(_verify_and_store_token(settings, host, port, text))
     if as_json:
         output.write_json({"address": where, "kind": welcome.kind, "tenant": welcome.tenant})
     else:
@@ -70,22 +70,22 @@ def logout(invocation: Invocation, *, cluster: ClusterAddressArgument = None) ->
     """
     from genie.runtime import logins
 
-    settings = _load_settings(invocation, cluster)
+    settings = _load_settings_without_token(invocation, cluster)
     state_dir = settings.paths.state_dir
     found = (
         _parse_given_address(settings) if settings.cluster.master_addr else logins.default_login(state_dir)
     )
     if found is None:
-        raise UsageError("no address given, and no default login", hint=_format_stored_logins(settings))
+        raise UsageError("no address given, and no default login", hint=_stored_logins_hint(settings))
     host, port = found
     if not logins.remove_login(state_dir, host, port):
         raise TokenMissingError(
-            f"no login stored for {address_text(host, port)}", hint=_format_stored_logins(settings)
+            f"no login stored for {address_text(host, port)}", hint=_stored_logins_hint(settings)
         )
     output.write_line(f"logged out of {address_text(host, port)}")
 
 
-def _load_settings(invocation: Invocation, cluster: str | None) -> Settings:
+def _load_settings_without_token(invocation: Invocation, cluster: str | None) -> Settings:
     """Load the settings without the token of --token-file, which is to be stored."""
     if cluster is not None and invocation.address is not None:
         raise UsageError("ADDRESS and --address are mutually exclusive", hint="give one of them")
@@ -119,7 +119,7 @@ def _prompt_token(where: str) -> str:
     return text
 
 
-async def _log_in(settings: Settings, host: str, port: int, text: str) -> Welcome:
+async def _verify_and_store_token(settings: Settings, host: str, port: int, text: str) -> Welcome:
     from genie.runtime.credentials import log_in
     from genie.runtime.network import TcpNetwork
     from genie.supervisor.this_machine import add_local_cluster_hint
@@ -127,7 +127,7 @@ async def _log_in(settings: Settings, host: str, port: int, text: str) -> Welcom
     state_dir = settings.paths.state_dir
     async with add_local_cluster_hint(host, port, state_dir=state_dir):
         return await log_in(
-            host, port, text, state_dir=state_dir, network=TcpNetwork(), timeout_s=_CONNECT_TIMEOUT_S
+            host, port, text, state_dir=state_dir, network=TcpNetwork(), timeout_s=_LOGIN_TIMEOUT_S
         )
 
 
@@ -152,7 +152,7 @@ def _print_login_precedence(settings: Settings, host: str, port: int) -> None:
         output.print_message(f"commands and genie.init() without an address use {address_text(host, port)}")
 
 
-def _write_logins(settings: Settings, *, as_json: bool) -> None:
+def _list_stored_logins(settings: Settings, *, as_json: bool) -> None:
     from genie.runtime import logins
 
     found = logins.list_logins(settings.paths.state_dir)
@@ -175,7 +175,7 @@ def _write_logins(settings: Settings, *, as_json: bool) -> None:
     )
 
 
-def _format_stored_logins(settings: Settings) -> str:
+def _stored_logins_hint(settings: Settings) -> str:
     from genie.runtime import logins
 
     names = [one.address for one in logins.list_logins(settings.paths.state_dir)]

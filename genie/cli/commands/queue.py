@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from genie.model.messages import ExplainReply, NodesRuledOut, QueuedJob, QueueReply
 
 _QUEUE_COLUMNS = ("#", "job", "name", "tenant", "request", "priority", "age", "expected start", "reason")
-_QUEUE_DROPPABLE_COLUMNS = ("priority", "age", "name")
+_QUEUE_COLUMNS_DROPPED_IF_NARROW = ("priority", "age", "name")
 _TENANT_COLUMN_INDEX = _QUEUE_COLUMNS.index("tenant")
-_BLOCKED_COLUMNS = ("node count", "nodes", "blocked", "reason")
-_HISTORY_COLUMNS = ("time", "state", "reason")
+_BLOCKED_NODES_COLUMNS = ("node count", "nodes", "blocked", "reason")
+_JOB_HISTORY_COLUMNS = ("time", "state", "reason")
 _NODE_NAMES_SHOWN_MAX = 3
 
 
@@ -51,7 +51,7 @@ def queue(
     columns: tuple[str, ...] = _QUEUE_COLUMNS
     if not is_owner:
         columns, rows = _without_tenant_cell(columns), [_without_tenant_cell(row) for row in rows]
-    output.write_table(columns, rows, droppable=_QUEUE_DROPPABLE_COLUMNS)
+    output.write_table(columns, rows, droppable=_QUEUE_COLUMNS_DROPPED_IF_NARROW)
     if reply.more:
         output.print_message(f"showing the first {len(reply.jobs)}; {reply.waiting} jobs are pending")
 
@@ -72,17 +72,17 @@ def explain(
         output.write_json(output.struct_to_json(reply))
         return
     now = time.time()
-    output.write_fields([*_job_fields(reply.job, now=now), *_pending_job_fields(reply, now=now)])
+    output.write_fields([*_job_fields(reply.job, now=now), *_reason_and_start_fields(reply, now=now)])
     if reply.ruled_out:
         output.write_line("")
-        output.write_table(_BLOCKED_COLUMNS, [_blocked_row(each) for each in reply.ruled_out])
+        output.write_table(_BLOCKED_NODES_COLUMNS, [_blocked_nodes_row(each) for each in reply.ruled_out])
         if reply.ruled_out_more:
             output.print_message(
                 f"{format_count(reply.ruled_out_more, 'node')} more are blocked for other reasons"
             )
     output.write_line("")
     steps = [(_local_time_text(step.at), step.state.value, step.reason) for step in reply.job.history]
-    output.write_table(_HISTORY_COLUMNS, steps)
+    output.write_table(_JOB_HISTORY_COLUMNS, steps)
 
 
 async def _fetch_queue_and_is_owner(settings: Settings, *, limit: int) -> tuple[QueueReply, bool]:
@@ -120,7 +120,7 @@ def _without_tenant_cell(cells: tuple[str, ...]) -> tuple[str, ...]:
 def _job_fields(job: Job, *, now: float) -> list[tuple[str, str]]:
     facts = [
         ("job", f"{job.job_id} ({job.spec.name})"),
-        ("state", f"{job.state}{_time_in_state_text(job, now=now)}"),
+        ("state", f"{job.state}{_time_in_state_suffix(job, now=now)}"),
         ("request", format_request(job.spec.resources, job.spec.constraints)),
     ]
     if job.placements:
@@ -130,7 +130,7 @@ def _job_fields(job: Job, *, now: float) -> list[tuple[str, str]]:
     return facts
 
 
-def _pending_job_fields(reply: ExplainReply, *, now: float) -> list[tuple[str, str]]:
+def _reason_and_start_fields(reply: ExplainReply, *, now: float) -> list[tuple[str, str]]:
     from genie.model.job import JobState
 
     job = reply.job
@@ -154,7 +154,7 @@ def _expected_start_text(reply: ExplainReply, *, now: float) -> str:
     return f"{when}: {why}" if why else f"at the latest {when}, if running jobs use their full time limit"
 
 
-def _time_in_state_text(job: Job, *, now: float) -> str:
+def _time_in_state_suffix(job: Job, *, now: float) -> str:
     if job.ended_at is not None:
         return f", {format_duration(now - job.ended_at)} ago"
     since = job.history[-1].at if job.history else job.submitted_at
@@ -169,7 +169,7 @@ def _latest_placement_reason(job: Job) -> str:
     return steps[-1] if steps else ""
 
 
-def _blocked_row(blocked: NodesRuledOut) -> tuple[str, ...]:
+def _blocked_nodes_row(blocked: NodesRuledOut) -> tuple[str, ...]:
     more = blocked.count - _NODE_NAMES_SHOWN_MAX
     names = ", ".join(blocked.nodes[:_NODE_NAMES_SHOWN_MAX]) + (f" and {more} more" if more > 0 else "")
     return (

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from genie.model.tenant import QuotaRecord
 
 _QUOTA_COLUMNS = ("tenant", "gpu quota", "borrow limit", "gpus in use", "weight")
-_NO_LIMIT_VALUE = "all"
+_UNLIMITED_OPTION_VALUE = "all"
 _UNLIMITED_TEXT = "unlimited"
 
 
@@ -82,17 +82,17 @@ def set_quota(
     from genie.model.names import validate_name
     from genie.model.tenant import QuotaRecord
 
-    if borrow is not None and gpus == _NO_LIMIT_VALUE:
+    if borrow is not None and gpus == _UNLIMITED_OPTION_VALUE:
         raise UsageError("--borrow has no effect with --gpus all", hint="remove --borrow, or give --gpus N")
     quota = QuotaRecord(
         tenant=validate_name(tenant, what="TENANT"),
         gpus=_parse_gpu_limit(gpus, what="--gpus"),
-        borrow_gpus=_parse_gpu_limit(borrow or _NO_LIMIT_VALUE, what="--borrow"),
+        borrow_gpus=_parse_gpu_limit(borrow or _UNLIMITED_OPTION_VALUE, what="--borrow"),
         weight=parse_number(weight, what="--weight", low=WEIGHT_MIN, high=WEIGHT_MAX),
     )
-    asyncio.run(_set_quota(invocation.load_settings(), quota))
+    asyncio.run(_send_quota_to_controller(invocation.load_settings(), quota))
     output.write_line(
-        f"{quota.tenant}: quota {_quota_text(quota)}, borrow limit {_borrow_text(quota)}, "
+        f"{quota.tenant}: quota {_gpu_quota_text(quota)}, borrow limit {_borrow_limit_text(quota)}, "
         f"weight {quota.weight:g}"
     )
 
@@ -104,7 +104,7 @@ def remove_quota(
     tenant: Annotated[str, typer.Argument(metavar="TENANT", help="Tenant, as listed by 'genie quota'.")],
 ) -> None:
     """Remove the quota of a tenant; its usage is then unlimited."""
-    asyncio.run(_remove_quota(invocation.load_settings(), tenant))
+    asyncio.run(_request_quota_removal(invocation.load_settings(), tenant))
     output.write_line(f"{output.to_one_line(tenant)}: quota removed")
 
 
@@ -115,14 +115,14 @@ async def _fetch_quotas(settings: Settings) -> QuotasReply:
         return await client.quotas()
 
 
-async def _set_quota(settings: Settings, quota: QuotaRecord) -> None:
+async def _send_quota_to_controller(settings: Settings, quota: QuotaRecord) -> None:
     from genie.cluster.client import open_client
 
     async with open_client(settings) as client:
         await client.set_quota(quota)
 
 
-async def _remove_quota(settings: Settings, tenant: str) -> None:
+async def _request_quota_removal(settings: Settings, tenant: str) -> None:
     from genie.cluster.client import open_client
 
     async with open_client(settings) as client:
@@ -130,30 +130,32 @@ async def _remove_quota(settings: Settings, tenant: str) -> None:
 
 
 def _parse_gpu_limit(text: str, *, what: str) -> float | None:
-    if text == _NO_LIMIT_VALUE:
+    if text == _UNLIMITED_OPTION_VALUE:
         return None
     try:
         return parse_number(text, what=what, high=QUOTA_GPUS_MAX)
     except UsageError as error:
-        raise UsageError(error.message, hint=f"{error.hint}, or '{_NO_LIMIT_VALUE}' for no limit") from None
+        raise UsageError(
+            error.message, hint=f"{error.hint}, or '{_UNLIMITED_OPTION_VALUE}' for no limit"
+        ) from None
 
 
 def _quota_row(view: QuotaView) -> tuple[str, ...]:
     quota = view.quota
     return (
         quota.tenant,
-        _quota_text(quota),
-        _borrow_text(quota),
+        _gpu_quota_text(quota),
+        _borrow_limit_text(quota),
         f"{view.held_gpus:g}",
         f"{quota.weight:g}",
     )
 
 
-def _quota_text(quota: QuotaRecord) -> str:
+def _gpu_quota_text(quota: QuotaRecord) -> str:
     return _UNLIMITED_TEXT if quota.gpus is None else f"{quota.gpus:g}"
 
 
-def _borrow_text(quota: QuotaRecord) -> str:
+def _borrow_limit_text(quota: QuotaRecord) -> str:
     if quota.gpus is None:
         return "-"
     return _UNLIMITED_TEXT if quota.borrow_gpus is None else f"{quota.borrow_gpus:g}"

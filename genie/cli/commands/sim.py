@@ -41,7 +41,7 @@ _POLICY_FAULT_HINT = (
 )
 _PLACEMENT_POLICIES = ("supply", "fgd", "bestfit")
 _TRACE_FORMATS = ("genie", "philly", "openb")
-_JSON_NAMES = {
+_JSON_NAME_BY_METRIC = {
     "finished_jobs": "jobs",
     "infeasible_jobs": "impossible",
     "never_started_jobs": "left_waiting",
@@ -66,7 +66,7 @@ _TraceOption = Annotated[
     Path | None,
     typer.Option("--trace", metavar="FILE", help="Trace file with jobs (default: synthetic jobs)."),
 ]
-_FormatOption = Annotated[
+_TraceFormatOption = Annotated[
     str, typer.Option("--format", metavar="FORMAT", help="Trace format: genie, philly or openb.")
 ]
 _NodesOption = Annotated[
@@ -96,7 +96,7 @@ _LoadOption = Annotated[
         help="Requested / available GPU time (default: 1.2, or that of the trace).",
     ),
 ]
-_LimitsOption = Annotated[
+_TimeLimitFactorOption = Annotated[
     str,
     typer.Option(
         "--limits", metavar="X", help="Time limits: 1 to X times the duration of the job; 0 sets none."
@@ -111,8 +111,8 @@ _FailEveryOption = Annotated[
     ),
 ]
 _NO_ADDRESS_HINT = "the simulator uses no cluster; --nodes describes the simulated one"
-_ORDER_HELP = "Queue order: fifo, priority, fair, or a custom policy MODULE:CLASS."
-_OrderOption = Annotated[str, typer.Option("--order", metavar="ORDER", help=_ORDER_HELP)]
+_QUEUE_ORDER_HELP = "Queue order: fifo, priority, fair, or a custom policy MODULE:CLASS."
+_QueueOrderOption = Annotated[str, typer.Option("--order", metavar="ORDER", help=_QUEUE_ORDER_HELP)]
 _PlacementOption = Annotated[
     str, typer.Option("--placement", metavar="POLICY", help="Placement policy: supply, fgd or bestfit.")
 ]
@@ -128,12 +128,12 @@ def run(
     invocation: Invocation,
     *,
     trace: _TraceOption = None,
-    trace_format: _FormatOption = "genie",
+    trace_format: _TraceFormatOption = "genie",
     nodes: _NodesOption = "128x8",
     jobs: _JobsOption = None,
     load: _LoadOption = None,
-    limits: _LimitsOption = "3",
-    order: _OrderOption = "fair",
+    limits: _TimeLimitFactorOption = "3",
+    order: _QueueOrderOption = "fair",
     placement: _PlacementOption = "supply",
     no_backfill: Annotated[bool, typer.Option("--no-backfill", help="Disable backfill.")] = False,
     no_preempt: Annotated[bool, typer.Option("--no-preempt", help="Disable preemption.")] = False,
@@ -157,13 +157,15 @@ def run(
 
     settings = invocation.load_settings()
     seed_number = parse_integer(seed, what="--seed", low=0, high=_SEED_MAX)
-    rules = _make_rules(order, settings.controller, backfills=not no_backfill, preempts=not no_preempt)
+    rules = _make_scheduling_rules(
+        order, settings.controller, backfills=not no_backfill, preempts=not no_preempt
+    )
     machines = _parse_nodes(nodes)
-    _check_choice(trace_format, _TRACE_FORMATS, what="--format")
+    _validate_choice(trace_format, _TRACE_FORMATS, what="--format")
     work = _load_or_generate_jobs(
         machines, trace, trace_format, jobs=jobs, load=load, limits=limits, seed=seed_number
     )
-    failures = _parse_failures(fail_every, repair)
+    failures = _parse_node_failures(fail_every, repair)
     plan = _make_simulation_parameters(rules, placement, seed_number, failures=failures)
     line = output.ProgressLine()
     try:
@@ -221,7 +223,7 @@ def replay(
     from genie.sim.workloads.traces import Workload
 
     invocation.load_settings()
-    _check_choice(placement, _PLACEMENT_POLICIES, what="--placement")
+    _validate_choice(placement, _PLACEMENT_POLICIES, what="--placement")
     seed_number = parse_integer(seed, what="--seed", low=0, high=_SEED_MAX)
     if (trace is None) != (nodes is None):
         raise UsageError("--trace and --nodes must be given together", hint="give both files, or neither")
@@ -258,7 +260,7 @@ def generate(
     nodes: _NodesOption = "128x8",
     jobs: _JobsOption = None,
     load: _LoadOption = None,
-    limits: _LimitsOption = "3",
+    limits: _TimeLimitFactorOption = "3",
     seed: _SeedOption = "0",
 ) -> None:
     """Generate synthetic jobs as CSV for 'genie sim run --trace'. --load is relative to --nodes."""
@@ -280,7 +282,7 @@ def generate(
 # -- options ----------------------------------------------------------------------------------------
 
 
-def _check_choice(value: str, allowed: Sequence[str], *, what: str) -> str:
+def _validate_choice(value: str, allowed: Sequence[str], *, what: str) -> str:
     if value not in allowed:
         raise UsageError(f"{what} {value!r} is invalid", hint=f"allowed: {', '.join(allowed)}")
     return value
@@ -345,7 +347,9 @@ def _load_or_generate_jobs(
     return workload.scale_to_load(found, nodes, load_target) if load_target else found
 
 
-def _make_rules(order: str, controller: ControllerConfig, *, backfills: bool, preempts: bool) -> Rules:
+def _make_scheduling_rules(
+    order: str, controller: ControllerConfig, *, backfills: bool, preempts: bool
+) -> Rules:
     """Return the scheduling rules for a policy name, with the controller's time budget for custom policies.
 
     The budget counts CPU time here, so that other load on the machine does not change the results.
@@ -365,11 +369,11 @@ def _make_simulation_parameters(
 ) -> SimulationParameters:
     from genie.sim.events import SimulationParameters
 
-    _check_choice(placement, _PLACEMENT_POLICIES, what="--placement")
+    _validate_choice(placement, _PLACEMENT_POLICIES, what="--placement")
     return SimulationParameters(rules, placement, seed, failures)
 
 
-def _parse_failures(fail_every: str | None, repair: str) -> NodeFailures | None:
+def _parse_node_failures(fail_every: str | None, repair: str) -> NodeFailures | None:
     from genie.sim.events import NodeFailures
 
     if fail_every is None:
@@ -401,7 +405,7 @@ def _summary_to_json(summary: Summary) -> dict[str, Any]:
     from dataclasses import asdict
 
     def to_json_names(fields: list[tuple[str, Any]]) -> dict[str, Any]:
-        return {_JSON_NAMES.get(name, name): value for name, value in fields}
+        return {_JSON_NAME_BY_METRIC.get(name, name): value for name, value in fields}
 
     return asdict(summary, dict_factory=to_json_names)
 

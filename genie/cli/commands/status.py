@@ -25,9 +25,9 @@ _NODE_COLUMNS = (
     "last heartbeat",
     "reason",
 )
-_NODE_DROPPABLE_COLUMNS = ("address", "last heartbeat", "cpus allocated")
+_NODE_COLUMNS_DROPPED_IF_NARROW = ("address", "last heartbeat", "cpus allocated")
 _GPU_COLUMNS = ("node", "gpu", "accelerator", "memory total", "memory used", "utilization", "temp", "jobs")
-_GPU_DROPPABLE_COLUMNS = ("temp", "utilization")
+_GPU_COLUMNS_DROPPED_IF_NARROW = ("temp", "utilization")
 
 
 @command(app, "status", example="genie status --json")
@@ -47,9 +47,9 @@ def status(invocation: Invocation, *, as_json: JsonOption = False) -> None:
     ]
     if reply.leading:  # unknown to a standby
         facts += [
-            ("nodes", _format_counts(reply.nodes)),
+            ("nodes", _format_nonzero_counts(reply.nodes)),
             ("accelerators", f"{reply.gpus_free} free of {reply.gpus_total}"),
-            ("jobs", _format_counts(reply.jobs)),
+            ("jobs", _format_nonzero_counts(reply.jobs)),
             ("clients", str(reply.clients)),
             ("policy", reply.policy_fault or reply.policy),
             *(("alarm", text) for text in reply.alarms),
@@ -91,7 +91,7 @@ def write_node_and_gpu_tables(views: tuple[NodeView, ...]) -> None:
     rows = [_gpu_row(view, gpu) for view in views for gpu in view.info.gpus]
     if rows:
         output.write_line("")
-        output.write_table(_GPU_COLUMNS, rows, droppable=_GPU_DROPPABLE_COLUMNS)
+        output.write_table(_GPU_COLUMNS, rows, droppable=_GPU_COLUMNS_DROPPED_IF_NARROW)
 
 
 def _write_node_table(views: tuple[NodeView, ...], *, now: float) -> None:
@@ -110,7 +110,7 @@ def _write_node_table(views: tuple[NodeView, ...], *, now: float) -> None:
             (*row[:-1], *(texts[index] or "-" for texts in extra.values()), row[-1])
             for index, row in enumerate(rows)
         ],
-        droppable=_NODE_DROPPABLE_COLUMNS,
+        droppable=_NODE_COLUMNS_DROPPED_IF_NARROW,
     )
 
 
@@ -132,7 +132,7 @@ def _node_row(view: NodeView, *, now: float) -> tuple[str, ...]:
     info = view.info
     return (
         info.node_id,
-        _format_status(view),
+        _format_node_status(view),
         info.host,
         f"{view.node_holds.cpus_used:g} of {info.cpus:g}",
         f"{format_size(view.node_holds.memory_used_bytes)} of {format_size(info.memory_total_bytes)}",
@@ -141,7 +141,7 @@ def _node_row(view: NodeView, *, now: float) -> tuple[str, ...]:
     )
 
 
-def _format_status(view: NodeView) -> str:
+def _format_node_status(view: NodeView) -> str:
     """Format the status; that of a healthy node that accepts no jobs is its drain state."""
     from genie.model.node import NodeStatus
 
@@ -183,5 +183,5 @@ def _format_jobs_on_gpu(node_holds: NodeHolds, gpu: GPUInfo) -> str:
     return ", ".join(f"{hold.job_id} ({hold.gpu_milli / 10:g}%)" for hold in holds) or "-"
 
 
-def _format_counts(counts: dict[str, int]) -> str:
+def _format_nonzero_counts(counts: dict[str, int]) -> str:
     return ", ".join(f"{count} {name}" for name, count in counts.items() if count) or "none"

@@ -38,14 +38,14 @@ app.add_typer(store_app)
 
 _PROGRESS_INTERVAL_S = 2.0
 
-FileArgument = Annotated[str, typer.Argument(metavar="FILE", help="File of the backup.")]
+BackupFileArgument = Annotated[str, typer.Argument(metavar="FILE", help="File of the backup.")]
 
 
 @command(store_app, "backup", example="genie store backup /backups/genie.backup")
 def backup(
     invocation: Invocation,
     *,
-    file: FileArgument,
+    file: BackupFileArgument,
     store: Annotated[
         str | None,
         typer.Option(
@@ -62,7 +62,7 @@ def backup(
     """
     settings = invocation.load_settings({"controller.store": store})
     path = Path(file).expanduser().absolute()
-    header = asyncio.run(_write_backup(settings, path, direct=store is not None))
+    header = asyncio.run(_write_backup_of_controller_or_store(settings, path, direct=store is not None))
     if as_json:
         output.write_json({"file": str(path), "header": output.struct_to_json(header)})
         return
@@ -75,7 +75,7 @@ def backup(
 def restore(
     invocation: Invocation,
     *,
-    file: FileArgument,
+    file: BackupFileArgument,
     store: Annotated[
         str | None,
         typer.Option(
@@ -97,7 +97,9 @@ def restore(
     wanted = (
         None if generation is None else parse_integer(generation, what="--generation", low=1, high=1 << 24)
     )
-    restored = asyncio.run(_restore(settings, Path(file).expanduser().absolute(), generation=wanted))
+    restored = asyncio.run(
+        _restore_backup_file(settings, Path(file).expanduser().absolute(), generation=wanted)
+    )
     if as_json:
         output.write_json(
             {
@@ -114,7 +116,7 @@ def restore(
     _print_next_steps(settings, ca_pin=restored.cluster.ca_pin)
 
 
-async def _restore(settings: Settings, path: Path, *, generation: int | None) -> Restored:
+async def _restore_backup_file(settings: Settings, path: Path, *, generation: int | None) -> Restored:
     from genie.controller.backups.backup_file import BackupReader
     from genie.controller.state_directory import lock_controller_directory, record_location
     from genie.processes import files
@@ -124,12 +126,14 @@ async def _restore(settings: Settings, path: Path, *, generation: int | None) ->
     directory = files.make_private_directory(_controller_dir(settings))
     with lock_controller_directory(directory), file_io_threads("genie-restore") as offload:
         async with _open_store(settings) as store:
-            restored = await _restore_into(store, settings, reader, generation=generation, offload=offload)
+            restored = await _restore_into_store(
+                store, settings, reader, generation=generation, offload=offload
+            )
         record_location(directory)
         return restored
 
 
-async def _restore_into(
+async def _restore_into_store(
     store: Store, settings: Settings, reader: BackupReader, *, generation: int | None, offload: Offload
 ) -> Restored:
     from genie.controller.backups.restore import next_generation, restore_backup
@@ -140,27 +144,27 @@ async def _restore_into(
         store_name=_store_name(settings),
         generation=generation or next_generation(reader.header.generation, now_s=time.time()),
         offload=offload,
-        progress=RowProgress("restoring"),
+        progress=RowCountPrinter("restoring"),
     )
 
 
 @command(store_app, "adopt", example="genie store adopt")
-def adopt(invocation: Invocation) -> None:
+def adopt_state_directory(invocation: Invocation) -> None:
     """Accept a state directory that was moved or copied here, so that its controller starts.
 
     Raises the generation of the cluster: nodes reject a controller that still runs with the original.
     """
     settings = invocation.load_settings()
-    generation = asyncio.run(_adopt(settings))
+    generation = asyncio.run(_adopt_and_get_generation(settings))
     output.write_line(f"{_controller_dir(settings)} belongs to this machine now, generation {generation}")
     output.print_message("next: genie up --detach")
 
 
-async def _adopt(settings: Settings) -> int:
+async def _adopt_and_get_generation(settings: Settings) -> int:
     from genie.controller.backups.restore import adopt_store
     from genie.controller.state_directory import lock_controller_directory, record_location
 
-    _check_own_store_exists(settings)
+    _check_store_exists(settings)
     directory = _controller_dir(settings)
     with lock_controller_directory(directory):
         async with _open_store(settings) as store:
@@ -188,13 +192,13 @@ def migrate(
     """
     settings = invocation.load_settings({"controller.store": source})
     target = invocation.load_settings({"controller.store": to})
-    path, restored = asyncio.run(_migrate(settings, target))
+    path, restored = asyncio.run(_migrate_store(settings, target))
     output.write_line(f"copied {restored.row_count} rows of cluster {restored.cluster.cluster_id} to {to}")
     output.print_message(f"a backup of the previous store is in {path}")
     _print_next_steps(target, ca_pin=restored.cluster.ca_pin)
 
 
-async def _migrate(settings: Settings, target: Settings) -> tuple[Path, Restored]:
+async def _migrate_store(settings: Settings, target: Settings) -> tuple[Path, Restored]:
     """Back up the store of the settings and restore it into that of `target`."""
     from genie.controller.backups.backup_file import BackupReader
     from genie.controller.backups.restore import check_store_empty, check_store_unused
@@ -202,7 +206,7 @@ async def _migrate(settings: Settings, target: Settings) -> tuple[Path, Restored
     from genie.processes import files
     from genie.processes.tasks import file_io_threads
 
-    _check_own_store_exists(settings)
+    _check_store_exists(settings)
     if _store_name(settings) == _store_name(target):
         raise UsageError(f"{_store_name(target)} is the store itself", hint="choose another one with --to")
     directory = files.make_private_directory(_controller_dir(settings))
@@ -211,9 +215,11 @@ async def _migrate(settings: Settings, target: Settings) -> tuple[Path, Restored
         async with _open_store(settings) as store, _open_store(target) as target_store:
             await check_store_unused(store, store_name=_store_name(settings))
             await check_store_empty(target_store, store_name=_store_name(target))
-            await _write_backup_of(store, path, offload=offload)
+            await _write_backup_of_store(store, path, offload=offload)
             reader = await offload(lambda: BackupReader(path))
-            return path, await _restore_into(target_store, target, reader, generation=None, offload=offload)
+            return path, await _restore_into_store(
+                target_store, target, reader, generation=None, offload=offload
+            )
 
 
 def _store_name(settings: Settings) -> str:
@@ -244,7 +250,9 @@ def _print_next_steps(settings: Settings, *, ca_pin: str) -> None:
     )
 
 
-async def _write_backup(settings: Settings, path: Path, *, direct: bool) -> BackupHeader:
+async def _write_backup_of_controller_or_store(
+    settings: Settings, path: Path, *, direct: bool
+) -> BackupHeader:
     """Back up the store of the controller, or the store of the settings if `direct` or if no controller is
     running here."""
     from genie.cluster.client import open_client
@@ -259,7 +267,7 @@ async def _write_backup(settings: Settings, path: Path, *, direct: bool) -> Back
             try:
                 client = await stack.enter_async_context(open_client(settings))
             except (UnreachableError, ConfigError, TokenMissingError):
-                if settings.cluster.master_addr is not None or not _has_own_store(settings):
+                if settings.cluster.master_addr is not None or not _is_etcd_or_existing_store(settings):
                     raise
                 output.print_message("no controller is running here: reading the store directly")
             else:
@@ -268,14 +276,14 @@ async def _write_backup(settings: Settings, path: Path, *, direct: bool) -> Back
                     path,
                     clock=SystemClock(),
                     offload=offload,
-                    progress=RowProgress("backing up"),
+                    progress=RowCountPrinter("backing up"),
                 )
-        _check_own_store_exists(settings)
+        _check_store_exists(settings)
         store = await stack.enter_async_context(_open_store(settings))
-        return await _write_backup_of(store, path, offload=offload)
+        return await _write_backup_of_store(store, path, offload=offload)
 
 
-async def _write_backup_of(store: Store, path: Path, *, offload: Offload) -> BackupHeader:
+async def _write_backup_of_store(store: Store, path: Path, *, offload: Offload) -> BackupHeader:
     from genie.controller.backups.backup import open_store_source, write_backup
     from genie.processes.clock import SystemClock
 
@@ -284,11 +292,11 @@ async def _write_backup_of(store: Store, path: Path, *, offload: Offload) -> Bac
         path,
         clock=SystemClock(),
         offload=offload,
-        progress=RowProgress("backing up"),
+        progress=RowCountPrinter("backing up"),
     )
 
 
-def _has_own_store(settings: Settings) -> bool:
+def _is_etcd_or_existing_store(settings: Settings) -> bool:
     """Whether this machine has a store that can be read without its controller."""
     from genie.controller.store.open import sqlite_store_path
 
@@ -296,9 +304,9 @@ def _has_own_store(settings: Settings) -> bool:
     return path is None or path.exists()
 
 
-def _check_own_store_exists(settings: Settings) -> None:
+def _check_store_exists(settings: Settings) -> None:
     """Raise UsageError if the embedded store of the settings does not exist: opening it would create it."""
-    if not _has_own_store(settings):
+    if not _is_etcd_or_existing_store(settings):
         raise UsageError(
             f"there is no store at {_store_name(settings)}",
             hint="run this on the controller's machine, or set GENIE_STATE_DIR",
@@ -331,14 +339,14 @@ def _controller_dir(settings: Settings) -> Path:
     return settings.paths.state_dir / CONTROLLER_DIRECTORY
 
 
-class RowProgress:
+class RowCountPrinter:
     """Prints the progress of a long operation to standard error from time to time."""
 
-    def __init__(self, what: str) -> None:
-        self._what = what
-        self._next_s = time.monotonic() + _PROGRESS_INTERVAL_S
+    def __init__(self, operation: str) -> None:
+        self._operation = operation
+        self._next_print_at_s = time.monotonic() + _PROGRESS_INTERVAL_S
 
     def __call__(self, row_count: int, size_bytes: int) -> None:
-        if time.monotonic() >= self._next_s:
-            self._next_s = time.monotonic() + _PROGRESS_INTERVAL_S
-            output.print_message(f"{self._what}: {row_count} rows, {format_size(size_bytes)}")
+        if time.monotonic() >= self._next_print_at_s:
+            self._next_print_at_s = time.monotonic() + _PROGRESS_INTERVAL_S
+            output.print_message(f"{self._operation}: {row_count} rows, {format_size(size_bytes)}")

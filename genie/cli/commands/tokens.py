@@ -32,9 +32,9 @@ tokens_app = typer.Typer(
 )
 app.add_typer(tokens_app)
 
-_DROPPABLE_COLUMNS = ("age",)
+_TOKEN_COLUMNS_DROPPED_IF_NARROW = ("age",)
 _TOKEN_COLUMNS = ("token", "kind", "tenant", "name", "age", "state")
-_HIDDEN_FIELDS = ("secret_sha256",)
+_SECRET_RECORD_FIELDS = ("secret_sha256",)
 
 
 @command(tokens_app, "create", example="genie token create --name alice --ttl 30d")
@@ -87,7 +87,10 @@ def create(
     )
     if as_json:
         output.write_json(
-            {"token": created.token, "record": output.struct_to_json(created.record, without=_HIDDEN_FIELDS)}
+            {
+                "token": created.token,
+                "record": output.struct_to_json(created.record, without=_SECRET_RECORD_FIELDS),
+            }
         )
         return
     output.write_line(created.token)
@@ -101,7 +104,7 @@ def list_tokens(invocation: Invocation, *, as_json: JsonOption = False) -> None:
     found = asyncio.run(_fetch_tokens(invocation.load_settings()))
     if as_json:
         output.write_json(
-            {"tokens": [output.struct_to_json(record, without=_HIDDEN_FIELDS) for record in found]}
+            {"tokens": [output.struct_to_json(record, without=_SECRET_RECORD_FIELDS) for record in found]}
         )
         return
     now = time.time()
@@ -116,7 +119,7 @@ def list_tokens(invocation: Invocation, *, as_json: JsonOption = False) -> None:
         )
         for record in found
     ]
-    output.write_table(_TOKEN_COLUMNS, rows, droppable=_DROPPABLE_COLUMNS)
+    output.write_table(_TOKEN_COLUMNS, rows, droppable=_TOKEN_COLUMNS_DROPPED_IF_NARROW)
 
 
 @command(tokens_app, "revoke", example="genie token revoke 4f7a2c9d01be")
@@ -128,7 +131,7 @@ def revoke(
     ],
 ) -> None:
     """Revoke tokens. They are rejected from now on."""
-    failed = asyncio.run(_revoke_tokens(invocation.load_settings(), token_ids))
+    failed = asyncio.run(_revoke_tokens_and_get_errors(invocation.load_settings(), token_ids))
     for token_id in token_ids:
         if token_id in failed:
             output.show_error(failed[token_id], debug=invocation.debug)
@@ -163,7 +166,7 @@ async def _fetch_tokens(settings: Settings) -> list[TokenRecord]:
         return list(await client.list_tokens())
 
 
-async def _revoke_tokens(settings: Settings, token_ids: list[str]) -> dict[str, GenieError]:
+async def _revoke_tokens_and_get_errors(settings: Settings, token_ids: list[str]) -> dict[str, GenieError]:
     from genie.cluster.client import open_client
 
     failed: dict[str, GenieError] = {}

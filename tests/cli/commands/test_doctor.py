@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from genie.cli import checks
-from genie.cli.checks import Check, Verdict
+from genie.cli.checks import CheckOutcome, CheckVerdict
 from genie.cli.commands import doctor
 from genie.config import load
 from genie.model.messages import GetStatus
@@ -26,7 +26,7 @@ from tests.needs import require_cgroup
 from tests.ports import free_port
 
 
-def index_checks_by_name(found) -> dict[str, Check]:
+def index_checks_by_name(found) -> dict[str, CheckOutcome]:
     return {check.name: check for check in found}
 
 
@@ -62,7 +62,7 @@ def test_compiler_check_uses_the_selected_compiler(monkeypatch) -> None:
     monkeypatch.setenv("CXX", f"{sys.executable} -c 'print(\"compiler 12\")'")
     found = checks._check_compiler()
     assert (found.verdict, found.found) == (
-        Verdict.OK,
+        CheckVerdict.OK,
         f'{sys.executable} -c print("compiler 12"): compiler 12',
     )
 
@@ -71,7 +71,7 @@ def test_missing_compiler_is_reported_with_a_fix(monkeypatch, tmp_path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
     found = checks._check_compiler()
-    assert found.verdict is Verdict.ABSENT
+    assert found.verdict is CheckVerdict.ABSENT
     assert "there is no C++ compiler" in found.found
     assert "g++ python3-dev" in found.fix
 
@@ -79,13 +79,13 @@ def test_missing_compiler_is_reported_with_a_fix(monkeypatch, tmp_path) -> None:
 def test_missing_configured_compiler_is_named(monkeypatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     found = checks._check_compiler()
-    assert found.verdict is Verdict.ABSENT
+    assert found.verdict is CheckVerdict.ABSENT
     assert "CXX names 'no-such-compiler', which was not found" in found.found
 
 
 def test_device_library_is_compiled_for_the_installed_torch() -> None:
     found = checks._check_device_library()
-    assert found.verdict is Verdict.OK
+    assert found.verdict is CheckVerdict.OK
     assert f"compiled for torch {libraries.TorchTarget.from_installation().torch_version}" in found.found
 
 
@@ -93,18 +93,20 @@ def test_uncompiled_library_is_named(monkeypatch, tmp_path) -> None:
     empty = libraries.BuildCache(libraries.BuildCache.of_this_installation().sources, tmp_path)
     monkeypatch.setattr(libraries.BuildCache, "of_this_installation", lambda: empty)
     found = checks._check_device_library()
-    assert found.verdict is Verdict.ABSENT
+    assert found.verdict is CheckVerdict.ABSENT
     assert "genie_device and genie_executor not compiled for torch" in found.found
     assert found.fix == "python -m genie.native"
-    scheduler = next(each for each in checks.check_tools() if each.name == "scheduler library")
-    assert scheduler.verdict is Verdict.ABSENT and "half a minute" in scheduler.found
+    scheduler = next(
+        each for each in checks.check_libraries_and_system_tools() if each.name == "scheduler library"
+    )
+    assert scheduler.verdict is CheckVerdict.ABSENT and "half a minute" in scheduler.found
     assert scheduler.fix == "python -m genie.native genie_scheduler"
 
 
 def test_device_library_is_absent_without_torch(monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
     found = checks._check_device_library()
-    assert found.verdict is Verdict.ABSENT
+    assert found.verdict is CheckVerdict.ABSENT
     assert "needs PyTorch" in found.found
     assert "pip install" in found.fix
 
@@ -113,13 +115,13 @@ def test_compiler_without_python_headers_is_reported(monkeypatch, tmp_path) -> N
     monkeypatch.setenv("CXX", sys.executable)
     monkeypatch.setattr("sysconfig.get_path", lambda _: str(tmp_path))
     found = checks._check_compiler()
-    assert found.verdict is Verdict.ABSENT
+    assert found.verdict is CheckVerdict.ABSENT
     assert "the Python headers are missing" in found.found
 
 
 def test_cluster_address_may_contain_the_port(monkeypatch) -> None:
     monkeypatch.setenv("GENIE_MASTER_ADDR", "127.0.0.1:6001")
-    assert checks._cluster_address(load()) == ("127.0.0.1", 6001)
+    assert checks._find_cluster_address(load()) == ("127.0.0.1", 6001)
 
 
 def test_port_of_the_local_cluster_is_reported_as_used_by_it(genie, controller, monkeypatch) -> None:
@@ -138,9 +140,9 @@ def test_local_port_is_not_reported_as_used_by_the_cluster_of_the_last_login(mon
     port = free_port()
     token = new_token(TokenKind.USER, token_id="user1", secret=b"\x01" * 32, pin="p" * 43)
     store_login(state_dir, "192.0.2.1", port, token)
-    assert checks._cluster_address(load()) == ("192.0.2.1", port)
-    monkeypatch.setattr(checks, "_fetch_reachable_found_and_fix", replies)
-    found = index_checks_by_name(checks.check_cluster(load({"controller.port": port})))
+    assert checks._find_cluster_address(load()) == ("192.0.2.1", port)
+    monkeypatch.setattr(checks, "_fetch_cluster_reachable_found_and_fix", replies)
+    found = index_checks_by_name(checks.check_port_and_cluster(load({"controller.port": port})))
     assert (found["cluster"].found, found[f"port {port}"].found) == ("192.0.2.1 answers", "free")
 
 
@@ -158,8 +160,8 @@ def test_unreachable_configured_cluster_fails(genie, monkeypatch) -> None:
 def test_port_used_by_another_program_is_a_warning(monkeypatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        found = index_checks_by_name(checks.check_cluster(load({"controller.port": port})))
-    assert found[f"port {port}"].verdict is Verdict.WARNING
+        found = index_checks_by_name(checks.check_port_and_cluster(load({"controller.port": port})))
+    assert found[f"port {port}"].verdict is CheckVerdict.WARNING
     assert "--port" in found[f"port {port}"].fix
 
 
@@ -169,7 +171,7 @@ def test_exception_in_a_check_is_a_warning_and_other_checks_run(monkeypatch) -> 
 
     monkeypatch.setattr(checks, "check_accelerators", broken)
     found = index_checks_by_name(doctor.run_checks(load({"controller.port": free_port()})))
-    assert found["accelerators"].verdict is Verdict.WARNING
+    assert found["accelerators"].verdict is CheckVerdict.WARNING
     assert "ZeroDivisionError" in found["accelerators"].found
     assert "clock" in found
 
@@ -177,35 +179,39 @@ def test_exception_in_a_check_is_a_warning_and_other_checks_run(monkeypatch) -> 
 @pytest.mark.parametrize(
     ("version", "verdict"),
     [
-        (None, Verdict.ABSENT),
-        ("2.10.1", Verdict.WARNING),
-        ("2.11.0+cu130", Verdict.OK),
-        ("2.13.1", Verdict.OK),
-        ("2.14.0", Verdict.WARNING),
+        (None, CheckVerdict.ABSENT),
+        ("2.10.1", CheckVerdict.WARNING),
+        ("2.11.0+cu130", CheckVerdict.OK),
+        ("2.13.1", CheckVerdict.OK),
+        ("2.14.0", CheckVerdict.WARNING),
     ],
 )
 def test_torch_version_is_checked_without_importing_torch(monkeypatch, version, verdict) -> None:
-    monkeypatch.setattr(checks, "_installed_version", lambda name: version if name == "torch" else "1.0")
+    monkeypatch.setattr(checks, "_find_installed_version", lambda name: version if name == "torch" else "1.0")
     assert index_checks_by_name(checks.check_packages())["torch"].verdict is verdict
 
 
 @pytest.mark.parametrize(
     ("line", "verdict"),
-    [("etcd Version: 3.4.23", Verdict.OK), ("etcd Version: 3.5.1", Verdict.WARNING), ("", Verdict.WARNING)],
+    [
+        ("etcd Version: 3.4.23", CheckVerdict.OK),
+        ("etcd Version: 3.5.1", CheckVerdict.WARNING),
+        ("", CheckVerdict.WARNING),
+    ],
 )
 def test_etcd_version_that_can_lose_data_is_rejected(monkeypatch, line, verdict) -> None:
     monkeypatch.setattr(checks.shutil, "which", lambda name: f"/usr/bin/{name}")
-    monkeypatch.setattr(checks, "_first_output_line", lambda argv: line)
-    assert index_checks_by_name(checks.check_tools())["etcd"].verdict is verdict
+    monkeypatch.setattr(checks, "_run_and_get_first_output_line", lambda argv: line)
+    assert index_checks_by_name(checks.check_libraries_and_system_tools())["etcd"].verdict is verdict
 
 
 def test_missing_tools_are_reported_with_their_purpose(monkeypatch) -> None:
     monkeypatch.setattr(checks.shutil, "which", lambda name: None)
     monkeypatch.setattr(checks.cgroups, "own_groups", list)
-    found = index_checks_by_name(checks.check_tools())
+    found = index_checks_by_name(checks.check_libraries_and_system_tools())
     for library in ("device library", "scheduler library"):
-        assert found.pop(library).verdict is Verdict.OK, "what is compiled needs no compiler"
-    assert {check.verdict for check in found.values()} == {Verdict.ABSENT}
+        assert found.pop(library).verdict is CheckVerdict.OK, "what is compiled needs no compiler"
+    assert {check.verdict for check in found.values()} == {CheckVerdict.ABSENT}
     assert all(check.fix for check in found.values())
 
 
@@ -213,7 +219,7 @@ def test_readable_state_directory_is_a_warning(state_dir) -> None:
     state_dir.mkdir(mode=0o755)
     state_dir.chmod(0o755)
     check = index_checks_by_name(checks.check_state_directory(load()))["state directory"]
-    assert check.verdict is Verdict.WARNING
+    assert check.verdict is CheckVerdict.WARNING
     assert "chmod 700" in check.fix
     assert stat.S_IMODE(state_dir.stat().st_mode) == 0o755, "doctor changes nothing"
 
@@ -222,12 +228,13 @@ def test_unwritable_state_directory_fails(monkeypatch) -> None:
     monkeypatch.setattr(checks.os, "access", lambda *_args: False)
     assert (
         index_checks_by_name(checks.check_state_directory(load()))["state directory"].verdict
-        is Verdict.FAILED
+        is CheckVerdict.FAILED
     )
 
 
 @pytest.mark.parametrize(
-    ("free", "verdict"), [(1, Verdict.FAILED), (500 * 1024**2, Verdict.WARNING), (1 << 40, Verdict.OK)]
+    ("free", "verdict"),
+    [(1, CheckVerdict.FAILED), (500 * 1024**2, CheckVerdict.WARNING), (1 << 40, CheckVerdict.OK)],
 )
 def test_low_disk_space_is_reported(monkeypatch, free, verdict) -> None:
     class Usage:
@@ -241,11 +248,11 @@ def test_low_disk_space_is_reported(monkeypatch, free, verdict) -> None:
 def test_clock_before_the_installation_fails(monkeypatch) -> None:
     monkeypatch.setattr(checks.time, "time", lambda: 1e9)
     (check,) = checks.check_clock()
-    assert check.verdict is Verdict.FAILED
+    assert check.verdict is CheckVerdict.FAILED
 
 
 @pytest.mark.parametrize(
-    ("age_days", "verdict"), [(0, Verdict.OK), (6.99, Verdict.WARNING), (8, Verdict.WARNING)]
+    ("age_days", "verdict"), [(0, CheckVerdict.OK), (6.99, CheckVerdict.WARNING), (8, CheckVerdict.WARNING)]
 )
 def test_expired_or_expiring_certificate_is_a_warning(state_dir, age_days, verdict) -> None:
     now = time.time()
@@ -263,17 +270,20 @@ def test_unreadable_certificate_fails(state_dir) -> None:
     (state_dir / "controller" / "ca.pem").write_text("junk")
     assert (
         index_checks_by_name(checks.check_certificate_expiry(load()))["certificate ca.pem"].verdict
-        is Verdict.FAILED
+        is CheckVerdict.FAILED
     )
 
 
 def test_missing_control_groups_are_reported_with_a_fix(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks.cgroups, "own_groups", list)
-    found = index_checks_by_name(checks.check_tools())["control groups"]
-    assert found.verdict is Verdict.ABSENT
+    found = index_checks_by_name(checks.check_libraries_and_system_tools())["control groups"]
+    assert found.verdict is CheckVerdict.ABSENT
     assert "Delegate=yes" in found.fix
 
 
 def test_control_group_check_names_the_parent_group() -> None:
     path = require_cgroup("genie-doctor-test", "v2")
-    assert index_checks_by_name(checks.check_tools())["control groups"].found == f"below {Path(path).parent}"
+    assert (
+        index_checks_by_name(checks.check_libraries_and_system_tools())["control groups"].found
+        == f"below {Path(path).parent}"
+    )

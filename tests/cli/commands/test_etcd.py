@@ -34,13 +34,13 @@ def test_status_row_shows_role_size_and_fragmentation() -> None:
     status = MemberStatus(
         info=MEMBER, version="3.4.23", is_leader=True, size_bytes=4 << 20, used_bytes=1 << 20, revision=7
     )
-    assert etcd._status_row(status) == (
+    assert etcd._member_status_row(status) == (
         *("s1", "10.0.0.1:2379", "leader", "3.4.23", "4.0 MiB", "75%", "7", "healthy"),
     )
     lost = MemberStatus(info=MEMBER, problem="could not reach it")
-    assert etcd._status_row(lost)[-1] == "could not reach it"
+    assert etcd._member_status_row(lost)[-1] == "could not reach it"
 
 
 def test_member_ids_are_hexadecimal_in_json() -> None:
-    found = etcd._status_to_json(MemberStatus(info=MEMBER))
+    found = etcd._member_status_to_json(MemberStatus(info=MEMBER))
     assert (found["member_id"], found["healthy"]) == ("23880e7da931810", True)
