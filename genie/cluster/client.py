@@ -70,11 +70,11 @@ CONNECT_TIMEOUT_S = 10.0
 CALL_TIMEOUT_S = 20.0
 _LONG_POLL_S = 10.0
 """Duration of one long poll; short, to detect a dead connection."""
-_UPLOAD_TIMEOUT_MARGIN_S = 5.0
+_UPLOAD_CHUNK_EXTRA_TIMEOUT_S = 5.0
 LOG_RETRY_TIMEOUT_S = 30.0
 """How long follow_log() retries while the node is unreachable."""
-_RETRY_INTERVAL_S = 0.2
-_UPLOAD_ATTEMPTS = 5
+_LOG_RETRY_INTERVAL_S = 0.2
+_UPLOAD_ATTEMPTS_MAX = 5
 
 UploadProgressCallback = Callable[[str, int, int], None]
 """Receives the current step, and how much of it is done of the total (bytes or files)."""
@@ -170,11 +170,11 @@ class ClusterClient:
         """Waits until the job has ended. Calls `on_change` with each state, the current one first."""
         try:
             async with asyncio.timeout(timeout_s):
-                return await self._wait_until_final(job_id, on_change)
+                return await self._wait_until_job_ended(job_id, on_change)
         except TimeoutError:
             raise DeadlineError(f"job {job_id} has not ended within {timeout_s:g} s") from None
 
-    async def _wait_until_final(self, job_id: str, on_change: Callable[[Job], None] | None) -> Job:
+    async def _wait_until_job_ended(self, job_id: str, on_change: Callable[[Job], None] | None) -> Job:
         job = await self.get_job(job_id)
         while True:
             if on_change is not None:
@@ -232,7 +232,7 @@ class ClusterClient:
                 if isinstance(error, DeadlineError):
                     # The connection may be dead; the offset makes a retry safe.
                     self._connection.disconnect()
-                await asyncio.sleep(_RETRY_INTERVAL_S)
+                await asyncio.sleep(_LOG_RETRY_INTERVAL_S)
                 continue
             last_reply_s, requested_run = loop.time(), chunk.run_number or requested_run
             if chunk.start_offset > offset:
@@ -331,7 +331,7 @@ class ClusterClient:
     async def _upload_blob(self, packed: PackedWorkdir, progress: UploadProgressCallback) -> None:
         """Uploads the bytes that the controller does not have yet; resumes after a lost connection."""
         status = await self._fetch_blob_status(packed.digest)
-        for _ in range(_UPLOAD_ATTEMPTS):
+        for _ in range(_UPLOAD_ATTEMPTS_MAX):
             while not status.complete:
                 progress("sending", status.received_bytes, packed.size_bytes)
                 before = status.received_bytes
@@ -352,13 +352,13 @@ class ClusterClient:
         return await self._connection.call(StatBlob(digest=digest), timeout_s=CALL_TIMEOUT_S)
 
     async def _upload_chunk(self, packed: PackedWorkdir, offset: int) -> BlobStatus:
-        data = await asyncio.to_thread(_read_chunk_at, packed, offset)
+        data = await asyncio.to_thread(_read_chunk_of_packed_workdir, packed, offset)
         last = offset + len(data) >= packed.size_bytes
         request = PutBlob(digest=packed.digest, offset=offset, data=data, is_last=last)
-        return await self._connection.call(request, timeout_s=CALL_TIMEOUT_S + _UPLOAD_TIMEOUT_MARGIN_S)
+        return await self._connection.call(request, timeout_s=CALL_TIMEOUT_S + _UPLOAD_CHUNK_EXTRA_TIMEOUT_S)
 
 
-def _read_chunk_at(packed: PackedWorkdir, offset: int) -> bytes:
+def _read_chunk_of_packed_workdir(packed: PackedWorkdir, offset: int) -> bytes:
     packed.file.seek(offset)
     return packed.file.read(CHUNK_BYTES_MAX)
 

@@ -28,9 +28,9 @@ from genie.runtime.data_plane import TransportCoordinator
 _log = logging.getLogger(__name__)
 
 _LONG_POLL_S = 5.0
-_RETRY_INTERVAL_S = 0.02
+_DEVICE_POLL_PAUSE_S = 0.02
 _CALL_TIMEOUT_S = 10.0
-_CANCEL_TIMEOUT_S = 2.0
+_CANCEL_SESSION_JOB_TIMEOUT_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ def list_accelerators(nodes: Iterable[NodeInfo]) -> tuple[AcceleratorRef, ...]:
     return gpus or tuple(found)
 
 
-SubmitToLoop = Callable[[Callable[[], Coroutine[Any, Any, ExecutorAddress]]], Future[ExecutorAddress]]
+SubmitToSessionLoop = Callable[[Callable[[], Coroutine[Any, Any, ExecutorAddress]]], Future[ExecutorAddress]]
 """Runs a coroutine on the event loop of the session."""
 
 
@@ -73,7 +73,7 @@ class DeviceBroker(TransportCoordinator):
         transport: TransportCoordinator,
         connection: ControllerConnection,
         session_id: str,
-        submit: SubmitToLoop,
+        submit: SubmitToSessionLoop,
     ) -> None:
         super().__init__(transport.config)
         self.discovery, self.selection = transport.discovery, transport.selection
@@ -83,9 +83,9 @@ class DeviceBroker(TransportCoordinator):
         """Executors opened so far in this session."""
         self._connection = connection
         self._session_id = session_id
-        self._request_id_by_index: dict[int, str] = {}
+        self._request_id_by_device_index: dict[int, str] = {}
         """By index, of requests without a reply: a retry with the same ID returns the same executor."""
-        self._session_job_id_by_index: dict[int, str] = {}
+        self._session_job_id_by_device_index: dict[int, str] = {}
         """By index: the session job of the last opened executor."""
         self._submit_to_loop = submit
         if len(refs) > DEVICES_MAX:
@@ -110,9 +110,9 @@ class DeviceBroker(TransportCoordinator):
             self.accelerator_refs += new
         return new
 
-    async def drop_lost_executors(self, nodes: Mapping[str, NodeInfo]) -> None:
+    async def mark_lost_executors(self, nodes: Mapping[str, NodeInfo]) -> None:
         """Marks executors on disconnected nodes as lost once the cluster has ended their session jobs."""
-        for index, job_id in list(self._session_job_id_by_index.items()):
+        for index, job_id in list(self._session_job_id_by_device_index.items()):
             node = nodes.get(self.accelerator_refs[index].node_id)
             if node is not None and node.status is not NodeStatus.DISCONNECTED:
                 continue
@@ -123,7 +123,7 @@ class DeviceBroker(TransportCoordinator):
             except JobNotFoundError:
                 reason = "the controller no longer has its session"
             if reason:
-                del self._session_job_id_by_index[index]
+                del self._session_job_id_by_device_index[index]
                 _log.warning("lost the executor on %s: %s", self.accelerator_refs[index], reason)
                 await asyncio.to_thread(device_slot(index).mark_lost, reason)
 
@@ -138,12 +138,12 @@ class DeviceBroker(TransportCoordinator):
                 name=ref.gpu.name,
                 memory_bytes=ref.gpu.memory_total_bytes,
                 vendor=ref.gpu.vendor,
-                open=functools.partial(self.open, index),
+                open=functools.partial(self.open_executor_blocking, index),
             )
             for index, ref in enumerate(refs, start=start)
         ]
 
-    def open(self, index: int) -> ExecutorAddress:
+    def open_executor_blocking(self, index: int) -> ExecutorAddress:
         """Opens an executor on the accelerator of this index. Blocks; never call it on the session's loop.
 
         Raises DeviceUnavailableError with the pending reason, or why the executor ended.
@@ -155,22 +155,22 @@ class DeviceBroker(TransportCoordinator):
         job: Job | None = None
         try:
             async with asyncio.timeout(self.config.timeout_s):
-                reply = await self._request_device(index)
+                reply = await self._request_executor(index)
                 job = reply.job
                 while reply.endpoint is None:
                     job = reply.job
                     _check_session_job_not_ended(ref, job)
                     request = WaitDevice(job_id=job.job_id, wait_s=_LONG_POLL_S)
                     reply = await self._connection.call(request, timeout_s=_LONG_POLL_S + _CALL_TIMEOUT_S)
-                    await asyncio.sleep(0 if reply.endpoint else _RETRY_INTERVAL_S)
+                    await asyncio.sleep(0 if reply.endpoint else _DEVICE_POLL_PAUSE_S)
         except TimeoutError:
             await self._cancel_session_job(job)
-            raise _make_timeout_error(ref, job, self.config.timeout_s) from None
+            raise _make_executor_timeout_error(ref, job, self.config.timeout_s) from None
         except (GenieError, asyncio.CancelledError):
             await self._cancel_session_job(job)
             raise
         self.opened_executor_count += 1
-        self._session_job_id_by_index[index] = reply.job.job_id
+        self._session_job_id_by_device_index[index] = reply.job.job_id
         client_tls = self._connection.access.tls
         return ExecutorAddress(
             host=reply.endpoint.host,
@@ -180,22 +180,22 @@ class DeviceBroker(TransportCoordinator):
             ssl_context=client_tls.context if client_tls else None,
         )
 
-    async def _request_device(self, index: int) -> DeviceReply:
+    async def _request_executor(self, index: int) -> DeviceReply:
         ref = self.accelerator_refs[index]
         request = OpenDevice(
             session_node_id=self._session_id,
             node_id=ref.node_id,
             gpu_id=ref.gpu.gpu_id,
-            request_id=self._request_id_by_index.setdefault(index, secrets.token_hex(16)),
+            request_id=self._request_id_by_device_index.setdefault(index, secrets.token_hex(16)),
         )
         try:
             reply = await self._connection.call(request, timeout_s=self.config.timeout_s)
         except TransportError:
             raise
         except GenieError:  # the controller rejected the request
-            del self._request_id_by_index[index]
+            del self._request_id_by_device_index[index]
             raise
-        del self._request_id_by_index[index]
+        del self._request_id_by_device_index[index]
         return reply
 
     async def _cancel_session_job(self, job: Job | None) -> None:
@@ -203,7 +203,7 @@ class DeviceBroker(TransportCoordinator):
         if job is None or job.state.is_final:
             return
         try:
-            await self._connection.call(CancelJob(job_id=job.job_id), timeout_s=_CANCEL_TIMEOUT_S)
+            await self._connection.call(CancelJob(job_id=job.job_id), timeout_s=_CANCEL_SESSION_JOB_TIMEOUT_S)
         except GenieError as error:
             _log.warning("could not cancel %s: %s", job.job_id, error)
 
@@ -226,7 +226,9 @@ def _check_session_job_not_ended(ref: AcceleratorRef, job: Job) -> None:
         )
 
 
-def _make_timeout_error(ref: AcceleratorRef, job: Job | None, timeout_s: float) -> DeviceUnavailableError:
+def _make_executor_timeout_error(
+    ref: AcceleratorRef, job: Job | None, timeout_s: float
+) -> DeviceUnavailableError:
     if job is not None and job.state is JobState.RUNNING and job.reason:
         return DeviceUnavailableError(
             f"the executor on {ref} was not ready within {timeout_s:g} s: {job.reason}",

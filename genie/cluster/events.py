@@ -24,8 +24,8 @@ __all__ = ["ClusterEvent", "EventBus", "EventHandler", "EventType", "Subscriptio
 _log = logging.getLogger(__name__)
 
 SUBSCRIBER_QUEUE_MAX = 256
-HISTORY_MAX = 1000
-DELIVERY_TIMEOUT_S = 2.0
+EVENT_HISTORY_MAX = 1000
+CLOSE_DELIVERY_TIMEOUT_S = 2.0
 
 EventHandler = Callable[[ClusterEvent], object] | Callable[[ClusterEvent], Awaitable[object]]
 
@@ -38,14 +38,14 @@ class EventBus:
         *,
         clock: Clock | None = None,
         queue_max: int = SUBSCRIBER_QUEUE_MAX,
-        history_max: int = HISTORY_MAX,
+        history_max: int = EVENT_HISTORY_MAX,
     ) -> None:
         assert queue_max > 0
         self._clock = clock or SystemClock()
         self._queue_max = queue_max
         self._history: deque[ClusterEvent] = deque(maxlen=history_max)
         self._subscriptions: list[Subscription] = []
-        self._condition = threading.Condition()
+        self._delivery_condition = threading.Condition()
         # One entry per queued event of a plain handler, in the order of emission.
         self._subscriptions_to_deliver: deque[Subscription] = deque()
         self._delivery_thread: threading.Thread | None = None
@@ -60,7 +60,7 @@ class EventBus:
             raise UsageError(f"an event handler must be callable, not {handler!r}")
         loop = _find_event_loop_for(handler)
         subscription = Subscription(self, event_type, handler, loop=loop, queue_max=self._queue_max)
-        with self._condition:
+        with self._delivery_condition:
             if self._is_closed:
                 raise SessionError("the event bus is closed", hint="subscribe before shutdown()")
             self._subscriptions.append(subscription)
@@ -73,13 +73,13 @@ class EventBus:
 
     def emit(self, event: ClusterEvent) -> None:
         """Queues the event for all subscribers; never blocks. Ignored after close()."""
-        with self._condition:
+        with self._delivery_condition:
             if self._is_closed:
                 return
             self._history.append(event)
             for subscription in list(self._subscriptions):
-                subscription.push(event)
-            self._condition.notify_all()
+                subscription.queue_event(event)
+            self._delivery_condition.notify_all()
 
     def publish(
         self,
@@ -102,16 +102,16 @@ class EventBus:
 
     def history(self, limit: int | None = None) -> list[ClusterEvent]:
         """The last events, oldest first; at most `limit` of them."""
-        with self._condition:
+        with self._delivery_condition:
             kept = list(self._history)
         return kept if limit is None else kept[max(0, len(kept) - limit) :]
 
-    def close(self, *, timeout_s: float = DELIVERY_TIMEOUT_S) -> None:
+    def close(self, *, timeout_s: float = CLOSE_DELIVERY_TIMEOUT_S) -> None:
         """Delivers queued events for at most `timeout_s` and ends the thread. Idempotent; blocks."""
-        with self._condition:
+        with self._delivery_condition:
             self._is_closed = True
             thread, self._delivery_thread = self._delivery_thread, None
-            self._condition.notify_all()
+            self._delivery_condition.notify_all()
         if thread is not None and thread is not threading.current_thread():
             thread.join(timeout_s)
             if thread.is_alive():
@@ -119,13 +119,13 @@ class EventBus:
 
     def remove_subscription(self, subscription: Subscription) -> None:
         """Ends a subscription and discards its queued events. Idempotent."""
-        with self._condition:
+        with self._delivery_condition:
             if subscription in self._subscriptions:
                 self._subscriptions.remove(subscription)
             self._subscriptions_to_deliver = deque(
                 each for each in self._subscriptions_to_deliver if each is not subscription
             )
-            subscription.clear()
+            subscription.clear_queue()
 
     def _schedule_delivery(self, subscription: Subscription) -> None:
         self._subscriptions_to_deliver.append(subscription)
@@ -133,15 +133,15 @@ class EventBus:
     def _run_delivery_thread(self) -> None:
         """Runs on the thread of the plain handlers."""
         while True:
-            with self._condition:
+            with self._delivery_condition:
                 while not self._subscriptions_to_deliver and not self._is_closed:
-                    self._condition.wait()
+                    self._delivery_condition.wait()
                 if not self._subscriptions_to_deliver:
                     return
                 subscription = self._subscriptions_to_deliver.popleft()
-                event = subscription.pop()
+                event = subscription.pop_queued_event()
             if event is not None:
-                subscription.call_handler(event)
+                subscription.call_plain_handler(event)
 
 
 class Subscription:
@@ -161,10 +161,10 @@ class Subscription:
         self._bus = bus
         self._event_type = event_type
         self._handler = handler
-        self._loop = loop
+        self._handler_loop = loop
         self._queue: deque[ClusterEvent] = deque()
         self._queue_max = queue_max
-        self._is_delivering = False
+        self._is_delivery_running = False
         self._delivery_future: object = None
 
     def unsubscribe(self) -> None:
@@ -179,30 +179,30 @@ class Subscription:
     ) -> None:
         self.unsubscribe()
 
-    # For the bus, which holds its lock around push(), pop() and clear().
+    # For the bus, which holds its lock around queue_event(), pop_queued_event() and clear_queue().
 
-    def push(self, event: ClusterEvent) -> None:
+    def queue_event(self, event: ClusterEvent) -> None:
         if self._event_type not in (None, event.type):
             return
-        if self._loop is not None and self._loop.is_closed():
+        if self._handler_loop is not None and self._handler_loop.is_closed():
             self.unsubscribe()
             return
         self._queue.append(event)
         if len(self._queue) > self._queue_max:
             self._queue.popleft()
             self.dropped_count += 1
-        elif self._loop is None:
+        elif self._handler_loop is None:
             self._bus._schedule_delivery(self)
-        if self._loop is not None and not self._is_delivering:
-            self._start_delivery(self._loop)
+        if self._handler_loop is not None and not self._is_delivery_running:
+            self._start_delivery_on_loop(self._handler_loop)
 
-    def pop(self) -> ClusterEvent | None:
+    def pop_queued_event(self) -> ClusterEvent | None:
         return self._queue.popleft() if self._queue else None
 
-    def clear(self) -> None:
+    def clear_queue(self) -> None:
         self._queue.clear()
 
-    def call_handler(self, event: ClusterEvent) -> None:
+    def call_plain_handler(self, event: ClusterEvent) -> None:
         try:
             result = self._handler(event)
         except Exception:  # user code: an error must not affect other handlers
@@ -212,32 +212,32 @@ class Subscription:
             result.close()
             _log.error("event handler %r returned a coroutine: subscribe the async function", self._handler)
 
-    def _start_delivery(self, loop: asyncio.AbstractEventLoop) -> None:
-        work = self._deliver_queued()
+    def _start_delivery_on_loop(self, loop: asyncio.AbstractEventLoop) -> None:
+        work = self._deliver_queued_events()
         try:
             self._delivery_future = asyncio.run_coroutine_threadsafe(
                 work, loop
             )  # referenced, or it may be garbage-collected
-            self._is_delivering = True
+            self._is_delivery_running = True
         except RuntimeError:  # the loop was closed meanwhile
             work.close()
             self.unsubscribe()
 
-    async def _deliver_queued(self) -> None:
+    async def _deliver_queued_events(self) -> None:
         try:
             while True:
-                with self._bus._condition:
-                    event = self.pop()
+                with self._bus._delivery_condition:
+                    event = self.pop_queued_event()
                     if event is None:
-                        self._is_delivering = False
+                        self._is_delivery_running = False
                         return
-                await self._await_handler(event)
+                await self._call_async_handler(event)
         except asyncio.CancelledError:
-            with self._bus._condition:
-                self._is_delivering = False
+            with self._bus._delivery_condition:
+                self._is_delivery_running = False
             raise
 
-    async def _await_handler(self, event: ClusterEvent) -> None:
+    async def _call_async_handler(self, event: ClusterEvent) -> None:
         try:
             result = self._handler(event)
             assert inspect.isawaitable(result), "only async handlers have a loop"

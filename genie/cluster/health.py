@@ -37,10 +37,10 @@ from genie.runtime.network_interfaces import Interface, Throughput
 
 _log = logging.getLogger(__name__)
 
-INTERVAL_S = 30.0
+HEALTH_CHECK_INTERVAL_S = 30.0
 CHECK_TIMEOUT_S = 5.0
-RTT_MS_MAX = 1000.0
-LINK_UTILIZATION_PCT_MAX = 95.0
+RTT_MS_HEALTHY_MAX = 1000.0
+LINK_UTILIZATION_PCT_HEALTHY_MAX = 95.0
 LOAD_PER_CORE_DEGRADED, LOAD_PER_CORE_UNHEALTHY = 2.0, 8.0
 
 STATUSES_BY_SEVERITY = (NodeStatus.HEALTHY, NodeStatus.DEGRADED, NodeStatus.UNHEALTHY, NodeStatus.CRITICAL)
@@ -49,7 +49,7 @@ STATUSES_BY_SEVERITY = (NodeStatus.HEALTHY, NodeStatus.DEGRADED, NodeStatus.UNHE
 _UNRESPONSIVE_STATUSES = (NodeStatus.SUSPECT, NodeStatus.DISCONNECTED)
 
 
-Readings = Mapping[str, float | None]
+CheckReadings = Mapping[str, float | None]
 """The measured values of a check, by name with unit; None if not available on this system."""
 
 
@@ -58,7 +58,7 @@ class CheckResult:
     name: str
     status: NodeStatus
     reason: str
-    readings: Readings = field(default_factory=dict)
+    readings: CheckReadings = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         assert self.status in STATUSES_BY_SEVERITY
@@ -151,12 +151,15 @@ def check_network(reading: NetworkReading) -> CheckResult:
     used_pct = _link_utilization_pct(reading)
     if not reading.connected:
         status, reason = NodeStatus.UNHEALTHY, reading.reason or "no connection to the controller"
-    elif reading.rtt_ms is not None and reading.rtt_ms > RTT_MS_MAX:
+    elif reading.rtt_ms is not None and reading.rtt_ms > RTT_MS_HEALTHY_MAX:
         status, reason = NodeStatus.DEGRADED, f"round trip time is {reading.rtt_ms:.0f} ms"
-    elif used_pct is not None and used_pct > LINK_UTILIZATION_PCT_MAX:
-        status, reason = NodeStatus.DEGRADED, f"the interface is saturated: {_format_link(reading)}"
+    elif used_pct is not None and used_pct > LINK_UTILIZATION_PCT_HEALTHY_MAX:
+        status, reason = (
+            NodeStatus.DEGRADED,
+            f"the interface is saturated: {_format_interface_and_throughput(reading)}",
+        )
     else:
-        link = _format_link(reading)
+        link = _format_interface_and_throughput(reading)
         status, reason = NodeStatus.HEALTHY, f"connected through {link}" if link else "connected"
     throughput = reading.throughput
     return CheckResult(
@@ -179,7 +182,7 @@ def _link_utilization_pct(reading: NetworkReading) -> float | None:
     return 100.0 * reading.throughput.gbps_max / reading.interface.speed_gbps
 
 
-def _format_link(reading: NetworkReading) -> str:
+def _format_interface_and_throughput(reading: NetworkReading) -> str:
     if reading.interface is None:
         return ""
     speed, throughput = reading.interface.speed_gbps, reading.throughput
@@ -239,7 +242,7 @@ def create_health_checker(
     disk_path: Path,
     host: Callable[[], HostFacts] = host_facts,
     cpu: Callable[[], CpuReading] | None = None,
-    interval_s: float = INTERVAL_S,
+    interval_s: float = HEALTH_CHECK_INTERVAL_S,
     events: EventBus | None = None,
     clock: Clock | None = None,
 ) -> HealthChecker:
@@ -252,7 +255,7 @@ def create_health_checker(
 
     async def run_disk_check() -> CheckResult:
         what = f"the disk under {disk_path}"
-        reading = await thread.call(partial(read_disk, disk_path), what=what, timeout_s=CHECK_TIMEOUT_S)
+        reading = await thread.call(partial(read_disk_usage, disk_path), what=what, timeout_s=CHECK_TIMEOUT_S)
         return check_disk(reading)
 
     async def run_immediate_check(result: Callable[[], CheckResult]) -> CheckResult:
@@ -271,11 +274,11 @@ def create_health_checker(
         interval_s=interval_s,
         events=events,
         clock=clock or SystemClock(),
-        on_stop=thread.close,
+        on_close=thread.close,
     )
 
 
-def read_disk(path: Path) -> DiskReading:
+def read_disk_usage(path: Path) -> DiskReading:
     """Reads the file system of `path`, or of its nearest existing parent. Blocks."""
     while not path.exists() and path != path.parent:
         path = path.parent
@@ -291,20 +294,20 @@ class HealthChecker:
         node_id: str,
         *,
         checks: Mapping[str, HealthCheck],
-        interval_s: float = INTERVAL_S,
+        interval_s: float = HEALTH_CHECK_INTERVAL_S,
         check_timeout_s: float = CHECK_TIMEOUT_S,
         events: EventBus | None = None,
         clock: Clock | None = None,
-        on_stop: Callable[[], None] = lambda: None,
+        on_close: Callable[[], None] = lambda: None,
     ) -> None:
         self.report: HealthReport | None = None
         self._node_id = node_id
-        self._checks = dict(checks)
+        self._check_by_name = dict(checks)
         self._interval_s = interval_s
         self._check_timeout_s = check_timeout_s
         self._events = events
         self._clock = clock or SystemClock()
-        self._on_stop = on_stop
+        self._on_close = on_close
 
     @property
     def status(self) -> NodeStatus:
@@ -323,7 +326,7 @@ class HealthChecker:
 
     def close(self) -> None:
         """Ends the thread of the checks. Idempotent; a later check starts another one."""
-        self._on_stop()
+        self._on_close()
 
     async def check(self, *, timeout_s: float | None = None) -> HealthReport:
         """Runs all checks now, each for at most `timeout_s`. Never raises: the report includes failed
@@ -331,8 +334,8 @@ class HealthChecker:
         each_s = self._check_timeout_s if timeout_s is None else timeout_s
         async with asyncio.TaskGroup() as group:
             tasks = [
-                group.create_task(self._run_check(name, check, timeout_s=each_s))
-                for name, check in self._checks.items()
+                group.create_task(self._run_check_with_timeout(name, check, timeout_s=each_s))
+                for name, check in self._check_by_name.items()
             ]
         results = tuple(task.result() for task in tasks)
         report = HealthReport(status=worst_status(results), checks=results, at=self._clock.wall_s())
@@ -341,7 +344,9 @@ class HealthChecker:
             self._publish_status_change(report, before)
         return report
 
-    async def _run_check(self, name: str, check: HealthCheck, *, timeout_s: float) -> CheckResult:
+    async def _run_check_with_timeout(
+        self, name: str, check: HealthCheck, *, timeout_s: float
+    ) -> CheckResult:
         try:
             async with asyncio.timeout(timeout_s):
                 return await check()

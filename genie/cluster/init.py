@@ -46,7 +46,7 @@ __all__ = [
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
-THREAD_JOIN_TIMEOUT_S = 5.0
+SESSION_THREAD_JOIN_TIMEOUT_S = 5.0
 
 
 def init_signature(
@@ -86,12 +86,12 @@ async def init(*args: Any, **kwargs: Any) -> ClusterState:
     """
     began_s = time.monotonic()
     progress = kwargs.pop("progress", None)
-    settings = load_settings(args, kwargs)
+    settings = load_settings_from_init_arguments(args, kwargs)
     while True:
-        run, _ = get_session_and_is_started_here(settings, began_s=began_s, progress=progress)
+        run, _ = get_or_start_session_and_is_new(settings, began_s=began_s, progress=progress)
         if run.is_stopping:
             try:
-                async with asyncio.timeout(remaining_timeout_s(settings, began_s)):
+                async with asyncio.timeout(remaining_init_timeout_s(settings, began_s)):
                     await _wait_for_future(run.finished)
             except TimeoutError:
                 raise previous_session_timeout_error(settings) from None
@@ -101,7 +101,7 @@ async def init(*args: Any, **kwargs: Any) -> ClusterState:
         except BaseException:
             if run.remove_waiter_and_end_if_unused():
                 await _wait_for_future(run.finished)
-                run.join(timeout_s=THREAD_JOIN_TIMEOUT_S)
+                run.join(timeout_s=SESSION_THREAD_JOIN_TIMEOUT_S)
             raise
 
 
@@ -115,7 +115,7 @@ async def shutdown() -> None:
         return
     run.stop()
     await _wait_for_future(run.finished)
-    run.join(timeout_s=THREAD_JOIN_TIMEOUT_S)
+    run.join(timeout_s=SESSION_THREAD_JOIN_TIMEOUT_S)
 
 
 def is_initialized() -> bool:
@@ -143,21 +143,21 @@ class _CurrentSession:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.session_run: SessionRun | None = None
-        self.has_exit_hook = False
+        self.has_exit_and_fork_hooks = False
         self.runs_of_parent_process: list[SessionRun] = []
 
 
 _current_session = _CurrentSession()
 
 
-def load_settings(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Settings:
+def load_settings_from_init_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Settings:
     """Loads the settings for a call with these arguments."""
     given = inspect.signature(init_signature).bind_partial(*args, **kwargs).arguments
     others = given.pop("kwargs", {})
     return load(cluster_settings_from_arguments({**given, **others}))
 
 
-def remaining_timeout_s(settings: Settings, began_s: float) -> float:
+def remaining_init_timeout_s(settings: Settings, began_s: float) -> float:
     """Remaining time of a call that began at `began_s` (monotonic)."""
     return max(began_s + settings.cluster.timeout - time.monotonic(), 0.0)
 
@@ -169,7 +169,7 @@ def previous_session_timeout_error(settings: Settings) -> DeadlineError:
     )
 
 
-def get_session_and_is_started_here(
+def get_or_start_session_and_is_new(
     settings: Settings, *, began_s: float, progress: EventHandler | None = None
 ) -> tuple[SessionRun, bool]:
     """Returns the session of this process, which may be ending, and whether this call started it."""
@@ -183,7 +183,7 @@ def get_session_and_is_started_here(
                         run.subscribe_progress(progress)
                 run.add_waiter()
             return run, False
-        _register_exit_hook()
+        _register_exit_and_fork_hooks()
         run = SessionRun(settings, began_s=began_s, on_end=_clear_current_session)
         if progress is not None:
             run.subscribe_progress(progress)
@@ -198,7 +198,7 @@ def shutdown_blocking() -> None:
     if run is not None:
         run.stop()
         run.finished.result()
-        run.join(timeout_s=THREAD_JOIN_TIMEOUT_S)
+        run.join(timeout_s=SESSION_THREAD_JOIN_TIMEOUT_S)
 
 
 def _clear_current_session(run: SessionRun) -> None:
@@ -231,11 +231,11 @@ def _check_same_settings(old: Settings, new: Settings) -> None:
         )
 
 
-def _register_exit_hook() -> None:
+def _register_exit_and_fork_hooks() -> None:
     """Registers a hook that ends the session before the interpreter shuts down its threads."""
-    if _current_session.has_exit_hook:
+    if _current_session.has_exit_and_fork_hooks:
         return
-    _current_session.has_exit_hook = True
+    _current_session.has_exit_and_fork_hooks = True
     # atexit runs after thread pools are closed, which an ending session may still use. The other function is
     # private to Python and may be removed.
     register = getattr(threading, "_register_atexit", atexit.register)
@@ -248,7 +248,7 @@ def _end_session_at_exit() -> None:
     run = _current_session.session_run
     if run is not None:
         run.stop()
-        run.join(timeout_s=run.close_timeout_s)
+        run.join(timeout_s=run.end_timeout_s)
 
 
 def _abandon_session_after_fork() -> None:

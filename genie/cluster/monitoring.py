@@ -30,9 +30,9 @@ from genie.processes.clock import Clock, SystemClock
 
 _log = logging.getLogger(__name__)
 
-INTERVAL_S = 5.0
-READ_TIMEOUT_S = 10.0
-HISTORY_MAX = 720
+GPU_POLL_INTERVAL_S = 5.0
+GPU_READ_TIMEOUT_S = 10.0
+SNAPSHOT_HISTORY_MAX = 720
 """An hour at the default interval."""
 
 
@@ -65,12 +65,12 @@ class GpuChange:
 def create_resource_monitor(
     local_node: NodeInfo,
     *,
-    interval_s: float = INTERVAL_S,
+    interval_s: float = GPU_POLL_INTERVAL_S,
     events: EventBus | None = None,
     clock: Clock | None = None,
     source: GpuSource | None = None,
     host: Callable[[], HostFacts] = host_facts,
-    history_max: int = HISTORY_MAX,
+    history_max: int = SNAPSHOT_HISTORY_MAX,
 ) -> ResourceMonitor:
     """Creates a monitor of the machine of `local_node`, whose GPUs are the first state for detecting changes.
 
@@ -80,7 +80,7 @@ def create_resource_monitor(
     return ResourceMonitor(
         local_node,
         source=Inventory(cpu_accelerators) if source is None else source,
-        owns_source=source is None,
+        closes_source=source is None,
         host=host,
         interval_s=interval_s,
         events=events,
@@ -97,17 +97,17 @@ class ResourceMonitor:
         local_node: NodeInfo,
         *,
         source: GpuSource,
-        owns_source: bool,
+        closes_source: bool,
         host: Callable[[], HostFacts],
         interval_s: float,
         events: EventBus | None,
         clock: Clock,
         history_max: int,
     ) -> None:
-        self._node = local_node
-        self._source = source
-        self._owns_source = owns_source
-        self._read_host = host
+        self._local_node = local_node
+        self._gpu_source = source
+        self._closes_source = closes_source
+        self._read_host_facts = host
         self._interval_s = interval_s
         self._events = events
         self._clock = clock
@@ -120,7 +120,7 @@ class ResourceMonitor:
     @property
     def local_node(self) -> NodeInfo:
         """The node with its latest readings."""
-        return self._node
+        return self._local_node
 
     @property
     def last_error(self) -> str:
@@ -145,8 +145,8 @@ class ResourceMonitor:
                 await self._clock.sleep(self._interval_s)
         finally:
             self._first_poll_done.set()  # wakes start() if there was no reading
-            if self._owns_source:
-                self._source.close()
+            if self._closes_source:
+                self._gpu_source.close()
 
     async def start(self) -> None:
         """Starts reading in the background; returns after the first reading. Idempotent."""
@@ -178,24 +178,24 @@ class ResourceMonitor:
     async def poll(self) -> ResourceSnapshot | None:
         """Takes one reading. On failure emits an event with the reason and returns None."""
         try:
-            gpus = await self._source.read_async(timeout_s=READ_TIMEOUT_S)
-            snapshot = ResourceSnapshot(at=self._clock.wall_s(), gpus=gpus, host=self._read_host())
+            gpus = await self._gpu_source.read_async(timeout_s=GPU_READ_TIMEOUT_S)
+            snapshot = ResourceSnapshot(at=self._clock.wall_s(), gpus=gpus, host=self._read_host_facts())
         except Exception as error:  # a driver error must not end the monitor
             _log.warning(
                 "could not read the accelerators: %s", error, exc_info=not isinstance(error, GenieError)
             )
-            self._report_failure(str(error) or type(error).__name__)
+            self._publish_new_failure(str(error) or type(error).__name__)
             return None
         self._last_error = ""
-        self._apply_snapshot(snapshot)
+        self._record_snapshot_and_publish_changes(snapshot)
         return snapshot
 
-    def _apply_snapshot(self, snapshot: ResourceSnapshot) -> None:
+    def _record_snapshot_and_publish_changes(self, snapshot: ResourceSnapshot) -> None:
         changes = find_gpu_changes(self._last_gpus, snapshot.gpus)
         self._last_gpus = snapshot.gpus
         self._history.append(snapshot)
-        self._node = msgspec.structs.replace(
-            self._node,
+        self._local_node = msgspec.structs.replace(
+            self._local_node,
             gpus=snapshot.gpus,
             memory_total_bytes=snapshot.host.memory_total_bytes,
             memory_used_bytes=snapshot.host.memory_used_bytes,
@@ -211,13 +211,15 @@ class ResourceMonitor:
                 "utilization_pct": change.gpu.utilization_pct,
                 "temperature_c": change.gpu.temperature_c,
             }
-            self._events.publish(change.type, node_id=self._node.node_id, reason=change.reason, facts=facts)
+            self._events.publish(
+                change.type, node_id=self._local_node.node_id, reason=change.reason, facts=facts
+            )
 
-    def _report_failure(self, reason: str) -> None:
+    def _publish_new_failure(self, reason: str) -> None:
         """Emits one event per new reason, not per attempt."""
         known, self._last_error = self._last_error, reason
         if reason != known and self._events is not None:
-            self._events.publish(EventType.MONITOR_ERROR, node_id=self._node.node_id, reason=reason)
+            self._events.publish(EventType.MONITOR_ERROR, node_id=self._local_node.node_id, reason=reason)
 
 
 def find_gpu_changes(before: Sequence[GPUInfo] | None, after: Sequence[GPUInfo]) -> list[GpuChange]:

@@ -24,7 +24,7 @@ from genie.cluster.state import ClusterState
 @init.with_signature_of(init.init_signature)
 def connect(*args: Any, **kwargs: Any) -> ClusterState:
     """Blocking variant of genie.init(). The session ends with disconnect() or at interpreter exit."""
-    state, _ = _connect_and_is_started_here(args, kwargs)
+    state, _ = _connect_and_is_new_session(args, kwargs)
     return state
 
 
@@ -40,7 +40,7 @@ def disconnect() -> None:
 @contextmanager
 def session(*args: Any, **kwargs: Any) -> Iterator[ClusterState]:
     """Opens a session for the block. An existing session with the same arguments is used and not ended."""
-    state, started_here = _connect_and_is_started_here(args, kwargs)
+    state, started_here = _connect_and_is_new_session(args, kwargs)
     try:
         yield state
     finally:
@@ -48,15 +48,15 @@ def session(*args: Any, **kwargs: Any) -> Iterator[ClusterState]:
             init.shutdown_blocking()
 
 
-def _connect_and_is_started_here(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[ClusterState, bool]:
+def _connect_and_is_new_session(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[ClusterState, bool]:
     began_s = time.monotonic()
     progress = kwargs.pop("progress", None)
-    settings = init.load_settings(args, kwargs)
+    settings = init.load_settings_from_init_arguments(args, kwargs)
     while True:
-        run, started_here = init.get_session_and_is_started_here(settings, began_s=began_s, progress=progress)
+        run, started_here = init.get_or_start_session_and_is_new(settings, began_s=began_s, progress=progress)
         if run.is_stopping:
             try:
-                run.finished.result(init.remaining_timeout_s(settings, began_s))
+                run.finished.result(init.remaining_init_timeout_s(settings, began_s))
             except TimeoutError:
                 raise init.previous_session_timeout_error(settings) from None
             continue
@@ -65,5 +65,5 @@ def _connect_and_is_started_here(args: tuple[Any, ...], kwargs: dict[str, Any]) 
         except BaseException:  # a failure, or Ctrl-C while waiting
             if run.remove_waiter_and_end_if_unused():
                 run.finished.result()
-                run.join(timeout_s=init.THREAD_JOIN_TIMEOUT_S)
+                run.join(timeout_s=init.SESSION_THREAD_JOIN_TIMEOUT_S)
             raise

@@ -11,8 +11,8 @@ from genie.errors import GenieError
 from genie.model.messages import BackupOpened
 
 
-class ControllerSource:
-    """A `BackupSource`. Created by `open_controller_source`."""
+class ControllerBackupSource:
+    """A `BackupSource`. Created by `open_controller_backup_source`."""
 
     def __init__(self, client: ClusterClient, opened: BackupOpened) -> None:
         self.cluster_id = opened.cluster_id
@@ -20,20 +20,20 @@ class ControllerSource:
         self.revision = opened.revision
         self._client = client
         self._backup_id = opened.backup_id
-        self._offset = 0
+        self._next_offset = 0
 
     async def read_chunk(self) -> EncodedRows:
-        chunk = await self._client.read_backup(self._backup_id, offset=self._offset)
-        self._offset += len(chunk.data)
+        chunk = await self._client.read_backup(self._backup_id, offset=self._next_offset)
+        self._next_offset += len(chunk.data)
         return EncodedRows(chunk.data, chunk.row_count)
 
 
 @asynccontextmanager
-async def open_controller_source(client: ClusterClient) -> AsyncIterator[ControllerSource]:
+async def open_controller_backup_source(client: ClusterClient) -> AsyncIterator[ControllerBackupSource]:
     """Raises OverloadedError if another backup is running."""
     opened = await client.open_backup()
     try:
-        yield ControllerSource(client, opened)
+        yield ControllerBackupSource(client, opened)
     finally:
         with suppress(GenieError):  # the controller closes it when it has been idle
             await client.close_backup(opened.backup_id)

@@ -92,7 +92,7 @@ def test_open_requests_the_accelerator_and_returns_the_executor_address(
 ) -> None:
     controller.nodes = (make_node("n1", make_gpu(0), make_gpu(1)),)
     state = genie.connect(**QUIET_SETTINGS)
-    address = get_broker().open(1)
+    address = get_broker().open_executor_blocking(1)
     (asked,) = [request for request in controller.asked if isinstance(request, OpenDevice)]
     assert (asked.node_id, asked.gpu_id, asked.session_node_id) == ("n1", 1, state.local_node.node_id)
     assert (address.port, address.ticket, address.ssl_context) == (1, "the-ticket", None)
@@ -106,8 +106,8 @@ def test_executor_is_lost_when_its_session_job_has_ended(
     monkeypatch.setattr(registry.DeviceSlot, "mark_lost", lambda slot, why: lost.append((slot.index, why)))
     controller.nodes = (make_node("n1", make_gpu(0), make_gpu(1)), make_node("n2", make_gpu(0)))
     genie.connect(heartbeat_interval=0.05, **QUIET_SETTINGS)
-    get_broker().open(0)
-    get_broker().open(2)
+    get_broker().open_executor_blocking(0)
+    get_broker().open_executor_blocking(2)
     controller.nodes = (
         make_node("n1", make_gpu(0), make_gpu(1), status=NodeStatus.DISCONNECTED),
         make_node("n2", make_gpu(0)),
@@ -129,7 +129,7 @@ def test_executor_is_lost_when_its_session_job_is_unknown(
     lost: list[str] = []
     monkeypatch.setattr(registry.DeviceSlot, "mark_lost", lambda slot, why: lost.append(why))
     genie.connect(heartbeat_interval=0.05, **QUIET_SETTINGS)
-    get_broker().open(0)
+    get_broker().open_executor_blocking(0)
     controller.refusals[WaitDevice] = JobNotFoundError("there is no job j-1")
     controller.nodes = ()
     wait_until(lambda: lost)
@@ -141,7 +141,7 @@ def test_open_waits_until_the_executor_listens(controller: SmallController) -> N
     ready = controller.device
     controller.device = DeviceReply(job=make_session_job("j-1", JobState.PLACING), endpoint=None)
     got: list[str] = []
-    waiting = threading.Thread(target=lambda: got.append(get_broker().open(0).ticket))
+    waiting = threading.Thread(target=lambda: got.append(get_broker().open_executor_blocking(0).ticket))
     waiting.start()
     wait_until(lambda: controller.count(WaitDevice) >= 1)
     controller.device = ready
@@ -154,7 +154,7 @@ def test_open_timeout_reports_the_pending_reason(controller: SmallController) ->
     job = make_session_job("j-9", JobState.QUEUED, reason="accelerator 0 of n1 is held by job j-3")
     controller.device = DeviceReply(job=job, endpoint=None)
     with pytest.raises(DeviceUnavailableError, match=r"within 2 s: queued: .* held by job j-3"):
-        get_broker().open(0)
+        get_broker().open_executor_blocking(0)
     assert controller.count(CancelJob) == 1, "an abandoned request must not take the accelerator later"
 
 
@@ -165,7 +165,7 @@ def test_open_timeout_reports_the_status_of_the_executor(controller: SmallContro
     with pytest.raises(
         DeviceUnavailableError, match=r"node n1.*: compiling its library for torch 2\.11 \(retry in a"
     ):
-        get_broker().open(0)
+        get_broker().open_executor_blocking(0)
 
 
 def test_failed_open_cancels_its_session_job(controller: SmallController) -> None:
@@ -173,7 +173,7 @@ def test_failed_open_cancels_its_session_job(controller: SmallController) -> Non
     controller.device = DeviceReply(job=make_session_job("j-9", JobState.QUEUED), endpoint=None)
     controller.refusals[WaitDevice] = JobNotFoundError("there is no job j-9")
     with pytest.raises(JobNotFoundError):
-        get_broker().open(0)
+        get_broker().open_executor_blocking(0)
     assert controller.count(CancelJob) == 1
 
 
@@ -181,10 +181,10 @@ def test_open_without_reply_is_retried_with_the_same_request_id(controller: Smal
     genie.connect(**QUIET_SETTINGS)
     controller.refusals[OpenDevice] = UnreachableError("the node does not answer")
     with pytest.raises(UnreachableError):
-        get_broker().open(0)
+        get_broker().open_executor_blocking(0)
     del controller.refusals[OpenDevice]
-    get_broker().open(0)
-    get_broker().open(0)
+    get_broker().open_executor_blocking(0)
+    get_broker().open_executor_blocking(0)
     ids = [request.request_id for request in controller.asked if isinstance(request, OpenDevice)]
     assert ids[0] == ids[1] != ids[2], "the third is for another executor"
 
@@ -194,7 +194,7 @@ def test_rejected_open_is_retried_with_a_new_request_id(controller: SmallControl
     controller.refusals[OpenDevice] = DeviceUnavailableError("not this one")
     for _ in range(2):
         with pytest.raises(DeviceUnavailableError):
-            get_broker().open(0)
+            get_broker().open_executor_blocking(0)
     ids = [request.request_id for request in controller.asked if isinstance(request, OpenDevice)]
     assert ids[0] != ids[1]
 
@@ -204,7 +204,7 @@ def test_open_reports_why_the_executor_ended(controller: SmallController) -> Non
     job = make_session_job("j-9", JobState.FAILED, reason="exit code 3")
     controller.device = DeviceReply(job=job, endpoint=None)
     with pytest.raises(DeviceUnavailableError, match=r"exit code 3.*genie logs j-9"):
-        get_broker().open(0)
+        get_broker().open_executor_blocking(0)
 
 
 def test_open_fails_when_the_session_ends(controller: SmallController) -> None:
@@ -224,5 +224,5 @@ def test_open_fails_when_the_session_ends(controller: SmallController) -> None:
 
 def _get_open_error(holder: DeviceBroker) -> BaseException:
     with pytest.raises(NotInitializedError) as caught:
-        holder.open(0)
+        holder.open_executor_blocking(0)
     return caught.value

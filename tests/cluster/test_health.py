@@ -27,7 +27,7 @@ from genie.cluster.health import (
     check_network,
     check_peers,
     create_health_checker,
-    read_disk,
+    read_disk_usage,
     worst_status,
 )
 from genie.errors import HardwareError
@@ -191,7 +191,7 @@ def test_report_reason_lists_failed_checks() -> None:
 
 
 def test_read_disk_uses_the_nearest_existing_parent(tmp_path: Path) -> None:
-    assert read_disk(tmp_path / "not" / "yet").total_bytes == read_disk(tmp_path).total_bytes > 0
+    assert read_disk_usage(tmp_path / "not" / "yet").total_bytes == read_disk_usage(tmp_path).total_bytes > 0
 
 
 # --- overall status -------------------------------------------------------------------------------
@@ -314,7 +314,7 @@ async def test_run_checks_immediately_and_then_every_interval() -> None:
         return make_check_result(HEALTHY)
 
     stopped: list[int] = []
-    checker = HealthChecker("n", checks={"x": counted}, clock=clock, on_stop=lambda: stopped.append(1))
+    checker = HealthChecker("n", checks={"x": counted}, clock=clock, on_close=lambda: stopped.append(1))
     async with asyncio.TaskGroup() as group:
         task = group.create_task(checker.run())
         await until(lambda: len(rounds) == 1)

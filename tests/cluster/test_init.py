@@ -21,7 +21,7 @@ import genie
 from genie.cluster import init as init_module
 from genie.cluster.events import ClusterEvent, EventType
 from genie.cluster.lifecycle import heartbeats, phases
-from genie.cluster.lifecycle.phases import PHASES
+from genie.cluster.lifecycle.phases import INIT_PHASES
 from genie.cluster.lifecycle.session_run import SessionRun
 from genie.errors import (
     AlreadyInitializedError,
@@ -87,7 +87,7 @@ async def test_phases_are_published_in_order_with_durations(controller: SmallCon
     state = await genie.init(**QUIET_SETTINGS)
     published = [event for event in state.events.history() if event.type is EventType.INIT_PHASE]
     assert [(e.facts["phase"], e.facts["name"], e.facts["state"]) for e in published] == [
-        (number, name, step) for number, name in enumerate(PHASES, 1) for step in ("started", "done")
+        (number, name, step) for number, name in enumerate(INIT_PHASES, 1) for step in ("started", "done")
     ]
     assert all(float(e.facts["duration_s"] or 0) >= 0 for e in published)
     assert state.stats["init_s"] > 0
@@ -97,7 +97,7 @@ async def test_phases_are_published_in_order_with_durations(controller: SmallCon
 async def test_phases_are_logged(controller: SmallController, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", logger="genie"):
         await genie.init(**QUIET_SETTINGS)
-    assert [name for name in PHASES if f"{name} done" in caplog.text] == list(PHASES)
+    assert [name for name in INIT_PHASES if f"{name} done" in caplog.text] == list(INIT_PHASES)
 
 
 OWN_LOGGING = "import logging; logging.basicConfig();"
@@ -349,7 +349,10 @@ def test_forked_child_can_start_its_own_session(controller: SmallController) -> 
         if pid == 0:
             import torch
             published = []
-            for use in (lambda: torch.ones(2, device="remote_accelerator:0"), lambda: parents.open(0)):
+            for use in (
+                lambda: torch.ones(2, device="remote_accelerator:0"),
+                lambda: parents.open_executor_blocking(0),
+            ):
                 try:
                     use()
                 except NotInitializedError:
@@ -446,8 +449,8 @@ async def test_waiting_for_the_previous_session_counts_against_the_timeout(
 
 
 async def test_time_before_the_phases_counts_against_the_timeout(controller: SmallController) -> None:
-    settings = init_module.load_settings((), {"timeout": 5.0, **QUIET_SETTINGS})
-    run, _ = init_module.get_session_and_is_started_here(settings, began_s=time.monotonic() - 5.0)
+    settings = init_module.load_settings_from_init_arguments((), {"timeout": 5.0, **QUIET_SETTINGS})
+    run, _ = init_module.get_or_start_session_and_is_new(settings, began_s=time.monotonic() - 5.0)
     assert isinstance(await _await_error(asyncio.wrap_future(run.ready)), DeadlineError)
     await asyncio.wrap_future(run.finished)
 
@@ -456,15 +459,16 @@ async def test_close_timeout_of_a_worker_includes_the_grace_period(
     controller: SmallController, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("GENIE_AGENT_STOP_GRACE_S", "100")
-    settings = init_module.load_settings((), {"node_role": "worker"})
+    settings = init_module.load_settings_from_init_arguments((), {"node_role": "worker"})
     run = SessionRun(settings, began_s=0.0, on_end=lambda _: None)
-    assert run.close_timeout_s > 100
+    assert run.end_timeout_s > 100
 
 
 async def test_failed_phase_is_the_last_event(controller: SmallController, unused_tcp_port: int) -> None:
     seen: list[ClusterEvent] = []
-    run, _ = init_module.get_session_and_is_started_here(
-        init_module.load_settings(("127.0.0.1", unused_tcp_port), QUIET_SETTINGS), began_s=time.monotonic()
+    run, _ = init_module.get_or_start_session_and_is_new(
+        init_module.load_settings_from_init_arguments(("127.0.0.1", unused_tcp_port), QUIET_SETTINGS),
+        began_s=time.monotonic(),
     )
     run._events.subscribe(EventType.INIT_PHASE, seen.append)
     with pytest.raises(UnreachableError):
@@ -542,7 +546,9 @@ async def test_timeout_in_the_first_health_check_leaves_no_pending_coroutine(
     controller: SmallController, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        phases.Startup, "_start_health_checks", lambda *_: asyncio.get_running_loop().create_future()
+        phases.SessionStartup,
+        "_create_health_checker_and_check_once",
+        lambda *_: asyncio.get_running_loop().create_future(),
     )
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
@@ -604,11 +610,11 @@ async def test_nodes_are_fetched_once_without_heartbeats(
 ) -> None:
     rounds: list[float] = []
 
-    async def next_round(self: heartbeats.Heartbeats, interval_s: float) -> None:
+    async def next_round(self: heartbeats.HeartbeatSender, interval_s: float) -> None:
         rounds.append(interval_s)
         await asyncio.sleep(0)
 
-    monkeypatch.setattr(heartbeats.Heartbeats, "_wait_or_until_reconnected", next_round)
+    monkeypatch.setattr(heartbeats.HeartbeatSender, "_wait_for_interval_or_reconnection", next_round)
     state = await genie.init(enable_heartbeat=False, **QUIET_SETTINGS)
     assert set(state.nodes) == {"n1"}
     await until(lambda: len(rounds) > 5)
@@ -630,12 +636,12 @@ async def test_first_heartbeat_is_sent_within_the_lease_of_the_first_executor(
 ) -> None:
     rounds: list[tuple[float, float]] = []
 
-    async def next_round(self: heartbeats.Heartbeats, step_s: float) -> None:
+    async def next_round(self: heartbeats.HeartbeatSender, step_s: float) -> None:
         await until(lambda: self._has_open_executors)
         rounds.append((self._state.stats["heartbeats_sent"], step_s))
         await asyncio.sleep(0)
 
-    monkeypatch.setattr(heartbeats.Heartbeats, "_wait_or_until_reconnected", next_round)
+    monkeypatch.setattr(heartbeats.HeartbeatSender, "_wait_for_interval_or_reconnection", next_round)
     state = await genie.init(enable_heartbeat=False, heartbeat_interval=60.0, **QUIET_SETTINGS)
     assert state.transport_coordinator is not None
     await asyncio.to_thread(state.transport_coordinator.open, 0)
@@ -650,11 +656,11 @@ async def test_long_interval_is_capped_only_while_a_device_is_open(
 ) -> None:
     steps: list[float] = []
 
-    async def next_round(self: heartbeats.Heartbeats, step_s: float) -> None:
+    async def next_round(self: heartbeats.HeartbeatSender, step_s: float) -> None:
         steps.append(step_s)
         await asyncio.sleep(0)
 
-    monkeypatch.setattr(heartbeats.Heartbeats, "_wait_or_until_reconnected", next_round)
+    monkeypatch.setattr(heartbeats.HeartbeatSender, "_wait_for_interval_or_reconnection", next_round)
     caplog.set_level("INFO", logger="genie")
     state = await genie.init(heartbeat_interval=90.0, **QUIET_SETTINGS)
     await until(lambda: len(steps) >= 5)
@@ -679,11 +685,11 @@ async def test_interval_of_a_minute_is_kept_while_a_device_is_open(
 ) -> None:
     waited: list[float] = []
 
-    async def next_round(self: heartbeats.Heartbeats, step_s: float) -> None:
+    async def next_round(self: heartbeats.HeartbeatSender, step_s: float) -> None:
         waited.append(step_s)
         await asyncio.sleep(0)
 
-    monkeypatch.setattr(heartbeats.Heartbeats, "_wait_or_until_reconnected", next_round)
+    monkeypatch.setattr(heartbeats.HeartbeatSender, "_wait_for_interval_or_reconnection", next_round)
     caplog.set_level("INFO", logger="genie")
     state = await genie.init(heartbeat_interval=60.0, **QUIET_SETTINGS)
     assert state.transport_coordinator is not None

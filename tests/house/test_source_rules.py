@@ -42,7 +42,7 @@ LOOSE_TASKS: dict[str, str] = {
 # Broad handlers that neither log the traceback, nor raise, nor set the exception of a future.
 QUIET_CATCHES: dict[str, str] = {
     "genie/controller/store/sqlite_file.py::SqliteFile.run_group": "retries each part separately, which logs",
-    "genie/cluster/lifecycle/loop_thread.py::LoopThread._run_submitted": "_finish() sets it on the future",
+    "genie/cluster/lifecycle/loop_thread.py::LoopThread._run_submitted_work": "sets it on the future",
     "genie/controller/ledger.py::Ledger._commit_next_batch": "_fail_writes() sets it on the futures",
     "genie/controller/ledger.py::Ledger.write_each": "returned to the caller as the result of its write",
     "genie/controller/ledger.py::Ledger._try_add_write": "_resolve_write() sets it on the future",

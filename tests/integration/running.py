@@ -1,6 +1,6 @@
 """A running cluster for tests: its address and token, and clients of it.
 
-machine.py starts controller and agents individually.
+cluster_processes.py starts controller and agents individually.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class StartedCluster:
         return self
 
     def __exit__(self, *ignored: object) -> None:
-        self._thread.cancel()
+        self._thread.cancel_main_task()
         assert self._thread.join(timeout_s=60)
 
     async def _main(self) -> None:

@@ -11,7 +11,7 @@ import pytest
 import genie
 from genie.cluster.client import ClusterClient, open_client
 from genie.cluster.events import EventType
-from genie.cluster.lifecycle.phases import PHASES
+from genie.cluster.lifecycle.phases import INIT_PHASES
 from genie.errors import AlreadyInitializedError, JobNotFoundError, JobRefusedError
 from genie.model.job import JobSpec, JobState, Resources
 from tests.integration.running import RunningCluster, make_python_job
@@ -75,7 +75,7 @@ async def test_init_completes_all_phases(cluster: RunningCluster) -> None:
         for event in state.events.history()
         if event.type is EventType.INIT_PHASE and event.facts["state"] == "done"
     ]
-    assert done == list(PHASES)
+    assert done == list(INIT_PHASES)
     assert state.nodes
     assert state.cluster_id
     assert state.discovery is not None

@@ -256,7 +256,7 @@ async def _write_backup_of_controller_or_store(
     """Back up the store of the controller, or the store of the settings if `direct` or if no controller is
     running here."""
     from genie.cluster.client import open_client
-    from genie.cluster.store_backup import open_controller_source
+    from genie.cluster.store_backup import open_controller_backup_source
     from genie.controller.backups.backup import write_backup
     from genie.processes.clock import SystemClock
     from genie.processes.tasks import file_io_threads
@@ -272,7 +272,7 @@ async def _write_backup_of_controller_or_store(
                 output.print_message("no controller is running here: reading the store directly")
             else:
                 return await write_backup(
-                    lambda: open_controller_source(client),
+                    lambda: open_controller_backup_source(client),
                     path,
                     clock=SystemClock(),
                     offload=offload,

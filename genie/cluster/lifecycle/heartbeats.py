@@ -2,9 +2,9 @@
 
 A heartbeat is sent every interval and immediately after a reconnection, so that a restarted controller knows
 the session before it reclaims its executors. With heartbeats disabled, the first one is sent within
-_WAIT_STEP_S_MAX of opening an executor. Each contains the interval, from which the controller derives the
-lease. While executors are open, the interval is at most
-HEARTBEAT_INTERVAL_WITH_DEVICE_S_MAX, regardless of the setting.
+_DUE_CHECK_INTERVAL_S_MAX of opening an executor. Each contains the interval, from which the controller
+derives the lease. While executors are open, the interval is at most HEARTBEAT_INTERVAL_WITH_DEVICE_S_MAX,
+regardless of the setting.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from genie.runtime.controller_connection import ControllerConnection, fetch_node
 _log = logging.getLogger(__name__)
 
 HEARTBEAT_INTERVAL_WITH_DEVICE_S_MAX = SESSION_INTERVAL_S_MAX
-_WAIT_STEP_S_MAX = 20.0
+_DUE_CHECK_INTERVAL_S_MAX = 20.0
 """Maximum delay until an opened executor is detected: a third of the shortest lease."""
-_REPLY_TIMEOUT_S_MIN = 1.0
-_REPLY_TIMEOUT_S_MAX = 20.0
+_HEARTBEAT_REPLY_TIMEOUT_S_MIN = 1.0
+_HEARTBEAT_REPLY_TIMEOUT_S_MAX = 20.0
 
 
-class Heartbeats:
+class HeartbeatSender:
     """Updates `nodes`, `node.last_heartbeat`, `rtt_ms` and two counters of the state."""
 
     def __init__(self, state: ClusterState, connection: ControllerConnection) -> None:
@@ -56,8 +56,10 @@ class Heartbeats:
                 continue
             self._waited_since_heartbeat_s = 0.0
             try:
-                timeout_s = min(self._interval_s(), config.heartbeat_timeout, _REPLY_TIMEOUT_S_MAX)
-                await self.send_heartbeat(timeout_s=max(timeout_s, _REPLY_TIMEOUT_S_MIN))
+                timeout_s = min(
+                    self._effective_interval_s(), config.heartbeat_timeout, _HEARTBEAT_REPLY_TIMEOUT_S_MAX
+                )
+                await self.send_heartbeat(timeout_s=max(timeout_s, _HEARTBEAT_REPLY_TIMEOUT_S_MIN))
             except DeadlineError as error:
                 self._handle_failed_heartbeat(error)
                 # Connected but no reply: a new connection shows whether the controller is running.
@@ -82,9 +84,9 @@ class Heartbeats:
         views = await fetch_nodes(self._connection, reply, timeout_s=timeout_s)
         self._apply_node_list(views)
         if (devices := state.transport_coordinator) is not None:
-            await devices.drop_lost_executors({view.info.node_id: view.info for view in views})
+            await devices.mark_lost_executors({view.info.node_id: view.info for view in views})
 
-    async def fetch_nodes(self, *, timeout_s: float) -> None:
+    async def fetch_and_apply_node_list(self, *, timeout_s: float) -> None:
         """Fetches the list of nodes, for a session without heartbeats."""
         self._apply_node_list(await fetch_nodes(self._connection, timeout_s=timeout_s))
 
@@ -93,7 +95,7 @@ class Heartbeats:
         devices = self._state.transport_coordinator
         return devices is not None and devices.opened_executor_count > 0
 
-    def _interval_s(self) -> float:
+    def _effective_interval_s(self) -> float:
         """The configured interval, capped while this session has open executors."""
         configured_s = self._state.config.heartbeat_interval
         if configured_s <= HEARTBEAT_INTERVAL_WITH_DEVICE_S_MAX or not self._has_open_executors:
@@ -115,20 +117,20 @@ class Heartbeats:
             return True  # it contains the interval: until then the controller grants the shortest lease
         return (
             self._connection.reconnected_event.is_set()
-            or self._waited_since_heartbeat_s >= self._interval_s()
+            or self._waited_since_heartbeat_s >= self._effective_interval_s()
         )
 
     async def _wait_until_next_due_check(self) -> None:
         """Waits at most until the next heartbeat; shorter to detect an executor that was opened meanwhile."""
-        remaining_s = self._interval_s() - self._waited_since_heartbeat_s
-        step_s_max = min(_WAIT_STEP_S_MAX, HEARTBEAT_INTERVAL_WITH_DEVICE_S_MAX)
+        remaining_s = self._effective_interval_s() - self._waited_since_heartbeat_s
+        step_s_max = min(_DUE_CHECK_INTERVAL_S_MAX, HEARTBEAT_INTERVAL_WITH_DEVICE_S_MAX)
         step_s = min(remaining_s, step_s_max) if remaining_s > 0 else step_s_max
-        await self._wait_or_until_reconnected(step_s)
+        await self._wait_for_interval_or_reconnection(step_s)
         self._waited_since_heartbeat_s += step_s
 
     def _apply_node_list(self, views: Iterable[NodeView]) -> None:
         """Apply the complete list: a node that it does not contain counts as lost."""
-        changes = self._peers.update((view.info for view in views), now_s=time.monotonic())
+        changes = self._peers.replace_nodes((view.info for view in views), now_s=time.monotonic())
         self._publish_peer_changes(changes)
         devices = self._state.transport_coordinator
         for ref in devices.add_new_accelerators(self._state.nodes.values()) if devices is not None else ():
@@ -137,7 +139,7 @@ class Heartbeats:
     def _handle_failed_heartbeat(self, error: GenieError) -> None:
         _log.warning("a heartbeat to %s failed: %s", self._connection.where, error)
         self._state.stats["heartbeats_failed"] += 1
-        self._publish_peer_changes(self._peers.expire(now_s=time.monotonic()))
+        self._publish_peer_changes(self._peers.disconnect_expired_nodes(now_s=time.monotonic()))
 
     def _publish_peer_changes(self, changes: Iterable[PeerChange]) -> None:
         self._state.nodes = self._peers.nodes
@@ -146,7 +148,7 @@ class Heartbeats:
             _log.log(level, "node %s: %s", change.node_id, change.reason)
             self._state.events.publish(change.type, node_id=change.node_id, reason=change.reason)
 
-    async def _wait_or_until_reconnected(self, interval_s: float) -> None:
+    async def _wait_for_interval_or_reconnection(self, interval_s: float) -> None:
         self._connection.reconnected_event.clear()
         try:
             async with asyncio.timeout(interval_s):

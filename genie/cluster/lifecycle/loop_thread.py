@@ -43,7 +43,7 @@ class LoopThread:
         self._submitted_futures: set[Future[Any]] = set()
         self._lock = threading.Lock()
         self._accepts_work = True
-        self._is_cancelled = False
+        self._is_main_task_cancelled = False
         self._owner_process_id = os.getpid()
 
     def start(self, main: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -58,7 +58,7 @@ class LoopThread:
         """Runs `work()` on the loop. The future always completes: with an error if the loop has ended or
         belongs to the parent of a forked process."""
         future: Future[_T] = Future()
-        if not self._is_own_process:
+        if not self._is_in_owner_process:
             future.set_exception(_session_of_parent_error())
             return future
         with self._lock:
@@ -66,18 +66,18 @@ class LoopThread:
                 future.set_exception(_session_ended_error())
                 return future
             self._submitted_futures.add(future)
-            self._loop.call_soon_threadsafe(self._start_task, work, future)
+            self._loop.call_soon_threadsafe(self._start_submitted_task, work, future)
         return future
 
     def call_soon(self, function: Callable[[], object]) -> None:
         """Runs `function` on the loop; does nothing if the loop has ended."""
-        if not self._is_own_process:
+        if not self._is_in_owner_process:
             return
         with self._lock:
             if self._accepts_work:
                 self._loop.call_soon_threadsafe(function)
 
-    def cancel(self) -> None:
+    def cancel_main_task(self) -> None:
         """Cancels the main coroutine; later calls do nothing, so that its cleanup is not interrupted."""
         self.call_soon(self._cancel_main_task_once)
 
@@ -89,13 +89,13 @@ class LoopThread:
         return not self._thread.is_alive()
 
     @property
-    def _is_own_process(self) -> bool:
+    def _is_in_owner_process(self) -> bool:
         """A forked child has a copy of the loop and of the lock, but not the thread."""
         return os.getpid() == self._owner_process_id
 
     def _cancel_main_task_once(self) -> None:
-        if self._main_task is not None and not self._is_cancelled:
-            self._is_cancelled = True
+        if self._main_task is not None and not self._is_main_task_cancelled:
+            self._is_main_task_cancelled = True
             self._main_task.cancel()
 
     def _run_loop(self) -> None:
@@ -128,34 +128,36 @@ class LoopThread:
                 for task in self._submitted_tasks:
                     task.cancel()
 
-    def _start_task(self, work: Callable[[], Coroutine[Any, Any, _T]], future: Future[_T]) -> None:
+    def _start_submitted_task(self, work: Callable[[], Coroutine[Any, Any, _T]], future: Future[_T]) -> None:
         if (
             self._task_group is None
             or self._main_task is None
             or self._main_task.cancelling()
             or self._main_task.done()
         ):
-            self._complete_with_error(future, error=_session_ended_error())
+            self._complete_future_with_error(future, error=_session_ended_error())
             return
-        task = self._task_group.create_task(self._run_submitted(work, future))
+        task = self._task_group.create_task(self._run_submitted_work(work, future))
         self._submitted_tasks.add(task)
         task.add_done_callback(self._submitted_tasks.discard)
 
-    async def _run_submitted(self, work: Callable[[], Coroutine[Any, Any, _T]], future: Future[_T]) -> None:
+    async def _run_submitted_work(
+        self, work: Callable[[], Coroutine[Any, Any, _T]], future: Future[_T]
+    ) -> None:
         """Runs submitted work; its error is set on the future and not raised."""
         try:
             result = await work()
         except asyncio.CancelledError:
-            self._complete_with_error(future, error=_session_ended_error())
+            self._complete_future_with_error(future, error=_session_ended_error())
             raise
         except Exception as error:
-            self._complete_with_error(future, error=error)
+            self._complete_future_with_error(future, error=error)
         else:
             self._submitted_futures.discard(future)
             if not future.done():
                 future.set_result(result)
 
-    def _complete_with_error(self, future: Future[_T], *, error: BaseException) -> None:
+    def _complete_future_with_error(self, future: Future[_T], *, error: BaseException) -> None:
         self._submitted_futures.discard(future)
         if not future.done():
             future.set_exception(error)

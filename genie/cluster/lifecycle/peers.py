@@ -31,10 +31,10 @@ class PeerTable:
 
     def __init__(self, *, timeout_s: float) -> None:
         self.nodes: dict[str, NodeInfo] = {}
-        self._timeout_s = timeout_s
-        self._heartbeat_changed_at_s: dict[str, float] = {}
+        self._heartbeat_timeout_s = timeout_s
+        self._last_new_heartbeat_s_by_node: dict[str, float] = {}
 
-    def update(self, nodes: Iterable[NodeInfo], *, now_s: float) -> list[PeerChange]:
+    def replace_nodes(self, nodes: Iterable[NodeInfo], *, now_s: float) -> list[PeerChange]:
         """Replaces the list by that of the controller; returns the changes."""
         before, after = self.nodes, {node.node_id: node for node in nodes}
         for node_id, node in after.items():
@@ -42,28 +42,30 @@ class PeerTable:
             if (
                 old is None
                 or _heartbeat_time_and_incarnation(old) != _heartbeat_time_and_incarnation(node)
-                or node_id not in self._heartbeat_changed_at_s
+                or node_id not in self._last_new_heartbeat_s_by_node
             ):
-                self._heartbeat_changed_at_s[node_id] = now_s
-        self._heartbeat_changed_at_s = {node_id: self._heartbeat_changed_at_s[node_id] for node_id in after}
-        self.nodes = self._mark_unresponsive(after, now_s)
+                self._last_new_heartbeat_s_by_node[node_id] = now_s
+        self._last_new_heartbeat_s_by_node = {
+            node_id: self._last_new_heartbeat_s_by_node[node_id] for node_id in after
+        }
+        self.nodes = self._mark_expired_as_disconnected(after, now_s)
         removed = [
             PeerChange(EventType.NODE_LOST, node_id, "the controller no longer lists it")
             for node_id in before.keys() - after.keys()
         ]
         return [*removed, *self._find_changes_since(before)]
 
-    def expire(self, *, now_s: float) -> list[PeerChange]:
+    def disconnect_expired_nodes(self, *, now_s: float) -> list[PeerChange]:
         """Marks nodes as disconnected after a failed heartbeat; returns the changes."""
         before = self.nodes
-        self.nodes = self._mark_unresponsive(before, now_s)
+        self.nodes = self._mark_expired_as_disconnected(before, now_s)
         return self._find_changes_since(before)
 
-    def _mark_unresponsive(self, nodes: dict[str, NodeInfo], now_s: float) -> dict[str, NodeInfo]:
-        reason = f"no heartbeat for {self._timeout_s:g} s"
+    def _mark_expired_as_disconnected(self, nodes: dict[str, NodeInfo], now_s: float) -> dict[str, NodeInfo]:
+        reason = f"no heartbeat for {self._heartbeat_timeout_s:g} s"
         return {
             node_id: msgspec.structs.replace(node, status=NodeStatus.DISCONNECTED, status_reason=reason)
-            if now_s - self._heartbeat_changed_at_s[node_id] >= self._timeout_s
+            if now_s - self._last_new_heartbeat_s_by_node[node_id] >= self._heartbeat_timeout_s
             and node.status is not NodeStatus.DISCONNECTED
             else node
             for node_id, node in nodes.items()

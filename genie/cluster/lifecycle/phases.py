@@ -17,10 +17,15 @@ from typing import Any
 
 import msgspec
 
-from genie.cluster.devices import DeviceBroker, SubmitToLoop, list_accelerators, registered_torch_device
+from genie.cluster.devices import (
+    DeviceBroker,
+    SubmitToSessionLoop,
+    list_accelerators,
+    registered_torch_device,
+)
 from genie.cluster.events import EventBus
 from genie.cluster.health import HealthChecker, NetworkReading, create_health_checker
-from genie.cluster.lifecycle.heartbeats import Heartbeats
+from genie.cluster.lifecycle.heartbeats import HeartbeatSender
 from genie.cluster.monitoring import create_resource_monitor
 from genie.cluster.node_info import create_local_node, new_session_id
 from genie.cluster.state import ClusterState
@@ -44,7 +49,7 @@ from genie.telemetry import log
 
 _log = logging.getLogger(__name__)
 
-PHASES = ("configuration", "local node", "network discovery", "backend", "monitoring")
+INIT_PHASES = ("configuration", "local node", "network discovery", "backend", "monitoring")
 _END_SESSION_TIMEOUT_S = 2.0
 _FIRST_HEALTH_CHECK_TIMEOUT_S = 1.0
 # init() has one deadline. Calls get slightly more than the remaining time, so that the error is always the
@@ -52,7 +57,7 @@ _FIRST_HEALTH_CHECK_TIMEOUT_S = 1.0
 _CALL_TIMEOUT_MARGIN_S = 1.0
 
 
-class Startup:
+class SessionStartup:
     """Runs once. All its resources are on `stack` when it returns or raises."""
 
     def __init__(
@@ -61,7 +66,7 @@ class Startup:
         events: EventBus,
         stack: AsyncExitStack,
         *,
-        submit: SubmitToLoop,
+        submit: SubmitToSessionLoop,
         began_s: float,
         network: Network | None = None,
     ) -> None:
@@ -86,9 +91,9 @@ class Startup:
         try:
             async with asyncio.timeout_at(self._deadline):
                 async with self._in_phase(1, began_s=self._began_s):
-                    self._configure_logging()
+                    self._configure_logging_and_heartbeat_timeout()
                 async with self._in_phase(2):
-                    state = await self._make_local_node()
+                    state = await self._make_state_with_local_node()
                 async with self._in_phase(3):
                     access = await self._discover_cluster(state)
                 async with self._in_phase(4):
@@ -98,7 +103,7 @@ class Startup:
         except TimeoutError:
             raise DeadlineError(
                 f"init() did not finish within {self._settings.cluster.timeout:g} s: timed out in phase "
-                f"{self._phase_number} of {len(PHASES)}, {PHASES[self._phase_number - 1]}",
+                f"{self._phase_number} of {len(INIT_PHASES)}, {INIT_PHASES[self._phase_number - 1]}",
                 hint="check the network to the cluster, or pass a larger timeout",
             ) from None
         state.stats["init_s"] = time.monotonic() - self._began_s
@@ -106,25 +111,25 @@ class Startup:
 
     @asynccontextmanager
     async def _in_phase(self, number: int, *, began_s: float | None = None) -> AsyncIterator[None]:
-        self._phase_number, name = number, PHASES[number - 1]
+        self._phase_number, name = number, INIT_PHASES[number - 1]
         began_s = time.monotonic() if began_s is None else began_s
-        self._report_phase(name, "started", 0.0, f"phase {number} of {len(PHASES)}: {name}")
+        self._log_and_publish_phase(name, "started", 0.0, f"phase {number} of {len(INIT_PHASES)}: {name}")
         try:
             yield
         except BaseException as error:
             duration_s = time.monotonic() - began_s
             reason = str(error) or "interrupted or timed out"
-            self._report_phase(
+            self._log_and_publish_phase(
                 name, "failed", duration_s, f"{name} failed after {duration_s:.3f} s: {reason}"
             )
             raise
         duration_s = time.monotonic() - began_s
         self._stats[f"phase_{number}_s"] = duration_s
-        self._report_phase(name, "done", duration_s, f"{name} done in {duration_s:.3f} s")
+        self._log_and_publish_phase(name, "done", duration_s, f"{name} done in {duration_s:.3f} s")
 
-    def _report_phase(self, name: str, state: str, duration_s: float, reason: str) -> None:
+    def _log_and_publish_phase(self, name: str, state: str, duration_s: float, reason: str) -> None:
         level = logging.DEBUG if state == "started" else logging.INFO
-        _log.log(level, "init %d/%d: %s", self._phase_number, len(PHASES), reason)
+        _log.log(level, "init %d/%d: %s", self._phase_number, len(INIT_PHASES), reason)
         facts: dict[str, str | int | float | bool | None] = {
             "phase": self._phase_number,
             "name": name,
@@ -134,12 +139,12 @@ class Startup:
         self._events.publish(EventType.INIT_PHASE, node_id=self._node_id, reason=reason, facts=facts)
 
     @property
-    def _remaining_s(self) -> float:
+    def _call_timeout_s(self) -> float:
         return max(self._deadline - asyncio.get_running_loop().time(), 0.0) + _CALL_TIMEOUT_MARGIN_S
 
     # --- 1: configuration ---------------------------------------------------------------------
 
-    def _configure_logging(self) -> None:
+    def _configure_logging_and_heartbeat_timeout(self) -> None:
         """Configures logging and logs the source of each setting."""
         sources = self._settings.sources
         requested = sources["log.level"] != "default" or sources["log.format"] != "default"
@@ -157,14 +162,14 @@ class Startup:
 
     # --- 2: local node ------------------------------------------------------------------------
 
-    async def _make_local_node(self) -> ClusterState:
+    async def _make_state_with_local_node(self) -> ClusterState:
         hosts = self._settings.cluster.node_role != "client"
         if hosts:
             await self._host_cluster_if_server()
         config = self._settings.cluster
         inventory = Inventory(self._settings.agent.cpu_accelerators if hosts else 0)
         self._exit_stack.callback(inventory.close)
-        gpus = await inventory.read_async(timeout_s=self._remaining_s)
+        gpus = await inventory.read_async(timeout_s=self._call_timeout_s)
         suffix = secrets.token_hex(3)
         node = create_local_node(
             config,
@@ -197,7 +202,7 @@ class Startup:
         self._settings = hosting.with_node_id_of_agent(self._settings)
         if self._settings.cluster.node_role == "server":
             self._settings, is_hosted = await hosting.host_cluster(
-                self._settings, self._exit_stack, timeout_s=self._remaining_s
+                self._settings, self._exit_stack, timeout_s=self._call_timeout_s
             )
         if not is_hosted:
             self._must_start_agent = True
@@ -212,7 +217,7 @@ class Startup:
         _log.info("connecting to the controller at %s", address_text(host, port))
         async with add_local_cluster_hint(host, port, state_dir=state_dir):
             access = await find_access(
-                config, state_dir=state_dir, network=self._network, timeout_s=self._remaining_s
+                config, state_dir=state_dir, network=self._network, timeout_s=self._call_timeout_s
             )
             access, found = await self._discover_reachable_server(access)
         state.discovery, state.rtt_ms = found, found.tcp_rtt_ms
@@ -229,7 +234,7 @@ class Startup:
             self._transport = TransportCoordinator(
                 DataPlaneConfig(host=host, port=port, backend=config.backend, timeout_s=config.timeout)
             )
-            found = await self._transport.discover(timeout_s=self._remaining_s / (len(servers) - number))
+            found = await self._transport.discover(timeout_s=self._call_timeout_s / (len(servers) - number))
             try:
                 found.check_reachable()
             except UnreachableError as error:
@@ -254,7 +259,7 @@ class Startup:
             access,
             network=self._network,
             program="genie.init",
-            timeout_s=self._remaining_s,
+            timeout_s=self._call_timeout_s,
             on_change=lambda connected, reason: self._on_connection_change(state, connected, reason),
         )
         state_dir = self._settings.paths.state_dir
@@ -286,15 +291,15 @@ class Startup:
             token=self._join_token or str(access.token),
         )
         await hosting.start_worker_agent(
-            self._settings, config, self._exit_stack, timeout_s=self._remaining_s
+            self._settings, config, self._exit_stack, timeout_s=self._call_timeout_s
         )
 
     async def _register_devices(self, state: ClusterState, connection: ControllerConnection) -> None:
-        self._heartbeats = Heartbeats(state, connection)
+        self._heartbeat_sender = HeartbeatSender(state, connection)
         if state.config.enable_heartbeat:
-            await self._heartbeats.send_heartbeat(timeout_s=self._remaining_s)
+            await self._heartbeat_sender.send_heartbeat(timeout_s=self._call_timeout_s)
         else:
-            await self._heartbeats.fetch_nodes(timeout_s=self._remaining_s)
+            await self._heartbeat_sender.fetch_and_apply_node_list(timeout_s=self._call_timeout_s)
         broker = DeviceBroker(
             list_accelerators(state.nodes.values()),
             transport=self._transport,
@@ -316,18 +321,18 @@ class Startup:
 
     async def _start_monitoring(self, state: ClusterState, connection: ControllerConnection) -> None:
         if state.config.enable_health_checks:
-            state.health = await self._start_health_checks(state, connection)
+            state.health = await self._create_health_checker_and_check_once(state, connection)
         else:
             state.node = msgspec.structs.replace(state.node, status=NodeStatus.HEALTHY)
         # After the last await: a coroutine that is never awaited causes a warning.
-        work: dict[str, Coroutine[Any, Any, None]] = {"heartbeat": self._heartbeats.run()}
+        work: dict[str, Coroutine[Any, Any, None]] = {"heartbeat": self._heartbeat_sender.run()}
         if state.monitor is not None:
             work["gpu monitor"] = state.monitor.run()
         if state.health is not None:
             work["health checks"] = state.health.run()
-        state.monitor_tasks = await self._exit_stack.enter_async_context(self._background_tasks(work))
+        state.monitor_tasks = await self._exit_stack.enter_async_context(self._running_background_tasks(work))
 
-    async def _start_health_checks(
+    async def _create_health_checker_and_check_once(
         self, state: ClusterState, connection: ControllerConnection
     ) -> HealthChecker:
         """Returns the health checker after its first report."""
@@ -346,13 +351,14 @@ class Startup:
         return checker
 
     @asynccontextmanager
-    async def _background_tasks(
+    async def _running_background_tasks(
         self, work: dict[str, Coroutine[Any, Any, None]]
     ) -> AsyncIterator[list[asyncio.Task[None]]]:
         """Runs the tasks until the end of the session. One that fails is reported, the others continue."""
         async with unwrapped_task_group() as group:
             tasks = [
-                group.create_task(self._run_background(name, part), name=name) for name, part in work.items()
+                group.create_task(self._run_task_and_report_failure(name, part), name=name)
+                for name, part in work.items()
             ]
             try:
                 yield tasks
@@ -360,7 +366,7 @@ class Startup:
                 for task in tasks:
                     task.cancel()
 
-    async def _run_background(self, name: str, part: Coroutine[Any, Any, None]) -> None:
+    async def _run_task_and_report_failure(self, name: str, part: Coroutine[Any, Any, None]) -> None:
         try:
             await part
         except Exception as error:

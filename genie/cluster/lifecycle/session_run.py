@@ -14,7 +14,7 @@ from contextlib import AsyncExitStack
 
 from genie.cluster.events import EventBus, EventHandler
 from genie.cluster.lifecycle.loop_thread import LoopThread
-from genie.cluster.lifecycle.phases import Startup
+from genie.cluster.lifecycle.phases import SessionStartup
 from genie.cluster.state import ClusterState
 from genie.config import Settings
 from genie.errors import GenieError, SessionError
@@ -22,8 +22,8 @@ from genie.model.event import EventType
 
 _log = logging.getLogger(__name__)
 
-_CLIENT_CLOSE_TIMEOUT_S = 5.0
-_HOST_CLOSE_TIMEOUT_S = 30.0
+_CLIENT_SESSION_END_TIMEOUT_S = 5.0
+_HOST_SESSION_END_TIMEOUT_S = 30.0
 """In addition to the grace period of the jobs of this machine."""
 
 
@@ -58,24 +58,24 @@ class SessionRun:
         return self.ready.result(timeout=0)
 
     @property
-    def close_timeout_s(self) -> float:
+    def end_timeout_s(self) -> float:
         """Timeout for the end of the session; a host also waits for its jobs."""
         if self.settings.cluster.node_role == "client":
-            return _CLIENT_CLOSE_TIMEOUT_S
-        return _HOST_CLOSE_TIMEOUT_S + self.settings.agent.stop_grace_s
+            return _CLIENT_SESSION_END_TIMEOUT_S
+        return _HOST_SESSION_END_TIMEOUT_S + self.settings.agent.stop_grace_s
 
     def subscribe_progress(self, progress: EventHandler) -> None:
         """Calls `progress` with the events of the phases. Raises UsageError if it is not callable."""
         self._events.subscribe(EventType.INIT_PHASE, progress)
 
     def start(self) -> None:
-        self.finished.add_done_callback(self._on_finished)
+        self.finished.add_done_callback(self._on_thread_finished)
         self._loop_thread.start(self._run_session)
 
     def stop(self) -> None:
         """Requests the end of the session in any state. Does not block."""
         self.is_stopping = True
-        self._loop_thread.call_soon(self._stop_on_loop)
+        self._loop_thread.call_soon(self._stop_or_cancel_startup)
 
     def join(self, *, timeout_s: float) -> None:
         if not self._loop_thread.join(timeout_s=timeout_s):
@@ -110,7 +110,7 @@ class SessionRun:
             return
         try:
             async with AsyncExitStack() as stack:
-                startup = Startup(
+                startup = SessionStartup(
                     self.settings, self._events, stack, submit=self._loop_thread.submit, began_s=self._began_s
                 )
                 state = await startup.run()
@@ -129,13 +129,13 @@ class SessionRun:
         finally:
             self._events.close()
 
-    def _stop_on_loop(self) -> None:
+    def _stop_or_cancel_startup(self) -> None:
         if self.ready.done() and self._stop_event is not None:
             self._stop_event.set()
         else:
-            self._loop_thread.cancel()
+            self._loop_thread.cancel_main_task()
 
-    def _on_finished(self, _finished: Future[None]) -> None:
+    def _on_thread_finished(self, _finished: Future[None]) -> None:
         self.is_stopping = True
         self._on_end(self)
         if not self.ready.done():

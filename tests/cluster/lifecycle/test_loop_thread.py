@@ -42,7 +42,7 @@ def loop_thread(main_coroutine: MainCoroutine) -> Iterator[LoopThread]:
     made.start(main_coroutine)
     assert main_coroutine.running.wait(20)
     yield made
-    made.cancel()
+    made.cancel_main_task()
     assert made.join(timeout_s=20)
     assert made.finished.done()
 
@@ -86,7 +86,7 @@ def test_running_work_is_cancelled_at_the_end(loop_thread: LoopThread, main_coro
 
 
 def test_work_submitted_after_the_end_is_rejected(loop_thread: LoopThread) -> None:
-    loop_thread.cancel()
+    loop_thread.cancel_main_task()
     loop_thread.finished.result(20)
 
     async def work() -> None:
@@ -113,7 +113,7 @@ def test_all_futures_complete_when_the_loop_ends(loop_thread: LoopThread) -> Non
     users = [threading.Thread(target=hand_in) for _ in range(8)]
     for user in users:
         user.start()
-    loop_thread.cancel()
+    loop_thread.cancel_main_task()
     for user in users:
         user.join(60)
     assert len(answers) == 400
@@ -125,7 +125,7 @@ def test_threads_of_blocking_calls_end_with_the_loop(loop_thread: LoopThread) ->
         return await asyncio.to_thread(lambda: threading.current_thread().name)
 
     name = loop_thread.submit(block).result(20)
-    loop_thread.cancel()
+    loop_thread.cancel_main_task()
     loop_thread.finished.result(20)
     assert name not in [other.name for other in threading.enumerate()]
 
@@ -165,9 +165,9 @@ def test_second_cancel_does_not_interrupt_the_cleanup() -> None:
     begun = threading.Event()
     thread.call_soon(begun.set)
     assert begun.wait(20)
-    thread.cancel()
+    thread.cancel_main_task()
     assert cleaning.wait(20)
-    thread.cancel()
+    thread.cancel_main_task()
     thread.call_soon(cancelled_again.set)
     thread.finished.result(20)
     assert thread.join(timeout_s=20)

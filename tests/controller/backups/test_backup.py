@@ -14,7 +14,7 @@ import pytest
 
 from genie import config
 from genie.cluster.client import ClusterClient, open_client
-from genie.cluster.store_backup import open_controller_source
+from genie.cluster.store_backup import open_controller_backup_source
 from genie.controller.backups.backup import EncodedRows, StoreSource, open_store_source, write_backup
 from genie.controller.backups.backup_file import BackupHeader, BackupReader
 from genie.controller.election import LEADER_KEY
@@ -61,7 +61,7 @@ async def test_backup_of_a_running_controller_contains_its_jobs(tmp_path: Path) 
             job = await owner.submit("sleep", "1")
             status = await owner.status()
         async with _cluster_client(one) as client:
-            header = await _write_backup(lambda: open_controller_source(client), tmp_path / "backup")
+            header = await _write_backup(lambda: open_controller_backup_source(client), tmp_path / "backup")
     rows = _read_rows(tmp_path / "backup")
     assert f"job/{job.job_id}" in rows
     assert header.cluster_id == status.cluster_id
@@ -102,7 +102,7 @@ async def test_large_rows_pass_through_the_api_in_chunks(tmp_path: Path) -> None
         for key, value in large.items():
             await one.store.commit([], [Put(key, value)])
         async with _cluster_client(one) as client:
-            await _write_backup(lambda: open_controller_source(client), tmp_path / "backup")
+            await _write_backup(lambda: open_controller_backup_source(client), tmp_path / "backup")
     rows = _read_rows(tmp_path / "backup")
     assert {key: rows[key] for key in large} == large
 
