@@ -24,7 +24,7 @@ from tests.durations import DurationRecorder
 from tests.fakes.nvml.fake_nvml import compile_fake_nvml
 from tests.forkserver import ForkServer
 from tests.interrupts import InterruptHandler
-from tests.leaks import LeakCheck, end_processes, processes_of_run
+from tests.leaks import LeakCheck, kill_processes, processes_of_run
 from tests.ports import free_port
 from tests.skips import SkipReport
 from tests.unit import UnitTestSelection
@@ -206,7 +206,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     if folder is None:
         return
     remaining = processes_of_run(folder)
-    end_processes(frozenset(remaining))
+    kill_processes(frozenset(remaining))
     session.config.stash[_REMAINING] = list(remaining.values())
     if remaining and session.exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED

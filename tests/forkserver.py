@@ -299,17 +299,17 @@ class _Server:
         while True:
             ready = {descriptor for descriptor, _ in poll.poll()}
             if self._wakeup.fileno() in ready:
-                self._reap()
+                self._reap_ended_children()
             if self._control.fileno() not in ready:
                 continue
             message, fds, _, _ = socket.recv_fds(self._control, _MESSAGE_BYTES_MAX, _FDS_MAX)
             if not message:
                 self._kill_children()
                 return None
-            if self._fork(fds):
+            if self._fork_and_is_child(fds):
                 return json.loads(message), fds[1:]
 
-    def _fork(self, fds: list[int]) -> bool:
+    def _fork_and_is_child(self, fds: list[int]) -> bool:
         """True in the child."""
         if sys.platform == "linux":
             self.has_threads = len(os.listdir("/proc/self/task")) > 1  # noqa: PTH208
@@ -339,7 +339,7 @@ class _Server:
         for sock in (self._control, self._wakeup, self._wakeup_writer, *self._children.values()):
             sock.close()
 
-    def _reap(self) -> None:
+    def _reap_ended_children(self) -> None:
         try:
             while self._wakeup.recv(4096):
                 pass
@@ -381,7 +381,7 @@ def _run_request(request: dict[str, Any], fds: list[int], *, fresh: bool) -> NoR
     sys.stdout.reconfigure(line_buffering=os.isatty(1))  # type: ignore[union-attr]
     os.environ.clear()
     os.environ.update(request["env"])
-    _execute(request["arguments"])
+    _run_python_arguments(request["arguments"])
 
 
 def _duplicate_above(fd: int, lowest: int) -> int:
@@ -392,7 +392,7 @@ def _duplicate_above(fd: int, lowest: int) -> int:
     return moved
 
 
-def _execute(arguments: list[str]) -> NoReturn:
+def _run_python_arguments(arguments: list[str]) -> NoReturn:
     while arguments[0] == "-W":
         sys.warnoptions.append(arguments[1])
         warnings._processoptions(sys.warnoptions)  # type: ignore[attr-defined]

@@ -24,7 +24,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.leaks import end_processes, processes_of_run
+from tests.leaks import kill_processes, processes_of_run
 
 # A signal may arrive twice: sent to the process group by a terminal or `timeout`, and forwarded by make.
 _SAME_SIGNAL_S = 1.0
@@ -41,12 +41,12 @@ class InterruptHandler:
         self._signal_at = 0.0
         self._unwinding_since = 0.0
         self._workers: list[Any] = []  # Any: xdist has no public type for it
-        self._install()
+        self._install_signal_handlers()
         if self._is_worker and hasattr(os, "pidfd_open"):
             folder = Path(config.workerinput["state_folder"]).parents[1]  # type: ignore[attr-defined]
-            _watch_parent(folder)
+            _kill_run_if_parent_dies(folder)
 
-    def _install(self) -> None:
+    def _install_signal_handlers(self) -> None:
         """Called before each test: an event loop resets a signal that it handled to the default."""
         if threading.current_thread() is not threading.main_thread():
             return  # pytest is embedded in another program, which handles signals
@@ -63,7 +63,7 @@ class InterruptHandler:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_setup(self) -> None:
-        self._install()
+        self._install_signal_handlers()
         if self._signal and not self._unwinding_since:
             raise KeyboardInterrupt  # the previous test handled the signal itself
 
@@ -113,21 +113,21 @@ def kill_processes_of_run(run_folder: Path | None) -> None:
     pids = {child.pid for child in psutil.Process().children(recursive=True)}
     if run_folder is not None:
         pids |= processes_of_run(run_folder).keys()
-    end_processes(frozenset(pids))
+    kill_processes(frozenset(pids))
 
 
-def _watch_parent(run_folder: Path) -> None:
+def _kill_run_if_parent_dies(run_folder: Path) -> None:
     """Kills the processes of the run if the parent is killed: xdist would not tear fixtures down."""
     parent = os.pidfd_open(os.getppid())
 
-    def watch() -> None:
+    def wait_for_parent_and_kill_run() -> None:
         waiting = select.poll()
         waiting.register(parent, select.POLLIN)
         waiting.poll()
         kill_processes_of_run(run_folder)
         os._exit(128 + signal.SIGKILL)
 
-    threading.Thread(target=watch, name="watch-parent", daemon=True).start()
+    threading.Thread(target=wait_for_parent_and_kill_run, name="watch-parent", daemon=True).start()
 
 
 def _ignore_signal(_: int, __: FrameType | None) -> None:

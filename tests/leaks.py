@@ -51,7 +51,7 @@ class LeakCheck:
         result = yield
         marker = item.get_closest_marker("leaks_allowed")
         if marker is None:
-            self._fail_for_leaks()
+            self._fail_test_for_leaks()
         elif not (marker.args and str(marker.args[0]).strip()):
             pytest.fail("leaks_allowed needs a reason", pytrace=False)
         return result
@@ -70,11 +70,11 @@ class LeakCheck:
         """Allows a process that a test has started for a fixture of wider scope."""
         self._watch.allowed |= Snapshot(children=frozenset([pid]))
 
-    def _fail_for_leaks(self) -> None:
+    def _fail_test_for_leaks(self) -> None:
         leaked = self._watch.leaked_since(self._before)
         if leaked:
             lines = leaked.describe()
-            end_processes(leaked.children)
+            kill_processes(leaked.children)
             pytest.fail("leaked by the test:\n  " + "\n  ".join(lines), pytrace=False)
 
 
@@ -122,7 +122,7 @@ class LeakWatch:
             if not thread.daemon or thread.name.startswith(_OWN_THREADS)
         )
         sockets = _open_sockets() - forkserver.control_sockets()
-        return Snapshot(threads, sockets, self._children() - forkserver.fork_server_pids())
+        return Snapshot(threads, sockets, self._list_child_pids() - forkserver.fork_server_pids())
 
     def allow_since(self, before: Snapshot) -> None:
         self.allowed |= self.snapshot() - before
@@ -141,7 +141,7 @@ class LeakWatch:
         ours = frozenset(name for name in leaked.sockets if "@cuda-" not in _describe_socket(name))
         return replace(leaked, sockets=ours)
 
-    def _children(self) -> frozenset[int]:
+    def _list_child_pids(self) -> frozenset[int]:
         if not _LINUX:
             return frozenset(child.pid for child in psutil.Process().children())
         try:
@@ -182,7 +182,7 @@ def _belongs_to_run(process: psutil.Process, below: str) -> bool:
     return process.name() == "sshd" and below in " ".join(process.cmdline())
 
 
-def end_processes(pids: frozenset[int]) -> None:
+def kill_processes(pids: frozenset[int]) -> None:
     """Kills the processes, waits for their end and reaps children, so that a leak does not affect the next
     test."""
     processes = []

@@ -46,20 +46,20 @@ class SkipReport:
         return report
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        if self._is_failing():
+        if self._fails_run():
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         if not self._reasons:
             return
-        failing = self._is_failing()
+        failing = self._fails_run()
         terminalreporter.section("skipped", red=failing, yellow=not failing)
-        for line in _format_lines(self._reasons, self._files_with_run_tests):
+        for line in _format_skip_lines(self._reasons, self._files_with_run_tests):
             terminalreporter.line(line)
         if failing:
             terminalreporter.line("GENIE_TEST_REQUIRE_ALL=1: a skipped test fails the run", red=True)
 
-    def _is_failing(self) -> bool:
+    def _fails_run(self) -> bool:
         return self._required and any(not name.startswith(_MAY_BE_SKIPPED) for name in self._reasons)
 
 
@@ -72,7 +72,7 @@ def _file_of_test(name: str) -> str:
     return name.partition("::")[0]
 
 
-def _format_lines(reasons: dict[str, str], files_with_run_tests: set[str]) -> list[str]:
+def _format_skip_lines(reasons: dict[str, str], files_with_run_tests: set[str]) -> list[str]:
     """One line per test, or per file with many tests that were all skipped for the same reason; sorted,
     because workers finish in any order."""
     groups: dict[str, dict[str, list[str]]] = {}

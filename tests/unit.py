@@ -20,7 +20,7 @@ class UnitTestSelection:
     def __init__(self) -> None:
         self._files = frozenset(read_unit_files())
         self._is_in_test = False
-        sys.addaudithook(self._audit)
+        sys.addaudithook(self._fail_test_that_starts_process)
 
     def pytest_ignore_collect(self, collection_path: Path, config: pytest.Config) -> bool | None:
         if not collection_path.name.startswith("test_") or collection_path.suffix != ".py":
@@ -34,7 +34,7 @@ class UnitTestSelection:
     def pytest_runtest_teardown(self) -> None:
         self._is_in_test = False
 
-    def _audit(self, event: str, arguments: tuple[object, ...]) -> None:
+    def _fail_test_that_starts_process(self, event: str, arguments: tuple[object, ...]) -> None:
         if self._is_in_test and event in _STARTS_A_PROCESS:
             pytest.fail(
                 f"a unit test started a process ({event} {arguments[:1]}): remove its file from {LIST.name}"

@@ -160,7 +160,7 @@ async def test_final_error_of_the_leader_is_raised_rather_than_that_of_another_c
 ) -> None:
     controller.refusals[Hello] = TokenRefusedError("token x is unknown")
     is_rejected = asyncio.Event()
-    try_endpoint, reply_to_hello = LeaderConnection._try_endpoint, second_controller._hello
+    try_endpoint, reply_to_hello = LeaderConnection._try_endpoint, second_controller._answer_hello
 
     async def try_and_record(*arguments: Any) -> object:
         result = await try_endpoint(*arguments)
@@ -175,7 +175,7 @@ async def test_final_error_of_the_leader_is_raised_rather_than_that_of_another_c
         raise ProtocolError("node n1 has another version")
 
     monkeypatch.setattr(LeaderConnection, "_try_endpoint", try_and_record)
-    monkeypatch.setattr(second_controller, "_hello", reply_after_the_rejection)
+    monkeypatch.setattr(second_controller, "_answer_hello", reply_after_the_rejection)
     with pytest.raises(ExceptionGroup) as caught:
         async with connect_to_controllers(controller, second_controller, timeout_s=10) as watched:
             watched.attend = refuse

@@ -47,12 +47,12 @@ def help_cache() -> dict[tuple[str, ...], CommandOutcome]:
 def get_help(
     genie, help_cache: dict[tuple[str, ...], CommandOutcome]
 ) -> Callable[[tuple[str, ...]], CommandOutcome]:
-    def show(path: tuple[str, ...]) -> CommandOutcome:
+    def get_cached_help(path: tuple[str, ...]) -> CommandOutcome:
         if path not in help_cache:
             help_cache[path] = genie(*path, "--help")
         return help_cache[path]
 
-    return show
+    return get_cached_help
 
 
 @pytest.mark.parametrize("path", list_command_paths(), ids=" ".join)
@@ -240,10 +240,10 @@ def test_debug_shows_the_traceback_before_and_after_the_command(argv, genie) -> 
 
 
 def test_internal_error_is_one_line_with_a_debug_hint(genie, monkeypatch) -> None:
-    def broken(*_args: object, **_kwargs: object) -> None:
+    def raise_zero_division(*_args: object, **_kwargs: object) -> None:
         raise ZeroDivisionError("oops\x1b[2J")
 
-    monkeypatch.setattr(jobs, "build_job_spec", broken)
+    monkeypatch.setattr(jobs, "build_job_spec", raise_zero_division)
     ran = genie("submit", "--", "x")
     assert ran.code == 1
     assert ran.err.startswith("genie: internal error: ZeroDivisionError: oops [2J\n")
@@ -251,10 +251,10 @@ def test_internal_error_is_one_line_with_a_debug_hint(genie, monkeypatch) -> Non
 
 
 def test_interrupt_exits_with_130_silently(genie, monkeypatch) -> None:
-    def interrupted(*_args: object, **_kwargs: object) -> None:
+    def raise_keyboard_interrupt(*_args: object, **_kwargs: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(jobs, "build_job_spec", interrupted)
+    monkeypatch.setattr(jobs, "build_job_spec", raise_keyboard_interrupt)
     assert genie("submit", "--", "x") == (130, "", "")
 
 

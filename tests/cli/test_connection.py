@@ -29,7 +29,7 @@ def foreign_server() -> Iterator[dict]:
     with socket.create_server(("127.0.0.1", 0)) as server:
         server_info["address"] = f"127.0.0.1:{server.getsockname()[1]}"
 
-        def serve() -> None:
+        def send_greeting_to_clients() -> None:
             try:
                 while True:
                     connection, _ = server.accept()
@@ -39,7 +39,7 @@ def foreign_server() -> Iterator[dict]:
             except OSError:
                 return
 
-        thread = threading.Thread(target=serve)
+        thread = threading.Thread(target=send_greeting_to_clients)
         thread.start()
         yield server_info
         server.shutdown(socket.SHUT_RDWR)

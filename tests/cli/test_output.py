@@ -31,13 +31,13 @@ ROW = (
 def write_table_at_width(monkeypatch, capfd):
     """Make standard output a terminal with this width and return the written lines."""
 
-    def lines(width: int, *argv) -> list[str]:
+    def write_and_get_lines(width: int, *argv) -> list[str]:
         monkeypatch.setattr(output, "terminal_width", lambda: width)
         capfd.readouterr()
         output.write_table(*argv[:2], droppable=argv[2] if len(argv) > 2 else ())
         return capfd.readouterr().out.splitlines()
 
-    return lines
+    return write_and_get_lines
 
 
 def split_into_words(lines: list[str]) -> list[str]:

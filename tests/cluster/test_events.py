@@ -108,14 +108,14 @@ async def test_async_handler_gets_events_in_order_without_overlap(bus: EventBus)
 async def test_all_kinds_of_async_handlers_are_detected(bus: EventBus, shape: str) -> None:
     got: list[str] = []
 
-    async def function(prefix: str, event: ClusterEvent) -> None:
+    async def append_prefixed_reason(prefix: str, event: ClusterEvent) -> None:
         got.append(prefix + event.reason)
 
     class Called:
         async def __call__(self, event: ClusterEvent) -> None:
             got.append("x" + event.reason)
 
-    bus.subscribe(None, functools.partial(function, "x") if shape == "partial" else Called())
+    bus.subscribe(None, functools.partial(append_prefixed_reason, "x") if shape == "partial" else Called())
     publish(bus, "a")
     await until(lambda: got == ["xa"])
 
@@ -137,10 +137,10 @@ def test_failing_handler_is_logged_and_does_not_affect_others(
 ) -> None:
     got: list[str] = []
 
-    def bad(event: ClusterEvent) -> None:
+    def failing_handler(event: ClusterEvent) -> None:
         raise ValueError("boom")
 
-    bus.subscribe(None, bad)
+    bus.subscribe(None, failing_handler)
     bus.subscribe(None, lambda event: got.append(event.reason))
     publish(bus, "a")
     publish(bus, "b")
@@ -177,12 +177,12 @@ def test_slow_plain_handler_loses_its_oldest_events(bus: EventBus) -> None:
     gate, entered = threading.Event(), threading.Event()
     got: list[str] = []
 
-    def slow(event: ClusterEvent) -> None:
+    def slow_handler(event: ClusterEvent) -> None:
         entered.set()
         gate.wait(30)
         got.append(event.reason)
 
-    subscription = bus.subscribe(None, slow)
+    subscription = bus.subscribe(None, slow_handler)
     publish(bus, "0")
     assert entered.wait(30)
     for number in range(1, 8):  # 4 of these 7 fit
@@ -219,11 +219,11 @@ def test_unsubscribe_stops_delivery_and_is_idempotent(bus: EventBus) -> None:
 def test_handler_can_unsubscribe_itself(bus: EventBus) -> None:
     got: list[str] = []
 
-    def once(event: ClusterEvent) -> None:
+    def handler_that_unsubscribes(event: ClusterEvent) -> None:
         got.append(event.reason)
         subscription.unsubscribe()
 
-    subscription = bus.subscribe(None, once)
+    subscription = bus.subscribe(None, handler_that_unsubscribes)
     publish(bus, "a")
     publish(bus, "b")
     wait_until(lambda: got)
@@ -307,11 +307,11 @@ def test_closed_bus_ignores_events_and_rejects_subscriptions(bus: EventBus) -> N
 def test_close_does_not_wait_for_a_stuck_handler(bus: EventBus, caplog: pytest.LogCaptureFixture) -> None:
     gate, entered = threading.Event(), threading.Event()
 
-    def stuck(event: ClusterEvent) -> None:
+    def stuck_handler(event: ClusterEvent) -> None:
         entered.set()
         gate.wait(30)
 
-    bus.subscribe(None, stuck)
+    bus.subscribe(None, stuck_handler)
     publish(bus, "a")
     assert entered.wait(30)
     with caplog.at_level(logging.WARNING):

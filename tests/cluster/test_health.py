@@ -279,13 +279,17 @@ async def test_status_change_is_published_once(events: EventBus) -> None:
 async def test_failing_check_is_degraded_and_does_not_hide_others(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    async def broken() -> CheckResult:
+    async def check_with_key_error() -> CheckResult:
         raise KeyError("oops")
 
-    async def expected() -> CheckResult:
+    async def check_with_hardware_error() -> CheckResult:
         raise HardwareError("the disk does not answer")
 
-    checks = {"broken": broken, "expected": expected, "fine": make_scripted_check(HEALTHY, name="fine")}
+    checks = {
+        "broken": check_with_key_error,
+        "expected": check_with_hardware_error,
+        "fine": make_scripted_check(HEALTHY, name="fine"),
+    }
     report = await HealthChecker("n", checks=checks, clock=StepClock()).check()
     assert [(check.name, check.status) for check in report.checks] == [
         ("broken", DEGRADED),
@@ -297,11 +301,11 @@ async def test_failing_check_is_degraded_and_does_not_hide_others(
 
 
 async def test_check_that_times_out_is_degraded() -> None:
-    async def endless() -> CheckResult:
+    async def check_that_never_ends() -> CheckResult:
         await asyncio.Event().wait()
         raise AssertionError
 
-    checker = HealthChecker("n", checks={"x": endless}, check_timeout_s=0.01, clock=StepClock())
+    checker = HealthChecker("n", checks={"x": check_that_never_ends}, check_timeout_s=0.01, clock=StepClock())
     report = await checker.check()
     assert (report.status, report.reason) == (DEGRADED, "x: no response within 0.01 s")
 
@@ -309,12 +313,12 @@ async def test_check_that_times_out_is_degraded() -> None:
 async def test_run_checks_immediately_and_then_every_interval() -> None:
     clock, rounds = StepClock(), []
 
-    async def counted() -> CheckResult:
+    async def counted_check() -> CheckResult:
         rounds.append(1)
         return make_check_result(HEALTHY)
 
     stopped: list[int] = []
-    checker = HealthChecker("n", checks={"x": counted}, clock=clock, on_close=lambda: stopped.append(1))
+    checker = HealthChecker("n", checks={"x": counted_check}, clock=clock, on_close=lambda: stopped.append(1))
     async with asyncio.TaskGroup() as group:
         task = group.create_task(checker.run())
         await until(lambda: len(rounds) == 1)
@@ -328,11 +332,11 @@ async def test_run_checks_immediately_and_then_every_interval() -> None:
 async def test_run_waits_one_interval_if_there_is_a_report() -> None:
     clock, rounds = StepClock(), []
 
-    async def count() -> CheckResult:
+    async def counted_check() -> CheckResult:
         rounds.append(1)
         return make_check_result(HEALTHY)
 
-    checker = HealthChecker("n", checks={"x": count}, interval_s=30.0, clock=clock)
+    checker = HealthChecker("n", checks={"x": counted_check}, interval_s=30.0, clock=clock)
     await checker.check()
     async with asyncio.TaskGroup() as group:
         task = group.create_task(checker.run())
@@ -344,11 +348,11 @@ async def test_run_waits_one_interval_if_there_is_a_report() -> None:
 
 
 async def test_hanging_check_ends_at_the_timeout() -> None:
-    async def hang() -> CheckResult:
+    async def check_that_hangs() -> CheckResult:
         await asyncio.get_running_loop().create_future()
         raise AssertionError
 
-    checker = HealthChecker("n", checks={"disk": hang}, check_timeout_s=3600.0)
+    checker = HealthChecker("n", checks={"disk": check_that_hangs}, check_timeout_s=3600.0)
     report = await checker.check(timeout_s=0.01)
     assert report.reason == "disk: no response within 0.01 s"
 

@@ -278,7 +278,7 @@ async def test_sessions_with_the_same_node_id_are_independent(controller: SmallC
         state = await genie.init(node_id="box", **QUIET_SETTINGS)
         assert state.local_node.node_id == "box"
         assert state.transport_coordinator is not None
-        await asyncio.to_thread(state.transport_coordinator.open, 0)
+        await asyncio.to_thread(state.transport_coordinator.open_executor_blocking, 0)
         await genie.shutdown()
     ended = [r.node_id for r in controller.asked if isinstance(r, SessionEnd)]
     heartbeat_ids = [r.node.node_id for r in controller.asked if isinstance(r, SessionHeartbeat)]
@@ -597,11 +597,11 @@ async def test_peer_without_heartbeat_is_disconnected(
 ) -> None:
     state = await genie.init(heartbeat_interval=0.05, heartbeat_timeout=0.3, **QUIET_SETTINGS)
 
-    def lost() -> list[str | None]:
+    def list_lost_node_ids() -> list[str | None]:
         return [event.node_id for event in state.events.history() if event.type is EventType.NODE_LOST]
 
-    await until(lost)  # published by another thread, after the status has changed
-    assert lost() == ["n1"]
+    await until(list_lost_node_ids)  # published by another thread, after the status has changed
+    assert list_lost_node_ids() == ["n1"]
     assert state.nodes["n1"].status is NodeStatus.DISCONNECTED
 
 
@@ -610,11 +610,11 @@ async def test_nodes_are_fetched_once_without_heartbeats(
 ) -> None:
     rounds: list[float] = []
 
-    async def next_round(self: heartbeats.HeartbeatSender, interval_s: float) -> None:
+    async def wait_for_next_round(self: heartbeats.HeartbeatSender, interval_s: float) -> None:
         rounds.append(interval_s)
         await asyncio.sleep(0)
 
-    monkeypatch.setattr(heartbeats.HeartbeatSender, "_wait_for_interval_or_reconnection", next_round)
+    monkeypatch.setattr(heartbeats.HeartbeatSender, "_wait_for_interval_or_reconnection", wait_for_next_round)
     state = await genie.init(enable_heartbeat=False, **QUIET_SETTINGS)
     assert set(state.nodes) == {"n1"}
     await until(lambda: len(rounds) > 5)
@@ -627,7 +627,7 @@ async def test_session_with_an_executor_sends_heartbeats_even_if_disabled(
     monkeypatch.setattr(heartbeats, "HEARTBEAT_INTERVAL_WITH_DEVICE_S_MAX", 0.02)
     state = await genie.init(enable_heartbeat=False, **QUIET_SETTINGS)
     assert state.transport_coordinator is not None
-    await asyncio.to_thread(state.transport_coordinator.open, 0)
+    await asyncio.to_thread(state.transport_coordinator.open_executor_blocking, 0)
     await until(lambda: controller.count(SessionHeartbeat) >= 2)
 
 
@@ -636,15 +636,15 @@ async def test_first_heartbeat_is_sent_within_the_lease_of_the_first_executor(
 ) -> None:
     rounds: list[tuple[float, float]] = []
 
-    async def next_round(self: heartbeats.HeartbeatSender, step_s: float) -> None:
+    async def wait_for_next_round(self: heartbeats.HeartbeatSender, step_s: float) -> None:
         await until(lambda: self._has_open_executors)
         rounds.append((self._state.stats["heartbeats_sent"], step_s))
         await asyncio.sleep(0)
 
-    monkeypatch.setattr(heartbeats.HeartbeatSender, "_wait_for_interval_or_reconnection", next_round)
+    monkeypatch.setattr(heartbeats.HeartbeatSender, "_wait_for_interval_or_reconnection", wait_for_next_round)
     state = await genie.init(enable_heartbeat=False, heartbeat_interval=60.0, **QUIET_SETTINGS)
     assert state.transport_coordinator is not None
-    await asyncio.to_thread(state.transport_coordinator.open, 0)
+    await asyncio.to_thread(state.transport_coordinator.open_executor_blocking, 0)
     await until(lambda: len(rounds) >= 5)
     assert rounds[:5] == [(0, 20.0), (1, 20.0), (1, 20.0), (1, 20.0), (2, 20.0)]
     (first, *_) = (request for request in controller.asked if isinstance(request, SessionHeartbeat))
@@ -656,18 +656,18 @@ async def test_long_interval_is_capped_only_while_a_device_is_open(
 ) -> None:
     steps: list[float] = []
 
-    async def next_round(self: heartbeats.HeartbeatSender, step_s: float) -> None:
+    async def wait_for_next_round(self: heartbeats.HeartbeatSender, step_s: float) -> None:
         steps.append(step_s)
         await asyncio.sleep(0)
 
-    monkeypatch.setattr(heartbeats.HeartbeatSender, "_wait_for_interval_or_reconnection", next_round)
+    monkeypatch.setattr(heartbeats.HeartbeatSender, "_wait_for_interval_or_reconnection", wait_for_next_round)
     caplog.set_level("INFO", logger="genie")
     state = await genie.init(heartbeat_interval=90.0, **QUIET_SETTINGS)
     await until(lambda: len(steps) >= 5)
     assert steps[:5] == [20.0, 20.0, 20.0, 20.0, 10.0]
     assert "while a device is open" not in caplog.text
     assert state.transport_coordinator is not None
-    await asyncio.to_thread(state.transport_coordinator.open, 0)
+    await asyncio.to_thread(state.transport_coordinator.open_executor_blocking, 0)
     await until(lambda: "while a device is open" in caplog.text)
     controller.asked.clear()
     steps.clear()
@@ -685,15 +685,15 @@ async def test_interval_of_a_minute_is_kept_while_a_device_is_open(
 ) -> None:
     waited: list[float] = []
 
-    async def next_round(self: heartbeats.HeartbeatSender, step_s: float) -> None:
+    async def wait_for_next_round(self: heartbeats.HeartbeatSender, step_s: float) -> None:
         waited.append(step_s)
         await asyncio.sleep(0)
 
-    monkeypatch.setattr(heartbeats.HeartbeatSender, "_wait_for_interval_or_reconnection", next_round)
+    monkeypatch.setattr(heartbeats.HeartbeatSender, "_wait_for_interval_or_reconnection", wait_for_next_round)
     caplog.set_level("INFO", logger="genie")
     state = await genie.init(heartbeat_interval=60.0, **QUIET_SETTINGS)
     assert state.transport_coordinator is not None
-    await asyncio.to_thread(state.transport_coordinator.open, 0)
+    await asyncio.to_thread(state.transport_coordinator.open_executor_blocking, 0)
     await until(lambda: controller.count(SessionHeartbeat) >= 3)
     await genie.shutdown()
     beats = [request for request in controller.asked if isinstance(request, SessionHeartbeat)]
@@ -748,12 +748,12 @@ async def test_reconnect_during_init_is_counted(
 ) -> None:
     real = phases.open_controller_connection
 
-    def broken_at_once(*args: object, **kwargs: object) -> object:
+    def open_connection_and_report_one_reconnect(*args: object, **kwargs: object) -> object:
         for connected in (False, True):
             kwargs["on_change"](connected, "a test")  # type: ignore[operator]
         return real(*args, **kwargs)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(phases, "open_controller_connection", broken_at_once)
+    monkeypatch.setattr(phases, "open_controller_connection", open_connection_and_report_one_reconnect)
     state = await genie.init(**QUIET_SETTINGS)
     assert state.stats["reconnects"] == 1
 

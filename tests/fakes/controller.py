@@ -194,7 +194,7 @@ class FakeController:
             )
         try:
             await TcpNetwork().serve(
-                HOST, self.port, self._accept, tls=context, on_listening=self._set_listening
+                HOST, self.port, self._serve_connection, tls=context, on_listening=self._set_listening
             )
         finally:
             self._listening.clear()
@@ -203,7 +203,7 @@ class FakeController:
         self.port = port
         self._listening.set()
 
-    async def _accept(self, channel: Channel) -> None:
+    async def _serve_connection(self, channel: Channel) -> None:
         async def handle(peer: rpc.Peer, request: Message) -> Message:
             return await self._handle(peer, request)  # looked up for each request: tests replace it
 
@@ -224,14 +224,14 @@ class FakeController:
         if type(request) in self.refusals:
             raise self.refusals[type(request)]
         if isinstance(request, Hello):
-            return await self._hello(peer, request)
+            return await self._answer_hello(peer, request)
         if type(request) not in UNAUTHENTICATED_REQUESTS and peer not in self._authenticated:
             raise TokenMissingError("this connection is not authenticated", hint="send Hello first")
         if reply := self._answer_client(request):
             return reply
         return self._answer_agent(peer, request)
 
-    async def _hello(self, peer: rpc.Peer, request: Hello) -> Welcome:
+    async def _answer_hello(self, peer: rpc.Peer, request: Hello) -> Welcome:
         self.hellos.append(request)
         if peer in self._authenticated:
             raise ProtocolError("this connection has already sent Hello")
@@ -270,12 +270,12 @@ class FakeController:
             case CancelJob():
                 return JobReply(job=self.device.job)
             case GetStatus():
-                return self._status()
+                return self._make_status_reply()
             case SessionEnd():
                 return Done()
         return None
 
-    def _status(self) -> StatusReply:
+    def _make_status_reply(self) -> StatusReply:
         return StatusReply(
             cluster_id=CLUSTER_ID,
             version=genie.__version__,
@@ -296,11 +296,11 @@ class FakeController:
             case FetchTrust():
                 return TrustAnchor(ca_pem=self.authority.ca_pem if self.directory is not None else "")
             case Join():
-                return self._join(request)
+                return self._answer_join(request)
             case Register():
-                return self._register(peer, request)
+                return self._answer_register(peer, request)
             case Heartbeat():
-                return self._heartbeat(request)
+                return self._answer_heartbeat(request)
             case ConfirmLaunch():
                 self.confirms.append(request)
                 if self.confirm_error is not None:
@@ -314,18 +314,18 @@ class FakeController:
                 part = data[request.offset : request.offset + CHUNK_BYTES_MAX]
                 return BlobChunk(data=part, size_bytes=len(data))
             case SignExecutor():
-                return self._issue(request.csr_pem, tls.executor_certificate_name(request.job_id))
+                return self._issue_certificate(request.csr_pem, tls.executor_certificate_name(request.job_id))
             case RenewCertificate():
-                return self._issue(request.csr_pem, peer.channel.certificate_name)
+                return self._issue_certificate(request.csr_pem, peer.channel.certificate_name)
         raise ProtocolError(f"the fake controller does not answer {type(request).__name__}")
 
-    def _join(self, request: Join) -> Joined:
+    def _answer_join(self, request: Join) -> Joined:
         self.joins.append(request)
         if self.join_error is not None:
             raise self.join_error
         parse_token(request.token)
         signed = (
-            self._issue(request.csr_pem, tls.node_certificate_name(request.requested_node_id))
+            self._issue_certificate(request.csr_pem, tls.node_certificate_name(request.requested_node_id))
             if self.use_tls
             else None
         )
@@ -336,7 +336,7 @@ class FakeController:
             ca_pem=self.authority.ca_pem if self.use_tls else "",
         )
 
-    def _register(self, peer: rpc.Peer, request: Register) -> Registered:
+    def _answer_register(self, peer: rpc.Peer, request: Register) -> Registered:
         if self.register_error is not None:
             raise self.register_error
         self.registers.append(request)
@@ -349,7 +349,7 @@ class FakeController:
             controllers=(self.address, *self.more_controllers),
         )
 
-    def _heartbeat(self, request: Heartbeat) -> HeartbeatAck:
+    def _answer_heartbeat(self, request: Heartbeat) -> HeartbeatAck:
         self.heartbeats.append(request)
         self.exits |= {report.job_id: report for report in request.exits}
         settled = (
@@ -362,7 +362,7 @@ class FakeController:
             settled_exits=tuple(settled),
         )
 
-    def _issue(self, csr_pem: str, name: str) -> Certificate:
+    def _issue_certificate(self, csr_pem: str, name: str) -> Certificate:
         pem = self.authority.issue(csr_pem, name=name, days=self.certificate_days, now=time.time())
         return Certificate(certificate_pem=pem)
 

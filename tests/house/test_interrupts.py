@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from tests.house.small_suites import WORKERS, make_suite_environment, write_suite_and_make_command
-from tests.leaks import end_processes, processes_of_run
+from tests.leaks import kill_processes, processes_of_run
 from tests.needs import require_namespaces, require_program
 from tests.waiting import wait_until
 
@@ -139,7 +139,7 @@ def running_suite(folder: Path, code: str, options: tuple[str, ...]) -> Iterator
         assert process.poll() is None, read_suite_log(folder)
         yield process
     finally:
-        end_processes(frozenset(list_started_processes(process, folder)))
+        kill_processes(frozenset(list_started_processes(process, folder)))
         process.kill()
         process.wait()
 

@@ -35,7 +35,7 @@ def test_unit_test_that_starts_a_process_fails() -> None:
     hooks = UnitTestSelection()
     hooks.pytest_runtest_setup()
     with pytest.raises(pytest.fail.Exception, match=r"started a process \(subprocess\.Popen"):
-        hooks._audit("subprocess.Popen", ("ls",))
-    hooks._audit("open", ("file",))
+        hooks._fail_test_that_starts_process("subprocess.Popen", ("ls",))
+    hooks._fail_test_that_starts_process("open", ("file",))
     hooks.pytest_runtest_teardown()
-    hooks._audit("subprocess.Popen", ("ls",))
+    hooks._fail_test_that_starts_process("subprocess.Popen", ("ls",))

@@ -96,7 +96,7 @@ class ClusterProcesses:
             bind = ["--bind", "127.0.0.1", "--port", str(self.address.port)]
             (state_dir / "local.json").unlink(missing_ok=True)
             self.controller.start_with("--state-dir", str(state_dir), *bind)
-        self.address = await until(lambda: self._read_address(state_dir), timeout_s=30)
+        self.address = await until(lambda: self._read_controller_address(state_dir), timeout_s=30)
 
     async def start_standby(self) -> LocalCluster:
         """Starts a second controller on the same store; returns its address."""
@@ -118,22 +118,22 @@ class ClusterProcesses:
     async def start_agent(self, node_id: str) -> NodeInfo:
         """Starts an agent, which joins on its first start. Returns its registration at the controller."""
         if node_id not in self.agents:
-            await self._join(node_id)
-        before = (await self.node(node_id)).incarnation if node_id in await self._node_views() else 0
+            await self._join_and_add_agent(node_id)
+        before = (await self.node(node_id)).incarnation if node_id in await self._fetch_node_views() else 0
         self.agents[node_id].start()
 
-        async def registered() -> NodeInfo | None:
+        async def find_new_registration() -> NodeInfo | None:
             self.agents[node_id].check_alive()
-            known = (await self._node_views()).get(node_id)
+            known = (await self._fetch_node_views()).get(node_id)
             fresh = known is not None and known.info.incarnation > before
             return known.info if known and fresh and known.info.status is NodeStatus.HEALTHY else None
 
-        found = await until(registered, timeout_s=30, what=f"node {node_id} registers")
+        found = await until(find_new_registration, timeout_s=30, what=f"node {node_id} registers")
         assert found is not None
         return found
 
     async def node(self, node_id: str) -> NodeInfo:
-        return (await self._node_views())[node_id].info
+        return (await self._fetch_node_views())[node_id].info
 
     @asynccontextmanager
     async def client(self) -> AsyncIterator[ClusterClient]:
@@ -159,7 +159,7 @@ class ClusterProcesses:
             ["--state-dir", str(state_dir), "--bind", "127.0.0.1", "--port", "0", "--store", self._store],
         )
 
-    async def _join(self, node_id: str) -> None:
+    async def _join_and_add_agent(self, node_id: str) -> None:
         assert self.address is not None
         state_dir = self._make_state_dir(node_id)
         async with self.client() as client:
@@ -177,11 +177,11 @@ class ClusterProcesses:
             ["--state-dir", str(state_dir), "--node-id", node_id],
         )
 
-    async def _node_views(self) -> dict[str, NodeView]:
+    async def _fetch_node_views(self) -> dict[str, NodeView]:
         async with self.client() as client:
             return {view.info.node_id: view for view in await client.nodes()}
 
-    def _read_address(self, state_dir: Path) -> LocalCluster | None:
+    def _read_controller_address(self, state_dir: Path) -> LocalCluster | None:
         self.controller.check_alive()
         return LocalCluster.read(state_dir) if (state_dir / OWNER_TOKEN_FILE).exists() else None
 

@@ -28,7 +28,7 @@ ARMED_FILE = "armed"
 _armed = threading.Event()
 
 
-def _arm(state_dir: Path) -> None:
+def _arm_kill_in_next_release(state_dir: Path) -> None:
     _armed.set()
     changes._RELEASE_TXN_NODES_MAX = 1
     ledger.TXN_OPS_MAX = 0  # so that every transaction is checked
@@ -48,7 +48,7 @@ async def _open_store(*arguments: Any, **more: Any) -> Store:
     store = await _open_real_store(*arguments, **more)
     commit, parts = store.commit, 0
 
-    async def commit_or_die(
+    async def commit_or_kill_process(
         compares: Sequence[Any], operations: Sequence[Put | Delete], **options: Any
     ) -> Any:
         nonlocal parts
@@ -58,7 +58,7 @@ async def _open_store(*arguments: Any, **more: Any) -> Store:
                 os.kill(os.getpid(), signal.SIGKILL)
         return await commit(compares, operations, **options)
 
-    store.commit = commit_or_die  # type: ignore[method-assign]
+    store.commit = commit_or_kill_process  # type: ignore[method-assign]
     return store
 
 
@@ -72,5 +72,5 @@ _open_real_store = controller_main.open_store
 if __name__ == "__main__":
     state_directory = Path(sys.argv[sys.argv.index("--state-dir") + 1])
     controller_main.open_store = _open_store
-    signal.signal(signal.SIGUSR1, lambda *_: _arm(state_directory))
+    signal.signal(signal.SIGUSR1, lambda *_: _arm_kill_in_next_release(state_directory))
     sys.exit(controller_main.main())

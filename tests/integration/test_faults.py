@@ -56,7 +56,7 @@ class CountingJobOutput:
         return int(lines[-1]) if len(lines) > 1 else 0
 
     @property
-    def pids_seen(self) -> int:
+    def start_count(self) -> int:
         return sum(line.startswith("pid") for line in self._lines())
 
     @property
@@ -83,7 +83,7 @@ async def watch_ledger(client: ClusterClient) -> AsyncIterator[set[tuple[str, tu
     """
     observed: set[tuple[str, tuple[str, ...]]] = set()
 
-    async def poll() -> None:
+    async def check_allocations_repeatedly() -> None:
         while True:
             for view in await client.nodes():
                 for gpu in view.info.gpus:
@@ -95,7 +95,7 @@ async def watch_ledger(client: ClusterClient) -> AsyncIterator[set[tuple[str, tu
             await asyncio.sleep(0.02)
 
     async with asyncio.TaskGroup() as group:
-        polling = group.create_task(poll())
+        polling = group.create_task(check_allocations_repeatedly())
         yield observed
         polling.cancel()
 
@@ -118,12 +118,12 @@ async def follow_log(client: ClusterClient, job_id: str) -> AsyncIterator[bytear
 async def wait_for_job_state(
     client: ClusterClient, job_id: str, state: JobState, *, timeout_s: float = 30
 ) -> Job:
-    async def reached() -> Job | None:
+    async def fetch_job_in_state() -> Job | None:
         job = await client.get_job(job_id)
         assert job.state is state or not job.state.is_final, f"{job_id} is {job.state}: {job.reason}"
         return job if job.state is state else None
 
-    found = await until(reached, timeout_s=timeout_s, what=f"{job_id} becomes {state}")
+    found = await until(fetch_job_in_state, timeout_s=timeout_s, what=f"{job_id} becomes {state}")
     assert found is not None
     return found
 
@@ -166,7 +166,7 @@ async def test_job_of_a_killed_agent_is_lost_and_its_accelerator_is_reclaimed_on
             assert (await client.get_job(job_b.job_id)).state is JobState.RUNNING
         on_a = [jobs for node, jobs in observed if node == "a"]
         assert sorted(on_a) == sorted([(), (job_a.job_id,), (job_c.job_id,)])
-        assert (other.is_alive, other.pids_seen, doomed.pids_seen) == (True, 1, 1)
+        assert (other.is_alive, other.start_count, doomed.start_count) == (True, 1, 1)
         assert (await client.get_job(job_a.job_id)).history == lost.history
 
 
@@ -207,7 +207,7 @@ async def test_restarted_controller_restores_its_state_and_jobs_continue(tmp_pat
 
         number = count.number
         await until(lambda: count.number > number + 10)
-        assert (count.pid, count.pids_seen, count.is_alive) == (pid, 1, True)
+        assert (count.pid, count.start_count, count.is_alive) == (pid, 1, True)
         end.touch()
         ended = await client.wait_job(job.job_id, timeout_s=30)
         assert (ended.state, ended.exit_code) == (JobState.SUCCEEDED, 0), ended.reason

@@ -39,7 +39,7 @@ async def test_machine_of_the_leaders_vanishes_and_no_job_ends(tmp_path: Path, e
     first, second = _make_controllers(tmp_path, store=etcd.url)
     try:
         await first.start_controller()
-        _copy_authority(first.state_dir, second.state_dir)
+        _copy_certificate_authority(first.state_dir, second.state_dir)
         await second.start_controller()
         await first.start_agent("a")
         async with first.client() as client:
@@ -48,29 +48,29 @@ async def test_machine_of_the_leaders_vanishes_and_no_job_ends(tmp_path: Path, e
         (await asyncio.to_thread(etcd.find_leader)).suspend()
         os.kill(first.controller.pid, signal.SIGSTOP)
 
-        async def leads() -> bool:
+        async def does_second_controller_lead() -> bool:
             with suppress(LeadershipError):  # without a leader of etcd, it cannot check tokens
                 async with second.client() as client:
                     return (await client.status()).leading
             return False
 
-        await until(leads, what="the other controller leads")
+        await until(does_second_controller_lead, what="the other controller leads")
         async with second.client() as client:
             later = await client.submit(JobSpec(name="later", command=("true",), node_id="a"))
 
-            async def has_returned() -> bool:
+            async def has_agent_reconnected() -> bool:
                 return (await second.node("a")).status is NodeStatus.HEALTHY
 
-            await until(has_returned, what="the agent has found the new leader")
+            await until(has_agent_reconnected, what="the agent has found the new leader")
             before = output.number
             await until(lambda: output.number > before + 20, what="the job continues")
             assert (await client.get_job(job.job_id)).state is JobState.RUNNING
-            assert output.pids_seen == 1
+            assert output.start_count == 1
 
-            async def has_run() -> bool:
+            async def has_later_job_succeeded() -> bool:
                 return (await client.get_job(later.job_id)).state is JobState.SUCCEEDED
 
-            await until(has_run, what="the agent runs jobs of the new leader")
+            await until(has_later_job_succeeded, what="the agent runs jobs of the new leader")
     finally:
         with suppress(ProcessLookupError):
             os.kill(first.controller.pid, signal.SIGCONT)
@@ -86,7 +86,7 @@ def _make_controllers(folder: Path, *, store: str) -> tuple[ClusterProcesses, Cl
     return first, second
 
 
-def _copy_authority(source: Path, target: Path) -> None:
+def _copy_certificate_authority(source: Path, target: Path) -> None:
     (target / "controller").mkdir(mode=0o700, exist_ok=True)
     for name in ("controller/ca.pem", "controller/ca.key", "owner.token"):
         shutil.copy2(source / name, target / name)

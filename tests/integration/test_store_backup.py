@@ -75,20 +75,20 @@ async def run_controller(state_dir: Path, *, port: int, store: str = "sqlite") -
 
 
 @asynccontextmanager
-async def client_of(state_dir: Path, address: LocalCluster) -> AsyncIterator[ClusterClient]:
+async def open_client_of(state_dir: Path, address: LocalCluster) -> AsyncIterator[ClusterClient]:
     settings = config.load({"paths.state_dir": state_dir})
     async with open_client(replace(settings, cluster=make_owner_access(state_dir, address))) as client:
         yield client
 
 
-async def _wait_node(client: ClusterClient, status: NodeStatus) -> None:
+async def _wait_for_node_status(client: ClusterClient, status: NodeStatus) -> None:
     async def reached() -> bool:
         return any(view.info.status is status for view in await client.nodes())
 
     await until(reached, timeout_s=30, what=f"the node is {status}")
 
 
-def _agent_log(folder: Path) -> str:
+def _read_agent_log(folder: Path) -> str:
     return (folder / "n1" / "logs" / "agent.log").read_text()
 
 
@@ -165,16 +165,16 @@ async def test_migration_to_etcd_and_back_keeps_running_jobs(tmp_path: Path) -> 
 async def _check_job_continues(state_dir: Path, jobs: _Jobs, *, port: int, store: str) -> None:
     async with (
         run_controller(state_dir, port=port, store=store) as address,
-        client_of(state_dir, address) as client,
+        open_client_of(state_dir, address) as client,
     ):
-        await _wait_node(client, NodeStatus.HEALTHY)
+        await _wait_for_node_status(client, NodeStatus.HEALTHY)
         assert (await client.get_job(jobs.ids["kept"])).state is JobState.RUNNING
         holds = [hold.job_id for view in await client.nodes() for hold in view.node_holds.holds]
         assert holds == [jobs.ids["kept"]]
         await _check_backups_are_equal(state_dir, store=store)
     number = jobs.kept.number
     await until(lambda: jobs.kept.number > number)
-    assert jobs.kept.pids_seen == 1
+    assert jobs.kept.start_count == 1
 
 
 async def _check_backups_are_equal(state_dir: Path, *, store: str) -> None:
@@ -199,12 +199,12 @@ async def _raise_leader_revision(cluster: ClusterProcesses) -> None:
     await cluster.controller.stop()
     await cluster.start_controller()
     async with cluster.client() as client:
-        await _wait_node(client, NodeStatus.HEALTHY)
+        await _wait_for_node_status(client, NodeStatus.HEALTHY)
 
 
 async def _check_restored(new_dir: Path, address: LocalCluster, jobs: _Jobs) -> None:
-    async with client_of(new_dir, address) as client, watch_ledger(client):
-        await _wait_node(client, NodeStatus.HEALTHY)
+    async with open_client_of(new_dir, address) as client, watch_ledger(client):
+        await _wait_for_node_status(client, NodeStatus.HEALTHY)
         # Not in the ledger: ended as an orphan.
         await until(lambda: not jobs.later.is_alive, timeout_s=30)
         # In the ledger, but no longer on the node.
@@ -225,16 +225,16 @@ async def _check_old_controller_is_rejected(folder: Path, cluster: ClusterProces
         agent.start_with(
             *("--state-dir", str(folder / "n1"), "--node-id", "n1", "--controller", f"127.0.0.1:{old.port}")
         )
-        await until(lambda: "genie store restore" in _agent_log(folder), timeout_s=30)
-        assert "is not accepted" in _agent_log(folder)
-        async with client_of(folder / "controller", old) as client:
+        await until(lambda: "genie store restore" in _read_agent_log(folder), timeout_s=30)
+        assert "is not accepted" in _read_agent_log(folder)
+        async with open_client_of(folder / "controller", old) as client:
             job = await client.submit(make_counting_job(folder / "never"))
             new_dir = folder / "restored"
             async with (
                 run_controller(new_dir, port=cluster.address.port) as address,
-                client_of(new_dir, address) as new_client,
+                open_client_of(new_dir, address) as new_client,
             ):
-                await _wait_node(new_client, NodeStatus.HEALTHY)
+                await _wait_for_node_status(new_client, NodeStatus.HEALTHY)
             assert (await client.get_job(job.job_id)).state is JobState.QUEUED
     assert not _has_file(folder / "never")
 

@@ -134,14 +134,14 @@ def test_port_of_the_local_cluster_is_reported_as_used_by_it(genie, controller, 
 
 
 def test_local_port_is_not_reported_as_used_by_the_cluster_of_the_last_login(monkeypatch, state_dir) -> None:
-    async def replies(_settings: object) -> tuple[bool, str, str]:
+    async def reply_that_cluster_is_reachable(_settings: object) -> tuple[bool, str, str]:
         return True, "192.0.2.1 answers", ""
 
     port = free_port()
     token = new_token(TokenKind.USER, token_id="user1", secret=b"\x01" * 32, pin="p" * 43)
     store_login(state_dir, "192.0.2.1", port, token)
     assert checks._find_cluster_address(load()) == ("192.0.2.1", port)
-    monkeypatch.setattr(checks, "_fetch_cluster_reachable_found_and_fix", replies)
+    monkeypatch.setattr(checks, "_fetch_cluster_reachable_found_and_fix", reply_that_cluster_is_reachable)
     found = index_checks_by_name(checks.check_port_and_cluster(load({"controller.port": port})))
     assert (found["cluster"].found, found[f"port {port}"].found) == ("192.0.2.1 answers", "free")
 
@@ -166,10 +166,10 @@ def test_port_used_by_another_program_is_a_warning(monkeypatch) -> None:
 
 
 def test_exception_in_a_check_is_a_warning_and_other_checks_run(monkeypatch) -> None:
-    def broken():
+    def raise_zero_division():
         raise ZeroDivisionError("oops")
 
-    monkeypatch.setattr(checks, "check_accelerators", broken)
+    monkeypatch.setattr(checks, "check_accelerators", raise_zero_division)
     found = index_checks_by_name(doctor.run_checks(load({"controller.port": free_port()})))
     assert found["accelerators"].verdict is CheckVerdict.WARNING
     assert "ZeroDivisionError" in found["accelerators"].found

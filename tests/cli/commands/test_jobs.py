@@ -217,21 +217,21 @@ def press_ctrl_c() -> None:
 def test_ctrl_c_cancels_the_job_and_waits_for_its_end(genie, controller) -> None:
     pressed = ended = False
 
-    def read(request):
+    def reply_to_read_log(request):
         nonlocal pressed
         if not pressed:
             pressed = True
             press_ctrl_c()
         return LogChunk(data=b"", start_offset=0, next_offset=0, eof=ended)
 
-    def cancel(request):
+    def reply_to_cancel(request):
         nonlocal ended
         ended = True
         return make_job_reply(make_job(JobState.CANCELLED, reason="asked by owner1"))
 
     controller.replies[SubmitJob] = make_job_reply(make_job())
-    controller.replies[ReadLog] = read
-    controller.replies[CancelJob] = cancel
+    controller.replies[ReadLog] = reply_to_read_log
+    controller.replies[CancelJob] = reply_to_cancel
     controller.replies[GetJob] = make_job_reply(make_job(JobState.CANCELLED, reason="asked by owner1"))
     ran = genie("submit", "--wait", "--", "x")
     assert ran.code == 1
@@ -242,20 +242,20 @@ def test_ctrl_c_cancels_the_job_and_waits_for_its_end(genie, controller) -> None
 def test_second_ctrl_c_exits_without_waiting_for_the_job(genie, controller) -> None:
     pressed = False
 
-    def read(request):
+    def reply_to_read_log(request):
         nonlocal pressed
         if not pressed:
             pressed = True
             press_ctrl_c()
         return LogChunk(data=b"", start_offset=0, next_offset=0, eof=False)
 
-    def cancel(request):
+    def reply_to_cancel(request):
         press_ctrl_c()
         return make_job_reply(make_placed_job(JobState.RUNNING))
 
     controller.replies[SubmitJob] = make_job_reply(make_job())
-    controller.replies[ReadLog] = read
-    controller.replies[CancelJob] = cancel
+    controller.replies[ReadLog] = reply_to_read_log
+    controller.replies[CancelJob] = reply_to_cancel
     ran = genie("submit", "--wait", "--", "x")
     assert ran.code == 130
     assert "Traceback" not in ran.err
@@ -371,7 +371,7 @@ def test_logs_prints_json(genie, controller) -> None:
 def make_read_log_handler(log_by_run: dict[int, bytes]):
     """Let the controller have these runs; the last one is running."""
 
-    def read(request: ReadLog) -> LogChunk:
+    def reply_to_read_log(request: ReadLog) -> LogChunk:
         run = request.run_number or max(log_by_run)
         if run > max(log_by_run):
             return LogChunk(data=b"", start_offset=0, next_offset=0, eof=True)
@@ -388,7 +388,7 @@ def make_read_log_handler(log_by_run: dict[int, bytes]):
             run_numbers=tuple(log_by_run),
         )
 
-    return read
+    return reply_to_read_log
 
 
 def test_logs_prints_the_last_one_or_all_runs(genie, controller) -> None:
@@ -436,14 +436,14 @@ def test_logs_of_an_unknown_job_is_an_error(genie, controller) -> None:
 
 
 def test_cancel_continues_after_a_failure(genie, controller) -> None:
-    def cancel(request) -> JobReply:
+    def reply_to_cancel(request) -> JobReply:
         if request.job_id == "j9":
             raise JobNotFoundError("no job 'j9'")
         return make_job_reply(
             make_job(JobState.CANCELLED, job_id=request.job_id, reason="cancelled by owner1")
         )
 
-    controller.replies[CancelJob] = cancel
+    controller.replies[CancelJob] = reply_to_cancel
     ran = genie("cancel", "j9", "j2")
     assert ran.code == 1
     assert "j2  cancelled" in ran.out

@@ -157,11 +157,11 @@ def test_rejected_stored_login_has_a_hint(genie, remote_cluster, address, token_
 def test_token_given_as_address_is_not_sent_to_dns(
     genie, remote_cluster, token_file, argv, form, monkeypatch
 ) -> None:
-    def look_up(*_: object, **__: object) -> None:
+    def fail_on_name_lookup(*_: object, **__: object) -> None:
         raise AssertionError("the token went to the DNS servers")
 
     token = f"{new_token(TokenKind.USER, token_id='user1', secret=bytes(32), pin='p' * 43)}"
-    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    monkeypatch.setattr(socket, "getaddrinfo", fail_on_name_lookup)
     if argv is None:
         monkeypatch.setenv("GENIE_MASTER_ADDR", form.format(token))
         ran = genie("login", "--token-file", token_file)

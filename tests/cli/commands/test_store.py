@@ -22,22 +22,22 @@ CLUSTER = msgspec.json.encode(ClusterRecord(cluster_id="c0ffee", ca_pin="-"))
 
 
 def write_store(path: Path, rows: Mapping[str, bytes]) -> None:
-    async def write() -> None:
+    async def open_and_write() -> None:
         store = await SqliteStore.open(path)
         await store.commit([], [Put(key, value) for key, value in rows.items()])
         await store.close()
 
-    asyncio.run(write())
+    asyncio.run(open_and_write())
 
 
 def read_store(path: Path) -> dict[str, bytes]:
-    async def read() -> dict[str, bytes]:
+    async def open_and_read() -> dict[str, bytes]:
         store = await SqliteStore.open(path)
         page = await store.range("")
         await store.close()
         return {item.key: item.value for item in page.items}
 
-    return asyncio.run(read())
+    return asyncio.run(open_and_read())
 
 
 def test_backup_reads_the_store_of_a_stopped_controller(genie, state_dir, tmp_path) -> None:

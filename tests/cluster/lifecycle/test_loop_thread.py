@@ -48,35 +48,35 @@ def loop_thread(main_coroutine: MainCoroutine) -> Iterator[LoopThread]:
 
 
 def test_submitted_work_runs_on_the_loop(loop_thread: LoopThread) -> None:
-    async def name() -> str:
+    async def get_thread_name() -> str:
         return threading.current_thread().name
 
-    assert loop_thread.submit(name).result(20) == "test-loop"
+    assert loop_thread.submit(get_thread_name).result(20) == "test-loop"
 
 
 def test_error_of_submitted_work_is_set_on_its_future(loop_thread: LoopThread) -> None:
-    async def fail() -> None:
+    async def raise_error() -> None:
         raise ZeroDivisionError
 
-    async def work() -> int:
+    async def return_one() -> int:
         return 1
 
     with pytest.raises(ZeroDivisionError):
-        loop_thread.submit(fail).result(20)
-    assert loop_thread.submit(work).result(20) == 1
+        loop_thread.submit(raise_error).result(20)
+    assert loop_thread.submit(return_one).result(20) == 1
 
 
 def test_running_work_is_cancelled_at_the_end(loop_thread: LoopThread, main_coroutine: MainCoroutine) -> None:
     begun = threading.Event()
 
-    async def work() -> None:
+    async def wait_until_cancelled() -> None:
         begun.set()
         try:
             await asyncio.get_running_loop().create_future()
         finally:
             main_coroutine.ended.append("work")
 
-    future = loop_thread.submit(work)
+    future = loop_thread.submit(wait_until_cancelled)
     assert begun.wait(20)
     loop_thread.call_soon(main_coroutine.stop.set)
     with pytest.raises(NotInitializedError, match="ended"):
@@ -89,28 +89,28 @@ def test_work_submitted_after_the_end_is_rejected(loop_thread: LoopThread) -> No
     loop_thread.cancel_main_task()
     loop_thread.finished.result(20)
 
-    async def work() -> None:
+    async def fail_if_run() -> None:
         raise AssertionError("it must not run")
 
     with pytest.raises(NotInitializedError):
-        loop_thread.submit(work).result(0)
+        loop_thread.submit(fail_if_run).result(0)
     loop_thread.call_soon(lambda: pytest.fail("it must not run"))
 
 
 def test_all_futures_complete_when_the_loop_ends(loop_thread: LoopThread) -> None:
     answers: list[str] = []
 
-    async def work() -> str:
+    async def return_done() -> str:
         return "done"
 
-    def hand_in() -> None:
+    def submit_work_repeatedly() -> None:
         for _ in range(50):
             try:
-                answers.append(loop_thread.submit(work).result(20))
+                answers.append(loop_thread.submit(return_done).result(20))
             except NotInitializedError:
                 answers.append("ended")
 
-    users = [threading.Thread(target=hand_in) for _ in range(8)]
+    users = [threading.Thread(target=submit_work_repeatedly) for _ in range(8)]
     for user in users:
         user.start()
     loop_thread.cancel_main_task()
@@ -121,10 +121,10 @@ def test_all_futures_complete_when_the_loop_ends(loop_thread: LoopThread) -> Non
 
 
 def test_threads_of_blocking_calls_end_with_the_loop(loop_thread: LoopThread) -> None:
-    async def block() -> str:
+    async def run_blocking_call_and_get_thread_name() -> str:
         return await asyncio.to_thread(lambda: threading.current_thread().name)
 
-    name = loop_thread.submit(block).result(20)
+    name = loop_thread.submit(run_blocking_call_and_get_thread_name).result(20)
     loop_thread.cancel_main_task()
     loop_thread.finished.result(20)
     assert name not in [other.name for other in threading.enumerate()]
@@ -151,7 +151,7 @@ def test_second_cancel_does_not_interrupt_the_cleanup() -> None:
     steps: list[str] = []
     cleaning = threading.Event()
 
-    async def main() -> None:
+    async def main_with_slow_cleanup() -> None:
         try:
             await asyncio.get_running_loop().create_future()
         finally:
@@ -161,7 +161,7 @@ def test_second_cancel_does_not_interrupt_the_cleanup() -> None:
 
     cancelled_again = threading.Event()
     thread = LoopThread(name="test-loop")
-    thread.start(main)
+    thread.start(main_with_slow_cleanup)
     begun = threading.Event()
     thread.call_soon(begun.set)
     assert begun.wait(20)
