@@ -205,7 +205,7 @@ class DeviceBroker(TransportCoordinator):
         try:
             await self._connection.call(CancelJob(job_id=job.job_id), timeout_s=_CANCEL_SESSION_JOB_TIMEOUT_S)
         except GenieError as error:
-            _log.warning("could not cancel %s: %s", job.job_id, error)
+            _log.warning("could not cancel session job %s: %s", job.job_id, error)
 
 
 @contextmanager

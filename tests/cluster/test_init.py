@@ -20,8 +20,8 @@ import pytest
 import genie
 from genie.cluster import init as init_module
 from genie.cluster.events import ClusterEvent, EventType
-from genie.cluster.lifecycle import heartbeats, phases
-from genie.cluster.lifecycle.phases import INIT_PHASES
+from genie.cluster.lifecycle import heartbeats, init_phases
+from genie.cluster.lifecycle.init_phases import INIT_PHASES
 from genie.cluster.lifecycle.session_run import SessionRun
 from genie.errors import (
     AlreadyInitializedError,
@@ -435,7 +435,8 @@ async def test_waiting_for_the_previous_session_counts_against_the_timeout(
 ) -> None:
     gate = threading.Event()
     monkeypatch.setattr(
-        "genie.cluster.lifecycle.phases._request_session_end", lambda *_: asyncio.to_thread(gate.wait, 10)
+        "genie.cluster.lifecycle.init_phases._request_session_end",
+        lambda *_: asyncio.to_thread(gate.wait, 10),
     )
     await genie.init(**QUIET_SETTINGS)
     async with asyncio.TaskGroup() as group:
@@ -546,7 +547,7 @@ async def test_timeout_in_the_first_health_check_leaves_no_pending_coroutine(
     controller: SmallController, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        phases.SessionStartup,
+        init_phases.SessionStartup,
         "_create_health_checker_and_check_once",
         lambda *_: asyncio.get_running_loop().create_future(),
     )
@@ -726,7 +727,7 @@ async def test_network_check_uses_the_round_trip_of_the_last_heartbeat(controlle
 async def test_session_without_health_checks_is_healthy(
     controller: SmallController, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("genie.cluster.lifecycle.phases.local_address_towards", lambda *_: "10.0.0.9")
+    monkeypatch.setattr("genie.cluster.lifecycle.init_phases.local_address_towards", lambda *_: "10.0.0.9")
     state = await genie.init(**QUIET_SETTINGS)
     assert (state.local_node.status, state.local_node.host) == (NodeStatus.HEALTHY, "10.0.0.9")
 
@@ -746,14 +747,14 @@ async def test_lost_connection_is_restored_and_both_events_are_published(control
 async def test_reconnect_during_init_is_counted(
     controller: SmallController, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = phases.open_controller_connection
+    real = init_phases.open_controller_connection
 
     def open_connection_and_report_one_reconnect(*args: object, **kwargs: object) -> object:
         for connected in (False, True):
             kwargs["on_change"](connected, "a test")  # type: ignore[operator]
         return real(*args, **kwargs)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(phases, "open_controller_connection", open_connection_and_report_one_reconnect)
+    monkeypatch.setattr(init_phases, "open_controller_connection", open_connection_and_report_one_reconnect)
     state = await genie.init(**QUIET_SETTINGS)
     assert state.stats["reconnects"] == 1
 

@@ -27,7 +27,7 @@ from genie.telemetry import log
 from tests.grid.quick_venv import QuickVenv
 from tests.grid.ssh.test_shell_words import NARROW, set_login_shell
 from tests.grid.testbed import SshNode, SshTestbed
-from tests.integration.running import RunningCluster, StartedCluster
+from tests.integration.running_cluster import RunningCluster, StartedCluster
 from tests.waiting import wait_until
 
 

@@ -22,7 +22,7 @@ import yaml
 import genie
 from genie.agent.preparation import job_environment
 from genie.cluster import health, state
-from genie.cluster.lifecycle import phases
+from genie.cluster.lifecycle import init_phases
 from genie.config import VARIABLES_INHERITED_BY_JOBS, ClusterConfig
 from genie.grid import executor, grid_file, metrics
 from genie.grid.health import check as health_check
@@ -135,7 +135,7 @@ def test_page_lists_all_health_checks() -> None:
 
 
 def test_page_lists_all_phases_and_roles() -> None:
-    assert [row[1] for row in read_table(read_page(SESSION), "phase")] == list(phases.INIT_PHASES)
+    assert [row[1] for row in read_table(read_page(SESSION), "phase")] == list(init_phases.INIT_PHASES)
     assert find_names(read_table(read_page(SESSION), "role")) == [str(role) for role in node.NodeRole]
 
 

@@ -18,7 +18,7 @@ from genie.cluster.client import ClusterClient, open_client
 from genie.model.names import parse_endpoint
 from genie.runtime.credentials import find_token, login_hint
 from tests import needs
-from tests.integration.running import RunningCluster, StartedCluster
+from tests.integration.running_cluster import RunningCluster, StartedCluster
 
 
 def _external_cluster() -> RunningCluster | None:

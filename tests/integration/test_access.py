@@ -30,7 +30,7 @@ from genie.model.tenant import TokenKind
 from genie.runtime import wire
 from genie.runtime.credentials import LocalCluster
 from genie.tenancy.access import NO_PIN, parse_token
-from tests.integration.running import RunningCluster, StartedCluster
+from tests.integration.running_cluster import RunningCluster, StartedCluster
 
 
 @pytest.fixture(autouse=True)

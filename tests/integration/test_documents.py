@@ -33,7 +33,7 @@ from genie.tenancy.access import parse_token
 from tests.house.repository_files import ROOT
 from tests.house.small_suites import make_suite_environment
 from tests.house.test_reference_tables import list_public_members
-from tests.integration.running import RunningCluster
+from tests.integration.running_cluster import RunningCluster
 
 HOSTS = ("gpu-server.example.com", "prod-server", "gpu-server", "localhost")
 

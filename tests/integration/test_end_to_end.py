@@ -11,10 +11,10 @@ import pytest
 import genie
 from genie.cluster.client import ClusterClient, open_client
 from genie.cluster.events import EventType
-from genie.cluster.lifecycle.phases import INIT_PHASES
+from genie.cluster.lifecycle.init_phases import INIT_PHASES
 from genie.errors import AlreadyInitializedError, JobNotFoundError, JobRefusedError
 from genie.model.job import JobSpec, JobState, Resources
-from tests.integration.running import RunningCluster, make_python_job
+from tests.integration.running_cluster import RunningCluster, make_python_job
 from tests.waiting import until, wait_until
 
 SNIPPET = """

@@ -18,7 +18,7 @@ from genie.cluster.client import ClusterClient
 from genie.model.allocation import FULL_MILLI
 from genie.model.job import Job, JobSpec, JobState
 from tests.integration.cluster_processes import ClusterProcesses, run_cluster_processes
-from tests.integration.running import make_python_job
+from tests.integration.running_cluster import make_python_job
 from tests.waiting import until
 
 

@@ -6,7 +6,7 @@ import pytest
 
 import genie
 from genie.errors import ConfigError
-from tests.integration.running import RunningCluster
+from tests.integration.running_cluster import RunningCluster
 
 
 async def test_discovery_results_are_stored_with_reasons(cluster: RunningCluster) -> None:

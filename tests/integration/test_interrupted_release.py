@@ -18,7 +18,7 @@ from genie.model.job import Job, JobState, PlacementConstraints, Spread, StopRea
 from genie.processes.clock import SystemClock
 from tests.integration import interrupted_controller
 from tests.integration.cluster_processes import ClusterProcesses, run_cluster_processes
-from tests.integration.running import make_python_job
+from tests.integration.running_cluster import make_python_job
 from tests.integration.test_faults import fetch_holds, wait_for_job_state, watch_ledger
 from tests.waiting import until
 

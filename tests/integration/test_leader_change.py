@@ -22,7 +22,7 @@ from genie.runtime.known_servers import read_known_servers
 from genie.tenancy.access import parse_token
 from tests.controller.store.etcd_server import EtcdServer
 from tests.integration.cluster_processes import ClusterProcesses
-from tests.integration.running import make_python_job
+from tests.integration.running_cluster import make_python_job
 from tests.integration.short_lease_controller import LEASE_S
 from tests.waiting import until
 

@@ -16,7 +16,7 @@ from genie.runtime.credentials import log_in
 from genie.runtime.logins import list_logins
 from genie.runtime.network import TcpNetwork
 from genie.tenancy.access import parse_token
-from tests.integration.running import RunningCluster
+from tests.integration.running_cluster import RunningCluster
 from tests.waiting import until
 
 QUIET_SETTINGS = {"enable_gpu_monitoring": False, "enable_health_checks": False}

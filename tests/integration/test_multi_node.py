@@ -16,7 +16,7 @@ import genie
 from genie.cluster import init
 from genie.model.job import JobState, PlacementConstraints, Spread
 from tests.integration.cluster_processes import run_cluster_processes
-from tests.integration.running import RunningCluster, make_python_job
+from tests.integration.running_cluster import RunningCluster, make_python_job
 from tests.waiting import wait_until
 
 CLIENT = """

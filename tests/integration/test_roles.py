@@ -16,7 +16,7 @@ from genie.errors import ConfigError, TokenMissingError
 from genie.model.node import NodeRole, NodeStatus
 from genie.model.tenant import TokenKind
 from genie.supervisor import local_cluster
-from tests.integration.running import StartedCluster
+from tests.integration.running_cluster import StartedCluster
 from tests.waiting import until
 
 

@@ -15,7 +15,7 @@ from genie.cluster.client import open_client
 from genie.cluster.events import EventType
 from genie.errors import DeadlineError, DeviceLostError
 from genie.model.node import NodeStatus
-from tests.integration.running import StartedCluster
+from tests.integration.running_cluster import StartedCluster
 from tests.waiting import until
 
 

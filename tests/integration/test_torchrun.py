@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.house.repository_files import ROOT
-from tests.integration.running import RunningCluster
+from tests.integration.running_cluster import RunningCluster
 
 TRAIN = """
 import torch

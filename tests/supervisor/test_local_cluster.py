@@ -536,7 +536,7 @@ def test_invalid_node_id_is_rejected(tmp_path: Path) -> None:
 
 
 async def test_running_jobs_end_with_the_cluster(tmp_path: Path, progress: ProgressLog) -> None:
-    from tests.integration.running import make_python_job
+    from tests.integration.running_cluster import make_python_job
 
     async with local_cluster.run_local_cluster(load_settings(tmp_path), progress=progress) as running:
         assert running.cluster is not None

@@ -263,7 +263,7 @@ def undrain(
 
 
 def _send_node_request(
-    invocation: Invocation, node_id: str, change: Callable[[ClusterClient], Awaitable[None]]
+    invocation: Invocation, node_id: str, send: Callable[[ClusterClient], Awaitable[None]]
 ) -> None:
     from genie.cluster.client import open_client
     from genie.model.names import validate_node_id
@@ -273,7 +273,7 @@ def _send_node_request(
 
     async def work() -> None:
         async with open_client(settings) as client:
-            await change(client)
+            await send(client)
 
     asyncio.run(work())
 

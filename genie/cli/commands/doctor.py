@@ -1,4 +1,4 @@
-"""`genie doctor`: runs the checks of checks.py and prints results and fixes.
+"""`genie doctor`: runs the checks of doctor_checks.py and prints results and fixes.
 
 Exits with 1 if a required part failed.
 """
@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable
 
 import typer
 
-from genie.cli import checks, output
+from genie.cli import doctor_checks, output
 from genie.cli.app import Invocation, JsonOption, app, command
-from genie.cli.checks import CheckOutcome, CheckVerdict
+from genie.cli.doctor_checks import CheckOutcome, CheckVerdict
 from genie.config import Settings
 
 _log = logging.getLogger(__name__)
@@ -37,15 +37,15 @@ def doctor(invocation: Invocation, *, as_json: JsonOption = False) -> None:
 
 def run_checks(settings: Settings) -> list[CheckOutcome]:
     parts: list[tuple[str, Callable[[], Iterable[CheckOutcome]]]] = [
-        ("python", checks.check_python_and_system),
-        ("packages", checks.check_packages),
-        ("tools", checks.check_libraries_and_system_tools),
-        ("accelerators", checks.check_accelerators),
-        ("network", lambda: checks.check_network_backends(settings)),
-        ("state directory", lambda: checks.check_state_directory(settings)),
-        ("clock", checks.check_clock),
-        ("certificates", lambda: checks.check_certificate_expiry(settings)),
-        ("cluster", lambda: checks.check_port_and_cluster(settings)),
+        ("python", doctor_checks.check_python_and_system),
+        ("packages", doctor_checks.check_packages),
+        ("tools", doctor_checks.check_libraries_and_system_tools),
+        ("accelerators", doctor_checks.check_accelerators),
+        ("network", lambda: doctor_checks.check_network_backends(settings)),
+        ("state directory", lambda: doctor_checks.check_state_directory(settings)),
+        ("clock", doctor_checks.check_clock),
+        ("certificates", lambda: doctor_checks.check_certificate_expiry(settings)),
+        ("cluster", lambda: doctor_checks.check_port_and_cluster(settings)),
     ]
     return [check for name, part in parts for check in _run_check_group(name, part)]
 

@@ -110,7 +110,7 @@ async def _remove_member(address: EtcdAddress, name: str) -> None:
             raise UsageError(f"{problem} the name {name!r}", hint=f"members: {known}")
         if not chosen[0].problem:
             raise UsageError(
-                f"etcd member {name} is responding",
+                f"cannot remove etcd member {name}: it is responding",
                 hint="only a lost member is removed; stop it with 'genie down' on its machine first",
             )
         await cluster.remove_member(chosen[0].info.member_id)

@@ -208,7 +208,10 @@ async def _migrate_store(settings: Settings, target: Settings) -> tuple[Path, Re
 
     _check_store_exists(settings)
     if _store_name(settings) == _store_name(target):
-        raise UsageError(f"{_store_name(target)} is the store itself", hint="choose another one with --to")
+        raise UsageError(
+            f"{_store_name(target)} is both source and target of the migration",
+            hint="choose another one with --to",
+        )
     directory = files.make_private_directory(_controller_dir(settings))
     path = directory / f"migration-{time.strftime('%Y%m%d-%H%M%S')}.backup"
     with lock_controller_directory(directory), file_io_threads("genie-migrate") as offload:

@@ -13,8 +13,8 @@ from concurrent.futures import Future
 from contextlib import AsyncExitStack
 
 from genie.cluster.events import EventBus, EventHandler
+from genie.cluster.lifecycle.init_phases import SessionStartup
 from genie.cluster.lifecycle.loop_thread import LoopThread
-from genie.cluster.lifecycle.phases import SessionStartup
 from genie.cluster.state import ClusterState
 from genie.config import Settings
 from genie.errors import GenieError, SessionError

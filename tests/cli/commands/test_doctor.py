@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from genie.cli import checks
-from genie.cli.checks import CheckOutcome, CheckVerdict
+from genie.cli import doctor_checks
 from genie.cli.commands import doctor
+from genie.cli.doctor_checks import CheckOutcome, CheckVerdict
 from genie.config import load
 from genie.model.messages import GetStatus
 from genie.model.tenant import TokenKind
@@ -60,7 +60,7 @@ def test_unimplemented_backend_shows_details_only_with_debug(genie, monkeypatch)
 
 def test_compiler_check_uses_the_selected_compiler(monkeypatch) -> None:
     monkeypatch.setenv("CXX", f"{sys.executable} -c 'print(\"compiler 12\")'")
-    found = checks._check_compiler()
+    found = doctor_checks._check_compiler()
     assert (found.verdict, found.found) == (
         CheckVerdict.OK,
         f'{sys.executable} -c print("compiler 12"): compiler 12',
@@ -70,7 +70,7 @@ def test_compiler_check_uses_the_selected_compiler(monkeypatch) -> None:
 def test_missing_compiler_is_reported_with_a_fix(monkeypatch, tmp_path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
-    found = checks._check_compiler()
+    found = doctor_checks._check_compiler()
     assert found.verdict is CheckVerdict.ABSENT
     assert "there is no C++ compiler" in found.found
     assert "g++ python3-dev" in found.fix
@@ -78,13 +78,13 @@ def test_missing_compiler_is_reported_with_a_fix(monkeypatch, tmp_path) -> None:
 
 def test_missing_configured_compiler_is_named(monkeypatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
-    found = checks._check_compiler()
+    found = doctor_checks._check_compiler()
     assert found.verdict is CheckVerdict.ABSENT
     assert "CXX names 'no-such-compiler', which was not found" in found.found
 
 
 def test_device_library_is_compiled_for_the_installed_torch() -> None:
-    found = checks._check_device_library()
+    found = doctor_checks._check_device_library()
     assert found.verdict is CheckVerdict.OK
     assert f"compiled for torch {libraries.TorchTarget.from_installation().torch_version}" in found.found
 
@@ -92,12 +92,12 @@ def test_device_library_is_compiled_for_the_installed_torch() -> None:
 def test_uncompiled_library_is_named(monkeypatch, tmp_path) -> None:
     empty = libraries.BuildCache(libraries.BuildCache.of_this_installation().sources, tmp_path)
     monkeypatch.setattr(libraries.BuildCache, "of_this_installation", lambda: empty)
-    found = checks._check_device_library()
+    found = doctor_checks._check_device_library()
     assert found.verdict is CheckVerdict.ABSENT
     assert "genie_device and genie_executor not compiled for torch" in found.found
     assert found.fix == "python -m genie.native"
     scheduler = next(
-        each for each in checks.check_libraries_and_system_tools() if each.name == "scheduler library"
+        each for each in doctor_checks.check_libraries_and_system_tools() if each.name == "scheduler library"
     )
     assert scheduler.verdict is CheckVerdict.ABSENT and "half a minute" in scheduler.found
     assert scheduler.fix == "python -m genie.native genie_scheduler"
@@ -105,7 +105,7 @@ def test_uncompiled_library_is_named(monkeypatch, tmp_path) -> None:
 
 def test_device_library_is_absent_without_torch(monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
-    found = checks._check_device_library()
+    found = doctor_checks._check_device_library()
     assert found.verdict is CheckVerdict.ABSENT
     assert "needs PyTorch" in found.found
     assert "pip install" in found.fix
@@ -114,14 +114,14 @@ def test_device_library_is_absent_without_torch(monkeypatch) -> None:
 def test_compiler_without_python_headers_is_reported(monkeypatch, tmp_path) -> None:
     monkeypatch.setenv("CXX", sys.executable)
     monkeypatch.setattr("sysconfig.get_path", lambda _: str(tmp_path))
-    found = checks._check_compiler()
+    found = doctor_checks._check_compiler()
     assert found.verdict is CheckVerdict.ABSENT
     assert "the Python headers are missing" in found.found
 
 
 def test_cluster_address_may_contain_the_port(monkeypatch) -> None:
     monkeypatch.setenv("GENIE_MASTER_ADDR", "127.0.0.1:6001")
-    assert checks._find_cluster_address(load()) == ("127.0.0.1", 6001)
+    assert doctor_checks._find_cluster_address(load()) == ("127.0.0.1", 6001)
 
 
 def test_port_of_the_local_cluster_is_reported_as_used_by_it(genie, controller, monkeypatch) -> None:
@@ -140,9 +140,11 @@ def test_local_port_is_not_reported_as_used_by_the_cluster_of_the_last_login(mon
     port = free_port()
     token = new_token(TokenKind.USER, token_id="user1", secret=b"\x01" * 32, pin="p" * 43)
     store_login(state_dir, "192.0.2.1", port, token)
-    assert checks._find_cluster_address(load()) == ("192.0.2.1", port)
-    monkeypatch.setattr(checks, "_fetch_cluster_reachable_found_and_fix", reply_that_cluster_is_reachable)
-    found = index_checks_by_name(checks.check_port_and_cluster(load({"controller.port": port})))
+    assert doctor_checks._find_cluster_address(load()) == ("192.0.2.1", port)
+    monkeypatch.setattr(
+        doctor_checks, "_fetch_cluster_reachable_found_and_fix", reply_that_cluster_is_reachable
+    )
+    found = index_checks_by_name(doctor_checks.check_port_and_cluster(load({"controller.port": port})))
     assert (found["cluster"].found, found[f"port {port}"].found) == ("192.0.2.1 answers", "free")
 
 
@@ -160,7 +162,7 @@ def test_unreachable_configured_cluster_fails(genie, monkeypatch) -> None:
 def test_port_used_by_another_program_is_a_warning(monkeypatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        found = index_checks_by_name(checks.check_port_and_cluster(load({"controller.port": port})))
+        found = index_checks_by_name(doctor_checks.check_port_and_cluster(load({"controller.port": port})))
     assert found[f"port {port}"].verdict is CheckVerdict.WARNING
     assert "--port" in found[f"port {port}"].fix
 
@@ -169,7 +171,7 @@ def test_exception_in_a_check_is_a_warning_and_other_checks_run(monkeypatch) -> 
     def raise_zero_division():
         raise ZeroDivisionError("oops")
 
-    monkeypatch.setattr(checks, "check_accelerators", raise_zero_division)
+    monkeypatch.setattr(doctor_checks, "check_accelerators", raise_zero_division)
     found = index_checks_by_name(doctor.run_checks(load({"controller.port": free_port()})))
     assert found["accelerators"].verdict is CheckVerdict.WARNING
     assert "ZeroDivisionError" in found["accelerators"].found
@@ -187,8 +189,10 @@ def test_exception_in_a_check_is_a_warning_and_other_checks_run(monkeypatch) -> 
     ],
 )
 def test_torch_version_is_checked_without_importing_torch(monkeypatch, version, verdict) -> None:
-    monkeypatch.setattr(checks, "_find_installed_version", lambda name: version if name == "torch" else "1.0")
-    assert index_checks_by_name(checks.check_packages())["torch"].verdict is verdict
+    monkeypatch.setattr(
+        doctor_checks, "_find_installed_version", lambda name: version if name == "torch" else "1.0"
+    )
+    assert index_checks_by_name(doctor_checks.check_packages())["torch"].verdict is verdict
 
 
 @pytest.mark.parametrize(
@@ -200,15 +204,15 @@ def test_torch_version_is_checked_without_importing_torch(monkeypatch, version, 
     ],
 )
 def test_etcd_version_that_can_lose_data_is_rejected(monkeypatch, line, verdict) -> None:
-    monkeypatch.setattr(checks.shutil, "which", lambda name: f"/usr/bin/{name}")
-    monkeypatch.setattr(checks, "_run_and_get_first_output_line", lambda argv: line)
-    assert index_checks_by_name(checks.check_libraries_and_system_tools())["etcd"].verdict is verdict
+    monkeypatch.setattr(doctor_checks.shutil, "which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.setattr(doctor_checks, "_run_and_get_first_output_line", lambda argv: line)
+    assert index_checks_by_name(doctor_checks.check_libraries_and_system_tools())["etcd"].verdict is verdict
 
 
 def test_missing_tools_are_reported_with_their_purpose(monkeypatch) -> None:
-    monkeypatch.setattr(checks.shutil, "which", lambda name: None)
-    monkeypatch.setattr(checks.cgroups, "own_groups", list)
-    found = index_checks_by_name(checks.check_libraries_and_system_tools())
+    monkeypatch.setattr(doctor_checks.shutil, "which", lambda name: None)
+    monkeypatch.setattr(doctor_checks.cgroups, "own_groups", list)
+    found = index_checks_by_name(doctor_checks.check_libraries_and_system_tools())
     for library in ("device library", "scheduler library"):
         assert found.pop(library).verdict is CheckVerdict.OK, "what is compiled needs no compiler"
     assert {check.verdict for check in found.values()} == {CheckVerdict.ABSENT}
@@ -218,16 +222,16 @@ def test_missing_tools_are_reported_with_their_purpose(monkeypatch) -> None:
 def test_readable_state_directory_is_a_warning(state_dir) -> None:
     state_dir.mkdir(mode=0o755)
     state_dir.chmod(0o755)
-    check = index_checks_by_name(checks.check_state_directory(load()))["state directory"]
+    check = index_checks_by_name(doctor_checks.check_state_directory(load()))["state directory"]
     assert check.verdict is CheckVerdict.WARNING
     assert "chmod 700" in check.fix
     assert stat.S_IMODE(state_dir.stat().st_mode) == 0o755, "doctor changes nothing"
 
 
 def test_unwritable_state_directory_fails(monkeypatch) -> None:
-    monkeypatch.setattr(checks.os, "access", lambda *_args: False)
+    monkeypatch.setattr(doctor_checks.os, "access", lambda *_args: False)
     assert (
-        index_checks_by_name(checks.check_state_directory(load()))["state directory"].verdict
+        index_checks_by_name(doctor_checks.check_state_directory(load()))["state directory"].verdict
         is CheckVerdict.FAILED
     )
 
@@ -241,13 +245,13 @@ def test_low_disk_space_is_reported(monkeypatch, free, verdict) -> None:
         pass
 
     Usage.free = free
-    monkeypatch.setattr(checks.shutil, "disk_usage", lambda _path: Usage)
-    assert index_checks_by_name(checks.check_state_directory(load()))["disk space"].verdict is verdict
+    monkeypatch.setattr(doctor_checks.shutil, "disk_usage", lambda _path: Usage)
+    assert index_checks_by_name(doctor_checks.check_state_directory(load()))["disk space"].verdict is verdict
 
 
 def test_clock_before_the_installation_fails(monkeypatch) -> None:
-    monkeypatch.setattr(checks.time, "time", lambda: 1e9)
-    (check,) = checks.check_clock()
+    monkeypatch.setattr(doctor_checks.time, "time", lambda: 1e9)
+    (check,) = doctor_checks.check_clock()
     assert check.verdict is CheckVerdict.FAILED
 
 
@@ -262,21 +266,24 @@ def test_expired_or_expiring_certificate_is_a_warning(state_dir, age_days, verdi
     folder = state_dir / "agents" / "box"
     folder.mkdir(parents=True)
     (folder / "node.pem").write_text(pem)
-    assert index_checks_by_name(checks.check_certificate_expiry(load()))["certificate box"].verdict is verdict
+    assert (
+        index_checks_by_name(doctor_checks.check_certificate_expiry(load()))["certificate box"].verdict
+        is verdict
+    )
 
 
 def test_unreadable_certificate_fails(state_dir) -> None:
     (state_dir / "controller").mkdir(parents=True)
     (state_dir / "controller" / "ca.pem").write_text("junk")
     assert (
-        index_checks_by_name(checks.check_certificate_expiry(load()))["certificate ca.pem"].verdict
+        index_checks_by_name(doctor_checks.check_certificate_expiry(load()))["certificate ca.pem"].verdict
         is CheckVerdict.FAILED
     )
 
 
 def test_missing_control_groups_are_reported_with_a_fix(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks.cgroups, "own_groups", list)
-    found = index_checks_by_name(checks.check_libraries_and_system_tools())["control groups"]
+    monkeypatch.setattr(doctor_checks.cgroups, "own_groups", list)
+    found = index_checks_by_name(doctor_checks.check_libraries_and_system_tools())["control groups"]
     assert found.verdict is CheckVerdict.ABSENT
     assert "Delegate=yes" in found.fix
 
@@ -284,6 +291,6 @@ def test_missing_control_groups_are_reported_with_a_fix(monkeypatch: pytest.Monk
 def test_control_group_check_names_the_parent_group() -> None:
     path = require_cgroup("genie-doctor-test", "v2")
     assert (
-        index_checks_by_name(checks.check_libraries_and_system_tools())["control groups"].found
+        index_checks_by_name(doctor_checks.check_libraries_and_system_tools())["control groups"].found
         == f"below {Path(path).parent}"
     )

@@ -141,7 +141,7 @@ def test_migrate_refuses_a_store_with_data_and_the_store_itself(genie, state_dir
     assert "other.sqlite3 is not empty" in ran.err
     ran = genie("store", "migrate", "--to", "sqlite")
     assert ran.code != 0
-    assert "is the store itself" in ran.err
+    assert "is both source and target of the migration" in ran.err
     assert not list((state_dir / "controller").glob("migration-*"))
 
 
