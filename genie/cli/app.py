@@ -201,7 +201,7 @@ class Invocation:
         }
 
 
-class _LazyGroup(TyperGroup):
+class _LazyImportGroup(TyperGroup):
     """Imports the module of a command when the command is invoked.
 
     Help and completion import all modules; so does an unknown name, to suggest the closest command.
@@ -231,7 +231,7 @@ class _LazyGroup(TyperGroup):
         return app
 
 
-class _LazyGridGroup(_LazyGroup):
+class _LazyImportGridGroup(_LazyImportGroup):
     module_by_command = _GRID_COMMAND_MODULES
 
     def _get_typer_app(self) -> typer.Typer:
@@ -240,7 +240,7 @@ class _LazyGridGroup(_LazyGroup):
 
 app = typer.Typer(
     name="genie",
-    cls=_LazyGroup,
+    cls=_LazyImportGroup,
     help="Use remote GPUs: manage a cluster and its jobs.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -251,7 +251,7 @@ app = typer.Typer(
 
 grid_app = typer.Typer(
     name="grid",
-    cls=_LazyGridGroup,
+    cls=_LazyImportGridGroup,
     help="Use SSH hosts as a grid; nothing is installed on them. 'grid-cli' is short for 'genie grid'.",
     no_args_is_help=True,
     rich_markup_mode="rich",
@@ -279,7 +279,7 @@ def run_command_line(
         output.print_message("genie: aborted: the prompt was not answered")
         return 1
     except _TyperUsageError as error:
-        return _show_usage_error(error, prog=prog, debug=invocation.debug)
+        return _print_usage_error_and_get_exit_code(error, prog=prog, debug=invocation.debug)
     except GenieError as error:
         output.show_error(error, debug=invocation.debug)
         return error.exit_code
@@ -295,7 +295,9 @@ def run_command_line(
         output.discard_unwritable_stderr()
 
 
-def _show_usage_error(error: Any, *, prog: str, debug: bool) -> int:  # Any: a type of the parser
+def _print_usage_error_and_get_exit_code(
+    error: Any, *, prog: str, debug: bool
+) -> int:  # Any: a type of the parser
     """Print a usage error of the parser in the format of all errors; return the exit code."""
     if type(error).__name__ != "NoArgsIsHelpError":
         text = error.format_message().removesuffix(".")
