@@ -33,8 +33,8 @@ _nodes_app = typer.Typer(
 grid_app.add_typer(_nodes_app)
 grid_app.add_typer(_config_app)
 
-_HOST_KEY_TIMEOUT_S = 10.0
-_HOST_KEY_CONCURRENCY = 20
+_FETCH_HOST_KEY_TIMEOUT_S = 10.0
+_CONCURRENT_HOST_KEY_FETCHES_MAX = 20
 
 
 def complete_node_name(context: typer.Context, incomplete: str) -> list[str]:
@@ -87,7 +87,7 @@ _FingerprintOption = Annotated[
 def list_nodes(invocation: Invocation, *, as_json: JsonOption = False) -> None:
     """List the nodes of the grid file with resolved host, port and user. Does not connect."""
     settings, file = load_settings_and_grid_file(invocation)
-    rows = asyncio.run(_resolve_nodes(settings, file))
+    rows = asyncio.run(_resolve_node_rows(settings, file))
     if as_json:
         output.write_json({"file": str(file.path), "nodes": rows})
         return
@@ -109,7 +109,7 @@ def list_nodes(invocation: Invocation, *, as_json: JsonOption = False) -> None:
     )
 
 
-async def _resolve_nodes(settings: Settings, file: GridFile) -> list[dict[str, Any]]:
+async def _resolve_node_rows(settings: Settings, file: GridFile) -> list[dict[str, Any]]:
     from genie.grid.ssh.target import KnownHostsCache, resolve_target
 
     trusted = KnownHostsCache()
@@ -129,7 +129,7 @@ async def _resolve_nodes(settings: Settings, file: GridFile) -> list[dict[str, A
 
 
 @grid_command("add", group=_nodes_app, example="grid-cli nodes add gpu4 --label zone=a")
-def add(
+def add_nodes(
     invocation: Invocation,
     *,
     nodes: _NewNodesArgument,
@@ -148,12 +148,12 @@ def add(
     }
     made = [dataclasses.replace(parse_node(spelled), **shared) for spelled in nodes]  # type: ignore[arg-type]
 
-    def add_nodes(text: str) -> str:
+    def add_to_text(text: str) -> str:
         for node in made:
             text = node_list.add_node(text, node, name=str(path))
         return text
 
-    node_list.edit_grid_file(path, add_nodes)
+    node_list.edit_grid_file(path, add_to_text)
     if as_json:
         output.write_json({"file": str(path), "added": [node.name for node in made]})
         return
@@ -163,7 +163,7 @@ def add(
 
 
 @grid_command("remove", group=_nodes_app, example="grid-cli nodes remove gpu4")
-def remove(
+def remove_nodes(
     invocation: Invocation,
     *,
     nodes: Annotated[
@@ -183,12 +183,12 @@ def remove(
             f"this would remove all nodes of {file.path}", hint="add another node first, or delete the file"
         )
 
-    def remove_nodes(text: str) -> str:
+    def remove_from_text(text: str) -> str:
         for name in nodes:
             text = node_list.remove_node(text, name, name=str(file.path))
         return text
 
-    node_list.edit_grid_file(settings.grid.file, remove_nodes)
+    node_list.edit_grid_file(settings.grid.file, remove_from_text)
     if as_json:
         output.write_json({"file": str(file.path), "removed": nodes})
         return
@@ -196,7 +196,7 @@ def remove(
 
 
 @grid_command("trust", group=_nodes_app, example="grid-cli nodes trust gpu1")
-def trust(
+def trust_host_keys(
     invocation: Invocation,
     *,
     nodes: NodeNamesArgument = None,
@@ -219,7 +219,7 @@ def trust(
     chosen = [file.node(name) for name in names]
     found, errors = asyncio.run(_fetch_host_keys(settings, file, chosen))
     answers = [(key, _confirm_host_key(key, yes=yes, fingerprint=fingerprint)) for key in found]
-    _add_confirmed_host_keys(settings, answers, as_json=as_json)
+    _add_and_print_confirmed_host_keys(settings, answers, as_json=as_json)
     for error in errors[1:]:
         output.show_error(error, debug=False)
     if errors:
@@ -233,8 +233,8 @@ async def _fetch_host_keys(
 ) -> tuple[list[HostKey], list[GenieError]]:
     from genie.grid.ssh.host_trust import fetch_host_key
 
-    slots = asyncio.Semaphore(_HOST_KEY_CONCURRENCY)
-    limit_s = max(_HOST_KEY_TIMEOUT_S, file.ssh.connect_timeout)
+    slots = asyncio.Semaphore(_CONCURRENT_HOST_KEY_FETCHES_MAX)
+    limit_s = max(_FETCH_HOST_KEY_TIMEOUT_S, file.ssh.connect_timeout)
 
     async def fetch(node: GridNode) -> HostKey | GenieError:
         async with slots:
@@ -272,7 +272,7 @@ def _confirm_host_key(key: HostKey, *, yes: bool, fingerprint: str | None) -> bo
     return typer.confirm(f"Trust this key for {key.node}?", default=False, err=True)
 
 
-def _add_confirmed_host_keys(
+def _add_and_print_confirmed_host_keys(
     settings: Settings, answers: list[tuple[HostKey, bool]], *, as_json: bool
 ) -> None:
     from genie.grid.health.check import HealthCache
@@ -294,7 +294,7 @@ def _add_confirmed_host_keys(
 
 
 @grid_command("init", group=_config_app, example="grid-cli config init")
-def init(
+def init_grid_file(
     invocation: Invocation,
     *,
     path: Annotated[
@@ -343,7 +343,7 @@ def _write_sample_grid_file(path: Path, *, force: bool) -> None:
 
 
 @grid_command("check", group=_config_app, example="grid-cli config check")
-def check(
+def check_grid_file(
     invocation: Invocation,
     *,
     path: Annotated[
@@ -364,7 +364,7 @@ def check(
 
 
 @grid_command("show", group=_config_app, example="grid-cli config show --json")
-def show(invocation: Invocation, *, as_json: JsonOption = False) -> None:
+def show_grid_file(invocation: Invocation, *, as_json: JsonOption = False) -> None:
     """Print all keys with their values, including defaults."""
     file = load_grid_file(invocation)
     values: dict[str, Any] = dataclasses.asdict(file)
@@ -374,7 +374,7 @@ def show(invocation: Invocation, *, as_json: JsonOption = False) -> None:
         return
     import yaml
 
-    output.write_line(yaml.safe_dump(_to_json_value(values), sort_keys=False, allow_unicode=True).rstrip())
+    output.write_line(yaml.safe_dump(_tuples_to_lists(values), sort_keys=False, allow_unicode=True).rstrip())
 
 
 def load_grid_file(invocation: Invocation) -> GridFile:
@@ -390,7 +390,7 @@ def load_settings_and_grid_file(invocation: Invocation) -> tuple[Settings, GridF
     return settings, read_grid_file(settings.grid.file)
 
 
-def user_at_host() -> str:
+def local_user_at_host() -> str:
     """Return USER@HOST of this process, which nodes show to other users."""
     try:
         user = pwd.getpwuid(os.getuid()).pw_name
@@ -399,7 +399,7 @@ def user_at_host() -> str:
     return f"{user}@{socket.gethostname()}"
 
 
-def _to_json_value(value: Any) -> Any:
+def _tuples_to_lists(value: Any) -> Any:
     if isinstance(value, dict):
-        return {name: _to_json_value(each) for name, each in value.items()}
-    return [_to_json_value(each) for each in value] if isinstance(value, tuple) else value
+        return {name: _tuples_to_lists(each) for name, each in value.items()}
+    return [_tuples_to_lists(each) for each in value] if isinstance(value, tuple) else value

@@ -67,7 +67,7 @@ def promote(
         )
     packages = check_packages(package or ())
     settings = invocation.load_settings()
-    chosen = _select_nodes(settings, names, every=every)
+    chosen = _load_grid_file_and_node_names(settings, names, every=every)
     options = {"controller": controller, "python": python, "packages": packages, "wheels": wheels}
     _print_results_and_exit(
         asyncio.run(_promote_or_demote(settings, chosen, options, is_promotion=True)), as_json=as_json
@@ -87,14 +87,16 @@ def demote(
 ) -> None:
     """Turn cluster nodes back into grid nodes: stop the agent, leave the cluster, uninstall Genie."""
     settings = invocation.load_settings()
-    chosen = _select_nodes(settings, names, every=every)
+    chosen = _load_grid_file_and_node_names(settings, names, every=every)
     _print_results_and_exit(
         asyncio.run(_promote_or_demote(settings, chosen, {"force": force}, is_promotion=False)),
         as_json=as_json,
     )
 
 
-def _select_nodes(settings: Settings, names: list[str] | None, *, every: bool) -> tuple[GridFile, list[str]]:
+def _load_grid_file_and_node_names(
+    settings: Settings, names: list[str] | None, *, every: bool
+) -> tuple[GridFile, list[str]]:
     from genie.grid.grid_file import read_grid_file
 
     file = read_grid_file(settings.grid.file)
@@ -115,7 +117,7 @@ async def _promote_or_demote(
     file, names = chosen
     async with open_client(settings) as client, SshPool(file, ssh_config=settings.grid.ssh_config) as pool:
         where = options.get("controller") or (
-            _check_not_loopback(client.where) if is_promotion else client.where
+            _validate_not_loopback(client.where) if is_promotion else client.where
         )
         moving = Promotion(
             pool, file, client, on_progress=_print_node_message, **{**options, "controller": where}
@@ -123,7 +125,7 @@ async def _promote_or_demote(
         return await (moving.promote(names) if is_promotion else moving.demote(names))
 
 
-def _check_not_loopback(where: str) -> str:
+def _validate_not_loopback(where: str) -> str:
     from genie.model.names import is_loopback, parse_address
 
     if is_loopback(parse_address(where, what="controller")[0]):

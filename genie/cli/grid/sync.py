@@ -58,7 +58,7 @@ def sync(
     if as_json:
         output.write_json([_report_to_json(report) for report in reports])
     else:
-        _print_reports(reports, dry_run=dry_run)
+        _print_sync_reports(reports, dry_run=dry_run)
     failed = [report.error for report in reports if report.error is not None]
     if failed:
         raise typer.Exit(max(error.exit_code for error in failed))
@@ -103,7 +103,7 @@ class SyncProgressBar:
             self._progress_line.close()
 
 
-def _print_reports(reports: list[SyncReport], *, dry_run: bool) -> None:
+def _print_sync_reports(reports: list[SyncReport], *, dry_run: bool) -> None:
     rows = [
         [
             report.node,
