@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 
 from genie.grid.remote import contents, core, tree
 from genie.grid.remote.core import OpError, register_op
-from genie.grid.remote.own_folder import grid_folder
+from genie.grid.remote.own_folder import grid_folder_path
 from genie.grid.remote.synced_tree import SyncedTree, TreeState, compute_digest, engine_library_path
 from genie.grid.remote.tree import FILE, FOLDER, LINK, REMOVED, OpenDirectories, TreeRecord
 
@@ -169,7 +169,7 @@ def receive_main(source: int = 0) -> NoReturn:
     except OSError as error:
         reason, text = core.reason_and_text_of_os_error(error)
         answer = {"error": {"reason": reason, "text": text}}
-    os.write(1, core.MAGIC + json.dumps(answer).encode() + b"\n")
+    os.write(1, core.FIRST_REPLY_MAGIC + json.dumps(answer).encode() + b"\n")
     os._exit(0)
 
 
@@ -682,7 +682,7 @@ def _remove_if_exists(path: str) -> None:
 
 
 def _sync_folder(args: Any) -> str:
-    return grid_folder(os.path.expanduser(args["root"]), "sync")
+    return grid_folder_path(os.path.expanduser(args["root"]), "sync")
 
 
 def _machine_type() -> str:

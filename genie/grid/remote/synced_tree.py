@@ -18,7 +18,7 @@ import time
 from genie.grid.remote import tree
 from genie.grid.remote.contents import BLOCK_DIGEST_FILE_BYTES_MIN
 from genie.grid.remote.core import OpError
-from genie.grid.remote.own_folder import GRID_FOLDER_NAME, grid_folder
+from genie.grid.remote.own_folder import GRID_FOLDER_NAME, grid_folder_path
 
 STATE_HEADER = struct.Struct("<8sq32s32s")  # magic, time of the last scan, digest of the plain records, rules
 STATE_MAGIC = b"GGTREE2\n"
@@ -60,12 +60,12 @@ class SyncedTree:
             if isinstance(error, OSError):
                 parents = {
                     GRID_FOLDER_NAME: path,
-                    "sync": grid_folder(path),
-                    args["tree"]: grid_folder(path, "sync"),
+                    "sync": grid_folder_path(path),
+                    args["tree"]: grid_folder_path(path, "sync"),
                 }
                 _make_error_path_absolute(error, parents.get(str(error.filename), ""))
             raise
-        self.sync_folder_path = grid_folder(path, "sync")
+        self.sync_folder_path = grid_folder_path(path, "sync")
         self._tree_path = os.path.join(self.sync_folder_path, args["tree"])
         self.engine = load_engine(self.sync_folder_path, args.get("key", ""))
 
@@ -190,7 +190,7 @@ class SyncedTree:
             time.sleep(_LOCK_RETRY_INTERVAL_S)
 
     def _open_own_folder(self, root: str, *, create: bool) -> int:
-        path = grid_folder(root)
+        path = grid_folder_path(root)
         if not os.path.islink(path):
             return self._open_folder(self.root_fd, GRID_FOLDER_NAME, create=create)
         own = self._track_fd(os.open(os.path.realpath(path), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))

@@ -53,7 +53,7 @@ _log = logging.getLogger(__name__)
 
 COMMAND_BYTES_MAX = 131_000
 """Slightly less than the longest argument that Linux accepts."""
-STDIN_BYTES_MAX = core.BLOB_BYTES_MAX
+STDIN_BYTES_MAX = core.MESSAGE_BLOB_BYTES_MAX
 _ENV_BYTES_MAX = 1 << 20
 _READ_WAIT_S = 5.0
 _CONTENDED_READ_WAIT_S = 0.5

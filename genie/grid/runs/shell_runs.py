@@ -207,7 +207,7 @@ def make_script(name: str, args: Mapping[str, Any], *, marker: str) -> str:
         paths["cwd"] = args.get("cwd") or "."
         values |= {"command": args["command"], "watch": _SUPERVISOR_SCRIPT, "begin": _PROCESS_START_SCRIPT}
         values |= {"meta": _encode_metadata(args), "timeout_s": _format_timeout(args.get("timeout_s"))}
-        values["kept"] = runs.RUNS_KEPT
+        values["kept"] = runs.ENDED_RUNS_KEPT
         # Exported after the last use of our own variables: the user's may have the same names.
         exports = "".join(
             f"export {key}={shlex.quote(value)}; " for key, value in (args.get("env") or {}).items()
@@ -215,7 +215,7 @@ def make_script(name: str, args: Mapping[str, Any], *, marker: str) -> str:
     elif name == "read":
         wait_s = min(math.ceil(args.get("wait_s", 0)), _WAIT_S_MAX)
         values |= {"out": int(args["out"]), "err": int(args["err"])}
-        values |= {"wait_s": wait_s, "chunk": runs.CHUNK_BYTES}
+        values |= {"wait_s": wait_s, "chunk": runs.OUTPUT_CHUNK_BYTES}
     elif name == "signal":
         values["signal"] = args["signal"]
     elif name == "list":
@@ -257,7 +257,7 @@ def _parse_reply(node: str, name: str, text: bytes) -> tuple[Any, bytes]:
     if name == "read":
         out, err = (int(each) for each in lines[-1].split()[1:])
         over = one["state"] in ("exited", "lost")
-        end = over and out < runs.CHUNK_BYTES and err < runs.CHUNK_BYTES
+        end = over and out < runs.OUTPUT_CHUNK_BYTES and err < runs.OUTPUT_CHUNK_BYTES
         return {**one, "out": out, "err": err, "end": end}, data
     return {**one, "created": "created" in lines, "sent": "sent" in lines}, b""
 

@@ -153,7 +153,7 @@ class HelperSession(asyncssh.SSHClientSession[bytes]):
 
     def _send_request(self, message: Mapping[str, Any], blob: bytes) -> None:
         body = json.dumps(message, separators=(",", ":")).encode()
-        if len(body) > core.JSON_BYTES_MAX or len(blob) > core.BLOB_BYTES_MAX:
+        if len(body) > core.MESSAGE_JSON_BYTES_MAX or len(blob) > core.MESSAGE_BLOB_BYTES_MAX:
             raise ProtocolError(
                 f"the request is too large: {len(body)} bytes of JSON and {len(blob)} bytes of data"
             )
@@ -197,7 +197,7 @@ class HelperSession(asyncssh.SSHClientSession[bytes]):
         if len(self._buffer) < core.MESSAGE_HEADER.size:
             return False
         json_bytes, blob_bytes = core.MESSAGE_HEADER.unpack_from(self._buffer)
-        if json_bytes > core.JSON_BYTES_MAX or blob_bytes > core.BLOB_BYTES_MAX:
+        if json_bytes > core.MESSAGE_JSON_BYTES_MAX or blob_bytes > core.MESSAGE_BLOB_BYTES_MAX:
             raise ProtocolError(
                 f"the reply is too large: {json_bytes} bytes of JSON and {blob_bytes} bytes of data"
             )
@@ -211,10 +211,10 @@ class HelperSession(asyncssh.SSHClientSession[bytes]):
         return True
 
     def _try_skip_shell_output(self) -> bool:
-        start = self._buffer.find(core.MAGIC)
+        start = self._buffer.find(core.FIRST_REPLY_MAGIC)
         if start >= 0:
             self._is_magic_seen = True
-            del self._buffer[: start + len(core.MAGIC)]
+            del self._buffer[: start + len(core.FIRST_REPLY_MAGIC)]
             return True
         if len(self._buffer) > _SHELL_OUTPUT_BYTES_MAX:
             raise ProtocolError("the login shell printed too much")

@@ -95,7 +95,7 @@ class SyncStream:
         return ConnectionLostError(f"node {self._name}: connection lost: {format_error(error)}")
 
     def _parse_reply(self, text: bytes) -> Any:
-        _, magic, body = text.partition(core.MAGIC)
+        _, magic, body = text.partition(core.FIRST_REPLY_MAGIC)
         if not magic:
             raise ConnectionLostError(f"node {self._name}: connection lost during a transfer")
         try:
@@ -126,6 +126,8 @@ def _encode_boot_source() -> bytes:
     ]
     for module in list_module_with_dependencies("sync"):
         if module != "core":
-            lines.append(f"m.load_module({package + '.' + module!r},{read_remote_source(module)!r})")
+            lines.append(
+                f"m.load_module_from_source({package + '.' + module!r},{read_remote_source(module)!r})"
+            )
     lines.append(f"sys.modules[{package + '.sync'!r}].receive_main()")
     return zlib.compress("\n".join(lines).encode())

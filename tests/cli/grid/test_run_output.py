@@ -6,7 +6,12 @@ import random
 
 import pytest
 
-from genie.cli.grid.run_output import COLLECTED_OUTPUT_BYTES_MAX, PREFIXED_LINE_BYTES_MAX, PrefixedLineWriter, output_to_json
+from genie.cli.grid.run_output import (
+    COLLECTED_OUTPUT_BYTES_MAX,
+    PREFIXED_LINE_BYTES_MAX,
+    PrefixedLineWriter,
+    output_to_json,
+)
 from genie.grid.runs.run import OutputCollector
 
 

@@ -390,11 +390,11 @@ async def test_short_run_with_much_output_is_read_in_chunks(
     runner: Runner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("genie.grid.runs.run_client._SHORT_RUN_WAIT_S", 1.0)
-    run = await runner.start("gpu10", f"head -c {remote_runs.CHUNK_BYTES} /dev/zero")
+    run = await runner.start("gpu10", f"head -c {remote_runs.OUTPUT_CHUNK_BYTES} /dev/zero")
     recorder = OutputRecorder()
     assert await runner.wait(run, recorder) == 0
     assert run.output_if_ended is None
-    assert len(recorder.out) == remote_runs.CHUNK_BYTES
+    assert len(recorder.out) == remote_runs.OUTPUT_CHUNK_BYTES
 
 
 @pytest.mark.parametrize(
@@ -422,7 +422,7 @@ async def test_the_oldest_ended_runs_are_removed_when_there_are_too_many(
     folder = get_run_folder(testbed["gpu10"], first)
     exit_record = json.loads((folder / "exit").read_text())
     made = []
-    for number in range(remote_runs.RUNS_KEPT + 40):
+    for number in range(remote_runs.ENDED_RUNS_KEPT + 40):
         copy = folder.with_name(f"r-{number:0>10}".translate(str.maketrans("0189", "abcd")))
         copy.mkdir()
         for name in ("meta.json", "pid", "out", "err"):
@@ -432,7 +432,7 @@ async def test_the_oldest_ended_runs_are_removed_when_there_are_too_many(
     await runner.wait(await runner.start("gpu10", "true"), lambda *_: None)
     left = [copy for copy in made if copy.exists()]
     assert left == made[-len(left) :]
-    assert remote_runs.RUNS_KEPT - 10 <= len(left) <= remote_runs.RUNS_KEPT
+    assert remote_runs.ENDED_RUNS_KEPT - 10 <= len(left) <= remote_runs.ENDED_RUNS_KEPT
     assert folder.exists()
 
 

@@ -141,12 +141,14 @@ async def test_the_oldest_ended_runs_are_removed(runner: Runner, node_without_py
     first = await runner.start("gpu1", "true")
     assert await runner.wait(first, lambda *_: None) == 0
     folder = get_run_folder(node_without_python, first)
-    for number in range(remote_runs.RUNS_KEPT + 5):
+    for number in range(remote_runs.ENDED_RUNS_KEPT + 5):
         copy = shutil.copytree(folder, folder.with_name(f"r-{number}"))
         os.utime(copy, (1000 + number, 1000 + number))
     last = await runner.start("gpu1", "true")
     assert await runner.wait(last, lambda *_: None) == 0
-    await until(lambda: len(list(folder.parent.iterdir())) == remote_runs.RUNS_KEPT, what="their removal")
+    await until(
+        lambda: len(list(folder.parent.iterdir())) == remote_runs.ENDED_RUNS_KEPT, what="their removal"
+    )
     assert folder.exists()
     assert not folder.with_name("r-0").exists()
 
