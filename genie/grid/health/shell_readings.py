@@ -68,8 +68,8 @@ def make_readings_script(root: str, *, timeout_s: float) -> bytes:
         mark=SECTION_MARK,
         limit=max(1, round(timeout_s)),
         root=quote_path(root),
-        query=health.NVIDIA_QUERY,
-        form=health.NVIDIA_FORMAT,
+        query=health.NVIDIA_SMI_QUERY_FIELDS,
+        form=health.NVIDIA_SMI_FORMAT,
     ).encode()
 
 
@@ -92,7 +92,7 @@ def parse_readings(output: str) -> dict[str, Any]:
             failed[name] = str(error) if isinstance(error, OpError) else "missing in the node's output"
     failed.update(found.pop("failed", {}))
     if "unwritable" in parts:
-        found["unwritable"] = parts["unwritable"].strip("\n")[: health.TEXT_CHARS_MAX]
+        found["unwritable"] = parts["unwritable"].strip("\n")[: health.READING_TEXT_CHARS_MAX]
     if "nvidia" in parts:
         readable = parts.get("xids", "").rstrip().endswith("readable")
         found["xids"] = _parse_xids(parts) if readable else None
@@ -148,8 +148,8 @@ def _parse_gpus(parts: dict[str, str]) -> dict[str, Any]:
 
 
 def _check_exit_code(parts: dict[str, str], part: str, *, program: str) -> None:
-    if len(parts[part]) > health.OUTPUT_BYTES_MAX:
-        raise OpError(f"{program} printed more than {health.OUTPUT_BYTES_MAX} bytes", reason="output")
+    if len(parts[part]) > health.TOOL_OUTPUT_BYTES_MAX:
+        raise OpError(f"{program} printed more than {health.TOOL_OUTPUT_BYTES_MAX} bytes", reason="output")
     code = int(parts[f"{part} code"])
     if code == 137:
         raise OpError(f"{program} timed out and was killed", reason="timeout")

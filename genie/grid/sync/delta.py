@@ -43,9 +43,9 @@ def compute_delta(
     found = TreeDelta()
     drifted = {one.path: one for one in tree.iter_records(drift)}
     removed = [path for path, one in drifted.items() if one.kind == REMOVED]
-    actual = engine.merge(theirs, drift) if drift else theirs
+    actual = engine.merge_records(theirs, drift) if drift else theirs
     seen_paths: set[bytes] = set()
-    for old_at, new_at in engine.compare(actual, ours):
+    for old_at, new_at in engine.compare_records(actual, ours):
         if old_at == NO_RECORD_OFFSET and not drift:
             _offsets_for_kind(found, ours[new_at]).append(new_at)
             continue
@@ -72,7 +72,7 @@ def _add_equal_records(
     found: TreeDelta, engine: tree.PlainEngine, *, theirs: bytes, ours: bytes, paths: Set[bytes]
 ) -> None:
     """Adds paths that were changed on the node to what they are here: only the node's record is updated."""
-    for _, new_at in engine.compare(theirs, ours):
+    for _, new_at in engine.compare_records(theirs, ours):
         if new_at != NO_RECORD_OFFSET:
             new = TreeRecord(ours, new_at)
             if new.path in paths:
@@ -110,12 +110,12 @@ def encode_plan(delta: TreeDelta, ours: bytes, *, base: str, digest: str) -> byt
     parts: dict[str, list[bytes]] = {"added": [], "changed": [], "copies": []}
     for name, offsets in (("added", delta.added), ("changed", delta.changed)):
         for offset in offsets:
-            sha = tree.record_sha(ours, offset)
-            parts["copies" if sha in seen else name].append(tree.record_without_stamp(ours, offset))
+            sha = tree.file_sha_of_record(ours, offset)
+            parts["copies" if sha in seen else name].append(tree.record_with_empty_stamp(ours, offset))
             seen.add(sha)
     parts["copies"].sort(key=lambda one: tree.walk_order_key(TreeRecord(one).path))
     for name, offsets in (("folders", delta.folders), ("links", delta.links), ("metas", delta.metas)):
-        parts[name] = [tree.record_without_stamp(ours, offset) for offset in offsets]
+        parts[name] = [tree.record_with_empty_stamp(ours, offset) for offset in offsets]
     parts["gone"] = delta.deletions
     head: dict[str, Any] = {"base": base, "digest": digest}
     return join_plan(head, {name: b"".join(records) for name, records in parts.items()})
@@ -136,7 +136,9 @@ def split_deleted_and_kept_paths(delta: TreeDelta, *, drift: bytes) -> tuple[lis
 def count_content_bytes(ours: bytes, offsets: list[int], *, without: Set[bytes] = frozenset()) -> int:
     """Returns the bytes to send, without contents whose hash is in `without`."""
     if not without:
-        return sum(tree.record_size(ours, offset) for offset in offsets)
+        return sum(tree.file_size_of_record(ours, offset) for offset in offsets)
     return sum(
-        tree.record_size(ours, offset) for offset in offsets if tree.record_sha(ours, offset) not in without
+        tree.file_size_of_record(ours, offset)
+        for offset in offsets
+        if tree.file_sha_of_record(ours, offset) not in without
     )

@@ -18,7 +18,7 @@ from pathlib import Path
 from genie.errors import NativeBuildError, SyncError, UsageError
 from genie.grid.grid_file import SyncSettings
 from genie.grid.remote import tree
-from genie.grid.remote.synced_tree import STATE_HEADER, STATE_MAGIC
+from genie.grid.remote.synced_tree import STATE_FILE_HEADER, STATE_FILE_MAGIC
 from genie.grid.remote.tree import NO_SHA, TreeRecord
 from genie.grid.sync.excludes import ExclusionRules, compute_rules_digest
 from genie.native import libraries
@@ -53,7 +53,7 @@ class TreeSnapshot:
         return [one.at for one in tree.iter_records(bytes(self.records)) if one.kind == tree.FILE]
 
     def set_sha(self, offset: int, sha: bytes) -> None:
-        if self.digest and tree.record_sha(self.records, offset) != sha:
+        if self.digest and tree.file_sha_of_record(self.records, offset) != sha:
             self._clear_digest()
         self.records[offset + _SHA_OFFSET : offset + tree.RECORD_HEADER.size] = sha
 
@@ -75,7 +75,7 @@ class TreeSnapshot:
             NO_SHA,
         )
         self.records[offset : offset + tree.RECORD_HEADER.size] = head
-        self.records[one.end - tree.STAMP_STRUCT.size : one.end] = tree.pack_stamp(found)
+        self.records[one.end_offset - tree.STAMP_STRUCT.size : one.end_offset] = tree.pack_stamp(found)
 
 
 class LocalTree:
@@ -116,7 +116,7 @@ class LocalTree:
         """Computes the digest; all files are hashed."""
         if not snapshot.digest:
             records = bytes(snapshot.records)
-            snapshot.digest = hashlib.sha256(self.engine.records_to_compare(records)).hexdigest()
+            snapshot.digest = hashlib.sha256(self.engine.strip_stamps_and_excluded(records)).hexdigest()
             snapshot.dirty = []
 
     def write_index_if_changed(self, snapshot: TreeSnapshot) -> None:
@@ -125,7 +125,7 @@ class LocalTree:
             return
         snapshot.is_unchanged = True
         digest = bytes.fromhex(snapshot.digest)
-        head = STATE_HEADER.pack(STATE_MAGIC, snapshot.taken_ns, digest, snapshot.rules)
+        head = STATE_FILE_HEADER.pack(STATE_FILE_MAGIC, snapshot.taken_ns, digest, snapshot.rules)
         try:
             self._write_index(head + bytes(snapshot.records))
         except OSError as error:
@@ -154,14 +154,14 @@ class LocalTree:
             data = self._index_path.read_bytes()
         except OSError:
             return b"", 0, "", b""
-        if len(data) < STATE_HEADER.size:
+        if len(data) < STATE_FILE_HEADER.size:
             return b"", 0, "", b""
-        magic, taken_ns, digest, rules = STATE_HEADER.unpack_from(data)
-        records = data[STATE_HEADER.size :]
+        magic, taken_ns, digest, rules = STATE_FILE_HEADER.unpack_from(data)
+        records = data[STATE_FILE_HEADER.size :]
         try:
             whole = (
-                magic == STATE_MAGIC
-                and hashlib.sha256(self.engine.records_to_compare(records)).digest() == digest
+                magic == STATE_FILE_MAGIC
+                and hashlib.sha256(self.engine.strip_stamps_and_excluded(records)).digest() == digest
             )
         except OSError:
             whole = False

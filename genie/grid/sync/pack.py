@@ -15,7 +15,7 @@ from pathlib import Path
 
 from genie.errors import SyncError
 from genie.grid.remote import contents, tree
-from genie.grid.remote.sync import PIECE_BYTES_MAX
+from genie.grid.remote.sync import FRAME_PIECE_BYTES_MAX
 from genie.grid.remote.tree import FRAME_HEADER, NO_SHA, OpenDirectories, TreeRecord
 from genie.grid.sync.local_tree import TreeSnapshot
 
@@ -68,7 +68,7 @@ def count_bytes_to_send(
 def _list_not_on_node(snapshot: TreeSnapshot, offsets: list[int], on_node: Set[bytes]) -> list[int]:
     if not on_node:
         return offsets
-    return [offset for offset in offsets if tree.record_sha(snapshot.records, offset) not in on_node]
+    return [offset for offset in offsets if tree.file_sha_of_record(snapshot.records, offset) not in on_node]
 
 
 def make_frame(kind: str, *, number: int = 0, size: int = 0, mode: int = 0, mtime_ns: int = 0) -> bytes:
@@ -77,8 +77,8 @@ def make_frame(kind: str, *, number: int = 0, size: int = 0, mode: int = 0, mtim
 
 def make_plan_frames(plan: bytes) -> Iterator[bytes]:
     """Yields frames with the plan, and the end frame."""
-    for at in range(0, len(plan), PIECE_BYTES_MAX):
-        piece = plan[at : at + PIECE_BYTES_MAX]
+    for at in range(0, len(plan), FRAME_PIECE_BYTES_MAX):
+        piece = plan[at : at + FRAME_PIECE_BYTES_MAX]
         yield make_frame("P", size=len(piece)) + piece
     yield make_frame("Z")
 
@@ -89,7 +89,7 @@ class _FilePacker:
         self._snapshot = snapshot
         self._digests_on_node = known
         self._next_file_number = 0
-        self._large_offsets: set[int] = set()
+        self._large_file_sizes_seen: set[int] = set()
 
     def pack_chunks(self, offsets: list[int]) -> FileChunks:
         root = os.open(self._snapshot.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -118,7 +118,7 @@ class _FilePacker:
         root = os.open(self._snapshot.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             for offset in offsets:
-                size = tree.record_size(self._snapshot.records, offset)
+                size = tree.file_size_of_record(self._snapshot.records, offset)
                 total += (
                     size
                     if size < contents.BLOCK_DIGEST_FILE_BYTES_MIN
@@ -196,8 +196,8 @@ class _FilePacker:
     def _is_content_on_node(self, fd: int, size: int) -> bool:
         """True if the node has the contents. Hashes the file only if another one has the same size."""
         assert self._digests_on_node is not None
-        if size not in self._large_offsets:
-            self._large_offsets.add(size)
+        if size not in self._large_file_sizes_seen:
+            self._large_file_sizes_seen.add(size)
             return False
         return contents.compute_file_digest(fd) in self._digests_on_node
 
@@ -240,11 +240,11 @@ class _FilePacker:
         holes = b""
         for is_data, offset, size in contents.list_extents(fd, found):
             if not is_data:
-                digest.skip(size)
+                digest.add_zeros(size)
                 holes = make_frame("H", number=number, size=size)
                 continue
             for data in contents.read_pieces(fd, offset, size):
-                digest.add(data)
+                digest.add_data(data)
                 head = holes + make_frame("D", number=number, size=len(data))
                 yield FileChunk(head + data if sending else b"", files=0, size=len(data) if sending else 0)
                 holes = b""

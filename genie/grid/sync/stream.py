@@ -1,7 +1,7 @@
 """A transfer to one node, on an SSH channel of its own.
 
-The receiving program (remote/sync.py: receive_main) is sent first. Flow control is the SSH window: `send`
-waits until the node has accepted most of the data. Frames are made by pack.py.
+The receiving program (remote/sync.py: receive_change_main) is sent first. Flow control is the SSH window:
+`send` waits until the node has accepted most of the data. Frames are made by pack.py.
 """
 
 from __future__ import annotations
@@ -129,5 +129,5 @@ def _encode_boot_source() -> bytes:
             lines.append(
                 f"m.load_module_from_source({package + '.' + module!r},{read_remote_source(module)!r})"
             )
-    lines.append(f"sys.modules[{package + '.sync'!r}].receive_main()")
+    lines.append(f"sys.modules[{package + '.sync'!r}].receive_change_main()")
     return zlib.compress("\n".join(lines).encode())

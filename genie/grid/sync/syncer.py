@@ -32,7 +32,7 @@ from genie.errors import (
 )
 from genie.grid.grid_file import GridFile
 from genie.grid.remote import tree
-from genie.grid.remote.sync import PLAN_BYTES_MAX, REPLY_BYTES_MAX
+from genie.grid.remote.sync import PLAN_BYTES_MAX, REPLY_BLOB_BYTES_MAX
 from genie.grid.ssh.node_helper import MALFORMED_REPLY_ERRORS
 from genie.grid.ssh.pool import NodeConnection, SshPool
 from genie.grid.sync import sync_without_python
@@ -396,7 +396,7 @@ class _SyncCall:
                 raise NodeRefusedError(
                     f"node {task.name}: the tree on the node was changed by another sync", reason="moved"
                 )
-            if size >= _validate_records_size(reply["size"]) or len(piece) < REPLY_BYTES_MAX:
+            if size >= _validate_records_size(reply["size"]) or len(piece) < REPLY_BLOB_BYTES_MAX:
                 return b"".join(parts)
 
     async def _send_to_group(
@@ -433,7 +433,7 @@ class _SyncCall:
         async def send_to_node(task: _NodeSync) -> None:
             plan = self._encode_plan(task, snapshot)
             blob = frames + b"".join(make_plan_frames(plan))
-            if len(blob) > REPLY_BYTES_MAX:
+            if len(blob) > REPLY_BLOB_BYTES_MAX:
                 task.stream = await SyncStream.open(task.link, self._request_args, stall_s=_STALL_TIMEOUT_S)
                 await task.stream.send(blob)
                 reply = await task.stream.read_reply(timeout_s=_APPLY_TIMEOUT_S)

@@ -142,7 +142,7 @@ def test_hanging_reading_is_not_started_again(fake_tools, monkeypatch) -> None:
         assert len(calls) == 1
     finally:
         release.set()
-        health._THREAD_BY_PART["disk"][0].join(10)
+        health._THREAD_AND_DEADLINE_BY_PART["disk"][0].join(10)
 
 
 class ThreadEndingWhenJoined(threading.Thread):
@@ -163,7 +163,7 @@ class ThreadEndingWhenJoined(threading.Thread):
 def test_previous_reading_is_awaited_until_its_deadline(fake_tools, left_s: float, failed: object) -> None:
     other = ThreadEndingWhenJoined()
     other.start()
-    health._THREAD_BY_PART["disk"] = (other, time.monotonic() + left_s)
+    health._THREAD_AND_DEADLINE_BY_PART["disk"] = (other, time.monotonic() + left_s)
     try:
         assert take_readings(timeout_s=60)["failed"] == failed
     finally:

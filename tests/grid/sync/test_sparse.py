@@ -54,9 +54,11 @@ def read_sparse_file(path: Path) -> tuple[int, dict[int, bytes]]:
     found: dict[int, bytes] = {}
     with path.open("rb") as file:
         for is_data, offset, size in list_extents(path):
-            first = offset // contents.BLOCK_BYTES
-            for number in range(first, -(-(offset + size) // contents.BLOCK_BYTES)) if is_data else ():
-                block = os.pread(file.fileno(), contents.BLOCK_BYTES, number * contents.BLOCK_BYTES)
+            first = offset // contents.DIGEST_BLOCK_BYTES
+            for number in range(first, -(-(offset + size) // contents.DIGEST_BLOCK_BYTES)) if is_data else ():
+                block = os.pread(
+                    file.fileno(), contents.DIGEST_BLOCK_BYTES, number * contents.DIGEST_BLOCK_BYTES
+                )
                 if any(block):
                     found[number] = block
     return path.stat().st_size, found

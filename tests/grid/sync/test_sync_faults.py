@@ -20,7 +20,7 @@ import pytest
 from genie.errors import NodeRefusedError, SyncError, UnreachableError
 from genie.grid.grid_file import SshSettings
 from genie.grid.remote import contents, tree
-from genie.grid.remote.synced_tree import STATE_HEADER, STATE_MAGIC
+from genie.grid.remote.synced_tree import STATE_FILE_HEADER, STATE_FILE_MAGIC
 from genie.grid.runs.run_client import Runner
 from genie.grid.ssh.pool import NodeConnection, SshPool
 from genie.grid.sync import local_tree, pack, stream, sync_without_python, syncer
@@ -286,7 +286,7 @@ async def test_damaged_node_state_only_causes_a_full_sync(project: SyncedProject
     write_files(project.root, {b"a": b"1", b"b": b"2"})
     await project.sync()
     state = project.there / ".grid/sync" / tree_name(project.root) / "state"
-    for broken in (b"", STATE_MAGIC, state.read_bytes()[:-5], os.urandom(500)):
+    for broken in (b"", STATE_FILE_MAGIC, state.read_bytes()[:-5], os.urandom(500)):
         state.write_bytes(broken)
         assert (await project.sync()).sent_files == 2
         assert read_tree(project.there) == read_tree(project.root)
@@ -321,19 +321,19 @@ async def test_large_files_of_an_older_state_format_are_sent_again(
     report = await project.sync()
     assert (report.sent_files, report.deleted, report.overwritten) == (int(not touched), 1, ())
     assert read_tree(project.there) == read_tree(project.root)
-    assert index.read_bytes().startswith(STATE_MAGIC)
+    assert index.read_bytes().startswith(STATE_FILE_MAGIC)
     assert (await project.sync()).unchanged
 
 
 def _convert_to_first_format(data: bytes, shas: dict[bytes, bytes]) -> bytes:
     """Rewrites a state or an index to the first format, taken long after the last write."""
-    _, taken_ns, _, rules = STATE_HEADER.unpack_from(data)
-    records = bytearray(data[STATE_HEADER.size :])
+    _, taken_ns, _, rules = STATE_FILE_HEADER.unpack_from(data)
+    records = bytearray(data[STATE_FILE_HEADER.size :])
     for one in tree.iter_records(bytes(records)):
         if one.path in shas:
             records[one.at + 24 : one.at + 56] = shas[one.path]
-    digest = hashlib.sha256(tree.PlainEngine().records_to_compare(bytes(records))).digest()
-    return STATE_HEADER.pack(b"GGTREE1\n", taken_ns + 10**10, digest, rules) + bytes(records)
+    digest = hashlib.sha256(tree.PlainEngine().strip_stamps_and_excluded(bytes(records))).digest()
+    return STATE_FILE_HEADER.pack(b"GGTREE1\n", taken_ns + 10**10, digest, rules) + bytes(records)
 
 
 async def test_incompatible_library_is_compiled_on_the_node(project: SyncedProject, monkeypatch) -> None:
