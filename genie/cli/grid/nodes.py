@@ -110,18 +110,18 @@ def list_nodes(invocation: Invocation, *, as_json: JsonOption = False) -> None:
 
 
 async def _resolve_node_rows(settings: Settings, file: GridFile) -> list[dict[str, Any]]:
-    from genie.grid.ssh.target import KnownHostsCache, resolve_target
+    from genie.grid.ssh.target import KnownHostsCache, resolve_ssh_target
 
     trusted = KnownHostsCache()
     rows = []
     for node in file.nodes:
         row: dict[str, Any] = {"name": node.name, "weight": node.weight, "labels": dict(node.labels)}
         try:
-            target = await resolve_target(node, file, settings.grid.ssh_config, trusted=trusted)
+            target = await resolve_ssh_target(node, file, settings.grid.ssh_config, trusted=trusted)
         except UsageError as error:
             row |= {"host": "", "port": None, "user": "", "host_key": error.message}
         else:
-            known = "known" if target.known_keys else f"unknown: grid-cli nodes trust {node.name}"
+            known = "known" if target.known_host_keys else f"unknown: grid-cli nodes trust {node.name}"
             user = str(target.options.username)
             row |= {"host": target.host, "port": target.port, "user": user, "host_key": known}
         rows.append(row)
@@ -252,7 +252,7 @@ async def _fetch_host_keys(
 
 def _confirm_host_key(key: HostKey, *, yes: bool, fingerprint: str | None) -> bool:
     """Return whether to trust the key. Raises if it cannot be confirmed."""
-    if key.known and fingerprint in (None, key.fingerprint):
+    if key.is_known and fingerprint in (None, key.fingerprint):
         return True
     output.print_message(f"{key.node}: {key.host} {key.kind} {key.fingerprint}")
     if fingerprint is not None:
@@ -276,17 +276,17 @@ def _add_and_print_confirmed_host_keys(
     settings: Settings, answers: list[tuple[HostKey, bool]], *, as_json: bool
 ) -> None:
     from genie.grid.health.check import HealthCache
-    from genie.grid.ssh.host_trust import add_host_key
+    from genie.grid.ssh.host_trust import add_host_key_to_known_hosts
 
     rows = []
     for key, confirmed in answers:
-        if confirmed and not key.known:
-            add_host_key(key)
-        state = "known" if key.known else "trusted" if confirmed else "refused"
+        if confirmed and not key.is_known:
+            add_host_key_to_known_hosts(key)
+        state = "known" if key.is_known else "trusted" if confirmed else "refused"
         rows.append({"node": key.node, "host": key.host, "kind": key.kind, "fingerprint": key.fingerprint})
         rows[-1]["state"] = state
         if not as_json:
-            where = f"added to {key.known_hosts}" if state == "trusted" else state
+            where = f"added to {key.known_hosts_file}" if state == "trusted" else state
             output.write_line(f"{key.node}: {key.fingerprint} {where}")
     HealthCache(settings.paths.state_dir).delete()
     if as_json:

@@ -88,9 +88,9 @@ class SyncProgressBar:
     def __call__(self, progress: SyncProgress) -> None:
         self._progress_by_node[progress.node] = progress
         if self._is_shown:
-            done = sum(each.bytes for each in self._progress_by_node.values())
+            done = sum(each.sent_bytes for each in self._progress_by_node.values())
             total = sum(each.bytes_total for each in self._progress_by_node.values())
-            files = sum(each.files for each in self._progress_by_node.values())
+            files = sum(each.sent_files for each in self._progress_by_node.values())
             nodes = format_count(len(self._progress_by_node), "node")
             self._progress_line(
                 f"sending to {nodes}: {format_count(files, 'file')}, {format_size(done)}", done, total

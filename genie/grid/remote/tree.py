@@ -152,13 +152,19 @@ def staged_file_name(sha: bytes, size: int) -> bytes:
 
 
 class WalkResult:
-    """The result of a walk. `dirty` has the offsets of records of files with unknown contents."""
+    """The result of a walk. `unhashed_offsets` has the offsets of records of files with unknown contents."""
 
     def __init__(
-        self, records: bytes, dirty: list[int], *, is_unchanged: bool, rules_changed: bool, skipped: int
+        self,
+        records: bytes,
+        unhashed_offsets: list[int],
+        *,
+        is_unchanged: bool,
+        rules_changed: bool,
+        skipped_count: int,
     ) -> None:
-        self.records, self.dirty = records, dirty
-        self.is_unchanged, self.rules_changed, self.skipped = is_unchanged, rules_changed, skipped
+        self.records, self.unhashed_offsets = records, unhashed_offsets
+        self.is_unchanged, self.rules_changed, self.skipped_count = is_unchanged, rules_changed, skipped_count
 
 
 class OpenDirectories:
@@ -341,7 +347,7 @@ class _TreeWalk:
         self._resolved_root = os.path.realpath(self._root)
         self._packed_records: list[bytes] = []
         self._packed_bytes = self._skipped_count = 0
-        self._dirty_offsets: list[int] = []
+        self._unhashed_offsets: list[int] = []
         self._gitignores_seen: set[bytes] = set()
         self._ignore_rules_changed = False
 
@@ -354,10 +360,10 @@ class _TreeWalk:
         records = b"".join(self._packed_records)
         return WalkResult(
             records,
-            self._dirty_offsets,
-            is_unchanged=not self._dirty_offsets and records == self._old_records_bytes,
+            self._unhashed_offsets,
+            is_unchanged=not self._unhashed_offsets and records == self._old_records_bytes,
             rules_changed=self._ignore_rules_changed,
-            skipped=self._skipped_count,
+            skipped_count=self._skipped_count,
         )
 
     def _walk_folder(self, fd: int, path: bytes, depth: int) -> None:
@@ -420,7 +426,7 @@ class _TreeWalk:
         clean = old is not None and old.kind == FILE and old.size == found.st_size and old.stamp == stamp
         clean = clean and not is_too_recent_to_trust(stamp, self._taken_ns)
         if not clean:
-            self._dirty_offsets.append(self._packed_bytes)
+            self._unhashed_offsets.append(self._packed_bytes)
         mode = stat.S_IMODE(found.st_mode)
         sha = old.sha if clean and old is not None else NO_SHA
         self._append_record(
@@ -636,7 +642,7 @@ class CompiledEngine(PlainEngine):
         taken = self._ctypes.c_int64(taken_ns)
         callback = self._is_excluded_callback_type(call_is_excluded)
         try:
-            out, records, dirty = self._call_library(
+            out, records, unhashed_offsets = self._call_library(
                 "genie_walk_tree", os.fsencode(root), old, self._to_u64(len(old)), taken, int(reuse), callback
             )
         except OSError:
@@ -645,10 +651,10 @@ class CompiledEngine(PlainEngine):
             raise
         return WalkResult(
             records,
-            dirty,
+            unhashed_offsets,
             is_unchanged=bool(out.is_unchanged),
             rules_changed=bool(out.rules_changed),
-            skipped=int(out.skipped),
+            skipped_count=int(out.skipped),
         )
 
     def read_small_files(

@@ -20,7 +20,7 @@ from genie.grid.runs.run import parse_run
 from genie.grid.ssh.login_shell import check_login_shell
 from genie.grid.ssh.node_helper import MALFORMED_REPLY_ERRORS
 from genie.grid.ssh.pool import NodeConnection
-from genie.grid.ssh.shell_words import GRID_FOLDER_SCRIPT, quote_path
+from genie.grid.ssh.shell_words import CHECK_GRID_FOLDER_LINK_SCRIPT, quote_path
 
 _WAIT_S_MAX = 10
 _NO_PYTHON_MESSAGE = "the node has no usable python3, so"
@@ -223,7 +223,7 @@ def make_script(name: str, args: Mapping[str, Any], *, marker: str) -> str:
     assigned = "".join(f"{key}={quote_path(str(path))}\n" for key, path in paths.items())
     assigned += "".join(f"{key}={shlex.quote(str(value))}\n" for key, value in values.items())
     request_script = _SCRIPT_BY_REQUEST[name].replace("@EXPORTS@", exports)
-    return f"{{\n{assigned}{GRID_FOLDER_SCRIPT}{_COMMON_SCRIPT}{request_script}}}\n"
+    return f"{{\n{assigned}{CHECK_GRID_FOLDER_LINK_SCRIPT}{_COMMON_SCRIPT}{request_script}}}\n"
 
 
 def _format_timeout(timeout_s: float | None) -> str:

@@ -82,7 +82,7 @@ def write_sparse_or_dense_file(path: Path, parts: Parts, size: int, *, dense: bo
 
 def hash_files_with_engine(engine: tree.PlainEngine, root: Path, cache: Path) -> dict[bytes, bytes]:
     snapshot = LocalTree(root, SyncSettings(), cache=cache, engine=engine).scan()
-    hash_files(engine, snapshot, snapshot.dirty)
+    hash_files(engine, snapshot, snapshot.unhashed_offsets)
     return {one.path: one.sha for one in tree.iter_records(bytes(snapshot.records))}
 
 
