@@ -17,7 +17,7 @@ from genie.errors import UsageError
 from genie.grid.grid_file import GridFile
 from genie.grid.health.check import HealthState, NodeHealthChecker
 from genie.grid.metrics import GridMetrics
-from genie.grid.runs.launch import reconcile_runs
+from genie.grid.runs.launch import reconcile_active_runs
 from genie.grid.runs.run_client import Runner
 
 _log = logging.getLogger(__name__)
@@ -64,9 +64,9 @@ async def refresh_metrics(
 ) -> None:
     """Record the scores of all nodes and the ends of active runs."""
     nodes = await checker.check_all_in_file_order(fresh=fresh)
-    await asyncio.to_thread(metrics.node_scores, {node.name: node.effective_score for node in nodes})
+    await asyncio.to_thread(metrics.record_node_scores, {node.name: node.effective_score for node in nodes})
     reached = [node.name for node in nodes if node.state is not HealthState.UNREACHABLE]
-    await reconcile_runs(runner, file, metrics, nodes=reached)
+    await reconcile_active_runs(runner, file, metrics, nodes=reached)
 
 
 class _RequestHandler:

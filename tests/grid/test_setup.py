@@ -231,9 +231,9 @@ def test_symbolic_link_as_lock_is_not_followed(tmp_path: Path) -> None:
 
 def test_environment_stamp_is_independent_of_package_order() -> None:
     one, other = EnvironmentSpec(packages=("a", "b")), EnvironmentSpec(packages=("b", "a"))
-    assert one.stamp("3.11.7") == other.stamp("3.11.7")
-    assert one.stamp("3.11.7") != one.stamp("3.12.0")
-    assert one.stamp("3.11.7") != EnvironmentSpec(packages=("a",)).stamp("3.11.7")
+    assert one.to_installed_spec("3.11.7") == other.to_installed_spec("3.11.7")
+    assert one.to_installed_spec("3.11.7") != one.to_installed_spec("3.12.0")
+    assert one.to_installed_spec("3.11.7") != EnvironmentSpec(packages=("a",)).to_installed_spec("3.11.7")
 
 
 @pytest.mark.parametrize("package", ["-rfile", "--index-url=x", "", "a\nb", "./x"])

@@ -191,7 +191,7 @@ async def _check_nodes(
                 tasks = [group.create_task(checker.check(name, fresh=fresh)) for name in names]
             found = sorted((task.result() for task in tasks), key=lambda node: node.sort_key)
     if not names:
-        _open_metrics(settings).node_scores({node.name: node.effective_score for node in found})
+        _open_metrics(settings).record_node_scores({node.name: node.effective_score for node in found})
     return found
 
 

@@ -1,6 +1,6 @@
 """Commands for the grid file: nodes list, add, trust and remove; config init, check and show.
 
-The file is parsed by grid/grid_file.py and edited by grid/node_list.py.
+The file is parsed by grid/grid_file.py and edited by grid/grid_file_editor.py.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ def add_nodes(
     as_json: JsonOption = False,
 ) -> None:
     """Add nodes to the grid file; creates the file if needed and keeps comments."""
-    from genie.grid import node_list
+    from genie.grid import grid_file_editor
     from genie.grid.grid_file import parse_node
 
     path = invocation.load_settings().grid.file
@@ -150,10 +150,10 @@ def add_nodes(
 
     def add_to_text(text: str) -> str:
         for node in made:
-            text = node_list.add_node(text, node, name=str(path))
+            text = grid_file_editor.add_node_to_text(text, node, name=str(path))
         return text
 
-    node_list.edit_grid_file(path, add_to_text)
+    grid_file_editor.edit_grid_file(path, add_to_text)
     if as_json:
         output.write_json({"file": str(path), "added": [node.name for node in made]})
         return
@@ -175,7 +175,7 @@ def remove_nodes(
     as_json: JsonOption = False,
 ) -> None:
     """Remove nodes from the grid file. Their runs continue; known_hosts is not changed."""
-    from genie.grid import node_list
+    from genie.grid import grid_file_editor
 
     settings, file = load_settings_and_grid_file(invocation)
     if len(set(nodes)) > 1 and {node.name for node in file.nodes} <= set(nodes):
@@ -185,10 +185,10 @@ def remove_nodes(
 
     def remove_from_text(text: str) -> str:
         for name in nodes:
-            text = node_list.remove_node(text, name, name=str(file.path))
+            text = grid_file_editor.remove_node_from_text(text, name, name=str(file.path))
         return text
 
-    node_list.edit_grid_file(settings.grid.file, remove_from_text)
+    grid_file_editor.edit_grid_file(settings.grid.file, remove_from_text)
     if as_json:
         output.write_json({"file": str(file.path), "removed": nodes})
         return
@@ -322,20 +322,20 @@ def init_grid_file(
 
 
 def _write_sample_grid_file(path: Path, *, force: bool) -> None:
-    from genie.grid.grid_file import sample_grid_file
-    from genie.grid.node_list import write_grid_file
+    from genie.grid.grid_file import read_sample_grid_file_text
+    from genie.grid.grid_file_editor import write_grid_file
 
     if path.exists():
         if not path.is_file():
             raise UsageError(f"{path} is not a regular file and was not changed", hint="choose another file")
         if not force:
             raise UsageError(f"{path} already exists and was not changed", hint="use --force to overwrite it")
-        write_grid_file(path, sample_grid_file())
+        write_grid_file(path, read_sample_grid_file_text())
         return
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("x", encoding="utf-8") as file:  # does not overwrite a file that was created meanwhile
         try:
-            file.write(sample_grid_file())
+            file.write(read_sample_grid_file_text())
             file.flush()
         except OSError:
             path.unlink()

@@ -59,13 +59,13 @@ def promote(
 
     Uses the cluster of 'genie status'; requires the owner token.
     """
-    from genie.grid.setup import check_packages
+    from genie.grid.setup import validate_packages
 
     if wheels is not None and not wheels.is_dir():
         raise UsageError(
             f"--wheels {str(wheels)!r} is not a directory", hint="give a directory with .whl files"
         )
-    packages = check_packages(package or ())
+    packages = validate_packages(package or ())
     settings = invocation.load_settings()
     chosen = _load_grid_file_and_node_names(settings, names, every=every)
     options = {"controller": controller, "python": python, "packages": packages, "wheels": wheels}
@@ -111,7 +111,7 @@ async def _promote_or_demote(
     settings: Settings, chosen: tuple[GridFile, list[str]], options: Mapping[str, Any], *, is_promotion: bool
 ) -> list[PromotionResult]:
     from genie.cluster.client import open_client
-    from genie.grid.promotion import Promotion
+    from genie.grid.promotion import NodePromoter
     from genie.grid.ssh.pool import SshPool
 
     file, names = chosen
@@ -119,7 +119,7 @@ async def _promote_or_demote(
         where = options.get("controller") or (
             _validate_not_loopback(client.where) if is_promotion else client.where
         )
-        moving = Promotion(
+        moving = NodePromoter(
             pool, file, client, on_progress=_print_node_message, **{**options, "controller": where}
         )
         return await (moving.promote(names) if is_promotion else moving.demote(names))

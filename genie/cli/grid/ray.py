@@ -23,9 +23,9 @@ from genie.errors import ConnectionLostError, UsageError
 if TYPE_CHECKING:
     from genie.config import Settings
     from genie.grid.grid_file import GridFile
-    from genie.grid.ray.cluster import RayCluster, StopReport
+    from genie.grid.ray.cluster import RayCluster, RayStopReport
     from genie.grid.ray.jobs import RayJobResult, RayJobs
-    from genie.grid.ray.plan import ClusterView
+    from genie.grid.ray.plan import RayClusterView
     from genie.grid.setup import EnvironmentSpec, SetupReport
     from genie.grid.ssh.pool import SshPool
 
@@ -157,7 +157,7 @@ def start(
     """Start Ray on the nodes, one as the head. If one fails, none is started."""
     settings, file = load_settings_and_grid_file(invocation)
 
-    async def work() -> ClusterView:
+    async def work() -> RayClusterView:
         async with _open_pool_and_cluster(settings, file) as (_, cluster):
             return await cluster.start(
                 nodes=node or [], head=head, allow_missing=allow_missing, on_progress=_print_node_message
@@ -179,7 +179,7 @@ def stop(invocation: Invocation, *, as_json: JsonOption = False) -> None:
     """
     settings, file = load_settings_and_grid_file(invocation)
 
-    async def work() -> list[StopReport]:
+    async def work() -> list[RayStopReport]:
         async with _open_pool_and_cluster(settings, file) as (_, cluster):
             return await cluster.stop(on_progress=_print_node_message)
 
@@ -208,7 +208,7 @@ def status(invocation: Invocation, *, as_json: JsonOption = False) -> None:
     """
     settings, file = load_settings_and_grid_file(invocation)
 
-    async def work() -> ClusterView:
+    async def work() -> RayClusterView:
         async with _open_pool_and_cluster(settings, file) as (_, cluster):
             return await cluster.status()
 
@@ -236,7 +236,7 @@ def dashboard(
     async def work() -> None:
         async with _open_pool_and_cluster(settings, file) as (_, cluster):
             local = port if port is not None else file.ray.dashboard_port
-            async with cluster.tunnel(local_port=local) as tunnel:
+            async with cluster.open_dashboard_tunnel(local_port=local) as tunnel:
                 if as_json:
                     output.write_json({"url": tunnel.url, "token_file": str(cluster.token_file)})
                 else:
@@ -359,7 +359,7 @@ def _last_line(text: str) -> str:
     return text.strip().splitlines()[-1] if text.strip() else ""
 
 
-def _write_cluster_view(view: ClusterView) -> None:
+def _write_cluster_view(view: RayClusterView) -> None:
     facts = [("state", view.state)]
     if view.cluster:
         facts += [("head", view.head), ("ray", view.version or "not responding"), ("id", view.cluster)]

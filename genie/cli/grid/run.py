@@ -328,7 +328,7 @@ async def _start_on_named_or_best_node(launcher: RunLauncher, names: Sequence[st
 
     known = dataclasses.replace(launch, run_id=new_run_id())
     try:
-        run = await (launcher.start_on(names[0], known) if names else launcher.start_on_best(known))
+        run = await (launcher.start_on_node(names[0], known) if names else launcher.start_on_best_node(known))
     except asyncio.CancelledError:
         output.print_message(
             f"run {known.run_id} may have started; to cancel it: grid-cli cancel {known.run_id}"
@@ -346,7 +346,7 @@ async def _run_on_several_nodes(
     launches = {
         name: dataclasses.replace(launch, sync=None, run_id=run_id) for name, run_id in run_ids.items()
     }
-    async with launcher.open_starter(launches, sync=launch.sync) as start:
+    async with launcher.open_starter_after_sync(launches, sync=launch.sync) as start:
         return await follower.start_and_follow(run_ids, start)
 
 
@@ -417,7 +417,7 @@ async def _fetch_runs(settings: Settings, nodes: Sequence[str] | None) -> Sequen
     async with _open_runner(settings) as (_, file, runner):
         for name in nodes or []:
             file.node(name)
-        return await runner.list_all(nodes or None)
+        return await runner.list_runs_on_nodes(nodes or None)
 
 
 async def _print_run_output(
@@ -435,10 +435,10 @@ async def _print_run_output(
             write_to_own_stream("out", data)
 
     async with _open_runner(settings) as (_, _, runner):
-        found = await runner.find(run_id)
+        found = await runner.fetch_run_by_prefix(run_id)
         if follow:
             with contextlib.suppress(RunLostError):
-                await runner.wait(found, show, on_note=output.print_message_lines)
+                await runner.follow_until_end(found, show, on_note=output.print_message_lines)
         else:
             await _show_output_so_far(runner, found, show)
         if as_json:
@@ -448,7 +448,7 @@ async def _print_run_output(
 async def _show_output_so_far(runner: Runner, run: Run, show: StreamWriter) -> None:
     out = err = 0
     while True:
-        chunk = await runner.read(run, out=out, err=err)
+        chunk = await runner.read_output(run, out=out, err=err)
         show("out", chunk.out)
         show("err", chunk.err)
         out, err = out + len(chunk.out), err + len(chunk.err)
@@ -458,7 +458,7 @@ async def _show_output_so_far(runner: Runner, run: Run, show: StreamWriter) -> N
 
 async def _attach_and_get_exit_code(settings: Settings, run_id: str, *, as_json: bool) -> int:
     async with _open_runner(settings) as (_, file, runner):
-        found = await runner.find(run_id)
+        found = await runner.fetch_run_by_prefix(run_id)
         follower = RunFollower(
             runner, file, state_dir=settings.paths.state_dir, several=False, as_json=as_json
         )
@@ -471,7 +471,7 @@ async def _with_duration_from_node(outcome: RunOutcome, runner: Runner) -> RunOu
     if outcome.run is None or outcome.error is not None or outcome.abandoned_state:
         return outcome
     with contextlib.suppress(GenieError):
-        final = await runner.status(outcome.run)
+        final = await runner.fetch_status(outcome.run)
         if final.ended is not None:
             return dataclasses.replace(outcome, took_s=max(0.0, final.ended - final.started))
     return outcome
@@ -480,21 +480,23 @@ async def _with_duration_from_node(outcome: RunOutcome, runner: Runner) -> RunOu
 async def _cancel_runs(
     settings: Settings, run_ids: Sequence[str], *, signal: str, grace_s: float
 ) -> tuple[list[Run], list[GenieError]]:
-    from genie.grid.runs.launch import track_run
+    from genie.grid.runs.launch import track_run_in_metrics
 
     ended: list[Run] = []
     failed: list[GenieError] = []
     async with _open_runner(settings) as (_, file, runner):
         for run_id in run_ids:
             try:
-                found = await runner.find(run_id)
+                found = await runner.fetch_run_by_prefix(run_id)
                 after = await runner.cancel(found, signal=signal, grace_s=grace_s)
             except GenieError as error:
                 failed.append(error)
             else:
                 ended.append(after)
                 if after.has_ended and not found.has_ended:
-                    count = track_run(after, state_dir=settings.paths.state_dir, file=file, is_new=False)
+                    count = track_run_in_metrics(
+                        after, state_dir=settings.paths.state_dir, file=file, is_new=False
+                    )
                     count("cancelled")
     return ended, failed
 

@@ -155,15 +155,15 @@ class RunFollower:
         return await self._wait_for_run(each.run, is_new=each.announces_start or not each.run.has_ended)
 
     async def _wait_for_run(self, run: Run, *, is_new: bool) -> RunOutcome:
-        from genie.grid.runs.launch import track_run
+        from genie.grid.runs.launch import track_run_in_metrics
 
         began = time.monotonic()
         error: BaseException | None = None
         code: int | None = None
-        ended = track_run(run, state_dir=self._state_dir, file=self._grid_file, is_new=is_new)
+        ended = track_run_in_metrics(run, state_dir=self._state_dir, file=self._grid_file, is_new=is_new)
         try:
             with self._make_output_callback(run.node) as sink:
-                code = await self._runner.wait(run, sink, on_note=output.print_message_lines)
+                code = await self._runner.follow_until_end(run, sink, on_note=output.print_message_lines)
         except RunLostError as lost:
             ended("lost")
             error = lost
@@ -183,9 +183,9 @@ class RunFollower:
         return RunOutcome(run.node, run, code, error, took_s=time.monotonic() - began)
 
     def _announce_detached_run(self, run: Run) -> RunOutcome:
-        from genie.grid.runs.launch import track_run
+        from genie.grid.runs.launch import track_run_in_metrics
 
-        ended = track_run(run, state_dir=self._state_dir, file=self._grid_file)
+        ended = track_run_in_metrics(run, state_dir=self._state_dir, file=self._grid_file)
         if run.has_ended:
             ended("lost" if run.exit_code is None else "failed" if run.exit_code else "succeeded")
         if self._as_json:
@@ -228,14 +228,14 @@ class RunFollower:
         return RunOutcome(each.node, each.run, code, abandoned_state="may still be running")
 
     def _cancelled_start_outcome(self, each: _FollowedNode) -> RunOutcome:
-        from genie.grid.runs.run_client import CancelledStart
+        from genie.grid.runs.run_client import CancelledStartState
 
         known = self._runner.cancelled_start_state(each.run_id)
-        if known is CancelledStart.UNKNOWN:
+        if known is CancelledStartState.UNKNOWN:
             output.print_message(
                 f"run {each.description} may have started; to cancel it: grid-cli cancel {each.run_id}"
             )
-        elif known is CancelledStart.INTERRUPTED:
+        elif known is CancelledStartState.INTERRUPTED:
             output.print_message(
                 f"run {each.description} was interrupted; to show its output: grid-cli logs {each.run_id}"
             )
@@ -267,7 +267,7 @@ class RunFollower:
     async def _send_signal(self, each: _FollowedNode, name: str) -> None:
         assert each.run is not None
         try:
-            await self._runner.signal(each.run, name)
+            await self._runner.send_signal(each.run, name)
         except GenieError as error:
             output.show_error(error, debug=False)
             output.print_message(f"run {each.description} could not be signalled")

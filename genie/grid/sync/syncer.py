@@ -75,7 +75,7 @@ _PATHS_REPORTED_MAX = 100
 
 
 class SyncMetrics(Protocol):
-    def sync_finished(self, duration_s: float) -> None: ...
+    def record_sync(self, duration_s: float) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -193,7 +193,7 @@ class Syncer:
         reports = await job.run(list(dict.fromkeys(nodes)))
         for report in reports:
             if self._metrics is not None and report.error is None and not dry_run:
-                self._metrics.sync_finished(report.seconds)
+                self._metrics.record_sync(report.seconds)
         return reports
 
 

@@ -17,8 +17,14 @@ from genie.errors import (
     UnreachableError,
 )
 from genie.grid.grid_file import RaySettings
-from genie.grid.ray.jobs import exit_code_of, to_shell_line
-from genie.grid.ray.plan import NO_PYTHON_REASON, RayFacts, RayRecordOfNode, build_cluster_view, plan_start
+from genie.grid.ray.jobs import exit_code_of_ended_job, to_shell_line
+from genie.grid.ray.plan import (
+    NO_PYTHON_REASON,
+    RayFacts,
+    RayRecordOfNode,
+    build_ray_cluster_view,
+    plan_start,
+)
 
 KEYS = RaySettings(redis_port=7000, dashboard_port=7001)
 
@@ -138,7 +144,7 @@ def get_state_by_node(found: Any) -> dict[str, str]:
 def test_cluster_with_all_nodes_alive_is_running() -> None:
     records = {"gpu1": make_ray_record("head"), "gpu2": make_ray_record(), "gpu3": None}
     failed = {"gpu4": UnreachableError("no route")}
-    found = build_cluster_view(
+    found = build_ray_cluster_view(
         records, failed, [make_listed_ray_node("gpu1"), make_listed_ray_node("gpu2")], version="2.60.0"
     )
     assert (found.state, found.head, found.cluster) == ("running", "gpu1", "c1")
@@ -153,7 +159,7 @@ def test_cluster_with_all_nodes_alive_is_running() -> None:
 
 def test_dead_nodes_make_cluster_broken() -> None:
     records = {"gpu1": make_ray_record("head"), "gpu2": make_ray_record(alive=0), "gpu3": make_ray_record()}
-    found = build_cluster_view(
+    found = build_ray_cluster_view(
         records,
         {},
         [
@@ -167,17 +173,19 @@ def test_dead_nodes_make_cluster_broken() -> None:
 
 
 def test_node_with_ended_daemon_is_failing() -> None:
-    found = build_cluster_view({"gpu1": make_ray_record("head", alive=1)}, {}, [make_listed_ray_node("gpu1")])
+    found = build_ray_cluster_view(
+        {"gpu1": make_ray_record("head", alive=1)}, {}, [make_listed_ray_node("gpu1")]
+    )
     assert (found.state, get_state_by_node(found)) == ("broken", {"gpu1": "failing"})
     assert "1 of 2 Ray processes have ended" in found.nodes[0].message
-    found = build_cluster_view({"gpu1": make_ray_record("head")}, {}, None)
+    found = build_ray_cluster_view({"gpu1": make_ray_record("head")}, {}, None)
     assert (found.state, get_state_by_node(found)) == ("broken", {"gpu1": "failing"})
 
 
 def test_worker_without_head_is_stray() -> None:
-    found = build_cluster_view({"gpu1": None, "gpu2": make_ray_record()}, {}, None)
+    found = build_ray_cluster_view({"gpu1": None, "gpu2": make_ray_record()}, {}, None)
     assert (found.state, get_state_by_node(found)["gpu2"]) == ("broken", "stray")
-    found = build_cluster_view(
+    found = build_ray_cluster_view(
         {"gpu1": make_ray_record("head"), "gpu2": make_ray_record(cluster="c2")},
         {},
         [make_listed_ray_node("gpu1")],
@@ -188,10 +196,14 @@ def test_worker_without_head_is_stray() -> None:
 def test_node_listed_as_dead_and_alive_is_alive() -> None:
     records = {"gpu1": make_ray_record("head")}
     assert get_state_by_node(
-        build_cluster_view(records, {}, [make_listed_ray_node("gpu1", "DEAD"), make_listed_ray_node("gpu1")])
+        build_ray_cluster_view(
+            records, {}, [make_listed_ray_node("gpu1", "DEAD"), make_listed_ray_node("gpu1")]
+        )
     ) == {"gpu1": "alive"}
     assert get_state_by_node(
-        build_cluster_view(records, {}, [make_listed_ray_node("gpu1"), make_listed_ray_node("gpu1", "DEAD")])
+        build_ray_cluster_view(
+            records, {}, [make_listed_ray_node("gpu1"), make_listed_ray_node("gpu1", "DEAD")]
+        )
     ) == {"gpu1": "alive"}
 
 
@@ -210,9 +222,9 @@ def test_node_listed_as_dead_and_alive_is_alive() -> None:
 def test_error_determines_state_of_unqueried_node(
     error: GenieError, node_state: str, state: str, code: int
 ) -> None:
-    alone = build_cluster_view({}, {"gpu1": error}, None)
+    alone = build_ray_cluster_view({}, {"gpu1": error}, None)
     assert (get_state_by_node(alone), alone.state, alone.exit_code) == ({"gpu1": node_state}, state, code)
-    with_head = build_cluster_view(
+    with_head = build_ray_cluster_view(
         {"gpu1": make_ray_record("head")}, {"gpu2": error}, [make_listed_ray_node("gpu1")]
     )
     assert (get_state_by_node(with_head)["gpu2"], with_head.state, with_head.exit_code) == (
@@ -223,7 +235,7 @@ def test_error_determines_state_of_unqueried_node(
 
 
 def test_cluster_without_records_is_stopped() -> None:
-    assert build_cluster_view({"gpu1": None}, {}, None).state == "stopped"
+    assert build_ray_cluster_view({"gpu1": None}, {}, None).state == "stopped"
 
 
 @pytest.mark.parametrize(
@@ -238,7 +250,7 @@ def test_cluster_without_records_is_stopped() -> None:
     ],
 )
 def test_job_exit_code_is_that_of_its_command(info: dict[str, Any], code: int) -> None:
-    assert exit_code_of(info) == code
+    assert exit_code_of_ended_job(info) == code
 
 
 def test_only_commands_of_several_arguments_are_quoted() -> None:

@@ -38,7 +38,7 @@ async def start_run_after_error_on_node_a(error: GenieError, state_dir: Path) ->
     async with SshPool(FILE, ssh_config=state_dir) as pool:
         runner = RunnerFailingOnNodeA(pool, FILE)
         runner.error = error
-        run = await RunLauncher(pool, FILE, runner, state_dir=state_dir).start_on_best(
+        run = await RunLauncher(pool, FILE, runner, state_dir=state_dir).start_on_best_node(
             RunSpec(command="true")
         )
         return run.node

@@ -56,7 +56,7 @@ async def test_unknown_host_key_can_be_added(own_testbed: SshTestbed) -> None:
     assert own_testbed.known_hosts.read_text() == f"{others}\n[{node.address}]:{node.port} {kind} {body}\n"
     await connect_once(own_testbed, "gpu1")
     await connect_once(own_testbed, "gpu2")
-    assert (await fetch_node_key(own_testbed)).known
+    assert (await fetch_node_key(own_testbed)).is_known
 
 
 async def test_new_known_hosts_file_is_private(own_testbed: SshTestbed, tmp_path: Path) -> None:
@@ -92,7 +92,7 @@ async def test_hint_for_a_changed_key_is_a_valid_command(own_testbed: SshTestbed
         hints.append(caught.value.hint)
     assert len(set(hints)) == 1
     run_in_shell(hints[0].split(": ", 1)[1].split(" and then: ")[0])
-    assert not (await fetch_node_key(own_testbed)).known
+    assert not (await fetch_node_key(own_testbed)).is_known
 
 
 async def test_host_without_a_key_of_the_known_type_has_changed(own_testbed: SshTestbed) -> None:

@@ -374,7 +374,7 @@ async def test_missing_folder_and_unknown_node_are_rejected(project: SyncedProje
 
 async def test_metrics_count_every_sync(testbed: SshTestbed, tmp_path: Path) -> None:
     class MetricsRecorder(list[float]):
-        def sync_finished(self, duration_s: float) -> None:
+        def record_sync(self, duration_s: float) -> None:
             self.append(duration_s)
 
     metrics = MetricsRecorder()
