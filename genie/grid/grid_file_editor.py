@@ -1,8 +1,8 @@
 """Adds and removes a node in the text of the grid file, preserving its comments and layout.
 
-Only the lines of that node change. The result is parsed again and must differ by that node alone;
-otherwise the edit is rejected. `add_node_to_text` and `remove_node_from_text` are pure;
-`edit_grid_file` replaces the file atomically, one process at a time. The format of the file is defined in grid_file.py.
+Only the lines of that node change. The result is parsed again and must differ by that node alone; otherwise
+the edit is rejected. `add_node_to_text` and `remove_node_from_text` are pure; `edit_grid_file` replaces the
+file atomically, one process at a time. The format of the file is defined in grid_file.py.
 """
 
 from __future__ import annotations
