@@ -62,13 +62,13 @@ def test_reading_starts_no_program(monkeypatch) -> None:
     def started(argv: list[str], deadline: float) -> str:
         raise AssertionError(argv)
 
-    monkeypatch.setattr(health, "_run_program", started)
+    monkeypatch.setattr(health, "_run_tool_and_get_output", started)
     assert health.read_gpus(60.0)["gpus"]
 
 
 def test_nvml_readings_match_nvidia_smi() -> None:
     program = require_program("nvidia-smi", package="nvidia-smi")
-    by_smi = health._read_by_nvidia_smi(program, health.time.monotonic() + 60, 80.0)["gpus"]
+    by_smi = health._read_gpus_by_nvidia_smi(program, health.time.monotonic() + 60, 80.0)["gpus"]
     found = [health._make_nvml_reading(**each) for each in nvml.read_gpus()]
     assert len(found) == len(by_smi) > 0
     for ours, theirs in zip(found, by_smi, strict=True):
