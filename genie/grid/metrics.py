@@ -47,7 +47,7 @@ _FILE_LOCK_TIMEOUT_S = 2.0
 _FILE_LOCK_RETRY_INTERVAL_S = 0.005
 _METRICS_FILE_BYTES_MAX = 8 << 20
 _COUNT_MAX = 2**63 - 1
-_OPEN_FLAGS = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOFOLLOW", 0)  # not on Windows
+_METRICS_FILE_OPEN_FLAGS = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOFOLLOW", 0)  # not on Windows
 ACTIVE_RUNS_MAX = 10_000
 _PID_DIGITS_MAX = 10
 _ENDED_PROCESS_START_TIME = "gone"
@@ -302,7 +302,7 @@ class GridMetrics:
 
     def _read_metrics_file(self) -> MetricsSnapshot:
         try:
-            with os.fdopen(os.open(self._metrics_file, os.O_RDONLY | _OPEN_FLAGS), "rb") as file:
+            with os.fdopen(os.open(self._metrics_file, os.O_RDONLY | _METRICS_FILE_OPEN_FLAGS), "rb") as file:
                 if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                     raise ValueError("the metrics file is not a regular file")
                 data = file.read(_METRICS_FILE_BYTES_MAX + 1)

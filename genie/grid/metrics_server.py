@@ -34,7 +34,7 @@ async def serve_metrics(metrics: GridMetrics, *, bind: str, port: int) -> AsyncI
     """Serve until the block ends; yields host and port. Raises UsageError if the port cannot be bound."""
     handler = _RequestHandler(metrics)
     try:
-        server = await asyncio.start_server(handler.handle, bind, port, limit=REQUEST_BYTES_MAX)
+        server = await asyncio.start_server(handler.handle_connection, bind, port, limit=REQUEST_BYTES_MAX)
     except OSError as error:
         # The text of asyncio repeats the address; for a name lookup the errno has no text.
         has_text = error.errno is not None and not isinstance(error, socket.gaierror)
@@ -74,7 +74,7 @@ class _RequestHandler:
         self._metrics = metrics
         self._open_writers: set[asyncio.StreamWriter] = set()
 
-    async def handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def handle_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if len(self._open_writers) >= CONNECTIONS_MAX:
             writer.transport.abort()
             return

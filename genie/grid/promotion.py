@@ -30,8 +30,8 @@ from genie.runtime.credentials import DEFAULT_PORT
 
 PYTHON_CANDIDATES = ("python3", "python3.12", "python3.11", "python3.13")
 _PYTHON_VERSION_MIN = (3, 11)
-_ENVIRONMENT_DIR = "genie_env"
-_STATE_DIR = ".genie"
+_ENVIRONMENT_FOLDER_NAME = "genie_env"
+_STATE_FOLDER_NAME = ".genie"
 _INSTALL_TIMEOUT_S = 1800.0
 _JOIN_OR_LEAVE_TIMEOUT_S = 120.0
 _AGENT_CONNECT_TIMEOUT_S = 60.0
@@ -147,7 +147,7 @@ class NodePromoter:
 
     async def _list_missing_paths(self, link: NodeConnection, places: _NodePaths) -> list[str]:
         """Return those paths that `_install_genie` and `_join_cluster` will create."""
-        paths = (places.environment, places.state)
+        paths = (places.environment_folder, places.state_folder)
         tests = "; ".join(f"[ -e {path} ] || echo {number}" for number, path in enumerate(paths))
         done = _require_success(
             await _run_shell(link, tests + "; true", timeout_s=self._grid_file.ssh.timeout),
@@ -162,7 +162,7 @@ class NodePromoter:
             return
         self._on_progress(link.name, "removing the incomplete installation")
         # An agent that uses an existing state directory is not part of this promotion.
-        stop = f"{_make_stop_agent_command(places)}; " if places.state in created else ""
+        stop = f"{_make_stop_agent_command(places)}; " if places.state_folder in created else ""
         remove = f"rm -rf -- {' '.join(created)}"
         # A program that was interrupted may still write files.
         remove = f"{{ {remove} || {{ sleep 1; {remove}; }}; }}"
@@ -185,7 +185,7 @@ class NodePromoter:
             )
             self._on_progress(name, "removing the node from the cluster")
             was_member = await self._forget_node_if_member(name)
-            remove = f"rm -rf -- {places.environment} {places.state}"
+            remove = f"rm -rf -- {places.environment_folder} {places.state_folder}"
             _require_success(
                 await _run_shell(link, remove, timeout_s=_JOIN_OR_LEAVE_TIMEOUT_S),
                 f"node {name}: could not remove all files",
@@ -236,7 +236,8 @@ class NodePromoter:
 
     async def _install_genie(self, link: NodeConnection, places: _NodePaths, python: str) -> None:
         # venv creates pip last, so an incomplete environment is created again.
-        venv = f"[ -x {places.environment}/bin/pip ] || {shlex.quote(python)} -m venv {places.environment}"
+        folder = places.environment_folder
+        venv = f"[ -x {folder}/bin/pip ] || {shlex.quote(python)} -m venv {folder}"
         _require_success(
             await _run_shell(
                 link, f"mkdir -p -- {places.root} && {{ {venv}; }}", timeout_s=_INSTALL_TIMEOUT_S
@@ -244,7 +245,7 @@ class NodePromoter:
             f"node {link.name}: could not create an environment",
             hint="on Debian and Ubuntu: apt install python3-venv",
         )
-        wheels = f"{places.environment}/wheels"
+        wheels = f"{places.environment_folder}/wheels"
         self._on_progress(link.name, "uploading Genie")
         file_name, content = await asyncio.to_thread(own_wheel.build_genie_wheel)
         await _upload_file(link, wheels, file_name, content)
@@ -256,7 +257,8 @@ class NodePromoter:
         self._on_progress(link.name, "installing")
         packages = " ".join(shlex.quote(package) for package in self._extra_packages)
         requirements = f"{wheels}/{shlex.quote(file_name)} {packages}"
-        pip = f"{places.python} -m pip --disable-pip-version-check --no-input install {source}{requirements}"
+        options = "--disable-pip-version-check --no-input"
+        pip = f"{places.python_program} -m pip {options} install {source}{requirements}"
         _require_success(
             await _run_shell(link, f"{pip} 2>&1", timeout_s=_INSTALL_TIMEOUT_S),
             f"node {link.name}: could not install Genie",
@@ -266,7 +268,8 @@ class NodePromoter:
     async def _join_cluster(self, link: NodeConnection, places: _NodePaths) -> None:
         created = await self._client.create_token(TokenKind.JOIN, name=f"grid-{link.name}")
         join = (
-            f"{places.state_dir_assignment} {places.genie} join {shlex.quote(self._controller_address)} "
+            f"{places.state_dir_assignment} {places.genie_program} "
+            f"join {shlex.quote(self._controller_address)} "
             f"--node-id {shlex.quote(link.name)} --token-file - --detach 2>&1"
         )
         # The token is passed on standard input: other users on the node can read arguments.
@@ -328,31 +331,35 @@ class _NodePaths:
     """Paths on the node, quoted for sh."""
 
     root: str
-    environment: str
-    state: str
+    environment_folder: str
+    state_folder: str
 
     @property
-    def python(self) -> str:
-        return f"{self.environment}/bin/python"
+    def python_program(self) -> str:
+        return f"{self.environment_folder}/bin/python"
 
     @property
-    def genie(self) -> str:
-        return f"{self.environment}/bin/genie"
+    def genie_program(self) -> str:
+        return f"{self.environment_folder}/bin/genie"
 
     @property
     def state_dir_assignment(self) -> str:
-        return f"GENIE_STATE_DIR={self.state}"
+        return f"GENIE_STATE_DIR={self.state_folder}"
 
 
 def _make_node_paths(root: str) -> _NodePaths:
     return _NodePaths(
-        *(quote_path(path) for path in (root, f"{root}/{_ENVIRONMENT_DIR}", f"{root}/{_STATE_DIR}"))
+        *(
+            quote_path(path)
+            for path in (root, f"{root}/{_ENVIRONMENT_FOLDER_NAME}", f"{root}/{_STATE_FOLDER_NAME}")
+        )
     )
 
 
 def _make_stop_agent_command(places: _NodePaths) -> str:
     """A line of sh that stops the agent, if one is installed."""
-    return f"if [ -x {places.genie} ]; then {places.state_dir_assignment} {places.genie} down; fi"
+    genie = places.genie_program
+    return f"if [ -x {genie} ]; then {places.state_dir_assignment} {genie} down; fi"
 
 
 async def _run_shell(

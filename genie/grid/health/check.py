@@ -41,7 +41,7 @@ THROTTLE_CHECK_TEMPERATURE_C_MIN = TEMPERATURE_C_MAX - 5.0
 """GPUs throttle before they overheat. From this temperature on, throttle reasons are read by nvidia-smi."""
 DISK_FREE_BYTES_MIN = 1 << 30
 DISK_FREE_FRACTION_MIN = 0.01
-XID_AGE_S_MAX = 86400.0
+RECENT_XID_AGE_S_MAX = 86400.0
 PROGRAM_FAULT_XIDS = frozenset({13, 31, 43, 45, 68, 69})
 """Xid errors caused by programs; all others indicate a fault of the GPU, its driver or its link."""
 _READING_TIMEOUT_FRACTION = 0.7
@@ -221,7 +221,7 @@ def _gpu_faults(readings: Readings) -> list[str]:
         if gpu.ecc_uncorrected:
             found.append(f"GPU {gpu.index} has {gpu.ecc_uncorrected} uncorrected ECC errors")
     for xid in readings.xids or ():
-        recent = xid.age_s is None or xid.age_s <= XID_AGE_S_MAX
+        recent = xid.age_s is None or xid.age_s <= RECENT_XID_AGE_S_MAX
         if recent and xid.code not in PROGRAM_FAULT_XIDS:
             found.append(f"Xid {xid.code} on {xid.bus}: {xid.text}".rstrip(": "))
     return list(dict.fromkeys(found))

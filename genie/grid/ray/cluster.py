@@ -111,21 +111,26 @@ class RayCluster:
             node.name for node in self._grid_file.nodes
         ]
         facts = await self._fetch_facts(names, allow_missing=allow_missing, on_progress=on_progress)
-        if allow_missing and any(each.ray for each in facts):
+        if allow_missing and any(each.ray_program for each in facts):
             for each in facts:
-                if not each.ray:
+                if not each.ray_program:
                     on_progress(each.node, "skipped: Ray is not installed")
-            facts = [each for each in facts if each.ray]
-        orders = plan_start(facts, self._grid_file.ray, head=head)
+            facts = [each for each in facts if each.ray_program]
+        start_plans = plan_start(facts, self._grid_file.ray, head=head)
         cluster, token = secrets.token_hex(8), secrets.token_hex(_RAY_TOKEN_BYTES)
         started: list[str] = []
         try:
             missing = await self._start_nodes(
-                orders, cluster, token, started=started, allow_missing=allow_missing, on_progress=on_progress
+                start_plans,
+                cluster,
+                token,
+                started=started,
+                allow_missing=allow_missing,
+                on_progress=on_progress,
             )
-            self._local_files.write(cluster, token, head=orders[0].node)
-            wanted = [order.node for order in orders if order.node not in missing]
-            await self._wait_until_joined(orders[0].node, wanted)
+            self._local_files.write(cluster, token, head=start_plans[0].node)
+            wanted = [start_plan.node for start_plan in start_plans if start_plan.node not in missing]
+            await self._wait_until_joined(start_plans[0].node, wanted)
         except BaseException as error:
             await self._undo_start(cluster, started, on_progress=on_progress)
             self._local_files.remove(cluster)
@@ -178,11 +183,11 @@ class RayCluster:
         last = self._local_files.read_head()
         if last is not None and any(node.name == last for node in self._grid_file.nodes):
             record = await self._fetch_ray_record(last)
-            if record is not None and record.role == "head" and record.alive:
+            if record is not None and record.role == "head" and record.alive_count:
                 return last, record
         records, failed = await self._fetch_ray_records()
         for name, record in records.items():
-            if record is not None and record.role == "head" and record.alive:
+            if record is not None and record.role == "head" and record.alive_count:
                 return name, record
         if failed:
             raise _common_error_type(failed.values())(
@@ -197,7 +202,7 @@ class RayCluster:
         """Send one request to the dashboard, from the head with the token stored there."""
         blob = json.dumps(body).encode() if body is not None else b""
         args = {"method": method, "path": path, "timeout_s": RAY_REQUEST_TIMEOUT_S}
-        answer, data = await self.call(
+        answer, data = await self.call_ray_op(
             head, "request_dashboard", args, blob, timeout_s=RAY_REQUEST_TIMEOUT_S + _REPLY_TIMEOUT_MARGIN_S
         )
         status = int(answer["status"])
@@ -210,7 +215,7 @@ class RayCluster:
             raise RayError(f"node {head}: Ray's dashboard returned invalid JSON: {text[:200]!r}") from None
         return parsed if isinstance(parsed, dict) else {"list": parsed}
 
-    async def call(
+    async def call_ray_op(
         self,
         node: str,
         name: str,
@@ -248,7 +253,7 @@ class RayCluster:
         self, names: Sequence[str], *, allow_missing: bool, on_progress: ProgressCallback
     ) -> list[RayFacts]:
         async def fetch_facts(name: str) -> RayFacts:
-            answer, _ = await self.call(name, "facts", timeout_s=FETCH_FACTS_TIMEOUT_S)
+            answer, _ = await self.call_ray_op(name, "facts", timeout_s=FETCH_FACTS_TIMEOUT_S)
             return RayFacts.from_reply(name, answer)
 
         found, failed = await self._query_nodes(names, fetch_facts)
@@ -264,7 +269,7 @@ class RayCluster:
 
     async def _start_nodes(
         self,
-        orders: Sequence[RayStartPlan],
+        start_plans: Sequence[RayStartPlan],
         cluster: str,
         token: str,
         *,
@@ -274,25 +279,25 @@ class RayCluster:
     ) -> set[str]:
         """Start the head, then the workers. Returns the workers that failed, with `allow_missing`."""
 
-        async def start_node(order: RayStartPlan) -> None:
-            on_progress(order.node, f"starting the {order.role}")
+        async def start_node(start_plan: RayStartPlan) -> None:
+            on_progress(start_plan.node, f"starting the {start_plan.role}")
             args = {
-                **order.to_request_args(self._grid_file.ray),
+                **start_plan.to_request_args(self._grid_file.ray),
                 "cluster": cluster,
                 "timeout_s": RAY_START_TIMEOUT_S,
             }
-            started.append(order.node)
-            await self.call(
-                order.node,
+            started.append(start_plan.node)
+            await self.call_ray_op(
+                start_plan.node,
                 "start",
                 args,
                 token.encode(),
                 timeout_s=RAY_START_TIMEOUT_S + _REPLY_TIMEOUT_MARGIN_S,
             )
-            on_progress(order.node, f"the {order.role} is running")
+            on_progress(start_plan.node, f"the {start_plan.role} is running")
 
-        await start_node(orders[0])
-        by_name = {order.node: order for order in orders[1:]}
+        await start_node(start_plans[0])
+        by_name = {start_plan.node: start_plan for start_plan in start_plans[1:]}
         _, failed = await self._query_nodes(list(by_name), lambda name: start_node(by_name[name]))
         if failed and not allow_missing:
             raise _common_error_type(failed.values())("\n".join(error.message for error in failed.values()))
@@ -354,7 +359,7 @@ class RayCluster:
         args = {"grace_s": RAY_STOP_GRACE_S, "cluster": cluster}
         try:
             async with self._query_slots:
-                answer, _ = await self.call(
+                answer, _ = await self.call_ray_op(
                     name, "stop", args, timeout_s=RAY_STOP_GRACE_S + _REPLY_TIMEOUT_MARGIN_S
                 )
         except GenieError as error:
@@ -365,7 +370,7 @@ class RayCluster:
         )
 
     async def _fetch_ray_record(self, name: str) -> RayRecordOfNode | None:
-        answer, _ = await self.call(name, "record", timeout_s=RAY_REQUEST_TIMEOUT_S)
+        answer, _ = await self.call_ray_op(name, "record", timeout_s=RAY_REQUEST_TIMEOUT_S)
         return RayRecordOfNode.from_reply(answer)
 
     async def _fetch_ray_records(self) -> tuple[dict[str, RayRecordOfNode | None], dict[str, GenieError]]:

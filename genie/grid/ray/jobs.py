@@ -116,7 +116,7 @@ class RayJobs:
         self, head: str, job: str, offset: int, on_output: Callable[[bytes], None], *, wait_s: float
     ) -> tuple[int, bool]:
         args = {"job": job, "offset": offset, "wait_s": wait_s}
-        answer, data = await self._cluster.call(
+        answer, data = await self._cluster.call_ray_op(
             head, "job_log", args, timeout_s=wait_s + _REPLY_TIMEOUT_MARGIN_S
         )
         if data:

@@ -1,6 +1,6 @@
 """Decides how Ray is started on each node, and derives the state of the cluster. Pure.
 
-`plan_start()` returns the start order of each node, or raises the reason why the cluster cannot start;
+`plan_start()` returns the start plan of each node, or raises the reason why the cluster cannot start;
 `build_ray_cluster_view()` combines the records of the nodes with the node list of Ray's head.
 
 Does not connect to nodes (cluster.py).
@@ -45,8 +45,8 @@ class RayRecordOfNode:
     role: str
     head: str
     dashboard_port: int
-    recorded: int
-    alive: int
+    recorded_count: int
+    alive_count: int
 
     @classmethod
     def from_reply(cls, answer: Mapping[str, Any] | None) -> RayRecordOfNode | None:
@@ -57,20 +57,20 @@ class RayRecordOfNode:
             role=str(answer["role"]),
             head=str(answer["head"]),
             dashboard_port=int(answer["dashboard_port"]),
-            recorded=int(answer["recorded"]),
-            alive=int(answer["alive"]),
+            recorded_count=int(answer["recorded"]),
+            alive_count=int(answer["alive"]),
         )
 
 
 @dataclass(frozen=True)
 class RayFacts:
-    """One node before the start. `ray` is '' if not installed; `gpus` None if Ray detects them itself."""
+    """One node before the start. `ray_program` is '' if not installed; `gpus` is None if Ray detects them."""
 
     node: str
     address: str
-    ray: str
-    version: str
-    python: str
+    ray_program: str
+    ray_version: str
+    python_version: str
     gpus: int | None
     record: RayRecordOfNode | None
 
@@ -80,9 +80,9 @@ class RayFacts:
         return cls(
             node=node,
             address=str(answer["address"]),
-            ray=str(answer["ray"]),
-            version=str(answer["version"]),
-            python=str(answer["python"]),
+            ray_program=str(answer["ray"]),
+            ray_version=str(answer["version"]),
+            python_version=str(answer["python"]),
             gpus=int(gpus) if gpus is not None else None,
             record=RayRecordOfNode.from_reply(answer["record"]),
         )
@@ -94,20 +94,22 @@ class RayStartPlan:
 
     node: str
     role: str
-    ray: str
+    ray_program: str
     head: str
     options: tuple[str, ...]
-    free_ports: tuple[tuple[str, int, str], ...]
+    ports_to_check: tuple[tuple[str, int, str], ...]
     loopback: bool
 
     def to_request_args(self, keys: RaySettings) -> dict[str, Any]:
         return {
             "node": self.node,
             "role": self.role,
-            "ray": self.ray,
+            "ray": self.ray_program,
             "head": self.head,
             "options": list(self.options),
-            "free_ports": [{"host": host, "port": port, "key": key} for host, port, key in self.free_ports],
+            "free_ports": [
+                {"host": host, "port": port, "key": key} for host, port, key in self.ports_to_check
+            ],
             "loopback": self.loopback,
             "dashboard_port": keys.dashboard_port,
             "namespace": keys.namespace,
@@ -118,7 +120,7 @@ class RayStartPlan:
 def plan_start(
     facts: Sequence[RayFacts], keys: RaySettings, *, head: str | None = None
 ) -> list[RayStartPlan]:
-    """Return the start orders, the head's first. Raises RayError with the problems of each node."""
+    """Return the start plans, the head's first. Raises RayError with the problems of each node."""
     _check_ray_not_running(facts)
     _check_ray_installed(facts)
     _check_versions_equal(facts)
@@ -145,7 +147,7 @@ def plan_start(
 
 
 def _check_ray_not_running(facts: Sequence[RayFacts]) -> None:
-    running = [each.node for each in facts if each.record is not None and each.record.alive]
+    running = [each.node for each in facts if each.record is not None and each.record.alive_count]
     if running:
         raise RayError(
             f"a Ray cluster is already running on {', '.join(running)}",
@@ -154,7 +156,7 @@ def _check_ray_not_running(facts: Sequence[RayFacts]) -> None:
 
 
 def _check_ray_installed(facts: Sequence[RayFacts]) -> None:
-    without = [each.node for each in facts if not each.ray]
+    without = [each.node for each in facts if not each.ray_program]
     if without:
         raise RayError(
             f"Ray is not installed on {', '.join(without)}: neither in grid_env below remote_root nor on the "
@@ -164,13 +166,16 @@ def _check_ray_installed(facts: Sequence[RayFacts]) -> None:
 
 
 def _check_versions_equal(facts: Sequence[RayFacts]) -> None:
-    unknown = [f"{each.node}: {each.ray}" for each in facts if not each.version]
+    unknown = [f"{each.node}: {each.ray_program}" for each in facts if not each.ray_version]
     if unknown:
         raise RayError("could not determine the version of Ray on these nodes:\n" + "\n".join(unknown))
-    rays = {each.version for each in facts}
-    pythons = {_major_minor_version(each.python) for each in facts if each.python}
+    rays = {each.ray_version for each in facts}
+    pythons = {_major_minor_version(each.python_version) for each in facts if each.python_version}
     if len(rays) > 1 or len(pythons) > 1:
-        lines = [f"{each.node}: Ray {each.version}, Python {each.python or 'unknown'}" for each in facts]
+        lines = [
+            f"{each.node}: Ray {each.ray_version}, Python {each.python_version or 'unknown'}"
+            for each in facts
+        ]
         raise RayError(
             "Ray requires the same version of Ray and Python on all nodes; found:\n" + "\n".join(lines),
             hint="install one version: grid-cli setup --package ray[default]==VERSION --python PROGRAM",
@@ -206,12 +211,12 @@ def _make_head_start_plan(facts: RayFacts, at: str, keys: RaySettings) -> RaySta
         (_LOOPBACK_ADDRESS if loopback else everywhere, keys.redis_port, "ray.redis_port"),
         (dashboard, keys.dashboard_port, "ray.dashboard_port"),
     )
-    return RayStartPlan(facts.node, "head", facts.ray, at, options, ports, loopback)
+    return RayStartPlan(facts.node, "head", facts.ray_program, at, options, ports, loopback)
 
 
 def _make_worker_start_plan(facts: RayFacts, at: str) -> RayStartPlan:
     options = (f"--address={at}", *_common_start_options(facts, address=facts.address))
-    return RayStartPlan(facts.node, "worker", facts.ray, at, options, (), loopback=False)
+    return RayStartPlan(facts.node, "worker", facts.ray_program, at, options, (), loopback=False)
 
 
 def _common_start_options(facts: RayFacts, *, address: str) -> list[str]:
@@ -319,10 +324,10 @@ def _build_node_row(
 ) -> RayNodeView:
     if record is None:
         return RayNodeView(name, "not started")
-    row = RayNodeView(name, "", record.role, recorded=record.recorded, alive=record.alive)
+    row = RayNodeView(name, "", record.role, recorded=record.recorded_count, alive=record.alive_count)
     if cluster is not None and record.cluster != cluster:
         return replace(row, state="stray", message=f"belongs to another cluster, {record.cluster}")
-    if record.alive == 0:
+    if record.alive_count == 0:
         return replace(row, state="dead", message="all Ray processes on this node have ended")
     if cluster is None:
         return replace(row, state="stray", message="its cluster has no head")
@@ -333,9 +338,11 @@ def _build_node_row(
         return replace(
             row, state="dead", message=str(ray_node.get("state_message") or "Ray reports it as dead")
         )
-    if record.alive < record.recorded:
-        ended = record.recorded - record.alive
-        return replace(row, state="failing", message=f"{ended} of {record.recorded} Ray processes have ended")
+    if record.alive_count < record.recorded_count:
+        ended = record.recorded_count - record.alive_count
+        return replace(
+            row, state="failing", message=f"{ended} of {record.recorded_count} Ray processes have ended"
+        )
     return replace(row, state="alive")
 
 
