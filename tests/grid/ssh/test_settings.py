@@ -142,11 +142,13 @@ async def test_identities_only_limits_keys_of_the_agent(home_with_keys: Path) ->
     target = await resolve_target_of_gpu1(named + only, home_with_keys)
     one = asyncssh.read_private_key(home_with_keys / "one")
     assert target.login_key_arguments["agent_identities"] == [one.public_data, two.public_data]
-    assert (await resolve_target_of_gpu1("  IdentityFile ~/.ssh/missing\n" + only, home_with_keys)).keys[
-        "agent_identities"
-    ] == [b""]
+    assert (
+        await resolve_target_of_gpu1("  IdentityFile ~/.ssh/missing\n" + only, home_with_keys)
+    ).login_key_arguments["agent_identities"] == [b""]
     (home_with_keys / "id_rsa.pub").write_bytes(two.export_public_key())
-    assert (await resolve_target_of_gpu1(only, home_with_keys)).keys["agent_identities"] == [two.public_data]
+    assert (await resolve_target_of_gpu1(only, home_with_keys)).login_key_arguments["agent_identities"] == [
+        two.public_data
+    ]
 
 
 async def test_rsa_keys_are_not_validated_for_every_node(
