@@ -56,7 +56,13 @@ def scan_tree(
     engine: tree.PlainEngine, root: Path, old: bytes = b"", *, taken_ns: int = 0, reuse: bool = False
 ):
     walked = engine.walk(str(root), old, taken_ns=taken_ns, reuse=reuse, is_excluded=ends_with_x)
-    return walked.records, walked.dirty, walked.is_unchanged, walked.rules_changed, walked.skipped
+    return (
+        walked.records,
+        walked.unhashed_offsets,
+        walked.is_unchanged,
+        walked.rules_changed,
+        walked.skipped_count,
+    )
 
 
 @pytest.fixture
