@@ -238,7 +238,7 @@ async def measure_warm_connections(bench: GridBenchmark) -> list[report.Figure]:
             async def runs() -> None:
                 for _ in range(WARM_COMMAND_COUNT):
                     run = await runner.start("gpu1", COMMAND)
-                    assert await runner.wait(run, lambda *_: None) == 0
+                    assert await runner.follow_until_end(run, lambda *_: None) == 0
 
             async def baseline_commands() -> None:
                 for _ in range(WARM_COMMAND_COUNT):

@@ -127,7 +127,8 @@ async def _run_grid(bench: PipelineBenchmark) -> None:
         (ready,) = await EnvironmentSetup(pool, file).run(bench.environment_spec, [node])
         assert ready.state == "unchanged", ready
         output = OutputCollector(bytes_max=1 << 20)
-        code = await runner.wait(await launcher.start_on(node, RunSpec(command=COMMAND)), output)
+        run = await launcher.start_on_node(node, RunSpec(command=COMMAND))
+        code = await runner.follow_until_end(run, output)
     assert (code, output.text("out")) == (0, EXPECTED_OUTPUT)
 
 

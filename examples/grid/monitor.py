@@ -33,7 +33,7 @@ async def monitor(*, rounds: int, every_s: float) -> GridMetrics:
             if number:
                 await asyncio.sleep(every_s)
             nodes = await checker.check_all_nodes(fresh=True)
-            metrics.node_scores({node.name: node.effective_score for node in nodes})
+            metrics.record_node_scores({node.name: node.effective_score for node in nodes})
             for node in nodes:
                 score = "-" if node.score is None else f"{node.score:.1f}"
                 print(f"{node.name:<12} {node.state.value:<12} {score:>8}  {node.note}")

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from genie.config import load
 from genie.errors import GenieError, RunLostError, UsageError
 from genie.grid.grid_file import GridFile, read_grid_file
-from genie.grid.runs.launch import RunLauncher, RunSpec, track_run
+from genie.grid.runs.launch import RunLauncher, RunSpec, track_run_in_metrics
 from genie.grid.runs.run import OutputCollector
 from genie.grid.runs.run_client import Runner
 from genie.grid.ssh.pool import SshPool
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from genie.grid.health.check import NodeHealth
     from genie.grid.sync.syncer import SyncReport
 
-OUTPUT_BYTES_MAX = 16 << 20
-_INTERRUPT_TIMEOUT_S = 5.0
-_CLOSE_TIMEOUT_S = 10.0
+RUN_OUTPUT_BYTES_MAX = 16 << 20
+_INTERRUPT_RUN_TIMEOUT_S = 5.0
+_CLOSE_LOOP_TIMEOUT_S = 10.0
 _SIGNAL_CHECK_INTERVAL_S = 0.5
 _Value = TypeVar("_Value")
 
@@ -76,7 +76,7 @@ class Executor:
         self._ssh_config = settings.grid.ssh_config
         self._state_dir = settings.paths.state_dir
         self._lock = threading.Lock()
-        self._session: _GridSession | None = None
+        self._loop_thread: _GridLoopThread | None = None
 
     def run_distributed(
         self,
@@ -104,21 +104,21 @@ class Executor:
             timeout_s=timeout_s,
             sync=None if sync is None else _resolve_sync_folder(sync),
         )
-        session = self._get_or_open_session()
-        return session.run(self._run_and_wait(session, launch, node))
+        loop_thread = self._get_or_start_loop_thread()
+        return loop_thread.run(self._run_command_and_wait(loop_thread, launch, node))
 
     def find_best_node(self, *, gpus: int = 0, labels: Mapping[str, str] | None = None) -> str:
         """Return the name of the node with the lowest score, `gpus` free GPUs and these labels.
 
         Readings are cached for health_check.refresh_interval. Raises NoNodeError with a reason per node.
         """
-        session = self._get_or_open_session()
-        return session.run(session.launcher.choose_best_node(gpus=gpus, labels=labels, without={}))
+        loop_thread = self._get_or_start_loop_thread()
+        return loop_thread.run(loop_thread.launcher.choose_best_node(gpus=gpus, labels=labels, without={}))
 
     def check_all_nodes(self, *, fresh: bool = False) -> list[NodeHealth]:
         """Return the health of every node, sorted by score, the best first. `fresh` ignores the cache."""
-        session = self._get_or_open_session()
-        return session.run(session.launcher.check_all_nodes(fresh=fresh))
+        loop_thread = self._get_or_start_loop_thread()
+        return loop_thread.run(loop_thread.launcher.check_all_nodes(fresh=fresh))
 
     def smart_sync(self, folder: str | Path = ".", *, nodes: Sequence[str] | None = None) -> list[SyncReport]:
         """Send the changes in a folder to `nodes` (default: all nodes).
@@ -126,15 +126,15 @@ class Executor:
         Returns one report per node, which contains the node's error; local errors are raised.
         """
         names = list(nodes) if nodes is not None else [node.name for node in self._grid_file.nodes]
-        session = self._get_or_open_session()
-        return session.run(session.launcher.sync(Path(folder), names))
+        loop_thread = self._get_or_start_loop_thread()
+        return loop_thread.run(loop_thread.launcher.sync(Path(folder), names))
 
     def close(self) -> None:
         """Close the connections. Runs continue; threads that wait for one get a UsageError."""
         with self._lock:
-            session, self._session = self._session, None
-        if session is not None:
-            session.close()
+            loop_thread, self._loop_thread = self._loop_thread, None
+        if loop_thread is not None:
+            loop_thread.close()
 
     def __enter__(self) -> Executor:
         return self
@@ -144,27 +144,33 @@ class Executor:
     ) -> None:
         self.close()
 
-    def _get_or_open_session(self) -> _GridSession:
+    def _get_or_start_loop_thread(self) -> _GridLoopThread:
         with self._lock:
-            if self._session is None:
-                self._session = _GridSession(self._grid_file, self._ssh_config, state_dir=self._state_dir)
-                weakref.finalize(self, self._session.close)
-            return self._session
+            if self._loop_thread is None:
+                self._loop_thread = _GridLoopThread(
+                    self._grid_file, self._ssh_config, state_dir=self._state_dir
+                )
+                weakref.finalize(self, self._loop_thread.close)
+            return self._loop_thread
 
-    async def _run_and_wait(self, session: _GridSession, launch: RunSpec, node: str | None) -> RunResult:
-        runner, launcher = session.runner, session.launcher
-        output = OutputCollector(bytes_max=OUTPUT_BYTES_MAX)
-        run = await (launcher.start_on_best(launch) if node is None else launcher.start_on(node, launch))
-        ended = track_run(run, state_dir=self._state_dir, file=self._grid_file)
+    async def _run_command_and_wait(
+        self, loop_thread: _GridLoopThread, launch: RunSpec, node: str | None
+    ) -> RunResult:
+        runner, launcher = loop_thread.runner, loop_thread.launcher
+        output = OutputCollector(bytes_max=RUN_OUTPUT_BYTES_MAX)
+        run = await (
+            launcher.start_on_best_node(launch) if node is None else launcher.start_on_node(node, launch)
+        )
+        ended = track_run_in_metrics(run, state_dir=self._state_dir, file=self._grid_file)
         try:
-            code = await runner.wait(run, output)
+            code = await runner.follow_until_end(run, output)
         except asyncio.CancelledError:
-            if session.is_closed:
+            if loop_thread.is_closed:
                 raise
             ended("cancelled")
             with contextlib.suppress(GenieError, TimeoutError):
-                async with asyncio.timeout(_INTERRUPT_TIMEOUT_S):
-                    await runner.signal(run, "INT")
+                async with asyncio.timeout(_INTERRUPT_RUN_TIMEOUT_S):
+                    await runner.send_signal(run, "INT")
             raise
         except RunLostError:
             ended("lost")
@@ -212,7 +218,7 @@ def _resolve_sync_folder(folder: str | Path) -> Path:
         raise UsageError(error.message, hint=f"{error.hint}, or sync=None to send nothing") from None
 
 
-class _GridSession:
+class _GridLoopThread:
     """An event loop on its own thread, with the connection pool."""
 
     def __init__(self, file: GridFile, ssh_config: Path, *, state_dir: Path) -> None:
@@ -251,7 +257,7 @@ class _GridSession:
             return future.result()
         except KeyboardInterrupt:
             future.cancel()
-            ended.wait(_INTERRUPT_TIMEOUT_S + 1)
+            ended.wait(_INTERRUPT_RUN_TIMEOUT_S + 1)
             raise
         except concurrent.futures.CancelledError:
             raise UsageError(
@@ -266,11 +272,11 @@ class _GridSession:
             self.is_closed = True
         closing = asyncio.run_coroutine_threadsafe(self._close_on_loop(), self._loop)
         try:
-            closing.result(_CLOSE_TIMEOUT_S)
+            closing.result(_CLOSE_LOOP_TIMEOUT_S)
         except (TimeoutError, GenieError):
             pass
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(_CLOSE_TIMEOUT_S)
+        self._thread.join(_CLOSE_LOOP_TIMEOUT_S)
         if not self._thread.is_alive():
             self._loop.close()
 

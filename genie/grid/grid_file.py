@@ -33,7 +33,7 @@ from genie.config.schema import (
 from genie.errors import ConfigError, NoNodeError
 
 NODES_MAX = 4096
-FILE_BYTES_MAX = 1 << 20
+GRID_FILE_BYTES_MAX = 1 << 20
 _YAML_DEPTH_MAX = 5
 # A host or user name. It cannot begin with '-', because programs would read it as an option.
 _NODE_NAME_PATTERN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,252}")
@@ -158,7 +158,7 @@ def read_grid_file(path: Path) -> GridFile:
     """Raises ConfigError, which names the file and the line."""
     try:
         with path.expanduser().open("rb") as file:
-            raw = file.read(FILE_BYTES_MAX + 1)
+            raw = file.read(GRID_FILE_BYTES_MAX + 1)
     except FileNotFoundError:
         raise ConfigError(
             f"the grid file {path} does not exist",
@@ -167,12 +167,12 @@ def read_grid_file(path: Path) -> GridFile:
         ) from None
     except OSError as error:
         raise ConfigError(f"could not read the grid file {path}: {error.strerror}") from None
-    if len(raw) > FILE_BYTES_MAX:
-        raise ConfigError(f"the grid file {path} is larger than {FILE_BYTES_MAX} bytes")
+    if len(raw) > GRID_FILE_BYTES_MAX:
+        raise ConfigError(f"the grid file {path} is larger than {GRID_FILE_BYTES_MAX} bytes")
     return dataclasses.replace(parse_grid_file(raw, name=str(path)), path=path)
 
 
-def sample_grid_file() -> str:
+def read_sample_grid_file_text() -> str:
     """The commented file that `grid-cli config init` writes: all keys with defaults, and three nodes."""
     return (resources.files("genie.grid") / "config" / "cluster_config.yaml").read_text("utf-8")
 

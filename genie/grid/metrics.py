@@ -37,22 +37,22 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-TASK_BUCKETS_S = (0.1, 0.5, 1.0, 5.0, 15.0, 60.0, 300.0, 900.0, 3600.0, 14400.0, 43200.0, 86400.0)
-SYNC_BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0)
-STATUSES_MAX = 32
+TASK_DURATION_BUCKETS_S = (0.1, 0.5, 1.0, 5.0, 15.0, 60.0, 300.0, 900.0, 3600.0, 14400.0, 43200.0, 86400.0)
+SYNC_DURATION_BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0)
+TASK_STATUSES_MAX = 32
 _OTHER_STATUS = "other"
 _INITIAL_STATUSES = ("succeeded", "failed")
 """Initialised to 0, so that rate() sees the first failure."""
-_LOCK_TIMEOUT_S = 2.0
-_LOCK_RETRY_INTERVAL_S = 0.005
-_FILE_BYTES_MAX = 8 << 20
+_FILE_LOCK_TIMEOUT_S = 2.0
+_FILE_LOCK_RETRY_INTERVAL_S = 0.005
+_METRICS_FILE_BYTES_MAX = 8 << 20
 _COUNT_MAX = 2**63 - 1
-_OPEN_FLAGS = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOFOLLOW", 0)  # not on Windows
+_METRICS_FILE_OPEN_FLAGS = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOFOLLOW", 0)  # not on Windows
 ACTIVE_RUNS_MAX = 10_000
 _PID_DIGITS_MAX = 10
 _ENDED_PROCESS_START_TIME = "gone"
 _PENDING_UPDATES_MAX = 10_000
-_FLUSH_TIMEOUT_S = 5.0
+_PENDING_UPDATES_TIMEOUT_S = 5.0
 _DECODE_ERRORS = (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError)
 """Raised while decoding a file that is not JSON or has the wrong structure."""
 
@@ -98,8 +98,8 @@ class MetricsSnapshot:
     def empty(cls) -> MetricsSnapshot:
         return cls(
             completed=dict.fromkeys(_INITIAL_STATUSES, 0),
-            tasks=Histogram.empty(TASK_BUCKETS_S),
-            syncs=Histogram.empty(SYNC_BUCKETS_S),
+            tasks=Histogram.empty(TASK_DURATION_BUCKETS_S),
+            syncs=Histogram.empty(SYNC_DURATION_BUCKETS_S),
             scores={},
             active={},
         )
@@ -109,17 +109,17 @@ class MetricsSnapshot:
         return sum(self.active.values()) + len(self.runs)
 
     def count_completed_task(self, status: str, duration_s: float) -> None:
-        """Add one completed task. Beyond STATUSES_MAX distinct statuses, it counts as 'other'."""
-        known = status in self.completed or len(self.completed) < STATUSES_MAX
+        """Add one completed task. Beyond TASK_STATUSES_MAX distinct statuses, it counts as 'other'."""
+        known = status in self.completed or len(self.completed) < TASK_STATUSES_MAX
         name = status if known else _OTHER_STATUS
         self.completed[name] = self.completed.get(name, 0) + 1
-        self.tasks.add(_finite_duration_s(duration_s), TASK_BUCKETS_S)
+        self.tasks.add(_finite_duration_s(duration_s), TASK_DURATION_BUCKETS_S)
 
     def has_current_buckets(self) -> bool:
         """False for a file written by a release with different buckets."""
         return (
-            len(self.tasks.counts) == len(TASK_BUCKETS_S) + 1
-            and len(self.syncs.counts) == len(SYNC_BUCKETS_S) + 1
+            len(self.tasks.counts) == len(TASK_DURATION_BUCKETS_S) + 1
+            and len(self.syncs.counts) == len(SYNC_DURATION_BUCKETS_S) + 1
         )
 
 
@@ -155,9 +155,9 @@ class _UpdateWriter:
             self._apply_pending_updates()
 
     def wait_until_applied(self) -> None:
-        """Wait until all pending updates are applied, at most _FLUSH_TIMEOUT_S."""
+        """Wait until all pending updates are applied, at most _PENDING_UPDATES_TIMEOUT_S."""
         with self._changed:
-            self._changed.wait_for(lambda: not self._is_running, timeout=_FLUSH_TIMEOUT_S)
+            self._changed.wait_for(lambda: not self._is_running, timeout=_PENDING_UPDATES_TIMEOUT_S)
 
     def _apply_pending_updates(self) -> None:
         while True:
@@ -197,10 +197,10 @@ class GridMetrics:
     """
 
     def __init__(self, state_dir: Path) -> None:
-        self._path = state_dir / "grid" / "metrics.json"
+        self._metrics_file = state_dir / "grid" / "metrics.json"
 
-    def run_started(self, run_id: str, run: ActiveRun) -> None:
-        """Count the run as active until `run_ended`, whether or not a process waits for it. At most
+    def record_run_started(self, run_id: str, run: ActiveRun) -> None:
+        """Count the run as active until `record_run_ended`, whether or not a process waits for it. At most
         ACTIVE_RUNS_MAX are stored; the oldest is dropped first."""
 
         def change(snapshot: MetricsSnapshot) -> None:
@@ -210,7 +210,7 @@ class GridMetrics:
 
         self._apply_or_enqueue(change)
 
-    def run_ended(self, run_id: str, status: str, duration_s: float) -> None:
+    def record_run_ended(self, run_id: str, status: str, duration_s: float) -> None:
         """Count an active run as completed. A run that is not active is ignored."""
 
         def change(snapshot: MetricsSnapshot) -> None:
@@ -219,7 +219,7 @@ class GridMetrics:
 
         self._apply_or_enqueue(change)
 
-    def tasks_changed(self, *, started: int = 0, ended: Sequence[tuple[str, float]] = ()) -> None:
+    def record_task_changes(self, *, started: int = 0, ended: Sequence[tuple[str, float]] = ()) -> None:
         """Add `started` active tasks of this process; `ended` has status and duration in seconds of others.
 
         The active tasks of a process that has ended are dropped.
@@ -232,12 +232,12 @@ class GridMetrics:
 
         self._apply_or_enqueue(change)
 
-    def sync_finished(self, duration_s: float) -> None:
+    def record_sync(self, duration_s: float) -> None:
         self._apply_or_enqueue(
-            lambda snapshot: snapshot.syncs.add(_finite_duration_s(duration_s), SYNC_BUCKETS_S)
+            lambda snapshot: snapshot.syncs.add(_finite_duration_s(duration_s), SYNC_DURATION_BUCKETS_S)
         )
 
-    def node_scores(self, scores: Mapping[str, float]) -> None:
+    def record_node_scores(self, scores: Mapping[str, float]) -> None:
         """Replace all scores. Infinity marks a node that must not be chosen."""
         stored = {name: score if math.isfinite(score) else None for name, score in scores.items()}
 
@@ -249,8 +249,8 @@ class GridMetrics:
     def read_snapshot(self) -> MetricsSnapshot:
         """Return the current metrics, without the tasks of processes that have ended."""
         _UPDATE_WRITER.wait_until_applied()
-        snapshot = self._read_file()
-        _drop_ended_processes(snapshot)
+        snapshot = self._read_metrics_file()
+        _drop_tasks_of_ended_processes(snapshot)
         return snapshot
 
     def text(self) -> str:
@@ -267,25 +267,27 @@ class GridMetrics:
 
     def _apply_to_file(self, change: Callable[[MetricsSnapshot], None]) -> None:
         try:
-            files.make_private_directory(self._path.parent)
+            files.make_private_directory(self._metrics_file.parent)
             with self._hold_file_lock():
-                snapshot = self._read_file()
-                _drop_ended_processes(snapshot)
+                snapshot = self._read_metrics_file()
+                _drop_tasks_of_ended_processes(snapshot)
                 change(snapshot)
                 data = _encode_snapshot(snapshot)
                 # Renamed without fsync: a power cut may reset counters, which Prometheus handles.
-                temporary = self._path.with_name(".metrics.json.new")
+                temporary = self._metrics_file.with_name(".metrics.json.new")
                 temporary.unlink(missing_ok=True)  # a leftover may have any type and mode
                 with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as out:
                     out.write(data)
-                temporary.replace(self._path)
+                temporary.replace(self._metrics_file)
         except (OSError, GenieError, TimeoutError, ValueError) as error:
-            _log.warning("could not update the metrics", extra={"file": str(self._path), "why": str(error)})
+            _log.warning(
+                "could not update the metrics", extra={"file": str(self._metrics_file), "why": str(error)}
+            )
 
     @contextlib.contextmanager
     def _hold_file_lock(self) -> Iterator[None]:
-        deadline = time.monotonic() + _LOCK_TIMEOUT_S
-        lock = self._path.with_suffix(".lock")
+        deadline = time.monotonic() + _FILE_LOCK_TIMEOUT_S
+        lock = self._metrics_file.with_suffix(".lock")
         while True:
             with _FORK_LOCK:
                 if (taken := files.FileLock.try_acquire(lock)) is not None:
@@ -296,42 +298,42 @@ class GridMetrics:
                     return
             if time.monotonic() > deadline:
                 raise TimeoutError(f"process {files.lock_holder(lock)} holds the lock {lock}")
-            time.sleep(_LOCK_RETRY_INTERVAL_S)
+            time.sleep(_FILE_LOCK_RETRY_INTERVAL_S)
 
-    def _read_file(self) -> MetricsSnapshot:
+    def _read_metrics_file(self) -> MetricsSnapshot:
         try:
-            with os.fdopen(os.open(self._path, os.O_RDONLY | _OPEN_FLAGS), "rb") as file:
+            with os.fdopen(os.open(self._metrics_file, os.O_RDONLY | _METRICS_FILE_OPEN_FLAGS), "rb") as file:
                 if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                     raise ValueError("the metrics file is not a regular file")
-                data = file.read(_FILE_BYTES_MAX + 1)
-            if len(data) > _FILE_BYTES_MAX:
-                raise ValueError(f"the metrics file is larger than {_FILE_BYTES_MAX} bytes")
+                data = file.read(_METRICS_FILE_BYTES_MAX + 1)
+            if len(data) > _METRICS_FILE_BYTES_MAX:
+                raise ValueError(f"the metrics file is larger than {_METRICS_FILE_BYTES_MAX} bytes")
             snapshot = _decode_snapshot(data)
         except FileNotFoundError:
             return MetricsSnapshot.empty()
         except (OSError, *_DECODE_ERRORS) as error:
             _log.warning(
                 "reset the metrics: the metrics file was unreadable",
-                extra={"file": str(self._path), "why": str(error)},
+                extra={"file": str(self._metrics_file), "why": str(error)},
             )
             return MetricsSnapshot.empty()
         return snapshot if snapshot.has_current_buckets() else MetricsSnapshot.empty()
 
 
 def _encode_snapshot(snapshot: MetricsSnapshot) -> bytes:
-    """Encode as JSON of at most _FILE_BYTES_MAX; the oldest runs are dropped to fit.
+    """Encode as JSON of at most _METRICS_FILE_BYTES_MAX; the oldest runs are dropped to fit.
 
     Raises ValueError if it still does not fit, or for a number that JSON cannot represent.
     """
     data = json.dumps(snapshot, default=vars, allow_nan=False)
-    excess = len(data) - _FILE_BYTES_MAX
+    excess = len(data) - _METRICS_FILE_BYTES_MAX
     if excess > 0:
         while excess > 0 and snapshot.runs:
             oldest = next(iter(snapshot.runs))
             excess -= len(json.dumps({oldest: vars(snapshot.runs.pop(oldest))}))
         data = json.dumps(snapshot, default=vars, allow_nan=False)
-    if len(data) > _FILE_BYTES_MAX:
-        raise ValueError(f"the metrics file would be larger than {_FILE_BYTES_MAX} bytes")
+    if len(data) > _METRICS_FILE_BYTES_MAX:
+        raise ValueError(f"the metrics file would be larger than {_METRICS_FILE_BYTES_MAX} bytes")
     return data.encode()
 
 
@@ -339,11 +341,13 @@ def _decode_snapshot(data: bytes) -> MetricsSnapshot:
     """Raises one of _DECODE_ERRORS; a file with one invalid value is rejected as a whole."""
     found = json.loads(data)
     return MetricsSnapshot(
-        completed={_escape_label(each): _require_count(count) for each, count in found["completed"].items()},
+        completed={
+            _validate_label(each): _require_count(count) for each, count in found["completed"].items()
+        },
         tasks=_decode_histogram(found["tasks"]),
         syncs=_decode_histogram(found["syncs"]),
         scores={
-            _escape_label(node): None if score is None else _require_float(score)
+            _validate_label(node): None if score is None else _require_float(score)
             for node, score in found["scores"].items()
         },
         active={process: _require_count(count) for process, count in found["active"].items()},
@@ -382,7 +386,7 @@ def _require_float(value: Any) -> float:
     return number
 
 
-def _escape_label(text: str) -> str:
+def _validate_label(text: str) -> str:
     text.encode()  # raises UnicodeEncodeError for a lone surrogate
     return text
 
@@ -399,7 +403,7 @@ def _add_active_tasks(snapshot: MetricsSnapshot, count: int) -> None:
         snapshot.active[own] = remaining
 
 
-def _drop_ended_processes(snapshot: MetricsSnapshot) -> None:
+def _drop_tasks_of_ended_processes(snapshot: MetricsSnapshot) -> None:
     for name in list(snapshot.active):
         pid = name.partition("-")[0]
         is_pid = (
@@ -467,10 +471,16 @@ class _SnapshotCollector:
             completed.add_metric([status], count)
         yield completed
         yield _histogram_metric(
-            "grid_task_duration_seconds", "Duration of completed tasks.", snapshot.tasks, TASK_BUCKETS_S
+            "grid_task_duration_seconds",
+            "Duration of completed tasks.",
+            snapshot.tasks,
+            TASK_DURATION_BUCKETS_S,
         )
         yield _histogram_metric(
-            "grid_sync_duration_seconds", "Duration of a sync to one node.", snapshot.syncs, SYNC_BUCKETS_S
+            "grid_sync_duration_seconds",
+            "Duration of a sync to one node.",
+            snapshot.syncs,
+            SYNC_DURATION_BUCKETS_S,
         )
         yield GaugeMetricFamily(
             "grid_active_tasks", "Runs and batch tasks that have not completed.", value=snapshot.active_tasks

@@ -17,7 +17,7 @@ from genie.errors import UsageError
 from genie.grid.grid_file import GridFile
 from genie.grid.health.check import HealthState, NodeHealthChecker
 from genie.grid.metrics import GridMetrics
-from genie.grid.runs.launch import reconcile_runs
+from genie.grid.runs.launch import reconcile_active_runs
 from genie.grid.runs.run_client import Runner
 
 _log = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ async def serve_metrics(metrics: GridMetrics, *, bind: str, port: int) -> AsyncI
     """Serve until the block ends; yields host and port. Raises UsageError if the port cannot be bound."""
     handler = _RequestHandler(metrics)
     try:
-        server = await asyncio.start_server(handler.handle, bind, port, limit=REQUEST_BYTES_MAX)
+        server = await asyncio.start_server(handler.handle_connection, bind, port, limit=REQUEST_BYTES_MAX)
     except OSError as error:
         # The text of asyncio repeats the address; for a name lookup the errno has no text.
         has_text = error.errno is not None and not isinstance(error, socket.gaierror)
@@ -64,9 +64,9 @@ async def refresh_metrics(
 ) -> None:
     """Record the scores of all nodes and the ends of active runs."""
     nodes = await checker.check_all_in_file_order(fresh=fresh)
-    await asyncio.to_thread(metrics.node_scores, {node.name: node.effective_score for node in nodes})
+    await asyncio.to_thread(metrics.record_node_scores, {node.name: node.effective_score for node in nodes})
     reached = [node.name for node in nodes if node.state is not HealthState.UNREACHABLE]
-    await reconcile_runs(runner, file, metrics, nodes=reached)
+    await reconcile_active_runs(runner, file, metrics, nodes=reached)
 
 
 class _RequestHandler:
@@ -74,7 +74,7 @@ class _RequestHandler:
         self._metrics = metrics
         self._open_writers: set[asyncio.StreamWriter] = set()
 
-    async def handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def handle_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if len(self._open_writers) >= CONNECTIONS_MAX:
             writer.transport.abort()
             return

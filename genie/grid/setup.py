@@ -1,7 +1,7 @@
 """Installs the same Python environment on all nodes, REMOTE_ROOT/grid_env (`grid-cli setup`).
 
-`read_environment_spec()` validates the request; a node whose stamp matches it is not changed. Wheels can be
-uploaded to nodes without internet access.
+`read_environment_spec()` validates the request; a node whose installed specification matches it is not
+changed. Wheels can be uploaded to nodes without internet access.
 
 Does not run on the nodes (remote/environment.py does).
 """
@@ -33,11 +33,11 @@ _UPLOAD_TIMEOUT_S = 120.0
 _REPLY_TIMEOUT_MARGIN_S = 30.0
 _PROGRESS_INTERVAL_S = 1.0
 _UPLOAD_PART_BYTES = 4 << 20
-_LOG_PATH = ".grid/setup/setup.log"
+_SETUP_LOG_PATH = ".grid/setup/setup.log"
 _PACKAGES_MAX = 1000
 _WHEELS_MAX = 2000
 _REQUIREMENTS_BYTES_MAX = 1 << 20
-_UNSUPPORTED_REQUIREMENT = re.compile(
+_UNSUPPORTED_REQUIREMENT_PATTERN = re.compile(
     r"\s*(--requirement|--constraint|--editable|--find-links|-r|-c|-e|-f|\.{1,2}/|file:)"
 )
 
@@ -52,7 +52,7 @@ class EnvironmentSpec:
     system_packages: bool = False
     wheels: tuple[tuple[str, str, Path], ...] = ()
 
-    def stamp(self, python_version: str) -> dict[str, Any]:
+    def to_installed_spec(self, python_version: str) -> dict[str, Any]:
         """Equal for two specs that install the same with the same Python."""
         request = repr(
             (
@@ -94,7 +94,7 @@ def read_environment_spec(
         raise UsageError(f"--python {python!r} is not allowed", hint="pass the path of a Python on the nodes")
     return EnvironmentSpec(
         requirements=_read_requirements(requirements) if requirements is not None else "",
-        packages=check_packages(packages),
+        packages=validate_packages(packages),
         python=python,
         system_packages=system_packages,
         wheels=_read_wheels(wheels) if wheels is not None else (),
@@ -115,7 +115,7 @@ def _normalize_package_name(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-def check_packages(packages: Sequence[str]) -> tuple[str, ...]:
+def validate_packages(packages: Sequence[str]) -> tuple[str, ...]:
     """Return the arguments for pip. Raises UsageError for a package that pip would parse as an option."""
     if len(packages) > _PACKAGES_MAX:
         raise UsageError(f"too many packages: the limit is {_PACKAGES_MAX}")
@@ -142,7 +142,7 @@ def _read_requirements(path: Path) -> str:
     except UnicodeDecodeError:
         raise UsageError(f"{path} is not UTF-8 text") from None
     for number, line in enumerate(text.splitlines(), 1):
-        if found := _UNSUPPORTED_REQUIREMENT.match(line):
+        if found := _UNSUPPORTED_REQUIREMENT_PATTERN.match(line):
             # Do not quote the line: its URL may contain a token.
             what = f"option {found[1]}" if found[1].startswith("-") else "a local path"
             raise UsageError(
@@ -190,9 +190,9 @@ class EnvironmentSetup:
 
     def __init__(self, pool: SshPool, file: GridFile, *, requester: str = "") -> None:
         self._pool = pool
-        self._file = file
+        self._grid_file = file
         self._requester = requester
-        self._node_slots = asyncio.Semaphore(file.ssh.pool_size)
+        self._setup_slots = asyncio.Semaphore(file.ssh.pool_size)
 
     async def run(
         self,
@@ -204,13 +204,15 @@ class EnvironmentSetup:
     ) -> list[SetupReport]:
         """Return one report per node; a node that fails does not stop the others.
 
-        `again` installs even if the stamp matches.
+        `again` installs even if the specification is installed.
         """
-        names = [self._file.node(name).name for name in nodes] or [node.name for node in self._file.nodes]
+        names = [self._grid_file.node(name).name for name in nodes] or [
+            node.name for node in self._grid_file.nodes
+        ]
 
         async def set_up_node(name: str) -> SetupReport:
             try:
-                async with self._node_slots, self._pool.connect(name) as link:
+                async with self._setup_slots, self._pool.connect(name) as link:
                     return await self._set_up_node(link, spec, again=again, on_progress=on_progress)
             except GenieError as error:
                 state = "unreachable" if error.exit_code == TransportError.exit_code else "failed"
@@ -226,21 +228,21 @@ class EnvironmentSetup:
         if not link.has_helper:
             await check_login_shell(link, timeout_s=_INSPECT_TIMEOUT_S)
             raise NodeRefusedError(f"node {link.name} has no usable python3", reason="missing")
-        args = {"root": self._file.remote_root, "python": spec.python}
+        args = {"root": self._grid_file.remote_root, "python": spec.python}
         found, _ = await link.call("environment.inspect", args, timeout_s=_INSPECT_TIMEOUT_S)
-        stamp = spec.stamp(str(found["version"]))
+        stamp = spec.to_installed_spec(str(found["version"]))
         if found["stamp"] == stamp and not again:
             on_progress(link.name, "already installed")
             return SetupReport(link.name, "unchanged", python=found["version"])
-        await self._send_wheels(link, spec, found["wheels"], on_progress)
+        await self._upload_missing_wheels(link, spec, found["wheels"], on_progress)
         on_progress(link.name, f"installing with Python {found['version']}")
-        answer = await self._install(link, spec, {**args, "stamp": stamp}, on_progress)
+        answer = await self._install_environment(link, spec, {**args, "stamp": stamp}, on_progress)
         on_progress(link.name, f"done, {answer['packages']} packages")
         return SetupReport(
             link.name, "installed", python=str(found["version"]), packages=int(answer["packages"])
         )
 
-    async def _send_wheels(
+    async def _upload_missing_wheels(
         self,
         link: NodeConnection,
         spec: EnvironmentSpec,
@@ -255,7 +257,7 @@ class EnvironmentSetup:
                 for offset in range(0, max(size, 1), _UPLOAD_PART_BYTES):
                     part = file.read(_UPLOAD_PART_BYTES)
                     args = {
-                        "root": self._file.remote_root,
+                        "root": self._grid_file.remote_root,
                         "name": name,
                         "sha256": sha256,
                         "upload": upload,
@@ -264,7 +266,7 @@ class EnvironmentSetup:
                     }
                     await link.call("environment.put_wheel", args, part, timeout_s=_UPLOAD_TIMEOUT_S)
 
-    async def _install(
+    async def _install_environment(
         self,
         link: NodeConnection,
         spec: EnvironmentSpec,
@@ -282,7 +284,7 @@ class EnvironmentSetup:
 
         found: Mapping[str, Any] = {}
         async with unwrapped_task_group() as tasks:
-            progress = tasks.create_task(self._show_progress(link, on_progress))
+            progress = tasks.create_task(self._show_install_progress(link, on_progress))
             try:
                 blob = spec.requirements.encode()
                 found, _ = await link.call(
@@ -295,13 +297,13 @@ class EnvironmentSetup:
                 progress.cancel()
         return found
 
-    async def _show_progress(self, link: NodeConnection, on_progress: ProgressCallback) -> None:
+    async def _show_install_progress(self, link: NodeConnection, on_progress: ProgressCallback) -> None:
         """Show the last line of the log whenever it changes, until cancelled."""
         shown = ""
         while True:
             await asyncio.sleep(_PROGRESS_INTERVAL_S)
             with contextlib.suppress(GenieError):  # the installation reports the same error
-                args = {"root": self._file.remote_root}
+                args = {"root": self._grid_file.remote_root}
                 answer, _ = await link.call("environment.progress", args, timeout_s=_INSPECT_TIMEOUT_S)
                 if answer["line"] and answer["line"] != shown:
                     shown = str(answer["line"])
@@ -312,7 +314,8 @@ def _setup_error_hint(error: GenieError, node: str) -> str:
     text = error.message.lower()
     reason = getattr(error, "reason", "")
     if reason == "locked":
-        return f"wait for it to finish, then retry; progress: grid-cli run --node {node} 'tail {_LOG_PATH}'"
+        tail = f"grid-cli run --node {node} 'tail {_SETUP_LOG_PATH}'"
+        return f"wait for it to finish, then retry; progress: {tail}"
     if reason == "venv" or "no module named venv" in text or "ensurepip" in text:
         return "on Debian and Ubuntu: apt install python3-venv"
     offline = ("name resolution", "connection", "network is unreachable", "proxyerror", "timed out")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from genie.grid.remote import health, nvml
-from genie.grid.remote.core import OPS
+from genie.grid.remote.core import OP_AND_IS_QUICK_BY_NAME
 from tests.needs import require_module, require_program
 
 MIB = 1 << 20
@@ -23,7 +23,7 @@ def _close_nvml_afterwards():
 
 
 def read_health() -> dict[str, Any]:
-    function, _ = OPS["health.read"]
+    function, _ = OP_AND_IS_QUICK_BY_NAME["health.read"]
     return dict(function({"root": "~/grid_workspace", "timeout_s": 60.0, "throttle_check_c": 80.0}, b""))
 
 
@@ -62,13 +62,13 @@ def test_reading_starts_no_program(monkeypatch) -> None:
     def started(argv: list[str], deadline: float) -> str:
         raise AssertionError(argv)
 
-    monkeypatch.setattr(health, "_run_program", started)
+    monkeypatch.setattr(health, "_run_tool_and_get_output", started)
     assert health.read_gpus(60.0)["gpus"]
 
 
 def test_nvml_readings_match_nvidia_smi() -> None:
     program = require_program("nvidia-smi", package="nvidia-smi")
-    by_smi = health._read_by_nvidia_smi(program, health.time.monotonic() + 60, 80.0)["gpus"]
+    by_smi = health._read_gpus_by_nvidia_smi(program, health.time.monotonic() + 60, 80.0)["gpus"]
     found = [health._make_nvml_reading(**each) for each in nvml.read_gpus()]
     assert len(found) == len(by_smi) > 0
     for ours, theirs in zip(found, by_smi, strict=True):
@@ -89,7 +89,7 @@ def test_driver_supports_throttle_reason_query() -> None:
     assert all(isinstance(gpu["throttled"], list) for gpu in gpus)
     query = "--query-gpu=index,clocks_throttle_reasons.active"
     done = subprocess.run(
-        [program, query, f"--format={health.NVIDIA_FORMAT}"], capture_output=True, text=True, timeout=60
+        [program, query, f"--format={health.NVIDIA_SMI_FORMAT}"], capture_output=True, text=True, timeout=60
     )
     assert done.returncode == 0, done.stdout
     assert "0x" in done.stdout

@@ -50,7 +50,7 @@ class CountingMetrics:
         self.found: list[str] = []
         self.active = 0
 
-    def tasks_changed(self, *, started: int = 0, ended: Sequence[tuple[str, float]] = ()) -> None:
+    def record_task_changes(self, *, started: int = 0, ended: Sequence[tuple[str, float]] = ()) -> None:
         self.active += started - len(ended)
         assert all(duration_s >= 0 for _, duration_s in ended)
         self.found += [status for status, _ in ended]

@@ -99,7 +99,7 @@ async def test_executor_works_inside_a_running_event_loop(executor: Executor) ->
 
 
 def test_output_beyond_the_limit_is_truncated(executor: Executor, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(executor_module, "OUTPUT_BYTES_MAX", 1000)
+    monkeypatch.setattr(executor_module, "RUN_OUTPUT_BYTES_MAX", 1000)
     result = executor.run_distributed("seq 1 1000", node="gpu1")
     assert result.truncated
     assert len(result.stdout) == 1000

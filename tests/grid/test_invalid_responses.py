@@ -57,8 +57,8 @@ async def test_invalid_response_fails_only_that_nodes_runs(own_testbed: SshTestb
         with pytest.raises(ProtocolError, match="gpu1"):
             await runner.start("gpu1", "true")
         run = await runner.start("gpu2", "echo hello")
-        assert (await runner.find(run.run_id)).node == "gpu2"
-        invalid, valid = await runner.list_all()
+        assert (await runner.fetch_run_by_prefix(run.run_id)).node == "gpu2"
+        invalid, valid = await runner.list_runs_on_nodes()
         assert isinstance(invalid.error, ProtocolError)
         assert [each.run_id for each in valid.runs] == [run.run_id]
 
@@ -107,7 +107,7 @@ async def test_listed_runs_without_the_requested_prefix_are_ignored(own_testbed:
     tamper_with_responses(own_testbed["gpu1"], f"return {{'id': answer['id'], 'ok': {{'runs': [{run}]}}}}")
     file = make_testbed_grid_file(own_testbed)
     async with SshPool(file, ssh_config=own_testbed.ssh_config) as pool:
-        assert await Runner(pool, file).list("gpu1", prefix="r-aaaaaaaaaa") == ()
+        assert await Runner(pool, file).list_runs("gpu1", prefix="r-aaaaaaaaaa") == ()
 
 
 @pytest.mark.parametrize("command", ["false", "sleep 0.5; false"])
@@ -120,7 +120,7 @@ async def test_invalid_exit_code_is_rejected(own_testbed: SshTestbed, code: int,
     async with SshPool(file, ssh_config=own_testbed.ssh_config) as pool:
         runner = Runner(pool, file)
         with pytest.raises(ProtocolError, match="invalid exit code"):
-            await runner.wait(await runner.start("gpu1", command), lambda *_: None)
+            await runner.follow_until_end(await runner.start("gpu1", command), lambda *_: None)
 
 
 async def test_command_output_is_limited(own_testbed: SshTestbed) -> None:

@@ -219,8 +219,8 @@ async def test_runs_can_be_interrupted_cancelled_timed_out_and_listed(
     async def check(node: SshNode) -> None:
         for signal, code in (("INT", 2), ("TERM", 15)):
             run = await runner.start(node.name, "exec sh -c 'echo ready; exec sleep 7301'")
-            await runner.read(run, out=0, err=0, wait_s=10)  # fish ignores interrupts while it starts
-            (listed,) = await runner.list(node.name, prefix=run.run_id)
+            await runner.read_output(run, out=0, err=0, wait_s=10)  # fish ignores interrupts while it starts
+            (listed,) = await runner.list_runs(node.name, prefix=run.run_id)
             assert listed.state is RunState.RUNNING
             assert (await runner.cancel(run, signal=signal)).exit_code == 128 + code, signal
         assert (await run_to_end(runner, node.name, "sleep 7301", timeout_s=1))[0] == 124
@@ -234,11 +234,11 @@ async def test_output_is_read_from_any_offset(shell_testbed: SshTestbed, runner:
         command = "printf 'abc\\nd\\377f\\000'; sh -c 'printf 12345 >&2'; sleep 7302"
         run = await runner.start(node.name, command)
         recorder = OutputRecorder()
-        following = asyncio.ensure_future(runner.wait(run, recorder, out=2, err=4))
+        following = asyncio.ensure_future(runner.follow_until_end(run, recorder, out=2, err=4))
         await until(lambda: (recorder.out, recorder.err) == (b"c\nd\xfff\0", b"5"), what="its output")
-        await runner.signal(run, "KILL")
+        await runner.send_signal(run, "KILL")
         assert await following == 128 + 9
-        chunk = await runner.read(run, out=5, err=0)
+        chunk = await runner.read_output(run, out=5, err=0)
         assert (chunk.out, chunk.err, chunk.is_last) == (b"\xfff\0", b"12345", True)
 
     await check_each_node(shell_testbed.nodes, check)

@@ -14,7 +14,13 @@ from types import SimpleNamespace
 import pytest
 
 from genie.grid import metrics as metrics_module
-from genie.grid.metrics import STATUSES_MAX, SYNC_BUCKETS_S, TASK_BUCKETS_S, ActiveRun, GridMetrics
+from genie.grid.metrics import (
+    SYNC_DURATION_BUCKETS_S,
+    TASK_DURATION_BUCKETS_S,
+    TASK_STATUSES_MAX,
+    ActiveRun,
+    GridMetrics,
+)
 from genie.processes.files import FileLock
 from tests.forkserver import ForkServer
 from tests.needs import require_program
@@ -31,8 +37,8 @@ def get_sample_value(text: str, name: str) -> str:
 
 
 def test_text_has_initial_counters_and_passes_promtool(metrics: GridMetrics) -> None:
-    metrics.node_scores({"gpu1": 12.5, "gpu2": math.inf})
-    metrics.tasks_changed(ended=[("failed", 0.2)])
+    metrics.record_node_scores({"gpu1": 12.5, "gpu2": math.inf})
+    metrics.record_task_changes(ended=[("failed", 0.2)])
     text = metrics.text()
     promtool = require_program("promtool", package="prometheus")
     done = subprocess.run(
@@ -59,7 +65,7 @@ def test_every_documented_metric_has_help_and_type(metrics: GridMetrics) -> None
 
 def test_buckets_are_cumulative_and_inclusive(metrics: GridMetrics) -> None:
     for duration_s in (0.01, 10.0, 10.1, 1e9):
-        metrics.sync_finished(duration_s)
+        metrics.record_sync(duration_s)
     text = metrics.text()
     assert get_sample_value(text, 'grid_sync_duration_seconds_bucket{le="0.05"}') == "1.0"
     assert get_sample_value(text, 'grid_sync_duration_seconds_bucket{le="10.0"}') == "2.0"
@@ -67,26 +73,26 @@ def test_buckets_are_cumulative_and_inclusive(metrics: GridMetrics) -> None:
     assert get_sample_value(text, 'grid_sync_duration_seconds_bucket{le="+Inf"}') == "4.0"
     assert get_sample_value(text, "grid_sync_duration_seconds_count") == "4.0"
     assert float(get_sample_value(text, "grid_sync_duration_seconds_sum")) == pytest.approx(1e9 + 20.11)
-    assert 10.0 in SYNC_BUCKETS_S, "threshold of the alert rule SlowSync"
-    assert sorted(TASK_BUCKETS_S) == list(TASK_BUCKETS_S)
+    assert 10.0 in SYNC_DURATION_BUCKETS_S, "threshold of the alert rule SlowSync"
+    assert sorted(TASK_DURATION_BUCKETS_S) == list(TASK_DURATION_BUCKETS_S)
 
 
 def test_label_values_are_escaped(metrics: GridMetrics) -> None:
-    metrics.tasks_changed(ended=[('a"b\\c\nd', 1.0)])
+    metrics.record_task_changes(ended=[('a"b\\c\nd', 1.0)])
     assert 'status="a\\"b\\\\c\\nd"} 1.0' in metrics.text()
 
 
 @pytest.mark.parametrize("duration_s", [math.inf, math.nan, -1.0])
 def test_invalid_duration_loses_no_other_metric(metrics: GridMetrics, duration_s: float) -> None:
-    metrics.tasks_changed(ended=[("failed", 2.0)])
-    metrics.tasks_changed(ended=[("failed", duration_s)])
-    metrics.sync_finished(duration_s)
+    metrics.record_task_changes(ended=[("failed", 2.0)])
+    metrics.record_task_changes(ended=[("failed", duration_s)])
+    metrics.record_sync(duration_s)
     figures = metrics.read_snapshot()
     assert (figures.completed["failed"], figures.tasks.sum_s, sum(figures.syncs.counts)) == (2, 2.0, 1)
 
 
 def test_invalid_process_id_is_dropped(tmp_path: Path, metrics: GridMetrics) -> None:
-    metrics.tasks_changed(started=3)
+    metrics.record_task_changes(started=3)
     path = tmp_path / "grid" / "metrics.json"
     figures = json.loads(path.read_text())
     figures["active"] |= {"9" * 5000 + "-1": 2, "-1": 2, "x-y": 2, "99999999-gone": 5}
@@ -95,19 +101,19 @@ def test_invalid_process_id_is_dropped(tmp_path: Path, metrics: GridMetrics) -> 
 
 
 def test_too_many_statuses_count_as_other(metrics: GridMetrics) -> None:
-    for number in range(STATUSES_MAX + 10):
-        metrics.tasks_changed(ended=[(f"s{number}", 1.0)])
+    for number in range(TASK_STATUSES_MAX + 10):
+        metrics.record_task_changes(ended=[(f"s{number}", 1.0)])
     completed = metrics.read_snapshot().completed
-    assert len(completed) == STATUSES_MAX + 1
+    assert len(completed) == TASK_STATUSES_MAX + 1
     assert completed["other"] == 12
 
 
 def test_metrics_are_summed_over_processes(tmp_path: Path, fork_server: ForkServer) -> None:
     code = (
         "import sys; from pathlib import Path; from genie.grid import metrics\n"
-        "metrics._LOCK_TIMEOUT_S = 60.0\n"
+        "metrics._FILE_LOCK_TIMEOUT_S = 60.0\n"
         "figures = metrics.GridMetrics(Path(sys.argv[1]))\n"
-        "for _ in range(20): figures.tasks_changed(ended=[('succeeded', 1.0)])"
+        "for _ in range(20): figures.record_task_changes(ended=[('succeeded', 1.0)])"
     )
     started = [fork_server.popen(["-c", code, str(tmp_path)]) for _ in range(3)]
     assert [process.wait(60) for process in started] == [0, 0, 0]
@@ -116,9 +122,9 @@ def test_metrics_are_summed_over_processes(tmp_path: Path, fork_server: ForkServ
 
 
 def test_active_tasks_increase_and_decrease(metrics: GridMetrics) -> None:
-    metrics.tasks_changed(started=2)
+    metrics.record_task_changes(started=2)
     assert get_sample_value(metrics.text(), "grid_active_tasks") == "2.0"
-    metrics.tasks_changed(ended=[("succeeded", 1.0)] * 3)
+    metrics.record_task_changes(ended=[("succeeded", 1.0)] * 3)
     assert metrics.read_snapshot().active_tasks == 0
 
 
@@ -127,7 +133,7 @@ def test_tasks_of_killed_process_are_not_active(
 ) -> None:
     code = (
         "import os, sys, signal; from pathlib import Path; from genie.grid.metrics import GridMetrics\n"
-        "m = GridMetrics(Path(sys.argv[1])); m.tasks_changed(started=1)\n"
+        "m = GridMetrics(Path(sys.argv[1])); m.record_task_changes(started=1)\n"
         "assert m.read_snapshot().active_tasks == 1\n"
         "os.kill(os.getpid(), signal.SIGKILL)"
     )
@@ -136,16 +142,16 @@ def test_tasks_of_killed_process_are_not_active(
 
 
 def test_scores_of_removed_nodes_are_dropped(metrics: GridMetrics) -> None:
-    metrics.node_scores({"gpu1": 1.0, "gpu2": 2.0})
-    metrics.node_scores({"gpu2": 3.0})
+    metrics.record_node_scores({"gpu1": 1.0, "gpu2": 2.0})
+    metrics.record_node_scores({"gpu2": 3.0})
     assert metrics.read_snapshot().scores == {"gpu2": 3.0}
 
 
 @pytest.mark.parametrize("text", ["", "{", '{"completed": 3}', "\0", "[]", "3", "[" * 100_000, "\udc80"])
 def test_damaged_file_resets_metrics(tmp_path: Path, metrics: GridMetrics, text: str) -> None:
-    metrics.tasks_changed(ended=[("failed", 1.0)])
+    metrics.record_task_changes(ended=[("failed", 1.0)])
     (tmp_path / "grid" / "metrics.json").write_text(text, errors="surrogateescape")
-    metrics.tasks_changed(ended=[("failed", 1.0)])
+    metrics.record_task_changes(ended=[("failed", 1.0)])
     assert metrics.read_snapshot().completed["failed"] == 1
 
 
@@ -167,7 +173,7 @@ def test_damaged_file_resets_metrics(tmp_path: Path, metrics: GridMetrics, text:
 def test_file_with_one_invalid_value_resets_metrics(
     tmp_path: Path, metrics: GridMetrics, key: str, value: object
 ) -> None:
-    metrics.sync_finished(1.0)
+    metrics.record_sync(1.0)
     path = tmp_path / "grid" / "metrics.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
     assert sum(metrics.read_snapshot().syncs.counts) == 0
@@ -175,7 +181,7 @@ def test_file_with_one_invalid_value_resets_metrics(
 
 
 def test_file_without_runs_and_with_unknown_keys_is_read(tmp_path: Path, metrics: GridMetrics) -> None:
-    metrics.node_scores({"gpu1": 2.0})
+    metrics.record_node_scores({"gpu1": 2.0})
     path = tmp_path / "grid" / "metrics.json"
     figures = json.loads(path.read_text()) | {"scores": {"gpu1": 2, "gpu2": None}, "later": 1}
     del figures["runs"]
@@ -184,20 +190,20 @@ def test_file_without_runs_and_with_unknown_keys_is_read(tmp_path: Path, metrics
 
 
 def test_unencodable_value_loses_no_other_metric(metrics: GridMetrics) -> None:
-    metrics.run_started("r-1", ActiveRun(node="gpu1", grid_file="/\udc80/grid.yaml", started=0.0))
-    metrics.run_started("r-2", ActiveRun(node="gpu1", grid_file="f", started=math.inf))
+    metrics.record_run_started("r-1", ActiveRun(node="gpu1", grid_file="/\udc80/grid.yaml", started=0.0))
+    metrics.record_run_started("r-2", ActiveRun(node="gpu1", grid_file="f", started=math.inf))
     assert {run.grid_file for run in metrics.read_snapshot().runs.values()} == {"/\udc80/grid.yaml"}
 
 
 def test_held_lock_drops_only_that_update(
     tmp_path: Path, metrics: GridMetrics, caplog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(metrics_module, "_LOCK_TIMEOUT_S", 0.1)
-    metrics.tasks_changed(ended=[("failed", 1.0)])
+    monkeypatch.setattr(metrics_module, "_FILE_LOCK_TIMEOUT_S", 0.1)
+    metrics.record_task_changes(ended=[("failed", 1.0)])
     held = FileLock.try_acquire(tmp_path / "grid" / "metrics.lock")
     assert held is not None
     try:
-        metrics.tasks_changed(ended=[("failed", 1.0)])
+        metrics.record_task_changes(ended=[("failed", 1.0)])
     finally:
         held.release()
     assert "could not update the metrics" in caplog.text
@@ -207,7 +213,7 @@ def test_held_lock_drops_only_that_update(
 def test_update_waits_for_busy_processes(
     tmp_path: Path, metrics: GridMetrics, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    metrics.tasks_changed(started=1)
+    metrics.record_task_changes(started=1)
     held = FileLock.try_acquire(tmp_path / "grid" / "metrics.lock")
     assert held is not None
     now_s = 0.0
@@ -219,15 +225,15 @@ def test_update_waits_for_busy_processes(
             held.release()
 
     monkeypatch.setattr(metrics_module, "time", SimpleNamespace(monotonic=lambda: now_s, sleep=sleep))
-    metrics.tasks_changed(ended=[("failed", 1.0)])
+    metrics.record_task_changes(ended=[("failed", 1.0)])
     assert metrics.read_snapshot().completed["failed"] == 1
 
 
 async def test_held_lock_does_not_block_the_event_loop(tmp_path: Path, metrics: GridMetrics) -> None:
-    await asyncio.to_thread(metrics.tasks_changed, started=1)
+    await asyncio.to_thread(metrics.record_task_changes, started=1)
     held = FileLock.try_acquire(tmp_path / "grid" / "metrics.lock")
     assert held is not None
-    metrics.tasks_changed(ended=[("failed", 1.0)])
+    metrics.record_task_changes(ended=[("failed", 1.0)])
     held.release()  # an update that had waited for the lock would have been dropped
     found = await asyncio.to_thread(GridMetrics(tmp_path).read_snapshot)
     assert (found.completed["failed"], found.active_tasks) == (1, 0)
@@ -238,7 +244,7 @@ def test_exiting_program_writes_its_last_updates(
 ) -> None:
     code = (
         "import asyncio, sys; from pathlib import Path; from genie.grid.metrics import GridMetrics\n"
-        "async def work(): [GridMetrics(Path(sys.argv[1])).sync_finished(1.0) for _ in range(50)]\n"
+        "async def work(): [GridMetrics(Path(sys.argv[1])).record_sync(1.0) for _ in range(50)]\n"
         "asyncio.run(work())"
     )
     assert fork_server.run(["-c", code, str(tmp_path)], timeout=60).returncode == 0
@@ -248,14 +254,14 @@ def test_exiting_program_writes_its_last_updates(
 def test_metrics_file_is_private(tmp_path: Path, metrics: GridMetrics) -> None:
     (tmp_path / "grid").mkdir(mode=0o700)
     (tmp_path / "grid" / ".metrics.json.new").touch(0o644)
-    metrics.tasks_changed(ended=[("failed", 1.0)])
+    metrics.record_task_changes(ended=[("failed", 1.0)])
     assert (tmp_path / "grid" / "metrics.json").stat().st_mode & 0o777 == 0o600
 
 
 def test_unwritable_state_directory_raises_nothing(tmp_path: Path) -> None:
     (tmp_path / "grid").write_text("a file instead of the directory")
     metrics = GridMetrics(tmp_path)
-    metrics.tasks_changed(ended=[("failed", 1.0)])
+    metrics.record_task_changes(ended=[("failed", 1.0)])
     assert "grid_active_tasks 0.0" in metrics.text()
 
 
@@ -271,33 +277,33 @@ def test_special_file_is_replaced_without_blocking(
     else:
         (tmp_path / "grid" / name).symlink_to(tmp_path / "precious")
     assert metrics.read_snapshot().completed["failed"] == 0
-    metrics.tasks_changed(ended=[("failed", 1.0)])
+    metrics.record_task_changes(ended=[("failed", 1.0)])
     assert metrics.read_snapshot().completed["failed"] == 1
     assert (tmp_path / "precious").read_text() == "unchanged"
 
 
 def test_oversized_file_is_not_read(tmp_path: Path, metrics: GridMetrics) -> None:
-    metrics.tasks_changed(ended=[("failed", 1.0)])
+    metrics.record_task_changes(ended=[("failed", 1.0)])
     os.truncate(tmp_path / "grid" / "metrics.json", 300 << 30)
     assert metrics.read_snapshot().completed["failed"] == 0
-    metrics.tasks_changed(ended=[("failed", 1.0)])
+    metrics.record_task_changes(ended=[("failed", 1.0)])
     assert metrics.read_snapshot().completed["failed"] == 1
 
 
 def test_oldest_runs_are_dropped_when_file_would_be_too_large(tmp_path: Path, metrics: GridMetrics) -> None:
-    metrics.tasks_changed(ended=[("failed", 1.0)])
+    metrics.record_task_changes(ended=[("failed", 1.0)])
     path = tmp_path / "grid" / "metrics.json"
     figures = json.loads(path.read_text())
     run = {"node": "gpu1", "grid_file": "/" + "x" * 4000, "started": 1.0}
     figures["runs"] = {f"r-{number}": run for number in range(2050)}
     path.write_text(json.dumps(figures))
     for number in range(2050, 2070):
-        metrics.run_started(f"r-{number}", ActiveRun(**run))
+        metrics.record_run_started(f"r-{number}", ActiveRun(**run))
     found = metrics.read_snapshot()
     assert (found.completed["failed"], list(found.runs)[-1]) == (1, "r-2069")
     assert 2000 < len(found.runs) < 2070
     assert (8 << 20) - 5000 < path.stat().st_size <= 8 << 20
-    metrics.node_scores({"x" * (9 << 20): 1.0})
+    metrics.record_node_scores({"x" * (9 << 20): 1.0})
     assert metrics.read_snapshot().completed["failed"] == 1, "other metrics are lost"
 
 
@@ -309,7 +315,7 @@ import asyncio, os, sys, threading
 from pathlib import Path
 from genie.grid import metrics
 
-metrics._FLUSH_TIMEOUT_S = 3600.0  # a child that waited for the writer of its parent would time out
+metrics._PENDING_UPDATES_TIMEOUT_S = 3600.0  # a child that waited for the writer of its parent would time out
 figures = metrics.GridMetrics(Path(sys.argv[1]))
 busy, release = threading.Event(), threading.Event()
 metrics._UPDATE_WRITER.enqueue(lambda: (busy.set(), release.wait(60)))
@@ -317,9 +323,9 @@ busy.wait(60)
 child = os.fork()
 if not child:
     async def work():
-        figures.sync_finished(1.0)
+        figures.record_sync(1.0)
     asyncio.run(work())
-    figures.sync_finished(1.0)
+    figures.record_sync(1.0)
     os._exit(0)
 code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 release.set()
@@ -348,10 +354,10 @@ child = os.fork()
 if not child:
     os.close(writer)
     os.read(reader, 1)
-    figures.sync_finished(1.0)
+    figures.record_sync(1.0)
     os._exit(0)
 writing.join()
-figures.sync_finished(1.0)
+figures.record_sync(1.0)
 os.close(writer)
 sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """

@@ -49,7 +49,7 @@ async def test_port_in_use_is_reported_once(tmp_path: Path) -> None:
 async def test_scrape_returns_current_metrics(tmp_path: Path) -> None:
     metrics = GridMetrics(tmp_path)
     async with serve_metrics(metrics, bind="127.0.0.1", port=0) as address:
-        metrics.tasks_changed(ended=[("failed", 1.0)])
+        metrics.record_task_changes(ended=[("failed", 1.0)])
         head, _, body = (
             await send_request(address, b"GET /metrics?x=1 HTTP/1.1\r\nHost: x\r\n\r\n")
         ).partition(b"\r\n\r\n")
@@ -214,8 +214,8 @@ def test_alerts_fire_in_a_real_prometheus(own_testbed: SshTestbed, tmp_path: Pat
         with running_prometheus(tmp_path, target) as ask:
 
             def firing() -> set[tuple[str, str | None]]:
-                metrics.tasks_changed(ended=[("failed", 1.0)])
-                metrics.sync_finished(25.0)
+                metrics.record_task_changes(ended=[("failed", 1.0)])
+                metrics.record_sync(25.0)
                 found = (ask("alerts") or {"alerts": []})["alerts"]
                 return {
                     (alert["labels"]["alertname"], alert["labels"].get("node"))

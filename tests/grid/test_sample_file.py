@@ -10,22 +10,22 @@ from pathlib import Path
 import yaml
 
 from genie.grid import own_wheel
-from genie.grid.grid_file import GridFile, GridNode, parse_grid_file, sample_grid_file
+from genie.grid.grid_file import GridFile, GridNode, parse_grid_file, read_sample_grid_file_text
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_sample_has_the_documented_nodes_and_all_defaults() -> None:
     nodes = tuple(GridNode(name=name) for name in ("gpu1", "gpu2", "gpu3"))
-    assert parse_grid_file(sample_grid_file(), name="sample") == GridFile(nodes=nodes)
+    assert parse_grid_file(read_sample_grid_file_text(), name="sample") == GridFile(nodes=nodes)
 
 
 def test_sample_has_every_key_with_a_comment() -> None:
-    sample = yaml.safe_load(sample_grid_file())
+    sample = yaml.safe_load(read_sample_grid_file_text())
     defaults = dataclasses.asdict(GridFile(nodes=()))
     defaults.pop("path")
     assert sample.keys() == defaults.keys()
-    lines = sample_grid_file().splitlines()
+    lines = read_sample_grid_file_text().splitlines()
     for section in ("ssh", "health_check", "sync", "ray"):
         assert sample[section].keys() == defaults[section].keys()
         for name in sample[section]:
@@ -35,7 +35,7 @@ def test_sample_has_every_key_with_a_comment() -> None:
 
 def test_genie_wheel_contains_the_sample_file() -> None:
     with zipfile.ZipFile(io.BytesIO(own_wheel.build_genie_wheel()[1])) as wheel:
-        assert wheel.read("genie/grid/config/cluster_config.yaml").decode() == sample_grid_file()
+        assert wheel.read("genie/grid/config/cluster_config.yaml").decode() == read_sample_grid_file_text()
 
 
 def test_documentation_shows_the_values_of_the_sample() -> None:

@@ -15,7 +15,11 @@ import pytest
 
 from genie.errors import UsageError
 from genie.grid.remote.core import OpError
-from genie.grid.remote.environment import _make_constraints, _make_pip_commands, install_environment
+from genie.grid.remote.environment import (
+    _make_pip_commands,
+    _requirements_to_constraints,
+    install_environment,
+)
 from genie.grid.setup import (
     DEFAULT_PACKAGES,
     EnvironmentSetup,
@@ -227,9 +231,9 @@ def test_symbolic_link_as_lock_is_not_followed(tmp_path: Path) -> None:
 
 def test_environment_stamp_is_independent_of_package_order() -> None:
     one, other = EnvironmentSpec(packages=("a", "b")), EnvironmentSpec(packages=("b", "a"))
-    assert one.stamp("3.11.7") == other.stamp("3.11.7")
-    assert one.stamp("3.11.7") != one.stamp("3.12.0")
-    assert one.stamp("3.11.7") != EnvironmentSpec(packages=("a",)).stamp("3.11.7")
+    assert one.to_installed_spec("3.11.7") == other.to_installed_spec("3.11.7")
+    assert one.to_installed_spec("3.11.7") != one.to_installed_spec("3.12.0")
+    assert one.to_installed_spec("3.11.7") != EnvironmentSpec(packages=("a",)).to_installed_spec("3.11.7")
 
 
 @pytest.mark.parametrize("package", ["-rfile", "--index-url=x", "", "a\nb", "./x"])
@@ -324,7 +328,7 @@ def test_constraints_keep_versions_and_indexes() -> None:
         "ray[default,serve] ==2.9 ; python_version > '3' \\\n  --hash=sha256:aa \\\r\n  --hash=sha256:bb\n"
         "https://host/x-1.whl --hash=sha256:cc\nnumpy\n"
     )
-    assert _make_constraints(text).splitlines() == [
+    assert _requirements_to_constraints(text).splitlines() == [
         *("--index-url https://own/simple", "ray ==2.9 ; python_version > '3'", "numpy")
     ]
 
@@ -342,7 +346,7 @@ def test_constraints_keep_versions_and_indexes() -> None:
     ],
 )
 def test_constraints_drop_only_the_hash_flag(text: str, constraints: list[str]) -> None:
-    assert _make_constraints(text).splitlines() == constraints
+    assert _requirements_to_constraints(text).splitlines() == constraints
 
 
 @pytest.mark.parametrize("mark", ["", "\ufeff"])
@@ -357,7 +361,7 @@ def test_packages_use_a_separate_command_with_require_hashes(tmp_path: Path, mar
 @pytest.mark.parametrize("blank", [" ", " -", "#", " #", "a[", "\\\n", "--require-hashes"])
 def test_constraints_are_made_in_linear_time(blank: str) -> None:
     start = time.process_time()
-    _make_constraints("a" + blank * 100_000 + "a")
+    _requirements_to_constraints("a" + blank * 100_000 + "a")
     assert time.process_time() - start < 2
 
 

@@ -52,7 +52,7 @@ _GPU_COLUMNS = (
 )
 _CLEAR_SCREEN = "\x1b[H\x1b[2J"
 _ENTER_ALTERNATE_SCREEN, _LEAVE_ALTERNATE_SCREEN = "\x1b[?1049h", "\x1b[?1049l"
-_INTERVAL_S_MAX = 3600.0
+_REFRESH_INTERVAL_S_MAX = 3600.0
 
 _FreshOption = Annotated[bool, typer.Option("--fresh", help="Ignore cached readings.")]
 _OnceOption = Annotated[bool, typer.Option("--once", help="Print once and exit.")]
@@ -112,7 +112,7 @@ def top(
     When printing once, exits with 255 if no node is reachable.
     """
     settings, file = load_settings_and_grid_file(invocation)
-    interval_s = parse_duration(interval, what="--interval", high_s=_INTERVAL_S_MAX)
+    interval_s = parse_duration(interval, what="--interval", high_s=_REFRESH_INTERVAL_S_MAX)
     if as_json or once or not sys.stdout.isatty():
         found = asyncio.run(_check_nodes(settings, file, [], fresh=True))
         if as_json:
@@ -191,7 +191,7 @@ async def _check_nodes(
                 tasks = [group.create_task(checker.check(name, fresh=fresh)) for name in names]
             found = sorted((task.result() for task in tasks), key=lambda node: node.sort_key)
     if not names:
-        _open_metrics(settings).node_scores({node.name: node.effective_score for node in found})
+        _open_metrics(settings).record_node_scores({node.name: node.effective_score for node in found})
     return found
 
 

@@ -1,6 +1,6 @@
 """Commands for the grid file: nodes list, add, trust and remove; config init, check and show.
 
-The file is parsed by grid/grid_file.py and edited by grid/node_list.py.
+The file is parsed by grid/grid_file.py and edited by grid/grid_file_editor.py.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ _nodes_app = typer.Typer(
 grid_app.add_typer(_nodes_app)
 grid_app.add_typer(_config_app)
 
-_HOST_KEY_TIMEOUT_S = 10.0
-_HOST_KEY_CONCURRENCY = 20
+_FETCH_HOST_KEY_TIMEOUT_S = 10.0
+_CONCURRENT_HOST_KEY_FETCHES_MAX = 20
 
 
 def complete_node_name(context: typer.Context, incomplete: str) -> list[str]:
@@ -87,7 +87,7 @@ _FingerprintOption = Annotated[
 def list_nodes(invocation: Invocation, *, as_json: JsonOption = False) -> None:
     """List the nodes of the grid file with resolved host, port and user. Does not connect."""
     settings, file = load_settings_and_grid_file(invocation)
-    rows = asyncio.run(_resolve_nodes(settings, file))
+    rows = asyncio.run(_resolve_node_rows(settings, file))
     if as_json:
         output.write_json({"file": str(file.path), "nodes": rows})
         return
@@ -109,19 +109,19 @@ def list_nodes(invocation: Invocation, *, as_json: JsonOption = False) -> None:
     )
 
 
-async def _resolve_nodes(settings: Settings, file: GridFile) -> list[dict[str, Any]]:
-    from genie.grid.ssh.target import KnownHostsCache, resolve_target
+async def _resolve_node_rows(settings: Settings, file: GridFile) -> list[dict[str, Any]]:
+    from genie.grid.ssh.target import KnownHostsCache, resolve_ssh_target
 
     trusted = KnownHostsCache()
     rows = []
     for node in file.nodes:
         row: dict[str, Any] = {"name": node.name, "weight": node.weight, "labels": dict(node.labels)}
         try:
-            target = await resolve_target(node, file, settings.grid.ssh_config, trusted=trusted)
+            target = await resolve_ssh_target(node, file, settings.grid.ssh_config, trusted=trusted)
         except UsageError as error:
             row |= {"host": "", "port": None, "user": "", "host_key": error.message}
         else:
-            known = "known" if target.known_keys else f"unknown: grid-cli nodes trust {node.name}"
+            known = "known" if target.known_host_keys else f"unknown: grid-cli nodes trust {node.name}"
             user = str(target.options.username)
             row |= {"host": target.host, "port": target.port, "user": user, "host_key": known}
         rows.append(row)
@@ -129,7 +129,7 @@ async def _resolve_nodes(settings: Settings, file: GridFile) -> list[dict[str, A
 
 
 @grid_command("add", group=_nodes_app, example="grid-cli nodes add gpu4 --label zone=a")
-def add(
+def add_nodes(
     invocation: Invocation,
     *,
     nodes: _NewNodesArgument,
@@ -138,7 +138,7 @@ def add(
     as_json: JsonOption = False,
 ) -> None:
     """Add nodes to the grid file; creates the file if needed and keeps comments."""
-    from genie.grid import node_list
+    from genie.grid import grid_file_editor
     from genie.grid.grid_file import parse_node
 
     path = invocation.load_settings().grid.file
@@ -148,12 +148,12 @@ def add(
     }
     made = [dataclasses.replace(parse_node(spelled), **shared) for spelled in nodes]  # type: ignore[arg-type]
 
-    def add_nodes(text: str) -> str:
+    def add_to_text(text: str) -> str:
         for node in made:
-            text = node_list.add_node(text, node, name=str(path))
+            text = grid_file_editor.add_node_to_text(text, node, name=str(path))
         return text
 
-    node_list.edit_grid_file(path, add_nodes)
+    grid_file_editor.edit_grid_file(path, add_to_text)
     if as_json:
         output.write_json({"file": str(path), "added": [node.name for node in made]})
         return
@@ -163,7 +163,7 @@ def add(
 
 
 @grid_command("remove", group=_nodes_app, example="grid-cli nodes remove gpu4")
-def remove(
+def remove_nodes(
     invocation: Invocation,
     *,
     nodes: Annotated[
@@ -175,7 +175,7 @@ def remove(
     as_json: JsonOption = False,
 ) -> None:
     """Remove nodes from the grid file. Their runs continue; known_hosts is not changed."""
-    from genie.grid import node_list
+    from genie.grid import grid_file_editor
 
     settings, file = load_settings_and_grid_file(invocation)
     if len(set(nodes)) > 1 and {node.name for node in file.nodes} <= set(nodes):
@@ -183,12 +183,12 @@ def remove(
             f"this would remove all nodes of {file.path}", hint="add another node first, or delete the file"
         )
 
-    def remove_nodes(text: str) -> str:
+    def remove_from_text(text: str) -> str:
         for name in nodes:
-            text = node_list.remove_node(text, name, name=str(file.path))
+            text = grid_file_editor.remove_node_from_text(text, name, name=str(file.path))
         return text
 
-    node_list.edit_grid_file(settings.grid.file, remove_nodes)
+    grid_file_editor.edit_grid_file(settings.grid.file, remove_from_text)
     if as_json:
         output.write_json({"file": str(file.path), "removed": nodes})
         return
@@ -196,7 +196,7 @@ def remove(
 
 
 @grid_command("trust", group=_nodes_app, example="grid-cli nodes trust gpu1")
-def trust(
+def trust_host_keys(
     invocation: Invocation,
     *,
     nodes: NodeNamesArgument = None,
@@ -219,7 +219,7 @@ def trust(
     chosen = [file.node(name) for name in names]
     found, errors = asyncio.run(_fetch_host_keys(settings, file, chosen))
     answers = [(key, _confirm_host_key(key, yes=yes, fingerprint=fingerprint)) for key in found]
-    _add_confirmed_host_keys(settings, answers, as_json=as_json)
+    _add_and_print_confirmed_host_keys(settings, answers, as_json=as_json)
     for error in errors[1:]:
         output.show_error(error, debug=False)
     if errors:
@@ -233,8 +233,8 @@ async def _fetch_host_keys(
 ) -> tuple[list[HostKey], list[GenieError]]:
     from genie.grid.ssh.host_trust import fetch_host_key
 
-    slots = asyncio.Semaphore(_HOST_KEY_CONCURRENCY)
-    limit_s = max(_HOST_KEY_TIMEOUT_S, file.ssh.connect_timeout)
+    slots = asyncio.Semaphore(_CONCURRENT_HOST_KEY_FETCHES_MAX)
+    limit_s = max(_FETCH_HOST_KEY_TIMEOUT_S, file.ssh.connect_timeout)
 
     async def fetch(node: GridNode) -> HostKey | GenieError:
         async with slots:
@@ -252,7 +252,7 @@ async def _fetch_host_keys(
 
 def _confirm_host_key(key: HostKey, *, yes: bool, fingerprint: str | None) -> bool:
     """Return whether to trust the key. Raises if it cannot be confirmed."""
-    if key.known and fingerprint in (None, key.fingerprint):
+    if key.is_known and fingerprint in (None, key.fingerprint):
         return True
     output.print_message(f"{key.node}: {key.host} {key.kind} {key.fingerprint}")
     if fingerprint is not None:
@@ -272,21 +272,21 @@ def _confirm_host_key(key: HostKey, *, yes: bool, fingerprint: str | None) -> bo
     return typer.confirm(f"Trust this key for {key.node}?", default=False, err=True)
 
 
-def _add_confirmed_host_keys(
+def _add_and_print_confirmed_host_keys(
     settings: Settings, answers: list[tuple[HostKey, bool]], *, as_json: bool
 ) -> None:
     from genie.grid.health.check import HealthCache
-    from genie.grid.ssh.host_trust import add_host_key
+    from genie.grid.ssh.host_trust import add_host_key_to_known_hosts
 
     rows = []
     for key, confirmed in answers:
-        if confirmed and not key.known:
-            add_host_key(key)
-        state = "known" if key.known else "trusted" if confirmed else "refused"
+        if confirmed and not key.is_known:
+            add_host_key_to_known_hosts(key)
+        state = "known" if key.is_known else "trusted" if confirmed else "refused"
         rows.append({"node": key.node, "host": key.host, "kind": key.kind, "fingerprint": key.fingerprint})
         rows[-1]["state"] = state
         if not as_json:
-            where = f"added to {key.known_hosts}" if state == "trusted" else state
+            where = f"added to {key.known_hosts_file}" if state == "trusted" else state
             output.write_line(f"{key.node}: {key.fingerprint} {where}")
     HealthCache(settings.paths.state_dir).delete()
     if as_json:
@@ -294,7 +294,7 @@ def _add_confirmed_host_keys(
 
 
 @grid_command("init", group=_config_app, example="grid-cli config init")
-def init(
+def init_grid_file(
     invocation: Invocation,
     *,
     path: Annotated[
@@ -322,20 +322,20 @@ def init(
 
 
 def _write_sample_grid_file(path: Path, *, force: bool) -> None:
-    from genie.grid.grid_file import sample_grid_file
-    from genie.grid.node_list import write_grid_file
+    from genie.grid.grid_file import read_sample_grid_file_text
+    from genie.grid.grid_file_editor import write_grid_file
 
     if path.exists():
         if not path.is_file():
             raise UsageError(f"{path} is not a regular file and was not changed", hint="choose another file")
         if not force:
             raise UsageError(f"{path} already exists and was not changed", hint="use --force to overwrite it")
-        write_grid_file(path, sample_grid_file())
+        write_grid_file(path, read_sample_grid_file_text())
         return
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("x", encoding="utf-8") as file:  # does not overwrite a file that was created meanwhile
         try:
-            file.write(sample_grid_file())
+            file.write(read_sample_grid_file_text())
             file.flush()
         except OSError:
             path.unlink()
@@ -343,7 +343,7 @@ def _write_sample_grid_file(path: Path, *, force: bool) -> None:
 
 
 @grid_command("check", group=_config_app, example="grid-cli config check")
-def check(
+def check_grid_file(
     invocation: Invocation,
     *,
     path: Annotated[
@@ -364,7 +364,7 @@ def check(
 
 
 @grid_command("show", group=_config_app, example="grid-cli config show --json")
-def show(invocation: Invocation, *, as_json: JsonOption = False) -> None:
+def show_grid_file(invocation: Invocation, *, as_json: JsonOption = False) -> None:
     """Print all keys with their values, including defaults."""
     file = load_grid_file(invocation)
     values: dict[str, Any] = dataclasses.asdict(file)
@@ -374,7 +374,7 @@ def show(invocation: Invocation, *, as_json: JsonOption = False) -> None:
         return
     import yaml
 
-    output.write_line(yaml.safe_dump(_to_json_value(values), sort_keys=False, allow_unicode=True).rstrip())
+    output.write_line(yaml.safe_dump(_tuples_to_lists(values), sort_keys=False, allow_unicode=True).rstrip())
 
 
 def load_grid_file(invocation: Invocation) -> GridFile:
@@ -390,7 +390,7 @@ def load_settings_and_grid_file(invocation: Invocation) -> tuple[Settings, GridF
     return settings, read_grid_file(settings.grid.file)
 
 
-def user_at_host() -> str:
+def local_user_at_host() -> str:
     """Return USER@HOST of this process, which nodes show to other users."""
     try:
         user = pwd.getpwuid(os.getuid()).pw_name
@@ -399,7 +399,7 @@ def user_at_host() -> str:
     return f"{user}@{socket.gethostname()}"
 
 
-def _to_json_value(value: Any) -> Any:
+def _tuples_to_lists(value: Any) -> Any:
     if isinstance(value, dict):
-        return {name: _to_json_value(each) for name, each in value.items()}
-    return [_to_json_value(each) for each in value] if isinstance(value, tuple) else value
+        return {name: _tuples_to_lists(each) for name, each in value.items()}
+    return [_tuples_to_lists(each) for each in value] if isinstance(value, tuple) else value

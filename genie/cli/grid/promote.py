@@ -59,15 +59,15 @@ def promote(
 
     Uses the cluster of 'genie status'; requires the owner token.
     """
-    from genie.grid.setup import check_packages
+    from genie.grid.setup import validate_packages
 
     if wheels is not None and not wheels.is_dir():
         raise UsageError(
             f"--wheels {str(wheels)!r} is not a directory", hint="give a directory with .whl files"
         )
-    packages = check_packages(package or ())
+    packages = validate_packages(package or ())
     settings = invocation.load_settings()
-    chosen = _select_nodes(settings, names, every=every)
+    chosen = _load_grid_file_and_node_names(settings, names, every=every)
     options = {"controller": controller, "python": python, "packages": packages, "wheels": wheels}
     _print_results_and_exit(
         asyncio.run(_promote_or_demote(settings, chosen, options, is_promotion=True)), as_json=as_json
@@ -87,14 +87,16 @@ def demote(
 ) -> None:
     """Turn cluster nodes back into grid nodes: stop the agent, leave the cluster, uninstall Genie."""
     settings = invocation.load_settings()
-    chosen = _select_nodes(settings, names, every=every)
+    chosen = _load_grid_file_and_node_names(settings, names, every=every)
     _print_results_and_exit(
         asyncio.run(_promote_or_demote(settings, chosen, {"force": force}, is_promotion=False)),
         as_json=as_json,
     )
 
 
-def _select_nodes(settings: Settings, names: list[str] | None, *, every: bool) -> tuple[GridFile, list[str]]:
+def _load_grid_file_and_node_names(
+    settings: Settings, names: list[str] | None, *, every: bool
+) -> tuple[GridFile, list[str]]:
     from genie.grid.grid_file import read_grid_file
 
     file = read_grid_file(settings.grid.file)
@@ -109,21 +111,21 @@ async def _promote_or_demote(
     settings: Settings, chosen: tuple[GridFile, list[str]], options: Mapping[str, Any], *, is_promotion: bool
 ) -> list[PromotionResult]:
     from genie.cluster.client import open_client
-    from genie.grid.promotion import Promotion
+    from genie.grid.promotion import NodePromoter
     from genie.grid.ssh.pool import SshPool
 
     file, names = chosen
     async with open_client(settings) as client, SshPool(file, ssh_config=settings.grid.ssh_config) as pool:
         where = options.get("controller") or (
-            _check_not_loopback(client.where) if is_promotion else client.where
+            _validate_not_loopback(client.where) if is_promotion else client.where
         )
-        moving = Promotion(
+        moving = NodePromoter(
             pool, file, client, on_progress=_print_node_message, **{**options, "controller": where}
         )
         return await (moving.promote(names) if is_promotion else moving.demote(names))
 
 
-def _check_not_loopback(where: str) -> str:
+def _validate_not_loopback(where: str) -> str:
     from genie.model.names import is_loopback, parse_address
 
     if is_loopback(parse_address(where, what="controller")[0]):

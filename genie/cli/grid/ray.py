@@ -16,16 +16,16 @@ import typer
 
 from genie.cli import output
 from genie.cli.app import Invocation, JsonOption, grid_app, grid_command
-from genie.cli.grid.nodes import complete_node_name, load_settings_and_grid_file, user_at_host
+from genie.cli.grid.nodes import complete_node_name, load_settings_and_grid_file, local_user_at_host
 from genie.cli.quantities import parse_pairs
 from genie.errors import ConnectionLostError, UsageError
 
 if TYPE_CHECKING:
     from genie.config import Settings
     from genie.grid.grid_file import GridFile
-    from genie.grid.ray.cluster import RayCluster, StopReport
+    from genie.grid.ray.cluster import RayCluster, RayStopReport
     from genie.grid.ray.jobs import RayJobResult, RayJobs
-    from genie.grid.ray.plan import ClusterView
+    from genie.grid.ray.plan import RayClusterView
     from genie.grid.setup import EnvironmentSpec, SetupReport
     from genie.grid.ssh.pool import SshPool
 
@@ -38,7 +38,7 @@ _NodesOption = Annotated[
         "--node", metavar="NODE", help="Use only this node; repeatable.", autocompletion=complete_node_name
     ),
 ]
-_STOP_TIMEOUT_S = 30.0
+_STOP_JOB_TIMEOUT_S = 30.0
 _DEFAULT_REQUIREMENTS_FILE = Path("requirements.txt")
 
 
@@ -90,7 +90,7 @@ def setup(
     settings, file = load_settings_and_grid_file(invocation)
     if requirements is None and not package:
         requirements = _DEFAULT_REQUIREMENTS_FILE if _DEFAULT_REQUIREMENTS_FILE.is_file() else None
-        package = _announce_default_packages(wheels, requirements)
+        package = _print_and_get_default_packages(wheels, requirements)
     wanted = read_environment_spec(
         requirements=requirements,
         packages=package or [],
@@ -99,10 +99,10 @@ def setup(
         wheels=wheels,
     )
     reports = asyncio.run(_run_setup(settings, file, wanted, node or [], again=again))
-    _report_setup(reports, as_json=as_json)
+    _print_setup_reports_and_exit(reports, as_json=as_json)
 
 
-def _announce_default_packages(wheels: Path | None, requirements: Path | None) -> list[str]:
+def _print_and_get_default_packages(wheels: Path | None, requirements: Path | None) -> list[str]:
     """Return and print the default packages. Raises UsageError if there are none."""
     from genie.grid.setup import DEFAULT_PACKAGES, default_packages
 
@@ -118,7 +118,7 @@ def _announce_default_packages(wheels: Path | None, requirements: Path | None) -
     return packages
 
 
-def _report_setup(reports: list[SetupReport], *, as_json: bool) -> None:
+def _print_setup_reports_and_exit(reports: list[SetupReport], *, as_json: bool) -> None:
     """Print the reports and exit with the highest exit code."""
     if as_json:
         output.write_json([dataclasses.asdict(report) for report in reports])
@@ -157,8 +157,8 @@ def start(
     """Start Ray on the nodes, one as the head. If one fails, none is started."""
     settings, file = load_settings_and_grid_file(invocation)
 
-    async def work() -> ClusterView:
-        async with _open_cluster(settings, file) as (_, cluster):
+    async def work() -> RayClusterView:
+        async with _open_pool_and_cluster(settings, file) as (_, cluster):
             return await cluster.start(
                 nodes=node or [], head=head, allow_missing=allow_missing, on_progress=_print_node_message
             )
@@ -179,8 +179,8 @@ def stop(invocation: Invocation, *, as_json: JsonOption = False) -> None:
     """
     settings, file = load_settings_and_grid_file(invocation)
 
-    async def work() -> list[StopReport]:
-        async with _open_cluster(settings, file) as (_, cluster):
+    async def work() -> list[RayStopReport]:
+        async with _open_pool_and_cluster(settings, file) as (_, cluster):
             return await cluster.stop(on_progress=_print_node_message)
 
     reports = asyncio.run(work())
@@ -208,8 +208,8 @@ def status(invocation: Invocation, *, as_json: JsonOption = False) -> None:
     """
     settings, file = load_settings_and_grid_file(invocation)
 
-    async def work() -> ClusterView:
-        async with _open_cluster(settings, file) as (_, cluster):
+    async def work() -> RayClusterView:
+        async with _open_pool_and_cluster(settings, file) as (_, cluster):
             return await cluster.status()
 
     view = asyncio.run(work())
@@ -234,9 +234,9 @@ def dashboard(
     settings, file = load_settings_and_grid_file(invocation)
 
     async def work() -> None:
-        async with _open_cluster(settings, file) as (_, cluster):
+        async with _open_pool_and_cluster(settings, file) as (_, cluster):
             local = port if port is not None else file.ray.dashboard_port
-            async with cluster.tunnel(local_port=local) as tunnel:
+            async with cluster.open_dashboard_tunnel(local_port=local) as tunnel:
                 if as_json:
                     output.write_json({"url": tunnel.url, "token_file": str(cluster.token_file)})
                 else:
@@ -280,10 +280,10 @@ def submit(
             hint="put the command after --, as in: grid-cli cluster submit -- python train.py",
         )
     settings, file = load_settings_and_grid_file(invocation)
-    variables = {"RAY_NAMESPACE": file.ray.namespace, **_parse_environment(env or [])}
+    variables = {"RAY_NAMESPACE": file.ray.namespace, **_parse_env_options(env or [])}
 
     async def work() -> RayJobResult | str:
-        async with _open_cluster(settings, file) as (_, cluster):
+        async with _open_pool_and_cluster(settings, file) as (_, cluster):
             jobs = RayJobs(cluster)
             job = await jobs.submit(to_shell_line(argv), env=variables, gpus=gpus)
             return job if detach else await _follow_job(jobs, job, as_json=as_json)
@@ -307,7 +307,7 @@ async def _follow_job(jobs: RayJobs, job: str, *, as_json: bool) -> RayJobResult
     except asyncio.CancelledError:
         output.print_message(f"stopping job {job}")
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_STOP_TIMEOUT_S):
+            async with asyncio.timeout(_STOP_JOB_TIMEOUT_S):
                 await jobs.stop(job)
                 await jobs.follow(job, lambda _data: None)
         raise
@@ -317,7 +317,7 @@ def _write_stderr(data: bytes) -> None:
     output.print_message(data.decode("utf-8", "replace").rstrip("\n"))
 
 
-def _parse_environment(pairs: list[str]) -> dict[str, str]:
+def _parse_env_options(pairs: list[str]) -> dict[str, str]:
     from genie.model.names import validate_env_key
 
     found = parse_pairs(pairs, what="--env")
@@ -329,14 +329,16 @@ async def _run_setup(
 ) -> list[SetupReport]:
     from genie.grid.setup import EnvironmentSetup
 
-    async with _open_cluster(settings, file) as (pool, _):
-        return await EnvironmentSetup(pool, file, requester=user_at_host()).run(
+    async with _open_pool_and_cluster(settings, file) as (pool, _):
+        return await EnvironmentSetup(pool, file, requester=local_user_at_host()).run(
             wanted, nodes, again=again, on_progress=_print_node_message
         )
 
 
 @contextlib.asynccontextmanager
-async def _open_cluster(settings: Settings, file: GridFile) -> AsyncIterator[tuple[SshPool, RayCluster]]:
+async def _open_pool_and_cluster(
+    settings: Settings, file: GridFile
+) -> AsyncIterator[tuple[SshPool, RayCluster]]:
     from genie.grid.ray.cluster import RayCluster
     from genie.grid.ssh.pool import SshPool
 
@@ -357,7 +359,7 @@ def _last_line(text: str) -> str:
     return text.strip().splitlines()[-1] if text.strip() else ""
 
 
-def _write_cluster_view(view: ClusterView) -> None:
+def _write_cluster_view(view: RayClusterView) -> None:
     facts = [("state", view.state)]
     if view.cluster:
         facts += [("head", view.head), ("ray", view.version or "not responding"), ("id", view.cluster)]

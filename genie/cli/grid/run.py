@@ -20,9 +20,14 @@ import typer
 
 from genie.cli import output
 from genie.cli.app import INTERRUPTED_EXIT_CODE, Invocation, JsonOption, grid_command
-from genie.cli.grid.nodes import complete_node_name, user_at_host
+from genie.cli.grid.nodes import complete_node_name, local_user_at_host
 from genie.cli.grid.run_follower import TRANSPORT_EXIT_CODE, RunFollower, RunOutcome
-from genie.cli.grid.run_output import COLLECTED_BYTES_MAX, StreamWriter, output_to_json, write_stream
+from genie.cli.grid.run_output import (
+    COLLECTED_OUTPUT_BYTES_MAX,
+    StreamWriter,
+    output_to_json,
+    write_to_own_stream,
+)
 from genie.cli.quantities import format_duration, parse_duration, parse_integer, parse_labels, parse_pairs
 from genie.errors import GenieError, RunLostError, UsageError
 
@@ -36,9 +41,9 @@ if TYPE_CHECKING:
 
 _RUN_COLUMNS = ("run", "node", "state", "exit code", "gpu indices", "age", "command")
 _RUN_DROPPABLE_COLUMNS = ("gpu indices", "exit code", "age")
-_SIGNAL_NAMES = ("HUP", "INT", "QUIT", "KILL", "USR1", "USR2", "TERM", "CONT", "STOP")
-_TIMEOUT_EXIT_CODE = 124
-_GRACE_S_MAX = 3600.0
+_CANCEL_SIGNAL_NAMES = ("HUP", "INT", "QUIT", "KILL", "USR1", "USR2", "TERM", "CONT", "STOP")
+_RUN_TIMEOUT_EXIT_CODE = 124
+_CANCEL_GRACE_S_MAX = 3600.0
 
 _RunIdArgument = Annotated[str, typer.Argument(metavar="RUN", help="Run ID, or a unique prefix.")]
 
@@ -114,7 +119,7 @@ def run(
     """
     settings = invocation.load_settings()
     launch = _build_run_spec(command, options)
-    raise typer.Exit(asyncio.run(_run_command(settings, launch, options, as_json=as_json)))
+    raise typer.Exit(asyncio.run(_run_command_and_get_exit_code(settings, launch, options, as_json=as_json)))
 
 
 @grid_command("ps", example="grid-cli ps --all")
@@ -174,7 +179,7 @@ def logs(
 def attach(invocation: Invocation, *, run_id: _RunIdArgument, as_json: JsonOption = False) -> None:
     """Follow a run from its first output until it ends, and exit with its exit code."""
     settings = invocation.load_settings()
-    raise typer.Exit(asyncio.run(_attach_to_run(settings, run_id, as_json=as_json)))
+    raise typer.Exit(asyncio.run(_attach_and_get_exit_code(settings, run_id, as_json=as_json)))
 
 
 @grid_command("cancel", example="grid-cli cancel r-7k2m4xabcd")
@@ -190,9 +195,11 @@ def cancel(
 ) -> None:
     """Cancel runs: send SIGTERM to their processes, then SIGKILL after the grace period."""
     name = signal.upper().removeprefix("SIG")
-    if name not in _SIGNAL_NAMES:
-        raise UsageError(f"--signal {signal!r} is invalid", hint=f"allowed: {', '.join(_SIGNAL_NAMES)}")
-    grace_s = parse_duration(grace, what="--grace", zero_allowed=True, high_s=_GRACE_S_MAX)
+    if name not in _CANCEL_SIGNAL_NAMES:
+        raise UsageError(
+            f"--signal {signal!r} is invalid", hint=f"allowed: {', '.join(_CANCEL_SIGNAL_NAMES)}"
+        )
+    grace_s = parse_duration(grace, what="--grace", zero_allowed=True, high_s=_CANCEL_GRACE_S_MAX)
     settings = invocation.load_settings()
     ended, failed = asyncio.run(_cancel_runs(settings, run_ids, signal=name, grace_s=grace_s))
     if as_json:
@@ -230,14 +237,14 @@ def _build_run_spec(command: str, options: RunOptions) -> RunSpec:
         env=env,
         cwd=options.cwd,
         gpus=parse_integer(options.gpus, what="--gpus", low=0, high=GPUS_MAX),
-        stdin=_read_stdin(options.stdin),
+        stdin=_read_stdin_option(options.stdin),
         timeout_s=None if options.timeout is None else parse_duration(options.timeout, what="--timeout"),
         labels=parse_labels(options.label),
         sync=options.sync,
     )
 
 
-def _read_stdin(name: str | None) -> bytes:
+def _read_stdin_option(name: str | None) -> bytes:
     from genie.grid.runs.run_client import STDIN_BYTES_MAX
 
     if name is None:
@@ -270,10 +277,12 @@ async def _open_runner(settings: Settings) -> AsyncIterator[tuple[SshPool, GridF
 
     file = read_grid_file(settings.grid.file)
     async with SshPool(file, ssh_config=settings.grid.ssh_config) as pool:
-        yield pool, file, Runner(pool, file, requester=user_at_host())
+        yield pool, file, Runner(pool, file, requester=local_user_at_host())
 
 
-async def _run_command(settings: Settings, launch: RunSpec, options: RunOptions, *, as_json: bool) -> int:
+async def _run_command_and_get_exit_code(
+    settings: Settings, launch: RunSpec, options: RunOptions, *, as_json: bool
+) -> int:
     from genie.cli.grid.sync import SyncProgressBar
     from genie.grid.runs.launch import RunLauncher
 
@@ -297,29 +306,29 @@ async def _run_command(settings: Settings, launch: RunSpec, options: RunOptions,
             if several:
                 outcomes = await _run_on_several_nodes(launcher, follower, names, launch)
             else:
-                run = await _start_on_one_node(launcher, names, launch)
+                run = await _start_on_named_or_best_node(launcher, names, launch)
                 bar.close()
                 outcomes = [await follower.follow(run, announce=True)]
         if options.detach:
-            return _report_detached(outcomes, follower, as_json=as_json)
+            return _report_detached_and_get_exit_code(outcomes, follower, as_json=as_json)
         for one in outcomes:
             if (
                 launch.timeout_s is not None
-                and one.exit_code == _TIMEOUT_EXIT_CODE
+                and one.exit_code == _RUN_TIMEOUT_EXIT_CODE
                 and one.took_s >= launch.timeout_s
             ):
                 output.print_message(
                     f"{one.node}: the run exceeded --timeout {options.timeout} and was terminated"
                 )
-        return _report_outcomes(outcomes, follower, several=several, as_json=as_json)
+        return _report_outcomes_and_get_exit_code(outcomes, follower, several=several, as_json=as_json)
 
 
-async def _start_on_one_node(launcher: RunLauncher, names: Sequence[str], launch: RunSpec) -> Run:
+async def _start_on_named_or_best_node(launcher: RunLauncher, names: Sequence[str], launch: RunSpec) -> Run:
     from genie.grid.runs.run import new_run_id
 
     known = dataclasses.replace(launch, run_id=new_run_id())
     try:
-        run = await (launcher.start_on(names[0], known) if names else launcher.start_on_best(known))
+        run = await (launcher.start_on_node(names[0], known) if names else launcher.start_on_best_node(known))
     except asyncio.CancelledError:
         output.print_message(
             f"run {known.run_id} may have started; to cancel it: grid-cli cancel {known.run_id}"
@@ -337,7 +346,7 @@ async def _run_on_several_nodes(
     launches = {
         name: dataclasses.replace(launch, sync=None, run_id=run_id) for name, run_id in run_ids.items()
     }
-    async with launcher.open_starter(launches, sync=launch.sync) as start:
+    async with launcher.open_starter_after_sync(launches, sync=launch.sync) as start:
         return await follower.start_and_follow(run_ids, start)
 
 
@@ -346,7 +355,9 @@ def _run_to_json(run: Run) -> dict[str, Any]:
     return {name: value for name, value in vars(run).items() if name != "first"}
 
 
-def _report_detached(outcomes: Sequence[RunOutcome], follower: RunFollower, *, as_json: bool) -> int:
+def _report_detached_and_get_exit_code(
+    outcomes: Sequence[RunOutcome], follower: RunFollower, *, as_json: bool
+) -> int:
     if as_json:
         started = [_run_to_json(each.run) for each in outcomes if each.run is not None]
         output.write_json({"runs": started})
@@ -358,7 +369,7 @@ def _report_detached(outcomes: Sequence[RunOutcome], follower: RunFollower, *, a
     return _combined_exit_code(outcomes, follower)
 
 
-def _report_outcomes(
+def _report_outcomes_and_get_exit_code(
     outcomes: Sequence[RunOutcome], follower: RunFollower, *, several: bool, as_json: bool
 ) -> int:
     code = _combined_exit_code(outcomes, follower) if several else outcomes[0].exit_code
@@ -395,7 +406,7 @@ def _outcome_to_json(outcome: RunOutcome, follower: RunFollower) -> dict[str, An
         if isinstance(error, GenieError)
         else str(error or outcome.abandoned_state) or None,
         "took_s": round(outcome.took_s, 3),
-        **follower.collected_output(outcome.node),
+        **follower.collected_output_json(outcome.node),
     }
 
 
@@ -406,7 +417,7 @@ async def _fetch_runs(settings: Settings, nodes: Sequence[str] | None) -> Sequen
     async with _open_runner(settings) as (_, file, runner):
         for name in nodes or []:
             file.node(name)
-        return await runner.list_all(nodes or None)
+        return await runner.list_runs_on_nodes(nodes or None)
 
 
 async def _print_run_output(
@@ -415,29 +426,29 @@ async def _print_run_output(
     from genie.grid.runs.run import OutputCollector
 
     wanted = "err" if stderr else "out"
-    kept = OutputCollector(bytes_max=COLLECTED_BYTES_MAX)
+    kept = OutputCollector(bytes_max=COLLECTED_OUTPUT_BYTES_MAX)
 
     def show(stream: str, data: bytes) -> None:
         if as_json:
             kept(stream, data)
         elif stream == wanted:
-            write_stream("out", data)
+            write_to_own_stream("out", data)
 
     async with _open_runner(settings) as (_, _, runner):
-        found = await runner.find(run_id)
+        found = await runner.fetch_run_by_prefix(run_id)
         if follow:
             with contextlib.suppress(RunLostError):
-                await runner.wait(found, show, on_note=output.print_message_lines)
+                await runner.follow_until_end(found, show, on_note=output.print_message_lines)
         else:
-            await _read_whole_output(runner, found, show)
+            await _show_output_so_far(runner, found, show)
         if as_json:
             output.write_json({"run_id": found.run_id, "node": found.node, **output_to_json(kept)})
 
 
-async def _read_whole_output(runner: Runner, run: Run, show: StreamWriter) -> None:
+async def _show_output_so_far(runner: Runner, run: Run, show: StreamWriter) -> None:
     out = err = 0
     while True:
-        chunk = await runner.read(run, out=out, err=err)
+        chunk = await runner.read_output(run, out=out, err=err)
         show("out", chunk.out)
         show("err", chunk.err)
         out, err = out + len(chunk.out), err + len(chunk.err)
@@ -445,14 +456,14 @@ async def _read_whole_output(runner: Runner, run: Run, show: StreamWriter) -> No
             return
 
 
-async def _attach_to_run(settings: Settings, run_id: str, *, as_json: bool) -> int:
+async def _attach_and_get_exit_code(settings: Settings, run_id: str, *, as_json: bool) -> int:
     async with _open_runner(settings) as (_, file, runner):
-        found = await runner.find(run_id)
+        found = await runner.fetch_run_by_prefix(run_id)
         follower = RunFollower(
             runner, file, state_dir=settings.paths.state_dir, several=False, as_json=as_json
         )
         outcome = await _with_duration_from_node(await follower.follow(found), runner)
-        return _report_outcomes([outcome], follower, several=False, as_json=as_json)
+        return _report_outcomes_and_get_exit_code([outcome], follower, several=False, as_json=as_json)
 
 
 async def _with_duration_from_node(outcome: RunOutcome, runner: Runner) -> RunOutcome:
@@ -460,7 +471,7 @@ async def _with_duration_from_node(outcome: RunOutcome, runner: Runner) -> RunOu
     if outcome.run is None or outcome.error is not None or outcome.abandoned_state:
         return outcome
     with contextlib.suppress(GenieError):
-        final = await runner.status(outcome.run)
+        final = await runner.fetch_status(outcome.run)
         if final.ended is not None:
             return dataclasses.replace(outcome, took_s=max(0.0, final.ended - final.started))
     return outcome
@@ -469,21 +480,23 @@ async def _with_duration_from_node(outcome: RunOutcome, runner: Runner) -> RunOu
 async def _cancel_runs(
     settings: Settings, run_ids: Sequence[str], *, signal: str, grace_s: float
 ) -> tuple[list[Run], list[GenieError]]:
-    from genie.grid.runs.launch import track_run
+    from genie.grid.runs.launch import track_run_in_metrics
 
     ended: list[Run] = []
     failed: list[GenieError] = []
     async with _open_runner(settings) as (_, file, runner):
         for run_id in run_ids:
             try:
-                found = await runner.find(run_id)
+                found = await runner.fetch_run_by_prefix(run_id)
                 after = await runner.cancel(found, signal=signal, grace_s=grace_s)
             except GenieError as error:
                 failed.append(error)
             else:
                 ended.append(after)
                 if after.has_ended and not found.has_ended:
-                    count = track_run(after, state_dir=settings.paths.state_dir, file=file, is_new=False)
+                    count = track_run_in_metrics(
+                        after, state_dir=settings.paths.state_dir, file=file, is_new=False
+                    )
                     count("cancelled")
     return ended, failed
 

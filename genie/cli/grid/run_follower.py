@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 from genie.cli import output
 from genie.cli.app import INTERRUPTED_EXIT_CODE
 from genie.cli.grid.run_output import (
-    COLLECTED_BYTES_MAX,
+    COLLECTED_OUTPUT_BYTES_MAX,
     PrefixedLineWriter,
     StreamWriter,
     output_to_json,
-    write_stream,
+    write_to_own_stream,
 )
 from genie.cli.interrupts import catch_interrupts
 from genie.errors import GenieError, RunLostError
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from genie.grid.runs.run_client import Runner
 
 TRANSPORT_EXIT_CODE = 255
-_NEXT_CTRL_C_EFFECT = {"INT": "kill", "KILL": "exit at once"}
+_NEXT_CTRL_C_EFFECT_BY_SIGNAL = {"INT": "kill", "KILL": "exit at once"}
 
 
 @dataclass(frozen=True)
@@ -95,18 +95,18 @@ class RunFollower:
         on_start: Callable[[], None] = lambda: None,
     ) -> None:
         self._runner = runner
-        self._file = file
+        self._grid_file = file
         self._state_dir = state_dir
         self._has_several_nodes = several
         self._as_json = as_json
         self._is_detached = detach
         self._on_start = on_start
-        self._collectors: dict[str, OutputCollector] = {}
+        self._output_collector_by_node: dict[str, OutputCollector] = {}
         self._shown_errors: list[GenieError] = []
         self.was_interrupted = False
 
-    def collected_output(self, node: str) -> dict[str, object]:
-        return output_to_json(self._collectors.get(node))
+    def collected_output_json(self, node: str) -> dict[str, object]:
+        return output_to_json(self._output_collector_by_node.get(node))
 
     async def follow(self, run: Run, *, announce: bool = False) -> RunOutcome:
         """Follow a started run. `announce` prints its ID and node first."""
@@ -129,13 +129,16 @@ class RunFollower:
         with catch_interrupts() as interrupts:
             async with asyncio.TaskGroup() as group:
                 for each in followed:
-                    each.task = group.create_task(self._follow_one(each))
+                    each.task = group.create_task(self._start_and_follow_node(each))
                 watch = group.create_task(self._forward_interrupts(interrupts, followed, group))
                 await asyncio.wait([each.task for each in followed])
                 watch.cancel()
-        return [self._abandon_run(each) if each.task.cancelled() else each.task.result() for each in followed]
+        return [
+            self._abandoned_run_outcome(each) if each.task.cancelled() else each.task.result()
+            for each in followed
+        ]
 
-    async def _follow_one(self, each: _FollowedNode) -> RunOutcome:
+    async def _start_and_follow_node(self, each: _FollowedNode) -> RunOutcome:
         """Return errors as part of the outcome: raising one would cancel the other nodes."""
         if each.start is not None:
             try:
@@ -152,15 +155,15 @@ class RunFollower:
         return await self._wait_for_run(each.run, is_new=each.announces_start or not each.run.has_ended)
 
     async def _wait_for_run(self, run: Run, *, is_new: bool) -> RunOutcome:
-        from genie.grid.runs.launch import track_run
+        from genie.grid.runs.launch import track_run_in_metrics
 
         began = time.monotonic()
         error: BaseException | None = None
         code: int | None = None
-        ended = track_run(run, state_dir=self._state_dir, file=self._file, is_new=is_new)
+        ended = track_run_in_metrics(run, state_dir=self._state_dir, file=self._grid_file, is_new=is_new)
         try:
             with self._make_output_callback(run.node) as sink:
-                code = await self._runner.wait(run, sink, on_note=output.print_message_lines)
+                code = await self._runner.follow_until_end(run, sink, on_note=output.print_message_lines)
         except RunLostError as lost:
             ended("lost")
             error = lost
@@ -180,9 +183,9 @@ class RunFollower:
         return RunOutcome(run.node, run, code, error, took_s=time.monotonic() - began)
 
     def _announce_detached_run(self, run: Run) -> RunOutcome:
-        from genie.grid.runs.launch import track_run
+        from genie.grid.runs.launch import track_run_in_metrics
 
-        ended = track_run(run, state_dir=self._state_dir, file=self._file)
+        ended = track_run_in_metrics(run, state_dir=self._state_dir, file=self._grid_file)
         if run.has_ended:
             ended("lost" if run.exit_code is None else "failed" if run.exit_code else "succeeded")
         if self._as_json:
@@ -205,34 +208,34 @@ class RunFollower:
         if self._as_json:
             from genie.grid.runs.run import OutputCollector
 
-            self._collectors[node] = OutputCollector(bytes_max=COLLECTED_BYTES_MAX)
-            yield self._collectors[node]
+            self._output_collector_by_node[node] = OutputCollector(bytes_max=COLLECTED_OUTPUT_BYTES_MAX)
+            yield self._output_collector_by_node[node]
         elif self._has_several_nodes:
-            lines = PrefixedLineWriter(node, write_stream)
+            lines = PrefixedLineWriter(node, write_to_own_stream)
             try:
                 yield lines
             finally:
                 lines.close()
         else:
-            sink: StreamWriter = write_stream
+            sink: StreamWriter = write_to_own_stream
             yield sink
 
-    def _abandon_run(self, each: _FollowedNode) -> RunOutcome:
+    def _abandoned_run_outcome(self, each: _FollowedNode) -> RunOutcome:
         if each.run is None:
-            return self._abandon_start(each)
+            return self._cancelled_start_outcome(each)
         output.print_message(_still_running_message(each.run_id, each.node))
         code = TRANSPORT_EXIT_CODE if each.is_unreachable else INTERRUPTED_EXIT_CODE
         return RunOutcome(each.node, each.run, code, abandoned_state="may still be running")
 
-    def _abandon_start(self, each: _FollowedNode) -> RunOutcome:
-        from genie.grid.runs.run_client import CancelledStart
+    def _cancelled_start_outcome(self, each: _FollowedNode) -> RunOutcome:
+        from genie.grid.runs.run_client import CancelledStartState
 
         known = self._runner.cancelled_start_state(each.run_id)
-        if known is CancelledStart.UNKNOWN:
+        if known is CancelledStartState.UNKNOWN:
             output.print_message(
                 f"run {each.description} may have started; to cancel it: grid-cli cancel {each.run_id}"
             )
-        elif known is CancelledStart.INTERRUPTED:
+        elif known is CancelledStartState.INTERRUPTED:
             output.print_message(
                 f"run {each.description} was interrupted; to show its output: grid-cli logs {each.run_id}"
             )
@@ -252,7 +255,7 @@ class RunFollower:
             if starting:
                 messages.append(f"cancelled the start on {', '.join(each.node for each in starting)}")
             if running or name == "KILL":
-                messages.append(f"press Ctrl-C again to {_NEXT_CTRL_C_EFFECT[name]}")
+                messages.append(f"press Ctrl-C again to {_NEXT_CTRL_C_EFFECT_BY_SIGNAL[name]}")
             output.print_message("; ".join(messages))
             for each in starting:
                 each.task.cancel()
@@ -264,7 +267,7 @@ class RunFollower:
     async def _send_signal(self, each: _FollowedNode, name: str) -> None:
         assert each.run is not None
         try:
-            await self._runner.signal(each.run, name)
+            await self._runner.send_signal(each.run, name)
         except GenieError as error:
             output.show_error(error, debug=False)
             output.print_message(f"run {each.description} could not be signalled")

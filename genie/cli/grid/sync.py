@@ -58,7 +58,7 @@ def sync(
     if as_json:
         output.write_json([_report_to_json(report) for report in reports])
     else:
-        _print_reports(reports, dry_run=dry_run)
+        _print_sync_reports(reports, dry_run=dry_run)
     failed = [report.error for report in reports if report.error is not None]
     if failed:
         raise typer.Exit(max(error.exit_code for error in failed))
@@ -88,9 +88,9 @@ class SyncProgressBar:
     def __call__(self, progress: SyncProgress) -> None:
         self._progress_by_node[progress.node] = progress
         if self._is_shown:
-            done = sum(each.bytes for each in self._progress_by_node.values())
+            done = sum(each.sent_bytes for each in self._progress_by_node.values())
             total = sum(each.bytes_total for each in self._progress_by_node.values())
-            files = sum(each.files for each in self._progress_by_node.values())
+            files = sum(each.sent_files for each in self._progress_by_node.values())
             nodes = format_count(len(self._progress_by_node), "node")
             self._progress_line(
                 f"sending to {nodes}: {format_count(files, 'file')}, {format_size(done)}", done, total
@@ -103,7 +103,7 @@ class SyncProgressBar:
             self._progress_line.close()
 
 
-def _print_reports(reports: list[SyncReport], *, dry_run: bool) -> None:
+def _print_sync_reports(reports: list[SyncReport], *, dry_run: bool) -> None:
     rows = [
         [
             report.node,

@@ -41,17 +41,17 @@ THROTTLE_CHECK_TEMPERATURE_C_MIN = TEMPERATURE_C_MAX - 5.0
 """GPUs throttle before they overheat. From this temperature on, throttle reasons are read by nvidia-smi."""
 DISK_FREE_BYTES_MIN = 1 << 30
 DISK_FREE_FRACTION_MIN = 0.01
-XID_AGE_S_MAX = 86400.0
+RECENT_XID_AGE_S_MAX = 86400.0
 PROGRAM_FAULT_XIDS = frozenset({13, 31, 43, 45, 68, 69})
 """Xid errors caused by programs; all others indicate a fault of the GPU, its driver or its link."""
 _READING_TIMEOUT_FRACTION = 0.7
 """Timeout of each reading as a fraction of the node's remaining time; the rest is for the response."""
 _CONCURRENT_CONNECTS_MAX = 256
-_REASONS_SHOWN_MAX = 20
+_REJECTED_NODES_SHOWN_MAX = 20
 _FRESH_READING_HINT = "read all nodes again: grid-cli health --fresh; choose a node yourself: --node NAME"
 _NO_GPUS_HINT = "add a node with GPUs: grid-cli nodes add NAME; without --gpus, the command runs on any node"
-_CACHE_BYTES_MAX = 64 << 20
-_REASONS_MAX = 64
+_CACHE_FILE_BYTES_MAX = 64 << 20
+_REASONS_PER_NODE_MAX = 64
 _REASON_CHARS_MAX = 300
 
 # Readings are validated, so that no score is computed from an impossible number.
@@ -221,7 +221,7 @@ def _gpu_faults(readings: Readings) -> list[str]:
         if gpu.ecc_uncorrected:
             found.append(f"GPU {gpu.index} has {gpu.ecc_uncorrected} uncorrected ECC errors")
     for xid in readings.xids or ():
-        recent = xid.age_s is None or xid.age_s <= XID_AGE_S_MAX
+        recent = xid.age_s is None or xid.age_s <= RECENT_XID_AGE_S_MAX
         if recent and xid.code not in PROGRAM_FAULT_XIDS:
             found.append(f"Xid {xid.code} on {xid.bus}: {xid.text}".rstrip(": "))
     return list(dict.fromkeys(found))
@@ -237,19 +237,23 @@ def choose_best_node(
     fitting = []
     rejected = []
     for node in nodes:
-        why = _rejection_reason(node, gpus=gpus, labels=labels or {})
+        why = _why_rejected(node, gpus=gpus, labels=labels or {})
         if why:
             rejected.append(f"{node.name}: {why}")
         else:
             fitting.append(node)
     if fitting:
         return min(fitting, key=lambda node: node.sort_key)
-    more = [f"and {len(rejected) - _REASONS_SHOWN_MAX} more"] if len(rejected) > _REASONS_SHOWN_MAX else []
+    more = (
+        [f"and {len(rejected) - _REJECTED_NODES_SHOWN_MAX} more"]
+        if len(rejected) > _REJECTED_NODES_SHOWN_MAX
+        else []
+    )
     labelled = [node for node in nodes if not _missing_labels(node, labels or {})]
     unreachable = bool(labelled) and all(node.state is HealthState.UNREACHABLE for node in labelled)
     kind = NoNodeReachedError if unreachable else NoNodeError
     raise kind(
-        "\n".join(["no node fits", *rejected[:_REASONS_SHOWN_MAX], *more]),
+        "\n".join(["no node fits", *rejected[:_REJECTED_NODES_SHOWN_MAX], *more]),
         hint=_no_node_hint(labelled),
     )
 
@@ -263,7 +267,7 @@ def _no_node_hint(labelled: Sequence[NodeHealth]) -> str:
     return _FRESH_READING_HINT
 
 
-def _rejection_reason(node: NodeHealth, *, gpus: int, labels: Mapping[str, str]) -> str:
+def _why_rejected(node: NodeHealth, *, gpus: int, labels: Mapping[str, str]) -> str:
     missing = _missing_labels(node, labels)
     if missing:
         return f"missing label {', '.join(missing)}"
@@ -284,13 +288,13 @@ class HealthCache:
     """The last health of each node, shared by all processes of this user. Losing it costs only readings."""
 
     def __init__(self, state_dir: Path) -> None:
-        self._path = state_dir / "grid" / "health.json"
+        self._cache_file = state_dir / "grid" / "health.json"
 
     def read(self, file: GridFile) -> dict[str, NodeHealth]:
         """Return the cached health by node name; empty if the cache is for a different grid file."""
         try:
-            raw = self._path.read_bytes()
-            cached = msgspec.json.decode(raw, type=_CacheFile) if len(raw) <= _CACHE_BYTES_MAX else None
+            raw = self._cache_file.read_bytes()
+            cached = msgspec.json.decode(raw, type=_CacheFile) if len(raw) <= _CACHE_FILE_BYTES_MAX else None
         except FileNotFoundError:
             return {}
         except (OSError, msgspec.DecodeError) as error:
@@ -302,13 +306,13 @@ class HealthCache:
 
     def write(self, file: GridFile, nodes: Sequence[NodeHealth]) -> None:
         cached = _CacheFile(identity=grid_file_digest(file), nodes=tuple(nodes))
-        temporary = self._path.with_name(f".{self._path.name}.{os.getpid()}.new")
+        temporary = self._cache_file.with_name(f".{self._cache_file.name}.{os.getpid()}.new")
         try:
-            files.make_private_directory(self._path.parent)
+            files.make_private_directory(self._cache_file.parent)
             # Renamed without fsync, which would take longer than most readings.
             with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as out:
                 out.write(msgspec.json.encode(cached))
-            temporary.replace(self._path)
+            temporary.replace(self._cache_file)
         except (GenieError, OSError) as error:
             _log.warning("could not write the health cache", extra={"why": str(error)})
             with contextlib.suppress(OSError):
@@ -316,7 +320,7 @@ class HealthCache:
 
     def delete(self) -> None:
         with contextlib.suppress(OSError):
-            self._path.unlink(missing_ok=True)
+            self._cache_file.unlink(missing_ok=True)
 
 
 class _CacheFile(msgspec.Struct, frozen=True):
@@ -338,9 +342,9 @@ class NodeHealthChecker:
         self, pool: SshPool, file: GridFile, *, clock: Callable[[], float], cache: HealthCache | None = None
     ) -> None:
         self._pool = pool
-        self._file = file
+        self._grid_file = file
         self._clock = clock
-        self._cache = cache
+        self._health_cache = cache
         self._result_by_node = cache.read(file) if cache is not None else {}
         self._nodes_read_by_this_checker: set[str] = set()
         # At most as many as pool connections, so that no node's timeout passes while it waits for one. A
@@ -351,11 +355,11 @@ class NodeHealthChecker:
 
     async def check_all_in_file_order(self, *, fresh: bool = False) -> list[NodeHealth]:
         """Return one result per node in file order. Raises nothing; an unreachable node has that state."""
-        stale = [node for node in self._file.nodes if fresh or not self._has_current_result(node.name)]
+        stale = [node for node in self._grid_file.nodes if fresh or not self._has_current_result(node.name)]
         async with asyncio.TaskGroup() as group:
-            checks = [group.create_task(self._check_node(node)) for node in stale]
+            checks = [group.create_task(self._check_node_now(node)) for node in stale]
         self._store_results([task.result() for task in checks])
-        return [self._result_by_node[node.name] for node in self._file.nodes]
+        return [self._result_by_node[node.name] for node in self._grid_file.nodes]
 
     async def check_all_nodes(self, *, fresh: bool = False) -> list[NodeHealth]:
         """Like check_all_in_file_order, but the best node first, nodes that must not be chosen last."""
@@ -363,9 +367,9 @@ class NodeHealthChecker:
 
     async def check(self, name: str, *, fresh: bool = False) -> NodeHealth:
         """Raises NoNodeError for a name that is not in the file."""
-        node = self._file.node(name)
+        node = self._grid_file.node(name)
         if fresh or not self._has_current_result(name):
-            self._store_results([await self._check_node(node)])
+            self._store_results([await self._check_node_now(node)])
         return self._result_by_node[name]
 
     def record_choice(self, name: str) -> None:
@@ -375,28 +379,33 @@ class NodeHealthChecker:
 
     def _has_current_result(self, name: str) -> bool:
         known = self._result_by_node.get(name)
-        return known is not None and 0 <= self._clock() - known.at < self._file.health_check.refresh_interval
+        return (
+            known is not None
+            and 0 <= self._clock() - known.at < self._grid_file.health_check.refresh_interval
+        )
 
     def _store_results(self, results: Sequence[NodeHealth]) -> None:
         self._result_by_node.update({result.name: result for result in results})
-        if results and self._cache is not None:
-            self._cache.write(self._file, list(self._result_by_node.values()))
+        if results and self._health_cache is not None:
+            self._health_cache.write(self._grid_file, list(self._result_by_node.values()))
 
-    async def _check_node(self, node: GridNode) -> NodeHealth:
+    async def _check_node_now(self, node: GridNode) -> NodeHealth:
         async with self._connect_slots:
             loop = asyncio.get_running_loop()
             started = loop.time()
-            limit = asyncio.timeout(self._file.health_check.timeout)
+            limit = asyncio.timeout(self._grid_file.health_check.timeout)
             with _CheckSlot(self._check_slots, limit) as slot:
                 try:
                     async with limit:
-                        readings = await self._read_node(node, limit, slot)
-                    return self._make_result(node, readings, took_s=loop.time() - started - slot.waited_s)
+                        readings = await self._connect_and_fetch_readings(node, limit, slot)
+                    return self._make_health_result(
+                        node, readings, took_s=loop.time() - started - slot.waited_s
+                    )
                 except TimeoutError:
                     if not limit.expired():
                         raise
                     error: GenieError = UnreachableError(
-                        f"no response within {self._file.health_check.timeout:g} s"
+                        f"no response within {self._grid_file.health_check.timeout:g} s"
                     )
                 except GenieError as found:
                     error = found
@@ -404,17 +413,19 @@ class NodeHealthChecker:
                     node, error, took_s=loop.time() - started - slot.waited_s
                 )
 
-    async def _read_node(self, node: GridNode, limit: asyncio.Timeout, slot: _CheckSlot) -> Readings:
+    async def _connect_and_fetch_readings(
+        self, node: GridNode, limit: asyncio.Timeout, slot: _CheckSlot
+    ) -> Readings:
         # The first check is one shell command: starting Python costs a node more than the readings.
         async with self._pool.connect(
             node.name,
-            timeout_s=self._file.health_check.timeout,
+            timeout_s=self._grid_file.health_check.timeout,
             retries=1,
             without_helper=node.name not in self._nodes_read_by_this_checker,
             before_login=slot.acquire,
         ) as link:
             left_s = max(0.05, (limit.when() or 0.0) - asyncio.get_running_loop().time())
-            answer = await _fetch_readings(link, self._file.remote_root, left_s=left_s)
+            answer = await _fetch_readings(link, self._grid_file.remote_root, left_s=left_s)
         self._nodes_read_by_this_checker.add(node.name)
         try:
             readings = msgspec.convert(answer, Readings)
@@ -425,10 +436,10 @@ class NodeHealthChecker:
             return msgspec.structs.replace(readings, gpus=(), failed=failed)
         return readings
 
-    def _make_result(self, node: GridNode, readings: Readings, *, took_s: float) -> NodeHealth:
+    def _make_health_result(self, node: GridNode, readings: Readings, *, took_s: float) -> NodeHealth:
         state, reasons = assess_health(readings)
-        reasons = tuple(reason[:_REASON_CHARS_MAX] for reason in reasons[:_REASONS_MAX])
-        found = compute_score(readings, self._file.health_check, node.weight)
+        reasons = tuple(reason[:_REASON_CHARS_MAX] for reason in reasons[:_REASONS_PER_NODE_MAX])
+        found = compute_score(readings, self._grid_file.health_check, node.weight)
         _log.debug("checked the health of node %s", node.name, extra={"state": state.value, "score": found})
         return NodeHealth(
             node.name, state, found, reasons, self._clock(), round(took_s, 3), readings, dict(node.labels)

@@ -12,7 +12,7 @@ from genie.grid.remote.core import OpError
 from genie.grid.ssh.shell_words import quote_path
 
 SECTION_MARK = "@@genie"
-_OUTPUT_CHARS_MAX = 4 << 20
+_SCRIPT_OUTPUT_CHARS_MAX = 4 << 20
 # Prints each part after a line with MARK. Every first check of a node runs this and a process costs about a
 # millisecond, so sh reads what it can itself, and buffers its output because every write becomes a packet.
 # Tools are killed after the timeout, by a watcher on systems without `timeout`.
@@ -68,15 +68,15 @@ def make_readings_script(root: str, *, timeout_s: float) -> bytes:
         mark=SECTION_MARK,
         limit=max(1, round(timeout_s)),
         root=quote_path(root),
-        query=health.NVIDIA_QUERY,
-        form=health.NVIDIA_FORMAT,
+        query=health.NVIDIA_SMI_QUERY_FIELDS,
+        form=health.NVIDIA_SMI_FORMAT,
     ).encode()
 
 
 def parse_readings(output: str) -> dict[str, Any]:
     """Return the same as `health.read`. Missing and invalid parts are listed in `failed`."""
-    if len(output) > _OUTPUT_CHARS_MAX:
-        return {"failed": {"answer": f"longer than {_OUTPUT_CHARS_MAX} characters"}}
+    if len(output) > _SCRIPT_OUTPUT_CHARS_MAX:
+        return {"failed": {"answer": f"longer than {_SCRIPT_OUTPUT_CHARS_MAX} characters"}}
     parts = _split_sections(output)
     found: dict[str, Any] = {"vendor": "none", "gpus": []}
     failed: dict[str, str] = {}
@@ -92,7 +92,7 @@ def parse_readings(output: str) -> dict[str, Any]:
             failed[name] = str(error) if isinstance(error, OpError) else "missing in the node's output"
     failed.update(found.pop("failed", {}))
     if "unwritable" in parts:
-        found["unwritable"] = parts["unwritable"].strip("\n")[: health.TEXT_CHARS_MAX]
+        found["unwritable"] = parts["unwritable"].strip("\n")[: health.READING_TEXT_CHARS_MAX]
     if "nvidia" in parts:
         readable = parts.get("xids", "").rstrip().endswith("readable")
         found["xids"] = _parse_xids(parts) if readable else None
@@ -126,7 +126,7 @@ def _parse_memory(parts: dict[str, str]) -> dict[str, Any]:
 
 
 def _parse_disk(parts: dict[str, str]) -> dict[str, Any]:
-    _check_exit_code(parts, "disk", program="df")
+    _check_tool_succeeded(parts, "disk", program="df")
     words = parts["disk"].strip().splitlines()[-1].split()
     return {"disk_total_bytes": int(words[1]) * 1024, "disk_free_bytes": int(words[3]) * 1024}
 
@@ -134,22 +134,22 @@ def _parse_disk(parts: dict[str, str]) -> dict[str, Any]:
 def _parse_gpus(parts: dict[str, str]) -> dict[str, Any]:
     if "nvidia" in parts:
         if "no devices were found" not in parts["nvidia"].lower():
-            _check_exit_code(parts, "nvidia", program="nvidia-smi")
+            _check_tool_succeeded(parts, "nvidia", program="nvidia-smi")
         return health.parse_nvidia_smi(parts["nvidia"])
     if "rocm" in parts:
-        _check_exit_code(parts, "rocm", program="rocm-smi")
+        _check_tool_succeeded(parts, "rocm", program="rocm-smi")
         return health.parse_rocm_smi(parts["rocm"])
     if "amd" in parts:
-        _check_exit_code(parts, "amd", program="amd-smi")
+        _check_tool_succeeded(parts, "amd", program="amd-smi")
         return health.parse_amd_smi(parts["amd"], {})
     if "none" not in parts:
         raise OpError("the GPUs are missing in the node's output", reason="output")
     return {"vendor": "none", "gpus": []}
 
 
-def _check_exit_code(parts: dict[str, str], part: str, *, program: str) -> None:
-    if len(parts[part]) > health.OUTPUT_BYTES_MAX:
-        raise OpError(f"{program} printed more than {health.OUTPUT_BYTES_MAX} bytes", reason="output")
+def _check_tool_succeeded(parts: dict[str, str], part: str, *, program: str) -> None:
+    if len(parts[part]) > health.TOOL_OUTPUT_BYTES_MAX:
+        raise OpError(f"{program} printed more than {health.TOOL_OUTPUT_BYTES_MAX} bytes", reason="output")
     code = int(parts[f"{part} code"])
     if code == 137:
         raise OpError(f"{program} timed out and was killed", reason="timeout")

@@ -24,9 +24,9 @@ from genie.errors import GenieError, RayError, UsageError
 _log = logging.getLogger(__name__)
 
 BATCH_SIZE_MAX = 100_000
-IN_FLIGHT_MAX = 4096
+BATCHES_IN_FLIGHT_MAX = 4096
 _BATCHES_IN_FLIGHT_PER_SLOT = 2
-_COLLECT_TIMEOUT_S = 0.5
+_BATCH_END_WAIT_S = 0.5
 _METRICS_FLUSH_INTERVAL_S = 0.5
 _CANCELLED_ERROR = "cancelled"
 
@@ -43,13 +43,13 @@ class TaskFailure:
 class TaskMetrics(Protocol):
     """Counts tasks (genie/grid/metrics.py). `ended` has status and duration in seconds of each ended task."""
 
-    def tasks_changed(self, *, started: int = 0, ended: Sequence[tuple[str, float]] = ()) -> None: ...
+    def record_task_changes(self, *, started: int = 0, ended: Sequence[tuple[str, float]] = ()) -> None: ...
 
 
-class NoMetrics:
-    """Counts nothing: BatchExecutor(metrics=NoMetrics())."""
+class NoTaskMetrics:
+    """Counts nothing: BatchExecutor(metrics=NoTaskMetrics())."""
 
-    def tasks_changed(self, *, started: int = 0, ended: Sequence[tuple[str, float]] = ()) -> None: ...
+    def record_task_changes(self, *, started: int = 0, ended: Sequence[tuple[str, float]] = ()) -> None: ...
 
 
 class _BufferedTaskMetrics:
@@ -72,7 +72,7 @@ class _BufferedTaskMetrics:
         if not self._started_count and not self._ended_tasks:
             return
         if force or time.monotonic() - self._last_flush_at_s >= _METRICS_FLUSH_INTERVAL_S:
-            self._metrics.tasks_changed(started=self._started_count, ended=self._ended_tasks)
+            self._metrics.record_task_changes(started=self._started_count, ended=self._ended_tasks)
             self._started_count, self._ended_tasks, self._last_flush_at_s = 0, [], time.monotonic()
 
 
@@ -99,8 +99,8 @@ class BatchExecutor:
         """
         if not 1 <= batch_size <= BATCH_SIZE_MAX:
             raise UsageError(f"batch_size = {batch_size} must be 1 to {BATCH_SIZE_MAX}")
-        if in_flight_max is not None and not 1 <= in_flight_max <= IN_FLIGHT_MAX:
-            raise UsageError(f"in_flight_max = {in_flight_max} must be 1 to {IN_FLIGHT_MAX}")
+        if in_flight_max is not None and not 1 <= in_flight_max <= BATCHES_IN_FLIGHT_MAX:
+            raise UsageError(f"in_flight_max = {in_flight_max} must be 1 to {BATCHES_IN_FLIGHT_MAX}")
         if max_retries < 0 or num_cpus < 0 or (num_gpus is not None and num_gpus < 0):
             raise UsageError("max_retries, num_cpus and num_gpus must not be negative")
         self.batch_size = batch_size
@@ -202,22 +202,22 @@ class BatchExecutor:
         else:
             slots = cluster_cpus / self._num_cpus if self._num_cpus else cluster_cpus
         wanted = self._in_flight_max or max(2, int(slots * _BATCHES_IN_FLIGHT_PER_SLOT))
-        return min(wanted, IN_FLIGHT_MAX)
+        return min(wanted, BATCHES_IN_FLIGHT_MAX)
 
     def _collect_results(
         self, ray: Any, pending: dict[Any, tuple[int, int]], results: list[Any]
     ) -> list[tuple[str, float]]:
-        """Wait up to _COLLECT_TIMEOUT_S for a batch to end, and store the results of ended batches.
+        """Wait up to _BATCH_END_WAIT_S for a batch to end, and store the results of ended batches.
 
         Returns status and duration in seconds of each ended task.
         """
         outcomes: list[tuple[str, float]] = []
         if not pending:
             return outcomes
-        ended, _ = ray.wait(list(pending), num_returns=1, timeout=_COLLECT_TIMEOUT_S)
+        ended, _ = ray.wait(list(pending), num_returns=1, timeout=_BATCH_END_WAIT_S)
         for reference in ended:
             start, count = pending[reference]
-            found = _fetch_outcomes(ray, reference, count)
+            found = _fetch_batch_outcomes(ray, reference, count)
             del pending[reference]
             for index, outcome in enumerate(found, start):
                 results[index] = self._unpickle_result(ray, index, outcome)
@@ -327,7 +327,7 @@ def _split_into_batches(tasks: Iterable[Any], size: int) -> Iterator[list[Any]]:
         yield batch
 
 
-def _fetch_outcomes(ray: Any, reference: Any, count: int) -> list[tuple[Any, ...]]:
+def _fetch_batch_outcomes(ray: Any, reference: Any, count: int) -> list[tuple[Any, ...]]:
     try:
         found: list[tuple[Any, ...]] = ray.get(reference)
         return found
@@ -352,7 +352,7 @@ def _task_status(result: Any) -> str:
 
 
 def _default_metrics() -> TaskMetrics:
-    """Return the metrics of this machine, or NoMetrics if they are not available."""
+    """Return the metrics of this machine, or NoTaskMetrics if they are not available."""
     try:
         if sys.platform != "linux":
             import psutil  # noqa: F401 - GridMetrics imports it late
@@ -363,7 +363,7 @@ def _default_metrics() -> TaskMetrics:
         return GridMetrics(load().paths.state_dir.expanduser())
     except (ImportError, GenieError) as error:
         _log.info("metrics are disabled", extra={"why": str(error)})
-        return NoMetrics()
+        return NoTaskMetrics()
 
 
 def _cancel_batches(ray: Any, pending: Iterable[Any]) -> None:

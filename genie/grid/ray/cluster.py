@@ -25,11 +25,11 @@ from genie.errors import GenieError, NodeRefusedError, RayError, UnreachableErro
 from genie.grid.grid_file import GridFile, ProgressCallback
 from genie.grid.ray.plan import (
     NO_PYTHON_REASON,
-    ClusterView,
+    RayClusterView,
     RayFacts,
     RayRecordOfNode,
-    StartOrder,
-    build_cluster_view,
+    RayStartPlan,
+    build_ray_cluster_view,
     plan_start,
 )
 from genie.grid.ssh.login_shell import check_login_shell
@@ -40,19 +40,19 @@ from genie.processes.tasks import all_of
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
-FACTS_TIMEOUT_S = 90.0
-START_TIMEOUT_S = 180.0
-JOIN_TIMEOUT_S = 60.0
-STOP_GRACE_S = 8.0
-REQUEST_TIMEOUT_S = 30.0
+FETCH_FACTS_TIMEOUT_S = 90.0
+RAY_START_TIMEOUT_S = 180.0
+NODES_JOIN_TIMEOUT_S = 60.0
+RAY_STOP_GRACE_S = 8.0
+RAY_REQUEST_TIMEOUT_S = 30.0
 _REPLY_TIMEOUT_MARGIN_S = 20.0
-_UNDO_TIMEOUT_S = 60.0
+_UNDO_START_TIMEOUT_S = 60.0
 _POLL_INTERVAL_S = 0.5
-_TOKEN_BYTES = 32
+_RAY_TOKEN_BYTES = 32
 
 
 @dataclass(frozen=True)
-class StopReport:
+class RayStopReport:
     """Result of a stop on one node. `role` is the role that was stopped, '' if there was none.
 
     `exit_code` is that of the error, 0 without error.
@@ -67,7 +67,7 @@ class StopReport:
 
 
 @dataclass(frozen=True)
-class Tunnel:
+class DashboardTunnel:
     """`url` is the dashboard's address while the connection to the head is open."""
 
     url: str
@@ -83,7 +83,7 @@ class RayCluster:
 
     def __init__(self, pool: SshPool, file: GridFile, *, state_dir: Path) -> None:
         self._pool = pool
-        self._file = file
+        self._grid_file = file
         self._local_files = LocalClusterFiles(state_dir, file)
         self._query_slots = asyncio.Semaphore(file.ssh.pool_size)
 
@@ -99,31 +99,38 @@ class RayCluster:
         head: str | None = None,
         allow_missing: bool = False,
         on_progress: ProgressCallback = lambda _node, _text: None,
-    ) -> ClusterView:
+    ) -> RayClusterView:
         """Start the head on the first node and workers on the others, and wait until all have joined.
 
         Raises RayError, or TransportError if a node is unreachable, after stopping all started nodes.
         `allow_missing` continues without workers that cannot join.
         """
         if head is not None:
-            self._file.node(head)  # raises an error that lists the nodes
-        names = [self._file.node(name).name for name in nodes] or [node.name for node in self._file.nodes]
+            self._grid_file.node(head)  # raises an error that lists the nodes
+        names = [self._grid_file.node(name).name for name in nodes] or [
+            node.name for node in self._grid_file.nodes
+        ]
         facts = await self._fetch_facts(names, allow_missing=allow_missing, on_progress=on_progress)
-        if allow_missing and any(each.ray for each in facts):
+        if allow_missing and any(each.ray_program for each in facts):
             for each in facts:
-                if not each.ray:
+                if not each.ray_program:
                     on_progress(each.node, "skipped: Ray is not installed")
-            facts = [each for each in facts if each.ray]
-        orders = plan_start(facts, self._file.ray, head=head)
-        cluster, token = secrets.token_hex(8), secrets.token_hex(_TOKEN_BYTES)
+            facts = [each for each in facts if each.ray_program]
+        start_plans = plan_start(facts, self._grid_file.ray, head=head)
+        cluster, token = secrets.token_hex(8), secrets.token_hex(_RAY_TOKEN_BYTES)
         started: list[str] = []
         try:
             missing = await self._start_nodes(
-                orders, cluster, token, started=started, allow_missing=allow_missing, on_progress=on_progress
+                start_plans,
+                cluster,
+                token,
+                started=started,
+                allow_missing=allow_missing,
+                on_progress=on_progress,
             )
-            self._local_files.write(cluster, token, head=orders[0].node)
-            wanted = [order.node for order in orders if order.node not in missing]
-            await self._wait_joined(orders[0].node, wanted)
+            self._local_files.write(cluster, token, head=start_plans[0].node)
+            wanted = [start_plan.node for start_plan in start_plans if start_plan.node not in missing]
+            await self._wait_until_joined(start_plans[0].node, wanted)
         except BaseException as error:
             await self._undo_start(cluster, started, on_progress=on_progress)
             self._local_files.remove(cluster)
@@ -134,18 +141,18 @@ class RayCluster:
             raise
         return await self.status()
 
-    async def stop(self, *, on_progress: ProgressCallback = lambda _node, _text: None) -> list[StopReport]:
+    async def stop(self, *, on_progress: ProgressCallback = lambda _node, _text: None) -> list[RayStopReport]:
         """Stop Ray on every node of the file. A node's error is in its report, not raised."""
 
-        async def stop_node(name: str) -> StopReport:
+        async def stop_node(name: str) -> RayStopReport:
             report = await self._stop_node(name)
             if report.role or report.error:
                 on_progress(name, report.error or f"stopped {report.ended} processes")
             return report
 
-        records, _ = await self._fetch_records()
+        records, _ = await self._fetch_ray_records()
         head = [name for name, record in records.items() if record is not None and record.role == "head"]
-        names = [node.name for node in self._file.nodes]
+        names = [node.name for node in self._grid_file.nodes]
         # The head last, because workers deregister with it.
         reports = await all_of(stop_node(name) for name in names if name not in head)
         reports += await all_of(stop_node(name) for name in head)
@@ -154,9 +161,9 @@ class RayCluster:
             self._local_files.remove()
         return reports
 
-    async def status(self) -> ClusterView:
+    async def status(self) -> RayClusterView:
         """Return the state of the cluster. A node that cannot be queried has its error as message."""
-        records, failed = await self._fetch_records()
+        records, failed = await self._fetch_ray_records()
         head = next((name for name, rec in records.items() if rec is not None and rec.role == "head"), None)
         ray_nodes, version = None, ""
         if head is not None:
@@ -165,7 +172,7 @@ class RayCluster:
                 version = str(
                     (await self.request_dashboard(head, "GET", "/api/version")).get("ray_version", "")
                 )
-        return build_cluster_view(records, failed, ray_nodes, version=version)
+        return build_ray_cluster_view(records, failed, ray_nodes, version=version)
 
     async def find_head(self) -> str:
         """Return the node of the head. Raises RayError if there is none, TransportError if it may be on an
@@ -173,14 +180,14 @@ class RayCluster:
         return (await self._find_head_record())[0]
 
     async def _find_head_record(self) -> tuple[str, RayRecordOfNode]:
-        last = self._local_files.head()
-        if last is not None and any(node.name == last for node in self._file.nodes):
-            record = await self._fetch_record(last)
-            if record is not None and record.role == "head" and record.alive:
+        last = self._local_files.read_head()
+        if last is not None and any(node.name == last for node in self._grid_file.nodes):
+            record = await self._fetch_ray_record(last)
+            if record is not None and record.role == "head" and record.alive_count:
                 return last, record
-        records, failed = await self._fetch_records()
+        records, failed = await self._fetch_ray_records()
         for name, record in records.items():
-            if record is not None and record.role == "head" and record.alive:
+            if record is not None and record.role == "head" and record.alive_count:
                 return name, record
         if failed:
             raise _common_error_type(failed.values())(
@@ -194,9 +201,9 @@ class RayCluster:
     ) -> dict[str, Any]:
         """Send one request to the dashboard, from the head with the token stored there."""
         blob = json.dumps(body).encode() if body is not None else b""
-        args = {"method": method, "path": path, "timeout_s": REQUEST_TIMEOUT_S}
-        answer, data = await self.call(
-            head, "request_dashboard", args, blob, timeout_s=REQUEST_TIMEOUT_S + _REPLY_TIMEOUT_MARGIN_S
+        args = {"method": method, "path": path, "timeout_s": RAY_REQUEST_TIMEOUT_S}
+        answer, data = await self.call_ray_op(
+            head, "request_dashboard", args, blob, timeout_s=RAY_REQUEST_TIMEOUT_S + _REPLY_TIMEOUT_MARGIN_S
         )
         status = int(answer["status"])
         text = data.decode("utf-8", "replace")
@@ -208,7 +215,7 @@ class RayCluster:
             raise RayError(f"node {head}: Ray's dashboard returned invalid JSON: {text[:200]!r}") from None
         return parsed if isinstance(parsed, dict) else {"list": parsed}
 
-    async def call(
+    async def call_ray_op(
         self,
         node: str,
         name: str,
@@ -220,11 +227,11 @@ class RayCluster:
         """Call an op of remote/ray_node.py on a node, with remote_root of the grid file."""
         async with self._pool.connect(node) as link:
             await _check_has_helper(link)
-            request = {"root": self._file.remote_root, **(args or {})}
+            request = {"root": self._grid_file.remote_root, **(args or {})}
             return await link.call(f"ray_node.{name}", request, blob, timeout_s=timeout_s)
 
     @contextlib.asynccontextmanager
-    async def tunnel(self, *, local_port: int) -> AsyncIterator[Tunnel]:
+    async def open_dashboard_tunnel(self, *, local_port: int) -> AsyncIterator[DashboardTunnel]:
         """Forward a local port to the dashboard while the block runs. 0 uses any free port."""
         head, record = await self._find_head_record()
         async with self._pool.connect(head) as link:
@@ -238,7 +245,7 @@ class RayCluster:
                     hint="use another --port",
                 ) from error
             async with listener:
-                yield Tunnel(f"http://127.0.0.1:{listener.get_port()}", head, link)
+                yield DashboardTunnel(f"http://127.0.0.1:{listener.get_port()}", head, link)
 
     # --- starting ---
 
@@ -246,7 +253,7 @@ class RayCluster:
         self, names: Sequence[str], *, allow_missing: bool, on_progress: ProgressCallback
     ) -> list[RayFacts]:
         async def fetch_facts(name: str) -> RayFacts:
-            answer, _ = await self.call(name, "facts", timeout_s=FACTS_TIMEOUT_S)
+            answer, _ = await self.call_ray_op(name, "facts", timeout_s=FETCH_FACTS_TIMEOUT_S)
             return RayFacts.from_reply(name, answer)
 
         found, failed = await self._query_nodes(names, fetch_facts)
@@ -262,7 +269,7 @@ class RayCluster:
 
     async def _start_nodes(
         self,
-        orders: Sequence[StartOrder],
+        start_plans: Sequence[RayStartPlan],
         cluster: str,
         token: str,
         *,
@@ -272,17 +279,25 @@ class RayCluster:
     ) -> set[str]:
         """Start the head, then the workers. Returns the workers that failed, with `allow_missing`."""
 
-        async def start_node(order: StartOrder) -> None:
-            on_progress(order.node, f"starting the {order.role}")
-            args = {**order.to_request_args(self._file.ray), "cluster": cluster, "timeout_s": START_TIMEOUT_S}
-            started.append(order.node)
-            await self.call(
-                order.node, "start", args, token.encode(), timeout_s=START_TIMEOUT_S + _REPLY_TIMEOUT_MARGIN_S
+        async def start_node(start_plan: RayStartPlan) -> None:
+            on_progress(start_plan.node, f"starting the {start_plan.role}")
+            args = {
+                **start_plan.to_request_args(self._grid_file.ray),
+                "cluster": cluster,
+                "timeout_s": RAY_START_TIMEOUT_S,
+            }
+            started.append(start_plan.node)
+            await self.call_ray_op(
+                start_plan.node,
+                "start",
+                args,
+                token.encode(),
+                timeout_s=RAY_START_TIMEOUT_S + _REPLY_TIMEOUT_MARGIN_S,
             )
-            on_progress(order.node, f"the {order.role} is running")
+            on_progress(start_plan.node, f"the {start_plan.role} is running")
 
-        await start_node(orders[0])
-        by_name = {order.node: order for order in orders[1:]}
+        await start_node(start_plans[0])
+        by_name = {start_plan.node: start_plan for start_plan in start_plans[1:]}
         _, failed = await self._query_nodes(list(by_name), lambda name: start_node(by_name[name]))
         if failed and not allow_missing:
             raise _common_error_type(failed.values())("\n".join(error.message for error in failed.values()))
@@ -291,11 +306,11 @@ class RayCluster:
             await self._stop_node(name, cluster=cluster)
         return set(failed)
 
-    async def _wait_joined(self, head: str, wanted: Sequence[str]) -> None:
-        """Wait until Ray's head lists every node as alive. Raises RayError after JOIN_TIMEOUT_S."""
+    async def _wait_until_joined(self, head: str, wanted: Sequence[str]) -> None:
+        """Wait until Ray's head lists every node as alive. Raises RayError after NODES_JOIN_TIMEOUT_S."""
         missing = list(wanted)
         try:
-            async with asyncio.timeout(JOIN_TIMEOUT_S):
+            async with asyncio.timeout(NODES_JOIN_TIMEOUT_S):
                 while missing:
                     with contextlib.suppress(NodeRefusedError, RayError):  # the dashboard may be starting
                         alive = {
@@ -308,7 +323,7 @@ class RayCluster:
                         await asyncio.sleep(_POLL_INTERVAL_S)
         except TimeoutError:
             raise RayError(
-                f"{', '.join(missing)} did not join Ray's head on {head} within {JOIN_TIMEOUT_S:g} s",
+                f"{', '.join(missing)} did not join Ray's head on {head} within {NODES_JOIN_TIMEOUT_S:g} s",
                 hint=f"all nodes must reach {head} on ray.redis_port and each other on high ports",
             ) from None
 
@@ -323,7 +338,7 @@ class RayCluster:
     async def _undo_start(
         self, cluster: str, started: Sequence[str], *, on_progress: ProgressCallback
     ) -> None:
-        """Stop all started nodes, also on cancellation, within _UNDO_TIMEOUT_S."""
+        """Stop all started nodes, also on cancellation, within _UNDO_START_TIMEOUT_S."""
 
         async def stop_all() -> None:
             stop = functools.partial(self._stop_node, cluster=cluster)
@@ -334,33 +349,33 @@ class RayCluster:
 
         if started:
             try:
-                await asyncio.shield(asyncio.wait_for(stop_all(), _UNDO_TIMEOUT_S))
+                await asyncio.shield(asyncio.wait_for(stop_all(), _UNDO_START_TIMEOUT_S))
             except TimeoutError:
                 on_progress(started[0], "processes may still be running; stop them: grid-cli cluster stop")
 
     # --- stopping and status ---
 
-    async def _stop_node(self, name: str, *, cluster: str | None = None) -> StopReport:
-        args = {"grace_s": STOP_GRACE_S, "cluster": cluster}
+    async def _stop_node(self, name: str, *, cluster: str | None = None) -> RayStopReport:
+        args = {"grace_s": RAY_STOP_GRACE_S, "cluster": cluster}
         try:
             async with self._query_slots:
-                answer, _ = await self.call(
-                    name, "stop", args, timeout_s=STOP_GRACE_S + _REPLY_TIMEOUT_MARGIN_S
+                answer, _ = await self.call_ray_op(
+                    name, "stop", args, timeout_s=RAY_STOP_GRACE_S + _REPLY_TIMEOUT_MARGIN_S
                 )
         except GenieError as error:
-            return StopReport(name, "", error=error.message, exit_code=error.exit_code)
+            return RayStopReport(name, "", error=error.message, exit_code=error.exit_code)
         was = answer["was"]
-        return StopReport(
+        return RayStopReport(
             name, str(was["role"]) if was else "", ended=int(answer["ended"]), killed=int(answer["killed"])
         )
 
-    async def _fetch_record(self, name: str) -> RayRecordOfNode | None:
-        answer, _ = await self.call(name, "record", timeout_s=REQUEST_TIMEOUT_S)
+    async def _fetch_ray_record(self, name: str) -> RayRecordOfNode | None:
+        answer, _ = await self.call_ray_op(name, "record", timeout_s=RAY_REQUEST_TIMEOUT_S)
         return RayRecordOfNode.from_reply(answer)
 
-    async def _fetch_records(self) -> tuple[dict[str, RayRecordOfNode | None], dict[str, GenieError]]:
-        names = [node.name for node in self._file.nodes]
-        found, failed = await self._query_nodes(names, self._fetch_record)
+    async def _fetch_ray_records(self) -> tuple[dict[str, RayRecordOfNode | None], dict[str, GenieError]]:
+        names = [node.name for node in self._grid_file.nodes]
+        found, failed = await self._query_nodes(names, self._fetch_ray_record)
         return {name: found[name] for name in names if name in found}, {
             name: failed[name] for name in names if name in failed
         }
@@ -403,7 +418,7 @@ class LocalClusterFiles:
         files.write_private(self.token_file, token.encode())
         files.write_private(self._folder / "cluster.json", json.dumps([cluster, head]).encode())
 
-    def head(self) -> str | None:
+    def read_head(self) -> str | None:
         stored = self._read_cluster_and_head()
         return stored[1] if stored else None
 
@@ -431,7 +446,7 @@ def _common_error_type(errors: Iterable[GenieError]) -> type[GenieError]:
 
 async def _check_has_helper(link: NodeConnection) -> None:
     if not link.has_helper:
-        await check_login_shell(link, timeout_s=REQUEST_TIMEOUT_S)
+        await check_login_shell(link, timeout_s=RAY_REQUEST_TIMEOUT_S)
         raise NodeRefusedError(
             f"node {link.name} has no usable python3, which Ray and the grid require",
             hint="install Python 3.9 or newer on the node",

@@ -18,7 +18,7 @@ from typing import Any
 from genie.errors import ConnectionLostError, DeadlineError, RayError, TransportError
 from genie.grid.ray.cluster import RayCluster
 
-LOG_WAIT_S = 1.0
+JOB_LOG_WAIT_S = 1.0
 _REPLY_TIMEOUT_MARGIN_S = 20.0
 _RECONNECTS_MAX = 30
 _RECONNECT_INTERVAL_S = 1.0
@@ -37,7 +37,7 @@ class RayJobResult:
     message: str = ""
 
 
-def exit_code_of(info: Mapping[str, Any]) -> int:
+def exit_code_of_ended_job(info: Mapping[str, Any]) -> int:
     """Return the exit code of an ended job from its Jobs API info."""
     code = info.get("driver_exit_code")
     if isinstance(code, int):
@@ -65,7 +65,7 @@ class RayJobs:
         try:
             await self._cluster.request_dashboard(head, "POST", "/api/jobs/", body)
         except (ConnectionLostError, DeadlineError):
-            if await self._fetch_info(head, job) is None:
+            if await self._try_fetch_job_info(head, job) is None:
                 raise
         return job
 
@@ -77,10 +77,10 @@ class RayJobs:
         offset, failures = 0, 0
         while True:
             try:
-                info = await self.info(job, head=head)
+                info = await self.fetch_job_info(job, head=head)
                 done = str(info.get("status")) not in _UNFINISHED_STATUSES
                 offset, more = await self._read_log_from_head_and_get_next_offset(
-                    head, job, offset, on_output, wait_s=0 if done else LOG_WAIT_S
+                    head, job, offset, on_output, wait_s=0 if done else JOB_LOG_WAIT_S
                 )
                 failures = 0
             except TransportError:
@@ -93,10 +93,10 @@ class RayJobs:
                 if offset == 0:
                     await self._fetch_log_from_dashboard(head, job, on_output)
                 return RayJobResult(
-                    job, str(info["status"]), exit_code_of(info), str(info.get("message") or "")
+                    job, str(info["status"]), exit_code_of_ended_job(info), str(info.get("message") or "")
                 )
 
-    async def info(self, job: str, *, head: str | None = None) -> dict[str, Any]:
+    async def fetch_job_info(self, job: str, *, head: str | None = None) -> dict[str, Any]:
         return await self._cluster.request_dashboard(
             head or await self._cluster.find_head(), "GET", f"/api/jobs/{job}"
         )
@@ -106,9 +106,9 @@ class RayJobs:
         head = head or await self._cluster.find_head()
         await self._cluster.request_dashboard(head, "POST", f"/api/jobs/{job}/stop")
 
-    async def _fetch_info(self, head: str, job: str) -> dict[str, Any] | None:
+    async def _try_fetch_job_info(self, head: str, job: str) -> dict[str, Any] | None:
         try:
-            return await self.info(job, head=head)
+            return await self.fetch_job_info(job, head=head)
         except RayError:
             return None
 
@@ -116,7 +116,7 @@ class RayJobs:
         self, head: str, job: str, offset: int, on_output: Callable[[bytes], None], *, wait_s: float
     ) -> tuple[int, bool]:
         args = {"job": job, "offset": offset, "wait_s": wait_s}
-        answer, data = await self._cluster.call(
+        answer, data = await self._cluster.call_ray_op(
             head, "job_log", args, timeout_s=wait_s + _REPLY_TIMEOUT_MARGIN_S
         )
         if data:

@@ -1,7 +1,7 @@
 """Decides how Ray is started on each node, and derives the state of the cluster. Pure.
 
-`plan_start()` returns the start order of each node, or raises the reason why the cluster cannot start;
-`build_cluster_view()` combines the records of the nodes with the node list of Ray's head.
+`plan_start()` returns the start plan of each node, or raises the reason why the cluster cannot start;
+`build_ray_cluster_view()` combines the records of the nodes with the node list of Ray's head.
 
 Does not connect to nodes (cluster.py).
 """
@@ -45,8 +45,8 @@ class RayRecordOfNode:
     role: str
     head: str
     dashboard_port: int
-    recorded: int
-    alive: int
+    recorded_count: int
+    alive_count: int
 
     @classmethod
     def from_reply(cls, answer: Mapping[str, Any] | None) -> RayRecordOfNode | None:
@@ -57,20 +57,20 @@ class RayRecordOfNode:
             role=str(answer["role"]),
             head=str(answer["head"]),
             dashboard_port=int(answer["dashboard_port"]),
-            recorded=int(answer["recorded"]),
-            alive=int(answer["alive"]),
+            recorded_count=int(answer["recorded"]),
+            alive_count=int(answer["alive"]),
         )
 
 
 @dataclass(frozen=True)
 class RayFacts:
-    """One node before the start. `ray` is '' if not installed; `gpus` None if Ray detects them itself."""
+    """One node before the start. `ray_program` is '' if not installed; `gpus` is None if Ray detects them."""
 
     node: str
     address: str
-    ray: str
-    version: str
-    python: str
+    ray_program: str
+    ray_version: str
+    python_version: str
     gpus: int | None
     record: RayRecordOfNode | None
 
@@ -80,34 +80,36 @@ class RayFacts:
         return cls(
             node=node,
             address=str(answer["address"]),
-            ray=str(answer["ray"]),
-            version=str(answer["version"]),
-            python=str(answer["python"]),
+            ray_program=str(answer["ray"]),
+            ray_version=str(answer["version"]),
+            python_version=str(answer["python"]),
             gpus=int(gpus) if gpus is not None else None,
             record=RayRecordOfNode.from_reply(answer["record"]),
         )
 
 
 @dataclass(frozen=True)
-class StartOrder:
+class RayStartPlan:
     """How to start Ray on one node. `head` is HOST:PORT of the head."""
 
     node: str
     role: str
-    ray: str
+    ray_program: str
     head: str
     options: tuple[str, ...]
-    free_ports: tuple[tuple[str, int, str], ...]
+    ports_to_check: tuple[tuple[str, int, str], ...]
     loopback: bool
 
     def to_request_args(self, keys: RaySettings) -> dict[str, Any]:
         return {
             "node": self.node,
             "role": self.role,
-            "ray": self.ray,
+            "ray": self.ray_program,
             "head": self.head,
             "options": list(self.options),
-            "free_ports": [{"host": host, "port": port, "key": key} for host, port, key in self.free_ports],
+            "free_ports": [
+                {"host": host, "port": port, "key": key} for host, port, key in self.ports_to_check
+            ],
             "loopback": self.loopback,
             "dashboard_port": keys.dashboard_port,
             "namespace": keys.namespace,
@@ -115,11 +117,13 @@ class StartOrder:
         }
 
 
-def plan_start(facts: Sequence[RayFacts], keys: RaySettings, *, head: str | None = None) -> list[StartOrder]:
-    """Return the start orders, the head's first. Raises RayError with the problems of each node."""
-    _check_not_running(facts)
-    _check_installed(facts)
-    _check_versions(facts)
+def plan_start(
+    facts: Sequence[RayFacts], keys: RaySettings, *, head: str | None = None
+) -> list[RayStartPlan]:
+    """Return the start plans, the head's first. Raises RayError with the problems of each node."""
+    _check_ray_not_running(facts)
+    _check_ray_installed(facts)
+    _check_versions_equal(facts)
     ordered = _sort_head_first(facts, head)
     first = ordered[0]
     if keys.head_bind_all is False and len(ordered) > 1:
@@ -136,11 +140,14 @@ def plan_start(facts: Sequence[RayFacts], keys: RaySettings, *, head: str | None
         )
     address = _LOOPBACK_ADDRESS if keys.head_bind_all is False else first.address
     at = address_text(address, keys.redis_port)
-    return [_make_head_order(first, at, keys), *(_make_worker_order(each, at) for each in ordered[1:])]
+    return [
+        _make_head_start_plan(first, at, keys),
+        *(_make_worker_start_plan(each, at) for each in ordered[1:]),
+    ]
 
 
-def _check_not_running(facts: Sequence[RayFacts]) -> None:
-    running = [each.node for each in facts if each.record is not None and each.record.alive]
+def _check_ray_not_running(facts: Sequence[RayFacts]) -> None:
+    running = [each.node for each in facts if each.record is not None and each.record.alive_count]
     if running:
         raise RayError(
             f"a Ray cluster is already running on {', '.join(running)}",
@@ -148,8 +155,8 @@ def _check_not_running(facts: Sequence[RayFacts]) -> None:
         )
 
 
-def _check_installed(facts: Sequence[RayFacts]) -> None:
-    without = [each.node for each in facts if not each.ray]
+def _check_ray_installed(facts: Sequence[RayFacts]) -> None:
+    without = [each.node for each in facts if not each.ray_program]
     if without:
         raise RayError(
             f"Ray is not installed on {', '.join(without)}: neither in grid_env below remote_root nor on the "
@@ -158,21 +165,24 @@ def _check_installed(facts: Sequence[RayFacts]) -> None:
         )
 
 
-def _check_versions(facts: Sequence[RayFacts]) -> None:
-    unknown = [f"{each.node}: {each.ray}" for each in facts if not each.version]
+def _check_versions_equal(facts: Sequence[RayFacts]) -> None:
+    unknown = [f"{each.node}: {each.ray_program}" for each in facts if not each.ray_version]
     if unknown:
         raise RayError("could not determine the version of Ray on these nodes:\n" + "\n".join(unknown))
-    rays = {each.version for each in facts}
-    pythons = {_minor_version(each.python) for each in facts if each.python}
+    rays = {each.ray_version for each in facts}
+    pythons = {_major_minor_version(each.python_version) for each in facts if each.python_version}
     if len(rays) > 1 or len(pythons) > 1:
-        lines = [f"{each.node}: Ray {each.version}, Python {each.python or 'unknown'}" for each in facts]
+        lines = [
+            f"{each.node}: Ray {each.ray_version}, Python {each.python_version or 'unknown'}"
+            for each in facts
+        ]
         raise RayError(
             "Ray requires the same version of Ray and Python on all nodes; found:\n" + "\n".join(lines),
             hint="install one version: grid-cli setup --package ray[default]==VERSION --python PROGRAM",
         )
 
 
-def _minor_version(version: str) -> str:
+def _major_minor_version(version: str) -> str:
     return ".".join(version.split(".")[:2])
 
 
@@ -185,7 +195,7 @@ def _sort_head_first(facts: Sequence[RayFacts], head: str | None) -> list[RayFac
     return chosen + [each for each in facts if each.node != head]
 
 
-def _make_head_order(facts: RayFacts, at: str, keys: RaySettings) -> StartOrder:
+def _make_head_start_plan(facts: RayFacts, at: str, keys: RaySettings) -> RayStartPlan:
     loopback = keys.head_bind_all is False
     everywhere = "::" if ":" in facts.address else "0.0.0.0"  # noqa: S104 - configured in the grid file
     dashboard = everywhere if keys.head_bind_all else _LOOPBACK_ADDRESS
@@ -201,12 +211,12 @@ def _make_head_order(facts: RayFacts, at: str, keys: RaySettings) -> StartOrder:
         (_LOOPBACK_ADDRESS if loopback else everywhere, keys.redis_port, "ray.redis_port"),
         (dashboard, keys.dashboard_port, "ray.dashboard_port"),
     )
-    return StartOrder(facts.node, "head", facts.ray, at, options, ports, loopback)
+    return RayStartPlan(facts.node, "head", facts.ray_program, at, options, ports, loopback)
 
 
-def _make_worker_order(facts: RayFacts, at: str) -> StartOrder:
+def _make_worker_start_plan(facts: RayFacts, at: str) -> RayStartPlan:
     options = (f"--address={at}", *_common_start_options(facts, address=facts.address))
-    return StartOrder(facts.node, "worker", facts.ray, at, options, (), loopback=False)
+    return RayStartPlan(facts.node, "worker", facts.ray_program, at, options, (), loopback=False)
 
 
 def _common_start_options(facts: RayFacts, *, address: str) -> list[str]:
@@ -222,7 +232,7 @@ def _common_start_options(facts: RayFacts, *, address: str) -> list[str]:
 
 
 @dataclass(frozen=True)
-class RayNode:
+class RayNodeView:
     """The state of one node.
 
     `state`: alive, failing (some of its daemons have ended), dead, joining, stray, not started; if it could
@@ -241,7 +251,7 @@ class RayNode:
 
 
 @dataclass(frozen=True)
-class ClusterView:
+class RayClusterView:
     """`state` is 'running', 'broken' (a part is dead) or 'stopped'. If no node could be queried, it is
     'unreachable' or 'unknown', and `exit_code` is that of the worst error; otherwise 0.
     """
@@ -251,27 +261,27 @@ class ClusterView:
     head: str = ""
     version: str = ""
     dashboard_port: int = 0
-    nodes: tuple[RayNode, ...] = ()
+    nodes: tuple[RayNodeView, ...] = ()
     exit_code: int = 0
 
 
-def build_cluster_view(
+def build_ray_cluster_view(
     records: Mapping[str, RayRecordOfNode | None],
     failed: Mapping[str, GenieError],
     ray_nodes: Sequence[Mapping[str, Any]] | None,
     *,
     version: str = "",
-) -> ClusterView:
+) -> RayClusterView:
     """Combine records, errors and Ray's node list, which is None if the head does not respond."""
     head = next(
         ((name, rec) for name, rec in records.items() if rec is not None and rec.role == "head"), None
     )
     names = [*records, *(name for name in failed if name not in records)]
-    known = _index_by_name(ray_nodes or [])
+    known = _index_ray_nodes_by_name(ray_nodes or [])
     rows = []
     for name in names:
         if name in failed:
-            row = RayNode(name, _state_of_error(failed[name]), message=failed[name].message)
+            row = RayNodeView(name, _state_of_error(failed[name]), message=failed[name].message)
         else:
             cluster = head[1].cluster if head else None
             row = _build_node_row(
@@ -281,14 +291,14 @@ def build_cluster_view(
     if rows and len(failed) == len(rows):
         state = "unreachable" if all(row.state == "unreachable" for row in rows) else "unknown"
         worst = max(error.exit_code for error in failed.values())
-        return ClusterView(state, nodes=tuple(rows), exit_code=worst)
+        return RayClusterView(state, nodes=tuple(rows), exit_code=worst)
     if head is None:
         left = any(row.state in ("stray", "dead") for row in rows)
-        return ClusterView("broken" if left else "stopped", nodes=tuple(rows))
+        return RayClusterView("broken" if left else "stopped", nodes=tuple(rows))
     is_running = ray_nodes is not None and all(
         row.node in failed or row.state in ("alive", "not started") for row in rows
     )
-    return ClusterView(
+    return RayClusterView(
         "running" if is_running else "broken",
         cluster=head[1].cluster,
         head=head[0],
@@ -311,13 +321,13 @@ def _build_node_row(
     *,
     cluster: str | None,
     no_list: bool,
-) -> RayNode:
+) -> RayNodeView:
     if record is None:
-        return RayNode(name, "not started")
-    row = RayNode(name, "", record.role, recorded=record.recorded, alive=record.alive)
+        return RayNodeView(name, "not started")
+    row = RayNodeView(name, "", record.role, recorded=record.recorded_count, alive=record.alive_count)
     if cluster is not None and record.cluster != cluster:
         return replace(row, state="stray", message=f"belongs to another cluster, {record.cluster}")
-    if record.alive == 0:
+    if record.alive_count == 0:
         return replace(row, state="dead", message="all Ray processes on this node have ended")
     if cluster is None:
         return replace(row, state="stray", message="its cluster has no head")
@@ -328,13 +338,15 @@ def _build_node_row(
         return replace(
             row, state="dead", message=str(ray_node.get("state_message") or "Ray reports it as dead")
         )
-    if record.alive < record.recorded:
-        ended = record.recorded - record.alive
-        return replace(row, state="failing", message=f"{ended} of {record.recorded} Ray processes have ended")
+    if record.alive_count < record.recorded_count:
+        ended = record.recorded_count - record.alive_count
+        return replace(
+            row, state="failing", message=f"{ended} of {record.recorded_count} Ray processes have ended"
+        )
     return replace(row, state="alive")
 
 
-def _with_resources(row: RayNode, ray_node: Mapping[str, Any] | None) -> RayNode:
+def _with_resources(row: RayNodeView, ray_node: Mapping[str, Any] | None) -> RayNodeView:
     if ray_node is None:
         return row
     total = ray_node.get("resources_total") or {}
@@ -346,7 +358,7 @@ def _with_resources(row: RayNode, ray_node: Mapping[str, Any] | None) -> RayNode
     )
 
 
-def _index_by_name(ray_nodes: Iterable[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+def _index_ray_nodes_by_name(ray_nodes: Iterable[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
     """Index the nodes by name. A restarted node is listed twice; the one that is alive is used."""
     found: dict[str, Mapping[str, Any]] = {}
     for each in ray_nodes:

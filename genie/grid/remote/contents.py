@@ -17,14 +17,14 @@ import os
 import struct
 from collections.abc import Iterator
 
-BLOCK_BYTES = 64 << 10
+DIGEST_BLOCK_BYTES = 64 << 10
 BLOCK_DIGEST_FILE_BYTES_MIN = 1 << 20
 SPARSE_FILE_BYTES_MIN = 64 << 10
 READ_CHUNK_BYTES = 1 << 20
 BLOCK_DIGEST_TAG = b"genie grid contents, blocks of 64 KiB\n"
 _RANGE_STRUCT = struct.Struct("<QQ")
 _SIZE_STRUCT = struct.Struct("<Q")
-_ZERO_BLOCK = bytes(BLOCK_BYTES)
+_ZERO_BLOCK = bytes(DIGEST_BLOCK_BYTES)
 
 
 class WholeFileDigest:
@@ -35,13 +35,13 @@ class WholeFileDigest:
 
         self._sha256 = hashlib.sha256()
 
-    def add(self, data: bytes) -> None:
+    def add_data(self, data: bytes) -> None:
         self._sha256.update(data)
 
-    def skip(self, size: int) -> None:
+    def add_zeros(self, size: int) -> None:
         """Add `size` zeros."""
-        for at in range(0, size, BLOCK_BYTES):
-            self._sha256.update(_ZERO_BLOCK[: min(size - at, BLOCK_BYTES)])
+        for at in range(0, size, DIGEST_BLOCK_BYTES):
+            self._sha256.update(_ZERO_BLOCK[: min(size - at, DIGEST_BLOCK_BYTES)])
 
     def digest(self) -> bytes:
         return self._sha256.digest()
@@ -59,37 +59,37 @@ class SparseFileDigest:
         self._next_block_number = 0  # number of the next block
         self._partial_block = b""  # the bytes of that block so far
 
-    def add(self, data: bytes) -> None:
+    def add_data(self, data: bytes) -> None:
         at = 0
         if self._partial_block:
-            at = min(BLOCK_BYTES - len(self._partial_block), len(data))
+            at = min(DIGEST_BLOCK_BYTES - len(self._partial_block), len(data))
             self._partial_block += data[:at]
-            if len(self._partial_block) < BLOCK_BYTES:
+            if len(self._partial_block) < DIGEST_BLOCK_BYTES:
                 return
-            self._add_whole_blocks(self._partial_block, 0, BLOCK_BYTES)
+            self._add_whole_blocks(self._partial_block, 0, DIGEST_BLOCK_BYTES)
             self._partial_block = b""
-        end = len(data) - (len(data) - at) % BLOCK_BYTES
+        end = len(data) - (len(data) - at) % DIGEST_BLOCK_BYTES
         self._add_whole_blocks(data, at, end)
         self._partial_block = data[end:]
 
-    def skip(self, size: int) -> None:
+    def add_zeros(self, size: int) -> None:
         """Add `size` zeros, in constant time."""
         if self._partial_block:
-            filled = min(BLOCK_BYTES - len(self._partial_block), size)
-            self.add(_ZERO_BLOCK[:filled])
+            filled = min(DIGEST_BLOCK_BYTES - len(self._partial_block), size)
+            self.add_data(_ZERO_BLOCK[:filled])
             size -= filled
         if size:
-            self._next_block_number += size // BLOCK_BYTES
-            self._partial_block = _ZERO_BLOCK[: size % BLOCK_BYTES]
+            self._next_block_number += size // DIGEST_BLOCK_BYTES
+            self._partial_block = _ZERO_BLOCK[: size % DIGEST_BLOCK_BYTES]
 
     def digest(self) -> bytes:
         """Return the digest. Call it once, after all data."""
         import hashlib
 
-        size = self._next_block_number * BLOCK_BYTES + len(self._partial_block)
+        size = self._next_block_number * DIGEST_BLOCK_BYTES + len(self._partial_block)
         if self._partial_block.count(0) < len(self._partial_block):
-            self._add_range(self._partial_block, 0, len(self._partial_block))
-        self._end_range()
+            self._add_nonzero_range(self._partial_block, 0, len(self._partial_block))
+        self._hash_current_range()
         whole = hashlib.sha512(
             BLOCK_DIGEST_TAG
             + _SIZE_STRUCT.pack(size)
@@ -100,24 +100,24 @@ class SparseFileDigest:
 
     def _add_whole_blocks(self, data: bytes, begin: int, end: int) -> None:
         """Add whole blocks. The comparison with zeros is cheap: it stops at the first other byte."""
-        for at in range(begin, end, BLOCK_BYTES):
+        for at in range(begin, end, DIGEST_BLOCK_BYTES):
             if data.startswith(_ZERO_BLOCK, at):
-                self._add_range(data, begin, at)
+                self._add_nonzero_range(data, begin, at)
                 self._next_block_number += 1
-                begin = at + BLOCK_BYTES
-        self._add_range(data, begin, end)
+                begin = at + DIGEST_BLOCK_BYTES
+        self._add_nonzero_range(data, begin, end)
 
-    def _add_range(self, data: bytes, begin: int, end: int) -> None:
+    def _add_nonzero_range(self, data: bytes, begin: int, end: int) -> None:
         if begin == end:
             return
         if self._next_block_number != self._range_end:
-            self._end_range()
+            self._hash_current_range()
             self._range_start = self._next_block_number
-        self._next_block_number += -(-(end - begin) // BLOCK_BYTES)
+        self._next_block_number += -(-(end - begin) // DIGEST_BLOCK_BYTES)
         self._range_end = self._next_block_number
         self._sha256_of_data.update(memoryview(data)[begin:end])
 
-    def _end_range(self) -> None:
+    def _hash_current_range(self) -> None:
         if self._range_start != self._range_end:
             self._sha256_of_ranges.update(_RANGE_STRUCT.pack(self._range_start, self._range_end))
 
@@ -133,10 +133,10 @@ def compute_file_digest(fd: int) -> bytes:
     digest = make_digest_for_size(found.st_size)
     for is_data, offset, size in list_extents(fd, found):
         if not is_data:
-            digest.skip(size)
+            digest.add_zeros(size)
             continue
         for data in read_pieces(fd, offset, size):
-            digest.add(data)
+            digest.add_data(data)
     return digest.digest()
 
 

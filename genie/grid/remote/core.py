@@ -20,18 +20,18 @@ import types
 from typing import Any, Callable, NoReturn  # noqa: UP035 - Callable[...] at run time needs Python 3.9
 
 PROTOCOL_VERSION = 1
-MAGIC = b"\0genie-grid-1\0"
+FIRST_REPLY_MAGIC = b"\0genie-grid-1\0"
 """Precedes the first response; output of a login shell comes before it."""
 MESSAGE_HEADER = struct.Struct(">II")
-JSON_BYTES_MAX = 8 << 20
-BLOB_BYTES_MAX = 16 << 20
-THREADS_MAX = 64
+MESSAGE_JSON_BYTES_MAX = 8 << 20
+MESSAGE_BLOB_BYTES_MAX = 16 << 20
+OP_THREADS_MAX = 64
 
 OpReply = Any  # a JSON value, or (JSON value, bytes)
 OpArgs = Any  # a JSON object
 Op = Callable[[OpArgs, bytes], OpReply]
 
-OPS: dict[str, tuple[Op, bool]] = {}
+OP_AND_IS_QUICK_BY_NAME: dict[str, tuple[Op, bool]] = {}
 
 
 class OpError(Exception):
@@ -46,13 +46,13 @@ def register_op(name: str, *, quick: bool = False) -> Callable[[Op], Op]:
     """Register a function of (args, blob). A quick one never blocks and runs in the loop itself."""
 
     def register(function: Op) -> Op:
-        OPS[name] = (function, quick)
+        OP_AND_IS_QUICK_BY_NAME[name] = (function, quick)
         return function
 
     return register
 
 
-def load_module(name: str, text: str) -> None:
+def load_module_from_source(name: str, text: str) -> None:
     """Create a module from its source, under the name that imports use."""
     parts = name.split(".")
     for end in range(1, len(parts)):
@@ -70,7 +70,7 @@ class ForkServer:
     """Forks processes that outlive the connection. Serves one request at a time."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._request_lock = threading.Lock()
         self._channel, theirs = socket.socketpair()
         pid = os.fork()
         if pid == 0:
@@ -79,7 +79,7 @@ class ForkServer:
         theirs.close()
         self.pid = pid
 
-    def load(self, name: str, text: str) -> None:
+    def load_module(self, name: str, text: str) -> None:
         self._request({"load": name, "text": text})
 
     def spawn(self, module: str, function: str, args: OpArgs) -> int:
@@ -87,7 +87,7 @@ class ForkServer:
         return int(self._request({"module": module, "function": function, "args": args})["pid"])
 
     def _request(self, message: OpArgs) -> OpArgs:
-        with self._lock:
+        with self._request_lock:
             try:
                 _send_message(self._channel, message)
                 answer = _receive_message(self._channel)
@@ -114,79 +114,79 @@ def main() -> NoReturn:
 
 class RequestLoop:
     def __init__(self, requests: Any, answers: Any) -> None:
-        self._requests = requests
-        self._replies = answers
+        self._request_stream = requests
+        self._reply_stream = answers
         self._write_lock = threading.Lock()
-        self._thread_slots = threading.Semaphore(THREADS_MAX)
+        self._thread_slots = threading.Semaphore(OP_THREADS_MAX)
 
     def run(self) -> NoReturn:
         python = ".".join(map(str, sys.version_info[:3]))
-        self._write(MAGIC)
-        self.respond({"id": 0, "ok": {"version": PROTOCOL_VERSION, "python": python, "pid": os.getpid()}})
+        self._write_or_exit(FIRST_REPLY_MAGIC)
+        self.send_reply({"id": 0, "ok": {"version": PROTOCOL_VERSION, "python": python, "pid": os.getpid()}})
         while True:
-            head = self._read_exactly(MESSAGE_HEADER.size)
+            head = self._read_exactly_or_exit(MESSAGE_HEADER.size)
             json_bytes, blob_bytes = MESSAGE_HEADER.unpack(head)
-            if json_bytes > JSON_BYTES_MAX or blob_bytes > BLOB_BYTES_MAX:
+            if json_bytes > MESSAGE_JSON_BYTES_MAX or blob_bytes > MESSAGE_BLOB_BYTES_MAX:
                 os._exit(3)
-            request = json.loads(self._read_exactly(json_bytes).decode())
-            self._dispatch(request, self._read_exactly(blob_bytes))
+            request = json.loads(self._read_exactly_or_exit(json_bytes).decode())
+            self._dispatch_request(request, self._read_exactly_or_exit(blob_bytes))
 
-    def _dispatch(self, request: OpArgs, blob: bytes) -> None:
+    def _dispatch_request(self, request: OpArgs, blob: bytes) -> None:
         if request["op"] == "load":
-            load_module(request["args"]["name"], blob.decode())
-            FORK_SERVER.load(request["args"]["name"], blob.decode())
+            load_module_from_source(request["args"]["name"], blob.decode())
+            FORK_SERVER.load_module(request["args"]["name"], blob.decode())
             return
-        function, quick = OPS.get(request["op"], (_reject_unknown_op, True))
+        function, quick = OP_AND_IS_QUICK_BY_NAME.get(request["op"], (_reject_unknown_op, True))
         if quick:
-            self._execute(function, request, blob)
+            self._execute_op_and_reply(function, request, blob)
         elif not self._thread_slots.acquire(blocking=False):
-            self._respond_with_error(request, "busy", f"more than {THREADS_MAX} requests are in progress")
+            self._send_error_reply(request, "busy", f"more than {OP_THREADS_MAX} requests are in progress")
         else:
             threading.Thread(
-                target=self._execute_in_thread, args=(function, request, blob), daemon=True
+                target=self._execute_op_in_thread, args=(function, request, blob), daemon=True
             ).start()
 
-    def _execute_in_thread(self, function: Op, request: OpArgs, blob: bytes) -> None:
+    def _execute_op_in_thread(self, function: Op, request: OpArgs, blob: bytes) -> None:
         try:
-            self._execute(function, request, blob)
+            self._execute_op_and_reply(function, request, blob)
         finally:
             self._thread_slots.release()
 
-    def _execute(self, function: Op, request: OpArgs, blob: bytes) -> None:
+    def _execute_op_and_reply(self, function: Op, request: OpArgs, blob: bytes) -> None:
         try:
             answer = function(request.get("args", {}), blob)
         except OpError as error:
-            self._respond_with_error(request, error.reason, str(error))
+            self._send_error_reply(request, error.reason, str(error))
         except OSError as error:
-            self._respond_with_error(request, *reason_and_text_of_os_error(error))
+            self._send_error_reply(request, *reason_and_text_of_os_error(error))
         except Exception as error:
             import traceback
 
-            self._respond_with_error(
+            self._send_error_reply(
                 request, "bug", f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
             )
         else:
             value, data = answer if isinstance(answer, tuple) else (answer, b"")
-            self.respond({"id": request["id"], "ok": value}, data)
+            self.send_reply({"id": request["id"], "ok": value}, data)
 
-    def _respond_with_error(self, request: OpArgs, reason: str, text: str) -> None:
-        self.respond({"id": request["id"], "error": {"reason": reason, "text": text}})
+    def _send_error_reply(self, request: OpArgs, reason: str, text: str) -> None:
+        self.send_reply({"id": request["id"], "error": {"reason": reason, "text": text}})
 
-    def respond(self, message: OpArgs, blob: bytes = b"") -> None:
+    def send_reply(self, message: OpArgs, blob: bytes = b"") -> None:
         body = json.dumps(message, separators=(",", ":")).encode()
-        self._write(MESSAGE_HEADER.pack(len(body), len(blob)) + body + blob)
+        self._write_or_exit(MESSAGE_HEADER.pack(len(body), len(blob)) + body + blob)
 
-    def _write(self, data: bytes) -> None:
+    def _write_or_exit(self, data: bytes) -> None:
         view = memoryview(data)
         with self._write_lock:
             try:
                 while view:
-                    view = view[self._replies.write(view) :]
+                    view = view[self._reply_stream.write(view) :]
             except OSError:
                 os._exit(0)
 
-    def _read_exactly(self, count: int) -> bytes:
-        data = self._requests.read(count)
+    def _read_exactly_or_exit(self, count: int) -> bytes:
+        data = self._request_stream.read(count)
         if len(data) < count:
             os._exit(0)
         return bytes(data)
@@ -223,17 +223,17 @@ def _fork_server_main(channel: socket.socket) -> NoReturn:
             os._exit(0)
         _reap_children()
         if "load" in request:
-            load_module(request["load"], request["text"])
+            load_module_from_source(request["load"], request["text"])
             _send_message(channel, {})
             continue
         pid = os.fork()
         if pid == 0:
             channel.close()
-            _run_forked(request)
+            _run_function_in_fork(request)
         _send_message(channel, {"pid": pid})
 
 
-def _run_forked(request: OpArgs) -> NoReturn:
+def _run_function_in_fork(request: OpArgs) -> NoReturn:
     status = 70
     try:
         os.setsid()
@@ -254,18 +254,18 @@ def _detach_stdio() -> None:
             _close_quietly(number)
 
 
-def _is_socket(number: int) -> bool:
+def _is_socket(fd: int) -> bool:
     import stat
 
     try:
-        return stat.S_ISSOCK(os.fstat(number).st_mode)
+        return stat.S_ISSOCK(os.fstat(fd).st_mode)
     except OSError:
         return False
 
 
-def _close_quietly(number: int) -> None:
+def _close_quietly(fd: int) -> None:
     try:
-        os.close(number)
+        os.close(fd)
     except OSError:
         pass
 

@@ -1,6 +1,6 @@
 """Installs the Python environment of a node, ROOT/grid_env, with venv and pip.
 
-A stamp in it identifies the requested packages, so that repeating a setup costs nothing. One setup runs
+A file in it has the specification that was installed, so that repeating a setup costs nothing. One setup runs
 at a time: the lock is held by the running programs, also after the helper has exited. The lock file contains
 the requester, the start time and the PID of the holder.
 
@@ -18,15 +18,15 @@ import time
 from typing import Any
 
 from genie.grid.remote.core import OpArgs, OpError, OpReply, register_op
-from genie.grid.remote.own_folder import grid_folder
+from genie.grid.remote.own_folder import grid_folder_path
 
-_STAMP_FILE_NAME = "genie-grid.json"
+_INSTALLED_SPEC_FILE_NAME = "genie-grid.json"
 _LOG_TAIL_BYTES = 16000
 _LOG_TAIL_LINES = 25
-_CHUNK_BYTES = 1 << 20
+_HASH_CHUNK_BYTES = 1 << 20
 _STALE_UPLOAD_AGE_S = 3600.0
 _DISK_FREE_BYTES_MIN = 1 << 20
-_ACTIVATE_ADDITION = """
+_ACTIVATE_SCRIPT_ADDITION = """
 # Written by grid-cli setup: lets `ray` find the grid's Ray cluster and its token.
 if [ -r {path} ]; then . {path}; fi
 """
@@ -34,19 +34,19 @@ if [ -r {path} ]; then . {path}; fi
 
 @register_op("environment.inspect")
 def inspect_environment(args: OpArgs, blob: bytes) -> OpReply:
-    """Return the stamp of the environment, the requested Python and its version, and the uploaded wheels."""
+    """Return the installed specification, the requested Python and its version, and the uploaded wheels."""
     folder = _environment_folder(args)
     python = _find_requested_python(args)
     return {
         "python": python,
-        "version": _python_version(python),
-        "stamp": _read_stamp(folder),
+        "version": _read_python_version(python),
+        "stamp": _read_installed_spec(folder),
         "wheels": _hash_uploaded_wheels(folder),
     }
 
 
 @register_op("environment.put_wheel")
-def put_wheel(args: OpArgs, blob: bytes) -> OpReply:
+def write_wheel_part(args: OpArgs, blob: bytes) -> OpReply:
     """Write a part of a wheel at `offset`; after the last part, check the hash and rename the file."""
     folder = os.path.join(_setup_folder(args), "wheels")
     os.makedirs(folder, mode=0o700, exist_ok=True)
@@ -69,7 +69,7 @@ def put_wheel(args: OpArgs, blob: bytes) -> OpReply:
 
 @register_op("environment.install")
 def install_environment(args: OpArgs, blob: bytes) -> OpReply:
-    """Create the environment, install the packages and write the stamp; the blob is a requirements file."""
+    """Create the environment, install the packages, record the specification; blob: a requirements file."""
     import fcntl
 
     setup = _setup_folder(args)
@@ -82,7 +82,7 @@ def install_environment(args: OpArgs, blob: bytes) -> OpReply:
         except BlockingIOError:
             raise OpError(_describe_lock_holder(lock), reason="locked") from None
         holder = {"since": time.time(), "who": str(args.get("who", ""))}
-        return _install_locked(args, blob, setup, _SetupLock(lock, holder))
+        return _install_while_locked(args, blob, setup, _SetupLock(lock, holder))
     finally:
         os.close(lock)
 
@@ -90,16 +90,16 @@ def install_environment(args: OpArgs, blob: bytes) -> OpReply:
 class _SetupLock:
     """The locked file, whose contents describe the holder."""
 
-    def __init__(self, file: int, holder: dict[str, Any]) -> None:
-        self.file = file
+    def __init__(self, lock_fd: int, holder: dict[str, Any]) -> None:
+        self.lock_fd = lock_fd
         self._holder = holder
-        self.set_pid(os.getpid())
+        self.record_holder_pid(os.getpid())
 
-    def set_pid(self, pid: int) -> None:
+    def record_holder_pid(self, pid: int) -> None:
         data = json.dumps(dict(self._holder, pid=pid)).encode()
         try:
-            os.ftruncate(self.file, 0)
-            os.pwrite(self.file, data, 0)
+            os.ftruncate(self.lock_fd, 0)
+            os.pwrite(self.lock_fd, data, 0)
         except OSError:
             pass  # full disk: the contents are informational
 
@@ -117,40 +117,40 @@ def _describe_lock_holder(lock: int) -> str:
 
 
 @register_op("environment.progress", quick=True)
-def read_progress(args: OpArgs, blob: bytes) -> OpReply:
+def read_install_progress(args: OpArgs, blob: bytes) -> OpReply:
     """Return the last line of the installation log."""
     lines = _read_log_tail(os.path.join(_setup_folder(args), "setup.log")).splitlines()
     return {"line": lines[-1] if lines else ""}
 
 
-def _install_locked(args: OpArgs, requirements: bytes, setup: str, lock: _SetupLock) -> OpReply:
+def _install_while_locked(args: OpArgs, requirements: bytes, setup: str, lock: _SetupLock) -> OpReply:
     folder = _environment_folder(args)
     log_path = os.path.join(setup, "setup.log")
     deadline = time.monotonic() + float(args["timeout_s"])
     with open(log_path, "wb") as log:
-        run = _CommandRunner(log, log_path, deadline, lock)
+        run = _LoggedCommandRunner(log, log_path, deadline, lock)
         if not _is_environment_reusable(folder, args):
             shutil.rmtree(folder, ignore_errors=True)
             run(_make_venv_command(args, folder), reason="venv")
         elif _uses_system_packages(folder) != bool(args["system_packages"]):
             run(_make_venv_command(args, folder), reason="venv")  # in place: installed packages are kept
-        _remove_stamp(folder)
+        _remove_installed_spec(folder)
         for command in _make_pip_commands(args, folder, setup, requirements):
             run(command, reason="pip")
     _extend_activate_script(args, folder)
-    with open(os.path.join(folder, _STAMP_FILE_NAME), "w") as file:
+    with open(os.path.join(folder, _INSTALLED_SPEC_FILE_NAME), "w") as file:
         json.dump(args["stamp"], file)
     return {"packages": len(_list_installed_packages(folder))}
 
 
-class _CommandRunner:
+class _LoggedCommandRunner:
     """Runs programs with their output in a log. They inherit the lock, so it is held while they run."""
 
     def __init__(self, log: Any, log_path: str, deadline: float, lock: _SetupLock) -> None:
         self._log = log
         self._log_path = log_path
         self._deadline = deadline
-        self._lock = lock
+        self._setup_lock = lock
 
     def __call__(self, command: list[str], reason: str) -> None:
         env = {name: value for name, value in os.environ.items() if name not in ("PYTHONHOME", "PYTHONPATH")}
@@ -161,9 +161,9 @@ class _CommandRunner:
             stdout=self._log,
             stderr=subprocess.STDOUT,
             env=env,
-            pass_fds=(self._lock.file,),
+            pass_fds=(self._setup_lock.lock_fd,),
         ) as process:
-            self._lock.set_pid(process.pid)
+            self._setup_lock.record_holder_pid(process.pid)
             try:
                 code = process.wait(max(1.0, self._deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
@@ -199,16 +199,17 @@ def _make_pip_commands(args: OpArgs, folder: str, setup: str, requirements: byte
     packages = ["--", *args["packages"]] if args["packages"] else []
     if not requirements:
         return [command + packages] if packages else []
-    listed = ["-r", _write_file(os.path.join(setup, "requirements.txt"), requirements)]
+    listed = ["-r", _write_file_and_get_path(os.path.join(setup, "requirements.txt"), requirements)]
     if packages and re.search(rb"(^|\s|\xef\xbb\xbf)--(hash|require-hashes)\b", requirements):
-        constraints = _write_file(
-            os.path.join(setup, "constraints.txt"), _make_constraints(requirements.decode()).encode()
+        constraints = _write_file_and_get_path(
+            os.path.join(setup, "constraints.txt"),
+            _requirements_to_constraints(requirements.decode()).encode(),
         )
         return [command + listed, [*command, "-c", constraints, *packages]]
     return [command + listed + packages]
 
 
-def _make_constraints(requirements: str) -> str:
+def _requirements_to_constraints(requirements: str) -> str:
     """Return the requirements without hashes, extras and plain URLs, which constraints do not allow."""
     lines = []
     for line in _join_continued_lines(requirements.lstrip("\ufeff")):
@@ -237,7 +238,7 @@ def _join_continued_lines(text: str) -> list[str]:
     return [*lines, "".join(parts)]
 
 
-def _write_file(path: str, data: bytes) -> str:
+def _write_file_and_get_path(path: str, data: bytes) -> str:
     with open(path, "wb") as file:
         file.write(data)
     return path
@@ -250,19 +251,19 @@ def _uses_system_packages(folder: str) -> bool:
 
 def _is_environment_reusable(folder: str, args: OpArgs) -> bool:
     """False for an environment of another Python version or an incomplete one."""
-    version = _python_version(os.path.join(folder, "bin", "python"), check=False)
+    version = _read_python_version(os.path.join(folder, "bin", "python"), check=False)
     same = version.split(".")[:2] == str(args["stamp"]["python"]).split(".")[:2]
     pip = os.path.join(folder, "bin", "pip")
     return same and os.path.exists(pip) and os.path.exists(os.path.join(folder, "pyvenv.cfg"))
 
 
 def _extend_activate_script(args: OpArgs, folder: str) -> None:
-    """Append _ACTIVATE_ADDITION to bin/activate, once."""
+    """Append _ACTIVATE_SCRIPT_ADDITION to bin/activate, once."""
     import shlex
 
     path = os.path.join(folder, "bin", "activate")
-    env = grid_folder(_remote_root(args), "ray", "env.sh")
-    text = _ACTIVATE_ADDITION.format(path=shlex.quote(env))
+    env = grid_folder_path(_remote_root(args), "ray", "env.sh")
+    text = _ACTIVATE_SCRIPT_ADDITION.format(path=shlex.quote(env))
     with open(path, "r+") as file:
         if text not in file.read():
             file.write(text)
@@ -287,7 +288,7 @@ def _environment_folder(args: OpArgs) -> str:
 
 
 def _setup_folder(args: OpArgs) -> str:
-    return grid_folder(_remote_root(args), "setup")
+    return grid_folder_path(_remote_root(args), "setup")
 
 
 def _find_requested_python(args: OpArgs) -> str:
@@ -299,7 +300,7 @@ def _find_requested_python(args: OpArgs) -> str:
     return path
 
 
-def _python_version(python: str, check: bool = True) -> str:
+def _read_python_version(python: str, check: bool = True) -> str:
     try:
         done = subprocess.run(
             [python, "-c", "import sys; print('%d.%d.%d' % sys.version_info[:3])"],
@@ -317,24 +318,24 @@ def _python_version(python: str, check: bool = True) -> str:
     return text
 
 
-def _read_stamp(folder: str) -> Any:
+def _read_installed_spec(folder: str) -> Any:
     try:
-        with open(os.path.join(folder, _STAMP_FILE_NAME), "rb") as file:
+        with open(os.path.join(folder, _INSTALLED_SPEC_FILE_NAME), "rb") as file:
             return json.loads(file.read(1 << 20).decode())
     except (OSError, ValueError):
         return None
 
 
-def _remove_stamp(folder: str) -> None:
+def _remove_installed_spec(folder: str) -> None:
     try:
-        os.unlink(os.path.join(folder, _STAMP_FILE_NAME))
+        os.unlink(os.path.join(folder, _INSTALLED_SPEC_FILE_NAME))
     except FileNotFoundError:
         pass
 
 
 def _hash_uploaded_wheels(folder: str) -> dict[str, str]:
     """Return the hashes of the uploaded wheels by file name."""
-    wheels = grid_folder(os.path.dirname(folder), "setup", "wheels")
+    wheels = grid_folder_path(os.path.dirname(folder), "setup", "wheels")
     found = {}
     for name in os.listdir(wheels) if os.path.isdir(wheels) else []:
         if name.endswith(".sha256") and os.path.exists(os.path.join(wheels, name[: -len(".sha256")])):
@@ -366,7 +367,7 @@ def _file_sha256(path: str) -> str:
     found = hashlib.sha256()
     with open(path, "rb") as file:
         while True:
-            data = file.read(_CHUNK_BYTES)
+            data = file.read(_HASH_CHUNK_BYTES)
             if not data:
                 return found.hexdigest()
             found.update(data)

@@ -18,23 +18,23 @@ from typing import Any, Callable, Dict  # noqa: UP035 - at run time, Python 3.8 
 from genie.grid.remote import nvml
 from genie.grid.remote.core import OpError, register_op
 
-NVIDIA_QUERY = (
+NVIDIA_SMI_QUERY_FIELDS = (
     "index,name,uuid,memory.total,memory.used,utilization.gpu,temperature.gpu,"
     "ecc.errors.uncorrected.volatile.total"
 )
-NVIDIA_FORMAT = "csv,noheader,nounits"
+NVIDIA_SMI_FORMAT = "csv,noheader,nounits"
 MIB = 1 << 20
-_NO_THROTTLE_CHECK_C = float("inf")
+_NEVER_CHECK_THROTTLING_C = float("inf")
 FREE_GPU_MEMORY_USED_FRACTION_MAX = 0.05
 FREE_GPU_MEMORY_USED_BYTES_MAX = 1 << 30
 FREE_GPU_UTILIZATION_PCT_MAX = 10.0
-OUTPUT_BYTES_MAX = 1 << 20
+TOOL_OUTPUT_BYTES_MAX = 1 << 20
 """Output limit of one tool."""
-TEXT_CHARS_MAX = 200
+READING_TEXT_CHARS_MAX = 200
 """Maximum characters of a name, path or message."""
-_KERNEL_LOG_RECORDS_MAX = 200_000
+_KERNEL_LOG_RECORDS_PER_READ_MAX = 200_000
 _XIDS_MAX = 100
-_PROGRAM_FOLDERS = ("/usr/local/bin", "/usr/bin", "/bin", "/usr/sbin", "/sbin", "/opt/rocm/bin")
+_EXTRA_PROGRAM_FOLDERS = ("/usr/local/bin", "/usr/bin", "/bin", "/usr/sbin", "/sbin", "/opt/rocm/bin")
 _NUMBER_PATTERN = re.compile(r"[+-]?[0-9]{1,18}(\.[0-9]{1,9})?")
 _XID_PATTERN = re.compile(
     r"(?:[0-9]+,[0-9]+,(?P<us>[0-9]+),[^;]*;|\[ *(?P<s>[0-9]+\.[0-9]+)\].*?)?"
@@ -55,7 +55,7 @@ Reading = Dict[str, Any]  # noqa: UP006 - evaluated at run time
 
 
 @register_op("health.read")
-def read(args: Any, blob: bytes) -> Reading:
+def take_all_readings(args: Any, blob: bytes) -> Reading:
     """Return all readings.
 
     args: root (a path, '~' allowed), timeout_s (of each part) and throttle_check_c (the temperature from
@@ -71,13 +71,13 @@ def read(args: Any, blob: bytes) -> Reading:
     threaded: dict[str, Callable[[], Reading]] = {"disk": lambda: _read_disk(root)}
     (threaded if tool else inline)["gpus"] = lambda: _read_gpus_by_tool(tool, timeout_s, throttle_check_c)
     if nvidia or os.path.isdir("/proc/driver/nvidia"):
-        (inline if _KERNEL_LOG.is_ready else threaded)["xids"] = lambda: _read_xids(timeout_s)
+        (inline if _KERNEL_LOG.is_next_read_short else threaded)["xids"] = lambda: _read_xids(timeout_s)
     return _read_parts(threaded, inline, timeout_s)
 
 
-_THREAD_BY_PART: dict[str, tuple[threading.Thread, float]] = {}
+_THREAD_AND_DEADLINE_BY_PART: dict[str, tuple[threading.Thread, float]] = {}
 """The latest thread of each part and its deadline. The lock ensures that no part has two threads."""
-_THREAD_BY_PART_LOCK = threading.Lock()
+_PART_THREADS_LOCK = threading.Lock()
 
 
 def _read_parts(
@@ -92,9 +92,9 @@ def _read_parts(
     started = {}
     # First, because next to a thread inside a library call they would take several times as long.
     for name, part in inline.items():
-        _read_part(results, name, part)
+        _read_part_into(results, name, part)
     for name, part in threaded.items():
-        thread = threading.Thread(target=_read_part, args=(results, name, part), daemon=True)
+        thread = threading.Thread(target=_read_part_into, args=(results, name, part), daemon=True)
         if _try_start_part_thread(name, thread, deadline):
             started[name] = thread
         else:
@@ -115,10 +115,10 @@ def _read_parts(
 def _try_start_part_thread(name: str, thread: threading.Thread, deadline: float) -> bool:
     """Start the thread after any previous one of this part; False if that one is past its deadline."""
     while True:
-        with _THREAD_BY_PART_LOCK:
-            previous, until = _THREAD_BY_PART.get(name, (None, 0.0))
+        with _PART_THREADS_LOCK:
+            previous, until = _THREAD_AND_DEADLINE_BY_PART.get(name, (None, 0.0))
             if previous is None or not previous.is_alive():
-                _THREAD_BY_PART[name] = (thread, deadline)
+                _THREAD_AND_DEADLINE_BY_PART[name] = (thread, deadline)
                 thread.start()
                 return True
         left_s = min(until, deadline) - time.monotonic()
@@ -127,12 +127,12 @@ def _try_start_part_thread(name: str, thread: threading.Thread, deadline: float)
         previous.join(left_s)
 
 
-def _read_part(results: dict[str, Reading], name: str, part: Callable[[], Reading]) -> None:
+def _read_part_into(results: dict[str, Reading], name: str, part: Callable[[], Reading]) -> None:
     try:
         results[name] = part()
     except (OpError, OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         text = str(error) if isinstance(error, (OpError, OSError)) else f"invalid: {error}"
-        results[name] = {"failed": {name: text[:TEXT_CHARS_MAX]}}
+        results[name] = {"failed": {name: text[:READING_TEXT_CHARS_MAX]}}
 
 
 def _read_load() -> Reading:
@@ -170,7 +170,7 @@ def _read_disk(root: str) -> Reading:
     return {
         "disk_total_bytes": stat.f_frsize * stat.f_blocks,
         "disk_free_bytes": stat.f_frsize * stat.f_bavail,
-        "unwritable": "" if writable else root[:TEXT_CHARS_MAX],
+        "unwritable": "" if writable else root[:READING_TEXT_CHARS_MAX],
     }
 
 
@@ -181,7 +181,7 @@ def read_gpus(timeout_s: float) -> Reading:
     """Return the vendor and gpus of `health.read`. Raises OpError on failure or timeout."""
     tool = _find_gpu_tool()
     found = _read_parts(
-        {"gpus": lambda: _read_gpus_by_tool(tool, timeout_s, _NO_THROTTLE_CHECK_C)}, {}, timeout_s
+        {"gpus": lambda: _read_gpus_by_tool(tool, timeout_s, _NEVER_CHECK_THROTTLING_C)}, {}, timeout_s
     )
     if "gpus" not in found:
         raise OpError(f"could not read the GPUs: {found['failed']['gpus']}", reason="gpus")
@@ -215,9 +215,9 @@ def _read_gpus_by_tool(tool: str | None, timeout_s: float, throttle_check_c: flo
         return _read_nvidia_gpus(tool, deadline, throttle_check_c)
     if tool and name == "rocm-smi":
         options = ["--showproductname", "--showuniqueid", "--showmeminfo", "vram", "--showuse", "--showtemp"]
-        return parse_rocm_smi(_run_program([tool, *options, "--json"], deadline))
+        return parse_rocm_smi(_run_tool_and_get_output([tool, *options, "--json"], deadline))
     if tool:
-        metric = _run_program([tool, "metric", "--json"], deadline)
+        metric = _run_tool_and_get_output([tool, "metric", "--json"], deadline)
         return parse_amd_smi(metric, _read_amd_names(tool, deadline))
     return {"vendor": "none", "gpus": []}
 
@@ -227,7 +227,7 @@ def _read_nvidia_gpus(program: str, deadline: float, throttle_check_c: float) ->
     try:
         return {"vendor": "nvidia", "gpus": [_make_nvml_reading(**each) for each in nvml.read_gpus()]}
     except nvml.NvmlError:
-        return _read_by_nvidia_smi(program, deadline, throttle_check_c)
+        return _read_gpus_by_nvidia_smi(program, deadline, throttle_check_c)
 
 
 def _make_nvml_reading(index: int, throttle_mask: int | None, **values: Any) -> Reading:
@@ -236,9 +236,11 @@ def _make_nvml_reading(index: int, throttle_mask: int | None, **values: Any) -> 
     return gpu
 
 
-def _read_by_nvidia_smi(program: str, deadline: float, throttle_check_c: float) -> Reading:
+def _read_gpus_by_nvidia_smi(program: str, deadline: float, throttle_check_c: float) -> Reading:
     found = parse_nvidia_smi(
-        _run_program([program, f"--query-gpu={NVIDIA_QUERY}", f"--format={NVIDIA_FORMAT}"], deadline)
+        _run_tool_and_get_output(
+            [program, f"--query-gpu={NVIDIA_SMI_QUERY_FIELDS}", f"--format={NVIDIA_SMI_FORMAT}"], deadline
+        )
     )
     if any((gpu["temperature_c"] or 0) >= throttle_check_c for gpu in found["gpus"]):
         _add_throttle_reasons(found["gpus"], program, deadline)
@@ -249,7 +251,7 @@ def _add_throttle_reasons(gpus: list[Reading], program: str, deadline: float) ->
     """Fill in `throttled`; it stays empty if the driver does not support the query."""
     try:
         query = "--query-gpu=index,clocks_throttle_reasons.active"
-        text = _run_program([program, query, f"--format={NVIDIA_FORMAT}"], deadline)
+        text = _run_tool_and_get_output([program, query, f"--format={NVIDIA_SMI_FORMAT}"], deadline)
     except (OpError, OSError):
         return
     masks = dict(re.findall(r"^ *([0-9]{1,4}) *, *(0x[0-9a-fA-F]{1,16}) *$", text, re.MULTILINE))
@@ -263,7 +265,7 @@ def _decode_throttle_reasons(mask: int) -> list[str]:
 
 
 def parse_nvidia_smi(text: str) -> Reading:
-    """Parse the output of NVIDIA_QUERY. An invalid line is reported in `failed`; other lines are used."""
+    """Parse NVIDIA_SMI_QUERY_FIELDS as printed. `failed` reports an invalid line; other lines are used."""
     gpus = []
     failed = {}
     for line in text.splitlines():
@@ -274,7 +276,7 @@ def parse_nvidia_smi(text: str) -> Reading:
         extra = max(0, len(cells) - 8)
         cells = [cells[0], ", ".join(cells[1 : 2 + extra]), *cells[2 + extra :]]
         if not cells[0].isdigit() or len(cells[0]) > 4:
-            failed["gpus"] = f"nvidia-smi: {line.strip()}"[:TEXT_CHARS_MAX]
+            failed["gpus"] = f"nvidia-smi: {line.strip()}"[:READING_TEXT_CHARS_MAX]
             continue
         cells += [""] * (8 - len(cells))
         gpus.append(
@@ -298,7 +300,7 @@ def parse_nvidia_smi(text: str) -> Reading:
 def parse_rocm_smi(text: str) -> Reading:
     """Parse rocm-smi --json: one object per card; the case of its keys differs between releases."""
     gpus = []
-    for name, card in sorted(_parse_json(text).items()):
+    for name, card in sorted(_parse_json_after_warnings(text).items()):
         index = re.fullmatch(r"card([0-9]{1,4})", name)
         if not index or not isinstance(card, dict):
             continue
@@ -323,7 +325,7 @@ def parse_rocm_smi(text: str) -> Reading:
 
 def parse_amd_smi(text: str, names: dict[int, tuple[str, str]]) -> Reading:
     """Parse amd-smi metric --json: a list, which newer releases wrap in an object."""
-    body = _parse_json(text)
+    body = _parse_json_after_warnings(text)
     cards = body.get("gpu_data", []) if isinstance(body, dict) else body
     gpus = []
     for card in cards:
@@ -348,7 +350,9 @@ def parse_amd_smi(text: str, names: dict[int, tuple[str, str]]) -> Reading:
 def _read_amd_names(program: str, deadline: float) -> dict[int, tuple[str, str]]:
     """Return name and UUID by GPU index; empty on failure, because names are optional."""
     try:
-        body = _parse_json(_run_program([program, "static", "--asic", "--json"], deadline))
+        body = _parse_json_after_warnings(
+            _run_tool_and_get_output([program, "static", "--asic", "--json"], deadline)
+        )
         cards = body.get("gpu_data", []) if isinstance(body, dict) else body
         return {int(card["gpu"]): _asic_name_and_serial(card.get("asic") or {}) for card in cards}
     except (OpError, OSError, ValueError, KeyError, TypeError, AttributeError):
@@ -372,8 +376,8 @@ def _make_gpu_reading(
 ) -> Reading:
     return {
         "index": index,
-        "name": name[:TEXT_CHARS_MAX],
-        "uuid": uuid[:TEXT_CHARS_MAX],
+        "name": name[:READING_TEXT_CHARS_MAX],
+        "uuid": uuid[:READING_TEXT_CHARS_MAX],
         "memory_total_bytes": total,
         "memory_used_bytes": used,
         "utilization_pct": utilization,
@@ -409,7 +413,7 @@ def _max_temperature(texts: Any) -> float | None:
     return max(found) if found else None
 
 
-def _parse_json(text: str) -> Any:
+def _parse_json_after_warnings(text: str) -> Any:
     import json
 
     # The tools print warnings before the JSON.
@@ -431,15 +435,15 @@ class _KernelLog:
         self.access_error = ""
 
     @property
-    def is_ready(self) -> bool:
+    def is_next_read_short(self) -> bool:
         """True if the next read returns only new records, or none at all."""
         return self.file_descriptor >= 0 or bool(self.access_error)
 
-    def read(self, timeout_s: float) -> list[Reading]:
+    def read_xids(self, timeout_s: float) -> list[Reading]:
         deadline = time.monotonic() + timeout_s
         if self.file_descriptor < 0:
             self.file_descriptor = os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK)
-        for _ in range(_KERNEL_LOG_RECORDS_MAX):
+        for _ in range(_KERNEL_LOG_RECORDS_PER_READ_MAX):
             try:
                 data = os.read(self.file_descriptor, 1 << 16)
             except BlockingIOError:
@@ -463,7 +467,7 @@ def _read_xids(timeout_s: float) -> Reading:
     if log.access_error:
         return {"xids": None, "xids_unknown": log.access_error}
     try:
-        return {"xids": xids_with_age(log.read(timeout_s), time.monotonic())}
+        return {"xids": xids_with_age(log.read_xids(timeout_s), time.monotonic())}
     except OSError as error:
         refused = error.strerror or str(error)
     deadline = time.monotonic() + timeout_s
@@ -473,7 +477,8 @@ def _read_xids(timeout_s: float) -> Reading:
             try:
                 return {
                     "xids": xids_with_age(
-                        parse_xids(_run_program([program, *command[1:]], deadline)), time.monotonic()
+                        parse_xids(_run_tool_and_get_output([program, *command[1:]], deadline)),
+                        time.monotonic(),
                     )
                 }
             except (OpError, OSError):
@@ -489,7 +494,7 @@ def parse_xids(text: str) -> list[Reading]:
         match = _XID_PATTERN.search(line)
         if match:
             at = float(match["us"]) / 1e6 if match["us"] else float(match["s"]) if match["s"] else None
-            code, words = int(match["code"]), match["text"].strip()[:TEXT_CHARS_MAX]
+            code, words = int(match["code"]), match["text"].strip()[:READING_TEXT_CHARS_MAX]
             found.append({"bus": match["bus"], "code": code, "text": words, "at_s": at})
     return found[-_XIDS_MAX:]
 
@@ -512,14 +517,14 @@ def xids_with_age(xids: list[Reading], now_s: float) -> list[Reading]:
 
 def find_program(name: str) -> str | None:
     """Search PATH and the usual directories: a non-interactive login often has a short PATH."""
-    for folder in [*os.environ.get("PATH", "").split(os.pathsep), *_PROGRAM_FOLDERS]:
+    for folder in [*os.environ.get("PATH", "").split(os.pathsep), *_EXTRA_PROGRAM_FOLDERS]:
         path = os.path.join(folder, name)
         if folder and os.access(path, os.X_OK) and os.path.isfile(path):
             return path
     return None
 
 
-def _run_program(argv: list[str], deadline: float) -> str:
+def _run_tool_and_get_output(argv: list[str], deadline: float) -> str:
     """Run a program and return its output, at most 1 MiB; its process group is killed at the deadline."""
     import subprocess
 
@@ -536,7 +541,7 @@ def _run_program(argv: list[str], deadline: float) -> str:
     assert process.stdout is not None
     try:
         data = _read_until_deadline(process.stdout.fileno(), deadline)
-        is_complete = data is not None and len(data) < OUTPUT_BYTES_MAX
+        is_complete = data is not None and len(data) < TOOL_OUTPUT_BYTES_MAX
         code = process.wait(max(0.05, deadline - time.monotonic())) if is_complete else None
     except subprocess.TimeoutExpired:
         data = code = None
@@ -544,8 +549,8 @@ def _run_program(argv: list[str], deadline: float) -> str:
         process.stdout.close()
         if process.poll() is None:
             _kill_process_group(process)
-    if data is not None and len(data) >= OUTPUT_BYTES_MAX:
-        raise OpError(f"{name} printed more than {OUTPUT_BYTES_MAX} bytes", reason="output")
+    if data is not None and len(data) >= TOOL_OUTPUT_BYTES_MAX:
+        raise OpError(f"{name} printed more than {TOOL_OUTPUT_BYTES_MAX} bytes", reason="output")
     if data is None:
         raise OpError(f"{name} took longer than {timeout_s:.3g} s", reason="timeout")
     text = data.decode("utf-8", "replace")
@@ -555,11 +560,11 @@ def _run_program(argv: list[str], deadline: float) -> str:
 
 
 def _read_until_deadline(descriptor: int, deadline: float) -> bytes | None:
-    """Read to the end or OUTPUT_BYTES_MAX; None if the deadline passes first."""
+    """Read to the end or TOOL_OUTPUT_BYTES_MAX; None if the deadline passes first."""
     import select
 
     data = b""
-    while len(data) < OUTPUT_BYTES_MAX:
+    while len(data) < TOOL_OUTPUT_BYTES_MAX:
         left_s = deadline - time.monotonic()
         if left_s <= 0 or not select.select([descriptor], [], [], left_s)[0]:
             return None

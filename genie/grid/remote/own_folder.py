@@ -15,7 +15,7 @@ from genie.grid.remote.core import OpError
 GRID_FOLDER_NAME = ".grid"
 
 
-def grid_folder(root: str, *parts: str) -> str:
+def grid_folder_path(root: str, *parts: str) -> str:
     """Return a path below .grid, which need not exist. Raises OpError for a link that is not allowed."""
     path = os.path.join(root, GRID_FOLDER_NAME)
     if os.path.islink(path):

@@ -1,15 +1,15 @@
 """The default Ray namespace of programs on the cluster that pass none to ray.init().
 
-Ray reads RAY_NAMESPACE for ray:// clients only. SITECUSTOMIZE is written to a directory on the PYTHONPATH of
-all processes of the cluster: Python imports it at startup, and it sets the default of ray.init(). A program
-that replaces PYTHONPATH gets Ray's default, an anonymous namespace.
+Ray reads RAY_NAMESPACE for ray:// clients only. SITECUSTOMIZE_SOURCE is written to a directory on the
+PYTHONPATH of all processes of the cluster: Python imports it at startup, and it sets the default of
+ray.init(). A program that replaces PYTHONPATH gets Ray's default, an anonymous namespace.
 
 Runs on nodes: standard library only, Python 3.8.
 """
 
 from __future__ import annotations
 
-SITECUSTOMIZE = '''\
+SITECUSTOMIZE_SOURCE = '''\
 """Written by grid-cli cluster start: ray.init() without a namespace uses RAY_NAMESPACE."""
 
 import os

@@ -19,19 +19,19 @@ import time
 from typing import Any, Callable  # noqa: UP035 - Callable[...] at run time needs Python 3.9
 
 from genie.grid.remote.core import OpArgs, OpError, OpReply, register_op
-from genie.grid.remote.own_folder import grid_folder
-from genie.grid.remote.ray_namespace import SITECUSTOMIZE
+from genie.grid.remote.own_folder import grid_folder_path
+from genie.grid.remote.ray_namespace import SITECUSTOMIZE_SOURCE
 
-CLUSTER_VARIABLE = "GRID_RAY_CLUSTER"
+RAY_CLUSTER_ENV_VARIABLE = "GRID_RAY_CLUSTER"
 """Environment variable of all started processes: cluster ID and node name."""
-_RECORD_BYTES_MAX = 1 << 20
-_OUTPUT_TAIL_BYTES = 4000
-_LOG_BYTES_MAX = 1 << 20
-_COMMAND_TIMEOUT_S = 10.0
+_FILE_BYTES_MAX = 1 << 20
+_START_LOG_TAIL_BYTES = 4000
+_JOB_LOG_CHUNK_BYTES_MAX = 1 << 20
+_QUERY_COMMAND_TIMEOUT_S = 10.0
 _POLL_INTERVAL_S = 0.05
 _KILL_TIMEOUT_S = 5.0
-_LOCK_TIMEOUT_S = 5.0  # after a disconnect, the previous helper takes a moment to exit
-_VERSIONS_SCRIPT = (
+_RAY_LOCK_TIMEOUT_S = 5.0  # after a disconnect, the previous helper takes a moment to exit
+_PRINT_VERSIONS_SCRIPT = (
     "import sys\n"
     "from importlib.metadata import version\n"
     "print(version('ray'), '%d.%d.%d' % sys.version_info[:3])\n"
@@ -39,10 +39,10 @@ _VERSIONS_SCRIPT = (
 
 
 @register_op("ray_node.facts")
-def read_facts(args: OpArgs, blob: bytes) -> OpReply:
+def read_ray_facts(args: OpArgs, blob: bytes) -> OpReply:
     """Return the Ray installation, address, number of GPUs and cluster record of this node."""
     root = _remote_root(args)
-    program = _find_ray(root)
+    program = _find_ray_program(root)
     version, python = _read_ray_and_python_versions(program) if program else ("", "")
     return {
         "root": root,
@@ -51,13 +51,13 @@ def read_facts(args: OpArgs, blob: bytes) -> OpReply:
         "version": version,
         "python": python,
         "gpus": _count_gpus(),
-        "record": _with_alive_count(_read_record(root)),
+        "record": _summarize_with_alive_count(_read_cluster_record(root)),
     }
 
 
 @register_op("ray_node.record", quick=True)
-def read_record_with_liveness(args: OpArgs, blob: bytes) -> OpReply:
-    return _with_alive_count(_read_record(_remote_root(args)))
+def report_cluster_record(args: OpArgs, blob: bytes) -> OpReply:
+    return _summarize_with_alive_count(_read_cluster_record(_remote_root(args)))
 
 
 @register_op("ray_node.start")
@@ -65,11 +65,11 @@ def start_ray(args: OpArgs, blob: bytes) -> OpReply:
     """Run `ray start` with these options; the blob is the token. On failure, everything is stopped."""
     folder = _ray_folder(_remote_root(args))
     os.makedirs(folder, mode=0o700, exist_ok=True)
-    with _RayLock(folder):
-        return _start_locked(folder, args, blob)
+    with _RayStartStopLock(folder):
+        return _start_ray_while_locked(folder, args, blob)
 
 
-def _start_locked(folder: str, args: OpArgs, token: bytes) -> OpReply:
+def _start_ray_while_locked(folder: str, args: OpArgs, token: bytes) -> OpReply:
     for port in args["free_ports"]:
         _check_port_free(port["host"], port["port"], port["key"])
     entry = {
@@ -90,10 +90,10 @@ def _start_locked(folder: str, args: OpArgs, token: bytes) -> OpReply:
         _write_python_modules(folder, args)
         _run_ray_start(folder, args, entry)
     except BaseException:
-        _stop_processes_and_count_killed(entry, grace_s=1.0)
+        _stop_processes_and_get_total_killed_left(entry, grace_s=1.0)
         _remove_cluster_files(folder, entry)
         raise
-    return _with_alive_count(entry)
+    return _summarize_with_alive_count(entry)
 
 
 @register_op("ray_node.stop")
@@ -104,20 +104,20 @@ def stop_ray(args: OpArgs, blob: bytes) -> OpReply:
     if not os.path.isdir(folder):
         return {"was": None, "ended": 0, "killed": 0}
     # A start in progress is stopped too: it then cleans up and releases the lock.
-    with _RayLock(folder, on_wait=lambda: _stop_locked(root, args, forget=False)):
-        return _stop_locked(root, args)
+    with _RayStartStopLock(folder, on_wait=lambda: _stop_ray_while_locked(root, args, remove_record=False)):
+        return _stop_ray_while_locked(root, args)
 
 
-def _stop_locked(root: str, args: OpArgs, forget: bool = True) -> OpReply:
-    entry = _read_record(root)
+def _stop_ray_while_locked(root: str, args: OpArgs, remove_record: bool = True) -> OpReply:
+    entry = _read_cluster_record(root)
     if entry is None:
         return {"was": None, "ended": 0, "killed": 0}
     if args.get("cluster") and args["cluster"] != entry["cluster"]:
         raise OpError("another cluster is running on this node: " + entry["cluster"], reason="other")
-    ended, killed, left = _stop_processes_and_count_killed(entry, grace_s=float(args["grace_s"]))
+    ended, killed, left = _stop_processes_and_get_total_killed_left(entry, grace_s=float(args["grace_s"]))
     if left:
         raise OpError("could not stop these processes: " + ", ".join(map(str, left[:20])), reason="left")
-    if forget:
+    if remove_record:
         _remove_cluster_files(_ray_folder(root), entry)
     return {"was": {"cluster": entry["cluster"], "role": entry["role"]}, "ended": ended, "killed": killed}
 
@@ -128,7 +128,7 @@ def request_dashboard(args: OpArgs, blob: bytes) -> OpReply:
     import http.client
 
     root = _remote_root(args)
-    entry = _read_record(root)
+    entry = _read_cluster_record(root)
     if entry is None:
         raise OpError("no Ray cluster is recorded on this node", reason="missing")
     with open(os.path.join(_ray_folder(root), "token"), "rb") as file:
@@ -151,24 +151,24 @@ def request_dashboard(args: OpArgs, blob: bytes) -> OpReply:
 @register_op("ray_node.job_log")
 def read_job_log(args: OpArgs, blob: bytes) -> OpReply:
     """Return the log of a job from an offset; wait up to wait_s for output. `there`: the log exists."""
-    entry = _read_record(_remote_root(args))
+    entry = _read_cluster_record(_remote_root(args))
     name = args["job"]
     if entry is None or not name.replace("-", "").replace("_", "").isalnum():
         raise OpError("no such Ray job on this node", reason="missing")
     path = os.path.join(entry["session_dir"], "logs", "job-driver-" + name + ".log")
     deadline = time.monotonic() + min(float(args["wait_s"]), 30.0)
     while True:
-        there, data = _exists_and_bytes_from(path, int(args["offset"]))
+        there, data = _log_exists_and_bytes_from(path, int(args["offset"]))
         if data or time.monotonic() >= deadline:
             return {"there": there, "next": int(args["offset"]) + len(data)}, data
         time.sleep(0.1)
 
 
-def _exists_and_bytes_from(path: str, offset: int) -> tuple[bool, bytes]:
+def _log_exists_and_bytes_from(path: str, offset: int) -> tuple[bool, bytes]:
     try:
         with open(path, "rb") as file:
             file.seek(offset)
-            return True, file.read(_LOG_BYTES_MAX)
+            return True, file.read(_JOB_LOG_CHUNK_BYTES_MAX)
     except FileNotFoundError:
         return False, b""
 
@@ -181,10 +181,10 @@ def _remote_root(args: OpArgs) -> str:
 
 
 def _ray_folder(root: str) -> str:
-    return grid_folder(root, "ray")
+    return grid_folder_path(root, "ray")
 
 
-def _find_ray(root: str) -> str | None:
+def _find_ray_program(root: str) -> str | None:
     own = os.path.join(root, "grid_env", "bin", "ray")
     if os.access(own, os.X_OK):
         return own
@@ -205,9 +205,9 @@ def _find_on_login_path(program: str) -> str | None:
 
 def _read_ray_and_python_versions(program: str) -> tuple[str, str]:
     """Return the versions of Ray and of its Python; '' if unknown."""
-    python = _read_interpreter(program)
+    python = _read_script_interpreter(program)
     if python:
-        code, out = _run_and_get_exit_code_and_output([python, "-c", _VERSIONS_SCRIPT])
+        code, out = _run_and_get_exit_code_and_output([python, "-c", _PRINT_VERSIONS_SCRIPT])
         parts = out.split()
         if code == 0 and len(parts) == 2:
             return parts[0], parts[1]
@@ -216,7 +216,7 @@ def _read_ray_and_python_versions(program: str) -> tuple[str, str]:
     return (words[-1] if code == 0 and words else ""), ""
 
 
-def _read_interpreter(program: str) -> str | None:
+def _read_script_interpreter(program: str) -> str | None:
     """Return the Python in the script's first line: `ray --version` would take seconds to import Ray."""
     try:
         with open(program, "rb") as file:
@@ -231,7 +231,7 @@ def _read_interpreter(program: str) -> str | None:
 
 
 def _run_and_get_exit_code_and_output(
-    command: list[str], timeout_s: float = _COMMAND_TIMEOUT_S
+    command: list[str], timeout_s: float = _QUERY_COMMAND_TIMEOUT_S
 ) -> tuple[int, str]:
     try:
         done = subprocess.run(
@@ -265,26 +265,26 @@ def _find_own_address() -> str:
 # --- starting ---
 
 
-class _RayLock:
+class _RayStartStopLock:
     """Allows one start or stop at a time on this node; the kernel releases it when the helper exits."""
 
     def __init__(self, folder: str, on_wait: Callable[[], object] = lambda: None) -> None:
         """`on_wait` is called repeatedly while another process holds the lock."""
         self._path = os.path.join(folder, "lock")
         self._on_wait = on_wait
-        self._descriptor = -1
+        self._lock_fd = -1
 
     def __enter__(self) -> None:
         import fcntl
 
-        self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-        deadline = time.monotonic() + _LOCK_TIMEOUT_S
+        self._lock_fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+        deadline = time.monotonic() + _RAY_LOCK_TIMEOUT_S
         while True:
             try:
-                fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 if time.monotonic() >= deadline:
-                    os.close(self._descriptor)
+                    os.close(self._lock_fd)
                     raise OpError(
                         "another start or stop is in progress on this node", reason="busy"
                     ) from None
@@ -294,7 +294,7 @@ class _RayLock:
                 return
 
     def __exit__(self, *_: object) -> None:
-        os.close(self._descriptor)
+        os.close(self._lock_fd)
 
 
 def _check_port_free(host: str, port: int, key: str) -> None:
@@ -309,7 +309,7 @@ def _check_port_free(host: str, port: int, key: str) -> None:
 
 def _write_new_cluster_record(folder: str, entry: OpArgs) -> None:
     path = os.path.join(folder, "cluster.json")
-    old = _read_record(os.path.dirname(os.path.dirname(folder)))
+    old = _read_cluster_record(os.path.dirname(os.path.dirname(folder)))
     if old is not None and not _find_cluster_processes(old, _read_process_table()):
         _remove_cluster_files(folder, old)
     if os.path.lexists(path):  # not a race: the lock is held
@@ -358,22 +358,24 @@ def _run_ray_start(folder: str, args: OpArgs, entry: OpArgs) -> None:
             close_fds=True,
         )
     entry["session"] = process.pid
-    entry["processes"] = [[process.pid, _read_process_table().get(process.pid, _Process()).start_ticks]]
+    entry["processes"] = [[process.pid, _read_process_table().get(process.pid, _ProcessInfo()).start_ticks]]
     _write_cluster_record(folder, entry)
     try:
         code = process.wait(float(args["timeout_s"]))
     except subprocess.TimeoutExpired:
-        text = f"'ray start' timed out after {args['timeout_s']:g} s:\n{_read_output_tail(log_path)}"
+        text = f"'ray start' timed out after {args['timeout_s']:g} s:\n{_read_start_log_tail(log_path)}"
         raise OpError(text, reason="timeout") from None
     table = _read_process_table()
     members = _find_cluster_processes(entry, table)
     # Record only the daemons; workers are found as their descendants.
-    daemons = sorted(pid for pid in members if table[pid].parent not in members)
+    daemons = sorted(pid for pid in members if table[pid].parent_pid not in members)
     entry["processes"] = [[pid, table[pid].start_ticks] for pid in daemons]
-    entry["session_dir"] = _find_session_folder(members)
+    entry["session_dir"] = _find_ray_session_folder(members)
     _write_cluster_record(folder, entry)
     if code != 0:
-        raise OpError(f"'ray start' exited with code {code}:\n{_read_output_tail(log_path)}", reason="start")
+        raise OpError(
+            f"'ray start' exited with code {code}:\n{_read_start_log_tail(log_path)}", reason="start"
+        )
 
 
 def _make_ray_environment(folder: str, args: OpArgs) -> dict[str, str]:
@@ -383,7 +385,7 @@ def _make_ray_environment(folder: str, args: OpArgs) -> dict[str, str]:
     env["PATH"] = os.path.dirname(args["ray"]) + os.pathsep + env.get("PATH", os.defpath)
     env.update(
         {
-            CLUSTER_VARIABLE: args["cluster"] + "." + args["node"],
+            RAY_CLUSTER_ENV_VARIABLE: args["cluster"] + "." + args["node"],
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN_PATH": os.path.join(folder, "token"),
             "RAY_NAMESPACE": args["namespace"],
@@ -409,26 +411,26 @@ def _write_python_modules(folder: str, args: OpArgs) -> None:
     """Write modules for the cluster's Python. Ray replaces a loopback address unless the hook restores it."""
     python = _python_modules_folder(folder)
     os.makedirs(python, mode=0o700, exist_ok=True)
-    _write_private_file(os.path.join(python, "sitecustomize.py"), SITECUSTOMIZE.encode())
+    _write_private_file(os.path.join(python, "sitecustomize.py"), SITECUSTOMIZE_SOURCE.encode())
     if args["loopback"]:
         text = "def bind(params, head):\n    params.node_ip_address = '127.0.0.1'\n"
         _write_private_file(os.path.join(python, "genie_grid_loopback.py"), text.encode())
 
 
-def _find_session_folder(members: dict[int, str]) -> str:
+def _find_ray_session_folder(members: dict[int, str]) -> str:
     for pid in members:
-        for word in _read_bytes(f"/proc/{pid}/cmdline").split(b"\0"):
+        for word in _read_bytes_or_empty(f"/proc/{pid}/cmdline").split(b"\0"):
             name, _, value = word.partition(b"=")
             if name in (b"--session_dir", b"--session-dir") and value:
                 return os.fsdecode(value)
     return ""
 
 
-def _read_output_tail(path: str) -> str:
+def _read_start_log_tail(path: str) -> str:
     """Return the end of the output of `ray start`, without the colours that it prints despite NO_COLOR."""
     import re
 
-    text = _read_bytes(path)[-_OUTPUT_TAIL_BYTES:].decode("utf-8", "replace")
+    text = _read_bytes_or_empty(path)[-_START_LOG_TAIL_BYTES:].decode("utf-8", "replace")
     lines = re.sub(r"\x1b\[[0-9;]*m", "", text).strip().splitlines()
     return "\n".join(lines[-15:])
 
@@ -436,11 +438,11 @@ def _read_output_tail(path: str) -> str:
 # --- the cluster record ---
 
 
-def _read_record(root: str) -> OpArgs | None:
+def _read_cluster_record(root: str) -> OpArgs | None:
     path = os.path.join(_ray_folder(root), "cluster.json")
     try:
         with open(path, "rb") as file:
-            entry = json.loads(file.read(_RECORD_BYTES_MAX).decode())
+            entry = json.loads(file.read(_FILE_BYTES_MAX).decode())
     except FileNotFoundError:
         return None
     except ValueError:
@@ -448,14 +450,16 @@ def _read_record(root: str) -> OpArgs | None:
     return entry
 
 
-def _with_alive_count(entry: OpArgs | None) -> OpArgs | None:
+def _summarize_with_alive_count(entry: OpArgs | None) -> OpArgs | None:
     """Return the record with the number of its processes that are alive."""
     if entry is None:
         return None
     table = _read_process_table()
     same_boot = entry["boot"] == _read_boot_id()
     alive = [
-        pid for pid, start_ticks in entry["processes"] if same_boot and _is_alive(table, pid, start_ticks)
+        pid
+        for pid, start_ticks in entry["processes"]
+        if same_boot and _is_same_process_alive(table, pid, start_ticks)
     ]
     return {
         "cluster": entry["cluster"],
@@ -491,14 +495,14 @@ def _remove_cluster_files(folder: str, entry: OpArgs) -> None:
         except FileNotFoundError:
             pass
     shutil.rmtree(_python_modules_folder(folder), ignore_errors=True)
-    _remove_address_file(entry)
+    _remove_ray_address_file(entry)
 
 
-def _remove_address_file(entry: OpArgs) -> None:
+def _remove_ray_address_file(entry: OpArgs) -> None:
     """Remove Ray's file with the address of the current cluster, if it is this cluster."""
     temporary = os.path.dirname(entry["session_dir"]) if entry["session_dir"] else ""
     path = os.path.join(temporary, "ray_current_cluster")
-    if temporary and _read_bytes(path).decode("utf-8", "replace").strip() == entry["head"]:
+    if temporary and _read_bytes_or_empty(path).decode("utf-8", "replace").strip() == entry["head"]:
         try:
             os.unlink(path)
         except OSError:
@@ -508,32 +512,36 @@ def _remove_address_file(entry: OpArgs) -> None:
 # --- processes ---
 
 
-class _Process:
-    def __init__(self, parent: int = 0, session: int = 0, start_ticks: str = "", state: str = "Z") -> None:
-        self.parent = parent
-        self.session = session
+class _ProcessInfo:
+    def __init__(
+        self, parent_pid: int = 0, session_id: int = 0, start_ticks: str = "", state_letter: str = "Z"
+    ) -> None:
+        self.parent_pid = parent_pid
+        self.session_id = session_id
         self.start_ticks = start_ticks
-        self.state = state
+        self.state_letter = state_letter
 
 
-def _read_process_table() -> dict[int, _Process]:
+def _read_process_table() -> dict[int, _ProcessInfo]:
     """Return all processes by PID, without zombies."""
     found = {}
     for name in os.listdir("/proc"):
         if not name.isdigit():
             continue
-        data = _read_bytes(f"/proc/{name}/stat")
+        data = _read_bytes_or_empty(f"/proc/{name}/stat")
         words = data[data.rfind(b")") + 2 :].split()
         if len(words) > 19 and words[0] not in (b"Z", b"X"):
-            found[int(name)] = _Process(int(words[1]), int(words[3]), words[19].decode(), words[0].decode())
+            found[int(name)] = _ProcessInfo(
+                int(words[1]), int(words[3]), words[19].decode(), words[0].decode()
+            )
     return found
 
 
-def _is_alive(table: dict[int, _Process], pid: int, start_ticks: str) -> bool:
+def _is_same_process_alive(table: dict[int, _ProcessInfo], pid: int, start_ticks: str) -> bool:
     return pid in table and table[pid].start_ticks == start_ticks
 
 
-def _find_cluster_processes(entry: OpArgs, table: dict[int, _Process]) -> dict[int, str]:
+def _find_cluster_processes(entry: OpArgs, table: dict[int, _ProcessInfo]) -> dict[int, str]:
     """Return the start times (in clock ticks since boot) of the cluster's processes on this node by PID.
 
     These are the recorded processes, those with the cluster ID in their environment, their session (Ray
@@ -541,59 +549,63 @@ def _find_cluster_processes(entry: OpArgs, table: dict[int, _Process]) -> dict[i
     """
     if entry["boot"] != _read_boot_id():
         return {}
-    known = {pid for pid, start_ticks in entry["processes"] if _is_alive(table, pid, start_ticks)}
-    mark = (CLUSTER_VARIABLE + "=" + entry["mark"]).encode()
-    known |= {pid for pid in table if mark in _read_bytes(f"/proc/{pid}/environ").split(b"\0")}
-    if entry["session"] and any(table[pid].session == entry["session"] for pid in known):
-        known |= {pid for pid, process in table.items() if process.session == entry["session"]}
+    known = {
+        pid for pid, start_ticks in entry["processes"] if _is_same_process_alive(table, pid, start_ticks)
+    }
+    mark = (RAY_CLUSTER_ENV_VARIABLE + "=" + entry["mark"]).encode()
+    known |= {pid for pid in table if mark in _read_bytes_or_empty(f"/proc/{pid}/environ").split(b"\0")}
+    if entry["session"] and any(table[pid].session_id == entry["session"] for pid in known):
+        known |= {pid for pid, process in table.items() if process.session_id == entry["session"]}
     grown = -1
     while grown != len(known):
         grown = len(known)
-        known |= {pid for pid, process in table.items() if process.parent in known}
+        known |= {pid for pid, process in table.items() if process.parent_pid in known}
     known.discard(os.getpid())
     return {pid: table[pid].start_ticks for pid in known}
 
 
-def _stop_processes_and_count_killed(entry: OpArgs, grace_s: float) -> tuple[int, int, list[int]]:
+def _stop_processes_and_get_total_killed_left(entry: OpArgs, grace_s: float) -> tuple[int, int, list[int]]:
     """Send SIGTERM, then SIGKILL. Returns the total, the number killed, and the PIDs that are still alive."""
     members = _find_cluster_processes(entry, _read_process_table())
     total = len(members)
     # The GCS last: the others deregister with it, and would wait if it had stopped.
     last = {
-        pid: start_ticks for pid, start_ticks in members.items() if _read_command_line(pid) == b"gcs_server"
+        pid: start_ticks for pid, start_ticks in members.items() if _read_program_name(pid) == b"gcs_server"
     }
     first = {pid: start_ticks for pid, start_ticks in members.items() if pid not in last}
     left = {}
     for each in (first, last):
         _signal_processes(each, signal.SIGTERM)
-        left.update(_wait_ended(each, grace_s / 2))
+        left.update(_wait_and_find_still_alive(each, grace_s / 2))
     left.update(_find_cluster_processes(entry, _read_process_table()))
     killed = len(left)
     _signal_processes(left, signal.SIGKILL)
-    left = _wait_ended(left, _KILL_TIMEOUT_S)
+    left = _wait_and_find_still_alive(left, _KILL_TIMEOUT_S)
     return total, killed, sorted(left)
 
 
-def _read_command_line(pid: int) -> bytes:
-    return os.path.basename(_read_bytes(f"/proc/{pid}/cmdline").split(b"\0")[0])
+def _read_program_name(pid: int) -> bytes:
+    return os.path.basename(_read_bytes_or_empty(f"/proc/{pid}/cmdline").split(b"\0")[0])
 
 
 def _signal_processes(members: dict[int, str], number: int) -> None:
     table = _read_process_table()
     for pid, start_ticks in members.items():
-        if _is_alive(table, pid, start_ticks):
+        if _is_same_process_alive(table, pid, start_ticks):
             try:
                 os.kill(pid, number)
             except (ProcessLookupError, PermissionError):
                 pass
 
 
-def _wait_ended(members: dict[int, str], limit_s: float) -> dict[int, str]:
+def _wait_and_find_still_alive(members: dict[int, str], limit_s: float) -> dict[int, str]:
     deadline = time.monotonic() + limit_s
     while True:
         table = _read_process_table()
         left = {
-            pid: start_ticks for pid, start_ticks in members.items() if _is_alive(table, pid, start_ticks)
+            pid: start_ticks
+            for pid, start_ticks in members.items()
+            if _is_same_process_alive(table, pid, start_ticks)
         }
         if not left or time.monotonic() >= deadline:
             return left
@@ -601,13 +613,13 @@ def _wait_ended(members: dict[int, str], limit_s: float) -> dict[int, str]:
 
 
 def _read_boot_id() -> str:
-    return _read_bytes("/proc/sys/kernel/random/boot_id").decode().strip()
+    return _read_bytes_or_empty("/proc/sys/kernel/random/boot_id").decode().strip()
 
 
-def _read_bytes(path: str) -> bytes:
+def _read_bytes_or_empty(path: str) -> bytes:
     try:
         with open(path, "rb") as file:
-            data: Any = file.read(_RECORD_BYTES_MAX)
+            data: Any = file.read(_FILE_BYTES_MAX)
     except OSError:
         return b""
     return bytes(data)

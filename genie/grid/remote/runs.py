@@ -22,26 +22,26 @@ from typing import Any, NoReturn
 
 from genie.grid.remote import core
 from genie.grid.remote.core import OpArgs, OpError, OpReply, register_op
-from genie.grid.remote.own_folder import grid_folder
+from genie.grid.remote.own_folder import grid_folder_path
 
-RUNS_KEPT = 200
+ENDED_RUNS_KEPT = 200
 """Number of ended runs that a node keeps. Older ones are removed when a new run starts."""
-CHUNK_BYTES = 256 << 10
+OUTPUT_CHUNK_BYTES = 256 << 10
 TIMEOUT_EXIT_CODE = 124
 CANNOT_START_EXIT_CODE = 126
-_EXCESS_RUNS_MAX = 32
-_EXIT_RECORD_BYTES = 512
+_EXCESS_RUNS_BEFORE_CLEANUP = 32
+_RUN_RECORD_BYTES = 512
 _UNIX_TIME_S_MAX = 1e11
-_META_BYTES_MAX = 1 << 20
+_METADATA_FILE_BYTES_MAX = 1 << 20
 _RUNS_LISTED_MAX = 1000
-_COMMAND_CHARS_SHOWN = 400
-_READ_WAIT_S_MAX = 30.0
+_COMMAND_CHARS_LISTED_MAX = 400
+_OUTPUT_WAIT_S_MAX = 30.0
 _SUPERVISOR_START_TIMEOUT_S = 10.0
 _SHORT_RUN_WAIT_S_MAX = 1.0
 _SHORT_RUN_POLL_INTERVAL_S = 0.0005
-_LOCK_TIMEOUT_S = 20.0
+_RUNS_LOCK_TIMEOUT_S = 20.0
 _TIMEOUT_KILL_GRACE_S = 10.0
-_STALE_RUN_AGE_S = 3600.0
+_LEFTOVER_FOLDER_AGE_S_MIN = 3600.0
 _POLL_INTERVAL_S_MAX = 0.1
 _RUN_ID_PATTERN = re.compile(r"[a-z0-9][a-z0-9-]{0,63}")
 _RUN_FILE_NAMES = ("meta.json", "out", "err", "in", "pid", "exit")
@@ -51,7 +51,7 @@ _RUN_FILE_NAMES = ("meta.json", "out", "err", "in", "pid", "exit")
 
 
 @register_op("runs.start")
-def start(args: OpArgs, blob: bytes) -> OpReply:
+def start_without_gpus(args: OpArgs, blob: bytes) -> OpReply:
     return start_run(args, blob)
 
 
@@ -61,10 +61,10 @@ def start_run(args: OpArgs, blob: bytes, take_gpus: Any = None) -> OpReply:
     `take_gpus` gets the held GPUs (run ID by GPU index) and returns GPU indexes and environment variables.
     For a run that ends within quick_s, `first` is the result of runs.read, which saves a round trip.
     """
-    found = _start_once(args, blob, take_gpus)
+    found = _start_unless_exists(args, blob, take_gpus)
     folder = _run_folder(args)
     deadline = time.monotonic() + min(float(args.get("quick_s") or 0), _SHORT_RUN_WAIT_S_MAX)
-    while _read_record(os.path.join(folder, "exit"), ("code", "ended")) is None:
+    while _read_run_record(os.path.join(folder, "exit"), ("code", "ended")) is None:
         if time.monotonic() >= deadline:
             return found
         time.sleep(_SHORT_RUN_POLL_INTERVAL_S)
@@ -72,7 +72,7 @@ def start_run(args: OpArgs, blob: bytes, take_gpus: Any = None) -> OpReply:
     return (dict(found, **_read_run_state(folder), first=first), output) if first["end"] else found
 
 
-def _start_once(args: OpArgs, blob: bytes, take_gpus: Any) -> OpArgs:
+def _start_unless_exists(args: OpArgs, blob: bytes, take_gpus: Any) -> OpArgs:
     folder = _run_folder(args)
     if os.path.isdir(folder):
         return dict(_read_run_status(folder), created=False)
@@ -87,13 +87,13 @@ def _start_once(args: OpArgs, blob: bytes, take_gpus: Any) -> OpArgs:
     if not os.path.isdir(cwd):
         raise OpError("there is no directory " + cwd, reason="missing")
     if take_gpus is None:
-        return _create_and_launch(folder, dict(args, cwd=cwd, root=root, gpu_env={}), [], blob)
-    lock = _lock_runs(runs)
+        return _create_and_launch_run(folder, dict(args, cwd=cwd, root=root, gpu_env={}), [], blob)
+    lock = _acquire_runs_lock(runs)
     try:
         if os.path.isdir(folder):  # a concurrent request started this run, which now holds its GPUs
             return dict(_read_run_status(folder), created=False)
         gpus, env = take_gpus(_run_id_by_held_gpu(runs))
-        return _create_and_launch(folder, dict(args, cwd=cwd, root=root, gpu_env=env), gpus, blob)
+        return _create_and_launch_run(folder, dict(args, cwd=cwd, root=root, gpu_env=env), gpus, blob)
     finally:
         os.close(lock)
 
@@ -107,18 +107,18 @@ def read_status(args: OpArgs, blob: bytes) -> OpReply:
 def read_output(args: OpArgs, blob: bytes) -> OpReply:
     """Return output from the offsets `out` and `err`; wait up to wait_s for output or the end."""
     folder = _run_folder(args)
-    deadline = time.monotonic() + min(float(args.get("wait_s", 0)), _READ_WAIT_S_MAX)
+    deadline = time.monotonic() + min(float(args.get("wait_s", 0)), _OUTPUT_WAIT_S_MAX)
     pause_s = 0.001
     while True:
         found = _read_run_state(folder)  # before the output: an ended run has written everything
         ended = found["state"] in ("exited", "lost")
-        out = _read_chunk(os.path.join(folder, "out"), int(args["out"]))
-        err = _read_chunk(os.path.join(folder, "err"), int(args["err"]))
+        out = _read_output_chunk(os.path.join(folder, "out"), int(args["out"]))
+        err = _read_output_chunk(os.path.join(folder, "err"), int(args["err"]))
         if out or err or ended or time.monotonic() >= deadline:
             break
         time.sleep(pause_s)
         pause_s = min(pause_s * 1.25, _POLL_INTERVAL_S_MAX)
-    end = ended and len(out) < CHUNK_BYTES and len(err) < CHUNK_BYTES
+    end = ended and len(out) < OUTPUT_CHUNK_BYTES and len(err) < OUTPUT_CHUNK_BYTES
     return dict(found, out=len(out), err=len(err), end=end), out + err
 
 
@@ -129,9 +129,11 @@ def send_signal(args: OpArgs, blob: bytes) -> OpReply:
     number = getattr(signal, "SIG" + str(args["signal"]), None)
     if not isinstance(number, signal.Signals):
         raise OpError("unknown signal " + str(args["signal"]), reason="usage")
-    pid = _read_record(os.path.join(folder, "pid")) or {}
+    pid = _read_run_record(os.path.join(folder, "pid")) or {}
     found = _read_run_state(folder)
-    sent = found["state"] == "running" and is_alive(pid, "pid", _read_boot_id(), _process_state_and_start)
+    sent = found["state"] == "running" and is_recorded_process_alive(
+        pid, "pid", _read_boot_id(), _read_process_state_and_start_ticks
+    )
     if sent:
         try:
             os.killpg(pid["pid"], number)
@@ -151,8 +153,8 @@ def list_runs(args: OpArgs, blob: bytes) -> OpReply:
                 one = _read_run_status(os.path.join(runs, name))
             except OpError:
                 continue  # removed meanwhile, or not a run
-            if len(one["command"]) > _COMMAND_CHARS_SHOWN:
-                one["command"] = one["command"][:_COMMAND_CHARS_SHOWN] + " ..."
+            if len(one["command"]) > _COMMAND_CHARS_LISTED_MAX:
+                one["command"] = one["command"][:_COMMAND_CHARS_LISTED_MAX] + " ..."
             found.append(one)
     found.sort(key=lambda one: -one["started"])
     return {"runs": found[:_RUNS_LISTED_MAX], "more": len(found) > _RUNS_LISTED_MAX}
@@ -170,7 +172,7 @@ def remove_run(args: OpArgs, blob: bytes) -> OpReply:
 # --- starting -----------------------------------------------------------------------------------
 
 
-def _create_and_launch(folder: str, args: OpArgs, gpus: Any, blob: bytes) -> OpArgs:
+def _create_and_launch_run(folder: str, args: OpArgs, gpus: Any, blob: bytes) -> OpArgs:
     new = f"{os.path.dirname(folder)}/.new-{args['id']}-{os.getpid()}-{time.monotonic_ns()}"
     try:
         _write_run_files(new, args, gpus, blob)
@@ -179,17 +181,17 @@ def _create_and_launch(folder: str, args: OpArgs, gpus: Any, blob: bytes) -> OpA
         raise _os_error_with_path(error, new) from None
     keys = ("command", "env", "gpu_env", "cwd", "root", "id", "timeout_s")
     passed = {key: args.get(key) for key in keys}
-    watcher = core.FORK_SERVER.spawn(__name__, "supervise", dict(passed, new=new, folder=folder))
+    watcher = core.FORK_SERVER.spawn(__name__, "supervise_run", dict(passed, new=new, folder=folder))
     deadline = time.monotonic() + _SUPERVISOR_START_TIMEOUT_S
     pause_s = _SHORT_RUN_POLL_INTERVAL_S
     while time.monotonic() < deadline:
-        exited = _process_state_and_start(watcher)[0] in (
+        exited = _read_process_state_and_start_ticks(watcher)[0] in (
             "",
             "Z",
             "X",
         )  # checked before the records that it writes
-        pid = _read_record(os.path.join(folder, "pid")) or {}
-        if exited or "pid" in pid or _read_record(os.path.join(folder, "exit")):
+        pid = _read_run_record(os.path.join(folder, "pid")) or {}
+        if exited or "pid" in pid or _read_run_record(os.path.join(folder, "exit")):
             break
         time.sleep(pause_s)
         pause_s = min(pause_s * 1.5, 0.02)
@@ -216,30 +218,30 @@ def _write_run_files(new: str, args: OpArgs, gpus: Any, blob: bytes) -> None:
         "meta.json": json.dumps(meta).encode(),
         "out": b"",
         "err": b"",
-        "pid": b" " * _EXIT_RECORD_BYTES,
-        "exit": b" " * _EXIT_RECORD_BYTES,
+        "pid": b" " * _RUN_RECORD_BYTES,
+        "exit": b" " * _RUN_RECORD_BYTES,
     }
     if blob:
         contents["in"] = blob
     for name, data in contents.items():
-        with open(os.path.join(new, name), "xb", buffering=0, opener=_open_private) as file:
+        with open(os.path.join(new, name), "xb", buffering=0, opener=_open_with_private_mode) as file:
             view = memoryview(data)
             while view:
                 view = view[file.write(view) or 0 :]
 
 
-def _open_private(path: str, flags: int) -> int:
+def _open_with_private_mode(path: str, flags: int) -> int:
     return os.open(path, flags, 0o600)
 
 
 def _remove_old_runs(runs: str) -> None:
-    """Remove the oldest ended runs beyond RUNS_KEPT, and leftovers of interrupted starts."""
+    """Remove the oldest ended runs beyond ENDED_RUNS_KEPT, and leftovers of interrupted starts."""
     found = os.listdir(runs)
     for path in [os.path.join(runs, name) for name in found if name.startswith((".new-", ".old-"))]:
-        if time.time() - _modified_at(path) > _STALE_RUN_AGE_S:
+        if time.time() - _modification_time_or_now(path) > _LEFTOVER_FOLDER_AGE_S_MIN:
             _remove_run_files(path)
     names = [name for name in found if _RUN_ID_PATTERN.fullmatch(name)]
-    if len(names) <= RUNS_KEPT + _EXCESS_RUNS_MAX:
+    if len(names) <= ENDED_RUNS_KEPT + _EXCESS_RUNS_BEFORE_CLEANUP:
         return
     ended = []
     for name in names:
@@ -249,12 +251,12 @@ def _remove_old_runs(runs: str) -> None:
         except OpError:
             continue  # removed by another process
         if found["state"] in ("exited", "lost"):
-            ended.append((found["ended"] or _modified_at(folder), folder))
-    for _, folder in sorted(ended)[: max(0, len(ended) - RUNS_KEPT)]:
+            ended.append((found["ended"] or _modification_time_or_now(folder), folder))
+    for _, folder in sorted(ended)[: max(0, len(ended) - ENDED_RUNS_KEPT)]:
         _remove_run_folder(folder)
 
 
-def _modified_at(path: str) -> float:
+def _modification_time_or_now(path: str) -> float:
     """Return the modification time; the current time if the path no longer exists."""
     try:
         return os.lstat(path).st_mtime
@@ -265,33 +267,33 @@ def _modified_at(path: str) -> float:
 # --- the supervisor, a separate process -----------------------------------------------------------
 
 
-def supervise(args: OpArgs) -> None:
+def supervise_run(args: OpArgs) -> None:
     new, folder = args["new"], args["folder"]
     out = os.open(os.path.join(new, "out"), os.O_WRONLY | os.O_APPEND)
     err = os.open(os.path.join(new, "err"), os.O_WRONLY | os.O_APPEND)
     pid_file = os.open(os.path.join(new, "pid"), os.O_WRONLY)
     exit_file = os.open(os.path.join(new, "exit"), os.O_WRONLY)
-    source = _open_stdin(new)
+    source = _open_and_unlink_stdin_file(new)
     pid = {
         "boot": _read_boot_id(),
         "watcher": os.getpid(),
-        "watcher_start": _process_state_and_start(os.getpid())[1],
+        "watcher_start": _read_process_state_and_start_ticks(os.getpid())[1],
     }
-    _write_record(pid_file, pid)
+    _write_run_record(pid_file, pid)
     try:
         os.rename(new, folder)
     except OSError:  # the ID exists: the run was requested twice
         _remove_run_folder(new)
         return
     try:
-        ended = _run_command(args, pid, pid_file, (source, out, err))
+        ended = _run_command_and_get_exit_record(args, pid, pid_file, (source, out, err))
     except OSError as error:
         ended = {"code": CANNOT_START_EXIT_CODE, "error": error.strerror or str(error)}
-    _write_record(exit_file, dict(ended, ended=time.time()))
+    _write_run_record(exit_file, dict(ended, ended=time.time()))
     os.fsync(exit_file)
 
 
-def _open_stdin(new: str) -> int:
+def _open_and_unlink_stdin_file(new: str) -> int:
     """Open the command's standard input and unlink its file."""
     try:
         source = os.open(os.path.join(new, "in"), os.O_RDONLY)
@@ -301,7 +303,7 @@ def _open_stdin(new: str) -> int:
     return source
 
 
-def _run_command(args: OpArgs, pid: OpArgs, pid_file: int, streams: Any) -> OpArgs:
+def _run_command_and_get_exit_record(args: OpArgs, pid: OpArgs, pid_file: int, streams: Any) -> OpArgs:
     ready, go = os.pipe()
     group_ready, announce = os.pipe()
     child = os.fork()
@@ -315,7 +317,7 @@ def _run_command(args: OpArgs, pid: OpArgs, pid_file: int, streams: Any) -> OpAr
     # command starts only after that.
     os.read(group_ready, 1)
     os.close(group_ready)
-    _write_record(pid_file, dict(pid, pid=child, pid_start=_process_state_and_start(child)[1]))
+    _write_run_record(pid_file, dict(pid, pid=child, pid_start=_read_process_state_and_start_ticks(child)[1]))
     try:
         os.write(go, b"1")
     except BrokenPipeError:
@@ -380,7 +382,7 @@ def _wait_for_child_status_and_timeout(child: int, timeout_s: Any) -> tuple[int,
 def _read_run_status(folder: str) -> OpArgs:
     try:
         with open(os.path.join(folder, "meta.json"), "rb") as file:
-            meta = json.loads(file.read(_META_BYTES_MAX).decode())
+            meta = json.loads(file.read(_METADATA_FILE_BYTES_MAX).decode())
     except FileNotFoundError:
         raise OpError("no run has the ID " + os.path.basename(folder), reason="missing") from None
     except (OSError, ValueError, RecursionError):
@@ -405,11 +407,11 @@ def is_valid_metadata(meta: Any) -> bool:
 def _read_run_state(folder: str) -> OpArgs:
     found: OpArgs = {}
     for _ in range(2):  # the run may end between reading the two records
-        ended = _read_record(os.path.join(folder, "exit"), ("code", "ended"))
-        pid = _read_record(os.path.join(folder, "pid"), ("boot", "watcher"))
+        ended = _read_run_record(os.path.join(folder, "exit"), ("code", "ended"))
+        pid = _read_run_record(os.path.join(folder, "pid"), ("boot", "watcher"))
         if pid is None and not os.path.isdir(folder):
             raise OpError("no run has the ID " + os.path.basename(folder), reason="missing")
-        found = run_state_from_records(ended, pid or {}, _read_boot_id(), _process_state_and_start)
+        found = run_state_from_records(ended, pid or {}, _read_boot_id(), _read_process_state_and_start_ticks)
         if found["state"] != "lost":
             break
     return found
@@ -425,12 +427,14 @@ def run_state_from_records(ended: Any, pid: OpArgs, boot: str, read_process: Any
         code = TIMEOUT_EXIT_CODE if ended.get("timed_out") else ended["code"]
         found.update(state="exited", exit_code=code, ended=ended["ended"])
         found.update(signal=ended.get("signal"), error=ended.get("error", ""))
-    elif is_alive(pid, "pid", boot, read_process) or is_alive(pid, "watcher", boot, read_process):
+    elif is_recorded_process_alive(pid, "pid", boot, read_process) or is_recorded_process_alive(
+        pid, "watcher", boot, read_process
+    ):
         found["state"] = "running" if "pid" in pid else "starting"
     return found
 
 
-def is_alive(pid: OpArgs, process: str, boot: str, read_process: Any) -> bool:
+def is_recorded_process_alive(pid: OpArgs, process: str, boot: str, read_process: Any) -> bool:
     """True if the recorded process is alive, and not another one with the same PID."""
     if process not in pid or pid["boot"] != boot:
         return False
@@ -438,7 +442,7 @@ def is_alive(pid: OpArgs, process: str, boot: str, read_process: Any) -> bool:
     return state not in ("", "Z", "X") and start == pid.get(process + "_start")
 
 
-def _process_state_and_start(pid: int) -> tuple[str, int]:
+def _read_process_state_and_start_ticks(pid: int) -> tuple[str, int]:
     """Return the state letter of a process ('' if it does not exist) and its start in ticks since boot."""
     try:
         with open(f"/proc/{int(pid)}/stat", "rb") as file:
@@ -456,26 +460,26 @@ def _read_boot_id() -> str:
         return ""
 
 
-def _read_record(path: str, needed: tuple[str, ...] = ()) -> Any:
+def _read_run_record(path: str, needed: tuple[str, ...] = ()) -> Any:
     """Return a record; None if it is empty or invalid."""
     try:
         with open(path, "rb") as file:
-            text = file.read(_EXIT_RECORD_BYTES).strip()
+            text = file.read(_RUN_RECORD_BYTES).strip()
         found = json.loads(text.decode()) if text else None
     except (FileNotFoundError, NotADirectoryError, ValueError):
         return None
     return found if isinstance(found, dict) and all(key in found for key in needed) else None
 
 
-def _write_record(file: int, record: OpArgs) -> None:
+def _write_run_record(file: int, record: OpArgs) -> None:
     """Overwrite the allocated record in one write, which needs no disk space."""
-    text = json.dumps(record, separators=(",", ":")).encode()[:_EXIT_RECORD_BYTES]
-    os.pwrite(file, text.ljust(_EXIT_RECORD_BYTES), 0)
+    text = json.dumps(record, separators=(",", ":")).encode()[:_RUN_RECORD_BYTES]
+    os.pwrite(file, text.ljust(_RUN_RECORD_BYTES), 0)
 
 
-def _read_chunk(path: str, offset: int) -> bytes:
+def _read_output_chunk(path: str, offset: int) -> bytes:
     with open(path, "rb", buffering=0) as file:
-        return os.pread(file.fileno(), CHUNK_BYTES, max(0, offset))
+        return os.pread(file.fileno(), OUTPUT_CHUNK_BYTES, max(0, offset))
 
 
 # --- folders ------------------------------------------------------------------------------------
@@ -485,7 +489,7 @@ def _runs_folder(args: OpArgs) -> str:
     root = os.path.expanduser(str(args["root"]))
     if not os.path.isabs(root) or ".." in root.split("/"):
         raise OpError("remote_root must be an absolute path: " + root, reason="usage")
-    return grid_folder(root, "runs")
+    return grid_folder_path(root, "runs")
 
 
 def _run_folder(args: OpArgs) -> str:
@@ -527,11 +531,11 @@ def _os_error_with_path(error: OSError, path: str) -> OSError:
     return OSError(error.errno, error.strerror or str(error), error.filename or path)
 
 
-def _lock_runs(runs: str) -> int:
+def _acquire_runs_lock(runs: str) -> int:
     import fcntl
 
     file = os.open(os.path.join(runs, ".lock"), os.O_RDWR | os.O_CREAT, 0o600)
-    deadline = time.monotonic() + _LOCK_TIMEOUT_S
+    deadline = time.monotonic() + _RUNS_LOCK_TIMEOUT_S
     while True:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

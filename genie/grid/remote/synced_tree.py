@@ -18,17 +18,19 @@ import time
 from genie.grid.remote import tree
 from genie.grid.remote.contents import BLOCK_DIGEST_FILE_BYTES_MIN
 from genie.grid.remote.core import OpError
-from genie.grid.remote.own_folder import GRID_FOLDER_NAME, grid_folder
+from genie.grid.remote.own_folder import GRID_FOLDER_NAME, grid_folder_path
 
-STATE_HEADER = struct.Struct("<8sq32s32s")  # magic, time of the last scan, digest of the plain records, rules
-STATE_MAGIC = b"GGTREE2\n"
+STATE_FILE_HEADER = struct.Struct(
+    "<8sq32s32s"
+)  # magic, time of the last scan, digest of the plain records, rules
+STATE_FILE_MAGIC = b"GGTREE2\n"
 """Includes the format version."""
-_STATE_MAGIC_V1 = b"GGTREE1\n"
+_STATE_FILE_MAGIC_V1 = b"GGTREE1\n"
 """In this version, large files were also identified by their SHA-256."""
 _TREE_NAME_PATTERN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
-_LIBRARY_KEY_PATTERN = re.compile(r"[0-9a-f]{16,64}")
+_ENGINE_LIBRARY_KEY_PATTERN = re.compile(r"[0-9a-f]{16,64}")
 _LOCK_RETRY_INTERVAL_S = 0.02
-_ENGINE_BY_PATH: dict[str, tree.PlainEngine] = {}
+_ENGINE_BY_LIBRARY_KEY: dict[str, tree.PlainEngine] = {}
 
 
 class TreeState:
@@ -48,11 +50,11 @@ class SyncedTree:
         path = os.path.expanduser(args["root"])
         if create:
             os.makedirs(path, exist_ok=True)
-        self._fds: list[int] = []
+        self._open_fds: list[int] = []
         self._is_locked = False
         try:
             self.root_fd = self._track_fd(os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
-            own = self._open_own_folder(path, create=create)
+            own = self._open_grid_folder(path, create=create)
             self.sync_folder_fd = self._open_folder(own, "sync", create=create)
             self.tree_folder_fd = self._open_folder(self.sync_folder_fd, args["tree"], create=create)
         except BaseException as error:
@@ -60,14 +62,14 @@ class SyncedTree:
             if isinstance(error, OSError):
                 parents = {
                     GRID_FOLDER_NAME: path,
-                    "sync": grid_folder(path),
-                    args["tree"]: grid_folder(path, "sync"),
+                    "sync": grid_folder_path(path),
+                    args["tree"]: grid_folder_path(path, "sync"),
                 }
                 _make_error_path_absolute(error, parents.get(str(error.filename), ""))
             raise
-        self.sync_folder_path = grid_folder(path, "sync")
-        self._tree_path = os.path.join(self.sync_folder_path, args["tree"])
-        self.engine = load_engine(self.sync_folder_path, args.get("key", ""))
+        self.sync_folder_path = grid_folder_path(path, "sync")
+        self._tree_folder_path = os.path.join(self.sync_folder_path, args["tree"])
+        self.engine = load_engine_by_key(self.sync_folder_path, args.get("key", ""))
 
     def __enter__(self) -> SyncedTree:
         return self
@@ -76,8 +78,8 @@ class SyncedTree:
         self.close()
 
     def close(self) -> None:
-        while self._fds:
-            os.close(self._fds.pop())
+        while self._open_fds:
+            os.close(self._open_fds.pop())
 
     def open_staging_folder(self) -> int:
         """Open the directory of received files; remove those of an earlier boot, which may be incomplete."""
@@ -105,26 +107,28 @@ class SyncedTree:
 
     def read_state(self) -> TreeState:
         """Return the stored state; an empty one if it is missing or unreadable."""
-        data = self.read_file("state")
+        data = self.read_sync_file("state")
         if data is None:
-            data = self.read_file("state.old")
-        if data is None or len(data) < STATE_HEADER.size:
+            data = self.read_sync_file("state.old")
+        if data is None or len(data) < STATE_FILE_HEADER.size:
             return TreeState()
-        magic, taken_ns, digest, _ = STATE_HEADER.unpack_from(data)
-        records = data[STATE_HEADER.size :]
+        magic, taken_ns, digest, _ = STATE_FILE_HEADER.unpack_from(data)
+        records = data[STATE_FILE_HEADER.size :]
         try:
-            if magic not in (STATE_MAGIC, _STATE_MAGIC_V1) or digest != compute_digest(self.engine, records):
+            if magic not in (STATE_FILE_MAGIC, _STATE_FILE_MAGIC_V1) or digest != records_digest(
+                self.engine, records
+            ):
                 return TreeState()
-            if magic == _STATE_MAGIC_V1:
-                records = _clear_large_digests(records)
-                digest = compute_digest(self.engine, records)
+            if magic == _STATE_FILE_MAGIC_V1:
+                records = _clear_digests_of_large_files(records)
+                digest = records_digest(self.engine, records)
         except OSError:
             return TreeState()
         return TreeState(records, taken_ns=taken_ns, digest=digest)
 
     def write_state(self, records: bytes, *, taken_ns: int, digest: bytes, name: str = "state") -> None:
-        data = STATE_HEADER.pack(STATE_MAGIC, taken_ns, digest, bytes(32)) + records
-        self.write_file(name + ".whole", data)
+        data = STATE_FILE_HEADER.pack(STATE_FILE_MAGIC, taken_ns, digest, bytes(32)) + records
+        self.write_sync_file(name + ".whole", data)
         # Replacing a file makes file systems flush, so the old state is renamed first; it is the fallback.
         try:
             os.rename(name, name + ".old", src_dir_fd=self.tree_folder_fd, dst_dir_fd=self.tree_folder_fd)
@@ -132,7 +136,7 @@ class SyncedTree:
             pass
         os.rename(name + ".whole", name, src_dir_fd=self.tree_folder_fd, dst_dir_fd=self.tree_folder_fd)
 
-    def read_file(self, name: str) -> bytes | None:
+    def read_sync_file(self, name: str) -> bytes | None:
         try:
             fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self.tree_folder_fd)
         except FileNotFoundError:
@@ -140,7 +144,7 @@ class SyncedTree:
         with os.fdopen(fd, "rb") as file:
             return file.read()
 
-    def write_file(self, name: str, data: bytes) -> None:
+    def write_sync_file(self, name: str, data: bytes) -> None:
         """Write a file atomically."""
         part = name + ".part"
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -154,11 +158,11 @@ class SyncedTree:
             os.close(fd)
         os.rename(part, name, src_dir_fd=self.tree_folder_fd, dst_dir_fd=self.tree_folder_fd)
 
-    def free_bytes(self) -> int:
+    def disk_free_bytes(self) -> int:
         found = os.fstatvfs(self.tree_folder_fd)
         return found.f_bavail * found.f_frsize
 
-    def remove_file(self, name: str) -> None:
+    def remove_sync_file(self, name: str) -> None:
         try:
             os.unlink(name, dir_fd=self.tree_folder_fd)
         except FileNotFoundError:
@@ -174,7 +178,7 @@ class SyncedTree:
         try:
             fd = self._track_fd(os.open("lock", flags, 0o600, dir_fd=self.tree_folder_fd))
         except OSError as error:
-            _make_error_path_absolute(error, self._tree_path)
+            _make_error_path_absolute(error, self._tree_folder_path)
             raise
         deadline = time.monotonic() + wait_s
         while True:
@@ -189,8 +193,8 @@ class SyncedTree:
                 raise OpError("another sync of this tree is in progress", reason="busy")
             time.sleep(_LOCK_RETRY_INTERVAL_S)
 
-    def _open_own_folder(self, root: str, *, create: bool) -> int:
-        path = grid_folder(root)
+    def _open_grid_folder(self, root: str, *, create: bool) -> int:
+        path = grid_folder_path(root)
         if not os.path.islink(path):
             return self._open_folder(self.root_fd, GRID_FOLDER_NAME, create=create)
         own = self._track_fd(os.open(os.path.realpath(path), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
@@ -208,11 +212,11 @@ class SyncedTree:
         return self._track_fd(os.open(name, flags, dir_fd=parent))
 
     def _track_fd(self, fd: int) -> int:
-        self._fds.append(fd)
+        self._open_fds.append(fd)
         return fd
 
 
-def _clear_large_digests(records: bytes) -> bytes:
+def _clear_digests_of_large_files(records: bytes) -> bytes:
     """Clear the digests of large files, which are then sent again."""
     known = bytearray(records)
     for one in tree.iter_records(records):
@@ -229,29 +233,29 @@ def _make_error_path_absolute(error: OSError, folder: str) -> None:
         error.filename = os.path.join(folder, error.filename)
 
 
-def compute_digest(engine: tree.PlainEngine, records: bytes) -> bytes:
+def records_digest(engine: tree.PlainEngine, records: bytes) -> bytes:
     import hashlib
 
-    return hashlib.sha256(engine.records_to_compare(records)).digest()
+    return hashlib.sha256(engine.strip_stamps_and_excluded(records)).digest()
 
 
 def engine_library_path(folder: str, key: str) -> str:
-    if not _LIBRARY_KEY_PATTERN.fullmatch(key):
+    if not _ENGINE_LIBRARY_KEY_PATTERN.fullmatch(key):
         raise OpError(f"invalid key of the compiled engine: {key!r}", reason="usage")
     return os.path.join(folder, "tree-" + key + ".so")
 
 
-def load_engine(folder: str, key: str) -> tree.PlainEngine:
+def load_engine_by_key(folder: str, key: str) -> tree.PlainEngine:
     """Return the compiled engine if its library is available, else the Python one."""
-    if key not in _ENGINE_BY_PATH:
+    if key not in _ENGINE_BY_LIBRARY_KEY:
         path = engine_library_path(folder, key) if key else ""
         if not path or not os.path.exists(path):
             return tree.PlainEngine()
-        found = tree.load_engine(path)
-        _ENGINE_BY_PATH.clear()
-        _ENGINE_BY_PATH[key] = found
+        found = tree.load_compiled_or_plain_engine(path)
+        _ENGINE_BY_LIBRARY_KEY.clear()
+        _ENGINE_BY_LIBRARY_KEY[key] = found
         return found
-    return _ENGINE_BY_PATH.get(key) or tree.PlainEngine()
+    return _ENGINE_BY_LIBRARY_KEY.get(key) or tree.PlainEngine()
 
 
 def _read_boot_id() -> str:

@@ -3,8 +3,8 @@
 A record is RECORD_HEADER, path, link target, STAMP_STRUCT. Records are in walk order: a directory, then its
 contents, names sorted by bytes. The stamp identifies an unchanged file, like git's index; both sides agree
 on everything but stamps. `PlainEngine` is implemented in Python, `CompiledEngine` in native/grid/tree.cpp,
-with equal results; `load_engine()` returns the compiled one if it can be loaded. Symbolic links are never
-followed: every directory is opened from its parent. contents.py computes digests.
+with equal results; `load_compiled_or_plain_engine()` returns the compiled one if it can be loaded. Symbolic
+links are never followed: every directory is opened from its parent. contents.py computes digests.
 
 Runs on nodes and on this machine: standard library only, Python 3.8. Does not decide what is sent.
 """
@@ -29,7 +29,7 @@ FOLDER, FILE, LINK, EXCLUDED, REMOVED = b"dflxr"
 RESERVED_NAMES = (b".grid", b"grid_env")
 """Names at the top of a tree that the grid uses on nodes: neither sent nor changed."""
 NO_RECORD_OFFSET = (1 << 64) - 1
-DEPTH_MAX = 256
+TREE_DEPTH_MAX = 256
 PATH_BYTES_MAX = 4095
 SMALL_FILE_BYTES_MAX = 256 << 10
 """Larger files are sent in pieces."""
@@ -47,7 +47,19 @@ IsExcluded = Callable[[bytes, bool], bool]
 class TreeRecord:
     """One record, read from `data` at `at`."""
 
-    __slots__ = ("at", "data", "end", "flags", "kind", "link", "mode", "mtime_ns", "path", "sha", "size")
+    __slots__ = (
+        "at",
+        "data",
+        "end_offset",
+        "flags",
+        "kind",
+        "link",
+        "mode",
+        "mtime_ns",
+        "path",
+        "sha",
+        "size",
+    )
 
     def __init__(self, data: bytes | bytearray, at: int = 0) -> None:
         self.data, self.at = data, at
@@ -58,18 +70,18 @@ class TreeRecord:
         link_at = path_at + path_bytes
         self.path = bytes(data[path_at:link_at])
         self.link = bytes(data[link_at : link_at + link_bytes])
-        self.end = link_at + link_bytes + STAMP_STRUCT.size
-        if self.end > len(data):
+        self.end_offset = link_at + link_bytes + STAMP_STRUCT.size
+        if self.end_offset > len(data):
             raise OSError(errno.EBADMSG, "truncated records")
 
     @property
     def without_stamp(self) -> bytes:
         """The record without its stamp, which both sides agree on."""
-        return bytes(self.data[self.at : self.end - STAMP_STRUCT.size])
+        return bytes(self.data[self.at : self.end_offset - STAMP_STRUCT.size])
 
     @property
     def stamp(self) -> bytes:
-        return bytes(self.data[self.end - STAMP_STRUCT.size : self.end])
+        return bytes(self.data[self.end_offset - STAMP_STRUCT.size : self.end_offset])
 
     @property
     def is_folder(self) -> bool:
@@ -101,7 +113,7 @@ def iter_records(data: bytes) -> Iterator[TreeRecord]:
             raise OSError(errno.EBADMSG, "truncated records")
         one = TreeRecord(data, at)
         yield one
-        at = one.end
+        at = one.end_offset
 
 
 def walk_order_key(path: bytes) -> bytes:
@@ -120,72 +132,80 @@ def is_too_recent_to_trust(stamp: bytes, taken_ns: int) -> bool:
     return bool(max(mtime_ns, ctime_ns) + (2 * _SECOND_NS if whole else _CLOCK_TICK_NS) >= taken_ns)
 
 
-def record_without_stamp(data: bytes | bytearray, at: int) -> bytes:
+def record_with_empty_stamp(data: bytes | bytearray, at: int) -> bytes:
     """Return the record at this offset with an empty stamp, without parsing all of it."""
     end = at + RECORD_HEADER.size + int.from_bytes(data[at + 4 : at + 6], "little")
     return bytes(data[at : end + int.from_bytes(data[at + 6 : at + 8], "little")]) + NO_STAMP
 
 
-def record_size(data: bytes | bytearray, at: int) -> int:
+def file_size_of_record(data: bytes | bytearray, at: int) -> int:
     return int.from_bytes(data[at + 8 : at + 16], "little")
 
 
-def record_sha(data: bytes | bytearray, at: int) -> bytes:
+def file_sha_of_record(data: bytes | bytearray, at: int) -> bytes:
     return bytes(data[at + 24 : at + 56])
 
 
-def object_name(sha: bytes, size: int) -> bytes:
+def staged_file_name(sha: bytes, size: int) -> bytes:
     """Return the name of a staged file, with its size, by which incomplete ones are detected."""
     return b"%s.%x" % (sha.hex().encode(), size)
 
 
 class WalkResult:
-    """The result of a walk. `dirty` has the offsets of records of files with unknown contents."""
+    """The result of a walk. `unhashed_offsets` has the offsets of records of files with unknown contents."""
 
     def __init__(
-        self, records: bytes, dirty: list[int], *, is_unchanged: bool, rules_changed: bool, skipped: int
+        self,
+        records: bytes,
+        unhashed_offsets: list[int],
+        *,
+        is_unchanged: bool,
+        rules_changed: bool,
+        skipped_count: int,
     ) -> None:
-        self.records, self.dirty = records, dirty
-        self.is_unchanged, self.rules_changed, self.skipped = is_unchanged, rules_changed, skipped
+        self.records, self.unhashed_offsets = records, unhashed_offsets
+        self.is_unchanged, self.rules_changed, self.skipped_count = is_unchanged, rules_changed, skipped_count
 
 
 class OpenDirectories:
     """Opens the directory of a path, step by step from the root. Consecutive paths share open directories."""
 
     def __init__(self, root: int) -> None:
-        self._open_path = [(b"", root)]
+        self._open_path_and_fd_stack = [(b"", root)]
 
     def __enter__(self) -> OpenDirectories:
         return self
 
     def __exit__(self, *_: object) -> None:
-        while len(self._open_path) > 1:
-            os.close(self._open_path.pop()[1])
+        while len(self._open_path_and_fd_stack) > 1:
+            os.close(self._open_path_and_fd_stack.pop()[1])
 
     def open_parent(self, path: bytes) -> tuple[int, bytes]:
         """Return the descriptor of the parent directory (owned by self) and the name. Raises OSError."""
         if len(path) > PATH_BYTES_MAX:
-            raise _os_error(errno.ENAMETOOLONG, path)
+            raise _os_error_for_path(errno.ENAMETOOLONG, path)
         folder, _, name = path.rpartition(b"/")
-        _check_name(name, path)
-        while len(self._open_path) > 1 and not (folder + b"/").startswith(self._open_path[-1][0] + b"/"):
-            os.close(self._open_path.pop()[1])
-        top = self._open_path[-1][0]
+        _check_path_component(name, path)
+        while len(self._open_path_and_fd_stack) > 1 and not (folder + b"/").startswith(
+            self._open_path_and_fd_stack[-1][0] + b"/"
+        ):
+            os.close(self._open_path_and_fd_stack.pop()[1])
+        top = self._open_path_and_fd_stack[-1][0]
         if folder != top:
             for part in folder[len(top) + 1 if top else 0 :].split(b"/"):
                 self._open_next_component(part, path)
-        return self._open_path[-1][1], name
+        return self._open_path_and_fd_stack[-1][1], name
 
     def _open_next_component(self, name: bytes, path: bytes) -> None:
-        _check_name(name, path)
-        if len(self._open_path) >= DEPTH_MAX:
-            raise _os_error(errno.ENAMETOOLONG, path)
-        top, fd = self._open_path[-1]
+        _check_path_component(name, path)
+        if len(self._open_path_and_fd_stack) >= TREE_DEPTH_MAX:
+            raise _os_error_for_path(errno.ENAMETOOLONG, path)
+        top, fd = self._open_path_and_fd_stack[-1]
         try:
             inner = os.open(name, _OPEN_FOLDER_FLAGS, dir_fd=fd)
         except OSError as error:
-            raise _os_error(error.errno or 0, path) from None
-        self._open_path.append((top + b"/" + name if top else name, inner))
+            raise _os_error_for_path(error.errno or 0, path) from None
+        self._open_path_and_fd_stack.append((top + b"/" + name if top else name, inner))
 
     def try_lstat(self, path: bytes) -> os.stat_result | None:
         """Return the lstat of a path; None if it or a parent directory does not exist."""
@@ -198,12 +218,12 @@ class OpenDirectories:
             raise
 
 
-def _check_name(name: bytes, path: bytes) -> None:
+def _check_path_component(name: bytes, path: bytes) -> None:
     if name in (b"", b".", b"..") or b"\0" in name:
-        raise _os_error(errno.EINVAL, path)
+        raise _os_error_for_path(errno.EINVAL, path)
 
 
-def _os_error(number: int, path: bytes) -> OSError:
+def _os_error_for_path(number: int, path: bytes) -> OSError:
     return OSError(number, os.strerror(number), os.fsdecode(path))
 
 
@@ -248,7 +268,7 @@ class PlainEngine:
                     frames += data
         return frames, states
 
-    def stage_files(self, objects: int, data: bytes | bytearray | memoryview) -> tuple[int, int]:
+    def stage_files(self, staging_fd: int, data: bytes | bytearray | memoryview) -> tuple[int, int]:
         """Write the complete frames at the beginning; returns the bytes consumed and the number of frames."""
         at = count = 0
         while len(data) - at >= FRAME_HEADER.size:
@@ -256,20 +276,20 @@ class PlainEngine:
             begin = at + FRAME_HEADER.size
             if kind != ord("F") or size > len(data) - begin:
                 break
-            _stage_file(objects, object_name(sha, size), data[begin : begin + size], mode, mtime_ns)
+            _stage_file(staging_fd, staged_file_name(sha, size), data[begin : begin + size], mode, mtime_ns)
             at, count = begin + size, count + 1
         return at, count
 
-    def place_files(self, root: int, objects: int, records: bytes) -> None:
+    def move_into_place(self, root: int, staging_fd: int, records: bytes) -> None:
         """Create directories and move staged files to the paths of their records. Raises OSError."""
         with OpenDirectories(root) as folders:
             for one in iter_records(records):
-                place_entry(folders, objects, one, object_name(one.sha, one.size))
+                move_entry_into_place(folders, staging_fd, one, staged_file_name(one.sha, one.size))
 
-    def find_mismatches(self, root: int, records: bytes, *, taken_ns: int) -> list[int]:
+    def find_mismatch_offsets(self, root: int, records: bytes, *, taken_ns: int) -> list[int]:
         """Return the offsets of records that do not match the files."""
         with OpenDirectories(root) as folders:
-            return [one.at for one in iter_records(records) if not _is_unchanged(folders, one, taken_ns)]
+            return [one.at for one in iter_records(records) if not _is_file_unchanged(folders, one, taken_ns)]
 
     def fill_in_stamps(self, root: int, records: bytes) -> bytes:
         """Return the records with missing stamps filled in from the files."""
@@ -283,7 +303,7 @@ class PlainEngine:
                 parts += [one.without_stamp, stamp]
         return b"".join(parts)
 
-    def compare(self, old: bytes, now: bytes) -> list[tuple[int, int]]:
+    def compare_records(self, old: bytes, now: bytes) -> list[tuple[int, int]]:
         """Return pairs of offsets of records that differ; NO_RECORD_OFFSET if one side has no record."""
         before = {one.path: one for one in iter_records(old) if one.kind != EXCLUDED}
         after = {one.path: one for one in iter_records(now) if one.kind != EXCLUDED}
@@ -296,17 +316,17 @@ class PlainEngine:
                 )
         return found
 
-    def merge(self, old: bytes, changes: bytes) -> bytes:
+    def merge_records(self, old: bytes, changes: bytes) -> bytes:
         """Return `old` with the records of `changes` replaced or added; REMOVED removes a record."""
-        merged = {one.path: bytes(one.data[one.at : one.end]) for one in iter_records(old)}
+        merged = {one.path: bytes(one.data[one.at : one.end_offset]) for one in iter_records(old)}
         for one in iter_records(changes):
             if one.kind == REMOVED:
                 merged.pop(one.path, None)
             else:
-                merged[one.path] = bytes(one.data[one.at : one.end])
+                merged[one.path] = bytes(one.data[one.at : one.end_offset])
         return b"".join(merged[path] for path in sorted(merged, key=walk_order_key))
 
-    def records_to_compare(self, records: bytes) -> bytes:
+    def strip_stamps_and_excluded(self, records: bytes) -> bytes:
         """Return the records without stamps and excluded paths, which both sides must agree on."""
         return b"".join(one.without_stamp for one in iter_records(records) if one.kind != EXCLUDED)
 
@@ -316,7 +336,7 @@ class _TreeWalk:
         self, root: str, old: bytes, *, taken_ns: int, reuse: bool, is_excluded: IsExcluded, follow: bool
     ) -> None:
         self._root = os.fsencode(root)
-        self._old_bytes = old
+        self._old_records_bytes = old
         self._old_record_by_path = {one.path: one for one in iter_records(old)}
         self._taken_ns, self._reuses_old, self._is_path_excluded, self._follows_links = (
             taken_ns,
@@ -324,26 +344,26 @@ class _TreeWalk:
             is_excluded,
             follow,
         )
-        self._real_root = os.path.realpath(self._root)
+        self._resolved_root = os.path.realpath(self._root)
         self._packed_records: list[bytes] = []
         self._packed_bytes = self._skipped_count = 0
-        self._dirty_offsets: list[int] = []
+        self._unhashed_offsets: list[int] = []
         self._gitignores_seen: set[bytes] = set()
-        self._rules_changed = False
+        self._ignore_rules_changed = False
 
     def run(self) -> WalkResult:
         fd = os.open(self._root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         self._walk_folder(fd, b"", 0)
         for path, one in self._old_record_by_path.items():
             if path.rpartition(b"/")[2] == b".gitignore" and _was_gitignore(one):
-                self._rules_changed |= path not in self._gitignores_seen
+                self._ignore_rules_changed |= path not in self._gitignores_seen
         records = b"".join(self._packed_records)
         return WalkResult(
             records,
-            self._dirty_offsets,
-            is_unchanged=not self._dirty_offsets and records == self._old_bytes,
-            rules_changed=self._rules_changed,
-            skipped=self._skipped_count,
+            self._unhashed_offsets,
+            is_unchanged=not self._unhashed_offsets and records == self._old_records_bytes,
+            rules_changed=self._ignore_rules_changed,
+            skipped_count=self._skipped_count,
         )
 
     def _walk_folder(self, fd: int, path: bytes, depth: int) -> None:
@@ -351,13 +371,13 @@ class _TreeWalk:
             names = sorted(map(os.fsencode, os.listdir(fd)))
             for name in names:
                 if depth or name not in RESERVED_NAMES:
-                    self._add_entry(fd, name, path + b"/" + name if path else name, depth)
+                    self._add_directory_entry(fd, name, path + b"/" + name if path else name, depth)
         finally:
             os.close(fd)
 
-    def _add_entry(self, fd: int, name: bytes, path: bytes, depth: int) -> None:
-        if len(path) > PATH_BYTES_MAX or depth + 1 >= DEPTH_MAX:
-            raise _os_error(errno.ENAMETOOLONG, path.rpartition(b"/")[0])
+    def _add_directory_entry(self, fd: int, name: bytes, path: bytes, depth: int) -> None:
+        if len(path) > PATH_BYTES_MAX or depth + 1 >= TREE_DEPTH_MAX:
+            raise _os_error_for_path(errno.ENAMETOOLONG, path.rpartition(b"/")[0])
         try:
             found = os.stat(name, dir_fd=fd, follow_symlinks=False)
         except FileNotFoundError:
@@ -373,23 +393,23 @@ class _TreeWalk:
         is_rules = is_file and name == b".gitignore"
         if is_rules:
             self._gitignores_seen.add(path)
-            self._rules_changed |= old is None or old.is_folder or old.stamp != pack_stamp(found)
+            self._ignore_rules_changed |= old is None or old.is_folder or old.stamp != pack_stamp(found)
         if self._is_entry_excluded(old, path, is_folder):
             stamp = pack_stamp(found) if is_rules else NO_STAMP
             self._append_record(pack_record(EXCLUDED, path, flags=int(is_folder), stamp=stamp))
         elif is_file:
-            self._add_file(old, path, found)
+            self._add_file_record(old, path, found)
         elif not is_folder:
             link = os.fsencode(os.readlink(name, dir_fd=fd))
             self._append_record(pack_record(LINK, path, mode=0o777, link=link, stamp=pack_stamp(found)))
         else:
-            self._add_folder(fd, name, path, found, depth, is_linked=inside is not None)
+            self._add_folder_and_contents(fd, name, path, found, depth, is_linked=inside is not None)
 
     def _stat_link_target(self, path: bytes) -> os.stat_result | None:
         """Return the stat of a link's target inside the tree; None if it is outside, missing or a cycle."""
         real = os.path.realpath(os.path.join(self._root, path))
         here = os.path.realpath(os.path.join(self._root, os.path.dirname(path)))
-        if not real.startswith(self._real_root + b"/") or (here + b"/").startswith(real + b"/"):
+        if not real.startswith(self._resolved_root + b"/") or (here + b"/").startswith(real + b"/"):
             return None
         try:
             return os.stat(real, follow_symlinks=False)
@@ -401,12 +421,12 @@ class _TreeWalk:
             return bool(old.kind == EXCLUDED)
         return self._is_path_excluded(path, is_folder)
 
-    def _add_file(self, old: TreeRecord | None, path: bytes, found: os.stat_result) -> None:
+    def _add_file_record(self, old: TreeRecord | None, path: bytes, found: os.stat_result) -> None:
         stamp = pack_stamp(found)
         clean = old is not None and old.kind == FILE and old.size == found.st_size and old.stamp == stamp
         clean = clean and not is_too_recent_to_trust(stamp, self._taken_ns)
         if not clean:
-            self._dirty_offsets.append(self._packed_bytes)
+            self._unhashed_offsets.append(self._packed_bytes)
         mode = stat.S_IMODE(found.st_mode)
         sha = old.sha if clean and old is not None else NO_SHA
         self._append_record(
@@ -415,7 +435,7 @@ class _TreeWalk:
             )
         )
 
-    def _add_folder(
+    def _add_folder_and_contents(
         self, fd: int, name: bytes, path: bytes, found: os.stat_result, depth: int, *, is_linked: bool
     ) -> None:
         try:
@@ -426,7 +446,7 @@ class _TreeWalk:
         except FileNotFoundError:
             return
         except OSError as error:
-            raise _os_error(error.errno or 0, path) from None
+            raise _os_error_for_path(error.errno or 0, path) from None
         self._append_record(pack_record(FOLDER, path, mode=stat.S_IMODE(found.st_mode)))
         self._walk_folder(inner, path, depth + 1)
 
@@ -448,7 +468,7 @@ def _read_small_file(folders: OpenDirectories, one: TreeRecord) -> bytes | None:
         return None
     try:
         before = os.fstat(fd)
-        if not matches_record(before, one) or is_sparse(before):
+        if not file_matches_record(before, one) or is_sparse(before):
             return None
         data = bytearray()
         while len(data) < one.size:
@@ -456,30 +476,30 @@ def _read_small_file(folders: OpenDirectories, one: TreeRecord) -> bytes | None:
             if not part:
                 return None
             data += part
-        return bytes(data) if matches_record(os.fstat(fd), one) else None
+        return bytes(data) if file_matches_record(os.fstat(fd), one) else None
     except OSError:
         return None
     finally:
         os.close(fd)
 
 
-def matches_record(found: os.stat_result, one: TreeRecord) -> bool:
+def file_matches_record(found: os.stat_result, one: TreeRecord) -> bool:
     return stat.S_ISREG(found.st_mode) and found.st_size == one.size and pack_stamp(found) == one.stamp
 
 
 def _stage_file(
-    objects: int, name: bytes, data: bytes | bytearray | memoryview, mode: int, mtime_ns: int
+    staging_fd: int, name: bytes, data: bytes | bytearray | memoryview, mode: int, mtime_ns: int
 ) -> None:
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
-        fd = os.open(name, flags, mode & 0o777, dir_fd=objects)
+        fd = os.open(name, flags, mode & 0o777, dir_fd=staging_fd)
     except FileExistsError:
         return
     try:
         write_all(fd, data)
         os.utime(fd, ns=(mtime_ns, mtime_ns))
     except OSError:
-        os.unlink(name, dir_fd=objects)
+        os.unlink(name, dir_fd=staging_fd)
         raise
     finally:
         os.close(fd)
@@ -491,29 +511,31 @@ def write_all(fd: int, data: bytes | bytearray | memoryview) -> None:
         view = view[os.write(fd, view) :]
 
 
-def place_entry(folders: OpenDirectories, objects: int, one: TreeRecord, name_of_object: bytes) -> None:
+def move_entry_into_place(
+    folders: OpenDirectories, staging_fd: int, one: TreeRecord, staged_name: bytes
+) -> None:
     """Create a directory or move a file; a file that is already in place is kept."""
     fd, name = folders.open_parent(one.path)
     try:
         if one.kind == FOLDER:
-            _place_folder(fd, name)
+            _make_folder_if_missing(fd, name)
             return
         try:
-            found = os.stat(name_of_object, dir_fd=objects, follow_symlinks=False)
+            found = os.stat(staged_name, dir_fd=staging_fd, follow_symlinks=False)
         except FileNotFoundError:
-            if not _is_placed(folders.try_lstat(one.path), one):
+            if not _is_already_in_place(folders.try_lstat(one.path), one):
                 raise
             return
         if stat.S_IMODE(found.st_mode) != one.mode:
-            os.chmod(name_of_object, one.mode, dir_fd=objects)
+            os.chmod(staged_name, one.mode, dir_fd=staging_fd)
         if found.st_mtime_ns != one.mtime_ns:
-            os.utime(name_of_object, ns=(one.mtime_ns, one.mtime_ns), dir_fd=objects, follow_symlinks=False)
-        os.rename(name_of_object, name, src_dir_fd=objects, dst_dir_fd=fd)
+            os.utime(staged_name, ns=(one.mtime_ns, one.mtime_ns), dir_fd=staging_fd, follow_symlinks=False)
+        os.rename(staged_name, name, src_dir_fd=staging_fd, dst_dir_fd=fd)
     except OSError as error:
-        raise _os_error(error.errno or 0, one.path) from None
+        raise _os_error_for_path(error.errno or 0, one.path) from None
 
 
-def _place_folder(fd: int, name: bytes) -> None:
+def _make_folder_if_missing(fd: int, name: bytes) -> None:
     try:
         os.mkdir(name, 0o700, dir_fd=fd)
     except FileExistsError:
@@ -521,13 +543,13 @@ def _place_folder(fd: int, name: bytes) -> None:
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR)) from None
 
 
-def _is_placed(found: os.stat_result | None, one: TreeRecord) -> bool:
+def _is_already_in_place(found: os.stat_result | None, one: TreeRecord) -> bool:
     if found is None or not stat.S_ISREG(found.st_mode):
         return False
     return (found.st_size, found.st_mtime_ns) == (one.size, one.mtime_ns)
 
 
-def _is_unchanged(folders: OpenDirectories, one: TreeRecord, taken_ns: int) -> bool:
+def _is_file_unchanged(folders: OpenDirectories, one: TreeRecord, taken_ns: int) -> bool:
     found = folders.try_lstat(one.path)
     if found is None:
         return False
@@ -570,16 +592,16 @@ class CompiledEngine(PlainEngine):
             )
 
         self._ctypes = ctypes
-        self._out_type = Out
-        self._callback_type = ctypes.CFUNCTYPE(
+        self._output_struct_type = Out
+        self._is_excluded_callback_type = ctypes.CFUNCTYPE(
             ctypes.c_int32, ctypes.POINTER(ctypes.c_char), ctypes.c_uint64, ctypes.c_int32
         )
         self._library = ctypes.CDLL(path)
         self._library.genie_free_output.restype = None
 
-    def _call(self, function: str, *args: Any) -> tuple[Any, bytes, list[int]]:
+    def _call_library(self, function: str, *args: Any) -> tuple[Any, bytes, list[int]]:
         """Call a function; returns its output structure with copies of its data and list. Raises OSError."""
-        out = self._out_type()
+        out = self._output_struct_type()
         status = getattr(self._library, function)(*args, self._ctypes.byref(out))
         try:
             if status != 0:
@@ -618,9 +640,9 @@ class CompiledEngine(PlainEngine):
                 return -1
 
         taken = self._ctypes.c_int64(taken_ns)
-        callback = self._callback_type(call_is_excluded)
+        callback = self._is_excluded_callback_type(call_is_excluded)
         try:
-            out, records, dirty = self._call(
+            out, records, unhashed_offsets = self._call_library(
                 "genie_walk_tree", os.fsencode(root), old, self._to_u64(len(old)), taken, int(reuse), callback
             )
         except OSError:
@@ -629,10 +651,10 @@ class CompiledEngine(PlainEngine):
             raise
         return WalkResult(
             records,
-            dirty,
+            unhashed_offsets,
             is_unchanged=bool(out.is_unchanged),
             rules_changed=bool(out.rules_changed),
-            skipped=int(out.skipped),
+            skipped_count=int(out.skipped),
         )
 
     def read_small_files(
@@ -642,7 +664,7 @@ class CompiledEngine(PlainEngine):
         frames = bytearray(room)
         held = (self._ctypes.c_char * room).from_buffer(frames)
         listed = (self._ctypes.c_uint64 * count)(*places)
-        out, _, states = self._call(
+        out, _, states = self._call_library(
             "genie_read_small_files",
             root,
             records,
@@ -656,46 +678,52 @@ class CompiledEngine(PlainEngine):
         del frames[out.size :]
         return frames, states
 
-    def stage_files(self, objects: int, data: bytes | bytearray | memoryview) -> tuple[int, int]:
+    def stage_files(self, staging_fd: int, data: bytes | bytearray | memoryview) -> tuple[int, int]:
         passed: Any = data
         if isinstance(data, (bytearray, memoryview)):
             passed = (self._ctypes.c_char * len(data)).from_buffer(data)
-        out = self._out_type()
+        out = self._output_struct_type()
         if (
-            self._library.genie_stage_files(objects, passed, self._to_u64(len(data)), self._ctypes.byref(out))
+            self._library.genie_stage_files(
+                staging_fd, passed, self._to_u64(len(data)), self._ctypes.byref(out)
+            )
             != 0
         ):
             raise OSError(out.error, os.strerror(out.error), os.fsdecode(out.where))
         return int(out.size), int(out.count)
 
-    def place_files(self, root: int, objects: int, records: bytes) -> None:
-        self._call("genie_place_entries", root, objects, records, self._to_u64(len(records)))
+    def move_into_place(self, root: int, staging_fd: int, records: bytes) -> None:
+        self._call_library("genie_place_entries", root, staging_fd, records, self._to_u64(len(records)))
 
-    def find_mismatches(self, root: int, records: bytes, *, taken_ns: int) -> list[int]:
+    def find_mismatch_offsets(self, root: int, records: bytes, *, taken_ns: int) -> list[int]:
         taken = self._ctypes.c_int64(taken_ns)
-        return self._call("genie_check_records", root, records, self._to_u64(len(records)), taken, 0)[2]
+        return self._call_library("genie_check_records", root, records, self._to_u64(len(records)), taken, 0)[
+            2
+        ]
 
     def fill_in_stamps(self, root: int, records: bytes) -> bytes:
         copy = self._ctypes.create_string_buffer(records, len(records))
-        self._call("genie_check_records", root, copy, self._to_u64(len(records)), self._ctypes.c_int64(0), 1)
+        self._call_library(
+            "genie_check_records", root, copy, self._to_u64(len(records)), self._ctypes.c_int64(0), 1
+        )
         return copy.raw
 
-    def compare(self, old: bytes, now: bytes) -> list[tuple[int, int]]:
-        found = self._call("genie_compare_records", old, self._to_u64(len(old)), now, self._to_u64(len(now)))[
-            2
-        ]
+    def compare_records(self, old: bytes, now: bytes) -> list[tuple[int, int]]:
+        found = self._call_library(
+            "genie_compare_records", old, self._to_u64(len(old)), now, self._to_u64(len(now))
+        )[2]
         return list(zip(found[::2], found[1::2]))  # noqa: B905 - Python 3.10 has strict
 
-    def merge(self, old: bytes, changes: bytes) -> bytes:
-        return self._call(
+    def merge_records(self, old: bytes, changes: bytes) -> bytes:
+        return self._call_library(
             "genie_merge_records", old, self._to_u64(len(old)), changes, self._to_u64(len(changes))
         )[1]
 
-    def records_to_compare(self, records: bytes) -> bytes:
-        return self._call("genie_remove_stamps", records, self._to_u64(len(records)))[1]
+    def strip_stamps_and_excluded(self, records: bytes) -> bytes:
+        return self._call_library("genie_remove_stamps", records, self._to_u64(len(records)))[1]
 
 
-def load_engine(path: str | None) -> PlainEngine:
+def load_compiled_or_plain_engine(path: str | None) -> PlainEngine:
     """Return the compiled engine if it can be loaded, else the Python one."""
     if path is not None:
         try:

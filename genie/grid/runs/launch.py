@@ -61,15 +61,15 @@ class RunLauncher:
         progress: OnProgress | None = None,
     ) -> None:
         self._pool = pool
-        self._file = file
+        self._grid_file = file
         self._runner = runner
         self._state_dir = state_dir.expanduser()
-        self._progress = progress
+        self._on_sync_progress = progress
         self._choice_lock = asyncio.Lock()
 
-    async def start_on(self, node: str, launch: RunSpec) -> Run:
+    async def start_on_node(self, node: str, launch: RunSpec) -> Run:
         """Syncs to the node and starts the run. Raises as Runner.start does, and SyncError."""
-        self._file.node(node)
+        self._grid_file.node(node)
         if launch.sync is not None:
             for report in await self.sync(launch.sync, [node]):
                 if report.error is not None:
@@ -85,7 +85,7 @@ class RunLauncher:
             run_id=launch.run_id,
         )
 
-    async def start_on_best(self, launch: RunSpec) -> Run:
+    async def start_on_best_node(self, launch: RunSpec) -> Run:
         """Starts on the best node. Raises NoNodeError with reasons, or the error of the last node tried."""
         skipped: dict[str, GenieError] = {}
         while True:
@@ -96,7 +96,7 @@ class RunLauncher:
                     raise next(reversed(skipped.values())) from None
                 raise
             try:
-                return await self.start_on(node, launch)
+                return await self.start_on_node(node, launch)
             except UnreachableError as error:
                 skipped[node] = error
             except NodeRefusedError as error:
@@ -107,12 +107,12 @@ class RunLauncher:
     async def check_all_nodes(self, *, fresh: bool = False) -> list[NodeHealth]:
         """The health of all nodes, sorted by score, and recorded in the metrics."""
         nodes = await self._make_checker().check_all_nodes(fresh=fresh)
-        grid_metrics(self._state_dir).node_scores({each.name: each.effective_score for each in nodes})
+        grid_metrics(self._state_dir).record_node_scores({each.name: each.effective_score for each in nodes})
         return nodes
 
     def _make_checker(self) -> NodeHealthChecker:
         cache = HealthCache(self._state_dir)
-        return NodeHealthChecker(self._pool, self._file, clock=time.time, cache=cache)
+        return NodeHealthChecker(self._pool, self._grid_file, clock=time.time, cache=cache)
 
     async def choose_best_node(
         self, *, gpus: int = 0, labels: Mapping[str, str] | None = None, without: Mapping[str, object]
@@ -122,7 +122,9 @@ class RunLauncher:
             checker = self._make_checker()
             for fresh in (False, True):
                 nodes = await checker.check_all_in_file_order(fresh=fresh)
-                grid_metrics(self._state_dir).node_scores({each.name: each.effective_score for each in nodes})
+                grid_metrics(self._state_dir).record_node_scores(
+                    {each.name: each.effective_score for each in nodes}
+                )
                 try:
                     fitting = [each for each in nodes if each.name not in without]
                     name = choose_best_node(fitting, gpus=gpus, labels=labels or {}).name
@@ -140,17 +142,17 @@ class RunLauncher:
         from genie.grid.sync.syncer import Syncer  # takes 0.1 s, and most runs do not need it
 
         syncer = Syncer(
-            self._pool, self._file, state_dir=self._state_dir, metrics=grid_metrics(self._state_dir)
+            self._pool, self._grid_file, state_dir=self._state_dir, metrics=grid_metrics(self._state_dir)
         )
-        return await syncer.sync(local, nodes, progress=self._progress, on_report=on_report)
+        return await syncer.sync(local, nodes, progress=self._on_sync_progress, on_report=on_report)
 
     @contextlib.asynccontextmanager
-    async def open_starter(
+    async def open_starter_after_sync(
         self, launches: Mapping[str, RunSpec], *, sync: Path | None
     ) -> AsyncIterator[Callable[[str], Awaitable[Run]]]:
         """Yields a function that starts the launch of a node as soon as that node has the folder `sync`.
 
-        It raises as `start_on` does. An error in the local folder is raised for every node.
+        It raises as `start_on_node` does. An error in the local folder is raised for every node.
         """
         loop = asyncio.get_running_loop()
         ready: dict[str, asyncio.Future[GenieError | None]] = {
@@ -158,7 +160,7 @@ class RunLauncher:
         }
 
         def on_report(report: SyncReport) -> None:
-            _set_result_once(ready[report.node], report.error)
+            _set_sync_result_once(ready[report.node], report.error)
 
         async def sync_nodes() -> None:
             try:
@@ -166,15 +168,15 @@ class RunLauncher:
                     await self.sync(sync, list(launches), on_report=on_report)
             except GenieError as error:
                 for each in ready.values():
-                    _set_result_once(each, error)
+                    _set_sync_result_once(each, error)
             for each in ready.values():
-                _set_result_once(each, None)
+                _set_sync_result_once(each, None)
 
         async def start(name: str) -> Run:
             error = await ready[name]
             if error is not None:
                 raise error
-            return await self.start_on(name, launches[name])
+            return await self.start_on_node(name, launches[name])
 
         async with asyncio.TaskGroup() as group:
             sending = group.create_task(sync_nodes())
@@ -184,7 +186,7 @@ class RunLauncher:
                 sending.cancel()
 
 
-def _set_result_once(future: asyncio.Future[GenieError | None], error: GenieError | None) -> None:
+def _set_sync_result_once(future: asyncio.Future[GenieError | None], error: GenieError | None) -> None:
     if not future.done():  # the start that awaits it may have been cancelled
         future.set_result(error)
 
@@ -194,7 +196,7 @@ def grid_metrics(state_dir: Path) -> GridMetrics:
     return GridMetrics(state_dir.expanduser())
 
 
-def track_run(
+def track_run_in_metrics(
     run: Run,
     *,
     state_dir: Path,
@@ -204,22 +206,22 @@ def track_run(
 ) -> Callable[[str], None]:
     """Counts the run as active. Call the result with 'succeeded', 'failed', ... when the run has ended.
 
-    A detached run stays active until `reconcile_runs` finds that it has ended. With `is_new` false, the run
-    is counted only if it is already active.
+    A detached run stays active until `reconcile_active_runs` finds that it has ended. With `is_new` false,
+    the run is counted only if it is already active.
     """
     metrics = grid_metrics(state_dir)
     if is_new:
         entry = ActiveRun(node=run.node, grid_file=_grid_file_path(file), started=run.started)
-        metrics.run_started(run.run_id, entry)
+        metrics.record_run_started(run.run_id, entry)
 
     def ended(status: str) -> None:
         until = run.ended if run.ended is not None else clock()
-        metrics.run_ended(run.run_id, status, until - run.started)
+        metrics.record_run_ended(run.run_id, status, until - run.started)
 
     return ended
 
 
-async def reconcile_runs(
+async def reconcile_active_runs(
     runner: Runner, file: GridFile, metrics: GridMetrics, *, nodes: Sequence[str]
 ) -> None:
     """Queries these nodes for the active runs of this grid file, and counts those that have ended.
@@ -231,9 +233,9 @@ async def reconcile_runs(
     own = {run_id: entry for run_id, entry in known.runs.items() if entry.grid_file == _grid_file_path(file)}
     for run_id, entry in own.items():
         if all(node.name != entry.node for node in file.nodes):
-            metrics.run_ended(run_id, *_run_end_status_and_duration_s(None, entry))
+            metrics.record_run_ended(run_id, *_run_end_status_and_duration_s(None, entry))
     active = {run_id: entry for run_id, entry in own.items() if entry.node in nodes}
-    for found in await runner.list_all(sorted({entry.node for entry in active.values()})):
+    for found in await runner.list_runs_on_nodes(sorted({entry.node for entry in active.values()})):
         if found.error is not None:
             continue
         there = {run.run_id: run for run in found.runs}
@@ -241,7 +243,7 @@ async def reconcile_runs(
             if entry.node == found.node:
                 status, duration_s = _run_end_status_and_duration_s(there.get(run_id), entry)
                 if status:
-                    metrics.run_ended(run_id, status, duration_s)
+                    metrics.record_run_ended(run_id, status, duration_s)
 
 
 def _grid_file_path(file: GridFile) -> str:

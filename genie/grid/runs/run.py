@@ -15,8 +15,8 @@ from typing import Any
 from genie.errors import NameInvalidError, ProtocolError
 from genie.grid.ssh.node_helper import MALFORMED_REPLY_ERRORS
 
-_ID_ALPHABET = "abcdefghijklmnopqrstuvwxyz234567"
-_ID_RANDOM_CHARS = 10
+_RUN_ID_ALPHABET = "abcdefghijklmnopqrstuvwxyz234567"
+_RUN_ID_RANDOM_CHARS = 10
 _RUN_ID_PATTERN = re.compile(r"r-[a-z2-7]{10}")
 _REPORTED_RUN_ID_PATTERN = re.compile(r"[a-z0-9][a-z0-9-]{0,63}")
 _EXIT_CODE_MAX = 255
@@ -70,7 +70,7 @@ class Run:
 
 
 def new_run_id() -> str:
-    return "r-" + "".join(secrets.choice(_ID_ALPHABET) for _ in range(_ID_RANDOM_CHARS))
+    return "r-" + "".join(secrets.choice(_RUN_ID_ALPHABET) for _ in range(_RUN_ID_RANDOM_CHARS))
 
 
 def is_run_id(text: str) -> bool:
@@ -99,15 +99,15 @@ def parse_run(node: str, reply: Any) -> Run:
     """Parses a reply of a node, which is not trusted. Raises ProtocolError."""
     try:
         return Run(
-            run_id=_validate_reported_id(reply["id"]),
+            run_id=_validate_reported_run_id(reply["id"]),
             node=node,
             command=str(reply["command"]),
             state=RunState(reply["state"]),
-            started=_validate_time(reply["started"]),
+            started=_validate_unix_time(reply["started"]),
             cwd=str(reply.get("cwd", "")),
             requester=str(reply.get("who", "")),
             gpus=tuple(int(each) for each in reply.get("gpus") or ()),
-            ended=None if reply.get("ended") is None else _validate_time(reply["ended"]),
+            ended=None if reply.get("ended") is None else _validate_unix_time(reply["ended"]),
             exit_code=_validate_exit_code(reply.get("exit_code")),
             signal=_validate_exit_code(reply.get("signal")),
             error=str(reply.get("error", "")),
@@ -116,7 +116,7 @@ def parse_run(node: str, reply: Any) -> Run:
         raise ProtocolError(f"node {node}: invalid run data: {error!r}") from None
 
 
-def parse_chunk(node: str, reply: Any, data: bytes) -> OutputChunk:
+def parse_output_chunk(node: str, reply: Any, data: bytes) -> OutputChunk:
     try:
         out, err = int(reply["out"]), int(reply["err"])
         if min(out, err) < 0 or out + err != len(data):
@@ -136,14 +136,14 @@ def parse_chunk(node: str, reply: Any, data: bytes) -> OutputChunk:
         raise ProtocolError(f"node {node}: invalid output data: {error!r}") from None
 
 
-def _validate_reported_id(value: Any) -> str:
+def _validate_reported_run_id(value: Any) -> str:
     """Accepts IDs of other programs, too: they are shown, and become part of paths on their node."""
     if not isinstance(value, str) or not _REPORTED_RUN_ID_PATTERN.fullmatch(value):
         raise ValueError("invalid run ID")
     return value
 
 
-def _validate_time(value: Any) -> float:
+def _validate_unix_time(value: Any) -> float:
     seconds = float(value)
     if not math.isfinite(seconds) or abs(seconds) > _UNIX_TIME_S_MAX:
         raise ValueError(f"invalid timestamp {seconds} s")
@@ -158,18 +158,18 @@ def _validate_exit_code(value: Any) -> int | None:
 
 
 class OutputCollector:
-    """Collects the first `bytes_max` bytes of each output stream of a run. Callback for `Runner.wait`."""
+    """Callback for `Runner.follow_until_end`: collects the first `bytes_max` bytes of each output stream."""
 
     def __init__(self, *, bytes_max: int) -> None:
-        self._bytes_max = bytes_max
-        self._streams = {"out": bytearray(), "err": bytearray()}
+        self._bytes_per_stream_max = bytes_max
+        self._collected_by_stream = {"out": bytearray(), "err": bytearray()}
         self.truncated = False
 
     def __call__(self, stream: str, data: bytes) -> None:
-        kept = self._streams[stream]
-        remaining = self._bytes_max - len(kept)
+        kept = self._collected_by_stream[stream]
+        remaining = self._bytes_per_stream_max - len(kept)
         self.truncated = self.truncated or len(data) > remaining
         kept += data[: max(0, remaining)]
 
     def text(self, stream: str) -> str:
-        return self._streams[stream].decode(errors="replace")
+        return self._collected_by_stream[stream].decode(errors="replace")

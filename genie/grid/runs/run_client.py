@@ -1,7 +1,8 @@
 """Starts runs on nodes and follows their output by offset, across lost connections.
 
 The ID of a run is generated here, and a node starts a run with a given ID once. So a start whose reply was
-lost is retried safely. A lost connection does not affect the run: `wait` reconnects until the run has ended.
+lost is retried safely. A lost connection does not affect the run: `follow_until_end`
+reconnects until the run has ended.
 
 The node is chosen by launch.py; the node's side is in remote/runs.py and shell_runs.py.
 """
@@ -39,7 +40,7 @@ from genie.grid.runs.run import (
     RunState,
     is_run_id,
     new_run_id,
-    parse_chunk,
+    parse_output_chunk,
     parse_run,
     validate_run_id,
     validate_run_id_prefix,
@@ -53,23 +54,23 @@ _log = logging.getLogger(__name__)
 
 COMMAND_BYTES_MAX = 131_000
 """Slightly less than the longest argument that Linux accepts."""
-STDIN_BYTES_MAX = core.BLOB_BYTES_MAX
+STDIN_BYTES_MAX = core.MESSAGE_BLOB_BYTES_MAX
 _ENV_BYTES_MAX = 1 << 20
-_READ_WAIT_S = 5.0
-_CONTENDED_READ_WAIT_S = 0.5
+_OUTPUT_WAIT_S = 5.0
+_CONTENDED_OUTPUT_WAIT_S = 0.5
 _SHORT_RUN_WAIT_S = 0.02
 """How long a start waits for the run to end: saves two round trips for a short run."""
-_START_TIMEOUT_S = 5.0
-_GPU_START_TIMEOUT_S = 30.0
+_START_TIMEOUT_MARGIN_S = 5.0
+_GPU_START_TIMEOUT_MARGIN_S = 30.0
 """In addition to ssh.timeout: other runs may be choosing GPUs, and the GPU driver may be slow."""
-_INTERRUPT_TIMEOUT_S = 2.0
+_INTERRUPT_START_TIMEOUT_S = 2.0
 _KILL_TIMEOUT_S = 10.0
 """How long a cancel waits for the end of a killed run, regardless of its grace period."""
-_INTERRUPT_POLL_INTERVAL_S = 0.1
+_INTERRUPT_START_POLL_INTERVAL_S = 0.1
 _OUTAGE_MESSAGE_INTERVAL_S = 10.0
 _CANCELLED_STARTS_MAX = 4096
-_CONCURRENT_READS_MAX = 40
-_CONCURRENT_STARTS_MAX = 16
+_CONCURRENT_READS_PER_NODE_MAX = 40
+_CONCURRENT_STARTS_PER_NODE_MAX = 16
 """Concurrent requests of each kind per node: its helper accepts 64 in total."""
 _CONNECTION_ERRORS = (UnreachableError, ConnectionLostError, DeadlineError)
 _DISK_ERROR_REASONS = ("no_space", "read_only", "denied")
@@ -88,7 +89,7 @@ class NodeRuns:
     error: GenieError | None = None
 
 
-class CancelledStart(enum.Enum):
+class CancelledStartState(enum.Enum):
     """State of a run whose start was cancelled."""
 
     NOT_SENT = "not started"
@@ -108,7 +109,7 @@ class Runner:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._pool = pool
-        self._file = file
+        self._grid_file = file
         self._requester = requester
         self._clock = clock
         self._followed_count_by_node: dict[str, int] = {}
@@ -116,7 +117,7 @@ class Runner:
         self._start_slots_by_node: dict[str, asyncio.Semaphore] = {}
         # At most one per connection: waiting for a pool slot would count against the timeout.
         self._list_slots = asyncio.Semaphore(file.ssh.pool_size)
-        self._cancelled_starts: dict[str, CancelledStart] = {}
+        self._cancelled_starts: dict[str, CancelledStartState] = {}
         self._interrupts_cancelled_starts = True
 
     def stop_interrupting_cancelled_starts(self) -> None:
@@ -157,8 +158,10 @@ class Runner:
                 f"standard input has more than {STDIN_BYTES_MAX} bytes", hint="send it as a file"
             )
         _log.debug("starting a run", extra={"node": node, "run": args["id"]})
-        async with self._start_slots_by_node.setdefault(node, asyncio.Semaphore(_CONCURRENT_STARTS_MAX)):
-            reply, output = await self._send_start(node, args, stdin)
+        async with self._start_slots_by_node.setdefault(
+            node, asyncio.Semaphore(_CONCURRENT_STARTS_PER_NODE_MAX)
+        ):
+            reply, output = await self._send_start_with_retries(node, args, stdin)
         run = parse_run(node, reply)
         if run.run_id != args["id"]:
             raise ProtocolError(
@@ -166,9 +169,11 @@ class Runner:
             )
         if reply.get("first") is None:
             return run
-        return dataclasses.replace(run, output_if_ended=parse_chunk(node, reply["first"], output))
+        return dataclasses.replace(run, output_if_ended=parse_output_chunk(node, reply["first"], output))
 
-    async def _send_start(self, node: str, args: Mapping[str, Any], stdin: bytes) -> tuple[Any, bytes]:
+    async def _send_start_with_retries(
+        self, node: str, args: Mapping[str, Any], stdin: bytes
+    ) -> tuple[Any, bytes]:
         run_id = str(args["id"])
         request_sent = False
 
@@ -177,7 +182,7 @@ class Runner:
             _log.info("retrying the start of a run", extra=why)
 
         @retry(
-            max_retries=self._file.ssh.max_retries,
+            max_retries=self._grid_file.ssh.max_retries,
             when=lambda error: request_sent and isinstance(error, _CONNECTION_ERRORS),
             on_retry=log,
         )
@@ -185,10 +190,10 @@ class Runner:
             nonlocal request_sent
             async with self._pool.connect(node, retries=None if not request_sent else 0) as link:
                 request_sent = True
-                timeout_s = self._file.ssh.timeout + (
-                    _GPU_START_TIMEOUT_S if args["gpus"] else _START_TIMEOUT_S
+                timeout_s = self._grid_file.ssh.timeout + (
+                    _GPU_START_TIMEOUT_MARGIN_S if args["gpus"] else _START_TIMEOUT_MARGIN_S
                 )
-                return await self._request_on(link, "start", args, stdin, timeout_s=timeout_s)
+                return await self._request_on_connection(link, "start", args, stdin, timeout_s=timeout_s)
 
         try:
             return await send()
@@ -202,19 +207,19 @@ class Runner:
         except asyncio.CancelledError:
             if request_sent:
                 # First: another cancellation may abort the interrupt.
-                self._record_cancelled_start(run_id, CancelledStart.UNKNOWN)
+                self._record_cancelled_start(run_id, CancelledStartState.UNKNOWN)
                 if (
                     self._interrupts_cancelled_starts
                     and await self._interrupt_cancelled_start_and_check_ended(node, run_id)
                 ):
-                    self._record_cancelled_start(run_id, CancelledStart.INTERRUPTED)
+                    self._record_cancelled_start(run_id, CancelledStartState.INTERRUPTED)
             raise
 
-    def cancelled_start_state(self, run_id: str) -> CancelledStart:
+    def cancelled_start_state(self, run_id: str) -> CancelledStartState:
         """Returns what is known about a run whose start was cancelled."""
-        return self._cancelled_starts.get(run_id, CancelledStart.NOT_SENT)
+        return self._cancelled_starts.get(run_id, CancelledStartState.NOT_SENT)
 
-    def _record_cancelled_start(self, run_id: str, known: CancelledStart) -> None:
+    def _record_cancelled_start(self, run_id: str, known: CancelledStartState) -> None:
         self._cancelled_starts[run_id] = known
         if len(self._cancelled_starts) > _CANCELLED_STARTS_MAX:
             del self._cancelled_starts[next(iter(self._cancelled_starts))]
@@ -222,13 +227,13 @@ class Runner:
     async def _interrupt_cancelled_start_and_check_ended(self, node: str, run_id: str) -> bool:
         """Interrupts a run whose start was cancelled. Returns whether it has ended; it may ignore the signal.
 
-        The node may not have processed the start yet, so this retries for _INTERRUPT_TIMEOUT_S.
+        The node may not have processed the start yet, so this retries for _INTERRUPT_START_TIMEOUT_S.
         """
-        deadline = self._clock() + _INTERRUPT_TIMEOUT_S
+        deadline = self._clock() + _INTERRUPT_START_TIMEOUT_S
         is_sent = False
         while self._clock() < deadline:
             with contextlib.suppress(GenieError, TimeoutError):
-                async with asyncio.timeout(_INTERRUPT_TIMEOUT_S):
+                async with asyncio.timeout(_INTERRUPT_START_TIMEOUT_S):
                     if not is_sent:
                         args = {"id": run_id, "signal": "INT"}
                         reply, _ = await self._request(node, "signal", args, retries=0)
@@ -237,10 +242,10 @@ class Runner:
                         reply, _ = await self._request(node, "status", {"id": run_id}, retries=0)
                     if isinstance(reply, dict) and reply.get("state") in ("exited", "lost"):
                         return True
-            await asyncio.sleep(_INTERRUPT_POLL_INTERVAL_S)
+            await asyncio.sleep(_INTERRUPT_START_POLL_INTERVAL_S)
         return False
 
-    async def wait(
+    async def follow_until_end(
         self, run: Run, on_output: OnOutput, *, out: int = 0, err: int = 0, on_note: OnMessage | None = None
     ) -> int:
         """Passes output from the offsets on to `on_output` until the run has ended; returns its exit code.
@@ -251,65 +256,67 @@ class Runner:
         """
         outage = _OutageReporter(run, clock=self._clock, note=on_note or _ignore_message)
         known = run.output_if_ended if out == err == 0 else None
-        with self._count_follower(run.node):
+        with self._counted_as_followed(run.node):
             while True:
                 try:
-                    chunk = known or await self.read(
-                        run, out=out, err=err, wait_s=self._read_wait_s(run.node)
+                    chunk = known or await self.read_output(
+                        run, out=out, err=err, wait_s=self._output_wait_s(run.node)
                     )
                     known = None
                 except _CONNECTION_ERRORS as error:
-                    await asyncio.sleep(outage.next_delay_s(error))
+                    await asyncio.sleep(outage.report_outage_and_get_delay_s(error))
                     continue
                 except NodeRefusedError as error:
                     if error.reason != "busy":
                         raise
                     await asyncio.sleep(backoff_s(0))
                     continue
-                outage.end()
+                outage.report_reachable_again()
                 for stream, data in (("out", chunk.out), ("err", chunk.err)):
                     if data:
                         on_output(stream, data)
                 out, err = out + len(chunk.out), err + len(chunk.err)
                 if chunk.is_last:
-                    return exit_code_of(run, chunk)
+                    return exit_code_of_ended_run(run, chunk)
 
-    async def read(self, run: Run, *, out: int, err: int, wait_s: float = 0.0) -> OutputChunk:
+    async def read_output(self, run: Run, *, out: int, err: int, wait_s: float = 0.0) -> OutputChunk:
         """Reads output from the offsets on; waits up to `wait_s` for some. Does not retry."""
         args = {"id": run.run_id, "out": out, "err": err, "wait_s": wait_s}
-        async with self._read_slots_by_node.setdefault(run.node, asyncio.Semaphore(_CONCURRENT_READS_MAX)):
+        async with self._read_slots_by_node.setdefault(
+            run.node, asyncio.Semaphore(_CONCURRENT_READS_PER_NODE_MAX)
+        ):
             reply, data = await self._request(run.node, "read", args, extra_s=wait_s, retries=0)
-        return parse_chunk(run.node, reply, data)
+        return parse_output_chunk(run.node, reply, data)
 
-    async def status(self, run: Run) -> Run:
+    async def fetch_status(self, run: Run) -> Run:
         reply, _ = await self._request(run.node, "status", {"id": run.run_id})
         return parse_run(run.node, reply)
 
-    async def signal(self, run: Run, name: str) -> bool:
+    async def send_signal(self, run: Run, name: str) -> bool:
         """Sends INT, TERM, KILL, ... to the process group of the run. False if the run has ended."""
         reply, _ = await self._request(run.node, "signal", {"id": run.run_id, "signal": name})
         return _was_signal_sent(run.node, reply)
 
     async def cancel(self, run: Run, *, signal: str = "TERM", grace_s: float = 10.0) -> Run:
         """Sends the signal, and KILL after a grace period of `grace_s`. Returns the run afterwards."""
-        if await self.signal(run, signal):
+        if await self.send_signal(run, signal):
             found = await self._wait_until_ended(run, _KILL_TIMEOUT_S if signal == "KILL" else grace_s)
-            if not found.has_ended and signal != "KILL" and await self.signal(run, "KILL"):
+            if not found.has_ended and signal != "KILL" and await self.send_signal(run, "KILL"):
                 found = await self._wait_until_ended(run, _KILL_TIMEOUT_S)
             return found
-        return await self.status(run)
+        return await self.fetch_status(run)
 
     async def _wait_until_ended(self, run: Run, timeout_s: float) -> Run:
         deadline = self._clock() + timeout_s
         pause_s = 0.01
         while True:
-            found = await self.status(run)
+            found = await self.fetch_status(run)
             if found.has_ended or self._clock() >= deadline:
                 return found
             await asyncio.sleep(pause_s)
             pause_s = min(pause_s * 1.5, 0.5)
 
-    async def list(self, node: str, *, prefix: str = "") -> tuple[Run, ...]:
+    async def list_runs(self, node: str, *, prefix: str = "") -> tuple[Run, ...]:
         """Returns the runs of one node, newest first: active ones and the last ended ones."""
         reply, _ = await self._request(node, "list", {"prefix": prefix}, retries=0)
         try:
@@ -319,20 +326,22 @@ class Runner:
         runs = (parse_run(node, each) for each in entries)
         return tuple(run for run in runs if run.run_id.startswith(prefix))
 
-    async def list_all(self, nodes: Sequence[str] | None = None, *, prefix: str = "") -> Sequence[NodeRuns]:
+    async def list_runs_on_nodes(
+        self, nodes: Sequence[str] | None = None, *, prefix: str = ""
+    ) -> Sequence[NodeRuns]:
         """Lists the runs of several nodes concurrently; the error of a node is in its entry."""
-        names = nodes if nodes is not None else [node.name for node in self._file.nodes]
+        names = nodes if nodes is not None else [node.name for node in self._grid_file.nodes]
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(self._try_list_node(name, prefix)) for name in names]
+            tasks = [group.create_task(self._list_runs_or_error(name, prefix)) for name in names]
         return [task.result() for task in tasks]
 
-    async def find(self, prefix: str, nodes: Sequence[str] | None = None) -> Run:
+    async def fetch_run_by_prefix(self, prefix: str, nodes: Sequence[str] | None = None) -> Run:
         """Returns the run whose ID starts with `prefix`, on any node. Raises RunNotFoundError."""
         validate_run_id_prefix(prefix)
-        names = nodes if nodes is not None else [node.name for node in self._file.nodes]
+        names = nodes if nodes is not None else [node.name for node in self._grid_file.nodes]
         found: list[NodeRuns] = []
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(self._try_list_node(name, prefix)) for name in names]
+            tasks = [group.create_task(self._list_runs_or_error(name, prefix)) for name in names]
             for each in asyncio.as_completed(tasks):
                 reply = await each
                 found.append(reply)
@@ -340,16 +349,16 @@ class Runner:
                     for task in tasks:
                         task.cancel()
                     return reply.runs[0]
-        return select_run(prefix, sorted(found, key=lambda each: names.index(each.node)))
+        return select_run_by_prefix(prefix, sorted(found, key=lambda each: names.index(each.node)))
 
-    async def _try_list_node(self, name: str, prefix: str) -> NodeRuns:
+    async def _list_runs_or_error(self, name: str, prefix: str) -> NodeRuns:
         try:
             async with self._list_slots:
-                return NodeRuns(name, runs=await self.list(name, prefix=prefix))
+                return NodeRuns(name, runs=await self.list_runs(name, prefix=prefix))
         except GenieError as error:
             return NodeRuns(name, error=error)
 
-    async def remove(self, run: Run) -> None:
+    async def remove_run(self, run: Run) -> None:
         """Removes an ended run and its output from the node."""
         await self._request(run.node, "remove", {"id": run.run_id})
 
@@ -363,30 +372,32 @@ class Runner:
         retries: int | None = None,
     ) -> tuple[Any, bytes]:
         async with self._pool.connect(node, retries=retries) as link:
-            return await self._request_on(link, op, args, timeout_s=self._file.ssh.timeout + extra_s)
+            return await self._request_on_connection(
+                link, op, args, timeout_s=self._grid_file.ssh.timeout + extra_s
+            )
 
-    async def _request_on(
+    async def _request_on_connection(
         self, link: NodeConnection, op: str, args: Mapping[str, Any], blob: bytes = b"", *, timeout_s: float
     ) -> tuple[Any, bytes]:
-        given = {"root": self._file.remote_root, **args}
+        given = {"root": self._grid_file.remote_root, **args}
         try:
             if link.has_helper:
                 module = "gpu_runs" if args.get("gpus") else "runs"
                 return await link.call(f"{module}.{op}", given, blob, timeout_s=timeout_s)
-            return await shell_runs.call_by_shell(link, op, given, blob, timeout_s=timeout_s)
+            return await shell_runs.call_op_by_shell(link, op, given, blob, timeout_s=timeout_s)
         except NodeRefusedError as error:
-            raise _with_run_hint(error, op, root=self._file.remote_root) from None
+            raise _with_run_hint(error, op, root=self._grid_file.remote_root) from None
 
-    def _read_wait_s(self, node: str) -> float:
+    def _output_wait_s(self, node: str) -> float:
         """Wait time per read; short if more runs are followed than can be read concurrently."""
         crowded = (
-            len(self._followed_count_by_node) > self._file.ssh.pool_size
-            or self._followed_count_by_node[node] > _CONCURRENT_READS_MAX
+            len(self._followed_count_by_node) > self._grid_file.ssh.pool_size
+            or self._followed_count_by_node[node] > _CONCURRENT_READS_PER_NODE_MAX
         )
-        return _CONTENDED_READ_WAIT_S if crowded else min(_READ_WAIT_S, self._file.ssh.timeout)
+        return _CONTENDED_OUTPUT_WAIT_S if crowded else min(_OUTPUT_WAIT_S, self._grid_file.ssh.timeout)
 
     @contextlib.contextmanager
-    def _count_follower(self, node: str) -> Iterator[None]:
+    def _counted_as_followed(self, node: str) -> Iterator[None]:
         self._followed_count_by_node[node] = self._followed_count_by_node.get(node, 0) + 1
         try:
             yield
@@ -407,7 +418,7 @@ class _OutageReporter:
         self._attempt = 0
         self._last_message_s: float | None = None
 
-    def next_delay_s(self, error: GenieError) -> float:
+    def report_outage_and_get_delay_s(self, error: GenieError) -> float:
         now = self._clock()
         if self._last_message_s is None or now - self._last_message_s >= _OUTAGE_MESSAGE_INTERVAL_S:
             self._last_message_s = now
@@ -420,7 +431,7 @@ class _OutageReporter:
         self._attempt += 1
         return backoff_s(self._attempt)
 
-    def end(self) -> None:
+    def report_reachable_again(self) -> None:
         now = self._clock()
         if self._last_message_s is not None:
             self._on_message(f"{self._run.node} is reachable again after {now - self._last_reply_at_s:.0f} s")
@@ -433,7 +444,7 @@ def _was_signal_sent(node: str, reply: Any) -> bool:
     return bool(reply["sent"])
 
 
-def select_run(prefix: str, found: Sequence[NodeRuns]) -> Run:
+def select_run_by_prefix(prefix: str, found: Sequence[NodeRuns]) -> Run:
     """Returns the only run whose ID starts with `prefix`. Raises RunNotFoundError, UnreachableError if it
     may be on an unreachable node, and the first error if all nodes failed."""
     runs = [run for each in found for run in each.runs if run.run_id.startswith(prefix)]
@@ -458,7 +469,7 @@ def select_run(prefix: str, found: Sequence[NodeRuns]) -> Run:
     )
 
 
-def exit_code_of(run: Run, chunk: OutputChunk) -> int:
+def exit_code_of_ended_run(run: Run, chunk: OutputChunk) -> int:
     """Returns the exit code of an ended run. Raises RunLostError if there is none."""
     if chunk.state is RunState.LOST or chunk.exit_code is None:
         raise RunLostError(

@@ -1,6 +1,6 @@
 """Runs on nodes without Python: remote/runs.py in POSIX shell.
 
-`call_by_shell` has the same operations and replies, and both use the same files. The shell only reports
+`call_op_by_shell` has the same operations and replies, and both use the same files. The shell only reports
 facts; `run_state_from_records` in remote/runs.py interprets them. Scripts are sent to `sh` on standard input,
 so that the login shell does not parse them. There is no GPU selection, and commands have no standard input.
 """
@@ -20,12 +20,12 @@ from genie.grid.runs.run import parse_run
 from genie.grid.ssh.login_shell import check_login_shell
 from genie.grid.ssh.node_helper import MALFORMED_REPLY_ERRORS
 from genie.grid.ssh.pool import NodeConnection
-from genie.grid.ssh.shell_words import GRID_FOLDER_SCRIPT, quote_path
+from genie.grid.ssh.shell_words import CHECK_GRID_FOLDER_LINK_SCRIPT, quote_path
 
-_WAIT_S_MAX = 10
-_NO_PYTHON_MESSAGE = "the node has no usable python3, so"
+_OUTPUT_WAIT_S_MAX = 10
+_NO_PYTHON_MESSAGE_START = "the node has no usable python3, so"
 
-_COMMON_SCRIPT = r"""
+_COMMON_FUNCTIONS_SCRIPT = r"""
 runs=$root/.grid/runs
 run=$runs/$id
 printf '%s\n' "$marker"
@@ -122,7 +122,7 @@ ls -t -- "$runs" | tail -n +$((kept + 1)) | while IFS= read -r id; do
 done
 """
 
-_READ_SCRIPT = r"""
+_READ_OUTPUT_SCRIPT = r"""
 there
 size() { wc -c <"$1" 2>/dev/null | tr -d ' '; }
 until=$(($(date +%s) + wait_s))
@@ -164,25 +164,25 @@ rm -rf -- "$run"
 printf -- '--\n'
 """
 
-_SCRIPT_BY_REQUEST = {
+_SCRIPT_BY_OP = {
     "start": _START_SCRIPT,
     "status": "there\nfacts\nprintf -- '--\\n'\n",
-    "read": _READ_SCRIPT,
+    "read": _READ_OUTPUT_SCRIPT,
     "signal": _SIGNAL_SCRIPT,
     "list": _LIST_SCRIPT,
     "remove": _REMOVE_SCRIPT,
 }
 
 
-async def call_by_shell(
+async def call_op_by_shell(
     link: NodeConnection, name: str, args: Mapping[str, Any], blob: bytes = b"", *, timeout_s: float
 ) -> tuple[Any, bytes]:
     """The equivalent of `NodeConnection.call("runs.NAME", ...)`. Raises the same errors."""
     if blob or args.get("gpus"):
         what = "standard input is not supported" if blob else "GPUs cannot be selected"
-        raise NodeRefusedError(f"node {link.name}: {_NO_PYTHON_MESSAGE} {what}", reason="missing")
+        raise NodeRefusedError(f"node {link.name}: {_NO_PYTHON_MESSAGE_START} {what}", reason="missing")
     marker = f"@{secrets.token_hex(8)}"
-    text = make_script(name, args, marker=marker)
+    text = make_op_script(name, args, marker=marker)
     done = await link.run_command("exec sh -s", stdin=text.encode(), timeout_s=timeout_s)
     _, found, rest = done.stdout.partition(f"{marker}\n".encode())
     if not found:
@@ -195,7 +195,7 @@ async def call_by_shell(
         raise ProtocolError(f"node {link.name}: invalid reply from its shell: {error!r}") from None
 
 
-def make_script(name: str, args: Mapping[str, Any], *, marker: str) -> str:
+def make_op_script(name: str, args: Mapping[str, Any], *, marker: str) -> str:
     """Returns the script for `sh -s`. Every value is quoted and assigned to a variable.
 
     The script is in braces, so that sh runs nothing until it has all of it: the connection may be lost.
@@ -206,24 +206,24 @@ def make_script(name: str, args: Mapping[str, Any], *, marker: str) -> str:
     if name == "start":
         paths["cwd"] = args.get("cwd") or "."
         values |= {"command": args["command"], "watch": _SUPERVISOR_SCRIPT, "begin": _PROCESS_START_SCRIPT}
-        values |= {"meta": _encode_metadata(args), "timeout_s": _format_timeout(args.get("timeout_s"))}
-        values["kept"] = runs.RUNS_KEPT
+        values |= {"meta": _encode_run_metadata(args), "timeout_s": _format_timeout(args.get("timeout_s"))}
+        values["kept"] = runs.ENDED_RUNS_KEPT
         # Exported after the last use of our own variables: the user's may have the same names.
         exports = "".join(
             f"export {key}={shlex.quote(value)}; " for key, value in (args.get("env") or {}).items()
         )
     elif name == "read":
-        wait_s = min(math.ceil(args.get("wait_s", 0)), _WAIT_S_MAX)
+        wait_s = min(math.ceil(args.get("wait_s", 0)), _OUTPUT_WAIT_S_MAX)
         values |= {"out": int(args["out"]), "err": int(args["err"])}
-        values |= {"wait_s": wait_s, "chunk": runs.CHUNK_BYTES}
+        values |= {"wait_s": wait_s, "chunk": runs.OUTPUT_CHUNK_BYTES}
     elif name == "signal":
         values["signal"] = args["signal"]
     elif name == "list":
         values["prefix"] = args.get("prefix", "")
     assigned = "".join(f"{key}={quote_path(str(path))}\n" for key, path in paths.items())
     assigned += "".join(f"{key}={shlex.quote(str(value))}\n" for key, value in values.items())
-    request_script = _SCRIPT_BY_REQUEST[name].replace("@EXPORTS@", exports)
-    return f"{{\n{assigned}{GRID_FOLDER_SCRIPT}{_COMMON_SCRIPT}{request_script}}}\n"
+    request_script = _SCRIPT_BY_OP[name].replace("@EXPORTS@", exports)
+    return f"{{\n{assigned}{CHECK_GRID_FOLDER_LINK_SCRIPT}{_COMMON_FUNCTIONS_SCRIPT}{request_script}}}\n"
 
 
 def _format_timeout(timeout_s: float | None) -> str:
@@ -231,7 +231,7 @@ def _format_timeout(timeout_s: float | None) -> str:
     return f"{timeout_s:.3f}".rstrip("0").rstrip(".") if timeout_s else ""
 
 
-def _encode_metadata(args: Mapping[str, Any]) -> str:
+def _encode_run_metadata(args: Mapping[str, Any]) -> str:
     keys = ("id", "command", "cwd", "who", "started", "timeout_s")
     return json.dumps(
         {**{key: args.get(key) for key in keys}, "env": sorted(args.get("env") or {}), "gpus": []}
@@ -257,7 +257,7 @@ def _parse_reply(node: str, name: str, text: bytes) -> tuple[Any, bytes]:
     if name == "read":
         out, err = (int(each) for each in lines[-1].split()[1:])
         over = one["state"] in ("exited", "lost")
-        end = over and out < runs.CHUNK_BYTES and err < runs.CHUNK_BYTES
+        end = over and out < runs.OUTPUT_CHUNK_BYTES and err < runs.OUTPUT_CHUNK_BYTES
         return {**one, "out": out, "err": err, "end": end}, data
     return {**one, "created": "created" in lines, "sent": "sent" in lines}, b""
 

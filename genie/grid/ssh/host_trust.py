@@ -20,28 +20,28 @@ from genie.grid.grid_file import GridFile, GridNode
 from genie.grid.ssh.target import (
     KnownHostsCache,
     SshTarget,
-    format_address,
     format_error,
     format_ssh_command,
-    resolve_target,
+    format_target_address,
+    resolve_ssh_target,
 )
 
 _log = logging.getLogger(__name__)
 
-_SSH_PORT = 22
+_DEFAULT_SSH_PORT = 22
 
 
 @dataclass(frozen=True)
 class HostKey:
-    """The key that a host presented. `host` is its name in known_hosts; `known`: the key is already there."""
+    """The key that a host presented. `host` is its name in known_hosts; `is_known`: the key is there."""
 
     node: str
     host: str
     kind: str
     fingerprint: str
-    line: str
-    known: bool
-    known_hosts: Path
+    known_hosts_line: str
+    is_known: bool
+    known_hosts_file: Path
 
 
 async def fetch_host_key(node: GridNode, file: GridFile, ssh_config: Path, *, timeout_s: float) -> HostKey:
@@ -49,7 +49,7 @@ async def fetch_host_key(node: GridNode, file: GridFile, ssh_config: Path, *, ti
 
     Raises HostKeyChangedError, UnreachableError, or UsageError if there is no known_hosts file.
     """
-    target = await resolve_target(node, file, _expand_user(ssh_config), trusted=KnownHostsCache())
+    target = await resolve_ssh_target(node, file, _expand_user(ssh_config), trusted=KnownHostsCache())
     if not target.known_hosts_files:
         raise UsageError(
             f"node {node.name}: {ssh_config} disables the known_hosts file",
@@ -69,22 +69,22 @@ async def fetch_host_key(node: GridNode, file: GridFile, ssh_config: Path, *, ti
         host=where,
         kind=kind,
         fingerprint=fingerprint,
-        line=f"{where} {kind} {body.split()[0]}",
-        known=key in keys or bool(authorities),
-        known_hosts=target.known_hosts_files[0],
+        known_hosts_line=f"{where} {kind} {body.split()[0]}",
+        is_known=key in keys or bool(authorities),
+        known_hosts_file=target.known_hosts_files[0],
     )
 
 
-def add_host_key(key: HostKey) -> None:
+def add_host_key_to_known_hosts(key: HostKey) -> None:
     """Appends the line of the key atomically. Raises UsageError if the file cannot be written."""
-    path = key.known_hosts
+    path = key.known_hosts_file
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         with os.fdopen(descriptor, "rb+", buffering=0) as file:
             size = os.fstat(file.fileno()).st_size
             whole = size == 0 or os.pread(file.fileno(), 1, size - 1) == b"\n"
-            line = f"{'' if whole else chr(10)}{key.line}\n".encode()
+            line = f"{'' if whole else chr(10)}{key.known_hosts_line}\n".encode()
             if os.write(file.fileno(), line) < len(line):
                 os.ftruncate(file.fileno(), size)
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -104,7 +104,7 @@ async def _fetch_key_of_known_type(
     except (asyncssh.Error, OSError, ValueError) as error:
         why = format_error(error) if str(error) else f"no response within {timeout_s:g} s"
         raise UnreachableError(
-            f"node {name}: could not reach {format_address(target)}: {why}",
+            f"node {name}: could not reach {format_target_address(target)}: {why}",
             hint=f"try '{format_ssh_command(target.node)}'",
         ) from error
     if key is None:
@@ -114,7 +114,7 @@ async def _fetch_key_of_known_type(
 
 async def _fetch_key_of_types(target: SshTarget, kinds: list[str]) -> asyncssh.SSHKey | None:
     """Requests a key of these types; if the host disconnects because it has none, requests any."""
-    name, config, options = target.node.name, target.config, target.options
+    name, config, options = target.node.name, target.config_files, target.options
     if kinds:
         try:
             return await asyncssh.get_server_host_key(
@@ -132,7 +132,7 @@ def _expand_user(path: Path) -> Path:
 def _known_host_ca_and_revoked_keys(
     target: SshTarget,
 ) -> tuple[list[asyncssh.SSHKey], list[asyncssh.SSHKey], list[asyncssh.SSHKey]]:
-    port = target.port if target.port != _SSH_PORT else None
+    port = target.port if target.port != _DEFAULT_SSH_PORT else None
     keys, authorities, revoked, *_ = asyncssh.match_known_hosts(target.known_hosts, target.host, "", port)
     # If a host and port have only revoked keys, asyncssh falls back to the host without the port.
     spelled = f"[{target.host}]:{target.port}"

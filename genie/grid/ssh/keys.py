@@ -15,8 +15,8 @@ from genie.errors import UsageError
 
 _log = logging.getLogger(__name__)
 
-_FILE_BYTES_MAX = 1 << 20
-_FILES_SHOWN_MAX = 4
+_KEY_FILE_BYTES_MAX = 1 << 20
+_KEY_FILES_SHOWN_MAX = 4
 _DEFAULT_KEY_FILES = tuple(
     f"~/.ssh/{name}" for name in ("id_ed25519_sk", "id_ecdsa_sk", "id_ed25519", "id_ecdsa", "id_rsa")
 )
@@ -33,7 +33,9 @@ def list_key_files(options: asyncssh.SSHClientConnectionOptions, *, own: str | N
     return tuple(Path(each).expanduser() for each in (_DEFAULT_KEY_FILES if named is None else named))
 
 
-def load_login_keys(options: asyncssh.SSHClientConnectionOptions, files: Sequence[Path]) -> dict[str, Any]:
+def load_login_key_arguments(
+    options: asyncssh.SSHClientConnectionOptions, files: Sequence[Path]
+) -> dict[str, Any]:
     """Returns the arguments with which asyncssh offers the keys of these files only.
 
     Like OpenSSH, skips files that are missing, not a private key, or have a passphrase: the agent may have
@@ -95,7 +97,7 @@ def check_key_file(named: str) -> None:
         fault = "is not a file" if path.exists() else "does not exist"
         raise UsageError(f"ssh.key_file {named!r} {fault}", hint="set it to a private key, or remove it")
     try:
-        fault = _find_key_fault(_read_file_limited(path))
+        fault = _why_not_private_key(_read_file_limited(path))
     except OSError as error:
         raise UsageError(f"could not read ssh.key_file {named!r}: {error.strerror}") from None
     if fault:
@@ -105,18 +107,18 @@ def check_key_file(named: str) -> None:
 
 def passphrase_hint(files: Sequence[Path]) -> str:
     """Returns a hint about the files that have a passphrase; a general one if none has."""
-    locked = [str(file) for file in dict.fromkeys(files) if _has_passphrase(file)][:_FILES_SHOWN_MAX]
+    locked = [str(file) for file in dict.fromkeys(files) if _has_passphrase(file)][:_KEY_FILES_SHOWN_MAX]
     if not locked:
         return "a key with a passphrase must be added to ssh-agent (ssh-add)"
     has = "has a passphrase and is" if len(locked) == 1 else "have a passphrase and are"
     return f"{', '.join(locked)} {has} usable only through ssh-agent (ssh-add {shlex.join(locked)})"
 
 
-def _find_key_fault(data: bytes) -> str:
+def _why_not_private_key(data: bytes) -> str:
     """Returns what is wrong with a key file; '' for a private key."""
     if not data.strip():
         return "is empty"
-    error = _import_key_error(data)
+    error = _find_private_key_import_error(data)
     if error is None or _is_about_passphrase(error):
         return ""
     if _can_import_as(asyncssh.import_public_key, data):
@@ -128,13 +130,13 @@ def _find_key_fault(data: bytes) -> str:
 
 def _has_passphrase(path: Path) -> bool:
     try:
-        error = _import_key_error(_read_file_limited(path))
+        error = _find_private_key_import_error(_read_file_limited(path))
     except OSError:
         return False
     return error is not None and _is_about_passphrase(error)
 
 
-def _import_key_error(data: bytes) -> ValueError | None:
+def _find_private_key_import_error(data: bytes) -> ValueError | None:
     try:
         # Validating RSA primes takes a third of a second and is not needed here.
         asyncssh.import_private_key(data, unsafe_skip_rsa_key_validation=True)
@@ -157,4 +159,4 @@ def _can_import_as(kind: Callable[[bytes], object], data: bytes) -> bool:
 
 def _read_file_limited(path: Path) -> bytes:
     with path.open("rb") as file:
-        return file.read(_FILE_BYTES_MAX)
+        return file.read(_KEY_FILE_BYTES_MAX)

@@ -38,13 +38,13 @@ _REMOTE_PACKAGE = "genie.grid.remote"
 _BOOT_COMMAND = (
     'exec python3 -ISc "import sys,zlib;f=sys.stdin.buffer;exec(zlib.decompress(f.read(int(f.readline()))))"'
 )
-_REMOTE_IMPORT = re.compile(r"^from genie\.grid\.remote(?:\.(\w+))? import ([\w, ]+)$", re.MULTILINE)
+_REMOTE_IMPORT_PATTERN = re.compile(r"^from genie\.grid\.remote(?:\.(\w+))? import ([\w, ]+)$", re.MULTILINE)
 _SHELL_OUTPUT_BYTES_MAX = 1 << 16
 
 
 async def start_helper(connection: asyncssh.SSHClientConnection, name: str) -> HelperSession | None:
     """Starts the helper; returns None if the node has no suitable Python."""
-    boot = _encode_boot_source()
+    boot = _encode_helper_source()
     helper = HelperSession(name)
     try:
         channel, _ = await connection.create_session(lambda: helper, _BOOT_COMMAND, encoding=None)
@@ -72,7 +72,7 @@ async def start_helper(connection: asyncssh.SSHClientConnection, name: str) -> H
 
 
 @cache
-def _encode_boot_source() -> bytes:
+def _encode_helper_source() -> bytes:
     name = f"{_REMOTE_PACKAGE}.core"
     text = read_remote_source("core")
     prelude = f"import sys,types;m=types.ModuleType({name!r});sys.modules[{name!r}]=m\n"
@@ -90,7 +90,7 @@ def read_remote_source(module: str) -> str:
 def list_module_with_dependencies(module: str) -> tuple[str, ...]:
     """Returns a module of remote/ and the modules it imports, in load order."""
     found: list[str] = []
-    for whole, names in _REMOTE_IMPORT.findall(read_remote_source(module)):
+    for whole, names in _REMOTE_IMPORT_PATTERN.findall(read_remote_source(module)):
         for name in [whole] if whole else names.split(","):
             found += [each for each in list_module_with_dependencies(name.strip()) if each not in found]
     return (*found, module)
@@ -100,11 +100,11 @@ class HelperSession(asyncssh.SSHClientSession[bytes]):
     """The connection to one helper (remote/core.py), on one channel."""
 
     def __init__(self, name: str) -> None:
-        self._name = name
-        self._buffer = bytearray()
+        self._node_name = name
+        self._received_bytes = bytearray()
         self._is_magic_seen = False
         self._shell_output = bytearray()
-        self._next_id = 1
+        self._next_request_id = 1
         self._pending_replies: dict[int, asyncio.Future[tuple[Any, bytes]]] = {}
         self._loaded_modules = {"core"}
         self._writable = asyncio.Event()
@@ -112,13 +112,13 @@ class HelperSession(asyncssh.SSHClientSession[bytes]):
         self._channel: asyncssh.SSHClientChannel[bytes]
         self.started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.failure: GenieError | None = None
-        self.python = ""
+        self.python_version = ""
 
     async def call(
         self, op: str, args: Mapping[str, Any], blob: bytes, *, timeout_s: float
     ) -> tuple[Any, bytes]:
         limit = asyncio.timeout(timeout_s)
-        number, self._next_id = self._next_id, self._next_id + 1
+        number, self._next_request_id = self._next_request_id, self._next_request_id + 1
         reply: asyncio.Future[tuple[Any, bytes]] = asyncio.get_running_loop().create_future()
         try:
             async with limit:
@@ -126,15 +126,17 @@ class HelperSession(asyncssh.SSHClientSession[bytes]):
                 if self.failure is not None:
                     raise self.failure
                 self._pending_replies[number] = reply
-                self._load_modules(op.partition(".")[0])
+                self._send_missing_modules(op.partition(".")[0])
                 self._send_request({"id": number, "op": op, "args": args}, blob)
                 return await reply
         except TimeoutError:
             if not limit.expired():
                 raise
-            raise DeadlineError(f"node {self._name}: {op} timed out after {timeout_s:g} s") from None
+            raise DeadlineError(f"node {self._node_name}: {op} timed out after {timeout_s:g} s") from None
         except OSError as error:  # the channel is closed; connection_lost() follows
-            raise ConnectionLostError(f"node {self._name}: connection lost: {format_error(error)}") from error
+            raise ConnectionLostError(
+                f"node {self._node_name}: connection lost: {format_error(error)}"
+            ) from error
         finally:
             self._pending_replies.pop(number, None)
 
@@ -142,7 +144,7 @@ class HelperSession(asyncssh.SSHClientSession[bytes]):
         """Returns the output before the first reply, usually an error of the shell."""
         return bytes(self._shell_output[-400:]).decode(errors="replace").strip()
 
-    def _load_modules(self, wanted: str) -> None:
+    def _send_missing_modules(self, wanted: str) -> None:
         for module in (wanted,) if wanted in self._loaded_modules else list_module_with_dependencies(wanted):
             if module not in self._loaded_modules:
                 self._loaded_modules.add(module)
@@ -153,14 +155,16 @@ class HelperSession(asyncssh.SSHClientSession[bytes]):
 
     def _send_request(self, message: Mapping[str, Any], blob: bytes) -> None:
         body = json.dumps(message, separators=(",", ":")).encode()
-        if len(body) > core.JSON_BYTES_MAX or len(blob) > core.BLOB_BYTES_MAX:
+        if len(body) > core.MESSAGE_JSON_BYTES_MAX or len(blob) > core.MESSAGE_BLOB_BYTES_MAX:
             raise ProtocolError(
                 f"the request is too large: {len(body)} bytes of JSON and {len(blob)} bytes of data"
             )
         try:
             self._channel.write(core.MESSAGE_HEADER.pack(len(body), len(blob)) + body + blob)
         except OSError as error:  # the node has closed it; connection_lost() follows
-            raise ConnectionLostError(f"node {self._name}: connection lost: {format_error(error)}") from error
+            raise ConnectionLostError(
+                f"node {self._node_name}: connection lost: {format_error(error)}"
+            ) from error
 
     # --- called by asyncssh ---
 
@@ -177,52 +181,54 @@ class HelperSession(asyncssh.SSHClientSession[bytes]):
         if datatype is not None or self.failure is not None:
             self._keep_shell_output(data)
             return
-        self._buffer += data
+        self._received_bytes += data
         try:
             while self._try_parse_reply():
                 pass
         except (ProtocolError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             self._fail_all_requests(
-                ProtocolError(f"node {self._name}: invalid reply from its helper: {error}")
+                ProtocolError(f"node {self._node_name}: invalid reply from its helper: {error}")
             )
             self._channel.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
         why = format_error(exc) if exc is not None else "the helper has exited"
-        self._fail_all_requests(ConnectionLostError(f"node {self._name}: connection lost: {why}"))
+        self._fail_all_requests(ConnectionLostError(f"node {self._node_name}: connection lost: {why}"))
 
     def _try_parse_reply(self) -> bool:
         if not self._is_magic_seen:
             return self._try_skip_shell_output()
-        if len(self._buffer) < core.MESSAGE_HEADER.size:
+        if len(self._received_bytes) < core.MESSAGE_HEADER.size:
             return False
-        json_bytes, blob_bytes = core.MESSAGE_HEADER.unpack_from(self._buffer)
-        if json_bytes > core.JSON_BYTES_MAX or blob_bytes > core.BLOB_BYTES_MAX:
+        json_bytes, blob_bytes = core.MESSAGE_HEADER.unpack_from(self._received_bytes)
+        if json_bytes > core.MESSAGE_JSON_BYTES_MAX or blob_bytes > core.MESSAGE_BLOB_BYTES_MAX:
             raise ProtocolError(
                 f"the reply is too large: {json_bytes} bytes of JSON and {blob_bytes} bytes of data"
             )
         end = core.MESSAGE_HEADER.size + json_bytes + blob_bytes
-        if len(self._buffer) < end:
+        if len(self._received_bytes) < end:
             return False
-        message = json.loads(self._buffer[core.MESSAGE_HEADER.size : core.MESSAGE_HEADER.size + json_bytes])
-        blob = bytes(self._buffer[core.MESSAGE_HEADER.size + json_bytes : end])
-        del self._buffer[:end]
+        message = json.loads(
+            self._received_bytes[core.MESSAGE_HEADER.size : core.MESSAGE_HEADER.size + json_bytes]
+        )
+        blob = bytes(self._received_bytes[core.MESSAGE_HEADER.size + json_bytes : end])
+        del self._received_bytes[:end]
         self._handle_reply(message, blob)
         return True
 
     def _try_skip_shell_output(self) -> bool:
-        start = self._buffer.find(core.MAGIC)
+        start = self._received_bytes.find(core.FIRST_REPLY_MAGIC)
         if start >= 0:
             self._is_magic_seen = True
-            del self._buffer[: start + len(core.MAGIC)]
+            del self._received_bytes[: start + len(core.FIRST_REPLY_MAGIC)]
             return True
-        if len(self._buffer) > _SHELL_OUTPUT_BYTES_MAX:
+        if len(self._received_bytes) > _SHELL_OUTPUT_BYTES_MAX:
             raise ProtocolError("the login shell printed too much")
         return False
 
     def _handle_reply(self, message: dict[str, Any], blob: bytes) -> None:
         if message["id"] == 0:
-            self.python = str(message["ok"]["python"])
+            self.python_version = str(message["ok"]["python"])
             if not self.started.done():
                 self.started.set_result(None)
             return
@@ -235,7 +241,7 @@ class HelperSession(asyncssh.SSHClientSession[bytes]):
             reply.set_result((message["ok"], blob))
         else:
             reason, text = str(error["reason"]), str(error["text"])
-            reply.set_exception(NodeRefusedError(f"node {self._name}: {text}", reason=reason))
+            reply.set_exception(NodeRefusedError(f"node {self._node_name}: {text}", reason=reason))
 
     def _keep_shell_output(self, data: bytes) -> None:
         self._shell_output += data
@@ -244,8 +250,8 @@ class HelperSession(asyncssh.SSHClientSession[bytes]):
     def _fail_all_requests(self, error: GenieError) -> None:
         if self.failure is None:
             self.failure = error
-            self._keep_shell_output(bytes(self._buffer))
-            self._buffer.clear()
+            self._keep_shell_output(bytes(self._received_bytes))
+            self._received_bytes.clear()
         self._writable.set()
         if not self.started.done():
             self.started.set_result(None)

@@ -1,6 +1,6 @@
 """The connection pool: one shared connection per node, with a limit and keepalives.
 
-`SshPool.use(name)` yields a `NodeConnection`, which stays open while it is used. Each connection has one
+`SshPool.connect(name)` yields a `NodeConnection`, which stays open while it is used. Each connection has one
 helper (node_helper.py) that serves requests without starting a process on the node; a node without a usable
 Python runs plain commands instead. Host keys are always verified, and ~/.ssh/config decides how a host is
 reached (target.py).
@@ -33,22 +33,22 @@ from genie.grid.grid_file import GridFile, GridNode
 from genie.grid.ssh.node_helper import HelperSession, start_helper
 from genie.grid.ssh.target import (
     KnownHostsCache,
-    format_address,
     format_error,
     format_ssh_command,
+    format_target_address,
     make_connect_error,
-    resolve_target,
+    resolve_ssh_target,
 )
 from genie.grid.ssh.tcp_connection import TcpConnector
 from genie.processes.tasks import all_of, pause_timeout, wait_first_completed
 
 _log = logging.getLogger(__name__)
 
-_OUTPUT_BYTES_MAX = 64 << 20
-_READ_BYTES = 1 << 16
+_COMMAND_OUTPUT_BYTES_MAX = 64 << 20
+_READ_CHUNK_BYTES = 1 << 16
 _KEEPALIVE_INTERVAL_S = 5.0
 _KEEPALIVES_MISSED_MAX = 3
-_CLOSE_TIMEOUT_S = 2.0
+_CLOSE_CONNECTION_TIMEOUT_S = 2.0
 
 AsyncCallback = Callable[[], Coroutine[Any, Any, None]]
 
@@ -69,8 +69,8 @@ class NodeConnection:
         self.node = node
         self.connection = connection
         self._helper: HelperSession | None = None
-        self._is_helper_tried = False
-        self.user_count = 0
+        self._was_helper_start_tried = False
+        self.active_use_count = 0
 
     @property
     def name(self) -> str:
@@ -82,9 +82,9 @@ class NodeConnection:
         return self._helper is not None
 
     @property
-    def python(self) -> str:
+    def python_version(self) -> str:
         """The Python version of the node; '' without a helper."""
-        return self._helper.python if self._helper else ""
+        return self._helper.python_version if self._helper else ""
 
     @property
     def is_open(self) -> bool:
@@ -108,7 +108,7 @@ class NodeConnection:
             async with asyncio.timeout(timeout_s):
                 process = await self.connection.create_process(command, encoding=None)
                 try:
-                    out, err = await _communicate(process, stdin, name=self.name)
+                    out, err = await _send_stdin_and_read_output(process, stdin, name=self.name)
                 finally:
                     process.close()
         except TimeoutError:
@@ -121,14 +121,14 @@ class NodeConnection:
 
     async def start_helper(self) -> None:
         """Starts the helper once per connection; `has_helper` stays False if the node cannot run it."""
-        if not self._is_helper_tried:
+        if not self._was_helper_start_tried:
             self._helper = await start_helper(self.connection, self.name)
-            self._is_helper_tried = True
+            self._was_helper_start_tried = True
 
     async def close(self) -> None:
         self.connection.close()
         try:
-            async with asyncio.timeout(_CLOSE_TIMEOUT_S):
+            async with asyncio.timeout(_CLOSE_CONNECTION_TIMEOUT_S):
                 await self.connection.wait_closed()
         except TimeoutError:
             self.connection.abort()
@@ -138,14 +138,14 @@ class SshPool:
     """The connections of this process. An async context manager; exiting it closes them."""
 
     def __init__(self, file: GridFile, *, ssh_config: Path) -> None:
-        self._file = file
+        self._grid_file = file
         self._ssh_config = ssh_config.expanduser()
         self._connection_by_node: dict[str, NodeConnection] = {}
-        self._connect_locks: dict[str, _ConnectLock] = {}
-        self._opening_count = 0
+        self._connect_lock_by_node: dict[str, _ConnectLock] = {}
+        self._opening_connection_count = 0
         self._slot_freed = asyncio.Event()
         self._is_closed = False
-        self._known_hosts = KnownHostsCache()
+        self._known_hosts_cache = KnownHostsCache()
 
     async def __aenter__(self) -> SshPool:
         return self
@@ -159,7 +159,7 @@ class SshPool:
         await asyncio.gather(*(link.close() for link in links))
 
     @property
-    def open_nodes(self) -> list[str]:
+    def nodes_with_open_connection(self) -> list[str]:
         return [name for name, link in self._connection_by_node.items() if link.is_open]
 
     @contextlib.asynccontextmanager
@@ -182,8 +182,8 @@ class SshPool:
         meanwhile, and cancelled when another caller requests the same node.
         Raises UnreachableError, HostKeyUnknownError, HostKeyChangedError or LoginRefusedError.
         """
-        node = self._file.node(name)
-        link = await self._acquire_with_retries(
+        node = self._grid_file.node(name)
+        link = await self._acquire_connection_with_retries(
             node,
             timeout_s=timeout_s,
             retries=retries,
@@ -193,10 +193,10 @@ class SshPool:
         try:
             yield link
         finally:
-            link.user_count -= 1
+            link.active_use_count -= 1
             self._notify_slot_freed()
 
-    async def _acquire_with_retries(
+    async def _acquire_connection_with_retries(
         self,
         node: GridNode,
         *,
@@ -205,29 +205,29 @@ class SshPool:
         without_helper: bool,
         before_login: AsyncCallback | None,
     ) -> NodeConnection:
-        attempt_s = timeout_s if timeout_s is not None else self._file.ssh.connect_timeout
+        attempt_s = timeout_s if timeout_s is not None else self._grid_file.ssh.connect_timeout
 
         def log(error: Exception, wait_s: float) -> None:
             why = {"node": node.name, "pause_s": round(wait_s, 2), "why": str(error)}
             _log.info("retrying the connection to a node", extra=why)
 
         @retry(
-            max_retries=retries if retries is not None else self._file.ssh.max_retries,
+            max_retries=retries if retries is not None else self._grid_file.ssh.max_retries,
             when=(UnreachableError, ConnectionLostError, DeadlineError),
             on_retry=log,
         )
         async def acquire() -> NodeConnection:
-            return await self._acquire(
+            return await self._acquire_connection(
                 node, timeout_s=attempt_s, without_helper=without_helper, before_login=before_login
             )
 
         return await acquire()
 
-    async def _acquire(
+    async def _acquire_connection(
         self, node: GridNode, *, timeout_s: float, without_helper: bool, before_login: AsyncCallback | None
     ) -> NodeConnection:
         limit = asyncio.timeout(timeout_s)
-        connect_lock = self._connect_locks.setdefault(node.name, _ConnectLock())
+        connect_lock = self._connect_lock_by_node.setdefault(node.name, _ConnectLock())
 
         async def run_before_login() -> None:
             if before_login is not None:
@@ -236,13 +236,13 @@ class SshPool:
 
         try:
             async with limit, connect_lock.hold():
-                link = await self._open_connection(node, run_before_login)
-                link.user_count += 1
+                link = await self._get_or_open_connection(node, run_before_login)
+                link.active_use_count += 1
                 try:
                     if not without_helper:
                         await link.start_helper()
                 except BaseException:
-                    link.user_count -= 1
+                    link.active_use_count -= 1
                     self._notify_slot_freed()
                     raise
                 return link
@@ -254,7 +254,7 @@ class SshPool:
                 hint=f"try '{format_ssh_command(node)}', or raise ssh.connect_timeout or ssh.pool_size",
             ) from None
 
-    async def _open_connection(self, node: GridNode, before_login: AsyncCallback) -> NodeConnection:
+    async def _get_or_open_connection(self, node: GridNode, before_login: AsyncCallback) -> NodeConnection:
         link = self._connection_by_node.get(node.name)
         if link is not None and link.is_open:
             # It stays in the pool meanwhile: its slot may be needed, and this task may be cancelled.
@@ -270,7 +270,7 @@ class SshPool:
                     await before_login()
                     await slot.enter_async_context(self._reserve_slot(node))
 
-                link = NodeConnection(node, await self._connect(node, on_banner))
+                link = NodeConnection(node, await self._connect_by_ssh(node, on_banner))
         if self._is_closed:
             await link.close()
             raise _pool_closed_error()
@@ -282,13 +282,14 @@ class SshPool:
         """Reserves a slot; closes the least recently used idle connection if the pool is full."""
         while (
             not self._is_closed
-            and len(self._connection_by_node) + self._opening_count >= self._file.ssh.pool_size
+            and len(self._connection_by_node) + self._opening_connection_count
+            >= self._grid_file.ssh.pool_size
         ):
             idle = next(
                 (
                     link
                     for link in self._connection_by_node.values()
-                    if not link.user_count or not link.is_open
+                    if not link.active_use_count or not link.is_open
                 ),
                 None,
             )
@@ -303,11 +304,11 @@ class SshPool:
             await self._slot_freed.wait()
         if self._is_closed:
             raise _pool_closed_error()
-        self._opening_count += 1
+        self._opening_connection_count += 1
         try:
             yield
         finally:
-            self._opening_count -= 1
+            self._opening_connection_count -= 1
             self._notify_slot_freed()  # the slot of a failed connection is free again
 
     def _notify_slot_freed(self) -> None:
@@ -315,10 +316,12 @@ class SshPool:
         self._slot_freed.set()
         self._slot_freed = asyncio.Event()
 
-    async def _connect(self, node: GridNode, on_banner: AsyncCallback) -> asyncssh.SSHClientConnection:
+    async def _connect_by_ssh(self, node: GridNode, on_banner: AsyncCallback) -> asyncssh.SSHClientConnection:
         """`on_banner` is awaited after the SSH banner; with a jump host or proxy, before connecting."""
-        target = await resolve_target(node, self._file, self._ssh_config, trusted=self._known_hosts)
-        _log.debug("connecting to a node", extra={"node": node.name, "to": format_address(target)})
+        target = await resolve_ssh_target(
+            node, self._grid_file, self._ssh_config, trusted=self._known_hosts_cache
+        )
+        _log.debug("connecting to a node", extra={"node": node.name, "to": format_target_address(target)})
         arguments: dict[str, Any] = {
             "config": None
         }  # parsed already; parsed twice, every key would be offered twice
@@ -326,13 +329,13 @@ class SshPool:
             arguments["tunnel"] = TcpConnector(target.options, on_banner=on_banner)
             arguments["connect_timeout"] = None  # the tunnel enforces it: `on_banner` may take longer
         else:
-            arguments["config"] = target.config  # for the jump hosts
+            arguments["config"] = target.config_files  # for the jump hosts
             await on_banner()
         try:
             return await asyncssh.connect(
                 node.name,
                 **arguments,
-                **target.keys,
+                **target.login_key_arguments,
                 options=target.options,
                 known_hosts=target.known_hosts,
                 encryption_algs=target.ciphers,
@@ -373,19 +376,21 @@ class _ConnectLock:
             self._lock.release()
 
 
-async def _communicate(
+async def _send_stdin_and_read_output(
     process: asyncssh.SSHClientProcess[bytes], stdin: bytes, *, name: str
 ) -> tuple[bytes, bytes]:
     """Sends stdin and reads both output streams, with a limit: a node must not exhaust our memory."""
 
     async def read_all(reader: asyncssh.SSHReader[bytes]) -> bytes:
         parts = []
-        remaining = _OUTPUT_BYTES_MAX
-        while data := await reader.read(_READ_BYTES):
+        remaining = _COMMAND_OUTPUT_BYTES_MAX
+        while data := await reader.read(_READ_CHUNK_BYTES):
             parts.append(data)
             remaining -= len(data)
             if remaining < 0:
-                raise ProtocolError(f"node {name}: a command wrote more than {_OUTPUT_BYTES_MAX} bytes")
+                raise ProtocolError(
+                    f"node {name}: a command wrote more than {_COMMAND_OUTPUT_BYTES_MAX} bytes"
+                )
         return b"".join(parts)
 
     with contextlib.suppress(BrokenPipeError):  # it may have ended already

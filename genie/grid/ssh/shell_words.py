@@ -11,7 +11,7 @@ import shlex
 
 from genie.grid.remote.own_folder import broken_link_message, rejected_link_message
 
-GRID_FOLDER_SCRIPT = """
+CHECK_GRID_FOLDER_LINK_SCRIPT = """
 _grid_refused_link() {
   [ -L "$root/.grid" ] || return 1
   _grid_real=$(cd -P -- "$root/.grid" 2>/dev/null && pwd -P) || {
@@ -30,7 +30,7 @@ _grid_refused_link() {
 """The sh version of remote/own_folder.py: prints why the link at $root/.grid is rejected, else fails."""
 
 # Characters that are special within single quotes in some shell (' \ ! and newlines) or in double quotes.
-_SPECIAL_CHARACTERS = re.compile(r"[^\x20\x23\x25-\x5b\x5d-\x5f\x61-\x7e]|'")
+_SPECIAL_CHARACTER_PATTERN = re.compile(r"[^\x20\x23\x25-\x5b\x5d-\x5f\x61-\x7e]|'")
 
 
 def quote_path(path: str) -> str:
@@ -42,7 +42,7 @@ def quote_path(path: str) -> str:
 
 def make_login_shell_command(script: str) -> str:
     """Returns a command for any login shell that runs a script in sh. The script keeps standard input."""
-    escaped = _SPECIAL_CHARACTERS.sub(
+    escaped = _SPECIAL_CHARACTER_PATTERN.sub(
         lambda found: "".join(f"\\0{byte:03o}" for byte in found[0].encode()), script
     )
     return f'exec sh -c \'eval "$(printf %b "{escaped}")"\''

@@ -29,10 +29,10 @@ from genie.errors import (
 )
 from genie.grid.grid_file import GridFile, GridNode
 from genie.grid.ssh.config import open_config_for_host
-from genie.grid.ssh.keys import check_key_file, list_key_files, load_login_keys, passphrase_hint
+from genie.grid.ssh.keys import check_key_file, list_key_files, load_login_key_arguments, passphrase_hint
 
-_SSH_PORT = 22
-_KNOWN_HOSTS = "~/.ssh/known_hosts"
+_DEFAULT_SSH_PORT = 22
+_DEFAULT_KNOWN_HOSTS_FILE = "~/.ssh/known_hosts"
 
 
 @dataclass(frozen=True)
@@ -42,40 +42,42 @@ class SshTarget:
     node: GridNode
     host: str
     port: int
-    config: list[str]
+    config_files: list[str]
     options: asyncssh.SSHClientConnectionOptions
     ciphers: list[str]
     known_hosts: asyncssh.SSHKnownHosts
     known_hosts_files: tuple[Path, ...]
     key_files: tuple[Path, ...]
     """Files of the keys to offer, existing or not."""
-    keys: Mapping[str, Any]
+    login_key_arguments: Mapping[str, Any]
     """Connection arguments for the keys, which `options` does not contain."""
 
     @property
-    def known_keys(self) -> list[asyncssh.SSHKey]:
+    def known_host_keys(self) -> list[asyncssh.SSHKey]:
         """The keys of the host in known_hosts, including those of its certificate authorities."""
-        return self._find_keys_in(self.known_hosts)
+        return self._find_host_keys_in(self.known_hosts)
 
     @property
     def known_hosts_name(self) -> str:
         """The name of the host in known_hosts: with its port, unless that is 22 or there is an alias."""
-        plain = self.port == _SSH_PORT or bool(self.options.host_key_alias)
+        plain = self.port == _DEFAULT_SSH_PORT or bool(self.options.host_key_alias)
         return self.host if plain else f"[{self.host}]:{self.port}"
 
     @property
     def changed_key_hint(self) -> str:
         """Hint for a changed host key, with commands that are quoted for the shell."""
         files = self.known_hosts_files
-        file = next((each for each in files if self._find_keys_in(KnownHostsCache().load([each]))), files[0])
+        file = next(
+            (each for each in files if self._find_host_keys_in(KnownHostsCache().load([each]))), files[0]
+        )
         words = shlex.join(["ssh-keygen", "-f", str(file), "-R", self.known_hosts_name])
         return (
             f"if the host was reinstalled, remove the old key: {words} "
             f"and then: grid-cli nodes trust {self.node.name}"
         )
 
-    def _find_keys_in(self, known: asyncssh.SSHKnownHosts) -> list[asyncssh.SSHKey]:
-        port = self.port if self.port != _SSH_PORT else None
+    def _find_host_keys_in(self, known: asyncssh.SSHKnownHosts) -> list[asyncssh.SSHKey]:
+        port = self.port if self.port != _DEFAULT_SSH_PORT else None
         keys, authorities, *_ = asyncssh.match_known_hosts(known, self.host, "", port)
         return [*keys, *authorities]
 
@@ -98,7 +100,7 @@ class KnownHostsCache:
         return self._parsed_by_files[named]
 
 
-async def resolve_target(
+async def resolve_ssh_target(
     node: GridNode, file: GridFile, ssh_config: Path, *, trusted: KnownHostsCache
 ) -> SshTarget:
     """Reads the settings of the node from ~/.ssh/config; the grid file overrides them. Raises UsageError."""
@@ -112,7 +114,7 @@ async def resolve_target(
     if file.ssh.key_file is not None:
         check_key_file(file.ssh.key_file)
     try:
-        options = await _make_options(given, ssh_config)
+        options = await _make_connection_options(given, ssh_config)
     except (asyncssh.Error, OSError, ValueError) as error:
         raise UsageError(
             f"node {node.name}: could not use {ssh_config}: {format_error(error)}",
@@ -120,19 +122,23 @@ async def resolve_target(
         ) from error
     # With "UserKnownHostsFile none", asyncssh would trust any host; here it means that no host is known.
     named = options.known_hosts if isinstance(options.known_hosts, list) else None
-    files = [Path(_expand_user(str(each))) for each in named or [_KNOWN_HOSTS]] if named is not None else []
+    files = (
+        [Path(_expand_user(str(each))) for each in named or [_DEFAULT_KNOWN_HOSTS_FILE]]
+        if named is not None
+        else []
+    )
     offered = list_key_files(options, own=file.ssh.key_file)
     return SshTarget(
         node,
         host=options.host_key_alias or options.host,
-        port=options.port or _SSH_PORT,
-        config=config,
+        port=options.port or _DEFAULT_SSH_PORT,
+        config_files=config,
         options=options,
         ciphers=_choose_ciphers(options),
         known_hosts=trusted.load(files),
         known_hosts_files=tuple(files),
         key_files=offered,
-        keys=await asyncio.to_thread(load_login_keys, options, offered),
+        login_key_arguments=await asyncio.to_thread(load_login_key_arguments, options, offered),
     )
 
 
@@ -152,7 +158,9 @@ def _is_file(path: Path) -> bool:
     return path.is_file()
 
 
-async def _make_options(given: dict[str, Any], ssh_config: Path) -> asyncssh.SSHClientConnectionOptions:
+async def _make_connection_options(
+    given: dict[str, Any], ssh_config: Path
+) -> asyncssh.SSHClientConnectionOptions:
     construct = asyncssh.SSHClientConnectionOptions.construct
     found: asyncssh.SSHClientConnectionOptions
     if given["config"]:
@@ -172,15 +180,15 @@ def format_ssh_command(node: GridNode) -> str:
     return f"ssh {port}{node.user}@{node.name}" if node.user is not None else f"ssh {port}{node.name}"
 
 
-def format_address(target: SshTarget) -> str:
+def format_target_address(target: SshTarget) -> str:
     """Formats host, port and jump hosts for errors."""
-    port = "" if target.port == _SSH_PORT else f" port {target.port}"
+    port = "" if target.port == _DEFAULT_SSH_PORT else f" port {target.port}"
     jump = target.options.tunnel
     return f"{target.host}{port}{f' through {jump}' if isinstance(jump, str) and jump else ''}"
 
 
 def make_connect_error(target: SshTarget, error: Exception) -> GenieError:
-    name, where = target.node.name, format_address(target)
+    name, where = target.node.name, format_target_address(target)
     if isinstance(error, asyncssh.KeyExchangeFailed | asyncssh.HostKeyNotVerifiable):
         return _make_host_key_error(target, error, where=where)
     if isinstance(error, asyncssh.PermissionDenied):
@@ -201,8 +209,8 @@ def make_connect_error(target: SshTarget, error: Exception) -> GenieError:
 
 def _make_host_key_error(target: SshTarget, error: Exception, *, where: str) -> GenieError:
     name = target.node.name
-    if target.known_keys:
-        known = ", ".join(key.get_fingerprint() for key in target.known_keys[:4])
+    if target.known_host_keys:
+        known = ", ".join(key.get_fingerprint() for key in target.known_host_keys[:4])
         return HostKeyChangedError(
             f"node {name}: the host key of {where} has changed; known_hosts has {known}; "
             "this may be a man-in-the-middle attack",

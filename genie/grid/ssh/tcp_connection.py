@@ -51,7 +51,7 @@ class TcpConnector:
         limit = asyncio.timeout(self._options.connect_timeout)
         try:
             async with limit:
-                transport, buffer = await self._open(factory, host, port)
+                transport, buffer = await self._open_and_wait_for_banner(factory, host, port)
         except TimeoutError:
             if not limit.expired():
                 raise
@@ -61,10 +61,10 @@ class TcpConnector:
         except BaseException:
             transport.abort()
             raise
-        buffer.release()
-        return transport, buffer.owner
+        buffer.release_buffered()
+        return transport, buffer.ssh_protocol
 
-    async def _open(
+    async def _open_and_wait_for_banner(
         self, factory: Callable[[], asyncio.Protocol], host: str, port: int
     ) -> tuple[asyncio.Transport, _BannerBuffer]:
         transport, buffer = await asyncio.get_running_loop().create_connection(
@@ -83,15 +83,15 @@ class TcpConnector:
 
 
 class _BannerBuffer(asyncio.Protocol):
-    """Passes writes of `owner` through, and buffers received data until `release`.
+    """Passes writes of `ssh_protocol` through, and buffers received data until `release_buffered`.
 
-    If it is never released, `owner` is not notified of the end of the connection either. Stays in place for
-    the first segments to acknowledge each immediately: until a session is open, an SSH server waits for the
-    acknowledgement before it sends the next small packet, and the kernel would delay it by 40 ms.
+    If it is never released, `ssh_protocol` is not notified of the end of the connection either. Stays in
+    place for the first segments to acknowledge each immediately: until a session is open, an SSH server waits
+    for the acknowledgement before it sends the next small packet, and the kernel would delay it by 40 ms.
     """
 
-    def __init__(self, owner: asyncio.Protocol) -> None:
-        self.owner = owner
+    def __init__(self, ssh_protocol: asyncio.Protocol) -> None:
+        self.ssh_protocol = ssh_protocol
         self.banner_received = asyncio.Event()
         self._buffered: bytearray | None = bytearray()
         self._connection_error: Exception | None = None
@@ -100,7 +100,7 @@ class _BannerBuffer(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
-        self.owner.connection_made(_CoalescingTransport(self._transport))
+        self.ssh_protocol.connection_made(_CoalescingTransport(self._transport))
 
     def data_received(self, data: bytes) -> None:
         assert self._transport is not None, "data without a connection"
@@ -110,8 +110,8 @@ class _BannerBuffer(asyncio.Protocol):
             return
         self._quickacks_left -= 1
         if not self._quickacks_left:
-            self._transport.set_protocol(self.owner)
-        self.owner.data_received(data)
+            self._transport.set_protocol(self.ssh_protocol)
+        self.ssh_protocol.data_received(data)
 
     def _buffer_until_banner(self, data: bytes) -> None:
         """Buffers until the banner. Tarpits send other lines for ever, so the buffer is limited."""
@@ -128,24 +128,24 @@ class _BannerBuffer(asyncio.Protocol):
         self.banner_received.set()
         self._connection_error = exc
         if self._buffered is None:
-            self.owner.connection_lost(exc)
+            self.ssh_protocol.connection_lost(exc)
 
     def eof_received(self) -> bool | None:
-        return self.owner.eof_received() if self._buffered is None else None
+        return self.ssh_protocol.eof_received() if self._buffered is None else None
 
     def pause_writing(self) -> None:
-        self.owner.pause_writing()
+        self.ssh_protocol.pause_writing()
 
     def resume_writing(self) -> None:
-        self.owner.resume_writing()
+        self.ssh_protocol.resume_writing()
 
-    def release(self) -> None:
+    def release_buffered(self) -> None:
         assert self._buffered is not None, "released once"
         data, self._buffered = bytes(self._buffered), None
         if self._transport is None:
-            self.owner.connection_lost(self._connection_error)
+            self.ssh_protocol.connection_lost(self._connection_error)
             return
-        self.owner.data_received(data)
+        self.ssh_protocol.data_received(data)
         self._transport.resume_reading()
 
 
@@ -162,7 +162,7 @@ class _CoalescingTransport(asyncio.Transport):
 
     def __init__(self, inner: asyncio.Transport) -> None:
         super().__init__()
-        self._inner = inner
+        self._wrapped_transport = inner
         self._loop = asyncio.get_running_loop()
         self._pending_parts: list[bytes | bytearray | memoryview[Any]] = []
         self._pending_bytes = 0
@@ -179,20 +179,20 @@ class _CoalescingTransport(asyncio.Transport):
         if self._pending_parts:
             whole = self._pending_parts[0] if len(self._pending_parts) == 1 else b"".join(self._pending_parts)
             self._pending_parts, self._pending_bytes = [], 0
-            if not self._inner.is_closing():  # otherwise asyncio logs a warning for each write
+            if not self._wrapped_transport.is_closing():  # otherwise asyncio logs a warning for each write
                 # RuntimeError: uvloop raises it when the host has just disconnected.
                 with contextlib.suppress(RuntimeError):
-                    self._inner.write(whole)
+                    self._wrapped_transport.write(whole)
 
     def close(self) -> None:
         self._flush()
-        self._inner.close()
+        self._wrapped_transport.close()
 
     def abort(self) -> None:
-        self._inner.abort()
+        self._wrapped_transport.abort()
 
     def is_closing(self) -> bool:
-        return self._inner.is_closing()
+        return self._wrapped_transport.is_closing()
 
     def get_extra_info(self, name: str, default: Any = None) -> Any:
-        return self._inner.get_extra_info(name, default)
+        return self._wrapped_transport.get_extra_info(name, default)

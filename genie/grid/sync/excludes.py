@@ -20,7 +20,7 @@ from pathspec import GitIgnoreSpec
 from genie.errors import ConfigError, SyncError
 
 _log = logging.getLogger(__name__)
-_FILE_BYTES_MAX = 1 << 20
+_GITIGNORE_BYTES_MAX = 1 << 20
 _CACHED_FOLDERS_MAX = 100_000
 _STARS_UNBOUNDED_MAX = 2
 # Regular expressions of pathspec for '*', for '**' between folders, and for a match in any folder.
@@ -37,11 +37,14 @@ class IgnorePatterns:
         found = [each for each in GitIgnoreSpec.from_lines(list(lines)).patterns if each.include is not None]
         # Adjacent patterns of one kind are joined into one expression, for speed.
         self._pattern_groups = [
-            (bool(included), _join_patterns(each.regex.pattern for each in run if each.regex is not None))
+            (
+                bool(included),
+                _join_into_one_regex(each.regex.pattern for each in run if each.regex is not None),
+            )
             for included, run in itertools.groupby(found, key=lambda each: each.include)
         ][::-1]
 
-    def match(self, path: str) -> bool | None:
+    def find_exclusion(self, path: str) -> bool | None:
         """True: excluded; False: re-included; None: no match. The path of a folder ends with '/'."""
         for included, expression in self._pattern_groups:
             if expression.match(path):
@@ -66,10 +69,10 @@ class ExclusionRules:
         """True if the path is excluded. Excluded folders are not entered."""
         # Newlines are special in regular expressions, and valid in file names.
         text = os.fsdecode(path).replace("\n", "\0") + ("/" if is_folder else "")
-        if self._configured_patterns.match(text):
+        if self._configured_patterns.find_exclusion(text):
             return True
         for start, patterns in self._find_gitignore_chain(path.rpartition(b"/")[0]):
-            match = patterns.match(text[start:])
+            match = patterns.find_exclusion(text[start:])
             if match is not None:
                 return match
         return False
@@ -97,10 +100,10 @@ class ExclusionRules:
             raise SyncError(f"could not read {os.fsdecode(path)}: {error.strerror}") from None
         try:
             with os.fdopen(fd, "rb") as file:
-                text = file.read(_FILE_BYTES_MAX).decode("utf-8", "surrogateescape")
+                text = file.read(_GITIGNORE_BYTES_MAX).decode("utf-8", "surrogateescape")
         except IsADirectoryError:
             return None
-        return _parse_skipping_invalid(text.splitlines(), os.fsdecode(path))
+        return _parse_ignore_lines_skipping_invalid(text.splitlines(), os.fsdecode(path))
 
 
 def compute_rules_digest(patterns: Sequence[str], *, follow: bool) -> bytes:
@@ -108,7 +111,7 @@ def compute_rules_digest(patterns: Sequence[str], *, follow: bool) -> bytes:
     return hashlib.sha256(repr((tuple(patterns), follow)).encode("utf-8", "surrogateescape")).digest()
 
 
-def _parse_skipping_invalid(lines: list[str], name: str) -> IgnorePatterns:
+def _parse_ignore_lines_skipping_invalid(lines: list[str], name: str) -> IgnorePatterns:
     """Parses the lines; skips invalid ones, as git does."""
     try:
         return IgnorePatterns(lines)
@@ -123,7 +126,7 @@ def _parse_skipping_invalid(lines: list[str], name: str) -> IgnorePatterns:
         return IgnorePatterns(good)
 
 
-def _join_patterns(patterns: Iterable[str]) -> re.Pattern[str]:
+def _join_into_one_regex(patterns: Iterable[str]) -> re.Pattern[str]:
     # pathspec's named group must not occur several times.
     return re.compile(
         "|".join(f"(?:{_bound_backtracking(each.replace('(?P<ps_d>', '(?:'))})" for each in patterns),

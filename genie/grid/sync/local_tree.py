@@ -18,7 +18,7 @@ from pathlib import Path
 from genie.errors import NativeBuildError, SyncError, UsageError
 from genie.grid.grid_file import SyncSettings
 from genie.grid.remote import tree
-from genie.grid.remote.synced_tree import STATE_HEADER, STATE_MAGIC
+from genie.grid.remote.synced_tree import STATE_FILE_HEADER, STATE_FILE_MAGIC
 from genie.grid.remote.tree import NO_SHA, TreeRecord
 from genie.grid.sync.excludes import ExclusionRules, compute_rules_digest
 from genie.native import libraries
@@ -27,7 +27,7 @@ from genie.processes.project_folder import why_not_sent_as_a_whole
 _log = logging.getLogger(__name__)
 _INDEX_FILES_KEPT = 64
 _SYNC_FOLDER_HINT = "change to the directory of the project, or pass its path"
-_SHA_OFFSET = tree.RECORD_HEADER.size - len(NO_SHA)
+_SHA_OFFSET_IN_RECORD = tree.RECORD_HEADER.size - len(NO_SHA)
 
 
 @dataclass
@@ -36,26 +36,26 @@ class TreeSnapshot:
 
     root: Path
     records: bytearray
-    dirty: list[int]
+    unhashed_offsets: list[int]
     """Offsets of the files that are not hashed yet."""
     taken_ns: int
-    rules: bytes
+    rules_digest: bytes
     old_records: bytes
     old_digest: str
     """Digest of the previous scan: nodes are likely to have that state."""
-    skipped: int
+    skipped_count: int
     is_unchanged: bool
     digest: str = ""
-    """Set when nothing is dirty."""
+    """Set when all files are hashed."""
 
     @property
-    def files(self) -> list[int]:
+    def file_offsets(self) -> list[int]:
         return [one.at for one in tree.iter_records(bytes(self.records)) if one.kind == tree.FILE]
 
-    def set_sha(self, offset: int, sha: bytes) -> None:
-        if self.digest and tree.record_sha(self.records, offset) != sha:
+    def set_file_sha(self, offset: int, sha: bytes) -> None:
+        if self.digest and tree.file_sha_of_record(self.records, offset) != sha:
             self._clear_digest()
-        self.records[offset + _SHA_OFFSET : offset + tree.RECORD_HEADER.size] = sha
+        self.records[offset + _SHA_OFFSET_IN_RECORD : offset + tree.RECORD_HEADER.size] = sha
 
     def _clear_digest(self) -> None:
         self.digest, self.is_unchanged = "", False
@@ -75,7 +75,7 @@ class TreeSnapshot:
             NO_SHA,
         )
         self.records[offset : offset + tree.RECORD_HEADER.size] = head
-        self.records[one.end - tree.STAMP_STRUCT.size : one.end] = tree.pack_stamp(found)
+        self.records[one.end_offset - tree.STAMP_STRUCT.size : one.end_offset] = tree.pack_stamp(found)
 
 
 class LocalTree:
@@ -94,30 +94,30 @@ class LocalTree:
         old, old_taken_ns, old_digest, old_rules = self._read_index()
         reuse = old_rules == rules
         taken_ns = time.time_ns()
-        walked = self._walk(old, taken_ns=old_taken_ns, reuse=reuse)
+        walked = self._walk_tree(old, taken_ns=old_taken_ns, reuse=reuse)
         if reuse and walked.rules_changed:
             # A .gitignore has changed: decide again for every path.
             taken_ns = time.time_ns()
-            walked = self._walk(old, taken_ns=old_taken_ns, reuse=False)
+            walked = self._walk_tree(old, taken_ns=old_taken_ns, reuse=False)
         return TreeSnapshot(
             root=self.root,
             records=bytearray(walked.records),
-            dirty=walked.dirty,
+            unhashed_offsets=walked.unhashed_offsets,
             taken_ns=taken_ns,
-            rules=rules,
+            rules_digest=rules,
             old_records=old,
             old_digest=old_digest,
-            skipped=walked.skipped,
+            skipped_count=walked.skipped_count,
             is_unchanged=walked.is_unchanged and bool(old_digest),
             digest=old_digest if walked.is_unchanged else "",
         )
 
-    def compute_digest(self, snapshot: TreeSnapshot) -> None:
+    def set_snapshot_digest(self, snapshot: TreeSnapshot) -> None:
         """Computes the digest; all files are hashed."""
         if not snapshot.digest:
             records = bytes(snapshot.records)
-            snapshot.digest = hashlib.sha256(self.engine.records_to_compare(records)).hexdigest()
-            snapshot.dirty = []
+            snapshot.digest = hashlib.sha256(self.engine.strip_stamps_and_excluded(records)).hexdigest()
+            snapshot.unhashed_offsets = []
 
     def write_index_if_changed(self, snapshot: TreeSnapshot) -> None:
         """Writes the index if it has changed."""
@@ -125,13 +125,13 @@ class LocalTree:
             return
         snapshot.is_unchanged = True
         digest = bytes.fromhex(snapshot.digest)
-        head = STATE_HEADER.pack(STATE_MAGIC, snapshot.taken_ns, digest, snapshot.rules)
+        head = STATE_FILE_HEADER.pack(STATE_FILE_MAGIC, snapshot.taken_ns, digest, snapshot.rules_digest)
         try:
             self._write_index(head + bytes(snapshot.records))
         except OSError as error:
             _log.warning("could not write the index of a synced folder", extra={"why": error.strerror})
 
-    def _walk(self, old: bytes, *, taken_ns: int, reuse: bool) -> tree.WalkResult:
+    def _walk_tree(self, old: bytes, *, taken_ns: int, reuse: bool) -> tree.WalkResult:
         excludes = ExclusionRules(self.root, self._settings.exclude_patterns)
         try:
             return self.engine.walk(
@@ -154,14 +154,14 @@ class LocalTree:
             data = self._index_path.read_bytes()
         except OSError:
             return b"", 0, "", b""
-        if len(data) < STATE_HEADER.size:
+        if len(data) < STATE_FILE_HEADER.size:
             return b"", 0, "", b""
-        magic, taken_ns, digest, rules = STATE_HEADER.unpack_from(data)
-        records = data[STATE_HEADER.size :]
+        magic, taken_ns, digest, rules = STATE_FILE_HEADER.unpack_from(data)
+        records = data[STATE_FILE_HEADER.size :]
         try:
             whole = (
-                magic == STATE_MAGIC
-                and hashlib.sha256(self.engine.records_to_compare(records)).digest() == digest
+                magic == STATE_FILE_MAGIC
+                and hashlib.sha256(self.engine.strip_stamps_and_excluded(records)).digest() == digest
             )
         except OSError:
             whole = False

@@ -15,14 +15,14 @@ from pathlib import Path
 
 from genie.errors import SyncError
 from genie.grid.remote import contents, tree
-from genie.grid.remote.sync import PIECE_BYTES_MAX
+from genie.grid.remote.sync import FRAME_PIECE_BYTES_MAX
 from genie.grid.remote.tree import FRAME_HEADER, NO_SHA, OpenDirectories, TreeRecord
 from genie.grid.sync.local_tree import TreeSnapshot
 
-_CHUNK_BYTES = 1 << 20
+_FRAMES_CHUNK_BYTES = 1 << 20
 _FILES_PER_BATCH = 2048
 _READ_ATTEMPTS = 3
-_SHA_OFFSET = FRAME_HEADER.size - len(NO_SHA)
+_SHA_OFFSET_IN_FRAME = FRAME_HEADER.size - len(NO_SHA)
 
 Digest = contents.WholeFileDigest | contents.SparseFileDigest
 
@@ -52,7 +52,7 @@ def pack_files(
 ) -> FileChunks:
     """Yields frames of these files. Skips hashes in `on_node`, and adds those that are sent."""
     return _FilePacker(engine, snapshot, known=on_node).pack_chunks(
-        _list_not_on_node(snapshot, offsets, on_node)
+        _offsets_not_on_node(snapshot, offsets, on_node)
     )
 
 
@@ -61,26 +61,28 @@ def count_bytes_to_send(
 ) -> int:
     """Returns the bytes of data in these files, without holes and without contents in `on_node`."""
     return _FilePacker(engine, snapshot, known=None).count_data_bytes(
-        _list_not_on_node(snapshot, offsets, on_node)
+        _offsets_not_on_node(snapshot, offsets, on_node)
     )
 
 
-def _list_not_on_node(snapshot: TreeSnapshot, offsets: list[int], on_node: Set[bytes]) -> list[int]:
+def _offsets_not_on_node(snapshot: TreeSnapshot, offsets: list[int], on_node: Set[bytes]) -> list[int]:
     if not on_node:
         return offsets
-    return [offset for offset in offsets if tree.record_sha(snapshot.records, offset) not in on_node]
+    return [offset for offset in offsets if tree.file_sha_of_record(snapshot.records, offset) not in on_node]
 
 
-def make_frame(kind: str, *, number: int = 0, size: int = 0, mode: int = 0, mtime_ns: int = 0) -> bytes:
+def make_frame_header(
+    kind: str, *, number: int = 0, size: int = 0, mode: int = 0, mtime_ns: int = 0
+) -> bytes:
     return FRAME_HEADER.pack(ord(kind), 0, mode, number, size, mtime_ns, NO_SHA)
 
 
 def make_plan_frames(plan: bytes) -> Iterator[bytes]:
     """Yields frames with the plan, and the end frame."""
-    for at in range(0, len(plan), PIECE_BYTES_MAX):
-        piece = plan[at : at + PIECE_BYTES_MAX]
-        yield make_frame("P", size=len(piece)) + piece
-    yield make_frame("Z")
+    for at in range(0, len(plan), FRAME_PIECE_BYTES_MAX):
+        piece = plan[at : at + FRAME_PIECE_BYTES_MAX]
+        yield make_frame_header("P", size=len(piece)) + piece
+    yield make_frame_header("Z")
 
 
 class _FilePacker:
@@ -89,7 +91,7 @@ class _FilePacker:
         self._snapshot = snapshot
         self._digests_on_node = known
         self._next_file_number = 0
-        self._large_offsets: set[int] = set()
+        self._large_file_sizes_seen: set[int] = set()
 
     def pack_chunks(self, offsets: list[int]) -> FileChunks:
         root = os.open(self._snapshot.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -99,7 +101,7 @@ class _FilePacker:
             while at < len(offsets):
                 batch = offsets[at : at + _FILES_PER_BATCH]
                 frames, states = self._engine.read_small_files(
-                    root, records, batch, first=self._next_file_number, room=_CHUNK_BYTES
+                    root, records, batch, first=self._next_file_number, room=_FRAMES_CHUNK_BYTES
                 )
                 self._next_file_number += len(states)
                 taken = batch[: len(states)]
@@ -107,7 +109,7 @@ class _FilePacker:
                 yield self._pack_small_files(frames, small)
                 for offset, state in zip(taken, states, strict=True):
                     if state != 0:
-                        yield from self._read_separately(root, offset)
+                        yield from self._pack_file_separately(root, offset)
                 at += len(states)
         finally:
             os.close(root)
@@ -118,7 +120,7 @@ class _FilePacker:
         root = os.open(self._snapshot.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             for offset in offsets:
-                size = tree.record_size(self._snapshot.records, offset)
+                size = tree.file_size_of_record(self._snapshot.records, offset)
                 total += (
                     size
                     if size < contents.BLOCK_DIGEST_FILE_BYTES_MIN
@@ -130,7 +132,7 @@ class _FilePacker:
 
     def _count_data_bytes_of_file(self, root: int, offset: int, size: int) -> int:
         try:
-            fd = self._open(root, TreeRecord(self._snapshot.records, offset).path)
+            fd = self._open_file(root, TreeRecord(self._snapshot.records, offset).path)
         except (SyncError, FileVanishedError):
             return size
         try:
@@ -148,8 +150,8 @@ class _FilePacker:
         for offset in offsets:
             end = at + FRAME_HEADER.size + int.from_bytes(view[at + 8 : at + 16], "little")
             sha = hashlib.sha256(view[at + FRAME_HEADER.size : end]).digest()
-            view[at + _SHA_OFFSET : at + FRAME_HEADER.size] = sha
-            self._snapshot.set_sha(offset, sha)
+            view[at + _SHA_OFFSET_IN_FRAME : at + FRAME_HEADER.size] = sha
+            self._snapshot.set_file_sha(offset, sha)
             if self._digests_on_node is None or sha in self._digests_on_node:
                 parts.append(view[begin:at])
                 begin = end
@@ -160,7 +162,7 @@ class _FilePacker:
         parts.append(view[begin:at])
         return FileChunk(b"".join(parts), files=len(offsets), size=size)
 
-    def _read_separately(self, root: int, offset: int) -> Iterator[FileChunk]:
+    def _pack_file_separately(self, root: int, offset: int) -> Iterator[FileChunk]:
         """Reads one file separately: large, sparse, or changed since the scan."""
         one = TreeRecord(self._snapshot.records, offset)
         path = one.path
@@ -168,7 +170,7 @@ class _FilePacker:
             return  # another file with the same contents was sent
         for _ in range(_READ_ATTEMPTS):
             number, self._next_file_number = self._next_file_number, self._next_file_number + 1
-            fd = self._open(root, path)
+            fd = self._open_file(root, path)
             try:
                 before = os.fstat(fd)
                 if not stat.S_ISREG(before.st_mode):
@@ -178,16 +180,16 @@ class _FilePacker:
                 sending = self._digests_on_node is not None and not self._is_content_on_node(
                     fd, before.st_size
                 )
-                yield from self._pack_pieces(fd, number, before, digest, sending=sending)
+                yield from self._pack_file_pieces(fd, number, before, digest, sending=sending)
                 after = os.fstat(fd)
             finally:
                 os.close(fd)
             if tree.pack_stamp(before) == tree.pack_stamp(after) and before.st_size == after.st_size:
                 sha = digest.digest()
-                self._snapshot.set_sha(offset, sha)
+                self._snapshot.set_file_sha(offset, sha)
                 yield self._make_last_chunk(number, before, sha, sending=sending)
                 return
-            yield FileChunk(make_frame("A", number=number) if sending else b"", files=0, size=0)
+            yield FileChunk(make_frame_header("A", number=number) if sending else b"", files=0, size=0)
         raise SyncError(
             f"{self._snapshot.root / Path(os.fsdecode(path))} kept changing while it was read",
             hint="sync again when nothing writes to it, or exclude it with sync.exclude_patterns",
@@ -196,8 +198,8 @@ class _FilePacker:
     def _is_content_on_node(self, fd: int, size: int) -> bool:
         """True if the node has the contents. Hashes the file only if another one has the same size."""
         assert self._digests_on_node is not None
-        if size not in self._large_offsets:
-            self._large_offsets.add(size)
+        if size not in self._large_file_sizes_seen:
+            self._large_file_sizes_seen.add(size)
             return False
         return contents.compute_file_digest(fd) in self._digests_on_node
 
@@ -209,7 +211,7 @@ class _FilePacker:
         head = FRAME_HEADER.pack(ord("E"), 0, mode, number, found.st_size, found.st_mtime_ns, sha)
         return FileChunk(head, files=1, size=0)
 
-    def _open(self, root: int, path: bytes) -> int:
+    def _open_file(self, root: int, path: bytes) -> int:
         flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
         try:
             with OpenDirectories(root) as folders:
@@ -234,17 +236,17 @@ class _FilePacker:
         real = (root / Path(os.fsdecode(path))).resolve()
         return str(real) if real.is_relative_to(root) and real != root / Path(os.fsdecode(path)) else None
 
-    def _pack_pieces(
+    def _pack_file_pieces(
         self, fd: int, number: int, found: os.stat_result, digest: Digest, *, sending: bool
     ) -> Iterator[FileChunk]:
         holes = b""
         for is_data, offset, size in contents.list_extents(fd, found):
             if not is_data:
-                digest.skip(size)
-                holes = make_frame("H", number=number, size=size)
+                digest.add_zeros(size)
+                holes = make_frame_header("H", number=number, size=size)
                 continue
             for data in contents.read_pieces(fd, offset, size):
-                digest.add(data)
-                head = holes + make_frame("D", number=number, size=len(data))
+                digest.add_data(data)
+                head = holes + make_frame_header("D", number=number, size=len(data))
                 yield FileChunk(head + data if sending else b"", files=0, size=len(data) if sending else 0)
                 holes = b""

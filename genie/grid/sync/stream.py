@@ -1,7 +1,7 @@
 """A transfer to one node, on an SSH channel of its own.
 
-The receiving program (remote/sync.py: receive_main) is sent first. Flow control is the SSH window: `send`
-waits until the node has accepted most of the data. Frames are made by pack.py.
+The receiving program (remote/sync.py: receive_change_main) is sent first. Flow control is the SSH window:
+`send` waits until the node has accepted most of the data. Frames are made by pack.py.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ class SyncStream:
     def __init__(
         self, link: NodeConnection, process: asyncssh.SSHClientProcess[bytes], *, stall_s: float
     ) -> None:
-        self._name = link.name
-        self._process = process
+        self._node_name = link.name
+        self._receiver_process = process
         self._stall_timeout_s = stall_s
 
     @classmethod
     async def open(cls, link: NodeConnection, args: Mapping[str, Any], *, stall_s: float) -> SyncStream:
-        boot = _encode_boot_source()
+        boot = _encode_receiver_source()
         head = b"%d\n" % len(boot) + boot + json.dumps(dict(args)).encode() + b"\n"
         try:
             async with asyncio.timeout(stall_s):
@@ -64,51 +64,55 @@ class SyncStream:
         """Raises the error that the node returned, ConnectionLostError or DeadlineError."""
         try:
             async with asyncio.timeout(self._stall_timeout_s):
-                self._process.stdin.write(data)
-                await self._process.stdin.drain()
+                self._receiver_process.stdin.write(data)
+                await self._receiver_process.stdin.drain()
         except TimeoutError:
             raise DeadlineError(
-                f"node {self._name}: the transfer stalled for {self._stall_timeout_s:g} s"
+                f"node {self._node_name}: the transfer stalled for {self._stall_timeout_s:g} s"
             ) from None
         except (asyncssh.Error, OSError) as error:
-            raise await self._failure_error(error) from error
+            raise await self._error_from_node_or_connection(error) from error
 
     async def read_reply(self, *, timeout_s: float) -> Any:
         """Waits for the reply of the node after everything was sent."""
         try:
             async with asyncio.timeout(timeout_s):
-                text = await read_tail(self._process.stdout)
+                text = await read_all_and_keep_tail(self._receiver_process.stdout)
         except TimeoutError:
-            raise DeadlineError(f"node {self._name}: no reply to a transfer within {timeout_s:g} s") from None
+            raise DeadlineError(
+                f"node {self._node_name}: no reply to a transfer within {timeout_s:g} s"
+            ) from None
         except (asyncssh.Error, OSError) as error:
-            raise ConnectionLostError(f"node {self._name}: connection lost: {format_error(error)}") from error
+            raise ConnectionLostError(
+                f"node {self._node_name}: connection lost: {format_error(error)}"
+            ) from error
         return self._parse_reply(text)
 
     def close(self) -> None:
-        self._process.close()
+        self._receiver_process.close()
 
-    async def _failure_error(self, error: Exception) -> GenieError:
+    async def _error_from_node_or_connection(self, error: Exception) -> GenieError:
         try:
             await self.read_reply(timeout_s=min(self._stall_timeout_s, 5.0))
         except GenieError as answered:
             return answered
-        return ConnectionLostError(f"node {self._name}: connection lost: {format_error(error)}")
+        return ConnectionLostError(f"node {self._node_name}: connection lost: {format_error(error)}")
 
     def _parse_reply(self, text: bytes) -> Any:
-        _, magic, body = text.partition(core.MAGIC)
+        _, magic, body = text.partition(core.FIRST_REPLY_MAGIC)
         if not magic:
-            raise ConnectionLostError(f"node {self._name}: connection lost during a transfer")
+            raise ConnectionLostError(f"node {self._node_name}: connection lost during a transfer")
         try:
             message = json.loads(body)
             if "error" not in message:
                 return message["ok"]
             reason, why = str(message["error"]["reason"]), str(message["error"]["text"])
         except (ValueError, LookupError, TypeError, RecursionError):
-            raise ProtocolError(f"node {self._name}: invalid reply to a transfer") from None
-        raise NodeRefusedError(f"node {self._name}: {why}", reason=reason)
+            raise ProtocolError(f"node {self._node_name}: invalid reply to a transfer") from None
+        raise NodeRefusedError(f"node {self._node_name}: {why}", reason=reason)
 
 
-async def read_tail(reader: asyncssh.SSHReader[bytes]) -> bytes:
+async def read_all_and_keep_tail(reader: asyncssh.SSHReader[bytes]) -> bytes:
     """Reads to the end and returns the last part: startup files of the shell may print something first."""
     found = b""
     while piece := await reader.read(_REPLY_BYTES_MAX):
@@ -117,7 +121,7 @@ async def read_tail(reader: asyncssh.SSHReader[bytes]) -> bytes:
 
 
 @functools.cache
-def _encode_boot_source() -> bytes:
+def _encode_receiver_source() -> bytes:
     package = "genie.grid.remote"
     lines = [
         "import sys,types",
@@ -126,6 +130,8 @@ def _encode_boot_source() -> bytes:
     ]
     for module in list_module_with_dependencies("sync"):
         if module != "core":
-            lines.append(f"m.load_module({package + '.' + module!r},{read_remote_source(module)!r})")
-    lines.append(f"sys.modules[{package + '.sync'!r}].receive_main()")
+            lines.append(
+                f"m.load_module_from_source({package + '.' + module!r},{read_remote_source(module)!r})"
+            )
+    lines.append(f"sys.modules[{package + '.sync'!r}].receive_change_main()")
     return zlib.compress("\n".join(lines).encode())

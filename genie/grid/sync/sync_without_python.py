@@ -19,17 +19,17 @@ from genie.grid.remote import tree
 from genie.grid.remote.own_folder import rejected_link_message
 from genie.grid.ssh.login_shell import check_login_shell
 from genie.grid.ssh.pool import NodeConnection
-from genie.grid.ssh.shell_words import GRID_FOLDER_SCRIPT, make_login_shell_command, quote_path
+from genie.grid.ssh.shell_words import CHECK_GRID_FOLDER_LINK_SCRIPT, make_login_shell_command, quote_path
 from genie.grid.ssh.target import format_error
 from genie.grid.sync.local_tree import TreeSnapshot
-from genie.grid.sync.stream import read_tail
+from genie.grid.sync.stream import read_all_and_keep_tail
 
 NO_PYTHON_NOTE = "no Python on the node: all files are sent each time, and none is deleted"
-_CHUNK_BYTES = 1 << 20
-_STDERR_CHARS_MAX = 4096
+_READ_CHUNK_BYTES = 1 << 20
+_STDERR_CHARS_SHOWN_MAX = 4096
 _REJECTED_LINK_TEXT = rejected_link_message("", "\n").partition("\n")[0]
 """The part of the error for a link that does not depend on the paths."""
-_OUTPUT_MARK = "@grid-tar"
+_OUTPUT_START_MARK = "@grid-tar"
 """Output before it is from startup files of the shell."""
 _RECEIVE_SCRIPT = r"""
 set -eu
@@ -61,7 +61,7 @@ for each; do
   if [ -d "$to" ]; then echo "$each is a folder on the node" >&2; exit 1; fi
   mv -f -- "$each" "$to" || exit 1
 done' sh {} +
-""".replace("@MARK@", _OUTPUT_MARK)
+""".replace("@MARK@", _OUTPUT_START_MARK)
 
 
 async def send_by_tar_and_count_files_and_bytes(
@@ -69,14 +69,16 @@ async def send_by_tar_and_count_files_and_bytes(
 ) -> tuple[int, int]:
     """Returns the number of files and their bytes. `apply_s` limits the time after sending."""
     records = [one for one in tree.iter_records(bytes(snapshot.records)) if one.kind != tree.EXCLUDED]
-    command = make_login_shell_command(f"root={quote_path(root)}\n{GRID_FOLDER_SCRIPT}{_RECEIVE_SCRIPT}")
+    command = make_login_shell_command(
+        f"root={quote_path(root)}\n{CHECK_GRID_FOLDER_LINK_SCRIPT}{_RECEIVE_SCRIPT}"
+    )
     try:
         async with asyncio.timeout(stall_s):
             process = await link.connection.create_process(command, encoding=None, stdout=asyncssh.DEVNULL)
         try:
-            await _send_archive(process, snapshot.root, records, stall_s=stall_s)
+            await _send_tar_stream(process, snapshot.root, records, stall_s=stall_s)
             async with asyncio.timeout(apply_s):
-                stderr = await read_tail(process.stderr)
+                stderr = await read_all_and_keep_tail(process.stderr)
                 await process.wait_closed()
         finally:
             process.close()
@@ -88,17 +90,17 @@ async def send_by_tar_and_count_files_and_bytes(
         raise ConnectionLostError(f"node {link.name}: connection lost during a transfer")
     if process.exit_status != 0:
         await check_login_shell(link, timeout_s=stall_s)
-        ours = stderr.decode(errors="replace").rpartition(f"{_OUTPUT_MARK}\n")[2]
-        text = ours.strip()[-_STDERR_CHARS_MAX:] or f"tar exited with {process.exit_status}"
+        ours = stderr.decode(errors="replace").rpartition(f"{_OUTPUT_START_MARK}\n")[2]
+        text = ours.strip()[-_STDERR_CHARS_SHOWN_MAX:] or f"tar exited with {process.exit_status}"
         raise NodeRefusedError(f"node {link.name}: {text}", reason=_reason_from_tar_error(text))
     files = [one for one in records if one.kind == tree.FILE]
     return len(files), sum(one.size for one in files)
 
 
-async def _send_archive(
+async def _send_tar_stream(
     process: asyncssh.SSHClientProcess[bytes], root: Path, records: list[tree.TreeRecord], *, stall_s: float
 ) -> None:
-    pieces = _make_archive(root, records)
+    pieces = _make_tar_stream(root, records)
     try:
         while (piece := await asyncio.to_thread(next, pieces, None)) is not None:
             async with asyncio.timeout(stall_s):
@@ -109,7 +111,7 @@ async def _send_archive(
         pass  # its stderr has the reason
 
 
-def _make_archive(root: Path, records: list[tree.TreeRecord]) -> Iterator[bytes]:
+def _make_tar_stream(root: Path, records: list[tree.TreeRecord]) -> Iterator[bytes]:
     """Yields a tar stream. Names are bytes and are stored unchanged."""
     for one in records:
         info = tarfile.TarInfo(os.fsdecode(one.path))
@@ -122,16 +124,16 @@ def _make_archive(root: Path, records: list[tree.TreeRecord]) -> Iterator[bytes]
             info.size = one.size
         yield info.tobuf(tarfile.GNU_FORMAT, errors="surrogateescape")
         if one.kind == tree.FILE:
-            yield from _read_exact_size(root / os.fsdecode(one.path), one.size)
+            yield from _read_file_padded_for_tar(root / os.fsdecode(one.path), one.size)
     yield bytes(2 * tarfile.BLOCKSIZE)
 
 
-def _read_exact_size(path: Path, size: int) -> Iterator[bytes]:
+def _read_file_padded_for_tar(path: Path, size: int) -> Iterator[bytes]:
     remaining = size
     try:
         with path.open("rb") as file:
             while remaining:
-                data = file.read(min(remaining, _CHUNK_BYTES))
+                data = file.read(min(remaining, _READ_CHUNK_BYTES))
                 if not data:
                     raise SyncError(f"{path} was truncated while it was read", hint="sync again")
                 remaining -= len(data)

@@ -32,7 +32,7 @@ from genie.errors import (
 )
 from genie.grid.grid_file import GridFile
 from genie.grid.remote import tree
-from genie.grid.remote.sync import PLAN_BYTES_MAX, REPLY_BYTES_MAX
+from genie.grid.remote.sync import PLAN_BYTES_MAX, REPLY_BLOB_BYTES_MAX
 from genie.grid.ssh.node_helper import MALFORMED_REPLY_ERRORS
 from genie.grid.ssh.pool import NodeConnection, SshPool
 from genie.grid.sync import sync_without_python
@@ -41,7 +41,7 @@ from genie.grid.sync.delta import (
     compute_delta,
     count_content_bytes,
     encode_plan,
-    list_paths,
+    paths_at_offsets,
     split_deleted_and_kept_paths,
 )
 from genie.grid.sync.local_tree import (
@@ -64,18 +64,18 @@ from genie.grid.sync.stream import SyncStream
 from genie.processes.tasks import all_of, unwrapped_task_group
 
 _log = logging.getLogger(__name__)
-_CHECK_TIMEOUT_S = 600.0
-_APPLY_TIMEOUT_S = 600.0
-_STALL_TIMEOUT_S = 30.0
-_LOCK_WAIT_S = 20.0
+_CHECK_TREE_TIMEOUT_S = 600.0
+_APPLY_CHANGE_TIMEOUT_S = 600.0
+_TRANSFER_STALL_TIMEOUT_S = 30.0
+_TREE_LOCK_WAIT_S = 20.0
 _SYNC_ATTEMPTS = 3
-_GROUP_WAIT_S = 1.0
-_INLINE_BYTES_MAX = 1 << 20
-_PATHS_SHOWN_MAX = 100
+_WAIT_FOR_SHARED_READING_S = 1.0
+_SINGLE_REQUEST_BYTES_MAX = 1 << 20
+_PATHS_REPORTED_MAX = 100
 
 
 class SyncMetrics(Protocol):
-    def sync_finished(self, duration_s: float) -> None: ...
+    def record_sync(self, duration_s: float) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -83,9 +83,9 @@ class SyncProgress:
     """Progress of the transfer to one node."""
 
     node: str
-    files: int
+    sent_files: int
     files_total: int
-    bytes: int
+    sent_bytes: int
     bytes_total: int
 
 
@@ -122,10 +122,10 @@ class _NodeSync:
     """State of the sync to one node."""
 
     link: NodeConnection
-    started: float
-    digest: str = ""
+    started_at_s: float
+    tree_digest_on_node: str = ""
     drift: bytes = b""
-    on_node: frozenset[bytes] = frozenset()
+    digests_on_node: frozenset[bytes] = frozenset()
     delta: TreeDelta = dataclasses.field(default_factory=TreeDelta)
     stream: SyncStream | None = None
     sent_files: int = 0
@@ -157,12 +157,12 @@ class Syncer:
         engine: tree.PlainEngine | None = None,
     ) -> None:
         self._pool = pool
-        self._file = file
+        self._grid_file = file
         self._settings = file.sync
         self._metrics = metrics
         self._engine = engine
         folder = state_dir if state_dir is not None else config.load().paths.state_dir.expanduser()
-        self._cache = folder / "grid" / "sync"
+        self._index_folder = folder / "grid" / "sync"
 
     async def sync(
         self,
@@ -179,13 +179,13 @@ class Syncer:
         Raises UsageError, ConfigError and SyncError for errors on this machine.
         """
         for name in nodes:
-            self._file.node(name)
+            self._grid_file.node(name)
         root = resolve_local_root(local)
         engine = self._engine if self._engine is not None else await asyncio.to_thread(load_local_engine)
         job = _SyncCall(
             self._pool,
-            self._file,
-            LocalTree(root, self._settings, cache=self._cache, engine=engine),
+            self._grid_file,
+            LocalTree(root, self._settings, cache=self._index_folder, engine=engine),
             on_progress=progress or (lambda _: None),
             on_report=on_report or (lambda _: None),
             dry_run=dry_run,
@@ -193,7 +193,7 @@ class Syncer:
         reports = await job.run(list(dict.fromkeys(nodes)))
         for report in reports:
             if self._metrics is not None and report.error is None and not dry_run:
-                self._metrics.sync_finished(report.seconds)
+                self._metrics.record_sync(report.seconds)
         return reports
 
 
@@ -211,19 +211,19 @@ class _SyncCall:
         dry_run: bool,
     ) -> None:
         self._pool = pool
-        self._file = file
-        self._local = local
+        self._grid_file = file
+        self._local_tree = local
         self._engine = local.engine
         self._on_progress = on_progress
         self._on_report = on_report
         self._dry_run = dry_run
         self._request_args = {
             "root": file.remote_root,
-            "tree": tree_name(local.root),
+            "tree": tree_name_on_nodes(local.root),
             "key": "",
-            "wait_s": _LOCK_WAIT_S,
+            "wait_s": _TREE_LOCK_WAIT_S,
         }
-        self._reports: dict[str, SyncReport] = {}
+        self._report_by_node: dict[str, SyncReport] = {}
         self._scan_future: asyncio.Future[TreeSnapshot] | None = None
 
     async def run(self, nodes: list[str]) -> list[SyncReport]:
@@ -231,31 +231,31 @@ class _SyncCall:
         self._request_args["key"] = (await asyncio.to_thread(read_engine_library))[0]
         for attempt in range(_SYNC_ATTEMPTS):
             is_last_attempt = attempt + 1 == _SYNC_ATTEMPTS
-            todo = await self._sync_once(todo, is_last_attempt=is_last_attempt)
+            todo = await self._sync_once_and_list_to_retry(todo, is_last_attempt=is_last_attempt)
             if not todo:
                 break
-        return [self._reports[name] for name in nodes]
+        return [self._report_by_node[name] for name in nodes]
 
-    async def _sync_once(self, nodes: list[str], *, is_last_attempt: bool) -> list[str]:
+    async def _sync_once_and_list_to_retry(self, nodes: list[str], *, is_last_attempt: bool) -> list[str]:
         """Syncs the nodes once. Returns those that should be retried."""
         to_retry: list[str] = []
         self._scan_future = None
         checks = _NodeChecks(
-            nodes, width=min(self._file.sync.max_parallel_transfers, self._file.ssh.pool_size)
+            nodes, width=min(self._grid_file.sync.max_parallel_transfers, self._grid_file.ssh.pool_size)
         )
         try:
             async with unwrapped_task_group() as group:
                 while checks.start_more_and_check_running(group, self._try_check_node):
-                    to_retry += await self._sync_next_ready(checks, is_last_attempt=is_last_attempt)
+                    to_retry += await self._sync_next_checked(checks, is_last_attempt=is_last_attempt)
         finally:
             await checks.close()
         return to_retry
 
-    async def _sync_next_ready(self, checks: _NodeChecks, *, is_last_attempt: bool) -> list[str]:
+    async def _sync_next_checked(self, checks: _NodeChecks, *, is_last_attempt: bool) -> list[str]:
         await asyncio.sleep(0)  # requests to the nodes first: they check while we scan
         if self._scan_future is None:
-            self._scan_future = asyncio.get_running_loop().run_in_executor(None, self._local.scan)
-        async with checks.next_ready() as found:
+            self._scan_future = asyncio.get_running_loop().run_in_executor(None, self._local_tree.scan)
+        async with checks.next_finished_checks() as found:
             return await self._sync_checked(found, await self._scan_future, is_last_attempt=is_last_attempt)
 
     async def _sync_checked(
@@ -275,43 +275,49 @@ class _SyncCall:
     async def _try_check_node(self, name: str, links: contextlib.AsyncExitStack) -> _CheckedNode:
         started = time.monotonic()
         try:
-            return name, await self._check_node(name, links, started), started
+            return name, await self._connect_and_check_node(name, links, started), started
         except GenieError as error:
             return name, error, started
 
-    async def _check_node(self, name: str, links: contextlib.AsyncExitStack, started: float) -> _NodeSync:
+    async def _connect_and_check_node(
+        self, name: str, links: contextlib.AsyncExitStack, started: float
+    ) -> _NodeSync:
         """Acquires the connection and checks the tree on the node."""
         link = await links.enter_async_context(self._pool.connect(name))
         task = _NodeSync(link, started)
         links.callback(task.close)
         if link.has_helper:
             with _validating_reply(name):
-                await self._fetch_node_state(task)
+                await self._fetch_tree_state_of_node(task)
         return task
 
-    async def _fetch_node_state(self, task: _NodeSync) -> None:
-        reply, drift = await task.link.call("sync.check", self._request_args, timeout_s=_CHECK_TIMEOUT_S)
+    async def _fetch_tree_state_of_node(self, task: _NodeSync) -> None:
+        reply, drift = await task.link.call("sync.check", self._request_args, timeout_s=_CHECK_TREE_TIMEOUT_S)
         if not reply["has_library"] and not self._dry_run:
             await self._install_engine_library(task, reply["machine"])
         while len(drift) < _validate_records_size(reply["drift"]):
             args = {**self._request_args, "offset": len(drift)}
-            _, piece = await task.link.call("sync.drift", args, timeout_s=_CHECK_TIMEOUT_S)
+            _, piece = await task.link.call("sync.drift", args, timeout_s=_CHECK_TREE_TIMEOUT_S)
             if not piece:
                 raise NodeRefusedError(
                     f"node {task.name}: the tree on the node was changed by another sync", reason="moved"
                 )
             drift += piece
-        task.digest, task.drift = str(reply["digest"]), drift
+        task.tree_digest_on_node, task.drift = str(reply["digest"]), drift
         if reply["objects"]:
-            _, shas = await task.link.call("sync.objects", self._request_args, timeout_s=_CHECK_TIMEOUT_S)
-            task.on_node = frozenset(shas[at : at + 32] for at in range(0, len(shas), 32))
+            _, shas = await task.link.call(
+                "sync.objects", self._request_args, timeout_s=_CHECK_TREE_TIMEOUT_S
+            )
+            task.digests_on_node = frozenset(shas[at : at + 32] for at in range(0, len(shas), 32))
 
     async def _install_engine_library(self, task: _NodeSync, machine: str) -> None:
         key, binary, source = read_engine_library()
         ours = f"{'linux' if os.uname().sysname == 'Linux' else os.uname().sysname}-{os.uname().machine}"
         binary = binary if machine == ours else b""
         args = {**self._request_args, "key": key, "binary": len(binary), "machine": ours}
-        reply, _ = await task.link.call("sync.library", args, binary + source, timeout_s=_CHECK_TIMEOUT_S)
+        reply, _ = await task.link.call(
+            "sync.library", args, binary + source, timeout_s=_CHECK_TREE_TIMEOUT_S
+        )
         _log.info("installed the tree engine on a node", extra={"node": task.name, "how": reply["how"]})
 
     async def _sync_nodes(
@@ -320,13 +326,15 @@ class _SyncCall:
         plain = [task for task in tasks if not task.link.has_helper]
         tasks = [task for task in tasks if task.link.has_helper]
         # On a first sync, files are hashed while they are sent.
-        is_first = all(not task.digest and not task.on_node for task in tasks)
+        is_first = all(not task.tree_digest_on_node and not task.digests_on_node for task in tasks)
         try:
-            if not snapshot.digest and (not snapshot.dirty or not is_first or self._dry_run or not tasks):
-                await asyncio.to_thread(self._hash_dirty_files, snapshot)
+            if not snapshot.digest and (
+                not snapshot.unhashed_offsets or not is_first or self._dry_run or not tasks
+            ):
+                await asyncio.to_thread(self._hash_unhashed_files, snapshot)
             to_retry = await self._compare_and_send(tasks, snapshot, is_last_attempt=is_last_attempt)
             if not snapshot.is_unchanged:
-                await asyncio.to_thread(self._local.write_index_if_changed, snapshot)
+                await asyncio.to_thread(self._local_tree.write_index_if_changed, snapshot)
         except FileVanishedError:
             if is_last_attempt:
                 raise SyncError(
@@ -337,9 +345,9 @@ class _SyncCall:
         await all_of(self._sync_by_tar(task, snapshot) for task in plain)
         return to_retry
 
-    def _hash_dirty_files(self, snapshot: TreeSnapshot) -> None:
-        hash_files(self._engine, snapshot, snapshot.dirty)
-        self._local.compute_digest(snapshot)
+    def _hash_unhashed_files(self, snapshot: TreeSnapshot) -> None:
+        hash_files(self._engine, snapshot, snapshot.unhashed_offsets)
+        self._local_tree.set_snapshot_digest(snapshot)
 
     async def _compare_and_send(
         self, tasks: list[_NodeSync], snapshot: TreeSnapshot, *, is_last_attempt: bool
@@ -351,7 +359,7 @@ class _SyncCall:
                 task.delta = await self._compute_delta(task, snapshot)
             except GenieError as error:
                 to_retry += self._retry_or_fail(
-                    task.name, error, task.started, is_last_attempt=is_last_attempt
+                    task.name, error, task.started_at_s, is_last_attempt=is_last_attempt
                 )
                 continue
             if not task.delta:
@@ -359,44 +367,44 @@ class _SyncCall:
             elif self._dry_run:
                 await self._report_dry_run(task, snapshot)
             else:
-                need = (tuple(task.delta.content_offsets), task.on_node)
+                need = (tuple(task.delta.content_offsets), task.digests_on_node)
                 groups.setdefault(need, []).append(task)
         for group in groups.values():
             to_retry += await self._send_to_group(group, snapshot, is_last_attempt=is_last_attempt)
         return to_retry
 
     async def _compute_delta(self, task: _NodeSync, snapshot: TreeSnapshot) -> TreeDelta:
-        if task.digest and task.digest == snapshot.digest and not task.drift:
+        if task.tree_digest_on_node and task.tree_digest_on_node == snapshot.digest and not task.drift:
             return TreeDelta()
         ours = bytes(snapshot.records)
-        if not task.digest:
+        if not task.tree_digest_on_node:
             theirs = b""
-        elif task.digest == snapshot.digest:
+        elif task.tree_digest_on_node == snapshot.digest:
             theirs = ours
-        elif task.digest == snapshot.old_digest:
+        elif task.tree_digest_on_node == snapshot.old_digest:
             theirs = snapshot.old_records
         else:
             with _validating_reply(task.name):
-                theirs = await self._fetch_records(task)
-        checksums = self._file.sync.use_checksums
+                theirs = await self._fetch_node_records(task)
+        checksums = self._grid_file.sync.use_checksums
         with _validating_reply(task.name):
             return compute_delta(
                 self._engine, theirs=theirs, drift=task.drift, ours=ours, checksums=checksums
             )
 
-    async def _fetch_records(self, task: _NodeSync) -> bytes:
+    async def _fetch_node_records(self, task: _NodeSync) -> bytes:
         parts: list[bytes] = []
         size = 0
         while True:
             args = {**self._request_args, "offset": size}
-            reply, piece = await task.link.call("sync.records", args, timeout_s=_CHECK_TIMEOUT_S)
+            reply, piece = await task.link.call("sync.records", args, timeout_s=_CHECK_TREE_TIMEOUT_S)
             parts.append(piece)
             size += len(piece)
-            if reply["digest"] != task.digest:
+            if reply["digest"] != task.tree_digest_on_node:
                 raise NodeRefusedError(
                     f"node {task.name}: the tree on the node was changed by another sync", reason="moved"
                 )
-            if size >= _validate_records_size(reply["size"]) or len(piece) < REPLY_BYTES_MAX:
+            if size >= _validate_records_size(reply["size"]) or len(piece) < REPLY_BLOB_BYTES_MAX:
                 return b"".join(parts)
 
     async def _send_to_group(
@@ -404,7 +412,7 @@ class _SyncCall:
     ) -> list[str]:
         """Sends to nodes that need the same contents; reads them once."""
         ours = bytes(snapshot.records)
-        on_node = set(group[0].on_node)
+        on_node = set(group[0].digests_on_node)
         offsets = group[0].delta.content_offsets
         data = await asyncio.to_thread(count_bytes_to_send, self._engine, snapshot, offsets, on_node=on_node)
         transfer = _GroupTransfer(
@@ -413,88 +421,99 @@ class _SyncCall:
         chunks = pack_files(self._engine, snapshot, offsets, on_node=on_node)
         # File sizes, not data sizes: a hole may have been filled since, and all of it is held in memory.
         total = count_content_bytes(ours, offsets, without=on_node)
-        if not snapshot.dirty and total + sum(map(len, group[0].delta.deletions)) <= _INLINE_BYTES_MAX:
-            await self._send_inline(transfer, chunks, snapshot)
+        if (
+            not snapshot.unhashed_offsets
+            and total + sum(map(len, group[0].delta.deletion_records)) <= _SINGLE_REQUEST_BYTES_MAX
+        ):
+            await self._send_in_one_request(transfer, chunks, snapshot)
         else:
-            await self._send_streams(transfer, chunks, snapshot)
+            await self._send_as_streams(transfer, chunks, snapshot)
         to_retry: list[str] = []
         for name, error in transfer.error_by_node.items():
-            to_retry += self._retry_or_fail(name, error, group[0].started, is_last_attempt=is_last_attempt)
+            to_retry += self._retry_or_fail(
+                name, error, group[0].started_at_s, is_last_attempt=is_last_attempt
+            )
         return to_retry
 
-    async def _send_inline(
+    async def _send_in_one_request(
         self, transfer: _GroupTransfer, chunks: FileChunks, snapshot: TreeSnapshot
     ) -> None:
         packed = await asyncio.to_thread(list, chunks)
         if not snapshot.digest:  # a file has changed since it was hashed
-            await asyncio.to_thread(self._local.compute_digest, snapshot)
+            await asyncio.to_thread(self._local_tree.set_snapshot_digest, snapshot)
         frames = b"".join(chunk.data for chunk in packed)
 
         async def send_to_node(task: _NodeSync) -> None:
             plan = self._encode_plan(task, snapshot)
             blob = frames + b"".join(make_plan_frames(plan))
-            if len(blob) > REPLY_BYTES_MAX:
-                task.stream = await SyncStream.open(task.link, self._request_args, stall_s=_STALL_TIMEOUT_S)
+            if len(blob) > REPLY_BLOB_BYTES_MAX:
+                task.stream = await SyncStream.open(
+                    task.link, self._request_args, stall_s=_TRANSFER_STALL_TIMEOUT_S
+                )
                 await task.stream.send(blob)
-                reply = await task.stream.read_reply(timeout_s=_APPLY_TIMEOUT_S)
+                reply = await task.stream.read_reply(timeout_s=_APPLY_CHANGE_TIMEOUT_S)
             else:
                 reply, _ = await task.link.call(
-                    "sync.apply", self._request_args, blob, timeout_s=_APPLY_TIMEOUT_S
+                    "sync.apply", self._request_args, blob, timeout_s=_APPLY_CHANGE_TIMEOUT_S
                 )
             for chunk in packed:
                 transfer.report_progress(task, chunk)
             self._report_success(task, reply)
 
-        await transfer.run_for_each(send_to_node)
+        await transfer.run_for_each_node(send_to_node)
 
-    async def _send_streams(
+    async def _send_as_streams(
         self, transfer: _GroupTransfer, chunks: FileChunks, snapshot: TreeSnapshot
     ) -> None:
         async def open_stream(task: _NodeSync) -> None:
-            task.stream = await SyncStream.open(task.link, self._request_args, stall_s=_STALL_TIMEOUT_S)
+            task.stream = await SyncStream.open(
+                task.link, self._request_args, stall_s=_TRANSFER_STALL_TIMEOUT_S
+            )
 
-        await transfer.run_for_each(open_stream)
+        await transfer.run_for_each_node(open_stream)
         loop = asyncio.get_running_loop()
         next_chunk = loop.run_in_executor(None, next, chunks, None)
         try:
-            while (chunk := await next_chunk) is not None and transfer.remaining:
+            while (chunk := await next_chunk) is not None and transfer.remaining_nodes:
                 # Read ahead while this chunk is sent.
                 next_chunk = loop.run_in_executor(None, next, chunks, None)
-                await transfer.send(chunk)
+                await transfer.send_chunk(chunk)
         finally:
             await asyncio.wait([next_chunk])
             next_chunk.exception()  # raised above, unless all nodes have failed: then it is irrelevant
             chunks.close()
-        if not transfer.remaining:
+        if not transfer.remaining_nodes:
             return
-        await asyncio.to_thread(self._local.compute_digest, snapshot)
+        await asyncio.to_thread(self._local_tree.set_snapshot_digest, snapshot)
 
         async def finish_stream(task: _NodeSync) -> None:
             assert task.stream is not None
             for frame in make_plan_frames(self._encode_plan(task, snapshot)):
                 await task.stream.send(frame)
-            self._report_success(task, await task.stream.read_reply(timeout_s=_APPLY_TIMEOUT_S))
+            self._report_success(task, await task.stream.read_reply(timeout_s=_APPLY_CHANGE_TIMEOUT_S))
 
-        await transfer.run_for_each(finish_stream)
+        await transfer.run_for_each_node(finish_stream)
 
     def _encode_plan(self, task: _NodeSync, snapshot: TreeSnapshot) -> bytes:
-        return encode_plan(task.delta, bytes(snapshot.records), base=task.digest, digest=snapshot.digest)
+        return encode_plan(
+            task.delta, bytes(snapshot.records), base=task.tree_digest_on_node, digest=snapshot.digest
+        )
 
     async def _sync_by_tar(self, task: _NodeSync, snapshot: TreeSnapshot) -> None:
         if self._dry_run:
-            task.delta = TreeDelta(added=snapshot.files)
+            task.delta = TreeDelta(added_offsets=snapshot.file_offsets)
             await self._report_dry_run(task, snapshot)
             return
         try:
             files, size = await sync_without_python.send_by_tar_and_count_files_and_bytes(
                 task.link,
                 snapshot,
-                root=self._file.remote_root,
-                stall_s=_STALL_TIMEOUT_S,
-                apply_s=_APPLY_TIMEOUT_S,
+                root=self._grid_file.remote_root,
+                stall_s=_TRANSFER_STALL_TIMEOUT_S,
+                apply_s=_APPLY_CHANGE_TIMEOUT_S,
             )
         except GenieError as error:
-            self._report_failure(task.name, error, task.started)
+            self._report_failure(task.name, error, task.started_at_s)
             return
         task.sent_files, task.sent_bytes = files, size
         self._report_success(task, note=sync_without_python.NO_PYTHON_NOTE)
@@ -514,8 +533,8 @@ class _SyncCall:
             deleted=deleted,
             kept=kept,
             overwritten=overwritten,
-            restored=task.delta.restored,
-            seconds=time.monotonic() - task.started,
+            restored=task.delta.restored_count,
+            seconds=time.monotonic() - task.started_at_s,
             unchanged=unchanged,
             note=note,
         )
@@ -526,7 +545,7 @@ class _SyncCall:
         offsets = task.delta.content_offsets
         if task.link.has_helper:
             data = await asyncio.to_thread(
-                count_bytes_to_send, self._engine, snapshot, offsets, on_node=task.on_node
+                count_bytes_to_send, self._engine, snapshot, offsets, on_node=task.digests_on_node
             )
         else:
             data = count_content_bytes(ours, offsets)  # a tar archive contains holes as zeros
@@ -536,12 +555,12 @@ class _SyncCall:
             sent_files=len(offsets),
             sent_bytes=data,
             deleted=len(gone),
-            kept=_decode_paths(kept),
-            restored=task.delta.restored,
-            seconds=time.monotonic() - task.started,
+            kept=_printable_paths(kept),
+            restored=task.delta.restored_count,
+            seconds=time.monotonic() - task.started_at_s,
             note="nothing was changed",
-            paths=_decode_paths(list_paths(ours, sorted(offsets + task.delta.links))),
-            paths_to_delete=_decode_paths(gone),
+            paths=_printable_paths(paths_at_offsets(ours, sorted(offsets + task.delta.link_offsets))),
+            paths_to_delete=_printable_paths(gone),
         )
         self._publish_report(report)
 
@@ -563,7 +582,7 @@ class _SyncCall:
         self._publish_report(SyncReport(node=name, seconds=seconds, error=_add_sync_hint(error)))
 
     def _publish_report(self, report: SyncReport) -> None:
-        self._reports[report.node] = report
+        self._report_by_node[report.node] = report
         self._on_report(report)
 
 
@@ -591,12 +610,12 @@ class _NodeChecks:
         return bool(self._connections_by_check)
 
     @contextlib.asynccontextmanager
-    async def next_ready(self) -> AsyncIterator[list[_CheckedNode]]:
+    async def next_finished_checks(self) -> AsyncIterator[list[_CheckedNode]]:
         """Yields finished checks; waits briefly for others to share reading. Slow ones delay it once."""
         began = time.monotonic()
         await asyncio.wait(self._connections_by_check, return_when=asyncio.FIRST_COMPLETED)
         if awaited := self._connections_by_check.keys() - self._slow_checks:
-            await asyncio.wait(awaited, timeout=max(_GROUP_WAIT_S, time.monotonic() - began))
+            await asyncio.wait(awaited, timeout=max(_WAIT_FOR_SHARED_READING_S, time.monotonic() - began))
         ready = [task for task in self._connections_by_check if task.done()]
         self._slow_checks = self._connections_by_check.keys() - set(ready)
         yield [task.result() for task in ready]
@@ -615,30 +634,30 @@ class _GroupTransfer:
     def __init__(
         self, tasks: list[_NodeSync], *, files_total: int, bytes_total: int, on_progress: OnProgress
     ) -> None:
-        self.remaining = list(tasks)
+        self.remaining_nodes = list(tasks)
         self.error_by_node: dict[str, GenieError] = {}
         self._files_total = files_total
         self._bytes_total = bytes_total
         self._on_progress = on_progress
 
-    async def run_for_each(self, work: Callable[[_NodeSync], Any]) -> None:
+    async def run_for_each_node(self, work: Callable[[_NodeSync], Any]) -> None:
         async def run_or_drop(task: _NodeSync) -> None:
             try:
                 await work(task)
             except GenieError as error:
                 self.error_by_node[task.name] = error
-                self.remaining.remove(task)
+                self.remaining_nodes.remove(task)
 
-        await all_of(map(run_or_drop, list(self.remaining)))
+        await all_of(map(run_or_drop, list(self.remaining_nodes)))
 
-    async def send(self, chunk: FileChunk) -> None:
+    async def send_chunk(self, chunk: FileChunk) -> None:
         async def one(task: _NodeSync) -> None:
             assert task.stream is not None
             if chunk.data:
                 await task.stream.send(chunk.data)
             self.report_progress(task, chunk)
 
-        await self.run_for_each(one)
+        await self.run_for_each_node(one)
 
     def report_progress(self, task: _NodeSync, chunk: FileChunk) -> None:
         task.sent_files += chunk.files
@@ -665,14 +684,14 @@ def _validate_records_size(size: Any) -> int:
     return int(size)
 
 
-def tree_name(root: Path) -> str:
+def tree_name_on_nodes(root: Path) -> str:
     """Returns the ID of the folder on nodes: folders of the same name are the same project."""
     digest = hashlib.sha256(os.fsencode(root.name)).hexdigest()[:8]
     return f"{re.sub('[^A-Za-z0-9_-]', '_', root.name)[:64]}-{digest}"
 
 
-def _decode_paths(paths: list[bytes]) -> tuple[str, ...]:
-    return tuple(path.decode("utf-8", "backslashreplace") for path in paths[:_PATHS_SHOWN_MAX])
+def _printable_paths(paths: list[bytes]) -> tuple[str, ...]:
+    return tuple(path.decode("utf-8", "backslashreplace") for path in paths[:_PATHS_REPORTED_MAX])
 
 
 def _add_sync_hint(error: GenieError) -> GenieError:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from genie.grid.grid_file import sample_grid_file
+from genie.grid.grid_file import read_sample_grid_file_text
 from tests.cli.conftest import CommandOutcome
 
 Cli = Callable[..., CommandOutcome]
@@ -28,7 +28,7 @@ def test_init_writes_the_default_grid_file(genie: Cli) -> None:
     done = genie("grid", "config", "init")
     assert (done.code, done.out) == (0, "config/cluster_config.yaml: written\n")
     assert "grid-cli nodes trust --all" in done.err
-    assert Path("config/cluster_config.yaml").read_text() == sample_grid_file()
+    assert Path("config/cluster_config.yaml").read_text() == read_sample_grid_file_text()
     assert genie("grid", "config", "check").code == 0
 
 
@@ -47,7 +47,7 @@ def test_existing_file_is_kept_without_force(genie: Cli) -> None:
     assert Path("mine.yaml").read_text() == "nodes: [mine]\n"
     done = genie("grid", "config", "init", "mine.yaml", "--force", "--json")
     assert (done.code, json.loads(done.out)) == (0, {"file": "mine.yaml"})
-    assert Path("mine.yaml").read_text() == sample_grid_file()
+    assert Path("mine.yaml").read_text() == read_sample_grid_file_text()
 
 
 def test_init_writes_to_the_path_of_the_config_option(genie: Cli) -> None:

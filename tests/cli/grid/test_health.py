@@ -153,7 +153,7 @@ def test_invalid_value_is_a_usage_error(testbed: SshTestbed, genie, argv: list[s
 
 
 def test_metrics_contain_current_scores(testbed: SshTestbed, genie, state_dir: Path) -> None:
-    GridMetrics(state_dir).tasks_changed(ended=[("succeeded", 3.0)])
+    GridMetrics(state_dir).record_task_changes(ended=[("succeeded", 3.0)])
     testbed["gpu2"].stop()
     ran = genie("grid", "metrics")
     assert 'grid_node_health_score{node="gpu2"} +Inf\n' in ran.out

@@ -10,7 +10,7 @@ from pathlib import Path
 import asyncssh
 import pytest
 
-from genie.cli.grid.nodes import user_at_host
+from genie.cli.grid.nodes import local_user_at_host
 from tests.cli.grid.loopback_grid import run_grid_cli_on_terminal, use_testbed_as_grid
 from tests.forkserver import ForkServer
 from tests.grid.testbed import SshTestbed
@@ -30,7 +30,7 @@ def working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_user_without_passwd_entry_is_shown_by_uid(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "getuid", lambda: 2**31 - 7)
-    assert user_at_host() == f"{2**31 - 7}@{socket.gethostname()}"
+    assert local_user_at_host() == f"{2**31 - 7}@{socket.gethostname()}"
 
 
 def read_host_fingerprint(testbed: SshTestbed, name: str) -> str:

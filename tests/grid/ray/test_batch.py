@@ -90,7 +90,7 @@ def test_metrics_count_tasks_without_third_party_packages() -> None:
         f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
         "from genie.grid import BatchExecutor\n"
         "metrics = BatchExecutor()._metrics\n"
-        "metrics.tasks_changed(started=3, ended=[('succeeded', 1.0)])\n"
+        "metrics.record_task_changes(started=3, ended=[('succeeded', 1.0)])\n"
         "assert 'msgspec' not in sys.modules and 'psutil' not in sys.modules\n"
         "print(metrics.read_snapshot().active_tasks, metrics.read_snapshot().completed)"
     )

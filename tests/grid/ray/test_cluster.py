@@ -189,7 +189,7 @@ def query_node_count(token: str, address: str) -> str:
 async def test_requests_without_the_token_are_rejected(
     cluster: RayCluster, started_cluster: StartedRayCluster
 ) -> None:
-    async with cluster.tunnel(local_port=0) as tunnel:
+    async with cluster.open_dashboard_tunnel(local_port=0) as tunnel:
         tokens = [None, "0" * 64, cluster.token_file.read_text()]
         codes = [
             await asyncio.to_thread(fetch_http_status, f"{tunnel.url}/api/v0/nodes", each) for each in tokens

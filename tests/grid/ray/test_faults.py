@@ -160,7 +160,7 @@ async def test_node_without_ray_or_unreachable_fails_the_start(
     async with open_ray_cluster(own_testbed, tmp_path) as cluster:
         with pytest.raises(RayError, match="Ray is not installed on gpu2"):
             await cluster.start()
-        monkeypatch.setattr("genie.grid.ray.cluster.JOIN_TIMEOUT_S", 0.5)
+        monkeypatch.setattr("genie.grid.ray.cluster.NODES_JOIN_TIMEOUT_S", 0.5)
         shown: list[tuple[str, str]] = []
         with pytest.raises(RayError, match="gpu1 did not join"):
             await cluster.start(allow_missing=True, on_progress=lambda *each: shown.append(each))
@@ -177,7 +177,7 @@ async def test_node_without_ray_or_unreachable_fails_the_start(
 async def test_start_fails_cleanly_if_head_does_not_listen(
     own_testbed: SshTestbed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("genie.grid.ray.cluster.JOIN_TIMEOUT_S", 0.5)
+    monkeypatch.setattr("genie.grid.ray.cluster.NODES_JOIN_TIMEOUT_S", 0.5)
     install_ray_program(own_testbed["gpu1"], make_fake_ray_script("sleep 5701 & exit 0"))
     file = write_ray_grid_file(own_testbed, tmp_path / "grid.yaml", nodes=["gpu1"])
     async with open_ray_cluster(own_testbed, tmp_path, file) as cluster:

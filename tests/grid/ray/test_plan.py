@@ -17,8 +17,14 @@ from genie.errors import (
     UnreachableError,
 )
 from genie.grid.grid_file import RaySettings
-from genie.grid.ray.jobs import exit_code_of, to_shell_line
-from genie.grid.ray.plan import NO_PYTHON_REASON, RayFacts, RayRecordOfNode, build_cluster_view, plan_start
+from genie.grid.ray.jobs import exit_code_of_ended_job, to_shell_line
+from genie.grid.ray.plan import (
+    NO_PYTHON_REASON,
+    RayFacts,
+    RayRecordOfNode,
+    build_ray_cluster_view,
+    plan_start,
+)
 
 KEYS = RaySettings(redis_port=7000, dashboard_port=7001)
 
@@ -27,9 +33,9 @@ def make_ray_facts(node: str, **given: Any) -> RayFacts:
     number = int(node.removeprefix("gpu"))
     known: dict[str, Any] = {
         "address": f"10.0.0.{number}",
-        "ray": "/opt/ray",
-        "version": "2.60.0",
-        "python": "3.11.7",
+        "ray_program": "/opt/ray",
+        "ray_version": "2.60.0",
+        "python_version": "3.11.7",
         "gpus": None,
         "record": None,
         **given,
@@ -38,7 +44,14 @@ def make_ray_facts(node: str, **given: Any) -> RayFacts:
 
 
 def make_ray_record(role: str = "worker", **given: Any) -> RayRecordOfNode:
-    known = {"cluster": "c1", "head": "h", "dashboard_port": 7001, "recorded": 2, "alive": 2, **given}
+    known = {
+        "cluster": "c1",
+        "head": "h",
+        "dashboard_port": 7001,
+        "recorded_count": 2,
+        "alive_count": 2,
+        **given,
+    }
     return RayRecordOfNode(role=role, **known)
 
 
@@ -47,15 +60,15 @@ def test_first_node_is_head_and_others_join_it() -> None:
     assert (head.node, head.role, head.head) == ("gpu1", "head", "10.0.0.1:7000")
     assert {"--head", "--port=7000", "--node-ip-address=10.0.0.1"} <= set(head.options)
     assert {"--dashboard-host=127.0.0.1", "--dashboard-port=7001"} <= set(head.options)
-    assert ("0.0.0.0", 7000, "ray.redis_port") in head.free_ports
-    assert (worker.role, worker.free_ports) == ("worker", ())
+    assert ("0.0.0.0", 7000, "ray.redis_port") in head.ports_to_check
+    assert (worker.role, worker.ports_to_check) == ("worker", ())
     assert {"--address=10.0.0.1:7000", "--node-ip-address=10.0.0.2", "--num-gpus=4"} <= set(worker.options)
 
 
 def test_dashboard_binds_all_addresses_only_if_configured() -> None:
     (head,) = plan_start([make_ray_facts("gpu1")], RaySettings(dashboard_port=7001, head_bind_all=True))
     assert "--dashboard-host=0.0.0.0" in head.options
-    assert ("0.0.0.0", 7001, "ray.dashboard_port") in head.free_ports
+    assert ("0.0.0.0", 7001, "ray.dashboard_port") in head.ports_to_check
     (head,) = plan_start([make_ray_facts("gpu1", address="fd00::1")], RaySettings(head_bind_all=True))
     assert "--dashboard-host=::" in head.options
     (head,) = plan_start([make_ray_facts("gpu1")], RaySettings())
@@ -81,7 +94,7 @@ def test_ipv6_address_is_bracketed() -> None:
     assert head.head == "[fd00::1]:7000"
 
 
-@pytest.mark.parametrize("other", [{"version": "2.59.0"}, {"python": "3.12.1"}])
+@pytest.mark.parametrize("other", [{"ray_version": "2.59.0"}, {"python_version": "3.12.1"}])
 def test_different_versions_are_rejected(other: dict[str, str]) -> None:
     with pytest.raises(RayError) as caught:
         plan_start([make_ray_facts("gpu1"), make_ray_facts("gpu2", **other)], KEYS)
@@ -95,8 +108,8 @@ def test_python_patch_release_may_differ() -> None:
             plan_start(
                 [
                     make_ray_facts("gpu1"),
-                    make_ray_facts("gpu2", python="3.11.9"),
-                    make_ray_facts("gpu3", python=""),
+                    make_ray_facts("gpu2", python_version="3.11.9"),
+                    make_ray_facts("gpu3", python_version=""),
                 ],
                 KEYS,
             )
@@ -107,14 +120,14 @@ def test_python_patch_release_may_differ() -> None:
 
 def test_node_without_ray_is_rejected_with_hint() -> None:
     with pytest.raises(RayError, match="Ray is not installed on gpu2") as caught:
-        plan_start([make_ray_facts("gpu1"), make_ray_facts("gpu2", ray="", version="")], KEYS)
+        plan_start([make_ray_facts("gpu1"), make_ray_facts("gpu2", ray_program="", ray_version="")], KEYS)
     assert "grid-cli setup" in caught.value.hint
 
 
 def test_running_cluster_is_rejected_and_dead_one_is_replaced() -> None:
     with pytest.raises(RayError, match="already running on gpu2"):
         plan_start([make_ray_facts("gpu1"), make_ray_facts("gpu2", record=make_ray_record())], KEYS)
-    assert plan_start([make_ray_facts("gpu1", record=make_ray_record(alive=0))], KEYS)
+    assert plan_start([make_ray_facts("gpu1", record=make_ray_record(alive_count=0))], KEYS)
 
 
 def test_head_on_loopback_rejects_workers() -> None:
@@ -138,7 +151,7 @@ def get_state_by_node(found: Any) -> dict[str, str]:
 def test_cluster_with_all_nodes_alive_is_running() -> None:
     records = {"gpu1": make_ray_record("head"), "gpu2": make_ray_record(), "gpu3": None}
     failed = {"gpu4": UnreachableError("no route")}
-    found = build_cluster_view(
+    found = build_ray_cluster_view(
         records, failed, [make_listed_ray_node("gpu1"), make_listed_ray_node("gpu2")], version="2.60.0"
     )
     assert (found.state, found.head, found.cluster) == ("running", "gpu1", "c1")
@@ -152,8 +165,12 @@ def test_cluster_with_all_nodes_alive_is_running() -> None:
 
 
 def test_dead_nodes_make_cluster_broken() -> None:
-    records = {"gpu1": make_ray_record("head"), "gpu2": make_ray_record(alive=0), "gpu3": make_ray_record()}
-    found = build_cluster_view(
+    records = {
+        "gpu1": make_ray_record("head"),
+        "gpu2": make_ray_record(alive_count=0),
+        "gpu3": make_ray_record(),
+    }
+    found = build_ray_cluster_view(
         records,
         {},
         [
@@ -167,17 +184,19 @@ def test_dead_nodes_make_cluster_broken() -> None:
 
 
 def test_node_with_ended_daemon_is_failing() -> None:
-    found = build_cluster_view({"gpu1": make_ray_record("head", alive=1)}, {}, [make_listed_ray_node("gpu1")])
+    found = build_ray_cluster_view(
+        {"gpu1": make_ray_record("head", alive_count=1)}, {}, [make_listed_ray_node("gpu1")]
+    )
     assert (found.state, get_state_by_node(found)) == ("broken", {"gpu1": "failing"})
     assert "1 of 2 Ray processes have ended" in found.nodes[0].message
-    found = build_cluster_view({"gpu1": make_ray_record("head")}, {}, None)
+    found = build_ray_cluster_view({"gpu1": make_ray_record("head")}, {}, None)
     assert (found.state, get_state_by_node(found)) == ("broken", {"gpu1": "failing"})
 
 
 def test_worker_without_head_is_stray() -> None:
-    found = build_cluster_view({"gpu1": None, "gpu2": make_ray_record()}, {}, None)
+    found = build_ray_cluster_view({"gpu1": None, "gpu2": make_ray_record()}, {}, None)
     assert (found.state, get_state_by_node(found)["gpu2"]) == ("broken", "stray")
-    found = build_cluster_view(
+    found = build_ray_cluster_view(
         {"gpu1": make_ray_record("head"), "gpu2": make_ray_record(cluster="c2")},
         {},
         [make_listed_ray_node("gpu1")],
@@ -188,10 +207,14 @@ def test_worker_without_head_is_stray() -> None:
 def test_node_listed_as_dead_and_alive_is_alive() -> None:
     records = {"gpu1": make_ray_record("head")}
     assert get_state_by_node(
-        build_cluster_view(records, {}, [make_listed_ray_node("gpu1", "DEAD"), make_listed_ray_node("gpu1")])
+        build_ray_cluster_view(
+            records, {}, [make_listed_ray_node("gpu1", "DEAD"), make_listed_ray_node("gpu1")]
+        )
     ) == {"gpu1": "alive"}
     assert get_state_by_node(
-        build_cluster_view(records, {}, [make_listed_ray_node("gpu1"), make_listed_ray_node("gpu1", "DEAD")])
+        build_ray_cluster_view(
+            records, {}, [make_listed_ray_node("gpu1"), make_listed_ray_node("gpu1", "DEAD")]
+        )
     ) == {"gpu1": "alive"}
 
 
@@ -210,9 +233,9 @@ def test_node_listed_as_dead_and_alive_is_alive() -> None:
 def test_error_determines_state_of_unqueried_node(
     error: GenieError, node_state: str, state: str, code: int
 ) -> None:
-    alone = build_cluster_view({}, {"gpu1": error}, None)
+    alone = build_ray_cluster_view({}, {"gpu1": error}, None)
     assert (get_state_by_node(alone), alone.state, alone.exit_code) == ({"gpu1": node_state}, state, code)
-    with_head = build_cluster_view(
+    with_head = build_ray_cluster_view(
         {"gpu1": make_ray_record("head")}, {"gpu2": error}, [make_listed_ray_node("gpu1")]
     )
     assert (get_state_by_node(with_head)["gpu2"], with_head.state, with_head.exit_code) == (
@@ -223,7 +246,7 @@ def test_error_determines_state_of_unqueried_node(
 
 
 def test_cluster_without_records_is_stopped() -> None:
-    assert build_cluster_view({"gpu1": None}, {}, None).state == "stopped"
+    assert build_ray_cluster_view({"gpu1": None}, {}, None).state == "stopped"
 
 
 @pytest.mark.parametrize(
@@ -238,7 +261,7 @@ def test_cluster_without_records_is_stopped() -> None:
     ],
 )
 def test_job_exit_code_is_that_of_its_command(info: dict[str, Any], code: int) -> None:
-    assert exit_code_of(info) == code
+    assert exit_code_of_ended_job(info) == code
 
 
 def test_only_commands_of_several_arguments_are_quoted() -> None:

@@ -17,10 +17,10 @@ def fake_tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Call
     folder = tmp_path / "bin"
     folder.mkdir()
     monkeypatch.setenv("PATH", f"{folder}")
-    monkeypatch.setattr(health, "_PROGRAM_FOLDERS", ())
+    monkeypatch.setattr(health, "_EXTRA_PROGRAM_FOLDERS", ())
     monkeypatch.setattr(health, "_KERNEL_LOG", health._KernelLog())
-    monkeypatch.setattr(health, "_THREAD_BY_PART", {})
-    monkeypatch.setattr(nvml, "LIBRARY_NAME", str(folder / "no-such-library.so"))
+    monkeypatch.setattr(health, "_THREAD_AND_DEADLINE_BY_PART", {})
+    monkeypatch.setattr(nvml, "NVML_LIBRARY_NAME", str(folder / "no-such-library.so"))
     nvml.close_library()
 
     def write(name: str, line: str) -> Path:

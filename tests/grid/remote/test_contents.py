@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from genie.grid.grid_file import SyncSettings
 from genie.grid.remote import contents, sync, tree
-from genie.grid.remote.contents import BLOCK_BYTES, BLOCK_DIGEST_FILE_BYTES_MIN
+from genie.grid.remote.contents import BLOCK_DIGEST_FILE_BYTES_MIN, DIGEST_BLOCK_BYTES
 from genie.grid.sync.local_tree import LocalTree
 from genie.grid.sync.pack import hash_files
 from tests.grid.sync.trees import load_compiled_engine, remove_contents
@@ -25,18 +25,20 @@ PAGE = 4096
 EDGES = (-1, 0, 1)
 SIZES = st.one_of(
     st.builds(
-        lambda blocks, more: max(BLOCK_DIGEST_FILE_BYTES_MIN + blocks * BLOCK_BYTES + more, 0),
+        lambda blocks, more: max(BLOCK_DIGEST_FILE_BYTES_MIN + blocks * DIGEST_BLOCK_BYTES + more, 0),
         st.integers(-1, 3),
         st.sampled_from(EDGES),
     ),
-    st.integers(0, BLOCK_DIGEST_FILE_BYTES_MIN + 4 * BLOCK_BYTES),
+    st.integers(0, BLOCK_DIGEST_FILE_BYTES_MIN + 4 * DIGEST_BLOCK_BYTES),
 )
 LENGTHS = st.one_of(
     st.builds(
-        lambda count, more: count + more, st.sampled_from([1, PAGE, BLOCK_BYTES]), st.sampled_from(EDGES)
+        lambda count, more: count + more,
+        st.sampled_from([1, PAGE, DIGEST_BLOCK_BYTES]),
+        st.sampled_from(EDGES),
     ),
-    st.builds(lambda blocks: blocks * BLOCK_BYTES, st.integers(1, 8)),
-    st.integers(1, 3 * BLOCK_BYTES),
+    st.builds(lambda blocks: blocks * DIGEST_BLOCK_BYTES, st.integers(1, 8)),
+    st.integers(1, 3 * DIGEST_BLOCK_BYTES),
 )
 PARTS = st.lists(st.tuples(st.sampled_from(["hole", "zeros", "data", "one"]), LENGTHS), max_size=12)
 Parts = list[tuple[str, int]]
@@ -46,7 +48,7 @@ def reference_digest(data: bytes) -> bytes:
     """The definition in the docstring of contents.py, over all bytes at once."""
     if len(data) < BLOCK_DIGEST_FILE_BYTES_MIN:
         return hashlib.sha256(data).digest()
-    blocks = [data[at : at + BLOCK_BYTES] for at in range(0, len(data), BLOCK_BYTES)]
+    blocks = [data[at : at + DIGEST_BLOCK_BYTES] for at in range(0, len(data), DIGEST_BLOCK_BYTES)]
     nonzero = [number for number, block in enumerate(blocks) if any(block)]
     runs = b""
     for number in nonzero:
@@ -80,7 +82,7 @@ def write_sparse_or_dense_file(path: Path, parts: Parts, size: int, *, dense: bo
 
 def hash_files_with_engine(engine: tree.PlainEngine, root: Path, cache: Path) -> dict[bytes, bytes]:
     snapshot = LocalTree(root, SyncSettings(), cache=cache, engine=engine).scan()
-    hash_files(engine, snapshot, snapshot.dirty)
+    hash_files(engine, snapshot, snapshot.unhashed_offsets)
     return {one.path: one.sha for one in tree.iter_records(bytes(snapshot.records))}
 
 
@@ -107,9 +109,10 @@ def compiled_engine() -> tree.PlainEngine:
 @given(parts=PARTS, size=SIZES)
 @example(parts=[], size=BLOCK_DIGEST_FILE_BYTES_MIN)
 @example(
-    parts=[("data", BLOCK_BYTES - 1), ("hole", BLOCK_BYTES), ("one", 2)], size=BLOCK_DIGEST_FILE_BYTES_MIN + 1
+    parts=[("data", DIGEST_BLOCK_BYTES - 1), ("hole", DIGEST_BLOCK_BYTES), ("one", 2)],
+    size=BLOCK_DIGEST_FILE_BYTES_MIN + 1,
 )
-@example(parts=[("hole", 17 * BLOCK_BYTES), ("one", 9)], size=17 * BLOCK_BYTES + 9)
+@example(parts=[("hole", 17 * DIGEST_BLOCK_BYTES), ("one", 9)], size=17 * DIGEST_BLOCK_BYTES + 9)
 def test_digest_is_independent_of_storage_and_implementation(
     compiled_engine, tmp_path: Path, parts: Parts, size: int
 ) -> None:
@@ -132,7 +135,7 @@ def test_digest_is_independent_of_storage_and_implementation(
 @settings(max_examples=60, deadline=None)
 @given(
     parts=PARTS,
-    size=st.integers(BLOCK_DIGEST_FILE_BYTES_MIN, BLOCK_DIGEST_FILE_BYTES_MIN + 4 * BLOCK_BYTES),
+    size=st.integers(BLOCK_DIGEST_FILE_BYTES_MIN, BLOCK_DIGEST_FILE_BYTES_MIN + 4 * DIGEST_BLOCK_BYTES),
     seed=st.integers(),
 )
 def test_digest_is_independent_of_chunk_sizes(parts: Parts, size: int, seed: int) -> None:
@@ -143,32 +146,32 @@ def test_digest_is_independent_of_chunk_sizes(parts: Parts, size: int, seed: int
         part = dice.randbytes(length) if kind in ("data", "one") else bytes(length)
         data += part
         if kind == "hole":
-            digest.skip(length)
+            digest.add_zeros(length)
             continue
         while part:
-            step = dice.randint(1, 3 * BLOCK_BYTES)
-            digest.add(part[:step])
+            step = dice.randint(1, 3 * DIGEST_BLOCK_BYTES)
+            digest.add_data(part[:step])
             part = part[step:]
     assert digest.digest() == reference_digest(data)
 
 
 def test_different_contents_have_different_digests(tmp_path: Path) -> None:
     """Also if only offsets or trailing zeros differ, or a small file is the hash input of a large one."""
-    block = b"x" * BLOCK_BYTES
+    block = b"x" * DIGEST_BLOCK_BYTES
     size = BLOCK_DIGEST_FILE_BYTES_MIN
     layouts: list[tuple[Parts, int]] = [
         ([], size),
         ([], size + 1),
-        ([("data", BLOCK_BYTES)], size),
-        ([("data", BLOCK_BYTES)], size + BLOCK_BYTES),
-        ([("hole", BLOCK_BYTES), ("data", BLOCK_BYTES)], size),
-        ([("data", BLOCK_BYTES), ("hole", BLOCK_BYTES), ("data", BLOCK_BYTES)], size),
-        ([("data", 2 * BLOCK_BYTES)], size),
+        ([("data", DIGEST_BLOCK_BYTES)], size),
+        ([("data", DIGEST_BLOCK_BYTES)], size + DIGEST_BLOCK_BYTES),
+        ([("hole", DIGEST_BLOCK_BYTES), ("data", DIGEST_BLOCK_BYTES)], size),
+        ([("data", DIGEST_BLOCK_BYTES), ("hole", DIGEST_BLOCK_BYTES), ("data", DIGEST_BLOCK_BYTES)], size),
+        ([("data", 2 * DIGEST_BLOCK_BYTES)], size),
     ]
     for number, (parts, length) in enumerate(layouts):
         write_sparse_or_dense_file(tmp_path / f"layout{number}", parts, length, dense=False)
     inner = hashlib.sha256(struct.pack("<QQ", 0, 1)).digest() + hashlib.sha256(block).digest()
-    (tmp_path / "large").write_bytes(block + bytes(size - BLOCK_BYTES))
+    (tmp_path / "large").write_bytes(block + bytes(size - DIGEST_BLOCK_BYTES))
     (tmp_path / "small").write_bytes(contents.BLOCK_DIGEST_TAG + struct.pack("<Q", size) + inner)
     found = hash_files_as_node(tmp_path)
     assert len(set(found.values())) == len(found) == len(layouts) + 2
@@ -176,7 +179,7 @@ def test_different_contents_have_different_digests(tmp_path: Path) -> None:
 
 def test_digest_and_transfer_size_limits_are_consistent() -> None:
     assert tree.SMALL_FILE_BYTES_MAX < BLOCK_DIGEST_FILE_BYTES_MIN
-    assert contents.READ_CHUNK_BYTES <= sync.PIECE_BYTES_MAX
+    assert contents.READ_CHUNK_BYTES <= sync.FRAME_PIECE_BYTES_MAX
 
 
 def test_holes_are_not_read(tmp_path: Path, monkeypatch) -> None:
@@ -187,7 +190,7 @@ def test_holes_are_not_read(tmp_path: Path, monkeypatch) -> None:
             os.pwrite(file.fileno(), b"data!", at)
     read = record_read_sizes(monkeypatch, limit=1 << 20)
     assert len(hash_files_as_node(tmp_path)) == 1
-    assert 15 <= sum(read) <= 3 * BLOCK_BYTES
+    assert 15 <= sum(read) <= 3 * DIGEST_BLOCK_BYTES
 
 
 def record_read_sizes(monkeypatch: pytest.MonkeyPatch, *, limit: int) -> list[int]:

@@ -142,7 +142,7 @@ def test_hanging_reading_is_not_started_again(fake_tools, monkeypatch) -> None:
         assert len(calls) == 1
     finally:
         release.set()
-        health._THREAD_BY_PART["disk"][0].join(10)
+        health._THREAD_AND_DEADLINE_BY_PART["disk"][0].join(10)
 
 
 class ThreadEndingWhenJoined(threading.Thread):
@@ -163,7 +163,7 @@ class ThreadEndingWhenJoined(threading.Thread):
 def test_previous_reading_is_awaited_until_its_deadline(fake_tools, left_s: float, failed: object) -> None:
     other = ThreadEndingWhenJoined()
     other.start()
-    health._THREAD_BY_PART["disk"] = (other, time.monotonic() + left_s)
+    health._THREAD_AND_DEADLINE_BY_PART["disk"] = (other, time.monotonic() + left_s)
     try:
         assert take_readings(timeout_s=60)["failed"] == failed
     finally:
@@ -249,7 +249,7 @@ def test_unreadable_kernel_log_is_not_a_failure(fake_tools, monkeypatch) -> None
         opened.append(timeout_s)
         raise PermissionError(1, "Operation not permitted")
 
-    monkeypatch.setattr(health._KernelLog, "read", refuse)
+    monkeypatch.setattr(health._KernelLog, "read_xids", refuse)
     found = take_readings()
     assert (found["xids"], found["xids_unknown"], found["failed"]) == (None, "Operation not permitted", {})
     take_readings()
@@ -263,7 +263,7 @@ def test_dmesg_is_used_if_kmsg_is_not_readable(fake_tools, monkeypatch) -> None:
     def refuse(self: object, timeout_s: float) -> list[Any]:
         raise PermissionError(1, "Operation not permitted")
 
-    monkeypatch.setattr(health._KernelLog, "read", refuse)
+    monkeypatch.setattr(health._KernelLog, "read_xids", refuse)
     (xid,) = take_readings()["xids"]
     assert (xid["code"], xid["text"]) == (48, "pid=1, DBE")
     assert xid["age_s"] == pytest.approx(time.monotonic() - 0.5, abs=60)

@@ -52,7 +52,7 @@ class FakeDriver:
 @pytest.fixture
 def driver(fake_tools, nvml_library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
     monkeypatch.setenv("FAKE_NVML_STATE", str(tmp_path / "nvml.state"))
-    monkeypatch.setattr(nvml, "LIBRARY_NAME", str(nvml_library))
+    monkeypatch.setattr(nvml, "NVML_LIBRARY_NAME", str(nvml_library))
     return FakeDriver(tmp_path, fake_tools, nvml_library)
 
 
@@ -77,7 +77,7 @@ def hanging_driver(driver: FakeDriver) -> Iterator[FakeDriver]:
     driver.nvml("hangs=1", *convert_to_nvml_state([T4]))
     yield driver
     driver.has(T4)
-    health._THREAD_BY_PART["gpus"][0].join(20)
+    health._THREAD_AND_DEADLINE_BY_PART["gpus"][0].join(20)
 
 
 def read_gpus() -> Any:
@@ -103,7 +103,7 @@ def test_readings_equal_those_of_nvidia_smi(
     by_nvml = read_gpus()
     assert driver.smi_starts == 0
     nvml.close_library()
-    monkeypatch.setattr(nvml, "LIBRARY_NAME", "no-such-library.so")
+    monkeypatch.setattr(nvml, "NVML_LIBRARY_NAME", "no-such-library.so")
     by_smi = read_gpus()
     assert driver.smi_starts > 0
     assert by_nvml == by_smi
@@ -153,7 +153,7 @@ def test_missing_library_or_functions_fall_back_to_nvidia_smi(
     driver: FakeDriver, monkeypatch, library: str
 ) -> None:
     driver.has(T4)
-    monkeypatch.setattr(nvml, "LIBRARY_NAME", library)
+    monkeypatch.setattr(nvml, "NVML_LIBRARY_NAME", library)
     assert read_gpus()[1][0]["uuid"] == "GPU-a"
     assert driver.smi_starts == 1
 
@@ -181,7 +181,10 @@ def test_hanging_driver_fails_only_gpu_reading_and_uses_one_thread(hanging_drive
     assert threading.active_count() == before + 1
     assert hanging_driver.smi_starts == 0
     hanging_driver.has(T4)
-    wait_until(lambda: not health._THREAD_BY_PART["gpus"][0].is_alive(), what="the end of the call that hung")
+    wait_until(
+        lambda: not health._THREAD_AND_DEADLINE_BY_PART["gpus"][0].is_alive(),
+        what="the end of the call that hung",
+    )
     assert len(read_gpus()[1]) == 1
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from genie.grid.remote.core import OpError
-from genie.grid.remote.own_folder import grid_folder
-from genie.grid.ssh.shell_words import GRID_FOLDER_SCRIPT, quote_path
+from genie.grid.remote.own_folder import grid_folder_path
+from genie.grid.ssh.shell_words import CHECK_GRID_FOLDER_LINK_SCRIPT, quote_path
 
 
 @pytest.mark.parametrize(
@@ -39,9 +39,9 @@ def test_link_is_followed_only_within_home_and_root(
     (root / ".grid").symlink_to(tmp_path / target)
     monkeypatch.setenv("HOME", str(home))
     try:
-        by_helper = bool(grid_folder(str(root), "runs"))
+        by_helper = bool(grid_folder_path(str(root), "runs"))
     except OpError:
         by_helper = False
-    script = f"root={quote_path(str(root))}\n{GRID_FOLDER_SCRIPT}\n_grid_refused_link"
+    script = f"root={quote_path(str(root))}\n{CHECK_GRID_FOLDER_LINK_SCRIPT}\n_grid_refused_link"
     by_shell = subprocess.run(["sh", "-c", script], capture_output=True, timeout=30).returncode != 0
     assert (by_helper, by_shell) == (followed, followed)

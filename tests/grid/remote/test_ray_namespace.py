@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from genie.grid.remote.ray_namespace import SITECUSTOMIZE
+from genie.grid.remote.ray_namespace import SITECUSTOMIZE_SOURCE
 
 RAY = "def init(address=None, **kwargs):\n    return kwargs.get('namespace')\n"
 PROGRAM = """
@@ -23,7 +23,7 @@ print(ray.init(), ray.init(namespace="own"), ray.init(job_config=named), ray.dee
 @pytest.fixture
 def hook_and_ray_folder(tmp_path: Path) -> Path:
     (tmp_path / "hook").mkdir()
-    (tmp_path / "hook/sitecustomize.py").write_text(SITECUSTOMIZE)
+    (tmp_path / "hook/sitecustomize.py").write_text(SITECUSTOMIZE_SOURCE)
     (tmp_path / "libs/ray").mkdir(parents=True)
     (tmp_path / "libs/ray/__init__.py").write_text(RAY)
     (tmp_path / "libs/ray/deep.py").touch()
@@ -92,7 +92,7 @@ def test_hooks_of_two_grids_and_another_sitecustomize_work_together(
     hook_and_ray_folder: Path, hooks: Sequence[str]
 ) -> None:
     (hook_and_ray_folder / "other").mkdir()
-    (hook_and_ray_folder / "other/sitecustomize.py").write_text(SITECUSTOMIZE)
+    (hook_and_ray_folder / "other/sitecustomize.py").write_text(SITECUSTOMIZE_SOURCE)
     (hook_and_ray_folder / "link").symlink_to("hook")
     own = "import sys; sys.own_marks = [*getattr(sys, 'own_marks', []), 'seen']\n"
     (hook_and_ray_folder / "libs/sitecustomize.py").write_text(own)

@@ -50,7 +50,7 @@ def test_run_state_is_derived_from_its_records(
 
 def test_truncated_record_is_read_as_none(tmp_path: Path) -> None:
     (tmp_path / "exit").write_bytes(b'{"code":3,"en')
-    assert runs._read_record(str(tmp_path / "exit")) is None
+    assert runs._read_run_record(str(tmp_path / "exit")) is None
 
 
 META = '{"id":"../../x","command":"c","started":1,"gpus":[0]}'
@@ -103,10 +103,10 @@ def set_late():
     setsid()
 
 os.setsid = set_late
-runs._write_record = lambda _, record: os.killpg(record["pid"], signal.SIGINT)
+runs._write_run_record = lambda _, record: os.killpg(record["pid"], signal.SIGINT)
 streams = [os.open(os.devnull, os.O_RDWR) for _ in range(3)]
 args = {"command": "sleep 60", "cwd": "/", "root": "/", "id": "r-a"}
-print(json.dumps(runs._run_command(args, {}, -1, streams)))
+print(json.dumps(runs._run_command_and_get_exit_record(args, {}, -1, streams)))
 """
 
 

@@ -32,7 +32,7 @@ def dying(function):
     return call
 for name in ("rename", "unlink", "mkdir", "rmdir", "symlink", "chmod"):
     setattr(os, name, dying(getattr(os, name)))
-sync.receive_and_apply({"root": sys.argv[1], "tree": "t", "wait_s": 5}, open(sys.argv[2], "rb").read())
+sync.receive_and_apply_change({"root": sys.argv[1], "tree": "t", "wait_s": 5}, open(sys.argv[2], "rb").read())
 """
 
 
@@ -64,9 +64,9 @@ def make_change_frames(before: bytes, folder: Path) -> bytes:
         one = tree.TreeRecord(after, place)
         head = tree.FRAME_HEADER.pack(ord("F"), 0, one.mode, 0, one.size, one.mtime_ns, one.sha)
         frames.append(head + (folder / os.fsdecode(one.path)).read_bytes())
-    base = hashlib.sha256(ENGINE.records_to_compare(before)).hexdigest() if before else ""
+    base = hashlib.sha256(ENGINE.strip_stamps_and_excluded(before)).hexdigest() if before else ""
     plan = encode_plan(
-        delta, after, base=base, digest=hashlib.sha256(ENGINE.records_to_compare(after)).hexdigest()
+        delta, after, base=base, digest=hashlib.sha256(ENGINE.strip_stamps_and_excluded(after)).hexdigest()
     )
     return b"".join(frames) + b"".join(make_plan_frames(plan))
 
@@ -91,7 +91,7 @@ def test_tree_change_killed_at_any_step_is_finished_by_the_next_one(
     finished = 0
     for step in range(100):
         root = tmp_path / f"node{step}"
-        sync.receive_and_apply(make_sync_args(root), first)
+        sync.receive_and_apply_change(make_sync_args(root), first)
         command = ["-c", DYING, str(root), str(tmp_path / "change"), str(step)]
         code = fork_server.run(command, timeout=30).returncode
         if code == 0:
@@ -100,11 +100,11 @@ def test_tree_change_killed_at_any_step_is_finished_by_the_next_one(
         assert code == 9
         whole = {b"1", b"2", b"3", b"4", b"5", b"file", b"changed", b"folder", b"same", b""}
         assert {data for kind, _, data in read_tree(root).values() if kind == "f"} <= whole
-        _, drift = sync.check_tree(make_sync_args(root), b"")
+        _, drift = sync.check_tree_and_report_drift(make_sync_args(root), b"")
         assert not drift
         if read_tree(root) != read_tree(new):
             assert read_tree(root) == read_tree(old), f"killed at step {step}"
-            sync.receive_and_apply(make_sync_args(root), second)
+            sync.receive_and_apply_change(make_sync_args(root), second)
         assert read_tree(root) == read_tree(new), f"killed at step {step}"
     assert finished > 10
 
@@ -112,9 +112,9 @@ def test_tree_change_killed_at_any_step_is_finished_by_the_next_one(
 def test_tree_change_based_on_another_state_is_rejected(old_and_new_tree, tmp_path: Path) -> None:
     old, new = old_and_new_tree
     root = tmp_path / "node"
-    sync.receive_and_apply(make_sync_args(root), make_change_frames(b"", old))
+    sync.receive_and_apply_change(make_sync_args(root), make_change_frames(b"", old))
     with pytest.raises(OpError) as caught:
-        sync.receive_and_apply(make_sync_args(root), make_change_frames(b"", new))
+        sync.receive_and_apply_change(make_sync_args(root), make_change_frames(b"", new))
     assert caught.value.reason == "moved"
     assert read_tree(root) == read_tree(old)
 
@@ -122,10 +122,10 @@ def test_tree_change_based_on_another_state_is_rejected(old_and_new_tree, tmp_pa
 def test_file_changed_before_deletion_is_kept(old_and_new_tree, tmp_path: Path) -> None:
     old, new = old_and_new_tree
     root = tmp_path / "node"
-    sync.receive_and_apply(make_sync_args(root), make_change_frames(b"", old))
+    sync.receive_and_apply_change(make_sync_args(root), make_change_frames(b"", old))
     second = make_change_frames(make_records(old), new)
     (root / "gone/c").write_bytes(b"the node's own")
-    answer = sync.receive_and_apply(make_sync_args(root), second)
+    answer = sync.receive_and_apply_change(make_sync_args(root), second)
     assert answer["kept"] == ["gone/c"]
     assert (root / "gone/c").read_bytes() == b"the node's own"
 
@@ -133,22 +133,22 @@ def test_file_changed_before_deletion_is_kept(old_and_new_tree, tmp_path: Path) 
 def test_incomplete_object_is_removed(old_and_new_tree, tmp_path: Path) -> None:
     old, _ = old_and_new_tree
     root = tmp_path / "node"
-    sync.receive_and_apply(make_sync_args(root), make_change_frames(b"", old))
+    sync.receive_and_apply_change(make_sync_args(root), make_change_frames(b"", old))
     with SyncedTree(make_sync_args(root), create=True) as site:
         folder = Path(f"/proc/self/fd/{site.open_staging_folder()}").readlink()
     sha = hashlib.sha256(b"whole").digest()
-    (folder / os.fsdecode(tree.object_name(sha, 5))).write_bytes(b"whole")
-    (folder / os.fsdecode(tree.object_name(bytes(32), 500))).write_bytes(b"half")
-    assert sync.check_tree(make_sync_args(root), b"")[0]["objects"] == 1
-    assert sync.list_staged_objects(make_sync_args(root), b"")[1] == sha
+    (folder / os.fsdecode(tree.staged_file_name(sha, 5))).write_bytes(b"whole")
+    (folder / os.fsdecode(tree.staged_file_name(bytes(32), 500))).write_bytes(b"half")
+    assert sync.check_tree_and_report_drift(make_sync_args(root), b"")[0]["objects"] == 1
+    assert sync.list_staged_file_digests(make_sync_args(root), b"")[1] == sha
 
 
 def test_objects_of_an_earlier_boot_are_removed(old_and_new_tree, tmp_path: Path) -> None:
     old, _ = old_and_new_tree
     root = tmp_path / "node"
-    sync.receive_and_apply(make_sync_args(root), make_change_frames(b"", old))
+    sync.receive_and_apply_change(make_sync_args(root), make_change_frames(b"", old))
     write_files(root, {b".grid/sync/t/objects-before/x": b"1"})
-    sync.check_tree(make_sync_args(root), b"")
+    sync.check_tree_and_report_drift(make_sync_args(root), b"")
     assert not (root / ".grid/sync/t/objects-before").exists()
 
 
@@ -161,9 +161,9 @@ def test_partial_frames_are_completed_by_later_data(old_and_new_tree, tmp_path: 
             receiver, buffer = sync.ChangeReceiver(site), bytearray()
             for at in range(0, len(frames), step):
                 buffer += frames[at : at + step]
-                del buffer[: receiver.feed(bytes(buffer))]
+                del buffer[: receiver.stage_frames(bytes(buffer))]
             assert receiver.is_complete
-            receiver.finish()
+            receiver.apply_received_change()
         assert read_tree(root) == read_tree(old)
 
 
@@ -174,7 +174,7 @@ def test_link_out_of_home_is_rejected(old_and_new_tree, tmp_path: Path) -> None:
     outside.mkdir()
     (root / ".grid").symlink_to(outside)
     with pytest.raises(OpError, match="is a link out of the home directory, to ") as caught:
-        sync.receive_and_apply(make_sync_args(root), make_change_frames(b"", old))
+        sync.receive_and_apply_change(make_sync_args(root), make_change_frames(b"", old))
     assert caught.value.reason == "link"
     assert list(outside.iterdir()) == []
 
@@ -186,7 +186,7 @@ def test_error_has_the_absolute_path(old_and_new_tree, tmp_path: Path, held: str
     place.parent.mkdir(parents=True)
     place.mkdir() if held.endswith("lock") else place.touch()
     with pytest.raises((NotADirectoryError, IsADirectoryError)) as caught:
-        sync.receive_and_apply(make_sync_args(tmp_path / "node"), make_change_frames(b"", old))
+        sync.receive_and_apply_change(make_sync_args(tmp_path / "node"), make_change_frames(b"", old))
     assert caught.value.filename == str(place)
 
 
@@ -199,7 +199,7 @@ def test_link_within_home_is_followed(
     root.mkdir()
     elsewhere.mkdir()
     (root / ".grid").symlink_to(elsewhere)
-    sync.receive_and_apply(make_sync_args(root), make_change_frames(b"", old))
+    sync.receive_and_apply_change(make_sync_args(root), make_change_frames(b"", old))
     (root / ".grid").unlink()
     assert read_tree(root) == read_tree(old)
     assert (elsewhere / "sync" / "t").is_dir()
@@ -214,7 +214,7 @@ def test_invalid_tree_name_is_rejected(tmp_path: Path, name: str) -> None:
 def test_foreign_files_among_objects_are_ignored(old_and_new_tree, tmp_path: Path) -> None:
     old, new = old_and_new_tree
     root = tmp_path / "node"
-    sync.receive_and_apply(make_sync_args(root), make_change_frames(b"", old))
+    sync.receive_and_apply_change(make_sync_args(root), make_change_frames(b"", old))
     (objects,) = (root / ".grid/sync/t").glob("objects-*")
     earlier = objects.with_name("objects-earlier")
     for folder in (objects, earlier):
@@ -223,9 +223,9 @@ def test_foreign_files_among_objects_are_ignored(old_and_new_tree, tmp_path: Pat
             (folder / name).write_text("x")
         (folder / ("b" * 64 + ".1")).symlink_to("/etc/passwd")
     (root / ".grid/sync/t/objects-file").write_text("x")
-    answer, _ = sync.check_tree(make_sync_args(root), b"")
+    answer, _ = sync.check_tree_and_report_drift(make_sync_args(root), b"")
     assert answer["objects"] == 0
-    sync.receive_and_apply(make_sync_args(root), make_change_frames(make_records(old), new))
+    sync.receive_and_apply_change(make_sync_args(root), make_change_frames(make_records(old), new))
     assert read_tree(root) == read_tree(new)
 
 
@@ -242,5 +242,5 @@ def test_failing_compiler_leaves_no_files(tmp_path: Path, monkeypatch, ends: str
     source.parent.mkdir()
     source.write_text("int x;")
     with contextlib.suppress(subprocess.TimeoutExpired):
-        sync.compile_library({"source": str(source), "path": str(source.with_name("tree-aa.so"))})
+        sync.compile_engine_library({"source": str(source), "path": str(source.with_name("tree-aa.so"))})
     assert list(source.parent.iterdir()) == []

@@ -56,7 +56,13 @@ def scan_tree(
     engine: tree.PlainEngine, root: Path, old: bytes = b"", *, taken_ns: int = 0, reuse: bool = False
 ):
     walked = engine.walk(str(root), old, taken_ns=taken_ns, reuse=reuse, is_excluded=ends_with_x)
-    return walked.records, walked.dirty, walked.is_unchanged, walked.rules_changed, walked.skipped
+    return (
+        walked.records,
+        walked.unhashed_offsets,
+        walked.is_unchanged,
+        walked.rules_changed,
+        walked.skipped_count,
+    )
 
 
 @pytest.fixture
@@ -80,7 +86,7 @@ def test_compiled_and_python_engine_scan_equally(compiled_engine, make_temporary
     assert scan_tree(compiled_engine, root, old[0], taken_ns=later, reuse=True) == new
     fd = os.open(root, os.O_RDONLY)
     try:
-        both = [each.find_mismatches(fd, old[0], taken_ns=later) for each in (PLAIN, compiled_engine)]
+        both = [each.find_mismatch_offsets(fd, old[0], taken_ns=later) for each in (PLAIN, compiled_engine)]
         assert both[0] == both[1]
         bare = b"".join(one.without_stamp + tree.NO_STAMP for one in tree.iter_records(new[0]))
         assert PLAIN.fill_in_stamps(fd, bare) == compiled_engine.fill_in_stamps(fd, bare)
@@ -91,12 +97,12 @@ def test_compiled_and_python_engine_scan_equally(compiled_engine, make_temporary
         assert read[0] == read[1]
     finally:
         os.close(fd)
-    assert PLAIN.compare(old[0], new[0]) == compiled_engine.compare(old[0], new[0])
-    assert PLAIN.records_to_compare(new[0]) == compiled_engine.records_to_compare(new[0])
+    assert PLAIN.compare_records(old[0], new[0]) == compiled_engine.compare_records(old[0], new[0])
+    assert PLAIN.strip_stamps_and_excluded(new[0]) == compiled_engine.strip_stamps_and_excluded(new[0])
     changes = b"".join(
         one.without_stamp + tree.NO_STAMP for one in tree.iter_records(new[0]) if one.kind != ord("x")
     )
-    assert PLAIN.merge(old[0], changes) == compiled_engine.merge(old[0], changes)
+    assert PLAIN.merge_records(old[0], changes) == compiled_engine.merge_records(old[0], changes)
 
 
 @settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -135,7 +141,7 @@ def transfer_files(
         assert not any(states)
         named, known, at = bytearray(records), bytearray(frames), 0
         for position in dirty:
-            end = at + tree.FRAME_HEADER.size + tree.record_size(records, position)
+            end = at + tree.FRAME_HEADER.size + tree.file_size_of_record(records, position)
             sha = hashlib.sha256(known[at + tree.FRAME_HEADER.size : end]).digest()
             known[at + 24 : at + 56] = named[position + 24 : position + 56] = sha
             at = end
@@ -146,7 +152,7 @@ def transfer_files(
             if one.kind == tree.FOLDER or (one.kind == tree.FILE and one.sha not in seen):
                 once.append(one.without_stamp + tree.NO_STAMP)
                 seen.add(one.sha)
-        engine.place_files(fds[2], fds[1], b"".join(once))
+        engine.move_into_place(fds[2], fds[1], b"".join(once))
         with tree.OpenDirectories(fds[2]) as folders:
             for one in tree.iter_records(bytes(named)):
                 if one.kind == tree.FILE and folders.try_lstat(one.path) is None:
@@ -166,7 +172,7 @@ def test_truncated_records_are_rejected(compiled_engine, kind) -> None:
     whole = tree.pack_record(tree.FILE, b"a") + tree.pack_record(tree.FILE, b"b")
     for data in (whole[:-1], whole[:100], whole[:10]):
         with pytest.raises(OSError) as caught:  # noqa: PT011 - the errno is checked below
-            one.records_to_compare(data)
+            one.strip_stamps_and_excluded(data)
         assert caught.value.errno == errno.EBADMSG
 
 
@@ -179,11 +185,11 @@ def test_paths_outside_the_tree_are_rejected(compiled_engine, tmp_path, kind, pa
         folder.mkdir()
     (root / "link").symlink_to(outside)
     sha = bytes(32)
-    (objects / tree.object_name(sha, 0).decode()).touch()
+    (objects / tree.staged_file_name(sha, 0).decode()).touch()
     fds = [os.open(folder, os.O_RDONLY) for folder in (root, objects)]
     try:
         with pytest.raises(OSError):  # noqa: PT011 - several types are valid
-            one.place_files(fds[0], fds[1], tree.pack_record(tree.FILE, path, mode=0o644, sha=sha))
+            one.move_into_place(fds[0], fds[1], tree.pack_record(tree.FILE, path, mode=0o644, sha=sha))
     finally:
         for fd in fds:
             os.close(fd)

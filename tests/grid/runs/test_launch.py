@@ -38,7 +38,7 @@ async def start_run_after_error_on_node_a(error: GenieError, state_dir: Path) ->
     async with SshPool(FILE, ssh_config=state_dir) as pool:
         runner = RunnerFailingOnNodeA(pool, FILE)
         runner.error = error
-        run = await RunLauncher(pool, FILE, runner, state_dir=state_dir).start_on_best(
+        run = await RunLauncher(pool, FILE, runner, state_dir=state_dir).start_on_best_node(
             RunSpec(command="true")
         )
         return run.node
@@ -69,7 +69,7 @@ async def test_concurrent_launches_choose_different_nodes(
         await asyncio.sleep(0)
         return msgspec.structs.replace(make_node_health(node.name), at=time.time())
 
-    monkeypatch.setattr(NodeHealthChecker, "_check_node", ask)
+    monkeypatch.setattr(NodeHealthChecker, "_check_node_now", ask)
     async with SshPool(FILE, ssh_config=tmp_path) as pool:
         launcher = RunLauncher(pool, FILE, Runner(pool, FILE), state_dir=tmp_path)
         chosen = await asyncio.gather(*(launcher.choose_best_node(without={}) for _ in range(4)))

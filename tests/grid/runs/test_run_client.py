@@ -34,7 +34,7 @@ from genie.grid.health.check import NodeHealthChecker
 from genie.grid.remote import runs as remote_runs
 from genie.grid.runs import run_client as runner_module
 from genie.grid.runs.run import Run, RunState, new_run_id
-from genie.grid.runs.run_client import CancelledStart, Runner
+from genie.grid.runs.run_client import CancelledStartState, Runner
 from genie.grid.ssh.pool import NodeConnection, SshPool
 from tests.grid.conftest import make_testbed_grid_file
 from tests.grid.testbed import SshNode, SshTestbed
@@ -73,7 +73,7 @@ class OutputRecorder:
 async def run_to_end(runner: Runner, node: str, command: str, **more: object) -> tuple[int, bytes, bytes]:
     recorder = OutputRecorder()
     run = await runner.start(node, command, **more)  # type: ignore[arg-type]
-    return await runner.wait(run, recorder), recorder.out, recorder.err
+    return await runner.follow_until_end(run, recorder), recorder.out, recorder.err
 
 
 def get_run_folder(node: SshNode, run: Run) -> Path:
@@ -145,7 +145,7 @@ async def test_environment_values_and_standard_input_are_not_stored_on_the_node(
     testbed: SshTestbed, runner: Runner
 ) -> None:
     run = await runner.start("gpu2", "cat", env={"TOKEN": "s3cret-value"}, stdin=b"s3cret-input")
-    assert await runner.wait(run, lambda *_: None) == 0
+    assert await runner.follow_until_end(run, lambda *_: None) == 0
     folder = get_run_folder(testbed["gpu2"], run)
     assert json.loads((folder / "meta.json").read_text())["env"] == ["TOKEN"]
     assert not (folder / "in").exists()
@@ -182,7 +182,7 @@ async def test_hostile_run_id_is_rejected_before_use(runner: Runner, run_id: str
     with pytest.raises(NameInvalidError):
         await runner.start("gpu1", "true", run_id=run_id)
     with pytest.raises(NameInvalidError):
-        await runner.find(run_id)
+        await runner.fetch_run_by_prefix(run_id)
 
 
 async def test_node_rejects_a_hostile_run_id(pool: SshPool) -> None:
@@ -221,10 +221,10 @@ async def test_concurrent_runs_on_one_node_have_their_own_output_and_exit_code(
 async def test_signal_reaches_the_whole_process_group(testbed: SshTestbed, runner: Runner) -> None:
     run = await runner.start("gpu6", "sleep 7001 & sleep 7001; true")
     await until(lambda: len(testbed["gpu6"].processes("sleep 7001")) >= 2, what="the sleepers")
-    assert await runner.signal(run, "TERM")
-    assert await runner.wait(run, lambda *_: None) == 128 + 15
+    assert await runner.send_signal(run, "TERM")
+    assert await runner.follow_until_end(run, lambda *_: None) == 128 + 15
     await until(lambda: not testbed["gpu6"].processes("sleep 7001"), what="their end")
-    assert not await runner.signal(run, "TERM")
+    assert not await runner.send_signal(run, "TERM")
 
 
 async def test_cancel_kills_a_run_that_ignores_the_signal(runner: Runner) -> None:
@@ -235,7 +235,7 @@ async def test_cancel_kills_a_run_that_ignores_the_signal(runner: Runner) -> Non
 
 
 async def _has_output(runner: Runner, run: Run) -> bool:
-    return bool((await runner.read(run, out=0, err=0)).out)
+    return bool((await runner.read_output(run, out=0, err=0)).out)
 
 
 async def test_process_with_a_reused_pid_gets_no_signal(testbed: SshTestbed, runner: Runner) -> None:
@@ -248,8 +248,8 @@ async def test_process_with_a_reused_pid_gets_no_signal(testbed: SshTestbed, run
     moved = {name: value - 1 if name.endswith("_start") else value for name, value in record.items()}
     (folder / "pid").write_text(json.dumps(moved).ljust(512))
     try:
-        assert (await runner.status(run)).state is RunState.LOST
-        assert not await runner.signal(run, "KILL")
+        assert (await runner.fetch_status(run)).state is RunState.LOST
+        assert not await runner.send_signal(run, "KILL")
         assert testbed["gpu6"].processes("sleep 7002")
     finally:
         (folder / "pid").write_text(before)
@@ -271,7 +271,7 @@ async def test_concurrent_runs_get_different_gpus(testbed: SshTestbed, runner: R
         second = await runner.start("gpu7", "sleep 7003", gpus=1)
         assert (first.gpus, second.gpus) == ((0, 2), (3,))
         await until(lambda: _has_output(runner, first), what="its variables")
-        assert (await runner.read(first, out=0, err=0)).out == b"0,2 PCI_BUS_ID\n"
+        assert (await runner.read_output(first, out=0, err=0)).out == b"0,2 PCI_BUS_ID\n"
         with pytest.raises(NodeRefusedError, match="GPU 1 has 9000 MiB in use") as caught:
             await runner.start("gpu7", "true", gpus=1)
         assert caught.value.reason == "busy"
@@ -295,7 +295,7 @@ async def test_amd_gpus_are_counted_by_rocm_smi(testbed: SshTestbed, runner: Run
     try:
         run = await runner.start("gpu8", 'echo "$HIP_VISIBLE_DEVICES"', gpus=1)
         recorder = OutputRecorder()
-        assert await runner.wait(run, recorder) == 0
+        assert await runner.follow_until_end(run, recorder) == 0
         assert (run.gpus, recorder.out) == ((1,), b"1\n")
     finally:
         program.unlink()
@@ -342,24 +342,24 @@ async def test_hanging_nodes_do_not_block_others_in_a_small_pool(own_testbed: Ss
     more = "ssh: {connect_timeout: 5, max_retries: 0, pool_size: 1}\n"
     async with open_runner(own_testbed, more=more) as runner:
         with own_testbed["gpu1"].suspended():
-            first, second = await runner.list_all()
+            first, second = await runner.list_runs_on_nodes()
     assert isinstance(first.error, UnreachableError)
     assert second.error is None
 
 
 async def test_runs_are_listed_and_found_by_prefix(runner: Runner) -> None:
     run = await runner.start("gpu10", "exit 4")
-    await runner.wait(run, lambda *_: None)
-    assert (await runner.list("gpu10"))[0].exit_code == 4
-    assert (await runner.find(run.run_id)).node == "gpu10"
-    assert (await runner.find(run.run_id[:9])).run_id == run.run_id
+    await runner.follow_until_end(run, lambda *_: None)
+    assert (await runner.list_runs("gpu10"))[0].exit_code == 4
+    assert (await runner.fetch_run_by_prefix(run.run_id)).node == "gpu10"
+    assert (await runner.fetch_run_by_prefix(run.run_id[:9])).run_id == run.run_id
     with pytest.raises(RunNotFoundError, match="no run has the ID"):
-        await runner.find(new_run_id())
-    await runner.remove(run)
+        await runner.fetch_run_by_prefix(new_run_id())
+    await runner.remove_run(run)
     with pytest.raises(RunNotFoundError, match=run.run_id):
-        await runner.status(run)
+        await runner.fetch_status(run)
     with pytest.raises(RunNotFoundError):
-        await runner.wait(dataclasses.replace(run, output_if_ended=None), lambda *_: None)
+        await runner.follow_until_end(dataclasses.replace(run, output_if_ended=None), lambda *_: None)
 
 
 async def test_short_run_is_complete_in_the_reply_to_its_start(
@@ -373,28 +373,28 @@ async def test_short_run_is_complete_in_the_reply_to_its_start(
     async def asked_again(*_: object, **__: object) -> None:
         raise AssertionError
 
-    monkeypatch.setattr(runner, "read", asked_again)
+    monkeypatch.setattr(runner, "read_output", asked_again)
     recorder = OutputRecorder()
-    assert await runner.wait(run, recorder) == 7
+    assert await runner.follow_until_end(run, recorder) == 7
     assert (recorder.out, recorder.err) == (b"out\n", b"err\n")
 
 
 async def test_start_of_a_long_run_returns_before_its_end(runner: Runner) -> None:
     run = await runner.start("gpu10", "sleep 600")
     assert (run.has_ended, run.output_if_ended) == (False, None)
-    assert await runner.signal(run, "KILL")
-    assert await runner.wait(run, lambda *_: None) == 137
+    assert await runner.send_signal(run, "KILL")
+    assert await runner.follow_until_end(run, lambda *_: None) == 137
 
 
 async def test_short_run_with_much_output_is_read_in_chunks(
     runner: Runner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("genie.grid.runs.run_client._SHORT_RUN_WAIT_S", 1.0)
-    run = await runner.start("gpu10", f"head -c {remote_runs.CHUNK_BYTES} /dev/zero")
+    run = await runner.start("gpu10", f"head -c {remote_runs.OUTPUT_CHUNK_BYTES} /dev/zero")
     recorder = OutputRecorder()
-    assert await runner.wait(run, recorder) == 0
+    assert await runner.follow_until_end(run, recorder) == 0
     assert run.output_if_ended is None
-    assert len(recorder.out) == remote_runs.CHUNK_BYTES
+    assert len(recorder.out) == remote_runs.OUTPUT_CHUNK_BYTES
 
 
 @pytest.mark.parametrize(
@@ -418,28 +418,28 @@ async def test_the_oldest_ended_runs_are_removed_when_there_are_too_many(
     testbed: SshTestbed, runner: Runner
 ) -> None:
     first = await runner.start("gpu10", "true")
-    await runner.wait(first, lambda *_: None)
+    await runner.follow_until_end(first, lambda *_: None)
     folder = get_run_folder(testbed["gpu10"], first)
     exit_record = json.loads((folder / "exit").read_text())
     made = []
-    for number in range(remote_runs.RUNS_KEPT + 40):
+    for number in range(remote_runs.ENDED_RUNS_KEPT + 40):
         copy = folder.with_name(f"r-{number:0>10}".translate(str.maketrans("0189", "abcd")))
         copy.mkdir()
         for name in ("meta.json", "pid", "out", "err"):
             (copy / name).write_bytes((folder / name).read_bytes())
         (copy / "exit").write_text(json.dumps({**exit_record, "ended": 1000.0 + number}).ljust(512))
         made.append(copy)
-    await runner.wait(await runner.start("gpu10", "true"), lambda *_: None)
+    await runner.follow_until_end(await runner.start("gpu10", "true"), lambda *_: None)
     left = [copy for copy in made if copy.exists()]
     assert left == made[-len(left) :]
-    assert remote_runs.RUNS_KEPT - 10 <= len(left) <= remote_runs.RUNS_KEPT
+    assert remote_runs.ENDED_RUNS_KEPT - 10 <= len(left) <= remote_runs.ENDED_RUNS_KEPT
     assert folder.exists()
 
 
 async def test_active_run_is_not_removed(runner: Runner) -> None:
     run = await runner.start("gpu9", "sleep 7004")
     with pytest.raises(NodeRefusedError, match="is still running"):
-        await runner.remove(run)
+        await runner.remove_run(run)
     await runner.cancel(run)
 
 
@@ -455,7 +455,9 @@ async def test_connection_lost_during_output_loses_and_repeats_nothing(own_testb
     async with open_runner(own_testbed) as runner:
         recorder = OutputRecorder()
         run = await runner.start("gpu1", COUNTING)
-        following = asyncio.ensure_future(runner.wait(run, recorder, on_note=recorder.notes.append))
+        following = asyncio.ensure_future(
+            runner.follow_until_end(run, recorder, on_note=recorder.notes.append)
+        )
         for share in (1, 2, 3):
             await until(lambda share=share: len(recorder.out) > len(COUNTED) * share // 5, what="output")
             own_testbed["gpu1"].kill_connections()
@@ -472,7 +474,9 @@ async def test_run_is_followed_after_its_node_hung(own_testbed: SshTestbed) -> N
     async with open_runner(own_testbed, more=IMPATIENT) as runner:
         recorder = OutputRecorder()
         run = await runner.start("gpu1", COUNTING)
-        following = asyncio.ensure_future(runner.wait(run, recorder, on_note=recorder.notes.append))
+        following = asyncio.ensure_future(
+            runner.follow_until_end(run, recorder, on_note=recorder.notes.append)
+        )
         await until(lambda: len(recorder.out) > 100, what="output")
         with own_testbed["gpu1"].suspended():
             await until(lambda: recorder.notes, timeout_s=30, what="a word about it")
@@ -488,20 +492,22 @@ async def test_request_times_out_after_ssh_timeout(own_testbed: SshTestbed) -> N
         runner = Runner(pool, file)
         run = await runner.start("gpu1", "sleep 7206")
         with own_testbed["gpu1"].suspended(), pytest.raises(DeadlineError, match=r"timed out after 1\.5 s"):
-            await runner.status(run)
+            await runner.fetch_status(run)
 
 
 async def test_runs_are_lost_and_not_failed_when_the_node_goes_down(own_testbed: SshTestbed) -> None:
     async with open_runner(own_testbed) as runner:
         recorder = OutputRecorder()
         run = await runner.start("gpu1", "echo begun; sleep 7005")
-        following = asyncio.ensure_future(runner.wait(run, recorder, on_note=recorder.notes.append))
+        following = asyncio.ensure_future(
+            runner.follow_until_end(run, recorder, on_note=recorder.notes.append)
+        )
         await until(lambda: recorder.out, what="output")
         own_testbed["gpu1"].restart()
         with pytest.raises(RunLostError, match=f"{run.run_id} on gpu1 is lost"):
             await following
         assert recorder.out == b"begun\n"
-        found = await runner.status(run)
+        found = await runner.fetch_status(run)
         assert (found.state, found.exit_code) == (RunState.LOST, None)
 
 
@@ -530,13 +536,13 @@ async def test_run_with_a_killed_supervisor_continues_and_is_then_lost(own_testb
         run = await runner.start("gpu1", "sleep 7006")
         record = json.loads((get_run_folder(own_testbed["gpu1"], run) / "pid").read_text())
         os.kill(record["watcher"], 9)
-        assert (await runner.status(run)).state is RunState.RUNNING
+        assert (await runner.fetch_status(run)).state is RunState.RUNNING
         os.kill(record["pid"], 9)
         await until(lambda: _is_lost(runner, run), what="its loss")
 
 
 async def _is_lost(runner: Runner, run: Run) -> bool:
-    return (await runner.status(run)).state is RunState.LOST
+    return (await runner.fetch_status(run)).state is RunState.LOST
 
 
 class ConnectionCutter:
@@ -570,9 +576,9 @@ async def test_start_with_a_lost_reply_starts_once(
     async with open_runner(own_testbed) as runner:
         cutting = ConnectionCutter(node, monkeypatch, answered=answered)
         run = await runner.start("gpu1", "echo begun >> ~/begun")
-        assert await runner.wait(run, lambda *_: None) == 0
+        assert await runner.follow_until_end(run, lambda *_: None) == 0
         assert cutting.cuts == 1
-        assert len(await runner.list("gpu1")) == 1
+        assert len(await runner.list_runs("gpu1")) == 1
     assert (node.home / "begun").read_text() == "begun\n"
 
 
@@ -592,9 +598,9 @@ async def test_invalid_options_are_rejected_before_sending(runner: Runner, wrong
 @pytest.mark.parametrize(
     ("command", "presses", "known"),
     [
-        ("touch ~/begun; exec sleep 7811", 1, CancelledStart.INTERRUPTED),
-        ("trap '' INT; touch ~/begun; sleep 7811; sleep 7811", 1, CancelledStart.UNKNOWN),
-        ("touch ~/begun; exec sleep 7811", 2, CancelledStart.UNKNOWN),
+        ("touch ~/begun; exec sleep 7811", 1, CancelledStartState.INTERRUPTED),
+        ("trap '' INT; touch ~/begun; sleep 7811; sleep 7811", 1, CancelledStartState.UNKNOWN),
+        ("touch ~/begun; exec sleep 7811", 2, CancelledStartState.UNKNOWN),
     ],
 )
 async def test_cancelled_start_is_interrupted_only_when_the_run_has_ended(
@@ -603,14 +609,14 @@ async def test_cancelled_start_is_interrupted_only_when_the_run_has_ended(
     monkeypatch: pytest.MonkeyPatch,
     command: str,
     presses: int,
-    known: CancelledStart,
+    known: CancelledStartState,
 ) -> None:
     """The node has started the run, but its reply does not arrive."""
-    if known is CancelledStart.INTERRUPTED:
-        monkeypatch.setattr(runner_module, "_INTERRUPT_TIMEOUT_S", 30.0)
+    if known is CancelledStartState.INTERRUPTED:
+        monkeypatch.setattr(runner_module, "_INTERRUPT_START_TIMEOUT_S", 30.0)
     begun = testbed["gpu1"].home / "begun"
     begun.unlink(missing_ok=True)
-    ask_link = runner._request_on
+    ask_link = runner._request_on_connection
     asked: list[str] = []
 
     async def ask(link: NodeConnection, op: str, *args: Any, **options: Any) -> Any:
@@ -621,7 +627,7 @@ async def test_cancelled_start_is_interrupted_only_when_the_run_has_ended(
             await asyncio.Event().wait()
         return answer
 
-    monkeypatch.setattr(runner, "_request_on", ask)
+    monkeypatch.setattr(runner, "_request_on_connection", ask)
     run_id = new_run_id()
     starting = asyncio.create_task(runner.start("gpu1", command, run_id=run_id))
     for press in range(presses):
@@ -631,7 +637,7 @@ async def test_cancelled_start_is_interrupted_only_when_the_run_has_ended(
         await starting
     assert runner.cancelled_start_state(run_id) is known
     monkeypatch.undo()
-    await runner.cancel(await runner.find(run_id), signal="KILL")
+    await runner.cancel(await runner.fetch_run_by_prefix(run_id), signal="KILL")
 
 
 async def test_cancelled_start_interrupts_the_run(
@@ -652,9 +658,9 @@ async def test_cancelled_start_interrupts_the_run(
         starting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await starting
-        (run,) = await runner.list("gpu1")
-        assert await runner.wait(run, lambda *_: None) == 128 + 2
-        assert runner.cancelled_start_state(run.run_id) is CancelledStart.INTERRUPTED
+        (run,) = await runner.list_runs("gpu1")
+        assert await runner.follow_until_end(run, lambda *_: None) == 128 + 2
+        assert runner.cancelled_start_state(run.run_id) is CancelledStartState.INTERRUPTED
 
 
 @pytest.mark.parametrize("cancels", [1, 2], ids=["once", "again while the run is interrupted"])
@@ -670,7 +676,7 @@ async def test_start_cancelled_on_a_hanging_node_may_have_started(
 
     run_id = new_run_id()
     async with open_runner(own_testbed) as runner:
-        await runner.list("gpu1")  # connects before the node hangs
+        await runner.list_runs("gpu1")  # connects before the node hangs
         monkeypatch.setattr(NodeConnection, "call", note)
         with own_testbed["gpu1"].suspended():
             starting = asyncio.ensure_future(runner.start("gpu1", "true", run_id=run_id))
@@ -681,7 +687,7 @@ async def test_start_cancelled_on_a_hanging_node_may_have_started(
                 starting.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await starting
-        assert runner.cancelled_start_state(run_id) is CancelledStart.UNKNOWN
+        assert runner.cancelled_start_state(run_id) is CancelledStartState.UNKNOWN
 
 
 async def test_two_starts_with_the_same_id_are_one_run(runner: Runner, testbed: SshTestbed) -> None:
@@ -691,7 +697,7 @@ async def test_two_starts_with_the_same_id_are_one_run(runner: Runner, testbed: 
             group.create_task(runner.start("gpu9", "echo x >> ~/twice", run_id=run_id)) for _ in range(8)
         ]
     assert {task.result().run_id for task in tasks} == {run_id}
-    assert await runner.wait(tasks[0].result(), lambda *_: None) == 0
+    assert await runner.follow_until_end(tasks[0].result(), lambda *_: None) == 0
     assert (testbed["gpu9"].home / "twice").read_text() == "x\n"
     runs = testbed["gpu9"].home / "grid_workspace/.grid/runs"
     await until(lambda: not list(runs.glob(".new-*")), what="the end of those who came too late")
@@ -727,7 +733,7 @@ async def test_run_continues_without_its_client(own_testbed: SshTestbed) -> None
     (own_testbed["gpu1"].home / "go").touch()
     async with open_runner(own_testbed) as later:
         recorder = OutputRecorder()
-        assert await later.wait(await later.find(run.run_id), recorder) == 6
+        assert await later.follow_until_end(await later.fetch_run_by_prefix(run.run_id), recorder) == 6
     assert recorder.out == b"done\n"
 
 
@@ -749,7 +755,7 @@ async def test_run_that_fills_the_disk_keeps_its_exit_code(own_testbed: SshTestb
     async with open_runner(own_testbed) as runner:
         recorder = OutputRecorder()
         run = await runner.start("gpu1", "head -c 3000000 /dev/zero; echo code $? >&2; exit 9")
-        assert await runner.wait(run, recorder) == 9
+        assert await runner.follow_until_end(run, recorder) == 9
     assert 500_000 < len(recorder.out) < 1_100_000
     assert not recorder.out.strip(b"\0")
 

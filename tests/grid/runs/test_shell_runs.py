@@ -96,17 +96,19 @@ async def test_an_interrupt_reaches_the_command(runner: Runner) -> None:
 
 async def test_runs_are_listed_signalled_and_removed(runner: Runner, node_without_python: SshNode) -> None:
     ended = await runner.start("gpu1", "exit 4")
-    assert await runner.wait(ended, lambda *_: None) == 4
+    assert await runner.follow_until_end(ended, lambda *_: None) == 4
     run = await runner.start("gpu1", "echo 'a -- b'; sleep 7101 & sleep 7101")
-    states = {each.run_id: each.state for each in await runner.list("gpu1")}
+    states = {each.run_id: each.state for each in await runner.list_runs("gpu1")}
     assert states == {ended.run_id: RunState.EXITED, run.run_id: RunState.RUNNING}
-    assert (await runner.find(run.run_id[:10])).command == "echo 'a -- b'; sleep 7101 & sleep 7101"
+    assert (
+        await runner.fetch_run_by_prefix(run.run_id[:10])
+    ).command == "echo 'a -- b'; sleep 7101 & sleep 7101"
     assert (await runner.cancel(run)).exit_code == 128 + 15
     await until(lambda: not node_without_python.processes("sleep 7101"), what="the end of its group")
-    assert not await runner.signal(run, "TERM")
-    await runner.remove(run)
+    assert not await runner.send_signal(run, "TERM")
+    await runner.remove_run(run)
     with pytest.raises(RunNotFoundError):
-        await runner.status(run)
+        await runner.fetch_status(run)
 
 
 async def test_timeout_ends_the_run_and_leaves_no_process(
@@ -122,7 +124,7 @@ async def test_lost_connection_loses_and_repeats_no_output(
 ) -> None:
     recorder = OutputRecorder()
     run = await runner.start("gpu1", COUNTING)
-    following = asyncio.ensure_future(runner.wait(run, recorder))
+    following = asyncio.ensure_future(runner.follow_until_end(run, recorder))
     await until(lambda: len(recorder.out) > 500, what="output")
     node_without_python.kill_connections()
     assert await following == 7
@@ -133,20 +135,22 @@ async def test_repeated_start_starts_once(runner: Runner, node_without_python: S
     run_id = new_run_id()
     for _ in range(2):
         run = await runner.start("gpu1", "echo x >> ~/twice", run_id=run_id)
-        assert await runner.wait(run, lambda *_: None) == 0
+        assert await runner.follow_until_end(run, lambda *_: None) == 0
     assert (node_without_python.home / "twice").read_text() == "x\n"
 
 
 async def test_the_oldest_ended_runs_are_removed(runner: Runner, node_without_python: SshNode) -> None:
     first = await runner.start("gpu1", "true")
-    assert await runner.wait(first, lambda *_: None) == 0
+    assert await runner.follow_until_end(first, lambda *_: None) == 0
     folder = get_run_folder(node_without_python, first)
-    for number in range(remote_runs.RUNS_KEPT + 5):
+    for number in range(remote_runs.ENDED_RUNS_KEPT + 5):
         copy = shutil.copytree(folder, folder.with_name(f"r-{number}"))
         os.utime(copy, (1000 + number, 1000 + number))
     last = await runner.start("gpu1", "true")
-    assert await runner.wait(last, lambda *_: None) == 0
-    await until(lambda: len(list(folder.parent.iterdir())) == remote_runs.RUNS_KEPT, what="their removal")
+    assert await runner.follow_until_end(last, lambda *_: None) == 0
+    await until(
+        lambda: len(list(folder.parent.iterdir())) == remote_runs.ENDED_RUNS_KEPT, what="their removal"
+    )
     assert folder.exists()
     assert not folder.with_name("r-0").exists()
 
@@ -154,25 +158,25 @@ async def test_the_oldest_ended_runs_are_removed(runner: Runner, node_without_py
 async def test_runs_are_lost_when_the_node_goes_down(
     runner: Runner, node_without_python: SshNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("genie.grid.runs.run_client._READ_WAIT_S", 0.5)
+    monkeypatch.setattr("genie.grid.runs.run_client._OUTPUT_WAIT_S", 0.5)
     run = await runner.start("gpu1", "sleep 7104")
     node_without_python.restart()
     with pytest.raises(RunLostError):
-        await runner.wait(run, lambda *_: None)
+        await runner.follow_until_end(run, lambda *_: None)
 
 
 async def test_helper_reads_runs_started_by_the_shell(
     own_testbed: SshTestbed, node_without_python: SshNode, runner: Runner
 ) -> None:
     run = await runner.start("gpu1", "echo from a shell; exit 8")
-    assert await runner.wait(run, lambda *_: None) == 8
+    assert await runner.follow_until_end(run, lambda *_: None) == 8
     (node_without_python.bin / "python3").rename(node_without_python.bin / "python3.away")
     file = make_testbed_grid_file(own_testbed)
     try:
         async with SshPool(file, ssh_config=own_testbed.ssh_config) as pool, pool.connect("gpu1") as link:
             assert link.has_helper
             recorder = OutputRecorder()
-            assert await Runner(pool, file).wait(run, recorder) == 8
+            assert await Runner(pool, file).follow_until_end(run, recorder) == 8
             assert recorder.out == b"from a shell\n"
     finally:
         (node_without_python.bin / "python3.away").rename(node_without_python.bin / "python3")
@@ -198,7 +202,7 @@ async def test_read_only_home_is_reported(own_testbed: SshTestbed, node_without_
 def test_shell_syntax_in_values_is_not_executed(shell: str) -> None:
     hostile = "'; touch /tmp/x; echo '"
     args = {"root": hostile, "id": "r-x", "command": hostile, "cwd": hostile, "env": {"A": hostile}}
-    text = shell_runs.make_script("start", args, marker="@m")
+    text = shell_runs.make_op_script("start", args, marker="@m")
     program = require_program(shell, package=shell)
     done = subprocess.run([program, "-n"], input=text, text=True, capture_output=True, timeout=30)
     assert (done.returncode, done.stderr) == (0, "")
@@ -208,7 +212,7 @@ def test_shell_syntax_in_values_is_not_executed(shell: str) -> None:
 
 async def test_damaged_run_does_not_hide_others(runner: Runner, node_without_python: SshNode) -> None:
     run = await runner.start("gpu1", "true")
-    await runner.wait(run, lambda *_: None)
+    await runner.follow_until_end(run, lambda *_: None)
     damaged = (
         "",
         "[]",
@@ -225,7 +229,7 @@ async def test_damaged_run_does_not_hide_others(runner: Runner, node_without_pyt
         folder = node_without_python.home / f"grid_workspace/.grid/runs/r-damaged{number}"
         folder.mkdir()
         (folder / "meta.json").write_text(text)
-    assert [each.run_id for each in await runner.list("gpu1")] == [run.run_id]
+    assert [each.run_id for each in await runner.list_runs("gpu1")] == [run.run_id]
 
 
 def test_run_removed_during_a_listing_is_skipped(tmp_path: Path) -> None:
@@ -234,7 +238,7 @@ def test_run_removed_during_a_listing_is_skipped(tmp_path: Path) -> None:
         folder = tmp_path / ".grid/runs" / name
         folder.mkdir(parents=True)
         (folder / "meta.json").write_text('{"command":"c","started":1,"gpus":[]}')
-    text = shell_runs.make_script("list", {"root": str(tmp_path)}, marker="@m")
+    text = shell_runs.make_op_script("list", {"root": str(tmp_path)}, marker="@m")
     text = text.replace("|| facts ;;", '|| { [ "$id" != r-bbbbbbbbbb ] || rm -r "$run"; facts; } ;;')
     done = subprocess.run(["sh", "-s"], input=text.encode(), capture_output=True, timeout=30)
     answer, _ = shell_runs._parse_reply("gpu1", "list", done.stdout.partition(b"@m\n")[2])
@@ -246,15 +250,15 @@ RUN = {"id": "r-aaaaaaaaaa", "command": 'echo x >>"$GRID_ROOT/ran"; pwd', "start
 
 def run_operation_script(root: Path, name: str, *, bytes_max: int | None = None, **more: object) -> bytes:
     """Runs (part of) the script of an operation in sh, with a misleading CDPATH; returns its output."""
-    text = shell_runs.make_script(name, {**RUN, "root": str(root), **more}, marker="@m").encode()
+    text = shell_runs.make_op_script(name, {**RUN, "root": str(root), **more}, marker="@m").encode()
     env = {**os.environ, "CDPATH": str(root / "astray")}
     done = subprocess.run(["sh", "-s"], input=text[:bytes_max], capture_output=True, env=env, timeout=30)
     return done.stdout.partition(b"@m\n")[2]
 
 
 def test_truncated_start_script_starts_nothing(tmp_path: Path) -> None:
-    text = shell_runs.make_script("start", {**RUN, "root": str(tmp_path)}, marker="@m").encode()
-    end = text.index(shell_runs._COMMON_SCRIPT.encode())
+    text = shell_runs.make_op_script("start", {**RUN, "root": str(tmp_path)}, marker="@m").encode()
+    end = text.index(shell_runs._COMMON_FUNCTIONS_SCRIPT.encode())
     while (end := text.find(b"\n", end + 1)) < len(text) - 1:
         run_operation_script(tmp_path, "start", bytes_max=end + 1)
         assert list(tmp_path.iterdir()) == [], text[:end].splitlines()[-1]
@@ -262,7 +266,7 @@ def test_truncated_start_script_starts_nothing(tmp_path: Path) -> None:
 
 def test_starting_run_is_not_lost(tmp_path: Path) -> None:
     """The start is repeated before the pid of the command is recorded."""
-    text = shell_runs.make_script("start", {**RUN, "root": str(tmp_path)}, marker="@m")
+    text = shell_runs.make_op_script("start", {**RUN, "root": str(tmp_path)}, marker="@m")
     early = text.replace('set -- "$watch"', 'facts; printf -- "--\\n"\nset -- "$watch"')
     assert early != text
     done = subprocess.run(["sh", "-s"], input=early.encode(), capture_output=True, timeout=30)
@@ -315,7 +319,7 @@ def test_signal_is_sent_only_to_the_recorded_process(tmp_path: Path, change: str
 )
 def test_timeout_is_formatted_for_every_sleep_implementation(timeout_s: float | None, formatted: str) -> None:
     args = {**RUN, "root": "/r", "timeout_s": timeout_s}
-    assert f"\ntimeout_s={formatted or repr('')}\n" in shell_runs.make_script("start", args, marker="@m")
+    assert f"\ntimeout_s={formatted or repr('')}\n" in shell_runs.make_op_script("start", args, marker="@m")
 
 
 async def test_sleep_with_integer_seconds_ends_no_run_early(

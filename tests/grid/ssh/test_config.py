@@ -12,7 +12,7 @@ import pytest
 from genie.errors import UsageError
 from genie.grid.grid_file import parse_grid_file
 from genie.grid.ssh.config import open_config_for_host, strip_other_hosts
-from genie.grid.ssh.target import KnownHostsCache, resolve_target
+from genie.grid.ssh.target import KnownHostsCache, resolve_ssh_target
 
 HOSTS = ["gpu1", "GPU1", "gpu2", "10.0.0.7"]
 HEADS = [
@@ -132,5 +132,5 @@ async def test_error_names_the_original_file_and_line(tmp_path: Path) -> None:
     config.write_text("Host gpu2\n  Port 1\nHost gpu1\n  Port many\n")
     file = parse_grid_file("nodes: [gpu1, gpu2]\n", name="grid.yaml")
     with pytest.raises(UsageError, match=f"{config} line 4: Invalid Port"):
-        await resolve_target(file.nodes[0], file, config, trusted=KnownHostsCache())
-    assert (await resolve_target(file.nodes[1], file, config, trusted=KnownHostsCache())).port == 1
+        await resolve_ssh_target(file.nodes[0], file, config, trusted=KnownHostsCache())
+    assert (await resolve_ssh_target(file.nodes[1], file, config, trusted=KnownHostsCache())).port == 1

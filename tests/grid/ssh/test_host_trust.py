@@ -11,7 +11,7 @@ import pytest
 
 from genie.errors import HostKeyChangedError, UnreachableError, UsageError
 from genie.grid.grid_file import GridFile, parse_grid_file
-from genie.grid.ssh.host_trust import HostKey, add_host_key, fetch_host_key
+from genie.grid.ssh.host_trust import HostKey, add_host_key_to_known_hosts, fetch_host_key
 from genie.grid.ssh.pool import SshPool
 from tests.grid.conftest import make_testbed_grid_file
 from tests.grid.testbed import SshTestbed
@@ -49,20 +49,20 @@ async def test_unknown_host_key_can_be_added(own_testbed: SshTestbed) -> None:
     own_testbed.known_hosts.write_text(others)  # no newline at the end
     key = await fetch_node_key(own_testbed)
     node = own_testbed["gpu1"]
-    assert (key.known, key.fingerprint) == (False, get_host_fingerprint(own_testbed, "gpu1"))
+    assert (key.is_known, key.fingerprint) == (False, get_host_fingerprint(own_testbed, "gpu1"))
     assert (key.kind, key.host) == ("ssh-ed25519", f"[{node.address}]:{node.port}")
-    add_host_key(key)
+    add_host_key_to_known_hosts(key)
     kind, body = node.public_key.split()[:2]
     assert own_testbed.known_hosts.read_text() == f"{others}\n[{node.address}]:{node.port} {kind} {body}\n"
     await connect_once(own_testbed, "gpu1")
     await connect_once(own_testbed, "gpu2")
-    assert (await fetch_node_key(own_testbed)).known
+    assert (await fetch_node_key(own_testbed)).is_known
 
 
 async def test_new_known_hosts_file_is_private(own_testbed: SshTestbed, tmp_path: Path) -> None:
     own_testbed.known_hosts = tmp_path / "ssh" / "known"
     own_testbed.write_ssh_config()
-    add_host_key(await fetch_node_key(own_testbed))
+    add_host_key_to_known_hosts(await fetch_node_key(own_testbed))
     assert own_testbed.known_hosts.stat().st_mode & 0o777 == 0o600
     assert own_testbed.known_hosts.parent.stat().st_mode & 0o777 == 0o700
     await connect_once(own_testbed, "gpu1")
@@ -82,7 +82,7 @@ async def test_hint_for_a_changed_key_is_a_valid_command(own_testbed: SshTestbed
     own_testbed.write_ssh_config(more=alias)
     node = own_testbed["gpu1"]
     own_testbed.known_hosts.write_text("")
-    add_host_key(await fetch_node_key(own_testbed))
+    add_host_key_to_known_hosts(await fetch_node_key(own_testbed))
     node.write_host_key()
     node.restart()
     hints = []
@@ -92,7 +92,7 @@ async def test_hint_for_a_changed_key_is_a_valid_command(own_testbed: SshTestbed
         hints.append(caught.value.hint)
     assert len(set(hints)) == 1
     run_in_shell(hints[0].split(": ", 1)[1].split(" and then: ")[0])
-    assert not (await fetch_node_key(own_testbed)).known
+    assert not (await fetch_node_key(own_testbed)).is_known
 
 
 async def test_host_without_a_key_of_the_known_type_has_changed(own_testbed: SshTestbed) -> None:
@@ -126,8 +126,8 @@ async def test_host_key_alias_is_written_without_a_port(own_testbed: SshTestbed)
     text = own_testbed.ssh_config.read_text().replace("Host gpu1\n", "Host gpu1\n  HostKeyAlias box\n")
     own_testbed.ssh_config.write_text(text)
     key = await fetch_node_key(own_testbed)
-    assert key.line.startswith("box ssh-ed25519 ")
-    add_host_key(key)
+    assert key.known_hosts_line.startswith("box ssh-ed25519 ")
+    add_host_key_to_known_hosts(key)
     await connect_once(own_testbed, "gpu1")
 
 
@@ -160,7 +160,7 @@ async def test_unwritable_known_hosts_file_is_an_error(own_testbed: SshTestbed, 
     own_testbed.known_hosts = tmp_path
     own_testbed.write_ssh_config()
     with pytest.raises(UsageError, match="could not write"):
-        add_host_key(await fetch_node_key(own_testbed))
+        add_host_key_to_known_hosts(await fetch_node_key(own_testbed))
 
 
 async def test_partial_line_is_removed_when_the_disk_is_full(own_testbed: SshTestbed) -> None:
@@ -171,7 +171,7 @@ async def test_partial_line_is_removed_when_the_disk_is_full(own_testbed: SshTes
     resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 20, limits[1]))
     try:
         with pytest.raises(UsageError, match="could not write"):
-            add_host_key(key)
+            add_host_key_to_known_hosts(key)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert own_testbed.known_hosts.read_bytes() == before

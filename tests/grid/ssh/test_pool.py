@@ -43,7 +43,7 @@ async def test_concurrent_users_share_one_connection(pool: SshPool) -> None:
             return link.connection
 
     assert len(set(await asyncio.gather(*(connection() for _ in range(20))))) == 1
-    assert pool.open_nodes == ["gpu1"]
+    assert pool.nodes_with_open_connection == ["gpu1"]
 
 
 async def test_command_returns_output_and_exit_code(pool: SshPool) -> None:
@@ -62,7 +62,7 @@ async def test_command_timeout_raises_deadline_error(pool: SshPool) -> None:
 async def test_helper_replies_and_rejects_invalid_requests(pool: SshPool) -> None:
     async with pool.connect("gpu3") as link:
         assert link.has_helper
-        assert link.python.startswith("3.")
+        assert link.python_version.startswith("3.")
         with pytest.raises(NodeRefusedError, match="no such op") as caught:
             await link.call("core.nothing", timeout_s=10)
         assert caught.value.reason == "unknown"
@@ -269,7 +269,7 @@ async def test_pool_size_limits_connections(testbed: SshTestbed, grid_file: Grid
         async def ask(name: str) -> bytes:
             nonlocal most
             async with pool.connect(name) as link:
-                most = max(most, len(pool.open_nodes))
+                most = max(most, len(pool.nodes_with_open_connection))
                 return (await link.run_command("hostname", timeout_s=10)).stdout.strip()
 
         names = [node.name for node in testbed.nodes[:6]]
@@ -299,7 +299,7 @@ async def test_a_hundred_concurrent_connections_succeed(testbed: SshTestbed, tmp
                 return (await link.run_command("hostname", timeout_s=60)).stdout.strip()
 
         assert await asyncio.gather(*map(ask, nodes)) == [on.name.encode() for on in nodes.values()]
-        assert len(pool.open_nodes) == 100
+        assert len(pool.nodes_with_open_connection) == 100
 
 
 async def test_bare_connection_starts_the_helper_on_demand(testbed: SshTestbed, pool: SshPool) -> None:
@@ -493,18 +493,18 @@ async def test_connection_opened_while_the_pool_closes_is_closed(
 ) -> None:
     pool = SshPool(grid_file, ssh_config=testbed.ssh_config)
     opened = []
-    connect = pool._connect
+    connect = pool._connect_by_ssh
 
     async def connect_late(node: GridNode, on_banner: AsyncCallback) -> asyncssh.SSHClientConnection:
         opened.append(await connect(node, on_banner))
         await pool.__aexit__(None, None, None)
         return opened[0]
 
-    monkeypatch.setattr(pool, "_connect", connect_late)
+    monkeypatch.setattr(pool, "_connect_by_ssh", connect_late)
     with pytest.raises(UsageError, match="is closed"):
         async with pool.connect("gpu1"):
             pass
-    assert opened[0].is_closed() and pool.open_nodes == []
+    assert opened[0].is_closed() and pool.nodes_with_open_connection == []
 
 
 async def test_cancelled_wait_before_login_returns_the_connection_to_the_pool(
@@ -527,7 +527,7 @@ async def test_cancelled_wait_before_login_returns_the_connection_to_the_pool(
         await asked.wait()
         waiting.cancel()
         await asyncio.wait([waiting])
-        assert pool.open_nodes == ["gpu1"]
+        assert pool.nodes_with_open_connection == ["gpu1"]
     assert link.connection.is_closed()
 
 
@@ -546,7 +546,7 @@ async def test_connection_waiting_before_login_counts_and_can_be_evicted(testbed
                 name, timeout_s=60, without_helper=True, before_login=before_login
             ) as link:
                 assert link.is_open
-                assert pool.open_nodes == [name]
+                assert pool.nodes_with_open_connection == [name]
 
         await use("gpu1")
         waiting = asyncio.create_task(use("gpu1", before_login))

@@ -10,7 +10,7 @@ import pytest
 from asyncssh.crypto import RSAPrivateKey
 
 from genie.grid.grid_file import parse_grid_file
-from genie.grid.ssh.target import KnownHostsCache, SshTarget, resolve_target
+from genie.grid.ssh.target import KnownHostsCache, SshTarget, resolve_ssh_target
 
 COMPARED = [
     "username",
@@ -66,7 +66,7 @@ async def resolve_target_of_gpu1(settings: str, folder: Path) -> SshTarget:
     config = folder / "config"
     config.write_text(f"Host gpu1\n{settings}")
     file = parse_grid_file("nodes: [gpu1]\n", name="grid.yaml")
-    return await resolve_target(file.nodes[0], file, config, trusted=KnownHostsCache())
+    return await resolve_ssh_target(file.nodes[0], file, config, trusted=KnownHostsCache())
 
 
 def get_option_values_to_compare(options: asyncssh.SSHClientConnectionOptions) -> dict[str, Any]:
@@ -93,7 +93,7 @@ async def test_connection_options_equal_those_of_asyncssh(home_with_keys: Path, 
     target = await resolve_target_of_gpu1(settings, home_with_keys)
     construct = asyncssh.SSHClientConnectionOptions.construct
     plain = await construct(host="gpu1", config=[str(home_with_keys / "config")])
-    given = await construct(target.options, host="gpu1", config=None, **target.keys)
+    given = await construct(target.options, host="gpu1", config=None, **target.login_key_arguments)
     assert get_option_values_to_compare(given) == get_option_values_to_compare(plain)
 
 
@@ -104,8 +104,8 @@ async def test_missing_and_invalid_keys_are_skipped(home_with_keys: Path) -> Non
     files = "".join(f"  IdentityFile ~/.ssh/{name}\n" for name in names)
     target = await resolve_target_of_gpu1(f"{files}  CertificateFile ~/.ssh/missing.cert\n", home_with_keys)
     one = asyncssh.read_private_key(home_with_keys / "one").public_data
-    assert [pair.public_data for pair in target.keys["client_keys"]] == [one]
-    assert target.keys["agent_identities"] is None
+    assert [pair.public_data for pair in target.login_key_arguments["client_keys"]] == [one]
+    assert target.login_key_arguments["agent_identities"] is None
 
 
 @pytest.mark.parametrize("named", ["~/.ssh/missing", "~/.ssh/two", "none"])
@@ -116,7 +116,7 @@ async def test_default_keys_are_not_offered_with_identity_file(
     asyncssh.generate_private_key("ssh-ed25519").write_private_key(home_with_keys / "id_ed25519")
     target = await resolve_target_of_gpu1(f"  IdentityFile {named}\n{more}", home_with_keys)
     given = await asyncssh.SSHClientConnectionOptions.construct(
-        target.options, host="gpu1", config=None, **target.keys
+        target.options, host="gpu1", config=None, **target.login_key_arguments
     )
     assert given.client_keys == []
     assert given.agent_path == str(home_with_keys.parent / "agent")
@@ -126,7 +126,7 @@ async def test_invalid_certificate_does_not_disable_its_key(home_with_keys: Path
     asyncssh.read_private_key(home_with_keys / "one").write_public_key(home_with_keys / "other.pub")
     files = "".join(f"  CertificateFile ~/.ssh/{name}\n" for name in ("other.pub", "missing", "one.cert"))
     target = await resolve_target_of_gpu1(f"  IdentityFile ~/.ssh/one\n{files}", home_with_keys)
-    one, certified = target.keys["client_keys"]
+    one, certified = target.login_key_arguments["client_keys"]
     found = {one.public_data, certified.public_data}
     assert found == {
         asyncssh.read_private_key(home_with_keys / "one").public_data,
@@ -141,12 +141,14 @@ async def test_identities_only_limits_keys_of_the_agent(home_with_keys: Path) ->
     named = "".join(f"  IdentityFile ~/.ssh/{name}\n" for name in ("one", "two", "missing"))
     target = await resolve_target_of_gpu1(named + only, home_with_keys)
     one = asyncssh.read_private_key(home_with_keys / "one")
-    assert target.keys["agent_identities"] == [one.public_data, two.public_data]
-    assert (await resolve_target_of_gpu1("  IdentityFile ~/.ssh/missing\n" + only, home_with_keys)).keys[
-        "agent_identities"
-    ] == [b""]
+    assert target.login_key_arguments["agent_identities"] == [one.public_data, two.public_data]
+    assert (
+        await resolve_target_of_gpu1("  IdentityFile ~/.ssh/missing\n" + only, home_with_keys)
+    ).login_key_arguments["agent_identities"] == [b""]
     (home_with_keys / "id_rsa.pub").write_bytes(two.export_public_key())
-    assert (await resolve_target_of_gpu1(only, home_with_keys)).keys["agent_identities"] == [two.public_data]
+    assert (await resolve_target_of_gpu1(only, home_with_keys)).login_key_arguments["agent_identities"] == [
+        two.public_data
+    ]
 
 
 async def test_rsa_keys_are_not_validated_for_every_node(
@@ -163,8 +165,8 @@ async def test_rsa_keys_are_not_validated_for_every_node(
 
     monkeypatch.setattr(RSAPrivateKey, "construct", counted)
     target = await resolve_target_of_gpu1("  User ada\n", home_with_keys)
-    assert len(target.keys["client_keys"]) == 1
+    assert len(target.login_key_arguments["client_keys"]) == 1
     await asyncssh.SSHClientConnectionOptions.construct(
-        target.options, host="gpu1", config=None, **target.keys
+        target.options, host="gpu1", config=None, **target.login_key_arguments
     )
     assert tested == [False]

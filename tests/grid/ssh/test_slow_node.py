@@ -44,7 +44,7 @@ async def test_health_run_and_sync_work_on_a_slow_node(delayed_testbed: SshTestb
         assert slow.took_s > 2 * DELAY_MS / 1000  # gpu1 is the delayed one
         runner = Runner(pool, file)
         run = await runner.start("gpu1", "echo first; sleep 0.3; echo second; exit 4")
-        assert await runner.wait(run, lambda _, data: output.append(data)) == 4
+        assert await runner.follow_until_end(run, lambda _, data: output.append(data)) == 4
         syncer = Syncer(pool, file, state_dir=tmp_path / "state")
         for unchanged in (False, True):
             reports = await syncer.sync(project, ["gpu1", "gpu2"])

@@ -218,7 +218,7 @@ async def test_data_before_the_banner_is_limited() -> None:
     buffer.data_received(b"x")
     assert sink.is_paused and buffer.banner_received.is_set()
     assert owner.got == b""
-    buffer.release()
+    buffer.release_buffered()
     assert not sink.is_paused
     assert len(owner.got) == tcp_connection._BUFFER_BYTES_MAX + 1
 
@@ -238,7 +238,7 @@ async def test_first_segments_are_acknowledged_immediately() -> None:
     buffer = tcp_connection._BannerBuffer(owner)
     buffer.connection_made(sink)
     buffer.data_received(b"first")
-    buffer.release()
+    buffer.release_buffered()
     for number in range(tcp_connection._QUICKACK_SEGMENTS_MAX):
         assert not hasattr(sink, "owner"), number
         buffer.data_received(b".")
@@ -265,7 +265,7 @@ async def test_flow_control_and_end_reach_the_owner_through_the_buffer() -> None
     buffer = tcp_connection._BannerBuffer(RecordingOwner())
     buffer.connection_made(RecordingTransport())
     assert buffer.eof_received() is None
-    buffer.release()
+    buffer.release_buffered()
     buffer.pause_writing()
     buffer.resume_writing()
     assert buffer.eof_received() is True
@@ -279,7 +279,7 @@ async def test_disconnect_before_release_reaches_the_owner() -> None:
     buffer.connection_lost(None)
     await buffer.banner_received.wait()
     assert not owner.lost.is_set()
-    buffer.release()
+    buffer.release_buffered()
     assert owner.lost.is_set()
 
 

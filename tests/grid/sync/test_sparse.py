@@ -54,9 +54,11 @@ def read_sparse_file(path: Path) -> tuple[int, dict[int, bytes]]:
     found: dict[int, bytes] = {}
     with path.open("rb") as file:
         for is_data, offset, size in list_extents(path):
-            first = offset // contents.BLOCK_BYTES
-            for number in range(first, -(-(offset + size) // contents.BLOCK_BYTES)) if is_data else ():
-                block = os.pread(file.fileno(), contents.BLOCK_BYTES, number * contents.BLOCK_BYTES)
+            first = offset // contents.DIGEST_BLOCK_BYTES
+            for number in range(first, -(-(offset + size) // contents.DIGEST_BLOCK_BYTES)) if is_data else ():
+                block = os.pread(
+                    file.fileno(), contents.DIGEST_BLOCK_BYTES, number * contents.DIGEST_BLOCK_BYTES
+                )
                 if any(block):
                     found[number] = block
     return path.stat().st_size, found
@@ -120,7 +122,7 @@ async def test_sparse_terabyte_is_synced_and_a_second_sync_sends_nothing(
             assert report.error is None
             assert (report.unchanged, report.sent_files, report.sent_bytes) == (True, 0, 0)
     assert {each.bytes_total for each in seen} == {seen[-1].bytes_total}
-    assert seen[-1].bytes == data + 1 <= seen[-1].bytes_total < 16 << 20
+    assert seen[-1].sent_bytes == data + 1 <= seen[-1].bytes_total < 16 << 20
 
 
 async def test_dry_run_reports_data_bytes_of_sparse_files(own_testbed: SshTestbed, tmp_path: Path) -> None:
@@ -144,7 +146,7 @@ async def test_connection_lost_within_a_sparse_file_is_retried(
     seen: list[object] = []
 
     def cut_once(progress: SyncProgress) -> None:
-        if not seen and progress.bytes > first + second // 2:
+        if not seen and progress.sent_bytes > first + second // 2:
             seen.append(dict(read_tree(there)))
             own_testbed["gpu1"].kill_connections()
 

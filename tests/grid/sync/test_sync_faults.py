@@ -20,12 +20,12 @@ import pytest
 from genie.errors import NodeRefusedError, SyncError, UnreachableError
 from genie.grid.grid_file import SshSettings
 from genie.grid.remote import contents, tree
-from genie.grid.remote.synced_tree import STATE_HEADER, STATE_MAGIC
+from genie.grid.remote.synced_tree import STATE_FILE_HEADER, STATE_FILE_MAGIC
 from genie.grid.runs.run_client import Runner
 from genie.grid.ssh.pool import NodeConnection, SshPool
 from genie.grid.sync import local_tree, pack, stream, sync_without_python, syncer
 from genie.grid.sync.local_tree import LocalTree, TreeSnapshot
-from genie.grid.sync.syncer import Syncer, SyncProgress, tree_name
+from genie.grid.sync.syncer import Syncer, SyncProgress, tree_name_on_nodes
 from tests.grid.sync.conftest import SyncedProject, make_sync_grid_file
 from tests.grid.sync.trees import read_tree, write_files
 from tests.grid.testbed import SshTestbed
@@ -45,7 +45,7 @@ async def test_interrupted_first_sync_is_resumed(own_testbed: SshTestbed, tmp_pa
     seen: list[dict[bytes, object]] = []
 
     def cut_once(progress: SyncProgress) -> None:
-        if not seen and progress.bytes > total // 2:
+        if not seen and progress.sent_bytes > total // 2:
             seen.append(dict(read_tree(there)))
             own_testbed["gpu1"].kill_connections()
 
@@ -61,7 +61,7 @@ async def test_interrupted_first_sync_is_resumed(own_testbed: SshTestbed, tmp_pa
 async def test_hanging_node_fails_only_its_own_sync(
     own_testbed: SshTestbed, tmp_path: Path, monkeypatch
 ) -> None:
-    monkeypatch.setattr(syncer, "_STALL_TIMEOUT_S", 3.0)
+    monkeypatch.setattr(syncer, "_TRANSFER_STALL_TIMEOUT_S", 3.0)
     monkeypatch.setattr(syncer, "_SYNC_ATTEMPTS", 1)
     file = make_sync_grid_file(own_testbed, "ws")
     root = tmp_path / "project"
@@ -69,7 +69,7 @@ async def test_hanging_node_fails_only_its_own_sync(
     with contextlib.ExitStack() as until_then:
 
         def hang(progress: SyncProgress) -> None:
-            if progress.bytes > total // 4 and not hung:
+            if progress.sent_bytes > total // 4 and not hung:
                 hung.append(until_then.enter_context(own_testbed["gpu2"].suspended()))
 
         hung: list[None] = []
@@ -256,7 +256,7 @@ async def test_error_names_an_unreadable_file(project: SyncedProject, monkeypatc
     def refused(*_: object) -> int:
         raise SyncError("project/a cannot be read: Permission denied")
 
-    monkeypatch.setattr(pack._FilePacker, "_open", refused)
+    monkeypatch.setattr(pack._FilePacker, "_open_file", refused)
     monkeypatch.setattr(pack.tree.PlainEngine, "read_small_files", lambda *_, **__: (bytearray(), [1]))
     project._syncer._engine = pack.tree.PlainEngine()
     with pytest.raises(SyncError, match="cannot be read"):
@@ -274,8 +274,8 @@ async def test_concurrent_syncs_of_one_tree_succeed(project: SyncedProject) -> N
 async def test_sync_times_out_waiting_for_another_one(project: SyncedProject, monkeypatch) -> None:
     write_files(project.root, {b"a": b"1"})
     await project.sync()
-    monkeypatch.setattr(syncer, "_LOCK_WAIT_S", 0.1)
-    with (project.there / ".grid/sync" / tree_name(project.root) / "lock").open("rb+") as lock:
+    monkeypatch.setattr(syncer, "_TREE_LOCK_WAIT_S", 0.1)
+    with (project.there / ".grid/sync" / tree_name_on_nodes(project.root) / "lock").open("rb+") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         with pytest.raises(SyncError, match="another sync of this tree is in progress"):
             await project.sync()
@@ -285,8 +285,8 @@ async def test_sync_times_out_waiting_for_another_one(project: SyncedProject, mo
 async def test_damaged_node_state_only_causes_a_full_sync(project: SyncedProject) -> None:
     write_files(project.root, {b"a": b"1", b"b": b"2"})
     await project.sync()
-    state = project.there / ".grid/sync" / tree_name(project.root) / "state"
-    for broken in (b"", STATE_MAGIC, state.read_bytes()[:-5], os.urandom(500)):
+    state = project.there / ".grid/sync" / tree_name_on_nodes(project.root) / "state"
+    for broken in (b"", STATE_FILE_MAGIC, state.read_bytes()[:-5], os.urandom(500)):
         state.write_bytes(broken)
         assert (await project.sync()).sent_files == 2
         assert read_tree(project.there) == read_tree(project.root)
@@ -310,7 +310,7 @@ async def test_large_files_of_an_older_state_format_are_sent_again(
     write_files(project.root, {b"a": b"1", b"gone": b"2", b"large": large})
     await project.sync()
     (index,) = (project.root.parent / "state/grid/sync").glob("*.index")
-    for path in (index, project.there / ".grid/sync" / tree_name(project.root) / "state"):
+    for path in (index, project.there / ".grid/sync" / tree_name_on_nodes(project.root) / "state"):
         path.write_bytes(
             _convert_to_first_format(path.read_bytes(), {b"large": hashlib.sha256(large).digest()})
         )
@@ -321,19 +321,19 @@ async def test_large_files_of_an_older_state_format_are_sent_again(
     report = await project.sync()
     assert (report.sent_files, report.deleted, report.overwritten) == (int(not touched), 1, ())
     assert read_tree(project.there) == read_tree(project.root)
-    assert index.read_bytes().startswith(STATE_MAGIC)
+    assert index.read_bytes().startswith(STATE_FILE_MAGIC)
     assert (await project.sync()).unchanged
 
 
 def _convert_to_first_format(data: bytes, shas: dict[bytes, bytes]) -> bytes:
     """Rewrites a state or an index to the first format, taken long after the last write."""
-    _, taken_ns, _, rules = STATE_HEADER.unpack_from(data)
-    records = bytearray(data[STATE_HEADER.size :])
+    _, taken_ns, _, rules = STATE_FILE_HEADER.unpack_from(data)
+    records = bytearray(data[STATE_FILE_HEADER.size :])
     for one in tree.iter_records(bytes(records)):
         if one.path in shas:
             records[one.at + 24 : one.at + 56] = shas[one.path]
-    digest = hashlib.sha256(tree.PlainEngine().records_to_compare(bytes(records))).digest()
-    return STATE_HEADER.pack(b"GGTREE1\n", taken_ns + 10**10, digest, rules) + bytes(records)
+    digest = hashlib.sha256(tree.PlainEngine().strip_stamps_and_excluded(bytes(records))).digest()
+    return STATE_FILE_HEADER.pack(b"GGTREE1\n", taken_ns + 10**10, digest, rules) + bytes(records)
 
 
 async def test_incompatible_library_is_compiled_on_the_node(project: SyncedProject, monkeypatch) -> None:
@@ -423,15 +423,15 @@ async def test_slow_connection_to_a_node_without_python_is_not_a_stall(
     write_files(root, {str(number).encode(): b"1" for number in range(12)})
     (node.bin / "python3").write_text("#!/bin/sh\nexit 127\n")
     (node.bin / "python3").chmod(0o755)
-    archive = sync_without_python._make_archive
+    archive = sync_without_python._make_tar_stream
 
     def slow(*args: Any) -> Iterator[bytes]:
         for piece in archive(*args):
             time.sleep(0.1)
             yield piece
 
-    monkeypatch.setattr(sync_without_python, "_make_archive", slow)
-    monkeypatch.setattr(syncer, "_APPLY_TIMEOUT_S", 3.0)  # less than sending takes
+    monkeypatch.setattr(sync_without_python, "_make_tar_stream", slow)
+    monkeypatch.setattr(syncer, "_APPLY_CHANGE_TIMEOUT_S", 3.0)  # less than sending takes
     file = make_sync_grid_file(own_testbed, "ws")
     async with SshPool(file, ssh_config=own_testbed.ssh_config) as pool:
         (report,) = await Syncer(pool, file, state_dir=tmp_path / "state").sync(root, ["gpu1"])

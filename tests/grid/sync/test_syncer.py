@@ -308,7 +308,7 @@ async def test_failing_node_does_not_delay_others(own_testbed: SshTestbed, tmp_p
         one, two = await syncer.sync(root, ["gpu1", "gpu2"])
         assert (one.unchanged, two.sent_files) == (True, 300)
     assert read_tree(own_testbed["gpu2"].home / "ws") == read_tree(root)
-    assert (seen[-1].node, seen[-1].files, seen[-1].bytes) == ("gpu1", 300, seen[-1].bytes_total)
+    assert (seen[-1].node, seen[-1].sent_files, seen[-1].sent_bytes) == ("gpu1", 300, seen[-1].bytes_total)
 
 
 async def test_pool_smaller_than_the_transfer_limit_works(own_testbed: SshTestbed, tmp_path: Path) -> None:
@@ -374,7 +374,7 @@ async def test_missing_folder_and_unknown_node_are_rejected(project: SyncedProje
 
 async def test_metrics_count_every_sync(testbed: SshTestbed, tmp_path: Path) -> None:
     class MetricsRecorder(list[float]):
-        def sync_finished(self, duration_s: float) -> None:
+        def record_sync(self, duration_s: float) -> None:
             self.append(duration_s)
 
     metrics = MetricsRecorder()

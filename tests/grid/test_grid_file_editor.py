@@ -11,7 +11,12 @@ from hypothesis import strategies as st
 
 from genie.errors import ConfigError, NoNodeError, UsageError
 from genie.grid.grid_file import GridNode, parse_grid_file
-from genie.grid.node_list import add_node, edit_grid_file, read_grid_file_text, remove_node
+from genie.grid.grid_file_editor import (
+    add_node_to_text,
+    edit_grid_file,
+    read_grid_file_text,
+    remove_node_from_text,
+)
 
 BLOCK = """\
 # our boxes
@@ -34,13 +39,13 @@ def parse_node_names(text: str) -> list[str]:
 
 
 def test_node_is_appended_and_nothing_else_changes() -> None:
-    made = add_node(BLOCK, GridNode(name="gpu4"), name="f")
+    made = add_node_to_text(BLOCK, GridNode(name="gpu4"), name="f")
     assert made == BLOCK.replace("alice@gpu3:2222\n", "alice@gpu3:2222\n  - gpu4\n")
 
 
 def test_node_with_settings_is_one_line() -> None:
     node = GridNode(name="gpu4", user="bob", port=23, weight=2.0, labels={"zone": "null"})
-    made = add_node(BLOCK, node, name="f")
+    made = add_node_to_text(BLOCK, node, name="f")
     assert "  - {name: gpu4, user: bob, port: 23, weight: 2.0, labels: {zone: 'null'}}\n" in made
     assert parse_grid_file(made, name="f").nodes[-1] == node
 
@@ -61,19 +66,19 @@ def test_node_with_settings_is_one_line() -> None:
     ],
 )
 def test_node_can_be_added_to_every_list_style(before: str, after: str | None) -> None:
-    made = add_node(before, GridNode(name="new"), name="f")
+    made = add_node_to_text(before, GridNode(name="new"), name="f")
     assert made == (after or before.replace("{x: y}\n", "{x: y}\n  - new\n"))
 
 
 def test_empty_file_gets_a_header() -> None:
-    made = add_node("", GridNode(name="gpu1"), name="f")
+    made = add_node_to_text("", GridNode(name="gpu1"), name="f")
     assert made.startswith("# ")
     assert parse_node_names(made) == ["gpu1"]
 
 
 def test_existing_node_is_not_added_again() -> None:
     with pytest.raises(UsageError, match="already has a node 'gpu2'"):
-        add_node(BLOCK, GridNode(name="gpu2"), name="f")
+        add_node_to_text(BLOCK, GridNode(name="gpu2"), name="f")
 
 
 @pytest.mark.parametrize(
@@ -85,7 +90,7 @@ def test_existing_node_is_not_added_again() -> None:
     ],
 )
 def test_removing_a_node_removes_only_its_lines(node: str, gone: str) -> None:
-    assert remove_node(BLOCK, node, name="f") == BLOCK.replace(gone, "")
+    assert remove_node_from_text(BLOCK, node, name="f") == BLOCK.replace(gone, "")
 
 
 @pytest.mark.parametrize(
@@ -97,14 +102,14 @@ def test_removing_a_node_removes_only_its_lines(node: str, gone: str) -> None:
     ],
 )
 def test_node_is_removed_from_a_flow_list(node: str, after: str) -> None:
-    assert remove_node("nodes: [a, {name: b}, c] # x\n", node, name="f") == after
+    assert remove_node_from_text("nodes: [a, {name: b}, c] # x\n", node, name="f") == after
 
 
 def test_only_node_and_unknown_node_are_not_removed() -> None:
     with pytest.raises(UsageError, match="only node"):
-        remove_node("nodes: [a]\n", "a", name="f")
+        remove_node_from_text("nodes: [a]\n", "a", name="f")
     with pytest.raises(NoNodeError):
-        remove_node("nodes: [a, b]\n", "c", name="f")
+        remove_node_from_text("nodes: [a, b]\n", "c", name="f")
 
 
 @pytest.mark.parametrize(
@@ -119,14 +124,14 @@ def test_only_node_and_unknown_node_are_not_removed() -> None:
 )
 def test_invalid_file_is_not_edited(text: str) -> None:
     with pytest.raises((ConfigError, UsageError)):
-        add_node(text, GridNode(name="new"), name="f")
+        add_node_to_text(text, GridNode(name="new"), name="f")
 
 
 def test_edit_that_would_change_another_setting_is_rejected() -> None:
     # The last node is an alias, whose position is that of its anchor: among the patterns.
     text = "sync: {exclude_patterns: [&last a, z]}\nnodes: [b, *last]\n"
     with pytest.raises(UsageError, match="by hand"):
-        add_node(text, GridNode(name="new"), name="f")
+        add_node_to_text(text, GridNode(name="new"), name="f")
 
 
 _NAMES = st.from_regex(r"[a-z_][a-z0-9_.-]{0,8}", fullmatch=True).filter(lambda name: ".." not in name)
@@ -138,9 +143,9 @@ def test_adding_and_removing_a_node_restores_the_text(before: list[str], new: st
     text = f"nodes: [{', '.join(before)}]\n" if in_brackets else "\n".join(["nodes:", *lines, "ssh: {}", ""])
     if new in before:
         return
-    made = add_node(text, GridNode(name=new), name="f")
+    made = add_node_to_text(text, GridNode(name=new), name="f")
     assert parse_node_names(made) == [*before, new]
-    assert remove_node(made, new, name="f") == text
+    assert remove_node_from_text(made, new, name="f") == text
 
 
 def test_file_keeps_its_mode_and_its_link(tmp_path: Path) -> None:
@@ -149,7 +154,7 @@ def test_file_keeps_its_mode_and_its_link(tmp_path: Path) -> None:
     real.chmod(0o640)
     link = tmp_path / "link.yaml"
     link.symlink_to(real)
-    edit_grid_file(link, lambda text: add_node(text, GridNode(name="b"), name="f"))
+    edit_grid_file(link, lambda text: add_node_to_text(text, GridNode(name="b"), name="f"))
     assert link.is_symlink()
     assert (real.read_text(), real.stat().st_mode & 0o777) == ("nodes: [a, b]\n", 0o640)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["link.yaml", "real.yaml"]

@@ -1,7 +1,7 @@
 """Adds and removes a node in the text of the grid file, preserving its comments and layout.
 
-Only the lines of that node change. The result is parsed again and must differ by that node alone;
-otherwise the edit is rejected. `add_node` and `remove_node` are pure; `edit_grid_file` replaces the
+Only the lines of that node change. The result is parsed again and must differ by that node alone; otherwise
+the edit is rejected. `add_node_to_text` and `remove_node_from_text` are pure; `edit_grid_file` replaces the
 file atomically, one process at a time. The format of the file is defined in grid_file.py.
 """
 
@@ -16,31 +16,31 @@ from pathlib import Path
 import yaml
 
 from genie.errors import ConfigError, UsageError
-from genie.grid.grid_file import FILE_BYTES_MAX, GridFile, GridNode, parse_grid_file
+from genie.grid.grid_file import GRID_FILE_BYTES_MAX, GridFile, GridNode, parse_grid_file
 
-_LOCK_TIMEOUT_S = 10.0
-_LOCK_RETRY_INTERVAL_S = 0.01
-_NEW_FILE_TEXT = """\
+_EDIT_LOCK_TIMEOUT_S = 10.0
+_EDIT_LOCK_RETRY_INTERVAL_S = 0.01
+_NEW_GRID_FILE_TEXT = """\
 # The nodes of the grid and their settings. Names are hosts or aliases of ~/.ssh/config, which also defines
 # users, ports, keys and jump hosts. 'grid-cli config show' lists every key with its default.
 nodes:
 """
 
 
-def add_node(text: str, node: GridNode, *, name: str) -> str:
+def add_node_to_text(text: str, node: GridNode, *, name: str) -> str:
     """Returns the text with `node` appended. `name` is the name of the file in errors. Raises UsageError."""
     before = _parse_unless_empty(text, name) if text.strip() else None
     if before is not None and any(each.name == node.name for each in before.nodes):
         raise UsageError(
             f"{name} already has a node {node.name!r}", hint="'grid-cli nodes list' shows all nodes"
         )
-    edited = _GridFileText(text or _NEW_FILE_TEXT).insert_node(_format_node(node))
+    edited = _GridFileText(text or _NEW_GRID_FILE_TEXT).insert_node(_format_node(node))
     nodes = (*(before.nodes if before else ()), node)
     _verify_edit(edited, before, nodes, name=name)
     return edited
 
 
-def remove_node(text: str, node: str, *, name: str) -> str:
+def remove_node_from_text(text: str, node: str, *, name: str) -> str:
     """Returns the text without that node and its lines. Raises NoNodeError or UsageError."""
     before = parse_grid_file(text, name=name)
     before.node(node)
@@ -59,8 +59,8 @@ def read_grid_file_text(path: Path) -> str:
     """Reads the file; '' if it does not exist. Raises ConfigError."""
     try:
         raw = path.expanduser().read_bytes()
-        if len(raw) > FILE_BYTES_MAX:
-            raise ConfigError(f"the grid file {path} is larger than {FILE_BYTES_MAX} bytes")
+        if len(raw) > GRID_FILE_BYTES_MAX:
+            raise ConfigError(f"the grid file {path} is larger than {GRID_FILE_BYTES_MAX} bytes")
         return raw.decode("utf-8")
     except FileNotFoundError:
         return ""
@@ -82,17 +82,17 @@ def edit_grid_file(path: Path, change: Callable[[str], str]) -> None:
     except OSError as error:
         raise ConfigError(f"could not write the grid file {path}: {error.strerror}") from error
     try:
-        _lock_directory(descriptor, path)
+        _lock_grid_file_directory(descriptor, path)
         write_grid_file(path, change(read_grid_file_text(path)))
     finally:
         os.close(descriptor)
 
 
-def _lock_directory(descriptor: int, path: Path) -> None:
+def _lock_grid_file_directory(descriptor: int, path: Path) -> None:
     """Locks the directory: the file itself is replaced, and a lock file would remain."""
     import fcntl  # late: not every system has it
 
-    deadline = time.monotonic() + _LOCK_TIMEOUT_S
+    deadline = time.monotonic() + _EDIT_LOCK_TIMEOUT_S
     while True:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -100,7 +100,7 @@ def _lock_directory(descriptor: int, path: Path) -> None:
         except BlockingIOError:
             if time.monotonic() > deadline:
                 raise ConfigError(f"the grid file {path} is locked by another process") from None
-            time.sleep(_LOCK_RETRY_INTERVAL_S)
+            time.sleep(_EDIT_LOCK_RETRY_INTERVAL_S)
         except OSError:  # a file system without locks
             return
 
@@ -189,10 +189,10 @@ class _GridFileText:
             end = nodes.value[-1].end_mark.index
             return self._replace_range(end, end, f", {entry}")
         if isinstance(nodes, yaml.SequenceNode):
-            line = _last_content_line(nodes.value[-1]) + 1
+            line = _last_content_line_number(nodes.value[-1]) + 1
             return self._insert_line(line, f"{self._dash_indent(nodes.value[0])}- {entry}")
         # 'nodes:' without a value: insert after that line.
-        return self._insert_line(self._nodes_key_line() + 1, f"  - {entry}")
+        return self._insert_line(self._nodes_key_line_number() + 1, f"  - {entry}")
 
     def remove_node(self, place: int) -> str:
         nodes = self._nodes_value
@@ -203,7 +203,7 @@ class _GridFileText:
                 return self._replace_range(nodes.value[place - 1].end_mark.index, entry.end_mark.index, "")
             return self._replace_range(entry.start_mark.index, nodes.value[1].start_mark.index, "")
         lines = self._text.splitlines(keepends=True)
-        del lines[self._dash_line(entry) : _last_content_line(entry) + 1]
+        del lines[self._dash_line_number(entry) : _last_content_line_number(entry) + 1]
         return "".join(lines)
 
     def _replace_range(self, start: int, end: int, text: str) -> str:
@@ -213,11 +213,11 @@ class _GridFileText:
         lines = self._text.splitlines(keepends=True)
         return "".join([*lines[:line], text + self._newline, *lines[line:]])
 
-    def _nodes_key_line(self) -> int:
+    def _nodes_key_line_number(self) -> int:
         assert self._root_mapping is not None
         return next(int(key.start_mark.line) for key, _ in self._root_mapping.value if key.value == "nodes")
 
-    def _dash_line(self, entry: yaml.Node) -> int:
+    def _dash_line_number(self, entry: yaml.Node) -> int:
         """Returns the line of the dash; the entry itself may start on a later line."""
         lines = self._text.splitlines()
         line = int(entry.start_mark.line)
@@ -226,16 +226,16 @@ class _GridFileText:
         return line
 
     def _dash_indent(self, entry: yaml.Node) -> str:
-        line = self._text.splitlines()[self._dash_line(entry)]
+        line = self._text.splitlines()[self._dash_line_number(entry)]
         return line[: len(line) - len(line.lstrip())]
 
 
-def _last_content_line(node: yaml.Node) -> int:
+def _last_content_line_number(node: yaml.Node) -> int:
     """Returns the last line of the node's own content: YAML ends a block where the next one starts."""
     if isinstance(node, yaml.MappingNode) and not node.flow_style and node.value:
-        return max(_last_content_line(each) for pair in node.value for each in pair)
+        return max(_last_content_line_number(each) for pair in node.value for each in pair)
     if isinstance(node, yaml.SequenceNode) and not node.flow_style and node.value:
-        return max(_last_content_line(each) for each in node.value)
+        return max(_last_content_line_number(each) for each in node.value)
     if isinstance(node, yaml.ScalarNode) and node.style in ("|", ">"):
         return int(node.end_mark.line) - 1
     return int(node.end_mark.line)
