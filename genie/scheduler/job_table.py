@@ -70,7 +70,7 @@ class JobTable:
         self.reservation: Reservation | None = None
         self.gpu_reservations = GpuReservations(cluster)
         """GPUs reserved for jobs that request them by number."""
-        self.migration_counts: dict[str, int] = {}
+        self.migration_count_by_job: dict[str, int] = {}
         """How often each unfinished job has been moved."""
         self.needs_full_pass = True
         """Whether anything but arrivals changed since the last pass."""
@@ -162,7 +162,7 @@ class JobTable:
         if requeue:
             self.enqueue(running.request)
         else:
-            self.migration_counts.pop(job_id, None)
+            self.migration_count_by_job.pop(job_id, None)
 
     def reserve(self, reservation: Reservation) -> None:
         """Replace the only reservation that is not for GPUs by number."""
