@@ -69,11 +69,11 @@ class CpuMeter:
     """Reads load and utilization. The first `busy_pct` covers the time since the construction."""
 
     def __init__(self) -> None:
-        self._previous_cpu_seconds = _busy_and_total_cpu_s()
+        self._previous_busy_and_total_s = _busy_and_total_cpu_s()
 
     def read(self) -> CpuReading:
-        (busy_s, total_s), now = self._previous_cpu_seconds, _busy_and_total_cpu_s()
-        self._previous_cpu_seconds = now
+        (busy_s, total_s), now = self._previous_busy_and_total_s, _busy_and_total_cpu_s()
+        self._previous_busy_and_total_s = now
         spent_s = now[1] - total_s
         busy_pct = min(max(100.0 * (now[0] - busy_s) / spent_s, 0.0), 100.0) if spent_s > 0 else None
         try:

@@ -82,7 +82,7 @@ class FragmentationSample:
 
 
 @dataclass(frozen=True)
-class SimulatedRun:
+class SimulationResult:
     """Result of a simulation. `infeasible_job_ids` lists skipped jobs, which do not fit the empty cluster;
     `policy_fault` is the reason why a custom policy was disabled."""
 
@@ -102,7 +102,7 @@ def simulate(
     plan: SimulationParameters,
     *,
     progress: ProgressCallback | None = None,
-) -> SimulatedRun:
+) -> SimulationResult:
     """Simulate until the last job has ended."""
     if not any(node.gpus for node in nodes) or not jobs:
         raise UsageError("a simulation needs nodes with GPUs and jobs", hint="see genie sim run --help")
@@ -178,8 +178,8 @@ class _Simulation:
         self._available_gpu_milli = total_gpu_milli_of(nodes)
         self._usage_samples: list[UsageSample] = []
         self._fragmentation_samples: list[FragmentationSample] = []
-        self._arrived_count = 0
-        self._finished_count = 0
+        self._arrived_job_count = 0
+        self._finished_job_count = 0
         self._schedule_arrivals(nodes, jobs)
         self._last_arrival_s = max(
             (active.result.job.submitted_s for active in self._submitted_jobs.values()), default=0.0
@@ -209,9 +209,9 @@ class _Simulation:
 
     # -- time ---------------------------------------------------------------------------------
 
-    def run(self, progress: ProgressCallback) -> SimulatedRun:
+    def run(self, progress: ProgressCallback) -> SimulationResult:
         events, decisions = self._event_heap, 0
-        while events and self._finished_count < len(self._submitted_jobs):
+        while events and self._finished_job_count < len(self._submitted_jobs):
             now, changed = events[0][0], False
             while events and events[0][0] == now:
                 _, kind, _, name, epoch = heapq.heappop(events)
@@ -220,10 +220,10 @@ class _Simulation:
                 self._run_scheduling_pass(now)
                 decisions += 1
                 if not decisions % 1000:
-                    progress(self._finished_count, len(self._submitted_jobs))
+                    progress(self._finished_job_count, len(self._submitted_jobs))
         records = [active.result for active in self._submitted_jobs.values()]
         milli = total_gpu_milli_of(self._nodes.values())
-        return SimulatedRun(
+        return SimulationResult(
             job_results=records,
             usage_samples=self._usage_samples,
             fragmentation_samples=self._fragmentation_samples,
@@ -243,12 +243,12 @@ class _Simulation:
             if kind == _END_EVENT:
                 self._stop_job(active, now)
                 active.result.ended_s = now
-                self._finished_count += 1
+                self._finished_job_count += 1
             else:
                 self._requeue_from_checkpoint(active, now)
         elif kind == _ARRIVE_EVENT:
             self._scheduler.submit(self._submitted_jobs[name].request)
-            self._arrived_count += 1
+            self._arrived_job_count += 1
         elif kind == _FAIL_EVENT:
             self._fail_node(name, now)
         else:
@@ -266,10 +266,10 @@ class _Simulation:
                 active.result.preemption_count += 1
                 self._schedule_event(now + decision.grace_s, _PREEMPTED_EVENT, decision.job_id, active.epoch)
         waiting = (
-            self._arrived_count - self._finished_count - len(self._running_jobs)
+            self._arrived_job_count - self._finished_job_count - len(self._running_jobs)
         )  # decisions do not list all of them
         self._usage_samples.append(UsageSample(now, self._used_gpu_milli, self._available_gpu_milli, waiting))
-        if waiting and now >= self._next_sample_s:
+        if waiting and now >= self._next_fragmentation_sample_s:
             self._fragmentation_samples.append(self._sample_fragmentation(now))
 
     # -- jobs ---------------------------------------------------------------------------------
@@ -329,7 +329,7 @@ class _Simulation:
     # -- fragmentation ------------------------------------------------------------------------
 
     @property
-    def _next_sample_s(self) -> float:
+    def _next_fragmentation_sample_s(self) -> float:
         last_s = self._fragmentation_samples[-1].time_s if self._fragmentation_samples else 0.0
         return last_s + self._last_arrival_s / FRAGMENTATION_SAMPLES_MAX
 

@@ -89,12 +89,12 @@ class MemoryStore:
         """Register a callback for every transaction of any client, called when it takes effect."""
         self._memory.commit_listeners.append(listener)
 
-    def set_delay(self, seconds: float, *, range_s: float | None = None) -> None:
-        """Let each call of this client take this time; `range` takes `range_s`, if given."""
+    def set_response_delay(self, seconds: float, *, range_delay_s: float | None = None) -> None:
+        """Let each call of this client take this time; `range` takes `range_delay_s`, if given."""
         self._call_delay_s = seconds
-        self._range_delay_s = seconds if range_s is None else range_s
+        self._range_delay_s = seconds if range_delay_s is None else range_delay_s
 
-    def lose_next_reply(self) -> None:
+    def lose_next_commit_reply(self) -> None:
         """Let the next commit take effect but raise StoreUnavailableError."""
         self._replies_to_lose += 1
 
@@ -209,7 +209,7 @@ class _SharedMemory:
         self.compacted_revision = 0
         self.client_count = 0
         self.commit_listeners: list[Callable[[Sequence[Put | Delete]], None]] = []
-        self._history_revisions = history_revisions
+        self._history_revisions_max = history_revisions
         self._sorted_keys: list[bytes] = []
         self._revision = 1
         self._last_lease_id = 0
@@ -340,9 +340,9 @@ class _SharedMemory:
 
     def _drop_old_history(self) -> None:
         self._revision += 1
-        slack = max(1, self._history_revisions // 10)
-        if self._revision - self.compacted_revision > self._history_revisions + slack:
-            self.compact(self._revision - self._history_revisions)
+        slack = max(1, self._history_revisions_max // 10)
+        if self._revision - self.compacted_revision > self._history_revisions_max + slack:
+            self.compact(self._revision - self._history_revisions_max)
         self.wake_watches()
 
 

@@ -30,9 +30,9 @@ from genie.runtime.connection_limits import ConnectionLimiter, ConnectionLimits,
 from genie.runtime.network import AcceptCallback, ClientTls
 
 START_WALL_TIME_S = 1_700_000_000.0
-_UNPAUSE_POLL_S = 0.01
-_OPEN_FILES_MAX = 1 << 20
-_RETRY_AFTER_S = 0.5
+_UNPAUSE_POLL_INTERVAL_S = 0.01
+_SIM_OPEN_FILES_LIMIT = 1 << 20
+_OVERLOADED_RETRY_AFTER_S = 0.5
 _FRAME_KIND_OFFSET = 4
 """Of the kind in the header of a frame."""
 
@@ -287,7 +287,7 @@ class _Channel:
         while (frame := await self._outbox.get()) is not None and not self._closed_event.is_set():
             await self._world.simulate_frame_latency()
             while self._world.is_link_cut(self.host, self.other_host) and not self._closed_event.is_set():
-                await asyncio.sleep(_UNPAUSE_POLL_S * 10)
+                await asyncio.sleep(_UNPAUSE_POLL_INTERVAL_S * 10)
             for each in self._apply_link_faults(frame):
                 if self.other_end is not None and not self._closed_event.is_set():
                     ready_s = self._world.occupy_cpu(self.other_host, frames=1)
@@ -333,7 +333,7 @@ class SimNetwork:
     def __init__(self, world: World, host: str, limits: ConnectionLimits | None = None) -> None:
         self._world = world
         self._host = host
-        self._limits = limits or ConnectionLimits.for_open_file_limit(_OPEN_FILES_MAX)
+        self._limits = limits or ConnectionLimits.for_open_file_limit(_SIM_OPEN_FILES_LIMIT)
 
     async def connect(self, host: str, port: int, *, tls: ClientTls | None, timeout_s: float) -> _Channel:
         assert tls is None, "the simulation does not support TLS"
@@ -356,7 +356,9 @@ class SimNetwork:
         opened = listener.limiter.accept(self._host, now_s=world.now_s, close=far.close)
         if isinstance(opened, str):
             del world.channels[near], world.channels[far]
-            raise OverloadedError(f"{where} rejected the connection: {opened}", retry_after_s=_RETRY_AFTER_S)
+            raise OverloadedError(
+                f"{where} rejected the connection: {opened}", retry_after_s=_OVERLOADED_RETRY_AFTER_S
+            )
         far.on_authenticated = opened.set_authenticated
         near.other_end, far.other_end = far, near
         serving = _serve_connection(listener.accept, far, opened)

@@ -283,7 +283,7 @@ def test_filter_cache_is_bounded() -> None:
     for request in (*several, several[-1], several[0]):
         created.why_node_excluded(created.to_filter_request(request), facts)
     assert len(policy.calls) == filters.CACHED_FILTER_REQUESTS_MAX + 2, "the first was evicted"
-    assert len(created._cache) == filters.CACHED_FILTER_REQUESTS_MAX
+    assert len(created._reasons_by_filter_request) == filters.CACHED_FILTER_REQUESTS_MAX
 
 
 @pytest.mark.parametrize("result", [raise_value_error, lambda: None, lambda: False])

@@ -18,11 +18,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.sim.scenario import KINDS, run_seed
+from tests.sim.scenario import SCENARIO_KINDS, run_seed
 
 _FAILURES_SHOWN_MAX = 10
 _VIOLATIONS_SHOWN_MAX = 5
-_PROGRESS_S = 30.0
+_PROGRESS_INTERVAL_S = 30.0
 _SEED_MAX = 10**9
 _MEMORY_DIRECTORY = Path("/dev/shm")
 
@@ -44,7 +44,7 @@ def replay_command(seed: int, kind: str) -> str:
 
 def kind_of_seed(seed: int) -> str:
     """The kinds take turns, so that any range of seeds has all of them."""
-    return list(KINDS)[seed % len(KINDS)]
+    return list(SCENARIO_KINDS)[seed % len(SCENARIO_KINDS)]
 
 
 def try_seed(seed: int, kind: str) -> SeedResult:
@@ -76,7 +76,7 @@ def _run_many(tasks: list[tuple[int, str]]) -> int:
                 failed += 1
                 if failed <= _FAILURES_SHOWN_MAX:
                     print(result.describe(), flush=True)
-            if time.monotonic() > shown_s + _PROGRESS_S:
+            if time.monotonic() > shown_s + _PROGRESS_INTERVAL_S:
                 shown_s = time.monotonic()
                 print(f"{done} of {len(tasks)} seeds, {failed} failed", flush=True)
     rate = len(tasks) / (time.monotonic() - start_s)
@@ -99,7 +99,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     numbers.add_argument("--seeds", type=_parse_count, default=300, help="number of seeds (default: 300)")
     numbers.add_argument("--seed", type=_parse_seed, help="replay one seed and print its log")
     parser.add_argument("--first", type=_parse_seed, help="first seed (default: 0)")
-    parser.add_argument("--kind", choices=list(KINDS), help="kind of the faults (default: all in turn)")
+    parser.add_argument(
+        "--kind", choices=list(SCENARIO_KINDS), help="kind of the faults (default: all in turn)"
+    )
     options = parser.parse_args(arguments)
     if options.seed is not None:
         if options.first is not None:

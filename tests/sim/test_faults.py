@@ -47,7 +47,7 @@ async def _run_scenario(
     seed: int,
     directory: Path,
     *,
-    kinds: tuple[str, ...] = fault_injector.ALL_FAULTS,
+    kinds: tuple[str, ...] = fault_injector.MIXED_FAULTS,
     controllers: int = 1,
     node_ttl_s: float = CONTROLLER_CONFIG.node_ttl_s,
 ) -> ScenarioOutcome:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from genie.scheduler.request import NodeFacts
     from genie.scheduler.rules import Rules
     from genie.sim.events import NodeFailures, SimulationParameters
-    from genie.sim.metrics import Summary, ValueSpread
+    from genie.sim.metrics import SimulationSummary, ValueSpread
     from genie.sim.workloads.workload import SimJob
 
 sim_app = typer.Typer(
@@ -153,7 +153,7 @@ def run(
     Synthetic jobs have single GPUs, fractions, gangs, three priorities and eight tenants.
     """
     from genie.sim.events import simulate
-    from genie.sim.metrics import summarise
+    from genie.sim.metrics import summarise_simulation
 
     settings = invocation.load_settings()
     seed_number = parse_integer(seed, what="--seed", low=0, high=_SEED_MAX)
@@ -172,7 +172,7 @@ def run(
         )
     finally:
         line.close()
-    summary = summarise(done)
+    summary = summarise_simulation(done)
     if out is not None:
         _write_results(out, summary, done)
     if as_json:
@@ -342,7 +342,7 @@ def _load_or_generate_jobs(
     found = found[:most]
     if factor:
         found = workload.add_time_limits(found, factor=factor, seed=seed)
-    return workload.scale_to_load(found, nodes, load_target) if load_target else found
+    return workload.scale_arrivals_to_load(found, nodes, load_target) if load_target else found
 
 
 def _make_rules(order: str, controller: ControllerConfig, *, backfills: bool, preempts: bool) -> Rules:
@@ -381,7 +381,7 @@ def _parse_failures(fail_every: str | None, repair: str) -> NodeFailures | None:
 # -- results ----------------------------------------------------------------------------------------
 
 
-def _write_results(folder: Path, summary: Summary, done: Any) -> None:
+def _write_results(folder: Path, summary: SimulationSummary, done: Any) -> None:
     import json
 
     from genie.sim.plots import plot_utilisation, plot_wait_times
@@ -397,7 +397,7 @@ def _write_results(folder: Path, summary: Summary, done: Any) -> None:
         ) from error
 
 
-def _summary_to_json(summary: Summary) -> dict[str, Any]:
+def _summary_to_json(summary: SimulationSummary) -> dict[str, Any]:
     from dataclasses import asdict
 
     def to_json_names(fields: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -406,7 +406,7 @@ def _summary_to_json(summary: Summary) -> dict[str, Any]:
     return asdict(summary, dict_factory=to_json_names)
 
 
-def _summary_fields(it: Summary) -> list[tuple[str, str]]:
+def _summary_fields(it: SimulationSummary) -> list[tuple[str, str]]:
     large = (
         f" (gangs of 32 or more GPUs: {_format_mean_and_percentiles(it.large_gang_wait_s)})"
         if it.large_gang_wait_s.count

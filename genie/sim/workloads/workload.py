@@ -49,7 +49,7 @@ WORKLOAD_COLUMNS = (
     "cpus_per_worker", "memory_mib_per_worker", "gpu_models", "placed_within", "priority", "preemptible",
     "grace_s", "checkpoint_interval_s", "time_limit_s",
 )  # fmt: skip
-_NEW_COLUMN_NAMES = {
+_NEW_NAME_BY_OLD_COLUMN = {
     "gpus": "gpus_per_worker",
     "cpus": "cpus_per_worker",
     "memory_mib": "memory_mib_per_worker",
@@ -145,7 +145,7 @@ def read_workload(path: Path) -> list[SimJob]:
         {"submitted_s", "duration_s"},
         parse,
         known_columns=frozenset(WORKLOAD_COLUMNS),
-        new_column_names=_NEW_COLUMN_NAMES,
+        new_column_names=_NEW_NAME_BY_OLD_COLUMN,
     )
     return sorted(jobs, key=lambda job: job.submitted_s)
 
@@ -334,7 +334,7 @@ def offered_load(jobs: Sequence[SimJob], nodes: Iterable[NodeFacts]) -> float:
     return requested / (total_gpu_milli_of(nodes) * span_s) if span_s else 0.0
 
 
-def scale_to_load(jobs: Sequence[SimJob], nodes: Sequence[NodeFacts], load: float) -> list[SimJob]:
+def scale_arrivals_to_load(jobs: Sequence[SimJob], nodes: Sequence[NodeFacts], load: float) -> list[SimJob]:
     """Scale the submission times so that the jobs have this load."""
     factor = offered_load(jobs, nodes) / load
     return [replace(job, submitted_s=job.submitted_s * factor) for job in jobs]
