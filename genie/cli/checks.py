@@ -211,9 +211,9 @@ def _check_etcd() -> Check:
 
 
 def check_accelerators() -> Iterator[Check]:
-    from genie.hardware import probe
+    from genie.hardware import probe_accelerators
 
-    for result in probe():
+    for result in probe_accelerators():
         yield Check(
             name=f"accelerator {result.vendor}",
             verdict=Verdict.OK if result.usable else Verdict.ABSENT,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from genie.hardware.accelerators import Inventory, inventory
 from genie.hardware.host import CpuMeter, CpuReading, DiskSpace, HostFacts, disk_space, host_facts
 from genie.hardware.limits import BUSY_ABOVE_UTILIZATION_PCT, is_busy, is_overheated
-from genie.hardware.probes import ProbeResult, probe
+from genie.hardware.probes import ProbeResult, probe_accelerators
 from genie.hardware.visibility import visible_devices_env
 from genie.model.limits import TEMPERATURE_C_MAX
 
@@ -27,6 +27,6 @@ __all__ = [
     "inventory",
     "is_busy",
     "is_overheated",
-    "probe",
+    "probe_accelerators",
     "visible_devices_env",
 ]

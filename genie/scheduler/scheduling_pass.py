@@ -35,7 +35,7 @@ _NODES_SHOWN_MAX = 3
 class SchedulingPass:
     def __init__(self, jobs: JobTable, now: float) -> None:
         self._job_table = jobs
-        self._allocations = jobs.cluster
+        self._allocations = jobs.allocations
         self._rules = jobs.rules
         self._now = now
         self._decisions: list[Decision] = []
@@ -418,7 +418,7 @@ class SchedulingPass:
         if why_requested_gpus_busy(self._allocations, request) or is_behind:
             self._job_table.gpu_reservations.add(reservation)
         else:
-            self._job_table.reserve(reservation)
+            self._job_table.set_reservation(reservation)
 
     def _why_never_fits(self, request: JobRequest) -> str:
         gpu_reservations = self._job_table.gpu_reservations

@@ -114,7 +114,7 @@ def _typical_shapes(
 ) -> list[TypicalShape]:
     """Return the most frequent request shapes of the workload, which FGD needs in advance."""
     models: dict[str, int] = {}
-    for node in nodes:  # same numbering as in the book
+    for node in nodes:  # same numbering as in PlacerGroup
         models.setdefault(node.gpus[0].model if node.gpus else "", len(models) % MODELS_MAX)
     counts = Counter(
         (
@@ -173,7 +173,7 @@ class _Simulation:
         self._submitted_jobs: dict[str, _ActiveJob] = {}
         self._infeasible_job_ids: list[str] = []
         self._event_heap: list[tuple[float, int, int, str, int]] = []
-        self._event_count = 0
+        self._scheduled_event_count = 0
         self._used_gpu_milli = 0
         self._available_gpu_milli = total_gpu_milli_of(nodes)
         self._usage_samples: list[UsageSample] = []
@@ -187,7 +187,7 @@ class _Simulation:
         self._node_failures, self._random = plan.node_failures, random.Random(f"failures {plan.seed}")
         if self._node_failures is not None:
             for node in nodes:
-                self._schedule_failure(node.node_id, 0.0)
+                self._schedule_node_failure(node.node_id, 0.0)
 
     def _schedule_arrivals(self, nodes: Sequence[NodeFacts], jobs: Sequence[SimJob]) -> None:
         known: dict[tuple[object, ...], bool] = {}
@@ -204,8 +204,8 @@ class _Simulation:
             self._schedule_event(job.submitted_s, _ARRIVE_EVENT, job.job_id)
 
     def _schedule_event(self, time_s: float, kind: int, target_id: str, epoch: int = 0) -> None:
-        self._event_count += 1
-        heapq.heappush(self._event_heap, (time_s, kind, self._event_count, target_id, epoch))
+        self._scheduled_event_count += 1
+        heapq.heappush(self._event_heap, (time_s, kind, self._scheduled_event_count, target_id, epoch))
 
     # -- time ---------------------------------------------------------------------------------
 
@@ -303,7 +303,7 @@ class _Simulation:
 
     # -- nodes --------------------------------------------------------------------------------
 
-    def _schedule_failure(self, node_id: str, now: float) -> None:
+    def _schedule_node_failure(self, node_id: str, now: float) -> None:
         assert self._node_failures is not None
         at_s = now + self._random.expovariate(1.0 / self._node_failures.mean_between_failures_s)
         if at_s <= self._last_arrival_s:
@@ -324,7 +324,7 @@ class _Simulation:
         self._scheduler.set_node(self._nodes[node_id])
         self._available_gpu_milli += self._nodes[node_id].amounts.gpu_milli
         self._failed_node_ids.discard(node_id)
-        self._schedule_failure(node_id, now)
+        self._schedule_node_failure(node_id, now)
 
     # -- fragmentation ------------------------------------------------------------------------
 

@@ -1,6 +1,6 @@
 """Checks invariants of a simulated cluster at every store transaction and process start.
 
-Violations are added to `Machines.violations`. Conditions that hold only after the faults are checked by
+Violations are added to `SimMachines.violations`. Conditions that hold only after the faults are checked by
 the tests.
 """
 
@@ -182,13 +182,15 @@ class InvariantChecker:
     # -- processes ----------------------------------------------------------------------------
 
     def _check_spawned_process(self, process: SimProcess) -> None:
-        if process.launch_key not in self._confirmed_launches:
+        if process.job_id_and_epoch not in self._confirmed_launches:
             self._report_violation(f"{process} started before all workers of its launch were confirmed")
 
     def _check_processes_against_holds(self) -> None:
         """Check that no process without a hold, and no hold without a process, lasts too long."""
         running = {
-            (one.job_id, one.epoch): one for one in self._machines.live_processes() if not one.end_reason
+            (one.job_id, one.epoch): one
+            for one in self._machines.live_processes()
+            if not one.termination_reason
         }
         held = {
             (worker_name, hold.epoch)
@@ -263,7 +265,7 @@ class InnocentTenantChecker:
             self._machines.report_violation(f"{job.job_id} was deleted: {job.state}, {job.reason}")
 
     def _check_terminated_process(self, process: SimProcess) -> None:
-        job_id = process.launch_key[0]
+        job_id = process.job_id_and_epoch[0]
         job = self._checker.current_jobs.get(job_id)
         if job is None or job.tenant != self._tenant:
             return
@@ -271,7 +273,7 @@ class InnocentTenantChecker:
             self._excused_job_ids.add(job_id)
         else:
             self._machines.report_violation(
-                f"{process.job_id} was terminated without a fault of its node: {process.end_reason}"
+                f"{process.job_id} was terminated without a fault of its node: {process.termination_reason}"
             )
 
     def _is_end_excused_by_fault(self, job: Job) -> bool:

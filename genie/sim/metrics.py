@@ -106,14 +106,14 @@ def summarise_simulation(run: SimulationResult) -> SimulationSummary:
         slowdown=summarise_values(
             [_completion_s(it) / max(it.job.limited_duration_s, SLOWDOWN_DURATION_S_MIN) for it in records]
         ),
-        jain_index_of_tenants=jain_index(_service_ratios(records)),
+        jain_index_of_tenants=jain_index(_service_ratios_of_tenants(records)),
         finish_time_fairness=summarise_values(
             finish_time_fairness(records, gpus=run.total_gpu_milli / _MILLI_PER_GPU)
         ),
         preemptions=sum(record.preemption_count for record in records),
         jobs_ended_by_node_failure=sum(record.node_failure_count for record in records),
         lost_gpu_hours=sum(it.lost_work_s * it.job.total_gpu_milli for it in records) / _MILLI_PER_GPU / 3600,
-        fragmentation=_fragmentation(run),
+        fragmentation=_mean_fragmentation(run),
     )
 
 
@@ -213,7 +213,7 @@ def _utilization_total_and_while_pending(
     )
 
 
-def _service_ratios(records: Sequence[SimJobResult]) -> list[float]:
+def _service_ratios_of_tenants(records: Sequence[SimJobResult]) -> list[float]:
     """Return used / requested GPU time for each tenant."""
     used: dict[str, float] = {}
     requested: dict[str, float] = {}
@@ -225,7 +225,7 @@ def _service_ratios(records: Sequence[SimJobResult]) -> list[float]:
     return [used[tenant] / requested[tenant] for tenant in used]
 
 
-def _fragmentation(run: SimulationResult) -> float:
+def _mean_fragmentation(run: SimulationResult) -> float:
     if not run.fragmentation_samples:
         return 0.0
     return (

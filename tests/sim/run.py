@@ -63,15 +63,15 @@ def temporary_directory() -> Iterator[Path]:
         yield Path(directory)
 
 
-def _run_task(task: tuple[int, str]) -> SeedResult:
+def _try_seed_and_kind(task: tuple[int, str]) -> SeedResult:
     return try_seed(*task)
 
 
-def _run_many(tasks: list[tuple[int, str]]) -> int:
+def _run_seeds_and_count_failed(tasks: list[tuple[int, str]]) -> int:
     start_s = shown_s = time.monotonic()
     failed = 0
     with multiprocessing.get_context("spawn").Pool(initializer=_set_log_level) as pool:
-        for done, result in enumerate(pool.imap_unordered(_run_task, tasks, chunksize=4), 1):
+        for done, result in enumerate(pool.imap_unordered(_try_seed_and_kind, tasks, chunksize=4), 1):
             if result.violations:
                 failed += 1
                 if failed <= _FAILURES_SHOWN_MAX:
@@ -106,13 +106,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.seed is not None:
         if options.first is not None:
             parser.error("FIRST has no effect with SEED")
-        sys.exit(_replay(options.seed, options.kind or kind_of_seed(options.seed)))
+        sys.exit(_replay_seed(options.seed, options.kind or kind_of_seed(options.seed)))
     first = options.first or 0
     seeds = range(first, first + options.seeds)
-    sys.exit(1 if _run_many([(seed, options.kind or kind_of_seed(seed)) for seed in seeds]) else 0)
+    sys.exit(
+        1
+        if _run_seeds_and_count_failed([(seed, options.kind or kind_of_seed(seed)) for seed in seeds])
+        else 0
+    )
 
 
-def _replay(seed: int, kind: str) -> int:
+def _replay_seed(seed: int, kind: str) -> int:
     """Print the log of a seed and its violations; return the exit code."""
     logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
     result = try_seed(seed, kind)

@@ -75,7 +75,7 @@ async def _run_scenario(
         assert not cluster.machines.live_processes(), "no process runs without a job"
         for job in jobs.values():
             if job.state is JobState.SUCCEEDED:
-                assert cluster.machines.completed_runs_by_job.get(job.job_id) == 1, (
+                assert cluster.machines.completed_run_count_by_job.get(job.job_id) == 1, (
                     f"{job.job_id} succeeded without completing"
                 )
         await cluster.stop()

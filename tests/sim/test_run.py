@@ -46,7 +46,7 @@ def test_command_runs_seeds_of_all_kinds(capfd: pytest.CaptureFixture[str]) -> N
 
 
 def test_failing_seeds_are_printed_with_their_replay_command(capfd: pytest.CaptureFixture[str]) -> None:
-    assert run._run_many([(0, "disk"), (3, "no-such-kind")]) == 1
+    assert run._run_seeds_and_count_failed([(0, "disk"), (3, "no-such-kind")]) == 1
     out = capfd.readouterr().out
     assert "no-such-kind seed 3 fails; replay: make sim SEED=3 KIND=no-such-kind\n" in out
     assert "KeyError: 'no-such-kind'" in out

@@ -216,7 +216,7 @@ def _find_wrong_final_states(cluster: SimCluster, outcome: ScenarioOutcome) -> I
         limit_s = spec.constraints.time_limit_s
         units = {(job.worker_name(rank), job.epoch) for rank in range(len(job.placements))}
         if job.state is JobState.SUCCEEDED:
-            if not units <= cluster.machines.completed_launch_keys:
+            if not units <= cluster.machines.completed_workers_and_epochs:
                 yield f"{job_id} succeeded without completing: {job}"
             if limit_s is not None and seconds > limit_s:
                 yield f"{job_id} succeeded despite its time limit: {job}"

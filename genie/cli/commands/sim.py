@@ -262,7 +262,7 @@ def generate(
     seed: _SeedOption = "0",
 ) -> None:
     """Generate synthetic jobs as CSV for 'genie sim run --trace'. --load is relative to --nodes."""
-    from genie.sim.workloads.workload import write_csv, write_workload
+    from genie.sim.workloads.workload import write_workload, write_workload_csv
 
     invocation.load_settings()
     seed_number = parse_integer(seed, what="--seed", low=0, high=_SEED_MAX)
@@ -270,7 +270,7 @@ def generate(
         _parse_nodes(nodes), None, "", jobs=jobs, load=load, limits=limits, seed=seed_number
     )
     if file == "-":
-        write_csv(sys.stdout, made)
+        write_workload_csv(sys.stdout, made)
         sys.stdout.flush()
         return
     write_workload(Path(file), made)

@@ -154,18 +154,18 @@ def write_workload(path: Path, jobs: Iterable[SimJob]) -> None:
     """Write jobs in the format of `read_workload`. Raises UsageError if the file cannot be written."""
     try:
         with path.open("w", encoding="utf-8", newline="") as file:
-            write_csv(file, jobs)
+            write_workload_csv(file, jobs)
     except OSError as error:
         raise UsageError(f"could not write {path}: {error.strerror}", hint="give another path") from error
 
 
-def write_csv(file: TextIO, jobs: Iterable[SimJob]) -> None:
+def write_workload_csv(file: TextIO, jobs: Iterable[SimJob]) -> None:
     lines = csv.writer(file, lineterminator="\n")
     lines.writerow(WORKLOAD_COLUMNS)
-    lines.writerows(map(_format_cells, jobs))
+    lines.writerows(map(_format_csv_cells, jobs))
 
 
-def _format_cells(job: SimJob) -> list[str]:
+def _format_csv_cells(job: SimJob) -> list[str]:
     values = {
         **{name: str(getattr(job, name)) for name in WORKLOAD_COLUMNS if hasattr(job, name)},
         "submitted_s": f"{job.submitted_s:.3f}",
