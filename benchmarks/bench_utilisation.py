@@ -26,7 +26,7 @@ REQUESTED_LOADS = (1.3, 2.0)
 def simulate_rounds(rounds: int, *, jobs: int, load: float, nodes: int, **rules: Any) -> list[Any]:
     from genie.scheduler.rules import Rules
     from genie.sim.events import SimulationParameters, simulate
-    from genie.sim.metrics import summarise
+    from genie.sim.metrics import summarise_simulation
     from genie.sim.workloads.synthetic import SyntheticJobMix, synthetic_jobs
     from genie.sim.workloads.workload import uniform_nodes
 
@@ -34,7 +34,9 @@ def simulate_rounds(rounds: int, *, jobs: int, load: float, nodes: int, **rules:
     found = []
     for seed in range(rounds):
         work = synthetic_jobs(SyntheticJobMix(job_count=jobs, load=load), machines, seed=seed)
-        found.append(summarise(simulate(machines, work, SimulationParameters(Rules(**rules), seed=seed))))
+        found.append(
+            summarise_simulation(simulate(machines, work, SimulationParameters(Rules(**rules), seed=seed)))
+        )
     return found
 
 

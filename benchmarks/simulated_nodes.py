@@ -123,7 +123,7 @@ class SimulatedNodes:
     async def _run(self) -> None:
         assert self._stop is not None
         world = World(self.nodes)
-        world.frame_delay_s = LATENCY_S
+        world.mean_frame_delay_s = LATENCY_S
         store = await MemoryStore.open(clock=SimClock(world, "store"))
         controller = Controller(
             ControllerConfig(bind=CONTROLLER, port=PORT, tls="off"),

@@ -216,9 +216,9 @@ def _check_etcd() -> CheckOutcome:
 
 
 def check_accelerators() -> Iterator[CheckOutcome]:
-    from genie.hardware import probe
+    from genie.hardware import probe_accelerators
 
-    for result in probe():
+    for result in probe_accelerators():
         yield CheckOutcome(
             name=f"accelerator {result.vendor}",
             verdict=CheckVerdict.OK if result.usable else CheckVerdict.ABSENT,

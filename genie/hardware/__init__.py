@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from genie.hardware.accelerators import Inventory, inventory
 from genie.hardware.host import CpuMeter, CpuReading, DiskSpace, HostFacts, disk_space, host_facts
-from genie.hardware.limits import UTILIZATION_PCT_MAX, is_busy, is_overheated
-from genie.hardware.probes import ProbeResult, probe
+from genie.hardware.limits import BUSY_ABOVE_UTILIZATION_PCT, is_busy, is_overheated
+from genie.hardware.probes import ProbeResult, probe_accelerators
 from genie.hardware.visibility import visible_devices_env
 from genie.model.limits import TEMPERATURE_C_MAX
 
 __all__ = [
+    "BUSY_ABOVE_UTILIZATION_PCT",
     "TEMPERATURE_C_MAX",
-    "UTILIZATION_PCT_MAX",
     "CpuMeter",
     "CpuReading",
     "DiskSpace",
@@ -27,6 +27,6 @@ __all__ = [
     "inventory",
     "is_busy",
     "is_overheated",
-    "probe",
+    "probe_accelerators",
     "visible_devices_env",
 ]

@@ -16,14 +16,14 @@ from typing import Protocol
 
 from genie.errors import HardwareError
 from genie.hardware.cpu import CpuReader
-from genie.hardware.limits import RecoveryTracker, with_busy_status
+from genie.hardware.limits import RecoveryTracker, mark_unavailable_if_busy
 from genie.hardware.nvidia import NvidiaReader
 from genie.model.node import GPUInfo
 from genie.processes.call_thread import CLOSE_TIMEOUT_S, CallThread
 
 _log = logging.getLogger(__name__)
 
-READ_TIMEOUT_S = 10.0
+ACCELERATOR_READ_TIMEOUT_S = 10.0
 
 
 def inventory(cpu_accelerators: int) -> tuple[GPUInfo, ...]:
@@ -43,9 +43,9 @@ class Inventory:
         self.no_nvidia_gpu_reason = ""
         self._cpu_accelerators = cpu_accelerators
         self._lock = threading.Lock()
-        self._thread = CallThread("genie-hardware")
-        self._reader: _Reader | None = None
-        self._recovery = RecoveryTracker()
+        self._reading_thread = CallThread("genie-hardware")
+        self._reader: _AcceleratorReader | None = None
+        self._recovery_tracker = RecoveryTracker()
 
     def read(self, held: Collection[int] = ()) -> tuple[GPUInfo, ...]:
         """All accelerators, by `gpu_id`. Blocks as long as the driver does; never raises.
@@ -56,20 +56,22 @@ class Inventory:
         with self._lock:
             if self._reader is None:
                 self._reader = self._open_reader()
-            readings = [self._recovery.update(gpu) for gpu in self._reader.read(held)]
-            return tuple(gpu if gpu.gpu_id in held else with_busy_status(gpu) for gpu in readings)
+            readings = [
+                self._recovery_tracker.mark_unavailable_if_recovering(gpu) for gpu in self._reader.read(held)
+            ]
+            return tuple(gpu if gpu.gpu_id in held else mark_unavailable_if_busy(gpu) for gpu in readings)
 
     async def read_async(
-        self, held: Collection[int] = (), *, timeout_s: float = READ_TIMEOUT_S
+        self, held: Collection[int] = (), *, timeout_s: float = ACCELERATOR_READ_TIMEOUT_S
     ) -> tuple[GPUInfo, ...]:
         """read() on a separate thread. Raises HardwareError if the driver does not respond in time."""
-        return await self._thread.call(
+        return await self._reading_thread.call(
             partial(self.read, held), what="reading the accelerators", timeout_s=timeout_s
         )
 
     def close(self) -> None:
         """Idempotent."""
-        self._thread.close()
+        self._reading_thread.close()
         # A thread that is stuck in the driver holds the lock; then nothing can be closed.
         if self._lock.acquire(timeout=CLOSE_TIMEOUT_S):
             try:
@@ -86,7 +88,7 @@ class Inventory:
     ) -> None:
         self.close()
 
-    def _open_reader(self) -> _Reader:
+    def _open_reader(self) -> _AcceleratorReader:
         try:
             reader = NvidiaReader()
         except HardwareError as error:
@@ -100,7 +102,7 @@ class Inventory:
         return CpuReader(self._cpu_accelerators)
 
 
-class _Reader(Protocol):
+class _AcceleratorReader(Protocol):
     def read(self, held: Collection[int] = ()) -> tuple[GPUInfo, ...]: ...
 
     def close(self) -> None: ...

@@ -21,7 +21,7 @@ class CpuReader:
         self._accelerator_count = count
         self._root = root
         self._cpu_model = cpu_model(root=root)
-        self._last_busy_and_total_s: tuple[float, float] | None = None
+        self._last_total_and_idle_s: tuple[float, float] | None = None
 
     def read(self, held: Collection[int] = ()) -> tuple[GPUInfo, ...]:
         facts = host_facts(root=self._root)
@@ -51,7 +51,7 @@ class CpuReader:
             value for name, value in times._asdict().items() if name not in ("guest", "guest_nice")
         )
         idle_s: float = times.idle + getattr(times, "iowait", 0.0)
-        last, self._last_busy_and_total_s = self._last_busy_and_total_s, (total_s, idle_s)
+        last, self._last_total_and_idle_s = self._last_total_and_idle_s, (total_s, idle_s)
         if last is None or total_s <= last[0]:
             return None
         busy_share = 1.0 - (idle_s - last[1]) / (total_s - last[0])

@@ -69,11 +69,11 @@ class CpuMeter:
     """Reads load and utilization. The first `busy_pct` covers the time since the construction."""
 
     def __init__(self) -> None:
-        self._previous_cpu_seconds = _busy_and_total_cpu_s()
+        self._previous_busy_and_total_s = _busy_and_total_cpu_s()
 
     def read(self) -> CpuReading:
-        (busy_s, total_s), now = self._previous_cpu_seconds, _busy_and_total_cpu_s()
-        self._previous_cpu_seconds = now
+        (busy_s, total_s), now = self._previous_busy_and_total_s, _busy_and_total_cpu_s()
+        self._previous_busy_and_total_s = now
         spent_s = now[1] - total_s
         busy_pct = min(max(100.0 * (now[0] - busy_s) / spent_s, 0.0), 100.0) if spent_s > 0 else None
         try:
@@ -112,15 +112,18 @@ class CgroupLimits:
 def cgroup_limits(*, root: Path = Path("/")) -> CgroupLimits:
     """The tightest limit of the cgroup of this process and its ancestors."""
     base = root / "sys/fs/cgroup"
-    paths = _cgroup_paths(root)
+    paths = _cgroup_path_by_controller(root)
     if (base / "cgroup.controllers").exists():
         folders = list(_group_and_ancestors(base, paths.get("", "/")))
         cpus = [_cpu_limit_v2(folder) for folder in folders]
-        memory = [_read_memory_limit(folder, limit="memory.max", used="memory.current") for folder in folders]
+        memory = [
+            _read_memory_limit_and_usage(folder, limit="memory.max", used="memory.current")
+            for folder in folders
+        ]
     else:
         cpus = [_cpu_limit_v1(folder) for folder in _group_and_ancestors(base / "cpu", paths.get("cpu", "/"))]
         memory = [
-            _read_memory_limit(folder, limit="memory.limit_in_bytes", used="memory.usage_in_bytes")
+            _read_memory_limit_and_usage(folder, limit="memory.limit_in_bytes", used="memory.usage_in_bytes")
             for folder in _group_and_ancestors(base / "memory", paths.get("memory", "/"))
         ]
     limited = [pair for pair in memory if pair is not None]
@@ -132,7 +135,7 @@ def cgroup_limits(*, root: Path = Path("/")) -> CgroupLimits:
     )
 
 
-def _cgroup_paths(root: Path) -> dict[str, str]:
+def _cgroup_path_by_controller(root: Path) -> dict[str, str]:
     """Group path by controller name, from /proc/self/cgroup; the name is empty for version 2."""
     paths: dict[str, str] = {}
     for line in (_read_text(root / "proc/self/cgroup") or "").splitlines():
@@ -153,21 +156,21 @@ def _group_and_ancestors(base: Path, group: str) -> Iterator[Path]:
 
 def _cpu_limit_v2(folder: Path) -> float | None:
     quota, _, period = (_read_text(folder / "cpu.max") or "").partition(" ")
-    return _quota_cpus(_parse_int(quota), _parse_int(period))
+    return _cpus_of_quota(_parse_int(quota), _parse_int(period))
 
 
 def _cpu_limit_v1(folder: Path) -> float | None:
-    return _quota_cpus(
+    return _cpus_of_quota(
         _parse_int(_read_text(folder / "cpu.cfs_quota_us")),
         _parse_int(_read_text(folder / "cpu.cfs_period_us")),
     )
 
 
-def _quota_cpus(quota: int | None, period: int | None) -> float | None:
+def _cpus_of_quota(quota: int | None, period: int | None) -> float | None:
     return quota / period if quota is not None and period is not None and quota > 0 and period > 0 else None
 
 
-def _read_memory_limit(folder: Path, *, limit: str, used: str) -> tuple[int, int | None] | None:
+def _read_memory_limit_and_usage(folder: Path, *, limit: str, used: str) -> tuple[int, int | None] | None:
     limit_bytes, used_bytes = _parse_int(_read_text(folder / limit)), _parse_int(_read_text(folder / used))
     if limit_bytes is None:
         return None

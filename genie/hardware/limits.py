@@ -7,8 +7,8 @@ import msgspec
 from genie.model.limits import TEMPERATURE_C_MAX
 from genie.model.node import GPUInfo, Vendor
 
-UTILIZATION_PCT_MAX = 90.0
-GOOD_READINGS_MIN = 3
+BUSY_ABOVE_UTILIZATION_PCT = 90.0
+RECOVERY_GOOD_READINGS_MIN = 3
 """Consecutive good readings until a GPU is available again after a fault."""
 
 
@@ -19,18 +19,18 @@ def is_busy(gpu: GPUInfo) -> bool:
     """
     if gpu.vendor is Vendor.CPU or gpu.utilization_pct is None:
         return False
-    return gpu.utilization_pct > UTILIZATION_PCT_MAX
+    return gpu.utilization_pct > BUSY_ABOVE_UTILIZATION_PCT
 
 
 def is_overheated(gpu: GPUInfo) -> bool:
     return gpu.temperature_c is not None and gpu.temperature_c > TEMPERATURE_C_MAX
 
 
-def with_busy_status(gpu: GPUInfo) -> GPUInfo:
+def mark_unavailable_if_busy(gpu: GPUInfo) -> GPUInfo:
     """Marks a busy GPU as unavailable. A GPU that is already unavailable keeps its reason."""
     if not gpu.available or not is_busy(gpu):
         return gpu
-    reason = f"utilization {gpu.utilization_pct:.0f}% is above {UTILIZATION_PCT_MAX:.0f}%"
+    reason = f"utilization {gpu.utilization_pct:.0f}% is above {BUSY_ABOVE_UTILIZATION_PCT:.0f}%"
     return msgspec.structs.replace(gpu, available=False, reason=reason)
 
 
@@ -41,18 +41,18 @@ class RecoveryTracker:
     """
 
     def __init__(self) -> None:
-        self._recovering: dict[int, tuple[str, int]] = {}
+        self._reason_and_good_readings_by_gpu: dict[int, tuple[str, int]] = {}
         """By `gpu_id`: the last reason, and the number of good readings since."""
 
-    def update(self, gpu: GPUInfo) -> GPUInfo:
+    def mark_unavailable_if_recovering(self, gpu: GPUInfo) -> GPUInfo:
         """Processes a new reading and returns it, marked as unavailable during recovery."""
         if not gpu.available:
-            self._recovering[gpu.gpu_id] = (gpu.reason, 0)
+            self._reason_and_good_readings_by_gpu[gpu.gpu_id] = (gpu.reason, 0)
             return gpu
-        if gpu.gpu_id not in self._recovering:
+        if gpu.gpu_id not in self._reason_and_good_readings_by_gpu:
             return gpu
-        reason, good = self._recovering.pop(gpu.gpu_id)
-        if good + 1 >= GOOD_READINGS_MIN:
+        reason, good = self._reason_and_good_readings_by_gpu.pop(gpu.gpu_id)
+        if good + 1 >= RECOVERY_GOOD_READINGS_MIN:
             return gpu
-        self._recovering[gpu.gpu_id] = (reason, good + 1)
+        self._reason_and_good_readings_by_gpu[gpu.gpu_id] = (reason, good + 1)
         return msgspec.structs.replace(gpu, available=False, reason=f"recovering from: {reason}")

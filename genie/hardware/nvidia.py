@@ -79,7 +79,7 @@ class NvidiaReader:
         """Raises HardwareError if NVML cannot be opened, with a hint."""
         self._session: _NvmlSession | None = _NvmlSession()
         self._last_readings: dict[int, GPUInfo] = {}
-        self._gpu_ids_by_index = list(range(self._session.count))
+        self._gpu_ids_by_index = list(range(self._session.gpu_count))
         self._island_by_gpu: dict[int, int] = {}
         """Of the GPUs whose links were read. They are read once, because it takes dozens of calls."""
 
@@ -127,12 +127,14 @@ class NvidiaReader:
         """Reads the links of GPUs that respond for the first time. Other islands do not change."""
         indices = {gpu_id: index for index, gpu_id in enumerate(self._gpu_ids_by_index) if gpu_id >= 0}
         found = {
-            gpu_id: session.links(indices[gpu_id]) for gpu_id in indices.keys() - self._island_by_gpu.keys()
+            gpu_id: session.try_read_links(indices[gpu_id])
+            for gpu_id in indices.keys() - self._island_by_gpu.keys()
         }
         if all(links is None for links in found.values()):
             return
         found |= {
-            gpu_id: session.links(indices[gpu_id]) for gpu_id in indices.keys() & self._island_by_gpu.keys()
+            gpu_id: session.try_read_links(indices[gpu_id])
+            for gpu_id in indices.keys() & self._island_by_gpu.keys()
         }
         fresh = group_into_islands({gpu_id: links for gpu_id, links in found.items() if links is not None})
         numbers = {
@@ -147,8 +149,8 @@ class NvidiaReader:
         """IDs by index; -1 for a GPU without a readable UUID, which is among the known ones."""
         ids = {gpu.uuid: gpu.gpu_id for gpu in self._last_readings.values() if gpu.uuid}
         found: list[int] = []
-        for index in range(session.count):
-            uuid = session.uuid(index)
+        for index in range(session.gpu_count):
+            uuid = session.read_uuid(index)
             if uuid and uuid not in ids:
                 ids[uuid] = max([*self._last_readings, *ids.values()], default=-1) + 1
             found.append(ids.get(uuid, -1))
@@ -169,12 +171,12 @@ class _NvmlSession:
         self._handles: dict[int, object] = {}
         self._call_nvml(pynvml.nvmlInit)
         try:
-            self.count = int(self._call_nvml(pynvml.nvmlDeviceGetCount))
+            self.gpu_count = int(self._call_nvml(pynvml.nvmlDeviceGetCount))
         except HardwareError:
             self.close()
             raise
 
-    def uuid(self, index: int) -> str:
+    def read_uuid(self, index: int) -> str:
         """Empty if it cannot be read."""
         try:
             return str(self._call_if_supported("nvmlDeviceGetUUID", self._device_handle(index)) or "")
@@ -190,7 +192,7 @@ class _NvmlSession:
                 raise self._to_hardware_error(error) from error
             return _mark_unavailable(last, f"NVML: {error}")
 
-    def links(self, index: int) -> GpuLinks | None:
+    def try_read_links(self, index: int) -> GpuLinks | None:
         """None if the GPU does not respond."""
         try:
             return self._read_links(self._device_handle(index))
@@ -210,7 +212,7 @@ class _NvmlSession:
         used_bytes = int(memory.used) if memory is not None else 0
         rates = self._call_if_supported("nvmlDeviceGetUtilizationRates", handle)
         power_mw = self._call_if_supported("nvmlDeviceGetPowerUsage", handle)
-        fault = self._describe_fault(handle)
+        fault = self._why_unavailable(handle)
         return msgspec.structs.replace(
             last,
             name=str(self._call_if_supported("nvmlDeviceGetName", handle) or last.name),
@@ -241,7 +243,7 @@ class _NvmlSession:
                 return float(value)
         return None
 
-    def _describe_fault(self, handle: object) -> str:
+    def _why_unavailable(self, handle: object) -> str:
         """Why the GPU is unavailable; empty if no fault is reported."""
         action = self._read_recovery_action(handle)
         if action:
@@ -257,10 +259,10 @@ class _NvmlSession:
         # GPUs before Ampere retire pages instead of remapping rows.
         if is_pending or self._call_if_supported("nvmlDeviceGetRetiredPagesPendingStatus", handle):
             return "memory errors: the repair needs a reset of the GPU"
-        throttled = self._read_throttle_reasons(handle)
+        throttled = self._read_throttle_reason_bits(handle)
         return next((reason for bit, reason in _THROTTLE_REASONS.items() if throttled & bit), "")
 
-    def _read_throttle_reasons(self, handle: object) -> int:
+    def _read_throttle_reason_bits(self, handle: object) -> int:
         # The second name is that of drivers before 535.
         for name in ("nvmlDeviceGetCurrentClocksEventReasons", "nvmlDeviceGetCurrentClocksThrottleReasons"):
             value = self._call_if_supported(name, handle)

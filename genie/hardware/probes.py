@@ -13,7 +13,7 @@ from genie.hardware.host import cpu_model, host_facts
 from genie.hardware.nvidia import NvidiaReader
 from genie.model.node import Vendor
 
-_PCI_VENDORS = {Vendor.AMD: "0x1002", Vendor.INTEL: "0x8086"}
+_PCI_VENDOR_IDS = {Vendor.AMD: "0x1002", Vendor.INTEL: "0x8086"}
 _VENDOR_NAMES = {Vendor.AMD: "AMD", Vendor.INTEL: "Intel"}
 
 
@@ -27,7 +27,7 @@ class ProbeResult:
     fix: str = ""
 
 
-def probe(*, root: Path = Path("/")) -> list[ProbeResult]:
+def probe_accelerators(*, root: Path = Path("/")) -> list[ProbeResult]:
     """One result for each vendor. `root` is the directory of /sys, /dev and /proc. Blocks."""
     return [_probe_nvidia(), _probe_amd(root), _probe_intel(root), _probe_cpu(root)]
 
@@ -56,9 +56,9 @@ def _probe_nvidia() -> ProbeResult:
 
 
 def _probe_amd(root: Path) -> ProbeResult:
-    cards = _find_cards(root, Vendor.AMD)
+    cards = _find_gpu_cards(root, Vendor.AMD)
     if (root / "dev/kfd").exists():
-        found = f"/dev/kfd exists, with {_format_cards(cards)}"
+        found = f"/dev/kfd exists, with {_format_gpu_cards(cards)}"
         return ProbeResult(
             vendor=Vendor.AMD, usable=False, reason=f"{found}; {_unsupported_reason(Vendor.AMD)}"
         )
@@ -66,10 +66,10 @@ def _probe_amd(root: Path) -> ProbeResult:
 
 
 def _probe_intel(root: Path) -> ProbeResult:
-    cards = _find_cards(root, Vendor.INTEL)
+    cards = _find_gpu_cards(root, Vendor.INTEL)
     nodes = sorted(path.name for path in (root / "dev/dri").glob("renderD*"))
     if cards and nodes:
-        found = f"{_format_cards(cards)} with {', '.join(nodes)}"
+        found = f"{_format_gpu_cards(cards)} with {', '.join(nodes)}"
         return ProbeResult(
             vendor=Vendor.INTEL, usable=False, reason=f"{found}; {_unsupported_reason(Vendor.INTEL)}"
         )
@@ -81,7 +81,9 @@ def _driver_missing_result(vendor: Vendor, cards: list[str], *, driver: str) -> 
         return ProbeResult(
             vendor=vendor, usable=False, reason=f"no {_VENDOR_NAMES[vendor]} GPU in /sys/class/drm"
         )
-    reason = f"{_format_cards(cards)}, but the compute driver is not loaded; {_unsupported_reason(vendor)}"
+    reason = (
+        f"{_format_gpu_cards(cards)}, but the compute driver is not loaded; {_unsupported_reason(vendor)}"
+    )
     return ProbeResult(vendor=vendor, usable=False, reason=reason, fix=f"load {driver}")
 
 
@@ -95,19 +97,19 @@ def _probe_cpu(root: Path) -> ProbeResult:
     )
 
 
-def _find_cards(root: Path, vendor: Vendor) -> list[str]:
+def _find_gpu_cards(root: Path, vendor: Vendor) -> list[str]:
     """Names such as card0. Outputs (card0-DP-1) have no vendor file."""
     found: list[str] = []
     for path in sorted((root / "sys/class/drm").glob("card[0-9]*")):
         try:
-            if (path / "device/vendor").read_text("ascii").strip() == _PCI_VENDORS[vendor]:
+            if (path / "device/vendor").read_text("ascii").strip() == _PCI_VENDOR_IDS[vendor]:
                 found.append(path.name)
         except (OSError, UnicodeDecodeError):
             continue
     return found
 
 
-def _format_cards(cards: list[str]) -> str:
+def _format_gpu_cards(cards: list[str]) -> str:
     return f"{len(cards)} GPU(s) in /sys/class/drm" + (f" ({', '.join(cards)})" if cards else "")
 
 

@@ -29,10 +29,10 @@ def group_into_islands(links: Mapping[int, GpuLinks]) -> dict[int, int]:
     while True:
         lowest: dict[BusAddress | None, int] = {}
         for gpu_id, own in links.items():
-            for end in _link_endpoints(own):
+            for end in _addresses_linking_gpu(own):
                 lowest[end] = min(found[gpu_id], lowest.get(end, found[gpu_id]))
         reached = {
-            gpu_id: min((lowest[end] for end in _link_endpoints(own)), default=gpu_id)
+            gpu_id: min((lowest[end] for end in _addresses_linking_gpu(own)), default=gpu_id)
             for gpu_id, own in links.items()
         }
         if reached == found:
@@ -40,7 +40,7 @@ def group_into_islands(links: Mapping[int, GpuLinks]) -> dict[int, int]:
         found = reached
 
 
-def _link_endpoints(own: GpuLinks) -> set[BusAddress | None]:
+def _addresses_linking_gpu(own: GpuLinks) -> set[BusAddress | None]:
     """The endpoints that connected GPUs have in common; None is the fabric of switches."""
     ends: set[BusAddress | None] = set(own.peers)
     if own.address is not None:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from genie.model.job import Within
-from genie.scheduler.gpu_reservations import busy_gpu_reason
+from genie.scheduler.gpu_reservations import why_requested_gpus_busy
 from genie.scheduler.order import JobQueue
 from genie.scheduler.request import WHOLE_GPU_MILLI, JobRequest, NodeFacts, format_memory
 from genie.scheduler.scheduler import Scheduler
@@ -26,7 +26,7 @@ class BlockedNodes:
 
 
 @dataclass(frozen=True)
-class Explanation:
+class PendingJobExplanation:
     job_id: str
     reason: str
     """Of the last decision."""
@@ -39,14 +39,16 @@ class Explanation:
     """What `starts_at` assumes besides time limits, or why it is unknown; may be empty."""
 
 
-def explain(scheduler: Scheduler, job_id: str, *, reason: str, now: float) -> Explanation:
+def explain_pending_job(
+    scheduler: Scheduler, job_id: str, *, reason: str, now: float
+) -> PendingJobExplanation:
     """Explain a queued job; KeyError if it is not queued. `reason` is that of its last Wait."""
     request = next((each for each in scheduler.queued_requests if each.job_id == job_id), None)
     if request is None:
         raise KeyError(job_id)
-    queue = queue_order(scheduler, now)
+    queue = queued_jobs_in_order(scheduler, now)
     estimate = estimate_start(scheduler, request, now)
-    return Explanation(
+    return PendingJobExplanation(
         job_id=job_id,
         reason=reason,
         starts_at=estimate.starts_at,
@@ -56,7 +58,7 @@ def explain(scheduler: Scheduler, job_id: str, *, reason: str, now: float) -> Ex
     )
 
 
-def queue_order(scheduler: Scheduler, now: float) -> list[JobRequest]:
+def queued_jobs_in_order(scheduler: Scheduler, now: float) -> list[JobRequest]:
     """Return the queued jobs in the order of a pass in which none starts; those with reservations first."""
     queue = JobQueue(scheduler.rules.order)
     for request in scheduler.queued_requests:
@@ -87,7 +89,9 @@ def _blocked_nodes(scheduler: Scheduler, request: JobRequest) -> tuple[BlockedNo
 def _why_blocked_now(scheduler: Scheduler, request: JobRequest, facts: NodeFacts) -> str:
     """Why one worker does not fit now, or all of them if they must be on one node; empty if it fits."""
     cluster = scheduler.allocations
-    if why := cluster.why_node_full(facts) or busy_gpu_reason(cluster, request, scheduler.gpu_reservations):
+    if why := cluster.why_node_full(facts) or why_requested_gpus_busy(
+        cluster, request, scheduler.gpu_reservations
+    ):
         return why
     if why := cluster.why_node_violates_affinity(request, facts):
         return why

@@ -33,7 +33,7 @@ def why_infeasible(
         return f"requests node {min(missing)}, which is not registered"
     reasons = {node.node_id: why_unsuitable(request.shape, node) for node in open_nodes}
     capacities = [
-        (node, min(worker_capacity(request, node), workers_per_node_max))
+        (node, min(worker_capacity_of_empty_node(request, node), workers_per_node_max))
         for node in open_nodes
         if not reasons[node.node_id]
     ]
@@ -47,12 +47,12 @@ def why_infeasible(
     return ""
 
 
-def worker_capacity(request: JobRequest, node: NodeFacts) -> int:
+def worker_capacity_of_empty_node(request: JobRequest, node: NodeFacts) -> int:
     """Return how many of its workers fit on the node when it is free."""
     shape = request.shape
     limits = [1 if request.spread is Spread.SPREAD else request.workers]
     if shape.gpus:
-        limits.append(_gpu_capacity(request, node))
+        limits.append(_worker_capacity_by_gpus(request, node))
     if shape.cpu_milli:
         limits.append(node.cpu_milli // shape.cpu_milli)
     if shape.memory_mib:
@@ -60,7 +60,7 @@ def worker_capacity(request: JobRequest, node: NodeFacts) -> int:
     return min(limits)
 
 
-def _gpu_capacity(request: JobRequest, node: NodeFacts) -> int:
+def _worker_capacity_by_gpus(request: JobRequest, node: NodeFacts) -> int:
     shape = request.shape
     islands = Counter(gpu.island for gpu in node.gpus)
     count = max(islands.values(), default=0) if request.within is Within.ISLAND else len(node.gpus)

@@ -29,7 +29,7 @@ class GpuReservations:
     """No GPU has two reservations, so their number is bounded by that of the GPUs."""
 
     def __init__(self, cluster: ClusterAllocations) -> None:
-        self._cluster = cluster
+        self._allocations = cluster
         self._reservations_by_job: dict[str, Reservation] = {}
 
     def __len__(self) -> int:
@@ -46,12 +46,12 @@ class GpuReservations:
         """Replaces other reservations of these GPUs."""
         self.drop_overlapping(reservation.places)
         self._reservations_by_job[reservation.job_id] = reservation
-        self._cluster.set_gpus_reserved(reservation.places, is_reserved=True)
+        self._allocations.set_gpus_reserved(reservation.places, is_reserved=True)
 
     def drop(self, job_id: str) -> Reservation | None:
         reservation = self._reservations_by_job.pop(job_id, None)
         if reservation is not None:
-            self._cluster.set_gpus_reserved(reservation.places, is_reserved=False)
+            self._allocations.set_gpus_reserved(reservation.places, is_reserved=False)
         return reservation
 
     def drop_overlapping(self, places: Iterable[WorkerPlace]) -> None:
@@ -65,13 +65,13 @@ class GpuReservations:
         """Within the context, the reservations of these jobs do not apply."""
         suspended = [self._reservations_by_job[job_id] for job_id in job_ids]
         for reservation in suspended:
-            self._cluster.set_gpus_reserved(reservation.places, is_reserved=False)
+            self._allocations.set_gpus_reserved(reservation.places, is_reserved=False)
         try:
             yield
         finally:
             for reservation in suspended:
                 if self._reservations_by_job.get(reservation.job_id) is reservation:
-                    self._cluster.set_gpus_reserved(reservation.places, is_reserved=True)
+                    self._allocations.set_gpus_reserved(reservation.places, is_reserved=True)
 
     def format_holders(self) -> str:
         """The first few jobs that have reservations."""
@@ -86,20 +86,20 @@ class GpuReservations:
         )
 
 
-def busy_gpu_reason(
+def why_requested_gpus_busy(
     cluster: ClusterAllocations, request: JobRequest, reservations: GpuReservations | None = None
 ) -> str:
     """Why the GPUs that the job requests by number are not free; empty if they are, or it requests none."""
     shape = request.shape
     if not shape.gpu_ids or not (facts := cluster.get_node_facts(min(shape.nodes))):
         return ""
-    reasons = [_why_gpu_busy(cluster, request, facts.node_id, gpu, reservations) for gpu in shape.gpu_ids]
+    reasons = [_why_one_gpu_busy(cluster, request, facts.node_id, gpu, reservations) for gpu in shape.gpu_ids]
     if reasons.count("") >= shape.gpus:
         return ""
     return next(reason for reason in reasons if reason)
 
 
-def _why_gpu_busy(
+def _why_one_gpu_busy(
     cluster: ClusterAllocations,
     request: JobRequest,
     node_id: str,

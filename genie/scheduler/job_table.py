@@ -56,7 +56,7 @@ class JobTable:
     """The state that Scheduler and SchedulingPass share. Its attributes are assigned here only."""
 
     def __init__(self, cluster: ClusterAllocations, rules: Rules) -> None:
-        self.cluster = cluster
+        self.allocations = cluster
         self.rules = rules
         self.job_class_numbers = _JobClassNumbers()
         self.queued_jobs: dict[str, PendingJob] = {}
@@ -70,7 +70,7 @@ class JobTable:
         self.reservation: Reservation | None = None
         self.gpu_reservations = GpuReservations(cluster)
         """GPUs reserved for jobs that request them by number."""
-        self.migration_counts: dict[str, int] = {}
+        self.migration_count_by_job: dict[str, int] = {}
         """How often each unfinished job has been moved."""
         self.needs_full_pass = True
         """Whether anything but arrivals changed since the last pass."""
@@ -79,15 +79,15 @@ class JobTable:
         self._seen_full_nodes_version = 0
 
     def order_inputs(self, now: float) -> OrderInputs:
-        return OrderInputs(now, self.cluster.capacity, self.cluster.usage, self.rules.weights)
+        return OrderInputs(now, self.allocations.capacity, self.allocations.usage, self.rules.weights)
 
     def why_over_quota(self, request: JobRequest, workers: int = 0) -> str:
         """Why the tenant's quota prevents a start with `workers` (0: its minimum); empty if it does not."""
         if request.tenant not in self.rules.quotas.by_tenant:
             return ""
         usage, nonpreemptible = (
-            self.cluster.usage(request.tenant),
-            self.cluster.nonpreemptible_usage(request.tenant),
+            self.allocations.usage(request.tenant),
+            self.allocations.nonpreemptible_usage(request.tenant),
         )
         return self.rules.quotas.why_over_quota(
             request, workers or request.workers_required, usage=usage, nonpreemptible_usage=nonpreemptible
@@ -150,21 +150,21 @@ class JobTable:
         limit_s = request.time_limit_s
         ends_at = started_at + (self.rules.assumed_runtime_s if limit_s is None else limit_s)
         self.running_jobs[request.job_id] = StartedJob(
-            self.cluster.allocations_by_job[request.job_id], started_at, ends_at
+            self.allocations.allocations_by_job[request.job_id], started_at, ends_at
         )
         self.drop_reservation(request.job_id)
 
     def end_job(self, job_id: str, *, requeue: bool) -> None:
         """Release what a running job holds, and queue it again if `requeue`."""
         running = self.running_jobs.pop(job_id)
-        self.cluster.release(job_id)
+        self.allocations.release(job_id)
         self.require_full_pass()
         if requeue:
             self.enqueue(running.request)
         else:
-            self.migration_counts.pop(job_id, None)
+            self.migration_count_by_job.pop(job_id, None)
 
-    def reserve(self, reservation: Reservation) -> None:
+    def set_reservation(self, reservation: Reservation) -> None:
         """Replace the only reservation that is not for GPUs by number."""
         self.reservation = reservation
 
@@ -186,6 +186,6 @@ class JobTable:
 
     def drop_stale_no_suitable_node_reasons(self) -> None:
         """Forget reasons if a node has reached or left its limit of workers since they were found."""
-        if self._seen_full_nodes_version != self.cluster.full_nodes_version:
-            self._seen_full_nodes_version = self.cluster.full_nodes_version
+        if self._seen_full_nodes_version != self.allocations.full_nodes_version:
+            self._seen_full_nodes_version = self.allocations.full_nodes_version
             self.no_suitable_node_reason_by_job_class.clear()

@@ -28,13 +28,18 @@ class OrderInputs:
     usage: Callable[[str], Amounts]
     weights: Mapping[str, float]
     """Fair-share weights of tenants; 1 for those not listed."""
-    _cached_shares: dict[str, tuple[Amounts, float]] = field(default_factory=dict, repr=False, compare=False)
+    _cached_dominant_shares: dict[str, tuple[Amounts, float]] = field(
+        default_factory=dict, repr=False, compare=False
+    )
 
     def dominant_share(self, tenant: str) -> float:
         """The tenant's largest share of any resource, divided by its weight."""
-        usage, cached = self.usage(tenant), self._cached_shares.get(tenant)
+        usage, cached = self.usage(tenant), self._cached_dominant_shares.get(tenant)
         if cached is None or cached[0] is not usage:
-            self._cached_shares[tenant] = cached = (usage, self._compute_dominant_share(tenant, usage))
+            self._cached_dominant_shares[tenant] = cached = (
+                usage,
+                self._compute_dominant_share(tenant, usage),
+            )
         return cached[1]
 
     def _compute_dominant_share(self, tenant: str, usage: Amounts) -> float:
@@ -52,7 +57,7 @@ Scales = OrderInputs
 """Former name of OrderInputs, for custom policies that import it."""
 
 
-class Order(Protocol):
+class QueuePolicy(Protocol):
     def within(self, request: JobRequest) -> Key: ...
 
     def among(self, request: JobRequest, inputs: OrderInputs) -> Key: ...
@@ -112,11 +117,11 @@ _QueueEntry: TypeAlias = tuple[Key, int, str]
 class JobQueue:
     """The queued jobs. Equal jobs of one tenant form a group, which can be skipped as a whole."""
 
-    def __init__(self, order: Order) -> None:
+    def __init__(self, order: QueuePolicy) -> None:
         self._order = order
         self._entries_by_group: dict[tuple[str, QueueGroupKey], list[_QueueEntry]] = {}
-        self._requests: dict[str, JobRequest] = {}
-        self._entries: dict[str, _QueueEntry] = {}
+        self._request_by_job: dict[str, JobRequest] = {}
+        self._entry_by_job: dict[str, _QueueEntry] = {}
         """As stored in the groups: a user's order may return another key at the next call."""
 
     def __len__(self) -> int:
@@ -127,13 +132,13 @@ class JobQueue:
 
     def add(self, request: JobRequest, group: QueueGroupKey) -> None:
         entry = (self._order.within(request), request.sequence, request.job_id)
-        self._requests[request.job_id], self._entries[request.job_id] = request, entry
+        self._request_by_job[request.job_id], self._entry_by_job[request.job_id] = request, entry
         bisect.insort(self._entries_by_group.setdefault((request.tenant, group), []), entry)
 
     def remove(self, request: JobRequest, group: QueueGroupKey) -> None:
-        del self._requests[request.job_id]
+        del self._request_by_job[request.job_id]
         entries = self._entries_by_group[request.tenant, group]
-        del entries[bisect.bisect_left(entries, self._entries.pop(request.job_id))]
+        del entries[bisect.bisect_left(entries, self._entry_by_job.pop(request.job_id))]
         if not entries:
             del self._entries_by_group[request.tenant, group]
 
@@ -179,7 +184,7 @@ class JobQueue:
                 heapq.heappop(groups)
             else:
                 heapq.heapreplace(groups, (following, group, rest))
-            if (request := self._requests.get(first[2])) is not None:
+            if (request := self._request_by_job.get(first[2])) is not None:
                 yield request
                 version += 1
             if groups:
@@ -191,5 +196,5 @@ class JobQueue:
         return (self._key_among_tenants(entry, inputs), tenant, entry[2], version)
 
     def _key_among_tenants(self, entry: _QueueEntry, inputs: OrderInputs) -> Key:
-        request = self._requests.get(entry[2])
+        request = self._request_by_job.get(entry[2])
         return () if request is None else self._order.among(request, inputs)

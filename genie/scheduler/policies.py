@@ -1,14 +1,14 @@
 """Policies by name: the built-in orders, and policies written by users in Python, which are isolated.
 
-A user's policy is any object with the methods `within` and `among` of order.Order. Two methods are optional:
-`allowed(request, node)` is a filter that returns why jobs of a job class may not run on a node, or ""
-(cluster/filters.py documents its arguments); `cost(running, now)` is the cost of preempting a running job:
+A user's policy is any object with the methods `within` and `among` of order.QueuePolicy. Two methods are
+optional: `allowed(request, node)` is a filter that returns why jobs of a job class may not run on a node, or
+"" (cluster/filters.py documents its arguments); `cost(running, now)` is the cost of preempting a running job:
 the lowest is preempted first.
 
 If a call raises, returns a wrong type, or exceeds its time budget, the policy is disabled, a built-in one
-replaces it, and `fault` names the call and the job. Decisions are safe whatever a policy returns: it only
-orders, filters and weighs. A call that does not return is ended by the guard, if there is one, which raises
-PolicyTimeoutError inside it. Not isolated: a call that exhausts memory, ends the process, or modifies
+replaces it, and `disabled_reason` names the call and the job. Decisions are safe whatever a policy returns:
+it only orders, filters and weighs. A call that does not return is ended by the guard, if there is one, which
+raises PolicyTimeoutError inside it. Not isolated: a call that exhausts memory, ends the process, or modifies
 Genie's own objects. Run policies that you do not trust in a separate process.
 """
 
@@ -22,14 +22,14 @@ from types import MappingProxyType
 from typing import Any, TypeAlias, TypeVar
 
 from genie.errors import UsageError
-from genie.scheduler.order import FairShare, Fifo, Key, Order, OrderInputs, Priority
+from genie.scheduler.order import FairShare, Fifo, Key, OrderInputs, Priority, QueuePolicy
 from genie.scheduler.preemption.victims import StartedJob, lost_work_cost
 from genie.scheduler.request import JobRequest, NodeFacts
 
 Clock: TypeAlias = Callable[[], float]
 """Monotonic seconds."""
 
-PolicyFactory: TypeAlias = Callable[[], Order]
+PolicyFactory: TypeAlias = Callable[[], QueuePolicy]
 
 CallGuard: TypeAlias = AbstractContextManager[object]
 """A reusable context manager around each call."""
@@ -37,8 +37,8 @@ CallGuard: TypeAlias = AbstractContextManager[object]
 POLICIES_MAX = 64
 KEY_LENGTH_MAX = 16
 """Maximum length of a key."""
-_ERROR_CHARS_MAX = 200
-_REQUIRED_METHODS = (
+_ERROR_TEXT_CHARS_MAX = 200
+_REQUIRED_METHODS_HINT = (
     "a policy needs within(request) and among(request, inputs); see genie/scheduler/policies.py"
 )
 
@@ -73,7 +73,9 @@ class PolicyRegistry:
             raise UsageError(f"cannot register policy '{name}': the maximum is {POLICIES_MAX} policies")
         self._factories[name] = factory
 
-    def create(self, name: str, *, budget_s: float, clock: Clock, guard: CallGuard = _NO_GUARD) -> Order:
+    def create(
+        self, name: str, *, budget_s: float, clock: Clock, guard: CallGuard = _NO_GUARD
+    ) -> QueuePolicy:
         """Create a policy for Rules.with_order(). UsageError if it is not registered or its factory fails."""
         if name not in self._factories:
             raise UsageError(f"unknown policy '{name}'", hint=f"known policies: {', '.join(self.names)}")
@@ -87,27 +89,27 @@ class PolicyRegistry:
 
 
 class IsolatedPolicy:
-    """A user's policy as a reliable Order. `disabling_error` is the exception that disabled it, if any."""
+    """A user's policy as a reliable QueuePolicy. `disabling_error` is the exception that disabled it."""
 
     def __init__(
         self,
-        policy: Order,
+        policy: QueuePolicy,
         *,
         budget_s: float,
         clock: Clock,
         name: str = "",
-        fallback: Order | None = None,
+        fallback: QueuePolicy | None = None,
         guard: CallGuard = _NO_GUARD,
     ) -> None:
         self.name = name or type(policy).__name__
         for method in ("within", "among"):
             if not callable(getattr(policy, method, None)):
-                raise UsageError(f"policy '{self.name}' has no method {method}", hint=_REQUIRED_METHODS)
+                raise UsageError(f"policy '{self.name}' has no method {method}", hint=_REQUIRED_METHODS_HINT)
         self._policy: Any = policy  # optional methods are looked up, and every result is checked
         self._fallback = fallback or FairShare()
-        self._budget_s = budget_s
+        self._call_time_limit_s = budget_s
         self._clock = clock
-        self._guard = guard
+        self._call_guard = guard
         self.disabled_reason = ""
         self.disabling_error: BaseException | None = None
 
@@ -120,7 +122,7 @@ class IsolatedPolicy:
             "within",
             f"job {request.job_id}",
             lambda: self._policy.within(request),
-            check=_check_key,
+            check=_parse_sort_key,
             fallback=lambda: self._fallback.within(request),
         )
 
@@ -129,31 +131,31 @@ class IsolatedPolicy:
             "among",
             f"job {request.job_id}",
             lambda: self._policy.among(request, inputs),
-            check=_check_key,
+            check=_parse_sort_key,
             fallback=lambda: self._fallback.among(request, inputs),
         )
 
     def allowed(self, request: JobRequest, node: NodeFacts) -> str:
-        """As filters.Filter. Without a filter, all nodes are allowed."""
+        """As filters.NodeFilter. Without a filter, all nodes are allowed."""
         if not self.has_node_filter:
             return ""
         return self._call_policy(
             "allowed",
             f"jobs of {request.tenant} on node {node.node_id}",
             lambda: self._policy.allowed(request, node),
-            check=_check_reason,
+            check=_parse_exclusion_reason,
             fallback=lambda: "",
         )
 
     def cost(self, running: StartedJob, now: float) -> Key:
-        """As victims.Cost."""
+        """As victims.PreemptionCost."""
         if not callable(getattr(self._policy, "cost", None)):
             return lost_work_cost(running, now)
         return self._call_policy(
             "cost",
             f"job {running.request.job_id}",
             lambda: self._policy.cost(running, now),
-            check=_check_number,
+            check=_parse_cost,
             fallback=lambda: lost_work_cost(running, now),
         )
 
@@ -170,22 +172,28 @@ class IsolatedPolicy:
             return fallback()
         started = self._clock()
         try:
-            with self._guard:
+            with self._call_guard:
                 result = check(call())
         except PolicyTimeoutError:
-            return self._disable(f"{method}() for {subject} did not return", fallback)
+            return self._disable_and_use_fallback(f"{method}() for {subject} did not return", fallback)
         except (Exception, SystemExit) as error:
             self.disabling_error = error
-            return self._disable(f"{method}() for {subject} raised {_format_error(error)}", fallback)
+            return self._disable_and_use_fallback(
+                f"{method}() for {subject} raised {_format_error(error)}", fallback
+            )
         took_s = self._clock() - started
         if isinstance(result, _InvalidResult):
-            return self._disable(f"{method}() for {subject} returned {result.description}", fallback)
-        if took_s > self._budget_s:
-            slow = f"{method}() for {subject} took {took_s:.3g} s; the limit is {self._budget_s:.3g} s"
-            return self._disable(slow, fallback)
+            return self._disable_and_use_fallback(
+                f"{method}() for {subject} returned {result.description}", fallback
+            )
+        if took_s > self._call_time_limit_s:
+            slow = (
+                f"{method}() for {subject} took {took_s:.3g} s; the limit is {self._call_time_limit_s:.3g} s"
+            )
+            return self._disable_and_use_fallback(slow, fallback)
         return result
 
-    def _disable(self, reason: str, fallback: Callable[[], _Result]) -> _Result:
+    def _disable_and_use_fallback(self, reason: str, fallback: Callable[[], _Result]) -> _Result:
         replacement = type(self._fallback).__name__
         self.disabled_reason = f"policy '{self.name}' is disabled and replaced by {replacement}: {reason}"
         return fallback()
@@ -198,7 +206,7 @@ class _InvalidResult:
     description: str
 
 
-def _check_key(result: object) -> Key | _InvalidResult:
+def _parse_sort_key(result: object) -> Key | _InvalidResult:
     if not isinstance(result, tuple):
         return _InvalidResult(f"a {type(result).__name__} instead of a tuple of numbers")
     if len(result) > KEY_LENGTH_MAX:
@@ -208,8 +216,8 @@ def _check_key(result: object) -> Key | _InvalidResult:
     return invalid[0] if invalid else tuple(each for each in numbers if not isinstance(each, _InvalidResult))
 
 
-def _check_number(result: object) -> Key | _InvalidResult:
-    return _check_key((result,))
+def _parse_cost(result: object) -> Key | _InvalidResult:
+    return _parse_sort_key((result,))
 
 
 def _to_plain_number(value: object) -> float | _InvalidResult:
@@ -221,9 +229,9 @@ def _to_plain_number(value: object) -> float | _InvalidResult:
     return int(value) if isinstance(value, int) else float(value)
 
 
-def _check_reason(result: object) -> str | _InvalidResult:
+def _parse_exclusion_reason(result: object) -> str | _InvalidResult:
     return (
-        str(result)[:_ERROR_CHARS_MAX]
+        str(result)[:_ERROR_TEXT_CHARS_MAX]
         if isinstance(result, str)
         else _InvalidResult(f"a {type(result).__name__} instead of a string")
     )
@@ -232,6 +240,6 @@ def _check_reason(result: object) -> str | _InvalidResult:
 def _format_error(error: BaseException) -> str:
     """A user's exception may raise when it is formatted."""
     try:
-        return f"{type(error).__name__}: {error}"[:_ERROR_CHARS_MAX]
+        return f"{type(error).__name__}: {error}"[:_ERROR_TEXT_CHARS_MAX]
     except Exception:
         return type(error).__name__

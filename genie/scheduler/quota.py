@@ -15,7 +15,7 @@ from genie.scheduler.request import WHOLE_GPU_MILLI, Amounts, JobRequest, format
 UNBOUNDED = 2**62
 
 
-def gpu_amounts(gpus: float) -> Amounts:
+def gpu_limit_amounts(gpus: float) -> Amounts:
     """Return an amount of GPUs, with CPUs and memory unlimited."""
     return Amounts(round(gpus * WHOLE_GPU_MILLI), UNBOUNDED, UNBOUNDED)
 
@@ -25,7 +25,7 @@ class Quota:
     """`guaranteed` is guaranteed; preemptible jobs may use up to `borrowable` in addition."""
 
     guaranteed: Amounts
-    borrowable: Amounts = field(default_factory=lambda: gpu_amounts(UNBOUNDED // WHOLE_GPU_MILLI))
+    borrowable: Amounts = field(default_factory=lambda: gpu_limit_amounts(UNBOUNDED // WHOLE_GPU_MILLI))
 
 
 ResourceClaim: TypeAlias = tuple[JobRequest, Amounts]

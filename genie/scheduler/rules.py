@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from genie.scheduler.cluster.filters import NodeFilter
-from genie.scheduler.order import FairShare, Order
+from genie.scheduler.order import FairShare, QueuePolicy
 from genie.scheduler.policies import IsolatedPolicy
 from genie.scheduler.preemption import victims
 from genie.scheduler.quota import Quotas
@@ -14,7 +14,7 @@ from genie.scheduler.quota import Quotas
 
 @dataclass(frozen=True)
 class Rules:
-    order: Order = field(default_factory=FairShare)
+    order: QueuePolicy = field(default_factory=FairShare)
     quotas: Quotas = field(default_factory=Quotas)
     weights: Mapping[str, float] = field(default_factory=dict)
     """Fair-share weights of tenants; 1 for those not listed."""
@@ -30,7 +30,7 @@ class Rules:
     assumed_runtime_s: float = 86_400.0
     """Assumed run time of a job without a time limit; it is not enforced."""
 
-    def with_order(self, policy: Order) -> Rules:
+    def with_order(self, policy: QueuePolicy) -> Rules:
         """Return a copy with another policy. A user's policy brings its own filter and costs."""
         if not isinstance(policy, IsolatedPolicy):
             return replace(self, order=policy, preemption_cost=victims.lost_work_cost, node_filter=None)

@@ -50,7 +50,7 @@ class Scheduler:
         return [(job.request, job.queue_group_key) for job in self.job_table.queued_jobs.values()]
 
     @property
-    def pending_decisions(self) -> list[Wait]:
+    def last_wait_decisions(self) -> list[Wait]:
         """The last decision about each queued job."""
         return [job.last_decision for job in self.job_table.queued_jobs.values()]
 
@@ -120,7 +120,7 @@ class Scheduler:
         self.job_table.add_running_job(request, started_at)
         self.job_table.require_full_pass()
 
-    def retain_workers(self, job_id: str, places: tuple[WorkerPlace, ...]) -> None:
+    def retain_only_workers_at(self, job_id: str, places: tuple[WorkerPlace, ...]) -> None:
         """Only the workers at these places still run; the others have ended."""
         running = self.job_table.running_jobs[job_id]
         self.allocations.release(job_id)
@@ -139,7 +139,7 @@ class Scheduler:
     def withdraw(self, job_id: str) -> None:
         """Remove a job from the queue; does nothing if it is not queued."""
         self.job_table.dequeue(job_id)
-        self.job_table.migration_counts.pop(job_id, None)
+        self.job_table.migration_count_by_job.pop(job_id, None)
         self.job_table.drop_reservation(job_id)
         self.job_table.require_full_pass()
 

@@ -43,7 +43,7 @@ CONTROLLER_PORT = 5555
 CONTROLLER_CONFIG = ControllerConfig(port=CONTROLLER_PORT, tls="off")
 CLIENT_HOST = "127.0.9.9"
 """Address of the owner and, unless another is given, of the tenants."""
-_CALL_TIMEOUT_S = 5.0
+_CLIENT_CALL_TIMEOUT_S = 5.0
 
 
 class _SimInventory:
@@ -279,7 +279,7 @@ class SimCluster:
 
     def lose_next_commit_reply(self, host: str) -> None:
         """Let the next commit of this controller succeed, but lose the reply."""
-        self._stores[host].lose_next_reply()
+        self._stores[host].lose_next_commit_reply()
 
     def store_of(self, host: str) -> MemoryStore:
         """The store as this controller reaches it, until it restarts."""
@@ -325,10 +325,10 @@ class SimCluster:
                 access = self.make_access(host, token)
                 try:
                     async with connect_authenticated(
-                        self._client_network, access, timeout_s=_CALL_TIMEOUT_S, program="sim"
+                        self._client_network, access, timeout_s=_CLIENT_CALL_TIMEOUT_S, program="sim"
                     ) as (peer, now):
                         if now.leading:
-                            return await peer.call(request, timeout_s=_CALL_TIMEOUT_S)
+                            return await peer.call(request, timeout_s=_CLIENT_CALL_TIMEOUT_S)
                 except GenieError as error:
                     if not error.retryable:
                         raise

@@ -19,7 +19,7 @@ from genie.sim.world import World
 
 _Result = TypeVar("_Result")
 
-_DISK_BYTES = 1 << 40
+_SIM_DISK_BYTES = 1 << 40
 
 
 class SimDisk:
@@ -45,13 +45,15 @@ class SimDisk:
             return work()
 
     def measure_space(self, path: Path) -> DiskSpace:
-        return DiskSpace(total_bytes=_DISK_BYTES, free_bytes=0 if self.fill_causes else _DISK_BYTES // 2)
+        return DiskSpace(
+            total_bytes=_SIM_DISK_BYTES, free_bytes=0 if self.fill_causes else _SIM_DISK_BYTES // 2
+        )
 
     @contextmanager
     def record_durable_files(self) -> Iterator[None]:
         """Record which files are made durable in this block, instead of waiting for the real disk."""
         real_fsync, real_fdatasync = os.fsync, os.fdatasync
-        os.fsync = os.fdatasync = self._make_durable  # type: ignore[assignment]
+        os.fsync = os.fdatasync = self._record_durable_file  # type: ignore[assignment]
         try:
             yield
         finally:
@@ -64,7 +66,7 @@ class SimDisk:
                 size_bytes = path.stat().st_size
                 os.truncate(path, self._world.random.randint(0, max(size_bytes - 1, 0)))
 
-    def _make_durable(self, descriptor: int) -> None:
+    def _record_durable_file(self, descriptor: int) -> None:
         found = os.fstat(descriptor)
         self._durable_files.add((found.st_dev, found.st_ino))
 

@@ -82,7 +82,7 @@ class FragmentationSample:
 
 
 @dataclass(frozen=True)
-class SimulatedRun:
+class SimulationResult:
     """Result of a simulation. `infeasible_job_ids` lists skipped jobs, which do not fit the empty cluster;
     `policy_fault` is the reason why a custom policy was disabled."""
 
@@ -102,7 +102,7 @@ def simulate(
     plan: SimulationParameters,
     *,
     progress: ProgressCallback | None = None,
-) -> SimulatedRun:
+) -> SimulationResult:
     """Simulate until the last job has ended."""
     if not any(node.gpus for node in nodes) or not jobs:
         raise UsageError("a simulation needs nodes with GPUs and jobs", hint="see genie sim run --help")
@@ -114,7 +114,7 @@ def _typical_shapes(
 ) -> list[TypicalShape]:
     """Return the most frequent request shapes of the workload, which FGD needs in advance."""
     models: dict[str, int] = {}
-    for node in nodes:  # same numbering as in the book
+    for node in nodes:  # same numbering as in PlacerGroup
         models.setdefault(node.gpus[0].model if node.gpus else "", len(models) % MODELS_MAX)
     counts = Counter(
         (
@@ -173,13 +173,13 @@ class _Simulation:
         self._submitted_jobs: dict[str, _ActiveJob] = {}
         self._infeasible_job_ids: list[str] = []
         self._event_heap: list[tuple[float, int, int, str, int]] = []
-        self._event_count = 0
+        self._scheduled_event_count = 0
         self._used_gpu_milli = 0
         self._available_gpu_milli = total_gpu_milli_of(nodes)
         self._usage_samples: list[UsageSample] = []
         self._fragmentation_samples: list[FragmentationSample] = []
-        self._arrived_count = 0
-        self._finished_count = 0
+        self._arrived_job_count = 0
+        self._finished_job_count = 0
         self._schedule_arrivals(nodes, jobs)
         self._last_arrival_s = max(
             (active.result.job.submitted_s for active in self._submitted_jobs.values()), default=0.0
@@ -187,7 +187,7 @@ class _Simulation:
         self._node_failures, self._random = plan.node_failures, random.Random(f"failures {plan.seed}")
         if self._node_failures is not None:
             for node in nodes:
-                self._schedule_failure(node.node_id, 0.0)
+                self._schedule_node_failure(node.node_id, 0.0)
 
     def _schedule_arrivals(self, nodes: Sequence[NodeFacts], jobs: Sequence[SimJob]) -> None:
         known: dict[tuple[object, ...], bool] = {}
@@ -204,14 +204,14 @@ class _Simulation:
             self._schedule_event(job.submitted_s, _ARRIVE_EVENT, job.job_id)
 
     def _schedule_event(self, time_s: float, kind: int, target_id: str, epoch: int = 0) -> None:
-        self._event_count += 1
-        heapq.heappush(self._event_heap, (time_s, kind, self._event_count, target_id, epoch))
+        self._scheduled_event_count += 1
+        heapq.heappush(self._event_heap, (time_s, kind, self._scheduled_event_count, target_id, epoch))
 
     # -- time ---------------------------------------------------------------------------------
 
-    def run(self, progress: ProgressCallback) -> SimulatedRun:
+    def run(self, progress: ProgressCallback) -> SimulationResult:
         events, decisions = self._event_heap, 0
-        while events and self._finished_count < len(self._submitted_jobs):
+        while events and self._finished_job_count < len(self._submitted_jobs):
             now, changed = events[0][0], False
             while events and events[0][0] == now:
                 _, kind, _, name, epoch = heapq.heappop(events)
@@ -220,10 +220,10 @@ class _Simulation:
                 self._run_scheduling_pass(now)
                 decisions += 1
                 if not decisions % 1000:
-                    progress(self._finished_count, len(self._submitted_jobs))
+                    progress(self._finished_job_count, len(self._submitted_jobs))
         records = [active.result for active in self._submitted_jobs.values()]
         milli = total_gpu_milli_of(self._nodes.values())
-        return SimulatedRun(
+        return SimulationResult(
             job_results=records,
             usage_samples=self._usage_samples,
             fragmentation_samples=self._fragmentation_samples,
@@ -243,12 +243,12 @@ class _Simulation:
             if kind == _END_EVENT:
                 self._stop_job(active, now)
                 active.result.ended_s = now
-                self._finished_count += 1
+                self._finished_job_count += 1
             else:
                 self._requeue_from_checkpoint(active, now)
         elif kind == _ARRIVE_EVENT:
             self._scheduler.submit(self._submitted_jobs[name].request)
-            self._arrived_count += 1
+            self._arrived_job_count += 1
         elif kind == _FAIL_EVENT:
             self._fail_node(name, now)
         else:
@@ -266,10 +266,10 @@ class _Simulation:
                 active.result.preemption_count += 1
                 self._schedule_event(now + decision.grace_s, _PREEMPTED_EVENT, decision.job_id, active.epoch)
         waiting = (
-            self._arrived_count - self._finished_count - len(self._running_jobs)
+            self._arrived_job_count - self._finished_job_count - len(self._running_jobs)
         )  # decisions do not list all of them
         self._usage_samples.append(UsageSample(now, self._used_gpu_milli, self._available_gpu_milli, waiting))
-        if waiting and now >= self._next_sample_s:
+        if waiting and now >= self._next_fragmentation_sample_s:
             self._fragmentation_samples.append(self._sample_fragmentation(now))
 
     # -- jobs ---------------------------------------------------------------------------------
@@ -303,7 +303,7 @@ class _Simulation:
 
     # -- nodes --------------------------------------------------------------------------------
 
-    def _schedule_failure(self, node_id: str, now: float) -> None:
+    def _schedule_node_failure(self, node_id: str, now: float) -> None:
         assert self._node_failures is not None
         at_s = now + self._random.expovariate(1.0 / self._node_failures.mean_between_failures_s)
         if at_s <= self._last_arrival_s:
@@ -324,12 +324,12 @@ class _Simulation:
         self._scheduler.set_node(self._nodes[node_id])
         self._available_gpu_milli += self._nodes[node_id].amounts.gpu_milli
         self._failed_node_ids.discard(node_id)
-        self._schedule_failure(node_id, now)
+        self._schedule_node_failure(node_id, now)
 
     # -- fragmentation ------------------------------------------------------------------------
 
     @property
-    def _next_sample_s(self) -> float:
+    def _next_fragmentation_sample_s(self) -> float:
         last_s = self._fragmentation_samples[-1].time_s if self._fragmentation_samples else 0.0
         return last_s + self._last_arrival_s / FRAGMENTATION_SAMPLES_MAX
 

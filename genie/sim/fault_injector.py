@@ -25,12 +25,12 @@ from genie.sim.cluster import FaultWindow, SimCluster
 
 _log = logging.getLogger(__name__)
 
-_STORE_OUTAGE_FACTOR = 3.0
-_CONTROLLER_START_S = 2.0
+_STORE_HANG_DURATION_FACTOR = 3.0
+_CONTROLLER_STARTUP_TIME_S = 2.0
 QUOTA_TENANTS = ("red", "blue")
 """Tenants that get quotas."""
 CONTROLLER_FAULTS = ("restart_controller",)
-ALL_FAULTS = (
+MIXED_FAULTS = (
     "cut_node",
     "pause_node",
     "crash_node",
@@ -65,7 +65,7 @@ FAULTS_ENDING_JOBS_ON_NODE = frozenset(
 FAULTS_ENDING_ALL_JOBS = frozenset(("pause_controller",))
 OWNER_ACTIONS = ("drain", "change_gpus", "change_gpus_on_restart", "quota")
 """Actions of an owner that invalidate existing placements."""
-ALL_EVENTS = (*ALL_FAULTS, "lose_reply", *OWNER_ACTIONS)
+MIXED_FAULTS_AND_OWNER_ACTIONS = (*MIXED_FAULTS, "lose_reply", *OWNER_ACTIONS)
 
 
 async def inject_faults(
@@ -95,7 +95,7 @@ async def inject_faults(
                 lasts_s,
             )
             _record_fault_window(cluster, kind, node, lasts_s)
-            faults.create_task(_inject(cluster, kind, node, controller, lasts_s))
+            faults.create_task(_inject_and_end_fault(cluster, kind, node, controller, lasts_s))
     world.heal_links_and_clocks()
     for host in (*cluster.controller_hosts, *cluster.node_hosts):
         cluster.restart(host)
@@ -115,18 +115,20 @@ async def undo_owner_actions(cluster: SimCluster) -> None:
     """Restore all accelerators, undrain all nodes and remove all quotas."""
     for host in cluster.node_hosts:
         cluster.set_gpus(host, range(cluster.gpus_per_node))
-        await _try_request(cluster, UndrainNode(node_id=cluster.node_id(host)))
+        await _send_request_ignoring_errors(cluster, UndrainNode(node_id=cluster.node_id(host)))
     for tenant in QUOTA_TENANTS:
-        await _try_request(cluster, RemoveQuota(tenant=tenant))
+        await _send_request_ignoring_errors(cluster, RemoveQuota(tenant=tenant))
 
 
-async def _try_request(cluster: SimCluster, request: Request[Done]) -> None:
+async def _send_request_ignoring_errors(cluster: SimCluster, request: Request[Done]) -> None:
     """Send a request and ignore errors: it may have been applied already, with the reply lost."""
     with suppress(GenieError):
         await cluster.send_request(request)
 
 
-async def _inject(cluster: SimCluster, kind: str, node: str, controller: str, duration_s: float) -> None:
+async def _inject_and_end_fault(
+    cluster: SimCluster, kind: str, node: str, controller: str, duration_s: float
+) -> None:
     world = cluster.world
     match kind:
         case _ if kind in hostile.HOSTILE_ACTIONS:
@@ -137,18 +139,18 @@ async def _inject(cluster: SimCluster, kind: str, node: str, controller: str, du
             await asyncio.sleep(duration_s)
             world.heal_link(*ends, both_directions=kind == "cut_node")
         case "reorder" | "duplicate":
-            await _disturb_network(cluster, kind, duration_s)
+            await _inject_frame_fault(cluster, kind, duration_s)
         case "slow_disk" | "full_disk" | "torn_write":
-            await _disturb_disk(cluster, kind, node, duration_s)
+            await _inject_disk_fault(cluster, kind, node, duration_s)
         case "clock_step" | "step_controller":
             host = node if kind == "clock_step" else controller
             world.step_wall_clock(
                 host, world.random.choice((-1, 1)) * world.random.choice((60.0, 3600.0, 86400.0))
             )
         case "slow_store" | "slow_load":
-            await _slow_store(cluster, kind, controller, duration_s)
+            await _slow_store_of_controller(cluster, kind, controller, duration_s)
         case "fail_back":
-            await _force_failback(cluster)
+            await _force_leader_failback(cluster)
         case "pause_node" | "pause_controller":
             world.pause_host(node if kind == "pause_node" else controller, duration_s)
             await asyncio.sleep(duration_s)
@@ -169,15 +171,15 @@ async def _inject(cluster: SimCluster, kind: str, node: str, controller: str, du
         case "lose_reply":
             cluster.lose_next_commit_reply(controller)
         case "drain":
-            await _try_request(cluster, DrainNode(node_id=cluster.node_id(node)))
+            await _send_request_ignoring_errors(cluster, DrainNode(node_id=cluster.node_id(node)))
             await asyncio.sleep(duration_s)
-            await _try_request(cluster, UndrainNode(node_id=cluster.node_id(node)))
+            await _send_request_ignoring_errors(cluster, UndrainNode(node_id=cluster.node_id(node)))
         case "quota":
             gpus = world.random.choice((0.0, 1.0, 2.5, 4.0, None))
             quota = QuotaRecord(tenant=world.random.choice(QUOTA_TENANTS), gpus=gpus, weight=duration_s)
-            await _try_request(cluster, SetQuota(quota=quota))
+            await _send_request_ignoring_errors(cluster, SetQuota(quota=quota))
         case "change_gpus" | "change_gpus_on_restart":
-            await _change_gpus(cluster, node, duration_s, on_restart=kind == "change_gpus_on_restart")
+            await _change_gpus_of_node(cluster, node, duration_s, on_restart=kind == "change_gpus_on_restart")
         case "crash_node" | "power_node" | "restart_controller":
             host = controller if kind == "restart_controller" else node
             cluster.crash(host, power_off=kind == "power_node")
@@ -185,7 +187,9 @@ async def _inject(cluster: SimCluster, kind: str, node: str, controller: str, du
             cluster.restart(host)
 
 
-async def _change_gpus(cluster: SimCluster, node: str, duration_s: float, *, on_restart: bool) -> None:
+async def _change_gpus_of_node(
+    cluster: SimCluster, node: str, duration_s: float, *, on_restart: bool
+) -> None:
     random = cluster.world.random
     left = random.sample(range(cluster.gpus_per_node), random.randint(0, cluster.gpus_per_node))
     if on_restart:
@@ -199,9 +203,9 @@ async def _hang_store(cluster: SimCluster, duration_s: float) -> None:
     """Longer than the dead-man time in most cases."""
     if not cluster.is_control_plane_healthy:
         return
-    with _control_plane_fault(cluster):
+    with _count_control_plane_fault(cluster):
         with _hanging_store(cluster):
-            await asyncio.sleep(_STORE_OUTAGE_FACTOR * duration_s)
+            await asyncio.sleep(_STORE_HANG_DURATION_FACTOR * duration_s)
         await asyncio.sleep(cluster.failover_bounds.total_s)
 
 
@@ -215,7 +219,7 @@ def _hanging_store(cluster: SimCluster) -> Iterator[None]:
 
 
 @contextmanager
-def _control_plane_fault(cluster: SimCluster) -> Iterator[None]:
+def _count_control_plane_fault(cluster: SimCluster) -> Iterator[None]:
     cluster.control_plane_fault_count += 1
     try:
         yield
@@ -229,23 +233,23 @@ async def _power_off_leader(cluster: SimCluster, duration_s: float, *, with_stor
     leader = next((host for host in cluster.controller_hosts if cluster.is_leader(host)), None)
     if leader is None or not cluster.is_control_plane_healthy:
         return
-    with _control_plane_fault(cluster):
+    with _count_control_plane_fault(cluster):
         cluster.crash(leader, power_off=True)
         bounds = cluster.failover_bounds
         takeover_s = bounds.campaign_s + cluster.config.leader_ttl_s
         if with_store:
             takeover_s = bounds.takeover_s
-            await _elect_store_leader(cluster)
+            await _simulate_store_election(cluster)
             takeover_s -= bounds.store_election_s
         await asyncio.sleep(takeover_s)
         if cluster.leader is None:
             cluster.machines.report_violation(f"no controller leads {takeover_s:g} s after a power outage")
         await asyncio.sleep(bounds.discovery_s + duration_s)
         cluster.restart(leader)
-        await asyncio.sleep(_CONTROLLER_START_S)
+        await asyncio.sleep(_CONTROLLER_STARTUP_TIME_S)
 
 
-async def _elect_store_leader(cluster: SimCluster) -> None:
+async def _simulate_store_election(cluster: SimCluster) -> None:
     """The store does not respond until it has a leader, which extends all leases."""
     election_timeout_s = cluster.config.etcd_election_timeout_s
     election_s = cluster.world.random.uniform(1.0, 2.0) * election_timeout_s
@@ -254,7 +258,7 @@ async def _elect_store_leader(cluster: SimCluster) -> None:
         await asyncio.sleep(election_s)
 
 
-async def _disturb_network(cluster: SimCluster, kind: str, duration_s: float) -> None:
+async def _inject_frame_fault(cluster: SimCluster, kind: str, duration_s: float) -> None:
     world = cluster.world
     if kind == "reorder":
         world.reordered_frame_share = 0.2
@@ -266,7 +270,7 @@ async def _disturb_network(cluster: SimCluster, kind: str, duration_s: float) ->
     )
 
 
-async def _disturb_disk(cluster: SimCluster, kind: str, node: str, duration_s: float) -> None:
+async def _inject_disk_fault(cluster: SimCluster, kind: str, node: str, duration_s: float) -> None:
     """`torn_write`: the power fails while the disk is slow, so that writes are incomplete."""
     disk = cluster.machines.disk_by_host[node]
     if kind == "full_disk":
@@ -284,20 +288,22 @@ async def _disturb_disk(cluster: SimCluster, kind: str, node: str, duration_s: f
         cluster.restart(node)
 
 
-async def _slow_store(cluster: SimCluster, kind: str, controller: str, duration_s: float) -> None:
+async def _slow_store_of_controller(
+    cluster: SimCluster, kind: str, controller: str, duration_s: float
+) -> None:
     if kind == "slow_load":
         await cluster.crash_and_restart(controller)
         store = cluster.store_of(controller)
-        store.set_delay(0.0, range_s=2.0)
+        store.set_response_delay(0.0, range_delay_s=2.0)
         duration_s *= 4
     else:
         store = cluster.store_of(controller)
-        store.set_delay(0.1)
+        store.set_response_delay(0.1)
     await asyncio.sleep(duration_s)
-    store.set_delay(0.0)
+    store.set_response_delay(0.0)
 
 
-async def _force_failback(cluster: SimCluster) -> None:
+async def _force_leader_failback(cluster: SimCluster) -> None:
     """Let another controller lead for a while, then crash it: the first one leads again and loads slowly,
     without a restart in between."""
     first, *others = sorted(cluster.controller_hosts, key=lambda host: not cluster.is_leader(host))
@@ -307,9 +313,9 @@ async def _force_failback(cluster: SimCluster) -> None:
         cluster.crash(host)
     store = cluster.store_of(first)
     if cluster.is_up(first):
-        store.set_delay(0.0, range_s=1.0)
+        store.set_response_delay(0.0, range_delay_s=1.0)
         store.set_available(True)
     await asyncio.sleep(8.0)
-    store.set_delay(0.0)
+    store.set_response_delay(0.0)
     for host in others:
         cluster.restart(host)

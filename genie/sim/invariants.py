@@ -1,6 +1,6 @@
 """Checks invariants of a simulated cluster at every store transaction and process start.
 
-Violations are added to `Machines.violations`. Conditions that hold only after the faults are checked by
+Violations are added to `SimMachines.violations`. Conditions that hold only after the faults are checked by
 the tests.
 """
 
@@ -22,8 +22,8 @@ from genie.sim.world import World
 
 _HOLDING_STATES = (JobState.PLACING, JobState.RUNNING)
 _JOB_KEY_PREFIX, _HOLDS_KEY_PREFIX = "job/", "ledger/"
-_CHECK_INTERVAL_S = 0.5
-_PLACEMENTS_MAX, _PLACEMENTS_WINDOW_S = 6, 1.0
+_HOLD_CHECK_INTERVAL_S = 0.5
+_PLACEMENTS_PER_WINDOW_MAX, _PLACEMENTS_WINDOW_S = 6, 1.0
 """More placements of one job within the window count as a livelock: the second rejection by a node already
 has a pause of 1 s, and a job can be rejected once by each of the nodes."""
 
@@ -32,12 +32,12 @@ _EXCUSED_AFTER_FAULT_S = 55.0
 22.5 s, and there may be no leader for _LEADERLESS_S_MAX."""
 _LEADERLESS_S_MAX = 30.0
 """The lease of the previous leader (3 s), nine reads of the store (2 s each in `slow_load`) and a reserve."""
-_RATE_WINDOW_S = 5.0
+_REQUEST_RATE_WINDOW_S = 5.0
 _HEARTBEATS_PER_NODE_PER_S_MAX = 2.0
 """One per `heartbeat_s`, which is 1 s, and another one: a change of the node or a connection sends more."""
-_REQUESTS_PER_WORKER_MAX = 6
+_START_REQUESTS_PER_WORKER_MAX = 6
 """In one window, of a worker that cannot start yet: it pauses for 0.2, 0.4, 0.8, 1.6 and 2 s in between."""
-_DISCOVERY_ROUNDS_MAX = 8
+_LEADER_DISCOVERY_ROUNDS_MAX = 8
 """In one window, of a node without a leader: it pauses for 0.05, 0.1, 0.2, 0.4, 0.8 and 1 s at most."""
 _REQUESTS_PER_LAUNCH_MAX = 4
 """A confirmation and its repetition, and early heartbeats at the start and the end."""
@@ -47,8 +47,8 @@ GetAcceptedEpoch = Callable[[str, str], int]
 
 
 class InvariantChecker:
-    """Register `on_commit` with the store and run `check_periodically` concurrently with the cluster.
-    `mismatch_s_max` is the maximum time of a hold without a process, or of a process without a hold."""
+    """Register `on_store_commit` with the store and run `check_periodically` concurrently with the cluster.
+    `hold_mismatch_s_max` is the maximum time of a hold without a process, or of a process without a hold."""
 
     def __init__(
         self,
@@ -56,30 +56,30 @@ class InvariantChecker:
         machines: SimMachines,
         *,
         get_accepted_epoch: GetAcceptedEpoch,
-        mismatch_s_max: float,
+        hold_mismatch_s_max: float,
     ) -> None:
         self._world = world
         self._machines = machines
         self._get_accepted_epoch = get_accepted_epoch
-        self._mismatch_s_max = mismatch_s_max
+        self._hold_mismatch_s_max = hold_mismatch_s_max
         self.current_jobs: dict[str, Job] = {}
         self.ended_jobs: dict[str, Job] = {}
         """Jobs that have ended, also those that were deleted since."""
-        self.end_callbacks: list[Callable[[Job], None]] = []
-        self.delete_callbacks: list[Callable[[Job], None]] = []
+        self.job_end_callbacks: list[Callable[[Job], None]] = []
+        self.job_delete_callbacks: list[Callable[[Job], None]] = []
         """Called with the last row of a job when it is deleted."""
         self._holds_by_node: dict[str, NodeHolds] = {}
         self._holds_by_job: dict[str, dict[str, tuple[str, Hold]]] = {}
         """Node and hold, by job and worker."""
         self._confirmed_launches: set[tuple[str, int]] = set()
         """Job IDs and epochs of launches that all nodes confirmed."""
-        self._placement_times_s: dict[str, deque[float]] = {}
-        self._mismatched_since_s: dict[tuple[str, int], float] = {}
+        self._recent_placement_times_s: dict[str, deque[float]] = {}
+        self._hold_mismatch_since_s: dict[tuple[str, int], float] = {}
         self.have_faults_ended = False
         """Holds without a process are checked only after the faults have ended."""
         machines.spawn_callbacks.append(self._check_spawned_process)
 
-    def on_commit(self, operations: Sequence[Put | Delete]) -> None:
+    def on_store_commit(self, operations: Sequence[Put | Delete]) -> None:
         touched: set[str] = set()
         for operation in operations:
             prefix, _, row_id = operation.key.partition("/")
@@ -90,11 +90,11 @@ class InvariantChecker:
             elif prefix + "/" == _HOLDS_KEY_PREFIX and value is not None:
                 touched |= self._on_holds_changed(row_id, msgspec.json.decode(value, type=NodeHolds))
         for job_id in touched:
-            self._check_holds(job_id)
+            self._check_holds_match_placements(job_id)
 
     async def check_periodically(self) -> None:
         while True:
-            await asyncio.sleep(_CHECK_INTERVAL_S)
+            await asyncio.sleep(_HOLD_CHECK_INTERVAL_S)
             self._check_processes_against_holds()
 
     # -- rows ---------------------------------------------------------------------------------
@@ -103,17 +103,17 @@ class InvariantChecker:
         before = self.current_jobs.pop(job_id, None)
         if job is None:
             if before is not None:
-                for callback in self.delete_callbacks:
+                for callback in self.job_delete_callbacks:
                     callback(before)
             return
         self.current_jobs[job_id] = job
         if job.state.is_final and job_id not in self.ended_jobs:
             self.ended_jobs[job_id] = job
-            for callback in self.end_callbacks:
+            for callback in self.job_end_callbacks:
                 callback(job)
         was = before.state if before is not None else None
         if job.state is JobState.PLACING and was is not JobState.PLACING:
-            self._check_placement(job)
+            self._check_placement_constraints(job)
             self._check_placement_rate(job_id)
         if job.state is JobState.RUNNING and was is not JobState.RUNNING:
             self._confirmed_launches.add((job_id, job.epoch))
@@ -137,10 +137,10 @@ class InvariantChecker:
             job_id = parse_worker_name(hold.job_id)[0]
             self._holds_by_job.setdefault(job_id, {})[hold.job_id] = (node_id, hold)
             touched.add(job_id)
-        self._check_capacity(node_holds)
+        self._check_gpus_not_overallocated(node_holds)
         return touched
 
-    def _check_capacity(self, node_holds: NodeHolds) -> None:
+    def _check_gpus_not_overallocated(self, node_holds: NodeHolds) -> None:
         for gpu_id in {gpu_id for hold in node_holds.holds for gpu_id in hold.gpu_ids}:
             there = [hold for hold in node_holds.holds if gpu_id in hold.gpu_ids]
             if sum(hold.gpu_milli for hold in there) > FULL_MILLI or len({one.tenant for one in there}) > 1:
@@ -148,7 +148,7 @@ class InvariantChecker:
                     f"accelerator {gpu_id} of {node_holds.node_id} is overallocated: {there}"
                 )
 
-    def _check_placement(self, job: Job) -> None:
+    def _check_placement_constraints(self, job: Job) -> None:
         """Check that a placement satisfies the constraints of the job."""
         spec, constraints, placements = job.spec, job.spec.constraints, job.placements
         nodes = [placement.node_id for placement in placements]
@@ -164,12 +164,12 @@ class InvariantChecker:
             self._report_violation(f"placement violates the constraints: {job}")
 
     def _check_placement_rate(self, job_id: str) -> None:
-        recent = self._placement_times_s.setdefault(job_id, deque(maxlen=_PLACEMENTS_MAX))
-        if len(recent) == _PLACEMENTS_MAX and self._world.now_s - recent[0] < _PLACEMENTS_WINDOW_S:
+        recent = self._recent_placement_times_s.setdefault(job_id, deque(maxlen=_PLACEMENTS_PER_WINDOW_MAX))
+        if len(recent) == _PLACEMENTS_PER_WINDOW_MAX and self._world.now_s - recent[0] < _PLACEMENTS_WINDOW_S:
             self._report_violation(f"{job_id} is placed repeatedly without progress")
         recent.append(self._world.now_s)
 
-    def _check_holds(self, job_id: str) -> None:
+    def _check_holds_match_placements(self, job_id: str) -> None:
         """Check that the ledger holds exactly what the placements of the job require."""
         job = self.current_jobs.get(job_id)
         held = {
@@ -182,13 +182,15 @@ class InvariantChecker:
     # -- processes ----------------------------------------------------------------------------
 
     def _check_spawned_process(self, process: SimProcess) -> None:
-        if process.launch_key not in self._confirmed_launches:
+        if process.job_id_and_epoch not in self._confirmed_launches:
             self._report_violation(f"{process} started before all workers of its launch were confirmed")
 
     def _check_processes_against_holds(self) -> None:
         """Check that no process without a hold, and no hold without a process, lasts too long."""
         running = {
-            (one.job_id, one.epoch): one for one in self._machines.live_processes() if not one.end_reason
+            (one.job_id, one.epoch): one
+            for one in self._machines.live_processes()
+            if not one.termination_reason
         }
         held = {
             (worker_name, hold.epoch)
@@ -209,9 +211,9 @@ class InvariantChecker:
         if self.have_faults_ended:
             mismatched |= {key for key in held - running.keys() if key[0] not in placing}
         now_s = self._world.now_s
-        self._mismatched_since_s = {key: self._mismatched_since_s.get(key, now_s) for key in mismatched}
-        for key, since_s in self._mismatched_since_s.items():
-            if now_s - since_s > self._mismatch_s_max:
+        self._hold_mismatch_since_s = {key: self._hold_mismatch_since_s.get(key, now_s) for key in mismatched}
+        for key, since_s in self._hold_mismatch_since_s.items():
+            if now_s - since_s > self._hold_mismatch_s_max:
                 what = "runs without a hold" if key in running else "is held without a process"
                 self._report_violation(f"{key} {what} since {since_s:.2f}")
 
@@ -243,8 +245,8 @@ class InnocentTenantChecker:
         self._fault_windows = faults
         self._excused_job_ids: set[str] = set()
         machines.termination_callbacks.append(self._check_terminated_process)
-        checker.end_callbacks.append(self._check_ended_job)
-        checker.delete_callbacks.append(self._report_deleted_job)
+        checker.job_end_callbacks.append(self._check_ended_job)
+        checker.job_delete_callbacks.append(self._report_deleted_job)
 
     def _check_ended_job(self, job: Job) -> None:
         if (
@@ -253,7 +255,7 @@ class InnocentTenantChecker:
             or job.job_id in self._excused_job_ids
         ):
             return
-        if not self._is_excused(job):
+        if not self._is_end_excused_by_fault(job):
             self._machines.report_violation(
                 f"{job.job_id} ended without a fault of its node: {job.state}, {job.reason}"
             )
@@ -263,18 +265,18 @@ class InnocentTenantChecker:
             self._machines.report_violation(f"{job.job_id} was deleted: {job.state}, {job.reason}")
 
     def _check_terminated_process(self, process: SimProcess) -> None:
-        job_id = process.launch_key[0]
+        job_id = process.job_id_and_epoch[0]
         job = self._checker.current_jobs.get(job_id)
         if job is None or job.tenant != self._tenant:
             return
-        if self._is_excused(job):
+        if self._is_end_excused_by_fault(job):
             self._excused_job_ids.add(job_id)
         else:
             self._machines.report_violation(
-                f"{process.job_id} was terminated without a fault of its node: {process.end_reason}"
+                f"{process.job_id} was terminated without a fault of its node: {process.termination_reason}"
             )
 
-    def _is_excused(self, job: Job) -> bool:
+    def _is_end_excused_by_fault(self, job: Job) -> bool:
         """Whether a machine of any of its workers has or had a fault: the workers of a gang end together."""
         now_s = self._world.now_s
         hosts = {placement.node_id.replace("-", ".") for placement in job.placements}
@@ -289,7 +291,7 @@ class LeadershipChecker:
 
     def __init__(self, cluster: SimCluster) -> None:
         self._cluster = cluster
-        self._can_lead_since_s: dict[str, tuple[Controller, float]] = {}
+        self._able_to_lead_since_s: dict[str, tuple[Controller, float]] = {}
 
     async def check_periodically(self) -> None:
         led_s = self._cluster.world.now_s
@@ -298,20 +300,20 @@ class LeadershipChecker:
             now_s = self._cluster.world.now_s
             if self._cluster.leader is not None:
                 led_s = now_s
-            waited_s = now_s - max(led_s, self._update_controllers_able_to_lead(now_s))
+            waited_s = now_s - max(led_s, self._update_and_get_able_to_lead_since_s(now_s))
             if waited_s > _LEADERLESS_S_MAX:
                 self._cluster.machines.report_violation(f"no controller has led for {waited_s:.0f} s")
                 led_s = now_s
 
-    def _update_controllers_able_to_lead(self, now_s: float) -> float:
+    def _update_and_get_able_to_lead_since_s(self, now_s: float) -> float:
         """Return since when some controller could lead without interruption; now if none can."""
-        before, self._can_lead_since_s = self._can_lead_since_s, {}
+        before, self._able_to_lead_since_s = self._able_to_lead_since_s, {}
         for host in self._cluster.controller_hosts:
             controller = self._cluster.controller_able_to_lead(host)
             if controller is not None:
                 known, since_s = before.get(host, (None, now_s))
-                self._can_lead_since_s[host] = (controller, since_s if known is controller else now_s)
-        return min((since_s for _, since_s in self._can_lead_since_s.values()), default=now_s)
+                self._able_to_lead_since_s[host] = (controller, since_s if known is controller else now_s)
+        return min((since_s for _, since_s in self._able_to_lead_since_s.values()), default=now_s)
 
 
 class RequestRateChecker:
@@ -331,9 +333,9 @@ class RequestRateChecker:
         self._machines = machines
         self._hosts = hosts
         self._requests_allowed_per_window = (
-            _HEARTBEATS_PER_NODE_PER_S_MAX * _RATE_WINDOW_S
-            + _REQUESTS_PER_WORKER_MAX * workers_per_node_max
-            + _DISCOVERY_ROUNDS_MAX * (controller_count - 1)
+            _HEARTBEATS_PER_NODE_PER_S_MAX * _REQUEST_RATE_WINDOW_S
+            + _START_REQUESTS_PER_WORKER_MAX * workers_per_node_max
+            + _LEADER_DISCOVERY_ROUNDS_MAX * (controller_count - 1)
         )
         self._launch_count = 0
         machines.spawn_callbacks.append(self._count_launch)
@@ -341,12 +343,14 @@ class RequestRateChecker:
     async def check_periodically(self) -> None:
         while True:
             before, self._launch_count = dict(self._world.requests_sent_by_host), 0
-            await asyncio.sleep(_RATE_WINDOW_S)
+            await asyncio.sleep(_REQUEST_RATE_WINDOW_S)
             allowed = self._requests_allowed_per_window + _REQUESTS_PER_LAUNCH_MAX * self._launch_count
             for host in self._hosts:
                 count = self._world.requests_sent_by_host[host] - before.get(host, 0)
                 if count > allowed:
-                    self._machines.report_violation(f"{host} sent {count} requests in {_RATE_WINDOW_S:g} s")
+                    self._machines.report_violation(
+                        f"{host} sent {count} requests in {_REQUEST_RATE_WINDOW_S:g} s"
+                    )
 
     def _count_launch(self, process: SimProcess) -> None:
         self._launch_count += 1

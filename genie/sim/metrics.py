@@ -1,6 +1,6 @@
 """Computes metrics of a simulated run: utilization, wait times, fairness, lost work. Pure.
 
-The fields of `Summary` define the metrics.
+The fields of `SimulationSummary` define the metrics.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from genie.sim.events import SimJobResult, SimulatedRun
+from genie.sim.events import SimJobResult, SimulationResult
 from genie.sim.workloads.workload import SimJob
 
 LARGE_GANG_GPUS_MIN = 32
@@ -30,7 +30,7 @@ class ValueSpread:
 
 
 @dataclass(frozen=True)
-class Summary:
+class SimulationSummary:
     """Metrics of a run. Times are in seconds, ratios from 0 to 1."""
 
     finished_jobs: int
@@ -74,7 +74,7 @@ class Summary:
     """Fraction of GPUs that are free while jobs are pending but fit no worker of the first one."""
 
 
-def summarise(run: SimulatedRun) -> Summary:
+def summarise_simulation(run: SimulationResult) -> SimulationSummary:
     records = [
         record
         for record in run.job_results
@@ -85,7 +85,7 @@ def summarise(run: SimulatedRun) -> Summary:
     arriving = _utilization_total_and_while_pending(
         run, until_s=max((record.job.submitted_s for record in records), default=0.0)
     )
-    return Summary(
+    return SimulationSummary(
         finished_jobs=len(records),
         infeasible_jobs=len(run.infeasible_job_ids),
         never_started_jobs=len(run.job_results) - len(records),
@@ -106,14 +106,14 @@ def summarise(run: SimulatedRun) -> Summary:
         slowdown=summarise_values(
             [_completion_s(it) / max(it.job.limited_duration_s, SLOWDOWN_DURATION_S_MIN) for it in records]
         ),
-        jain_index_of_tenants=jain_index(_service_ratios(records)),
+        jain_index_of_tenants=jain_index(_service_ratios_of_tenants(records)),
         finish_time_fairness=summarise_values(
             finish_time_fairness(records, gpus=run.total_gpu_milli / _MILLI_PER_GPU)
         ),
         preemptions=sum(record.preemption_count for record in records),
         jobs_ended_by_node_failure=sum(record.node_failure_count for record in records),
         lost_gpu_hours=sum(it.lost_work_s * it.job.total_gpu_milli for it in records) / _MILLI_PER_GPU / 3600,
-        fragmentation=_fragmentation(run),
+        fragmentation=_mean_fragmentation(run),
     )
 
 
@@ -192,7 +192,9 @@ def _completion_s(record: SimJobResult) -> float:
     return record.ended_s - record.job.submitted_s
 
 
-def _utilization_total_and_while_pending(run: SimulatedRun, *, until_s: float) -> tuple[float, float, float]:
+def _utilization_total_and_while_pending(
+    run: SimulationResult, *, until_s: float
+) -> tuple[float, float, float]:
     """Return the utilization, the utilization while jobs are pending, and the fraction of that time."""
     whole = used = whole_waiting = used_waiting = span_s = waiting_s = 0.0
     for sample, following in zip(run.usage_samples, run.usage_samples[1:], strict=False):
@@ -211,7 +213,7 @@ def _utilization_total_and_while_pending(run: SimulatedRun, *, until_s: float) -
     )
 
 
-def _service_ratios(records: Sequence[SimJobResult]) -> list[float]:
+def _service_ratios_of_tenants(records: Sequence[SimJobResult]) -> list[float]:
     """Return used / requested GPU time for each tenant."""
     used: dict[str, float] = {}
     requested: dict[str, float] = {}
@@ -223,7 +225,7 @@ def _service_ratios(records: Sequence[SimJobResult]) -> list[float]:
     return [used[tenant] / requested[tenant] for tenant in used]
 
 
-def _fragmentation(run: SimulatedRun) -> float:
+def _mean_fragmentation(run: SimulationResult) -> float:
     if not run.fragmentation_samples:
         return 0.0
     return (

@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from html import escape
 
-from genie.sim.events import SimulatedRun, UsageSample
+from genie.sim.events import SimulationResult, UsageSample
 from genie.sim.metrics import is_large_gang, percentile
 
 _CHART_WIDTH, _CHART_HEIGHT = 800, 320
@@ -22,7 +22,7 @@ _TIME_UNITS = (("d", 86400.0), ("h", 3600.0), ("min", 60.0), ("s", 1.0))
 Points = Sequence[tuple[float, float]]
 
 
-def plot_utilisation(run: SimulatedRun) -> str:
+def plot_utilisation(run: SimulationResult) -> str:
     """Plot the fraction of GPUs in use and the number of pending jobs over time, in 400 steps."""
     used = _mean_per_time_step(
         run.usage_samples,
@@ -41,7 +41,7 @@ def plot_utilisation(run: SimulatedRun) -> str:
     )
 
 
-def plot_wait_times(run: SimulatedRun) -> str:
+def plot_wait_times(run: SimulationResult) -> str:
     """Plot the cumulative distribution of wait times, for all jobs and large gangs, on a log scale."""
     started = [it for it in run.job_results if it.first_started_s is not None]
     waits = [

@@ -45,19 +45,19 @@ class SimProcess:
     """Expiry of the dead-man timer, by the clock of the node."""
     grace_s: float
     deadman_grace_s: float
-    end_reason: str = ""
+    termination_reason: str = ""
     """Why the process is being terminated; empty until then."""
-    killed_at_s: float = float("inf")
+    sigkill_at_s: float = float("inf")
     """Time of SIGKILL; the process may run until then."""
     exit_code: int | None = None
     is_alive: bool = True
     gpu_milli: int = FULL_MILLI
     unkillable_s: float = 0.0
-    lingers_until_s: float | None = None
+    survives_sigkill_until_s: float | None = None
     """Set when the command has ended but a process of the job cannot be killed."""
 
     @property
-    def launch_key(self) -> tuple[str, int]:
+    def job_id_and_epoch(self) -> tuple[str, int]:
         """Job ID and epoch."""
         return parse_worker_name(self.job_id)[0], self.epoch
 
@@ -66,9 +66,9 @@ class SimMachines:
     def __init__(self, world: World) -> None:
         self._world = world
         self._live_processes: list[SimProcess] = []
-        self.completed_runs_by_job: dict[str, int] = {}
+        self.completed_run_count_by_job: dict[str, int] = {}
         """Number of completed runs of each job."""
-        self.completed_launch_keys: set[tuple[str, int]] = set()
+        self.completed_workers_and_epochs: set[tuple[str, int]] = set()
         """Completed workers with their epoch."""
         self.violations: list[str] = []
         self.spawn_callbacks: list[Callable[[SimProcess], None]] = []
@@ -85,8 +85,8 @@ class SimMachines:
         for other in self.live_processes():
             if other.job_id == process.job_id and other.epoch == process.epoch:
                 self.report_violation(f"duplicate process: {process} and {other}")
-            elif other.launch_key[0] == process.launch_key[0] and other.epoch != process.epoch:
-                self._check_gpus_not_shared(process, other)
+            elif other.job_id_and_epoch[0] == process.job_id_and_epoch[0] and other.epoch != process.epoch:
+                self._check_no_overlap_of_epochs(process, other)
         self._live_processes.append(process)
         for gpu_id in process.gpu_ids:
             there = [one for one in self.live_processes(process.node_id) if gpu_id in one.gpu_ids]
@@ -95,7 +95,7 @@ class SimMachines:
         for callback in self.spawn_callbacks:
             callback(process)
 
-    def _check_gpus_not_shared(self, process: SimProcess, other: SimProcess) -> None:
+    def _check_no_overlap_of_epochs(self, process: SimProcess, other: SimProcess) -> None:
         if not self.is_deadman_timer_expired(other):
             self.report_violation(f"{process} overlaps with {other} of another epoch")
 
@@ -110,7 +110,7 @@ class SimMachines:
     def power_off(self, node_id: str) -> None:
         """End all processes of a node without exit records."""
         for process in self.live_processes(node_id):
-            process.end_reason = process.end_reason or "power outage"
+            process.termination_reason = process.termination_reason or "power outage"
             self._call_termination_callbacks(process)
             self._end_process(process)
         if node_id in self.disk_by_host:
@@ -118,11 +118,11 @@ class SimMachines:
 
     def terminate(self, process: SimProcess, reason: str, *, within_s: float) -> None:
         """Send SIGTERM; the process ends at a random time within the grace period."""
-        if not process.end_reason:
-            process.end_reason = reason
+        if not process.termination_reason:
+            process.termination_reason = reason
             self._call_termination_callbacks(process)
         lingers_s = self._world.random.uniform(0.0, within_s)
-        process.killed_at_s = min(process.killed_at_s, self._world.now_s + lingers_s)
+        process.sigkill_at_s = min(process.sigkill_at_s, self._world.now_s + lingers_s)
 
     async def end_due_processes(self) -> None:
         """End processes at their time. Runs concurrently with controllers and agents."""
@@ -135,17 +135,19 @@ class SimMachines:
         now_s = self._world.now_s
         if self._world.is_frozen(process.node_id):
             return
-        if process.lingers_until_s is not None:
-            if now_s >= process.lingers_until_s:
+        if process.survives_sigkill_until_s is not None:
+            if now_s >= process.survives_sigkill_until_s:
                 self._end_process(process)
             return
         if SimClock(self._world, process.node_id).monotonic_s() >= process.deadman_expiry_s:
             self.terminate(process, CONTACT_LOST_REASON, within_s=process.deadman_grace_s)
-        if now_s >= process.ends_at_s and not process.end_reason:
+        if now_s >= process.ends_at_s and not process.termination_reason:
             process.exit_code = 0
-            self.completed_runs_by_job[process.job_id] = self.completed_runs_by_job.get(process.job_id, 0) + 1
-            self.completed_launch_keys.add((process.job_id, process.epoch))
-        elif now_s < process.killed_at_s:
+            self.completed_run_count_by_job[process.job_id] = (
+                self.completed_run_count_by_job.get(process.job_id, 0) + 1
+            )
+            self.completed_workers_and_epochs.add((process.job_id, process.epoch))
+        elif now_s < process.sigkill_at_s:
             return
         report = make_exit_report(process, now_s=self._world.now_s)
         body = msgspec.to_builtins(report)
@@ -153,7 +155,7 @@ class SimMachines:
         with disk.record_durable_files() if disk else nullcontext():
             files.write_private(process.directory / "exit.json", msgspec.json.encode(body))
         if process.unkillable_s:
-            process.lingers_until_s = now_s + process.unkillable_s
+            process.survives_sigkill_until_s = now_s + process.unkillable_s
         else:
             self._end_process(process)
 
@@ -162,7 +164,9 @@ class SimMachines:
         count = 0
         for process in self.live_processes(node_id):
             if process.unkillable_s:
-                process.lingers_until_s = process.lingers_until_s or self._world.now_s + process.unkillable_s
+                process.survives_sigkill_until_s = (
+                    process.survives_sigkill_until_s or self._world.now_s + process.unkillable_s
+                )
             else:
                 self._end_process(process)
                 count += 1
@@ -174,7 +178,7 @@ class SimMachines:
         for callback in self.exit_callbacks:
             callback(process)
         if process.node_id in self.disk_by_host:
-            self.disk_by_host[process.node_id].fill_causes.discard(process.launch_key)
+            self.disk_by_host[process.node_id].fill_causes.discard(process.job_id_and_epoch)
 
     def _call_termination_callbacks(self, process: SimProcess) -> None:
         for callback in self.termination_callbacks:
@@ -186,7 +190,7 @@ def make_exit_report(process: SimProcess, *, now_s: float) -> ExitReport:
         job_id=process.job_id,
         epoch=process.epoch,
         exit_code=process.exit_code,
-        reason=process.end_reason or "exit code 0",
+        reason=process.termination_reason or "exit code 0",
         ended_at=START_WALL_TIME_S + now_s,
     )
 
@@ -229,7 +233,7 @@ class SimLauncher:
             unkillable_s=float(plan.env.get(UNKILLABLE_ENV_VARIABLE, "0")),
         )
         if FILLS_DISK_ENV_VARIABLE in plan.env:
-            self._machines.disk_by_host[self._host].fill_causes.add(process.launch_key)
+            self._machines.disk_by_host[self._host].fill_causes.add(process.job_id_and_epoch)
         self._machines.start_process(process)
         self._process_by_job[plan.job_id] = process
 
@@ -240,7 +244,7 @@ class SimLauncher:
 
     def kill_job(self, job_id: str, *, reason: str, grace_s: float | None = None) -> None:
         process = self._process_by_job.get(job_id)
-        if process is not None and not self.is_agent_dead and not process.end_reason:
+        if process is not None and not self.is_agent_dead and not process.termination_reason:
             self._machines.terminate(
                 process, reason, within_s=process.grace_s if grace_s is None else grace_s
             )
@@ -248,8 +252,7 @@ class SimLauncher:
     def running_jobs_and_kill_errors(self) -> dict[str, str]:
         leftovers = {process.job_id: process for process in self._leftovers if process.is_alive}
         return {
-            job_id: _unkillable_reason(process)
-            for job_id, process in (leftovers | self._process_by_job).items()
+            job_id: _why_unkillable(process) for job_id, process in (leftovers | self._process_by_job).items()
         }
 
     def take_exits(self) -> list[ExitReport]:
@@ -272,5 +275,5 @@ class SimLauncher:
             self._has_exits.set()
 
 
-def _unkillable_reason(process: SimProcess) -> str:
-    return "" if process.lingers_until_s is None else "1 process cannot be killed (injected fault)"
+def _why_unkillable(process: SimProcess) -> str:
+    return "" if process.survives_sigkill_until_s is None else "1 process cannot be killed (injected fault)"

@@ -24,7 +24,7 @@ PUBLISHED_SEEDS = range(42, 52)
 # and the other runs confirm it.
 _RANDOM_DRAWS_BEFORE_ARRIVALS = 1
 _RANDOM_DRAWS_BEFORE_RANKS = 10
-_TENANT = 1
+_REPLAY_TENANT = 1
 
 ReplayPlacerFactory = Callable[[int, Sequence[TypicalShape]], Placer]
 """Creates an empty placer from a seed and the typical request shapes, which FGD needs in advance."""
@@ -55,14 +55,14 @@ def replay(
     draws.skip_outputs(_RANDOM_DRAWS_BEFORE_RANKS)
     placer = make_placer(seed, workload.typical_shapes())
     _add_nodes(placer, workload, draws.permutation(len(workload.nodes)))
-    classes = _register_classes(placer, workload)
+    classes = _register_request_classes(placer, workload)
     requested = allocated = dropped = dropped_multi = 0
     readings: dict[int, list[float]] = {}
     for pod in arrivals:
         requested += pod.total_gpu_milli
         number = classes[pod]
-        placer.observe(number, _TENANT)
-        if placer.place(number, _TENANT) is not None:
+        placer.observe(number, _REPLAY_TENANT)
+        if placer.place(number, _REPLAY_TENANT) is not None:
             allocated += pod.total_gpu_milli
         else:
             dropped += 1
@@ -97,7 +97,7 @@ def _add_nodes(placer: Placer, workload: Workload, ranks: Sequence[int]) -> None
         )
 
 
-def _register_classes(placer: Placer, workload: Workload) -> dict[TracePod, int]:
+def _register_request_classes(placer: Placer, workload: Workload) -> dict[TracePod, int]:
     return {
         pod: placer.register_request_class(
             gpus=pod.gpus,

@@ -49,7 +49,7 @@ class MemoryStore:
     def __init__(self, memory: _SharedMemory) -> None:
         self._memory = memory
         self._is_available = True
-        self._replies_to_lose = 0
+        self._commit_replies_to_lose = 0
         self._call_delay_s = self._range_delay_s = 0.0
         self._is_closed = False
         memory.client_count += 1
@@ -89,14 +89,14 @@ class MemoryStore:
         """Register a callback for every transaction of any client, called when it takes effect."""
         self._memory.commit_listeners.append(listener)
 
-    def set_delay(self, seconds: float, *, range_s: float | None = None) -> None:
-        """Let each call of this client take this time; `range` takes `range_s`, if given."""
+    def set_response_delay(self, seconds: float, *, range_delay_s: float | None = None) -> None:
+        """Let each call of this client take this time; `range` takes `range_delay_s`, if given."""
         self._call_delay_s = seconds
-        self._range_delay_s = seconds if range_s is None else range_s
+        self._range_delay_s = seconds if range_delay_s is None else range_delay_s
 
-    def lose_next_reply(self) -> None:
+    def lose_next_commit_reply(self) -> None:
         """Let the next commit take effect but raise StoreUnavailableError."""
-        self._replies_to_lose += 1
+        self._commit_replies_to_lose += 1
 
     async def range(
         self, prefix: str, *, start_after: str = "", limit: int = 1000, timeout_s: float = 5.0
@@ -122,8 +122,8 @@ class MemoryStore:
         await self._simulate_latency(timeout_s=timeout_s)
         result = self._memory.commit(compares, operations)
         await self._simulate_latency(0.0)
-        if self._replies_to_lose:
-            self._replies_to_lose -= 1
+        if self._commit_replies_to_lose:
+            self._commit_replies_to_lose -= 1
             raise StoreUnavailableError("the memory store lost the reply (injected fault)")
         return result
 
@@ -209,7 +209,7 @@ class _SharedMemory:
         self.compacted_revision = 0
         self.client_count = 0
         self.commit_listeners: list[Callable[[Sequence[Put | Delete]], None]] = []
-        self._history_revisions = history_revisions
+        self._history_revisions_max = history_revisions
         self._sorted_keys: list[bytes] = []
         self._revision = 1
         self._last_lease_id = 0
@@ -261,12 +261,12 @@ class _SharedMemory:
                 and self.lease_timers.is_expired_or_revoked(operation.lease_id)
             ):
                 raise LeaseLostError(f"lease {operation.lease_id} has expired or was revoked")
-        self._check_space(operations)
+        self._check_space_for(operations)
         before = len(self.history) + self.dropped_history_entries
         for operation in operations:
             self._apply_operation(operation)
         if len(self.history) + self.dropped_history_entries > before:
-            self._drop_old_history()
+            self._advance_revision_and_drop_old_history()
         for listener in self.commit_listeners:
             listener(operations)
         return TxnResult(succeeded=True, revision=self._revision)
@@ -274,7 +274,7 @@ class _SharedMemory:
     def measure_space(self) -> SpaceUsage:
         return SpaceUsage(self._used_bytes, self._bytes_max, self._revision)
 
-    def _check_space(self, operations: Sequence[Put | Delete]) -> None:
+    def _check_space_for(self, operations: Sequence[Put | Delete]) -> None:
         more_bytes = sum(len(each.value) for each in operations if isinstance(each, Put))
         if more_bytes and self._used_bytes + more_bytes > self._bytes_max:
             raise StoreFullError("the memory store is full; nothing was changed")
@@ -292,7 +292,7 @@ class _SharedMemory:
         for key in sorted(keys):
             self._apply_operation(Delete(key))
         if keys:
-            self._drop_old_history()
+            self._advance_revision_and_drop_old_history()
 
     def compact(self, revision: int) -> None:
         if revision > self._revision:
@@ -338,11 +338,11 @@ class _SharedMemory:
             del self._sorted_keys[bisect_left(self._sorted_keys, key)]
             self.history.append((key, WatchEvent(operation.key, None, revision)))
 
-    def _drop_old_history(self) -> None:
+    def _advance_revision_and_drop_old_history(self) -> None:
         self._revision += 1
-        slack = max(1, self._history_revisions // 10)
-        if self._revision - self.compacted_revision > self._history_revisions + slack:
-            self.compact(self._revision - self._history_revisions)
+        slack = max(1, self._history_revisions_max // 10)
+        if self._revision - self.compacted_revision > self._history_revisions_max + slack:
+            self.compact(self._revision - self._history_revisions_max)
         self.wake_watches()
 
 

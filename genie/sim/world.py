@@ -30,9 +30,9 @@ from genie.runtime.connection_limits import ConnectionLimiter, ConnectionLimits,
 from genie.runtime.network import AcceptCallback, ClientTls
 
 START_WALL_TIME_S = 1_700_000_000.0
-_UNPAUSE_POLL_S = 0.01
-_OPEN_FILES_MAX = 1 << 20
-_RETRY_AFTER_S = 0.5
+_CUT_LINK_POLL_INTERVAL_S = 0.1
+_SIM_OPEN_FILES_LIMIT = 1 << 20
+_OVERLOADED_RETRY_AFTER_S = 0.5
 _FRAME_KIND_OFFSET = 4
 """Of the kind in the header of a frame."""
 
@@ -48,7 +48,7 @@ class CpuCost:
 class World:
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
-        self.frame_delay_s = 0.005
+        self.mean_frame_delay_s = 0.005
         self.duplicated_frame_share = 0.0
         """Share of frames that arrive twice."""
         self.reordered_frame_share = 0.0
@@ -58,7 +58,7 @@ class World:
         self._cpu_cost_by_host: dict[str, CpuCost] = {}
         self._cpu_busy_until_s: dict[str, float] = {}
         self._wall_clock_offsets_s: dict[str, float] = {}
-        self._clock_rates: dict[str, tuple[float, float, float]] = {}
+        self._clock_rate_and_change_by_host: dict[str, tuple[float, float, float]] = {}
         """Clock rate by host, the time of its last change, and the clock value at that time."""
         self._frozen_until_s: dict[str, float] = {}
         self._paused_until_s: dict[str, float] = {}
@@ -88,14 +88,14 @@ class World:
 
     def set_clock_rate(self, host: str, rate: float) -> None:
         """Set the clock rate of a host; the clock continues from its current value."""
-        self._clock_rates[host] = (rate, self.now_s, self.monotonic_s_of_host(host))
+        self._clock_rate_and_change_by_host[host] = (rate, self.now_s, self.monotonic_s_of_host(host))
 
     def monotonic_s_of_host(self, host: str) -> float:
-        rate, since_s, shown_s = self._clock_rates.get(host, (1.0, 0.0, 0.0))
+        rate, since_s, shown_s = self._clock_rate_and_change_by_host.get(host, (1.0, 0.0, 0.0))
         return shown_s + (self.now_s - since_s) * rate
 
     def clock_rate(self, host: str) -> float:
-        return self._clock_rates.get(host, (1.0, 0.0, 0.0))[0]
+        return self._clock_rate_and_change_by_host.get(host, (1.0, 0.0, 0.0))[0]
 
     def is_paused(self, host: str) -> bool:
         return self.now_s < self._paused_until_s.get(host, 0.0)
@@ -144,7 +144,7 @@ class World:
         """Heal all links and clocks. Pauses end by themselves."""
         self._cut_counts_by_direction.clear()
         self.duplicated_frame_share = self.reordered_frame_share = 0.0
-        for host in list(self._clock_rates):
+        for host in list(self._clock_rate_and_change_by_host):
             self.set_clock_rate(host, 1.0)
 
     def is_without_power(self, host: str) -> bool:
@@ -171,7 +171,7 @@ class World:
     async def simulate_frame_latency(self) -> None:
         """Simulate the latency of one frame: 2% are 50 times slower."""
         slow = self.random.random() < 0.02
-        await asyncio.sleep(self.random.expovariate(1 / self.frame_delay_s) * (50 if slow else 1))
+        await asyncio.sleep(self.random.expovariate(1 / self.mean_frame_delay_s) * (50 if slow else 1))
 
 
 def _link_directions(sender: str, receiver: str, *, both_directions: bool) -> list[tuple[str, str]]:
@@ -206,14 +206,14 @@ class _SimTimer:
         self._world = world
         self._host = host
         self._callback = callback
-        self._handle = asyncio.get_running_loop().call_later(seconds, self._fire)
+        self._handle = asyncio.get_running_loop().call_later(seconds, self._fire_when_unpaused)
 
     def cancel(self) -> None:
         self._handle.cancel()
 
-    def _fire(self) -> None:
+    def _fire_when_unpaused(self) -> None:
         if (left_s := self._world.remaining_pause_s(self._host)) > 0:
-            self._handle = asyncio.get_running_loop().call_later(left_s, self._fire)
+            self._handle = asyncio.get_running_loop().call_later(left_s, self._fire_when_unpaused)
         else:
             self._callback()
 
@@ -287,7 +287,7 @@ class _Channel:
         while (frame := await self._outbox.get()) is not None and not self._closed_event.is_set():
             await self._world.simulate_frame_latency()
             while self._world.is_link_cut(self.host, self.other_host) and not self._closed_event.is_set():
-                await asyncio.sleep(_UNPAUSE_POLL_S * 10)
+                await asyncio.sleep(_CUT_LINK_POLL_INTERVAL_S)
             for each in self._apply_link_faults(frame):
                 if self.other_end is not None and not self._closed_event.is_set():
                     ready_s = self._world.occupy_cpu(self.other_host, frames=1)
@@ -333,7 +333,7 @@ class SimNetwork:
     def __init__(self, world: World, host: str, limits: ConnectionLimits | None = None) -> None:
         self._world = world
         self._host = host
-        self._limits = limits or ConnectionLimits.for_open_file_limit(_OPEN_FILES_MAX)
+        self._limits = limits or ConnectionLimits.for_open_file_limit(_SIM_OPEN_FILES_LIMIT)
 
     async def connect(self, host: str, port: int, *, tls: ClientTls | None, timeout_s: float) -> _Channel:
         assert tls is None, "the simulation does not support TLS"
@@ -356,7 +356,9 @@ class SimNetwork:
         opened = listener.limiter.accept(self._host, now_s=world.now_s, close=far.close)
         if isinstance(opened, str):
             del world.channels[near], world.channels[far]
-            raise OverloadedError(f"{where} rejected the connection: {opened}", retry_after_s=_RETRY_AFTER_S)
+            raise OverloadedError(
+                f"{where} rejected the connection: {opened}", retry_after_s=_OVERLOADED_RETRY_AFTER_S
+            )
         far.on_authenticated = opened.set_authenticated
         near.other_end, far.other_end = far, near
         serving = _serve_connection(listener.accept, far, opened)

@@ -497,7 +497,7 @@ async def test_failed_commit_fails_all_its_writes(is_certain: bool) -> None:
         if is_certain:
             one.store.commit = full  # type: ignore[method-assign]
         else:
-            one.store.lose_next_reply()
+            one.store.lose_next_commit_reply()
         wanted = StoreFullError if is_certain else StoreUnavailableError
         answers = await gather_outcomes(cancel_step(0)(one), confirm_step(0, 0, 1)(one), submit_step(1)(one))
         assert [type(answer) for answer in answers] == [wanted] * 3

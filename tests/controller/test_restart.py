@@ -144,7 +144,7 @@ async def test_commit_with_a_lost_reply_is_resolved_by_a_reload(tmp_path: Path) 
     clock = FakeClock()
     store = await MemoryStore.open(clock=clock)
     async with running_controller(tmp_path, clock=clock, store=store) as one, one.client() as owner:
-        store.lose_next_reply()
+        store.lose_next_commit_reply()
         spec = JobSpec(name="once", command=("true",))
         with pytest.raises(StoreUnavailableError):
             await owner.ask(SubmitJob(spec=spec, request_id="once"))

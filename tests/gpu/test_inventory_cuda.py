@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from genie.hardware import Inventory, inventory, probe, visible_devices_env
+from genie.hardware import Inventory, inventory, probe_accelerators, visible_devices_env
 from genie.model.node import Vendor
 from tests.hardware.inventory_contract import check_nvidia_inventory
 from tests.needs import require_module, require_program
@@ -108,7 +108,7 @@ def test_reading_after_close_reopens_nvml(opened_inventory: Inventory) -> None:
 
 
 def test_probe_reports_gpu_usable() -> None:
-    nvidia = probe()[0]
+    nvidia = probe_accelerators()[0]
     assert (nvidia.vendor, nvidia.usable, nvidia.fix) == (Vendor.NVIDIA, True, "")
 
 

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from genie.hardware import is_busy, is_overheated
-from genie.hardware.limits import GOOD_READINGS_MIN, RecoveryTracker, with_busy_status
+from genie.hardware.limits import RECOVERY_GOOD_READINGS_MIN, RecoveryTracker, mark_unavailable_if_busy
 from genie.model.node import GPUInfo, Vendor
 
 
@@ -27,7 +27,7 @@ def make_gpu(
 @pytest.mark.parametrize(("util", "busy"), [(None, False), (0.0, False), (90.0, False), (90.1, True)])
 def test_gpu_is_busy_above_ninety_percent(util: float | None, busy: bool) -> None:
     assert is_busy(make_gpu(util=util)) is busy
-    assert with_busy_status(make_gpu(util=util)).available is not busy
+    assert mark_unavailable_if_busy(make_gpu(util=util)).available is not busy
 
 
 @pytest.mark.parametrize(("temp", "hot"), [(None, False), (85.0, False), (85.5, True)])
@@ -36,30 +36,30 @@ def test_gpu_is_overheated_above_eighty_five_degrees(temp: float | None, hot: bo
 
 
 def test_overheated_gpu_stays_available() -> None:
-    assert with_busy_status(make_gpu(temp=99.0)).available
+    assert mark_unavailable_if_busy(make_gpu(temp=99.0)).available
 
 
 def test_cpu_accelerator_of_a_loaded_host_stays_available() -> None:
-    assert with_busy_status(make_gpu(vendor=Vendor.CPU, util=100.0)).available
+    assert mark_unavailable_if_busy(make_gpu(vendor=Vendor.CPU, util=100.0)).available
 
 
 def test_lost_gpu_keeps_its_reason() -> None:
-    assert with_busy_status(make_gpu(util=99.0, reason="lost")).reason == "lost"
+    assert mark_unavailable_if_busy(make_gpu(util=99.0, reason="lost")).reason == "lost"
 
 
 def test_gpu_recovers_after_three_consecutive_good_readings() -> None:
     tracker = RecoveryTracker()
     bad = make_gpu(reason="too hot")
     for readings in ([bad], [make_gpu(), make_gpu(), bad], [make_gpu(), make_gpu()]):
-        assert not any(tracker.update(reading).available for reading in readings)
-    assert tracker.update(make_gpu()) == make_gpu()
-    assert tracker.update(make_gpu()) == make_gpu()
-    assert GOOD_READINGS_MIN == 3
+        assert not any(tracker.mark_unavailable_if_recovering(reading).available for reading in readings)
+    assert tracker.mark_unavailable_if_recovering(make_gpu()) == make_gpu()
+    assert tracker.mark_unavailable_if_recovering(make_gpu()) == make_gpu()
+    assert RECOVERY_GOOD_READINGS_MIN == 3
 
 
 def test_recovering_gpu_keeps_its_last_reason_and_other_gpus_are_not_affected() -> None:
     tracker = RecoveryTracker()
-    tracker.update(make_gpu(reason="lost"))
-    assert tracker.update(make_gpu()).reason == "recovering from: lost"
+    tracker.mark_unavailable_if_recovering(make_gpu(reason="lost"))
+    assert tracker.mark_unavailable_if_recovering(make_gpu()).reason == "recovering from: lost"
     other = msgspec.structs.replace(make_gpu(), gpu_id=1)
-    assert tracker.update(other) == other
+    assert tracker.mark_unavailable_if_recovering(other) == other

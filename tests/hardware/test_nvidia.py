@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from genie.hardware.limits import GOOD_READINGS_MIN
+from genie.hardware.limits import RECOVERY_GOOD_READINGS_MIN
 from genie.model.node import GPUInfo, Vendor
 from tests.fakes.nvml.fake_nvml import FakeNvml
 from tests.hardware.inventory_contract import check_nvidia_inventory
@@ -75,7 +75,7 @@ def test_lost_gpu_that_returns_becomes_available_again(fake_nvml: FakeNvml) -> N
     fake_nvml.script("count=1", "0.lost=15")
     assert not fake_nvml.read()[0].available
     fake_nvml.script("count=1")
-    for _ in range(GOOD_READINGS_MIN):
+    for _ in range(RECOVERY_GOOD_READINGS_MIN):
         gpu = fake_nvml.read()[0]
     assert (gpu.available, gpu.reason) == (True, "")
     assert gpu.name == "NVIDIA Fake 80GB"
@@ -275,7 +275,7 @@ def test_gpus_keep_their_ids_after_a_driver_reload(fake_nvml: FakeNvml) -> None:
     fake_nvml.script("count=2", "0.lost=1")
     fake_nvml.read()
     fake_nvml.script("count=3", f"0.uuid={c}", f"1.uuid={a}", "2.handle=!15")
-    for _ in range(GOOD_READINGS_MIN):
+    for _ in range(RECOVERY_GOOD_READINGS_MIN):
         gpus = fake_nvml.read()
     assert [(gpu.gpu_id, gpu.uuid, gpu.available) for gpu in gpus] == [
         (0, a, True),

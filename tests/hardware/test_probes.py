@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from genie.hardware import ProbeResult, probe
+from genie.hardware import ProbeResult, probe_accelerators
 from genie.model.node import Vendor
 
 
 def probe_vendor(root: Path, vendor: Vendor) -> ProbeResult:
-    return next(result for result in probe(root=root) if result.vendor is vendor)
+    return next(result for result in probe_accelerators(root=root) if result.vendor is vendor)
 
 
 def write_card(root: Path, name: str, pci_vendor: str) -> None:
@@ -19,7 +19,7 @@ def write_card(root: Path, name: str, pci_vendor: str) -> None:
 
 
 def test_every_vendor_has_one_result_with_a_reason_even_on_an_empty_system(tmp_path: Path) -> None:
-    results = probe(root=tmp_path)
+    results = probe_accelerators(root=tmp_path)
     assert [result.vendor for result in results] == [Vendor.NVIDIA, Vendor.AMD, Vendor.INTEL, Vendor.CPU]
     assert all(result.reason for result in results)
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from genie.errors import UsageError
 from genie.native import libraries
 from genie.scheduler.placement.protocol import ANY_MODEL, Place, Placer, TypicalShape
-from genie.scheduler.placement.python_placer import FIRST_UPDATE_REQUESTS, PythonPlacer
+from genie.scheduler.placement.python_placer import REQUESTS_BEFORE_FIRST_POLICY_UPDATE, PythonPlacer
 
 TYPICAL = (
     TypicalShape(1, 500, 4000, share=0.4),
@@ -301,7 +301,7 @@ def run_random_events(
         pair.add_node(random_node(chance))
     for _ in range(chance.randint(3, 8)):
         pair.add_class(random_request(chance))
-    for _ in range(FIRST_UPDATE_REQUESTS * chance.randint(2, 10)):
+    for _ in range(REQUESTS_BEFORE_FIRST_POLICY_UPDATE * chance.randint(2, 10)):
         if chance.random() < 0.02:
             pair.add_node(random_node(chance))
         weights = {"place": 80, "release": 20, "choose": 5, "open": 3, "close": 1, "gpu": 3, "gang": 5}

@@ -13,7 +13,7 @@ from genie.errors import UsageError
 from genie.model.job import Spread, Within
 from genie.scheduler.decisions import Preempt, Start, Wait
 from genie.scheduler.order import FairShare, Fifo, Priority
-from genie.scheduler.quota import Quota, Quotas, fits_within, gpu_amounts
+from genie.scheduler.quota import Quota, Quotas, fits_within, gpu_limit_amounts
 from genie.scheduler.request import WHOLE_GPU_MILLI, Allocation, Amounts, NodeFacts, Shape
 from genie.scheduler.rules import Rules
 from tests.scheduler.clusters import H200, SchedulerHarness, node
@@ -65,8 +65,13 @@ rules = st.builds(
     quotas=st.sampled_from(
         [
             Quotas(),
-            Quotas({"a": Quota(gpu_amounts(2)), "b": Quota(gpu_amounts(1), borrowable=gpu_amounts(1))}),
-            Quotas({tenant: Quota(gpu_amounts(2)) for tenant in TENANTS}),
+            Quotas(
+                {
+                    "a": Quota(gpu_limit_amounts(2)),
+                    "b": Quota(gpu_limit_amounts(1), borrowable=gpu_limit_amounts(1)),
+                }
+            ),
+            Quotas({tenant: Quota(gpu_limit_amounts(2)) for tenant in TENANTS}),
         ]
     ),
     allows_preemption=st.booleans(),
@@ -234,7 +239,7 @@ def test_nothing_is_overcommitted_gangs_are_whole_and_quotas_hold(
         counts = Counter(each.job_id for each in decisions)
         assert all(count == 1 for count in counts.values())
         logged = {each.job_id: each for each in world.harness.log if isinstance(each, Wait)}
-        for wait in world.harness.scheduler.pending_decisions:
+        for wait in world.harness.scheduler.last_wait_decisions:
             assert logged.get(wait.job_id) == wait, "every queued job has a reason"
 
 

@@ -68,7 +68,7 @@ class SchedulerHarness:
     def pending(self, job_id: str) -> Wait:
         """Run a pass and return the pending reason of a job."""
         self.decide()
-        return next(each for each in self.scheduler.pending_decisions if each.job_id == job_id)
+        return next(each for each in self.scheduler.last_wait_decisions if each.job_id == job_id)
 
     def advance(self, to: float) -> list[str]:
         """Advance the clock: jobs end at their limits, preempted ones are queued again. Return the starts."""

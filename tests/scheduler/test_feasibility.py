@@ -7,7 +7,7 @@ import pytest
 
 from genie.model.job import Within
 from genie.scheduler.feasibility import why_infeasible
-from genie.scheduler.quota import Quota, Quotas, gpu_amounts
+from genie.scheduler.quota import Quota, Quotas, gpu_limit_amounts
 from genie.scheduler.request import Amounts, GpuFacts, JobRequest, NodeFacts, Shape, format_memory
 
 ISLANDS = tuple(GpuFacts("H200", "nvidia", 1000, island=number // 2) for number in range(4))
@@ -61,7 +61,7 @@ def test_reason_names_nodes_that_have_left_only_if_there_are_no_others() -> None
 
 
 def test_lowered_quota_limits_only_requested_resources() -> None:
-    quotas = Quotas({"t": Quota(gpu_amounts(1), gpu_amounts(0))})
+    quotas = Quotas({"t": Quota(gpu_limit_amounts(1), gpu_limit_amounts(0))})
     held = Amounts(gpu_milli=2000, cpu_milli=1000)
 
     def why(shape: Shape) -> str:
@@ -72,14 +72,19 @@ def test_lowered_quota_limits_only_requested_resources() -> None:
 
 
 def test_quota_reason_uses_singular() -> None:
-    quotas = Quotas({"t": Quota(Amounts(1000, 1000, 10), gpu_amounts(0))})
+    quotas = Quotas({"t": Quota(Amounts(1000, 1000, 10), gpu_limit_amounts(0))})
     request = JobRequest("j", "t", 1, Shape(gpus=2, cpu_milli=1000))
     why = quotas.why_over_quota(request, 1, usage=Amounts(), nonpreemptible_usage=Amounts())
     assert why.endswith("requests 2 GPUs, 1 CPU; the quota of tenant t is 1 GPU, 1 CPU, 0.01 GiB of memory")
 
 
 def test_request_above_the_quota_is_infeasible() -> None:
-    quotas = Quotas({"t": Quota(gpu_amounts(2), gpu_amounts(1)), "u": Quota(gpu_amounts(2), gpu_amounts(0))})
+    quotas = Quotas(
+        {
+            "t": Quota(gpu_limit_amounts(2), gpu_limit_amounts(1)),
+            "u": Quota(gpu_limit_amounts(2), gpu_limit_amounts(0)),
+        }
+    )
 
     def why(gpus: int, *, tenant: str = "t", **options: object) -> str:
         request = msgspec.structs.replace(JobRequest("j", tenant, 1, Shape(gpus=gpus)), **options)

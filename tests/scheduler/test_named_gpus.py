@@ -8,7 +8,7 @@ import pytest
 
 from genie.errors import UsageError
 from genie.scheduler.order import Fifo, Priority
-from genie.scheduler.quota import Quota, Quotas, gpu_amounts
+from genie.scheduler.quota import Quota, Quotas, gpu_limit_amounts
 from genie.scheduler.request import Shape, WorkerPlace
 from genie.scheduler.rules import Rules
 from tests.scheduler.clusters import SchedulerHarness, node
@@ -189,7 +189,7 @@ def test_shape_with_gpu_numbers_must_name_one_node() -> None:
 
 def test_reclaiming_preempts_no_more_than_requested() -> None:
     """An elastic job reclaims its minimum. More workers would be on borrowed quota and preempted again."""
-    quotas = Quotas({"a": Quota(gpu_amounts(1))})
+    quotas = Quotas({"a": Quota(gpu_limit_amounts(1))})
     harness = SchedulerHarness(node("n", 2), rules=Rules(order=Priority(), quotas=quotas))
     harness.submit("elastic", workers=2, workers_min=1, preemptible=True, grace_s=0.0)
     harness.submit("pair", gpus=2, priority=5, preemptible=True, grace_s=0.0)
@@ -242,7 +242,7 @@ def test_job_behind_a_reservation_has_its_own_reason() -> None:
 
 def test_elastic_job_on_a_reserved_gpu_is_not_preempted_again() -> None:
     harness = SchedulerHarness(
-        node("n", 2), node("m", 2), rules=Rules(quotas=Quotas({"a": Quota(gpu_amounts(2.5))}))
+        node("n", 2), node("m", 2), rules=Rules(quotas=Quotas({"a": Quota(gpu_limit_amounts(2.5))}))
     )
     harness.submit("runs", tenant="b", shape=Shape(gpus=1, nodes=frozenset({"n"}), gpu_ids=(1,)))
     harness.started()

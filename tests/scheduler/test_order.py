@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from genie.scheduler.order import FairShare, Fifo, JobQueue, Order, OrderInputs, Priority
+from genie.scheduler.order import FairShare, Fifo, JobQueue, OrderInputs, Priority, QueuePolicy
 from genie.scheduler.request import Amounts, JobRequest, Shape
 
 
-def make_queue(order: Order, *jobs: tuple[str, str, int]) -> tuple[JobQueue, dict[str, JobRequest]]:
+def make_queue(order: QueuePolicy, *jobs: tuple[str, str, int]) -> tuple[JobQueue, dict[str, JobRequest]]:
     """Each a name, a tenant and a priority, in order of arrival."""
     queue, requests = JobQueue(order), {}
     for number, (name, tenant, priority) in enumerate(jobs):

@@ -12,7 +12,7 @@ import pytest
 from genie.errors import UsageError
 from genie.scheduler import policies
 from genie.scheduler.cluster import filters
-from genie.scheduler.explain import explain
+from genie.scheduler.explain import explain_pending_job
 from genie.scheduler.order import FairShare, Fifo, JobQueue, Key, OrderInputs, Priority
 from genie.scheduler.policies import IsolatedPolicy, PolicyRegistry
 from genie.scheduler.preemption.victims import StartedJob
@@ -246,7 +246,7 @@ def test_filter_excludes_nodes_with_its_reason() -> None:
         "y",
         "z",
     }
-    found = explain(harness.scheduler, "j1", reason="", now=0.0)
+    found = explain_pending_job(harness.scheduler, "j1", reason="", now=0.0)
     assert [(each.reason, each.nodes, each.is_permanent) for each in found.blocked_nodes] == [
         ("0 of 2 GPUs are free", ("x",), False),
         ("is not for a", ("y", "z"), True),
@@ -278,12 +278,12 @@ def test_filter_cache_is_bounded() -> None:
     created = filters.NodeFilterCache(policy.allowed)
     facts = node_of_tenant("x", "a")
     several = [
-        JobRequest("j", f"t{number}", 0, Shape()) for number in range(filters.CACHED_JOB_KINDS_MAX + 1)
+        JobRequest("j", f"t{number}", 0, Shape()) for number in range(filters.CACHED_FILTER_REQUESTS_MAX + 1)
     ]
     for request in (*several, several[-1], several[0]):
-        created.why_not_allowed(created.to_filter_request(request), facts)
-    assert len(policy.calls) == filters.CACHED_JOB_KINDS_MAX + 2, "the first was evicted"
-    assert len(created._cache) == filters.CACHED_JOB_KINDS_MAX
+        created.why_node_excluded(created.to_filter_request(request), facts)
+    assert len(policy.calls) == filters.CACHED_FILTER_REQUESTS_MAX + 2, "the first was evicted"
+    assert len(created._reasons_by_filter_request) == filters.CACHED_FILTER_REQUESTS_MAX
 
 
 @pytest.mark.parametrize("result", [raise_value_error, lambda: None, lambda: False])

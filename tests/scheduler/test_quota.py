@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from genie.scheduler.quota import Quota, Quotas, gpu_amounts
+from genie.scheduler.quota import Quota, Quotas, gpu_limit_amounts
 from genie.scheduler.request import Shape
 from genie.scheduler.rules import Rules
 from tests.scheduler.clusters import SchedulerHarness, node
 
 
 def test_borrowed_quota_is_reclaimed_behind_a_reservation() -> None:
-    quotas = Quotas({"a": Quota(gpu_amounts(8)), "b": Quota(gpu_amounts(4)), "c": Quota(gpu_amounts(0))})
+    quotas = Quotas(
+        {"a": Quota(gpu_limit_amounts(8)), "b": Quota(gpu_limit_amounts(4)), "c": Quota(gpu_limit_amounts(0))}
+    )
     harness = SchedulerHarness(node("n1", 8), node("n2", 8), rules=Rules(quotas=quotas))
     for name, gpus, where in (("long", 8, "n1"), ("part", 4, "n2")):
         shape = Shape(gpus=gpus, nodes=frozenset({where}))
@@ -32,7 +34,9 @@ def test_borrowed_quota_is_reclaimed_behind_a_reservation() -> None:
 
 
 def test_borrowed_quota_on_reserved_nodes_is_not_reclaimed() -> None:
-    quotas = Quotas({"a": Quota(gpu_amounts(8)), "b": Quota(gpu_amounts(4)), "c": Quota(gpu_amounts(0))})
+    quotas = Quotas(
+        {"a": Quota(gpu_limit_amounts(8)), "b": Quota(gpu_limit_amounts(4)), "c": Quota(gpu_limit_amounts(0))}
+    )
     harness = SchedulerHarness(node("n1", 8), rules=Rules(quotas=quotas))
     harness.submit("long", tenant="other", gpus=4, time_limit_s=1000.0)
     for number in range(4):
@@ -46,7 +50,7 @@ def test_borrowed_quota_on_reserved_nodes_is_not_reclaimed() -> None:
 
 
 def test_borrowed_quota_is_reclaimed() -> None:
-    quotas = Quotas({"a": Quota(gpu_amounts(2)), "b": Quota(gpu_amounts(2))})
+    quotas = Quotas({"a": Quota(gpu_limit_amounts(2)), "b": Quota(gpu_limit_amounts(2))})
     harness = SchedulerHarness(node("n", 4), rules=Rules(quotas=quotas))
     for number in range(3):
         harness.submit(f"fixed{number}", tenant="a")
@@ -61,7 +65,7 @@ def test_borrowed_quota_is_reclaimed() -> None:
 
 
 def test_borrowing_is_limited() -> None:
-    quotas = Quotas({"a": Quota(gpu_amounts(1), borrowable=gpu_amounts(1))})
+    quotas = Quotas({"a": Quota(gpu_limit_amounts(1), borrowable=gpu_limit_amounts(1))})
     harness = SchedulerHarness(node("n", 4), rules=Rules(quotas=quotas))
     for number in range(3):
         harness.submit(f"j{number}", preemptible=True)
@@ -70,7 +74,9 @@ def test_borrowing_is_limited() -> None:
 
 
 def test_job_within_quota_is_not_preempted_behind_a_reservation() -> None:
-    quotas = Quotas({"a": Quota(gpu_amounts(8)), "b": Quota(gpu_amounts(4)), "c": Quota(gpu_amounts(4))})
+    quotas = Quotas(
+        {"a": Quota(gpu_limit_amounts(8)), "b": Quota(gpu_limit_amounts(4)), "c": Quota(gpu_limit_amounts(4))}
+    )
     harness = SchedulerHarness(node("n1", 8), node("n2", 8), rules=Rules(quotas=quotas))
     for name, gpus, where in (("long", 8, "n1"), ("part", 4, "n2")):
         shape = Shape(gpus=gpus, nodes=frozenset({where}))

@@ -7,9 +7,9 @@ import pytest
 from genie.errors import UsageError
 from genie.model.job import Spread, Within
 from genie.scheduler.decisions import Start
-from genie.scheduler.explain import explain
+from genie.scheduler.explain import explain_pending_job
 from genie.scheduler.order import FairShare, Fifo, Priority
-from genie.scheduler.quota import Quota, Quotas, gpu_amounts
+from genie.scheduler.quota import Quota, Quotas, gpu_limit_amounts
 from genie.scheduler.request import GpuFacts, JobRequest, Shape, WorkerPlace
 from genie.scheduler.rules import Rules
 from tests.scheduler.clusters import SchedulerHarness, node
@@ -303,7 +303,7 @@ def test_backfilled_job_that_ends_in_time_is_not_preempted() -> None:
 
 
 def test_preemption_between_two_tenants_terminates() -> None:
-    quotas = Quotas({"a": Quota(gpu_amounts(2)), "b": Quota(gpu_amounts(2))})
+    quotas = Quotas({"a": Quota(gpu_limit_amounts(2)), "b": Quota(gpu_limit_amounts(2))})
     harness = SchedulerHarness(node("n", 4), rules=Rules(order=Priority(), quotas=quotas))
     for number in range(4):
         harness.submit(f"a{number}", preemptible=True, priority=9, grace_s=1.0, tenant="a")
@@ -490,12 +490,12 @@ def test_new_quota_applies_to_queued_jobs_only() -> None:
     harness = SchedulerHarness(node("n", 4))
     harness.submit("one", gpus=2)
     assert harness.started() == ["one"]
-    harness.scheduler.set_rules(Rules(quotas=Quotas({"a": Quota(gpu_amounts(1))})))
+    harness.scheduler.set_rules(Rules(quotas=Quotas({"a": Quota(gpu_limit_amounts(1))})))
     harness.submit("two")
     assert harness.started() == []
     assert "its quota of 1 GPU" in harness.pending("two").reason
     assert list(harness.allocations.allocations_by_job) == ["one"]
-    harness.scheduler.set_rules(Rules(quotas=Quotas({"a": Quota(gpu_amounts(3))})))
+    harness.scheduler.set_rules(Rules(quotas=Quotas({"a": Quota(gpu_limit_amounts(3))})))
     assert harness.started() == ["two"]
 
 
@@ -534,7 +534,7 @@ def test_job_does_not_start_without_a_pass_if_jobs_are_queued_or_over_quota() ->
     harness.scheduler.withdraw("large")
     assert harness.scheduler.try_start_now(new_request(harness, "small"), 0.0) is not None
 
-    bound = Rules(quotas=Quotas({"a": Quota(guaranteed=gpu_amounts(1))}))
+    bound = Rules(quotas=Quotas({"a": Quota(guaranteed=gpu_limit_amounts(1))}))
     harness = SchedulerHarness(node("n", 2), rules=bound)
     assert harness.scheduler.try_start_now(new_request(harness, "one"), 0.0) is not None
     assert harness.scheduler.try_start_now(new_request(harness, "two"), 0.0) is None
@@ -560,5 +560,5 @@ def test_pending_reason_names_a_node_that_has_left_only_if_the_job_needs_it() ->
         "no suitable node: gone-8: it has left the cluster; n: has 2 GPUs"
     )
     assert harness.pending("needs-16").reason == "no suitable node: n: has 2 GPUs"
-    found = explain(harness.scheduler, "needs-8", reason="", now=0.0)
+    found = explain_pending_job(harness.scheduler, "needs-8", reason="", now=0.0)
     assert {name for group in found.blocked_nodes for name in group.nodes} == {"n", "gone-8"}

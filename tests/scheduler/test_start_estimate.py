@@ -8,7 +8,7 @@ import pytest
 
 from genie.scheduler import start_estimate as module
 from genie.scheduler.order import FairShare, Fifo
-from genie.scheduler.quota import Quota, Quotas, gpu_amounts
+from genie.scheduler.quota import Quota, Quotas, gpu_limit_amounts
 from genie.scheduler.request import JobRequest, Shape
 from genie.scheduler.rules import Rules
 from genie.scheduler.start_estimate import StartEstimate, estimate_start
@@ -64,7 +64,7 @@ def test_unrelated_job_without_a_time_limit_does_not_matter() -> None:
 
 def test_estimate_respects_quotas() -> None:
     harness = SchedulerHarness(
-        node("n", 4), rules=Rules(order=Fifo(), quotas=Quotas({"a": Quota(gpu_amounts(1))}))
+        node("n", 4), rules=Rules(order=Fifo(), quotas=Quotas({"a": Quota(gpu_limit_amounts(1))}))
     )
     jobs = [harness.submit(f"j{number}", time_limit_s=10.0) for number in range(3)]
     harness.started()
@@ -96,15 +96,15 @@ def test_estimate_considers_named_gpus_in_queue_order() -> None:
 
 
 def test_estimate_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "ESTIMATE_COST_IN_ATTEMPTS_MAX", 5)
+    monkeypatch.setattr(module, "ESTIMATE_COST_IN_PLACEMENTS_MAX", 5)
     harness, jobs = queue_with_time_limits(limits=[10.0] * 9)
     found = estimate(harness, jobs[-1])
     assert found == StartEstimate(None, "too many jobs are ahead to estimate the start")
 
 
 def test_estimate_is_bounded_if_no_job_may_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "ESTIMATE_COST_IN_ATTEMPTS_MAX", 5)
-    quotas = Quotas({"a": Quota(gpu_amounts(2), gpu_amounts(0))})
+    monkeypatch.setattr(module, "ESTIMATE_COST_IN_PLACEMENTS_MAX", 5)
+    quotas = Quotas({"a": Quota(gpu_limit_amounts(2), gpu_limit_amounts(0))})
     harness = SchedulerHarness(node("n", 16), rules=Rules(order=Fifo(), quotas=quotas))
     harness.submit("own", gpus=2)
     for number in range(8):

@@ -46,19 +46,20 @@ from genie.sim.processes import SimLauncher, make_exit_report
 from tests.sim.run import temporary_directory
 from tests.sim.scenario import run_seed
 
-Plant = Callable[[pytest.MonkeyPatch], None]
+PlantDefect = Callable[[pytest.MonkeyPatch], None]
 
 
 @dataclass(frozen=True)
 class Defect:
-    """A defect, and seeds that pass without it. With it, the violations of one of them contain `text`. There
-    are several where few seeds detect it, so that not every change of the code requires new ones."""
+    """A defect, and seeds that pass without it. With it, the violations of one of them contain
+    `violation_text`. There are several where few seeds detect it, so that not every change of the code
+    requires new ones."""
 
-    plant: Plant
+    plant: PlantDefect
     kind: str
     faults: tuple[str, ...]
     seeds: tuple[int, ...]
-    text: str
+    violation_text: str
 
 
 # -- rows and steps ---------------------------------------------------------------------------------
@@ -260,7 +261,7 @@ def _plant_exits_of_lingering_jobs(patch: pytest.MonkeyPatch) -> None:
         ended = [
             one
             for one in self._process_by_job.values()
-            if not one.is_alive or one.lingers_until_s is not None
+            if not one.is_alive or one.survives_sigkill_until_s is not None
         ]
         for process in ended:
             del self._process_by_job[process.job_id]
@@ -377,7 +378,7 @@ def main() -> None:
             print(f"seed {seed} fails without the defect: {clean[0][:200]}")
             continue
         found = find_violations(defect, seed, planted=True)
-        if any(defect.text in violation for violation in found):
+        if any(defect.violation_text in violation for violation in found):
             detecting.append(seed)
         elif found:
             print(f"seed {seed} has other violations: {found[0][:200]}")

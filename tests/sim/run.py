@@ -18,11 +18,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.sim.scenario import KINDS, run_seed
+from tests.sim.scenario import SCENARIO_KINDS, run_seed
 
 _FAILURES_SHOWN_MAX = 10
 _VIOLATIONS_SHOWN_MAX = 5
-_PROGRESS_S = 30.0
+_PROGRESS_INTERVAL_S = 30.0
 _SEED_MAX = 10**9
 _MEMORY_DIRECTORY = Path("/dev/shm")
 
@@ -44,7 +44,7 @@ def replay_command(seed: int, kind: str) -> str:
 
 def kind_of_seed(seed: int) -> str:
     """The kinds take turns, so that any range of seeds has all of them."""
-    return list(KINDS)[seed % len(KINDS)]
+    return list(SCENARIO_KINDS)[seed % len(SCENARIO_KINDS)]
 
 
 def try_seed(seed: int, kind: str) -> SeedResult:
@@ -63,20 +63,20 @@ def temporary_directory() -> Iterator[Path]:
         yield Path(directory)
 
 
-def _run_task(task: tuple[int, str]) -> SeedResult:
+def _try_seed_and_kind(task: tuple[int, str]) -> SeedResult:
     return try_seed(*task)
 
 
-def _run_many(tasks: list[tuple[int, str]]) -> int:
+def _run_seeds_and_count_failed(tasks: list[tuple[int, str]]) -> int:
     start_s = shown_s = time.monotonic()
     failed = 0
     with multiprocessing.get_context("spawn").Pool(initializer=_set_log_level) as pool:
-        for done, result in enumerate(pool.imap_unordered(_run_task, tasks, chunksize=4), 1):
+        for done, result in enumerate(pool.imap_unordered(_try_seed_and_kind, tasks, chunksize=4), 1):
             if result.violations:
                 failed += 1
                 if failed <= _FAILURES_SHOWN_MAX:
                     print(result.describe(), flush=True)
-            if time.monotonic() > shown_s + _PROGRESS_S:
+            if time.monotonic() > shown_s + _PROGRESS_INTERVAL_S:
                 shown_s = time.monotonic()
                 print(f"{done} of {len(tasks)} seeds, {failed} failed", flush=True)
     rate = len(tasks) / (time.monotonic() - start_s)
@@ -99,18 +99,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
     numbers.add_argument("--seeds", type=_parse_count, default=300, help="number of seeds (default: 300)")
     numbers.add_argument("--seed", type=_parse_seed, help="replay one seed and print its log")
     parser.add_argument("--first", type=_parse_seed, help="first seed (default: 0)")
-    parser.add_argument("--kind", choices=list(KINDS), help="kind of the faults (default: all in turn)")
+    parser.add_argument(
+        "--kind", choices=list(SCENARIO_KINDS), help="kind of the faults (default: all in turn)"
+    )
     options = parser.parse_args(arguments)
     if options.seed is not None:
         if options.first is not None:
             parser.error("FIRST has no effect with SEED")
-        sys.exit(_replay(options.seed, options.kind or kind_of_seed(options.seed)))
+        sys.exit(_replay_seed(options.seed, options.kind or kind_of_seed(options.seed)))
     first = options.first or 0
     seeds = range(first, first + options.seeds)
-    sys.exit(1 if _run_many([(seed, options.kind or kind_of_seed(seed)) for seed in seeds]) else 0)
+    sys.exit(
+        1
+        if _run_seeds_and_count_failed([(seed, options.kind or kind_of_seed(seed)) for seed in seeds])
+        else 0
+    )
 
 
-def _replay(seed: int, kind: str) -> int:
+def _replay_seed(seed: int, kind: str) -> int:
     """Print the log of a seed and its violations; return the exit code."""
     logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
     result = try_seed(seed, kind)

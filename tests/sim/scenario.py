@@ -33,36 +33,36 @@ from genie.sim.world import CpuCost
 
 _Reply = TypeVar("_Reply")
 
-INNOCENT = "blue"
-JOBS = 10
+INNOCENT_TENANT = "blue"
+JOB_COUNT = 10
 NODES, GPUS = 2, 2
-FAULTS_S, LASTS_S_MAX = 20.0, 10.0
-_RUN_S_MAX = 250.0
+FAULT_INJECTION_S, FAULT_DURATION_S_MAX = 20.0, 10.0
+_SCENARIO_S_MAX = 250.0
 """The jobs take 1 to 10 s each on four accelerators, after 20 s of faults; a closed node (up to 60 s) and the
 backoff of a job (up to 60 s) can delay them."""
 _STORE_BYTES_MAX = 4 << 20
 """Small enough that a hostile tenant can try to fill it with rows below 256 KiB, within 20 s."""
-_STORE_SHARE_MAX = 0.95
+_STORE_USED_SHARE_MAX = 0.95
 """Submissions end at 0.7; a quarter is reserved for the controllers' own writes."""
 _BLOBS_BYTES_MAX = 400_000
-_WORKDIR = b"working directory of the innocent tenant"
+_INNOCENT_WORKDIR = b"working directory of the innocent tenant"
 _SHORT_NODE_TTL_S = 10.0
 """Most kinds use a short time to live, which jobs survive less easily."""
-_READ_INTERVAL_S = 1.0
-_PATIENCE_S = 10.0
+_JOB_READ_INTERVAL_S = 1.0
+_REPLY_TIME_S_MAX = 10.0
 """Maximum time of a request, with its retries, while nothing fails: a timeout (5 s) and a second attempt."""
-_TIME_LIMIT_S = 3000.0
+_JOB_TIME_LIMIT_S = 3000.0
 """Longer than any run, and shorter than a step of the clock."""
 # A machine with a limit of about 350 open files: a hostile tenant can reach it within 20 s.
-_LIMITS = ConnectionLimits(
+_CONNECTION_LIMITS = ConnectionLimits(
     connections_max=320,
     unauthenticated_max=32,
     unauthenticated_per_address_max=16,
     user_connections_max=300,
     owner_connections_reserved=8,
 )
-_CONFIG = replace(CONTROLLER_CONFIG, blobs_bytes_max=_BLOBS_BYTES_MAX)
-_CPU = CpuCost(cpu_s_per_received_frame=0.0001, cpu_s_per_sent_byte=0.00000008)
+_SCENARIO_CONTROLLER_CONFIG = replace(CONTROLLER_CONFIG, blobs_bytes_max=_BLOBS_BYTES_MAX)
+_CONTROLLER_CPU_COST = CpuCost(cpu_s_per_received_frame=0.0001, cpu_s_per_sent_byte=0.00000008)
 """A small request costs client and controller together 57 us (`python -m tests.sim.measure_cpu`, 2 cores,
 commit ff0e4d4); 100 us also cover TLS or a slower machine. Encoding costs 1 ns/byte; 80 ns/byte is a link of
 100 Mbit/s, on which replies to nodes and to clients queue behind each other."""
@@ -72,13 +72,13 @@ commit ff0e4d4); 100 us also cover TLS or a slower machine. Encoding costs 1 ns/
 class ScenarioKind:
     faults: tuple[str, ...]
     controllers: int = 1
-    every_s: float = 2.5
+    mean_fault_interval_s: float = 2.5
     node_ttl_s: float = _SHORT_NODE_TTL_S
-    faults_s: float = FAULTS_S
-    job_s_max: float = 10.0
+    fault_injection_s: float = FAULT_INJECTION_S
+    job_duration_s_max: float = 10.0
 
 
-KINDS = {
+SCENARIO_KINDS = {
     "network": ScenarioKind(fault_injector.NETWORK_FAULTS, controllers=2),
     "disk": ScenarioKind(fault_injector.DISK_FAULTS),
     "time": ScenarioKind(fault_injector.TIME_FAULTS, controllers=2),
@@ -87,15 +87,15 @@ KINDS = {
         fault_injector.POWER_FAULTS,
         controllers=3,
         node_ttl_s=CONTROLLER_CONFIG.node_ttl_s,
-        faults_s=60.0,
-        job_s_max=40.0,
+        fault_injection_s=60.0,
+        job_duration_s_max=40.0,
     ),
-    "hostile": ScenarioKind(tuple(hostile.HOSTILE_ACTIONS), every_s=5.0),
+    "hostile": ScenarioKind(tuple(hostile.HOSTILE_ACTIONS), mean_fault_interval_s=5.0),
     "mixed": ScenarioKind(
         tuple(
             dict.fromkeys(
                 (
-                    *fault_injector.ALL_EVENTS,
+                    *fault_injector.MIXED_FAULTS_AND_OWNER_ACTIONS,
                     *fault_injector.NETWORK_FAULTS,
                     *fault_injector.DISK_FAULTS,
                     *fault_injector.TIME_FAULTS,
@@ -109,14 +109,14 @@ KINDS = {
 }
 
 
-def mismatch_s_max(node_ttl_s: float) -> float:
+def hold_mismatch_s_max(node_ttl_s: float) -> float:
     """Twice the time until the jobs of a silent node are reclaimed, and a few ticks."""
     return 2 * (node_ttl_s + CONTROLLER_CONFIG.node_reclaim_grace_s + 2.0)
 
 
 def run_seed(seed: int, kind: str, directory: Path, *, faults: tuple[str, ...] = ()) -> list[str]:
     """Run a seed; `faults` replaces those of the kind. Return the violations."""
-    chosen = KINDS[kind]
+    chosen = SCENARIO_KINDS[kind]
     return loop.run_simulated(_run_scenario(seed, directory, replace(chosen, faults=faults or chosen.faults)))
 
 
@@ -130,23 +130,23 @@ async def _run_scenario(seed: int, directory: Path, kind: ScenarioKind) -> list[
             gpus_per_node=GPUS,
             controller_count=kind.controllers,
             store_bytes_max=_STORE_BYTES_MAX,
-            connection_limits=_LIMITS,
-            config=replace(_CONFIG, node_ttl_s=kind.node_ttl_s),
+            connection_limits=_CONNECTION_LIMITS,
+            config=replace(_SCENARIO_CONTROLLER_CONFIG, node_ttl_s=kind.node_ttl_s),
         )
         for host in cluster.controller_hosts:
-            cluster.world.set_cpu_cost(host, _CPU)
+            cluster.world.set_cpu_cost(host, _CONTROLLER_CPU_COST)
         checker = InvariantChecker(
             cluster.world,
             cluster.machines,
-            get_accepted_epoch=lambda node_id, unit: _accepted_epoch(cluster, node_id, unit),
-            mismatch_s_max=mismatch_s_max(kind.node_ttl_s),
+            get_accepted_epoch=lambda node_id, worker_name: _accepted_epoch(cluster, node_id, worker_name),
+            hold_mismatch_s_max=hold_mismatch_s_max(kind.node_ttl_s),
         )
         InnocentTenantChecker(
-            cluster.world, cluster.machines, checker, tenant=INNOCENT, faults=cluster.faults
+            cluster.world, cluster.machines, checker, tenant=INNOCENT_TENANT, faults=cluster.faults
         )
         await cluster.start()
         await cluster.wait_for_nodes()
-        cluster.store.add_commit_listener(checker.on_commit)
+        cluster.store.add_commit_listener(checker.on_store_commit)
         rate = RequestRateChecker(
             cluster.world,
             cluster.machines,
@@ -161,18 +161,18 @@ async def _run_scenario(seed: int, directory: Path, kind: ScenarioKind) -> list[
                 checker.check_periodically(),
                 rate.check_periodically(),
                 leadership.check_periodically(),
-                _watch_store(cluster),
+                _check_store_space_periodically(cluster),
             )
         ]
         with _record_exceptions_as_violations(cluster.machines.violations):
             running = group.create_task(_run_jobs(cluster, checker, kind))
-            end_s = cluster.world.now_s + _RUN_S_MAX
+            end_s = cluster.world.now_s + _SCENARIO_S_MAX
             while not running.done() and not cluster.machines.violations:
                 await asyncio.wait({running}, timeout=1.0)
                 if cluster.world.now_s > end_s:
                     pending = [job.reason for job in checker.current_jobs.values() if not job.state.is_final]
                     cluster.machines.report_violation(
-                        f"jobs have not ended after {_RUN_S_MAX:g} s: {pending}"
+                        f"jobs have not ended after {_SCENARIO_S_MAX:g} s: {pending}"
                     )
             running.cancel()
             await asyncio.wait({running})
@@ -184,18 +184,18 @@ async def _run_scenario(seed: int, directory: Path, kind: ScenarioKind) -> list[
 
 async def _run_jobs(cluster: SimCluster, checker: InvariantChecker, kind: ScenarioKind) -> None:
     async with asyncio.TaskGroup() as group:
-        submitting = group.create_task(_submit_all(cluster, kind))
+        submitting = group.create_task(_submit_innocent_jobs(cluster, kind))
         await fault_injector.inject_faults(
             cluster,
-            duration_s=kind.faults_s,
-            mean_interval_s=kind.every_s,
+            duration_s=kind.fault_injection_s,
+            mean_interval_s=kind.mean_fault_interval_s,
             kinds=kind.faults,
-            fault_duration_s_max=LASTS_S_MAX,
+            fault_duration_s_max=FAULT_DURATION_S_MAX,
         )
         await fault_injector.undo_owner_actions(cluster)
         job_ids = await submitting
     await _wait_until_nothing_is_held(cluster, checker, job_ids)
-    stored = {job.job_id for job in checker.ended_jobs.values() if job.tenant == INNOCENT}
+    stored = {job.job_id for job in checker.ended_jobs.values() if job.tenant == INNOCENT_TENANT}
     if stored != set(job_ids):
         cluster.machines.report_violation(f"{len(stored)} jobs for {len(job_ids)} submissions")
 
@@ -204,48 +204,52 @@ async def _await_reply_in_time(cluster: SimCluster, request: Awaitable[_Reply]) 
     """Return the reply. Unless a machine has a fault, it must arrive in time."""
 
     def report() -> None:
-        if _has_no_fault(cluster):
-            cluster.machines.report_violation(f"a client waited {_PATIENCE_S:g} s for a reply")
+        if _has_only_hostile_actions(cluster):
+            cluster.machines.report_violation(f"a client waited {_REPLY_TIME_S_MAX:g} s for a reply")
 
-    timer = asyncio.get_running_loop().call_later(_PATIENCE_S, report)
+    timer = asyncio.get_running_loop().call_later(_REPLY_TIME_S_MAX, report)
     try:
         return await request
     finally:
         timer.cancel()
 
 
-def _has_no_fault(cluster: SimCluster) -> bool:
+def _has_only_hostile_actions(cluster: SimCluster) -> bool:
     """Whether no machine has had a fault: all that happened was the hostile tenant."""
     return all(fault.kind in hostile.HOSTILE_ACTIONS for fault in cluster.faults)
 
 
-async def _watch_store(cluster: SimCluster) -> None:
+async def _check_store_space_periodically(cluster: SimCluster) -> None:
     """Check that the store has space for the writes of the controllers."""
     while True:
         await asyncio.sleep(1.0)
-        used_bytes = (await cluster.store.measure_space(timeout_s=_RUN_S_MAX)).used_bytes
-        if used_bytes > _STORE_SHARE_MAX * _STORE_BYTES_MAX:
+        used_bytes = (await cluster.store.measure_space(timeout_s=_SCENARIO_S_MAX)).used_bytes
+        if used_bytes > _STORE_USED_SHARE_MAX * _STORE_BYTES_MAX:
             cluster.machines.report_violation(f"the store is full: {used_bytes} bytes")
 
 
-async def _submit_all(cluster: SimCluster, kind: ScenarioKind) -> list[str]:
+async def _submit_innocent_jobs(cluster: SimCluster, kind: ScenarioKind) -> list[str]:
     """Submit the jobs of the innocent tenant and read them until they have ended; return their IDs."""
     rng, job_ids = random.Random(cluster.seed), []
-    digest = hashlib.sha256(_WORKDIR).hexdigest()
-    token = await cluster.get_user_token(INNOCENT)
-    await cluster.send_request(PutBlob(digest=digest, offset=0, data=_WORKDIR, is_last=True), token=token)
+    digest = hashlib.sha256(_INNOCENT_WORKDIR).hexdigest()
+    token = await cluster.get_user_token(INNOCENT_TENANT)
+    await cluster.send_request(
+        PutBlob(digest=digest, offset=0, data=_INNOCENT_WORKDIR, is_last=True), token=token
+    )
     async with asyncio.TaskGroup() as readers:
-        for _ in range(JOBS):
+        for _ in range(JOB_COUNT):
             await asyncio.sleep(rng.uniform(0.1, 3.0))
             workers = rng.choice((1, 1, 1, 2, 3))
             spec = JobSpec(
-                name=INNOCENT,
+                name=INNOCENT_TENANT,
                 command=("simulated",),
                 resources=Resources(gpus=1),
-                constraints=PlacementConstraints(workers=workers, time_limit_s=_TIME_LIMIT_S),
+                constraints=PlacementConstraints(workers=workers, time_limit_s=_JOB_TIME_LIMIT_S),
             )
             try:
-                sent = cluster.submit_spec(spec, seconds=rng.uniform(1, kind.job_s_max), tenant=INNOCENT)
+                sent = cluster.submit_spec(
+                    spec, seconds=rng.uniform(1, kind.job_duration_s_max), tenant=INNOCENT_TENANT
+                )
                 job_id = await _await_reply_in_time(cluster, sent)
             except JobRefusedError as error:  # too few accelerators are left for it
                 if not any(fault.kind.startswith(("change_gpus", "quota")) for fault in cluster.faults):
@@ -254,7 +258,7 @@ async def _submit_all(cluster: SimCluster, kind: ScenarioKind) -> list[str]:
             job_ids.append(job_id)
             readers.create_task(_read_until_ended(cluster, job_id))
     # A blob is on one controller only, so it is not available after a failover.
-    if _has_no_fault(cluster):
+    if _has_only_hostile_actions(cluster):
         stored = await cluster.send_request(StatBlob(digest=digest), token=token)
         if not stored.complete:
             cluster.machines.report_violation("a working directory was evicted")
@@ -263,10 +267,10 @@ async def _submit_all(cluster: SimCluster, kind: ScenarioKind) -> list[str]:
 
 async def _read_until_ended(cluster: SimCluster, job_id: str) -> None:
     """Check that what a client has read or written never disappears."""
-    token = await cluster.get_user_token(INNOCENT)
+    token = await cluster.get_user_token(INNOCENT_TENANT)
     transitions = 0
     while True:
-        await asyncio.sleep(_READ_INTERVAL_S)
+        await asyncio.sleep(_JOB_READ_INTERVAL_S)
         try:
             sent = cluster.send_request(GetJob(job_id=job_id), token=token)
             job = (await _await_reply_in_time(cluster, sent)).job
@@ -297,9 +301,9 @@ async def _wait_until_nothing_is_held(
         await asyncio.sleep(1.0)
 
 
-def _accepted_epoch(cluster: SimCluster, node_id: str, unit: str) -> int:
+def _accepted_epoch(cluster: SimCluster, node_id: str, worker_name: str) -> int:
     host = next(host for host in cluster.node_hosts if cluster.node_id(host) == node_id)
-    record = Journal(cluster.node_dir(host)).read_job_record(unit)
+    record = Journal(cluster.node_dir(host)).read_job_record(worker_name)
     return 0 if record is None else record.epoch
 
 

@@ -10,7 +10,7 @@ from genie.native import libraries
 from genie.scheduler.order import Fifo, Priority
 from genie.scheduler.request import NodeFacts
 from genie.scheduler.rules import Rules
-from genie.sim.events import NodeFailures, SimJobResult, SimulatedRun, SimulationParameters, simulate
+from genie.sim.events import NodeFailures, SimJobResult, SimulationParameters, SimulationResult, simulate
 from genie.sim.workloads.synthetic import SyntheticJobMix, synthetic_jobs
 from genie.sim.workloads.workload import SimJob, uniform_nodes
 
@@ -18,11 +18,11 @@ FIFO = SimulationParameters(Rules(order=Fifo()), "bestfit")
 PRIORITY = SimulationParameters(Rules(order=Priority()), "bestfit")
 
 
-def results_by_job(run: SimulatedRun) -> dict[str, SimJobResult]:
+def results_by_job(run: SimulationResult) -> dict[str, SimJobResult]:
     return {record.job.job_id: record for record in run.job_results}
 
 
-def start_and_end_times(run: SimulatedRun) -> dict[str, tuple[float | None, float | None]]:
+def start_and_end_times(run: SimulationResult) -> dict[str, tuple[float | None, float | None]]:
     return {name: (record.first_started_s, record.ended_s) for name, record in results_by_job(run).items()}
 
 

@@ -47,7 +47,7 @@ async def _run_scenario(
     seed: int,
     directory: Path,
     *,
-    kinds: tuple[str, ...] = fault_injector.ALL_FAULTS,
+    kinds: tuple[str, ...] = fault_injector.MIXED_FAULTS,
     controllers: int = 1,
     node_ttl_s: float = CONTROLLER_CONFIG.node_ttl_s,
 ) -> ScenarioOutcome:
@@ -75,7 +75,7 @@ async def _run_scenario(
         assert not cluster.machines.live_processes(), "no process runs without a job"
         for job in jobs.values():
             if job.state is JobState.SUCCEEDED:
-                assert cluster.machines.completed_runs_by_job.get(job.job_id) == 1, (
+                assert cluster.machines.completed_run_count_by_job.get(job.job_id) == 1, (
                     f"{job.job_id} succeeded without completing"
                 )
         await cluster.stop()

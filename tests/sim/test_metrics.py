@@ -8,8 +8,8 @@ import pytest
 
 from genie.scheduler.order import Fifo
 from genie.scheduler.rules import Rules
-from genie.sim.events import SimulatedRun, SimulationParameters, simulate
-from genie.sim.metrics import isolated_completion_s, jain_index, summarise, summarise_values
+from genie.sim.events import SimulationParameters, SimulationResult, simulate
+from genie.sim.metrics import isolated_completion_s, jain_index, summarise_simulation, summarise_values
 from genie.sim.plots import plot_utilisation, plot_wait_times
 from genie.sim.workloads.synthetic import SyntheticJobMix, synthetic_jobs
 from genie.sim.workloads.workload import SimJob, offered_load, uniform_nodes
@@ -17,7 +17,7 @@ from genie.sim.workloads.workload import SimJob, offered_load, uniform_nodes
 FIFO = SimulationParameters(Rules(order=Fifo()), "bestfit")
 
 
-def simulate_two_jobs() -> SimulatedRun:
+def simulate_two_jobs() -> SimulationResult:
     jobs = [
         SimJob("a", 0.0, 100.0, "x", gpus_per_worker=2),
         SimJob("b", 0.0, 100.0, "y", gpus_per_worker=4),
@@ -26,7 +26,7 @@ def simulate_two_jobs() -> SimulatedRun:
 
 
 def test_metrics_of_two_jobs_match_those_computed_by_hand() -> None:
-    it = summarise(simulate_two_jobs())
+    it = summarise_simulation(simulate_two_jobs())
     assert (it.finished_jobs, it.total_gpus, it.span_s) == (2, 4, 200.0)
     assert it.utilisation == pytest.approx((2 * 100 + 4 * 100) / 800)
     assert it.utilisation_while_pending == pytest.approx(0.5)
@@ -46,7 +46,7 @@ def test_utilization_until_last_arrival_excludes_the_time_after_it() -> None:
         SimJob("c", 50.0, 10.0, gpus_per_worker=3),
     ]
     jobs.append(SimJob("d", 60.0, 10.0, gpus_per_worker=3))
-    it = summarise(simulate(uniform_nodes(1, gpus=4), jobs, FIFO))
+    it = summarise_simulation(simulate(uniform_nodes(1, gpus=4), jobs, FIFO))
     assert it.utilisation_until_last_arrival == 1.0
     assert it.utilisation_while_pending < 1.0
 
@@ -56,7 +56,7 @@ def test_lost_work_and_large_gangs_are_counted() -> None:
         SimJob("low", 0.0, 3600.0, workers=4, gpus_per_worker=8, preemptible=True, grace_s=0.0),
         SimJob("high", 1800.0, 60.0, gpus_per_worker=8, priority=1),
     ]
-    it = summarise(simulate(uniform_nodes(4), jobs, FIFO))
+    it = summarise_simulation(simulate(uniform_nodes(4), jobs, FIFO))
     assert (it.preemptions, it.lost_gpu_hours) == (1, 16.0)
     assert it.large_gang_wait_s.count == 1
 

@@ -16,6 +16,6 @@ def test_simulation_detects_a_planted_defect(name: str) -> None:
     found: list[str] = []
     for seed in defect.seeds:
         found += find_violations(defect, seed, planted=True)
-        if any(defect.text in violation for violation in found):
+        if any(defect.violation_text in violation for violation in found):
             return
     pytest.fail(f"no seed of {defect.seeds} detects it: {found}")

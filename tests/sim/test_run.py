@@ -10,7 +10,7 @@ import pytest
 
 from tests.sim import run
 from tests.sim.defects import DEFECTS
-from tests.sim.scenario import KINDS, ScenarioKind
+from tests.sim.scenario import SCENARIO_KINDS, ScenarioKind
 
 ROOT = Path(__file__).parents[2]
 
@@ -38,15 +38,15 @@ def test_make_passes_its_variables_to_the_program(variables: list[str], expected
 
 
 def test_command_runs_seeds_of_all_kinds(capfd: pytest.CaptureFixture[str]) -> None:
-    count = len(KINDS)
+    count = len(SCENARIO_KINDS)
     command = [sys.executable, "-m", "tests.sim.run", "--seeds", str(count), "--first", "3"]
     assert subprocess.run(command, cwd=ROOT, check=False, timeout=300).returncode == 0
     assert f"{count} seeds, 0 failed" in capfd.readouterr().out
-    assert {run.kind_of_seed(seed) for seed in range(3, 3 + count)} == set(KINDS)
+    assert {run.kind_of_seed(seed) for seed in range(3, 3 + count)} == set(SCENARIO_KINDS)
 
 
 def test_failing_seeds_are_printed_with_their_replay_command(capfd: pytest.CaptureFixture[str]) -> None:
-    assert run._run_many([(0, "disk"), (3, "no-such-kind")]) == 1
+    assert run._run_seeds_and_count_failed([(0, "disk"), (3, "no-such-kind")]) == 1
     out = capfd.readouterr().out
     assert "no-such-kind seed 3 fails; replay: make sim SEED=3 KIND=no-such-kind\n" in out
     assert "KeyError: 'no-such-kind'" in out
@@ -59,7 +59,7 @@ def test_replay_prints_the_violations_of_a_seed(
     assert exit_code("--seed", "0", "--kind", "disk") == 0
     assert "disk seed 0 passes" in capsys.readouterr().out
     DEFECTS["full disk as fault of the job"].plant(monkeypatch)
-    monkeypatch.setitem(KINDS, "disk", ScenarioKind(("full_disk",)))
+    monkeypatch.setitem(SCENARIO_KINDS, "disk", ScenarioKind(("full_disk",)))
     assert exit_code("--seed", "0", "--kind", "disk") == 1
     out = capsys.readouterr().out
     assert "disk seed 0 fails; replay: make sim SEED=0 KIND=disk\n" in out

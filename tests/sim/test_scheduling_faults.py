@@ -216,7 +216,7 @@ def _find_wrong_final_states(cluster: SimCluster, outcome: ScenarioOutcome) -> I
         limit_s = spec.constraints.time_limit_s
         units = {(job.worker_name(rank), job.epoch) for rank in range(len(job.placements))}
         if job.state is JobState.SUCCEEDED:
-            if not units <= cluster.machines.completed_launch_keys:
+            if not units <= cluster.machines.completed_workers_and_epochs:
                 yield f"{job_id} succeeded without completing: {job}"
             if limit_s is not None and seconds > limit_s:
                 yield f"{job_id} succeeded despite its time limit: {job}"
@@ -255,7 +255,11 @@ def _accepted_epoch(cluster: SimCluster, node_id: str, unit: str) -> int:
 
 
 async def _run_scenario(
-    seed: int, directory: Path, *, kinds: tuple[str, ...] = fault_injector.ALL_EVENTS, controllers: int = 1
+    seed: int,
+    directory: Path,
+    *,
+    kinds: tuple[str, ...] = fault_injector.MIXED_FAULTS_AND_OWNER_ACTIONS,
+    controllers: int = 1,
 ) -> ScenarioOutcome:
     async with asyncio.TaskGroup() as group:
         cluster = SimCluster(
@@ -265,10 +269,10 @@ async def _run_scenario(
             cluster.world,
             cluster.machines,
             get_accepted_epoch=lambda node_id, unit: _accepted_epoch(cluster, node_id, unit),
-            mismatch_s_max=MISMATCH_S_MAX,
+            hold_mismatch_s_max=MISMATCH_S_MAX,
         )
         await cluster.start()
-        cluster.store.add_commit_listener(checker.on_commit)
+        cluster.store.add_commit_listener(checker.on_store_commit)
         watching = [
             group.create_task(checker.check_periodically()),
             group.create_task(_check_planner_continuously(cluster)),

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from genie.scheduler.request import NodeFacts
     from genie.scheduler.rules import Rules
     from genie.sim.events import NodeFailures, SimulationParameters
-    from genie.sim.metrics import Summary, ValueSpread
+    from genie.sim.metrics import SimulationSummary, ValueSpread
     from genie.sim.workloads.workload import SimJob
 
 sim_app = typer.Typer(
@@ -153,7 +153,7 @@ def run(
     Synthetic jobs have single GPUs, fractions, gangs, three priorities and eight tenants.
     """
     from genie.sim.events import simulate
-    from genie.sim.metrics import summarise
+    from genie.sim.metrics import summarise_simulation
 
     settings = invocation.load_settings()
     seed_number = parse_integer(seed, what="--seed", low=0, high=_SEED_MAX)
@@ -174,7 +174,7 @@ def run(
         )
     finally:
         line.close()
-    summary = summarise(done)
+    summary = summarise_simulation(done)
     if out is not None:
         _write_results(out, summary, done)
     if as_json:
@@ -264,7 +264,7 @@ def generate(
     seed: _SeedOption = "0",
 ) -> None:
     """Generate synthetic jobs as CSV for 'genie sim run --trace'. --load is relative to --nodes."""
-    from genie.sim.workloads.workload import write_csv, write_workload
+    from genie.sim.workloads.workload import write_workload, write_workload_csv
 
     invocation.load_settings()
     seed_number = parse_integer(seed, what="--seed", low=0, high=_SEED_MAX)
@@ -272,7 +272,7 @@ def generate(
         _parse_nodes(nodes), None, "", jobs=jobs, load=load, limits=limits, seed=seed_number
     )
     if file == "-":
-        write_csv(sys.stdout, made)
+        write_workload_csv(sys.stdout, made)
         sys.stdout.flush()
         return
     write_workload(Path(file), made)
@@ -344,7 +344,7 @@ def _load_or_generate_jobs(
     found = found[:most]
     if factor:
         found = workload.add_time_limits(found, factor=factor, seed=seed)
-    return workload.scale_to_load(found, nodes, load_target) if load_target else found
+    return workload.scale_arrivals_to_load(found, nodes, load_target) if load_target else found
 
 
 def _make_scheduling_rules(
@@ -385,7 +385,7 @@ def _parse_node_failures(fail_every: str | None, repair: str) -> NodeFailures | 
 # -- results ----------------------------------------------------------------------------------------
 
 
-def _write_results(folder: Path, summary: Summary, done: Any) -> None:
+def _write_results(folder: Path, summary: SimulationSummary, done: Any) -> None:
     import json
 
     from genie.sim.plots import plot_utilisation, plot_wait_times
@@ -401,7 +401,7 @@ def _write_results(folder: Path, summary: Summary, done: Any) -> None:
         ) from error
 
 
-def _summary_to_json(summary: Summary) -> dict[str, Any]:
+def _summary_to_json(summary: SimulationSummary) -> dict[str, Any]:
     from dataclasses import asdict
 
     def to_json_names(fields: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -410,7 +410,7 @@ def _summary_to_json(summary: Summary) -> dict[str, Any]:
     return asdict(summary, dict_factory=to_json_names)
 
 
-def _summary_fields(it: Summary) -> list[tuple[str, str]]:
+def _summary_fields(it: SimulationSummary) -> list[tuple[str, str]]:
     large = (
         f" (gangs of 32 or more GPUs: {_format_mean_and_percentiles(it.large_gang_wait_s)})"
         if it.large_gang_wait_s.count

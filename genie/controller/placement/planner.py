@@ -27,7 +27,7 @@ from genie.scheduler.cluster.allocations import ClusterAllocations
 from genie.scheduler.cluster.placer_group import PlacerFactory
 from genie.scheduler.conversion import GPU_POSITION_UNKNOWN, job_request, node_facts, worker_shape
 from genie.scheduler.decisions import Decision, Start, Wait
-from genie.scheduler.explain import Explanation, explain, queue_order
+from genie.scheduler.explain import PendingJobExplanation, explain_pending_job, queued_jobs_in_order
 from genie.scheduler.placement.protocol import NODE_GPUS_MAX
 from genie.scheduler.quota import UNBOUNDED
 from genie.scheduler.request import CPU_ACCELERATOR, JobRequest, NodeFacts, Shape, WorkerPlace, why_unsuitable
@@ -144,19 +144,21 @@ class Planner:
 
     def pending_jobs(self) -> list[Wait]:
         """The pending jobs in scheduling order, each with its latest pending reason."""
-        waits = {wait.job_id: wait for wait in self._scheduler.pending_decisions}
-        ordered = (waits[request.job_id] for request in queue_order(self._scheduler, self._scheduler_now()))
+        waits = {wait.job_id: wait for wait in self._scheduler.last_wait_decisions}
+        ordered = (
+            waits[request.job_id] for request in queued_jobs_in_order(self._scheduler, self._scheduler_now())
+        )
         return [
             wait if wait.starts_at is None else replace(wait, starts_at=self._to_wall_clock(wait.starts_at))
             for wait in ordered
         ]
 
-    def explain(self, job_id: str) -> Explanation | None:
+    def explain(self, job_id: str) -> PendingJobExplanation | None:
         """Explain why a job is pending; None when it is not."""
-        wait = next((wait for wait in self._scheduler.pending_decisions if wait.job_id == job_id), None)
+        wait = next((wait for wait in self._scheduler.last_wait_decisions if wait.job_id == job_id), None)
         if wait is None:
             return None
-        found = explain(self._scheduler, job_id, reason=wait.reason, now=self._scheduler_now())
+        found = explain_pending_job(self._scheduler, job_id, reason=wait.reason, now=self._scheduler_now())
         if found.starts_at is None:
             return found
         return replace(found, starts_at=self._to_wall_clock(found.starts_at))
@@ -413,7 +415,7 @@ class Planner:
         """Release what the ended workers of a running job held."""
         left = sum(placement.outcome is None for placement in job.placements)
         if left < len(self._scheduler.allocations.allocations_by_job[job.job_id].places):
-            self._scheduler.retain_workers(job.job_id, self._places_of_running_workers(job))
+            self._scheduler.retain_only_workers_at(job.job_id, self._places_of_running_workers(job))
 
     def _end_backoffs(self) -> None:
         now_s = self._clock.monotonic_s()

@@ -12,14 +12,14 @@ from genie.config import ControllerConfig
 from genie.controller.placement.signal_timeout import SignalTimeout
 from genie.errors import ConfigError, UsageError
 from genie.processes.clock import Clock
-from genie.scheduler.order import Order
+from genie.scheduler.order import QueuePolicy
 from genie.scheduler.policies import BUILT_IN_POLICIES, PolicyRegistry, PolicyTimeoutError
 
 POLICY_CALL_TIMEOUT_S = 1.0
 """Timeout of one call of a custom policy."""
 
 
-def make_configured_policy(config: ControllerConfig, *, clock: Clock) -> Order:
+def make_configured_policy(config: ControllerConfig, *, clock: Clock) -> QueuePolicy:
     """Create the configured policy; ConfigError if it is unknown or cannot be created."""
     try:
         return create_policy_by_name(config.policy, budget_s=config.policy_budget_s, clock=clock.monotonic_s)
@@ -27,7 +27,7 @@ def make_configured_policy(config: ControllerConfig, *, clock: Clock) -> Order:
         raise ConfigError(f"controller.policy: {error.message}", hint=error.hint) from error
 
 
-def create_policy_by_name(name: str, *, budget_s: float, clock: Callable[[], float]) -> Order:
+def create_policy_by_name(name: str, *, budget_s: float, clock: Callable[[], float]) -> QueuePolicy:
     """Create a policy by name; UsageError if it is unknown or cannot be created. One call may take `budget_s`
     seconds of `clock`."""
     if name in BUILT_IN_POLICIES:

@@ -29,7 +29,7 @@ from genie.model.messages import (
 from genie.model.tenant import Identity, TokenKind
 from genie.processes.clock import Clock
 from genie.scheduler.decisions import Wait
-from genie.scheduler.explain import BlockedNodes, Explanation
+from genie.scheduler.explain import BlockedNodes, PendingJobExplanation
 from genie.tenancy.masking import mask_job_ids
 
 NODES_PER_REASON_MAX = 20
@@ -43,7 +43,7 @@ class QueuePlanner(Protocol):
         """The pending jobs in scheduling order, each with its latest pending reason."""
         ...
 
-    def explain(self, job_id: str) -> Explanation | None:
+    def explain(self, job_id: str) -> PendingJobExplanation | None:
         """Explain why a job is pending; None when it is not."""
         ...
 

@@ -14,7 +14,7 @@ from genie.controller.requests.reply_size import truncate_to_reply
 from genie.errors import QuotaNotFoundError, UsageError
 from genie.model.messages import Done, ListQuotas, QuotasReply, QuotaView, RemoveQuota, SetQuota
 from genie.model.tenant import Identity, QuotaRecord, TokenKind
-from genie.scheduler.quota import Quota, Quotas, gpu_amounts
+from genie.scheduler.quota import Quota, Quotas, gpu_limit_amounts
 from genie.scheduler.request import WHOLE_GPU_MILLI
 
 QUOTAS_MAX = 2000
@@ -108,5 +108,5 @@ class QuotaRequests:
 
 def _to_scheduler_quota(row: QuotaRecord, *, guaranteed_gpus: float) -> Quota:
     if row.borrow_gpus is None:
-        return Quota(gpu_amounts(guaranteed_gpus))
-    return Quota(gpu_amounts(guaranteed_gpus), gpu_amounts(row.borrow_gpus))
+        return Quota(gpu_limit_amounts(guaranteed_gpus))
+    return Quota(gpu_limit_amounts(guaranteed_gpus), gpu_limit_amounts(row.borrow_gpus))

@@ -28,7 +28,7 @@ from genie.scheduler.request import Allocation, Amounts, JobRequest, NodeFacts, 
 
 _CountedKey = TypeVar("_CountedKey", bound=Hashable)
 
-_NO_AMOUNTS = Amounts()
+_ZERO_AMOUNTS = Amounts()
 _PLACE_ATTEMPTS_MAX = 8
 """Attempts to find places that do not exceed the workers per node."""
 
@@ -50,7 +50,7 @@ class ClusterAllocations:
         self._reduced_holds: dict[tuple[str, WorkerPlace], PlacedHold] = {}
         """What remains of the holds of jobs at places that have lost resources."""
         self._usage_by_tenant: dict[str, Amounts] = {}
-        self._nonpreemptible_usage: dict[str, Amounts] = {}
+        self._nonpreemptible_usage_by_tenant: dict[str, Amounts] = {}
         self.capacity = Amounts()
 
     # -- reading ------------------------------------------------------------------------------
@@ -70,11 +70,11 @@ class ClusterAllocations:
         return [node.facts for node in self._nodes.values()]
 
     def usage(self, tenant: str) -> Amounts:
-        return self._usage_by_tenant.get(tenant, _NO_AMOUNTS)
+        return self._usage_by_tenant.get(tenant, _ZERO_AMOUNTS)
 
     def nonpreemptible_usage(self, tenant: str) -> Amounts:
         """Usage of the tenant's jobs that are not preemptible."""
-        return self._nonpreemptible_usage.get(tenant, _NO_AMOUNTS)
+        return self._nonpreemptible_usage_by_tenant.get(tenant, _ZERO_AMOUNTS)
 
     def claims_of_tenant(self, tenant: str) -> list[ResourceClaim]:
         return [
@@ -122,7 +122,7 @@ class ClusterAllocations:
     def why_unsuitable(self, request: JobRequest, facts: NodeFacts) -> str:
         """Why the node could not hold one such worker even if it were free; empty if it could."""
         filters = self.placers.filter_cache
-        return why_unsuitable(request.shape, facts) or filters.why_not_allowed(
+        return why_unsuitable(request.shape, facts) or filters.why_node_excluded(
             filters.to_filter_request(request), facts
         )
 
@@ -183,7 +183,7 @@ class ClusterAllocations:
         else:
             is_other = (node.facts.amounts, node.facts.gpus) != (facts.amounts, facts.gpus)
             if is_other:
-                self._replace_node(node, facts)
+                self._reregister_node(node, facts)
         before, node.facts = node.facts, facts
         if is_other:
             placers.node_sets.clear()
@@ -232,14 +232,16 @@ class ClusterAllocations:
             node, reserved_gpus=self._reserved_gpus_by_node.get(node.facts.node_id, ())
         )
 
-    def _replace_node(self, node: PlacerNode, facts: NodeFacts) -> None:
+    def _reregister_node(self, node: PlacerNode, facts: NodeFacts) -> None:
         """Register the node anew with its new resources, and hold what its jobs can keep of them."""
         assert not self.placers.is_projecting, "nodes do not change within a pass"
         running = [
             (self._allocations_by_job[job_id].request, place) for job_id, place in self._workers_on_node(node)
         ]
         for request, place in running:
-            self.placers.change_hold(request.tenant, self.get_hold(request, place), is_taken=False)
+            self.placers.change_hold_in_all_placers(
+                request.tenant, self.get_hold(request, place), is_taken=False
+            )
         for request, place in running:
             self._reduced_holds.pop((request.job_id, place), None)
         self.placers.drop_node(node)
@@ -250,7 +252,7 @@ class ClusterAllocations:
             if hold != (request.shape.without_constraints, place):
                 self._reduced_holds[request.job_id, place] = hold
             for _ in range(count):
-                self.placers.change_hold(request.tenant, hold, is_taken=True)
+                self.placers.change_hold_in_all_placers(request.tenant, hold, is_taken=True)
 
     def _workers_on_node(self, node: PlacerNode) -> list[tuple[str, WorkerPlace]]:
         node_id = node.facts.node_id
@@ -300,11 +302,13 @@ class ClusterAllocations:
         """Place and hold all workers, or as many as fit if `workers_min` or more do; None if fewer do. Nodes
         in `excluded_nodes` are not used."""
         placers = self.placers
-        places = self._place_within_limits(request, workers, workers_min or workers, set(excluded_nodes))
+        places = self._place_within_worker_limit(
+            request, workers, workers_min or workers, set(excluded_nodes)
+        )
         if places is None:
             return None
         for place in places:
-            placers.change_hold(
+            placers.change_hold_in_all_placers(
                 request.tenant,
                 (request.shape.without_constraints, place),
                 is_taken=True,
@@ -313,21 +317,21 @@ class ClusterAllocations:
         self._record_allocation(request, places)
         return places
 
-    def _place_within_limits(
+    def _place_within_worker_limit(
         self, request: JobRequest, workers: int, workers_min: int, excluded_nodes: set[str]
     ) -> tuple[WorkerPlace, ...] | None:
         """Choose and take places in the main placer without exceeding the workers per node."""
         placers = self.placers
         for _ in range(_PLACE_ATTEMPTS_MAX):
             places = placers.place(placers.main_placer, request, workers, workers_min, excluded_nodes)
-            if places is None or not (overfull := self._overfull_nodes(places)):
+            if places is None or not (overfull := self._nodes_exceeding_worker_limit(places)):
                 return places
             for place in places:
                 placers.release_hold(placers.main_placer, (request.shape.without_constraints, place))
             excluded_nodes |= overfull
         return None
 
-    def _overfull_nodes(self, places: Sequence[WorkerPlace]) -> set[str]:
+    def _nodes_exceeding_worker_limit(self, places: Sequence[WorkerPlace]) -> set[str]:
         """Nodes that would exceed the maximum number of workers with these."""
         if len(places) == 1:  # a full node is not chosen
             return set()
@@ -343,7 +347,7 @@ class ClusterAllocations:
 
         `is_running`: the job runs there already. It holds what its nodes still have, as in `set_node`.
         """
-        if not is_running and self._overfull_nodes(places):
+        if not is_running and self._nodes_exceeding_worker_limit(places):
             raise UsageError(
                 f"a node would run more than {self.workers_per_node_max} workers, the maximum per node"
             )
@@ -370,7 +374,7 @@ class ClusterAllocations:
                 placers.release_hold(placers.main_placer, hold)
             raise
         for hold in taken:
-            placers.change_hold(request.tenant, hold, is_taken=True, skip=placers.main_placer)
+            placers.change_hold_in_all_placers(request.tenant, hold, is_taken=True, skip=placers.main_placer)
         for place, hold in holds.items():
             if hold != (request.shape.without_constraints, place):
                 self._reduced_holds[request.job_id, place] = hold
@@ -380,8 +384,10 @@ class ClusterAllocations:
         allocation = self._allocations_by_job.pop(job_id)
         request = allocation.request
         for place in allocation.places:
-            self.placers.change_hold(request.tenant, self.get_hold(request, place), is_taken=False)
-            self._count_worker(request, place, -1)
+            self.placers.change_hold_in_all_placers(
+                request.tenant, self.get_hold(request, place), is_taken=False
+            )
+            self._add_to_worker_counts(request, place, -1)
         if self._reduced_holds:
             for place in allocation.places:
                 self._reduced_holds.pop((job_id, place), None)
@@ -397,14 +403,16 @@ class ClusterAllocations:
         allocation = self._allocations_by_job[request.job_id] = Allocation(request, places)
         self._add_usage(request, allocation.amounts)
         for place in places:
-            self._count_worker(request, place, 1)
+            self._add_to_worker_counts(request, place, 1)
 
     def _add_usage(self, request: JobRequest, change: Amounts) -> None:
         self._usage_by_tenant[request.tenant] = self.usage(request.tenant) + change
         if not request.preemptible:
-            self._nonpreemptible_usage[request.tenant] = self.nonpreemptible_usage(request.tenant) + change
+            self._nonpreemptible_usage_by_tenant[request.tenant] = (
+                self.nonpreemptible_usage(request.tenant) + change
+            )
 
-    def _count_worker(self, request: JobRequest, place: WorkerPlace, change: int) -> None:
+    def _add_to_worker_counts(self, request: JobRequest, place: WorkerPlace, change: int) -> None:
         node = self._nodes[place.node_id]
         _add_count(node.workers_by_job_name, (request.tenant, request.name), change)
         _add_count(node.workers_by_job, request.job_id, change)

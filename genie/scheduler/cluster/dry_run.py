@@ -17,10 +17,10 @@ class DryRun:
     """Created by ClusterAllocations.dry_run, which reverts it."""
 
     def __init__(self, placers: PlacerGroup, placer: Placer, get_hold: GetHold) -> None:
-        self._placers = placers
-        self._placer = placer
+        self._placer_group = placers
+        self._changed_placer = placer
         self._get_hold = get_hold
-        self._changes: list[HoldChange] = []
+        self._applied_changes: list[HoldChange] = []
 
     def release(self, allocation: Allocation) -> None:
         request = allocation.request
@@ -30,8 +30,8 @@ class DryRun:
     def place(
         self, request: JobRequest, workers: int, *, excluded_nodes: Collection[str] = ()
     ) -> tuple[WorkerPlace, ...] | None:
-        places = self._placers.place(self._placer, request, workers, workers, excluded_nodes)
-        self._changes += [
+        places = self._placer_group.place(self._changed_placer, request, workers, workers, excluded_nodes)
+        self._applied_changes += [
             (True, request.tenant, (request.shape.without_constraints, place)) for place in places or ()
         ]
         return places
@@ -50,15 +50,17 @@ class DryRun:
     @property
     def savepoint(self) -> int:
         """The current position, for `roll_back_to`."""
-        return len(self._changes)
+        return len(self._applied_changes)
 
     def roll_back_to(self, savepoint: int = 0) -> None:
         """Revert all changes after `savepoint`."""
-        while len(self._changes) > savepoint:
-            taken, tenant, hold = self._changes.pop()
+        while len(self._applied_changes) > savepoint:
+            taken, tenant, hold = self._applied_changes.pop()
             self._apply_change((not taken, tenant, hold))
 
-    def fewest_releases_to_fit(self, request: JobRequest, ends: Sequence[Allocation]) -> int | None:
+    def fewest_releases_to_fit(
+        self, request: JobRequest, allocations_to_release: Sequence[Allocation]
+    ) -> int | None:
         """Return how many of the first allocations must be released so that the request fits; None if all are
         not enough. Leaves exactly those released.
 
@@ -69,18 +71,18 @@ class DryRun:
         def fits(count: int) -> bool:
             self.roll_back_to(marks[min(count, len(marks) - 1)])
             del marks[count + 1 :]
-            for allocation in ends[len(marks) - 1 : count]:
+            for allocation in allocations_to_release[len(marks) - 1 : count]:
                 self.release(allocation)
                 marks.append(self.savepoint)
             places = self.place(request, request.workers_required)
             self.roll_back_to(marks[count])
             return places is not None
 
-        low, high = 0, min(1, len(ends))
+        low, high = 0, min(1, len(allocations_to_release))
         while not fits(high):
-            if high == len(ends):
+            if high == len(allocations_to_release):
                 return None
-            low, high = high, min(2 * high, len(ends))
+            low, high = high, min(2 * high, len(allocations_to_release))
         while low + 1 < high:
             middle = (low + high) // 2
             low, high = (low, middle) if fits(middle) else (middle, high)
@@ -89,24 +91,24 @@ class DryRun:
 
     def _apply_and_record(self, change: HoldChange) -> None:
         self._apply_change(change)
-        self._changes.append(change)
+        self._applied_changes.append(change)
 
     def _apply_change(self, change: HoldChange) -> None:
         taken, tenant, hold = change
         if taken:
-            self._placers.take_hold(self._placer, tenant, hold)
+            self._placer_group.take_hold(self._changed_placer, tenant, hold)
         else:
-            self._placers.release_hold(self._placer, hold)
+            self._placer_group.release_hold(self._changed_placer, hold)
 
 
 class FutureClusterState(DryRun):
-    """The cluster at a later time. Real changes made meanwhile are deferred until `reset`."""
+    """The cluster at a later time. Real changes made meanwhile are deferred until `reset_to_present`."""
 
     def __init__(self, placers: PlacerGroup, get_hold: GetHold) -> None:
         super().__init__(placers, placers.projection_placer, get_hold)
         self._deferred_changes = placers.begin_projection()
 
-    def reset(self) -> None:
+    def reset_to_present(self) -> None:
         """Revert the projection and apply the deferred changes: the state is the current one."""
         self.roll_back_to()
         for change in self._deferred_changes:
@@ -114,5 +116,5 @@ class FutureClusterState(DryRun):
         self._deferred_changes.clear()
 
     def close(self) -> None:
-        self.reset()
-        self._placers.end_projection()
+        self.reset_to_present()
+        self._placer_group.end_projection()

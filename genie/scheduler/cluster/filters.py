@@ -19,14 +19,14 @@ NodeFilter: TypeAlias = Callable[[JobRequest, NodeFacts], str]
 JobRequest.placement_fields, without name, times, priority and requested nodes; the node is passed as if it
 were open."""
 
-CACHED_JOB_KINDS_MAX = 64
-"""Kinds of jobs with cached results; the least recently used is dropped."""
+CACHED_FILTER_REQUESTS_MAX = 64
+"""Filter requests with cached results; the least recently used is dropped."""
 
 
 class NodeFilterCache:
     def __init__(self, node_filter: NodeFilter | None = None) -> None:
         self._node_filter = node_filter
-        self._cache: OrderedDict[JobRequest, dict[str, str]] = OrderedDict()
+        self._reasons_by_filter_request: OrderedDict[JobRequest, dict[str, str]] = OrderedDict()
 
     def to_filter_request(self, request: JobRequest) -> JobRequest | None:
         """Return the argument of the filter; None without a filter."""
@@ -36,20 +36,20 @@ class NodeFilterCache:
             request.placement_fields, shape=replace(request.shape, nodes=frozenset(), gpu_ids=())
         )
 
-    def why_not_allowed(self, job_class: JobRequest | None, facts: NodeFacts) -> str:
-        if self._node_filter is None or job_class is None:
+    def why_node_excluded(self, filter_request: JobRequest | None, facts: NodeFacts) -> str:
+        if self._node_filter is None or filter_request is None:
             return ""
-        reasons = self._cache.setdefault(job_class, {})
-        self._cache.move_to_end(job_class)
-        if len(self._cache) > CACHED_JOB_KINDS_MAX:
-            self._cache.popitem(last=False)
+        reasons = self._reasons_by_filter_request.setdefault(filter_request, {})
+        self._reasons_by_filter_request.move_to_end(filter_request)
+        if len(self._reasons_by_filter_request) > CACHED_FILTER_REQUESTS_MAX:
+            self._reasons_by_filter_request.popitem(last=False)
         if facts.node_id not in reasons:
-            reasons[facts.node_id] = self._node_filter(job_class, without_volatile_facts(facts))
+            reasons[facts.node_id] = self._node_filter(filter_request, without_volatile_facts(facts))
         return reasons[facts.node_id]
 
     def forget_node(self, node_id: str) -> None:
         """Drop the results for a node that changed or was removed."""
-        for reasons in self._cache.values():
+        for reasons in self._reasons_by_filter_request.values():
             reasons.pop(node_id, None)
 
 

@@ -1,7 +1,7 @@
 """Nodes, tenants, request classes and node sets by name, over three placers that know only numbers.
 
-All placers get the same calls in the same order, so a number means the same in each. `main` chooses by the
-cluster's policy; `trial` and `projected` are changed and reverted by dry runs.
+All placers get the same calls in the same order, so a number means the same in each. `main_placer` chooses by
+the cluster's policy; `dry_run_placer` and `projection_placer` are changed and reverted by dry runs.
 """
 
 from __future__ import annotations
@@ -68,23 +68,26 @@ class PlacerGroup:
         self._deferred_changes: list[HoldChange] | None = None
         """Changes that `projection_placer` gets after the current projection; None without one."""
         self.nodes: dict[str, PlacerNode] = {}
-        self.node_ids: list[str] = []
-        self.model_numbers: dict[str, int] = {}
+        self.node_id_by_number: list[str] = []
+        self.gpu_model_numbers: dict[str, int] = {}
         self.filter_cache = NodeFilterCache()
         self.request_classes = RegistrationCache[_RequestClassKey](
             self.all_placers,
-            register=self._register_request_class,
+            register=self._make_request_class_registration,
             drop=_drop_request_class,
             count_max=CACHED_REQUEST_CLASSES_MAX,
         )
-        self.amount_classes = RegistrationCache[Shape](
+        self.unconstrained_request_classes = RegistrationCache[Shape](
             self.all_placers,
-            register=_register_amounts,
+            register=_make_unconstrained_registration,
             drop=_drop_request_class,
             count_max=CACHED_REQUEST_CLASSES_MAX,
         )
         self.node_sets = RegistrationCache[tuple[frozenset[int], bool]](
-            self.all_placers, register=_register_node_set, drop=_drop_node_set, count_max=CACHED_NODE_SETS_MAX
+            self.all_placers,
+            register=_make_node_set_registration,
+            drop=_drop_node_set,
+            count_max=CACHED_NODE_SETS_MAX,
         )
         self._tenant_numbers: dict[str, int] = {}
         self._rack_node_sets: list[int] | None = None
@@ -99,7 +102,7 @@ class PlacerGroup:
     def add_node(self, facts: NodeFacts) -> int:
         """Return its number, which may be that of a dropped node."""
         memory_mib = min((gpu.memory_mib for gpu in facts.gpus), default=0)
-        model = self._model_number(facts)
+        model = self._gpu_model_number(facts)
         numbers = {
             placer.add_node(
                 cpu_milli=facts.cpu_milli,
@@ -114,13 +117,13 @@ class PlacerGroup:
         }
         assert len(numbers) == 1, "placers differ"
         number = numbers.pop()
-        self.node_ids[number : number + 1] = [facts.node_id]
+        self.node_id_by_number[number : number + 1] = [facts.node_id]
         return number
 
     def drop_node(self, node: PlacerNode) -> None:
         for placer in self.all_placers:
             placer.drop_node(node.node_number)
-        self.node_ids[node.node_number] = ""
+        self.node_id_by_number[node.node_number] = ""
 
     def set_node_open(self, node: PlacerNode, *, is_open: bool) -> None:
         for placer in self.all_placers:
@@ -141,18 +144,18 @@ class PlacerGroup:
                 placer.drop_node_set(number)
         self._rack_node_sets = None
 
-    def _model_number(self, facts: NodeFacts) -> int:
+    def _gpu_model_number(self, facts: NodeFacts) -> int:
         """Return the lowest unused number; if all are used, two models share one."""
         model = _gpu_model_of(facts)
-        if model not in self.model_numbers:
+        if model not in self.gpu_model_numbers:
             present = {_gpu_model_of(node.facts) for node in self.nodes.values()}
-            self.model_numbers = {
-                name: number for name, number in self.model_numbers.items() if name in present
+            self.gpu_model_numbers = {
+                name: number for name, number in self.gpu_model_numbers.items() if name in present
             }
-            used = set(self.model_numbers.values())
+            used = set(self.gpu_model_numbers.values())
             free = (number for number in range(MODELS_MAX) if number not in used)
-            self.model_numbers[model] = next(free, len(self.model_numbers) % MODELS_MAX)
-        return self.model_numbers[model]
+            self.gpu_model_numbers[model] = next(free, len(self.gpu_model_numbers) % MODELS_MAX)
+        return self.gpu_model_numbers[model]
 
     # -- resources ----------------------------------------------------------------------------
 
@@ -161,7 +164,7 @@ class PlacerGroup:
         shape, place = hold
         number = self.get_node(place.node_id).node_number
         placer.take(
-            self.amount_classes.get_number(shape),
+            self.unconstrained_request_classes.get_number(shape),
             self._tenant_number(tenant),
             node=number,
             gpus=place.gpu_ids,
@@ -170,18 +173,21 @@ class PlacerGroup:
     def release_hold(self, placer: Placer, hold: PlacedHold) -> None:
         shape, place = hold
         placer.release(
-            self.amount_classes.get_number(shape),
+            self.unconstrained_request_classes.get_number(shape),
             node=self.get_node(place.node_id).node_number,
             gpus=place.gpu_ids,
         )
 
-    def change_hold(
+    def change_hold_in_all_placers(
         self, tenant: str, hold: PlacedHold, *, is_taken: bool, skip: Placer | None = None
     ) -> None:
         """Take or release it in all placers but `skip`; in `projection_placer` after the current
         projection."""
         shape, place = hold
-        node, number = self.get_node(place.node_id).node_number, self.amount_classes.get_number(shape)
+        node, number = (
+            self.get_node(place.node_id).node_number,
+            self.unconstrained_request_classes.get_number(shape),
+        )
         for placer in self.all_placers:
             if placer is skip:
                 continue
@@ -197,7 +203,8 @@ class PlacerGroup:
         return self._deferred_changes is not None
 
     def begin_projection(self) -> list[HoldChange]:
-        """From now on `change_hold` adds the changes of `projection_placer` to this list instead."""
+        """From now on `change_hold_in_all_placers` adds the changes of `projection_placer` to this list
+        instead."""
         assert self._deferred_changes is None, "one projection at a time"
         self._deferred_changes = []
         return self._deferred_changes
@@ -213,7 +220,7 @@ class PlacerGroup:
 
     def record_arrival(self, request: JobRequest) -> None:
         self.main_placer.observe(
-            self._request_class(request, request.shape), self._tenant_number(request.tenant)
+            self._request_class_number(request, request.shape), self._tenant_number(request.tenant)
         )
 
     def _tenant_number(self, tenant: str) -> int:
@@ -238,7 +245,7 @@ class PlacerGroup:
             )
             return next((found for found in tries if found is not None), None)
         found = placer.place_gang(
-            self._request_class(request, request.shape),
+            self._request_class_number(request, request.shape),
             self._tenant_number(request.tenant),
             workers=workers,
             workers_min=workers_min,
@@ -247,7 +254,9 @@ class PlacerGroup:
             among=among,
         )
         return (
-            None if found is None else tuple(WorkerPlace(self.node_ids[node], gpus) for node, gpus in found)
+            None
+            if found is None
+            else tuple(WorkerPlace(self.node_id_by_number[node], gpus) for node, gpus in found)
         )
 
     def _place_on_one_node(
@@ -257,11 +266,11 @@ class PlacerGroup:
         shape, each = request.shape.multiplied_by(workers), request.shape.gpus
         if shape.gpus > NODE_GPUS_MAX:
             return None
-        number = self._request_class(request, shape, one_island=request.within is Within.ISLAND)
+        number = self._request_class_number(request, shape, one_island=request.within is Within.ISLAND)
         found = placer.choose(number, self._tenant_number(request.tenant), among=node_set)
         if found is None:
             return None
-        node_id, gpus = self.node_ids[found[0]], found[1]
+        node_id, gpus = self.node_id_by_number[found[0]], found[1]
         places = tuple(WorkerPlace(node_id, gpus[i * each : (i + 1) * each]) for i in range(workers))
         for place in places:
             self.take_hold(placer, request.tenant, (request.shape.without_constraints, place))
@@ -291,12 +300,12 @@ class PlacerGroup:
 
     # -- request classes ----------------------------------------------------------------------
 
-    def _request_class(self, request: JobRequest, shape: Shape, *, one_island: bool = False) -> int:
+    def _request_class_number(self, request: JobRequest, shape: Shape, *, one_island: bool = False) -> int:
         return self.request_classes.get_number(
             (shape, one_island, self.filter_cache.to_filter_request(request))
         )
 
-    def _register_request_class(self, key: _RequestClassKey) -> _RegisterWithPlacer:
+    def _make_request_class_registration(self, key: _RequestClassKey) -> _RegisterWithPlacer:
         """For choosing: amounts, whether in one island, and the suitable nodes and models."""
         shape, one_island, filtered = key
         named = (self.nodes.get(node_id) for node_id in sorted(shape.nodes))
@@ -305,10 +314,10 @@ class PlacerGroup:
             node
             for node in candidates
             if not why_unsuitable(shape, without_volatile_facts(node.facts))
-            and not self.filter_cache.why_not_allowed(filtered, node.facts)
+            and not self.filter_cache.why_node_excluded(filtered, node.facts)
         ]
         allowed = None if len(suitable) == len(self.nodes) else [node.node_number for node in suitable]
-        return _register_shape(
+        return _make_shape_registration(
             shape,
             self._suitable_models_mask(shape, suitable),
             nodes=allowed,
@@ -324,7 +333,7 @@ class PlacerGroup:
         models |= {_gpu_model_of(node.facts) for node in suitable}
         if models >= {_gpu_model_of(facts) for facts in with_gpus}:
             return ANY_MODEL
-        return sum({1 << self.model_numbers[model] for model in models})
+        return sum({1 << self.gpu_model_numbers[model] for model in models})
 
 
 def make_affinity_filter(request: JobRequest) -> Callable[[PlacerNode], bool]:
@@ -339,11 +348,11 @@ def make_affinity_filter(request: JobRequest) -> Callable[[PlacerNode], bool]:
     return matches
 
 
-def _register_amounts(shape: Shape) -> _RegisterWithPlacer:
-    return _register_shape(shape, ANY_MODEL)
+def _make_unconstrained_registration(shape: Shape) -> _RegisterWithPlacer:
+    return _make_shape_registration(shape, ANY_MODEL)
 
 
-def _register_shape(
+def _make_shape_registration(
     shape: Shape, models_mask: int, *, nodes: Sequence[int] | None = None, one_island: bool = False
 ) -> _RegisterWithPlacer:
     only_gpus = [gpu for gpu in shape.gpu_ids if 0 <= gpu < NODE_GPUS_MAX] if shape.gpu_ids else None
@@ -364,7 +373,7 @@ def _drop_request_class(placer: Placer, number: int) -> None:
     placer.drop_class(number)
 
 
-def _register_node_set(nodes: tuple[frozenset[int], bool]) -> _RegisterWithPlacer:
+def _make_node_set_registration(nodes: tuple[frozenset[int], bool]) -> _RegisterWithPlacer:
     """These nodes, or all but these."""
     numbers = sorted(nodes[0])
     return lambda placer: placer.register_node_set(numbers, all_but=nodes[1])

@@ -26,39 +26,39 @@ class RegistrationCache(Generic[Key]):
         count_max: int,
     ) -> None:
         self._placers = placers
-        self._register = register
-        self._drop = drop
-        self._count_max = count_max
-        self._numbers: OrderedDict[Key, int] = OrderedDict()
+        self._make_registration = register
+        self._drop_registration = drop
+        self._registrations_max = count_max
+        self._number_by_key: OrderedDict[Key, int] = OrderedDict()
         self._last_key: Key | None = None
         """The last key looked up: the same one is often looked up several times in a row."""
-        self._last_number = 0
+        self._last_key_number = 0
 
     def __len__(self) -> int:
-        return len(self._numbers)
+        return len(self._number_by_key)
 
     def get_number(self, key: Key) -> int:
         """Return the number of the key, valid until the next call."""
         if key is self._last_key:
-            return self._last_number
-        number = self._numbers.get(key)
+            return self._last_key_number
+        number = self._number_by_key.get(key)
         if number is not None:
-            self._numbers.move_to_end(key)
-            self._last_key, self._last_number = key, number
+            self._number_by_key.move_to_end(key)
+            self._last_key, self._last_key_number = key, number
             return number
-        if len(self._numbers) >= self._count_max:
-            self._unregister(self._numbers.popitem(last=False)[1])
-        register = self._register(key)
+        if len(self._number_by_key) >= self._registrations_max:
+            self._unregister_number(self._number_by_key.popitem(last=False)[1])
+        register = self._make_registration(key)
         numbers = {register(placer) for placer in self._placers}
         assert len(numbers) == 1, "placers differ"
-        self._numbers[key] = numbers.pop()
-        return self._numbers[key]
+        self._number_by_key[key] = numbers.pop()
+        return self._number_by_key[key]
 
     def clear(self) -> None:
-        while self._numbers:
-            self._unregister(self._numbers.popitem()[1])
+        while self._number_by_key:
+            self._unregister_number(self._number_by_key.popitem()[1])
 
-    def _unregister(self, number: int) -> None:
+    def _unregister_number(self, number: int) -> None:
         self._last_key = None
         for placer in self._placers:
-            self._drop(placer, number)
+            self._drop_registration(placer, number)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from genie.scheduler.placement.gpus import choose_closest_gpu, choose_tightest_gpus
+from genie.scheduler.placement.gpus import choose_one_of_equal_gpus, choose_tightest_gpus
 from genie.scheduler.placement.protocol import WHOLE_GPU_MILLI, TypicalShape
 from genie.scheduler.placement.state import Node, PlacementCost, PlacementPolicy, PlacementRequest
 
@@ -19,7 +19,7 @@ _LARGEST_NODE_GPU_MILLI = 8000.0
 # Why a typical request cannot use the free GPUs of a node, in the order of summation.
 _LACKS_BOTH, _LACKS_GPU, _LACKS_CPU, _NO_GPU, _NO_GPU_LACKS_CPU, _WRONG_MODEL = range(6)
 
-Candidate = tuple[PlacementCost, tuple[int, ...]] | None
+NodeEvaluation = tuple[PlacementCost, tuple[int, ...]] | None
 ScoreFunction = Callable[[Node, PlacementRequest, tuple[int, ...]], int]
 
 
@@ -29,7 +29,7 @@ class ScoredPolicy(PlacementPolicy):
     def __init__(self, score: ScoreFunction) -> None:
         self._score = score
 
-    def evaluate(self, node: Node, request: PlacementRequest, tenant: int) -> Candidate:
+    def evaluate(self, node: Node, request: PlacementRequest, tenant: int) -> NodeEvaluation:
         gpus = choose_tightest_gpus(node, request, tenant) if node.fits_except_gpus(request) else None
         if gpus is None:
             return None
@@ -77,14 +77,14 @@ class FgdPolicy(PlacementPolicy):
     def __init__(self, typical: Sequence[TypicalShape]) -> None:
         self._typical_shapes = typical
 
-    def evaluate(self, node: Node, request: PlacementRequest, tenant: int) -> Candidate:
+    def evaluate(self, node: Node, request: PlacementRequest, tenant: int) -> NodeEvaluation:
         if not node.fits_except_gpus(request):
             return None
         places: list[tuple[int, ...] | None] = [choose_tightest_gpus(node, request, tenant)]
         usable = node.usable_gpus(request, tenant)
         if is_single_fraction := request.gpus == 1 and request.requests_gpu_fraction:
             places = [(number,) for number in usable]
-        best: Candidate = None
+        best: NodeEvaluation = None
         seen = set()
         free = [gpu.free_milli if gpu.is_open else 0 for gpu in node.gpus]
         before = self._mean_unusable_gpu_milli(node.model, node.free_cpu_milli, free)
@@ -99,7 +99,7 @@ class FgdPolicy(PlacementPolicy):
                 best = (-float(score), node.tie_break_rank), gpus
         if best is None or not is_single_fraction:
             return best
-        return best[0], choose_closest_gpu(
+        return best[0], choose_one_of_equal_gpus(
             node, [number for number in usable if free[number] == free[best[1][0]]]
         )
 

@@ -37,12 +37,12 @@ def choose_tightest_gpus(node: Node, request: PlacementRequest, tenant: int) -> 
     return None if best is None else best[1]
 
 
-def choose_closest_gpu(node: Node, equal_gpus: Sequence[int]) -> tuple[int, ...]:
+def choose_one_of_equal_gpus(node: Node, equal_gpus: Sequence[int]) -> tuple[int, ...]:
     """Return one of several equal GPUs."""
     return tuple(_choose_closest(node, [], equal_gpus, 1))
 
 
-def request_capacity(node: Node, request: PlacementRequest, tenant: int) -> int:
+def request_capacity_bound(node: Node, request: PlacementRequest, tenant: int) -> int:
     """Return an upper bound of the number of such requests that fit on the node, given that one fits."""
     found = REQUEST_CAPACITY_MAX
     if request.cpu_milli:

@@ -16,7 +16,7 @@ REQUEST_CLASSES_MAX = 2**16
 NODE_SETS_MAX = 2**14
 """Maximum numbers; a registration beyond them is rejected until another is dropped."""
 
-UNLIMITED = 2**63 - 1
+UNLIMITED_EVALUATIONS = 2**63 - 1
 
 Place = tuple[int, tuple[int, ...]]
 """A node and some of its GPUs."""
@@ -160,7 +160,7 @@ class Placer(PlacementState, Registrations, Protocol):
         """
         ...
 
-    def precompute(self, evaluations_max: int = UNLIMITED) -> bool:
+    def precompute(self, evaluations_max: int = UNLIMITED_EVALUATIONS) -> bool:
         """Precompute what the next choices need, with at most `evaluations_max` evaluations; True if
         nothing is left.
 

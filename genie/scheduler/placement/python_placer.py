@@ -11,14 +11,14 @@ from dataclasses import replace
 
 from genie.errors import UsageError
 from genie.scheduler.placement import baseline_policies, supply_policy
-from genie.scheduler.placement.gpus import request_capacity
+from genie.scheduler.placement.gpus import request_capacity_bound
 from genie.scheduler.placement.protocol import (
     ANY_MODEL,
     MODELS_MAX,
     NODE_GPUS_MAX,
     NODE_SETS_MAX,
     REQUEST_CLASSES_MAX,
-    UNLIMITED,
+    UNLIMITED_EVALUATIONS,
     WHOLE_GPU_MILLI,
     NodeState,
     Place,
@@ -36,8 +36,8 @@ from genie.scheduler.placement.state import (
 
 HISTORY_REQUESTS_MAX = 200
 """Number of requests that a policy learns from."""
-FIRST_UPDATE_REQUESTS = 25
-UPDATE_INTERVAL_REQUESTS = 200
+REQUESTS_BEFORE_FIRST_POLICY_UPDATE = 25
+REQUESTS_BETWEEN_POLICY_UPDATES = 200
 """Requests before the first update of a learning policy, and between later ones."""
 
 
@@ -58,8 +58,8 @@ class PythonPlacer:
         self._policy: PlacementPolicy = factories[policy](typical)
         self._policy_learns = policy == "supply"
         self._recent_requests: deque[PlacementRequest] = deque(maxlen=HISTORY_REQUESTS_MAX)
-        self._observed_requests = 0
-        self._next_update_requests = FIRST_UPDATE_REQUESTS
+        self._observed_request_count = 0
+        self._next_update_request_count = REQUESTS_BEFORE_FIRST_POLICY_UPDATE
         self._was_precompute_called = False
 
     def add_node(
@@ -80,7 +80,7 @@ class PythonPlacer:
             raise UsageError("a GPU model must be a number from 0 to 63")
         number = self._cluster.node_slots.next_number
         localities = zip(
-            _check_locality_numbers(islands, gpus), _check_locality_numbers(numa, gpus), strict=True
+            _validated_locality_numbers(islands, gpus), _validated_locality_numbers(numa, gpus), strict=True
         )
         devices = [
             Gpu(WHOLE_GPU_MILLI, gpu_memory_mib, island=island, numa=numa) for island, numa in localities
@@ -137,16 +137,16 @@ class PythonPlacer:
             raise UsageError("a request without GPUs cannot have a GPU fraction, GPU memory or an island")
         if min(gpu_memory_mib, cpu_milli, memory_mib) < 0:
             raise UsageError("a request cannot have negative amounts")
-        allowed = None if nodes is None else self._check_node_numbers(nodes)
+        allowed = None if nodes is None else self._validated_node_numbers(nodes)
         amounts = (gpus, gpu_milli, gpu_memory_mib, cpu_milli, memory_mib)
-        these = None if only_gpus is None else frozenset(_check_gpu_numbers(only_gpus))
+        these = None if only_gpus is None else frozenset(_validated_gpu_numbers(only_gpus))
         return self._request_classes.add(PlacementRequest(*amounts, models_mask, allowed, one_island, these))
 
     def drop_class(self, request_class: int) -> None:
         self._request_classes.drop(request_class)
 
     def register_node_set(self, nodes: Sequence[int], *, all_but: bool = False) -> int:
-        these = self._check_node_numbers(nodes)
+        these = self._validated_node_numbers(nodes)
         return self._node_sets.add(self._nodes_of_set(None) - these if all_but else these)
 
     def drop_node_set(self, node_set: int) -> None:
@@ -154,7 +154,7 @@ class PythonPlacer:
 
     def take(self, request_class: int, tenant: int, *, node: int, gpus: Sequence[int]) -> None:
         request, target = self._get_request_class(request_class, tenant), self._get_node(node)
-        chosen = _check_gpu_numbers(gpus)
+        chosen = _validated_gpu_numbers(gpus)
         fits = target.has_cpu_and_memory(request) and len(chosen) == request.gpus
         fits = fits and all(
             g < len(target.gpus) and target.gpus[g].has_unallocated_capacity(request, tenant) for g in chosen
@@ -167,8 +167,8 @@ class PythonPlacer:
 
     def release(self, request_class: int, *, node: int, gpus: Sequence[int]) -> None:
         request, target = self._request_classes.get(request_class), self._get_node(node)
-        chosen = _check_gpu_numbers(gpus)
-        if len(chosen) != request.gpus or not _may_be_held(target, request, chosen):
+        chosen = _validated_gpu_numbers(gpus)
+        if len(chosen) != request.gpus or not _can_release(target, request, chosen):
             raise UsageError(f"no such request is held on node {node}")
         _change_free_resources(target, request, chosen, sign=1)
         for number in chosen:
@@ -184,12 +184,12 @@ class PythonPlacer:
         request = self._get_request_class(request_class, tenant)
         if self._policy_learns:
             self._recent_requests.append(request)
-            self._observed_requests += 1
+            self._observed_request_count += 1
 
     def choose(self, request_class: int, tenant: int, *, among: int | None = None) -> Place | None:
         request = self._get_request_class(request_class, tenant)
         allowed = self._nodes_of_set(among)
-        self._update_if_overdue()
+        self._update_policy_if_overdue()
         return self._find_best_place(request, tenant, allowed)
 
     def place(self, request_class: int, tenant: int, *, among: int | None = None) -> Place | None:
@@ -214,7 +214,7 @@ class PythonPlacer:
             raise UsageError("a gang needs at least 1 worker, and a minimum that is not above its size")
         allowed = self._nodes_of_set(among)
         sets = [allowed] if domains is None else [self._node_sets.get(number) & allowed for number in domains]
-        self._update_if_overdue()
+        self._update_policy_if_overdue()
         least = workers_min or workers
         capacities = [self._worker_capacity(request, tenant, nodes, spread=spread) for nodes in sets]
         order = sorted((capacity, index) for index, capacity in enumerate(capacities) if capacity >= least)
@@ -230,15 +230,15 @@ class PythonPlacer:
             found = fill_domain(index, workers)
             if len(found) == workers:
                 return found
-            self._release_all(request_class, found)
+            self._release_places(request_class, found)
             if len(found) >= most:
                 most, where = len(found), index
         return fill_domain(where, most) if most >= least else None
 
-    def precompute(self, evaluations_max: int = UNLIMITED) -> bool:
+    def precompute(self, evaluations_max: int = UNLIMITED_EVALUATIONS) -> bool:
         """The budget is ignored."""
         self._was_precompute_called = True
-        if self._is_update_due():
+        if self._is_policy_update_due():
             self._update_policy()
         return True
 
@@ -257,7 +257,7 @@ class PythonPlacer:
                 nodes -= {place[0]}
         return found
 
-    def _release_all(self, request_class: int, places: list[Place]) -> None:
+    def _release_places(self, request_class: int, places: list[Place]) -> None:
         for node, gpus in reversed(places):
             self.release(request_class, node=node, gpus=gpus)
 
@@ -267,7 +267,9 @@ class PythonPlacer:
         """Return an upper bound of the number of workers that fit on these nodes."""
         fitting = [self._get_node(number) for number in nodes]
         fitting = [node for node in fitting if self._policy.evaluate(node, request, tenant) is not None]
-        return len(fitting) if spread else sum(request_capacity(node, request, tenant) for node in fitting)
+        return (
+            len(fitting) if spread else sum(request_capacity_bound(node, request, tenant) for node in fitting)
+        )
 
     def _find_best_place(
         self, request: PlacementRequest, tenant: int, allowed_nodes: frozenset[int]
@@ -279,31 +281,34 @@ class PythonPlacer:
                 best = (found[0], node.number, found[1])
         return None if best is None else best[1:]
 
-    def _update_if_overdue(self) -> None:
+    def _update_policy_if_overdue(self) -> None:
         if (
-            self._observed_requests >= self._next_update_requests + UPDATE_INTERVAL_REQUESTS
+            self._observed_request_count >= self._next_update_request_count + REQUESTS_BETWEEN_POLICY_UPDATES
             if self._was_precompute_called
-            else self._is_update_due()
+            else self._is_policy_update_due()
         ):
             self._update_policy()
 
-    def _is_update_due(self) -> bool:
+    def _is_policy_update_due(self) -> bool:
         return self._policy_learns and (
-            self._observed_requests >= self._next_update_requests or self._policy.is_stale()
+            self._observed_request_count >= self._next_update_request_count
+            or self._policy.are_weights_stale()
         )
 
     def _update_policy(self) -> None:
-        if self._observed_requests < self._next_update_requests:
+        if self._observed_request_count < self._next_update_request_count:
             self._policy.learn(None)
             return
-        while self._next_update_requests <= self._observed_requests:
-            self._next_update_requests += min(self._next_update_requests, UPDATE_INTERVAL_REQUESTS)
+        while self._next_update_request_count <= self._observed_request_count:
+            self._next_update_request_count += min(
+                self._next_update_request_count, REQUESTS_BETWEEN_POLICY_UPDATES
+            )
         self._policy.learn(list(self._recent_requests))
 
     def _get_node(self, number: int) -> Node:
         return self._cluster.node_slots.get(number)
 
-    def _check_node_numbers(self, nodes: Sequence[int]) -> frozenset[int]:
+    def _validated_node_numbers(self, nodes: Sequence[int]) -> frozenset[int]:
         return frozenset(self._get_node(node).number for node in nodes)
 
     def _nodes_of_set(self, node_set: int | None) -> frozenset[int]:
@@ -317,7 +322,7 @@ class PythonPlacer:
         return self._request_classes.get(request_class)
 
 
-def _check_locality_numbers(numbers: Sequence[int] | None, gpus: int) -> Sequence[int]:
+def _validated_locality_numbers(numbers: Sequence[int] | None, gpus: int) -> Sequence[int]:
     if numbers is None:
         return [0] * gpus
     if len(numbers) != gpus or not all(0 <= number < NODE_GPUS_MAX for number in numbers):
@@ -325,13 +330,13 @@ def _check_locality_numbers(numbers: Sequence[int] | None, gpus: int) -> Sequenc
     return numbers
 
 
-def _check_gpu_numbers(gpus: Sequence[int]) -> tuple[int, ...]:
+def _validated_gpu_numbers(gpus: Sequence[int]) -> tuple[int, ...]:
     if len(set(gpus)) != len(gpus) or not all(0 <= number < NODE_GPUS_MAX for number in gpus):
         raise UsageError("GPUs must be different numbers from 0 to 15")
     return tuple(gpus)
 
 
-def _may_be_held(node: Node, request: PlacementRequest, gpus: tuple[int, ...]) -> bool:
+def _can_release(node: Node, request: PlacementRequest, gpus: tuple[int, ...]) -> bool:
     if request.gpus and not node.held_requests_by_gpu_count.get(
         0 if request.requests_gpu_fraction else request.gpus
     ):

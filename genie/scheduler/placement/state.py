@@ -174,7 +174,7 @@ class PlacementPolicy:
         """Return the best place on this node with its cost; None if the request does not fit."""
         raise NotImplementedError
 
-    def is_stale(self) -> bool:
+    def are_weights_stale(self) -> bool:
         """Whether the cluster has changed so much that the weights should be updated."""
         return False
 

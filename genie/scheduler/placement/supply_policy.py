@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from genie.scheduler.placement.gpus import choose_closest_gpu, choose_tightest_gpus
+from genie.scheduler.placement.gpus import choose_one_of_equal_gpus, choose_tightest_gpus
 from genie.scheduler.placement.protocol import ANY_MODEL, MODELS_MAX, WHOLE_GPU_MILLI
 from genie.scheduler.placement.state import (
     Node,
@@ -19,7 +19,7 @@ from genie.scheduler.placement.state import (
     PlacementRequest,
 )
 
-SIMULATED_SEQUENCES = 32
+SIMULATED_SEQUENCE_COUNT = 32
 REQUESTS_PER_SEQUENCE = 60
 # Length of a simulated sequence: SIMULATED_ARRIVALS_BASE, and SIMULATED_ARRIVALS_PER_FREE_GPU more for each.
 SIMULATED_ARRIVALS_BASE = 10
@@ -99,9 +99,9 @@ class SupplyPolicy(PlacementPolicy):
             if node.gpus[number].free_milli == chosen.free_milli
             and node.gpus[number].usable_memory_mib == chosen.usable_memory_mib
         ]
-        return best[0], choose_closest_gpu(node, alike)
+        return best[0], choose_one_of_equal_gpus(node, alike)
 
-    def is_stale(self) -> bool:
+    def are_weights_stale(self) -> bool:
         totals = self._expected_node_fills_by_model()
         return any(
             abs(self._supply_for_group(group, totals) - group.supplied_gpu_milli) * STALE_SUPPLY_DIVISOR
@@ -117,9 +117,9 @@ class SupplyPolicy(PlacementPolicy):
 
     def _learn_history(self, history: list[PlacementRequest]) -> None:
         self._expected_node_fill_cache: dict[FreeResources, ExpectedNodeFill] = {}
-        self._sequences = _draw_sequences([request for request in history if request.gpus])
+        self._drawn_sequences = _draw_request_sequences([request for request in history if request.gpus])
         self._drawn_requests = list(
-            dict.fromkeys(request for sequence in self._sequences for request in sequence)
+            dict.fromkeys(request for sequence in self._drawn_sequences for request in sequence)
         )
         self._node_kinds = {(node.model, node.gpu_memory_mib) for node in self._cluster.nodes}
         self._multi_gpu_requests = [request for request in history if request.gpus > 1]
@@ -227,7 +227,7 @@ class SupplyPolicy(PlacementPolicy):
         """Return the GPU thousandths that simulated arrivals fill on such a node, over all sequences."""
         if (free.model, free.gpu_memory_mib) not in self._node_kinds:  # joined after the last update
             return 0
-        allowed = [(request, _needed_milli(request, free)) for request in self._drawn_requests]
+        allowed = [(request, _needed_gpu_milli(request, free)) for request in self._drawn_requests]
         needs = {request: need for request, need in allowed if need is not None}
         least = min(needs.values(), default=WHOLE_GPU_MILLI + 1)
         steps = (
@@ -236,7 +236,9 @@ class SupplyPolicy(PlacementPolicy):
             * sum(m for m in free.gpu_milli if m >= least)
             // WHOLE_GPU_MILLI
         )
-        return sum(_simulate_filled_gpu_milli(sequence[:steps], needs, free) for sequence in self._sequences)
+        return sum(
+            _simulate_filled_gpu_milli(sequence[:steps], needs, free) for sequence in self._drawn_sequences
+        )
 
 
 def _tie_break_key(node: Node, request: PlacementRequest) -> int:
@@ -256,7 +258,7 @@ def _free_resources_of_node(
         if request is not None and number in gpus:
             milli, memory_mib = milli - request.gpu_milli, memory_mib - request.gpu_memory_mib
         left.append(
-            _usable_milli(milli, memory_mib, gpu_memory_mib=node.gpu_memory_mib) if gpu.is_open else 0
+            _usable_gpu_milli(milli, memory_mib, gpu_memory_mib=node.gpu_memory_mib) if gpu.is_open else 0
         )
     return FreeResources(
         model=node.model,
@@ -267,12 +269,12 @@ def _free_resources_of_node(
     )
 
 
-def _usable_milli(milli: int, memory_mib: int, *, gpu_memory_mib: int) -> int:
+def _usable_gpu_milli(milli: int, memory_mib: int, *, gpu_memory_mib: int) -> int:
     """The smaller of the free share and the free share of memory."""
     return min(milli, memory_mib * WHOLE_GPU_MILLI // gpu_memory_mib) if gpu_memory_mib else milli
 
 
-def _needed_milli(request: PlacementRequest, free: FreeResources) -> int | None:
+def _needed_gpu_milli(request: PlacementRequest, free: FreeResources) -> int | None:
     """Return the thousandths that it needs of such a GPU, also for memory; None if it is not suitable."""
     if not request.models_mask >> free.model & 1 or request.gpu_memory_mib > free.gpu_memory_mib:
         return None
@@ -304,11 +306,11 @@ def _simulate_filled_gpu_milli(
     return sum(free.gpu_milli) - sum(gpus)
 
 
-def _draw_sequences(requests: list[PlacementRequest]) -> list[list[PlacementRequest]]:
+def _draw_request_sequences(requests: list[PlacementRequest]) -> list[list[PlacementRequest]]:
     """Draw sequences from repeated shuffles, so that each request of the history occurs equally often."""
     state, requests = 0, list(requests)
     drawn: list[PlacementRequest] = []
-    while requests and len(drawn) < SIMULATED_SEQUENCES * REQUESTS_PER_SEQUENCE:
+    while requests and len(drawn) < SIMULATED_SEQUENCE_COUNT * REQUESTS_PER_SEQUENCE:
         for left in range(len(requests), 1, -1):
             state = (state + 0x9E3779B97F4A7C15) & _UINT64_MASK
             mixed = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _UINT64_MASK
@@ -319,7 +321,7 @@ def _draw_sequences(requests: list[PlacementRequest]) -> list[list[PlacementRequ
     return (
         [
             drawn[start : start + REQUESTS_PER_SEQUENCE]
-            for start in range(0, SIMULATED_SEQUENCES * REQUESTS_PER_SEQUENCE, REQUESTS_PER_SEQUENCE)
+            for start in range(0, SIMULATED_SEQUENCE_COUNT * REQUESTS_PER_SEQUENCE, REQUESTS_PER_SEQUENCE)
         ]
         if drawn
         else []

@@ -16,7 +16,7 @@ from genie.scheduler.cluster.allocations import ClusterAllocations
 from genie.scheduler.preemption.victims import StartedJob
 from genie.scheduler.request import JobRequest, WorkerPlace
 
-NODES_TRIED_MAX = 16
+MIGRATION_NODES_TRIED_MAX = 16
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,8 @@ def plan_migration(
         key=lambda node_id: (_total_gpu_milli(movable[node_id]), node_id),
     )
     plans = (
-        _plan_on_node(request, node_id, movable[node_id], cluster) for node_id in by_usage[:NODES_TRIED_MAX]
+        _plan_migration_on_node(request, node_id, movable[node_id], cluster)
+        for node_id in by_usage[:MIGRATION_NODES_TRIED_MAX]
     )
     found = [each for each in plans if each is not None]
     return min(found, key=lambda each: (each[0], each[1].places), default=(0, None))[1]
@@ -54,7 +55,7 @@ def _total_gpu_milli(jobs: Iterable[StartedJob]) -> int:
     return sum(job.allocation.amounts.gpu_milli for job in jobs)
 
 
-def _plan_on_node(
+def _plan_migration_on_node(
     request: JobRequest, node_id: str, movable: list[StartedJob], cluster: ClusterAllocations
 ) -> tuple[int, Migration] | None:
     """Return a plan for this node with the GPU thousandths that move; None if there is none."""

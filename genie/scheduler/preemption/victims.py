@@ -122,9 +122,9 @@ def plan_eviction(
         return None
     for running in reversed(list(chosen)):
         without = [other for other in chosen if other is not running]
-        if _find_places(request, [*ending, *without], cluster) is not None:
+        if _find_places_after_stopping(request, [*ending, *without], cluster) is not None:
             chosen = without
-    places = _find_places(request, [*ending, *chosen], cluster)
+    places = _find_places_after_stopping(request, [*ending, *chosen], cluster)
     assert places is not None
     return Eviction(tuple(running.request.job_id for running in chosen), places)
 
@@ -149,7 +149,7 @@ def _select_sufficient_victims(
     return None
 
 
-def _find_places(
+def _find_places_after_stopping(
     request: JobRequest, stopped: Iterable[StartedJob], cluster: ClusterAllocations
 ) -> tuple[WorkerPlace, ...] | None:
     with cluster.dry_run() as trial:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from genie.errors import UsageError
 from genie.scheduler.request import NodeFacts
 from genie.sim.workloads.traces import TraceNode, TracePod, Workload
-from genie.sim.workloads.workload import SimJob, add_time_limits, scale_to_load, total_gpu_milli_of
+from genie.sim.workloads.workload import SimJob, add_time_limits, scale_arrivals_to_load, total_gpu_milli_of
 
 _NODE_KINDS = (("small", 2, 48000, 200000), ("large", 8, 96000, 400000), ("wide", 8, 128000, 800000))
 _REQUEST_SHAPES = (
@@ -115,7 +115,7 @@ def synthetic_jobs(mix: SyntheticJobMix, nodes: Sequence[NodeFacts], *, seed: in
     ]
     if mix.time_limit_factor_max is not None:
         jobs = add_time_limits(jobs, factor=mix.time_limit_factor_max, seed=seed)
-    return scale_to_load(jobs, nodes, mix.load)
+    return scale_arrivals_to_load(jobs, nodes, mix.load)
 
 
 def _random_job(

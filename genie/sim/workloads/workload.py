@@ -49,7 +49,7 @@ WORKLOAD_COLUMNS = (
     "cpus_per_worker", "memory_mib_per_worker", "gpu_models", "placed_within", "priority", "preemptible",
     "grace_s", "checkpoint_interval_s", "time_limit_s",
 )  # fmt: skip
-_NEW_COLUMN_NAMES = {
+_NEW_NAME_BY_OLD_COLUMN = {
     "gpus": "gpus_per_worker",
     "cpus": "cpus_per_worker",
     "memory_mib": "memory_mib_per_worker",
@@ -145,7 +145,7 @@ def read_workload(path: Path) -> list[SimJob]:
         {"submitted_s", "duration_s"},
         parse,
         known_columns=frozenset(WORKLOAD_COLUMNS),
-        new_column_names=_NEW_COLUMN_NAMES,
+        new_column_names=_NEW_NAME_BY_OLD_COLUMN,
     )
     return sorted(jobs, key=lambda job: job.submitted_s)
 
@@ -154,18 +154,18 @@ def write_workload(path: Path, jobs: Iterable[SimJob]) -> None:
     """Write jobs in the format of `read_workload`. Raises UsageError if the file cannot be written."""
     try:
         with path.open("w", encoding="utf-8", newline="") as file:
-            write_csv(file, jobs)
+            write_workload_csv(file, jobs)
     except OSError as error:
         raise UsageError(f"could not write {path}: {error.strerror}", hint="give another path") from error
 
 
-def write_csv(file: TextIO, jobs: Iterable[SimJob]) -> None:
+def write_workload_csv(file: TextIO, jobs: Iterable[SimJob]) -> None:
     lines = csv.writer(file, lineterminator="\n")
     lines.writerow(WORKLOAD_COLUMNS)
-    lines.writerows(map(_format_cells, jobs))
+    lines.writerows(map(_format_csv_cells, jobs))
 
 
-def _format_cells(job: SimJob) -> list[str]:
+def _format_csv_cells(job: SimJob) -> list[str]:
     values = {
         **{name: str(getattr(job, name)) for name in WORKLOAD_COLUMNS if hasattr(job, name)},
         "submitted_s": f"{job.submitted_s:.3f}",
@@ -334,7 +334,7 @@ def offered_load(jobs: Sequence[SimJob], nodes: Iterable[NodeFacts]) -> float:
     return requested / (total_gpu_milli_of(nodes) * span_s) if span_s else 0.0
 
 
-def scale_to_load(jobs: Sequence[SimJob], nodes: Sequence[NodeFacts], load: float) -> list[SimJob]:
+def scale_arrivals_to_load(jobs: Sequence[SimJob], nodes: Sequence[NodeFacts], load: float) -> list[SimJob]:
     """Scale the submission times so that the jobs have this load."""
     factor = offered_load(jobs, nodes) / load
     return [replace(job, submitted_s=job.submitted_s * factor) for job in jobs]

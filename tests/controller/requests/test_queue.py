@@ -19,7 +19,7 @@ from genie.model.job import Job, JobSpec, JobState, PlacementConstraints, Resour
 from genie.model.messages import ExplainJob, ExplainReply, GetQueue, Message, NodesRuledOut, QueueReply
 from genie.model.tenant import Identity, TokenKind
 from genie.scheduler.decisions import Wait
-from genie.scheduler.explain import Explanation, explain
+from genie.scheduler.explain import PendingJobExplanation, explain_pending_job
 from genie.scheduler.order import Fifo
 from genie.scheduler.request import NodeFacts
 from genie.scheduler.rules import Rules
@@ -41,7 +41,7 @@ class FakePlanner:
 
     def decide(self) -> None:
         self._desk.decide()
-        self._told = {each.job_id: each for each in self._desk.scheduler.pending_decisions}
+        self._told = {each.job_id: each for each in self._desk.scheduler.last_wait_decisions}
 
     def pending_jobs(self) -> list[Wait]:
         def ahead(wait: Wait) -> int:
@@ -51,10 +51,12 @@ class FakePlanner:
 
         return sorted(self._told.values(), key=ahead)
 
-    def explain(self, job_id: str) -> Explanation | None:
+    def explain(self, job_id: str) -> PendingJobExplanation | None:
         if job_id not in self._told:
             return None
-        return explain(self._desk.scheduler, job_id, reason=self._told[job_id].reason, now=self._desk.now)
+        return explain_pending_job(
+            self._desk.scheduler, job_id, reason=self._told[job_id].reason, now=self._desk.now
+        )
 
 
 class QueueSetup:

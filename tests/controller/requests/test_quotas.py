@@ -23,7 +23,7 @@ from genie.model.messages import (
     SetQuota,
 )
 from genie.model.tenant import Identity, QuotaRecord, TokenKind
-from genie.scheduler.quota import Quota, gpu_amounts
+from genie.scheduler.quota import Quota, gpu_limit_amounts
 from genie.scheduler.request import JobRequest, Shape
 from genie.scheduler.rules import Rules
 from tests.controller.running_controller import Client, running_controller
@@ -158,7 +158,10 @@ def test_rules_contain_set_quotas_and_every_weight() -> None:
         QuotaRecord(tenant="b", gpus=0.0, borrow_gpus=2.0, weight=0.5),
         QuotaRecord(tenant="c", borrow_gpus=2.0, weight=4.0),
     ).quotas_and_weights()
-    assert found.by_tenant == {"a": Quota(gpu_amounts(1.5)), "b": Quota(gpu_amounts(0), gpu_amounts(2.0))}
+    assert found.by_tenant == {
+        "a": Quota(gpu_limit_amounts(1.5)),
+        "b": Quota(gpu_limit_amounts(0), gpu_limit_amounts(2.0)),
+    }
     assert weights == {"a": 1.0, "b": 0.5, "c": 4.0}
 
 

@@ -66,7 +66,7 @@ async def test_clients_share_one_memory_and_are_disconnected_individually(store:
 
 
 async def test_commit_with_a_lost_response_was_applied(store: MemoryStore) -> None:
-    store.lose_next_reply()
+    store.lose_next_commit_reply()
     with pytest.raises(StoreUnavailableError):
         await store.commit([Compare("a", 0)], [Put("a", b"1")])
     assert not (await store.commit([Compare("a", 0)], [Put("a", b"2")])).succeeded

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import msgspec
 
-from genie.hardware import Inventory, probe
+from genie.hardware import Inventory, probe_accelerators
 
 
 def main() -> None:
@@ -20,7 +20,7 @@ def main() -> None:
                 case "read":
                     reply: object = inventory.read([int(gpu_id) for gpu_id in held])
                 case "probe":
-                    reply = probe()
+                    reply = probe_accelerators()
                 case "no_nvidia_gpu_reason":
                     reply = inventory.no_nvidia_gpu_reason
                 case "job_pid":

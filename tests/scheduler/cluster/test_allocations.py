@@ -168,7 +168,11 @@ def test_registered_request_classes_and_node_sets_are_limited(monkeypatch: pytes
     for number in range(1, 20):
         cluster.release(f"j{number}")
     assert [cluster.free_resources_of_node(name) for name in ("n", "m")] == before
-    caches = (cluster.placers.request_classes, cluster.placers.amount_classes, cluster.placers.node_sets)
+    caches = (
+        cluster.placers.request_classes,
+        cluster.placers.unconstrained_request_classes,
+        cluster.placers.node_sets,
+    )
     assert [len(cache) for cache in caches] == [3, 3, 2]
     assert cluster.placers.main_placer.register_request_class() == 6, "nothing else is registered"
 
@@ -300,8 +304,8 @@ def test_registrations_of_removed_nodes_do_not_leak() -> None:
             cluster.release(f"n{number - 4}")
             cluster.remove_node(f"n{number - 4}")
     assert len(cluster.nodes) == 5
-    assert len(cluster.placers.node_ids) <= 6
-    assert len(cluster.placers.model_numbers) <= 2
+    assert len(cluster.placers.node_id_by_number) <= 6
+    assert len(cluster.placers.gpu_model_numbers) <= 2
 
 
 def test_running_job_holds_what_its_nodes_still_have() -> None:

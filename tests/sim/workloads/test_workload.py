@@ -16,7 +16,7 @@ from genie.sim.workloads.workload import (
     read_openb_jobs,
     read_philly_jobs,
     read_workload,
-    scale_to_load,
+    scale_arrivals_to_load,
     uniform_nodes,
     write_workload,
 )
@@ -179,7 +179,7 @@ def test_submission_times_are_scaled_to_the_requested_load() -> None:
     nodes = uniform_nodes(1, gpus=4)
     jobs = [SimJob("a", 0.0, 100.0, gpus_per_worker=4), SimJob("b", 400.0, 100.0, gpus_per_worker=4)]
     assert offered_load(jobs, nodes) == 0.5
-    faster = scale_to_load(jobs, nodes, 2.0)
+    faster = scale_arrivals_to_load(jobs, nodes, 2.0)
     assert [job.submitted_s for job in faster] == [0.0, 100.0]
     assert offered_load(faster, nodes) == 2.0
 
