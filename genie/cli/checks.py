@@ -168,7 +168,7 @@ def _check_scheduler_library() -> Check:
 
 
 def _check_control_groups() -> Check:
-    group = cgroups.find_usable(f"genie-doctor-{os.getpid()}", cgroups.own_groups())
+    group = cgroups.find_usable(f"genie-doctor-{os.getpid()}", cgroups.own_control_groups())
     if group is None:
         return Check(
             name="control groups",

@@ -119,7 +119,7 @@ def test_own_control_groups_are_found_from_the_mount_table(
     tmp_path: Path, own: str, mounts: str, groups: list[str]
 ) -> None:
     root = _write_fake_proc(tmp_path, own=own, mounts=mounts)
-    assert cgroups.own_groups(root) == [f"{root}sys/fs/cgroup/{group}" for group in groups]
+    assert cgroups.own_control_groups(root) == [f"{root}sys/fs/cgroup/{group}" for group in groups]
 
 
 def test_directory_that_is_no_control_group_is_not_usable(tmp_path: Path) -> None:
