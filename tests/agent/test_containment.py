@@ -75,12 +75,12 @@ class ProcessFreezer:
         cgroups.create(path)
 
     def freeze(self, pid: int) -> None:
-        cgroups._write(self._path, "cgroup.procs", str(pid))
-        cgroups._write(self._path, "freezer.state", "FROZEN")
-        wait_until(lambda: cgroups._read(f"{self._path}/freezer.state").strip() == "FROZEN")
+        cgroups._write_group_file(self._path, "cgroup.procs", str(pid))
+        cgroups._write_group_file(self._path, "freezer.state", "FROZEN")
+        wait_until(lambda: cgroups._read_text_or_empty(f"{self._path}/freezer.state").strip() == "FROZEN")
 
     def thaw(self) -> None:
-        cgroups._write(self._path, "freezer.state", "THAWED")
+        cgroups._write_group_file(self._path, "freezer.state", "THAWED")
 
 
 @pytest.fixture
@@ -312,7 +312,7 @@ async def test_agent_process_runs_each_job_in_a_control_group(
     async with start_agent_process() as process:
         await controller.launch("j1", *STAY)
         worker = await wait_for_job_process(node_dir, "j1")
-        own = cgroups._read(f"/proc/{worker.pid}/cgroup")
+        own = cgroups._read_text_or_empty(f"/proc/{worker.pid}/cgroup")
         assert "/genie-n1-" in own
         assert own.rstrip().endswith("/j1.1")
         with contextlib.suppress(ProcessLookupError):

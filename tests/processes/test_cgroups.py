@@ -67,14 +67,14 @@ def test_kill_includes_nested_groups(cgroup_path: str) -> None:
 def test_group_without_freezer_and_kill_file_is_killed_by_signals(
     cgroup_path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write = cgroups._write
+    write = cgroups._write_group_file
 
     def refuse(path: str, name: str, text: str) -> None:
         if name != "cgroup.procs":
             raise FileNotFoundError(name)
         write(path, name, text)
 
-    monkeypatch.setattr(cgroups, "_write", refuse)
+    monkeypatch.setattr(cgroups, "_write_group_file", refuse)
     with _run_in_cgroup(cgroup_path, "/bin/sleep", "300") as process:
         cgroups.kill(cgroup_path)
         assert process.wait() == -9
